@@ -7,10 +7,10 @@
 //!   `gemm` crate on f32 matrices of the same projections in the same run.
 //!
 //! The two sides alternate, so that load on the machine falls on both, and `ratio` is a median over the pairs. On a
-//! machine that others load heavily it still is noise, as schedulers favour short bursts over long sums: `cpu_ratio`
-//! then is the one to read. It divides by processor time instead of elapsed time, so that waiting for a processor does
-//! not count (Linux only). Run with
-//! `cargo bench -p lagoon-benches --bench cpu -- [--json] [--quick] [--threads N] [--only decode|prefill]`.
+//! heavily loaded machine `ratio` is noise, because schedulers favour short bursts over long sums; read `cpu_ratio`
+//! there. It divides by processor time instead of elapsed time, so that waiting for a processor does not count (Linux
+//! only). Run with `cargo bench -p lagoon-benches --bench cpu -- [--json] [--quick] [--threads N] [--only
+//! decode|prefill]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
 #![allow(
     clippy::cast_possible_truncation,
@@ -30,11 +30,11 @@ const HIDDEN: usize = 768;
 const INTERMEDIATE: usize = 2048;
 const LAYERS: usize = 12;
 const VOCAB: usize = 32_000;
-const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 12, kv_heads: 4, head_dim: 64 };
+const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 12, kv_heads: 4, head_dim: 64, latent: false };
 const CHUNK: usize = 512;
 /// Bytes of the buffer that the streaming read sums: far beyond any cache.
 const STREAM_BYTES: usize = 384 << 20;
-/// Parameters that a decode step reads: all but the embedding, of which it reads one row.
+/// Parameters that a decode step reads: all but the embedding table, of which it reads one row.
 const READ_PARAMETERS: usize =
     LAYERS * HIDDEN * (GEOMETRY.qkv_dim() + GEOMETRY.q_dim() + 3 * INTERMEDIATE) + VOCAB * HIDDEN;
 /// Inner and outer dimension of a layer's projections.
@@ -68,7 +68,7 @@ struct Buffers {
     logits: CpuTensor,
 }
 
-/// A cheap sequence of random numbers.
+/// A cheap pseudo-random generator.
 struct Random(u64);
 
 impl Random {
@@ -133,7 +133,7 @@ impl Model {
         })
     }
 
-    /// A store of `slots` tokens that holds something in every page.
+    /// A store of `slots` tokens with data in every page.
     fn kv(&mut self, dtype: DType, slots: usize) -> Result<CpuKv, DeviceError> {
         let shape = KvShape { layers: LAYERS as u32, kv_heads: GEOMETRY.kv_heads, head_dim: GEOMETRY.head_dim, dtype };
         let mut kv = self.device.kv(shape, slots)?;
@@ -158,7 +158,15 @@ impl Model {
         let slots: Vec<u32> = (pos as u32..(pos + rows) as u32).collect();
         let seqs = [AttnRows { row0: 0, rows: rows as u32, pos0: pos as u32, run0: 0, runs: 1 }];
         let runs = [KvRun { base: 0, len: (pos + rows) as u32, first_pos: 0 }];
-        let batch = AttnBatch { geometry: GEOMETRY, scale: 0.125, window: None, alibi: None, seqs: &seqs, runs: &runs };
+        let batch = AttnBatch {
+            geometry: GEOMETRY,
+            scale: 0.125,
+            window: None,
+            alibi: None,
+            softcap: None,
+            seqs: &seqs,
+            runs: &runs,
+        };
         d.embed(&self.embedding, &ids, &mut b.x)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let [qkv, output, gate_up, down] = &layer.projections;
@@ -180,8 +188,8 @@ impl Model {
     }
 }
 
-/// Processor seconds of all threads of this process so far, where the system tells (Linux). Threads that run are
-/// accounted at the scheduler's ticks, so that only sums over many calls are exact.
+/// Processor seconds of all threads of this process so far (Linux; else `None`). Running threads are accounted at the
+/// scheduler's ticks, so only sums over many calls are exact.
 fn cpu_seconds() -> Option<f64> {
     let nanoseconds = |task: std::io::Result<std::fs::DirEntry>| -> Option<f64> {
         let stat = std::fs::read_to_string(task.ok()?.path().join("schedstat")).ok()?;
@@ -190,7 +198,7 @@ fn cpu_seconds() -> Option<f64> {
     std::fs::read_dir("/proc/self/task").ok()?.map(nanoseconds).sum::<Option<f64>>().map(|n| n / 1e9)
 }
 
-/// What each side did, and the processor time that it took.
+/// Work of each side, and its processor time.
 #[derive(Default)]
 struct PerCpu {
     ours: (f64, f64),
@@ -203,7 +211,7 @@ impl PerCpu {
         side.1 += cpu_seconds().zip(since).map_or(f64::NAN, |(now, then)| now - then);
     }
 
-    /// Ours over theirs, per processor second; not a number, which is null in JSON, where the system does not tell.
+    /// Our rate over theirs, per processor second; NaN (null in JSON) without processor times.
     fn ratio(&self) -> f64 {
         self.ours.0 / self.ours.1 / (self.theirs.0 / self.theirs.1)
     }
@@ -353,7 +361,7 @@ fn prefill(threads: usize, dtype: DType, context: usize, repeats: usize) -> Resu
         let (mut time, mut flops, mut gemm_time, mut gemm_layers) = (0.0, 0.0, 0.0, 0);
         for pos in (0..context).step_by(CHUNK) {
             let last = pos + CHUNK == context;
-            // As many layers of products on each side of the chunk, and about as long as the chunk itself.
+            // As many layers of products on each side of the chunk, so that both take about as long.
             let layers = LAYERS / 2;
             let side = |gemm: &mut Gemm, cpu: &mut PerCpu| {
                 let start = cpu_seconds();
@@ -387,7 +395,7 @@ fn prefill(threads: usize, dtype: DType, context: usize, repeats: usize) -> Resu
     }))
 }
 
-/// The processor's name, where the system tells.
+/// The processor's name, from /proc/cpuinfo.
 fn processor() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name = info.lines().find_map(|l| l.strip_prefix("model name")).map(|n| n.trim_start_matches(['\t', ' ', ':']));

@@ -1,17 +1,19 @@
-//! Latency under rising load of pools that divide prefill and decode between instances, in three parts:
+//! Latency under rising load of pools that divide prefill and decode between instances (disaggregation), in three
+//! parts:
 //!
 //! * `roles`: one prefill and one decode worker beside two instances that do both (KVDirect §5.2.1, Figure 13);
-//! * `modes`: KV pulled when a prompt is computed beside KV pushed while it is (Figure 16);
+//! * `modes`: KV pulled after a prompt's prefill beside KV pushed during it (Figure 16);
 //! * `grid`: one to three prefill by one to three decode workers at one load (Figure 12).
 //!
-//! The instances are real processes with the bundled model, real arithmetic and real QUIC or shared memory; each device is
-//! *paced* (`lagoon_backend::Paced`): it reads its weights in 10 ms a step and a full KV cache in 30 ms, and 150 rows take as
-//! long as the weights. Traces are arXiv-like (long prompts, short answers) and ShareGPT-like (conversations), drawn from a
-//! seed, scaled to the model (`lagoon_benches::traces`). The load is that of the whole pool. A run's `late` is the share of
-//! its devices' time by which the real arithmetic fell behind: much of it means that this machine is too small for the run.
+//! The instances are real processes with the bundled model, real arithmetic and real QUIC or shared memory. Each
+//! device is *paced* (`lagoon_backend::Paced`): it reads its weights in 10 ms a step and a full KV cache in 30 ms,
+//! and 150 rows take as long as the weights. Traces are arXiv-like (long prompts, short answers) and ShareGPT-like
+//! (conversations), drawn from a seed, scaled to the model (`lagoon_benches::traces`). The load is that of the whole
+//! pool. `late` is the share of the devices' time by which the real arithmetic fell behind: with much of it, this
+//! machine is too small for the run.
 //!
-//! First tokens are said before the KV has moved, so waiting for a decode worker's memory shows in the time between tokens
-//! where it is pulled, and in the time to the first token where it is pushed: compare totals, and the stages (Figure 14).
+//! A first token is sent before its KV has moved. With pull, waiting for a decode worker's memory shows in the time
+//! between tokens; with push, in the time to first token: compare totals, and the stages (Figure 14).
 //!
 //! `cargo build --release --workspace --bin lagoon --bin lagoon-paced`, then
 //! `cargo bench --workspace --bench disagg -- --part modes [--json]`: at the default sizes a part takes two to four minutes a
@@ -62,7 +64,7 @@ impl Pool {
         }
     }
 
-    /// Of a part, first the one that the others are compared with.
+    /// The pools of a part; the others are compared with the first.
     fn of(part: Part) -> Vec<Self> {
         let divided = |prefill, decode, push| Self::Divided { prefill, decode, push };
         match part {
@@ -144,7 +146,7 @@ fn run(args: &Args, lagoon: &Lagoon, kind: Kind, rate: f64, pool: Pool) -> Resul
     Ok(json!({ "trace": format!("{kind:?}"), "rate": rate, "pool": pool.name(), "report": report }))
 }
 
-/// Latencies of which ratios are given.
+/// Latencies whose ratios are reported.
 const TIMES: [(&str, &str); 6] = [
     ("ttft_p50", "/ttft_ms/p50"),
     ("ttft_p90", "/ttft_ms/p90"),

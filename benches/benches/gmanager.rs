@@ -1,15 +1,15 @@
-//! The gManager over the pool's size: `cargo bench -p lagoon-benches --bench gmanager -- [--json] [--instances 10,1000]
-//! [--requests 100] [--plot FILE.svg]`.
+//! The gManager's costs over the pool's size: `cargo bench -p lagoon-benches --bench gmanager -- [--json]
+//! [--instances 10,1000] [--requests 100] [--plot FILE.svg]`.
 //!
 //! Every instance runs `--requests` requests, a tenth of which have blocks on a creditor; a heartbeat carries the rows
 //! that changed, an eighth of them. Reported for each size, on one thread unless said otherwise:
 //! * **register_us**, **full_us**: a registration, and the first heartbeat with all rows;
 //! * **heartbeat_us**: a heartbeat, median and 99th percentile;
-//! * **query_ns**: a debtor's query through the gManager; **view_ns**: the same from the view without it, and
-//!   **view_per_s** with as many threads as the machine has processors while the writer goes on publishing;
+//! * **query_ns**: a debtor's query through the gManager; **view_ns**: the same from the view without it;
+//!   **view_per_s**: the same on all processors while the writer keeps publishing;
 //! * **publish_us**: sorting the view again;
-//! * **plan_ms**: a planning round as the planner does it, and **round_ms**: the whole tick with its orders given;
-//! * **bytes**: what the process grew by, by the kernel's account, and how much of it is the view.
+//! * **plan_ms**: a planning round; **round_ms**: the whole tick, with its orders issued;
+//! * **bytes**: growth of the process by the kernel's count, and the view's share of it.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its result")]
 
 use anyhow::{Context, Result, ensure};
@@ -89,6 +89,8 @@ fn register(i: u32) -> Register {
         block_tokens: 32,
         window: 0,
         alibi_bias_max: 0,
+        attention_softcap: 0,
+        latent: false,
     };
     let batches = [(1, 12_000.0), (16, 14_000.0), (64, 22_000.0), (256, 60_000.0)];
     Register {
@@ -110,7 +112,7 @@ fn register(i: u32) -> Register {
     }
 }
 
-/// A simulated pool: what each instance says.
+/// A simulated pool: the messages of each instance.
 struct Pool {
     instances: u32,
     requests: u32,
@@ -118,7 +120,7 @@ struct Pool {
 }
 
 impl Pool {
-    /// Whom an instance borrows from: every second one owes to its neighbour.
+    /// The creditor of an instance: every second instance owes to its neighbour.
     fn creditor(&self, i: u32) -> Option<u32> {
         (i % 2 == 1 && i < self.instances).then_some(i + 1)
     }
@@ -127,11 +129,11 @@ impl Pool {
         seq.is_multiple_of(10)
     }
 
-    /// Rows of an instance that `chosen` names.
+    /// Placement entries of an instance, those that `chosen` takes.
     fn rows(&mut self, i: u32, chosen: impl Fn(u32) -> bool) -> Vec<PlacementEntry> {
         let mut rows = Vec::new();
         let mut row = |debtor: u32, seq: u32, random: &mut u64| {
-            // A debtor's long request is what a round moves.
+            // A planning round moves a debtor's long request.
             let long = seq == LONG && debtor % 2 == 1;
             let blocks = if long { 4_000 } else { u32::try_from(draw(random) % 150).unwrap_or(0) + 1 };
             rows.push(PlacementEntry { debtor, seq: seq.into(), blocks, blocks_sealed: blocks - 1 });
@@ -281,7 +283,7 @@ fn measure(args: &Args, instances: u32) -> Result<Row> {
     })
 }
 
-/// Queries through the gManager, from the view, and from the view by several threads while it is published.
+/// Queries through the gManager, from the view, and from the view by several threads during publishing.
 fn queries(gm: &mut GManager, instances: u32, now: u64) -> (f64, f64, f64, usize) {
     const ASKED: u32 = 20_000;
     let query = |n: u32| BorrowQuery { query: n.into(), debtor: n % instances + 1, blocks: 2, ..Default::default() };
@@ -324,7 +326,7 @@ fn queries(gm: &mut GManager, instances: u32, now: u64) -> (f64, f64, f64, usize
     (query_ns, view_ns, asked / seconds, threads)
 }
 
-/// How times and memory grow with the pool.
+/// Plots of times and memory over the pool's size.
 fn panels(rows: &[Row]) -> Vec<Panel> {
     let line = |name: &str, of: &dyn Fn(&Row) -> f64| Series {
         name: name.to_owned(),

@@ -1,14 +1,14 @@
-//! What moving KV costs a sequence that decodes, by tokens moved in a step, with the copy overlapped with decoding (as
+//! Cost of moving KV for a decoding sequence, by tokens moved in a step, with the copy overlapped with decoding (as
 //! shipped) and with steps that wait for their copy (Infinite-LLM v2 §7.4, Figure 12a).
 //!
-//! Two real processes with the bundled model, real arithmetic and real QUIC; each device is *paced*
-//! (`lagoon_backend::Paced`), so that both do not share this machine's cores: a step reads its weights in 10 ms, a token
-//! of KV has 0.5 MiB, and KV is copied at 25 GB/s, about LLaMA2-7B on an A100. What the network carries are the small
-//! model's bytes: only the copies at both ends take the modelled time. `--real` leaves pacing out.
+//! Two real processes with the bundled model, real arithmetic and real QUIC. Each device is *paced*
+//! (`lagoon_backend::Paced`), so that the two do not compete for this machine's cores: a step reads its weights in 10
+//! ms, a token of KV has 0.5 MiB, and KV is copied at 25 GB/s, about LLaMA2-7B on an A100. The network carries the
+//! small model's bytes: only the copies at both ends take the modelled time. `--real` leaves pacing out.
 //!
-//! A request decodes on one instance with a few rBlocks at the other; then more rBlocks are ordered there, which move at
-//! the given pace. Printed is the mean time between its tokens while they move, over the mean before and after within
-//! the same run. Who looks at the status in order to see the move looks at it just as often before and after.
+//! A request decodes on one instance with a few rBlocks at the other; then more rBlocks are ordered there, at the
+//! given pace. Printed is the mean time between tokens during the move, over the mean before and after it in the same
+//! run. The status is polled at the same rate in all three parts.
 //!
 //! `cargo build --release -p lagoon -p lagoon-paced && cargo bench -p lagoon-benches --bench movement -- [--json]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
@@ -53,23 +53,23 @@ struct Args {
 struct Run {
     tokens_per_step: u32,
     overlap: bool,
-    /// Mean time of a step without movement, before and after.
+    /// Mean time of a step before and after the move.
     still_ms: f64,
-    /// While rBlocks moved, and how many steps that were.
+    /// Mean time of a step during the move, and the number of steps.
     moving_ms: f64,
     moving_steps: usize,
-    /// The one over the other.
+    /// `moving_ms` over `still_ms`.
     ratio: f64,
-    /// Tokens that moved.
+    /// Tokens that were moved.
     moved_tokens: u64,
-    /// How late the devices were, as a share of the modelled time.
+    /// Lateness of the devices, as a share of the modelled time.
     late_share: f64,
 }
 
 const BLOCK_TOKENS: u32 = 16;
-/// rBlocks at the other instance before anything is measured: the sequence's layers wait for partials in every part.
+/// rBlocks at the other instance before the measurement: the sequence's layers wait for partials in every part.
 const FIRST_BLOCKS: u32 = 2;
-/// Steps that are left out around a change.
+/// Steps left out around a change.
 const MARGIN: usize = 2;
 const WEIGHTS_S: f64 = 10e-3;
 /// A token of KV of the bundled model: 4 layers, 2 KV heads of 64, K and V, f16.
@@ -116,7 +116,7 @@ impl Bench {
         self.lagoon.start(name, &own)
     }
 
-    /// Orders `blocks` of the debtor's only request to go to the other instance.
+    /// Orders a move of `blocks` of the debtor's only request to the other instance.
     fn order(&self, gmanager: &str, request: &str, blocks: u32) -> Result<()> {
         let blocks = format!("--blocks={blocks}");
         let gmanager = format!("--gmanager={gmanager}");
@@ -125,39 +125,39 @@ impl Bench {
     }
 }
 
-/// What is watched of one run: the stream, and the debtor's status every few milliseconds.
+/// Observation of one run: the stream, and the debtor's status every few milliseconds.
 struct Watch<'a> {
     http: &'a str,
     times: &'a Times,
 }
 
 impl Watch<'_> {
-    fn said(&self) -> Result<usize> {
-        let heard = self.times.lock().expect("nobody panics with it");
-        if let Some(error) = &heard.1 {
+    fn received(&self) -> Result<usize> {
+        let recorded = self.times.lock().expect("nobody panics with it");
+        if let Some(error) = &recorded.1 {
             bail!("the stream failed: {error}");
         }
-        Ok(heard.0.len())
+        Ok(recorded.0.len())
     }
 
-    /// Waits until the status is as wanted; returns the tokens said until then.
+    /// Waits until the status is as wanted; returns the number of tokens received by then.
     fn wait_until(&self, what: &str, wanted: impl Fn(&Value) -> Result<bool>) -> Result<usize> {
         let since = Instant::now();
         loop {
             let status = status(self.http)?;
-            let said = self.said()?;
+            let received = self.received()?;
             if wanted(&status)? {
-                return Ok(said);
+                return Ok(received);
             }
             ensure!(since.elapsed() < TIMEOUT, "not {what} after {TIMEOUT:?}: {status}");
             std::thread::sleep(Duration::from_millis(3));
         }
     }
 
-    /// Lets so many tokens be said; returns how many were before.
+    /// Waits for `steps` more tokens; returns the number of tokens before.
     fn steps(&self, steps: usize) -> Result<usize> {
-        let first = self.said()?;
-        self.wait_until("said", |_| Ok(self.said()? >= first + steps))?;
+        let first = self.received()?;
+        self.wait_until("said", |_| Ok(self.received()? >= first + steps))?;
         Ok(first)
     }
 
@@ -170,7 +170,7 @@ impl Watch<'_> {
 }
 
 fn measure(bench: &Bench, args: &Args, tokens: u32, overlap: bool) -> Result<Run> {
-    // A move of so many rBlocks takes as many steps as the other parts have.
+    // The move takes as many steps as each of the other parts.
     let blocks = (args.steps * tokens).div_ceil(BLOCK_TOKENS);
     ensure!(blocks * BLOCK_TOKENS + 256 < args.context, "--context is too small for {tokens} tokens a step");
     let length = args.steps * 8 + FIRST_BLOCKS * BLOCK_TOKENS + 64;
@@ -186,7 +186,7 @@ fn measure(bench: &Bench, args: &Args, tokens: u32, overlap: bool) -> Result<Run
     }
     let times = listen(http, args.context, length)?;
     let watch = Watch { http, times: &times };
-    watch.wait_until("decoding", |_| Ok(watch.said()? > 2))?;
+    watch.wait_until("decoding", |_| Ok(watch.received()? > 2))?;
     let status_now = status(http)?;
     let request = format!("{}/{}", number(&status_now, "/instance")?, number(&status_now, "/sequences/0/seq")?);
     let moved = |s: &Value| number(s, "/moves/blocks_out");
@@ -196,17 +196,17 @@ fn measure(bench: &Bench, args: &Args, tokens: u32, overlap: bool) -> Result<Run
         watch.wait_until("at the other", |s| Ok(still(s)? && moved(s)? >= u64::from(FIRST_BLOCKS)))?;
     }
     let before = watch.steps(args.steps as usize)?;
-    let until = watch.said()?;
+    let until = watch.received()?;
     let (begun, ended) = if tokens > 0 {
         order_when_known(bench, quic, &request, blocks, Instant::now())?;
         let begun = watch.wait_until("moving", |s| Ok(!still(s)? || moved(s)? > u64::from(FIRST_BLOCKS)))?;
         (begun, watch.wait_until("moved", still)?)
     } else {
         let begun = watch.steps(args.steps as usize)?;
-        (begun, watch.said()?)
+        (begun, watch.received()?)
     };
     let after = watch.steps(args.steps as usize)?;
-    let gaps = [watch.gaps(before, until), watch.gaps(after, watch.said()?)];
+    let gaps = [watch.gaps(before, until), watch.gaps(after, watch.received()?)];
     let moving = watch.gaps(begun, ended);
     ensure!(!moving.is_empty(), "{blocks} rBlocks moved within fewer than {} steps", 2 * MARGIN + 2);
     let (still_ms, moving_ms) = ((mean(&gaps[0]) + mean(&gaps[1])) / 2.0, mean(&moving));
@@ -223,7 +223,7 @@ fn measure(bench: &Bench, args: &Args, tokens: u32, overlap: bool) -> Result<Run
     })
 }
 
-/// Heartbeats tell the gManager what can move: it may not know the request's rBlocks yet.
+/// Orders the move once the gManager knows the request's rBlocks from heartbeats.
 fn order_when_known(bench: &Bench, quic: &str, request: &str, blocks: u32, since: Instant) -> Result<()> {
     loop {
         match bench.order(quic, request, blocks) {

@@ -1,12 +1,12 @@
-//! Throughput of a debtor and a creditor against the rBlocks that a long request has at the creditor: measured, beside what
-//! the planner's model predicts of the instances' own calibration (Infinite-LLM v2, Figure 7).
+//! Throughput of a debtor and a creditor over the rBlocks that a long request has at the creditor: measured, beside
+//! the prediction of the planner's model from the instances' own calibration (Infinite-LLM v2, Figure 7).
 //!
-//! Two real processes with the bundled model, real arithmetic and real QUIC; each device is *paced*
-//! (`lagoon_backend::Paced`): weights are read in 10 ms a step and a full KV cache in 30 ms, the proportions of LLaMA2-7B on
-//! an A100. The creditor runs short requests. The debtor has one long request and as many short ones as fit beside it;
-//! what of the long one lies at the creditor makes room for more, and takes room there. How many fit is arithmetic, which
-//! the benchmark does; what they then generate is measured over some seconds. (The instances get twice that memory, so that
-//! what grows while it is measured neither waits nor moves.)
+//! Two real processes with the bundled model, real arithmetic and real QUIC. Each device is *paced*
+//! (`lagoon_backend::Paced`): weights are read in 10 ms a step and a full KV cache in 30 ms, the proportions of
+//! LLaMA2-7B on an A100. The creditor runs short requests. The debtor has one long request and as many short ones as
+//! fit beside it; rBlocks of the long one at the creditor make room for more short ones at the debtor, and take room
+//! at the creditor. The benchmark computes how many fit, and measures their rate of tokens over some seconds. (The
+//! instances get twice that memory, so that growing sequences neither wait nor move.)
 //!
 //! `cargo build --release -p lagoon -p lagoon-paced && cargo bench -p lagoon-benches --bench pair -- [--json] [--plot FILE.svg]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
@@ -73,7 +73,7 @@ struct Run {
     creditor_batch: u32,
     debtor: f64,
     creditor: f64,
-    /// Mean tokens of a short request in the middle of what was measured.
+    /// Mean tokens of a short request in the middle of the measurement.
     short_tokens: f64,
     late_share: f64,
 }
@@ -121,7 +121,7 @@ fn instance(lagoon: &Lagoon, name: &str, gmanager: &str, args: &Args) -> Result<
     lagoon.start(name, &own)
 }
 
-/// What an instance measured of itself when it started.
+/// An instance's calibration, measured at its start.
 fn calibration(status: &Value) -> Result<Calibration> {
     let own = &status["calibration"];
     let field = |name: &str| own[name].as_f64().with_context(|| format!("{name} is missing in {own}"));
@@ -153,18 +153,18 @@ fn predicted(calibration: &Calibration, args: &Args) -> Result<Vec<CurvePoint>> 
         long_tokens: args.long.into(),
         short_tokens: args.short.into(),
         creditor_batch: args.creditor_batch,
-        // The instances decide for one batch where that pays (docs/adr/0009).
+        // The instances merge both micro-batches where that is faster (docs/adr/0009).
         config: ModelConfig::paper(),
     };
     curve(&spec, args.step / BLOCK_TOKENS).context("the calibration cannot be")
 }
 
-fn said(times: &Times) -> Result<usize> {
-    let heard = times.lock().expect("nobody panics with it");
-    if let Some(error) = &heard.1 {
+fn received(times: &Times) -> Result<usize> {
+    let recorded = times.lock().expect("nobody panics with it");
+    if let Some(error) = &recorded.1 {
         bail!("a stream failed: {error}");
     }
-    Ok(heard.0.len())
+    Ok(recorded.0.len())
 }
 
 fn wait_until(what: &str, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
@@ -176,7 +176,7 @@ fn wait_until(what: &str, mut done: impl FnMut() -> Result<bool>) -> Result<()> 
     Ok(())
 }
 
-/// Two instances that know each other, with their gManager.
+/// Two connected instances with their gManager.
 struct Cluster {
     _gmanager: Process,
     quic: String,
@@ -199,7 +199,7 @@ impl Cluster {
         Ok(this)
     }
 
-    /// Moves `blocks` of the only request there is to the creditor.
+    /// Moves `blocks` of the only request to the creditor.
     fn lend(&self, lagoon: &Lagoon, blocks: u32) -> Result<()> {
         let http = self.debtor.said("http")?;
         let there = || number(&status(http)?, "/moves/blocks_out");
@@ -215,7 +215,7 @@ impl Cluster {
                 let (blocks, gmanager) = (format!("--blocks={}", wanted - moved), format!("--gmanager={}", self.quic));
                 let order = ["kv", "move", &request, &blocks, "--from=debtor", "--to=creditor", &gmanager];
                 let tls = lagoon.tls("debtor");
-                // Heartbeats tell the gManager what can move: it may not know the request's rBlocks yet.
+                // Retried: the gManager learns the request's rBlocks from heartbeats.
                 let _ = lagoon.run_to_end(&[&order[..], &tls.each_ref().map(String::as_str)].concat());
             }
             Ok(false)
@@ -228,24 +228,24 @@ fn measure(lagoon: &Lagoon, args: &Args, point: &CurvePoint) -> Result<Run> {
     let [debtor, creditor] = [&cluster.debtor, &cluster.creditor].map(|p| p.said("http"));
     let (debtor, creditor) = (debtor?, creditor?);
     let long = listen(debtor, args.long, OUTPUT)?;
-    wait_until("decoding", || Ok(said(&long)? > 2))?;
+    wait_until("decoding", || Ok(received(&long)? > 2))?;
     if point.blocks > 0 {
         cluster.lend(lagoon, point.blocks)?;
     }
-    // Half of what is measured is a short request's growth.
+    // A short request's growth counts half: the mean over the measurement.
     let steps = args.seconds / (WEIGHTS_S + CACHE_S);
     let prompt = args.short.saturating_sub((steps / 2.0) as u32).max(16);
     let shorts = |http: &str, n: u32| (0..n).map(|_| listen(http, prompt, OUTPUT)).collect::<Result<Vec<_>>>();
     let mut debtors = shorts(debtor, point.debtor_batch.saturating_sub(1))?;
     let creditors = shorts(creditor, point.creditor_batch)?;
-    let begun = |all: &[Times]| all.iter().try_fold(true, |all, t| Ok::<_, anyhow::Error>(all && said(t)? > 2));
+    let begun = |all: &[Times]| all.iter().try_fold(true, |all, t| Ok::<_, anyhow::Error>(all && received(t)? > 2));
     wait_until("all decoding", || Ok(begun(&debtors)? && begun(&creditors)?))?;
     debtors.push(long);
-    let count = |all: &[Times]| all.iter().map(said).sum::<Result<usize>>();
+    let count = |all: &[Times]| all.iter().map(received).sum::<Result<usize>>();
     let (since, first) = (Instant::now(), (count(&debtors)?, count(&creditors)?));
     std::thread::sleep(Duration::from_secs_f64(args.seconds));
     let (seconds, last) = (since.elapsed().as_secs_f64(), (count(&debtors)?, count(&creditors)?));
-    let shorts: Vec<_> = debtors.iter().rev().skip(1).rev().chain(&creditors).map(said).collect::<Result<_>>()?;
+    let shorts: Vec<_> = debtors.iter().rev().skip(1).rev().chain(&creditors).map(received).collect::<Result<_>>()?;
     let grown = shorts.iter().sum::<usize>() as f64 / shorts.len().max(1) as f64;
     Ok(Run {
         blocks: point.blocks,
@@ -280,7 +280,7 @@ fn panels(rows: &[(CurvePoint, Run)]) -> Vec<Panel> {
     ]
 }
 
-/// Medians of the runs with as many rBlocks as `point`.
+/// Medians of the runs with `point`'s number of rBlocks.
 fn middle(point: &CurvePoint, runs: &[Run]) -> Run {
     let of = |f: fn(&Run) -> f64| median(runs.iter().filter(|r| r.blocks == point.blocks).map(f).collect());
     Run {

@@ -1,10 +1,10 @@
 //! Time from the death of a creditor (`kill -9`) to the next token of a stream that borrows from it.
 //!
-//! Real processes on this machine with the bundled model: a gManager, a debtor with little memory and two creditors with
-//! room for the whole context; the one that lends is killed. **Detection** is the time until the
-//! debtor counts the loss (its status is asked every few milliseconds): nobody closes a dead process's connections, so
-//! that is the transport's idle timeout. **Recomputation** is the rest: finding other memory, computing the lost tokens
-//! again by chunked prefill there, and one decode step. Times of computing are this machine's.
+//! Real processes on this machine with the bundled model: a gManager, a debtor with little memory and two creditors
+//! with room for the whole context; the one that lends is killed. **Detection** is the time until the debtor counts
+//! the loss (its status is polled every few milliseconds): a dead process's connections are not closed, so it is the
+//! transport's idle timeout. **Recomputation** is the rest: borrowing other memory, recomputing the lost range by
+//! chunked prefill, and one decode step. Times depend on this machine.
 //!
 //! `cargo build --release -p lagoon && cargo bench -p lagoon-benches --bench recovery -- [--json]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
@@ -47,15 +47,15 @@ struct Run {
     detection_ms: f64,
     recomputation_ms: f64,
     total_ms: f64,
-    /// Median time of a token before.
+    /// Median time per token before the kill.
     token_ms: f64,
 }
 
 const BLOCK_TOKENS: u32 = 32;
 /// Tokens of an answer.
 const TOKENS: u32 = 1024;
-/// Tokens that are said before the creditor dies.
-const SAID: usize = 16;
+/// Tokens received before the creditor is killed.
+const RECEIVED: usize = 16;
 
 fn instance(lagoon: &Lagoon, name: &str, gmanager: &str, kv_tokens: u32, flags: &[String]) -> Result<Process> {
     let own = [
@@ -72,18 +72,18 @@ fn instance(lagoon: &Lagoon, name: &str, gmanager: &str, kv_tokens: u32, flags: 
     lagoon.start(name, &[&own, flags].concat())
 }
 
-/// Waits until so many tokens were said and returns the times.
+/// Waits for `tokens` tokens; returns their times.
 fn wait_for(times: &Times, tokens: usize) -> Result<Vec<Instant>> {
     let since = Instant::now();
     loop {
-        let heard = times.lock().expect("nobody panics with it").clone();
-        if let Some(error) = heard.1 {
+        let recorded = times.lock().expect("nobody panics with it").clone();
+        if let Some(error) = recorded.1 {
             bail!("the stream failed: {error}");
         }
-        if heard.0.len() >= tokens {
-            return Ok(heard.0);
+        if recorded.0.len() >= tokens {
+            return Ok(recorded.0);
         }
-        ensure!(since.elapsed() < TIMEOUT, "{} tokens after {TIMEOUT:?}", heard.0.len());
+        ensure!(since.elapsed() < TIMEOUT, "{} tokens after {TIMEOUT:?}", recorded.0.len());
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -111,7 +111,7 @@ fn measure(lagoon: &Lagoon, args: &Args, context: u32) -> Result<Run> {
     let some = u64::from((args.debtor_tokens + room + room / 2) / BLOCK_TOKENS);
     wait_until(http, "three instances", |s| Ok(number(s, "/pool_blocks_total")? > some))?;
     let times = listen(http, context, TOKENS)?;
-    let before = wait_for(&times, SAID)?;
+    let before = wait_for(&times, RECEIVED)?;
     let lent = |creditor: &Process| number(&status(creditor.said("http")?)?, "/blocks_lent");
     let lends = if lent(&creditors[0])? > lent(&creditors[1])? { 0 } else { 1 };
     ensure!(lent(&creditors[lends])? > 0, "nothing is borrowed: --debtor-tokens is too large");
@@ -119,9 +119,9 @@ fn measure(lagoon: &Lagoon, args: &Args, context: u32) -> Result<Run> {
     let killed = Instant::now();
     creditors[lends].kill()?;
     let detected = wait_until(http, "noticed", |s| Ok(number(s, "/recoveries")? > 0))?;
-    // A token may have been on its way when the creditor died.
-    let said = times.lock().expect("nobody panics with it").0.iter().filter(|at| **at < detected).count();
-    let next = wait_for(&times, said + 1)?[said];
+    // A token may have been in flight at the kill.
+    let received = times.lock().expect("nobody panics with it").0.iter().filter(|at| **at < detected).count();
+    let next = wait_for(&times, received + 1)?[received];
     let recomputed_tokens = number(&status(http)?, "/recomputed_tokens")?;
     ensure!(recomputed_tokens > 0, "nothing was computed again");
     let gaps: Vec<f64> = before.windows(2).map(|w| (w[1] - w[0]).as_secs_f64() * 1e3).collect();

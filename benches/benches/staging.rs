@@ -1,9 +1,9 @@
-//! Staging: KV between a store that only the device can read and host memory beside it, through which prefill and decode
-//! workers on wgpu and CUDA hand it over (`runner/src/stage.rs`), as a share of what that device reads back and is written
-//! in calls of a whole layer, in one run; of KV that lies together, and of rBlocks in any order. And how long a copy waits
-//! behind work that the device has queued.
+//! Staging: copies of KV between a device store and a staging buffer in host memory, with which prefill and decode
+//! workers on wgpu and CUDA transfer KV (`runner/src/stage.rs`). Rates are shares of the device's own readback and
+//! upload of whole layers, in the same run, for contiguous KV and for rBlocks in random order. Also the delay of a
+//! copy behind queued work of the device.
 //!
-//! `cargo bench --workspace --bench staging -- [--json] [--smoke]`. A backend that is not here says so. Parties take turns
+//! `cargo bench --workspace --bench staging -- [--json] [--smoke]`. A missing backend is reported. Parties alternate
 //! in every round, and medians are reported.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
 
@@ -25,7 +25,7 @@ mod run {
     use lagoon_benches::measure::{commit, device, hardware_threads, median};
     use lagoon_benches::model::llama;
     use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
-    use lagoon_model::ModelConfig;
+    use lagoon_model::ModelSpec;
     use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, Report, StageId, StageWork};
     use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
     use lagoon_types::{AttentionGeometry, DType, KvSpace};
@@ -57,24 +57,28 @@ mod run {
     const LAYERS: u32 = 2;
     const BLOCK_TOKENS: u32 = 16;
     const KV_DTYPE: DType = DType::F16;
-    /// Side of the square matrices, and rows, of a piece of other work.
+    /// Size of the square matrices, and number of rows, of one piece of other work.
     const WORK_SIZE: usize = 256;
-    /// So many of them are queued before a copy that they take this long, or this many.
+    /// Duration in seconds, and largest number, of the work pieces queued before a copy.
     const WORK_S: f64 = 5e-3;
     const WORK_CALLS_MAX: usize = 1024;
 
     /// The shape of an 8B model's KV, of fewer layers: 4 KiB a token and layer.
-    fn model() -> ModelConfig {
-        llama(LAYERS as usize, (4096, 14_336), AttentionGeometry { heads: 32, kv_heads: 8, head_dim: 128 })
+    fn model() -> ModelSpec {
+        llama(
+            LAYERS as usize,
+            (4096, 14_336),
+            AttentionGeometry { heads: 32, kv_heads: 8, head_dim: 128, latent: false },
+        )
     }
 
-    /// A store with memory beside it, as a worker has it.
+    /// A worker's store with its staging buffer.
     struct Staged<D: Device> {
         executor: Executor<D>,
         arenas: Vec<SharedArena>,
         tokens: u32,
         stages: u64,
-        /// Blocks in some order: where they are in the store, and beside it.
+        /// Blocks in copy order: their places in the store and in the staging buffer.
         order: Vec<(u32, u32)>,
     }
 
@@ -106,7 +110,7 @@ mod run {
             Ok(Self { executor, arenas, tokens, stages: 0, order })
         }
 
-        /// Seconds in which pieces are staged.
+        /// Seconds that staging of these pieces takes.
         fn stage(&mut self, inward: bool, pieces: Vec<(u32, u32, u32)>) -> Result<f64> {
             self.stages += 1;
             let stage = StageId(self.stages);
@@ -140,14 +144,14 @@ mod run {
             self.stage(false, self.pieces(together))
         }
 
-        /// Until the device has it: reading one token waits for that.
+        /// Seconds until the device has the KV, awaited by a read of one token.
         fn inward(&mut self, together: bool) -> Result<f64> {
             let written = self.stage(true, self.pieces(together))?;
             let (slot, beside, _) = self.pieces(together).last().copied().context("a piece")?;
             Ok(written + self.stage(false, vec![(slot, beside, 1)])?)
         }
 
-        /// What goes in comes out.
+        /// Checks that KV round trips.
         fn check(&mut self) -> Result<()> {
             for (layer, arena) in (1u8..).zip(&self.arenas) {
                 let mut n = layer;
@@ -170,7 +174,7 @@ mod run {
         }
     }
 
-    /// The device itself, without a worker around it.
+    /// The device alone, without an executor.
     struct Bare<D: Device> {
         device: D,
         kv: D::Kv,
@@ -197,7 +201,7 @@ mod run {
             let (x, y) = (device.tensor(WORK_SIZE, WORK_SIZE)?, device.tensor(WORK_SIZE, WORK_SIZE)?);
             let (layer, host) = (vec![3; bytes], Vec::with_capacity(bytes));
             let mut bare = Self { device, kv, tokens, token_bytes, layer, host, weight, x, y, work_calls: 1 };
-            // The first time is for compiling kernels.
+            // The first run compiles the kernels.
             bare.time(true, false)?;
             while bare.time(true, false)? < WORK_S && bare.work_calls < WORK_CALLS_MAX {
                 bare.work_calls *= 2;
@@ -205,7 +209,7 @@ mod run {
             Ok(bare)
         }
 
-        /// Every layer in one call.
+        /// Seconds to read every layer, one call each.
         fn read(&mut self) -> Result<f64> {
             let start = Instant::now();
             for layer in 0..LAYERS as usize {
@@ -233,7 +237,7 @@ mod run {
             Ok(start.elapsed().as_secs_f64())
         }
 
-        /// Seconds of other work, of a copy of 1 MiB behind it, or of one of the two.
+        /// Seconds of other work, of a 1 MiB copy behind it, or of either alone.
         fn time(&mut self, work: bool, copy: bool) -> Result<f64> {
             let tokens = u32::try_from((1 << 20) / self.token_bytes)?.min(self.tokens);
             self.device.sync()?;
@@ -254,7 +258,7 @@ mod run {
     const WRITE: &str = "written, a layer a call";
     const MEMCPY: &str = "memcpy on the host";
 
-    /// A backend: its parties' rates, and what a copy waits.
+    /// Measures one backend: its parties' rates, and a copy's delay.
     fn measure<D: Device>(open: impl Fn() -> Result<D>, args: &Args) -> Result<Value> {
         let layer_token_bytes = model().kv_shape(KV_DTYPE).layer_token_bytes();
         let bytes = args.mib << 20;

@@ -1,14 +1,14 @@
 //! Throughput of a cluster of instances on this machine with pooling on and off, on one mixed trace in one run.
 //!
-//! The instances are real processes with the bundled model, real arithmetic and real QUIC; each device is *paced*
-//! (`lagoon_backend::Paced`): a step takes as long as a roofline model says, so that instances that share this machine's
-//! cores do not slow each other down. The modelled device reads its weights in 10 ms a step and a full KV cache in
-//! 30 ms, the proportions of LLaMA2-7B on an A100; one token of the trace stands for many of that model's.
+//! The instances are real processes with the bundled model, real arithmetic and real QUIC. Each device is *paced*
+//! (`lagoon_backend::Paced`): a step takes the time of a roofline model, so that instances on this machine's cores do
+//! not slow each other down. The modelled device reads its weights in 10 ms a step and a full KV cache in 30 ms, the
+//! proportions of LLaMA2-7B on an A100; one token of the trace stands for many of that model's.
 //!
-//! `off` is the same cluster with nothing lent (what the papers call vLLM-multi): same instances, same dispatch. The
-//! trace is Poisson with short requests and some that take most of an instance, all small enough for one instance.
-//! `apps/sim/tests/pooling.rs` has the same cluster and trace in simulation.
-//! The devices' lateness is printed: a run whose devices were late for more than a few per cent measured this machine.
+//! `off` is the same cluster without lending (the papers' vLLM-multi): same instances, same dispatch. The trace is
+//! Poisson with short requests and some that take most of an instance, all small enough for one instance.
+//! `apps/sim/tests/pooling.rs` simulates the same cluster and trace. The devices' lateness is printed: above a few
+//! per cent, the run is invalid.
 //!
 //! `cargo build --release -p lagoon -p lagoon-paced && cargo bench -p lagoon-benches --bench throughput -- [--json]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]

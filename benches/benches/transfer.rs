@@ -1,10 +1,10 @@
-//! KV transfer over every path, as a share of what the machine can do, in one run: KVDirect's blocks (4 KiB to 1 MiB,
-//! 1,024 and 2,048 of them), merged and not, verified and not; over shared memory against memcpy, over QUIC with one to
-//! several connections against quinn's own bulk stream with the same configuration, raw TCP, and one message a block on
-//! the same connection. What verification could cost at the least is in the same run: the check of a block in cache, and
-//! copies with checks without the protocol around them.
+//! KV transfer over every path, as a share of the machine's limits, in one run: KVDirect's blocks (4 KiB to 1 MiB,
+//! 1,024 and 2,048 of them), merged or not, verified or not; over shared memory against memcpy; over QUIC with one to
+//! several connections against quinn's own bulk stream with the same configuration, raw TCP, and one message a block
+//! on the same connection. The lower bound of verification is in the same run: hashing a block in cache, and copies
+//! with hashes but without the protocol.
 //!
-//! At the end: the transfer's share of a request's latency on an 8B model's shape, modelled from what was measured
+//! Last, the transfer's share of a request's latency at an 8B model's shape, modelled from the measurements
 //! (`share.rs`).
 //!
 //! `cargo bench --workspace --bench transfer -- [--json] [--quick | --smoke]`. The peers run in the same rounds as the
@@ -79,7 +79,7 @@ mod run {
         bench: bool,
     }
 
-    /// What moves the bytes, or a limit.
+    /// A transfer path, or a limit.
     #[derive(Clone, Copy)]
     enum What {
         Memcpy(usize),
@@ -90,7 +90,7 @@ mod run {
         Transfer(Way, Scheme),
     }
 
-    /// A way to move the bytes, its rates in each round, and the peer that it is compared with.
+    /// A path or limit, its rates in each round, and the party that it is compared with.
     struct Party {
         name: String,
         limit: String,
@@ -145,12 +145,12 @@ mod run {
         }
     }
 
-    /// All parties on one size: in every round each goes once, peers among them.
+    /// All parties on one size, one after the other in every round.
     fn measure(args: &Args, block_bytes: u32, blocks: u32) -> Result<Vec<Party>> {
         let mut rig = Rig::new(block_bytes, blocks)?;
         let mut peers = Peers::start(rig.bytes())?;
         let mut out = parties(args);
-        // The first round warms up: page faults, connections, windows.
+        // The first round warms up: page faults, connections, congestion windows.
         for round in 0..=args.rounds {
             for party in &mut out {
                 let seconds = match party.what {
@@ -177,7 +177,7 @@ mod run {
         let rates: Vec<(&str, f64)> =
             parties.iter().map(|party| (party.name.as_str(), median(party.gb_per_s.clone()))).collect();
         let of = |name: &str| rates.iter().find(|(other, _)| *other == name).map_or(f64::NAN, |(_, rate)| *rate);
-        // On a machine that does other things as well, the best rounds say more than the middle ones.
+        // On a machine with other load, the best rounds say more than the medians.
         let best = |name: &str| {
             let party = parties.iter().find(|party| party.name == name);
             party.into_iter().flat_map(|party| &party.gb_per_s).copied().fold(f64::NAN, f64::max)

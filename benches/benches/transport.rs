@@ -1,9 +1,9 @@
 //! Round trips and bulk rate of Lagoon's transport against a bare quinn echo and raw loopback TCP, interleaved in one
 //! run, as ratios: `cargo bench -p lagoon-benches --bench transport -- [--json] [--rounds N]`.
 //!
-//! Bare quinn is quinn as it comes (its default tunables), one bidirectional stream, the same certificates. Both sides
-//! run in one process, each on a runtime of its own with one thread, as two processes would; `--one-runtime` puts them
-//! on one. Absolute numbers depend on the machine and its load; ratios less so.
+//! Bare quinn has its default tunables, one bidirectional stream and the same certificates. Both sides run in one
+//! process, each on a runtime of its own with one thread, as two processes would; `--one-runtime` puts them on one.
+//! Absolute numbers depend on the machine and its load; ratios less so.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its result")]
 
 use anyhow::{Context, Result, bail};
@@ -12,7 +12,7 @@ use clap::Parser;
 use lagoon_benches::measure::{commit, device, hardware_threads, median};
 use lagoon_benches::quic::{Pem, Tuning, loopback};
 use lagoon_protocol::{BulkFrame, PartialsFrame};
-use lagoon_transport::{Bound, Class, ClusterCa, Frame, Node, PeerId, TransportConfig};
+use lagoon_transport::{Bound, Class, ClusterCa, Frame, Node, NodeRole, PeerId, TransportConfig};
 use lagoon_types::{Epoch, LeaseId, StepId};
 use std::time::{Duration, Instant};
 use tokio::{
@@ -75,7 +75,9 @@ fn query(payload: Bytes) -> Frame {
 
 impl Lagoon {
     async fn start(ca: &ClusterCa, bulk_bytes: usize, far: &Handle) -> Result<Self> {
-        let bind = |name| anyhow::Ok(Node::bind(loopback(), &ca.identity(name)?, TransportConfig::default())?);
+        let bind = |name| {
+            anyhow::Ok(Node::bind(loopback(), &ca.identity(name, NodeRole::Instance)?, TransportConfig::default())?)
+        };
         let a = bind("a")?;
         let b = {
             let _far = far.enter();
@@ -251,7 +253,7 @@ async fn measure(args: &Args, far: &Handle) -> Result<[Party; 3]> {
     let (mut quinn, _endpoint) = start_quinn(&ca, far).await?;
     let mut tcp = start_tcp(far).await?;
     let mut parties: [Party; 3] = Default::default();
-    // The first round warms up: connections, windows, MTU discovery.
+    // The first round warms up: connections, congestion windows, MTU discovery.
     for round in 0..=args.rounds {
         for (size, (out, back)) in SIZES.into_iter().enumerate() {
             let plain = request(out, back)?;
@@ -324,7 +326,7 @@ fn main() -> Result<()> {
     let near = runtime(if args.one_runtime { 2 } else { 1 })?;
     let apart = if args.one_runtime { None } else { Some(runtime(1)?) };
     let far = apart.as_ref().unwrap_or(&near).handle().clone();
-    // On a worker, as the programs' own tasks are, and not on the thread that drives the runtime from outside.
+    // On a worker thread, as the programs' own tasks are, not on the thread in block_on.
     let task = near.spawn(async move {
         let parties = measure(&args, &far).await?;
         report(&args, &parties);

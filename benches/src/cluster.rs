@@ -1,5 +1,5 @@
-//! Real clusters on this machine for benchmarks: processes of `lagoon`, or of `lagoon-paced` on a modelled device, beside the
-//! benchmark; their pages, and streams that are listened to.
+//! Real clusters on this machine for benchmarks: processes of `lagoon`, or of `lagoon-paced` on a modelled device,
+//! their HTTP pages, and streams of answers.
 
 use anyhow::{Context, Result, ensure};
 use lagoon_backend::PaceProfile;
@@ -11,14 +11,14 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Longest wait of a benchmark for anything.
+/// Timeout of every wait in a benchmark.
 pub const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The `lagoon` binary, the bundled model, and a folder for certificates that is removed when dropped.
 #[derive(Debug)]
 pub struct Lagoon {
     pub binary: PathBuf,
-    /// The file with the profile of the device that instances model, if they do.
+    /// The file with the profile of the modelled device, if any.
     pace: Option<PathBuf>,
     pub dir: PathBuf,
     pub model: PathBuf,
@@ -34,24 +34,25 @@ fn built(name: &str) -> Result<PathBuf> {
 
 impl Drop for Lagoon {
     fn drop(&mut self) {
-        // What stays behind is in the folder for temporary files.
+        // Leftovers are in the folder for temporary files.
         let _ = std::fs::remove_dir_all(&self.dir);
     }
 }
 
 impl Lagoon {
-    /// The binary beside this benchmark's, with a new CA.
+    /// The binary beside this benchmark's executable, with a new CA. `what` names its folder.
     pub fn new(what: &str) -> Result<Self> {
         let binary = built("lagoon")?;
         let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/passkey");
         let dir = std::env::temp_dir().join(format!("lagoon-{what}-{}", std::process::id()));
-        std::fs::create_dir_all(&dir)?;
+        // `certs init` takes a folder for its owner only.
+        std::os::unix::fs::DirBuilderExt::mode(std::fs::DirBuilder::new().recursive(true), 0o700).create(&dir)?;
         let this = Self { binary, pace: None, dir, model };
         this.run_to_end(&["certs", "init", &this.dir.display().to_string()])?;
         Ok(this)
     }
 
-    /// With instances on the device that is modelled: see `lagoon_backend::Paced`.
+    /// Runs instances on a modelled device: see `lagoon_backend::Paced`.
     pub fn paced(mut self, profile: &PaceProfile) -> Result<Self> {
         let path = self.dir.join("pace.json");
         std::fs::write(&path, serde_json::to_vec(profile)?)?;
@@ -80,7 +81,13 @@ impl Lagoon {
     }
 
     pub fn start(&self, name: &str, arguments: &[String]) -> Result<Process> {
-        self.run_to_end(&["certs", "issue", "--force", &self.dir.display().to_string(), name])?;
+        let role = match arguments.first().map(String::as_str) {
+            Some("gmanager") => "gmanager",
+            Some("gateway") => "gateway,operator",
+            _ => "instance",
+        };
+        let (dir, role) = (self.dir.display().to_string(), format!("--role={role}"));
+        self.run_to_end(&["certs", "issue", "--force", &dir, name, &role])?;
         let mut command = self.command();
         command.args(arguments).args(self.tls(name)).arg("--json");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
@@ -93,9 +100,9 @@ impl Lagoon {
 }
 
 impl Lagoon {
-    /// Starts a whole pool with these flags of `lagoon up` behind `port`, replays a trace on it, and stops it. The load
-    /// generator's report, with `devices_late_share` and `devices_modelled_s` of paced devices, and `stages`: where the
-    /// time of an average request went whose prompt another instance computed, and how many there were (`pulled`).
+    /// Starts a whole pool with these flags of `lagoon up` behind `port`, replays a trace on it, and stops it.
+    /// Returns the load generator's report, with `devices_late_share` and `devices_modelled_s` of paced devices, and
+    /// `stages`: mean times of the requests whose prompt another instance prefilled, and their number (`pulled`).
     pub fn replay(&self, flags: &[String], port: u16, trace: &Path) -> Result<Value> {
         let log = self.dir.join("up.log");
         let mut up = self.command();
@@ -116,7 +123,7 @@ impl Lagoon {
             .output()?;
         let (late_us, modelled_us) = paced_us(&format!("127.0.0.1:{port}"))?;
         let stages = stages(&format!("127.0.0.1:{port}"))?;
-        // In order: its children watch this pipe.
+        // Closed first: its children watch this pipe.
         drop(up.child.stdin.take());
         up.child.wait()?;
         let mut report: Value = serde_json::from_slice(&bench.stdout)
@@ -180,7 +187,7 @@ impl Drop for Process {
 }
 
 impl Process {
-    /// Ends it at once, as a crash would.
+    /// Kills the process at once, as a crash would.
     pub fn kill(&mut self) -> Result<()> {
         Ok(self.child.kill()?)
     }
@@ -190,7 +197,7 @@ impl Process {
     }
 }
 
-/// A request's answer as it comes in.
+/// Sends a request; returns its response as it arrives.
 pub fn request(http: &str, head: &str, body: &str) -> Result<BufReader<TcpStream>> {
     let mut stream = TcpStream::connect(http.parse::<SocketAddr>()?)?;
     stream.set_nodelay(true)?;
@@ -217,11 +224,11 @@ pub fn number(status: &Value, pointer: &str) -> Result<u64> {
     status.pointer(pointer).and_then(Value::as_u64).with_context(|| format!("{pointer} is missing in {status}"))
 }
 
-/// Times of a stream's tokens, listened to by a thread of its own; an error is its end.
+/// Arrival times of a stream's tokens, recorded by a thread of its own; an error ends the stream.
 pub type Times = Arc<Mutex<(Vec<Instant>, Option<String>)>>;
 
 pub fn listen(http: &str, context: u32, tokens: u32) -> Result<Times> {
-    // Tokens are of the vocabulary's middle, and no two neighbours alike.
+    // Tokens from the vocabulary's middle, no two neighbours alike.
     let prompt: Vec<u32> = (0..context).map(|i| 5 + (i * 37 + i / 7) % 1000).collect();
     let body = json!({
         "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": true, "stream": true,
@@ -232,19 +239,19 @@ pub fn listen(http: &str, context: u32, tokens: u32) -> Result<Times> {
     let sink = Arc::clone(&times);
     std::thread::spawn(move || {
         for line in answer.lines() {
-            let mut heard = sink.lock().expect("nobody panics with it");
+            let mut recorded = sink.lock().expect("nobody panics with it");
             match line {
-                Ok(line) if line.contains("\"error\"") => heard.1 = Some(line),
-                Ok(line) if line.starts_with("data: {") => heard.0.push(Instant::now()),
+                Ok(line) if line.contains("\"error\"") => recorded.1 = Some(line),
+                Ok(line) if line.starts_with("data: {") => recorded.0.push(Instant::now()),
                 Ok(_) => {}
-                Err(error) => heard.1 = Some(error.to_string()),
+                Err(error) => recorded.1 = Some(error.to_string()),
             }
         }
     });
     Ok(times)
 }
 
-/// How late an instance's paced device was, as a share of the time that was modelled.
+/// Lateness of an instance's paced device, as a share of the modelled time.
 pub fn late_share(http: &str) -> Result<f64> {
     let (late, modelled) = paced_us_of(http)?;
     Ok(late / modelled.max(1.0))

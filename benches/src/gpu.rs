@@ -1,13 +1,13 @@
-//! The report of `gpu-check`: what the project wants of a GPU, and how far a report shows it.
+//! Targets of the project for a GPU, held against a report of `gpu-check`.
 
 use serde_json::{Value, json};
 
-/// The best of some numbers, if there are any.
+/// The smallest number, if there are any.
 fn least(values: impl Iterator<Item = f64>) -> Option<f64> {
     values.min_by(f64::total_cmp)
 }
 
-/// What a section found, in a list.
+/// The rows of a section's list.
 fn rows<'a>(report: &'a Value, section: &str, list: &str) -> impl Iterator<Item = &'a Value> {
     report["sections"][section]["found"][list].as_array().into_iter().flatten()
 }
@@ -23,16 +23,16 @@ pub fn torch_best(report: &Value, kind: &str, batch: u64, keys: u64) -> Option<f
     least(rows(report, "torch", "rows").filter(of).filter_map(|row| number(row, "us")))
 }
 
-/// What is expected of an H200, what the project wants at least, and what was found.
+/// A target: the expected range on an H200, the required value, and the found one.
 ///
-/// `expected` is a range that can be argued from the device's ceilings before anything was measured; `at_least` is the aim. What was not
-/// measured is neither met nor missed.
+/// `expected` is derived from the device's ceilings before any measurement; `at_least` is required. A target that was
+/// not measured is neither met nor missed.
 fn target(name: impl Into<String>, expected: [f64; 2], at_least: Option<f64>, found: Option<f64>) -> Value {
     let met = at_least.zip(found).map(|(wanted, found)| found >= wanted);
     json!({ "name": name.into(), "expected": expected, "at_least": at_least, "found": found, "met": met })
 }
 
-/// A number of the first row of a list that has all of these fields.
+/// A number of the first row of a list that has all fields of `of`.
 fn number_of(report: &Value, section: &str, list: &str, of: &Value, key: &str) -> Option<f64> {
     let fields = of.as_object()?;
     let is = |row: &&Value| fields.iter().all(|(name, value)| row[name] == *value);
@@ -116,8 +116,8 @@ fn work(report: &Value, out: &mut Vec<Value>) {
     out.push(target("mapping: longest wait of a step, waiting over overlapped", [2.0, 20.0], Some(2.0), ratio));
 }
 
-/// The targets of the project for an H200, each with what the report has. A target holds on that device only; the report says
-/// which it is of.
+/// The targets of the project for an H200, each with the report's value. A target holds on that device only; the
+/// report names its device.
 #[must_use]
 pub fn targets(report: &Value) -> Vec<Value> {
     let mut out = Vec::new();

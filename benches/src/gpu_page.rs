@@ -1,13 +1,13 @@
 //! docs/gpu.md from a report of `gpu-check`: tables beside the papers', and figures.
 //!
-//! The page is written by hand but for what stands between [`BEGIN`] and [`END`], which a report fills.
+//! The part between [`BEGIN`] and [`END`] is generated from a report; the rest of the page is written by hand.
 
 use crate::gpu::{targets, torch_best};
 use lagoon_plot::{DrawError, Panel, Series, figure};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
-/// Between these lines of the page stands what was measured.
+/// Begin of the page's generated part.
 pub const BEGIN: &str = "<!-- measured: begin -->";
 pub const END: &str = "<!-- measured: end -->";
 
@@ -18,12 +18,12 @@ pub struct Page {
     pub figures: Vec<(&'static str, String)>,
 }
 
-/// Why there is no page.
+/// Reason why there is no page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PageError {
-    /// The report is of the fake driver or of tiny sizes: its numbers measure nothing.
+    /// The report is of the fake driver or of tiny sizes: its numbers are no measurements.
     NotMeasured,
-    /// The page has not the lines between which numbers go.
+    /// The page lacks the lines [`BEGIN`] and [`END`].
     NoPlace,
     Draw(DrawError),
 }
@@ -173,7 +173,7 @@ fn work(report: &Value) -> Result<String, DrawError> {
     figure("Linear layers and whole steps", &panels, 2)
 }
 
-/// What is expected, what is wanted and what was found; nothing stands in the cells of what was not measured.
+/// Expected, required and found values; cells of targets not measured are empty.
 fn expectations(report: &Value) -> String {
     let mut out = String::from(
         "\n### Expected and found\n\n| H200 | expected | wanted | found | met |\n| --- | --- | --- | --- | --- |\n",
@@ -192,7 +192,7 @@ fn tables(report: &Value) -> String {
     let calls = &calls;
     let row = |name: &str, key: &str, paper: &Value| json!({ "name": name, "ours": calls[key], "paper": paper });
     let paper = &calls["paper_table_3_us"];
-    // The paper times mapping and access apart, which are one call of ours.
+    // The paper times mapping and access separately, which are one call of ours.
     let both = json!(paper["map"].as_f64().unwrap_or(0.0) + paper["set_access"].as_f64().unwrap_or(0.0));
     let rows = [
         row("reserve", "cuMemAddressReserve_us", &paper["reserve"]),
@@ -268,7 +268,7 @@ fn failures(section: &Value) -> Vec<String> {
     rows.flat_map(|(name, list)| list.iter().filter(|row| failed(row)).map(move |row| line(name, row))).collect()
 }
 
-/// A page whose measured part has what is expected and empty cells.
+/// A page whose generated part has the expectations and empty cells.
 ///
 /// # Errors
 /// [`PageError::NoPlace`].
@@ -279,7 +279,7 @@ pub fn blank(template: &str) -> Result<String, PageError> {
     Ok(format!("{before}{BEGIN}\n\nNothing was measured on a GPU yet.\n{middle}\n{END}{after}"))
 }
 
-/// Fills the page's measured part from a report.
+/// Fills the page's generated part from a report.
 ///
 /// # Errors
 /// [`PageError`].

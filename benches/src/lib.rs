@@ -1,4 +1,4 @@
-//! What benchmarks share.
+//! Code shared by the benchmarks.
 #![forbid(unsafe_code)]
 
 pub mod cluster;

@@ -1,18 +1,18 @@
-//! What is said of every measurement: the middle of its runs, the machine and the commit.
+//! Metadata of every measurement: the median of its runs, the machine and the commit.
 
 #[must_use]
 pub fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64
 }
 
-/// NaN where there is none.
+/// The median; NaN without values.
 #[must_use]
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// The processor's name, where the system tells it.
+/// The processor's name, from /proc/cpuinfo.
 #[must_use]
 pub fn device() -> Option<String> {
     let info = std::fs::read_to_string("/proc/cpuinfo").ok()?;
@@ -20,13 +20,13 @@ pub fn device() -> Option<String> {
     line.split_once(':').map(|(_, name)| name.trim().to_owned())
 }
 
-/// Threads that run at once.
+/// Hardware threads of this machine.
 #[must_use]
 pub fn hardware_threads() -> usize {
     std::thread::available_parallelism().map_or(0, usize::from)
 }
 
-/// The commit that is measured, where git knows it.
+/// The commit under measurement, from git.
 #[must_use]
 pub fn commit() -> Option<String> {
     let output = std::process::Command::new("git").args(["describe", "--always", "--dirty"]).output().ok()?;

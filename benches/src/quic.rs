@@ -1,8 +1,8 @@
-//! Bare quinn, with which the transport is compared: one connection between two endpoints, with the same certificates
-//! and the same kind of encryption, as quinn comes or with the transport's own configuration.
+//! Bare quinn, for comparison with the transport: one connection between two endpoints, with the same certificates
+//! and the same kind of encryption, with quinn's defaults or the transport's configuration.
 
 use anyhow::Result;
-use lagoon_transport::{ClusterCa, SERVER_NAME, TransportConfig};
+use lagoon_transport::{ClusterCa, NodeRole, SERVER_NAME, TransportConfig};
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use rustls::{RootCertStore, crypto::ring, server::WebPkiClientVerifier, version::TLS13};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
@@ -16,16 +16,17 @@ pub fn loopback() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], 0))
 }
 
-/// How quinn is configured.
+/// Configuration of quinn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tuning {
-    /// As it comes, but never silent for so long that it closes.
+    /// Quinn's defaults, with keep-alives.
     Stock,
-    /// As Lagoon's transport configures it: datagrams, windows, acknowledgements, congestion, socket buffers.
+    /// The configuration of Lagoon's transport: datagrams, windows, acknowledgements, congestion control, socket
+    /// buffers.
     Lagoon,
 }
 
-/// A node's certificate, as a child process gets it.
+/// A node's certificate in PEM, passed to child processes.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Pem {
     pub ca: String,
@@ -37,7 +38,7 @@ type Parts = (Arc<RootCertStore>, Vec<CertificateDer<'static>>, PrivateKeyDer<'s
 
 impl Pem {
     pub fn issue(ca: &ClusterCa, name: &str) -> Result<Self> {
-        let issued = ca.issue(name)?;
+        let issued = ca.issue(name, NodeRole::Instance)?;
         Ok(Self { ca: ca.cert_pem().to_owned(), cert: issued.cert_pem, key: issued.key_pem })
     }
 
@@ -48,7 +49,7 @@ impl Pem {
         Ok((Arc::new(roots), chain, PrivateKeyDer::from_pem_slice(self.key.as_bytes())?))
     }
 
-    /// An endpoint on loopback that accepts. Call it within a tokio runtime.
+    /// An accepting endpoint on loopback. Must be called within a tokio runtime.
     pub fn listen(&self, tuning: Tuning) -> Result<quinn::Endpoint> {
         let (roots, chain, key) = self.parts()?;
         let provider = Arc::new(ring::default_provider());
@@ -62,7 +63,7 @@ impl Pem {
         tuning.endpoint(Some(config))
     }
 
-    /// A connection to one.
+    /// A connection to an endpoint of [`Pem::listen`].
     pub async fn connect(&self, addr: SocketAddr, tuning: Tuning) -> Result<(quinn::Endpoint, quinn::Connection)> {
         let (roots, chain, key) = self.parts()?;
         let tls = rustls::ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))

@@ -1,15 +1,15 @@
-//! Traces for serving with one kind of instance and with two: after KVDirect §5.1, Poisson arrivals and lengths drawn from a
-//! seed around the averages of the paper's data sets, scaled to what a model at hand can hold.
+//! Traces for serving with and without disaggregation, after KVDirect §5.1: Poisson arrivals and lengths drawn from a
+//! seed around the averages of the paper's data sets, scaled to the model.
 //!
-//! The paper gives averages only. Assumed here: lengths are log-normal with sigma 0.5; a ShareGPT conversation has one to
-//! eight turns, each of which sends all that was said before, and its user answers after an exponential time.
+//! The paper gives averages only. Assumed here: lengths are log-normal with sigma 0.5; a ShareGPT conversation has
+//! one to eight turns, each of which sends all earlier turns again, and its user replies after an exponential time.
 
 use anyhow::{Result, bail};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::fmt::Write as _;
 
-/// One request.
+/// One request of a trace.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Request {
     pub arrival_s: f64,
@@ -21,7 +21,7 @@ pub struct Request {
 pub enum Kind {
     /// Summaries of papers: prompts of 40,642 tokens on average, answers of 241.
     Arxiv,
-    /// Conversations: prompts, with what was said before, of 20,471 tokens on average, answers of 2,328.
+    /// Conversations: prompts, with all earlier turns, of 20,471 tokens on average, answers of 2,328.
     ShareGpt,
 }
 
@@ -37,16 +37,16 @@ impl std::str::FromStr for Kind {
     }
 }
 
-/// How a trace is drawn.
+/// Parameters of a trace.
 #[derive(Clone, Copy, Debug)]
 pub struct Spec {
     pub kind: Kind,
     pub requests: usize,
     /// Requests per second on average.
     pub rate: f64,
-    /// Lengths are multiplied by this.
+    /// Factor on lengths.
     pub scale: f64,
-    /// Longest prompt with its answer, in tokens: longer ones are cut.
+    /// Longest prompt plus answer, in tokens; longer ones are cut.
     pub tokens_max: u32,
     /// Mean time between an answer's request and the next one of its conversation, in seconds.
     pub think_s: f64,
@@ -58,8 +58,7 @@ const SIGMA: f64 = 0.5;
 const ARXIV: (f64, f64) = (40_642.0, 241.0);
 const SHAREGPT: (f64, f64) = (20_471.0, 2_328.0);
 
-/// Turns before a request of a conversation, on average over requests: conversations have 1 to `TURNS_MAX` turns, all
-/// numbers alike.
+/// Mean number of earlier turns of a request: conversations have 1 to `TURNS_MAX` turns, uniformly.
 fn turns_before() -> f64 {
     let requests: u32 = (1..=TURNS_MAX).sum();
     let before: u32 = (1..=TURNS_MAX).map(|turns| turns * (turns - 1) / 2).sum();
@@ -76,7 +75,7 @@ fn log_normal(random: &mut ChaCha8Rng, mean: f64) -> f64 {
     mean * (SIGMA * normal - SIGMA * SIGMA / 2.0).exp()
 }
 
-/// A trace, in the order of arrival. The same spec gives the same trace.
+/// Draws a trace, in the order of arrival. Equal specs give equal traces.
 #[must_use]
 pub fn draw(spec: &Spec) -> Vec<Request> {
     let mut random = ChaCha8Rng::seed_from_u64(spec.seed);
@@ -89,7 +88,7 @@ pub fn draw(spec: &Spec) -> Vec<Request> {
         let prompt_tokens = tokens(prompt).min(spec.tokens_max - output_tokens).max(1);
         Request { arrival_s, prompt_tokens, output_tokens }
     };
-    // So many that none that was left out could have come before the last that is kept.
+    // Enough conversations that no dropped one could arrive before the last request kept.
     let enough = spec.requests + spec.requests / 2 + TURNS_MAX as usize;
     while out.len() < enough {
         match spec.kind {
@@ -118,7 +117,7 @@ pub fn draw(spec: &Spec) -> Vec<Request> {
     out
 }
 
-/// As `lagoon bench --trace` reads it.
+/// The trace as CSV, as `lagoon bench --trace` reads it.
 #[must_use]
 pub fn csv(trace: &[Request]) -> String {
     let mut text = "arrival_s,prompt_tokens,output_tokens\n".to_owned();

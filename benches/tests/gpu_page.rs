@@ -1,5 +1,4 @@
-//! The page about GPUs, from a report that was made up here: its numbers are no measurement, and it is written to a folder of
-//! the test's.
+//! The GPU page from a made-up report: its numbers are no measurements, and it is written to the test's own folder.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -74,7 +73,7 @@ fn what_measures_nothing_fills_nothing() {
     report["measured_on_gpu"] = json!(false);
     assert_eq!(page(&committed(), &report).unwrap_err(), PageError::NotMeasured);
     assert_eq!(page("no place", &made_up()).unwrap_err(), PageError::NoPlace);
-    // An empty report is a page that says so everywhere.
+    // An empty report gives a page that says so everywhere.
     let empty = page(&committed(), &json!({ "measured_on_gpu": true })).unwrap();
     assert!(empty.text.matches("Not in this report.").count() >= 8);
 }

@@ -4,9 +4,13 @@
 #include "shared/attention_prefill.cuh"
 #include "shared/attention_wgmma.cuh"
 
-KERNEL(attention_any_f32, 128, 1, AttentionParams) { attention_any<float>(p); }
-KERNEL(attention_any_f16, 128, 1, AttentionParams) { attention_any<f16>(p); }
-KERNEL(attention_any_bf16, 128, 1, AttentionParams) { attention_any<bf16>(p); }
+#define PLAIN_ATTENTION(NAME, TYPE)                                                                         \
+    KERNEL(attention_any_##NAME, 128, 1, AttentionParams) { attention_any<TYPE, false>(p); }                \
+    KERNEL(attention_latent_##NAME, 128, 1, AttentionParams) { attention_any<TYPE, true>(p); }
+
+PLAIN_ATTENTION(f32, float)
+PLAIN_ATTENTION(f16, f16)
+PLAIN_ATTENTION(bf16, bf16)
 
 KERNEL(attention_merge, 128, 1, AttentionMergeParams) { attention_merge_rows(p); }
 

@@ -2,14 +2,7 @@
 // four elements: a load and a store of 128 bits, or, where the array is not aligned or at its end, of 32 bits each.
 #include "shared/activation.cuh"
 
-DEVICE float gelu_of(float v, bool tanh) {
-    if (tanh) {
-        const float inner = 0.7978845608028654f * (v + 0.044715f * v * v * v);
-        // 1 + tanh(a) = 2 / (1 + exp(-2 a)), which loses nothing where tanh is close to -1.
-        return v / (1.0f + expf(-2.0f * inner));
-    }
-    return gelu_exact(v);
-}
+DEVICE float gelu_of(float v, bool tanh) { return tanh ? gelu_tanh(v) : gelu_exact(v); }
 
 KERNEL(gelu, 256, 1, GeluParams) {
     const float* x = at<const float>(p.x);

@@ -1,6 +1,7 @@
-// Linear layers: see shared/gemv.cuh and shared/gemm.cuh.
+// Linear layers, and products by head: see shared/gemv.cuh, shared/gemm.cuh and shared/head_product.cuh.
 #include "shared/gemm.cuh"
 #include "shared/gemv.cuh"
+#include "shared/head_product.cuh"
 
 // Products of few rows wait behind the loads of their first weights.
 #define GEMV(NAME, BLOCKS, CALL)                           \
@@ -49,3 +50,19 @@ KERNEL(gemm_reduce, 256, 1, GemmReduceParams) {
     float* out = at<float>(p.out) + static_cast<uint64_t>(row) * p.ldo + column;
     *out = p.add ? *out + sum : sum;
 }
+
+// As gemv: few rows wait behind the loads of their first weights.
+#define HEAD_PRODUCTS(NAME, TYPE)                                          \
+    KERNEL_THAT_WAITS(head_gemv_##NAME##_1, 256, 3, HeadProductParams) {    \
+        launch_dependents();                                               \
+        head_gemv<TYPE, 1>(p);                                             \
+    }                                                                      \
+    KERNEL_THAT_WAITS(head_gemv_##NAME##_4, 256, 2, HeadProductParams) {    \
+        launch_dependents();                                               \
+        head_gemv<TYPE, 4>(p);                                             \
+    }                                                                      \
+    KERNEL(head_gemm_##NAME, 256, 2, HeadProductParams) { head_gemm<TYPE>(p); }
+
+HEAD_PRODUCTS(f32, float)
+HEAD_PRODUCTS(f16, f16)
+HEAD_PRODUCTS(bf16, bf16)

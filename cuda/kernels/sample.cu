@@ -9,14 +9,7 @@
 constexpr uint32_t SAMPLE_THREADS = 512;
 constexpr double WEIGHT_ONE = 1099511627776.0;  // 2^40
 
-// Keys order as logits do; zeros of both signs are one.
-DEVICE uint32_t ordered(float x) {
-    union {
-        float value;
-        uint32_t bits;
-    } u = {x == 0 ? 0.0f : x};
-    return u.bits & 0x80000000u ? ~u.bits : u.bits | 0x80000000u;
-}
+// The inverse of `ordered`.
 DEVICE float logit_of(uint32_t key) {
     union {
         uint32_t bits;

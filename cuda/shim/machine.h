@@ -381,8 +381,24 @@ inline bool any_lane(bool x) {
     });
     return slot.words[1] != 0;
 }
+inline uint32_t lanes_where(bool x) {
+    shim::Slot mine = {};
+    mine.words[0] = x;
+    const shim::Slot slot = shim::together("lanes_where", mine, [](shim::Slot* slots) {
+        uint64_t lanes = 0;
+        for (int lane = 0; lane < 32; lane++) lanes |= slots[lane].words[0] << lane;
+        for (int lane = 0; lane < 32; lane++) slots[lane].words[1] = lanes;
+    });
+    return static_cast<uint32_t>(slot.words[1]);
+}
+inline uint32_t count_bits(uint32_t x) {
+    uint32_t count = 0;
+    for (; x; x &= x - 1) count++;
+    return count;
+}
 
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float divide_fast(float x, float y) { return fabsf(y) > 0x1p126f ? 0.0f : x / y; }
 inline uint4 load_once(const void* from) {
     if (reinterpret_cast<uintptr_t>(from) % 16 != 0) shim::fail("a 16-byte load that is not aligned");
     uint4 x;
@@ -411,6 +427,10 @@ inline void store_16(void* to, float4 x) { shim::store(to, x); }
 
 // One fiber runs at a time: plain additions are atomic.
 inline uint64_t add_shared(uint64_t* to, uint64_t x) {
+    *to += x;
+    return *to - x;
+}
+inline uint32_t add_shared(uint32_t* to, uint32_t x) {
     *to += x;
     return *to - x;
 }

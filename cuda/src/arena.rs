@@ -1,14 +1,13 @@
-//! An arena: physical memory in one piece, mapped once and for good, that other processes on this host can map, too.
+//! An arena ([`Arena`]): one piece of physical device memory, mapped once, that other processes on this host can map.
 //!
-//! It is exported by file descriptor once, when peers connect, never by page group: whoever has the descriptor maps
-//! the whole arena and is told offsets from then on. The memory can be registered for remote direct access where the
-//! device can.
+//! It is exported by file descriptor once, when peers connect, never by page group: a peer maps the whole arena and
+//! receives offsets from then on. The memory can be registered for GPUDirect RDMA if the device supports it.
 
 use crate::driver::{Context, CudaError, Physical, Reservation, Sharing};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
 
-/// Memory of the device at one address, shared with other processes or imported from one.
+/// Device memory at one address, shared with other processes or imported from one.
 #[derive(Debug)]
 pub struct Arena {
     range: Reservation,
@@ -17,7 +16,8 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// At least `bytes` of memory, rounded up to whole pages, that can be exported. Its contents are undefined.
+    /// An arena of at least `bytes` bytes, rounded up to whole pages, that can be exported. Its contents are
+    /// undefined.
     ///
     /// # Errors
     /// [`CudaError::OutOfMemory`]; [`CudaError::Unsupported`] on a device that cannot share.
@@ -26,10 +26,10 @@ impl Arena {
         Self::mapped(context, Physical::new(context, bytes, Sharing::FileDescriptor)?)
     }
 
-    /// The arena that another process on this host has exported; `bytes` is its size, which the exporter tells.
+    /// Imports the arena that another process on this host exported; `bytes` is the size that it reported.
     ///
     /// # Errors
-    /// What the driver says of a descriptor that is no arena of that size.
+    /// Those of the driver for any other descriptor or size.
     pub fn import(context: &Arc<Context>, descriptor: BorrowedFd<'_>, bytes: usize) -> Result<Self, CudaError> {
         if bytes == 0 || !bytes.is_multiple_of(context.granularity()) {
             return Err(CudaError::Unsupported(format!("an arena of {bytes} bytes, which are not whole pages")));
@@ -44,7 +44,7 @@ impl Arena {
         Ok(Self { range, physical, descriptor: OnceLock::new() })
     }
 
-    /// Where it begins, for the device.
+    /// Device address of the first byte.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.range.address()
@@ -55,10 +55,10 @@ impl Arena {
         self.physical.bytes()
     }
 
-    /// The descriptor by which others import this arena: made at the first call, the same ever after.
+    /// The descriptor that other processes import; made at the first call.
     ///
     /// # Errors
-    /// What the driver says, also for an arena that was itself imported.
+    /// Those of the driver, also for an imported arena.
     pub fn descriptor(&self) -> Result<BorrowedFd<'_>, CudaError> {
         use std::os::fd::AsFd;
         if let Some(descriptor) = self.descriptor.get() {

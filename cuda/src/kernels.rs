@@ -1,4 +1,4 @@
-//! The kernels of `cuda/kernels/` as the host sees them: names, parameters, launch geometry.
+//! The kernels of `cuda/kernels/`, seen from the host: names, parameters, launch geometry.
 //!
 //! Every kernel takes exactly one argument, a `repr(C)` structure passed by value, so that a launch is a name, a grid, a
 //! block, bytes of dynamic shared memory and the bytes of one structure. Addresses are raw device addresses (`u64`; 0
@@ -6,14 +6,14 @@
 //! given by [`lagoon_types::DType::code`]. Structures here and in `cuda/kernels/shared/params.cuh` have the same fields in
 //! the same order; their sizes are asserted on both sides.
 //!
-//! Conventions that every kernel relies on, and that the caller guarantees:
+//! Conventions that every kernel relies on and the caller ensures:
 //!
 //! * activations are f32, rows `stride` elements apart;
 //! * weights are `[rows][ld]` in their own type, where `ld` is [`weight_ld`] of the columns: rows start at multiples of 16
 //!   bytes, and the elements between `cols` and `ld` are zero;
-//! * a KV store's layer is two planes, K and V, in which the element `d` of KV head `h` of slot `s` lies at
-//!   `plane + (s * token_stride + h * head_stride + d) * size`. The kernels for tensor cores want planes and strides in
-//!   multiples of 16 bytes ([`attention::KvView::is_aligned`]); others take any.
+//! * a KV store's layer is two planes, K and V, in which the element `d` of KV head `h` of slot `s` lies at `plane +
+//!   (s * token_stride + h * head_stride + d) * size`. Kernels for tensor cores need planes and strides in multiples
+//!   of 16 bytes ([`attention::KvView::is_aligned`]); others take any.
 //!
 //! A grid whose x dimension would be 0 must not be launched. A launch with more than [`SHARED_BYTES_DEFAULT`] bytes of
 //! dynamic shared memory needs `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES` raised first, once for each function, to
@@ -21,6 +21,8 @@
 
 pub mod attention;
 pub mod boxes;
+pub mod experts;
+pub mod latent;
 pub mod linear;
 pub mod pointwise;
 pub mod sample;
@@ -31,23 +33,23 @@ mod pieces;
 
 pub use names::{ALL, SM90, dynamic_shared_bytes_max};
 
-/// The kernels: machine code for compute capabilities 8.0 and 9.0, and PTX of 8.0 for what comes after. `cargo xtask kernels`
-/// builds it.
+/// The kernels' fatbin: machine code for compute capabilities 8.0 and 9.0, and PTX of 8.0 for later devices. Built by
+/// `cargo xtask kernels`.
 pub const FATBIN: &[u8] = include_bytes!("../kernels/kernels.fatbin");
 
-/// What compiled [`FATBIN`], for people.
+/// Compiler of [`FATBIN`], for people.
 pub const FATBIN_SOURCE: &str = "NVRTC 12.2.140";
 
-/// The oldest CUDA version whose drivers load [`FATBIN`]: 1000 times the major and 10 times the minor version of NVRTC.
+/// Oldest CUDA version whose drivers load [`FATBIN`]: 1000 times the major and 10 times the minor version of NVRTC.
 pub const CUDA_VERSION_MIN: u32 = 12_020;
 
-/// Dynamic shared memory that a launch may use without asking.
+/// Dynamic shared memory of a launch without opting in, in bytes.
 pub const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
 
 /// Threads of a warp.
 pub const WARP: u32 = 32;
 
-/// One kernel launch: everything but the stream.
+/// One kernel launch, without its stream.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Launch<P> {
     /// The function's name in the fatbin.
@@ -69,7 +71,7 @@ impl<P> Launch<P> {
     }
 }
 
-/// The distance of a weight's rows in elements: `cols` rounded up so that rows start at multiples of 16 bytes.
+/// Row stride of a weight in elements: `cols` rounded up so that rows start at multiples of 16 bytes.
 #[must_use]
 pub const fn weight_ld(cols: usize, element_bytes: usize) -> usize {
     cols.next_multiple_of(16 / element_bytes)

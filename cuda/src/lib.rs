@@ -1,8 +1,8 @@
-//! The CUDA backend: the driver behind owned handles ([`driver`]), kernels as the host sees them
-//! ([`kernels`]), KV in virtual memory ([`VirtualKv`]), and [`CudaDevice`], which is the backend.
+//! The CUDA backend: [`CudaDevice`], over the driver behind owned handles ([`driver`]), the kernels seen from the
+//! host ([`kernels`]), and KV in virtual memory ([`VirtualKv`]).
 //!
 //! The driver is loaded at run time: this crate builds and runs on machines without CUDA, where [`probe`] and
-//! [`driver::Context::open`] say what is missing.
+//! [`driver::Context::open`] report the missing part.
 
 pub mod arena;
 pub mod blas;

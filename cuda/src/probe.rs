@@ -1,17 +1,16 @@
 //! Whether there is a CUDA driver, and which devices it has.
 //!
-//! Invariant: nothing here panics for what a machine lacks. cudarc panics at the first call without the driver's
-//! library and on a symbol that an old driver lacks; the library is therefore looked for first, and a panic
-//! of the query is caught.
+//! Invariant: no panic for missing hardware or software. cudarc panics at the first call without the driver's library
+//! and at a symbol that an old driver lacks; so the library is checked first, and a panic of the query is caught.
 
 use cudarc::driver::result::{DriverError, device as driver_device};
 use cudarc::driver::{result, sys};
 use std::fmt;
 
-/// What was found.
+/// Result of [`probe`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CudaProbe {
-    /// No device can be used; the reason is for people.
+    /// No usable device; the reason is for people.
     Absent { reason: String },
     /// At least one device.
     Present {
@@ -25,7 +24,7 @@ pub enum CudaProbe {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProbedDevice {
     pub name: String,
-    /// All memory of the device, used or not.
+    /// All memory of the device in bytes, used or not.
     pub memory_bytes: u64,
     /// Major and minor: `(9, 0)` for H100 and H200.
     pub compute_capability: (u32, u32),
@@ -53,7 +52,7 @@ pub fn probe() -> CudaProbe {
             reason: "the driver's library (libcuda.so, nvcuda.dll) is not installed".to_owned(),
         };
     }
-    // cudarc panics where the library lacks a function.
+    // cudarc panics if the library lacks a function.
     let found = std::panic::catch_unwind(query)
         .unwrap_or_else(|_| Err(Failure("its library lacks a function that every driver has".to_owned())));
     match found {
@@ -68,7 +67,7 @@ struct Failure(String);
 
 impl From<DriverError> for Failure {
     fn from(error: DriverError) -> Self {
-        // The name of the code, not the driver's own text, whose look-up may be missing in old drivers.
+        // The code's name, not the driver's text: old drivers may lack the function that looks it up.
         Self(format!("{:?}", error.0))
     }
 }

@@ -1,15 +1,14 @@
-//! KV memory that is contiguous in addresses and grows by page groups (vAttention): [`lagoon_kv::vmm`] decides, this
-//! carries it out.
+//! KV memory that is contiguous in addresses and grows by page groups (vAttention): [`lagoon_kv::vmm`] plans,
+//! [`VirtualKv`] carries the plans out.
 //!
 //! Invariants:
-//! * A plan is carried out whole or not at all: what a failing call leaves behind is undone, in the driver and in the
-//!   accounting.
-//! * Nothing is unmapped while work that was announced by [`VirtualKv::used_by`] may still read it: every unmap waits
-//!   for the events recorded there.
-//! * All physical page groups are made in the beginning and released in the end; between, they only change places.
+//! * A plan is carried out whole or not at all: a failing call is undone, in the driver and in the accounting.
+//! * Nothing is unmapped while work announced by [`VirtualKv::used_by`] may still read it: every unmap waits for the
+//!   events recorded there.
+//! * All physical page groups are made at the beginning and released at the end; in between, only mappings change.
 //!
-//! A background thread maps one iteration ahead and keeps the next request's row prepared (§6.1); it begins with each
-//! step and never waits for the device.
+//! A background thread maps one iteration ahead and keeps the next request's row prepared (§6.1). It runs once for
+//! each step and never waits for the device.
 
 use crate::driver::{Context, CudaError, Event, Physical, Reservation, Sharing, Stream};
 use lagoon_kv::vmm::{Command, Plan, Plane, Vmm, VmmConfig, VmmCounters, VmmError, VmmLayout};
@@ -19,32 +18,33 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
-/// Why KV memory cannot be had.
+/// Errors of KV memory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VirtualKvError {
-    /// No page group, row or address is left: preempt somebody. Nothing has changed.
+    /// No page group, row or address is left: preempt a sequence. Nothing has changed.
     #[error(transparent)]
     Accounting(#[from] VmmError),
-    /// The driver refused; what was begun is undone.
+    /// The driver refused; the call was undone.
     #[error(transparent)]
     Driver(#[from] CudaError),
-    /// The driver refused also to undo: what is mapped is not known any more.
+    /// The driver also refused to undo: the mappings are unknown from now on.
     #[error("mappings are lost: {0}, and then {1}")]
     Lost(CudaError, CudaError),
 }
 
-/// Where the K and V of one layer lie: element `[token][head][i]` of K is at `k + 2 or 4 bytes * (token *
-/// token_stride + head * head_dim + i)`.
+/// Addresses of one layer's K and V: element `[token][head][i]` of K is at `k + size * (token * token_stride + head *
+/// head_dim + i)`, with `size` the bytes of an element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvPlaneView {
-    /// Addresses of slot 0.
+    /// Addresses of slot 0, of K and of V.
     pub k: u64,
     pub v: u64,
-    /// Elements from one slot to the next.
+    /// Slot stride in elements.
     pub token_stride: u64,
 }
 
-/// Behind the last announced use in each stream. Has a lock of its own, so that announcing never waits for mapping.
+/// Events behind the last announced use in each stream. A lock of its own, so that announcing never waits for
+/// mapping.
 #[derive(Debug, Default)]
 struct Uses(Mutex<Vec<(usize, Arc<Event>)>>);
 
@@ -61,7 +61,7 @@ impl Uses {
         Ok(())
     }
 
-    /// The events, to be looked at without the lock.
+    /// A copy of the events, so that waiting needs no lock.
     fn events(&self) -> Vec<Arc<Event>> {
         let events = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         events.iter().map(|(_, event)| Arc::clone(event)).collect()
@@ -76,7 +76,7 @@ impl Uses {
     }
 }
 
-/// What is locked: the accounting and the mappings that it describes.
+/// State under the lock: the accounting, and the mappings that it describes.
 #[derive(Debug)]
 struct State {
     vmm: Vmm,
@@ -86,12 +86,12 @@ struct State {
     uses: Arc<Uses>,
     /// Set when undoing failed: nothing is mapped or unmapped any more.
     lost: Option<VirtualKvError>,
-    /// Of the background thread, reported by the next step.
+    /// The background thread's result, reported by the next step.
     background: Result<(), VirtualKvError>,
 }
 
 impl State {
-    /// Carries a plan out, or takes it back.
+    /// Carries a plan out, or undoes it.
     fn carry_out(&mut self, plan: Plan) -> Result<(), VirtualKvError> {
         if let Some(lost) = &self.lost {
             let lost = lost.clone();
@@ -120,7 +120,7 @@ impl State {
         Ok(())
     }
 
-    /// Bytes from a tensor's beginning to a place.
+    /// Offset of a place in its tensor, in bytes.
     fn offset(&self, place: u32) -> usize {
         let page = self.vmm.layout().shape().page_group_bytes;
         usize::try_from(u64::from(place) * page).expect("addresses are 64 bits")
@@ -157,17 +157,17 @@ pub struct VirtualKv {
     uses: Arc<Uses>,
     /// Wakes the background thread; `None` while it ends.
     wake: Option<SyncSender<()>>,
-    /// Whether steps wake it.
+    /// Whether steps wake the background thread.
     overlapped: bool,
     background: Option<JoinHandle<()>>,
 }
 
 impl VirtualKv {
-    /// `init` of the paper's Table 4: reserves every address, makes every page group, maps nothing, and starts the
-    /// background thread.
+    /// Reserves every address, makes every page group, maps nothing, and starts the background thread (`init` of the
+    /// paper's Table 4).
     ///
     /// # Errors
-    /// What the accounting or the driver refuses; everything made until then is released.
+    /// Those of the accounting or the driver; everything made until then is released.
     pub fn new(context: &Arc<Context>, layout: VmmLayout, config: VmmConfig) -> Result<Self, VirtualKvError> {
         let page = layout.shape().page_group_bytes;
         if !page.is_multiple_of(context.granularity() as u64) {
@@ -210,7 +210,7 @@ impl VirtualKv {
         u32::try_from(bytes / self.layout.slot_bytes()).expect("slots are numbered by u32")
     }
 
-    /// Where a layer's K and V lie. The addresses never change.
+    /// Addresses of a layer's K and V. They never change.
     #[must_use]
     pub fn layer(&self, layer: u32) -> KvPlaneView {
         let at = |plane| {
@@ -221,14 +221,14 @@ impl VirtualKv {
         KvPlaneView { k: at(Plane::K), v: at(Plane::V), token_stride }
     }
 
-    /// Where the virtual tensors begin: two for each group of layers, K's and V's.
+    /// Addresses of the virtual tensors: two for each group of layers, K's and V's.
     #[must_use]
     pub fn tensors(&self) -> &[u64] {
         &self.bases
     }
 
-    /// Makes memory lie behind direct rBlocks. See [`Vmm::hold`]. Returns whether some was there already, from whoever held
-    /// them before: what that one has queued may still use it.
+    /// Maps memory behind direct rBlocks. See [`Vmm::hold`]. Returns whether some was still mapped from an earlier
+    /// owner, whose queued work may still use it.
     ///
     /// # Errors
     /// As [`VirtualKv::step`].
@@ -240,28 +240,28 @@ impl VirtualKv {
         Ok(state.vmm.counters().reused > before)
     }
 
-    /// Nobody uses direct rBlocks any more. See [`Vmm::release`].
+    /// Releases direct rBlocks. See [`Vmm::release`].
     ///
     /// # Errors
-    /// What the driver says where something shared is unmapped; they are then held as before.
+    /// Those of the driver when shared memory is unmapped; the rBlocks are then still held.
     pub fn release(&self, blocks: Range<u32>) -> Result<(), VirtualKvError> {
         let mut state = self.lock();
         let plan = state.vmm.release(blocks);
         state.carry_out(plan)
     }
 
-    /// Maps the memory of direct rBlocks at others, too. See [`Vmm::share_direct`].
+    /// Maps the memory of direct rBlocks `from` at `to..` as well. See [`Vmm::share_direct`].
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn share_direct(&self, from: Range<u32>, to: u32) -> Result<(), VirtualKvError> {
         let mut state = self.lock();
         let plan = state.vmm.share_direct(from, to);
         state.carry_out(plan)
     }
 
-    /// Has the background thread map direct rBlocks that the next iteration and the next request will want. See
-    /// [`Vmm::expect`]. If it still maps what was said before, that is all it does.
+    /// Asks the background thread to map direct rBlocks of the next iteration and the next request. See
+    /// [`Vmm::expect`]. Dropped if the thread is still mapping.
     pub fn expect(&self, ahead: impl Iterator<Item = u32>, next: impl Iterator<Item = u32>) {
         if !self.overlapped {
             return;
@@ -272,7 +272,7 @@ impl VirtualKv {
         self.wake();
     }
 
-    /// A row for a request. See [`Vmm::alloc_reqid`].
+    /// Allocates a row for a request. See [`Vmm::alloc_reqid`].
     ///
     /// # Errors
     /// [`VmmError::NoRow`].
@@ -280,25 +280,25 @@ impl VirtualKv {
         Ok(self.lock().vmm.alloc_reqid()?)
     }
 
-    /// Takes a request's row back; its memory stays mapped for the next. See [`Vmm::free_reqid`].
+    /// Frees a request's row; its memory stays mapped for the next one. See [`Vmm::free_reqid`].
     ///
     /// # Errors
-    /// What the driver says where a shared prefix is unmapped; the row is then still the request's.
+    /// Those of the driver when a shared prefix is unmapped; the row is then still the request's.
     pub fn free_reqid(&self, row: usize) -> Result<(), VirtualKvError> {
         let mut state = self.lock();
         let plan = state.vmm.free_reqid(row);
         state.carry_out(plan)
     }
 
-    /// Makes memory lie behind every request's tokens, and has the background thread prepare the next iteration. See
+    /// Maps memory behind every request's tokens, and wakes the background thread for the next iteration. See
     /// [`Vmm::step`].
     ///
     /// # Errors
-    /// [`VmmError::OutOfMemory`]: preempt a request and call it again. What the background thread failed with comes
-    /// here, too, unless this call mended it.
+    /// [`VmmError::OutOfMemory`]: preempt a request and call again. A failure of the background thread, unless this
+    /// call mended it.
     pub fn step(&self, lengths: &[u32]) -> Result<(), VirtualKvError> {
         let mut state = self.lock();
-        // What it could not map is mapped now, or fails again and says so.
+        // Its failed mappings are tried again now.
         let _tried_again = std::mem::replace(&mut state.background, Ok(()));
         let plan = state.vmm.step(lengths)?;
         state.carry_out(plan)?;
@@ -309,15 +309,15 @@ impl VirtualKv {
         Ok(())
     }
 
-    /// Has the background thread look.
+    /// Wakes the background thread.
     fn wake(&self) {
         if let Some(wake) = &self.wake {
-            // A full channel means that it is about to look anyway.
+            // The channel is full: the thread is about to look anyway.
             let _woken_already = wake.try_send(());
         }
     }
 
-    /// Maps the front of `from` in `to`, too. Returns the tokens that `to` then has. See [`Vmm::share`].
+    /// Maps the first tokens of `from` in `to` as well. Returns the tokens that `to` then has. See [`Vmm::share`].
     ///
     /// # Errors
     /// As [`VirtualKv::step`].
@@ -328,10 +328,10 @@ impl VirtualKv {
         Ok(shared)
     }
 
-    /// Unmaps full rBlocks of a request that are elsewhere now. See [`Vmm::vacate`].
+    /// Unmaps full rBlocks of a request that were moved elsewhere. See [`Vmm::vacate`].
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn vacate(&self, row: usize, blocks: Range<u32>) -> Result<(), VirtualKvError> {
         let mut state = self.lock();
         let plan = state.vmm.vacate(row, blocks);
@@ -348,7 +348,7 @@ impl VirtualKv {
         state.carry_out(plan)
     }
 
-    /// A row for a lent row.
+    /// Allocates a lent row.
     ///
     /// # Errors
     /// [`VmmError::NoRow`].
@@ -366,30 +366,30 @@ impl VirtualKv {
         state.carry_out(plan)
     }
 
-    /// Takes rBlocks of a lent row back, from anywhere in its runs. See [`Vmm::recall`].
+    /// Recalls rBlocks of a lent row, from anywhere in its runs. See [`Vmm::recall`].
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn recall(&self, row: usize, blocks: Range<u32>) -> Result<(), VirtualKvError> {
         let mut state = self.lock();
         let plan = state.vmm.recall(row, blocks);
         state.carry_out(plan)
     }
 
-    /// Moves a lent row's rBlocks together, by mapping. See [`Vmm::compact`].
+    /// Compacts a lent row's rBlocks by remapping. See [`Vmm::compact`].
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn compact(&self, row: usize) -> Result<(), VirtualKvError> {
         let mut state = self.lock();
         let plan = state.vmm.compact(row);
         state.carry_out(plan)
     }
 
-    /// Ends a lent row.
+    /// Closes a lent row.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn close_lent_row(&self, row: usize) -> Result<(), VirtualKvError> {
         let mut state = self.lock();
         let plan = state.vmm.close_lent_row(row);
@@ -408,19 +408,19 @@ impl VirtualKv {
         self.lock().vmm.lent_row_runs(row)
     }
 
-    /// The slot of a row's first token. It changes where a row grows out of its range, in [`VirtualKv::step`].
+    /// The slot of a row's first token. It changes when a row outgrows its range, in [`VirtualKv::step`].
     #[must_use]
     pub fn slot0(&self, row: usize) -> u32 {
         self.lock().vmm.slot0(row)
     }
 
-    /// What has happened so far.
+    /// Counters of mapping since the start.
     #[must_use]
     pub fn counters(&self) -> VmmCounters {
         self.lock().vmm.counters()
     }
 
-    /// Page groups that are mapped nowhere, and those that are nobody's.
+    /// Numbers of free page groups (unmapped) and kept ones (mapped, without an owner).
     #[must_use]
     pub fn free_and_kept_groups(&self) -> (u64, u64) {
         let state = self.lock();
@@ -428,24 +428,24 @@ impl VirtualKv {
         (u64::from(state.vmm.free_stripes()) * tensors, u64::from(state.vmm.kept_stripes()) * tensors)
     }
 
-    /// Says that `stream`, as it is now, has work that uses this memory: nothing is unmapped before that has ended.
+    /// Announces that `stream` has work, as of now, that uses this memory: unmapping waits for it.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn used_by(&self, stream: &Stream) -> Result<(), CudaError> {
         self.uses.announce(stream)
     }
 
-    /// Whether steps have the background thread map ahead, as they do at first: without it, for comparison, each step maps
-    /// what it needs itself.
+    /// Sets whether steps wake the background thread (initially true). Without it, for comparison, each step maps its
+    /// own memory.
     pub fn overlap(&mut self, overlapped: bool) {
         self.overlapped = overlapped;
     }
 
-    /// Waits until the background thread has nothing to do: for measurements and tests.
+    /// Waits until the background thread is idle, for measurements and tests.
     pub fn settle(&self) {
         if let Some(wake) = &self.wake {
-            // Two messages: when the second is taken, what the first asked for is done.
+            // A message is taken only after the one before is done.
             let _ended = wake.send(()).and_then(|()| wake.send(())).and_then(|()| wake.send(()));
         }
     }
@@ -459,7 +459,7 @@ impl Drop for VirtualKv {
     fn drop(&mut self) {
         self.wake = None;
         if let Some(background) = self.background.take() {
-            // It panics for bugs of ours only, which its own message tells.
+            // It panics only for bugs of ours, and prints its own message.
             let _ended = background.join();
         }
         // Kernels may still read what the drop of the reservations unmaps.

@@ -97,7 +97,14 @@ mod unsliced {
 
 /// Layers share page groups: the stores that the suite makes have two or three layers, or one.
 mod sliced {
-    over_the_fake!(Some(2), rope_append_then_attention, attention_dtypes, attention_prefill, attention_alibi);
+    over_the_fake!(
+        Some(2),
+        rope_append_then_attention,
+        attention_dtypes,
+        attention_prefill,
+        attention_alibi,
+        attention_softcap
+    );
     mod by_three {
         over_the_fake!(Some(3), kv_bytes_round_trip);
     }
@@ -120,7 +127,7 @@ mod fast {
     }
 }
 
-const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 };
+const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false };
 const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: DType::F16 };
 
 /// Memory that runs out, wherever it does, is an error that says so, and leaves nothing behind.
@@ -181,7 +188,15 @@ fn urgent_work_shares_the_store() {
             let mut out = Partials::new(device, 1, G).unwrap();
             let seqs = [AttnRows { row0: 0, rows: 1, pos0: 20, run0: 0, runs: 1 }];
             let runs = [KvRun { base: 0, len: 16, first_pos: 0 }];
-            let batch = AttnBatch { geometry: G, scale: 1.0, window: None, alibi: None, seqs: &seqs, runs: &runs };
+            let batch = AttnBatch {
+                geometry: G,
+                scale: 1.0,
+                window: None,
+                alibi: None,
+                softcap: None,
+                seqs: &seqs,
+                runs: &runs,
+            };
             device.attention(&q, &batch, &kv, 1, &mut out).unwrap();
             let mut got = Vec::new();
             device.read(&out.out, 0..1, 0..G.q_dim(), &mut got).unwrap();
@@ -223,7 +238,8 @@ fn windowed_alibi<D: Device>(device: &mut D, kv: &D::Kv, queries: &[f32], runs: 
     let mut out = Partials::new(device, 1, G).unwrap();
     let seqs = [AttnRows { row0: 0, rows: 1, pos0: 900, run0: 0, runs: u32::try_from(runs.len()).unwrap() }];
     let alibi = Some(Alibi { bias_max: 8.0 });
-    let batch = AttnBatch { geometry: G, scale: 0.125, window: Some(700), alibi, seqs: &seqs, runs };
+    let batch =
+        AttnBatch { geometry: G, scale: 0.125, window: Some(700), alibi, softcap: Some(2.0), seqs: &seqs, runs };
     device.attention(&q, &batch, kv, 1, &mut out).unwrap();
     let (mut o, mut lse) = (Vec::new(), Vec::new());
     device.read(&out.out, 0..1, 0..G.q_dim(), &mut o).unwrap();

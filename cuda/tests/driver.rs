@@ -121,6 +121,19 @@ fn work_happens_in_the_order_of_streams_and_events() {
 }
 
 #[test]
+fn a_parameter_of_another_size_is_refused() {
+    let fake = fake_or_skip!(1 << 24, PAGE as u64, 1);
+    let context = Context::open(0).unwrap();
+    let (stream, kernel) = (Stream::new(&context, Priority::Normal).unwrap(), fill_kernel(&context));
+    let how = Launch { grid: [1, 1, 1], block: [32, 1, 1], shared_bytes: 0 };
+    // SAFETY: nothing is launched.
+    let error = unsafe { kernel.launch(&stream, how, &[0u64; 4]) }.unwrap_err();
+    assert!(error.to_string().contains("CUDA_ERROR_INVALID_VALUE"), "{error}");
+    drop((kernel, stream, context));
+    fake.finish();
+}
+
+#[test]
 fn a_missing_event_is_noticed_in_some_order() {
     let mut wrong = 0;
     for seed in 2..40 {

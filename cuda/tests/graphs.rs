@@ -12,18 +12,24 @@ mod shim;
 
 use fake::{Fake, UNKNOWN};
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, Queued};
+use lagoon_backend::{
+    Activation, AttnBatch, AttnRows, Device, ExpertBuffers, Experts, HeadStrides, LatentRow, Mode, Partials, Queued,
+    Routing, Scoring,
+};
 use lagoon_cuda::kernels::attention::{DecodeClass, Tuning};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, LinearLayers};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 };
+const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false };
 const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: DType::F16 };
 const HIDDEN: usize = 96;
 /// Columns of the feed-forward layer.
 const INNER: usize = 72;
 const VOCAB: u32 = 40;
+/// Experts of a mixture, and those of a row.
+const EXPERTS: usize = 5;
+const TOP_K: usize = 2;
 /// Slots of a sequence in the store.
 const ROOM: u32 = 300;
 
@@ -61,6 +67,11 @@ struct Model {
     o: CudaWeight,
     up: CudaWeight,
     down: CudaWeight,
+    head: CudaWeight,
+    sinks: CudaWeight,
+    router: CudaWeight,
+    ups: CudaWeight,
+    downs: CudaWeight,
     kv: CudaKv,
     x: CudaTensor,
     normed: CudaTensor,
@@ -69,6 +80,8 @@ struct Model {
     attn: Partials<CudaTensor>,
     product: CudaTensor,
     act: CudaTensor,
+    chances: CudaTensor,
+    buffers: ExpertBuffers<CudaTensor>,
     logits: CudaTensor,
 }
 
@@ -82,6 +95,11 @@ impl Model {
             o: data.weight(device, DType::F16, HIDDEN, G.q_dim()).0,
             up: data.weight(device, DType::BF16, 2 * INNER, HIDDEN).0,
             down: data.weight(device, DType::BF16, HIDDEN, INNER).0,
+            head: data.weight(device, DType::BF16, 1, 64).0,
+            sinks: data.weight(device, DType::F32, 1, G.heads as usize).0,
+            router: data.weight(device, DType::F16, EXPERTS, HIDDEN).0,
+            ups: data.weight(device, DType::BF16, EXPERTS * 2 * INNER, HIDDEN).0,
+            downs: data.weight(device, DType::BF16, EXPERTS * HIDDEN, INNER).0,
             kv: device.kv(SHAPE, batch * ROOM as usize).unwrap(),
             x: device.tensor(batch, HIDDEN).unwrap(),
             normed: device.tensor(batch, HIDDEN).unwrap(),
@@ -90,6 +108,8 @@ impl Model {
             attn: Partials::new(device, batch, G).unwrap(),
             product: device.tensor(batch, 2 * INNER).unwrap(),
             act: device.tensor(batch, INNER).unwrap(),
+            chances: device.tensor(batch, EXPERTS).unwrap(),
+            buffers: ExpertBuffers::new(device, batch, TOP_K, (HIDDEN, INNER), Activation::SiluMul).unwrap(),
             logits: device.tensor(batch, VOCAB as usize).unwrap(),
         }
     }
@@ -119,23 +139,45 @@ impl Model {
             seqs.push(AttnRows { row0: row, rows: 1, pos0: *pos, run0, runs: count });
         }
         let alibi = alibi.then_some(Alibi { bias_max: 8.0 });
-        let batch = AttnBatch { geometry: G, scale: 0.125, window: None, alibi, seqs: &seqs, runs: &runs };
+        let batch =
+            AttnBatch { geometry: G, scale: 0.125, window: None, alibi, softcap: None, seqs: &seqs, runs: &runs };
         for layer in 0..2 {
             d.rms_norm(&self.x, &self.norm, 1e-5, rows, &mut self.normed).unwrap();
             d.matmul(&self.normed, &self.qkv, rows, Mode::Set, &mut self.projected).unwrap();
+            d.head_norm(&mut self.projected, (&self.head, &self.head), 1e-6, G, rows).unwrap();
             d.rope_append(&mut self.projected, &self.rope, G, &slots, &mut self.kv, layer).unwrap();
             d.attention(&self.projected, &batch, &self.kv, layer, &mut self.attn).unwrap();
+            d.sink(&mut self.attn, &self.sinks, G).unwrap();
             d.matmul(&self.attn.out, &self.o, rows, Mode::Add, &mut self.x).unwrap();
             d.rms_norm(&self.x, &self.norm, 1e-5, rows, &mut self.normed).unwrap();
             let silu = Activation::SiluMul;
             d.matmul_activated(&self.normed, &self.up, rows, silu, &mut self.product, &mut self.act).unwrap();
             d.matmul(&self.act, &self.down, rows, Mode::Add, &mut self.x).unwrap();
+            self.mixture(d, rows);
             d.mark(0).unwrap();
         }
         d.matmul(&self.x, &self.embed, rows, Mode::Set, &mut self.logits).unwrap();
         let mut out = Vec::new();
         d.read(&self.logits, 0..rows, 0..VOCAB as usize, &mut out).unwrap();
         out
+    }
+
+    /// A mixture of experts on the last norm's rows: who is chosen changes from step to step, the launches do not.
+    fn mixture(&mut self, d: &mut CudaDevice, rows: usize) {
+        let scoring = Scoring::Softmax;
+        let routing = Routing { top_k: TOP_K, scoring, normalised: true, scale: 1.0, groups: 1, top_groups: 1 };
+        let experts = Experts {
+            count: EXPERTS,
+            up: &self.ups,
+            up_bias: None,
+            down: &self.downs,
+            down_bias: None,
+            choice_bias: None,
+            activation: Activation::SiluMul,
+            routing,
+        };
+        d.matmul(&self.normed, &self.router, rows, Mode::Set, &mut self.chances).unwrap();
+        d.experts(&self.normed, &self.chances, &experts, rows, &mut self.buffers, &mut self.x).unwrap();
     }
 }
 
@@ -362,5 +404,101 @@ fn graphs_do_without_dependents_where_the_driver_does() {
                 );
             }
         }
+    });
+}
+
+const LATENT: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 1, head_dim: 40, latent: true };
+/// Of a latent row of 80 elements, those that are rotated; and those of a query before absorption, and of a value, that are not.
+const ROTATED: usize = 16;
+const PLAIN: usize = 24;
+
+/// A layer of latent attention, and what its steps need.
+struct LatentLayer {
+    embed: CudaWeight,
+    /// Queries, latents and rotated keys of a row.
+    down: [CudaWeight; 3],
+    /// By head: from queries to the latent, and from it to values.
+    absorb: CudaWeight,
+    values: CudaWeight,
+    o: CudaWeight,
+    kv: CudaKv,
+    x: CudaTensor,
+    parts: [CudaTensor; 3],
+    qkv: CudaTensor,
+    rope: CudaTensor,
+    attn: Partials<CudaTensor>,
+    mixed: CudaTensor,
+}
+
+impl LatentLayer {
+    fn new(device: &mut CudaDevice, batch: usize) -> Self {
+        let mut data = Data::new(5);
+        let latent = LATENT.query_dim() - ROTATED;
+        let parts = [4 * (PLAIN + ROTATED), latent, ROTATED];
+        Self {
+            embed: data.weight(device, DType::BF16, VOCAB as usize, HIDDEN).0,
+            down: parts.map(|cols| data.weight(device, DType::BF16, cols, HIDDEN).0),
+            absorb: data.weight(device, DType::BF16, 4 * latent, PLAIN).0,
+            values: data.weight(device, DType::F16, 4 * PLAIN, latent).0,
+            o: data.weight(device, DType::F16, HIDDEN, 4 * PLAIN).0,
+            kv: device.kv(KvShape { layers: 1, kv_heads: 1, head_dim: 40, dtype: DType::BF16 }, batch * 300).unwrap(),
+            x: device.tensor(batch, HIDDEN).unwrap(),
+            parts: parts.map(|cols| device.tensor(batch, cols).unwrap()),
+            qkv: device.tensor(batch, LATENT.qkv_dim()).unwrap(),
+            rope: device.tensor(batch, ROTATED).unwrap(),
+            attn: Partials::new(device, batch, LATENT).unwrap(),
+            mixed: device.tensor(batch, 4 * PLAIN).unwrap(),
+        }
+    }
+
+    /// One decoding step of the rows at these positions; bits of the result.
+    fn step(&mut self, d: &mut CudaDevice, positions: &[u32]) -> Vec<u32> {
+        let rows = positions.len();
+        d.begin_repeatable().unwrap();
+        let angles: Vec<f32> =
+            positions.iter().flat_map(|pos| (0..16).map(move |i| ((pos * (i % 8)) as f32 * 0.01).sin())).collect();
+        d.write(&mut self.rope, 0, &angles).unwrap();
+        let ids: Vec<u32> = positions.iter().map(|pos| pos * 7 % VOCAB).collect();
+        d.embed(&self.embed, &ids, &mut self.x).unwrap();
+        let slots: Vec<u32> = (0..).zip(positions).map(|(row, pos)| row * ROOM + pos).collect();
+        let whole = |(row, pos): (u32, &u32)| KvRun { base: row * ROOM, len: pos + 1, first_pos: 0 };
+        let runs: Vec<KvRun> = (0..).zip(positions).map(whole).collect();
+        let seq = |(row, pos): (u32, &u32)| AttnRows { row0: row, rows: 1, pos0: *pos, run0: row, runs: 1 };
+        let seqs: Vec<AttnRows> = (0..).zip(positions).map(seq).collect();
+        let (geometry, scale) = (LATENT, 0.1);
+        let batch = AttnBatch { geometry, scale, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
+        for (weight, part) in self.down.iter().zip(&mut self.parts) {
+            d.matmul(&self.x, weight, rows, Mode::Set, part).unwrap();
+        }
+        let [queries, latent, key] = &self.parts;
+        let to_latent = HeadStrides { heads: 4, x_stride: PLAIN + ROTATED, out_stride: LATENT.query_dim() };
+        d.head_matmul(queries, &self.absorb, to_latent, rows, &mut self.qkv).unwrap();
+        let row = LatentRow { queries, latent, key, rope: &self.rope };
+        d.latent_append(&mut self.qkv, row, LATENT, &slots, &mut self.kv, 0).unwrap();
+        d.attention(&self.qkv, &batch, &self.kv, 0, &mut self.attn).unwrap();
+        let to_values = HeadStrides { heads: 4, x_stride: LATENT.query_dim(), out_stride: PLAIN };
+        d.head_matmul(&self.attn.out, &self.values, to_values, rows, &mut self.mixed).unwrap();
+        d.matmul(&self.mixed, &self.o, rows, Mode::Add, &mut self.x).unwrap();
+        let mut out = Vec::new();
+        d.read(&self.x, 0..rows, 0..HIDDEN, &mut out).unwrap();
+        assert!(out.iter().all(|value| value.is_finite()));
+        out.iter().map(|value| value.to_bits()).collect()
+    }
+}
+
+#[test]
+fn latent_attention_is_replayed_bit_for_bit() {
+    with_fake("latent_attention_is_replayed_bit_for_bit", |fake| {
+        let mut results = Vec::new();
+        // Launched and replayed, and both with kernels that begin before the one ahead has ended.
+        for (capability, no_graphs) in [(8, true), (8, false), (9, true), (9, false)] {
+            fake.device(capability, 0, 227 << 10);
+            let mut device = open(no_graphs, LinearLayers::Own);
+            let mut layer = LatentLayer::new(&mut device, 3);
+            let steps = (0..6u32).map(|step| layer.step(&mut device, &[step, step + 40, step + 7]));
+            results.push(steps.collect::<Vec<_>>());
+            assert_eq!(device.graphs().0.replayed, if no_graphs { 0 } else { 4 });
+        }
+        assert!(fake.counts().begun_early > 0 && results.iter().all(|bits| *bits == results[0]));
     });
 }

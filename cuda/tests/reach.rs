@@ -25,7 +25,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Child, Command, Stdio};
 
 const SHAPE: KvShape = KvShape { layers: 3, kv_heads: 2, head_dim: 40, dtype: DType::F16 };
-const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 40 };
+const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 40, latent: false };
 const BLOCKS: u32 = 9;
 const BLOCK: u32 = 8;
 const ROWS: usize = 3;
@@ -65,7 +65,15 @@ fn attend(device: &mut CudaDevice, kv: &CudaKv, layer: usize) -> (Vec<f32>, Vec<
     let runs = [run(5 * BLOCK, 2 * BLOCK, 0), run(BLOCK, BLOCK, 2 * BLOCK), run(2 * BLOCK, BLOCK - 3, 0)];
     let rows = |row0, rows, pos0, run0, runs| AttnRows { row0, rows, pos0, run0, runs };
     let seqs = [rows(0, 2, 3 * BLOCK, 0, 2), rows(2, 1, BLOCK - 3, 2, 1)];
-    let batch = AttnBatch { geometry: GEOMETRY, scale: 0.2, window: None, alibi: None, seqs: &seqs, runs: &runs };
+    let batch = AttnBatch {
+        geometry: GEOMETRY,
+        scale: 0.2,
+        window: None,
+        alibi: None,
+        softcap: None,
+        seqs: &seqs,
+        runs: &runs,
+    };
     device.attention(&q, &batch, kv, layer, &mut out).unwrap();
     let (mut values, mut lse) = (Vec::new(), Vec::new());
     device.read(&out.out, 0..ROWS, 0..GEOMETRY.q_dim(), &mut values).unwrap();

@@ -21,7 +21,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::slice;
 
 const PAGE: u64 = 1 << 12;
-const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 };
+const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false };
 const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: DType::F32 };
 const LAYERS: usize = SHAPE.layers as usize;
 /// Tokens of a page group: a layer's K or V.
@@ -70,7 +70,8 @@ fn attend(device: &mut CudaDevice, kv: &CudaKv, queries: &[f32], base: u32, len:
     let mut out = Partials::new(device, 1, G).unwrap();
     let seqs = [AttnRows { row0: 0, rows: 1, pos0: len, run0: 0, runs: 1 }];
     let runs = [KvRun { base, len, first_pos: 0 }];
-    let batch = AttnBatch { geometry: G, scale: 0.125, window: None, alibi: None, seqs: &seqs, runs: &runs };
+    let batch =
+        AttnBatch { geometry: G, scale: 0.125, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
     let mut got = Vec::new();
     for layer in 0..LAYERS {
         device.attention(&q, &batch, kv, layer, &mut out).unwrap();

@@ -23,7 +23,7 @@ struct Shape {
 }
 
 fn shape(name: &str) -> Shape {
-    let geometry = |heads, kv_heads, head_dim| AttentionGeometry { heads, kv_heads, head_dim };
+    let geometry = |heads, kv_heads, head_dim| AttentionGeometry { heads, kv_heads, head_dim, latent: false };
     match name {
         "8b" => Shape { hidden: 4096, inner: 14336, layers: 32, vocab: 128_256, geometry: geometry(32, 8, 128) },
         "125m" => Shape { hidden: 768, inner: 2048, layers: 12, vocab: 32_000, geometry: geometry(12, 4, 64) },
@@ -113,7 +113,8 @@ fn step(device: &mut WgpuDevice, m: &mut Model, pos: u32, rows: u32) -> Vec<f32>
     let slots: Vec<u32> = (pos..pos + rows).collect();
     let seqs = [AttnRows { row0: 0, rows, pos0: pos, run0: 0, runs: 1 }];
     let runs = [KvRun { base: 0, len: pos + rows, first_pos: 0 }];
-    let batch = AttnBatch { geometry: g, scale: 0.1, window: None, alibi: None, seqs: &seqs, runs: &runs };
+    let batch =
+        AttnBatch { geometry: g, scale: 0.1, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
     device.write(&mut m.rope, 0, &vec![0.7; n * g.head_dim as usize]).unwrap();
     device.embed(&m.embedding, &ids, &mut m.x).unwrap();
     let t = &mut Instant::now();

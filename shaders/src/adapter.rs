@@ -1,7 +1,6 @@
-//! Finding adapters and opening one.
+//! GPU adapters: listing them and opening one.
 //!
-//! A software adapter (lavapipe, WARP) is never taken unless it is asked for: it is correct, but slower than the host
-//! backend.
+//! A software adapter (lavapipe, WARP) is opened only if asked for: it is correct, but slower than the host backend.
 
 use crate::kernel::{BINDINGS_MAX, WORKGROUP_BYTES, WORKGROUP_INVOCATIONS};
 use lagoon_backend::{DeviceError, PciAddress};
@@ -10,7 +9,7 @@ use wgpu::{Adapter, Backends, DeviceType, Features, Instance, InstanceDescriptor
 /// Share of the memory budget that the driver reports (Vulkan, DX12) beyond which buffers are refused.
 const MEMORY_PERCENT_MAX: u8 = 95;
 
-/// Which adapter to open.
+/// The adapter to open.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum AdapterChoice {
     /// The best real GPU: discrete before integrated before virtual.
@@ -18,11 +17,11 @@ pub enum AdapterChoice {
     Gpu,
     /// A software implementation of a GPU.
     Software,
-    /// The one with this place in [`list_adapters`].
+    /// The adapter at this index of [`list_adapters`].
     Numbered(usize),
 }
 
-/// What `lagoon doctor` says of an adapter.
+/// Description of an adapter for `lagoon doctor`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdapterSummary {
     pub name: String,
@@ -32,14 +31,14 @@ pub struct AdapterSummary {
     pub software: bool,
     /// Shaders may use f16.
     pub f16: bool,
-    /// Largest single buffer and largest part of one that a kernel can see, in bytes; larger weights are sharded.
+    /// Largest buffer, and largest binding of one to a kernel, in bytes; larger weights are sharded.
     pub buffer_bytes_max: u64,
     pub binding_bytes_max: u64,
     /// Memory that one workgroup shares, in bytes.
     pub workgroup_bytes: u32,
-    /// Where it sits on the PCI bus, if the driver tells.
+    /// PCI address, if the driver reports it.
     pub pci: Option<PciAddress>,
-    /// Why Lagoon cannot use this adapter, if so.
+    /// Reason why Lagoon cannot use this adapter, if any.
     pub unusable: Option<String>,
 }
 
@@ -49,11 +48,11 @@ pub fn list_adapters() -> Vec<AdapterSummary> {
     adapters().iter().map(summary).collect()
 }
 
-/// Vulkan, Metal and DX12: whatever this build has. Best first.
+/// Adapters on Vulkan, Metal and DX12, as far as this build has them. Best first.
 fn adapters() -> Vec<Adapter> {
     let mut descriptor = InstanceDescriptor::new_without_display_handle();
     descriptor.backends = Backends::VULKAN | Backends::METAL | Backends::DX12;
-    // An error while a buffer is made, rather than a lost device once it is used.
+    // Gives an error at buffer creation rather than a lost device at its use.
     descriptor.memory_budget_thresholds.for_resource_creation = Some(MEMORY_PERCENT_MAX);
     let instance = Instance::new(descriptor);
     let mut found = pollster::block_on(instance.enumerate_adapters(Backends::all()));
@@ -94,7 +93,7 @@ fn unusable(limits: &Limits) -> Option<String> {
     needs.iter().find(|(_, has, need)| has < need).map(|(what, has, need)| format!("it has {has} {what}, not {need}"))
 }
 
-/// An open device and what was learned on the way.
+/// An open device and its properties.
 pub(crate) struct Opened {
     pub(crate) device: wgpu::Device,
     pub(crate) queue: wgpu::Queue,
@@ -133,7 +132,7 @@ pub(crate) fn open(choice: &AdapterChoice) -> Result<Opened, DeviceError> {
     Ok(Opened { device, queue, limits, summary })
 }
 
-/// Says that no adapter fits, and what there is instead.
+/// The error that no adapter fits, with a list of those present.
 fn absent(choice: &AdapterChoice, all: &[AdapterSummary]) -> String {
     let requested = match choice {
         AdapterChoice::Gpu => "no GPU adapter (Vulkan, Metal or DX12)".to_owned(),

@@ -1,28 +1,31 @@
 //! [`WgpuDevice`]: the operations of [`Device`] as dispatches.
 
 use crate::adapter::{self, AdapterChoice};
+use crate::experts::{self, Routes};
 use crate::gpu::{Buf, Gpu};
-use crate::kernel::{Encoding, Kernel, MatvecRows};
+use crate::kernel::{Encoding, Gated, HeadClass, Kernel, MatvecRows};
+use crate::latent;
 use crate::memory::{WgpuKv, WgpuTensor, WgpuWeight, quads, word};
 use crate::params;
 use crate::plan::{self, Bounds, ITEMS, Plan};
 use lagoon_backend::{
-    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource, without,
+    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
+    LatentRow, Mode, Partials, WeightSource, without,
 };
 use lagoon_types::{Alibi, AttentionGeometry, KvRun, KvShape};
 use std::ops::Range;
 
 /// Rows up to which each output row streams the weight (matvec) rather than tiles of it.
-const MATVEC_ROWS_MAX: usize = 8;
-/// Room for the parts of split attention tiles, in bytes; a call that needs more runs in rounds.
+pub(crate) const MATVEC_ROWS_MAX: usize = 8;
+/// Scratch for parts of split attention tiles, in bytes; a call that needs more runs in rounds.
 const SCRATCH_BYTES_MAX: u64 = 64 << 20;
-/// Plans of attention calls that are kept: the layers of a step repeat a few (each lane's, and those of remote requests).
+/// Attention plans kept: the layers of a step repeat a few (each micro-batch's, and those of remote requests).
 const PLANS_KEPT: usize = 16;
 
-/// Gives up some of what an adapter has, so that tests on one adapter cover what others lack.
+/// Restrictions of an adapter, so that tests on one adapter cover the limits of others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Bytes of a buffer at most: larger weights and stores are sharded. The adapter's own limit holds in any case.
+    /// Largest buffer in bytes: larger weights and stores are sharded. The adapter's own limit also holds.
     pub binding_bytes_max: u64,
     /// Use f16 in shaders where the adapter has it.
     pub native_f16: bool,
@@ -34,7 +37,7 @@ impl Default for Options {
     }
 }
 
-/// The WebGPU backend: one adapter, used by one thread.
+/// The WebGPU backend: one adapter, driven by one thread.
 #[derive(Debug)]
 pub struct WgpuDevice {
     gpu: Gpu,
@@ -43,9 +46,10 @@ pub struct WgpuDevice {
     /// Parts of split attention tiles.
     scratch: Buf,
     scratch_bytes: u64,
+    routes: Routes,
 }
 
-/// A plan and the call that it was made for.
+/// A plan and the key of its call.
 #[derive(Debug)]
 struct PlanOnDevice {
     geometry: AttentionGeometry,
@@ -75,22 +79,23 @@ impl WgpuDevice {
     /// Opens an adapter.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] where there is no such adapter (the text says which there are) or it is too small.
+    /// [`DeviceError::Unsupported`] if there is no such adapter (the text lists those present) or it is too small.
     pub fn open(choice: &AdapterChoice) -> Result<Self, DeviceError> {
         Self::open_with(choice, Options::default())
     }
 
-    /// As [`WgpuDevice::open`], with less than the adapter has.
+    /// As [`WgpuDevice::open`], with restrictions.
     ///
     /// # Errors
     /// As [`WgpuDevice::open`].
     pub fn open_with(choice: &AdapterChoice, options: Options) -> Result<Self, DeviceError> {
         let mut gpu = Gpu::new(adapter::open(choice)?, options)?;
         let scratch = gpu.buffer("attention parts", 16)?;
-        Ok(Self { gpu, plans: Vec::new(), scratch, scratch_bytes: 16 })
+        let routes = Routes::new(&mut gpu)?;
+        Ok(Self { gpu, plans: Vec::new(), scratch, scratch_bytes: 16, routes })
     }
 
-    /// The place in `plans` of the plan for this call, made and uploaded unless a kept one fits.
+    /// The index in `plans` of the plan for this call, made and uploaded unless a kept one fits.
     fn plan(&mut self, batch: &AttnBatch<'_>, bounds: Bounds) -> Result<usize, DeviceError> {
         if let Some(at) = self.plans.iter().position(|kept| kept.fits(batch, bounds)) {
             let kept = self.plans.remove(at);
@@ -150,6 +155,72 @@ impl WgpuDevice {
         let buffers = [Some(&x.buf), Some(&weight.shards[0].buf), Some(&out.buf)];
         self.gpu.dispatch(kernel(self.gpu.encoding(weight.dtype)), &params, &buffers, params.rows, 1)
     }
+
+    /// Rows of a table, in place of those of `out` or added to them.
+    fn embed_rows(&mut self, table: &WgpuWeight, ids: &[u32], mode: Mode, out: &WgpuTensor) -> Result<(), DeviceError> {
+        assert!(table.cols == out.cols && ids.len() <= out.rows, "embedding rows");
+        if ids.is_empty() {
+            return Ok(());
+        }
+        assert!(ids.iter().all(|id| (*id as usize) < table.rows), "token ids beyond the vocabulary");
+        self.gpu.begin()?;
+        let at = self.gpu.upload_words(ids)?;
+        let kernel = Kernel::Embed(self.gpu.encoding(table.dtype));
+        for shard in &table.shards {
+            let params = params::Embed {
+                ids: at,
+                rows: word(ids.len()),
+                shard_row0: word(shard.row0),
+                shard_rows: word(shard.rows),
+                quads: word(quads(table.cols)),
+                add: u32::from(mode == Mode::Add),
+                ..Default::default()
+            };
+            let groups = (params.rows * params.quads).div_ceil(64);
+            self.gpu.dispatch(kernel, &params, &[None, Some(&shard.buf), Some(&out.buf)], groups, 1)?;
+        }
+        Ok(())
+    }
+}
+
+/// The activation of the first `rows` rows.
+pub(crate) fn activate(
+    gpu: &mut Gpu,
+    product: &WgpuTensor,
+    rows: usize,
+    activation: Activation,
+    out: &WgpuTensor,
+) -> Result<(), DeviceError> {
+    assert_eq!(product.cols, activation.inputs() * out.cols, "activation shapes");
+    assert!(rows <= product.rows.min(out.rows), "activation rows");
+    let buffers = [Some(&product.buf), Some(&out.buf)];
+    let gated = match activation {
+        Activation::Gelu => {
+            let params = params::Gelu { quads: word(rows * quads(out.cols)), ..Default::default() };
+            return gpu.dispatch(Kernel::Gelu, &params, &buffers, params.quads.div_ceil(64), 1);
+        }
+        Activation::SiluMul => Gated::SiluMul,
+        Activation::GeluTanh => Gated::GeluTanh,
+        Activation::GeluTanhMul => Gated::GeluTanhMul,
+        Activation::ClampedSwiglu => Gated::ClampedSwiglu,
+    };
+    let params = params::Gated {
+        rows: word(rows),
+        n: word(out.cols),
+        x_stride: word(product.stride()),
+        out_stride: word(out.stride()),
+    };
+    gpu.dispatch(Kernel::Gated(gated), &params, &buffers, (params.rows * params.n).div_ceil(64), 1)
+}
+
+/// The attention kernels for heads of this geometry.
+fn class_of(geometry: AttentionGeometry) -> Result<HeadClass, DeviceError> {
+    latent::check(geometry)?;
+    let dim = geometry.query_dim();
+    HeadClass::new(word(quads(dim))).ok_or_else(|| {
+        let most = HeadClass::D576.quads() * 4;
+        DeviceError::Unsupported(format!("attention of heads of {dim} elements: there may be {most} at most"))
+    })
 }
 
 impl Device for WgpuDevice {
@@ -163,13 +234,13 @@ impl Device for WgpuDevice {
             backend: "wgpu",
             name: format!("{} ({}, {})", summary.name, summary.backend, summary.driver),
             software: summary.software,
-            // WebGPU does not tell how much memory there is.
+            // WebGPU does not report the size of memory.
             memory_bytes: None,
             pci: summary.pci,
         }
     }
 
-    // WebGPU tells nobody how far its queue has got while others wait for it, and maps no memory of other processes.
+    // WebGPU has no completion query that other work does not delay, and maps no memory of other processes.
     without!(queued, sampling, virtual_memory, shared_arenas, shared_regions, peer_access);
 
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<WgpuTensor, DeviceError> {
@@ -226,27 +297,11 @@ impl Device for WgpuDevice {
     }
 
     fn embed(&mut self, table: &WgpuWeight, ids: &[u32], out: &mut WgpuTensor) -> Result<(), DeviceError> {
-        assert!(table.cols == out.cols && ids.len() <= out.rows, "embedding rows");
-        if ids.is_empty() {
-            return Ok(());
-        }
-        assert!(ids.iter().all(|id| (*id as usize) < table.rows), "token ids beyond the vocabulary");
-        self.gpu.begin()?;
-        let at = self.gpu.upload_words(ids)?;
-        let kernel = Kernel::Embed(self.gpu.encoding(table.dtype));
-        for shard in &table.shards {
-            let params = params::Embed {
-                ids: at,
-                rows: word(ids.len()),
-                shard_row0: word(shard.row0),
-                shard_rows: word(shard.rows),
-                quads: word(quads(table.cols)),
-                ..Default::default()
-            };
-            let groups = (params.rows * params.quads).div_ceil(64);
-            self.gpu.dispatch(kernel, &params, &[None, Some(&shard.buf), Some(&out.buf)], groups, 1)?;
-        }
-        Ok(())
+        self.embed_rows(table, ids, Mode::Set, out)
+    }
+
+    fn embed_add(&mut self, table: &WgpuWeight, ids: &[u32], out: &mut WgpuTensor) -> Result<(), DeviceError> {
+        self.embed_rows(table, ids, Mode::Add, out)
     }
 
     fn rms_norm(
@@ -315,24 +370,81 @@ impl Device for WgpuDevice {
     ) -> Result<(), DeviceError> {
         assert!(product.cols == activation.inputs() * out.cols && rows <= out.rows, "activation shapes");
         self.matmul(x, weight, rows, Mode::Set, product)?;
+        self.activate(product, rows, activation, out)
+    }
+
+    fn activate(
+        &mut self,
+        product: &WgpuTensor,
+        rows: usize,
+        activation: Activation,
+        out: &mut WgpuTensor,
+    ) -> Result<(), DeviceError> {
         self.gpu.begin()?;
-        let buffers = [Some(&product.buf), Some(&out.buf)];
-        match activation {
-            Activation::SiluMul => {
-                let params = params::SiluMul {
-                    rows: word(rows),
-                    n: word(out.cols),
-                    x_stride: word(product.stride()),
-                    out_stride: word(out.stride()),
-                };
-                let groups = (params.rows * params.n).div_ceil(64);
-                self.gpu.dispatch(Kernel::SiluMul, &params, &buffers, groups, 1)
-            }
-            Activation::Gelu => {
-                let params = params::Gelu { quads: word(rows * quads(out.cols)), ..Default::default() };
-                self.gpu.dispatch(Kernel::Gelu, &params, &buffers, params.quads.div_ceil(64), 1)
-            }
+        activate(&mut self.gpu, product, rows, activation, out)
+    }
+
+    fn add(&mut self, x: &mut WgpuTensor, y: &WgpuTensor, rows: usize) -> Result<(), DeviceError> {
+        assert!(x.cols == y.cols && rows <= x.rows.min(y.rows), "shapes of a sum");
+        self.gpu.begin()?;
+        let params = params::Add { quads: word(rows * quads(x.cols)), ..Default::default() };
+        self.gpu.dispatch(Kernel::Add, &params, &[Some(&y.buf), Some(&x.buf)], params.quads.div_ceil(64), 1)
+    }
+
+    fn scale(&mut self, x: &mut WgpuTensor, factor: f32, rows: usize) -> Result<(), DeviceError> {
+        assert!(rows <= x.rows, "rows of a multiple");
+        self.gpu.begin()?;
+        let params = params::Add { quads: word(rows * quads(x.cols)), factor, ..Default::default() };
+        self.gpu.dispatch(Kernel::Scale, &params, &[Some(&x.buf)], params.quads.div_ceil(64), 1)
+    }
+
+    fn softcap(&mut self, x: &mut WgpuTensor, cap: f32, rows: usize) -> Result<(), DeviceError> {
+        assert!(rows <= x.rows, "rows to cap");
+        self.gpu.begin()?;
+        let params = params::Add { quads: word(rows * quads(x.cols)), factor: cap, ..Default::default() };
+        self.gpu.dispatch(Kernel::Softcap, &params, &[Some(&x.buf)], params.quads.div_ceil(64), 1)
+    }
+
+    fn head_norm(
+        &mut self,
+        qkv: &mut WgpuTensor,
+        (q, k): (&WgpuWeight, &WgpuWeight),
+        eps: f32,
+        geometry: AttentionGeometry,
+        rows: usize,
+    ) -> Result<(), DeviceError> {
+        let dim = geometry.head_dim as usize;
+        assert_eq!((q.rows, q.cols, k.rows, k.cols), (1, dim, 1, dim), "weights of a head's norm");
+        assert!(qkv.cols == geometry.qkv_dim() && rows <= qkv.rows, "projection shapes");
+        if q.dtype != k.dtype {
+            let text = format!("a head's norm with weights of {} for queries and {} for keys", q.dtype, k.dtype);
+            return Err(DeviceError::Unsupported(text));
         }
+        self.gpu.begin()?;
+        let params = params::HeadNorm {
+            rows: word(rows),
+            heads: geometry.heads,
+            kv_heads: geometry.kv_heads,
+            head_dim: geometry.head_dim,
+            stride: word(qkv.stride()),
+            eps,
+            ..Default::default()
+        };
+        let kernel = Kernel::HeadNorm(self.gpu.encoding(q.dtype));
+        let buffers = [Some(&q.shards[0].buf), Some(&k.shards[0].buf), Some(&qkv.buf)];
+        self.gpu.dispatch(kernel, &params, &buffers, params.rows * (geometry.heads + geometry.kv_heads), 1)
+    }
+
+    fn experts(
+        &mut self,
+        x: &WgpuTensor,
+        logits: &WgpuTensor,
+        experts: &Experts<'_, WgpuWeight>,
+        rows: usize,
+        buffers: &mut ExpertBuffers<WgpuTensor>,
+        out: &mut WgpuTensor,
+    ) -> Result<(), DeviceError> {
+        experts::experts(&mut self.gpu, &mut self.routes, (x, logits), experts, rows, buffers, out)
     }
 
     fn rope_append(
@@ -377,6 +489,31 @@ impl Device for WgpuDevice {
         Ok(())
     }
 
+    fn head_matmul(
+        &mut self,
+        x: &WgpuTensor,
+        weight: &WgpuWeight,
+        heads: HeadStrides,
+        rows: usize,
+        out: &mut WgpuTensor,
+    ) -> Result<(), DeviceError> {
+        self.gpu.begin()?;
+        latent::head_matmul(&mut self.gpu, x, weight, heads, rows, out)
+    }
+
+    fn latent_append(
+        &mut self,
+        qkv: &mut WgpuTensor,
+        row: LatentRow<'_, WgpuTensor>,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut WgpuKv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        self.gpu.begin()?;
+        latent::latent_append(&mut self.gpu, qkv, row, geometry, slots, (kv, layer))
+    }
+
     fn attention(
         &mut self,
         q: &WgpuTensor,
@@ -390,8 +527,9 @@ impl Device for WgpuDevice {
         assert!(q.cols >= geometry.q_dim() && out.out.cols == geometry.q_dim(), "query shapes");
         assert!(batch.rows() <= q.rows.min(out.out.rows).min(out.lse.rows), "query rows");
         assert!(batch.runs.iter().all(|run| (run.base + run.len) as usize <= kv.slots), "runs beyond the store");
+        let class = class_of(geometry)?;
         self.gpu.begin()?;
-        let part_bytes = u64::from(geometry.kv_heads * ITEMS * (kv.class().quads() + 1)) * 16;
+        let part_bytes = u64::from(geometry.kv_heads * ITEMS * (class.quads() + 1)) * 16;
         let parts = SCRATCH_BYTES_MAX.min(self.gpu.binding_bytes_max()) / part_bytes;
         let parts = u32::try_from(parts).expect("scratch is far below 4 Gi parts");
         let at = self.plan(batch, Bounds { shard_slots: word(kv.shard_slots), parts })?;
@@ -402,21 +540,24 @@ impl Device for WgpuDevice {
         let params = params::Attention {
             kv_heads: geometry.kv_heads,
             group: geometry.group(),
-            head_dim: geometry.head_dim,
-            head_quads: word(kv.head_quads()),
+            head_dim: word(geometry.query_dim()),
+            head_quads: word(quads(geometry.query_dim())),
             q_stride: word(q.stride()),
             out_stride: word(out.out.stride()),
             lse_stride: word(out.lse.stride()),
-            // Positions stay below 2^31, so that a window of 2^31 is none.
+            // Positions stay below 2^31, so a window of 2^31 is no window.
             window: batch.window.map_or(0, |w| w.min(1 << 31)),
             scale: batch.scale,
+            softcap: batch.softcap.unwrap_or(0.0),
             slopes: kept.plan.slopes,
+            slot_quads: 2 * geometry.kv_heads * word(kv.head_quads()),
+            values: if geometry.latent { 0 } else { geometry.kv_heads * word(kv.head_quads()) },
             ..Default::default()
         };
-        let kernel = Kernel::Attention(gpu.encoding(kv.shape.dtype), kv.class());
+        let kernel = Kernel::Attention(gpu.encoding(kv.shape.dtype), class);
         let (words, o, lse, parts) = (Some(&kept.words), Some(&out.out.buf), Some(&out.lse.buf), Some(&*scratch));
         for round in &kept.plan.rounds {
-            // Rounds may be many; they find their words in the plan's own buffer, so that a batch may end here.
+            // A call may have many rounds; they read their words from the plan's own buffer, so a batch may end here.
             gpu.begin()?;
             for works in &round.works {
                 let params = params::Attention { works: works.at, work_count: works.count, ..params };
@@ -425,7 +566,7 @@ impl Device for WgpuDevice {
             }
             let params = params::Attention { works: round.tiles_at, work_count: round.tiles, ..params };
             let buffers = [words, o, lse, parts];
-            gpu.dispatch(Kernel::AttentionReduce(kv.class()), &params, &buffers, round.tiles * geometry.kv_heads, 1)?;
+            gpu.dispatch(Kernel::AttentionReduce(class), &params, &buffers, round.tiles * geometry.kv_heads, 1)?;
         }
         Ok(())
     }
@@ -443,7 +584,7 @@ impl Device for WgpuDevice {
             return Ok(());
         }
         self.gpu.begin()?;
-        // As in `merge.wgsl`: keep ours, take the other, merge both.
+        // As in `merge.wgsl`: 0 keeps ours, 1 takes the other, 2 merges both.
         let action = |(ours, theirs): (&u32, &u32)| match (*ours, *theirs) {
             (_, 0) => 0,
             (0, _) => 1,
@@ -453,7 +594,7 @@ impl Device for WgpuDevice {
         let params = params::Merge {
             rows: word(rows),
             heads: geometry.heads,
-            head_dim: geometry.head_dim,
+            head_dim: word(geometry.query_dim()),
             out_stride: word(acc.out.stride()),
             lse_stride: word(acc.lse.stride()),
             actions: self.gpu.upload_words(&actions)?,
@@ -472,6 +613,32 @@ impl Device for WgpuDevice {
         let params = params::AddBias { all: word(rows * quads), quads: word(quads), ..Default::default() };
         let kernel = Kernel::AddBias(self.gpu.encoding(bias.dtype));
         self.gpu.dispatch(kernel, &params, &[Some(&bias.shards[0].buf), Some(&x.buf)], params.all.div_ceil(64), 1)
+    }
+
+    fn sink(
+        &mut self,
+        partials: &mut Partials<WgpuTensor>,
+        sinks: &WgpuWeight,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        assert_eq!((sinks.rows, sinks.cols), (1, geometry.heads as usize), "a sink for each head");
+        assert_eq!(partials.out.cols, geometry.q_dim(), "partial shapes");
+        if partials.count.is_empty() {
+            return Ok(());
+        }
+        self.gpu.begin()?;
+        let params = params::Sink {
+            rows: word(partials.count.len()),
+            heads: geometry.heads,
+            head_dim: word(geometry.query_dim()),
+            out_stride: word(partials.out.stride()),
+            lse_stride: word(partials.lse.stride()),
+            counts: self.gpu.upload_words(&partials.count)?,
+            ..Default::default()
+        };
+        let kernel = Kernel::Sink(self.gpu.encoding(sinks.dtype));
+        let buffers = [None, Some(&partials.lse.buf), Some(&sinks.shards[0].buf), Some(&partials.out.buf)];
+        self.gpu.dispatch(kernel, &params, &buffers, params.rows * geometry.heads, 1)
     }
 
     fn gather_rows(&mut self, x: &WgpuTensor, rows: &[u32], out: &mut WgpuTensor) -> Result<(), DeviceError> {

@@ -1,9 +1,9 @@
 //! The recorder between operations and wgpu: commands are recorded on the host and submitted together.
 //!
 //! Invariants: within a batch every dispatch has its own uniform slot and every upload its own part of the arena, so
-//! nothing that is recorded is overwritten before the batch is submitted; both are written by the queue before the
-//! batch's commands and after all earlier batches, so they can be reused at once. Nothing is created per call in
-//! steady state: bind groups are cached by kernel and buffers until one of the buffers is dropped.
+//! recorded data is not overwritten before the batch is submitted. The queue writes both before the batch's commands
+//! and after all earlier batches, so they are reused at once. In steady state no objects are created per call: bind
+//! groups are cached by kernel and buffers until one of the buffers is dropped.
 
 use crate::adapter::{AdapterSummary, Opened};
 use crate::device::Options;
@@ -18,20 +18,20 @@ use wgpu::{BindGroup, BindGroupLayout, BufferUsages, ComputePipeline};
 
 /// Uniform slots of a batch.
 const SLOTS: u64 = 512;
-/// Dispatches after which a batch is submitted, so that the device starts while the host records on. The rest of the
-/// uniform slots is room for the dispatches of one operation.
+/// Dispatches after which a batch is submitted, so that the device starts while the host records on. The remaining
+/// uniform slots are for the dispatches of one operation.
 const BATCH_DISPATCHES: usize = 128;
 /// First size of the upload arena, in bytes. It grows when one upload needs more.
 const ARENA_BYTES: u64 = 4 << 20;
-/// Bytes read back at once.
+/// Size of a readback, in bytes.
 const READ_BYTES: u64 = 16 << 20;
-/// A device that is silent for this long is lost; software on a loaded machine gets more time.
+/// Timeout after which a silent device counts as lost; long, for software adapters on a loaded machine.
 const WAIT: Duration = Duration::from_secs(60);
 const WAIT_SOFTWARE: Duration = Duration::from_secs(900);
-/// Workgroups in one dimension of a dispatch, at most (the least that every adapter has).
+/// Workgroups in one dimension of a dispatch, at most (the minimum over all adapters).
 const GROUPS_MAX: u32 = 65_535;
 
-/// What wgpu's callbacks tell, and which buffers are gone.
+/// State written by wgpu's callbacks, and dropped buffers.
 #[derive(Debug, Default)]
 struct Shared {
     fault: Mutex<Option<DeviceError>>,
@@ -130,7 +130,7 @@ impl Gpu {
         &self.summary
     }
 
-    /// Bytes of a buffer that one kernel can see.
+    /// Largest binding of a buffer to a kernel, in bytes.
     pub(crate) fn binding_bytes_max(&self) -> u64 {
         self.binding_bytes_max
     }
@@ -154,21 +154,21 @@ impl Gpu {
         Ok(Buf { raw, id: self.next_id, shared: self.shared.clone() })
     }
 
-    /// Writes to a buffer outside of the recording: for buffers that nothing recorded uses yet (weights).
+    /// Writes to a buffer outside of the recording, for buffers that no recorded command uses yet (weights).
     pub(crate) fn write_now(&mut self, buf: &Buf, at: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.queue.write_buffer(&buf.raw, at, bytes);
-        // wgpu keeps a copy until the next submission: submit, so that a large weight is not held twice for long.
+        // wgpu keeps a copy until the next submission: submit, so that a large weight is not held twice.
         let index = self.queue.submit([]);
         self.wait(index)
     }
 
-    /// Begins an operation: submits what is recorded when that is enough. Never happens within an operation, whose
-    /// dispatches share what it uploaded.
+    /// Begins an operation; submits the batch if it is large enough. Never within an operation, whose dispatches
+    /// share its upload.
     pub(crate) fn begin(&mut self) -> Result<(), DeviceError> {
         if self.dispatches >= BATCH_DISPATCHES { self.flush() } else { Ok(()) }
     }
 
-    /// Puts words into the arena for the dispatches of this operation, which uploads once; returns their place, in
+    /// Uploads words to the arena for the dispatches of this operation, once an operation; returns their offset in
     /// words.
     pub(crate) fn upload_words(&mut self, words: &[u32]) -> Result<u32, DeviceError> {
         let at = self.upload(bytemuck::cast_slice(words))?;
@@ -201,7 +201,8 @@ impl Gpu {
         Ok(())
     }
 
-    /// Records `groups` workgroups (folded into x and y) times `depth` of `kernel`. `None` binds the arena.
+    /// Records a dispatch of `kernel`: `groups` workgroups (folded into x and y) times `depth`. `None` binds the
+    /// arena.
     pub(crate) fn dispatch<P: Pod>(
         &mut self,
         kernel: Kernel,
@@ -259,7 +260,7 @@ impl Gpu {
         group
     }
 
-    /// Forgets the bind groups of dropped buffers, which would keep their memory.
+    /// Drops the bind groups of dropped buffers, which would keep their memory.
     fn bury(&mut self) {
         let dropped = std::mem::take(&mut *lock(&self.shared.dropped));
         if !dropped.is_empty() {
@@ -282,7 +283,7 @@ impl Gpu {
         Ok(pipeline)
     }
 
-    /// Submits what is recorded.
+    /// Submits the recorded commands.
     pub(crate) fn flush(&mut self) -> Result<(), DeviceError> {
         self.submit().map(|_| ())
     }
@@ -304,7 +305,7 @@ impl Gpu {
         Ok(index)
     }
 
-    /// Submits what is recorded and waits for all of it.
+    /// Submits the recorded commands and waits for all.
     pub(crate) fn sync(&mut self) -> Result<(), DeviceError> {
         let index = self.submit()?;
         self.wait(index)
@@ -320,8 +321,8 @@ impl Gpu {
             .map_err(|error| DeviceError::Lost(format!("no answer within {} s: {error}", timeout.as_secs())))
     }
 
-    /// Reads parts of buffers, `(buffer, at, bytes)` in whole words, after everything that is recorded: in order, in as few
-    /// pieces as the readback buffer allows, each of which is waited for.
+    /// Reads parts of buffers, `(buffer, at, bytes)` in whole words, after all recorded commands: in order, in as few
+    /// waits as the readback buffer allows.
     pub(crate) fn read<'a>(
         &mut self,
         parts: impl IntoIterator<Item = (&'a Buf, u64, u64)>,
@@ -344,7 +345,7 @@ impl Gpu {
         if filled > 0 { self.read_back(filled, &mut take) } else { Ok(()) }
     }
 
-    /// Submits what is recorded, waits, and shows the beginning of the readback buffer.
+    /// Submits the recorded commands, waits, and passes the first `bytes` bytes of the readback buffer to `take`.
     fn read_back(&mut self, bytes: u64, take: &mut impl FnMut(&[u8])) -> Result<(), DeviceError> {
         let index = self.submit()?;
         let slice = self.readback.slice(..bytes);
@@ -365,7 +366,7 @@ impl Gpu {
 /// Storage buffers are also copied to and from.
 const STORAGE: BufferUsages = BufferUsages::STORAGE.union(BufferUsages::COPY_SRC).union(BufferUsages::COPY_DST);
 
-/// Remembers the first fault that wgpu reports outside of a call.
+/// Records the first fault that wgpu reports outside of a call.
 fn watch(device: &wgpu::Device, shared: &Arc<Shared>) {
     let lost = shared.clone();
     device.set_device_lost_callback(move |reason, message| {

@@ -1,7 +1,8 @@
-//! The kernels: which source and entry point each is, in which permutations, and what it binds.
+//! The kernels: their sources, entry points, permutations and bindings.
 //!
-//! Invariants: one WGSL file an op, under the same stem as the CPU's file; a permutation is a choice of the included
-//! element type and of constants, all of them listed in [`Kernel::all`], so that tests and tools see what users run.
+//! Invariants: one WGSL file an op, under the same stem as the CPU's file (further ones of an op lie in a folder); a
+//! permutation is a choice of the included element type and of constants. [`Kernel::all`] lists every permutation, so that
+//! tests and tools cover those that users run.
 
 use lagoon_types::DType;
 
@@ -44,18 +45,16 @@ pub(crate) enum HeadClass {
     D64,
     D128,
     D256,
+    /// Latents of 512 elements and 64 that are rotated. Queries do not fit workgroup memory and are read again for each tile of keys.
+    D576,
 }
 
 impl HeadClass {
-    pub(crate) const ALL: [Self; 3] = [Self::D64, Self::D128, Self::D256];
+    pub(crate) const ALL: [Self; 4] = [Self::D64, Self::D128, Self::D256, Self::D576];
 
-    /// The smallest class that holds heads of `head_quads` quads; at most 64.
-    pub(crate) fn new(head_quads: u32) -> Self {
-        match head_quads {
-            0..=16 => Self::D64,
-            17..=32 => Self::D128,
-            _ => Self::D256,
-        }
+    /// The smallest class that holds heads of `head_quads` quads, if any does.
+    pub(crate) fn new(head_quads: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|class| head_quads <= class.quads())
     }
 
     /// Quads of the largest head.
@@ -64,6 +63,15 @@ impl HeadClass {
             Self::D64 => 16,
             Self::D128 => 32,
             Self::D256 => 64,
+            Self::D576 => 144,
+        }
+    }
+
+    /// Quads of a query that are staged at once.
+    fn query_quads(self) -> u32 {
+        match self {
+            Self::D576 => 16,
+            _ => self.quads(),
         }
     }
 }
@@ -71,22 +79,68 @@ impl HeadClass {
 /// A compute pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Kernel {
+    Add,
+    Scale,
+    Softcap,
     AddBias(Encoding),
     Embed(Encoding),
     RmsNorm(Encoding),
     LayerNorm(Encoding),
-    /// For few rows.
+    HeadNorm(Encoding),
+    /// Matrix product for few rows.
     Matvec(Encoding, MatvecRows),
     MatmulTiled(Encoding),
-    /// Never native f16: it stores.
+    /// Never native f16: this kernel stores KV.
     RopeAppend(Encoding),
+    /// A product a head for few rows.
+    HeadMatvec(Encoding, MatvecRows),
+    HeadMatmulTiled(Encoding),
+    /// Rotates queries for latent attention.
+    LatentQueries,
+    /// Makes and stores rows of latent attention; never native f16.
+    LatentAppend(Encoding),
     Attention(Encoding, HeadClass),
     /// Merges the parts of tiles whose keys were split.
     AttentionReduce(HeadClass),
     Merge,
-    SiluMul,
+    Sink(Encoding),
+    Gated(Gated),
     Gelu,
     GatherRows,
+    /// Chooses a mixture's experts.
+    Route(Encoding),
+    /// Sorts choices by expert.
+    Sort,
+    /// Copies rows to the places of their choices.
+    GatherChoices,
+    /// A mixture's product for few rows, of one expert each with [`MatvecRows::One`].
+    GroupedMatvec(Encoding, MatvecRows),
+    GroupedTiled(Encoding),
+    AddBiases(Encoding),
+    /// Adds up the results of a row's experts.
+    Combine,
+}
+
+/// Activations of one exponential, by the logistic function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Gated {
+    SiluMul,
+    GeluTanh,
+    GeluTanhMul,
+    ClampedSwiglu,
+}
+
+impl Gated {
+    pub(crate) const ALL: [Self; 4] = [Self::SiluMul, Self::GeluTanh, Self::GeluTanhMul, Self::ClampedSwiglu];
+
+    fn entry(self) -> &'static str {
+        match self {
+            Self::SiluMul => "silu_mul",
+            Self::GeluTanh => "gelu_tanh",
+            Self::GeluTanhMul => "gelu_tanh_mul",
+            Self::ClampedSwiglu => "clamped_swiglu",
+        }
+    }
 }
 
 /// Rows of x that one matvec workgroup serves.
@@ -105,7 +159,7 @@ impl MatvecRows {
     }
 }
 
-/// What a binding of a storage buffer may do.
+/// Access of a storage binding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,
@@ -120,49 +174,82 @@ pub(crate) const WORKGROUP_BYTES: u32 = 32 << 10;
 pub(crate) const WORKGROUP_INVOCATIONS: u32 = 128;
 
 impl Kernel {
-    /// Every permutation.
+    /// Every permutation of every kernel.
     pub(crate) fn all() -> Vec<Self> {
-        let mut all = vec![Self::Merge, Self::SiluMul, Self::Gelu, Self::GatherRows];
+        let mut all = vec![Self::Add, Self::Scale, Self::Softcap, Self::Merge, Self::Gelu, Self::GatherRows];
+        all.extend(Gated::ALL.map(Self::Gated));
+        all.extend([Self::Sort, Self::GatherChoices, Self::Combine, Self::LatentQueries]);
         for encoding in Encoding::ALL {
             all.extend([
                 Self::AddBias(encoding),
                 Self::Embed(encoding),
                 Self::RmsNorm(encoding),
                 Self::LayerNorm(encoding),
+                Self::HeadNorm(encoding),
+                Self::Sink(encoding),
                 Self::Matvec(encoding, MatvecRows::One),
                 Self::Matvec(encoding, MatvecRows::Four),
                 Self::MatmulTiled(encoding),
+                Self::HeadMatvec(encoding, MatvecRows::One),
+                Self::HeadMatvec(encoding, MatvecRows::Four),
+                Self::HeadMatmulTiled(encoding),
+                Self::Route(encoding),
+                Self::GroupedMatvec(encoding, MatvecRows::One),
+                Self::GroupedMatvec(encoding, MatvecRows::Four),
+                Self::GroupedTiled(encoding),
+                Self::AddBiases(encoding),
             ]);
             all.extend(HeadClass::ALL.map(|class| Self::Attention(encoding, class)));
         }
-        all.extend([Encoding::F32, Encoding::F16, Encoding::Bf16].map(Self::RopeAppend));
+        let stored = [Encoding::F32, Encoding::F16, Encoding::Bf16];
+        all.extend(stored.map(Self::RopeAppend));
+        all.extend(stored.map(Self::LatentAppend));
         all.extend(HeadClass::ALL.map(Self::AttentionReduce));
         all
     }
 
-    /// Stem of the WGSL file.
+    /// Stem of the WGSL file; with its folder's name where it lies in one.
     pub(crate) fn stem(self) -> &'static str {
         match self {
+            Self::Add | Self::Scale | Self::Softcap => "add",
             Self::AddBias(_) => "add_bias",
             Self::Embed(_) => "embed",
             Self::RmsNorm(_) => "rms_norm",
             Self::LayerNorm(_) => "layer_norm",
+            Self::HeadNorm(_) => "head_norm",
             Self::Matvec(..) | Self::MatmulTiled(_) => "matmul",
             Self::RopeAppend(_) => "rope_append",
+            Self::HeadMatvec(..) | Self::HeadMatmulTiled(_) => "matmul_by_head",
+            Self::LatentQueries | Self::LatentAppend(_) => "latent_append",
             Self::Attention(..) | Self::AttentionReduce(_) => "attention",
             Self::Merge => "merge",
-            Self::SiluMul => "silu_mul",
+            Self::Sink(_) => "sink",
+            Self::Gated(_) => "gated",
             Self::Gelu => "gelu",
             Self::GatherRows => "gather_rows",
+            Self::Route(_) | Self::Sort => "experts_route",
+            Self::GroupedMatvec(..) | Self::GroupedTiled(_) => "experts_grouped",
+            Self::GatherChoices | Self::AddBiases(_) | Self::Combine => "experts",
         }
     }
 
     pub(crate) fn entry(self) -> &'static str {
         match self {
-            Self::Matvec(..) => "matvec",
-            Self::MatmulTiled(_) => "tiled",
+            Self::Matvec(..) | Self::GroupedMatvec(..) | Self::HeadMatvec(..) => "matvec",
+            Self::MatmulTiled(_) | Self::GroupedTiled(_) | Self::HeadMatmulTiled(_) => "tiled",
+            Self::LatentQueries => "queries",
+            Self::LatentAppend(_) => "append",
             Self::Attention(..) => "partial",
             Self::AttentionReduce(_) => "reduce",
+            Self::Add => "add",
+            Self::Scale => "scale",
+            Self::Softcap => "softcap",
+            Self::Gated(activation) => activation.entry(),
+            Self::Route(_) => "route",
+            Self::Sort => "sort",
+            Self::GatherChoices => "gather",
+            Self::AddBiases(_) => "add_biases",
+            Self::Combine => "combine",
             _ => "main",
         }
     }
@@ -174,53 +261,87 @@ impl Kernel {
             | Self::Embed(e)
             | Self::RmsNorm(e)
             | Self::LayerNorm(e)
+            | Self::HeadNorm(e)
+            | Self::Sink(e)
             | Self::Matvec(e, _)
             | Self::MatmulTiled(e)
             | Self::RopeAppend(e)
-            | Self::Attention(e, _) => e,
-            Self::AttentionReduce(_) | Self::Merge | Self::SiluMul | Self::Gelu | Self::GatherRows => Encoding::F32,
+            | Self::HeadMatvec(e, _)
+            | Self::HeadMatmulTiled(e)
+            | Self::LatentAppend(e)
+            | Self::Attention(e, _)
+            | Self::Route(e)
+            | Self::GroupedMatvec(e, _)
+            | Self::GroupedTiled(e)
+            | Self::AddBiases(e) => e,
+            _ => Encoding::F32,
         }
     }
 
     /// Storage bindings from 1 on; binding 0 is the parameters. The entry points of a file share their bindings'
-    /// numbers; `reduce` binds what it uses.
+    /// numbers and bind what they use.
     pub(crate) fn bindings(self) -> &'static [(u32, Access)] {
         use Access::{Read, ReadWrite};
         match self {
             Self::Embed(_)
             | Self::RmsNorm(_)
             | Self::LayerNorm(_)
+            | Self::HeadNorm(_)
             | Self::Matvec(..)
             | Self::MatmulTiled(_)
-            | Self::GatherRows => &[(1, Read), (2, Read), (3, ReadWrite)],
+            | Self::HeadMatvec(..)
+            | Self::HeadMatmulTiled(_)
+            | Self::GatherRows
+            | Self::Route(_) => &[(1, Read), (2, Read), (3, ReadWrite)],
             Self::RopeAppend(_) => &[(1, Read), (2, Read), (3, ReadWrite), (4, ReadWrite)],
+            Self::LatentQueries => &[(2, Read), (4, Read), (5, ReadWrite)],
+            Self::LatentAppend(_) => &[(1, Read), (2, Read), (3, Read), (4, Read), (5, ReadWrite), (6, ReadWrite)],
             Self::Attention(..) => &[(1, Read), (2, Read), (3, Read), (4, ReadWrite), (5, ReadWrite), (6, ReadWrite)],
             Self::AttentionReduce(_) => &[(1, Read), (4, ReadWrite), (5, ReadWrite), (6, ReadWrite)],
             Self::Merge => &[(1, Read), (2, Read), (3, Read), (4, ReadWrite), (5, ReadWrite)],
-            Self::AddBias(_) | Self::SiluMul | Self::Gelu => &[(1, Read), (2, ReadWrite)],
+            Self::Sort => &[(3, ReadWrite)],
+            Self::GatherChoices | Self::Combine => &[(1, Read), (2, Read), (4, ReadWrite)],
+            Self::AddBiases(_) => &[(1, Read), (3, Read), (4, ReadWrite)],
+            Self::Sink(_) | Self::GroupedMatvec(..) | Self::GroupedTiled(_) => {
+                &[(1, Read), (2, Read), (3, Read), (4, ReadWrite)]
+            }
+            Self::Scale | Self::Softcap => &[(2, ReadWrite)],
+            Self::Add | Self::AddBias(_) | Self::Gated(_) | Self::Gelu => &[(1, Read), (2, ReadWrite)],
         }
     }
 
-    /// Constants that the source leaves open, as `${NAME}`.
-    fn constants(self) -> [(&'static str, u32); 2] {
+    /// Constants of the source, as `${NAME}`.
+    fn constants(self) -> [(&'static str, u32); 3] {
         let rows = match self {
-            Self::Matvec(_, rows) => rows.count(),
+            Self::Matvec(_, rows) | Self::GroupedMatvec(_, rows) | Self::HeadMatvec(_, rows) => rows.count(),
             _ => 1,
         };
-        let quads = match self {
-            Self::Attention(_, class) | Self::AttentionReduce(class) => class.quads(),
-            _ => HeadClass::D64.quads(),
+        let class = match self {
+            Self::Attention(_, class) | Self::AttentionReduce(class) => class,
+            _ => HeadClass::D64,
         };
-        [("ROWS", rows), ("HEAD_QUADS", quads)]
+        [("ROWS", rows), ("HEAD_QUADS", class.quads()), ("QUERY_QUADS", class.query_quads())]
     }
 
     /// For people and file names: `matmul.tiled.bf16`, `attention.partial.f16.q32`.
     pub(crate) fn name(self) -> String {
         let base = format!("{}.{}.{}", self.stem(), self.entry(), self.encoding().name());
         match self {
-            Self::Matvec(_, rows) => format!("{base}.r{}", rows.count()),
+            Self::Matvec(_, rows) | Self::GroupedMatvec(_, rows) | Self::HeadMatvec(_, rows) => {
+                format!("{base}.r{}", rows.count())
+            }
             Self::Attention(_, class) | Self::AttentionReduce(class) => format!("{base}.q{}", class.quads()),
-            Self::Merge | Self::SiluMul | Self::Gelu | Self::GatherRows => format!("{}.{}", self.stem(), self.entry()),
+            Self::Add
+            | Self::Scale
+            | Self::Softcap
+            | Self::Merge
+            | Self::Gated(_)
+            | Self::Gelu
+            | Self::GatherRows
+            | Self::Sort
+            | Self::GatherChoices
+            | Self::LatentQueries
+            | Self::Combine => format!("{}.{}", self.stem(), self.entry()),
             _ => base,
         }
     }
@@ -247,16 +368,24 @@ pub fn sources() -> Vec<(String, String)> {
 
 fn op_source(stem: &str) -> &'static str {
     match stem {
+        "add" => include_str!("../wgsl/add.wgsl"),
         "add_bias" => include_str!("../wgsl/add_bias.wgsl"),
         "embed" => include_str!("../wgsl/embed.wgsl"),
         "rms_norm" => include_str!("../wgsl/rms_norm.wgsl"),
         "layer_norm" => include_str!("../wgsl/layer_norm.wgsl"),
+        "head_norm" => include_str!("../wgsl/head_norm.wgsl"),
         "matmul" => include_str!("../wgsl/matmul.wgsl"),
+        "matmul_by_head" => include_str!("../wgsl/matmul/by_head.wgsl"),
+        "latent_append" => include_str!("../wgsl/latent_append.wgsl"),
         "rope_append" => include_str!("../wgsl/rope_append.wgsl"),
         "attention" => include_str!("../wgsl/attention.wgsl"),
         "merge" => include_str!("../wgsl/merge.wgsl"),
-        "silu_mul" => include_str!("../wgsl/silu_mul.wgsl"),
+        "sink" => include_str!("../wgsl/sink.wgsl"),
+        "gated" => include_str!("../wgsl/gated.wgsl"),
         "gelu" => include_str!("../wgsl/gelu.wgsl"),
+        "experts" => include_str!("../wgsl/experts.wgsl"),
+        "experts_route" => include_str!("../wgsl/experts/route.wgsl"),
+        "experts_grouped" => include_str!("../wgsl/experts/grouped.wgsl"),
         "gather_rows" => include_str!("../wgsl/gather_rows.wgsl"),
         _ => unreachable!("no shader {stem}"),
     }
@@ -265,6 +394,11 @@ fn op_source(stem: &str) -> &'static str {
 fn shared_source(name: &str, encoding: Encoding) -> &'static str {
     match (name, encoding) {
         ("grid", _) => include_str!("../wgsl/shared/grid.wgsl"),
+        ("choices", _) => include_str!("../wgsl/shared/choices.wgsl"),
+        ("team", _) => include_str!("../wgsl/shared/team.wgsl"),
+        ("tile", _) => include_str!("../wgsl/shared/tile.wgsl"),
+        ("total", _) => include_str!("../wgsl/shared/total.wgsl"),
+        ("softcap", _) => include_str!("../wgsl/shared/softcap.wgsl"),
         ("norm", _) => include_str!("../wgsl/shared/norm.wgsl"),
         ("round_f16", _) => include_str!("../wgsl/shared/round_f16.wgsl"),
         ("dtype", Encoding::F32) => include_str!("../wgsl/shared/dtype_f32.wgsl"),

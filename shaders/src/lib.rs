@@ -1,14 +1,17 @@
 //! The WebGPU backend: [`WgpuDevice`] runs the operations of `lagoon_backend::Device` as WGSL kernels through wgpu,
-//! on Vulkan, Metal and DX12. It runs on Vulkan in our tests (lavapipe); for Metal and DX12 only naga's translation of
-//! every shader is checked.
+//! on Vulkan, Metal and DX12. Tests run it on Vulkan (lavapipe); for Metal and DX12 they check only naga's
+//! translation of every shader.
 //!
-//! `wgsl/` holds one file an op, under the same stem as the host backend's file. Kernels are thin: what can be decided
-//! on the host (work lists, key counts, shards) is decided there.
+//! `wgsl/` holds one file an op, under the same stem as the host backend's file; further files of an op lie in a folder of
+//! that name. Kernels are thin: the host computes
+//! work lists, key counts and shards.
 
 mod adapter;
 mod device;
+mod experts;
 mod gpu;
 mod kernel;
+mod latent;
 mod memory;
 mod params;
 mod plan;

@@ -1,18 +1,18 @@
 //! Tensors, weights and KV stores in device memory.
 //!
 //! Invariants: rows are padded with zeros to whole quads (four elements), and every kernel keeps the padding zero, so
-//! that kernels load quads without looking at the end of a row. What is larger than a binding lies in shards: weights
-//! by rows (each shard starts at a multiple of four rows, so that outputs start at whole quads), KV by slots.
+//! that kernels load quads without bounds checks at the end of a row. Buffers larger than a binding are split into
+//! shards: weights by rows (each shard starts at a multiple of four rows, so that outputs start at whole quads), KV
+//! by slots.
 
 use crate::gpu::{Buf, Gpu};
-use crate::kernel::HeadClass;
 use lagoon_backend::{DeviceError, KvPiece, WeightSource};
 use lagoon_types::{DType, KvShape};
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// Largest head, in elements.
-const HEAD_DIM_MAX: u32 = 256;
+/// Largest head, in elements: that of `rope_append.wgsl`.
+const HEAD_DIM_MAX: u32 = 512;
 /// Bytes of a weight that are uploaded at once.
 const WEIGHT_CHUNK_BYTES: usize = 32 << 20;
 
@@ -21,10 +21,10 @@ pub(crate) fn quads(cols: usize) -> usize {
     cols.div_ceil(4)
 }
 
-/// A size or count that kernels see.
+/// A size or count as kernels see it.
 ///
 /// # Panics
-/// If it does not fit: shapes are far below that.
+/// If it does not fit u32, which shapes are far below.
 pub(crate) fn word(n: usize) -> u32 {
     u32::try_from(n).expect("shapes fit u32")
 }
@@ -43,7 +43,7 @@ impl WgpuTensor {
         Ok(Self { buf: gpu.buffer("a tensor", bytes)?, rows, cols })
     }
 
-    /// Floats from one row to the next.
+    /// Row stride in floats.
     pub(crate) fn stride(&self) -> usize {
         quads(self.cols) * 4
     }
@@ -77,7 +77,7 @@ impl WgpuTensor {
         }
         let stride = self.stride();
         out.reserve(rows.len() * cols.len());
-        // From the first wanted element to the last, in one copy: rows are read whole but for the two ends.
+        // One copy from the first wanted element to the last, whole rows between.
         let first = rows.start * stride + cols.start;
         let last = (rows.end - 1) * stride + cols.end;
         let mut at = first;
@@ -168,7 +168,7 @@ fn pad_rows(bytes: &[u8], from: usize, to: usize) -> Vec<u8> {
 pub struct WgpuKv {
     pub(crate) shape: KvShape,
     pub(crate) slots: usize,
-    /// Slots of every shard but the last, which may have fewer.
+    /// Slots of each shard; the last one may have fewer.
     pub(crate) shard_slots: usize,
     pub(crate) layers: Vec<Vec<Buf>>,
 }
@@ -196,10 +196,6 @@ impl WgpuKv {
 
     pub(crate) fn head_quads(&self) -> usize {
         quads(self.shape.head_dim as usize)
-    }
-
-    pub(crate) fn class(&self) -> HeadClass {
-        HeadClass::new(word(self.head_quads()))
     }
 
     /// Bytes of a slot in one layer, padding included.

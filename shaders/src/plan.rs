@@ -1,8 +1,8 @@
 //! The work list of an attention call, planned on the host.
 //!
 //! Queries of one sequence that share a KV head form a list of items; a tile is [`ITEMS`] consecutive items. A tile's
-//! visible keys are cut into works: at shard borders of the store, and further where there are too few tiles to fill
-//! a device (decoding over a long context). A tile of one work writes the result itself; otherwise each work leaves a
+//! visible keys are cut into works: at shard borders of the store, and further if there are too few tiles to fill a
+//! device (decoding over a long context). A tile of one work writes the result itself; otherwise each work leaves a
 //! part, and the tile is listed for the reduction.
 //!
 //! Invariant: the works of a tile cover each key that any of its items sees exactly once.
@@ -15,20 +15,20 @@ use lagoon_types::KvRun;
 pub(crate) const ITEMS: u32 = 16;
 /// Keys that the kernel takes at once.
 const KEY_TILE: u32 = 32;
-/// Workgroups that a device should have at least, as far as splitting helps.
+/// Fewest workgroups that a device should have, as far as splitting helps.
 const WORKGROUPS_WANTED: u32 = 256;
-/// Keys below which a work is not worth splitting further.
+/// Fewest keys of a work; smaller ones are not split further.
 const WORK_KEYS_MIN: u32 = 256;
-/// Parts that a tile is split into at most, shard borders aside.
+/// Most parts that a tile is split into, shard borders aside.
 const PARTS_MAX: u32 = 64;
-/// The part of a work that is a whole tile.
+/// Part number of a work that covers a whole tile.
 const WHOLE: u32 = u32::MAX;
 
 /// Works that read one shard of the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ShardWorks {
     pub(crate) shard: usize,
-    /// Place of the first work in the words.
+    /// Offset of the first work in the words.
     pub(crate) at: u32,
     pub(crate) count: u32,
 }
@@ -38,11 +38,11 @@ pub(crate) struct ShardWorks {
 pub(crate) struct Plan {
     /// Spans, works, tiles and slopes, as in `attention.wgsl`.
     pub(crate) words: Vec<u32>,
-    /// To run one after the other: they share the room for parts.
+    /// Rounds, run one after the other: they share the scratch for parts.
     pub(crate) rounds: Vec<Round>,
     /// Parts of the largest round.
     pub(crate) parts: u32,
-    /// Place of the heads' slopes in the words; 0 where there are none.
+    /// Offset of the heads' slopes in the words; 0 without ALiBi.
     pub(crate) slopes: u32,
 }
 
@@ -50,17 +50,17 @@ pub(crate) struct Plan {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Round {
     pub(crate) works: Vec<ShardWorks>,
-    /// Place of the first split tile in the words, and their number.
+    /// Offset of the first split tile in the words, and the number of split tiles.
     pub(crate) tiles_at: u32,
     pub(crate) tiles: u32,
 }
 
-/// What bounds a plan.
+/// Limits of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Bounds {
     /// Slots of a shard of the store.
     pub(crate) shard_slots: u32,
-    /// Parts that there is room for. A single tile may need more, where the store has many shards.
+    /// Parts that fit the scratch. A single tile may need more, if the store has many shards.
     pub(crate) parts: u32,
 }
 
@@ -87,7 +87,7 @@ pub(crate) fn plan(batch: &AttnBatch<'_>, bounds: Bounds) -> Plan {
     let group = batch.geometry.group();
     let tiles_all: u32 = batch.seqs.iter().map(|seq| (seq.rows * group).div_ceil(ITEMS)).sum();
     let workgroups = (tiles_all * batch.geometry.kv_heads).max(1);
-    // Half of the room is left for cuts at shard borders.
+    // Half of the scratch is left for cuts at shard borders.
     let parts_wanted = (WORKGROUPS_WANTED / workgroups).min(PARTS_MAX).min(bounds.parts / 2).max(1);
 
     let mut spans = Vec::new();
@@ -113,7 +113,7 @@ pub(crate) fn plan(batch: &AttnBatch<'_>, bounds: Bounds) -> Plan {
         }
     }
     let mut plan = builder.finish();
-    // Without a work there is nothing before them, and nothing that would read them.
+    // Without works, offset 0 is free, and no kernel would read the slopes.
     if let (Some(alibi), false) = (batch.alibi, plan.words.is_empty()) {
         plan.slopes = word(plan.words.len());
         plan.words.extend(alibi.slopes(batch.geometry.heads).map(f32::to_bits));
@@ -264,7 +264,7 @@ mod tests {
 
     #[test]
     fn works_cover_each_visible_key_once() {
-        let geometry = AttentionGeometry { heads: 6, kv_heads: 2, head_dim: 8 };
+        let geometry = AttentionGeometry { heads: 6, kv_heads: 2, head_dim: 8, latent: false };
         let runs = [
             KvRun { base: 40, len: 60, first_pos: 0 },
             KvRun { base: 100, len: 7, first_pos: 60 },
@@ -278,7 +278,8 @@ mod tests {
         ];
         for window in [None, Some(1), Some(33), Some(500)] {
             for shard_slots in [64, 1000, 4096] {
-                let batch = AttnBatch { geometry, scale: 1.0, window, alibi: None, seqs: &seqs, runs: &runs };
+                let batch =
+                    AttnBatch { geometry, scale: 1.0, window, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
                 let parts = if shard_slots == 64 { 20 } else { 1000 };
                 let plan = plan(&batch, Bounds { shard_slots, parts });
                 assert!(plan.parts <= parts);
@@ -307,11 +308,12 @@ mod tests {
 
     #[test]
     fn a_long_decode_is_split_and_a_short_one_is_not() {
-        let geometry = AttentionGeometry { heads: 8, kv_heads: 2, head_dim: 64 };
+        let geometry = AttentionGeometry { heads: 8, kv_heads: 2, head_dim: 64, latent: false };
         for (len, parts) in [(200, 0), (1 << 15, 64)] {
             let runs = [KvRun { base: 0, len, first_pos: 0 }];
             let seqs = [AttnRows { row0: 0, rows: 1, pos0: len - 1, run0: 0, runs: 1 }];
-            let batch = AttnBatch { geometry, scale: 1.0, window: None, alibi: None, seqs: &seqs, runs: &runs };
+            let batch =
+                AttnBatch { geometry, scale: 1.0, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
             assert_eq!(plan(&batch, Bounds { shard_slots: 1 << 20, parts: 1000 }).parts, parts);
         }
     }

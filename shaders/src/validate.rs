@@ -25,17 +25,33 @@ fn parse(kernel: Kernel) -> (Module, ModuleInfo) {
 
 fn fields(kernel: Kernel) -> (Vec<(&'static str, usize, &'static str)>, usize) {
     match kernel {
+        Kernel::Add | Kernel::Scale | Kernel::Softcap => (params::Add::fields(), size_of::<params::Add>()),
         Kernel::AddBias(_) => (params::AddBias::fields(), size_of::<params::AddBias>()),
         Kernel::Embed(_) => (params::Embed::fields(), size_of::<params::Embed>()),
         Kernel::RmsNorm(_) | Kernel::LayerNorm(_) => (params::Norm::fields(), size_of::<params::Norm>()),
+        Kernel::HeadNorm(_) => (params::HeadNorm::fields(), size_of::<params::HeadNorm>()),
         Kernel::Gelu => (params::Gelu::fields(), size_of::<params::Gelu>()),
         Kernel::Matvec(..) | Kernel::MatmulTiled(_) => (params::Matmul::fields(), size_of::<params::Matmul>()),
+        Kernel::HeadMatvec(..) | Kernel::HeadMatmulTiled(_) => {
+            (params::HeadMatmul::fields(), size_of::<params::HeadMatmul>())
+        }
+        Kernel::LatentQueries | Kernel::LatentAppend(_) => {
+            (params::LatentAppend::fields(), size_of::<params::LatentAppend>())
+        }
         Kernel::RopeAppend(_) => (params::RopeAppend::fields(), size_of::<params::RopeAppend>()),
         Kernel::Attention(..) | Kernel::AttentionReduce(_) => {
             (params::Attention::fields(), size_of::<params::Attention>())
         }
         Kernel::Merge => (params::Merge::fields(), size_of::<params::Merge>()),
-        Kernel::SiluMul => (params::SiluMul::fields(), size_of::<params::SiluMul>()),
+        Kernel::Sink(_) => (params::Sink::fields(), size_of::<params::Sink>()),
+        Kernel::Gated(_) => (params::Gated::fields(), size_of::<params::Gated>()),
+        Kernel::Route(_) | Kernel::Sort => (params::Route::fields(), size_of::<params::Route>()),
+        Kernel::GroupedMatvec(..) | Kernel::GroupedTiled(_) => {
+            (params::Grouped::fields(), size_of::<params::Grouped>())
+        }
+        Kernel::GatherChoices | Kernel::AddBiases(_) | Kernel::Combine => {
+            (params::Experts::fields(), size_of::<params::Experts>())
+        }
         Kernel::GatherRows => (params::GatherRows::fields(), size_of::<params::GatherRows>()),
     }
 }

@@ -8,6 +8,7 @@ fn device() -> Result<WgpuDevice, String> {
 
 lagoon_backend::conformance_suite!(device);
 lagoon_backend::conformance_large_weight!(device);
+lagoon_backend::conformance_latent_wide!(device);
 
 /// As on an adapter without f16 in shaders.
 mod without_f16 {
@@ -24,7 +25,11 @@ mod without_f16 {
         Tolerance::STRICT,
         embed_widens_rows,
         matmul_f16,
+        experts_match,
         rope_append_rotates_and_stores,
+        latent_append_rotates_and_stores,
         attention_dtypes,
+        attention_latent,
+        head_matmul_matches,
     );
 }

@@ -4,7 +4,10 @@
 use bytes::Bytes;
 use half::{bf16, f16};
 use lagoon_backend::conformance;
-use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Mode, Partials, WeightSource};
+use lagoon_backend::{
+    Activation, AttnBatch, AttnRows, CpuDevice, Device, DeviceError, ExpertBuffers, Experts, HeadStrides, LatentRow,
+    Mode, Partials, Routing, Scoring, WeightSource,
+};
 use lagoon_shaders::{AdapterChoice, Options, WgpuDevice, list_adapters};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 
@@ -72,7 +75,87 @@ fn sharded_weights_give_the_same_bits() {
     });
 }
 
-const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 16 };
+/// Mixtures of 6 experts of 33 columns on rows of 70: choices alone, in fours and in tiles.
+fn mixtures(device: &mut WgpuDevice, dtype: DType) -> Vec<Vec<f32>> {
+    let (count, hidden, n, activation) = (6, 70, 33, Activation::SiluMul);
+    let mut given = |rows, cols, seed| device.weight(weight(dtype, rows, cols, seed)).unwrap();
+    let (up, down) = (given(count * 2 * n, hidden, 1), given(count * hidden, n, 2));
+    let (up_bias, down_bias) = (given(count, 2 * n, 3), given(count, hidden, 4));
+    let (scoring, normalised) = (Scoring::Softmax, true);
+    let routing = Routing { top_k: 2, scoring, normalised, scale: 1.0, groups: 1, top_groups: 1 };
+    let (up_bias, down_bias) = (Some(&up_bias), Some(&down_bias));
+    let experts = Experts { count, up: &up, up_bias, down: &down, down_bias, choice_bias: None, activation, routing };
+    let mut results = Vec::new();
+    for rows in [3, 20, 70] {
+        let mut tensor = |cols, seed| {
+            let mut tensor = device.tensor(rows, cols).unwrap();
+            device.write(&mut tensor, 0, &values(seed, rows * cols)).unwrap();
+            tensor
+        };
+        let (x, logits, mut out) = (tensor(hidden, 5), tensor(count, 6), tensor(hidden, 7));
+        let mut buffers = ExpertBuffers::new(device, rows, 2, (hidden, n), activation).unwrap();
+        device.experts(&x, &logits, &experts, rows, &mut buffers, &mut out).unwrap();
+        results.push(read_all(device, &out, rows, hidden));
+    }
+    results
+}
+
+#[test]
+fn sharded_experts_give_the_same_bits() {
+    with_device("sharded_experts_give_the_same_bits", Options::default(), |whole| {
+        for dtype in [DType::F32, DType::BF16] {
+            let want = mixtures(whole, dtype);
+            // Shards that end within an expert, and within four of its columns.
+            for binding_bytes_max in [44_000, 42_000] {
+                let options = Options { binding_bytes_max, ..Options::default() };
+                assert_eq!(mixtures(&mut open(options).unwrap(), dtype), want, "{dtype} {binding_bytes_max}");
+            }
+        }
+    });
+}
+
+/// The most experts, of 4 columns on rows of 8, and the most of a token.
+fn many_experts<D: Device>(device: &mut D, rows: usize, routing: Routing) -> Vec<f32> {
+    let (count, hidden, n, activation) = (1024, 8, 4, Activation::GeluTanhMul);
+    let mut given = |rows, cols, seed| device.weight(weight(DType::F16, rows, cols, seed)).unwrap();
+    let (up, down, choice_bias) = (given(count * 2 * n, hidden, 1), given(count * hidden, n, 2), given(1, count, 3));
+    let choice_bias = (routing.scoring == Scoring::Sigmoid).then_some(&choice_bias);
+    let experts =
+        Experts { count, up: &up, up_bias: None, down: &down, down_bias: None, choice_bias, activation, routing };
+    let mut tensor = |cols, seed| {
+        let mut tensor = device.tensor(rows, cols).unwrap();
+        device.write(&mut tensor, 0, &values(seed, rows * cols)).unwrap();
+        tensor
+    };
+    let (x, logits, mut out) = (tensor(hidden, 5), tensor(count, 6), tensor(hidden, 7));
+    let mut buffers = ExpertBuffers::new(device, rows, routing.top_k, (hidden, n), activation).unwrap();
+    device.experts(&x, &logits, &experts, rows, &mut buffers, &mut out).unwrap();
+    let mut all = Vec::new();
+    device.read(&out, 0..rows, 0..hidden, &mut all).unwrap();
+    all
+}
+
+#[test]
+fn the_most_experts_are_routed_as_on_the_host() {
+    with_device("the_most_experts_are_routed_as_on_the_host", Options::default(), |device| {
+        let softmax =
+            Routing { top_k: 32, scoring: Scoring::Softmax, normalised: true, scale: 1.0, groups: 1, top_groups: 1 };
+        let grouped = Routing { scoring: Scoring::Sigmoid, groups: 64, top_groups: 5, ..softmax };
+        let alone = Routing { groups: 1024, top_groups: 40, ..softmax };
+        let all_groups = Routing { groups: 8, top_groups: 8, ..softmax };
+        for routing in [softmax, grouped, alone, all_groups] {
+            for rows in [1, 5, 300] {
+                let want = many_experts(&mut CpuDevice::new(), rows, routing);
+                let got = many_experts(device, rows, routing);
+                for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                    assert!((got - want).abs() <= 1e-4, "{routing:?}, {rows} rows: {i} is {got}, not {want}");
+                }
+            }
+        }
+    });
+}
+
+const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 16, latent: false };
 const SLOTS: u32 = 900;
 
 /// Appends, copies and attends over runs that cross shard borders.
@@ -94,7 +177,15 @@ fn attend(device: &mut WgpuDevice, dtype: DType) -> (Vec<f32>, Vec<f32>, Vec<u8>
         AttnRows { row0: 0, rows: 89, pos0: 781, run0: 0, runs: 2 },
         AttnRows { row0: 89, rows: 1, pos0: 900, run0: 0, runs: 2 },
     ];
-    let batch = AttnBatch { geometry: GEOMETRY, scale: 0.25, window: None, alibi: None, seqs: &seqs, runs: &runs };
+    let batch = AttnBatch {
+        geometry: GEOMETRY,
+        scale: 0.25,
+        window: None,
+        alibi: None,
+        softcap: None,
+        seqs: &seqs,
+        runs: &runs,
+    };
     let mut out = Partials::new(device, rows, GEOMETRY).unwrap();
     device.attention(&qkv, &batch, &kv, 1, &mut out).unwrap();
     let mut stored = Vec::new();
@@ -119,6 +210,90 @@ fn a_sharded_store_gives_the_same_attention() {
     });
 }
 
+fn uploaded<D: Device>(device: &mut D, rows: usize, cols: usize, seed: u32) -> D::Tensor {
+    let mut tensor = device.tensor(rows, cols).unwrap();
+    device.write(&mut tensor, 0, &values(seed, rows * cols)).unwrap();
+    tensor
+}
+
+/// Appends rows to a store and attends to it: partials, and what is stored.
+fn append_and_attend<D: Device>(device: &mut D, geometry: AttentionGeometry) -> Result<[Vec<f32>; 3], DeviceError> {
+    let (rows, slots_all, dtype) = (20, 2000, DType::F32);
+    let AttentionGeometry { heads, kv_heads, head_dim, latent } = geometry;
+    let mut kv = device.kv(KvShape { layers: 2, kv_heads, head_dim, dtype }, slots_all)?;
+    let mut bytes = Vec::new();
+    dtype.encode(&values(5, slots_all * 2 * geometry.kv_dim()), &mut bytes);
+    device.kv_write(&mut kv, 1, 0, &bytes)?;
+    let mut qkv = uploaded(device, rows, geometry.qkv_dim(), 6);
+    let rotated = if latent { 8 } else { head_dim as usize };
+    let rope = uploaded(device, rows, rotated, 8);
+    let slots: Vec<u32> = (0..20).map(|row| if row % 7 == 3 { u32::MAX } else { 1999 - row * 90 }).collect();
+    if latent {
+        let queries = uploaded(device, rows, heads as usize * 13, 9);
+        let (latents, key) = (uploaded(device, rows, geometry.query_dim() - 8, 10), uploaded(device, rows, 8, 11));
+        let row = LatentRow { queries: &queries, latent: &latents, key: &key, rope: &rope };
+        device.latent_append(&mut qkv, row, geometry, &slots, &mut kv, 1)?;
+    } else {
+        device.rope_append(&mut qkv, &rope, geometry, &slots, &mut kv, 1)?;
+    }
+    let runs = [KvRun { base: 60, len: 1940, first_pos: 0 }];
+    let seqs = [AttnRows { row0: 0, rows: 20, pos0: 1920, run0: 0, runs: 1 }];
+    let batch = AttnBatch { geometry, scale: 0.2, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
+    let mut out = Partials::new(device, rows, geometry)?;
+    device.attention(&qkv, &batch, &kv, 1, &mut out)?;
+    let (mut stored, mut results) = (Vec::new(), [const { Vec::new() }; 3]);
+    device.kv_read(&kv, 1, 0, 2000, &mut stored)?;
+    dtype.decode(&stored, &mut results[2]);
+    device.read(&out.out, 0..rows, 0..geometry.q_dim(), &mut results[0])?;
+    device.read(&out.lse, 0..rows, 0..heads as usize, &mut results[1])?;
+    Ok(results)
+}
+
+#[test]
+fn latent_rows_and_wide_heads_are_those_of_the_host_in_sharded_stores_too() {
+    let latent = AttentionGeometry { heads: 5, kv_heads: 1, head_dim: 12, latent: true };
+    let wide = AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 288, latent: false };
+    for (geometry, binding_bytes_max) in [(latent, 130_000), (wide, 2_000_000)] {
+        let options = Options { binding_bytes_max, ..Options::default() };
+        with_device("latent_rows_and_wide_heads_are_those_of_the_host", options, |device| {
+            let want = append_and_attend(&mut CpuDevice::new(), geometry).unwrap();
+            let got = append_and_attend(device, geometry).unwrap();
+            for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+                assert!((got - want).abs() <= 1e-5, "{geometry:?}: {got} against {want}");
+            }
+        });
+    }
+}
+
+/// Products by head for each count of rows.
+fn head_products<D: Device>(device: &mut D) -> Vec<Vec<f32>> {
+    let strides = HeadStrides { heads: 20, x_stride: 71, out_stride: 41 };
+    let weight = device.weight(weight(DType::F32, 800, 70, 12)).unwrap();
+    let of_rows = |rows: usize| {
+        let (mut x, mut out) = (device.tensor(rows, 20 * 71).unwrap(), uploaded(device, rows, 20 * 41 + 3, 14));
+        // What lies between heads may be anything.
+        let mut inputs = values(13, rows * 20 * 71);
+        inputs.chunks_exact_mut(71).for_each(|head| head[70] = f32::INFINITY);
+        device.write(&mut x, 0, &inputs).unwrap();
+        device.head_matmul(&x, &weight, strides, rows, &mut out).unwrap();
+        let mut values = Vec::new();
+        device.read(&out, 0..rows, 0..20 * 41 + 3, &mut values).unwrap();
+        values
+    };
+    [1, 7, 20].map(of_rows).to_vec()
+}
+
+#[test]
+fn shards_of_a_weight_may_cut_heads() {
+    let options = Options { binding_bytes_max: 130_000, ..Options::default() };
+    with_device("shards_of_a_weight_may_cut_heads", options, |device| {
+        let (got, want) = (head_products(device), head_products(&mut CpuDevice::new()));
+        for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+            assert!((got - want).abs() <= 1e-4, "{got} against {want}");
+        }
+    });
+}
+
 /// Values at and around every rounding decision: ties, subnormals, overflow, signs.
 fn edges() -> Vec<f32> {
     let mut edges = Vec::new();
@@ -138,7 +313,7 @@ fn edges() -> Vec<f32> {
 #[test]
 fn stores_round_to_nearest_even() {
     with_device("stores_round_to_nearest_even", Options::default(), |device| {
-        let geometry = AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 256 };
+        let geometry = AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 256, latent: false };
         let edges = edges();
         let rows = edges.len() / 256;
         let mut qkv = device.tensor(rows, geometry.qkv_dim()).unwrap();
@@ -212,6 +387,11 @@ fn what_cannot_be_done_is_an_error() {
     with_device("what_cannot_be_done_is_an_error", Options::default(), |device| {
         let odd = KvShape { layers: 1, kv_heads: 1, head_dim: 7, dtype: DType::F16 };
         assert!(matches!(device.kv(odd, 4), Err(DeviceError::Unsupported(text)) if text.contains("7 elements")));
+        let latent = |head_dim| AttentionGeometry { heads: 2, kv_heads: 1, head_dim, latent: true };
+        for (head_dim, named) in [(6, "12 elements"), (290, "580 elements"), (292, "584 elements")] {
+            let refused = append_and_attend(device, latent(head_dim));
+            assert!(matches!(&refused, Err(DeviceError::Unsupported(text)) if text.contains(named)), "{refused:?}");
+        }
         let huge = device.tensor(1 << 20, 1 << 16);
         assert!(matches!(huge, Err(DeviceError::Unsupported(text)) if text.contains("274877906944 bytes")));
         // And the device still works.

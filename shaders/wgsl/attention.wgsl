@@ -5,12 +5,13 @@
 // The host plans the works (src/plan.rs), so that nothing is empty and spans stay in one shard of the store.
 //#include dtype
 //#include grid
+//#include softcap
 
 struct Params {
     kv_heads: u32,
     group: u32,
+    // Elements of a query and of a key, and the quads of a key.
     head_dim: u32,
-    // Quads that a head takes in the store.
     head_quads: u32,
     // Floats from one row to the next.
     q_stride: u32,
@@ -24,6 +25,12 @@ struct Params {
     work_count: u32,
     // Where the heads' slopes start in `words`, as bits of f32; 0: scores have no bias by distance.
     slopes: u32,
+    // 0: scores have no soft cap.
+    softcap: f32,
+    // Quads from a slot to the next, and from a key to its value: none where one row is both (latent attention).
+    slot_quads: u32,
+    values: u32,
+    pad0: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -39,6 +46,8 @@ struct Params {
 
 // Largest head of this permutation, in quads: a multiple of CHUNK.
 const HEAD_QUADS = ${HEAD_QUADS}u;
+// Quads of the queries that are staged at once: all, or CHUNK of them with each chunk of the keys.
+const QUERY_QUADS = ${QUERY_QUADS}u;
 const ITEMS = 16u;
 const KEYS = 32u;
 // Quads of a head that are staged at once.
@@ -48,7 +57,7 @@ const THREADS = 64u;
 const NEG_MAX = -1.0e30;
 const WHOLE = 0xffffffffu;
 
-var<workgroup> q_tile: array<vec4<f32>, ITEMS * HEAD_QUADS>;
+var<workgroup> q_tile: array<vec4<f32>, ITEMS * QUERY_QUADS>;
 // One column of padding keeps the loads free of bank conflicts.
 var<workgroup> kv_tile: array<vec4<f32>, KEYS * (CHUNK + 1u)>;
 var<workgroup> scores: array<f32, ITEMS * (KEYS + 1u)>;
@@ -73,11 +82,12 @@ fn load_work(index: u32) -> Work {
         words[at + 6u], words[at + 7u]);
 }
 
-fn load_queries(work: Work, kv_head: u32, tid: u32) {
+// Stages the queries' quads from `first` on.
+fn load_queries(work: Work, kv_head: u32, first: u32, tid: u32) {
     let items = work.rows * params.group;
-    for (var i = tid; i < ITEMS * HEAD_QUADS; i += THREADS) {
-        let item = work.item0 + i / HEAD_QUADS;
-        let e = (i % HEAD_QUADS) * 4u;
+    for (var i = tid; i < ITEMS * QUERY_QUADS; i += THREADS) {
+        let item = work.item0 + i / QUERY_QUADS;
+        let e = (first + i % QUERY_QUADS) * 4u;
         var v = vec4<f32>();
         if item < items {
             let head = kv_head * params.group + item % params.group;
@@ -92,14 +102,14 @@ fn load_queries(work: Work, kv_head: u32, tid: u32) {
     }
 }
 
-// Stages CHUNK quads of up to KEYS keys; `head` is the K or V head in the slot.
-fn load_keys(slot0: u32, count: u32, head: u32, chunk: u32, tid: u32) {
+// Stages CHUNK quads of up to KEYS keys or values, which start `first` quads behind their slots.
+fn load_keys(slot0: u32, count: u32, first: u32, chunk: u32, tid: u32) {
     for (var i = tid; i < KEYS * CHUNK; i += THREADS) {
         let key = i / CHUNK;
         let quad = chunk * CHUNK + i % CHUNK;
         var v = vec4<f32>();
         if key < count && quad < params.head_quads {
-            v = widen(kv[((slot0 + key) * 2u * params.kv_heads + head) * params.head_quads + quad]);
+            v = widen(kv[(slot0 + key) * params.slot_quads + first + quad]);
         }
         kv_tile[key * (CHUNK + 1u) + i % CHUNK] = v;
     }
@@ -134,7 +144,10 @@ fn partial(
     let kv_head = index % params.kv_heads;
     let items = work.rows * params.group - work.item0;
     let chunks = (params.head_quads + CHUNK - 1u) / CHUNK;
-    load_queries(work, kv_head, tid);
+    let key_quads = kv_head * params.head_quads;
+    if QUERY_QUADS == HEAD_QUADS {
+        load_queries(work, kv_head, 0u, tid);
+    }
 
     // An invocation makes the scores of four items and the keys `key` and `key + 16`; then it is one of four lanes of
     // one item for the softmax; then it weighs two quads of the values of each chunk for two items.
@@ -162,21 +175,30 @@ fn partial(
             var dots1 = vec4<f32>();
             for (var c = 0u; c < chunks; c++) {
                 workgroupBarrier();
-                load_keys(base + k0, count, kv_head, c, tid);
+                if QUERY_QUADS < HEAD_QUADS {
+                    load_queries(work, kv_head, c * CHUNK, tid);
+                }
+                load_keys(base + k0, count, key_quads, c, tid);
                 workgroupBarrier();
                 if item4 < items {
                     for (var d = 0u; d < CHUNK; d++) {
                         let k_a = kv_tile[key * (CHUNK + 1u) + d];
                         let k_b = kv_tile[(key + 16u) * (CHUNK + 1u) + d];
-                        let at = item4 * HEAD_QUADS + c * CHUNK + d;
+                        let at = item4 * QUERY_QUADS + (c * CHUNK) % QUERY_QUADS + d;
                         let q_a = q_tile[at];
-                        let q_b = q_tile[at + HEAD_QUADS];
-                        let q_c = q_tile[at + 2u * HEAD_QUADS];
-                        let q_d = q_tile[at + 3u * HEAD_QUADS];
+                        let q_b = q_tile[at + QUERY_QUADS];
+                        let q_c = q_tile[at + 2u * QUERY_QUADS];
+                        let q_d = q_tile[at + 3u * QUERY_QUADS];
                         dots0 += vec4<f32>(dot(q_a, k_a), dot(q_b, k_a), dot(q_c, k_a), dot(q_d, k_a));
                         dots1 += vec4<f32>(dot(q_a, k_b), dot(q_b, k_b), dot(q_c, k_b), dot(q_d, k_b));
                     }
                 }
+            }
+            dots0 *= params.scale;
+            dots1 *= params.scale;
+            if params.softcap > 0.0 {
+                dots0 = capped(dots0, params.softcap);
+                dots1 = capped(dots1, params.softcap);
             }
             for (var i = 0u; i < 4u; i++) {
                 let item = work.item0 + item4 + i;
@@ -185,8 +207,8 @@ fn partial(
                 let bias = biases(key_pos, item, kv_head, work);
                 let seen0 = key < count && seen(key_pos, item, work);
                 let seen1 = key + 16u < count && seen(key_pos + 16u, item, work);
-                scores[at] = select(NEG_MAX, dots0[i] * params.scale + bias.x, seen0);
-                scores[at + 16u] = select(NEG_MAX, dots1[i] * params.scale + bias.y, seen1);
+                scores[at] = select(NEG_MAX, dots0[i] + bias.x, seen0);
+                scores[at + 16u] = select(NEG_MAX, dots1[i] + bias.y, seen1);
             }
             workgroupBarrier();
             // New maximum of the item over its four lanes.
@@ -214,7 +236,7 @@ fn partial(
             for (var c = 0u; c < HEAD_QUADS / CHUNK; c++) {
                 if c < chunks {
                     workgroupBarrier();
-                    load_keys(base + k0, count, params.kv_heads + kv_head, c, tid);
+                    load_keys(base + k0, count, key_quads + params.values, c, tid);
                     workgroupBarrier();
                     if pair < items {
                         let decay0 = factors[pair];

@@ -1,4 +1,4 @@
-// Token embedding: out[i] = table[ids[i]], widened. One invocation copies four elements. A table larger than a
+// Token embedding: out[i] (=|+=) table[ids[i]], widened. One invocation copies four elements. A table larger than a
 // binding lies in several shards; each dispatch serves the ids of one shard.
 //#include dtype
 //#include grid
@@ -12,9 +12,10 @@ struct Params {
     shard_rows: u32,
     // Quads of a row, of the table and of the output alike.
     quads: u32,
+    // 1: add to the output.
+    add: u32,
     pad0: u32,
     pad1: u32,
-    pad2: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -37,5 +38,6 @@ fn main(
     if id >= params.shard_rows {
         return;
     }
-    out[at] = widen(table[id * params.quads + at % params.quads]);
+    let row = widen(table[id * params.quads + at % params.quads]);
+    out[at] = select(row, out[at] + row, params.add == 1u);
 }

@@ -3,6 +3,8 @@
 // zeros to whole quads. A weight larger than a binding lies in several shards of rows; a dispatch serves one.
 //#include dtype
 //#include grid
+//#include team
+//#include tile
 
 struct Params {
     // Rows of x and of the output.
@@ -25,14 +27,6 @@ struct Params {
 @group(0) @binding(2) var<storage, read> weight: array<Quad>;
 @group(0) @binding(3) var<storage, read_write> out: array<f32>;
 @group(0) @binding(3) var<storage, read_write> out_quads: array<vec4<f32>>;
-
-// Rows of x that one matvec workgroup serves.
-const ROWS = ${ROWS}u;
-// A workgroup is two teams of 32 lanes; each team makes two outputs for each row of x.
-const LANES = 32u;
-const SPAN = 2u;
-const BLOCK = 4u;
-var<workgroup> sums: array<f32, 64u * SPAN * ROWS>;
 
 @compute @workgroup_size(64)
 fn matvec(
@@ -61,15 +55,7 @@ fn matvec(
     for (var i = 0u; i < SPAN * ROWS; i++) {
         sums[i * 64u + tid] = acc[i];
     }
-    for (var step = LANES / 2u; step > 0u; step /= 2u) {
-        workgroupBarrier();
-        if lane < step {
-            for (var i = 0u; i < SPAN * ROWS; i++) {
-                sums[i * 64u + tid] += sums[i * 64u + tid + step];
-            }
-        }
-    }
-    workgroupBarrier();
+    add_up(lane, tid);
     // Lane i of a team stores the team's output i.
     if lane < SPAN * ROWS {
         let row = row0 + lane / SPAN;
@@ -81,13 +67,6 @@ fn matvec(
         }
     }
 }
-
-// Depth of a tile, in floats.
-const DEPTH = 32u;
-// Tiles are stored by depth, then by group of four rows; the group is swizzled so that neither the transposing stores
-// nor the loads conflict in memory banks.
-var<workgroup> x_tile: array<vec4<f32>, DEPTH * 16u>;
-var<workgroup> w_tile: array<vec4<f32>, DEPTH * 16u>;
 
 fn x_quad(row: u32, k: u32) -> vec4<f32> {
     if row < params.rows && k < params.quads {
@@ -103,35 +82,6 @@ fn w_quad(row: u32, k: u32) -> vec4<f32> {
     return vec4<f32>();
 }
 
-// Loads the 4 x 4 block of x at quad `k` of the rows from m0 + 4 group, transposed.
-fn load_x(m0: u32, group: u32, k0: u32, k: u32) {
-    let row = m0 + group * 4u;
-    let q = k0 + k;
-    let t = transpose(mat4x4<f32>(x_quad(row, q), x_quad(row + 1u, q), x_quad(row + 2u, q), x_quad(row + 3u, q)));
-    let at = k * 64u + (group ^ k);
-    x_tile[at] = t[0];
-    x_tile[at + 16u] = t[1];
-    x_tile[at + 32u] = t[2];
-    x_tile[at + 48u] = t[3];
-}
-
-// As load_x, of the weight.
-fn load_w(n0: u32, group: u32, k0: u32, k: u32) {
-    let row = n0 + group * 4u;
-    let q = k0 + k;
-    let t = transpose(mat4x4<f32>(w_quad(row, q), w_quad(row + 1u, q), w_quad(row + 2u, q), w_quad(row + 3u, q)));
-    let at = k * 64u + (group ^ k);
-    w_tile[at] = t[0];
-    w_tile[at + 16u] = t[1];
-    w_tile[at + 32u] = t[2];
-    w_tile[at + 48u] = t[3];
-}
-
-// Row i is a[i] b.
-fn outer(a: vec4<f32>, b: vec4<f32>) -> mat4x4<f32> {
-    return mat4x4<f32>(a.x * b, a.y * b, a.z * b, a.w * b);
-}
-
 @compute @workgroup_size(64)
 fn tiled(
     @builtin(workgroup_id) wid: vec3<u32>,
@@ -143,40 +93,13 @@ fn tiled(
     if n0 >= params.n {
         return;
     }
-    // Of eight: an invocation loads four blocks, at this quad and in these groups of rows and 8 further.
-    let low = tid % 8u;
-    let high = tid / 8u;
-    // Its outputs: rows 4 high.. and 4 high + 32.., columns 4 low.. and 4 low + 32...
-    var c00 = mat4x4<f32>();
-    var c01 = mat4x4<f32>();
-    var c10 = mat4x4<f32>();
-    var c11 = mat4x4<f32>();
-    for (var k0 = 0u; k0 < params.quads; k0 += DEPTH / 4u) {
-        load_x(m0, high, k0, low);
-        load_x(m0, high + 8u, k0, low);
-        load_w(n0, high, k0, low);
-        load_w(n0, high + 8u, k0, low);
-        workgroupBarrier();
-        for (var d = 0u; d < DEPTH; d++) {
-            let at_a = d * 16u + (high ^ (d / 4u));
-            let at_b = d * 16u + (low ^ (d / 4u));
-            let a0 = x_tile[at_a];
-            let a1 = x_tile[at_a + 8u];
-            let b0 = w_tile[at_b];
-            let b1 = w_tile[at_b + 8u];
-            c00 += outer(a0, b0);
-            c01 += outer(a0, b1);
-            c10 += outer(a1, b0);
-            c11 += outer(a1, b1);
-        }
-        workgroupBarrier();
-    }
-    let row = m0 + high * 4u;
-    let col = n0 + low * 4u;
-    store(row, col, c00);
-    store(row, col + 32u, c01);
-    store(row + 32u, col, c10);
-    store(row + 32u, col + 32u, c11);
+    let block = multiply(m0, n0, tid);
+    let row = m0 + tid / 8u * 4u;
+    let col = n0 + tid % 8u * 4u;
+    store(row, col, block.c00);
+    store(row, col + 32u, block.c01);
+    store(row + 32u, col, block.c10);
+    store(row + 32u, col + 32u, block.c11);
 }
 
 // Stores 4 x 4 outputs. Shards start at multiples of four columns; weight rows beyond the end gave zeros, which is what

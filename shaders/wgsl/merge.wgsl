@@ -5,6 +5,7 @@
 struct Params {
     rows: u32,
     heads: u32,
+    // Elements of a head's output.
     head_dim: u32,
     // Floats from one row to the next.
     out_stride: u32,

@@ -1,6 +1,6 @@
 // Rotates queries and keys of the fused projection in place and stores K and V in their slots, rounded to nearest
-// even. One workgroup per row and head (q heads, then k, then v); an invocation owns four elements of the head, so
-// that no two invocations share a word of the store. Heads have at most 256 elements.
+// even. One workgroup per row and head (q heads, then k, then v); an invocation owns quads of the head, so that no two
+// invocations share a word of the store. Heads have at most 512 elements.
 //#include dtype
 //#include grid
 
@@ -30,6 +30,10 @@ struct Params {
 @group(0) @binding(3) var<storage, read_write> qkv: array<f32>;
 @group(0) @binding(4) var<storage, read_write> kv: array<Quad>;
 
+const THREADS = 64u;
+// Quads of an invocation.
+const OWN = 2u;
+
 fn rotated(base: u32, angles: u32, e: u32) -> f32 {
     let half_dim = params.head_dim / 2u;
     let v = qkv[base + e];
@@ -55,32 +59,41 @@ fn main(
     }
     let base = row * params.qkv_stride + head * params.head_dim;
     let rotate = params.rotate == 1u && head < keys_end;
-    var v = vec4<f32>();
-    for (var i = 0u; i < 4u; i++) {
-        let e = tid * 4u + i;
-        if e < params.head_dim {
-            if rotate {
-                v[i] = rotated(base, row * params.rope_stride, e);
-            } else {
-                v[i] = qkv[base + e];
+    var own: array<vec4<f32>, OWN>;
+    for (var part = 0u; part < OWN; part++) {
+        var v = vec4<f32>();
+        for (var i = 0u; i < 4u; i++) {
+            let e = (part * THREADS + tid) * 4u + i;
+            if e < params.head_dim {
+                if rotate {
+                    v[i] = rotated(base, row * params.rope_stride, e);
+                } else {
+                    v[i] = qkv[base + e];
+                }
             }
         }
+        own[part] = v;
     }
     // Every element has been read before any is replaced.
     storageBarrier();
-    if rotate {
+    for (var part = 0u; rotate && part < OWN; part++) {
         for (var i = 0u; i < 4u; i++) {
-            let e = tid * 4u + i;
+            let e = (part * THREADS + tid) * 4u + i;
             if e < params.head_dim {
-                qkv[base + e] = v[i];
+                qkv[base + e] = own[part][i];
             }
         }
     }
     // u32::MAX (store nothing) and slots of other shards fail this test alike.
     let slot = words[params.slots + row] - params.shard_slot0;
-    if head >= params.heads && slot < params.shard_slots && tid < params.head_quads {
+    if head >= params.heads && slot < params.shard_slots {
         // K's heads and then V's, as in the fused projection.
-        let plane_head = head - params.heads;
-        kv[(slot * 2u * params.kv_heads + plane_head) * params.head_quads + tid] = narrow(v);
+        let first = (slot * 2u * params.kv_heads + head - params.heads) * params.head_quads;
+        for (var part = 0u; part < OWN; part++) {
+            let quad = part * THREADS + tid;
+            if quad < params.head_quads {
+                kv[first + quad] = narrow(own[part]);
+            }
+        }
     }
 }

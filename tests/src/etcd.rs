@@ -1,4 +1,4 @@
-//! A real etcd server of one member, on free ports of this machine, with its data in a temporary directory.
+//! A real etcd server with one member, on free ports of this machine, with its data in a temporary directory.
 
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Running, unless it was stopped. Killed when dropped.
+/// An etcd server; killed when dropped.
 #[derive(Debug)]
 pub struct EtcdServer {
     child: Child,
@@ -15,7 +15,7 @@ pub struct EtcdServer {
     peer: u16,
 }
 
-/// Where Debian's etcd-server puts it, or what the path says.
+/// The server's file: in PATH, or where Debian's etcd-server installs it.
 fn program() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut dirs: Vec<PathBuf> = std::env::split_paths(&path).collect();
@@ -23,13 +23,13 @@ fn program() -> Option<PathBuf> {
     dirs.iter().map(|dir| dir.join("etcd")).find(|program| program.is_file())
 }
 
-/// A port that nobody has; somebody could take it before etcd does, then the test fails and says so.
+/// A free port. If another process takes it before etcd does, the test fails with a message.
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 impl EtcdServer {
-    /// Starts it and waits until it answers.
+    /// Starts the server and waits until it replies.
     ///
     /// # Errors
     /// If it is not installed.
@@ -70,22 +70,22 @@ impl EtcdServer {
         }
     }
 
-    /// The flag that names it.
+    /// The `--etcd` flag for this server.
     #[must_use]
     pub fn flag(&self) -> String {
         format!("--etcd=http://127.0.0.1:{}", self.client)
     }
 
-    /// Kills it; what it knew is on the disk.
+    /// Kills the server; its data stays on disk.
     ///
     /// # Panics
-    /// If that fails.
+    /// If the kill fails.
     pub fn stop(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// Starts it again where it was.
+    /// Restarts the server on its data.
     ///
     /// # Panics
     /// If it does not start.

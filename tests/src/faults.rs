@@ -1,12 +1,14 @@
-//! A pool of real processes that a test disturbs, and streams that are watched meanwhile.
+//! A pool of real processes for fault injection, and streams that are recorded meanwhile.
 //!
-//! Instances have paced devices: a decode step takes [`STEP`], whatever the machine does beside, so that a process that is
-//! killed at some instant is killed in the middle of something, and a stream lasts as long as a test needs. What is said
-//! is compared with one undisturbed instance that is not paced: tokens must be equal and logits within [`TOLERANCE`].
+//! Instances have paced devices: a decode step takes [`STEP`] on any machine, so that a kill at any time hits work in
+//! progress, and a stream lasts as long as a test needs. Answers are compared with one undisturbed instance that is
+//! not paced: tokens must be equal and logits within [`TOLERANCE`].
 
 use crate::golden::max_diff;
 use crate::partition::Place;
-use crate::process::{Client, Ended, Server, TIMEOUT, completion, lagoon_at, logits, run, signal, token_ids};
+use crate::process::{
+    ADMIN_KEY, Client, Ended, Server, TIMEOUT, completion, lagoon_at, logits, run, signal, token_ids,
+};
 use lagoon_backend::PaceProfile;
 use lagoon_types::limits::{RESTORE_DEADLINE_MS, STEP_DEADLINE_MS};
 use serde_json::{Value, json};
@@ -19,11 +21,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Time of a decode step of a paced instance.
+/// Duration of a decode step of a paced instance.
 pub const STEP: Duration = Duration::from_millis(10);
-/// Largest difference between logits of f32 models and KV, whatever was disturbed.
+/// Largest difference between logits of f32 models and KV, after any fault.
 pub const TOLERANCE: f32 = 1e-3;
-/// Longest time between two tokens: a step's deadline, then that of finding other memory, and a busy machine's slack.
+/// Longest gap between two tokens: a step's deadline, the deadline for restoring memory, and slack for a busy
+/// machine.
 pub const SILENCE_MAX: Duration = Duration::from_millis(STEP_DEADLINE_MS + RESTORE_DEADLINE_MS + 10_000);
 
 /// A new cluster CA in its own directory.
@@ -32,21 +35,41 @@ pub const SILENCE_MAX: Duration = Duration::from_millis(STEP_DEADLINE_MS + RESTO
 /// If it cannot be made.
 #[must_use]
 pub fn new_ca() -> TempDir {
-    let dir = tempfile::tempdir().unwrap();
+    // For its owner only, as a folder with the CA's key has to be.
+    let private = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+    let dir = tempfile::Builder::new().permissions(private).tempdir().unwrap();
     let made = run(&["certs", "init", &dir.path().to_string_lossy()]);
     assert_eq!(made.code, Some(0), "{made:?}");
     dir
 }
 
-/// The flags that name a node's certificate, newly issued even if there is one.
+/// Flags with a node's certificate, newly issued even if there is one, for the role that its name says.
 ///
 /// # Panics
 /// If it cannot be issued.
 #[must_use]
 pub fn certificates(dir: &TempDir, name: &str) -> [String; 3] {
+    let role = match name {
+        "looker" => "operator",
+        // One that also runs a gateway.
+        "gateway" | "operator" => "gateway,operator",
+        name if name.starts_with("gm") => "gmanager",
+        _ => "instance",
+    };
+    certificates_for(dir, name, role)
+}
+
+/// As [`certificates`], for these roles.
+///
+/// # Panics
+/// If it cannot be issued.
+#[must_use]
+pub fn certificates_for(dir: &TempDir, name: &str, role: &str) -> [String; 3] {
     let at = |file: &str| dir.path().join(file).to_string_lossy().into_owned();
-    let issued = run(&["certs", "issue", "--force", &dir.path().to_string_lossy(), name]);
-    assert_eq!(issued.code, Some(0), "{issued:?}");
+    if !dir.path().join(format!("{name}.pem")).exists() {
+        let issued = run(&["certs", "issue", &dir.path().to_string_lossy(), name, "--role", role]);
+        assert_eq!(issued.code, Some(0), "{issued:?}");
+    }
     [
         format!("--tls-ca={}", at("ca.pem")),
         format!("--tls-cert={}", at(&format!("{name}.pem"))),
@@ -54,7 +77,7 @@ pub fn certificates(dir: &TempDir, name: &str) -> [String; 3] {
     ]
 }
 
-/// Token ids that repeat nothing for long, of a vocabulary of `vocab`.
+/// Token ids without short repeats, of a vocabulary of `vocab`.
 #[must_use]
 pub fn prompt(seed: u64, tokens: usize, vocab: u32) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -71,7 +94,7 @@ pub fn passkey() -> PathBuf {
     crate::root().join("models/passkey")
 }
 
-/// The profile of a device on which a decode step of a model takes `step`: a file in `dir`.
+/// Writes to `dir` the profile of a device on which a decode step of the model takes `step`; returns the file.
 ///
 /// # Panics
 /// If the model cannot be read or the file not be written.
@@ -106,7 +129,7 @@ pub struct FaultPool {
 }
 
 impl FaultPool {
-    /// A gManager that listens on `ip`, and the instances of `members`: names and capacities in rBlocks.
+    /// A pool with a gManager on loopback and the instances of `members`: names and capacities in rBlocks.
     ///
     /// # Panics
     /// If a process does not start.
@@ -118,7 +141,7 @@ impl FaultPool {
         pool
     }
 
-    /// As [`Self::new`], with nobody in it, and a step's modelled time: `None` is as fast as the processor.
+    /// As [`Self::new`], without instances, on address `ip` and with a step's modelled time; `None` is unpaced.
     ///
     /// # Panics
     /// If a process does not start.
@@ -141,7 +164,7 @@ impl FaultPool {
         pool
     }
 
-    /// Starts a gManager on the address of the one that was killed.
+    /// Starts a gManager on the address of the killed one.
     ///
     /// # Panics
     /// If it does not start.
@@ -150,12 +173,12 @@ impl FaultPool {
         let listen = format!("--listen={}", self.gmanager_addr);
         let flags = self.gmanager_flags.iter().map(String::as_str);
         let flags: Vec<&str> = ["gmanager", &listen, &a, &b, &c].into_iter().chain(flags).collect();
-        let server = Server::start(&flags);
+        let server = Server::start_with(&flags, &[("LAGOON_ADMIN_KEY", ADMIN_KEY.as_ref())]);
         self.gmanager_addr = server.said("quic");
         self.gmanager = Some(server);
     }
 
-    /// The gManager with flags of its own, in the place of the one that runs.
+    /// Restarts the gManager with further flags.
     ///
     /// # Panics
     /// If it does not start.
@@ -167,14 +190,14 @@ impl FaultPool {
         self
     }
 
-    /// What the gManager says of itself where its metrics are.
+    /// The gManager's metrics page.
     ///
     /// # Panics
-    /// If there is none, or it shows no metrics.
+    /// If there is no gManager, or it has no metrics page.
     #[must_use]
     pub fn gmanager_metrics(&self) -> String {
         let at = self.gmanager.as_ref().unwrap().said("metrics");
-        Client::new(at.parse().unwrap()).get("/metrics").text
+        Client::new(at.parse().unwrap()).with_key(ADMIN_KEY).get("/metrics").text
     }
 
     /// Kills the gManager.
@@ -185,7 +208,7 @@ impl FaultPool {
         self.gmanager.take().unwrap().kill();
     }
 
-    /// Starts instances, all at once, and waits until everybody is registered: names, capacities in rBlocks, places.
+    /// Starts instances in parallel and waits until all are registered: names, capacities in rBlocks, places.
     ///
     /// # Panics
     /// If one does not start.
@@ -205,17 +228,18 @@ impl FaultPool {
         self.wait_whole();
     }
 
-    /// Starts an instance; if it ends before it is ready, what it came to.
+    /// Starts an instance.
     ///
     /// # Errors
-    /// That.
+    /// Its exit, if it ends before it is ready.
     pub fn try_start(&mut self, name: &str, blocks: u32, place: &Place) -> Result<(), Ended> {
         let server = Server::try_start_command(self.command(name, blocks, place))?;
         self.members.insert(name.to_owned(), server);
         Ok(())
     }
 
-    /// Of `serve`, on a device that reads the model's weights in a step's time, and everything else in no time.
+    /// The `serve` command of an instance, on a device that reads the model's weights in a step's time; all else
+    /// takes no time.
     fn command(&self, name: &str, blocks: u32, place: &Place) -> Command {
         let own = ["serve".to_owned(), self.model.display().to_string()];
         let pool = [format!("--gmanager={}", self.gmanager_addr), format!("--name={name}")];
@@ -225,7 +249,7 @@ impl FaultPool {
         lagoon_at(place.namespace.as_deref(), profile.as_deref(), &flags)
     }
 
-    /// Flags of the undisturbed instance too.
+    /// Flags that the undisturbed instance has as well.
     fn sizes(&self, blocks: u32) -> [String; 8] {
         [
             "--backend=cpu".to_owned(),
@@ -239,7 +263,7 @@ impl FaultPool {
         ]
     }
 
-    /// One instance with room for everything, in no pool.
+    /// A single instance with room for everything, outside of the pool.
     ///
     /// # Panics
     /// If it does not start.
@@ -255,7 +279,7 @@ impl FaultPool {
         self.members.get(name).unwrap_or_else(|| panic!("{name} is not there"))
     }
 
-    /// Names of those that live.
+    /// Names of the live instances.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
         self.members.keys().cloned().collect()
@@ -264,44 +288,44 @@ impl FaultPool {
     /// A client of an instance.
     #[must_use]
     pub fn client(&self, name: &str) -> Client {
-        self.member(name).client()
+        self.member(name).client().with_key(ADMIN_KEY)
     }
 
-    /// What an instance tells of itself.
+    /// Status page of an instance.
     ///
     /// # Panics
-    /// If it does not answer.
+    /// If it does not reply.
     #[must_use]
     pub fn status(&self, name: &str) -> Value {
         self.client(name).get("/lagoon/status").json()
     }
 
-    /// What an instance said of itself when it was ready.
+    /// A field of an instance's ready line.
     ///
     /// # Panics
-    /// If it did not say that.
+    /// If the field is absent.
     #[must_use]
     pub fn said(&self, name: &str, field: &str) -> String {
         self.member(name).said(field)
     }
 
-    /// Asks an instance to stop, and waits until it has; what it left on standard error.
+    /// Stops an instance and waits for its end; returns its standard error.
     ///
     /// # Panics
-    /// If it is not there, or does not.
+    /// If there is no such instance, or it does not end.
     pub fn stop(&mut self, name: &str) -> Ended {
         self.members.remove(name).unwrap().stop()
     }
 
-    /// Waits until an instance says so of itself.
+    /// Waits until an instance's status satisfies the condition; returns it.
     ///
     /// # Panics
-    /// If it does not in time.
+    /// After [`TIMEOUT`].
     pub fn wait(&self, name: &str, what: &str, satisfied: impl Fn(&Value) -> bool) -> Value {
         self.client(name).wait_until("/lagoon/status", &format!("{name}: {what}"), satisfied)
     }
 
-    /// Waits until everybody is registered and counts everybody's memory.
+    /// Waits until all are registered and each counts the memory of all.
     ///
     /// # Panics
     /// If that takes too long.
@@ -315,10 +339,10 @@ impl FaultPool {
         }
     }
 
-    /// Waits until nobody has, lends or borrows anything: no rBlock leaked.
+    /// Waits until no instance uses, lends or borrows memory: no rBlock leaked.
     ///
     /// # Panics
-    /// If somebody does for too long.
+    /// If that takes too long.
     pub fn wait_empty(&self) {
         for name in self.names() {
             self.wait(&name, "nothing left", |s| {
@@ -332,20 +356,20 @@ impl FaultPool {
         }
     }
 
-    /// Names by the gManager's numbers.
+    /// Names of instances by the gManager's numbers.
     #[must_use]
     pub fn instances(&self) -> BTreeMap<String, String> {
         self.names().into_iter().map(|name| (self.status(&name)["instance"].to_string(), name)).collect()
     }
 
-    /// Who lends to an instance's sequences, by name, with rBlocks.
+    /// Names of the instances that lend to `debtor`'s sequences, with rBlocks.
     #[must_use]
     pub fn creditors(&self, debtor: &str) -> BTreeMap<String, u64> {
         let ids = self.instances();
         let mut lent = BTreeMap::new();
         for seq in self.status(debtor)["sequences"].as_array().into_iter().flatten() {
             for (id, blocks) in seq["remote_blocks"].as_object().into_iter().flatten() {
-                // One that is gone already has no name.
+                // A creditor that is gone has no name.
                 if let Some(name) = ids.get(id) {
                     *lent.entry(name.clone()).or_default() += blocks.as_u64().unwrap_or(0);
                 }
@@ -354,10 +378,10 @@ impl FaultPool {
         lent
     }
 
-    /// The one that lends most to an instance, waiting until somebody does.
+    /// The instance that lends most to `debtor`; waits until one lends.
     ///
     /// # Panics
-    /// If nobody does in time.
+    /// After [`TIMEOUT`].
     #[must_use]
     pub fn creditor(&self, debtor: &str) -> String {
         let deadline = Instant::now() + TIMEOUT;
@@ -373,44 +397,44 @@ impl FaultPool {
     /// Kills an instance's process.
     ///
     /// # Panics
-    /// If it is not there.
+    /// If there is no such instance.
     pub fn kill(&mut self, name: &str) {
         self.members.remove(name).unwrap().kill();
     }
 
-    /// Stops an instance's process where it is, without ending it.
+    /// Pauses an instance's process (SIGSTOP).
     pub fn pause(&self, name: &str) {
         signal(self.member(name).pid(), "STOP");
     }
 
-    /// Lets it go on.
+    /// Resumes a paused process.
     pub fn resume(&self, name: &str) {
         signal(self.member(name).pid(), "CONT");
     }
 
-    /// An operator's command to the gManager.
+    /// Runs an operator's command against the gManager; returns its JSON.
     ///
     /// # Panics
-    /// If it fails, or answers what is no JSON.
+    /// If it fails, or prints no JSON.
     #[must_use]
     pub fn ask(&self, command: &[&str]) -> Value {
         self.try_ask(command).unwrap_or_else(|ended| panic!("{command:?}: {ended:?}"))
     }
 
-    /// The same; what it came to if it fails.
+    /// As [`Self::ask`].
     ///
     /// # Errors
-    /// That.
+    /// The command's exit, if it fails.
     ///
     /// # Panics
-    /// If it answers what is no JSON.
+    /// If it prints no JSON.
     pub fn try_ask(&self, command: &[&str]) -> Result<Value, Ended> {
         let [a, b, c] = &self.tls;
         let ended = run(&[command, &["--json", "--gmanager", &self.gmanager_addr, a, b, c]].concat());
         if ended.code == Some(0) { Ok(serde_json::from_str(&ended.stdout).unwrap()) } else { Err(ended) }
     }
 
-    /// One OpenAI endpoint over the pool.
+    /// Starts a gateway of the pool.
     ///
     /// # Panics
     /// If it does not start.
@@ -420,39 +444,39 @@ impl FaultPool {
         Server::start(&["gateway", "--listen=127.0.0.1:0", "--gmanager", &self.gmanager_addr, a, b, c])
     }
 
-    /// Sends a greedy request to an instance and listens.
+    /// Sends a greedy request to an instance and records its stream.
     #[must_use]
     pub fn watch(&self, name: &str, prompt: &[u32], max_tokens: u32) -> Watched {
         Watched::start(self.member(name).said("http").parse().unwrap(), prompt, max_tokens, &json!({}))
     }
 }
 
-/// What an instance of so many rBlocks may ever lend: all but the reserve that swaps of circular debts start in.
+/// rBlocks that an instance of `blocks` rBlocks lends at most: all but the reserve for swaps of circular debts.
 #[must_use]
 pub fn lendable(blocks: u64) -> u64 {
     blocks - (blocks / 64).clamp(1, 16)
 }
 
-/// A number of a status.
+/// A number in a status, at a JSON pointer.
 ///
 /// # Panics
-/// If it has none of this name.
+/// If it is absent.
 #[must_use]
 pub fn number(status: &Value, field: &str) -> u64 {
     status.pointer(&format!("/{field}")).and_then(Value::as_u64).unwrap_or_else(|| panic!("{field} in {status}"))
 }
 
-/// A token, when it came, and the logits that it was chosen by.
+/// A received token: its time, and the logits from which it was sampled.
 #[derive(Clone, Debug)]
 pub struct Heard {
     pub at: Instant,
     pub token: u32,
     pub logits: Vec<f32>,
-    /// If it was asked for.
+    /// Present if requested.
     pub logprob: Option<f32>,
 }
 
-/// A stream that a thread of its own listens to.
+/// A stream that is recorded by a thread of its own.
 #[derive(Debug)]
 pub struct Watched {
     prompt: Vec<u32>,
@@ -463,7 +487,7 @@ pub struct Watched {
 }
 
 impl Watched {
-    /// Sends a request to `http` and listens: a greedy one, unless `extra` says otherwise.
+    /// Sends a request to `http` and records its stream: a greedy one, unless `extra` says otherwise.
     #[must_use]
     pub fn start(http: SocketAddr, prompt: &[u32], max_tokens: u32, extra: &Value) -> Self {
         let body = completion(prompt, max_tokens, &with(extra, &json!({"stream": true, "return_logits": true})));
@@ -491,7 +515,7 @@ impl Watched {
         Self { prompt: prompt.to_vec(), max_tokens, extra: extra.clone(), heard, thread }
     }
 
-    /// Tokens so far.
+    /// Number of tokens so far.
     ///
     /// # Panics
     /// If the listener panicked.
@@ -500,16 +524,16 @@ impl Watched {
         self.heard.lock().unwrap().len()
     }
 
-    /// Whether it is over.
+    /// Whether the stream has ended.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.thread.is_finished()
     }
 
-    /// Waits until it has said so many tokens, or is over.
+    /// Waits until the stream has `tokens` tokens, or has ended.
     ///
     /// # Panics
-    /// If it is silent for longer than anything may take.
+    /// If it is silent for longer than [`SILENCE_MAX`].
     pub fn wait_for(&self, tokens: usize) {
         let (mut seen, mut since) = (self.tokens(), Instant::now());
         while seen < tokens && !self.is_over() {
@@ -521,10 +545,10 @@ impl Watched {
         }
     }
 
-    /// Waits until it has been silent for so long: whatever it waits for does not come.
+    /// Waits until the stream has been silent for `silence`.
     ///
     /// # Panics
-    /// If it is over first.
+    /// If it ends first.
     pub fn wait_for_silence(&self, silence: Duration) {
         let (mut seen, mut since) = (self.tokens(), Instant::now());
         while since.elapsed() < silence {
@@ -536,11 +560,11 @@ impl Watched {
         }
     }
 
-    /// Waits for its end, which must be a good one, and compares it with the undisturbed run: no token lost or repeated,
-    /// all equal, all logits within the tolerance. Prints what it came to.
+    /// Waits for a successful end and compares the stream with the undisturbed run: no token lost or repeated, all
+    /// equal, all logits within [`TOLERANCE`]. Prints a summary.
     ///
     /// # Panics
-    /// If anything of that is not so.
+    /// If any of that does not hold.
     pub fn finish(self, what: &str, undisturbed: &Undisturbed) -> Vec<Heard> {
         self.wait_for(self.max_tokens as usize);
         self.thread.join().unwrap().unwrap_or_else(|error| panic!("{what}: {error}"));
@@ -562,14 +586,14 @@ impl Watched {
     }
 }
 
-/// What nothing happens to.
+/// A single undisturbed instance, for reference.
 #[derive(Debug)]
 pub struct Undisturbed {
     server: Server,
 }
 
 impl Undisturbed {
-    /// What it says to a greedy request.
+    /// Its tokens for a greedy request.
     #[must_use]
     pub fn tokens(&self, prompt: &[u32], max_tokens: u32) -> Vec<u32> {
         token_ids(&self.run(prompt, max_tokens, &json!({})))
@@ -580,14 +604,14 @@ impl Undisturbed {
     }
 }
 
-/// The fields of both.
+/// The union of two objects' fields.
 fn with(fields: &Value, more: &Value) -> Value {
     let mut all = fields.clone();
     all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     all
 }
 
-/// Of the tokens of an answer or one of its events, where they were asked for.
+/// Log-probabilities of the tokens of an answer or an event, if requested.
 fn logprobs(answer: &Value) -> Vec<f32> {
     let all = answer["choices"][0]["logprobs"]["token_logprobs"].as_array();
     all.into_iter().flatten().map(|logprob| logprob.as_f64().unwrap() as f32).collect()

@@ -3,35 +3,54 @@
 use serde::Deserialize;
 use std::path::PathBuf;
 
-/// Every golden that has its model beside it.
-pub const MODELS: [&str; 14] = [
+/// All goldens with a model.
+pub const MODELS: [&str; 33] = [
     "bf16",
+    "bloom",
+    "deepseek_v2",
+    "deepseek_v3",
     "f16",
+    "gemma2",
+    "gemma3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
     "head_dim_64",
     "llama2_mha",
     "llama3_new",
     "llama3_old",
+    "minimax_m2",
     "mistral_window",
+    "mixtral",
     "mpt",
     "mpt_f16",
+    "olmo2",
+    "phi3",
+    "phi3_longrope",
     "qwen2",
     "qwen2_f16",
+    "qwen2_window",
+    "qwen3",
+    "qwen3_moe",
     "sharded",
+    "smollm3",
     "tied_sentencepiece",
     "yi",
 ];
 
-/// What `golden.json` says.
+/// Contents of `golden.json`.
 #[derive(Debug, Deserialize)]
 pub struct Description {
-    /// The model's directory, from the repository's root, where it is not beside the golden.
+    /// The model's directory, from the repository's root, if it is not beside the golden.
     pub model: Option<PathBuf>,
     pub tokens: Vec<u32>,
     pub greedy_continuation: Vec<u32>,
     pub logit_std: f32,
     /// Largest allowed difference with weights and KV in the model's own type.
     pub tolerance: f32,
-    /// The same with weights widened and KV in f32; 1e-3 where it is not said.
+    /// Largest allowed difference with weights widened and KV in f32; 1e-3 if absent.
     #[serde(default = "f32_default")]
     pub tolerance_f32: f32,
 }
@@ -57,7 +76,7 @@ impl Golden {
     /// Reads `tests/goldens/<name>`.
     ///
     /// # Panics
-    /// If it is not there or not as expected.
+    /// If it is absent or malformed.
     #[must_use]
     pub fn load(name: &str) -> Self {
         let dir = crate::root().join("tests/goldens").join(name);

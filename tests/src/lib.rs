@@ -1,5 +1,5 @@
-//! Support for the system tests: golden models, a model on one executor, a whole pool in one thread, processes of the
-//! real binary.
+//! Support for the system tests: golden models, a model on one executor, a whole pool in one thread, and processes of
+//! the real binary.
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, reason = "support code of tests: a failure here is a failed test")]
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "small sizes of tests")]
@@ -22,20 +22,20 @@ pub fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
 }
 
-/// Says that a test cannot run here. CI fails unless tests/skips.toml lists it.
+/// Records that a test cannot run here. CI fails unless tests/skips.toml lists it.
 pub fn skip(name: &str, reason: &str) {
     eprintln!("SKIPPED {name}: {reason}");
     if let Ok(path) = std::env::var("LAGOON_SKIP_LOG") {
         let mut file = std::fs::OpenOptions::new().create(true).append(true).open(path).unwrap();
-        // One write: other tests append at the same time.
+        // One write, because other tests append at the same time.
         file.write_all(format!("{name}\t{reason}\n").as_bytes()).unwrap();
     }
 }
 
-/// The software adapter, or why there is none.
+/// WebGPU on the software adapter.
 ///
 /// # Errors
-/// What the backend says.
+/// The backend's message, if there is none.
 pub fn wgpu() -> Result<lagoon_shaders::WgpuDevice, String> {
     lagoon_shaders::WgpuDevice::open(&lagoon_shaders::AdapterChoice::Software).map_err(|error| error.to_string())
 }

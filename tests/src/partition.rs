@@ -1,9 +1,8 @@
-//! Networks in which single pairs of processes can be cut off from each other.
+//! Networks of processes in which single pairs can be cut off from each other.
 //!
-//! Where network namespaces can be made (Linux, as root), every instance lives in one of its own behind a bridge, and a
-//! cut gives each of the pair a wrong hardware address for the other: frames are sent and reach nobody. Elsewhere every
-//! instance stands behind a UDP relay in this process that drops what one of the pair sends to the other's relay. Which
-//! of the two a network is [`Net::describe`] says.
+//! On Linux as root, every instance has a network namespace of its own behind a bridge, and a cut gives each of the
+//! pair a wrong hardware address for the other, so its frames reach no one. Elsewhere every instance is behind a UDP
+//! relay in this process that drops datagrams between the pair. [`Net::describe`] tells which.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -13,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Where an instance is started, and the addresses that it is told.
+/// The network namespace and address flags of an instance.
 #[derive(Clone, Debug)]
 pub struct Place {
     pub namespace: Option<String>,
@@ -21,7 +20,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// With a further flag.
+    /// Adds a flag.
     #[must_use]
     pub fn with(mut self, flag: &str) -> Self {
         self.flags.push(flag.to_owned());
@@ -30,7 +29,7 @@ impl Place {
 }
 
 impl Default for Place {
-    /// Free ports of this machine's loopback interface.
+    /// A place on free ports of the loopback interface.
     fn default() -> Self {
         Self { namespace: None, flags: vec!["--http=127.0.0.1:0".to_owned()] }
     }
@@ -44,7 +43,7 @@ pub enum Net {
 }
 
 impl Net {
-    /// Namespaces, or relays where there are none; `LAGOON_TEST_RELAY` in the environment asks for relays.
+    /// Namespaces, or relays if those cannot be made; `LAGOON_TEST_RELAY` in the environment forces relays.
     ///
     /// # Panics
     /// If the relays cannot be set up.
@@ -60,7 +59,7 @@ impl Net {
         }
     }
 
-    /// What it is made of.
+    /// The kind of network, for people.
     #[must_use]
     pub fn describe(&self) -> String {
         match self {
@@ -69,7 +68,7 @@ impl Net {
         }
     }
 
-    /// An address of this process that all places reach.
+    /// An address of this process that all places can reach.
     #[must_use]
     pub fn gmanager_ip(&self) -> String {
         match self {
@@ -78,8 +77,10 @@ impl Net {
         }
     }
 
+    /// The place `name`.
+    ///
     /// # Panics
-    /// If there is no such place.
+    /// If there is none.
     #[must_use]
     pub fn place(&self, name: &str) -> Place {
         match self {
@@ -88,7 +89,7 @@ impl Net {
         }
     }
 
-    /// Nothing passes between two places any more.
+    /// Cuts two places off from each other.
     ///
     /// # Panics
     /// If that fails.
@@ -99,7 +100,7 @@ impl Net {
         }
     }
 
-    /// It passes again.
+    /// Heals a cut.
     ///
     /// # Panics
     /// If that fails.
@@ -114,13 +115,13 @@ impl Net {
 /// Network namespaces on one bridge, removed when dropped.
 #[derive(Debug)]
 pub struct Namespaces {
-    /// Of this process and network, in all names.
+    /// Tag of this process and network, in all names.
     tag: String,
     subnet: u32,
     names: Vec<String>,
 }
 
-/// An address that nobody on the bridge has.
+/// A hardware address that no interface on the bridge has.
 const NOBODY: &str = "02:00:00:00:00:fe";
 
 fn ip(arguments: &str) -> Result<(), String> {
@@ -196,7 +197,7 @@ impl Namespaces {
 
 impl Drop for Namespaces {
     fn drop(&mut self) {
-        // What was not made cannot be removed.
+        // Names that were never made cannot be removed.
         for name in &self.names {
             let _ = ip(&format!("netns del {}", self.namespace(name)));
         }
@@ -204,14 +205,14 @@ impl Drop for Namespaces {
     }
 }
 
-/// Pairs of senders and receivers whose datagrams are dropped.
+/// Pairs of sender and receiver whose datagrams are dropped.
 type Cuts = Arc<Mutex<BTreeSet<(SocketAddr, SocketAddr)>>>;
 
-/// A relay before every place.
+/// A relay in front of every place.
 #[derive(Debug)]
 pub struct Relays {
     reason: String,
-    /// Where an instance listens, and where others are told that it does.
+    /// The address where an instance listens, and the relay's address, which peers use.
     addrs: BTreeMap<String, (SocketAddr, SocketAddr)>,
     cuts: Cuts,
     stop: Arc<AtomicBool>,
@@ -219,7 +220,7 @@ pub struct Relays {
 
 fn socket() -> UdpSocket {
     let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
-    // So that relays notice that they shall stop.
+    // So that relays notice a stop.
     socket.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
     socket
 }
@@ -228,7 +229,7 @@ impl Relays {
     fn new(names: &[&str], reason: String) -> Self {
         let (cuts, stop) = (Cuts::default(), Arc::new(AtomicBool::new(false)));
         let relay = |name: &&str| {
-            // The port is free again at once; that somebody else takes it first is not likely.
+            // Another process is unlikely to take the port first.
             let behind = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
             let front = Arc::new(socket());
             let addr = front.local_addr().unwrap();
@@ -258,7 +259,8 @@ impl Drop for Relays {
     }
 }
 
-/// Passes on what dialers send to `front`, each from a socket of its own, and the answers back, unless the pair is cut.
+/// Relays datagrams of dialers to `front`, each over a socket of its own, and the replies back, unless the pair is
+/// cut.
 fn relay(front: &Arc<UdpSocket>, behind: SocketAddr, cuts: &Cuts, stop: &Arc<AtomicBool>) {
     let mut dialers: BTreeMap<SocketAddr, Arc<UdpSocket>> = BTreeMap::new();
     let mut bytes = vec![0; 65_536];
@@ -272,7 +274,7 @@ fn relay(front: &Arc<UdpSocket>, behind: SocketAddr, cuts: &Cuts, stop: &Arc<Ato
             far
         });
         if !cuts.lock().unwrap().contains(&(from, behind)) {
-            // A datagram that the kernel refuses is one that was lost.
+            // A datagram that the kernel refuses counts as lost.
             let _ = far.send_to(&bytes[..count], behind);
         }
     }

@@ -1,4 +1,4 @@
-//! Processes of the real binary: started, read until they say that they are ready, killed when dropped.
+//! Processes of the real binary: started, awaited until ready, and killed when dropped.
 //!
 //! The binaries are those of the tests' own build directory; `cargo xtask test` builds them before the tests.
 
@@ -13,10 +13,13 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 
-/// Time that anything gets which should take a second or a few; generous, because the machine may be busy.
+/// Timeout of operations that take a second or a few; generous, for a busy machine.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The binary of package `name`, which has the same name.
+/// The key for administration of processes that tests ask from elsewhere.
+pub const ADMIN_KEY: &str = "tests administer";
+
+/// The binary of package `name`.
 ///
 /// # Panics
 /// If it was not built.
@@ -29,14 +32,13 @@ fn binary(name: &str) -> PathBuf {
     path
 }
 
-/// A command of `lagoon`, with nothing of this machine's configuration.
+/// A command of `lagoon`, without this machine's configuration.
 #[must_use]
 pub fn lagoon(arguments: &[&str]) -> Command {
     lagoon_at(None, None, arguments)
 }
 
-/// As [`lagoon`], in a network namespace, which the process enters before it becomes the binary's; with the profile of a modelled
-/// device, `lagoon-paced` on that.
+/// As [`lagoon`], in a network namespace; with the profile of a modelled device, of `lagoon-paced`.
 #[must_use]
 pub fn lagoon_at(namespace: Option<&str>, pace: Option<&Path>, arguments: &[&str]) -> Command {
     let binary = binary(if pace.is_some() { "lagoon-paced" } else { "lagoon" });
@@ -50,17 +52,30 @@ pub fn lagoon_at(namespace: Option<&str>, pace: Option<&Path>, arguments: &[&str
     };
     command.envs(pace.map(|profile| ("LAGOON_PACE", profile)));
     command.args(arguments).stdin(Stdio::null());
-    for name in ["LAGOON_API_KEY", "LAGOON_LOG", "LAGOON_TLS_CA", "LAGOON_TLS_CERT", "LAGOON_TLS_KEY"] {
+    for name in [
+        "LAGOON_API_KEY",
+        "LAGOON_CA",
+        "LAGOON_LOG",
+        "LAGOON_TLS_CA",
+        "LAGOON_TLS_CERT",
+        "LAGOON_TLS_KEY",
+        "LAGOON_URL",
+    ] {
         command.env_remove(name);
     }
-    // Nor with its cuBLASLt, which the fake driver does not serve.
+    // From outside its namespace nobody is on the same machine.
+    match namespace {
+        Some(_) => command.env("LAGOON_ADMIN_KEY", ADMIN_KEY),
+        None => command.env_remove("LAGOON_ADMIN_KEY"),
+    };
+    // Not this machine's cuBLASLt, which the fake driver does not support.
     command.env("LAGOON_CUBLASLT", "none");
-    // What instances measure of themselves is kept beside the binary, for the next test.
+    // Calibrations are cached beside the binary, for the next test.
     command.env("XDG_CACHE_HOME", binary.with_file_name("test-cache"));
     command
 }
 
-/// What a command that has ended came to.
+/// Exit code and outputs of a command that has ended.
 #[derive(Debug)]
 pub struct Ended {
     pub code: Option<i32>,
@@ -105,19 +120,19 @@ fn collect(mut pipe: impl Read + Send + 'static) -> mpsc::Receiver<String> {
     receiver
 }
 
-/// A server that is ready. It and its children stop when it is dropped.
+/// A ready server. It and its children stop when it is dropped.
 #[derive(Debug)]
 pub struct Server {
     child: Child,
-    /// Its children watch their own; it watches this one.
+    /// The server exits when this pipe closes; its children watch pipes of its own.
     stdin: Option<ChildStdin>,
     stderr: mpsc::Receiver<String>,
-    /// What it said when it was ready.
+    /// Its ready line.
     pub ready: Value,
 }
 
 impl Server {
-    /// Starts a command that understands `--json` and `--exit-with-stdin`, and waits until it is ready.
+    /// Starts a command with `--json` and `--exit-with-stdin`, and waits until it is ready.
     ///
     /// # Panics
     /// If it ends first, or takes too long.
@@ -126,10 +141,10 @@ impl Server {
         Self::start_with(arguments, &[])
     }
 
-    /// As [`Self::start`], with variables of the environment.
+    /// As [`Self::start`], with environment variables.
     ///
     /// # Panics
-    /// As there.
+    /// As [`Self::start`].
     #[must_use]
     pub fn start_with(arguments: &[&str], variables: &[(&str, &OsStr)]) -> Self {
         let mut command = lagoon(arguments);
@@ -137,36 +152,36 @@ impl Server {
         Self::try_start_command(command).unwrap_or_else(|ended| panic!("{arguments:?} ended: {ended:?}"))
     }
 
-    /// As [`Self::start`]; if it ends before it is ready, what it came to.
+    /// As [`Self::start`].
     ///
     /// # Errors
-    /// That.
+    /// The command's exit, if it ends before it is ready.
     ///
     /// # Panics
-    /// If it takes too long, or says what is no JSON.
+    /// If it takes too long, or prints no JSON.
     pub fn try_start(arguments: &[&str]) -> Result<Self, Ended> {
         Self::try_start_command(lagoon(arguments))
     }
 
-    /// As [`Self::try_start`], of a command that [`lagoon_at`] made.
+    /// As [`Self::try_start`], for a command of [`lagoon_at`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::try_start`].
     ///
     /// # Panics
-    /// As there.
+    /// As [`Self::try_start`].
     pub fn try_start_command(mut command: Command) -> Result<Self, Ended> {
         command.stderr(Stdio::piped());
         Self::try_start_writing(command)
     }
 
-    /// As [`Self::try_start_command`], with the standard error that the command has; of another than a pipe nothing is collected.
+    /// As [`Self::try_start_command`], with the command's own standard error; only a pipe is collected.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::try_start`].
     ///
     /// # Panics
-    /// As there.
+    /// As [`Self::try_start`].
     pub fn try_start_writing(mut command: Command) -> Result<Self, Ended> {
         command.args(["--json", "--exit-with-stdin"]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
@@ -189,7 +204,7 @@ impl Server {
         Ok(server)
     }
 
-    /// Waits until it has ended by itself.
+    /// Waits until the server has ended by itself.
     ///
     /// # Panics
     /// If it does not.
@@ -199,44 +214,44 @@ impl Server {
         Ended { code: status.code(), stdout: String::new(), stderr: self.stderr.recv_timeout(TIMEOUT).unwrap() }
     }
 
-    /// Asks it to stop, as a parent that goes away does, and waits until it has.
+    /// Stops the server by closing its standard input, and waits for its end.
     ///
     /// # Panics
-    /// If it does not.
+    /// If it does not end.
     #[must_use]
     pub fn stop(mut self) -> Ended {
         self.stdin = None;
         self.ended()
     }
 
-    /// Kills it at once, as a crash would, and waits until it is gone.
+    /// Kills the server at once, as a crash would, and waits for its end.
     ///
     /// # Panics
-    /// If that fails.
+    /// If the kill fails.
     pub fn kill(mut self) {
         kill(self.pid());
         let _ = self.ended();
     }
 
-    /// Its process.
+    /// The server's process id.
     #[must_use]
     pub fn pid(&self) -> u64 {
         self.child.id().into()
     }
 
-    /// A text of the ready line.
+    /// A text field of the ready line.
     ///
     /// # Panics
-    /// If it has none of this name.
+    /// If it is absent.
     #[must_use]
     pub fn said(&self, field: &str) -> String {
         self.ready[field].as_str().unwrap_or_else(|| panic!("{field} in {}", self.ready)).to_owned()
     }
 
-    /// A client of its endpoint.
+    /// A client of the server's HTTP endpoint.
     ///
     /// # Panics
-    /// If it did not say where that is.
+    /// If the ready line has no `http`.
     #[must_use]
     pub fn client(&self) -> Client {
         Client::new(self.said("http").parse().unwrap())
@@ -245,7 +260,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Children end when this pipe does; a server that hangs must not outlive its test.
+        // Children end when this pipe closes; a server that hangs must not outlive its test.
         self.stdin = None;
         let deadline = Instant::now() + Duration::from_secs(5);
         while self.child.try_wait().is_ok_and(|status| status.is_none()) && Instant::now() < deadline {
@@ -259,7 +274,7 @@ impl Drop for Server {
 /// Kills a process at once, as a crash would.
 ///
 /// # Panics
-/// If that fails.
+/// If the kill fails.
 pub fn kill(pid: u64) {
     signal(pid, "KILL");
 }
@@ -267,12 +282,12 @@ pub fn kill(pid: u64) {
 /// Sends a process a signal (`TERM`, `STOP`, `CONT`, …).
 ///
 /// # Panics
-/// If that fails.
+/// If the signal fails.
 pub fn signal(pid: u64, name: &str) {
     assert!(Command::new("kill").args(["-s", name, &pid.to_string()]).status().unwrap().success());
 }
 
-/// An answer.
+/// An HTTP response.
 #[derive(Debug)]
 pub struct Answer {
     pub status: u16,
@@ -284,20 +299,20 @@ impl Answer {
     /// The body as JSON.
     ///
     /// # Panics
-    /// If it is none.
+    /// If it is not JSON.
     #[must_use]
     pub fn json(&self) -> Value {
         serde_json::from_str(&self.text).unwrap_or_else(|error| panic!("{error}: {}", self.text))
     }
 
-    /// Which instance answered.
+    /// The `x-lagoon-instance` header: the instance that served the request.
     #[must_use]
     pub fn instance(&self) -> Option<&str> {
         self.headers.get("x-lagoon-instance").and_then(|v| v.to_str().ok())
     }
 }
 
-/// An HTTP client that waits.
+/// A blocking HTTP client.
 #[derive(Debug)]
 pub struct Client {
     runtime: Runtime,
@@ -307,6 +322,8 @@ pub struct Client {
 }
 
 impl Client {
+    /// A client of the server at `addr`.
+    ///
     /// # Panics
     /// If it cannot be set up.
     #[must_use]
@@ -316,7 +333,7 @@ impl Client {
         Self { runtime, http, base: format!("http://{addr}"), key: None }
     }
 
-    /// With an API key.
+    /// Adds an API key to all requests.
     #[must_use]
     pub fn with_key(self, key: &str) -> Self {
         Self { key: Some(key.to_owned()), ..self }
@@ -327,7 +344,7 @@ impl Client {
             Some(key) => request.bearer_auth(key),
             None => request,
         };
-        // Its deadline is a timer of the runtime, made when it is sent.
+        // The timeout is a timer of the runtime, created at sending.
         self.runtime.block_on(async { request.send().await }).unwrap()
     }
 
@@ -336,29 +353,35 @@ impl Client {
         Answer { status, headers, text: self.runtime.block_on(response.text()).unwrap() }
     }
 
+    /// Sends a GET request.
+    ///
     /// # Panics
-    /// If there is no answer.
+    /// Without a response.
     #[must_use]
     pub fn get(&self, path: &str) -> Answer {
         self.whole(self.send(self.http.get(format!("{}{path}", self.base))))
     }
 
+    /// Sends a POST request with a JSON body.
+    ///
     /// # Panics
-    /// If there is no answer.
+    /// Without a response.
     #[must_use]
     pub fn post(&self, path: &str, body: &Value) -> Answer {
         self.post_text(path, body.to_string())
     }
 
+    /// Sends a POST request with this body.
+    ///
     /// # Panics
-    /// If there is no answer.
+    /// Without a response.
     #[must_use]
     pub fn post_text(&self, path: &str, body: String) -> Answer {
         let request = self.http.post(format!("{}{path}", self.base)).header("content-type", "application/json");
         self.whole(self.send(request.body(body)))
     }
 
-    /// A greedy completion of token ids, with `extra` fields.
+    /// Requests a greedy completion of token ids, with `extra` fields.
     ///
     /// # Panics
     /// If it is refused.
@@ -369,7 +392,7 @@ impl Client {
         answer
     }
 
-    /// The same as a stream of events.
+    /// Requests a stream of events.
     ///
     /// # Panics
     /// If it is refused.
@@ -381,10 +404,10 @@ impl Client {
         Events { client: self, response, text: String::new() }
     }
 
-    /// Asks again until the answer has `text`: gauges are set twice a second.
+    /// Polls until the response contains `text`: gauges are set twice a second.
     ///
     /// # Panics
-    /// If it does not in time.
+    /// After [`TIMEOUT`].
     pub fn wait_for_text(&self, path: &str, text: &str) {
         let deadline = Instant::now() + TIMEOUT;
         while !self.get(path).text.contains(text) {
@@ -393,10 +416,10 @@ impl Client {
         }
     }
 
-    /// Asks again until the answer satisfies.
+    /// Polls until the response's JSON satisfies the condition; returns it.
     ///
     /// # Panics
-    /// If it does not in time.
+    /// After [`TIMEOUT`].
     pub fn wait_until(&self, path: &str, what: &str, satisfied: impl Fn(&Value) -> bool) -> Value {
         let deadline = Instant::now() + TIMEOUT;
         loop {
@@ -410,7 +433,7 @@ impl Client {
     }
 }
 
-/// The body of a greedy completion.
+/// The body of a greedy completion request.
 #[must_use]
 pub fn completion(prompt: &[u32], max_tokens: u32, extra: &Value) -> Value {
     let mut body = json!({
@@ -422,10 +445,10 @@ pub fn completion(prompt: &[u32], max_tokens: u32, extra: &Value) -> Value {
     body
 }
 
-/// Generated token ids of an answer's first choice.
+/// Token ids of an answer's first choice.
 ///
 /// # Panics
-/// If it has none.
+/// If they are absent.
 #[must_use]
 pub fn token_ids(answer: &Value) -> Vec<u32> {
     serde_json::from_value(answer["choices"][0]["token_ids"].clone()).unwrap_or_else(|e| panic!("{e}: {answer}"))
@@ -434,7 +457,7 @@ pub fn token_ids(answer: &Value) -> Vec<u32> {
 /// Logits of an answer's first choice, one vector a token.
 ///
 /// # Panics
-/// If it has none.
+/// If they are absent.
 #[must_use]
 pub fn logits(answer: &Value) -> Vec<Vec<f32>> {
     let rows = answer["choices"][0]["logits_b64"].as_array().unwrap();
@@ -454,7 +477,7 @@ pub struct Events<'a> {
 }
 
 impl Events<'_> {
-    /// Which instance answers.
+    /// The instance that serves the stream.
     #[must_use]
     pub fn instance(&self) -> Option<String> {
         self.response.headers().get("x-lagoon-instance").and_then(|v| v.to_str().ok()).map(str::to_owned)
@@ -478,7 +501,7 @@ impl Events<'_> {
         }
     }
 
-    /// All that is left, as JSON, without the closing `[DONE]`; whether that came.
+    /// All remaining events as JSON, and whether the closing `[DONE]` came.
     pub fn rest(&mut self) -> (Vec<Value>, bool) {
         let mut values = Vec::new();
         while let Some(data) = self.next_data() {

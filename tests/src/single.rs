@@ -1,7 +1,7 @@
-//! One model on one executor, without scheduling: logits of chosen positions for any chunking.
+//! One model on one executor, without scheduling ([`Session`]): logits of chosen positions for any chunking.
 
 use lagoon_backend::Device;
-use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope};
+use lagoon_model::{Checkpoint, ModelSpec, Weights};
 use lagoon_runner::{
     Command, Executor, ExecutorConfig, Model, RemoteWork, Report, SampleOut, SampleSpec, SeqRows, StepWork,
 };
@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// Rows of the largest step in tests.
 pub const STEP_ROWS: usize = 128;
 
-/// An executor and how much of one sequence it has seen.
+/// An executor, and the tokens of one sequence fed so far.
 #[derive(Debug)]
 pub struct Session<D: Device> {
     executor: Executor<D>,
@@ -27,11 +27,11 @@ impl<D: Device> Session<D> {
     /// If that fails.
     #[must_use]
     pub fn open(mut device: D, dir: &Path, slots: usize, kv_dtype: Option<DType>) -> Self {
-        let config = ModelConfig::open(dir).unwrap();
+        let config = ModelSpec::open(dir).unwrap();
         let checkpoint = Checkpoint::open(dir).unwrap();
         let kv_dtype = kv_dtype.or(checkpoint.dtype()).unwrap();
-        let weights = LlamaWeights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
-        let model = Model { weights, rope: Rope::new(&config) };
+        let weights = Weights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
+        let model = Model::new(&config, weights);
         let executor_config = ExecutorConfig {
             kv: KvSpace::flat(slots as u32, 1),
             kv_dtype,
@@ -47,12 +47,12 @@ impl<D: Device> Session<D> {
         Self { executor, steps: 0, fed: 0 }
     }
 
-    /// Begins another sequence.
+    /// Starts another sequence.
     pub fn restart(&mut self) {
         self.fed = 0;
     }
 
-    /// Feeds the next tokens in one step; greedy, with the logits of the last position.
+    /// Feeds the next tokens in one step; returns the greedy sample with the logits of the last position.
     ///
     /// # Panics
     /// If the step fails.
@@ -91,7 +91,7 @@ impl<D: Device> Session<D> {
         done.unwrap()
     }
 
-    /// Feeds a sequence from its start in `chunks`; position and logits of each chunk's last token.
+    /// Feeds a sequence from its start in `chunks`; returns position and logits of each chunk's last token.
     ///
     /// # Panics
     /// If the chunks do not sum to the tokens.
@@ -105,7 +105,7 @@ impl<D: Device> Session<D> {
         chunks.iter().map(feed).collect()
     }
 
-    /// The next `n` tokens by greedy choice.
+    /// The next `n` tokens, sampled greedily.
     pub fn continuation(&mut self, tokens: &[u32], n: usize) -> Vec<u32> {
         self.restart();
         let mut token = tokens.chunks(STEP_ROWS).map(|chunk| self.feed(chunk).token).last().unwrap();
@@ -125,5 +125,6 @@ pub fn greedy() -> SampleSpec {
         params: Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() }),
         index: 0,
         return_logits: true,
+        banned: Arc::default(),
     }
 }

@@ -1,5 +1,5 @@
-//! The CUDA backend in a pool, where there is no GPU: the fake driver (cuda/fake) runs the kernels through the host shim.
-//! Sequences lie in rows of addresses, remote requests in loose ones, and memory is mapped behind what is used.
+//! The CUDA backend in a pool without a GPU: the fake driver (cuda/fake) runs the kernels through the host shim.
+//! Sequences have address rows, remote requests have none, and memory is mapped on demand.
 
 #[path = "../../cuda/tests/support/fake.rs"]
 #[allow(dead_code, unused_macros, reason = "each test binary uses some of it")]
@@ -42,8 +42,8 @@ fn spec(backend: Backend, blocks: u32, remote: RemotePolicy) -> Spec {
     Spec { backend, remote, step_rows: 24, ..Spec::cpu(blocks) }
 }
 
-/// Every local block of a sequence that has a row lies at its place in it, so that what is local is one run wherever no
-/// block in the middle is elsewhere.
+/// Asserts that every local block of a sequence with an address row is at its place there, so that local KV is one
+/// run except where a middle block is remote.
 fn assert_rows(world: &World, node: usize) {
     for (seq, blocks) in world.nodes[node].live().tables() {
         let local = (0u32..).zip(blocks).filter_map(|(i, place)| match place {
@@ -55,8 +55,8 @@ fn assert_rows(world: &World, node: usize) {
     }
 }
 
-/// One long request whose KV lies on both instances, and a short one on the other: every logit is that of a single host
-/// instance, and nothing is left on the device.
+/// One long request whose KV is on both instances, and a short one on the other: every logit equals that of a single
+/// host instance, and no memory leaks on the device.
 #[test]
 fn a_cuda_and_a_cpu_instance_serve_together() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
@@ -90,8 +90,8 @@ fn a_cuda_and_a_cpu_instance_serve_together() {
     }
 }
 
-/// Prompts computed on one of the two backends and decoded on the other, or both on CUDA: KV passes through memory beside the
-/// stores, the host's or the device's own, out of rows of addresses and into others.
+/// Prompts prefilled on one backend and decoded on the other, or both on CUDA: KV passes through staging buffers of
+/// the host or the device, between address rows.
 #[test]
 fn prompts_pass_between_cuda_and_the_host() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
@@ -111,7 +111,7 @@ fn prompts_pass_between_cuda_and_the_host() {
     }
 }
 
-/// Two requests with one beginning decode on a CUDA decode worker with that beginning in memory once, and read once.
+/// A CUDA decode worker holds and reads a shared prefix of two requests once.
 #[test]
 fn a_cuda_decode_worker_holds_a_prefix_once() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
@@ -124,7 +124,7 @@ fn a_cuda_decode_worker_holds_a_prefix_once() {
     }
 }
 
-/// Requests that come and go in little memory, preempted and resumed: what one leaves mapped the next one finds.
+/// Requests come and go in little memory, preempted and resumed: memory that one leaves mapped serves the next.
 #[test]
 fn sequences_come_and_go_on_mapped_memory() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
@@ -146,7 +146,7 @@ fn sequences_come_and_go_on_mapped_memory() {
     fake.finish();
 }
 
-/// A device that has no memory although rBlocks are free costs a preemption, and nobody a token.
+/// A device without memory despite free rBlocks costs a preemption, and no token.
 #[test]
 fn a_device_that_is_full_preempts() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
@@ -154,7 +154,7 @@ fn a_device_that_is_full_preempts() {
     for nth in [1, 3, 6, 10] {
         let Some(fake) = driver("a_device_that_is_full_preempts", 20 + nth) else { return };
         let mut world = World::single(pool.clone(), spec(Backend::Cuda, 12, RemotePolicy::Ship));
-        // Of mapping in a step, which fails the step, or ahead of one, which fails nothing.
+        // Mapping fails in a step, which fails the step, or ahead of one, which fails nothing.
         fake.fail("cuMemMap", nth, OUT_OF_MEMORY);
         for (i, tokens) in [20, 33, 9].into_iter().enumerate() {
             world.submit(0, greedy(prompt(100 + i as u64, tokens, 128), 20));
@@ -169,7 +169,7 @@ fn a_device_that_is_full_preempts() {
     assert!(preempted > 0, "no step found the device full");
 }
 
-/// With memory to spare, what one more token needs is mapped while a step runs, and so is the row of the next sequence.
+/// With spare memory, the next token's page groups and the next sequence's row are mapped while a step runs.
 #[test]
 fn memory_is_mapped_one_iteration_ahead() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
@@ -182,7 +182,7 @@ fn memory_is_mapped_one_iteration_ahead() {
     assert_equals_single("one after the other", &world, &pool);
     let counters = world.nodes[0].kv_counters().unwrap();
     let of = counters.groups_per_block;
-    // The first sequence's three blocks: one in its first step, two ahead. The second finds the first one's memory.
+    // The first sequence's three blocks: one in its first step, two ahead. The second reuses the first one's memory.
     assert_eq!((counters.in_step, counters.ahead, counters.refused), (of, 2 * of, 0), "{counters:?}");
     assert!(counters.eager >= of && counters.reused >= 3 * of, "{counters:?}");
     world.check_empty();
@@ -190,8 +190,8 @@ fn memory_is_mapped_one_iteration_ahead() {
     fake.finish();
 }
 
-/// What is kept stays mapped where it lies, and the sequence that begins alike takes its row; what another one is using is
-/// mapped in another row, too, and needs no memory.
+/// Cached blocks stay mapped in their row, and a sequence with that prefix takes the row. A prefix in use is mapped
+/// in a second row, without further memory.
 #[test]
 fn a_prefix_is_found_in_its_row() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
@@ -219,8 +219,8 @@ fn a_prefix_is_found_in_its_row() {
     fake.finish();
 }
 
-/// Requests that begin alike come while others run, end, are preempted, move to the other instance and are lent its memory,
-/// and calls of the driver fail: every logit is that of a single host instance without any of it.
+/// Requests with common prefixes come while others run, end, are preempted, move and borrow, and driver calls fail:
+/// every logit equals that of a single undisturbed host instance.
 #[test]
 fn shared_prefixes_come_and_go() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
@@ -237,7 +237,7 @@ fn shared_prefixes_come_and_go() {
             if let Some(function) = fail.filter(|_| i % 3 == 1) {
                 fake.fail(function, 2 + i, OUT_OF_MEMORY);
             }
-            // The next one comes while this one runs, or while it waits for memory.
+            // The next request comes while this one runs, or while it waits for memory.
             if i % 3 != 2 {
                 world.run_until(|w| w.requests[id].tokens.len() > 1 || w.requests[id].is_over());
             }
@@ -258,7 +258,7 @@ fn shared_prefixes_come_and_go() {
     assert!(shared > 0 && crossed > 0, "{shared} page groups were shared, {crossed} partials sent");
 }
 
-/// What the device draws from logits is what the host draws from them, also where the two micro-batches have draws in flight at once.
+/// The device samples the same tokens as the host, also with draws of both micro-batches in flight.
 #[test]
 fn the_device_draws_what_the_host_draws() {
     let Some(fake) = driver("the_device_draws_what_the_host_draws", 17) else { return };
@@ -288,7 +288,7 @@ fn the_device_draws_what_the_host_draws() {
             let draws: Vec<_> = params.clone().map(|p| Sampler::row(&p, round).unwrap()).collect();
             device.sample_ahead(micro_batch, tensor, &draws).unwrap();
             let drawn =
-                params.zip(logits.chunks(vocab)).map(|(p, logits)| sampler.sample(logits, &p, round).unwrap().id);
+                params.zip(logits.chunks(vocab)).map(|(p, logits)| sampler.sample(logits, &p, round, &[]).unwrap().id);
             expected[micro_batch].extend(drawn);
         }
         for (micro_batch, expected) in expected.iter().enumerate() {
@@ -310,7 +310,7 @@ fn the_device_draws_what_the_host_draws() {
     fake.finish();
 }
 
-/// The real binary on the fake driver: it serves, says what the host backend says, and tells of its memory.
+/// The real binary on the fake driver serves the host backend's answers, and reports its memory.
 #[test]
 fn a_server_on_the_cuda_backend_answers() {
     let libraries = shim::library().and_then(|kernels| Ok((kernels, fake::build()?)));
@@ -336,7 +336,7 @@ fn a_server_on_the_cuda_backend_answers() {
         let said = token_ids(&client.complete(&prompt[..tokens], 4, &json!({})).json());
         assert_eq!(said, token_ids(&host.client().complete(&prompt[..tokens], 4, &json!({})).json()));
     }
-    // Drawn on the device, and on the host where log-probabilities are asked for.
+    // Sampled on the device, and on the host if log-probabilities are requested.
     let drawn = json!({ "temperature": 1.0, "top_p": 0.95, "seed": 5 });
     let told = json!({ "temperature": 1.0, "top_p": 0.95, "seed": 5, "logprobs": 1 });
     let on_host = token_ids(&host.client().complete(&prompt[..20], 6, &drawn).json());
@@ -347,14 +347,14 @@ fn a_server_on_the_cuda_backend_answers() {
         let of = |field: &str| s["memory"][field].as_u64();
         s["blocks_free"] == s["blocks_total"] && of("in_step") > Some(0) && of("reused") > Some(0)
     });
-    // Metrics are recorded a moment later than the status is.
+    // Metrics are recorded a moment after the status.
     let mapped = "lagoon_kv_page_groups_mapped_total{when=\"in_step\"}";
     for text in [mapped, "lagoon_steps_launched_total{how=\"eager\"}", "lagoon_graphs_evicted_total"] {
         client.wait_for_text("/metrics", text);
     }
 }
 
-/// Instances take the host's devices in turn and divide the memory of each; one that is named is taken.
+/// Instances take the host's devices in turn and divide the memory of each; a device given by flag is used.
 #[test]
 fn a_pool_takes_all_cuda_devices() {
     let libraries = shim::library().and_then(|kernels| Ok((kernels, fake::build()?)));
@@ -379,7 +379,7 @@ fn a_pool_takes_all_cuda_devices() {
     let status = pool.client().get("/lagoon/status").json();
     let row = |name: &str| status["instances"].as_array().unwrap().iter().find(|row| row["name"] == name).unwrap();
     let blocks = ["instance-0", "instance-1", "instance-2"].map(|name| row(name)["blocks_total"].as_u64().unwrap());
-    // The first and the last share a device: each has half of its nine tenths, weights and buffers off.
+    // The first and the last share a device: each has half of nine tenths, minus weights and buffers.
     assert_eq!(blocks[0], blocks[2], "{status}");
     assert!(blocks[0] > 0 && blocks[1] > 2 * blocks[0], "{blocks:?}");
 

@@ -2,7 +2,6 @@
 //! transformers', and pools of CUDA and host instances against one host instance.
 
 use crate::cuda::driver;
-use lagoon_backend::conformance::ONE_TERM_LOGITS;
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_instance::RemotePolicy;
@@ -13,8 +12,8 @@ use lagoon_tests::golden::{Golden, max_diff};
 use lagoon_tests::single::Session;
 use lagoon_types::DType;
 
-/// The goldens with 16-bit weights: those that a precision matters to.
-const SIXTEEN_BITS: [&str; 4] = ["bf16", "f16", "mpt_f16", "qwen2_f16"];
+/// The goldens with 16-bit weights, for which precision matters.
+const SIXTEEN_BITS: [&str; 5] = ["bf16", "f16", "gpt_neox", "mpt_f16", "qwen2_f16"];
 
 fn device(precision: Precision) -> CudaDevice {
     let options = CudaOptions { linear: LinearLayers::Own, ..CudaOptions::default() };
@@ -23,15 +22,15 @@ fn device(precision: Precision) -> CudaDevice {
     device
 }
 
-/// The golden's logits of its last positions, by one chunk and then token by token.
+/// Logits of the golden's last positions, from one chunk and then token by token.
 fn logits(golden: &Golden, precision: Precision) -> Vec<(usize, Vec<f32>)> {
     let tokens = &golden.description.tokens;
     let mut session = Session::open(device(precision), &golden.dir, tokens.len(), None);
     session.logits(tokens, &[tokens.len() - 4, 1, 1, 1, 1])
 }
 
-/// Under exact precision a golden's logits are within what transformers' own 16-bit run is off by; under fast precision, which
-/// rounds the inputs of products besides, within [`ONE_TERM_LOGITS`] of it.
+/// In both precisions a golden's logits are within the error of transformers' own 16-bit run, which rounds every
+/// intermediate result. Measured with the kernels on the host under fast precision: 0.54 to 0.83 of it.
 #[test]
 fn goldens_hold_in_both_precisions() {
     for (seed, name) in (50..).zip(SIXTEEN_BITS) {
@@ -53,19 +52,19 @@ fn goldens_hold_in_both_precisions() {
             apart / noise
         );
         assert!(exact <= noise, "{name}, exact: {exact:e} of {noise:e}");
-        assert!(fast <= ONE_TERM_LOGITS * noise, "{name}, fast: {fast:e} of {noise:e}");
+        assert!(fast <= noise, "{name}, fast: {fast:e} of {noise:e}");
         assert!(apart > 0.0, "{name}: fast precision rounds nothing");
         fake.finish();
     }
 }
 
-/// Bound of the difference between a pool with a CUDA instance under fast precision and one host instance, which rounds nothing but
-/// stored KV: a share of the golden's noise. The kernels on the host's model are off by 0.07 to 0.34 of it.
+/// Bound of the difference between a pool with a CUDA instance under fast precision and one host instance, which
+/// rounds only stored KV, as a share of the golden's noise. Measured with the kernels on the host: 0.07 to 0.34.
 const POOLED: f32 = 0.5;
-/// The same under exact precision, where the rounding of stored KV may fall the other way: 0.008 to 0.021.
+/// The same under exact precision, where stored KV may round the other way. Measured: 0.008 to 0.021.
 const POOLED_EXACT: f32 = 0.05;
 
-/// One long request whose KV lies on a CUDA instance and on two of the host's, in the model's own 16 bits.
+/// One long request whose KV is on a CUDA instance and on two host instances, in the model's own 16 bits.
 #[test]
 fn a_mixed_pool_of_a_16_bit_model_is_near_one_instance() {
     let cases = [

@@ -1,12 +1,13 @@
-//! Prompts computed by one instance and decoded by another say what a single instance says, and leave nothing behind: read
-//! when they are computed (pull), and while they are (push).
+//! Prompts prefilled by one instance and decoded by another give a single instance's answers, and leave nothing
+//! behind: KV read after prefill (pull), and during it (push).
 
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{Fault, PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::{Golden, MODELS, max_diff};
+use lagoon_types::GenerateRequest;
 use lagoon_types::limits::{LEASE_TTL_MS, TRANSFER_READ_MS, TRANSFER_REQUEST_MS};
 
-/// When KV is read, and whether the workers' stores can be, or only memory beside them.
+/// Pull or push, and whether transports read the stores or staging buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Mode {
     push: bool,
@@ -90,7 +91,7 @@ fn a_prompt_is_computed_elsewhere_and_read(mode: Mode) {
     assert_eq!(world.exports(0), 0);
 }
 
-/// Every variant says what transformers says: windows, biases by distance, 16 bits.
+/// Every variant gives transformers' answers: windows, ALiBi, 16 bits.
 fn every_model_says_what_transformers_says(mode: Mode) {
     for name in MODELS {
         let golden = Golden::load(name);
@@ -109,7 +110,7 @@ fn every_model_says_what_transformers_says(mode: Mode) {
     }
 }
 
-/// Until a request's KV is being read and some of it has arrived.
+/// Runs until part of a request's KV has arrived.
 fn run_into_transfer(world: &mut World, node: usize) {
     world.run_until(|w| w.nodes[node].live().status().prefill.pulling > 0);
     let before = world.reads;
@@ -117,8 +118,8 @@ fn run_into_transfer(world: &mut World, node: usize) {
     assert_eq!(world.nodes[node].live().status().prefill.away, 1, "all of it came at once");
 }
 
-/// A decode worker reads at a trickle, one read after the other and each almost as long as its path may take, for longer
-/// than a lease lasts. The prefill worker keeps what it computed for it, renewed, and serves another decode worker meanwhile.
+/// A decode worker reads slowly, one read after the other and each almost up to its path's timeout, for longer than a
+/// lease lives. The prefill worker keeps the KV, with renewed leases, and serves another decode worker meanwhile.
 #[test]
 fn a_slow_reader_keeps_its_leases_and_delays_nobody_else() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -151,8 +152,8 @@ fn a_slow_reader_keeps_its_leases_and_delays_nobody_else() {
     assert_eq!(world.exports(0), 0);
 }
 
-/// Reads that take longer than a read may cost their path, again and again, until the pull is given up at its deadline. Then
-/// the lease ends, the prefill worker has its memory back, and the prompt is computed once more.
+/// Reads that exceed their timeout cost their path, repeatedly, until the pull ends at its deadline. Then the lease
+/// ends, the prefill worker has its memory back, and the prompt is prefilled again.
 #[test]
 fn a_reader_that_never_ends_is_given_up_at_its_deadline() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -176,13 +177,13 @@ fn a_reader_that_never_ends_is_given_up_at_its_deadline() {
     assert_eq!(world.exports(0), 0);
 }
 
-/// The prefill worker's loop stands still for a second, and its memory is read all the while.
+/// The prefill worker's loop is paused for a second; its memory is read meanwhile.
 fn reads_proceed_while_the_prefill_workers_loop_stands_still(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     let mut world = pool(&spec, None, &[mode.prefill(40), mode.decode(40)], 1);
     world.submit(1, greedy(prompt(1, 60, 128), 8));
     run_into_transfer(&mut world, 1);
-    // What is pushed is announced by the loop as long as it is computed.
+    // The loop announces pushed KV while it is prefilled.
     world.run_until(|w| w.requests[0].tokens.len() == 1 && w.nodes[1].live().status().prefill.pulling > 0);
     let (begun_ms, reads) = (world.now_ms, world.reads);
     world.pause(0, 1_000);
@@ -197,7 +198,7 @@ fn reads_proceed_while_the_prefill_workers_loop_stands_still(mode: Mode) {
 }
 
 fn what_does_not_fit_the_decode_worker_stays_where_it_was_computed(mode: Mode) {
-    for name in ["llama3_old", "mpt", "mistral_window"] {
+    for name in ["llama3_old", "mpt", "mistral_window", "gpt_oss"] {
         let spec = PoolSpec::golden(name, 4);
         let mut world = pool(&spec, None, &[mode.prefill(40), mode.decode(16)], 1);
         world.submit(1, greedy(prompt(1, 110, 128), 10));
@@ -214,7 +215,7 @@ fn what_does_not_fit_the_decode_worker_stays_where_it_was_computed(mode: Mode) {
     }
 }
 
-/// Damage is found and read again, and so is what a broken path did not bring.
+/// Damaged blocks are detected and read again, and so are blocks of a broken path.
 fn damage_and_broken_paths_cost_a_second_read(mode: Mode) {
     let spec = PoolSpec::golden("yi", 4);
     let mut world = pool(&spec, None, &[mode.prefill(40), mode.decode(40)], 1);
@@ -231,11 +232,11 @@ fn damage_and_broken_paths_cost_a_second_read(mode: Mode) {
     world.check_empty();
 }
 
-/// The prefill worker dies while it computes, while its KV waits or is read, and after that.
+/// The prefill worker dies during prefill, while its KV waits or is read, and afterwards.
 fn prefill_workers_die_at_every_stage(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     for stage in ["asked", "ready", "pulling", "decoding"] {
-        // A decode worker that is full makes what is ready wait. Pushed, it waits for its last part.
+        // A full decode worker makes ready KV wait. With push, its last part waits.
         let mut world = pool(&spec, None, &[mode.prefill(60), mode.prefill(60), mode.decode(30)], 2);
         let first = (stage == "ready" && !mode.push).then(|| world.submit(2, greedy(prompt(9, 90, 128), 20)));
         if let Some(first) = first {
@@ -263,7 +264,7 @@ fn prefill_workers_die_at_every_stage(mode: Mode) {
     }
 }
 
-/// Nobody waits for a worker for ever.
+/// A decode worker without prefill workers prefills locally after a while.
 fn a_decode_worker_without_workers_computes_prompts_itself(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     let mut world = pool(&spec, None, &[mode.prefill(20), mode.decode(40)], 1);
@@ -278,7 +279,7 @@ fn a_decode_worker_without_workers_computes_prompts_itself(mode: Mode) {
     world.check_empty();
 }
 
-/// What a decode worker that died had asked for, or held, is free again.
+/// Memory requested or held by a dead decode worker is freed.
 fn decode_workers_die_at_every_stage(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     for stage in ["asked", "pulling", "left behind"] {
@@ -316,7 +317,7 @@ fn cancelled_requests_leave_nothing_at_any_stage(mode: Mode) {
     }
 }
 
-/// The gManager dies: requests go on, new ones too, and a worker that comes later is found by the next gManager.
+/// The gManager dies: old and new requests go on, and the next gManager introduces a worker that comes later.
 fn workers_serve_on_without_a_gmanager(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     let mut world = pool(&spec, None, &[mode.prefill(40), mode.decode(60)], 1);
@@ -336,7 +337,7 @@ fn workers_serve_on_without_a_gmanager(mode: Mode) {
     world.check_empty();
 }
 
-/// Connections break at any moment.
+/// Connections break at any time.
 fn broken_sessions_repeat_what_was_not_answered(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     for stage in ["asked", "ready", "pulling"] {
@@ -350,7 +351,7 @@ fn broken_sessions_repeat_what_was_not_answered(mode: Mode) {
         world.cut(0, 1, 500);
         world.run();
         let status = world.nodes[1].live().status().prefill;
-        // What is pushed is read before the worker has said that it is computed.
+        // Pushed KV is read before the worker has reported the end of prefill.
         let unsaid = stage == "asked" || (stage == "pulling" && mode.push);
         assert_eq!((status.retried > 0, status.own), (unsaid, 0), "{stage}: {status:?}");
         assert_equals_single(stage, &world, &spec);
@@ -359,7 +360,7 @@ fn broken_sessions_repeat_what_was_not_answered(mode: Mode) {
     }
 }
 
-/// Many requests in a shuffled, delayed world, some cancelled, with workers that die and come back.
+/// Many requests in a shuffled, delayed pool, some cancelled, with workers that die and restart.
 fn shuffled_pools_say_the_same_and_leave_nothing(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     for seed in 0..12 {
@@ -397,8 +398,8 @@ fn shuffled_pools_say_the_same_and_leave_nothing(mode: Mode) {
 /// KV of one layer of the model under test, in bytes a token.
 const LAYER_TOKEN_BYTES: u64 = 2 * 16 * 4;
 
-/// Pushed KV arrives while the rest is computed, also that of a prompt that is one step, into memory that is taken before;
-/// pulled KV arrives afterwards.
+/// Pushed KV arrives during prefill, also for a prompt of one step, into memory reserved before; pulled KV arrives
+/// afterwards.
 #[test]
 fn pushed_kv_arrives_while_the_prompt_is_computed() {
     for (mode, step_rows) in [(Mode::PULL, 64), (Mode::PUSH, 64), (Mode::PUSH, 16)] {
@@ -408,7 +409,7 @@ fn pushed_kv_arrives_while_the_prompt_is_computed() {
         world.submit(1, greedy(prompt(1, 60, 128), 8));
         world.run_until(|w| w.nodes[0].live().status().prefill.queued_tokens > 0);
         let reserved = |w: &World| w.nodes[1].live().status().sequences[0].reserved_blocks;
-        // 60 tokens and the next one.
+        // 60 tokens, and one for the next token.
         assert_eq!(reserved(&world), if mode.push { 16 } else { 0 });
         world.run_until(|w| !w.requests[0].tokens.is_empty());
         let early = world.nodes[1].live().status().prefill.bytes;
@@ -416,7 +417,7 @@ fn pushed_kv_arrives_while_the_prompt_is_computed() {
         let all = world.nodes[1].live().status().prefill.bytes;
         let layers = all / (60 * LAYER_TOKEN_BYTES);
         assert_eq!(all, layers * 60 * LAYER_TOKEN_BYTES);
-        // Of the last step, all layers but the last are said to be there before it ends.
+        // All layers of the last step but the last one are reported before it ends.
         let last_step = if step_rows == 16 { 12 } else { 60 };
         let expected = if mode.push { all - last_step * LAYER_TOKEN_BYTES } else { 0 };
         assert_eq!(early, expected, "{mode:?} in steps of {step_rows}, {layers} layers");
@@ -425,7 +426,7 @@ fn pushed_kv_arrives_while_the_prompt_is_computed() {
     }
 }
 
-/// What the paper holds against push: a full decode worker keeps prefill workers idle.
+/// The paper's drawback of push: a full decode worker keeps prefill workers idle.
 #[test]
 fn a_full_decode_worker_keeps_pushed_prompts_back() {
     for mode in [Mode::PULL, Mode::PUSH] {
@@ -444,7 +445,7 @@ fn a_full_decode_worker_keeps_pushed_prompts_back() {
     }
 }
 
-/// A step of which layers were read already fails: nothing that was read is computed a second time under its name.
+/// A step fails after some of its layers were read: these are not prefilled again under the same export.
 #[test]
 fn a_failed_step_ends_what_was_pushed_of_it() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -459,4 +460,22 @@ fn a_failed_step_ends_what_was_pushed_of_it() {
     assert_equals_single("after a failed step", &world, &spec);
     world.check_empty();
     assert_eq!(world.exports(0), 0);
+}
+
+/// The worker draws the first token: what may not come so early is not drawn there either.
+#[test]
+fn a_worker_draws_nothing_that_may_not_come_yet() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = pool(&spec, None, &[Mode::PULL.prefill(40), Mode::PULL.decode(40)], 1);
+    let request = greedy(prompt(1, 50, 128), 4);
+    let free = world.submit(1, request.clone());
+    world.run();
+    let first = world.requests[free].tokens[0];
+    let held = world.submit(1, GenerateRequest { min_tokens: 2, stop_ids: vec![first], ..request });
+    world.run();
+    let said = &world.requests[held].tokens;
+    assert!(said.len() >= 2 && !said[..2].contains(&first), "{first}: {said:?}");
+    let status = world.nodes[1].live().status().prefill;
+    assert_eq!((status.pulled, status.own, status.retried), (2, 0, 0), "the worker computed both prompts");
+    world.check_empty();
 }

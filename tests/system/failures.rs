@@ -1,4 +1,4 @@
-//! What goes wrong in a pool: every request ends, says nothing false and nothing twice, and no block is lost.
+//! Failures in a pool: every request ends, gives no wrong and no repeated token, and no block leaks.
 
 use lagoon_instance::{Effect, Event, PeerKey};
 use lagoon_protocol::{ControlBody, Hello, VERSION_MAX, VERSION_MIN};
@@ -16,7 +16,7 @@ fn run_to_token(world: &mut World, request: usize, tokens: usize) {
     assert!(!world.requests[request].is_over(), "{:?}", world.requests[request].end);
 }
 
-/// As [`World::check_empty`]: releases to a dead creditor are repeated for a lease's time to live.
+/// As [`World::check_empty`], after releases to a dead creditor, which are repeated for a lease's time to live.
 fn rest_without_dead(world: &mut World) {
     world.run_for(16_000);
     world.check_empty();
@@ -48,7 +48,7 @@ fn cancelling_at_any_time_frees_everything() {
         steps += 1 + steps / 24;
     }
     assert!(steps > 60, "the request was over after {steps} steps");
-    // A waiting request, too.
+    // A waiting request as well.
     let first = world.submit(0, greedy(prompt(61, 100, 128), 20));
     let second = world.submit(0, greedy(prompt(62, 90, 128), 20));
     run_to_token(&mut world, first, 1);
@@ -64,7 +64,7 @@ fn a_killed_creditor_costs_time_and_nothing_else() {
         let mut world = World::pool(pool(), None, &[Spec::cpu(8), Spec::cpu(16), Spec::cpu(16), Spec::cpu(16)]);
         let request = world.submit(0, greedy(prompt(63, 80, 128), 12));
         let other = world.submit(3, greedy(prompt(64, 20, 128), 12));
-        // From the first blocks lent, through prefill, into decoding.
+        // From the first borrowed blocks, through prefill, into decoding.
         world.run_until(|w| w.nodes[1..].iter().any(|n| n.live().status().blocks_lent > 0));
         (0..when * 8).for_each(|_| world.step());
         assert!(!world.requests[request].is_over(), "killed too late");
@@ -141,7 +141,7 @@ fn a_broken_connection_is_recovered_from() {
 #[test]
 fn what_runs_goes_on_without_a_gmanager() {
     let mut world = World::pool(pool(), None, &[Spec::cpu(8), Spec::cpu(20), Spec::cpu(8)]);
-    // It has its 20 blocks from the start: the last token needs none.
+    // It has its 20 blocks from the start: the last token needs no further block.
     let request = world.submit(0, greedy(prompt(71, 77, 128), 4));
     run_to_token(&mut world, request, 2);
     world.kill_gmanager();
@@ -150,7 +150,7 @@ fn what_runs_goes_on_without_a_gmanager() {
     world.start_gmanager();
     world.run_for(600);
     assert!(world.nodes.iter().all(|n| n.live().status().registered));
-    // One that must borrow more meanwhile waits for the next gManager.
+    // A request that must borrow meanwhile waits for the next gManager.
     let request = world.submit(0, greedy(prompt(73, 80, 128), 12));
     run_to_token(&mut world, request, 2);
     world.kill_gmanager();
@@ -162,7 +162,7 @@ fn what_runs_goes_on_without_a_gmanager() {
     world.check_empty();
 }
 
-/// What must borrow waits for a gManager and disturbs nobody, until the deadline.
+/// Borrowing waits for a gManager until the deadline, and disturbs no other request.
 #[test]
 fn borrowing_waits_for_a_gmanager() {
     let specs = [Spec::cpu(16), Spec::cpu(20)];
@@ -188,7 +188,7 @@ fn borrowing_waits_for_a_gmanager() {
     assert_equals_single("in time", &world, &pool());
     world.check_empty();
 
-    // Nobody comes: the younger one yields, as on an instance that is alone.
+    // No gManager comes: the younger request is preempted, as on a lone instance.
     let mut world = World::pool(pool(), None, &specs);
     let start = world.now_ms;
     let requests = grows(&mut world);
@@ -245,7 +245,7 @@ fn an_instance_of_another_model_is_refused() {
     assert!(reason.contains("model hash"), "{reason}");
     assert!(!world.nodes[other].live().status().registered);
 
-    // A peer that connects all the same is refused at its Hello.
+    // A peer that connects anyway is refused at its Hello.
     let mut shape = world.nodes[0].shape();
     shape.model_hash[0] ^= 1;
     let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);

@@ -5,7 +5,7 @@ use lagoon_tests::golden::{Golden, MODELS, max_diff};
 use lagoon_tests::single::{STEP_ROWS, Session};
 use lagoon_types::DType;
 
-/// Chunks of `STEP_ROWS` at most, the last `tail` tokens one by one.
+/// Chunks of at most `STEP_ROWS`, the last `tail` tokens one by one.
 fn chunks(n: usize, tail: usize) -> Vec<usize> {
     let mut chunks: Vec<usize> = vec![STEP_ROWS; (n - tail) / STEP_ROWS];
     chunks.push((n - tail) % STEP_ROWS);
@@ -14,8 +14,8 @@ fn chunks(n: usize, tail: usize) -> Vec<usize> {
     chunks
 }
 
-/// Logits against the reference, for decoding (one token a step) and for two chunkings of prefill, with KV in f32 and
-/// in the model's own type; then the tokens that greedy choice says.
+/// Compares logits with the reference, for decoding (one token a step) and two chunkings of prefill, with KV in f32
+/// and in the model's own type; then the greedy tokens.
 fn check<D: Device>(name: &str, device: impl Fn() -> D) {
     let golden = Golden::load(name);
     let tokens = &golden.description.tokens;

@@ -1,4 +1,4 @@
-//! Peers, networks and devices that misbehave: deadlines, hashes and validation.
+//! Misbehaving peers, networks and devices: deadlines, hashes and validation.
 
 use bytes::Bytes;
 use lagoon_instance::{Effect, Event, PeerKey, RemotePolicy};
@@ -17,8 +17,8 @@ fn run_to_token(world: &mut World, request: usize, tokens: usize) {
     assert!(!world.requests[request].is_over(), "{:?}", world.requests[request].end);
 }
 
-/// A creditor falls silent for longer than a step may take, and for longer than a lease lives: rows without remote KV
-/// go on meanwhile, and what waited is computed again.
+/// A creditor falls silent for longer than a step's deadline, and than a lease's life: rows without remote KV go on
+/// meanwhile, and the lost range is recomputed.
 #[test]
 fn a_silent_creditor_is_given_up_after_the_deadline() {
     for (silence_ms, remote) in
@@ -26,7 +26,7 @@ fn a_silent_creditor_is_given_up_after_the_deadline() {
     {
         let spec = |blocks| Spec { remote, ..Spec::cpu(blocks) };
         let mut world = World::pool(pool(), None, &[spec(20), spec(20), spec(20)]);
-        // It has its 16 blocks from the start; the other one gets the last 4.
+        // It has its 16 blocks from the start; the other request gets the last 4.
         let local = world.submit(0, greedy(prompt(100, 61, 128), 4));
         world.submit(0, greedy(prompt(101, 80, 128), 12));
         world.run_until(|w| w.sent("query").0 + w.sent("read").0 > 0);
@@ -60,7 +60,7 @@ fn damaged_kv_is_noticed_and_computed_again() {
 #[test]
 fn a_failing_device_fails_what_ran_on_it() {
     let mut world = World::pool(pool(), None, &[Spec::cpu(8), Spec::cpu(24)]);
-    // The creditor's device fails a query: the debtor computes again.
+    // The creditor's device fails a query: the debtor recomputes.
     let request = world.submit(0, greedy(prompt(104, 80, 128), 8));
     let beside = world.submit(1, greedy(prompt(105, 8, 128), 8));
     run_to_token(&mut world, request, 2);
@@ -80,8 +80,8 @@ fn a_failing_device_fails_what_ran_on_it() {
     world.check_empty();
 }
 
-/// A step that one creditor refuses is aborted for all of its sequences. Those that have lost nothing go on where they
-/// were: what they wrote to other creditors in the aborted step is not written twice, and nothing is computed again.
+/// A step that one creditor refuses is aborted for all of its sequences. Those without losses continue: their writes
+/// to other creditors in the aborted step are not repeated, and nothing is recomputed.
 #[test]
 fn an_aborted_step_costs_its_other_sequences_nothing() {
     for turns in 0..6 {
@@ -103,7 +103,7 @@ fn an_aborted_step_costs_its_other_sequences_nothing() {
     }
 }
 
-/// The code with which a frame is refused, if it is.
+/// The code of the refusal in `effects`, if any.
 fn refused(effects: Vec<Effect>) -> Option<RefuseCode> {
     effects.into_iter().find_map(|e| match e {
         Effect::Partials { frame: PartialsFrame::Refused { code, .. }, .. }
@@ -117,11 +117,11 @@ fn lending() -> (World, LeaseRun, u32) {
     let mut world = World::pool(pool(), None, &[Spec::cpu(8), Spec::cpu(20)]);
     let request = world.submit(0, greedy(prompt(107, 80, 128), 8));
     run_to_token(&mut world, request, 2);
-    let (_, lease, epoch, _, end) = world.nodes[1].live().rmanager().lent().next().unwrap();
+    let (_, lease, epoch, _, end) = world.nodes[1].live().rmanager().creditor.iter().next().unwrap();
     (world, LeaseRun { lease, epoch, offset: 0, len: 4, first_pos: 0 }, end * 4)
 }
 
-/// Whatever came in, the request that runs is served as ever.
+/// Checks that the running request is served normally afterwards.
 fn goes_on(mut world: World) {
     world.run();
     assert_equals_single("beside bad frames", &world, &pool());
@@ -160,7 +160,7 @@ fn bad_tickets_and_queries_are_refused() {
         assert_eq!(refused(effects), Some(RefuseCode::Malformed));
     }
     assert!(world.inject(1, Event::Partials { peer, frame: query(0, 1, 256) }).is_empty());
-    // A stranger is told to introduce itself.
+    // A stranger is asked to introduce itself.
     let effects = world.inject(1, Event::Partials { peer: PeerKey(99), frame: ticket(vec![seq(vec![run])]) });
     assert_eq!(refused(effects), Some(RefuseCode::UnknownLease));
     goes_on(world);
@@ -179,7 +179,7 @@ fn bad_writes_seals_and_reads_are_refused() {
         kv: Bytes::from(vec![0; bytes]),
     };
     let read = |layer, offset| BulkFrame::Read { id: 9, lease, epoch, layer, offset, tokens: 1, deadline_ms: 10 };
-    // Not where the lease goes on, another length than they say, no lease of this peer, another epoch.
+    // A wrong offset, a wrong length, a lease of another peer, a wrong epoch.
     let bad = [
         (write(lease, epoch, 0, 1, 128), RefuseCode::OutOfRange),
         (write(lease, epoch, end, 1, 128), RefuseCode::OutOfRange),
@@ -197,8 +197,8 @@ fn bad_writes_seals_and_reads_are_refused() {
     goes_on(world);
 }
 
-/// A frame that finds a full queue is dropped, and the connection stands: what depended on it is computed again, over
-/// the same connection.
+/// A frame that finds a full queue is dropped, and the connection stays: work that depended on the frame is
+/// recomputed over the same connection.
 #[test]
 fn a_dropped_frame_is_recovered_from() {
     let kinds = [
@@ -225,7 +225,7 @@ fn a_dropped_frame_is_recovered_from() {
         world.check_empty();
         let failed = world.nodes[0].live().status().recoveries;
         assert!(failed <= 1 && (kind == "control" || failed == 1), "{kind} of node {node}: {failed} recoveries");
-        // They still talk to each other.
+        // The two peers are still connected.
         world.submit(0, greedy(prompt(113, 80, 128), 2));
         let before = world.now_ms;
         world.run();
@@ -233,8 +233,7 @@ fn a_dropped_frame_is_recovered_from() {
     }
 }
 
-/// What was sampled stays sampled: the draw depends on the seed and the token's number, not on how often it was
-/// computed or where.
+/// Sampled tokens do not change: a draw depends on the seed and the token's index, not on recomputation or place.
 #[test]
 fn sampling_survives_recovery_and_ends_at_stop_ids() {
     let sampling = SamplingParams { temperature: 0.9, top_p: 0.95, seed: 11, ..SamplingParams::default() };

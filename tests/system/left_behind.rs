@@ -1,5 +1,5 @@
-//! KV that stays with the prefill worker that computed it, because the decode worker cannot hold all of it, moves like any
-//! other: by order, home, and away from a worker that is drained.
+//! KV that stays with its prefill worker, because the decode worker cannot hold all of it, moves like any other: by
+//! order, home, and away from a drained worker.
 
 use crate::moves::{moved, placed, run_to_token};
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig};
@@ -11,7 +11,7 @@ fn spec() -> PoolSpec {
     PoolSpec::golden("llama3_old", 4)
 }
 
-/// A prefill worker, a decode worker and a lender, and a request part of whose KV stays with the first.
+/// A prefill worker, a decode worker and a lender, and a request with part of its KV left at the first.
 fn left(decode: Spec, tokens: u32) -> (World, usize) {
     let mut world = World::pool(spec(), None, &[Spec::prefill(60), decode, Spec::cpu(60)]);
     world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
@@ -31,7 +31,7 @@ fn what_stays_with_a_prefill_worker_moves_to_another_creditor() {
         assert_eq!((placed(&world, request)[&0], placed(&world, request)[&2]), (before - 5, 5));
         moved(&mut world, request, before - 5, 0, 2);
         assert_eq!(placed(&world, request).get(&0), None);
-        // What was copied with the prefill worker's checks has hashes of its own.
+        // Blocks copied with the prefill worker's hashes get hashes of their own.
         moved(&mut world, request, 2, 2, 0);
         assert_eq!(placed(&world, request)[&0], 2);
         let status = world.nodes[1].live().status().moves;
@@ -45,7 +45,7 @@ fn what_stays_with_a_prefill_worker_moves_to_another_creditor() {
 #[test]
 fn what_stays_with_a_prefill_worker_comes_home() {
     for push in [false, true] {
-        // It has room for more than can arrive at once.
+        // It has more room than can arrive at once.
         let decode = Spec { push, role: Role::Decode, stage_blocks: Some(12), ..Spec::cpu(60) };
         let (mut world, request) = left(decode, 30);
         let there = placed(&world, request)[&0];
@@ -58,7 +58,7 @@ fn what_stays_with_a_prefill_worker_comes_home() {
     }
 }
 
-/// What does not come as its worker said that it is costs that, and no wrong answer.
+/// A move whose KV differs from its hash fails, without a wrong answer.
 #[test]
 fn damage_on_the_way_is_found() {
     for push in [false, true] {
@@ -73,7 +73,7 @@ fn damage_on_the_way_is_found() {
     }
 }
 
-/// A drained prefill worker waits for no request that has KV with it: that moves, and the request ends well.
+/// A drained prefill worker does not wait for requests with KV left there: that KV moves, and they end well.
 #[test]
 fn a_drained_prefill_worker_is_emptied_while_requests_go_on() {
     for push in [false, true] {
@@ -92,7 +92,7 @@ fn a_drained_prefill_worker_is_emptied_while_requests_go_on() {
     }
 }
 
-/// Two instances owe each other, one of them what stayed where its prompt was computed: both debts are swapped back.
+/// Two instances owe each other, one of them KV left behind: both debts are swapped back.
 #[test]
 fn what_stays_is_swapped_around_a_circle_of_debts() {
     for push in [false, true] {
@@ -109,7 +109,7 @@ fn what_stays_is_swapped_around_a_circle_of_debts() {
         let left = world.submit(1, greedy(prompt(1, 110, 128), 60));
         run_to_token(&mut world, left, 2);
         assert!(placed(&world, left)[&0] >= 4, "{}", world.describe());
-        // Some of it goes elsewhere, so that the decode worker has something to lend.
+        // Some of it moves elsewhere, so that the decode worker has memory to lend.
         moved(&mut world, left, 14, 1, 2);
         let owes = world.submit(0, greedy(prompt(2, 140, 128), 24));
         run_to_token(&mut world, owes, 1);

@@ -1,4 +1,4 @@
-//! The system from outside: one test binary.
+//! System tests of the whole pool, in one test binary.
 #![allow(clippy::unwrap_used, reason = "tests")]
 #![allow(clippy::cast_possible_truncation, reason = "small sizes of tests")]
 #![allow(clippy::print_stdout, reason = "measured differences, for --nocapture")]
@@ -9,6 +9,7 @@ mod disaggregated;
 mod failures;
 mod goldens;
 mod hostile;
+mod hostile_frames;
 mod left_behind;
 mod membership;
 mod micro_batches;
@@ -21,13 +22,16 @@ mod process_cuda_trial;
 mod process_disaggregated;
 mod process_drain;
 mod process_faults;
+mod process_health;
 mod process_host_tier;
 mod process_http;
+mod process_keys;
 mod process_metrics;
 mod process_moves;
 mod process_operate;
 mod process_reach;
 mod process_replay;
+mod process_requests;
 mod process_standby;
 mod process_stderr;
 mod process_up;

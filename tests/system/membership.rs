@@ -1,4 +1,4 @@
-//! An instance in its pool: the rows that it reports, fences, gManagers that come and go, drains.
+//! Instances in their pool: reported rows, fences, changing gManagers, drains.
 
 use lagoon_protocol::{AdminBody, AdminDrain, AdminQuery, ControlBody};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
@@ -14,7 +14,7 @@ fn run_to_token(world: &mut World, request: usize, tokens: usize) {
     assert!(!world.requests[request].is_over(), "{:?}", world.requests[request].end);
 }
 
-/// The gManager's rows are what instances have, block for block.
+/// Asserts that the gManager's rows equal the instances' blocks.
 fn assert_rows(world: &World) {
     let gm = &world.coordinator.as_ref().unwrap().gmanager;
     for node in world.nodes.iter().filter(|n| n.instance.is_some()) {
@@ -34,7 +34,7 @@ fn the_gmanager_knows_where_every_block_lies() {
     let request = world.submit(0, greedy(prompt(80, 80, 128), 30));
     run_to_token(&mut world, request, 4);
     assert!(!world.nodes[0].live().status().sequences[0].remote_blocks.is_empty());
-    // A stalled creditor holds the step up, so that nothing grows while heartbeats catch up.
+    // A stalled creditor holds up the step, so that nothing grows while heartbeats catch up.
     world.stall(0, 1, 1_000);
     world.stall(0, 2, 1_000);
     world.run_for(3 * HEARTBEAT_MS);
@@ -72,7 +72,7 @@ fn a_creditor_that_is_taken_for_dead_begins_anew() {
     let mut world = World::pool(pool(), None, &[Spec::cpu(8), Spec::cpu(24), Spec::cpu(12)]);
     let request = world.submit(0, greedy(prompt(82, 80, 128), 20));
     run_to_token(&mut world, request, 3);
-    // Alive, but the gManager does not hear it; its debtor does, and is stalled meanwhile so that it outlives that.
+    // Alive, but silent to the gManager only. Its debtor is stalled meanwhile, so that the request outlives the fence.
     world.stall(1, GMANAGER, FENCE_MS + 1_500);
     world.stall(0, 1, FENCE_MS + 1_000);
     world.run_for(FENCE_MS + 3_000);
@@ -119,7 +119,7 @@ fn a_drained_instance_finishes_what_it_has_and_stops() {
     assert!(matches!(reply, Some(ControlBody::AdminReply(r)) if r.error.is_empty()));
     world.run_for(HEARTBEAT_MS);
     assert!(world.nodes[1].live().status().draining);
-    // Somebody else's request is served without it.
+    // Another request is served without it.
     world.submit(0, greedy(prompt(86, 80, 128), 10));
     world.run();
     assert_equals_single("membership", &world, &pool());

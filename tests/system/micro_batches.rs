@@ -1,4 +1,4 @@
-//! Rows with KV elsewhere and rows without in one batch, or in two: the answers are those of a single instance.
+//! Rows with and without remote KV in one batch or two: the answers equal a single instance's.
 
 use lagoon_protocol::{BatchPoint, Calibration};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
@@ -8,8 +8,9 @@ fn pool() -> PoolSpec {
     PoolSpec::golden("llama3_old", 4)
 }
 
-/// An instance that reads its weights in `weights_ms`, whatever the batch, beside a creditor whose micro attention takes
-/// `remote_request_ms` a layer; one request that the pool holds only, which decodes, and one that fits, which has just come.
+/// An instance that reads its weights in `weights_ms`, whatever the batch, beside a creditor whose micro attention
+/// takes `remote_request_ms` a layer. One request, which only the pool holds, decodes; one that fits the instance has
+/// just come.
 fn world(weights_ms: f64, remote_request_ms: u64) -> (World, usize, usize) {
     let point = |batch| BatchPoint { batch, step_us: weights_ms * 1e3 };
     let calibration = Calibration {
@@ -20,7 +21,7 @@ fn world(weights_ms: f64, remote_request_ms: u64) -> (World, usize, usize) {
     };
     let debtor = Spec { calibration: Some(calibration), step_ms: 20, ..Spec::cpu(24) };
     let mut world = World::pool(pool(), None, &[debtor, Spec { remote_request_ms, ..Spec::cpu(30) }]);
-    // What it has at first is free when the last one comes, which therefore has all of its KV here.
+    // Memory of the first request's blocks is free again when the last one comes, whose KV is therefore all local.
     let first = world.submit(0, greedy(prompt(499, 50, 128), 4));
     let remote = world.submit(0, greedy(prompt(501, 100, 128), 16));
     world.run_until(|w| !w.requests[remote].tokens.is_empty() && w.requests[first].is_over());

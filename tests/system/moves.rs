@@ -1,5 +1,5 @@
-//! Blocks move while their sequences decode: to creditors, home, between creditors, back when a creditor wants them. What
-//! a pool says is what a single instance says, before, during and after; nothing leaks whatever ends a move.
+//! Blocks move while their sequences decode: to creditors, home, between creditors, and back when a creditor recalls
+//! them. A pool's answers equal a single instance's before, during and after a move; no end of a move leaks memory.
 
 use lagoon_instance::{MoveStatus, RemotePolicy};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
@@ -14,7 +14,7 @@ fn moves(world: &World, node: usize) -> MoveStatus {
     world.nodes[node].live().status().moves
 }
 
-/// Blocks of a request at each node, its own included.
+/// Number of blocks of a request at each node, its own included.
 pub(crate) fn placed(world: &World, request: usize) -> BTreeMap<usize, u32> {
     let node = world.requests[request].node;
     let status = world.nodes[node].live().status();
@@ -35,7 +35,7 @@ pub(crate) fn moved(world: &mut World, request: usize, blocks: u32, source: usiz
     moved_from(world, request, None, blocks, source, target);
 }
 
-/// The same, of blocks from `first` on.
+/// As [`moved`], for blocks from `first` on.
 fn moved_from(world: &mut World, request: usize, first: Option<u32>, blocks: u32, source: usize, target: usize) {
     let node = world.requests[request].node;
     world.order_from(request, first, blocks, source, target);
@@ -55,7 +55,7 @@ fn blocks_move_in_every_direction_while_their_sequence_decodes() {
         assert_eq!(placed(&world, request)[&1], 6);
         moved(&mut world, request, 4, 1, 2);
         assert_eq!((placed(&world, request)[&1], placed(&world, request)[&2]), (2, 4));
-        // The newest of the four come home, and the middle of the sequence stays away.
+        // The newest of the four come home; the middle of the sequence stays away.
         moved(&mut world, request, 2, 2, 0);
         moved(&mut world, request, 1, 0, 2);
         assert_eq!((placed(&world, request)[&1], placed(&world, request)[&2]), (2, 3));
@@ -73,31 +73,31 @@ fn blocks_move_in_every_direction_while_their_sequence_decodes() {
     }
 }
 
-/// Blocks leave the middle of a run, at the debtor, at a creditor on their way home and on their way to another one, so
-/// that what was one run is several, whose positions decide what biases by distance make of them.
+/// Blocks leave the middle of a run, at the debtor, at a creditor on their way home and on their way to another
+/// creditor: one run becomes several, and ALiBi biases depend on their positions.
 #[test]
 fn blocks_leave_the_middle_of_a_run() {
-    for name in ["llama3_old", "mpt"] {
+    for name in ["llama3_old", "mpt", "gpt_oss", "deepseek_v3"] {
         let pool = PoolSpec::golden(name, 4);
         for remote in [RemotePolicy::Ship, RemotePolicy::Fetch] {
             let spec = |blocks| Spec { remote, ..Spec::cpu(blocks) };
             let mut world = World::pool(pool.clone(), None, &[spec(40), spec(30), spec(30)]);
             let request = world.submit(0, greedy(prompt(215, 60, 128), 60));
             run_to_token(&mut world, request, 2);
-            // Of 15 blocks, 3 to 11 lie at one creditor.
+            // Of 15 blocks, 3 to 11 are at one creditor.
             moved_from(&mut world, request, Some(3), 8, 0, 1);
-            // 5 and 6 come home, and 8 goes on to the other creditor.
+            // 5 and 6 come home; 8 moves on to the other creditor.
             moved_from(&mut world, request, Some(5), 2, 1, 0);
             assert_eq!(placed(&world, request)[&1], 6);
             moved_from(&mut world, request, Some(8), 1, 1, 2);
             assert_eq!((placed(&world, request)[&1], placed(&world, request)[&2]), (5, 1));
-            // From a lost block that was filled, and from before it.
+            // Block 6, which came home into the gap, and block 1, from before it, move to the other creditor.
             moved_from(&mut world, request, Some(6), 1, 0, 2);
             moved_from(&mut world, request, Some(1), 1, 0, 2);
             assert_eq!((placed(&world, request)[&1], placed(&world, request)[&2]), (5, 3));
             let tokens = world.requests[request].tokens.len();
             run_to_token(&mut world, request, tokens + 8);
-            // What is left there from 9 on is two blocks.
+            // From 9 on, two blocks are left there.
             moved_from(&mut world, request, Some(9), 9, 1, 0);
             moved(&mut world, request, 9, 2, 0);
             assert_eq!((placed(&world, request)[&1], placed(&world, request).get(&2)), (3, None));
@@ -115,7 +115,7 @@ fn blocks_leave_the_middle_of_a_run() {
     }
 }
 
-/// The same under a window that moves on meanwhile, over whatever has left the middle of the run.
+/// As above under a sliding window, which passes over the gaps meanwhile.
 #[test]
 fn blocks_leave_the_middle_of_a_run_under_a_window() {
     let pool = PoolSpec::golden("mistral_window", 2);
@@ -127,14 +127,14 @@ fn blocks_leave_the_middle_of_a_run_under_a_window() {
         while !world.requests[request].is_over() && world.requests[request].tokens.len() < 80 {
             let tokens = world.requests[request].tokens.len();
             run_to_token(&mut world, request, tokens + 3);
-            // The oldest block that is seen whole, now and two tokens later.
+            // The oldest block that is completely visible, now and two tokens later.
             let first = |w: &World| (40 + w.requests[request].tokens.len() as u32 + 2 - 16) / 2 + 1;
             let run = first(&world);
             moved_from(&mut world, request, Some(run), 4, 0, 1);
             let (there, home) = (placed(&world, request).get(&1).copied(), moves(&world, 0).blocks_home);
             let middle = first(&world) + 1;
             moved_from(&mut world, request, Some(middle), 1, 1, 0);
-            // One came home from between blocks that stayed and are in sight.
+            // One came home from between blocks that stayed visible.
             let came = moves(&world, 0).blocks_home > home;
             let seen = run..run + 4;
             split += u32::from(there == Some(4) && came && seen.contains(&(middle + 1)) && first(&world) < middle);
@@ -214,7 +214,7 @@ fn a_damaged_copy_is_not_switched_to() {
     world.check_empty();
 }
 
-/// What comes home, or passes through on its way to another creditor, is compared with what was written.
+/// KV that comes home, or passes through to another creditor, is compared with the hash of its write.
 #[test]
 fn a_creditor_whose_kv_is_not_what_was_written_there_is_not_believed() {
     for target in [0, 2] {
@@ -232,10 +232,10 @@ fn a_creditor_whose_kv_is_not_what_was_written_there_is_not_believed() {
     }
 }
 
-/// Where the debtor has no room and nobody else lends, the creditor takes what its own sequence needs.
+/// If the debtor has no room and no one else lends, the creditor revokes the blocks that its own sequence needs.
 #[test]
 fn a_creditor_takes_what_nobody_returns() {
-    for name in ["llama3_old", "mpt"] {
+    for name in ["llama3_old", "mpt", "gpt_oss", "deepseek_v3"] {
         let pool = PoolSpec::golden(name, 4);
         let mut world = World::pool(pool.clone(), None, &[Spec::cpu(12), Spec::cpu(20)]);
         let remote_request = world.submit(0, greedy(prompt(213, 80, 128), 4));
@@ -247,7 +247,7 @@ fn a_creditor_takes_what_nobody_returns() {
         let (debtor, creditor) = (world.nodes[0].live().status(), world.nodes[1].live().status());
         assert!(debtor.moves.recalls_received > 0 && creditor.moves.blocks_revoked > 0, "{debtor:?} {creditor:?}");
         assert_eq!(creditor.preemptions, 0, "growth goes before lending");
-        // A step that was on its way to the entries that are gone is refused, which may count as one loss more.
+        // A step in flight to the revoked entries is refused, which may count as a further loss.
         assert!(debtor.recoveries <= 1 && debtor.recomputed_tokens > 0, "{debtor:?}");
         assert_eq!(world.requests[own].tokens.len(), 24);
         assert_equals_single("taken", &world, &pool);
@@ -255,7 +255,7 @@ fn a_creditor_takes_what_nobody_returns() {
     }
 }
 
-/// Nobody heard what was taken, because the connection broke: it is told again on the next one.
+/// A revocation lost with a broken connection is repeated on the next one.
 #[test]
 fn what_was_taken_is_told_again_after_a_reconnect() {
     let mut world = World::pool(pool(), None, &[Spec::cpu(12), Spec::cpu(20)]);
@@ -316,10 +316,10 @@ fn a_move_that_ends_at_any_moment_leaks_nothing() {
     }
 }
 
-/// What a creditor lent comes back when its own sequences grow, and nothing of the debtor's is computed again.
+/// A creditor recalls lent blocks when its own sequences grow, and nothing of the debtor's is recomputed.
 #[test]
 fn a_creditor_gets_its_blocks_back_to_grow() {
-    for name in ["llama3_old", "mpt"] {
+    for name in ["llama3_old", "mpt", "gpt_oss", "deepseek_v3"] {
         let pool = PoolSpec::golden(name, 4);
         let mut world = World::pool(pool.clone(), None, &[Spec::cpu(24), Spec::cpu(20)]);
         let first = world.submit(0, greedy(prompt(209, 40, 128), 4));
@@ -345,7 +345,7 @@ fn random_moves_say_what_one_instance_says() {
     let mut total = MoveStatus::default();
     for seed in 0..14 {
         let mut rng = Rng::new(0x5eed_0000 + seed);
-        let pool = PoolSpec::golden(["llama3_old", "mpt", "mistral_window"][seed as usize % 3], 4);
+        let pool = PoolSpec::golden(["llama3_old", "mpt", "mistral_window", "gemma3"][seed as usize % 4], 4);
         let specs: Vec<Spec> = (0..3)
             .map(|_| Spec {
                 remote: if rng.below(2) == 0 { RemotePolicy::Ship } else { RemotePolicy::Fetch },

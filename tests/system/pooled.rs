@@ -1,4 +1,4 @@
-//! A pool says what a single instance says: on every backend, in prefill and decode, wherever the KV lies.
+//! A pool gives a single instance's answers: on every backend, in prefill and decode, wherever the KV is.
 
 use lagoon_instance::RemotePolicy;
 use lagoon_protocol::Role;
@@ -16,7 +16,7 @@ fn placement(world: &World, node: usize) -> (u32, BTreeMap<InstanceId, u32>) {
     (seq.local_blocks, seq.remote_blocks.clone())
 }
 
-/// Runs until a request has said so many tokens.
+/// Runs until a request has `tokens` tokens.
 fn run_to_token(world: &mut World, request: usize, tokens: usize) {
     world.run_until(|w| w.requests[request].tokens.len() >= tokens || w.requests[request].is_over());
     assert!(!world.requests[request].is_over(), "{:?}", world.requests[request].end);
@@ -37,7 +37,7 @@ fn two_instances_equal_one() {
     world.check_empty();
 }
 
-/// Every variant, in a pool too small for it, says what transformers says.
+/// Every variant gives transformers' answers in a pool too small for it.
 #[test]
 fn pools_say_what_transformers_says() {
     for name in lagoon_tests::golden::MODELS {
@@ -106,6 +106,31 @@ fn shipping_and_fetching_say_the_same() {
     }
 }
 
+/// Layers with a window see keys on their own instance only, while the last blocks are there: the others alone ask the
+/// creditor, which is told of the end of a step whose last layer does not ask it.
+#[test]
+fn a_layer_asks_only_those_whose_keys_it_sees() {
+    for (name, full_layers, cancels) in [("gpt_oss", 1, 0), ("gemma3", 1, 2), ("gemma2", 1, 2), ("llama3_old", 2, 0)] {
+        let pool = PoolSpec::golden(name, 4);
+        let mut world = World::pool(pool.clone(), None, &[Spec::cpu(10), Spec::cpu(30)]);
+        // Its last block has room for the next tokens, so no step borrows.
+        world.submit(0, greedy(prompt(6, 73, 120), 8));
+        run_to_token(&mut world, 0, 1);
+        let (_, remote) = placement(&world, 0);
+        assert!(remote.values().sum::<u32>() >= 9, "{name}: {remote:?}");
+        let before = (world.sent("query").0, world.sent("step cancel").0);
+        run_to_token(&mut world, 0, 3);
+        let sent = (world.sent("query").0 - before.0, world.sent("step cancel").0 - before.1);
+        assert_eq!(sent, (2 * full_layers, cancels), "{name}: queries and ends of two steps");
+        world.run();
+        // Long before a ticket that stays would expire.
+        world.run_for(50);
+        assert_eq!(world.nodes[1].live().status().remote_steps, 0, "{name}");
+        assert_equals_single(name, &world, &pool);
+        world.check_empty();
+    }
+}
+
 #[test]
 fn a_window_is_cut_across_creditors_and_frees_what_is_behind_it() {
     let pool = PoolSpec::golden("mistral_window", 4);
@@ -113,9 +138,9 @@ fn a_window_is_cut_across_creditors_and_frees_what_is_behind_it() {
         let debtor = Spec { remote, step_rows: 10, ..Spec::cpu(2) };
         let mut world = World::pool(pool.clone(), None, &[debtor, Spec::cpu(13), Spec::cpu(13)]);
         world.submit(0, greedy(prompt(5, 100, 144), 30));
-        // Two blocks are here, the oldest 24 are lent. From the first token on, what is lent and what is here is the
-        // window (4 or 5 blocks of it), the block that grows, and one more that was borrowed with it; a release may
-        // be in progress for a step of the network.
+        // Two blocks are local, the oldest 24 are lent. From the first token on, lent and local blocks are the window
+        // (4 or 5 blocks), the growing block, and one more that was borrowed with it; a release may be in flight for
+        // a step of the network.
         let lent = |w: &World| w.nodes[1..].iter().map(|n| n.live().status().blocks_lent).sum::<u32>();
         let (mut cut, mut late) = (0, 0);
         world.run_until(|w| lent(w) == 24);
@@ -205,8 +230,8 @@ fn decoding_outgrows_its_instance() {
     world.check_empty();
 }
 
-/// Biases by distance come from the positions that runs and queries carry: prompts that are lent, growth, and a kv node
-/// that has no weights, with queries that travel and with KV that does.
+/// ALiBi biases depend on the positions of runs and queries: for lent prompts, growth, and a kv node without weights,
+/// with shipped queries and with fetched KV.
 #[test]
 fn biases_by_distance_are_the_same_wherever_the_kv_lies() {
     let pool = PoolSpec::golden("mpt", 4);
@@ -259,7 +284,7 @@ fn preempted_requests_say_the_same() {
     assert_equals_single("preempted", &world, &pool);
     world.check_empty();
 
-    // The same in a pool that is too small for all of them at once.
+    // The same in a pool too small for all of them at once.
     let mut world = World::pool(pool.clone(), None, &[Spec::cpu(7), Spec::cpu(6)]);
     for seed in 0..4 {
         world.submit(seed as usize % 2, greedy(prompt(54 + seed, 10, 128), 20));
@@ -311,7 +336,7 @@ fn a_cpu_and_a_wgpu_instance_serve_together() {
     on_backends("mpt", Backend::Cpu, [Backend::Wgpu, Backend::Wgpu], RemotePolicy::Fetch);
 }
 
-/// With KV, queries and partials in the model's own 16 bits, rounding differs with the order of sums: the tolerance is
+/// With KV, queries and partials in the model's own 16 bits, rounding depends on the order of sums: the tolerance is
 /// the golden's, the reference's own noise in that type.
 #[test]
 fn sixteen_bits_on_the_wire() {

@@ -1,4 +1,4 @@
-//! Prompts that begin alike are computed once, and say what they say without that.
+//! Prefix cache: common prefixes are prefilled once, and answers do not change.
 
 use lagoon_instance::PrefixStatus;
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
@@ -13,7 +13,7 @@ fn joined(parts: &[&[u32]]) -> Vec<u32> {
     parts.concat()
 }
 
-/// Every variant, in rows of addresses and without, in memory that is shared: what is found is what transformers says.
+/// Every variant gives transformers' answers with prefix-cache hits, with and without address rows, in shared arenas.
 #[test]
 fn every_model_says_what_transformers_says_with_what_was_kept() {
     for name in MODELS {
@@ -25,14 +25,14 @@ fn every_model_says_what_transformers_says_with_what_was_kept() {
         for (kind, spec) in [("rows", Spec { rows: true, ..flat.clone() }), ("flat", flat), ("shared", shared)] {
             let what = format!("{name}, {kind}");
             let mut world = World::single(PoolSpec::golden(name, 4), spec);
-            // As the prompt's beginning alone, so that its own blocks end where it ends, too.
+            // Also the prompt's beginning alone, so that its own blocks end where it ends.
             for n in [33, tokens.len(), tokens.len()] {
                 world.submit(0, greedy(tokens[..n].to_vec(), if n > 33 { said.len() as u32 } else { 1 }));
                 world.run();
             }
             let mut found = 32 + last as u64 / 4 * 4;
             if (name, kind) == ("mistral_window", "rows") {
-                // A row that somebody has keeps nothing, so what was behind the window is gone.
+                // A row in use caches nothing, so blocks behind the window are gone.
                 found = 0;
             }
             assert_eq!(prefix(&world, 0).hit_tokens, found, "{what}");
@@ -48,7 +48,7 @@ fn every_model_says_what_transformers_says_with_what_was_kept() {
     }
 }
 
-/// Each turn's prompt is all that was said before: also the answers' KV is found.
+/// Each turn's prompt contains all earlier turns: the answers' KV is found as well.
 #[test]
 fn a_conversation_is_computed_turn_by_turn() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -60,7 +60,7 @@ fn a_conversation_is_computed_turn_by_turn() {
             let id = world.submit(0, greedy(said.clone(), 11));
             world.run();
             if turn > 0 {
-                // The last token of an answer is known and has no KV, as nothing followed it.
+                // The last token of an answer has no KV, as nothing followed it.
                 let known = said.len() as u64 - 9 - 1;
                 assert_eq!(prefix(&world, 0).hit_tokens - before, known / 4 * 4, "turn {turn}");
             }
@@ -71,7 +71,7 @@ fn a_conversation_is_computed_turn_by_turn() {
     }
 }
 
-/// Memory is short all the time: what is kept gives way, and nothing that is kept wrongly is found.
+/// Memory is always short: cached blocks are evicted, and no hit is wrong.
 #[test]
 fn what_is_kept_gives_way_to_whoever_needs_memory() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -91,7 +91,7 @@ fn what_is_kept_gives_way_to_whoever_needs_memory() {
     }
 }
 
-/// A sequence that must yield begins again with what nobody took of it meanwhile.
+/// A preempted sequence resumes with its cached blocks that were not evicted meanwhile.
 #[test]
 fn what_a_preempted_sequence_had_is_found_again() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -105,8 +105,8 @@ fn what_a_preempted_sequence_had_is_found_again() {
     world.check_empty();
 }
 
-/// What another request is using is shared, also where that one ends before; where it is to be mapped and cannot be, it is
-/// computed.
+/// A prefix in use is shared, also if its first owner ends before; if it must be mapped and cannot be, it is
+/// recomputed.
 #[test]
 fn what_others_are_using_is_shared() {
     let spec = PoolSpec::golden("mistral_window", 4);
@@ -116,7 +116,7 @@ fn what_others_are_using_is_shared() {
         for fails in [false, kind == "rows"] {
             let what = format!("{kind}, {fails}");
             let mut world = World::single(spec.clone(), of.clone());
-            // Shorter than the window with its answer.
+            // Shorter than the window, answer included.
             let beginning = prompt(1, 12, 128);
             world.submit(0, greedy(beginning.clone(), 4));
             world.run_until(|w| w.requests[0].tokens.len() == 2);
@@ -135,13 +135,15 @@ fn what_others_are_using_is_shared() {
     }
 }
 
-/// Requests with one prompt, but for its end, run in memory that fits fewer of them without sharing.
+/// Asserts that requests which differ only in their last tokens run together in memory that holds fewer without
+/// sharing.
 fn assert_shares(kind: &str, of: &Spec) {
     let spec = PoolSpec::golden("llama3_old", 4);
     for prefix_cache in [true, false] {
         let what = format!("{kind}, {prefix_cache}");
         let mut world = World::single(spec.clone(), Spec { prefix_cache, running: 8, ..of.clone() });
-        // Ten blocks of thirteen are alike: there is room for one and three times three, or for one.
+        // Ten of thirteen blocks are common: there is room for one request and three times three blocks, or for one
+        // request.
         let beginning = prompt(1, 40, 128);
         world.submit(0, greedy(joined(&[&beginning, &prompt(2, 2, 128)]), 10));
         world.run_until(|w| !w.requests[0].tokens.is_empty());
@@ -169,8 +171,8 @@ fn what_several_begin_with_is_in_memory_once() {
     assert_shares("flat", &flat);
 }
 
-/// Requests that come at once and begin alike: one of them computes that, the others go on where it is, or share what they computed
-/// beside it.
+/// Requests with a common prefix arrive together: one prefills it and the others continue from there, or share blocks
+/// that both prefilled.
 #[test]
 fn what_comes_at_once_is_in_memory_once() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -180,7 +182,7 @@ fn what_comes_at_once_is_in_memory_once() {
         for step_rows in [16, 64] {
             let what = format!("{kind}, {step_rows} rows a step");
             let mut world = World::single(spec.clone(), Spec { step_rows, ..of.clone() });
-            // They come while a step runs, so that the next one is as full as can be.
+            // They come while a step runs, so that the next one is as full as possible.
             world.submit(0, greedy(prompt(7, 9, 128), 12));
             world.run_until(|w| !w.requests[0].tokens.is_empty());
             let beginning = prompt(1, 40, 128);
@@ -190,7 +192,7 @@ fn what_comes_at_once_is_in_memory_once() {
                 world.step();
                 saved = saved.max(world.nodes[0].live().status().prefix.saved_blocks);
             }
-            // What is mapped and was computed in the same step stays.
+            // Blocks that were mapped and prefilled in the same step stay.
             let expected = if kind == "rows" { 24..=30 } else { 30..=30 };
             assert!(expected.contains(&saved), "{what}: {saved} blocks were saved");
             assert_equals_single(&what, &world, &spec);
@@ -207,8 +209,8 @@ fn what_several_begin_with_is_in_memory_once_on_wgpu() {
     assert_shares("wgpu", &Spec { backend: Backend::Wgpu, rows: false, ..Spec::cpu(22) });
 }
 
-/// While blocks are shared, what else their owners have moves, is lent and is taken back as ever, and what is shared stays until
-/// its last owner ends: a request that grows beyond this instance beside two that begin alike.
+/// While blocks are shared, their owners' other blocks move, are lent and are recalled as usual, and shared blocks
+/// stay until their last owner ends: a request that outgrows this instance beside two with a common prefix.
 #[test]
 fn what_is_shared_stays_while_its_owners_move() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -232,7 +234,7 @@ fn what_is_shared_stays_while_its_owners_move() {
     }
 }
 
-/// Blocks that keep something are lent like any others.
+/// Cached blocks are lent like free ones.
 #[test]
 fn what_is_kept_is_lent() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -244,7 +246,7 @@ fn what_is_kept_is_lent() {
     world.submit(0, greedy(prompt(2, 120, 128), 8));
     world.run();
     assert!(prefix(&world, 1).evicted_blocks > 0 && world.sent("partial").0 > 0);
-    // Its beginning was lent away, the rest is of no use without it; or it is found, and right.
+    // The prefix's beginning was lent away and the rest is useless without it; or it is found, and right.
     world.submit(1, greedy(prompt(1, 60, 128), 8));
     world.run();
     assert_equals_single("lent", &world, &spec);
@@ -262,8 +264,8 @@ fn nothing_is_kept_where_that_is_off() {
     assert_eq!(prefix(&world, 0), PrefixStatus::default());
 }
 
-/// A prefill worker computes each turn's prompt but for what it kept of the one before; what a decode worker reads is not
-/// kept, and not given away, before it has been read.
+/// A prefill worker prefills each turn's prompt except its cached part of the earlier turn; blocks that a decode
+/// worker reads are neither cached nor freed before they have been read.
 #[test]
 fn a_prefill_worker_keeps_what_it_handed_over() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -280,7 +282,7 @@ fn a_prefill_worker_keeps_what_it_handed_over() {
     world.submit(1, greedy(second.clone(), 6));
     world.run();
     assert_eq!(prefix(&world, 0).hit_tokens, 48);
-    // Another one that begins alike, while memory is short: 40 blocks are more than what is kept and it need.
+    // Another one with that prefix, while memory is short: 40 blocks are more than the cached ones and its own.
     world.submit(1, greedy(joined(&[&first[..20], &prompt(3, 130, 128)]), 6));
     world.submit(1, greedy(second, 6));
     world.run();
@@ -301,8 +303,8 @@ fn disaggregated(spec: &PoolSpec, workers: &[Spec]) -> World {
     world
 }
 
-/// The prompts of each turn of a conversation go where its beginning was computed, and are not computed again there; to
-/// where nothing is known of them they go by load.
+/// Each turn of a conversation is routed to the prefill worker with its prefix, and that prefix is not prefilled
+/// again; prompts without a known prefix are routed by load.
 #[test]
 fn a_conversation_stays_with_its_prefill_worker() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -317,12 +319,12 @@ fn a_conversation_stays_with_its_prefill_worker() {
         for (n, id) in ids.into_iter().enumerate() {
             said[n] = joined(&[&said[n], &world.requests[id].tokens, &prompt(50 + 2 * turn + n as u64, 9, 128)]);
         }
-        // The other one comes first from now on.
+        // From now on the other one comes first.
         said.reverse();
     }
     let status = world.nodes[2].live().status().prefill;
     assert_eq!(status.affine, 6, "{status:?}");
-    // What workers found is what was expected of them, but for blocks beyond the last one that is remembered.
+    // Hits equal the expected ones, except for blocks beyond the last remembered one.
     let found = prefix(&world, 0).hit_tokens + prefix(&world, 1).hit_tokens;
     assert!(
         status.affine_tokens > 0 && (0..6 * 4 * 4).contains(&(found - status.affine_tokens)),
@@ -332,7 +334,7 @@ fn a_conversation_stays_with_its_prefill_worker() {
     world.check_empty();
 }
 
-/// A worker with much to do is not given a prompt for the sake of its beginning; nor is one of a life that is over.
+/// A busy worker does not get a prompt for its prefix; nor does a restarted one.
 #[test]
 fn a_busy_or_dead_worker_is_not_preferred() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -365,8 +367,8 @@ fn a_busy_or_dead_worker_is_not_preferred() {
     }
 }
 
-/// A decode worker reads of a prompt what it does not have: what another request has here it shares, also where the device maps
-/// it at a second address, and what one has left it takes.
+/// A decode worker reads only the blocks of a prompt that it lacks: it shares those in use here, also if the device
+/// maps them at a second address, and takes cached ones.
 pub(crate) fn assert_reads_the_rest(what: &str, spec: &PoolSpec, prefill: Spec, decode: Spec) {
     let (block, push) = (spec.block_tokens, decode.push);
     let mut world = World::pool(spec.clone(), None, &[prefill, decode]);
@@ -375,7 +377,7 @@ pub(crate) fn assert_reads_the_rest(what: &str, spec: &PoolSpec, prefill: Spec, 
     let mut before = world.nodes[1].live().status().prefill;
     for (n, (own, answer)) in [(3, 40), (7, 24), (5, 6)].into_iter().enumerate() {
         if n == 2 {
-            // Nobody has it any more.
+            // No sequence uses it any more.
             world.run();
         }
         let tokens = joined(&[&beginning, &prompt(41 + n as u64, own, 128)]);
@@ -405,13 +407,14 @@ fn a_decode_worker_reads_what_it_does_not_have() {
     for push in [false, true] {
         let decode = Spec { push, ..Spec::decode(40) };
         assert_reads_the_rest("in place", &spec, Spec::prefill(40), decode.clone());
-        // In rows of addresses, through memory beside the store.
+        // In address rows, through staging buffers.
         let staged = Spec { stage_blocks: Some(16), ..decode };
         assert_reads_the_rest("in rows", &spec, Spec::prefill(40), staged);
     }
 }
 
-/// Prompts that begin alike come while others are read, preempted, cancelled and read again, in too little memory.
+/// Prompts with common prefixes come while others are read, preempted, cancelled and read again, in too little
+/// memory.
 #[test]
 fn decode_workers_share_what_they_read_at_any_time() {
     let spec = PoolSpec::golden("llama3_old", 4);

@@ -1,4 +1,4 @@
-//! The command line: the demo, what helps say, and errors that name what is wrong and what to do.
+//! The command line: the demo, help texts, and errors that name the problem and the remedy.
 
 use crate::process_up::golden_prompt;
 use lagoon_tests::process::run;
@@ -21,7 +21,7 @@ fn the_demo_agrees_with_one_instance() {
     for field in ["wire_bytes", "tokens_per_s", "logit_std"] {
         assert!(number(field) > 0.0, "{field}: {answer}");
     }
-    // The stated tolerance is 0.5 % of the logits' spread; nothing is lost between f32 partials.
+    // The stated tolerance is 0.5 % of the logits' spread; f32 partials lose nothing.
     assert!(number("max_abs_logit_diff") <= 0.005 * number("logit_std"), "{answer}");
 }
 
@@ -67,7 +67,7 @@ fn the_doctor_looks_at_everything() {
     assert!(!doctor.stderr.contains("XDG_RUNTIME_DIR"), "{}", doctor.stderr);
 }
 
-/// A copy of a golden model, to spoil.
+/// A copy of a golden model, to be damaged.
 fn copy_of_model() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for file in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
@@ -76,7 +76,7 @@ fn copy_of_model() -> TempDir {
     dir
 }
 
-/// `serve` ends with an error that has all of `words`.
+/// Asserts that `serve` ends with an error that contains all of `words`.
 fn refused(model: &Path, extra: &[&str], words: &[&str]) {
     let model = model.to_string_lossy();
     let ended = run(&[&["serve", &model, "--backend=cpu", "--http=127.0.0.1:0"], extra].concat());

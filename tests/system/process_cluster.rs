@@ -1,8 +1,8 @@
-//! A cluster made by hand: certificates, a gManager, instances that join it, and those that may not.
+//! A cluster set up by hand: certificates, a gManager, instances that join, and instances that are refused.
 
 use crate::process_up::{golden_prompt, single};
-use lagoon_tests::faults::pace_profile;
 pub(crate) use lagoon_tests::faults::{certificates, new_ca};
+use lagoon_tests::faults::{certificates_for, pace_profile};
 use lagoon_tests::golden::max_diff;
 use lagoon_tests::process::{Client, Server, lagoon_at, logits, run, token_ids};
 use serde_json::{Value, json};
@@ -56,15 +56,15 @@ impl Cluster {
     }
 }
 
-/// rBlocks for one of two instances of 8: its own, and what the other lends. One is a reserve.
+/// rBlocks available to one of two instances of 8: its own, and those that the other lends. One is a reserve.
 pub(crate) const TWO: u64 = 8 + 7;
 
-/// Waits until an instance counts so many rBlocks as its own or lent by others.
+/// Waits until an instance counts `blocks` rBlocks of its own or lent by others.
 pub(crate) fn wait_for_pool(client: &Client, blocks: u64) {
     client.wait_until("/lagoon/status", "a whole pool", |s| s["pool_blocks_total"].as_u64() == Some(blocks));
 }
 
-/// One request on `client` equals the one of a single large instance.
+/// Asserts that a request on `client` equals that of a single large instance.
 pub(crate) fn equals_single(client: &Client, model: &str, prompt: &[u32]) {
     let extra = json!({"return_logits": true});
     let reference = single(model, "256");
@@ -101,7 +101,7 @@ fn a_node_without_weights_lends_memory_and_attention() {
     let status: Value = serde_json::from_str(&status.stdout).unwrap_or_else(|e| panic!("{e}: {status:?}"));
     let roles: Vec<&Value> = status["instances"].as_array().unwrap().iter().map(|row| &row["role"]).collect();
     assert_eq!(roles, ["instance", "kv"]);
-    // A standalone gManager numbers by the clock: what it numbered in an earlier life is not given away.
+    // A standalone gManager numbers by the clock: it does not reuse numbers of an earlier life.
     assert!(status["instances"][0]["instance"].as_u64() > Some(1_000_000), "{status}");
 }
 
@@ -131,7 +131,7 @@ fn another_model_or_shape_is_refused_with_both_values() {
     first.client().wait_until("/lagoon/status", "registered", |s| s["registered"] == true);
     let refused = |name: &str, model: &str, flags: &[&str]| {
         let flags = [&["--backend=cpu", "--kv-tokens=64"], flags].concat();
-        // It may be ready before the gManager has spoken; then it ends by itself.
+        // It may be ready before the gManager's refusal; then it ends by itself.
         let text = match cluster.serve_with(&cluster.ca, name, model, &flags) {
             Ok(mut server) => {
                 let ended = server.ended();
@@ -158,7 +158,7 @@ fn only_certificates_of_the_cluster_get_in() {
     let cluster = Cluster::new();
     let (model, _) = golden_prompt();
     let foreign = new_ca();
-    let [a, b, c] = certificates(&foreign, "stranger");
+    let [a, b, c] = certificates(&foreign, "looker");
     let status = run(&["status", "--gmanager", &cluster.gmanager.said("quic"), &a, &b, &c]);
     assert_eq!(status.code, Some(1), "{status:?}");
     assert!(status.stderr.contains("certificate"), "{status:?}");
@@ -171,4 +171,39 @@ fn only_certificates_of_the_cluster_get_in() {
     let bare = run(&["serve", &model, "--backend=cpu", "--http=127.0.0.1:0", "--gmanager=127.0.0.1:7600"]);
     assert_eq!(bare.code, Some(1));
     assert!(bare.stderr.contains("--tls-cert") && bare.stderr.contains("hint:"), "{bare:?}");
+}
+
+/// A certificate says what its node may be: nothing starts as something else, and a kv node with a certificate for that lends.
+#[test]
+fn a_certificate_is_for_its_roles_only() {
+    let cluster = Cluster::new();
+    let (model, prompt) = golden_prompt();
+    let gmanager = format!("--gmanager={}", cluster.gmanager.said("quic"));
+    let of = |role: &str| certificates_for(&cluster.ca, &format!("only-{role}"), role);
+    let serve = ["serve", &model, "--backend=cpu", "--http=127.0.0.1:0", "--kv-tokens=64", &gmanager];
+    let cases: [(&[&str], &str); 5] = [
+        (&serve, "kv"),
+        (&serve, "gmanager"),
+        (&["gmanager", "--listen=127.0.0.1:0"], "instance"),
+        (&["status", &gmanager], "instance"),
+        (&["drain", "nobody", &gmanager], "gateway"),
+    ];
+    for (command, role) in cases {
+        let tls = of(role);
+        let ended = run(&[command, &tls.each_ref().map(String::as_str)].concat());
+        assert_eq!(ended.code, Some(1), "{role}: {ended:?}");
+        let words = [&format!("is for {role}"), "hint: lagoon certs issue"];
+        assert!(words.iter().all(|word| ended.stderr.contains(*word)), "{role}: {ended:?}");
+    }
+    let instance = cluster.serve("node", &model, &["--backend=cpu", "--kv-tokens=64"]);
+    let shape = tempfile::tempdir().unwrap();
+    std::fs::copy(format!("{model}/config.json"), shape.path().join("config.json")).unwrap();
+    let hash = format!("--model-hash={}", instance.said("model_hash"));
+    let [a, b, c] = of("kv");
+    let shape = shape.path().to_string_lossy().into_owned();
+    let flags = ["serve", &shape, "--http=127.0.0.1:0", "--block-tokens=8", "--role=kv", "--backend=cpu"];
+    let kv = Server::start(&[&flags[..], &["--kv-tokens=128", &hash, &gmanager, &a, &b, &c]].concat());
+    wait_for_pool(&instance.client(), 24);
+    equals_single(&instance.client(), &model, &prompt);
+    assert!(partials_sent(&kv.client()) > 0);
 }

@@ -1,5 +1,5 @@
-//! Trials of warpgroup kernels by the real binary over the fake driver: a trap costs a child process, is remembered, and the
-//! server goes on; what `lagoon doctor` says of it, and of cuBLASLt in a Python wheel.
+//! Trials of warpgroup kernels by the real binary over the fake driver: a trap costs a child process, is remembered,
+//! and the server goes on; `lagoon doctor` reports the trial, and cuBLASLt in a Python wheel.
 
 use crate::cuda::{fake, shim};
 use lagoon_tests::process::{Server, lagoon, token_ids};
@@ -26,7 +26,7 @@ impl Machine {
             ("LAGOON_CUDA_TRIAL_TOKENS", "64".into()),
             ("LAGOON_LOG", "warn,lagoon::cuda_tuning=info".into()),
             ("XDG_CACHE_HOME", cache.path().into()),
-            // Packages of this machine are not looked at.
+            // Python packages of this machine are ignored.
             ("VIRTUAL_ENV", "".into()),
             ("CONDA_PREFIX", "".into()),
         ];
@@ -38,9 +38,9 @@ impl Machine {
         self
     }
 
-    /// Serves two tokens with these flags; what it logged.
+    /// Serves two tokens with these flags; returns the log.
     fn serve(&self, flags: &[&str]) -> String {
-        // f16 and heads of 64, which warpgroup kernels serve.
+        // f16 and heads of 64, which warpgroup kernels support.
         let model = lagoon_tests::root().join("models/passkey").to_string_lossy().into_owned();
         let fixed =
             ["--backend=cuda", "--http=127.0.0.1:0", "--block-tokens=32", "--kv-tokens=256", "--step-tokens=32"];
@@ -51,7 +51,7 @@ impl Machine {
         server.stop().stderr
     }
 
-    /// The one tuning that is kept.
+    /// The one cached tuning.
     fn remembered(&self) -> (PathBuf, Value) {
         let files = std::fs::read_dir(self.cache.path().join("lagoon/cuda-tuning")).unwrap();
         let files: Vec<PathBuf> = files.map(|file| file.unwrap().path()).collect();
@@ -59,7 +59,7 @@ impl Machine {
         (file.clone(), serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap())
     }
 
-    /// What `lagoon doctor` says under this name.
+    /// `lagoon doctor`'s checks of this name.
     fn doctor(&self, name: &str) -> Vec<Value> {
         let mut command = lagoon(&["doctor", "--json"]);
         let output = command.env_remove("LAGOON_CUBLASLT").envs(self.variables.iter().cloned()).output().unwrap();
@@ -84,13 +84,13 @@ fn a_trap_in_the_trial_costs_a_child_and_is_remembered() {
         "{told:?}"
     );
 
-    // No second trial: without the trap it would find something else.
+    // No second trial: without the trap its result would differ.
     let mut machine = machine;
     machine.variables.retain(|(name, _)| *name != "LAGOON_FAKE_TRAP");
     let log = machine.serve(&[]);
     assert!(!log.contains("tuned attention") && !log.contains("trial"), "{log}");
     assert_eq!(machine.remembered().1, kept);
-    // A damaged file is measured anew, and so is everything where that is asked for.
+    // A damaged file is measured anew, and so is everything on request.
     let again = |machine: &Machine, flags: &[&str]| {
         let log = machine.serve(flags);
         assert!(log.contains("tuned attention"), "{log}");
@@ -103,7 +103,7 @@ fn a_trap_in_the_trial_costs_a_child_and_is_remembered() {
     again(&machine, &["--calibrate=always"]);
 }
 
-/// Warpgroup kernels serve rounded activations only, so under exact precision they are not tried.
+/// Warpgroup kernels take rounded activations only, so exact precision has no trial.
 #[test]
 fn exact_precision_makes_no_trial() {
     let Some(machine) = Machine::new("exact_precision_makes_no_trial") else { return };
@@ -114,7 +114,7 @@ fn exact_precision_makes_no_trial() {
     assert!(!log.contains("failed"), "{log}");
 }
 
-/// cuBLASLt lies where PyTorch's wheels put it: in the active environment, or where `python3` says, which may hang.
+/// cuBLASLt is found in PyTorch's wheels: in the active environment, or in the folders of `python3`, which may hang.
 #[test]
 fn cublaslt_is_found_in_wheels() {
     let Some(machine) = Machine::new("cublaslt_is_found_in_wheels") else { return };
@@ -139,7 +139,7 @@ fn cublaslt_is_found_in_wheels() {
     assert!(linear(&machine).contains("own kernels (libcublasLt.so (13 or 12) is not installed)"));
     let machine = machine.with("VIRTUAL_ENV", Path::new(folder.path()));
     found(linear(&machine));
-    // What is named wins.
+    // A file given by the environment takes precedence.
     let machine = machine.with("LAGOON_CUBLASLT", "none");
     assert!(linear(&machine).contains("own kernels (LAGOON_CUBLASLT=none)"));
 }

@@ -1,5 +1,5 @@
-//! Prefill and decode workers as processes: what they say, over shared memory and over QUIC, and what becomes of it when
-//! one of them is killed.
+//! Prefill and decode workers as processes: their answers, over shared memory and over QUIC, also when one of them is
+//! killed.
 
 use lagoon_tests::faults::{FaultPool, Watched, number, passkey, prompt};
 use lagoon_tests::golden::max_diff;
@@ -33,7 +33,7 @@ fn is_empty(status: &Value) -> bool {
         .all(|row| row["blocks_free"] == row["blocks_total"] && row["blocks_lent"] == 0 && row["blocks_borrowed"] == 0)
 }
 
-/// Waits until an instance's metrics have a series: they are recorded now and then.
+/// Waits until an instance's metrics contain `series`: they are recorded periodically.
 fn measured(client: &Client, series: &str) {
     let deadline = Instant::now() + TIMEOUT;
     loop {
@@ -71,7 +71,7 @@ fn a_pool_of_prefill_and_decode_workers_says_what_one_instance_says() {
         let sum = |field: &str| decoders.iter().map(|c| number(&c.get("/lagoon/status").json(), field)).sum::<u64>();
         assert_eq!((sum("prefill/pulled"), sum("prefill/own"), sum("prefill/damaged_blocks")), (3, 0, 0), "{path}");
         assert!(sum("prefill/bytes") > 0);
-        // The time is told now and then.
+        // Times are recorded periodically.
         let deadline = Instant::now() + TIMEOUT;
         while sum("prefill/reading_us") == 0 {
             assert!(Instant::now() < deadline, "{path}");
@@ -85,7 +85,7 @@ fn a_pool_of_prefill_and_decode_workers_says_what_one_instance_says() {
             assert!(row["bytes_per_s"].as_f64().unwrap() > 1e6, "{status}");
             measured(client, "lagoon_transfer_path_bytes_per_second{");
         }
-        // Heartbeats tell the pool's status the same.
+        // Heartbeats report the same in the pool's status.
         let told = client.wait_until("/lagoon/status", "what was read", |s| {
             let rows = s["instances"].as_array().unwrap().iter().filter(|row| row["role"] == "decode");
             rows.map(|row| number(row, "prefill/decoded")).sum::<u64>() == 3
@@ -117,7 +117,7 @@ fn roles_that_cannot_work_say_so() {
     assert!(ended.stderr.contains("in no pool") && ended.stderr.contains("hint: "), "{}", ended.stderr);
 }
 
-/// The network interface of KV is not that of everything else: the reads leave from its address, and arrive at it.
+/// KV has a network interface of its own: reads leave from its address and arrive at it.
 #[test]
 fn kv_is_read_by_the_interface_that_was_chosen() {
     let place = |role: &str, ip: &str, transfer: &str| {
@@ -144,7 +144,7 @@ fn kv_is_read_by_the_interface_that_was_chosen() {
     for (name, ip) in [("p0", "127.0.0.2:"), ("d0", "127.0.0.3:"), ("d1", "127.0.0.3:")] {
         assert!(pool.said(name, "quic").starts_with(ip), "{name}");
     }
-    // What the prefill worker saw, and what the decode worker had been told.
+    // Addresses seen by the prefill worker, and those known to the decode worker.
     let (seen, chose) = (pool.stop("p0").stderr, pool.stop("d0").stderr);
     for from in readers {
         assert!(seen.contains("KV is read over QUIC reader=") && seen.contains(&format!("from={from}")), "{seen}");
@@ -163,8 +163,8 @@ fn a_network_interface_that_is_not_there_is_refused() {
     assert!(said.contains("hint: up, with an IPv4 address: ") && said.contains("lo"), "{said}");
 }
 
-/// A prefill worker is killed while it computes: the client sees only latency. Then the gManager is killed, and prompts are
-/// computed and read all the same.
+/// A prefill worker is killed during prefill: the client sees only latency. Then the gManager is killed, and prompts
+/// are still prefilled elsewhere.
 #[test]
 fn a_killed_prefill_worker_costs_time_only() {
     let role = |name: &str| Place::default().with(&format!("--role={name}"));
@@ -192,13 +192,13 @@ fn a_killed_prefill_worker_costs_time_only() {
     pool.wait_empty();
 }
 
-/// A long prompt's oldest rBlocks stay with the prefill worker: they are moved by hand, and what is left by a drain that ends
-/// its process, while the answer goes on.
+/// A long prompt's oldest rBlocks stay with the prefill worker: some are moved by hand, and the rest by a drain that
+/// ends its process, while the answer goes on.
 #[test]
 fn what_stays_with_a_prefill_worker_is_moved_by_hand_and_drained() {
     let role = |name: &str| Place::default().with(&format!("--role={name}"));
     let mut pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", Some(2 * lagoon_tests::faults::STEP));
-    // One that does both computes for others only if nobody else does.
+    // An instance of both roles prefills for others only if no one else does.
     pool.start(&[("p0", 128, role("prefill")), ("d0", 24, role("decode")), ("n0", 128, Place::default())]);
     pool.wait("d0", "connected", |s| number(s, "prefill/workers") == 2);
     let undisturbed = pool.undisturbed(128);
@@ -207,7 +207,7 @@ fn what_stays_with_a_prefill_worker_is_moved_by_hand_and_drained() {
     assert!(pool.creditors("d0")["p0"] >= 30);
     let worker = pool.status("p0")["instance"].to_string();
     let order = ["kv", "move", &request(&pool, "d0"), "--from=p0", "--to=n0", "--blocks=10"];
-    // The planner may be moving it already, and the gManager hears of the request with a heartbeat.
+    // The planner may be moving it, and the gManager learns of the request by heartbeat.
     while let Err(refused) = pool.try_ask(&order) {
         assert!(!stream.is_over(), "no move is accepted: {refused:?}");
         std::thread::sleep(Duration::from_millis(100));
@@ -221,7 +221,7 @@ fn what_stays_with_a_prefill_worker_is_moved_by_hand_and_drained() {
     stream.finish("moved and drained", &undisturbed);
 }
 
-/// Workers whose store others cannot read, as processes.
+/// Workers whose store transports cannot read, as processes.
 #[test]
 fn workers_on_wgpu_pass_prompts_through_host_memory() {
     if let Err(why) = lagoon_tests::wgpu() {
@@ -245,7 +245,8 @@ fn workers_on_wgpu_pass_prompts_through_host_memory() {
     client.wait_until("/lagoon/status", "empty", is_empty);
 }
 
-/// Roles change by command while a gateway's streams go on: the answers are those of one instance, and nothing is left.
+/// Roles change by command while a gateway's streams run: the answers equal a single instance's, and nothing is left
+/// behind.
 #[test]
 fn an_operator_changes_roles_under_traffic() {
     let role = |name: &str| Place::default().with(&format!("--role={name}"));
@@ -277,7 +278,7 @@ fn an_operator_changes_roles_under_traffic() {
         let refused = pool.try_ask(&command).unwrap_err();
         assert!(refused.stderr.contains(words) && refused.stderr.contains("hint:"), "{refused:?}");
     }
-    // The other way: it answers what it has begun to.
+    // The other way: it finishes the answers that it has begun.
     let asked = pool.ask(&["role", "d0", "prefill"]);
     assert_eq!((&asked["role"], &asked["becoming"]), (&json!("decode"), &json!("prefill")), "{asked}");
     let shown = pool.ask(&["status"]);
@@ -294,12 +295,12 @@ fn an_operator_changes_roles_under_traffic() {
     pool.wait_empty();
 }
 
-/// Prompts queue at the only prefill worker, and two decode workers have time: the balancer turns one of them, says so in its
-/// metrics, and every answer is that of one instance.
+/// Prompts queue at the only prefill worker, and two decode workers are idle: the balancer switches one of them,
+/// reports that in its metrics, and every answer equals a single instance's.
 #[test]
 fn a_balancer_turns_a_worker_where_prompts_queue() {
     let role = |name: &str| Place::default().with(&format!("--role={name}"));
-    // A prompt takes some steps of its worker, whatever the machine does beside, and an answer one.
+    // A prompt takes several steps of its worker on any machine, and an answer one.
     let pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", Some(4 * lagoon_tests::faults::STEP));
     let mut pool = pool.with_gmanager_flags(&["--auto-roles=1", "--metrics-port=0"]);
     pool.start(&[("p0", 512, role("prefill")), ("d0", 2048, role("decode")), ("d1", 2048, role("decode"))]);
@@ -324,7 +325,7 @@ fn a_balancer_turns_a_worker_where_prompts_queue() {
         assert!(Instant::now() < deadline, "{}", pool.gmanager_metrics());
         std::thread::sleep(Duration::from_millis(50));
     }
-    // All of them are compared where the switch was, and some before.
+    // Compares all answers around the switch, and some before.
     let first = streams.len().saturating_sub(12);
     for (n, stream) in streams.into_iter().enumerate() {
         if n < 4 || n >= first {

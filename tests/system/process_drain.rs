@@ -1,4 +1,4 @@
-//! Draining instances, by an operator and by SIGTERM, and moving KV by hand: no request is lost.
+//! Drains by an operator and by SIGTERM, and moves of KV by hand: no request is lost.
 
 use crate::process_cluster::{Cluster, TWO, certificates, wait_for_pool};
 use crate::process_up::{golden_prompt, single};
@@ -6,7 +6,7 @@ use lagoon_tests::process::{Client, Ended, Events, Server, TIMEOUT, completion, 
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// Asks the cluster's gManager.
+/// Runs an operator's command against the cluster's gManager.
 fn ask(cluster: &Cluster, tls: &[String; 3], command: &[&str]) -> Ended {
     let [a, b, c] = tls;
     run(&[command, &["--gmanager", &cluster.gmanager.said("quic"), a, b, c]].concat())
@@ -18,7 +18,7 @@ fn ask_json(cluster: &Cluster, tls: &[String; 3], command: &[&str]) -> Value {
     serde_json::from_str(&ended.stdout).unwrap()
 }
 
-/// The request placement map, once a request's blocks are on several instances: heartbeats tell it.
+/// The request placement map, once a request's blocks are on several instances; heartbeats carry it.
 fn placements(cluster: &Cluster, tls: &[String; 3]) -> Vec<Value> {
     let deadline = Instant::now() + TIMEOUT;
     loop {
@@ -30,7 +30,7 @@ fn placements(cluster: &Cluster, tls: &[String; 3]) -> Vec<Value> {
     }
 }
 
-/// A stream of a prompt that no instance holds alone, its first token, and all the rest's.
+/// A stream of a prompt that no single instance holds: its first token, and the rest.
 struct Stream<'a> {
     events: Events<'a>,
     tokens: Vec<u32>,
@@ -43,7 +43,7 @@ impl<'a> Stream<'a> {
         Self { events, tokens }
     }
 
-    /// To its end; it is whole, and what one large instance generates.
+    /// Reads the stream to its end; asserts that it equals that of one large instance.
     fn finish(mut self, model: &str, prompt: &[u32], max_tokens: u32) {
         let (rest, done) = self.events.rest();
         assert!(done, "{rest:?}");
@@ -54,14 +54,14 @@ impl<'a> Stream<'a> {
     }
 }
 
-/// The value of a metric, named with its labels; `None` before it was first recorded.
+/// The value of a metric, named with its labels; `None` before its first record.
 fn metric(client: &Client, name: &str) -> Option<f64> {
     let text = client.get("/metrics").text;
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
     Some(value.parse().unwrap_or_else(|e| panic!("{name} {value}: {e}")))
 }
 
-/// Waits until a metric, which is recorded twice a second, is at least `least`.
+/// Waits until a metric, recorded twice a second, is at least `least`.
 fn wait_for_metric(client: &Client, name: &str, least: f64) {
     let deadline = Instant::now() + TIMEOUT;
     while metric(client, name).is_none_or(|value| value < least) {
@@ -70,12 +70,12 @@ fn wait_for_metric(client: &Client, name: &str, least: f64) {
     }
 }
 
-/// A model and a prompt for streams that go on for seconds: what is ordered meanwhile concerns them.
+/// A model and a prompt for streams that last for seconds, longer than the orders.
 fn long_prompt() -> (String, Vec<u32>) {
     (lagoon_tests::root().join("models/passkey").to_string_lossy().into_owned(), vec![7; 1200])
 }
 
-/// Instances that hold 1,024 tokens each, and take their time: a stream outlives what is ordered meanwhile.
+/// Three paced instances of 1,024 tokens each: a stream outlives the orders.
 fn three(cluster: &Cluster, model: &str) -> [Server; 3] {
     let flags = ["--backend=cpu", "--kv-tokens=1024", "--calibrate=off"];
     let step = Duration::from_millis(5);
@@ -95,7 +95,7 @@ fn a_drained_creditor_stops_without_losing_a_request() {
     let rows = placements(&cluster, &tls);
     let request = rows[0]["request"].as_str().unwrap().to_owned();
     assert!(rows.iter().all(|row| row["request"] == *request), "{rows:?}");
-    // Whichever lends to it.
+    // Whichever instance lends to it.
     let own = client.get("/lagoon/status").json()["instance"].clone();
     let lender = rows.iter().map(|row| &row["instance"]).find(|instance| **instance != own).unwrap();
     let lenders = servers.iter().position(|s| s.client().get("/lagoon/status").json()["instance"] == *lender).unwrap();
@@ -105,7 +105,7 @@ fn a_drained_creditor_stops_without_losing_a_request() {
     assert_eq!((&drained["name"], &drained["drained"]), (&json!(name), &json!(true)), "{drained}");
     let ended = servers[lenders].ended();
     assert_eq!(ended.code, Some(0), "{ended:?}");
-    // The debtor counts what left the drained one: at least what was lent when that began.
+    // The debtor counts the blocks moved away from the drained one: at least those lent at the start of the drain.
     let moved = client.get("/lagoon/status").json()["moves"].clone();
     let blocks = ["blocks_home", "blocks_between"].map(|field| moved[field].as_u64().unwrap());
     assert!(blocks.iter().sum::<u64>() > 0 && moved["by_reason"]["drain"].is_object(), "{moved}");
@@ -128,7 +128,7 @@ fn a_drained_creditor_stops_without_losing_a_request() {
         wait_for_metric(&client, &format!("lagoon_{name}_total{{{labels}}}"), 0.0);
     }
     stream.finish(&model, &prompt, 700);
-    // What is left serves on.
+    // The remaining instances serve on.
     wait_for_pool(&client, 128 + 126);
     client.wait_until("/lagoon/status", "empty", |s| s["blocks_free"] == 128);
     Stream::start(&client, &prompt, 8).finish(&model, &prompt, 8);
@@ -147,7 +147,7 @@ fn a_drain_is_seen_and_taken_back() {
     assert!(waited.code == Some(0) && waited.stdout.contains("is draining"), "{waited:?}");
     assert!(waited.stdout.ends_with("drained\n"), "{waited:?}");
     client.wait_until("/lagoon/status", "draining", |s| s["draining"] == true);
-    // Whoever dispatches by /health looks elsewhere; it is told twice a second.
+    // A dispatcher that uses /health avoids it; /health is updated twice a second.
     client.wait_for_text("/health", "not ready");
     assert_eq!(client.get("/health").status, 503);
     let status = ask(&cluster, &tls, &["status"]);
@@ -182,7 +182,7 @@ fn moves_by_hand_are_done_counted_and_explained() {
         let deadline = Instant::now() + TIMEOUT;
         let ended = loop {
             let ended = ask(&cluster, &tls, &command);
-            // Four heartbeats a second tell the gManager what can move: what just moved may not be known yet.
+            // Heartbeats come four times a second: the gManager may not know a move that has just ended.
             if ended.code == Some(0) || !ended.stderr.contains("that can move") || Instant::now() > deadline {
                 break ended;
             }
@@ -197,22 +197,22 @@ fn moves_by_hand_are_done_counted_and_explained() {
     };
     let [from_debtor, from_lender, from_other] = [&debtor.to_string(), &lender, &other].map(|n| format!("--from={n}"));
     let [to_lender, to_other] = [&lender, &other].map(|n| format!("--to={n}"));
-    // Each is taken at once: the request does not rest between moves by hand.
+    // All accepted at once: there is no pause between moves by hand.
     let (_, out) = order(&["move", "80", &from_debtor, &to_lender]);
     let (_, home) = order(&["recall", "8", &from_lender]);
     let (_, between) = order(&["move", "7", &from_lender, &to_other]);
     let (last, home_again) = order(&["recall", "2", &from_other]);
     let (_, back) = order(&["move", "3", &from_other, &to_lender]);
     assert_eq!((out, between, home, back, home_again), (80, 7, 8, 3, 2));
-    // The debtor counted these and no others as an operator's.
+    // The debtor counted exactly these as an operator's.
     let moves = client.get("/lagoon/status").json()["moves"].clone();
     let counted = json!({ "out": out, "home": home + home_again, "between": between + back });
     assert_eq!(moves["by_reason"]["operator"], counted, "{moves}");
     wait_for_metric(&client, "lagoon_moved_blocks_total{direction=\"home\",reason=\"operator\"}", 10.0);
-    // The outcome of an order can be asked for later; a number that is nobody's cannot.
+    // The outcome of an order can be queried later; an unknown number cannot.
     let outcome = ask(&cluster, &tls, &["kv", "order", &last.to_string()]);
     assert_eq!((outcome.code, outcome.stdout.as_str()), (Some(0), "2 rBlocks moved\n"), "{outcome:?}");
-    // Only this request's rows, of the instances that have some.
+    // Only this request's rows, of instances that have some.
     let own = ask_json(&cluster, &tls, &["kv", "ls", &request])["placements"].as_array().unwrap().len();
     assert!((2..=3).contains(&own) && own == placements(&cluster, &tls).len(), "{own}");
     refused_orders(&cluster, &tls, &request);
@@ -239,7 +239,7 @@ fn refused_orders(cluster: &Cluster, tls: &[String; 3], request: &str) {
     }
     let dry = ask_json(cluster, tls, &["kv", "recall", request, "--blocks=1", "--dry-run"]);
     assert_eq!((&dry["dry_run"], &dry["moves"][0]["order"]), (&json!(true), &json!(0)), "{dry}");
-    // A plan is an answer, be it empty.
+    // An empty plan is a valid answer.
     assert!(ask_json(cluster, tls, &["kv", "plan"])["moves"].is_array());
 }
 
@@ -254,7 +254,7 @@ fn sigterm_lets_requests_finish_and_a_second_one_does_not_wait() {
     let ended = server.ended();
     assert!(ended.code == Some(0) && ended.stderr.contains("drained"), "{ended:?}");
 
-    // A long answer is caught in the middle of.
+    // A long answer, so that the second SIGTERM stops the server in its middle.
     let mut server = single(&model, "20000");
     let client = server.client();
     let stream = Stream::start(&client, &[7; 40], 15_000);

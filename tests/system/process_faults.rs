@@ -1,5 +1,5 @@
-//! Processes that are killed, paused and cut off while streams that depend on them run. Every stream goes on and says
-//! what an undisturbed instance says; what had to be computed again is counted; nothing is left anywhere.
+//! Processes are killed, paused and cut off while streams depend on them. Every stream continues with an undisturbed
+//! instance's tokens; recomputed tokens are counted; no memory leaks.
 
 use lagoon_tests::faults::{FaultPool, STEP, Watched, number, passkey, prompt};
 use lagoon_tests::partition::{Net, Place};
@@ -7,13 +7,13 @@ use lagoon_types::limits::{FENCE_MS, LEASE_TTL_MS};
 use serde_json::Value;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// The bundled model's.
+/// Vocabulary of the bundled model.
 const VOCAB: u32 = 1024;
 /// Tokens in an rBlock.
 const BLOCK: u32 = 16;
-/// What a busy machine adds to anything.
+/// Slack for a busy machine.
 const SLACK: Duration = Duration::from_secs(5);
-/// rBlocks that a sequence may have borrowed since somebody looked.
+/// rBlocks that a sequence may have borrowed since the last look.
 const GROWTH: u64 = 4;
 
 fn recoveries(pool: &FaultPool, name: &str) -> u64 {
@@ -24,7 +24,7 @@ fn recomputed(pool: &FaultPool, name: &str) -> u64 {
     number(&pool.status(name), "recomputed_tokens")
 }
 
-/// It has lost KV more often than `before`, and all of it is computed again.
+/// Waits until an instance has lost KV more often than `before`, and has recomputed all of it.
 fn wait_recovered(pool: &FaultPool, name: &str, before: u64) {
     pool.wait(name, "recovered", |s| number(s, "recoveries") > before && is_whole(s));
 }
@@ -34,19 +34,19 @@ fn is_whole(status: &Value) -> bool {
     sequences.iter().all(|s| number(s, "lost_blocks") == 0 && number(s, "lost_tokens") == 0)
 }
 
-/// Waits for any instant of a step.
+/// Waits for a random time within a step.
 fn some_instant(stream: &Watched) {
     stream.wait_for(stream.tokens() + 5);
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().subsec_nanos();
     std::thread::sleep(Duration::from_nanos(u64::from(nanos) % STEP.as_nanos() as u64));
 }
 
-/// One stream outlives four of its creditors: one dies somewhere in a decode step, one while the debtor waits for it in
-/// the middle of a layer, and two while what the one before took along is computed again at them.
+/// One stream outlives four of its creditors: one dies during a decode step, one while the debtor waits for its
+/// partials in the middle of a layer, and two while they receive the recomputed lost range of the one before.
 #[test]
 fn a_stream_outlives_creditors_that_are_killed() {
     let mut pool = FaultPool::without_members(&passkey(), BLOCK, "127.0.0.1", Some(STEP));
-    // Lost tokens are computed again in many steps, so that there is a middle to die in.
+    // The lost range is recomputed in many steps, so that a creditor can die in the middle.
     let mut members = vec![("debtor", 8, Place::default().with("--step-tokens=16"))];
     members.extend(["c1", "c2", "c3", "c4", "c5"].map(|name| (name, 48, Place::default())));
     pool.start(&members);
@@ -55,7 +55,7 @@ fn a_stream_outlives_creditors_that_are_killed() {
     let undisturbed = pool.undisturbed(48);
     stream.wait_for(20);
 
-    // In the middle of decoding, wherever its step is.
+    // During decoding, anywhere in a step.
     some_instant(&stream);
     let dead = pool.creditor("debtor");
     let (said, lent) = (stream.tokens(), pool.creditors("debtor")[&dead] + GROWTH);
@@ -66,7 +66,7 @@ fn a_stream_outlives_creditors_that_are_killed() {
     assert!(first > 0 && first <= lent * u64::from(BLOCK), "{first} of {lent} rBlocks");
     stream.wait_for(said + 20);
 
-    // In the middle of a layer: its queries are out, and the answer never comes.
+    // In the middle of a layer: queries are sent, and the reply never comes.
     let dead = pool.creditor("debtor");
     let lent = pool.creditors("debtor")[&dead] + GROWTH;
     pool.pause(&dead);
@@ -90,7 +90,7 @@ fn a_stream_outlives_creditors_that_are_killed() {
         let seq = &status["sequences"][0];
         assert!(!stream.is_over(), "the stream is over: {status}");
         if number(&status, "recoveries") > before && number(seq, "lost_blocks") == 0 {
-            // What it borrows now is filled in this very moment.
+            // The blocks it borrows now are being filled.
             let lent = seq["remote_blocks"].as_object().unwrap();
             break (names[lent.keys().next().unwrap()].clone(), number(seq, "lost_tokens"));
         }
@@ -108,13 +108,13 @@ fn a_stream_outlives_creditors_that_are_killed() {
     pool.wait_empty();
 }
 
-/// Without a gManager what runs goes on and what must borrow waits; a new one knows everything again.
+/// Without a gManager running requests go on and borrowing waits; a new gManager recovers all state.
 #[test]
 fn streams_outlive_the_gmanager() {
     let mut pool = FaultPool::new(&passkey(), BLOCK, &[("a", 32), ("b", 48)]);
     let undisturbed = pool.undisturbed(64);
     let (first, long, other) = (prompt(7, 300, VOCAB), prompt(2, 320, VOCAB), prompt(3, 576, VOCAB));
-    // The first takes memory that the second then borrows; when it is over, the second has room to grow.
+    // The first request takes memory that the second then borrows; when it ends, the second has room to grow.
     let room = pool.watch("a", &first, 20);
     room.wait_for(1);
     let stream = pool.watch("a", &long, 250);
@@ -140,7 +140,7 @@ fn streams_outlive_the_gmanager() {
     pool.wait_empty();
 }
 
-/// A creditor that is paused until it is taken for dead comes back with KV that nobody wants: it is told so.
+/// A creditor paused until it is declared dead comes back with stale KV, and is told so by its fence.
 #[test]
 fn a_creditor_that_was_paused_comes_back_empty() {
     let mut pool = FaultPool::new(&passkey(), BLOCK, &[("debtor", 8), ("c1", 48), ("c2", 48)]);
@@ -159,7 +159,7 @@ fn a_creditor_that_was_paused_comes_back_empty() {
         recomputed(&pool, "debtor")
     );
     stream.wait_for(said + 20);
-    // Past the fence, with heartbeats' and the clock's slack.
+    // After the fence, with slack for heartbeats and the clock.
     std::thread::sleep(Duration::from_millis(FENCE_MS + 1_500).saturating_sub(since.elapsed()));
     pool.resume(&paused);
     let back = pool.wait(&paused, "fenced, back and empty", |s| {
@@ -170,7 +170,7 @@ fn a_creditor_that_was_paused_comes_back_empty() {
     pool.wait_whole();
     pool.wait_empty();
 
-    // It lends again, and what it held before is not what is attended to.
+    // It lends again, and no attention uses its former KV.
     let other = if paused == "c1" { "c2" } else { "c1" };
     pool.kill(other);
     pool.wait_whole();
@@ -207,7 +207,8 @@ fn a_partition_between_two_instances() {
     println!("cut for 1 s after {said} tokens: {} tokens computed again", recomputed(&pool, "debtor"));
     assert_eq!(recomputed(&pool, "debtor"), 0);
 
-    // Longer than a lease lasts: the stream goes on elsewhere, and the creditor frees what nobody renews.
+    // Longer than a lease's life: the stream goes on elsewhere, and the creditor frees the blocks that are not
+    // renewed.
     let cut = Instant::now();
     net.cut("debtor", &creditor);
     wait_recovered(&pool, "debtor", 0);
@@ -225,7 +226,7 @@ fn a_partition_between_two_instances() {
     stream.finish("cut off from a creditor", &undisturbed);
     assert_eq!(number(&pool.status(&creditor), "fences"), 0, "the gManager reached it all the time");
 
-    // Together again: a request that needs both creditors.
+    // Connected again: a request that needs both creditors.
     std::thread::sleep(Duration::from_millis(LEASE_TTL_MS).saturating_sub(cut.elapsed()));
     net.heal("debtor", &creditor);
     let large = prompt(6, 60 * BLOCK as usize, VOCAB);

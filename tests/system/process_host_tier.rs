@@ -1,4 +1,4 @@
-//! Host memory as a tier of the pool: requests that only fit with it.
+//! Host memory as a tier of the pool: requests that fit only with it.
 
 use crate::process_cluster::{Cluster, certificates, equals_single, wait_for_pool};
 use crate::process_up::golden_prompt;
@@ -44,7 +44,7 @@ fn an_instance_with_host_memory_serves_what_its_device_cannot_hold() {
     let status: Value = serde_json::from_str(&status.stdout).unwrap_or_else(|e| panic!("{e}: {status:?}"));
     let tiers: Vec<&Value> = status["instances"].as_array().unwrap().iter().map(|row| &row["tier"]).collect();
     assert_eq!(tiers.iter().filter(|tier| **tier == "host").count(), 1, "{status}");
-    // Both measured themselves: the host what it does, the instance its steps too.
+    // Both have calibrations: the host of its memory, the instance of its steps as well.
     for row in status["instances"].as_array().unwrap() {
         let measured = &row["calibration"];
         assert!(measured["attention_us_per_ktoken"].as_f64() > Some(0.0), "{status}");
@@ -65,7 +65,7 @@ fn host_memory_serves_other_instances_too() {
     equals_single(&client, &model, &prompt);
     let host = lender.client().get("/lagoon/status").json()["host"].clone();
     assert!(host["bulk_bytes_sent"].as_u64() > Some(0), "its KV was brought in: {host}");
-    // A kv node may say that its memory is the host's.
+    // A kv node may declare its memory a host tier.
     let hash = format!("--model-hash={}", lender.said("model_hash"));
     let kv = cluster.serve("kv", &model, &["--role=kv", "--tier=host", "--backend=cpu", "--kv-tokens=64", &hash]);
     assert_eq!(kv.client().get("/lagoon/status").json()["tier"], "host");

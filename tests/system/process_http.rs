@@ -1,4 +1,4 @@
-//! The HTTP interface of a real server: what it answers, and what it refuses by name.
+//! The HTTP interface of a real server: answers, and refusals that name the problem.
 
 use crate::process_up::golden_prompt;
 use lagoon_tests::process::{Client, Server, completion, token_ids};
@@ -11,7 +11,7 @@ fn server(extra: &[&str]) -> (Server, Vec<u32>) {
     (server, prompt)
 }
 
-/// The request is refused with `status`, and the message has all of `words`.
+/// Asserts that the request is refused with `status`, and the message contains all of `words`.
 fn refused(client: &Client, body: &Value, status: u16, words: &[&str]) {
     let answer = client.post("/v1/completions", body);
     assert_eq!(answer.status, status, "{body}: {}", answer.text);
@@ -67,7 +67,7 @@ fn a_stream_says_what_the_whole_answer_says() {
     let (events, done) = client.stream("/v1/completions", &completion(&prompt[..20], 6, &extra)).rest();
     assert!(done);
     let (usage, chunks) = events.split_last().unwrap();
-    // One token a chunk; the reason to end comes with a last one that may have no token.
+    // One token a chunk; the finish reason comes with the last chunk, which may have no token.
     assert!(chunks.iter().all(|chunk| token_ids(chunk).len() <= 1) && (6..=7).contains(&chunks.len()));
     assert_eq!((usage["choices"].as_array().unwrap().len(), &usage["usage"]), (0, &whole["usage"]));
     assert_eq!(whole["usage"], json!({"prompt_tokens": 20, "completion_tokens": 6, "total_tokens": 26}));
@@ -92,11 +92,16 @@ fn generation_ends_where_it_is_told() {
     let long = client.complete(&prompt[..20], 12, &json!({})).json();
     let ids = token_ids(&long);
     let text = long["choices"][0]["text"].as_str().unwrap().to_owned();
-    // A token that has not come before is where a stop id ends it.
+    // A token that has not occurred before, as a stop id, ends the answer there.
     let at = (1..12).rev().find(|at| !ids[..*at].contains(&ids[*at])).unwrap();
     let stopped = client.complete(&prompt[..20], 12, &json!({"stop_token_ids": [ids[at]]})).json();
     assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
     assert_eq!(token_ids(&stopped)[..at], ids[..at]);
+    // Before as many tokens, another one takes its place.
+    let extra = json!({"stop_token_ids": [ids[at]], "min_tokens": at + 1});
+    let longer = token_ids(&client.complete(&prompt[..20], 12, &extra).json());
+    assert!(longer.len() > at && !longer[..=at].contains(&ids[at]), "{ids:?}, {longer:?}");
+    assert_eq!(longer[..at], ids[..at]);
     let stop: String = text.chars().skip(text.chars().count() / 2).take(2).collect();
     let cut = text.find(&stop).unwrap();
     let stopped = client.complete(&prompt[..20], 12, &json!({"stop": stop})).json();

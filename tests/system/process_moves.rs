@@ -1,6 +1,6 @@
-//! KV that moves between real processes while their sequences decode: growth over capacity, mutual borrowing, recall by
-//! a creditor and by an operator, also from the middle of a run, under a window and under ALiBi, and creditors that are
-//! killed in the middle of a move.
+//! KV moves between real processes while their sequences decode: growth over capacity, mutual borrowing, recall by a
+//! creditor and by an operator, also from the middle of a run, with a window and with ALiBi, and creditors killed in
+//! the middle of a move.
 
 use lagoon_tests::faults::{FaultPool, STEP, Watched, number, passkey, prompt};
 use lagoon_tests::golden::Golden;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// The bundled model's.
+/// Vocabulary of the bundled model.
 const VOCAB: u32 = 1024;
 
 fn remote_blocks(status: &Value) -> u64 {
@@ -21,15 +21,15 @@ fn remote_blocks(status: &Value) -> u64 {
         .sum()
 }
 
-/// The placement map's name of an instance's only request.
+/// Id of an instance's only request in the placement map.
 pub(crate) fn request(pool: &FaultPool, debtor: &str) -> String {
     let status = pool.status(debtor);
     assert_eq!(status["sequences"].as_array().unwrap().len(), 1, "{status}");
     format!("{}/{}", status["instance"], status["sequences"][0]["seq"])
 }
 
-/// Two instances lend to each other while both decode; then one grows and gets back what it lent. What happened is read
-/// off counters: a busy machine may look too late to see it happen. For the same reason streams are compared at the end.
+/// Two instances lend to each other while both decode; then one grows and recalls its blocks. Results are read off
+/// counters and streams are compared at the end, because a busy machine may poll too late.
 #[test]
 fn growth_mutual_borrowing_and_recall() {
     const BLOCK: u32 = 32;
@@ -41,7 +41,7 @@ fn growth_mutual_borrowing_and_recall() {
         stream.wait_for(usize::MAX);
         over.push((what, stream));
     };
-    // 28 rBlocks, so that the next one, of 30, has to borrow; both grow past what `a` has.
+    // 28 rBlocks, so that the next one, of 30, must borrow; both outgrow `a`.
     let room = pool.watch("a", &prompt(10, tokens(26), VOCAB), 60);
     room.wait_for(1);
     let stream = pool.watch("a", &prompt(11, tokens(30), VOCAB), 480);
@@ -63,8 +63,8 @@ fn growth_mutual_borrowing_and_recall() {
     println!("a borrowed {} rBlocks of b all the time while b borrowed {} of a", borrowed.0, borrowed.1);
     assert!(!stream.is_over(), "it borrowed and lent all the time");
 
-    // They fit when they begin, and not when they have grown by a token or two: their instance recalls what it lent. The
-    // planner may have brought it home just before; then they are tried again.
+    // They fit at first, but not after a token or two: their instance recalls its blocks. If the planner brought
+    // those home just before, the requests are repeated.
     let received = loop {
         let before = number(&pool.status("a"), "moves/recalls_received");
         let free = number(&pool.status("b"), "blocks_free") as u32;
@@ -94,7 +94,7 @@ fn growth_mutual_borrowing_and_recall() {
     over.into_iter().for_each(|(what, stream)| _ = stream.finish(what, &undisturbed));
 }
 
-/// A golden model with a tokenizer: most have none of their own, and only token ids are looked at.
+/// A golden model with a tokenizer: most have none, and only token ids matter here.
 fn golden_with_tokenizer(golden: &Golden) -> TempDir {
     let model = tempfile::tempdir().unwrap();
     for file in ["config.json", "model.safetensors"] {
@@ -105,7 +105,7 @@ fn golden_with_tokenizer(golden: &Golden) -> TempDir {
     model
 }
 
-/// The bundled model under a sliding window: a Mistral of the same weights.
+/// The bundled model with a sliding window: a Mistral of the same weights.
 fn passkey_with_window(window: u32) -> TempDir {
     let model = tempfile::tempdir().unwrap();
     for file in ["model.safetensors", "tokenizer.json"] {
@@ -120,8 +120,8 @@ fn passkey_with_window(window: u32) -> TempDir {
     model
 }
 
-/// Gives an operator's order again and again, until it is accepted and what it moves has moved: a request that has just
-/// moved is left alone for a second, and the planner may be moving it. Returns what the debtor said then.
+/// Repeats an operator's order until it is accepted and its blocks have moved: a request rests for a second after a
+/// move, and the planner may be moving it. Returns the debtor's status.
 fn by_hand(pool: &FaultPool, stream: &Watched, order: &[&str], counter: &str) -> Value {
     let counter = format!("moves/{counter}");
     let before = number(&pool.status("a"), &counter);
@@ -135,8 +135,8 @@ fn by_hand(pool: &FaultPool, stream: &Watched, order: &[&str], counter: &str) ->
     pool.wait("a", &format!("{order:?}"), |s| number(s, &counter) > before && number(s, "moves/in_progress") == 0)
 }
 
-/// An operator takes rBlocks out of the middle of what was one run at a creditor: home, and to another creditor. The
-/// sequence goes on over the pieces, whose positions decide what a window and biases by distance make of them.
+/// An operator moves rBlocks out of the middle of a run at a creditor: home, and to another creditor. The sequence
+/// continues over the pieces, whose positions matter for a window and for ALiBi.
 #[test]
 fn rblocks_are_recalled_from_the_middle_of_a_run() {
     const WINDOW: u32 = 512;
@@ -144,8 +144,8 @@ fn rblocks_are_recalled_from_the_middle_of_a_run() {
     const TOKENS: u32 = 280;
     let mpt = golden_with_tokenizer(&Golden::load("mpt"));
     let windowed = passkey_with_window(WINDOW);
-    // Models, their vocabularies, tokens of an rBlock and of the prompt, and the run's first rBlock: under the window the
-    // oldest ones in sight are passed by before the test ends.
+    // Models, their vocabularies, tokens of an rBlock and of the prompt, and the run's first rBlock: with the window,
+    // the oldest visible ones pass out of it before the test ends.
     let cases = [("ALiBi", &mpt, 140, 8, 120, 2), ("a window", &windowed, VOCAB, 16, 800, (800 - WINDOW) / 16 + 18)];
     for (what, model, vocab, block, prompt_tokens, run) in cases {
         let mut pool = FaultPool::without_members(model.path(), block, "127.0.0.1", Some(3 * STEP));
@@ -163,7 +163,7 @@ fn rblocks_are_recalled_from_the_middle_of_a_run() {
         by_hand(&pool, &stream, &home, "blocks_home");
         let on = ["kv", "move", &request, "--from=b", "--to=c", "--blocks=1", &at(run + 6)];
         let status = by_hand(&pool, &stream, &on, "blocks_between");
-        // Pieces of three, one and one rBlocks are left of eight.
+        // Of eight rBlocks, pieces of three, one and one are left.
         let lent = pool.creditors("a");
         assert_eq!((lent.get("b"), lent.get("c")), (Some(&5), Some(&1)), "{what}");
         println!("{what}: three orders over {} tokens: {}", stream.tokens() - said, status["moves"]);
@@ -184,7 +184,7 @@ fn rblocks_move_by_hand() {
     {
         let golden = Golden::load(name);
         let model = golden_with_tokenizer(&golden);
-        // Slow enough for an operator: a request that was moved is left alone for a second.
+        // Slow enough for an operator: a request rests for a second after a move.
         let mut pool = FaultPool::without_members(model.path(), 4, "127.0.0.1", Some(3 * STEP));
         pool.start(&sizes.map(|(name, blocks)| (name, blocks, Place::default())));
         let undisturbed = pool.undisturbed(64);
@@ -200,7 +200,7 @@ fn rblocks_move_by_hand() {
             &["move", &request, "--from=c", "--to=b", "--blocks=1"],
         ];
         while stream.tokens() + 40 < max_tokens as usize {
-            // Refused where there is nothing to move.
+            // Refused if there is nothing to move.
             accepted += u32::from(pool.try_ask(&[&["kv"], ways[asked % 4]].concat()).is_ok());
             asked += 1;
             std::thread::sleep(Duration::from_millis(50));
@@ -215,8 +215,8 @@ fn rblocks_move_by_hand() {
     }
 }
 
-/// Orders a move of all of a request's rBlocks from the creditor that has most to another one, and returns both while it
-/// goes on.
+/// Orders a move of all of a request's rBlocks from its largest creditor to another one; returns both during the
+/// move.
 fn begin_move(pool: &FaultPool, stream: &Watched) -> (String, String) {
     let request = request(pool, "debtor");
     let client = pool.client("debtor");
@@ -243,8 +243,8 @@ fn begin_move(pool: &FaultPool, stream: &Watched) -> (String, String) {
     }
 }
 
-/// Both ends of a move die in its middle, one after the other: what was switched over is lost with the target, what was
-/// not yet with the source, and nothing else.
+/// Both ends of a move die in its middle, one after the other: switched-over blocks are lost with the target, the
+/// others with the source, and nothing else.
 #[test]
 fn creditors_killed_in_the_middle_of_a_move() {
     const BLOCK: u32 = 16;
@@ -254,7 +254,7 @@ fn creditors_killed_in_the_middle_of_a_move() {
     let stream = pool.watch("debtor", &prompt, 700);
     stream.wait_for(5);
     assert_eq!(pool.creditor("debtor"), "source");
-    // They come later, so that all of it is at one creditor.
+    // They start later, so that all rBlocks are at one creditor.
     pool.start(&[("target", 128, Place::default()), ("spare", 128, Place::default())]);
 
     let (_, target) = begin_move(&pool, &stream);

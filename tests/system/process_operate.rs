@@ -1,4 +1,4 @@
-//! What operators see and order: status, calibration, capacity, drains, moves by hand.
+//! Operators' views and orders: status, calibration, capacity, drains, moves by hand.
 
 use crate::process_cluster::{Cluster, TWO, certificates, equals_single, wait_for_pool};
 use crate::process_up::golden_prompt;
@@ -64,7 +64,7 @@ fn a_gateway_follows_the_pool_and_the_gmanager_counts() {
         served.insert(answer.instance().unwrap().to_owned());
     }
     assert_eq!(served, BTreeSet::from(["one".to_owned(), "two".to_owned()]));
-    // Orders go through it too; an instance that is drained gets nothing more.
+    // Orders pass through the gateway, too; a drained instance gets no more requests.
     let url = format!("--url=http://{}", gateway.said("http"));
     let drained = run(&["drain", "two", "--wait", &url]);
     assert_eq!(drained.code, Some(0), "{drained:?}");
@@ -103,6 +103,11 @@ fn orders_that_make_no_sense_are_refused_with_a_hint() {
     refused(&["kv", "move", "7", "--from=1", "--to=2"], &["names no request", "DEBTOR/SEQ", "hint:"]);
     refused(&["kv", "recall", "1/x"], &["sequence number", "hint:"]);
     refused(&["kv", "move", "1/7", "--from=1", "--to=three"], &["three", "hint:"]);
+    // One that does is carried out.
+    for order in [&["drain", "1", "--wait"][..], &["drain", "1", "--cancel"]] {
+        let ended = run(&[order, &[&url]].concat());
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+    }
     let single = Server::start(&["serve", &model, "--backend=cpu", "--http=127.0.0.1:0", "--calibrate=off"]);
     let url = format!("--url=http://{}", single.said("http"));
     let ended = run(&["kv", "ls", &url]);

@@ -1,5 +1,5 @@
-//! Instances as processes on one device (the fake driver), one of which lends memory that the other one maps: a request that
-//! outgrows its instance is attended to where its KV lies.
+//! Peer access between processes on one device (the fake driver): one lends memory that the other maps, and a request
+//! that outgrows its instance attends to mapped creditor KV.
 
 use crate::process_cluster::{Cluster, wait_for_pool};
 use crate::process_up::golden_prompt;
@@ -9,22 +9,22 @@ use lagoon_tests::golden::max_diff;
 use lagoon_tests::process::{Client, Server, completion, logits, run, token_ids};
 use serde_json::{Value, json};
 
-/// Largest difference of logits between what one instance says and two say.
+/// Largest difference of logits between one instance and two.
 const TOLERANCE: f32 = 5e-5;
-/// rBlocks of 8 tokens that are lent.
+/// Number of lent rBlocks, of 8 tokens each.
 const LENT: u64 = 16;
-/// Tokens of a prompt that does not fit the debtor, whose answer's KV does.
+/// Tokens of a prompt that does not fit the debtor; the KV of its answer does.
 const PROMPT: usize = 80;
 
 const FLAGS: [&str; 6] =
     ["--backend=cuda", "--calibrate=off", "--block-tokens=8", "--step-tokens=32", "--max-running=4", "--expose-logits"];
 
-/// One that has room for everything.
+/// A single instance with room for everything.
 fn single(on: &OnFake, model: &str) -> Server {
     on.start_plain(&[&["serve", model, "--http=127.0.0.1:0", "--kv-tokens=512"], &FLAGS[..]].concat(), &[])
 }
 
-/// A pool on one device: whoever lends has no more for itself than it needs to start.
+/// A pool on one device: the lender keeps only the memory that it needs to start.
 struct Pair {
     cluster: Cluster,
     lender: Server,
@@ -63,7 +63,7 @@ fn assert_says(answer: &Value, expected: &Value) {
     }
 }
 
-/// What is lent is attended to where it lies; where it cannot be mapped, queries are sent and somebody is told.
+/// Lent KV is attended to by peer access; if it cannot be mapped, queries are sent, and a warning is logged.
 #[test]
 fn a_request_that_outgrows_its_process_is_attended_to_in_anothers_memory() {
     let Some(on) = OnFake::find("a_request_that_outgrows_its_process_is_attended_to_in_anothers_memory") else {
@@ -88,7 +88,7 @@ fn a_request_that_outgrows_its_process_is_attended_to_in_anothers_memory() {
         assert_eq!((of("mapped"), of("refused"), of("reused")), (1 - refused, refused, 0), "{status}");
         assert!(of("attended_mapped") + of("attended_shipped") >= before + 14, "{status}");
         if refused == 0 {
-            // Queries are sent while a prompt's rBlocks are not sealed yet, which is for a few steps.
+            // Queries are sent for some steps, while a prompt's rBlocks are not sealed yet.
             assert!(of("attended_mapped") > of("attended_shipped"), "{status}");
         } else {
             assert_eq!(of("attended_mapped"), 0, "{status}");
@@ -107,7 +107,7 @@ fn a_request_that_outgrows_its_process_is_attended_to_in_anothers_memory() {
     }
 }
 
-/// An instance borrows from the memory that it lends itself, like from another one's.
+/// An instance borrows its own lent memory like another one's.
 #[test]
 fn an_instance_attends_to_what_it_lends_itself() {
     let Some(on) = OnFake::find("an_instance_attends_to_what_it_lends_itself") else { return };
@@ -129,14 +129,14 @@ fn an_instance_attends_to_what_it_lends_itself() {
     assert!(of("attended_mapped") > of("attended_shipped") && of("reused") == 0, "{status}");
 }
 
-/// The lender is killed while its memory is attended to: what was there is computed again elsewhere.
+/// The lender is killed while its memory is attended to: the lost range is recomputed elsewhere.
 #[test]
 fn a_killed_lender_costs_what_it_lent_and_nothing_else() {
     let Some(on) = OnFake::find("a_killed_lender_costs_what_it_lent_and_nothing_else") else { return };
     let (model, prompt) = golden_prompt();
     let prompt: Vec<u32> = prompt.iter().cycle().take(PROMPT).copied().collect();
     let Pair { cluster, lender, debtor } = Pair::new(&on, &[]);
-    // Host memory is lent when no device's is.
+    // Host memory is lent when no device memory is left.
     let _other = cluster.serve("other", &model, &["--role=kv", "--tier=host", "--backend=cpu", "--kv-tokens=256"]);
     let client = debtor.client();
     wait_for_pool(&client, 8 + LENT + 32);

@@ -1,5 +1,5 @@
-//! The instance that runs a request is killed: another one goes on with it, and the client's stream says what it would
-//! have said.
+//! The instance that runs a request is killed: another one replays it, and the client's stream continues as if
+//! nothing had happened.
 
 use lagoon_tests::faults::{FaultPool, STEP, Watched, number, passkey, prompt};
 use lagoon_tests::partition::Place;
@@ -16,7 +16,7 @@ fn watch(gateway: &Server, prompt: &[u32], max_tokens: u32, extra: &Value) -> Wa
     Watched::start(gateway.said("http").parse().unwrap(), prompt, max_tokens, extra)
 }
 
-/// The one of `names` that has a request, once one has.
+/// The instance of `names` that runs the request, once one does.
 fn runs(pool: &FaultPool, names: &[&'static str], stream: &Watched) -> &'static str {
     loop {
         let busy = |name: &&&str| pool.status(name)["sequences"].as_array().is_some_and(|all| !all.is_empty());
@@ -27,13 +27,13 @@ fn runs(pool: &FaultPool, names: &[&'static str], stream: &Watched) -> &'static 
     }
 }
 
-/// Seeded sampling goes on where it was: the token after the loss is drawn at its place in the answer.
+/// Seeded sampling continues: the token after the loss is drawn by its index in the answer.
 fn sampled() -> Value {
     json!({"temperature": 0.9, "top_p": 0.95, "seed": 77, "logprobs": 3})
 }
 
-/// A decode worker that holds most of a prompt's KV at the prefill worker is killed: first while the prompt is computed,
-/// then in the middle of the answer. The prefill worker gets everything back.
+/// A decode worker with most of a prompt's KV left at the prefill worker is killed: first during prefill, then in the
+/// middle of the answer. The prefill worker gets all its memory back.
 #[test]
 fn a_killed_decode_worker_costs_the_client_time_only() {
     let mut pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", Some(STEP));
@@ -62,7 +62,7 @@ fn a_killed_decode_worker_costs_the_client_time_only() {
     assert!(metrics.contains("lagoon_gateway_replays_total{state=\"done\"} "), "{metrics}");
 }
 
-/// The same with instances that compute prompts themselves; and with an answer that is not streamed.
+/// The same with instances that prefill locally; and with an answer that is not streamed.
 #[test]
 fn a_killed_instance_costs_the_client_time_only() {
     let mut pool = FaultPool::new(&passkey(), 16, &[("i0", 80), ("i1", 80), ("i2", 80)]);

@@ -1,4 +1,4 @@
-//! gManagers that stand by, with a real etcd server: one is killed, one is paused, etcd itself is stopped.
+//! Standby gManagers, with a real etcd server: one is killed, one is paused, etcd itself is stopped.
 
 use crate::process_cluster::{TWO, certificates, equals_single, new_ca, wait_for_pool};
 use crate::process_up::{golden_prompt, single};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Seconds that a leader's lease lasts here.
+/// Duration of a leader's lease in this test, in seconds.
 const LEASE_S: u64 = 2;
 
 /// Two gManagers of one pool.
@@ -20,7 +20,7 @@ struct Pair {
 }
 
 impl Pair {
-    /// `None` where etcd is missing; CI fails then.
+    /// `None` without etcd; CI fails then.
     fn new(test: &str) -> Option<Self> {
         let etcd = match EtcdServer::start() {
             Ok(etcd) => etcd,
@@ -61,7 +61,7 @@ impl Pair {
         ask(&self.tls, gmanagers)
     }
 
-    /// The leader's place and term, waiting for one.
+    /// Waits for a leader; returns its place and term.
     fn leader(&self, gmanagers: &str) -> (usize, u64) {
         let deadline = Instant::now() + TIMEOUT;
         loop {
@@ -91,7 +91,7 @@ fn a_standby_takes_over_from_a_killed_leader() {
     wait_for_pool(&one, TWO);
     wait_for_pool(&two, TWO);
 
-    // Of its 120 tokens an instance alone holds 64: it goes on with what it had borrowed before, and borrows more.
+    // An instance alone holds 64 of its 120 tokens: it goes on with its borrowed memory, and borrows more.
     let mut events = one.stream("/v1/completions", &completion(&prompt[..70], 50, &json!({"stream": true})));
     let mut tokens = token_ids(&serde_json::from_str(&events.next_data().unwrap()).unwrap());
     kill(pair.gmanagers[place].pid());
@@ -100,7 +100,7 @@ fn a_standby_takes_over_from_a_killed_leader() {
     let took = killed.elapsed();
     println!("a standby led {took:?} after the leader's death (lease {LEASE_S} s)");
     assert!(other == 1 - place && later > term, "{other} {later} {term}");
-    // The lease's rest, etcd's half second of housekeeping, a poll, and a command's start on a busy machine.
+    // The rest of the lease, etcd's half second of housekeeping, a poll, and a command's start on a busy machine.
     assert!(took < Duration::from_secs(LEASE_S + 4), "{took:?}");
     let (rest, done) = events.rest();
     assert!(done, "{rest:?}");
@@ -109,7 +109,7 @@ fn a_standby_takes_over_from_a_killed_leader() {
     let expected = reference.client().complete(&prompt[..70], 50, &json!({})).json();
     assert_eq!(tokens, token_ids(&expected));
 
-    // New borrowing, on either.
+    // New loans, on either.
     for client in [&one, &two] {
         client.wait_until("/lagoon/status", "registered", |s| s["registered"] == true);
         wait_for_pool(client, TWO);
@@ -124,7 +124,7 @@ fn a_leader_that_was_paused_does_not_lead_any_more() {
     signal(pair.gmanagers[place].pid(), "STOP");
     let (other, later) = pair.leader(&pair.addr(1 - place));
     assert!(other != place && later > term);
-    // Asked while it is paused, it finds the question before it can have heard of the other.
+    // The paused gManager reads these questions before it can have learnt of the other leader.
     let (tls, addr) = (pair.tls.clone(), pair.addr(place));
     std::thread::scope(|scope| {
         let asked: Vec<_> = (0..4).map(|_| scope.spawn(|| ask(&tls, &addr))).collect();
@@ -161,7 +161,7 @@ fn without_etcd_nobody_leads_and_requests_go_on() {
     println!("nobody led {:?} after etcd's end (lease {LEASE_S} s)", stopped.elapsed());
     assert!(refused.stderr.contains("no gManager leads") && refused.stderr.contains("hint:"), "{refused:?}");
     client.wait_until("/lagoon/status", "without a gManager", |s| s["registered"] == false);
-    // What an instance can hold it serves; what it would have to borrow for waits for a gManager.
+    // Requests that fit an instance are served; those that must borrow wait for a gManager.
     let answer = client.complete(&prompt[..40], 8, &json!({})).json();
     assert_eq!(token_ids(&answer).len(), 8);
     let other = instances[1].client();

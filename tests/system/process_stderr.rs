@@ -1,4 +1,4 @@
-//! A standard error that nobody reads, that is full or closed: log lines are lost, and nothing else.
+//! A standard error that is unread, full or closed costs log lines only.
 
 use lagoon_tests::process::{Server, completion, lagoon, signal};
 use serde_json::json;
@@ -9,7 +9,7 @@ fn passkey() -> String {
     lagoon_tests::root().join("models/passkey").to_string_lossy().into_owned()
 }
 
-/// Standard errors by what is wrong with them. A pipe that is kept open and not read is full after 64 KiB.
+/// Broken standard errors by kind. A pipe that is open and unread is full after 64 KiB.
 fn broken() -> Vec<(&'static str, Stdio, Option<std::io::PipeReader>)> {
     let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
     let (closed, writer) = std::io::pipe().unwrap();
@@ -23,7 +23,7 @@ fn an_instance_serves_and_stops_whatever_its_standard_error_is() {
     for (what, stderr, _kept) in broken() {
         let mut command =
             lagoon(&["serve", &passkey(), "--backend=cpu", "--threads=1", "--http=127.0.0.1:0", "--kv-tokens=1024"]);
-        // Much is logged, so that the pipe fills.
+        // Verbose, so that the pipe fills.
         command.env("LAGOON_LOG", "trace").stderr(stderr);
         let mut server = Server::try_start_writing(command).unwrap_or_else(|ended| panic!("{what}: {ended:?}"));
         for _ in 0..20 {
@@ -35,7 +35,7 @@ fn an_instance_serves_and_stops_whatever_its_standard_error_is() {
     }
 }
 
-/// A process of the pool dies, and `up` has that to say.
+/// A process of the pool dies, and `up` cannot log that.
 #[test]
 fn a_pool_outlives_what_it_cannot_say() {
     let full = OpenOptions::new().write(true).open("/dev/full").unwrap();

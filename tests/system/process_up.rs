@@ -1,4 +1,4 @@
-//! `lagoon up`: a pool of processes behind one endpoint, and what becomes of it when one is killed.
+//! `lagoon up`: a pool of processes behind one endpoint, also when one is killed.
 
 use lagoon_tests::golden::{Golden, max_diff};
 use lagoon_tests::process::{Client, Server, completion, kill, logits, token_ids};
@@ -13,7 +13,7 @@ pub(crate) fn golden_prompt() -> (String, Vec<u32>) {
     (golden.dir.to_string_lossy().into_owned(), prompt)
 }
 
-/// One instance outside any pool with room for everything.
+/// A single instance with room for everything, outside any pool.
 pub(crate) fn single(model: &str, kv_tokens: &str) -> Server {
     let flags = ["--backend=cpu", "--threads=1", "--http=127.0.0.1:0", "--block-tokens=8", "--expose-logits"];
     Server::start(&[&["serve", model, "--kv-tokens", kv_tokens], &flags[..]].concat())
@@ -28,7 +28,7 @@ fn passkey() -> String {
     lagoon_tests::root().join("models/passkey").to_string_lossy().into_owned()
 }
 
-/// Every living instance's blocks are free, and nobody has borrowed.
+/// Whether every live instance's blocks are free, and none borrows.
 fn is_empty(status: &Value) -> bool {
     status["instances"]
         .as_array()
@@ -99,7 +99,7 @@ fn a_client_that_goes_away_frees_blocks_everywhere() {
     client.wait_until("/lagoon/status", "empty", is_empty);
 }
 
-/// Who serves the stream, and who lends to it, as places in the ready line's `pids`.
+/// The instances that serve the stream and lend to it, as indices in the ready line's `pids`.
 fn debtor_and_creditor(client: &Client, debtor: &str) -> (usize, usize) {
     let place = |name: &str| name.strip_prefix("instance-").unwrap().parse::<usize>().unwrap();
     let status = client.get("/lagoon/status").json();
@@ -118,7 +118,7 @@ fn pid(pool: &Server, place: usize) -> u64 {
     pool.ready["pids"][place].as_u64().unwrap()
 }
 
-/// The pool serves, from whichever is left.
+/// Asserts that the remaining pool serves.
 fn goes_on(client: &Client, model: &str) {
     client.wait_until("/lagoon/status", "empty", is_empty);
     for _ in 0..3 {
@@ -177,7 +177,7 @@ fn a_killed_debtor_gives_back_what_it_borrowed_and_is_replaced() {
     goes_on(&client, &model);
 }
 
-/// The gManager and an instance at once.
+/// The gManager and an instance are killed at once.
 #[test]
 fn a_pool_starts_again_what_dies_and_says_so() {
     let pool = up(&passkey(), "2", "1024", &[]);
@@ -190,7 +190,7 @@ fn a_pool_starts_again_what_dies_and_says_so() {
         let now: BTreeSet<String> = names(s);
         alive(s) == 2 && s["gmanager"]["silent_s"].is_null() && now.difference(&before).count() == 1
     });
-    // Neither of them holds it alone.
+    // Neither instance holds it alone.
     let long = completion(&[7; 1200], 5, &json!({}));
     let deadline = std::time::Instant::now() + lagoon_tests::process::TIMEOUT;
     while client.post("/v1/completions", &long).status != 200 {

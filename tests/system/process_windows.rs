@@ -1,5 +1,5 @@
-//! Prefill and decode workers as processes on one device (the fake driver): KV goes from one's memory of the device to the
-//! other's, and through the host where that cannot be; whoever is killed meanwhile.
+//! Prefill and decode workers as processes on one device (the fake driver): KV passes through shared device regions,
+//! or through the host if that is impossible; also when a process is killed meanwhile.
 
 use crate::process_disaggregated::connected;
 use crate::process_up::golden_prompt;
@@ -14,7 +14,7 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Largest difference of logits between what was computed here and what was computed elsewhere.
+/// Largest difference of logits between local prefill and prefill elsewhere.
 const TOLERANCE: f32 = 1.5e-5;
 const FLAGS: [&str; 7] = [
     "--backend=cuda",
@@ -26,7 +26,7 @@ const FLAGS: [&str; 7] = [
     "--expose-logits",
 ];
 
-/// Where processes find the fake driver and its kernels, or a note that the test is skipped.
+/// Paths of the fake driver and its kernels for processes.
 pub(crate) struct OnFake(PathBuf, PathBuf);
 
 impl OnFake {
@@ -40,7 +40,7 @@ impl OnFake {
         self.start_plain(&[arguments, &FLAGS[..]].concat(), variables)
     }
 
-    /// With these arguments only.
+    /// Starts a server with these arguments only.
     pub(crate) fn start_plain(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Server {
         let mut all: Vec<(&str, &OsStr)> = vec![
             ("LD_LIBRARY_PATH", self.0.as_os_str()),
@@ -66,7 +66,7 @@ fn carried(status: &Value, path: &str) -> u64 {
     status["carried"]["bytes"][path].as_u64().unwrap_or(0)
 }
 
-/// All that was read came by this path, and is in the metrics.
+/// Asserts that all KV came by this path, according to the metrics.
 #[track_caller]
 fn assert_carried(decoder: &Client, path: &str) {
     let status = decoder.wait_until("/lagoon/status", "all of it carried", |s| {
@@ -77,7 +77,7 @@ fn assert_carried(decoder: &Client, path: &str) {
     decoder.wait_for_text("/metrics", &format!("lagoon_transfer_path_bytes_total{{path=\"{path}\"}} {bytes}"));
 }
 
-/// Whatever the path, the answers are those of one instance on the device.
+/// On every path, the answers equal those of one instance on the device.
 #[test]
 fn cuda_workers_on_one_device_hand_kv_over_on_it() {
     let Some(on) = OnFake::find("cuda_workers_on_one_device_hand_kv_over_on_it") else { return };
@@ -116,8 +116,8 @@ fn cuda_workers_on_one_device_hand_kv_over_on_it() {
     }
 }
 
-/// A prefill worker is killed with prompts in flight and its device memory mapped: they are computed by the other one, and its
-/// memory is unmapped.
+/// A prefill worker is killed with prompts in flight and its device memory mapped: the other one prefills them, and
+/// the memory is unmapped.
 #[test]
 fn a_killed_worker_leaves_no_device_memory_mapped() {
     let Some(on) = OnFake::find("a_killed_worker_leaves_no_device_memory_mapped") else { return };
@@ -131,14 +131,14 @@ fn a_killed_worker_leaves_no_device_memory_mapped() {
             completion(&prompt, 20, &json!({"stream": true}))
         })
         .collect();
-    // Prefill workers come first. It gets prompts, and computes none of them.
+    // Prefill workers come first. It gets prompts, and completes none of them.
     let worker = pool.ready["pids"][0].as_u64().unwrap();
     signal(worker, "STOP");
     let mut streams: Vec<_> = bodies.iter().map(|body| client.stream("/v1/completions", body)).collect();
     decoder.wait_until("/lagoon/status", "the other one's are read", |s| {
         number(s, "prefill/pulled") > 0 && number(s, "prefill/away") > 0
     });
-    // `up` would start another one at once.
+    // `up` would restart it at once.
     signal(pool.pid(), "STOP");
     kill(worker);
     decoder.wait_until("/lagoon/status", "one is left", |s| number(s, "carried/regions_mapped") == 1);
@@ -165,7 +165,8 @@ fn a_killed_worker_leaves_no_device_memory_mapped() {
     }
 }
 
-/// A window is handed out for its token only, stays mapped when nobody hands it out any more, and is no arena.
+/// A shared device region is handed out only for its token, stays mapped after its owner stops handing it out, and is
+/// no host arena.
 #[test]
 fn a_window_is_handed_out_for_its_token_only() {
     let Some(fake) = crate::cuda::driver("a_window_is_handed_out_for_its_token_only", 3) else { return };

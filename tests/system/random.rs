@@ -7,11 +7,11 @@ use lagoon_tests::cluster::{Fault, Node, PoolSpec, Rng, Spec, World, greedy};
 use lagoon_types::RequestError;
 use std::time::{Duration, Instant};
 
-/// Time that each test takes at most, beyond its first runs; `LAGOON_SOAK_S` gives another.
+/// Time limit of each test beyond its first runs; `LAGOON_SOAK_S` overrides it.
 const BUDGET: Duration = Duration::from_secs(8);
 const RUNS_MIN: u64 = 6;
 
-/// Some prompts begin alike.
+/// A prompt; some have common prefixes.
 fn prompt(rng: &mut Rng, n: usize) -> Vec<u32> {
     let shared = if rng.below(2) == 0 { rng.below(n as u64 + 1) as usize } else { 0 };
     let (beginning, rest) = (rng.below(2), rng.draw());
@@ -65,13 +65,13 @@ fn run(seed: u64) -> Totals {
             assert_same(&what, log, single, tolerance);
         }
     }
-    // A cut may have lost a release: the lease's time to live ends it.
+    // A cut may have lost a release: the lease ends with its time to live.
     world.run_for(20_000);
     world.check_empty();
     Totals { runs: 1, partials: world.sent("partial").0, data: world.sent("data").0, recoveries: 0 }
 }
 
-/// Runs and what crossed the wire in them.
+/// Numbers of runs and of frames in them.
 #[derive(Debug, Default)]
 struct Totals {
     runs: u64,
@@ -80,7 +80,7 @@ struct Totals {
     recoveries: u64,
 }
 
-/// Runs seeds until the time is up, or the one that the environment names.
+/// Runs seeds until the time is up, or the environment's seed.
 fn seeds(what: &str, run: impl Fn(u64) -> Totals + std::panic::RefUnwindSafe) -> Option<Totals> {
     let named = std::env::var("LAGOON_SEED").ok().map(|seed| seed.parse::<u64>().unwrap());
     let budget = std::env::var("LAGOON_SOAK_S").map_or(BUDGET, |s| Duration::from_secs(s.parse().unwrap()));
@@ -110,8 +110,8 @@ fn random_pools_equal_single_instances() {
     }
 }
 
-/// Processes die and come back, connections fall silent, the gManager forgets: what is said is right all the same, and
-/// what cannot be said ends in an error.
+/// Processes die and restart, connections fall silent, the gManager forgets: all tokens are right, and requests that
+/// cannot continue end in an error.
 #[test]
 fn chaos_says_nothing_false() {
     if let Some(totals) = seeds("chaos", chaos) {
@@ -153,7 +153,7 @@ fn chaos(seed: u64) -> Totals {
         if world.nodes[node].instance.is_some() {
             world.submit(node, request);
         }
-        // Mostly, faults come while blocks are lent.
+        // Most faults come while blocks are lent.
         for _ in 0..rng.below(2_000) {
             world.step();
             let lends = |n: &Node| n.instance.as_ref().is_some_and(|i| i.status().blocks_lent > 0);
@@ -181,13 +181,13 @@ fn chaos(seed: u64) -> Totals {
     let tolerance = f32_tolerance(&expected);
     for (i, (log, single)) in world.requests.iter().zip(&expected).enumerate() {
         let what = format!("seed {seed}, request {i}");
-        // Accepted while fewer instances lived: it ended where that pool ended.
+        // Accepted while fewer instances were alive: it ended at that pool's capacity.
         let filled = (log.request.prompt.len() + log.tokens.len()).is_multiple_of(28 * 4);
         match &log.end {
             Some(Ok(_)) if filled => assert_prefix(&what, log, single, tolerance, false),
             Some(Ok(_)) => assert_same(&what, log, single, tolerance),
             Some(Err(RequestError::Unavailable(_))) | None => assert_prefix(&what, log, single, tolerance, false),
-            // Refused while too few instances lived.
+            // Refused while too few instances were alive.
             Some(Err(RequestError::TooLong { .. })) if log.tokens.is_empty() => 0.0,
             Some(Err(error)) => panic!("{what}: {error}"),
         };

@@ -1,5 +1,5 @@
-//! Attention over a creditor's memory where it lies, in a pool on the fake driver: kv nodes lend memory that debtors map, and
-//! every logit is that of a single host instance, whatever becomes of that memory.
+//! Peer access in a pool on the fake driver: debtors map kv nodes' lent memory and attend to it directly; every logit
+//! equals that of a single host instance, whatever happens to that memory.
 
 use crate::cuda::{driver, fake};
 use lagoon_instance::{PeerAccessStatus, RemotePolicy};
@@ -11,7 +11,8 @@ use lagoon_types::limits::LEASE_TTL_MS;
 const BLOCK: u32 = 16;
 
 fn debtor(blocks: u32, remote: RemotePolicy) -> Spec {
-    // Nothing is fetched: what is not in reach is shipped, so that every difference is the memory's.
+    // Nothing is fetched: KV that is not mapped is attended to by its creditor, so every difference is due to peer
+    // access.
     Spec {
         backend: Backend::Cuda,
         remote,
@@ -30,7 +31,8 @@ fn reach(world: &World, node: usize) -> PeerAccessStatus {
     world.nodes[node].live().status().peer_access
 }
 
-/// A debtor and a lender; a request that outgrows the debtor has said its first tokens, and everything it lent is sealed.
+/// A debtor and a lender; a request that outgrows the debtor has its first tokens, and all its lent blocks are
+/// sealed.
 fn outgrown(blocks: u32, remote: RemotePolicy, others: &[Spec]) -> World {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
     let mut world = World::pool(pool, None, &[&[debtor(blocks, remote), lender(8)], others].concat());
@@ -54,7 +56,7 @@ fn a_creditors_memory_is_attended_to_where_it_lies() {
             RemotePolicy::Auto => {
                 assert_eq!(after.mapped, 1);
                 assert!(after.attended_mapped > before.attended_mapped && sealed > 0, "{after:?}");
-                // Nothing is sent for what is sealed, and nothing else was borrowed.
+                // No queries are sent for sealed blocks, and nothing else was borrowed.
                 assert_eq!((after.attended_shipped, world.sent("query").0), (before.attended_shipped, queries));
             }
             _ => assert_eq!((after.mapped, after.attended_mapped), (0, 0)),
@@ -68,17 +70,17 @@ fn a_creditors_memory_is_attended_to_where_it_lies() {
         drop(world);
         fake.finish();
     }
-    // One rBlock is lent until then, of a chunk. What is borrowed for growth is sent for while it is open, and merged apart.
+    // One rBlock of a chunk is lent by then. Growth is attended to by queries while its block is open.
     assert!(logits[0][..9] == logits[1][..9], "what is attended to there is bit by bit what is sent there and back");
 }
 
-/// The creditor's device writes other KV where a debtor attends: that step is thrown away, and what was there computed again.
+/// The creditor's device overwrites mapped KV: that step is discarded, and the range is recomputed.
 #[test]
 fn memory_that_is_somebody_elses_by_then_is_computed_again() {
     let Some(fake) = driver("memory_that_is_somebody_elses_by_then_is_computed_again", 43) else { return };
     let mut world = outgrown(3, RemotePolicy::Auto, &[]);
-    let (_, lease, ..) = world.nodes[1].live().rmanager().lent().next().map(|l| (l.0, l.1)).unwrap();
-    let block = world.nodes[1].live().rmanager().lent_entry(lease, 1).unwrap().block;
+    let (_, lease, ..) = world.nodes[1].live().rmanager().creditor.iter().next().map(|l| (l.0, l.1)).unwrap();
+    let block = world.nodes[1].live().rmanager().creditor.entry(lease, 1).unwrap().block;
     world.overwrite(1, block);
     world.run();
     let status = world.nodes[0].live().status();
@@ -90,8 +92,8 @@ fn memory_that_is_somebody_elses_by_then_is_computed_again() {
     fake.finish();
 }
 
-/// The creditor's process ends while its memory is mapped: that holds what it held, and what was there is computed again
-/// elsewhere.
+/// The creditor's process ends while its memory is mapped: the mapping keeps its contents, and the lost range is
+/// recomputed elsewhere.
 #[test]
 fn a_lender_that_dies_takes_what_it_lent() {
     let Some(fake) = driver("a_lender_that_dies_takes_what_it_lent", 44) else { return };
@@ -104,10 +106,10 @@ fn a_lender_that_dies_takes_what_it_lent() {
     assert_eq!((status.peer_access.mapped, status.peer_access.reused), (0, 0), "{status:?}");
     assert!(status.recoveries > 0 && status.recomputed_tokens > 0, "{status:?}");
     assert_equals_single("killed", &world, &PoolSpec::golden("head_dim_64", BLOCK));
-    // Whoever died is told of releases until its leases' time is over.
+    // Releases to the dead creditor are repeated until its leases expire.
     world.run_for(LEASE_TTL_MS);
     world.check_empty();
-    // Another one comes where it was, and is mapped like it.
+    // Another lender starts in its place, and is mapped like it.
     world.restart(1);
     world.run_for(600);
     world.submit(0, greedy(prompt(82, 70, 128), 9));
@@ -118,7 +120,7 @@ fn a_lender_that_dies_takes_what_it_lent() {
     fake.finish();
 }
 
-/// A debtor that dies leaves nothing lent, and whoever is lent its memory next reads what is its own.
+/// A dead debtor leaves nothing lent, and the next debtor of that memory reads its own KV.
 #[test]
 fn memory_of_a_debtor_that_dies_is_lent_again() {
     let Some(fake) = driver("memory_of_a_debtor_that_dies_is_lent_again", 45) else { return };
@@ -146,7 +148,7 @@ fn what_is_not_mapped_is_sent_for() {
         let Some(fake) = driver("what_is_not_mapped_is_sent_for", seed) else { return };
         let pool = PoolSpec::golden("head_dim_64", BLOCK);
         let mut world = World::pool(pool.clone(), None, &[debtor(3, RemotePolicy::Auto), lender(8)]);
-        // The instances have all the memory that they began with.
+        // The instances have all their initial memory back.
         fake.fail(call, 1, fake::UNKNOWN);
         world.submit(0, greedy(prompt(81, 70, 128), 12));
         world.run();

@@ -1,4 +1,4 @@
-//! What is lost with a creditor is computed again, and nothing else: tokens and logits are those of a single instance.
+//! KV lost with a creditor is recomputed, and nothing else: tokens and logits equal a single instance's.
 
 use lagoon_instance::{InstanceStatus, RemotePolicy, SequencePlacement};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
@@ -7,9 +7,7 @@ use lagoon_types::InstanceId;
 
 const BLOCK: u32 = 4;
 
-fn pool() -> PoolSpec {
-    PoolSpec::golden("llama3_old", BLOCK)
-}
+const MODEL: &str = "llama3_old";
 
 fn status(world: &World) -> InstanceStatus {
     world.nodes[0].live().status()
@@ -25,11 +23,26 @@ fn run_to_token(world: &mut World, request: usize, tokens: usize) {
     assert!(!world.requests[request].is_over(), "{:?}", world.requests[request].end);
 }
 
-/// A debtor of 8 blocks whose request has the rest of its prompt at two creditors, 9 blocks each at most; spare ones come
-/// only then.
+/// A debtor of 8 blocks whose request has the rest of its prompt at two creditors, at most 9 blocks each; spare
+/// creditors come afterwards.
 fn world(prompt: Vec<u32>, tokens: u32, remote: RemotePolicy, seed: Option<u64>, spare: &[u32]) -> World {
+    world_of(MODEL, prompt, tokens, remote, seed, spare)
+}
+
+fn world_of(
+    model: &str,
+    prompt: Vec<u32>,
+    tokens: u32,
+    remote: RemotePolicy,
+    seed: Option<u64>,
+    spare: &[u32],
+) -> World {
     let creditor = Spec { lend_blocks_max: 9, ..Spec::cpu(12) };
-    let mut world = World::pool(pool(), seed, &[Spec { remote, ..Spec::cpu(8) }, creditor.clone(), creditor]);
+    let mut world = World::pool(
+        PoolSpec::golden(model, BLOCK),
+        seed,
+        &[Spec { remote, ..Spec::cpu(8) }, creditor.clone(), creditor],
+    );
     world.submit(0, greedy(prompt, tokens));
     world.run_until(|w| seq(w).remote_blocks.len() == 2);
     spare.iter().for_each(|blocks| _ = world.add(Spec::cpu(*blocks)));
@@ -40,7 +53,7 @@ fn node_of(world: &World, id: InstanceId) -> usize {
     (0..world.nodes.len()).find(|n| world.nodes[*n].id() == Some(id)).unwrap()
 }
 
-/// Kills a creditor of the first request and runs until its debtor knows. Returns the tokens that were lost by it.
+/// Kills a creditor of the first request and runs until its debtor knows. Returns the number of lost tokens.
 fn kill(world: &mut World, node: usize) -> u32 {
     let (before, lost) = (status(world).recoveries, seq(world).lost_tokens);
     world.kill(node);
@@ -50,33 +63,40 @@ fn kill(world: &mut World, node: usize) -> u32 {
 }
 
 fn finish(world: &mut World, what: &str, lost: u32) {
+    finish_of(MODEL, world, what, lost);
+}
+
+fn finish_of(model: &str, world: &mut World, what: &str, lost: u32) {
     world.run();
     assert_eq!(status(world).recomputed_tokens, u64::from(lost), "{what}: {}", world.describe());
     assert_eq!(status(world).preemptions, 0, "{what}");
-    assert_equals_single(what, world, &pool());
+    assert_equals_single(what, world, &PoolSpec::golden(model, BLOCK));
     world.run_for(16_000);
     world.check_empty();
 }
 
 #[test]
 fn only_the_blocks_of_a_dead_creditor_are_computed_again() {
-    for remote in [RemotePolicy::Ship, RemotePolicy::Fetch] {
-        let mut world = world(prompt(200, 80, 128), 10, remote, None, &[16]);
+    // Also with windows on some layers, and with one row a token.
+    let cases = [(MODEL, RemotePolicy::Ship), (MODEL, RemotePolicy::Fetch)];
+    let others = ["gpt_oss", "gemma3", "deepseek_v3"].map(|model| (model, RemotePolicy::Ship));
+    for (model, remote) in cases.into_iter().chain(others) {
+        let mut world = world_of(model, prompt(200, 80, 128), 10, remote, None, &[16]);
         run_to_token(&mut world, 0, 3);
         let before = seq(&world);
         let (&creditor, &blocks) = before.remote_blocks.iter().next().unwrap();
         assert!(before.remote_blocks.len() == 2 && blocks < 13, "{before:?}");
         let dead = node_of(&world, creditor);
         let lost = kill(&mut world, dead);
-        assert_eq!(lost, blocks * BLOCK, "{remote:?}: the oldest blocks are full");
+        assert_eq!(lost, blocks * BLOCK, "{model}, {remote:?}: the oldest blocks are full");
         let after = seq(&world);
         assert_eq!(after.local_blocks, before.local_blocks, "what is here stays");
         assert_eq!(after.remote_blocks.len(), 1, "what another creditor has stays");
-        finish(&mut world, &format!("decoding, {remote:?}"), lost);
+        finish_of(model, &mut world, &format!("decoding, {model}, {remote:?}"), lost);
     }
 }
 
-/// At every moment of a decode step, also between a layer's queries and their answer.
+/// A creditor dies at every stage of a decode step, also between a layer's queries and partials.
 #[test]
 fn a_creditor_may_die_inside_a_layer() {
     let (mut inside, mut lossy) = (0, 0);
@@ -129,7 +149,7 @@ fn two_creditors_may_die() {
     finish(&mut world, "both", lost);
 }
 
-/// The next creditor dies while the first one's blocks are computed again: the one that has them now, or another.
+/// The next creditor dies during recovery from the first loss: the new one, or another.
 #[test]
 fn a_second_loss_during_recovery() {
     for second in 0..3 {
@@ -139,7 +159,7 @@ fn a_second_loss_during_recovery() {
         let dead = node_of(&world, first[0]);
         let lost = kill(&mut world, dead);
         if second == 0 {
-            // While it looks for memory.
+            // While the debtor looks for memory.
             assert!(seq(&world).lost_blocks > 0);
         } else {
             world.run_until(|w| seq(w).lost_tokens < lost && seq(w).lost_blocks == 0);
@@ -157,7 +177,7 @@ fn a_second_loss_during_recovery() {
     }
 }
 
-/// A creditor that lives gets its blocks back.
+/// A damaged write is found by its hash: the range is recomputed, and the live creditor's blocks are released.
 #[test]
 fn damaged_blocks_are_computed_again() {
     let mut world = world(prompt(205, 84, 128), 8, RemotePolicy::Ship, None, &[16]);
@@ -168,7 +188,7 @@ fn damaged_blocks_are_computed_again() {
     assert!(lost > 0 && world.requests[0].tokens.is_empty());
     world.run();
     assert_eq!(status(&world).recomputed_tokens, u64::from(lost));
-    assert_equals_single("damaged", &world, &pool());
+    assert_equals_single("damaged", &world, &PoolSpec::golden(MODEL, BLOCK));
     world.check_empty();
 }
 
@@ -181,11 +201,11 @@ fn refused_blocks_are_computed_again() {
     world.break_device(node, lagoon_tests::cluster::Fault::RemoteRequest);
     world.run();
     assert_eq!(status(&world).recomputed_tokens, u64::from(blocks * BLOCK));
-    assert_equals_single("refused", &world, &pool());
+    assert_equals_single("refused", &world, &PoolSpec::golden(MODEL, BLOCK));
     world.check_empty();
 }
 
-/// A creditor that says nothing costs a step's deadline and its own blocks; the other one's are kept.
+/// A silent creditor costs a step's deadline and its own blocks; the other one's are kept.
 #[test]
 fn a_silent_creditor_loses_its_own_blocks_only() {
     for remote in [RemotePolicy::Ship, RemotePolicy::Fetch] {
@@ -198,13 +218,13 @@ fn a_silent_creditor_loses_its_own_blocks_only() {
         assert!(world.now_ms < start + 13_000, "a step's deadline, no more");
         let lost = u64::from(blocks * BLOCK);
         assert_eq!((status(&world).recomputed_tokens, status(&world).recoveries), (lost, 1), "{remote:?}");
-        assert_equals_single("silent", &world, &pool());
+        assert_equals_single("silent", &world, &PoolSpec::golden(MODEL, BLOCK));
         world.run_for(30_000);
         world.check_empty();
     }
 }
 
-/// Others decode while the lost blocks of one are computed again, a chunk at a time.
+/// Other sequences decode while one's lost range is recomputed, a chunk at a time.
 #[test]
 fn others_decode_meanwhile() {
     let mut world = world(prompt(208, 84, 128), 16, RemotePolicy::Ship, None, &[40]);
@@ -221,13 +241,13 @@ fn others_decode_meanwhile() {
     assert!(meanwhile >= 2 && lost == 36, "{meanwhile} tokens beside {lost} lost rows, 15 a step");
     world.run();
     assert_eq!(status(&world).recomputed_tokens, u64::from(lost));
-    assert_equals_single("beside", &world, &pool());
+    assert_equals_single("beside", &world, &PoolSpec::golden(MODEL, BLOCK));
     world.run_for(16_000);
     world.check_empty();
 }
 
-/// Under a window, what is behind it is gone; what is in it is computed again alone only while the window has freed
-/// nothing that it attends to.
+/// Under a window, lost KV behind it is ignored; lost KV within is recomputed alone only while the window has freed
+/// nothing that it depends on.
 #[test]
 fn under_a_window() {
     let pool = PoolSpec::golden("mistral_window", BLOCK);
@@ -250,13 +270,13 @@ fn under_a_window() {
     }
 }
 
-/// Without memory for what was lost, the rest is kept until the deadline, and given up only then.
+/// Without memory for the lost range, the rest is kept until the deadline, and dropped only then.
 #[test]
 fn what_is_left_waits_for_memory() {
     let specs =
         [Spec::cpu(8), Spec { lend_blocks_max: 7, ..Spec::cpu(7) }, Spec { lend_blocks_max: 7, ..Spec::cpu(7) }];
     // Memory comes in time: the dead creditor is back.
-    let mut world = World::pool(pool(), None, &specs);
+    let mut world = World::pool(PoolSpec::golden(MODEL, BLOCK), None, &specs);
     let request = world.submit(0, greedy(prompt(211, 80, 128), 8));
     run_to_token(&mut world, request, 2);
     let creditor = *seq(&world).remote_blocks.keys().next().unwrap();
@@ -267,8 +287,8 @@ fn what_is_left_waits_for_memory() {
     world.restart(dead);
     finish(&mut world, "back in time", lost);
 
-    // It does not come in time: the sequence is computed again as a whole.
-    let mut world = World::pool(pool(), None, &specs);
+    // Memory does not come in time: the whole sequence is recomputed.
+    let mut world = World::pool(PoolSpec::golden(MODEL, BLOCK), None, &specs);
     let request = world.submit(0, greedy(prompt(211, 80, 128), 8));
     run_to_token(&mut world, request, 2);
     let dead = node_of(&world, creditor);
@@ -278,7 +298,7 @@ fn what_is_left_waits_for_memory() {
     world.run();
     let again = status(&world).recomputed_tokens;
     assert!((80..=82).contains(&again), "{again}");
-    assert_equals_single("as a whole", &world, &pool());
+    assert_equals_single("as a whole", &world, &PoolSpec::golden(MODEL, BLOCK));
     world.run_for(16_000);
     world.check_empty();
 }

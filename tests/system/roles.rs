@@ -1,5 +1,5 @@
-//! Instances that change their role while they serve: what only the old role does is finished, nothing is lost, nothing is
-//! left behind, and every answer is what a single instance says.
+//! Instances change roles while they serve: work of the old role is finished, nothing is lost or left behind, and
+//! every answer equals a single instance's.
 
 use lagoon_cluster::{BalancerConfig, GManager, GManagerConfig, SwitchedBy};
 use lagoon_protocol::{AdminBody, AdminReply, AdminRole, Role};
@@ -14,7 +14,7 @@ fn role_of(world: &World, node: usize) -> (Role, Option<Role>) {
     (status.role, status.becoming)
 }
 
-/// What the gManager answers to `lagoon role`.
+/// The gManager's reply to `lagoon role`.
 fn ask(world: &mut World, node: usize, role: Role) -> AdminReply {
     let instance = world.nodes[node].id().unwrap().0;
     world.admin(AdminBody::Role(AdminRole { instance, role: role.into() }))
@@ -29,7 +29,7 @@ fn order(world: &mut World, node: usize, role: Role) {
     });
 }
 
-/// What the gManager knows of a node's role, and of what it becomes.
+/// A node's role and target role as the gManager knows them.
 fn known(world: &World, node: usize) -> (Role, Option<Role>) {
     let id = world.nodes[node].id().unwrap().0;
     let rows = world.coordinator.as_ref().unwrap().gmanager.status(world.now_ms);
@@ -42,7 +42,7 @@ fn wait_role(world: &mut World, node: usize, role: Role) {
     world.run_until(|w| role_of(w, node) == (role, None));
 }
 
-/// Waits until a node can read so many workers' KV.
+/// Waits until a node can read the KV of `workers` workers.
 fn wait_workers(world: &mut World, node: usize, workers: usize) {
     world.run_until(|w| w.nodes[node].live().status().prefill.workers == workers);
 }
@@ -60,7 +60,7 @@ fn leaves_nothing(world: &mut World) {
     assert!((0..world.nodes.len()).all(|node| world.exports(node) == 0));
 }
 
-/// A prefill worker decodes for a while and computes prompts again, while requests come all the time.
+/// A prefill worker decodes for a while and then prefills again, under constant load.
 fn there_and_back(push: bool) {
     let spec = PoolSpec::golden("llama3_old", 4);
     let with = |of: Spec| Spec { push, step_ms: 4, ..of };
@@ -109,7 +109,7 @@ fn a_prefill_worker_decodes_and_comes_back_pushing() {
     there_and_back(true);
 }
 
-/// What a worker computes when it is told to decode it finishes; what comes then it refuses.
+/// A worker that is ordered to decode finishes its running prefill and refuses new ones.
 #[test]
 fn a_prompt_under_way_is_finished_before_the_role_changes() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -133,7 +133,7 @@ fn a_prompt_under_way_is_finished_before_the_role_changes() {
     leaves_nothing(&mut world);
 }
 
-/// Who reads what a prefill worker computed is not disturbed by what that is by then.
+/// Readers of a prefill worker's exports are not disturbed by its role change.
 #[test]
 fn exports_are_read_to_the_end_whatever_their_owner_is_by_then() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -157,7 +157,7 @@ fn exports_are_read_to_the_end_whatever_their_owner_is_by_then() {
     leaves_nothing(&mut world);
 }
 
-/// What did not fit the decode worker stays where it was computed, and is attended to there.
+/// KV left behind at a prefill worker is attended to there after it has become a decode worker.
 #[test]
 fn what_was_left_behind_is_attended_to_at_a_decode_worker() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -174,7 +174,7 @@ fn what_was_left_behind_is_attended_to_at_a_decode_worker() {
     leaves_nothing(&mut world);
 }
 
-/// A decode worker finishes its requests. Those that were on their way are served too; later ones are told to go elsewhere.
+/// A decode worker finishes its requests. Those in flight to it are served too; later ones are redirected.
 #[test]
 fn a_decode_worker_finishes_its_requests_before_it_computes_prompts() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -197,7 +197,7 @@ fn a_decode_worker_finishes_its_requests_before_it_computes_prompts() {
     assert_eq!(role_of(&world, 1), (Role::Decode, Some(Role::Prefill)));
     wait_role(&mut world, 1, Role::Prefill);
     assert!(world.requests[0].is_over());
-    // A client that has not heard yet asks another one.
+    // A client without the news is redirected.
     let refused = world.submit(1, greedy(prompt(3, 30, 128), 4));
     assert!(matches!(error_of(&world.requests[refused]), RequestError::Unavailable(why) if why.contains("role")));
     wait_workers(&mut world, 2, 2);
@@ -213,7 +213,7 @@ fn a_decode_worker_finishes_its_requests_before_it_computes_prompts() {
     leaves_nothing(&mut world);
 }
 
-/// Of these requests.
+/// Asserts that these requests equal a single instance's.
 fn equal_single(what: &str, world: &World, spec: &PoolSpec, requests: &[usize]) {
     let asked: Vec<_> = requests.iter().map(|n| world.requests[*n].request.clone()).collect();
     let single = single(spec, &asked);
@@ -223,7 +223,7 @@ fn equal_single(what: &str, world: &World, spec: &PoolSpec, requests: &[usize]) 
     }
 }
 
-/// The gManager that ordered it dies: the change goes on, and the next one knows of it.
+/// The gManager that ordered a change dies: the change goes on, and the next gManager learns of it.
 #[test]
 fn a_change_goes_on_over_gmanagers() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -244,7 +244,7 @@ fn a_change_goes_on_over_gmanagers() {
     wait_workers(&mut world, 0, 1);
     wait_workers(&mut world, 2, 1);
     world.submit(0, greedy(prompt(3, 30, 128), 8));
-    // The role that a process has is the one that it registers with.
+    // A process registers with its current role.
     world.kill_gmanager();
     world.start_gmanager();
     world.run_for(600);
@@ -254,7 +254,7 @@ fn a_change_goes_on_over_gmanagers() {
     leaves_nothing(&mut world);
 }
 
-/// An instance that does both becomes either, and back.
+/// An instance of both roles becomes either, and back.
 #[test]
 fn an_instance_that_does_both_becomes_either() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -272,7 +272,7 @@ fn an_instance_that_does_both_becomes_either() {
     wait_role(&mut world, 0, Role::Prefill);
     order(&mut world, 1, Role::Decode);
     wait_role(&mut world, 1, Role::Decode);
-    // Two workers: the one that does nothing else comes first.
+    // Two workers: the dedicated one comes first.
     wait_workers(&mut world, 1, 2);
     serve(&mut world, &[1, 2], 10);
     let pulled = |world: &World, node: usize| world.nodes[node].live().status().prefill.pulled;
@@ -288,7 +288,7 @@ fn an_instance_that_does_both_becomes_either() {
     leaves_nothing(&mut world);
 }
 
-/// Roles change at any moment of a shuffled, delayed world, with prompts that begin alike, cancellations and cut connections.
+/// Roles change at any time in a shuffled, delayed pool, with common prefixes, cancellations and cut connections.
 #[test]
 fn shuffled_pools_change_roles_and_say_the_same() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -318,7 +318,7 @@ fn shuffled_pools_change_roles_and_say_the_same() {
             }
         }
         world.run();
-        // Whoever was told to wait for a role's end was too late for it, and says so.
+        // No request fails; cancelled ones are not compared.
         let over = |n: &usize| !world.requests[*n].cancelled && matches!(world.requests[*n].end, Some(Ok(_)));
         let done: Vec<usize> = (0..world.requests.len()).filter(over).collect();
         let failed = world.requests.iter().filter(|l| matches!(l.end, Some(Err(_)))).count();
@@ -330,7 +330,7 @@ fn shuffled_pools_change_roles_and_say_the_same() {
     assert!(changed > 60, "{changed}");
 }
 
-/// The gManager does it by itself: answers queue, then prompts do.
+/// The gManager's balancer changes roles: first answers queue, then prompts do.
 #[test]
 fn the_balancer_moves_an_instance_there_and_back() {
     let spec = PoolSpec::golden("llama3_old", 4);
@@ -352,7 +352,7 @@ fn the_balancer_moves_an_instance_there_and_back() {
         sent += 1;
         world.submit(node, greedy(prompt(sent, tokens, 128), answer))
     };
-    // Short prompts and long answers, more than the batch takes.
+    // Short prompts and long answers, more than the batch holds.
     (0..24).for_each(|_| _ = submit(&mut world, 2, 8, 80));
     world.run_until(|w| !switches(w).is_empty());
     assert!(world.now_ms > 3_000, "it had seen too little");

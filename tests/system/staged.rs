@@ -1,5 +1,5 @@
-//! Workers whose KV store is the device's alone: KV passes through host memory beside it, on every backend, and what that
-//! memory cannot hold waits, is refused, or stays where it was computed.
+//! Workers whose KV store only the device can access: KV passes through staging buffers, on every backend; KV that
+//! does not fit those waits, is refused, or stays at its prefill worker.
 
 use lagoon_protocol::Role;
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
@@ -16,7 +16,7 @@ fn pool(spec: &PoolSpec, specs: &[Spec]) -> World {
     world
 }
 
-/// A prefill and a decode worker on these backends say what a single instance says.
+/// Asserts that a prefill and a decode worker on these backends give a single instance's answers.
 pub(crate) fn assert_serves(pool_of: &PoolSpec, prefill: Spec, decode: Spec) {
     let what = format!("{:?} to {:?}, push: {}", prefill.backend, decode.backend, decode.push);
     let mut world = pool(pool_of, &[prefill, decode]);
@@ -52,7 +52,8 @@ fn staged(role: Role, blocks: u32, stage_blocks: u32) -> Spec {
     Spec { role, stage_blocks: Some(stage_blocks), ..Spec::cpu(blocks) }
 }
 
-/// Prompts that find no room beside the prefill worker's store wait for it in turn; one that never fits is refused.
+/// Prompts without room in the prefill worker's staging buffer wait for it in turn; one that can never fit is
+/// refused.
 #[test]
 fn prompts_wait_for_memory_beside_the_store() {
     for push in [false, true] {
@@ -74,7 +75,7 @@ fn prompts_wait_for_memory_beside_the_store() {
     }
 }
 
-/// What cannot arrive at once stays where it was computed, as what does not fit the decode worker at all.
+/// KV that cannot arrive at once stays at its prefill worker, like KV that does not fit the decode worker.
 #[test]
 fn what_cannot_arrive_at_once_stays_behind() {
     for push in [false, true] {
@@ -93,7 +94,7 @@ fn what_cannot_arrive_at_once_stays_behind() {
     }
 }
 
-/// A request that is cancelled, or whose KV is lost or not copied, while the device copies it leaves nothing.
+/// A request that is cancelled, or whose KV is lost or not copied, during the device's copy leaves nothing behind.
 #[test]
 fn copies_that_are_given_up_leave_nothing() {
     for (what, push) in [("cancelled", false), ("cancelled", true), ("killed", false), ("failed", false)] {
@@ -123,7 +124,7 @@ fn copies_that_are_given_up_leave_nothing() {
     }
 }
 
-/// What a prefill worker's device does not copy out is computed by another one.
+/// If a prefill worker's device fails to copy KV out, another worker prefills the prompt.
 #[test]
 fn a_copy_out_of_the_store_that_fails_costs_another_prefill() {
     for push in [false, true] {

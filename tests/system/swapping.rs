@@ -1,17 +1,25 @@
-//! Preemption that keeps KV: what must yield memory moves to a host tier, and goes on from there.
+//! Preemption by swapping: a preempted sequence's KV moves to a host tier, and back.
 
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
 
 fn pool() -> PoolSpec {
-    PoolSpec::golden("llama3_old", 4)
+    pool_of("llama3_old")
+}
+
+fn pool_of(model: &str) -> PoolSpec {
+    PoolSpec::golden(model, 4)
 }
 
 /// Two requests that together outgrow an instance of 16 blocks, whose steps take `step_ms`, beside a host tier.
 fn world(step_ms: u64, host_blocks: u32) -> World {
+    world_of(pool(), step_ms, host_blocks)
+}
+
+fn world_of(pool: PoolSpec, step_ms: u64, host_blocks: u32) -> World {
     let host = Spec { role: Role::Kv, tier: MemoryTier::Host, ..Spec::cpu(host_blocks) };
-    let mut world = World::pool(pool(), None, &[Spec { step_ms, ..Spec::cpu(16) }, host]);
+    let mut world = World::pool(pool, None, &[Spec { step_ms, ..Spec::cpu(16) }, host]);
     for seed in [400, 401] {
         world.submit(0, greedy(prompt(seed, 24, 128), 24));
     }
@@ -22,22 +30,25 @@ fn offloads(world: &World) -> u64 {
     world.nodes[0].live().status().offloads
 }
 
+/// Also with windows on some layers, and with one row a token.
 #[test]
 fn a_long_sequence_that_is_preempted_moves_to_host_memory_and_goes_on() {
-    let mut world = world(40, 24);
-    world.run_until(|w| offloads(w) > 0);
-    let status = world.nodes[0].live().status();
-    assert!(status.moves.blocks_out >= 4, "{status:?}");
-    world.run();
-    let status = world.nodes[0].live().status();
-    assert_eq!((status.preemptions, status.swapped_out), (0, 0), "{status:?}");
-    // Only what was left of a block that was not full.
-    assert!(status.recomputed_tokens < 8 * status.offloads, "{status:?}");
-    assert_equals_single("swapped_out", &world, &pool());
-    world.check_empty();
+    for model in ["llama3_old", "gpt_oss", "deepseek_v3"] {
+        let mut world = world_of(pool_of(model), 40, 24);
+        world.run_until(|w| offloads(w) > 0);
+        let status = world.nodes[0].live().status();
+        assert!(status.moves.blocks_out >= 4, "{model}: {status:?}");
+        world.run();
+        let status = world.nodes[0].live().status();
+        assert_eq!((status.preemptions, status.swapped_out), (0, 0), "{model}: {status:?}");
+        // Only the rest of a partly filled block.
+        assert!(status.recomputed_tokens < 8 * status.offloads, "{model}: {status:?}");
+        assert_equals_single(model, &world, &pool_of(model));
+        world.check_empty();
+    }
 }
 
-/// Where computing is fast, moving does not pay.
+/// If recomputing is fast, swapping does not pay.
 #[test]
 fn a_short_sequence_is_not_moved() {
     let mut world = world(1, 24);
@@ -47,7 +58,7 @@ fn a_short_sequence_is_not_moved() {
     world.check_empty();
 }
 
-/// The host tier is too small: what runs goes on as it would without one.
+/// The host tier is too small: running requests go on as without one.
 #[test]
 fn without_room_there_nothing_is_swapped_out() {
     let mut world = world(40, 3);

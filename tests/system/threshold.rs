@@ -1,4 +1,5 @@
-//! The threshold on lending compute: an instance with a latency target keeps it, and its remote requests find another home.
+//! The threshold on remote requests: an instance with a latency target keeps it, and its remote requests move
+//! elsewhere.
 
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
@@ -32,8 +33,8 @@ fn a_busy_instance_lends_nothing_until_it_has_time() {
     world.check_empty();
 }
 
-/// Remote requests that were there before are sent away once, when they make own steps far too long; they go elsewhere with what
-/// they lost, and stay there.
+/// Remote requests that break the target are sent away once; they continue elsewhere, with recomputed KV, and stay
+/// there.
 #[test]
 fn a_remote_request_that_breaks_the_target_is_sent_away_once() {
     // A remote request's layer of 52 keys takes 25 ms, measured and estimated: 256 operations a key.
@@ -50,7 +51,7 @@ fn a_remote_request_that_breaks_the_target_is_sent_away_once() {
     assert!(!world.requests[remote_request].is_over());
     let (shed_ms, said) = (world.now_ms, world.requests[own].tokens.len());
     assert!(said >= 20, "sent away after {said} steps");
-    // Whoever was sent away does not come back while this one is busy.
+    // A remote request that was sent away does not come back while this instance is busy.
     world.run_until(|w| w.requests[own].is_over() || w.requests[own].tokens.len() >= said + 60);
     let per_token = (world.now_ms - shed_ms) / 60;
     assert!(per_token <= 14, "{per_token} ms a token, and 10 are its own");

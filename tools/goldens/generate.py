@@ -16,6 +16,7 @@ import os
 import pathlib
 import shutil
 import sys
+import tempfile
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,9 +28,11 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import text
+from families import FAMILIES
 from variants import VARIANTS
 
 logging.disable_progress_bar()
+VARIANTS = {**VARIANTS, **FAMILIES}
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LOGIT_STD = 3.0
@@ -37,6 +40,10 @@ TOLERANCE_F32 = 1e-3
 NEW_TOKENS = 16
 # A continuation with fewer different tokens than this would also come out of many a wrong engine.
 DISTINCT_MIN = 9
+# Model types whose norms add 1 to their weights.
+GEMMA = ("gemma2", "gemma3_text")
+# Fields whose null is not their default.
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -82,19 +89,37 @@ def greedy(model, tokens, count):
 def randomise(model, seed):
     """Fixed-seed weights for which attention is peaked and every norm's weight matters."""
     generator = torch.Generator().manual_seed(seed)
+    around_zero = model.config.model_type in GEMMA
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        if name.endswith(".bias"):
-            weight.copy_(0.5 * noise)
+        if "word_embeddings_layernorm" in name:
+            weight.copy_(0.1 * (noise + 1))
+        elif name.endswith("bias"):
+            # Large ones would decide BLOOM's answers alone.
+            weight.copy_((0.1 if model.config.model_type == "bloom" else 0.5) * noise)
+        elif weight.dim() == 1 and around_zero:
+            weight.copy_(0.2 * noise)
         elif weight.dim() == 1:
             weight.copy_(1 + 0.2 * noise)
-        elif "embed_tokens" in name or "wte" in name:
-            weight.copy_(0.5 * noise)
+        elif any(table in name for table in ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings.")):
+            # Small beside what the blocks make of it, or a tied model repeats its last token; Gemma has a factor.
+            small = {"gemma2": 0.02, "gemma3_text": 0.07, "gpt2": 0.1}
+            weight.copy_((0.5 if "wpe" in name else small.get(model.config.model_type, 0.5)) * noise)
         else:
             # Peaked attention, and layers that outweigh the embedding: otherwise the model would repeat its last token.
             gains = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 2.0, "out_proj": 2.0, "down_proj": 2.0}
-            gain = gains.get(name.split(".")[-2], 1.0)
-            weight.copy_(noise * gain * weight.shape[1] ** -0.5)
+            gains |= {"query_key_value": 1.5, "dense": 2.0, "dense_4h_to_h": 2.0, "c_proj": 3.0, "gate": 3.0, "router": 3.0}
+            gain = gains.get(name.split(".")[-2], 2.0 if name.endswith("experts.down_proj") else 1.0)
+            # GPT-2 and gpt-oss store [in][out].
+            stored_in_out = "c_" in name or model.config.model_type == "gpt_oss" and weight.dim() == 3
+            fan_in = weight.shape[-2] if stored_in_out else weight.shape[-1]
+            weight.copy_(noise * gain * fan_in**-0.5)
+            if "c_attn" in name:
+                # Its first two thirds are q and k.
+                weight[:, : 2 * weight.shape[0]] *= gains["q_proj"]
             if "Wqkv" in name:
                 # Its first two thirds are q and k.
                 weight[: 2 * weight.shape[1]] *= gains["q_proj"]
@@ -103,15 +128,28 @@ def randomise(model, seed):
 @torch.no_grad()
 def scale_logits(model, tokens):
     """Scale the last norm so that the logits' standard deviation is LOGIT_STD (that works for tied weights too)."""
-    norm = model.transformer.norm_f if hasattr(model, "transformer") else model.model.norm
-    norm.weight.mul_(LOGIT_STD / float(logits_of(model, tokens).std()))
+    names = ("transformer.norm_f", "transformer.ln_f", "gpt_neox.final_layer_norm", "model.norm")
+    norm = next(module for name, module in model.named_modules() if name in names)
+    # Of logits before their soft cap, if there is one.
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    if cap is not None:
+        model.config.final_logit_softcapping = None
+    factor = LOGIT_STD / float(logits_of(model, tokens).std())
+    if cap is not None:
+        model.config.final_logit_softcapping = cap
+    offset = 1 if model.config.model_type in GEMMA else 0
+    norm.weight.copy_((norm.weight + offset) * factor - offset)
+    if getattr(norm, "bias", None) is not None:
+        norm.bias.mul_(factor)
 
 
 def write_weights(directory, model, dtype, shards, tied):
     """model.safetensors in `dtype`, or shards with an index; a tied output matrix is not written."""
-    tensors = {
-        k: v.to(dtype).contiguous() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")
-    }
+    # Saved, because in memory experts are fused.
+    with tempfile.TemporaryDirectory() as scratch:
+        model.save_pretrained(scratch)
+        saved = load_file(pathlib.Path(scratch) / "model.safetensors")
+    tensors = {k: v.to(dtype).contiguous() for k, v in saved.items() if not (tied and k == "lm_head.weight")}
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return
@@ -136,20 +174,22 @@ def write_json(path, value):
 def mutant_differences(directory, spec, tokens, logits, scratch):
     """How far the logits move for each mutant of the configuration: the golden's power to see its feature.
 
-    A mutant's "zero" is no field: weights with this in their name are zero.
+    A mutant's "zero" is no field: weights with this in their name are zero. Those of "minus" are minus ten.
     """
     out = {}
     for name, change in spec["mutants"].items():
         change = dict(change)
-        zero = change.pop("zero", None)
-        config = {k: v for k, v in {**spec["config"], **change}.items() if v is not None or k == "sliding_window"}
+        zero, minus = change.pop("zero", None), change.pop("minus", None)
+        config = {k: v for k, v in {**spec["config"], **change}.items() if v is not None or k in NULLABLE}
         shutil.rmtree(scratch, ignore_errors=True)
         shutil.copytree(directory, scratch)
         (scratch / "config.json").write_text(json.dumps(config))
         mutant = load(scratch, torch.float32)
-        for parameter, weight in mutant.named_parameters():
+        for parameter, weight in [*mutant.named_parameters(), *mutant.named_buffers()]:
             if zero is not None and zero in parameter:
                 weight.detach().zero_()
+            if minus is not None and minus in parameter:
+                weight.detach().fill_(-10)
         out[name] = round(float((logits_of(mutant, tokens) - logits).abs().max()), 4)
     shutil.rmtree(scratch, ignore_errors=True)
     return out
@@ -194,7 +234,8 @@ def make(name, spec, out_root, seed):
         record["tolerance"] = round(noise, 5)
     if gap < 2 * max(record["tolerance"], 0.02) or len(set(continuation)) < DISTINCT_MIN:
         return None
-    record["mutants"] = mutant_differences(directory, spec, tokens, logits, out_root / ".mutant")
+    with tempfile.TemporaryDirectory() as scratch:
+        record["mutants"] = mutant_differences(directory, spec, tokens, logits, pathlib.Path(scratch) / "mutant")
     record["transformers"] = transformers.__version__
     record["torch"] = torch.__version__
     save_file({"logits": logits.contiguous()}, directory / "logits.safetensors")

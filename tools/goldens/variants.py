@@ -208,6 +208,16 @@ VARIANTS = {
             "theta": {"rope_theta": 10000.0},
         },
     },
+    "qwen2_window": {
+        "shows": "Qwen2: a window of 16 tokens on the upper layer",
+        "config": qwen2(148, use_sliding_window=True),
+        "tokens": 60,
+        "mutants": {
+            "no_window": {"use_sliding_window": False},
+            "window_15": {"sliding_window": 15},
+            "both_layers": {"max_window_layers": 0},
+        },
+    },
     "qwen2_f16": {
         "shows": "Qwen2: f16 weights and biases",
         "config": qwen2(176, torch_dtype="float16"),

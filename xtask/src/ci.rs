@@ -1,5 +1,5 @@
-//! `cargo xtask ci`: what .ci/run calls: cargo-deny and tint where they are installed, the CUDA kernels' hash
-//! and budget, the test command, the rehearsal of the commands for a GPU, then the demo.
+//! `cargo xtask ci`, called by .ci/run: cargo-deny and tint if installed, the CUDA kernels' hash and budget, the test
+//! command, the rehearsal of the commands for a GPU, then the demo.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -10,32 +10,39 @@ use serde_json::Value;
 
 use crate::{deny, gpu_rehearse, kernels, test, wgsl};
 
-/// The README promises the demo's answer within this time, after the build.
+/// Time limit of the demo's answer, after the build, as the README promises.
 const DEMO_SECONDS_MAX: u64 = 60;
 
 pub(crate) fn run(root: &Path) -> Result<bool> {
-    let others = [deny::run(root)?, wgsl::run(root)?, kernels::run(root, kernels::Task::Check)?];
+    let checks = [
+        ("deny", good(deny::run(root))),
+        ("wgsl", good(wgsl::run(root))),
+        ("kernels", good(kernels::run(root, kernels::Task::Check))),
+    ];
     let tests = test::report(root, true)?;
-    let rehearsal = gpu_rehearse::run(root)?;
+    let rehearsal = good(gpu_rehearse::run(root));
     let demo = demo(root);
     match &demo {
         Ok(line) => println!("demo: ok: {line}"),
         Err(error) => println!("error: the demo failed: {error:#}"),
     }
     // The tests' numbers, and what failed, come last: whoever reads only the end sees them.
-    for (name, good) in ["deny", "wgsl", "kernels"].iter().zip(others) {
-        if !good {
-            println!("error: {name} failed");
-        }
-    }
-    if !rehearsal {
-        println!("error: gpu-rehearse failed");
+    for (name, _) in checks.iter().chain([&("gpu-rehearse", rehearsal)]).filter(|(_, good)| !good) {
+        println!("error: {name} failed");
     }
     println!("{tests}");
-    Ok(tests.good() && demo.is_ok() && rehearsal && others == [true; 3])
+    Ok(tests.good() && demo.is_ok() && rehearsal && checks.iter().all(|(_, good)| *good))
 }
 
-/// Run the README's demo and check what it reports.
+/// Whether a check passed; prints the error of one that could not run, so that the others still do.
+fn good(check: Result<bool>) -> bool {
+    check.unwrap_or_else(|error| {
+        println!("error: {error:#}");
+        false
+    })
+}
+
+/// Runs the README's demo and checks its report.
 fn demo(root: &Path) -> Result<String> {
     let build = ["build", "--locked", "--release", "--package", "lagoon"];
     let built =
@@ -57,7 +64,7 @@ fn demo(root: &Path) -> Result<String> {
     Ok(text.trim().to_owned())
 }
 
-/// One JSON object that says that a pool served the request, exactly.
+/// Checks for one JSON object that reports an exactly served request of a pool.
 fn check_report(text: &str) -> Result<()> {
     let report: Value =
         serde_json::from_str(text.trim()).with_context(|| format!("it printed no JSON object: {text}"))?;

@@ -1,7 +1,7 @@
 //! deny.toml: licences, banned crates and sources.
 //!
-//! cargo-deny reads it where it is installed (`cargo xtask deny`, and CI). `tidy` enforces the same licences, wrappers and
-//! sources itself, so that they hold on machines without cargo-deny.
+//! cargo-deny reads it if installed (`cargo xtask deny`, and CI). `tidy` enforces the same licences, wrappers and
+//! sources itself, also on machines without cargo-deny.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -49,7 +49,7 @@ struct Ban {
     wrappers: BTreeSet<String>,
 }
 
-/// What deny.toml forbids in the graph.
+/// Violations of deny.toml in the dependency graph.
 pub(crate) fn findings(root: &Path, graph: &Graph) -> Result<Vec<Finding>> {
     let text = std::fs::read_to_string(root.join("deny.toml")).context("read deny.toml")?;
     let config: Config = toml::from_str(&text).context("parse deny.toml")?;
@@ -84,7 +84,7 @@ fn check(config: &Config, crates: &[External]) -> Result<Vec<Finding>> {
     Ok(out)
 }
 
-/// `cargo xtask deny`: run cargo-deny, where it is installed.
+/// `cargo xtask deny`: runs cargo-deny, if installed.
 pub(crate) fn run(root: &Path) -> Result<bool> {
     let installed = Command::new("cargo").args(["deny", "--version"]).output().is_ok_and(|o| o.status.success());
     if !installed {

@@ -1,4 +1,5 @@
-//! `cargo xtask docs`: writes the pages that the program prints of itself. A test of the program fails when one is stale.
+//! `cargo xtask docs`: writes the reference pages that the program prints. A test of the program fails if one is
+//! stale.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -6,7 +7,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 
 /// Pages below docs/reference, and the argument of `lagoon reference` that prints each.
-const PAGES: [&str; 2] = ["flags", "metrics"];
+const PAGES: [&str; 3] = ["flags", "metrics", "models"];
 
 /// Builds the program and writes the pages.
 pub(crate) fn run(root: &Path) -> Result<bool> {

@@ -1,15 +1,15 @@
-//! What the tests need besides Rust: Mesa's software Vulkan driver, for the wgpu tests, and an etcd server, for gManagers
-//! that stand by. Installed where that is possible, else named.
+//! The tests' dependencies besides Rust: Mesa's software Vulkan driver, for the wgpu tests, and an etcd server, for
+//! standby gManagers. Installed if possible, else named.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
 
-/// Debian packages that give one thing that the tests need.
+/// Debian packages for one dependency of the tests.
 struct Need {
     packages: &'static [&'static str],
-    /// What it is, and what cannot run without it.
+    /// Its name, and the tests that need it.
     what: &'static str,
     consequence: &'static str,
     is_there: fn() -> bool,
@@ -53,7 +53,7 @@ impl RuntimeDir {
 
 impl Drop for RuntimeDir {
     fn drop(&mut self) {
-        // What is left in the temporary directory does no harm.
+        // Leftovers in the temporary directory are harmless.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
@@ -64,8 +64,8 @@ fn any_file(dir: &str, accept: impl Fn(&str) -> bool) -> bool {
     entries.flatten().any(|entry| accept(&entry.file_name().to_string_lossy()))
 }
 
-/// Whether Mesa's software driver (lavapipe) and the loader are there: the tests ask for it even beside a real GPU. Whoever
-/// names drivers in the environment has chosen for themselves.
+/// Whether Mesa's software driver (lavapipe) and the loader are installed: the tests use it even beside a real GPU.
+/// Drivers named in the environment count as a deliberate choice.
 fn has_software_vulkan() -> bool {
     let driver = ["/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d", "/usr/local/share/vulkan/icd.d"]
         .iter()
@@ -95,7 +95,7 @@ fn has_etcd() -> bool {
     std::env::split_paths(&path).any(|dir| dir.join("etcd").is_file()) || Path::new("/usr/bin/etcd").is_file()
 }
 
-/// Makes sure that everything is there, on Linux: installs it when this is root on a Debian, else says how.
+/// Installs missing dependencies on Linux, if this is root on a Debian; else says how.
 pub(crate) fn prepare() {
     if !cfg!(target_os = "linux") {
         return;
@@ -114,7 +114,7 @@ fn install(need: &Need) {
     println!("no {what} was found: installing {}", packages.join(" "));
     let mut install = vec!["install", "-y", "-qq", "--no-install-recommends"];
     install.extend(*packages);
-    // The lists may be there already, or a mirror may be away: only the installation itself decides.
+    // An update may fail (lists present, mirror away): only the installation decides.
     let updated = apt_get(&["update", "-qq"]);
     if !apt_get(&install) {
         println!("installing failed (package lists updated: {updated})");

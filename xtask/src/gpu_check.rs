@@ -1,5 +1,5 @@
-//! `cargo xtask gpu-check`: packs what a machine with an NVIDIA GPU needs to check the CUDA backend, and no Rust: the check
-//! itself, the product for its demo, the golden models and a script. The script leaves one JSON report.
+//! `cargo xtask gpu-check`: packs a check of the CUDA backend for a machine with an NVIDIA GPU and without Rust: the
+//! check itself, the product for its demo, the golden models and a script. The script writes one JSON report.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
-/// What the script runs, in its own folder.
+/// The pack's script, run in its own folder.
 const SCRIPT: &str = "#!/bin/sh\n\
     # Checks the CUDA backend on this machine, goes on from report.json in the folder that it is called in, if that is there, and writes\n\
     # the report to the folder that OUT names, or over the one it went on from. Arguments go to the check: ./gpu-check --help.\n\
@@ -17,14 +17,14 @@ const SCRIPT: &str = "#!/bin/sh\n\
     exec \"$here/gpu-check\" --goldens \"$here/goldens\" --lagoon \"$here/lagoon\" --label \"$(cat \"$here/commit\")\" \
     --from report.json --out \"${OUT:-.}/report.json\" ${GPU_CHECK_SMOKE:+--smoke} \"$@\"\n";
 
-/// What is sent to a machine with a GPU, in all: the archive, a report to go on from, and the checkout that they lie in.
+/// Bytes sent to a machine with a GPU, at most: the archive, a report to continue, and the checkout around them.
 pub(crate) const SENT_BYTES_MAX: u64 = 64 << 20;
 
-/// The folder of what is sent, which git ignores.
+/// The folder of the archive, ignored by git.
 pub(crate) const FOLDER: &str = "target/gpu";
 
-/// The archive's name in it.
-pub(crate) const ARCHIVE: &str = "gpu-check.tar.gz";
+/// The archive's name.
+pub(crate) const ARCHIVE: &str = "gpu-check.tar.xz";
 
 pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
     let (archive, pack) = build_pack(root)?;
@@ -33,7 +33,7 @@ pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
     if !here {
         return Ok(true);
     }
-    // It goes on from the repository's report.
+    // Continues the repository's report.
     let results = root.join("benches/results");
     let folder = archive.with_file_name("here");
     fs::create_dir_all(&folder)?;
@@ -48,7 +48,7 @@ pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
     Ok(status.success())
 }
 
-/// Builds the archive, and the folder that it holds.
+/// Builds the archive and its folder.
 pub(crate) fn build_pack(root: &Path) -> Result<(PathBuf, PathBuf)> {
     build(root)?;
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
@@ -61,7 +61,7 @@ pub(crate) fn build_pack(root: &Path) -> Result<(PathBuf, PathBuf)> {
     for program in ["lagoon", "gpu-check"] {
         let to = pack.join(program);
         fs::copy(target.join("release").join(program), &to).with_context(|| format!("copy {program}"))?;
-        // Smaller without symbols; where there is no strip, as it is.
+        // Smaller without symbols; unchanged if there is no strip.
         let _not_stripped = Command::new("strip").arg(&to).stderr(Stdio::null()).status();
     }
     copy(&root.join("tests/goldens"), &pack.join("goldens"))?;
@@ -70,8 +70,9 @@ pub(crate) fn build_pack(root: &Path) -> Result<(PathBuf, PathBuf)> {
     let folder = root.join(FOLDER);
     fs::create_dir_all(&folder)?;
     let archive = folder.join(ARCHIVE);
-    let tar = Command::new("tar").arg("-czf").arg(&archive).arg("-C").arg(&packs).arg("gpu-check").status();
-    ensure!(tar.context("run tar")?.success(), "tar failed");
+    let mut tar = Command::new("tar");
+    tar.arg("-cJf").arg(&archive).arg("-C").arg(&packs).arg("gpu-check").env("XZ_OPT", "-T0");
+    ensure!(tar.status().context("run tar")?.success(), "tar failed (hint: apt-get install xz-utils)");
     let bytes = fs::metadata(&archive)?.len();
     // A report has some hundred KiB.
     let sent = bytes + checkout_bytes(root)? + (1 << 20);
@@ -79,10 +80,10 @@ pub(crate) fn build_pack(root: &Path) -> Result<(PathBuf, PathBuf)> {
     Ok((archive, pack))
 }
 
-/// The report that the repository has.
+/// The repository's report.
 const REPORT: &str = "benches/results/gpu-check.json";
 
-/// Fills docs/gpu.md and its figures from [`REPORT`]; where there is none, its cells become empty.
+/// Fills docs/gpu.md and its figures from [`REPORT`]; without a report, its cells become empty.
 pub(crate) fn page(root: &Path) -> Result<bool> {
     let report = root.join(REPORT);
     let program = ["run", "--locked", "--release", "--package", "lagoon-benches", "--bin", "gpu-page", "--"];
@@ -97,7 +98,7 @@ pub(crate) fn page(root: &Path) -> Result<bool> {
 }
 
 fn build(root: &Path) -> Result<()> {
-    // The workspace's features, so that what other commands built serves here, too.
+    // The workspace's features, so that builds of other commands are reused.
     let both = ["--workspace", "--bin", "lagoon", "--bin", "gpu-check"];
     let mut command = Command::new("cargo");
     command.args(["build", "--locked", "--release"]).args(both).current_dir(root).stdin(Stdio::null());
@@ -105,11 +106,12 @@ fn build(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Bytes of the files that git tracks.
+/// Bytes of the files that git tracks, and of those that it does not ignore: both travel.
 pub(crate) fn checkout_bytes(root: &Path) -> Result<u64> {
-    let output = Command::new("git").args(["ls-files", "-z"]).current_dir(root).output().context("run git")?;
+    let all = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"];
+    let output = Command::new("git").args(all).current_dir(root).output().context("run git")?;
     let names = String::from_utf8_lossy(&output.stdout).into_owned();
-    // Files that are deleted here travel no more.
+    // Files deleted in the checkout are not sent.
     let bytes = |name: &str| fs::metadata(root.join(name)).map_or(0, |file| file.len());
     Ok(names.split_terminator('\0').map(bytes).sum())
 }

@@ -1,8 +1,7 @@
-//! `cargo xtask gpu-rehearse`: the commands of docs/gpu.md, word for word, as they run where a GPU is lent, over the fake driver.
+//! `cargo xtask gpu-rehearse`: runs the commands of docs/gpu.md, word for word, over the fake driver.
 //!
-//! Each command gets a fresh folder with the archive and the report that the command before it left, and nothing else; only the files
-//! in its output folder outlive it. In the end the report has to be complete. What the commands may take and leave is held against
-//! the loan's limits.
+//! Each command gets a fresh folder with only the archive and the earlier command's report; only files in its output
+//! folder are kept. At the end the report must be complete. Times and outputs are held against the loan's limits.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,18 +13,18 @@ use serde_json::Value;
 
 use crate::gpu_check::{ARCHIVE, FOLDER, SENT_BYTES_MAX, build_pack};
 
-/// The commands stand between these lines of docs/gpu.md.
+/// Begin of the commands in docs/gpu.md.
 const BEGIN: &str = "<!-- commands: begin -->";
 const END: &str = "<!-- commands: end -->";
 
-/// What a loan gives: seconds of a command and of all, the length of a command's text, and what comes back from its output folder.
+/// Limits of a loan: seconds of a command and of all, length of a command's text, and files of its output folder.
 const COMMAND_S_MAX: u64 = 540;
 const ALL_S_MAX: u64 = 22 * 60;
 const COMMAND_CHARS_MAX: usize = 2000;
 const FILES_MAX: usize = 8;
 const FILE_BYTES_MAX: u64 = 16 << 20;
 
-/// Sections that may be absent where there is no GPU, with a reason. Everything else has to be measured.
+/// Sections that may be absent without a GPU, with a reason. All others must be measured.
 const MAY_BE_ABSENT: [&str; 4] = ["torch", "wgpu", "dist", "demo_mixed"];
 
 /// A command of docs/gpu.md, and its seconds.
@@ -64,18 +63,18 @@ fn check_limits(steps: &[Step]) -> Result<()> {
     Ok(())
 }
 
-/// What the fake machine has in place of NVIDIA's.
+/// The fakes in place of NVIDIA's driver and library.
 struct Fakes {
     driver: PathBuf,
     blas: PathBuf,
     kernels: PathBuf,
 }
 
-/// Has the tests' own helpers build the fakes, and reads where they are.
+/// Has the tests' helpers build the fakes, and reads their paths.
 fn fakes(root: &Path) -> Result<Fakes> {
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
     let list = target.join("tmp/gpu-check-fakes");
-    // Of another state of the sources.
+    // It may be of other sources.
     let _gone = fs::remove_file(&list);
     let test = ["--test", "gpu_check", "the_fakes_are_built", "--", "--exact"];
     let mut command = Command::new("cargo");
@@ -88,7 +87,7 @@ fn fakes(root: &Path) -> Result<Fakes> {
     Ok(Fakes { driver, blas, kernels })
 }
 
-/// Stand-ins for programs of the lent machine, in a folder for the path: compute-sanitizer, which runs what it is given.
+/// Stand-ins for programs of the lent machine, in a folder for PATH: a compute-sanitizer that runs its arguments.
 fn tools(folder: &Path) -> Result<PathBuf> {
     let bin = folder.join("tools");
     fs::create_dir_all(&bin)?;
@@ -103,7 +102,8 @@ fn tools(folder: &Path) -> Result<PathBuf> {
     Ok(bin)
 }
 
-/// Runs one command as the machine does: in a fresh folder with what is sent, of which only the output folder stays.
+/// Runs one command as the machine would: in a fresh folder with what was sent, of which only the output folder is
+/// kept.
 fn rehearse(step: &Step, folder: &Path, archive: &Path, last: Option<&Path>, fakes: &Fakes) -> Result<PathBuf> {
     let (machine, out) = (folder.join("machine"), folder.join("out"));
     for fresh in [&machine, &out] {
@@ -147,7 +147,7 @@ fn rehearse(step: &Step, folder: &Path, archive: &Path, last: Option<&Path>, fak
     Ok(report)
 }
 
-/// What comes back: few files, none of them large.
+/// Checks the returned files: few, none of them large.
 fn check_files(out: &Path) -> Result<()> {
     let files: Vec<_> = fs::read_dir(out)?.collect::<std::io::Result<_>>()?;
     ensure!(files.len() <= FILES_MAX, "{} files in the output folder, at most {FILES_MAX}", files.len());
@@ -159,7 +159,7 @@ fn check_files(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// That every section of the three parts was measured, or says why not.
+/// Checks that every section of the three parts was measured, or says why not.
 fn check_report(report: &Value, sections: &[String]) -> Result<()> {
     ensure!(report["smoke"] == true && report["measured_on_gpu"] == false, "a report of the fake driver says so");
     for name in sections {
@@ -179,8 +179,8 @@ fn check_report(report: &Value, sections: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// That the demo's pool said the same as one instance, on CUDA in its default precision, with the bundled model's 16-bit weights: that
-/// precision rounds activations, so logits differ, within the demo's tolerance.
+/// Checks that the demo's pool gave the same tokens as one instance, on CUDA in its default precision, with the
+/// bundled model's 16-bit weights: that precision rounds activations, so logits differ, within the demo's tolerance.
 fn check_demo(demo: &Value) -> Result<()> {
     for field in ["ok", "tokens_equal"] {
         ensure!(demo[field] == true, "the demo's `{field}` is {}", demo[field]);
@@ -194,7 +194,7 @@ fn check_demo(demo: &Value) -> Result<()> {
     Ok(())
 }
 
-/// What the check's own list says: the seconds of each part, and the sections that are in one.
+/// The check's own list: the seconds of each part, and the sections in parts.
 fn listed(pack: &Path) -> Result<(Vec<u64>, Vec<String>)> {
     let output =
         Command::new(pack.join("gpu-check")).args(["--goldens", ".", "--list"]).output().context("run the check")?;
@@ -217,8 +217,8 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     let steps = steps(&fs::read_to_string(root.join("docs/gpu.md")).context("read docs/gpu.md")?)?;
     let (archive, pack) = build_pack(root)?;
     let (parts, sections) = listed(&pack)?;
-    let told: Vec<u64> = steps.iter().map(|step| step.seconds).collect();
-    ensure!(told == parts, "docs/gpu.md tells of commands of {told:?} s, the check's parts have {parts:?}");
+    let page: Vec<u64> = steps.iter().map(|step| step.seconds).collect();
+    ensure!(page == parts, "docs/gpu.md has commands of {page:?} s, the check's parts have {parts:?}");
     let fakes = fakes(root)?;
     let folder = std::env::temp_dir().join(format!("gpu-rehearse-{}", std::process::id()));
     fs::create_dir_all(&folder)?;

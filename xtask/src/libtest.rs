@@ -1,4 +1,4 @@
-//! Reads what the standard test harness prints, a line at a time.
+//! Parses the output of the standard test harness, line by line.
 
 use std::collections::BTreeSet;
 
@@ -9,15 +9,15 @@ use crate::skips::Skipped;
 pub(crate) struct Tally {
     pub(crate) passed: usize,
     pub(crate) failed: usize,
-    /// The names of those that failed, as the harness prints them.
+    /// Names of the failed tests, as the harness prints them.
     pub(crate) failures: BTreeSet<String>,
     pub(crate) ignored: BTreeSet<Skipped>,
-    /// Binaries that began and have not printed their result; at the end, those that crashed.
+    /// Binaries that began and have not printed a result; at the end, the crashed ones.
     pub(crate) running: usize,
 }
 
 impl Tally {
-    /// Take in a line of the harness's output.
+    /// Parses a line of the harness's output.
     pub(crate) fn line(&mut self, line: &str) {
         if let Some(rest) = line.strip_prefix("test result: ") {
             self.passed += count(rest, "passed");

@@ -1,7 +1,7 @@
 //! Developer commands: `cargo xtask CMD`. `cargo xtask test` is the test command of the README.
 //!
-//! Everything here works on the checkout that it was built from; nothing is needed but Rust, and what a command says with a
-//! `hint:` when it misses something.
+//! All commands work on the checkout that they were built from, and need only Rust; a command that misses something
+//! prints a `hint:`.
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "xtask is a command-line tool: printing is its purpose")]
 
@@ -78,7 +78,7 @@ enum Command {
 
 /// The repository's root.
 fn root() -> PathBuf {
-    // Of the checkout that cargo runs it for: several may share one target directory, and so this program.
+    // The checkout for which cargo runs it: several may share a target directory, and so this program.
     let here = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
     let here = PathBuf::from(here);
     here.parent().map(PathBuf::from).unwrap_or(here)

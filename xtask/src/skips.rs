@@ -16,7 +16,7 @@ struct File {
     skip: Vec<Listed>,
 }
 
-/// A test that may be skipped, by the name under which the harness reports it, or a module of them: `a::b::*`.
+/// A test that may be skipped, by its name in the harness's output, or a module of tests: `a::b::*`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Listed {
@@ -30,7 +30,7 @@ impl Listed {
         self.name.strip_suffix('*').map_or(self.name == test, |module| test.starts_with(module))
     }
 
-    /// The name of what must exist, and the keyword that declares it.
+    /// The function or module that must exist, and the keyword that declares it.
     fn declared(&self) -> (&'static str, &str) {
         let (keyword, path) = self.name.strip_suffix("::*").map_or(("fn", self.name.as_str()), |path| ("mod", path));
         (keyword, path.rsplit("::").next().unwrap_or(path))
@@ -55,14 +55,14 @@ pub(crate) fn parse(text: &str) -> Result<Vec<Listed>> {
     Ok(file.skip)
 }
 
-/// A skipped test: its name and why, in the test's own words.
+/// A skipped test: its name, and its own reason.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Skipped {
     pub(crate) name: String,
     pub(crate) reason: String,
 }
 
-/// The log that tests append to when they cannot run: a line `name<TAB>reason` each.
+/// Parses the log to which skipped tests append a line `name<TAB>reason`.
 pub(crate) fn parse_log(text: &str) -> BTreeSet<Skipped> {
     let lines = text.lines().filter(|line| !line.trim().is_empty());
     lines
@@ -73,7 +73,7 @@ pub(crate) fn parse_log(text: &str) -> BTreeSet<Skipped> {
         .collect()
 }
 
-/// Listed names for which there is no function, or module, any more.
+/// Listed names whose function or module does not exist any more.
 pub(crate) fn dead(root: &Path) -> Result<Vec<Finding>> {
     let mut names: BTreeSet<(&str, String)> = BTreeSet::new();
     for path in workspace::files(root, "rs")? {

@@ -1,5 +1,5 @@
-//! A scanner of Rust source that knows comments and literals and counts braces: enough to measure functions, without a
-//! parser. `mask` keeps the length and the lines of the text, so that positions in both agree.
+//! A scanner of Rust source that knows comments and literals and counts braces, to measure functions without a
+//! parser. `mask` keeps the text's length and lines, so positions in both agree.
 
 /// A function and the lines that it covers, from `fn` to its closing brace.
 #[derive(Debug, PartialEq, Eq)]
@@ -118,7 +118,7 @@ fn prefixed(bytes: &[u8], start: usize) -> Option<usize> {
     Some(bytes.len())
 }
 
-/// A character literal, or nothing where the quote begins a lifetime.
+/// A character literal; none if the quote begins a lifetime.
 fn character(bytes: &[u8], start: usize) -> Option<usize> {
     if at(bytes, start + 1) == b'\\' {
         return Some(quoted(bytes, start, b'\''));

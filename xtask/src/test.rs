@@ -1,8 +1,7 @@
-//! `cargo xtask test`: rustfmt, tidy, clippy, the binaries that tests start, and every test; at the end what failed, and one line of
-//! numbers.
+//! `cargo xtask test`: rustfmt, tidy, clippy, the binaries that tests start, and every test; at the end all failures,
+//! and one line of numbers.
 //!
-//! Every step runs even when an earlier one failed, so that one run shows everything. A skipped test that tests/skips.toml
-//! does not list fails the command.
+//! Every step runs even after a failed one. A skipped test that tests/skips.toml does not list fails the command.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Display, Formatter};
@@ -21,12 +20,12 @@ use crate::tidy;
 /// The environment variable that names the file to which a test that cannot run appends `name<TAB>reason`.
 const SKIP_LOG: &str = "LAGOON_SKIP_LOG";
 
-/// The tests of processes start real binaries, which `cargo test` builds for the tests of their own packages only.
+/// Process tests start real binaries, which `cargo test` builds only for tests of their own packages.
 const BINARIES: [&str; 7] = ["build", "--locked", "--release", "--package", "lagoon", "--package", "lagoon-paced"];
 
-/// The simulators find mistakes made on purpose, and show how. The whole workspace is named so that its dependencies
-/// stay as built.
-const MUTANTS: [&str; 9] = [
+/// Tests that the simulators find deliberate bugs (mutants). The whole workspace is named so that its dependencies
+/// are not rebuilt.
+const MUTANTS: [&str; 7] = [
     "test",
     "--locked",
     "--release",
@@ -34,21 +33,19 @@ const MUTANTS: [&str; 9] = [
     "--features=lagoon-sim/mutants,lagoon-transfer/mutants",
     "--test",
     "mutants",
-    "--",
-    "--show-output",
 ];
 
-/// Runs everything and prints what it came to.
+/// Runs everything and prints the report.
 pub(crate) fn run(root: &Path, lint: bool) -> Result<bool> {
     let report = report(root, lint)?;
     println!("{report}");
     Ok(report.good())
 }
 
-/// What the test command came to; shown, the last lines that it prints.
+/// Result of the test command; its Display is the last output.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
-    /// The steps that failed.
+    /// The failed steps.
     broken: Vec<&'static str>,
     outcome: Outcome,
 }
@@ -104,7 +101,7 @@ pub(crate) fn report(root: &Path, lint: bool) -> Result<Report> {
     }
     step("build", cargo(root, &BINARIES));
     let outcome = tests(root)?;
-    // Mistakes on purpose are compiled in here and nowhere else.
+    // Only this step compiles mutants.
     step("mutants", cargo(root, &MUTANTS));
     if !outcome.good {
         broken.push("tests");
@@ -115,7 +112,7 @@ pub(crate) fn report(root: &Path, lint: bool) -> Result<Report> {
 
 fn heading(text: &str) {
     println!("\n== {text}");
-    // A heading that cannot be shown is no reason to fail.
+    // A heading that cannot be printed is no failure.
     let _ = std::io::stdout().flush();
 }
 
@@ -132,7 +129,7 @@ fn cargo(root: &Path, arguments: &[&str]) -> Result<bool> {
     Ok(status.success())
 }
 
-/// What the tests came to.
+/// Result of the tests.
 #[derive(Debug, Default)]
 struct Outcome {
     good: bool,
@@ -140,7 +137,7 @@ struct Outcome {
     failed: usize,
     failures: BTreeSet<String>,
     skipped: BTreeSet<Skipped>,
-    /// Those of `skipped` that tests/skips.toml does not list.
+    /// Skipped tests that tests/skips.toml does not list.
     unlisted: Vec<Skipped>,
 }
 
@@ -164,8 +161,8 @@ fn tests(root: &Path) -> Result<Outcome> {
     Ok(judge(&tally, &skips::parse_log(&text), &listed, whole_good && loom_good))
 }
 
-/// Every interleaving of the gManager's lock-free view. Loom replaces the atomics of the whole build, which therefore has
-/// a folder of its own; the crate has no other dependency.
+/// Every interleaving of the gManager's lock-free view, under loom. Loom replaces the atomics of the whole build,
+/// which therefore has a target folder of its own.
 fn loom(root: &Path) -> Command {
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir));
     let mut command = Command::new("cargo");
@@ -176,7 +173,7 @@ fn loom(root: &Path) -> Command {
     command
 }
 
-/// Runs tests, shows what they print and counts it; whether the command succeeded.
+/// Runs tests, prints and counts their output; returns whether the command succeeded.
 fn harness(root: &Path, mut command: Command, tally: &mut Tally) -> Result<bool> {
     let arguments: Vec<_> = command.get_args().map(|a| a.to_string_lossy().into_owned()).collect();
     heading(&format!("cargo {}", arguments.join(" ")));
@@ -192,7 +189,7 @@ fn harness(root: &Path, mut command: Command, tally: &mut Tally) -> Result<bool>
     Ok(child.wait().context("wait for cargo test")?.success())
 }
 
-/// A test that skips itself is reported as passed by the harness; it counts as skipped here.
+/// The tests' result. The harness reports a test that skips itself as passed; it counts as skipped here.
 fn judge(tally: &Tally, logged: &BTreeSet<Skipped>, listed: &[Listed], status_good: bool) -> Outcome {
     let names: BTreeSet<&str> = logged.iter().map(|s| s.name.as_str()).collect();
     let skipped: BTreeSet<Skipped> = logged.union(&tally.ignored).cloned().collect();

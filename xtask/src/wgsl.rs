@@ -1,8 +1,8 @@
-//! `cargo xtask wgsl`: every shader through `tint`, a second compiler beside naga, where it is installed.
+//! `cargo xtask wgsl`: compiles every shader with `tint`, a second compiler beside naga, if it is installed.
 //!
-//! The files of shaders/wgsl are put together with their includes and constants by lagoon-shaders, whose example `dump_wgsl`
-//! writes every permutation. naga refuses the line `enable subgroups;` but takes the operations; tint requires the line. The
-//! sources are kept without it, and it is put in front of those that use a subgroup operation here.
+//! lagoon-shaders' example `dump_wgsl` composes every permutation from the files of shaders/wgsl with their includes
+//! and constants. naga refuses the line `enable subgroups;` but takes the operations; tint requires the line. The
+//! sources lack it, and this command adds it to those with a subgroup operation.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::workspace;
 
-/// Validate the shaders. Where tint is missing, say so.
+/// Validates the shaders; prints a note if tint is missing.
 pub(crate) fn run(root: &Path) -> Result<bool> {
     if Command::new("tint").arg("--help").stdin(Stdio::null()).output().is_err() {
         println!("tint is not installed: no shader was checked with it (naga checks all of them in the tests)");
@@ -21,7 +21,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     let scratch = std::env::temp_dir().join(format!("lagoon-tint-{}", std::process::id()));
     std::fs::create_dir_all(&scratch).context("create a temporary directory")?;
     let result = dump(root, &scratch).and_then(|()| check_all(&scratch));
-    // What is left in the temporary directory does no harm.
+    // Leftovers in the temporary directory are harmless.
     let _ = std::fs::remove_dir_all(&scratch);
     let (good, bad) = result?;
     println!("tint: {good} shaders valid, {bad} not");
@@ -43,7 +43,7 @@ fn dump(root: &Path, out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// How many shaders are valid, and how many are not.
+/// Numbers of valid and invalid shaders.
 fn check_all(dir: &Path) -> Result<(usize, usize)> {
     let (mut good, mut bad) = (0, 0);
     for path in workspace::files(dir, "wgsl")? {

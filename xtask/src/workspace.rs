@@ -1,4 +1,4 @@
-//! The dependency graph as `cargo metadata` gives it, reduced to what the rules look at, and the list of source files.
+//! The dependency graph from `cargo metadata`, reduced to the rules' needs, and the list of source files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -16,25 +16,25 @@ pub(crate) struct Member {
     pub(crate) dependencies: BTreeSet<String>,
 }
 
-/// Any crate that the lock file names, for every platform.
+/// A crate in the lock file, for any platform.
 #[derive(Debug, Clone)]
 pub(crate) struct External {
     pub(crate) name: String,
     pub(crate) version: String,
     pub(crate) licence: Option<String>,
     pub(crate) from_registry: bool,
-    /// What it is built with: optional dependencies that nobody turns on are not among them.
+    /// Its dependencies in the build, without unused optional ones.
     pub(crate) dependencies: BTreeSet<String>,
 }
 
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Graph {
     pub(crate) members: Vec<Member>,
-    /// Every crate, the members too.
+    /// Every crate, members included.
     pub(crate) all: Vec<External>,
 }
 
-/// Ask cargo for the graph. The lock file must be up to date.
+/// The graph, from cargo. The lock file must be up to date.
 pub(crate) fn graph(root: &Path) -> Result<Graph> {
     let metadata = MetadataCommand::new()
         .manifest_path(root.join("Cargo.toml"))
@@ -70,7 +70,7 @@ pub(crate) fn relative(root: &Path, path: &Path) -> String {
     path.strip_prefix(root).unwrap_or(path).to_string_lossy().replace('\\', "/")
 }
 
-/// Every file below `dir` with the extension, sorted. Build outputs and hidden directories are not looked at.
+/// Every file below `dir` with the extension, sorted, without build outputs and hidden directories.
 pub(crate) fn files(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     let mut out = Vec::new();
     let mut open = vec![dir.to_owned()];

@@ -1,12 +1,13 @@
-//! Turning the pieces of a request's sequences into its answer: one JSON object, or server-sent events.
+//! Turns the pieces of a request's sequences into its response: one JSON object, or server-sent events.
 //!
-//! A streamed answer has no chunk without news: the role rides on a sequence's first chunk, and the finish reason on
-//! its last one, which carries no text unless some was held back.
+//! Every chunk of a stream carries something: the role is in a sequence's first chunk, and the finish reason in its
+//! last one, which has no text unless some was held back.
 
 use crate::{
     error::ApiError,
     generate::{Failure, Piece, Pieces},
-    journal::{Began, Entry, Said},
+    journal::{self, Began, Entry, Said},
+    keys::Meter,
     reply::{self, Choice, Content, Delta, Endpoint, Reply, Usage},
 };
 use axum::{
@@ -20,7 +21,7 @@ use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration}
 
 const ASSISTANT: &str = "assistant";
 
-/// What an answer reports, and for whom.
+/// The response to one request: its properties, and what was sent of it.
 pub(crate) struct Answer {
     pub(crate) endpoint: Endpoint,
     pub(crate) id: String,
@@ -37,8 +38,10 @@ pub(crate) struct Answer {
     pub(crate) logits: bool,
     /// Per sequence.
     pub(crate) progress: Vec<Progress>,
-    /// Events of a stream have the journal's lines in front, which begin with this.
+    /// Set if the stream's events carry journal lines; the journal begins with it.
     pub(crate) journal: Option<Began>,
+    /// The rate limit to which generated tokens are charged.
+    pub(crate) meter: Meter,
 }
 
 /// What was sent of one sequence.
@@ -51,14 +54,14 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Of a sequence of which `said` was said before, with log-probabilities up to `offset`.
+    /// Progress of a sequence of which another server has sent `said`, with log-probabilities up to `offset`.
     pub(crate) fn after(said: &Said, offset: usize) -> Self {
         Self { started: said.finished || !said.tokens.is_empty(), completion_tokens: said.tokens.len(), offset }
     }
 }
 
 impl Answer {
-    /// Collects everything into one object. All sequences are drained together, so that none of them fills up.
+    /// Collects all pieces into one object. All sequences are drained together, so that none fills its channel.
     pub(crate) async fn whole(mut self, mut pieces: Pieces) -> Result<Response, ApiError> {
         let sequences = self.prompts.len() * self.n;
         let mut all: Vec<Piece> = (0..sequences)
@@ -73,14 +76,19 @@ impl Answer {
         }
         let choices = all.into_iter().map(|piece| self.choice(piece, false)).collect();
         let reply = Reply { usage: Some(Some(self.usage())), ..self.reply(choices, false) };
-        Ok(([(header::CONTENT_TYPE, "application/json")], to_json(&reply)).into_response())
+        let mut response = ([(header::CONTENT_TYPE, "application/json")], to_json(&reply)).into_response();
+        self.count(&mut response);
+        Ok(response)
     }
 
-    /// Streams. The headers wait up to `hold` for the first piece, so that an early failure has its own status.
+    /// Streams the pieces. The headers wait up to `hold` for the first piece, so that an early failure has its own
+    /// status.
     pub(crate) async fn stream(self, mut pieces: Pieces, hold: Duration) -> Result<Response, ApiError> {
         let mut ready = VecDeque::new();
-        // Dropping `next` loses nothing: the sequences keep their place inside `pieces`.
-        // There is none if all of it was said before, but its end.
+        let mut response = Response::default();
+        self.count(&mut response);
+        // Dropping `next` loses nothing: the sequences keep their place inside `pieces`. There is no piece if another
+        // server has sent all but the end.
         if let Ok(Some(piece)) = tokio::time::timeout(hold, pieces.next()).await {
             ready.push_back(piece?);
         }
@@ -90,12 +98,20 @@ impl Answer {
             let (frame, state) = state?.next().await;
             Some((Ok::<_, Infallible>(Bytes::from(frame)), state))
         });
-        let mut response = Body::from_stream(frames).into_response();
+        *response.body_mut() = Body::from_stream(frames);
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
         headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
         Ok(response)
+    }
+
+    /// Adds the header with the tokens known so far, for a gateway to charge; the journal of a stream has the rest.
+    fn count(&self, response: &mut Response) {
+        if self.journal.is_some() {
+            let tokens = self.usage().total_tokens;
+            response.headers_mut().insert(journal::TOKENS_HEADER, HeaderValue::from(tokens));
+        }
     }
 
     fn reply(&self, choices: Vec<Choice>, chunk: bool) -> Reply<'_> {
@@ -134,6 +150,7 @@ impl Answer {
         let first = !progress.started;
         progress.started = true;
         progress.completion_tokens += piece.tokens.len();
+        self.meter.charge(piece.tokens.len() as u64);
         let logprobs = (self.logprobs && !piece.tokens.is_empty())
             .then(|| reply::logprobs(self.endpoint, &self.tokenizer, &piece.tokens, &mut progress.offset));
         let prompt_ids = self.return_token_ids && self.endpoint == Endpoint::Completions && first;
@@ -176,12 +193,12 @@ struct Frames {
     /// Pieces that arrived before the headers were sent.
     ready: VecDeque<Piece>,
     journal: bool,
-    /// Until it was said.
+    /// Taken once its journal line is sent.
     began: Option<Began>,
 }
 
 impl Frames {
-    /// The next frame, and the rest of the stream unless this frame was the last one.
+    /// The next frame, and the rest of the stream unless it was the last one.
     async fn next(mut self) -> (String, Option<Self>) {
         let piece = match self.ready.pop_front() {
             Some(piece) => Some(Ok(piece)),
@@ -204,7 +221,7 @@ impl Frames {
         }
     }
 
-    /// The journal's lines of the next event, if it is kept.
+    /// The journal lines of the next event; empty without a journal.
     fn lines(&mut self, entry: &Entry) -> String {
         if !self.journal {
             return String::new();

@@ -1,11 +1,16 @@
-//! Errors as OpenAI clients expect them: `{"error": {"message", "type", "param", "code"}}` with the fitting status.
+//! Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}` with the matching HTTP status.
 
 use axum::{
-    http::{HeaderValue, StatusCode, header},
+    http::{HeaderName, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use lagoon_types::RequestError;
 use serde::Serialize;
+
+/// The code of an answer that is an error: whoever passes it on need not read its body.
+pub const ERROR_HEADER: HeaderName = HeaderName::from_static("x-lagoon-error");
+/// The code of a request beyond the rate of its key: it says nothing of the server.
+pub const RATE_LIMIT_EXCEEDED: &str = "rate_limit_exceeded";
 
 /// One refused or failed request. Clients tell errors apart by `status` and `code`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -55,19 +60,19 @@ impl ApiError {
         Self { param: Some(param.into()), ..Self::new(StatusCode::BAD_REQUEST, Some(code), message) }
     }
 
-    /// 503 with a reason.
+    /// A 503 with a message.
     #[must_use]
     pub fn unavailable(message: impl Into<String>) -> Self {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, Some("unavailable"), message)
     }
 
-    /// 500: a bug of ours; the details are logged, not sent.
+    /// A 500, for a bug of ours: the message is sent, details are only logged.
     #[must_use]
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, Some("internal_error"), message)
     }
 
-    /// What the engine says, as HTTP. `retry_after_s` is for a full queue.
+    /// The HTTP error for an engine's error. `retry_after_s`: sent for a full queue.
     #[must_use]
     pub fn from_request_error(error: &RequestError, retry_after_s: u32) -> Self {
         let message = error.to_string();
@@ -101,6 +106,9 @@ impl IntoResponse for ApiError {
         let mut response = (self.status, self.body()).into_response();
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if let Some(code) = self.code {
+            headers.insert(ERROR_HEADER, HeaderValue::from_static(code));
+        }
         if let Some(seconds) = self.retry_after_s {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
@@ -108,5 +116,18 @@ impl IntoResponse for ApiError {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_names_its_code_in_a_header() {
+        let error = ApiError::new(StatusCode::TOO_MANY_REQUESTS, Some(RATE_LIMIT_EXCEEDED), "over");
+        let headers = ApiError { retry_after_s: Some(7), ..error }.into_response().headers().clone();
+        assert_eq!(headers[ERROR_HEADER], "rate_limit_exceeded");
+        assert_eq!(headers[header::RETRY_AFTER], "7");
     }
 }

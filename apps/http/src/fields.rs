@@ -1,42 +1,61 @@
-//! A JSON object taken apart field by field, so that what is not supported is refused by name.
+//! Takes a JSON object apart field by field, so that unsupported fields are refused by name.
 //!
-//! A missing field and an explicit `null` mean the same: the default. What remains when all supported fields were
-//! taken is an error that names the first such field.
+//! A missing field and an explicit `null` both mean the default. Fields left after all supported ones were taken are an
+//! error that names the first. A value is parsed from its place in the request's body ([`crate::json`]): refused or
+//! ignored values are never built.
 
 use crate::error::ApiError;
+use crate::json::{Json, Kind};
 use axum::http::StatusCode;
-use serde_json::{Map, Value};
+use serde::Deserialize;
 
-/// The fields of a request (or of an object inside it) that nobody has taken yet.
+/// Maximum of fields in one object; no valid request has as many.
+const FIELDS_MAX: usize = 128;
+
+/// The fields of a request (or of an object inside it) that were not taken yet.
 #[derive(Debug)]
-pub(crate) struct Fields {
-    map: Map<String, Value>,
+pub(crate) struct Fields<'a> {
+    /// In the order of the request.
+    fields: Vec<(String, Json<'a>)>,
     /// Prefix of names in messages, such as `stream_options.`.
     path: String,
 }
 
-impl Fields {
+impl<'a> Fields<'a> {
     /// Parses a request body.
-    pub(crate) fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        let value: Value = serde_json::from_slice(body).map_err(|error| {
-            let message = format!("the request body is not valid JSON: {error}");
-            ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_json"), message)
-        })?;
-        match value {
-            Value::Object(map) => Ok(Self { map, path: String::new() }),
-            other => {
-                let message = format!("the request body must be a JSON object, not {}", kind_of(&other));
-                Err(ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_json"), message))
-            }
+    pub(crate) fn parse(body: &'a [u8]) -> Result<Self, ApiError> {
+        let invalid = |message: String| ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_json"), message);
+        let value =
+            Json::parse(body).map_err(|problem| invalid(format!("the request body is not valid JSON: {problem}")))?;
+        if value.kind() != Kind::Object {
+            return Err(invalid(format!("the request body must be a JSON object, not {}", value.kind().name())));
         }
+        Self::of(value, String::new(), "the request body")
     }
 
     /// The fields of a nested object called `name`.
-    pub(crate) fn nested(name: &str, value: Value) -> Result<Self, ApiError> {
-        match value {
-            Value::Object(map) => Ok(Self { map, path: format!("{name}.") }),
-            other => Err(wrong_type(name, "an object", &other)),
+    pub(crate) fn nested(name: &str, value: Json<'a>) -> Result<Self, ApiError> {
+        if value.kind() != Kind::Object {
+            return Err(wrong_type(name, "an object", value));
         }
+        Self::of(value, format!("{name}."), &format!("the field `{name}`"))
+    }
+
+    /// The fields of `object`; of a repeated field the last value counts.
+    fn of(object: Json<'a>, path: String, called: &str) -> Result<Self, ApiError> {
+        let mut fields: Vec<(String, Json<'a>)> = Vec::new();
+        for (name, value) in object.members() {
+            let name = text_of(called, name)?;
+            match fields.iter().position(|(known, _)| *known == name) {
+                Some(at) => fields[at].1 = value,
+                None if fields.len() == FIELDS_MAX => {
+                    let message = format!("{called} has more than {FIELDS_MAX} fields");
+                    return Err(ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_value"), message));
+                }
+                None => fields.push((name, value)),
+            }
+        }
+        Ok(Self { fields, path })
     }
 
     /// The full name of `name` in messages.
@@ -45,30 +64,28 @@ impl Fields {
     }
 
     /// Takes a field; `null` counts as absent.
-    pub(crate) fn take(&mut self, name: &str) -> Option<Value> {
-        self.map.remove(name).filter(|value| !value.is_null())
+    pub(crate) fn take(&mut self, name: &str) -> Option<Json<'a>> {
+        let at = self.fields.iter().position(|(known, _)| known == name)?;
+        let (_, value) = self.fields.remove(at);
+        (value.kind() != Kind::Null).then_some(value)
     }
 
     pub(crate) fn bool(&mut self, name: &str, default: bool) -> Result<bool, ApiError> {
-        match self.take(name) {
-            None => Ok(default),
-            Some(Value::Bool(value)) => Ok(value),
-            Some(other) => Err(wrong_type(&self.name(name), "a boolean", &other)),
-        }
+        self.take(name).map_or(Ok(default), |value| self.read(name, "a boolean", value))
     }
 
     pub(crate) fn string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
-        match self.take(name) {
-            None => Ok(None),
-            Some(Value::String(value)) => Ok(Some(value)),
-            Some(other) => Err(wrong_type(&self.name(name), "a string", &other)),
-        }
+        self.take(name).map(|value| text(&self.name(name), value)).transpose()
+    }
+
+    fn read<T: Deserialize<'a>>(&self, name: &str, expected: &str, value: Json<'a>) -> Result<T, ApiError> {
+        value.read().map_err(|_wrong| wrong_type(&self.name(name), expected, value))
     }
 
     /// A whole number within `range` (inclusive).
     pub(crate) fn integer(&mut self, name: &str, range: (i64, i64)) -> Result<Option<i64>, ApiError> {
         let Some(value) = self.take(name) else { return Ok(None) };
-        let number = value.as_i64().ok_or_else(|| wrong_type(&self.name(name), "an integer", &value))?;
+        let number: i64 = self.read(name, "an integer", value)?;
         if (range.0..=range.1).contains(&number) {
             return Ok(Some(number));
         }
@@ -84,7 +101,9 @@ impl Fields {
     /// A finite number within `range` (inclusive).
     pub(crate) fn number(&mut self, name: &str, range: (f64, f64)) -> Result<Option<f32>, ApiError> {
         let Some(value) = self.take(name) else { return Ok(None) };
-        let number = value.as_f64().ok_or_else(|| wrong_type(&self.name(name), "a number", &value))?;
+        // A literal such as 1e999 is JSON, but no number that fits.
+        let expected = if value.kind() == Kind::Number { "a finite number" } else { "a number" };
+        let number: f64 = self.read(name, expected, value)?;
         if !(range.0..=range.1).contains(&number) {
             return Err(out_of_range(&self.name(name), &number, &range.0, &range.1));
         }
@@ -96,7 +115,7 @@ impl Fields {
     pub(crate) fn neutral(&mut self, table: &[(&str, Neutral)]) -> Result<(), ApiError> {
         for (name, neutral) in table {
             if let Some(value) = self.take(name)
-                && !neutral.accepts(&value)
+                && !neutral.accepts(value)
             {
                 let name = self.name(name);
                 let message = format!("the field `{name}` is not supported (only its neutral value is accepted)");
@@ -106,21 +125,21 @@ impl Fields {
         Ok(())
     }
 
-    /// All supported fields were taken: any other is refused by name.
+    /// Refuses the first field that was not taken, by name.
     pub(crate) fn finish(self) -> Result<(), ApiError> {
-        match self.map.keys().next() {
+        match self.fields.first() {
             None => Ok(()),
-            Some(name) => Err(unsupported(&self.name(name))),
+            Some((name, _)) => Err(unsupported(&self.name(name))),
         }
     }
 }
 
-/// Which values of an unsupported field change nothing, and are therefore accepted.
+/// The values of an unsupported field that change nothing, and are therefore accepted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Neutral {
     /// Only `null`.
     Null,
-    /// Anything: the field is a label that no answer depends on.
+    /// Any value: no response depends on the field.
     Any,
     /// This number.
     Number(f64),
@@ -137,33 +156,50 @@ pub(crate) enum Neutral {
 }
 
 impl Neutral {
-    fn accepts(self, value: &Value) -> bool {
+    fn accepts(self, value: Json<'_>) -> bool {
+        let is = |value: Json<'_>, wanted: &str| value.read::<&str>().is_ok_and(|text| text == wanted);
         match self {
             Self::Null => false,
             Self::Any => true,
-            Self::Number(neutral) => value.as_f64() == Some(neutral),
-            Self::Bool(neutral) => value.as_bool() == Some(neutral),
-            Self::Text(neutral) => value.as_str().is_some_and(|text| neutral.contains(&text)),
-            Self::Empty => match value {
-                Value::Array(items) => items.is_empty(),
-                Value::Object(map) => map.is_empty(),
-                Value::String(text) => text.is_empty(),
-                _ => false,
-            },
-            Self::TextFormat => value
-                .as_object()
-                .is_some_and(|map| map.len() == 1 && map.get("type").and_then(Value::as_str) == Some("text")),
-            Self::TextModality => value.as_array().is_some_and(|m| m.len() == 1 && m[0] == "text"),
+            Self::Number(neutral) => value.read::<f64>().is_ok_and(|number| number == neutral),
+            Self::Bool(neutral) => value.read::<bool>().is_ok_and(|flag| flag == neutral),
+            Self::Text(neutral) => neutral.iter().any(|text| is(value, text)),
+            Self::Empty => value.is_empty(),
+            Self::TextFormat => {
+                let mut members = value.members();
+                let only = members.next().is_some_and(|(name, value)| is(name, "type") && is(value, "text"));
+                only && members.next().is_none()
+            }
+            Self::TextModality => {
+                let mut items = value.items();
+                items.next().is_some_and(|item| is(item, "text")) && items.next().is_none()
+            }
         }
     }
+}
+
+/// The string value of the field `name`.
+pub(crate) fn text(name: &str, value: Json<'_>) -> Result<String, ApiError> {
+    if value.kind() != Kind::Text {
+        return Err(wrong_type(name, "a string", value));
+    }
+    text_of(&format!("the field `{name}`"), value)
+}
+
+/// A string with its escapes resolved; `called` names it in errors.
+fn text_of(called: &str, value: Json<'_>) -> Result<String, ApiError> {
+    value.read().map_err(|error| {
+        let message = format!("the request body is not valid JSON: a string in {called}: {error}");
+        ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_json"), message)
+    })
 }
 
 pub(crate) fn unsupported(name: &str) -> ApiError {
     ApiError::field(name, "unsupported_parameter", format!("the field `{name}` is not supported"))
 }
 
-pub(crate) fn wrong_type(name: &str, expected: &str, got: &Value) -> ApiError {
-    let message = format!("the field `{name}` must be {expected}, not {}", kind_of(got));
+pub(crate) fn wrong_type(name: &str, expected: &str, got: Json<'_>) -> ApiError {
+    let message = format!("the field `{name}` must be {expected}, not {}", got.kind().name());
     ApiError::field(name, "invalid_type", message)
 }
 
@@ -174,15 +210,4 @@ pub(crate) fn missing(name: &str) -> ApiError {
 pub(crate) fn out_of_range<T: std::fmt::Display>(name: &str, got: &T, low: &T, high: &T) -> ApiError {
     let message = format!("the field `{name}` is {got}, but must be between {low} and {high}");
     ApiError::field(name, "invalid_value", message)
-}
-
-fn kind_of(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "a boolean",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a string",
-        Value::Array(_) => "a list",
-        Value::Object(_) => "an object",
-    }
 }

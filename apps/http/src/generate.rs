@@ -1,8 +1,8 @@
-//! From the engine's token events to pieces of text, for all sequences of one request.
+//! Turns the engine's token events into pieces of text, for all sequences of one request.
 //!
-//! Invariants: every token is reported exactly once, in order; a sequence ends with exactly one piece that has a
-//! finish reason, or with an error; a stop string never shows, not even in part; dropping the stream cancels
-//! whatever still runs.
+//! Invariants: every token is reported exactly once, in order; a sequence ends with exactly one piece that has a finish
+//! reason, or with an error; a stop string is never sent, not even in part; dropping the stream cancels the running
+//! sequences.
 
 use crate::{engine::Generation, error::ApiError, limits::Limits, metrics};
 use futures::stream::{self, BoxStream, SelectAll, StreamExt};
@@ -19,11 +19,11 @@ pub(crate) struct Token {
     pub(crate) logits: Option<Vec<f32>>,
 }
 
-/// A piece of one sequence: usually one token and its text. Text that is not certain yet (an incomplete character, a
-/// possible stop string) comes with a later piece.
+/// A piece of one sequence: usually one token and its text. Text that may still change (an incomplete character, a
+/// possible stop string) is held back for a later piece.
 #[derive(Clone, Debug)]
 pub(crate) struct Piece {
-    /// Which of the request's sequences.
+    /// Index of the sequence in its request.
     pub(crate) index: usize,
     pub(crate) text: String,
     pub(crate) tokens: Vec<Token>,
@@ -35,7 +35,7 @@ pub(crate) struct Piece {
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
     pub(crate) error: ApiError,
-    /// The engine, not the request, is at fault: another one may do better.
+    /// Whether the engine, not the request, failed: another one may succeed.
     pub(crate) again: bool,
 }
 
@@ -45,33 +45,40 @@ impl From<Failure> for ApiError {
     }
 }
 
-/// How tokens become text in one sequence.
+/// Detokenizer and stop conditions of one sequence.
 pub(crate) struct TextRules {
     pub(crate) decoder: IncrementalDetokenizer,
     pub(crate) stop_strings: StopStrings,
-    /// Tokens that end the sequence and have no text of their own. Sorted.
+    /// Tokens that end the sequence without text of their own, sorted.
     pub(crate) stop_ids: Vec<u32>,
+    /// Tokens, of those still to come, in whose text no stop string is looked for.
+    pub(crate) min_tokens: u32,
     /// Report a token at once even when it adds no text yet.
     pub(crate) every_token: bool,
 }
 
 impl TextRules {
-    /// The text that a token makes certain, and whether a stop string ends it.
+    /// Adds a token. Returns the text that can be sent now, and whether a stop string ended the sequence.
     fn push(&mut self, id: u32) -> (String, bool) {
         let (mut new, mut certain) = (String::new(), String::new());
         if self.stop_ids.binary_search(&id).is_err() {
             self.decoder.push(id, &mut new);
         }
+        if let Some(left) = self.min_tokens.checked_sub(1) {
+            self.min_tokens = left;
+            return (new, false);
+        }
         let stopped = self.stop_strings.push(&new, &mut certain);
         (certain, stopped)
     }
 
-    /// Takes tokens whose text was said before, by another server: they decide what text comes next.
+    /// Adds tokens whose text another server has sent: later text depends on them.
     pub(crate) fn catch_up(&mut self, said: &[u32]) {
         said.iter().for_each(|id| drop(self.push(*id)));
     }
 
-    /// How a sequence ended of which `said` tokens of at most `tokens_max` were said, if nothing but that is left to say.
+    /// Why a sequence ended of which another server sent the tokens `said`, of at most `tokens_max`; `None` if it goes
+    /// on.
     pub(crate) fn is_over(&self, said: &[u32], tokens_max: usize) -> Option<FinishReason> {
         let stopped = said.last().is_some_and(|id| self.stop_ids.binary_search(id).is_ok());
         if stopped || self.stop_strings.stopped() {
@@ -82,7 +89,7 @@ impl TextRules {
     }
 }
 
-/// Pieces of all sequences, as they come.
+/// Stream of the pieces of all sequences, in order of arrival.
 pub(crate) type Pieces = SelectAll<BoxStream<'static, Result<Piece, Failure>>>;
 
 /// Merges the sequences of one request into one stream.
@@ -99,7 +106,7 @@ pub(crate) fn pieces(sequences: Vec<Sequence>) -> Pieces {
 /// One sequence that is being generated.
 pub(crate) struct Sequence {
     index: usize,
-    /// Gone once the sequence has ended; dropping it cancels.
+    /// `None` once the sequence has ended; dropping it cancels.
     generation: Option<Generation>,
     rules: TextRules,
     first_token_deadline: Duration,
@@ -170,13 +177,13 @@ impl Sequence {
         })
     }
 
-    /// Takes one token; gives a piece when there is something to report.
+    /// Adds a token; returns a piece if there is something to report.
     fn token(&mut self, token: Token) -> Option<Piece> {
         self.observe_token();
         let (certain, stopped) = self.rules.push(token.id);
         self.held.push(token);
         if stopped {
-            // Text before the match is all that shows; ending drops the generation, which cancels it.
+            // Only text before the match is sent; `end` drops the generation, which cancels it.
             self.end(metrics::Outcome::Stop);
             return Some(self.piece(certain, Some(FinishReason::Stop)));
         }
@@ -184,7 +191,7 @@ impl Sequence {
         news.then(|| self.piece(certain, None))
     }
 
-    /// The engine ended the sequence: what was held back is certain now, unless it completes a stop string.
+    /// Ends the sequence after the engine: sends the text held back, unless it completes a stop string.
     fn finished(&mut self, reason: FinishReason) -> Piece {
         let (mut rest, mut text) = (String::new(), String::new());
         self.rules.decoder.finish(&mut rest);

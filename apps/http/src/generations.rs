@@ -4,23 +4,30 @@ use crate::{
     answer::{Answer, Progress},
     engine::{CancelGuard, EngineInfo, Generation},
     error::ApiError,
-    fields::{Fields, Neutral, wrong_type},
+    fields::{Fields, Neutral, text, wrong_type},
     generate::{Pieces, Sequence, TextRules, pieces},
     journal::{self, Began, Said},
+    json::{Json, Kind},
+    keys::Meter,
     messages, metrics,
     params::{Params, check_vocabulary, required, token_ids, too_many},
     reply::{Endpoint, token_text},
     state::{ServerState, unix_seconds},
+    text_jobs::Asker,
 };
-use axum::{body::Body, extract::State, http::HeaderMap, response::Response};
+use axum::{
+    body::Bytes,
+    extract::{Request, State},
+    http::HeaderMap,
+    response::Response,
+};
 use lagoon_text::IncrementalDetokenizer;
-use lagoon_types::{FinishReason, GenerateRequest, TokenEvent};
+use lagoon_types::{FinishReason, GenerateRequest, RequestError, TokenEvent};
 use rand::Rng;
-use serde_json::Value;
 use std::sync::Arc;
 use tokio::sync::mpsc;
 
-/// What vLLM and OpenAI generate for a completion that names no length.
+/// Default length of a completion, in tokens, as in vLLM and OpenAI's API.
 const COMPLETION_TOKENS_DEFAULT: u32 = 16;
 
 const CHAT_UNSUPPORTED: &[(&str, Neutral)] = &[
@@ -49,10 +56,23 @@ const COMPLETION_UNSUPPORTED: &[(&str, Neutral)] = &[("echo", Neutral::Bool(fals
 /// `POST /v1/chat/completions`.
 pub(crate) async fn chat(
     State(state): State<Arc<ServerState>>,
-    headers: HeaderMap,
-    body: Body,
+    meter: Meter,
+    request: Request,
 ) -> Result<Response, ApiError> {
-    let mut fields = Fields::parse(&state.body(body).await?)?;
+    let journal = wants_journal(request.headers());
+    let ready =
+        state.with_body(request, move |state, body, asker| chat_prompt(state, body, journal, meter, asker)).await?;
+    generate(&state, ready).await
+}
+
+fn chat_prompt(
+    state: &ServerState,
+    body: Bytes,
+    journal: bool,
+    meter: Meter,
+    asker: &Asker<'_>,
+) -> Result<Ready, ApiError> {
+    let mut fields = Fields::parse(&body)?;
     let mut params = Params::take(&mut fields, state.rules())?;
     let messages = messages::take(&mut fields)?;
     let open_answer = fields.bool("add_generation_prompt", true)?;
@@ -67,45 +87,59 @@ pub(crate) async fn chat(
     fields.finish()?;
     let info = state.check_model(params.model.as_deref())?;
 
+    drop(body);
+    asker.check()?;
     let prompt = state.render_chat(&messages, open_answer)?;
-    // Chat templates write the begin token themselves.
-    let prompt = state.encode(prompt, false).await?;
+    drop(messages);
+    // Chat templates write the beginning-of-sequence token themselves.
+    let prompt = state.encode(&prompt, false, asker)?;
     let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
     let room = limit.saturating_sub(u32::try_from(prompt.len()).unwrap_or(u32::MAX)).max(1);
     let max_tokens = params.max_tokens.unwrap_or(room);
-    let ask = Ask { endpoint: Endpoint::Chat, prompts: vec![prompt], max_tokens, journal: wants_journal(&headers) };
-    generate(&state, ask, params, info).await
+    let ask = Ask { endpoint: Endpoint::Chat, prompts: vec![prompt], max_tokens, journal, meter };
+    Ok(Ready { ask, params, info })
 }
 
 /// `POST /v1/completions`.
 pub(crate) async fn completions(
     State(state): State<Arc<ServerState>>,
-    headers: HeaderMap,
-    body: Body,
+    meter: Meter,
+    request: Request,
 ) -> Result<Response, ApiError> {
-    let mut fields = Fields::parse(&state.body(body).await?)?;
+    let journal = wants_journal(request.headers());
+    let ready = state.with_body(request, move |state, body, asker| prompts(state, body, journal, meter, asker)).await?;
+    generate(&state, ready).await
+}
+
+fn prompts(
+    state: &ServerState,
+    body: Bytes,
+    journal: bool,
+    meter: Meter,
+    asker: &Asker<'_>,
+) -> Result<Ready, ApiError> {
+    let mut fields = Fields::parse(&body)?;
     let mut params = Params::take(&mut fields, state.rules())?;
     params.sampling.logprobs = fields.u32("logprobs", (0, state.limits.logprobs_max))?;
     let special = fields.bool("add_special_tokens", true)?;
-    let prompts = required(&mut fields, "prompt")?;
+    let prompt = required(&mut fields, "prompt")?;
     fields.neutral(COMPLETION_UNSUPPORTED)?;
     fields.finish()?;
     let info = state.check_model(params.model.as_deref())?;
 
-    let prompts = prompt_list(prompts)?;
-    if prompts.len() > state.limits.sequences_max {
-        return Err(too_many("prompt", prompts.len(), state.limits.sequences_max));
-    }
-    let mut tokens = Vec::with_capacity(prompts.len());
-    for prompt in prompts {
-        tokens.push(match prompt {
-            Prompt::Text(text) => state.encode(text, special).await?,
+    let max_tokens = params.max_tokens.unwrap_or(COMPLETION_TOKENS_DEFAULT);
+    let longest = Longest { prompt: info.max_model_tokens, answer: max_tokens };
+    let list = prompt_list(prompt, state.limits.sequences_max, longest)?;
+    drop(body);
+    let mut prompts = Vec::with_capacity(list.len());
+    for prompt in list {
+        prompts.push(match prompt {
+            Prompt::Text(text) => state.encode(&text, special, asker)?,
             Prompt::Tokens(ids) => ids,
         });
     }
-    let max_tokens = params.max_tokens.unwrap_or(COMPLETION_TOKENS_DEFAULT);
-    let ask = Ask { endpoint: Endpoint::Completions, prompts: tokens, max_tokens, journal: wants_journal(&headers) };
-    generate(&state, ask, params, info).await
+    let ask = Ask { endpoint: Endpoint::Completions, prompts, max_tokens, journal, meter };
+    Ok(Ready { ask, params, info })
 }
 
 /// One prompt of a completion request.
@@ -114,43 +148,76 @@ enum Prompt {
     Tokens(Vec<u32>),
 }
 
+/// Maximum tokens of a prompt and of a response.
+#[derive(Clone, Copy)]
+struct Longest {
+    prompt: u32,
+    answer: u32,
+}
+
 /// The four shapes of `prompt`: text, token ids, a list of texts, a list of lists of token ids.
-fn prompt_list(value: Value) -> Result<Vec<Prompt>, ApiError> {
+fn prompt_list(value: Json<'_>, count_max: usize, longest: Longest) -> Result<Vec<Prompt>, ApiError> {
     const EXPECTED: &str = "a string, a list of strings, a list of token ids or a list of such lists";
-    let items = match value {
-        Value::String(text) => return Ok(vec![Prompt::Text(text)]),
-        Value::Array(items) => items,
-        other => return Err(wrong_type("prompt", EXPECTED, &other)),
-    };
-    match items.first() {
-        None => Err(ApiError::field("prompt", "invalid_value", "the field `prompt` must not be empty")),
-        Some(Value::Number(_)) => Ok(vec![Prompt::Tokens(token_ids("prompt", &Value::Array(items))?)]),
-        Some(_) => items
-            .into_iter()
-            .map(|item| match item {
-                Value::String(text) => Ok(Prompt::Text(text)),
-                Value::Array(_) => Ok(Prompt::Tokens(token_ids("prompt", &item)?)),
-                other => Err(wrong_type("prompt", EXPECTED, &other)),
-            })
-            .collect(),
+    match (value.kind(), value.items().next().map(Json::kind)) {
+        (Kind::Text, _) => Ok(vec![Prompt::Text(text("prompt", value)?)]),
+        (Kind::List, None) => Err(ApiError::field("prompt", "invalid_value", "the field `prompt` must not be empty")),
+        (Kind::List, Some(Kind::Number)) => Ok(vec![prompt_tokens(value, longest)?]),
+        (Kind::List, Some(_)) => {
+            let count = value.items().count();
+            if count > count_max {
+                return Err(too_many("prompt", count, count_max));
+            }
+            let prompt = |item: Json<'_>| match item.kind() {
+                Kind::Text => Ok(Prompt::Text(text("prompt", item)?)),
+                Kind::List => prompt_tokens(item, longest),
+                _ => Err(wrong_type("prompt", EXPECTED, item)),
+            };
+            value.items().map(prompt).collect()
+        }
+        _ => Err(wrong_type("prompt", EXPECTED, value)),
     }
+}
+
+/// A prompt of token ids; one longer than the model's context is counted, not kept.
+fn prompt_tokens(value: Json<'_>, longest: Longest) -> Result<Prompt, ApiError> {
+    let (ids, count) = token_ids("prompt", value, longest.prompt as usize)?;
+    if count <= ids.len() {
+        return Ok(Prompt::Tokens(ids));
+    }
+    let prompt_tokens = u64::try_from(count).unwrap_or(u64::MAX);
+    let error = RequestError::TooLong {
+        prompt_tokens,
+        needed_tokens: prompt_tokens.saturating_add(longest.answer.into()),
+        limit_tokens: longest.prompt.into(),
+        limit_name: "the model's context",
+    };
+    Err(ApiError::from_request_error(&error, 0))
 }
 
 fn wants_journal(headers: &HeaderMap) -> bool {
     headers.contains_key(journal::HEADER)
 }
 
-/// What is asked for, in tokens.
+/// A request's prompts in tokens, with its limits.
 struct Ask {
     endpoint: Endpoint,
     prompts: Vec<Vec<u32>>,
-    /// Of one sequence.
+    /// Maximum of tokens of one sequence.
     max_tokens: u32,
     journal: bool,
+    meter: Meter,
 }
 
-/// Submits all sequences and answers.
-async fn generate(state: &ServerState, ask: Ask, params: Params, info: EngineInfo) -> Result<Response, ApiError> {
+/// A request ready to be submitted.
+struct Ready {
+    ask: Ask,
+    params: Params,
+    info: EngineInfo,
+}
+
+/// Submits all sequences and builds the response.
+async fn generate(state: &ServerState, ready: Ready) -> Result<Response, ApiError> {
+    let Ready { ask, params, info } = ready;
     let name = if ask.endpoint == Endpoint::Chat { "messages" } else { "prompt" };
     let sequences = ask.prompts.len() * params.n;
     if sequences > state.limits.sequences_max {
@@ -178,8 +245,8 @@ fn too_many_sequences(sequences: usize, limit: usize) -> ApiError {
     ApiError::field("n", "invalid_value", message)
 }
 
-/// All or nothing: when one sequence is refused, those before it are cancelled as they drop. `said` was said of each
-/// before, by another server.
+/// Submits all sequences or none: if one is refused, those before it are cancelled on drop. `said`: tokens of each that
+/// another server has sent.
 fn submit(
     state: &ServerState,
     params: &Params,
@@ -194,6 +261,7 @@ fn submit(
             decoder: IncrementalDetokenizer::new(Arc::clone(&state.tokenizer), params.skip_special),
             stop_strings: params.stop_strings.clone(),
             stop_ids: params.stop_ids.clone(),
+            min_tokens: params.min_tokens,
             every_token: params.return_token_ids,
         };
         rules.catch_up(&said.tokens);
@@ -206,6 +274,7 @@ fn submit(
                     answered: u32::try_from(said.tokens.len()).unwrap_or(u32::MAX),
                     max_tokens: ask.max_tokens,
                     sampling: params.sampling_of(index % params.n),
+                    min_tokens: params.min_tokens.min(ask.max_tokens),
                     stop_ids: params.stop_ids.clone(),
                     return_logits: params.return_logits,
                 };
@@ -215,11 +284,13 @@ fn submit(
         };
         sequences.push(Sequence::new(index, generation, rules, &state.limits));
     }
-    metrics::prompt_tokens(ask.prompts.iter().map(Vec::len).sum());
+    let prompt_tokens = ask.prompts.iter().map(Vec::len).sum();
+    metrics::prompt_tokens(prompt_tokens);
+    ask.meter.charge(prompt_tokens as u64);
     Ok(pieces(sequences))
 }
 
-/// A sequence of which all was said but that it ended.
+/// A generation that only reports its end.
 fn ended(reason: FinishReason) -> Generation {
     let (sender, events) = mpsc::channel(1);
     let finished = TokenEvent::Finished { reason, prompt_tokens: 0, completion_tokens: 0 };
@@ -254,5 +325,6 @@ fn answer(state: &ServerState, ask: Ask, params: Params, said: &[Said], model: S
         return_token_ids: params.return_token_ids,
         logprobs,
         logits: params.return_logits,
+        meter: ask.meter,
     }
 }

@@ -1,39 +1,42 @@
-//! What lets a streamed answer go on elsewhere when the server that gives it is lost.
+//! The journal of a streamed response, with which another server can go on if the first one is lost.
 //!
-//! Whoever forwards a stream (the gateway) asks for its journal with the header [`HEADER`]. Each event then has comment
-//! lines of its own in front, which say in tokens what the client has been told once it has the event: an [`Entry`]
-//! each. All of them make a [`Resume`], which is sent to another server in the field [`FIELD`] of the same request. That
-//! one computes prompt and answer so far as a prompt, and streams what is missing, under the same id: tokens at their
-//! places in the answer, text from the same character on.
+//! A client that forwards streams (the gateway) requests the journal with the header [`HEADER`]. Each event is then
+//! preceded by comment lines, one [`Entry`] each: the tokens that the client has got once it has the event. All entries
+//! make a [`Resume`], which is sent to another server in the field [`FIELD`] of the same request. That server computes
+//! prompt and previous tokens as a prompt, and streams the rest under the same id: tokens at their places in the
+//! response, text from the same character on.
 
+use axum::http::HeaderName;
 use serde::{Deserialize, Serialize};
 
-/// Asks for the journal of a streamed answer.
+/// Request header that asks for the journal of a stream.
 pub const HEADER: &str = "x-lagoon-journal";
-/// The field of a request whose answer was begun elsewhere.
+/// Response header with the tokens of prompts and response known so far, when a journal was requested.
+pub const TOKENS_HEADER: HeaderName = HeaderName::from_static("x-lagoon-tokens");
+/// Request field with a response that another server began.
 pub const FIELD: &str = "lagoon_resume";
-/// What a line of the journal begins with: a comment of server-sent events.
+/// Start of a journal line: a comment in server-sent events.
 const LINE: &str = ": lagoon ";
-/// Tokens of one answer that are remembered at most, over all its sequences: 16 MiB.
+/// Maximum of tokens remembered of one response, over all sequences: 16 MiB.
 const TOKENS_MAX: usize = 4 << 20;
 
-/// What all events of an answer have in common.
+/// Common properties of a response's events.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Began {
     pub id: String,
     /// Seconds since 1970.
     pub created: u64,
-    /// Of the first sequence: the request may have left it to the server.
+    /// Seed of the first sequence: the request may have left it to the server.
     pub seed: u64,
 }
 
-/// What was said of one sequence.
+/// Tokens sent of one sequence.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Said {
     pub tokens: Vec<u32>,
-    /// Its finish reason was said, too.
+    /// Whether its finish reason was sent.
     pub finished: bool,
 }
 
@@ -41,34 +44,34 @@ pub struct Said {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Entry {
-    /// Once, before all others.
+    /// First entry of a journal.
     Began(Began),
-    /// What the event adds to a sequence.
+    /// The event's new tokens of a sequence.
     Said { index: usize, tokens: Vec<u32>, finished: bool },
-    /// All was said: nothing but the end mark follows.
+    /// Everything was sent; only the end mark follows.
     Ended,
-    /// The event is the answer's error. `again`: another server may do better.
+    /// The event is the response's error. `again`: another server may succeed.
     Failed { again: bool },
 }
 
 impl Entry {
-    /// Its line, the line break included.
+    /// The entry's journal line, with line break.
     pub(crate) fn line(&self) -> String {
         format!("{LINE}{}\n", serde_json::to_string(self).expect("entries serialise"))
     }
 }
 
-/// An answer that was begun elsewhere.
+/// A response that another server began.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Resume {
     pub began: Began,
-    /// Per sequence of the request; of those that are left out, nothing was said.
+    /// Tokens sent, by sequence of the request; missing sequences have none.
     pub sequences: Vec<Said>,
 }
 
 impl Resume {
-    /// `request`, which is a JSON object with fields, as it is sent to another server.
+    /// `request`, a non-empty JSON object, with this resumption added, for another server.
     #[must_use]
     pub fn request(&self, request: &[u8]) -> Vec<u8> {
         let object = request.trim_ascii_end();
@@ -78,30 +81,30 @@ impl Resume {
     }
 }
 
-/// What a client has been told, by a stream's events.
+/// What a client has got, from a stream's events.
 #[derive(Debug, Default)]
 pub struct Journal {
     began: Option<Began>,
     sequences: Vec<Said>,
     tokens: usize,
-    /// An event passed that no entry explains: what was said is not known.
+    /// Whether an event had no entry: then the state is unknown.
     gap: bool,
-    /// All was said but the end mark; and that, too.
+    /// Whether everything but the end mark was sent; and the end mark, too.
     ended: bool,
     done: bool,
 }
 
-/// What an event is to whoever forwards it.
+/// How a forwarder treats an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Read {
-    /// To be forwarded: the journal counts it as said.
+    /// Forward it: the journal counts it as sent.
     Event(Vec<u8>),
-    /// An error. `again`: another server may do better, and then the client need not see it.
+    /// An error. `again`: another server may succeed, and then the client need not see it.
     Error { event: Vec<u8>, again: bool },
 }
 
 impl Journal {
-    /// Reads one event, which ends with an empty line, and takes the journal's lines out of it.
+    /// Reads one event, which ends with an empty line, and removes its journal lines.
     pub fn read(&mut self, event: &[u8]) -> Read {
         let mut kept = Vec::with_capacity(event.len());
         let (mut explained, mut error) = (false, None);
@@ -122,7 +125,7 @@ impl Journal {
         if kept.starts_with(b"data: [DONE]") {
             self.done = true;
         } else if !explained && kept.starts_with(b"data") {
-            // Comments of others, which keep a connection alive, say nothing.
+            // Comments that keep a connection alive need no entry.
             self.gap = true;
         }
         match error {
@@ -145,25 +148,31 @@ impl Journal {
         sequence.finished |= said.finished;
     }
 
+    /// Tokens of the answer so far.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
     /// Whether another server can go on with the answer.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         !self.gap
     }
 
-    /// All was said; the end mark may be missing.
+    /// Whether everything was sent; the end mark may be missing.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.ended || self.done
     }
 
-    /// The end mark was said.
+    /// Whether the end mark was sent.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.done
     }
 
-    /// What another server needs to go on; `None` if nothing was said yet.
+    /// The resumption for another server; `None` if nothing was sent yet.
     #[must_use]
     pub fn resume(&self) -> Option<Resume> {
         Some(Resume { began: self.began.clone()?, sequences: self.sequences.clone() })

@@ -1,36 +1,48 @@
 //! The OpenAI-compatible server: JSON and server-sent events above, tokens below.
 //!
-//! It knows an [`Engine`] that generates tokens and the tokenizer and chat template of `lagoon_text`; it knows no
-//! instance, pool or device. What it promises: a field is honoured or refused by name, never ignored; every failure is an
-//! OpenAI error body with its own status; every wait has a deadline; when a client goes away its sequences are
+//! It uses an [`Engine`] that generates tokens, and the tokenizer and chat template of `lagoon_text`; it knows no
+//! instance, pool or device. Guarantees: a field is honoured or refused by name, never ignored; every failure is an
+//! OpenAI error body with its own status; every wait has a deadline; when a client disconnects, its sequences are
 //! cancelled.
 #![forbid(unsafe_code)]
 
 mod answer;
+pub mod bodies;
+pub mod client;
 pub mod engine;
 pub mod error;
 mod fields;
 mod generate;
 mod generations;
 pub mod journal;
+mod json;
+pub mod keys;
 pub mod limits;
 mod messages;
 pub mod metrics;
 mod params;
+mod rate;
+mod reload;
 mod reply;
 #[cfg(any(test, feature = "scripted"))]
 pub mod scripted;
 pub mod serve;
 pub mod server;
+mod stalls;
 pub mod state;
 #[cfg(test)]
 mod tests;
+pub mod text_jobs;
+pub mod tls;
 mod tokens;
 
+pub use bodies::{Bodies, Holder, Share};
 pub use engine::{CancelGuard, Engine, EngineInfo, Generation};
 pub use error::ApiError;
+pub use keys::{Keys, Meter};
 pub use limits::Limits;
 pub use params::GenerationDefaults;
-pub use serve::{ClientAddr, serve};
+pub use serve::{ClientAddr, Port, serve};
 pub use server::router;
-pub use state::{ServerState, read_body, unix_seconds};
+pub use state::{ServerState, unix_seconds};
+pub use text_jobs::TextJobs;

@@ -3,27 +3,27 @@
 
 use std::time::Duration;
 
-/// Bounds on what one client may ask for and how long the server waits. All are per server.
+/// Limits on a client's requests and on the server's waits; one set per server.
 #[derive(Clone, Debug)]
 pub struct Limits {
     /// Largest request body, in bytes.
     pub body_bytes_max: usize,
-    /// Sequences of one request: prompts times `n`.
+    /// Maximum of sequences in one request: prompts times `n`.
     pub sequences_max: usize,
-    /// Stop token ids of one request.
+    /// Maximum of stop token ids in one request.
     pub stop_ids_max: usize,
-    /// Alternatives per token in `logprobs` and `top_logprobs`.
+    /// Maximum of alternatives per token in `logprobs` and `top_logprobs`.
     pub logprobs_max: u32,
-    /// Time to receive a request's body.
+    /// Deadline for a request's body.
     pub body_deadline: Duration,
-    /// Time that a streaming response's headers wait for the first event, so that a request that fails at once gets
-    /// its true status code rather than an error inside a 200.
+    /// How long a streaming response's headers wait for the first event, so that a request that fails at once gets its
+    /// true status code instead of an error inside a 200.
     pub headers_hold: Duration,
     /// Time from submission to the first token (queueing and prefill).
     pub first_token_deadline: Duration,
     /// Time between two tokens of one sequence.
     pub token_deadline: Duration,
-    /// What a refused client is told to wait before it tries again, in seconds.
+    /// Seconds in `Retry-After` of a refusal.
     pub retry_after_s: u32,
 }
 
@@ -43,13 +43,17 @@ impl Default for Limits {
     }
 }
 
-/// [`Limits::sequences_max`] unless it is set.
+/// Default of [`Limits::sequences_max`].
 pub const SEQUENCES_MAX: usize = 128;
-/// Connections that one listener holds open; further ones wait in the kernel's backlog.
+/// Maximum of messages in one chat.
+pub const MESSAGES_MAX: usize = 16 << 10;
+/// Maximum of open connections per listener; further ones wait in the kernel's backlog.
 pub const CONNECTIONS_MAX: usize = 1024;
-/// Of these, from one address: one client leaves room for others. (All clients of a reverse proxy share its address.)
+/// Maximum of these from one address. (All clients of a reverse proxy share its address.)
 pub const ADDRESS_CONNECTIONS_MAX: usize = 512;
-/// Time for a client to send a request's headers.
+/// Deadline for a request's headers.
 pub const HEADERS_DEADLINE: Duration = Duration::from_secs(30);
-/// Time that open responses get to finish after shutdown was asked for.
+/// Longest time without progress while a client reads; then its connection is closed, and its request cancelled.
+pub const WRITE_DEADLINE: Duration = Duration::from_secs(60);
+/// How long open responses may go on after shutdown begins.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(10);

@@ -1,8 +1,8 @@
-//! The HTTP server's metrics, and the table form in which every process declares the metrics that it exports.
+//! The HTTP server's metrics, and the tables in which every process declares its metrics.
 //!
-//! A [`Metric`] is declared once: the recorder's histogram bounds and descriptions, and docs/reference/metrics.md, are made
-//! from it. A process calls [`install`] with its tables and hands the handle to the server, so that `/metrics` also shows
-//! what other parts of the process record.
+//! A [`Metric`] is declared once: the recorder's histogram bounds and descriptions, and docs/reference/metrics.md, are
+//! generated from it. A process calls [`install`] with its tables and passes the handle to the server, so that
+//! `/metrics` also shows the process's other metrics.
 
 use axum::http::StatusCode;
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
@@ -16,9 +16,9 @@ pub struct Metric {
     pub name: &'static str,
     /// Counter, gauge or histogram.
     pub kind: Kind,
-    /// What one unit of the value is.
+    /// Unit of the value.
     pub unit: &'static str,
-    /// Labels, each with its values; no values where they are not known in advance (names of instances).
+    /// Labels, each with its values; no values if not known in advance (names of instances).
     pub labels: Labels,
     /// One sentence for operators; also the `# HELP` line.
     pub help: &'static str,
@@ -62,7 +62,7 @@ impl Metric {
 }
 
 impl Kind {
-    /// As the `# TYPE` line spells it.
+    /// The kind's name in a `# TYPE` line.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -74,6 +74,7 @@ impl Kind {
 }
 
 const REQUESTS: &str = "lagoon_http_requests_total";
+pub(crate) const HTTPS_EXPIRES: &str = "lagoon_https_certificate_expires_timestamp_seconds";
 const REQUEST_SECONDS: &str = "lagoon_http_request_seconds";
 const RUNNING: &str = "lagoon_sequences_running";
 const ENDED: &str = "lagoon_sequences_total";
@@ -88,8 +89,16 @@ pub const SECONDS: &[f64] =
 /// Bounds of buckets for waits within one step, in seconds.
 pub const STEP_SECONDS: &[f64] =
     &[0.000_025, 0.000_05, 0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0];
-/// Time between the recorder's housekeeping rounds, which keep histograms that nobody scrapes bounded.
+/// Interval of the recorder's upkeep, which bounds histograms that are never scraped.
 const UPKEEP: Duration = Duration::from_secs(5);
+
+/// The certificate of an HTTPS port.
+pub const HTTPS: &[Metric] = &[Metric::gauge(
+    HTTPS_EXPIRES,
+    "seconds",
+    &[],
+    "When the certificate of HTTPS ends, in seconds since 1970; absent without --https-cert.",
+)];
 
 /// The HTTP server's metrics.
 pub const METRICS: &[Metric] = &[
@@ -124,7 +133,7 @@ pub(crate) enum Outcome {
     Stop,
     Length,
     Failed,
-    /// The client went away, or another sequence of the same request failed.
+    /// The client disconnected, or another sequence of the same request failed.
     Cancelled,
 }
 
@@ -167,7 +176,7 @@ pub(crate) fn export_at_start() {
     counter!(GENERATION_TOKENS).increment(0);
 }
 
-/// `route` is the matched pattern, never the raw path: labels stay few.
+/// Counts a request. `route` is the matched pattern, never the raw path: labels stay few.
 pub(crate) fn request(route: &str, status: StatusCode, elapsed: Duration) {
     counter!(REQUESTS, "route" => route.to_owned(), "status" => status.as_u16().to_string()).increment(1);
     histogram!(REQUEST_SECONDS, "route" => route.to_owned()).record(elapsed);

@@ -2,14 +2,14 @@
 
 use crate::{
     error::ApiError,
-    fields::{Fields, Neutral, missing, wrong_type},
+    fields::{Fields, Neutral, missing, text, wrong_type},
     journal::{self, Resume},
+    json::{Json, Kind},
     limits::Limits,
 };
-use lagoon_text::StopStrings;
+use lagoon_text::{StopError, StopStrings, stop::STOPS_MAX};
 use lagoon_types::SamplingParams;
 use rand::Rng;
-use serde_json::Value;
 
 /// Defaults of a model, from its generation_config.json.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -24,12 +24,14 @@ pub struct GenerationDefaults {
     pub eos_ids: Vec<u32>,
 }
 
-/// What chat and completions have in common, validated.
+/// Validated fields that chat and completions share.
 #[derive(Clone, Debug)]
 pub(crate) struct Params {
     pub(crate) model: Option<String>,
-    /// Of one sequence; `None` lets the endpoint choose.
+    /// Maximum of tokens of one sequence; `None`: the endpoint's default.
     pub(crate) max_tokens: Option<u32>,
+    /// Tokens before which nothing ends a sequence but its length.
+    pub(crate) min_tokens: u32,
     pub(crate) sampling: SamplingParams,
     /// Sequences per prompt.
     pub(crate) n: usize,
@@ -40,11 +42,11 @@ pub(crate) struct Params {
     pub(crate) include_usage: bool,
     pub(crate) return_token_ids: bool,
     pub(crate) return_logits: bool,
-    /// The answer was begun elsewhere.
+    /// A response that another server began.
     pub(crate) resume: Option<Resume>,
 }
 
-/// What the server allows and presumes.
+/// The server's limits and defaults.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules<'a> {
     pub(crate) limits: &'a Limits,
@@ -65,7 +67,6 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("frequency_penalty", Neutral::Number(0.0)),
     ("repetition_penalty", Neutral::Number(1.0)),
     ("length_penalty", Neutral::Number(1.0)),
-    ("min_tokens", Neutral::Number(0.0)),
     ("best_of", Neutral::Number(1.0)),
     ("use_beam_search", Neutral::Bool(false)),
     ("early_stopping", Neutral::Bool(false)),
@@ -85,11 +86,13 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
 ];
 
 impl Params {
-    /// Takes the shared fields. `logprobs` differs between the endpoints and is the caller's.
-    pub(crate) fn take(fields: &mut Fields, rules: Rules<'_>) -> Result<Self, ApiError> {
+    /// Takes the shared fields. `logprobs` differs between the endpoints: the caller takes it.
+    pub(crate) fn take(fields: &mut Fields<'_>, rules: Rules<'_>) -> Result<Self, ApiError> {
         fields.neutral(UNSUPPORTED)?;
         let max_tokens = fields.u32("max_tokens", (1, u32::MAX))?;
         let max_completion = fields.u32("max_completion_tokens", (1, u32::MAX))?;
+        let max_tokens = max_completion.or(max_tokens);
+        let min_tokens = fields.u32("min_tokens", (0, max_tokens.unwrap_or(u32::MAX)))?.unwrap_or(0);
         let stream = fields.bool("stream", false)?;
         let n = fields.u32("n", (1, u32::try_from(rules.limits.sequences_max).unwrap_or(u32::MAX)))?.unwrap_or(1);
         let mut stop_ids = take_stop_ids(fields, rules)?;
@@ -103,7 +106,8 @@ impl Params {
         sampling.seed = resume.as_ref().map_or(sampling.seed, |resume| resume.began.seed);
         Ok(Self {
             model: fields.string("model")?,
-            max_tokens: max_completion.or(max_tokens),
+            max_tokens,
+            min_tokens,
             sampling,
             n: usize::try_from(n).expect("usize holds u32"),
             stop_ids,
@@ -117,14 +121,14 @@ impl Params {
         })
     }
 
-    /// Sampling of the `index`-th sequence of a prompt: each has its own seed.
+    /// Sampling parameters of the `index`-th sequence of a prompt: each has its own seed.
     pub(crate) fn sampling_of(&self, index: usize) -> SamplingParams {
         let offset = u64::try_from(index).expect("u64 holds usize");
         SamplingParams { seed: self.sampling.seed.wrapping_add(offset), ..self.sampling.clone() }
     }
 }
 
-fn take_sampling(fields: &mut Fields, defaults: &GenerationDefaults) -> Result<SamplingParams, ApiError> {
+fn take_sampling(fields: &mut Fields<'_>, defaults: &GenerationDefaults) -> Result<SamplingParams, ApiError> {
     let greedy = defaults.do_sample == Some(false);
     let temperature = if greedy { 0.0 } else { defaults.temperature.unwrap_or(1.0) };
     let top_k = fields.integer("top_k", (-1, i64::from(u32::MAX)))?;
@@ -135,7 +139,7 @@ fn take_sampling(fields: &mut Fields, defaults: &GenerationDefaults) -> Result<S
     }
     let seed = match fields.take("seed") {
         None => rand::rng().random(),
-        Some(value) => seed_of(&value).ok_or_else(|| wrong_type("seed", "an integer of 64 bits", &value))?,
+        Some(value) => seed_of(value).ok_or_else(|| wrong_type("seed", "an integer of 64 bits", value))?,
     };
     Ok(SamplingParams {
         temperature: fields.number("temperature", (0.0, 100.0))?.unwrap_or(temperature),
@@ -149,37 +153,47 @@ fn take_sampling(fields: &mut Fields, defaults: &GenerationDefaults) -> Result<S
 }
 
 /// Any 64-bit integer, signed or not, is a seed.
-fn seed_of(value: &Value) -> Option<u64> {
-    value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned))
+fn seed_of(value: Json<'_>) -> Option<u64> {
+    let signed = || value.read::<i64>().map(i64::cast_unsigned);
+    value.read::<u64>().or_else(|_too_small| signed()).ok()
 }
 
-fn take_stop_ids(fields: &mut Fields, rules: Rules<'_>) -> Result<Vec<u32>, ApiError> {
+fn take_stop_ids(fields: &mut Fields<'_>, rules: Rules<'_>) -> Result<Vec<u32>, ApiError> {
     let Some(value) = fields.take("stop_token_ids") else { return Ok(Vec::new()) };
-    let ids = token_ids("stop_token_ids", &value)?;
-    if ids.len() > rules.limits.stop_ids_max {
-        return Err(too_many("stop_token_ids", ids.len(), rules.limits.stop_ids_max));
+    let (ids, count) = token_ids("stop_token_ids", value, rules.limits.stop_ids_max)?;
+    if count > rules.limits.stop_ids_max {
+        return Err(too_many("stop_token_ids", count, rules.limits.stop_ids_max));
     }
     check_vocabulary("stop_token_ids", &ids, rules.vocab_size)?;
     Ok(ids)
 }
 
-fn take_stop_strings(fields: &mut Fields) -> Result<StopStrings, ApiError> {
-    let strings = match fields.take("stop") {
-        None => Vec::new(),
-        Some(Value::String(text)) => vec![text],
-        Some(Value::Array(items)) => items
-            .into_iter()
-            .map(|item| match item {
-                Value::String(text) => Ok(text),
-                other => Err(wrong_type("stop", "a string or a list of strings", &other)),
-            })
-            .collect::<Result<_, _>>()?,
-        Some(other) => return Err(wrong_type("stop", "a string or a list of strings", &other)),
-    };
-    StopStrings::new(strings).map_err(|error| ApiError::field("stop", "invalid_value", error.to_string()))
+fn stops(made: Result<StopStrings, StopError>) -> Result<StopStrings, ApiError> {
+    made.map_err(|error| ApiError::field("stop", "invalid_value", error.to_string()))
 }
 
-fn take_include_usage(fields: &mut Fields, stream: bool) -> Result<bool, ApiError> {
+fn take_stop_strings(fields: &mut Fields<'_>) -> Result<StopStrings, ApiError> {
+    const EXPECTED: &str = "a string or a list of strings";
+    let Some(value) = fields.take("stop") else { return stops(StopStrings::new(Vec::new())) };
+    let strings = match value.kind() {
+        Kind::Text => vec![text("stop", value)?],
+        Kind::List => {
+            let count = value.items().count();
+            if count > STOPS_MAX {
+                return stops(Err(StopError::TooMany { count }));
+            }
+            let string = |item: Json<'_>| match item.kind() {
+                Kind::Text => text("stop", item),
+                _ => Err(wrong_type("stop", EXPECTED, item)),
+            };
+            value.items().map(string).collect::<Result<_, _>>()?
+        }
+        _ => return Err(wrong_type("stop", EXPECTED, value)),
+    };
+    stops(StopStrings::new(strings))
+}
+
+fn take_include_usage(fields: &mut Fields<'_>, stream: bool) -> Result<bool, ApiError> {
     let Some(value) = fields.take("stream_options") else { return Ok(false) };
     if !stream {
         let message = "the field `stream_options` is only allowed when `stream` is true";
@@ -193,14 +207,15 @@ fn take_include_usage(fields: &mut Fields, stream: bool) -> Result<bool, ApiErro
     Ok(include)
 }
 
-/// An answer that was begun elsewhere, as the gateway says it.
-fn take_resume(fields: &mut Fields, stream: bool, rules: Rules<'_>) -> Result<Option<Resume>, ApiError> {
+/// Takes the gateway's field with a response that another server began.
+fn take_resume(fields: &mut Fields<'_>, stream: bool, rules: Rules<'_>) -> Result<Option<Resume>, ApiError> {
     let Some(value) = fields.take(journal::FIELD) else { return Ok(None) };
     let wrong = |message: String| ApiError::field(journal::FIELD, "invalid_value", message);
     if !stream {
         return Err(wrong(format!("the field `{}` is only allowed when `stream` is true", journal::FIELD)));
     }
-    let resume: Resume = serde_json::from_value(value)
+    let resume: Resume = value
+        .read()
         .map_err(|error| wrong(format!("the field `{}` is no answer that was begun: {error}", journal::FIELD)))?;
     for said in &resume.sequences {
         check_vocabulary(journal::FIELD, &said.tokens, rules.vocab_size)?;
@@ -208,7 +223,7 @@ fn take_resume(fields: &mut Fields, stream: bool, rules: Rules<'_>) -> Result<Op
     Ok(Some(resume))
 }
 
-fn take_return_logits(fields: &mut Fields, exposed: bool) -> Result<bool, ApiError> {
+fn take_return_logits(fields: &mut Fields<'_>, exposed: bool) -> Result<bool, ApiError> {
     let wanted = fields.bool("return_logits", false)?;
     if wanted && !exposed {
         let message = "the field `return_logits` is not supported: this server was started without --expose-logits";
@@ -217,16 +232,22 @@ fn take_return_logits(fields: &mut Fields, exposed: bool) -> Result<bool, ApiErr
     Ok(wanted)
 }
 
-/// A list of token ids. That they are in the vocabulary is checked where the vocabulary is known.
-pub(crate) fn token_ids(name: &str, value: &Value) -> Result<Vec<u32>, ApiError> {
-    let items = value.as_array().ok_or_else(|| wrong_type(name, "a list of token ids", value))?;
-    items
-        .iter()
-        .map(|item| {
-            let id = item.as_u64().and_then(|id| u32::try_from(id).ok());
-            id.ok_or_else(|| wrong_type(name, "a list of token ids (whole numbers from 0)", item))
-        })
-        .collect()
+/// The first `kept_max` of a list of token ids, and the length of the list. The caller checks them against the
+/// vocabulary.
+pub(crate) fn token_ids(name: &str, value: Json<'_>, kept_max: usize) -> Result<(Vec<u32>, usize), ApiError> {
+    if value.kind() != Kind::List {
+        return Err(wrong_type(name, "a list of token ids", value));
+    }
+    let (mut ids, mut count) = (Vec::new(), 0);
+    for item in value.items() {
+        let wrong = |_| wrong_type(name, "a list of token ids (whole numbers from 0)", item);
+        let id = item.read::<u32>().map_err(wrong)?;
+        count += 1;
+        if count <= kept_max {
+            ids.push(id);
+        }
+    }
+    Ok((ids, count))
 }
 
 /// Refuses ids outside the vocabulary.
@@ -246,6 +267,6 @@ pub(crate) fn too_many(name: &str, got: usize, limit: usize) -> ApiError {
 }
 
 /// Takes a required field.
-pub(crate) fn required(fields: &mut Fields, name: &str) -> Result<Value, ApiError> {
+pub(crate) fn required<'a>(fields: &mut Fields<'a>, name: &str) -> Result<Json<'a>, ApiError> {
     fields.take(name).ok_or_else(|| missing(&fields.name(name)))
 }

@@ -1,4 +1,4 @@
-//! The JSON of answers: OpenAI's shapes, with vLLM's `token_ids` and Lagoon's `logits_b64`.
+//! The JSON of responses: OpenAI's shapes, with vLLM's `token_ids` and Lagoon's `logits_b64`.
 
 use crate::generate::Token;
 use base64::{Engine as _, engine::general_purpose::STANDARD};
@@ -7,7 +7,7 @@ use lagoon_types::{FinishReason, TokenLogprobs};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Which endpoint answers.
+/// The endpoint of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     Chat,
@@ -21,7 +21,7 @@ pub(crate) struct Usage {
     pub(crate) total_tokens: usize,
 }
 
-/// A whole answer or one chunk of a streamed one.
+/// A whole response or one chunk of a stream.
 #[derive(Debug, Serialize)]
 pub(crate) struct Reply<'a> {
     pub(crate) id: &'a str,
@@ -32,7 +32,7 @@ pub(crate) struct Reply<'a> {
     /// Chat only: completions have it in the choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_token_ids: Option<Vec<u32>>,
-    /// `Some(None)` is an explicit `null`, which chunks have when usage was asked for.
+    /// `Some(None)` is an explicit `null`, in chunks when usage was requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) usage: Option<Option<Usage>>,
 }
@@ -53,7 +53,7 @@ pub(crate) struct Choice {
     pub(crate) logits_b64: Option<Vec<String>>,
 }
 
-/// Where the text of a choice stands.
+/// Text of a choice, in the shape of its endpoint.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Content {
@@ -100,7 +100,7 @@ struct Alternative {
 
 impl Alternative {
     fn new(tokenizer: &Tokenizer, id: u32, logprob: f32) -> Self {
-        // A token may be part of a character: the bytes are exact, the text is not.
+        // A token may be part of a character: the bytes are exact, the text may not be.
         Self { token: token_text(tokenizer, id), logprob: finite(logprob), bytes: tokenizer.token_bytes(id) }
     }
 }
@@ -110,12 +110,12 @@ pub(crate) fn token_text(tokenizer: &Tokenizer, id: u32) -> String {
     String::from_utf8_lossy(&tokenizer.token_bytes(id)).into_owned()
 }
 
-/// JSON has no infinity: a probability of zero shows as a very small one, as OpenAI's -9999.
+/// A log-probability without infinity, which JSON lacks: zero probability becomes -9999, as in OpenAI's API.
 fn finite(logprob: f32) -> f32 {
     logprob.max(-9999.0)
 }
 
-/// Log-probabilities of `tokens` in the endpoint's shape; `offset` is where their text begins, in characters, and is
+/// Log-probabilities of `tokens` in the endpoint's shape; `offset`: where their text begins, in characters; is
 /// advanced.
 pub(crate) fn logprobs(endpoint: Endpoint, tokenizer: &Tokenizer, tokens: &[Token], offset: &mut usize) -> Logprobs {
     let known = tokens.iter().filter_map(|token| token.logprobs.as_ref().map(|logprobs| (token.id, logprobs)));

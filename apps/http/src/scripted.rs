@@ -1,6 +1,8 @@
 //! A test double of [`Engine`] that plays a script, with a tokenizer whose tokens are bytes. Built only for tests (of this crate, and of the binary through the `scripted` feature).
 
-use crate::{CancelGuard, Engine, EngineInfo, Generation, GenerationDefaults, Limits, ServerState};
+use crate::{
+    Bodies, CancelGuard, Engine, EngineInfo, Generation, GenerationDefaults, Keys, Limits, Port, ServerState, TextJobs,
+};
 use lagoon_text::{ChatTemplate, Tokenizer, TokenizerConfig};
 use lagoon_types::{FinishReason, GenerateRequest, RequestError, TokenEvent, TokenLogprobs};
 use metrics_exporter_prometheus::PrometheusHandle;
@@ -67,6 +69,8 @@ pub struct ScriptedEngine {
 struct Counts {
     submitted: AtomicUsize,
     cancelled: AtomicUsize,
+    /// Tokens that the server took.
+    tokens: AtomicUsize,
 }
 
 impl fmt::Debug for ScriptedEngine {
@@ -98,6 +102,12 @@ impl ScriptedEngine {
     /// The requests that came in, in order.
     pub fn requests(&self) -> Vec<GenerateRequest> {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Tokens that the server took from all requests.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.counts.tokens.load(Ordering::SeqCst)
     }
 
     #[must_use]
@@ -135,8 +145,8 @@ impl Engine for ScriptedEngine {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner).push(request.clone());
         let steps = (self.script)(&request)?;
         let (sender, events) = mpsc::channel(EVENTS_MAX);
-        let player = tokio::spawn(play(steps, request, sender));
         let counts = Arc::clone(&self.counts);
+        let player = tokio::spawn(play(steps, request, sender, Arc::clone(&counts)));
         counts.submitted.fetch_add(1, Ordering::SeqCst);
         let guard = CancelGuard::new(move || {
             player.abort();
@@ -150,7 +160,7 @@ impl Engine for ScriptedEngine {
     }
 }
 
-async fn play(steps: Vec<Step>, request: GenerateRequest, sender: mpsc::Sender<TokenEvent>) {
+async fn play(steps: Vec<Step>, request: GenerateRequest, sender: mpsc::Sender<TokenEvent>, counts: Arc<Counts>) {
     let mut completion_tokens = 0;
     for step in steps {
         let event = match step {
@@ -169,9 +179,11 @@ async fn play(steps: Vec<Step>, request: GenerateRequest, sender: mpsc::Sender<T
             }
             Step::Fail(error) => TokenEvent::Failed(error),
         };
+        let is_token = matches!(event, TokenEvent::Token { .. });
         if sender.send(event).await.is_err() {
             return;
         }
+        counts.tokens.fetch_add(usize::from(is_token), Ordering::SeqCst);
     }
 }
 
@@ -241,7 +253,7 @@ pub fn recorder() -> PrometheusHandle {
         .clone()
 }
 
-/// A server's state around `engine`, with logits exposed and no key.
+/// A server's state around `engine`, with logits exposed.
 ///
 /// # Panics
 /// When `lagoon_text` refuses the template.
@@ -253,8 +265,9 @@ pub fn state(engine: Arc<dyn Engine>) -> ServerState {
         tokenizer: Arc::new(byte_tokenizer()),
         template: Some(Arc::new(template)),
         defaults: GenerationDefaults { eos_ids: vec![EOS], ..GenerationDefaults::default() },
-        api_key: None,
         limits: Limits::default(),
+        bodies: Bodies::default(),
+        text_jobs: TextJobs::default(),
         expose_logits: true,
         metrics: recorder(),
         created: 1_700_000_000,
@@ -266,8 +279,16 @@ pub fn state(engine: Arc<dyn Engine>) -> ServerState {
 /// # Panics
 /// When no port can be bound.
 pub async fn spawn(state: ServerState) -> String {
+    spawn_keyed(state, Keys::none()).await
+}
+
+/// As [`spawn`], behind `keys`.
+///
+/// # Panics
+/// As there.
+pub async fn spawn_keyed(state: ServerState, keys: Arc<Keys>) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("loopback has free ports");
     let address = listener.local_addr().expect("a bound listener has an address");
-    tokio::spawn(crate::serve(listener, crate::router(state), std::future::pending()));
+    tokio::spawn(crate::serve(Port::plain(listener, keys), crate::router(state), std::future::pending()));
     format!("http://{address}")
 }

@@ -1,8 +1,14 @@
-//! Accepting connections: bounded in number, each with a deadline for its headers, drained on shutdown.
+//! Accepts connections: bounded in number, each with deadlines for a request's headers (also between two requests) and
+//! for reading the response, drained on shutdown.
 //!
-//! When a client goes away, hyper drops the handler or the response body, which drops the request's cancel guards.
+//! When a client disconnects, hyper drops the handler or the response body, which drops the request's cancel guards.
 
-use crate::limits::{ADDRESS_CONNECTIONS_MAX, CONNECTIONS_MAX, DRAIN_DEADLINE, HEADERS_DEADLINE};
+use crate::{
+    keys::{Keys, guard},
+    limits::{ADDRESS_CONNECTIONS_MAX, CONNECTIONS_MAX, DRAIN_DEADLINE, HEADERS_DEADLINE, WRITE_DEADLINE},
+    stalls::Stalls,
+    tls::{Io, PoolConnection, PoolPeer, ServerTls},
+};
 use axum::{Extension, Router};
 use hyper::server::conn::http1;
 use hyper_util::{
@@ -13,7 +19,7 @@ use std::{
     collections::HashMap,
     future::Future,
     io,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv6Addr, SocketAddr},
     pin::pin,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -23,18 +29,28 @@ use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, watch},
 };
 
-/// Time to wait after a failed accept: out of file descriptors, mostly.
+/// Pause after a failed accept: mostly out of file descriptors.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Where a request comes from; an extension of every request that [`serve`] accepts.
+/// Client address of a request; an extension of every request that [`serve`] accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClientAddr(pub IpAddr);
 
-/// Open connections by address, bounded for each.
+impl ClientAddr {
+    /// What its share is counted by: one IPv6 client has a whole /64.
+    pub(crate) fn network(self) -> IpAddr {
+        match self.0.to_canonical() {
+            IpAddr::V4(addr) => addr.into(),
+            IpAddr::V6(addr) => Ipv6Addr::from_bits(addr.to_bits() & !u128::from(u64::MAX)).into(),
+        }
+    }
+}
+
+/// Open connections by network ([`ClientAddr::network`]), bounded for each. Those of the pool's gateways do not count.
 #[derive(Clone, Debug, Default)]
 struct Addresses(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
-/// A connection's place among its address's; dropped with it.
+/// A connection's permit in its address's bound; freed on drop.
 struct Place {
     addresses: Addresses,
     addr: IpAddr,
@@ -42,7 +58,8 @@ struct Place {
 
 impl Addresses {
     /// `None` where the address has [`ADDRESS_CONNECTIONS_MAX`].
-    fn enter(&self, addr: IpAddr) -> Option<Place> {
+    fn enter(&self, client: ClientAddr) -> Option<Place> {
+        let addr = client.network();
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let count = open.entry(addr).or_default();
         if *count >= ADDRESS_CONNECTIONS_MAX {
@@ -65,12 +82,35 @@ impl Drop for Place {
     }
 }
 
-/// Serves `router` until `shutdown` resolves; then open responses get [`DRAIN_DEADLINE`] to finish, and what still
-/// runs is dropped.
+/// A listener with its keys and its TLS.
+#[derive(Debug)]
+pub struct Port {
+    pub listener: TcpListener,
+    /// `None`: every route is open to every client.
+    pub keys: Option<Arc<Keys>>,
+    /// `None`: plain HTTP.
+    pub tls: Option<Arc<ServerTls>>,
+}
+
+impl Port {
+    /// Plain HTTP.
+    #[must_use]
+    pub fn plain(listener: TcpListener, keys: Arc<Keys>) -> Self {
+        Self { listener, keys: Some(keys), tls: None }
+    }
+}
+
+/// Serves `router`, behind the port's keys, until `shutdown` resolves; then open responses get [`DRAIN_DEADLINE`] to
+/// finish, and the rest is dropped.
 ///
 /// # Errors
-/// When the listener cannot be used at all. A failed accept or a broken connection only concerns its client.
-pub async fn serve(listener: TcpListener, router: Router, shutdown: impl Future<Output = ()>) -> io::Result<()> {
+/// If the listener cannot be used at all. A failed accept or a broken connection only affects its client.
+pub async fn serve(port: Port, router: Router, shutdown: impl Future<Output = ()>) -> io::Result<()> {
+    let Port { listener, keys, tls } = port;
+    let router = match keys {
+        Some(keys) => guard(router, keys),
+        None => router,
+    };
     listener.local_addr()?;
     let (slots, addresses) = (Arc::new(Semaphore::new(CONNECTIONS_MAX)), Addresses::default());
     let (stop, stopped) = watch::channel(false);
@@ -81,16 +121,32 @@ pub async fn serve(listener: TcpListener, router: Router, shutdown: impl Future<
             accepted = accept(&listener, &slots) => accepted,
         };
         let addr = peer.ip().to_canonical();
-        let Some(place) = addresses.enter(addr) else {
+        let client = ClientAddr(addr);
+        let Some(place) = addresses.enter(client) else {
             tracing::warn!(%addr, "a connection beyond an address's share is closed");
             continue;
         };
-        let router = router.clone().layer(Extension(ClientAddr(addr)));
-        tokio::spawn(connection(stream, router, stopped.clone(), (permit, place)));
+        let router = router.clone().layer(Extension(client));
+        let (tls, stopped) = (tls.clone(), stopped.clone());
+        tokio::spawn(async move {
+            let _permit = permit;
+            match open(stream, tls.as_deref()).await {
+                // All requests of a pool come from its gateways' few addresses.
+                Ok((stream, Some(of_pool))) => {
+                    drop(place);
+                    connection(stream, router.layer(Extension(PoolPeer)), stopped, of_pool.superseded()).await;
+                }
+                Ok((stream, None)) => {
+                    let _place = place;
+                    connection(stream, router, stopped, std::future::pending()).await;
+                }
+                Err(error) => tracing::debug!(%error, %addr, "a connection did not begin"),
+            }
+        });
     }
     drop(listener);
     drop(stopped);
-    // Connections hold receivers: the channel is closed when the last one has ended.
+    // Connections hold receivers: the channel closes when the last one ends.
     let _ = stop.send(true);
     if tokio::time::timeout(DRAIN_DEADLINE, stop.closed()).await.is_err() {
         tracing::warn!("connections were still open {} s after shutdown", DRAIN_DEADLINE.as_secs());
@@ -111,26 +167,39 @@ async fn accept(listener: &TcpListener, slots: &Arc<Semaphore>) -> (TcpStream, S
     }
 }
 
+/// A connection's stream, and what it is of the pool if it has a certificate of it.
+async fn open(stream: TcpStream, tls: Option<&ServerTls>) -> io::Result<(Box<dyn Io>, Option<PoolConnection>)> {
+    // Tokens are small and must not wait for an acknowledgement.
+    stream.set_nodelay(true)?;
+    let Some(tls) = tls else { return Ok((Box::new(Stalls::new(stream, WRITE_DEADLINE)), None)) };
+    let accepted = tokio::time::timeout(HEADERS_DEADLINE, tls.accept(stream)).await;
+    accepted.map_err(|_elapsed| io::Error::from(io::ErrorKind::TimedOut))?
+}
+
+/// Answers requests until the client ends, or the server stops. Once `superseded`, the request in flight is the last one.
 async fn connection(
-    stream: TcpStream,
+    stream: Box<dyn Io>,
     router: Router,
     mut stopped: watch::Receiver<bool>,
-    _place: (OwnedSemaphorePermit, Place),
+    superseded: impl Future<Output = ()>,
 ) {
-    // Tokens are small and must not wait for an acknowledgement.
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%error, "set_nodelay failed");
-    }
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(HEADERS_DEADLINE);
     let mut connection = pin!(http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router)));
-    let result = tokio::select! {
-        result = &mut connection => result,
-        // The guard that `wait_for` gives must not live across an await.
-        () = async { drop(stopped.wait_for(|stop| *stop).await) } => {
-            connection.as_mut().graceful_shutdown();
-            // After the deadline `serve` has returned; whatever is left is cut here.
-            tokio::time::timeout(DRAIN_DEADLINE, connection).await.unwrap_or(Ok(()))
+    let (mut superseded, mut is_last) = (pin!(superseded), false);
+    let result = loop {
+        tokio::select! {
+            result = &mut connection => break result,
+            // The guard that `wait_for` gives must not live across an await.
+            () = async { drop(stopped.wait_for(|stop| *stop).await) } => {
+                connection.as_mut().graceful_shutdown();
+                // After the deadline `serve` has returned; whatever is left is cut here.
+                break tokio::time::timeout(DRAIN_DEADLINE, connection.as_mut()).await.unwrap_or(Ok(()));
+            }
+            () = &mut superseded, if !is_last => {
+                is_last = true;
+                connection.as_mut().graceful_shutdown();
+            }
         }
     };
     if let Err(error) = result {
@@ -142,16 +211,62 @@ async fn connection(
 mod tests {
     use super::*;
     use std::net::Ipv4Addr;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::sync::{Notify, oneshot};
 
     #[test]
     fn an_address_has_its_share_of_connections() {
-        let (addresses, addr) = (Addresses::default(), IpAddr::V4(Ipv4Addr::LOCALHOST));
+        let (addresses, addr) = (Addresses::default(), ClientAddr(Ipv4Addr::LOCALHOST.into()));
         let mut places: Vec<Place> = (0..ADDRESS_CONNECTIONS_MAX).filter_map(|_| addresses.enter(addr)).collect();
         assert_eq!(places.len(), ADDRESS_CONNECTIONS_MAX);
-        assert!(addresses.enter(addr).is_none() && addresses.enter(Ipv4Addr::UNSPECIFIED.into()).is_some());
+        assert!(addresses.enter(addr).is_none() && addresses.enter(ClientAddr(Ipv4Addr::UNSPECIFIED.into())).is_some());
         places.pop();
         places.push(addresses.enter(addr).unwrap());
         drop(places);
         assert!(addresses.0.lock().unwrap().is_empty());
+    }
+
+    /// A kept connection of a revoked certificate went on for ever.
+    #[tokio::test]
+    async fn a_superseded_connection_ends_with_the_request_in_flight() {
+        let (mut client, server) = tokio::io::duplex(4096);
+        let [begun, finish, ended] = [(); 3].map(|()| Arc::new(Notify::new()));
+        let (handler_begun, handler_finish, told) = (Arc::clone(&begun), Arc::clone(&finish), Arc::clone(&ended));
+        let handler = move || async move {
+            handler_begun.notify_one();
+            handler_finish.notified().await;
+            "answered"
+        };
+        let (supersede, superseded) = oneshot::channel();
+        let superseded = async move {
+            superseded.await.unwrap();
+            told.notify_one();
+        };
+        let (_stop, stopped) = watch::channel(false);
+        let router = Router::new().route("/", axum::routing::get(handler));
+        let serving = tokio::spawn(connection(Box::new(server), router, stopped, superseded));
+        client.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+        begun.notified().await;
+        supersede.send(()).unwrap();
+        ended.notified().await;
+        finish.notify_one();
+        let mut said = String::new();
+        client.read_to_string(&mut said).await.unwrap();
+        assert!(said.contains("connection: close") && said.ends_with("answered"), "{said}");
+        serving.await.unwrap();
+    }
+
+    /// Its addresses are as many as it wants.
+    #[test]
+    fn a_client_of_ipv6_has_one_share_for_its_64_bits() {
+        let network = |addr: &str| ClientAddr(addr.parse().unwrap()).network();
+        assert_eq!(network("2001:db8:1:2::1"), network("2001:db8:1:2:ffff:ffff:ffff:ffff"));
+        assert_ne!(network("2001:db8:1:2::1"), network("2001:db8:1:3::1"));
+        assert_ne!(network("10.0.0.1"), network("10.0.0.2"));
+        assert_eq!(network("::ffff:10.0.0.1"), network("10.0.0.1"));
+        let addresses = Addresses::default();
+        let addr = |n: usize| ClientAddr(format!("2001:db8::{n:x}").parse().unwrap());
+        let places: Vec<Place> = (0..2 * ADDRESS_CONNECTIONS_MAX).filter_map(|n| addresses.enter(addr(n))).collect();
+        assert_eq!(places.len(), ADDRESS_CONNECTIONS_MAX);
     }
 }

@@ -1,4 +1,4 @@
-//! Routes, authentication, and what answers when no route does.
+//! Routes, and the responses outside of them.
 
 use crate::{
     engine::EngineInfo,
@@ -10,7 +10,7 @@ use crate::{
 use axum::{
     Json, Router,
     extract::{MatchedPath, Path, Request, State},
-    http::{HeaderMap, StatusCode, Uri, header},
+    http::{StatusCode, Uri, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post},
@@ -18,12 +18,9 @@ use axum::{
 use serde::Serialize;
 use std::{sync::Arc, time::Instant};
 
-/// The OpenAI-compatible server.
-///
-/// With an API key set, every route but `/health` (also `/metrics`, and routes that do not exist) asks for it.
+/// The router of the OpenAI-compatible server. [`crate::keys::guard`] checks keys before it.
 pub fn router(state: ServerState) -> Router {
     metrics::export_at_start();
-    let state = Arc::new(state);
     Router::new()
         .route("/v1/chat/completions", post(generations::chat))
         .route("/v1/completions", post(generations::completions))
@@ -36,34 +33,8 @@ pub fn router(state: ServerState) -> Router {
         .route("/version", get(version))
         .fallback(no_route)
         .method_not_allowed_fallback(wrong_method)
-        .layer(middleware::from_fn_with_state(Arc::clone(&state), authenticate))
         .layer(middleware::from_fn(observe))
-        .with_state(state)
-}
-
-/// Whether `headers` carry `key` as a bearer token. The comparison takes the same time wherever the texts differ.
-#[must_use]
-pub fn bears_key(headers: &HeaderMap, key: &str) -> bool {
-    let value = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let Some((scheme, token)) = value.and_then(|value| value.split_once(' ')) else { return false };
-    // Equality of blake3's hashes is constant-time, and hashing hides the length.
-    scheme.eq_ignore_ascii_case("bearer") && blake3::hash(token.trim().as_bytes()) == blake3::hash(key.as_bytes())
-}
-
-/// The answer to a request without the right key.
-#[must_use]
-pub fn unauthorized() -> ApiError {
-    let message = "a valid API key is required: send it as `Authorization: Bearer KEY`";
-    ApiError::new(StatusCode::UNAUTHORIZED, Some("invalid_api_key"), message)
-}
-
-async fn authenticate(State(state): State<Arc<ServerState>>, request: Request, next: Next) -> Response {
-    match &state.api_key {
-        Some(key) if request.uri().path() != "/health" && !bears_key(request.headers(), key) => {
-            unauthorized().into_response()
-        }
-        _ => next.run(request).await,
-    }
+        .with_state(Arc::new(state))
 }
 
 async fn observe(request: Request, next: Next) -> Response {
@@ -78,12 +49,12 @@ async fn observe(request: Request, next: Next) -> Response {
     response
 }
 
-/// The answer to a path that does not exist.
+/// The 404 for a path that does not exist.
 pub async fn no_route(uri: Uri) -> ApiError {
     ApiError::new(StatusCode::NOT_FOUND, Some("not_found"), format!("there is no route {}", uri.path()))
 }
 
-/// The answer to a path that exists for another method.
+/// The 405 for a path that exists for another method.
 pub async fn wrong_method(request: Request) -> ApiError {
     let message = format!("the route {} does not allow {}", request.uri().path(), request.method());
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, Some("method_not_allowed"), message)

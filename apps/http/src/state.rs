@@ -1,13 +1,16 @@
-//! What handlers share.
+//! State shared by all handlers.
 
 use crate::{
+    bodies::{Bodies, Holder, Share},
     engine::{Engine, EngineInfo},
     error::ApiError,
     limits::Limits,
     params::{GenerationDefaults, Rules},
+    text_jobs::{Asker, TextJobs},
 };
 use axum::{
     body::{Body, Bytes, HttpBody as _},
+    extract::Request,
     http::StatusCode,
 };
 use futures::StreamExt as _;
@@ -20,17 +23,18 @@ use std::{
 };
 use tokio::time::timeout;
 
-/// Everything that the router needs.
+/// State shared by all handlers.
 #[derive(Clone)]
 pub struct ServerState {
     pub engine: Arc<dyn Engine>,
     pub tokenizer: Arc<Tokenizer>,
-    /// `None` where the model has no template: chat is refused then.
+    /// `None` if the model has no template: chat is refused.
     pub template: Option<Arc<ChatTemplate>>,
     pub defaults: GenerationDefaults,
-    /// When set, every route but `/health` asks for `Authorization: Bearer KEY`.
-    pub api_key: Option<String>,
     pub limits: Limits,
+    /// Memory budget for request bodies.
+    pub bodies: Bodies,
+    pub text_jobs: TextJobs,
     /// Whether `return_logits` is allowed.
     pub expose_logits: bool,
     /// What `/metrics` shows: see [`crate::metrics::install`].
@@ -41,8 +45,7 @@ pub struct ServerState {
 
 impl fmt::Debug for ServerState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let keyed = self.api_key.is_some();
-        f.debug_struct("ServerState").field("info", &self.engine.info()).field("keyed", &keyed).finish_non_exhaustive()
+        f.debug_struct("ServerState").field("info", &self.engine.info()).finish_non_exhaustive()
     }
 }
 
@@ -52,12 +55,27 @@ impl ServerState {
         Rules { limits: &self.limits, defaults: &self.defaults, expose_logits: self.expose_logits, vocab_size }
     }
 
-    /// Reads a request's body within the limits.
-    pub(crate) async fn body(&self, body: Body) -> Result<Bytes, ApiError> {
-        read_body(body, self.limits.body_bytes_max, self.limits.body_deadline, |_| Ok(())).await
+    /// Reads a request's body within the limits, and runs `work` on it off the runtime's threads.
+    pub(crate) async fn with_body<T: Send + 'static>(
+        self: &Arc<Self>,
+        request: Request,
+        work: impl FnOnce(&Self, Bytes, &Asker<'_>) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let (head, body) = request.into_parts();
+        let holder = Holder::of(&head.extensions);
+        let Limits { body_bytes_max, body_deadline, .. } = self.limits;
+        let (body, share): (Bytes, Share) = self.bodies.read(holder, body, body_bytes_max, body_deadline).await?;
+        let (state, bytes) = (Arc::clone(self), body.len());
+        let work = move |asker: &Asker<'_>| {
+            asker.check()?;
+            let result = work(&state, body, asker);
+            drop(share);
+            result
+        };
+        self.text_jobs.run(bytes, work).await
     }
 
-    /// Checks that the model asked for is the one served. No name means that one.
+    /// Checks that the requested model is the served one; none means the served one.
     pub(crate) fn check_model(&self, model: Option<&str>) -> Result<EngineInfo, ApiError> {
         let info = self.engine.info();
         match model {
@@ -75,26 +93,29 @@ impl ServerState {
         rendered.map_err(|error| ApiError::field("messages", "invalid_value", error.to_string()))
     }
 
-    /// Tokens of `text`, computed off the runtime's threads: long prompts take a while.
-    pub(crate) async fn encode(&self, text: String, special: bool) -> Result<Vec<u32>, ApiError> {
-        let tokenizer = Arc::clone(&self.tokenizer);
-        let encoded = blocking(move || tokenizer.encode(&text, special)).await?;
+    /// Tokenises `text`; refuses it unread if it has more bytes than any prompt of the model.
+    pub(crate) fn encode(&self, text: &str, special: bool, asker: &Asker<'_>) -> Result<Vec<u32>, ApiError> {
+        asker.check()?;
+        let (tokens, limit) = (self.tokenizer.tokens_min(text.len()), self.engine.info().max_model_tokens);
+        if tokens > limit as usize {
+            let message = format!(
+                "the prompt has {} bytes, which are {tokens} tokens or more, but the model's context is {limit} tokens\n\
+                 hint: shorten the prompt",
+                text.len()
+            );
+            return Err(ApiError::new(StatusCode::BAD_REQUEST, Some("context_length_exceeded"), message));
+        }
+        let encoded = self.tokenizer.encode(text, special);
         encoded.map_err(|error| ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_value"), error.to_string()))
-    }
-
-    /// Text of `ids`.
-    pub(crate) async fn decode(&self, ids: Vec<u32>, skip_special: bool) -> Result<String, ApiError> {
-        let tokenizer = Arc::clone(&self.tokenizer);
-        blocking(move || tokenizer.decode(&ids, skip_special)).await
     }
 }
 
-/// Reads a request's body of at most `limit` bytes within `deadline`; `charge` sees the size of every piece before it is kept, and
-/// may refuse it.
+/// Reads a request's body of at most `limit` bytes within `deadline`. `charge` gets the size of every piece before it
+/// is kept, and may refuse it.
 ///
 /// # Errors
-/// 413, 408, what `charge` says, or 400 if it breaks off.
-pub async fn read_body(
+/// 413, 408, `charge`'s error, or 400 if the body breaks off.
+pub(crate) async fn read_body(
     body: Body,
     limit: usize,
     deadline: Duration,
@@ -141,11 +162,6 @@ pub(crate) fn model_not_found(model: &str, served: &str) -> ApiError {
         param: Some("model".to_owned()),
         ..ApiError::new(StatusCode::NOT_FOUND, Some("model_not_found"), message)
     }
-}
-
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, ApiError> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|error| ApiError::internal(format!("the tokenizer panicked: {error}")))
 }
 
 /// Seconds since 1970.

@@ -2,14 +2,18 @@
 
 use crate::{
     error::ApiError,
-    fields::{Fields, Neutral, wrong_type},
+    fields::{Fields, Neutral, text},
     messages,
     params::{check_vocabulary, required, token_ids},
     state::ServerState,
+    text_jobs::Asker,
 };
-use axum::{Json, body::Body, extract::State};
+use axum::{
+    Json,
+    body::Bytes,
+    extract::{Request, State},
+};
 use serde::Serialize;
-use serde_json::Value;
 use std::sync::Arc;
 
 #[derive(Debug, Serialize)]
@@ -25,17 +29,23 @@ pub(crate) struct Detokenized {
     prompt: String,
 }
 
-/// `POST /tokenize`: of a `prompt`, or of `messages` through the chat template.
-pub(crate) async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Tokenized>, ApiError> {
-    let mut fields = Fields::parse(&state.body(body).await?)?;
+/// `POST /tokenize`: tokenises a `prompt`, or `messages` through the chat template.
+pub(crate) async fn tokenize(
+    State(state): State<Arc<ServerState>>,
+    request: Request,
+) -> Result<Json<Tokenized>, ApiError> {
+    state.with_body(request, tokens_of).await.map(Json)
+}
+
+fn tokens_of(state: &ServerState, body: Bytes, asker: &Asker<'_>) -> Result<Tokenized, ApiError> {
+    let mut fields = Fields::parse(&body)?;
     let info = state.check_model(fields.string("model")?.as_deref())?;
     let strings = fields.bool("return_token_strs", false)?;
     let prompt = fields.take("prompt");
     let chat = prompt.is_none();
     let special = fields.bool("add_special_tokens", !chat)?;
     let text = match prompt {
-        Some(Value::String(text)) => text,
-        Some(other) => return Err(wrong_type("prompt", "a string", &other)),
+        Some(prompt) => text("prompt", prompt)?,
         None => {
             let messages = messages::take(&mut fields)?;
             let open_answer = fields.bool("add_generation_prompt", true)?;
@@ -49,22 +59,28 @@ pub(crate) async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) 
         }
     };
     fields.finish()?;
-    let tokens = state.encode(text, special).await?;
-    // The vocabulary's own spelling, as vLLM has it.
+    drop(body);
+    let tokens = state.encode(&text, special, asker)?;
+    // Tokens as the vocabulary spells them, as in vLLM.
     let spell = |id: &u32| state.tokenizer.token(*id).unwrap_or_default();
     let token_strs = strings.then(|| tokens.iter().map(spell).collect());
-    Ok(Json(Tokenized { count: tokens.len(), max_model_len: info.max_model_tokens, tokens, token_strs }))
+    Ok(Tokenized { count: tokens.len(), max_model_len: info.max_model_tokens, tokens, token_strs })
 }
 
-/// `POST /detokenize`: special tokens are kept, so that tokenising again gives the same ids.
+/// `POST /detokenize`: keeps special tokens, so that tokenising again gives the same ids.
 pub(crate) async fn detokenize(
     State(state): State<Arc<ServerState>>,
-    body: Body,
+    request: Request,
 ) -> Result<Json<Detokenized>, ApiError> {
-    let mut fields = Fields::parse(&state.body(body).await?)?;
+    state.with_body(request, |state, body, asker| text_of(state, &body, asker)).await.map(Json)
+}
+
+fn text_of(state: &ServerState, body: &[u8], asker: &Asker<'_>) -> Result<Detokenized, ApiError> {
+    let mut fields = Fields::parse(body)?;
     let info = state.check_model(fields.string("model")?.as_deref())?;
-    let ids = token_ids("tokens", &required(&mut fields, "tokens")?)?;
+    let (ids, _) = token_ids("tokens", required(&mut fields, "tokens")?, usize::MAX)?;
     fields.finish()?;
     check_vocabulary("tokens", &ids, info.vocab_size)?;
-    Ok(Json(Detokenized { prompt: state.decode(ids, false).await? }))
+    asker.check()?;
+    Ok(Detokenized { prompt: state.tokenizer.decode(&ids, false) })
 }

@@ -1,5 +1,5 @@
-//! What operators ask of a pool (`lagoon drain`, `lagoon role`, `lagoon kv …`): to a gManager over QUIC, or through the endpoint of
-//! `lagoon up`, which has the pool's certificates, as JSON.
+//! Operators' orders (`lagoon drain`, `lagoon role`, `lagoon kv …`): sent to a gManager over QUIC, or as JSON through
+//! the endpoint of `lagoon up`, which has the pool's certificates.
 
 use crate::api_client::ApiClient;
 use crate::args::TlsArgs;
@@ -14,33 +14,49 @@ use lagoon_protocol::{
     AdminBody, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminPlan, AdminReply, AdminRole, OrderOutcome,
     PlacementRow, Role,
 };
+use lagoon_transport::NodeRole;
 use lagoon_types::limits;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
-/// How often an order is looked at that is waited for.
+/// Interval of looks at an order that is waited for.
 const FOLLOW_EVERY: Duration = Duration::from_millis(50);
-/// An order has ended by then, done or not.
+/// Time by which an order has ended, done or not.
 const FOLLOW_DEADLINE: Duration = Duration::from_millis(limits::MOVE_DEADLINE_MS + 2 * limits::MOVE_GRACE_MS);
 
-/// Which pool is meant.
+/// The pool that a command is for.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct PoolArgs {
     /// The endpoint of `lagoon up`.
     #[arg(long, global = true, default_value = "http://127.0.0.1:8000")]
     pub(crate) url: String,
+    /// Key for administration of that endpoint; if it has none, --api-key, from the same machine only.
+    #[arg(long, global = true, value_name = "KEY", env = "LAGOON_ADMIN_KEY", hide_env_values = true)]
+    pub(crate) admin_key: Option<String>,
     #[arg(long, global = true, value_name = "KEY", env = "LAGOON_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Option<String>,
+    /// The authority of an https:// server's certificate.
+    #[arg(long, global = true, value_name = "PEM", env = "LAGOON_CA")]
+    pub(crate) ca: Option<PathBuf>,
     /// Ask the gManager itself (ip:port of its QUIC endpoint; needs a certificate); of several, comma-separated, the one
     /// that leads.
     #[arg(long, global = true, value_name = "ADDR", value_delimiter = ',')]
     pub(crate) gmanager: Vec<SocketAddr>,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
+}
+
+impl PoolArgs {
+    /// A client of the endpoint.
+    pub(crate) fn client(&self) -> anyhow::Result<ApiClient> {
+        let key = self.admin_key.clone().or_else(|| self.api_key.clone());
+        ApiClient::new(&self.url, key, self.ca.as_deref())
+    }
 }
 
 /// An operator's order, as JSON and on the wire.
@@ -58,7 +74,7 @@ pub(crate) enum Order {
         instance: u32,
         role: NewRole,
     },
-    /// As `AdminMove`: 0 is what it is there.
+    /// As `AdminMove`, with 0 for unset fields.
     Move {
         debtor: u32,
         seq: u64,
@@ -73,18 +89,18 @@ pub(crate) enum Order {
         #[serde(default)]
         first: Option<u32>,
     },
-    /// As `AdminPlacements`, without its request: of all.
+    /// As `AdminPlacements`, without its request: 0 and `None` mean all.
     Placements {
         #[serde(default)]
         debtor: u32,
         #[serde(default)]
         seq: Option<u64>,
-        /// Instance, debtor and sequence of the row to go on after.
+        /// Instance, debtor and sequence of the row to continue after.
         #[serde(default)]
         after: (u32, u32, u64),
     },
     Plan {},
-    /// How an earlier order ended.
+    /// Query how an earlier order ended.
     Outcome {
         order: u64,
     },
@@ -107,12 +123,12 @@ impl From<Order> for AdminBody {
     }
 }
 
-/// What came of an order.
+/// Reply to an order.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Answer {
     pub(crate) moves: Vec<Move>,
     pub(crate) placements: Vec<Placement>,
-    /// There are more rows after the last one of `placements`.
+    /// Whether there are rows after the last one of `placements`.
     #[serde(default)]
     pub(crate) more: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -122,7 +138,7 @@ pub(crate) struct Answer {
 /// How an order ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Outcome {
-    /// It is over; until then the rest means nothing.
+    /// Whether it has ended; the other fields are valid only then.
     pub(crate) ended: bool,
     pub(crate) blocks: u32,
     pub(crate) moved: u32,
@@ -130,7 +146,7 @@ pub(crate) struct Outcome {
     pub(crate) reason: String,
 }
 
-/// Blocks of one request that are to move.
+/// Blocks of one request to move.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Move {
     pub(crate) order: u64,
@@ -139,23 +155,23 @@ pub(crate) struct Move {
     pub(crate) blocks: u32,
     pub(crate) source: u32,
     pub(crate) target: u32,
-    /// Expected change of the pool's throughput.
+    /// Expected change of the pool's throughput, in tokens per second.
     pub(crate) gain_tokens_per_s: f64,
 }
 
-/// Where blocks of one request are.
+/// Blocks of one request on one instance.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) struct Placement {
     /// DEBTOR/SEQ.
     pub(crate) request: String,
     pub(crate) instance: u32,
     pub(crate) blocks: u32,
-    /// Of these, blocks that could move now.
+    /// Those that could move now.
     pub(crate) blocks_sealed: u32,
 }
 
 impl Placement {
-    /// Instance, debtor and sequence.
+    /// Instance, debtor and sequence of the row.
     fn key(&self) -> Option<(u32, u32, u64)> {
         let (debtor, seq) = self.request.split_once('/')?;
         Some((self.instance, debtor.parse().ok()?, seq.parse().ok()?))
@@ -190,7 +206,7 @@ impl From<AdminReply> for Answer {
     }
 }
 
-/// Where orders go.
+/// The path to the pool for orders.
 #[derive(Debug)]
 pub(crate) enum Operator {
     GManager(Box<PoolClient>),
@@ -200,9 +216,9 @@ pub(crate) enum Operator {
 impl Operator {
     pub(crate) fn new(args: &PoolArgs) -> anyhow::Result<Self> {
         if args.gmanager.is_empty() {
-            return Ok(Self::Http(ApiClient::new(&args.url, args.api_key.clone())?));
+            return Ok(Self::Http(args.client()?));
         }
-        Ok(Self::GManager(Box::new(PoolClient::new(&args.gmanager, &args.tls.identity()?)?)))
+        Ok(Self::GManager(Box::new(PoolClient::new(&args.gmanager, &args.tls.identity(&[NodeRole::Operator])?)?)))
     }
 
     pub(crate) async fn order(&mut self, order: Order) -> anyhow::Result<Answer> {
@@ -232,7 +248,7 @@ impl Operator {
         }
     }
 
-    /// Follows an order until it has ended.
+    /// Waits until an order has ended, and returns how.
     pub(crate) async fn follow(&mut self, order: u64) -> anyhow::Result<Outcome> {
         let deadline = Instant::now() + FOLLOW_DEADLINE;
         loop {
@@ -258,7 +274,7 @@ impl Operator {
         }
     }
 
-    /// The instance that `text` names: its number, or its name if only one has it.
+    /// The instance named by `text`: its number, or its name if unique.
     pub(crate) async fn find(&mut self, text: &str) -> anyhow::Result<PoolRow> {
         let rows = self.rows().await?;
         let number = text.parse::<u32>().ok();
@@ -266,7 +282,7 @@ impl Operator {
         if found.is_empty() {
             found = rows.iter().filter(|row| row.name == text).collect();
         }
-        // The name of one that is gone may be another's by now.
+        // Another instance may have the name of one that is gone.
         if found.len() > 1 {
             found.retain(|row| row.alive);
         }
@@ -281,7 +297,7 @@ impl Operator {
     }
 }
 
-/// The pool's side of [`Operator::Http`], served by `lagoon up`: `POST /lagoon/admin`.
+/// Serves [`Operator::Http`] in `lagoon up`: `POST /lagoon/admin`.
 pub(crate) async fn serve(State(client): State<Arc<Mutex<PoolClient>>>, Json(order): Json<Order>) -> Response {
     let reply = client.lock().await.admin(order.into()).await;
     match reply {

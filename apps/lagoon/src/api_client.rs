@@ -1,11 +1,14 @@
-//! A client of OpenAI-compatible servers, for `chat` and `bench`: requests, server-sent events, and errors that say
-//! what to do about them.
+//! A client of OpenAI-compatible servers, for `chat` and `bench`: requests, server-sent events, and errors with hints.
 
-use anyhow::{Context, bail};
+use anyhow::Context;
+use axum::body::Body;
+use axum::http::{Method, Request, Uri, header};
 use bytes::Bytes;
 use futures::{Stream, StreamExt, stream::BoxStream};
+use lagoon_http::client::{Client, ClientConfig, Response, SendError};
+use lagoon_http::tls::ClientTls;
 use serde_json::Value;
-use std::{pin::pin, time::Duration};
+use std::{path::Path, pin::pin, time::Duration};
 
 /// Time to connect.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
@@ -13,7 +16,16 @@ const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 const SILENCE_DEADLINE: Duration = Duration::from_secs(3700);
 /// Longest line of an event stream, in bytes (one with logits is long).
 const LINE_BYTES_MAX: usize = 64 << 20;
-/// What is kept of a reply that is no OpenAI error body, in characters.
+/// Longest response that is no stream, in bytes.
+const ANSWER_BYTES_MAX: usize = 1 << 30;
+/// Bytes read of an error response.
+const ERROR_BYTES_MAX: usize = 64 << 10;
+/// Maximum of idle connections.
+const IDLE_MAX: usize = 64;
+/// Retries after a refusal, and the longest pause before one that a server may request, in seconds.
+const RETRIES_MAX: u32 = 2;
+const RETRY_AFTER_S_MAX: u64 = 5;
+/// Characters kept of an error response that is no OpenAI error body.
 const EXCERPT_CHARS: usize = 200;
 
 /// Why a request to a server failed.
@@ -23,8 +35,8 @@ pub(crate) enum ClientError {
         "no connection to {url}: {reason}\nhint: is the server running there? `lagoon up` starts one; `--url` names another"
     )]
     Connect { url: String, reason: String },
-    #[error("the server answered {status}: {message}{}", hint(*status))]
-    Status { status: u16, message: String },
+    #[error("the server answered {status}: {message}{}", hint(*status, *retry_after_s))]
+    Status { status: u16, message: String, retry_after_s: Option<u64> },
     /// The server reported an error inside a stream that had begun.
     #[error("the answer failed midway: {0}")]
     Midway(String),
@@ -35,7 +47,7 @@ pub(crate) enum ClientError {
 }
 
 impl ClientError {
-    /// A short label, to count errors by.
+    /// Short label of the error, for counting.
     pub(crate) fn kind(&self) -> String {
         match self {
             Self::Connect { .. } => "connect".to_owned(),
@@ -47,126 +59,137 @@ impl ClientError {
     }
 }
 
-fn hint(status: u16) -> &'static str {
-    match status {
-        401 | 403 => "\nhint: give the server's key with `--api-key` or LAGOON_API_KEY",
-        404 => "\nhint: `--model` must be a model that the server lists at /v1/models",
-        429 => "\nhint: the server is full; try again, or with less concurrency",
-        _ => "",
-    }
+fn hint(status: u16, retry_after_s: Option<u64>) -> String {
+    let hint = match status {
+        401 | 403 => {
+            "give the server's key with `--api-key` or LAGOON_API_KEY, that of administration with `--admin-key`"
+        }
+        404 => "`--model` must be a model that the server lists at /v1/models",
+        429 => "the server is full, or the key's rate is used up; try again, or with less concurrency",
+        _ => return String::new(),
+    };
+    let after = retry_after_s.map(|seconds| format!(" (after {seconds} s)"));
+    format!("\nhint: {hint}{}", after.unwrap_or_default())
 }
 
-/// A server and how to speak to it.
+/// A server's address and key, with an HTTP client.
 #[derive(Clone, Debug)]
 pub(crate) struct ApiClient {
-    /// Without a trailing slash or `/v1`.
+    /// Base URL without trailing slash and `/v1`.
     base: String,
     key: Option<String>,
-    http: reqwest::Client,
+    http: Client,
 }
 
 impl ApiClient {
-    /// `url` is the server's root, with or without `/v1`.
-    pub(crate) fn new(url: &str, key: Option<String>) -> anyhow::Result<Self> {
-        if url.starts_with("https://") {
-            bail!("this build speaks plain HTTP only, not {url}\nhint: put a TLS-terminating proxy in between");
-        }
+    /// A client of the server at `url`, with or without `/v1`; `ca` authenticates an https:// server.
+    pub(crate) fn new(url: &str, key: Option<String>, ca: Option<&Path>) -> anyhow::Result<Self> {
         let url = if url.contains("://") { url.to_owned() } else { format!("http://{url}") };
         let base = url.trim_end_matches('/').trim_end_matches("/v1").trim_end_matches('/').to_owned();
-        reqwest::Url::parse(&base)
-            .with_context(|| format!("`{base}` is not a URL\nhint: try http://127.0.0.1:8000"))?;
-        let http = reqwest::Client::builder()
-            .connect_timeout(CONNECT_DEADLINE)
-            .read_timeout(SILENCE_DEADLINE)
-            .tcp_nodelay(true)
-            .no_proxy()
-            .build()
-            .context("set up the HTTP client")?;
-        Ok(Self { base, key, http })
+        let parsed = base.parse::<Uri>().ok().filter(|uri| uri.host().is_some_and(|host| !host.is_empty()));
+        let uri = parsed.with_context(|| format!("`{base}` is not a URL\nhint: try http://127.0.0.1:8000"))?;
+        let https = match uri.scheme_str() {
+            Some("https") => true,
+            Some("http") => false,
+            _ => anyhow::bail!("`{base}` is neither http:// nor https://\nhint: try http://127.0.0.1:8000"),
+        };
+        anyhow::ensure!(
+            !https || ca.is_some(),
+            "an https:// server's certificate is checked against its authority, and none is given\n\
+             hint: `--ca PEM` or LAGOON_CA names it; of public servers, the system's bundle (/etc/ssl/certs/ca-certificates.crt)"
+        );
+        let tls = ca.filter(|_| https).map(ClientTls::https).transpose()?;
+        let config = ClientConfig { connect: CONNECT_DEADLINE, silence: SILENCE_DEADLINE, idle_max: IDLE_MAX };
+        Ok(Self { base, key, http: Client::new(config, tls) })
     }
 
     pub(crate) fn base(&self) -> &str {
         &self.base
     }
 
-    /// The first model that the server lists.
+    /// Id of the first model that the server lists.
     pub(crate) async fn first_model(&self) -> Result<String, ClientError> {
-        let list = self.json(self.http.get(self.url("/v1/models"))).await?;
+        let list = self.get("/v1/models").await?;
         let id = list["data"][0]["id"].as_str().map(str::to_owned);
         id.ok_or_else(|| ClientError::Protocol("/v1/models lists no model".to_owned()))
     }
 
-    /// Reads JSON.
+    /// Gets JSON. Retries [`RETRIES_MAX`] times if the server requests a short pause.
     pub(crate) async fn get(&self, path: &str) -> Result<Value, ClientError> {
-        self.json(self.http.get(self.url(path))).await
+        let mut retries = 0;
+        loop {
+            match self.json(Method::GET, path, None).await {
+                Err(ClientError::Status { status: 429 | 503, retry_after_s: Some(seconds), .. })
+                    if seconds <= RETRY_AFTER_S_MAX && retries < RETRIES_MAX =>
+                {
+                    retries += 1;
+                    // Jitter: clients that were refused together do not return together.
+                    let pause = Duration::from_secs(seconds).mul_f64(rand::random_range(1.0..1.5));
+                    tokio::time::sleep(pause).await;
+                }
+                answer => return answer,
+            }
+        }
     }
 
-    /// Posts JSON and reads JSON.
+    /// Posts JSON; returns JSON.
     pub(crate) async fn post(&self, path: &str, body: &Value) -> Result<Value, ClientError> {
-        self.json(self.http.post(self.url(path)).json(body)).await
+        self.json(Method::POST, path, Some(body)).await
     }
 
-    /// Posts JSON and reads server-sent events.
+    /// Posts JSON; returns server-sent events.
     pub(crate) async fn events(&self, path: &str, body: &Value) -> Result<Events, ClientError> {
-        let response = self.send(self.http.post(self.url(path)).json(body)).await?;
+        let response = self.send(Method::POST, path, Some(body)).await?;
         let kind = response.headers().get("content-type").and_then(|value| value.to_str().ok()).unwrap_or("none");
         if !kind.starts_with("text/event-stream") {
             return Err(ClientError::Protocol(format!("{path} answered with content type {kind}, not a stream")));
         }
-        let chunks = response.bytes_stream().map(|chunk| chunk.map_err(|error| reason(&error)));
-        Ok(Events::new(chunks))
+        Ok(Events::new(response.chunks().map(|chunk| chunk.map_err(|error| error.to_string()))))
     }
 
-    fn url(&self, path: &str) -> String {
-        format!("{}{path}", self.base)
-    }
-
-    async fn json(&self, request: reqwest::RequestBuilder) -> Result<Value, ClientError> {
-        let response = self.send(request).await?;
-        let body = response.bytes().await.map_err(|error| ClientError::Broken(reason(&error)))?;
+    async fn json(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value, ClientError> {
+        let response = self.send(method, path, body).await?;
+        let body = response.bytes(ANSWER_BYTES_MAX).await.map_err(|error| ClientError::Broken(error.to_string()))?;
         serde_json::from_slice(&body).map_err(|error| ClientError::Protocol(error.to_string()))
     }
 
-    async fn send(&self, mut request: reqwest::RequestBuilder) -> Result<reqwest::Response, ClientError> {
+    async fn send(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Response, ClientError> {
+        let mut request = Request::builder().method(method).uri(format!("{}{path}", self.base));
         if let Some(key) = &self.key {
-            request = request.bearer_auth(key);
+            request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
         }
-        let response = request.send().await.map_err(|error| {
-            if error.is_connect() {
-                ClientError::Connect { url: self.base.clone(), reason: reason(&error) }
-            } else {
-                ClientError::Broken(reason(&error))
-            }
+        if body.is_some() {
+            request = request.header(header::CONTENT_TYPE, "application/json");
+        }
+        let request = request.body(body.map_or_else(Body::empty, |body| Body::from(body.to_string())));
+        let request = request.map_err(|error| ClientError::Protocol(error.to_string()))?;
+        let response = self.http.send(request).await.map_err(|error| match error {
+            SendError::Connect(reason) => ClientError::Connect { url: self.base.clone(), reason },
+            SendError::Broken(reason) => ClientError::Broken(reason),
         })?;
         let status = response.status().as_u16();
         if (200..300).contains(&status) {
             return Ok(response);
         }
-        let body = response.text().await.unwrap_or_default();
+        let retry_after = response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
+        let retry_after_s = retry_after.and_then(|seconds| seconds.parse().ok());
+        let body = response.bytes(ERROR_BYTES_MAX).await.unwrap_or_default();
+        let body = String::from_utf8_lossy(&body);
         let parsed: Value = serde_json::from_str(&body).unwrap_or_default();
         let message = match parsed["error"]["message"].as_str() {
             Some(message) => message.to_owned(),
             None => body.chars().take(EXCERPT_CHARS).collect(),
         };
-        Err(ClientError::Status { status, message })
+        Err(ClientError::Status { status, message, retry_after_s })
     }
 }
 
-/// The innermost cause: reqwest's own message only says that something failed.
-fn reason(error: &reqwest::Error) -> String {
-    let mut cause: &dyn std::error::Error = error;
-    while let Some(source) = cause.source() {
-        cause = source;
-    }
-    cause.to_string()
-}
-
-/// The JSON events of a stream, until `[DONE]`. Dropping it closes the connection, which cancels the answer.
+/// The JSON events of a stream, until `[DONE]`. Dropping it closes the connection, which cancels the response.
 pub(crate) struct Events {
     chunks: BoxStream<'static, Result<Bytes, String>>,
-    /// What has arrived of lines that are not complete.
+    /// Bytes of incomplete lines.
     buffer: Vec<u8>,
-    /// Bytes of `buffer` that are known to hold no line break.
+    /// Bytes of `buffer` already searched for a line break.
     searched: usize,
 }
 
@@ -261,9 +284,9 @@ mod tests {
     #[test]
     fn urls_with_and_without_v1() {
         for url in ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/", "h:1"] {
-            assert_eq!(ApiClient::new(url, None).unwrap().base(), "http://h:1", "{url}");
+            assert_eq!(ApiClient::new(url, None, None).unwrap().base(), "http://h:1", "{url}");
         }
-        assert!(ApiClient::new("https://h", None).unwrap_err().to_string().contains("hint:"));
-        assert!(ApiClient::new("http://", None).unwrap_err().to_string().contains("hint:"));
+        assert!(ApiClient::new("https://h", None, None).unwrap_err().to_string().contains("hint:"));
+        assert!(ApiClient::new("http://", None, None).unwrap_err().to_string().contains("hint:"));
     }
 }

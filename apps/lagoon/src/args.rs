@@ -1,11 +1,12 @@
-//! Flags that several commands share.
+//! Flags shared by several commands.
 
 use crate::placement::DeviceArg;
 use anyhow::Context;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args as _, Command, FromArgMatches};
-use lagoon_transport::Identity;
+use lagoon_transport::{Identity, NodeRole, Subject};
 use lagoon_types::DType;
+use lagoon_types::limits::DEVICE_STUCK_MS;
 use std::path::PathBuf;
 
 /// Which backend computes.
@@ -98,19 +99,31 @@ pub(crate) struct TlsArgs {
     /// This node's private key.
     #[arg(long, global = true, value_name = "PEM", env = "LAGOON_TLS_KEY")]
     pub(crate) tls_key: Option<PathBuf>,
+    /// The CA's revocation list (`lagoon certs revoke`).
+    #[arg(long, global = true, value_name = "PEM", env = "LAGOON_TLS_CRL")]
+    pub(crate) tls_crl: Option<PathBuf>,
 }
 
 impl TlsArgs {
-    /// Reads the three files.
-    pub(crate) fn identity(&self) -> anyhow::Result<Identity> {
+    /// Reads the three files. The certificate must be for one of `roles`, as peers will ask for that.
+    pub(crate) fn identity(&self, roles: &[NodeRole]) -> anyhow::Result<Identity> {
         let (Some(ca), Some(cert), Some(key)) = (&self.tls_ca, &self.tls_cert, &self.tls_key) else {
             anyhow::bail!(
                 "a pool speaks mutual TLS: --tls-ca, --tls-cert and --tls-key are needed\n\
-                 hint: `lagoon certs init DIR`, then `lagoon certs issue DIR NAME` for every node; \
+                 hint: `lagoon certs init DIR`, then `lagoon certs issue DIR NAME --role ROLE` for every node; \
                  `lagoon up` and `lagoon demo` make their own"
             );
         };
-        Identity::load(ca, cert, key).context("load the node's certificate")
+        let identity = Identity::load(ca, cert, key, self.tls_crl.as_deref()).context("load the node's certificate")?;
+        let Subject { node, roles: has, .. } = identity.subject();
+        let needed = roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(" or ");
+        anyhow::ensure!(
+            has.has_any(roles),
+            "the certificate of node {node:?} is for {has}, and {needed} is needed here\n\
+             hint: lagoon certs issue DIR {node} --role {} --force",
+            roles.first().map_or("instance", |role| role.name())
+        );
+        Ok(identity)
     }
 }
 
@@ -165,25 +178,29 @@ pub(crate) struct EngineArgs {
     /// Share of the KV capacity that may be lent, in percent.
     #[arg(long, value_name = "PERCENT", default_value_t = 100, value_parser = clap::value_parser!(u32).range(0..=100))]
     pub(crate) lend_percent: u32,
-    /// Milliseconds that a decode step of an instance may take: it lends no more memory than leaves time for that [default: no
-    /// limit].
+    /// Latency target of an instance's decode steps, in milliseconds: it lends only as much memory as the target leaves
+    /// time for [default: no limit].
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
     pub(crate) target_tbt_ms: Option<u32>,
-    /// Keep KV in free memory and share it among requests with a common prefix. The time to first token then tells whether
-    /// somebody sent the same prefix before.
+    /// Keep KV in free memory and share it among requests with a common prefix. The time to first token then shows whether
+    /// another client sent the same prefix before.
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     pub(crate) prefix_cache: bool,
     /// Threads of the CPU backend [default: all cores].
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,
+    /// Seconds without a finished layer after which the device counts as hung: the process ends, and others take its
+    /// requests.
+    #[arg(long, value_name = "N", default_value_t = DEVICE_STUCK_MS / 1000, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub(crate) device_timeout_s: u64,
     /// Microseconds to poll for a peer's frame that is due before sleeping; about 1000 shortens the wait of each layer with remote
     /// KV where a core is free.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=100_000))]
     pub(crate) poll_us: u64,
-    /// Tokens of KV that move in a step beside a sequence that decodes [default: as measured]: for benchmarks.
+    /// Tokens of KV that move per step and decoding sequence [default: as measured]: for benchmarks.
     #[arg(long, value_name = "N", hide = true)]
     pub(crate) move_tokens_per_step: Option<u32>,
-    /// Whether steps go on while KV is copied, or wait for what moves beside them: for benchmarks.
+    /// Whether steps go on while KV is copied, or wait for the copies: for benchmarks.
     #[arg(long, value_name = "on|off", hide = true, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     pub(crate) move_overlap: bool,
     /// When a decode worker reads the KV of a prompt.
@@ -211,8 +228,8 @@ pub(crate) struct EngineArgs {
 #[derive(Clone, Debug)]
 pub(crate) struct PassedArgs {
     pub(crate) args: EngineArgs,
-    /// The flags that were given, as they were: a child with these is configured the same. Its device and its share of that are
-    /// told besides.
+    /// The flags as given: a child with these has the same configuration. Its device and its share of the device are
+    /// set separately.
     pub(crate) flags: Vec<String>,
 }
 

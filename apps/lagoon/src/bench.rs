@@ -1,12 +1,13 @@
 //! `lagoon bench`: a load generator for OpenAI-compatible servers.
 //!
-//! Every request has its own prompt of an exact length, made from the seed out of the server's own tokens, and asks
-//! for an exact number of output tokens (`ignore_eos`). Closed loop (`--concurrency`): a new request starts when one
-//! ends. Open loop (`--rate`): requests start at random times with that mean rate, whether or not others have ended.
-//! A trace (`--trace`) says when each request starts and how long it is.
+//! Every request has its own prompt of an exact length, drawn with the seed from the server's own tokens, and asks for
+//! an exact number of output tokens (`ignore_eos`). Closed loop (`--concurrency`): a new request starts when one ends.
+//! Open loop (`--rate`): requests start at random times with that mean rate, whether or not others have ended. A trace
+//! (`--trace`) gives each request's start and lengths.
 
 use crate::api_client::{ApiClient, ClientError};
 use crate::bench_trace::{self, Planned};
+use crate::log::{out, outln};
 use anyhow::{Context, bail, ensure};
 use futures::{StreamExt, stream};
 use hdrhistogram::Histogram;
@@ -16,16 +17,15 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::{
     collections::BTreeMap,
-    io::{self, Write},
     path::PathBuf,
     time::{Duration, Instant},
 };
 
-/// Requests that are open at once with `--rate`.
+/// Maximum of open requests with `--rate`.
 const OPEN_MAX: usize = 4096;
-/// Longest latency that is told apart, in microseconds: an hour.
+/// Largest recorded latency, in microseconds: an hour.
 const LATENCY_US_MAX: u64 = 3_600_000_000;
-/// Prompts are drawn from the tokens of this text, so that they look like language to the tokenizer and the model.
+/// Source text of prompts: its tokens look like language to the tokenizer and the model.
 const TEXT: &str = "In the morning the water of the lagoon lay still and the boats had not yet gone out. A heron stood in \
     the shallows and waited, as it did every day, for the tide to turn. Behind the dunes one could hear the sea, and \
     from the village came the smell of bread. Nobody knew how old the harbour was: some said three hundred years, \
@@ -41,6 +41,9 @@ pub(crate) struct BenchArgs {
     /// The server's key.
     #[arg(long, env = "LAGOON_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
+    /// The authority of an https:// server's certificate.
+    #[arg(long, value_name = "PEM", env = "LAGOON_CA")]
+    ca: Option<PathBuf>,
     /// Which model; by default the first one that the server lists.
     #[arg(long)]
     model: Option<String>,
@@ -63,7 +66,7 @@ pub(crate) struct BenchArgs {
     /// --requests, --prompt-tokens, --max-tokens and --rate.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["rate", "requests", "prompt_tokens", "max_tokens", "concurrency"])]
     trace: Option<PathBuf>,
-    /// How many times faster than the trace says its requests arrive.
+    /// Factor by which requests arrive faster than in the trace.
     #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = positive, requires = "trace")]
     speed: f64,
     /// Sampling temperature.
@@ -93,24 +96,24 @@ fn positive(text: &str) -> Result<f64, String> {
 /// When the server cannot be reached, or no request succeeded.
 pub(crate) async fn run(args: BenchArgs) -> anyhow::Result<()> {
     let report = measure(&args).await?;
-    let mut out = io::stdout();
     if args.json {
-        writeln!(out, "{}", serde_json::to_string(&report)?)?;
+        outln!("{}", serde_json::to_string(&report)?);
     } else {
-        write!(out, "{}", report.table())?;
+        out!("{}", report.table());
     }
     ensure!(report.ok > 0, "no request succeeded: {}", report.last_error.as_deref().unwrap_or("none was made"));
     Ok(())
 }
 
-/// What a run showed. Times are in milliseconds.
+/// Results of a run. Times are in milliseconds.
 #[derive(Clone, Debug, Serialize)]
 struct Report {
     url: String,
     model: String,
     requests: u64,
     ok: u64,
-    /// By kind: `http_429`, `connect`, `midway`, `broken`, `timeout`, `length` (fewer or more tokens than asked for).
+    /// Errors by kind: `http_429`, `connect`, `midway`, `broken`, `timeout`, `length` (fewer or more tokens than
+    /// requested).
     errors: BTreeMap<String, u64>,
     last_error: Option<String>,
     concurrency: Option<u32>,
@@ -126,7 +129,7 @@ struct Report {
     ttft_ms: Summary,
     /// Time between tokens.
     tbt_ms: Summary,
-    /// From sending a request to the end of its answer.
+    /// From sending a request to the end of its response.
     e2e_ms: Summary,
 }
 
@@ -158,7 +161,7 @@ impl Summary {
     }
 }
 
-/// What is measured while requests run.
+/// Measurements while requests run.
 struct Tally {
     ok: u64,
     errors: BTreeMap<String, u64>,
@@ -209,10 +212,10 @@ fn microseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX).max(1)
 }
 
-/// One successful request.
+/// Measurements of one successful request.
 struct Sample {
     ttft: Duration,
-    /// Time per token of each later chunk, and its tokens.
+    /// Time per token of each later chunk, and the chunk's tokens.
     gaps: Vec<(Duration, u64)>,
     e2e: Duration,
     prompt_tokens: u64,
@@ -231,7 +234,7 @@ impl From<ClientError> for Failure {
 }
 
 async fn measure(args: &BenchArgs) -> anyhow::Result<Report> {
-    let client = ApiClient::new(&args.url, args.api_key.clone())?;
+    let client = ApiClient::new(&args.url, args.api_key.clone(), args.ca.as_deref())?;
     let model = match &args.model {
         Some(model) => model.clone(),
         None => client.first_model().await?,
@@ -268,7 +271,7 @@ async fn measure(args: &BenchArgs) -> anyhow::Result<Report> {
     Ok(report(args, &model, planned.len() as u64, tally, elapsed))
 }
 
-/// Tokens that prompts are drawn from: the server's own ids of [`TEXT`].
+/// Token ids to draw prompts from: the server's tokenisation of [`TEXT`].
 async fn token_pool(client: &ApiClient, model: &str) -> anyhow::Result<Vec<u64>> {
     let body = json!({ "model": model, "prompt": TEXT, "add_special_tokens": false });
     let reply = client.post("/tokenize", &body).await.context(
@@ -288,12 +291,12 @@ fn request(args: &BenchArgs, model: &str, pool: &[u64], index: u32, planned: &Pl
     json!({
         "model": model, "prompt": prompt, "max_tokens": planned.output_tokens, "temperature": args.temperature,
         "seed": index, "ignore_eos": true, "stream": true, "stream_options": { "include_usage": true },
-        // Makes every token visible, also one that adds no text yet.
+        // Reports every token, even one that adds no text yet.
         "return_token_ids": true,
     })
 }
 
-/// Makes one request and measures it.
+/// Sends one request and measures it.
 async fn one(client: &ApiClient, request: &Value, max_tokens: u32) -> Result<Sample, Failure> {
     let sent = Instant::now();
     let mut events = client.events("/v1/completions", request).await?;
@@ -304,7 +307,7 @@ async fn one(client: &ApiClient, request: &Value, max_tokens: u32) -> Result<Sam
         let choice = &event["choices"][0];
         let tokens = match choice["token_ids"].as_array() {
             Some(ids) => u64::try_from(ids.len()).unwrap_or(u64::MAX),
-            // A server without token ids: a chunk with text is presumed to be one token.
+            // A server without token ids: a chunk with text counts as one token.
             None => u64::from(choice["text"].as_str().is_some_and(|text| !text.is_empty())),
         };
         if tokens > 0 {
@@ -333,7 +336,7 @@ async fn one(client: &ApiClient, request: &Value, max_tokens: u32) -> Result<Sam
 }
 
 fn progress(requests: u64) -> ProgressBar {
-    // Hidden by itself where stderr is no terminal.
+    // indicatif hides it if stderr is no terminal.
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {elapsed}, {msg}");
     ProgressBar::new(requests).with_style(style.expect("the template is valid"))
 }
@@ -365,7 +368,7 @@ fn report(args: &BenchArgs, model: &str, requests: u64, tally: Tally, elapsed: D
 }
 
 impl Report {
-    /// For people.
+    /// The report as text.
     fn table(&self) -> String {
         let load = match (self.rate, self.concurrency) {
             (Some(rate), _) => format!("{rate} requests/s"),

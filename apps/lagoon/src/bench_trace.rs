@@ -1,24 +1,24 @@
-//! What `lagoon bench` sends when: from a trace file, or drawn from the seed.
+//! The requests of `lagoon bench` with their start times: from a trace file, or drawn with the seed.
 
 use anyhow::{Context, ensure};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::path::Path;
 use std::time::Duration;
 
-/// Longest trace.
+/// Maximum of requests in a trace.
 const REQUESTS_MAX: usize = 1_000_000;
 
-/// One request of a run.
+/// One request of a run, with its start time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Planned {
-    /// Counted from the beginning.
+    /// Start, from the beginning of the run.
     pub(crate) start: Duration,
     pub(crate) prompt_tokens: u32,
-    /// Tokens that it generates.
+    /// Tokens to generate.
     pub(crate) output_tokens: u32,
 }
 
-/// Requests of one size, with exponential gaps where there is a rate.
+/// Requests of one size; with a rate, with exponential gaps.
 pub(crate) fn drawn(
     requests: u32,
     prompt_tokens: u32,

@@ -1,50 +1,51 @@
-//! Memory beside an instance's own as part of the pool: kv nodes in the same process.
+//! Additional memory of an instance in the pool: kv nodes in the same process.
 //!
-//! * **Host memory** (`--host-kv-tokens`), on the CPU backend with tier `host`: micro attention over its rBlocks runs on the host's
-//!   processor, or the KV is fetched, as each debtor's cost model decides.
-//! * **Device memory that is lent to be mapped** (`--lend-device-tokens`), on the instance's own device: debtors on this host attend
-//!   to it where it lies (ADR 19), others as to any kv node's.
+//! * **Host memory** (`--host-kv-tokens`), on the CPU backend with tier `host`: micro attention over its rBlocks runs
+//!   on the host's processor, or the KV is fetched, as each debtor's cost model decides.
+//! * **Lent device memory** (`--lend-device-tokens`), on the instance's own device: debtors on this host map it and
+//!   attend to it in place (ADR 19); others use it like any kv node's.
 //!
-//! Each has its own loop thread, device thread, QUIC endpoint and number, and registers as `NAME-host` or `NAME-lent`; so whatever
-//! holds for kv nodes holds for it (leases, moves, drains, failures), for its own instance as for others.
+//! Each has its own loop thread, device thread, QUIC endpoint and id, and registers as `NAME-host` or `NAME-lent`. So
+//! everything about kv nodes holds for it (leases, moves, drains, failures), for its own instance as for others.
 
 use crate::args::EngineArgs;
 use crate::device::{Devices as _, Loading, OwnDevices, Sizes};
 use crate::engine::node_status;
+use crate::lent_memory::{self, Offer};
 use crate::loop_thread::LoopThread;
 use crate::model::OpenModel;
 use crate::node::{Input, NodeLoop, Pool, Shared};
 use crate::node_status::{About, NodeStatus};
 use crate::placement::Chosen;
-use crate::reach::{self, Offer};
 use crate::tier_kind::TierKind;
 use anyhow::Context;
 use lagoon_instance::{Instance, InstanceConfig};
 use lagoon_protocol::{MemoryTier, Role};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-/// Questions about its state that wait at most.
+/// Maximum of waiting status queries.
 const INPUTS_MAX: usize = 64;
 
-/// Such a node that is ready to run.
+/// A kv node in this process, ready to run.
 #[derive(Debug)]
 pub(crate) struct Tier {
     kind: TierKind,
     pub(crate) thread: LoopThread,
     pub(crate) node: NodeLoop,
-    /// Of what is lent.
+    /// The offer of its memory for mapping, if lent.
     pub(crate) offer: Option<Offer>,
     inputs: mpsc::Sender<Input>,
 }
 
-/// Asks one that runs for its state.
+/// Handle to query the status of a running one.
 #[derive(Clone, Debug)]
 pub(crate) struct TierStatus(TierKind, mpsc::Sender<Input>);
 
 impl TierStatus {
-    /// Under which name.
+    /// Name of its kind.
     pub(crate) fn name(&self) -> &'static str {
         self.0.name()
     }
@@ -55,8 +56,8 @@ impl TierStatus {
 }
 
 impl Tier {
-    /// The memory of this kind that `args` ask for beside the instance `of`, which is on `chosen`. `join` opens its endpoint in the
-    /// pool.
+    /// Starts the memory of this kind that `args` request for the instance `of`, which runs on `chosen`. `join` opens
+    /// its endpoint in the pool.
     pub(crate) fn start(
         kind: TierKind,
         chosen: Chosen,
@@ -83,14 +84,14 @@ impl Tier {
         let (report, reports) = mpsc::unbounded_channel();
         let chosen = if lend { chosen } else { Chosen::Cpu };
         let shape = model.shape();
-        // On this machine's own device, whatever the instance itself runs on.
+        // On this machine's own device, even if the instance runs on another.
         let running = OwnDevices.start(Loading::new(chosen, args, &shape, sizes, move |r| {
-            // As for the instance itself.
+            // The loop may have ended.
             let _ = report.send(r);
         }));
         let running = running
             .with_context(|| format!("allocate the memory of {flag}\nhint: choose a smaller one, or leave it out"))?;
-        let offered = running.lent.as_ref().map(|window| reach::offer(window, blocks)).transpose()?;
+        let offered = running.lent.as_ref().map(|region| lent_memory::offer(region, blocks)).transpose()?;
         let (lent, offer) = offered.unzip();
         let thread = LoopThread::spawn(stop.clone())?;
         let pool = {
@@ -118,11 +119,13 @@ impl Tier {
         let instance = Instance::new(config)?;
         let shared = Arc::new(Shared::new(&instance));
         let (inputs, receiver) = mpsc::channel(INPUTS_MAX);
-        let node = NodeLoop::new(about, instance, running.thread, reports, receiver, Some(pool), shared).beside(kind);
+        let node = NodeLoop::new(about, instance, running.thread, reports, receiver, Some(pool), shared)
+            .beside(kind)
+            .with_device_timeout(Duration::from_secs(args.device_timeout_s));
         Ok(Some(Self { kind, thread, node, offer, inputs }))
     }
 
-    /// To ask it once it runs.
+    /// A handle for status queries.
     pub(crate) fn status(&self) -> TierStatus {
         TierStatus(self.kind, self.inputs.clone())
     }

@@ -1,4 +1,4 @@
-//! The model and document that come with the binary, so that the demo needs no download and no working directory.
+//! The model and document bundled with the binary: the demo needs no download and no working directory.
 
 use anyhow::Context;
 use serde::Deserialize;
@@ -10,7 +10,7 @@ macro_rules! file {
     };
 }
 
-/// What a model directory holds. See models/passkey/README.md.
+/// Files of the model directory. See models/passkey/README.md.
 const FILES: [(&str, &[u8]); 5] = [
     file!("config.json"),
     file!("generation_config.json"),
@@ -22,16 +22,16 @@ const FILES: [(&str, &[u8]); 5] = [
 /// A log book of about 20,000 tokens with pass keys hidden in it.
 pub(crate) const DOCUMENT: &str = include_str!("../../../models/passkey/document.txt");
 
-/// What clients call the model.
+/// Model name for clients.
 pub(crate) const NAME: &str = "passkey";
 
 /// A question about [`DOCUMENT`].
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Question {
     pub(crate) question: String,
-    /// Goes behind the document.
+    /// Text behind the document in the prompt.
     pub(crate) prompt_suffix: String,
-    /// What a right answer says.
+    /// The correct answer.
     pub(crate) answer: String,
 }
 
@@ -40,7 +40,7 @@ pub(crate) fn questions() -> anyhow::Result<Vec<Question>> {
     serde_json::from_str(include_str!("../../../models/passkey/questions.json")).context("read the bundled questions")
 }
 
-/// Writes the model to `dir`, where instances map it into memory.
+/// Writes the model to `dir`, where instances memory-map it.
 pub(crate) fn extract(dir: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
     for (name, bytes) in FILES {

@@ -1,11 +1,11 @@
-//! Calibration: what an executor measures of itself before it serves, for the planner's model (v2 Eq. 5).
+//! Calibration: an executor's measurements of itself before it serves, for the planner's model (v2 Eq. 5).
 //!
-//! Decode-shaped steps of growing batches whose sequences see one token each (f), micro attention over two context
-//! lengths (g), one prefill chunk, and KV copied out and in. Everything goes through the executor's own commands, so that
-//! what is measured is what serves. Each point is the fastest of a few repetitions: other programs only ever add time.
+//! It measures decode steps of growing batches whose sequences see one token each (f), micro attention over two context
+//! lengths (g), one prefill chunk, and KV copied out and in. All of it uses the executor's own commands, so that the
+//! measured code is the serving code. Each point is the fastest of a few repetitions: other programs only add time.
 //!
-//! Bounded: a point is not begun when it is expected to exceed what is left of the budget; the first point always is.
-//! Leaves no trace: slots that were written are zero again afterwards, and nothing else is kept.
+//! Bounded: a point starts only if it is expected to fit the rest of the budget; the first point always does. It leaves
+//! no trace: written slots are zeroed afterwards, and nothing else is kept.
 
 use anyhow::{Context, bail};
 use lagoon_backend::{AttnRows, Device};
@@ -18,21 +18,21 @@ use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape, MicroBatch, Samplin
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Largest batch that is measured.
+/// Largest batch measured.
 const BATCH_MAX: u32 = 64;
-/// Longest context that attention is measured over, in tokens.
+/// Longest context measured, in tokens.
 const CONTEXT_MAX: u32 = 4096;
-/// Tokens of the prefill chunk at most.
+/// Maximum tokens of the prefill chunk.
 const PREFILL_MAX: u32 = 512;
-/// Tokens that are copied at once at most.
+/// Maximum tokens copied at once.
 const COPY_MAX: u32 = 256;
-/// Repetitions of a point: at least so many (after one that is not counted), then until the time is used.
+/// Repetitions of a point: at least so many (after a warm-up), then until the time is used.
 const REPEATS_MIN: usize = 3;
 const POINT_TIME: Duration = Duration::from_millis(15);
-/// A batch that takes more than so many times what half of it takes was disturbed, and is measured once more.
+/// Ratio of a batch's time to half that batch's above which it was disturbed, and is measured again.
 const DISTURBED: f64 = 2.5;
 
-/// What an executor was made for.
+/// Sizes of the measured executor.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Subject {
     pub(crate) geometry: AttentionGeometry,
@@ -43,11 +43,11 @@ pub(crate) struct Subject {
     pub(crate) positions: u32,
     pub(crate) step_rows: u32,
     pub(crate) step_seqs: u32,
-    /// It has weights: not on a kv node.
+    /// Whether it has weights: not on a kv node.
     pub(crate) runs_requests: bool,
 }
 
-/// Measures an executor that serves nobody yet, in about `budget` (the first step apart, however slow it is).
+/// Measures an executor that does not serve yet, in about `budget` (without the first step, however slow it is).
 pub(crate) fn calibrate<D: Device>(
     executor: &mut Executor<D>,
     subject: Subject,
@@ -81,7 +81,7 @@ fn us(time: Duration) -> f64 {
 }
 
 impl<D: Device> Bench<'_, D> {
-    /// Runs a command to the report that ends it.
+    /// Runs a command until its last report.
     fn run(&mut self, command: Command) -> anyhow::Result<Report> {
         self.executor.push(command);
         let mut last = None;
@@ -97,9 +97,9 @@ impl<D: Device> Bench<'_, D> {
         }
     }
 
-    /// The fastest of some runs.
+    /// Time of the fastest of some runs.
     fn fastest(&mut self, mut run: impl FnMut(&mut Self) -> anyhow::Result<()>) -> anyhow::Result<Duration> {
-        // The first run compiles kernels and touches memory.
+        // Warm-up: compiles kernels and touches memory.
         run(self)?;
         let begun = Instant::now();
         let mut fastest = Duration::MAX;
@@ -113,7 +113,7 @@ impl<D: Device> Bench<'_, D> {
         Ok(fastest)
     }
 
-    /// Steps of 1, 2, 4, … sequences, each at position 0.
+    /// Times of steps of 1, 2, 4, … sequences, each at position 0.
     fn batches(&mut self, budget: Duration) -> anyhow::Result<Vec<BatchPoint>> {
         let most = BATCH_MAX.min(self.subject.step_seqs).min(self.subject.step_rows).min(self.subject.slots);
         let mut points = Vec::new();
@@ -126,7 +126,7 @@ impl<D: Device> Bench<'_, D> {
                 time = time.min(self.fastest(|bench| bench.decode(batch))?);
             }
             points.push(BatchPoint { batch, step_us: us(time) });
-            // The next takes at most twice as long, repetitions included.
+            // The next point takes at most twice as long, repetitions included.
             if begun.elapsed() + 2 * (begun.elapsed() - before) > budget {
                 break;
             }
@@ -135,7 +135,7 @@ impl<D: Device> Bench<'_, D> {
         Ok(points)
     }
 
-    /// One chunk of a sequence's first tokens. A row costs at most what a step of one does (`slowest_us`).
+    /// Time per row of a prompt's first chunk, in microseconds; at most that of a one-row step (`slowest_us`).
     fn prefill(&mut self, budget: Duration, slowest_us: f64) -> anyhow::Result<f64> {
         let Subject { step_rows, slots, positions, .. } = self.subject;
         let mut rows = PREFILL_MAX.min(step_rows).min(slots).min(positions);
@@ -159,10 +159,10 @@ impl<D: Device> Bench<'_, D> {
         self.forward(rows, vec![seq], vec![KvRun { base: 0, len: rows, first_pos: 0 }])
     }
 
-    /// A sequence at position 0 whose next token is chosen.
+    /// A sequence at position 0 with greedy sampling.
     fn seq(&self, number: u32) -> SeqRows {
         let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
-        let sample = Some(SampleSpec { params, index: 0, return_logits: false });
+        let sample = Some(SampleSpec { params, index: 0, return_logits: false, banned: Arc::default() });
         SeqRows { seq: SeqId(number.into()), row0: 0, rows: 0, pos0: 0, run0: 0, runs: 0, sample }
     }
 
@@ -185,13 +185,13 @@ impl<D: Device> Bench<'_, D> {
         }
     }
 
-    /// Attention of one token's queries, all layers: the difference between two lengths, so that what does not grow with
-    /// the context does not count.
+    /// Time of attention over 1,024 tokens in all layers, in microseconds: from the difference of two lengths, without
+    /// constant costs.
     fn attention(&mut self, budget: Duration) -> anyhow::Result<f64> {
         let longest = CONTEXT_MAX.min(self.subject.slots).min(self.subject.positions);
         let (mut long, mut times) = (longest.min(64), None);
         let begun = Instant::now();
-        // Longer contexts as far as the budget goes: short ones are lost in the clock's grain.
+        // Longer contexts as far as the budget allows: short ones are below the clock's resolution.
         loop {
             let before = begun.elapsed();
             let short = (long / 4).max(1);
@@ -204,12 +204,12 @@ impl<D: Device> Bench<'_, D> {
         }
         let Some((short, long, (fast, slow))) = times.filter(|(short, long, _)| short < long) else { return Ok(0.0) };
         let per_token = us(slow.saturating_sub(fast)) / f64::from(long - short);
-        // Where the difference drowned in noise, the whole is an upper bound that is still of use.
+        // If noise exceeds the difference, the whole time is a usable upper bound.
         let per_token = if per_token > 0.0 { per_token } else { us(slow) / f64::from(long) };
         Ok(per_token * 1024.0)
     }
 
-    /// Fastest attention over `context` tokens in every layer.
+    /// Fastest time of attention over `context` tokens in every layer.
     fn micro(&mut self, context: u32) -> anyhow::Result<Duration> {
         let queries: bytes::Bytes = vec![0; self.subject.geometry.q_dim() * DType::F32.size()].into();
         self.fastest(|bench| {
@@ -227,15 +227,15 @@ impl<D: Device> Bench<'_, D> {
         })
     }
 
-    /// Bytes per second out of and into the store, in all layers: those of one copy over the slower of both ways.
+    /// Rate of KV copies, in bytes per second: the slower one of out of and into the store.
     fn copy(&mut self, budget: Duration) -> anyhow::Result<f64> {
         let Subject { kv, slots, .. } = self.subject;
-        // 100 MB/s is slower than anything that this runs on.
+        // 100 MB/s is below the rate of any supported device.
         let affordable = budget.as_micros() * 100 / kv.token_bytes() as u128;
         let tokens = COPY_MAX.min(slots).min(u32::try_from(affordable).unwrap_or(u32::MAX).max(1));
         let bytes = tokens as usize * kv.token_bytes();
         let read = self.fastest(|bench| (0..kv.layers).try_for_each(|layer| bench.read(layer, tokens)))?;
-        // A read of one token behind them waits for the writes.
+        // The read of one token completes after the writes.
         let written = self.fastest(|bench| {
             bench.clear(tokens)?;
             bench.read(0, 1)
@@ -269,7 +269,7 @@ mod tests {
     use super::*;
     use crate::{bundled, model::OpenModel};
     use lagoon_backend::cpu::CpuDevice;
-    use lagoon_model::{LlamaWeights, Rope};
+    use lagoon_model::Weights;
     use lagoon_runner::{ExecutorConfig, Model};
     use lagoon_types::KvSpace;
 
@@ -282,8 +282,8 @@ mod tests {
         let mut device = CpuDevice::with_threads(1);
         let weights = with_weights.then(|| {
             let checkpoint = model.checkpoint.as_ref().unwrap();
-            let weights = LlamaWeights::load(&mut device, checkpoint, &model.config, None, &mut |_, _| {}).unwrap();
-            Model { weights, rope: Rope::new(&model.config) }
+            let weights = Weights::load(&mut device, checkpoint, &model.config, None, &mut |_, _| {}).unwrap();
+            Model::new(&model.config, weights)
         });
         let config = ExecutorConfig {
             kv: KvSpace::flat(SLOTS, 1),

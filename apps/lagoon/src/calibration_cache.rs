@@ -1,24 +1,24 @@
-//! What instances measured of themselves, kept in the user's cache directory: one small JSON file for each model,
-//! backend, device, element type and number of threads.
+//! Cache of calibrations in the user's cache directory: one small JSON file for each model, backend, device, element
+//! type and number of threads.
 //!
-//! A file that cannot be read, or is another's, counts as absent; one that cannot be written costs the next start a second.
+//! An unreadable file, or one with another key, counts as absent; if writing fails, the next start measures again.
 
 use crate::pool_client::CalibrationRow;
 use lagoon_protocol::Calibration;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// What a measurement holds for.
+/// Everything that a measurement depends on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Key {
-    /// Of this program.
+    /// Version of this program.
     pub(crate) version: String,
-    /// The model's identity, which covers the weights' element type.
+    /// Hash of the model, which covers the weights' element type.
     pub(crate) model: String,
     pub(crate) backend: String,
     pub(crate) device: String,
     pub(crate) kv_dtype: String,
-    /// As asked for.
+    /// Threads as requested.
     pub(crate) threads: Option<usize>,
     pub(crate) runs_requests: bool,
 }
@@ -29,25 +29,25 @@ struct Entry {
     calibration: CalibrationRow,
 }
 
-/// Where measurements are kept: `$XDG_CACHE_HOME/lagoon/calibration`, or under `~/.cache`. `None` without a home.
+/// Directory of the cache: `$XDG_CACHE_HOME/lagoon/calibration`, or under `~/.cache`. `None` without a home.
 pub(crate) fn dir() -> Option<PathBuf> {
     Some(cache_home()?.join("calibration"))
 }
 
-/// This program's folder among the user's caches.
+/// This program's directory in the user's cache.
 pub(crate) fn cache_home() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
     Some(cache.join("lagoon"))
 }
 
-/// Files that are there.
+/// Number of cached files.
 pub(crate) fn entries() -> usize {
     dir().and_then(|dir| std::fs::read_dir(dir).ok()).map_or(0, |files| files.flatten().count())
 }
 
 impl Key {
-    /// A file name: what is readable of the key, and a checksum of all of it.
+    /// File name: readable parts of the key, and a checksum of all of it.
     fn file(&self) -> String {
         let text = format!("{self:?}");
         // FNV-1a: stable over builds, and the whole key is compared on reading anyway.
@@ -58,7 +58,7 @@ impl Key {
     }
 }
 
-/// What was measured for `key`.
+/// The cached calibration for `key`.
 pub(crate) fn load(key: &Key) -> Option<Calibration> {
     load_from(&dir()?, key)
 }
@@ -69,15 +69,15 @@ fn load_from(dir: &Path, key: &Key) -> Option<Calibration> {
     (entry.key == *key).then(|| Calibration::from(&entry.calibration))
 }
 
-/// Keeps a measurement, if that is possible.
+/// Writes a calibration to the cache; a failure is only logged.
 pub(crate) fn store(key: &Key, calibration: &Calibration) {
     let Some(dir) = dir() else { return };
     if let Err(error) = store_in(&dir, key, calibration) {
-        tracing::warn!(dir = %dir.display(), %error, "what was measured is not kept");
+        tracing::warn!(dir = %dir.display(), %error, "the calibration could not be cached");
     }
 }
 
-/// A whole file or none: instances of one pool start together.
+/// Writes atomically: instances of one pool start together.
 fn store_in(dir: &Path, key: &Key, calibration: &Calibration) -> anyhow::Result<()> {
     std::fs::create_dir_all(dir)?;
     let mut draft = tempfile::NamedTempFile::new_in(dir)?;

@@ -1,33 +1,34 @@
-//! How much KV an instance holds where nobody says.
+//! Default KV capacity of an instance.
 
 use crate::placement::Chosen;
 use anyhow::ensure;
-use lagoon_model::ModelConfig;
+use lagoon_model::ModelSpec;
+use lagoon_runner::activation_elements;
 
-/// What the KV cache shares memory with.
+/// Other users of the memory that the KV cache is in.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Beside {
-    /// Bytes of KV that a token takes.
+    /// Bytes of KV per token.
     pub(crate) token_bytes: u64,
-    /// Bytes of an element of the weights; 0 where there are none.
+    /// Bytes per element of the weights; 0 without weights.
     pub(crate) weight_bytes: u64,
     /// Rows of one step, and sequences in it.
     pub(crate) step_rows: u64,
     pub(crate) step_seqs: u64,
-    /// Whether KV that passes between instances is staged in the same memory, as much as `stage_tokens` or as it takes.
+    /// Whether the staging buffer is in the same memory, with `stage_tokens` or its default size.
     pub(crate) stages: bool,
     pub(crate) stage_tokens: Option<u64>,
-    /// Tokens of KV that are lent there besides (`--lend-device-tokens`).
+    /// Tokens of KV lent there in addition (`--lend-device-tokens`).
     pub(crate) lent_tokens: u64,
 }
 
-/// Tokens of KV on this device, of whose memory the instance may have so many percent.
+/// Default tokens of KV on this device, within the instance's percentage of the device's memory.
 ///
 /// # Errors
-/// Where weights and buffers leave no room.
+/// If weights and buffers leave no room.
 pub(crate) fn default_kv_tokens(
     chosen: Chosen,
-    config: &ModelConfig,
+    config: &ModelSpec,
     beside: &Beside,
     memory_percent: u32,
 ) -> anyhow::Result<u32> {
@@ -38,9 +39,9 @@ pub(crate) fn default_kv_tokens(
     Ok(u32::try_from(tokens).unwrap_or(u32::MAX))
 }
 
-/// A quarter of the host's memory that is free, and no more than four of the longest sequences. Also for adapters: WebGPU
-/// does not tell how much memory they have.
-fn in_host_memory(config: &ModelConfig, token_bytes: u64) -> u64 {
+/// Default in host memory: a quarter of the free memory, at most four of the longest sequences. Also for adapters:
+/// WebGPU does not report their memory size.
+fn in_host_memory(config: &ModelSpec, token_bytes: u64) -> u64 {
     const BUDGET_BYTES: u64 = 4 << 30;
     let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
         let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;
@@ -50,8 +51,9 @@ fn in_host_memory(config: &ModelConfig, token_bytes: u64) -> u64 {
     (budget / token_bytes).min(4 * u64::from(config.max_positions))
 }
 
-/// What `budget` bytes leave beside weights and buffers, and no more than as many of the longest sequences as run at once.
-fn on_device(budget: u64, config: &ModelConfig, beside: &Beside) -> anyhow::Result<u64> {
+/// Default in `budget` bytes of device memory: what weights and buffers leave, at most the longest sequence for every
+/// running one.
+fn on_device(budget: u64, config: &ModelSpec, beside: &Beside) -> anyhow::Result<u64> {
     let weights = config.parameters() * beside.weight_bytes;
     let taken = weights + buffer_bytes(config, beside);
     let tokens = budget.saturating_sub(taken) / beside.token_bytes;
@@ -72,7 +74,7 @@ fn on_device(budget: u64, config: &ModelConfig, beside: &Beside) -> anyhow::Resu
     let staged = match (beside.stages, beside.stage_tokens) {
         (false, _) => 0,
         (true, Some(asked)) => asked,
-        // As much as is staged by default: two of the longest sequences, at most as much as there is beside.
+        // Default staging size: two of the longest sequences, at most as much as the KV.
         (true, None) => (2 * u64::from(config.max_positions)).min(tokens / 2),
     };
     ensure!(
@@ -82,11 +84,14 @@ fn on_device(budget: u64, config: &ModelConfig, beside: &Beside) -> anyhow::Resu
     Ok((tokens - staged).min(beside.step_seqs * u64::from(config.max_positions)))
 }
 
-/// Bytes of a step's buffers, roughly: activations in f32, and logits. What the driver and its libraries take for themselves
-/// comes out of the share that is nobody's.
-fn buffer_bytes(config: &ModelConfig, beside: &Beside) -> u64 {
-    let row = 6 * config.hidden as u64 + 3 * config.intermediate as u64 + 2 * config.geometry.qkv_dim() as u64;
-    4 * (beside.step_rows * row + 2 * beside.step_seqs * config.vocab as u64)
+/// Micro-batches of an instance, each with its activations.
+const MICRO_BATCHES: u64 = 2;
+
+/// Approximate bytes of a step's buffers: activations in f32, and logits. Memory of the driver and its libraries comes
+/// out of the unassigned percentage.
+fn buffer_bytes(config: &ModelSpec, beside: &Beside) -> u64 {
+    let (row, sequence) = activation_elements(config);
+    4 * MICRO_BATCHES * (beside.step_rows * row + beside.step_seqs * sequence)
 }
 
 #[cfg(test)]
@@ -95,12 +100,12 @@ mod tests {
     use std::path::Path;
 
     /// Llama-3.1-8B's shape.
-    fn config() -> ModelConfig {
+    fn config() -> ModelSpec {
         let json = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
             "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
             "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
             "hidden_act": "silu", "tie_word_embeddings": false, "bos_token_id": 128000, "eos_token_id": 128001}"#;
-        ModelConfig::parse(Path::new("config.json"), json).unwrap()
+        ModelSpec::parse(Path::new("config.json"), json).unwrap()
     }
 
     fn beside() -> Beside {

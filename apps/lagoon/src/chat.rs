@@ -1,17 +1,18 @@
 //! `lagoon chat`: a conversation in the terminal with any OpenAI-compatible server.
 //!
-//! The answer goes to stdout as it streams; prompts, notes and errors go to stderr. With a PROMPT, or with stdin that
-//! is no terminal, it asks once and leaves.
+//! The response streams to stdout; prompts, notes and errors go to stderr. With a PROMPT, or if stdin is no terminal,
+//! it asks once and exits.
 
 use crate::api_client::{ApiClient, ClientError};
 use anyhow::{Context, bail};
 use serde_json::{Value, json};
 use std::io::{self, BufRead, IsTerminal, Read, Write};
+use std::path::PathBuf;
 use tokio::{signal, sync::mpsc};
 
 /// Longest prompt that is read from a pipe, in bytes.
 const PIPE_BYTES_MAX: u64 = 32 << 20;
-/// Lines that were typed ahead.
+/// Maximum of lines typed ahead.
 const LINES_MAX: usize = 64;
 
 const HELP: &str = "/exit or Ctrl-D leaves, /reset forgets the conversation, /help shows this; Ctrl-C ends an answer";
@@ -25,6 +26,9 @@ pub(crate) struct ChatArgs {
     /// The server's key.
     #[arg(long, env = "LAGOON_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
+    /// The authority of an https:// server's certificate.
+    #[arg(long, value_name = "PEM", env = "LAGOON_CA")]
+    ca: Option<PathBuf>,
     /// Which model; by default the first one that the server lists.
     #[arg(long)]
     model: Option<String>,
@@ -52,7 +56,7 @@ pub(crate) struct ChatArgs {
 /// # Errors
 /// When the server cannot be reached, or the only answer failed.
 pub(crate) async fn run(args: ChatArgs) -> anyhow::Result<()> {
-    let client = ApiClient::new(&args.url, args.api_key.clone())?;
+    let client = ApiClient::new(&args.url, args.api_key.clone(), args.ca.as_deref())?;
     let model = match &args.model {
         Some(model) => model.clone(),
         None => client.first_model().await?,
@@ -64,10 +68,15 @@ pub(crate) async fn run(args: ChatArgs) -> anyhow::Result<()> {
         None => Some(piped()?),
     };
     let mut out = io::stdout();
-    match prompt {
+    let ended = match prompt {
         Some(prompt) => once(&mut chat, prompt, &mut out).await,
         None => interactive(&mut chat, typed_lines(), &mut out, &mut io::stderr()).await,
-    }
+    };
+    // A closed stdout is no error: its reader has enough.
+    ended.or_else(|error| match error.downcast_ref::<io::Error>() {
+        Some(cause) if cause.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        _ => Err(error),
+    })
 }
 
 fn piped() -> anyhow::Result<String> {
@@ -79,7 +88,7 @@ fn piped() -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// Lines from the terminal. Their thread ends with the process: a read from a terminal cannot be cancelled.
+/// Lines typed at the terminal. Their thread ends with the process: a read from a terminal cannot be cancelled.
 fn typed_lines() -> mpsc::Receiver<String> {
     let (sender, receiver) = mpsc::channel(LINES_MAX);
     std::thread::spawn(move || {
@@ -93,20 +102,20 @@ fn typed_lines() -> mpsc::Receiver<String> {
     receiver
 }
 
-/// The messages so far, and how to ask for the next one.
+/// The messages so far, and the parameters of the next request.
 struct Conversation {
     client: ApiClient,
-    /// Everything of the request but its messages.
+    /// The request without its messages.
     request: Value,
     system: Option<String>,
     messages: Vec<Value>,
 }
 
-/// How an answer ended.
+/// How a response ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ending {
     Complete,
-    /// The length limit cut it.
+    /// Cut by the length limit.
     Cut,
     Interrupted,
 }
@@ -133,8 +142,8 @@ impl Conversation {
         self.messages = self.system.iter().map(|text| json!({ "role": "system", "content": text })).collect();
     }
 
-    /// Asks, and writes the answer as it comes. A failed question is forgotten; an interrupted answer is kept as far
-    /// as it came. `interrupt` resolves when the user wants to end the answer.
+    /// Sends a prompt and writes the response as it arrives. A failed prompt is dropped; an interrupted response is
+    /// kept so far. `interrupt` resolves when the user interrupts the response.
     async fn ask(
         &mut self,
         prompt: &str,
@@ -166,7 +175,7 @@ impl Conversation {
         while let Some(event) = events.next().await? {
             let choice = &event["choices"][0];
             if let Some(text) = choice["delta"]["content"].as_str() {
-                // A model's answer often begins with a space or line break, which looks like a mistake here.
+                // Models often begin with a space or line break: trimmed for display.
                 let text = if answer.is_empty() { text.trim_start() } else { text };
                 answer.push_str(text);
                 out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("write the answer")?;
@@ -182,7 +191,7 @@ impl Conversation {
 /// Resolves at Ctrl-C.
 async fn ctrl_c() {
     if signal::ctrl_c().await.is_err() {
-        // Without a handler the default action ends the process, which is what is wanted then.
+        // Without a handler, Ctrl-C ends the process by default.
         std::future::pending::<()>().await;
     }
 }
@@ -230,7 +239,7 @@ async fn interactive(
                 Ok(Ending::Complete) => {}
                 Ok(Ending::Cut) => writeln!(notes, "(cut at the length limit)")?,
                 Ok(Ending::Interrupted) => writeln!(notes, "(interrupted)")?,
-                // The server's refusals and losses concern this answer only; the rest (stdout gone) ends the program.
+                // A server's error ends this response only; others (stdout closed) end the program.
                 Err(error) if error.is::<ClientError>() => writeln!(notes, "error: {error}")?,
                 Err(error) => return Err(error),
             },
@@ -254,7 +263,7 @@ mod tests {
     async fn conversation(engine: Arc<ScriptedEngine>, extra: &[&str]) -> Conversation {
         let url = scripted::spawn(scripted::state(engine)).await;
         let args = Cli::parse_from([&["chat", "--url", &url], extra].concat()).args;
-        let client = ApiClient::new(&args.url, args.api_key.clone()).unwrap();
+        let client = ApiClient::new(&args.url, args.api_key.clone(), args.ca.as_deref()).unwrap();
         let model = client.first_model().await.unwrap();
         Conversation::new(client, model, &args)
     }
@@ -341,9 +350,8 @@ mod tests {
         let refused = run(Cli::parse_from(["chat", "--url", &url, "hi"]).args).await.unwrap_err();
         assert!(refused.to_string().contains("hint: is the server running there?"), "{refused}");
 
-        let mut state = scripted::state(ScriptedEngine::saying("ok"));
-        state.api_key = Some("sesame".to_owned());
-        let url = scripted::spawn(state).await;
+        let state = scripted::state(ScriptedEngine::saying("ok"));
+        let url = scripted::spawn_keyed(state, lagoon_http::Keys::single("sesame")).await;
         let refused = run(Cli::parse_from(["chat", "--url", &url, "hi"]).args).await.unwrap_err();
         assert!(refused.to_string().contains("hint: give the server's key"), "{refused}");
         run(Cli::parse_from(["chat", "--url", &url, "--api-key", "sesame", "hi"]).args).await.unwrap();

@@ -1,8 +1,8 @@
 //! `lagoon cuda-trial`: measures attention kernels on a CUDA device in a process of its own, for `serve`.
 //!
-//! Warpgroup kernels may trap or hang on a device. A fault costs a process its CUDA context for good, so the process that
-//! serves never launches a kernel that has not passed its trial: it starts this one before it opens the device itself, reads
-//! one line of JSON for each finding, and kills it at the deadline.
+//! Warpgroup kernels may trap or hang on a device, and a fault destroys a process's CUDA context. So the serving
+//! process launches no such kernel before it has passed its trial: it starts this process before it opens the device
+//! itself, reads one line of JSON per finding, and kills it at the deadline.
 
 use crate::args::parse_dtype;
 use anyhow::Context;
@@ -15,13 +15,13 @@ use std::io::{Read, Write};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Time that the decode kernel's shapes may take, and that the trial may.
+/// Time limit of tuning the decode kernel, and of the trial.
 const TIME_MAX: Duration = Duration::from_secs(3);
-/// Bytes of the device's memory that either may take.
+/// Device memory limit of either, in bytes.
 const BYTES_MAX: u64 = 1 << 30;
-/// Time that the whole process gets: opening a device of a large machine takes several seconds.
+/// Time limit of the whole process: opening a device of a large machine takes several seconds.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
-/// Time that a killed process gets to end; what hangs in the driver for longer is left behind.
+/// Time for a killed process to end; one that hangs in the driver longer is left behind.
 const KILLED_MAX: Duration = Duration::from_secs(5);
 
 /// `lagoon cuda-trial`.
@@ -36,7 +36,7 @@ pub(crate) struct CudaTrialArgs {
     kv_heads: u32,
     #[arg(long)]
     head_dim: u32,
-    /// Of the KV cache.
+    /// Element type of the KV cache.
     #[arg(long, value_parser = parse_dtype)]
     dtype: DType,
     /// Measure the decode kernel's shapes.
@@ -50,7 +50,7 @@ pub(crate) struct CudaTrialArgs {
     tokens_max: u32,
 }
 
-/// What is to be measured.
+/// The device, shape and parts to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
     pub(crate) ordinal: u32,
@@ -60,60 +60,60 @@ pub(crate) struct Wanted {
     pub(crate) warpgroups: bool,
 }
 
-/// How warpgroup kernels did.
+/// Result of the warpgroup kernels' trial.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Outcome {
-    /// They agree and are faster.
+    /// Results agree, and they are faster.
     Used,
-    /// They agree and are not faster.
+    /// Results agree, but they are not faster.
     Slower,
-    /// They gave other results, trapped, or did not end in time.
+    /// Results differ, or a kernel trapped or hung.
     Failed,
 }
 
-/// How warpgroup kernels did, and the numbers or the error, for people.
+/// Result of the warpgroup kernels' trial, with the numbers or the error as text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Warpgroups {
     pub(crate) outcome: Outcome,
     pub(crate) finding: String,
 }
 
-/// A line of the child.
+/// A line of the child's output.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Line {
-    /// The decode kernel's shapes, as text; none for stores that tensor cores do not serve.
+    /// Shapes of the decode kernel, as text; `None` for KV that tensor cores do not serve.
     Decode(Option<String>),
-    /// Warpgroup kernels are launched from here on.
+    /// Warpgroup kernels are launched after this line.
     TrialBegins,
     Warpgroups(Warpgroups),
-    /// An error; one that says nothing of the kernels where the device had no memory.
+    /// An error; with `no_memory` it does not concern the kernels.
     Error {
         no_memory: bool,
         text: String,
     },
 }
 
-/// What a child found.
+/// Findings of a child.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Found {
     pub(crate) decode: Option<Tuned>,
     pub(crate) warpgroups: Option<Warpgroups>,
-    /// Why something that was wanted is missing, where that says nothing of warpgroup kernels.
+    /// Why a wanted finding is missing, if warpgroup kernels are not the cause.
     pub(crate) missing: Option<String>,
 }
 
-/// Runs the child's side.
+/// Runs the child.
 pub(crate) fn run(args: &CudaTrialArgs) -> anyhow::Result<()> {
-    // It must not outlive its parent, whose end closes this pipe.
+    // Exits with the parent, whose end closes this pipe.
     std::thread::spawn(|| {
         let _ = std::io::stdin().read(&mut [0]);
         std::process::exit(1);
     });
     if let Err(error) = measure(args) {
         let no_memory = matches!(error.downcast_ref(), Some(DeviceError::OutOfMemory { .. }));
-        say(&Line::Error { no_memory, text: format!("{error:#}") })?;
+        print_line(&Line::Error { no_memory, text: format!("{error:#}") })?;
     }
     Ok(())
 }
@@ -121,7 +121,8 @@ pub(crate) fn run(args: &CudaTrialArgs) -> anyhow::Result<()> {
 fn measure(args: &CudaTrialArgs) -> anyhow::Result<()> {
     let options = CudaOptions { ordinal: args.device, ..CudaOptions::default() };
     let mut device = CudaDevice::open(kernels::FATBIN, options).context("open the CUDA device")?;
-    let geometry = AttentionGeometry { heads: args.heads, kv_heads: args.kv_heads, head_dim: args.head_dim };
+    let geometry =
+        AttentionGeometry { heads: args.heads, kv_heads: args.kv_heads, head_dim: args.head_dim, latent: false };
     let what = TuneFor {
         geometry,
         dtype: args.dtype,
@@ -130,17 +131,17 @@ fn measure(args: &CudaTrialArgs) -> anyhow::Result<()> {
         bytes_max: device.info().memory_bytes.map_or(BYTES_MAX, |free| (free / 4).min(BYTES_MAX)),
     };
     if args.decode {
-        say(&Line::Decode(device.tune(&what)?.map(|tuned| tuned.to_string())))?;
+        print_line(&Line::Decode(device.tune(&what)?.map(|tuned| tuned.to_string())))?;
     }
     if args.warpgroups {
-        say(&Line::TrialBegins)?;
-        say(&Line::Warpgroups(Warpgroups::of(&device.try_warpgroups(&what)?)))?;
+        print_line(&Line::TrialBegins)?;
+        print_line(&Line::Warpgroups(Warpgroups::of(&device.try_warpgroups(&what)?)))?;
     }
     Ok(())
 }
 
-/// One line, at once.
-fn say(line: &Line) -> anyhow::Result<()> {
+/// Prints one line and flushes.
+fn print_line(line: &Line) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{}", serde_json::to_string(line)?)?;
     Ok(out.flush()?)
@@ -167,9 +168,9 @@ impl Warpgroups {
 /// Measures in a child process.
 ///
 /// # Errors
-/// The child does not start.
+/// If the child does not start.
 pub(crate) fn ask(wanted: Wanted) -> anyhow::Result<Found> {
-    let AttentionGeometry { heads, kv_heads, head_dim } = wanted.geometry;
+    let AttentionGeometry { heads, kv_heads, head_dim, .. } = wanted.geometry;
     let mut command = Command::new(std::env::current_exe().context("find the lagoon binary")?);
     command.arg("cuda-trial").args([
         format!("--device={}", wanted.ordinal),
@@ -183,7 +184,7 @@ pub(crate) fn ask(wanted: Wanted) -> anyhow::Result<Found> {
     Ok(read(&lines, &ended))
 }
 
-/// Runs a command to its end or to the deadline: what it wrote to standard output, and how it ended, for people.
+/// Runs a command until it ends or its deadline passes. Returns its standard output, and how it ended, as text.
 fn run_child(mut command: Command, deadline: Duration) -> anyhow::Result<(String, String)> {
     let mut child =
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("start the trial of CUDA kernels")?;
@@ -202,16 +203,16 @@ fn run_child(mut command: Command, deadline: Duration) -> anyhow::Result<(String
             None => std::thread::sleep(Duration::from_millis(10)),
         }
     };
-    // A few hundred bytes, which the pipe holds.
+    // A few hundred bytes, which fit the pipe.
     let mut lines = Vec::new();
     stdout.as_mut().map_or(Ok(0), |stdout| stdout.read_to_end(&mut lines)).context("read the trial's findings")?;
     Ok((String::from_utf8_lossy(&lines).into_owned(), ended))
 }
 
-/// What the child's lines and its end say.
+/// The findings in a child's lines and end.
 fn read(lines: &str, ended: &str) -> Found {
     let (mut found, mut began, mut error) = (Found::default(), false, None);
-    // A line that was cut off, by a kill, is none.
+    // Skips a line cut off by a kill.
     for line in lines.lines().filter_map(|line| serde_json::from_str(line).ok()) {
         match line {
             Line::Decode(text) => found.decode = text.and_then(|text| text.parse().ok()),
@@ -223,7 +224,7 @@ fn read(lines: &str, ended: &str) -> Found {
     let success = ended == "exit status: 0";
     match error.or_else(|| (!success).then(|| (false, format!("the trial's process: {ended}")))) {
         None => {}
-        // An error after the findings were said is none of theirs.
+        // An error after the findings does not concern them.
         Some(_) if found.warpgroups.is_some() => {}
         Some((false, text)) if began => {
             found.warpgroups = Some(Warpgroups { outcome: Outcome::Failed, finding: text });

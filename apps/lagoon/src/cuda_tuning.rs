@@ -1,9 +1,10 @@
-//! How attention is cut on a CUDA device and whether warpgroup kernels serve there: measured before the device is opened, once
-//! for each device, driver, kernels and shape, and kept in the user's cache directory.
+//! Tuning of attention on a CUDA device: shapes of the decode kernel, and whether warpgroup kernels are used. Measured
+//! before the device is opened, once for each device, driver, kernels and shape, and cached in the user's cache
+//! directory.
 //!
-//! Measuring is a child process's ([`crate::cuda_trial`]). A trial that failed is remembered like one that succeeded and not
-//! made again. `--calibrate=off` neither measures nor reads, and the untuned shapes serve; `always` does not read. Nothing here
-//! fails a start: what cannot be measured, read or written is said in the log.
+//! A child process measures ([`crate::cuda_trial`]). A failed trial is cached like a successful one and not repeated.
+//! `--calibrate=off` neither measures nor reads the cache, and untuned shapes serve; `always` does not read it. Nothing
+//! here fails a start: failures to measure, read or write are logged.
 
 use crate::args::CalibrateArg;
 use crate::calibration_cache::cache_home;
@@ -16,19 +17,19 @@ use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Changes when what is measured, or what a trial demands, does.
+/// Incremented when measurements or trial conditions change.
 const VERSION: u32 = 1;
 
-/// What is remembered for one key.
+/// Cached findings for one key.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Remembered {
     /// Shapes of the decode kernel.
     pub(crate) decode: Option<Tuned>,
-    /// How warpgroup kernels did, if they were tried.
+    /// Result of the warpgroup kernels' trial, if made.
     pub(crate) warpgroups: Option<Warpgroups>,
 }
 
-/// Its file.
+/// The cache file's content.
 #[derive(Debug, Serialize, Deserialize)]
 struct Entry {
     key: String,
@@ -36,7 +37,7 @@ struct Entry {
     warpgroups: Option<Warpgroups>,
 }
 
-/// What of a key is the machine's: device, driver and kernels.
+/// The machine's part of a key: device, driver and kernels.
 pub(crate) fn machine(probed: &ProbedDevice, driver: u32) -> String {
     let (major, minor) = probed.compute_capability;
     let kernels = kernels::FATBIN.iter().fold(0xcbf2_9ce4_8422_2325u64, |sum, byte| mix(sum, *byte));
@@ -44,7 +45,7 @@ pub(crate) fn machine(probed: &ProbedDevice, driver: u32) -> String {
     format!("{VERSION} {name} {major}.{minor} {sms} driver {driver} kernels {kernels:016x}")
 }
 
-/// FNV-1a.
+/// One step of FNV-1a.
 fn mix(sum: u64, byte: u8) -> u64 {
     (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
 }
@@ -53,24 +54,24 @@ fn file(dir: &Path, key: &str) -> PathBuf {
     dir.join(format!("{:016x}.json", key.bytes().fold(0xcbf2_9ce4_8422_2325, mix)))
 }
 
-/// Where tunings are kept; `None` without a home.
+/// Directory of the cache; `None` without a home.
 fn dir() -> Option<PathBuf> {
     Some(cache_home()?.join("cuda-tuning"))
 }
 
-/// What is kept in this file, and its key; `None` for a file that is damaged or of another form.
+/// A cache file's content, and its key; `None` if it is damaged or of another version.
 fn open(file: &Path) -> Option<(String, Remembered)> {
     let Entry { key, decode, warpgroups } = serde_json::from_str(&std::fs::read_to_string(file).ok()?).ok()?;
     let decode = decode.map(|text| text.parse()).transpose().ok()?;
     Some((key, Remembered { decode, warpgroups }))
 }
 
-/// What is kept for this key.
+/// The cached findings for `key`.
 fn load(dir: &Path, key: &str) -> Option<Remembered> {
     open(&file(dir, key)).filter(|(found, _)| found == key).map(|(_, remembered)| remembered)
 }
 
-/// A whole file or none: instances of one pool start together.
+/// Writes atomically: instances of one pool start together.
 fn store(dir: &Path, key: &str, remembered: &Remembered) -> anyhow::Result<()> {
     let Remembered { decode, warpgroups } = remembered.clone();
     let entry = Entry { key: key.to_owned(), decode: decode.map(|tuned| tuned.to_string()), warpgroups };
@@ -81,7 +82,7 @@ fn store(dir: &Path, key: &str, remembered: &Remembered) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// All that is kept for this machine: shapes of models, what was found for them, and files.
+/// All cached findings for this machine: model shape, findings, and file.
 pub(crate) fn all(machine: &str) -> Vec<(String, Remembered, PathBuf)> {
     let files = dir().and_then(|dir| std::fs::read_dir(dir).ok());
     let mut all: Vec<_> = files
@@ -97,7 +98,7 @@ pub(crate) fn all(machine: &str) -> Vec<(String, Remembered, PathBuf)> {
     all
 }
 
-/// What is known of attention on a device, from the cache or measured now. Called before the device is opened.
+/// Findings on attention for a device, from the cache or measured now. Called before the device is opened.
 pub(crate) fn prepare(
     ordinal: u32,
     when: CalibrateArg,
@@ -109,11 +110,11 @@ pub(crate) fn prepare(
     let Some(probed) = devices.get(ordinal as usize).filter(|_| when != CalibrateArg::Off) else {
         return Remembered::default();
     };
-    // Other kernels serve f32.
+    // f32 has its own kernels.
     if dtype == DType::F32 {
         return Remembered::default();
     }
-    let AttentionGeometry { heads, kv_heads, head_dim } = geometry;
+    let AttentionGeometry { heads, kv_heads, head_dim, .. } = geometry;
     let key = format!("{} {heads}/{kv_heads}x{head_dim} {dtype}", machine(probed, driver_version));
     let dir = dir();
     let known = dir.as_deref().filter(|_| when == CalibrateArg::Auto).and_then(|dir| load(dir, &key));
@@ -133,7 +134,7 @@ pub(crate) fn prepare(
     remembered
 }
 
-/// Measures what is wanted, and keeps it.
+/// Measures and caches the findings.
 fn measure(wanted: Wanted, remembered: &mut Remembered, dir: Option<&Path>, key: &str) {
     let started = Instant::now();
     let found = match cuda_trial::ask(wanted) {
@@ -166,7 +167,7 @@ fn measure(wanted: Wanted, remembered: &mut Remembered, dir: Option<&Path>, key:
 }
 
 impl Remembered {
-    /// Has the device attend so.
+    /// Sets the device's tuning to the findings.
     pub(crate) fn apply(&self, device: &mut CudaDevice, geometry: AttentionGeometry, dtype: DType) {
         let base = *device.tuning();
         let used = self.warpgroups.as_ref().is_some_and(|tried| tried.outcome == Outcome::Used);

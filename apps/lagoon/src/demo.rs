@@ -1,13 +1,14 @@
-//! `lagoon demo`: a request larger than any instance, served by a pool, and the proof that nothing was lost.
+//! `lagoon demo`: serves a request larger than any instance from a pool, and proves that nothing was lost.
 //!
 //! A gManager and instances run as separate processes on loopback, each with less KV memory than the prompt needs. The
-//! answer is streamed; then one instance with room for everything answers the same request, and the logits of every
+//! response is streamed; then one instance with room for everything serves the same request, and the logits of every
 //! generated token are compared.
 
 use crate::api_client::ApiClient;
 use crate::args::{BackendArg, RemoteArg};
 use crate::bundled::{self, Question};
-use crate::local::{Common, EphemeralCa, LocalPool, Wanted, start_pool, start_single};
+use crate::local::{ChildKeys, Common, EphemeralCa, LocalPool, Wanted, start_pool, start_single};
+use crate::log::{out, outln};
 use crate::placement::{self, Chosen};
 use crate::serve::lend_reserve_blocks;
 use crate::up;
@@ -20,17 +21,17 @@ use lagoon_types::limits;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// Largest logit difference that counts as equal, in standard deviations of the logits. The KV is stored in f16 in both
-/// runs; what differs is the order of f32 additions, and now and then the rounding of a KV element.
+/// Largest logit difference that counts as equal, in standard deviations of the logits. Both runs store KV in f16; the
+/// order of f32 additions differs, and sometimes the rounding of a KV element.
 const TOLERANCE_STD: f32 = 0.005;
-/// How often the debtor is asked where the rBlocks are.
+/// Interval of queries for the rBlocks' placement.
 const WATCH_EVERY: Duration = Duration::from_millis(100);
-/// An answer is a space, five digits, a line break and the end.
+/// Maximum tokens of an answer: a space, five digits, a line break and the end.
 const ANSWER_TOKENS_MAX: u32 = 12;
 
 /// `lagoon demo`.
@@ -61,7 +62,7 @@ pub(crate) struct DemoArgs {
     json: bool,
 }
 
-/// What the demo found; printed as it is with `--json`.
+/// Results of the demo; printed as JSON with `--json`.
 #[derive(Debug, Serialize)]
 struct Outcome {
     ok: bool,
@@ -75,7 +76,7 @@ struct Outcome {
     remote_rblocks: u64,
     /// Remote rBlocks by creditor.
     placement: BTreeMap<String, u64>,
-    /// Bytes of frames that all instances sent to each other and to the gManager.
+    /// Bytes of frames between instances, and to the gManager.
     wire_bytes: u64,
     prefill_s: f64,
     prefill_tokens_per_s: f64,
@@ -91,7 +92,7 @@ struct Outcome {
     expected: String,
 }
 
-/// One answer with its logits.
+/// A response with its logits.
 #[derive(Debug, Default)]
 struct Answer {
     text: String,
@@ -101,14 +102,14 @@ struct Answer {
     total: Duration,
 }
 
-/// Where the request's rBlocks were, at most.
+/// Placement of the request's rBlocks: the maximum seen.
 #[derive(Debug, Default)]
 struct Placement {
     local: u64,
     remote: BTreeMap<String, u64>,
 }
 
-/// Runs the demo; the exit code says whether pooled and single-instance answers agree.
+/// Runs the demo; the exit code is 0 if pooled and single-instance responses agree.
 pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let chosen = placement::choose(args.backend, &[])?;
     let questions = bundled::questions()?;
@@ -137,12 +138,17 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let wanted = |index: usize| {
         let device = if index == 0 { chosen } else { creditors };
         let flags = flags(&args, args.kv_tokens as usize, device);
-        // One after another, whatever they run on.
+        // One after another, whatever their devices.
         Wanted { role: "both", flags, device: 0 }
     };
     let wanted: Vec<Wanted> = (0..count).map(wanted).collect();
-    let common =
-        Common { ca: &ca, model: &dir.to_string_lossy(), served_name: bundled::NAME, api_key: None, auto_roles: None };
+    let common = Common {
+        ca: &ca,
+        model: &dir.to_string_lossy(),
+        served_name: bundled::NAME,
+        keys: &ChildKeys::default(),
+        auto_roles: None,
+    };
     let pool = start_pool(common, &wanted, |n| bar.set_position(n as u64)).await?;
     bar.finish_and_clear();
     wait_for_pool(&pool, args.kv_tokens).await?;
@@ -172,7 +178,7 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     Ok(if outcome.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The question behind the document, or behind as many lines around the answer as make at most so many tokens.
+/// A prompt: the question behind the document, or behind the lines around the answer that fit `tokens_max`.
 fn prompt(tokenizer: &Tokenizer, question: &Question, tokens_max: Option<usize>) -> anyhow::Result<Vec<u32>> {
     let lines: Vec<&str> = bundled::DOCUMENT.split_inclusive('\n').collect();
     let encode = |lines: &[&str]| Ok(tokenizer.encode(&format!("{}{}", lines.concat(), question.prompt_suffix), true)?);
@@ -180,7 +186,7 @@ fn prompt(tokenizer: &Tokenizer, question: &Question, tokens_max: Option<usize>)
     let answer =
         lines.iter().position(|line| line.contains(&question.answer)).context("the document has the answer")?;
     let around = |n: usize| &lines[answer.saturating_sub(n)..(answer + n + 1).min(lines.len())];
-    // Of as many lines before as behind it, the most that are not too many.
+    // The same number of lines before and behind the answer, as many as fit.
     let (mut few, mut many) = (0, lines.len());
     while few < many {
         let n = (few + many).div_ceil(2);
@@ -192,7 +198,7 @@ fn prompt(tokenizer: &Tokenizer, question: &Question, tokens_max: Option<usize>)
     Ok(prompt)
 }
 
-/// Whether one instance alone could hold the request: then nothing needs to be borrowed.
+/// Whether one instance alone could hold the request: then nothing is borrowed.
 fn fits(args: &DemoArgs, prompt_tokens: usize) -> bool {
     args.kv_tokens as usize > prompt_tokens + limits::BLOCK_TOKENS_DEFAULT as usize
 }
@@ -213,7 +219,7 @@ fn check_sizes(args: &DemoArgs, prompt_tokens: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Flags of an instance with so many KV tokens.
+/// Flags of an instance with `kv_tokens` tokens of KV.
 fn flags(args: &DemoArgs, kv_tokens: usize, device: Chosen) -> Vec<String> {
     let remote = args.remote_attention.to_possible_value();
     let own = [
@@ -222,16 +228,16 @@ fn flags(args: &DemoArgs, kv_tokens: usize, device: Chosen) -> Vec<String> {
         "--max-running=8".to_owned(),
         "--max-queue=8".to_owned(),
         "--expose-logits".to_owned(),
-        // Nothing is planned here, and nobody should wait for it.
+        // No planner needs it, and it would delay the start.
         "--calibrate=off".to_owned(),
     ];
     own.into_iter().chain(device.to_flags()).collect()
 }
 
-/// An instance that has heard from the gManager how large the pool is takes the request.
+/// Waits until the first instance has learned the pool's size from the gManager: then it accepts the request.
 async fn wait_for_pool(pool: &LocalPool, kv_tokens: u32) -> anyhow::Result<()> {
     let debtor = pool.instances.first().context("no instances")?;
-    let client = ApiClient::new(&format!("http://{}", debtor.http()?), None)?;
+    let client = ApiClient::new(&format!("http://{}", debtor.http()?), None, None)?;
     let own = kv_tokens / limits::BLOCK_TOKENS_DEFAULT;
     let lent = own.saturating_sub(lend_reserve_blocks(own));
     let whole = u64::from(own) + u64::from(lent) * (pool.instances.len() as u64).saturating_sub(1);
@@ -247,7 +253,7 @@ async fn wait_for_pool(pool: &LocalPool, kv_tokens: u32) -> anyhow::Result<()> {
 
 async fn ask_pool(pool: &LocalPool, body: &Value, show: &Show) -> anyhow::Result<(Answer, Placement)> {
     let debtor = pool.instances.first().context("no instances")?;
-    let client = ApiClient::new(&format!("http://{}", debtor.http()?), None)?;
+    let client = ApiClient::new(&format!("http://{}", debtor.http()?), None, None)?;
     let mut placement = Placement::default();
     let asking = ask(&client, body, show);
     tokio::pin!(asking);
@@ -283,7 +289,7 @@ impl Placement {
 async fn wire_bytes(pool: &LocalPool) -> anyhow::Result<u64> {
     let mut bytes = 0;
     for instance in &pool.instances {
-        let client = ApiClient::new(&format!("http://{}", instance.http()?), None)?;
+        let client = ApiClient::new(&format!("http://{}", instance.http()?), None, None)?;
         let status = client.get("/lagoon/status").await?;
         for class in ["control", "partials", "bulk"] {
             bytes += status[format!("{class}_bytes_sent")].as_u64().unwrap_or(0);
@@ -302,10 +308,10 @@ async fn ask_single(
 ) -> anyhow::Result<Answer> {
     let room = prompt_tokens + ANSWER_TOKENS_MAX as usize + 2 * limits::BLOCK_TOKENS_DEFAULT as usize;
     let single = start_single(&dir.to_string_lossy(), bundled::NAME, &flags(args, room, device)).await?;
-    ask(&ApiClient::new(&format!("http://{}", single.http()?), None)?, body, show).await
+    ask(&ApiClient::new(&format!("http://{}", single.http()?), None, None)?, body, show).await
 }
 
-/// Streams an answer.
+/// Streams a response.
 async fn ask(client: &ApiClient, body: &Value, show: &Show) -> anyhow::Result<Answer> {
     let started = Instant::now();
     let mut events = client.events("/v1/completions", body).await?;
@@ -331,7 +337,7 @@ async fn ask(client: &ApiClient, body: &Value, show: &Show) -> anyhow::Result<An
     Ok(answer)
 }
 
-/// Rows of logits in a chunk: base64 of little-endian f32, one string per token.
+/// Logits of a chunk: base64 of little-endian f32, one string per token.
 fn logits(choice: &Value) -> anyhow::Result<Vec<Vec<f32>>> {
     let rows = choice["logits_b64"].as_array().into_iter().flatten();
     rows.map(|row| {
@@ -341,7 +347,7 @@ fn logits(choice: &Value) -> anyhow::Result<Vec<Vec<f32>>> {
     .collect()
 }
 
-/// Compares what was generated, up to the first token that differs.
+/// Compares the generated tokens and logits, up to the first token that differs.
 fn compare(pooled: &Answer, reference: &Answer, prompt_tokens: usize, question: &Question) -> Outcome {
     let tokens_equal = !pooled.tokens.is_empty() && pooled.tokens == reference.tokens;
     let same = pooled.tokens.iter().zip(&reference.tokens).take_while(|(a, b)| a == b).count();
@@ -384,24 +390,21 @@ fn compare(pooled: &Answer, reference: &Answer, prompt_tokens: usize, question: 
     }
 }
 
-/// What a person sees; nothing of it with `--json`.
+/// Output for people; none with `--json`.
 struct Show {
     quiet: bool,
 }
 
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 impl Show {
     fn line(&self, text: &str) {
         if !self.quiet {
-            println!("{text}");
+            outln!("{text}");
         }
     }
 
     fn piece(&self, text: &str) {
         if !self.quiet {
-            print!("{text}");
-            // A terminal that is gone shows nothing anyway.
-            let _ = std::io::stdout().flush();
+            out!("{text}");
         }
     }
 
@@ -416,24 +419,27 @@ impl Show {
 
     fn outcome(&self, o: &Outcome) -> anyhow::Result<()> {
         if self.quiet {
-            println!("{}", serde_json::to_string(o)?);
+            outln!("{}", serde_json::to_string(o)?);
             return Ok(());
         }
         let creditors: Vec<String> = o.placement.iter().map(|(who, n)| format!("{n} on {who}")).collect();
-        println!("\nrBlocks of {} tokens: {} here, {}", o.block_tokens, o.local_rblocks, creditors.join(", "));
-        println!("bytes on the wire: {}", indicatif::HumanBytes(o.wire_bytes));
-        println!(
+        outln!("\nrBlocks of {} tokens: {} here, {}", o.block_tokens, o.local_rblocks, creditors.join(", "));
+        outln!("bytes on the wire: {}", indicatif::HumanBytes(o.wire_bytes));
+        outln!(
             "prefill {:.1} s ({:.0} tok/s; alone {:.1} s), decode {:.1} tok/s",
-            o.prefill_s, o.prefill_tokens_per_s, o.reference_prefill_s, o.tokens_per_s
+            o.prefill_s,
+            o.prefill_tokens_per_s,
+            o.reference_prefill_s,
+            o.tokens_per_s
         );
-        println!(
+        outln!(
             "largest logit difference {:.2e} (tolerance {:.2e}, logit std {:.2}); tokens {}",
             o.max_abs_logit_diff,
             o.tolerance,
             o.logit_std,
             if o.tokens_equal { "equal" } else { "DIFFER" }
         );
-        println!("answer {:?}, expected {:?}: {}", o.answer, o.expected, if o.ok { "ok" } else { "NOT OK" });
+        outln!("answer {:?}, expected {:?}: {}", o.answer, o.expected, if o.ok { "ok" } else { "NOT OK" });
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Opening the device that was chosen: everything below is generic over its backend.
+//! Opens the chosen device: everything below is generic over its backend.
 
 use crate::args::{CalibrateArg, EngineArgs, PrecisionArg, StageMemoryArg};
 use crate::calibrate::{Subject, calibrate};
@@ -10,7 +10,7 @@ use anyhow::Context;
 use lagoon_backend::{Device, DeviceInfo, VirtualMemory, cpu::CpuDevice};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
-use lagoon_model::{LlamaWeights, Rope};
+use lagoon_model::Weights;
 use lagoon_protocol::Calibration;
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvRegion, Model, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice};
@@ -18,59 +18,59 @@ use lagoon_types::KvSpace;
 use std::fmt::{self, Debug, Formatter};
 use std::time::{Duration, Instant};
 
-/// Largest piece of remote KV that is fetched at once, in tokens.
+/// Largest piece of fetched KV, in tokens.
 pub(crate) const FETCH_TOKENS: u32 = 512;
 
-/// A running executor and what it runs on.
+/// A running executor and its device.
 #[derive(Debug)]
 pub struct Running {
     pub(crate) thread: ExecutorThread,
     pub(crate) info: DeviceInfo,
-    /// How its KV is addressed.
+    /// Address space of its KV.
     pub(crate) space: KvSpace,
-    /// Its KV, if that is shared, or memory for so many rBlocks beside it.
+    /// Its KV if shared, or its staging buffer of `stage_blocks` rBlocks.
     pub(crate) memory: KvMemory,
     pub(crate) stage_blocks: u32,
-    /// The memory of its KV, if that is lent to be mapped.
+    /// The KV's memory, if lent for mapping.
     pub(crate) lent: Option<KvRegion>,
-    /// Its device may map such memory of others.
+    /// Whether its device can map creditors' KV.
     pub(crate) peer_access: bool,
-    /// What it measured of itself, now or earlier.
+    /// Its calibration, measured now or cached.
     pub(crate) calibration: Option<Calibration>,
 }
 
-/// Time that an instance takes to measure itself.
+/// Time budget of an instance's calibration.
 const CALIBRATION_BUDGET: Duration = Duration::from_secs(1);
 
-/// What the executor is to hold.
+/// Sizes and kinds of the executor's KV memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     pub(crate) blocks_total: u32,
     pub(crate) kv_dtype: lagoon_types::DType,
-    /// In memory that others may read and fill, where the backend has such; else through memory for so many rBlocks.
+    /// KV in memory that transports can read and write, where the backend has such; else with a staging buffer of
+    /// `stage_blocks`.
     pub(crate) shared: bool,
     pub(crate) stage_blocks: u32,
-    /// In memory that debtors may map.
+    /// KV in memory that debtors may map.
     pub(crate) lend: bool,
 }
 
-/// A row of addresses for each sequence that runs or is about to, as long as the model's longest.
+/// KV addresses with one row for each running or soon running sequence, as long as the model's longest sequence.
 fn requested_space(args: &EngineArgs, model: &OpenModel, sizes: Sizes) -> KvSpace {
     let rows = u32::try_from(args.max_running).unwrap_or(u32::MAX).saturating_add(SPARE_ROWS);
     let row_blocks = model.config.max_positions.div_ceil(args.block_tokens);
     KvSpace::flat(sizes.blocks_total, args.block_tokens).with_rows(rows, row_blocks)
 }
 
-/// Sequences that have memory beside those that run: about to be admitted, or waiting for what they borrow. Others are
-/// served without rows.
+/// Sequences that have memory but do not run yet: being admitted, or borrowing. Further ones have no address row.
 const SPARE_ROWS: u32 = 4;
 
-/// Chooses the device that an instance runs on.
+/// Opens the device that an instance runs on.
 pub trait Devices: Debug + Sync {
     /// Opens the device, loads the weights and starts the device thread.
     ///
     /// # Errors
-    /// Where the device cannot be opened, or its memory does not hold what it shall.
+    /// If the device cannot be opened, or its memory is too small.
     fn start(&self, loading: Loading<'_>) -> anyhow::Result<Running>;
 }
 
@@ -97,14 +97,14 @@ impl Devices for OwnDevices {
     }
 }
 
-/// What an instance shall run and hold, before its device is opened.
+/// An instance's model, sizes and flags, before its device is opened.
 pub struct Loading<'a> {
     chosen: Chosen,
     args: &'a EngineArgs,
     model: &'a OpenModel,
     sizes: Sizes,
     report: Box<dyn FnMut(Report) + Send>,
-    /// Its calibration is kept for the next start, and may come from an earlier one.
+    /// Whether its calibration may come from the cache and is stored there.
     cached: bool,
 }
 
@@ -135,7 +135,7 @@ impl<'a> Loading<'a> {
         Ok(self.args.threads.map_or_else(CpuDevice::new, CpuDevice::with_threads))
     }
 
-    /// Keeps what the device measures of itself out of the cache, where the machine's own device may have left its numbers.
+    /// Disables the calibration cache, which may have numbers of the machine's own device.
     #[must_use]
     pub fn without_cache(self) -> Self {
         Self { cached: false, ..self }
@@ -181,16 +181,16 @@ impl<'a> Loading<'a> {
         let info = device.info();
         let weights = if let Some(checkpoint) = &model.checkpoint {
             let bar = bytes_bar("loading weights");
-            let weights = LlamaWeights::load(&mut device, checkpoint, &model.config, args.dtype, &mut |done, all| {
+            let weights = Weights::load(&mut device, checkpoint, &model.config, args.dtype, &mut |done, all| {
                 bar.set_length(all);
                 bar.set_position(done);
             })?;
             bar.finish_and_clear();
-            Some(Model { weights, rope: Rope::new(&model.config) })
+            Some(Model::new(&model.config, weights))
         } else {
             None
         };
-        // Stores that debtors map are flat, and so are those of devices without virtual memory.
+        // KV that debtors map has flat addresses, as on devices without virtual memory.
         let space = match device.virtual_memory() {
             Some(memory) if !sizes.lend => {
                 memory.kv_space(model.config.kv_shape(sizes.kv_dtype), requested_space(args, model, sizes))
@@ -230,7 +230,7 @@ impl<'a> Loading<'a> {
     }
 }
 
-/// What is known of the executor's speed: from the cache, or measured now, as the flag says.
+/// The executor's calibration: cached, or measured now, as the flag says.
 fn measured<D: Device>(
     executor: &mut Executor<D>,
     subject: Subject,

@@ -1,10 +1,12 @@
-//! `lagoon doctor`: what this machine offers, and what would get in the way.
+//! `lagoon doctor`: capabilities of this machine, and problems.
 
 use crate::calibration_cache as cache;
 use crate::cuda_trial::{Outcome, Warpgroups};
 use crate::cuda_tuning::{self, Remembered};
+use crate::file_limit::{self, FILES_WANTED};
 use crate::interfaces::{self, Interface, Nearness, Place};
 use crate::local::EphemeralCa;
+use crate::log::outln;
 use crate::pool_client::PoolClient;
 use crate::transfer_addr::{describe, ranked};
 use lagoon_backend::{Device, DeviceInfo, PciAddress};
@@ -12,7 +14,7 @@ use lagoon_cuda::kernels::attention::SHARED_BYTES_MAX;
 use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, ProbedDevice, kernels};
 use lagoon_protocol::{VERSION_MAX, VERSION_MIN};
 use lagoon_shaders::list_adapters;
-use lagoon_transport::{Node, TransportConfig};
+use lagoon_transport::{Node, NodeRole, TransportConfig};
 use serde::Serialize;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 use std::path::{Path, PathBuf};
@@ -20,12 +22,20 @@ use std::path::{Path, PathBuf};
 /// `lagoon doctor`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct DoctorArgs {
-    /// The HTTP port to look at.
+    /// Print this model's size and how long a context fits (directory or hub name), in place of the machine's findings.
+    model: Option<String>,
+    /// Free bytes of an instance's memory for that, in GiB; by default what this machine has.
+    #[arg(long, value_name = "GIB", requires = "model", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    memory_gib: Option<u32>,
+    /// The HTTP port to check.
     #[arg(long, default_value_t = 8000)]
     port: u16,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    /// A node's certificate, to check when it expires.
+    #[arg(long, value_name = "PEM", env = "LAGOON_TLS_CERT")]
+    tls_cert: Option<PathBuf>,
 }
 
 /// One finding.
@@ -43,9 +53,11 @@ fn check(name: &'static str, ok: bool, finding: impl Into<String>, hint: &str) -
     Check { name, ok, finding: finding.into(), hint }
 }
 
-/// Prints the findings. What is missing but not needed is no failure.
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+/// Prints the findings. Missing optional features are no failures.
 pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
+    if let Some(model) = &args.model {
+        return crate::model_size::run(model, args.memory_gib, args.json);
+    }
     let mut gpus = Vec::new();
     let mut checks = vec![versions(), cpu()];
     checks.extend(cuda(&mut gpus));
@@ -53,23 +65,42 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
     checks.extend(network(&gpus));
     checks.push(udp_buffers());
     checks.push(segmentation_offload());
+    checks.extend(files());
     checks.push(port(args.port));
     checks.push(loopback().await);
+    checks.extend(certificate(args.tls_cert.as_deref()));
     checks.push(calibration());
     if args.json {
-        println!("{}", serde_json::to_string(&serde_json::json!({ "checks": checks }))?);
+        outln!("{}", serde_json::to_string(&serde_json::json!({ "checks": checks }))?);
         return Ok(());
     }
     for check in &checks {
-        println!("{} {:<12} {}", if check.ok { "ok  " } else { "note" }, check.name, check.finding);
+        outln!("{} {:<12} {}", if check.ok { "ok  " } else { "note" }, check.name, check.finding);
         if let Some(hint) = &check.hint {
-            println!("     hint: {hint}");
+            outln!("     hint: {hint}");
         }
     }
     Ok(())
 }
 
-/// Where instances keep what they measured of themselves.
+/// Remaining days of a certificate below which it is noted.
+const EXPIRES_SOON_DAYS: i64 = 60;
+
+/// When the named certificate expires.
+fn certificate(file: Option<&Path>) -> Option<Check> {
+    let file = file?;
+    let left = crate::certs::days_left(file);
+    Some(match left {
+        Ok((what, days)) if days > EXPIRES_SOON_DAYS => check("certificate", true, format!("{what}, {days} days"), ""),
+        Ok((what, days)) => {
+            let text = format!("{what}, {days} days");
+            check("certificate", false, text, "`lagoon certs renew DIR NAME`; running nodes load it by themselves")
+        }
+        Err(error) => check("certificate", false, format!("{error:#}"), "`lagoon certs issue DIR NAME --role ROLE`"),
+    })
+}
+
+/// Number and directory of cached calibrations.
 fn calibration() -> Check {
     match cache::dir() {
         Some(dir) => {
@@ -95,10 +126,10 @@ fn cpu() -> Check {
     check("cpu", true, info.name, "")
 }
 
-/// A GPU's name and where it is.
+/// A GPU's name and PCI address.
 type Gpu = (String, PciAddress);
 
-/// Whether `--backend cuda` would open each device, and what would multiply there.
+/// Whether `--backend cuda` could open each device, and its matrix units.
 fn cuda(gpus: &mut Vec<Gpu>) -> Vec<Check> {
     match lagoon_cuda::probe() {
         CudaProbe::Present { devices, driver_version } => (0..)
@@ -142,7 +173,7 @@ fn cuda_device(ordinal: u32, probed: &ProbedDevice, gpus: &mut Vec<Gpu>) -> Chec
     }
 }
 
-/// What trials of warpgroup attention on this device are remembered.
+/// Cached trials of warpgroup attention on this device.
 fn cuda_trials(ordinal: u32, machine: &str) -> Vec<Check> {
     let row = |(shape, remembered, file): (String, Remembered, PathBuf)| {
         let Warpgroups { outcome, finding } = remembered.warpgroups?;
@@ -181,7 +212,7 @@ fn adapters(gpus: &mut Vec<Gpu>) -> Vec<Check> {
     found.iter().enumerate().map(row).collect()
 }
 
-/// By which network card each GPU's KV would go, where there are several.
+/// The network card that serves each GPU's KV, if there are several.
 fn network(gpus: &[Gpu]) -> Vec<Check> {
     let addresses = match interfaces::addresses() {
         Ok(addresses) => addresses,
@@ -212,7 +243,7 @@ fn network(gpus: &[Gpu]) -> Vec<Check> {
     gpus.iter().map(row).collect()
 }
 
-/// The kernel's caps on socket buffers: small ones lose datagrams in bursts.
+/// Limits of socket buffers in the kernel: small ones lose datagrams in bursts.
 fn udp_buffers() -> Check {
     let wanted = TransportConfig::default().socket_buffer_bytes;
     let read = |name: &str| {
@@ -229,7 +260,7 @@ fn udp_buffers() -> Check {
     }
 }
 
-/// Whether the kernel takes several datagrams in one call.
+/// Whether the kernel supports UDP segmentation offload.
 fn segmentation_offload() -> Check {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let mut parts = release.trim().split(['.', '-']).map_while(|p| p.parse::<u32>().ok());
@@ -245,6 +276,15 @@ fn segmentation_offload() -> Check {
         }
         _ => check("gso", true, "UDP segmentation offload: this system does not say", ""),
     }
+}
+
+/// Whether the limit of open files allows enough connections.
+fn files() -> Option<Check> {
+    let files = file_limit::files_max()?;
+    let hint = format!(
+        "allow {FILES_WANTED} or more: `ulimit -Hn`, or `LimitNOFILE=` of a systemd unit; with fewer, connections are refused under load"
+    );
+    Some(check("files", files >= FILES_WANTED, format!("a process may open {files} files"), &hint))
 }
 
 fn port(port: u16) -> Check {
@@ -266,7 +306,7 @@ async fn loopback() -> Check {
 async fn handshake() -> anyhow::Result<u128> {
     let ca = EphemeralCa::new()?;
     let local: SocketAddr = "127.0.0.1:0".parse()?;
-    let mut peer = Node::bind(local, &ca.identity()?, TransportConfig::default())?;
+    let mut peer = Node::bind(local, &ca.identity(NodeRole::GManager)?, TransportConfig::default())?;
     let addr = peer.node.local_addr();
     let node = peer.node.clone();
     let mut gmanager = lagoon_cluster::GManager::new(1);
@@ -281,7 +321,7 @@ async fn handshake() -> anyhow::Result<u128> {
         }
         anyhow::Ok(())
     });
-    let mut client = PoolClient::new(&[addr], &ca.identity()?)?;
+    let mut client = PoolClient::new(&[addr], &ca.identity(NodeRole::Operator)?)?;
     client.rows().await?;
     let started = std::time::Instant::now();
     client.rows().await?;

@@ -1,4 +1,4 @@
-//! `lagoon drain`: an instance takes no more requests, its lent and borrowed rBlocks move away, and it may stop then.
+//! `lagoon drain`: an instance accepts no more requests, its lent and borrowed rBlocks move away, and it may then stop.
 
 use crate::admin::{Operator, Order, PoolArgs};
 use crate::pool_client::PoolRow;
@@ -29,7 +29,7 @@ pub(crate) struct DrainArgs {
     json: bool,
 }
 
-/// Orders the drain and, if asked, follows it to its end.
+/// Orders the drain and, with `--wait`, follows it to its end.
 pub(crate) async fn run(args: DrainArgs) -> anyhow::Result<()> {
     let mut operator = Operator::new(&args.pool)?;
     let mut watch = Watch::new(args.json, args.timeout_s);
@@ -46,7 +46,7 @@ pub(crate) async fn run(args: DrainArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is left on an instance that is drained.
+/// What a draining instance still has.
 fn left(row: &PoolRow) -> String {
     format!(
         "{} requests run, {} wait, {} rBlocks lent, {} borrowed",
@@ -54,13 +54,13 @@ fn left(row: &PoolRow) -> String {
     )
 }
 
-/// Whether nothing is left; one that has stopped or left the pool has nothing left.
+/// Whether nothing is left; true for one that has stopped or left the pool.
 fn is_drained(row: &PoolRow, stops: bool) -> bool {
     let busy = row.requests_running + row.requests_waiting + row.blocks_lent + row.blocks_borrowed;
     if stops { !row.alive } else { row.draining && busy == 0 }
 }
 
-/// Until nothing is left there.
+/// Waits until nothing is left there.
 async fn follow(watch: &mut Watch, operator: &mut Operator, instance: u32, stops: bool) -> anyhow::Result<()> {
     loop {
         let rows = operator.rows().await?;

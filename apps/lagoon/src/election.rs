@@ -1,21 +1,22 @@
-//! Which of several gManagers leads: whoever holds a key in etcd through a lease.
+//! Election of the leading gManager: the one that holds a key in etcd through a lease.
 //!
 //! Invariants:
-//! * a leader's time is counted from before it asked for its lease (or the renewal), and ends a margin before the lease
-//!   does: when another can get the key, this one has stopped, however long it was paused in between. Whoever is about to
-//!   answer asks [`Election::standing`] first, which compares with the clock, not with what a task has noticed;
-//! * a term is the store's revision at which the key was made: a later leader's is larger;
+//! * a leader's time counts from before its request for the lease (or the renewal), and ends a margin before the lease:
+//!   when another can get the key, this one has stopped, however long it was paused. Code that answers calls
+//!   [`Election::standing`] first, which compares with a clock that counts suspend, not with what a task has noticed;
+//! * a term is etcd's revision at which the key was created: a later leader's is larger;
 //! * a leader that cannot reach etcd stops before its lease ends. Nothing else depends on etcd.
 
 use crate::etcd::{Claim, Etcd, EtcdError, EtcdLease, Held};
+use crate::moment::Moment;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-/// How several gManagers find out who leads.
+/// Flags of the election among several gManagers.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(crate) struct ElectionArgs {
     /// Addresses of one etcd cluster (http://host:port, comma-separated): of all gManagers with the same prefix, one
@@ -25,61 +26,62 @@ pub(crate) struct ElectionArgs {
     /// Prefix of this pool's keys in etcd.
     #[arg(long, value_name = "PREFIX", default_value = "/lagoon", requires = "etcd")]
     etcd_prefix: String,
-    /// Seconds until the lease of a leader that is gone ends, and another leads.
+    /// Seconds after which the lease of a lost leader ends and another leads.
     #[arg(long, value_name = "N", default_value_t = 3, requires = "etcd",
           value_parser = clap::value_parser!(u64).range(2..=60))]
     etcd_lease_s: u64,
 }
 
-/// What a gManager is at one moment.
+/// Whether a gManager leads now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Standing {
     Leads {
         term: u64,
     },
-    /// `leader` is the address of the one that leads; empty if it is not known.
+    /// `leader`: address of the leading gManager; empty if unknown.
     Follows {
         leader: String,
     },
 }
 
-/// The lease that is held, as threads that answer read it, without a lock.
+/// The lease held, for answering threads to read without a lock.
 #[derive(Debug)]
 struct Lease {
-    origin: Instant,
+    /// Clock that counts suspend, as etcd does.
+    clock: fn() -> Moment,
     term: AtomicU64,
-    /// Until when this process may act on it, in microseconds since `origin`; 0 if none is held.
+    /// Until when this process may lead, in microseconds of the clock; 0 without a lease.
     until_us: AtomicU64,
 }
 
 impl Lease {
     fn new() -> Self {
-        Self { origin: Instant::now(), term: AtomicU64::new(0), until_us: AtomicU64::new(0) }
+        Self { clock: Moment::now, term: AtomicU64::new(0), until_us: AtomicU64::new(0) }
     }
 
-    fn hold(&self, term: u64, until: Instant) {
+    fn hold(&self, term: u64, until: Moment) {
         self.term.store(term, SeqCst);
-        self.until_us.store(self.us(until), SeqCst);
+        self.until_us.store(us(until), SeqCst);
     }
 
     fn end(&self) {
         self.until_us.store(0, SeqCst);
     }
 
-    fn us(&self, at: Instant) -> u64 {
-        u64::try_from(at.saturating_duration_since(self.origin).as_micros()).unwrap_or(u64::MAX)
-    }
-
-    /// The term in which this process leads now. Terms of one process grow and a term is set before its time, so the term
-    /// is the one that the time belongs to, or a later one.
+    /// The term in which this process leads now. Terms grow, and a term is set before its time, so the term is the one
+    /// of the time read, or a later one.
     fn leads(&self) -> Option<u64> {
         let term = self.term.load(SeqCst);
-        let holds = self.us(Instant::now()) < self.until_us.load(SeqCst);
+        let holds = us((self.clock)()) < self.until_us.load(SeqCst);
         (holds && term == self.term.load(SeqCst)).then_some(term)
     }
 }
 
-/// Tells threads whether this process leads in a term; see [`Election::standing`].
+fn us(at: Moment) -> u64 {
+    u64::try_from(at.since(Moment::START).as_micros()).unwrap_or(u64::MAX)
+}
+
+/// Permission to answer in one term, for other threads; see [`Election::standing`].
 #[derive(Clone, Debug)]
 pub(crate) struct Mandate {
     lease: Arc<Lease>,
@@ -87,7 +89,7 @@ pub(crate) struct Mandate {
 }
 
 impl Mandate {
-    /// Whether the term goes on. To be asked before every answer.
+    /// Whether the term goes on. To be called before every answer.
     pub(crate) fn holds(&self) -> bool {
         self.lease.leads() == Some(self.term)
     }
@@ -96,7 +98,7 @@ impl Mandate {
 #[derive(Debug)]
 struct State {
     lease: Arc<Lease>,
-    /// Who leads, as far as it is known.
+    /// Address of the leader, as far as known.
     leader: Mutex<String>,
 }
 
@@ -110,24 +112,24 @@ impl State {
     }
 }
 
-/// Takes part in the election, or leads alone without one.
+/// Takes part in the election; leads alone without one.
 #[derive(Debug)]
 pub(crate) struct Election {
     state: Arc<State>,
-    /// `None` without etcd: then the lease never ends.
+    /// `None` without etcd: the lease never ends.
     task: Option<JoinHandle<()>>,
 }
 
 impl Election {
-    /// Starts to campaign as `own`, until `stop`; without etcd this gManager leads from now on.
+    /// Campaigns as `own` until `stop`; without etcd this gManager leads at once.
     pub(crate) fn start(args: &ElectionArgs, own: SocketAddr, stop: CancellationToken) -> anyhow::Result<Self> {
         let state = Arc::new(State::new());
         if args.etcd.is_empty() {
             let ages = Duration::from_secs(100 * 365 * 24 * 3600);
-            state.lease.hold(term_by_clock(SystemTime::now()), Instant::now() + ages);
+            state.lease.hold(term_by_clock(SystemTime::now()), Moment::now() + ages);
             return Ok(Self { state, task: None });
         }
-        // Several attempts fit in what is left of a lease.
+        // Several attempts fit the rest of a lease.
         let limit = Duration::from_secs(args.etcd_lease_s) / 5;
         let campaign = Campaign {
             etcd: Etcd::new(&args.etcd, limit)?,
@@ -140,7 +142,7 @@ impl Election {
         Ok(Self { state, task: Some(tokio::spawn(campaign.run(stop))) })
     }
 
-    /// What this gManager is now. To be asked before every answer.
+    /// Whether this gManager leads now. To be called before every answer.
     pub(crate) fn standing(&self) -> Standing {
         match self.state.lease.leads() {
             Some(term) => Standing::Leads { term },
@@ -148,12 +150,12 @@ impl Election {
         }
     }
 
-    /// For threads that answer in `term`.
+    /// A mandate for threads that answer in `term`.
     pub(crate) fn mandate(&self, term: u64) -> Mandate {
         Mandate { lease: self.state.lease.clone(), term }
     }
 
-    /// After `stop`: waits until the lease was given back, so that another leads at once.
+    /// Waits after `stop` until the lease is revoked, so that another leads at once.
     pub(crate) async fn ended(self) {
         if let Some(task) = self.task
             && let Err(error) = task.await
@@ -163,15 +165,15 @@ impl Election {
     }
 }
 
-/// Without an election: milliseconds since 2025, so that a gManager that was started later has a larger term.
+/// Term without an election: milliseconds since 2025, so that a gManager started later has a larger term.
 fn term_by_clock(now: SystemTime) -> u64 {
     const YEAR_2025: Duration = Duration::from_secs(1_735_689_600);
     let age = now.duration_since(UNIX_EPOCH + YEAR_2025).unwrap_or_default();
     u64::try_from(age.as_millis()).unwrap_or(u64::MAX).max(1)
 }
 
-/// Until when a leader may act that asked at `asked` for a lease of `ttl`. A tenth is for clocks that run apart.
-fn act_until(asked: Instant, ttl: Duration) -> Instant {
+/// Until when a leader may act that requested a lease of `ttl` at `asked`. A tenth is margin for clock drift.
+fn act_until(asked: Moment, ttl: Duration) -> Moment {
     asked + ttl - ttl / 10
 }
 
@@ -193,7 +195,7 @@ impl Campaign {
                     tracing::warn!(term, "this gManager leads");
                     self.lead(lease, term, &stop).await;
                     self.state.lease.end();
-                    // Whatever ended it, nobody has to wait for the lease's end; if etcd is away, it ends by itself.
+                    // The revoked lease lets another lead at once; if etcd is unreachable, the lease expires.
                     if let Err(error) = self.etcd.revoke(lease).await {
                         tracing::debug!(%error, "the lease was not given back");
                     }
@@ -215,13 +217,13 @@ impl Campaign {
         }
     }
 
-    /// Tries to get the key. `None` if another has it.
+    /// Tries to get the key. `None` if another gManager has it.
     async fn claim(&mut self) -> Result<Option<(EtcdLease, u64)>, EtcdError> {
         if let Some(Held { value, .. }) = self.etcd.get(&self.key).await? {
             self.follow(value);
             return Ok(None);
         }
-        let asked = Instant::now();
+        let asked = Moment::now();
         let (lease, ttl) = self.etcd.grant(self.ttl_s).await?;
         match self.etcd.claim(&self.key, &self.own, lease).await {
             Ok(Claim::Ours(term)) => {
@@ -238,12 +240,12 @@ impl Campaign {
         }
     }
 
-    /// A predecessor at this very address is not a leader to send anybody to.
+    /// Records the leader; a predecessor at this gManager's own address is none.
     fn follow(&self, leader: String) {
         *self.state.leader() = if leader == self.own { String::new() } else { leader };
     }
 
-    /// Renews until that fails for good, or `stop`.
+    /// Renews the lease until it is lost, or `stop`.
     async fn lead(&mut self, lease: EtcdLease, term: u64, stop: &CancellationToken) {
         let mut failing = false;
         loop {
@@ -251,7 +253,7 @@ impl Campaign {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep(self.poll) => {}
             }
-            let asked = Instant::now();
+            let asked = Moment::now();
             match self.renew(lease, term).await {
                 Ok(Some(ttl)) => {
                     self.state.lease.hold(term, act_until(asked, ttl));
@@ -271,7 +273,7 @@ impl Campaign {
         }
     }
 
-    /// Renews the lease if the key is still the one that was made; `None` if either is gone.
+    /// Renews the lease if the key is still this term's; `None` if either is gone.
     async fn renew(&mut self, lease: EtcdLease, term: u64) -> Result<Option<Duration>, EtcdError> {
         match self.etcd.get(&self.key).await? {
             Some(held) if held.revision == term => self.etcd.keep_alive(lease).await,
@@ -298,21 +300,39 @@ mod tests {
         alone.ended().await;
     }
 
+    /// The machine is suspended while this process leads, and wakes when another may have the lease.
+    #[test]
+    fn a_leader_that_slept_past_its_lease_does_not_act() {
+        thread_local!(static SLEPT: std::cell::Cell<Duration> = const { std::cell::Cell::new(Duration::ZERO) });
+        let lease = Arc::new(Lease { clock: || Moment::START + SLEPT.get(), ..Lease::new() });
+        lease.hold(7, act_until((lease.clock)(), Duration::from_secs(10)));
+        let mandate = Mandate { lease: lease.clone(), term: 7 };
+        SLEPT.set(Duration::from_millis(8_999));
+        assert!(lease.leads() == Some(7) && mandate.holds());
+        SLEPT.set(Duration::from_secs(600));
+        assert!(lease.leads().is_none() && !mandate.holds());
+        let own = Lease::new();
+        assert!(
+            (own.clock)().since(Moment::now() - Duration::from_secs(1)) > Duration::ZERO,
+            "a clock that counts sleep"
+        );
+    }
+
     #[test]
     fn a_leader_ends_before_its_lease_without_being_told() {
-        let asked = Instant::now();
+        let asked = Moment::now();
         assert_eq!(act_until(asked, Duration::from_secs(10)), asked + Duration::from_secs(9));
         let election = Election { state: Arc::new(State::new()), task: None };
         election.state.leader().push_str("a:1");
         let follows = Standing::Follows { leader: "a:1".to_owned() };
         assert_eq!(election.standing(), follows);
-        let soon = Instant::now() + Duration::from_millis(50);
+        let soon = Moment::now() + Duration::from_millis(50);
         election.state.lease.hold(7, soon);
         let mandate = election.mandate(7);
         assert!(election.standing() == Standing::Leads { term: 7 } && mandate.holds());
         std::thread::sleep(Duration::from_millis(60));
         assert!(election.standing() == follows && !mandate.holds());
-        election.state.lease.hold(9, Instant::now() + Duration::from_secs(60));
+        election.state.lease.hold(9, Moment::now() + Duration::from_secs(60));
         assert!(!mandate.holds() && election.mandate(9).holds(), "a term does not come back");
     }
 }

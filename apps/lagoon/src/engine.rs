@@ -1,4 +1,4 @@
-//! The HTTP server's engine: requests go to the node's loop, events come back.
+//! The HTTP server's engine: sends requests to the node's loop, and receives their events.
 
 use crate::node::{Input, Shared, gone};
 use crate::node_status::NodeStatus;
@@ -9,9 +9,9 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
-/// Events of one request that wait for their client at most.
+/// Maximum of one request's events that wait for their client.
 const EVENTS_MAX: usize = 4096;
-/// Time that the loop gets to answer a question.
+/// Deadline of the loop's reply to a status query.
 const STATUS_DEADLINE: Duration = Duration::from_secs(5);
 
 /// A handle of the node's loop.
@@ -28,13 +28,13 @@ impl NodeEngine {
         Self { inputs, shared, next: AtomicU64::new(1), info }
     }
 
-    /// The node's state, as of now.
+    /// The node's present status.
     pub(crate) async fn status(&self) -> Option<NodeStatus> {
         node_status(&self.inputs).await
     }
 }
 
-/// The state of the node that takes these inputs, as of now.
+/// The present status of the node behind `inputs`.
 pub(crate) async fn node_status(inputs: &mpsc::Sender<Input>) -> Option<NodeStatus> {
     let (reply, answer) = oneshot::channel();
     inputs.send(Input::Status { reply }).await.ok()?;
@@ -54,7 +54,7 @@ impl Engine for NodeEngine {
         })?;
         let inputs = self.inputs.clone();
         let guard = CancelGuard::new(move || {
-            // Cancelling must not be lost when the queue is full, and a guard is dropped outside of async code.
+            // A full queue must not lose the cancellation; a guard is dropped outside of async code.
             if let Err(mpsc::error::TrySendError::Full(input)) = inputs.try_send(Input::Cancel { seq })
                 && let Ok(runtime) = tokio::runtime::Handle::try_current()
             {

@@ -1,38 +1,38 @@
-//! What an election needs of etcd: leases, one key, one transaction, over the JSON form of etcd's v3 API.
+//! An etcd client for the election: leases, one key, one transaction, over the JSON form of etcd's v3 API.
 //!
-//! etcd serves that form at the same address as its gRPC one (`/v3/…`, since 3.4), with integers as strings and keys in
-//! base64. A call is tried once at every endpoint, the one that answered last first, each within a time limit.
+//! etcd serves that form at its gRPC address (`/v3/…`, since 3.4), with integers as strings and keys in base64. A call
+//! is tried once at every endpoint, the last working one first, each within a time limit.
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// Why etcd did not do what it was asked.
+/// Errors of a call to etcd.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EtcdError {
-    /// No endpoint answered; the last one's reason.
+    /// No endpoint answered; the last one's error.
     #[error("etcd cannot be reached at {endpoint}: {reason}")]
     Unreachable { endpoint: String, reason: String },
     #[error("etcd refused {path}: {message}")]
     Refused { path: &'static str, message: String },
-    /// It is something else that listens there.
+    /// The endpoint is no etcd.
     #[error("{path} was not answered as etcd's v3 API does: no {field}")]
     Protocol { path: &'static str, field: &'static str },
 }
 
-/// Number of a lease in etcd.
+/// Id of a lease in etcd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EtcdLease(i64);
 
-/// A key as it is.
+/// A key's value and revision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Held {
     pub(crate) value: String,
-    /// The store's revision when the key was made: larger for every later making of any key.
+    /// etcd's revision when the key was created: larger for every later creation.
     pub(crate) revision: u64,
 }
 
-/// A client. Cheap: it keeps connections, no state of etcd's.
+/// A client. It keeps connections, no state of etcd's.
 #[derive(Debug)]
 pub(crate) struct Etcd {
     http: reqwest::Client,
@@ -42,7 +42,7 @@ pub(crate) struct Etcd {
 }
 
 impl Etcd {
-    /// A client of `endpoints` (`http://host:port`, one at least) that gives each `limit` to answer.
+    /// A client of `endpoints` (`http://host:port`, at least one), each with `limit` to answer.
     pub(crate) fn new(endpoints: &[String], limit: Duration) -> anyhow::Result<Self> {
         anyhow::ensure!(!endpoints.is_empty(), "--etcd needs an address\nhint: --etcd http://127.0.0.1:2379");
         for endpoint in endpoints {
@@ -52,13 +52,13 @@ impl Etcd {
                  put a proxy on this machine in between"
             );
         }
-        // A proxy of the environment is for the world outside, not for the cluster's own store.
+        // No proxy from the environment: etcd is the cluster's own.
         let http = reqwest::Client::builder().no_proxy().timeout(limit).connect_timeout(limit).build()?;
         let endpoints = endpoints.iter().map(|e| e.trim_end_matches('/').to_owned()).collect();
         Ok(Self { http, endpoints, at: 0 })
     }
 
-    /// A new lease of about `ttl_s` seconds (etcd may give more); with what it gave.
+    /// Requests a lease of about `ttl_s` seconds (etcd may grant more); returns it with its time to live.
     pub(crate) async fn grant(&mut self, ttl_s: u64) -> Result<(EtcdLease, Duration), EtcdError> {
         const PATH: &str = "/v3/lease/grant";
         let reply = self.call(PATH, &json!({ "TTL": ttl_s.to_string() })).await?;
@@ -67,18 +67,18 @@ impl Etcd {
         Ok((EtcdLease(lease), Duration::from_secs(ttl)))
     }
 
-    /// Renews a lease; how long it lasts from when etcd heard this, `None` if it is over.
+    /// Renews a lease; returns its time to live from etcd's receipt, `None` if it has ended.
     pub(crate) async fn keep_alive(&mut self, lease: EtcdLease) -> Result<Option<Duration>, EtcdError> {
         let reply = self.call("/v3/lease/keepalive", &json!({ "ID": lease.0.to_string() })).await?;
         Ok(natural(&reply["result"]["TTL"]).filter(|ttl| *ttl > 0).map(Duration::from_secs))
     }
 
-    /// Ends a lease, and with it the keys that hang on it.
+    /// Ends a lease, and deletes the keys attached to it.
     pub(crate) async fn revoke(&mut self, lease: EtcdLease) -> Result<(), EtcdError> {
         self.call("/v3/lease/revoke", &json!({ "ID": lease.0.to_string() })).await.map(drop)
     }
 
-    /// Makes `key` for as long as `lease` lasts, if nobody has it; who has it then, oneself or another.
+    /// Creates `key` for the time of `lease`, if it does not exist; returns who has it then.
     pub(crate) async fn claim(&mut self, key: &str, value: &str, lease: EtcdLease) -> Result<Claim, EtcdError> {
         const PATH: &str = "/v3/kv/txn";
         let name = STANDARD.encode(key);
@@ -96,7 +96,7 @@ impl Etcd {
         other.map(Claim::Theirs).ok_or(EtcdError::Protocol { path: PATH, field: "kvs" })
     }
 
-    /// A key, read from a majority of etcd's members.
+    /// Reads a key with a quorum of etcd's members.
     pub(crate) async fn get(&mut self, key: &str) -> Result<Option<Held>, EtcdError> {
         let reply = self.call("/v3/kv/range", &json!({ "key": STANDARD.encode(key) })).await?;
         Ok(held(&reply["kvs"][0]))
@@ -120,7 +120,7 @@ impl Etcd {
                     self.at = at;
                     return Ok(value);
                 }
-                // Without a leader of its own etcd says so: another endpoint may be on the majority's side.
+                // An endpoint without a leader answers so: another may be in the majority.
                 Ok((status, value)) if status.is_server_error() => {
                     failed = Some((at, message(&value, status.as_u16())));
                 }
@@ -135,10 +135,10 @@ impl Etcd {
     }
 }
 
-/// How [`Etcd::claim`] ended.
+/// Result of [`Etcd::claim`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Claim {
-    /// At this revision.
+    /// Created, at this revision.
     Ours(u64),
     Theirs(Held),
 }
@@ -147,7 +147,7 @@ fn message(value: &Value, status: u16) -> String {
     value["error"].as_str().map_or_else(|| format!("HTTP status {status}"), str::to_owned)
 }
 
-/// etcd leaves out fields that are 0 and writes 64-bit integers as strings.
+/// An integer field: etcd omits zeros and writes 64-bit integers as strings.
 fn integer(value: &Value) -> Option<i64> {
     value.as_i64().or_else(|| value.as_str()?.parse().ok())
 }

@@ -1,33 +1,37 @@
 //! One OpenAI endpoint over several instances: a reverse proxy that picks an instance per request.
 //!
-//! It knows no model: a request's body is kept until it is answered, answers stream through, and when a client goes away
-//! the connection to the instance closes with it, which cancels the request there. When an instance is lost, another one
-//! goes on with its requests ([`crate::replay`]).
+//! It knows no model: a request's body is kept until it is answered, responses stream through, and when a client
+//! disconnects, the connection to the instance closes with it, which cancels the request there. When an instance is
+//! lost, another one goes on with its requests ([`crate::replay`]).
 
 use crate::args::TlsArgs;
-use crate::bodies::Bodies;
+use crate::health_port::{HealthArgs, Metrics};
 use crate::log;
 use crate::metrics_table;
 use crate::pool_client::PoolClient;
 use crate::pool_watch::PoolWatch;
+use crate::port::{self, PortArgs};
 use crate::replay::{self, Attempts, Repeatable, ReplayLimits};
-use crate::upstreams::{Backend, Backends, Upstreams, count, end_to_end, none_alive};
+use crate::upstreams::{Backend, Backends, Upstreams, end_to_end, none_alive};
 use anyhow::Context;
 use axum::{
     Json, Router,
     body::Body,
     extract::{Request, State},
-    http::{HeaderMap, HeaderName, HeaderValue, header},
+    http::{HeaderName, HeaderValue, header},
     response::{IntoResponse, Response},
     routing::get,
 };
-use lagoon_http::{ApiError, server};
+use lagoon_http::client::Response as Answer;
+use lagoon_http::tls::ClientTls;
+use lagoon_http::{ApiError, Bodies, Meter, journal, server};
+use lagoon_transport::NodeRole;
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::json;
 use std::{net::SocketAddr, sync::Arc};
 use tokio::net::TcpListener;
 
-/// Names the instance that answered.
+/// Response header with the name of the instance that answered.
 const INSTANCE_HEADER: HeaderName = HeaderName::from_static("x-lagoon-instance");
 /// The proxy.
 pub(crate) struct Gateway {
@@ -35,8 +39,6 @@ pub(crate) struct Gateway {
     limits: ReplayLimits,
     bodies: Bodies,
     metrics: PrometheusHandle,
-    /// Guards everything but `/health`. Requests carry it on to the instances, which check it again.
-    api_key: Option<String>,
 }
 
 impl std::fmt::Debug for Gateway {
@@ -46,15 +48,10 @@ impl std::fmt::Debug for Gateway {
 }
 
 impl Gateway {
-    /// # Errors
-    /// When the HTTP client cannot be set up.
-    pub(crate) fn new(
-        backends: Arc<dyn Backends>,
-        metrics: PrometheusHandle,
-        api_key: Option<String>,
-    ) -> anyhow::Result<Self> {
-        let upstreams = Arc::new(Upstreams::new(backends)?);
-        Ok(Self { upstreams, limits: ReplayLimits::default(), bodies: Bodies::new(), metrics, api_key })
+    /// A gateway over `backends`, by TLS with `tls`, else plain HTTP.
+    pub(crate) fn new(backends: Arc<dyn Backends>, metrics: PrometheusHandle, tls: Option<Arc<ClientTls>>) -> Self {
+        let upstreams = Arc::new(Upstreams::new(backends, tls));
+        Self { upstreams, limits: ReplayLimits::default(), bodies: Bodies::default(), metrics }
     }
 
     #[cfg(test)]
@@ -62,14 +59,14 @@ impl Gateway {
         Self { limits, ..self }
     }
 
-    fn check_key(&self, headers: &HeaderMap) -> Result<(), ApiError> {
-        match &self.api_key {
-            Some(key) if !server::bears_key(headers, key) => Err(server::unauthorized()),
-            _ => Ok(()),
-        }
+    /// Returns the text of `/metrics`: the recorder's, and the counters by instance.
+    fn shown(&self) -> Metrics {
+        let (metrics, upstreams) = (self.metrics.clone(), Arc::clone(&self.upstreams));
+        Arc::new(move || metrics.render() + &upstreams.render_counts())
     }
 
-    /// `/health` and `/metrics` are the gateway's own; everything else goes to an instance.
+    /// The gateway's routes: `/health` and `/metrics` are its own; all others go to an instance. Keys are checked
+    /// before.
     pub(crate) fn router(self) -> Router {
         Router::new()
             .route("/health", get(health))
@@ -93,33 +90,31 @@ async fn health(State(gateway): State<Arc<Gateway>>) -> Result<impl IntoResponse
     }
 }
 
-async fn show_metrics(State(gateway): State<Arc<Gateway>>, headers: HeaderMap) -> Result<impl IntoResponse, ApiError> {
-    gateway.check_key(&headers)?;
-    Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], gateway.metrics.render()))
+async fn show_metrics(State(gateway): State<Arc<Gateway>>) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], gateway.shown()())
 }
 
-async fn proxy(State(gateway): State<Arc<Gateway>>, request: Request) -> Result<Response, ApiError> {
-    // Before a byte of the body is read.
-    gateway.check_key(request.headers())?;
+async fn proxy(State(gateway): State<Arc<Gateway>>, meter: Meter, request: Request) -> Result<Response, ApiError> {
     let request = Repeatable::read(&gateway.bodies, request).await?;
-    let mut attempts = Attempts::new(Arc::clone(&gateway.upstreams), gateway.limits, request);
+    let mut attempts = Attempts::new(Arc::clone(&gateway.upstreams), gateway.limits, request, meter);
     let (backend, response) = attempts.respond(None).await?;
     Ok(forward(attempts, backend, response))
 }
 
 /// The instance's response, streamed on.
-fn forward(attempts: Attempts, backend: Backend, response: reqwest::Response) -> Response {
-    count(&backend, response.status().as_str());
+fn forward(mut attempts: Attempts, backend: Backend, response: Answer) -> Response {
+    attempts.count(&backend, &response);
     let mut reply = Response::new(());
     *reply.status_mut() = response.status();
     *reply.headers_mut() = end_to_end(response.headers());
     let name = HeaderValue::from_str(&backend.name).unwrap_or(HeaderValue::from_static("unprintable"));
     reply.headers_mut().insert(INSTANCE_HEADER, name);
+    reply.headers_mut().remove(journal::TOKENS_HEADER);
     let (head, ()) = reply.into_parts();
     let body = if replay::is_event_stream(&response) {
         Body::from_stream(attempts.events(backend, response))
     } else {
-        Body::from_stream(response.bytes_stream())
+        Body::from_stream(response.chunks())
     };
     Response::from_parts(head, body)
 }
@@ -130,7 +125,7 @@ pub(crate) struct GatewayArgs {
     /// Where to listen.
     #[arg(long, default_value = "127.0.0.1:8000")]
     listen: SocketAddr,
-    /// A server to dispatch to; repeat it. Their load is unknown here, so requests go round.
+    /// A server to dispatch to (repeatable). Their load is unknown, so dispatch is round-robin.
     #[arg(long = "backend", value_name = "ADDR", required_unless_present = "gmanager", conflicts_with = "gmanager")]
     backends: Vec<SocketAddr>,
     /// Dispatch to this pool's instances by their free memory (ip:port of the gManager's QUIC endpoint; of several,
@@ -141,10 +136,14 @@ pub(crate) struct GatewayArgs {
     #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::BLOCK_TOKENS_DEFAULT, requires = "gmanager")]
     block_tokens: u32,
     #[command(flatten)]
+    health: HealthArgs,
+    #[command(flatten)]
     tls: TlsArgs,
-    /// The key that every request but /health must bear; the instances' own --api-key, as they check it, too.
-    #[arg(long, env = "LAGOON_API_KEY", hide_env_values = true)]
+    /// Clients must show this key (`Authorization: Bearer KEY`); /health stays open.
+    #[arg(long, value_name = "KEY", env = "LAGOON_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
+    #[command(flatten)]
+    port: PortArgs,
     /// Print one JSON object when ready.
     #[arg(long)]
     json: bool,
@@ -159,7 +158,8 @@ pub(crate) struct GatewayArgs {
 /// When the address cannot be listened on, or the pool's gManager does not answer.
 pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<()> {
     let stop = crate::shutdown::token(args.exit_with_stdin);
-    let metrics = lagoon_http::metrics::install(&[metrics_table::GATEWAY]).context("install the metrics recorder")?;
+    let metrics = lagoon_http::metrics::install(metrics_table::OF_GATEWAY).context("install the metrics recorder")?;
+    let health;
     let router = if args.gmanager.is_empty() {
         let backend = |addr: &SocketAddr| Backend {
             name: addr.to_string(),
@@ -169,29 +169,41 @@ pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<()> {
             waiting: 0,
         };
         let backends: Vec<_> = args.backends.iter().map(backend).collect();
-        Gateway::new(Arc::new(backends), metrics, args.api_key)?.router()
+        let gateway = Gateway::new(Arc::new(backends), metrics, None);
+        health = args.health.start(&args.port, || Ok(()), Some(gateway.shown()), &stop)?;
+        gateway.router()
     } else {
-        let identity = args.tls.identity()?;
+        let identity = args.tls.identity(&[NodeRole::Gateway])?;
         let mut client = PoolClient::new(&args.gmanager, &identity)?;
         let state = client.state().await?;
         let watch = PoolWatch::start(client, state, args.block_tokens, stop.clone());
-        let operator = watch.router(PoolClient::new(&args.gmanager, &identity)?, args.api_key.as_ref());
-        let gateway = Gateway::new(Arc::new(watch), metrics, args.api_key)?;
+        let probed = watch.clone();
+        let ready = move || if probed.serving().is_empty() { Err("no instance is alive".to_owned()) } else { Ok(()) };
+        let operator = watch.router(PoolClient::new(&args.gmanager, &identity)?);
+        let gateway =
+            Gateway::new(Arc::new(watch), metrics, port::pool_client(port::pool_files(&args.tls, port::is_instance))?);
+        health = args.health.start(&args.port, ready, Some(gateway.shown()), &stop)?;
         operator.fallback_service(gateway.router())
     };
     let listener = TcpListener::bind(args.listen).await.with_context(|| {
         format!("listen on {}\nhint: another program may use the port; `--listen` names another", args.listen)
     })?;
-    announce(&listener, args.json)?;
-    lagoon_http::serve(listener, router, stop.cancelled_owned()).await.context("serve the gateway")
+    announce(&listener, args.port.scheme(), health, args.json)?;
+    let port = args.port.port(listener, args.api_key.as_deref(), None)?;
+    lagoon_http::serve(port, router, stop.cancelled_owned()).await.context("serve the gateway")
 }
 
-fn announce(listener: &TcpListener, as_json: bool) -> anyhow::Result<()> {
+fn announce(listener: &TcpListener, scheme: &str, health: Option<SocketAddr>, as_json: bool) -> anyhow::Result<()> {
     let http = listener.local_addr()?.to_string();
     if as_json {
-        log::announce(json!({ "ready": true, "http": http }));
+        let mut ready = json!({ "ready": true, "http": http });
+        if let Some(health) = health {
+            ready["health"] = health.to_string().into();
+        }
+        log::announce(ready);
     } else {
-        log::announce(format_args!("OpenAI endpoint http://{http}/v1"));
+        log::announce(format_args!("OpenAI endpoint {scheme}://{http}/v1"));
+        health.iter().for_each(|addr| log::announce(format_args!("probes on {scheme}://{addr}/ready")));
     }
     Ok(())
 }

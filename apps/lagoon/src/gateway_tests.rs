@@ -2,6 +2,7 @@
 
 use super::*;
 use lagoon_http::scripted::{self, ScriptedEngine, Step};
+use lagoon_http::{Keys, Port};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -24,16 +25,28 @@ pub(crate) async fn gateway_with(source: Arc<dyn Backends>, limits: ReplayLimits
 }
 
 async fn keyed_gateway(source: Arc<dyn Backends>, limits: ReplayLimits, key: Option<&str>) -> String {
-    let gateway = Gateway::new(source, scripted::recorder(), key.map(str::to_owned)).unwrap().with_limits(limits);
+    guarded_gateway(source, limits, key.map_or_else(Keys::none, Keys::single)).await
+}
+
+async fn guarded_gateway(source: Arc<dyn Backends>, limits: ReplayLimits, keys: Arc<Keys>) -> String {
+    let gateway = Gateway::new(source, scripted::recorder(), None).with_limits(limits);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(lagoon_http::serve(listener, gateway.router(), std::future::pending()));
+    tokio::spawn(lagoon_http::serve(Port::plain(listener, keys), gateway.router(), std::future::pending()));
     url
 }
 
 /// An address where nothing listens.
 pub(crate) fn dead() -> String {
-    format!("http://{}", std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap())
+    format!("http://{}", reserve_address("127.0.0.1:0".parse().unwrap()))
+}
+
+/// An address that refuses connections, and that no other test gets: bound for as long as the process lives, without listening.
+pub(crate) fn reserve_address(addr: SocketAddr) -> SocketAddr {
+    let socket = tokio::net::TcpSocket::new_v4().unwrap();
+    socket.set_reuseaddr(true).unwrap();
+    socket.bind(addr).unwrap();
+    Box::leak(Box::new(socket)).local_addr().unwrap()
 }
 
 pub(crate) async fn complete(url: &str, body: &Value) -> (u16, String, String) {
@@ -113,10 +126,10 @@ async fn an_instance_that_cannot_be_reached_is_passed_over() {
     let server = scripted::spawn(scripted::state(engine.clone())).await;
     let url = gateway(vec![backend("gone", &dead(), 1_000_000), backend("i2", &server, 1)]).await;
     // Larger than what a connection buffers, so that the body is still whole after the first attempt.
-    let prompt = "a".repeat(1 << 20);
-    let (status, instance, _) = complete(&url, &json!({"prompt": prompt})).await;
+    let body = json!({"prompt": "abc", "metadata": "a".repeat(1 << 20)});
+    let (status, instance, _) = complete(&url, &body).await;
     assert_eq!((status, instance.as_str()), (200, "i2"));
-    assert_eq!(engine.requests()[0].prompt.len(), (1 << 20) + 1);
+    assert_eq!(engine.requests()[0].prompt.len(), 4);
     assert_eq!(reqwest::get(format!("{url}/v1/models")).await.unwrap().status(), 200);
 }
 
@@ -165,9 +178,8 @@ async fn a_stream_without_a_journal_that_is_lost_midway_ends_with_an_error() {
 
 #[tokio::test]
 async fn keys_reach_instances_and_guard_metrics() {
-    let mut state = scripted::state(ScriptedEngine::saying("ok"));
-    state.api_key = Some("sesame".to_owned());
-    let server = scripted::spawn(state).await;
+    let state = scripted::state(ScriptedEngine::saying("ok"));
+    let server = scripted::spawn_keyed(state, Keys::single("sesame")).await;
     let backends = Arc::new(vec![backend("i1", &server, 1)]);
     let url = keyed_gateway(backends, ReplayLimits::default(), Some("sesame")).await;
     let http = reqwest::Client::new();
@@ -186,6 +198,31 @@ async fn keys_reach_instances_and_guard_metrics() {
     }
     let metrics = http.get(format!("{url}/metrics")).bearer_auth("sesame").send().await.unwrap().text().await.unwrap();
     assert!(metrics.contains("lagoon_gateway_requests_total{instance=\"i1\",status=\"200\"}"), "{metrics}");
+}
+
+/// Whoever left before the first event paid nothing for the prompt before.
+#[tokio::test]
+async fn a_client_that_leaves_before_the_answer_has_paid_for_its_prompt() {
+    let engine = ScriptedEngine::new(|_| Ok(vec![Step::Hang]));
+    let server = scripted::spawn(scripted::state(engine.clone())).await;
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "[[key]]\nname = 'a'\nkey = 'a'\ntokens_per_minute = 60\n").unwrap();
+    let keys = Arc::new(Keys::new(None, None, Some(file.path().to_owned())).unwrap());
+    let url = guarded_gateway(Arc::new(vec![backend("i1", &server, 1)]), ReplayLimits::default(), keys).await;
+    let ask = |more: Value| {
+        let mut body = json!({"prompt": "a".repeat(400)});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let request = reqwest::Client::new().post(format!("{url}/v1/completions")).bearer_auth("a").json(&body);
+        async move { request.send().await.unwrap().status().as_u16() }
+    };
+    // What is refused costs nothing.
+    assert_eq!([ask(json!({"best_of": 3})).await, ask(json!({"best_of": 3})).await], [400; 2]);
+    let leaving = tokio::spawn(ask(json!({"stream": true})));
+    engine.wait_submitted(1).await;
+    leaving.abort();
+    engine.wait_cancelled(1).await;
+    let next = tokio::time::timeout(LONG, ask(json!({"stream": true}))).await;
+    assert_eq!(next.expect("it is refused, not computed"), 429);
 }
 
 /// Thirty-two clients that sent headers and no body shut everybody else out before.
@@ -222,6 +259,10 @@ impl Backends for Old {
 
     fn is_dead(&self, _: SocketAddr) -> bool {
         false
+    }
+
+    fn knows(&self, _: &str) -> bool {
+        true
     }
 
     fn silent_for(&self) -> Option<Duration> {

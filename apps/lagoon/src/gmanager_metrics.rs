@@ -1,4 +1,4 @@
-//! What a gManager tells Prometheus: the pool as its term knows it, what it ordered, and whether it leads.
+//! A gManager's metrics for Prometheus: the pool in its term, its orders, and whether it leads.
 
 use crate::pool_client::role_name;
 use lagoon_cluster::{DgfmStats, GManager, GManagerStats, SwitchedBy};
@@ -7,7 +7,7 @@ use metrics::{counter, gauge, histogram};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Of one term: what was counted already, because counters go on over terms.
+/// Counts of this term that were exported already: counters go on over terms.
 #[derive(Debug, Default)]
 pub(crate) struct GManagerMetrics {
     stats: GManagerStats,
@@ -15,18 +15,18 @@ pub(crate) struct GManagerMetrics {
     switches: BTreeMap<(Role, Role, SwitchedBy), u64>,
 }
 
-/// A planning round took so long, with all that its tick did besides.
+/// Records the duration of a planning round and its tick.
 pub(crate) fn round(took: Duration) {
     histogram!("lagoon_gmanager_round_seconds").record(took.as_secs_f64());
 }
 
-/// A debtor told of a creditor's refusal.
+/// Counts a creditor's refusal that a debtor reported.
 pub(crate) fn refusal() {
     counter!("lagoon_gmanager_refusals_total").increment(1);
 }
 
 impl GManagerMetrics {
-    /// Sets everything.
+    /// Sets all metrics.
     pub(crate) fn record(&mut self, gmanager: &GManager, now_ms: u64) {
         let rows = gmanager.status(now_ms);
         let count = |of: &dyn Fn(&InstanceStatus) -> bool| {
@@ -65,7 +65,7 @@ impl GManagerMetrics {
     }
 }
 
-/// Sets whether it leads, and in which term.
+/// Sets whether this gManager leads, and its term.
 pub(crate) fn record_standing(term: Option<u64>) {
     gauge!("lagoon_gmanager_leads").set(if term.is_some() { 1.0 } else { 0.0 });
     #[allow(clippy::cast_precision_loss, reason = "for comparing, and under 2^53 for millennia")]

@@ -1,16 +1,16 @@
-//! Network interfaces as the kernel describes them, and how near each is to a device on the PCI bus.
+//! Network interfaces as the kernel describes them, and their distance to a device on the PCI bus.
 
 use lagoon_backend::PciAddress;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::{Component, Path};
 
-/// Where the kernel describes devices.
+/// Where the kernel describes devices (sysfs).
 pub(crate) const SYSFS: &str = "/sys";
-/// Interfaces below an interface that are looked at: a VLAN on a bond on a card is three.
+/// Maximum depth of lower interfaces: a VLAN on a bond on a card is three.
 const LOWER_MAX: u32 = 4;
 
-/// Where a device is: the root complex and the bridges that lead to it, outermost first, and itself.
+/// PCI location of a device: the root complex, the bridges that lead to it, outermost first, and itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     path: Vec<String>,
@@ -18,13 +18,13 @@ pub(crate) struct Place {
     node: Option<u32>,
 }
 
-/// How near a network card is to a device, farthest first: what data between the two must cross.
+/// Nearness of a network card to a device, farthest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Nearness {
     Any,
     SameNode,
     SameRoot,
-    /// Below so many bridges that lead to both.
+    /// Below a common PCI switch: number of bridges shared.
     SameSwitch(usize),
 }
 
@@ -50,23 +50,23 @@ impl Place {
         }
     }
 
-    /// Of a device's directory, with all links followed; `None` if it is on no PCI bus.
+    /// Location of a device directory, with links resolved; `None` if it is on no PCI bus.
     fn of(directory: &Path) -> Option<Self> {
         let directory = directory.canonicalize().ok()?;
         let is_pci = |part: &str| part.parse::<PciAddress>().is_ok();
-        // What lies below its PCI function (`virtio0`, say) is no part of the way to it.
+        // Directories below the PCI function (`virtio0`, say) are not part of the path.
         let own = directory.ancestors().find(|at| at.file_name().and_then(|name| name.to_str()).is_some_and(is_pci))?;
         let names = own.components().filter_map(|part| match part {
             Component::Normal(name) => name.to_str(),
             _ => None,
         });
         let path = names.skip_while(|name| !name.starts_with("pci")).map(str::to_owned).collect();
-        // -1 where there is one only.
+        // The kernel writes -1 if there is only one node.
         let node = read(&own.join("numa_node")).and_then(|text| text.parse().ok());
         Some(Self { path, node })
     }
 
-    /// Of a function on the PCI bus.
+    /// Location of a PCI function.
     pub(crate) fn of_pci(sysfs: &Path, address: PciAddress) -> Option<Self> {
         Self::of(&sysfs.join("bus/pci/devices").join(address.to_string()))
     }
@@ -81,21 +81,21 @@ impl Place {
 pub(crate) struct Interface {
     pub(crate) name: String,
     pub(crate) up: bool,
-    /// Megabits per second, if it says so.
+    /// Speed in megabits per second, if reported.
     pub(crate) megabits: Option<u64>,
-    /// Of the cards that it is made of: none of a virtual one, several of a bond.
+    /// Locations of its cards: none for a virtual interface, several for a bond.
     pub(crate) places: Vec<Place>,
-    /// Those that others on its network can reach.
+    /// Addresses that others on its network can reach.
     pub(crate) addresses: Vec<IpAddr>,
 }
 
 impl Interface {
-    /// Its first address of `like`'s family.
+    /// Its first address of the family of `like`.
     pub(crate) fn address(&self, like: IpAddr) -> Option<IpAddr> {
         self.addresses.iter().copied().find(|address| address.is_ipv4() == like.is_ipv4())
     }
 
-    /// Of its card that is nearest.
+    /// Nearness of its nearest card.
     pub(crate) fn nearness(&self, device: &Place) -> Option<Nearness> {
         self.places.iter().map(|place| place.nearness(device)).max()
     }
@@ -120,14 +120,14 @@ fn places(network: &Path, name: &str, depth: u32) -> Vec<Place> {
     lower.flat_map(|lower| places(network, &lower, depth - 1)).collect()
 }
 
-/// The interfaces that `sysfs` describes, by name, with those of `addresses` that are theirs.
+/// The interfaces in `sysfs`, by name, with their `addresses`.
 pub(crate) fn interfaces(sysfs: &Path, addresses: &[(String, IpAddr)]) -> Vec<Interface> {
     let network = sysfs.join("class/net");
     let describe = |name: String| {
         let own = network.join(&name);
         let is = |file: &str, value: &str| read(&own.join(file)).as_deref() == Some(value);
         Interface {
-            // Some drivers do not say, but for the carrier.
+            // Some drivers report only the carrier.
             up: is("operstate", "up") || is("operstate", "unknown") && is("carrier", "1"),
             megabits: read(&own.join("speed")).and_then(|text| text.parse().ok()).filter(|megabits| *megabits > 0),
             places: places(&network, &name, LOWER_MAX),
@@ -142,7 +142,7 @@ pub(crate) fn interfaces(sysfs: &Path, addresses: &[(String, IpAddr)]) -> Vec<In
     found
 }
 
-/// This machine's addresses that others can reach, by interface.
+/// This machine's reachable addresses, by interface.
 pub(crate) fn addresses() -> std::io::Result<Vec<(String, IpAddr)>> {
     let reachable = |address: &IpAddr| match address {
         IpAddr::V4(address) => !address.is_link_local(),

@@ -1,6 +1,7 @@
-//! `lagoon kv`: where requests' rBlocks are, and moving them by hand.
+//! `lagoon kv`: shows where requests' rBlocks are, and moves them by hand.
 
 use crate::admin::{Move, Operator, Order, Outcome, Placement, PoolArgs};
+use crate::log::{out, outln};
 use crate::table::Table;
 use anyhow::Context;
 use serde_json::json;
@@ -42,7 +43,7 @@ enum KvCommand {
         /// Name or number of the instance that shall have them.
         #[arg(long, value_name = "INSTANCE")]
         to: String,
-        /// Say what would be ordered, and order nothing.
+        /// Print the moves that would be ordered, without ordering them.
         #[arg(long)]
         dry_run: bool,
         /// Wait until the move has ended, and say how.
@@ -62,14 +63,14 @@ enum KvCommand {
         /// Name or number of the instance to take them from [default: the one that has most].
         #[arg(long, value_name = "INSTANCE")]
         from: Option<String>,
-        /// Say what would be ordered, and order nothing.
+        /// Print the moves that would be ordered, without ordering them.
         #[arg(long)]
         dry_run: bool,
         /// Wait until the move has ended, and say how.
         #[arg(long, conflicts_with = "dry_run")]
         wait: bool,
     },
-    /// How an order ended that `move` or `recall` gave.
+    /// Print how an order of `move` or `recall` ended.
     Order {
         /// Its number, as `move` and `recall` print it.
         order: u64,
@@ -77,11 +78,11 @@ enum KvCommand {
         #[arg(long)]
         wait: bool,
     },
-    /// What the planner would order next. It orders nothing because of this.
+    /// Print the moves that the planner would order next, without ordering them.
     Plan,
 }
 
-/// Asks the pool and prints its answer.
+/// Sends the command to the pool and prints the reply.
 pub(crate) async fn run(args: KvArgs) -> anyhow::Result<()> {
     let mut operator = Operator::new(&args.pool)?;
     match &args.command {
@@ -123,7 +124,7 @@ pub(crate) async fn run(args: KvArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Gives an order to move, follows it if asked, and prints both. A move of nothing is an error.
+/// Orders a move, follows it with `wait`, and prints both. A move of nothing is an error.
 async fn give(args: &KvArgs, operator: &mut Operator, order: Order, dry: bool, wait: bool) -> anyhow::Result<()> {
     let moves = operator.order(order).await?.moves;
     let outcome = match moves.first().filter(|_| wait && !dry) {
@@ -137,10 +138,9 @@ async fn give(args: &KvArgs, operator: &mut Operator, order: Order, dry: bool, w
     Ok(())
 }
 
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 fn show_placements(args: &KvArgs, mut rows: Vec<Placement>) -> anyhow::Result<()> {
     if args.json {
-        println!("{}", serde_json::to_string(&json!({ "placements": rows }))?);
+        outln!("{}", serde_json::to_string(&json!({ "placements": rows }))?);
         return Ok(());
     }
     rows.sort();
@@ -149,21 +149,20 @@ fn show_placements(args: &KvArgs, mut rows: Vec<Placement>) -> anyhow::Result<()
         let numbers = [row.instance, row.blocks, row.blocks_sealed].map(|n| n.to_string());
         table.row([vec![row.request.clone()], numbers.to_vec()].concat());
     }
-    print!("{table}");
+    out!("{table}");
     Ok(())
 }
 
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 fn show_outcome(args: &KvArgs, order: u64, outcome: &Outcome) -> anyhow::Result<()> {
     if args.json {
-        println!("{}", serde_json::to_string(&json!({ "order": order, "outcome": outcome }))?);
+        outln!("{}", serde_json::to_string(&json!({ "order": order, "outcome": outcome }))?);
     } else {
-        println!("{}", said(outcome));
+        outln!("{}", describe(outcome));
     }
     Ok(())
 }
 
-fn said(Outcome { ended, blocks, moved, reason }: &Outcome) -> String {
+fn describe(Outcome { ended, blocks, moved, reason }: &Outcome) -> String {
     match (*ended, moved == blocks) {
         (false, _) => format!("{blocks} rBlocks are on their way"),
         (true, true) => format!("{moved} rBlocks moved"),
@@ -171,41 +170,40 @@ fn said(Outcome { ended, blocks, moved, reason }: &Outcome) -> String {
     }
 }
 
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 fn show_moves(args: &KvArgs, moves: &[Move], dry: bool, outcome: Option<&Outcome>) -> anyhow::Result<()> {
     if args.json {
         let mut shown = json!({ "moves": moves, "dry_run": dry });
         if let Some(outcome) = outcome {
             shown["outcome"] = serde_json::to_value(outcome)?;
         }
-        println!("{}", serde_json::to_string(&shown)?);
+        outln!("{}", serde_json::to_string(&shown)?);
         return Ok(());
     }
     if moves.is_empty() {
-        println!("nothing to move");
+        outln!("nothing to move");
         return Ok(());
     }
     let mut table = Table::new(&["ORDER", "REQUEST", "BLOCKS", "FROM", "TO", "GAIN (tok/s)"]);
     for m in moves {
-        // What was not ordered has no number.
+        // A dry run has no order number.
         let order = if m.order == 0 { "-".to_owned() } else { m.order.to_string() };
         let gain = format!("{:.1}", m.gain_tokens_per_s);
         let [blocks, source, target] = [m.blocks, m.source, m.target].map(|n| n.to_string());
         table.row(vec![order, m.request.clone(), blocks, source, target, gain]);
     }
-    print!("{table}");
+    out!("{table}");
     if dry {
-        println!("nothing was ordered (dry run)");
+        outln!("nothing was ordered (dry run)");
     }
     if let Some(outcome) = outcome {
-        println!("{}", said(outcome));
+        outln!("{}", describe(outcome));
     }
     Ok(())
 }
 
 const HINT: &str = "hint: a request is DEBTOR/SEQ, as `lagoon kv ls` prints it";
 
-/// DEBTOR or DEBTOR/SEQ.
+/// Parses DEBTOR or DEBTOR/SEQ.
 async fn parse_requests(operator: &mut Operator, text: &str) -> anyhow::Result<(u32, Option<u64>)> {
     if text.contains('/') {
         let (debtor, seq) = parse_request(operator, text).await?;
@@ -214,7 +212,7 @@ async fn parse_requests(operator: &mut Operator, text: &str) -> anyhow::Result<(
     Ok((operator.find(text).await?.instance, None))
 }
 
-/// DEBTOR/SEQ; the debtor by number or name.
+/// Parses DEBTOR/SEQ; the debtor by number or name.
 async fn parse_request(operator: &mut Operator, text: &str) -> anyhow::Result<(u32, u64)> {
     let (debtor, seq) = text.split_once('/').with_context(|| format!("{text:?} names no request\n{HINT}"))?;
     let seq = seq.parse().with_context(|| format!("{seq:?} is no sequence number\n{HINT}"))?;

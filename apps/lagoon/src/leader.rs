@@ -1,17 +1,37 @@
-//! Which of a pool's gManagers to talk to: connected to all, registered with the one that leads.
+//! An instance's choice among its pool's gManagers: connected to all, registered with the leader.
 //!
-//! A standby says who leads, or that it does not know; then the others are asked in turn, with a pause that grows.
+//! A standby names the leader, if it knows it; then that one is asked, else the others in turn, with growing pauses.
 
 use lagoon_transport::{Class, Node, PeerId};
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-/// gManagers that are remembered at most, those that standbys named included.
+/// Maximum of remembered gManagers, including those that standbys named.
 const GMANAGERS_MAX: usize = 16;
 /// Pause before another gManager is asked; it doubles while none leads.
 const PAUSE: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// How long a term rules out earlier ones since it was last seen: longer than any leader's lease. An earlier term after
+/// that is from a new etcd.
+const TERM_HOLD: Duration = Duration::from_secs(90);
+
+/// The latest term that was heard, and when.
+#[derive(Debug, Default)]
+pub(crate) struct Terms(Option<(u64, Instant)>);
+
+impl Terms {
+    /// A leader says which term it leads in. False if a later one was heard while a leader of the earlier one may still act: then
+    /// what it says does not count.
+    pub(crate) fn accepts(&mut self, term: u64, now: Instant) -> bool {
+        let later = self.0.is_some_and(|(latest, at)| term < latest && now.duration_since(at) < TERM_HOLD);
+        if !later {
+            self.0 = Some((term, now));
+        }
+        !later
+    }
+}
 
 /// See the module's documentation.
 #[derive(Debug)]
@@ -19,18 +39,19 @@ pub(crate) struct Leader {
     /// In the order in which they are asked.
     known: Vec<PeerId>,
     connected: BTreeSet<PeerId>,
-    /// Whom the instance talks to.
+    /// The gManager in use.
     current: Option<PeerId>,
-    /// The last one talked to: the next in turn is asked.
+    /// The last one in use: the next in turn is asked.
     last: Option<PeerId>,
-    /// The one that a standby named.
+    /// The leader that a standby named.
     named: Option<PeerId>,
     pause: Duration,
     not_before: Instant,
+    terms: Terms,
 }
 
 impl Leader {
-    /// Of the gManagers at `addrs`, to each of which `node` keeps a connection from now on.
+    /// A choice among `addrs`; `node` keeps connections to all.
     pub(crate) fn new(node: &Node, addrs: &[SocketAddr]) -> Self {
         let known = addrs.iter().take(GMANAGERS_MAX).filter_map(|addr| node.connect(*addr, &[Class::Control]));
         Self::of(known.collect(), Instant::now())
@@ -38,35 +59,49 @@ impl Leader {
 
     fn of(known: Vec<PeerId>, now: Instant) -> Self {
         let (current, last, named) = (None, None, None);
-        Self { known, connected: BTreeSet::new(), current, last, named, pause: PAUSE, not_before: now }
+        Self {
+            known,
+            connected: BTreeSet::new(),
+            current,
+            last,
+            named,
+            pause: PAUSE,
+            not_before: now,
+            terms: Terms::default(),
+        }
     }
 
     pub(crate) fn is_gmanager(&self, peer: PeerId) -> bool {
         self.known.contains(&peer)
     }
 
-    /// Whom to talk to.
+    /// The gManager in use.
     pub(crate) fn current(&self) -> Option<PeerId> {
         self.current
     }
 
-    /// One is connected.
+    /// A gManager is connected.
     pub(crate) fn on_up(&mut self, peer: PeerId) {
         self.connected.insert(peer);
     }
 
-    /// One is gone. True if it was the one talked to.
+    /// A gManager's connection is gone. True if it was the one in use.
     pub(crate) fn on_down(&mut self, peer: PeerId) -> bool {
         self.connected.remove(&peer);
         self.leave(peer)
     }
 
-    /// The current one accepted a registration: it leads.
+    /// As [`Terms::accepts`], of the current one.
+    pub(crate) fn accepts_term(&mut self, term: u64, now: Instant) -> bool {
+        self.terms.accepts(term, now)
+    }
+
+    /// The gManager in use accepted a registration: it leads.
     pub(crate) fn on_registered(&mut self) {
         (self.pause, self.named) = (PAUSE, None);
     }
 
-    /// The current one does not lead; `named` is who does, if it knew.
+    /// The gManager in use does not lead; `named`: the leader that it named.
     pub(crate) fn on_not_leader(&mut self, peer: PeerId, named: Option<PeerId>, now: Instant) -> bool {
         self.named = named.filter(|n| *n != peer);
         if let Some(named) = self.named
@@ -75,7 +110,8 @@ impl Leader {
         {
             self.known.push(named);
         }
-        self.not_before = now + self.pause;
+        // Spread, so that the instances of a pool do not ask the next one in step.
+        self.not_before = now + self.pause.mul_f64(rand::random_range(0.5..1.0));
         self.pause = (2 * self.pause).min(PAUSE_MAX);
         self.leave(peer)
     }
@@ -88,12 +124,12 @@ impl Leader {
         left
     }
 
-    /// If nobody is talked to: whom to talk to from now on.
+    /// Chooses a gManager if none is in use.
     pub(crate) fn choose(&mut self, now: Instant) -> Option<PeerId> {
         if self.current.is_some() || now < self.not_before {
             return None;
         }
-        // Named once, tried once.
+        // A named leader is tried once.
         let named = self.named.take().filter(|peer| self.connected.contains(peer));
         let after = self.last.and_then(|last| self.known.iter().position(|p| *p == last)).map_or(0, |at| at + 1);
         let turn = || self.known[after..].iter().chain(&self.known[..after]).find(|p| self.connected.contains(p));
@@ -123,11 +159,22 @@ mod tests {
         assert_eq!(leader.choose(start), None, "a pause");
         assert_eq!(leader.choose(start + PAUSE), Some(A));
         assert!(leader.on_not_leader(A, None, start));
-        assert_eq!(leader.choose(start + PAUSE), None, "a longer pause");
+        assert_eq!(leader.choose(start + PAUSE.mul_f64(0.99)), None, "a longer pause");
         assert_eq!(leader.choose(start + 2 * PAUSE), Some(B));
         leader.on_registered();
         assert!(!leader.on_down(A) && leader.on_down(B));
         assert_eq!((leader.current(), leader.choose(start + PAUSE_MAX)), (None, None));
+    }
+
+    #[test]
+    fn an_earlier_term_does_not_count_beside_a_later_one() {
+        let start = Instant::now();
+        let mut leader = Leader::of(vec![A, B], start);
+        assert!(leader.accepts_term(7, start) && leader.accepts_term(9, start) && leader.accepts_term(9, start));
+        assert!(!leader.accepts_term(7, start + TERM_HOLD / 2), "its leader is over");
+        assert!(leader.accepts_term(9, start + TERM_HOLD / 2));
+        assert!(!leader.accepts_term(8, start + TERM_HOLD), "the later one was heard since");
+        assert!(leader.accepts_term(3, start + 2 * TERM_HOLD), "the store is a new one");
     }
 
     #[test]

@@ -1,7 +1,8 @@
-//! The commands of `lagoon`: they parse their arguments, wire libraries together and print; everything else lives below.
+//! The commands of `lagoon`: they parse their arguments, wire libraries together and print; all logic is in the
+//! libraries.
 //!
-//! A binary calls [`main`] with the devices that `lagoon serve` runs on: `lagoon` with [`OwnDevices`], `lagoon-paced`
-//! (apps/paced) with a device that benchmarks model.
+//! A binary calls [`main`] with the devices for `lagoon serve`: `lagoon` with [`OwnDevices`], `lagoon-paced`
+//! (apps/paced) with a modelled device for benchmarks.
 #![forbid(unsafe_code)]
 
 mod admin;
@@ -10,7 +11,6 @@ mod args;
 mod bench;
 mod bench_trace;
 mod beside;
-mod bodies;
 mod bundled;
 mod calibrate;
 mod calibration_cache;
@@ -26,30 +26,38 @@ mod drain;
 mod election;
 mod engine;
 mod etcd;
+mod file_limit;
 mod gateway;
+mod gateway_counts;
 mod gmanager;
 mod gmanager_metrics;
+mod health_port;
 mod interfaces;
 mod kv;
 mod leader;
+mod lent_memory;
 mod local;
 mod log;
 mod loop_thread;
 mod metrics_table;
 mod model;
+mod model_size;
+mod moment;
 mod node;
 mod node_metrics;
 mod node_status;
 mod partial_waits;
 mod path_probe;
+mod permissions;
 mod placement;
 mod pool_client;
 mod pool_watch;
+mod port;
 mod quiet;
-mod reach;
 mod reference;
 mod registry;
 mod replay;
+mod retry_budget;
 mod role;
 mod scratch;
 mod serve;
@@ -75,7 +83,7 @@ use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// Time that what still runs on other threads gets when a command has ended.
+/// Time for background threads when a command has ended.
 const BACKGROUND_WAIT: Duration = Duration::from_millis(500);
 
 /// Serve long-context LLMs from a pool of instances that lend each other KV cache.
@@ -125,12 +133,13 @@ enum Command {
     Reference(reference::ReferenceArgs),
 }
 
-/// Runs the command line of this process; instances run on `devices`.
+/// Runs this process's command line; instances run on `devices`.
 pub fn main(devices: &'static dyn Devices) -> ExitCode {
     let cli = Cli::parse();
     quiet::restart_without_display_probe();
-    // Dropped last: what the command had to say is written by then.
+    // Dropped last: flushes the command's log lines.
     let _logging = log::start(&cli.log);
+    file_limit::raise();
     dispatch(cli.command, devices).unwrap_or_else(|error| {
         log::notice(&in_words(&error));
         ExitCode::FAILURE
@@ -142,7 +151,7 @@ fn dispatch(command: Command, devices: &'static dyn Devices) -> anyhow::Result<E
     let done = |()| ExitCode::SUCCESS;
     let result = runtime.block_on(async {
         match command {
-            Command::Demo(args) => demo::run(args).await,
+            Command::Demo(args) => shutdown::unless_stopped(demo::run(args)).await,
             Command::Up(args) => up::run(*args).await.map(done),
             Command::Serve(args) => serve::run(*args, devices).await.map(done),
             Command::Gmanager(args) => gmanager::run(args).await.map(done),
@@ -154,7 +163,7 @@ fn dispatch(command: Command, devices: &'static dyn Devices) -> anyhow::Result<E
             Command::Role(args) => role::run(args).await.map(done),
             Command::Kv(args) => kv::run(args).await.map(done),
             Command::Certs(args) => certs::run(args).map(done),
-            Command::Doctor(args) => doctor::run(args).await.map(done),
+            Command::Doctor(args) => shutdown::unless_stopped(doctor::run(args)).await.map(done),
             Command::CudaTrial(args) => cuda_trial::run(&args).map(done),
             Command::Reference(args) => {
                 reference::run(&args);
@@ -162,19 +171,19 @@ fn dispatch(command: Command, devices: &'static dyn Devices) -> anyhow::Result<E
             }
         }
     });
-    // Work on other threads (a long prompt that is tokenised) is not waited for.
+    // Work on other threads (tokenising a long prompt) is not waited for.
     runtime.shutdown_timeout(BACKGROUND_WAIT);
     result
 }
 
-/// `error: what: why`, then hints on lines of their own: every cause may bring some.
+/// `error: what: why`, then the hints of all causes on their own lines.
 fn in_words(error: &anyhow::Error) -> String {
     let (mut text, mut hints) = (String::new(), String::new());
     for cause in error.chain().map(ToString::to_string) {
         let (own, message): (Vec<&str>, Vec<&str>) =
             cause.lines().map(str::trim).partition(|line| line.starts_with("hint:"));
         let message = message.join("\n");
-        // Many errors end with their cause's words already.
+        // Many errors end with their cause's text already.
         if !text.ends_with(&message) {
             text = if text.is_empty() { message } else { format!("{text}: {message}") };
         }

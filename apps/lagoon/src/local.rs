@@ -1,9 +1,12 @@
-//! A pool on this machine: a gManager and instances as child processes on loopback, with certificates made for them.
+//! A pool on this machine: a gManager and instances as child processes on loopback, with temporary certificates.
 
+use crate::port::is_gateway;
 use crate::scratch::Scratch;
 use anyhow::{Context, bail};
 use futures::future::try_join_all;
-use lagoon_transport::{ClusterCa, Identity};
+use lagoon_http::tls::PoolFiles;
+use lagoon_transport::{ClusterCa, Identity, NodeRole, Roles, SERVER_NAME};
+use rustls_pki_types::CertificateDer;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,50 +19,87 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::task::JoinHandle;
 
-/// Time that a child gets to load its model and say that it is ready.
+/// Deadline for a child to load its model and report ready.
 const READY_DEADLINE: Duration = Duration::from_secs(600);
-/// How often a pool's processes are looked at.
+/// Interval of checks on a pool's processes.
 const WATCH_EVERY: Duration = Duration::from_millis(500);
-/// Pause before a process that died is started again; it doubles while starting it fails or it dies early.
+/// Pause before a dead process is restarted; it doubles while starts fail or the process dies early.
 const RESTART_MIN: Duration = Duration::from_secs(1);
-/// The longest such pause.
+/// The longest restart pause.
 const RESTART_MAX: Duration = Duration::from_secs(60);
-/// One that ran so long did not die early.
+/// Lifetime from which a death is not early.
 const RAN_WELL: Duration = Duration::from_secs(60);
-/// One that dies early so often in a row stays down.
+/// Consecutive early deaths after which a process is not restarted.
 const RESTARTS_MAX: u32 = 6;
 
-/// How a child process is started, also again.
+/// Flags and keys to start a child process, also again.
 #[derive(Clone, Debug)]
 struct Launch {
     name: String,
     flags: Vec<String>,
-    api_key: Option<String>,
+    keys: ChildKeys,
 }
 
-/// A child process that has said what it listens on. It is killed when dropped, and stops by itself when this process
-/// is gone, because its standard input ends then.
+/// Keys that clients of a child must show.
+#[derive(Clone, Default)]
+pub(crate) struct ChildKeys {
+    pub(crate) api: Option<String>,
+    pub(crate) admin: Option<String>,
+}
+
+impl std::fmt::Debug for ChildKeys {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let given = (self.api.is_some(), self.admin.is_some());
+        f.debug_tuple("ChildKeys").field(&given).finish()
+    }
+}
+
+/// Time for dropped children to end: they remove their files.
+const END_DEADLINE: Duration = Duration::from_secs(5);
+/// The same of a child that has not reported yet. It may be loading a model, and then has no folder and does not listen.
+const START_END_DEADLINE: Duration = Duration::from_secs(1);
+/// Interval of checks meanwhile.
+const END_LOOK: Duration = Duration::from_millis(10);
+
+/// A child process. It stops when its standard input ends: when it is dropped, or this process is gone. Killed if it
+/// does not.
+#[derive(Debug)]
+struct Process {
+    child: Child,
+    /// Time that it has to end.
+    wait: Duration,
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        end([self]);
+    }
+}
+
+/// A child process that has reported its addresses.
 #[derive(Debug)]
 pub(crate) struct ChildNode {
     launch: Launch,
-    child: Child,
+    process: Process,
     started: Instant,
-    /// Kept open: a child that cannot write to it would die.
+    /// Kept open: a write to a closed stdout would fail in the child.
     _stdout: BufReader<ChildStdout>,
     ready: Value,
 }
 
 impl Launch {
-    /// Starts it and waits until it is ready. The API key travels in the environment: command lines are everybody's to read.
+    /// Starts it and waits until it is ready. Keys go through the environment: command lines are public.
     async fn start(self) -> anyhow::Result<ChildNode> {
-        let Self { name, flags, api_key } = &self;
+        let Self { name, flags, keys } = &self;
         let program = std::env::current_exe().context("find the lagoon binary")?;
         let mut command = Command::new(program);
-        match api_key {
-            Some(key) => command.env("LAGOON_API_KEY", key),
-            None => command.env_remove("LAGOON_API_KEY"),
-        };
-        let mut child = command
+        for (variable, key) in [("LAGOON_API_KEY", &keys.api), ("LAGOON_ADMIN_KEY", &keys.admin)] {
+            match key {
+                Some(key) => command.env(variable, key),
+                None => command.env_remove(variable),
+            };
+        }
+        let child = command
             .args(flags)
             .args(["--json", "--exit-with-stdin"])
             .stdin(Stdio::piped())
@@ -68,7 +108,9 @@ impl Launch {
             .kill_on_drop(true)
             .spawn()
             .with_context(|| format!("start {name}"))?;
-        let stdout = child.stdout.take().context("the child has no standard output")?;
+        // From here on it removes its temporary folders before it ends, ready or not.
+        let mut process = Process { child, wait: START_END_DEADLINE };
+        let stdout = process.child.stdout.take().context("the child has no standard output")?;
         let mut stdout = BufReader::new(stdout);
         let mut line = String::new();
         let read = tokio::time::timeout(READY_DEADLINE, stdout.read_line(&mut line)).await;
@@ -78,7 +120,21 @@ impl Launch {
             Err(_) => bail!("{name} was not ready within {} s", READY_DEADLINE.as_secs()),
         }
         let ready = serde_json::from_str(&line).with_context(|| format!("{name} said {line:?}"))?;
-        Ok(ChildNode { launch: self, child, started: Instant::now(), _stdout: stdout, ready })
+        process.wait = END_DEADLINE;
+        Ok(ChildNode { launch: self, process, started: Instant::now(), _stdout: stdout, ready })
+    }
+}
+
+/// Ends several children together.
+fn end<'a>(children: impl IntoIterator<Item = &'a mut Process>) {
+    let mut children: Vec<_> = children.into_iter().collect();
+    children.iter_mut().for_each(|process| drop(process.child.stdin.take()));
+    let began = Instant::now();
+    for Process { child, wait } in children {
+        let deadline = began + *wait;
+        while child.try_wait().is_ok_and(|status| status.is_none()) && Instant::now() < deadline {
+            std::thread::sleep(END_LOOK);
+        }
     }
 }
 
@@ -88,23 +144,23 @@ impl ChildNode {
         text.parse().with_context(|| format!("parse {text}"))
     }
 
-    /// Its OpenAI endpoint.
+    /// Address of its OpenAI endpoint.
     pub(crate) fn http(&self) -> anyhow::Result<SocketAddr> {
         self.address("http")
     }
 
-    /// What it runs on, for people.
+    /// Description of its device.
     pub(crate) fn device(&self) -> &str {
         self.ready["device"].as_str().unwrap_or("unknown")
     }
 
     /// The child's process id, while it runs.
     pub(crate) fn pid(&self) -> Option<u32> {
-        self.child.id()
+        self.process.child.id()
     }
 }
 
-/// Certificates of a pool that lives as long as this process.
+/// A CA for a pool that lives as long as this process.
 #[derive(Debug)]
 pub(crate) struct EphemeralCa {
     ca: ClusterCa,
@@ -123,24 +179,34 @@ impl EphemeralCa {
         self.dir.path()
     }
 
-    /// This process's own identity in the cluster.
-    pub(crate) fn identity(&self) -> anyhow::Result<Identity> {
-        Ok(self.ca.identity("parent")?)
+    /// An identity in the cluster for this process.
+    pub(crate) fn identity(&self, roles: impl Into<Roles>) -> anyhow::Result<Identity> {
+        Ok(self.ca.identity("parent", roles)?)
     }
 
-    /// Writes a certificate for `name`; returns the flags that name it.
-    fn flags(&self, name: &str) -> anyhow::Result<Vec<String>> {
-        let issued = self.ca.issue(name)?;
+    /// Writes a certificate for `name` with this role, for HTTP with nodes that `is_peer` accepts.
+    pub(crate) fn files(
+        &self,
+        name: &str,
+        role: NodeRole,
+        is_peer: fn(&CertificateDer<'_>) -> bool,
+    ) -> anyhow::Result<PoolFiles> {
+        let issued = self.ca.issue(name, role)?;
         let (cert, key) = (self.dir().join(format!("{name}.pem")), self.dir().join(format!("{name}.key")));
         fs::write(&cert, &issued.cert_pem).context("write a certificate")?;
         write_private(&key, &issued.key_pem).context("write a key")?;
-        let ca = self.dir().join("ca.pem");
-        let flag = |name: &str, path: &PathBuf| format!("--tls-{name}={}", path.display());
-        Ok(vec![flag("ca", &ca), flag("cert", &cert), flag("key", &key)])
+        Ok(PoolFiles { ca: self.dir().join("ca.pem"), cert, key, crl: None, name: SERVER_NAME, is_peer })
+    }
+
+    /// Writes a certificate for `name`; returns the flags for it.
+    fn flags(&self, name: &str, role: NodeRole) -> anyhow::Result<Vec<String>> {
+        let PoolFiles { ca, cert, key, .. } = self.files(name, role, is_gateway)?;
+        let flag = |name: &str, path: PathBuf| format!("--tls-{name}={}", path.display());
+        Ok(vec![flag("ca", ca), flag("cert", cert), flag("key", key)])
     }
 }
 
-/// The temporary directory is this user's alone; the key is too, wherever the directory is.
+/// Writes a key readable by this user only, wherever the temporary directory is.
 fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
     let mut options = fs::OpenOptions::new();
     options.write(true).create_new(true);
@@ -149,21 +215,21 @@ fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
     std::io::Write::write_all(&mut options.open(path)?, text.as_bytes())
 }
 
-/// A process of a pool that is watched.
+/// A supervised process of a pool.
 #[derive(Debug)]
 struct Watched {
     launch: Launch,
     state: State,
-    /// Times in a row that it died early.
+    /// Consecutive early deaths.
     deaths: u32,
 }
 
 #[derive(Debug)]
 enum State {
     Running(Box<ChildNode>),
-    /// After a pause.
+    /// Being restarted, after a pause.
     Starting(JoinHandle<anyhow::Result<ChildNode>>),
-    /// It was asked to, or it died too often: whether it died.
+    /// Ended on request, or (true) after too many deaths.
     Ended(bool),
 }
 
@@ -172,11 +238,11 @@ impl Watched {
         Self { launch: child.launch.clone(), state: State::Running(Box::new(child)), deaths: 0 }
     }
 
-    /// Looks what has become of it, says so, and starts it again if it died.
+    /// Checks the process; reports and restarts it if it died.
     async fn look(&mut self) {
         match &mut self.state {
             State::Running(node) => {
-                let Ok(Some(status)) = node.child.try_wait() else { return };
+                let Ok(Some(status)) = node.process.child.try_wait() else { return };
                 let ran = node.started.elapsed();
                 if status.success() {
                     tracing::warn!("{} has stopped", self.launch.name);
@@ -215,7 +281,7 @@ impl Watched {
     }
 }
 
-/// Before the start after so many deaths in a row (at least one).
+/// Pause before the restart after `deaths` consecutive deaths (at least one).
 fn pause(deaths: u32) -> Duration {
     RESTART_MIN.saturating_mul(1 << (deaths - 1).min(16)).min(RESTART_MAX)
 }
@@ -225,6 +291,18 @@ impl Drop for Watched {
         if let State::Starting(task) = &self.state {
             task.abort();
         }
+    }
+}
+
+/// Instances that end together on drop.
+struct Together(Vec<Watched>);
+
+impl Drop for Together {
+    fn drop(&mut self) {
+        end(self.0.iter_mut().filter_map(|watched| match &mut watched.state {
+            State::Running(node) => Some(&mut node.process),
+            State::Starting(_) | State::Ended(_) => None,
+        }));
     }
 }
 
@@ -242,19 +320,20 @@ impl LocalPool {
         self.gmanager_node.pid()
     }
 
-    /// Starts again what dies, and says so, until no instance is left to be started.
+    /// Supervises the pool: reports and restarts dead processes, until no instance is left to restart.
     ///
     /// # Errors
-    /// When instances died too often.
+    /// If instances died too often.
     pub(crate) async fn watch(self) -> anyhow::Result<()> {
         let mut gmanager = Watched::new(self.gmanager_node);
-        // It numbers instances by the clock then: it does not know those that the one before has numbered.
+        // Without --first-instance it numbers by the clock: it does not know its predecessor's ids.
         gmanager.launch.flags.retain(|flag| flag != FIRST_INSTANCE && !flag.starts_with("--listen="));
         gmanager.launch.flags.push(format!("--listen={}", self.gmanager));
-        let mut instances: Vec<Watched> = self.instances.into_iter().map(Watched::new).collect();
+        let mut instances = Together(self.instances.into_iter().map(Watched::new).collect());
+        let instances = &mut instances.0;
         loop {
             gmanager.look().await;
-            for instance in &mut instances {
+            for instance in instances.iter_mut() {
                 instance.look().await;
             }
             if instances.iter().all(|instance| matches!(instance.state, State::Ended(_))) {
@@ -267,33 +346,32 @@ impl LocalPool {
     }
 }
 
-/// A pool's first gManager numbers its instances from 1.
+/// Numbers the instances of a pool's first gManager from 1.
 const FIRST_INSTANCE: &str = "--first-instance=1";
 
 /// An instance to be started.
 #[derive(Clone, Debug)]
 pub(crate) struct Wanted {
     pub(crate) role: &'static str,
-    /// Flags of `lagoon serve` besides those of every instance of the pool.
+    /// Flags of `lagoon serve` in addition to the pool's common ones.
     pub(crate) flags: Vec<String>,
-    /// Those on one device start one after another: two that load at once would take longer, and each would see the memory
-    /// that the other is about to take.
+    /// Instances of one device start one after another: loading two at once would take longer, and each would count
+    /// memory that the other is about to take.
     pub(crate) device: usize,
 }
 
-/// What instances of a pool have in common.
+/// Common properties of a pool's instances.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Common<'a> {
     pub(crate) ca: &'a EphemeralCa,
     pub(crate) model: &'a str,
     pub(crate) served_name: &'a str,
-    /// Clients must show it.
-    pub(crate) api_key: Option<&'a str>,
-    /// The gManager changes roles, at the earliest so many seconds after the last change was done.
+    pub(crate) keys: &'a ChildKeys,
+    /// Seconds between the gManager's role changes; `None` without role changes.
     pub(crate) auto_roles: Option<u64>,
 }
 
-/// Starts a gManager and these instances. `progress` is told how many are ready.
+/// Starts a gManager and these instances. `progress` gets the number of ready ones.
 pub(crate) async fn start_pool(
     common: Common<'_>,
     wanted: &[Wanted],
@@ -301,8 +379,8 @@ pub(crate) async fn start_pool(
 ) -> anyhow::Result<LocalPool> {
     let mut command = vec!["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned(), FIRST_INSTANCE.to_owned()];
     command.extend(common.auto_roles.map(|rest_s| format!("--auto-roles={rest_s}")));
-    command.extend(common.ca.flags("gmanager")?);
-    let launch = Launch { name: "the gManager".to_owned(), flags: command, api_key: None };
+    command.extend(common.ca.flags("gmanager", NodeRole::GManager)?);
+    let launch = Launch { name: "the gManager".to_owned(), flags: command, keys: ChildKeys::default() };
     let gmanager_node = launch.start().await?;
     let gmanager = gmanager_node.address("quic")?;
     let ready = AtomicUsize::new(0);
@@ -341,9 +419,10 @@ async fn start_instance(
         format!("--role={role}"),
         format!("--served-model-name={}", common.served_name),
     ];
-    command.extend(common.ca.flags(&name)?);
+    let may = if role == "kv" { NodeRole::Kv } else { NodeRole::Instance };
+    command.extend(common.ca.flags(&name, may)?);
     command.extend_from_slice(&wanted.flags);
-    Launch { name, flags: command, api_key: common.api_key.map(str::to_owned) }.start().await
+    Launch { name, flags: command, keys: common.keys.clone() }.start().await
 }
 
 /// Starts one instance outside any pool.
@@ -355,7 +434,7 @@ pub(crate) async fn start_single(model: &str, served_name: &str, flags: &[String
         format!("--served-model-name={served_name}"),
     ];
     command.extend_from_slice(flags);
-    Launch { name: "the single instance".to_owned(), flags: command, api_key: None }.start().await
+    Launch { name: "the single instance".to_owned(), flags: command, keys: ChildKeys::default() }.start().await
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The thread of an instance's loop and its network, with a runtime of its own.
 //!
-//! A layer waits for frames that pass through here, so nothing else runs here (HTTP has the other threads), and between
-//! the socket and the loop no thread has to be woken.
+//! Frames that layers wait for pass through here, so nothing else runs here (HTTP has other threads), and no thread
+//! switch lies between the socket and the loop.
 
 use crate::node::NodeLoop;
 use anyhow::Context;
@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
-/// See the module's documentation. Dropping it without a loop ends the thread.
+/// The thread. Dropping it without a loop ends it.
 #[derive(Debug)]
 pub(crate) struct LoopThread {
     handle: Handle,
@@ -18,7 +18,7 @@ pub(crate) struct LoopThread {
 }
 
 impl LoopThread {
-    /// Starts the thread; the loop it runs until `stop` comes later.
+    /// Starts the thread; its loop is given later and runs until `stop`.
     pub(crate) fn spawn(stop: CancellationToken) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let handle = runtime.handle().clone();
@@ -27,7 +27,7 @@ impl LoopThread {
         std::thread::Builder::new()
             .name("lagoon-loop".into())
             .spawn(move || {
-                // The owner may give up before it has a loop to run.
+                // The owner may give up before it has a loop.
                 let Ok(node) = runtime.block_on(started) else { return };
                 let result = runtime.block_on(node.run(stop));
                 drop(end.send(result));
@@ -36,7 +36,7 @@ impl LoopThread {
         Ok(Self { handle, start, ended })
     }
 
-    /// The runtime on which the loop's network must be opened.
+    /// The runtime in which the loop's network must be opened.
     pub(crate) fn handle(&self) -> &Handle {
         &self.handle
     }

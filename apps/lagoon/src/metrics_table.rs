@@ -1,22 +1,28 @@
-//! The one table of what the processes of this binary export to Prometheus; the HTTP server's part is in
+//! The table of all metrics that this binary's processes export to Prometheus; the HTTP server's are in
 //! [`lagoon_http::metrics::METRICS`].
 //!
-//! The recorder's descriptions and bounds, and docs/reference/metrics.md, are made from it. A test compares it with the
-//! `counter!`, `gauge!` and `histogram!` calls of this crate, another one with what running processes export.
+//! The recorder's descriptions and bounds, and docs/reference/metrics.md, are generated from it. Tests compare it with
+//! the `counter!`, `gauge!` and `histogram!` calls of this crate, and with the exports of running processes.
 
-use lagoon_http::metrics::{Labels, METRICS as HTTP, Metric, SECONDS, STEP_SECONDS};
+use lagoon_http::metrics::{HTTPS, Labels, METRICS as HTTP, Metric, SECONDS, STEP_SECONDS};
 
-/// Values of the label `path`: how KV came from a prefill worker.
+/// Values of the label `path`: kinds of paths from a prefill worker.
 const PATHS: &[&str] = &["same device", "peer device", "same process", "same host", "quic"];
-/// Labels of what moved: where to, and why.
+/// Labels of moved blocks: direction and reason.
 const MOVED: Labels = &[
     ("direction", &["out", "home", "between"]),
     ("reason", &["plan", "drain", "operator", "swap", "recall", "swap_out"]),
 ];
 
-/// What an instance exports.
+/// Metrics of an instance.
 pub(crate) const INSTANCE: &[&[Metric]] =
-    &[HTTP, KV, REQUESTS, PREFIX, REMOTE, MOVES, PREFILL, TRANSFER, CUDA, HOST, LENT];
+    &[HTTP, TLS, HTTPS, KV, REQUESTS, PREFIX, REMOTE, MOVES, PREFILL, TRANSFER, CUDA, HOST, LENT];
+
+/// Metrics of a gateway's process.
+pub(crate) const OF_GATEWAY: &[&[Metric]] = &[GATEWAY, TLS, HTTPS];
+
+/// Metrics of a gManager's process.
+pub(crate) const OF_GMANAGER: &[&[Metric]] = &[GMANAGER, TLS, HTTPS];
 
 /// All tables, each under its title in the reference page.
 pub(crate) const ALL: &[(&str, &[Metric])] = &[
@@ -33,7 +39,17 @@ pub(crate) const ALL: &[(&str, &[Metric])] = &[
     ("Mapped device memory", LENT),
     ("Gateway", GATEWAY),
     ("gManager", GMANAGER),
+    ("Certificate of a node", TLS),
+    ("Certificate of HTTPS", HTTPS),
 ];
+
+/// The node's certificate.
+pub(crate) const TLS: &[Metric] = &[Metric::gauge(
+    "lagoon_certificate_expires_timestamp_seconds",
+    "seconds",
+    &[],
+    "When the node's certificate ends, in seconds since 1970; absent without a pool.",
+)];
 
 /// KV memory of an instance.
 const KV: &[Metric] = &[
@@ -386,20 +402,24 @@ const LENT: &[Metric] = &[
     ),
 ];
 
+pub(crate) const GATEWAY_REQUESTS: Metric = Metric::counter(
+    "lagoon_gateway_requests_total",
+    "requests",
+    &[("instance", &[]), ("status", &[])],
+    "Requests by instance and HTTP status; status `lost` with the instance, `went_on` after another was lost.",
+);
+
+pub(crate) const GATEWAY_RETRIES: Metric = Metric::counter(
+    "lagoon_gateway_retries_total",
+    "requests",
+    &[("instance", &[])],
+    "Attempts that did not reach the instance.",
+);
+
 /// The gateway (`lagoon up`, `lagoon gateway`).
 pub(crate) const GATEWAY: &[Metric] = &[
-    Metric::counter(
-        "lagoon_gateway_requests_total",
-        "requests",
-        &[("instance", &[]), ("status", &[])],
-        "Requests by instance and HTTP status; status `lost` with the instance, `went_on` after another was lost.",
-    ),
-    Metric::counter(
-        "lagoon_gateway_retries_total",
-        "requests",
-        &[("instance", &[])],
-        "Attempts that did not reach the instance.",
-    ),
+    GATEWAY_REQUESTS,
+    GATEWAY_RETRIES,
     Metric::counter(
         "lagoon_gateway_replays_total",
         "requests",

@@ -1,27 +1,27 @@
-//! Opening a model: configuration, tokenizer, template, checkpoint, identity.
+//! Opens a model: configuration, tokenizer, template, checkpoint, identity.
 
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 use lagoon_http::GenerationDefaults;
 use lagoon_model::hub::{Hub, resolve_model};
-use lagoon_model::{Checkpoint, GenerationConfig, ModelConfig, model_hash};
+use lagoon_model::{Checkpoint, GenerationConfig, ModelSpec, model_hash};
 use lagoon_types::{DType, ModelHash};
 use std::path::{Path, PathBuf};
 
-/// Everything about a model but its weights on a device.
+/// A model without its weights on a device.
 #[derive(Debug)]
 pub(crate) struct OpenModel {
-    /// What clients call it.
+    /// Model name for clients.
     pub(crate) id: String,
-    pub(crate) config: ModelConfig,
-    /// `None` on a kv node, which needs the shape only.
+    pub(crate) config: ModelSpec,
+    /// `None` on a kv node, which needs only the shape.
     pub(crate) checkpoint: Option<Checkpoint>,
     pub(crate) hash: ModelHash,
     /// Element type of the weights after conversion.
     pub(crate) dtype: DType,
 }
 
-/// A progress bar over bytes on standard error; hidden where that is no terminal.
+/// A progress bar in bytes on standard error; hidden if that is no terminal.
 pub(crate) fn bytes_bar(what: &str) -> ProgressBar {
     let bar = ProgressBar::new(0);
     if let Ok(style) = ProgressStyle::with_template("{msg} [{bar:32}] {bytes}/{total_bytes} {bytes_per_sec}") {
@@ -31,7 +31,7 @@ pub(crate) fn bytes_bar(what: &str) -> ProgressBar {
     bar
 }
 
-/// The directory of a model that the user named; downloads it if it is a hub name.
+/// The directory of a model; downloads a hub name.
 pub(crate) fn resolve(name: &str) -> anyhow::Result<PathBuf> {
     let hub = Hub::from_env()?;
     let bar = bytes_bar("downloading");
@@ -45,24 +45,24 @@ pub(crate) fn resolve(name: &str) -> anyhow::Result<PathBuf> {
 }
 
 impl OpenModel {
-    /// Opens `dir`. Clients call the model `id`.
+    /// Opens the model in `dir`, named `id` for clients.
     pub(crate) fn open(dir: &Path, id: String, dtype: Option<DType>) -> anyhow::Result<Self> {
-        let config = ModelConfig::open(dir)?;
+        let config = ModelSpec::open(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
         let hash = model_hash(&config, &checkpoint, dtype);
         let stored = checkpoint.dtype().context("the checkpoint's weights have no single element type")?;
         Ok(Self { id, dtype: dtype.unwrap_or(stored), config, checkpoint: Some(checkpoint), hash })
     }
 
-    /// The same without its weights.
+    /// A copy without the checkpoint.
     pub(crate) fn shape(&self) -> Self {
         let (id, config) = (self.id.clone(), self.config.clone());
         Self { id, config, checkpoint: None, hash: self.hash, dtype: self.dtype }
     }
 
-    /// The shape of the model in `dir`, for a kv node: its weights are not needed, their identity is.
+    /// Opens the model's shape in `dir`, for a kv node: it needs the weights' hash, not the weights.
     pub(crate) fn open_shape(dir: &Path, id: String, dtype: Option<DType>, hash: ModelHash) -> anyhow::Result<Self> {
-        let config = ModelConfig::open(dir)?;
+        let config = ModelSpec::open(dir)?;
         let dtype = dtype.or(config.dtype).context("--kv-dtype is needed: config.json names no element type")?;
         Ok(Self { id, dtype, config, checkpoint: None, hash })
     }
@@ -78,8 +78,8 @@ pub(crate) fn short_name(name: &str) -> String {
     trimmed.to_owned()
 }
 
-/// Sampling defaults of the model's authors, as the HTTP server wants them.
-pub(crate) fn defaults(dir: &Path, config: &ModelConfig) -> anyhow::Result<GenerationDefaults> {
+/// Sampling defaults from the model's generation_config.json, for the HTTP server.
+pub(crate) fn defaults(dir: &Path, config: &ModelSpec) -> anyhow::Result<GenerationDefaults> {
     let generation = GenerationConfig::open(dir, config)?;
     Ok(GenerationDefaults {
         do_sample: generation.do_sample,

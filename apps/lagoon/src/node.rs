@@ -1,20 +1,27 @@
-//! The loop around `Instance::handle`: it turns what comes from the transport, the device thread, HTTP and the clock
-//! into events, and carries out the effects. All decisions are in the instance.
+//! The loop around `Instance::handle`: turns inputs from the transport, the device thread, HTTP and the clock into
+//! events, and carries out the effects. All decisions are in the instance.
 
 use crate::leader::Leader;
-use crate::node_metrics::{NodeMetrics, record_prefill_times};
+use crate::lent_memory::{Fetched, Fetches};
+use crate::moment::Moment;
+use crate::node_metrics::{NodeMetrics, record_certificate, record_prefill_times};
 use crate::node_status::{About, NodeStatus};
 use crate::partial_waits::PartialWaits;
+use crate::permissions;
 use crate::pool_client::role_name;
-use crate::reach::{Fetched, Fetches};
+use crate::shutdown;
 use crate::tier_kind::TierKind;
 use crate::transfers::{Completion, Transfers};
 use anyhow::Context as _;
 use lagoon_backend::DeviceError;
-use lagoon_instance::{Effect, Event, Instance, InstanceStatus, PeerKey, TICK_MS};
-use lagoon_protocol::{AdminBody, AdminDrain, AdminQuery, BulkFrame, ControlBody, DrainOrder, PartialsFrame};
+use lagoon_instance::{Effect, Event, Instance, InstanceStatus, PeerKey, TICK_MS, TransferEffect};
+use lagoon_protocol::{
+    AdminBody, AdminDrain, AdminQuery, BulkFrame, ControlBody, Deregister, DrainOrder, Hello, PartialsFrame,
+};
 use lagoon_runner::{Command, ExecutorThread, Report};
-use lagoon_transport::{Bound, Class, Event as NetEvent, Frame, Identity, Inbound, Node, PeerId, TransportConfig};
+use lagoon_transport::{
+    Bound, Class, Event as NetEvent, Frame, Identity, Inbound, Node, NodeRole, PeerId, Roles, Subject, TransportConfig,
+};
 use lagoon_types::limits::DEVICE_STUCK_MS;
 use lagoon_types::{GenerateRequest, InstanceId, RequestError, SeqId, TokenEvent};
 use std::collections::{BTreeMap, HashMap};
@@ -26,7 +33,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Interval;
 use tokio_util::sync::CancellationToken;
 
-/// From HTTP handlers to the loop.
+/// Inputs from HTTP handlers to the loop.
 #[derive(Debug)]
 pub(crate) enum Input {
     Submit { seq: SeqId, request: GenerateRequest, events: mpsc::Sender<TokenEvent> },
@@ -34,13 +41,12 @@ pub(crate) enum Input {
     Status { reply: oneshot::Sender<NodeStatus> },
 }
 
-/// What HTTP handlers may know without asking the loop.
+/// State that HTTP handlers read without asking the loop.
 #[derive(Debug)]
 pub(crate) struct Shared {
     /// Tokens that the whole pool could hold.
     pub(crate) pool_tokens: Mutex<u64>,
-    /// It is being drained, or its role changes to one that takes no requests: whoever dispatches them shall look
-    /// elsewhere.
+    /// Whether it drains, or changes to a role without requests: dispatchers shall choose another instance.
     pub(crate) leaving: AtomicBool,
 }
 
@@ -55,12 +61,12 @@ impl Shared {
 pub(crate) struct Pool {
     pub(crate) bound: Bound,
     pub(crate) gmanagers: Vec<SocketAddr>,
-    /// The address that peers are told, if it is not the one that is listened on.
+    /// Address for peers, if not the one listened on.
     pub(crate) advertise: Option<SocketAddr>,
 }
 
 impl Pool {
-    /// Opens an endpoint on `listen`. Call it within the runtime of the loop that will use it.
+    /// Opens an endpoint on `listen`. Call it within the runtime of its loop.
     pub(crate) fn join(
         listen: SocketAddr,
         advertise: Option<SocketAddr>,
@@ -72,10 +78,20 @@ impl Pool {
         Ok(Self { bound, gmanagers: gmanagers.to_vec(), advertise })
     }
 
-    /// As peers reach it.
+    /// Address at which peers reach it.
     pub(crate) fn addr(&self) -> SocketAddr {
         self.advertise.unwrap_or_else(|| self.bound.node.local_addr())
     }
+}
+
+/// A peer's session.
+#[derive(Debug)]
+struct Session {
+    number: u64,
+    /// Its certificate's subject.
+    subject: Subject,
+    /// Whether a refusal was logged.
+    refusal_logged: bool,
 }
 
 enum Happened {
@@ -83,7 +99,7 @@ enum Happened {
     Drain,
     Net(NetEvent),
     Report(Report),
-    /// The device thread is gone, and its reports with it.
+    /// The device thread has ended.
     DeviceEnded,
     Partials(Inbound<PartialsFrame>),
     Bulk(Inbound<BulkFrame>),
@@ -91,11 +107,20 @@ enum Happened {
     Completion(Completion),
     Fetched(Fetched),
     Tick,
-    /// The loop polls: the network had its turn.
+    /// Nothing happened: the loop polls.
     Nothing,
 }
 
-/// See the module's documentation.
+impl Session {
+    /// Logs dropped messages, once per session.
+    fn refuse(&mut self, peer: PeerId, reason: &str) {
+        if !std::mem::replace(&mut self.refusal_logged, true) {
+            tracing::warn!(%peer, node = %self.subject.node, reason, "messages of a peer are dropped");
+        }
+    }
+}
+
+/// The loop of one node. See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct NodeLoop {
     instance: Instance,
@@ -106,28 +131,57 @@ pub(crate) struct NodeLoop {
     leader: Option<Leader>,
     transfers: Option<Transfers>,
     fetches: Fetches,
-    sessions: HashMap<PeerId, u64>,
+    sessions: HashMap<PeerId, Session>,
+    /// By instance id from its Hello: the connected node.
+    numbers: BTreeMap<u32, (PeerId, Subject)>,
     outputs: BTreeMap<SeqId, mpsc::Sender<TokenEvent>>,
     about: About,
     metrics: NodeMetrics,
     waits: PartialWaits,
     shared: Arc<Shared>,
-    started: Instant,
-    /// How long the loop polls for a frame that is due before it sleeps. Waking a processor that has gone to sleep costs
-    /// more than a frame's whole way between two that are awake.
+    /// Start, on a clock that counts suspend, as peers' lease times do.
+    started: Moment,
+    /// How long the loop polls for a due frame before it sleeps. Waking a sleeping core costs more than a frame's whole
+    /// way between two that are awake.
     poll: Duration,
-    /// When something last came, the clock's ticks apart.
+    /// A device that finishes no layer for this long hangs.
+    device_timeout: Duration,
+    /// Time of the last input, ticks excluded.
     last: Instant,
     fatal: Option<String>,
     drain: Drain,
+    turn: Turn,
 }
 
-/// A drain that this process was asked for (SIGTERM).
+/// Time for an instance that cannot go on to say so.
+const DEREGISTER_DEADLINE: Duration = Duration::from_millis(200);
+/// Things that happen before the other side goes first.
+const TURN_MAX: u32 = 64;
+
+/// Fair order of inputs: network frames go first, and everything else after [`TURN_MAX`] of them, so that peers' frames
+/// do not starve ticks, reports and inputs.
+#[derive(Debug, Default)]
+struct Turn(u32);
+
+impl Turn {
+    /// Counts an input. Returns whether inputs other than the network's go first.
+    fn others_first(&mut self) -> bool {
+        self.0 = (self.0 + 1) % (2 * TURN_MAX);
+        self.0 >= TURN_MAX
+    }
+
+    /// Nothing else waits: the network goes first.
+    fn network(&mut self) {
+        self.0 = 0;
+    }
+}
+
+/// A drain requested from this process (SIGTERM).
 #[derive(Debug, Default)]
 struct Drain {
     asked: CancellationToken,
     begun: bool,
-    /// Nothing is left here.
+    /// Whether nothing is left here.
     done: bool,
 }
 
@@ -152,58 +206,89 @@ impl NodeLoop {
             transfers: None,
             fetches: Fetches::new(),
             sessions: HashMap::new(),
+            numbers: BTreeMap::new(),
             outputs: BTreeMap::new(),
             metrics: NodeMetrics::default(),
             waits: PartialWaits::default(),
             about,
             shared,
-            started: Instant::now(),
+            started: Moment::now(),
             poll: Duration::ZERO,
+            device_timeout: Duration::from_millis(DEVICE_STUCK_MS),
             last: Instant::now(),
             fatal: None,
             drain: Drain::default(),
+            turn: Turn::default(),
         }
     }
 
-    /// Shares its KV, and reads others'.
+    /// Adds KV transfer: exports its KV, and reads peers' KV.
     #[must_use]
     pub(crate) fn transferring(self, transfers: Option<Transfers>) -> Self {
         Self { transfers, ..self }
     }
 
-    /// It is memory beside an instance, in its process: metrics tell the two apart.
+    /// Marks it as additional memory of an instance, for the metrics' names.
     #[must_use]
     pub(crate) fn beside(self, kind: TierKind) -> Self {
         Self { metrics: NodeMetrics::beside(kind), ..self }
     }
 
-    /// Begins a drain when `asked` is cancelled, and ends when it is done.
+    /// Begins a drain when `asked` is cancelled; the loop ends when it is done.
     #[must_use]
     pub(crate) fn draining_on(self, asked: CancellationToken) -> Self {
         Self { drain: Drain { asked, ..Drain::default() }, ..self }
     }
 
-    /// Polls for so long for frames that are due, instead of sleeping at once.
+    /// Sets how long to poll for due frames before sleeping.
     #[must_use]
     pub(crate) fn polling(self, poll: Duration) -> Self {
         Self { poll, ..self }
     }
 
+    /// Sets how long the device may go without finishing a layer.
+    #[must_use]
+    pub(crate) fn with_device_timeout(self, device_timeout: Duration) -> Self {
+        Self { device_timeout, ..self }
+    }
+
     /// Runs until `stop`, or until this instance cannot go on: its error says why. Either way its requests are given up, and
-    /// peers and the gManager see its connections close.
+    /// peers and the gManager see its connections close. With a device that hangs the process ends here.
     pub(crate) async fn run(mut self, stop: CancellationToken) -> anyhow::Result<()> {
         let fatal = self.run_until_over(&stop).await;
-        // Whoever forwards these answers may have another instance go on with them.
+        // A gateway may have another instance go on with these requests.
         for (_, output) in std::mem::take(&mut self.outputs) {
             drop(output.try_send(TokenEvent::Failed(gone())));
+        }
+        if fatal.is_some() {
+            self.deregister().await;
         }
         if let Some(pool) = &self.pool {
             pool.bound.node.close(Duration::from_millis(500)).await;
         }
-        fatal.map_or(Ok(()), |reason| Err(anyhow::anyhow!(reason)))
+        match fatal {
+            Some(reason) if self.stuck_for().is_some() => shutdown::at_once(&reason),
+            Some(reason) => Err(anyhow::anyhow!(reason)),
+            None => Ok(()),
+        }
     }
 
-    /// Why it cannot go on; `None` if it was asked to stop.
+    /// Tells the gManager that nothing is to be sent here any more: it would find out by silence.
+    async fn deregister(&self) {
+        let (Some(id), Some(node)) = (self.instance.status().instance, self.node()) else { return };
+        let Some(gmanager) = self.leader.as_ref().and_then(Leader::current) else { return };
+        let left = ControlBody::Deregister(Deregister { instance: id.0 });
+        if let Err(error) = node.send(gmanager, &Frame::Control(left.into()), DEREGISTER_DEADLINE).await {
+            tracing::debug!(%error, "the gManager was not told that this instance ends");
+        }
+    }
+
+    /// For how long the device has not finished a layer, once that is longer than any layer.
+    fn stuck_for(&self) -> Option<Duration> {
+        self.executor.stuck_for().filter(|stuck| *stuck > self.device_timeout)
+    }
+
+    /// Runs; returns why it cannot go on, `None` if stopped.
     async fn run_until_over(&mut self, stop: &CancellationToken) -> Option<String> {
         let mut tick = tokio::time::interval(Duration::from_millis(TICK_MS));
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -228,7 +313,7 @@ impl NodeLoop {
                 Happened::DeviceEnded => self.fatal = Some("the device thread has ended".to_owned()),
                 Happened::Partials(Inbound { peer, session, frame }) => {
                     self.take_net_events();
-                    if self.is_current(peer, session) {
+                    if self.admits(peer, session, |roles| permissions::partials(roles, &frame)) {
                         if let PartialsFrame::Partial { step, layer, .. } = &frame {
                             self.waits.came(*step, *layer, self.last);
                         }
@@ -237,13 +322,13 @@ impl NodeLoop {
                 }
                 Happened::Bulk(Inbound { peer, session, frame }) => {
                     self.take_net_events();
-                    if self.is_current(peer, session) {
+                    if self.admits(peer, session, |roles| permissions::bulk(roles, &frame)) {
                         self.step(Event::Bulk { peer: PeerKey(peer.0), frame });
                     }
                 }
                 Happened::Input(input) => self.on_input(input),
-                Happened::Completion(told) => {
-                    let event = self.transfers.as_mut().and_then(|transfers| transfers.on_completion(told));
+                Happened::Completion(completion) => {
+                    let event = self.transfers.as_mut().and_then(|transfers| transfers.on_completion(completion));
                     event.into_iter().for_each(|event| self.step(Event::Transfer(event)));
                 }
                 Happened::Fetched(fetched) => self.on_fetched(fetched),
@@ -253,17 +338,32 @@ impl NodeLoop {
                     self.on_tick(ticks);
                 }
             }
-            // Whoever waits for an answer's last event has it in a channel of their own by now.
+            // Last events of requests are in their own channels by now.
             if self.fatal.is_some() || self.drain.done {
                 return self.fatal.take();
             }
         }
     }
 
-    /// The next thing that happens: what is latency-bound first, the bulk class last.
+    /// The next input: latency-bound ones first, the bulk class last.
     async fn next(&mut self, stop: &CancellationToken, tick: &mut Interval) -> Happened {
         let polls = self.instance.expects_frames() && self.last.elapsed() < self.poll;
-        let Self { pool, reports, inputs, instance, drain, transfers, fetches, .. } = self;
+        let others_first = self.turn.others_first();
+        let Self { pool, reports, inputs, instance, drain, transfers, fetches, turn, .. } = self;
+        if others_first {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return Happened::Stop,
+                () = drain.asked.cancelled(), if !drain.begun => return Happened::Drain,
+                _ = tick.tick() => return Happened::Tick,
+                report = reports.recv() => return report.map_or(Happened::DeviceEnded, Happened::Report),
+                Some(input) = inputs.recv() => return Happened::Input(input),
+                Some(completion) = next_completion(transfers.as_mut()) => return Happened::Completion(completion),
+                Some(fetched) = fetches.next() => return Happened::Fetched(fetched),
+                // No other input waits: back to the network.
+                () = std::future::ready(()) => turn.network(),
+            }
+        }
         let (events, partials, bulk) = match pool {
             Some(Pool { bound: Bound { events, partials, bulk, .. }, .. }) => {
                 (Some(events), Some(partials), Some(bulk))
@@ -278,7 +378,7 @@ impl NodeLoop {
             report = reports.recv() => report.map_or(Happened::DeviceEnded, Happened::Report),
             Some(inbound) = recv(partials) => Happened::Partials(inbound),
             Some(input) = inputs.recv() => Happened::Input(input),
-            Some(told) = next_completion(transfers.as_mut()) => Happened::Completion(told),
+            Some(completion) = next_completion(transfers.as_mut()) => Happened::Completion(completion),
             Some(fetched) = fetches.next() => Happened::Fetched(fetched),
             _ = tick.tick() => Happened::Tick,
             Some(inbound) = recv(bulk), if instance.takes_bulk() => Happened::Bulk(inbound),
@@ -286,7 +386,7 @@ impl NodeLoop {
         }
     }
 
-    /// What a report says of waits for creditors.
+    /// Records waits for creditors from a report.
     fn note_report(&mut self, report: &Report) {
         match report {
             Report::Queries { step, layer, frames } => self.waits.sent(*step, *layer, frames.len(), self.last),
@@ -300,7 +400,7 @@ impl NodeLoop {
         }
     }
 
-    /// A creditor's memory came, or did not.
+    /// Handles a creditor's memory that was fetched for mapping, or the failure.
     fn on_fetched(&mut self, Fetched { map, blocks, memory }: Fetched) {
         match memory {
             Ok(memory) => drop(self.apply(Effect::Runner(Command::Map { map, blocks, memory }))),
@@ -316,24 +416,60 @@ impl NodeLoop {
         self.pool.as_ref().map(|p| &p.bound.node)
     }
 
-    /// Takes what the network has to say of sessions: a frame may have overtaken the announcement of its own.
+    /// Handles waiting session events: a frame may have overtaken its session's announcement.
     fn take_net_events(&mut self) {
-        while let Some(event) = self.pool.as_mut().and_then(|p| p.bound.events.try_recv()) {
+        // Only those waiting now: more may arrive for ever.
+        let waiting = self.pool.as_ref().map_or(0, |p| p.bound.events.len());
+        for _ in 0..waiting {
+            let Some(event) = self.pool.as_mut().and_then(|p| p.bound.events.try_recv()) else { return };
             self.on_net(event);
         }
     }
 
-    /// Frames of a session that is over, or that is not announced yet, are not for the instance.
-    fn is_current(&self, peer: PeerId, session: u64) -> bool {
-        self.sessions.get(&peer) == Some(&session)
+    /// Whether a frame is for the instance: its session is current, and the peer's certificate allows it.
+    fn admits(&mut self, peer: PeerId, session: u64, may: impl Fn(Roles) -> bool) -> bool {
+        let Some(session) = self.sessions.get_mut(&peer).filter(|of| of.number == session) else { return false };
+        let may = may(session.subject.roles);
+        if !may {
+            session.refuse(peer, "data frames that its certificate does not allow");
+        }
+        may
+    }
+
+    /// Whether a peer's control message is for the instance. An id belongs to its holder while that is connected.
+    fn admits_control(&mut self, peer: PeerId, body: &ControlBody) -> bool {
+        let Some(session) = self.sessions.get_mut(&peer) else { return false };
+        if let Err(reason) = permissions::at_instance(session.subject.roles, body) {
+            session.refuse(peer, &reason);
+            return false;
+        }
+        if let ControlBody::Hello(Hello { instance, .. }) = body {
+            if let Some((_, holder)) = self.numbers.get(instance).filter(|(_, holder)| *holder != session.subject) {
+                let reason = format!("it says that it is instance {instance}, which is of node {:?}", holder.node);
+                session.refuse(peer, &reason);
+                return false;
+            }
+            self.numbers.retain(|_, (of, _)| *of != peer);
+            self.numbers.insert(*instance, (peer, session.subject.clone()));
+        }
+        true
     }
 
     fn on_net(&mut self, event: NetEvent) {
         match event {
-            NetEvent::Up { peer, session, addr, .. } => {
-                tracing::debug!(%peer, %addr, "connected");
-                self.sessions.insert(peer, session);
+            NetEvent::Up { peer, session, addr, subject, .. } => {
+                tracing::debug!(%peer, %addr, node = %subject.node, "connected");
+                let roles = subject.roles;
+                self.sessions.insert(peer, Session { number: session, subject, refusal_logged: false });
                 match &mut self.leader {
+                    Some(leader) if leader.is_gmanager(peer) && !roles.has(NodeRole::GManager) => {
+                        tracing::error!(
+                            %addr,
+                            "a certificate for {roles} answers where the gManager is expected; it is not followed\n\
+                             hint: `lagoon certs issue DIR NAME --role gmanager`"
+                        );
+                        leader.on_down(peer);
+                    }
                     Some(leader) if leader.is_gmanager(peer) => {
                         leader.on_up(peer);
                         self.choose_leader();
@@ -343,6 +479,7 @@ impl NodeLoop {
             }
             NetEvent::Down { peer, reason, .. } => {
                 self.sessions.remove(&peer);
+                self.numbers.retain(|_, (of, _)| *of != peer);
                 match &mut self.leader {
                     Some(leader) if leader.is_gmanager(peer) => {
                         if leader.on_down(peer) {
@@ -370,12 +507,12 @@ impl NodeLoop {
             NetEvent::Refused { .. } => {}
             NetEvent::Control { peer, session, message } => {
                 let Some(body) = message.body else { return };
-                if self.sessions.get(&peer) != Some(&session) {
+                if self.sessions.get(&peer).is_none_or(|of| of.number != session) {
                     return;
                 }
                 if self.is_gmanager(peer) {
                     self.on_gmanager(peer, body);
-                } else {
+                } else if self.admits_control(peer, &body) {
                     self.step(Event::Control { peer: PeerKey(peer.0), body });
                 }
             }
@@ -386,7 +523,7 @@ impl NodeLoop {
         self.leader.as_ref().is_some_and(|leader| leader.is_gmanager(peer))
     }
 
-    /// What a gManager says counts only while it is the one talked to.
+    /// Handles a gManager's message, if that is the one in use.
     fn on_gmanager(&mut self, peer: PeerId, body: ControlBody) {
         let (Some(leader), Some(pool)) = (&mut self.leader, &self.pool) else { return };
         if leader.current() != Some(peer) {
@@ -401,14 +538,26 @@ impl NodeLoop {
             }
             return;
         }
+        let term = match &body {
+            ControlBody::Registered(registered) => Some(registered.term),
+            ControlBody::HeartbeatAck(ack) => Some(ack.term),
+            _ => None,
+        };
+        if let Some(term) = term.filter(|term| !leader.accepts_term(*term, Instant::now())) {
+            tracing::warn!(%peer, term, "a gManager of an earlier term is not followed; looking for the one that leads");
+            if leader.on_not_leader(peer, None, Instant::now()) {
+                self.step(Event::GManagerDown);
+            }
+            return;
+        }
         if matches!(body, ControlBody::Registered(_)) {
             leader.on_registered();
         }
         self.step(Event::GManager(body));
     }
 
-    /// Tells the instance, and the gManager, which moves away what others have here. Repeated while it lasts: another
-    /// gManager may lead by then.
+    /// Sends the drain order to the instance, and to the gManager, which moves others' blocks away. Repeated, as
+    /// another gManager may lead by then.
     fn order_drain(&mut self) {
         self.step(Event::GManager(ControlBody::DrainOrder(DrainOrder { on: true, stop: true })));
         if let Some(instance) = self.instance.status().instance {
@@ -434,7 +583,7 @@ impl NodeLoop {
                 self.outputs.remove(&seq);
                 self.step(Event::Cancel { seq });
             }
-            // The asker may be gone.
+            // The receiver may be gone.
             Input::Status { reply } => drop(reply.send(self.status())),
         }
     }
@@ -459,7 +608,7 @@ impl NodeLoop {
     }
 
     fn on_tick(&mut self, ticks: u64) {
-        if let Some(stuck) = self.executor.stuck_for().filter(|stuck| stuck.as_millis() > DEVICE_STUCK_MS.into()) {
+        if let Some(stuck) = self.stuck_for() {
             self.fatal = Some(format!(
                 "the device has not finished a layer for {} s\nhint: look for a hung driver (`dmesg`, `nvidia-smi`)",
                 stuck.as_secs()
@@ -490,10 +639,11 @@ impl NodeLoop {
         let InstanceStatus { draining, role, becoming, .. } = status.instance;
         self.shared.leaving.store(draining || becoming.is_some_and(|to| role.serves() && !to.serves()), Relaxed);
         self.metrics.record(&status);
+        self.node().into_iter().for_each(record_certificate);
         record_prefill_times(&self.instance.take_prefill_times());
     }
 
-    /// Hands one event to the instance, and whatever follows from failing to carry out an effect.
+    /// Passes one event to the instance, and further events for effects that failed.
     fn step(&mut self, event: Event) {
         let mut pending = vec![event];
         while let Some(event) = pending.pop() {
@@ -504,13 +654,13 @@ impl NodeLoop {
         }
     }
 
-    /// Carries out an effect; what failed becomes an event.
+    /// Carries out an effect; a failure becomes an event.
     fn apply(&mut self, effect: Effect) -> Option<Event> {
         match effect {
             Effect::ToGManager(body) => {
                 let peer = self.leader.as_ref()?.current()?;
                 if let Err(error) = self.node()?.try_send(peer, &Frame::Control(body.into())) {
-                    tracing::debug!(%error, "the gManager was not told");
+                    tracing::debug!(%error, "no gManager was notified");
                 }
                 None
             }
@@ -537,7 +687,13 @@ impl NodeLoop {
                 None
             }
             Effect::Transfer(effect) => {
-                self.transfers.as_mut()?.carry_out(effect);
+                let transfers = self.transfers.as_mut()?;
+                if let TransferEffect::ToWriter { from, body: ControlBody::TransferConnect(_) } = &effect
+                    && let Some((_, subject)) = self.numbers.get(&from.0)
+                {
+                    transfers.reader_is(*from, subject);
+                }
+                transfers.carry_out(effect);
                 None
             }
             Effect::Emit { seq, event } => self.emit(seq, event),
@@ -547,10 +703,13 @@ impl NodeLoop {
                 None
             }
             Effect::Rejected { reason } => {
-                self.fatal = Some(format!(
-                    "the gManager refused this instance: {reason}\n\
-                     hint: all of a pool serve the same model, with the same --dtype, --kv-dtype and --block-tokens"
-                ));
+                let hint = match reason.contains("\nhint: ") {
+                    true => "",
+                    false => {
+                        "\nhint: all of a pool serve the same model, with the same --dtype, --kv-dtype and --block-tokens"
+                    }
+                };
+                self.fatal = Some(format!("the gManager refused this instance: {reason}{hint}"));
                 None
             }
         }
@@ -571,8 +730,8 @@ impl NodeLoop {
         Some(Event::SendFailed { peer })
     }
 
-    /// Hands a request's event to its handler. The channel holds a whole answer's events unless the answer is very
-    /// long; a client that leaves it full does not read, and loses its request.
+    /// Sends a request's event to its handler. The channel holds a whole response's events unless it is very long; a
+    /// client that leaves the channel full does not read, and its request is cancelled.
     fn emit(&mut self, seq: SeqId, event: TokenEvent) -> Option<Event> {
         let ends = matches!(event, TokenEvent::Finished { .. } | TokenEvent::Failed(_));
         let sent = self.outputs.get(&seq)?.try_send(event);
@@ -602,7 +761,7 @@ async fn next_completion(transfers: Option<&mut Transfers>) -> Option<Completion
     }
 }
 
-/// What a request is refused with when the loop is gone.
+/// The error of requests when the loop is gone.
 pub(crate) fn gone() -> RequestError {
     RequestError::Unavailable("the instance is shutting down".to_owned())
 }

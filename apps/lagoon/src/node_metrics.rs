@@ -1,23 +1,31 @@
-//! What a node's loop tells Prometheus of its instance: set from its status, twice a second.
+//! A node's metrics for Prometheus: set from its instance's status, twice a second.
 //!
-//! A process may have several nodes: the instance, and memory beside it (`beside.rs`), whose names say what it is.
+//! A process may have several nodes: the instance, and its additional memory (`beside.rs`), with metrics of their own
+//! names.
 
 use crate::node_status::NodeStatus;
 use crate::tier_kind::TierKind;
 use crate::transfers::Carried;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_instance::{LastTimes, MoveStatus, PeerAccessStatus, PrefillStatus, PrefixStatus};
+use lagoon_transport::Node;
 use metrics::{counter, gauge, histogram};
 use std::time::Duration;
 
-/// See the module's documentation.
+/// Metrics of one node.
 #[derive(Debug, Default)]
 pub(crate) struct NodeMetrics {
     beside: Option<TierKind>,
 }
 
+/// Sets the expiry of this process's certificate.
+pub(crate) fn record_certificate(node: &Node) {
+    #[allow(clippy::cast_precision_loss, reason = "seconds, under 2^53")]
+    gauge!("lagoon_certificate_expires_timestamp_seconds").set(node.subject().not_after_s as f64);
+}
+
 impl NodeMetrics {
-    /// Of memory beside an instance.
+    /// Metrics of additional memory.
     pub(crate) fn beside(kind: TierKind) -> Self {
         Self { beside: Some(kind) }
     }
@@ -110,7 +118,7 @@ fn record_launches(of: &LaunchCounters) {
     counter!("lagoon_graphs_evicted_total").absolute(of.evicted);
 }
 
-/// Where the time of requests went whose prompts were computed elsewhere.
+/// Records the times of requests whose prompts were computed elsewhere.
 pub(crate) fn record_prefill_times(times: &LastTimes) {
     let seconds = |ms: u64| Duration::from_millis(ms).as_secs_f64();
     for ms in &times.decodes_ms {

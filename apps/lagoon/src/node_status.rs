@@ -1,4 +1,4 @@
-//! What a node tells of itself: `/lagoon/status`, and what metrics are made of.
+//! Status of a node: `/lagoon/status`, and the source of its metrics.
 
 use crate::path_probe::PathRow;
 use crate::pool_client::{CalibrationRow, tier_name};
@@ -6,7 +6,7 @@ use crate::transfers::Carried;
 use lagoon_instance::{InstanceConfig, InstanceStatus};
 use serde::Serialize;
 
-/// What does not change while a node runs.
+/// Constant properties of a running node.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct About {
     pub(crate) name: String,
@@ -28,12 +28,12 @@ impl About {
     }
 }
 
-/// What `/lagoon/status` answers.
+/// The response of `/lagoon/status`.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct NodeStatus {
     #[serde(flatten)]
     pub(crate) about: About,
-    /// As in `lagoon status`, and the one that it changes to.
+    /// Its role as in `lagoon status`, and the role that it changes to.
     pub(crate) role: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) becoming: Option<&'static str>,
@@ -43,10 +43,10 @@ pub(crate) struct NodeStatus {
     pub(crate) control_bytes_sent: u64,
     pub(crate) partials_bytes_sent: u64,
     pub(crate) bulk_bytes_sent: u64,
-    /// Paths to prefill workers' KV, as they were measured.
+    /// Measured paths to prefill workers' KV.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) paths: Vec<PathRow>,
-    /// What paths have carried, of an instance whose KV is shared.
+    /// Traffic of paths, of an instance whose KV is shared.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) carried: Option<Carried>,
 }

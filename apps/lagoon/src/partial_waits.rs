@@ -1,12 +1,12 @@
-//! How long steps wait for creditors: from when a layer's queries leave until the last partials of it have come. The device
-//! attends to local KV meanwhile, so that a step may lose less than this.
+//! Waits of steps for creditors: from a layer's queries to its last partials. The device attends to local KV meanwhile,
+//! so a step may lose less than this.
 
 use lagoon_types::StepId;
 use metrics::histogram;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Steps that are followed at once: one for each micro-batch, and one that is ending.
+/// Maximum of steps measured at once: one for each micro-batch, and some that are ending.
 const STEPS_MAX: usize = 4;
 
 #[derive(Debug)]
@@ -18,27 +18,27 @@ struct Step {
     waited: Duration,
 }
 
-/// The steps that wait, or did.
+/// Waits of the steps in flight.
 #[derive(Debug, Default)]
 pub(crate) struct PartialWaits {
     steps: BTreeMap<StepId, Step>,
 }
 
 impl PartialWaits {
-    /// A layer's queries go to so many creditors.
+    /// A layer's queries were sent to `creditors` creditors.
     pub(crate) fn sent(&mut self, step: StepId, layer: u32, creditors: usize, now: Instant) {
         if creditors == 0 {
             return;
         }
         let waited = self.steps.remove(&step).map_or(Duration::ZERO, |s| s.waited);
         self.steps.insert(step, Step { layer, sent: now, missing: creditors, waited });
-        // Steps are numbered in order: those that ended without a word are the oldest.
+        // Steps are numbered in order: steps that ended without a report are the oldest.
         while self.steps.len() > STEPS_MAX {
             self.steps.pop_first();
         }
     }
 
-    /// A creditor's partials of a layer have come; returns the layer's wait if they were the last.
+    /// A creditor's partials of a layer arrived; returns the layer's wait if they were the last.
     pub(crate) fn came(&mut self, step: StepId, layer: u32, now: Instant) -> Option<Duration> {
         let step = self.steps.get_mut(&step).filter(|s| s.layer == layer && s.missing > 0)?;
         step.missing -= 1;
@@ -51,14 +51,14 @@ impl PartialWaits {
         Some(wait)
     }
 
-    /// A step has ended well; returns what its layers waited, if any did.
+    /// A step ended well; returns the sum of its layers' waits, if any.
     pub(crate) fn done(&mut self, step: StepId) -> Option<Duration> {
         let waited = self.steps.remove(&step)?.waited;
         histogram!("lagoon_step_partials_wait_seconds").record(waited.as_secs_f64());
         Some(waited)
     }
 
-    /// A step has failed: its wait says nothing.
+    /// A step failed: its wait does not count.
     pub(crate) fn failed(&mut self, step: StepId) {
         self.steps.remove(&step);
     }

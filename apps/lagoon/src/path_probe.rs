@@ -1,46 +1,47 @@
-//! What a path to a prefill worker's KV carries, measured when it is first opened, beside what it should carry.
+//! Measured and expected rates of paths to prefill workers' KV; measured when a path is first opened.
 //!
-//! Expectations, and why:
-//! * memory of this process, or of another one on this host: what one thread copies of its own memory at the same moment. A path copies from the other process's
-//!   pages as from its own; far less means pages of another NUMA node, or pages that are not there.
-//! * memory of the same device that another process has: what a copy within this process's own carries. Of a peer device nothing is
-//!   expected: what links two devices is not asked for.
-//! * QUIC: the link's speed if the kernel tells it (`/sys/class/net/*/speed`), and never more than
-//!   [`QUIC_BYTES_PER_S`], what a core encrypts, sends and checks on one connection with room to spare (3 GB/s and more were measured on
-//!   loopback). Far less means lost packets, small socket buffers or no segmentation offload; `lagoon doctor` tells.
+//! Expected rates:
+//! * memory of this process, or of another one on this host: one thread's copy rate within its own memory at the same
+//!   time. Pages of another process copy like own ones; a far lower rate means pages of another NUMA node, or
+//!   swapped-out ones.
+//! * memory of the same device in another process: the copy rate within this process's own device memory. None for a
+//!   peer device: the link between two devices is not queried.
+//! * QUIC: the link's speed if the kernel reports it (`/sys/class/net/*/speed`), at most [`QUIC_BYTES_PER_S`], which a
+//!   core encrypts, sends and checks on one connection with reserve (3 GB/s and more were measured on loopback). A far
+//!   lower rate means lost packets, small socket buffers or no segmentation offload; see `lagoon doctor`.
 
 use crate::log;
 use lagoon_transport::direct::Probe;
 use serde::Serialize;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-/// See the module's documentation.
+/// Highest expected rate of a QUIC path, in bytes per second.
 const QUIC_BYTES_PER_S: f64 = 1e9;
-/// Bytes that a QUIC path is measured with.
+/// Bytes to measure a QUIC path with.
 pub(crate) const QUIC_PROBE_BYTES: u64 = 16 << 20;
-/// A memory so small is copied too fast to tell.
+/// Smallest memory whose copy rate is meaningful, in bytes.
 const TELLING_BYTES: usize = 1 << 20;
 
-/// Paths between windows of devices, as [`Probe::path`] names them.
+/// Paths between shared device regions, as named in [`Probe::path`].
 pub(crate) const SAME_DEVICE: &str = "same device";
 pub(crate) const PEER_DEVICE: &str = "peer device";
 
-/// A path that was measured.
+/// A measured path.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct PathRow {
-    /// The prefill worker's number.
+    /// Id of the prefill worker.
     pub(crate) worker: u32,
     /// `same device`, `peer device`, `same process`, `same host` or `quic`.
     pub(crate) path: &'static str,
     pub(crate) bytes_per_s: f64,
-    /// 0 where nothing is expected.
+    /// Expected rate; 0 if none.
     pub(crate) expected_bytes_per_s: f64,
-    /// What the expectation is of.
+    /// What the expected rate is based on.
     pub(crate) expected_as: String,
 }
 
 impl PathRow {
-    /// Of memory of so many bytes, of this process, shared, or of a device.
+    /// A path to `bytes` bytes of memory: of this process, shared, or of a device.
     pub(crate) fn memory(worker: u32, probe: Probe, bytes: usize) -> Self {
         let tells = bytes >= TELLING_BYTES && probe.path != PEER_DEVICE;
         let expected_as = match probe.path {
@@ -73,7 +74,7 @@ impl PathRow {
         Probe { path: self.path, bytes_per_s, expected_bytes_per_s }.is_slow()
     }
 
-    /// In words.
+    /// The row as text.
     pub(crate) fn line(&self) -> String {
         let expected = match self.expected_bytes_per_s {
             0.0 => String::new(),
@@ -88,7 +89,7 @@ impl PathRow {
         )
     }
 
-    /// Says it, and warns if the path is far slower than it should be.
+    /// Logs the row if `announce`, and warns if the path is far below its expected rate.
     pub(crate) fn report(&self, announce: bool) {
         if self.is_slow() {
             let line = self.line();
@@ -99,7 +100,7 @@ impl PathRow {
     }
 }
 
-/// What one QUIC connection to `addr` should carry, in bytes per second, and what that is.
+/// Expected rate of one QUIC connection to `addr`, in bytes per second, and its basis.
 pub(crate) fn expect_quic(addr: SocketAddr) -> (f64, String) {
     let link = std::fs::read_to_string("/proc/net/route").ok().and_then(|routes| match addr.ip() {
         IpAddr::V4(ip) => route(&routes, ip),
@@ -116,7 +117,7 @@ pub(crate) fn expect_quic(addr: SocketAddr) -> (f64, String) {
     }
 }
 
-/// The interface that leads to `ip`, by the kernel's table (numbers in the host's byte order, in hexadecimal).
+/// The interface that routes to `ip`, by the kernel's table (hexadecimal numbers in host byte order).
 fn route(table: &str, ip: Ipv4Addr) -> Option<String> {
     let ip = u32::from_ne_bytes(ip.octets());
     let rows = table.lines().skip(1).filter_map(|line| {
@@ -125,7 +126,7 @@ fn route(table: &str, ip: Ipv4Addr) -> Option<String> {
         let (destination, mask) = (hex(fields.get(1))?, hex(fields.get(7))?);
         (ip & mask == destination).then(|| (mask.count_ones(), (*fields.first().unwrap_or(&"")).to_owned()))
     });
-    // A loopback address is in no table.
+    // The table has no loopback addresses.
     rows.filter(|_| ip.to_ne_bytes()[0] != 127).max().map(|(_, link)| link)
 }
 

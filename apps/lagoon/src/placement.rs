@@ -1,4 +1,4 @@
-//! Which backend and which of its devices an instance runs on.
+//! Choice of an instance's backend and device.
 
 use crate::args::BackendArg;
 use anyhow::{bail, ensure};
@@ -7,10 +7,10 @@ use lagoon_shaders::{AdapterSummary, list_adapters};
 use std::convert::Infallible;
 use std::str::FromStr;
 
-/// One of a backend's devices, as people name it.
+/// A device of a backend, by number or name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceArg {
-    /// The number that `lagoon doctor` gives it.
+    /// Its number in `lagoon doctor`.
     Number(u32),
     /// A part of its name, in letters of any case.
     Name(String),
@@ -25,7 +25,7 @@ impl FromStr for DeviceArg {
 }
 
 impl DeviceArg {
-    /// As on the command line.
+    /// The flag for this device.
     pub(crate) fn to_flag(&self) -> String {
         match self {
             Self::Number(number) => format!("--device={number}"),
@@ -33,7 +33,7 @@ impl DeviceArg {
         }
     }
 
-    /// Which of the devices with these names it is.
+    /// The index of this device among `names`.
     fn among(&self, names: &[String]) -> anyhow::Result<usize> {
         let found = match self {
             Self::Number(number) => usize::try_from(*number).ok().filter(|number| *number < names.len()),
@@ -54,16 +54,16 @@ impl DeviceArg {
     }
 }
 
-/// A device that was found.
+/// A device that exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Chosen {
     Cpu,
-    /// An adapter by its number, and whether it is a software one.
+    /// An adapter by number, and whether it is a software one.
     Wgpu {
         adapter: usize,
         software: bool,
     },
-    /// A device by the driver's number, and all its memory.
+    /// A device by the driver's number, and its memory size.
     Cuda {
         ordinal: u32,
         memory_bytes: u64,
@@ -79,7 +79,7 @@ impl Chosen {
         }
     }
 
-    /// The flags that give a child process this device.
+    /// The flags that select this device for a child process.
     pub(crate) fn to_flags(self) -> Vec<String> {
         let device = match self {
             Self::Cpu => None,
@@ -91,8 +91,8 @@ impl Chosen {
     }
 }
 
-/// The device of one instance: what was asked for, or the best there is. A software adapter is never taken unasked,
-/// nor is CUDA while no GPU has proved it.
+/// The device of one instance: the requested one, or the best. A software adapter is chosen only on request, and so is
+/// CUDA while no GPU has proved it.
 pub(crate) fn choose(backend: BackendArg, devices: &[DeviceArg]) -> anyhow::Result<Chosen> {
     ensure!(devices.len() < 2, "an instance runs on one device\nhint: `lagoon up` spreads instances over several");
     match (backend, devices.first()) {
@@ -109,7 +109,7 @@ pub(crate) fn choose(backend: BackendArg, devices: &[DeviceArg]) -> anyhow::Resu
     }
 }
 
-/// The devices that instances on this machine take in turn: those that were asked for; of CUDA's else all.
+/// The devices that instances on this machine take in turn: the requested ones; else all of CUDA's.
 pub(crate) fn spread(backend: BackendArg, devices: &[DeviceArg]) -> anyhow::Result<Vec<Chosen>> {
     if backend == BackendArg::Cuda && devices.is_empty() {
         let found = cuda_devices()?;

@@ -1,20 +1,21 @@
-//! Asking a pool's gManager for its state, and giving it an operator's orders.
+//! A client of a pool's gManagers: queries the pool's state, and sends an operator's orders.
 //!
-//! Of several gManagers the one that leads answers; the others say who does.
+//! Of several gManagers the leader answers; the others name it.
 
+use crate::leader::Terms;
 use anyhow::{Context, bail, ensure};
 use lagoon_protocol::{
     AdminBody, AdminQuery, AdminReply, BatchPoint, Calibration, ControlBody, InstanceStatus, MemoryTier, MoveCounts,
     PrefillCounts, Role, StatusQuery, StatusReply,
 };
-use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, PeerId, TransportConfig};
+use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, NodeRole, PeerId, TransportConfig};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Time for one question and its answer, the first connection included.
+/// Deadline of one query, first connection included.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(5);
 /// Silence after which another gManager is asked, if there is one.
 const SILENCE: Duration = Duration::from_millis(1500);
@@ -37,7 +38,7 @@ pub(crate) struct PoolRow {
     pub(crate) heartbeat_age_ms: u64,
     pub(crate) blocks_total: u32,
     pub(crate) blocks_free: u32,
-    /// What it may ever lend.
+    /// Maximum that it may lend.
     pub(crate) blocks_lend_max: u32,
     pub(crate) blocks_lent: u32,
     pub(crate) blocks_borrowed: u32,
@@ -53,7 +54,7 @@ pub(crate) struct PoolRow {
     pub(crate) calibration: Option<CalibrationRow>,
 }
 
-/// rBlocks that moved for an instance's requests, named as in its own status.
+/// rBlocks moved for an instance's requests, with the fields of its own status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MovesRow {
     pub(crate) in_progress: u32,
@@ -69,7 +70,7 @@ impl From<MoveCounts> for MovesRow {
     }
 }
 
-/// What came of prompts computed by one instance for another, named as in an instance's own status.
+/// Prompts computed by one instance for another, with the fields of an instance's own status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PrefillRow {
     pub(crate) workers: u32,
@@ -86,7 +87,7 @@ pub(crate) struct PrefillRow {
     pub(crate) times: PrefillTimesRow,
     pub(crate) decode_ms: u64,
     pub(crate) decoded: u64,
-    /// Absent in the answer of an older endpoint.
+    /// Absent in replies of older versions.
     #[serde(default)]
     pub(crate) waiting_here: u32,
 }
@@ -127,10 +128,10 @@ impl From<&PrefillCounts> for PrefillRow {
     }
 }
 
-/// What an instance measured of itself.
+/// An instance's calibration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct CalibrationRow {
-    /// Microseconds of a step without its attention, by batch size.
+    /// Time of a step without attention, in microseconds, by batch size.
     pub(crate) step_us: BTreeMap<u32, f64>,
     pub(crate) attention_us_per_ktoken: f64,
     pub(crate) prefill_us_per_token: f64,
@@ -159,19 +160,19 @@ impl From<&CalibrationRow> for Calibration {
     }
 }
 
-/// A pool as its gManager knows it.
+/// A pool's state, from its gManager.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct PoolState {
     pub(crate) gmanager: GManagerRow,
     pub(crate) instances: Vec<PoolRow>,
 }
 
-/// The gManager that answered: the one that leads.
+/// The leading gManager, which answered.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct GManagerRow {
     pub(crate) addr: String,
     pub(crate) term: u64,
-    /// Addresses of the others that were asked on the way.
+    /// Addresses of standbys asked before.
     pub(crate) standbys: Vec<String>,
 }
 
@@ -192,7 +193,7 @@ impl From<InstanceStatus> for PoolRow {
             blocks_total: h.blocks_total,
             blocks_free: h.blocks_free,
             blocks_lend_max: row.lend_blocks_max.unwrap_or(h.blocks_total),
-            blocks_lent: h.lent.iter().map(|d| d.blocks).sum(),
+            blocks_lent: h.lent.iter().map(|d| d.blocks).fold(0, u32::saturating_add),
             blocks_borrowed: h.blocks_borrowed,
             requests_running: h.requests_running,
             requests_waiting: h.requests_waiting,
@@ -205,7 +206,7 @@ impl From<InstanceStatus> for PoolRow {
     }
 }
 
-/// As on the command line.
+/// The role's name on the command line.
 pub(crate) fn role_name(role: Role) -> &'static str {
     match role {
         Role::Instance => "instance",
@@ -215,7 +216,7 @@ pub(crate) fn role_name(role: Role) -> &'static str {
     }
 }
 
-/// As on the command line.
+/// The tier's name on the command line.
 pub(crate) fn tier_name(tier: i32) -> &'static str {
     if tier == MemoryTier::Host as i32 { "host" } else { "device" }
 }
@@ -225,12 +226,15 @@ pub(crate) fn tier_name(tier: i32) -> &'static str {
 pub(crate) struct PoolClient {
     bound: Bound,
     gmanagers: Vec<PeerId>,
-    /// The one to ask, by its place in `gmanagers`.
+    /// gManagers that have shown a gManager's certificate.
+    proven: BTreeSet<PeerId>,
+    /// Index in `gmanagers` of the one to ask.
     at: usize,
     queries: u64,
+    terms: Terms,
 }
 
-/// What came of asking one gManager.
+/// Result of asking one gManager.
 enum Outcome {
     Answer(Box<ControlBody>),
     NotLeader { leader_addr: String },
@@ -239,14 +243,19 @@ enum Outcome {
 }
 
 impl PoolClient {
-    /// Within a tokio runtime. Connections are made with the first question.
+    /// A client. Call within a tokio runtime. It connects with the first query.
     pub(crate) fn new(gmanagers: &[SocketAddr], identity: &Identity) -> anyhow::Result<Self> {
         let first = gmanagers.first().context("no gManager is named\nhint: --gmanager IP:PORT")?;
         let any = if first.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
         let bound = Node::bind(any.parse()?, identity, TransportConfig::default()).context("open a UDP socket")?;
         let peers = gmanagers.iter().map(|addr| bound.node.connect(*addr, &[Class::Control]));
         let gmanagers = peers.collect::<Option<Vec<_>>>().context("too many gManagers")?;
-        Ok(Self { bound, gmanagers, at: 0, queries: 0 })
+        Ok(Self { bound, gmanagers, proven: BTreeSet::new(), at: 0, queries: 0, terms: Terms::default() })
+    }
+
+    /// Its node of the pool.
+    pub(crate) fn node(&self) -> &Node {
+        &self.bound.node
     }
 
     /// The pool's instances, by number.
@@ -254,21 +263,37 @@ impl PoolClient {
         Ok(self.state().await?.instances)
     }
 
-    /// The pool as its gManager knows it.
+    /// The pool as its gManager knows it. One that leads in an earlier term than was heard lately does not count.
     pub(crate) async fn state(&mut self) -> anyhow::Result<PoolState> {
+        let mut earlier = 0;
+        for _ in 0..=self.gmanagers.len() {
+            let (reply, standbys) = self.status().await?;
+            if self.terms.accepts(reply.term, std::time::Instant::now()) {
+                let addr = |peer: &PeerId| self.bound.node.addr(*peer).map(|a| a.to_string()).unwrap_or_default();
+                let standbys = standbys.iter().map(addr).collect();
+                let gmanager = GManagerRow { addr: addr(&self.gmanagers[self.at]), term: reply.term, standbys };
+                return Ok(PoolState { gmanager, instances: reply.instances.into_iter().map(PoolRow::from).collect() });
+            }
+            earlier = reply.term;
+            self.at = (self.at + 1) % self.gmanagers.len();
+            tokio::time::sleep(PAUSE).await;
+        }
+        bail!("only a gManager of the earlier term {earlier} answers\nhint: stop it: another one led after it")
+    }
+
+    async fn status(&mut self) -> anyhow::Result<(StatusReply, Vec<PeerId>)> {
         self.queries += 1;
         let query = self.queries;
         let mine = move |body: &ControlBody| matches!(body, ControlBody::StatusReply(reply) if reply.query == query);
         let (answer, standbys) = self.ask(ControlBody::StatusQuery(StatusQuery { query }), mine).await?;
-        let ControlBody::StatusReply(StatusReply { instances, term, .. }) = answer else { bail!("no status") };
-        let addr = |peer: &PeerId| self.bound.node.addr(*peer).map(|a| a.to_string()).unwrap_or_default();
-        let gmanager =
-            GManagerRow { addr: addr(&self.gmanagers[self.at]), term, standbys: standbys.iter().map(addr).collect() };
-        Ok(PoolState { gmanager, instances: instances.into_iter().map(PoolRow::from).collect() })
+        let ControlBody::StatusReply(reply) = answer else { bail!("no status") };
+        Ok((reply, standbys))
     }
 
-    /// Has an operator's order carried out; an error says why it was not, and what to do.
+    /// Sends an operator's order; an error has the reason and a hint.
     pub(crate) async fn admin(&mut self, body: AdminBody) -> anyhow::Result<AdminReply> {
+        // Replies to orders name no term: the one to ask is found first.
+        self.state().await?;
         self.queries += 1;
         let query = self.queries;
         let mine = move |body: &ControlBody| matches!(body, ControlBody::AdminReply(reply) if reply.query == query);
@@ -280,7 +305,7 @@ impl PoolClient {
         Ok(reply)
     }
 
-    /// Asks until the gManager that leads answers, within the deadline. Also those that said that they do not lead.
+    /// Asks until the leading gManager answers, within the deadline; asks standbys again.
     async fn ask(
         &mut self,
         body: ControlBody,
@@ -362,8 +387,19 @@ impl PoolClient {
                 return Ok(Outcome::Silent);
             };
             match event.context("the transport was closed")? {
-                Event::Control { peer, message, .. } => match message.body {
+                Event::Up { peer, subject, .. } if subject.roles.has(NodeRole::GManager) => {
+                    self.proven.insert(peer);
+                }
+                Event::Up { peer, subject, .. } => {
+                    self.proven.remove(&peer);
+                    if peer == asked {
+                        let reason = format!("its certificate is for {}, not for a gManager", subject.roles);
+                        return Ok(Outcome::Unreachable { reason });
+                    }
+                }
+                Event::Control { peer, message, .. } if self.proven.contains(&peer) => match message.body {
                     Some(body) if mine(&body) => return Ok(Outcome::Answer(Box::new(body))),
+                    Some(ControlBody::Rejected(rejected)) if peer == asked => bail!("{}", rejected.reason),
                     Some(ControlBody::NotLeader(standby)) if peer == asked => {
                         return Ok(Outcome::NotLeader { leader_addr: standby.leader_addr });
                     }

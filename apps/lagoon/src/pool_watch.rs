@@ -1,22 +1,23 @@
-//! What an endpoint over a pool (`lagoon up`, `lagoon gateway --gmanager`) knows of it: asked of the gManager that leads, a
-//! few times a second. While none answers the last state stands, and says since when.
+//! A pool's state at an endpoint over it (`lagoon up`, `lagoon gateway --gmanager`): queried from the leading gManager
+//! a few times a second. While none answers, the last state is used, with its age.
 
 use crate::admin;
+use crate::node_metrics::record_certificate;
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
-use crate::serve::guarded;
 use crate::upstreams::{Backend, Backends};
 use axum::Json;
 use axum::routing::{get, post};
+use rand::Rng as _;
 use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
 
-/// How often the instances' loads are asked for.
+/// Interval of queries for the instances' loads.
 const WATCH_EVERY: Duration = Duration::from_millis(250);
 
-/// See the module's documentation.
+/// The latest state of a pool.
 #[derive(Clone, Debug)]
 pub(crate) struct PoolWatch {
     known: Arc<RwLock<Known>>,
@@ -27,12 +28,12 @@ pub(crate) struct PoolWatch {
 #[derive(Clone, Debug)]
 struct Known {
     state: PoolState,
-    /// When no gManager answered first, after one had.
+    /// When the first unanswered query was sent, since the last answer.
     silent_since: Option<Instant>,
 }
 
 impl PoolWatch {
-    /// Asks `client` until `stop`; `state` is what is known now.
+    /// Queries `client` until `stop`; `state` is the first state.
     pub(crate) fn start(mut client: PoolClient, state: PoolState, block_tokens: u32, stop: CancellationToken) -> Self {
         let known = Known { state, silent_since: None };
         let watch = Self { known: Arc::new(RwLock::new(known)), block_tokens: block_tokens.into() };
@@ -40,7 +41,10 @@ impl PoolWatch {
         tokio::spawn(async move {
             while !stop.is_cancelled() {
                 asking.learn(client.state().await);
-                tokio::time::sleep(WATCH_EVERY).await;
+                record_certificate(client.node());
+                // Spread, so that gateways do not ask in step.
+                let pause = WATCH_EVERY.mul_f64(rand::rng().random_range(0.75..1.25));
+                tokio::time::sleep(pause).await;
             }
         });
         watch
@@ -56,7 +60,7 @@ impl PoolWatch {
                 *known = Known { state, silent_since: None };
             }
             (Err(error), None) => {
-                tracing::warn!(%error, "no gManager answers: what is known of the pool is old");
+                tracing::warn!(%error, "no gManager answers: the pool's state is outdated");
                 known.silent_since = Some(Instant::now());
             }
             (Err(_), Some(_)) => {}
@@ -71,7 +75,7 @@ impl PoolWatch {
         self.known().state
     }
 
-    /// As of [`admin::state_json`], with the time since which no gManager has answered.
+    /// As [`admin::state_json`], with the time without an answer.
     fn status(&self) -> serde_json::Value {
         let Known { state, silent_since } = self.known();
         let mut status = admin::state_json(&state);
@@ -81,14 +85,12 @@ impl PoolWatch {
         status
     }
 
-    /// `/lagoon/status`, and `/lagoon/admin` whose orders go through `operator`.
-    pub(crate) fn router(&self, operator: PoolClient, api_key: Option<&String>) -> axum::Router {
+    /// Routes `/lagoon/status`, and `/lagoon/admin` with orders through `operator`.
+    pub(crate) fn router(&self, operator: PoolClient) -> axum::Router {
         let watch = self.clone();
         let status = get(move || async move { Json(watch.status()) });
         let orders = post(admin::serve).with_state(Arc::new(Mutex::new(operator)));
-        axum::Router::new()
-            .route("/lagoon/status", guarded(status, api_key.cloned()))
-            .route("/lagoon/admin", guarded(orders, api_key.cloned()))
+        axum::Router::new().route("/lagoon/status", status).route("/lagoon/admin", orders)
     }
 }
 
@@ -107,10 +109,14 @@ impl Backends for PoolWatch {
                 waiting: u64::from(row.requests_waiting),
             })
         };
-        // One whose role changes must do so before and afterwards.
+        // During a role change, both roles must take requests.
         let takes = |role: &str| role == "instance" || role == "decode";
         let serves = |r: &&PoolRow| r.alive && !r.draining && takes(&r.role) && r.becoming.as_deref().is_none_or(takes);
         self.state().instances.iter().filter(serves).filter_map(backend).collect()
+    }
+
+    fn knows(&self, name: &str) -> bool {
+        self.state().instances.iter().any(|row| row.name == name)
     }
 
     fn is_dead(&self, http_addr: SocketAddr) -> bool {

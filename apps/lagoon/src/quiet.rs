@@ -1,11 +1,11 @@
-//! Keeps Mesa's talk of displays off standard error.
+//! Suppresses Mesa's display errors on standard error.
 //!
-//! A Vulkan layer of Mesa asks the display server which GPU the desktop prefers. On a server there is none, and the
-//! Wayland library prints "error: XDG_RUNTIME_DIR is invalid or not set" each time an adapter is listed, which reads as
-//! a failure of the command. Only the environment turns that layer off, and only at a process's start may the
-//! environment be changed safely: so the process replaces itself once, before it has done anything.
+//! A Vulkan layer of Mesa asks the display server for the desktop's preferred GPU. A server has no display, and the
+//! Wayland library prints "error: XDG_RUNTIME_DIR is invalid or not set" each time an adapter is listed, which looks
+//! like a failure of the command. Only the environment turns that layer off, and changing it is safe only at a
+//! process's start: so the process re-executes itself once, before anything else.
 
-/// Replaces this process by itself with the layer turned off, where it would complain. Child processes inherit it.
+/// Re-executes this process with the layer turned off, if it would complain. Child processes inherit the setting.
 #[cfg(target_os = "linux")]
 pub(crate) fn restart_without_display_probe() {
     use std::os::unix::process::CommandExt as _;
@@ -20,7 +20,7 @@ pub(crate) fn restart_without_display_probe() {
     if let Some(name) = arguments.next() {
         command.arg0(name);
     }
-    // It returns only if it failed; then the command goes on, with the complaint.
+    // `exec` returns only on failure; then the command goes on.
     let error = command.args(arguments).env(LAYER_OFF, "1").exec();
     tracing::debug!(%error, "not restarted");
 }

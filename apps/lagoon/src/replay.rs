@@ -1,49 +1,51 @@
-//! Requests that outlive the instance they were given to.
+//! Replay: requests that outlive the loss of their instance.
 //!
-//! The gateway keeps a request's body, and of a streamed answer what the client has been told, in tokens
-//! ([`lagoon_http::journal`]). When the instance is lost, the request goes to another one, with the answer so far: that
-//! computes both as a prompt and says the rest, sampled at its place in the answer. An answer that is not streamed begins
-//! anew. Whoever is lost with [`ReplayLimits::replays_max`] instances, or finds none for [`ReplayLimits::deadline`], is told.
+//! The gateway keeps a request's body, and for a stream the tokens that the client has got ([`lagoon_http::journal`]).
+//! When the instance is lost, the request goes to another one with the response so far: that one computes both as a
+//! prompt and streams the rest, sampled at its place in the response. Other responses start anew. A request fails after
+//! the loss of [`ReplayLimits::replays_max`] instances, or [`ReplayLimits::deadline`] without one.
 //!
 //! Invariants: only whole events reach the client, and none twice; a request runs at one instance at a time as far as
-//! the gateway can tell (dropping a connection cancels there); when the client goes away, everything here is dropped.
+//! the gateway knows (dropping a connection cancels there); when the client disconnects, everything here is dropped.
 
-use crate::bodies::{Bodies, Share};
-use crate::upstreams::{Backend, Upstreams, count, end_to_end, lost, none_alive};
-use axum::body::{Body, Bytes, to_bytes};
+use crate::retry_budget::retry_after;
+use crate::upstreams::{Backend, Upstreams, end_to_end, lost, none_alive};
+use axum::body::{Body, Bytes};
 use axum::extract::Request;
-use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
+use axum::http::{self, HeaderMap, HeaderValue, Method, StatusCode, header};
 use futures::stream::{self, BoxStream};
 use futures::{Stream, StreamExt};
+use lagoon_http::client::{Response, SendError};
+use lagoon_http::error::{ERROR_HEADER, RATE_LIMIT_EXCEEDED};
 use lagoon_http::journal::{self, Journal, Read, Resume};
-use lagoon_http::{ApiError, ClientAddr};
+use lagoon_http::{ApiError, Bodies, Holder, Limits, Meter, Share};
 use rand::Rng as _;
 use std::convert::Infallible;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
-/// Longest event of a stream; logits of many tokens are large.
+/// Longest event of a stream, in bytes; logits of many tokens are large.
 const EVENT_BYTES_MAX: usize = 64 << 20;
-/// What is read of an answer that refuses to go on.
+/// Bytes read of an error response.
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
 /// Bytes of a request body that count as one token.
 const BYTES_PER_TOKEN: u64 = 4;
-/// What ends a stream of events.
+/// The end mark of a stream.
 const DONE: &[u8] = b"data: [DONE]\n\n";
 
-/// How long a request may look for another instance.
+/// Limits of a request's replays.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ReplayLimits {
-    /// Instances that may be lost under one request.
+    /// Maximum of instances lost under one request.
     pub(crate) replays_max: usize,
-    /// Of these, in a row without a token for the client: a request that brings instances down must not go round them all.
+    /// Maximum of them in a row without a token for the client: a request that kills instances must not reach them all.
     pub(crate) fruitless_max: usize,
-    /// Time after a loss in which another instance must begin to answer.
+    /// Time after a loss within which another instance must begin to answer.
     pub(crate) deadline: Duration,
-    /// Between two rounds over the instances.
+    /// Pause between two rounds over the instances.
     pub(crate) pause: Duration,
-    /// Silence after which an instance is lost that the pool counts as dead. One whose process ended is lost at once.
+    /// Silence after which an instance that the pool counts as dead is lost. One whose process ended is lost at once.
     pub(crate) silence: Duration,
 }
 
@@ -59,14 +61,14 @@ impl Default for ReplayLimits {
     }
 }
 
-/// A request as it can be sent again.
+/// A request that can be sent again.
 #[derive(Debug)]
 pub(crate) struct Repeatable {
     method: Method,
     target: String,
     headers: HeaderMap,
     body: Bytes,
-    /// It only computes an answer: whoever gets two uses one.
+    /// Whether it only computes a response: a duplicate does no harm.
     pure: bool,
     _share: Share,
 }
@@ -77,9 +79,9 @@ impl Repeatable {
         let (head, body) = request.into_parts();
         let target = head.uri.path_and_query().map_or("/", |target| target.as_str()).to_owned();
         let generates = matches!(head.uri.path(), "/v1/completions" | "/v1/chat/completions");
-        let unknown = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
-        let client = head.extensions.get::<ClientAddr>().map_or(unknown, |client| client.0);
-        let (body, share) = bodies.read(client, body).await?;
+        let holder = Holder::of(&head.extensions);
+        let Limits { body_bytes_max, body_deadline, .. } = Limits::default();
+        let (body, share) = bodies.read(holder, body, body_bytes_max, body_deadline).await?;
         let pure = body.is_empty() || generates;
         let mut headers = end_to_end(&head.headers);
         if generates {
@@ -93,50 +95,99 @@ impl Repeatable {
     }
 }
 
-/// Why an instance gave no answer.
+/// Why an instance did not answer.
 enum Unanswered {
-    /// It was not asked.
+    /// The request was not sent.
     Unreachable(String),
-    /// It may have begun.
+    /// The instance may have begun.
     Lost(String),
 }
 
-/// A request, and what became of it so far.
+/// A request, and its attempts so far.
 #[derive(Debug)]
 pub(crate) struct Attempts {
     upstreams: Arc<Upstreams>,
     limits: ReplayLimits,
     request: Repeatable,
+    /// The rate limit to charge its tokens to.
+    meter: Meter,
+    /// Tokens that were charged so far, but for those of events.
+    charged: u64,
     /// Instances that were lost under it, and when the last one was.
     lost: Vec<Backend>,
     lost_at: Instant,
-    /// The last of `lost` that gave the client nothing.
+    /// Number of latest losses without a token for the client.
     fruitless: usize,
+    /// Instances that refused this request, and until when they asked not to be asked again.
+    barred: Vec<(SocketAddr, Instant)>,
     /// The client has the beginning of a stream: answers of any other kind are of no use to it.
     streaming: bool,
 }
 
 impl Attempts {
-    pub(crate) fn new(upstreams: Arc<Upstreams>, limits: ReplayLimits, request: Repeatable) -> Self {
-        Self { upstreams, limits, request, lost: Vec::new(), lost_at: Instant::now(), fruitless: 0, streaming: false }
+    /// Charges an estimate of the prompt: a client that leaves before the answer begins has had it computed.
+    pub(crate) fn new(upstreams: Arc<Upstreams>, limits: ReplayLimits, request: Repeatable, meter: Meter) -> Self {
+        upstreams.retries().deposit();
+        let generates = request.headers.contains_key(journal::HEADER);
+        let charged = if generates { request.tokens() } else { 0 };
+        meter.charge(charged);
+        let (lost, lost_at, barred) = (Vec::new(), Instant::now(), Vec::new());
+        Self { upstreams, limits, request, meter, charged, lost, lost_at, fruitless: 0, barred, streaming: false }
     }
 
-    /// What an instance answers; with `resume`, to the request whose answer was begun.
-    pub(crate) async fn respond(&mut self, resume: Option<&Resume>) -> Result<(Backend, reqwest::Response), ApiError> {
+    /// Counts an answer, and corrects the charge by what its headers say; a stream's events say the rest.
+    pub(crate) fn count(&mut self, backend: &Backend, response: &Response) {
+        self.upstreams.counts.request(&backend.name, response.status().as_str());
+        if response.status() != StatusCode::OK {
+            self.correct_charge(0);
+        } else if self.charged > 0 {
+            let told = response.headers().get(journal::TOKENS_HEADER);
+            let told = told.and_then(|value| value.to_str().ok()?.parse().ok());
+            self.correct_charge(told.unwrap_or(self.charged));
+        }
+    }
+
+    fn correct_charge(&mut self, tokens: u64) {
+        self.meter.charge(tokens.saturating_sub(self.charged));
+        self.meter.give_back(self.charged.saturating_sub(tokens));
+        self.charged = tokens;
+    }
+
+    /// Whether the request may be sent to an instance now. The first time is free, and so is the first after each loss: those are
+    /// as many as were running. All others, which an overloaded pool would get in addition, are on the budget.
+    fn may_send(&self, backend: &Backend, is_free: bool) -> bool {
+        let now = Instant::now();
+        let is_barred = self.barred.iter().any(|(addr, until)| *addr == backend.http_addr && *until > now);
+        !is_barred && (is_free || self.upstreams.retries().withdraw(now))
+    }
+
+    /// An instance's response; with `resume`, to a request with a response that was begun.
+    pub(crate) async fn respond(&mut self, resume: Option<&Resume>) -> Result<(Backend, Response), ApiError> {
         let body = resume.map_or_else(|| self.request.body.clone(), |r| r.request(&self.request.body).into());
-        let mut refused = None;
+        // None has refused since the last loss.
+        let (mut refused, mut is_first) = (None, true);
         loop {
             for backend in self.upstreams.candidates(self.request.tokens(), &self.lost) {
-                match self.send(&backend, body.clone()).await {
+                let is_free = is_first || self.lost.is_empty();
+                if !self.may_send(&backend, is_free) {
+                    continue;
+                }
+                let sent = self.send(&backend, body.clone()).await;
+                if let Ok(response) = &sent {
+                    self.note_rest(&backend, response);
+                }
+                match sent {
                     Ok(response) if !self.streaming || is_event_stream(&response) => return Ok((backend, response)),
                     Ok(response) => match self.refusal(&backend, response).await {
-                        error if passes(error.status) => refused = Some(error),
+                        error if passes(error.status) => (refused, is_first) = (Some(error), false),
                         error => return Err(error),
                     },
                     Err(Unanswered::Unreachable(why)) => {
                         tracing::warn!(instance = %backend.name, why, "an instance could not be reached");
-                        metrics::counter!("lagoon_gateway_retries_total", "instance" => backend.name.clone())
-                            .increment(1);
+                        self.upstreams.counts.retry(&backend.name);
+                        if !is_free {
+                            self.upstreams.retries().give_back();
+                        }
                         refused = Some(ApiError::unavailable(format!(
                             "no instance could be reached, lastly {}",
                             backend.name
@@ -144,11 +195,13 @@ impl Attempts {
                     }
                     Err(Unanswered::Lost(why)) => {
                         self.lose(&backend, &why)?;
+                        is_first = true;
                         break;
                     }
                 }
             }
             let Some(last) = self.lost.last() else {
+                self.correct_charge(0);
                 return Err(refused.unwrap_or_else(none_alive));
             };
             let limits = self.limits;
@@ -159,49 +212,62 @@ impl Attempts {
                     &format!("no other instance went on with the request for {} s: {why}", limits.deadline.as_secs()),
                 )));
             }
-            // Requests that were lost together do not come back together.
+            // Jitter: requests lost together do not return together.
             let pause = limits.pause.mul_f64(rand::rng().random_range(0.5..1.5));
             tokio::time::sleep(pause).await;
         }
     }
 
-    async fn send(&self, backend: &Backend, body: Bytes) -> Result<reqwest::Response, Unanswered> {
+    async fn send(&self, backend: &Backend, body: Bytes) -> Result<Response, Unanswered> {
         let Repeatable { method, target, headers, .. } = &self.request;
-        let url = format!("http://{}{target}", backend.http_addr);
-        let mut request = self.upstreams.http.request(method.clone(), url).headers(headers.clone());
-        if !body.is_empty() {
-            request = request.body(body);
-        }
-        match self.unless_dead(backend.http_addr, request.send()).await {
+        let request = http::Request::builder().method(method).uri(self.upstreams.url(backend, target));
+        let request = request.body(Body::from(body));
+        let mut request = request.map_err(|error| Unanswered::Unreachable(error.to_string()))?;
+        *request.headers_mut() = headers.clone();
+        match self.unless_dead(backend.http_addr, self.upstreams.http.send(request)).await {
             Some(Ok(response)) => Ok(response),
-            Some(Err(error)) if error.is_connect() => Err(Unanswered::Unreachable(reason(error))),
-            Some(Err(error)) => Err(Unanswered::Lost(reason(error))),
+            Some(Err(SendError::Connect(why))) => Err(Unanswered::Unreachable(why)),
+            Some(Err(SendError::Broken(why))) => Err(Unanswered::Lost(why)),
             None => Err(Unanswered::Lost("it is silent, and dead to the pool".to_owned())),
         }
     }
 
-    /// Waits for `answer` of an instance; `None` when it was silent, and is dead to the pool.
+    /// Waits for `answer` of an instance; `None` if it was silent and the pool counts it as dead.
     async fn unless_dead<T>(&self, addr: SocketAddr, answer: impl Future<Output = T>) -> Option<T> {
         self.upstreams.unless_dead(addr, self.limits.silence, answer).await
     }
 
-    /// What an instance says that does not go on with a stream.
-    async fn refusal(&self, backend: &Backend, response: reqwest::Response) -> ApiError {
+    /// An instance that refuses and says for how long is not asked for this request until then, and for others after all that
+    /// did not. A key's rate concerns nobody else.
+    fn note_rest(&mut self, backend: &Backend, response: &Response) {
+        if !passes(response.status()) {
+            return;
+        }
+        let said = response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
+        let Some(rest) = said.and_then(|said| retry_after(said, SystemTime::now())) else { return };
+        let (addr, now) = (backend.http_addr, Instant::now());
+        self.barred.retain(|(other, until)| *other != addr && *until > now);
+        self.barred.push((addr, now + rest));
+        if response.headers().get(ERROR_HEADER).is_none_or(|code| code != RATE_LIMIT_EXCEEDED) {
+            self.upstreams.retries().rest(addr, rest, now);
+        }
+    }
+
+    /// The error of an instance that does not go on with a stream.
+    async fn refusal(&self, backend: &Backend, response: Response) -> ApiError {
         let status = response.status();
-        let body = Body::from_stream(response.bytes_stream());
-        let read = tokio::time::timeout(self.limits.deadline, to_bytes(body, REFUSAL_BYTES_MAX)).await;
+        let read = tokio::time::timeout(self.limits.deadline, response.bytes(REFUSAL_BYTES_MAX)).await;
         let body = read.ok().and_then(Result::ok).unwrap_or_default();
         let said = serde_json::from_slice::<serde_json::Value>(&body).unwrap_or_default();
         let said = said["error"]["message"].as_str().unwrap_or("nothing more");
-        let message =
-            format!("{} refused to go on with the request of an instance that was lost: {said}", backend.name);
+        let message = format!("{} refused to continue a request of a lost instance: {said}", backend.name);
         given_up(ApiError::new(status, Some("instance_lost"), message))
     }
 
-    /// Counts a loss; an error when there were too many.
+    /// Counts a loss; an error if there were too many.
     fn lose(&mut self, backend: &Backend, why: &str) -> Result<(), ApiError> {
         tracing::warn!(instance = %backend.name, why, "an instance was lost under a request");
-        count(backend, "lost");
+        self.upstreams.counts.request(&backend.name, "lost");
         self.lost.push(backend.clone());
         self.lost_at = Instant::now();
         if !self.request.pure {
@@ -216,17 +282,17 @@ impl Attempts {
         Ok(())
     }
 
-    /// The events of an answer that `backend` began, to their end, whoever gives it.
+    /// The events of a response that `backend` began, to its end, over losses.
     pub(crate) fn events(
         mut self,
         backend: Backend,
-        response: reqwest::Response,
+        response: Response,
     ) -> impl Stream<Item = Result<Bytes, Infallible>> + Send + use<> {
         self.streaming = true;
         let stream = Events {
             addr: backend.http_addr,
             backend,
-            chunks: response.bytes_stream().boxed(),
+            chunks: response.chunks().boxed(),
             attempts: self,
             pending: Pending::default(),
             journal: Journal::default(),
@@ -238,7 +304,7 @@ impl Attempts {
     }
 }
 
-/// Of an instance that refused to go on: others may do it.
+/// Whether another instance may accept a request that was refused with `status`.
 fn passes(status: StatusCode) -> bool {
     status == StatusCode::TOO_MANY_REQUESTS || status.is_server_error()
 }
@@ -248,14 +314,9 @@ fn given_up(error: ApiError) -> ApiError {
     error
 }
 
-pub(crate) fn is_event_stream(response: &reqwest::Response) -> bool {
-    let kind = response.headers().get(axum::http::header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+pub(crate) fn is_event_stream(response: &Response) -> bool {
+    let kind = response.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     response.status() == StatusCode::OK && kind.is_some_and(|kind| kind.starts_with("text/event-stream"))
-}
-
-/// What went wrong and what caused it, in a line.
-fn reason(error: reqwest::Error) -> String {
-    format!("{:#}", anyhow::Error::from(error.without_url()))
 }
 
 /// An event stream in flight.
@@ -263,18 +324,22 @@ struct Events {
     attempts: Attempts,
     backend: Backend,
     addr: SocketAddr,
-    chunks: BoxStream<'static, reqwest::Result<Bytes>>,
+    chunks: BoxStream<'static, Result<Bytes, SendError>>,
     pending: Pending,
     journal: Journal,
 }
 
 impl Events {
-    /// The next event for the client, and the rest of the stream unless this was the last one.
+    /// The next event for the client, and the rest of the stream unless it was the last one.
     async fn next(mut self) -> Option<(Bytes, Option<Self>)> {
         loop {
+            let before = self.journal.tokens();
             let why = match self.pending.next().map(|event| self.journal.read(&event)) {
                 Some(Read::Event(event)) => {
                     self.attempts.fruitless = 0;
+                    // Without a journal, an event counts as a token.
+                    let tokens = if self.journal.is_whole() { self.journal.tokens() - before } else { 1 };
+                    self.attempts.meter.charge(tokens as u64);
                     return Some((event.into(), Some(self)));
                 }
                 Some(Read::Error { event, again }) if !again || !self.journal.is_whole() => {
@@ -289,7 +354,7 @@ impl Events {
                     _ if self.journal.is_done() => return None,
                     Some(None) if !self.journal.is_whole() => return self.pending.rest().map(|rest| (rest, None)),
                     Some(None) => "its answer has no end".to_owned(),
-                    Some(Some(Err(error))) => reason(error),
+                    Some(Some(Err(error))) => error.to_string(),
                     None => "it is silent, and dead to the pool".to_owned(),
                 },
             };
@@ -302,23 +367,23 @@ impl Events {
         }
     }
 
-    /// Has another instance say the rest.
+    /// Has another instance continue the stream.
     async fn go_on(&mut self, why: &str) -> Result<(), ApiError> {
-        // Ending the connection cancels what may still run there.
+        // Closing the connection cancels what may still run there.
         self.chunks = stream::empty().boxed();
         self.pending = Pending::default();
         self.attempts.lose(&self.backend, why)?;
         if !self.journal.is_whole() {
-            return Err(given_up(lost(&self.backend.name, "it told nobody what it had said, in tokens")));
+            return Err(given_up(lost(&self.backend.name, "its stream has no journal")));
         }
         let resume = self.journal.resume();
         let (backend, response) = self.attempts.respond(resume.as_ref()).await?;
         tracing::info!(lost = %self.backend.name, instance = %backend.name, "another instance goes on with a request");
-        count(&backend, "went_on");
+        self.attempts.upstreams.counts.request(&backend.name, "went_on");
         metrics::counter!("lagoon_gateway_replays_total", "state" => "done").increment(1);
         self.addr = backend.http_addr;
         self.backend = backend;
-        self.chunks = response.bytes_stream().boxed();
+        self.chunks = response.chunks().boxed();
         Ok(())
     }
 }
@@ -327,11 +392,11 @@ fn last_words(error: &ApiError) -> Bytes {
     Bytes::from(format!("data: {}\n\n", error.body()))
 }
 
-/// What came of a stream and is no whole event yet.
+/// Received bytes that are no whole event yet.
 #[derive(Debug, Default)]
 struct Pending {
     bytes: Vec<u8>,
-    /// No event ends before.
+    /// Bytes already searched for the end of an event.
     searched: usize,
 }
 
@@ -344,14 +409,14 @@ impl Pending {
         Ok(())
     }
 
-    /// Takes the next whole event, the empty line that ends it included.
+    /// Takes the next whole event, including its final empty line.
     fn next(&mut self) -> Option<Vec<u8>> {
         let ends = |at: &usize| {
             let after = &self.bytes[at + 1..];
             self.bytes[*at] == b'\n' && (after.starts_with(b"\n") || after.starts_with(b"\r\n"))
         };
         let Some(at) = (self.searched..self.bytes.len()).find(ends) else {
-            // The last two bytes may be the beginning of an end.
+            // The last two bytes may belong to the end.
             self.searched = self.bytes.len().saturating_sub(2);
             return None;
         };
@@ -361,7 +426,7 @@ impl Pending {
         Some(std::mem::replace(&mut self.bytes, rest))
     }
 
-    /// What is left when a stream ends without an end.
+    /// The rest of a stream that ends within an event.
     fn rest(&mut self) -> Option<Bytes> {
         (!self.bytes.is_empty()).then(|| std::mem::take(&mut self.bytes).into())
     }

@@ -1,7 +1,7 @@
 //! Instances that are lost in the middle of answers: real servers with scripted engines, cut at every event.
 
 use super::*;
-use crate::gateway::tests::{backend, broken_server, complete, dead, gateway_with};
+use crate::gateway::tests::{backend, broken_server, complete, dead, gateway_with, reserve_address};
 use crate::upstreams::Backends;
 use lagoon_http::scripted::{self, ScriptedEngine, Step};
 use lagoon_types::{GenerateRequest, RequestError};
@@ -153,7 +153,9 @@ async fn when_no_other_instance_is_left_the_client_is_told_in_time() {
         let cutting: SocketAddr = cut_after(&server, 3).await.trim_start_matches("http://").parse().unwrap();
         tokio::spawn(async move {
             let (mut client, _) = once.accept().await.unwrap();
+            let addr = once.local_addr().unwrap();
             drop(once);
+            reserve_address(addr);
             let mut server = TcpStream::connect(cutting).await.unwrap();
             let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
         });
@@ -239,6 +241,10 @@ impl Backends for FirstIsDead {
         self.0[0].http_addr == http_addr
     }
 
+    fn knows(&self, _: &str) -> bool {
+        true
+    }
+
     fn silent_for(&self) -> Option<Duration> {
         None
     }
@@ -309,5 +315,111 @@ fn events_are_found_however_they_are_cut() {
             assert_eq!(events, ["data: a\n\n", "data: b\r\n\r\n", ": c\n\n"], "cut at {first} and {second}");
             assert_eq!(pending.rest().unwrap(), "rest");
         }
+    }
+}
+
+/// A server that refuses everything, with a header, and counts.
+async fn refusing(header: &str) -> (String, Arc<std::sync::atomic::AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let asked = Arc::<std::sync::atomic::AtomicUsize>::default();
+    let (count, header) = (Arc::clone(&asked), header.to_owned());
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut request = [0; 4096];
+            let _ = stream.read(&mut request).await;
+            count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let _ = stream
+                .write_all(format!("HTTP/1.1 503 Full\r\n{header}content-length: 2\r\n\r\n{{}}").as_bytes())
+                .await;
+        }
+    });
+    (url, asked)
+}
+
+/// It was asked in every round before.
+#[tokio::test]
+async fn an_instance_that_refuses_is_left_alone_for_as_long_as_it_says() {
+    let cut = cut_after(&scripted::spawn(scripted::state(ScriptedEngine::saying(TEXT))).await, 0).await;
+    for (header, least, most) in [("retry-after: 60\r\n", 1, 1), ("", 2, 5)] {
+        let (full, asked) = refusing(header).await;
+        let url = gateway_with(Arc::new(vec![backend("i1", &cut, 1000), backend("i2", &full, 1)]), limits()).await;
+        let (status, _, text) = complete(&url, &json!({"prompt": "a", "stream": true})).await;
+        assert!(status == 200 && text.contains("instance_lost"), "{text}");
+        let asked = asked.load(std::sync::atomic::Ordering::Relaxed);
+        assert!((least..=most).contains(&asked), "{asked} times with {header:?}");
+    }
+}
+
+/// A request for a stream of which `losses` instances were lost.
+async fn lost_with(upstreams: &Arc<Upstreams>, losses: usize) -> Attempts {
+    let body = json!({"prompt": "a", "max_tokens": 40, "stream": true}).to_string();
+    let request = http::Request::post("/v1/completions").header("content-type", "application/json").body(body.into());
+    let request = Repeatable::read(&Bodies::default(), request.unwrap()).await.unwrap();
+    let mut attempts = Attempts::new(Arc::clone(upstreams), limits(), request, Meter::default());
+    for n in 0..losses {
+        attempts.lose(&backend(&format!("lost{n}"), &dead(), 0), "it was killed").unwrap();
+    }
+    attempts.streaming = losses > 0;
+    attempts
+}
+
+fn upstreams(backends: Vec<Backend>) -> Arc<Upstreams> {
+    Arc::new(Upstreams::new(Arc::new(backends), None))
+}
+
+/// Spends all retries but `left`.
+fn leave(upstreams: &Upstreams, left: usize) {
+    let mut retries = upstreams.retries();
+    let now = Instant::now();
+    while retries.withdraw(now) {}
+    (0..left).for_each(|_| retries.give_back());
+}
+
+/// Fresh requests, which ask it all the same, kept it at rest for as long as they came.
+#[tokio::test]
+async fn an_instance_that_refused_others_is_asked_for_a_lost_request() {
+    let well = scripted::spawn(scripted::state(ScriptedEngine::saying("ok"))).await;
+    let well = backend("well", &well, 1);
+    let upstreams = upstreams(vec![well.clone()]);
+    upstreams.retries().rest(well.http_addr, Duration::from_secs(60), Instant::now());
+    let (found, answer) = lost_with(&upstreams, 1).await.respond(None).await.unwrap();
+    assert_eq!((found, answer.status()), (well, StatusCode::OK));
+}
+
+/// The second loss was on the budget, which a few streams used up.
+#[tokio::test]
+async fn the_first_send_after_each_loss_is_free() {
+    let well = scripted::spawn(scripted::state(ScriptedEngine::saying("ok"))).await;
+    for losses in 1..=limits().replays_max {
+        let upstreams = upstreams(vec![backend("well", &well, 1)]);
+        let mut attempts = lost_with(&upstreams, losses).await;
+        leave(&upstreams, 0);
+        assert_eq!(attempts.respond(None).await.unwrap().0.name, "well", "{losses} losses");
+    }
+}
+
+#[tokio::test]
+async fn an_instance_that_cannot_be_reached_costs_no_retry() {
+    let well = scripted::spawn(scripted::state(ScriptedEngine::saying("ok"))).await;
+    let (full, _) = refusing("retry-after: 60\r\n").await;
+    let backends = vec![backend("full", &full, 3000), backend("gone", &dead(), 2000), backend("well", &well, 1)];
+    let upstreams = upstreams(backends);
+    let mut attempts = lost_with(&upstreams, 1).await;
+    leave(&upstreams, 1);
+    assert_eq!(attempts.respond(None).await.unwrap().0.name, "well");
+}
+
+/// One tenant's rate put the instance behind all others, for everybody.
+#[tokio::test]
+async fn the_rate_of_a_key_is_no_rest_of_the_instance() {
+    for (header, rests) in [("", true), ("x-lagoon-error: rate_limit_exceeded\r\n", false)] {
+        let (full, _) = refusing(&format!("retry-after: 60\r\n{header}")).await;
+        let full = backend("full", &full, 1);
+        let upstreams = upstreams(vec![full.clone()]);
+        let (_, answer) = lost_with(&upstreams, 0).await.respond(None).await.unwrap();
+        assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(upstreams.retries().is_resting(full.http_addr, Instant::now()), rests, "{header:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! `lagoon role`: an instance gets another role at run time, by finishing what only its old one does.
+//! `lagoon role`: gives an instance another role at run time; it finishes the work of only the old one first.
 
 use crate::admin::{Operator, Order, PoolArgs};
 use crate::pool_client::{PoolRow, role_name};
@@ -37,7 +37,7 @@ impl From<NewRole> for Role {
 pub(crate) struct RoleArgs {
     /// Name or number of the instance (`lagoon status`).
     instance: String,
-    /// What it shall be.
+    /// The new role.
     role: NewRole,
     /// Wait until it has finished what only its old role does, and has the new one.
     #[arg(long)]
@@ -52,7 +52,7 @@ pub(crate) struct RoleArgs {
     json: bool,
 }
 
-/// Orders the change and, if asked, follows it to its end.
+/// Orders the change and, with `--wait`, follows it to its end.
 pub(crate) async fn run(args: RoleArgs) -> anyhow::Result<()> {
     let mut operator = Operator::new(&args.pool)?;
     let mut watch = Watch::new(args.json, args.timeout_s);
@@ -76,20 +76,20 @@ pub(crate) async fn run(args: RoleArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether it has the role for good.
+/// Whether it has the role, with no change ordered.
 fn is_done(row: &PoolRow, role: &str) -> bool {
     row.role == role && row.becoming.is_none()
 }
 
-/// What it may be finishing.
+/// Work that it may be finishing.
 fn left(row: &PoolRow) -> String {
     let jobs = row.prefill.map_or(0, |prefill| prefill.jobs);
     format!("{} requests run, {} wait, {jobs} prompts for others", row.requests_running, row.requests_waiting)
 }
 
-/// What is not as it was ordered any more, and why; `None` while the order stands.
+/// Why the order does not stand any more; `None` while it does.
 fn lost(row: &PoolRow, role: &str) -> Option<String> {
-    // After a registration, and before its own word.
+    // Between its registration and its first heartbeat.
     let unknown = !row.alive || row.blocks_total == 0;
     match &row.becoming {
         _ if unknown || is_done(row, role) => None,
@@ -102,7 +102,7 @@ fn lost(row: &PoolRow, role: &str) -> Option<String> {
     }
 }
 
-/// Until it has the role.
+/// Waits until it has the role.
 async fn follow(watch: &mut Watch, operator: &mut Operator, of: PoolRow, role: &str) -> anyhow::Result<PoolRow> {
     let before = if of.role == "instance" { "both" } else { &of.role };
     loop {
@@ -127,7 +127,7 @@ async fn follow(watch: &mut Watch, operator: &mut Operator, of: PoolRow, role: &
                 row.name
             )
         };
-        let left = if row.alive { left(&row) } else { "it is not heard; the order waits for it".to_owned() };
+        let left = if row.alive { left(&row) } else { "it is silent; the order waits for it".to_owned() };
         watch.pause(left, late).await?;
     }
 }

@@ -1,19 +1,19 @@
-//! Folders for as long as the process lives: keys, sockets, an unpacked model. Only this user may enter them.
+//! Temporary directories for the life of the process: keys, sockets, an unpacked model. Only this user may enter them.
 //!
-//! Each holds a locked file. The lock goes with the process, however it ends, so that the next process removes what a crash left
-//! behind.
+//! Each holds a locked file. The lock ends with the process, however it ends, so that the next process removes
+//! directories left by a crash.
 
 use anyhow::Context;
 use std::fs::{self, File};
 use std::path::Path;
 use tempfile::TempDir;
 
-/// Of all such folders.
+/// Prefix of all such directories.
 const PREFIX: &str = "lagoon-";
-/// The locked file.
+/// Name of the locked file.
 const LOCK: &str = ".lock";
 
-/// See the module's documentation. The folder goes when this is dropped.
+/// A temporary directory. Removed on drop.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     dir: TempDir,
@@ -21,7 +21,7 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// Makes a folder; its name begins with `lagoon-KIND-`.
+    /// Creates a directory with a name of `lagoon-KIND-…`.
     pub(crate) fn new(kind: &str) -> anyhow::Result<Self> {
         Self::within(&std::env::temp_dir(), kind)
     }
@@ -34,7 +34,7 @@ impl Scratch {
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700));
         let dir = builder.tempdir_in(parent).with_context(|| format!("make a folder in {}", parent.display()))?;
-        // Locked before it has the name that a sweep looks for.
+        // Locked before it has the name that `sweep` looks for.
         let new = dir.path().join("new");
         let lock = File::create_new(&new).and_then(|file| file.lock().map(|()| file)).context("lock a file")?;
         fs::rename(new, dir.path().join(LOCK)).context("lock a file")?;
@@ -46,7 +46,7 @@ impl Scratch {
     }
 }
 
-/// Removes folders whose process has ended. What cannot be read or removed (another user's) stays.
+/// Removes directories whose process has ended, except unreadable ones (another user's).
 fn sweep(parent: &Path) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         if !entry.file_name().to_string_lossy().starts_with(PREFIX) {

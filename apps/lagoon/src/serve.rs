@@ -5,6 +5,8 @@ use crate::beside::{Tier, TierStatus};
 use crate::capacity::{Beside, default_kv_tokens};
 use crate::device::{Devices, FETCH_TOKENS, Loading, Running, Sizes};
 use crate::engine::NodeEngine;
+use crate::health_port::{self, HealthArgs};
+use crate::lent_memory;
 use crate::log;
 use crate::loop_thread::LoopThread;
 use crate::metrics_table;
@@ -12,33 +14,32 @@ use crate::model::{OpenModel, defaults, resolve, short_name};
 use crate::node::{NodeLoop, Pool, Shared};
 use crate::node_status::About;
 use crate::placement::{self, Chosen};
-use crate::reach;
+use crate::port::{self, PortArgs};
 use crate::shutdown::{self, Ending};
 use crate::tier_kind::TierKind;
 use crate::transfer_addr::{self, InterfaceArg, Wanted};
 use crate::transfers::{self, Transfers};
 use anyhow::Context;
 use axum::Json;
-use axum::extract::{Request, State};
+use axum::extract::State;
 use axum::http::StatusCode;
-use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::MethodRouter;
 use futures::future::join_all;
-use lagoon_http::server::{bears_key, unauthorized};
-use lagoon_http::{EngineInfo, Limits, ServerState};
+use lagoon_http::{Bodies, Engine as _, EngineInfo, Limits, ServerState, TextJobs};
 use lagoon_instance::{Instance, InstanceConfig, MovePace, RemotePolicy, SchedulerConfig};
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_text::{ChatTemplate, Tokenizer};
+use lagoon_transport::{Identity, NodeRole};
 use lagoon_types::ModelHash;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-/// What this process does in the pool.
+/// Role of this process in the pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum RoleArg {
     /// Runs requests, prompts and answers, and lends.
@@ -53,10 +54,10 @@ pub(crate) enum RoleArg {
     Kv,
 }
 
-/// Which memory rBlocks are in.
+/// Memory tier of rBlocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum TierArg {
-    /// That of the device which computes attention there (the processor's own on the cpu backend).
+    /// Memory of the device that computes attention there (the processor's own on the cpu backend).
     #[default]
     Device,
     /// The host's: large and slow, with attention on its processor.
@@ -66,7 +67,7 @@ pub(crate) enum TierArg {
 /// `lagoon serve`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ServeArgs {
-    /// A model directory (config.json, safetensors, tokenizer.json) or a hub name (org/name[@revision]).
+    /// A model directory (config.json, safetensors, a tokenizer) or a hub name (org/name[@revision]).
     model: String,
     /// Join the pool of this gManager (ip:port of its QUIC endpoint); of several, comma-separated, the one that leads.
     #[arg(long, value_name = "ADDR", value_delimiter = ',')]
@@ -82,7 +83,7 @@ pub(crate) struct ServeArgs {
     /// Where peers are accepted (QUIC, UDP).
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0")]
     quic: SocketAddr,
-    /// The address that peers are told, if it is not the one listened on.
+    /// Address at which peers reach this instance, if not the one listened on.
     #[arg(long, value_name = "ADDR")]
     advertise: Option<SocketAddr>,
     /// Where peers reach the host memory tier (QUIC, UDP) [default: a free port beside --quic].
@@ -107,6 +108,8 @@ pub(crate) struct ServeArgs {
     /// Clients must show this key (`Authorization: Bearer KEY`); /health stays open.
     #[arg(long, value_name = "KEY", env = "LAGOON_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
+    #[command(flatten)]
+    port: PortArgs,
     /// Allow `return_logits` in requests (for comparisons).
     #[arg(long)]
     expose_logits: bool,
@@ -117,13 +120,15 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 25)]
     drain_timeout_s: u64,
     #[command(flatten)]
+    health: HealthArgs,
+    #[command(flatten)]
     tls: TlsArgs,
     #[command(flatten)]
     engine: EngineArgs,
     /// Print one JSON object when ready.
     #[arg(long)]
     json: bool,
-    /// Stop when standard input ends: a parent's way to take its children along.
+    /// Stop when standard input ends, for a parent process.
     #[arg(long, hide = true)]
     exit_with_stdin: bool,
 }
@@ -151,13 +156,16 @@ fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
     }
 }
 
-/// Ready to be announced: what a parent or a script wants to know.
+/// The ready line: addresses and names, for a parent or a script.
 #[derive(Debug, serde::Serialize)]
 struct Ready<'a> {
     ready: bool,
     http: String,
     quic: Option<String>,
-    /// Where readers of its KV are accepted.
+    /// Address of the health port.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    health: Option<String>,
+    /// Address at which readers of its KV are accepted.
     #[serde(skip_serializing_if = "Option::is_none")]
     transfer: Option<String>,
     backend: &'a str,
@@ -167,15 +175,16 @@ struct Ready<'a> {
     kv_tokens: u64,
 }
 
-/// Where a node is reached.
+/// Addresses of a node.
 #[derive(Clone, Copy, Debug)]
 struct Addrs {
     http: SocketAddr,
     quic: Option<SocketAddr>,
     transfer: Option<SocketAddr>,
+    health: Option<SocketAddr>,
 }
 
-/// Refuses flags that do not go together.
+/// Refuses contradicting flags.
 fn check(args: &ServeArgs) -> anyhow::Result<()> {
     anyhow::ensure!(
         args.tier == TierArg::Device || args.role == RoleArg::Kv,
@@ -208,20 +217,20 @@ fn check(args: &ServeArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether it is of no use unless its KV is read by others, or others' by it.
+/// Whether the role requires KV transfer.
 fn must_share(role: RoleArg) -> bool {
     matches!(role, RoleArg::Prefill | RoleArg::Decode)
 }
 
-/// Whether others can read its KV: also of one that serves in a pool and may be asked to take another role, where that costs
-/// no memory, or memory that was asked for.
+/// Whether its KV can be read by others: also in a pool where it may change its role, if that costs no memory, or
+/// memory was configured for it.
 fn shares_kv(args: &ServeArgs, chosen: Chosen) -> bool {
     let may = || args.role != RoleArg::Kv && !args.gmanager.is_empty();
     let cheap = || chosen == Chosen::Cpu || args.engine.stage_kv_tokens.is_some();
     must_share(args.role) || (may() && cheap() && transfers::is_possible())
 }
 
-/// The endpoint and threads of KV transfer, if its KV is shared.
+/// Starts the endpoint and threads of KV transfer, if its KV is shared.
 fn start_transfers(args: &ServeArgs, config: &InstanceConfig, running: &Running) -> anyhow::Result<Option<Transfers>> {
     if config.transfer.is_none() {
         return Ok(None);
@@ -232,10 +241,10 @@ fn start_transfers(args: &ServeArgs, config: &InstanceConfig, running: &Running)
     );
     let wanted = Wanted { quic: args.quic, advertise: args.advertise, transfer: args.transfer_quic };
     let endpoint = transfer_addr::choose(&args.transfer_interface, &wanted, running.info.pci)?;
-    Transfers::start(config, &running.memory, &endpoint, &args.tls.identity()?).map(Some)
+    Transfers::start(config, &running.memory, &endpoint, &args.identity()?).map(Some)
 }
 
-/// How much KV it holds, in whole rBlocks.
+/// Sizes of its KV, in whole rBlocks.
 fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<Sizes> {
     let kv_dtype = args.engine.kv_dtype.unwrap_or(model.dtype);
     let kv = model.config.kv_shape(kv_dtype);
@@ -268,7 +277,15 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
     Ok(Sizes { blocks_total, kv_dtype, shared, stage_blocks: if shared { stage_blocks } else { 0 }, lend: false })
 }
 
-/// The endpoint of memory beside the instance's own.
+impl ServeArgs {
+    /// The node's certificate; a kv node's may be for that role only.
+    fn identity(&self) -> anyhow::Result<Identity> {
+        let kv = self.role == RoleArg::Kv;
+        self.tls.identity(if kv { &[NodeRole::Kv, NodeRole::Instance] } else { &[NodeRole::Instance] })
+    }
+}
+
+/// Opens the endpoint of additional memory.
 fn join_beside(args: &ServeArgs, kind: TierKind) -> anyhow::Result<Pool> {
     let listen = match kind {
         TierKind::Host => args.host_quic,
@@ -276,10 +293,10 @@ fn join_beside(args: &ServeArgs, kind: TierKind) -> anyhow::Result<Pool> {
     };
     let listen = listen.unwrap_or(SocketAddr::new(args.quic.ip(), 0));
     let advertise = args.advertise.map(|addr| SocketAddr::new(addr.ip(), listen.port()));
-    Pool::join(listen, advertise, &args.tls.identity()?, &args.gmanager)
+    Pool::join(listen, advertise, &args.identity()?, &args.gmanager)
 }
 
-/// The memory beside an instance that its flags ask for.
+/// Starts the additional memory that the flags configure.
 fn start_beside(
     args: &ServeArgs,
     chosen: Chosen,
@@ -292,7 +309,37 @@ fn start_beside(
     [TierKind::Host, TierKind::Lent].into_iter().filter_map(start).collect()
 }
 
-/// Runs until Ctrl-C (or the end of standard input, if asked).
+fn engine_info(model: &OpenModel) -> EngineInfo {
+    EngineInfo {
+        model_id: model.id.clone(),
+        max_model_tokens: model.config.max_positions,
+        capacity_tokens: None,
+        vocab_size: u32::try_from(model.config.vocab).unwrap_or(u32::MAX),
+        ready: true,
+    }
+}
+
+/// Binds the HTTP port; returns the listener and its address.
+async fn bind(addr: SocketAddr) -> anyhow::Result<(TcpListener, SocketAddr)> {
+    let listener = TcpListener::bind(addr)
+        .await
+        .with_context(|| format!("listen on {addr}\nhint: choose another address with --http"))?;
+    let addr = listener.local_addr()?;
+    Ok((listener, addr))
+}
+
+/// Refuses more sequences than a step's frames to peers hold, where those limit the step: the ones left over would wait for ever.
+fn check_frames(config: &InstanceConfig, pooled: bool) -> anyhow::Result<()> {
+    let (running, rows) = (config.sched.running, config.remote_rows());
+    anyhow::ensure!(
+        !pooled || rows == config.sched.step_rows || running <= rows as usize,
+        "--max-running {running} is more than the {rows} rows whose queries fit a frame to a peer\n\
+         hint: lower --max-running"
+    );
+    Ok(())
+}
+
+/// Runs until Ctrl-C, SIGTERM, or with --exit-with-stdin the end of standard input.
 pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Result<()> {
     check(&args)?;
     let Ending { drain, stop } = shutdown::graceful(args.exit_with_stdin, Duration::from_secs(args.drain_timeout_s));
@@ -305,19 +352,16 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     let sizes = sizes(&args, &model, chosen)?;
     let (report, reports) = mpsc::unbounded_channel();
     let running = devices.start(Loading::new(chosen, &args.engine, &model, sizes, move |r| {
-        // The loop ends before the device thread does; a report after that concerns nobody.
+        // The loop ends before the device thread; later reports are not needed.
         let _ = report.send(r);
     }))?;
-    let listener = tokio::net::TcpListener::bind(args.http)
-        .await
-        .with_context(|| format!("listen on {}\nhint: choose another address with --http", args.http))?;
-    let http_addr = listener.local_addr()?;
+    let (listener, http_addr) = bind(args.http).await?;
     let loop_thread = LoopThread::spawn(stop.clone())?;
     let pool = match &args.gmanager[..] {
         [] => None,
         gmanagers => {
             let _network = loop_thread.handle().enter();
-            Some(Pool::join(args.quic, args.advertise, &args.tls.identity()?, gmanagers)?)
+            Some(Pool::join(args.quic, args.advertise, &args.identity()?, gmanagers)?)
         }
     };
     let quic_addr = pool.as_ref().map(Pool::addr);
@@ -325,8 +369,9 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
         calibration: running.calibration.clone(),
         ..instance_config(&args, &model, sizes, running.info.backend, http_addr, quic_addr)
     };
+    check_frames(&config, pool.is_some())?;
     let transfer = sizes.shared.then(|| transfers::config(&config, running.stage_blocks, &args.engine)).transpose()?;
-    let peer_access = reach::host().filter(|_| running.peer_access && args.role != RoleArg::Kv);
+    let peer_access = lent_memory::host().filter(|_| running.peer_access && args.role != RoleArg::Kv);
     let config = InstanceConfig { transfer, peer_access, ..config };
     let transfers = start_transfers(&args, &config, &running)?;
     let beside = start_beside(&args, chosen, &model, &config, &stop)?;
@@ -340,29 +385,31 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     instance.set_move_pace(MovePace { tokens_per_step, overlap });
     let shared = Arc::new(Shared::new(&instance));
     let (input, inputs) = mpsc::channel(args.engine.max_queue.max(64) * 2);
-    let info = EngineInfo {
-        model_id: model.id.clone(),
-        max_model_tokens: model.config.max_positions,
-        capacity_tokens: None,
-        vocab_size: u32::try_from(model.config.vocab).unwrap_or(u32::MAX),
-        ready: true,
-    };
-    let engine = Arc::new(NodeEngine::new(input, shared.clone(), info));
+    let engine = Arc::new(NodeEngine::new(input, shared.clone(), engine_info(&model)));
     let node = NodeLoop::new(about, instance, running.thread, reports, inputs, pool, shared)
         .polling(Duration::from_micros(args.engine.poll_us))
+        .with_device_timeout(Duration::from_secs(args.engine.device_timeout_s))
         .transferring(transfers.map(|transfers| transfers.announcing(!args.json)))
         .draining_on(drain.clone());
-    let source = StatusSource { engine: engine.clone(), beside: beside.iter().map(Tier::status).collect() };
-    let router = router(&args, &dir, &model, engine, source)?;
-    announce(&args, &model, &running.info, sizes, Addrs { http: http_addr, quic: quic_addr, transfer: transfer_addr })?;
-    let server = lagoon_http::serve(listener, router, stop.clone().cancelled_owned());
+    let source = StatusSource { engine, beside: beside.iter().map(Tier::status).collect() };
+    let (router, health) = router(&args, &dir, &model, source, &stop)?;
+    announce(
+        &args,
+        &model,
+        &running.info,
+        sizes,
+        Addrs { http: http_addr, quic: quic_addr, transfer: transfer_addr, health },
+    )?;
+    let of_pool = port::pool_files(&args.tls, port::is_gateway).filter(|_| !args.gmanager.is_empty());
+    let port = args.port.port(listener, args.api_key.as_deref(), of_pool)?;
+    let server = lagoon_http::serve(port, router, stop.clone().cancelled_owned());
     let loops = run_loops((loop_thread, node), beside, Ending { drain, stop });
     let (served, looped) = tokio::join!(server, loops);
     served.context("serve HTTP")?;
     looped
 }
 
-/// Runs the instance's loop and those of the memory beside it to their ends.
+/// Runs the loops of the instance and of its additional memory to their ends.
 async fn run_loops(own: (LoopThread, NodeLoop), beside: Vec<Tier>, ending: Ending) -> anyhow::Result<()> {
     let ending = &ending;
     let beside = beside.into_iter().map(async |of| {
@@ -375,7 +422,7 @@ async fn run_loops(own: (LoopThread, NodeLoop), beside: Vec<Tier>, ending: Endin
     beside.into_iter().fold(own, Result::and)
 }
 
-/// A loop that fails ends the process; one that is drained has the other drained too.
+/// Runs one loop. A loop that fails ends the process; one that is drained drains the others.
 async fn run_loop(thread: LoopThread, node: NodeLoop, ending: &Ending) -> anyhow::Result<()> {
     let result = thread.run(node).await;
     match &result {
@@ -385,7 +432,7 @@ async fn run_loop(thread: LoopThread, node: NodeLoop, ending: &Ending) -> anyhow
     result
 }
 
-/// Free rBlocks that an instance of so many never lends.
+/// Free rBlocks that an instance of `blocks_total` never lends.
 pub(crate) fn lend_reserve_blocks(blocks_total: u32) -> u32 {
     (blocks_total / 64).clamp(1, 16)
 }
@@ -424,14 +471,15 @@ fn instance_config(
         model_hash: model.hash,
         geometry: model.config.geometry,
         kv: model.config.kv_shape(sizes.kv_dtype),
-        window: model.config.window,
+        window: model.config.window(),
         alibi: model.config.alibi,
+        attention_softcap: model.config.attention_softcap,
         max_positions: model.config.max_positions,
         vocab: as_u32(model.config.vocab),
         block_tokens: engine.block_tokens,
         blocks_total: sizes.blocks_total,
         lend_blocks_max: u32::try_from(lend_blocks_max).unwrap_or(u32::MAX),
-        // A kv node owes nobody anything, so it is in no cycle that a swap would have to start in.
+        // A kv node borrows nothing, so no swap cycle starts at it.
         lend_reserve_blocks: match args.role {
             RoleArg::Kv => 0,
             _ => lend_reserve_blocks(sizes.blocks_total),
@@ -454,12 +502,12 @@ fn instance_config(
     }
 }
 
-/// What the choice between shipping queries and fetching KV assumes until the planner measures it.
+/// Bandwidth to peers, in bytes per second, that the choice between shipping and fetching assumes until measured.
 const LINK_BYTES_PER_S: f64 = 1e9;
-/// As [`LINK_BYTES_PER_S`], for attention on this instance.
+/// As [`LINK_BYTES_PER_S`], for attention operations per second on this instance.
 const ATTENTION_FLOPS: f64 = 5e10;
 
-/// Who knows what `/lagoon/status` tells.
+/// The sources of `/lagoon/status`.
 #[derive(Clone, Debug)]
 struct StatusSource {
     engine: Arc<NodeEngine>,
@@ -470,41 +518,37 @@ fn router(
     args: &ServeArgs,
     dir: &Path,
     model: &OpenModel,
-    engine: Arc<NodeEngine>,
     source: StatusSource,
-) -> anyhow::Result<axum::Router> {
+    stop: &CancellationToken,
+) -> anyhow::Result<(axum::Router, Option<SocketAddr>)> {
+    let engine = source.engine.clone();
+    let probed = engine.clone();
+    let ready = move || if probed.info().ready { Ok(()) } else { Err("it is drained or has ended".to_owned()) };
     let status = axum::routing::get(status).with_state(source);
     if args.role == RoleArg::Kv {
         let health = axum::routing::get(|| async { "ok" });
-        return Ok(axum::Router::new().route("/health", health).route("/lagoon/status", status));
+        let router = axum::Router::new().route("/health", health).route("/lagoon/status", status);
+        return Ok((router, args.health.start(&args.port, ready, None, stop)?));
     }
     let metrics = lagoon_http::metrics::install(metrics_table::INSTANCE)?;
+    let health = args.health.start(&args.port, ready, Some(health_port::recorded(&metrics)), stop)?;
     let state = ServerState {
         engine,
-        tokenizer: Arc::new(
-            Tokenizer::open(dir).context("open the tokenizer\nhint: a model directory needs its tokenizer.json")?,
-        ),
+        tokenizer: Arc::new(Tokenizer::open(dir).context("open the tokenizer")?),
         template: ChatTemplate::open(dir)?.map(Arc::new),
         defaults: defaults(dir, &model.config)?,
-        api_key: args.api_key.clone(),
         limits: Limits::default(),
+        bodies: Bodies::default(),
+        text_jobs: TextJobs::default(),
         expose_logits: args.expose_logits,
         metrics,
         created: lagoon_http::unix_seconds(),
     };
-    let guarded = guarded(status, args.api_key.clone());
-    Ok(axum::Router::new().route("/lagoon/status", guarded).fallback_service(lagoon_http::router(state)))
+    let router = axum::Router::new().route("/lagoon/status", status).fallback_service(lagoon_http::router(state));
+    Ok((router, health))
 }
 
-/// A route that asks for the key, as the OpenAI routes do.
-pub(crate) fn guarded(route: MethodRouter, key: Option<String>) -> MethodRouter {
-    route.layer(middleware::from_fn(move |request: Request, next: Next| {
-        let allowed = key.as_deref().is_none_or(|key| bears_key(request.headers(), key));
-        async move { if allowed { next.run(request).await } else { unauthorized().into_response() } }
-    }))
-}
-
-/// The instance's own state, and that of the memory beside it, under `host` and `lent`.
+/// The instance's own status, and that of its additional memory, under `host` and `lent`.
 async fn status(State(source): State<StatusSource>) -> Response {
     let Some(status) = source.engine.status().await else { return StatusCode::SERVICE_UNAVAILABLE.into_response() };
     let Ok(mut shown) = serde_json::to_value(status) else { return StatusCode::INTERNAL_SERVER_ERROR.into_response() };
@@ -527,6 +571,7 @@ fn announce(
         ready: true,
         http: addrs.http.to_string(),
         quic: addrs.quic.map(|a| a.to_string()),
+        health: addrs.health.map(|a| a.to_string()),
         transfer: addrs.transfer.map(|a| a.to_string()),
         backend: info.backend,
         device: &info.name,
@@ -543,7 +588,10 @@ fn announce(
         ));
         log::announce(format_args!("model identity {}", ready.model_hash));
         if matches!(args.role, RoleArg::Instance | RoleArg::Decode) {
-            log::announce(format_args!("OpenAI endpoint http://{}/v1", ready.http));
+            log::announce(format_args!("OpenAI endpoint {}://{}/v1", args.port.scheme(), ready.http));
+        }
+        if let Some(health) = &ready.health {
+            log::announce(format_args!("probes on {}://{health}/ready", args.port.scheme()));
         }
         if let Some(quic) = &ready.quic {
             log::announce(format_args!("peers on {quic}"));

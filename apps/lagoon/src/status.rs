@@ -1,9 +1,10 @@
 //! `lagoon status`: instances, blocks and requests of a pool or of one instance.
 
 use crate::admin::{PoolArgs, state_json};
-use crate::api_client::ApiClient;
+use crate::log::{out, outln};
 use crate::pool_client::PoolClient;
 use crate::table::Table;
+use lagoon_transport::NodeRole;
 use serde_json::{Value, json};
 
 /// `lagoon status`.
@@ -34,34 +35,34 @@ const COLUMNS: [(&str, &str); 14] = [
 ];
 
 /// Prints one table or object.
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 pub(crate) async fn run(args: StatusArgs) -> anyhow::Result<()> {
     let status = if args.pool.gmanager.is_empty() {
-        let answer = ApiClient::new(&args.pool.url, args.pool.api_key)?.get("/lagoon/status").await?;
+        let answer = args.pool.client()?.get("/lagoon/status").await?;
         if answer["instances"].is_array() { answer } else { json!({ "instances": [answer] }) }
     } else {
-        let mut client = PoolClient::new(&args.pool.gmanager, &args.pool.tls.identity()?)?;
+        let mut client =
+            PoolClient::new(&args.pool.gmanager, &args.pool.tls.identity(&[NodeRole::Operator, NodeRole::Gateway])?)?;
         state_json(&client.state().await?)
     };
     if args.json {
-        println!("{status}");
+        outln!("{status}");
         return Ok(());
     }
     let mut table = Table::new(&COLUMNS.map(|(_, title)| title));
     for row in status["instances"].as_array().into_iter().flatten() {
         table.row(COLUMNS.map(|(field, _)| cell(row, field)).into());
     }
-    print!("{table}");
+    out!("{table}");
     if let Some(prefill) = prefill_table(&status) {
-        print!("\n{prefill}");
+        out!("\n{prefill}");
     }
     if let Some(line) = gmanager_line(&status["gmanager"]) {
-        println!("{line}");
+        outln!("{line}");
     }
     let rows = status["instances"].as_array().into_iter().flatten();
-    rows.clone().filter_map(|row| memory_line(&row["memory"])).for_each(|line| println!("{line}"));
-    rows.clone().filter_map(|row| prefix_line(&row["prefix"])).for_each(|line| println!("{line}"));
-    rows.flat_map(path_lines).for_each(|line| println!("{line}"));
+    rows.clone().filter_map(|row| memory_line(&row["memory"])).for_each(|line| outln!("{line}"));
+    rows.clone().filter_map(|row| prefix_line(&row["prefix"])).for_each(|line| outln!("{line}"));
+    rows.flat_map(path_lines).for_each(|line| outln!("{line}"));
     Ok(())
 }
 
@@ -81,8 +82,8 @@ const PREFILL_COLUMNS: [&str; 13] = [
     "DECODE MS",
 ];
 
-/// Prompts computed by one instance for another: what was read, and where a request's time goes on average (KVDirect Fig. 14).
-/// `None` in a pool where nobody does that.
+/// Prompts computed by one instance for another: KV read, and the mean times of a request (KVDirect Fig. 14). `None` in
+/// a pool without prefill workers.
 fn prefill_table(status: &Value) -> Option<Table> {
     let rows = status["instances"].as_array().into_iter().flatten();
     let mut rows = rows.filter(|row| row["prefill"].is_object() && row["role"] != "instance").peekable();
@@ -109,7 +110,7 @@ fn prefill_cells(row: &Value) -> [String; 13] {
         format!("{}/{}", n("jobs"), n("queued_tokens")),
         format!("{}/{}", n("pulled"), n("own")),
         (n("bytes") / 1_000_000).to_string(),
-        // Bytes in a microsecond are megabytes in a second.
+        // Bytes per microsecond are megabytes per second.
         per(Some(n("bytes")), n("reading_us"), 1e-3),
         per(Some(n("reads")), n("transactions"), 1.0),
         mean("queue_ms"),
@@ -119,7 +120,7 @@ fn prefill_cells(row: &Value) -> [String; 13] {
     ]
 }
 
-/// Paths to prefill workers' KV, as an instance measured them, and what they have carried.
+/// Measured paths to prefill workers' KV, and their traffic.
 fn path_lines(row: &Value) -> Vec<String> {
     let line = |path: &Value| {
         Some(format!(
@@ -139,7 +140,7 @@ fn path_lines(row: &Value) -> Vec<String> {
     lines
 }
 
-/// What mapping memory has come to, of an instance on a device that does.
+/// Counters of mapped memory, of an instance on a device with virtual memory.
 fn memory_line(memory: &Value) -> Option<String> {
     let n = |field: &str| memory[field].as_u64();
     Some(format!(
@@ -155,7 +156,7 @@ fn memory_line(memory: &Value) -> Option<String> {
     ))
 }
 
-/// What the prefix cache has come to, of an instance that was asked itself.
+/// Counters of the prefix cache, of an instance queried directly.
 fn prefix_line(prefix: &Value) -> Option<String> {
     let n = |field: &str| prefix[field].as_u64();
     Some(format!(
@@ -169,7 +170,7 @@ fn prefix_line(prefix: &Value) -> Option<String> {
     ))
 }
 
-/// Who leads, in which term, and who stands by as far as they were asked.
+/// The leader, its term, and the standbys asked.
 fn gmanager_line(gmanager: &Value) -> Option<String> {
     let addr = gmanager["addr"].as_str()?;
     if let Some(silent_s) = gmanager["silent_s"].as_u64() {
@@ -180,7 +181,7 @@ fn gmanager_line(gmanager: &Value) -> Option<String> {
     Some(format!("gManager {addr} leads, term {}{others}", gmanager["term"]))
 }
 
-/// One cell; what a single instance does not report is a dash.
+/// One cell; a dash for values that a single instance does not report.
 fn cell(row: &Value, field: &str) -> String {
     if field == "requests" {
         let number = |names: [&str; 2]| names.iter().find_map(|n| row[*n].as_u64()).unwrap_or(0);
@@ -202,13 +203,13 @@ fn cell(row: &Value, field: &str) -> String {
     }
 }
 
-/// The role, and the one that it changes to.
+/// The role, and the role that it changes to.
 fn role(row: &Value) -> String {
     let role = row["role"].as_str().unwrap_or("-");
     row["becoming"].as_str().map_or_else(|| role.to_owned(), |to| format!("{role}>{to}"))
 }
 
-/// `-` where nobody knows: a single instance is as alive as its answer.
+/// `-` if unknown: a single instance is alive if it answers.
 fn state(row: &Value) -> &'static str {
     match (row["alive"].as_bool(), row["draining"].as_bool()) {
         (Some(false), _) => "gone",

@@ -1,4 +1,4 @@
-//! Tables for people: columns as wide as their widest cell, no trailing spaces.
+//! Text tables: columns as wide as their widest cell, no trailing spaces.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ impl Table {
         Self { rows: vec![titles.iter().map(|t| (*t).to_owned()).collect()] }
     }
 
-    /// Adds a row of as many cells as there are titles.
+    /// Adds a row with one cell per title.
     pub(crate) fn row(&mut self, cells: Vec<String>) {
         debug_assert_eq!(cells.len(), self.rows[0].len());
         self.rows.push(cells);

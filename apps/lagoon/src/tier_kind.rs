@@ -1,17 +1,17 @@
-//! Kinds of memory beside an instance's own.
+//! Kinds of additional memory of an instance.
 
 use crate::args::EngineArgs;
 
-/// Which memory.
+/// Kind of additional memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TierKind {
     Host,
-    /// Of the device, lent to be mapped.
+    /// Device memory, lent for mapping.
     Lent,
 }
 
 impl TierKind {
-    /// What names end with, and the field of `/lagoon/status`.
+    /// Suffix of the node's name, and field of `/lagoon/status`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Host => "host",
@@ -19,7 +19,7 @@ impl TierKind {
         }
     }
 
-    /// The flag that asks for it.
+    /// The flag that configures it.
     pub(crate) fn flag(self) -> &'static str {
         match self {
             Self::Host => "--host-kv-tokens",
@@ -27,7 +27,7 @@ impl TierKind {
         }
     }
 
-    /// Tokens that are asked for; `None` where none are.
+    /// Configured tokens; `None` without.
     pub(crate) fn tokens(self, args: &EngineArgs) -> Option<u32> {
         match self {
             Self::Host => args.host_kv_tokens,

@@ -1,7 +1,6 @@
-//! Where an instance's KV is read and where it reads that of others from: of several network cards the one next to its
-//! device (KVDirect, §4.2).
+//! Address of an instance's KV transfer endpoint: of several network cards the one next to its device (KVDirect, §4.2).
 //!
-//! The endpoint's address is both: readers are told it, and the instance's own reads leave from it.
+//! The endpoint accepts readers, and the instance's own reads leave from it.
 
 use crate::interfaces::{self, Interface, Nearness, Place, SYSFS};
 use anyhow::Context;
@@ -11,7 +10,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::str::FromStr;
 
-/// `--transfer-interface`.
+/// Value of `--transfer-interface`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum InterfaceArg {
     /// The one that is nearest to the device, where there are several.
@@ -35,26 +34,26 @@ impl FromStr for InterfaceArg {
     }
 }
 
-/// The addresses that decide.
+/// Configured addresses that the choice depends on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
     /// Where peers are accepted.
     pub(crate) quic: SocketAddr,
-    /// The address that peers are told instead.
+    /// The address for peers, if another.
     pub(crate) advertise: Option<SocketAddr>,
     /// `--transfer-quic`.
     pub(crate) transfer: Option<SocketAddr>,
 }
 
-/// What was chosen.
+/// The chosen endpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Endpoint {
     pub(crate) listen: SocketAddr,
-    /// What readers are told, if not the address listened on; its port is that one's.
+    /// Address for readers, if not the one listened on; with the port listened on.
     pub(crate) advertise: Option<SocketAddr>,
     /// The interface, if one was chosen.
     pub(crate) interface: Option<String>,
-    /// For people.
+    /// The reason, for operators.
     pub(crate) reason: String,
 }
 
@@ -73,10 +72,10 @@ impl Wanted {
     }
 }
 
-/// Chooses on this machine, for an instance whose device is at `device`.
+/// Chooses the endpoint on this machine, for an instance whose device is at `device`.
 ///
 /// # Errors
-/// If an interface was named that cannot be used.
+/// If a named interface cannot be used.
 pub(crate) fn choose(arg: &InterfaceArg, wanted: &Wanted, device: Option<PciAddress>) -> anyhow::Result<Endpoint> {
     let sysfs = Path::new(SYSFS);
     let found = || {
@@ -116,7 +115,7 @@ fn named(name: &str, wanted: &Wanted, interfaces: &[Interface]) -> anyhow::Resul
     Ok(wanted.on(interface, address, format!("--transfer-interface {name}")))
 }
 
-/// `device` is `None` if the kernel does not know it.
+/// Chooses automatically. `device` is `None` if the kernel does not know it.
 fn auto(wanted: &Wanted, interfaces: &[Interface], device: Option<&Place>) -> Endpoint {
     let base = wanted.base().ip();
     let local = |address: IpAddr| interfaces.iter().any(|interface| interface.addresses.contains(&address));
@@ -127,11 +126,11 @@ fn auto(wanted: &Wanted, interfaces: &[Interface], device: Option<&Place>) -> En
         return wanted.as_listened("peers are on this host");
     }
     if wanted.advertise.is_some_and(|addr| !addr.ip().is_unspecified() && !local(addr.ip())) {
-        return wanted.as_listened("what --advertise names is no address of this host");
+        return wanted.as_listened("--advertise names no address of this host");
     }
     let Some(device) = device else { return wanted.as_listened("the kernel does not know the device's PCI address") };
-    let told = wanted.advertise.map_or(wanted.quic.ip(), |addr| addr.ip());
-    match &ranked(interfaces, base, told, device)[..] {
+    let advertised = wanted.advertise.map_or(wanted.quic.ip(), |addr| addr.ip());
+    match &ranked(interfaces, base, advertised, device)[..] {
         [] | [_] => wanted.as_listened("there are not several network cards to choose from"),
         [(interface, address, nearness), rest @ ..] => {
             let others: Vec<&str> = rest.iter().map(|(other, ..)| other.name.as_str()).collect();
@@ -141,12 +140,12 @@ fn auto(wanted: &Wanted, interfaces: &[Interface], device: Option<&Place>) -> En
     }
 }
 
-/// Interfaces that lead to a card and have an address of `family`'s kind, the best first: the nearest, of those the
-/// fastest, of those the one that peers are `told` anyway.
+/// Interfaces with a card and an address of `family`, the best first: the nearest, then the fastest, then the one whose
+/// address peers have anyway.
 pub(crate) fn ranked<'a>(
     interfaces: &'a [Interface],
     family: IpAddr,
-    told: IpAddr,
+    advertised: IpAddr,
     device: &Place,
 ) -> Vec<(&'a Interface, IpAddr, Nearness)> {
     let usable = interfaces.iter().filter(|interface| interface.up);
@@ -154,13 +153,13 @@ pub(crate) fn ranked<'a>(
     let mut rows: Vec<_> = usable.filter_map(row).collect();
     let order = |(interface, _, nearness): &(&'a Interface, IpAddr, Nearness)| {
         let fastest_first = Reverse(interface.megabits);
-        (Reverse(*nearness), fastest_first, !interface.addresses.contains(&told), interface.name.clone())
+        (Reverse(*nearness), fastest_first, !interface.addresses.contains(&advertised), interface.name.clone())
     };
     rows.sort_by_cached_key(order);
     rows
 }
 
-/// `behind the device's PCI switch, 400000 Mb/s`.
+/// Description such as `behind the device's PCI switch, 400000 Mb/s`.
 pub(crate) fn describe(interface: &Interface, nearness: Nearness) -> String {
     let speed = interface.megabits.map_or_else(String::new, |megabits| format!(", {megabits} Mb/s"));
     format!("{nearness}{speed}")

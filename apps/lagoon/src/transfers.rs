@@ -1,6 +1,6 @@
 //! KV transfer of a node: its exports, which threads of their own serve over an endpoint of their own, and the paths on
-//! which it reads others' KV. The instance's loop only hands orders in and takes what happened; reads go on while it
-//! stands still. What is read and filled is the host's memory or a window of the device.
+//! which it reads others' KV. The instance's loop only passes commands in and completions out; reads go on while it
+//! stands still. KV is in host memory or in a shared device region.
 
 use crate::args::{EngineArgs, KvTransferArg, TransferPathArg};
 use crate::path_probe::{self, PEER_DEVICE, PathRow, SAME_DEVICE};
@@ -12,13 +12,14 @@ use lagoon_instance::{InstanceConfig, TransferConfig, TransferEffect, TransferEv
 use lagoon_protocol::TransferArena;
 use lagoon_runner::{KvArena, KvMemory, KvRegion};
 use lagoon_transfer::{
-    Check, ConnId, DeviceRegion, Layout, PeerRegions, Region, Span, Writer, WriterConfig, WriterOutput, check_blocks,
+    Check, ConnId, DeviceRegion, EpochSecret, Layout, PeerRegions, Region, Span, Writer, WriterConfig, WriterOutput,
+    check_blocks,
 };
 use lagoon_transport::direct::{
     ArenaServer, ExportServer, HostError, Landing, MemoryPath, OnEvent, Path, PathEvent, Probe, ReadJob, StreamsConfig,
     fetch_arena, fetch_region, host_identity,
 };
-use lagoon_transport::{Bound, Identity, Node, TransportConfig};
+use lagoon_transport::{Identity, Node, Subject, TransportConfig};
 use lagoon_types::limits::WORKERS_MAX;
 use lagoon_types::{InstanceId, SeqId};
 use serde::Serialize;
@@ -29,35 +30,35 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 
-/// QUIC connections to one writer, in parallel.
+/// Parallel QUIC connections to one writer.
 const STREAMS: usize = 2;
 /// Threads that copy from one writer's memory on this host.
 const COPIERS: usize = 2;
 
-/// What a node's own threads tell its loop.
+/// Completions from a node's threads to its loop.
 #[derive(Debug)]
 pub(crate) enum Completion {
     Event(TransferEvent),
-    /// The checks of blocks that are to be exported.
+    /// Checks of blocks to be exported.
     Checks {
         of: Part,
         checks: Result<Vec<Check>, String>,
     },
-    /// A path stands, or why it does not.
+    /// A path was opened, or failed to.
     Opened {
         conn: ConnId,
         path: Result<Box<dyn Path>, String>,
     },
-    /// What a path carries.
+    /// Measured rate of a path.
     Probed(Result<PathRow, String>),
-    /// A worker's window could not be mapped, and why: its KV passes the host.
+    /// A worker's shared device region could not be mapped: its KV passes through the host.
     NoRegion {
         writer: InstanceId,
         why: String,
     },
 }
 
-/// What an instance wants to be exported: see [`TransferEffect::Export`].
+/// A part to export: see [`TransferEffect::Export`].
 #[derive(Debug)]
 pub(crate) struct Part {
     job: SeqId,
@@ -67,24 +68,23 @@ pub(crate) struct Part {
     blocks: Vec<u32>,
 }
 
-/// A connection's path.
+/// A connection's path, open or being opened.
 #[derive(Debug)]
 enum Slot {
-    /// What is to be read when it stands; `None` if it was given up.
+    /// Reads to start once it is open; `None` if closed meanwhile.
     Opening(Option<Vec<ReadJob>>),
     Open(Box<dyn Path>),
 }
 
-/// See the module's documentation.
+/// KV transfer of one node. See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Transfers {
     server: Arc<ExportServer>,
     regions: Arc<[Arc<dyn Region>]>,
     /// The memory that they are in, if that is the device's.
-    window: Option<KvRegion>,
+    region: Option<KvRegion>,
+    /// Nobody talks to this endpoint but readers; what else comes is discarded.
     node: Node,
-    /// Nobody talks to this endpoint but readers; what else comes is never read.
-    _bound: Bound,
     runtime: Option<Runtime>,
     _arenas: ArenaServer,
     _sockets: Scratch,
@@ -92,31 +92,31 @@ pub(crate) struct Transfers {
     paths: BTreeMap<ConnId, Slot>,
     meter: Meter,
     carried: Carried,
-    /// Paths that were measured, and the workers to which one was begun to be.
+    /// Measured paths, and workers whose path's measurement was started.
     measured: Vec<PathRow>,
     probed: BTreeSet<InstanceId>,
     announce: bool,
-    /// Bounded by the reads that the instance has in flight and the exports that it asked for.
-    tell: mpsc::UnboundedSender<Completion>,
-    told: mpsc::UnboundedReceiver<Completion>,
+    /// Bounded by the instance's reads in flight and exports in progress.
+    sender: mpsc::UnboundedSender<Completion>,
+    receiver: mpsc::UnboundedReceiver<Completion>,
 }
 
-/// What paths have carried, and the device's memory that is shared.
+/// Traffic of paths, and shared device regions.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Carried {
-    /// Bytes of KV that arrived, by the name of the path.
+    /// Bytes of KV that arrived, by the path's name.
     pub(crate) bytes: BTreeMap<&'static str, u64>,
-    /// Other workers' windows that are mapped, and how often one could not be.
+    /// Mapped regions of other workers, and mappings that failed.
     pub(crate) regions_mapped: usize,
     pub(crate) regions_refused: u64,
 }
 
-/// The time in which anything is being read.
+/// Meter of the time with reads in progress.
 #[derive(Debug, Default)]
 struct Meter {
-    /// Bytes of reads.
+    /// Bytes of reads in flight.
     in_flight: BTreeMap<ConnId, BTreeMap<u64, u64>>,
-    /// When something began to be read, if anything is.
+    /// Start of the present busy time, if reads are in flight.
     since: Option<Instant>,
     busy: Duration,
 }
@@ -127,7 +127,7 @@ impl Meter {
         self.since.get_or_insert_with(Instant::now);
     }
 
-    /// The read's bytes.
+    /// Ends a read; returns its bytes.
     fn end(&mut self, conn: ConnId, read: u64) -> u64 {
         let reads = self.in_flight.entry(conn).or_default();
         let bytes = reads.remove(&read).unwrap_or(0);
@@ -137,7 +137,7 @@ impl Meter {
         bytes
     }
 
-    /// Its reads end with a path.
+    /// Ends the reads of a path that is down.
     fn down(&mut self, conn: ConnId) {
         self.in_flight.remove(&conn);
         if self.in_flight.is_empty() {
@@ -150,13 +150,13 @@ impl Meter {
     }
 }
 
-/// Whether this system has memory that others can read.
+/// Whether this system has shared memory.
 pub(crate) fn is_possible() -> bool {
     KvArena::new(1, 1).is_ok()
 }
 
-/// What an instance needs to know of its memory to take part, or of memory for so many rBlocks beside it. Where the path is QUIC, others on this host do not share
-/// memory with it either.
+/// The transfer configuration of an instance, with a staging buffer of `stage_blocks` rBlocks if not 0. With QUIC paths
+/// only, its host identity is empty, so that others on this host do not share memory with it either.
 pub(crate) fn config(of: &InstanceConfig, stage_blocks: u32, engine: &EngineArgs) -> anyhow::Result<TransferConfig> {
     let far = engine.transfer_path == TransferPathArg::Quic;
     let host = if far { String::new() } else { host_identity() };
@@ -169,7 +169,7 @@ pub(crate) fn config(of: &InstanceConfig, stage_blocks: u32, engine: &EngineArgs
 }
 
 impl Transfers {
-    /// Serves `memory`, that of the instance that `config` is of, on `endpoint`, and reads that of others from there.
+    /// Serves `memory`, of the instance with `config`, on `endpoint`, and reads others' KV from there.
     pub(crate) fn start(
         config: &InstanceConfig,
         memory: &KvMemory,
@@ -184,27 +184,28 @@ impl Transfers {
             .build()
             .context("start threads for KV transfer")?;
         let listen = endpoint.listen;
-        let bound = {
+        let node = {
             let _network = runtime.enter();
             Node::bind(listen, identity, TransportConfig::default())
                 .with_context(|| format!("serve KV on {listen}\nhint: --transfer-quic names another address"))?
+                .into_node()
         };
-        let node = bound.node.clone();
         let port = node.local_addr().port();
         let addr = endpoint.advertise.map_or(node.local_addr(), |addr| SocketAddr::new(addr.ip(), port));
         let interface = endpoint.interface.as_deref().unwrap_or("as listened");
-        tracing::info!(listen = %node.local_addr(), told = %addr, interface, endpoint.reason, "KV is read and served");
+        tracing::info!(listen = %node.local_addr(), advertise = %addr, interface, endpoint.reason, "KV is read and served");
         let sockets = Scratch::new("kv")?;
         let arena_server = offer(&sockets.path().join("arenas"), memory).context("offer KV on this host")?;
         let writer = WriterConfig {
             incarnation: config.incarnation,
+            secret: EpochSecret(rand::random()),
             host: host_identity(),
             arenas: arena_server.arenas().to_vec(),
             addr: addr.to_string(),
             ..WriterConfig::default()
         };
         let regions = regions(memory);
-        let window = match memory {
+        let region = match memory {
             KvMemory::Device { window, .. } => Some(Arc::clone(window)),
             KvMemory::Host(_) => None,
         };
@@ -213,13 +214,12 @@ impl Transfers {
         let server = ExportServer::new(Writer::new(layout, writer), regions.clone(), clock);
         node.serve_direct(Some(Arc::clone(&server)));
         let here = KnownHere::new(arena_server.arenas(), &server);
-        let (tell, told) = mpsc::unbounded_channel();
+        let (sender, receiver) = mpsc::unbounded_channel();
         Ok(Self {
             server,
             regions: regions.into(),
-            window,
+            region,
             node,
-            _bound: bound,
             runtime: Some(runtime),
             _arenas: arena_server,
             _sockets: sockets,
@@ -230,55 +230,60 @@ impl Transfers {
             measured: Vec::new(),
             probed: BTreeSet::new(),
             announce: false,
-            tell,
-            told,
+            sender,
+            receiver,
         })
     }
 
-    /// Says what paths carry.
+    /// Sets whether measured paths are logged.
     #[must_use]
     pub(crate) fn announcing(mut self, announce: bool) -> Self {
         self.announce = announce;
         self
     }
 
-    /// Where readers are accepted, and where its own reads leave.
+    /// Address at which readers are accepted, and from which its own reads leave.
     pub(crate) fn addr(&self) -> SocketAddr {
         self.node.local_addr()
     }
 
-    /// The time in which anything was read, in microseconds.
+    /// Total time with reads in progress, in microseconds.
     pub(crate) fn reading_us(&self) -> u64 {
         u64::try_from(self.meter.busy().as_micros()).unwrap_or(u64::MAX)
     }
 
-    /// The paths that were measured: the latest of each worker.
+    /// Measured paths: the latest of each worker.
     pub(crate) fn measured(&self) -> &[PathRow] {
         &self.measured
     }
 
-    /// What paths have carried.
+    /// Traffic of paths.
     pub(crate) fn carried(&self) -> Carried {
-        let regions_mapped = self.window.as_ref().map_or(0, |window| window.mapped());
+        let regions_mapped = self.region.as_ref().map_or(0, |region| region.mapped());
         Carried { regions_mapped, ..self.carried.clone() }
     }
 
-    /// What happened next.
+    /// The next completion.
     pub(crate) async fn next(&mut self) -> Option<Completion> {
-        self.told.recv().await
+        self.receiver.recv().await
     }
 
     fn event(&self, event: TransferEvent) {
         // The receiver is this struct's own.
-        let _ = self.tell.send(Completion::Event(event));
+        let _ = self.sender.send(Completion::Event(event));
     }
 
     fn blocking(&self, work: impl FnOnce() -> Completion + Send + 'static) {
-        let tell = self.tell.clone();
+        let sender = self.sender.clone();
         if let Some(runtime) = &self.runtime {
             // The loop may be gone by then.
-            runtime.spawn_blocking(move || _ = tell.send(work()));
+            runtime.spawn_blocking(move || _ = sender.send(work()));
         }
+    }
+
+    /// Whom the session is with in which a reader connects: before its message is carried out.
+    pub(crate) fn reader_is(&self, reader: InstanceId, subject: &Subject) {
+        self.server.reader_is(reader, subject);
     }
 
     /// Carries out what the instance wants; what comes of it is told. `me` is its number.
@@ -308,7 +313,7 @@ impl Transfers {
                 match self.paths.get_mut(&conn) {
                     Some(Slot::Open(path)) => path.read(job),
                     Some(Slot::Opening(jobs)) => jobs.iter_mut().for_each(|jobs| jobs.push(job.clone())),
-                    // It went down; its end was told.
+                    // The path is down; its end was reported.
                     None => {}
                 }
             }
@@ -323,9 +328,9 @@ impl Transfers {
         self.drain();
     }
 
-    /// What the loop was told; an event for the instance, if it is one.
-    pub(crate) fn on_completion(&mut self, told: Completion) -> Option<TransferEvent> {
-        match told {
+    /// Handles a completion; returns an event for the instance, if there is one.
+    pub(crate) fn on_completion(&mut self, completion: Completion) -> Option<TransferEvent> {
+        match completion {
             Completion::Event(event) => {
                 match &event {
                     TransferEvent::Down { conn } => {
@@ -347,7 +352,7 @@ impl Transfers {
                     let made = self.server.with(|w, now| w.export(reader, request, part, blocks, checks, now));
                     made.map_err(|error| error.to_string())
                 });
-                // What the writer says of the export follows.
+                // The writer's messages about the export follow.
                 let drained = TransferEvent::Exported { job, export };
                 self.drain();
                 Some(drained)
@@ -372,13 +377,13 @@ impl Transfers {
         }
     }
 
-    /// Time passes.
+    /// Runs the timers.
     pub(crate) fn tick(&mut self) {
         self.server.with(Writer::tick);
         self.drain();
     }
 
-    /// Hands on what the writer wants.
+    /// Passes the writer's outputs on.
     fn drain(&self) {
         while let Some(output) = self.server.with(|w, _| w.poll()) {
             match output {
@@ -404,7 +409,7 @@ impl Transfers {
     }
 
     fn landing(&self, conn: ConnId) -> Landing {
-        let tell = self.tell.clone();
+        let sender = self.sender.clone();
         let on_event: OnEvent = Arc::new(move |event| {
             let event = match event {
                 PathEvent::Read { read, result } => TransferEvent::Read { conn, read, result },
@@ -414,13 +419,13 @@ impl Transfers {
                 }
             };
             // The loop may be gone.
-            let _ = tell.send(Completion::Event(event));
+            let _ = sender.send(Completion::Event(event));
         });
         Landing { regions: Arc::clone(&self.regions), verify: true, on_event }
     }
 
-    /// Opens the best path there is: on the device if both stage in memory of one or of peers, within this process if the writer
-    /// is in it, shared memory if it is on this host, else QUIC.
+    /// Opens the best path: on the device if both stage in memory of one device or of peers, within this process if the
+    /// writer is in it, shared memory if it is on this host, else QUIC.
     fn open(
         &mut self,
         conn: ConnId,
@@ -431,13 +436,13 @@ impl Transfers {
         arenas: Vec<TransferArena>,
     ) {
         let first = self.probed.insert(writer);
-        let (tell, runtime) = (self.tell.clone(), self.runtime.as_ref().map(|runtime| runtime.handle().clone()));
+        let (sender, runtime) = (self.sender.clone(), self.runtime.as_ref().map(|runtime| runtime.handle().clone()));
         let (node, landing, addr, layout) =
             (self.node.clone(), self.landing(conn), addr.to_owned(), Arc::clone(layout));
-        let near = Near { layout, arenas, window: self.window.clone(), of: (reader, writer, epoch) };
+        let near = Near { layout, arenas, region: self.region.clone(), of: (reader, writer, epoch) };
         self.paths.insert(conn, Slot::Opening(Some(Vec::new())));
         self.blocking(move || {
-            let path = match near.open(&landing, &tell, first) {
+            let path = match near.open(&landing, &sender, first) {
                 Ok(path) => Ok(Box::new(path) as Box<dyn Path>),
                 Err(reason) => {
                     tracing::info!(conn = conn.0, reason, "KV is read over QUIC");
@@ -449,7 +454,7 @@ impl Transfers {
                             *addr,
                             StreamsConfig { streams: 1, ..config },
                             writer,
-                            tell,
+                            sender,
                         ));
                     }
                     addr.map(|addr| Box::new(node.open_direct(addr, config, &landing)) as Box<dyn Path>)
@@ -464,7 +469,7 @@ impl Transfers {
             Ok(row) => {
                 row.report(self.announce);
                 self.measured.retain(|other| other.worker != row.worker);
-                // Workers that left are forgotten when there are more than a pool has.
+                // More rows than a pool has workers: the oldest are of workers that left.
                 self.measured.drain(..(self.measured.len() + 1).saturating_sub(WORKERS_MAX));
                 self.measured.push(row);
             }
@@ -480,7 +485,7 @@ impl Transfers {
                 jobs.into_iter().for_each(|job| path.read(job));
                 self.paths.insert(conn, Slot::Open(path));
             }
-            // Given up meanwhile: its end is told when it is dropped.
+            // Closed meanwhile: its end is reported on drop.
             (Ok(path), _) => path.close(),
             (Err(reason), _) => {
                 tracing::warn!(conn = conn.0, reason, "no path to a prefill worker's KV");
@@ -490,47 +495,47 @@ impl Transfers {
     }
 }
 
-/// Measures a QUIC path, beside what it carries already.
+/// Measures a QUIC path while it is in use.
 async fn probe_quic(
     node: Node,
     addr: SocketAddr,
     config: StreamsConfig,
     writer: InstanceId,
-    tell: mpsc::UnboundedSender<Completion>,
+    sender: mpsc::UnboundedSender<Completion>,
 ) {
     let (expected, expected_as) = path_probe::expect_quic(addr);
     let probe = node.probe_direct(addr, config, path_probe::QUIC_PROBE_BYTES, expected).await;
     // The loop may be gone.
-    let _ = tell.send(Completion::Probed(probe.map(|probe| PathRow::quic(writer.0, probe, expected_as))));
+    let _ = sender.send(Completion::Probed(probe.map(|probe| PathRow::quic(writer.0, probe, expected_as))));
 }
 
-/// What a worker offers to whoever is near it.
+/// A worker's offers to readers near it.
 #[derive(Debug)]
 struct Near {
     layout: Arc<Layout>,
     arenas: Vec<TransferArena>,
-    /// The own window.
-    window: Option<KvRegion>,
-    /// The reader, the writer, and the writer's acceptance.
+    /// The own shared device region.
+    region: Option<KvRegion>,
+    /// The reader, the writer, and the epoch of the writer's acceptance.
     of: (InstanceId, InstanceId, u64),
 }
 
 impl Near {
-    /// A path on the own device or a peer of it, within this process or on this host, if the writer is there. It is measured if
-    /// it is the `first` one.
+    /// Opens a path on the own device or a peer of it, within this process or on this host, if the writer is there. The
+    /// `first` one is measured.
     fn open(
         &self,
         landing: &Landing,
-        tell: &mpsc::UnboundedSender<Completion>,
+        sender: &mpsc::UnboundedSender<Completion>,
         first: bool,
     ) -> Result<MemoryPath, String> {
         let (reader, writer, epoch) = self.of;
         // The loop may be gone.
-        let told = |told| _ = tell.send(told);
+        let report = |completion| _ = sender.send(completion);
         let measured = |probe: Result<Probe, String>, bytes: usize| {
-            told(Completion::Probed(probe.map(|probe| PathRow::memory(writer.0, probe, bytes))));
+            report(Completion::Probed(probe.map(|probe| PathRow::memory(writer.0, probe, bytes))));
         };
-        match self.map_window() {
+        match self.map_region() {
             Some(Ok((regions, is_peer))) => {
                 if first {
                     let probe = Probe::of_region(if is_peer { PEER_DEVICE } else { SAME_DEVICE }, regions.window());
@@ -540,7 +545,7 @@ impl Near {
                 let path = MemoryPath::on_device(regions, is_peer, COPIERS, landing);
                 return path.map_err(|error| error.to_string());
             }
-            Some(Err(why)) => told(Completion::NoRegion { writer, why }),
+            Some(Err(why)) => report(Completion::NoRegion { writer, why }),
             None => {}
         }
         if let Some(server) = writers_here::find(&self.arenas) {
@@ -557,17 +562,17 @@ impl Near {
         MemoryPath::shared(views, COPIERS, landing).map_err(|error| error.to_string())
     }
 
-    /// The writer's window, if it offers one on this host and there is one here; and whether it is another device's.
-    fn map_window(&self) -> Option<Result<(PeerRegions, bool), String>> {
+    /// Maps the writer's shared device region, if both have one on this host; and whether it is another device's.
+    fn map_region(&self) -> Option<Result<(PeerRegions, bool), String>> {
         let offer = self.arenas.iter().find(|arena| !arena.device.is_empty())?;
-        let own = self.window.as_ref()?;
+        let own = self.region.as_ref()?;
         let regions = fetch_region(offer, own)
             .map_err(|error| error.to_string())
-            .and_then(|window| PeerRegions::new(window, self.layout.region_bytes()).map_err(|error| error.to_string()));
+            .and_then(|region| PeerRegions::new(region, self.layout.region_bytes()).map_err(|error| error.to_string()));
         Some(regions.map(|regions| (regions, offer.device != own.device())))
     }
 
-    /// The writer's memory, if it offers all of it on this host.
+    /// Maps the writer's memory, if it offers all of it on this host.
     fn map_arenas(&self) -> Result<Option<Vec<lagoon_backend::ArenaView>>, String> {
         let sizes = self.layout.region_bytes();
         if self.arenas.len() != sizes.len() || self.arenas.iter().any(|arena| !arena.device.is_empty()) {
@@ -593,7 +598,7 @@ fn offer(socket: &std::path::Path, memory: &KvMemory) -> Result<ArenaServer, Hos
     }
 }
 
-/// Memory as transports see it.
+/// Memory as regions for transports.
 fn regions(memory: &KvMemory) -> Vec<Arc<dyn Region>> {
     match memory {
         KvMemory::Host(arenas) => arenas.iter().map(|arena| Arc::new(arena.clone()) as _).collect(),

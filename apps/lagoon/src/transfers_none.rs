@@ -1,14 +1,15 @@
-//! KV transfer needs shared memory that only Linux has: elsewhere nothing is exported and nothing read.
+//! KV transfer on systems without shared memory (other than Linux): nothing is exported or read.
 
 use crate::args::EngineArgs;
 use crate::path_probe::PathRow;
 use crate::transfer_addr::Endpoint;
 use lagoon_instance::{InstanceConfig, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_runner::KvMemory;
-use lagoon_transport::Identity;
+use lagoon_transport::{Identity, Subject};
+use lagoon_types::InstanceId;
 use std::net::SocketAddr;
 
-/// Nothing is ever carried.
+/// No traffic.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub(crate) struct Carried {
     pub(crate) bytes: std::collections::BTreeMap<&'static str, u64>,
@@ -16,11 +17,11 @@ pub(crate) struct Carried {
     pub(crate) regions_refused: u64,
 }
 
-/// Nothing is ever told.
+/// No completions.
 #[derive(Debug)]
 pub(crate) enum Completion {}
 
-/// There is none.
+/// No KV transfer.
 #[derive(Debug)]
 pub(crate) enum Transfers {}
 
@@ -67,12 +68,16 @@ impl Transfers {
         match *self {}
     }
 
+    pub(crate) fn reader_is(&self, _reader: InstanceId, _subject: &Subject) {
+        match *self {}
+    }
+
     pub(crate) fn carry_out(&mut self, _effect: TransferEffect) {
         match *self {}
     }
 
-    pub(crate) fn on_completion(&mut self, told: Completion) -> Option<TransferEvent> {
-        match told {}
+    pub(crate) fn on_completion(&mut self, completion: Completion) -> Option<TransferEvent> {
+        match completion {}
     }
 
     pub(crate) fn tick(&mut self) {

@@ -17,7 +17,7 @@ const KV: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 8, dtype: DType:
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn config(incarnation: u64) -> InstanceConfig {
-    let geometry = AttentionGeometry { heads: 2, kv_heads: 2, head_dim: 8 };
+    let geometry = AttentionGeometry { heads: 2, kv_heads: 2, head_dim: 8, latent: false };
     let model_hash = ModelHash([3; 32]);
     let transfer = TransferConfig::new(model_hash, KV, (BLOCKS, BLOCK_TOKENS), host_identity()).unwrap();
     InstanceConfig {
@@ -34,6 +34,7 @@ fn config(incarnation: u64) -> InstanceConfig {
         kv: KV,
         window: None,
         alibi: None,
+        attention_softcap: None,
         max_positions: 64,
         vocab: 16,
         block_tokens: BLOCK_TOKENS,
@@ -63,7 +64,13 @@ fn start(incarnation: u64, arenas: &[KvArena], ca: &EphemeralCa) -> Transfers {
     let listen = "127.0.0.1:0".parse().unwrap();
     let endpoint = Endpoint { listen, advertise: None, interface: None, reason: String::new() };
     let memory = KvMemory::Host(arenas.to_vec());
-    Transfers::start(&config(incarnation), &memory, &endpoint, &ca.identity().unwrap()).unwrap()
+    Transfers::start(
+        &config(incarnation),
+        &memory,
+        &endpoint,
+        &ca.identity(lagoon_transport::NodeRole::Instance).unwrap(),
+    )
+    .unwrap()
 }
 
 fn tokens(arenas: &[KvArena], block: u32, tokens: u32) -> Vec<u8> {

@@ -3,21 +3,23 @@
 use crate::api_client::ApiClient;
 use crate::args::PassedArgs;
 use crate::gateway::Gateway;
-use crate::local::{ChildNode, Common, EphemeralCa, LocalPool, Wanted, start_pool};
+use crate::local::{ChildKeys, ChildNode, Common, EphemeralCa, LocalPool, Wanted, start_pool};
 use crate::log;
 use crate::metrics_table;
 use crate::placement::{self, Chosen};
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use crate::pool_watch::PoolWatch;
+use crate::port::{self, PortArgs};
 use crate::{bundled, model};
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
+use lagoon_transport::{NodeRole, Roles};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Time that the instances get to register once they are ready.
+/// Deadline for ready instances to register.
 const REGISTER_DEADLINE: Duration = Duration::from_secs(10);
 
 /// `lagoon up`.
@@ -28,11 +30,11 @@ pub(crate) struct UpArgs {
     /// Instances to start.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     instances: u16,
-    /// Instances that compute prompts for others, instead of --instances.
+    /// Prefill workers to start, instead of --instances.
     #[arg(long, value_name = "N", requires = "decode", conflicts_with = "instances",
           value_parser = clap::value_parser!(u16).range(1..=32))]
     prefill: Option<u16>,
-    /// Instances whose prompts others compute.
+    /// Decode workers to start.
     #[arg(long, value_name = "N", requires = "prefill", value_parser = clap::value_parser!(u16).range(1..=32))]
     decode: Option<u16>,
     /// Change roles between --prefill and --decode when one side queues and the other has time to spare for a while, at
@@ -49,6 +51,8 @@ pub(crate) struct UpArgs {
     /// Clients must show this key (`Authorization: Bearer KEY`); /health stays open.
     #[arg(long, value_name = "KEY", env = "LAGOON_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
+    #[command(flatten)]
+    guard: PortArgs,
     /// Allow `return_logits` in requests.
     #[arg(long)]
     expose_logits: bool,
@@ -73,11 +77,19 @@ impl UpArgs {
         }
     }
 
-    /// The instances, which take `devices` in turn and divide what each has.
+    /// Keys of the instances' own ports. This process queries their status: it has a key for that, even if the pool's
+    /// keys are in a file.
+    fn child_keys(&self) -> ChildKeys {
+        let made = self.guard.key_file.as_ref().map(|_| format!("{:032x}", rand::random::<u128>()));
+        ChildKeys { api: self.api_key.clone(), admin: self.guard.admin_key.clone().or(made) }
+    }
+
+    /// The instances to start: they take `devices` in turn and share each.
     fn wanted(&self, devices: &[Chosen]) -> Vec<Wanted> {
         let roles = self.roles();
         let mut common = self.engine.flags.clone();
         common.extend(self.expose_logits.then(|| "--expose-logits".to_owned()));
+        common.extend(self.guard.key_file.iter().map(|path| format!("--key-file={}", path.display())));
         let instance = |(index, role): (usize, &&'static str)| {
             let device = index % devices.len();
             let sharing = (roles.len() - device).div_ceil(devices.len());
@@ -91,7 +103,7 @@ impl UpArgs {
     }
 }
 
-/// A bar over instances that become ready.
+/// A progress bar of ready instances.
 pub(crate) fn instances_bar(count: usize) -> ProgressBar {
     let bar = ProgressBar::new(count as u64);
     if let Ok(style) = ProgressStyle::with_template("starting instances [{bar:32}] {pos}/{len}") {
@@ -117,37 +129,41 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
             (dir, bundled::NAME.to_owned())
         }
     };
-    // Taken before the instances start, so that a port in use is known at once.
+    // Bound before the instances start, so that a port in use fails at once.
     let address = SocketAddr::new(args.host, args.port);
     let listener = tokio::net::TcpListener::bind(address).await.with_context(|| {
         format!("listen on {address}\nhint: another program may use the port; --port names another")
     })?;
-    let count = wanted.len();
+    let (count, keys) = (wanted.len(), args.child_keys());
+    // Before the port, whose certificate is a metric.
+    let metrics = lagoon_http::metrics::install(metrics_table::OF_GATEWAY)?;
+    let port = args.guard.port(listener, args.api_key.as_deref(), None)?;
     let bar = instances_bar(count);
-    let common = Common {
-        ca: &ca,
-        model: &dir.to_string_lossy(),
-        served_name: &name,
-        api_key: args.api_key.as_deref(),
-        auto_roles: args.auto_roles,
+    let common =
+        Common { ca: &ca, model: &dir.to_string_lossy(), served_name: &name, keys: &keys, auto_roles: args.auto_roles };
+    let pool = tokio::select! {
+        pool = start_pool(common, &wanted, |n| bar.set_position(n as u64)) => pool?,
+        () = stop.cancelled() => return Ok(()),
     };
-    let pool = start_pool(common, &wanted, |n| bar.set_position(n as u64)).await?;
     bar.finish_and_clear();
 
-    let mut client = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
+    let own: Roles = [NodeRole::Gateway, NodeRole::Operator].into_iter().collect();
+    // One key for both: a node has one key while it has a session.
+    let identity = ca.identity(own)?;
+    let mut client = PoolClient::new(&[pool.gmanager], &identity)?;
     let state = wait_registered(&mut client, count).await?;
-    wait_acquainted(&pool, &state.instances, args.api_key.as_ref()).await?;
+    wait_acquainted(&pool, &state.instances, keys.admin.or(keys.api)).await?;
     let watch = PoolWatch::start(client, state, args.engine.args.block_tokens, stop.clone());
     let gateway = Gateway::new(
         Arc::new(watch.clone()),
-        lagoon_http::metrics::install(&[metrics_table::GATEWAY])?,
-        args.api_key.clone(),
-    )?;
-    let operator = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
-    let router = watch.router(operator, args.api_key.as_ref()).fallback_service(gateway.router());
-    announce(&args, &name, listener.local_addr()?, &pool, &devices_of(&pool, &wanted))?;
+        metrics,
+        port::pool_client(Some(ca.files("gateway", NodeRole::Gateway, port::is_instance)?))?,
+    );
+    let operator = PoolClient::new(&[pool.gmanager], &identity)?;
+    let router = watch.router(operator).fallback_service(gateway.router());
+    announce(&args, &name, port.listener.local_addr()?, &pool, &devices_of(&pool, &wanted))?;
     tokio::select! {
-        served = lagoon_http::serve(listener, router, stop.cancelled_owned()) => served.context("serve HTTP"),
+        served = lagoon_http::serve(port, router, stop.cancelled_owned()) => served.context("serve HTTP"),
         ended = pool.watch() => ended,
     }
 }
@@ -162,15 +178,18 @@ fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &LocalPool, devi
         });
         log::announce(ready);
     } else {
+        let scheme = args.guard.scheme();
         let several = if devices.len() > 1 { format!("{} devices: ", devices.len()) } else { String::new() };
         log::announce(format_args!("{} instances of {model} on {several}{}", pool.instances.len(), devices.join(", ")));
-        log::announce(format_args!("OpenAI endpoint http://{http}/v1"));
-        log::announce(format_args!("try: lagoon chat --url http://{http}    lagoon status --url http://{http}"));
+        log::announce(format_args!("OpenAI endpoint {scheme}://{http}/v1"));
+        log::announce(format_args!(
+            "try: lagoon chat --url {scheme}://{http}    lagoon status --url {scheme}://{http}"
+        ));
     }
     Ok(())
 }
 
-/// What the instances run on, each device once.
+/// The instances' devices, each once.
 fn devices_of(pool: &LocalPool, wanted: &[Wanted]) -> Vec<String> {
     let each: BTreeMap<usize, &str> =
         wanted.iter().map(|w| w.device).zip(pool.instances.iter().map(ChildNode::device)).collect();
@@ -194,14 +213,14 @@ async fn wait_registered(client: &mut PoolClient, count: usize) -> anyhow::Resul
     }
 }
 
-/// Waits until every instance has heard how large the pool is: before that it refuses what is larger than itself.
-async fn wait_acquainted(pool: &LocalPool, rows: &[PoolRow], key: Option<&String>) -> anyhow::Result<()> {
+/// Waits until every instance knows the pool's size: before that it refuses requests larger than itself.
+async fn wait_acquainted(pool: &LocalPool, rows: &[PoolRow], key: Option<String>) -> anyhow::Result<()> {
     let deadline = tokio::time::Instant::now() + REGISTER_DEADLINE;
     for instance in &pool.instances {
         let http = instance.http()?.to_string();
         let share = |row: &PoolRow| if row.http_addr == http { row.blocks_total } else { row.blocks_lend_max };
         let whole: u64 = rows.iter().map(|row| u64::from(share(row))).sum();
-        let client = ApiClient::new(&format!("http://{http}"), key.cloned())?;
+        let client = ApiClient::new(&format!("http://{http}"), key.clone(), None)?;
         while client.get("/lagoon/status").await?["pool_blocks_total"].as_u64() < Some(whole) {
             anyhow::ensure!(
                 tokio::time::Instant::now() < deadline,

@@ -1,23 +1,26 @@
-//! The instances behind a gateway: which of them a request is given to, and whether one that is silent is dead.
+//! The instances behind a gateway: dispatch of requests, and whether a silent instance is dead.
 
-use anyhow::Context;
+use crate::gateway_counts::GatewayCounts;
+use crate::retry_budget::RetryBudget;
 use axum::http::{HeaderMap, HeaderName, StatusCode, header};
 use lagoon_http::ApiError;
+use lagoon_http::client::{Client, ClientConfig};
+use lagoon_http::tls::ClientTls;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Time to connect to an instance.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(2);
 /// Longest silence of an instance. Its own deadlines are shorter.
 const SILENCE_DEADLINE: Duration = Duration::from_secs(3700);
-/// Instances that one request is tried on.
+/// Maximum of instances tried for one request.
 const ATTEMPTS_MAX: usize = 4;
-/// How long a request counts against its instance here; after that the instance's own reports have it.
+/// How long a request counts against its instance here; then the instance's own reports include it.
 const CHARGE_LIFETIME: Duration = Duration::from_secs(1);
-/// Headers that concern one connection only (RFC 9110, section 7.6.1), and the ones that are set anew.
+/// Headers of one connection only (RFC 9110, section 7.6.1), and those set anew.
 const HOP_HEADERS: [HeaderName; 9] = [
     header::CONNECTION,
     header::PROXY_AUTHENTICATE,
@@ -30,31 +33,34 @@ const HOP_HEADERS: [HeaderName; 9] = [
     header::CONTENT_LENGTH,
 ];
 
-/// An instance's HTTP server, and its load as last reported.
+/// An instance's HTTP server, and its last reported load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Backend {
-    /// What `x-lagoon-instance` says: letters, digits and signs.
+    /// Its name in `x-lagoon-instance`: letters, digits and signs.
     pub(crate) name: String,
     pub(crate) http_addr: SocketAddr,
-    /// Tokens that its KV memory has room for.
+    /// Free tokens of its KV memory.
     pub(crate) free_tokens: u64,
     pub(crate) running: u64,
     pub(crate) waiting: u64,
 }
 
-/// Which instances there are, as of now. It is asked for every request and must not block.
+/// The present instances. Called for every request; must not block.
 pub(crate) trait Backends: Send + Sync {
-    /// Those that take requests.
+    /// Instances that take requests.
     fn serving(&self) -> Vec<Backend>;
 
-    /// Whether the one that serves here is known to be dead. One of which nothing is known is not.
+    /// Whether the instance at this address is known to be dead; false if unknown.
     fn is_dead(&self, http_addr: SocketAddr) -> bool;
 
-    /// For how long nobody has said how the instances are, if that is so; the last that was known stands.
+    /// Whether an instance of this name is in the pool; it may have been lost lately.
+    fn knows(&self, name: &str) -> bool;
+
+    /// For how long no state has arrived, if so; the last state is used.
     fn silent_for(&self) -> Option<Duration>;
 }
 
-/// A list of servers of which nothing more is known.
+/// A fixed list of servers, without further state.
 impl Backends for Vec<Backend> {
     fn serving(&self) -> Vec<Backend> {
         self.clone()
@@ -64,16 +70,23 @@ impl Backends for Vec<Backend> {
         false
     }
 
+    fn knows(&self, name: &str) -> bool {
+        self.iter().any(|backend| backend.name == name)
+    }
+
     fn silent_for(&self) -> Option<Duration> {
         None
     }
 }
 
-/// Instances, the client that reaches them, and what was dispatched to them lately.
+/// Instances, their HTTP client, and recent dispatches.
 pub(crate) struct Upstreams {
     backends: Arc<dyn Backends>,
-    pub(crate) http: reqwest::Client,
+    pub(crate) http: Client,
+    scheme: &'static str,
     dispatch: Mutex<Dispatch>,
+    retries: Mutex<RetryBudget>,
+    pub(crate) counts: GatewayCounts,
 }
 
 impl std::fmt::Debug for Upstreams {
@@ -83,23 +96,38 @@ impl std::fmt::Debug for Upstreams {
 }
 
 impl Upstreams {
-    /// # Errors
-    /// When the HTTP client cannot be set up.
-    pub(crate) fn new(backends: Arc<dyn Backends>) -> anyhow::Result<Self> {
-        let http = reqwest::Client::builder()
-            .connect_timeout(CONNECT_DEADLINE)
-            .read_timeout(SILENCE_DEADLINE)
-            // A kept connection may turn out dead after part of a request was sent; a new one costs microseconds.
-            .pool_max_idle_per_host(0)
-            .tcp_nodelay(true)
-            .no_proxy()
-            .redirect(reqwest::redirect::Policy::none())
-            .build()
-            .context("set up the gateway's HTTP client")?;
-        Ok(Self { backends, http, dispatch: Mutex::default() })
+    /// Reaches instances over TLS with `tls`, else plain HTTP.
+    pub(crate) fn new(backends: Arc<dyn Backends>, tls: Option<Arc<ClientTls>>) -> Self {
+        // No kept connections: one may turn out dead after part of a request was sent; a new one costs microseconds,
+        // with TLS a round trip and a signature.
+        let config = ClientConfig { connect: CONNECT_DEADLINE, silence: SILENCE_DEADLINE, idle_max: 0 };
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let retries = Mutex::new(RetryBudget::new(Instant::now()));
+        Self {
+            backends,
+            http: Client::new(config, tls),
+            scheme,
+            dispatch: Mutex::default(),
+            retries,
+            counts: GatewayCounts::default(),
+        }
     }
 
-    /// Those that take requests.
+    /// Counters by instance, in Prometheus' text format.
+    pub(crate) fn render_counts(&self) -> String {
+        self.counts.render(|name| self.backends.knows(name))
+    }
+
+    /// The URL of `target` at an instance.
+    pub(crate) fn url(&self, backend: &Backend, target: &str) -> String {
+        format!("{}://{}{target}", self.scheme, backend.http_addr)
+    }
+
+    pub(crate) fn retries(&self) -> MutexGuard<'_, RetryBudget> {
+        self.retries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Instances that take requests.
     pub(crate) fn serving(&self) -> Vec<Backend> {
         self.backends.serving()
     }
@@ -109,14 +137,20 @@ impl Upstreams {
         self.backends.silent_for()
     }
 
-    /// Instances to try, best first, those of `last` behind all others, and a charge on the first one.
+    /// Instances to try, best first; those in `last` and those that requested a pause at the end. Charges the first
+    /// one.
     pub(crate) fn candidates(&self, tokens: u64, last: &[Backend]) -> Vec<Backend> {
         let backends = self.backends.serving();
+        let now = Instant::now();
+        let retries = self.retries();
+        let rests = backends.iter().filter(|backend| retries.is_resting(backend.http_addr, now)).cloned();
+        let last: Vec<Backend> = rests.chain(last.iter().cloned()).collect();
+        drop(retries);
         let mut dispatch = self.dispatch.lock().unwrap_or_else(PoisonError::into_inner);
-        dispatch.candidates(backends, last, tokens, Instant::now())
+        dispatch.candidates(backends, &last, tokens, now)
     }
 
-    /// Waits for `answer` of an instance; `None` when it was silent for `silence`, and is dead to the pool.
+    /// Waits for `answer` of an instance; `None` if it was silent for `silence` and the pool counts it as dead.
     pub(crate) async fn unless_dead<T>(
         &self,
         addr: SocketAddr,
@@ -134,17 +168,17 @@ impl Upstreams {
     }
 }
 
-/// What was dispatched lately, which the instances' reports may not show yet: without it, a burst between two reports
-/// would go to one instance.
+/// Recent dispatches, which the instances' reports may not include yet: without them, a burst between two reports would
+/// go to one instance.
 #[derive(Debug, Default)]
 struct Dispatch {
-    /// Per instance: when, and how many tokens.
+    /// By instance: time and tokens of each.
     charges: BTreeMap<SocketAddr, Vec<(Instant, u64)>>,
     round: usize,
 }
 
 impl Dispatch {
-    /// Most free memory first, then the fewest requests, then in turn.
+    /// Sorts by most free memory, then fewest requests, then round-robin.
     fn candidates(&mut self, mut backends: Vec<Backend>, last: &[Backend], tokens: u64, now: Instant) -> Vec<Backend> {
         let alive = |at: &Instant| now.saturating_duration_since(*at) < CHARGE_LIFETIME;
         self.charges.retain(|_, charges| {
@@ -175,18 +209,13 @@ pub(crate) fn none_alive() -> ApiError {
     ApiError::unavailable("no instance is alive")
 }
 
-/// The answer to a request that was lost with an instance.
+/// The error of a request that was lost with an instance.
 pub(crate) fn lost(name: &str, why: &str) -> ApiError {
     let message = format!("the connection to {name} broke: {why}\nhint: send the request again");
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, Some("instance_lost"), message)
 }
 
-pub(crate) fn count(backend: &Backend, status: &str) {
-    let labels = [("instance", backend.name.clone()), ("status", status.to_owned())];
-    metrics::counter!("lagoon_gateway_requests_total", &labels).increment(1);
-}
-
-/// Headers without those that concern one connection only.
+/// The headers without those of one connection only.
 pub(crate) fn end_to_end(headers: &HeaderMap) -> HeaderMap {
     let mut kept = headers.clone();
     for name in HOP_HEADERS {

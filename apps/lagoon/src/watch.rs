@@ -1,11 +1,12 @@
-//! What commands say that order something and follow it: text as it goes on, or one JSON object at the end.
+//! Output of commands that order and follow something: text while it goes on, or one JSON object at the end.
 
+use crate::log::outln;
 use std::time::{Duration, Instant};
 
-/// How often what was ordered is looked at.
+/// Interval of checks.
 const EVERY: Duration = Duration::from_millis(250);
 
-/// The output of such a command, and its timeout.
+/// Output and timeout of such a command.
 #[derive(Debug)]
 pub(crate) struct Watch {
     json: bool,
@@ -15,31 +16,29 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    /// One that prints a JSON object only if `json`, and waits `timeout_s` seconds from now at most.
+    /// Prints a JSON object only if `json`, and waits at most `timeout_s` seconds from now.
     pub(crate) fn new(json: bool, timeout_s: u64) -> Self {
         Self { json, started: Instant::now(), timeout: Duration::from_secs(timeout_s), left: String::new() }
     }
 
-    /// Prints a line for people.
-    #[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+    /// Prints a line unless `--json`.
     pub(crate) fn say(&self, text: &str) {
         if !self.json {
-            println!("{text}");
+            outln!("{text}");
         }
     }
 
-    /// Prints the object for scripts, if it was asked for.
-    #[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+    /// Prints the object with `--json`.
     pub(crate) fn answer(&self, value: &serde_json::Value) {
         if self.json {
-            println!("{value}");
+            outln!("{value}");
         }
     }
 
-    /// Says what is `left` to be done if that has changed, and waits until it is to be looked at again.
+    /// Prints what is `left` to be done if that has changed, and waits until the next check.
     ///
     /// # Errors
-    /// After the time that it waits at most: what is left, after `late`'s words.
+    /// After the timeout: what is left, formatted by `late`.
     pub(crate) async fn pause(&mut self, left: String, late: impl FnOnce(&str) -> String) -> anyhow::Result<()> {
         if self.started.elapsed() >= self.timeout {
             anyhow::bail!(late(&format!("after {} s: {left}", self.timeout.as_secs())));

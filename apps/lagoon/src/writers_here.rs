@@ -1,5 +1,6 @@
-//! Writers of this process, so that a reader in the same process reads their memory without a socket. They are known by the
-//! secret token of their first arena, which readers on this host are told over mutual TLS: who knows it may map the memory.
+//! Registry of this process's writers, so that a reader in the same process reads their memory without a socket. Its
+//! key is the secret token of a writer's first arena, sent to readers on this host over mutual TLS: its holder may map
+//! the memory.
 
 use lagoon_protocol::TransferArena;
 use lagoon_transport::direct::ExportServer;
@@ -16,7 +17,7 @@ fn token(arenas: &[TransferArena]) -> Option<&Vec<u8>> {
     arenas.iter().find(|arena| arena.region == 0).map(|arena| &arena.token)
 }
 
-/// A writer that is known here until this goes.
+/// Registration of a writer; ends on drop.
 #[derive(Debug)]
 pub(crate) struct KnownHere(Option<Vec<u8>>);
 

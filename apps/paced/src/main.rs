@@ -1,10 +1,10 @@
-//! `lagoon-paced`: the command line of `lagoon` with instances whose CPU takes as long as a modelled device.
+//! `lagoon-paced`: the command line of `lagoon`, with a CPU backend that takes as long as a modelled device.
 //!
-//! For benchmarks and tests of a whole pool on one machine: see [`lagoon_backend::paced`]. The environment names the profile, a
-//! JSON file of a [`PaceProfile`], so that the instances which `lagoon-paced up` starts have it, too:
-//! `LAGOON_PACE=FILE lagoon-paced serve MODEL --backend=cpu …`. `/metrics` of an instance shows, in microseconds,
-//! `lagoon_paced_modelled_us_total`, the time that the modelled device would have taken, and `lagoon_paced_late_us_total`, by how
-//! much the arithmetic fell behind it.
+//! For benchmarks and tests of a whole pool on one machine: see [`lagoon_backend::paced`]. The environment variable
+//! `LAGOON_PACE` names the profile, a JSON file of a [`PaceProfile`], so that instances started by `lagoon-paced up`
+//! inherit it: `LAGOON_PACE=FILE lagoon-paced serve MODEL --backend=cpu …`. `/metrics` of an instance shows, in
+//! microseconds, `lagoon_paced_modelled_us_total`, the modelled device's time, and `lagoon_paced_late_us_total`, how
+//! far the arithmetic fell behind it.
 #![forbid(unsafe_code)]
 
 use anyhow::Context;
@@ -14,7 +14,7 @@ use metrics::counter;
 use std::path::Path;
 use std::process::ExitCode;
 
-/// The variable that names the profile's file.
+/// Environment variable with the profile's file.
 const PROFILE: &str = "LAGOON_PACE";
 
 fn main() -> ExitCode {
@@ -37,7 +37,7 @@ impl Devices for PacedCpu {
             counter!("lagoon_paced_late_us_total").absolute(late_us);
             counter!("lagoon_paced_modelled_us_total").absolute(modelled_us);
         });
-        // A modelled device's calibration is not that of this machine's processor.
+        // A modelled device's calibration must not be cached as this machine's.
         loading.without_cache().start_on(device)
     }
 }

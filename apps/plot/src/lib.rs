@@ -1,4 +1,5 @@
-//! Figures of panels with line charts, as SVG. Every line keeps its colour and dash in all panels of a figure.
+//! Figures of panels with line charts, as SVG ([`figure`]). Every line keeps its colour and dash in all panels of a
+//! figure.
 #![forbid(unsafe_code)]
 
 use plotters::coord::Shift;
@@ -8,11 +9,11 @@ use plotters::prelude::*;
 use plotters::style::FontTransform;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-/// One line.
+/// One line of a chart.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Series {
     pub name: String,
-    /// Ascending in x, or in the order of a curve's parameter.
+    /// Points, ascending in x or in the order of a curve's parameter.
     pub points: Vec<(f64, f64)>,
 }
 
@@ -22,13 +23,13 @@ pub struct Panel {
     pub title: String,
     pub x_label: String,
     pub y_label: String,
-    /// Decades instead of equal steps. Points that are not positive have no place on such an axis.
+    /// Logarithmic x axis. Points with x of 0 or less are left out.
     pub log_x: bool,
     pub log_y: bool,
     pub series: Vec<Series>,
 }
 
-/// A figure could not be drawn: a bug, or no memory.
+/// The error that a figure could not be drawn: a bug, or no memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DrawError(String);
 
@@ -60,7 +61,7 @@ const COLOURS: [RGBColor; 6] = [
 ];
 /// Drawn and left out pixels of a line.
 const DASHES: [(u32, u32); 6] = [(1, 0), (6, 3), (2, 3), (9, 3), (4, 4), (1, 2)];
-/// A longer series is a line, a shorter one has its points marked.
+/// Longest series whose points are marked; a longer one is a plain line.
 const MARKED_MAX: usize = 24;
 
 /// A figure of panels, `columns` in a row, with one legend: the text of an SVG file.
@@ -97,7 +98,7 @@ pub fn figure(title: &str, panels: &[Panel], columns: usize) -> Result<String, D
     Ok(svg)
 }
 
-/// What an axis shows: whole decades, or from zero (or below) to a little above the largest value.
+/// Range of an axis: whole decades, or from zero (or below) to a little above the largest value.
 fn bounds(values: impl Iterator<Item = f64>, log: bool) -> (f64, f64) {
     let shown = values.filter(|v| v.is_finite() && (!log || *v > 0.0));
     let (low, high) = shown.fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(v), h.max(v)));
@@ -184,7 +185,7 @@ where
     Ok(())
 }
 
-/// A number in few characters.
+/// A number as a short text.
 fn short(v: f64) -> String {
     let trim = |s: String| if s.contains('.') { s.trim_end_matches('0').trim_end_matches('.').to_owned() } else { s };
     match v.abs() {
@@ -216,7 +217,7 @@ mod tests {
         };
         let svg = figure("two < three", &[panel("one", false), panel("two", true)], 2).unwrap();
         assert_eq!(svg.matches("a &amp; b").count(), 1, "one legend");
-        // Five and three points; on the logarithmic panel the zeros have no place.
+        // Five and three points; the logarithmic panel leaves out the zeros.
         assert_eq!(svg.matches("<circle").count(), 8 + 6);
         assert!(svg.contains("two &lt; three") && svg.trim_end().ends_with("</svg>"));
         assert_eq!([short(1234.0), short(0.05), short(2e6), short(12.5)], ["1.2k", "0.05", "2M", "12.5"]);

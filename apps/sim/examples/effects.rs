@@ -1,6 +1,6 @@
-//! Prints a line of hashes for each seed of the simulator, for comparing two builds.
+//! Prints a line of hashes of effects for each seed of the simulator, to compare two builds.
 //!
-//! `effects chaos A..B`, `effects roles A..B`, `effects paper`; with `quiet` behind it nothing is hashed, for timing.
+//! `effects chaos A..B`, `effects roles A..B`, `effects paper`; `quiet` as last argument skips hashing, for timing.
 
 use lagoon_sim::chaos::{Limits, Scenario, run};
 use lagoon_sim::effects::{Hashes, record};

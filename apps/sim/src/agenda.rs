@@ -1,4 +1,4 @@
-//! The event queue: what happens next, by time and then in the order in which it was planned.
+//! The event queue ([`Agenda`]): ordered by time, then by insertion.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
@@ -24,13 +24,13 @@ impl<T> PartialOrd for Entry<T> {
 }
 
 impl<T> Ord for Entry<T> {
-    /// Reversed: the heap's greatest entry is the next one.
+    /// Reversed: the heap's greatest entry is the next event.
     fn cmp(&self, other: &Self) -> Ordering {
         (other.at_us, other.seq).cmp(&(self.at_us, self.seq))
     }
 }
 
-/// See the module's documentation. Time is in microseconds and never goes back.
+/// A queue of timed events. Time is in microseconds and never goes back.
 pub struct Agenda<T> {
     heap: BinaryHeap<Entry<T>>,
     planned: u64,
@@ -55,18 +55,18 @@ impl<T> Agenda<T> {
         self.now_us
     }
 
-    /// Plans something; what should have happened already happens now.
+    /// Plans an event at `at_us`, or now if that is past.
     pub fn at(&mut self, at_us: u64, what: impl Into<T>) {
         self.planned += 1;
         self.heap.push(Entry { at_us: at_us.max(self.now_us), seq: self.planned, what: what.into() });
     }
 
-    /// Plans something `us` from now.
+    /// Plans an event `us` from now.
     pub fn after(&mut self, us: u64, what: impl Into<T>) {
         self.at(self.now_us + us, what);
     }
 
-    /// The next thing that happens; time passes until then.
+    /// Removes the next event and advances the time to it.
     pub fn pop(&mut self) -> Option<T> {
         let entry = self.heap.pop()?;
         self.now_us = entry.at_us;

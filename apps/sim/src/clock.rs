@@ -1,13 +1,13 @@
-//! A process's own clock: its rate and its offset differ from true time.
+//! A process's own clock, with an offset and a rate that differ from true time.
 
-/// Reads milliseconds, as the shells do, from true microseconds.
+/// A clock that gives milliseconds, as the shells' clocks, for true microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Clock {
-    /// True time at which it was started.
+    /// True time of its start.
     pub born_us: u64,
-    /// What it showed then.
+    /// Its reading at the start.
     pub offset_ms: u64,
-    /// Parts per million that it is fast (negative: slow); within ±500,000.
+    /// Rate error in parts per million (negative: slow); within ±500,000.
     pub skew_ppm: i32,
 }
 
@@ -17,7 +17,7 @@ impl Clock {
         Self { born_us: 0, offset_ms: 0, skew_ppm: 0 }
     }
 
-    /// Own microseconds since its start.
+    /// Own microseconds since the start.
     #[must_use]
     pub fn elapsed_us(&self, now_us: u64) -> u64 {
         let true_us = now_us.saturating_sub(self.born_us);
@@ -25,13 +25,13 @@ impl Clock {
         u64::try_from(i128::from(true_us) + skew).unwrap_or(0)
     }
 
-    /// What it shows.
+    /// The clock's reading in milliseconds.
     #[must_use]
     pub fn now_ms(&self, now_us: u64) -> u64 {
         self.offset_ms + self.elapsed_us(now_us) / 1000
     }
 
-    /// True microseconds in which `own_us` pass here, rounded up.
+    /// True microseconds in which `own_us` pass on this clock, rounded up.
     #[must_use]
     pub fn true_us(&self, own_us: u64) -> u64 {
         let rate = u64::try_from(1_000_000 + i64::from(self.skew_ppm)).unwrap_or(1).max(1);

@@ -1,7 +1,7 @@
 //! Hashes of the effects of a run's instances: two builds whose hashes agree on many seeds behave alike.
 //!
-//! A run has one thread to itself, so that the recorder is the thread's: [`record`] is called around a run, and both
-//! worlds call [`note`] for every event that an instance handles. Without a recorder a note costs one look.
+//! Each run has a thread to itself, and the recorder is thread-local: [`record`] wraps a run, and both worlds call
+//! [`note`] for every event that an instance handles. Without a recorder a note costs one check.
 
 use lagoon_instance::Effect;
 use lagoon_types::SeqId;
@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// FNV-1a over what is formatted into it: the same on every machine.
+/// FNV-1a over formatted text: equal on every machine.
 #[derive(Clone, Copy, Debug)]
 struct Fnv(u64);
 
@@ -28,12 +28,12 @@ impl std::fmt::Write for Fnv {
     }
 }
 
-/// What a run's instances did.
+/// Recorder of a run's effects.
 #[derive(Clone, Debug, Default)]
 struct Recorder {
     events: u64,
     all: Fnv,
-    /// By instance and sequence, whatever the order among sequences.
+    /// Hashes by instance and sequence, independent of the order among sequences.
     emitted: BTreeMap<(usize, SeqId), Fnv>,
 }
 
@@ -42,9 +42,9 @@ struct Recorder {
 pub struct Hashes {
     /// Events that instances handled.
     pub events: u64,
-    /// Of every effect, in order, with its instance and the number of its event.
+    /// Hash of every effect, in order, with its instance and event number.
     pub effects: u64,
-    /// Of what clients were told, request by request.
+    /// Hash of the clients' events, request by request.
     pub requests: u64,
 }
 
@@ -52,19 +52,19 @@ thread_local! {
     static RECORDER: RefCell<Option<Recorder>> = const { RefCell::new(None) };
 }
 
-/// Records what the instances of `run` do.
+/// Runs `run` and records the effects of its instances.
 pub fn record<T>(run: impl FnOnce() -> T) -> (T, Hashes) {
     RECORDER.set(Some(Recorder::default()));
     let result = run();
     let Recorder { events, all, emitted } = RECORDER.take().unwrap_or_default();
     let mut requests = Fnv::default();
-    for ((place, seq), told) in emitted {
-        let _ = write!(requests, "{place} {seq} {:x};", told.0);
+    for ((place, seq), hash) in emitted {
+        let _ = write!(requests, "{place} {seq} {:x};", hash.0);
     }
     (result, Hashes { events, effects: all.0, requests: requests.0 })
 }
 
-/// An instance has handled an event.
+/// Records the effects of an event that an instance has handled.
 pub(crate) fn note(place: usize, effects: &[Effect]) {
     RECORDER.with_borrow_mut(|recorder| {
         let Some(recorder) = recorder else { return };

@@ -1,9 +1,9 @@
-//! The network: sessions between processes, with latency, bandwidth, loss of connections, partitions and silence.
+//! The network ([`Fabric`]): sessions between processes, with latency, bandwidth, loss of connections, partitions and
+//! silence.
 //!
-//! It keeps the promises of WIRE.md and no others: frames of one class arrive in the order in which they were sent and
-//! without gaps within a session; classes are not ordered among each other; a session ends as a whole, each side learns
-//! of it by itself; a peer that is silent for [`SILENCE_US`] is lost; wanted connections are dialled again. Packets are
-//! not simulated: that is QUIC's part.
+//! It keeps the promises of WIRE.md and no others: within a session, frames of one class arrive in order and without
+//! gaps; classes are not ordered among each other; a session ends as a whole, and each side learns of it separately;
+//! a peer that is silent for [`SILENCE_US`] is lost; wanted connections are redialled. Packets are not simulated.
 
 use crate::agenda::Agenda;
 use crate::rng::Rng;
@@ -13,35 +13,35 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// A process's address. [`GMANAGER`] is the gManager's; instances follow.
 pub type Place = usize;
-/// The gManager.
+/// The gManager's place.
 pub const GMANAGER: Place = 0;
-/// A peer that is silent for so long is lost (WIRE.md, Sessions).
+/// Silence after which a peer is lost (WIRE.md, Sessions).
 pub const SILENCE_US: u64 = 2_500_000;
-/// First pause before a lost connection is dialled again, doubled by each failure.
+/// First delay before a lost connection is redialled; doubled by each failure.
 const REDIAL_US: u64 = 20_000;
 const REDIAL_MAX_US: u64 = 1_000_000;
 
 /// Sender, receiver, class.
 pub type StreamKey = (Place, Place, usize);
 
-/// What happens in the fabric by itself; handed back to [`Fabric::happen`] at its time.
+/// A timed event of the fabric, passed to [`Fabric::happen`] when due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Net {
     /// The head of a stream may be deliverable.
     Pump(StreamKey),
-    /// `at` learns that its session with `peer` stands.
+    /// `at` learns that its session with `peer` is established.
     Up {
         at: Place,
         peer: Place,
         generation: u64,
     },
-    /// `at` learns that it is over.
+    /// `at` learns that its session with `peer` has ended.
     Down {
         at: Place,
         peer: Place,
         generation: u64,
     },
-    /// `at` has not heard of `peer` since the partition or the pause began.
+    /// `at` has received nothing from `peer` since the partition or the pause began.
     Silent {
         at: Place,
         peer: Place,
@@ -53,7 +53,7 @@ pub enum Net {
     },
 }
 
-/// What a process is told.
+/// A delivery to a process.
 #[derive(Debug)]
 pub enum Delivery<F> {
     Up { at: Place, peer: Place },
@@ -62,13 +62,13 @@ pub enum Delivery<F> {
     Frame { at: Place, peer: Place, frame: F },
 }
 
-/// How a link is while nothing is wrong with it.
+/// Properties of a link without faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkProfile {
     pub latency_us: u64,
-    /// Up to so much more, at random, per frame.
+    /// Random extra latency per frame, at most.
     pub jitter_us: u64,
-    /// 0: as fast as anybody wants.
+    /// Bandwidth; 0 is unlimited.
     pub bytes_per_us: u64,
 }
 
@@ -77,7 +77,7 @@ struct Stream<F> {
     items: VecDeque<(u64, u64, F)>,
     /// A [`Net::Pump`] is planned.
     armed: bool,
-    /// When the last frame's last byte leaves the sender.
+    /// Time when the last frame's last byte leaves the sender.
     sent_us: u64,
     ready_us: u64,
 }
@@ -85,33 +85,33 @@ struct Stream<F> {
 #[derive(Clone, Copy, Debug)]
 struct Link {
     profile: LinkProfile,
-    /// The last session's number.
+    /// Number of the last session.
     generation: u64,
-    /// Its connections stand: what is sent in it arrives.
+    /// The session's connections are up: sent frames arrive.
     standing: bool,
-    /// In which session each end believes, the lower place first.
+    /// Session that each end believes in, the lower place first.
     view: [Option<u64>; 2],
     wanted: [bool; 2],
     dialling: [bool; 2],
     failures: u32,
-    /// Nobody dials any more after this time, the gManager's links apart.
+    /// No redials after this time, except by the gManager's links.
     dial_until_us: u64,
-    /// Nothing passes from then until then.
+    /// Interval in which no frame passes.
     blocked_us: (u64, u64),
-    /// Frames take so much longer until then.
+    /// Extra latency of frames, and until when.
     slow_us: u64,
     slow_until_us: u64,
 }
 
-/// Everything between processes. `F` is what is carried.
+/// All links between processes. `F` is a frame.
 #[derive(Debug)]
 pub struct Fabric<F> {
     profile: LinkProfile,
     links: BTreeMap<(Place, Place), Link>,
     streams: BTreeMap<StreamKey, Stream<F>>,
-    /// Processes that are stopped, from when until when.
+    /// Stopped processes, with begin and end of the stop.
     paused: BTreeMap<Place, (u64, u64)>,
-    /// Processes that run, stopped or not.
+    /// Running processes, stopped or not.
     live: Vec<bool>,
     rng: Rng,
 }
@@ -148,7 +148,7 @@ impl<F> Fabric<F> {
         })
     }
 
-    /// A process starts at a place. Its links are new, the state of the wires apart.
+    /// Starts a process at a place, with new links on the old wires.
     pub fn start(&mut self, place: Place) {
         if self.live.len() <= place {
             self.live.resize(place + 1, false);
@@ -156,7 +156,7 @@ impl<F> Fabric<F> {
         self.live[place] = true;
     }
 
-    /// A process ends: its sessions are over, its peers learn of it.
+    /// Ends a process: its sessions end, and its peers learn of it.
     pub fn stop(&mut self, place: Place, agenda: &mut Agenda<impl From<Net>>) {
         if let Some(live) = self.live.get_mut(place) {
             *live = false;
@@ -178,7 +178,7 @@ impl<F> Fabric<F> {
         self.links.keys().filter_map(other).collect()
     }
 
-    /// The round trip that a process would measure.
+    /// The round-trip time that a process would measure.
     #[must_use]
     pub fn rtt_us(&self, a: Place, b: Place) -> u64 {
         let link = self.links.get(&pair(a, b));
@@ -192,7 +192,7 @@ impl<F> Fabric<F> {
         self.peers_of(at).into_iter().filter(up).collect()
     }
 
-    /// Whether both ends believe in the same session and it stands.
+    /// Whether both ends believe in the same session and it is up.
     #[must_use]
     pub fn connected(&self, a: Place, b: Place) -> bool {
         self.links.get(&pair(a, b)).is_some_and(|l| l.standing && l.view == [Some(l.generation); 2])
@@ -204,7 +204,7 @@ impl<F> Fabric<F> {
         self.streams.values().map(|s| s.items.len()).sum()
     }
 
-    /// A process wants a connection, now and whenever it is lost.
+    /// Makes a process keep a connection, redialled when lost.
     pub fn connect(&mut self, from: Place, to: Place, agenda: &mut Agenda<impl From<Net>>) {
         let until = agenda.now_us() + CONNECT_DEADLINE_MS * 1000;
         let link = self.link(from, to);
@@ -220,19 +220,19 @@ impl<F> Fabric<F> {
         }
     }
 
-    /// A process does not want its connection to `peer` any more: the session ends.
+    /// Gives up a process's connection to `peer`: the session ends.
     pub fn release(&mut self, at: Place, peer: Place, agenda: &mut Agenda<impl From<Net>>) {
         self.link(at, peer).wanted[end(at, peer)] = false;
         let latency = self.link(at, peer).profile.latency_us;
-        // What was sent before is delivered first: the close comes behind it.
+        // Earlier frames are delivered first: the close follows them.
         let generation = self.link(at, peer).generation;
         agenda.after(latency * 2, Net::Down { at, peer, generation });
         agenda.after(latency * 2 + 1, Net::Down { at: peer, peer: at, generation });
         self.link(at, peer).standing = false;
     }
 
-    /// Loses the connection of two processes: some of what is in progress still arrives, each side learns of it by
-    /// itself.
+    /// Cuts the connection of two processes: some frames in flight still arrive, and each side learns of the loss
+    /// separately.
     pub fn cut(&mut self, a: Place, b: Place, agenda: &mut Agenda<impl From<Net>>) {
         let link = self.link(a, b);
         if !std::mem::take(&mut link.standing) {
@@ -251,8 +251,8 @@ impl<F> Fabric<F> {
         }
     }
 
-    /// Nothing passes between two processes for a while. What was sent arrives afterwards, unless a side has given the
-    /// other one up for its silence by then.
+    /// Blocks all frames between two processes for a while. They arrive afterwards, unless a side has timed out by
+    /// then.
     pub fn partition(&mut self, a: Place, b: Place, us: u64, agenda: &mut Agenda<impl From<Net>>) {
         let now = agenda.now_us();
         let link = self.link(a, b);
@@ -265,13 +265,13 @@ impl<F> Fabric<F> {
         }
     }
 
-    /// Frames between two processes take `us` longer for a while: heartbeats and answers get stale.
+    /// Delays frames between two processes by `us` for a while: heartbeats and replies get stale.
     pub fn slow(&mut self, a: Place, b: Place, us: u64, for_us: u64, now_us: u64) {
         let link = self.link(a, b);
         (link.slow_us, link.slow_until_us) = (us, now_us + for_us);
     }
 
-    /// A process is stopped (as by SIGSTOP) until then; the caller holds its other events back.
+    /// Stops a process (as by SIGSTOP) until then; the caller holds back its other events.
     pub fn pause(&mut self, place: Place, until_us: u64, agenda: &mut Agenda<impl From<Net>>) {
         let from = self.paused.get(&place).map_or(agenda.now_us(), |p| p.0);
         self.paused.insert(place, (from, until_us));
@@ -282,7 +282,7 @@ impl<F> Fabric<F> {
         }
     }
 
-    /// A process goes on. Its own view of sessions that others have given up ends soon.
+    /// Resumes a process. It soon learns of sessions that others have given up.
     pub fn resume(&mut self, place: Place, agenda: &mut Agenda<impl From<Net>>) {
         self.paused.remove(&place);
         for peer in self.peers_of(place) {
@@ -300,7 +300,7 @@ impl<F> Fabric<F> {
         self.paused.get(&place).map(|p| p.1)
     }
 
-    /// When bytes that leave now arrive over a connection apart from the session's.
+    /// Arrival time of bytes that leave now over a connection separate from the session's.
     #[must_use]
     pub fn arrival_us(&self, from: Place, to: Place, bytes: usize, now_us: u64) -> u64 {
         let link = self.links.get(&pair(from, to));
@@ -310,7 +310,7 @@ impl<F> Fabric<F> {
         (now_us + on_wire + latency_us + slow_us).max(link.map_or(0, |l| l.blocked_us.1))
     }
 
-    /// Whether two processes have heard nothing of each other for so long that one gives the other up.
+    /// Whether the silence between two processes exceeds [`SILENCE_US`].
     #[must_use]
     pub fn is_silent(&self, a: Place, b: Place, now_us: u64) -> bool {
         let outages = [self.links.get(&pair(a, b)).map(|l| l.blocked_us), self.pause_of(a), self.pause_of(b)];
@@ -354,7 +354,7 @@ impl<F> Fabric<F> {
         true
     }
 
-    /// One of the fabric's own events is due. `accepts` says whether a process takes a frame of a class now.
+    /// Handles a due event of the fabric. `accepts` tells whether a process takes a frame of a class now.
     pub fn happen(
         &mut self,
         what: Net,
@@ -371,7 +371,7 @@ impl<F> Fabric<F> {
         }
     }
 
-    /// `at` gives `peer` up if it has been silent for so long.
+    /// Ends `at`'s session with `peer` if that has been silent for too long.
     fn silent(
         &mut self,
         at: Place,
@@ -390,7 +390,7 @@ impl<F> Fabric<F> {
         }
         self.link(at, peer).standing = false;
         self.down(at, peer, generation, agenda, told);
-        // The other side finds out by itself, at the latest when it is heard again.
+        // The other side learns of it separately, at the latest when it receives a frame again.
         let after = self.rng.below(1_000_000);
         agenda.at(until + after, Net::Down { at: peer, peer: at, generation });
     }
@@ -409,7 +409,7 @@ impl<F> Fabric<F> {
         let Some(stream) = self.streams.get_mut(&key) else { return };
         stream.armed = false;
         let view = link.view[end(to, from)];
-        // What belongs to a session that the receiver has given up, or will not hear of, is gone.
+        // Drops frames of sessions that the receiver has given up or will never learn of.
         let gone = |g: u64| view.map_or(g < link.generation || !link.standing, |v| g < v);
         while stream.items.front().is_some_and(|(_, g, _)| gone(*g)) {
             stream.items.pop_front();
@@ -532,7 +532,7 @@ impl<F> Fabric<F> {
             link.dial_until_us = now + CONNECT_DEADLINE_MS * 1000;
             self.dial_after(REDIAL_US * spread / 100, at, peer, agenda);
         }
-        // The other side's frames of this session are not for anybody any more.
+        // The other side's frames of this session have no receiver any more.
         for class in Class::ALL {
             if let Some(stream) = self.streams.get_mut(&(peer, at, class.index())) {
                 stream.items.retain(|(_, g, _)| *g > generation);

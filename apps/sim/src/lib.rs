@@ -1,11 +1,10 @@
 //! The deterministic simulator: the shipped instances and gManager under a simulated clock and fabric.
 //!
-//! What is real: [`lagoon_instance::Instance`], [`lagoon_cluster::GManager`] and everything below them, and the codec
-//! ([`lagoon_wire`]) for every frame. What is replaced: the device ([`SimRunner`]: a timing model, symbolic or of real
-//! hardware), the transport ([`Fabric`]: sessions as WIRE.md promises them, no packets; [`transfers`]: the paths over which
-//! KV is read, between the shipped reader and writer), and clocks ([`Agenda`],
-//! [`Clock`]). One thread, one queue ordered by time and then by insertion, one seeded generator, nothing iterated that
-//! is hashed: a seed replays a run.
+//! Real parts: [`lagoon_instance::Instance`], [`lagoon_cluster::GManager`] and everything below them, and the codec
+//! ([`lagoon_wire`]) for every frame. Replaced parts: the device ([`SimRunner`]: a timing model, symbolic or of real
+//! hardware), the transport ([`Fabric`]: sessions as WIRE.md promises them, no packets; [`transfers`]: KV transfer
+//! paths between the shipped reader and writer), and clocks ([`Agenda`], [`Clock`]). One thread, one queue ordered by
+//! time and then by insertion, one seeded generator, no iteration over hash maps: a seed replays a run.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 

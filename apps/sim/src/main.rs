@@ -42,9 +42,9 @@ struct SimArgs {
     /// All pools have prefill and decode workers, or none has [default: drawn, one in four].
     #[arg(long, value_name = "BOOL")]
     roles: Option<bool>,
-    /// Beside everything else, in every pool: taken-back has role orders taken back that may have been heard; fenced has instances
-    /// declared dead that were told of a role or have asked for prompts; with not acknowledged, workers find full queues when they answer; with
-    /// late-writes, prompts are read where writes of peers are still to be done. Overrides --nodes and --roles.
+    /// Beside everything else, in every pool: taken-back takes back role orders that may have arrived; fenced fences instances
+    /// that have a role order or have asked for prompts; with unacknowledged, workers find full queues when they answer; with
+    /// late-writes, prompts are read from memory that peers still write. Overrides --nodes and --roles.
     #[arg(long, value_name = "WHAT", value_parser = parse_aim)]
     aim: Option<Aim>,
     /// Threads for many seeds [default: all cores].

@@ -1,4 +1,4 @@
-//! Instances over symbolic devices: their configuration, and a pool of them to start with.
+//! Pools of instances over symbolic devices: configuration and start.
 
 use crate::clock::Clock;
 use crate::fabric::{LinkProfile, Place};
@@ -11,18 +11,18 @@ use lagoon_instance::{InstanceConfig, RemotePolicy, SchedulerConfig, TransferCon
 use lagoon_protocol::{BatchPoint, Calibration, MemoryTier, Role};
 use lagoon_types::{DType, ModelHash};
 
-/// Instances and their later lives that a gManager knows at most.
+/// Most instances, restarts included, that a gManager knows.
 const INSTANCES_MAX: usize = 512;
 
 const MODEL: ModelHash = ModelHash([7; 32]);
 
-/// One instance.
+/// Configuration of one instance.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeSpec {
     pub role: Role,
-    /// Others can read its KV, and it theirs.
+    /// Takes part in KV transfer.
     pub transfers: bool,
-    /// Not its store, but so many blocks of memory beside it; 0 if its store.
+    /// Blocks of its staging buffer; 0 if transports use the store itself.
     pub stage_blocks: u32,
     pub tier: MemoryTier,
     pub blocks: u32,
@@ -35,27 +35,27 @@ pub struct NodeSpec {
     pub fetch_tokens: u32,
     pub speed: Speed,
     pub skew_ppm: i32,
-    /// What its clock shows when it starts.
+    /// The clock's reading at the start.
     pub offset_ms: u64,
 }
 
-/// What all instances of a pool have in common.
+/// Configuration of a pool.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoolSpec {
     pub block_tokens: u32,
     pub window: Option<u32>,
     pub max_positions: u32,
     pub prefix_cache: bool,
-    /// Decode workers have memory before a prompt is computed, and read it meanwhile.
+    /// Push: decode workers have memory before a prompt is prefilled, and read it meanwhile.
     pub push: bool,
-    /// Roles change by load.
+    /// Role balancer, if roles change by load.
     pub balancer: Option<BalancerConfig>,
     pub link: LinkProfile,
     pub nodes: Vec<NodeSpec>,
 }
 
 impl NodeSpec {
-    /// An instance that lends everything it has, with an exact clock.
+    /// An instance that lends all its memory, with an exact clock.
     #[must_use]
     pub fn of(blocks: u32) -> Self {
         Self {
@@ -77,7 +77,7 @@ impl NodeSpec {
         }
     }
 
-    /// Every other instance has measured itself: its rows with and without KV elsewhere may be one batch.
+    /// Every other instance has a calibration: it may merge its two micro-batches.
     fn calibration(&self, place: Place) -> Option<Calibration> {
         let us = |ns: u64| f64::from(u32::try_from(ns).unwrap_or(u32::MAX)) * f64::from(model::kv_shape().layers) / 1e3;
         let point =
@@ -90,7 +90,7 @@ impl NodeSpec {
         })
     }
 
-    /// What the process at `place` is started with, the `life`-th there.
+    /// The configuration of the process at `place`, in its `life`-th life.
     #[must_use]
     pub fn config(&self, pool: &PoolSpec, place: Place, life: u64) -> InstanceConfig {
         InstanceConfig {
@@ -107,6 +107,7 @@ impl NodeSpec {
             kv: model::kv_shape(),
             window: pool.window,
             alibi: None,
+            attention_softcap: None,
             max_positions: pool.max_positions,
             vocab: model::VOCAB,
             block_tokens: pool.block_tokens,
@@ -154,19 +155,19 @@ impl PoolSpec {
         }
     }
 
-    /// Whether some compute prompts for others.
+    /// Whether the pool has prefill workers.
     #[must_use]
     pub fn has_roles(&self) -> bool {
         self.nodes.iter().any(|node| node.transfers)
     }
 
-    /// Where the `index`-th instance runs.
+    /// Place of the `index`-th instance.
     #[must_use]
     pub const fn place(index: usize) -> Place {
         index + 1
     }
 
-    /// Starts (again) the process at a place.
+    /// Starts (or restarts) the process at a place.
     pub fn start(&self, world: &mut World<Symbolic>, place: Place, life: u64) {
         let spec = &self.nodes[place - 1];
         let runner = Symbolic::new(
@@ -181,7 +182,7 @@ impl PoolSpec {
 
     /// Starts the `life`-th gManager.
     pub fn start_gmanager(&self, world: &mut World<Symbolic>, life: u64) {
-        // As the shell does: numbers of another gManager are not given again.
+        // As in the shell: a new gManager does not reuse another one's numbers.
         let first = u32::try_from(1 + 1_000 * life).unwrap_or(u32::MAX / 2);
         let clock = Clock { born_us: world.now_us(), offset_ms: 0, skew_ppm: 0 };
         let gmanager = GManager::with_config(GManagerConfig {
@@ -190,7 +191,7 @@ impl PoolSpec {
             planner: Some(PlannerConfig::default()),
             dgfm: Some(DgfmConfig::default()),
             balancer: self.balancer.clone(),
-            // Its view has room for all of them from the start, and one is started for every seed.
+            // Small: the view allocates for all of them, and a gManager is started for every seed.
             instances_max: INSTANCES_MAX,
             ..GManagerConfig::default()
         });

@@ -9,34 +9,34 @@ use lagoon_runner::{Command, Report};
 use lagoon_types::InstanceId;
 use std::collections::VecDeque;
 
-/// One instance's process. `life` counts the processes at its place.
+/// One instance's process, the `life`-th at its place.
 #[derive(Debug)]
 pub struct Process<R> {
     pub life: u64,
     pub clock: Clock,
     pub instance: Instance,
     pub runner: R,
-    /// Commands that the device has not seen yet.
+    /// Commands that the device has not taken yet.
     pub(crate) commands: VecDeque<Command>,
-    /// Reports of the work that the device is at.
+    /// Reports of the work in progress on the device.
     pub(crate) reports: Vec<Report>,
     pub(crate) busy: bool,
     pub(crate) ticks: u64,
-    /// Stopped until then.
+    /// End of the pause, if stopped.
     pub paused_until_us: Option<u64>,
-    /// It was stopped and has not looked at its clock since.
+    /// Was stopped and has not read its clock since.
     pub dazed: bool,
-    /// Why it closed connections.
+    /// Reasons for closed connections.
     pub closed: Vec<String>,
-    /// Why the gManager refused it.
+    /// The gManager's reason for a refusal.
     pub rejected: Option<String>,
 }
 
 impl<R> Process<R> {
-    /// A process that starts now.
+    /// A new process.
     ///
     /// # Panics
-    /// If the configuration cannot work.
+    /// If the configuration is invalid.
     #[must_use]
     pub fn new(config: InstanceConfig, runner: R, clock: Clock, life: u64) -> Self {
         Self {
@@ -55,14 +55,14 @@ impl<R> Process<R> {
         }
     }
 
-    /// Its number, once it is registered.
+    /// Its number, once registered.
     #[must_use]
     pub fn id(&self) -> Option<InstanceId> {
         self.instance.status().instance
     }
 }
 
-/// The gManager's process, and who registered on which connection.
+/// The gManager's process, and the registered connections.
 #[derive(Debug)]
 pub struct Coordinator {
     pub life: u64,
@@ -72,7 +72,7 @@ pub struct Coordinator {
     pub paused_until_us: Option<u64>,
 }
 
-/// As peers reach a process.
+/// Address of a process.
 #[must_use]
 pub fn address(place: Place) -> String {
     format!("10.{}.{}.{}:7000", place >> 16 & 255, place >> 8 & 255, place & 255)

@@ -1,4 +1,4 @@
-//! The only source of randomness: SplitMix64, seeded.
+//! The only source of randomness: a seeded SplitMix64.
 
 /// A seeded generator.
 #[derive(Clone, Debug)]
@@ -18,7 +18,7 @@ impl Rng {
         Self(seed)
     }
 
-    /// An independent generator: what one part draws does not change what another one draws.
+    /// Splits off an independent generator: draws of one do not change those of the other.
     #[must_use]
     pub fn split(&mut self) -> Self {
         Self(mix(self.draw() ^ 0x5851_f42d_4c95_7f2d))

@@ -1,25 +1,26 @@
-//! What stands for a device: it takes an instance's commands and answers with reports after modelled time.
+//! [`SimRunner`]: a device's interface in simulated time. It takes an instance's commands and reports after modelled
+//! time.
 
 use lagoon_runner::{Command, Report};
 use lagoon_transfer::Region;
 use std::sync::Arc;
 
-/// A device under simulated time. As the real executor: peers' work overtakes passes, one bounded piece of work (at
-/// most a layer) at a time, and a step that was aborted is forgotten before any later command is seen.
+/// A device in simulated time. Like the real executor, it does one bounded piece of work (at most a layer) at a time,
+/// peers' work ahead of passes, and drops an aborted step before any later command.
 pub trait SimRunner {
     /// Takes a command. It is in effect before the next [`SimRunner::turn`].
     fn push(&mut self, command: Command);
 
-    /// Does the next piece of work and says how long it takes, in microseconds. Its reports are heard when it is over.
-    /// `None` if there is nothing to do before the next command.
+    /// Does the next piece of work and returns its duration in microseconds; its reports count when that has passed.
+    /// `None` if there is no work before the next command.
     fn turn(&mut self, now_us: u64, reports: &mut Vec<Report>) -> Option<u64>;
 
-    /// Whether transports see memory beside its KV store.
+    /// Whether transports use staging buffers beside its KV store.
     fn is_staged(&self) -> bool;
 
-    /// A copy of its KV store, or of the memory beside it, as transports see it: one region a layer, of keys by slot.
+    /// A copy of its KV store, or of its staging buffers, as transports see it: one region a layer, of keys by slot.
     fn regions(&self) -> Vec<Arc<dyn Region>>;
 
-    /// Such a copy, into which something was read, becomes what it was of.
+    /// Replaces the store or staging buffers by such a copy, after a transport wrote to it.
     fn take_regions(&mut self, regions: &[Arc<dyn Region>]);
 }

@@ -1,5 +1,5 @@
-//! What every pool in one thread has in common, over modelled devices (this crate) and over real ones (the system tests): who
-//! registered with the gManager on which connection, frames as events, failures of a device, blocks that add up.
+//! Code shared by all single-threaded pools, on modelled devices (this crate) and on real ones (the system tests):
+//! registrations at the gManager, frames as events, device failures, the check of block counts.
 
 use crate::fabric::Place;
 use lagoon_backend::DeviceError;
@@ -11,12 +11,12 @@ use lagoon_types::InstanceId;
 use lagoon_wire::Frame;
 use std::collections::BTreeMap;
 
-/// Which instance registered with a gManager on which connection.
+/// Registered instances by their connection to the gManager.
 #[derive(Debug, Default)]
 pub struct Registrations(BTreeMap<Place, InstanceId>);
 
 impl Registrations {
-    /// Gives the gManager a message that came on the connection of `from`; returns its reply, which goes back there.
+    /// Passes a message from `from`'s connection to the gManager; returns the reply.
     pub fn hear(
         &mut self,
         gmanager: &mut GManager,
@@ -31,20 +31,20 @@ impl Registrations {
         reply
     }
 
-    /// The next message that the gManager sends by itself, and where to: nowhere if that instance is not connected.
+    /// The gManager's next unsolicited message and its destination (`None` if that instance is not connected).
     pub fn next_order(&self, gmanager: &mut GManager) -> Option<(Option<Place>, ControlBody)> {
         let GManagerOutput::Send { to, body } = gmanager.poll()?;
         let place = self.0.iter().find(|(_, id)| **id == to).map(|(place, _)| *place);
         Some((place, body))
     }
 
-    /// The connection of `place` is gone.
+    /// Forgets the connection of `place`.
     pub fn lose(&mut self, place: Place) {
         self.0.remove(&place);
     }
 }
 
-/// A frame as its receiver's instance hears of it; `from` is `None` for the gManager. `None`: a message of a later version.
+/// A frame as an event of its receiver; `from` is `None` for the gManager. `None` for a message of a later version.
 #[must_use]
 pub fn event(from: Option<PeerKey>, frame: Frame) -> Option<Event> {
     Some(match (frame, from) {
@@ -55,7 +55,7 @@ pub fn event(from: Option<PeerKey>, frame: Frame) -> Option<Event> {
     })
 }
 
-/// A failure of a device that is to come.
+/// A planned failure of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceFault {
     /// In an own step.
@@ -65,7 +65,7 @@ pub enum DeviceFault {
 }
 
 impl DeviceFault {
-    /// What the device reports instead, if this is the kind of report at which it fails.
+    /// The failure report in place of `report`, if that is of the planned kind.
     #[must_use]
     pub fn strike(self, report: &Report) -> Option<Report> {
         let error = DeviceError::Lost("pulled out".to_owned());
@@ -83,31 +83,31 @@ impl DeviceFault {
     }
 }
 
-/// Blocks add up, and each has a user; one that several have is used by as many.
+/// Checks that an instance's blocks add up: each has a user, and a shared one as many as its reference count.
 ///
 /// # Errors
-/// What does not add up.
+/// A description of the mismatch.
 pub fn blocks(instance: &Instance) -> Result<(), String> {
     let (rm, status) = (instance.rmanager(), instance.status());
-    rm.pool().check();
-    let counts = rm.counts();
+    rm.pool.check();
+    let counts = rm.pool.counts();
     if counts.free + counts.own + counts.lent != counts.total + counts.shared {
         return Err(format!("{counts:?} do not add up"));
     }
     let settling = u32::try_from(status.prefill.blocks_settling).unwrap_or(u32::MAX);
     let own = status.sequences.iter().map(|s| s.local_blocks + s.reserved_blocks).sum::<u32>() + settling;
-    let lent = rm.lent().map(|(_, _, _, first, end)| end - first).sum::<u32>() + rm.held_back();
+    let lent = rm.creditor.iter().map(|(_, _, _, first, end)| end - first).sum::<u32>() + rm.creditor.held_back();
     if (counts.own, counts.lent) != (own, lent) {
         return Err(format!("{counts:?}, but {own} are used here and {lent} are in leases"));
     }
-    // A swap around a frozen cycle may use the reserve that is never lent otherwise, and nothing else may. What was computed
-    // for others is not counted.
+    // Only a swap around a frozen cycle may use the reserve that is never lent otherwise. KV prefilled for other
+    // instances is not counted.
     let config = rm.config();
-    let most = config.lend_blocks_max + rm.lent_for_swaps().min(config.lend_reserve_blocks);
-    if counts.lent - rm.handed_over() > most {
+    let most = config.lend_blocks_max + rm.creditor.lent_for_swaps().min(config.lend_reserve_blocks);
+    if counts.lent - rm.creditor.handed_over() > most {
         return Err(format!("it lends {} of at most {most}", counts.lent));
     }
-    // One whose debts are frozen stays until the thaw, in no queue.
+    // A sequence with frozen debts stays until the thaw, in no queue.
     if status.running + status.waiting > status.sequences.len() {
         return Err(format!("{status:?}"));
     }

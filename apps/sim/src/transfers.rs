@@ -1,10 +1,10 @@
 //! KV transfer between simulated processes (KVDirect §4): the shipped writer and readers, and paths in simulated time.
 //!
-//! As in the shell, a process's writer is apart from its instance's loop: reads are served while the loop is busy, and
-//! the loop hears of what happened in order, a little later. A path is a connection of its own: what it carries is not
-//! ordered with the session's frames, nor are two reads of it; it is lost by itself or with a process at its end; and
-//! what was served before may still arrive until its reader knows that it is lost. Bytes are those of the devices'
-//! stores, taken when they leave and put where they belong when they arrive.
+//! As in the shell, a process's writer is separate from its instance's loop: reads are served while the loop is busy,
+//! and the loop receives events in order, a little later. A path is a connection of its own: its reads are ordered
+//! neither with the session's frames nor among each other. A path is lost alone or with a process at its end; data
+//! sent before may still arrive until the reader learns of the loss. Bytes are read from the devices' stores when
+//! they leave, and written when they arrive.
 
 use crate::fabric::{Place, SILENCE_US};
 use crate::rng::Rng;
@@ -22,28 +22,28 @@ use lagoon_types::{InstanceId, PhysBlock, SeqId};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// What happens to transfers by themselves.
+/// A timed event of transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kv {
-    /// A process's loop hears what its transports did.
+    /// A process's loop receives its transports' events.
     Released { place: Place, life: u64 },
-    /// Blocks that are to be exported are checked.
+    /// The check of exported blocks is complete.
     Checked { place: Place, life: u64, part: u64 },
     /// A path reaches its writer.
     Opened { path: u64 },
-    /// It should have by now.
+    /// The deadline for opening a path.
     Late { path: u64 },
     /// A read reaches its writer.
     Asked { path: u64, read: u64 },
-    /// Its bytes leave.
+    /// The read's bytes leave.
     Served { path: u64, read: u64 },
-    /// They, or a refusal, reach the reader.
+    /// The bytes, or a refusal, reach the reader.
     Arrived { path: u64, read: u64 },
-    /// An end has heard nothing of the other one since a partition or a pause began.
+    /// An end has received nothing since a partition or a pause began.
     Silent { path: u64 },
     /// The reader learns that its path is lost.
     Down { path: u64 },
-    /// The writer does.
+    /// The writer learns that the path is lost.
     Lost { path: u64 },
 }
 
@@ -53,7 +53,7 @@ impl From<Kv> for Happening {
     }
 }
 
-/// What an instance wants to be exported: see [`TransferEffect::Export`].
+/// A part to be exported: see [`TransferEffect::Export`].
 #[derive(Debug)]
 struct Part {
     job: SeqId,
@@ -69,31 +69,31 @@ struct Endpoint {
     life: u64,
     writer: Writer,
     paths: BTreeMap<ConnId, u64>,
-    told: VecDeque<TransferEvent>,
+    events: VecDeque<TransferEvent>,
     /// A [`Kv::Released`] is planned.
     armed: bool,
     parts: BTreeMap<u64, Part>,
-    /// Exports of which the loop has not heard that nobody reads them: the sequence that computed them, and its blocks.
+    /// Exports whose end the loop has not learnt of: the sequence that was prefilled, and its blocks.
     exports: BTreeMap<u64, (SeqId, Vec<u32>)>,
 }
 
-/// A read that its reader waits for.
+/// A read in progress.
 #[derive(Debug)]
 struct Read {
     transaction: Arc<Transaction>,
     pulls: Pulls,
-    /// Who had the memory that it is read into when it was asked for.
+    /// Owner of the destination memory at the time of the request.
     owner: Option<User>,
 }
 
-/// Who has memory that something is read into: a block of the store, or one beside it.
+/// Owner of destination memory: of a block of the store, or of the staging buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum User {
     Store(Owner),
     Beside(Option<StageUser>),
 }
 
-/// See the module's documentation.
+/// A transfer path between two processes.
 #[derive(Debug)]
 struct Path {
     conn: ConnId,
@@ -102,25 +102,25 @@ struct Path {
     id: InstanceId,
     epoch: u64,
     writer: Place,
-    /// The writer's process, when the path has reached it.
+    /// Life of the writer's process, once the path has reached it.
     life: Option<u64>,
-    /// The reader takes what comes.
+    /// The reader accepts data.
     open: bool,
-    /// The writer serves nothing of it any more.
+    /// The writer serves no more reads.
     cut: bool,
     reads: BTreeMap<u64, Read>,
     grants: BTreeMap<u64, GrantId>,
     answers: BTreeMap<u64, Result<Vec<u8>, RefuseCode>>,
 }
 
-/// Everybody's transfers.
+/// Transfers of all processes.
 #[derive(Debug)]
 pub struct Transfers {
     rng: Rng,
     endpoints: BTreeMap<Place, Endpoint>,
     paths: BTreeMap<u64, Path>,
     issued: u64,
-    /// What must not be: reads that were not allowed, or were believed to be over.
+    /// Violations: reads that were unauthorised, or believed to be over.
     pub violations: Vec<String>,
 }
 
@@ -135,7 +135,7 @@ impl Transfers {
         self.issued
     }
 
-    /// A process starts; it takes part if its memory can be read.
+    /// Starts a process; it takes part if its configuration has KV transfer.
     pub(crate) fn start(&mut self, place: Place, life: u64, config: &InstanceConfig) {
         let Some(transfer) = &config.transfer else { return };
         let (incarnation, addr) = (config.incarnation, config.quic_addr.clone());
@@ -144,7 +144,7 @@ impl Transfers {
             life,
             writer: Writer::new(transfer.layout.clone(), writer),
             paths: BTreeMap::new(),
-            told: VecDeque::new(),
+            events: VecDeque::new(),
             armed: false,
             parts: BTreeMap::new(),
             exports: BTreeMap::new(),
@@ -152,19 +152,19 @@ impl Transfers {
         self.endpoints.insert(place, endpoint);
     }
 
-    /// Exports of which a process's loop believes that they are read: who computed them, and their blocks.
+    /// Exports that a process's loop believes to be read: the sequence that was prefilled, and its blocks.
     pub fn exports(&self, place: Place) -> impl Iterator<Item = (u64, SeqId, &[u32])> {
         let of = self.endpoints.get(&place).into_iter().flat_map(|endpoint| &endpoint.exports);
         of.map(|(export, (job, blocks))| (*export, *job, blocks.as_slice()))
     }
 
-    /// Exports that a process's writer keeps, and those that it is asked to make.
+    /// Number of exports that a process's writer keeps or is asked to make.
     #[must_use]
     pub fn kept(&self, place: Place) -> usize {
         self.endpoints.get(&place).map_or(0, |of| of.writer.exports() + of.parts.len())
     }
 
-    /// Paths at an end, or between two.
+    /// Paths with an end at `a`, or between `a` and `b`.
     fn paths_at(&self, a: Place, b: Option<Place>) -> Vec<u64> {
         let ends = |path: &Path| [path.reader.0, path.writer];
         let hit = |path: &&Path| ends(path).contains(&a) && b.is_none_or(|b| ends(path).contains(&b));
@@ -185,7 +185,7 @@ impl Transfers {
 }
 
 impl<R: SimRunner> World<R> {
-    /// A process's transports do what it wants.
+    /// Carries out a transfer effect of a process.
     pub(crate) fn transfer(&mut self, place: Place, effect: TransferEffect) {
         let now_ms = self.clock_ms(place);
         let Some(of) = self.kv.endpoints.get_mut(&place) else { panic!("node {place} has no transports: {effect:?}") };
@@ -207,7 +207,7 @@ impl<R: SimRunner> World<R> {
                 None => self.tell(place, TransferEvent::Down { conn }),
             },
             TransferEffect::Read { conn, read, transaction, pulls } => {
-                // Of a path that is down the end was told.
+                // The end of a lost path has been reported.
                 if let Some(path) = of.paths.get(&conn).copied() {
                     self.ask(path, read, transaction, pulls);
                 }
@@ -229,15 +229,15 @@ impl<R: SimRunner> World<R> {
         self.process(place).map(|process| process.runner.regions()).unwrap_or_default()
     }
 
-    /// From one thread of a process to another one.
+    /// Delay between two threads of a process.
     fn local_us(&mut self) -> u64 {
         let most = if self.kv.rng.once_in(10) { 5_000 } else { 100 };
         self.kv.rng.below(most)
     }
 
-    /// A read or its answer goes from one process to another one.
+    /// Carries a read or its reply from one process to another.
     fn carry(&mut self, from: Place, to: Place, bytes: usize, what: Kv) {
-        // Connections have queues, and threads that serve them.
+        // Delay in queues and threads of connections.
         let most = if self.kv.rng.once_in(20) { 50_000 } else { 300 };
         let later = self.kv.rng.below(most);
         let at_us = self.fabric.arrival_us(from, to, bytes, self.now_us() + later);
@@ -247,13 +247,13 @@ impl<R: SimRunner> World<R> {
     fn tell(&mut self, place: Place, event: TransferEvent) {
         let after = self.local_us();
         let Some(of) = self.kv.endpoints.get_mut(&place) else { return };
-        of.told.push_back(event);
+        of.events.push_back(event);
         if !std::mem::replace(&mut of.armed, true) {
             self.agenda.after(after, Kv::Released { place, life: of.life });
         }
     }
 
-    /// Time passes for a writer.
+    /// Advances a writer's clock.
     pub(crate) fn tick_writer(&mut self, place: Place) {
         let now_ms = self.clock_ms(place);
         if let Some(of) = self.kv.endpoints.get_mut(&place) {
@@ -268,13 +268,13 @@ impl<R: SimRunner> World<R> {
                 WriterOutput::Send { to, body } => self.tell(place, TransferEvent::FromWriter { to, body }),
                 WriterOutput::Freed { export, why, .. } => {
                     if why == FreeReason::Completed && self.kv.is_awaited(place, export) {
-                        let said = format!("node {place}: export {export} was completed before its last read");
-                        self.kv.violations.push(said);
+                        let violation = format!("node {place}: export {export} was completed before its last read");
+                        self.kv.violations.push(violation);
                     }
                     self.tell(place, TransferEvent::Freed { export });
                 }
                 WriterOutput::Cut { reader, epoch } => {
-                    let of = |path: &Path| path.writer == place && path.id == reader && path.epoch <= epoch;
+                    let of = |path: &Path| path.writer == place && path.id == reader && path.epoch == epoch;
                     let paths = self.kv.paths.iter().filter(|(_, path)| of(path));
                     let paths: Vec<u64> = paths.map(|(id, _)| *id).collect();
                     paths.into_iter().for_each(|path| self.break_path(path));
@@ -307,7 +307,7 @@ impl<R: SimRunner> World<R> {
         self.agenda.after(CONNECT_DEADLINE_MS * 1000, Kv::Late { path });
     }
 
-    /// Both ends lose a path, each in its time.
+    /// Breaks a path; both ends learn of it separately.
     fn break_path(&mut self, path: u64) {
         for what in [Kv::Down { path }, Kv::Lost { path }] {
             let after = self.kv.rng.below(20_000);
@@ -315,12 +315,12 @@ impl<R: SimRunner> World<R> {
         }
     }
 
-    /// Two processes lose the paths between them; their session stands.
+    /// Breaks the paths between two processes; their session stays.
     pub fn cut_paths(&mut self, a: Place, b: Place) {
         self.kv.paths_at(a, Some(b)).into_iter().for_each(|path| self.break_path(path));
     }
 
-    /// A partition between two processes, or a pause of one, begins.
+    /// Begins a partition between two processes, or a pause of one.
     pub(crate) fn silence_paths(&mut self, a: Place, b: Option<Place>) {
         for path in self.kv.paths_at(a, b) {
             let after = SILENCE_US + self.kv.rng.below(500_000);
@@ -328,7 +328,7 @@ impl<R: SimRunner> World<R> {
         }
     }
 
-    /// A process is gone, and with it what it kept.
+    /// Removes a process and all its paths and exports.
     pub(crate) fn kill_paths(&mut self, place: Place) {
         self.kv.endpoints.remove(&place);
         for path in self.kv.paths_at(place, None) {
@@ -358,7 +358,7 @@ impl<R: SimRunner> World<R> {
         }
     }
 
-    /// Who has the first block that a read of one extent is put into.
+    /// Owner of the first block that a read of one extent is written to.
     fn owner_of(&self, place: Place, transaction: &Transaction) -> Option<User> {
         let process = self.process(place)?;
         let rm = process.instance.rmanager();
@@ -368,10 +368,10 @@ impl<R: SimRunner> World<R> {
             let user = process.instance.stages().find(|(_, blocks)| blocks.contains(&block));
             return Some(User::Beside(user.map(|(user, _)| user)));
         }
-        Some(User::Store(rm.pool().owner(PhysBlock(block))))
+        Some(User::Store(rm.pool.owner(PhysBlock(block))))
     }
 
-    /// When an end of a path that is stopped goes on.
+    /// Resume time of a stopped end of a path.
     fn stopped(&self, path: u64, what: Kv) -> Option<u64> {
         let of = self.kv.paths.get(&path)?;
         match what {
@@ -418,7 +418,7 @@ impl<R: SimRunner> World<R> {
     fn on_released(&mut self, place: Place, life: u64) {
         let Some(of) = self.kv.endpoints.get_mut(&place).filter(|of| of.life == life) else { return };
         of.armed = false;
-        for event in std::mem::take(&mut of.told) {
+        for event in std::mem::take(&mut of.events) {
             if let TransferEvent::Freed { export } = &event {
                 self.kv.endpoints.get_mut(&place).into_iter().for_each(|of| _ = of.exports.remove(export));
             }
@@ -451,7 +451,7 @@ impl<R: SimRunner> World<R> {
 
     fn on_opened(&mut self, path: u64) {
         let Some((place, writer)) = self.kv.paths.get(&path).map(|of| (of.reader.0, of.writer)) else { return };
-        // Whoever is there now: it may be another process than the one that was asked.
+        // The process there now may be another one than requested.
         let life = self.kv.endpoints.get(&writer).map(|of| of.life);
         let Some(of) = self.kv.paths.get_mut(&path).filter(|of| of.open && !of.cut) else { return };
         of.life = life;
@@ -467,7 +467,7 @@ impl<R: SimRunner> World<R> {
     fn on_asked(&mut self, path: u64, read: u64) {
         let Some(of) = self.kv.paths.get_mut(&path).filter(|of| !of.cut) else { return };
         let (place, id, epoch, life) = (of.writer, of.id, of.epoch, of.life);
-        // A read that its reader has given up may have been on its way.
+        // The reader may have given the read up while it was in flight.
         let Some(transaction) = of.reads.get(&read).map(|read| Arc::clone(&read.transaction)) else { return };
         let now_ms = self.clock_ms(place);
         let Some(writer) = self.kv.endpoints.get_mut(&place).filter(|w| Some(w.life) == life) else { return };
@@ -480,7 +480,7 @@ impl<R: SimRunner> World<R> {
         match admitted {
             Ok(grant) => {
                 of.grants.insert(read, grant);
-                // One in so many readers takes what it asked for slowly.
+                // One in so many readers is slow.
                 let most = if self.kv.rng.once_in(100) { 3_000_000 } else { 1_000 };
                 let after = self.kv.rng.below(most);
                 self.agenda.after(after, Kv::Served { path, read });

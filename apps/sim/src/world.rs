@@ -1,8 +1,8 @@
-//! A whole pool in one thread, in virtual time: processes, their devices, the fabric between them, and the queue that
-//! decides what happens next.
+//! A whole pool in one thread and in simulated time: processes, their devices, the fabric between them, and the event
+//! queue.
 //!
-//! [`World::step`] does the next thing. What clients see is in [`World::emitted`]; what the caller planned itself comes
-//! back as [`Step::Call`]. The world judges nothing: checkers look at it between steps.
+//! [`World::step`] handles the next event. Clients' events are in [`World::emitted`]; calls planned by the caller
+//! come back as [`Step::Call`]. The world checks nothing: checkers look at it between steps.
 
 use crate::agenda::Agenda;
 use crate::clock::Clock;
@@ -26,7 +26,7 @@ const RTT_TICKS: u64 = 25;
 /// The gManager's tick.
 const GMANAGER_TICK_US: u64 = 100_000;
 
-/// What happens.
+/// A timed event of the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Happening {
     Net(Net),
@@ -35,7 +35,7 @@ pub enum Happening {
         place: Place,
         life: u64,
     },
-    /// A device is done with its piece of work.
+    /// A device has done its piece of work.
     Device {
         place: Place,
         life: u64,
@@ -54,7 +54,7 @@ impl From<Net> for Happening {
     }
 }
 
-/// What [`World::step`] did.
+/// Result of [`World::step`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Processes handled events; see [`World::touched`].
@@ -62,7 +62,7 @@ pub enum Step {
     Call(u64),
 }
 
-/// What a client was told.
+/// An event that a client received.
 #[derive(Debug)]
 pub struct Emission {
     pub place: Place,
@@ -70,7 +70,7 @@ pub struct Emission {
     pub event: TokenEvent,
 }
 
-/// The last lines of what happened, for people.
+/// The last lines of events, for people.
 #[derive(Debug)]
 pub struct Trace {
     lines: VecDeque<String>,
@@ -78,7 +78,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Keeps so many lines.
+    /// Keeps the last `limit` lines.
     #[must_use]
     pub fn new(limit: usize) -> Self {
         Self { lines: VecDeque::new(), limit }
@@ -98,29 +98,29 @@ impl Trace {
     }
 }
 
-/// See the module's documentation.
+/// A simulated pool; see the module's documentation.
 pub struct World<R> {
     pub agenda: Agenda<Happening>,
     pub fabric: Fabric<Bytes>,
     pub kv: Transfers,
-    /// By place; the first is the gManager's and always `None`.
+    /// Processes by place; the first is the gManager's and always `None`.
     pub processes: Vec<Option<Process<R>>>,
     pub coordinator: Option<Coordinator>,
-    /// What clients were told since the caller last looked.
+    /// Clients' events since the caller last took them.
     pub emitted: Vec<Emission>,
     /// Places whose processes handled an event in the last step.
     pub touched: Vec<Place>,
-    /// Devices that fail at their next report of a kind.
+    /// Planned failures of devices.
     faulty: BTreeMap<Place, DeviceFault>,
-    /// Frames of a kind that find a full queue next.
+    /// Planned full queues, by class.
     full: BTreeMap<Place, Class>,
     /// Incarnations that the gManager declared dead.
     pub fenced: BTreeSet<u64>,
-    /// When a device failed or a queue was full last: such faults wait for their occasion.
+    /// Time of the last device failure or full queue: such faults wait for their occasion.
     pub fired_us: Option<u64>,
-    /// Set to keep a trace.
+    /// Trace of events, if set.
     pub trace: Option<Trace>,
-    told: Vec<Delivery<Bytes>>,
+    deliveries: Vec<Delivery<Bytes>>,
     rng: Rng,
     events: u64,
     /// Frames and bytes sent, by class.
@@ -134,10 +134,10 @@ impl<R> std::fmt::Debug for World<R> {
 }
 
 impl<R: SimRunner> World<R> {
-    /// No processes yet.
+    /// A world without processes.
     #[must_use]
     pub fn new(profile: LinkProfile, mut rng: Rng) -> Self {
-        // Of its own: what transfers draw changes nothing where there are none.
+        // A generator of its own: transfers' draws change nothing in pools without transfers.
         let transfers = Rng::new(rng.clone().draw() ^ 0x4b56);
         Self {
             agenda: Agenda::default(),
@@ -152,7 +152,7 @@ impl<R: SimRunner> World<R> {
             fenced: BTreeSet::new(),
             fired_us: None,
             trace: None,
-            told: Vec::new(),
+            deliveries: Vec::new(),
             rng,
             events: 0,
             traffic: [(0, 0); 3],
@@ -164,13 +164,13 @@ impl<R: SimRunner> World<R> {
         self.agenda.now_us()
     }
 
-    /// Events that processes have handled.
+    /// Number of events that processes have handled.
     #[must_use]
     pub fn events(&self) -> u64 {
         self.events
     }
 
-    /// Frames of a class that were sent, and their bytes.
+    /// Frames of a class sent, and their bytes.
     #[must_use]
     pub fn traffic(&self, class: Class) -> (u64, u64) {
         self.traffic[class.index()]
@@ -186,7 +186,7 @@ impl<R: SimRunner> World<R> {
         self.processes.iter().enumerate().filter_map(|(place, p)| Some((place, p.as_ref()?)))
     }
 
-    /// The process that registered under a number.
+    /// The process registered under a number.
     #[must_use]
     pub fn by_id(&self, id: InstanceId) -> Option<(Place, &Process<R>)> {
         self.live().find(|(_, p)| p.id() == Some(id))
@@ -209,7 +209,7 @@ impl<R: SimRunner> World<R> {
         self.agenda.after(first, Happening::Tick { place, life });
     }
 
-    /// Ends an instance's process: what it knew is lost.
+    /// Ends an instance's process; its state is lost.
     pub fn kill(&mut self, place: Place) -> Option<Process<R>> {
         let process = self.processes.get_mut(place)?.take()?;
         self.fabric.stop(place, &mut self.agenda);
@@ -217,7 +217,7 @@ impl<R: SimRunner> World<R> {
         Some(process)
     }
 
-    /// Starts a gManager that knows nothing.
+    /// Starts a gManager without state.
     ///
     /// # Panics
     /// If one runs.
@@ -254,18 +254,18 @@ impl<R: SimRunner> World<R> {
         self.agenda.at(until, Happening::Resume { place, life });
     }
 
-    /// Nothing passes between two processes for a while.
+    /// Blocks all frames between two processes for a while.
     pub fn partition(&mut self, a: Place, b: Place, us: u64) {
         self.fabric.partition(a, b, us, &mut self.agenda);
         self.silence_paths(a, Some(b));
     }
 
-    /// A device fails once.
+    /// Plans one failure of a device.
     pub fn break_device(&mut self, place: Place, fault: DeviceFault) {
         self.faulty.insert(place, fault);
     }
 
-    /// The next frame of a class that a process sends to a peer finds a full queue.
+    /// Plans a full queue for the next frame of a class to a peer.
     pub fn fill_queue(&mut self, place: Place, class: Class) {
         self.full.insert(place, class);
     }
@@ -275,7 +275,7 @@ impl<R: SimRunner> World<R> {
         self.agenda.at(at_us, Happening::Call(call));
     }
 
-    /// Does the next thing; `None` if nothing ever happens again.
+    /// Handles the next event; `None` if there are none.
     pub fn step(&mut self) -> Option<Step> {
         self.touched.clear();
         match self.agenda.pop()? {
@@ -290,7 +290,7 @@ impl<R: SimRunner> World<R> {
         Some(Step::Handled)
     }
 
-    /// When a process that is stopped goes on; `None` if it runs.
+    /// Resume time of a stopped process; `None` if it runs.
     pub(crate) fn paused(&self, place: Place) -> Option<u64> {
         match place {
             GMANAGER => self.coordinator.as_ref()?.paused_until_us,
@@ -354,14 +354,14 @@ impl<R: SimRunner> World<R> {
     }
 
     fn on_net(&mut self, net: Net) {
-        let mut told = std::mem::take(&mut self.told);
+        let mut deliveries = std::mem::take(&mut self.deliveries);
         let processes = &self.processes;
         let accepts = |place: Place, class: usize| {
             let process = processes.get(place).and_then(Option::as_ref);
             class != Class::Bulk.index() || process.is_none_or(|p| p.instance.takes_bulk())
         };
-        self.fabric.happen(net, &mut self.agenda, accepts, &mut told);
-        for what in told.drain(..) {
+        self.fabric.happen(net, &mut self.agenda, accepts, &mut deliveries);
+        for what in deliveries.drain(..) {
             match what {
                 Delivery::Up { at: GMANAGER, .. } | Delivery::Unreachable { at: GMANAGER, .. } => {}
                 Delivery::Down { at: GMANAGER, peer } => {
@@ -380,7 +380,7 @@ impl<R: SimRunner> World<R> {
                 Delivery::Frame { at, peer, frame } => self.on_frame(at, peer, frame),
             }
         }
-        self.told = told;
+        self.deliveries = deliveries;
     }
 
     fn on_frame(&mut self, at: Place, from: Place, bytes: Bytes) {
@@ -402,7 +402,8 @@ impl<R: SimRunner> World<R> {
         self.drain_gmanager();
     }
 
-    /// An operator asks the gManager for something. Whether it agreed: one that does not run, does not.
+    /// Sends an operator's request to the gManager. Returns whether it was accepted; false if the gManager does not
+    /// run.
     pub fn admin(&mut self, body: AdminBody) -> bool {
         let now = self.now_us();
         let Some(coordinator) = self.coordinator.as_mut().filter(|c| c.paused_until_us.is_none()) else { return false };
@@ -412,7 +413,7 @@ impl<R: SimRunner> World<R> {
         matches!(reply, Some(ControlBody::AdminReply(reply)) if reply.error.is_empty())
     }
 
-    /// Sends what the gManager wants sent to instances that are connected.
+    /// Sends the gManager's messages to connected instances.
     fn drain_gmanager(&mut self) {
         while let Some(Coordinator { gmanager, registered, .. }) = &mut self.coordinator {
             let Some((place, body)) = registered.next_order(gmanager) else { return };
@@ -425,7 +426,7 @@ impl<R: SimRunner> World<R> {
         }
     }
 
-    /// A device is done with its piece of work: its instance hears of it, and it goes on.
+    /// Completes a device's piece of work: reports it and starts the next.
     fn on_device(&mut self, place: Place, life: u64) {
         let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut).filter(|p| p.life == life) else {
             return;
@@ -442,7 +443,7 @@ impl<R: SimRunner> World<R> {
         self.turn(place);
     }
 
-    /// Lets an idle device begin its next piece of work.
+    /// Starts an idle device's next piece of work.
     fn turn(&mut self, place: Place) {
         let now = self.now_us();
         let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut).filter(|p| !p.busy) else { return };
@@ -460,7 +461,7 @@ impl<R: SimRunner> World<R> {
         failed
     }
 
-    /// Gives an event to an instance and does what it wants, and whatever follows from failing to do it.
+    /// Hands an event to an instance and carries out its effects, including the consequences of failures.
     pub fn handle(&mut self, place: Place, event: Event) {
         let now = self.now_us();
         let mut pending = vec![event];
@@ -518,7 +519,7 @@ impl<R: SimRunner> World<R> {
                 None
             }
             Effect::Map { .. } => unreachable!("simulated devices map nobody's memory"),
-            // Its process would stop by itself; the scenario decides when.
+            // Its process would exit; the scenario decides when.
             Effect::Drained => None,
             Effect::Rejected { reason } => {
                 self.processes[place].as_mut()?.rejected = Some(reason);

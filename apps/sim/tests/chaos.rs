@@ -1,5 +1,5 @@
-//! Thousands of seeds with every checker on: what CI runs. `LAGOON_SEEDS` (a range, as `0..100000`) gives others,
-//! `LAGOON_TRACE` the number of lines to tell of a failure.
+//! Thousands of seeds with every checker on, in CI. `LAGOON_SEEDS` (a range, as `0..100000`) selects others,
+//! `LAGOON_TRACE` the number of trace lines of a failure.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests")]
 
 use lagoon_sim::chaos::{Aim, Limits, Scenario, Summary, replay, run, shrink, sweep};
@@ -7,11 +7,11 @@ use std::fmt::Write as _;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-/// Failures whose shortest history is looked for, and for how long each.
+/// Number of failures to shrink, and time for each.
 const SHRUNK: usize = 2;
 const SHRINK: Duration = Duration::from_secs(20);
 
-/// Runs seeds; a failure is told with its history.
+/// Runs seeds; a failure is printed with its ops.
 fn run_all(seeds: Range<u64>, limits: Limits, how: &str) -> Summary {
     let trace = std::env::var("LAGOON_TRACE").map_or(0, |n| n.parse().unwrap());
     let begun = Instant::now();
@@ -34,7 +34,7 @@ fn run_all(seeds: Range<u64>, limits: Limits, how: &str) -> Summary {
     sweep.total
 }
 
-/// `LAGOON_SEEDS`, or these.
+/// `LAGOON_SEEDS`, or `usual`.
 fn seeds(usual: Range<u64>) -> Range<u64> {
     let Ok(seeds) = std::env::var("LAGOON_SEEDS") else { return usual };
     let (first, end) = seeds.split_once("..").unwrap();
@@ -51,7 +51,7 @@ fn no_seed_fails() {
     );
 }
 
-/// Pools in which some compute prompts and others decode, pulled and pushed.
+/// Pools with prefill and decode workers, pulling and pushing.
 #[test]
 fn no_seed_fails_with_roles() {
     let limits = Limits { roles: Some(true), ..Limits::default() };
@@ -62,7 +62,7 @@ fn no_seed_fails_with_roles() {
     assert!(total.found > 0, "all was read, though it was there already: {total:?}");
 }
 
-/// Coincidences that are rare where faults are drawn.
+/// Coincidences that random faults rarely meet.
 #[test]
 fn no_seed_fails_that_is_aimed() {
     for aim in Aim::ALL {
@@ -71,20 +71,22 @@ fn no_seed_fails_that_is_aimed() {
     }
 }
 
-/// Seeds that found something once and are not among those that CI runs.
+/// Regression seeds outside of CI's range.
 #[test]
 fn seeds_that_failed_once() {
     // A sequence was swapped out while the gManager had ordered another move of it.
     assert_eq!(run(&Scenario::draw(4778, Limits { roles: Some(false), ..Limits::default() })).err(), None);
-    // The only worker refused prompts that wait for memory between two attempts: none was ever computed here instead.
+    // The only worker refused prompts that wait for memory between two attempts: none was ever prefilled locally.
     assert_eq!(run(&Scenario::draw(773, Limits { roles: Some(true), ..Limits::default() })).err(), None);
     assert_eq!(run(&Scenario::draw(5669, Limits { roles: Some(true), ..Limits::default() })).err(), None);
-    // An instance that was declared dead did not greet those again that had not said yet who they were: they refused it.
+    // An instance declared dead did not greet peers again that had not identified themselves yet: they refused it.
     assert_eq!(run(&Scenario::draw(18_208, Limits { roles: Some(true), ..Limits::default() })).err(), None);
-    // A prompt was read whole while the connection to the worker with its oldest blocks was down: its first step asked nobody.
+    // A prompt's transfer completed while the connection to the worker with its oldest blocks was down: its first
+    // step asked no creditor.
     assert_eq!(run(&Scenario::draw(2596, Limits { roles: Some(true), ..Limits::default() })).err(), None);
-    // Peers' writes were still to be done where a prompt was read into.
+    // Peers' writes were still pending at the destination of a prompt's transfer.
     assert_eq!(run(&Scenario::draw(27_584, Limits { roles: Some(true), ..Limits::default() })).err(), None);
-    // What an instance had accepted was refused, because its queue was full when no worker took it again.
+    // An instance refused a request that it had accepted, because its queue was full when no worker took the request
+    // again.
     assert_eq!(run(&Scenario::draw(4469, Limits { roles: Some(true), ..Limits::default() })).err(), None);
 }

@@ -1,4 +1,4 @@
-//! Mistakes made on purpose are found, each within a bounded number of seeds; the same seeds without it are not
+//! Deliberate bugs (mutants) are found, each within a bounded number of seeds; the same seeds without the bug pass
 //! (`chaos.rs` runs them). `cargo test -p lagoon-sim --features mutants --test mutants`.
 #![allow(clippy::print_stdout, reason = "tests tell what they found")]
 
@@ -8,34 +8,34 @@ use lagoon_sim::chaos::{Aim, Failure, Limits, Scenario, run, shrink};
 use lagoon_transfer::mutants as transfer;
 use std::time::Duration;
 
-/// Seeds in which a mistake must be found.
+/// Number of seeds in which a mutant must be found.
 const SEEDS: u64 = 3_000;
-/// Pools in which prompts are computed elsewhere.
+/// Pools with prefill elsewhere.
 const ROLES: Limits =
     Limits { nodes: 0, requests: 0, seconds: 0, faults: true, roles: Some(true), aim: None, steps: 0 };
 
-/// The first seed that finds a mistake, and how.
+/// The first seed that finds a mutant, and its failure.
 fn hunt(mutant: Mutant) -> (u64, Failure) {
     hunt_with(&format!("{mutant:?}"), Limits::default(), |on| choose(on.then_some(mutant)))
 }
 
-/// As [`hunt`], of a mistake in a hand-over.
+/// As [`hunt`], for a mutant of prefill elsewhere.
 fn hunt_handed(mutant: Mutant) -> (u64, Failure) {
     hunt_with(&format!("{mutant:?}"), ROLES, |on| choose(on.then_some(mutant)))
 }
 
-/// As [`hunt`], of one that a rare coincidence shows, where faults are aimed at that.
+/// As [`hunt`], for a mutant that only an aimed coincidence shows.
 fn hunt_aimed(mutant: Mutant, aim: Aim) -> (u64, Failure) {
     let limits = Limits { aim: Some(aim), ..ROLES };
     hunt_with(&format!("{mutant:?}"), limits, |on| choose(on.then_some(mutant)))
 }
 
-/// As [`hunt`], of a mistake in reading what is handed over.
+/// As [`hunt`], for a mutant of the transfer's reader.
 fn hunt_read(mutant: transfer::Mutant) -> (u64, Failure) {
     hunt_with(&format!("{mutant:?}"), ROLES, |on| transfer::choose(on.then_some(mutant)))
 }
 
-/// As [`hunt`], of a mistake that `choose` makes.
+/// As [`hunt`], for a mutant that `choose` turns on.
 fn hunt_with(mutant: &str, limits: Limits, choose: impl Fn(bool)) -> (u64, Failure) {
     for seed in 0..SEEDS {
         let scenario = Scenario::draw(seed, limits);

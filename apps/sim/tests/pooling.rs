@@ -1,5 +1,5 @@
-//! A pool does not lose against no pool: the cluster of the throughput benchmark, in simulated time. Nothing here depends
-//! on how fast this machine is.
+//! A pool does not lose against no pool: the cluster of the throughput benchmark in simulated time, independent of
+//! this machine's speed.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests")]
 
 use lagoon_sim::paper::measure::{Job, Measured, System, run_all};
@@ -7,7 +7,7 @@ use lagoon_sim::paper::mixed::Mix;
 use lagoon_sim::paper::traces::Request;
 use lagoon_sim::paper::world::Study;
 
-/// What each system makes of each trace: without a pool, with one.
+/// Results of each trace: without a pool, with one.
 fn both(mixes: &[Mix], study: Study) -> Vec<[Measured; 2]> {
     let job = |mix: &Mix, system: System| {
         let mut setting = mix.setting(system);
@@ -19,7 +19,7 @@ fn both(mixes: &[Mix], study: Study) -> Vec<[Measured; 2]> {
     mixes.iter().map(|_| [measured.next().unwrap(), measured.next().unwrap()]).collect()
 }
 
-/// How many times as fast the pool is done, in the mean over the seeds and at least.
+/// Speed-up of the pool: mean over the seeds, and minimum.
 fn gain(name: &str, study: Study, seeds: u64) -> (f64, f64) {
     let mixes: Vec<Mix> = (1..=seeds).map(|seed| Mix { seed, ..Mix::default() }).collect();
     let ratio = |pair: &[Measured; 2]| {
@@ -34,15 +34,15 @@ fn gain(name: &str, study: Study, seeds: u64) -> (f64, f64) {
     (mean, least)
 }
 
-/// One seed says little: which instance is done last decides it. 0.95 and 0.85 before admission went by age and micro-batches by
-/// useful work.
+/// One seed proves little: it depends on which instance finishes last. Was 0.95 and 0.85 before admission by age and
+/// micro-batches by useful work.
 #[test]
 fn a_pool_does_not_lose_on_a_trace_that_fits() {
     let (mean, least) = gain("priorities", Study::default(), 16);
     assert!(mean > 1.02 && least > 0.93, "{mean:.3}, {least:.3}");
 }
 
-/// As on the processor backend. 0.93 and 0.74 before.
+/// As on the CPU backend. Was 0.93 and 0.74 before.
 #[test]
 fn nor_where_peers_wait_for_layers() {
     let (mean, least) = gain("layer borders", Study { layer_borders: true, ..Study::default() }, 16);
@@ -57,7 +57,7 @@ fn what_one_instance_cannot_hold_the_pool_does() {
     assert_eq!((on.failed, on.cut, on.finished), (0, 0, 80));
 }
 
-/// A request that needs both instances, and a stream of short ones that keeps the other instance full for more than a
+/// A request that needs both instances, and a stream of short ones that keeps the other instance full for over a
 /// minute.
 #[test]
 fn a_request_that_needs_the_pool_does_not_starve_behind_younger_ones() {

@@ -1,4 +1,4 @@
-//! A quiet pool says what the oracle says, wherever the KV lies; the same seed gives the same run.
+//! A quiet pool generates the oracle's tokens, wherever the KV is; equal seeds give equal runs.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use lagoon_instance::{Event, RemotePolicy};
@@ -10,7 +10,15 @@ use lagoon_wire::Class;
 fn request(rng: &mut Rng, tokens: usize, max_tokens: u32) -> GenerateRequest {
     let prompt = (0..tokens).map(|_| u32::try_from(rng.below(4000)).unwrap()).collect();
     let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
-    GenerateRequest { prompt, answered: 0, max_tokens, sampling, stop_ids: Vec::new(), return_logits: false }
+    GenerateRequest {
+        prompt,
+        answered: 0,
+        max_tokens,
+        sampling,
+        min_tokens: 0,
+        stop_ids: Vec::new(),
+        return_logits: false,
+    }
 }
 
 fn run(world: &mut World<Symbolic>, us: u64) {

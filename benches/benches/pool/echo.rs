@@ -1,4 +1,4 @@
-//! The yardstick: a bare quinn echo between the same two processes, on their own runtimes, over one bidirectional
+//! The reference: a bare quinn echo between the same two processes, on their own runtimes, over one bidirectional
 //! stream, with quinn's default tunables, the same certificates and the same kind of encryption.
 
 use anyhow::{Context, Result};
@@ -6,7 +6,8 @@ use lagoon_benches::quic::{Pem, Tuning};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-/// Answers `out` bytes, of which the first eight name `out` and `back`, with `back` bytes, for ever.
+/// Replies to messages of `out` bytes, whose first eight bytes give `out` and `back`, with `back` bytes each,
+/// forever.
 pub(crate) fn serve(pem: &Pem) -> Result<SocketAddr> {
     let endpoint = pem.listen(Tuning::Stock)?;
     let addr = endpoint.local_addr()?;
@@ -29,7 +30,7 @@ pub(crate) fn serve(pem: &Pem) -> Result<SocketAddr> {
     Ok(addr)
 }
 
-/// The asking side.
+/// The requesting side of the echo.
 pub(crate) struct Echo {
     _endpoint: quinn::Endpoint,
     send: quinn::SendStream,
@@ -39,7 +40,7 @@ pub(crate) struct Echo {
 }
 
 impl Echo {
-    /// Trips of `out` bytes there and `back` bytes back.
+    /// Connects for round trips of `out` bytes there and `back` bytes back.
     pub(crate) async fn connect(pem: &Pem, addr: SocketAddr, out: usize, back: usize) -> Result<Self> {
         let (endpoint, connection) = pem.connect(addr, Tuning::Stock).await?;
         let (send, recv) = connection.open_bi().await?;

@@ -1,10 +1,10 @@
 //! DistAttention between two processes, a debtor and a creditor of one CPU thread each, on the layers of a
 //! 125M-parameter Llama (hidden 768, 12 query and 4 KV heads of 64) with random weights and almost all KV remote:
 //!
-//! * **wait**: from the hand-out of a layer's queries until the device thread has all partials, less what the creditor
-//!   computed for that very query; over a bare quinn echo of the same bytes between the same processes. Echoes in a row
-//!   find warm caches and awake threads, which layers, with their computing between, do not: the first echo after each
-//!   step is counted apart (`paced`);
+//! * **wait**: from the hand-out of a layer's queries until the device thread has all partials, less the creditor's
+//!   computation for that query; over a bare quinn echo of the same bytes between the same processes. Echoes in a row
+//!   find warm caches and running threads; layers, with computation in between, do not: the first echo after each
+//!   step is counted separately (`paced`);
 //! * **overhead**: time per decode step, over that of one instance with all KV, in the debtor's process;
 //! * **accounting**: bytes that both instances keep beside the KV.
 //!
@@ -23,7 +23,7 @@ use echo::Echo;
 use lagoon_benches::model::llama;
 use lagoon_benches::quic::Pem;
 use lagoon_instance::Event;
-use lagoon_model::ModelConfig;
+use lagoon_model::ModelSpec;
 use lagoon_protocol::PartialsFrame;
 use lagoon_runner::Report;
 use lagoon_transport::{ClusterCa, Frame};
@@ -119,7 +119,7 @@ struct Scenario {
     policy: PolicyArg,
 }
 
-/// What a child process is told in a line on its standard input.
+/// Order to a child process: a line on its standard input.
 #[derive(Serialize, Deserialize)]
 struct Order {
     scenario: Scenario,
@@ -128,7 +128,7 @@ struct Order {
     creditor: Option<[SocketAddr; 2]>,
 }
 
-/// Steps that are not measured at first.
+/// Unmeasured steps at the start.
 const WARM_UP: u32 = 5;
 
 pub(crate) fn as_u32(n: usize) -> u32 {
@@ -136,18 +136,18 @@ pub(crate) fn as_u32(n: usize) -> u32 {
 }
 
 impl Scenario {
-    pub(crate) fn model(&self) -> ModelConfig {
-        let geometry = AttentionGeometry { heads: 12, kv_heads: 4, head_dim: 64 };
+    pub(crate) fn model(&self) -> ModelSpec {
+        let geometry = AttentionGeometry { heads: 12, kv_heads: 4, head_dim: 64, latent: false };
         llama(self.layers, (768, 2048), geometry)
     }
 
-    /// Enough for all sequences to be decoded together for as long as is measured: the first ones decode while the
-    /// last ones are prefilled.
+    /// Tokens that let all sequences decode together during the measurement: the first ones decode while the last
+    /// ones are prefilled.
     pub(crate) fn tokens_max(&self) -> u32 {
         self.steps + WARM_UP + 16 + 2 * self.batch * (1 + self.context / 512)
     }
 
-    /// rBlocks that hold everything.
+    /// rBlocks for all sequences.
     fn blocks(&self) -> u32 {
         self.batch * ((self.context + self.tokens_max()) / BLOCK_TOKENS_DEFAULT + 4)
     }
@@ -193,7 +193,7 @@ async fn creditor(order: Order) -> Result<()> {
         while std::io::stdin().read_line(&mut line).is_ok_and(|n| n > 0) {}
         asked.blocking_send(())
     });
-    // The account is of the time when everything was lent: the peer may be gone when the question comes.
+    // Counted while everything is lent: the peer may be gone at the end.
     let mut most = account(&side);
     loop {
         tokio::select! {
@@ -262,8 +262,8 @@ async fn debtor(order: Order) -> Result<()> {
     Ok(())
 }
 
-/// From the end of one step, `done`, to that of the next that decodes all sequences. A sequence that waits for a block
-/// to grow into sits a step out; such steps are not measured.
+/// Runs from the end of one step, `done`, to the end of the next that decodes all sequences. Steps in which a
+/// sequence waits for a block are not measured.
 async fn full_step(side: &mut Side, mut done: Report, scenario: &Scenario) -> Result<(Duration, Report)> {
     loop {
         let start = Instant::now();
@@ -363,7 +363,7 @@ fn spread_json(values: Vec<f64>) -> Value {
     json!({ "p10": p10, "p50": p50, "p90": p90 })
 }
 
-/// Medians of the time between each stage and the next, from layer `first` on.
+/// Medians of the times between consecutive stages, from layer `first` on.
 fn stages(debtor: &Value, creditor: &Value, first: usize) -> Value {
     let at = |stage: usize| -> Vec<f64> {
         let side = if (3..8).contains(&stage) { creditor } else { debtor };

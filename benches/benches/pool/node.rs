@@ -1,17 +1,15 @@
-//! One process of the benchmark: an instance with its device thread and transport, in the same loop as
-//! `lagoon serve`. The gManager takes no part in a step; what it would say is fixed here.
+//! One process of the benchmark: an instance with its device thread and transport, in the loop of `lagoon serve`. The
+//! gManager takes no part in a step; its replies are fixed here.
 //!
-//! Why this is not `apps/lagoon/src/node.rs` itself: it looks between an event and its effects (`Clock::mark` around
-//! [`Side::step`]), stops at the end of a step and is asked for the next one, and answers in the gManager's place, with
-//! no clients, no leader and no drain. What both have in common is the order in which they take events, ten lines of
-//! [`Side::turn`]; hooks for the rest in the program's loop would serve nobody else.
+//! Differences from `apps/lagoon/src/node.rs`: it measures between an event and its effects (`Clock::mark` around
+//! [`Side::step`]), pauses at the end of a step, answers in the gManager's place, and has no clients, leader or
+//! drain. The two share the order in which they take events, ten lines of [`Side::turn`].
 
 use crate::timed::{Clock, Timed};
 use crate::{PolicyArg, Scenario, as_u32};
 use anyhow::{Context, Result, bail};
 use lagoon_benches::quic::Pem;
 use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS};
-use lagoon_model::Rope;
 use lagoon_protocol::{
     BorrowAdvice, Candidate, ControlBody, HeartbeatAck, MemoryTier, PartialsFrame, Registered, Role, VERSION_MAX,
 };
@@ -36,21 +34,21 @@ const STEP_ROWS: u32 = 2048;
 /// As in `lagoon serve`.
 const FETCH_TOKENS: u32 = 512;
 
-/// See the module's documentation.
+/// One process of the benchmark; see the module's documentation.
 pub(crate) struct Side {
     instance: Instance,
     executor: ExecutorThread,
     pub(crate) clock: Clock,
     pub(crate) reports: mpsc::UnboundedReceiver<Stamped>,
     pub(crate) net: Option<Bound>,
-    /// Whom to borrow from.
+    /// Address of the creditor.
     creditor: Option<SocketAddr>,
     number: u32,
     started: Instant,
     tick: Interval,
-    /// How long it polls for a frame that is due before it sleeps.
+    /// How long the loop polls for a due frame before it sleeps.
     poll: Duration,
-    /// When something last came.
+    /// Time of the last event.
     last: Instant,
     /// The first sequence that failed, and why.
     failed: Option<String>,
@@ -72,6 +70,7 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         kv: model.kv_shape(DType::F16),
         window: None,
         alibi: None,
+        attention_softcap: None,
         max_positions: model.max_positions,
         vocab: as_u32(model.vocab),
         block_tokens: BLOCK_TOKENS_DEFAULT,
@@ -101,7 +100,7 @@ impl Side {
         let config = scenario.model();
         let clock = if number == CREDITOR { Clock::creditor() } else { Clock::default() };
         let mut device = Timed::new(1, clock.clone());
-        let model = Model { weights: device.weights(&config, DType::F16)?, rope: Rope::new(&config) };
+        let model = Model::new(&config, device.weights(&config, DType::F16)?);
         let sizes = ExecutorConfig {
             kv: KvSpace::flat(blocks, BLOCK_TOKENS_DEFAULT),
             kv_dtype: DType::F16,
@@ -153,7 +152,7 @@ impl Side {
         &self.instance
     }
 
-    /// From now on borrows go there.
+    /// Sets the creditor of all borrows.
     pub(crate) fn borrow_from(&mut self, creditor: SocketAddr) {
         self.creditor = Some(creditor);
     }
@@ -165,6 +164,7 @@ impl Side {
                 answered: 0,
                 max_tokens: scenario.tokens_max(),
                 sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
+                min_tokens: 0,
                 stop_ids: Vec::new(),
                 return_logits: false,
             };
@@ -172,7 +172,7 @@ impl Side {
         }
     }
 
-    /// Runs until the next step's end, which is not handled yet: the instance pauses. [`Side::step`] goes on with it.
+    /// Runs until a step's end, which is left unhandled: the instance pauses. [`Side::step`] handles it.
     pub(crate) async fn until_done(&mut self) -> Result<Stamped> {
         loop {
             if let Some(why) = self.failed.take() {
@@ -184,7 +184,7 @@ impl Side {
         }
     }
 
-    /// Handles the next thing that happens, in the order of `lagoon serve`'s loop; gives the end of a step instead.
+    /// Handles the next event, in the order of `lagoon serve`'s loop; returns a step's end unhandled.
     pub(crate) async fn turn(&mut self) -> Result<Option<Stamped>> {
         let polls = self.instance.expects_frames() && self.last.elapsed() < self.poll;
         let Self { net, reports, instance, tick, .. } = self;
@@ -211,7 +211,7 @@ impl Side {
             Some(Inbound { peer, frame, .. }) = recv(bulk), if instance.takes_bulk() => {
                 Event::Bulk { peer: PeerKey(peer.0), frame }
             }
-            // Gives the network a turn and comes back at once.
+            // Yields to the network once.
             () = tokio::task::yield_now(), if polls => return Ok(None),
         };
         if !matches!(event, Event::Tick) {
@@ -276,7 +276,7 @@ impl Side {
         }
     }
 
-    /// What a gManager would answer in a pool of two.
+    /// The gManager's replies in a pool of two.
     fn advise(&self, body: ControlBody) -> Option<ControlBody> {
         const MANY: u32 = 1 << 24;
         match body {

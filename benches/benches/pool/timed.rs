@@ -1,15 +1,17 @@
-//! A host device that notes when layers wait and when remote requests are served, and that computes decode steps only.
+//! A host device that records when layers wait and when remote requests are served, and that computes decode steps
+//! only.
 //!
 //! Prefill (steps of more than [`DECODE_ROWS_MAX`] rows) moves all its bytes and keeps all its counts but computes
-//! nothing: a benchmark of decoding over 64k tokens must not first spend minutes on attention over them. What attention
-//! costs does not depend on the values in the KV.
+//! nothing: otherwise a benchmark of decoding over 64k tokens would first spend minutes on attention. Attention takes
+//! the same time for all values of KV.
 
 use bytes::Bytes;
 use lagoon_backend::cpu::{CpuKv, CpuTensor, CpuWeight};
 use lagoon_backend::{
-    Activation, AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource, without,
+    Activation, AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
+    LatentRow, Mode, Partials, WeightSource, without,
 };
-use lagoon_model::{LlamaWeights, LoadedTensor, ModelConfig, ModelError};
+use lagoon_model::{LoadedTensor, ModelError, ModelSpec, Weights};
 use lagoon_runner::Report;
 use lagoon_types::{AttentionGeometry, DType, KvShape};
 use std::ops::Range;
@@ -19,34 +21,35 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// Steps with more rows than this are prefill.
 pub(crate) const DECODE_ROWS_MAX: usize = 64;
 
-/// What one layer in the remote micro-batch waited.
+/// Waiting time of one layer in the remote micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wait {
     /// From the hand-out of the queries until the device thread begins to merge.
     pub(crate) trip: Duration,
-    /// The part of it after local attention: the device had nothing to do.
+    /// The part of `trip` after local attention, when the device was idle.
     pub(crate) idle: Duration,
 }
 
-/// Where a layer's queries and partials pass, in order: 0 the debtor's device thread hands out queries, 1 its loop takes
-/// them, 2 and has sent them; 3 the creditor's loop has them, 4 its device thread begins, 5 and ends, 6 its loop takes the
-/// partials, 7 and has sent them; 8 the debtor's loop has them, 9 its device thread merges them.
+/// Stages of a layer's queries and partials, in order: the debtor's device thread hands out queries (0), its loop
+/// takes (1) and sends them (2); the creditor's loop receives them (3), its device thread begins (4) and ends (5),
+/// its loop takes (6) and sends the partials (7); the debtor's loop receives them (8), its device thread merges them
+/// (9).
 pub(crate) const STAGES: usize = 10;
 
 #[derive(Debug, Default)]
 struct Notes {
-    /// When each stage was reached, once a layer, in microseconds of the machine's clock.
+    /// Times of each stage, once a layer, in microseconds of the machine's clock.
     stages: [Vec<f64>; STAGES],
     queries_at: Option<Instant>,
     attended_at: Option<Instant>,
     remote_request_at: Option<Instant>,
-    /// This is a creditor, whose tensors are written for remote requests only.
+    /// Whether this is a creditor, which writes tensors for remote requests only.
     serves: bool,
     waits: Vec<Wait>,
     served: Vec<Duration>,
 }
 
-/// Notes of one device thread, in the order of its layers.
+/// Records of one device thread, in the order of its layers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clock(Arc<Mutex<Notes>>);
 
@@ -74,11 +77,11 @@ impl Clock {
         self.notes().stages.clone()
     }
 
-    /// To be called with every report, on the device thread.
+    /// Called with every report, on the device thread.
     pub(crate) fn on_report(&self, report: &Report) {
         let mut notes = self.notes();
         match report {
-            // A first chunk may have nothing to ask.
+            // A first chunk may have no remote KV.
             Report::Queries { frames, .. } if frames.is_empty() => notes.queries_at = None,
             Report::Queries { .. } => {
                 notes.queries_at = Some(Instant::now());
@@ -106,7 +109,8 @@ impl Clock {
         self.notes().served.len()
     }
 
-    /// Tensors are written when a pass starts, when a remote request's queries come, and when partials are merged.
+    /// Called when a tensor is written: at the start of a pass, for a remote request's queries, and when partials are
+    /// merged.
     fn on_write(&self) {
         let mut notes = self.notes();
         let now = Instant::now();
@@ -134,9 +138,9 @@ impl Timed {
     }
 
     /// Random weights of `config`, small enough that activations stay finite.
-    pub(crate) fn weights(&mut self, config: &ModelConfig, dtype: DType) -> Result<LlamaWeights<Self>, ModelError> {
+    pub(crate) fn weights(&mut self, config: &ModelSpec, dtype: DType) -> Result<Weights<Self>, ModelError> {
         let mut state = 7u64;
-        LlamaWeights::build(self, config, dtype, &mut |_, _| {}, &mut |_, shape| {
+        Weights::build(self, config, dtype, &mut |_, _| {}, &mut |_, shape| {
             let values: Vec<f32> = (0..shape.iter().product())
                 .map(|_| {
                     state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -163,7 +167,7 @@ impl Device for Timed {
         self.inner.info()
     }
 
-    // Those of the host, but for shared arenas: nobody reads this KV beside the device.
+    // The host's capabilities without shared arenas: no transport reads this KV.
     without!(queued, sampling, virtual_memory, shared_arenas, shared_regions, peer_access);
 
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<CpuTensor, DeviceError> {
@@ -281,6 +285,29 @@ impl Device for Timed {
         if skipped(slots.len()) { Ok(()) } else { self.inner.rope_append(qkv, rope, geometry, slots, kv, layer) }
     }
 
+    fn head_matmul(
+        &mut self,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        heads: HeadStrides,
+        rows: usize,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.head_matmul(x, weight, heads, rows, out) }
+    }
+
+    fn latent_append(
+        &mut self,
+        qkv: &mut CpuTensor,
+        row: LatentRow<'_, CpuTensor>,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut CpuKv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        if skipped(slots.len()) { Ok(()) } else { self.inner.latent_append(qkv, row, geometry, slots, kv, layer) }
+    }
+
     fn attention(
         &mut self,
         q: &CpuTensor,
@@ -309,6 +336,64 @@ impl Device for Timed {
             return Ok(());
         }
         self.inner.merge(acc, other, geometry)
+    }
+
+    fn embed_add(&mut self, table: &CpuWeight, ids: &[u32], out: &mut CpuTensor) -> Result<(), DeviceError> {
+        self.inner.embed_add(table, ids, out)
+    }
+
+    fn head_norm(
+        &mut self,
+        qkv: &mut CpuTensor,
+        weights: (&CpuWeight, &CpuWeight),
+        eps: f32,
+        geometry: AttentionGeometry,
+        rows: usize,
+    ) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.head_norm(qkv, weights, eps, geometry, rows) }
+    }
+
+    fn experts(
+        &mut self,
+        x: &CpuTensor,
+        logits: &CpuTensor,
+        experts: &Experts<'_, CpuWeight>,
+        rows: usize,
+        buffers: &mut ExpertBuffers<CpuTensor>,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.experts(x, logits, experts, rows, buffers, out) }
+    }
+
+    fn activate(
+        &mut self,
+        product: &CpuTensor,
+        rows: usize,
+        activation: Activation,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.activate(product, rows, activation, out) }
+    }
+
+    fn add(&mut self, x: &mut CpuTensor, y: &CpuTensor, rows: usize) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.add(x, y, rows) }
+    }
+
+    fn scale(&mut self, x: &mut CpuTensor, factor: f32, rows: usize) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.scale(x, factor, rows) }
+    }
+
+    fn softcap(&mut self, x: &mut CpuTensor, cap: f32, rows: usize) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.softcap(x, cap, rows) }
+    }
+
+    fn sink(
+        &mut self,
+        partials: &mut Partials<CpuTensor>,
+        sinks: &CpuWeight,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        self.inner.sink(partials, sinks, geometry)
     }
 
     fn add_bias(&mut self, x: &mut CpuTensor, bias: &CpuWeight, rows: usize) -> Result<(), DeviceError> {

@@ -1,4 +1,4 @@
-//! What others reach on this machine: a TCP stream, and quinn's own bulk stream.
+//! Peers on this machine: a TCP stream, and quinn's own bulk stream.
 
 use anyhow::{Context, Result};
 use lagoon_benches::quic::{Pem, Tuning, loopback};
@@ -27,7 +27,7 @@ pub(crate) struct Peers {
     target: Vec<u8>,
 }
 
-/// Sends so many bytes as are asked for, again and again.
+/// Sends as many bytes as requested, in a loop.
 async fn serve(mut recv: impl AsyncReadExt + Unpin, mut send: impl AsyncWriteExt + Unpin) -> Result<()> {
     let chunk = vec![3; CHUNK];
     loop {
@@ -85,7 +85,7 @@ async fn start_tcp(far: &Runtime) -> Result<Stream> {
     Ok(Stream { recv: Box::new(recv), send: Box::new(send) })
 }
 
-/// With the transport's own configuration, so that what differs is what the transfer adds.
+/// A quinn connection with the transport's own configuration, so that the difference is the transfer's overhead.
 async fn start_quinn(far: &Runtime) -> Result<(Stream, [quinn::Endpoint; 2])> {
     let pem = Pem::issue(&ClusterCa::generate("bench")?, "quinn")?;
     let server = {

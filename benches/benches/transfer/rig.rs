@@ -1,4 +1,4 @@
-//! A reader and a writer in this process, over the paths that processes use.
+//! A reader and a writer in this process, over the paths that separate processes use.
 
 use anyhow::{Context, Result, bail};
 use lagoon_backend::SharedArena;
@@ -7,7 +7,7 @@ use lagoon_transfer::{
     Region, Writer, WriterConfig, WriterOutput, check_block,
 };
 use lagoon_transport::{
-    Bound, ClusterCa, Node, TransportConfig,
+    Bound, ClusterCa, Node, NodeRole, TransportConfig,
     direct::{ArenaServer, ExportServer, Landing, MemoryPath, Path, PathEvent, ReadJob, StreamsConfig, fetch_arena},
 };
 use lagoon_types::{DType, InstanceId, ModelHash};
@@ -30,9 +30,9 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// Shared memory, copied by so many threads.
+    /// Shared memory, copied by this many threads.
     Host(usize),
-    /// So many connections.
+    /// QUIC with this many connections.
     Quic(usize),
 }
 
@@ -40,7 +40,7 @@ pub(crate) enum Way {
 pub(crate) struct Scheme {
     pub(crate) verify: bool,
     pub(crate) coalesce: bool,
-    /// The next block is asked for when the one before has come.
+    /// Read one block at a time.
     pub(crate) one_by_one: bool,
 }
 
@@ -58,7 +58,7 @@ pub(crate) struct Rig {
     reader_node: Bound,
 }
 
-/// One layer of `[slot][k | v][heads][dim]`: a block is so many bytes that lie together, as the paper's are.
+/// One layer of `[slot][k | v][heads][dim]`: a block is `block_bytes` contiguous bytes, as in the paper.
 fn layout(block_bytes: u32, blocks: u32) -> Result<Layout> {
     let heads = block_bytes / (TOKENS * 2 * HEAD_DIM * 2);
     let row = u64::from(heads) * u64::from(HEAD_DIM);
@@ -85,7 +85,7 @@ fn layout(block_bytes: u32, blocks: u32) -> Result<Layout> {
 fn node(ca: &ClusterCa, runtime: &tokio::runtime::Runtime) -> Result<Bound> {
     let _guard = runtime.enter();
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
-    Ok(Node::bind(loopback, &ca.identity("bench")?, TransportConfig::default())?)
+    Ok(Node::bind(loopback, &ca.identity("bench", NodeRole::Instance)?, TransportConfig::default())?)
 }
 
 impl Rig {
@@ -117,8 +117,7 @@ impl Rig {
         u64::from(self.block_bytes) * u64::from(self.blocks)
     }
 
-    /// Seconds in which so many threads do something to all of it, in parts of `part` bytes: the writer's and the
-    /// reader's.
+    /// Seconds in which `threads` threads apply `each` to parts of `part` bytes: the writer's and the reader's.
     fn by_parts(&self, threads: usize, part: usize, each: impl Fn(&[u8], &mut [u8]) + Sync) -> f64 {
         let source = self.remote.window(0, self.remote.bytes()).expect("nobody writes");
         let parts: Vec<(usize, &[u8])> = source.chunks(part).enumerate().map(|(n, bytes)| (n * part, bytes)).collect();
@@ -136,12 +135,12 @@ impl Rig {
         start.elapsed().as_secs_f64()
     }
 
-    /// Copies in parts of 1 MiB: the limit.
+    /// Copies in parts of 1 MiB: the upper limit.
     pub(crate) fn memcpy(&self, threads: usize) -> f64 {
         self.by_parts(threads, 1 << 20, |from, to| to.copy_from_slice(from))
     }
 
-    /// Copies and checks by blocks, without the protocol around it.
+    /// Copies and hashes by blocks, without the protocol.
     pub(crate) fn copy_and_check(&self, threads: usize) -> f64 {
         let block = usize::try_from(self.block_bytes).unwrap_or(usize::MAX);
         self.by_parts(threads, block.max(1 << 20), |from, to| {
@@ -154,7 +153,7 @@ impl Rig {
         })
     }
 
-    /// Checks as many blocks as there are, of bytes that are in the cache.
+    /// Hashes as many blocks as there are, of bytes in the cache.
     pub(crate) fn check_in_cache(&self) -> f64 {
         let bytes = usize::try_from(self.block_bytes).unwrap_or(usize::MAX).min(256 << 10);
         let content = vec![3; bytes];
@@ -174,7 +173,7 @@ impl Rig {
             Way::Host(threads) => {
                 let offer = self.arenas.arenas().first().context("an arena")?;
                 let view = fetch_arena(offer, self.bytes())?;
-                // A reader maps the memory once, and finds the pages of a block once: not for each request.
+                // A reader maps the memory and populates its pages once, not for each request.
                 (0..self.bytes()).step_by(1 << 20).try_for_each(|at| view.copy(at, &mut [0], None))?;
                 Box::new(MemoryPath::shared(vec![view], threads, &run.landing())?)
             }
@@ -270,7 +269,7 @@ impl Run {
         u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// Control messages and outputs, until there are none.
+    /// Exchanges control messages and outputs until none are left.
     fn exchange(&mut self) -> Result<()> {
         loop {
             let now_ms = self.now_ms();
@@ -301,7 +300,7 @@ impl Run {
                     }
                     self.path.as_ref().context("a path")?.read(ReadJob { read, transaction, pulls });
                 }
-                // A block that is longer than a read is checked where it landed.
+                // A block longer than a read is verified where it landed.
                 Some(ReaderOutput::Check { pull, piece }) => {
                     let of = self.reader.pull_of(pull).context("a pull")?;
                     let regions: [Arc<dyn Region>; 1] = [Arc::new(self.local.clone())];

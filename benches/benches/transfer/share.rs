@@ -1,9 +1,9 @@
 //! The transfer's share of a request's latency, **modelled**: an 8B model's shape over links of 1, 10 and 100 Gbit/s.
 //!
-//! Measured on this machine: the time of a pull of one small block from EXPORT to DONE over QUIC (what the protocol costs
-//! once), the time that each further block adds when nothing is merged (what it costs for each transaction), and the
-//! best rate of the verified QUIC path (what processors carry). Modelled: the link, with QUIC's headers and the network's
-//! round trip; prefill and decode, by a roofline of an A100. A pull is not overlapped with prefill.
+//! Measured on this machine: the time of a pull of one small block from EXPORT to DONE over QUIC (fixed overhead),
+//! the time that each further block adds without merging (overhead of a transaction), and the best rate of the
+//! verified QUIC path (processor limit). Modelled: the link, with QUIC's headers and the network's round trip;
+//! prefill and decode, by a roofline of an A100. A pull is not overlapped with prefill.
 
 use super::{
     rig::{Rig, Scheme, Way},
@@ -31,7 +31,7 @@ const DATAGRAM: f64 = 1500.0;
 /// EXPORT, the read and its data: one and a half round trips of a data centre's network.
 const ROUND_TRIPS_S: f64 = 1.5 * 100e-6;
 
-/// What the protocol costs beside bytes, measured.
+/// Measured overheads of the protocol.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Overheads {
     /// Seconds of a pull of one block of 4 KiB.
@@ -74,7 +74,7 @@ pub(crate) fn of(overheads: Overheads, sizes: &[Value]) -> Value {
         for prompt in [512.0, 2048.0, 8192.0, 32768.0] {
             let bytes = prompt * TOKEN_BYTES;
             let link_s = bytes / (gbit * 1e9 / 8.0 * (1.0 - HEADERS / DATAGRAM));
-            // A block of one layer each: nothing is merged. Link, processors and transactions work at the same time.
+            // One block for each layer, unmerged. Link, processors and transactions overlap.
             let transactions_s = prompt / BLOCK_TOKENS * LAYERS * overheads.transaction_s;
             let once_s = overheads.pull_s + ROUND_TRIPS_S;
             let prefill_s = 2.0 * WEIGHTS * prompt / PREFILL_FLOPS;

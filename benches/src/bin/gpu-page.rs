@@ -1,4 +1,5 @@
-//! Fills docs/gpu.md and its figures from a report of `gpu-check`; `cargo xtask gpu-page` runs it on the repository's.
+//! Fills docs/gpu.md and its figures from a report of `gpu-check`; `cargo xtask gpu-page` runs it on the repository's
+//! report.
 
 use anyhow::Context;
 use clap::Parser;

@@ -1,4 +1,5 @@
-// Micro attention without tensor cores, for what the other kernels do not take: f32 stores, any head size, any alignment.
+// Micro attention without tensor cores, for what the other kernels do not take: f32 stores, any head size, any alignment, and
+// latents (DeepSeek-V2 section 2.1), where a row is key and value at once: its first half lies in K, its second one in V.
 // One block serves a query head over an item's rows, one after the other: keys are read again for each row and head. It is
 // bound by the first-level cache (each thread reads a key of its own), several times slower than memory; it exists to be
 // exact and general.
@@ -14,8 +15,28 @@ DEVICE float dot(const float* query, const T* key, uint32_t dim) {
     return sum;
 }
 
+// Where an item's keys and values lie.
+template <typename T, bool LATENT>
+struct PlainRows {
+    const T *k, *v;
+    uint64_t stride;
+    uint32_t dim;
+
+    DEVICE PlainRows(const AttentionParams& p, uint64_t kv_head)
+        : k(at<const T>(p.kv.k) + kv_head), v(at<const T>(p.kv.v) + kv_head), stride(p.kv.token_stride), dim(p.head_dim) {}
+
+    DEVICE float score(const float* query, uint32_t slot) const {
+        if constexpr (!LATENT) return dot(query, k + slot * stride, dim);
+        const uint32_t half = dim / 2;
+        return dot(query, k + slot * stride, half) + dot(query + half, v + slot * stride, half);
+    }
+
+    // Element `d` of slot 0's value; those of the others are `stride` apart.
+    DEVICE const T* values(uint32_t d) const { return LATENT && d < dim / 2 ? k + d : v + (LATENT ? d - dim / 2 : d); }
+};
+
 // Grid: heads, items. Shared memory: query [head_dim], accumulator [head_dim], weights and slots of a tile of keys, 16 floats.
-template <typename T>
+template <typename T, bool LATENT>
 DEVICE void attention_any(const AttentionParams& p) {
     DYNAMIC_SHARED(shared);
     const AttnItem item = at<const AttnItem>(p.items)[blockIdx.y];
@@ -25,9 +46,7 @@ DEVICE void attention_any(const AttentionParams& p) {
     float* weights = acc + dim;
     uint32_t* slots = reinterpret_cast<uint32_t*>(weights + ANY_THREADS);
     float* scratch = reinterpret_cast<float*>(slots + ANY_THREADS);
-    const uint64_t kv_head = head / (p.heads / p.kv_heads) * p.kv.head_stride;
-    const T* keys = at<const T>(p.kv.k) + kv_head;
-    const T* values = at<const T>(p.kv.v) + kv_head;
+    const PlainRows<T, LATENT> rows(p, head / (p.heads / p.kv_heads) * p.kv.head_stride);
     const float slope = p.slopes ? at<const float>(p.slopes)[head] : 0.0f;
     const Target target(p, item);
     for (uint32_t row = 0; row < item.rows; row++) {
@@ -49,7 +68,9 @@ DEVICE void attention_any(const AttentionParams& p) {
                 slots[thread] = walk.slot(index);
                 if (is_visible(position, key, p.window)) {
                     const float distance = static_cast<float>(static_cast<int32_t>(key - position));
-                    score = dot(query, keys + slots[thread] * p.kv.token_stride, dim) + slope * distance;
+                    score = rows.score(query, slots[thread]);
+                    if (p.softcap > 0) score = SoftCap(p.softcap).of(score);
+                    score += slope * distance;
                 }
             }
             const float new_max = fmaxf(max, block_max(score, scratch)), base = finite_max(new_max);
@@ -60,9 +81,10 @@ DEVICE void attention_any(const AttentionParams& p) {
             const uint32_t count = min(ANY_THREADS, item.keys - first);
             for (uint32_t d = thread; d < dim; d += ANY_THREADS) {
                 float a = acc[d] * kept;
+                const T* values = rows.values(d);
                 for (uint32_t j = 0; j < count; j++) {
                     // What no query sees may be anything, also NaN.
-                    if (weights[j] > 0) a = fmaf(weights[j], widen(values[slots[j] * p.kv.token_stride + d]), a);
+                    if (weights[j] > 0) a = fmaf(weights[j], widen(values[slots[j] * rows.stride]), a);
                 }
                 acc[d] = a;
             }

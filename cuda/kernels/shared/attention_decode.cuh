@@ -72,7 +72,7 @@ struct DecodeWarp {
     }
 
     // Scores of 16 keys, in units of log2: [key / 8][key % 2] for keys 2 (lane % 4) and the one after of each 8.
-    DEVICE void score(const unsigned char* stage, uint32_t window, float (&scores)[2][2]) {
+    DEVICE void score(const unsigned char* stage, uint32_t window, float softcap, float (&scores)[2][2]) {
         const uint32_t lane = threadIdx.x % 32;
         float s[2][4] = {};
         const SharedAddress k = shared_address(stage) + (lane / 16 * 8 + lane % 8) * S::ROW + lane / 8 % 2 * 16;
@@ -83,22 +83,31 @@ struct DecodeWarp {
             mma<T>(s[0], q[i], b[0], b[1]);
             mma<T>(s[1], q[i], b[2], b[3]);
         }
+        for (int n = 0; n < 2; n++) {
+            for (int e = 0; e < 2; e++) scores[n][e] = s[n][e] + s[n][e + 2] * TERM_UNSCALE;
+        }
+        if (softcap > 0) {
+            const SoftCap cap(softcap * LOG2_E);
+            for (int n = 0; n < 2; n++) {
+                for (int e = 0; e < 2; e++) scores[n][e] = cap.of(scores[n][e]);
+            }
+        }
         const uint32_t* positions = reinterpret_cast<const uint32_t*>(stage + 2 * S::PLANE) + lane % 4 * 2;
         for (int n = 0; n < 2; n++) {
             for (int e = 0; e < 2; e++) {
                 const uint32_t key = positions[8 * n + e];
                 const float distance = static_cast<float>(static_cast<int32_t>(key - position));
-                const float biased = s[n][e] + s[n][e + 2] * TERM_UNSCALE + slope * distance;
+                const float biased = scores[n][e] + slope * distance;
                 scores[n][e] = is_visible(position, key, window) ? biased : NEGATIVE_INFINITY;
             }
         }
     }
 
     // Adds a stage's keys to the state (online softmax, Milakov and Gimelshein 2018).
-    DEVICE void attend(const unsigned char* stage, uint32_t window) {
+    DEVICE void attend(const unsigned char* stage, uint32_t window, float softcap) {
         const uint32_t lane = threadIdx.x % 32;
         float w[2][2];
-        score(stage, window, w);
+        score(stage, window, softcap, w);
         float tile_max = fmaxf(fmaxf(w[0][0], w[0][1]), fmaxf(w[1][0], w[1][1]));
         tile_max = fmaxf(tile_max, shuffle_xor(tile_max, 1));
         tile_max = fmaxf(tile_max, shuffle_xor(tile_max, 2));
@@ -203,7 +212,7 @@ DEVICE void attention_decode(const AttentionParams& p) {
         // All lanes' copies have arrived, and all lanes have read the stage that is filled next.
         sync_warp();
         fill(write);
-        state.attend(ring + read * S::STAGE, p.window);
+        state.attend(ring + read * S::STAGE, p.window, p.softcap);
         write = write + 1 == p.stages ? 0 : write + 1;
         read = read + 1 == p.stages ? 0 : read + 1;
     }

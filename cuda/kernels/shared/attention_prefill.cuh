@@ -136,6 +136,7 @@ struct PrefillWarp {
         const unsigned char* keys = stage + part * S::ROW;
         multiply_keys(block.shared, keys, s);
         if (TERMS == 2) multiply_keys(block.shared + S::QUERIES, keys, s);
+        if (block.tile.p.softcap > 0) state.cap(block.tile.p.softcap, s);
         state.mask(block.tile.p, positions, s);
         if (state.soften(s, kept)) state.scale(kept);
         multiply_values(keys + S::PLANE, s);

@@ -14,6 +14,8 @@
 // memory may be mapped. A tile within a run is two boxes of each panel. Keys beyond the item are boxes outside of the
 // tensor, which are zeros.
 //
+// Scores have no soft cap: the plan takes attention_prefill for those.
+//
 // Registers: outputs 64, scores 64, weights 32, which 168 for each of 384 threads do not hold: the feeding warpgroup, of
 // which two warps have nothing to do, leaves its own to the others. Shared memory: 32 KB of queries, two stages of 32 KB of
 // keys, and two of values.

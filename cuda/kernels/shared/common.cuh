@@ -104,6 +104,15 @@ DEVICE uint32_t part_column(uint32_t i) {
     return (threadIdx.x + i * blockDim.x) * W;
 }
 
+// Keys that order as numbers do; zeros of both signs are one.
+DEVICE uint32_t ordered(float x) {
+    union {
+        float value;
+        uint32_t bits;
+    } u = {x == 0 ? 0.0f : x};
+    return u.bits & 0x80000000u ? ~u.bits : u.bits | 0x80000000u;
+}
+
 DEVICE float warp_sum(float x) {
     for (int mask = 16; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
     return x;
@@ -135,6 +144,14 @@ DEVICE float block_max(float x, float* scratch) {
     sync_block();
     return max;
 }
+
+// Soft caps: cap tanh(x / cap), where x and the cap are in the same unit (natural, or of log2). tanh(a) = 1 - 2 / (1 + exp(2 a)),
+// which loses some units in the last place of the cap; infinities give the cap, and NaN stays NaN.
+struct SoftCap {
+    float cap, twice, steep;
+    DEVICE explicit SoftCap(float c) : cap(c), twice(2.0f * c), steep(2.0f * LOG2_E / c) {}
+    DEVICE float of(float x) const { return cap - divide_fast(twice, 1.0f + exp2_fast(x * steep)); }
+};
 
 // f16 saturates instead of overflowing: a score stays finite. NaN stays NaN.
 template <typename T>

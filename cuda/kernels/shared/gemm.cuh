@@ -10,13 +10,13 @@
 
 constexpr uint32_t GEMM_K = 32, GEMM_STAGES = 3, GEMM_ROW = 2 * GEMM_K + 16;
 
-// BM and BN: the tile; WM and WN: the tile of a warp.
-template <typename T, int BM, int BN, int WM, int WN, int TERMS>
+// BM and BN: the tile; WM and WN: the tile of a warp. P: the product's parameters.
+template <typename T, int BM, int BN, int WM, int WN, int TERMS, typename P = GemmParams>
 struct Gemm {
     static constexpr uint32_t THREADS = (BM / WM) * (BN / WN) * 32;
     static constexpr int MT = WM / 16, NT = WN / 8;
     static constexpr uint32_t A = BM * GEMM_ROW, B = BN * GEMM_ROW, STAGE = TERMS * A + B;
-    const GemmParams& p;
+    const P& p;
     unsigned char* shared;
     uint32_t m0, n0, k_end;
     float acc[MT][NT][4];
@@ -100,6 +100,29 @@ struct Gemm {
     }
 };
 
+// Multiplies the columns from `k0` on of a block's tile.
+template <typename G>
+DEVICE void multiply_tile(G& g, uint32_t k0) {
+    unsigned char* shared = g.shared;
+    for (uint32_t i = 0; i + 1 < GEMM_STAGES; i++) {
+        if (k0 + i * GEMM_K < g.k_end) g.copy(k0 + i * GEMM_K, shared + i * G::STAGE);
+        copy_commit();
+    }
+    uint32_t read = 0, write = GEMM_STAGES - 1;
+    for (uint32_t k = k0; k < g.k_end; k += GEMM_K) {
+        copy_wait<GEMM_STAGES - 2>();
+        // All copies of the stage have arrived, and all threads have read the one that is filled next.
+        sync_block();
+        const uint32_t ahead = k + (GEMM_STAGES - 1) * GEMM_K;
+        if (ahead < g.k_end) g.copy(ahead, shared + write * G::STAGE);
+        copy_commit();
+        g.multiply(shared + read * G::STAGE);
+        write = write + 1 == GEMM_STAGES ? 0 : write + 1;
+        read = read + 1 == GEMM_STAGES ? 0 : read + 1;
+    }
+    copy_wait<0>();
+}
+
 // Grid: tiles of m, tiles of n, parts of k: blocks that run together share a few tiles of the weight and all rows, which
 // the second-level cache holds, so that the weight is read from memory once.
 template <typename T, int BM, int BN, int WM, int WN, int TERMS>
@@ -108,23 +131,7 @@ DEVICE void gemm(const GemmParams& p) {
     DYNAMIC_SHARED(shared);
     const uint32_t k0 = blockIdx.z * p.k_part, k_end = min(k0 + p.k_part, p.ldw);
     G g = {p, shared, blockIdx.x * BM, blockIdx.y * BN, k_end, {}};
-    for (uint32_t i = 0; i + 1 < GEMM_STAGES; i++) {
-        if (k0 + i * GEMM_K < k_end) g.copy(k0 + i * GEMM_K, shared + i * G::STAGE);
-        copy_commit();
-    }
-    uint32_t read = 0, write = GEMM_STAGES - 1;
-    for (uint32_t k = k0; k < k_end; k += GEMM_K) {
-        copy_wait<GEMM_STAGES - 2>();
-        // All copies of the stage have arrived, and all threads have read the one that is filled next.
-        sync_block();
-        const uint32_t ahead = k + (GEMM_STAGES - 1) * GEMM_K;
-        if (ahead < k_end) g.copy(ahead, shared + write * G::STAGE);
-        copy_commit();
-        g.multiply(shared + read * G::STAGE);
-        write = write + 1 == GEMM_STAGES ? 0 : write + 1;
-        read = read + 1 == GEMM_STAGES ? 0 : read + 1;
-    }
-    copy_wait<0>();
+    multiply_tile(g, k0);
     g.store();
 }
 

@@ -76,10 +76,10 @@ DEVICE const T* weight_row(const GemvParams& p, uint32_t j) {
     return at<const T>(p.w) + static_cast<uint64_t>(row) * p.ldw;
 }
 
-// 16 bytes of a weight row; zeros beyond its end.
+// 16 bytes of a weight row of `ldw`; zeros beyond its end.
 template <typename T>
-DEVICE uint4 load_weights(const GemvParams& p, const T* row, uint32_t column) {
-    return column < p.ldw ? load_once(row + column) : uint4{0, 0, 0, 0};
+DEVICE uint4 load_weights(uint32_t ldw, const T* row, uint32_t column) {
+    return column < ldw ? load_once(row + column) : uint4{0, 0, 0, 0};
 }
 
 // Writes ROWS rows of a block's results; `sum(r, j)` is the product of row `row0 + r` and of the block's weight row `j`.
@@ -121,11 +121,11 @@ DEVICE void gemv_few(const GemvParams& p) {
     uint4 now[FEW_WEIGHTS], next[FEW_WEIGHTS];
     uint32_t k = (warp % 2 * 32 + lane) * EACH;
 #pragma unroll
-    for (uint32_t i = 0; i < FEW_WEIGHTS; i++) now[i] = load_weights(p, weights[i], k);
+    for (uint32_t i = 0; i < FEW_WEIGHTS; i++) now[i] = load_weights(p.ldw, weights[i], k);
     wait_for_grids();
     for (; k < p.k; k += STEP) {
 #pragma unroll
-        for (uint32_t i = 0; i < FEW_WEIGHTS; i++) next[i] = load_weights(p, weights[i], k + STEP);
+        for (uint32_t i = 0; i < FEW_WEIGHTS; i++) next[i] = load_weights(p.ldw, weights[i], k + STEP);
         float x[ROWS][EACH];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) load_activations<EACH>(p, row0 + r, k, x[r]);
@@ -219,7 +219,7 @@ struct GemvWarp {
 #pragma unroll
         for (uint32_t i = 0; i < 8; i++) {
             const uint32_t half = i / 4, m = i / 2 % 2, high = i % 2;
-            w[half][m][high] = load_weights(p, weights[m][high], k + 32 * half + lane % 4 * 8);
+            w[half][m][high] = load_weights(p.ldw, weights[m][high], k + 32 * half + lane % 4 * 8);
         }
     }
 

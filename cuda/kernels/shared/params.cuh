@@ -42,10 +42,40 @@ struct BiasParams {
     uint32_t cols, bias_type;
 };
 
+struct AddParams {
+    Address x, y;
+    uint64_t count;
+};
+
+struct ScaleParams {
+    Address x;
+    uint64_t count;
+    float factor;
+    uint32_t pad;
+};
+
+struct HeadNormParams {
+    Address qkv, q_weight, k_weight;
+    uint32_t heads, kv_heads, head_dim, rows, q_type, k_type;
+    float eps;
+    uint32_t pad;
+};
+
+struct SinkParams {
+    Address out, lse, sinks, count;
+    uint32_t heads, head_dim, rows, sink_type;
+};
+
 struct RopeParams {
     Address qkv, rope, slots;
     KvView kv;
     uint32_t heads, kv_heads, head_dim, kv_type;
+};
+
+struct LatentParams {
+    Address qkv, queries, latents, keys, rope, slots;
+    KvView kv;
+    uint32_t heads, head_dim, latent, rotated, query, kv_type;
 };
 
 struct KvCopyParams {
@@ -82,7 +112,8 @@ struct AttentionParams {
     Address items, runs, slopes, out, lse, piece_out, piece_lse;
     uint32_t q_stride, heads, kv_heads, head_dim, window;
     float scale;
-    uint32_t stages, pad;
+    uint32_t stages;
+    float softcap;
 };
 
 // What cuTensorMapEncodeTiled writes.
@@ -105,10 +136,17 @@ struct AttentionMergeParams {
 
 // Of `activation`: what becomes of a product's columns.
 constexpr uint32_t ACTIVATION_SILU_MUL = 1, ACTIVATION_GELU = 2;
+// Of GroupedParams, too.
+constexpr uint32_t ACTIVATION_GELU_TANH = 3, ACTIVATION_GELU_TANH_MUL = 4, ACTIVATION_CLAMPED_SWIGLU = 5;
 
 struct GemvParams {
     Address x, w, bias, out;
     uint32_t rows, n, k, ldw, x_stride, out_stride, add, activation;
+};
+
+struct HeadProductParams {
+    Address x, w, out;
+    uint32_t rows, n, k, ldw, heads, x_stride, x_step, out_stride, out_step, pad;
 };
 
 struct SplitParams {
@@ -124,6 +162,31 @@ struct GemmParams {
 struct GemmReduceParams {
     Address partial, scale, bias, out;
     uint32_t m, n, ldo, parts, add, bias_type;
+};
+
+struct RouteParams {
+    Address logits, bias, experts, weights;
+    uint32_t count, top_k, groups, top_groups, sigmoid, normalised, bias_type;
+    float scale;
+};
+
+struct SortParams {
+    Address experts, places, sources, tiles;
+    uint32_t choices, count, top_k, tile_rows, tiles_max, pad;
+};
+
+struct ExpertTile {
+    uint32_t expert, first, end, pad;
+};
+
+struct GroupedParams {
+    Address x, lo, scale, sources, w, bias, out, tiles;
+    uint32_t n, k, ldx, ldw, ldo, ld_bias, bias_type, activation;
+};
+
+struct CombineParams {
+    Address results, places, weights, out;
+    uint32_t cols, top_k;
 };
 
 struct SampleRow {
@@ -144,7 +207,10 @@ struct SampleParams {
 static_assert(sizeof(KvView) == 32 && sizeof(EmbedParams) == 40 && sizeof(GatherParams) == 32, "as in Rust");
 static_assert(sizeof(NormParams) == 56 && sizeof(GateParams) == 24 && sizeof(GeluParams) == 32, "as in Rust");
 static_assert(sizeof(BiasParams) == 24 && sizeof(RopeParams) == 72 && sizeof(KvCopyParams) == 56, "as in Rust");
-static_assert(sizeof(KvCheckParams) == 32, "as in Rust");
+static_assert(sizeof(KvCheckParams) == 32 && sizeof(AddParams) == 24 && sizeof(ScaleParams) == 24, "as in Rust");
+static_assert(sizeof(HeadNormParams) == 56 && sizeof(SinkParams) == 48 && sizeof(RouteParams) == 64, "as in Rust");
+static_assert(sizeof(SortParams) == 56 && sizeof(ExpertTile) == 16 && sizeof(GroupedParams) == 96, "as in Rust");
+static_assert(sizeof(CombineParams) == 40 && sizeof(LatentParams) == 104 && sizeof(HeadProductParams) == 64, "as in Rust");
 static_assert(sizeof(MergeParams) == 56 && sizeof(KvRun) == 12 && sizeof(AttnItem) == 48, "as in Rust");
 static_assert(sizeof(MergeItem) == 16 && sizeof(AttentionParams) == 128, "as in Rust");
 static_assert(sizeof(TensorMap) == 128 && sizeof(AttentionBoxesParams) == 1152, "as in Rust");

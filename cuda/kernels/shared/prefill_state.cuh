@@ -54,6 +54,19 @@ struct PrefillState {
         position_max = tile.item.pos0 + min(row0 + 16 * MT - 1, rows - 1) / tile.group;
     }
 
+    // Soft caps of scores, which are in units of log2.
+    DEVICE void cap(float softcap, float (&s)[MT][NT][4]) const {
+        const SoftCap cap(softcap * LOG2_E);
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) s[m][n][e] = cap.of(s[m][n][e]);
+            }
+        }
+    }
+
     // Adds biases and hides what a row does not see. Positions ascend, and keys beyond the item are last, at NOWHERE.
     DEVICE void mask(const AttentionParams& p, const uint32_t* positions, float (&s)[MT][NT][4]) const {
         const uint32_t first = positions[0], last = positions[8 * NT - 1];

@@ -171,12 +171,22 @@ DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu
 DEVICE uint64_t shuffle_xor(uint64_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE uint64_t shuffle_up(uint64_t x, int delta) { return __shfl_up_sync(0xffffffffu, x, delta); }
 DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+// The lanes for which it is true, the first in the lowest bit.
+DEVICE uint32_t lanes_where(bool x) { return __ballot_sync(0xffffffffu, x); }
+DEVICE uint32_t count_bits(uint32_t x) { return __popc(x); }
 
 // 2^x, off by 2 units in the last place at most; 0 for negative infinity.
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// x / y, off by 2 units in the last place at most; 0 where y is beyond 2^126.
+DEVICE float divide_fast(float x, float y) {
+    float q;
+    asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(q) : "f"(x), "f"(y));
+    return q;
 }
 
 // A 16-byte load that does not displace what other threads share: weights are read once.
@@ -204,5 +214,6 @@ DEVICE void store_16(void* to, float4 x) {
 DEVICE uint64_t add_shared(uint64_t* to, uint64_t x) {
     return atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(x));
 }
+DEVICE uint32_t add_shared(uint32_t* to, uint32_t x) { return atomicAdd(to, x); }
 DEVICE uint32_t min_shared(uint32_t* to, uint32_t x) { return atomicMin(to, x); }
 #endif

@@ -1,10 +1,10 @@
-//! cuBLASLt's library: looked for at run time, and the functions of it that this crate calls.
+//! cuBLASLt's library: found and loaded at run time, with the functions that this crate calls.
 //!
-//! A library that was opened is never unloaded: cuBLASLt registers modules with the driver and destructors of thread-local
-//! data with the process, and both are called after the last handle is gone; unloading crashes then.
+//! A loaded library is never unloaded: cuBLASLt registers modules with the driver and thread-local destructors with
+//! the process; both are called after the last handle is destroyed and would crash.
 //!
-//! Types and numbers are those of cublasLt.h, the same in versions 12 and 13 for all that is used here. Of others we do not
-//! know, so they are refused.
+//! Types and numbers are those of cublasLt.h, equal in versions 12 and 13 for the functions used here. Other versions
+//! are refused.
 
 use super::wheels;
 use libloading::Library;
@@ -12,14 +12,14 @@ use std::ffi::{OsString, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Names the library's file, or says `none`.
+/// Environment variable with the library's file, or `none`.
 pub const ENVIRONMENT: &str = "LAGOON_CUBLASLT";
 
-/// Where it is looked for where nothing is said, in this order.
+/// File names tried without [`ENVIRONMENT`], in this order.
 const NAMES: [&str; 5] =
     ["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so", "cublasLt64_13.dll", "cublasLt64_12.dll"];
 
-/// Major versions whose interface is known.
+/// Supported major versions.
 const MAJORS: std::ops::RangeInclusive<usize> = 12..=13;
 
 pub(super) type Handle = *mut c_void;
@@ -96,7 +96,7 @@ type GetHeuristic = unsafe extern "C" fn(
     *mut c_int,
 ) -> Status;
 
-/// The loaded library.
+/// The loaded cuBLASLt library.
 #[derive(Debug)]
 pub struct CublasLt {
     version: usize,
@@ -116,16 +116,16 @@ pub struct CublasLt {
 }
 
 impl CublasLt {
-    /// Looks for the library: where [`ENVIRONMENT`] says, else under its usual names, else in Python's packages.
-    /// `driver_major` is the driver's CUDA version, which the library's must not exceed.
+    /// Finds the library: the file in [`ENVIRONMENT`], else its usual names, else Python's packages. `driver_major`
+    /// is the driver's CUDA version, which the library's must not exceed.
     ///
     /// # Errors
-    /// Why there is none that can be used, for people.
+    /// Why there is no usable library, for people.
     pub fn find(driver_major: usize) -> Result<Arc<Self>, String> {
         Self::at(std::env::var_os(ENVIRONMENT), driver_major)
     }
 
-    /// The library in this file, none for the word `none`; as [`CublasLt::find`] where nothing is said.
+    /// The library in this file; none for `none`; [`CublasLt::find`]'s search without a file.
     ///
     /// # Errors
     /// As [`CublasLt::find`].
@@ -138,13 +138,16 @@ impl CublasLt {
     }
 
     fn search(driver_major: usize) -> Result<Arc<Self>, String> {
+        let mut reason = "libcublasLt.so (13 or 12) is not installed".to_owned();
         for name in NAMES {
             // SAFETY: NVIDIA's library by its usual names.
-            if let Ok(library) = unsafe { Library::new(name) } {
-                return Self::load(library, loaded_from(name));
+            let Ok(library) = (unsafe { Library::new(name) }) else { continue };
+            match Self::load(library, loaded_from(name)) {
+                Ok(found) if found.version / 10_000 <= driver_major => return Ok(found),
+                Ok(found) => reason = format!("cuBLASLt {} is newer than the driver", number(found.version)),
+                Err(error) => reason = error,
             }
         }
-        let mut reason = "libcublasLt.so (13 or 12) is not installed".to_owned();
         for file in wheels::files(driver_major) {
             match Self::open(&file) {
                 Ok(found) => return Ok(found),
@@ -154,12 +157,13 @@ impl CublasLt {
         Err(reason)
     }
 
-    /// The library in this file.
+    /// Loads the library in this file.
     ///
     /// # Errors
     /// As [`CublasLt::find`].
     pub fn open(file: &Path) -> Result<Arc<Self>, String> {
-        // SAFETY: the user, or Python's packages, name this file as NVIDIA's library, whose initialisers do no harm.
+        // SAFETY: the user, or Python's packages, give this file as NVIDIA's library, whose initialisers are
+        // harmless.
         let library = unsafe { Library::new(file) }.map_err(|error| format!("{}: {error}", file.display()))?;
         Self::load(library, file.to_owned())
     }
@@ -198,25 +202,25 @@ impl CublasLt {
         }
     }
 
-    /// Its version, for people.
+    /// The library's version, for people.
     #[must_use]
     pub fn version(&self) -> String {
         number(self.version)
     }
 
-    /// The file that it was loaded from.
+    /// The file of the library.
     #[must_use]
     pub fn file(&self) -> &Path {
         &self.file
     }
 
-    /// The CUDA version that it is of, major only.
+    /// The CUDA version of the library, major only.
     pub(super) fn major(&self) -> usize {
         self.version / 10_000
     }
 }
 
-/// The file that the loader took for a name, as this process's memory map says; the name where there is no such map.
+/// The file that the loader chose for a name, from this process's memory map; the name if there is no such map.
 fn loaded_from(name: &str) -> PathBuf {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let mut files = maps.lines().filter_map(|line| line.find('/').map(|at| Path::new(&line[at..])));
@@ -244,7 +248,7 @@ mod tests {
         let reason = |file: &str| CublasLt::at(Some(file.into()), 13).unwrap_err();
         assert_eq!(reason("none"), "LAGOON_CUBLASLT=none");
         assert!(reason("/there/is/no/such.so").contains("/there/is/no/such.so"));
-        // Any library that is not it.
+        // Any other library.
         let other = std::env::current_exe().unwrap();
         assert!(CublasLt::at(Some(other.into()), 13).is_err());
     }

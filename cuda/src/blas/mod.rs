@@ -1,12 +1,12 @@
-//! Linear layers by cuBLASLt, where its library is installed: shapes, what was chosen for each, and calls.
+//! Linear layers by cuBLASLt ([`Blas`]), if installed: shapes, the algorithm chosen for each, and calls.
 //!
-//! cuBLASLt thinks in columns. A row-major matrix `[rows][ld]` is a column-major one of `cols` by `rows` with the same leading
-//! dimension, so `out = x · weightᵀ` becomes `outᵀ = weightᵀᵀ · xᵀ`: A is the weight, transposed (`k` by `n` as it lies), B is
-//! `x` (`k` by `rows`), D is `out` (`n` by `rows`). Sums are f32 for every type; f32 weights multiply in f32, or in TF32 where
-//! the device was opened so.
+//! cuBLASLt is column-major. A row-major matrix `[rows][ld]` is a column-major one of `cols` by `rows` with the same
+//! leading dimension, so `out = x · weightᵀ` becomes `outᵀ = weightᵀᵀ · xᵀ`: A is the weight, transposed (`k` by `n`
+//! as stored), B is `x` (`k` by `rows`), D is `out` (`n` by `rows`). Sums are f32 for every type; f32 weights
+//! multiply in f32, or in TF32 if the device was opened so.
 //!
-//! What is chosen for a shape is kept, since asking takes longer than small products do. The workspace is made once, so that
-//! calls allocate nothing and can be captured in a graph; it belongs to one stream.
+//! The choice for a shape is cached, since the heuristic takes longer than small products. The workspace is allocated
+//! once, so calls allocate nothing and can be captured in a graph; it belongs to one stream.
 
 mod library;
 mod wheels;
@@ -23,14 +23,14 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
-/// What NVIDIA recommends for compute capability 9.0.
+/// NVIDIA's recommendation for compute capability 9.0.
 const WORKSPACE_BYTES: usize = 32 << 20;
-/// Addresses and rows that this crate gives are multiples of it.
+/// Alignment of all addresses and rows passed to the library.
 static ALIGNMENT_BYTES: u32 = 16;
-/// Shapes that are kept. Prompts' chunks have any number of rows; beyond this all are asked for anew.
+/// Shapes that are cached; a full cache is cleared. Chunks of prompts have any number of rows.
 const SHAPES_MAX: usize = 512;
 
-/// A product's shape: `out[rows][n] (=|+=) x[rows][k] · weight[n][k]ᵀ` with these distances of rows, in elements.
+/// A product's shape: `out[rows][n] (=|+=) x[rows][k] · weight[n][k]ᵀ` with row strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Shape {
     pub rows: u32,
@@ -39,7 +39,7 @@ pub struct Shape {
     pub ldx: u32,
     pub ldw: u32,
     pub ldo: u32,
-    /// Of the weight and of `x`; `out` is f32.
+    /// Element type of the weight and of `x`; `out` is f32.
     pub dtype: DType,
 }
 
@@ -50,7 +50,7 @@ struct Session {
     context: Arc<Context>,
     handle: Handle,
     workspace: Buffer,
-    /// What f32 products are computed as.
+    /// Compute type of f32 products.
     f32_compute: c_int,
 }
 
@@ -82,7 +82,7 @@ impl Drop for Owned {
     }
 }
 
-/// How a shape is multiplied.
+/// The algorithm for a shape, and its descriptors.
 #[derive(Debug)]
 struct Plan {
     operation: Owned,
@@ -91,16 +91,16 @@ struct Plan {
     out: Owned,
     algorithm: Algorithm,
     workspace_bytes: usize,
-    // Last: it is dropped after the descriptors.
+    // Last field: dropped after the descriptors.
     session: Arc<Session>,
 }
 
-// SAFETY: descriptors are plain memory that is only read after it was made.
+// SAFETY: descriptors are plain memory that is only read once made.
 unsafe impl Send for Plan {}
 // SAFETY: as above.
 unsafe impl Sync for Plan {}
 
-/// One product, to be called now or later.
+/// One product, to be run now or later.
 #[derive(Clone, Debug)]
 pub struct Call {
     plan: Arc<Plan>,
@@ -129,10 +129,10 @@ fn check(call: &'static str, status: Status) -> Result<(), CudaError> {
 }
 
 impl Blas {
-    /// Opens the library for a device; with `tf32`, f32 products round their factors to TF32 (10 bits).
+    /// Opens the library for a device; with `tf32`, f32 products round their factors to TF32 (10 bits of mantissa).
     ///
     /// # Errors
-    /// [`CudaError::Unsupported`] where the driver is older than the library; what the library says; no memory for the
+    /// [`CudaError::Unsupported`] if the driver is older than the library; those of the library; no memory for the
     /// workspace.
     pub fn new(library: Arc<CublasLt>, context: &Arc<Context>, tf32: bool) -> Result<Self, CudaError> {
         let driver = context.attributes().driver_version as usize / 1000;
@@ -150,7 +150,7 @@ impl Blas {
         Ok(Self { session: Arc::new(session), shapes: BTreeMap::new() })
     }
 
-    /// What it is, for people.
+    /// Name and version of the library, for people.
     #[must_use]
     pub fn name(&self) -> String {
         let tf32 = if self.session.f32_compute == COMPUTE_32F { "off" } else { "on" };
@@ -158,10 +158,10 @@ impl Blas {
         format!("cuBLASLt {} ({}), TF32 {tf32}", library.version(), library.file().display())
     }
 
-    /// A product of this shape; `None` where the library has nothing for it.
+    /// A product of this shape; `None` if the library has no algorithm for it.
     ///
     /// # Errors
-    /// What the library says.
+    /// Those of the library.
     pub fn call(&mut self, shape: Shape, x: u64, weight: u64, out: u64, add: bool) -> Result<Option<Call>, CudaError> {
         if !self.shapes.contains_key(&shape) {
             if self.shapes.len() == SHAPES_MAX {
@@ -219,7 +219,7 @@ impl Plan {
     }
 }
 
-/// The library's first choice within the workspace.
+/// The first choice of the library's heuristic within the workspace.
 fn choose(session: &Session, operation: &Owned, layouts: [&Owned; 3]) -> Result<Option<Heuristic>, CudaError> {
     let library = &session.library;
     let mut at = std::ptr::null_mut();
@@ -254,7 +254,7 @@ fn choose(session: &Session, operation: &Owned, layouts: [&Owned; 3]) -> Result<
             &raw mut count,
         )
     };
-    // It has nothing for the shape: the one error that is an answer.
+    // No algorithm for the shape: the one error that is an answer.
     if status == NOT_SUPPORTED || (status == SUCCESS && (count == 0 || found.state != SUCCESS)) {
         return Ok(None);
     }
@@ -265,14 +265,14 @@ fn choose(session: &Session, operation: &Owned, layouts: [&Owned; 3]) -> Result<
 static WORKSPACE: u64 = WORKSPACE_BYTES as u64;
 
 impl Call {
-    /// Calls it, in `stream`.
+    /// Runs the product in `stream`.
     ///
     /// # Errors
-    /// What the library says.
+    /// Those of the library.
     ///
     /// # Safety
-    /// The addresses are those of matrices of the call's shape that stay valid until the stream has come so far, and the
-    /// stream is the only one that uses this library's workspace.
+    /// The addresses are those of matrices of the call's shape that stay valid until the stream has run the product,
+    /// and no other stream uses this library's workspace.
     pub(crate) unsafe fn run(&self, stream: &Stream) -> Result<(), CudaError> {
         let Plan { operation, weight, x, out, algorithm, workspace_bytes, session } = &*self.plan;
         session.context.make_current()?;

@@ -1,7 +1,7 @@
-//! Where Python's packages put cuBLASLt: PyTorch's wheels bring it, and no loader looks there.
+//! cuBLASLt in Python's packages: PyTorch's wheels contain it, and no loader searches there.
 //!
-//! Folders of packages are those of the active environment (`VIRTUAL_ENV`, `CONDA_PREFIX`), which are read from the file system;
-//! `python3` is asked for its own only where these have none, and for no longer than [`PYTHON_TIME_MAX`].
+//! Package folders are those of the active environment (`VIRTUAL_ENV`, `CONDA_PREFIX`), read from the file system. If
+//! they have no library, `python3` is asked for its folders, for at most [`PYTHON_TIME_MAX`].
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -9,14 +9,14 @@ use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// Time that `python3` gets to name its folders.
+/// Timeout of `python3`.
 const PYTHON_TIME_MAX: Duration = Duration::from_secs(3);
-/// Prints a folder a line; `-I` keeps it from running what lies in the current folder.
+/// Prints a folder a line; `-I` keeps Python from running files in the current folder.
 const PYTHON: [&str; 3] = ["-I", "-c", "import site, sys; print(*sys.path, site.getusersitepackages(), sep='\\n')"];
-/// Variables that name the prefix of the active environment.
+/// Variables with the prefix of the active environment.
 const PREFIXES: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
-/// Where the library lies in a folder of packages, in this order, and its major version: wheels of CUDA 13, of CUDA 12, and
-/// PyTorch builds that bring it themselves.
+/// The library's path in a package folder, in this order, with its major version: wheels of CUDA 13, of CUDA 12, and
+/// PyTorch builds that bundle it.
 const FILES: [(&str, usize); 5] = [
     ("nvidia/cu13/lib/libcublasLt.so.13", 13),
     ("nvidia/cublas/lib/libcublasLt.so.13", 13),
@@ -25,9 +25,9 @@ const FILES: [(&str, usize); 5] = [
     ("torch/lib/libcublasLt.so.12", 12),
 ];
 
-/// The library's files in Python's packages that a driver of this CUDA version can take, in the order in which they are tried.
+/// The library's files in Python's packages that suit a driver of this CUDA version, in the order of attempts.
 pub(super) fn files(driver_major: usize) -> Vec<PathBuf> {
-    // Devices may be opened often; Python's folders stay where they are.
+    // Asked once: devices may be opened often.
     static PYTHONS: OnceLock<Vec<PathBuf>> = OnceLock::new();
     let prefixes =
         PREFIXES.iter().filter_map(std::env::var_os).map(PathBuf::from).filter(|prefix| prefix.is_absolute());
@@ -38,7 +38,7 @@ pub(super) fn files(driver_major: usize) -> Vec<PathBuf> {
     among(PYTHONS.get_or_init(|| ask(Command::new("python3"), PYTHON_TIME_MAX)), driver_major)
 }
 
-/// Those of the library's files that are in these folders.
+/// The library's files that exist in these folders.
 fn among(folders: &[PathBuf], driver_major: usize) -> Vec<PathBuf> {
     let fitting = FILES.iter().filter(|(_, major)| *major <= driver_major);
     let all = fitting.flat_map(|(file, _)| folders.iter().map(move |folder| folder.join(file)));
@@ -54,21 +54,21 @@ fn packages(prefix: &Path) -> Vec<PathBuf> {
     pythons.into_iter().rev().map(|python| python.join("site-packages")).collect()
 }
 
-/// The folders that a Python names within its time; none where it fails or takes longer.
+/// The folders that a Python prints within its time; empty if it fails or takes longer.
 fn ask(mut python: Command, time_max: Duration) -> Vec<PathBuf> {
     let child = python.args(PYTHON).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
     let Ok(mut child) = child else { return Vec::new() };
     let until = Instant::now() + time_max;
     while !matches!(child.try_wait(), Ok(Some(_)) | Err(_)) {
         if Instant::now() > until {
-            // It may have ended meanwhile.
+            // The process may have ended meanwhile.
             let _ = child.kill();
             let _ = child.wait();
             return Vec::new();
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    // A few hundred bytes, which the pipe holds.
+    // A few hundred bytes, fewer than the pipe's buffer.
     let mut text = String::new();
     let read = child.stdout.take().map(|mut out| out.read_to_string(&mut text));
     if !matches!(read, Some(Ok(_))) {

@@ -1,4 +1,4 @@
-//! What [`CudaDevice`] hands out beside the operations: its queues, sampling, virtual memory, shared regions, peer access.
+//! [`CudaDevice`]'s capabilities: queues, sampling, virtual memory, shared regions, peer access.
 
 use super::memory::{CudaKv, CudaTensor, layout_for, word};
 use super::span::{STAGED_BYTES_MAX, Span, Staged};
@@ -33,42 +33,42 @@ impl Queued for CudaDevice {
     }
 
     fn abort_step(&mut self) -> Result<(), DeviceError> {
-        // What the step had listed must not happen to memory that is somebody else's by then.
+        // The recorded step must not run after its memory has another owner.
         self.work_streams.iter_mut().try_for_each(WorkStream::settle)?;
         self.released.0.record(&self.work_streams[0].stream)?;
         self.released.1 = true;
         Ok(())
     }
 
-    fn mark(&mut self, work_stream: usize) -> Result<(), DeviceError> {
-        // An event would end the step's list, and with it the graph: it is recorded when somebody asks.
-        self.noted[work_stream] = self.work_streams[self.at].listed_step().is_some();
-        if self.noted[work_stream] {
+    fn mark(&mut self, micro_batch: usize) -> Result<(), DeviceError> {
+        // An event would end the recorded step, and its graph: it is recorded when the mark is first asked for.
+        self.noted[micro_batch] = self.work_streams[self.at].listed_step().is_some();
+        if self.noted[micro_batch] {
             return Ok(());
         }
-        Ok(self.marks[work_stream].record(&self.work_streams[self.at].stream)?)
+        Ok(self.marks[micro_batch].record(&self.work_streams[self.at].stream)?)
     }
 
-    fn reached(&mut self, work_stream: usize) -> Result<Option<Duration>, DeviceError> {
-        if std::mem::take(&mut self.noted[work_stream]) {
-            // What is listed has not begun.
+    fn reached(&mut self, micro_batch: usize) -> Result<Option<Duration>, DeviceError> {
+        if std::mem::take(&mut self.noted[micro_batch]) {
+            // A recorded step has not begun.
             self.work_streams[0].settle()?;
-            self.marks[work_stream].record(&self.work_streams[0].stream)?;
+            self.marks[micro_batch].record(&self.work_streams[0].stream)?;
         }
-        // Asked again at once: kernels take microseconds.
-        Ok((!self.marks[work_stream].happened()?).then_some(Duration::ZERO))
+        // Poll again at once: kernels take microseconds.
+        Ok((!self.marks[micro_batch].happened()?).then_some(Duration::ZERO))
     }
 
     fn read_ahead(
         &mut self,
-        work_stream: usize,
+        micro_batch: usize,
         tensor: &CudaTensor,
         rows: Range<usize>,
         cols: Range<usize>,
     ) -> Result<(), DeviceError> {
         assert!(rows.end <= tensor.rows && cols.end <= tensor.cols, "a range beyond the tensor");
         let span = Span::of(tensor, &rows, &cols);
-        let staged = &mut self.staged[work_stream];
+        let staged = &mut self.staged[micro_batch];
         staged.bytes = 0;
         if (1..=STAGED_BYTES_MAX).contains(&span.bytes()) {
             if staged.pinned.as_ref().is_none_or(|p| p.as_slice().len() < span.bytes()) {
@@ -80,19 +80,19 @@ impl Queued for CudaDevice {
                 staged.bytes = span.bytes();
             }
         }
-        self.mark(work_stream)
+        self.mark(micro_batch)
     }
 
     fn read_staged(
         &mut self,
-        work_stream: usize,
+        micro_batch: usize,
         tensor: &CudaTensor,
         rows: Range<usize>,
         cols: Range<usize>,
         out: &mut Vec<f32>,
     ) -> Result<(), DeviceError> {
         let span = Span::of(tensor, &rows, &cols);
-        match &self.staged[work_stream] {
+        match &self.staged[micro_batch] {
             Staged { pinned: Some(pinned), bytes, .. } if *bytes > 0 && *bytes == span.bytes() => {
                 out.reserve(rows.len() * cols.len());
                 span.take(span.first, &pinned.as_slice()[..*bytes], out);
@@ -106,16 +106,16 @@ impl Queued for CudaDevice {
 impl Sampling for CudaDevice {
     type Tensor = CudaTensor;
 
-    fn sample_ahead(&mut self, work_stream: usize, logits: &CudaTensor, rows: &[SampleRow]) -> Result<(), DeviceError> {
+    fn sample_ahead(&mut self, micro_batch: usize, logits: &CudaTensor, rows: &[SampleRow]) -> Result<(), DeviceError> {
         assert!(rows.len() <= logits.rows, "a row for each draw");
-        let staged = &mut self.staged[work_stream];
+        let staged = &mut self.staged[micro_batch];
         staged.bytes = size_of_val(rows) / size_of::<SampleRow>() * size_of::<SampledRow>();
         if rows.is_empty() {
-            return self.mark(work_stream);
+            return self.mark(micro_batch);
         }
         let room = (logits.rows * size_of::<SampledRow>()).next_power_of_two();
         if staged.drawn.as_ref().is_none_or(|b| b.bytes() < room) {
-            // The listed step has not named it; whatever did has happened before this frees it.
+            // The recorded step has not used it; earlier uses are complete before this frees it.
             staged.drawn = Some(Buffer::new(&self.context, "sampled tokens", room)?);
         }
         if staged.pinned.as_ref().is_none_or(|p| p.as_slice().len() < staged.bytes) {
@@ -134,12 +134,12 @@ impl Sampling for CudaDevice {
         own.launch(&sample::sample(word(rows.len()), params))?;
         own.settle()?;
         copy_to_host(&own.stream, pinned, 0, drawn.address(), staged.bytes)?;
-        self.mark(work_stream)
+        self.mark(micro_batch)
     }
 
-    fn sampled(&mut self, work_stream: usize, out: &mut Vec<SampledRow>) -> Result<(), DeviceError> {
-        self.marks[work_stream].synchronize()?;
-        if let Staged { pinned: Some(pinned), bytes, .. } = &self.staged[work_stream] {
+    fn sampled(&mut self, micro_batch: usize, out: &mut Vec<SampledRow>) -> Result<(), DeviceError> {
+        self.marks[micro_batch].synchronize()?;
+        if let Staged { pinned: Some(pinned), bytes, .. } = &self.staged[micro_batch] {
             let rows = pinned.as_slice()[..*bytes].chunks_exact(size_of::<SampledRow>());
             out.extend(rows.map(bytemuck::pod_read_unaligned::<SampledRow>));
         }
@@ -166,7 +166,7 @@ impl VirtualMemory for CudaDevice {
     }
 
     fn kv_hold(&mut self, kv: &mut CudaKv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
-        // A step that was given up may still write what it had when that was released.
+        // An aborted step may still write to memory that it held when that was released.
         if kv.hold(slots)? && self.at == 1 && std::mem::take(&mut self.released.1) {
             self.work_streams[1].stream.wait(&self.released.0)?;
         }

@@ -1,13 +1,14 @@
-//! Steps that are launched as one: what a stream would launch is listed first, and a list that came before is replayed as a graph.
+//! CUDA graphs of repeatable steps: a step's calls are recorded in a list first, and a list seen before is replayed
+//! as a graph.
 //!
-//! A step's list is every kernel, copy and library call with its geometry and the bytes of its parameters. A graph is launched
-//! only where the list is the one that it was captured from, byte for byte; so there is nothing to invalidate: where a buffer
-//! has moved, a mapping has another address or a shape has changed, the list is another one. What varies from step to step
-//! (token ids, slots, the plan of attention with its lengths) is read from device memory, at addresses that the stream keeps the
-//! same from step to step ([`super::work_stream::WorkStream`]).
+//! A list has every kernel, copy and library call with its geometry and the bytes of its parameters. A graph is
+//! launched only for a list that equals, byte for byte, the one that it was captured from, so nothing needs
+//! invalidation: a moved buffer, another mapping or another shape gives another list. Data that varies from step to
+//! step (token ids, slots, the attention plan with its lengths) is read from device memory at addresses that are
+//! equal for equal steps ([`super::work_stream::WorkStream`]).
 //!
-//! A list is captured when it comes for the second time, so that prompts and other steps that come once cost no capture. Graphs
-//! are bounded; the one that was launched longest ago goes.
+//! A list is captured the second time it occurs, so prompts and other unique steps cost no capture. The number of
+//! graphs is bounded; the least recently launched one is evicted.
 
 use crate::blas::Call;
 use crate::driver::{CudaError, Function, Graph, Launch as How, Stream, copy_within_device};
@@ -16,12 +17,12 @@ use std::collections::VecDeque;
 
 /// Graphs that a stream keeps. A graph of an 8B model's step has about 400 nodes and takes about a megabyte.
 const GRAPHS_MAX: usize = 32;
-/// Lists that are remembered by their sums to notice one that comes again.
+/// Sums of recent lists that are remembered to notice repeats.
 const SEEN_MAX: usize = 64;
-/// A list shorter than this is launched as it is: a graph's launch costs about as much as three kernels'.
+/// Fewest operations of a graph: launching a graph costs about as much as three kernels.
 const OPS_MIN: usize = 4;
 
-/// One piece of work.
+/// One operation of a list.
 #[derive(Clone, Debug)]
 enum Op {
     /// The parameter's bytes are the next `words` words of the list.
@@ -52,7 +53,7 @@ impl PartialEq for Op {
     }
 }
 
-/// Work that was called and not launched yet, in order.
+/// Recorded operations that are not launched yet, in order.
 #[derive(Clone, Debug, Default)]
 pub(super) struct List {
     ops: Vec<Op>,
@@ -94,17 +95,17 @@ impl List {
         self.ops == other.ops && self.words == other.words
     }
 
-    /// A sum of the parameters, and of how many pieces there are: lists that differ in kernels only may share it, which
+    /// A hash of the parameters and the number of operations: lists that differ in kernels only may collide, which
     /// costs a comparison.
     fn sum(&self) -> u64 {
         let mix = |sum: u64, word: u64| (sum.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95);
         self.words.iter().fold(self.ops.len() as u64, |sum, word| mix(sum, *word))
     }
 
-    /// Launches all of it.
+    /// Launches all operations one by one.
     ///
     /// # Safety
-    /// As the callers of [`List::kernel`], [`List::copy`] and [`List::blas`] promise of what they list.
+    /// As promised by the callers of [`List::kernel`], [`List::copy`] and [`List::blas`].
     unsafe fn run(&self, stream: &Stream) -> Result<(), CudaError> {
         let mut at = 0;
         for op in &self.ops {
@@ -131,22 +132,22 @@ struct Kept {
     graph: Graph,
 }
 
-/// The graphs of one stream, launched longest ago first.
+/// The graphs of one stream, least recently launched first.
 #[derive(Debug, Default)]
 pub(super) struct Graphs {
     kept: Vec<Kept>,
     seen: VecDeque<u64>,
     pub(super) counters: LaunchCounters,
-    /// Why nothing is captured any more.
+    /// Why capturing has stopped.
     pub(super) off: Option<String>,
 }
 
 impl Graphs {
-    /// Launches a step's list, as a graph where it came before. A capture that fails ends capturing, and the list is
-    /// launched as it is.
+    /// Launches a step's list, as a graph if it has occurred before. A failed capture ends all capturing, and the
+    /// list is launched operation by operation.
     ///
     /// # Safety
-    /// Everything that the list names is valid until the stream has come so far.
+    /// All memory in the list is valid until the stream has run it.
     pub(super) unsafe fn launch(&mut self, list: &List, stream: &Stream) -> Result<(), CudaError> {
         if list.ops.len() < OPS_MIN || self.off.is_some() {
             self.counters.eager += 1;
@@ -157,14 +158,14 @@ impl Graphs {
         if let Some(at) = self.kept.iter().position(|kept| kept.sum == sum && kept.list.is(list)) {
             self.counters.replayed += 1;
             self.kept[at..].rotate_left(1);
-            // SAFETY: the graph does what the list says, for which the caller promises.
+            // SAFETY: the graph does the same as the list, for which the caller promises.
             return unsafe { self.kept[self.kept.len() - 1].graph.launch(stream) };
         }
         if let Some(at) = self.seen.iter().position(|seen| *seen == sum) {
             self.seen.remove(at);
-            // SAFETY: what is captured is launched below only, or after such a promise for an equal list.
+            // SAFETY: the captured work is launched below only, or after such a promise for an equal list.
             let capture = || Graph::capture(stream, || unsafe { list.run(stream) });
-            // A driver may refuse dependents in a graph.
+            // A driver may refuse programmatic dependent launches in a graph.
             match capture().or_else(|error| if stream.forbid_captured_dependents() { capture() } else { Err(error) }) {
                 Ok(graph) => return self.keep(Kept { sum, list: list.clone(), graph }, stream),
                 Err(error) => self.off = Some(error.to_string()),
@@ -183,7 +184,7 @@ impl Graphs {
     fn keep(&mut self, kept: Kept, stream: &Stream) -> Result<(), CudaError> {
         self.counters.captured += 1;
         if self.kept.len() == GRAPHS_MAX {
-            // It may still run.
+            // The graph may still run.
             stream.synchronize()?;
             self.kept.remove(0);
             self.counters.evicted += 1;
@@ -193,7 +194,7 @@ impl Graphs {
         unsafe { self.kept[self.kept.len() - 1].graph.launch(stream) }
     }
 
-    /// Graphs that are kept.
+    /// Number of graphs.
     pub(super) fn len(&self) -> usize {
         self.kept.len()
     }

@@ -1,10 +1,10 @@
-//! Stores that are lent: KV in one arena, which other processes on this host map to attend to it where it lies.
+//! KV stores with peer access: KV in one arena, which other processes on this host map and attend to directly.
 //!
-//! The arena has the layers one behind the other, each in the canonical layout, slots in order; then a seal tag for each rBlock
-//! ([`lagoon_backend::PeerAccess::kv_lent`]). Shape and number of rBlocks say where everything is.
+//! The arena has the layers one after the other, each in the canonical layout, slots in order; then a seal tag for
+//! each rBlock ([`lagoon_backend::PeerAccess::kv_lent`]). Shape and number of rBlocks determine all offsets.
 //!
-//! Invariants: of one's own arena, the tag of an rBlock that is written is 0 before the write begins, in the order of the
-//! stream that writes; a tag other than 0 is written behind everything that the rBlock holds, and waited for. Another
+//! Invariants: in the own arena, the tag of an rBlock is set to 0 before a write to the rBlock begins, in the order
+//! of the writing stream; a tag other than 0 is written behind all of the rBlock's contents, and waited for. Another
 //! process's arena is never written.
 
 use super::CudaDevice;
@@ -22,21 +22,21 @@ use std::sync::Arc;
 
 /// Bytes of a seal tag.
 const TAG_BYTES: usize = size_of::<u64>();
-/// Layers begin at multiples of so many bytes.
+/// Alignment of layers in bytes.
 const ALIGNMENT: usize = 256;
 
-/// The memory of a store that is lent. See the module's documentation.
+/// The arena of a store with peer access; see the module's documentation.
 #[derive(Debug)]
 pub(super) struct Lent {
     arena: Arc<Arena>,
     shape: KvShape,
     blocks: u32,
     block_tokens: u32,
-    /// Which rBlocks have a tag other than 0; `None` of another process's memory.
+    /// rBlocks with a tag other than 0; `None` for another process's arena.
     sealed: Option<Vec<bool>>,
 }
 
-/// Bytes of a layer, and of all layers and tags.
+/// Bytes of a layer, and of the whole arena.
 fn sizes(shape: KvShape, blocks: u32, block_tokens: u32) -> Option<(usize, usize)> {
     let slots = blocks.checked_mul(block_tokens).filter(|slots| (1..u32::MAX).contains(slots))?;
     let layer = (slots as usize).checked_mul(shape.layer_token_bytes())?.checked_next_multiple_of(ALIGNMENT)?;
@@ -73,7 +73,7 @@ impl Lent {
         self.arena.address() + (tags + block as usize * TAG_BYTES) as u64
     }
 
-    /// The rBlocks of these slots are about to be written by `work_stream`.
+    /// Clears the tags of these slots' rBlocks, before `work_stream` writes to them.
     pub(super) fn open(&mut self, work_stream: &WorkStream, slots: Range<u32>) -> Result<(), CudaError> {
         for block in slots.start / self.block_tokens..slots.end.div_ceil(self.block_tokens) {
             let at = self.tag_at(block);
@@ -126,7 +126,7 @@ impl CudaDevice {
         let lent = kv.lent_mut().filter(|lent| lent.is_own() && block < lent.blocks);
         let lent = lent.ok_or_else(|| DeviceError::Unsupported("sealing a store that is not lent".to_owned()))?;
         let at = lent.tag_at(block);
-        // From now on a write opens it, whatever becomes of the tag.
+        // Set first: a later write clears the tag, even if writing the tag fails.
         lent.sealed.as_mut().expect("it is one's own")[block as usize] = true;
         self.kv_used()?;
         self.work_stream().settle()?;
@@ -145,7 +145,7 @@ impl CudaDevice {
         let (Some(first), Some(last)) = (blocks.iter().min(), blocks.iter().max()) else { return Ok(()) };
         assert!(*last < lent.blocks, "rBlocks beyond the store");
         let mut bytes = Vec::with_capacity((last - first + 1) as usize * TAG_BYTES);
-        // What is between is read too: one copy is cheaper than many.
+        // Reads the tags in between as well: one copy is cheaper than many.
         let all = bytes.capacity();
         self.work_stream().read(lent.tag_at(*first), all, |piece| bytes.extend_from_slice(piece))?;
         let (tags, _) = bytes.as_chunks::<TAG_BYTES>();
@@ -155,7 +155,7 @@ impl CudaDevice {
 }
 
 impl CudaKv {
-    /// A store in memory that is lent.
+    /// A store in an arena.
     fn in_arena(shape: KvShape, lent: Lent) -> Self {
         let slots = lent.slots();
         Self::over_memory(shape, Memory::Lent(lent), slots)

@@ -1,8 +1,9 @@
-//! Linear layers of a device: cuBLASLt for many rows where it is installed, own kernels for few and where it is not.
+//! Linear layers of a device: cuBLASLt for many rows if installed, own kernels for few rows and without the library.
 //!
-//! Activations are f32 and enter 16-bit products as one or two terms (see [`crate::kernels::linear`]); the library multiplies
-//! the terms one after the other into the same output, so that products of bf16 need no room between. In f16 each row has a
-//! scale, which the library cannot apply: terms are multiplied as one matrix into scratch, and `gemm_reduce` adds and scales.
+//! Activations are f32 and enter 16-bit products as one or two terms (see [`crate::kernels::linear`]). The library
+//! multiplies the terms one after the other into the same output, so products in bf16 need no scratch for results. In
+//! f16 each row has a scale, which the library cannot apply: terms are multiplied as one matrix into scratch, and
+//! `gemm_reduce` adds and scales.
 
 use super::memory::word;
 use super::work_stream::WorkStream;
@@ -10,31 +11,31 @@ use super::{CudaDevice, CudaTensor, CudaWeight};
 use crate::blas::{Blas, CublasLt, Shape};
 use crate::driver::{Context, CudaError};
 use crate::kernels::attention::Precision;
-use crate::kernels::linear::{Launches, Product, is_streamed, workspace_bytes};
-use crate::kernels::pointwise::{GateParams, GeluParams, gelu, silu_mul};
+use crate::kernels::linear::{Launches, Product, is_fused, is_streamed, workspace_bytes};
+use crate::kernels::pointwise::activate;
 use crate::kernels::weight_ld;
 use lagoon_backend::{Activation, DeviceError};
 use lagoon_types::DType;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What multiplies in linear layers.
+/// Choice of the kernels for linear layers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum LinearLayers {
-    /// cuBLASLt where it is installed, for more rows than stream the weight.
+    /// cuBLASLt if installed, for more rows than the streaming kernels take.
     #[default]
     Auto,
-    /// The same with this file.
+    /// As `Auto`, with the library in this file.
     File(PathBuf),
     /// This project's kernels only.
     Own,
 }
 
-/// What the device has for them.
+/// The linear-layer kernels of a device.
 #[derive(Debug)]
 pub(super) enum Linear {
     Library(Box<Blas>),
-    /// Why there is no library.
+    /// Own kernels, and why there is no library.
     Own(String),
 }
 
@@ -58,7 +59,7 @@ impl Linear {
 }
 
 impl CudaDevice {
-    /// `out (=|+=) x · weightᵀ`; an activation is applied to the products of few rows only ([`is_streamed`]).
+    /// `out (=|+=) x · weightᵀ`; an activation is applied only as [`is_fused`] says.
     pub(super) fn multiply(
         &mut self,
         x: &CudaTensor,
@@ -87,7 +88,7 @@ impl CudaDevice {
         })?)
     }
 
-    /// See [`lagoon_backend::Device::matmul_activated`]: in one kernel where it streams the weight, else in two.
+    /// See [`lagoon_backend::Device::matmul_activated`]: one kernel if it applies the activation, else two.
     pub(super) fn up_projection(
         &mut self,
         x: &CudaTensor,
@@ -100,28 +101,35 @@ impl CudaDevice {
         let columns = activation.inputs() * out.cols;
         assert!(weight.rows == columns && product.cols == columns, "shapes of an up projection");
         assert!(rows <= product.rows.min(out.rows), "rows of an up projection");
-        if is_streamed(word(rows), weight.dtype) {
+        if is_fused(word(rows), weight.dtype, activation) {
             return self.multiply(x, weight, rows, (false, Some(activation)), out);
         }
         self.multiply(x, weight, rows, (false, None), product)?;
-        let (x, out_at, n) = (product.address(), out.address(), word(out.cols));
-        match activation {
-            Activation::SiluMul => {
-                self.work_stream().launch(&silu_mul(word(rows), GateParams { x, out: out_at, n, pad: 0 }))?;
-            }
-            Activation::Gelu => {
-                let count = (rows * out.cols) as u64;
-                self.work_stream().launch(&gelu(GeluParams { x, out: out_at, count, tanh: 0, pad: 0 }))?;
-            }
+        self.activation(product, rows, activation, out)
+    }
+
+    /// See [`lagoon_backend::Device::activate`].
+    pub(super) fn activation(
+        &mut self,
+        product: &CudaTensor,
+        rows: usize,
+        activation: Activation,
+        out: &CudaTensor,
+    ) -> Result<(), DeviceError> {
+        assert_eq!(product.cols, activation.inputs() * out.cols, "columns of an activation's product");
+        assert!(rows <= product.rows.min(out.rows), "rows of an activation");
+        if rows == 0 {
+            return Ok(());
         }
-        Ok(())
+        let launch = activate(activation, word(rows), word(out.cols), product.address(), out.address());
+        Ok(self.work_stream().activate(&launch)?)
     }
 
     /// One product.
     pub(super) fn product(&mut self, product: &Product) -> Result<(), CudaError> {
         let Self { work_streams, linear, at, tuning, .. } = self;
         let work_stream = &mut work_streams[*at];
-        // The library's workspace is the first stream's.
+        // The library's workspace belongs to the first stream.
         if let Linear::Library(blas) = linear
             && *at == 0
             && product.bias == 0
@@ -152,7 +160,7 @@ fn by_own_kernels(
     }
 }
 
-/// Whether the library has something for the shape; then it is called.
+/// Runs the product by the library; false if it has no algorithm for the shape.
 fn by_library(
     work_stream: &mut WorkStream,
     blas: &mut Blas,
@@ -162,9 +170,9 @@ fn by_library(
     let ldw = u32::try_from(weight_ld(p.k as usize, p.dtype.size())).expect("columns fit");
     let shape = Shape { rows: p.rows, n: p.n, k: p.k, ldx: p.x_stride, ldw, ldo: p.out_stride, dtype: p.dtype };
     let bytes = |address: u64| usize::try_from(address).expect("scratch fits");
-    // Where the terms end tells what they take.
+    // The end of the terms gives their size.
     let Some(terms) = p.terms(0, precision) else {
-        // Rows that do not begin at multiples of 16 bytes are not what the library was promised.
+        // The library was promised rows aligned to 16 bytes.
         let aligned = p.x_stride.is_multiple_of(4) && p.out_stride.is_multiple_of(4);
         let call = if aligned { blas.call(shape, p.x, p.w, p.out, p.add)? } else { None };
         return call.map_or(Ok(false), |call| work_stream.blas(call).map(|()| true));
@@ -186,7 +194,7 @@ fn by_library(
         }
         return Ok(true);
     }
-    // Rows of a partial result begin at multiples of 16 bytes if their number of columns is one of 4.
+    // Rows of a partial result are aligned to 16 bytes only if it has a multiple of 4 columns.
     if !p.n.is_multiple_of(4) {
         return Ok(false);
     }

@@ -1,9 +1,9 @@
 //! Tensors, weights and KV stores on the device.
 //!
-//! Invariants: a weight's rows begin at multiples of 16 bytes, with zeros between (`kernels::weight_ld`). A KV store's
-//! slots are addresses in a [`VirtualKv`], contiguous in every plane. A flat store is one row of it: memory is mapped when a
-//! slot is first used, and what was never written is zero. A store with rows ([`KvSpace`]) has memory behind the rBlocks
-//! that are held.
+//! Invariants: a weight's rows begin at multiples of 16 bytes, with zeros between (`kernels::weight_ld`). A KV
+//! store's slots are addresses in a [`VirtualKv`], contiguous in every plane. A flat store is one row: memory is
+//! mapped at the first use of a slot, and unwritten slots are zero. A store with address rows ([`KvSpace`]) has
+//! memory behind held rBlocks only.
 
 #[cfg(target_os = "linux")]
 use super::lent::Lent;
@@ -20,13 +20,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-/// Bytes of a weight that are padded and staged at once.
+/// Bytes of a weight that are padded and staged at a time.
 const WEIGHT_PIECE_BYTES: usize = 1 << 20;
 
-/// A size or count that kernels see.
+/// A size or count as kernels see it.
 ///
 /// # Panics
-/// If it does not fit: shapes are far below that.
+/// If it does not fit u32, which shapes are far below.
 pub(super) fn word(n: usize) -> u32 {
     u32::try_from(n).expect("shapes fit u32")
 }
@@ -48,7 +48,7 @@ impl CudaTensor {
     ) -> Result<Self, CudaError> {
         let buffer = Buffer::new(context, "a tensor", rows * cols * 4)?;
         fill_zero(&work_stream.stream, buffer.address(), rows * cols * 4)?;
-        // Another stream may be the first to use it.
+        // Another stream may use it first.
         work_stream.stream.synchronize()?;
         Ok(Self { buffer, rows, cols })
     }
@@ -100,12 +100,12 @@ impl CudaWeight {
                 at += padded.len();
             }
         }
-        // Another stream may be the first to use it.
+        // Another stream may use it first.
         work_stream.stream.synchronize()?;
         Ok(Self { buffer, dtype, rows, cols })
     }
 
-    /// Elements from one row to the next.
+    /// Row stride in elements.
     pub(super) fn ld(&self) -> u32 {
         word(weight_ld(self.cols, self.dtype.size()))
     }
@@ -124,33 +124,33 @@ impl From<VirtualKvError> for DeviceError {
     }
 }
 
-/// A KV store. See the module for invariants.
+/// A KV store on the device. See the module for invariants.
 #[derive(Debug)]
 pub struct CudaKv {
     pub(super) shape: KvShape,
     pub(super) slots: usize,
     memory: Memory,
-    /// The only row; `None` where somebody else maps and unmaps.
+    /// The only row; `None` if rows are mapped by the caller.
     row: Option<usize>,
-    /// Of a store with rows.
+    /// Held rBlocks, if the store has address rows.
     rows: Option<Held>,
-    /// Slots that have memory, and stripes that were zeroed for them.
+    /// Slots that have memory, and stripes zeroed for them.
     mapped: u32,
     zeroed: u32,
     maps: OnceLock<Vec<KvMaps>>,
 }
 
-/// What a store is in.
+/// Memory of a store.
 #[derive(Debug)]
 pub(super) enum Memory {
     Virtual(Arc<VirtualKv>),
-    /// All of it at one place, for good.
+    /// One arena, mapped for good (peer access).
     #[cfg(target_os = "linux")]
     Lent(Lent),
 }
 
 impl Memory {
-    /// Of a store that is mapped piece by piece.
+    /// The virtual memory of a store that is mapped piece by piece.
     fn of(&self) -> &Arc<VirtualKv> {
         match self {
             Self::Virtual(memory) => memory,
@@ -160,25 +160,25 @@ impl Memory {
     }
 }
 
-/// Which rBlocks of a store with rows have memory, and which of them the same.
+/// rBlocks of a store with address rows that have memory, and which of them share it.
 #[derive(Debug)]
 struct Held {
     block_tokens: u32,
-    /// rBlocks of the layout in one of the store's.
+    /// rBlocks of the layout in one rBlock of the store.
     ratio: u32,
-    /// By rBlock of the store: the number of the memory behind it, [`NONE`] where there is none.
+    /// By rBlock of the store: the number of its memory, or [`NONE`].
     blocks: Vec<u64>,
-    /// Numbers given so far.
+    /// Memory numbers given so far.
     numbers: u64,
-    /// Memory that is behind several rBlocks, and how many.
+    /// Memory mapped at several rBlocks, and their number.
     sharers: BTreeMap<u64, u32>,
-    /// rBlocks that nobody wants and that have memory still: the driver could not unmap them, and is asked again.
+    /// Released rBlocks that the driver could not unmap yet; retried at the next call.
     leaving: BTreeSet<u32>,
-    /// What was expected last: it is not said twice.
+    /// Arguments of the last [`CudaKv::expect`], to skip repeats.
     expected: (Vec<u32>, Option<u32>),
 }
 
-/// Of an rBlock without memory.
+/// Number of an rBlock without memory.
 const NONE: u64 = 0;
 
 impl Held {
@@ -195,20 +195,20 @@ impl Held {
         !self.sharers.is_empty() && self.sharers.contains_key(&self.blocks[block as usize])
     }
 
-    /// New memory is behind a block.
+    /// Notes new memory behind a block.
     fn give(&mut self, block: u32) {
         self.numbers += 1;
         self.blocks[block as usize] = self.numbers;
     }
 
-    /// The memory of one block is behind another one, too.
+    /// Notes that `to` shares the memory of `from`.
     fn share(&mut self, from: u32, to: u32) {
         let memory = self.blocks[from as usize];
         self.blocks[to as usize] = memory;
         *self.sharers.entry(memory).or_insert(1) += 1;
     }
 
-    /// Nothing is behind a block.
+    /// Notes that a block has no memory any more.
     fn take(&mut self, block: u32) {
         let memory = std::mem::replace(&mut self.blocks[block as usize], NONE);
         if let Some(places) = self.sharers.get_mut(&memory) {
@@ -225,8 +225,9 @@ impl Held {
     }
 }
 
-/// The layout of a store whose rBlocks are whole page groups: the fewest layers share one, because a kernel that reads a
-/// layer then touches the fewest pages; `None` where rBlocks of so many tokens are not whole page groups however many do.
+/// The layout of a store whose rBlocks are whole page groups. The fewest layers share one, because a kernel that
+/// reads a layer then touches the fewest pages. `None` if rBlocks of `block_tokens` tokens are not whole page groups
+/// for any number of layers.
 pub(super) fn layout_for(
     context: &Context,
     shape: KvShape,
@@ -239,7 +240,7 @@ pub(super) fn layout_for(
     wanted.filter_map(layout).find(|layout| block_tokens.is_multiple_of(layout.block_tokens()))
 }
 
-/// The least rBlock, in tokens, that is whole page groups when all layers share them.
+/// Tokens of the smallest rBlock that is whole page groups, when all layers share them.
 pub(super) fn least_block_tokens(context: &Context, shape: KvShape) -> Option<u32> {
     VmmLayout::new(vmm_shape(context, shape, shape.layers)).ok().map(|layout| layout.block_tokens())
 }
@@ -255,13 +256,13 @@ fn vmm_shape(context: &Context, shape: KvShape, layers_per_group: u32) -> VmmSha
     }
 }
 
-/// Bytes of device addresses for one store: of the 47 bits that a process has, half.
+/// Device addresses of one store in bytes, at most: half of a process's 47 bits.
 pub(super) const ADDRESS_BYTES_MAX: u64 = 1 << 46;
-/// Of a store's memory, the share that is kept free for what comes next: kept page groups are reclaimed below it.
+/// One in so many page groups of a store is kept free: below that, kept page groups are reclaimed.
 const FREE_SHARE: u32 = 64;
 
 impl CudaKv {
-    /// A store with rows.
+    /// A store with address rows.
     pub(super) fn with_rows(
         context: &Arc<Context>,
         shape: KvShape,
@@ -297,10 +298,10 @@ impl CudaKv {
         Ok(kv)
     }
 
-    /// See [`lagoon_backend::VirtualMemory::kv_hold`]. Returns whether some of the memory was there already.
+    /// See [`lagoon_backend::VirtualMemory::kv_hold`]. Returns whether some of the memory was already mapped.
     pub(super) fn hold(&mut self, slots: &[Range<u32>]) -> Result<bool, DeviceError> {
         let left = self.let_go();
-        // A flat store has had the memory all along.
+        // A flat store has its memory all along.
         let Some(held) = &mut self.rows else { return Ok(true) };
         if slots.iter().any(|slots| held.leaving.range(held.blocks_of(slots)).next().is_some()) {
             left?;
@@ -330,7 +331,7 @@ impl CudaKv {
         Ok(())
     }
 
-    /// See [`lagoon_backend::VirtualMemory::kv_release`]. What fails is done by what is held or released next.
+    /// See [`lagoon_backend::VirtualMemory::kv_release`]. A failure is retried by the next hold or release.
     pub(super) fn release(&mut self, slots: Range<u32>) -> Result<(), DeviceError> {
         if let Some(held) = &mut self.rows {
             held.leaving.extend(held.blocks_of(&slots));
@@ -338,7 +339,7 @@ impl CudaKv {
         self.let_go()
     }
 
-    /// Releases what is leaving, consecutive rBlocks at once.
+    /// Unmaps released rBlocks, consecutive ones in one call.
     fn let_go(&mut self) -> Result<(), DeviceError> {
         let Some(held) = &mut self.rows else { return Ok(()) };
         while let Some(&last) = held.leaving.last() {
@@ -375,7 +376,7 @@ impl CudaKv {
         }
     }
 
-    /// Whether these slots have memory that is behind no others: what is shared is never written.
+    /// Whether these slots have memory of their own: shared memory is never written.
     pub(super) fn has_own(&self, slots: Range<u32>) -> bool {
         let shared = |held: &Held| held.blocks_of(&slots).any(|block| held.is_shared(block));
         #[cfg(target_os = "linux")]
@@ -420,8 +421,8 @@ impl CudaKv {
         })
     }
 
-    /// All slots of `memory`, whose rows somebody else maps and unmaps: a slot is used only while it has memory, and is
-    /// not zeroed.
+    /// A store over all slots of `memory`, whose rows the caller maps and unmaps: a slot is used only while it has
+    /// memory, and is not zeroed.
     pub(super) fn over(shape: KvShape, memory: Arc<VirtualKv>) -> Result<Self, DeviceError> {
         let of = memory.layout().shape();
         let wanted = (shape.layers, shape.kv_heads, shape.head_dim, word(shape.dtype.size()));
@@ -432,13 +433,13 @@ impl CudaKv {
         Ok(Self::over_memory(shape, Memory::Virtual(memory), slots))
     }
 
-    /// All slots of memory that is there.
+    /// A store over memory that is completely mapped.
     pub(super) fn over_memory(shape: KvShape, memory: Memory, slots: u32) -> Self {
         let maps = OnceLock::new();
         Self { shape, slots: slots as usize, memory, row: None, rows: None, mapped: slots, zeroed: 0, maps }
     }
 
-    /// What it is in, if that is lent.
+    /// The store's arena, if it has peer access.
     #[cfg(target_os = "linux")]
     pub(super) fn lent(&self) -> Option<&Lent> {
         match &self.memory {
@@ -455,7 +456,7 @@ impl CudaKv {
         }
     }
 
-    /// `work_stream` is about to write these slots, which it holds.
+    /// Prepares a write of these held slots by `work_stream` (clears seal tags).
     pub(super) fn open(&mut self, work_stream: &WorkStream, slots: Range<u32>) -> Result<(), DeviceError> {
         match &mut self.memory {
             #[cfg(target_os = "linux")]
@@ -467,7 +468,7 @@ impl CudaKv {
         }
     }
 
-    /// Slots that have memory: those before this one.
+    /// Number of leading slots that have memory.
     pub(super) fn mapped(&self) -> u32 {
         self.mapped
     }
@@ -483,7 +484,7 @@ impl CudaKv {
         KvView { k: plane.k, v: plane.v, token_stride: plane.token_stride, head_stride: u64::from(self.shape.head_dim) }
     }
 
-    /// What all layers have in common for attention.
+    /// Properties that all layers share, for the attention plan.
     pub(super) fn store(&self) -> Store {
         let of = |layer| Store::of(&self.view(layer), self.shape.dtype, self.shape.head_dim);
         (1..self.shape.layers as usize).map(of).fold(of(0), |all, one| Store {
@@ -493,7 +494,7 @@ impl CudaKv {
         })
     }
 
-    /// The tensor maps of each layer, made when they are first asked for.
+    /// The tensor maps of each layer, made at the first call.
     pub(super) fn maps(&self) -> Result<&[KvMaps], CudaError> {
         if let Some(maps) = self.maps.get() {
             return Ok(maps);
@@ -506,8 +507,8 @@ impl CudaKv {
         Ok(self.maps.get_or_init(|| maps))
     }
 
-    /// Makes memory lie behind the slots before `end`. Returns whether `work_stream` zeroes some, which the other stream then
-    /// has to wait for.
+    /// Maps memory behind the slots before `end`. Returns whether `work_stream` zeroes some, which the other stream
+    /// must then wait for.
     pub(super) fn ensure(&mut self, work_stream: &WorkStream, end: u32) -> Result<bool, DeviceError> {
         if end <= self.mapped {
             return Ok(false);
@@ -531,17 +532,17 @@ impl CudaKv {
         Ok(to > from)
     }
 
-    /// Says that the stream's work so far uses this memory.
+    /// Announces that the stream's work so far uses this memory.
     pub(super) fn used_by(&self, work_stream: &mut WorkStream) -> Result<(), DeviceError> {
         match &self.memory {
             Memory::Virtual(memory) => Ok(work_stream.uses(memory)?),
-            // It is unmapped when nobody uses it any more: whoever drops the store has waited.
+            // An arena is unmapped when its store is dropped, after all work.
             #[cfg(target_os = "linux")]
             Memory::Lent(_) => Ok(()),
         }
     }
 
-    /// What mapping has come to.
+    /// Counters of mapping; `None` for an arena.
     pub(super) fn counters(&self) -> Option<KvCounters> {
         let Memory::Virtual(memory) = &self.memory else { return None };
         let (free, kept) = memory.free_and_kept_groups();

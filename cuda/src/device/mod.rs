@@ -1,14 +1,16 @@
-//! [`CudaDevice`]: the operations of [`Device`] as launches.
+//! [`CudaDevice`]: the operations of [`Device`] as kernel launches.
 //!
-//! Two streams: the instance's own steps, and peers' queries on a stream of their own with the highest priority
-//! ([`Queued::urgent`]). Each stream's work happens in the order of the calls. Between them only KV is shared: a stream
-//! waits for what the other has copied into the store ([`CudaDevice::kv_written`]); a step's own writes are read by
-//! lent rows only after the step has ended, which its caller has waited for.
+//! Two streams: the instance's own steps, and peers' queries on a stream of the highest priority
+//! ([`Queued::urgent`]). Each stream runs its work in the order of the calls. The streams share KV only: a stream
+//! waits for the other's copies into the store ([`CudaDevice::kv_written`]). Peers' queries read a step's own writes
+//! only after the step has ended, which the caller has waited for.
 //!
-//! A repeatable step ([`Queued::begin_repeatable`]) is listed, captured as a graph and replayed ([`graphs`]).
+//! A repeatable step ([`Queued::begin_repeatable`]) is recorded, captured as a CUDA graph and replayed ([`graphs`]).
 
 mod capabilities;
+mod experts;
 mod graphs;
+mod latent;
 #[cfg(target_os = "linux")]
 mod lent;
 mod linear;
@@ -34,8 +36,8 @@ use crate::kernels::attention::{Buffers, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, S
 use crate::kernels::pointwise::{self as p, per_row};
 use bytemuck::Pod;
 use lagoon_backend::{
-    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvPiece, LaunchCounters, Mode, Partials, Queued, Sampling,
-    VirtualMemory, WeightSource, without,
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
+    LaunchCounters, Mode, Partials, Queued, Sampling, VirtualMemory, WeightSource, without,
 };
 #[cfg(target_os = "linux")]
 use lagoon_backend::{PeerAccess, SharedRegions};
@@ -50,52 +52,53 @@ use std::ops::Range;
 use std::sync::Arc;
 use work_stream::{Kernels, WorkStream};
 
-/// Tokens of KV that are staged at once are as many as fit so many bytes.
+/// Bytes of KV that are staged at a time.
 const KV_PIECE_BYTES: usize = 1 << 20;
 
-/// What may be chosen.
+/// Options of a CUDA device.
 #[derive(Clone, Debug, Default)]
 pub struct CudaOptions {
-    /// The device's number.
+    /// Index of the device.
     pub ordinal: u32,
-    /// Layers that share page groups of KV, if they divide the model's; 1 where nothing is said.
+    /// Layers that share page groups of KV, if they divide the model's; `None` is 1.
     pub layers_per_group: Option<u32>,
-    /// How kernels are cut; untuned values where nothing is said.
+    /// Launch shapes of attention; `None` takes untuned values.
     pub tuning: Option<Tuning>,
-    /// What multiplies in linear layers.
+    /// Choice of the kernels for linear layers.
     pub linear: LinearLayers,
-    /// Whether f32 weights may be multiplied in TF32 (factors of 10 bits) by cuBLASLt; own kernels never do.
+    /// Whether cuBLASLt may multiply f32 weights in TF32 (factors of 10 bits); own kernels never do.
     pub tf32: bool,
-    /// Launch every step kernel by kernel.
+    /// Launch every step kernel by kernel, without CUDA graphs.
     pub no_graphs: bool,
-    /// Launch each kernel when the one ahead has completed, also where the device could begin it before (programmatic dependent
-    /// launch, compute capability 9.0).
+    /// Launch each kernel when its predecessor has completed, without programmatic dependent launch (compute
+    /// capability 9.0).
     pub no_dependent_launch: bool,
 }
 
-/// The CUDA backend: one device, used by one thread.
+/// The CUDA backend: one device, driven by one thread.
 #[derive(Debug)]
 pub struct CudaDevice {
     context: Arc<Context>,
     options: CudaOptions,
     tuning: Tuning,
-    /// Own steps, and peers' queries.
+    /// The streams of own steps (0) and of peers' queries (1).
     work_streams: [WorkStream; 2],
     plans: [Plans; 2],
     linear: Linear,
-    /// Behind the last copy into a store, by stream; and whether the other stream has not waited for it yet.
+    /// Events behind the last copy into a store, by stream; and whether the other stream has still to wait for it.
     copied: [Event; 2],
     unseen: [bool; 2],
-    /// Behind the own work that was queued when memory was last released; and whether the other stream has not waited for it yet.
+    /// Event behind the own work queued at the last release of memory; and whether the other stream has still to wait
+    /// for it.
     released: (Event, bool),
-    /// Marks and reads ahead of the two streams of own steps.
+    /// Marks of the two micro-batches, and their reads ahead.
     marks: [Event; 2],
-    /// Marks of a step that was listed then, whose events were not recorded.
+    /// Marks set while a step was recorded, whose events are not recorded yet.
     noted: [bool; 2],
     staged: [Staged; 2],
     #[cfg(target_os = "linux")]
     regions: Regions,
-    /// The stream of the next calls.
+    /// Index of the stream of the next calls.
     at: usize,
 }
 
@@ -103,7 +106,7 @@ impl CudaDevice {
     /// Opens a device with the kernels of this image (a fatbin, see [`crate::kernels`]).
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] without a driver, without that device or where the kernels do not load; the text
+    /// [`DeviceError::Unsupported`] without a driver, without that device or if the kernels do not load; the text
     /// says why.
     pub fn open(image: &[u8], options: CudaOptions) -> Result<Self, DeviceError> {
         let context = Context::open(options.ordinal)?;
@@ -146,41 +149,47 @@ impl CudaDevice {
         })
     }
 
-    /// What multiplies in linear layers, for people.
+    /// The kernels of linear layers, for people.
     #[must_use]
     pub fn linear_layers(&self) -> String {
         self.linear.name()
     }
 
-    /// How attention is cut on this device.
+    /// Launch shapes of attention on this device.
     #[must_use]
     pub fn tuning(&self) -> &Tuning {
         &self.tuning
     }
 
+    /// Whether the kernels on warpgroup products are loaded, which only compute capability 9.x has.
+    #[must_use]
+    pub fn has_warpgroups(&self) -> bool {
+        self.work_streams[0].kernels().has_warpgroups()
+    }
+
     /// Cuts attention in another way from now on.
     ///
     /// # Panics
-    /// If that needs more shared memory than the device has, or kernels that it has not.
+    /// If they need more shared memory than the device has, or kernels that it lacks.
     pub fn set_tuning(&mut self, tuning: Tuning) {
         let attributes = self.context.attributes();
         assert!(tuning.shared_bytes_max <= attributes.shared_bytes_per_block, "tiles for another device");
-        assert!(!tuning.wgmma || attributes.compute_capability.0 == 9, "warpgroup products on another device");
+        assert!(!tuning.wgmma || self.has_warpgroups(), "warpgroup products on another device");
         self.tuning = tuning;
-        // Plans were made by the old one.
+        // Cached plans are of the old tuning.
         self.plans = [Plans::default(), Plans::default()];
     }
 
-    /// How repeatable steps were launched, the graphs that are kept, and why none is made any more, if so.
+    /// Launches of repeatable steps, the number of graphs, and why capturing has stopped, if it has.
     #[must_use]
     pub fn graphs(&self) -> (LaunchCounters, usize, Option<&str>) {
         self.work_streams[0].graphs()
     }
 
-    /// An event, with timing, behind everything that was called so far in the stream of the next calls.
+    /// Records an event, with timing, behind all calls so far in the current stream.
     ///
     /// # Errors
-    /// What the device says.
+    /// Those of the driver.
     pub fn timestamp(&mut self) -> Result<Event, DeviceError> {
         self.work_stream().settle()?;
         let event = Event::new(&self.context, true)?;
@@ -228,6 +237,22 @@ impl CudaDevice {
             pad: 0,
         };
         self.per_row(name, rows, params)
+    }
+
+    /// `out[i] (=|+=) table[ids[i]]`.
+    fn table_rows(&mut self, table: &CudaWeight, ids: &[u32], add: bool, out: &CudaTensor) -> Result<(), DeviceError> {
+        assert!(table.cols == out.cols && ids.len() <= out.rows, "embedding rows");
+        assert!(ids.iter().all(|id| (*id as usize) < table.rows), "token ids beyond the vocabulary");
+        let params = p::EmbedParams {
+            table: table.buffer.address(),
+            ids: self.work_stream().upload(bytemuck::cast_slice(ids))?,
+            out: out.address(),
+            cols: word(table.cols),
+            ld: table.ld(),
+            table_type: u32::from(table.dtype.code()),
+            add: u32::from(add),
+        };
+        self.per_row("embed", ids.len(), params)
     }
 }
 
@@ -354,7 +379,7 @@ impl Device for CudaDevice {
         assert!((slot0 + tokens) as usize <= kv.slots, "tokens beyond the store");
         self.work_stream().settle()?;
         self.kv_used()?;
-        // Slots that were never used have no memory, and are zero.
+        // Slots that were never used have no memory; they read as zero.
         let there = kv.mapped().clamp(slot0, slot0 + tokens) - slot0;
         let (mut slot, end) = (slot0, slot0 + there);
         while slot < end {
@@ -378,20 +403,12 @@ impl Device for CudaDevice {
     }
 
     fn embed(&mut self, table: &CudaWeight, ids: &[u32], out: &mut CudaTensor) -> Result<(), DeviceError> {
-        assert!(table.cols == out.cols && ids.len() <= out.rows, "embedding rows");
-        assert!(ids.iter().all(|id| (*id as usize) < table.rows), "token ids beyond the vocabulary");
-        let params = p::EmbedParams {
-            table: table.buffer.address(),
-            ids: self.work_stream().upload(bytemuck::cast_slice(ids))?,
-            out: out.address(),
-            cols: word(table.cols),
-            ld: table.ld(),
-            table_type: u32::from(table.dtype.code()),
-            add: 0,
-        };
-        self.per_row("embed", ids.len(), params)
+        self.table_rows(table, ids, false, out)
     }
 
+    fn embed_add(&mut self, table: &CudaWeight, ids: &[u32], out: &mut CudaTensor) -> Result<(), DeviceError> {
+        self.table_rows(table, ids, true, out)
+    }
     fn rms_norm(
         &mut self,
         x: &CudaTensor,
@@ -438,6 +455,116 @@ impl Device for CudaDevice {
         self.up_projection(x, weight, rows, activation, product, out)
     }
 
+    fn activate(
+        &mut self,
+        product: &CudaTensor,
+        rows: usize,
+        activation: Activation,
+        out: &mut CudaTensor,
+    ) -> Result<(), DeviceError> {
+        self.activation(product, rows, activation, out)
+    }
+
+    fn add(&mut self, x: &mut CudaTensor, y: &CudaTensor, rows: usize) -> Result<(), DeviceError> {
+        assert!(x.cols == y.cols && rows <= x.rows.min(y.rows), "shapes of a sum");
+        if rows == 0 {
+            return Ok(());
+        }
+        let count = (rows * x.cols) as u64;
+        Ok(self.work_stream().launch(&p::add(p::AddParams { x: x.address(), y: y.address(), count }))?)
+    }
+
+    fn scale(&mut self, x: &mut CudaTensor, factor: f32, rows: usize) -> Result<(), DeviceError> {
+        assert!(rows <= x.rows, "rows beyond the tensor");
+        if rows == 0 {
+            return Ok(());
+        }
+        let count = (rows * x.cols) as u64;
+        Ok(self.work_stream().launch(&p::scale(p::ScaleParams { x: x.address(), count, factor, pad: 0 }))?)
+    }
+
+    fn softcap(&mut self, x: &mut CudaTensor, cap: f32, rows: usize) -> Result<(), DeviceError> {
+        assert!(rows <= x.rows, "rows beyond the tensor");
+        if rows == 0 {
+            return Ok(());
+        }
+        let count = (rows * x.cols) as u64;
+        Ok(self.work_stream().launch(&p::softcap(p::ScaleParams { x: x.address(), count, factor: cap, pad: 0 }))?)
+    }
+
+    fn head_norm(
+        &mut self,
+        qkv: &mut CudaTensor,
+        (q, k): (&CudaWeight, &CudaWeight),
+        eps: f32,
+        geometry: AttentionGeometry,
+        rows: usize,
+    ) -> Result<(), DeviceError> {
+        let AttentionGeometry { heads, kv_heads, head_dim, .. } = geometry;
+        let dim = head_dim as usize;
+        assert_eq!((q.rows, q.cols, k.rows, k.cols), (1, dim, 1, dim), "weights of a head's norm");
+        assert!(qkv.cols == geometry.qkv_dim() && rows <= qkv.rows, "projection shapes");
+        if rows == 0 {
+            return Ok(());
+        }
+        let params = p::HeadNormParams {
+            qkv: qkv.address(),
+            q_weight: q.buffer.address(),
+            k_weight: k.buffer.address(),
+            heads,
+            kv_heads,
+            head_dim,
+            rows: word(rows),
+            q_type: u32::from(q.dtype.code()),
+            k_type: u32::from(k.dtype.code()),
+            eps,
+            pad: 0,
+        };
+        Ok(self.work_stream().launch(&p::head_norm(params))?)
+    }
+
+    fn experts(
+        &mut self,
+        x: &CudaTensor,
+        logits: &CudaTensor,
+        experts: &Experts<'_, CudaWeight>,
+        rows: usize,
+        buffers: &mut ExpertBuffers<CudaTensor>,
+        out: &mut CudaTensor,
+    ) -> Result<(), DeviceError> {
+        self.mixture(x, logits, experts, rows, buffers, out)
+    }
+
+    fn sink(
+        &mut self,
+        partials: &mut Partials<CudaTensor>,
+        sinks: &CudaWeight,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        let rows = partials.count.len();
+        assert_eq!((sinks.rows, sinks.cols), (1, geometry.heads as usize), "a sink for each head");
+        assert!(partials.out.cols == geometry.q_dim() && rows <= partials.out.rows, "partial shapes");
+        if rows == 0 {
+            return Ok(());
+        }
+        let count = if partials.count.contains(&0) {
+            self.work_stream().upload_again(bytemuck::cast_slice(&partials.count))?
+        } else {
+            0
+        };
+        let params = p::SinkParams {
+            out: partials.out.address(),
+            lse: partials.lse.address(),
+            sinks: sinks.buffer.address(),
+            count,
+            heads: geometry.heads,
+            head_dim: word(geometry.query_dim()),
+            rows: word(rows),
+            sink_type: u32::from(sinks.dtype.code()),
+        };
+        Ok(self.work_stream().launch(&p::sink(params))?)
+    }
+
     fn rope_append(
         &mut self,
         qkv: &mut CudaTensor,
@@ -450,15 +577,10 @@ impl Device for CudaDevice {
         assert!(qkv.cols == geometry.qkv_dim() && rope.cols == geometry.head_dim as usize, "projection shapes");
         assert!((kv.shape.kv_heads, kv.shape.head_dim) == (geometry.kv_heads, geometry.head_dim), "store shape");
         assert!(slots.len() <= qkv.rows.min(rope.rows), "projection rows");
-        let end = slots.iter().filter(|slot| **slot != u32::MAX).max().map_or(0, |slot| slot + 1);
-        assert!(end as usize <= kv.slots, "slots beyond the store");
-        self.kv_ensure(kv, end)?;
-        let writes_memory = |slot: &u32| *slot == u32::MAX || kv.has_own(*slot..*slot + 1);
-        assert!(layer > 0 || slots.iter().all(writes_memory), "slots that are written are held, and not shared");
         let params = p::RopeParams {
             qkv: qkv.address(),
             rope: rope.address(),
-            slots: self.work_stream().upload_again(bytemuck::cast_slice(slots))?,
+            slots: self.slots_of_rows(slots, kv, layer)?,
             kv: kv.view(layer),
             heads: geometry.heads,
             kv_heads: geometry.kv_heads,
@@ -467,6 +589,29 @@ impl Device for CudaDevice {
         };
         self.per_row("rope_append", slots.len(), params)?;
         kv.used_by(&mut self.work_streams[self.at])
+    }
+
+    fn head_matmul(
+        &mut self,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        heads: HeadStrides,
+        rows: usize,
+        out: &mut CudaTensor,
+    ) -> Result<(), DeviceError> {
+        self.product_by_head(x, weight, heads, rows, out)
+    }
+
+    fn latent_append(
+        &mut self,
+        qkv: &mut CudaTensor,
+        row: LatentRow<'_, CudaTensor>,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut CudaKv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        self.append_latents(qkv, row, geometry, slots, (kv, layer))
     }
 
     fn attention(
@@ -533,7 +678,7 @@ impl Device for CudaDevice {
             acc_count: at,
             count: at + 4 * rows as u64,
             heads: geometry.heads,
-            head_dim: geometry.head_dim,
+            head_dim: word(geometry.query_dim()),
         };
         self.per_row("merge", rows, params)?;
         acc.count.iter_mut().zip(&other.count).for_each(|(ours, theirs)| *ours += theirs);

@@ -1,4 +1,4 @@
-//! Attention plans on the device: made and uploaded once for a step's batch, used by every layer.
+//! Attention plans on the device: made and uploaded once for a step's batch, used by all layers.
 
 use super::work_stream::WorkStream;
 use crate::driver::{Buffer, Context, CudaError};
@@ -7,18 +7,19 @@ use lagoon_backend::{AttnBatch, AttnRows};
 use lagoon_types::{Alibi, AttentionGeometry, KvRun};
 use std::sync::Arc;
 
-/// Plans that a stream keeps: the layers of a step repeat one, and steps' kinds alternate.
+/// Plans cached per stream: the layers of a step repeat one, and kinds of steps alternate.
 const PLANS_KEPT: usize = 8;
-/// Plans of one listed step.
+/// Plans of one recorded step.
 const LISTED_KEPT: usize = 8;
-/// Bytes of a plan's buffer at least.
+/// Smallest size of a plan's buffer, in bytes.
 const PLAN_BYTES_MIN: usize = 64 << 10;
 
-/// A plan and the call that it was made for.
+/// A plan and the key of its call.
 #[derive(Debug)]
 pub(super) struct PlanOnDevice {
     geometry: AttentionGeometry,
     scale: f32,
+    softcap: Option<f32>,
     window: Option<u32>,
     alibi: Option<Alibi>,
     seqs: Vec<AttnRows>,
@@ -27,11 +28,11 @@ pub(super) struct PlanOnDevice {
     pub(super) plan: Plan,
     pub(super) count: Vec<u32>,
     place: Place,
-    /// Where the slopes lie, or 0.
+    /// Address of the slopes, or 0.
     pub(super) slopes: u64,
 }
 
-/// Where a plan's arrays lie: in a buffer of its own, or with the uploads of a listed step.
+/// Place of a plan's arrays: an own buffer, or the uploads of a recorded step.
 #[derive(Debug)]
 enum Place {
     Own(Buffer),
@@ -45,6 +46,7 @@ impl PlanOnDevice {
         Self {
             geometry: batch.geometry,
             scale: batch.scale,
+            softcap: batch.softcap,
             window: batch.window,
             alibi: batch.alibi,
             seqs: batch.seqs.to_vec(),
@@ -60,6 +62,7 @@ impl PlanOnDevice {
     fn fits(&self, batch: &AttnBatch<'_>, store: Store) -> bool {
         self.geometry == batch.geometry
             && self.scale.to_bits() == batch.scale.to_bits()
+            && self.softcap == batch.softcap
             && self.window == batch.window
             && self.alibi == batch.alibi
             && self.store == store
@@ -67,7 +70,7 @@ impl PlanOnDevice {
             && self.runs == batch.runs
     }
 
-    /// Where the plan's arrays lie.
+    /// Address of the plan's arrays.
     pub(super) fn address(&self) -> u64 {
         match &self.place {
             Place::Own(buffer) => buffer.address(),
@@ -84,7 +87,7 @@ pub(super) struct Plans {
     bytes: Vec<u8>,
 }
 
-/// `n` rounded up so that growing slowly seldom changes it, to an eighth more at most (or 4).
+/// `n` rounded up by an eighth at most (or to a multiple of 4), so that slow growth seldom changes the result.
 fn rounded(n: usize) -> usize {
     n.next_multiple_of((n.next_power_of_two() / 8).max(4))
 }
@@ -109,7 +112,7 @@ impl Plans {
             self.kept.push(kept);
             return Ok(&self.kept[self.kept.len() - 1]);
         }
-        // The oldest gives its memory: the stream's order keeps the upload behind the kernels that still read it.
+        // Reuses the oldest plan's buffer: the stream's order keeps the upload behind kernels that still read it.
         let old = (self.kept.len() == PLANS_KEPT).then(|| self.kept.remove(0));
         let (mut plan, buffer) = old.map_or((Plan::default(), None), |old| match old.place {
             Place::Own(buffer) => (old.plan, Some(buffer)),
@@ -127,7 +130,7 @@ impl Plans {
         Ok(&self.kept[self.kept.len() - 1])
     }
 
-    /// The plan's bytes and, at the returned offset, the slopes. `round` says where they may begin.
+    /// Lays out the plan's bytes and, at the returned offset, the slopes. `round` aligns that offset.
     fn fill(&mut self, plan: &Plan, batch: &AttnBatch<'_>, round: impl FnOnce(usize) -> usize) -> usize {
         self.bytes.clear();
         plan.bytes(&mut self.bytes);
@@ -138,8 +141,8 @@ impl Plans {
         at
     }
 
-    /// The index of the plan for this call of a listed step. Its sizes are rounded up, so that they are those of the steps
-    /// before and after; what is added has nothing to do. `None` where the step has ended, because it uploads too much.
+    /// The index of the plan for this call of a recorded step, with padded sizes that neighbouring steps share.
+    /// `None` if the step has ended because it uploads too much.
     fn listed(
         &mut self,
         work_stream: &mut WorkStream,
@@ -152,7 +155,7 @@ impl Plans {
         if let Some(at) = self.listed.iter().position(|kept| of_now(kept) && kept.fits(batch, store)) {
             return Ok(Some(at));
         }
-        // Plans of earlier steps give their memory.
+        // Reuses the memory of plans of earlier steps.
         let old = self.listed.iter().position(|kept| !of_now(kept)).or((self.listed.len() == LISTED_KEPT).then_some(0));
         let mut plan = old.map(|at| self.listed.swap_remove(at)).map_or_else(Plan::default, |old| old.plan);
         plan.make(batch, store, tuning);

@@ -1,9 +1,9 @@
-//! Shared device regions: memory that several processes' devices on one host map ([`Arena`]), through which KV goes from one to
-//! another without passing the host. Page groups of stores are private to a process; a region has KV in the canonical layout,
-//! packed and unpacked by kernels.
+//! Shared device regions: memory that several processes' devices on one host map ([`Arena`]), through which KV moves
+//! between devices without passing the host. Page groups of stores are private to a process; a region holds KV in the
+//! canonical layout, packed and unpacked by kernels.
 //!
-//! Invariants: a packing returns when all calls before it and the copy itself are complete; an unpacking returns when it has read
-//! the region. The two processes agree by messages who writes which part of a region when.
+//! Invariants: a packing returns when all calls before it and the copy itself are complete; an unpacking returns when
+//! it has read the region. The two processes agree by messages which one may write which part.
 
 use super::CudaDevice;
 use super::memory::CudaKv;

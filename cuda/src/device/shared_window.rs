@@ -1,4 +1,5 @@
-//! A window as transports use it: copies and hashes on a stream of its own, from any thread, each waited for.
+//! [`OwnSharedRegion`]: a shared device region for transports: copies and hashes on a stream of its own, from any
+//! thread, each waited for.
 
 use super::work_stream::Kernels;
 use crate::arena::Arena;
@@ -14,19 +15,19 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// Bytes that are copied to or from the host at once.
+/// Bytes copied to or from the host at a time.
 const PINNED_BYTES: usize = 1 << 20;
-/// Extents that are hashed by one launch.
+/// Extents hashed by one launch.
 const EXTENTS_MAX: usize = 2048;
-/// Room on the device: the hash's tables, extents, hashes.
+/// Layout of the scratch buffer: the hash's tables, extents, hashes.
 const TABLES_BYTES: usize = 256;
 const EXTENTS_BYTES: usize = EXTENTS_MAX * size_of::<KvExtent>();
 const HASH_BYTES: usize = size_of::<u128>();
-/// A path is measured with so much memory, or less.
+/// Bytes with which a copy rate is measured, at most.
 const PROBE_BYTES: usize = 32 << 20;
 const PROBE_ROUNDS: usize = 3;
 
-/// See the module's documentation.
+/// A shared device region of this process; see the module's documentation.
 #[derive(Debug)]
 pub(super) struct OwnSharedRegion {
     context: Arc<Context>,
@@ -36,7 +37,7 @@ pub(super) struct OwnSharedRegion {
     mapped: AtomicUsize,
 }
 
-/// What one call at a time uses.
+/// Stream and buffers, used by one call at a time.
 #[derive(Debug)]
 struct Work {
     stream: Stream,
@@ -46,13 +47,13 @@ struct Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        // A call that failed half-way may have left work that uses what is freed next; a lost context has none.
+        // A failed call may have left work that uses these buffers; a lost context has none.
         let _lost = self.stream.synchronize();
     }
 }
 
 fn outside(at: u64, bytes: u64, of: u64) -> DeviceError {
-    DeviceError::Unsupported(format!("{bytes} bytes from byte {at} of a window of {of} bytes"))
+    DeviceError::Unsupported(format!("{bytes} bytes from byte {at} of a shared region of {of} bytes"))
 }
 
 /// The device's address of a range of an arena.
@@ -82,7 +83,7 @@ impl Work {
         Ok(())
     }
 
-    /// Hashes of extents that the kernel takes, at most [`EXTENTS_MAX`].
+    /// Hashes of at most [`EXTENTS_MAX`] extents by the kernel.
     fn hashes(&mut self, kernels: &Kernels, extents: &[KvExtent]) -> Result<Vec<u128>, CudaError> {
         let bytes = bytemuck::cast_slice::<KvExtent, u8>(extents);
         let out_bytes = extents.len() * HASH_BYTES;
@@ -94,8 +95,8 @@ impl Work {
         let params = KvCheckParams { extents: at, out, secret: self.room.address(), count, pad: 0 };
         let launch = kv_check(params);
         let how = How { grid: launch.grid, block: [launch.block, 1, 1], shared_bytes: launch.shared_bytes };
-        // SAFETY: the kernel of this name takes this parameter; the extents lie in a window that the caller keeps, the rest in
-        // this room, and all of it stays until the stream has been waited for, here or in the drop.
+        // SAFETY: the kernel of this name takes this parameter; the extents lie in a region that the caller keeps,
+        // the rest in `room`, and all of it stays until the stream has been waited for, here or in the drop.
         unsafe { kernels.get(launch.name).launch(&self.stream, how, &launch.params)? };
         copy_to_host(&self.stream, &mut self.pinned, 0, out, out_bytes)?;
         self.stream.synchronize()?;
@@ -115,7 +116,7 @@ impl OwnSharedRegion {
         let (secret, sums) = Xxh3::tables();
         work.write(work.room.address(), &[&secret[..], bytes_of(&sums)].concat())?;
         let (work, mapped) = (Mutex::new(work), AtomicUsize::new(0));
-        // Exported once, for all who will ask.
+        // Exported once for all importers.
         arena.descriptor()?;
         Ok(Self { context: Arc::clone(context), arena, kernels, work, mapped })
     }
@@ -124,7 +125,7 @@ impl OwnSharedRegion {
         self.work.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One that the kernel does not take.
+    /// Hashes an extent that the kernel does not take.
     fn hash_on_host(&self, extent: KvExtent) -> Result<u128, DeviceError> {
         let (mut hash, mut bytes) = (Xxh3::default(), vec![0; PINNED_BYTES]);
         let (mut at, mut left) = (extent.address, usize::try_from(extent.bytes).unwrap_or(usize::MAX));
@@ -138,7 +139,7 @@ impl OwnSharedRegion {
     }
 }
 
-/// Whether the kernel takes it.
+/// Whether the kernel takes the extent.
 fn is_plain(extent: &KvExtent) -> bool {
     extent.bytes > Xxh3::SHORT as u64 && (extent.address | extent.bytes).is_multiple_of(16)
 }
@@ -204,7 +205,7 @@ impl SharedRegion for OwnSharedRegion {
     }
 }
 
-/// Another process's window. Its calls have ended when it is dropped, so that nothing uses it when it is unmapped.
+/// Another process's region. Its calls have ended when it is dropped, so its memory is unused when unmapped.
 #[derive(Debug)]
 struct Imported {
     arena: Arena,
@@ -213,7 +214,7 @@ struct Imported {
 
 impl Drop for Imported {
     fn drop(&mut self) {
-        // A copy that failed half-way may still be queued; a lost context has nothing queued.
+        // A failed copy may still be queued; a lost context has nothing queued.
         let _lost = self.own.work().stream.synchronize();
         self.own.mapped.fetch_sub(1, Relaxed);
     }

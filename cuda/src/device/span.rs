@@ -1,23 +1,23 @@
-//! Parts of tensors as ranges of memory, and reads that were begun.
+//! Ranges of tensors in memory, and reads in progress.
 
 use super::memory::CudaTensor;
 use crate::driver::{Buffer, Pinned};
 use std::ops::Range;
 
-/// Largest read that is staged ahead; a larger one waits for its stream when it is taken.
+/// Largest read that is staged ahead, in bytes; a larger one waits for its stream when it is taken.
 pub(super) const STAGED_BYTES_MAX: usize = 8 << 20;
 
-/// A read that was begun.
+/// A read in progress.
 #[derive(Debug, Default)]
 pub(super) struct Staged {
     pub(super) pinned: Option<Pinned>,
-    /// Tokens that were drawn, on the device.
+    /// Sampled tokens, on the device.
     pub(super) drawn: Option<Buffer>,
-    /// 0: nothing was begun.
+    /// Size of the read; 0 if none was begun.
     pub(super) bytes: usize,
 }
 
-/// Part of a tensor: from the first wanted element to the last, rows whole but for the two ends.
+/// A range of a tensor: from the first wanted element to the last, rows whole but for the two ends.
 #[derive(Debug)]
 pub(super) struct Span {
     pub(super) first: usize,
@@ -42,7 +42,7 @@ impl Span {
         tensor.buffer.range(self.first * 4, self.bytes())
     }
 
-    /// The wanted ones of consecutive elements, of which the first is number `at`.
+    /// Appends the wanted elements of `bytes`, which begin at element `at` of the tensor.
     pub(super) fn take(&self, at: usize, bytes: &[u8], out: &mut Vec<f32>) {
         let elements = (at..).zip(bytes.chunks_exact(4)).filter(|(at, _)| self.cols.contains(&(at % self.stride)));
         out.extend(elements.map(|(_, b)| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));

@@ -1,4 +1,4 @@
-//! KV stores of a device: how they are made and addressed, and how its two streams use them.
+//! KV stores of a device: creation, addresses, and ordering between its two streams.
 
 use super::CudaDevice;
 use super::memory::{ADDRESS_BYTES_MAX, CudaKv, layout_for, least_block_tokens, word};
@@ -10,7 +10,7 @@ use lagoon_types::{KvShape, KvSpace};
 use std::sync::Arc;
 
 impl CudaDevice {
-    /// KV memory on this device whose rows the caller maps and unmaps: requests, shared prefixes, lent rows.
+    /// KV memory on this device whose rows the caller maps and unmaps.
     ///
     /// # Errors
     /// As [`VirtualKv::new`].
@@ -18,7 +18,7 @@ impl CudaDevice {
         VirtualKv::new(&self.context, layout, config).map(Arc::new)
     }
 
-    /// A store over such memory, for operations. Only slots that have memory may be used, and fresh memory is not zero.
+    /// A store over such memory, for operations. Only mapped slots may be used, and fresh memory is not zero.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] for memory of another shape.
@@ -26,8 +26,8 @@ impl CudaDevice {
         CudaKv::over(shape, memory)
     }
 
-    /// Why a store with these rBlocks has no rows, so that sequences are contiguous only where the block pool finds them
-    /// consecutive blocks; `None` if it has.
+    /// Reason why a store with these rBlocks would be flat, so that a sequence is contiguous only if the block pool
+    /// finds consecutive blocks; `None` if it has address rows.
     #[must_use]
     pub fn why_flat(&self, shape: KvShape, requested: &KvSpace) -> Option<String> {
         let Some(layout) = layout_for(&self.context, shape, requested.block_tokens, self.options.layers_per_group)
@@ -49,9 +49,9 @@ impl CudaDevice {
         }
     }
 
-    /// Makes memory lie behind the slots before `end`, for the current stream's next operation.
+    /// Maps memory behind the slots before `end`, for the current stream's next operation.
     pub(super) fn kv_ensure(&mut self, kv: &mut CudaKv, end: u32) -> Result<(), DeviceError> {
-        // The other stream may have zeroed or written what this one now uses.
+        // The other stream may have zeroed or written these slots.
         self.kv_used()?;
         if kv.ensure(&self.work_streams[self.at], end)? {
             self.kv_written()?;
@@ -59,14 +59,14 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// To be called where the current stream has copied into a store.
+    /// Notes a copy of the current stream into a store.
     pub(super) fn kv_written(&mut self) -> Result<(), DeviceError> {
         self.copied[self.at].record(&self.work_streams[self.at].stream)?;
         self.unseen[self.at] = true;
         Ok(())
     }
 
-    /// To be called before the current stream uses a store: behind the other stream's copies.
+    /// Makes the current stream wait for the other stream's copies, before it uses a store.
     pub(super) fn kv_used(&mut self) -> Result<(), DeviceError> {
         let other = 1 - self.at;
         if std::mem::take(&mut self.unseen[other]) {

@@ -1,14 +1,14 @@
-//! The trial of warpgroup kernels: whether `attention_wgmma_*` gives what `attention_prefill_*_fast` gives on the device at
-//! hand, and whether it is faster.
+//! The trial of warpgroup kernels: whether `attention_wgmma_*` agrees with `attention_prefill_*_fast` on this device,
+//! and whether it is faster.
 //!
-//! These kernels may trap or hang on a device, after which the process has no context any more: [`CudaDevice::try_warpgroups`]
-//! is called in a process that may end (`lagoon cuda-trial`, gpu-check's children), never in one that serves.
+//! A warpgroup kernel may trap or hang, and the process then loses its context: [`CudaDevice::try_warpgroups`] is
+//! called in expendable processes (`lagoon cuda-trial`, gpu-check's children), never in a server.
 //!
-//! The inputs are chosen so that a mistake shows:
+//! The inputs expose errors:
 //!
 //! * KV is a hash of the element's index, without any period: a tile that is read twice differs from the right one.
-//! * A quarter of the rows has one dominating key, anywhere in what the row sees; a quarter has nearly equal weights; the
-//!   others have a few large ones. A key that is lost or taken from another place changes some row entirely.
+//! * A quarter of the rows has one dominating key, anywhere in what the row sees; a quarter has nearly equal weights;
+//!   the others have a few large ones. A key lost or taken from another place changes some row entirely.
 //! * Errors are relative to their own row, because outputs over many keys are small.
 //! * Runs have odd lengths, lie in random order and have gaps between them; some cases have a window or biases by distance.
 
@@ -20,12 +20,12 @@ use lagoon_types::run::visible;
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
 use std::time::Instant;
 
-/// What comparing and timing warpgroup kernels gave.
+/// Result of comparing and timing warpgroup kernels.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tried {
-    /// Every row of every case is within its bound of the other kernel's.
+    /// Every row of every case is within its bound of the reference kernel's.
     pub agree: bool,
-    /// They take less time for a prompt, by more than noise.
+    /// Warpgroup kernels take less time for a prompt, by more than noise.
     pub faster: bool,
     /// Largest error over its bound (1 is at the bound): of outputs, and of log-sum-exps.
     pub worst: [f32; 2],
@@ -36,7 +36,7 @@ pub struct Tried {
 }
 
 impl Tried {
-    /// Whether warpgroup kernels are to serve.
+    /// Whether warpgroup kernels may be used for serving.
     #[must_use]
     pub fn usable(&self) -> bool {
         self.agree && self.faster
@@ -56,15 +56,15 @@ const OUTPUT_UNITS: f32 = 8.0;
 /// sums of absolute products up to 160; each of at most 8 f32 sums of a product loses `2^-23` of that in either kernel, where
 /// tensor cores truncate: `2^-11.6` together.
 const LSE_MAX: f32 = 1.0 / 1024.0;
-/// How much faster they have to be.
+/// Required speed-up, as a share of the time.
 const GAIN_MIN: f32 = 0.01;
-/// Tokens of the prompt that is timed, at most.
+/// Tokens of the timed prompt, at most.
 const PROMPT: u32 = 4096;
 /// Times that each kernel is timed; the shortest counts.
 const ROUNDS: usize = 3;
-/// The random sequence of a store's first layer.
+/// Seed of the KV of a store's first layer.
 const KV_SEED: u64 = 100;
-/// Tokens that are written at once.
+/// Tokens written at a time.
 const WRITTEN: u32 = 512;
 
 /// Rows of one sequence over runs of a store.
@@ -114,7 +114,7 @@ fn cases(prompt: u32) -> Vec<Case> {
 }
 
 impl Case {
-    /// Slots that its runs reach to.
+    /// Number of slots that the case needs.
     fn slots(&self) -> u32 {
         self.runs.iter().map(|run| run.base + run.len).max().unwrap_or(0)
     }
@@ -163,12 +163,12 @@ struct Outputs {
 }
 
 impl Tried {
-    /// Compares every row and head with the other kernel's.
+    /// Compares every row and head of both kernels' outputs.
     fn compare(&mut self, case: &Case, g: AttentionGeometry, unit: f32, [plain, wgmma]: &[Outputs; 2]) {
         let dim = g.head_dim as usize;
         for (i, (want, got)) in plain.out.chunks(dim).zip(wgmma.out.chunks(dim)).enumerate() {
             let largest = want.iter().fold(0f32, |max, x| max.max(x.abs()));
-            // Not numbers disagree.
+            // NaN counts as a disagreement.
             let error = want.iter().zip(got).map(|(a, b)| (a - b).abs()).fold(0f32, worse);
             let errors = [error / (OUTPUT_UNITS * unit * largest), (plain.lse[i] - wgmma.lse[i]).abs() / LSE_MAX];
             for (worst, error) in self.worst.iter_mut().zip(errors.map(|error| worse(0.0, error))) {
@@ -182,27 +182,27 @@ impl Tried {
     }
 }
 
-/// The larger of the two; what is not a number is larger than any.
+/// The larger of the two; NaN counts as infinite.
 fn worse(max: f32, x: f32) -> f32 {
     if x.is_nan() { f32::INFINITY } else { max.max(x) }
 }
 
 impl CudaDevice {
-    /// Whether warpgroup kernels could serve this store here: compute capability 9.x, heads of 64 or 128, f16 or bf16, and
-    /// [`Precision::Fast`].
+    /// Whether this device and store suit warpgroup kernels: their code is loaded (compute capability 9.x), heads of 64 or 128,
+    /// f16 or bf16, and [`Precision::Fast`].
     #[must_use]
     pub fn takes_warpgroups(&self, geometry: AttentionGeometry, dtype: DType) -> bool {
-        let there = self.attributes().compute_capability.0 == 9;
+        let there = self.has_warpgroups();
         let shape = [64, 128].contains(&geometry.head_dim) && dtype != DType::F32;
         there && shape && self.tuning.precision == Precision::Fast
     }
 
-    /// Compares and times warpgroup kernels. The tuning itself is not changed. A fault of a kernel costs this process its
-    /// context: call it where that is no loss.
+    /// Compares and times warpgroup kernels, without changing the tuning. A kernel's fault costs this process its
+    /// context: call it in an expendable process.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] where [`CudaDevice::takes_warpgroups`] is false; no memory; what the device says, a trap
-    /// included.
+    /// [`DeviceError::Unsupported`] if [`CudaDevice::takes_warpgroups`] is false; no memory; those of the driver, a
+    /// trap included.
     pub fn try_warpgroups(&mut self, what: &TuneFor) -> Result<Tried, DeviceError> {
         if !self.takes_warpgroups(what.geometry, what.dtype) {
             return Err(DeviceError::Unsupported("warpgroup attention with this store and precision".to_owned()));
@@ -228,7 +228,8 @@ impl CudaDevice {
             let runs = u32::try_from(case.runs.len()).unwrap_or(u32::MAX);
             let seqs = [AttnRows { row0: 0, rows: case.rows, pos0: case.pos0, run0: 0, runs }];
             let Case { window, alibi, runs, .. } = case;
-            let batch = AttnBatch { geometry: g, scale, window: *window, alibi: *alibi, seqs: &seqs, runs };
+            let batch =
+                AttnBatch { geometry: g, scale, window: *window, alibi: *alibi, softcap: None, seqs: &seqs, runs };
             let plain = self.outputs(false, &q, &batch, &kv, &mut out)?;
             let wgmma = self.outputs(true, &q, &batch, &kv, &mut out)?;
             tried.compare(case, g, unit, &[plain, wgmma]);
@@ -241,7 +242,7 @@ impl CudaDevice {
         Ok(tried)
     }
 
-    /// A store of random KV, other KV in each layer.
+    /// A store of random KV, different in each layer.
     fn random_store(&mut self, what: &TuneFor, slots: u32) -> Result<CudaKv, DeviceError> {
         let shape = what.shape(what.layers(slots));
         let mut kv = self.kv(shape, slots as usize)?;
@@ -281,7 +282,7 @@ impl CudaDevice {
         Ok(Outputs { out, lse })
     }
 
-    /// The shortest times of both kernels, measured in turn.
+    /// The shortest times of both kernels, measured alternately.
     fn race(
         &mut self,
         q: &CudaTensor,

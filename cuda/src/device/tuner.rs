@@ -1,6 +1,6 @@
-//! Tuning of the decode kernel on a device: times for [`crate::kernels::tune`].
+//! Tuning of the decode kernel on a device: measures times for [`crate::kernels::tune`].
 //!
-//! Only kernels that serve anyway are launched here; warpgroup kernels have a trial of their own ([`super::trial`]).
+//! Launches only kernels that are used anyway; warpgroup kernels have a trial of their own ([`super::trial`]).
 
 use super::{CudaDevice, CudaKv, CudaTensor};
 use crate::driver::Event;
@@ -10,17 +10,17 @@ use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Partials};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 use std::time::{Duration, Instant};
 
-/// What attention is tuned for, and what that may take.
+/// The attention shape to tune for, and the limits of tuning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TuneFor {
     pub geometry: AttentionGeometry,
-    /// Of the store.
+    /// Element type of the store.
     pub dtype: DType,
-    /// Keys at which the three classes are measured; [`CONTEXTS`] where nothing is said.
+    /// Keys at which the three classes are measured; `None` is [`CONTEXTS`].
     pub contexts: Option<[u32; 3]>,
-    /// Shapes that were not tried by then are not.
+    /// Time after which no further shape is tried.
     pub time_max: Duration,
-    /// Bytes of the device that measuring may take for KV.
+    /// Device memory that measuring may take for KV, in bytes.
     pub bytes_max: u64,
 }
 
@@ -39,31 +39,31 @@ impl TuneFor {
         u64::from(tokens) * self.shape(1).layer_token_bytes() as u64
     }
 
-    /// Layers of `tokens` tokens that measuring goes through in turn, so that no call finds the KV of an earlier one in the
-    /// L2 cache, as far as memory allows.
+    /// Layers of `tokens` tokens that measuring rotates through, as memory allows, so that no call finds KV of an
+    /// earlier one in the L2 cache.
     pub(super) fn layers(&self, tokens: u32) -> u32 {
         let layer = self.bytes(tokens);
         u32::try_from(ROTATED_BYTES.min(self.bytes_max) / layer).unwrap_or(u32::MAX).clamp(1, LAYERS_MAX)
     }
 }
 
-/// Bytes of KV that measuring goes through in turn: twice the L2 cache of an H100 or H200 (50 MB), and a half.
+/// Bytes of KV that measuring rotates through: two and a half times the L2 cache of an H100 or H200 (50 MB).
 const ROTATED_BYTES: u64 = 128 << 20;
 const LAYERS_MAX: u32 = 8;
-/// Sequences of a measured decode step at most.
+/// Sequences of a measured decode step, at most.
 const BATCH_MAX: u32 = 8;
-/// Calls between two events at least.
+/// Fewest calls between two events.
 const CALLS: u32 = 3;
-/// Tokens after which a decode store's values come again: prime, and more than a cache holds of any shape.
+/// Period of a decode store's values in tokens: prime, and longer than any cache holds.
 const PERIOD: u32 = 4093;
 
-/// The element `index` of the random sequence `seed`, uniform between -1 and 1: a hash (the finalizer of SplitMix64), so that
-/// no period of tiles or pages is a period of the values.
+/// Element `index` of the random sequence `seed`, uniform in `[-1, 1)`: a hash (the finalizer of SplitMix64), so the
+/// values have no period of tiles or pages.
 pub(super) fn random(seed: u64, index: u64) -> f32 {
     f32::from(u16::try_from(hash(seed, index) >> 48).unwrap_or(0)) / 32768.0 - 1.0
 }
 
-/// A hash of `index`, another one for each `seed`.
+/// A hash of `index` with `seed`.
 pub(super) fn hash(seed: u64, index: u64) -> u64 {
     let mut x = index.wrapping_add(seed.wrapping_mul(0xd1b5_4a32_d192_ed03)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -82,11 +82,11 @@ struct DecodeStep {
 }
 
 impl CudaDevice {
-    /// Measures how decode attention is best cut on this device, within its time. The tuning itself is not changed: see
+    /// Measures the fastest decode launch shapes on this device, within `time_max`, without changing the tuning: see
     /// [`Tuned::apply`] and [`CudaDevice::set_tuning`]. `None` for stores that tensor cores do not serve.
     ///
     /// # Errors
-    /// No memory for one sequence of the longest context; what the device says.
+    /// No memory for one sequence of the longest context; those of the driver.
     pub fn tune(&mut self, what: &TuneFor) -> Result<Option<Tuned>, DeviceError> {
         if what.dtype == DType::F32 || ![64, 96, 128, 256].contains(&what.geometry.head_dim) {
             return Ok(None);
@@ -110,7 +110,7 @@ impl CudaDevice {
             };
             let (geometry, scale) = (what.geometry, 0.125);
             let DecodeStep { q, kv, out, seqs, runs, .. } = &mut now;
-            let batch = AttnBatch { geometry, scale, window: None, alibi: None, seqs, runs };
+            let batch = AttnBatch { geometry, scale, window: None, alibi: None, softcap: None, seqs, runs };
             self.set_tuning(Tuning { classes: [class; 3], ..base });
             let ms = self.milliseconds(q, &batch, kv, out);
             step = Some(now);
@@ -142,8 +142,8 @@ impl CudaDevice {
         Ok(DecodeStep { keys, kv, q, out, seqs, runs })
     }
 
-    /// Milliseconds of one call, between two events of the device, over the store's layers in turn, after one that does not
-    /// count.
+    /// Milliseconds of one call, between two events of the device, rotating through the store's layers after a
+    /// warm-up call.
     pub(super) fn milliseconds(
         &mut self,
         q: &CudaTensor,

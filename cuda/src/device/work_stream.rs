@@ -1,13 +1,14 @@
-//! A stream with what its work needs: staging through pinned memory, room on the device for small uploads, scratch.
+//! A stream with the memory of its work: a ring of pinned memory for staging, device memory for small uploads,
+//! scratch.
 //!
 //! Invariants:
-//! * Pinned memory is written again only after the copies out of it have happened (an event for each chunk).
-//! * Device memory of a stream is used by its own stream only, so that the stream's order is what keeps an upload from
-//!   overtaking the kernels that still read what lay there before.
-//! * Nothing here waits for the device but a full ring, a read, and growth, which is rare.
-//! * While a step is listed ([`WorkStream::begin_step`]), nothing of it is launched, and what it uploads lies in `stage` at places
-//!   that depend on the uploads' sizes only, so that a like step has a like list. [`WorkStream::settle`] launches the list. What
-//!   cannot be listed settles first: order is kept in any case.
+//! * Pinned memory is written again only after the copies out of it have completed (an event for each chunk).
+//! * Device memory of a stream is used by that stream only: its order keeps an upload behind kernels that still read
+//!   the old data.
+//! * Only a full ring, a read, and (rare) growth wait for the device.
+//! * While a step is recorded ([`WorkStream::begin_step`]), nothing of it is launched, and its uploads lie in `stage`
+//!   at offsets that depend on their sizes only, so that equal steps give equal lists. [`WorkStream::settle`]
+//!   launches the list. Calls that cannot be recorded settle first, which keeps the order.
 
 use super::graphs::{Graphs, List};
 use crate::blas::Call;
@@ -15,6 +16,7 @@ use crate::driver::{
     Buffer, Context, CudaError, Event, Function, Launch as How, Module, Pinned, Priority, Stream, copy_to_device,
     copy_to_host,
 };
+use crate::kernels::pointwise::Activate;
 use crate::kernels::{self, Launch};
 use crate::virtual_kv::VirtualKv;
 use bytemuck::Pod;
@@ -22,14 +24,14 @@ use lagoon_backend::LaunchCounters;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Bytes of one chunk of a stream's ring, and how many there are.
+/// Bytes of one chunk of a stream's ring, and number of chunks.
 const CHUNK_BYTES: usize = 1 << 20;
 const CHUNKS: usize = 8;
-/// Bytes of a stream's room for small uploads at first.
+/// Initial bytes of a stream's buffer for small uploads.
 const WORDS_BYTES: usize = 2 << 20;
-/// Uploads begin at multiples of this, which every kernel's loads may rely on.
+/// Alignment of uploads in bytes, on which kernels' loads rely.
 const ALIGNMENT: usize = 256;
-/// Bytes that a listed step may upload; one that has more is launched as it is.
+/// Bytes that a recorded step may upload; a step with more is launched kernel by kernel.
 const STAGE_BYTES: usize = 4 << 20;
 
 /// Every kernel, by name.
@@ -40,12 +42,23 @@ impl Kernels {
     pub(super) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Self, CudaError> {
         let attributes = context.attributes();
         let module = Module::load(context, image).map_err(|error| older(error, attributes.driver_version))?;
-        // Which shapes fit is the plan's matter: no launch asks for more than the device has.
+        // Shared memory is capped by the device: no plan asks for more.
         let shared = |name| kernels::dynamic_shared_bytes_max(name).min(attributes.shared_bytes_per_block);
         let function = |name: &&'static str| Ok((*name, module.function(name, shared(name))?));
-        let newer = if attributes.compute_capability.0 == 9 { kernels::SM90 } else { &[] };
-        let all = kernels::ALL.iter().chain(newer);
-        Ok(Self(Arc::new(all.map(function).collect::<Result<_, CudaError>>()?)))
+        let mut all: BTreeMap<&'static str, Function> =
+            kernels::ALL.iter().map(function).collect::<Result<_, CudaError>>()?;
+        // Absent where the driver took other code of the image, such as PTX of 8.0: that costs these kernels only.
+        let newer: &[&str] = if attributes.compute_capability.0 == 9 { kernels::SM90 } else { &[] };
+        match newer.iter().map(function).collect::<Result<Vec<_>, CudaError>>() {
+            Ok(newer) => all.extend(newer),
+            Err(error) => tracing::warn!("no warpgroup kernels: {error}"),
+        }
+        Ok(Self(Arc::new(all)))
+    }
+
+    /// Whether the kernels on warpgroup products are there.
+    pub(super) fn has_warpgroups(&self) -> bool {
+        kernels::SM90.iter().all(|name| self.0.contains_key(name))
     }
 
     pub(super) fn get(&self, name: &str) -> &Function {
@@ -53,7 +66,7 @@ impl Kernels {
     }
 }
 
-/// Adds that the driver is too old to an error of loading the kernels, where it is.
+/// Adds a note to a load error if the driver is too old.
 fn older(error: CudaError, driver_version: u32) -> CudaError {
     match error {
         CudaError::Unsupported(why) if driver_version < kernels::CUDA_VERSION_MIN => {
@@ -71,22 +84,22 @@ fn older(error: CudaError, driver_version: u32) -> CudaError {
 #[derive(Debug)]
 struct Chunk {
     pinned: Pinned,
-    /// Behind the last copy out of it.
+    /// Event behind the last copy out of the chunk.
     copied: Event,
 }
 
-/// A step that is listed instead of launched.
+/// A step that is recorded instead of launched.
 #[derive(Debug)]
 struct Stage {
     list: List,
-    /// What it uploads: written to one of these, copied to `mirror` at once before the list is launched.
+    /// Uploads: written to one of these, copied to `mirror` at once before the list is launched.
     pinned: [Chunk; 2],
     at: usize,
     filled: usize,
     mirror: Buffer,
-    /// The last thing that was uploaded by [`WorkStream::upload_again`], and where.
+    /// The last upload of [`WorkStream::upload_again`], and its address.
     again: (Vec<u8>, u64),
-    /// Memory that the list may name and that nobody else has any more.
+    /// Replaced buffers that the list may still use.
     retired: Vec<Buffer>,
     /// Stores that the list uses.
     used: Vec<Arc<VirtualKv>>,
@@ -100,7 +113,7 @@ pub(super) struct WorkStream {
     context: Arc<Context>,
     kernels: Kernels,
     ring: Vec<Chunk>,
-    /// The chunk that is being filled, and how far.
+    /// The chunk that is being filled, and its fill level.
     chunk: usize,
     filled: usize,
     words: Buffer,
@@ -108,13 +121,13 @@ pub(super) struct WorkStream {
     scratch: Buffer,
     reading: Pinned,
     stage: Option<Box<Stage>>,
-    /// Whether a step is listed now, and how many were so far.
+    /// Whether a step is being recorded, and the number of recorded steps.
     listing: bool,
     steps: u64,
 }
 
 impl WorkStream {
-    /// A stream; `dependents` allows its kernels to begin before the one ahead has completed ([`Stream::allow_dependents`]).
+    /// A stream; `dependents` allows programmatic dependent launch ([`Stream::allow_dependents`]).
     pub(super) fn new(
         context: &Arc<Context>,
         kernels: Kernels,
@@ -152,7 +165,7 @@ impl WorkStream {
         &self.kernels
     }
 
-    /// Lists what is called from now on, until it is settled, instead of launching it: a step that comes again and again.
+    /// Records calls until [`WorkStream::settle`] instead of launching them: begins a repeatable step.
     pub(super) fn begin_step(&mut self) -> Result<(), CudaError> {
         self.settle()?;
         if self.stage.is_none() {
@@ -178,7 +191,7 @@ impl WorkStream {
         stage.at = 1 - stage.at;
         stage.filled = 0;
         stage.again.0.clear();
-        // Of a step that failed before it was launched.
+        // Left by a step that failed before its launch.
         stage.list.clear();
         stage.retired.clear();
         stage.used.clear();
@@ -188,13 +201,13 @@ impl WorkStream {
         Ok(())
     }
 
-    /// The number of the step that is listed, if one is.
+    /// The number of the step being recorded, if any.
     pub(super) fn listed_step(&self) -> Option<u64> {
         self.listing.then_some(self.steps)
     }
 
-    /// Launches what was listed; from now on everything is launched when it is called. To be called before memory that a step
-    /// may use is unmapped, because a listed step has not announced its uses yet.
+    /// Launches the recorded step; later calls launch at once. Call it before memory that a step may use is unmapped,
+    /// because a recorded step has not announced its uses.
     pub(super) fn settle(&mut self) -> Result<(), CudaError> {
         if !std::mem::take(&mut self.listing) {
             return Ok(());
@@ -203,7 +216,8 @@ impl WorkStream {
         let Chunk { pinned, copied } = &stage.pinned[stage.at];
         copy_to_device(&self.stream, stage.mirror.address(), pinned, 0, stage.filled)?;
         copied.record(&self.stream)?;
-        // SAFETY: as for `launch`, `copy` and `blas`, which listed it; what they name was kept alive until here, and later
+        // SAFETY: as for `launch`, `copy` and `blas`, which recorded the list; its memory was kept alive until here,
+        // and later frees wait for the device.
         // frees wait for the device.
         let launched = unsafe { stage.graphs.launch(&stage.list, &self.stream) };
         stage.list.clear();
@@ -214,7 +228,7 @@ impl WorkStream {
         launched
     }
 
-    /// Says that what was called so far uses this memory.
+    /// Announces that the calls so far use this memory.
     pub(super) fn uses(&mut self, memory: &Arc<VirtualKv>) -> Result<(), CudaError> {
         match &mut self.stage {
             Some(stage) if self.listing => {
@@ -227,13 +241,14 @@ impl WorkStream {
         }
     }
 
-    /// How listed steps were launched, how many graphs there are, and why none is made any more.
+    /// Launches of repeatable steps, the number of graphs, and why capturing has stopped, if it has.
     pub(super) fn graphs(&self) -> (LaunchCounters, usize, Option<&str>) {
         let graphs = self.stage.as_ref().map(|stage| &stage.graphs);
         graphs.map_or_else(Default::default, |g| (g.counters, g.len(), g.off.as_deref()))
     }
 
-    /// Room for bytes of a listed step, written; `None` where no step is listed, which is also so after one had too much.
+    /// Copies bytes to the recorded step's uploads and returns their address; `None` if no step is recorded, or its
+    /// uploads are full, which ends the recording.
     fn stage(&mut self, bytes: &[u8]) -> Result<Option<u64>, CudaError> {
         let Some(stage) = self.stage.as_mut().filter(|_| self.listing) else { return Ok(None) };
         if stage.filled + bytes.len() > STAGE_BYTES {
@@ -246,8 +261,8 @@ impl WorkStream {
         Ok(Some(at))
     }
 
-    /// A call of cuBLASLt, as this stream's next work. Its addresses are those of buffers that the device keeps, and this is
-    /// the only stream that uses the library.
+    /// Runs a cuBLASLt call as this stream's next work. Its addresses are those of buffers that the device keeps, and
+    /// no other stream uses the library.
     pub(super) fn blas(&mut self, call: Call) -> Result<(), CudaError> {
         match &mut self.stage {
             Some(stage) if self.listing => {
@@ -271,9 +286,16 @@ impl WorkStream {
         unsafe { function.launch(&self.stream, how, &launch.params) }
     }
 
+    pub(super) fn activate(&mut self, launch: &Activate) -> Result<(), CudaError> {
+        match launch {
+            Activate::Gated(launch) => self.launch(launch),
+            Activate::Plain(launch) => self.launch(launch),
+        }
+    }
+
     /// Copies bytes to the device, at `to`, as this stream's next work. Returns when they are staged.
     pub(super) fn copy(&mut self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
-        // Before a step's first kernel a copy overtakes nothing.
+        // A copy before a step's first kernel needs no recording: it overtakes nothing.
         if self.stage.as_ref().is_some_and(|stage| self.listing && !stage.list.is_empty())
             && let Some(from) = self.stage(bytes)?
             && let Some(stage) = &mut self.stage
@@ -301,7 +323,7 @@ impl WorkStream {
         Ok(())
     }
 
-    /// Copies bytes to somewhere on the device where they stay until this stream has done the next operation.
+    /// Copies bytes to device memory that stays until this stream has done the next operation; returns the address.
     pub(super) fn upload(&mut self, bytes: &[u8]) -> Result<u64, CudaError> {
         if let Some(at) = self.stage(bytes)? {
             return Ok(at);
@@ -311,7 +333,7 @@ impl WorkStream {
         Ok(at)
     }
 
-    /// As [`WorkStream::upload`]; in a listed step the same bytes are uploaded once, as every layer has the same.
+    /// As [`WorkStream::upload`]; a recorded step uploads equal bytes once, since every layer has the same.
     pub(super) fn upload_again(&mut self, bytes: &[u8]) -> Result<u64, CudaError> {
         if let Some(stage) = self.stage.as_ref().filter(|stage| self.listing && stage.again.0 == bytes) {
             return Ok(stage.again.1);
@@ -325,7 +347,7 @@ impl WorkStream {
         Ok(at)
     }
 
-    /// Room on the device that stays this operation's. Settles.
+    /// Device memory for uploads of one operation. Settles.
     pub(super) fn room(&mut self, bytes: usize) -> Result<u64, CudaError> {
         self.settle()?;
         if bytes > self.words.bytes() {
@@ -341,7 +363,7 @@ impl WorkStream {
         Ok(at)
     }
 
-    /// At least `bytes` of scratch, with undefined contents, this stream's next operation's alone.
+    /// Scratch of at least `bytes` bytes with undefined contents, for this stream's next operation.
     pub(super) fn scratch(&mut self, bytes: usize) -> Result<u64, CudaError> {
         if bytes > self.scratch.bytes() {
             let grown = Buffer::new(&self.context, "scratch", bytes.next_power_of_two())?;
@@ -353,7 +375,7 @@ impl WorkStream {
         Ok(self.scratch.address())
     }
 
-    /// Waits for everything that was called.
+    /// Waits for all calls so far.
     pub(super) fn synchronize(&mut self) -> Result<(), CudaError> {
         self.settle()?;
         self.stream.synchronize()
@@ -376,8 +398,8 @@ impl WorkStream {
 
 impl Drop for WorkStream {
     fn drop(&mut self) {
-        // What was listed and never settled is forgotten. What is queued may use everything that is freed next; a lost
-        // context has nothing queued.
+        // A recorded step that was never settled is dropped. Queued work may use the memory that is freed next; a
+        // lost context has nothing queued.
         let _lost = self.stream.synchronize();
     }
 }

@@ -9,19 +9,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 thread_local! {
-    /// The number of the context that this thread has made current, so that most calls need not ask the driver. A number
-    /// of our own: the driver may give the same handle again to the next context.
+    /// The number of this thread's current context, to skip calls of the driver. A number of our own: the driver may
+    /// reuse a handle for the next context.
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Contexts that were opened so far.
+/// Contexts opened so far.
 static OPENED: AtomicU64 = AtomicU64::new(0);
 
-/// What a device is and can do.
+/// Attributes of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attributes {
     pub name: String,
-    /// Names the device (or the part of one that is given out as a device) whichever process asks.
+    /// UUID of the device (or of a MIG part of one), equal in all processes.
     pub uuid: [u8; 16],
     /// Newest CUDA version that the driver supports: 1000 times the major and 10 times the minor version.
     pub driver_version: u32,
@@ -30,27 +30,27 @@ pub struct Attributes {
     pub multiprocessors: u32,
     /// Bytes of the L2 cache.
     pub l2_bytes: u32,
-    /// All memory of the device, used or not.
+    /// All memory of the device in bytes, used or not.
     pub memory_bytes: u64,
     /// Bytes of shared memory that one block may have when it asks for more than the default.
     pub shared_bytes_per_block: u32,
-    /// Virtual memory management: without it there is no backend.
+    /// Virtual memory management, which the backend requires.
     pub virtual_memory: bool,
-    /// Physical memory can be shared with other processes by file descriptor.
+    /// Physical memory can be exported to other processes by file descriptor.
     pub shareable: bool,
-    /// Physical memory of the virtual memory interface can be registered for remote direct access.
+    /// Physical memory of the virtual memory interface can be registered for GPUDirect RDMA.
     pub direct_rdma: bool,
     pub pci: PciAddress,
 }
 
-/// A device's primary context, retained while the value lives. Calls make it current on the thread that calls.
+/// A device's primary context, retained while the value lives. Calls make it current on the calling thread.
 #[derive(Debug)]
 pub struct Context {
     device: sys::CUdevice,
     handle: sys::CUcontext,
     number: u64,
     attributes: Attributes,
-    /// Multiple of bytes in which physical memory is made and mapped.
+    /// Granularity in bytes of physical memory and mappings.
     granularity: usize,
 }
 
@@ -60,7 +60,7 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Opens the device with this number.
+    /// Opens the device with this index.
     ///
     /// # Errors
     /// [`CudaError::Absent`] without a driver that has all functions, or without that device;
@@ -98,13 +98,13 @@ impl Context {
         &self.attributes
     }
 
-    /// Multiple of bytes in which physical memory is made and mapped: 2 MiB on today's devices.
+    /// Granularity in bytes of physical memory and mappings: 2 MiB on today's devices.
     #[must_use]
     pub fn granularity(&self) -> usize {
         self.granularity
     }
 
-    /// The device's number for the driver.
+    /// The driver's handle of the device.
     pub(crate) fn device(&self) -> sys::CUdevice {
         self.device
     }
@@ -112,7 +112,7 @@ impl Context {
     /// Makes this context current on the calling thread.
     ///
     /// # Errors
-    /// What the driver says, after a lost context.
+    /// Those of the driver, after a lost context.
     pub fn make_current(&self) -> Result<(), CudaError> {
         if CURRENT.get() != self.number {
             // SAFETY: the context is retained while `self` lives.
@@ -122,10 +122,10 @@ impl Context {
         Ok(())
     }
 
-    /// Bytes of the device that are free, and all of them.
+    /// Free and total bytes of the device.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn memory(&self) -> Result<(u64, u64), CudaError> {
         self.make_current()?;
         let (mut free, mut total) = (0, 0);
@@ -134,11 +134,11 @@ impl Context {
         Ok((free as u64, total as u64))
     }
 
-    /// Whether this device can map memory of the one of that name: its own, or that of another device that this process sees
-    /// and can access as a peer.
+    /// Whether this device can map memory of the device `of`: itself, or another device that this process sees and
+    /// can access as a peer.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn can_access(&self, of: &[u8; 16]) -> Result<bool, CudaError> {
         if self.attributes.uuid == *of {
             return Ok(true);

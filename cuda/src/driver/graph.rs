@@ -1,10 +1,10 @@
-//! Graphs: work of a stream that is recorded once and launched as one.
+//! CUDA graphs: work of a stream that is captured once and launched as one.
 
 use super::{Context, CudaError, Stream, check, released};
 use cudarc::driver::sys;
 use std::sync::Arc;
 
-/// Work that was captured from a stream, with the parameters that it had then.
+/// A captured graph, with the parameters of its capture.
 #[derive(Debug)]
 pub struct Graph {
     context: Arc<Context>,
@@ -15,11 +15,11 @@ pub struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Captures what `work` calls in `stream`, which does not happen then. The capture is this thread's: others may
-    /// allocate and map meanwhile; `work` may not wait.
+    /// Captures the calls of `work` in `stream`, which are not executed. The capture is local to this thread: others
+    /// may allocate and map meanwhile; `work` must not wait.
     ///
     /// # Errors
-    /// What `work` or the driver says; the stream is as before.
+    /// Those of `work` or the driver; the stream is as before.
     pub fn capture(stream: &Stream, work: impl FnOnce() -> Result<(), CudaError>) -> Result<Self, CudaError> {
         let context = stream.context();
         context.make_current()?;
@@ -30,8 +30,8 @@ impl Graph {
         let worked = work();
         stream.captures(false);
         let mut graph = std::ptr::null_mut();
-        // SAFETY: the stream lives and captures, on this thread; the driver fills the live handle. It ends the capture also
-        // where that has become invalid.
+        // SAFETY: the stream lives and captures, on this thread; the driver fills the live handle. It ends the
+        // capture even if that has become invalid.
         let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(stream.handle(), &raw mut graph) });
         let made = worked.and(ended).and_then(|()| {
             let mut handle = std::ptr::null_mut();
@@ -46,13 +46,13 @@ impl Graph {
         made
     }
 
-    /// Launches it in `stream`.
+    /// Launches the graph in `stream`.
     ///
     /// # Errors
-    /// What the driver says of the launch.
+    /// Those of the driver for the launch.
     ///
     /// # Safety
-    /// Everything that the captured work uses is still as it was promised for the capture.
+    /// All memory of the captured work is as promised for the capture.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<(), CudaError> {
         self.context.make_current()?;
         // SAFETY: both live; the rest is the caller's promise.
@@ -63,7 +63,7 @@ impl Graph {
 impl Drop for Graph {
     fn drop(&mut self) {
         if self.context.make_current().is_ok() {
-            // SAFETY: instantiated once, destroyed once; who drops it has waited for its launches.
+            // SAFETY: instantiated once, destroyed once; the owner has waited for its launches.
             released(unsafe { sys::cuGraphExecDestroy(self.handle) });
         }
     }

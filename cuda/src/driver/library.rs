@@ -1,7 +1,7 @@
-//! Whether the driver's library is here and has every function that this crate calls.
+//! The driver's library: whether it is installed and has every function that this crate calls.
 //!
-//! cudarc panics at the first call without the library, and at a function that an old driver lacks. Both are looked
-//! for first. [`FUNCTIONS`] is held complete by a test that reads this crate's sources.
+//! cudarc panics at the first call without the library, and at a function that an old driver lacks; both are checked
+//! first. A test that reads this crate's sources keeps [`FUNCTIONS`] complete.
 
 use cudarc::driver::sys;
 
@@ -64,10 +64,25 @@ const FUNCTIONS: [&str; 55] = [
     "cuGraphDestroy",
 ];
 
+/// CUDA's version (1000 x major + 10 x minor) that brought [`ParamInfo`].
+const PARAM_INFO_SINCE: u32 = 12_040;
+
+/// `cuFuncGetParamInfo`: offset and bytes of a kernel's parameter, by its index.
+pub(super) type ParamInfo = unsafe extern "C" fn(sys::CUfunction, usize, *mut usize, *mut usize) -> sys::CUresult;
+
+/// The function, where the driver is new enough to have it.
+pub(super) fn param_info(driver_version: u32) -> Option<ParamInfo> {
+    if driver_version < PARAM_INFO_SINCE {
+        return None;
+    }
+    // SAFETY: a context is there, so the library is, and stays loaded for the life of the process; the type is that of cuda.h.
+    unsafe { sys::culib().get::<ParamInfo>(b"cuFuncGetParamInfo").ok().map(|symbol| *symbol) }
+}
+
 /// Functions that the driver's library lacks.
 ///
 /// # Errors
-/// Why there is no library at all, for people.
+/// Why there is no library, for people.
 pub fn missing_functions() -> Result<Vec<&'static str>, String> {
     // SAFETY: loads the driver's library by its usual names; its initialisers are those of NVIDIA's driver.
     if !unsafe { sys::is_culib_present() } {
@@ -82,7 +97,7 @@ pub fn missing_functions() -> Result<Vec<&'static str>, String> {
     Ok(FUNCTIONS.iter().filter(lacks).copied().collect())
 }
 
-/// Why the driver cannot be called, or `None` if it can.
+/// Why the driver cannot be called, for people; `None` if it can.
 #[must_use]
 pub fn absent_because() -> Option<String> {
     match missing_functions() {
@@ -123,7 +138,7 @@ mod tests {
         let known: BTreeSet<String> = FUNCTIONS.iter().map(|name| (*name).to_owned()).collect();
         assert_eq!(known.len(), FUNCTIONS.len(), "a function is listed twice");
         assert_eq!(names.difference(&known).collect::<Vec<_>>(), Vec::<&String>::new(), "called, but not listed");
-        // What cudarc's own helpers call for the probe is listed though no source names it.
+        // Functions that cudarc's helpers call for the probe appear in no source.
         let by_helpers = ["cuInit", "cuDeviceGet", "cuDeviceGetAttribute", "cuDeviceGetCount"];
         assert!(by_helpers.iter().all(|name| known.contains(*name)));
     }

@@ -1,10 +1,10 @@
-//! Memory of the device and pinned memory of the host, and asynchronous copies between them.
+//! Device memory, pinned host memory, and asynchronous copies between them.
 
 use super::{Context, CudaError, Stream, check, check_memory, released};
 use cudarc::driver::sys;
 use std::sync::Arc;
 
-/// Memory of the device that is there from the beginning (`cuMemAlloc`): weights, activations, tables.
+/// Device memory allocated as a whole (`cuMemAlloc`): weights, activations, tables.
 ///
 /// The drop frees it, which waits for the whole device: buffers are made once and kept.
 #[derive(Debug)]
@@ -15,11 +15,10 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// `bytes` of device memory with no defined contents; at least 256 bytes are taken, and the address is a multiple
-    /// of 256.
+    /// `bytes` of device memory with undefined contents, at least 256; the address is a multiple of 256.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`], naming `what`.
+    /// [`CudaError::OutOfMemory`], which names `what`.
     pub fn new(context: &Arc<Context>, what: &'static str, bytes: usize) -> Result<Self, CudaError> {
         context.make_current()?;
         let mut address = 0;
@@ -29,7 +28,7 @@ impl Buffer {
         Ok(Self { context: Arc::clone(context), address, bytes })
     }
 
-    /// Where it begins, for the device.
+    /// Device address of the first byte.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address
@@ -40,10 +39,10 @@ impl Buffer {
         self.bytes
     }
 
-    /// The address of byte `at`, where `len` bytes must be left.
+    /// The device address of byte `at`.
     ///
     /// # Panics
-    /// If they are not.
+    /// If fewer than `len` bytes follow.
     #[must_use]
     pub fn range(&self, at: usize, len: usize) -> u64 {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.bytes), "a range beyond the buffer");
@@ -60,7 +59,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Page-locked memory of the host, which the device copies from and to without the host's help.
+/// Pinned (page-locked) host memory, which the device copies from and to by DMA.
 #[derive(Debug)]
 pub struct Pinned {
     context: Arc<Context>,
@@ -72,10 +71,10 @@ pub struct Pinned {
 unsafe impl Send for Pinned {}
 
 impl Pinned {
-    /// Zeroed.
+    /// `bytes` zeroed bytes.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`], naming `what`.
+    /// [`CudaError::OutOfMemory`], which names `what`.
     pub fn new(context: &Arc<Context>, what: &'static str, bytes: usize) -> Result<Self, CudaError> {
         context.make_current()?;
         let mut at = std::ptr::null_mut();
@@ -93,14 +92,14 @@ impl Pinned {
         self.bytes
     }
 
-    /// The memory. The caller has waited for copies that are in flight over what it looks at.
+    /// The memory. The caller has waited for copies in flight over the bytes that it reads.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
         // SAFETY: `bytes` initialised bytes that live as long as `self`.
         unsafe { std::slice::from_raw_parts(self.at, self.bytes) }
     }
 
-    /// The memory, to write. The caller has waited for copies that are in flight over what it writes.
+    /// The memory, to write. The caller has waited for copies in flight over the bytes that it writes.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as in `as_slice`, and `self` is borrowed exclusively.
@@ -123,10 +122,10 @@ impl Drop for Pinned {
     }
 }
 
-/// Copies `len` bytes of pinned memory to the device, in `stream`. The source stays as it is until then.
+/// Copies `len` bytes of pinned memory to the device, in `stream`. The source must not change until then.
 ///
 /// # Errors
-/// What the driver says.
+/// Those of the driver.
 pub fn copy_to_device(stream: &Stream, to: u64, from: &Pinned, at: usize, len: usize) -> Result<(), CudaError> {
     if len == 0 {
         return Ok(());
@@ -141,7 +140,7 @@ pub fn copy_to_device(stream: &Stream, to: u64, from: &Pinned, at: usize, len: u
 /// Copies `len` bytes of the device to pinned memory, in `stream`.
 ///
 /// # Errors
-/// What the driver says.
+/// Those of the driver.
 pub fn copy_to_host(stream: &Stream, to: &mut Pinned, at: usize, from: u64, len: usize) -> Result<(), CudaError> {
     if len == 0 {
         return Ok(());
@@ -156,7 +155,7 @@ pub fn copy_to_host(stream: &Stream, to: &mut Pinned, at: usize, from: u64, len:
 /// Copies `len` bytes within the device, in `stream`.
 ///
 /// # Errors
-/// What the driver says.
+/// Those of the driver.
 pub fn copy_within_device(stream: &Stream, to: u64, from: u64, len: usize) -> Result<(), CudaError> {
     if len == 0 {
         return Ok(());
@@ -169,7 +168,7 @@ pub fn copy_within_device(stream: &Stream, to: u64, from: u64, len: usize) -> Re
 /// Sets `len` bytes of the device to zero, in `stream`.
 ///
 /// # Errors
-/// What the driver says.
+/// Those of the driver.
 pub fn fill_zero(stream: &Stream, to: u64, len: usize) -> Result<(), CudaError> {
     if len == 0 {
         return Ok(());

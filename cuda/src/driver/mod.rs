@@ -1,11 +1,12 @@
 //! The CUDA driver: typed errors and owned handles over `cudarc::driver::sys`.
 //!
 //! Invariants:
-//! * Nothing here panics for what a machine lacks: [`Context::open`] looks for the library and for every function
-//!   that this crate calls ([`library`]) before it calls one. Everything else needs a [`Context`], so it comes later.
-//! * Every handle is released by the drop of the value that owns it, in an order in which the driver accepts it: a
-//!   value keeps alive what it depends on. Errors of a release cannot be returned; they are counted ([`release_errors`]).
-//! * Copies and launches are asynchronous. Whoever frees or unmaps memory waits first for the streams that use it.
+//! * No panic for missing hardware or software: [`Context::open`] checks the library and every function that this
+//!   crate calls ([`library`]) before it calls one. All other types need a [`Context`].
+//! * Every handle is released by the drop of its owner, in an order that the driver accepts: a value keeps its
+//!   dependencies alive. Errors of a release cannot be returned; they are counted ([`release_errors`]).
+//! * Copies and launches are asynchronous. The caller that frees or unmaps memory waits first for the streams that
+//!   use it.
 
 mod context;
 mod graph;
@@ -29,22 +30,22 @@ use cudarc::driver::sys::CUresult;
 use lagoon_backend::DeviceError;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a driver's call can fail with.
+/// Errors of the driver, and of libraries beside it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
-    /// There is no driver, no device, or the driver is too old; the text is for people.
+    /// No driver, no device, or too old a driver; the text is for people.
     #[error("no CUDA: {0}")]
     Absent(String),
-    /// Memory of the device (or pinned host memory) ran out.
+    /// Device memory (or pinned host memory) ran out.
     #[error("out of device memory: {what} needs {bytes} bytes")]
     OutOfMemory { what: &'static str, bytes: u64 },
-    /// The device or driver cannot do what was asked.
+    /// The device or driver lacks a feature.
     #[error("the device cannot do this: {0}")]
     Unsupported(String),
-    /// A library beside the driver refused; the number is its own status.
+    /// A library beside the driver failed, with its own status.
     #[error("{call} failed with status {status}")]
     Library { call: &'static str, status: i32 },
-    /// Anything else; after most of these the context is lost.
+    /// Any other error; after most of these the context is lost.
     #[error("{call} failed: {code:?}")]
     Driver { call: &'static str, code: CUresult },
 }
@@ -59,7 +60,7 @@ impl From<CudaError> for DeviceError {
     }
 }
 
-/// Turns a driver's answer into a result.
+/// Converts a driver's status to a result.
 pub(crate) fn check(call: &'static str, code: CUresult) -> Result<(), CudaError> {
     match code {
         CUresult::CUDA_SUCCESS => Ok(()),
@@ -68,7 +69,7 @@ pub(crate) fn check(call: &'static str, code: CUresult) -> Result<(), CudaError>
     }
 }
 
-/// As [`check`], where an exhausted memory says what wanted how much.
+/// As [`check`]; if memory is exhausted, the error names `what` and its bytes.
 pub(crate) fn check_memory(
     call: &'static str,
     code: CUresult,
@@ -83,7 +84,7 @@ pub(crate) fn check_memory(
 
 static RELEASE_ERRORS: AtomicU64 = AtomicU64::new(0);
 
-/// Releases that the driver refused since the process began. 0 unless a context was lost or there is a bug of ours.
+/// Releases that the driver refused in this process. 0 unless a context was lost or we have a bug.
 #[must_use]
 pub fn release_errors() -> u64 {
     RELEASE_ERRORS.load(Ordering::Relaxed)
@@ -96,7 +97,7 @@ pub(crate) fn released_by(status: i32) {
     }
 }
 
-/// Notes a refused release; drops cannot return it.
+/// Counts a refused release; drops cannot return it.
 pub(crate) fn released(code: CUresult) {
     if code != CUresult::CUDA_SUCCESS {
         RELEASE_ERRORS.fetch_add(1, Ordering::Relaxed);

@@ -1,22 +1,17 @@
-//! Modules of kernels, and launches.
+//! Modules of kernels, and kernel launches.
 
-use super::{Context, CudaError, Stream, check, released};
+use super::{Context, CudaError, Stream, check, library, released};
 use bytemuck::NoUninit;
 use cudarc::driver::sys;
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
 
-/// Shared memory that every kernel may have without asking, in bytes.
+/// Shared memory of a kernel without opting in, in bytes.
 const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
 
-/// Version of PTX from which on this project's kernels wait for earlier ones by themselves: `wait_for_grids` of
-/// `kernels/shared/ptx.cuh` is an instruction in code that was compiled for capability 9.0, whatever the device's is.
+/// PTX version from which this project's kernels wait for their predecessors (griddepcontrol): `wait_for_grids` of
+/// `kernels/shared/ptx.cuh` is an instruction in code compiled for capability 9.0, on any device.
 const PTX_WAITS: i32 = 90;
-
-/// What follows in a launch's `extra`: a pointer to all parameters, and a pointer to their size in bytes
-/// (`CU_LAUNCH_PARAM_BUFFER_POINTER`, `CU_LAUNCH_PARAM_BUFFER_SIZE`, which are macros in the driver's header).
-const PARAM_BUFFER_POINTER: usize = 1;
-const PARAM_BUFFER_SIZE: usize = 2;
 
 /// A loaded image (fatbin, cubin or PTX).
 #[derive(Debug)]
@@ -31,27 +26,27 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Loads an image; the driver picks what suits the device, and compiles PTX where nothing else does.
+    /// Loads an image; the driver picks the code for the device, and compiles PTX if there is none.
     ///
     /// # Errors
     /// [`CudaError::Unsupported`] for an image that this device or driver cannot use.
     pub fn load(context: &Arc<Context>, image: &[u8]) -> Result<Arc<Self>, CudaError> {
         context.make_current()?;
         let mut handle = std::ptr::null_mut();
-        // PTX text must end with 0, and binary images are read by the lengths in their headers: the 0 harms neither.
+        // PTX text must end with 0; binary images have their lengths in headers and ignore it.
         let mut terminated = image.to_vec();
         terminated.push(0);
-        // SAFETY: the image lives during the call and says its own length or ends with 0.
+        // SAFETY: the image lives during the call and has its length in its header or ends with 0.
         let code = unsafe { sys::cuModuleLoadData(&raw mut handle, terminated.as_ptr().cast()) };
         check("cuModuleLoadData", code)
             .map_err(|error| CudaError::Unsupported(format!("the kernels do not load: {error}")))?;
         Ok(Arc::new(Self { context: Arc::clone(context), handle }))
     }
 
-    /// The kernel of this name, which may be launched with up to `shared_bytes` of dynamic shared memory.
+    /// The kernel of this name, prepared for up to `shared_bytes` of dynamic shared memory.
     ///
     /// # Errors
-    /// [`CudaError::Unsupported`] for a kernel that the image lacks or that wants more than the device has.
+    /// [`CudaError::Unsupported`] for a kernel that the image lacks or that needs more than the device has.
     pub fn function(self: &Arc<Self>, name: &str, shared_bytes: u32) -> Result<Function, CudaError> {
         use sys::CUfunction_attribute_enum as Attribute;
         self.context.make_current()?;
@@ -72,7 +67,18 @@ impl Module {
         // SAFETY: the driver fills the live number; the function is of a live module.
         check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&raw mut version, which, handle) })?;
         let shared_bytes_max = shared_bytes.max(SHARED_BYTES_DEFAULT);
-        Ok(Function { module: Arc::clone(self), handle, shared_bytes_max, waits: version >= PTX_WAITS })
+        let params_bytes = self.params_bytes(handle)?;
+        Ok(Function { module: Arc::clone(self), handle, shared_bytes_max, params_bytes, waits: version >= PTX_WAITS })
+    }
+
+    /// Bytes of a kernel's only parameter; `None` where the driver is older than the call that says so.
+    fn params_bytes(&self, function: sys::CUfunction) -> Result<Option<usize>, CudaError> {
+        let Some(param_info) = library::param_info(self.context.attributes().driver_version) else { return Ok(None) };
+        let (mut offset, mut bytes) = (0, 0);
+        // SAFETY: the driver fills the live numbers; the function is of a live module.
+        let code = unsafe { param_info(function, 0, &raw mut offset, &raw mut bytes) };
+        check("cuFuncGetParamInfo", code)?;
+        Ok(Some(bytes))
     }
 }
 
@@ -85,12 +91,14 @@ impl Drop for Module {
     }
 }
 
-/// A kernel.
+/// A kernel of a module.
 #[derive(Clone, Debug)]
 pub struct Function {
     module: Arc<Module>,
     handle: sys::CUfunction,
     shared_bytes_max: u32,
+    /// Bytes of the parameter, if the driver knows.
+    params_bytes: Option<usize>,
     waits: bool,
 }
 
@@ -99,7 +107,7 @@ unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
-/// How many threads run a kernel, in blocks, and their dynamic shared memory.
+/// Geometry of a launch: grid, block, and dynamic shared memory in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
     pub grid: [u32; 3],
@@ -108,13 +116,14 @@ pub struct Launch {
 }
 
 impl Function {
-    /// Tells kernels apart.
+    /// Identity of the kernel.
     #[must_use]
     pub fn id(&self) -> usize {
         self.handle as usize
     }
 
-    /// Whether the kernel waits for earlier ones by itself, so that it may begin before they have completed.
+    /// Whether the kernel waits for its predecessors itself, so that it may begin before they have completed
+    /// (programmatic dependent launch).
     #[must_use]
     pub const fn waits(&self) -> bool {
         self.waits
@@ -123,11 +132,11 @@ impl Function {
     /// Launches the kernel in `stream` with one parameter, copied now. An empty grid launches nothing.
     ///
     /// # Errors
-    /// What the driver says of the launch; what goes wrong while the kernel runs is reported by a later wait.
+    /// Those of the driver for the launch; a fault while the kernel runs is reported by a later wait.
     ///
     /// # Safety
-    /// `P` is the type of the kernel's only parameter, and every address in `params` is valid for what the kernel
-    /// does with it until the kernel has run.
+    /// `P` is the type of the kernel's only parameter, and every address in `params` is valid for the kernel's
+    /// accesses until it has run.
     pub unsafe fn launch<P: NoUninit>(&self, stream: &Stream, how: Launch, params: &P) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
         unsafe { self.launch_bytes(stream, how, bytemuck::bytes_of(params)) }
@@ -139,22 +148,20 @@ impl Function {
     /// As [`Function::launch`].
     ///
     /// # Safety
-    /// As [`Function::launch`], of the value that these are the bytes of.
+    /// As [`Function::launch`], for the value of these bytes.
     pub unsafe fn launch_bytes(&self, stream: &Stream, how: Launch, params: &[u8]) -> Result<(), CudaError> {
         assert!(how.shared_bytes <= self.shared_bytes_max, "more shared memory than the kernel was prepared for");
         if how.grid.contains(&0) {
             return Ok(());
         }
         self.module.context.make_current()?;
-        // As one buffer with its size, which the driver checks against the kernel's.
-        let mut bytes = params.len();
-        let mut extra: [*mut c_void; 5] = [
-            PARAM_BUFFER_POINTER as *mut c_void,
-            params.as_ptr().cast_mut().cast(),
-            PARAM_BUFFER_SIZE as *mut c_void,
-            (&raw mut bytes).cast(),
-            std::ptr::null_mut(),
-        ];
+        if self.params_bytes.is_some_and(|bytes| bytes != params.len()) {
+            let code = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
+            return Err(CudaError::Driver { call: "cuLaunchKernelEx", code });
+        }
+        // By address, not as a buffer (`extra`): where in the kernel's parameter area it begins is the image's matter, and
+        // not 0 for a parameter that is aligned to 128 bytes.
+        let mut params: [*mut c_void; 1] = [params.as_ptr().cast_mut().cast()];
         let dependent = self.waits && stream.takes_dependent();
         if dependent {
             stream.launches_dependent();
@@ -176,10 +183,10 @@ impl Function {
             attrs: if dependent { &raw mut attribute } else { std::ptr::null_mut() },
             numAttrs: u32::from(dependent),
         };
-        // SAFETY: configuration, attribute and parameter live during the call, which copies them; a dependent waits for the
-        // kernel ahead, as that does; the rest is the caller's promise.
+        // SAFETY: configuration, attribute and parameter live during the call, which copies them; a dependent kernel
+        // waits for its predecessor, as that one does for its own; the rest is the caller's promise.
         let code =
-            unsafe { sys::cuLaunchKernelEx(&raw const config, self.handle, std::ptr::null_mut(), extra.as_mut_ptr()) };
+            unsafe { sys::cuLaunchKernelEx(&raw const config, self.handle, params.as_mut_ptr(), std::ptr::null_mut()) };
         check("cuLaunchKernelEx", code)?;
         stream.launched(self.waits);
         Ok(())

@@ -5,19 +5,19 @@ use cudarc::driver::sys::{self, CUresult};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-/// How urgent a stream's work is for the device.
+/// Priority of a stream's work on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Priority {
     Normal,
-    /// The most urgent that the device has: peers' queries, for which another instance waits.
+    /// The device's highest priority: peers' queries, for which another instance waits.
     High,
 }
 
-/// Version of CUDA, as the driver supports it, from which on dependent launches can be captured.
+/// CUDA version of the driver from which dependent launches can be captured.
 const CAPTURES_DEPENDENTS: u32 = 12_030;
 
-/// What decides whether a stream's next kernel is launched as a dependent: programmatic dependent launch, by which it may begin
-/// before the kernel ahead of it has completed. Why results are the same says `kernels/shared/ptx.cuh`.
+/// State of programmatic dependent launch: a stream's next kernel may begin before its predecessor has completed.
+/// `kernels/shared/ptx.cuh` says why results do not change.
 #[derive(Debug, Default)]
 struct Dependents {
     allowed: AtomicBool,
@@ -25,7 +25,7 @@ struct Dependents {
     /// The stream's last work is a kernel that may have a dependent.
     after_kernel: AtomicBool,
     capturing: AtomicBool,
-    /// A dependent was launched in the capture, or refused there.
+    /// A dependent was launched, or refused, in the capture.
     captured: AtomicBool,
 }
 
@@ -43,8 +43,10 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
+    /// A stream of this priority.
+    ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn new(context: &Arc<Context>, priority: Priority) -> Result<Self, CudaError> {
         context.make_current()?;
         let (mut least, mut greatest) = (0, 0);
@@ -65,7 +67,7 @@ impl Stream {
         &self.context
     }
 
-    /// The handle, to queue anything but a kernel: the next kernel waits until that has completed.
+    /// The handle, to queue any work but a kernel: the next kernel waits until that work has completed.
     pub(crate) fn handle(&self) -> sys::CUstream {
         self.dependents.after_kernel.store(false, Relaxed);
         self.handle
@@ -76,15 +78,15 @@ impl Stream {
         self.handle
     }
 
-    /// From now on, kernels that wait for earlier ones by themselves ([`super::Function::waits`]) are launched as dependents of
-    /// the kernel ahead, where one is directly ahead; in captures, too, where the driver supports that.
+    /// Launches later kernels that wait for their predecessors themselves ([`super::Function::waits`]) as dependents
+    /// of a kernel directly ahead (programmatic dependent launch); in captures, too, if the driver supports it.
     pub fn allow_dependents(&self) {
         self.dependents.allowed.store(true, Relaxed);
         let version = self.context.attributes().driver_version;
         self.dependents.allowed_in_captures.store(version >= CAPTURES_DEPENDENTS, Relaxed);
     }
 
-    /// Whether a kernel that waits is launched as a dependent now.
+    /// Whether a kernel that waits itself would be launched as a dependent now.
     pub(crate) fn takes_dependent(&self) -> bool {
         let d = &self.dependents;
         let captures = !d.capturing.load(Relaxed) || d.allowed_in_captures.load(Relaxed);
@@ -96,12 +98,12 @@ impl Stream {
         self.dependents.captured.fetch_or(self.dependents.capturing.load(Relaxed), Relaxed);
     }
 
-    /// Notes a kernel that was launched, and whether it waits for earlier ones by itself.
+    /// Notes a launched kernel, and whether it waits for its predecessors itself.
     pub(crate) fn launched(&self, waits: bool) {
         self.dependents.after_kernel.store(waits, Relaxed);
     }
 
-    /// Notes that a capture begins or ends.
+    /// Notes the begin or end of a capture.
     pub(crate) fn captures(&self, begins: bool) {
         self.dependents.capturing.store(begins, Relaxed);
         if begins {
@@ -109,7 +111,7 @@ impl Stream {
         }
     }
 
-    /// Launches no more dependents in captures if the last one had any; whether it had.
+    /// Stops dependent launches in captures if the last capture had any; returns whether it had.
     pub(crate) fn forbid_captured_dependents(&self) -> bool {
         let had = self.dependents.captured.swap(false, Relaxed);
         if had {
@@ -118,26 +120,26 @@ impl Stream {
         had
     }
 
-    /// Tells streams that live at the same time apart.
+    /// Identity among the streams that live at the same time.
     #[must_use]
     pub fn id(&self) -> usize {
         self.handle as usize
     }
 
-    /// Waits for everything in the stream.
+    /// Waits for all work in the stream.
     ///
     /// # Errors
-    /// What the driver says; work that failed is reported here.
+    /// Those of the driver; failed work is reported here.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.context.make_current()?;
         // SAFETY: the stream lives.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })
     }
 
-    /// Work that is called from now on happens after `event`, as recorded last.
+    /// Makes later work wait for `event`, as recorded last.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
         self.context.make_current()?;
         // SAFETY: stream and event live; the driver keeps what it needs of the event.
@@ -154,7 +156,7 @@ impl Drop for Stream {
     }
 }
 
-/// A point in a stream.
+/// An event: a point in a stream.
 #[derive(Debug)]
 pub struct Event {
     context: Arc<Context>,
@@ -170,7 +172,7 @@ impl Event {
     /// An event; with `timing` two of them measure time.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn new(context: &Arc<Context>, timing: bool) -> Result<Self, CudaError> {
         context.make_current()?;
         let mut handle = std::ptr::null_mut();
@@ -180,30 +182,30 @@ impl Event {
         Ok(Self { context: Arc::clone(context), handle })
     }
 
-    /// Moves the event behind everything that is in `stream` now.
+    /// Records the event behind all work that is in `stream` now.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         self.context.make_current()?;
         // SAFETY: stream and event live.
         check("cuEventRecord", unsafe { sys::cuEventRecord(self.handle, stream.handle()) })
     }
 
-    /// Waits until the event, as recorded last, has happened. An event that was never recorded has.
+    /// Waits for the event, as recorded last; an event never recorded counts as complete.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.context.make_current()?;
         // SAFETY: the event lives.
         check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.handle) })
     }
 
-    /// Whether it has happened.
+    /// Whether the event has completed.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn happened(&self) -> Result<bool, CudaError> {
         self.context.make_current()?;
         // SAFETY: the event lives.
@@ -213,10 +215,10 @@ impl Event {
         }
     }
 
-    /// Milliseconds of the device between `from` and `self`; both were made with timing and have happened.
+    /// Milliseconds of the device between `from` and `self`; both have timing and are complete.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn since_ms(&self, from: &Self) -> Result<f32, CudaError> {
         self.context.make_current()?;
         let mut ms = 0.0;

@@ -1,14 +1,15 @@
-//! Tensor maps: what the copy engine of compute capability 9.0 is told of a matrix.
+//! Tensor maps: descriptors of matrices for the tensor memory accelerator (TMA) of compute capability 9.0.
 
 use super::{CudaError, check};
 use crate::kernels::boxes::{MapShape, TensorMap};
 use cudarc::driver::sys;
 use lagoon_types::DType;
 
-/// A map of a matrix of 16-bit elements in boxes of 128 bytes of columns, swizzled; nothing is read or allocated.
+/// A tensor map of a matrix of 16-bit elements, in boxes of 128 bytes of columns, swizzled. Reads and allocates
+/// nothing.
 ///
 /// # Errors
-/// [`CudaError::Driver`] for a shape that the copy engine does not take.
+/// [`CudaError::Driver`] for a shape that TMA does not support.
 ///
 /// # Panics
 /// For elements that are not of 16 bits.
@@ -25,7 +26,7 @@ pub fn encode_boxes(shape: &MapShape) -> Result<TensorMap, CudaError> {
     };
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     let steps = [1u32; 2];
-    // SAFETY: arrays of as many elements as the rank says; the driver fills the live map. The address is only written down.
+    // SAFETY: arrays have as many elements as the rank; the driver fills the live map and only stores the address.
     let code = unsafe {
         sys::cuTensorMapEncodeTiled(
             &raw mut map,
@@ -38,7 +39,7 @@ pub fn encode_boxes(shape: &MapShape) -> Result<TensorMap, CudaError> {
             steps.as_ptr(),
             Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            // A box's rows are 128 bytes: more would be fetched for nobody.
+            // A box's rows are 128 bytes: a larger fetch would be wasted.
             Fetch::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             Fill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

@@ -1,13 +1,14 @@
-//! Virtual memory management: address ranges and physical memory apart from each other (vAttention §5.2, Table 3).
+//! CUDA virtual memory management: address ranges and physical memory, separate from each other (vAttention §5.2,
+//! Table 3).
 //!
-//! A [`Reservation`] is a range of addresses and knows what is mapped in it; a [`Physical`] is memory. One physical
-//! allocation may be mapped at several addresses, in one reservation or more: that is how prefixes are shared.
+//! A [`Reservation`] is a range of addresses with its mappings; a [`Physical`] is memory. One physical allocation may
+//! be mapped at several addresses, in one reservation or more; shared prefixes use that.
 //!
-//! Invariants: a place holds at most one mapping; a mapping keeps its physical memory alive; the drop of a reservation
-//! unmaps everything in it and then frees the addresses. A mapping without access is undone, so that what is mapped can
-//! always be used.
+//! Invariants: an offset holds at most one mapping; a mapping keeps its physical memory alive; the drop of a
+//! reservation unmaps everything in it and then frees the addresses. A mapping whose access cannot be set is undone,
+//! so every mapping is usable.
 //!
-//! The caller waits for kernels that use a place before it is unmapped; the driver does not.
+//! The caller waits for kernels that use a range before unmapping it; the driver does not.
 
 use super::{Context, CudaError, check, check_memory, released};
 use cudarc::driver::sys;
@@ -16,15 +17,15 @@ use std::ffi::c_void;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
-/// Whether physical memory can be given to other processes.
+/// Whether physical memory can be exported to other processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sharing {
     Private,
-    /// By file descriptor on this host, and registered for remote direct access where the device can.
+    /// By file descriptor on this host, and registered for GPUDirect RDMA if the device supports it.
     FileDescriptor,
 }
 
-/// What physical memory is asked for.
+/// Allocation properties of physical memory.
 pub(super) fn properties(context: &Context, sharing: Sharing) -> sys::CUmemAllocationProp {
     use sys::CUmemAllocationHandleType_enum as Handle;
     let shared = sharing == Sharing::FileDescriptor;
@@ -51,7 +52,7 @@ fn location(context: &Context) -> sys::CUmemLocation {
     sys::CUmemLocation { type_: sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE, id: context.device() }
 }
 
-/// Physical memory of the device, mapped nowhere by itself.
+/// Physical memory of the device, not mapped.
 #[derive(Debug)]
 pub struct Physical {
     context: Arc<Context>,
@@ -60,10 +61,10 @@ pub struct Physical {
 }
 
 impl Physical {
-    /// `bytes` of memory, a multiple of the context's granularity.
+    /// `bytes` of physical memory, a multiple of the context's granularity.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`]; [`CudaError::Unsupported`] for sharing on a device that cannot.
+    /// [`CudaError::OutOfMemory`]; [`CudaError::Unsupported`] for sharing on a device that lacks it.
     pub fn new(context: &Arc<Context>, bytes: usize, sharing: Sharing) -> Result<Self, CudaError> {
         assert!(bytes > 0 && bytes.is_multiple_of(context.granularity()), "physical memory is whole pages");
         if sharing == Sharing::FileDescriptor && !context.attributes().shareable {
@@ -78,10 +79,10 @@ impl Physical {
         Ok(Self { context: Arc::clone(context), handle, bytes })
     }
 
-    /// Memory that another process has exported, `bytes` of it. The descriptor may be closed afterwards.
+    /// Imports `bytes` of memory that another process exported. The descriptor may be closed afterwards.
     ///
     /// # Errors
-    /// What the driver says of a descriptor that is not such memory.
+    /// Those of the driver for any other descriptor.
     pub fn import(context: &Arc<Context>, fd: BorrowedFd<'_>, bytes: usize) -> Result<Self, CudaError> {
         context.make_current()?;
         let mut handle = 0;
@@ -93,11 +94,11 @@ impl Physical {
         Ok(Self { context: Arc::clone(context), handle, bytes })
     }
 
-    /// A descriptor by which another process on this host imports this memory. It was made with
+    /// A descriptor that another process on this host can import. The memory was made with
     /// [`Sharing::FileDescriptor`].
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn export(&self) -> Result<OwnedFd, CudaError> {
         self.context.make_current()?;
         let mut fd: i32 = -1;
@@ -125,21 +126,21 @@ impl Drop for Physical {
     }
 }
 
-/// A range of device addresses, and what is mapped in it.
+/// A range of device addresses, and its mappings.
 #[derive(Debug)]
 pub struct Reservation {
     context: Arc<Context>,
     address: sys::CUdeviceptr,
     bytes: usize,
-    /// By offset.
+    /// Mappings by offset.
     mapped: BTreeMap<usize, Arc<Physical>>,
 }
 
 impl Reservation {
-    /// Reserves `bytes` of addresses, a multiple of the context's granularity. No memory is behind them.
+    /// Reserves `bytes` of addresses, a multiple of the context's granularity, without memory.
     ///
     /// # Errors
-    /// What the driver says; [`CudaError::OutOfMemory`] where there are not so many addresses.
+    /// Those of the driver; [`CudaError::OutOfMemory`] if there are not so many addresses.
     pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, CudaError> {
         assert!(bytes > 0 && bytes.is_multiple_of(context.granularity()), "addresses are reserved in whole pages");
         context.make_current()?;
@@ -160,20 +161,20 @@ impl Reservation {
         self.bytes
     }
 
-    /// Mappings in this range.
+    /// Number of mappings in this range.
     #[must_use]
     pub fn mappings(&self) -> usize {
         self.mapped.len()
     }
 
-    /// Maps `physical` at `offset`, readable and writable by the device. On an error nothing is mapped, unless the driver refuses
-    /// to take it back, too ([`Reservation::holds`]).
+    /// Maps `physical` at `offset`, readable and writable by the device. After an error nothing is mapped, unless
+    /// undoing failed as well ([`Reservation::holds`]).
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     ///
     /// # Panics
-    /// If something is mapped there already, or the range does not hold it: bugs of ours.
+    /// If something is mapped there, or the range is too short: bugs of ours.
     pub fn map(&mut self, offset: usize, physical: &Arc<Physical>) -> Result<(), CudaError> {
         let bytes = physical.bytes;
         assert!(offset.is_multiple_of(self.context.granularity()), "mappings begin at whole pages");
@@ -197,7 +198,7 @@ impl Reservation {
             let code = unsafe { sys::cuMemUnmap(at, bytes) };
             released(code);
             if code != sys::CUresult::CUDA_SUCCESS {
-                // It stays, unusable; the drop tries again.
+                // The mapping stays, unusable; the drop tries again to unmap it.
                 self.mapped.insert(offset, Arc::clone(physical));
             }
             return Err(error);
@@ -212,10 +213,10 @@ impl Reservation {
         self.mapped.contains_key(&offset)
     }
 
-    /// Takes away what is mapped at `offset`; the caller has waited for kernels that use it.
+    /// Unmaps the mapping at `offset`; the caller has waited for kernels that use it.
     ///
     /// # Errors
-    /// What the driver says; it is then still mapped.
+    /// Those of the driver; the memory is then still mapped.
     ///
     /// # Panics
     /// If nothing is mapped there: a bug of ours.

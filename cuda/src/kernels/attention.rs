@@ -1,9 +1,9 @@
-//! Micro attention: parameters, choice of the kernel, and the plan that cuts a batch into blocks.
+//! Micro attention: parameters, choice of the kernel, and the plan that divides a batch into blocks.
 //!
-//! A plan is made on the host once a step, uploaded once, and serves every layer: only the layer's planes differ. It cuts
-//! each sequence's rows into tiles and each tile's visible keys into pieces; an [`AttnItem`] is one tile over one piece.
-//! A tile with one piece writes the result; pieces write partials that `attention_merge` reduces. Runs are clipped here to
-//! what some row of the item sees, so that kernels walk whole runs and mask single keys only.
+//! A plan is made on the host once a step, uploaded once, and serves every layer: only the layer's planes differ. It
+//! cuts each sequence's rows into tiles and each tile's visible keys into pieces; an [`AttnItem`] is one tile over
+//! one piece. A tile with one piece writes the result; pieces write partials that `attention_merge` reduces. Runs are
+//! clipped here to positions that some row of the item sees, so kernels walk whole runs and mask single keys only.
 //!
 //! Which kernel serves a sequence:
 //!
@@ -13,9 +13,11 @@
 //! * `attention_prefill_*`: many rows, packed likewise into tiles of [`prefill_tile`]; [`Precision`] says whether queries
 //!   and weights are split (twice the products) or rounded to the store's type, as other engines do.
 //!   `_small` ones are for devices whose blocks get 99 KB of shared memory ([`Tuning::shared_bytes_max`]).
-//! * `attention_wgmma_*`: the same, rounded, on compute capability 9.0 ([`Tuning::wgmma`]), where the store's planes can be
-//!   seen as boxes ([`Store::boxed`]).
-//! * `attention_any_*`: whatever is left: f32 stores, odd head sizes, planes that are not aligned. Plain f32 arithmetic.
+//! * `attention_wgmma_*`: as prefill, rounded, on compute capability 9.0 ([`Tuning::wgmma`]), if TMA can address the
+//!   store's planes ([`Store::boxed`]) and scores have no soft cap.
+//! * `attention_any_*`: all other stores: f32, odd head sizes, unaligned planes. Plain f32 arithmetic.
+//! * `attention_latent_*`: latents ([`AttentionGeometry::latent`]) of any size, whose rows have their first half in K and their
+//!   second one in V. As `attention_any_*`.
 
 use super::boxes::{AttentionBoxesParams, KvMaps, wgmma_shared_bytes};
 use super::pieces::{Part, piece_keys, wave};
@@ -23,41 +25,41 @@ use super::{Launch, WARP};
 use bytemuck::{Pod, Zeroable};
 use lagoon_backend::{AttnBatch, AttnRows};
 use lagoon_types::run::visible;
-use lagoon_types::{DType, KvRun};
+use lagoon_types::{AttentionGeometry, DType, KvRun};
 use std::ops::Range;
 
 /// Packed query rows of a tile of `attention_decode_*`.
 pub const DECODE_TILE: u32 = 8;
-/// Tiles of a sequence that the decode kernel serves at most when it has several rows; more rows are prefill's.
+/// Most tiles of a sequence of several rows that the decode kernel serves; more rows go to prefill.
 const DECODE_TILES_MAX: u32 = 2;
-/// Keys that one warp of the decode kernel works on at a time.
+/// Keys that one warp of the decode kernel processes at a time.
 const DECODE_KEYS: u32 = 16;
-/// Rows of an item of `attention_any_*`.
+/// Rows of an item of `attention_any_*` and `attention_latent_*`.
 const ANY_ROWS: u32 = 4;
-/// Threads of `attention_any_*` and of `attention_merge`.
+/// Threads of `attention_any_*`, of `attention_latent_*` and of `attention_merge`.
 const ANY_THREADS: u32 = 128;
-/// The value of [`AttentionParams::window`] that stands for none: more than any distance of positions.
+/// The value of [`AttentionParams::window`] for no window: more than any distance of positions.
 pub const WINDOW_NONE: u32 = 1 << 31;
 
-/// Dynamic shared memory of a block on compute capability 8.0 (163 KB), which later data-centre devices exceed.
+/// Dynamic shared memory of a block on compute capability 8.0 (163 KB); later data-centre devices have more.
 pub const SHARED_BYTES_MAX: u32 = 163 << 10;
-/// The same on 8.6, 8.9 and 12.0 (A10, L4, RTX 4090): the least that any device has which the kernels run on.
+/// Dynamic shared memory of a block on 8.6, 8.9 and 12.0 (A10, L4, RTX 4090): the least of any supported device.
 pub const SHARED_BYTES_LEAST: u32 = 99 << 10;
-/// What a multiprocessor has beyond what one block may have: the driver keeps it of each block's.
+/// Shared memory of each block that the driver reserves.
 pub const SHARED_BYTES_RESERVED: u32 = 1 << 10;
 
-/// How queries, attention weights and activations enter the tensor cores where there are many rows.
+/// Precision of queries, attention weights and activations in tensor-core kernels for many rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Precision {
-    /// As the sum of two numbers of the store's or weight's type: about as exact as f32 (22 bits for f16, 16 for bf16), for
-    /// twice the products.
+    /// The sum of two numbers of the store's or weight's type: about as exact as f32 (22 bits for f16, 16 for bf16),
+    /// for twice the products.
     Exact,
-    /// Rounded to the type of the store or weight, as most engines do: `2^-11` relative for f16, `2^-8` for bf16.
+    /// Rounded to the type of the store or weight, as in most engines: `2^-11` relative for f16, `2^-8` for bf16.
     #[default]
     Fast,
 }
 
-/// Where a layer's K and V lie; see the module's parent for the addressing.
+/// Addresses of a layer's K and V; see the parent module for the addressing.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct KvView {
@@ -68,7 +70,7 @@ pub struct KvView {
 }
 
 impl KvView {
-    /// Whether 16-byte copies of heads are aligned.
+    /// Whether heads are aligned for 16-byte copies.
     #[must_use]
     pub const fn is_aligned(&self, element_bytes: u64) -> bool {
         let strides = (self.token_stride | self.head_stride) * element_bytes;
@@ -76,7 +78,7 @@ impl KvView {
     }
 }
 
-/// What the plan needs to know of a store: all of its layers.
+/// Properties of a store's layers that the plan depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Store {
     pub dtype: DType,
@@ -87,7 +89,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// A store with this layer, and others of its shape.
+    /// The store that has this layer, and others of its shape.
     #[must_use]
     pub const fn of(view: &KvView, dtype: DType, head_dim: u32) -> Self {
         let boxed = !matches!(dtype, DType::F32) && view.takes_boxes(head_dim);
@@ -95,22 +97,22 @@ impl Store {
     }
 }
 
-/// Some consecutive rows of one sequence over some runs.
+/// Consecutive rows of one sequence over some of its runs.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct AttnItem {
-    /// First row of the queries; 0 rows mean that there is nothing to do.
+    /// First row of the queries; an item with 0 rows is padding.
     pub row0: u32,
     pub rows: u32,
     /// Position of the first row.
     pub pos0: u32,
-    /// Runs; one lies in `base`, `len` and `first_pos`, more in the table from `run0`.
+    /// Number of runs; one is in `base`, `len` and `first_pos`, several in the table from `run0`.
     pub runs: u32,
     pub run0: u32,
     pub base: u32,
     pub len: u32,
     pub first_pos: u32,
-    /// First row of the output that it writes.
+    /// First row of the output.
     pub out_row: u32,
     /// 1: the output is that of the pieces.
     pub piece: u32,
@@ -125,13 +127,13 @@ pub struct AttnItem {
 pub struct MergeItem {
     pub row: u32,
     pub piece_row: u32,
-    /// 0 means that there is nothing to do.
+    /// 0 in padding.
     pub pieces: u32,
     pub stride: u32,
 }
 
-/// `attention_decode_*`, `attention_prefill_*`, `attention_any_*`. Grid: KV heads times tiles (heads for
-/// `any`), items: neighbours in time read neighbours in memory.
+/// Parameters of `attention_decode_*`, `attention_prefill_*`, `attention_any_*`, `attention_latent_*`. Grid: KV heads times
+/// tiles (heads for the last two), items; blocks that run together read neighbouring memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 pub struct AttentionParams {
@@ -147,22 +149,24 @@ pub struct AttentionParams {
     /// f32 `[rows][heads * head_dim]` and `[rows][heads]` (natural log).
     pub out: u64,
     pub lse: u64,
-    /// The same for pieces; rows that saw nothing have negative infinity there.
+    /// The same for pieces; rows that saw no key have negative infinity as their log-sum-exp.
     pub piece_out: u64,
     pub piece_lse: u64,
     pub q_stride: u32,
     pub heads: u32,
     pub kv_heads: u32,
+    /// Elements of a query: [`AttentionGeometry::query_dim`].
     pub head_dim: u32,
     /// Positions that a query sees, its own included; [`WINDOW_NONE`] for all.
     pub window: u32,
     pub scale: f32,
     /// Stages of the decode kernel's pipeline, 2 to 4.
     pub stages: u32,
-    pub pad: u32,
+    /// Soft cap of scaled scores, before biases; 0 for none. `attention_wgmma_*` have none.
+    pub softcap: f32,
 }
 
-/// `attention_merge`. Grid: blocks of heads, merged rows.
+/// Parameters of `attention_merge`. Grid: blocks of heads, merged rows.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct AttentionMergeParams {
@@ -180,21 +184,22 @@ const _: () = assert!(size_of::<AttnItem>() == 48 && size_of::<MergeItem>() == 1
 const _: () = assert!(size_of::<KvView>() == 32 && size_of::<AttentionParams>() == 128);
 const _: () = assert!(size_of::<AttentionMergeParams>() == 48);
 
-/// How the decode kernel is launched for contexts of some length. Measured on a device, not derived.
+/// Launch shape of the decode kernel for a class of contexts, measured on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodeClass {
     /// Warps of a block: 2, 4 or 8.
     pub warps: u32,
     /// Stages of each warp's pipeline: 2 to 4.
     pub stages: u32,
-    /// Blocks that are wanted on each multiprocessor at once: contexts are cut into whole waves of as many, or as fit.
+    /// Blocks wanted on each multiprocessor at once: contexts are cut into whole waves of that many, or as many as
+    /// fit.
     pub blocks_per_sm: u32,
     /// Fewest keys of a piece.
     pub piece_keys_min: u32,
 }
 
 impl DecodeClass {
-    /// This class with as many stages, and then warps, as heads of this size leave room for in `shared_bytes_max`.
+    /// This class with the most stages, and then warps, that fit `shared_bytes_max` for heads of this size.
     #[must_use]
     pub const fn fitted(mut self, head_dim: u32, shared_bytes_max: u32) -> Self {
         while decode_shared_bytes(head_dim, self) > shared_bytes_max && self.stages > 2 {
@@ -207,28 +212,28 @@ impl DecodeClass {
     }
 }
 
-/// What the plan needs to know of a device.
+/// Properties of a device that the plan depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
     /// Multiprocessors.
     pub sms: u32,
-    /// Bytes of shared memory that a block may have: between [`SHARED_BYTES_LEAST`] and [`SHARED_BYTES_MAX`].
+    /// Shared memory of a block in bytes: between [`SHARED_BYTES_LEAST`] and [`SHARED_BYTES_MAX`].
     pub shared_bytes_max: u32,
-    /// Bytes of shared memory of a multiprocessor, for all of its blocks.
+    /// Shared memory of a multiprocessor in bytes, for all of its blocks.
     pub sm_shared_bytes: u32,
-    /// For mean contexts to [`Tuning::class_keys`]`[0]`, to `[1]`, and beyond.
+    /// Classes for mean contexts up to [`Tuning::class_keys`]`[0]`, up to `[1]`, and beyond.
     pub classes: [DecodeClass; 3],
     pub class_keys: [u32; 2],
     pub precision: Precision,
-    /// Whether prefill may take warpgroup products, where [`Precision::Fast`] is asked for: the device has compute capability
-    /// 9.0, and its results were compared with those of the other kernels.
+    /// Whether prefill may use warpgroup kernels with [`Precision::Fast`]: the device has compute capability 9.0, and
+    /// its results passed the trial.
     pub wgmma: bool,
 }
 
 impl Tuning {
-    /// Untuned values, by arithmetic alone: about 64 KB in flight on each multiprocessor, twice what the latency of an
-    /// H200's memory asks for (4.8 TB/s times 0.8 µs is 29 KB for each of 132), and pieces long enough that their partials are
-    /// under 2 % of the bytes. Short contexts prefer more, smaller blocks; long ones deeper pipelines.
+    /// Untuned values for `sms` multiprocessors: about 64 KB in flight on each, twice what the latency of an H200's
+    /// memory requires (4.8 TB/s times 0.8 µs is 29 KB for each of 132), and pieces long enough that their partials
+    /// are under 2 % of the bytes. Short contexts take more, smaller blocks; long ones deeper pipelines.
     #[must_use]
     pub const fn untuned(sms: u32) -> Self {
         Self {
@@ -255,7 +260,7 @@ struct Family {
     prefill: [&'static str; 2],
     /// The same in 99 KB of shared memory.
     prefill_small: [&'static str; 2],
-    /// With warpgroup products, where there is one: fast, on compute capability 9.0 only.
+    /// The warpgroup kernel, if there is one: fast, on compute capability 9.0 only.
     wgmma: Option<&'static str>,
 }
 
@@ -282,8 +287,9 @@ macro_rules! family {
     };
 }
 
-const fn family(dtype: DType, head_dim: u32) -> Option<Family> {
-    match (dtype, head_dim) {
+const fn family(dtype: DType, g: AttentionGeometry) -> Option<Family> {
+    match (dtype, g.head_dim) {
+        _ if g.latent => None,
         (DType::F16, 64) => family!("f16", "64", wgmma),
         (DType::F16, 96) => family!("f16", "96"),
         (DType::F16, 128) => family!("f16", "128", wgmma),
@@ -296,11 +302,14 @@ const fn family(dtype: DType, head_dim: u32) -> Option<Family> {
     }
 }
 
-const fn any_kernel(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F32 => "attention_any_f32",
-        DType::F16 => "attention_any_f16",
-        DType::BF16 => "attention_any_bf16",
+const fn any_kernel(dtype: DType, latent: bool) -> &'static str {
+    match (dtype, latent) {
+        (DType::F32, false) => "attention_any_f32",
+        (DType::F16, false) => "attention_any_f16",
+        (DType::BF16, false) => "attention_any_bf16",
+        (DType::F32, true) => "attention_latent_f32",
+        (DType::F16, true) => "attention_latent_f16",
+        (DType::BF16, true) => "attention_latent_bf16",
     }
 }
 
@@ -314,7 +323,7 @@ pub struct PrefillShape {
     pub shared_bytes: u32,
 }
 
-/// The shape for heads of this size that fits so many bytes of shared memory; `None` where the decode kernel has to serve.
+/// The shape for heads of this size that fits `shared_bytes_max`; `None` if the decode kernel has to serve.
 #[must_use]
 pub const fn prefill_shape(head_dim: u32, precision: Precision, shared_bytes_max: u32) -> Option<PrefillShape> {
     let exact = matches!(precision, Precision::Exact);
@@ -350,7 +359,7 @@ pub const fn decode_shared_bytes(head_dim: u32, class: DecodeClass) -> u32 {
     class.warps * class.stages * DECODE_KEYS * (2 * shared_row_bytes(head_dim) + 4)
 }
 
-/// Which kernel an item is for.
+/// Kernel of an item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Work {
     Decode,
@@ -358,10 +367,10 @@ enum Work {
     Any,
 }
 
-/// Where the plan's arrays and a step's tensors lie on the device. Strides as in [`AttentionParams`].
+/// Device addresses of the plan's arrays and a step's tensors. Strides as in [`AttentionParams`].
 #[derive(Clone, Copy, Debug)]
 pub struct Buffers {
-    /// Where [`Plan::bytes`] was uploaded, aligned to 16 bytes.
+    /// Address of the uploaded [`Plan::bytes`], aligned to 16 bytes.
     pub plan: u64,
     pub q: u64,
     pub q_stride: u32,
@@ -369,12 +378,12 @@ pub struct Buffers {
     pub slopes: u64,
     pub out: u64,
     pub lse: u64,
-    /// f32 `[piece_rows][heads * head_dim]` and `[piece_rows][heads]`; unused where [`Plan::piece_rows`] is 0.
+    /// f32 `[piece_rows][heads * head_dim]` and `[piece_rows][heads]`; unused if [`Plan::piece_rows`] is 0.
     pub piece_out: u64,
     pub piece_lse: u64,
 }
 
-/// A batch cut into items. Kept between steps for its memory.
+/// A batch cut into items. Reused between steps for its memory.
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
     decode: Vec<AttnItem>,
@@ -388,8 +397,9 @@ pub struct Plan {
     decode_tiles: u32,
     class: Option<DecodeClass>,
     scale: f32,
+    softcap: Option<f32>,
     window: Option<u32>,
-    geometry: Option<(lagoon_types::AttentionGeometry, DType)>,
+    geometry: Option<(AttentionGeometry, DType)>,
     precision: Option<Precision>,
     prefill_shape: Option<PrefillShape>,
     wgmma: bool,
@@ -398,7 +408,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plans `batch` over a store.
+    /// Makes the plan of `batch` over a store.
     pub fn make(&mut self, batch: &AttnBatch<'_>, store: Store, tuning: &Tuning) {
         let (g, dtype) = (batch.geometry, store.dtype);
         for items in [&mut self.decode, &mut self.prefill, &mut self.any] {
@@ -407,11 +417,13 @@ impl Plan {
         self.runs.clear();
         self.merges.clear();
         (self.piece_rows, self.decode_tiles) = (0, 1);
-        (self.scale, self.window, self.geometry) = (batch.scale, batch.window, Some((g, dtype)));
+        (self.scale, self.softcap) = (batch.scale, batch.softcap);
+        (self.window, self.geometry) = (batch.window, Some((g, dtype)));
         self.precision = Some(tuning.precision);
-        self.wgmma = tuning.wgmma && tuning.precision == Precision::Fast && store.boxed;
-        let tensor = store.aligned && family(dtype, g.head_dim).is_some();
-        self.wgmma &= family(dtype, g.head_dim).is_some_and(|family| family.wgmma.is_some());
+        // Warpgroup kernels have no soft cap: its registers and its time would be those of every model.
+        self.wgmma = tuning.wgmma && tuning.precision == Precision::Fast && store.boxed && batch.softcap.is_none();
+        let tensor = store.aligned && family(dtype, g).is_some();
+        self.wgmma &= family(dtype, g).is_some_and(|family| family.wgmma.is_some());
         self.prefill_shape = match self.wgmma {
             true => Some(WGMMA_SHAPE),
             false => prefill_shape(g.head_dim, tuning.precision, tuning.shared_bytes_max),
@@ -425,7 +437,8 @@ impl Plan {
         };
         let class = self.choose_class(batch, tuning, &work);
         let decode_piece = self.decode_piece(batch, tuning, class, &work);
-        // Of the others, blocks are (item, KV head) pairs; a sequence is cut until the batch has about as many as are wanted.
+        // Blocks of the other kernels are (item, KV head) pairs; sequences are cut until the batch has about the
+        // wanted number.
         let keys: u64 =
             batch.seqs.iter().map(|s| u64::from(keys_seen(batch, s)) * u64::from(s.rows.div_ceil(64))).sum();
         let wanted = u64::from(tuning.sms * class.blocks_per_sm).div_ceil(u64::from(g.kv_heads)).max(1);
@@ -445,7 +458,7 @@ impl Plan {
                 self.tile(batch, seq, work, first..seq.rows.min(first + tile), piece);
             }
         }
-        // The longest first, so that none begins when the others end.
+        // Longest first, so that no long item starts last.
         for items in [&mut self.decode, &mut self.prefill, &mut self.any] {
             items.sort_by_key(|item| std::cmp::Reverse(item.keys));
         }
@@ -536,7 +549,7 @@ impl Plan {
         self.clipped = clipped;
     }
 
-    /// Pads the decode items and the merges with empty ones, for graphs whose grids do not change.
+    /// Pads the decode items and the merges with empty ones, for graphs with fixed grids.
     ///
     /// # Panics
     /// If there are already more.
@@ -552,7 +565,7 @@ impl Plan {
         [self.decode.len(), self.prefill.len(), self.any.len(), self.merges.len()]
     }
 
-    /// Appends the plan's arrays as they are uploaded: decode, prefill and other items, merges, runs.
+    /// Appends the plan's arrays in the order of their upload: decode, prefill and other items, merges, runs.
     pub fn bytes(&self, out: &mut Vec<u8>) {
         for items in [&self.decode, &self.prefill, &self.any] {
             out.extend_from_slice(bytemuck::cast_slice(items));
@@ -561,7 +574,7 @@ impl Plan {
         out.extend_from_slice(bytemuck::cast_slice(&self.runs));
     }
 
-    /// Where the decode, prefill and other items, the merges and the runs lie.
+    /// Addresses of the decode, prefill and other items, the merges and the runs.
     fn places(&self, plan: u64) -> [u64; 5] {
         let sizes = [self.decode.len(), self.prefill.len(), self.any.len()].map(|n| n * size_of::<AttnItem>());
         let mut at = plan;
@@ -573,7 +586,7 @@ impl Plan {
         places
     }
 
-    /// What all launches for one layer have in common.
+    /// Parameters that all launches of one layer share.
     fn params(&self, at: &Buffers, kv: KvView) -> AttentionParams {
         let (g, _) = self.geometry.expect("a plan was made");
         let [items, .., runs] = self.places(at.plan);
@@ -590,15 +603,15 @@ impl Plan {
             q_stride: at.q_stride,
             heads: g.heads,
             kv_heads: g.kv_heads,
-            head_dim: g.head_dim,
+            head_dim: query_dim(g),
             window: self.window.map_or(WINDOW_NONE, |w| w.min(WINDOW_NONE)),
             scale: self.scale,
             stages: self.class.expect("a plan was made").stages,
-            pad: 0,
+            softcap: self.softcap.unwrap_or(0.0),
         }
     }
 
-    /// The launches for one layer, in order; at most three. Prefill is not among them where [`Plan::boxes`] has it.
+    /// The launches for one layer, in order; at most three. Without prefill if [`Plan::boxes`] has it.
     ///
     /// # Panics
     /// If no plan was made.
@@ -607,7 +620,8 @@ impl Plan {
         let class = self.class.expect("a plan was made");
         let [decode_at, prefill_at, any_at, ..] = self.places(at.plan);
         let params = self.params(at, kv);
-        let names = family(dtype, g.head_dim);
+        let (any, any_bytes) = (any_kernel(dtype, g.latent), any_shared_bytes(params.head_dim));
+        let names = family(dtype, g);
         let launch = |items: &[AttnItem], name: Option<&'static str>, x: u32, block, shared_bytes, at: u64| {
             let y = grid_y(items.len());
             let params = AttentionParams { items: at, ..params };
@@ -628,26 +642,27 @@ impl Plan {
                 decode_at,
             ),
             launch(&self.prefill, prefill, g.kv_heads, PREFILL_THREADS, prefill_bytes, prefill_at),
-            launch(&self.any, Some(any_kernel(dtype)), g.heads, ANY_THREADS, any_shared_bytes(g.head_dim), any_at),
+            launch(&self.any, Some(any), g.heads, ANY_THREADS, any_bytes, any_at),
         ]
         .into_iter()
         .flatten()
     }
 
-    /// Whether prefill goes over boxes: [`Plan::boxes`].
+    /// Whether prefill uses warpgroup kernels: [`Plan::boxes`].
     #[must_use]
     pub fn has_boxes(&self) -> bool {
         self.wgmma && !self.prefill.is_empty()
     }
 
-    /// The launch of prefill for one layer with these maps, beside those of [`Plan::launches`]; `None` where those have it.
+    /// The warpgroup prefill launch for one layer with these tensor maps, beside those of [`Plan::launches`]; `None`
+    /// if prefill is among those.
     ///
     /// # Panics
     /// If no plan was made.
     #[must_use]
     pub fn boxes(&self, at: &Buffers, kv: KvView, maps: &KvMaps) -> Option<Launch<AttentionBoxesParams>> {
         let (g, dtype) = self.geometry.expect("a plan was made");
-        let name = family(dtype, g.head_dim)?.wgmma.filter(|_| self.has_boxes())?;
+        let name = family(dtype, g)?.wgmma.filter(|_| self.has_boxes())?;
         let [_, items, ..] = self.places(at.plan);
         let attention = AttentionParams { items, ..self.params(at, kv) };
         Some(Launch {
@@ -659,7 +674,7 @@ impl Plan {
         })
     }
 
-    /// The reduction of pieces, after all of [`Plan::launches`] and [`Plan::boxes`]; none where nothing was cut.
+    /// The reduction of pieces, after all of [`Plan::launches`] and [`Plan::boxes`]; `None` without pieces.
     ///
     /// # Panics
     /// If no plan was made.
@@ -674,7 +689,7 @@ impl Plan {
             out: at.out,
             lse: at.lse,
             heads: g.heads,
-            head_dim: g.head_dim,
+            head_dim: query_dim(g),
         };
         let y = grid_y(self.merges.len());
         let grid = [g.heads.div_ceil(ANY_THREADS / WARP), y, 1];
@@ -682,7 +697,8 @@ impl Plan {
     }
 }
 
-/// A grid's second dimension, which CUDA bounds: a step has at most `STEP_ROWS_MAX` rows, cut into a few pieces each.
+/// Second dimension of a grid, which CUDA bounds: a step has at most `STEP_ROWS_MAX` rows, cut into a few pieces
+/// each.
 fn grid_y(items: usize) -> u32 {
     let y = u32::try_from(items).expect("items fit");
     assert!(y <= 65_535, "items within a grid");
@@ -695,7 +711,12 @@ const WGMMA_THREADS: u32 = 384;
 /// The tile of `attention_wgmma_*`; its shared memory is [`wgmma_shared_bytes`].
 const WGMMA_SHAPE: PrefillShape = PrefillShape { small: false, tile: 128, keys: 128, shared_bytes: 0 };
 
-/// Dynamic shared memory of `attention_any_*`: the query and the accumulator, the keys' weights, addresses and a reduction.
+/// As kernels see it; within the limits of shapes.
+fn query_dim(g: AttentionGeometry) -> u32 {
+    u32::try_from(g.query_dim()).expect("a head's elements fit")
+}
+
+/// Dynamic shared memory of `attention_any_*` and `attention_latent_*`: the query and the accumulator, the keys' weights, addresses and a reduction.
 const fn any_shared_bytes(head_dim: u32) -> u32 {
     4 * (2 * head_dim + 2 * ANY_THREADS + 16)
 }
@@ -705,8 +726,8 @@ fn seen(batch: &AttnBatch<'_>, seq: &AttnRows, rows: &Range<u32>) -> Range<u32> 
     visible(seq.pos0 + rows.start, batch.window).start..visible(seq.pos0 + rows.end - 1, batch.window).end
 }
 
-/// Rows of a decode item at most: a token of many heads has several tiles of packed rows.
-fn decode_rows(g: lagoon_types::AttentionGeometry) -> u32 {
+/// Most rows of a decode item: a token of many heads has several tiles of packed rows.
+fn decode_rows(g: AttentionGeometry) -> u32 {
     (DECODE_TILE * DECODE_TILES_MAX / g.group().min(DECODE_TILE)).max(1)
 }
 
@@ -741,11 +762,11 @@ fn clip(batch: &AttnBatch<'_>, seq: &AttnRows, rows: &Range<u32>, out: &mut Vec<
     }
 }
 
-/// A place in a list of runs.
+/// A position in a list of runs.
 struct Cursor<'a> {
     runs: &'a [KvRun],
     at: usize,
-    /// Keys of the run `at` that were taken.
+    /// Keys taken from the run `at`.
     taken: u32,
 }
 

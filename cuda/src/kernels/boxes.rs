@@ -1,40 +1,41 @@
-//! Boxes: a KV plane as the copy engine of compute capability 9.0 sees it, for `attention_wgmma_*`.
+//! Boxes: a KV plane as the tensor memory accelerator (TMA) of compute capability 9.0 addresses it, for
+//! `attention_wgmma_*`.
 //!
-//! A plane is a matrix of one row a slot; a box is 64 columns (128 bytes, the width of the swizzle) of some consecutive
-//! slots. A box that ends within a run touches no memory of others, so there is a map for each of [`BOX_HEIGHTS`]: the kernel
-//! cuts what a run has left into the largest. Maps are made once for each layer of a store; they name addresses, not what is
-//! mapped there.
+//! A plane is a matrix of one row a slot; a box is 64 columns (128 bytes, the width of the swizzle) of some
+//! consecutive slots. A box must not exceed its run, so there is a map for each of [`BOX_HEIGHTS`], and the kernel
+//! cuts the rest of a run into the largest boxes. Maps are made once for each layer of a store; they hold addresses,
+//! whatever is mapped there.
 
 use super::attention::{AttentionParams, KvView};
 use bytemuck::{Pod, Zeroable};
 use lagoon_types::DType;
 
-/// Slots of a box, by map.
+/// Slots of a box, by tensor map.
 pub const BOX_HEIGHTS: [u32; 4] = [64, 16, 4, 1];
 /// Columns of a box: 128 bytes.
 const BOX_COLUMNS: u32 = 64;
-/// What addresses and strides of a plane under the 128-byte swizzle are multiples of.
+/// Alignment in bytes of a plane's address and strides under the 128-byte swizzle.
 const ALIGNMENT: u64 = 128;
 
-/// What `cuTensorMapEncodeTiled` writes.
+/// A tensor map as `cuTensorMapEncodeTiled` writes it.
 #[repr(C, align(128))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct TensorMap(pub [u64; 16]);
 
-/// What a map is made of: a matrix of 16-bit elements, and boxes of it.
+/// Arguments of a tensor map: a matrix of 16-bit elements, and boxes of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapShape {
     pub dtype: DType,
     pub address: u64,
-    /// Columns and rows.
+    /// Columns and rows of the matrix.
     pub dims: [u64; 2],
-    /// Bytes from row to row.
+    /// Row stride in bytes.
     pub stride: u64,
-    /// Columns and rows.
+    /// Columns and rows of a box.
     pub boxed: [u32; 2],
 }
 
-/// The maps of a layer's planes, by height.
+/// The tensor maps of a layer's planes, by height.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct KvMaps {
@@ -42,7 +43,7 @@ pub struct KvMaps {
     pub v: [TensorMap; 4],
 }
 
-/// `attention_wgmma_*`. Grid as in [`AttentionParams`].
+/// Parameters of `attention_wgmma_*`. Grid as in [`AttentionParams`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 pub struct AttentionBoxesParams {
@@ -53,7 +54,7 @@ pub struct AttentionBoxesParams {
 const _: () = assert!(size_of::<TensorMap>() == 128 && size_of::<AttentionBoxesParams>() == 1152);
 
 impl KvView {
-    /// Whether planes of 16-bit elements can be seen as boxes.
+    /// Whether TMA can address these planes of 16-bit elements.
     #[must_use]
     pub const fn takes_boxes(&self, head_dim: u32) -> bool {
         (self.k | self.v | (self.token_stride * 2)).is_multiple_of(ALIGNMENT)
@@ -63,10 +64,10 @@ impl KvView {
 }
 
 impl KvMaps {
-    /// The maps of planes that take boxes, of so many KV heads and slots.
+    /// The tensor maps of planes that take boxes, of so many KV heads and slots.
     ///
     /// # Errors
-    /// What `encode` fails with.
+    /// Those of `encode`.
     pub fn new<E>(
         view: KvView,
         dtype: DType,

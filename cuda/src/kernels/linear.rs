@@ -1,11 +1,13 @@
 //! Linear layers, `out[r] (=|+=) x[r] · weightᵀ (+ bias)`: parameters, choice of the kernel and geometry.
 //!
-//! * To [`GEMV_ROWS_MAX`] rows, `gemv_*` streams the weights once: in plain arithmetic for one or two rows, straight into
-//!   tensor-core fragments for more, with activations split into as many terms as f32 needs: it costs nothing there.
-//! * For more rows, `split_*` writes the activations as one or two terms of the weights' type, with a power-of-two scale for
-//!   each row in f16 so that nothing overflows, and `gemm_*` multiplies tiles on tensor cores. A product with too few tiles
-//!   to fill the device is cut along the inner dimension, and `gemm_reduce` adds the parts in a fixed order.
-//! * An activation that follows is applied by `gemv_*` as it writes, and otherwise is a kernel of its own.
+//! * Up to [`GEMV_ROWS_MAX`] rows, `gemv_*` streams the weights once: in plain arithmetic for one or two rows,
+//!   straight into tensor-core fragments for more, with activations split into as many terms as f32 precision needs;
+//!   bandwidth hides their cost.
+//! * For more rows, `split_*` writes the activations as one or two terms of the weights' type (in f16 with a
+//!   power-of-two scale a row against overflow), and `gemm_*` multiplies tiles on tensor cores. A product with too
+//!   few tiles to fill the device is cut along the inner dimension, and `gemm_reduce` adds the parts in a fixed
+//!   order.
+//! * `gemv_*` applies a following SwiGLU or GELU as it writes; otherwise the activation is a kernel of its own.
 //! * f32 weights take `gemm_f32`, plain f32 arithmetic.
 
 use super::attention::Precision;
@@ -14,21 +16,21 @@ use bytemuck::{Pod, Zeroable};
 use lagoon_backend::Activation;
 use lagoon_types::DType;
 
-/// Rows up to which weights are streamed.
+/// Most rows for which weights are streamed.
 pub const GEMV_ROWS_MAX: u32 = 16;
-/// Rows up to which f32 weights are: they have no tensor cores, and each two rows stream them again.
+/// Most rows for which f32 weights are streamed: without tensor cores, each two rows read them again.
 const GEMV_F32_ROWS_MAX: u32 = 4;
 /// Weight rows of a block for one or two rows of activations, and for more.
 const GEMV_FEW_COLS: u32 = 16;
 const GEMV_COLS: u32 = 32;
 /// Threads of a `gemv` block.
 const GEMV_THREADS: u32 = 256;
-/// Shortest part of the inner dimension that is worth a block of its own.
+/// Shortest part of the inner dimension that justifies a block.
 const SPLIT_K_MIN: u32 = 512;
-/// Parts of the inner dimension at most.
+/// Most parts of the inner dimension.
 const SPLITS_MAX: u32 = 16;
 
-/// `gemv_*`. Grid: blocks of weight rows (and of 2 rows of `x` for f32).
+/// Parameters of `gemv_*`. Grid: blocks of weight rows (and of 2 rows of `x` for f32).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct GemvParams {
@@ -52,7 +54,7 @@ pub struct GemvParams {
     pub activation: u32,
 }
 
-/// `split_f16`, `split_bf16`: `x[r] * 2^-e = hi + lo` (rounded), `scale[r] = 2^e`. One block a row.
+/// Parameters of `split_f16`, `split_bf16`: `x[r] * 2^-e = hi + lo` (rounded), `scale[r] = 2^e`. One block a row.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct SplitParams {
@@ -70,13 +72,13 @@ pub struct SplitParams {
     pub pad: u32,
 }
 
-/// `gemm_*`. Grid: tiles of m, tiles of n, parts of k.
+/// Parameters of `gemm_*`. Grid: tiles of m, tiles of n, parts of k.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct GemmParams {
     /// `[m][lda]`: the first term in the weights' type; `x` itself for `gemm_f32`.
     pub hi: u64,
-    /// The second, for `_exact` kernels.
+    /// The second term, for `_exact` kernels.
     pub lo: u64,
     /// f32 `[m]`; unused by `gemm_f32`.
     pub scale: u64,
@@ -100,7 +102,7 @@ pub struct GemmParams {
     pub add: u32,
 }
 
-/// `gemm_reduce`: `out (=|+=) scale · Σ partial (+ bias)`. Grid: blocks of columns, rows.
+/// Parameters of `gemm_reduce`: `out (=|+=) scale · Σ partial (+ bias)`. Grid: blocks of columns, rows.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct GemmReduceParams {
@@ -120,7 +122,7 @@ pub struct GemmReduceParams {
 const _: () = assert!(size_of::<GemvParams>() == 64 && size_of::<SplitParams>() == 48);
 const _: () = assert!(size_of::<GemmParams>() == 88 && size_of::<GemmReduceParams>() == 56);
 
-/// One product.
+/// One product of a linear layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Product {
     /// f32 `[rows][x_stride]`.
@@ -138,7 +140,7 @@ pub struct Product {
     pub n: u32,
     pub k: u32,
     pub add: bool,
-    /// What is applied to the product before it is written, of rows that stream the weight ([`is_streamed`]) only.
+    /// Activation applied before the write ([`is_fused`]).
     pub activation: Option<Activation>,
 }
 
@@ -157,30 +159,30 @@ pub struct Terms {
     /// 1 or 2.
     pub terms: u32,
     pub hi: u64,
-    /// The second, directly behind the first.
+    /// Address of the second term, directly behind the first.
     pub lo: u64,
     pub scale: u64,
-    /// Elements from one row to the next.
+    /// Row stride in elements.
     pub ld: u32,
-    /// Where they end.
+    /// End of the terms and scales.
     pub end: u64,
 }
 
 /// A tile of `gemm_*`.
 #[derive(Clone, Copy, Debug)]
-struct Tile {
-    m: u32,
-    n: u32,
-    threads: u32,
+pub(super) struct Tile {
+    pub(super) m: u32,
+    pub(super) n: u32,
+    pub(super) threads: u32,
 }
 
-const LARGE: Tile = Tile { m: 128, n: 128, threads: 256 };
-const SMALL: Tile = Tile { m: 64, n: 64, threads: 128 };
+pub(super) const LARGE: Tile = Tile { m: 128, n: 128, threads: 256 };
+pub(super) const SMALL: Tile = Tile { m: 64, n: 64, threads: 128 };
 /// Inner length of a tile and stages of its pipeline.
 const TILE_K: u32 = 32;
 const STAGES: u32 = 3;
 
-/// How a product is cut.
+/// Division of a product into tiles and parts.
 #[derive(Clone, Copy, Debug)]
 struct Cut {
     tile: Tile,
@@ -188,10 +190,27 @@ struct Cut {
     k_part: u32,
 }
 
-/// Whether a product of so many rows is bound by reading the weight, and streams it.
+/// Whether a product of `rows` rows is bound by reading the weight, and streams it.
 #[must_use]
 pub fn is_streamed(rows: u32, dtype: DType) -> bool {
     rows <= if dtype == DType::F32 { GEMV_F32_ROWS_MAX } else { GEMV_ROWS_MAX }
+}
+
+/// Whether a product of `rows` rows applies this activation as it writes.
+#[must_use]
+pub fn is_fused(rows: u32, dtype: DType, activation: Activation) -> bool {
+    is_streamed(rows, dtype) && matches!(activation, Activation::SiluMul | Activation::Gelu)
+}
+
+/// An activation in a product's parameters, where 0 is none.
+pub(super) const fn activation_code(activation: Activation) -> u32 {
+    match activation {
+        Activation::SiluMul => 1,
+        Activation::Gelu => 2,
+        Activation::GeluTanh => 3,
+        Activation::GeluTanhMul => 4,
+        Activation::ClampedSwiglu => 5,
+    }
 }
 
 fn cut(rows: u32, n: u32, k: u32, dtype: DType, sms: u32) -> Cut {
@@ -199,14 +218,14 @@ fn cut(rows: u32, n: u32, k: u32, dtype: DType, sms: u32) -> Cut {
         return Cut { tile: Tile { threads: 256, ..SMALL }, parts: 1, k_part: k.next_multiple_of(64) };
     }
     let tiles = |tile: Tile| rows.div_ceil(tile.m) * n.div_ceil(tile.n);
-    // Large tiles move fewer bytes for a product, once there are enough of them.
+    // Large tiles move fewer bytes, if there are enough of them to fill the device.
     let tile = if rows > SMALL.m && tiles(LARGE) >= sms { LARGE } else { SMALL };
     let parts = (2 * sms / tiles(tile).max(1)).min(k / SPLIT_K_MIN).clamp(1, SPLITS_MAX);
     let k_part = k.div_ceil(parts).next_multiple_of(64);
     Cut { tile, parts: k.div_ceil(k_part), k_part }
 }
 
-/// Bytes of scratch that a product needs, to be aligned to 16: terms and scales of `x`, and parts.
+/// Scratch of a product in bytes, to be aligned to 16: terms and scales of `x`, and parts.
 #[must_use]
 pub fn workspace_bytes(rows: u32, n: u32, k: u32, dtype: DType, sms: u32) -> u64 {
     if is_streamed(rows, dtype) || dtype == DType::F32 {
@@ -219,7 +238,7 @@ pub fn workspace_bytes(rows: u32, n: u32, k: u32, dtype: DType, sms: u32) -> u64
 }
 
 /// Bytes of one term of the activations, and of their scales, both multiples of 16.
-fn terms_bytes(rows: u32, k: u32) -> (u64, u64) {
+pub(super) fn terms_bytes(rows: u32, k: u32) -> (u64, u64) {
     (u64::from(rows) * weight_ld(k as usize, 2) as u64 * 2, u64::from(rows.next_multiple_of(4)) * 4)
 }
 
@@ -274,8 +293,8 @@ impl Product {
         Launches::Tiles { split, gemm, reduce: (cut.parts > 1).then(|| self.reduce(partial, 0, cut.parts)) }
     }
 
-    /// The activations as terms of the weights' type, for a library's product: `terms` matrices `[rows][ld]` behind each
-    /// other at `workspace`, then a scale for each row. `None` for f32, which needs none.
+    /// The activations as terms of the weights' type, for a library's product: `terms` matrices `[rows][ld]` one
+    /// after the other at `workspace`, then a scale for each row. `None` for f32, which needs none.
     #[must_use]
     pub fn terms(&self, workspace: u64, precision: Precision) -> Option<Terms> {
         let name = match self.dtype {
@@ -321,6 +340,7 @@ impl Product {
     }
 
     fn stream(&self, ldw: u32) -> Launch<GemvParams> {
+        assert!(self.activation.is_none_or(|a| is_fused(self.rows, self.dtype, a)), "a kernel of its own");
         let params = GemvParams {
             x: self.x,
             w: self.w,
@@ -333,12 +353,9 @@ impl Product {
             x_stride: self.x_stride,
             out_stride: self.out_stride,
             add: u32::from(self.add),
-            activation: self.activation.map_or(0, |activation| match activation {
-                Activation::SiluMul => 1,
-                Activation::Gelu => 2,
-            }),
+            activation: self.activation.map_or(0, activation_code),
         };
-        // Weight rows of an output column: a block has whole columns.
+        // Weight rows of an output column; a block has whole columns.
         let each = self.activation.map_or(1, |activation| u32::try_from(activation.inputs()).expect("one or two"));
         let columns = self.n / each;
         let few = [columns.div_ceil(GEMV_FEW_COLS / each), self.rows.div_ceil(2), 1];
@@ -374,10 +391,10 @@ const fn gemm_name(dtype: DType, exact: bool, large: bool) -> &'static str {
 }
 
 /// Stages of one or two terms of A and of B, rows padded by 16 bytes.
-const fn gemm_shared_bytes(tile: Tile, exact: bool) -> u32 {
+pub(super) const fn gemm_shared_bytes(tile: Tile, exact: bool) -> u32 {
     let terms = if exact { 2 } else { 1 };
     STAGES * (terms * tile.m + tile.n) * (TILE_K * 2 + 16)
 }
 
-/// The most that any launch of a `gemm_*` kernel asks for.
+/// Most shared memory of any `gemm_*` launch, in bytes.
 pub(super) const GEMM_SHARED_BYTES_MAX: u32 = gemm_shared_bytes(LARGE, true);

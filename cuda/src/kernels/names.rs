@@ -1,4 +1,4 @@
-//! All kernels by name.
+//! Names of all kernels.
 
 use super::attention::{
     DecodeClass, Precision, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, decode_shared_bytes, prefill_shape,
@@ -8,6 +8,7 @@ use super::linear::GEMM_SHARED_BYTES_MAX;
 
 /// Every kernel that the fatbin has for all devices.
 pub const ALL: &[&str] = &[
+    "add",
     "add_bias",
     "attention_any_bf16",
     "attention_any_f16",
@@ -20,6 +21,9 @@ pub const ALL: &[&str] = &[
     "attention_decode_f16_256",
     "attention_decode_f16_64",
     "attention_decode_f16_96",
+    "attention_latent_bf16",
+    "attention_latent_f16",
+    "attention_latent_f32",
     "attention_merge",
     "attention_prefill_bf16_128_exact",
     "attention_prefill_bf16_128_exact_small",
@@ -45,9 +49,12 @@ pub const ALL: &[&str] = &[
     "attention_prefill_f16_96_exact",
     "attention_prefill_f16_96_exact_small",
     "attention_prefill_f16_96_fast",
+    "clamped_swiglu",
+    "combine",
     "embed",
     "gather_rows",
     "gelu",
+    "gelu_tanh_mul",
     "gemm_bf16_exact_128",
     "gemm_bf16_exact_64",
     "gemm_bf16_fast_128",
@@ -68,25 +75,53 @@ pub const ALL: &[&str] = &[
     "gemv_f16_8",
     "gemv_f32_1",
     "gemv_f32_2",
+    "grouped_gemm_bf16_exact_128",
+    "grouped_gemm_bf16_exact_64",
+    "grouped_gemm_bf16_fast_128",
+    "grouped_gemm_bf16_fast_64",
+    "grouped_gemm_f16_exact_128",
+    "grouped_gemm_f16_exact_64",
+    "grouped_gemm_f16_fast_128",
+    "grouped_gemm_f16_fast_64",
+    "grouped_gemm_f32",
+    "grouped_gemv_bf16",
+    "grouped_gemv_f16",
+    "grouped_gemv_f32",
+    "head_gemm_bf16",
+    "head_gemm_f16",
+    "head_gemm_f32",
+    "head_gemv_bf16_1",
+    "head_gemv_bf16_4",
+    "head_gemv_f16_1",
+    "head_gemv_f16_4",
+    "head_gemv_f32_1",
+    "head_gemv_f32_4",
+    "head_norm",
     "kv_check",
     "kv_pack",
     "kv_unpack",
+    "latent_append",
     "layer_norm",
     "merge",
     "rms_norm",
     "rope_append",
+    "route",
     "sample",
+    "scale",
     "silu_mul",
+    "sink",
+    "softcap",
+    "sort_choices",
     "split_bf16",
     "split_f16",
 ];
 
-/// Kernels that only code for compute capability 9.0 has.
+/// Kernels that exist only as code for compute capability 9.0.
 pub const SM90: &[&str] =
     &["attention_wgmma_bf16_128", "attention_wgmma_bf16_64", "attention_wgmma_f16_128", "attention_wgmma_f16_64"];
 
-/// Bytes of dynamic shared memory that some launch of the kernel may ask for: a bound over head sizes and classes, at
-/// most what compute capability 8.0 has (163 KB), or 9.0 for [`SM90`]'s (227 KB).
+/// Most dynamic shared memory of any launch of the kernel, in bytes: a bound over head sizes and classes, within that
+/// of compute capability 8.0 (163 KB), or of 9.0 for [`SM90`] (227 KB).
 #[must_use]
 pub fn dynamic_shared_bytes_max(name: &str) -> u32 {
     let dim = |name: &str| name.split('_').find_map(|part| part.parse::<u32>().ok()).unwrap_or(0);
@@ -99,7 +134,9 @@ pub fn dynamic_shared_bytes_max(name: &str) -> u32 {
         let precision = if name.contains("_exact") { Precision::Exact } else { Precision::Fast };
         let limit = if name.ends_with("_small") { SHARED_BYTES_LEAST } else { SHARED_BYTES_MAX };
         prefill_shape(dim(name), precision, limit).map_or(0, |shape| shape.shared_bytes)
-    } else if name.starts_with("gemm_") && name != "gemm_reduce" && name != "gemm_f32" {
+    } else if name.starts_with("gemm_") && name != "gemm_reduce" && name != "gemm_f32"
+        || name.starts_with("grouped_gemm_") && name != "grouped_gemm_f32"
+    {
         GEMM_SHARED_BYTES_MAX
     } else {
         super::SHARED_BYTES_DEFAULT

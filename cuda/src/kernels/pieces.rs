@@ -1,7 +1,8 @@
-//! How many keys a piece of decode attention has: arithmetic only.
+//! Keys of a piece of decode attention: arithmetic only.
 //!
-//! Blocks of the decode kernel run in waves: as many as are resident on all multiprocessors at once. A grid of 1.05 waves takes
-//! the time of two, so the number of blocks is rounded down to whole waves. The plan (`attention.rs`) asks once a step.
+//! Blocks of the decode kernel run in waves: all that are resident on the multiprocessors at once. A grid of 1.05
+//! waves takes the time of two, so the number of blocks is rounded down to whole waves. The plan (`attention.rs`)
+//! asks once a step.
 
 use super::WARP;
 use super::attention::{DecodeClass, SHARED_BYTES_RESERVED, decode_shared_bytes};
@@ -9,20 +10,21 @@ use std::ops::RangeInclusive;
 
 /// Registers of a multiprocessor.
 const SM_REGISTERS: u32 = 64 << 10;
-/// What a block costs beside its keys, in keys: its launch, its queries, the first stage's latency, the merge of its piece.
+/// Overhead of a block, in keys: its launch, its queries, the first stage's latency, the merge of its piece.
 const PIECE_COST_KEYS: u64 = 64;
-/// Numbers of waves that are compared: the fewest that uncut parts take, and more.
+/// Numbers of waves compared: the fewest that uncut parts take, and more.
 const WAVES_COMPARED: u64 = 4;
 
-/// Rows that blocks attend to together: blocks (KV heads times tiles of packed rows) for each piece of so many keys in all.
+/// Rows that the same blocks attend to: `keys` keys in all, and blocks (KV heads times tiles of packed rows) for each
+/// piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) keys: u32,
     pub(super) blocks: u32,
 }
 
-/// Blocks of the decode kernel that run at once on a device with `sms` multiprocessors of `sm_shared_bytes`: as many as the class
-/// wants, as far as shared memory and registers allow. At least one each.
+/// Blocks of the decode kernel that run at once on a device with `sms` multiprocessors of `sm_shared_bytes`: as many
+/// as the class wants and shared memory and registers allow, at least one each.
 #[must_use]
 pub(super) fn wave(class: DecodeClass, head_dim: u32, sms: u32, sm_shared_bytes: u32) -> u32 {
     let by_memory = sm_shared_bytes / (decode_shared_bytes(head_dim, class) + SHARED_BYTES_RESERVED);
@@ -30,7 +32,7 @@ pub(super) fn wave(class: DecodeClass, head_dim: u32, sms: u32, sm_shared_bytes:
     sms * class.blocks_per_sm.min(by_memory).min(by_registers).max(1)
 }
 
-/// Registers of a thread of `attention_decode_*`, as cuda/kernels/budget.toml has them, in the units that they are given out in.
+/// Registers of a thread of `attention_decode_*` from cuda/kernels/budget.toml, rounded up to the unit of allocation.
 const fn decode_registers(head_dim: u32) -> u32 {
     match head_dim {
         0..=64 => 104,
@@ -40,10 +42,10 @@ const fn decode_registers(head_dim: u32) -> u32 {
     }
 }
 
-/// Keys of a piece at most: a multiple of `unit`, and `least` at the least. A part is cut into `keys.div_ceil(piece)` pieces.
+/// Most keys of a piece: a multiple of `unit`, at least `least`. A part is cut into `keys.div_ceil(piece)` pieces.
 ///
-/// Blocks are few enough for a whole number of waves: of [`WAVES_COMPARED`], the number that ends first if the longest piece of each
-/// wave takes its time.
+/// The blocks fit a whole number of waves: of [`WAVES_COMPARED`] numbers, the one that ends first if each wave takes
+/// the time of its longest piece.
 #[must_use]
 pub(super) fn piece_keys(parts: &[Part], wave: u32, least: u32, unit: u32) -> u32 {
     let least = least.max(1).next_multiple_of(unit);
@@ -56,8 +58,8 @@ pub(super) fn piece_keys(parts: &[Part], wave: u32, least: u32, unit: u32) -> u3
     candidates.min().map_or(longest, |(_, piece)| piece)
 }
 
-/// The shortest piece of a multiple of `unit` keys in `range`, whose ends are such, with which the parts take `blocks_max` blocks at
-/// most; the longest one's are not more.
+/// The shortest piece, a multiple of `unit` keys within `range`, with which the parts take at most `blocks_max`
+/// blocks; the longest piece of `range` does.
 fn shortest(parts: &[Part], blocks_max: u64, range: RangeInclusive<u32>, unit: u32) -> u32 {
     let (mut low, mut high) = (range.start() / unit, range.end() / unit);
     // Longer pieces never take more blocks.

@@ -9,7 +9,7 @@ use super::Launch;
 use bytemuck::{Pod, Zeroable};
 pub use lagoon_backend::{SampleRow, SampledRow};
 
-/// `sample`: one block a row.
+/// Parameters of `sample`. One block a row.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct SampleParams {

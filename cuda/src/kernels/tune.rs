@@ -1,39 +1,39 @@
-//! Tuning of the decode kernel for a device: which shapes are tried, which are kept, and how they are remembered.
+//! Tuning of the decode kernel: candidate shapes, the choice among them, and its text form.
 //!
-//! Measuring is the caller's: [`tune`] asks for the seconds of one shape at one context. What it found is a [`Tuned`], which is
-//! a few lines of text to be cached beside the device's name, driver and head size; a text that is damaged, of another version
-//! or names a shape that no kernel has is an error, and the caller tunes again.
+//! The caller measures: [`tune`] asks for the seconds of one shape at one context. The result is a [`Tuned`], a few
+//! lines of text to be cached beside the device's name, driver and head size. A text that is damaged, of another
+//! version or with a shape that no kernel has is an error, and the caller tunes again.
 
 use super::attention::{DecodeClass, SHARED_BYTES_MAX, Tuning};
 use std::fmt;
 use std::str::FromStr;
 
-/// Contexts, in keys, at which the three classes are measured: the middle of each on a logarithmic scale, and twice the last
-/// bound.
+/// Contexts, in keys, at which the three classes are measured: the middle of each on a logarithmic scale, and twice
+/// the last bound.
 pub const CONTEXTS: [u32; 3] = [2 << 10, 16 << 10, 64 << 10];
 
-/// A measured shape must be faster by this much than the untuned one to replace it: less is noise.
+/// Least gain over the untuned shape, as a share of its time; less is noise.
 const GAIN_MIN: f64 = 0.01;
 
-/// Bounds between the classes, in keys: those that the issue names.
+/// Bounds between the classes, in keys.
 const CLASS_KEYS: [u32; 2] = [8 << 10, 32 << 10];
 
-/// The first word of the text, with the version of its form.
+/// The first word of the text, with the version of its format.
 const HEADER: &str = "lagoon-attention-tuning-3";
 
-/// The shapes that a device was found fastest with.
+/// The fastest shapes on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuned {
     pub head_dim: u32,
     pub classes: [DecodeClass; 3],
 }
 
-/// Why a remembered text is not one.
+/// Reason why a tuning text is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no tuning of this version: {0}")]
 pub struct BadTuning(String);
 
-/// The shapes worth trying with heads of this size: those that fit a block's shared memory, each once.
+/// Candidate shapes for heads of this size: those that fit a block's shared memory, each once.
 #[must_use]
 pub fn candidates(head_dim: u32, shared_bytes_max: u32) -> Vec<DecodeClass> {
     let mut out = Vec::new();
@@ -50,9 +50,12 @@ pub fn candidates(head_dim: u32, shared_bytes_max: u32) -> Vec<DecodeClass> {
     out
 }
 
-/// Measures every candidate at the context of each class and keeps the fastest, or the class of `untuned` where none is
-/// clearly faster. `seconds(class, keys)` is the time of one decode call over `contexts[i]` keys, or an error, which ends the
-/// tuning; infinity stands for a shape that was not tried.
+/// Measures every candidate at the context of each class and keeps the fastest, or the class of `untuned` if none is
+/// clearly faster. `seconds(class, keys)` is the time of one decode call over `contexts[i]` keys, or infinity for a
+/// shape that was not tried.
+///
+/// # Errors
+/// The first of `seconds`, which ends the tuning.
 pub fn tune<E>(
     head_dim: u32,
     untuned: &Tuning,
@@ -64,7 +67,7 @@ pub fn tune<E>(
         let mut best = seconds(*class, keys)? * (1.0 - GAIN_MIN);
         for candidate in candidates(head_dim, untuned.shared_bytes_max) {
             let time = seconds(candidate, keys)?;
-            // Times that are not numbers lose.
+            // NaN loses.
             if time < best {
                 (*class, best) = (candidate, time);
             }
@@ -74,7 +77,7 @@ pub fn tune<E>(
 }
 
 impl Tuned {
-    /// `base` with these shapes.
+    /// `base` with these classes.
     #[must_use]
     pub fn apply(&self, base: Tuning) -> Tuning {
         Tuning { classes: self.classes, class_keys: CLASS_KEYS, ..base }
@@ -123,7 +126,7 @@ mod tests {
         let untuned = Tuning::untuned(132);
         let fast = DecodeClass { warps: 8, stages: 2, blocks_per_sm: 1, piece_keys_min: 1024 };
         let measure = |class: DecodeClass, keys: u32| -> Result<f64, ()> {
-            // One shape is faster on long contexts; on others it is only as much as measuring scatters.
+            // One shape is faster on long contexts; on others the difference is measurement noise.
             let gain = if keys == CONTEXTS[2] { 0.5 } else { 0.995 };
             Ok(if class == fast { gain } else { 1.0 } * f64::from(keys))
         };

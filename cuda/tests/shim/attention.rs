@@ -4,7 +4,10 @@
 use crate::support::device::{ShimDevice, TUNING, Tensor, number};
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{AttnBatch, AttnRows, Partials};
-use lagoon_cuda::kernels::attention::{Buffers, KvView, Plan, Precision, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, Store};
+use lagoon_cuda::kernels::SHARED_BYTES_DEFAULT;
+use lagoon_cuda::kernels::attention::{
+    Buffers, KvView, Plan, Precision, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, Store, Tuning,
+};
 use lagoon_types::run::visible;
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
 
@@ -17,6 +20,7 @@ pub(crate) struct Case {
     /// Launches that others of the device came before: they choose the order of turns.
     pub(crate) turn: u64,
     pub(crate) window: Option<u32>,
+    pub(crate) softcap: Option<f32>,
     pub(crate) alibi: bool,
     /// Rows and position of the first, of each sequence.
     pub(crate) seqs: Vec<(u32, u32)>,
@@ -34,6 +38,7 @@ impl Default for Case {
             wgmma: false,
             turn: 0,
             window: None,
+            softcap: None,
             alibi: false,
             seqs: vec![(1, 100), (40, 30)],
             run_max: 50,
@@ -76,7 +81,7 @@ impl Stored {
 }
 
 pub(crate) fn geometry(heads: u32, kv_heads: u32, head_dim: u32) -> AttentionGeometry {
-    AttentionGeometry { heads, kv_heads, head_dim }
+    AttentionGeometry { heads, kv_heads, head_dim, latent: false }
 }
 
 /// Sequences of rows over `0..pos0 + rows`, cut into runs that lie in the store in the reverse order, with gaps.
@@ -122,7 +127,9 @@ fn oracle(
         .iter()
         .map(|(key, slot)| {
             let dot: f64 = (0..dim).map(|d| f64::from(query[d]) * stored(false, *slot, at + d)).sum();
-            dot * f64::from(batch.scale) + slope * (f64::from(*key) - f64::from(pos))
+            let score = dot * f64::from(batch.scale);
+            let capped = batch.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh());
+            capped + slope * (f64::from(*key) - f64::from(pos))
         })
         .collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -172,6 +179,7 @@ pub(crate) fn compare(mut device: ShimDevice, case: &Case) -> Result<(), String>
         geometry: g,
         scale: 1.0 / (g.head_dim as f32).sqrt(),
         window: case.window,
+        softcap: case.softcap,
         alibi: case.alibi.then_some(Alibi { bias_max: 8.0 }),
         seqs: &seqs,
         runs: &runs,
@@ -186,7 +194,8 @@ pub(crate) fn compare(mut device: ShimDevice, case: &Case) -> Result<(), String>
         count: Vec::new(),
     };
     device.attend(&q, &batch, view, case.dtype, case.pad, &mut out);
-    assert_eq!(device.plan.has_boxes(), case.wgmma, "boxes where they are asked for");
+    let boxes = case.wgmma && case.softcap.is_none();
+    assert_eq!(device.plan.has_boxes(), boxes, "boxes where they are asked for, and no score is capped");
     let bound = match (case.precision, case.dtype) {
         (Precision::Fast, DType::BF16) => 2e-2,
         (Precision::Fast, DType::F16) => 3e-3,
@@ -216,6 +225,23 @@ pub(crate) fn compare(mut device: ShimDevice, case: &Case) -> Result<(), String>
 fn near(got: f32, want: f64, bound: f64) -> Result<(), String> {
     let is_near = (f64::from(got) - want).abs() <= bound;
     if is_near { Ok(()) } else { Err(format!("{got}, not {want}")) }
+}
+
+/// Caps below the scores, with every kernel; the plan keeps capped scores from warpgroup kernels.
+#[test]
+fn soft_caps() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (head_dim, wgmma) in [(64, false), (96, false), (128, true), (256, false), (40, false)] {
+            let wgmma = wgmma && dtype != DType::F32;
+            for (precision, alibi) in [(Precision::Exact, false), (Precision::Fast, true)] {
+                let (geometry, seqs) = (geometry(6, 2, head_dim), vec![(1, 90), (40, 61), (3, 500)]);
+                let base = Case { geometry, dtype, precision, wgmma, alibi, seqs, ..Case::default() };
+                check(&Case { softcap: Some(0.5), window: Some(70), ..base.clone() });
+                let shared_bytes_max = SHARED_BYTES_LEAST;
+                check(&Case { softcap: Some(1.5), shared_bytes_max, wgmma: false, ..base });
+            }
+        }
+    }
 }
 
 #[test]
@@ -285,6 +311,30 @@ fn odd_stores_take_the_general_kernel() {
     }
 }
 
+/// A latent row's halves are no key and value of the kernels on tensor cores, of whatever size and tuning.
+#[test]
+fn latents_take_their_own_kernels() {
+    let mut data = Data::new(4);
+    let case = Case { geometry: geometry(8, 1, 64), seqs: vec![(1, 3000), (90, 700)], ..Case::default() };
+    let (seqs, runs, _) = layout(&case, &mut data);
+    let kernels = [(DType::F16, "attention_latent_f16"), (DType::BF16, "attention_latent_bf16")];
+    for (head_dim, (dtype, name)) in [64, 96, 128, 256, 288].into_iter().flat_map(|dim| kernels.map(|k| (dim, k))) {
+        let g = AttentionGeometry { latent: true, ..geometry(8, 1, head_dim) };
+        let batch =
+            AttnBatch { geometry: g, scale: 1.0, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
+        let mut plan = Plan::default();
+        let tuning = Tuning { wgmma: true, precision: Precision::Fast, ..TUNING };
+        plan.make(&batch, Store { dtype, aligned: true, boxed: true }, &tuning);
+        let at = Buffers { plan: 0, q: 0, q_stride: 0, slopes: 0, out: 0, lse: 0, piece_out: 0, piece_lse: 0 };
+        let stride = u64::from(head_dim);
+        let view = KvView { k: 0, v: 0, token_stride: stride, head_stride: stride };
+        let launches: Vec<_> = plan.launches(&at, view).collect();
+        assert!(!plan.has_boxes() && launches.len() == 1 && launches[0].name == name, "{launches:?}");
+        assert_eq!(launches[0].params.head_dim, 2 * head_dim);
+        assert!(launches[0].shared_bytes <= SHARED_BYTES_DEFAULT, "{launches:?}");
+    }
+}
+
 #[test]
 fn padded_plans_give_the_same() {
     let seqs = vec![(1, 500), (1, 3), (2, 90)];
@@ -298,7 +348,7 @@ fn plans_cover_each_visible_key_once() {
     let (seqs, runs, _) = layout(&case, &mut data);
     for window in [None, Some(100)] {
         let g = case.geometry;
-        let batch = AttnBatch { geometry: g, scale: 1.0, window, alibi: None, seqs: &seqs, runs: &runs };
+        let batch = AttnBatch { geometry: g, scale: 1.0, window, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
         let mut plan = Plan::default();
         plan.make(&batch, Store { dtype: DType::F16, aligned: true, boxed: true }, &TUNING);
         let [decode, prefill, any, merges] = plan.counts();

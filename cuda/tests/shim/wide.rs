@@ -5,9 +5,10 @@ use crate::support::device::{ShimDevice, number};
 use lagoon_backend::conformance::Data;
 use lagoon_cuda::kernels::Launch;
 use lagoon_cuda::kernels::attention::{AttentionMergeParams, KvView, MergeItem};
+use lagoon_cuda::kernels::latent::{HeadProductParams, LatentParams, head_product};
 use lagoon_cuda::kernels::pointwise::{
-    BiasParams, EmbedParams, GateParams, GatherParams, GeluParams, MergeParams, NormParams, RopeParams, gelu, per_row,
-    silu_mul,
+    AddParams, BiasParams, EmbedParams, GateParams, GatherParams, GeluParams, HeadNormParams, MergeParams, NormParams,
+    RopeParams, ScaleParams, SinkParams, add, gated, gelu, head_norm, per_row, scale, sink, softcap,
 };
 use lagoon_types::DType;
 
@@ -138,11 +139,13 @@ fn activations() {
     let mut data = Data::new(43);
     for n in [4, 1024, 1032] {
         let x = data.values(2 * 2 * n);
-        same("silu_mul", 0.0, |device, shift| {
-            let (mut x, mut out) = (Array::of(&x, shift), Array::of(&vec![0.0; 2 * n], shift));
-            device.launch(&silu_mul(2, GateParams { x: x.address(), out: out.address(), n: number(n), pad: 0 }));
-            out.floats()
-        });
+        for name in ["silu_mul", "gelu_tanh_mul", "clamped_swiglu"] {
+            same(name, 0.0, |device, shift| {
+                let (mut x, mut out) = (Array::of(&x, shift), Array::of(&vec![0.0; 2 * n], shift));
+                device.launch(&gated(name, 2, GateParams { x: x.address(), out: out.address(), n: number(n), pad: 0 }));
+                out.floats()
+            });
+        }
     }
     // The last elements are not four.
     for (count, tanh) in [(4099, 0), (4096, 1), (3, 0)] {
@@ -151,6 +154,67 @@ fn activations() {
             let mut x = Array::of(&x, shift);
             device.launch(&gelu(GeluParams { x: x.address(), out: x.address(), count: count as u64, tanh, pad: 0 }));
             x.floats()
+        });
+    }
+}
+
+#[test]
+fn sums_and_multiples() {
+    let mut data = Data::new(46);
+    // The last elements are not four.
+    for count in [4099usize, 4096, 3] {
+        let (x, y) = (data.values(count), data.values(count));
+        same("add, scale and softcap", 0.0, |device, shift| {
+            let (mut x, mut y) = (Array::of(&x, shift), Array::of(&y, shift));
+            let elements = count as u64;
+            device.launch(&add(AddParams { x: x.address(), y: y.address(), count: elements }));
+            device.launch(&scale(ScaleParams { x: x.address(), count: elements, factor: 0.3, pad: 0 }));
+            device.launch(&softcap(ScaleParams { x: x.address(), count: elements, factor: 0.5, pad: 0 }));
+            x.floats()
+        });
+    }
+}
+
+#[test]
+fn heads() {
+    let mut data = Data::new(47);
+    // The last has more than a warp loads at once.
+    for (dim, dtype) in [4usize, 128, 520].into_iter().flat_map(|dim| TYPES.map(|dtype| (dim, dtype))) {
+        let (heads, kv_heads, rows) = (3usize, 2usize, 2usize);
+        let (qkv, lse) = (data.values(rows * (heads + 2 * kv_heads) * dim), data.values(rows * heads));
+        let [q, k] = [(); 2].map(|()| data.stored(dtype, dim).0);
+        same(&format!("head_norm of {dim} with {dtype} weights"), 2e-6, |device, shift| {
+            let mut qkv = Array::of(&qkv, shift);
+            let [mut q, mut k] = [&q, &k].map(|w| Array::new(w, shift * dtype.size()));
+            device.launch(&head_norm(HeadNormParams {
+                qkv: qkv.address(),
+                q_weight: q.address(),
+                k_weight: k.address(),
+                heads: number(heads),
+                kv_heads: number(kv_heads),
+                head_dim: number(dim),
+                rows: number(rows),
+                q_type: code(dtype),
+                k_type: code(dtype),
+                eps: 1e-6,
+                pad: 0,
+            }));
+            qkv.floats()
+        });
+        same(&format!("sink of {dim}, {dtype}"), 0.0, |device, shift| {
+            let mut out = Array::of(&qkv[..rows * heads * dim], shift);
+            let (mut lse, mut sinks) = (Array::of(&lse, shift), Array::new(&q, shift * dtype.size()));
+            device.launch(&sink(SinkParams {
+                out: out.address(),
+                lse: lse.address(),
+                sinks: sinks.address(),
+                count: 0,
+                heads: number(heads),
+                head_dim: number(dim),
+                rows: number(rows),
+                sink_type: code(dtype),
+            }));
+            out.floats()
         });
     }
 }
@@ -190,6 +254,86 @@ fn rotations_and_appends() {
                 qkv.floats().into_iter().chain(bytes).collect()
             });
         }
+    }
+}
+
+#[test]
+fn appends_of_latents() {
+    let mut data = Data::new(47);
+    // (heads, latent, rotated, elements of a query): more parts than a block loads at once, halves and queries that are not
+    // fours, and DeepSeek-V2-Lite's sizes.
+    for (heads, latent, rotated, query) in
+        [(70usize, 96usize, 32usize, 48usize), (3, 28, 12, 12), (5, 24, 8, 11), (16, 512, 64, 192)]
+    {
+        for dtype in TYPES {
+            let dim = latent + rotated;
+            let qkv = data.values(3 * (heads + 1) * dim);
+            let [queries, latents, keys, angles] =
+                [heads * query, latent, rotated, rotated].map(|cols| data.values(3 * cols));
+            let stored = data.stored(dtype, 5 * dim / 2).0;
+            same(&format!("latent_append of {heads} heads of {latent}+{rotated} to {dtype}"), 0.0, |device, shift| {
+                let [mut qkv, mut queries, mut latents, mut keys, mut angles] =
+                    [&qkv, &queries, &latents, &keys, &angles].map(|values| Array::of(values, shift));
+                let [mut k, mut v] = [(); 2].map(|()| Array::new(&stored, shift * dtype.size()));
+                let slots = [4u32, u32::MAX, 0];
+                let (token_stride, head_stride) = ((dim / 2) as u64, (dim / 2) as u64);
+                let params = LatentParams {
+                    qkv: qkv.address(),
+                    queries: queries.address(),
+                    latents: latents.address(),
+                    keys: keys.address(),
+                    rope: angles.address(),
+                    slots: slots.as_ptr() as u64,
+                    kv: KvView { k: k.address(), v: v.address(), token_stride, head_stride },
+                    heads: number(heads),
+                    head_dim: number(dim / 2),
+                    latent: number(latent),
+                    rotated: number(rotated),
+                    query: number(query),
+                    kv_type: code(dtype),
+                };
+                device.launch(&per_row("latent_append", 3, params));
+                let bytes = k.contents().iter().chain(v.contents()).map(|byte| f32::from(*byte));
+                qkv.floats().into_iter().chain(bytes).collect()
+            });
+        }
+    }
+}
+
+#[test]
+fn products_by_head() {
+    let mut data = Data::new(48);
+    // Rows of all kernels; of weights as short as a lane's, and longer than what is loaded at once.
+    for (dtype, rows, (n, k)) in TYPES
+        .into_iter()
+        .flat_map(|dtype| [1usize, 6, 40].map(|rows| (dtype, rows)))
+        .flat_map(|(dtype, rows)| [(20usize, 8usize), (33, 600)].map(|size| (dtype, rows, size)))
+    {
+        let (heads, gap) = (3usize, 4usize);
+        let (x, out) = (data.values(rows * heads * (k + gap)), data.values(rows * heads * n));
+        // As weights lie: aligned, and their rows padded (`weight_ld`).
+        let weights = data.stored(dtype, heads * n * k).0;
+        same(&format!("a product by head of {rows} rows with {n}x{k} {dtype}"), 0.0, |device, shift| {
+            let (mut x, mut out) = (Array::of(&x, shift), Array::of(&out, shift));
+            let mut weights = Array::new(&weights, 0);
+            let params = HeadProductParams {
+                x: x.address(),
+                w: weights.address(),
+                out: out.address(),
+                rows: number(rows),
+                n: number(n),
+                k: number(k),
+                ldw: number(k),
+                heads: number(heads),
+                x_stride: number(heads * (k + gap)),
+                x_step: number(k + gap),
+                out_stride: number(heads * n),
+                out_step: number(n),
+                pad: 0,
+            };
+            device.launch(&head_product(dtype, params));
+            out.floats()
+        });
     }
 }
 

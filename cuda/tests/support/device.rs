@@ -6,11 +6,15 @@
 use super::shim::{ORDERS, Shim};
 use bytemuck::Pod;
 use lagoon_backend::{
-    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource, without,
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
+    Mode, Partials, WeightSource, without,
 };
 use lagoon_cuda::kernels::attention::{Buffers, DecodeClass, KvView, Plan, Precision, SHARED_BYTES_MAX, Store, Tuning};
 use lagoon_cuda::kernels::boxes::KvMaps;
-use lagoon_cuda::kernels::linear::{Launches, Product, is_streamed, workspace_bytes};
+use lagoon_cuda::kernels::experts::{Grouped, Mixture, Stored};
+use lagoon_cuda::kernels::latent::{HeadProductParams, LatentParams, head_product};
+use lagoon_cuda::kernels::linear::{Launches, Product, is_fused, workspace_bytes};
+use lagoon_cuda::kernels::pointwise::Activate;
 use lagoon_cuda::kernels::{Launch, pointwise, weight_ld};
 use lagoon_types::{AttentionGeometry, DType, KvShape};
 use std::ops::Range;
@@ -67,6 +71,8 @@ pub(crate) struct ShimDevice {
     pub(crate) launches: u64,
     pub(crate) tuning: Tuning,
     pub(crate) plan: Plan,
+    /// The kernels of the last mixture's products.
+    pub(crate) grouped: [&'static str; 2],
 }
 
 /// Small pieces, and all shapes of the decode kernel's pipeline.
@@ -90,7 +96,7 @@ impl ShimDevice {
     }
 
     pub(crate) fn over(shim: &'static Shim) -> Self {
-        Self { shim, launches: 0, tuning: TUNING, plan: Plan::default() }
+        Self { shim, launches: 0, tuning: TUNING, plan: Plan::default(), grouped: [""; 2] }
     }
 
     pub(crate) fn launch<P: Pod>(&mut self, launch: &Launch<P>) {
@@ -137,6 +143,13 @@ impl ShimDevice {
         };
         self.per_row(name, tokens, params);
     }
+}
+
+fn stored(weight: Option<&Weight>) -> Stored {
+    weight.map_or(Stored { address: 0, dtype: DType::F32 }, |weight| Stored {
+        address: weight.data.as_ptr() as u64,
+        dtype: weight.dtype,
+    })
 }
 
 pub(crate) fn number(n: usize) -> u32 {
@@ -224,16 +237,12 @@ impl Device for ShimDevice {
     }
 
     fn embed(&mut self, table: &Weight, ids: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
-        let params = pointwise::EmbedParams {
-            table: table.data.as_ptr() as u64,
-            ids: ids.as_ptr() as u64,
-            out: out.data.as_mut_ptr() as u64,
-            cols: number(table.cols),
-            ld: number(weight_ld(table.cols, table.dtype.size())),
-            table_type: u32::from(table.dtype.code()),
-            add: 0,
-        };
-        self.per_row("embed", ids.len(), params);
+        self.table_rows(table, ids, false, out);
+        Ok(())
+    }
+
+    fn embed_add(&mut self, table: &Weight, ids: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
+        self.table_rows(table, ids, true, out);
         Ok(())
     }
 
@@ -282,21 +291,126 @@ impl Device for ShimDevice {
         product: &mut Tensor,
         out: &mut Tensor,
     ) -> Result<(), DeviceError> {
-        if is_streamed(number(rows), weight.dtype) {
+        if is_fused(number(rows), weight.dtype, activation) {
             self.multiply(x, weight, rows, (false, Some(activation)), out);
             return Ok(());
         }
         self.multiply(x, weight, rows, (false, None), product);
+        self.activate(product, rows, activation, out)
+    }
+
+    fn activate(
+        &mut self,
+        product: &Tensor,
+        rows: usize,
+        activation: Activation,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
         let (x, out_at, n) = (product.data.as_ptr() as u64, out.data.as_mut_ptr() as u64, number(out.cols));
-        match activation {
-            Activation::SiluMul => {
-                self.launch(&pointwise::silu_mul(number(rows), pointwise::GateParams { x, out: out_at, n, pad: 0 }));
-            }
-            Activation::Gelu => {
-                let count = (rows * out.cols) as u64;
-                self.launch(&pointwise::gelu(pointwise::GeluParams { x, out: out_at, count, tanh: 0, pad: 0 }));
-            }
+        self.launch_activation(&pointwise::activate(activation, number(rows), n, x, out_at));
+        Ok(())
+    }
+
+    fn add(&mut self, x: &mut Tensor, y: &Tensor, rows: usize) -> Result<(), DeviceError> {
+        if rows > 0 {
+            let count = (rows * x.cols) as u64;
+            let (x, y) = (x.data.as_mut_ptr() as u64, y.data.as_ptr() as u64);
+            self.launch(&pointwise::add(pointwise::AddParams { x, y, count }));
         }
+        Ok(())
+    }
+
+    fn scale(&mut self, x: &mut Tensor, factor: f32, rows: usize) -> Result<(), DeviceError> {
+        if rows > 0 {
+            let (count, x) = ((rows * x.cols) as u64, x.data.as_mut_ptr() as u64);
+            self.launch(&pointwise::scale(pointwise::ScaleParams { x, count, factor, pad: 0 }));
+        }
+        Ok(())
+    }
+
+    fn softcap(&mut self, x: &mut Tensor, cap: f32, rows: usize) -> Result<(), DeviceError> {
+        if rows > 0 {
+            let (count, x) = ((rows * x.cols) as u64, x.data.as_mut_ptr() as u64);
+            self.launch(&pointwise::softcap(pointwise::ScaleParams { x, count, factor: cap, pad: 0 }));
+        }
+        Ok(())
+    }
+
+    fn head_norm(
+        &mut self,
+        qkv: &mut Tensor,
+        (q, k): (&Weight, &Weight),
+        eps: f32,
+        geometry: AttentionGeometry,
+        rows: usize,
+    ) -> Result<(), DeviceError> {
+        self.launch(&pointwise::head_norm(pointwise::HeadNormParams {
+            qkv: qkv.data.as_mut_ptr() as u64,
+            q_weight: q.data.as_ptr() as u64,
+            k_weight: k.data.as_ptr() as u64,
+            heads: geometry.heads,
+            kv_heads: geometry.kv_heads,
+            head_dim: geometry.head_dim,
+            rows: number(rows),
+            q_type: u32::from(q.dtype.code()),
+            k_type: u32::from(k.dtype.code()),
+            eps,
+            pad: 0,
+        }));
+        Ok(())
+    }
+
+    fn experts(
+        &mut self,
+        x: &Tensor,
+        logits: &Tensor,
+        experts: &Experts<'_, Weight>,
+        rows: usize,
+        buffers: &mut ExpertBuffers<Tensor>,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        if rows == 0 {
+            return Ok(());
+        }
+        self.mixture(&Mixture {
+            rows: number(rows),
+            hidden: number(x.cols),
+            n: number(experts.down.cols),
+            count: number(experts.count),
+            routing: experts.routing,
+            activation: experts.activation,
+            up: stored(Some(experts.up)),
+            up_bias: stored(experts.up_bias),
+            down: stored(Some(experts.down)),
+            down_bias: stored(experts.down_bias),
+            choice_bias: stored(experts.choice_bias),
+            x: x.data.as_ptr() as u64,
+            logits: logits.data.as_ptr() as u64,
+            results: buffers.hidden.data.as_mut_ptr() as u64,
+            product: buffers.product.data.as_mut_ptr() as u64,
+            act: buffers.act.data.as_mut_ptr() as u64,
+            out: out.data.as_mut_ptr() as u64,
+        });
+        Ok(())
+    }
+
+    fn sink(
+        &mut self,
+        partials: &mut Partials<Tensor>,
+        sinks: &Weight,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        let all_seen = !partials.count.contains(&0);
+        self.launch(&pointwise::sink(pointwise::SinkParams {
+            out: partials.out.data.as_mut_ptr() as u64,
+            lse: partials.lse.data.as_ptr() as u64,
+            sinks: sinks.data.as_ptr() as u64,
+            count: if all_seen { 0 } else { partials.count.as_ptr() as u64 },
+            heads: geometry.heads,
+            head_dim: number(geometry.query_dim()),
+            rows: number(partials.count.len()),
+            sink_type: u32::from(sinks.dtype.code()),
+        }));
         Ok(())
     }
 
@@ -320,6 +434,61 @@ impl Device for ShimDevice {
             kv_type: u32::from(kv.shape.dtype.code()),
         };
         self.per_row("rope_append", slots.len(), params);
+        Ok(())
+    }
+
+    fn head_matmul(
+        &mut self,
+        x: &Tensor,
+        weight: &Weight,
+        strides: HeadStrides,
+        rows: usize,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        let params = HeadProductParams {
+            x: x.data.as_ptr() as u64,
+            w: weight.data.as_ptr() as u64,
+            out: out.data.as_mut_ptr() as u64,
+            rows: number(rows),
+            n: number(weight.rows / strides.heads),
+            k: number(weight.cols),
+            ldw: number(weight_ld(weight.cols, weight.dtype.size())),
+            heads: number(strides.heads),
+            x_stride: number(x.cols),
+            x_step: number(strides.x_stride),
+            out_stride: number(out.cols),
+            out_step: number(strides.out_stride),
+            pad: 0,
+        };
+        self.launch(&head_product(weight.dtype, params));
+        Ok(())
+    }
+
+    fn latent_append(
+        &mut self,
+        qkv: &mut Tensor,
+        row: LatentRow<'_, Tensor>,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut Kv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        let params = LatentParams {
+            qkv: qkv.data.as_mut_ptr() as u64,
+            queries: row.queries.data.as_ptr() as u64,
+            latents: row.latent.data.as_ptr() as u64,
+            keys: row.key.data.as_ptr() as u64,
+            rope: row.rope.data.as_ptr() as u64,
+            slots: slots.as_ptr() as u64,
+            kv: kv.view(layer),
+            heads: geometry.heads,
+            head_dim: geometry.head_dim,
+            latent: number(row.latent.cols),
+            rotated: number(row.rope.cols),
+            query: number(row.queries.cols / geometry.heads as usize),
+            kv_type: u32::from(kv.shape.dtype.code()),
+        };
+        self.per_row("latent_append", slots.len(), params);
         Ok(())
     }
 
@@ -349,7 +518,7 @@ impl Device for ShimDevice {
             acc_count: acc.count.as_ptr() as u64,
             count: other.count.as_ptr() as u64,
             heads: geometry.heads,
-            head_dim: geometry.head_dim,
+            head_dim: number(geometry.query_dim()),
         };
         self.per_row("merge", other.count.len(), params);
         acc.count.iter_mut().zip(&other.count).for_each(|(acc, other)| *acc += other);
@@ -431,6 +600,44 @@ impl ShimDevice {
             self.launch(&merge);
         }
         self.plan = plan;
+    }
+
+    fn table_rows(&mut self, table: &Weight, ids: &[u32], add: bool, out: &mut Tensor) {
+        let params = pointwise::EmbedParams {
+            table: table.data.as_ptr() as u64,
+            ids: ids.as_ptr() as u64,
+            out: out.data.as_mut_ptr() as u64,
+            cols: number(table.cols),
+            ld: number(weight_ld(table.cols, table.dtype.size())),
+            table_type: u32::from(table.dtype.code()),
+            add: u32::from(add),
+        };
+        self.per_row("embed", ids.len(), params);
+    }
+
+    fn launch_activation(&mut self, launch: &Activate) {
+        match launch {
+            Activate::Gated(launch) => self.launch(launch),
+            Activate::Plain(launch) => self.launch(launch),
+        }
+    }
+
+    /// Runs a mixture with scratch of exactly the size that it asks for.
+    fn mixture(&mut self, mixture: &Mixture) {
+        let mut scratch = vec![u128::MAX; usize::try_from(mixture.scratch_bytes().div_ceil(16)).expect("fits")];
+        let launches = mixture.launches(scratch.as_mut_ptr() as u64, self.tuning.precision);
+        self.launch(&launches.route);
+        self.launch(&launches.sort);
+        self.launch_grouped(&launches.up);
+        launches.activate.iter().for_each(|launch| self.launch_activation(launch));
+        self.launch_grouped(&launches.down);
+        self.launch(&launches.combine);
+        self.grouped = [launches.up.product.name, launches.down.product.name];
+    }
+
+    fn launch_grouped(&mut self, product: &Grouped) {
+        product.split.iter().for_each(|launch| self.launch(launch));
+        self.launch(&product.product);
     }
 
     fn multiply(

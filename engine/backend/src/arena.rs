@@ -1,13 +1,14 @@
-//! Memory that processes of one host share: a memfd, mapped by its owner for writing and by others read-only.
+//! Host memory shared between processes ([`SharedArena`]): a memfd that its owner maps for writing and others map
+//! read-only.
 //!
 //! Invariants:
 //!
-//! * within the owner's process a byte is never written while somebody holds a reference to it: granules are locked for
-//!   each access, by transports and by the device alike, and what finds a granule in use waits a moment and then fails;
+//! * within the owner's process a byte is never written while a reference to it exists: transports and the device
+//!   lock granules for each access; an access to a granule in use retries for a moment, then fails;
 //! * the file can neither shrink nor grow nor be mapped for writing again: it is sealed, and others get a descriptor
 //!   that was opened for reading;
-//! * another process never gets a reference into the memory: it copies bytes out. What it copies is meaningful only if
-//!   the owner did not write meanwhile (KV of sealed rBlocks under a live export), which the content's check proves.
+//! * another process never gets a reference into the memory: it copies bytes out. A copy is valid only if the owner
+//!   did not write meanwhile (KV of sealed rBlocks under a live export); the content hash proves it.
 
 use crate::Xxh3;
 use bytes::Bytes;
@@ -24,7 +25,7 @@ use std::{
     },
 };
 
-/// What an arena refuses.
+/// Errors of an arena access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArenaError {
     #[error("bytes {offset} to {end} of an arena of {bytes} bytes")]
@@ -35,7 +36,7 @@ pub enum ArenaError {
 
 /// A granule that is being written.
 const WRITING: u32 = u32::MAX;
-/// Times that an access looks again before it fails; most of them yield the processor.
+/// Attempts of an access before it fails; most of them yield the processor.
 const ATTEMPTS_MAX: u32 = 20_000;
 
 #[derive(Debug)]
@@ -58,12 +59,12 @@ impl fmt::Debug for SharedArena {
     }
 }
 
-/// What others may still do with the file: nothing but read.
+/// Seals on the file: other processes can only read it.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
 
 impl SharedArena {
-    /// `bytes` zeroes (not 0). `granule_bytes` is the unit in which accesses exclude each other: a divisor of what is
-    /// written at once, so that neighbours do not wait for each other.
+    /// An arena of `bytes` zeroes (not 0). `granule_bytes` is the unit of locking: a divisor of the size of one
+    /// write, so that writes to neighbours do not wait for each other.
     ///
     /// # Errors
     /// When the system refuses the memory or a seal.
@@ -86,7 +87,7 @@ impl SharedArena {
         self.0.bytes
     }
 
-    /// A descriptor for another process, which can only be read.
+    /// A read-only descriptor of the arena for another process.
     ///
     /// # Errors
     /// When the system refuses to open it.
@@ -95,7 +96,7 @@ impl SharedArena {
         File::open(format!("/proc/self/fd/{}", self.0.file.as_raw_fd()))
     }
 
-    /// Bytes that do not change while the window lives, without a copy.
+    /// A range of bytes without a copy, read-locked while the returned value lives.
     ///
     /// # Errors
     /// When the range is outside, or stays in use by a writer.
@@ -105,7 +106,7 @@ impl SharedArena {
         Ok(Bytes::from_owner(Window { arena: Arc::clone(&self.0), range }))
     }
 
-    /// Shows bytes to `visit`.
+    /// Calls `visit` with a range of bytes, read-locked meanwhile.
     ///
     /// # Errors
     /// As [`SharedArena::window`].
@@ -114,7 +115,7 @@ impl SharedArena {
         Ok(())
     }
 
-    /// Lets `fill` write bytes.
+    /// Calls `fill` to write a range of bytes, write-locked meanwhile.
     ///
     /// # Errors
     /// When the range is outside, or stays in use.
@@ -132,17 +133,17 @@ impl SharedArena {
     }
 }
 
-/// Granules of an arena that are locked for a device's operation, until this goes.
+/// Granules of an arena that are locked for a device's operation, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Locked {
     arena: Arc<Inner>,
-    /// Ascending and disjoint where they are locked for writing.
+    /// Ascending, and disjoint if locked for writing.
     granules: Vec<Range<usize>>,
     write: bool,
 }
 
 impl Locked {
-    /// The arena's first byte. What of it may be read or written is what was locked.
+    /// The arena's first byte. Only locked bytes may be read or written.
     pub(crate) fn base(&self) -> *mut u8 {
         self.arena.map.as_mut_ptr()
     }
@@ -161,7 +162,7 @@ impl Drop for Locked {
 }
 
 impl SharedArena {
-    /// Locks all granules of some ranges of bytes: to read, or for whoever writes alone.
+    /// Locks all granules of some byte ranges: shared for reading, exclusive for writing.
     ///
     /// # Errors
     /// As [`SharedArena::window`].
@@ -180,7 +181,7 @@ impl SharedArena {
         if write {
             wanted = merged(wanted);
         }
-        // What is locked so far is unlocked when this goes, also when a later granule is in use.
+        // Dropped on failure: unlocks the granules that are locked so far.
         let mut locked = Locked { arena: Arc::clone(&self.0), granules: Vec::with_capacity(wanted.len()), write };
         for granules in wanted {
             locked.granules.push(granules.start..granules.start);
@@ -211,7 +212,7 @@ fn merged(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
     out
 }
 
-/// A range that may be read as long as this lives.
+/// A read-locked range.
 struct Window {
     arena: Arc<Inner>,
     range: Range<usize>,
@@ -288,7 +289,7 @@ fn lock_one(granule: &AtomicU32, write: bool) -> bool {
         let locked = next.map(|next| granule.compare_exchange_weak(now, next, Ordering::Acquire, Ordering::Relaxed));
         match locked {
             Some(Ok(_)) => return true,
-            // Writes are short; windows are not, and whoever writes under one made a mistake.
+            // Write locks are short. A read lock may be long; a writer that meets one has made a mistake.
             _ if attempt < 64 => std::hint::spin_loop(),
             _ => std::thread::yield_now(),
         }
@@ -304,14 +305,14 @@ fn unlock_one(granule: &AtomicU32, write: bool) {
     }
 }
 
-/// Bytes of a view whose pages are found at once, when the first of them is read.
+/// Bytes of a view whose pages are populated together, at the first read of them.
 const FIND_BYTES: usize = 2 << 20;
 
 /// Another process's arena, for reading.
 pub struct ArenaView {
     map: MmapRaw,
     bytes: usize,
-    /// A bit for each [`FIND_BYTES`] bytes: their pages are found.
+    /// A bit per [`FIND_BYTES`] bytes: their pages are populated.
     found: Box<[AtomicU64]>,
 }
 
@@ -322,11 +323,11 @@ impl fmt::Debug for ArenaView {
 }
 
 impl ArenaView {
-    /// Maps a descriptor that its owner handed out. `bytes` is what the owner said of its size. Pages that the owner has not
-    /// written are not there, and stay so unless what is read lies beside them.
+    /// Maps a descriptor from the arena's owner; `bytes` is the size that the owner reported. Pages that the owner
+    /// never wrote stay absent unless a neighbouring read populates them.
     ///
     /// # Errors
-    /// When it is not a sealed memfd of that size: a file that can shrink would kill whoever reads it.
+    /// If the file is no sealed memfd of that size: reading a file that shrinks would kill this process.
     pub fn map(file: &File, bytes: u64) -> io::Result<Self> {
         let bad = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
         let seals = fcntl_get_seals(file).map_err(|_not_a_memfd| bad("the descriptor is no memfd"))?;
@@ -343,14 +344,14 @@ impl ArenaView {
         Ok(Self { map, bytes: len, found })
     }
 
-    /// Finds the pages of `len` bytes at `start` many at a time: one that is found missing during a copy costs more than
-    /// copying it.
+    /// Populates the pages of `len` bytes at `start` in chunks: a page fault during a copy costs more than copying
+    /// the page.
     fn find(&self, start: usize, len: usize) {
         for chunk in start / FIND_BYTES..(start + len).div_ceil(FIND_BYTES) {
             let (word, bit) = (&self.found[chunk / 64], 1 << (chunk % 64));
             if word.load(Ordering::Relaxed) & bit == 0 {
                 let at = chunk * FIND_BYTES;
-                // A system that cannot (Linux before 5.14) finds them one by one.
+                // Linux before 5.14 lacks it; the copy then faults page by page.
                 let _ = self.map.advise_range(Advice::PopulateRead, at, FIND_BYTES.min(self.bytes - at));
                 word.fetch_or(bit, Ordering::Relaxed);
             }
@@ -362,7 +363,8 @@ impl ArenaView {
         self.bytes
     }
 
-    /// Copies bytes out. `hash` gets them too, as they are in `target`; others may look at that after [`Xxh3::settle`].
+    /// Copies bytes out of the arena. `hash` takes them as copied; other threads may read `target` after
+    /// [`Xxh3::settle`].
     ///
     /// # Errors
     /// When the range is outside.

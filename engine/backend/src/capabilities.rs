@@ -1,9 +1,9 @@
-//! What only some backends have: six capabilities that a [`Device`] hands out or refuses.
+//! Capabilities that only some backends have: six traits that a [`Device`] hands out or refuses.
 //!
-//! No method here or in [`Device`] has a default. A device says of each capability that it has it (`Some(self)`) or refuses
-//! it by name ([`crate::without`]), and a wrapper forwards or refuses it: what is forgotten does not compile. A caller asks
-//! for the capability and says in its code what happens without it. Dispatch is static: the type behind each `impl` is
-//! known where the caller is compiled for a device. See docs/adr/0020-device-capabilities.md.
+//! No method here or in [`Device`] has a default. A device hands a capability out (`Some(self)`) or refuses it by
+//! name ([`crate::without`]), and a wrapper forwards or refuses it: a forgotten capability does not compile. A caller
+//! that asks for a capability handles its absence. Dispatch is static: the type behind each `impl` is known where the
+//! caller is compiled for a device. See docs/adr/0020-device-capabilities.md.
 
 #[cfg(doc)]
 use crate::Device;
@@ -16,29 +16,30 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What mapping memory behind a KV store has come to (vAttention, §6), in page groups of all layers together.
+/// Page-group counters of a KV store with virtual memory, all layers together (vAttention, §6).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct KvCounters {
-    /// Page groups of an rBlock; of a flat store, of a stripe.
+    /// Page groups of an rBlock; of a stripe if the store is flat.
     pub groups_per_block: u64,
-    /// Free: mapped nowhere. Kept: mapped, and nobody's.
+    /// Free: unmapped page groups. Kept: mapped page groups without an owner.
     pub free: u64,
     pub kept: u64,
-    /// Mapped while a step waited; one iteration ahead; for the next sequence before it came.
+    /// Page groups mapped while a step waited (`in_step`), one iteration ahead (`ahead`), and for the next sequence
+    /// before it arrived (`eager`).
     pub in_step: u64,
     pub ahead: u64,
     pub eager: u64,
-    /// Found mapped where they were wanted.
+    /// Page groups that were still mapped where they were needed.
     pub reused: u64,
-    /// Kept, and unmapped for want of free ones.
+    /// Kept page groups that were unmapped because none were free.
     pub reclaimed: u64,
-    /// Mapped once more for a shared prefix.
+    /// Page groups mapped a second time, for a shared prefix.
     pub shared: u64,
-    /// Times that there was no memory.
+    /// Requests refused for want of memory.
     pub refused: u64,
 }
 
-/// How repeatable steps ([`Queued::begin_repeatable`]) were launched since the device was opened.
+/// Launches of repeatable steps ([`Queued::begin_repeatable`]) since the device was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct LaunchCounters {
     /// Launched kernel by kernel.
@@ -51,51 +52,51 @@ pub struct LaunchCounters {
     pub evicted: u64,
 }
 
-/// How a row of logits becomes a token. Laid out as the devices' kernels read it.
+/// Sampling parameters of one row of logits, in the layout that the kernels read.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 pub struct SampleRow {
     /// Uniform in `[0, 1)`.
     pub uniform: f64,
-    /// 0 takes the likeliest.
+    /// 0 takes the likeliest token.
     pub temperature: f32,
     pub top_p: f32,
     pub min_p: f32,
-    /// 0 for all.
+    /// 0 keeps all tokens.
     pub top_k: u32,
 }
 
-/// What came of a row of logits.
+/// Result of sampling one row of logits.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct SampledRow {
-    /// The token; where `status` is not 0, the offending one.
+    /// The sampled token; if `status` is not 0, the token at fault.
     pub token: u32,
     /// 0: sampled; 1: a logit is NaN or infinitely likely; 2: no token is possible.
     pub status: u32,
 }
 
-/// Names a shared device region ([`SharedRegions::region`]) of one device.
+/// Number of a shared device region ([`SharedRegions::region`]) of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RegionId(pub u32);
 
-/// A KV store, and the memory that each of its layers is in.
+/// A KV store and its arenas, one a layer.
 #[cfg(target_os = "linux")]
 pub type SharedKv<K> = (K, Vec<crate::SharedArena>);
 
-/// A shared device region: its number for the device, and its handle for transports.
+/// A shared device region: its number on the device, and its handle for transports.
 #[cfg(target_os = "linux")]
 pub type OwnRegion = (RegionId, Arc<dyn crate::SharedRegion>);
 
-/// A KV store with peer access, and the handle of the region that it is in.
+/// A KV store with peer access, and the handle of its region.
 #[cfg(target_os = "linux")]
 pub type LentKv<K> = (K, Arc<dyn crate::SharedRegion>);
 
 /// Queued execution: streams, graphs and marks.
 ///
-/// Calls of the device return before their work is done. `micro_batch` is 0 for the local micro-batch and 1 for the remote
-/// one; each has one mark and one staging buffer. On a device without this capability all work of a call counts as done
-/// when the call returns, or a read waits for it.
+/// `micro_batch` is 0 for the local micro-batch and 1 for the remote one; each has one mark and one staging buffer.
+/// Device calls return before their work is done. On a device without this capability the work of a call is done when
+/// the call returns, or a read waits for it.
 pub trait Queued {
     /// As [`Device::Tensor`].
     type Tensor;
@@ -116,8 +117,8 @@ pub trait Queued {
     /// How repeatable steps were launched; `None` if the device captures no graphs.
     fn launches(&mut self) -> Option<LaunchCounters>;
 
-    /// Ends a step whose result nobody wants. Its listed calls are submitted, and later writes of other work to the memory
-    /// that it was to write come behind them.
+    /// Ends a step whose result is discarded. Its recorded calls are submitted; later writes of other work to their
+    /// outputs are ordered behind them.
     ///
     /// # Errors
     /// If the device failed.
@@ -217,7 +218,7 @@ pub trait VirtualMemory {
     fn kv_release(&mut self, kv: &mut Self::Kv, slots: Range<u32>) -> Result<(), DeviceError>;
 
     /// Maps the physical memory of slots `from..` at `to..` as well, for `tokens` slots: both ranges alias. Both are whole
-    /// rBlocks of a store with address rows; `from` is held, `to` is not. Nobody writes to either before the other is released.
+    /// rBlocks of a store with address rows; `from` is held, `to` is not. Neither is written before the other is released.
     ///
     /// # Errors
     /// If the driver refuses; nothing has changed then.

@@ -1,16 +1,16 @@
 //! The contract between the engine and a backend.
 //!
-//! A [`Device`] owns memory and executes operations in the order in which they are called. Calls may return before
-//! the work is done (GPU backends record and submit); only [`Device::read`], [`Device::kv_read`] and
-//! [`Device::sync`] wait. Activations are f32; weights and KV stay in their own element type
-//! in memory and are widened as they are read, with f32 (or better) accumulation.
+//! A [`Device`] owns memory and executes operations in the order of the calls. Calls may return before the work is
+//! done (GPU backends record and submit); only [`Device::read`], [`Device::kv_read`] and [`Device::sync`] wait.
+//! Activations are f32. Weights and KV stay in their own element type in memory; loads widen them, and accumulation
+//! is in f32 or better.
 //!
-//! Validation lives one level up: shapes, slots, token ids and runs given to an operation are right, and a backend may
-//! `assert!` on them (a panic is our bug). Errors are only what a caller cannot foresee: memory that runs out, a lost
-//! device. Nothing is allocated on the host or device per call where it can be kept.
+//! The caller validates: shapes, slots, token ids and runs passed to an operation are right, and a backend may
+//! `assert!` on them (a panic is our bug). Errors are those that a caller cannot foresee: out of memory, a lost
+//! device. A backend keeps buffers between calls in place of allocating per call.
 //!
-//! [`Device`] is what every backend does. What only some do (queues, virtual memory, memory of other processes) are
-//! capabilities that a device hands out or refuses ([`crate::capabilities`]).
+//! Every backend implements all of [`Device`]. Queues, virtual memory and memory of other processes are capabilities
+//! that a device hands out or refuses ([`crate::capabilities`]).
 
 use crate::PciAddress;
 use crate::capabilities::{PeerAccess, Queued, Sampling, SharedArenas, SharedRegions, VirtualMemory};
@@ -19,7 +19,7 @@ use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
 use std::fmt;
 use std::ops::Range;
 
-/// What a caller of a device cannot foresee.
+/// Errors of a device that its caller cannot foresee.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
     #[error("out of device memory: {what} needs {bytes} bytes")]
@@ -38,42 +38,131 @@ pub enum Activation {
     /// The exact GELU (Hendrycks and Gimpel 2016), `out[i] = p[i] * Φ(p[i])` with the normal distribution function `Φ`: no
     /// approximation by tanh.
     Gelu,
+    /// The GELU's approximation by tanh: `out[i] = p[i] / (1 + exp(-2 u))` with `u = sqrt(2/π) (p[i] + 0.044715 p[i]³)`.
+    GeluTanh,
+    /// [`Activation::GeluTanh`] of the gate, times up: `2 n` columns, as [`Activation::SiluMul`] (Gemma).
+    GeluTanhMul,
+    /// The clamped gate of gpt-oss, of `2 n` columns: with `g = min(p[i], 7)` and `u = min(max(p[n + i], -7), 7)`,
+    /// `out[i] = (u + 1) g / (1 + exp(-1.702 g))`.
+    ClampedSwiglu,
 }
+
+/// The bound of [`Activation::ClampedSwiglu`].
+pub const SWIGLU_LIMIT: f32 = 7.0;
+/// The steepness of [`Activation::ClampedSwiglu`].
+pub const SWIGLU_ALPHA: f32 = 1.702;
 
 impl Activation {
     /// Columns of the product for each column of the result.
     #[must_use]
     pub const fn inputs(self) -> usize {
         match self {
-            Self::SiluMul => 2,
-            Self::Gelu => 1,
+            Self::SiluMul | Self::GeluTanhMul | Self::ClampedSwiglu => 2,
+            Self::Gelu | Self::GeluTanh => 1,
         }
     }
 }
 
-/// What `lagoon doctor` and `status` say of a device.
+/// How a router's logits become scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scoring {
+    /// The softmax over all experts.
+    Softmax,
+    /// The sigmoid of each logit (DeepSeek-V3, GLM-4.5).
+    Sigmoid,
+}
+
+/// How the tokens of a mixture of experts choose among them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Routing {
+    /// Experts of a token, from 1 to the number of experts in `top_groups` groups, and at most
+    /// [`lagoon_types::limits::EXPERTS_PER_TOKEN_MAX`].
+    pub top_k: usize,
+    pub scoring: Scoring,
+    /// Whether the scores of a token's experts are divided by their sum.
+    pub normalised: bool,
+    /// Factor on the scores of a token's experts.
+    pub scale: f32,
+    /// Groups of consecutive experts, which divide them evenly; 1 for none.
+    pub groups: usize,
+    /// Groups that a token chooses experts from: those with the largest sums of their two best biased scores.
+    pub top_groups: usize,
+}
+
+/// The feed-forward layers of a mixture of experts (Shazeer et al. 2017; Switch Transformers, Fedus et al. 2021).
+#[derive(Debug)]
+pub struct Experts<'a, W> {
+    /// Experts, at most [`lagoon_types::limits::EXPERTS_MAX`].
+    pub count: usize,
+    /// `[count * n * inputs][hidden]`: each expert's up projection ([`Activation::inputs`] matrices `[n][hidden]`: gate,
+    /// then up), one expert behind the other.
+    pub up: &'a W,
+    /// `[count][n * inputs]`, added to the products of the up projections.
+    pub up_bias: Option<&'a W>,
+    /// `[count * hidden][n]`: each expert's down projection, one behind the other.
+    pub down: &'a W,
+    /// `[count][hidden]`, added to the products of the down projections.
+    pub down_bias: Option<&'a W>,
+    /// A vector of `count`, added to scores where experts and groups are chosen, and only there.
+    pub choice_bias: Option<&'a W>,
+    pub activation: Activation,
+    pub routing: Routing,
+}
+
+/// Working memory of [`Device::experts`] for up to `rows` rows. Its contents are undefined between calls.
+#[derive(Debug)]
+pub struct ExpertBuffers<T> {
+    /// `[rows * top_k][hidden]`: a token's row for each of its experts, sorted by expert; later their results.
+    pub hidden: T,
+    /// `[rows * top_k][n * inputs]`: the products of the up projections.
+    pub product: T,
+    /// `[rows * top_k][n]`: their activations.
+    pub act: T,
+}
+
+impl<T> ExpertBuffers<T> {
+    /// Room for `rows` rows of `hidden` columns, each with `top_k` experts of `n` columns.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`].
+    pub fn new<D: Device<Tensor = T>>(
+        device: &mut D,
+        rows: usize,
+        top_k: usize,
+        (hidden, n): (usize, usize),
+        activation: Activation,
+    ) -> Result<Self, DeviceError> {
+        Ok(Self {
+            hidden: device.tensor(rows * top_k, hidden)?,
+            product: device.tensor(rows * top_k, activation.inputs() * n)?,
+            act: device.tensor(rows * top_k, n)?,
+        })
+    }
+}
+
+/// Description of a device for `lagoon doctor` and `status`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
     /// `cpu`, `wgpu` or `cuda`.
     pub backend: &'static str,
-    /// For people, with the driver.
+    /// Name for people, with the driver.
     pub name: String,
     /// A software implementation of a GPU (lavapipe, WARP): correct but slow.
     pub software: bool,
-    /// Bytes that weights and KV may take; `None` where the device does not say.
+    /// Bytes available to weights and KV; `None` if the device does not report them.
     pub memory_bytes: Option<u64>,
-    /// Where it sits on the PCI bus; `None` for the host itself, and where it is not told.
+    /// PCI address; `None` for the host itself, and if the driver does not report it.
     pub pci: Option<PciAddress>,
 }
 
-/// A weight as it lies in its file: a matrix `[rows][cols]` in row-major order (`y = x · Wᵀ`), possibly given as
+/// A weight as its file stores it: a matrix `[rows][cols]` in row-major order (`y = x · Wᵀ`), possibly given as
 /// several matrices stacked by rows (q, k and v; gate and up). A vector has `rows == 1`.
 #[derive(Clone, Debug)]
 pub struct WeightSource {
     pub dtype: DType,
     pub cols: usize,
-    /// Row counts and little-endian bytes of each part, typically slices of a memory map: the host backend keeps
-    /// them as they are, copying nothing (parts that are misaligned for `dtype` are copied).
+    /// Row count and little-endian bytes of each part, typically slices of a memory map. The host backend keeps them
+    /// without a copy, except parts that are misaligned for `dtype`.
     pub parts: Vec<(usize, Bytes)>,
 }
 
@@ -92,7 +181,7 @@ pub enum Mode {
     Add,
 }
 
-/// Attention partials of the first `rows` rows on a device: `out` is `[rows][heads * head_dim]`, `lse` is
+/// Attention partials of the first `rows` rows on a device: `out` is `[rows][q_dim]`, `lse` is
 /// `[rows][heads]` (natural log). Counts are known from the runs and live on the host. See `lagoon_types::partial`.
 #[derive(Debug)]
 pub struct Partials<T> {
@@ -120,6 +209,29 @@ impl<T> Partials<T> {
     }
 }
 
+/// Where heads lie in the rows of a [`Device::head_matmul`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadStrides {
+    pub heads: usize,
+    /// Elements from a head's input to the next one's.
+    pub x_stride: usize,
+    /// Elements from a head's output to the next one's.
+    pub out_stride: usize,
+}
+
+/// What [`Device::latent_append`] makes rows of.
+#[derive(Clone, Copy, Debug)]
+pub struct LatentRow<'a, T> {
+    /// Queries before absorption, `[rows][heads * any]`; the last elements of each head are those to rotate.
+    pub queries: &'a T,
+    /// Normalised latents.
+    pub latent: &'a T,
+    /// The part of the key that is rotated, the same for all heads.
+    pub key: &'a T,
+    /// As in [`Device::rope_append`], with as many columns as elements are rotated.
+    pub rope: &'a T,
+}
+
 /// Consecutive query rows of one sequence, at consecutive positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttnRows {
@@ -140,6 +252,8 @@ pub struct AttnBatch<'a> {
     /// Factor on scores before the softmax, usually `1 / sqrt(head_dim)`.
     pub scale: f32,
     pub window: Option<u32>,
+    /// Soft cap of scaled scores (Gemma 2), above 0: a score `s` becomes `cap * tanh(s / cap)`, before its bias.
+    pub softcap: Option<f32>,
     /// Biases by distance, added to scaled scores in the form that [`lagoon_types::alibi`] fixes.
     pub alibi: Option<Alibi>,
     pub seqs: &'a [AttnRows],
@@ -255,6 +369,9 @@ pub trait Device: Send + 'static {
     /// `out[i] = table[ids[i]]`, widened. `table` is `[vocab][hidden]`.
     fn embed(&mut self, table: &Self::Weight, ids: &[u32], out: &mut Self::Tensor) -> Result<(), DeviceError>;
 
+    /// `out[i] += table[ids[i]]`, widened (learned positions).
+    fn embed_add(&mut self, table: &Self::Weight, ids: &[u32], out: &mut Self::Tensor) -> Result<(), DeviceError>;
+
     /// `out[r] = x[r] / sqrt(mean(x[r]²) + eps) * weight`. `weight` is a vector of the tensor's columns.
     fn rms_norm(
         &mut self,
@@ -300,8 +417,53 @@ pub trait Device: Send + 'static {
         out: &mut Self::Tensor,
     ) -> Result<(), DeviceError>;
 
+    /// `out[r] = activation(product[r])`: [`Device::matmul_activated`] where something comes between the two.
+    fn activate(
+        &mut self,
+        product: &Self::Tensor,
+        rows: usize,
+        activation: Activation,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError>;
+
+    /// `x[r] += y[r]`.
+    fn add(&mut self, x: &mut Self::Tensor, y: &Self::Tensor, rows: usize) -> Result<(), DeviceError>;
+
+    /// `x[r] *= factor`.
+    fn scale(&mut self, x: &mut Self::Tensor, factor: f32, rows: usize) -> Result<(), DeviceError>;
+
+    /// `x[r] = cap * tanh(x[r] / cap)`, a soft cap (Gemma 2); `cap` is above 0, and NaN stays NaN.
+    fn softcap(&mut self, x: &mut Self::Tensor, cap: f32, rows: usize) -> Result<(), DeviceError>;
+
     /// `x[r] += bias`. `bias` is a vector of the tensor's columns.
     fn add_bias(&mut self, x: &mut Self::Tensor, bias: &Self::Weight, rows: usize) -> Result<(), DeviceError>;
+
+    /// Root-mean-square norm of each query head and each key head of the fused projection, in place (Qwen3): the first
+    /// `heads` stretches of `head_dim` columns with the first weight, the next `kv_heads` ones with the second. Values stay.
+    /// `qkv` is `[rows][qkv_dim]`; the weights are vectors of `head_dim`.
+    fn head_norm(
+        &mut self,
+        qkv: &mut Self::Tensor,
+        weights: (&Self::Weight, &Self::Weight),
+        eps: f32,
+        geometry: AttentionGeometry,
+        rows: usize,
+    ) -> Result<(), DeviceError>;
+
+    /// A mixture of experts: `out[r] += Σ w · (down_e · activation(up_e · x[r] + up_bias_e) + down_bias_e)` over the
+    /// `top_k` experts `e` of row `r`, by [`Routing`]. Experts are chosen by score plus the bias of the choice (without
+    /// bias and groups: by logit), those of lower index among equals; `w` is the expert's score without that bias, normalised and
+    /// scaled. A row's terms are added in the order of their rank. `logits` is `[rows][count]`, `x` and `out` are
+    /// `[rows][hidden]`. Only the weights of chosen experts are read.
+    fn experts(
+        &mut self,
+        x: &Self::Tensor,
+        logits: &Self::Tensor,
+        experts: &Experts<'_, Self::Weight>,
+        rows: usize,
+        buffers: &mut ExpertBuffers<Self::Tensor>,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError>;
 
     /// Rotates queries and keys of the fused projection in place and stores K and V. `qkv` is
     /// `[rows][qkv_dim]`, q then k then v; `rope` is `[rows][head_dim]`, the cosines of the `head_dim / 2` angles
@@ -319,8 +481,35 @@ pub trait Device: Send + 'static {
         layer: usize,
     ) -> Result<(), DeviceError>;
 
+    /// A product a head: `out[r][h * out_stride + i] = Σ weight[h * n + i][j] * x[r][h * x_stride + j]`, where `weight` is
+    /// `[heads * n][k]`, `n <= out_stride`, `k <= x_stride`. Other elements of `out` stay. Rows of `x` and `out` hold `heads` strides, and may
+    /// hold more.
+    fn head_matmul(
+        &mut self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        heads: HeadStrides,
+        rows: usize,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError>;
+
+    /// Latent attention's [`Device::rope_append`] ([`AttentionGeometry::latent`]; DeepSeek-V2 §2.1.2 and §2.1.3): completes the
+    /// row `qkv` (`[rows][qkv_dim]`), whose heads hold their absorbed queries, and stores its last `query_dim` elements.
+    /// With `n` rotated elements (the columns of `row.rope`) and `c` columns of `row.latent`, `c + n = query_dim`:
+    /// * the last `n` elements of each head of `qkv` become the rotated last `n` of that head in `row.queries`;
+    /// * behind the heads come the `c` elements of `row.latent`, then the rotated `n` of `row.key`.
+    fn latent_append(
+        &mut self,
+        qkv: &mut Self::Tensor,
+        row: LatentRow<'_, Self::Tensor>,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut Self::Kv,
+        layer: usize,
+    ) -> Result<(), DeviceError>;
+
     /// Micro attention: every row of `batch` against its sequence's runs in `kv`'s `layer`, causal and windowed by
-    /// position, biased by distance where the batch says so. The queries are the first `heads * head_dim` columns of `q` (which may have more). Sets `out.count`
+    /// position, with soft caps and biases by distance where the batch says so. The queries are the first `q_dim` columns of `q` (which may have more). Sets `out.count`
     /// by [`AttnBatch::fill_counts`].
     fn attention(
         &mut self,
@@ -337,6 +526,16 @@ pub trait Device: Send + 'static {
         &mut self,
         acc: &mut Partials<Self::Tensor>,
         other: &Partials<Self::Tensor>,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError>;
+
+    /// Attention sinks (Xiao et al. 2023; gpt-oss): a logit of each head that joins the softmax's sum and has no value.
+    /// `out[r][h] *= 1 / (1 + exp(sinks[h] - lse[r][h]))`, for rows that have seen keys; `lse` and counts stay. `sinks`
+    /// is a vector of `heads`. Applied once, after the last merge.
+    fn sink(
+        &mut self,
+        partials: &mut Partials<Self::Tensor>,
+        sinks: &Self::Weight,
         geometry: AttentionGeometry,
     ) -> Result<(), DeviceError>;
 

@@ -1,6 +1,6 @@
-//! The backend contract ([`Device`] and its [`capabilities`]), the host CPU backend that is oracle and default ([`cpu`]), the
-//! conformance suite ([`conformance`]) by which every backend proves itself, and memory that processes share and check while
-//! they copy it ([`arena`], [`window`], [`xxh3`]).
+//! The backend contract ([`Device`] and its [`capabilities`]), the host CPU backend ([`cpu`]: oracle and default),
+//! the conformance suite ([`conformance`]) that every backend passes, and host and device memory shared between
+//! processes ([`arena`], [`window`], [`xxh3`]).
 
 #[cfg(target_os = "linux")]
 pub mod arena;
@@ -24,7 +24,8 @@ pub use capabilities::{
 pub use capabilities::{LentKv, OwnRegion, SharedKv};
 pub use cpu::CpuDevice;
 pub use device::{
-    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource,
+    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
+    LatentRow, Mode, Partials, Routing, SWIGLU_ALPHA, SWIGLU_LIMIT, Scoring, WeightSource,
 };
 pub use paced::{Lateness, PaceProfile, Paced};
 pub use pci::{PciAddress, PciAddressError};

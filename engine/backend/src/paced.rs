@@ -1,27 +1,34 @@
-//! A device that takes as long as another one would: real arithmetic, then waiting until the modelled time has passed.
+//! [`Paced`]: a device that takes as long as a modelled one: real arithmetic, then a sleep until the modelled time
+//! has passed.
 //!
-//! For benchmarks of a whole pool on one machine: instances that share a processor would disturb each other's times,
-//! while paced ones mostly sleep. As on a GPU, operations queue their modelled time and only reads wait for it, and
-//! urgent work goes before what is queued: that ends later by as much (a stream of a higher priority waits for the
-//! kernels' blocks that run, some microseconds, which is not modelled). The
-//! model is a roofline: a matrix product takes the longer of its weight bytes over the memory bandwidth and its
-//! operations over the peak rate; attention likewise with the KV bytes that it reads, once a sequence. Scales say how
-//! much larger than the real model the modelled one is. Where the real arithmetic takes longer than the model says, the
-//! device is late: [`Lateness`] counts that, and a benchmark that sees much of it measured the wrong thing.
+//! For benchmarks of a whole pool on one machine: instances that share a processor would disturb each other's times;
+//! paced ones mostly sleep.
+//!
+//! As on a GPU, operations queue their modelled time and only reads wait for it. Urgent work goes ahead of the queue
+//! and delays it by its own time (the microseconds that a priority stream waits for running thread blocks are not
+//! modelled).
+//!
+//! The model is a roofline: a matrix product takes the longer of its weight bytes over the memory bandwidth and its
+//! operations over the peak rate; attention likewise with the KV bytes that it reads, once a sequence. Scales are the
+//! ratio of the modelled model to the real one. If the real arithmetic takes longer than the model, the device is
+//! late: [`Lateness`] counts that, and a benchmark with much of it is invalid.
 
 #![allow(clippy::cast_precision_loss, reason = "times are estimates")]
 
 use crate::capabilities::{
     LaunchCounters, Queued, RegionId, SampleRow, SampledRow, Sampling, SharedArenas, SharedRegions, VirtualMemory,
 };
-use crate::device::{Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource};
+use crate::device::{
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
+    Mode, Partials, WeightSource,
+};
 use lagoon_types::{AttentionGeometry, KvShape};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// What is modelled. All rates are effective ones, not peaks.
+/// Rates and scales of a modelled device. All rates are effective ones, not peaks.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PaceProfile {
@@ -31,17 +38,19 @@ pub struct PaceProfile {
     pub flops: f64,
     /// Bytes of KV that are copied to and from the store per second.
     pub copy_bytes_per_s: f64,
-    /// Time of one operation whatever its size, in microseconds.
+    /// Fixed time of an operation, in microseconds.
     pub launch_us: f64,
-    /// The modelled weights over the real ones, in bytes and in operations.
+    /// Modelled weights over real ones, in bytes and in operations.
     pub weight_scale: f64,
-    /// The modelled KV of a token over the real one, in bytes and in attention operations.
+    /// Modelled KV of a token over the real one, in bytes and in attention operations.
     pub kv_scale: f64,
 }
 
 impl PaceProfile {
+    /// Checks that every number is positive and finite.
+    ///
     /// # Errors
-    /// Names the first number that is not positive and finite.
+    /// Names the first one that is not.
     pub fn check(&self) -> Result<(), String> {
         let fields = [
             ("bytes_per_s", self.bytes_per_s),
@@ -59,20 +68,21 @@ impl PaceProfile {
         }
     }
 
-    /// Time of a matrix product of `rows` rows with a weight of `elements` elements in `bytes` bytes.
+    /// Seconds that a matrix product of `rows` rows takes with a weight of `elements` elements in `bytes` bytes.
     #[must_use]
     pub fn matmul_s(&self, rows: usize, elements: usize, bytes: usize) -> f64 {
         let operations = 2.0 * rows as f64 * elements as f64 * self.weight_scale;
         (bytes as f64 * self.weight_scale / self.bytes_per_s).max(operations / self.flops)
     }
 
-    /// Time of a copy of so many bytes of KV to or from the store.
+    /// Seconds that a copy of `bytes` bytes of KV to or from the store takes.
     #[must_use]
     pub fn copy_s(&self, bytes: usize) -> f64 {
         bytes as f64 * self.kv_scale / self.copy_bytes_per_s
     }
 
-    /// Time of the attention of `rows` rows, `q_dim` wide, over `keys` keys of `token_bytes` bytes in one layer.
+    /// Seconds that attention of `rows` rows, `q_dim` wide, takes over `keys` keys of `token_bytes` bytes in one
+    /// layer.
     #[must_use]
     pub fn attention_s(&self, rows: usize, q_dim: usize, keys: usize, token_bytes: usize) -> f64 {
         let operations = 4.0 * rows as f64 * q_dim as f64 * keys as f64 * self.kv_scale;
@@ -80,7 +90,7 @@ impl PaceProfile {
     }
 }
 
-/// How far the real arithmetic fell behind the model, in microseconds, and the time that was modelled.
+/// Counters of a paced device, in microseconds: how far real arithmetic fell behind the model, and the modelled time.
 #[derive(Debug, Default)]
 pub struct Lateness {
     late_us: AtomicU64,
@@ -95,17 +105,17 @@ impl Lateness {
     }
 }
 
-/// See the module's documentation.
+/// A device with modelled times; see the module's documentation.
 #[derive(Debug)]
 pub struct Paced<D> {
     inner: D,
     profile: PaceProfile,
     busy_until: Instant,
-    /// When the urgent work that was queued is done.
+    /// When the queued urgent work is done.
     urgent_until: Instant,
     urgent: bool,
     marks: [Instant; 2],
-    /// Nobody has asked for the mark since it was set.
+    /// No [`Queued::reached`] since the mark was set.
     fresh: [bool; 2],
     /// Something was queued since the last wait.
     queued: bool,
@@ -121,8 +131,10 @@ pub struct PacedWeight<W> {
 }
 
 impl<D: Device> Paced<D> {
+    /// A paced device around `inner`.
+    ///
     /// # Panics
-    /// If the profile is not valid: see [`PaceProfile::check`].
+    /// If the profile is invalid: see [`PaceProfile::check`].
     #[must_use]
     pub fn new(inner: D, profile: PaceProfile) -> Self {
         assert_eq!(profile.check(), Ok(()));
@@ -140,7 +152,7 @@ impl<D: Device> Paced<D> {
         }
     }
 
-    /// Its counters, to be read while the device works.
+    /// The device's lateness counters, readable while it works.
     #[must_use]
     pub fn lateness(&self) -> Arc<Lateness> {
         self.lateness.clone()
@@ -189,7 +201,7 @@ fn refused(capability: &str) -> DeviceError {
     DeviceError::Unsupported(format!("the paced device has no {capability}"))
 }
 
-/// Always handed out: the modelled time is a queue, whether the inner device has one or not.
+/// Always available: the modelled time is a queue, whether the inner device has one or not.
 impl<D: Device> Queued for Paced<D> {
     type Tensor = D::Tensor;
 
@@ -221,7 +233,7 @@ impl<D: Device> Queued for Paced<D> {
         let (now, fresh) = (Instant::now(), std::mem::take(&mut self.fresh[micro_batch]));
         let left = self.marks[micro_batch].checked_duration_since(now).filter(|left| !left.is_zero());
         if left.is_none() && fresh {
-            // The mark was reached before anybody asked: the arithmetic took longer than the model says.
+            // The mark was passed before the first question: the arithmetic took longer than the model.
             add(&self.lateness.late_us, now - self.marks[micro_batch]);
         }
         Ok(left)
@@ -330,7 +342,7 @@ impl<D: Device> Device for Paced<D> {
         self.inner.virtual_memory()
     }
 
-    /// Transports use arenas beside the device; nothing of it is modelled.
+    /// Transports use arenas beside the device; they take no modelled time.
     fn shared_arenas(&mut self) -> Option<&mut (impl SharedArenas<Kv = Self::Kv> + ?Sized)> {
         self.inner.shared_arenas()
     }
@@ -462,6 +474,42 @@ impl<D: Device> Device for Paced<D> {
         self.inner.matmul_activated(x, &weight.inner, rows, activation, product, out)
     }
 
+    fn head_norm(
+        &mut self,
+        qkv: &mut Self::Tensor,
+        (q, k): (&Self::Weight, &Self::Weight),
+        eps: f32,
+        geometry: AttentionGeometry,
+        rows: usize,
+    ) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.head_norm(qkv, (&q.inner, &k.inner), eps, geometry, rows)
+    }
+
+    /// The time of as many experts as the rows can have chosen, each read once.
+    fn experts(
+        &mut self,
+        x: &Self::Tensor,
+        logits: &Self::Tensor,
+        experts: &Experts<'_, Self::Weight>,
+        rows: usize,
+        buffers: &mut ExpertBuffers<Self::Tensor>,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError> {
+        let Experts { count, up, up_bias, down, down_bias, choice_bias, activation, routing } = *experts;
+        let choices = rows * routing.top_k;
+        let active = choices.min(count);
+        for weight in [up, down] {
+            let [elements, bytes] = [weight.elements, weight.bytes].map(|all| all / count);
+            let operations = self.profile.matmul_s(choices, elements, 0);
+            self.queue(operations.max(self.profile.matmul_s(0, 0, active * bytes)));
+        }
+        let [up_bias, down_bias, choice_bias] = [up_bias, down_bias, choice_bias].map(|w| w.map(|w| &w.inner));
+        let (up, down) = (&up.inner, &down.inner);
+        let inner = Experts { count, up, up_bias, down, down_bias, choice_bias, activation, routing };
+        self.inner.experts(x, logits, &inner, rows, buffers, out)
+    }
+
     fn rope_append(
         &mut self,
         qkv: &mut Self::Tensor,
@@ -473,6 +521,31 @@ impl<D: Device> Device for Paced<D> {
     ) -> Result<(), DeviceError> {
         self.queue(0.0);
         self.inner.rope_append(qkv, rope, geometry, slots, kv, layer)
+    }
+
+    fn head_matmul(
+        &mut self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        heads: HeadStrides,
+        rows: usize,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError> {
+        self.queue(self.profile.matmul_s(rows, weight.elements, weight.bytes));
+        self.inner.head_matmul(x, &weight.inner, heads, rows, out)
+    }
+
+    fn latent_append(
+        &mut self,
+        qkv: &mut Self::Tensor,
+        row: LatentRow<'_, Self::Tensor>,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut Self::Kv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.latent_append(qkv, row, geometry, slots, kv, layer)
     }
 
     fn attention(
@@ -507,6 +580,47 @@ impl<D: Device> Device for Paced<D> {
     fn add_bias(&mut self, x: &mut Self::Tensor, bias: &Self::Weight, rows: usize) -> Result<(), DeviceError> {
         self.queue(0.0);
         self.inner.add_bias(x, &bias.inner, rows)
+    }
+
+    fn activate(
+        &mut self,
+        product: &Self::Tensor,
+        rows: usize,
+        activation: Activation,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.activate(product, rows, activation, out)
+    }
+
+    fn add(&mut self, x: &mut Self::Tensor, y: &Self::Tensor, rows: usize) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.add(x, y, rows)
+    }
+
+    fn scale(&mut self, x: &mut Self::Tensor, factor: f32, rows: usize) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.scale(x, factor, rows)
+    }
+
+    fn softcap(&mut self, x: &mut Self::Tensor, cap: f32, rows: usize) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.softcap(x, cap, rows)
+    }
+
+    fn embed_add(&mut self, table: &Self::Weight, ids: &[u32], out: &mut Self::Tensor) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.embed_add(&table.inner, ids, out)
+    }
+
+    fn sink(
+        &mut self,
+        partials: &mut Partials<Self::Tensor>,
+        sinks: &Self::Weight,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.sink(partials, &sinks.inner, geometry)
     }
 
     fn gather_rows(&mut self, x: &Self::Tensor, rows: &[u32], out: &mut Self::Tensor) -> Result<(), DeviceError> {

@@ -1,4 +1,4 @@
-//! Where a device sits on the PCI bus.
+//! Addresses of devices on the PCI bus.
 
 use std::fmt;
 use std::str::FromStr;
@@ -31,7 +31,7 @@ impl FromStr for PciAddress {
     }
 }
 
-/// A text that is no [`PciAddress`].
+/// The error of a text that is no [`PciAddress`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a PCI address is domain:bus:device.function in hexadecimal")]
 pub struct PciAddressError;

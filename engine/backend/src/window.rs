@@ -1,30 +1,31 @@
-//! Windows: memory of a device that several processes on a host map, through which KV goes from one to another without passing
-//! the host's memory. A device packs into its own and unpacks from it ([`crate::SharedRegions`]); transports, which have threads
-//! of their own, use it by [`SharedRegion`], and another process's by [`PeerRegion`].
+//! Shared device regions: device memory that several processes on a host map, through which KV moves between devices
+//! without passing host memory. A device packs KV into its own region and unpacks from it ([`crate::SharedRegions`]).
+//! Transports, on threads of their own, use the own region by [`SharedRegion`] and another process's by
+//! [`PeerRegion`].
 //!
-//! Invariants: what a call has read or written was read or written when it returns, whichever stream of the device it went
-//! through; a peer's window is mapped until it is dropped, and its memory is there as long, also when its process is gone.
-//! Who may write which part when is what the two processes tell each other.
+//! Invariants: reads and writes of a call are complete when it returns, on whichever stream of the device they ran; a
+//! peer's region stays mapped, and its memory allocated, until it is dropped, even if its process has ended. The two
+//! processes agree by messages which one may write which part.
 
 use crate::DeviceError;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Names a device on this host, whichever process asks.
+/// A device's UUID, equal in all processes of a host.
 pub type DeviceUuid = [u8; 16];
 
-/// Memory that another process on this host has made shareable, to be mapped.
+/// Shareable device memory of another process on this host, to be mapped.
 #[derive(Debug)]
 pub struct PeerMemory {
-    /// The device that it is of.
+    /// The device whose memory it is.
     pub device: DeviceUuid,
-    /// Its size, as its owner says.
+    /// Size in bytes, as reported by its owner.
     pub bytes: u64,
     pub descriptor: OwnedFd,
 }
 
-/// Part of a peer's window that is copied to part of one's own.
+/// A range of a peer's region and its destination in the own region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionCopy {
     pub from: u64,
@@ -32,46 +33,45 @@ pub struct RegionCopy {
     pub bytes: u64,
 }
 
-/// A window of this process's device, for any thread.
+/// A shared device region of this process, usable from any thread.
 ///
-/// Every range that is named lies within the window; one that does not is [`DeviceError::Unsupported`].
+/// A range outside the region is [`DeviceError::Unsupported`].
 pub trait SharedRegion: Send + Sync + fmt::Debug {
-    /// Its size.
+    /// Size in bytes.
     fn bytes(&self) -> u64;
 
-    /// The device that it is memory of.
+    /// The device whose memory it is.
     fn device(&self) -> DeviceUuid;
 
-    /// A descriptor by which another process on this host maps it: the memory is exported once, at the first call.
+    /// A descriptor that another process on this host can map. The memory is exported once, at the first call.
     ///
     /// # Errors
-    /// When the driver or the system refuses one.
+    /// If the driver or the system refuses.
     fn descriptor(&self) -> Result<OwnedFd, DeviceError>;
 
     /// Copies bytes to the host.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     fn read(&self, at: u64, out: &mut [u8]) -> Result<(), DeviceError>;
 
     /// Copies bytes from the host.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     fn write(&self, at: u64, bytes: &[u8]) -> Result<(), DeviceError>;
 
-    /// XXH3-128 ([`crate::Xxh3`]) of some ranges `(at, bytes)`, computed where they are if the device can.
+    /// XXH3-128 ([`crate::Xxh3`]) of each range `(at, bytes)`, computed on the device if it can.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     fn hashes(&self, ranges: &[(u64, u64)]) -> Result<Vec<u128>, DeviceError>;
 
-    /// Maps the window that another process has made, on the device `of`, of so many bytes. The descriptor may be closed
-    /// afterwards.
+    /// Maps the region of another process: `bytes` bytes on the device `of`. The descriptor may be closed afterwards.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] if that is another device whose memory this one cannot access; what the driver says of a
-    /// descriptor that is no such memory.
+    /// [`DeviceError::Unsupported`] if this device cannot access that one's memory; the driver's for any other
+    /// descriptor.
     fn import(
         self: Arc<Self>,
         of: &DeviceUuid,
@@ -79,13 +79,13 @@ pub trait SharedRegion: Send + Sync + fmt::Debug {
         bytes: u64,
     ) -> Result<Box<dyn PeerRegion>, DeviceError>;
 
-    /// Peers' windows that are mapped now.
+    /// Number of peers' regions that are mapped now.
     fn mapped(&self) -> usize;
 }
 
-/// A window of another process, mapped. It is only read.
+/// A mapped region of another process, for reading only.
 pub trait PeerRegion: Send + Sync + fmt::Debug {
-    /// Its size.
+    /// Size in bytes.
     fn bytes(&self) -> u64;
 
     /// Copies bytes to the host.
@@ -94,15 +94,16 @@ pub trait PeerRegion: Send + Sync + fmt::Debug {
     /// As [`SharedRegion::read`].
     fn read(&self, at: u64, out: &mut [u8]) -> Result<(), DeviceError>;
 
-    /// Copies to the own window that it was imported by, on the device.
+    /// Copies ranges to the own region that imported this one, on the device.
     ///
     /// # Errors
     /// As [`SharedRegion::read`].
     fn copy(&self, moves: &[RegionCopy]) -> Result<(), DeviceError>;
 
-    /// Bytes per second that a copy from it to memory of the own device carries, and one within the own device.
+    /// Measured copy rates in bytes per second: from this region to memory of the own device, and within the own
+    /// device.
     ///
     /// # Errors
-    /// As [`SharedRegion::read`], also where there is no memory to measure with.
+    /// As [`SharedRegion::read`], also if there is no memory to measure with.
     fn rates(&self) -> Result<(f64, f64), DeviceError>;
 }

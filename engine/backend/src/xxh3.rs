@@ -1,15 +1,14 @@
-//! XXH3-128 (seed 0) of bytes, also of bytes that are being copied: one pass over memory for both.
+//! XXH3-128 (seed 0), also fused with a copy: one pass over memory for both.
 //!
-//! A hash that follows a copy reads everything once more, from the cache at best, and needs the copy to leave it there.
-//! Here a stripe of 64 bytes is loaded once, hashed in registers and stored from there; long copies to aligned targets
-//! pass the caches by, so that the target is not read before it is written. What is hashed is what was stored, even if
-//! the source changes meanwhile.
+//! A stripe of 64 bytes is loaded once, hashed in registers and stored from there; a hash after a copy would read
+//! everything again. Long copies to aligned targets use non-temporal stores, so that the target's cache lines are not
+//! read first. The hash is of the bytes stored, even if the source changes meanwhile.
 //!
-//! What was stored past the caches is in place for everybody only after [`Xxh3::settle`], which waits for memory: as long as
-//! it takes to copy some KiB, so that it is for whoever hands the copies on to do, once for many, and not for each copy.
+//! Non-temporal stores are visible to other threads and processes only after [`Xxh3::settle`] (a store fence, as slow
+//! as copying some KiB): call it once before handing over many copies, not once a copy.
 //!
-//! The algorithm is that of the xxHash specification, version 0.8. Inputs of up to 240 bytes, which it treats apart, are
-//! left to the twox-hash crate, with which the tests compare all others.
+//! The algorithm is that of the xxHash specification, version 0.8. Inputs of up to 240 bytes, a case of its own
+//! there, go to the twox-hash crate; the tests compare all other lengths with that crate.
 
 use crate::cpu::simd::Isa;
 use std::{fmt, sync::OnceLock};
@@ -21,7 +20,7 @@ const STRIPE: usize = 64;
 const BLOCK_STRIPES: usize = (SECRET.len() - STRIPE) / 8;
 /// Longest input of the algorithm's short cases.
 const SHORT: usize = 240;
-/// Copies of at least so many bytes go past the caches.
+/// Copies of at least so many bytes use non-temporal stores.
 const STREAM_BYTES_MIN: usize = 2 << 10;
 
 const PRIME32_1: u64 = 0x9E37_79B1;
@@ -59,7 +58,7 @@ const LAST_AT: usize = SECRET.len() - STRIPE - 7;
 const LOW_AT: usize = 11;
 const HIGH_AT: usize = SECRET.len() - STRIPE - 11;
 
-/// A hash in the making. See the module's documentation.
+/// An XXH3-128 hash in progress.
 #[derive(Clone)]
 pub struct Xxh3 {
     isa: Isa,
@@ -75,10 +74,10 @@ pub struct Xxh3 {
     rest_len: usize,
     /// All bytes, while there are at most [`SHORT`].
     short: [u8; SHORT],
-    /// Bytes that there will be, or 0 if nobody said, and the hash if they came at once.
+    /// Total bytes announced by [`Self::begin`], or 0; and the hash if all came in one call.
     expected: u64,
     whole: Option<u128>,
-    /// Something was stored past the caches that has not been waited for.
+    /// Non-temporal stores were made since the last [`Self::settle`].
     unsettled: bool,
 }
 
@@ -97,10 +96,10 @@ impl fmt::Debug for Xxh3 {
 }
 
 impl Xxh3 {
-    /// Longest input of the algorithm's short cases, which are left to the host where a device hashes.
+    /// Longest input of the algorithm's short cases, in bytes; the host hashes those for a device.
     pub const SHORT: usize = SHORT;
 
-    /// Of at most [`Self::SHORT`] bytes.
+    /// The hash of at most [`Self::SHORT`] bytes.
     ///
     /// # Panics
     /// If there are more.
@@ -110,16 +109,16 @@ impl Xxh3 {
         XxHash3_128::oneshot(bytes)
     }
 
-    /// What a device that hashes needs to know: the secret, and the sums' first values.
+    /// The secret and the sums' first values, for kernels that hash.
     #[must_use]
     pub fn tables() -> (&'static [u8; 192], [u64; 8]) {
         (&SECRET, START)
     }
 
-    /// With an instruction set.
+    /// A hash that uses this instruction set.
     ///
     /// # Panics
-    /// If this processor has not got it.
+    /// If this processor lacks it.
     #[must_use]
     pub fn with(isa: Isa) -> Self {
         assert!(isa.is_supported(), "{isa} on this processor");
@@ -144,27 +143,25 @@ impl Xxh3 {
         }
     }
 
-    /// As [`Self::reset`], for `bytes` bytes. If all come at once, that takes less than if they come in parts: their end is
-    /// known, and is stored as the rest is.
+    /// Starts a hash of `bytes` bytes in total. Faster than [`Self::reset`] if all bytes come in one call.
     pub fn begin(&mut self, bytes: u64) {
         self.reset();
         self.expected = bytes;
     }
 
-    /// Begins anew; what was copied is as settled as it was.
+    /// Starts a new hash. Copies made so far are as settled as before.
     pub fn reset(&mut self) {
         (self.expected, self.whole) = (0, None);
         (self.bytes, self.sums, self.stripes, self.rest_len) = (0, START, 0, 0);
     }
 
-    /// The next bytes.
+    /// Hashes the next bytes.
     pub fn update(&mut self, bytes: &[u8]) {
         // SAFETY: the source is a slice, nothing is stored.
         unsafe { self.advance(bytes.as_ptr(), std::ptr::null_mut(), bytes.len()) };
     }
 
-    /// Waits until all that was copied is in place for other threads and processes. Call it before they are told; it is
-    /// called when this goes.
+    /// Waits until all copies are visible to other threads and processes (store fence). Also called on drop.
     pub fn settle(&mut self) {
         if std::mem::take(&mut self.unsettled) {
             #[cfg(target_arch = "x86_64")]
@@ -175,7 +172,7 @@ impl Xxh3 {
         }
     }
 
-    /// The next bytes, which are copied to `target`. Others may look at it after [`Self::settle`].
+    /// Hashes the next bytes and copies them to `target`; other threads may read it after [`Self::settle`].
     ///
     /// # Panics
     /// If the lengths differ.
@@ -324,7 +321,7 @@ impl Drop for Xxh3 {
     }
 }
 
-/// Where stripes are stored.
+/// Destination of stripes.
 enum Place {
     Nowhere,
     Caches,
@@ -408,7 +405,7 @@ unsafe fn portable(sums: &mut [u64; 8], at: &mut usize, from: *const u8, to: *mu
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    //! The same with vectors. `PLACE`: 0 stores nothing, 1 stores, 2 stores past the caches.
+    //! The same with vectors. `PLACE`: 0 stores nothing, 1 stores, 2 stores past the caches (non-temporal).
     //!
     //! Every block is unsafe for the reasons that [`super::Xxh3::add`] names: the processor has the features, and the
     //! memories hold `count` stripes. Secrets of stripe `at`, below BLOCK_STRIPES, are within the secret.
@@ -417,8 +414,7 @@ mod x86 {
     use super::{BLOCK_STRIPES, LAST_AT, PRIME32_1, SCRAMBLE_AT, SECRET, STRIPE};
     use std::arch::x86_64::*;
 
-    /// How far ahead of the stripe that is read another one is asked for: further than a processor looks by itself,
-    /// which does not look into the next page.
+    /// Prefetch distance in bytes, further than the hardware prefetcher's, which stops at the end of a page.
     const AHEAD: usize = 1024;
 
     #[target_feature(enable = "avx512f")]

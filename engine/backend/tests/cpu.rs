@@ -22,4 +22,5 @@ mod portable {
 
 mod three_threads {
     lagoon_backend::conformance_suite!(|| Ok::<_, String>(super::CpuDevice::with_threads(3)));
+    lagoon_backend::conformance_latent_wide!(|| Ok::<_, String>(super::CpuDevice::with_threads(3)));
 }

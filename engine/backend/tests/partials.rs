@@ -6,7 +6,7 @@ use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, Partials};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape, Partial};
 use proptest::prelude::*;
 
-const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 8 };
+const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 8, latent: false };
 const U: f64 = 1.0 / (1 << 24) as f64;
 
 /// One query row with given scores: keys carry their score, so extremes are reached exactly.
@@ -118,6 +118,7 @@ proptest! {
         rows in 1u32..20,
         window in prop::option::of(1u32..200),
         bias_max in prop::option::of(0.5f32..10.0),
+        capped in any::<bool>(),
         steepness in prop_oneof![Just(1.0f32), Just(60.0)],
         cuts in prop::collection::vec(0.0f64..1.0, 0..6),
         seed in any::<u64>(),
@@ -140,12 +141,13 @@ proptest! {
         pieces = order.iter().map(|i| pieces[*i as usize]).collect();
 
         let alibi = bias_max.map(|bias_max| Alibi { bias_max });
+        let softcap = capped.then_some(2.0);
         let attend = |device: &mut CpuDevice, from: u32, to: u32| {
             let runs = [KvRun { base: from, len: to - from, first_pos: from }];
             let runs = if from == to { &runs[..0] } else { &runs[..] };
             let seqs =
                 [AttnRows { row0: 0, rows, pos0: context - rows, run0: 0, runs: u32::try_from(runs.len()).unwrap() }];
-            let batch = AttnBatch { geometry: GEOMETRY, scale: 0.35, window, alibi, seqs: &seqs, runs };
+            let batch = AttnBatch { geometry: GEOMETRY, scale: 0.35, window, alibi, softcap, seqs: &seqs, runs };
             let mut out = Partials::new(device, rows as usize, GEOMETRY).unwrap();
             device.attention(&q, &batch, &kv, 0, &mut out).unwrap();
             out

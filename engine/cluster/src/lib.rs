@@ -1,17 +1,18 @@
-//! The protocol cores of the pool, sans-IO: no sockets, no threads, no clock (`now_ms` is a parameter and never goes
-//! back), no randomness but the incarnation that the caller draws. The same calls in the same order give the same
+//! Protocol cores of the pool, sans-IO: no sockets, no threads, no clock (`now_ms` is a parameter and never goes
+//! back), no randomness except the incarnation that the caller draws. The same calls in the same order give the same
 //! outputs, so that a seed replays a failure.
 //!
-//! * [`RManager`], one per instance, owns the rBlocks: it gives them to own sequences, lends them, and borrows others'
-//!   (Infinite-LLM v1 §4.3).
+//! * [`RManager`], one per instance, owns the rBlocks: it allocates them to own sequences, lends them, and borrows from
+//!   creditors (Infinite-LLM v1 §4.3).
 //! * [`GManager`], one per pool, registers instances, keeps the global debt ledger from their heartbeats, and
 //!   recommends creditors (v1 §4.4). It holds soft state only.
 //! * The [`Balancer`] decides which instance changes between prefill and decode worker.
-//! * [`Dgfm`] swaps debts that became circular back (v1 §4.5).
+//! * [`Dgfm`] resolves circular debts by swaps (v1 §4.5).
 //! * [`perf`] predicts throughput (v2 Eq. 5 to 7); the [`Planner`] decides by it which blocks move (v2 Algorithm 1).
 //!
-//! Methods are of four kinds: getters; `on_*` take what happened; plain verbs are commands; `poll` hands out what is
-//! to be done. What peers send is checked and refused, never trusted; panics are bugs of ours.
+//! `lagoon-instance` and the gManager process call it. Methods are of four kinds: getters; `on_*` handle events; plain
+//! verbs are commands; `poll` returns the next output. Peers' messages are checked and refused, never trusted; a panic is
+//! a bug.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 

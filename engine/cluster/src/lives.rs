@@ -1,7 +1,6 @@
-//! The lives of one process: each fence ends one, and the next one has the incarnation that follows.
+//! Incarnations of one process: each fence ends one, and the process continues with the next.
 
-/// The incarnation of the next life: SplitMix64, so that one random number seeds as many as are needed, and whoever knows one
-/// life of a process recognizes the next.
+/// The next incarnation of a process after a fence: SplitMix64 of the last one, so that the gManager recognises the process.
 #[must_use]
 pub fn next_incarnation(incarnation: u64) -> u64 {
     let a = incarnation.wrapping_add(0x9e37_79b9_7f4a_7c15);

@@ -1,44 +1,44 @@
-//! Mistakes that are made on purpose: see [`lagoon_types::mutants`].
+//! Deliberate bugs: see [`lagoon_types::mutants`].
 
 lagoon_types::mutants! {
-    /// A creditor grants blocks of a lease that stands once more.
+    /// A creditor grants blocks of an existing lease again.
     DoubleGrant,
-    /// A debtor takes a release for confirmed as soon as it is sent.
+    /// A debtor treats a release as confirmed when it sends it.
     ReleaseUnconfirmed,
-    /// A creditor serves whom it lends to, whatever lease and epoch are named.
+    /// A creditor serves its debtors without checking lease and epoch.
     EpochUnchecked,
-    /// A debtor frees a block that moves when its copy is verified, before its table points to the copy.
+    /// A debtor frees a moving block when its copy is verified, before its block table points to the copy.
     FreedBeforeSwitched,
-    /// A creditor does not tell that a block that moves there is sealed.
+    /// A creditor does not send `LeaseSealed` for a block that moves there.
     SealUnreported,
-    /// A debtor does not wait for that: it switches when it has sent the seal.
+    /// A debtor switches a moving block when it has sent the seal, without waiting for `LeaseSealed`.
     SealUnawaited,
-    /// An instance names what a block holds by its place in the sequence, whatever its tokens are.
+    /// An instance computes a block hash from the block's index in the sequence, without its tokens.
     TokensUnnamed,
-    /// An instance that computed a prompt for another one says so once, whether or not that was heard.
+    /// A prefill worker sends its `PrefillReady` once, without repeats.
     AnswerUnrepeated,
-    /// An instance that was declared dead goes on waiting for what its former life asked for.
+    /// A fenced instance keeps waiting for replies to requests of its former incarnation.
     AskedByTheDead,
-    /// A creditor frees blocks of a lease that has ended while transports read them.
+    /// A creditor frees blocks of an ended lease while transports read them.
     PinIgnored,
-    /// An instance has the role that it was told to have at once, whatever it has begun in the old one.
+    /// An instance takes an ordered role at once, without finishing the work of the old one.
     RoleUnfinished,
-    /// A gManager gives the last instance of a kind another role.
+    /// A gManager changes the role of the last instance of a kind.
     LastLeaves,
-    /// A gManager that starts anew has every instance be what it registers as, whatever it is becoming.
+    /// A restarted gManager orders every instance to its registered role, even if its role is changing.
     RoleForgotten,
-    /// A gManager says once which role an instance shall have, whether or not that was heard.
+    /// A gManager sends a role order once, without repeats.
     RoleUnrepeated,
-    /// A gManager forgets what it told an instance when it declares it dead.
+    /// A gManager forgets an instance's role order when it fences it.
     RoleFenced,
-    /// A gManager counts on an instance to have heard the last word on its role.
+    /// A gManager assumes that an instance has received its last role order.
     RoleUnacknowledged,
-    /// A prefill worker offers what it computed before the device has copied it to where transports read.
+    /// A prefill worker exports KV before the device has copied it to the staging buffer.
     StageUnawaited,
-    /// A prefill worker uses memory beside its store again when all of a prompt is exported, not when nobody reads it.
+    /// A prefill worker reuses a staging buffer when all of a prompt is exported, while it may still be read.
     StageReused,
-    /// A decode worker goes on with a prompt before the device has copied what arrived into its store.
+    /// A decode worker continues a prompt before the device has copied the arrived KV into its store.
     LandedUnstored,
-    /// A decode worker has a prompt read into blocks while the device has peers' writes to do for whoever had them before.
+    /// A decode worker reads a prompt into blocks while the device still has queued peers' writes for their former owner.
     WritesUnawaited,
 }

@@ -1,34 +1,33 @@
-//! The balancer of roles (docs/adr/0017): when prefill workers queue and decode workers have time to spare, or the other way
-//! round, one instance of the side that has time gets the other role.
+//! Role balancer (docs/adr/0017): when prefill workers queue and decode workers have spare capacity, or the other way round,
+//! it changes the role of one instance of the side with spare capacity.
 //!
-//! A pure state machine over what heartbeats say. A switch costs a drain, and the next minutes' load is not known: so it
-//! takes lasting evidence, one step at a time, and rests afterwards.
+//! A pure state machine over heartbeats. A switch costs a drain, and future load is unknown: therefore it needs lasting
+//! evidence, switches one instance at a time, and pauses afterwards.
 //!
-//! * A side *queues* while something waits at every instance of it: prompts behind one that is computed (those that wait
-//!   because decode workers have not fetched what fills the memory wait for the other side), or requests without memory or a
-//!   place in the batch.
-//! * A side *can spare* an instance while what all of it does would load the others by no more than
+//! * A side *queues* while requests wait at every instance of it: prompts behind one that is being computed (not prompts that
+//!   wait for memory until decode workers fetch finished KV), or requests without memory or a place in the batch.
+//! * A side *can spare* an instance while its total load on the remaining instances would be at most
 //!   [`BalancerConfig::spare_load`]. Load is a mean over time: of a prefill worker, the share of time in which it computes;
-//!   of a decode worker, the larger of the shares of its batch and its memory that are taken.
-//! * Both must have lasted for [`BalancerConfig::sustain_ms`], and [`BalancerConfig::dwell_ms`] must have passed since the last
-//!   switch had come to its end, whoever ordered that. So a load that swings faster moves nothing, and one that swings slower
-//!   is followed one instance at a time.
-//! * While an instance changes its role nothing is decided, and no side loses its last instance.
+//!   of a decode worker, the larger of the used shares of its batch and its memory.
+//! * Both must have lasted for [`BalancerConfig::sustain_ms`], and [`BalancerConfig::dwell_ms`] must have passed since the end
+//!   of the last switch, including an operator's. Faster load swings change no role; slower ones are followed one instance at
+//!   a time.
+//! * While an instance changes its role there is no decision, and no side loses its last instance.
 
 use lagoon_protocol::Role;
 use lagoon_types::InstanceId;
 use std::collections::BTreeMap;
 
-/// How patient the balancer is.
+/// Configuration of the balancer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BalancerConfig {
-    /// Time for which one side must queue and the other one be able to spare an instance, both at every look.
+    /// Time for which one side must queue and the other be able to spare an instance, at every decision.
     pub sustain_ms: u64,
-    /// Time after a switch in which there is no other.
+    /// Pause after a switch before the next one.
     pub dwell_ms: u64,
     /// Time over which load is averaged.
     pub window_ms: u64,
-    /// Load, from 0 to 1, that a side may have without the instance that it gives.
+    /// Largest load, from 0 to 1, of a side without the instance that it gives up.
     pub spare_load: f64,
 }
 
@@ -38,26 +37,26 @@ impl Default for BalancerConfig {
     }
 }
 
-/// What is known of one instance that is alive.
+/// The balancer's view of one live instance.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RoleView {
     pub id: InstanceId,
     pub role: Role,
-    /// The role that it changes to.
+    /// Role that it is changing to.
     pub becoming: Option<Role>,
-    /// It may be given another role.
+    /// Whether its role can change.
     pub changes: bool,
     /// Sequences in its batch.
     pub running: u32,
-    /// Prompts for others that are computed or wait here.
+    /// Prefill jobs for other instances, waiting ones included.
     pub jobs: u32,
     /// Own requests that wait for memory or a place in the batch.
     pub waiting: u32,
-    /// Shares of its batch and its memory that are taken, whichever is larger: from 0 to 1.
+    /// Larger of the used shares of its batch and its memory, from 0 to 1.
     pub taken: f64,
 }
 
-/// An instance is to get another role.
+/// Decision to change an instance's role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoleSwitch {
     pub id: InstanceId,
@@ -65,7 +64,7 @@ pub struct RoleSwitch {
     pub to: Role,
 }
 
-/// The two kinds of work.
+/// Side: prefill or decode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
     Prefill,
@@ -89,7 +88,7 @@ impl Side {
         }
     }
 
-    /// Whether an instance of this role does the work, whatever else it does.
+    /// Whether an instance of this role does this side's work, possibly among other work.
     fn has(self, role: Role) -> bool {
         match self {
             Self::Prefill => role.prefills(),
@@ -97,7 +96,7 @@ impl Side {
         }
     }
 
-    /// Whether something waits at an instance behind what it does.
+    /// Whether requests wait at an instance behind running ones.
     fn waits(self, view: &RoleView) -> bool {
         match self {
             Self::Prefill => view.running > 0 && view.jobs > 1,
@@ -113,28 +112,28 @@ impl Side {
     }
 }
 
-/// See the module's documentation.
+/// Role balancer: loads and evidence over time.
 #[derive(Debug)]
 pub struct Balancer {
     config: BalancerConfig,
-    /// Load of each instance in its role, over time. Of whom nothing is known yet, it is 1.
+    /// Mean load of each instance in its role; starts at 1.
     loads: BTreeMap<InstanceId, (Role, f64)>,
-    /// Since when an instance of this side could have gone to the other one.
+    /// Start of the evidence for a switch from each side to the other.
     since_ms: [Option<u64>; 2],
-    /// Nothing is decided before.
+    /// End of the pause.
     rest_until_ms: u64,
     seen_ms: u64,
 }
 
 impl Balancer {
-    /// One that begins now, as if after a switch: it has seen nothing yet.
+    /// A balancer that starts with a pause, as after a switch.
     #[must_use]
     pub fn new(config: BalancerConfig, now_ms: u64) -> Self {
         let rest_until_ms = now_ms + config.dwell_ms;
         Self { config, loads: BTreeMap::new(), since_ms: [None; 2], rest_until_ms, seen_ms: now_ms }
     }
 
-    /// What is known now of all instances that are alive and not drained. Says which is to get another role, if one is.
+    /// Decides on a switch, if any, from the views of all instances that are live and not draining.
     pub fn decide(&mut self, views: &[RoleView], now_ms: u64) -> Option<RoleSwitch> {
         self.average(views, now_ms);
         if views.iter().any(|view| view.becoming.is_some()) {
@@ -151,7 +150,7 @@ impl Balancer {
         Some(RoleSwitch { id: idlest.1, from: from.role(), to: from.other().role() })
     }
 
-    /// A switch is in progress, or was ordered: evidence counts anew afterwards.
+    /// Restarts the pause and the evidence after a switch was ordered, or while one is in progress.
     fn rest(&mut self, now_ms: u64) {
         self.rest_until_ms = now_ms + self.config.dwell_ms;
         self.since_ms = [None; 2];
@@ -171,22 +170,22 @@ impl Balancer {
         }
     }
 
-    /// Whether something waits at all of those that do nothing else.
+    /// Whether requests wait at every instance of exactly this side's role.
     fn queues(views: &[RoleView], side: Side) -> bool {
         let mut of = views.iter().filter(|view| view.role == side.role() && view.becoming.is_none()).peekable();
         of.peek().is_some() && of.all(|view| side.waits(view))
     }
 
-    /// Instances that could change from this side to the other one, with their load.
+    /// Instances that could change from this side to the other, with their loads.
     fn candidates(&self, views: &[RoleView], side: Side) -> impl Iterator<Item = (f64, InstanceId)> {
         let may = views.iter().filter(move |view| view.role == side.role() && view.changes && view.becoming.is_none());
         may.filter_map(|view| Some((self.loads.get(&view.id)?.1, view.id)))
     }
 
-    /// Whether the side can do its work with one instance less.
+    /// Whether the side can do its work without one instance.
     #[allow(clippy::cast_precision_loss, reason = "few instances")]
     fn spares(&self, views: &[RoleView], side: Side) -> bool {
-        // Whose KV nobody can read changes no role, and computes for nobody.
+        // An instance without readable KV cannot change its role, and computes no prompts for others.
         let does = |view: &&RoleView| side.has(view.role) && (side == Side::Decode || view.changes);
         let stays = |view: &&RoleView| does(view) && view.becoming.is_none();
         let others = views.iter().filter(stays).count().saturating_sub(1);

@@ -1,27 +1,28 @@
-//! What an instance is configured with; nothing of it changes while it runs.
+//! Configuration of an instance; it does not change while the instance runs.
 
 use crate::batch::scheduler::SchedulerConfig;
 use crate::step::cost::RemotePolicy;
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role};
 use lagoon_transfer::{Axis, Dim, Layout, LayoutError, LayoutParts, Part, Plane};
+use lagoon_types::limits::{DATA_FRAME_BYTES_MAX, HEAD_DIM_MAX, HEADS_MAX};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape, ModelHash};
 
-/// How others read this instance's KV, and how it reads theirs.
+/// How peers read this instance's KV, and how it reads theirs.
 #[derive(Clone, Debug)]
 pub struct TransferConfig {
-    /// Where its KV lies.
+    /// Layout of the memory that transports read and write.
     pub layout: Layout,
-    /// As `TransferConnect::host`.
+    /// This host, as `TransferConnect::host`.
     pub host: String,
-    /// A decode worker allocates memory before a prompt is computed and reads its KV meanwhile, rather than afterwards.
+    /// Push: a decode worker allocates memory before it asks for a prompt and reads the KV while it is computed.
     pub push: bool,
-    /// The layout is that of so many rBlocks of memory beside the KV store, through which what others read and what is read
-    /// passes: the store itself is the device's alone. 0 where it is not.
+    /// Size of the staging buffer, in rBlocks, whose layout `layout` is: KV from and to peers passes through it, as the
+    /// store is the device's alone. 0 if transports read the store itself.
     pub stage_blocks: u32,
 }
 
 impl TransferConfig {
-    /// Of a store that the device has alone, with memory for `stage_blocks` rBlocks beside it.
+    /// For a store that only the device can access, with a staging buffer of `stage_blocks` rBlocks.
     ///
     /// # Errors
     /// For sizes that no layout has.
@@ -34,7 +35,7 @@ impl TransferConfig {
         Ok(Self { stage_blocks, ..Self::new(model, kv, (stage_blocks, block_tokens), host)? })
     }
 
-    /// Of a store with one region a layer, each `[slot][k | v][kv_heads][head_dim]`: blocks of `block_tokens` slots.
+    /// For a store with one region a layer, each `[slot][k | v][kv_heads][head_dim]`: blocks of `block_tokens` slots.
     ///
     /// # Errors
     /// For sizes that no layout has.
@@ -77,67 +78,85 @@ impl TransferConfig {
     }
 }
 
-/// See the module's documentation.
+/// Configuration of an instance.
 #[derive(Clone, Debug)]
 pub struct InstanceConfig {
-    /// For people.
+    /// Name, for operators.
     pub name: String,
-    /// `ip:port` as peers reach this instance.
+    /// `ip:port` at which peers reach this instance.
     pub quic_addr: String,
     /// `ip:port` of its HTTP server; empty if it has none.
     pub http_addr: String,
     /// `cpu`, `wgpu` or `cuda`.
     pub backend: String,
-    /// The role that it begins with.
+    /// The role at start.
     pub role: Role,
-    /// Where its rBlocks are.
+    /// Memory tier of its rBlocks.
     pub tier: MemoryTier,
-    /// What was measured of this instance at start, for the planner.
+    /// Measurements at start, for the planner.
     pub calibration: Option<Calibration>,
-    /// Random per process.
+    /// Random number of this process.
     pub incarnation: u64,
     pub model_hash: ModelHash,
     pub geometry: AttentionGeometry,
     pub kv: KvShape,
-    /// Sliding window, in tokens.
+    /// Sliding window, in tokens; `None` without one.
     pub window: Option<u32>,
-    /// Biases of attention by distance.
+    /// ALiBi slopes; `None` without.
     pub alibi: Option<Alibi>,
+    /// Soft cap of attention scores; `None` without.
+    pub attention_softcap: Option<f32>,
     /// Longest sequence that the model takes, in tokens.
     pub max_positions: u32,
     pub vocab: u32,
-    /// Tokens in an rBlock; the same in the whole pool.
+    /// Tokens in an rBlock; equal in the whole pool.
     pub block_tokens: u32,
-    /// Physical rBlocks of this instance.
+    /// rBlocks of this instance.
     pub blocks_total: u32,
-    /// Cap on what it lends, in rBlocks.
+    /// Maximum of lent rBlocks.
     pub lend_blocks_max: u32,
-    /// rBlocks that it never lends: growth goes before lending.
+    /// rBlocks kept from lending, for growth.
     pub lend_reserve_blocks: u32,
     pub sched: SchedulerConfig,
     pub remote: RemotePolicy,
     /// Element type of shipped queries and partial outputs.
     pub wire: DType,
-    /// Largest piece of fetched KV, in tokens; what the executor has scratch for.
+    /// Largest piece of fetched KV, in tokens; the runner has scratch memory for it.
     pub fetch_tokens: u32,
-    /// Bandwidth to peers that the cost model assumes until a transfer has measured it, in bytes per second.
+    /// Bandwidth to peers, in bytes per second, that the cost model assumes until a transfer measures it.
     pub link_bytes_per_s: f64,
-    /// Attention operations per second that the cost model assumes of this instance if it has no calibration.
+    /// Attention operations per second that the cost model assumes without a calibration.
     pub attention_flops: f64,
-    /// `None` where its KV store cannot be shared.
+    /// KV transfer; `None` if the KV store cannot be shared.
     pub transfer: Option<TransferConfig>,
-    /// Its KV store, if that is memory which debtors on this host map to attend to it where it lies.
+    /// The KV store, if debtors on this host can map it.
     pub lent: Option<LentMemory>,
-    /// This host, as [`lagoon_protocol::TransferConnect::host`], if its device can map such memory of creditors.
+    /// This host, as [`lagoon_protocol::TransferConnect::host`], if its device can map creditors' KV stores.
     pub peer_access: Option<String>,
-    /// Free blocks keep what they hold, and prompts that begin alike are not computed again.
+    /// Prefix cache: free blocks keep their KV for prompts with the same prefix.
     pub prefix_cache: bool,
-    /// Latency that its own decode steps shall have, in milliseconds: peers' micro attention must not break it.
+    /// Latency target of own decode steps, in milliseconds: bounds peers' micro attention.
     pub target_step_ms: Option<u32>,
 }
 
+/// Room in a frame for what is not rows.
+const FRAME_BYTES_BESIDE: usize = 4096;
+// The widest row of all: heads and their sizes within limits, twice as long where latent, in f32.
+const _: () = assert!(
+    FRAME_BYTES_BESIDE + 2 * 4 * (HEADS_MAX as usize) * (HEAD_DIM_MAX as usize) + 8 * HEADS_MAX as usize
+        <= DATA_FRAME_BYTES_MAX
+);
+
 impl InstanceConfig {
-    /// What peers must have in common with this instance.
+    /// Most rows of a step with remote KV: no frame of their queries, or of what creditors reply to them, exceeds a frame's limit.
+    #[must_use]
+    pub fn remote_rows(&self) -> u32 {
+        let row = self.geometry.q_dim() * self.wire.size() + self.geometry.heads as usize * 4 + 4;
+        let rows = (DATA_FRAME_BYTES_MAX - FRAME_BYTES_BESIDE) / row;
+        u32::try_from(rows).unwrap_or(u32::MAX).min(self.sched.step_rows)
+    }
+
+    /// The properties that all instances of a pool must share.
     #[must_use]
     pub fn pool_shape(&self) -> PoolShape {
         PoolShape {
@@ -150,6 +169,8 @@ impl InstanceConfig {
             block_tokens: self.block_tokens,
             window: self.window.unwrap_or(0),
             alibi_bias_max: self.alibi.map_or(0, |alibi| alibi.bias_max.to_bits()),
+            attention_softcap: self.attention_softcap.map_or(0, f32::to_bits),
+            latent: self.geometry.latent,
         }
     }
 }

@@ -1,11 +1,14 @@
-//! What every machine may touch besides itself: the clock, the configuration, the peers, the effects and the memory.
+//! Shared state that every machine may touch besides its own: clock, configuration, peers, effects and memory.
 //!
-//! Memory answers synchronously: an allocation is a call, so that what a machine gets is its own when the call returns.
+//! Memory answers synchronously: an allocation is a call, and the blocks belong to the machine when the call returns.
 
 use crate::batch::prefix::PrefixCounts;
 use crate::config::InstanceConfig;
 use crate::event::{Effect, PeerKey};
 use crate::membership::peers::Peers;
+use crate::membership::roles::Roles;
+use crate::membership::standing::Standing;
+use crate::outcome::{Outcome, Outcomes};
 use lagoon_backend::KvCounters;
 use lagoon_cluster::{ConfigError, RManager, RManagerConfig};
 use lagoon_protocol::ControlBody;
@@ -13,19 +16,58 @@ use lagoon_runner::{Command, RemoteTag};
 use lagoon_types::limits::{LEASE_TTL_MS, STEP_DEADLINE_MS};
 use lagoon_types::{InstanceId, PhysBlock};
 
-/// See the module's documentation.
+/// State shared by all machines. See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Cx {
-    /// The time of the event that is handled, in milliseconds. It never goes back.
+    /// Time of the event in progress, in milliseconds. It never goes back.
     pub(crate) now_ms: u64,
     pub(crate) config: InstanceConfig,
-    /// Time that a step may go without progress, in milliseconds.
+    /// Longest time of a step without progress, in milliseconds.
     pub(crate) step_deadline_ms: u64,
     pub(crate) peers: Peers,
-    /// Effects of the event that is handled, in order.
+    pub(crate) standing: Standing,
+    /// Outcomes of the machine at work, in order: the router hands them on afterwards.
+    pub(crate) outcomes: Outcomes,
+    /// Effects of the event in progress, in order.
     pub(crate) effects: Vec<Effect>,
     pub(crate) memory: Memory,
     pub(crate) tags: Tags,
+    pub(crate) writes: Writes,
+}
+
+/// Bytes of KV of peers and moves that are written to the device beside steps.
+#[derive(Debug, Default)]
+pub(crate) struct Writes {
+    waiting: usize,
+    written: u64,
+}
+
+impl Writes {
+    /// Counts KV queued for the device.
+    pub(crate) fn queue(&mut self, bytes: usize) {
+        self.waiting += bytes;
+    }
+
+    /// Counts queued KV that the device has written.
+    pub(crate) fn done(&mut self, bytes: usize) {
+        self.waiting -= bytes;
+        self.written += bytes as u64;
+    }
+
+    /// Bytes that wait for the device.
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// A mark behind all writes queued now, for [`Writes::has_written`].
+    pub(crate) fn queued(&self) -> u64 {
+        self.written + self.waiting as u64
+    }
+
+    /// Whether all writes before the mark `queued` have left the queue.
+    pub(crate) fn has_written(&self, queued: u64) -> bool {
+        self.written >= queued
+    }
 }
 
 /// rBlocks: the pool, leases on both sides, the prefix cache.
@@ -33,13 +75,13 @@ pub(crate) struct Cx {
 pub(crate) struct Memory {
     /// The block pool and the leases of both sides.
     pub(crate) rm: RManager,
-    /// The prefix cache's counters.
+    /// The prefix cache's root hash and counters.
     pub(crate) prefix: PrefixCounts,
-    /// The device's last report of mapped memory.
+    /// The device's last counters of mapped memory.
     pub(crate) counters: Option<KvCounters>,
 }
 
-/// Who asked the device for work beside steps: each owner's tags have a bit of their own.
+/// The machine that asked the device for work beside steps; each has a bit in its tags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TagOwner {
     /// A remote attention request or a read of a peer.
@@ -59,7 +101,7 @@ impl TagOwner {
         }
     }
 
-    /// Who took this tag.
+    /// The owner of a tag.
     pub(crate) fn of(tag: RemoteTag) -> Self {
         let bits = tag.0 & (Self::Seal.bits() | Self::Move.bits());
         let owners = [Self::Request, Self::Seal, Self::Move];
@@ -67,11 +109,12 @@ impl TagOwner {
     }
 }
 
-/// Tags of work on the device beside steps.
+/// Issues tags of work on the device beside steps.
 #[derive(Debug, Default)]
 pub(crate) struct Tags {
-    /// Tags that were taken, by owner.
+    /// Number of tags issued, by owner.
     taken: [u64; 3],
+    reads: u64,
 }
 
 impl Tags {
@@ -80,6 +123,12 @@ impl Tags {
         let taken = &mut self.taken[owner as usize];
         *taken += 1;
         RemoteTag(owner.bits() | *taken)
+    }
+
+    /// A new id for a read at a creditor; steps and moves share the numbers.
+    pub(crate) fn read(&mut self) -> u64 {
+        self.reads += 1;
+        self.reads
     }
 }
 
@@ -97,11 +146,56 @@ impl Cx {
             incarnation: config.incarnation,
         })?;
         let memory = Memory { rm, prefix: PrefixCounts::new(&config), counters: None };
-        let (peers, tags) = (Peers::default(), Tags::default());
-        Ok(Self { now_ms: 0, config, step_deadline_ms: STEP_DEADLINE_MS, peers, effects: Vec::new(), memory, tags })
+        Ok(Self {
+            now_ms: 0,
+            standing: Standing::new(config.incarnation, Roles::new(config.role), config.blocks_total),
+            config,
+            step_deadline_ms: STEP_DEADLINE_MS,
+            peers: Peers::default(),
+            outcomes: Vec::new(),
+            effects: Vec::new(),
+            memory,
+            tags: Tags::default(),
+            writes: Writes::default(),
+        })
     }
 
-    /// Sends a control message to an instance that is connected; drops it otherwise.
+    /// Takes the outcomes of the machine at work: the end of every `handle`.
+    pub(crate) fn take_outcomes(&mut self) -> Outcomes {
+        std::mem::take(&mut self.outcomes)
+    }
+
+    /// Adds an outcome for other machines; the router hands it on when this machine is done.
+    pub(crate) fn tell(&mut self, outcome: Outcome) {
+        self.outcomes.push(outcome);
+    }
+
+    /// rBlocks of the whole pool, as far as known; at least this instance's.
+    pub(crate) fn pool_blocks(&self) -> u64 {
+        self.standing.pool_blocks_total.max(u64::from(self.config.blocks_total))
+    }
+
+    /// Longest sequence that the pool holds when free, in tokens.
+    pub(crate) fn pool_tokens(&self) -> u64 {
+        self.pool_blocks().saturating_mul(self.config.block_tokens.into())
+    }
+
+    /// Whether prefill workers compute the prompts of this instance's requests.
+    pub(crate) fn sends_away(&self) -> bool {
+        self.standing.roles.sends_away() && self.config.transfer.is_some() && self.config.role.runs()
+    }
+
+    /// Size of the staging buffer, in blocks; 0 if transports read and write the store itself.
+    pub(crate) fn stage_blocks(&self) -> u32 {
+        self.config.transfer.as_ref().map_or(0, |transfer| transfer.stage_blocks)
+    }
+
+    /// Whether transports write into the store by themselves.
+    pub(crate) fn reads_directly(&self) -> bool {
+        self.standing.roles.reads() && self.stage_blocks() == 0
+    }
+
+    /// Sends a control message to a connected instance; drops it if not connected.
     pub(crate) fn send_if_connected(&mut self, to: InstanceId, body: ControlBody) {
         if let Some(peer) = self.peers.key(to) {
             self.send(peer, body);
@@ -113,13 +207,13 @@ impl Cx {
         self.effects.push(Effect::Control { peer, body });
     }
 
-    /// Reports freed addresses to the device. Called before every command that may use them anew.
+    /// Reports freed addresses to the device. Called before every command that may reuse them.
     pub(crate) fn release_freed(&mut self) {
-        let freed = self.memory.rm.take_freed();
+        let freed = self.memory.rm.pool.take_freed();
         self.release_blocks(freed);
     }
 
-    /// Has the device take memory from behind the addresses of these blocks.
+    /// Has the device unmap the memory of these blocks.
     pub(crate) fn release_blocks(&mut self, mut freed: Vec<PhysBlock>) {
         if freed.is_empty() {
             return;

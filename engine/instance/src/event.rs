@@ -1,4 +1,4 @@
-//! What happens to an instance and what it wants done: the two closed enums around [`crate::Instance::handle`].
+//! Events of an instance and effects for its shell: the two closed enums around [`crate::Instance::handle`].
 
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, TransferArena};
 use lagoon_runner::{Command, MapId, Report};
@@ -10,39 +10,39 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerKey(pub u64);
 
-/// What the transports of KV transfer did (KVDirect §4).
+/// Events of the KV transfer transports (KVDirect §4).
 #[derive(Debug)]
 pub enum TransferEvent {
     /// A message of this instance's writer to a reader.
     FromWriter { to: InstanceId, body: ControlBody },
-    /// The answer to [`TransferEffect::Export`]: the export's number, or why there is none.
+    /// Reply to [`TransferEffect::Export`]: the export's number, or why there is none.
     Exported { job: SeqId, export: Result<u64, String> },
-    /// Nobody reads an export any more. After its `Exported`.
+    /// An export is no longer read. Follows its `Exported`.
     Freed { export: u64 },
-    /// A read ended, on a path that was not down yet.
+    /// A read on an open path ended.
     Read { conn: ConnId, read: u64, result: Result<Landed, ReadFailure> },
-    /// The last event of a path: nothing of it is written any more.
+    /// Last event of a path: nothing writes through it any more.
     Down { conn: ConnId },
     /// The answer to [`TransferEffect::Check`].
     Checked { pull: PullId, piece: usize, check: Result<Check, String> },
 }
 
-/// What the transports of KV transfer are to do. The writer is theirs: they serve reads of exports while the instance's
-/// loop stands still.
+/// Commands to the KV transfer transports. They own the writer: they serve reads of exports while the instance's loop
+/// stands still.
 #[derive(Debug)]
 pub enum TransferEffect {
-    /// A reader's message for this instance's writer.
+    /// Compute the blocks' checks and export them to a reader, as this part of the prompt that `job` computes for it.
     ToWriter { from: InstanceId, body: ControlBody },
-    /// Compute the blocks' checks and export them to a reader, as this part of what a sequence computes for it.
+    /// Compute the blocks' checks and export them to a reader, as this part of the prompt that `job` computes for it.
     Export { job: SeqId, reader: InstanceId, request: u64, part: Span, blocks: Vec<u32> },
-    /// End an export, if it stands.
+    /// End an export, if it is live.
     Revoke { export: u64 },
     /// A reader was declared dead.
     Fence { reader: InstanceId, incarnation: u64 },
-    /// Open a path to a writer's memory; it replaces an earlier one of this connection, which is down.
+    /// Open a path to a writer's memory; replaces an earlier, closed one of this connection.
     Open {
         conn: ConnId,
-        /// This instance.
+        /// This instance's id.
         reader: InstanceId,
         writer: InstanceId,
         /// `ip:port` where it serves reads over QUIC.
@@ -51,15 +51,15 @@ pub enum TransferEffect {
         layout: Arc<Layout>,
         arenas: Vec<TransferArena>,
     },
-    /// Give a path up; [`TransferEvent::Down`] follows.
+    /// Close a path; [`TransferEvent::Down`] follows.
     Close { conn: ConnId },
-    /// Ends in one [`TransferEvent::Read`], or with its path.
+    /// Read; ends in one [`TransferEvent::Read`], or with its path.
     Read { conn: ConnId, read: u64, transaction: Arc<Transaction>, pulls: Pulls },
     /// Compute `Pull::check_landed` over this instance's memory.
     Check { pull: PullId, piece: usize, of: Arc<Pull> },
 }
 
-/// Something that happened.
+/// An input of [`crate::Instance::handle`].
 #[derive(Debug)]
 pub enum Event {
     /// A client's request. `seq` is new.
@@ -71,11 +71,11 @@ pub enum Event {
     Cancel {
         seq: SeqId,
     },
-    /// The control connection to the gManager stands.
+    /// The control connection to the gManager is up.
     GManagerUp,
     GManagerDown,
     GManager(ControlBody),
-    /// All connections to a peer stand.
+    /// All connections to a peer are up.
     PeerUp {
         peer: PeerKey,
     },
@@ -94,11 +94,11 @@ pub enum Event {
         peer: PeerKey,
         frame: BulkFrame,
     },
-    /// A frame could not be queued and was dropped: the peer does not keep up or is gone. The connection may stand.
+    /// A frame to a peer was dropped: the peer is too slow or gone. The connection may still be up.
     SendFailed {
         peer: PeerKey,
     },
-    /// The measured round trip to a peer, for locality.
+    /// The measured round trip to a peer, in microseconds.
     Rtt {
         peer: PeerKey,
         rtt_us: u32,
@@ -109,7 +109,7 @@ pub enum Event {
     Tick,
 }
 
-/// Something to do, in order.
+/// An output of [`crate::Instance::handle`]; carried out in order.
 #[derive(Debug)]
 pub enum Effect {
     ToGManager(ControlBody),
@@ -136,7 +136,7 @@ pub enum Effect {
         reason: String,
     },
     Runner(Command),
-    /// Get a creditor's memory and have the device map it ([`Command::Map`]). Ends in a [`Report::Mapped`].
+    /// Import a creditor's memory and have the device map it ([`Command::Map`]). Ends in a [`Report::Mapped`].
     Map {
         map: MapId,
         blocks: u32,
@@ -147,7 +147,7 @@ pub enum Effect {
         seq: SeqId,
         event: TokenEvent,
     },
-    /// A drain that shall stop this instance is done: nothing is left here, and nothing more is accepted.
+    /// A drain with `stop` is done: nothing is left here, and nothing more is accepted.
     Drained,
     /// The gManager refused this instance: it cannot serve in this pool.
     Rejected {

@@ -1,21 +1,27 @@
-//! The instance itself: its state, the dispatch of events, and the pump that starts whatever can start.
+//! The router: routes events to the machine that owns them and outcomes to other machines, then starts ready work.
+//!
+//! Invariants:
+//! * one machine works at a time, on itself, [`Cx`] and, where passed, the batch; work for other machines is an
+//!   [`Outcome`], and each outcome goes to its machines in a fixed order;
+//! * outcomes of outcomes end within [`ROUNDS_MAX`] rounds.
 
-use crate::batch::Batch;
+use crate::batch::{Batch, BatchEvent, Others};
 use crate::config::InstanceConfig;
 use crate::creditor::{Creditor, CreditorEvent};
 use crate::cx::{Cx, TagOwner};
 use crate::event::{Effect, Event, PeerKey};
-use crate::membership::Membership;
-use crate::moves::Moves;
-use crate::outcome::{Outcome, Outcomes, ROUNDS_MAX};
-use crate::prefill::Prefills;
-use crate::step::Steps;
+use crate::membership::{Membership, MembershipEvent};
+use crate::moves::{MoveEvent, Moves};
+use crate::outcome::{Lost, LostPart, Outcome, Outcomes, ROUNDS_MAX};
+use crate::prefill::{PrefillEvent, Prefills};
+use crate::status::Look;
+use crate::step::{StepEvent, Steps};
 use lagoon_cluster::{ConfigError, Output};
-use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, RefuseCode, StepTicket};
-use lagoon_runner::Report;
-use lagoon_types::{GenerateRequest, KvSpace, MicroBatch, SeqId, TokenEvent};
+use lagoon_protocol::{BulkFrame, ControlBody, LeaseRefuse, LeaseRequest, PartialsFrame, RefuseCode, Role, StepTicket};
+use lagoon_runner::{RemotePart, Report};
+use lagoon_types::{InstanceId, KvSpace, LeaseId, MicroBatch};
 
-/// See the crate's documentation.
+/// One instance. See the crate's documentation.
 #[derive(Debug)]
 pub struct Instance {
     pub(crate) cx: Cx,
@@ -34,54 +40,26 @@ impl Instance {
     /// [`ConfigError`] for sizes that cannot work.
     pub fn new(config: InstanceConfig) -> Result<Self, ConfigError> {
         Ok(Self {
-            batch: Batch::new(config.sched),
+            batch: Batch::new(&config),
             step: Steps::new(),
             creditor: Creditor::new(&config),
             prefill: Prefills::new(&config),
             moves: Moves::new(config.kv.layers, config.block_tokens),
-            membership: Membership::new(&config),
+            membership: Membership::default(),
             cx: Cx::new(config)?,
         })
     }
 
-    /// For simulations with a stand-in of the model, in which one exchange stands for those of many layers and a byte for
-    /// many: a step may go without progress for `step_deadline_ms` instead of [`lagoon_types::limits::STEP_DEADLINE_MS`], and
-    /// `move_bytes_in_flight` bytes of moves may be in progress.
+    /// Sets limits for simulations with a model stand-in, where one exchange stands for many layers and one byte for
+    /// many: steps may take `step_deadline_ms` without progress instead of [`lagoon_types::limits::STEP_DEADLINE_MS`],
+    /// and `move_bytes_in_flight` bytes of moves may be in flight.
     pub fn scale_limits(&mut self, step_deadline_ms: u64, move_bytes_in_flight: u64) {
         self.cx.step_deadline_ms = step_deadline_ms;
         self.moves.set_bytes_in_flight_max(move_bytes_in_flight);
     }
 
-    /// Takes one event at `now_ms` (which never goes back) and says what to do, in order.
-    pub fn handle(&mut self, event: Event, now_ms: u64) -> Vec<Effect> {
-        self.cx.now_ms = self.cx.now_ms.max(now_ms);
-        if may_concern_batch(&event) {
-            self.batch.due.touch();
-        }
-        match event {
-            Event::Submit { seq, request } => self.on_submit(seq, request),
-            Event::Cancel { seq } => self.on_cancel(seq),
-            Event::GManagerUp => self.on_gmanager_up(),
-            Event::GManagerDown => self.membership.gmanager_down(),
-            Event::GManager(body) => self.on_gmanager(body),
-            Event::PeerUp { peer } => self.on_peer_up(peer),
-            Event::PeerDown { peer } => self.on_peer_down(peer),
-            Event::SendFailed { peer } => self.on_send_failed(peer),
-            Event::Control { peer, body } => self.on_control(peer, body),
-            Event::Partials { peer, frame } => self.on_partials(peer, frame),
-            Event::Bulk { peer, frame } => self.on_bulk(peer, frame),
-            Event::Rtt { peer, rtt_us } => self.on_rtt(peer, rtt_us),
-            Event::Runner(report) => self.on_report(report),
-            Event::Transfer(event) => self.on_transfer(event),
-            Event::Tick => self.on_tick(),
-        }
-        self.pump();
-        self.cx.release_freed();
-        std::mem::take(&mut self.cx.effects)
-    }
-
-    /// Has the device map memory behind the addresses of this space, instead of one slot being one piece of memory. To be
-    /// called before the first event.
+    /// Gives KV slots virtual addresses of this space, behind which the device maps memory. Call before the first
+    /// event.
     ///
     /// # Errors
     /// [`ConfigError`] if the space is not one for the configured blocks.
@@ -89,35 +67,75 @@ impl Instance {
         self.cx.memory.rm.address(space)
     }
 
-    /// Starts whatever can start.
+    /// Handles one event at `now_ms` (which never goes back). Returns the effects, in order.
+    pub fn handle(&mut self, event: Event, now_ms: u64) -> Vec<Effect> {
+        self.cx.now_ms = self.cx.now_ms.max(now_ms);
+        if may_concern_batch(&event) {
+            self.batch.due.touch();
+        }
+        if matches!(event, Event::Tick) {
+            self.on_tick();
+        } else {
+            let outcomes = self.on_event(event);
+            self.hand_on(outcomes);
+        }
+        self.pump();
+        self.cx.release_freed();
+        std::mem::take(&mut self.cx.effects)
+    }
+
+    fn on_event(&mut self, event: Event) -> Outcomes {
+        match event {
+            Event::Submit { seq, request } => self.batch(BatchEvent::Submit { seq, request }),
+            Event::Cancel { seq } => self.batch(BatchEvent::Cancel(seq)),
+            Event::GManagerUp => self.membership(MembershipEvent::GManagerUp),
+            Event::GManagerDown => self.membership(MembershipEvent::GManagerDown),
+            Event::GManager(body) => self.on_gmanager(body),
+            Event::PeerUp { peer } => self.membership(MembershipEvent::PeerUp(peer)),
+            Event::PeerDown { peer } => self.membership(MembershipEvent::PeerDown(peer)),
+            Event::SendFailed { peer } => self.membership(MembershipEvent::SendFailed(peer)),
+            Event::Control { peer, body } => self.on_control(peer, body),
+            Event::Partials { peer, frame } => self.on_partials(peer, frame),
+            Event::Bulk { peer, frame } => self.on_bulk(peer, frame),
+            Event::Rtt { peer, rtt_us } => self.membership(MembershipEvent::Rtt { peer, rtt_us }),
+            Event::Runner(report) => self.on_report(report),
+            Event::Transfer(event) => self.prefill(PrefillEvent::Transfer(event)),
+            Event::Tick => Outcomes::new(),
+        }
+    }
+
+    /// Starts all work that can start.
     fn pump(&mut self) {
         self.drain_rmanager();
-        self.switch_moves();
-        self.end_swap_out();
-        self.end_preempt_after_step();
+        let outcomes = self.moves(MoveEvent::Switch);
+        self.hand_on(outcomes);
+        let outcomes = self.batch(BatchEvent::StepsEnded);
+        self.hand_on(outcomes);
         let due = self.is_due();
         if due {
-            self.batch.due.begin(self.cx.memory.rm.pool().changes());
-            // What runs grows before anything new comes in: what a preempted sequence gave up must not go back to it.
+            self.batch.due.begin(self.cx.memory.rm.pool.changes());
+            // Growth before admission: a preempted sequence must not get its freed memory back.
             self.grow();
-            self.swap_in();
-            self.admit();
-            self.dispatch();
+            let outcomes = self.batch(BatchEvent::Admit);
+            self.hand_on(outcomes);
+            let outcomes = self.prefill(PrefillEvent::Dispatch);
+            self.hand_on(outcomes);
         }
-        self.pump_pulls();
+        let outcomes = self.prefill(PrefillEvent::Pump);
+        self.hand_on(outcomes);
         let due = due || self.is_due();
         if due {
-            self.batch.divide(&self.cx, self.creditor.has_target(), |creditor| self.step.mapped.maps(creditor));
-            self.cx.memory.rm.set_growth_reserve(self.growth_reserve());
-            self.tell_waiting();
+            self.batch.divide(&self.cx, self.creditor.has_target(), |creditor| self.step.mapped().maps(creditor));
+            self.batch.tell_waiting(&mut self.cx);
         }
-        if !self.moves.pace.overlaps() {
+        if !self.moves.overlaps() {
             self.pump_moves();
         }
-        if due && !self.waits_for_copy() {
+        if due && !self.moves.waits_for_copy(&self.cx) {
             for micro_batch in MicroBatch::ALL {
-                self.start_micro_batch(micro_batch);
-                self.note_step(micro_batch);
+                let remote_requests_us = self.creditor.remote_requests_us();
+                let outcomes = self.step(StepEvent::Start { micro_batch, remote_requests_us });
+                self.hand_on(outcomes);
             }
         }
         self.drain_rmanager();
@@ -125,251 +143,394 @@ impl Instance {
         self.drain_rmanager();
     }
 
-    /// Whether the batch is to be looked at. What moves may wait for a sequence, and a sequence for it.
-    fn is_due(&self) -> bool {
-        !self.moves.is_empty() || self.batch.due.is_due(self.cx.memory.rm.pool().changes(), self.cx.now_ms)
-    }
-
-    fn on_submit(&mut self, seq: SeqId, request: GenerateRequest) {
-        if let Err(error) = self.accept(seq, request) {
-            self.cx.effects.push(Effect::Emit { seq, event: TokenEvent::Failed(error) });
+    /// Grows running sequences; again while that makes room for others.
+    fn grow(&mut self) {
+        for _ in 0..ROUNDS_MAX {
+            let outcomes = self.batch(BatchEvent::Grow);
+            let again = outcomes.iter().any(|outcome| matches!(outcome, Outcome::RoomNeeded));
+            self.hand_on(outcomes);
+            if !again {
+                return;
+            }
         }
     }
 
+    fn pump_moves(&mut self) {
+        let outcomes = self.moves(MoveEvent::Pump { busy: self.step.is_busy() });
+        self.hand_on(outcomes);
+    }
+
+    /// Whether the batch is due. Always while moves exist: moves and sequences may wait for each other.
+    fn is_due(&self) -> bool {
+        !self.moves.is_empty() || self.batch.due.is_due(self.cx.memory.rm.pool.changes(), self.cx.now_ms)
+    }
+
     /// Hands the rManager's outputs on.
-    pub(crate) fn drain_rmanager(&mut self) {
+    fn drain_rmanager(&mut self) {
         while let Some(output) = self.cx.memory.rm.poll() {
             if !matches!(output, Output::ToGManager(_) | Output::ToPeer { .. }) {
                 self.batch.due.touch();
             }
-            match output {
-                Output::ToGManager(body) => self.cx.effects.push(Effect::ToGManager(body)),
-                Output::ToPeer { instance, quic_addr, body } => self.send_control(instance, &quic_addr, body),
-                Output::Borrowed { borrow: _, seq, leases } => self.on_borrowed(seq, &leases),
-                Output::BorrowFailed { borrow: _, seq, reason } => self.on_borrow_failed(seq, &reason),
-                Output::LeaseLost { seq, creditor, lease } if self.lose_handed(seq, creditor, lease) => {}
-                Output::EntriesLost { seq, creditor, lease, .. } if self.lose_handed(seq, creditor, lease) => {}
-                Output::LeaseLost { seq, creditor, lease } => {
-                    self.end_move_to(creditor, lease, "the target's lease was lost", false);
-                    self.lose(seq, creditor, Some(lease), "a creditor no longer has the sequence's blocks");
-                }
-                Output::EntriesLost { seq, creditor, lease, entries } => {
-                    self.end_move_to(creditor, lease, "the target took its blocks back", false);
-                    self.lose_entries(seq, creditor, lease, &entries);
-                }
-                Output::Reserved { borrow, seq: _, lease } => self.on_reserved(borrow, &lease),
-                Output::NotReserved { borrow, seq: _, blocks_lendable } => {
-                    self.on_not_reserved(borrow, blocks_lendable)
-                }
-                Output::Sealed { seq: _, creditor, lease, entries } => self.on_sealed(creditor, lease, &entries),
-                Output::ReservationLost { seq: _, creditor, lease } => {
-                    self.end_move_to(creditor, lease, "the reservation was not written in time", true);
-                }
+            let outcomes = self.on_output(output);
+            self.hand_on(outcomes);
+        }
+    }
+
+    fn on_output(&mut self, output: Output) -> Outcomes {
+        match output {
+            Output::ToGManager(body) => {
+                self.cx.effects.push(Effect::ToGManager(body));
+                Outcomes::new()
+            }
+            Output::ToPeer { instance: to, quic_addr, body } => {
+                self.membership(MembershipEvent::Send { to, quic_addr, body })
+            }
+            Output::Borrowed { borrow: _, seq, leases } => self.batch(BatchEvent::Borrowed { seq, leases }),
+            Output::BorrowFailed { borrow: _, seq, reason } => self.batch(BatchEvent::BorrowFailed { seq, reason }),
+            Output::LeaseLost { seq, creditor, lease } => {
+                let why = "a creditor no longer has the sequence's blocks".to_owned();
+                let lost = Lost { seq, creditor, part: LostPart::Lease(lease), why };
+                self.on_lease_lost(lost, lease, "the target's lease was lost")
+            }
+            Output::EntriesLost { seq, creditor, lease, entries } => {
+                let lost = Lost { seq, creditor, part: LostPart::Entries(lease, entries), why: String::new() };
+                self.on_lease_lost(lost, lease, "the target took its blocks back")
+            }
+            Output::Reserved { borrow, seq: _, lease } => self.moves(MoveEvent::Reserved { borrow, lease }),
+            Output::NotReserved { borrow, seq: _, blocks_lendable: lendable } => {
+                self.moves(MoveEvent::NotReserved { borrow, lendable })
+            }
+            Output::Sealed { seq: _, creditor, lease, entries } => {
+                self.moves(MoveEvent::Sealed { creditor, lease, entries })
+            }
+            Output::ReservationLost { seq: _, creditor, lease } => {
+                let reason = "the reservation was not written in time";
+                self.moves(MoveEvent::TargetGone { creditor, lease, reason, keep: true })
             }
         }
     }
 
-    /// Tells a client of its request. What is computed for others has none: whoever asked is told if it failed.
-    pub(crate) fn emit(&mut self, seq: SeqId, event: TokenEvent) {
-        if !self.prefill.is_job(seq) {
-            self.cx.effects.push(Effect::Emit { seq, event });
-        } else if let TokenEvent::Failed(error) = event {
-            self.job_failed(seq, error.to_string());
+    fn on_lease_lost(&mut self, lost: Lost, lease: LeaseId, reason: &'static str) -> Outcomes {
+        let Lost { seq, creditor, .. } = lost;
+        if self.prefill.has_handed(seq, creditor, lease) {
+            return self.prefill(PrefillEvent::Redo { seq, why: "the worker does not have its KV any more" });
         }
+        let mut outcomes = self.moves(MoveEvent::TargetGone { creditor, lease, reason, keep: false });
+        outcomes.push(Outcome::Lost(lost));
+        outcomes
     }
 
-    /// Longest sequence that could be held if the whole pool were free, in tokens.
-    #[must_use]
-    pub fn pool_tokens(&self) -> u64 {
-        self.membership.pool_blocks_total.max(u64::from(self.cx.config.blocks_total))
-            * u64::from(self.cx.config.block_tokens)
-    }
-
-    fn on_gmanager(&mut self, body: ControlBody) {
+    fn on_gmanager(&mut self, body: ControlBody) -> Outcomes {
         match body {
-            ControlBody::Registered(registered) => self.on_registered(&registered),
-            ControlBody::Rejected(rejected) => self.cx.effects.push(Effect::Rejected { reason: rejected.reason }),
-            ControlBody::HeartbeatAck(ack) => self.on_heartbeat_ack(&ack),
-            ControlBody::Fenced(fenced) => self.on_peer_fenced(&fenced),
-            ControlBody::DrainOrder(order) => self.on_drain_order(order),
+            ControlBody::Registered(registered) => {
+                // The gManager may have a different list of workers under the same version.
+                let mut outcomes = self.prefill(PrefillEvent::Registered);
+                outcomes.extend(self.membership(MembershipEvent::Registered(registered)));
+                outcomes
+            }
+            ControlBody::Rejected(rejected) => {
+                self.cx.effects.push(Effect::Rejected { reason: rejected.reason });
+                Outcomes::new()
+            }
+            ControlBody::HeartbeatAck(ack) => self.membership(MembershipEvent::Acknowledged(ack)),
+            ControlBody::Fenced(fenced) => self.membership(MembershipEvent::PeerFenced(fenced)),
+            ControlBody::DrainOrder(order) => self.membership(MembershipEvent::Drain(order)),
             ControlBody::BorrowAdvice(advice) => {
-                self.membership.pool_blocks_total = advice.pool_blocks_total;
-                self.cx.memory.rm.on_advice(&advice, self.cx.now_ms);
+                self.cx.standing.pool_blocks_total = advice.pool_blocks_total;
+                self.cx.memory.rm.debtor.on_advice(&advice, self.cx.now_ms);
+                Outcomes::new()
             }
-            ControlBody::Freeze(freeze) => self.batch.on_freeze(&mut self.cx, &freeze),
-            ControlBody::Thaw(thaw) => {
-                let outcomes = self.batch.on_thaw(thaw.cycle);
-                self.hand_on(outcomes);
-            }
-            ControlBody::MoveKvCache(order) => self.on_move_order(&order),
-            ControlBody::Workers(workers) => self.on_workers(&workers),
-            ControlBody::RoleOrder(order) => self.on_role_order(order),
-            _ => {}
+            ControlBody::Freeze(freeze) => self.batch(BatchEvent::Freeze(freeze)),
+            ControlBody::Thaw(thaw) => self.batch(BatchEvent::Thaw { cycle: thaw.cycle }),
+            ControlBody::MoveKvCache(order) => self.moves(MoveEvent::Order(order)),
+            ControlBody::Workers(workers) => self.prefill(PrefillEvent::Workers(workers)),
+            ControlBody::RoleOrder(order) => self.membership(MembershipEvent::Role(order)),
+            _ => Outcomes::new(),
         }
     }
 
-    fn on_control(&mut self, peer: PeerKey, body: ControlBody) {
-        if let ControlBody::Hello(hello) = &body {
-            self.on_hello(peer, hello);
-            return;
-        }
-        if let ControlBody::Rejected(rejected) = body {
-            self.cx.effects.push(Effect::Close { peer, reason: rejected.reason });
-            return;
-        }
-        let Some(known) = self.cx.peers.known(peer) else {
-            let reason = "a peer must say Hello first".to_owned();
-            self.cx.effects.push(Effect::Close { peer, reason });
-            return;
+    fn on_control(&mut self, peer: PeerKey, body: ControlBody) -> Outcomes {
+        let close = |reason: String| Effect::Close { peer, reason };
+        let body = match body {
+            ControlBody::Hello(hello) => return self.membership(MembershipEvent::Hello { peer, hello }),
+            ControlBody::Rejected(rejected) => {
+                self.cx.effects.push(close(rejected.reason));
+                return Outcomes::new();
+            }
+            body => body,
         };
-        if let ControlBody::Recall(recall) = &body {
-            self.on_recall(known.instance, recall);
-            return;
+        let Some(from) = self.cx.peers.known(peer).map(|known| known.instance) else {
+            self.cx.effects.push(close("a peer must say Hello first".to_owned()));
+            return Outcomes::new();
+        };
+        if let ControlBody::Recall(recall) = body {
+            return self.moves(MoveEvent::Recall { creditor: from, recall });
         }
-        if let ControlBody::LeaseRelease(release) = &body {
-            self.creditor(CreditorEvent::Released { from: known.instance, release: release.clone() });
+        if Prefills::takes(&body) {
+            return self.prefill(PrefillEvent::Control { from, body });
         }
-        let Some(body) = self.on_prefill_control(known.instance, body) else { return };
-        if let Some(body) = self.cx.memory.rm.on_peer_control(known.instance, body, self.cx.now_ms) {
+        let outcomes = if let ControlBody::LeaseRelease(release) = &body {
+            self.creditor(CreditorEvent::Released { from, release: release.clone() })
+        } else {
+            Outcomes::new()
+        };
+        if let ControlBody::LeaseRequest(LeaseRequest { request, .. }) = body
+            && self.prefill.serves(from, request)
+        {
+            let reason = format!("{request} is the number of a prefill");
+            self.cx.send(peer, ControlBody::LeaseRefuse(LeaseRefuse { request, blocks_lendable: 0, reason }));
+            return Outcomes::new();
+        }
+        if let Some(body) = self.cx.memory.rm.on_peer_control(from, body, self.cx.now_ms) {
             self.cx.send(peer, body);
         }
+        outcomes
     }
 
-    fn on_partials(&mut self, peer: PeerKey, frame: PartialsFrame) {
-        let Some(known) = self.cx.peers.known(peer) else {
-            // It may have overtaken the Hello. A debtor that is told does not wait for the deadline.
+    fn on_partials(&mut self, peer: PeerKey, frame: PartialsFrame) -> Outcomes {
+        let Some(from) = self.cx.peers.known(peer).map(|known| known.instance) else {
+            // The ticket may have overtaken the Hello. A refusal saves the debtor the wait for its deadline.
             if let PartialsFrame::Ticket(StepTicket { step, .. }) = frame {
                 let (code, detail) = (RefuseCode::UnknownLease, "the connection is not introduced yet".to_owned());
                 self.cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
             }
-            return;
+            return Outcomes::new();
         };
         match frame {
-            PartialsFrame::Partial { step, layer, rows, out, lse, count } => {
-                self.on_partial(known.instance, step, layer, rows, out, lse, count);
+            PartialsFrame::Partial { step, layer, rows: _, out, lse, count } => {
+                let part = RemotePart { creditor: from, out, lse, count };
+                self.step(StepEvent::Partial { step, layer, part })
             }
-            PartialsFrame::Refused { step, code, detail } => self.on_step_refused(known.instance, step, code, &detail),
-            frame => self.creditor(CreditorEvent::Partials { peer, from: known.instance, frame }),
+            PartialsFrame::Refused { step, code, detail } => {
+                self.step(StepEvent::Refused { creditor: from, step, code, detail })
+            }
+            frame => self.creditor(CreditorEvent::Partials { peer, from, frame }),
         }
     }
 
-    fn on_bulk(&mut self, peer: PeerKey, frame: BulkFrame) {
-        let Some(known) = self.cx.peers.known(peer) else {
+    fn on_bulk(&mut self, peer: PeerKey, frame: BulkFrame) -> Outcomes {
+        let Some(from) = self.cx.peers.known(peer).map(|known| known.instance) else {
             let id = if let BulkFrame::Read { id, .. } = frame { id } else { 0 };
             if let BulkFrame::Write { lease, .. } | BulkFrame::Read { lease, .. } = frame {
                 let (code, detail) = (RefuseCode::UnknownLease, "the connection is not introduced yet".to_owned());
                 self.cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
             }
-            return;
+            return Outcomes::new();
         };
+        let read = match &frame {
+            BulkFrame::Data { id, .. } => Some(*id),
+            BulkFrame::Refused { id, .. } => Some(*id).filter(|id| *id != 0),
+            _ => None,
+        };
+        // A reply counts only from the peer that was asked.
+        if read.is_some_and(|id| self.step.reads_at(id).or_else(|| self.moves.reads_at(id)) != Some(from)) {
+            return Outcomes::new();
+        }
         match frame {
-            BulkFrame::Data { id, layer, tokens: _, kv } => {
-                if self.moves.reads(id) {
-                    self.on_move_data(known.instance, id, layer, kv);
-                } else {
-                    self.on_fetched(id, layer, kv);
-                }
+            BulkFrame::Data { id, layer, tokens: _, kv } if self.moves.reads(id) => {
+                self.moves(MoveEvent::Data { from, id, layer, kv })
             }
-            BulkFrame::Refused { id, lease, code, detail } => {
-                self.on_bulk_refused(known.instance, id, lease, code, &detail);
+            BulkFrame::Data { id, layer, tokens: _, kv } => self.step(StepEvent::Fetched { id, layer, kv }),
+            BulkFrame::Refused { id, lease, code, detail } if id == 0 || self.moves.reads(id) => {
+                self.moves(MoveEvent::Refused { creditor: from, id, lease, code, detail })
             }
-            frame => self.creditor(CreditorEvent::Bulk { peer, from: known.instance, frame }),
+            BulkFrame::Refused { id, lease: _, code, detail } => {
+                self.step(StepEvent::FetchRefused { id, code, detail })
+            }
+            frame => self.creditor(CreditorEvent::Bulk { peer, from, frame }),
         }
     }
 
-    fn on_report(&mut self, report: Report) {
+    fn on_report(&mut self, report: Report) -> Outcomes {
         match report {
-            Report::Queries { step, layer, frames } => self.on_queries(step, layer, frames),
-            Report::Written { step, layer, kv } => self.on_written(step, layer, kv),
-            Report::Layer { step, layer } => self.on_layer(step, layer),
-            Report::Done { step, micro_batch, samples } => {
-                self.note_step_done(step, micro_batch);
-                self.on_done(step, micro_batch, samples);
+            Report::Queries { step, layer, frames } => self.step(StepEvent::Queries { step, layer, frames }),
+            Report::Written { step, layer, kv } => self.step(StepEvent::Written { step, layer, kv }),
+            Report::Layer { step, layer } => self.step(StepEvent::Layer { step, layer }),
+            Report::Done { step, micro_batch, samples } => self.step(StepEvent::Done { step, micro_batch, samples }),
+            Report::Failed { step, micro_batch, error } => self.step(StepEvent::Failed { step, micro_batch, error }),
+            Report::Shared { share, error } => self.batch(BatchEvent::Shared { share, error }),
+            Report::Staged { stage, error } => self.prefill(PrefillEvent::Staged { stage, error }),
+            Report::Memory(counters) => {
+                self.cx.memory.counters = Some(counters);
+                Outcomes::new()
             }
-            Report::Failed { step, micro_batch, error } => self.on_step_failed(step, micro_batch, &error),
-            Report::Shared { share, error } => self.on_shared(share, error.as_ref()),
-            Report::Staged { stage, error } => self.on_staged(stage, error.as_ref()),
-            Report::Memory(counters) => self.cx.memory.counters = Some(counters),
-            Report::Launches(counters) => self.step.launches = Some(counters),
+            Report::Launches(counters) => self.step(StepEvent::Launches(counters)),
             Report::RemotePartial { tag, out, lse, count } => {
-                self.creditor(CreditorEvent::Partial { tag, out, lse, count });
+                self.creditor(CreditorEvent::Partial { tag, out, lse, count })
             }
             Report::RemoteWritten { bytes, tag } => {
-                self.creditor(CreditorEvent::Written { bytes });
-                tag.into_iter().for_each(|tag| self.on_move_stored(tag));
+                self.cx.writes.done(bytes);
+                tag.map_or_else(Outcomes::new, |tag| self.moves(MoveEvent::Stored(tag)))
             }
             Report::RemoteKv { tag, kv } => match TagOwner::of(tag) {
-                TagOwner::Move => self.on_move_kv(tag, kv),
+                TagOwner::Move => self.moves(MoveEvent::Read { tag, kv }),
                 TagOwner::Request | TagOwner::Seal => self.creditor(CreditorEvent::Kv { tag, kv }),
             },
             Report::RemoteFailed { tag, error } => match TagOwner::of(tag) {
-                TagOwner::Move => self.on_move_failed(tag, &error.to_string()),
+                TagOwner::Move => self.moves(MoveEvent::Failed { tag, error: error.to_string() }),
                 TagOwner::Seal => self.creditor(CreditorEvent::Sealed { tag, sealed: false }),
                 TagOwner::Request => self.creditor(CreditorEvent::Failed { tag, error }),
             },
             Report::RemoteSealed { tag } => self.creditor(CreditorEvent::Sealed { tag, sealed: true }),
-            Report::Mapped { map, error } => self.step.mapped.on_mapped(&mut self.cx, map, error.is_none()),
+            Report::Mapped { map, error } => self.step(StepEvent::Mapped { map, mapped: error.is_none() }),
         }
     }
 
     fn on_tick(&mut self) {
-        let now = self.cx.now_ms;
-        let ended = self.cx.memory.rm.tick(now);
-        if !ended.is_empty() {
-            self.creditor(CreditorEvent::Ended(ended));
-        }
-        self.greet();
-        self.creditor(CreditorEvent::Tick);
-        self.expire_moves();
-        self.expire_dialling();
-        let thawed = self.batch.expire_freeze(now);
-        self.hand_on(thawed);
-        if self.batch.break_up(self.cx.now_ms, self.step.waits_since(MicroBatch::Remote)) {
-            self.abort_micro_batch(MicroBatch::Remote);
-        }
-        self.expire_steps();
-        self.expire_waiting();
-        self.expire_jobs();
-        self.expire_away();
-        self.tick_role();
-        self.tick_workers();
-        self.tick_reader();
-        self.tick_membership();
-    }
-
-    /// Hands an event to the creditor's side.
-    pub(crate) fn creditor(&mut self, event: CreditorEvent) {
-        let outcomes = self.creditor.handle(&mut self.cx, event);
+        let ended = self.cx.memory.rm.tick(self.cx.now_ms);
+        self.hand_on(vec![Outcome::LeasesEnded(ended)]);
+        let outcomes = self.membership(MembershipEvent::Greet);
+        self.hand_on(outcomes);
+        let outcomes = self.creditor(CreditorEvent::Tick);
+        self.hand_on(outcomes);
+        let outcomes = self.moves(MoveEvent::Tick);
+        self.hand_on(outcomes);
+        let remote_waits_since_ms = self.step.waits_since(MicroBatch::Remote);
+        let outcomes = self.batch(BatchEvent::Tick { remote_waits_since_ms });
+        self.hand_on(outcomes);
+        let outcomes = self.step(StepEvent::Tick);
+        self.hand_on(outcomes);
+        let outcomes = self.prefill(PrefillEvent::Tick);
+        self.hand_on(outcomes);
+        let outcomes = self.membership(MembershipEvent::Tick);
         self.hand_on(outcomes);
     }
 
-    /// Hands outcomes on, and theirs, until there are none.
+    /// Hands outcomes to their machines, and the resulting outcomes, until there are none.
     fn hand_on(&mut self, mut outcomes: Outcomes) {
         let mut rounds = 0;
         while !outcomes.is_empty() {
             rounds += 1;
             assert!(rounds <= ROUNDS_MAX, "outcomes cause each other for ever: {outcomes:?}");
-            let round = std::mem::take(&mut outcomes);
-            outcomes = round.into_iter().flat_map(|outcome| self.act_upon(outcome)).collect();
+            outcomes = outcomes.into_iter().flat_map(|outcome| self.act_upon(outcome)).collect();
         }
     }
 
+    /// Hands one outcome to its machines, in order.
     fn act_upon(&mut self, outcome: Outcome) -> Outcomes {
         match outcome {
             Outcome::RecallMissed { debtor, missing } => {
-                let blocks = missing.min(self.missing_blocks());
-                self.creditor.handle(&mut self.cx, CreditorEvent::Revoke { debtor, blocks })
+                let blocks = missing.min(self.batch.missing_blocks(&self.cx));
+                self.creditor(CreditorEvent::Revoke { debtor, blocks })
             }
-            Outcome::Over { seq } => {
-                self.remove(seq);
-                Outcomes::new()
+            Outcome::WantBack { blocks, take } => self.creditor(CreditorEvent::WantBack { blocks, take }),
+            Outcome::LeasesEnded(ended) if ended.is_empty() => Outcomes::new(),
+            Outcome::LeasesEnded(ended) => self.creditor(CreditorEvent::Ended(ended)),
+            Outcome::BrokenUp => self.step(StepEvent::Abort(MicroBatch::Remote)),
+            Outcome::Unattended(creditor) => self.step(StepEvent::PeerGone(creditor)),
+            Outcome::RoomNeeded => self.moves(MoveEvent::RoomNeeded),
+            Outcome::SwapOut { seq, blocks } => self.moves(MoveEvent::SwapOut { seq, blocks }),
+            Outcome::SwappedOut { seq, all } => self.batch(BatchEvent::SwappedOut { seq, all }),
+            Outcome::BehindWindow { seq } => self.moves(MoveEvent::BehindWindow(seq)),
+            Outcome::Ended { seq } => self.prefill(PrefillEvent::Ended(seq)),
+            Outcome::Withheld { seq, blocks } => self.prefill(PrefillEvent::Withheld { seq, blocks }),
+            Outcome::JobFailed { seq, reason } => self.prefill(PrefillEvent::JobFailed { seq, reason }),
+            Outcome::Preempted { seq } => self.prefill(PrefillEvent::Preempted(seq)),
+            Outcome::SentAway { seq } => self.prefill(PrefillEvent::SentAway(seq)),
+            Outcome::Redo { seq, why } => self.prefill(PrefillEvent::Redo { seq, why }),
+            Outcome::Decoded { ms } => self.prefill(PrefillEvent::Decoded { ms }),
+            Outcome::Watched { chunks } => self.prefill(PrefillEvent::Watched(chunks)),
+            Outcome::Layers { seq, layers } => self.prefill(PrefillEvent::Layers { seq, layers }),
+            Outcome::Chunk { seq } => self.prefill(PrefillEvent::Chunk(seq)),
+            Outcome::ChunkLeft { seq } => self.prefill(PrefillEvent::ChunkLeft(seq)),
+            Outcome::Prefilled { seq, sample } => self.prefill(PrefillEvent::Prefilled { seq, sample }),
+            Outcome::NewLife => self.prefill(PrefillEvent::NewLife),
+            Outcome::Introduced { peer, hello } => self.membership(MembershipEvent::Introduced { peer, hello }),
+            Outcome::Lost(lost) => self.on_lost(lost),
+            Outcome::Released { seq } => {
+                let mut outcomes = self.moves(MoveEvent::Released(seq));
+                outcomes.extend(self.prefill(PrefillEvent::Released(seq)));
+                outcomes
+            }
+            Outcome::StepDone { ms, growing, prompt_rows, decodes, own } => {
+                let mut outcomes = self.moves(MoveEvent::Step { growing, prompt_rows, ms });
+                let own = own.map(|remote_requests_us| CreditorEvent::OwnStep { ms, remote_requests_us });
+                outcomes.extend(own.into_iter().flat_map(|own| self.creditor(own)));
+                if decodes {
+                    outcomes.extend(self.membership(MembershipEvent::DecodeStep { ms }));
+                }
+                outcomes
+            }
+            Outcome::PeerUp { peer, instance, greeted, lent } => {
+                let mut outcomes = Outcomes::new();
+                if greeted {
+                    outcomes.extend(self.creditor(CreditorEvent::PeerUp { peer, instance }));
+                }
+                outcomes.extend(self.prefill(PrefillEvent::PeerUp(instance)));
+                outcomes.extend(self.step(StepEvent::PeerUp { creditor: instance, lent }));
+                outcomes
+            }
+            Outcome::PeerGone(instance) => self.on_peer_gone(instance),
+            Outcome::SendFailed { peer, instance } => {
+                let mut outcomes = self.creditor(CreditorEvent::SendFailed { peer, instance });
+                outcomes.extend(self.on_creditor_gone(instance, "a frame could not be sent"));
+                outcomes
+            }
+            Outcome::RoleChanged { old } => {
+                self.batch.due.touch();
+                if old == Role::Decode { self.prefill(PrefillEvent::LeftWorkers) } else { Outcomes::new() }
             }
         }
     }
+
+    fn on_peer_gone(&mut self, instance: InstanceId) -> Outcomes {
+        let mut outcomes = self.creditor(CreditorEvent::PeerDown(instance));
+        outcomes.extend(self.prefill(PrefillEvent::PeerGone(instance)));
+        outcomes.extend(self.on_creditor_gone(instance, "the connection to a creditor was lost"));
+        outcomes.push(Outcome::Unattended(instance));
+        outcomes
+    }
+
+    /// Ends the moves and the step of a sequence that lost KV; then the batch finds new places.
+    fn on_lost(&mut self, lost: Lost) -> Outcomes {
+        if !self.batch.has_lost(&lost) {
+            return Outcomes::new();
+        }
+        let Lost { seq, creditor, .. } = lost;
+        let mut outcomes = self.moves(MoveEvent::CreditorGone { creditor, seq: Some(seq) });
+        if self.batch.in_step(seq) {
+            outcomes.extend(self.step(StepEvent::Leave(seq)));
+        }
+        outcomes.extend(self.batch(BatchEvent::Lost(lost)));
+        outcomes
+    }
+
+    fn on_creditor_gone(&mut self, creditor: InstanceId, why: &'static str) -> Outcomes {
+        let mut outcomes = self.moves(MoveEvent::CreditorGone { creditor, seq: None });
+        outcomes.extend(self.batch(BatchEvent::CreditorGone { creditor, why }));
+        outcomes
+    }
+
+    fn batch(&mut self, event: BatchEvent) -> Outcomes {
+        let others = Others { prefills: &self.prefill, moves: &self.moves };
+        self.batch.handle(&mut self.cx, others, event)
+    }
+
+    fn step(&mut self, event: StepEvent) -> Outcomes {
+        let others = Others { prefills: &self.prefill, moves: &self.moves };
+        self.step.handle(&mut self.cx, &mut self.batch, others, event)
+    }
+
+    fn creditor(&mut self, event: CreditorEvent) -> Outcomes {
+        self.creditor.handle(&mut self.cx, event)
+    }
+
+    fn prefill(&mut self, event: PrefillEvent) -> Outcomes {
+        self.prefill.handle(&mut self.cx, &mut self.batch, event)
+    }
+
+    fn moves(&mut self, event: MoveEvent) -> Outcomes {
+        self.moves.handle(&mut self.cx, &mut self.batch, event)
+    }
+
+    fn membership(&mut self, event: MembershipEvent) -> Outcomes {
+        let Self { cx, batch, step, creditor, prefill: prefills, moves, membership } = self;
+        membership.handle(cx, Look { batch, step, creditor, prefills, moves }, event)
+    }
 }
 
-/// Whether an event may change what decisions about sequences depend on, beside what notes that itself: what ticks end, and
-/// what frames and the device bring for steps, moves and peers, does.
+/// Whether an event may change inputs of batch decisions without calling [`crate::batch::due::Due::touch`] itself: not
+/// ticks, nor frames and reports for steps, moves and peers.
 fn may_concern_batch(event: &Event) -> bool {
     match event {
         Event::Tick | Event::Rtt { .. } | Event::Partials { .. } | Event::Bulk { .. } => false,

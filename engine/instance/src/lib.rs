@@ -1,14 +1,14 @@
 //! One instance as a state machine: `handle(Event, now) -> Effects`.
 //!
-//! It owns the scheduler, the rManager with its pool, the block tables of its sequences and the peers it knows; it
-//! drives a runner through [`lagoon_runner::Command`]s. It does no I/O, reads no clock and starts no thread, so the
-//! simulator runs the same code as production.
+//! It owns the scheduler, the rManager with its pool, the block tables of its sequences and the peer table; it drives a
+//! runner through [`lagoon_runner::Command`]s. It does no I/O, reads no clock and starts no thread, so the simulator
+//! runs the same code as production.
 //!
 //! Invariants, asserted here or in the layers below:
-//! * Nothing waits without a deadline: borrows, steps, peers' frames, admission.
+//! * Every wait has a deadline: borrows, steps, peers' frames, admission.
 //! * Every accepted request ends with exactly one `Finished` or `Failed`.
 //! * Memory of a sequence in a step is never freed before the step ends.
-//! * What a sequence lost of its KV is computed again from its tokens; what was emitted is never emitted twice.
+//! * Lost KV of a sequence is recomputed from its tokens; an emitted token is never emitted again.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 

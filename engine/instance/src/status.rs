@@ -1,37 +1,42 @@
-//! What an instance tells of itself, for `lagoon status`, metrics and tests.
+//! Status of an instance, for `lagoon status`, metrics and tests.
 
+use crate::batch::Batch;
 use crate::batch::freeze::FrozenDebt;
 use crate::batch::prefix::PrefixStatus;
+use crate::creditor::Creditor;
+use crate::cx::Cx;
 use crate::instance::Instance;
-use crate::moves::MoveStatus;
-use crate::prefill::{LastTimes, PrefillStatus};
+use crate::moves::{MovePace, MoveStatus, Moves};
+use crate::prefill::{LastTimes, PrefillStatus, Prefills, StageUser};
+use crate::step::Steps;
 use crate::step::mapped::PeerAccessStatus;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_cluster::RManager;
 use lagoon_kv::{BlockIdentity, KvAccount, Placement};
 use lagoon_protocol::Role;
-use lagoon_types::{InstanceId, SeqId};
+use lagoon_types::limits::REMOTE_REQUEST_WRITE_BYTES_MAX;
+use lagoon_types::{InstanceId, LeaseId, SeqId};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// A kept hash and its key, in a B-tree whose nodes are at least half full.
+/// Size of a stored hash and its key, in a B-tree whose nodes are at least half full.
 const HASH_ENTRY_BYTES: usize = 2 * (size_of::<u32>() + size_of::<lagoon_kv::hash::ContentHash>());
 
-/// A snapshot.
+/// A snapshot of an instance.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct InstanceStatus {
     pub instance: Option<InstanceId>,
-    /// The role that it has, and the one that it changes to. Shells name them.
+    /// Its role, and the role that it changes to. Shells name them.
     #[serde(skip)]
     pub role: Role,
     #[serde(skip)]
     pub becoming: Option<Role>,
     pub registered: bool,
-    /// It lends nothing more and finishes what it has.
+    /// Whether it drains: lends nothing more and finishes its requests.
     pub draining: bool,
-    /// Times that the gManager took it for dead.
+    /// Times that the gManager declared it dead.
     pub fences: u64,
-    /// rBlocks of the whole pool, as the gManager last said.
+    /// rBlocks of the whole pool, from the gManager's last message.
     pub pool_blocks_total: u64,
     /// Tokens of an rBlock.
     pub block_tokens: u32,
@@ -39,31 +44,33 @@ pub struct InstanceStatus {
     pub blocks_free: u32,
     pub blocks_lent: u32,
     pub blocks_borrowed: u32,
-    /// rBlocks that were lent to its requests since the start, without those that moved there.
+    /// rBlocks borrowed for its requests since the start, moves left out.
     pub blocks_borrowed_total: u64,
     pub running: usize,
     pub waiting: usize,
-    /// Frames of peers that wait or are on the device.
+    /// Peers' frames that wait or are on the device.
     pub remote_request_frames: usize,
-    /// Times that a running sequence gave its memory up, to be computed again.
+    /// Peers' steps that attend to KV here.
+    pub remote_steps: usize,
+    /// Running sequences preempted for recomputation.
     pub preemptions: u64,
-    /// Tokens whose KV these had and must compute again.
+    /// Tokens whose KV preempted sequences had and must recompute.
     pub preempted_tokens: u64,
-    /// Times that a running sequence gave its memory up and kept its KV in host memory.
+    /// Running sequences swapped out to host memory.
     pub offloads: u64,
-    /// Sequences whose KV is in host memory until there is room for them to go on.
+    /// Sequences swapped out now.
     pub swapped_out: usize,
-    /// Times that a sequence lost KV with a creditor.
+    /// Losses of KV at a creditor, by sequence.
     pub recoveries: u64,
-    /// Tokens that were computed again because their KV was lost.
+    /// Tokens recomputed because their KV was lost.
     pub recomputed_tokens: u64,
-    /// Peers' steps that were refused because own steps were far over their latency target.
+    /// Peers' steps refused because own steps were far over the latency target.
     pub steps_shed: u64,
     pub moves: MoveStatus,
-    /// On a device that maps memory behind addresses: what that has come to, in page groups.
+    /// Counters of mapped memory, in page groups; on a device that maps memory behind addresses.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<KvCounters>,
-    /// On a device that keeps how steps were launched: what that has come to, in steps.
+    /// Counters of step launches; on a device that counts them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub launches: Option<LaunchCounters>,
     pub prefill: PrefillStatus,
@@ -72,68 +79,87 @@ pub struct InstanceStatus {
     pub sequences: Vec<SequencePlacement>,
 }
 
-/// Where one sequence's rBlocks are.
+/// Placement of one sequence's rBlocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SequencePlacement {
     pub seq: SeqId,
     pub tokens: u32,
     pub local_blocks: u32,
-    /// Own blocks that wait until the rest is borrowed, or for blocks that come home.
+    /// Own blocks that wait until the rest is borrowed, or for blocks that move home.
     pub reserved_blocks: u32,
-    /// Blocks that were lost with a creditor and have no new place yet.
+    /// Blocks lost with a creditor and not placed again yet.
     pub lost_blocks: u32,
-    /// Tokens whose KV was lost and is not computed again yet.
+    /// Tokens whose KV was lost and is not recomputed yet.
     pub lost_tokens: u32,
-    /// Blocks by creditor.
+    /// Borrowed blocks, by creditor.
     pub remote_blocks: BTreeMap<InstanceId, u32>,
 }
 
+/// All machines but the membership, for reading.
+#[derive(Clone, Copy)]
+pub(crate) struct Look<'a> {
+    pub(crate) batch: &'a Batch,
+    pub(crate) step: &'a Steps,
+    pub(crate) creditor: &'a Creditor,
+    pub(crate) prefills: &'a Prefills,
+    pub(crate) moves: &'a Moves,
+}
+
+impl Look<'_> {
+    /// See [`MoveStatus`].
+    pub(crate) fn moves(&self, cx: &Cx) -> MoveStatus {
+        let (recalls_missed, blocks_revoked) = self.creditor.missed();
+        let recalls_met = cx.memory.rm.creditor.recalls_met();
+        MoveStatus { recalls_met, recalls_missed, blocks_revoked, ..self.moves.status() }
+    }
+}
+
 impl Instance {
-    /// The instance's rBlocks, to look at.
+    /// The instance's rBlocks, for reading.
     #[must_use]
     pub fn rmanager(&self) -> &RManager {
         &self.cx.memory.rm
     }
 
-    /// The role that it has, and the one that it changes to.
+    /// Its role, and the role that it changes to.
     #[must_use]
     pub fn role(&self) -> (Role, Option<Role>) {
-        (self.membership.roles.now(), self.membership.roles.becoming())
+        (self.cx.standing.roles.now(), self.cx.standing.roles.becoming())
     }
 
-    /// The block tables, to look at: where each block of a sequence is, by position.
+    /// The block tables, for reading: each block of a sequence, by position.
     pub fn tables(&self) -> impl Iterator<Item = (SeqId, &[Placement])> {
         self.batch.seqs().map(|s| (s.id, s.blocks.placements()))
     }
 
-    /// Whether a peer's frame is due at any moment: the partials of a layer whose queries are out, or the next queries of
-    /// a step that is served here. A shell with a processor to spare then polls instead of sleeping.
+    /// Whether a peer's frame is due at any moment: partials of a layer whose queries are out, or the next queries of a
+    /// step that is served here. A shell with a core to spare then polls instead of sleeping.
     #[must_use]
     pub fn expects_frames(&self) -> bool {
         self.step.expects_partials() || self.creditor.expects_queries()
     }
 
-    /// Whether the shell should hand in more bulk frames now. While the device is behind with peers' KV it should not:
-    /// the transport's flow control then holds the peers back.
+    /// Whether the shell should hand in more bulk frames now. Not while the device lags behind with peers' KV: the
+    /// transport's flow control then holds the peers back.
     #[must_use]
     pub fn takes_bulk(&self) -> bool {
-        self.creditor.takes_bulk()
+        self.cx.writes.waiting() < REMOTE_REQUEST_WRITE_BYTES_MAX
     }
 
-    /// Whether rows with and without KV elsewhere are one batch now.
+    /// Whether rows with and without remote KV are one batch now.
     #[must_use]
     pub fn is_one_batch(&self) -> bool {
         self.batch.is_one_batch()
     }
 
-    /// The debt that is frozen now. At most one is.
+    /// The frozen debt; at most one.
     #[must_use]
     pub fn frozen(&self) -> Option<FrozenDebt> {
         self.batch.frozen()
     }
 
-    /// Bytes of its KV store, and of what it keeps beside: its pool's table, block tables, hashing state of leases on
-    /// both sides.
+    /// Bytes of the KV store and of its bookkeeping: the pool's table, block tables, hashing state of leases on both
+    /// sides.
     #[must_use]
     pub fn kv_account(&self) -> KvAccount {
         let leases = || self.batch.seqs().flat_map(|s| s.leases.values());
@@ -142,48 +168,57 @@ impl Instance {
         let mut account = KvAccount::of(
             &self.cx.config.kv,
             self.cx.config.block_tokens,
-            self.cx.memory.rm.pool(),
+            &self.cx.memory.rm.pool,
             self.batch.seqs().map(|s| &s.blocks),
-            self.cx.memory.rm.lent_hashers().chain(borrowed),
+            self.cx.memory.rm.creditor.hashers().chain(borrowed),
         );
         let names: usize = self.batch.seqs().map(|s| s.names.capacity() * size_of::<BlockIdentity>()).sum();
         account.metadata_bytes += (hashes + names) as u64;
         account
     }
 
-    pub(crate) fn move_status(&self) -> MoveStatus {
-        let (recalls_missed, blocks_revoked) = self.creditor.missed();
-        let recalls_met = self.cx.memory.rm.recalls_met();
-        MoveStatus { recalls_met, recalls_missed, blocks_revoked, ..self.moves.status() }
+    pub(crate) fn look(&self) -> Look<'_> {
+        let Self { batch, step, creditor, prefill: prefills, moves, .. } = self;
+        Look { batch, step, creditor, prefills, moves }
     }
 
-    /// The time in which anything was read so far, in microseconds: only the shell sees reads begin and end.
+    /// Longest sequence that the pool holds when free, in tokens.
+    #[must_use]
+    pub fn pool_tokens(&self) -> u64 {
+        self.cx.pool_tokens()
+    }
+
+    /// Whether a lease is of a prompt whose decode worker is not informed yet: exporting may wait for the staging
+    /// buffer.
+    #[must_use]
+    pub fn is_unreported(&self, lease: LeaseId) -> bool {
+        self.prefill.is_unreported(lease)
+    }
+
+    /// Blocks of the staging buffer by user: exports from it, and reads into it.
+    pub fn stages(&self) -> impl Iterator<Item = (StageUser, &[u32])> {
+        self.prefill.stages()
+    }
+
+    /// Sets the pace of moves beside decoding.
+    pub fn set_move_pace(&mut self, pace: MovePace) {
+        self.moves.set_pace(pace);
+    }
+
+    /// Sets the total time with reads in progress, in microseconds: only the shell sees reads begin and end.
     pub fn set_reading_us(&mut self, reading_us: u64) {
         self.prefill.set_reading_us(reading_us);
     }
 
-    /// Where the time of requests went whose prompts were computed elsewhere, since this was last asked.
+    /// Takes the times of requests whose prompts were computed elsewhere, since the last call.
     pub fn take_prefill_times(&mut self) -> LastTimes {
         self.prefill.take_times()
-    }
-
-    /// See [`PrefillStatus`].
-    pub(crate) fn prefill_status(&self) -> PrefillStatus {
-        PrefillStatus {
-            workers: self.readable_workers(),
-            waiting_here: self.waiting_here(),
-            blocks_handed_over: self.cx.memory.rm.handed_over(),
-            blocks_held_back: self.cx.memory.rm.held_back(),
-            jobs: self.jobs(),
-            queued_tokens: self.queued_tokens(),
-            ..self.prefill.look()
-        }
     }
 
     /// See [`InstanceStatus`].
     #[must_use]
     pub fn status(&self) -> InstanceStatus {
-        let counts = self.cx.memory.rm.counts();
+        let counts = self.cx.memory.rm.pool.counts();
         let placement = |s: &crate::batch::sequence::Sequence| {
             let mut remote_blocks = BTreeMap::new();
             for ((creditor, _), held) in &s.leases {
@@ -203,22 +238,23 @@ impl Instance {
             }
         };
         InstanceStatus {
-            instance: self.membership.id,
-            role: self.membership.roles.now(),
-            becoming: self.membership.roles.becoming(),
-            registered: self.membership.is_registered(),
-            draining: self.membership.is_draining(),
-            fences: self.membership.fences,
-            pool_blocks_total: self.membership.pool_blocks_total,
+            instance: self.cx.standing.id,
+            role: self.cx.standing.roles.now(),
+            becoming: self.cx.standing.roles.becoming(),
+            registered: self.cx.standing.registered,
+            draining: self.cx.standing.draining,
+            fences: self.membership.fences(),
+            pool_blocks_total: self.cx.standing.pool_blocks_total,
             block_tokens: self.cx.config.block_tokens,
             blocks_total: self.cx.config.blocks_total,
             blocks_free: counts.free,
             blocks_lent: counts.lent,
-            blocks_borrowed: self.cx.memory.rm.borrowed(),
+            blocks_borrowed: self.cx.memory.rm.debtor.held.blocks(),
             blocks_borrowed_total: self.batch.counts.borrowed_blocks,
             running: self.batch.running_len(),
-            waiting: self.waiting(),
+            waiting: self.batch.waiting_len(&self.prefill),
             remote_request_frames: self.creditor.load(),
+            remote_steps: self.creditor.open_steps(),
             preemptions: self.batch.counts.preemptions,
             preempted_tokens: self.batch.counts.preempted_tokens,
             offloads: self.batch.counts.offloads,
@@ -226,12 +262,12 @@ impl Instance {
             recoveries: self.batch.counts.recoveries,
             recomputed_tokens: self.batch.counts.recomputed_tokens,
             steps_shed: self.creditor.shed_steps(),
-            moves: self.move_status(),
+            moves: self.look().moves(&self.cx),
             memory: self.cx.memory.counters,
-            launches: self.step.launches,
-            prefill: self.prefill_status(),
-            prefix: self.prefix_status(),
-            peer_access: PeerAccessStatus { sealed: self.creditor.sealed(), ..self.step.mapped.status() },
+            launches: self.step.launches(),
+            prefill: self.prefill.look(&self.cx, &self.batch),
+            prefix: self.cx.memory.prefix_status(),
+            peer_access: PeerAccessStatus { sealed: self.creditor.sealed(), ..self.step.mapped().status() },
             sequences: self.batch.seqs().map(placement).collect(),
         }
     }

@@ -1,12 +1,12 @@
-//! How many bytes the bookkeeping takes beside the KV itself.
+//! Memory accounting: bytes of KV metadata beside the KV itself.
 //!
-//! The target is under 3 % of the KV that is in use, also for small models: the sum of the pool's owner table, every
-//! sequence's block table and the hashing state of leases.
+//! Metadata is the pool's owner table, every sequence's block table and the hashing state of leases. The target is under
+//! 3 % of the KV, also for small models.
 
 use crate::{BlockPool, LeaseHasher, SeqBlocks};
 use lagoon_types::KvShape;
 
-/// Bytes of KV, and beside it.
+/// Bytes of KV and of its metadata.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KvAccount {
     pub kv_bytes: u64,
@@ -14,8 +14,8 @@ pub struct KvAccount {
 }
 
 impl KvAccount {
-    /// The account of one instance: its pool, the tables of its sequences, the hashing state of what it lent and
-    /// borrowed.
+    /// The account of one instance: its pool, the block tables of its sequences, the hashing state of its leases (lent and
+    /// borrowed).
     pub fn of<'a>(
         shape: &KvShape,
         block_tokens: u32,
@@ -30,7 +30,7 @@ impl KvAccount {
         Self { kv_bytes: tokens * shape.token_bytes() as u64, metadata_bytes: metadata as u64 }
     }
 
-    /// Metadata per KV byte; 0 for an empty pool.
+    /// Metadata bytes per KV byte; 0 for an empty pool.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
     pub fn overhead(&self) -> f64 {

@@ -1,12 +1,12 @@
-//! Names of blocks, and the blocks that nobody has and that keep what they hold: idle memory as a prefix cache.
+//! Prefix cache: the block hashes of blocks, and the cached blocks (free blocks that keep their KV) in idle memory.
 //!
-//! A block gets its name when it is sealed ([`BlockIdentity`]) and loses it when its memory is given to somebody. Between
-//! the two it may be held, kept, and held again. What is kept is free memory in every count; it is dropped when free
-//! memory without a name is short: what was kept longest first, and of blocks kept together the deepest, as a block is
-//! of use only with all that precede it.
+//! A block gets its block hash ([`BlockIdentity`]) when it is sealed and loses it when its memory gets a new owner. In
+//! between it may be owned, cached, and owned again. Every count takes cached blocks as free memory; they are evicted when
+//! other free memory is short: the longest cached first, and of blocks cached together the deepest, because a block is
+//! useful only with all preceding ones.
 //!
-//! Invariants: each block with a name is in `found` once, under that name, and if it is kept, in `order` once; there is
-//! nothing else in either. The index is bounded by the pool: an entry is a block of memory.
+//! Invariants: each block with a block hash is in `found` once, under that hash, and if it is cached, in `order` once;
+//! neither holds anything else. The index is bounded by the pool: an entry is a block of memory.
 
 use crate::BlockIdentity;
 use crate::mutants::{self, Mutant};
@@ -14,15 +14,15 @@ use lagoon_types::PhysBlock;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// See the module's documentation.
+/// Index of block hashes and cached blocks.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Cache {
     names: BTreeMap<PhysBlock, Name>,
-    /// Kept blocks, in the order in which they are dropped.
+    /// Cached blocks in eviction order.
     order: BTreeSet<(u64, Reverse<u32>, PhysBlock)>,
-    /// Blocks with names by what they hold, kept or not.
+    /// Blocks by block hash, owned or cached.
     found: BTreeMap<BlockIdentity, BTreeSet<PhysBlock>>,
-    /// Times that blocks were kept.
+    /// Number of times that blocks became cached.
     clock: u64,
     dropped: u64,
 }
@@ -30,35 +30,35 @@ pub(crate) struct Cache {
 #[derive(Clone, Copy, Debug)]
 struct Name {
     identity: BlockIdentity,
-    /// Blocks that precede it.
+    /// Number of preceding blocks in the chain.
     depth: u32,
-    /// Since when it is kept; `None` while somebody has it.
+    /// Clock when it became cached; `None` while it has an owner.
     kept: Option<u64>,
 }
 
 impl Cache {
-    /// Blocks that are kept.
+    /// Number of cached blocks.
     pub(crate) fn kept(&self) -> u32 {
         u32::try_from(self.order.len()).expect("at most the pool's blocks")
     }
 
-    /// Kept blocks whose memory was given to somebody else, since the start.
+    /// Evictions since the start.
     pub(crate) fn dropped(&self) -> u64 {
         self.dropped
     }
 
-    /// Names a block that somebody has. One that has a name keeps it: it was found under it.
+    /// Sets the block hash of an owned block. A block that has one keeps it: it was found under it.
     pub(crate) fn name(&mut self, block: PhysBlock, identity: BlockIdentity, depth: u32) {
         let name = self.names.entry(block).or_insert(Name { identity, depth, kept: None });
         self.found.entry(name.identity).or_default().insert(block);
     }
 
-    /// What is kept from now on is younger than what was kept before.
+    /// Advances the clock: blocks cached from now on are younger than those before.
     pub(crate) fn tick(&mut self) {
         self.clock += 1;
     }
 
-    /// Somebody gives a block back: it is kept if it has a name.
+    /// Caches a released block if it has a block hash; returns whether it has.
     pub(crate) fn keep(&mut self, block: PhysBlock) -> bool {
         let Some(name) = self.names.get_mut(&block) else { return false };
         assert_eq!(name.kept, None, "{block} is kept once");
@@ -67,7 +67,7 @@ impl Cache {
         true
     }
 
-    /// A block loses its name, whoever has it.
+    /// Removes a block's hash, whether it is owned or cached.
     pub(crate) fn forget(&mut self, block: PhysBlock) {
         self.take(block);
         if mutants::is(Mutant::StaleName) {
@@ -81,20 +81,20 @@ impl Cache {
         }
     }
 
-    /// Somebody gets a kept block with what it holds.
+    /// Gives a cached block with its KV to an owner (a prefix-cache hit).
     pub(crate) fn take(&mut self, block: PhysBlock) {
         let Some(name) = self.names.get_mut(&block) else { return };
         let Some(kept) = name.kept.take() else { return };
         assert!(self.order.remove(&(kept, Reverse(name.depth), block)), "{block} is kept in order");
     }
 
-    /// A kept block's memory is wanted.
+    /// Evicts a cached block.
     pub(crate) fn drop_kept(&mut self, block: PhysBlock) {
         self.forget(block);
         self.dropped += 1;
     }
 
-    /// The kept block that is dropped next.
+    /// The cached block to evict next.
     pub(crate) fn oldest(&self) -> Option<PhysBlock> {
         self.order.first().map(|(_, _, block)| *block)
     }
@@ -103,45 +103,45 @@ impl Cache {
         self.names.get(&block).is_some_and(|name| name.kept.is_some())
     }
 
-    /// Kept blocks among `blocks`, ascending.
+    /// Cached blocks in the range `blocks`, ascending.
     pub(crate) fn kept_in(&self, blocks: std::ops::Range<u32>) -> impl Iterator<Item = PhysBlock> {
         let named = self.names.range(PhysBlock(blocks.start)..PhysBlock(blocks.end));
         named.filter(|(_, name)| name.kept.is_some()).map(|(block, _)| *block)
     }
 
-    /// Kept blocks that hold this.
+    /// Cached blocks with this block hash.
     pub(crate) fn copies(&self, identity: &BlockIdentity) -> impl Iterator<Item = PhysBlock> {
         self.found.get(identity).into_iter().flatten().copied().filter(|block| self.is_kept(*block))
     }
 
-    /// A block that holds this and that somebody has.
+    /// An owned block with this block hash.
     pub(crate) fn held(&self, identity: &BlockIdentity) -> Option<PhysBlock> {
         self.found.get(identity)?.iter().copied().find(|block| !self.is_kept(*block))
     }
 
-    /// A block that holds this, whoever has it.
+    /// A block with this block hash, owned or cached.
     pub(crate) fn any(&self, identity: &BlockIdentity) -> Option<PhysBlock> {
         self.found.get(identity)?.first().copied()
     }
 
-    /// Whether a block holds this.
+    /// Whether a block has this block hash.
     pub(crate) fn names_it(&self, block: PhysBlock, identity: &BlockIdentity) -> bool {
         self.names.get(&block).is_some_and(|name| name.identity == *identity)
     }
 
-    /// Whether a block is kept and holds this.
+    /// Whether a block is cached and has this block hash.
     pub(crate) fn keeps(&self, block: PhysBlock, identity: &BlockIdentity) -> bool {
         self.names.get(&block).is_some_and(|name| name.kept.is_some() && name.identity == *identity)
     }
 
-    /// Bytes that it takes; a B-tree's node is at least half full.
+    /// Memory of the index, in bytes; a B-tree's node is at least half full.
     pub(crate) fn metadata_bytes(&self) -> usize {
         let order = size_of::<(u64, Reverse<u32>, PhysBlock)>();
         let found = size_of::<(BlockIdentity, BTreeSet<PhysBlock>)>() + size_of::<PhysBlock>();
         2 * (self.names.len() * size_of::<(PhysBlock, Name)>() + self.order.len() * (order + found))
     }
 
-    /// Compares everything with the names. Linear.
+    /// Checks the invariants. Linear.
     ///
     /// # Panics
     /// If they differ.

@@ -1,4 +1,4 @@
-//! The content hash of a sealed remote block, computed by both sides while the KV streams by.
+//! Content hash of a sealed remote block, computed by debtor and creditor while its KV is written.
 //!
 //! The hash of a block is `blake3(h_0 ‖ h_1 ‖ … ‖ h_{L-1})` with `h_l = blake3(the block's KV of layer l in the
 //! canonical layout, tokens in order)`. The layers are independent, because a chunk is written layer by layer, tokens
@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-/// A content hash.
+/// Content hash of an rBlock (blake3).
 pub type ContentHash = [u8; 32];
 
 #[derive(Clone, Debug, Default)]
@@ -18,7 +18,7 @@ enum Layer {
     Done(ContentHash),
 }
 
-/// Hash of one block while it fills.
+/// Incremental content hash of one block.
 #[derive(Clone, Debug)]
 pub struct BlockHasher {
     layers: Vec<Layer>,
@@ -28,7 +28,7 @@ pub struct BlockHasher {
 }
 
 impl BlockHasher {
-    /// For a block whose KV takes `layer_bytes` (not 0) in each of `layers` layers.
+    /// A hasher for a block with `layer_bytes` (not 0) bytes of KV in each of `layers` layers.
     #[must_use]
     pub fn new(layers: usize, layer_bytes: usize) -> Self {
         assert!(layer_bytes > 0, "a block without bytes has no content");
@@ -38,7 +38,7 @@ impl BlockHasher {
     /// Adds the next bytes of `layer`. Returns the block's hash when they complete its last layer.
     ///
     /// # Panics
-    /// If the layer would get more bytes than the block has.
+    /// If the layer would exceed `layer_bytes`.
     pub fn update(&mut self, layer: usize, bytes: &[u8]) -> Option<ContentHash> {
         if bytes.is_empty() {
             return None;
@@ -76,10 +76,10 @@ impl BlockHasher {
     }
 }
 
-/// Hashes of a lease's blocks and its written length per layer. Debtor and creditor run the same one over the same
+/// Content hashes of a lease's blocks, and its written length per layer. Debtor and creditor each run one over the same
 /// writes.
 ///
-/// Invariant: a layer is written in ascending offset without gaps, so that one length describes what is there.
+/// Invariant: a layer is written in ascending offset without gaps, so that one length describes its content.
 #[derive(Clone, Debug)]
 pub struct LeaseHasher {
     block_tokens: u32,
@@ -90,17 +90,17 @@ pub struct LeaseHasher {
 }
 
 impl LeaseHasher {
-    /// For a lease whose tokens take `layer_token_bytes` in each of `layers` layers.
+    /// A hasher for a lease with `layer_token_bytes` bytes per token in each of `layers` layers.
     #[must_use]
     pub fn new(layers: usize, block_tokens: u32, layer_token_bytes: usize) -> Self {
         assert!(block_tokens > 0 && layer_token_bytes > 0 && layers > 0, "an rBlock holds something");
         Self { block_tokens, layer_token_bytes, written: vec![0; layers], filling: BTreeMap::new() }
     }
 
-    /// So many tokens were written in every layer before, by somebody else: they have no hashes here.
+    /// Starts after `tokens` tokens that another instance wrote in every layer: they get no hashes here.
     ///
     /// # Panics
-    /// If something was written already.
+    /// If a token was written already.
     pub fn skip(&mut self, tokens: u32) {
         assert!(self.written.iter().all(|written| *written == 0), "what is written is written");
         self.written.fill(tokens);
@@ -118,8 +118,8 @@ impl LeaseHasher {
         self.written[layer]
     }
 
-    /// Adds `bytes`, the KV of the next tokens of `layer` in the canonical layout. Appends the entries that are whole
-    /// in every layer now, ascending, with their hashes.
+    /// Adds `bytes`, the KV of the next tokens of `layer` in the canonical layout. Appends the entries that it completes in
+    /// every layer to `complete`, ascending, with their hashes.
     ///
     /// # Panics
     /// If `bytes` is not a whole number of tokens.
@@ -143,12 +143,12 @@ impl LeaseHasher {
         }
     }
 
-    /// Forgets the hashing state of entries for which `keep` is false (they were freed). Lengths stay.
+    /// Drops the hashing state of entries for which `keep` is false (freed ones). Written lengths stay.
     pub fn retain(&mut self, keep: impl Fn(u32) -> bool) {
         self.filling.retain(|entry, _| keep(*entry));
     }
 
-    /// Bytes that the hasher's state takes now.
+    /// Memory of the hasher's state, in bytes.
     #[must_use]
     pub fn metadata_bytes(&self) -> usize {
         self.written.capacity() * size_of::<u32>()

@@ -1,13 +1,12 @@
-//! What a block holds, named by everything that its KV depends on: the model, its adapter, the element type, the
-//! rotary embedding, and every token up to the block's end. Equal identities mean equal KV, so that a prefix that
-//! was computed once can be found again.
+//! Block hashes of the prefix chain: hashes over everything that a block's KV depends on (model, adapter, element type,
+//! rotary embedding, and every token up to the block's end). Equal block hashes mean equal KV: the prefix cache's key.
 //!
-//! `root = H(model, adapter, dtype, rope, block_tokens)`, `id_i = H(id_{i-1}, tokens of block i)`: a chain, so an
-//! identity covers the whole prefix. Every field is length-prefixed: no two different inputs hash the same bytes.
+//! `root = H(model, adapter, dtype, rope, block_tokens)`, `id_i = H(id_{i-1}, tokens of block i)`: a chain, so a block
+//! hash covers the whole prefix. Every field is length-prefixed: no two different inputs hash the same bytes.
 
 use lagoon_types::{DType, ModelHash};
 
-/// What the chain of a model's blocks starts from.
+/// Inputs of the root of a model's prefix chain.
 #[derive(Clone, Copy, Debug)]
 pub struct IdentityRoot<'a> {
     pub model: ModelHash,
@@ -19,7 +18,7 @@ pub struct IdentityRoot<'a> {
     pub block_tokens: u32,
 }
 
-/// Identity of one full block and all that precedes it.
+/// Block hash of the prefix chain: identity of one full block and all preceding tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockIdentity(pub [u8; 32]);
 
@@ -32,7 +31,7 @@ fn field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
 }
 
 impl BlockIdentity {
-    /// The identity before the first block.
+    /// The root of the chain, before the first block.
     #[must_use]
     pub fn root(root: &IdentityRoot<'_>) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key(ROOT_CONTEXT);
@@ -44,7 +43,7 @@ impl BlockIdentity {
         Self(*hasher.finalize().as_bytes())
     }
 
-    /// The identity of the block that follows this one and holds `tokens`.
+    /// The block hash of the next block in the chain, which holds `tokens`.
     #[must_use]
     pub fn then(&self, tokens: &[u32]) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key(BLOCK_CONTEXT);
@@ -56,7 +55,7 @@ impl BlockIdentity {
         Self(*hasher.finalize().as_bytes())
     }
 
-    /// Identities of every full block of `tokens`; the partial tail has none.
+    /// Block hashes of every full block of `tokens`; the partial tail has none.
     #[must_use]
     pub fn chain(root: &IdentityRoot<'_>, tokens: &[u32]) -> Vec<Self> {
         let mut last = Self::root(root);

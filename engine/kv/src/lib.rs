@@ -1,14 +1,16 @@
-//! rBlocks: the physical pool of one instance, the block table of one sequence, and the content and identity of a
-//! block. Logical only: no device memory, no protocol, no I/O, no clock.
+//! rBlocks: the physical block pool of one instance, the block table of one sequence, content hashes and block hashes.
+//! Logical only: no device memory, no protocol, no I/O, no clock.
 //!
-//! * [`BlockPool`] says who has each physical rBlock: nobody, sequences of this instance, or leases.
-//! * [`SeqBlocks`] says where each logical rBlock of one sequence lies: here, on a creditor, or nowhere any more
-//!   (behind the window).
-//! * [`LeaseHasher`] computes the hash of sealed remote blocks while their KV streams by, on both sides alike.
-//! * [`BlockIdentity`] names what a block holds by the tokens that lead to it; a free block of the pool may keep that.
-//! * [`vmm`] is the accounting of virtual memory on devices that map pages: which page group lies where.
+//! * [`BlockPool`] owns the physical rBlocks and their owners: none, sequences of this instance, or leases. It is also
+//!   the prefix cache.
+//! * [`SeqBlocks`] is a block table: each logical rBlock of one sequence is local, on a creditor, lost, or freed behind
+//!   the window.
+//! * [`LeaseHasher`] computes the content hash of sealed remote blocks while their KV is written, on both sides alike.
+//! * [`BlockIdentity`] is the block hash of the prefix chain, the key of the prefix cache.
+//! * [`vmm`] is the accounting of virtual memory on devices that map pages.
 //!
-//! What must not be here: knowledge of instances beyond their ids, of messages, or of when anything happens.
+//! The scheduler of `lagoon-instance` and the rManager call this crate. It must never know more of other instances than
+//! their ids, nor messages, nor time.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 

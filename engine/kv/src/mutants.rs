@@ -1,10 +1,10 @@
-//! Mistakes that are made on purpose: see [`lagoon_types::mutants`].
+//! Deliberate bugs: see [`lagoon_types::mutants`].
 
 lagoon_types::mutants! {
-    /// A block whose memory is given to somebody keeps the name of what it held.
+    /// A block whose memory is given to a new owner keeps its old block hash.
     StaleName,
-    /// A block that several have is free when one of them gives it back.
+    /// A shared block is free when one of its owners releases it.
     SharedFreed,
-    /// A block that several have is handed over as if its owner were the only one.
+    /// A shared block is handed over as if it had one owner.
     SharedHandedOver,
 }

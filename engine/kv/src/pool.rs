@@ -1,26 +1,26 @@
-//! The physical rBlocks of one instance and who has each of them (Infinite-LLM v1 §4.3).
+//! Block pool: the physical rBlocks of one instance and their owners (Infinite-LLM v1 §4.3).
 //!
 //! Invariants, asserted at every change:
-//! * `free + own + lent == total + shared`: what several have is had as often, and is one block of memory;
-//! * a block is freed only by the owner it was given to: anything else is a bug of ours and panics;
+//! * `free + own + lent == total + shared`: a shared block counts once per owner, and is one block of memory;
+//! * only an owner frees a block: anything else is a bug and panics;
 //! * a block's state only goes forward, Reserved -> Filling -> Sealed, until it is freed.
 //!
 //! Allocation prefers contiguous ascending blocks: first right behind a given block, then the shortest free extent
 //! that holds the rest, else the longest there is. A planned prefill in a quiet pool therefore is one run.
 //!
-//! **Rows.** Where memory is mapped behind addresses ([`KvSpace`]), a block's number is its address, and there are more
-//! addresses than blocks: `free` counts memory. A sequence has a row from its first block here to its last, and its logical
-//! block `i` lies at the row's `i`th address, so that it is one run by construction. Rows go to the next sequence in
-//! the reverse order in which they became free, because the last one's memory is still mapped.
+//! **Address rows.** With virtual memory ([`KvSpace`]) a block's number is its address, and there are more addresses than
+//! blocks: `free` counts memory. A sequence owns a row while it has blocks here; its logical block `i` lies at the row's
+//! `i`th address, so that it is one run by construction. Rows are reused last in, first out, because the memory of the last
+//! freed row is still mapped.
 //!
-//! **What is kept.** A sealed block with a name ([`BlockPool::name`]) keeps what it holds when it is given back, and is free
-//! all the same: whoever asks for memory gets it when nothing else is free (`cache.rs` says which first), and a sequence
-//! whose tokens begin alike gets it with what it holds ([`BlockPool::adopt`]). Where there are rows, what is kept is kept in
-//! the place of its row, and a row that somebody has keeps nothing.
+//! **Cached blocks.** A sealed block with a block hash ([`BlockPool::name`]) keeps its KV when it is freed. It counts as
+//! free: an allocation evicts it when no other block is free (`cache.rs` has the order), and a sequence with the same
+//! prefix gets it with its KV ([`BlockPool::adopt`]). With rows, a block is cached at its address in an idle row; a row with
+//! an owner caches nothing.
 //!
-//! **What is shared.** A sequence whose tokens begin with what somebody has, has that, too. Only sealed blocks with names are
-//! shared, so nobody writes there; each of those that have it gives it back for itself, and it is free when the last one did.
-//! Where there are rows, the memory lies at an address of each of them (`pool/sharing.rs`).
+//! **Shared blocks.** Sequences with a common prefix share its sealed blocks. Only sealed blocks with block hashes are
+//! shared, so no owner writes there; each owner frees a shared block separately, and it is free after the last one. With
+//! rows, each owner maps the memory at an address of its own row (`pool/sharing.rs`).
 
 mod adopt;
 mod sharing;
@@ -35,17 +35,17 @@ use lagoon_types::{KvSpace, LeaseId, PhysBlock, SeqId};
 use sharing::Sharing;
 use std::collections::BTreeMap;
 
-/// Who has a physical block.
+/// Owner of a physical block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Owner {
     Free,
-    /// A sequence that runs on this instance.
+    /// A sequence of this instance.
     Own(SeqId),
-    /// A lease of another instance's sequence.
+    /// A lease of a debtor.
     Lent(LeaseId),
 }
 
-/// What is in a block that somebody has.
+/// State of an owned block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BlockState {
     /// Allocated; nothing is written.
@@ -56,30 +56,29 @@ pub enum BlockState {
     Sealed,
 }
 
-/// How many blocks are in each hand and state. `free + own + lent == total + shared`, and
-/// `reserved + filling + sealed == own + lent`.
+/// Block counts by owner and state. `free + own + lent == total + shared`, and `reserved + filling + sealed == own + lent`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolCounts {
     pub total: u32,
-    /// Those that are kept are among them.
+    /// Free blocks, cached ones included.
     pub free: u32,
-    /// Blocks that sequences have, one that several have as often.
+    /// Blocks of sequences; a shared block counts once per owner.
     pub own: u32,
-    /// Blocks that leases have, likewise.
+    /// Blocks of leases, counted likewise.
     pub lent: u32,
-    /// How many more blocks of memory there would be in use if each of those that share one had its own.
+    /// Blocks saved by sharing: owners of shared blocks beyond the first of each.
     pub shared: u32,
     pub reserved: u32,
     pub filling: u32,
     pub sealed: u32,
 }
 
-/// The rBlocks of one instance. See the module for invariants.
+/// Block pool of one instance. See the module for invariants.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
     owners: Vec<Owner>,
     states: Vec<BlockState>,
-    /// Free addresses behind the rows, without those of what is kept.
+    /// Free loose addresses, those of cached blocks excluded.
     extents: Extents,
     cache: Cache,
     sharing: Sharing,
@@ -87,17 +86,16 @@ pub struct BlockPool {
     changes: u64,
     space: KvSpace,
     rows: Rows,
-    /// Blocks that became free since this was asked last, where memory is mapped behind addresses.
+    /// Blocks freed since the last [`BlockPool::take_freed`], with virtual memory only.
     freed: Vec<PhysBlock>,
 }
 
-/// The rows of sequences.
+/// Address rows of sequences.
 #[derive(Clone, Debug)]
 struct Rows {
-    /// The next one last.
+    /// Idle rows, a stack: the last is reused first.
     idle: Vec<u32>,
-    /// Each owner's row, and how many of its addresses it holds: at least one. A sequence's, or a lease's to which it was
-    /// handed over.
+    /// Row of each owner (a sequence, or a lease that took it over), and the number of its owned addresses, at least one.
     of: BTreeMap<Owner, (u32, u32)>,
 }
 
@@ -108,10 +106,10 @@ impl BlockPool {
         Self::over(KvSpace::flat(total, 1))
     }
 
-    /// A pool of free blocks with these addresses.
+    /// A pool of free blocks over an address space.
     ///
     /// # Panics
-    /// If there are more addresses than slots can be numbered, or fewer loose ones than blocks.
+    /// If [`KvSpace::addresses`] is `None`, or there are fewer loose addresses than blocks.
     #[must_use]
     pub fn over(space: KvSpace) -> Self {
         let addresses = space.addresses().expect("slots are numbered by u32");
@@ -138,14 +136,13 @@ impl BlockPool {
         self.counts
     }
 
-    /// How often blocks changed their owners, or what is known of their content: as long as it is the same, nothing is found
-    /// here that was not found before.
+    /// Version of owners and block hashes: while it is unchanged, a repeated prefix-cache lookup gives the same result.
     #[must_use]
     pub fn changes(&self) -> u64 {
         self.changes
     }
 
-    /// Who has a block: one of those that share it.
+    /// The owner of a block; of a shared block one of its owners.
     #[must_use]
     pub fn owner(&self, block: PhysBlock) -> Owner {
         self.owners[block.0 as usize]
@@ -161,8 +158,8 @@ impl BlockPool {
         self.states[block.0 as usize]
     }
 
-    /// Blocks for a sequence, all or nothing, for its logical blocks `logical`: at their places in its row, if it has one
-    /// and they are free, else as [`BlockPool::allocate`] finds them.
+    /// Allocates the logical blocks `logical` of a sequence, all or nothing: at their addresses in the sequence's row where
+    /// these are free, else as [`BlockPool::allocate`].
     pub fn allocate_for(
         &mut self,
         seq: SeqId,
@@ -200,8 +197,8 @@ impl BlockPool {
         blocks.into_iter().map(|block| block.or_else(|| rest.next())).collect()
     }
 
-    /// Gives `n` blocks to `owner`, all or nothing. `after` is the owner's last block so far: blocks right behind it
-    /// come first.
+    /// Allocates `n` blocks to `owner`, all or nothing. `after` is the owner's last block: blocks right behind it are
+    /// preferred.
     ///
     /// # Panics
     /// If `owner` is [`Owner::Free`].
@@ -230,7 +227,7 @@ impl BlockPool {
         Some(blocks)
     }
 
-    /// Names what a sealed block holds, after `depth` blocks that precede it: it keeps that when it is given back.
+    /// Sets the block hash of a sealed block, which has `depth` preceding blocks: it is cached when it is freed.
     ///
     /// # Panics
     /// If the block is free or not sealed.
@@ -240,26 +237,26 @@ impl BlockPool {
         self.changes += 1;
     }
 
-    /// Free blocks that keep what they hold.
+    /// Number of cached blocks.
     #[must_use]
     pub fn kept(&self) -> u32 {
         self.cache.kept()
     }
 
-    /// Blocks that kept what they held until their memory was wanted, since the start.
+    /// Evictions of cached blocks since the start.
     #[must_use]
     pub fn dropped(&self) -> u64 {
         self.cache.dropped()
     }
 
-    /// What is kept is of no use any more.
+    /// Evicts all cached blocks.
     pub fn drop_all(&mut self) {
         while let Some(block) = self.cache.oldest() {
             self.drop_kept(block);
         }
     }
 
-    /// Has `n` blocks of memory be free and keep nothing; there are as many free ones.
+    /// Evicts cached blocks until `n` free blocks are not cached; at least `n` blocks are free.
     fn make_room(&mut self, n: u32) {
         while self.counts.free - self.cache.kept() < n {
             let oldest = self.cache.oldest().expect("free blocks that are not kept were counted");
@@ -278,7 +275,7 @@ impl BlockPool {
         }
     }
 
-    /// A row gets an owner: nothing is kept in it.
+    /// Evicts all cached blocks of a row that gets an owner.
     fn drop_row(&mut self, row: u32) {
         let kept: Vec<PhysBlock> = self.cache.kept_in(self.row_places(row)).collect();
         kept.into_iter().for_each(|block| self.drop_kept(block));
@@ -288,8 +285,8 @@ impl BlockPool {
         row * self.space.row_blocks..(row + 1) * self.space.row_blocks
     }
 
-    /// The row of the next sequence that adopts none: the last that became free and keeps nothing, else the one with what
-    /// is dropped next.
+    /// The row for the next sequence without cached blocks of its own: the last freed empty row, else the row of the next
+    /// block to evict.
     fn idle_row(&self) -> Option<u32> {
         self.empty_row().or_else(|| Some(self.cache.oldest()?.0 / self.space.row_blocks))
     }
@@ -313,25 +310,25 @@ impl BlockPool {
         self.changed();
     }
 
-    /// Blocks that became free since this was asked last, where memory is mapped behind addresses: nobody needs that
-    /// memory any more.
+    /// Takes the blocks freed since the last call, with virtual memory only: their memory may be unmapped.
     pub fn take_freed(&mut self) -> Vec<PhysBlock> {
         std::mem::take(&mut self.freed)
     }
 
-    /// The first block of the row that the next sequence gets, if one keeps nothing.
+    /// The first block of the row that the next sequence gets, if an idle row caches nothing.
     #[must_use]
     pub fn next_row(&self) -> Option<PhysBlock> {
         self.empty_row().map(|row| PhysBlock(row * self.space.row_blocks))
     }
 
-    /// Takes blocks back from `owner`. Those with a name keep what they hold; what others have stays theirs.
+    /// Frees `owner`'s share of blocks. The last owner's release caches a block that has a block hash (with rows, if the row
+    /// has no owner any more).
     ///
     /// # Panics
-    /// If one of them is not `owner`'s (a double free, or somebody else's block).
+    /// If `owner` does not own one of them (a double free, or another owner's block).
     pub fn free(&mut self, owner: Owner, blocks: &[PhysBlock]) {
         assert_ne!(owner, Owner::Free, "a free block cannot be freed");
-        // In rows, blocks are kept where their row has no owner any more.
+        // With rows, a block is cached only if its row has no owner any more.
         let in_row = blocks.iter().filter(|block| self.is_in_row(**block)).count();
         let leaves = self.rows.of.get(&owner).is_some_and(|(_, held)| *held as usize == in_row);
         self.cache.tick();
@@ -369,11 +366,11 @@ impl BlockPool {
         self.changed();
     }
 
-    /// Gives all blocks of one owner to another one that has none, as they are, and with them the row. Others have what they
-    /// share with it still.
+    /// Hands all blocks of `from` over to `to`, an owner without blocks, and the row with them. Other owners of shared blocks
+    /// are not affected.
     ///
     /// # Panics
-    /// If one of them is not `from`'s, if some of its row are missing, or if either is [`Owner::Free`].
+    /// If `from` does not own one of them, if blocks of its row are missing, or if either is [`Owner::Free`].
     pub fn hand_over(&mut self, from: Owner, to: Owner, blocks: &[PhysBlock]) {
         assert!(from != Owner::Free && to != Owner::Free, "what is handed over has an owner");
         for &block in blocks {
@@ -396,7 +393,7 @@ impl BlockPool {
         self.changed();
     }
 
-    /// A mistake: somebody is not to have a block any more, and does not know it.
+    /// Mutant: removes an owner's share without its knowledge.
     fn forget_holding(&mut self, other: Owner) {
         *self.count_of(other) -= 1;
         self.counts.sealed -= 1;
@@ -407,7 +404,7 @@ impl BlockPool {
         block.0 < self.space.rows * self.space.row_blocks
     }
 
-    /// An owner has one block less in its row.
+    /// Counts one block less in an owner's row, and frees the row with its last block.
     fn leave_row(&mut self, owner: Owner) {
         let (row, held) = self.rows.of.get_mut(&owner).expect("its block is in its row");
         *held -= 1;
@@ -417,7 +414,7 @@ impl BlockPool {
         }
     }
 
-    /// Moves an allocated block forward to `state`; staying is allowed.
+    /// Advances an owned block to `state`; the same state is allowed.
     ///
     /// # Panics
     /// If the block is free, or would go back.
@@ -429,7 +426,7 @@ impl BlockPool {
         self.states[block.0 as usize] = state;
     }
 
-    /// Bytes that the pool's bookkeeping takes.
+    /// Memory of the pool's metadata, in bytes.
     #[must_use]
     pub fn metadata_bytes(&self) -> usize {
         // A B-tree node is at least half full, so an entry costs at most twice its size.
@@ -441,7 +438,7 @@ impl BlockPool {
             + self.sharing.metadata_bytes()
     }
 
-    /// Recounts everything from scratch and compares it with what is kept. Linear; for tests and the simulator.
+    /// Recomputes all counts and compares them with the pool's. Linear; for tests and the simulator.
     ///
     /// # Panics
     /// If they differ.
@@ -496,7 +493,7 @@ impl BlockPool {
         self.assert_sum();
     }
 
-    /// Blocks have other owners than before.
+    /// Counts a change of owners and asserts the sums.
     fn changed(&mut self) {
         self.changes += 1;
         self.assert_sum();

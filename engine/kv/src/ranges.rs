@@ -1,11 +1,11 @@
-//! A set of numbers as maximal ranges: which entries of a lease were released, or sealed.
+//! Set of numbers as maximal ranges, for the released or sealed entries of a lease.
 //!
 //! Invariant: ranges are disjoint, never empty and never adjacent.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// See the module's documentation.
+/// Set of `u32` numbers as maximal ranges.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RangeSet {
     /// End by start.
@@ -14,7 +14,7 @@ pub struct RangeSet {
 }
 
 impl RangeSet {
-    /// Numbers in the set.
+    /// Count of numbers in the set.
     #[must_use]
     pub fn len(&self) -> u32 {
         self.len

@@ -1,7 +1,7 @@
-//! The block table of one sequence on its debtor: where each logical rBlock lies.
+//! Block table of one sequence on its debtor: the placement of each logical rBlock.
 //!
 //! Invariants:
-//! * logical block `i` holds positions `[i * block_tokens, (i + 1) * block_tokens)`, wherever it lies;
+//! * logical block `i` holds positions `[i * block_tokens, (i + 1) * block_tokens)` in every placement;
 //! * an entry of a lease is in the table at most once; after moves and losses the entries of a lease may be in any number
 //!   of places;
 //! * blocks that are [`Placement::Gone`] are a prefix of the table, and wholly behind the window;
@@ -19,20 +19,20 @@ use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Where a logical block lies.
+/// Placement of a logical block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// In this instance's own store.
+    /// In this instance's store.
     Local(PhysBlock),
     /// In an entry of a lease.
     Remote(RemoteBlock),
-    /// Lost with a creditor, and without a new place yet.
+    /// Lost with a creditor, without a new place yet.
     Lost,
-    /// Behind the window, freed.
+    /// Freed behind the sliding window.
     Gone,
 }
 
-/// One entry of a lease.
+/// Remote block: one entry of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteBlock {
     pub creditor: InstanceId,
@@ -41,7 +41,7 @@ pub struct RemoteBlock {
     pub entry: u32,
 }
 
-/// A whole lease, to be appended to the table.
+/// Granted lease, to append to the table as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteGrant {
     pub creditor: InstanceId,
@@ -50,8 +50,7 @@ pub struct RemoteGrant {
     pub blocks: u32,
 }
 
-/// Entries `[first, entries)` of a lease that the sequence does not need any more. Some of them may have been given back
-/// before.
+/// Entries `[first, entries)` of a lease that the sequence no longer needs. Some may have been released before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteEntries {
     pub creditor: InstanceId,
@@ -62,7 +61,7 @@ pub struct RemoteEntries {
 }
 
 impl RemoteEntries {
-    /// One entry.
+    /// The range of one entry.
     #[must_use]
     pub fn one(block: &RemoteBlock) -> Self {
         let &RemoteBlock { creditor, lease, epoch, entry } = block;
@@ -70,7 +69,7 @@ impl RemoteEntries {
     }
 }
 
-/// Where one token's KV goes.
+/// Slot of one token's KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlotRef {
     /// A slot of this instance's store.
@@ -79,7 +78,7 @@ pub enum SlotRef {
     Remote { creditor: InstanceId, lease: LeaseId, epoch: Epoch, offset: u32 },
 }
 
-/// Consecutive positions that lie consecutively in one memory.
+/// Segment of a sequence: consecutive positions that are contiguous in one memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Segment {
     Local(KvRun),
@@ -106,7 +105,7 @@ impl Segment {
     }
 }
 
-/// What a sequence gives back. The table does not hold it any more; the caller frees it.
+/// Blocks and entries that a table released; the caller frees them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Freed {
     pub local: Vec<PhysBlock>,
@@ -120,8 +119,8 @@ impl Freed {
     }
 }
 
-/// State changes of blocks when tokens are written. Local ones are marked in the pool with [`Advance::mark`]; for
-/// sealed remote ones the runner sends the hash.
+/// State changes of blocks when tokens are written. [`Advance::mark`] marks the local ones in the pool; the runner sends
+/// the hash of sealed remote ones.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Advance {
     pub filling: Vec<PhysBlock>,
@@ -184,13 +183,13 @@ impl SeqBlocks {
         self.block_tokens
     }
 
-    /// Logical blocks, gone ones included.
+    /// Number of logical blocks, gone ones included.
     #[must_use]
     pub fn blocks(&self) -> u32 {
         u32::try_from(self.blocks.len()).expect("a sequence has fewer blocks than tokens")
     }
 
-    /// Where each logical block lies.
+    /// Placement of each logical block.
     #[must_use]
     pub fn placements(&self) -> &[Placement] {
         &self.blocks
@@ -202,7 +201,7 @@ impl SeqBlocks {
         self.blocks() * self.block_tokens
     }
 
-    /// Tokens whose KV was written in every layer. What was lost of it since is in [`SeqBlocks::lost`].
+    /// Tokens whose KV was written in every layer, those of [`SeqBlocks::lost`] included.
     #[must_use]
     pub fn written(&self) -> u32 {
         self.written
@@ -214,19 +213,19 @@ impl SeqBlocks {
         tokens.div_ceil(self.block_tokens).saturating_sub(self.blocks())
     }
 
-    /// Blocks that lie on creditors.
+    /// Number of blocks on creditors.
     #[must_use]
     pub fn remote_blocks(&self) -> u32 {
         self.remote
     }
 
-    /// Blocks that lie here.
+    /// Number of local blocks.
     #[must_use]
     pub fn local_blocks(&self) -> u32 {
         self.blocks() - self.gone - self.remote_blocks() - self.lost_blocks
     }
 
-    /// The last block, if it lies here: growth is best right behind it.
+    /// The last block if it is local, as a hint for contiguous growth.
     #[must_use]
     pub fn last_local(&self) -> Option<PhysBlock> {
         match self.blocks.last() {
@@ -235,7 +234,7 @@ impl SeqBlocks {
         }
     }
 
-    /// Appends own blocks.
+    /// Appends local blocks.
     pub fn push_local(&mut self, blocks: &[PhysBlock]) {
         let first = self.blocks();
         self.blocks.extend(blocks.iter().map(|b| Placement::Local(*b)));
@@ -278,7 +277,7 @@ impl SeqBlocks {
         leases.into_iter()
     }
 
-    /// `tokens` more tokens are written in every layer.
+    /// Records `tokens` more tokens as written in every layer.
     ///
     /// # Panics
     /// If they do not fit.
@@ -290,7 +289,7 @@ impl SeqBlocks {
         self.changes(from..to)
     }
 
-    /// What writing positions `range` changes: blocks whose first position is among them fill, those whose last is are
+    /// State changes of writing positions `range`: blocks whose first position is in it fill, blocks whose last is in it are
     /// sealed.
     fn changes(&self, range: Range<u32>) -> Advance {
         let mut change = Advance::default();
@@ -334,10 +333,10 @@ impl SeqBlocks {
         join(last, None, &mut visit);
     }
 
-    /// Appends the pieces that cover positions `range`: where a chunk's KV is written.
+    /// Appends the segments of positions `range`, where a chunk's KV is written.
     ///
     /// # Panics
-    /// If a position has no block, or one behind the window.
+    /// If a position has no block or is behind the window.
     pub fn segments(&self, range: Range<u32>, out: &mut Vec<Segment>) {
         assert!(
             range.is_empty() || range.start >= self.gone * self.block_tokens,
@@ -347,7 +346,7 @@ impl SeqBlocks {
         self.pieces(range, |piece| out.push(piece));
     }
 
-    /// Positions to attend to for queries that see `[window_start, upto_len)`, from the start of the window's block.
+    /// Positions to attend to for queries that see `[window_start, upto_len)`, rounded down to the window's first block.
     fn visible(&self, upto_len: u32, window_start: u32) -> Range<u32> {
         let start = window_start / self.block_tokens * self.block_tokens;
         assert!(start >= upto_len || start >= self.gone * self.block_tokens, "{window_start} was freed");
@@ -358,7 +357,7 @@ impl SeqBlocks {
     /// wholly before `window_start` (0 without a window; else that of the first query) are left out.
     ///
     /// # Panics
-    /// If a position of the range has no block any more or yet.
+    /// If a position of the range has no block.
     pub fn local_runs(&self, upto_len: u32, window_start: u32, out: &mut Vec<KvRun>) {
         self.visit_extents(&self.visible(upto_len, window_start), |piece| {
             if let Segment::Local(run) = piece {
@@ -370,7 +369,7 @@ impl SeqBlocks {
     /// The remote runs of the same positions, by creditor, ascending, consecutive entries of a lease merged.
     ///
     /// # Panics
-    /// As [`SeqBlocks::local_runs`], and if one of the positions was lost and not written again yet.
+    /// As [`SeqBlocks::local_runs`], and if one of the positions is in [`SeqBlocks::lost`].
     #[must_use]
     pub fn remote_runs(&self, upto_len: u32, window_start: u32) -> BTreeMap<InstanceId, Vec<LeaseRun>> {
         let mut runs: BTreeMap<InstanceId, Vec<LeaseRun>> = BTreeMap::new();
@@ -386,10 +385,10 @@ impl SeqBlocks {
         runs
     }
 
-    /// Where the KV of position `pos` goes.
+    /// Slot of the KV of position `pos`.
     ///
     /// # Panics
-    /// If the position has no block, or one behind the window.
+    /// If the position has no block or is behind the window.
     #[must_use]
     pub fn slot(&self, pos: u32) -> SlotRef {
         let within = pos % self.block_tokens;
@@ -403,7 +402,7 @@ impl SeqBlocks {
         }
     }
 
-    /// Gives back the blocks that no query at `pos` or later sees with this window.
+    /// Releases the blocks that no query at `pos` or later sees with this window.
     pub fn free_behind_window(&mut self, pos: u32, window: u32) -> Freed {
         let first_seen = lagoon_types::run::visible(pos, Some(window)).start;
         let keep_from = (first_seen / self.block_tokens).min(self.blocks());
@@ -424,7 +423,7 @@ impl SeqBlocks {
         freed
     }
 
-    /// Empties the table and gives everything back: local blocks, and of each lease the span of entries that it had.
+    /// Empties the table and releases everything: local blocks, and of each lease the span of its entries.
     pub fn clear(&mut self) -> Freed {
         let remote = self.leases().collect();
         let local = self.blocks.drain(..).filter_map(|p| match p {
@@ -446,7 +445,7 @@ impl SeqBlocks {
     }
 }
 
-/// Adds an entry to the span of its lease in a list of leases, the latest of which is the likeliest.
+/// Adds an entry to the span of its lease in a list of leases, searched from the back.
 fn add_entry(leases: &mut Vec<RemoteEntries>, block: &RemoteBlock) {
     let one = RemoteEntries::one(block);
     match leases.iter_mut().rev().find(|l| (l.creditor, l.lease) == (one.creditor, one.lease)) {
@@ -455,7 +454,7 @@ fn add_entry(leases: &mut Vec<RemoteEntries>, block: &RemoteBlock) {
     }
 }
 
-/// Adds an entry to a list of entries, to the last of them if it follows it.
+/// Appends an entry to a list of entry ranges, or extends the last range if the entry follows it.
 pub fn push_entry(list: &mut Vec<RemoteEntries>, b: &RemoteBlock) {
     match list.last_mut() {
         Some(last) if (last.creditor, last.lease, last.entries) == (b.creditor, b.lease, b.entry) => last.entries += 1,
@@ -463,7 +462,7 @@ pub fn push_entry(list: &mut Vec<RemoteEntries>, b: &RemoteBlock) {
     }
 }
 
-/// Joins `piece` to `last` if it continues it in memory; else hands `last` out. Returns what is pending.
+/// Joins `piece` to `last` if both are contiguous in memory; else visits `last`. Returns the pending segment.
 fn join(last: Option<Segment>, piece: Option<Segment>, visit: &mut impl FnMut(Segment)) -> Option<Segment> {
     match (last, piece) {
         (Some(Segment::Local(a)), Some(Segment::Local(b)))

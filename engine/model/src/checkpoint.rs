@@ -1,8 +1,8 @@
 //! A model's tensors: one `model.safetensors` or the shards that `model.safetensors.index.json` lists.
 //!
-//! Files are memory-mapped (see `mapped` for what that asks of the operator) and checked when they are opened: the
-//! header parses, tensors tile the data exactly and their sizes follow from shape and element type. A tensor's bytes
-//! are a slice of the map, copied by nobody.
+//! Files are memory-mapped (see `mapped` for the operator's duty) and checked when they are opened: the header
+//! parses, tensors tile the data exactly, and their sizes follow from shape and element type. A tensor's bytes are a
+//! slice of the map.
 
 use crate::fields::Fields;
 use crate::{ModelError, mapped};
@@ -21,23 +21,23 @@ const SHARDS_MAX: usize = 4096;
 pub(crate) struct TensorFile {
     pub(crate) path: PathBuf,
     pub(crate) bytes: Bytes,
-    /// Where the tensors' data begins; before it is the header.
+    /// Start of the tensors' data, behind the header.
     pub(crate) data_start: usize,
 }
 
-/// What is known of a tensor without reading it.
+/// A tensor's type, shape and place, from the header.
 #[derive(Clone, Debug)]
 pub struct TensorInfo {
     /// Element type as safetensors names it, for example `BF16`.
     pub stored: Dtype,
     pub shape: Vec<usize>,
     file: usize,
-    /// In the file, header included.
+    /// Byte range in the file, header included.
     range: Range<usize>,
 }
 
 impl TensorInfo {
-    /// The element type, if it is one that Lagoon computes with.
+    /// The element type, if Lagoon computes with it.
     #[must_use]
     pub fn dtype(&self) -> Option<DType> {
         match self.stored {
@@ -145,13 +145,16 @@ impl Checkpoint {
         self.tensors.iter().map(|(name, info)| (name.as_str(), info))
     }
 
-    /// What is known of one tensor.
+    /// A tensor's type, shape and place; `None` if there is no such tensor.
     #[must_use]
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.get(name)
     }
 
-    /// A tensor's type and bytes, after checking its shape.
+    /// A tensor's element type and bytes.
+    ///
+    /// # Errors
+    /// If it is absent, has another shape, or a type that Lagoon does not compute with.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<(DType, Bytes), ModelError> {
         let info = self.info(name).ok_or_else(|| self.error(name, "is missing".to_owned()))?;
         if info.shape != shape {
@@ -164,14 +167,19 @@ impl Checkpoint {
         Ok((dtype, self.files[info.file].bytes.slice(info.range.clone())))
     }
 
-    /// The element type of the first tensor that Lagoon can compute with; [`crate::LlamaWeights::load`] checks that all
-    /// have the same.
+    /// The element type of most elements of matrices, among those that Lagoon can compute with (masks have more dimensions); [`crate::Weights::load`] checks that all
+    /// matrices have the same.
     #[must_use]
     pub fn dtype(&self) -> Option<DType> {
-        self.tensors.values().find_map(TensorInfo::dtype)
+        let elements = |dtype| {
+            let of = |info: &&TensorInfo| info.dtype() == Some(dtype) && (2..4).contains(&info.shape.len());
+            self.tensors.values().filter(of).map(TensorInfo::len).sum::<usize>() / dtype.size()
+        };
+        let counted = [DType::F32, DType::F16, DType::BF16].map(|dtype| (elements(dtype), dtype));
+        counted.into_iter().filter(|(count, _)| *count > 0).max_by_key(|(count, _)| *count).map(|(_, dtype)| dtype)
     }
 
-    /// An error that names `tensor` and the file that has it (or should).
+    /// An error that names `tensor` and its file.
     #[must_use]
     pub fn error(&self, tensor: &str, problem: String) -> ModelError {
         let file = self.info(tensor).map_or(0, |info| info.file);

@@ -1,11 +1,11 @@
 //! Downloading a model's files to the cache.
 //!
-//! The library that speaks the hub's protocol has no time-out for reading, so it works on a thread of its own and this
-//! one watches: when nothing is reported for [`Hub::stall`], the download is given up. The abandoned thread ends with
-//! the file that it was reading; what it got is kept, and a later download resumes there. All files are of one commit,
-//! looked up at the beginning.
+//! The hub library has no read timeout, so it works on a thread of its own and this thread watches: without progress
+//! for [`Hub::stall`] the download is given up. The abandoned thread ends with the file that it was reading; its part
+//! is kept, and a later download resumes there. All files are of one commit, looked up at the beginning.
 
-use crate::hub::{DownloadProgress, Hub, HubName, shards};
+use crate::hub::{DownloadProgress, Hub, HubName, TOKENIZER, shards, tokenizer_file};
+use crate::spec::{ADAPTER_CONFIG, ADAPTER_HINT};
 use crate::{ModelError, fields::Fields};
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
@@ -21,17 +21,14 @@ const RETRY: Duration = Duration::from_millis(250);
 const LOCK_WAITS: u32 = 120;
 /// Least time between two reports of the same file.
 const REPORT: Duration = Duration::from_millis(100);
-/// Reports that wait to be shown.
+/// Capacity of the report channel.
 const REPORTS: usize = 64;
 
-/// Files besides the weights, and whether a model must have them.
-const FILES: [(&str, bool); 5] = [
-    ("config.json", true),
-    ("tokenizer.json", true),
-    ("tokenizer_config.json", false),
-    ("generation_config.json", false),
-    ("chat_template.jinja", false),
-];
+const CONFIG: &str = "config.json";
+/// Files besides the weights that a model may lack.
+const OPTIONAL: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
+/// Files with special tokens, used only without a `tokenizer.json`.
+const SPECIAL_TOKENS: [&str; 2] = ["special_tokens_map.json", "added_tokens.json"];
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -46,7 +43,7 @@ pub(crate) fn download(
     let worker = std::thread::Builder::new().name("lagoon-download".to_owned());
     let spawned = worker.spawn(move || {
         let result = job.run(&sender);
-        // Nobody listens if the download was given up.
+        // The receiver is gone if the download was given up.
         let _ = sender.send(Report::Finished(result));
     });
     let problem = match spawned {
@@ -66,12 +63,12 @@ const HINT_NAME: &str = "check the spelling and the revision; gated and private 
 
 enum Report {
     Progress(DownloadProgress),
-    /// Something happens that has no bytes, such as waiting for another process.
+    /// Progress without bytes, such as waiting for another process.
     Alive,
     Finished(Result<PathBuf, ModelError>),
 }
 
-/// Passes reports on until the end, or says why it gave up.
+/// Passes reports on until the end, or returns why it gave up.
 fn watch(
     reports: &Receiver<Report>,
     stall: Duration,
@@ -102,15 +99,7 @@ impl Job {
             return Err(self.error("the list of files", format!("{:?} is not a commit", info.sha), HINT_NETWORK));
         }
         let there: Vec<&str> = info.siblings.iter().map(|sibling| sibling.rfilename.as_str()).collect();
-        let mut files = Vec::new();
-        for (file, required) in FILES {
-            if there.contains(&file) {
-                files.push(file.to_owned());
-            } else if required {
-                let hint = "the model may be stored in another format than transformers'";
-                return Err(self.error(file, "the model has no such file".to_owned(), hint));
-            }
-        }
+        let mut files = self.small_files(&there)?;
         let commit = Repo::with_revision(self.name.repo.clone(), RepoType::Model, info.sha.clone());
         let fetch = Fetch { job: self, repo: api.repo(commit.clone()), commit, reports };
         files.extend(fetch.weights(&there)?);
@@ -127,6 +116,26 @@ impl Job {
         snapshot.ok_or_else(|| self.error("the files", "there are none".to_owned(), HINT_NAME))
     }
 
+    /// The files besides the weights, of those that are `there`.
+    fn small_files(&self, there: &[&str]) -> Result<Vec<String>, ModelError> {
+        if there.contains(&ADAPTER_CONFIG) && !there.contains(&CONFIG) {
+            return Err(self.error(CONFIG, format!("there is {ADAPTER_CONFIG}: it is an adapter"), ADAPTER_HINT));
+        }
+        let refuse = |file: &str, problem: &str| {
+            let hint = "the model may be stored in another format than transformers'";
+            Err(self.error(file, problem.to_owned(), hint))
+        };
+        if !there.contains(&CONFIG) {
+            return refuse(CONFIG, "the model has no such file");
+        }
+        let Some(tokenizer) = tokenizer_file(there) else {
+            return refuse(TOKENIZER, "the model has none, nor tokenizer.model, tiktoken.model or one *.tiktoken");
+        };
+        let special = if tokenizer == TOKENIZER { [].as_slice() } else { &SPECIAL_TOKENS };
+        let optional = OPTIONAL.iter().chain(special).filter(|file| there.contains(file));
+        Ok([CONFIG, tokenizer].into_iter().chain(optional.copied()).map(str::to_owned).collect())
+    }
+
     fn api(&self) -> Result<Api, ModelError> {
         ApiBuilder::from_cache(Cache::new(self.hub.cache.clone()))
             .with_endpoint(self.hub.endpoint.clone())
@@ -137,7 +146,7 @@ impl Job {
             .map_err(|error| self.explain("the files", &error))
     }
 
-    /// Repeats what may work the next time.
+    /// Repeats attempts that failed for a temporary reason.
     fn retry<T>(
         &self,
         file: &str,
@@ -216,7 +225,7 @@ struct Fetch<'a> {
 }
 
 impl Fetch<'_> {
-    /// The files of the weights; the index, if there is one, is fetched to know them.
+    /// The files of the weights; a sharded model's index is fetched for their names.
     fn weights(&self, there: &[&str]) -> Result<Vec<String>, ModelError> {
         if !there.contains(&INDEX) {
             if there.contains(&SINGLE) {
@@ -236,7 +245,7 @@ impl Fetch<'_> {
                 HINT_NAME,
             ));
         }
-        // With the index first, a snapshot that has the index is whole only when its shards are there.
+        // The index comes first: a snapshot with an index is complete only with its shards.
         files.insert(0, INDEX.to_owned());
         Ok(files)
     }
@@ -260,7 +269,7 @@ impl Fetch<'_> {
         let path = self.repo.download_with_progress(file, meter)?;
         let length = std::fs::metadata(&path)?.len();
         if length != total {
-            // A resumed part did not fit the rest. Begin again without it.
+            // The resumed part does not match the rest: start again without it.
             if let Ok(blob) = std::fs::canonicalize(&path) {
                 std::fs::remove_file(blob)?;
             }
@@ -291,7 +300,7 @@ impl hf_hub::api::Progress for Meter<'_> {
         self.report.done_bytes += size as u64;
         if self.last.is_none_or(|last| last.elapsed() >= REPORT) {
             self.last = Some(Instant::now());
-            // Nobody listens if the download was given up.
+            // The receiver is gone if the download was given up.
             let _ = self.reports.send(Report::Progress(self.report.clone()));
         }
     }

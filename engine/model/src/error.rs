@@ -1,10 +1,10 @@
-//! What can be wrong with a model: every message names the file, the field or tensor and its value, and most end with
-//! a `hint:` line that says what to do.
+//! Errors of models: every message names the file, the field or tensor and its value; most end with a `hint:` line
+//! for the user.
 
 use lagoon_backend::DeviceError;
 use std::path::PathBuf;
 
-/// Why a model cannot be used.
+/// Reason why a model cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// A file or directory cannot be read.
@@ -19,7 +19,7 @@ pub enum ModelError {
     /// A field's value is of the wrong type, out of range or contradicts another.
     #[error("{}: the field `{field}` is {value}, which is not valid: {problem}", path.display())]
     InvalidField { path: PathBuf, field: String, value: String, problem: String },
-    /// The model asks for something that Lagoon does not implement.
+    /// The model needs a feature that Lagoon does not implement.
     #[error("{}: the field `{field}` is {value}, which Lagoon does not support\nhint: {hint}", path.display())]
     Unsupported { path: PathBuf, field: String, value: String, hint: String },
     /// A tensor is absent, has another shape or type than the configuration says, or lies outside its file.

@@ -1,19 +1,25 @@
-//! Reading fields of a JSON file so that whatever is wrong is reported with the file, the field and its value.
+//! Fields of a JSON file ([`Fields`]); every error names the file, the field and its value.
 
 use crate::ModelError;
 use serde_json::{Map, Value};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
-/// Largest JSON file that is read, in bytes (a tokenizer is the largest in practice, and is not read here).
+/// Largest JSON file read, in bytes (a tokenizer is the largest in practice, and is not read here).
 const JSON_BYTES_MAX: u64 = 64 << 20;
 
-/// A JSON object and where it came from. A field that is `null` counts as absent, as transformers treats it.
+/// A JSON object and its file. A field that is `null` counts as absent, as in transformers. The object knows which fields were
+/// asked for, so that a field that nothing understands can be refused ([`Fields::refuse_others`]).
 #[derive(Clone, Debug)]
 pub struct Fields {
     path: PathBuf,
-    /// What precedes field names in messages, for example `rope_scaling.`.
+    /// Prefix of field names in messages, for example `rope_scaling.`.
     prefix: String,
     map: Map<String, Value>,
+    /// Full names of fields that were asked for, here and in nested objects; the names of those objects end in a full stop.
+    asked: Rc<RefCell<BTreeSet<String>>>,
 }
 
 impl Fields {
@@ -32,27 +38,61 @@ impl Fields {
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, ModelError> {
         let malformed = |problem| ModelError::Malformed { path: path.to_owned(), problem };
         match serde_json::from_slice(bytes).map_err(|e| malformed(e.to_string()))? {
-            Value::Object(map) => Ok(Self { path: path.to_owned(), prefix: String::new(), map }),
+            Value::Object(map) => Ok(Self { path: path.to_owned(), prefix: String::new(), map, asked: Rc::default() }),
             _ => Err(malformed("the top level is not an object".to_owned())),
         }
     }
 
-    /// Where the object came from.
+    /// The object's file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The value, if there is one that is not null.
+    /// The value of `field`; `None` if absent or null.
     #[must_use]
     pub fn get(&self, field: &str) -> Option<&Value> {
+        self.ask(field);
         self.map.get(field).filter(|value| !value.is_null())
     }
 
-    /// Whether the field is there, be it null.
+    /// Whether the field is present, even if null.
     #[must_use]
     pub fn contains(&self, field: &str) -> bool {
+        self.ask(field);
         self.map.contains_key(field)
+    }
+
+    fn ask(&self, field: &str) {
+        self.asked.borrow_mut().insert(format!("{}{field}", self.prefix));
+    }
+
+    /// Marks fields as known: they change no logits.
+    pub fn ignore(&self, fields: &[&str]) {
+        fields.iter().for_each(|field| self.ask(field));
+    }
+
+    /// Refuses the first field that is not null, was not asked for and is not among `ignored`, of this object and of the nested
+    /// ones that were asked for as objects.
+    ///
+    /// # Errors
+    /// [`ModelError::Unsupported`] with `hint`.
+    pub fn refuse_others(&self, ignored: &[&str], hint: &str) -> Result<(), ModelError> {
+        for (field, value) in &self.map {
+            let full = format!("{}{field}", self.prefix);
+            let was_asked = |name: &str| self.asked.borrow().contains(name);
+            if value.is_object() && was_asked(&format!("{full}.")) {
+                self.object(field)?.map_or(Ok(()), |object| object.refuse_others(ignored, hint))?;
+            } else if !value.is_null() && !was_asked(&full) && !ignored.contains(&field.as_str()) {
+                return Err(self.unsupported(field, hint));
+            }
+        }
+        Ok(())
+    }
+
+    /// Names of fields that are not null.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.map.iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| name.as_str())
     }
 
     /// The object in `field`.
@@ -60,8 +100,9 @@ impl Fields {
         match self.get(field) {
             None => Ok(None),
             Some(Value::Object(map)) => {
+                self.ask(&format!("{field}."));
                 let prefix = format!("{}{field}.", self.prefix);
-                Ok(Some(Self { path: self.path.clone(), prefix, map: map.clone() }))
+                Ok(Some(Self { path: self.path.clone(), prefix, map: map.clone(), asked: Rc::clone(&self.asked) }))
             }
             Some(_) => Err(self.invalid(field, "it must be an object")),
         }
@@ -82,7 +123,16 @@ impl Fields {
         }
     }
 
-    /// As [`Fields::count`], but the field must be there.
+    /// A whole number in `0..=max`.
+    pub fn number(&self, field: &str, max: u64) -> Result<Option<u64>, ModelError> {
+        match self.get(field).map(Value::as_u64) {
+            None => Ok(None),
+            Some(Some(number)) if number <= max => Ok(Some(number)),
+            Some(_) => Err(self.invalid(field, &format!("it must be a whole number from 0 to {max}"))),
+        }
+    }
+
+    /// As [`Fields::count`]; an error if the field is absent.
     pub fn required_count(&self, field: &str, max: u64) -> Result<u64, ModelError> {
         self.count(field, max)?.ok_or_else(|| self.missing(field))
     }
@@ -96,12 +146,21 @@ impl Fields {
         }
     }
 
-    /// As [`Fields::positive`], but the field must be there.
+    /// As [`Fields::positive`]; an error if the field is absent.
     pub fn required_positive(&self, field: &str) -> Result<f64, ModelError> {
         self.positive(field)?.ok_or_else(|| self.missing(field))
     }
 
-    /// A truth value.
+    /// A list of `len` numbers above zero that are finite in f32; an error if the field is absent.
+    pub fn positives(&self, field: &str, len: usize) -> Result<Vec<f32>, ModelError> {
+        let value = self.get(field).ok_or_else(|| self.missing(field))?;
+        let positive = |value: &Value| value.as_f64().map(narrow).filter(|x| x.is_normal() && *x > 0.0);
+        let list = value.as_array().filter(|values| values.len() == len);
+        list.and_then(|values| values.iter().map(positive).collect())
+            .ok_or_else(|| self.invalid(field, &format!("it must be a list of {len} finite numbers above zero")))
+    }
+
+    /// A boolean.
     pub fn flag(&self, field: &str) -> Result<Option<bool>, ModelError> {
         let Some(value) = self.get(field) else { return Ok(None) };
         value.as_bool().map(Some).ok_or_else(|| self.invalid(field, "it must be true or false"))
@@ -143,7 +202,7 @@ impl Fields {
         }
     }
 
-    /// The error that Lagoon lacks what `field`'s value asks for.
+    /// The error that Lagoon does not implement `field`'s value.
     #[must_use]
     pub fn unsupported(&self, field: &str, hint: &str) -> ModelError {
         ModelError::Unsupported {

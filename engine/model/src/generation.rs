@@ -1,16 +1,16 @@
-//! Defaults for generation, from `generation_config.json` merged with `config.json`.
+//! Generation defaults, from `generation_config.json` merged with `config.json`.
 
 use crate::fields::{Fields, narrow};
-use crate::{ModelConfig, ModelError};
+use crate::{ModelError, ModelSpec};
 use std::path::Path;
 
-/// What a model's authors recommend. `None` means that they say nothing.
+/// Generation defaults of the model's authors; `None` if they give none.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationConfig {
     /// Tokens that end generation; sorted, without duplicates.
     pub eos_ids: Vec<u32>,
     pub bos_id: Option<u32>,
-    /// `false` asks for greedy decoding whatever the other values are.
+    /// `false` means greedy decoding, whatever the other values are.
     pub do_sample: Option<bool>,
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
@@ -19,38 +19,38 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Reads `generation_config.json` in `dir`, which may be absent. Its ids take precedence over those of `config`;
+    /// Reads `generation_config.json` in `dir`, which may be absent. Its ids take precedence over those of `spec`;
     /// ids outside the vocabulary are refused.
-    pub fn open(dir: &Path, config: &ModelConfig) -> Result<Self, ModelError> {
+    pub fn open(dir: &Path, spec: &ModelSpec) -> Result<Self, ModelError> {
         let path = dir.join("generation_config.json");
         if !path.exists() {
-            return Ok(config.generation_defaults());
+            return Ok(spec.generation_defaults());
         }
-        Self::from_fields(&Fields::read(&path)?, config)
+        Self::from_fields(&Fields::read(&path)?, spec)
     }
 
     /// Parses the text of a `generation_config.json`; `path` is only for messages.
-    pub fn parse(path: &Path, json: &str, config: &ModelConfig) -> Result<Self, ModelError> {
-        Self::from_fields(&Fields::parse(path, json.as_bytes())?, config)
+    pub fn parse(path: &Path, json: &str, spec: &ModelSpec) -> Result<Self, ModelError> {
+        Self::from_fields(&Fields::parse(path, json.as_bytes())?, spec)
     }
 
-    fn from_fields(fields: &Fields, config: &ModelConfig) -> Result<Self, ModelError> {
+    fn from_fields(fields: &Fields, spec: &ModelSpec) -> Result<Self, ModelError> {
         let ids = |field| -> Result<Vec<u32>, ModelError> {
             let ids = fields.token_ids(field)?;
-            match ids.iter().find(|id| **id as usize >= config.vocab) {
-                Some(id) => Err(fields.invalid(field, &format!("{id} is outside the vocabulary of {}", config.vocab))),
+            match ids.iter().find(|id| **id as usize >= spec.vocab) {
+                Some(id) => Err(fields.invalid(field, &format!("{id} is outside the vocabulary of {}", spec.vocab))),
                 None => Ok(ids),
             }
         };
         let mut eos_ids = ids("eos_token_id")?;
         if eos_ids.is_empty() {
-            eos_ids.clone_from(&config.eos_ids);
+            eos_ids.clone_from(&spec.eos_ids);
         }
         eos_ids.sort_unstable();
         eos_ids.dedup();
         Ok(Self {
             eos_ids,
-            bos_id: ids("bos_token_id")?.first().copied().or(config.bos_id),
+            bos_id: ids("bos_token_id")?.first().copied().or(spec.bos_id),
             do_sample: fields.flag("do_sample")?,
             temperature: ranged(fields, "temperature", 0.0, f64::from(f32::MAX))?,
             top_p: ranged(fields, "top_p", 0.0, 1.0)?,

@@ -1,18 +1,23 @@
-//! Finding a model by what the user calls it: a directory, or a name on the Hugging Face hub.
+//! Finding a model by the user's name for it: a directory, or a name on the Hugging Face hub.
 //!
-//! Downloaded models lie in the cache that other Hugging Face tools use, in its layout, and a model that is there whole
-//! is used as it is, without asking the hub: all instances of a cluster then run the same files, and a machine without
-//! a network works. To follow a branch that moved, name the new commit (`org/name@commit`) or delete the cached one.
+//! Downloaded models are kept in the Hugging Face cache, in its layout. A complete cached model is used without
+//! asking the hub: all instances of a cluster run the same files, and a machine without a network works. To follow a
+//! branch that moved, name the new commit (`org/name@commit`) or delete the cached one.
 
 use crate::ModelError;
 use crate::download::download;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// A download that brings no byte for this long is given up.
+/// Timeout of a download that makes no progress.
 const STALL: Duration = Duration::from_secs(60);
 /// Longest organisation or model name, in bytes.
 const NAME_BYTES_MAX: usize = 96;
+
+/// The tokenizer's file in the library's format.
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
+/// Files that hold a tokenizer, the first that is there counts; a single `*.tiktoken` is the last choice.
+const TOKENIZERS: [&str; 3] = [TOKENIZER, "tokenizer.model", "tiktoken.model"];
 
 /// A model on the hub: `org/name`, or `org/name@revision` with a branch, tag or commit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,36 +43,36 @@ impl HubName {
     }
 }
 
-/// Where models are downloaded from and kept.
+/// Source and cache of downloaded models.
 #[derive(Clone, Debug)]
 pub struct Hub {
     /// Without a slash at the end.
     pub endpoint: String,
     /// The directory that holds `models--org--name`.
     pub cache: PathBuf,
-    /// Do not use the network.
+    /// Never use the network.
     pub offline: bool,
     /// For gated and private models.
     pub token: Option<String>,
-    /// A download that brings no byte for this long is given up.
+    /// Timeout of a download that makes no progress.
     pub stall: Duration,
 }
 
-/// How far a download has come.
+/// Progress of a download.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DownloadProgress {
     pub file: String,
     pub done_bytes: u64,
-    /// Of this file.
+    /// Size of this file in bytes.
     pub total_bytes: u64,
-    /// Files that are complete, and how many there are.
+    /// Complete files, and all files.
     pub files_done: usize,
     pub files: usize,
 }
 
 impl Hub {
-    /// As the environment says: `HF_ENDPOINT`, `HF_HUB_OFFLINE`, the cache in `HF_HUB_CACHE` or `HF_HOME` (by default
-    /// `~/.cache/huggingface`), the token in `HF_TOKEN` or where `huggingface-cli login` puts it.
+    /// The hub of the environment: `HF_ENDPOINT`, `HF_HUB_OFFLINE`, the cache in `HF_HUB_CACHE` or `HF_HOME` (default
+    /// `~/.cache/huggingface`), the token in `HF_TOKEN` or in the file of `huggingface-cli login`.
     pub fn from_env() -> Result<Self, ModelError> {
         Self::from_vars(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
     }
@@ -100,7 +105,7 @@ impl Hub {
         })
     }
 
-    /// The directory of a model that is in the cache whole.
+    /// The directory of a model that is completely cached; else `None`.
     #[must_use]
     pub fn cached(&self, name: &HubName) -> Option<PathBuf> {
         let repo = self.cache.join(format!("models--{}", name.repo.replace('/', "--")));
@@ -112,7 +117,7 @@ impl Hub {
         is_whole(&snapshot).then_some(snapshot)
     }
 
-    /// The directory of a model: the cached one, else after downloading it. Files are `config.json`, the tokenizer's,
+    /// The directory of a model, downloaded unless cached. Files are `config.json`, the tokenizer's,
     /// `generation_config.json`, a chat template and the safetensors.
     pub fn get(&self, name: &HubName, progress: &mut dyn FnMut(&DownloadProgress)) -> Result<PathBuf, ModelError> {
         if let Some(dir) = self.cached(name) {
@@ -131,14 +136,37 @@ impl Hub {
     }
 }
 
-/// Whether a snapshot has all that serving needs. Weights are downloaded last, so a download that broke off is not.
+/// Whether a snapshot has all files for serving. Weights are downloaded last, so an interrupted download has not.
 fn is_whole(snapshot: &Path) -> bool {
     let has = |file: &str| snapshot.join(file).exists();
     let weights = match std::fs::read(snapshot.join("model.safetensors.index.json")) {
         Ok(index) => shards(&index).is_ok_and(|shards| shards.iter().all(|shard| has(shard))),
         Err(_absent) => has("model.safetensors"),
     };
-    weights && has("config.json") && has("tokenizer.json")
+    weights && has("config.json") && has_tokenizer(snapshot)
+}
+
+fn has_tokenizer(snapshot: &Path) -> bool {
+    let Ok(entries) = std::fs::read_dir(snapshot) else { return false };
+    // A link to a file that is not there does not exist.
+    let names = entries
+        .flatten()
+        .filter(|entry| entry.path().exists())
+        .filter_map(|entry| entry.file_name().into_string().ok());
+    let names: Vec<String> = names.collect();
+    tokenizer_file(&names.iter().map(String::as_str).collect::<Vec<_>>()).is_some()
+}
+
+/// The file that the tokenizer is read from, among the names of a model's files: `tokenizer.json`, else a SentencePiece model
+/// or tiktoken ranks. This is the order of `lagoon_text::Tokenizer::open`.
+pub(crate) fn tokenizer_file<'a>(files: &[&'a str]) -> Option<&'a str> {
+    let named = TOKENIZERS.iter().find_map(|name| files.iter().find(|file| *file == name));
+    named.copied().or_else(|| {
+        let plain = |file: &str| Path::new(file).file_name().is_some_and(|base| base == file);
+        let ranks = |file: &&str| plain(file) && Path::new(file).extension().is_some_and(|end| end == "tiktoken");
+        let mut ranks = files.iter().copied().filter(ranks);
+        ranks.next().filter(|_| ranks.next().is_none())
+    })
 }
 
 /// The files that an index names, each once, ascending. They are plain file names.

@@ -16,16 +16,16 @@ impl AsRef<[u8]> for Mapped {
 
 /// Maps `path` into memory; slices of the result keep the map alive. An empty file gives empty bytes.
 ///
-/// The file must not be changed while the process runs. If somebody truncates it, reading the lost part raises SIGBUS
-/// and ends the process; if somebody rewrites it in place, the weights change in flight. Both are the operator's
-/// fault: replace model files by renaming new ones over them, which leaves the mapped ones intact.
+/// The file must not change while the process runs. If it is truncated, a read of the lost part raises SIGBUS and
+/// ends the process; if it is rewritten in place, the weights change. Operators must replace model files by renaming
+/// new ones over them, which leaves the mapped ones intact.
 pub(crate) fn map(path: &Path) -> io::Result<Bytes> {
     let file = File::open(path)?;
     if file.metadata()?.len() == 0 {
         return Ok(Bytes::new());
     }
-    // SAFETY: the map is read-only, covers the whole file as its length is now, and lives as long as any slice of it.
-    // That nobody changes the file meanwhile is the documented duty of the operator, which no program can enforce.
+    // SAFETY: the map is read-only, covers the file's length at this time, and lives as long as any slice of it. That
+    // the file does not change meanwhile is the operator's documented duty, which no program can enforce.
     let map = unsafe { memmap2::Mmap::map(&file)? };
     Ok(Bytes::from_owner(Mapped(map)))
 }

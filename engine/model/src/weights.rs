@@ -1,54 +1,156 @@
 //! A model's weights on a device.
 //!
-//! Tensors are looked up by transformers' names and checked against the configuration; q, k and v (and gate and up) are
-//! handed to the device as one weight of stacked parts, so that each layer is four matrix products, whatever
-//! the family. Nothing is copied
-//! on the host unless a conversion is asked for. Tensors that the model would not use are refused, since a checkpoint
-//! with, say, projection biases would otherwise be computed wrongly.
+//! Tensors are looked up by the names of the [`ModelSpec`] and checked against its shapes. q, k and v (and gate and up, and all
+//! experts) go to the device as one weight of stacked parts. Whole tensors and rows of them are not copied on the host
+//! without a conversion; transposed and interleaved ones, and many small parts, are. Unused tensors are refused: a checkpoint
+//! with, say, projection biases would otherwise give wrong results.
 
-use crate::{Checkpoint, Family, ModelConfig, ModelError};
+use crate::spec::{Dense, HeadNorms, LatentSpec, MixtureSpec, Mlp, NormSpec, Part};
+use crate::{Checkpoint, ModelError, ModelSpec, spec};
 use bytes::Bytes;
 use lagoon_backend::{Device, WeightSource};
 use lagoon_types::DType;
+use std::collections::BTreeSet;
 use std::fmt;
 
-/// A tensor's element type and little-endian bytes.
+/// A stored tensor's element type and little-endian bytes.
 #[derive(Clone, Debug)]
 pub struct LoadedTensor {
     pub dtype: DType,
     pub bytes: Bytes,
 }
 
-/// The weights of one decoder layer.
+/// A norm's vectors.
+#[derive(Debug)]
+pub struct NormWeights<W> {
+    pub weight: W,
+    pub bias: Option<W>,
+}
+
+/// The weights of norms of queries and keys.
+#[derive(Debug)]
+pub enum HeadNormWeights<W> {
+    /// Of each head; vectors of `head_dim`.
+    Each { q: W, k: W },
+    /// Over all heads.
+    All(AllHeadsWeights<W>),
+}
+
+/// The weights of norms of queries and keys over all heads, all in f32, in the form that lets devices compute them by norms of
+/// whole rows of the fused projection and by norms of heads.
+#[derive(Debug)]
+pub struct AllHeadsWeights<W> {
+    /// `[qkv_dim]`: `sqrt(`[`KEEP_EPS`]`)` for queries, 0 for keys and values. The norm of a row with this weight and epsilon is
+    /// the row's queries.
+    pub keep_q: W,
+    /// `[qkv_dim]`: the norm's weight times `sqrt(q_dim / qkv_dim)`, then 0.
+    pub q: W,
+    /// The epsilon that belongs to `q`: the norm's, times `q_dim / qkv_dim`.
+    pub q_eps: f32,
+    /// `[kv_dim]`: zeros.
+    pub zeros: W,
+    /// `[kv_dim]`.
+    pub k: W,
+}
+
+/// An epsilon beside which a row's mean square vanishes, so that the norm is a product with its weight. A power of four: its
+/// square root is exact.
+pub const KEEP_EPS: f32 = (1u64 << 60) as f32;
+
+/// The weights that make an attention's rows.
+#[derive(Debug)]
+pub enum ProjectionWeights<W> {
+    Heads(HeadWeights<W>),
+    Latent(Box<LatentWeights<W>>),
+}
+
+/// The weights of queries, keys and values.
+#[derive(Debug)]
+pub struct HeadWeights<W> {
+    /// q, k, v stacked by rows.
+    pub qkv: W,
+    pub bias: Option<W>,
+    pub norms: Option<HeadNormWeights<W>>,
+}
+
+/// The weights of latent attention. Shapes are those of [`LatentSpec`].
+#[derive(Debug)]
+pub struct LatentWeights<W> {
+    pub low_rank: Option<LowRankWeights<W>>,
+    pub queries: W,
+    pub latent: W,
+    pub latent_bias: Option<W>,
+    pub norm: NormWeights<W>,
+    pub key: W,
+    pub key_bias: Option<W>,
+    pub absorb: W,
+    pub values: W,
+}
+
+/// The weights of [`spec::LowRank`].
+#[derive(Debug)]
+pub struct LowRankWeights<W> {
+    pub down: W,
+    pub bias: Option<W>,
+    pub norm: NormWeights<W>,
+}
+
+/// The weights of one decoder layer. Shapes are those of [`spec::LayerSpec`].
 pub struct Layer<D: Device> {
-    /// `[hidden]`.
-    pub attn_norm: D::Weight,
-    /// `[qkv_dim][hidden]`: q, k, v stacked by rows.
-    pub qkv: D::Weight,
-    /// `[qkv_dim]`, added to what `qkv` makes ([`Family::qkv_bias`]).
-    pub qkv_bias: Option<D::Weight>,
-    /// `[hidden][q_dim]`.
-    pub o: D::Weight,
-    /// `[hidden]`.
-    pub mlp_norm: D::Weight,
-    /// `[2 * intermediate][hidden]`: gate, then up; `[intermediate][hidden]` where the activation has no gate.
-    pub up: D::Weight,
-    /// `[hidden][intermediate]`.
-    pub down: D::Weight,
+    pub attention_norm: Option<NormWeights<D::Weight>>,
+    pub projection: ProjectionWeights<D::Weight>,
+    pub out: D::Weight,
+    pub out_bias: Option<D::Weight>,
+    pub sinks: Option<D::Weight>,
+    pub attention_out_norm: Option<NormWeights<D::Weight>>,
+    pub mlp_norm: Option<NormWeights<D::Weight>>,
+    pub mlp: MlpWeights<D::Weight>,
+    pub mlp_out_norm: Option<NormWeights<D::Weight>>,
+}
+
+/// The weights of a feed-forward part.
+#[derive(Debug)]
+pub enum MlpWeights<W> {
+    Dense(DenseWeights<W>),
+    Experts(Box<MixtureWeights<W>>),
+}
+
+/// The weights of a feed-forward layer. Shapes are those of [`Dense`].
+#[derive(Debug)]
+pub struct DenseWeights<W> {
+    pub up: W,
+    pub up_bias: Option<W>,
+    pub down: W,
+    pub down_bias: Option<W>,
+}
+
+/// The weights of a mixture of experts. Shapes are those of [`MixtureSpec`].
+#[derive(Debug)]
+pub struct MixtureWeights<W> {
+    pub router: W,
+    pub router_bias: Option<W>,
+    pub choice_bias: Option<W>,
+    pub up: W,
+    pub up_bias: Option<W>,
+    pub down: W,
+    pub down_bias: Option<W>,
+    pub shared: Option<DenseWeights<W>>,
 }
 
 /// The weights of a model.
-pub struct LlamaWeights<D: Device> {
+pub struct Weights<D: Device> {
     /// `[vocab][hidden]`.
     pub embed: D::Weight,
+    /// Learned positions, `[max_positions][hidden]`.
+    pub positions: Option<D::Weight>,
+    pub embed_norm: Option<NormWeights<D::Weight>>,
     pub layers: Vec<Layer<D>>,
-    /// `[hidden]`.
-    pub final_norm: D::Weight,
-    /// `[vocab][hidden]`; `None` when the embedding table serves ([`LlamaWeights::output`]).
-    pub lm_head: Option<D::Weight>,
-    /// Element type of all weights.
+    pub final_norm: NormWeights<D::Weight>,
+    /// `[vocab][hidden]`; `None` if the embedding table serves ([`Weights::output`]).
+    pub head: Option<D::Weight>,
+    /// Element type of all matrices but routers.
     pub dtype: DType,
-    /// Bytes of all weights.
+    /// Bytes of all weights in that type.
     pub bytes: u64,
 }
 
@@ -58,158 +160,97 @@ impl<D: Device> fmt::Debug for Layer<D> {
     }
 }
 
-impl<D: Device> fmt::Debug for LlamaWeights<D> {
+impl<D: Device> fmt::Debug for Weights<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut shown = f.debug_struct("LlamaWeights");
+        let mut shown = f.debug_struct("Weights");
         shown.field("dtype", &self.dtype).field("bytes", &self.bytes).field("layers", &self.layers.len());
         shown.finish_non_exhaustive()
     }
 }
 
-impl<D: Device> LlamaWeights<D> {
+impl<D: Device> Weights<D> {
     /// The output projection, `[vocab][hidden]`.
     #[must_use]
     pub fn output(&self) -> &D::Weight {
-        self.lm_head.as_ref().unwrap_or(&self.embed)
+        self.head.as_ref().unwrap_or(&self.embed)
     }
 
-    /// Loads `checkpoint` to `device`. `dtype` converts every tensor (nearest even, by way of f32); `None` keeps the
-    /// type of the file, which must then be one for all tensors. `progress` is told the bytes done and in all.
+    /// Loads `checkpoint` to `device`. `dtype` converts every tensor (round to nearest even, by way of f32); `None` keeps the
+    /// type of the file's matrices, to which vectors in f32 are converted. Routers in f32 stay so. The bias of experts' choice, and weights of norms
+    /// with an offset or over all heads, are f32.
+    /// `progress` is called with the bytes done and the total.
+    ///
+    /// # Errors
+    /// A [`ModelError`] that names the file and the tensor.
     pub fn load(
         device: &mut D,
         checkpoint: &Checkpoint,
-        config: &ModelConfig,
+        spec: &ModelSpec,
         dtype: Option<DType>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, ModelError> {
-        check_no_others(checkpoint, config)?;
+        check_no_others(checkpoint, spec)?;
         let Some(target) = dtype.or_else(|| checkpoint.dtype()) else {
-            return Err(
-                checkpoint.error(names(config.family).embed, "is missing or has no supported element type".to_owned())
-            );
+            let table = &spec.embedding.table.tensor;
+            return Err(checkpoint.error(table, "is missing or has no supported element type".to_owned()));
         };
-        Self::build(device, config, target, progress, &mut |name, shape| {
+        let routers: BTreeSet<&str> = spec.routers().map(|part| stored_name(checkpoint, spec, &part.tensor)).collect();
+        let source = &mut |name: &str, shape: &[usize]| {
+            let name = stored_name(checkpoint, spec, name);
             let (stored, bytes) = checkpoint.tensor(name, shape)?;
-            if stored == target {
-                Ok(LoadedTensor { dtype: target, bytes })
-            } else if dtype.is_some() {
-                Ok(LoadedTensor { dtype: target, bytes: convert(stored, target, &bytes) })
-            } else {
+            let wide = stored == DType::F32 && (shape.len() == 1 || routers.contains(name));
+            if stored != target && dtype.is_none() && !wide {
                 let problem = format!(
                     "has elements of type {stored}, others have {target}\nhint: convert all with --dtype {target}"
                 );
-                Err(checkpoint.error(name, problem))
+                return Err(checkpoint.error(name, problem));
             }
-        })
+            Ok(LoadedTensor { dtype: stored, bytes })
+        };
+        Self::build(device, spec, target, progress, source)
     }
 
-    /// Builds the weights from whatever `source` returns for a tensor's name and shape; all are of type `dtype`. Used
-    /// by [`LlamaWeights::load`] and by benchmarks that make random weights.
+    /// Builds the weights from the tensors of `source`, called with each name and shape. Matrices are converted to `dtype`.
+    /// Used by [`Weights::load`] and by benchmarks with random weights.
+    ///
+    /// # Errors
+    /// Those of `source` and of the device.
     ///
     /// # Panics
-    /// If `source` returns another type or number of bytes than was asked for.
+    /// If `source` returns another number of bytes than requested.
     pub fn build(
         device: &mut D,
-        config: &ModelConfig,
+        spec: &ModelSpec,
         dtype: DType,
         progress: &mut dyn FnMut(u64, u64),
         source: &mut TensorSource<'_>,
     ) -> Result<Self, ModelError> {
-        let total = config.parameters() * dtype.size() as u64;
-        let mut loader = Loader { device, config, dtype, source, progress, done: 0, total };
-        let (hidden, vocab) = (config.hidden, config.vocab);
-        let names = names(config.family);
-        let embed = loader.matrix(&[(names.embed, vocab)], hidden)?;
-        let layers = (0..config.layers).map(|i| loader.layer(i)).collect::<Result<_, _>>()?;
-        let final_norm = loader.vector(names.final_norm)?;
-        let lm_head = match config.tie_word_embeddings {
-            true => None,
-            false => Some(loader.matrix(&[(LM_HEAD, vocab)], hidden)?),
+        let total = spec.parameters() * dtype.size() as u64;
+        let mut loader = Loader { device, dtype, source, progress, done: 0, total };
+        let embedding = &spec.embedding;
+        let weights = Self {
+            embed: loader.matrix(&[&embedding.table])?,
+            positions: embedding.positions.as_ref().map(|part| loader.matrix(&[part])).transpose()?,
+            embed_norm: embedding.norm.as_ref().map(|norm| loader.norm(norm)).transpose()?,
+            layers: spec.layers.iter().map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?,
+            final_norm: loader.norm(&spec.final_norm)?,
+            head: spec.head.as_ref().map(|part| loader.matrix(&[part])).transpose()?,
+            dtype,
+            bytes: total,
         };
-        assert_eq!(loader.done, total, "ModelConfig::parameters counts what is loaded");
-        Ok(Self { embed, layers, final_norm, lm_head, dtype, bytes: total })
+        assert_eq!(loader.done, total, "ModelSpec::parameters counts what is loaded");
+        Ok(weights)
     }
 }
 
-/// Gives a tensor by name and shape.
+/// Source of stored tensors by name and shape.
 pub type TensorSource<'a> = dyn FnMut(&str, &[usize]) -> Result<LoadedTensor, ModelError> + 'a;
 
-/// Where a family keeps its tensors.
-struct Names {
-    embed: &'static str,
-    final_norm: &'static str,
-    /// What precedes a layer's index.
-    layers: &'static str,
-    attn_norm: &'static str,
-    /// q, k and v, or one tensor with their rows in that order.
-    qkv: &'static [&'static str],
-    /// Their biases, in the same order, if there are any.
-    qkv_bias: &'static [&'static str],
-    o: &'static str,
-    mlp_norm: &'static str,
-    /// Gate and up, or up alone.
-    up: &'static [&'static str],
-    down: &'static str,
-    /// Repeats what is known: rotary frequencies of early Llama 2 files.
-    ignored: Option<&'static str>,
-}
-
-const LM_HEAD: &str = "lm_head.weight";
-
-const LLAMA: Names = Names {
-    embed: "model.embed_tokens.weight",
-    final_norm: "model.norm.weight",
-    layers: "model.layers.",
-    attn_norm: "input_layernorm.weight",
-    qkv: &["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
-    qkv_bias: &[],
-    o: "self_attn.o_proj.weight",
-    mlp_norm: "post_attention_layernorm.weight",
-    up: &["mlp.gate_proj.weight", "mlp.up_proj.weight"],
-    down: "mlp.down_proj.weight",
-    ignored: Some("self_attn.rotary_emb.inv_freq"),
-};
-
-const QWEN2: Names =
-    Names { qkv_bias: &["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"], ..LLAMA };
-
-const MPT: Names = Names {
-    embed: "transformer.wte.weight",
-    final_norm: "transformer.norm_f.weight",
-    layers: "transformer.blocks.",
-    attn_norm: "norm_1.weight",
-    qkv: &["attn.Wqkv.weight"],
-    qkv_bias: &[],
-    o: "attn.out_proj.weight",
-    mlp_norm: "norm_2.weight",
-    up: &["ffn.up_proj.weight"],
-    down: "ffn.down_proj.weight",
-    ignored: None,
-};
-
-fn names(family: Family) -> &'static Names {
-    match family {
-        Family::Llama | Family::Mistral => &LLAMA,
-        Family::Qwen2 => &QWEN2,
-        Family::Mpt => &MPT,
-    }
-}
-
-impl Names {
-    /// Whether a layer has this tensor.
-    fn in_layer(&self, tensor: &str) -> bool {
-        let single = [self.attn_norm, self.o, self.mlp_norm, self.down];
-        single.contains(&tensor)
-            || self.qkv.contains(&tensor)
-            || self.qkv_bias.contains(&tensor)
-            || self.up.contains(&tensor)
-            || self.ignored == Some(tensor)
-    }
-}
+/// Parts that are smaller than this on average are copied into one.
+const PART_BYTES_MIN: usize = 16 << 10;
 
 struct Loader<'a, 'p, 's, D: Device> {
     device: &'a mut D,
-    config: &'a ModelConfig,
     dtype: DType,
     source: &'a mut TensorSource<'s>,
     progress: &'a mut (dyn FnMut(u64, u64) + 'p),
@@ -218,68 +259,265 @@ struct Loader<'a, 'p, 's, D: Device> {
 }
 
 impl<D: Device> Loader<'_, '_, '_, D> {
-    fn layer(&mut self, index: usize) -> Result<Layer<D>, ModelError> {
-        let ModelConfig { hidden, intermediate, geometry, .. } = *self.config;
-        let names = names(self.config.family);
-        let of = |tensor: &str| format!("{}{index}.{tensor}", names.layers);
-        let (q_dim, kv_dim) = (geometry.q_dim(), geometry.kv_dim());
-        let qkv_rows: &[usize] = if names.qkv.len() == 1 { &[q_dim + 2 * kv_dim] } else { &[q_dim, kv_dim, kv_dim] };
-        let qkv: Vec<_> = names.qkv.iter().map(|tensor| of(tensor)).zip(qkv_rows.iter().copied()).collect();
-        let biases: Vec<_> = names.qkv_bias.iter().map(|tensor| of(tensor)).zip(qkv_rows.iter().copied()).collect();
-        let up: Vec<_> = names.up.iter().map(|tensor| (of(tensor), intermediate)).collect();
+    fn layer(&mut self, layer: &spec::LayerSpec) -> Result<Layer<D>, ModelError> {
+        let attention = &layer.attention;
         Ok(Layer {
-            attn_norm: self.vector(&of(names.attn_norm))?,
-            qkv: self.matrix(&qkv, hidden)?,
-            qkv_bias: if names.qkv_bias.is_empty() { None } else { Some(self.joined(&biases)?) },
-            o: self.matrix(&[(of(names.o), hidden)], q_dim)?,
-            mlp_norm: self.vector(&of(names.mlp_norm))?,
-            up: self.matrix(&up, hidden)?,
-            down: self.matrix(&[(of(names.down), hidden)], intermediate)?,
+            attention_norm: layer.attention_norm.as_ref().map(|norm| self.norm(norm)).transpose()?,
+            projection: match &attention.latent {
+                Some(latent) => ProjectionWeights::Latent(Box::new(self.latent(latent)?)),
+                None => ProjectionWeights::Heads(HeadWeights {
+                    qkv: self.stacked(&attention.qkv)?,
+                    bias: self.vectors(&attention.qkv_bias, 1)?,
+                    norms: attention.head_norms.as_ref().map(|norms| self.head_norms(norms)).transpose()?,
+                }),
+            },
+            out: self.matrix(&[&attention.out])?,
+            out_bias: self.vector(attention.out_bias.as_ref())?,
+            sinks: self.vector(attention.sinks.as_ref())?,
+            attention_out_norm: layer.attention_out_norm.as_ref().map(|norm| self.norm(norm)).transpose()?,
+            mlp_norm: layer.mlp_norm.as_ref().map(|norm| self.norm(norm)).transpose()?,
+            mlp: match &layer.mlp {
+                Mlp::Dense(dense) => MlpWeights::Dense(self.dense(dense)?),
+                Mlp::Experts(mixture) => MlpWeights::Experts(Box::new(self.mixture(mixture)?)),
+            },
+            mlp_out_norm: layer.mlp_out_norm.as_ref().map(|norm| self.norm(norm)).transpose()?,
         })
     }
 
-    fn vector(&mut self, name: &str) -> Result<D::Weight, ModelError> {
-        let cols = self.config.hidden;
-        let bytes = self.fetch(name, &[cols])?;
-        self.give(cols, vec![(1, bytes)])
+    fn latent(&mut self, latent: &LatentSpec) -> Result<LatentWeights<D::Weight>, ModelError> {
+        let low_rank = latent.low_rank.as_ref().map(|low| {
+            Ok::<_, ModelError>(LowRankWeights {
+                down: self.matrix(&[&low.down])?,
+                bias: self.vector(low.bias.as_ref())?,
+                norm: self.norm(&low.norm)?,
+            })
+        });
+        Ok(LatentWeights {
+            low_rank: low_rank.transpose()?,
+            queries: self.stacked(&latent.queries)?,
+            latent: self.matrix(&[&latent.latent])?,
+            latent_bias: self.vector(latent.latent_bias.as_ref())?,
+            norm: self.norm(&latent.norm)?,
+            key: self.stacked(&latent.key)?,
+            key_bias: self.vectors(&latent.key_bias, 1)?,
+            absorb: self.stacked(&latent.absorb)?,
+            values: self.stacked(&latent.values)?,
+        })
     }
 
-    /// Vectors of these lengths, one behind the other.
-    fn joined(&mut self, parts: &[(String, usize)]) -> Result<D::Weight, ModelError> {
-        let mut bytes = Vec::new();
-        for (name, len) in parts {
-            bytes.extend_from_slice(&self.fetch(name, &[*len])?);
+    fn head_norms(&mut self, norms: &HeadNorms) -> Result<HeadNormWeights<D::Weight>, ModelError> {
+        let (q, k): (Vec<&Part>, Vec<&Part>) = (norms.q.iter().collect(), norms.k.iter().collect());
+        if !norms.all_heads {
+            let (q, k) = (self.scale(&q, norms.offset)?, self.scale(&k, norms.offset)?);
+            return Ok(HeadNormWeights::Each { q, k });
         }
-        self.give(parts.iter().map(|(_, len)| len).sum(), vec![(1, bytes.into())])
+        let mut weight = self.values(&q, norms.offset)?;
+        let (q_dim, kv_dim) = (weight.len(), k.iter().map(|part| part.cols).sum::<usize>());
+        let qkv_dim = q_dim + 2 * kv_dim;
+        let share = q_dim as f32 / qkv_dim as f32;
+        weight.iter_mut().for_each(|x| *x *= share.sqrt());
+        weight.resize(qkv_dim, 0.0);
+        let mut keep = vec![KEEP_EPS.sqrt(); q_dim];
+        keep.resize(qkv_dim, 0.0);
+        Ok(HeadNormWeights::All(AllHeadsWeights {
+            keep_q: self.pass_on(&[], vector(&keep))?,
+            q: self.pass_on(&q, vector(&weight))?,
+            q_eps: norms.eps * share,
+            zeros: self.pass_on(&[], vector(&vec![0.0; kv_dim]))?,
+            k: self.wide(&k, norms.offset)?,
+        }))
     }
 
-    /// Matrices `[rows][cols]`, stacked.
-    fn matrix(&mut self, parts: &[(impl AsRef<str>, usize)], cols: usize) -> Result<D::Weight, ModelError> {
-        let fetched = parts.iter().map(|(name, rows)| Ok((*rows, self.fetch(name.as_ref(), &[*rows, cols])?)));
-        let fetched = fetched.collect::<Result<Vec<_>, ModelError>>()?;
-        self.give(cols, fetched)
+    fn norm(&mut self, norm: &NormSpec) -> Result<NormWeights<D::Weight>, ModelError> {
+        let weight = self.scale(&[&norm.weight], norm.offset)?;
+        Ok(NormWeights { weight, bias: self.vector(norm.bias.as_ref())? })
     }
 
-    fn fetch(&mut self, name: &str, shape: &[usize]) -> Result<Bytes, ModelError> {
-        let tensor = (self.source)(name, shape)?;
-        let expected = shape.iter().product::<usize>() * self.dtype.size();
-        assert!(tensor.dtype == self.dtype && tensor.bytes.len() == expected, "{name} is not what was asked for");
-        Ok(tensor.bytes)
+    fn dense(&mut self, dense: &Dense) -> Result<DenseWeights<D::Weight>, ModelError> {
+        Ok(DenseWeights {
+            up: self.stacked(&dense.up)?,
+            up_bias: self.vectors(&dense.up_bias, 1)?,
+            down: self.matrix(&[&dense.down])?,
+            down_bias: self.vector(dense.down_bias.as_ref())?,
+        })
     }
 
-    fn give(&mut self, cols: usize, parts: Vec<(usize, Bytes)>) -> Result<D::Weight, ModelError> {
-        let bytes: u64 = parts.iter().map(|(_, bytes)| bytes.len() as u64).sum();
-        let weight = self.device.weight(WeightSource { dtype: self.dtype, cols, parts })?;
-        self.done += bytes;
+    fn mixture(&mut self, mixture: &MixtureSpec) -> Result<MixtureWeights<D::Weight>, ModelError> {
+        // Scores differ by less than 16 bits tell.
+        let choice_bias = mixture.choice_bias.as_ref().map(|part| self.wide(&[part], 0.0)).transpose()?;
+        Ok(MixtureWeights {
+            router: self.router(&mixture.router)?,
+            router_bias: self.vector(mixture.router_bias.as_ref())?,
+            choice_bias,
+            up: self.stacked(&mixture.up)?,
+            up_bias: self.vectors(&mixture.up_bias, mixture.count)?,
+            down: self.stacked(&mixture.down)?,
+            down_bias: self.vectors(&mixture.down_bias, mixture.count)?,
+            shared: mixture.shared.as_ref().map(|dense| self.dense(dense)).transpose()?,
+        })
+    }
+
+    /// A vector as one row; `None` if there is none.
+    fn vector(&mut self, part: Option<&Part>) -> Result<Option<D::Weight>, ModelError> {
+        part.map(|part| self.joined(&[part], 1)).transpose()
+    }
+
+    /// Vectors as one weight of `rows` rows; `None` if there are none.
+    fn vectors(&mut self, parts: &[Part], rows: usize) -> Result<Option<D::Weight>, ModelError> {
+        if parts.is_empty() { Ok(None) } else { self.joined(&parts.iter().collect::<Vec<_>>(), rows).map(Some) }
+    }
+
+    /// Vectors one behind the other, as one weight of `rows` rows in the matrices' type.
+    fn joined(&mut self, parts: &[&Part], rows: usize) -> Result<D::Weight, ModelError> {
+        let mut bytes = Vec::new();
+        for part in parts {
+            let tensor = self.fetch(part)?;
+            bytes.extend_from_slice(&converted(tensor, self.dtype).bytes);
+        }
+        self.give(self.dtype, parts, rows, bytes)
+    }
+
+    /// Vectors one behind the other, plus `offset`, in f32 whatever the matrices' type.
+    fn wide(&mut self, parts: &[&Part], offset: f32) -> Result<D::Weight, ModelError> {
+        let values = self.values(parts, offset)?;
+        self.pass_on(parts, vector(&values))
+    }
+
+    /// The elements of vectors, one behind the other, plus `offset`.
+    fn values(&mut self, parts: &[&Part], offset: f32) -> Result<Vec<f32>, ModelError> {
+        let mut values = Vec::new();
+        for part in parts {
+            let tensor = self.fetch(part)?;
+            tensor.dtype.decode(&tensor.bytes, &mut values);
+        }
+        values.iter_mut().for_each(|x| *x += offset);
+        Ok(values)
+    }
+
+    /// A norm's weight. A sum would lose too much in 16 bits.
+    fn scale(&mut self, parts: &[&Part], offset: f32) -> Result<D::Weight, ModelError> {
+        if offset == 0.0 { self.joined(parts, 1) } else { self.wide(parts, offset) }
+    }
+
+    fn give(&mut self, dtype: DType, parts: &[&Part], rows: usize, bytes: Vec<u8>) -> Result<D::Weight, ModelError> {
+        let cols = bytes.len() / dtype.size() / rows;
+        self.pass_on(parts, WeightSource { dtype, cols, parts: vec![(rows, bytes.into())] })
+    }
+
+    /// A router, which stays in f32 if it is: files that have it so choose experts by small differences.
+    fn router(&mut self, part: &Part) -> Result<D::Weight, ModelError> {
+        let tensor = self.fetch(part)?;
+        let dtype = if tensor.dtype == DType::F32 { DType::F32 } else { self.dtype };
+        let parts = vec![(part.rows, converted(tensor, dtype).bytes)];
+        self.pass_on(&[part], WeightSource { dtype, cols: part.cols, parts })
+    }
+
+    /// [`Loader::matrix`] of owned parts.
+    fn stacked(&mut self, parts: &[Part]) -> Result<D::Weight, ModelError> {
+        self.matrix(&parts.iter().collect::<Vec<_>>())
+    }
+
+    /// Matrices of as many columns, stacked by rows.
+    fn matrix(&mut self, parts: &[&Part]) -> Result<D::Weight, ModelError> {
+        let cols = parts[0].cols;
+        let mut stacked: Vec<(usize, Bytes)> = Vec::with_capacity(parts.len());
+        for part in parts {
+            assert_eq!(part.cols, cols, "columns of {}", part.tensor);
+            let tensor = self.fetch(part)?;
+            stacked.push((part.rows, converted(tensor, self.dtype).bytes));
+        }
+        let bytes: usize = stacked.iter().map(|(_, bytes)| bytes.len()).sum();
+        if stacked.len() > 1 && bytes / stacked.len() < PART_BYTES_MIN && stacked.len() > 3 {
+            let rows = stacked.iter().map(|(rows, _)| rows).sum();
+            let mut whole = Vec::with_capacity(bytes);
+            stacked.iter().for_each(|(_, bytes)| whole.extend_from_slice(bytes));
+            stacked = vec![(rows, whole.into())];
+        }
+        self.pass_on(parts, WeightSource { dtype: self.dtype, cols, parts: stacked })
+    }
+
+    fn pass_on(&mut self, parts: &[&Part], source: WeightSource) -> Result<D::Weight, ModelError> {
+        let weight = self.device.weight(source)?;
+        let elements: u64 = parts.iter().map(|part| (part.rows * part.cols) as u64).sum();
+        self.done += elements * self.dtype.size() as u64;
         (self.progress)(self.done, self.total);
         Ok(weight)
+    }
+
+    /// A part's elements, in the stored type.
+    fn fetch(&mut self, part: &Part) -> Result<LoadedTensor, ModelError> {
+        let LoadedTensor { dtype, bytes } = (self.source)(&part.tensor, &part.shape)?;
+        let size = dtype.size();
+        let stored = part.shape.iter().product::<usize>() * size;
+        assert_eq!(bytes.len(), stored, "{} is not what was asked for", part.tensor);
+        let bytes = if part.is_contiguous() {
+            bytes.slice(part.offset * size..(part.offset + part.rows * part.cols) * size)
+        } else {
+            gathered(part, &bytes, size).into()
+        };
+        Ok(LoadedTensor { dtype, bytes })
+    }
+}
+
+/// A vector in f32.
+fn vector(values: &[f32]) -> WeightSource {
+    let mut bytes = Vec::new();
+    DType::F32.encode(values, &mut bytes);
+    WeightSource { dtype: DType::F32, cols: values.len(), parts: vec![(1, bytes.into())] }
+}
+
+/// Rows and columns that are copied together, so that both sides stay in the cache.
+const TILE: usize = 32;
+
+/// The elements of a part that is not contiguous.
+fn gathered(part: &Part, bytes: &[u8], size: usize) -> Vec<u8> {
+    match size {
+        2 => strided::<2>(part, bytes),
+        4 => strided::<4>(part, bytes),
+        _ => unreachable!("elements have 2 or 4 bytes"),
+    }
+}
+
+/// [`gathered`] for elements of `SIZE` bytes, by several threads where there is much to copy.
+fn strided<const SIZE: usize>(part: &Part, bytes: &[u8]) -> Vec<u8> {
+    let (stored, _) = bytes.as_chunks::<SIZE>();
+    let mut out = vec![0; part.rows * part.cols * SIZE];
+    let (elements, _) = out.as_chunks_mut::<SIZE>();
+    let threads =
+        if part.rows * part.cols < 1 << 20 { 1 } else { std::thread::available_parallelism().map_or(1, usize::from) };
+    let rows = part.rows.div_ceil(threads).next_multiple_of(TILE);
+    std::thread::scope(|scope| {
+        for (chunk, out) in elements.chunks_mut(rows * part.cols).enumerate() {
+            scope.spawn(move || copy_tiles(part, stored, chunk * rows, out));
+        }
+    });
+    out
+}
+
+/// Rows from `first` on.
+fn copy_tiles<const SIZE: usize>(part: &Part, stored: &[[u8; SIZE]], first: usize, out: &mut [[u8; SIZE]]) {
+    let cols = part.cols;
+    for (tile, out) in out.chunks_mut(TILE * cols).enumerate() {
+        let start = part.offset + (first + tile * TILE) * part.row_stride;
+        for col0 in (0..cols).step_by(TILE) {
+            for (row, out) in out.chunks_mut(cols).enumerate() {
+                let at = start + row * part.row_stride;
+                for col in col0..cols.min(col0 + TILE) {
+                    out[col] = stored[at + col * part.col_stride];
+                }
+            }
+        }
     }
 }
 
 /// Elements that are converted at once; bounds the f32 copy.
 const CONVERT_ELEMENTS: usize = 1 << 16;
 
-fn convert(from: DType, to: DType, bytes: &[u8]) -> Bytes {
+fn converted(tensor: LoadedTensor, to: DType) -> LoadedTensor {
+    let LoadedTensor { dtype: from, bytes } = tensor;
+    if from == to {
+        return LoadedTensor { dtype: from, bytes };
+    }
     let mut wide = Vec::with_capacity(CONVERT_ELEMENTS);
     let mut out = Vec::with_capacity(bytes.len() / from.size() * to.size());
     for chunk in bytes.chunks(CONVERT_ELEMENTS * from.size()) {
@@ -287,27 +525,54 @@ fn convert(from: DType, to: DType, bytes: &[u8]) -> Bytes {
         from.decode(chunk, &mut wide);
         to.encode(&wide, &mut out);
     }
-    Bytes::from(out)
+    LoadedTensor { dtype: to, bytes: out.into() }
 }
 
-/// Refuses tensors that the model has no use for, except those that are known to repeat what is known: see
-/// [`Names::ignored`], and a copy of the embedding table where it is tied.
-fn check_no_others(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<(), ModelError> {
-    let names = names(config.family);
-    let known = |name: &str| {
-        if let Some((index, tensor)) = name.strip_prefix(names.layers).and_then(|rest| rest.split_once('.')) {
-            return index.parse::<usize>().is_ok_and(|i| i < config.layers) && names.in_layer(tensor);
+/// A tensor's name in this checkpoint, which may leave out a prefix.
+fn stored_name<'a>(checkpoint: &Checkpoint, spec: &ModelSpec, name: &'a str) -> &'a str {
+    match name.strip_prefix(spec.names.optional_prefix) {
+        Some(short) if checkpoint.info(name).is_none() && checkpoint.info(short).is_some() => short,
+        _ => name,
+    }
+}
+
+/// Refuses a stored head that differs from the table it is tied to: a fine-tuned one, whose configuration says something else.
+fn check_tied_head(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), ModelError> {
+    let table = stored_name(checkpoint, spec, &spec.embedding.table.tensor);
+    let heads = ["lm_head.weight", "embed_out.weight"].into_iter().filter(|_| spec.head.is_none());
+    for head in heads.filter(|head| checkpoint.info(head).is_some()) {
+        let shape = [spec.vocab, spec.hidden];
+        if checkpoint.tensor(head, &shape)? != checkpoint.tensor(table, &shape)? {
+            let problem = format!(
+                "differs from `{table}`, to which the configuration ties it\nhint: set tie_word_embeddings to false in \
+                 config.json"
+            );
+            return Err(checkpoint.error(head, problem));
         }
-        [names.embed, names.final_norm, LM_HEAD].contains(&name)
+    }
+    Ok(())
+}
+
+/// Refuses tensors that the model does not use, except redundant ones and layers behind the last one ([`spec::Names`]).
+fn check_no_others(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), ModelError> {
+    let names = &spec.names;
+    let used: BTreeSet<&str> = spec.parts().map(|part| stored_name(checkpoint, spec, &part.tensor)).collect();
+    let beyond = |name: &str| {
+        let (prefix, count) = names.layers_beyond;
+        let index = name.strip_prefix(prefix).and_then(|rest| rest.split_once('.'));
+        let index = index.and_then(|(index, _)| index.parse::<usize>().ok());
+        index.is_some_and(|index| (spec.layers.len()..spec.layers.len() + count).contains(&index))
     };
-    match checkpoint.tensors().find(|(name, _)| !known(name)) {
+    let redundant = |name: &str| names.redundant.iter().any(|end| name.ends_with(end));
+    check_tied_head(checkpoint, spec)?;
+    match checkpoint.tensors().find(|(name, _)| !used.contains(name) && !redundant(name) && !beyond(name)) {
         None => Ok(()),
         Some((name, _)) => {
             let problem = format!(
                 "has no place in a {} model of {} layers\nhint: config.json may belong to another model, or the model \
                  has parts (such as biases) that Lagoon does not support",
-                config.family.name(),
-                config.layers
+                spec.family,
+                spec.layers.len()
             );
             Err(checkpoint.error(name, problem))
         }

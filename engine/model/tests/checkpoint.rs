@@ -1,17 +1,18 @@
-//! Checkpoints: what is loaded, zero-copy and converted, and each way in which files can be wrong.
+//! Checkpoints: loading, zero-copy and converted, and each way in which files can be wrong.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 
 use common::{RecordingDevice, open, tensors, write, write_config};
-use lagoon_model::{Checkpoint, LlamaWeights, ModelError, model_hash};
+use lagoon_model::weights::{DenseWeights, HeadWeights, MlpWeights, ProjectionWeights};
+use lagoon_model::{Checkpoint, ModelError, ModelSpec, Weights, model_hash};
 use lagoon_types::DType;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-fn load(dir: &Path, dtype: Option<DType>) -> Result<LlamaWeights<RecordingDevice>, ModelError> {
+fn load(dir: &Path, dtype: Option<DType>) -> Result<Weights<RecordingDevice>, ModelError> {
     let (config, checkpoint) = open(dir)?;
-    LlamaWeights::load(&mut RecordingDevice, &checkpoint, &config, dtype, &mut |_, _| {})
+    Weights::load(&mut RecordingDevice, &checkpoint, &config, dtype, &mut |_, _| {})
 }
 
 fn message(dir: &Path) -> String {
@@ -27,14 +28,14 @@ fn weights_are_stacked_and_not_copied() {
     let (config, checkpoint) = open(dir.path()).unwrap();
     let mut calls = Vec::new();
     let progress = &mut |done, total| calls.push((done, total));
-    let weights = LlamaWeights::load(&mut RecordingDevice, &checkpoint, &config, None, progress).unwrap();
-    assert_eq!((weights.dtype, weights.layers.len(), weights.lm_head.is_none()), (DType::F16, 2, true));
+    let weights = Weights::load(&mut RecordingDevice, &checkpoint, &config, None, progress).unwrap();
+    assert_eq!((weights.dtype, weights.layers.len(), weights.head.is_none()), (DType::F16, 2, true));
     let total = config.parameters() * 2;
     assert_eq!(weights.bytes, total);
     assert_eq!(calls.last(), Some(&(total, total)));
     assert!(calls.windows(2).all(|pair| pair[0].0 < pair[1].0));
 
-    let qkv = &weights.layers[1].qkv;
+    let ProjectionWeights::Heads(HeadWeights { qkv, .. }) = &weights.layers[1].projection else { panic!("heads") };
     assert_eq!(qkv.cols, 16);
     let names = ["q_proj", "k_proj", "v_proj"].map(|name| format!("model.layers.1.self_attn.{name}.weight"));
     for ((rows, bytes), name) in qkv.parts.iter().zip(&names) {
@@ -44,9 +45,9 @@ fn weights_are_stacked_and_not_copied() {
         let again = checkpoint.tensor(name, &written[name].0).unwrap().1;
         assert_eq!(bytes.as_ptr(), again.as_ptr());
     }
-    let gate_up = &weights.layers[0].up;
+    let MlpWeights::Dense(DenseWeights { up: gate_up, .. }) = &weights.layers[0].mlp else { panic!("a dense layer") };
     assert_eq!(gate_up.parts.iter().map(|(rows, _)| *rows).collect::<Vec<_>>(), [24, 24]);
-    assert_eq!((weights.final_norm.rows(), weights.final_norm.cols), (1, 16));
+    assert_eq!((weights.final_norm.weight.rows(), weights.final_norm.weight.cols), (1, 16));
     assert_eq!((weights.output().rows(), weights.output().cols), (10, 16));
 }
 
@@ -58,7 +59,7 @@ fn weights_outlive_the_checkpoint() {
     write(dir.path(), "model.safetensors", &written);
     let weights = load(dir.path(), None).unwrap();
     drop(dir);
-    assert_eq!(&weights.lm_head.unwrap().parts[0].1, &written["lm_head.weight"].1);
+    assert_eq!(&weights.head.unwrap().parts[0].1, &written["lm_head.weight"].1);
 }
 
 #[test]
@@ -70,7 +71,11 @@ fn shards_are_read_through_the_index_and_hash_differently() {
     write_config(many.path(), false);
     common::write_sharded(many.path(), &written, 3);
     let (a, b) = (load(one.path(), None).unwrap(), load(many.path(), None).unwrap());
-    assert_eq!(a.layers[1].down.parts, b.layers[1].down.parts);
+    let down = |weights: &Weights<RecordingDevice>| match &weights.layers[1].mlp {
+        MlpWeights::Dense(dense) => dense.down.parts.clone(),
+        MlpWeights::Experts(_) => panic!("a dense layer"),
+    };
+    assert_eq!(down(&a), down(&b));
     assert_eq!(a.embed.parts, b.embed.parts);
     let hash = |dir: &Path| {
         let (config, checkpoint) = open(dir).unwrap();
@@ -79,7 +84,7 @@ fn shards_are_read_through_the_index_and_hash_differently() {
     assert_ne!(hash(one.path()), hash(many.path()));
 }
 
-/// A kv node may take the hash from elsewhere; the biases are in the pool's shape besides.
+/// A kv node may take the hash from a peer; the biases are also part of the pool's shape.
 #[test]
 fn the_hash_tells_the_biases() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/mpt");
@@ -89,6 +94,18 @@ fn the_hash_tells_the_biases() {
     assert_ne!(model_hash(&config, &checkpoint, None), model_hash(&other, &checkpoint, None));
 }
 
+/// Creditors attend with the cap of their own model: one with another cap has another hash.
+#[test]
+fn the_hash_tells_the_soft_caps() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/gemma2");
+    let (config, checkpoint) = open(&golden).unwrap();
+    let hash = |spec: &ModelSpec| model_hash(spec, &checkpoint, None);
+    for cap in [None, Some(50.0)] {
+        assert_ne!(hash(&config), hash(&ModelSpec { attention_softcap: cap, ..config.clone() }));
+        assert_ne!(hash(&config), hash(&ModelSpec { logits_softcap: cap, ..config.clone() }));
+    }
+}
+
 /// MPT's fused projection is one tensor with the rows of q, k and v in the order in which Llama's are stacked.
 #[test]
 fn an_mpt_loads_by_its_own_names() {
@@ -96,8 +113,10 @@ fn an_mpt_loads_by_its_own_names() {
     let weights = load(&golden, None).unwrap();
     let parts = |weight: &lagoon_backend::WeightSource| weight.parts.iter().map(|(n, _)| *n).collect::<Vec<_>>();
     let layer = &weights.layers[0];
-    assert_eq!((parts(&layer.qkv), parts(&layer.up), parts(&layer.down)), (vec![144], vec![192], vec![48]));
-    assert!(weights.lm_head.is_none());
+    let MlpWeights::Dense(mlp) = &layer.mlp else { panic!("a dense layer") };
+    let ProjectionWeights::Heads(heads) = &layer.projection else { panic!("heads") };
+    assert_eq!((parts(&heads.qkv), parts(&mlp.up), parts(&mlp.down)), (vec![144], vec![192], vec![48]));
+    assert!(weights.head.is_none());
 }
 
 #[test]
@@ -113,7 +132,7 @@ fn conversion_rounds_to_nearest_even() {
     for value in wide {
         expected.extend_from_slice(&half::bf16::from_f32(value).to_le_bytes());
     }
-    assert_eq!(weights.final_norm.parts[0].1, expected);
+    assert_eq!(weights.final_norm.weight.parts[0].1, expected);
     assert_eq!(weights.embed.dtype, DType::BF16);
 }
 
@@ -122,16 +141,22 @@ fn mixed_types_are_refused_unless_converted() {
     let dir = tempfile::tempdir().unwrap();
     write_config(dir.path(), true);
     let mut written: BTreeMap<_, _> = tensors(DType::BF16, true);
-    let norm = tensors(DType::F32, true).remove("model.layers.0.input_layernorm.weight").unwrap();
-    written.insert("model.layers.0.input_layernorm.weight".to_owned(), norm);
+    let wide = |name: &str| tensors(DType::F32, true).remove(name).unwrap();
+    let norm = "model.layers.0.input_layernorm.weight";
+    written.insert(norm.to_owned(), wide(norm));
+    write(dir.path(), "model.safetensors", &written);
+    // A vector in f32 is converted unasked, as transformers does.
+    assert_eq!(load(dir.path(), None).unwrap().layers[0].attention_norm.as_ref().unwrap().weight.dtype, DType::BF16);
+    let down = "model.layers.0.mlp.up_proj.weight";
+    written.insert(down.to_owned(), wide(down));
     write(dir.path(), "model.safetensors", &written);
     let error = message(dir.path());
-    let expected = "`model.layers.0.input_layernorm.weight` has elements of type f32, others have bf16\nhint: ";
+    let expected = "`model.layers.0.mlp.up_proj.weight` has elements of type f32, others have bf16\nhint: ";
     assert!(error.contains(expected), "{error}");
     assert_eq!(load(dir.path(), Some(DType::F16)).unwrap().dtype, DType::F16);
 }
 
-/// A checkpoint with one change, and the message that it must give.
+/// A checkpoint with one change, and its expected error message.
 fn broken(change: impl FnOnce(&mut common::Tensors), expected: &str) {
     let dir = tempfile::tempdir().unwrap();
     write_config(dir.path(), false);
@@ -168,7 +193,7 @@ fn wrong_tensors_are_named() {
         |t| copy(t, "model.layers.2.input_layernorm.weight"),
         "`model.layers.2.input_layernorm.weight` has no place",
     );
-    // What old files carry along is let be.
+    // Redundant tensors of old files are ignored.
     let dir = tempfile::tempdir().unwrap();
     write_config(dir.path(), false);
     let mut written = tensors(DType::F16, false);

@@ -1,7 +1,7 @@
-//! Configurations: both spellings, defaults, and what is refused and how.
+//! Configurations: both spellings, defaults, and refusals with their messages.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use lagoon_model::{Checkpoint, Family, GenerationConfig, ModelConfig, ModelError, Rope, RopeScaling};
+use lagoon_model::{Checkpoint, GenerationConfig, ModelError, ModelSpec, Rope, RopeScaling};
 use lagoon_types::{Alibi, DType};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -15,12 +15,12 @@ fn base() -> Value {
 }
 
 /// `base` with `changes`; null removes a field.
-fn with(changes: Value) -> Result<ModelConfig, ModelError> {
+fn with(changes: Value) -> Result<ModelSpec, ModelError> {
     let mut config = base();
     for (field, value) in changes.as_object().unwrap() {
         config[field] = value.clone();
     }
-    ModelConfig::parse(Path::new("dir/config.json"), &config.to_string())
+    ModelSpec::parse(Path::new("dir/config.json"), &config.to_string())
 }
 
 fn message(changes: Value) -> String {
@@ -36,10 +36,10 @@ fn both_spellings_are_the_same() {
     let old = with(json!({"rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"})).unwrap();
     let new = with(json!({"rope_parameters": parameters, "dtype": "bfloat16"})).unwrap();
     assert_eq!(old, new);
-    assert_eq!((old.rope_theta, old.dtype), (500_000.0, Some(DType::BF16)));
+    assert_eq!((old.ropes[0].theta, old.dtype), (500_000.0, Some(DType::BF16)));
     let llama3 =
         RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 8192 };
-    assert_eq!(old.rope_scaling, llama3);
+    assert_eq!(old.ropes[0].scaling, llama3);
 
     let old = with(json!({"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2}})).unwrap();
     let new = with(json!({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000000}})).unwrap();
@@ -51,7 +51,7 @@ fn both_spellings_are_the_same() {
         let linear = |factor: f64| json!({"rope_type": "linear", "factor": factor});
         with(json!({"rope_scaling": linear(2.0), "rope_parameters": linear(factor)}))
     };
-    assert_eq!(both(2.0).unwrap().rope_scaling, RopeScaling::Linear { factor: 2.0 });
+    assert_eq!(both(2.0).unwrap().ropes[0].scaling, RopeScaling::Linear { factor: 2.0 });
     assert!(both(3.0).unwrap_err().to_string().contains("`rope_scaling`"));
 }
 
@@ -59,35 +59,39 @@ fn both_spellings_are_the_same() {
 fn defaults_are_those_of_transformers() {
     let config = with(json!({"num_key_value_heads": null, "rms_norm_eps": 1e-6})).unwrap();
     assert_eq!((config.geometry.kv_heads, config.geometry.head_dim), (8, 8));
-    assert_eq!((config.rope_theta, config.rope_scaling, config.window), (10_000.0, RopeScaling::None, None));
-    assert!(!config.tie_word_embeddings && config.dtype.is_none() && config.bos_id.is_none());
-    assert_eq!(config.norm_eps, 1e-6);
+    assert_eq!(
+        (config.ropes[0].theta, &config.ropes[0].scaling, config.window()),
+        (10_000.0, &RopeScaling::None, None)
+    );
+    assert!(config.head.is_some() && config.dtype.is_none() && config.bos_id.is_none());
+    assert_eq!(config.final_norm.eps, 1e-6);
     let mistral = json!({"model_type": "mistral", "architectures": null});
     let config = with(mistral.clone()).unwrap();
-    assert_eq!((config.family, config.window), (Family::Mistral, Some(4096)));
+    assert_eq!((config.family, config.window()), ("mistral", Some(4096)));
     let window = |value: Value| with(json!({"model_type": "mistral", "architectures": null, "sliding_window": value}));
-    assert_eq!(window(Value::Null).unwrap().window, None);
-    assert_eq!(window(json!(16)).unwrap().window, Some(16));
+    assert_eq!(window(Value::Null).unwrap().window(), None);
+    assert_eq!(window(json!(16)).unwrap().window(), Some(16));
     assert_eq!(with(json!({"head_dim": 32})).unwrap().geometry.head_dim, 32);
     assert_eq!(with(json!({"max_position_embeddings": 1u64 << 40})).unwrap().max_positions, 1 << 21);
     assert_eq!(with(json!({"eos_token_id": [7, 8], "bos_token_id": 1})).unwrap().eos_ids, [7, 8]);
 }
 
-/// Qwen2 has a window in every file, and uses it in few, where only some layers have it.
+/// Qwen2 files always have a window; few use it, and then on the upper layers only.
 #[test]
-fn qwen2_has_biases_and_a_window_that_is_not_used() {
+fn qwen2_has_biases_and_a_window_that_is_seldom_used() {
     let of = |use_window: Value| {
         with(json!({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "sliding_window": 16,
             "use_sliding_window": use_window, "max_window_layers": 1}))
     };
     let config = of(false.into()).unwrap();
-    assert_eq!((config.family, config.window), (Family::Qwen2, None));
-    assert_eq!(of(Value::Null).unwrap().window, None);
-    let error = of(true.into()).unwrap_err().to_string();
-    assert!(error.contains("`use_sliding_window`") && error.contains("hint:"), "{error}");
+    assert_eq!((config.family, config.window()), ("qwen2", None));
+    assert_eq!(of(Value::Null).unwrap().window(), None);
+    let used = of(true.into()).unwrap();
+    assert_eq!(used.layers.iter().map(|layer| layer.attention.window).collect::<Vec<_>>(), [None, Some(16)]);
+    assert_eq!(used.window(), None);
     // A vector of queries, keys and values for each layer.
     let llama = with(json!({})).unwrap();
-    let biases = (llama.layers * llama.geometry.qkv_dim()) as u64;
+    let biases = (llama.layers.len() * llama.geometry.qkv_dim()) as u64;
     assert_eq!(config.parameters(), llama.parameters() + biases);
 }
 
@@ -106,7 +110,7 @@ fn missing_fields_are_named() {
     for field in required {
         let mut config = base();
         config.as_object_mut().unwrap().remove(field);
-        let error = ModelConfig::parse(Path::new("dir/config.json"), &config.to_string()).unwrap_err();
+        let error = ModelSpec::parse(Path::new("dir/config.json"), &config.to_string()).unwrap_err();
         let expected = format!("dir/config.json: the field `{field}` is missing\nhint: ");
         assert!(error.to_string().starts_with(&expected), "{error}");
     }
@@ -119,16 +123,14 @@ fn missing_fields_are_named() {
 #[test]
 fn what_is_not_supported_is_refused_by_name() {
     let cases = [
-        (json!({"model_type": "qwen3"}), "`model_type` is \"qwen3\""),
+        (json!({"model_type": "rwkv"}), "`model_type` is \"rwkv\""),
         (json!({"architectures": ["LlamaForSequenceClassification"]}), "`architectures` is [\"LlamaForSeq"),
         (json!({"attention_bias": true}), "`attention_bias` is true"),
         (json!({"mlp_bias": true}), "`mlp_bias` is true"),
         (json!({"hidden_act": "gelu"}), "`hidden_act` is \"gelu\""),
         (json!({"quantization_config": {"bits": 4}}), "`quantization_config` is {\"bits\":4}"),
         (json!({"torch_dtype": "float8_e4m3fn"}), "`torch_dtype` is \"float8_e4m3fn\""),
-        (json!({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}), "`rope_scaling.rope_type` is \"yarn\""),
         (json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}), "`rope_scaling.type` is \"dynamic\""),
-        (json!({"rope_parameters": {"rope_type": "longrope"}}), "`rope_parameters.rope_type` is \"longrope\""),
         (json!({"partial_rotary_factor": 0.5}), "`partial_rotary_factor` is 0.5"),
         (json!({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}), "`rope_parameters.full_attention` is {"),
     ];
@@ -171,11 +173,11 @@ fn impossible_values_are_refused() {
         assert!(matches!(error, ModelError::InvalidField { .. }), "{error}");
         assert!(error.to_string().contains(expected), "{error}");
     }
-    let parse = |text: &str| ModelConfig::parse(Path::new("config.json"), text).unwrap_err();
+    let parse = |text: &str| ModelSpec::parse(Path::new("config.json"), text).unwrap_err();
     assert!(matches!(parse("{\"hidden_size\": 64"), ModelError::Malformed { .. }));
     assert!(matches!(parse("[]"), ModelError::Malformed { .. }));
     assert!(matches!(parse(""), ModelError::Malformed { .. }));
-    let missing = ModelConfig::open(Path::new("/nonexistent")).unwrap_err().to_string();
+    let missing = ModelSpec::open(Path::new("/nonexistent")).unwrap_err().to_string();
     assert!(missing.starts_with("cannot read /nonexistent/config.json: "), "{missing}");
 }
 
@@ -186,7 +188,7 @@ fn llama3_frequencies_match_the_formula() {
     let scaling = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192});
     let config = with(json!({"head_dim": 128, "rope_theta": 500000.0, "rope_scaling": scaling})).unwrap();
-    let rope = Rope::new(&config);
+    let rope = Rope::new(&config.ropes[0], config.geometry.head_dim);
     assert_eq!(rope.inv_freq().len(), 64);
     let (mut kept, mut stretched, mut blended) = (0, 0, 0);
     for (i, &found) in rope.inv_freq().iter().enumerate() {
@@ -208,11 +210,53 @@ fn llama3_frequencies_match_the_formula() {
     assert!(kept > 20 && stretched > 20 && blended > 3, "{kept} {stretched} {blended}");
 }
 
+/// Long divisors if the file claims more positions than its original context, else short ones; `su` is the old name.
+#[test]
+fn longrope_divides_each_frequency_by_its_own_number() {
+    let (short, long): (Vec<f64>, Vec<f64>) = (0..32).map(|i| (1.0 + f64::from(i), 2.0 + f64::from(i))).unzip();
+    let object = json!({"type": "su", "short_factor": short, "long_factor": long});
+    let of = |positions: u32, more: Value| {
+        let mut object = object.clone();
+        more.as_object().unwrap().iter().for_each(|(name, value)| object[name] = value.clone());
+        with(json!({"head_dim": 64, "max_position_embeddings": positions, "original_max_position_embeddings": 4096,
+            "rope_scaling": object}))
+    };
+    for (positions, list, factor) in [(4096, &short, 1.0), (131_072, &long, (1.0 + 5.0 / 12.0f64).sqrt())] {
+        let rope = Rope::new(&of(positions, json!({})).unwrap().ropes[0], 64);
+        for (i, &found) in rope.inv_freq().iter().enumerate() {
+            let expected = 10_000f64.powf(-2.0 * i as f64 / 64.0) / list[i];
+            assert!((f64::from(found) / expected - 1.0).abs() < 3e-7, "{i}: {found} against {expected}");
+        }
+        let mut table = Vec::new();
+        rope.fill(&[0], &mut table);
+        assert!((f64::from(table[0]) / factor - 1.0).abs() < 1e-6, "{} against {factor}", table[0]);
+    }
+    let factor = |more: Value| match of(131_072, more).unwrap().ropes.remove(0).scaling {
+        RopeScaling::LongRope(long) => long.attention_factor,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(factor(json!({"attention_factor": 1.25})), 1.25);
+    assert_eq!(factor(json!({"factor": 4096.0})), 2f64.sqrt());
+
+    let message = |more: Value| of(8192, more).unwrap_err().to_string();
+    let error = message(json!({"long_factor": [1.0, 2.0]}));
+    assert!(error.contains("`rope_scaling.long_factor` is [1.0,2.0]") && error.contains("a list of 32"), "{error}");
+    for bad in [json!(0.0), json!(-1.0), json!(1e300), json!("1"), Value::Null] {
+        let mut list = json!(short);
+        list[7] = bad;
+        let error = message(json!({"short_factor": list}));
+        assert!(error.contains("`rope_scaling.short_factor` is [") && error.contains("above zero"), "{error}");
+    }
+    assert!(message(json!({"short_factor": null})).contains("`rope_scaling.short_factor` is missing"));
+    let error = with(json!({"head_dim": 64, "rope_scaling": object})).unwrap_err().to_string();
+    assert!(error.contains("`rope_scaling.original_max_position_embeddings` is missing"), "{error}");
+}
+
 #[test]
 fn linear_frequencies_and_the_table() {
-    let plain = Rope::new(&with(json!({"head_dim": 64})).unwrap());
-    let linear = with(json!({"head_dim": 64, "rope_scaling": {"type": "linear", "factor": 4.0}})).unwrap();
-    let linear = Rope::new(&linear);
+    let of = |changes| Rope::new(&with(changes).unwrap().ropes[0], 64);
+    let plain = of(json!({"head_dim": 64}));
+    let linear = of(json!({"head_dim": 64, "rope_scaling": {"type": "linear", "factor": 4.0}}));
     for (i, (&a, &b)) in plain.inv_freq().iter().zip(linear.inv_freq()).enumerate() {
         assert!((f64::from(a) / 10_000f64.powf(-2.0 * i as f64 / 64.0) - 1.0).abs() < 2e-7);
         assert_eq!(b, a / 4.0);
@@ -263,7 +307,7 @@ fn mpt() -> Value {
 }
 
 /// `mpt` with changes of its own fields and of those of `attn_config`.
-fn mpt_with(own: Value, attention: Value) -> Result<ModelConfig, ModelError> {
+fn mpt_with(own: Value, attention: Value) -> Result<ModelSpec, ModelError> {
     let mut config = mpt();
     for (field, value) in own.as_object().unwrap() {
         config[field] = value.clone();
@@ -271,29 +315,32 @@ fn mpt_with(own: Value, attention: Value) -> Result<ModelConfig, ModelError> {
     for (field, value) in attention.as_object().unwrap() {
         config["attn_config"][field] = value.clone();
     }
-    ModelConfig::parse(Path::new("dir/config.json"), &config.to_string())
+    ModelSpec::parse(Path::new("dir/config.json"), &config.to_string())
 }
 
 #[test]
 fn mpt_is_read_by_the_names_and_defaults_of_its_authors() {
     let config = mpt_with(json!({}), json!({})).unwrap();
-    assert_eq!((config.family, config.hidden, config.intermediate, config.layers), (Family::Mpt, 48, 192, 2));
+    assert_eq!((config.family, config.hidden, config.widest(), config.layers.len()), ("mpt", 48, 192, 2));
     let geometry = config.geometry;
     assert_eq!((geometry.heads, geometry.kv_heads, geometry.head_dim), (6, 6, 8));
-    assert_eq!((config.norm_eps, config.max_positions, config.window), (1e-5, 2048, None));
-    assert!(config.tie_word_embeddings && config.dtype == Some(DType::BF16));
+    assert_eq!((config.final_norm.eps, config.max_positions, config.window()), (1e-5, 2048, None));
+    assert!(config.head.is_none() && config.dtype == Some(DType::BF16));
     assert_eq!(config.alibi, Some(Alibi { bias_max: 8.0 }));
-    assert!(Rope::new(&config).inv_freq().iter().all(|f| *f == 0.0), "nothing is rotated");
+    assert!(
+        Rope::new(&config.ropes[0], config.geometry.head_dim).inv_freq().iter().all(|f| *f == 0.0),
+        "nothing is rotated"
+    );
     // Embeddings, final norm, and in each layer two norms, the fused projection, its output, and two of the MLP.
     assert_eq!(config.parameters(), 100 * 48 + 48 + 2 * (2 * 48 + 4 * 48 * 48 + 2 * 48 * 192));
 
     let other = mpt_with(json!({"layer_norm_epsilon": 1e-6}), json!({"alibi_bias_max": 16.5, "clip_qkv": 0})).unwrap();
-    assert_eq!((other.norm_eps, other.alibi), (1e-6, Some(Alibi { bias_max: 16.5 })));
+    assert_eq!((other.final_norm.eps, other.alibi), (1e-6, Some(Alibi { bias_max: 16.5 })));
     let whole = mpt_with(json!({"expansion_ratio": 4.0}), json!({"kv_n_heads": 6, "sliding_window_size": -1})).unwrap();
     assert_eq!(whole, config);
     let mut plain = mpt();
     plain.as_object_mut().unwrap().remove("attn_config");
-    assert_eq!(ModelConfig::parse(Path::new("config.json"), &plain.to_string()).unwrap(), config);
+    assert_eq!(ModelSpec::parse(Path::new("config.json"), &plain.to_string()).unwrap(), config);
     assert_eq!(with(json!({})).unwrap().alibi, None);
 }
 
@@ -351,7 +398,7 @@ fn every_golden_model_opens() {
     for entry in std::fs::read_dir(goldens).unwrap() {
         let dir = entry.unwrap().path();
         if dir.join("config.json").exists() {
-            let config = ModelConfig::open(&dir).unwrap();
+            let config = ModelSpec::open(&dir).unwrap();
             let checkpoint = Checkpoint::open(&dir).unwrap();
             let stored: u64 = checkpoint.tensors().map(|(_, info)| info.len() as u64).sum();
             let size = checkpoint.dtype().unwrap().size() as u64;

@@ -1,10 +1,10 @@
-//! Downloads from a hub that runs here: whole, broken off, refused, silent, offline.
+//! Downloads from a hub on this machine: complete, broken off, refused, silent, offline.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 
 use common::{tensors, write, write_config, write_sharded};
-use lagoon_model::{Checkpoint, DownloadProgress, Hub, HubName, ModelConfig, ModelError, resolve_model};
+use lagoon_model::{Checkpoint, DownloadProgress, Hub, HubName, ModelError, ModelSpec, resolve_model};
 use lagoon_types::DType;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// What the hub does wrong.
+/// The hub's fault.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     None,
@@ -182,7 +182,7 @@ fn a_model_is_downloaded_once_and_then_used_offline() {
         assert_same(&dir, source.path(), file);
     }
     assert!(!dir.join("pytorch_model.bin").exists());
-    ModelConfig::open(&dir).unwrap();
+    ModelSpec::open(&dir).unwrap();
     Checkpoint::open(&dir).unwrap();
     let last = seen.last().unwrap();
     let size = std::fs::metadata(source.path().join("model.safetensors")).unwrap().len();
@@ -198,6 +198,42 @@ fn a_model_is_downloaded_once_and_then_used_offline() {
 }
 
 #[test]
+fn without_a_tokenizer_json_what_stands_in_for_it_is_downloaded() {
+    const ALL: [&str; 6] = [
+        "tokenizer.model",
+        "tiktoken.model",
+        "a.tiktoken",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "b.tiktoken",
+    ];
+    let downloaded = |files: &[&str], removed: &[&str]| {
+        let (source, cache) = (model(false), tempfile::tempdir().unwrap());
+        files.iter().for_each(|file| std::fs::write(source.path().join(file), file).unwrap());
+        removed.iter().for_each(|file| std::fs::remove_file(source.path().join(file)).unwrap());
+        let server = TestHub::start(source.path(), Fault::None);
+        let (dir, _) = get(&server.hub(cache.path())).map_err(|error| error.to_string())?;
+        let name = HubName::parse("org/tiny").unwrap();
+        assert_eq!(server.hub(cache.path()).cached(&name), Some(dir.clone()));
+        let found: Vec<&str> = ALL.into_iter().filter(|file| dir.join(file).exists()).collect();
+        found.iter().for_each(|file| assert_same(&dir, source.path(), file));
+        // Without the file, the snapshot is not complete.
+        let tokenizer = found.first().copied().unwrap_or("tokenizer.json");
+        std::fs::remove_file(dir.join(tokenizer)).unwrap();
+        assert_eq!(server.hub(cache.path()).cached(&name), None);
+        Ok::<_, String>(found)
+    };
+    let json = ["tokenizer.json"];
+    let beside = ["special_tokens_map.json", "added_tokens.json"];
+    assert_eq!(downloaded(&ALL, &[]).unwrap(), [""; 0]);
+    assert_eq!(downloaded(&ALL, &json).unwrap(), [&["tokenizer.model"], &beside[..]].concat());
+    assert_eq!(downloaded(&["tiktoken.model", "a.tiktoken"], &json).unwrap(), ["tiktoken.model"]);
+    assert_eq!(downloaded(&["a.tiktoken"], &json).unwrap(), ["a.tiktoken"]);
+    let two = downloaded(&["a.tiktoken", "b.tiktoken"], &json).unwrap_err();
+    assert!(two.contains("cannot get tokenizer.json of org/tiny") && two.contains("tiktoken.model"), "{two}");
+}
+
+#[test]
 fn shards_are_downloaded() {
     let (source, cache) = (model(true), tempfile::tempdir().unwrap());
     let server = TestHub::start(source.path(), Fault::None);
@@ -206,7 +242,7 @@ fn shards_are_downloaded() {
         assert_same(&dir, source.path(), &format!("model-{shard:05}-of-00003.safetensors"));
     }
     Checkpoint::open(&dir).unwrap();
-    // A snapshot that lacks a shard is not whole.
+    // A snapshot that lacks a shard is not complete.
     std::fs::remove_file(dir.join("model-00002-of-00003.safetensors")).unwrap();
     let name = HubName::parse("org/tiny").unwrap();
     assert_eq!(server.hub(cache.path()).cached(&name), None);
@@ -270,6 +306,11 @@ fn refusals_are_explained() {
         get(&server.hub(tempfile::tempdir().unwrap().path())).unwrap_err().to_string()
     };
     assert!(lacks("config.json").contains("cannot get config.json of org/tiny"));
+    let adapter = model(false);
+    std::fs::rename(adapter.path().join("config.json"), adapter.path().join("adapter_config.json")).unwrap();
+    let server = TestHub::start(adapter.path(), Fault::None);
+    let refused = get(&server.hub(tempfile::tempdir().unwrap().path())).unwrap_err().to_string();
+    assert!(refused.contains("it is an adapter\nhint: adapters such as LoRA"), "{refused}");
     assert!(lacks("tokenizer.json").contains("cannot get tokenizer.json of org/tiny"));
     assert!(lacks("model.safetensors").contains("the model has no safetensors"));
 }

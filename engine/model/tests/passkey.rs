@@ -1,7 +1,7 @@
 //! The bundled model opens, and its identity does not depend on where it lies.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use lagoon_model::{Checkpoint, Family, GenerationConfig, ModelConfig, RopeScaling, model_hash};
+use lagoon_model::{Checkpoint, GenerationConfig, ModelSpec, RopeScaling, RopeSpec, model_hash};
 use lagoon_types::{AttentionGeometry, DType};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
@@ -12,14 +12,14 @@ fn passkey() -> &'static Path {
 
 #[test]
 fn the_bundled_model_opens() {
-    let config = ModelConfig::open(passkey()).unwrap();
-    assert_eq!(config.family, Family::Llama);
-    assert_eq!(config.geometry, AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 });
-    assert_eq!((config.hidden, config.intermediate, config.layers, config.vocab), (256, 512, 4, 1024));
-    assert_eq!((config.rope_theta, config.rope_scaling), (1e8, RopeScaling::None));
-    assert_eq!((config.window, config.max_positions, config.dtype), (None, 65_536, Some(DType::F16)));
-    assert!(config.tie_word_embeddings);
-    assert_eq!(config.attention_scale(), 0.125);
+    let config = ModelSpec::open(passkey()).unwrap();
+    assert_eq!(config.family, "llama");
+    assert_eq!(config.geometry, AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false });
+    assert_eq!((config.hidden, config.widest(), config.layers.len(), config.vocab), (256, 2 * 512, 4, 1024));
+    assert_eq!(config.ropes, [RopeSpec { theta: 1e8, scaling: RopeScaling::None, rotated: 64 }]);
+    assert_eq!((config.window(), config.max_positions, config.dtype), (None, 65_536, Some(DType::F16)));
+    assert!(config.head.is_none());
+    assert_eq!(config.attention_scale, 0.125);
 
     let generation = GenerationConfig::open(passkey(), &config).unwrap();
     assert_eq!(generation.eos_ids, [1023]);
@@ -34,7 +34,7 @@ fn the_bundled_model_opens() {
 #[test]
 fn the_identity_is_the_same_elsewhere_and_differs_with_content() {
     let hash_of = |dir: &Path| {
-        let config = ModelConfig::open(dir).unwrap();
+        let config = ModelSpec::open(dir).unwrap();
         model_hash(&config, &Checkpoint::open(dir).unwrap(), None)
     };
     let copy = tempfile::tempdir().unwrap();
@@ -44,7 +44,7 @@ fn the_identity_is_the_same_elsewhere_and_differs_with_content() {
     let original = hash_of(passkey());
     assert_eq!(original, hash_of(copy.path()));
 
-    let config = ModelConfig::open(passkey()).unwrap();
+    let config = ModelSpec::open(passkey()).unwrap();
     let checkpoint = Checkpoint::open(passkey()).unwrap();
     assert_ne!(original, model_hash(&config, &checkpoint, Some(DType::F32)));
 
@@ -56,7 +56,7 @@ fn the_identity_is_the_same_elsewhere_and_differs_with_content() {
     assert_ne!(original, hash_of(copy.path()));
 
     let json = std::fs::read_to_string(passkey().join("config.json")).unwrap();
-    let other = ModelConfig::parse(Path::new("config.json"), &json.replace("1e-05", "1e-06")).unwrap();
+    let other = ModelSpec::parse(Path::new("config.json"), &json.replace("1e-05", "1e-06")).unwrap();
     assert_ne!(original, model_hash(&other, &checkpoint, None));
 }
 
@@ -67,7 +67,7 @@ fn the_content_of_large_files_is_sampled_as_documented() {
     let elements: u64 = 70 << 20;
     let header = format!(r#"{{"a":{{"dtype":"F16","shape":[{elements}],"data_offsets":[0,{}]}}}}"#, 2 * elements);
     let data_start = 8 + header.len() as u64;
-    let config = ModelConfig::open(passkey()).unwrap();
+    let config = ModelSpec::open(passkey()).unwrap();
     // A sparse file of 140 MiB of zeros but for one byte at `at` in its data.
     let hash = |at: u64| {
         let _ = std::fs::remove_file(&path);

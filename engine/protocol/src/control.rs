@@ -1,7 +1,6 @@
-//! Control messages: membership, the contract protocol (Infinite-LLM v1 §4.4) and leases; those of planning and
-//! movement are in [`crate::placement`], those of disaggregated serving in [`crate::prefill`], those of KV transfer in
-//! [`crate::transfer`]. Evolvable: fields are tagged,
-//! unknown ones are skipped, a body that this build does not know decodes as `None`.
+//! Control messages: membership, the contract protocol (Infinite-LLM v1 §4.4) and leases. Messages of planning and
+//! movement are in [`crate::placement`], of disaggregated serving in [`crate::prefill`], of KV transfer in
+//! [`crate::transfer`]. Evolvable: fields are tagged, unknown fields are skipped, an unknown body decodes as `None`.
 
 use crate::placement::{
     AdminQuery, AdminReply, Calibration, DrainOrder, Fenced, Freeze, Frozen, LeaseRevoked, LeaseSealed, Load,
@@ -17,7 +16,7 @@ use crate::transfer::{
 
 use prost::{Enumeration, Message, Oneof};
 
-/// The envelope of every control message.
+/// Envelope of every control message.
 #[derive(Clone, PartialEq, Message)]
 pub struct Control {
     #[prost(
@@ -143,37 +142,37 @@ pub enum ControlBody {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
 #[repr(i32)]
 pub enum Role {
-    /// Runs requests, prompts and answers, and lends (`--role both`).
+    /// Computes prompts and answers, and lends (`--role both`).
     Instance = 0,
     /// Lends memory and micro attention only (`--role kv`).
     Kv = 1,
-    /// Computes prompts for decode workers; takes no requests of clients. Lends, too.
+    /// Prefill worker: computes prompts for decode workers, takes no client requests. Also lends.
     Prefill = 2,
-    /// Takes requests and has their prompts computed by prefill workers. Lends, too.
+    /// Decode worker: takes client requests, prefill workers compute their prompts. Also lends.
     Decode = 3,
 }
 
 impl Role {
-    /// Whether it has weights and runs sequences.
+    /// Whether the instance has weights and runs sequences.
     #[must_use]
     pub fn runs(self) -> bool {
         self != Self::Kv
     }
 
-    /// Whether clients' requests are for it.
+    /// Whether the instance takes client requests.
     #[must_use]
     pub fn serves(self) -> bool {
         matches!(self, Self::Instance | Self::Decode)
     }
 
-    /// Whether it computes prompts for decode workers.
+    /// Whether the instance computes prompts for decode workers.
     #[must_use]
     pub fn prefills(self) -> bool {
         matches!(self, Self::Instance | Self::Prefill)
     }
 }
 
-/// What must be equal for two instances to share KV.
+/// Model and KV shape that must be equal for two instances to share KV.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PoolShape {
     /// 32 bytes.
@@ -195,9 +194,15 @@ pub struct PoolShape {
     /// Sliding window in tokens; 0 is none.
     #[prost(uint32, tag = "8")]
     pub window: u32,
-    /// `Alibi::bias_max` as the bits of an f32; 0 where attention has no biases by distance.
+    /// `Alibi::bias_max` as the bits of an f32; 0 without ALiBi.
     #[prost(fixed32, tag = "9")]
     pub alibi_bias_max: u32,
+    /// Soft cap of attention scores as the bits of an f32; 0 without one.
+    #[prost(fixed32, tag = "10")]
+    pub attention_softcap: u32,
+    /// Whether a token has one row, key and value at once, of which `head_dim` is a half (latent attention).
+    #[prost(bool, tag = "11")]
+    pub latent: bool,
 }
 
 /// First message to the gManager on a control connection.
@@ -207,13 +212,13 @@ pub struct Register {
     pub version_min: u32,
     #[prost(uint32, tag = "2")]
     pub version_max: u32,
-    /// For people.
+    /// Human-readable name.
     #[prost(string, tag = "3")]
     pub name: String,
     /// `ip:port` of the instance's QUIC endpoint, as peers reach it.
     #[prost(string, tag = "4")]
     pub quic_addr: String,
-    /// `ip:port` of its HTTP server; empty when it has none.
+    /// `ip:port` of the instance's HTTP server; empty if it has none.
     #[prost(string, tag = "5")]
     pub http_addr: String,
     #[prost(enumeration = "Role", tag = "6")]
@@ -225,30 +230,30 @@ pub struct Register {
     pub shape: Option<PoolShape>,
     #[prost(uint32, tag = "9")]
     pub blocks_total: u32,
-    /// `cpu`, `wgpu` or `cuda`, for people.
+    /// Backend for status output: `cpu`, `wgpu` or `cuda`.
     #[prost(string, tag = "10")]
     pub backend: String,
-    /// The number that an earlier gManager gave, 0 if none: a reconnecting instance keeps it.
+    /// Instance number from an earlier registration, 0 if none: a reconnecting instance keeps its number.
     #[prost(uint32, tag = "11")]
     pub instance: u32,
-    /// What it measured of itself at start; absent on nodes that run no requests or measured nothing.
+    /// Performance measured at start; absent on nodes that run no requests or measured nothing.
     #[prost(message, optional, tag = "12")]
     pub calibration: Option<Calibration>,
-    /// Where its rBlocks are.
+    /// Memory tier of the instance's rBlocks.
     #[prost(enumeration = "MemoryTier", tag = "13")]
     pub tier: i32,
-    /// rBlocks that it lends at most; all of them if absent.
+    /// Lend limit in rBlocks; all of them if absent.
     #[prost(uint32, optional, tag = "14")]
     pub lend_blocks_max: Option<u32>,
 }
 
-/// Which memory an instance's rBlocks are in.
+/// Memory tier of an instance's rBlocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
 #[repr(i32)]
 pub enum MemoryTier {
-    /// Of the device that computes attention there.
+    /// Memory of the device that computes attention.
     Device = 0,
-    /// Of the host: large and slow; micro attention runs on the host's processor.
+    /// Host memory: large and slow; micro attention runs on the CPU.
     Host = 1,
 }
 
@@ -261,7 +266,7 @@ pub struct Registered {
     pub instance: u32,
     #[prost(uint64, tag = "3")]
     pub heartbeat_ms: u64,
-    /// Which gManager this is: a larger term is a later one. A full heartbeat follows a change.
+    /// Term of the gManager: a later gManager has a larger one. After a change the instance sends a full heartbeat.
     #[prost(uint64, tag = "4")]
     pub term: u64,
 }
@@ -269,12 +274,12 @@ pub struct Registered {
 /// The registration, or a peer's Hello, is refused; the connection closes after it.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Rejected {
-    /// For people: names the two values that differ.
+    /// Human-readable reason with the two values that differ.
     #[prost(string, tag = "1")]
     pub reason: String,
 }
 
-/// One debtor of the sender, in the debt ledger.
+/// Entry of the sender's debt ledger: one debtor.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Debt {
     #[prost(uint32, tag = "1")]
@@ -290,7 +295,7 @@ pub struct Heartbeat {
     pub instance: u32,
     #[prost(fixed64, tag = "2")]
     pub incarnation: u64,
-    /// Increases with every heartbeat of an incarnation; stale ones are ignored.
+    /// Sequence number, increasing within an incarnation; stale heartbeats are ignored.
     #[prost(uint64, tag = "3")]
     pub seq: u64,
     #[prost(uint32, tag = "4")]
@@ -298,10 +303,10 @@ pub struct Heartbeat {
     /// Free blocks, lendable or not.
     #[prost(uint32, tag = "5")]
     pub blocks_free: u32,
-    /// Blocks that it would lend now.
+    /// Blocks that the sender would lend now.
     #[prost(uint32, tag = "6")]
     pub blocks_lendable: u32,
-    /// What it has lent, by debtor.
+    /// Lent blocks by debtor.
     #[prost(message, repeated, tag = "7")]
     pub lent: Vec<Debt>,
     #[prost(uint32, tag = "8")]
@@ -313,81 +318,82 @@ pub struct Heartbeat {
     /// Round trips measured to peers, in microseconds, for locality.
     #[prost(message, repeated, tag = "11")]
     pub links: Vec<Link>,
-    /// Rows of the request placement map that changed since the last heartbeat that was acknowledged (v2 §6.2), or
-    /// every row if `placements_full`.
+    /// Rows of the request placement map that changed since the last acknowledged heartbeat, or every row if
+    /// `placements_full` (v2 §6.2).
     #[prost(message, repeated, tag = "12")]
     pub placements: Vec<PlacementEntry>,
     #[prost(bool, tag = "13")]
     pub placements_full: bool,
-    /// What the planner's model needs of its batch and queue; absent on nodes that run no requests.
+    /// Batch and queue for the planner's model; absent on nodes that run no requests.
     #[prost(message, optional, tag = "14")]
     pub load: Option<Load>,
-    /// It takes no new requests and lends no more: its blocks are leaving (`lagoon drain`).
+    /// Draining (`lagoon drain`): it takes no new requests, lends nothing, and moves its blocks away.
     #[prost(bool, tag = "15")]
     pub draining: bool,
-    /// The DGFM cycle that it is frozen for; 0 if none.
+    /// DGFM cycle that the sender is frozen for; 0 if none.
     #[prost(uint64, tag = "16")]
     pub frozen: u64,
-    /// For operators.
+    /// Move counters for operators.
     #[prost(message, optional, boxed, tag = "17")]
     pub moves: Option<Box<MoveCounts>>,
-    /// `Workers::version` of the list that it knows; 0 if none.
+    /// `Workers::version` of the sender's worker list; 0 if none.
     #[prost(fixed64, tag = "18")]
     pub workers: u64,
-    /// For operators; of prefill and decode workers.
+    /// Prefill counters for operators; of prefill and decode workers.
     #[prost(message, optional, boxed, tag = "20")]
     pub prefill: Option<Box<PrefillCounts>>,
-    /// Its role now; absent where it cannot become another one than it registered with.
+    /// Current role; absent if the role of this instance cannot change.
     #[prost(message, optional, boxed, tag = "21")]
     pub role: Option<Box<RoleState>>,
 }
 
-/// The role of an instance whose role may change.
+/// Role of an instance whose role may change.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct RoleState {
     #[prost(enumeration = "Role", tag = "1")]
     pub now: i32,
-    /// The role that it changes to, while it finishes what only the old one does; absent if it does not.
+    /// New role, while the instance finishes the work that only the old role does; absent if no change is in progress.
     #[prost(enumeration = "Role", optional, tag = "2")]
     pub becoming: Option<i32>,
-    /// `RoleOrder::number` of the last order that it heard; 0 if none.
+    /// `RoleOrder::number` of the last order received; 0 if none.
     #[prost(uint64, tag = "3")]
     pub heard: u64,
 }
 
-/// What came of prefills elsewhere and for others since an instance's process started, and what is in progress.
+/// Prefill counters since an instance's process started (own prompts computed elsewhere, and others' computed here), and
+/// gauges of those in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct PrefillCounts {
     /// Prefill workers whose KV this instance can read.
     #[prost(uint32, tag = "1")]
     pub workers: u32,
-    /// Own requests whose prompts are computed elsewhere or wait to be read.
+    /// Own requests whose prompts are computed elsewhere, or whose KV waits to be read.
     #[prost(uint32, tag = "2")]
     pub away: u32,
-    /// Prompts that are computed for others.
+    /// Prefill jobs in progress for other instances.
     #[prost(uint32, tag = "3")]
     pub jobs: u32,
-    /// Tokens of these that are not computed yet.
+    /// Tokens of `jobs` that are not computed yet.
     #[prost(uint64, tag = "4")]
     pub queued_tokens: u64,
     #[prost(uint64, tag = "5")]
     pub jobs_done: u64,
-    /// Own prompts that workers computed and that were read, and those that none took.
+    /// Own prompts whose KV was read from a worker (`pulled`), and own prompts that no worker took (`own`).
     #[prost(uint64, tag = "6")]
     pub pulled: u64,
     #[prost(uint64, tag = "7")]
     pub own: u64,
-    /// Bytes of KV that were read, and the time in which any was, in microseconds.
+    /// Bytes of KV read, and the time during which any read was in progress, in microseconds.
     #[prost(uint64, tag = "8")]
     pub bytes: u64,
     #[prost(uint64, tag = "9")]
     pub reading_us: u64,
-    /// Reads before merging, transactions after.
+    /// Reads before coalescing, and transactions after it.
     #[prost(uint64, tag = "10")]
     pub reads: u64,
     #[prost(uint64, tag = "11")]
     pub transactions: u64,
-    /// Sums over the requests that were read, in milliseconds (KVDirect Fig. 14).
+    /// Sums of phase times over the `pulled` requests, in milliseconds (KVDirect Fig. 14).
     #[prost(uint64, tag = "12")]
     pub queue_ms: u64,
     #[prost(uint64, tag = "13")]
@@ -396,87 +402,89 @@ pub struct PrefillCounts {
     pub decode_queue_ms: u64,
     #[prost(uint64, tag = "15")]
     pub transfer_ms: u64,
-    /// The same, over those of them that have ended well: `decoded`.
+    /// The same sum of decode times, over the `decoded` requests: pulled ones that have finished.
     #[prost(uint64, tag = "16")]
     pub decode_ms: u64,
     #[prost(uint64, tag = "17")]
     pub decoded: u64,
-    /// Own requests whose prompts nobody computes (any more), and that wait for memory or a place in the batch here.
+    /// Own requests that no worker computes and that wait for memory or a place in the local batch.
     #[prost(uint32, tag = "18")]
     pub waiting: u32,
 }
 
-/// What moved for an instance's requests since its process started.
+/// Move counters of an instance's requests since its process started.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct MoveCounts {
     /// Moves in flight.
     #[prost(uint32, tag = "1")]
     pub in_progress: u32,
-    /// Blocks that went to a creditor.
+    /// Blocks moved to a creditor.
     #[prost(uint64, tag = "2")]
     pub blocks_out: u64,
-    /// Blocks that came home.
+    /// Blocks moved back to the debtor.
     #[prost(uint64, tag = "3")]
     pub blocks_home: u64,
-    /// Blocks that went from one creditor to another.
+    /// Blocks moved from one creditor to another.
     #[prost(uint64, tag = "4")]
     pub blocks_between: u64,
 }
 
-/// A measured link to a peer.
+/// Measured link to a peer.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Link {
     #[prost(uint32, tag = "1")]
     pub peer: u32,
     #[prost(uint32, tag = "2")]
     pub rtt_us: u32,
-    /// Bulk rate, measured on transfers; 0 if none was measured yet.
+    /// Measured rate of bulk transfers; 0 if none was measured yet.
     #[prost(uint64, tag = "3")]
     pub bytes_per_s: u64,
-    /// The sender has mapped the peer's lent memory (peer access): it attends to what it borrows there itself.
+    /// Peer access: the sender has mapped the peer's KV store and attends to KV borrowed there itself.
     #[prost(bool, tag = "4")]
     pub mapped: bool,
 }
 
-/// Tells the sender whether the gManager knows it; if not, it registers again.
+/// Reply to [`Heartbeat`].
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct HeartbeatAck {
+    /// Whether the gManager knows the instance; if not, it registers again.
     #[prost(bool, tag = "1")]
     pub known: bool,
-    /// The sender's blocks and what all other live instances may ever lend: the largest request that it could ever hold.
+    /// The instance's blocks plus the lend limits of all other live instances: its largest possible request.
     #[prost(uint64, tag = "2")]
     pub pool_blocks_total: u64,
-    /// The gManager lacks rows: the next heartbeat carries all of them.
+    /// The gManager lacks placement rows: the next heartbeat carries all of them.
     #[prost(bool, tag = "3")]
     pub placements_wanted: bool,
-    /// The sender was declared dead: what it lent is written off. It forgets all leases, draws a new incarnation and
+    /// The instance was declared dead and its loans are written off. It drops all leases, draws a new incarnation and
     /// registers again.
     #[prost(bool, tag = "4")]
     pub fenced: bool,
     /// As in `Registered`.
     #[prost(uint64, tag = "5")]
     pub term: u64,
-    /// Acknowledges the rows of this heartbeat.
+    /// `seq` of the heartbeat whose placement rows this acknowledges.
     #[prost(uint64, tag = "6")]
     pub seq: u64,
-    /// The receiver keeps its memory for this request.
+    /// The oldest waiting pool-sized request, if the receiver keeps its memory for it.
     #[prost(message, optional, tag = "7")]
     pub oldest_waiting: Option<OldestWaiting>,
 }
 
-/// A request that only the pool can hold and that has waited for long. Whoever is told of it admits nothing younger and
-/// lends to nothing younger but what runs, until it is told otherwise or for `lagoon_types::limits::OLDEST_WAITING_HOLD_MS`.
+/// The oldest waiting pool-sized request: no single instance can hold it. An instance that receives it neither admits
+/// younger requests nor lends to them, and grants no move, until a later ack lacks it or for
+/// `lagoon_types::limits::OLDEST_WAITING_HOLD_MS`. Growth of running sequences is not affected.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct OldestWaiting {
-    /// The instance at which it waits.
+    /// Instance at which the request waits.
     #[prost(uint32, tag = "1")]
     pub debtor: u32,
-    /// How long ago it came, in milliseconds.
+    /// Time since the request arrived, in milliseconds.
     #[prost(uint32, tag = "2")]
     pub waits_ms: u32,
 }
 
-/// A debtor is short of blocks.
+/// Query of a debtor to the gManager for creditors.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct BorrowQuery {
     #[prost(uint64, tag = "1")]
@@ -492,18 +500,18 @@ pub struct BorrowQuery {
     pub tier: i32,
 }
 
-/// Which creditors a debtor wants named.
+/// Memory tier of the creditors that a debtor asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
 #[repr(i32)]
 pub enum TierRequest {
     /// Device memory first, then host memory.
     Any = 0,
     DeviceOnly = 1,
-    /// To swap out a sequence that is taken out of the batch.
+    /// Host memory only: to swap out a preempted sequence.
     HostOnly = 2,
 }
 
-/// A creditor that may lend.
+/// Candidate creditor.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Candidate {
     #[prost(uint32, tag = "1")]
@@ -514,7 +522,7 @@ pub struct Candidate {
     pub blocks_lendable: u32,
 }
 
-/// At most three candidates, best first; the debtor tries them in order.
+/// Reply to [`BorrowQuery`]: at most `CANDIDATES` creditors, best first; the debtor tries them in order.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct BorrowAdvice {
     #[prost(uint64, tag = "1")]
@@ -529,8 +537,8 @@ pub struct BorrowAdvice {
     pub pool_blocks_lendable: u64,
 }
 
-/// A debtor tells the gManager that a creditor refused: the ledger is corrected and the creditor is not recommended
-/// until its next heartbeat.
+/// Report of a debtor that a creditor refused: the gManager corrects its view and does not recommend the creditor until
+/// its next heartbeat.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Refusal {
     #[prost(uint32, tag = "1")]
@@ -539,7 +547,7 @@ pub struct Refusal {
     pub blocks_lendable: u32,
 }
 
-/// The instance leaves in order.
+/// Orderly departure of an instance.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Deregister {
     #[prost(uint32, tag = "1")]
@@ -558,7 +566,7 @@ pub struct StatusReply {
     pub query: u64,
     #[prost(message, repeated, tag = "2")]
     pub instances: Vec<InstanceStatus>,
-    /// Of the gManager that answers; as in `Registered`.
+    /// Term of the replying gManager, as in `Registered`.
     #[prost(uint64, tag = "3")]
     pub term: u64,
 }
@@ -579,7 +587,7 @@ pub struct InstanceStatus {
     pub backend: String,
     #[prost(message, optional, tag = "7")]
     pub heartbeat: Option<Heartbeat>,
-    /// Milliseconds since that heartbeat.
+    /// Milliseconds since `heartbeat` arrived.
     #[prost(uint64, tag = "8")]
     pub heartbeat_age_ms: u64,
     #[prost(bool, tag = "9")]
@@ -593,7 +601,7 @@ pub struct InstanceStatus {
     pub lend_blocks_max: Option<u32>,
 }
 
-/// First message between instances on each connection, both ways.
+/// First message between instances on each connection, in both directions.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Hello {
     #[prost(uint32, tag = "1")]
@@ -606,18 +614,18 @@ pub struct Hello {
     pub incarnation: u64,
     #[prost(message, optional, tag = "5")]
     pub shape: Option<PoolShape>,
-    /// Where it lends device memory that debtors may map.
+    /// Device memory of the sender's KV store, if debtors may map it.
     #[prost(message, optional, tag = "6")]
     pub lent: Option<LentMemory>,
 }
 
-/// A creditor's KV store in memory of its device that peers on its host may map, to attend to it where it lies: all layers of
-/// all its rBlocks, then a word for each rBlock.
+/// Creditor KV store in a shared device region that peers on its host may map and attend to directly (peer access): all
+/// layers of all rBlocks, then one seal tag per rBlock.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LentMemory {
     #[prost(message, optional, tag = "1")]
     pub memory: Option<TransferArena>,
-    /// As [`TransferConnect::host`](crate::TransferConnect::host).
+    /// Host identity, as [`TransferConnect::host`](crate::TransferConnect::host).
     #[prost(string, tag = "2")]
     pub host: String,
     /// rBlocks of the store.
@@ -625,7 +633,7 @@ pub struct LentMemory {
     pub blocks: u32,
 }
 
-/// A debtor asks for blocks for one sequence. First come, first served.
+/// Request of a debtor for blocks for one sequence. First come, first served.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LeaseRequest {
     /// The debtor's number for this request; echoed.
@@ -635,29 +643,29 @@ pub struct LeaseRequest {
     pub seq: u64,
     #[prost(uint32, tag = "3")]
     pub blocks: u32,
-    /// Grant fewer rather than refuse, but at least this many.
+    /// Fewest blocks to grant rather than refuse.
     #[prost(uint32, tag = "4")]
     pub blocks_min: u32,
     #[prost(enumeration = "LeasePurpose", tag = "5")]
     pub purpose: i32,
-    /// The sequence does not run yet, and came so long ago: it gets nothing that an older one waits for at the creditor.
-    /// None: it runs.
+    /// Milliseconds since the request arrived, if its sequence does not run yet: the creditor refuses it while an older
+    /// request waits there. None: the sequence runs; only its moves are refused then.
     #[prost(uint32, optional, tag = "6")]
     pub waited_ms: Option<u32>,
 }
 
-/// What a lease is for.
+/// Purpose of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
 #[repr(i32)]
 pub enum LeasePurpose {
-    /// A prompt or a growing sequence: written by steps.
+    /// Prompt or growing sequence: written by steps.
     Growth = 0,
     /// `try_move_kvcache` (v2 §6.2): a reservation that expires soon unless it is written; sealed entries are
     /// acknowledged with `LeaseSealed`.
     Move = 1,
-    /// As `Move`, for a swap around a frozen cycle: the reserve that is never lent may be used.
+    /// As `Move`, for a swap around a frozen DGFM cycle: may use the reserve that is never lent otherwise.
     Swap = 2,
-    /// KV that a prefill worker computed for the debtor. It is never asked for: it comes with `PrefillReady`.
+    /// KV that a prefill worker computed for the debtor. Never requested: it comes with `PrefillReady`.
     Handover = 3,
 }
 
@@ -686,14 +694,14 @@ pub struct LeaseRefuse {
     pub reason: String,
 }
 
-/// The debtor gives entries back. Idempotent.
+/// Return of lease entries by the debtor. Idempotent.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LeaseRelease {
     #[prost(uint64, tag = "1")]
     pub lease: u64,
     #[prost(uint64, tag = "2")]
     pub epoch: u64,
-    /// End of the entries to free: those from `first` on, below it.
+    /// End (exclusive) of the entries to free, `[first, entries)`.
     #[prost(uint32, tag = "3")]
     pub entries: u32,
     /// First entry to free. 0 for leading ones (a sliding window moved past them) and for the whole lease.
@@ -701,7 +709,7 @@ pub struct LeaseRelease {
     pub first: u32,
 }
 
-/// The release has happened; the debtor stops repeating it.
+/// Acknowledgement of [`LeaseRelease`]; the debtor stops repeating it.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LeaseReleased {
     #[prost(uint64, tag = "1")]
@@ -716,17 +724,17 @@ pub struct LeaseReleased {
 pub struct LeaseRenew {
     #[prost(uint64, repeated, tag = "1")]
     pub leases: Vec<u64>,
-    /// Which renewal it is, from 1 on; its answer says the same.
+    /// Number of the renewal, from 1 on; echoed.
     #[prost(uint64, tag = "2")]
     pub seq: u64,
 }
 
-/// Which of the renewed leases the creditor does not have (any more): their KV is lost.
+/// Reply to [`LeaseRenew`]: the renewed leases that the creditor does not have; their KV is lost.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LeaseRenewed {
     #[prost(uint64, repeated, tag = "1")]
     pub unknown: Vec<u64>,
-    /// The renewal that it answers.
+    /// `LeaseRenew::seq`.
     #[prost(uint64, tag = "2")]
     pub seq: u64,
 }

@@ -1,20 +1,20 @@
-//! The frames of the hot path: step tickets, layer queries, partials and KV. Payloads are raw bytes that the codec
-//! never copies; lengths are validated by the codec against the header.
+//! Frames of the hot path: step tickets, layer queries, partials and KV. Payloads are raw bytes that the codec never
+//! copies; the codec validates lengths against the header.
 
 use bytes::Bytes;
 pub use lagoon_types::LeaseRun;
 use lagoon_types::{DType, Epoch, LeaseId, SeqId, StepId};
 
-/// Why a creditor refuses a step or a transfer.
+/// Reason of a creditor's refusal of a step or a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefuseCode {
-    /// No such lease, or it is another instance's.
+    /// No such lease, or it belongs to another debtor.
     UnknownLease,
-    /// The lease's epoch is not this one.
+    /// The lease has another epoch.
     StaleEpoch,
     /// Offsets outside the lease, or freed entries.
     OutOfRange,
-    /// The KV that the query needs was not written before the deadline.
+    /// The queried KV was not written before the deadline.
     Deadline,
     /// A limit of the creditor (tickets, rows, bytes) is reached.
     Overloaded,
@@ -22,7 +22,7 @@ pub enum RefuseCode {
     Malformed,
     /// The creditor's device failed.
     Device,
-    /// A sealed block's content does not have the hash that the debtor computed.
+    /// A sealed block's content hash differs from the debtor's.
     HashMismatch,
 }
 
@@ -59,11 +59,11 @@ impl RefuseCode {
     }
 }
 
-/// Query rows of one sequence in a step, and the lease runs that they attend to on this creditor.
+/// Query rows of one sequence in a step, and their lease runs on this creditor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TicketSeq {
     pub seq: SeqId,
-    /// Rows of the frame that belong to this sequence follow those of the sequences before it.
+    /// Query rows of this sequence; in a frame they follow the rows of the sequences before it.
     pub rows: u32,
     /// Position of the first row.
     pub pos0: u32,
@@ -71,8 +71,8 @@ pub struct TicketSeq {
     pub runs: Vec<LeaseRun>,
 }
 
-/// What a creditor is told once per step, so that layer frames carry only step, layer and queries. Valid until the
-/// last layer was answered, a [`PartialsFrame::StepCancel`], or its deadline.
+/// Step ticket: sent to a creditor once per step, so that layer frames carry only step, layer and queries. Valid until
+/// the last layer is answered, a [`PartialsFrame::StepCancel`], or its deadline.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepTicket {
     pub step: StepId,
@@ -83,7 +83,7 @@ pub struct StepTicket {
     pub seqs: Vec<TicketSeq>,
 }
 
-/// The partials class: small, latency-bound.
+/// Frame of the partials class: small, latency-bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PartialsFrame {
     Ticket(StepTicket),
@@ -94,8 +94,8 @@ pub enum PartialsFrame {
         rows: u32,
         queries: Bytes,
     },
-    /// The answer: `out` `[rows][heads * head_dim]` in the ticket's dtype, normalised; then `lse` `[rows][heads]` f32
-    /// (natural log); then `count` `[rows]` u32.
+    /// Reply to `Query`: `out` `[rows][heads * head_dim]` in the ticket's dtype, normalised; then `lse` `[rows][heads]`
+    /// f32 (natural log); then `count` `[rows]` u32.
     Partial {
         step: StepId,
         layer: u32,
@@ -114,10 +114,10 @@ pub enum PartialsFrame {
     },
 }
 
-/// The bulk class: KV.
+/// Frame of the bulk class: KV.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BulkFrame {
-    /// KV of `tokens` tokens of one layer, canonical layout, to ascending offsets of a lease.
+    /// Writes KV of `tokens` tokens of one layer, canonical layout, at ascending offsets of a lease.
     Write {
         lease: LeaseId,
         epoch: Epoch,
@@ -126,16 +126,16 @@ pub enum BulkFrame {
         tokens: u32,
         kv: Bytes,
     },
-    /// Every layer of an entry is written: the block is sealed if its content has this hash
-    /// (blake3 over the layers' blake3 hashes), else [`BulkFrame::Refused`] with `HashMismatch`.
+    /// Seals an entry that is written in every layer if its content has this hash (blake3 over the layers' blake3
+    /// hashes); else [`BulkFrame::Refused`] with `HashMismatch`.
     Seal {
         lease: LeaseId,
         epoch: Epoch,
         entry: u32,
         hash: [u8; 32],
     },
-    /// Asks for written KV of one layer. Answered by one `Data` or `Refused` with the same id. Waits, like a query,
-    /// until the range is written.
+    /// Reads KV of one layer. The reply is one `Data` or `Refused` with the same id. Waits, like a query, until the
+    /// range is written.
     Read {
         id: u64,
         lease: LeaseId,

@@ -1,9 +1,9 @@
-//! The frames of a direct connection: reads of a writer's registered memory (KVDirect's TRANSFER), served without its
-//! loop. Fixed headers and raw bytes.
+//! Frames of a direct connection: one-sided reads of a writer's registered memory (KVDirect's TRANSFER), which the
+//! writer's event loop does not serve. Fixed headers and raw bytes.
 
 use crate::RefuseCode;
 
-/// Bytes of one export, in one of the writer's regions.
+/// Byte range of one export, in one of the writer's regions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirectSegment {
     pub export: u64,
@@ -13,25 +13,25 @@ pub struct DirectSegment {
     pub bytes: u64,
 }
 
-/// What a direct connection carries.
+/// Frame of a direct connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DirectFrame {
-    /// First frame of the reader: who reads, by which acceptance of its CONNECT.
+    /// First frame of the reader: its instance number, and the epoch of its accepted CONNECT.
     Open {
         reader: u32,
         epoch: u64,
     },
-    /// Asks for segments, one behind the other. Answered in order by one `Data` or `Refused`.
+    /// Reads segments, concatenated. The reply, in order, is one `Data` or `Refused`.
     Read {
         id: u64,
         segments: Vec<DirectSegment>,
     },
-    /// Asks for `bytes` zeroes, to measure the path. Answered by `Data`.
+    /// Reads `bytes` zeroes, to measure the path. The reply is `Data`.
     Probe {
         id: u64,
         bytes: u64,
     },
-    /// Announces the `bytes` bytes of a read; they follow the header.
+    /// Reply to a read: its `bytes` bytes follow the header.
     Data {
         id: u64,
         bytes: u64,

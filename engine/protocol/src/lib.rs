@@ -2,12 +2,12 @@
 //!
 //! Three classes, each on its own connection: [`Control`] evolves by tagged fields that an older peer skips;
 //! [`PartialsFrame`] (queries and partials) and [`BulkFrame`] (KV) are fixed headers and raw bytes, encoded by
-//! lagoon-wire. WIRE.md is the specification. Semantics that are not visible in the types:
+//! lagoon-wire. WIRE.md is the specification. Semantics that the types do not show:
 //!
 //! * A **lease** is an ordered list of physical rBlocks (entries) that a creditor lends to one sequence. Token offsets
 //!   in a lease count from its first entry: entry `k` holds offsets `[k * block_tokens, (k + 1) * block_tokens)`.
-//! * KV is written to a lease in ascending offset per layer; a creditor therefore knows one written length per layer,
-//!   and a query that needs more waits for it (within the step's deadline).
+//! * KV is written to a lease in ascending offset per layer; a creditor therefore keeps one written length per layer,
+//!   and a query beyond it waits (within the step's deadline).
 //! * Frames of one class from one peer arrive in order.
 #![forbid(unsafe_code)]
 

@@ -1,40 +1,40 @@
 //! Control messages of planning and movement: the request placement map and `move_kvcache` (Infinite-LLM v2 §6),
-//! recall by the creditor, DGFM (v1 §4.5), fencing, drain, and what operators ask of the gManager.
+//! recall by the creditor, DGFM (v1 §4.5), fencing, drain, and operators' requests to the gManager.
 //!
 //! A request's identity in the pool is its debtor's number and its sequence number there.
 
 use crate::control::Role;
 use prost::{Enumeration, Message, Oneof};
 
-/// `RequestPlacementEntry` (v2 Listing 1): rBlocks of one request on the sender of the heartbeat. It is local if
-/// `debtor` is the sender.
+/// Row of the request placement map: rBlocks of one request on the sender of the heartbeat. Local if `debtor` is the
+/// sender. `RequestPlacementEntry` of v2 Listing 1.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PlacementEntry {
     #[prost(uint32, tag = "1")]
     pub debtor: u32,
     #[prost(uint64, tag = "2")]
     pub seq: u64,
-    /// 0: the row is gone.
+    /// rBlocks; 0 deletes the row.
     #[prost(uint32, tag = "3")]
     pub blocks: u32,
-    /// Of these, blocks that could move now: full in every layer.
+    /// Of these, sealed blocks (full in every layer), which can move.
     #[prost(uint32, tag = "4")]
     pub blocks_sealed: u32,
 }
 
-/// What an instance measured of itself: f and g of the performance model (v2 Eq. 5), in time.
+/// Calibration: an instance's measured times, f and g of the performance model (v2 Eq. 5).
 #[derive(Clone, PartialEq, Message)]
 pub struct Calibration {
-    /// Time of everything but attention, by batch size, ascending.
+    /// Step times without attention, ascending by batch size.
     #[prost(message, repeated, tag = "1")]
     pub batches: Vec<BatchPoint>,
-    /// Decode attention over 1,024 tokens of one sequence, all layers, in microseconds.
+    /// Time of decode attention over 1,024 tokens of one sequence, all layers, in microseconds.
     #[prost(double, tag = "2")]
     pub attention_us_per_ktoken: f64,
-    /// Prefill, per token, in microseconds, at a chunk of the usual size.
+    /// Prefill time per token, in microseconds, at a chunk of the usual size.
     #[prost(double, tag = "3")]
     pub prefill_us_per_token: f64,
-    /// Bytes per second at which KV is copied out of and into its store.
+    /// Rate of KV copies out of and into the store, in bytes per second.
     #[prost(double, tag = "4")]
     pub copy_bytes_per_s: f64,
 }
@@ -50,41 +50,41 @@ pub struct BatchPoint {
     pub step_us: f64,
 }
 
-/// An instance's batch and queue, for the planner.
+/// Load of an instance for the planner: its batch and queue.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Load {
     /// Sequences that decode.
     #[prost(uint32, tag = "1")]
     pub batch: u32,
-    /// Tokens that their queries attend to, wherever the KV is.
+    /// Tokens that those sequences attend to, local and remote.
     #[prost(uint64, tag = "2")]
     pub context_tokens: u64,
-    /// Of these, tokens on creditors.
+    /// Of `context_tokens`, tokens on creditors.
     #[prost(uint64, tag = "3")]
     pub remote_tokens: u64,
-    /// Tokens of others that it holds.
+    /// Tokens that the instance holds for its debtors.
     #[prost(uint64, tag = "4")]
     pub remote_request_tokens: u64,
     /// rBlocks that each of the first waiting requests needs, oldest first; at most
     /// `lagoon_types::limits::LOAD_QUEUE_MAX`.
     #[prost(uint32, repeated, tag = "5")]
     pub queue_blocks: Vec<u32>,
-    /// Sequences that it runs at most.
+    /// Largest batch of the instance.
     #[prost(uint32, tag = "6")]
     pub batch_max: u32,
-    /// Mean time of its last decode steps, in microseconds; 0 if there was none.
+    /// Mean time of the last decode steps, in microseconds; 0 if there was none.
     #[prost(uint32, tag = "7")]
     pub step_us: u32,
-    /// How long ago the first waiting request came, in milliseconds, if it needs more than this instance has; else 0.
+    /// Age of the first waiting request, in milliseconds, if it needs more blocks than the instance has; else 0.
     #[prost(uint32, tag = "8")]
     pub head_waits_ms: u32,
 }
 
-/// Why blocks move.
+/// Reason of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
 #[repr(i32)]
 pub enum MoveReason {
-    /// The planner expects throughput of it.
+    /// The planner expects more throughput.
     Plan = 0,
     /// The source is being drained.
     Drain = 1,
@@ -94,9 +94,9 @@ pub enum MoveReason {
     Swap = 3,
 }
 
-/// `move_kvcache(req, blocks, dst)` (v2 Listing 1), gManager to the debtor: `blocks` of `seq` that lie on `source`
-/// shall lie on `target`. Either may be the debtor itself. The debtor reserves at the target before any byte moves, and
-/// answers once with [`MoveOutcome`].
+/// Order of the gManager to a debtor to move `blocks` rBlocks of `seq` from `source` to `target`, either of which may be
+/// the debtor. The debtor reserves memory at the target before any byte moves, and replies once with [`MoveOutcome`].
+/// `move_kvcache(req, blocks, dst)` of v2 Listing 1.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct MoveKvCache {
     /// The gManager's number for this order; echoed.
@@ -115,35 +115,35 @@ pub struct MoveKvCache {
     pub target_addr: String,
     #[prost(enumeration = "MoveReason", tag = "7")]
     pub reason: i32,
-    /// Milliseconds from receipt until the order ends, done or not.
+    /// Deadline of the order, in milliseconds from receipt.
     #[prost(uint32, tag = "8")]
     pub deadline_ms: u32,
-    /// The cycle that a swap belongs to; 0 otherwise.
+    /// DGFM cycle of a swap; 0 otherwise.
     #[prost(uint64, tag = "9")]
     pub cycle: u64,
-    /// The sequence's first block that may move; the first of those from it on do. Without it the debtor chooses.
+    /// First logical block to move: the first movable ones from it on move. Without it the debtor chooses.
     #[prost(uint32, optional, tag = "10")]
     pub first: Option<u32>,
 }
 
-/// How a [`MoveKvCache`] ended.
+/// Outcome of a [`MoveKvCache`].
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct MoveOutcome {
     #[prost(uint64, tag = "1")]
     pub order: u64,
-    /// Blocks that lie on the target now.
+    /// Blocks that were moved to the target.
     #[prost(uint32, tag = "2")]
     pub moved: u32,
-    /// Why not all: empty if all moved.
+    /// Reason why not all blocks moved; empty if all did.
     #[prost(string, tag = "3")]
     pub reason: String,
-    /// What the target said that it could lend, where it refused.
+    /// Lendable blocks of the target as it reported them, if it refused.
     #[prost(uint32, optional, tag = "4")]
     pub target_lendable: Option<u32>,
 }
 
-/// Entries of a lease whose content matched its hash, creditor to debtor. Of a lease for [`crate::LeasePurpose::Move`] the debtor
-/// may switch to them; of one in memory that debtors may map ([`crate::LentMemory`]), whatever it is for, attend to them there.
+/// Notice of a creditor that entries of a lease are sealed: their content matched its hash. The debtor may switch to entries
+/// of a [`crate::LeasePurpose::Move`], and attend directly to any in mapped creditor KV ([`crate::LentMemory`]).
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LeaseSealed {
     #[prost(uint64, tag = "1")]
@@ -153,44 +153,44 @@ pub struct LeaseSealed {
     /// Ascending.
     #[prost(uint32, repeated, tag = "3")]
     pub entries: Vec<u32>,
-    /// In which rBlock of that memory each of them is; none where there is no such memory.
+    /// rBlock of each entry in the creditor's [`crate::LentMemory`]; empty without such memory.
     #[prost(uint32, repeated, tag = "4")]
     pub blocks: Vec<u32>,
 }
 
-/// A creditor needs its memory back, creditor to debtor: the debtor takes blocks home or elsewhere and releases them.
+/// Recall of lent memory, creditor to debtor: the debtor moves the blocks home or elsewhere and releases them.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Recall {
     #[prost(uint64, tag = "1")]
     pub recall: u64,
-    /// rBlocks that it wants back, of any of the debtor's leases.
+    /// rBlocks to return, from any of the debtor's leases.
     #[prost(uint32, tag = "2")]
     pub blocks: u32,
-    /// Milliseconds from receipt after which it takes them: see [`LeaseRevoked`].
+    /// Milliseconds from receipt after which the creditor revokes them: see [`LeaseRevoked`].
     #[prost(uint32, tag = "3")]
     pub deadline_ms: u32,
-    /// The debtor may not borrow from this creditor again for so long.
+    /// Pause before the debtor may borrow from this creditor again.
     #[prost(uint32, tag = "4")]
     pub pause_ms: u32,
 }
 
-/// The creditor has freed entries of a lease on its own (a recall that was not met): their KV is lost.
+/// Notice of a creditor that it has freed entries of a lease after an unmet recall: their KV is lost.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LeaseRevoked {
     #[prost(uint64, tag = "1")]
     pub lease: u64,
     #[prost(string, tag = "2")]
     pub reason: String,
-    /// First entry that was freed.
+    /// First freed entry.
     #[prost(uint32, tag = "3")]
     pub first: u32,
-    /// End of the entries that were freed; 0 for the whole lease.
+    /// End (exclusive) of the freed entries; 0 for the whole lease.
     #[prost(uint32, tag = "4")]
     pub entries: u32,
 }
 
-/// DGFM: the receiver owes `blocks` to `creditor` in a cycle of debts. Until the thaw or `ttl_ms`, it keeps at least so
-/// many of its leases there as they are (no release, no other move; cancellations wait), and answers [`Frozen`].
+/// DGFM freeze of a debt of `blocks` to `creditor` in a cycle of debts. Until the thaw or `ttl_ms`, the receiver keeps at
+/// least that many blocks there (no release, no other move; cancellations wait), and replies with [`Frozen`].
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Freeze {
     #[prost(uint64, tag = "1")]
@@ -203,15 +203,15 @@ pub struct Freeze {
     pub ttl_ms: u32,
 }
 
-/// The answer to [`Freeze`].
+/// Reply to [`Freeze`].
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Frozen {
     #[prost(uint64, tag = "1")]
     pub cycle: u64,
-    /// Blocks that it holds frozen; 0 is a refusal.
+    /// Frozen blocks; 0 is a refusal.
     #[prost(uint32, tag = "2")]
     pub blocks: u32,
-    /// Own blocks that are free now, its reserve included: what a swap may start with.
+    /// Free blocks of the sender, reserve included, with which a swap may start.
     #[prost(uint32, tag = "3")]
     pub free: u32,
     /// The sequence whose blocks are frozen.
@@ -219,14 +219,14 @@ pub struct Frozen {
     pub seq: u64,
 }
 
-/// The swap is over, done or not: what waited goes on.
+/// End of a [`Freeze`], whether the swap succeeded or not.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Thaw {
     #[prost(uint64, tag = "1")]
     pub cycle: u64,
 }
 
-/// An instance was declared dead, gManager to all others: its leases count as lost, what it borrowed is freed.
+/// Fence of an instance that was declared dead, gManager to all others: KV lent by it is lost, its debts are freed.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Fenced {
     #[prost(uint32, tag = "1")]
@@ -235,25 +235,25 @@ pub struct Fenced {
     pub incarnation: u64,
 }
 
-/// Starts or ends a drain, gManager to instance.
+/// Order of the gManager to an instance to start or end a drain.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct DrainOrder {
     #[prost(bool, tag = "1")]
     pub on: bool,
-    /// Stop the process when nothing is left here.
+    /// Stop the process when no block is left there.
     #[prost(bool, tag = "2")]
     pub stop: bool,
 }
 
-/// This gManager is a standby.
+/// Reply of a standby gManager.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct NotLeader {
-    /// `ip:port` of the one that leads; empty if it is not known.
+    /// `ip:port` of the leader; empty if unknown.
     #[prost(string, tag = "1")]
     pub leader_addr: String,
 }
 
-/// What an operator asks of the gManager.
+/// Request of an operator to the gManager.
 #[derive(Clone, PartialEq, Message)]
 pub struct AdminQuery {
     #[prost(uint64, tag = "1")]
@@ -268,13 +268,13 @@ pub enum AdminBody {
     Drain(AdminDrain),
     #[prost(message, tag = "3")]
     Move(AdminMove),
-    /// The request placement map.
+    /// Reads the request placement map.
     #[prost(message, tag = "4")]
     Placements(AdminPlacements),
-    /// The planner's next orders, without giving them.
+    /// Returns the planner's next orders without sending them.
     #[prost(message, tag = "5")]
     Plan(AdminPlan),
-    /// How an operator's order ended.
+    /// Returns the outcome of an operator's order.
     #[prost(message, tag = "6")]
     Order(AdminOrder),
     #[prost(message, tag = "7")]
@@ -292,7 +292,7 @@ pub struct AdminDrain {
     pub stop: bool,
 }
 
-/// Gives one instance another role (`lagoon role`).
+/// Changes the role of one instance (`lagoon role`).
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct AdminRole {
     #[prost(uint32, tag = "1")]
@@ -308,33 +308,32 @@ pub struct AdminMove {
     pub debtor: u32,
     #[prost(uint64, tag = "2")]
     pub seq: u64,
-    /// 0: as many as there are.
+    /// rBlocks to move; 0: all.
     #[prost(uint32, tag = "3")]
     pub blocks: u32,
-    /// Where they lie; 0: wherever most of them do, the target apart.
+    /// Source instance; 0: the one, except the target, with most of them.
     #[prost(uint32, tag = "4")]
     pub source: u32,
-    /// Where they shall lie; 0: the debtor itself (a recall).
+    /// Target instance; 0: the debtor itself (a recall).
     #[prost(uint32, tag = "5")]
     pub target: u32,
     #[prost(bool, tag = "6")]
     pub dry_run: bool,
-    /// As [`MoveKvCache::first`].
+    /// First logical block, as [`MoveKvCache::first`].
     #[prost(uint32, optional, tag = "7")]
     pub first: Option<u32>,
 }
 
-/// Rows of the request placement map, ascending by instance, debtor and sequence, and a bounded number of them at once:
-/// those after the last one that is known.
+/// Query for rows of the request placement map, ascending by instance, debtor and sequence, in bounded pages.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct AdminPlacements {
-    /// Of this debtor's requests; 0: of all.
+    /// Debtor to list; 0: all.
     #[prost(uint32, tag = "1")]
     pub debtor: u32,
-    /// Of this request; absent: of all.
+    /// Sequence to list; absent: all.
     #[prost(uint64, optional, tag = "2")]
     pub seq: Option<u64>,
-    /// The row to go on after; 0: from the first.
+    /// Last row of the previous page (instance, debtor, sequence); 0: from the first row.
     #[prost(uint32, tag = "3")]
     pub after_instance: u32,
     #[prost(uint32, tag = "4")]
@@ -343,7 +342,7 @@ pub struct AdminPlacements {
     pub after_seq: u64,
 }
 
-/// Asks for the outcome of an order that an operator gave. The gManager remembers the last ones of its term.
+/// Query for the outcome of an operator's order. The gManager keeps the last `ADMIN_ORDERS_MAX` of its term.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct AdminOrder {
     #[prost(uint64, tag = "1")]
@@ -353,41 +352,41 @@ pub struct AdminOrder {
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct AdminPlan {}
 
-/// The answer to [`AdminQuery`]. An order that was given is followed with [`AdminOrder`].
+/// Reply to [`AdminQuery`]. Poll the outcome of an order with [`AdminOrder`].
 #[derive(Clone, PartialEq, Message)]
 pub struct AdminReply {
     #[prost(uint64, tag = "1")]
     pub query: u64,
-    /// Empty if it was done.
+    /// Error text; empty on success.
     #[prost(string, tag = "2")]
     pub error: String,
-    /// What the operator could do about the error.
+    /// Hint on how to resolve the error.
     #[prost(string, tag = "3")]
     pub hint: String,
-    /// The orders that were given, or would be.
+    /// Orders that were sent, or would be.
     #[prost(message, repeated, tag = "4")]
     pub moves: Vec<PlannedMove>,
     #[prost(message, repeated, tag = "5")]
     pub placements: Vec<PlacementRow>,
-    /// There are more rows, after the last one here.
+    /// Whether more rows follow the last one here.
     #[prost(bool, tag = "6")]
     pub more: bool,
     #[prost(message, optional, tag = "7")]
     pub outcome: Option<OrderOutcome>,
 }
 
-/// An operator's order, as far as it is known.
+/// State of an operator's order.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct OrderOutcome {
-    /// It is over; until then the rest means nothing.
+    /// Whether the order has ended; the other fields are valid only then.
     #[prost(bool, tag = "1")]
     pub ended: bool,
-    /// Blocks that it was for, and that moved.
+    /// Blocks ordered (`blocks`) and moved (`moved`).
     #[prost(uint32, tag = "2")]
     pub blocks: u32,
     #[prost(uint32, tag = "3")]
     pub moved: u32,
-    /// Why not all of them moved.
+    /// Reason why not all blocks moved.
     #[prost(string, tag = "4")]
     pub reason: String,
 }

@@ -1,14 +1,14 @@
-//! Messages of disaggregated serving: which workers there are and what each shall be (gManager and instance), and prefills
-//! that a decode worker has done by a prefill worker.
+//! Messages of disaggregated serving: worker lists and role orders (gManager to instance), and prefill requests (decode
+//! worker to prefill worker).
 //!
-//! A **request** is the decode worker's number for one prefill; unique in its incarnation. Requests that are not answered
-//! end with the session on which they were sent, on both sides. The KV of one that is answered is a lease, as any other
-//! (`LeaseRenew`, `LeaseRelease`), and may be read by `TRANSFER` ([`crate::transfer`]).
+//! A **request** is the decode worker's number for one prefill; unique in its incarnation. An unanswered request ends with
+//! its session, on both sides. The KV of an answered one is an ordinary lease (`LeaseRenew`, `LeaseRelease`), and may be
+//! read by `TRANSFER` ([`crate::transfer`]).
 
 use crate::control::Role;
 use prost::Message;
 
-/// A worker of the pool.
+/// Worker of the pool.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Worker {
     #[prost(uint32, tag = "1")]
@@ -21,17 +21,17 @@ pub struct Worker {
     pub blocks_total: u32,
 }
 
-/// All workers that prefill for others: to every decode worker whose heartbeat says that it knows another list.
+/// List of all prefill workers, sent to every decode worker whose heartbeat names another version.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Workers {
-    /// Names this list; echoed in heartbeats. Not 0.
+    /// Version of the list, not 0; echoed in heartbeats.
     #[prost(fixed64, tag = "1")]
     pub version: u64,
     #[prost(message, repeated, tag = "2")]
     pub workers: Vec<Worker>,
 }
 
-/// How the first token is chosen; as `SamplingParams`.
+/// Sampling parameters of the first token, as `SamplingParams`.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub struct PrefillSampling {
     #[prost(float, tag = "1")]
@@ -46,15 +46,15 @@ pub struct PrefillSampling {
     pub seed: u64,
     #[prost(uint32, optional, tag = "6")]
     pub logprobs: Option<u32>,
-    /// Tokens that were generated before this one.
+    /// Number of tokens generated before this one.
     #[prost(uint64, tag = "7")]
     pub index: u64,
     #[prost(bool, tag = "8")]
     pub return_logits: bool,
 }
 
-/// A decode worker asks for the KV of some tokens and the one that follows them. Long requests come in several messages,
-/// in order.
+/// Request of a decode worker for the KV of some tokens and the next token. Long requests are split into several
+/// messages, in order.
 #[derive(Clone, PartialEq, Message)]
 pub struct PrefillRequest {
     #[prost(uint64, tag = "1")]
@@ -70,15 +70,18 @@ pub struct PrefillRequest {
     pub first: u32,
     #[prost(uint32, repeated, tag = "5")]
     pub tokens: Vec<u32>,
-    /// In the first message.
+    /// Sampling of the next token; in the first message only.
     #[prost(message, optional, tag = "6")]
     pub sampling: Option<PrefillSampling>,
-    /// The asker has memory for all of it: KV is exported while it is computed, in parts. In the first message.
+    /// The requester has memory for all KV: it is exported in parts while it is computed. In the first message only.
     #[prost(bool, tag = "7")]
     pub push: bool,
+    /// Tokens that the next token is none of. In the first message only.
+    #[prost(uint32, repeated, tag = "8")]
+    pub banned: Vec<u32>,
 }
 
-/// A likely token.
+/// Likely token with its log-probability.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub struct PrefillTop {
     #[prost(uint32, tag = "1")]
@@ -88,7 +91,8 @@ pub struct PrefillTop {
     pub logprob: f32,
 }
 
-/// The KV is there, as a lease of the asker, and the next token is known. Once only.
+/// Reply to [`PrefillRequest`]: the KV, as a lease of the requester, and the next token. Repeated at renewals until that
+/// lease is renewed.
 #[derive(Clone, PartialEq, Message)]
 pub struct PrefillReady {
     #[prost(uint64, tag = "1")]
@@ -104,20 +108,20 @@ pub struct PrefillReady {
     pub ttl_ms: u64,
     #[prost(uint32, tag = "6")]
     pub token: u32,
-    /// If log-probabilities were asked for.
+    /// Log-probability of `token`, if requested.
     #[prost(float, optional, tag = "7")]
     pub logprob: Option<f32>,
     #[prost(message, repeated, tag = "8")]
     pub top: Vec<PrefillTop>,
-    /// f32, if they were asked for.
+    /// Logits as f32, if requested.
     #[prost(bytes = "vec", tag = "9")]
     pub logits: Vec<u8>,
-    /// The export of the lease's entries that comes with it (`TransferExport`); 0 if none does, and why.
+    /// Export of the lease's entries that accompanies this reply (`TransferExport`); 0 if none, with the reason in `why`.
     #[prost(uint64, tag = "10")]
     pub export: u64,
     #[prost(string, tag = "11")]
     pub why: String,
-    /// Time that the request waited for memory and its turn, and that it was computed.
+    /// Time that the request waited for memory and its turn (`queued_ms`), and compute time (`prefill_ms`).
     #[prost(uint64, tag = "12")]
     pub queued_ms: u64,
     #[prost(uint64, tag = "13")]
@@ -126,7 +130,7 @@ pub struct PrefillReady {
     pub queued_tokens: u64,
 }
 
-/// The request is not done here.
+/// Refusal of a [`PrefillRequest`].
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PrefillRefused {
     #[prost(uint64, tag = "1")]
@@ -137,7 +141,7 @@ pub struct PrefillRefused {
     pub queued_tokens: u64,
 }
 
-/// A decode worker still wants these; also asks how much the worker has to do.
+/// Renewal of unanswered requests by a decode worker; also queries the worker's queue.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PrefillRenew {
     #[prost(uint64, tag = "1")]
@@ -146,33 +150,33 @@ pub struct PrefillRenew {
     pub requests: Vec<u64>,
 }
 
-/// The answer: which of them the worker does not know.
+/// Reply to [`PrefillRenew`]: the requests that the worker does not know.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PrefillRenewed {
-    /// Of the question.
+    /// `PrefillRenew::seq`.
     #[prost(uint64, tag = "1")]
     pub seq: u64,
     #[prost(uint64, repeated, tag = "2")]
     pub unknown: Vec<u64>,
-    /// Tokens that wait to be computed or are being computed.
+    /// Tokens of the worker that wait to be computed or are being computed.
     #[prost(uint64, tag = "3")]
     pub queued_tokens: u64,
 }
 
-/// The decode worker does not want these any more. It holds no lease of them.
+/// Cancellation of requests by a decode worker, which holds no lease of them.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PrefillCancel {
     #[prost(uint64, repeated, tag = "1")]
     pub requests: Vec<u64>,
 }
 
-/// The role that the receiver shall have, gManager to instance: it finishes what only its old role does, and then has the
-/// new one. Repeated until its heartbeat names `number`; the last one counts.
+/// Order of the gManager to an instance to change its role: it finishes the work that only the old role does, then
+/// switches. Repeated until its heartbeat names `number`; the last order counts.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct RoleOrder {
     #[prost(enumeration = "Role", tag = "1")]
     pub role: i32,
-    /// Which order it is; no gManager gives it twice.
+    /// Number of the order; no gManager uses it twice.
     #[prost(uint64, tag = "2")]
     pub number: u64,
 }

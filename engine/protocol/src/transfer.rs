@@ -1,12 +1,12 @@
 //! Messages of KV transfer between a decode worker (the reader) and a prefill worker (the writer): CONNECT, export,
-//! COMPLETE and their answers (KVDirect §4). The KV itself travels in [`crate::DirectFrame`]s or over shared memory.
+//! COMPLETE and their replies (KVDirect §4). The KV itself travels in [`crate::DirectFrame`]s or over shared memory.
 //!
 //! A **connection** is the reader's number for one writer process. A writer **exports** finished rBlocks to one reader
 //! under a lease that the reader renews; COMPLETE ends it. Sequence numbers of COMPLETE count per connection from 1.
 
 use prost::{Enumeration, Message};
 
-/// What a dimension of a KV tensor counts. Absent dimensions have size 1.
+/// Dimension of a KV tensor. Absent dimensions have size 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
 #[repr(i32)]
 pub enum TransferDim {
@@ -31,12 +31,12 @@ pub struct TransferAxis {
     pub dim: i32,
     #[prost(uint32, tag = "2")]
     pub size: u32,
-    /// Distance of neighbours, in elements.
+    /// Distance of neighbouring indices, in elements.
     #[prost(uint64, tag = "3")]
     pub stride: u64,
 }
 
-/// Which of K and V a plane holds.
+/// Part of the KV that a plane holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
 #[repr(i32)]
 pub enum TransferPart {
@@ -60,14 +60,14 @@ pub struct TransferPlane {
     /// `DType::code`.
     #[prost(uint32, tag = "4")]
     pub dtype: u32,
-    /// Layer of the model that index 0 of the layer dimension is.
+    /// Model layer of index 0 of the layer dimension.
     #[prost(uint32, tag = "5")]
     pub first_layer: u32,
     #[prost(enumeration = "TransferPart", tag = "6")]
     pub part: i32,
 }
 
-/// Where a worker's KV lies.
+/// Memory layout of a worker's KV.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct TransferLayout {
     /// 32 bytes.
@@ -96,15 +96,15 @@ pub struct TransferLayout {
     pub planes: Vec<TransferPlane>,
 }
 
-/// CONNECT: a reader introduces itself to a writer, first and after every loss of the path. Repeated until answered.
+/// CONNECT: first message of a reader to a writer, also after every loss of the path. Repeated until answered.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct TransferConnect {
     #[prost(uint64, tag = "1")]
     pub conn: u64,
-    /// Of the reader.
+    /// Incarnation of the reader.
     #[prost(fixed64, tag = "2")]
     pub incarnation: u64,
-    /// Grows with every CONNECT of a connection: an older one is ignored.
+    /// Attempt number, growing with every CONNECT of a connection: an older one is ignored.
     #[prost(uint64, tag = "3")]
     pub attempt: u64,
     #[prost(message, optional, tag = "4")]
@@ -112,70 +112,70 @@ pub struct TransferConnect {
     /// Values may be rounded to the reader's element type.
     #[prost(bool, tag = "5")]
     pub loss_allowed: bool,
-    /// Identity of the host and its namespace of unix sockets; equal ones may share memory. Empty: never.
+    /// Host identity, including its namespace of unix sockets; equal ones may share memory. Empty: never.
     #[prost(string, tag = "6")]
     pub host: String,
 }
 
-/// Memory that a reader on the same host may map: one region, or a window of a device with all regions one behind the other.
+/// Memory that a reader on the same host may map: one region, or a shared device region that holds all regions in order.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct TransferArena {
-    /// The region; of a window the first one.
+    /// The region; the first one for a shared device region.
     #[prost(uint32, tag = "1")]
     pub region: u32,
     /// Path of the unix socket that hands the file descriptor out.
     #[prost(string, tag = "2")]
     pub socket: String,
-    /// 32 bytes that the socket asks for.
+    /// Secret of 32 bytes that the socket requires.
     #[prost(bytes = "vec", tag = "3")]
     pub token: Vec<u8>,
-    /// 16 bytes, the UUID of the device that it is a window of; empty for memory of the host.
+    /// UUID of the device, 16 bytes; empty for host memory.
     #[prost(bytes = "vec", tag = "4")]
     pub device: Vec<u8>,
-    /// Size of a window: what the regions have, or more.
+    /// Size of a shared device region: that of the regions, or more.
     #[prost(uint64, tag = "5")]
     pub bytes: u64,
 }
 
-/// The answer to a CONNECT whose layout can be read.
+/// Reply to a CONNECT whose layout is compatible.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct TransferConnected {
     #[prost(uint64, tag = "1")]
     pub conn: u64,
     #[prost(uint64, tag = "2")]
     pub attempt: u64,
-    /// Of the writer: exports of another one are gone.
+    /// Incarnation of the writer: exports of another one are gone.
     #[prost(fixed64, tag = "3")]
     pub incarnation: u64,
-    /// Names this acceptance: reads of an earlier one are refused.
+    /// Epoch of this acceptance: reads with an earlier epoch are refused.
     #[prost(uint64, tag = "4")]
     pub epoch: u64,
-    /// The last COMPLETE that was carried out.
+    /// Sequence number of the last executed COMPLETE.
     #[prost(uint64, tag = "5")]
     pub completed: u64,
     #[prost(message, optional, tag = "6")]
     pub layout: Option<TransferLayout>,
-    /// Bytes that the reader may have asked for and not received.
+    /// Credit: bytes in flight that the reader may have.
     #[prost(uint64, tag = "7")]
     pub credit_bytes: u64,
-    /// Exports that are not renewed for so long end.
+    /// Lifetime of an export without renewal.
     #[prost(uint64, tag = "8")]
     pub ttl_ms: u64,
     #[prost(message, repeated, tag = "9")]
     pub arenas: Vec<TransferArena>,
-    /// `ip:port` where reads are served over QUIC; empty where the writer's other connections are.
+    /// `ip:port` that serves reads over QUIC; empty: the address of the writer's other connections.
     #[prost(string, tag = "10")]
     pub addr: String,
 }
 
-/// The answer to a CONNECT that cannot work.
+/// Refusal of a CONNECT.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct TransferRefused {
     #[prost(uint64, tag = "1")]
     pub conn: u64,
     #[prost(uint64, tag = "2")]
     pub attempt: u64,
-    /// For people: names the two values that differ.
+    /// Human-readable reason with the two values that differ.
     #[prost(string, tag = "3")]
     pub reason: String,
 }
@@ -189,14 +189,14 @@ pub struct TransferBlocks {
     pub count: u32,
 }
 
-/// KV that a writer keeps for a reader. Repeated until a `TransferRenew` names it.
+/// Export: KV that a writer keeps for a reader. Repeated until a `TransferRenew` names it.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct TransferExport {
     #[prost(uint64, tag = "1")]
     pub conn: u64,
     #[prost(uint64, tag = "2")]
     pub export: u64,
-    /// The request whose KV this is, as both know it.
+    /// Request of the KV, by the number that both sides use.
     #[prost(uint64, tag = "3")]
     pub request: u64,
     /// Position of the first token.
@@ -210,14 +210,14 @@ pub struct TransferExport {
     /// 16 bytes for each rBlock: the content's check over these layers and the heads that both have (WIRE.md, Checks).
     #[prost(bytes = "vec", tag = "7")]
     pub checks: Vec<u8>,
-    /// The layers of the model that it is of, `layers` of them from `first_layer` on; without, all that both have.
+    /// Exported model layers: `layers` of them from `first_layer` on; 0 `layers`: all that both sides have.
     #[prost(uint32, tag = "8")]
     pub first_layer: u32,
     #[prost(uint32, tag = "9")]
     pub layers: u32,
 }
 
-/// Keeps exports, and acknowledges that they were heard of.
+/// Renewal of exports; also acknowledges their receipt.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct TransferRenew {
     #[prost(uint64, tag = "1")]
@@ -229,29 +229,29 @@ pub struct TransferRenew {
     pub seq: u64,
 }
 
-/// Which of the renewed exports are gone.
+/// Reply to [`TransferRenew`]: the renewed exports that are gone.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct TransferRenewed {
     #[prost(uint64, tag = "1")]
     pub conn: u64,
     #[prost(uint64, repeated, tag = "2")]
     pub unknown: Vec<u64>,
-    /// Of the renewal.
+    /// `TransferRenew::seq`.
     #[prost(uint64, tag = "3")]
     pub seq: u64,
 }
 
-/// How a reader is done with an export.
+/// Outcome of an export at the reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
 #[repr(i32)]
 pub enum TransferOutcome {
     /// All of it arrived and was verified.
     Done = 0,
-    /// It is not wanted any more.
+    /// The reader does not need it any more.
     Abandoned = 1,
 }
 
-/// COMPLETE: the writer frees the export. One at a time on a connection; repeated until acknowledged.
+/// COMPLETE: asks the writer to free the export. One at a time on a connection; repeated until acknowledged.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct TransferComplete {
     #[prost(uint64, tag = "1")]
@@ -262,19 +262,19 @@ pub struct TransferComplete {
     pub export: u64,
     #[prost(enumeration = "TransferOutcome", tag = "4")]
     pub outcome: i32,
-    /// Of the writer that it is for: numbers count anew for its successor.
+    /// Incarnation of the addressed writer: sequence numbers restart with a new one.
     #[prost(fixed64, tag = "5")]
     pub incarnation: u64,
 }
 
-/// The acknowledgement of all COMPLETEs up to a number.
+/// Acknowledgement of all COMPLETEs up to `seq`.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct TransferCompleted {
     #[prost(uint64, tag = "1")]
     pub conn: u64,
     #[prost(uint64, tag = "2")]
     pub seq: u64,
-    /// Of the writer.
+    /// Incarnation of the writer.
     #[prost(fixed64, tag = "3")]
     pub incarnation: u64,
 }

@@ -1,9 +1,10 @@
 //! The executor: one device, its memory, and the work queued for it.
 
 use crate::config::ExecutorConfig;
-use crate::forward::{Forward, Model, Shared};
-use crate::memory::{KvArena, KvMemory, KvRegion, PeerMemory};
-use crate::micro_batch::{MicroBatchBuffers, RemoteBuffers};
+use crate::decoder::{Activations, Model};
+use crate::forward::{Forward, Shared};
+use crate::memory::{KvArena, KvMemory, KvRegion, PeerMemory, hold, no_peer_access, without};
+use crate::micro_batch::RemoteBuffers;
 use crate::pass::{Pass, Progress};
 use crate::queue;
 use crate::remote_query::{AttentionShape, RemoteQueryBuffers};
@@ -13,17 +14,17 @@ use crate::work::{Command, MapId, RemoteQuery, RemoteRead, RemoteTag, RemoteWrit
 use lagoon_backend::{
     Device, DeviceError, KvCounters, LaunchCounters, PeerAccess, Queued, SharedArenas, SharedRegions, VirtualMemory,
 };
-use lagoon_model::ModelConfig;
+use lagoon_model::ModelSpec;
 use lagoon_types::{Epoch, KvShape, KvSpace, MicroBatch};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::slice;
 use std::time::Duration;
 
-/// A KV store, and memory beside it if there is any.
+/// A KV store, its memory for transports, and staging buffers if there are any.
 type Store<K> = (K, KvMemory, Option<Stages>);
 
-/// A KV store of this process alone, in address rows if the configuration has any.
+/// A private KV store, in address rows if the configuration has any.
 fn private<D: Device>(device: &mut D, shape: KvShape, space: &KvSpace) -> Result<D::Kv, DeviceError> {
     match device.virtual_memory() {
         Some(memory) => memory.kv_in(shape, space),
@@ -32,8 +33,8 @@ fn private<D: Device>(device: &mut D, shape: KvShape, space: &KvSpace) -> Result
     }
 }
 
-/// The KV store: in shared arenas if the configuration asks for them and the device has them, else private, with staging
-/// buffers beside it: a shared device region, or arenas of the host.
+/// The KV store: in shared arenas if the configuration asks for them and the device has them, else private, with
+/// staging buffers in a shared device region or in host arenas.
 #[cfg(target_os = "linux")]
 fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<Store<D::Kv>, DeviceError> {
     if let Some(block_tokens) = config.share_blocks.filter(|_| config.kv.rows == 0)
@@ -49,7 +50,7 @@ fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> 
     let token_bytes = shape.layer_token_bytes();
     let granule_bytes = block_tokens as usize * token_bytes;
     let layer_bytes = (config.stage_blocks as usize).saturating_mul(granule_bytes);
-    // KV is packed into a region from multiples of 16 bytes on.
+    // Pieces in a region start at multiples of 16 bytes.
     if config.stage_on_device
         && token_bytes.is_multiple_of(16)
         && let Some(regions) = device.shared_regions()
@@ -72,7 +73,7 @@ fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> 
     Ok((private(device, shape, &config.kv)?, KvMemory::Host(Vec::new()), None))
 }
 
-/// A KV store that other processes map, and its memory.
+/// A KV store with peer access, and its region.
 #[cfg(target_os = "linux")]
 fn lent<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<(D::Kv, KvRegion), DeviceError> {
     let peers = device.peer_access().ok_or_else(no_peer_access)?;
@@ -84,38 +85,30 @@ fn lent<D: Device>(_: &mut D, _: KvShape, _: &ExecutorConfig) -> Result<(D::Kv, 
     Err(no_peer_access())
 }
 
-fn without(capability: &str) -> DeviceError {
-    DeviceError::Unsupported(format!("it has no {capability}"))
-}
-
-/// Of a device that shares no memory with other processes' devices.
-pub(crate) fn no_peer_access() -> DeviceError {
-    without("peer access: other processes cannot map its memory, nor it theirs")
-}
-
-/// What one turn came to.
+/// Result of [`Executor::try_turn`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
     /// One bounded piece of work was done.
     Worked,
-    /// There is nothing to do before the next command.
+    /// No work before the next command.
     Idle,
-    /// Nor before the device has done what is queued; to be asked again after this time, or after the next command.
+    /// No work before the device has done its queue; ask again after this time, or after the next command.
     Queued(Duration),
 }
 
-/// One device with its KV store, weights and queued work. Not thread-safe by itself: see [`crate::spawn`].
+/// One device with its KV store, weights and queued work, driven by [`Command`]s. Runs on one thread: see
+/// [`crate::spawn`].
 #[derive(Debug)]
 pub struct Executor<D: Device> {
     device: D,
     config: ExecutorConfig,
     kv: D::Kv,
-    /// Creditors' stores that are mapped.
-    reached: BTreeMap<MapId, D::Kv>,
+    /// Creditors' KV stores mapped here (peer access).
+    mapped: BTreeMap<MapId, D::Kv>,
     memory: KvMemory,
     lent: Option<KvRegion>,
     stages: Option<Stages>,
-    /// The last turn was for what is staged, if there was any: it and passes take turns.
+    /// The last turn copied staged KV, if any waited: staging and passes alternate.
     staged_last: bool,
     kv_shape: KvShape,
     attention: AttentionShape,
@@ -123,14 +116,14 @@ pub struct Executor<D: Device> {
     forward: Option<Forward<D>>,
     remote_request: RemoteQueryBuffers<D>,
     remote_requests: VecDeque<CreditorWork>,
-    /// A peer's KV could not be stored: what peers ask for from then on fails, because the store has lost blocks.
+    /// A peer's KV could not be stored: all later requests of peers fail, because the store has lost blocks.
     remote_request_fault: Option<DeviceError>,
     passes: [Option<Pass>; 2],
-    /// The micro-batch that advanced last: micro-batches take turns.
+    /// The micro-batch that advanced last; micro-batches alternate.
     last: MicroBatch,
-    /// Commands came since the device's counters were last looked at, and what was told of them then.
+    /// Commands came since the last look at the device's counters, and the counters last reported.
     worked: bool,
-    told: (KvCounters, LaunchCounters),
+    reported: (KvCounters, LaunchCounters),
 }
 
 #[derive(Debug)]
@@ -143,7 +136,7 @@ enum CreditorWork {
     Release(Vec<Range<u32>>),
 }
 
-/// Work for memory that is lent to be mapped: the own, and creditors'.
+/// Work for KV stores with peer access: the own, and creditors'.
 #[derive(Debug)]
 enum LentWork {
     Seal { tag: RemoteTag, block: u32, epoch: Epoch },
@@ -152,13 +145,13 @@ enum LentWork {
 }
 
 impl<D: Device> Executor<D> {
-    /// Allocates the KV store and all buffers. Without a `model` it serves peers only.
+    /// Allocates the KV store and all buffers. Without a `model` the executor serves peers only (kv node).
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] where they do not fit.
+    /// [`DeviceError::OutOfMemory`] if they do not fit.
     pub fn new(
         mut device: D,
-        shape: &ModelConfig,
+        shape: &ModelSpec,
         model: Option<Model<D>>,
         config: ExecutorConfig,
     ) -> Result<Self, DeviceError> {
@@ -170,21 +163,15 @@ impl<D: Device> Executor<D> {
             let (kv, memory, stages) = store(&mut device, kv_shape, &config)?;
             (kv, memory, stages, None)
         };
-        let attention = AttentionShape {
-            geometry: shape.geometry,
-            scale: shape.attention_scale(),
-            window: shape.window,
-            alibi: shape.alibi,
-        };
+        let attention = AttentionShape::new(shape);
         let forward = match model {
             None => None,
             Some(model) => Some(Forward {
                 micro_batches: [
-                    MicroBatchBuffers::new(&mut device, shape, config.step_rows, config.step_seqs)?,
-                    MicroBatchBuffers::new(&mut device, shape, config.step_rows, config.step_seqs)?,
+                    Activations::new(&mut device, shape, config.step_rows, config.step_seqs)?,
+                    Activations::new(&mut device, shape, config.step_rows, config.step_seqs)?,
                 ],
                 remote: RemoteBuffers::new(&mut device, shape, config.kv_dtype, config.step_rows, config.fetch_tokens)?,
-                config: shape.clone(),
                 model,
                 sampler: Sampler::new(),
                 draws: (Vec::new(), Vec::new()),
@@ -196,7 +183,7 @@ impl<D: Device> Executor<D> {
             device,
             config,
             kv,
-            reached: BTreeMap::new(),
+            mapped: BTreeMap::new(),
             stages,
             memory,
             lent,
@@ -210,11 +197,11 @@ impl<D: Device> Executor<D> {
             passes: [None, None],
             last: MicroBatch::Remote,
             worked: false,
-            told: Default::default(),
+            reported: Default::default(),
         })
     }
 
-    /// Makes memory lie behind slots outside of any command: for measurements on an executor that has no work.
+    /// Maps memory behind slots outside of any command, for measurements on an idle executor.
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
@@ -232,17 +219,17 @@ impl<D: Device> Executor<D> {
         self.device.peer_access().is_some()
     }
 
-    /// The memory that others read and fill, if that was asked for and can be; else none.
+    /// The KV memory that transports read and fill; none if the configuration or the device has none.
     pub fn memory(&self) -> &KvMemory {
         &self.memory
     }
 
-    /// The memory of the store, if others map it.
+    /// The region of a store with peer access.
     pub fn lent(&self) -> Option<&KvRegion> {
         self.lent.as_ref()
     }
 
-    /// Whether that memory lies beside the store ([`Command::Stage`]).
+    /// Whether transports use staging buffers beside the store ([`Command::Stage`]).
     pub fn stages(&self) -> bool {
         self.stages.is_some()
     }
@@ -255,8 +242,8 @@ impl<D: Device> Executor<D> {
     /// Queues a command.
     ///
     /// # Panics
-    /// If a step comes while its micro-batch is busy, or to a kv node, or KV is to be staged and there is nowhere to: bugs of the
-    /// caller.
+    /// If a step comes while its micro-batch is busy, or to a kv node, or KV is to be staged without staging buffers:
+    /// bugs of the caller.
     pub fn push(&mut self, command: Command) {
         self.worked = true;
         match command {
@@ -307,8 +294,8 @@ impl<D: Device> Executor<D> {
         self.passes.iter_mut().flatten().find(|p| p.step() == step)
     }
 
-    /// Does one bounded piece of work, waiting for the device where that is all there is to do. Returns whether there was
-    /// any.
+    /// Does one bounded piece of work, waiting for the device if there is no other. Returns false if there was no
+    /// work.
     pub fn turn(&mut self, reports: &mut dyn FnMut(Report)) -> bool {
         loop {
             match self.try_turn(reports) {
@@ -319,8 +306,8 @@ impl<D: Device> Executor<D> {
         }
     }
 
-    /// Does one bounded piece of work: a remote request's frame if one waits, else up to a layer of a pass. Waits for the device
-    /// only where it does not queue.
+    /// Does one bounded piece of work: a remote request's frame if one waits, else up to a layer of a pass. Waits for
+    /// the device only if the device does not queue.
     pub fn try_turn(&mut self, reports: &mut dyn FnMut(Report)) -> Turn {
         if let Some(work) = self.remote_requests.pop_front() {
             queue::set_urgent(&mut self.device, true);
@@ -348,12 +335,13 @@ impl<D: Device> Executor<D> {
             return Turn::Worked;
         }
         if matches!(turn, Turn::Idle) {
-            self.tell_counters(reports);
+            self.report_counters(reports);
         }
         turn
     }
 
-    /// Copies a piece between the store and the memory beside it, while passes wait for the device and between their layers.
+    /// Copies a piece between the store and its staging buffer, between layers of passes and while they wait for the
+    /// device.
     fn stage(&mut self, reports: &mut dyn FnMut(Report)) -> bool {
         let Some(stages) = self.stages.as_mut().filter(|stages| stages.is_busy()) else { return false };
         queue::set_urgent(&mut self.device, true);
@@ -362,19 +350,19 @@ impl<D: Device> Executor<D> {
         staged
     }
 
-    /// Says what mapping memory and keeping launches have come to, where that changed.
-    fn tell_counters(&mut self, reports: &mut dyn FnMut(Report)) {
+    /// Reports the counters of virtual memory and graph launches that changed.
+    fn report_counters(&mut self, reports: &mut dyn FnMut(Report)) {
         if !std::mem::take(&mut self.worked) {
             return;
         }
-        if let Some(memory) = self.kv_counters().filter(|counters| *counters != self.told.0) {
-            self.told.0 = memory;
+        if let Some(memory) = self.kv_counters().filter(|counters| *counters != self.reported.0) {
+            self.reported.0 = memory;
             reports(Report::Memory(memory));
         }
         if let Some(launches) =
-            self.device.queued().and_then(Queued::launches).filter(|counters| *counters != self.told.1)
+            self.device.queued().and_then(Queued::launches).filter(|counters| *counters != self.reported.1)
         {
-            self.told.1 = launches;
+            self.reported.1 = launches;
             reports(Report::Launches(launches));
         }
     }
@@ -388,9 +376,9 @@ impl<D: Device> Executor<D> {
             device: &mut self.device,
             forward,
             kv: &mut self.kv,
-            reached: &self.reached,
+            mapped: &self.mapped,
             kv_shape: self.kv_shape,
-            attention: self.attention,
+            attention: &self.attention,
             config: self.config,
             alone,
         };
@@ -439,7 +427,7 @@ impl<D: Device> Executor<D> {
                 };
                 let mapped = slots.pop().map_or(Ok(()), &mut map);
                 match mapped {
-                    // One bounded piece of work at a time, before anything that came later: that may overwrite the rest.
+                    // One piece at a time, before all later commands: they may overwrite the rest.
                     Ok(()) if !slots.is_empty() => {
                         self.remote_requests.push_front(CreditorWork::Share { share, tokens, slots })
                     }
@@ -451,7 +439,7 @@ impl<D: Device> Executor<D> {
                 // Without virtual memory, slots keep their memory.
                 let Some(memory) = self.device.virtual_memory() else { return };
                 for slots in slots {
-                    // Memory that the device could not release is lost to it for now: peers must not be promised it.
+                    // Memory that could not be released is lost for now: peers must not be promised it.
                     if let Err(error) = memory.kv_release(&mut self.kv, slots) {
                         self.remote_request_fault.get_or_insert(error);
                     }
@@ -470,7 +458,8 @@ impl<D: Device> Executor<D> {
         }
     }
 
-    /// Stores KV that a peer or a move brought. What cannot be stored is reported with its tag, or fails what is read here later.
+    /// Stores KV of a peer or a move. A failure is reported with the write's tag, or without one fails later reads
+    /// here.
     fn store(&mut self, write: RemoteWrite, reports: &mut dyn FnMut(Report)) {
         let token_bytes = self.kv_shape.layer_token_bytes();
         let (mut at, mut stored_tag) = (0, write.tag);
@@ -503,23 +492,18 @@ impl<D: Device> Executor<D> {
             }
             LentWork::Map { map, blocks, memory } => {
                 let mapped = map_peer(&mut self.device, self.kv_shape, (blocks, self.config.kv.block_tokens), memory);
-                let error = mapped.map(|kv| drop(self.reached.insert(map, kv))).err();
+                let error = mapped.map(|kv| drop(self.mapped.insert(map, kv))).err();
                 reports(Report::Mapped { map, error });
             }
             LentWork::Unmap(map) => {
-                if let Some(kv) = self.reached.remove(&map) {
-                    // A step that was given up may attend to it still; a device that is lost attends to nothing.
+                if let Some(kv) = self.mapped.remove(&map) {
+                    // An aborted step may still attend to the store. A lost device attends to nothing.
                     let _lost = self.device.sync();
                     drop(kv);
                 }
             }
         }
     }
-}
-
-/// Maps memory behind these slots; without virtual memory they have it.
-pub(crate) fn hold<D: Device>(device: &mut D, kv: &mut D::Kv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
-    device.virtual_memory().map_or(Ok(()), |memory| memory.kv_hold(kv, slots))
 }
 
 #[cfg(target_os = "linux")]

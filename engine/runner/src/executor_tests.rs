@@ -1,31 +1,35 @@
 //! Peers do not wait for a device that has a whole step queued.
 
 use super::*;
-use crate::work::{RemotePart, RemoteWork, SampleSpec, SeqRows, Ship, StepWork};
+use crate::work::{PassError, RemotePart, RemoteWork, SampleSpec, SeqRows, Ship, ShipSegment, StepWork};
 use bytes::Bytes;
 use lagoon_backend::cpu::CpuDevice;
 use lagoon_backend::{AttnRows, PaceProfile, Paced};
-use lagoon_model::{Checkpoint, LlamaWeights, Rope};
+use lagoon_model::{Checkpoint, Weights};
 use lagoon_types::{DType, InstanceId, KvRun, KvSpace, SamplingParams, SeqId, StepId};
 use std::path::Path;
 use std::sync::Arc;
 
 /// The bundled model on a device that takes weeks for a step, and next to no time for a peer's attention.
 fn slow() -> Executor<Paced<CpuDevice>> {
+    paced(1e12)
+}
+
+fn paced(weight_scale: f64) -> Executor<Paced<CpuDevice>> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/passkey");
     let profile = PaceProfile {
         bytes_per_s: 1e9,
         flops: 1e12,
         copy_bytes_per_s: 1e12,
         launch_us: 0.0,
-        weight_scale: 1e12,
+        weight_scale,
         kv_scale: 1.0,
     };
     let mut device = Paced::new(CpuDevice::new(), profile);
-    let config = ModelConfig::open(&dir).unwrap();
+    let config = ModelSpec::open(&dir).unwrap();
     let checkpoint = Checkpoint::open(&dir).unwrap();
-    let weights = LlamaWeights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
-    let model = Model { weights, rope: Rope::new(&config) };
+    let weights = Weights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
+    let model = Model::new(&config, weights);
     let sizes = ExecutorConfig {
         kv: KvSpace::flat(64, 1),
         kv_dtype: DType::F32,
@@ -42,7 +46,7 @@ fn slow() -> Executor<Paced<CpuDevice>> {
 
 fn step(number: u64, micro_batch: MicroBatch, slot: u32, remote: RemoteWork) -> Command {
     let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
-    let sample = Some(SampleSpec { params, index: 0, return_logits: false });
+    let sample = Some(SampleSpec { params, index: 0, return_logits: false, banned: Arc::default() });
     let seq = SeqRows { seq: SeqId(number), row0: 0, rows: 1, pos0: 0, run0: 0, runs: 1, sample };
     Command::Step(Box::new(StepWork {
         step: StepId(number),
@@ -69,19 +73,19 @@ fn remote_request(executor: &Executor<Paced<CpuDevice>>) -> Command {
     })
 }
 
-/// A device that maps nothing says so of what it is to map.
+/// Without virtual memory, a share is refused with one error.
 #[test]
 fn a_device_without_addresses_maps_nothing() {
     let mut executor = slow();
     let share = ShareId(3);
     executor.push(Command::Share { share, tokens: 4, slots: vec![(0, 40), (8, 44)] });
-    let said = turns(&mut executor).1;
+    let reports = turns(&mut executor).1;
     let unsupported =
         |r: &Report| matches!(r, Report::Shared { share: ShareId(3), error: Some(DeviceError::Unsupported(_)) });
-    assert_eq!(said.iter().filter(|r| unsupported(r)).count(), 1, "{said:?}");
+    assert_eq!(reports.iter().filter(|r| unsupported(r)).count(), 1, "{reports:?}");
 }
 
-/// Turns until there is nothing to do but wait; how often something was done, and what was said.
+/// Turns until all that is left is waiting; returns the number of pieces done, the reports and the last turn.
 fn turns(executor: &mut Executor<Paced<CpuDevice>>) -> (u32, Vec<Report>, Turn) {
     let (mut done, mut reports) = (0, Vec::new());
     loop {
@@ -109,15 +113,16 @@ fn a_peer_is_answered_while_a_whole_step_is_queued() {
 #[test]
 fn a_micro_batch_with_company_is_one_layer_ahead_of_the_device() {
     let mut executor = slow();
-    let ships = vec![Ship { creditor: InstanceId(2), segments: vec![(0, 1)] }];
+    let ships =
+        vec![Ship { creditor: InstanceId(2), segments: vec![ShipSegment { row0: 0, rows: 1, pos0: 1, end: 1 }] }];
     let remote = RemoteWork { dtype: DType::F32, ships, ..RemoteWork::default() };
     executor.push(step(1, MicroBatch::Remote, 1, remote));
     executor.push(step(2, MicroBatch::Local, 0, RemoteWork::default()));
     let (done, reports, turn) = turns(&mut executor);
-    // A layer of the one, and the projection of the other, whose queries leave once the device is there.
+    // A layer of the local pass and the projection of the remote one, whose queries leave when the device is done.
     assert_eq!((done, reports.len()), (2, 0));
     assert!(matches!(turn, Turn::Queued(_)), "{turn:?}");
-    // An early answer changes nothing, nor does the end of the other step hold it up.
+    // An early answer changes nothing; the end of the other step does not wait for it.
     let empty = Bytes::new();
     let part = RemotePart { creditor: InstanceId(2), out: empty.clone(), lse: empty.clone(), count: empty };
     executor.push(Command::Part { step: StepId(1), layer: 0, part });
@@ -127,7 +132,7 @@ fn a_micro_batch_with_company_is_one_layer_ahead_of_the_device() {
     assert!(matches!(turn, Turn::Queued(_)));
 }
 
-/// Waits until `done`, without a limit: a test that hangs is found by the harness.
+/// Waits until `done`, without a limit: the test harness kills a test that hangs.
 fn until(done: impl Fn() -> bool) {
     while !done() {
         std::thread::yield_now();
@@ -169,4 +174,32 @@ fn a_thread_that_panics_drops_its_reports() {
     thread.send(work).unwrap();
     assert!(received.recv().is_err(), "the receiver learns of the end");
     until(|| thread.send(Command::Abort { step: StepId(1) }).is_err());
+}
+
+/// What a creditor says that it attended to is added to what this instance did.
+#[test]
+fn a_creditor_counts_no_more_keys_than_a_sequence_has() {
+    let mut executor = paced(1.0);
+    let ships =
+        vec![Ship { creditor: InstanceId(2), segments: vec![ShipSegment { row0: 0, rows: 1, pos0: 1, end: 1 }] }];
+    let remote = RemoteWork { dtype: DType::F32, ships, ..RemoteWork::default() };
+    executor.push(step(1, MicroBatch::Remote, 1, remote));
+    let next = |executor: &mut Executor<Paced<CpuDevice>>| loop {
+        let report =
+            turns(executor).1.into_iter().find(|r| matches!(r, Report::Queries { .. } | Report::Failed { .. }));
+        if let Some(report) = report {
+            return report;
+        }
+        std::thread::yield_now();
+    };
+    assert!(matches!(next(&mut executor), Report::Queries { layer: 0, .. }));
+    let geometry = executor.attention.geometry;
+    let zeros = |bytes| Bytes::from(vec![0; bytes]);
+    let count = Bytes::copy_from_slice(&u32::MAX.to_le_bytes());
+    let (out, lse) = (zeros(geometry.q_dim() * 4), zeros(geometry.heads as usize * 4));
+    let part = RemotePart { creditor: InstanceId(2), out, lse, count };
+    executor.push(Command::Part { step: StepId(1), layer: 0, part });
+    let failed = next(&mut executor);
+    let named = matches!(failed, Report::Failed { error: PassError::Part { creditor: InstanceId(2), layer: 0 }, .. });
+    assert!(named, "{failed:?}");
 }

@@ -1,15 +1,17 @@
 //! The runner: executes forward passes, DistAttention and micro attention for peers on one device.
 //!
-//! An [`Executor`] owns the device, the weights (none on a kv node) and the KV store, and runs on one thread. It is
-//! driven by [`Command`]s and answers with [`Report`]s; [`Executor::turn`] does one bounded piece of work, at most one
-//! layer of one pass, so that peers' queries are served between any two layers.
+//! An [`Executor`] owns the device, the weights (none on a kv node) and the KV store, and runs on one thread. The
+//! instance sends [`Command`]s and receives [`Report`]s. [`Executor::turn`] does one bounded piece of work, at most
+//! one layer of one pass, so peers' queries are served between any two layers.
 //!
 //! What must not be here: sockets, clocks, block accounting, scheduling decisions.
 #![forbid(unsafe_code)]
 
 mod config;
+pub mod decoder;
 mod executor;
 mod forward;
+mod latent;
 mod memory;
 mod micro_batch;
 mod pass;
@@ -21,12 +23,12 @@ mod thread;
 mod work;
 
 pub use config::ExecutorConfig;
+pub use decoder::{Activations, Decoder, Model, activation_elements};
 pub use executor::{Executor, Turn};
-pub use forward::Model;
 pub use memory::{KvArena, KvMemory, KvRegion, PeerMemory};
 pub use thread::{ExecutorThread, spawn};
 pub use work::{
     Command, Fetch, MapId, MappedKv, PassError, RemotePart, RemoteQuery, RemoteRead, RemoteTag, RemoteWork,
-    RemoteWrite, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, ShareId, Ship, StageId, StageWork, StepWork,
-    WriteSegment,
+    RemoteWrite, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, ShareId, Ship, ShipSegment, StageId, StageWork,
+    StepWork, WriteSegment,
 };

@@ -1,36 +1,37 @@
-//! One resumable forward pass: `advance` does at most a layer and says whether it waits for creditors or for the device.
+//! One resumable forward pass: `advance` does at most a layer and reports a wait for creditors or for the device.
 //!
-//! In the local micro-batch a layer is one piece of work. In the remote micro-batch (DistAttention, Infinite-LLM v1 §4.2 and §4.6) it
-//! is three: project and hand out queries and new KV; attend to local runs meanwhile; then, when every creditor has
-//! answered, scale-reduce the partials and finish the layer. Partials are merged in the order of the step's plan, never
-//! of arrival, so a pass is a function of its inputs.
+//! In the local micro-batch a layer is one piece of work. In the remote micro-batch (DistAttention, Infinite-LLM v1
+//! §4.2 and §4.6) it is three: project, and hand out queries and new KV; attend to local runs meanwhile; when every
+//! creditor has replied, scale-reduce the partials and finish the layer. Partials are merged in the order of the
+//! step's plan, never of arrival, so a pass is a function of its inputs.
 //!
-//! Nothing here waits for a device that queues its work: a pass that needs a result says so, and while it has company
-//! it queues one layer at a time, so that the other micro-batch's next layer is at most one layer away.
+//! A pass never blocks on a device that queues work: it returns [`Progress::Queued`]. If the other micro-batch has a
+//! pass, it queues one layer at a time, so that the other's next layer is at most one layer away.
 
-use crate::executor::no_peer_access;
+use crate::decoder::Decoder;
 use crate::forward::{Forward, Shared};
+use crate::memory::no_peer_access;
 use crate::queue;
 use crate::sampling::{SampleError, Sampler};
 use crate::work::{
     Fetch, MappedKv, PassError, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, Ship,
-    StepWork,
+    ShipSegment, StepWork,
 };
 use bytes::Bytes;
-use lagoon_backend::{AttnRows, Device, DeviceError, Mode, PeerAccess, Sampling, VirtualMemory};
-use lagoon_model::{ModelConfig, Norm};
+use lagoon_backend::{AttnRows, Device, PeerAccess, Sampling, VirtualMemory};
+use lagoon_types::limits::SEQUENCE_TOKENS_MAX;
 use lagoon_types::run::visible_len;
 use lagoon_types::{DType, KvRun, MicroBatch, StepId};
 use std::ops::Range;
 use std::time::Duration;
 
-/// What one call of [`Pass::advance`] came to.
+/// Result of one call of [`Pass::advance`].
 #[derive(Debug)]
 pub(crate) enum Progress {
     Advanced,
-    /// Nothing can be done before a creditor answers.
+    /// Waits for a creditor's reply.
     Waiting,
-    /// Nothing can be done before the device has got as far; to be asked again after this time.
+    /// Waits for the device; ask again after this time.
     Queued(Duration),
     Done(Vec<SampleOut>),
 }
@@ -58,7 +59,7 @@ pub(crate) struct Pass {
     /// Sequences over `scratch_runs`: rows of this step whose KV is stored on creditors.
     scratch: Vec<AttnRows>,
     scratch_runs: Vec<KvRun>,
-    /// Answers for the current layer, by index of ship.
+    /// Replies for the current layer, by index of ship.
     parts: Vec<Option<RemotePart>>,
     /// KV for the current and the next layer, by index of fetch.
     fetched: [Vec<Option<Bytes>>; 2],
@@ -91,7 +92,7 @@ impl Pass {
         self.work.step
     }
 
-    /// Takes a creditor's answer; one for another layer is late or early and is dropped.
+    /// Takes a creditor's reply; one for another layer is dropped.
     pub(crate) fn on_part(&mut self, layer: u32, part: RemotePart) {
         if layer == self.layer
             && let Some(at) = self.work.remote.ships.iter().position(|s| s.creditor == part.creditor)
@@ -129,15 +130,15 @@ impl Pass {
                 self.project(shared)
             }
             Phase::Project => {
-                // What the other micro-batch queues next must not wait for more than a layer of this one, and a watched layer is
-                // done when the device has got there.
+                // Work that the other micro-batch queues next must wait for at most a layer of this one. A watched
+                // layer is done when the device has done it.
                 let runs_ahead = shared.alone && !self.work.watched;
                 let ahead = if runs_ahead { None } else { queue::reached(shared.device, self.micro_batch())? };
                 if let Some(left) = ahead {
                     return Ok(Progress::Queued(left));
                 }
                 if self.work.watched {
-                    self.check_reached(shared)?;
+                    self.check_mapped(shared)?;
                 }
                 let done = self.layer.checked_sub(1).filter(|_| self.work.watched && self.layer < self.layers(shared));
                 done.into_iter().for_each(|layer| reports(Report::Layer { step: self.work.step, layer }));
@@ -160,7 +161,7 @@ impl Pass {
             Phase::Sample => match queue::reached(shared.device, self.micro_batch())? {
                 Some(left) => Ok(Progress::Queued(left)),
                 None => {
-                    self.check_reached(shared)?;
+                    self.check_mapped(shared)?;
                     self.sample(shared)
                 }
             },
@@ -172,7 +173,7 @@ impl Pass {
     }
 
     fn layers<D: Device>(&self, shared: &Shared<'_, D>) -> u32 {
-        u32::try_from(shared.forward.config.layers).unwrap_or(u32::MAX)
+        u32::try_from(shared.forward.model.spec.layers.len()).unwrap_or(u32::MAX)
     }
 
     /// Embeds the tokens and computes the rotation table.
@@ -184,48 +185,28 @@ impl Pass {
             let next: Vec<u32> = held.iter().map(|slots| slots.end).collect();
             memory.kv_expect(shared.kv, &next, self.work.next_row);
         }
-        let Forward { model, micro_batches, host, .. } = &mut *shared.forward;
-        let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
+        let Forward { model, micro_batches, .. } = &mut *shared.forward;
+        let activations = &mut micro_batches[self.work.micro_batch.index()];
         let positions: Vec<u32> = self.work.seqs.iter().flat_map(|s| s.pos0..s.pos0 + s.rows).collect();
         assert_eq!(positions.len(), self.rows(), "sequences cover the rows");
-        // Decoding without remote KV: the next step is like this one. In the remote micro-batch every layer waits.
+        // Decoding without remote KV: the next step has the same shapes. In the remote micro-batch every layer waits.
         if !self.is_remote() && self.work.seqs.iter().all(|s| s.rows == 1) {
             queue::begin_repeatable(shared.device)?;
         }
-        host.clear();
-        model.rope.fill(&positions, host);
-        shared.device.write(&mut micro_batch.rope, 0, host)?;
-        shared.device.embed(&model.weights.embed, &self.work.tokens, &mut micro_batch.x)?;
-        Ok(())
+        Ok(Decoder::new(model).embed(shared.device, &self.work.tokens, &positions, activations)?)
     }
 
     /// Norm, projection, rotation, append; then the whole layer in the local micro-batch, or the hand-out in the remote one.
     fn project<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
-        let layer = self.layer as usize;
-        let rows = self.rows();
-        {
-            let Forward { config, model, micro_batches, .. } = &mut *shared.forward;
-            if layer == config.layers {
-                return self.head(shared);
-            }
-            let (weights, micro_batch) =
-                (&model.weights.layers[layer], &mut micro_batches[self.work.micro_batch.index()]);
-            let device = &mut *shared.device;
-            norm(device, config, &micro_batch.x, &weights.attn_norm, rows, &mut micro_batch.normed)?;
-            device.matmul(&micro_batch.normed, &weights.qkv, rows, Mode::Set, &mut micro_batch.qkv)?;
-            if let Some(bias) = &weights.qkv_bias {
-                device.add_bias(&mut micro_batch.qkv, bias, rows)?;
-            }
-            device.rope_append(
-                &mut micro_batch.qkv,
-                &micro_batch.rope,
-                config.geometry,
-                &self.work.slots,
-                &mut *shared.kv,
-                layer,
-            )?;
+        let (layer, rows) = (self.layer as usize, self.rows());
+        if self.layer == self.layers(shared) {
+            return self.head(shared);
         }
-        if self.hands_out() {
+        let Forward { model, micro_batches, .. } = &mut *shared.forward;
+        let activations = &mut micro_batches[self.work.micro_batch.index()];
+        let append = (self.work.slots.as_slice(), &mut *shared.kv);
+        Decoder::new(model).project(shared.device, layer, rows, activations, append)?;
+        if self.hands_out(shared) {
             let (micro_batch, cols) = (self.micro_batch(), 0..shared.attention.geometry.qkv_dim());
             queue::read_ahead(
                 shared.device,
@@ -245,28 +226,34 @@ impl Pass {
         Ok(Progress::Advanced)
     }
 
-    /// Whether creditors get anything of a layer, or are asked for the next.
-    fn hands_out(&self) -> bool {
+    /// Whether this layer sends queries or KV to creditors, or fetches KV for the next layer.
+    fn hands_out<D: Device>(&self, shared: &Shared<'_, D>) -> bool {
         let RemoteWork { ships, fetches, writes, .. } = &self.work.remote;
-        self.is_remote() && !(ships.is_empty() && fetches.is_empty() && writes.is_empty())
+        self.is_remote()
+            && !(fetches.is_empty() && writes.is_empty() && ships.iter().all(|ship| !self.asks(shared, ship)))
     }
 
-    /// Proves that what was attended to in creditors' memory was right so far: nobody has written there since it was sealed.
-    /// To be called before anything that follows from it leaves the step.
-    fn check_reached<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
+    /// Whether this layer sends queries to a creditor: in a layer with a window, it may hold none of the keys that rows see.
+    fn asks<D: Device>(&self, shared: &Shared<'_, D>, ship: &Ship) -> bool {
+        ship.asks(shared.attention.windows[self.layer as usize])
+    }
+
+    /// Proves by seal tags that mapped creditor KV has not been overwritten since its seal. Called before any result
+    /// of attention to it leaves the step.
+    fn check_mapped<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
         let mut tags = Vec::new();
-        for reach in &self.work.remote.peer_access {
-            let blocks: Vec<u32> = reach.sealed.iter().map(|sealed| sealed.block).collect();
-            let &MappedKv { creditor, map, .. } = reach;
+        for mapped in &self.work.remote.peer_access {
+            let blocks: Vec<u32> = mapped.sealed.iter().map(|sealed| sealed.block).collect();
+            let &MappedKv { creditor, map, .. } = mapped;
             tags.clear();
-            match shared.reached.get(&map) {
+            match shared.mapped.get(&map) {
                 Some(kv) => {
                     let peers = shared.device.peer_access().ok_or_else(no_peer_access)?;
                     peers.kv_seal_tags(kv, &blocks, &mut tags)?;
                 }
                 None => tags.resize(blocks.len(), 0),
             }
-            let reused = reach.sealed.iter().zip(&tags).find(|(sealed, tag)| sealed.epoch.0 != **tag);
+            let reused = mapped.sealed.iter().zip(&tags).find(|(sealed, tag)| sealed.epoch.0 != **tag);
             if let Some((SealedBlock { lease, .. }, _)) = reused {
                 return Err(PassError::Reused { creditor, lease: *lease });
             }
@@ -274,7 +261,7 @@ impl Pass {
         Ok(())
     }
 
-    /// Queries for every creditor, and the KV that is stored there, read once from the device.
+    /// Hands out queries and new KV for every creditor, read once from the device.
     fn hand_out<D: Device>(
         &self,
         shared: &mut Shared<'_, D>,
@@ -286,15 +273,16 @@ impl Pass {
         let (q_dim, qkv_dim) = (geometry.q_dim(), geometry.qkv_dim());
         host.clear();
         queue::read_staged(shared.device, self.micro_batch(), &micro_batch.qkv, 0..self.rows(), 0..qkv_dim, host)?;
-        // What follows from creditors' memory is about to leave this instance.
-        self.check_reached(shared)?;
+        // Results of attention to mapped creditor KV are about to leave this instance.
+        self.check_mapped(shared)?;
         let Forward { remote, host, .. } = &mut *shared.forward;
         let row = |r: usize| &host[r * qkv_dim..][..qkv_dim];
 
         let dtype = self.work.remote.dtype;
-        let frames = self.work.remote.ships.iter().map(|ship| {
+        let window = shared.attention.windows[self.layer as usize];
+        let frames = self.work.remote.ships.iter().filter(|ship| ship.asks(window)).map(|ship| {
             let mut bytes = Vec::with_capacity(ship.rows() as usize * q_dim * dtype.size());
-            for r in ship.segments.iter().flat_map(|(row0, rows)| *row0..row0 + rows) {
+            for r in ship.segments.iter().flat_map(ShipSegment::range) {
                 dtype.encode(&row(r as usize)[..q_dim], &mut bytes);
             }
             (ship.creditor, ship.rows(), Bytes::from(bytes))
@@ -317,33 +305,38 @@ impl Pass {
         Ok(())
     }
 
-    /// Micro attention over what is in reach: runs in the store, from scratch rows whose KV is stored elsewhere, and runs in
-    /// creditors' memory that is mapped.
+    /// Micro attention over runs in the store, scratch rows whose KV is remote, and mapped creditor KV.
     fn attend_local<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
         let Forward { micro_batches, remote, .. } = &mut *shared.forward;
         let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
         let attention = shared.attention;
-        let batch = attention.batch(&self.local, &self.work.runs);
-        shared.device.attention(&micro_batch.qkv, &batch, shared.kv, self.layer as usize, &mut micro_batch.attn)?;
+        let batch = attention.batch(self.layer, &self.local, &self.work.runs);
+        shared.device.attention(
+            &micro_batch.qkv,
+            &batch,
+            shared.kv,
+            self.layer as usize,
+            &mut micro_batch.attention,
+        )?;
         if !self.scratch.is_empty() {
-            let batch = attention.batch(&self.scratch, &self.scratch_runs);
+            let batch = attention.batch(self.layer, &self.scratch, &self.scratch_runs);
             shared.device.attention(&micro_batch.qkv, &batch, &remote.scratch, 0, &mut remote.part)?;
-            remote.part.count.resize(micro_batch.attn.count.len(), 0);
-            shared.device.merge(&mut micro_batch.attn, &remote.part, attention.geometry)?;
+            remote.part.count.resize(micro_batch.attention.count.len(), 0);
+            shared.device.merge(&mut micro_batch.attention, &remote.part, attention.geometry)?;
         }
-        for reach in &self.work.remote.peer_access {
-            let &MappedKv { creditor, map, .. } = reach;
+        for mapped in &self.work.remote.peer_access {
+            let &MappedKv { creditor, map, .. } = mapped;
             let gone = || PassError::Part { creditor, layer: self.layer };
-            let kv = shared.reached.get(&map).ok_or_else(gone)?;
-            let batch = attention.batch(&reach.seqs, &reach.runs);
+            let kv = shared.mapped.get(&map).ok_or_else(gone)?;
+            let batch = attention.batch(self.layer, &mapped.seqs, &mapped.runs);
             shared.device.attention(&micro_batch.qkv, &batch, kv, self.layer as usize, &mut remote.part)?;
-            remote.part.count.resize(micro_batch.attn.count.len(), 0);
-            shared.device.merge(&mut micro_batch.attn, &remote.part, attention.geometry)?;
+            remote.part.count.resize(micro_batch.attention.count.len(), 0);
+            shared.device.merge(&mut micro_batch.attention, &remote.part, attention.geometry)?;
         }
         Ok(())
     }
 
-    /// Merges what has come, in order; finishes the layer when all is there.
+    /// Merges replies in order; finishes the layer when all have come.
     fn collect<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
         if let Some(kv) = self.fetched[0].get_mut(self.fetches_done).and_then(Option::take) {
             let fetch = self.work.remote.fetches[self.fetches_done];
@@ -351,7 +344,10 @@ impl Pass {
             self.fetches_done += 1;
             return Ok(Progress::Advanced);
         }
-        if self.fetches_done < self.work.remote.fetches.len() || self.parts.iter().any(Option::is_none) {
+        let answered = |(part, ship): (&Option<RemotePart>, &Ship)| part.is_some() || !self.asks(shared, ship);
+        if self.fetches_done < self.work.remote.fetches.len()
+            || !self.parts.iter().zip(&self.work.remote.ships).all(answered)
+        {
             return Ok(Progress::Waiting);
         }
         for at in 0..self.parts.len() {
@@ -379,10 +375,10 @@ impl Pass {
         let seq = AttnRows { run0: 0, runs: 1, ..self.local[fetch.seq_index as usize] };
         let run = KvRun { base, len: fetch.run.len, first_pos: fetch.run.first_pos };
         let (seqs, runs) = ([seq], [run]);
-        let batch = shared.attention.batch(&seqs, &runs);
+        let batch = shared.attention.batch(self.layer, &seqs, &runs);
         shared.device.attention(&micro_batch.qkv, &batch, &remote.scratch, 0, &mut remote.part)?;
-        remote.part.count.resize(micro_batch.attn.count.len(), 0);
-        shared.device.merge(&mut micro_batch.attn, &remote.part, shared.attention.geometry)?;
+        remote.part.count.resize(micro_batch.attention.count.len(), 0);
+        shared.device.merge(&mut micro_batch.attention, &remote.part, shared.attention.geometry)?;
         Ok(())
     }
 
@@ -403,10 +399,10 @@ impl Pass {
             return Err(PassError::Part { creditor: ship.creditor, layer: self.layer });
         }
         remote.part.count.clear();
-        remote.part.count.resize(micro_batch.attn.count.len(), 0);
+        remote.part.count.resize(micro_batch.attention.count.len(), 0);
         let mut at = 0;
-        for &(row0, n) in &ship.segments {
-            let (row0, n) = (row0 as usize, n as usize);
+        for segment in &ship.segments {
+            let (row0, n) = (segment.row0 as usize, segment.rows as usize);
             host.clear();
             dtype.decode(&part.out[at * q_dim * dtype.size()..][..n * q_dim * dtype.size()], host);
             shared.device.write(&mut remote.part.out, row0, host)?;
@@ -414,80 +410,63 @@ impl Pass {
             DType::F32.decode(&part.lse[at * heads * 4..][..n * heads * 4], host);
             shared.device.write(&mut remote.part.lse, row0, host)?;
             for (i, count) in part.count[at * 4..][..n * 4].chunks_exact(4).enumerate() {
-                remote.part.count[row0 + i] = u32::from_le_bytes([count[0], count[1], count[2], count[3]]);
+                let count = u32::from_le_bytes([count[0], count[1], count[2], count[3]]);
+                if count > SEQUENCE_TOKENS_MAX {
+                    return Err(PassError::Part { creditor: ship.creditor, layer: self.layer });
+                }
+                remote.part.count[row0 + i] = count;
             }
             at += n;
         }
-        shared.device.merge(&mut micro_batch.attn, &remote.part, geometry)?;
+        shared.device.merge(&mut micro_batch.attention, &remote.part, geometry)?;
         Ok(())
     }
 
     /// Output projection and feed-forward, after the proof that every row saw its visible range exactly once.
     fn finish_layer<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
-        let rows = self.rows();
-        let Forward { config, model, micro_batches, .. } = &mut *shared.forward;
-        let (weights, micro_batch) =
-            (&model.weights.layers[self.layer as usize], &mut micro_batches[self.work.micro_batch.index()]);
+        let (layer, rows) = (self.layer as usize, self.rows());
+        let Forward { model, micro_batches, .. } = &mut *shared.forward;
+        let activations = &mut micro_batches[self.work.micro_batch.index()];
+        let window = shared.attention.windows[layer];
         for seq in &self.work.seqs {
             for (pos, row) in (seq.pos0..).zip(seq.row0..seq.row0 + seq.rows) {
-                let (row, expected) = (row as usize, visible_len(pos, shared.attention.window));
-                let seen = micro_batch.attn.count[row];
+                let (row, expected) = (row as usize, visible_len(pos, window));
+                let seen = activations.attention.count[row];
                 if seen != expected {
                     return Err(PassError::Coverage { layer: self.layer, row, pos, seen: seen.into(), expected });
                 }
             }
         }
-        let device = &mut *shared.device;
-        device.matmul(&micro_batch.attn.out, &weights.o, rows, Mode::Add, &mut micro_batch.x)?;
-        norm(device, config, &micro_batch.x, &weights.mlp_norm, rows, &mut micro_batch.normed)?;
-        let activation = config.family.activation();
-        device.matmul_activated(
-            &micro_batch.normed,
-            &weights.up,
-            rows,
-            activation,
-            &mut micro_batch.up,
-            &mut micro_batch.act,
-        )?;
-        device.matmul(&micro_batch.act, &weights.down, rows, Mode::Add, &mut micro_batch.x)?;
+        Decoder::new(model).finish(shared.device, layer, rows, activations)?;
         self.layer += 1;
         Ok(())
     }
 
-    /// Sequences whose next token is wanted.
+    /// Sequences that are sampled in this step.
     fn wanted(&self) -> impl Iterator<Item = (&SeqRows, &SampleSpec)> {
         self.work.seqs.iter().filter_map(|s| s.sample.as_ref().map(|spec| (s, spec)))
     }
 
-    /// The device's sampling, if it has any and nobody asked for anything that needs logits on the host.
+    /// The device's sampling, if it has it and no sequence needs logits on the host.
     fn drawer<'a, D: Device>(
         &self,
         device: &'a mut D,
     ) -> Option<&'a mut (impl Sampling<Tensor = D::Tensor> + ?Sized + use<'a, D>)> {
-        let is_plain = |spec: &SampleSpec| spec.params.logprobs.is_none() && !spec.return_logits;
+        let is_plain =
+            |spec: &SampleSpec| spec.params.logprobs.is_none() && !spec.return_logits && spec.banned.is_empty();
         if self.wanted().all(|(_, spec)| is_plain(spec)) { device.sampling() } else { None }
     }
 
-    /// Queues the logits of the rows that want them, and the draws from them where the device makes them.
+    /// Queues the logits of the sampled rows, and the device's draws if it samples.
     fn head<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
-        let Forward { config, model, micro_batches, draws, .. } = &mut *shared.forward;
+        let Forward { model, micro_batches, draws, .. } = &mut *shared.forward;
         let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
         let last: Vec<u32> = self.wanted().map(|(s, _)| s.row0 + s.rows - 1).collect();
         let device = &mut *shared.device;
         if last.is_empty() {
             queue::mark(device, self.micro_batch())?;
         } else {
-            device.gather_rows(&micro_batch.x, &last, &mut micro_batch.last)?;
-            norm(
-                device,
-                config,
-                &micro_batch.last,
-                &model.weights.final_norm,
-                last.len(),
-                &mut micro_batch.last_normed,
-            )?;
-            let head = model.weights.lm_head.as_ref().unwrap_or(&model.weights.embed);
-            device.matmul(&micro_batch.last_normed, head, last.len(), Mode::Set, &mut micro_batch.logits)?;
+            Decoder::new(model).logits(device, &last, micro_batch)?;
             if let Some(sampler) = self.drawer(device) {
                 draws.0.clear();
                 for (_, spec) in self.wanted() {
@@ -495,16 +474,17 @@ impl Pass {
                 }
                 sampler.sample_ahead(self.micro_batch(), &micro_batch.logits, &draws.0)?;
             } else {
-                queue::read_ahead(device, self.micro_batch(), &micro_batch.logits, 0..last.len(), 0..config.vocab)?;
+                queue::read_ahead(device, self.micro_batch(), &micro_batch.logits, 0..last.len(), 0..model.spec.vocab)?;
             }
         }
         self.phase = Phase::Sample;
         Ok(Progress::Advanced)
     }
 
-    /// The tokens.
+    /// Samples the tokens.
     fn sample<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
-        let Forward { config, micro_batches, sampler, host, draws, .. } = &mut *shared.forward;
+        let Forward { model, micro_batches, sampler, host, draws, .. } = &mut *shared.forward;
+        let vocab = model.spec.vocab;
         let rows = self.wanted().count();
         if rows == 0 {
             shared.device.sync()?;
@@ -525,12 +505,12 @@ impl Pass {
             self.micro_batch(),
             &micro_batches[self.micro_batch()].logits,
             0..rows,
-            0..config.vocab,
+            0..vocab,
             host,
         )?;
         let mut samples = Vec::with_capacity(rows);
-        for ((seq, spec), logits) in self.wanted().zip(host.chunks_exact(config.vocab)) {
-            let sampled = sampler.sample(logits, &spec.params, spec.index).map_err(sampling)?;
+        for ((seq, spec), logits) in self.wanted().zip(host.chunks_exact(vocab)) {
+            let sampled = sampler.sample(logits, &spec.params, spec.index, &spec.banned).map_err(sampling)?;
             samples.push(SampleOut {
                 seq: seq.seq,
                 token: sampled.id,
@@ -556,21 +536,6 @@ fn local_slots(slots: &[u32]) -> Vec<Range<u32>> {
         }
     }
     ranges
-}
-
-/// The model's kind of norm.
-fn norm<D: Device>(
-    device: &mut D,
-    config: &ModelConfig,
-    x: &D::Tensor,
-    weight: &D::Weight,
-    rows: usize,
-    out: &mut D::Tensor,
-) -> Result<(), DeviceError> {
-    match config.family.norm() {
-        Norm::Rms => device.rms_norm(x, weight, config.norm_eps, rows, out),
-        Norm::Layer => device.layer_norm(x, weight, config.norm_eps, rows, out),
-    }
 }
 
 /// The rows without a local slot, as runs in the scratch store (row `r` is slot `r`). All sequences are listed, so the

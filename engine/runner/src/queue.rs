@@ -1,4 +1,4 @@
-//! Queued execution where the device has it ([`Queued`]). On a device without, all calls so far count as done, and reads wait.
+//! Queued execution if the device has it ([`Queued`]). Without it, all calls so far count as done, and reads wait.
 
 use lagoon_backend::{Device, DeviceError, Queued};
 use std::ops::Range;

@@ -3,6 +3,7 @@
 use crate::work::{RemoteQuery, Report};
 use bytes::Bytes;
 use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Partials};
+use lagoon_model::ModelSpec;
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
 use std::ops::Range;
 
@@ -34,7 +35,7 @@ impl<D: Device> RemoteQueryBuffers<D> {
         query: &RemoteQuery,
     ) -> Result<Report, DeviceError> {
         let geometry = shape.geometry;
-        let batch = shape.batch(&query.seqs, &query.runs);
+        let batch = shape.batch(query.layer, &query.seqs, &query.runs);
         let rows = batch.rows();
         if rows > self.rows {
             *self = Self::new(device, geometry, rows.next_power_of_two())?;
@@ -53,19 +54,32 @@ impl<D: Device> RemoteQueryBuffers<D> {
     }
 }
 
-/// What attention over KV needs to know of a model; a kv node has only this.
-#[derive(Clone, Copy, Debug)]
+/// The model's parameters for attention over KV: all that a kv node knows of a model.
+#[derive(Clone, Debug)]
 pub(crate) struct AttentionShape {
     pub(crate) geometry: AttentionGeometry,
     pub(crate) scale: f32,
-    pub(crate) window: Option<u32>,
+    /// By layer.
+    pub(crate) windows: Vec<Option<u32>>,
+    pub(crate) softcap: Option<f32>,
     pub(crate) alibi: Option<Alibi>,
 }
 
 impl AttentionShape {
-    pub(crate) fn batch<'a>(&self, seqs: &'a [AttnRows], runs: &'a [KvRun]) -> AttnBatch<'a> {
-        let Self { geometry, scale, window, alibi } = *self;
-        AttnBatch { geometry, scale, window, alibi, seqs, runs }
+    pub(crate) fn new(spec: &ModelSpec) -> Self {
+        Self {
+            geometry: spec.geometry,
+            scale: spec.attention_scale,
+            windows: spec.layers.iter().map(|layer| layer.attention.window).collect(),
+            softcap: spec.attention_softcap,
+            alibi: spec.alibi,
+        }
+    }
+
+    pub(crate) fn batch<'a>(&self, layer: u32, seqs: &'a [AttnRows], runs: &'a [KvRun]) -> AttnBatch<'a> {
+        let &Self { geometry, scale, softcap, alibi, .. } = self;
+        let window = self.windows[layer as usize];
+        AttnBatch { geometry, scale, window, softcap, alibi, seqs, runs }
     }
 }
 

@@ -1,14 +1,13 @@
-//! Logits to a token.
+//! Sampling: logits to a token.
 //!
-//! The order is vLLM's: temperature, then min-p, then top-k, then top-p, then one draw from what is left, renormalised
-//! by each step to what the step before it kept. (Hugging Face has min-p last; the two differ only where min-p and
-//! top-p are both used.) Two things are stricter than there, so that a result never depends on chance orders: ties are
-//! broken by the lower token id everywhere, so that top-k keeps exactly `k` tokens, and the draw walks the kept tokens
-//! in the order of their ids, so that logits which differ by rounding give the same token but for draws that fall on
-//! the rounding itself.
+//! The order is vLLM's: temperature, min-p, top-k, top-p, then one draw from the rest, each step renormalised over
+//! the tokens that the step before kept. (Hugging Face has min-p last; the two differ only if min-p and top-p are
+//! both used.) Two rules are stricter than vLLM's, for reproducible results: ties go to the lower token id, so that
+//! top-k keeps exactly `k` tokens; and the draw walks the kept tokens in the order of their ids, so that rounding
+//! errors in logits change the token only if the draw falls within the rounding error of a boundary.
 //!
-//! The draw is a pure function of the seed and the number of tokens that the sequence has generated: a sequence that is
-//! preempted and replayed, or moves, draws the same numbers.
+//! The draw is a pure function of the seed and the number of tokens that the sequence has generated: a preempted,
+//! replayed or moved sequence draws the same numbers.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
@@ -23,16 +22,16 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use std::cmp::Ordering;
 
-/// Tokens that top-p ranks at first; it ranks four times as many each time that they do not suffice.
+/// Tokens that top-p ranks at first; four times as many in each further round, if they do not suffice.
 const RANKED_FIRST: usize = 256;
 
 /// Why no token was sampled.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SampleError {
-    /// A logit is not a number or is infinitely likely: the model computed nonsense.
+    /// A logit is NaN or positive infinity: the model computed nonsense.
     #[error("the logit of token {token} is {value}")]
     BadLogit { token: u32, value: String },
-    /// Every token is infinitely unlikely, or there is none.
+    /// All logits are negative infinity, or there are none.
     #[error("no token is possible")]
     Nothing,
     /// A parameter is outside its range. Callers check with [`check_params`] before they start a sequence.
@@ -44,7 +43,7 @@ pub enum SampleError {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampled {
     pub id: u32,
-    /// If they were asked for.
+    /// Present if requested.
     pub logprobs: Option<TokenLogprobs>,
 }
 
@@ -64,10 +63,10 @@ pub fn check_params(params: &SamplingParams) -> Result<(), SampleError> {
     Ok(())
 }
 
-/// Samples tokens. One serves any number of sequences: what it keeps is scratch, not state.
+/// Samples tokens for any number of sequences: it keeps scratch memory, no state.
 #[derive(Debug, Default)]
 pub struct Sampler {
-    /// Tokens still in the running, with their logits at first and their weights later.
+    /// Tokens not yet excluded, with their logits at first and their weights later.
     kept: Vec<Candidate>,
 }
 
@@ -85,26 +84,35 @@ impl Candidate {
 }
 
 impl Sampler {
-    /// A sampler without scratch yet.
+    /// A sampler without scratch memory.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Samples from `logits` (one per token id). `index` is the number of tokens that the sequence generated before.
+    /// Samples from `logits` (one per token id), none of `banned`. `index` is the number of tokens that the sequence generated
+    /// before. Log-probabilities are those of all tokens, banned ones too.
     ///
     /// # Panics
     /// If there are more than `VOCAB_MAX` logits.
-    pub fn sample(&mut self, logits: &[f32], params: &SamplingParams, index: u64) -> Result<Sampled, SampleError> {
+    pub fn sample(
+        &mut self,
+        logits: &[f32],
+        params: &SamplingParams,
+        index: u64,
+        banned: &[u32],
+    ) -> Result<Sampled, SampleError> {
         assert!(logits.len() <= VOCAB_MAX as usize, "{} logits", logits.len());
         check_params(params)?;
         let best = likeliest(logits)?;
-        let id = if params.temperature == 0.0 { best.id } else { self.draw(logits, best, params, index) };
+        let allowed = if banned.contains(&best.id) { likeliest_but(logits, banned)? } else { best };
+        let id =
+            if params.temperature == 0.0 { allowed.id } else { self.draw((logits, banned), allowed, params, index) };
         let logprobs = params.logprobs.map(|n| self.logprobs(logits, best, id, n as usize));
         Ok(Sampled { id, logprobs })
     }
 
-    /// How a device that samples is to draw what [`Sampler::sample`] would, but for rounding.
+    /// The parameters with which a device draws the token that [`Sampler::sample`] would, but for rounding.
     pub fn row(params: &SamplingParams, index: u64) -> Result<SampleRow, SampleError> {
         check_params(params)?;
         let SamplingParams { temperature, top_p, min_p, top_k, seed, .. } = *params;
@@ -113,6 +121,9 @@ impl Sampler {
     }
 
     /// The token that a device drew.
+    ///
+    /// # Errors
+    /// Those of [`Sampler::sample`], from the row's status.
     pub fn drawn(row: SampledRow) -> Result<u32, SampleError> {
         match row {
             SampledRow { token, status: 0 } => Ok(token),
@@ -121,7 +132,14 @@ impl Sampler {
         }
     }
 
-    fn draw(&mut self, logits: &[f32], best: Candidate, params: &SamplingParams, index: u64) -> u32 {
+    /// `best`: the likeliest token that is not banned.
+    fn draw(
+        &mut self,
+        (logits, banned): (&[f32], &[u32]),
+        best: Candidate,
+        params: &SamplingParams,
+        index: u64,
+    ) -> u32 {
         let temperature = f64::from(params.temperature);
         let max = f64::from(best.logit);
         let weight = |candidate: &Candidate| ((f64::from(candidate.logit) - max) / temperature).exp();
@@ -129,7 +147,8 @@ impl Sampler {
         let all = logits.iter().zip(0..).map(|(&logit, id)| Candidate { id, logit });
         self.kept.clear();
         // The likeliest token has weight 1, so the weights are relative to it as min-p asks.
-        self.kept.extend(all.filter(|c| c.logit > f32::NEG_INFINITY && (floor == 0.0 || weight(c) >= floor)));
+        let possible = |c: &Candidate| c.logit > f32::NEG_INFINITY && !banned.contains(&c.id);
+        self.kept.extend(all.filter(|c| possible(c) && (floor == 0.0 || weight(c) >= floor)));
         let top_k = params.top_k as usize;
         if top_k > 0 && top_k < self.kept.len() {
             self.kept.select_nth_unstable_by(top_k - 1, Candidate::rank);
@@ -214,6 +233,13 @@ fn likeliest(logits: &[f32]) -> Result<Candidate, SampleError> {
         return Err(SampleError::BadLogit { token, value: value.to_string() });
     }
     if best.logit == f32::NEG_INFINITY { Err(SampleError::Nothing) } else { Ok(best) }
+}
+
+/// The first of the largest logits of tokens that are not banned. All are numbers.
+fn likeliest_but(logits: &[f32], banned: &[u32]) -> Result<Candidate, SampleError> {
+    let all = logits.iter().zip(0..).map(|(&logit, id)| Candidate { id, logit });
+    let allowed = all.filter(|c| c.logit > f32::NEG_INFINITY && !banned.contains(&c.id));
+    allowed.min_by(Candidate::rank).ok_or(SampleError::Nothing)
 }
 
 /// A number in [0, 1) for the `index`-th token under `seed`: the first of ChaCha8's stream `index` under that seed.

@@ -11,7 +11,7 @@ fn histogram(logits: &[f32], params: &SamplingParams, n: u64) -> Vec<u64> {
     let mut sampler = Sampler::new();
     let mut counts = vec![0; logits.len()];
     for index in 0..n {
-        counts[sampler.sample(logits, params, index).unwrap().id as usize] += 1;
+        counts[sampler.sample(logits, params, index, &[]).unwrap().id as usize] += 1;
     }
     counts
 }
@@ -43,7 +43,7 @@ fn softmax(logits: &[f32], temperature: f64, keep: impl Fn(usize) -> bool) -> Ve
 fn greedy_takes_the_first_of_the_largest() {
     let greedy = SamplingParams { temperature: 0.0, ..params() };
     let mut sampler = Sampler::new();
-    let mut pick = |logits: &[f32]| sampler.sample(logits, &greedy, 3).unwrap().id;
+    let mut pick = |logits: &[f32]| sampler.sample(logits, &greedy, 3, &[]).unwrap().id;
     assert_eq!(pick(&[1.0, 5.0, 5.0, 2.0]), 1);
     assert_eq!(pick(&[-3.0]), 0);
     assert_eq!(pick(&[f32::NEG_INFINITY, f32::MIN, f32::NEG_INFINITY]), 1);
@@ -126,7 +126,7 @@ fn top_p_over_a_large_vocabulary_matches_a_plain_sort() {
         };
         let expected: Vec<usize> = order.iter().take_while(reached).copied().collect();
         let mut sampler = Sampler::new();
-        sampler.sample(&logits, &SamplingParams { top_p, ..params() }, 0).unwrap();
+        sampler.sample(&logits, &SamplingParams { top_p, ..params() }, 0, &[]).unwrap();
         let mut kept: Vec<usize> = sampler.kept.iter().map(|candidate| candidate.id as usize).collect();
         let mut expected_ids = expected.clone();
         kept.sort_unstable();
@@ -141,7 +141,7 @@ fn a_draw_depends_on_seed_and_index_alone() {
     let draw = |seed, indices: &mut dyn Iterator<Item = u64>| -> Vec<u32> {
         let params = SamplingParams { seed, top_k: 40, top_p: 0.95, ..params() };
         let mut sampler = Sampler::new();
-        indices.map(|index| sampler.sample(&logits, &params, index).unwrap().id).collect()
+        indices.map(|index| sampler.sample(&logits, &params, index, &[]).unwrap().id).collect()
     };
     let forward = draw(1, &mut (0..64));
     let mut backward = draw(1, &mut (0..64).rev());
@@ -158,7 +158,8 @@ fn rounding_of_the_logits_does_not_change_draws() {
     let rounded: Vec<f32> = logits.iter().zip(0..).map(|(l, i)| l + [1e-6, -1e-6][i % 2]).collect();
     let params = SamplingParams { temperature: 0.8, top_k: 0, top_p: 1.0, ..params() };
     let (mut a, mut b) = (Sampler::new(), Sampler::new());
-    let same = |i: &u64| a.sample(&logits, &params, *i).unwrap().id == b.sample(&rounded, &params, *i).unwrap().id;
+    let same =
+        |i: &u64| a.sample(&logits, &params, *i, &[]).unwrap().id == b.sample(&rounded, &params, *i, &[]).unwrap().id;
     assert_eq!((0..2000).filter(same).count(), 2000);
 }
 
@@ -171,7 +172,7 @@ fn logprobs_are_of_the_raw_logits() {
     };
     let ask = |n, temperature| {
         let params = SamplingParams { logprobs: Some(n), temperature, top_k: 1, ..params() };
-        Sampler::new().sample(&logits, &params, 0).unwrap().logprobs.unwrap()
+        Sampler::new().sample(&logits, &params, 0, &[]).unwrap().logprobs.unwrap()
     };
     for temperature in [0.0, 0.3, 5.0] {
         let found = ask(3, temperature);
@@ -184,13 +185,13 @@ fn logprobs_are_of_the_raw_logits() {
     assert!(ask(0, 1.0).top.is_empty());
     // Impossible tokens are not alternatives.
     assert_eq!(ask(20, 1.0).top.len(), 4);
-    assert_eq!(Sampler::new().sample(&logits, &params(), 0).unwrap().logprobs, None);
+    assert_eq!(Sampler::new().sample(&logits, &params(), 0, &[]).unwrap().logprobs, None);
 }
 
 #[test]
 fn nonsense_is_an_error() {
     let mut sampler = Sampler::new();
-    let mut sample = |logits: &[f32], params: &SamplingParams| sampler.sample(logits, params, 0);
+    let mut sample = |logits: &[f32], params: &SamplingParams| sampler.sample(logits, params, 0, &[]);
     let nan = sample(&[0.0, f32::NAN, 1.0], &params());
     assert_eq!(nan, Err(SampleError::BadLogit { token: 1, value: "NaN".to_owned() }));
     let infinite = sample(&[0.0, 1.0, f32::INFINITY], &SamplingParams { temperature: 0.0, ..params() });
@@ -207,4 +208,34 @@ fn nonsense_is_an_error() {
     ] {
         assert!(matches!(sample(&[0.0, 1.0], &bad), Err(SampleError::BadParameter { .. })), "{bad:?}");
     }
+}
+
+/// `min_tokens` bans what would end the sequence.
+#[test]
+fn banned_tokens_are_never_drawn_and_count_for_log_probabilities() {
+    let logits = [0.5, 3.0, 2.0, 2.0];
+    let mut sampler = Sampler::new();
+    let greedy = SamplingParams { temperature: 0.0, logprobs: Some(4), ..params() };
+    let picked = |sampler: &mut Sampler, banned: &[u32]| sampler.sample(&logits, &greedy, 0, banned).unwrap();
+    assert_eq!(
+        [picked(&mut sampler, &[]).id, picked(&mut sampler, &[1]).id, picked(&mut sampler, &[1, 2]).id],
+        [1, 2, 3]
+    );
+    let (free, banned) = (picked(&mut sampler, &[]).logprobs.unwrap(), picked(&mut sampler, &[1]).logprobs.unwrap());
+    assert_eq!((&free.top, banned.chosen), (&banned.top, free.top[1].1));
+    let draw = |params: &SamplingParams| {
+        let mut counts = [0; 4];
+        for index in 0..20_000 {
+            counts[Sampler::new().sample(&logits, params, index, &[1]).unwrap().id as usize] += 1;
+        }
+        counts
+    };
+    // As if the logit were negative infinity: top-k and min-p count what is left.
+    let without = [0.5, f32::NEG_INFINITY, 2.0, 2.0];
+    for params in
+        [params(), SamplingParams { top_k: 2, ..params() }, SamplingParams { min_p: 0.9, top_p: 0.9, ..params() }]
+    {
+        assert_eq!(draw(&params), histogram(&without, &params, 20_000)[..], "{params:?}");
+    }
+    assert_eq!(sampler.sample(&logits, &greedy, 0, &[0, 1, 2, 3]), Err(SampleError::Nothing));
 }

@@ -1,37 +1,36 @@
-//! KV between a store that only the device can read and memory beside it that transports read and fill: the host's, or the
-//! device's own that other processes map.
+//! Staging: copies KV between a store that only the device can access and a staging buffer that transports read and
+//! fill, in host arenas or a shared device region.
 
-use crate::executor::hold;
-use crate::memory::KvArena;
+use crate::memory::{KvArena, hold};
 use crate::work::{Report, StageWork};
 use lagoon_backend::{Device, DeviceError, KvPiece, RegionId, SharedRegions};
 use std::collections::VecDeque;
 
-/// Bytes that one turn copies at most, but for a single token's: peers and passes wait for no more.
+/// Bytes that one turn copies at most (at least one token's): the delay that peers and passes may see.
 const TURN_BYTES: usize = 1 << 20;
 
-/// The memory beside a store.
+/// A staging buffer beside the store.
 #[derive(Debug)]
 pub(crate) enum Beside {
     /// Of the host, one arena a layer.
     Arenas(Vec<KvArena>),
-    /// A shared device region, layers of so many bytes one behind the other.
+    /// A shared device region, layers of `layer_bytes` bytes one after the other.
     Region { id: RegionId, layer_bytes: usize },
 }
 
-/// The memory beside a store, and what is to be copied.
+/// The staging buffer, and queued copies.
 #[derive(Debug)]
 pub(crate) struct Stages {
     beside: Beside,
     token_bytes: usize,
     queue: VecDeque<Under>,
-    /// What one turn copies: its pieces, where each is beside the store, and its bytes.
+    /// Copies of one turn: pieces in the store, their places in the staging buffer, and their bytes.
     pieces: Vec<KvPiece>,
     places: Vec<usize>,
     bytes: Vec<u8>,
 }
 
-/// Work, and where it goes on: the layer, the piece, and the tokens of that which are done.
+/// A copy in progress: its layer, piece, and tokens of the piece done.
 #[derive(Debug)]
 struct Under {
     work: StageWork,
@@ -41,7 +40,7 @@ struct Under {
 }
 
 impl Under {
-    /// What comes next: the layer, the slots in the store and beside it, and how many tokens.
+    /// The next copy: layer, first slot in the store, first one in the staging buffer, tokens.
     fn next(&mut self, tokens_max: u32) -> Option<(u32, u32, u32, u32)> {
         if self.piece == self.work.pieces.len() {
             (self.layer, self.piece) = (self.layer + 1, 0);
@@ -81,7 +80,7 @@ impl Stages {
         true
     }
 
-    /// False if there was nothing left.
+    /// Copies one turn's bytes. False if nothing was left.
     fn copy<D: Device>(&mut self, device: &mut D, kv: &mut D::Kv, under: &mut Under) -> Result<bool, DeviceError> {
         let tokens_max = u32::try_from((TURN_BYTES / self.token_bytes).max(1)).unwrap_or(u32::MAX);
         let begins = (under.layer, under.piece, under.done) == (under.work.layers.start, 0, 0);
@@ -101,7 +100,7 @@ impl Stages {
                 }
             }
             Beside::Arenas(arenas) => {
-                // Pieces may be small, and a device be waited for: as many as one turn copies.
+                // Gathers many small pieces into one copy, because the device may have to be waited for.
                 self.pieces.clear();
                 self.places.clear();
                 let mut left = tokens_max;

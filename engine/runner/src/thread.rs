@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
-/// Handle to an executor on its own thread. Dropping it ends the thread after its current turn; a thread that does not end
-/// within [`END_WAIT`] is left alone.
+/// Handle to an executor on its own thread. Dropping it ends the thread after its current turn; a thread that does
+/// not end within [`END_WAIT`] is abandoned.
 #[derive(Debug)]
 pub struct ExecutorThread {
     commands: Option<Sender<Command>>,
@@ -21,11 +21,11 @@ pub struct ExecutorThread {
 /// Time that a dropped handle waits for its thread.
 const END_WAIT: Duration = Duration::from_secs(2);
 
-/// When a busy executor last did something.
+/// Time of a busy executor's last progress.
 #[derive(Debug)]
 struct Progress {
     started: Instant,
-    /// Microseconds from `started`, plus one; 0 while there is nothing to do.
+    /// Microseconds from `started`, plus one; 0 while idle.
     busy_since: AtomicU64,
 }
 
@@ -34,7 +34,7 @@ impl Progress {
         Self { started: Instant::now(), busy_since: AtomicU64::new(0) }
     }
 
-    /// It begins to do something, or it did something and goes on.
+    /// Records progress: the executor starts work, or did some and goes on.
     fn advanced(&self) {
         let us = u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX - 1);
         self.busy_since.store(us + 1, Relaxed);
@@ -67,8 +67,8 @@ impl ExecutorThread {
         }
     }
 
-    /// Time since the executor last finished a piece of work (at most a layer), while it has one to do: it waits for the device,
-    /// or hangs in a call. `None` while there is nothing to do.
+    /// Time since the executor last finished a piece of work (at most a layer) while it has more: it waits for the
+    /// device or hangs in a call. `None` while idle.
     #[must_use]
     pub fn stuck_for(&self) -> Option<Duration> {
         self.progress.stuck_for()
@@ -83,8 +83,8 @@ impl Drop for ExecutorThread {
     }
 }
 
-/// Runs `executor` on a thread of its own; `report` is called on that thread and must not block for long. When the thread ends,
-/// also by a panic, `report` is dropped.
+/// Runs `executor` on a thread of its own. `report` is called on that thread and must not block for long; it is
+/// dropped when the thread ends, also by a panic.
 ///
 /// # Panics
 /// If the operating system gives no thread.
@@ -127,7 +127,7 @@ fn run<D: Device>(
                 progress.advanced();
                 continue;
             }
-            // A device that is nearly there is asked again at once, as its own waiting would.
+            // A device that is nearly done is polled at once, as its own wait would.
             Turn::Queued(left) if left.is_zero() => {
                 std::thread::yield_now();
                 continue;

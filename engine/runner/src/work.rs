@@ -1,8 +1,9 @@
-//! What the runner is told and what it answers: plain data.
+//! Commands to the runner and its reports: plain data.
 
 use crate::memory::PeerMemory;
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError, KvCounters, LaunchCounters};
+use lagoon_types::run::visible;
 use lagoon_types::{
     DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, MicroBatch, SamplingParams, SeqId, StepId, TokenLogprobs,
 };
@@ -22,9 +23,9 @@ pub struct StepWork {
     /// Runs in the main store, those of a sequence consecutive and ascending, covering its rows that are stored here.
     pub runs: Vec<KvRun>,
     pub remote: RemoteWork,
-    /// First slot of what the next sequence to begin gets, where sequences have rows of addresses.
+    /// First slot of the address row of the next sequence to begin, if the store has address rows.
     pub next_row: Option<u32>,
-    /// Every layer but the last is reported when its KV is in the store ([`Report::Layer`]).
+    /// Report each layer but the last when its KV is in the store ([`Report::Layer`]).
     pub watched: bool,
 }
 
@@ -37,20 +38,22 @@ pub struct SeqRows {
     pub pos0: u32,
     pub run0: u32,
     pub runs: u32,
-    /// Set where the last row's logits choose the next token.
+    /// Set if the last row's logits choose the next token.
     pub sample: Option<SampleSpec>,
 }
 
-/// How to choose a token.
+/// Sampling of one sequence's next token.
 #[derive(Clone, Debug)]
 pub struct SampleSpec {
     pub params: Arc<SamplingParams>,
-    /// Tokens generated before this one: with the seed, all that the draw depends on.
+    /// Tokens that the sequence generated before. Seed and index determine the draw.
     pub index: u64,
     pub return_logits: bool,
+    /// Tokens that are not drawn. Log-probabilities are those of all tokens.
+    pub banned: Arc<[u32]>,
 }
 
-/// The part of a step that concerns creditors; empty in the local micro-batch.
+/// A step's work with creditors; empty in the local micro-batch.
 #[derive(Clone, Debug)]
 pub struct RemoteWork {
     /// Element type of shipped queries and partial outputs.
@@ -67,7 +70,7 @@ impl Default for RemoteWork {
     }
 }
 
-/// KV of one creditor that is attended to where it lies, in memory of its that is mapped here: nothing is sent for it.
+/// Mapped KV of one creditor (peer access): attention reads it directly, no message is sent.
 #[derive(Clone, Debug)]
 pub struct MappedKv {
     pub creditor: InstanceId,
@@ -76,11 +79,11 @@ pub struct MappedKv {
     pub seqs: Vec<AttnRows>,
     /// Runs in the creditor's store, those of a sequence consecutive and ascending.
     pub runs: Vec<KvRun>,
-    /// The rBlocks that these lie in.
+    /// The rBlocks of these runs.
     pub sealed: Vec<SealedBlock>,
 }
 
-/// An rBlock of a creditor's store, as long as it is sealed with its lease's epoch.
+/// An rBlock of a creditor's store, valid while it is sealed with its lease's epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SealedBlock {
     pub block: u32,
@@ -88,23 +91,47 @@ pub struct SealedBlock {
     pub epoch: Epoch,
 }
 
-/// Queries that go to one creditor in every layer: the rows of these segments, in order.
+/// Queries for one creditor: the rows of these segments, in order, in every layer in which one of them sees a key there.
 #[derive(Clone, Debug)]
 pub struct Ship {
     pub creditor: InstanceId,
-    /// `(first row, rows)`.
-    pub segments: Vec<(u32, u32)>,
+    pub segments: Vec<ShipSegment>,
+}
+
+/// Consecutive rows of one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShipSegment {
+    pub row0: u32,
+    pub rows: u32,
+    /// Position of the first row.
+    pub pos0: u32,
+    /// One past the last position of the keys that the creditor has; not above `pos0`.
+    pub end: u32,
+}
+
+impl ShipSegment {
+    /// The rows in the step.
+    #[must_use]
+    pub const fn range(&self) -> Range<u32> {
+        self.row0..self.row0 + self.rows
+    }
 }
 
 impl Ship {
     /// Rows in one frame.
     #[must_use]
     pub fn rows(&self) -> u32 {
-        self.segments.iter().map(|(_, rows)| rows).sum()
+        self.segments.iter().map(|segment| segment.rows).sum()
+    }
+
+    /// Whether a row sees a key there in a layer with this window.
+    #[must_use]
+    pub fn asks(&self, window: Option<u32>) -> bool {
+        self.segments.iter().any(|segment| visible(segment.pos0, window).start < segment.end)
     }
 }
 
-/// Remote KV that is brought here in every layer instead, for one sequence; at most `fetch_tokens` tokens.
+/// Remote KV of one sequence that is fetched in every layer, at most `fetch_tokens` tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Fetch {
     pub creditor: InstanceId,
@@ -113,7 +140,7 @@ pub struct Fetch {
     pub run: LeaseRun,
 }
 
-/// Rows whose KV goes to a lease.
+/// Rows whose KV is written to a lease.
 #[derive(Clone, Copy, Debug)]
 pub struct WriteSegment {
     pub creditor: InstanceId,
@@ -125,7 +152,7 @@ pub struct WriteSegment {
     pub rows: u32,
 }
 
-/// A creditor's answer for one layer.
+/// A creditor's partials for one layer.
 #[derive(Clone, Debug)]
 pub struct RemotePart {
     pub creditor: InstanceId,
@@ -134,15 +161,15 @@ pub struct RemotePart {
     pub count: Bytes,
 }
 
-/// Chosen by the instance to recognise the answer to a peer's frame.
+/// Tag of a peer's frame; the instance chooses it, reports carry it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RemoteTag(pub u64);
 
-/// Chosen by the instance to recognise memory that is mapped for a sequence.
+/// Number of a [`Command::Share`]; the instance chooses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ShareId(pub u64);
 
-/// Micro attention of a peer's queries over this instance's KV. The instance validated everything.
+/// Micro attention of a peer's queries over this instance's KV. The instance has validated it.
 #[derive(Clone, Debug)]
 pub struct RemoteQuery {
     pub tag: RemoteTag,
@@ -158,15 +185,15 @@ pub struct RemoteQuery {
 /// KV from a peer, canonical layout, in pieces of consecutive slots `(slot, tokens)`.
 #[derive(Clone, Debug)]
 pub struct RemoteWrite {
-    /// Of KV that comes home: its report says whether it was stored. Without one, a failure fails all peers' work from
-    /// then on.
+    /// Set for KV that returns to its debtor: its report says whether it was stored. Without a tag, a failed write
+    /// fails all later work for peers.
     pub tag: Option<RemoteTag>,
     pub layer: u32,
     pub pieces: Vec<(u32, u32)>,
     pub kv: Bytes,
 }
 
-/// A peer's read, or one for a move, in pieces of consecutive slots `(slot, tokens)`.
+/// KV to read for a peer or a move, in pieces of consecutive slots `(slot, tokens)`.
 #[derive(Clone, Debug)]
 pub struct RemoteRead {
     pub tag: RemoteTag,
@@ -174,37 +201,37 @@ pub struct RemoteRead {
     pub pieces: Vec<(u32, u32)>,
 }
 
-/// Chosen by the instance to recognise KV that was staged.
+/// Number of a [`Command::Stage`]; the instance chooses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StageId(pub u64);
 
-/// Chosen by the instance to recognise a creditor's memory that is mapped.
+/// Number of a creditor's mapped store; the instance chooses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MapId(pub u64);
 
-/// KV on its way between the store and the memory beside it that others read and fill, where the store is none such.
+/// KV to copy between the store and its staging buffer.
 #[derive(Clone, Debug)]
 pub struct StageWork {
     pub stage: StageId,
-    /// To the store, or out of it.
+    /// From the staging buffer to the store; else the other way.
     pub inward: bool,
     pub layers: Range<u32>,
-    /// Consecutive tokens each: the first slot in the store, the first one beside it, and how many.
+    /// Consecutive tokens each: first slot in the store, first slot in the staging buffer, number of tokens.
     pub pieces: Vec<(u32, u32, u32)>,
 }
 
-/// What the executor is told. Commands are executed in the order given, except that peers' work overtakes passes, and
-/// that what is staged is staged between their layers.
+/// Commands to the executor, executed in order, with two exceptions: peers' work overtakes passes, and staging runs
+/// between their layers.
 #[derive(Debug)]
 pub enum Command {
     Step(Box<StepWork>),
-    /// A creditor's partials. Ignored if the step is gone.
+    /// A creditor's partials. Ignored if the step has ended.
     Part {
         step: StepId,
         layer: u32,
         part: RemotePart,
     },
-    /// KV that was asked for, the `index`-th of the step's fetches. Ignored if the step is gone.
+    /// Fetched KV: the `index`-th of the step's fetches. Ignored if the step has ended.
     Fetched {
         step: StepId,
         layer: u32,
@@ -217,38 +244,38 @@ pub enum Command {
     RemoteQuery(RemoteQuery),
     RemoteWrite(RemoteWrite),
     RemoteRead(RemoteRead),
-    /// Seals an rBlock of a store that is lent, behind what was written before.
+    /// Seals an rBlock of a store with peer access, behind all earlier writes.
     RemoteSeal {
         tag: RemoteTag,
         block: u32,
         epoch: Epoch,
     },
-    /// Maps a creditor's store of so many rBlocks.
+    /// Maps a creditor's store of `blocks` rBlocks (peer access).
     Map {
         map: MapId,
         blocks: u32,
         memory: PeerMemory,
     },
-    /// No step attends to it any more.
+    /// Unmaps a creditor's store. No step attends to it any more.
     Unmap {
         map: MapId,
     },
-    /// Maps the memory of rBlocks at other addresses, too, `(first slot it is in, first slot it is to be at)` each, `tokens`
-    /// tokens of one: what they hold at this place in the order of commands ([`lagoon_backend::VirtualMemory::kv_share`]).
+    /// Maps the memory of rBlocks of `tokens` tokens at second addresses: `(first slot, first slot of the alias)`
+    /// each. The content is that after all earlier commands ([`lagoon_backend::VirtualMemory::kv_share`]).
     Share {
         share: ShareId,
         tokens: u32,
         slots: Vec<(u32, u32)>,
     },
-    /// Nobody else uses these slots and places until it is reported.
+    /// Copies KV to or from the staging buffer. Its slots and places are not used otherwise until [`Report::Staged`].
     Stage(StageWork),
-    /// Nobody uses these slots any more. Executed in the order of the commands before and after it.
+    /// Releases slots that no sequence uses any more. Executed in order with its neighbours.
     Release {
         slots: Vec<Range<u32>>,
     },
 }
 
-/// What the executor answers.
+/// Reports of the executor.
 #[derive(Debug)]
 pub enum Report {
     /// Queries of one layer for every [`Ship`], in its order. Fetched KV of this layer is needed now.
@@ -263,7 +290,7 @@ pub enum Report {
         layer: u32,
         kv: Vec<Bytes>,
     },
-    /// The KV of all rows of a watched step is in the store, in this layer and those before it, and stays as it is.
+    /// A watched step's KV is in the store, all rows, in this layer and those before, and does not change.
     Layer {
         step: StepId,
         layer: u32,
@@ -288,7 +315,7 @@ pub enum Report {
         tag: RemoteTag,
         kv: Bytes,
     },
-    /// A peer's KV of so many bytes has left the queue. With the write's tag if that was stored.
+    /// A peer's KV of `bytes` bytes has left the queue; `tag` is the write's if it was stored.
     RemoteWritten {
         bytes: usize,
         tag: Option<RemoteTag>,
@@ -297,33 +324,32 @@ pub enum Report {
         tag: RemoteTag,
         error: DeviceError,
     },
-    /// Whoever maps the store sees the rBlock sealed.
+    /// The rBlock is sealed, for every process that maps the store.
     RemoteSealed {
         tag: RemoteTag,
     },
-    /// A creditor's store is mapped, or why it is not.
+    /// A creditor's store is mapped, or could not be.
     Mapped {
         map: MapId,
         error: Option<DeviceError>,
     },
-    /// The memory is mapped, or not all of it is.
+    /// All blocks of a share are mapped, or the first error.
     Shared {
         share: ShareId,
         error: Option<DeviceError>,
     },
-    /// All of it is where it was to be, or some of it is not.
+    /// All pieces are copied, or the first error.
     Staged {
         stage: StageId,
         error: Option<DeviceError>,
     },
-    /// On a device that maps memory behind addresses: what that has come to, when there is nothing else to do and it
-    /// changed.
+    /// Virtual memory counters, when they changed and the executor is idle.
     Memory(KvCounters),
-    /// On a device that keeps how steps were launched: what that has come to, as above.
+    /// Graph launch counters, when they changed and the executor is idle.
     Launches(LaunchCounters),
 }
 
-/// A chosen token.
+/// A sampled token.
 #[derive(Clone, Debug)]
 pub struct SampleOut {
     pub seq: SeqId,
@@ -332,18 +358,18 @@ pub struct SampleOut {
     pub logits: Option<Vec<f32>>,
 }
 
-/// Why a pass ended without a result.
+/// Reason why a pass ended without a result.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PassError {
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// The runs of a row did not tile its visible range: never a wrong answer, always this error.
+    /// The runs of a row did not tile its visible range; the pass ends rather than give a wrong answer.
     #[error("row {row} at position {pos} saw {seen} keys instead of {expected} in layer {layer}")]
     Coverage { layer: u32, row: usize, pos: u32, seen: u64, expected: u32 },
     /// A creditor's partials do not have the shape of the query.
     #[error("partials from {creditor} have the wrong size in layer {layer}")]
     Part { creditor: InstanceId, layer: u32 },
-    /// Memory of a creditor's was written by somebody else since its KV was sealed: whatever was computed from it is thrown away.
+    /// A creditor's mapped memory was overwritten since its seal: results computed from it are discarded.
     #[error("{creditor} has used the memory of {lease} for something else")]
     Reused { creditor: InstanceId, lease: LeaseId },
     #[error("sampling failed: {0}")]

@@ -1,9 +1,9 @@
-//! Chat templates: messages to the text that a model was trained on.
+//! Chat templates: render messages to a model's prompt text.
 //!
 //! Templates are Jinja as transformers renders them: `trim_blocks` and `lstrip_blocks`, loop controls, Python's string
 //! and list methods, `raise_exception`, `strftime_now`, a `tojson` that writes Python's JSON, and `{% generation %}`
-//! blocks (which only mark text for training and are passed through). They come from the model's directory and cannot
-//! run for ever: each rendering has a budget of instructions.
+//! blocks (which only mark text for training and are passed through). They come from the model's directory; each
+//! rendering has a budget of instructions and therefore ends.
 
 use crate::date::{strftime, unix_seconds};
 use crate::json::dumps;
@@ -20,14 +20,14 @@ use std::time::SystemTime;
 const FUEL: u64 = 20_000_000;
 /// Name of the template inside its environment.
 const NAME: &str = "chat_template";
-/// Where `strftime_now` finds the time of the rendering, in seconds since 1970.
+/// Variable with the time of the rendering for `strftime_now`, in seconds since 1970.
 const NOW: &str = "lagoon_now";
 
-/// One message of a conversation. Fields that are not listed here are refused by name when parsing.
+/// Chat message. Parsing refuses unknown fields by name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ChatMessage {
-    /// `system`, `user`, `assistant` or whatever else the template knows.
+    /// `system`, `user`, `assistant` or another role of the template.
     pub role: String,
     pub content: Content,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -41,8 +41,8 @@ impl ChatMessage {
     }
 }
 
-/// A message's text. As JSON it is a string or a list of `{"type": "text", "text": "…"}`, which are joined by line
-/// breaks; other types of parts are refused by name.
+/// Text of a message. As JSON it is a string or a list of `{"type": "text", "text": "…"}`, joined by line breaks; other
+/// types of parts are refused by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct Content(pub String);
@@ -68,13 +68,13 @@ impl<'de> Deserialize<'de> for Content {
     }
 }
 
-/// Why messages could not be rendered.
+/// Error of rendering messages.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChatError {
     /// The template refused the messages by `raise_exception`.
     #[error("the model's chat template refuses these messages: {0}")]
     Refused(String),
-    /// The template failed: it uses what Lagoon's templates lack, or is wrong, or does not end.
+    /// The template failed: it uses an unsupported feature, is wrong, or exceeds its budget of instructions.
     #[error("the model's chat template failed: {0}")]
     Failed(String),
 }
@@ -87,7 +87,7 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// What to tell somebody who chats with a model that has no template.
+    /// Error message for a chat with a model without a template.
     pub const MISSING: &'static str = "the model has no chat template\nhint: use /v1/completions, or put a \
                                        chat_template.jinja into the model's directory";
 
@@ -124,8 +124,8 @@ impl ChatTemplate {
         Ok(Self { environment, special: config.special.clone() })
     }
 
-    /// The text of `messages`. With `add_generation_prompt` it ends where the assistant's answer begins. `now` is what
-    /// templates with a date show (in UTC). The text names special tokens itself: encode it without adding any.
+    /// Renders `messages` to text. With `add_generation_prompt` it ends where the assistant's answer begins. `now` is the
+    /// date of `strftime_now` (in UTC). The text contains the special tokens: encode it without adding any.
     pub fn render(
         &self,
         messages: &[ChatMessage],
@@ -149,7 +149,7 @@ impl ChatTemplate {
     }
 }
 
-/// What a template said with `raise_exception`.
+/// Message of a template's `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
@@ -183,7 +183,7 @@ fn tojson(value: &Value, kwargs: Kwargs) -> Result<Value, Error> {
     dumps(value, indent).map(Value::from).map_err(|problem| Error::new(ErrorKind::BadSerialization, problem))
 }
 
-/// The message with its line, on one line.
+/// The error's message with its line number, on one line.
 fn describe(error: &Error) -> String {
     let line = error.line().map_or_else(String::new, |line| format!(" (line {line})"));
     match error.detail() {

@@ -1,4 +1,4 @@
-//! Dates for templates that ask for today's (`strftime_now`), in UTC.
+//! Dates for templates (`strftime_now`), in UTC.
 
 use std::fmt::Write as _;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -24,7 +24,7 @@ pub(crate) fn unix_seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
 }
 
-/// Formats a time like C's `strftime`, or names the conversion that is not supported.
+/// Formats a time like C's `strftime`; the error names the unsupported conversion.
 pub(crate) fn strftime(seconds: u64, format: &str) -> Result<String, String> {
     let (days, second) = (seconds / 86_400, seconds % 86_400);
     let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
@@ -66,8 +66,7 @@ pub(crate) fn strftime(seconds: u64, format: &str) -> Result<String, String> {
     Ok(out)
 }
 
-/// Year, month and day of the Gregorian calendar, `days` after 1 January 1970: years are walked, which takes a
-/// microsecond.
+/// Year, month and day of the Gregorian calendar, `days` after 1 January 1970. Linear in years: about a microsecond.
 fn civil(mut days: u64) -> (u64, usize, u64) {
     let mut year = 1970;
     let leap = |year: u64| year.is_multiple_of(4) && !year.is_multiple_of(100) || year.is_multiple_of(400);

@@ -1,8 +1,8 @@
-//! Tokens to text, one token at a time.
+//! Incremental detokenizer: tokens to text, one token at a time.
 //!
-//! Every token's bytes are known (see `pieces`), so the text so far is the bytes so far read as UTF-8. What is held
-//! back is at most three bytes: the beginning of a character whose rest may come. Invalid bytes become U+FFFD exactly
-//! as `String::from_utf8_lossy` would have it of the whole.
+//! Every token has fixed bytes (see `pieces`), so the text so far is the bytes so far read as UTF-8. At most three bytes
+//! are held back: the beginning of an incomplete character. Invalid bytes become U+FFFD exactly as in
+//! `String::from_utf8_lossy` of the whole.
 
 use crate::Tokenizer;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use std::sync::Arc;
 /// The state of one text under assembly.
 #[derive(Clone, Debug)]
 pub(crate) struct Assembly {
-    /// No token has been seen yet.
+    /// No token was pushed yet.
     first: bool,
-    /// A byte that is dropped from the beginning of the text, and how often it still may.
+    /// A byte to strip from the beginning of the text, and how often at most from now on.
     strip: Option<(u8, usize)>,
-    /// Bytes that are not text yet; between calls, an incomplete character.
+    /// Bytes not released as text; between calls, an incomplete character.
     pending: Vec<u8>,
 }
 
@@ -33,7 +33,7 @@ impl Assembly {
         tokenizer.scheme().append(&token, self.first, &mut self.pending);
         self.first = false;
         while let Some((byte, times)) = self.strip {
-            // The beginning of the text is at hand only while nothing else has been seen, so nothing is held.
+            // While the beginning of the text is stripped, no earlier byte is pending.
             match self.pending.get(held) {
                 Some(found) if *found == byte && times > 0 => {
                     self.pending.remove(held);
@@ -46,7 +46,7 @@ impl Assembly {
         self.release(out);
     }
 
-    /// Moves everything that is certain from `pending` to `out`.
+    /// Moves all complete characters from `pending` to `out`.
     fn release(&mut self, out: &mut String) {
         let mut rest = self.pending.as_slice();
         loop {
@@ -76,7 +76,7 @@ impl Assembly {
         self.pending.drain(..done);
     }
 
-    /// Appends what is held back: an incomplete character is one U+FFFD.
+    /// Appends a pending incomplete character as one U+FFFD.
     pub(crate) fn finish(&mut self, out: &mut String) {
         if !self.pending.is_empty() {
             self.pending.clear();
@@ -85,7 +85,7 @@ impl Assembly {
     }
 }
 
-/// Streams the text of one sequence: the pieces together are [`Tokenizer::decode`] of all its tokens.
+/// Streaming detokenizer of one sequence: the appended texts together are [`Tokenizer::decode`] of all its tokens.
 #[derive(Clone, Debug)]
 pub struct IncrementalDetokenizer {
     tokenizer: Arc<Tokenizer>,
@@ -94,19 +94,19 @@ pub struct IncrementalDetokenizer {
 }
 
 impl IncrementalDetokenizer {
-    /// A new text. With `skip_special` special tokens give no text.
+    /// A detokenizer of a new text. With `skip_special`, special tokens give no text.
     #[must_use]
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Self {
         let assembly = Assembly::new(&tokenizer);
         Self { tokenizer, skip_special, assembly }
     }
 
-    /// Appends the text that the token completes, which may be none.
+    /// Appends the text that the token completes, possibly empty.
     pub fn push(&mut self, id: u32, out: &mut String) {
         self.assembly.push(&self.tokenizer, id, self.skip_special, out);
     }
 
-    /// Appends what was held back. Call it once, after the last token.
+    /// Appends the text held back. Call it once, after the last token.
     pub fn finish(&mut self, out: &mut String) {
         self.assembly.finish(out);
     }

@@ -1,5 +1,5 @@
-//! JSON as Python's `json.dumps(value, ensure_ascii=False)` writes it, which is what templates were written for: spaces
-//! after colons and commas, and optional indentation.
+//! JSON as Python's `json.dumps(value, ensure_ascii=False)` writes it, as templates expect: spaces after colons and
+//! commas, and optional indentation.
 
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
@@ -22,7 +22,7 @@ impl Formatter for Spaced {
     }
 }
 
-/// `value` as JSON, indented by so many spaces if asked for.
+/// `value` as JSON, optionally indented by `indent` spaces.
 pub(crate) fn dumps(value: &impl Serialize, indent: Option<usize>) -> Result<String, String> {
     let mut out = Vec::new();
     let written = match indent {

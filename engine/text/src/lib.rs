@@ -1,11 +1,13 @@
 //! Text to tokens and back: tokenizer, chat template, incremental detokenizer, stop strings.
 //!
-//! Above this crate there is text, below it there are tokens only. Nothing here knows models' weights, requests or
-//! sockets. What streams ([`IncrementalDetokenizer`], [`StopStrings`]) gives the same result however its input is cut.
+//! The HTTP server calls it; below it there are tokens only. It must never know weights, requests or sockets. The
+//! streaming types ([`IncrementalDetokenizer`], [`StopStrings`]) give the same result however their input is split.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 
+mod bounds;
 pub mod chat;
+mod convert;
 mod date;
 pub mod detokenize;
 mod json;

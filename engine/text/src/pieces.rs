@@ -1,37 +1,37 @@
-//! What bytes a token stands for.
+//! Bytes of tokens, by the decoder of a `tokenizer.json`.
 //!
-//! The decoders of the models that Lagoon serves give each token its bytes independently of its neighbours, but for
-//! what happens at the beginning of the text; the text is then those bytes read as UTF-8. Knowing this makes streaming
-//! exact and constant in time per token. Decoders of another kind are refused.
+//! The supported decoders map each token to bytes independently of its neighbours, except at the beginning of the text;
+//! the text is those bytes read as UTF-8. This makes streaming exact, in constant time per token. Other decoders are
+//! refused.
 
 use serde_json::Value;
 
-/// How tokens become bytes.
+/// Mapping from tokens to bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Scheme {
     /// GPT-2's alphabet: every character of a token stands for one byte.
     ByteLevel,
-    /// SentencePiece's pieces.
+    /// SentencePiece pieces.
     Pieces(PieceRules),
 }
 
-/// How SentencePiece's pieces become bytes.
+/// Rules from SentencePiece pieces to bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PieceRules {
     /// Literal replacements, in order.
     pub(crate) replace: Vec<(String, String)>,
     /// `<0x41>` is the byte 0x41.
     pub(crate) byte_fallback: bool,
-    /// A character that stands for a space; and whether those of the text's first token vanish.
+    /// The character for a space, and whether it is removed from the text's first token.
     pub(crate) metaspace: Option<(char, bool)>,
-    /// A byte that is dropped at most so many times from the beginning of the text.
+    /// A byte to strip from the beginning of the text, and how often at most.
     pub(crate) strip: Option<(u8, usize)>,
     /// Tokens are words, with a space between them.
     pub(crate) separated: bool,
 }
 
 impl Scheme {
-    /// Understands the `decoder` of a `tokenizer.json`, or says which part it does not.
+    /// Parses the `decoder` of a `tokenizer.json`; the error names the unsupported part.
     pub(crate) fn parse(decoder: &Value) -> Result<Self, String> {
         if decoder.is_null() {
             return Ok(Self::Pieces(PieceRules { separated: true, ..PieceRules::default() }));
@@ -54,7 +54,7 @@ impl Scheme {
         Ok(Self::Pieces(rules))
     }
 
-    /// Appends the bytes of `token`, all but what the beginning of the text changes.
+    /// Appends the bytes of `token`, before [`Scheme::strip`].
     pub(crate) fn append(&self, token: &str, first: bool, out: &mut Vec<u8>) {
         match self {
             Self::ByteLevel => append_byte_level(token, out),
@@ -62,7 +62,7 @@ impl Scheme {
         }
     }
 
-    /// What may be dropped from the beginning of a text: a byte and how often.
+    /// A byte to strip from the beginning of a text, and how often at most.
     pub(crate) fn strip(&self) -> Option<(u8, usize)> {
         match self {
             Self::ByteLevel => None,
@@ -124,13 +124,13 @@ impl PieceRules {
     }
 }
 
-/// The byte that `<0x41>` names.
+/// The byte of a token such as `<0x41>`.
 fn fallback_byte(token: &str) -> Option<u8> {
     let hex = token.strip_prefix("<0x")?.strip_suffix('>')?;
     if hex.len() == 2 { u8::from_str_radix(hex, 16).ok() } else { None }
 }
 
-/// GPT-2's alphabet backwards. A token with a character outside it (an added token) stands for its own UTF-8.
+/// Inverts GPT-2's alphabet. A token with a character outside it (an added token) is its own UTF-8.
 fn append_byte_level(token: &str, out: &mut Vec<u8>) {
     let start = out.len();
     for c in token.chars() {
@@ -143,6 +143,22 @@ fn append_byte_level(token: &str, out: &mut Vec<u8>) {
             }
         }
     }
+}
+
+/// GPT-2's alphabet: one letter for each byte.
+pub(crate) fn letters() -> impl Iterator<Item = char> {
+    (0..=0x143_u32).filter_map(char::from_u32).filter(|letter| byte_of(*letter).is_some())
+}
+
+/// The letters of GPT-2's alphabet by byte.
+pub(crate) fn letters_by_byte() -> [char; 256] {
+    let mut table = ['\0'; 256];
+    for letter in letters() {
+        if let Some(byte) = byte_of(letter) {
+            table[usize::from(byte)] = letter;
+        }
+    }
+    table
 }
 
 /// Printable bytes of Latin-1 stand for themselves; the other 68, in ascending order, are U+0100 and up.
@@ -165,6 +181,7 @@ mod tests {
         let mut bytes: Vec<u8> = (0..0x200).filter_map(|code| byte_of(char::from_u32(code).unwrap())).collect();
         bytes.sort_unstable();
         assert!(bytes.into_iter().eq(0..=255));
+        assert_eq!(letters().count(), 256);
         assert_eq!((byte_of('Ġ'), byte_of('Ċ'), byte_of('A')), (Some(b' '), Some(b'\n'), Some(b'A')));
     }
 

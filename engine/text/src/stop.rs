@@ -1,15 +1,15 @@
 //! Stop strings in a stream of text.
 //!
-//! The text ends where a stop string is complete for the first time; what is kept is the text before that stop string
-//! (before the longest, where several are complete at once). This depends on the text alone, not on how it is cut into
-//! pieces. Text is released as soon as it can no longer be the beginning of a stop string.
+//! The text ends before the stop string that is completed first (before the longest, if several are completed at once).
+//! This depends on the text alone, not on how it is split into pieces. Text is released as soon as it cannot be the
+//! beginning of a stop string.
 
-/// Stop strings of one request at most.
+/// Most stop strings of one request.
 pub const STOPS_MAX: usize = 16;
 /// Longest stop string, in bytes.
 pub const STOP_BYTES_MAX: usize = 1024;
 
-/// Why stop strings were refused.
+/// Error of refused stop strings.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StopError {
     #[error("a stop string is empty")]
@@ -20,7 +20,7 @@ pub enum StopError {
     TooMany { count: usize },
 }
 
-/// Finds the first stop string in a stream.
+/// Search for the first stop string in a stream.
 #[derive(Clone, Debug)]
 pub struct StopStrings {
     stops: Vec<String>,
@@ -44,8 +44,8 @@ impl StopStrings {
         Ok(Self { stops, held: String::new(), stopped: false })
     }
 
-    /// Takes the next piece and appends what is certainly not part of a stop string to `out`. Returns whether a stop
-    /// string is complete; from then on nothing more is appended.
+    /// Takes the next piece and appends the text that cannot be part of a stop string to `out`. Returns whether a stop
+    /// string is complete; from then on it appends nothing.
     pub fn push(&mut self, piece: &str, out: &mut String) -> bool {
         if self.stopped {
             return true;
@@ -65,7 +65,7 @@ impl StopStrings {
         false
     }
 
-    /// Appends what was held back, after the last piece. If a stop string was found there is nothing.
+    /// Appends the text held back, after the last piece; empty if a stop string was found.
     pub fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held);
         self.held.clear();
@@ -77,7 +77,7 @@ impl StopStrings {
         self.stopped
     }
 
-    /// Where the longest end of `held` begins that a stop string may begin with.
+    /// Start of the longest suffix of `held` that is a prefix of a stop string.
     fn undecided_from(&self) -> usize {
         let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
         let earliest = self.held.len().saturating_sub(longest);

@@ -1,20 +1,27 @@
-//! The tokenizer of a model: `tokenizer.json` with `tokenizer_config.json`.
+//! Tokenizer of a model: `tokenizer.json` or what stands in for it, with `tokenizer_config.json`.
 
+use crate::bounds::token_bytes_max;
+use crate::convert::{self, Inner};
 use crate::detokenize::Assembly;
 use crate::pieces::Scheme;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// Longest text that is tokenised, in bytes: two million tokens of 16 bytes.
+/// Longest text to tokenise, in bytes: two million tokens of 16 bytes.
 pub const ENCODE_BYTES_MAX: usize = 32 << 20;
 /// Largest tokenizer file, in bytes.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 
-/// Why a tokenizer or a template cannot be used.
+/// Error of loading a tokenizer or a template.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
     #[error("cannot read {}: {source}", path.display())]
     Io { path: PathBuf, source: std::io::Error },
+    #[error("{} has no tokenizer: none of tokenizer.json, tokenizer.model, tiktoken.model and *.tiktoken is there\nhint: copy \
+             the file from where the model is published", dir.display())]
+    NoTokenizer { dir: PathBuf },
+    #[error("{} cannot be used: {problem}\nhint: {hint}", path.display())]
+    Unsupported { path: PathBuf, problem: String, hint: String },
     #[error("{} is not valid: {problem}", path.display())]
     Malformed { path: PathBuf, problem: String },
     #[error("{}: the decoder {decoder} is not supported\nhint: supported are byte-level BPE (Llama 3, GPT-2) and \
@@ -24,7 +31,7 @@ pub enum TextError {
     Template { path: PathBuf, problem: String },
 }
 
-/// Why a text was not tokenised.
+/// Error of tokenising a text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EncodeError {
     #[error("the text has {bytes} bytes, the limit is {max}")]
@@ -33,17 +40,17 @@ pub enum EncodeError {
     Refused(String),
 }
 
-/// What `tokenizer_config.json` says that matters here. A file that is absent says nothing.
+/// The used fields of `tokenizer_config.json`; empty if the file is absent.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TokenizerConfig {
     /// Special tokens by the names that templates use (`bos_token`, `eos_token`, `unk_token`, `pad_token`).
     pub special: Vec<(&'static str, String)>,
     pub add_bos_token: Option<bool>,
-    /// The templates by name; one without a name is `default`.
+    /// Chat templates by name; an unnamed one is `default`.
     pub chat_templates: Vec<(String, String)>,
 }
 
-const SPECIAL: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
+pub(crate) const SPECIAL: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
 
 impl TokenizerConfig {
     /// Reads `tokenizer_config.json` in `dir`, which may be absent.
@@ -85,10 +92,10 @@ impl TokenizerConfig {
     }
 }
 
-/// Text to token ids and back.
+/// Tokenizer: text to token ids and back.
 #[derive(Debug)]
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    inner: Inner,
     scheme: Scheme,
     /// Ascending.
     special_ids: Vec<u32>,
@@ -96,9 +103,11 @@ pub struct Tokenizer {
     eos_id: Option<u32>,
     bos: BosRule,
     vocab: usize,
+    /// Bytes of a text that one token stands for at most, if that is known.
+    token_bytes_max: Option<usize>,
 }
 
-/// What is done about the beginning-of-sequence token when special tokens are asked for, beyond the post-processor.
+/// Correction of the post-processor's beginning-of-sequence token when special tokens are requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BosRule {
     AsIs,
@@ -107,19 +116,39 @@ enum BosRule {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` and `tokenizer_config.json` in `dir`.
+    /// Reads the tokenizer in `dir`: `tokenizer.json`, or if there is none the first of `tokenizer.model` (SentencePiece or
+    /// tiktoken), `tiktoken.model` and `*.tiktoken`. Special tokens and flags are those of `tokenizer_config.json`; without a
+    /// `tokenizer.json` also those of `special_tokens_map.json` and `added_tokens.json`.
+    ///
+    /// # Errors
+    /// If no tokenizer is there, or a file cannot be read, is malformed, or asks for what is not supported.
     pub fn open(dir: &Path) -> Result<Self, TextError> {
-        let path = dir.join("tokenizer.json");
-        Self::parse(&path, &read(&path)?, &TokenizerConfig::open(dir)?)
+        let (path, config) = (dir.join("tokenizer.json"), TokenizerConfig::open(dir)?);
+        if path.exists() {
+            return Self::parse(&path, &read(&path)?, &config);
+        }
+        let converted = convert::open(dir)?;
+        let (mut special, mut config) = (converted.special, config);
+        special.retain(|(name, _)| config.special(name).is_none());
+        config.special.append(&mut special);
+        Self::new(&converted.path, converted.inner, &config)
     }
 
-    /// Parses the bytes of a `tokenizer.json`; `path` is only for messages. Truncation and padding that the file asks
-    /// for are ignored: a prompt is never cut silently.
+    /// Parses the bytes of a `tokenizer.json`; `path` is only for messages. The file's truncation and padding are ignored:
+    /// a prompt is never cut silently.
+    ///
+    /// # Errors
+    /// If the bytes are not a tokenizer, or its decoder is not supported.
     pub fn parse(path: &Path, json: &[u8], config: &TokenizerConfig) -> Result<Self, TextError> {
         let malformed = |problem: String| TextError::Malformed { path: path.to_owned(), problem };
-        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|e| malformed(e.to_string()))?;
+        let mut inner = Inner::from_bytes(json).map_err(|e| malformed(e.to_string()))?;
         inner.with_truncation(None).map_err(|e| malformed(e.to_string()))?;
         inner.with_padding(None);
+        Self::new(path, inner, config)
+    }
+
+    fn new(path: &Path, inner: Inner, config: &TokenizerConfig) -> Result<Self, TextError> {
+        let malformed = |problem: String| TextError::Malformed { path: path.to_owned(), problem };
         let decoder = serde_json::to_value(inner.get_decoder()).map_err(|e| malformed(e.to_string()))?;
         let scheme = Scheme::parse(&decoder)
             .map_err(|decoder| TextError::UnsupportedDecoder { path: path.to_owned(), decoder })?;
@@ -136,12 +165,13 @@ impl Tokenizer {
             _ => BosRule::AsIs,
         };
         let vocab = inner.get_vocab_size(true);
-        Ok(Self { inner, scheme, special_ids, bos_id, eos_id, bos, vocab })
+        let token_bytes_max = token_bytes_max(&inner, &scheme);
+        Ok(Self { inner, scheme, special_ids, bos_id, eos_id, bos, vocab, token_bytes_max })
     }
 
-    /// Token ids of `text`. With `special` the tokens that the model's tokenizer puts around a text are added (for most
-    /// models, beginning-of-sequence); texts from a chat template have them already. Names of special tokens in the
-    /// text become those tokens either way, as in transformers.
+    /// Token ids of `text`. `special` adds the tokens that the model's tokenizer puts around a text (mostly
+    /// beginning-of-sequence); texts from a chat template contain them already. Names of special tokens in the text become
+    /// those tokens either way, as in transformers.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, EncodeError> {
         if text.len() > ENCODE_BYTES_MAX {
             return Err(EncodeError::TooLong { bytes: text.len(), max: ENCODE_BYTES_MAX });
@@ -155,11 +185,18 @@ impl Tokenizer {
         })
     }
 
-    /// The text of `ids`; unknown ids give nothing, and special tokens do not with `skip_special`.
+    /// Tokens that a text of so many bytes has at least, special ones not counted; 0 where that is not known, because the
+    /// normaliser may drop a part of the text, say.
+    #[must_use]
+    pub fn tokens_min(&self, text_bytes: usize) -> usize {
+        self.token_bytes_max.map_or(0, |longest| text_bytes.div_ceil(longest))
+    }
+
+    /// The text of `ids`. Unknown ids give no text, nor do special tokens with `skip_special`.
     ///
-    /// This is transformers' `decode` (without its English-only clean-up of spaces before punctuation), but for
-    /// SentencePiece's byte tokens where they are not UTF-8: what is valid of them is kept, and each invalid part is one
-    /// U+FFFD, so that text which was streamed never has to change.
+    /// This is transformers' `decode` (without its English-only clean-up of spaces before punctuation), except for
+    /// SentencePiece byte tokens that are not UTF-8: their valid parts are kept, and each invalid part is one U+FFFD, so
+    /// that streamed text never has to change.
     #[must_use]
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let (mut assembly, mut text) = (Assembly::new(self), String::new());
@@ -182,7 +219,7 @@ impl Tokenizer {
         self.inner.token_to_id(token)
     }
 
-    /// The bytes that the token adds in the middle of a text; empty if there is no such token.
+    /// Bytes of the token in the middle of a text; empty for an unknown id.
     #[must_use]
     pub fn token_bytes(&self, id: u32) -> Vec<u8> {
         let mut bytes = Vec::new();
@@ -192,7 +229,7 @@ impl Tokenizer {
         bytes
     }
 
-    /// Tokens in the vocabulary, added ones included. A model's embedding table may be longer.
+    /// Number of tokens in the vocabulary, added ones included. A model's embedding table may be longer.
     #[must_use]
     pub fn vocab_size(&self) -> usize {
         self.vocab
@@ -210,13 +247,13 @@ impl Tokenizer {
         &self.special_ids
     }
 
-    /// Beginning of sequence, if `tokenizer_config.json` names it.
+    /// Id of the beginning-of-sequence token, if `tokenizer_config.json` names it.
     #[must_use]
     pub fn bos_id(&self) -> Option<u32> {
         self.bos_id
     }
 
-    /// End of sequence, if `tokenizer_config.json` names it. `generation_config.json` may name more.
+    /// Id of the end-of-sequence token, if `tokenizer_config.json` names it. `generation_config.json` may name more.
     #[must_use]
     pub fn eos_id(&self) -> Option<u32> {
         self.eos_id
@@ -227,7 +264,7 @@ impl Tokenizer {
     }
 }
 
-/// Reads a file of reasonable size.
+/// Reads a file of at most `FILE_BYTES_MAX` bytes.
 pub(crate) fn read(path: &Path) -> Result<Vec<u8>, TextError> {
     let io = |source| TextError::Io { path: path.to_owned(), source };
     let size = std::fs::metadata(path).map_err(io)?.len();

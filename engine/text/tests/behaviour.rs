@@ -5,6 +5,7 @@ use lagoon_text::{ChatError, ChatMessage, ChatTemplate, Content, EncodeError, St
 use lagoon_text::{Tokenizer, TokenizerConfig};
 use proptest::prelude::*;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 use std::time::{Duration, UNIX_EPOCH};
 
 fn stream(stops: &[&str], pieces: &[&str]) -> (String, bool) {
@@ -200,8 +201,30 @@ fn bad_files_and_texts_are_errors() {
     assert!(config(r#"{"bos_token": 3}"#).to_string().contains("`bos_token` is 3"));
     assert!(config(r#"{"chat_template": 3}"#).to_string().contains("chat_template"));
     let missing = Tokenizer::open(Path::new("/nonexistent")).unwrap_err().to_string();
-    assert!(missing.starts_with("cannot read /nonexistent/tokenizer"), "{missing}");
+    assert!(missing.starts_with("/nonexistent has no tokenizer: none of tokenizer.json, "), "{missing}");
     let tokenizer = Tokenizer::open(&passkey()).unwrap();
     let long = "a".repeat((32 << 20) + 1);
     assert_eq!(tokenizer.encode(&long, false), Err(EncodeError::TooLong { bytes: (32 << 20) + 1, max: 32 << 20 }));
+}
+
+/// Byte-level BPE, and SentencePiece with byte fallback.
+static TOKENIZERS: LazyLock<Vec<Tokenizer>> = LazyLock::new(|| {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    ["models/passkey", "tests/goldens/tied_sentencepiece"].map(|dir| Tokenizer::open(&root.join(dir)).unwrap()).into()
+});
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(500) })]
+
+    /// Long runs of one character make the longest tokens.
+    #[test]
+    fn no_text_has_fewer_tokens_than_its_length_tells(
+        parts in prop::collection::vec(("[a-z \n▁é☃<|bos>\u{301}]{1,4}", 1..40_usize), 1..8),
+    ) {
+        let text: String = parts.iter().map(|(part, times)| part.repeat(*times)).collect();
+        for tokenizer in &*TOKENIZERS {
+            let (least, tokens) = (tokenizer.tokens_min(text.len()), tokenizer.encode(&text, false).unwrap().len());
+            prop_assert!((1..=tokens).contains(&least), "{least} of {tokens} tokens: {text:?}");
+        }
+    }
 }

@@ -1,17 +1,17 @@
-//! The check of a sealed rBlock's content, which a reader compares with what arrived.
+//! Check (XXH3-128) of a sealed rBlock's content, which a reader compares with the arrived bytes.
 //!
 //! `check(block) = X(c_0 ‖ c_1 ‖ …)` over the layers that reader and writer share, with `c_l = X(the block's KV of
 //! layer l, [token][K | V][head][element], of the heads that both share, in the writer's element type)` and X = XXH3
-//! with 128 bits. So it does not depend on how either side lays its memory out.
+//! with 128 bits. It does not depend on the memory layout of either side.
 //!
-//! Why not BLAKE3, with which leases are sealed: beside a copy it is the bottleneck (ADR 10). The check finds damage and
-//! blocks that were reused too early; it need not resist forgery, because a writer that lies could check its lies too,
-//! and everybody else is kept out by mutual TLS.
+//! BLAKE3, which seals leases, would be slower than the copy (ADR 10). The check detects damage and blocks that were
+//! reused too early; it need not resist forgery: a malicious writer could compute checks of forged KV as well, and mutual
+//! TLS excludes everyone else.
 
 use lagoon_backend::Xxh3;
 use std::fmt;
 
-/// XXH3-128 of some content.
+/// Check: XXH3-128 of KV content.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct Check(pub [u8; Check::BYTES]);
 
@@ -19,7 +19,7 @@ impl Check {
     /// Bytes of a check.
     pub const BYTES: usize = 16;
 
-    /// Of bytes that lie in one piece.
+    /// The check of contiguous bytes.
     #[must_use]
     pub fn of(bytes: &[u8]) -> Self {
         let mut checker = Checker::default();
@@ -27,13 +27,13 @@ impl Check {
         checker.finish()
     }
 
-    /// From the hash itself.
+    /// The check with this XXH3-128 value.
     #[must_use]
     pub fn from_hash(hash: u128) -> Self {
         Self(hash.to_le_bytes())
     }
 
-    /// Of a block, from those of its layers, in order.
+    /// The check of a block from the checks of its layers, in order.
     #[must_use]
     pub fn combine(layers: impl IntoIterator<Item = Self, IntoIter: ExactSizeIterator>) -> Self {
         Checker::default().combine(layers.into_iter())
@@ -52,7 +52,7 @@ impl fmt::Display for Check {
     }
 }
 
-/// A check in the making.
+/// Incremental [`Check`].
 #[derive(Clone, Debug, Default)]
 pub struct Checker(pub Xxh3);
 
@@ -61,7 +61,7 @@ impl Checker {
         self.0.update(bytes);
     }
 
-    /// [`Check::combine`] with this checker, which begins anew: making one takes longer than a check of few layers.
+    /// [`Check::combine`] with this checker, reset: a new one would cost more than the check of a few layers.
     pub(crate) fn combine(&mut self, layers: impl ExactSizeIterator<Item = Check>) -> Check {
         let mut short = [0; Xxh3::SHORT];
         let bytes = layers.len() * Check::BYTES;

@@ -1,12 +1,12 @@
-//! The transaction queue: reads in order, merged where both memories go on (KVDirect §4.2).
+//! Transaction queue: reads in order, coalesced where they are contiguous in both memories (KVDirect §4.2).
 //!
-//! Requests that are posted together take turns piece by piece; each request's COMPLETE follows its last read. [`Queue::
-//! pop`] takes reads in order up to the next COMPLETE (pieces of one request that lie together on both sides as one), and [`coalesce`] merges those whose remote and local ranges are
-//! both contiguous, also of different requests. Invariants:
+//! Requests that are posted together take turns piece by piece; each request's COMPLETE follows its last read.
+//! [`Queue::pop`] takes reads in order up to the next COMPLETE (contiguous pieces of one request as one read), and
+//! [`coalesce`] merges reads whose remote and local ranges are both contiguous, also of different requests. Invariants:
 //!
-//! * a request's reads are in transactions of ascending order: none overtakes an earlier one of its request;
-//! * there are never more transactions than reads, and none is longer than the limit, unless a single piece is;
-//! * COMPLETEs are markers: they end a batch, and the reader sends them when all reads of their request are verified.
+//! * no read of a request is in an earlier transaction than a preceding read of that request;
+//! * there are at most as many transactions as reads, and none is longer than the limit, unless a single piece is;
+//! * a COMPLETE is a marker that ends a batch; the reader sends it when all reads of its request are verified.
 
 use crate::pull::{Local, Pull, Remote};
 use std::{
@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-/// Ranges of the writer's memory: mostly one, and then not on the heap.
+/// Ranges of the writer's memory: one (without allocation) or many.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ranges {
     One(Remote),
@@ -32,18 +32,18 @@ impl std::ops::Deref for Ranges {
     }
 }
 
-/// Longest reads.
+/// Size limits of reads, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadSizes {
-    /// Of one piece; a longer one is cut.
+    /// Limit of one piece; a longer one is split.
     pub bytes: u64,
-    /// The same for pieces that are plain ([`Read::plain`]).
+    /// Limit of a plain piece ([`Read::plain`]).
     pub plain: u64,
-    /// Of several plain pieces that lie together on both sides: what would be merged anyway is planned as one.
+    /// Limit of several plain pieces that are contiguous on both sides and planned as one read.
     pub run: u64,
 }
 
-/// How much [`Queue::pop`] takes: until it has both `bytes` and `reads`, but no more than about `bytes_max`.
+/// Size of one [`Queue::pop`]: until it has both `bytes` and `reads`, but at most about `bytes_max` bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Portion {
     pub bytes: u64,
@@ -52,23 +52,23 @@ pub struct Portion {
 }
 
 impl Portion {
-    /// All up to the next COMPLETE.
+    /// All reads up to the next COMPLETE.
     pub const ALL: Self = Self { bytes: u64::MAX, reads: usize::MAX, bytes_max: u64::MAX };
 }
 
-/// A read of one piece, of a part of it, or of several plain ones that lie together on both sides.
+/// Read of one piece, of a part of it, or of several plain pieces that are contiguous on both sides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Read {
     pub request: u64,
     pub export: u64,
     pub piece: usize,
-    /// Consecutive pieces from that one on, all of the same size: 1 unless they are plain.
+    /// Number of consecutive pieces from `piece` on, all of the same size; 1 unless they are plain.
     pub pieces: usize,
-    /// One range, or (staged) all of a piece's.
+    /// One range, or (staged) all ranges of a piece.
     pub remote: Ranges,
-    /// `None`: to a buffer.
+    /// Destination; `None`: a buffer.
     pub local: Option<Local>,
-    /// All of the piece, in canonical order: it is checked while it is copied.
+    /// Whether the read is whole pieces in canonical order, which are checked while they are copied.
     pub plain: bool,
 }
 
@@ -78,14 +78,14 @@ impl Read {
     }
 }
 
-/// Bytes of one export in a transaction.
+/// Segment of a transaction: a byte range of one export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     pub export: u64,
     pub remote: Remote,
 }
 
-/// Which bytes of a transaction are whose.
+/// Part of a transaction: bytes of consecutive pieces of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
     pub request: u64,
@@ -99,12 +99,12 @@ pub struct Part {
     pub plain: bool,
 }
 
-/// One read of the writer's memory: its segments one behind the other, to one place or into a buffer.
+/// Read transaction: segments of the writer's memory, concatenated, to one place or into a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transaction {
     pub segments: Vec<Segment>,
     pub bytes: u64,
-    /// `None`: to a buffer.
+    /// Destination; `None`: a buffer.
     pub local: Option<Local>,
     /// In ascending order, covering all bytes.
     pub parts: Vec<Part>,
@@ -132,14 +132,14 @@ impl Transaction {
         self.bytes += bytes;
     }
 
-    /// Contiguous ranges of the writer's memory: what RDMA would post.
+    /// Number of contiguous ranges of the writer's memory, each one RDMA read.
     #[must_use]
     pub fn ranges(&self) -> usize {
         let joints = self.segments.windows(2).filter(|pair| follows(&pair[0].remote, &pair[1].remote)).count();
         self.segments.len() - joints
     }
 
-    /// What is left of it without a request's bytes: as many transactions as there are stretches of others.
+    /// The transaction without a request's bytes: one transaction per stretch of other requests' parts.
     #[must_use]
     pub fn without(&self, request: u64) -> Vec<Self> {
         let mut out: Vec<Self> = Vec::new();
@@ -190,11 +190,11 @@ pub struct Bounds {
     pub segments: usize,
 }
 
-/// A place where a read may begin: region and offset, the writer's and the reader's.
+/// Start or end of a read: region and offset of the writer, region and offset of the reader.
 type Place = (u32, u64, u32, u64);
 
 impl Read {
-    /// Where it begins and ends in both memories, unless it goes to a buffer.
+    /// Start and end in both memories; `None` for a read into a buffer.
     fn places(&self) -> Option<(Place, Place)> {
         let (local, first, last) = (self.local?, self.remote.first()?, self.remote.last()?);
         let begin = (first.region, first.offset, local.region, local.offset);
@@ -202,18 +202,18 @@ impl Read {
     }
 }
 
-/// The transaction that the last read went to: most reads go on there, and then no map is asked.
+/// The transaction of the last read: most reads continue it without a map lookup.
 struct Open {
     at: usize,
     end: Place,
     request: u64,
 }
 
-/// Merges reads, which are in order. See the module's invariants.
+/// Coalesces reads, which are in order, into transactions. See the module's invariants.
 #[must_use]
 pub fn coalesce(reads: &[Read], bounds: Bounds) -> Vec<Transaction> {
     let mut out: Vec<Transaction> = Vec::new();
-    // Where transactions that may go on end in both memories, and the last one of each request.
+    // Ends in both memories of transactions that may continue, and the last transaction of each request.
     let mut ends: BTreeMap<Place, usize> = BTreeMap::new();
     let mut last: BTreeMap<u64, usize> = BTreeMap::new();
     let mut buffer: Option<usize> = None;
@@ -237,7 +237,7 @@ pub fn coalesce(reads: &[Read], bounds: Bounds) -> Vec<Transaction> {
             last.insert(closed.request, closed.at);
         }
         let candidate = match &places {
-            // It ends elsewhere afterwards, or for good.
+            // The transaction has another end afterwards, or is closed.
             Some((begin, _)) => ends.remove(begin),
             None => buffer,
         };
@@ -267,7 +267,7 @@ pub fn coalesce(reads: &[Read], bounds: Bounds) -> Vec<Transaction> {
     out
 }
 
-/// A request in the queue: what is left of it to be read.
+/// Position of a request in the queue: its pieces still to read.
 #[derive(Debug)]
 struct Cursor {
     request: u64,
@@ -289,7 +289,7 @@ impl Cursor {
         })
     }
 
-    /// Pieces from the next one on that lie together, of up to `bytes` bytes, if they are several.
+    /// A read of contiguous pieces from the next one on, of up to `bytes` bytes, if there are several.
     fn next_run(&mut self, bytes: u64) -> Option<Read> {
         if self.only.is_some() || self.next >= self.pull.pieces() {
             return None;
@@ -305,7 +305,7 @@ impl Cursor {
     }
 }
 
-/// A request for the queue.
+/// Request to post to the queue.
 #[derive(Clone, Debug)]
 pub struct Post {
     pub request: u64,
@@ -315,7 +315,7 @@ pub struct Post {
     pub only: Option<Vec<usize>>,
 }
 
-/// What [`Queue::pop`] took.
+/// Result of [`Queue::pop`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Batch {
     pub reads: Vec<Read>,
@@ -323,15 +323,15 @@ pub struct Batch {
     pub complete: Option<u64>,
 }
 
-/// See the module's documentation.
+/// Transaction queue of one connection.
 #[derive(Debug, Default)]
 pub struct Queue {
-    /// Requests that were posted together take turns.
+    /// Groups of requests that were posted together and take turns.
     groups: VecDeque<VecDeque<Cursor>>,
 }
 
 impl Queue {
-    /// Posts requests that take turns.
+    /// Posts a group of requests that take turns.
     pub fn post(&mut self, requests: Vec<Post>) {
         let cursor = |Post { request, export, pull, only }| Cursor {
             request,
@@ -351,13 +351,13 @@ impl Queue {
         self.groups.is_empty()
     }
 
-    /// Requests that take turns next.
+    /// Number of requests in the first group.
     #[must_use]
     pub fn turns(&self) -> usize {
         self.groups.front().map_or(0, VecDeque::len)
     }
 
-    /// Forgets what is left of a request.
+    /// Removes a request's remaining reads.
     pub fn remove(&mut self, request: u64) {
         self.groups.iter_mut().for_each(|group| group.retain(|cursor| cursor.request != request));
         self.groups.retain(|group| !group.is_empty());
@@ -367,7 +367,7 @@ impl Queue {
         self.groups.clear();
     }
 
-    /// Takes reads in order up to the next COMPLETE, or a portion of them.
+    /// Takes reads in order up to the next COMPLETE, limited by `portion`.
     pub fn pop(&mut self, portion: Portion, sizes: ReadSizes) -> Batch {
         let mut batch = Batch::default();
         let mut taken = 0;
@@ -377,7 +377,7 @@ impl Queue {
                 self.groups.pop_front();
                 continue;
             };
-            // Those that take turns do so piece by piece.
+            // Requests that take turns do so piece by piece.
             let run = if group.is_empty() { sizes.run.min(portion.bytes_max - taken) } else { 0 };
             if let Some(read) = cursor.next_run(run) {
                 taken += read.bytes();
@@ -398,7 +398,7 @@ impl Queue {
     }
 }
 
-/// Appends the reads of a piece; gives their bytes.
+/// Appends the reads of a piece and returns their bytes.
 fn read_piece(cursor: &Cursor, piece: usize, sizes: ReadSizes, reads: &mut Vec<Read>) -> u64 {
     let Cursor { request, export, .. } = *cursor;
     if let Some((remote, local)) = cursor.pull.plain_read(piece).filter(|(remote, _)| remote.bytes <= sizes.plain) {

@@ -1,13 +1,13 @@
-//! From boxes of elements to contiguous byte ranges, by strides (KVDirect §4.1: "index · stride").
+//! Extents: contiguous byte ranges of boxes of elements, by strides (KVDirect §4.1: "index · stride").
 //!
-//! A box is walked from the inside out: dimensions whose stride is exactly what the ones before reach are one
-//! contiguous extent, the others are counted through. The paper's worked example (cache[B][KV][L][H][D] = [10][2][16]
+//! A box is walked from the inside out: dimensions whose stride equals the extent of the inner ones join one contiguous
+//! extent, the others are iterated. The paper's worked example (cache[B][KV][L][H][D] = [10][2][16]
 //! [2][128], strides 4096, 40960, 256, 128, 1, bf16) is a test here, with its two slips corrected: block 8 is read as
 //! two extents at 65536 and 147456 of 16 · 256 · 2 = 8192 bytes each.
 
 use crate::layout::{DIMS, Dim, Grid, Index};
 
-/// A dimension of a box: how many indices, and the strides in two places, in elements.
+/// A dimension of a box: number of indices, and the strides in two places, in elements.
 #[derive(Clone, Copy, Debug)]
 struct Step {
     len: u64,
@@ -15,7 +15,7 @@ struct Step {
     b: u64,
 }
 
-/// Equal numbers of elements at two byte offsets.
+/// Extent that is contiguous in two places: elements at two byte offsets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pair {
     pub a: u64,
@@ -23,13 +23,12 @@ pub struct Pair {
     pub elements: u64,
 }
 
-/// Dimensions from the inside out in the order in which content is hashed and sent: element, head, kv, token. Boxes
-/// that are hashed have one block and one layer.
+/// Canonical order of dimensions for hashing and sending, from the inside out: element, head, kv, token. Hashed boxes
+/// have one block and one layer.
 const CANONICAL: [Dim; DIMS] = [Dim::Elem, Dim::Head, Dim::Kv, Dim::Token, Dim::Layer, Dim::Block];
 
-/// Calls `visit` for every extent that is contiguous in both places, of a box of `len` indices whose first element is
-/// at `a_first` and `b_first`. In the order of `a`'s addresses; the extents are as long as they can be without joining
-/// what two different boxes hold.
+/// Calls `visit` for every extent that is contiguous in both places of a box of `len` indices with first elements
+/// `a_first` and `b_first`. In the order of `a`'s addresses; extents are maximal within the box.
 pub fn pairs(len: &Index, (a, a_first): (&Grid, &Index), (b, b_first): (&Grid, &Index), visit: &mut dyn FnMut(Pair)) {
     let mut steps = [Step { len: 1, a: 0, b: 0 }; DIMS];
     for (step, at) in steps.iter_mut().zip(0..) {
@@ -94,8 +93,8 @@ fn walk(steps: &[Step; DIMS], first: Pair, (a_bytes, b_bytes): (u64, u64), visit
     }
 }
 
-/// A grid without gaps that holds a box in the order of `grid`'s addresses: where a box lies when its extents are put
-/// one behind the other. The first element is at byte 0; indices count from the box's first.
+/// A grid without gaps for a box, in the order of `grid`'s addresses: the layout of the box's concatenated extents. The
+/// first element is at byte 0; indices count from the box's first.
 #[must_use]
 pub fn packed(len: &Index, grid: &Grid) -> Grid {
     let mut order: [usize; DIMS] = [0, 1, 2, 3, 4, 5];

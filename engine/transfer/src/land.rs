@@ -1,4 +1,4 @@
-//! Where the bytes of a transaction go when they arrive: into place or into a buffer, checked while they are copied.
+//! Landing of a transaction: its bytes are copied to their places or into a buffer, and checked while they are copied.
 
 use crate::{
     check::{Check, Checker},
@@ -9,20 +9,20 @@ use crate::{
 use lagoon_backend::Xxh3;
 use std::{collections::BTreeMap, sync::Arc};
 
-/// What a transaction's arrival came to.
+/// Result of a landed transaction.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Landed {
-    /// Checks of pieces that were computed on the way: (request, piece, check).
+    /// Checks of pieces, computed during the copy: (request, piece, check).
     pub checks: Vec<(u64, usize, Check)>,
     /// Finite values that the reader's element type cannot hold, by request.
     pub overflows: BTreeMap<u64, u64>,
 }
 
-/// Puts the next bytes into a slice. Where there is a hash it gets them too, in order: [`Xxh3::copy`] does both at once. The
-/// caller settles it.
+/// Callback that writes the next bytes into a slice and, if there is a hash, feeds them to it in order ([`Xxh3::copy`] does
+/// both). The caller of the callback settles the hash.
 pub type Fill<'a> = &'a mut dyn FnMut(&mut [u8], Option<&mut Xxh3>) -> Result<(), RegionError>;
 
-/// The pulls of the requests that are in transfer.
+/// Pulls of the requests in transfer, by request.
 pub type Pulls = BTreeMap<u64, Arc<Pull>>;
 
 #[cfg(target_os = "linux")]
@@ -35,21 +35,21 @@ fn is_on_device(_region: &dyn Region) -> bool {
     false
 }
 
-/// A writer's regions in its window, which this process has mapped.
+/// Regions of a writer in its shared device region, which this process has mapped.
 #[cfg(target_os = "linux")]
 #[derive(Debug)]
 pub struct PeerRegions {
     peer: Box<dyn lagoon_backend::PeerRegion>,
-    /// Where each begins, and its size.
+    /// Offset and size of each region.
     regions: Vec<(u64, u64)>,
 }
 
 #[cfg(target_os = "linux")]
 impl PeerRegions {
-    /// Regions of these sizes, one behind the other.
+    /// Consecutive regions of these sizes.
     ///
     /// # Errors
-    /// When the window does not hold them.
+    /// If the shared device region is smaller.
     pub fn new(peer: Box<dyn lagoon_backend::PeerRegion>, sizes: &[u64]) -> Result<Self, RegionError> {
         let mut end = 0u64;
         let mut place = |bytes: &u64| {
@@ -65,7 +65,7 @@ impl PeerRegions {
         Ok(Self { peer, regions })
     }
 
-    /// The window.
+    /// The shared device region.
     #[must_use]
     pub fn window(&self) -> &dyn lagoon_backend::PeerRegion {
         self.peer.as_ref()
@@ -80,11 +80,11 @@ impl PeerRegions {
     }
 }
 
-/// Carries a transaction out between two windows: copied by the device to where it belongs, and checked there, as it landed. What
-/// is to be converted passes the host.
+/// Executes a transaction between two shared device regions: the device copies the bytes to their places and computes their
+/// checks there. Other transactions (conversions, destinations in host memory) pass through the host.
 ///
 /// # Errors
-/// When a range is outside, or the device fails.
+/// If a range is outside, or the device fails.
 #[cfg(target_os = "linux")]
 pub fn land_on_device(
     transaction: &Transaction,
@@ -130,7 +130,7 @@ pub fn land_on_device(
     Ok(Landed { checks, ..Landed::default() })
 }
 
-/// Takes the bytes of one transaction, in order.
+/// Lander: receives the bytes of one transaction, in order.
 #[derive(Debug)]
 pub struct Lander<'a> {
     transaction: &'a Transaction,
@@ -138,19 +138,19 @@ pub struct Lander<'a> {
     regions: &'a [Arc<dyn Region>],
     verify: bool,
     at: u64,
-    /// The next part, or the one that is arriving.
+    /// Current part.
     part: usize,
-    /// The piece of it that is arriving, its check in the making, and where in the transaction it ends.
+    /// Current piece of the part, its incremental check, and its end in the transaction.
     piece: usize,
     checker: Checker,
     end: u64,
-    /// All bytes until the end, where they are converted then, or brought to a device at once.
+    /// Buffer of all bytes, if they are converted or copied to a device at the end.
     buffer: Option<Vec<u8>>,
     landed: Landed,
 }
 
 impl<'a> Lander<'a> {
-    /// `verify`: checks are computed on the way where they can be.
+    /// A lander of `transaction`. `verify` computes checks during the copy where possible.
     #[must_use]
     pub fn new(transaction: &'a Transaction, pulls: &'a Pulls, regions: &'a [Arc<dyn Region>], verify: bool) -> Self {
         let gathers = transaction.local.is_none_or(|local| is_on_device(regions[local.region as usize].as_ref()));
@@ -170,16 +170,16 @@ impl<'a> Lander<'a> {
         }
     }
 
-    /// Bytes that have not come yet.
+    /// Bytes that have not arrived yet.
     #[must_use]
     pub fn missing(&self) -> u64 {
         self.transaction.bytes - self.at
     }
 
-    /// The next bytes.
+    /// Takes the next bytes.
     ///
     /// # Errors
-    /// When there are too many, or a region cannot be written.
+    /// If they exceed the transaction, or a region cannot be written.
     pub fn push(&mut self, bytes: &[u8]) -> Result<(), RegionError> {
         let mut rest = bytes;
         self.push_with(bytes.len() as u64, &mut |target, hash| {
@@ -193,7 +193,7 @@ impl<'a> Lander<'a> {
         })
     }
 
-    /// The next `bytes` bytes, which `fill` puts where they belong, in order, and hashes where it is asked to.
+    /// Takes the next `bytes` bytes, which `fill` writes to their places, in order, and hashes on request.
     ///
     /// # Errors
     /// As [`Lander::push`], and those of `fill`.
@@ -208,7 +208,7 @@ impl<'a> Lander<'a> {
             let result = match self.transaction.local {
                 Some(_) => {
                     let result = self.fill_parts(&mut buffer[start..], fill);
-                    // Another thread may go on.
+                    // Another thread may continue with the checker.
                     self.checker.0.settle();
                     result
                 }
@@ -227,14 +227,14 @@ impl<'a> Lander<'a> {
         regions[local.region as usize].fill(local.offset + self.at, bytes, &mut |target| {
             if result.is_ok() {
                 result = self.fill_parts(target, fill);
-                // Before the region lets others read.
+                // Settled before the region allows other readers.
                 self.checker.0.settle();
             }
         })?;
         result
     }
 
-    /// Fills what is next, one piece at a time, so that its check ends where it does.
+    /// Fills `target` one piece at a time, so that each piece's check ends with it.
     fn fill_parts(&mut self, mut target: &mut [u8], fill: Fill<'_>) -> Result<(), RegionError> {
         while !target.is_empty() {
             let part = self.transaction.parts[self.part];
@@ -262,10 +262,10 @@ impl<'a> Lander<'a> {
         Ok(())
     }
 
-    /// All bytes came: converts what is in the buffer.
+    /// Finishes after the last byte: writes or converts the buffer, if there is one.
     ///
     /// # Errors
-    /// When a region cannot be written.
+    /// If a region cannot be written.
     pub fn finish(mut self) -> Result<Landed, RegionError> {
         assert_eq!(self.missing(), 0, "a transaction ends with its last byte");
         let Some(buffer) = self.buffer.take() else { return Ok(self.landed) };

@@ -1,7 +1,7 @@
-//! Where a worker's KV lies: tensor metadata as KVDirect exchanges it in CONNECT (§4.1).
+//! Memory layout of a worker's KV: tensor metadata as KVDirect exchanges it in CONNECT (§4.1).
 //!
 //! A [`Layout`] is a list of planes (tensors) in registered regions. A plane's dimensions come in any order, with
-//! strides in elements; gaps (padding) are allowed, overlaps are not. Invariants of a [`Layout`], whoever sent it:
+//! strides in elements; gaps (padding) are allowed, overlaps are not. Invariants of a [`Layout`], also of a peer's:
 //! every element of every plane lies in its region, no two indices of a plane share a byte, and every layer's K and V
 //! is in exactly one plane. Arithmetic on it therefore neither overflows nor leaves a region.
 
@@ -9,10 +9,10 @@ use lagoon_protocol::{TransferAxis, TransferDim, TransferLayout, TransferPart, T
 use lagoon_types::{DType, ModelHash, limits};
 use std::{fmt, ops::Range};
 
-/// Number of dimensions that a plane may have.
+/// Number of dimensions of a plane.
 pub const DIMS: usize = 6;
 
-/// What a dimension counts. The order is that of an [`Index`].
+/// Dimension of a plane, in the order of an [`Index`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Dim {
     /// rBlocks ("B" in the paper).
@@ -84,7 +84,7 @@ pub struct Axis {
     pub stride: u64,
 }
 
-/// Which of K and V a plane holds.
+/// Part of the KV that a plane holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     Both,
@@ -93,7 +93,7 @@ pub enum Part {
 }
 
 impl Part {
-    /// In the kv dimension: K is 0, V is 1.
+    /// Indices of the part in the kv dimension: K is 0, V is 1.
     #[must_use]
     pub const fn range(self) -> Range<u32> {
         match self {
@@ -104,7 +104,7 @@ impl Part {
     }
 }
 
-/// One tensor of KV.
+/// Plane: one tensor of KV.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plane {
     /// Index of the region.
@@ -114,18 +114,18 @@ pub struct Plane {
     /// In any order; absent dimensions have size 1.
     pub axes: Vec<Axis>,
     pub dtype: DType,
-    /// Layer of the model that index 0 of the layer dimension is.
+    /// Model layer of index 0 of the layer dimension.
     pub first_layer: u32,
     pub part: Part,
 }
 
-/// Byte offsets of a box of elements: `base + Σ index · stride · size of an element`.
+/// Grid of elements with byte offsets `base + Σ index · stride · elem_bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
     pub region: u32,
     /// Byte offset of the element at index 0 in every dimension.
     pub base: u64,
-    /// In elements, by dimension.
+    /// Strides in elements, by dimension.
     pub strides: [u64; DIMS],
     pub elem_bytes: u64,
 }
@@ -144,7 +144,7 @@ impl Plane {
         self.axes.iter().find(|axis| axis.dim == dim)
     }
 
-    /// Size of a dimension; 1 where the plane has none of it.
+    /// Size of a dimension; 1 if the plane lacks it.
     #[must_use]
     pub fn size(&self, dim: Dim) -> u32 {
         self.axis(dim).map_or(1, |axis| axis.size)
@@ -156,7 +156,7 @@ impl Plane {
         self.first_layer..self.first_layer + self.size(Dim::Layer)
     }
 
-    /// The plane's offsets for indices that count from the plane's own first element in each dimension.
+    /// Grid of the plane, for indices that count from the plane's first element in each dimension.
     #[must_use]
     pub fn grid(&self) -> Grid {
         let mut strides = [0; DIMS];
@@ -175,7 +175,7 @@ impl Plane {
         last.checked_add(1)?.checked_mul(self.dtype.size() as u64)
     }
 
-    /// Whether two indices may share an element: some stride does not step over all that the smaller ones reach.
+    /// Whether two indices may share an element: a stride is not larger than the extent of the smaller ones.
     fn overlaps(&self) -> bool {
         let mut axes: Vec<&Axis> = self.axes.iter().filter(|axis| axis.size > 1).collect();
         axes.sort_by_key(|axis| axis.stride);
@@ -190,7 +190,7 @@ impl Plane {
     }
 }
 
-/// Where a worker's KV lies. Build it with [`Layout::new`] or [`Layout::from_wire`], which check it.
+/// Memory layout of a worker's KV. [`Layout::new`] and [`Layout::from_wire`] check it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     model: ModelHash,
@@ -203,16 +203,16 @@ pub struct Layout {
     planes: Vec<Plane>,
 }
 
-/// The parts of a [`Layout`], unchecked.
+/// Unchecked parts of a [`Layout`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayoutParts {
     pub model: ModelHash,
     /// Tokens of an rBlock.
     pub block_tokens: u32,
     pub blocks: u32,
-    /// Layers of the model that are here.
+    /// Model layers on this worker.
     pub layers: Range<u32>,
-    /// KV heads of the model that are here.
+    /// KV heads of the model on this worker.
     pub heads: Range<u32>,
     pub head_dim: u32,
     /// Size of each registered region.
@@ -220,7 +220,7 @@ pub struct LayoutParts {
     pub planes: Vec<Plane>,
 }
 
-/// Metadata that describe no usable layout.
+/// Error of an invalid layout.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
     #[error("{what} is {value}, allowed: {allowed}")]
@@ -249,7 +249,7 @@ impl Layout {
     /// Checks the parts (see the module's invariants).
     ///
     /// # Errors
-    /// Names what is wrong, with its value.
+    /// [`LayoutError`] with the invalid value.
     pub fn new(parts: LayoutParts) -> Result<Self, LayoutError> {
         let LayoutParts { model, block_tokens, blocks, layers, heads, head_dim, region_bytes, planes } = parts;
         within("the rBlock size", block_tokens, limits::BLOCK_TOKENS_MAX)?;
@@ -345,13 +345,13 @@ impl Layout {
         self.blocks
     }
 
-    /// Layers of the model that are here.
+    /// Model layers on this worker.
     #[must_use]
     pub fn layers(&self) -> Range<u32> {
         self.layers.clone()
     }
 
-    /// KV heads of the model that are here.
+    /// KV heads of the model on this worker.
     #[must_use]
     pub fn heads(&self) -> Range<u32> {
         self.heads.clone()
@@ -372,7 +372,7 @@ impl Layout {
         &self.planes
     }
 
-    /// Planes that hold K or V of a layer: one, or K's and V's.
+    /// Planes of a layer: one with both K and V, or one of each.
     pub fn planes_of(&self, layer: u32) -> impl Iterator<Item = &Plane> {
         self.planes.iter().filter(move |plane| plane.layers().contains(&layer))
     }
@@ -380,7 +380,7 @@ impl Layout {
     /// Parses a peer's metadata.
     ///
     /// # Errors
-    /// As [`Layout::new`], and for codes and sizes that no layout has.
+    /// As [`Layout::new`], and for invalid codes and sizes.
     pub fn from_wire(message: &TransferLayout) -> Result<Self, LayoutError> {
         let hash: [u8; 32] =
             message.model_hash.as_slice().try_into().map_err(|_length| {
@@ -404,7 +404,7 @@ impl Layout {
         })
     }
 
-    /// The metadata that CONNECT exchanges.
+    /// The layout as a message of CONNECT.
     #[must_use]
     pub fn to_wire(&self) -> TransferLayout {
         let planes = self.planes.iter().map(|plane| TransferPlane {

@@ -1,15 +1,15 @@
 //! KV transfer between a prefill worker (the **writer**) and a decode worker (the **reader**): KVDirect §4, sans-I/O.
 //!
-//! * [`Layout`] says where a worker's KV lies; [`plan()`] compares two of them (CONNECT).
+//! * [`Layout`] is the memory layout of a worker's KV; [`plan()`] compares two of them (CONNECT).
 //! * [`Pull`] and [`extent`] turn an export into byte ranges; [`coalesce`](mod@coalesce) merges them (TRANSFER).
 //! * [`Reader`] is the transaction queue: it connects, reads within credits, verifies, and sends COMPLETE.
 //! * [`Writer`] keeps exports under leases, admits reads of them, and frees each exactly once.
-//! * [`Lander`] puts arriving bytes where they belong, checked; [`Region`] is the memory on both sides.
+//! * [`Lander`] copies arriving bytes to their places and checks them; [`Region`] is the memory on both sides.
 //!
-//! No sockets, no threads, no clock: `now_ms` is a parameter and never goes back, and whoever owns a state machine
-//! carries out its outputs. Pull is the paper's: the reader allocates all or nothing before the first read, decides
-//! the moment, and nothing of the writer's scheduler takes part. What peers send is checked and refused, never
-//! trusted; panics are bugs of ours.
+//! No sockets, no threads, no clock: `now_ms` is a parameter and never goes back; the owner of a state machine
+//! (`lagoon-instance`) executes its outputs. Transfers are pulls as in the paper: the reader allocates all or nothing
+//! before the first read and decides when to read, without the writer's scheduler. Peers' messages are checked and
+//! refused, never trusted; a panic is a bug.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 
@@ -37,4 +37,4 @@ pub use reader::{ConnId, Failure, Offer, PullId, ReadFailure, Reader, ReaderConf
 #[cfg(target_os = "linux")]
 pub use region::DeviceRegion;
 pub use region::{HeapRegion, Region, RegionError};
-pub use writer::{ExportError, FreeReason, GrantId, Writer, WriterConfig, WriterOutput, WriterStats};
+pub use writer::{EpochSecret, ExportError, FreeReason, GrantId, Writer, WriterConfig, WriterOutput, WriterStats};

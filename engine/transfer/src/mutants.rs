@@ -1,22 +1,22 @@
-//! Mistakes that are made on purpose: see [`lagoon_types::mutants`].
+//! Deliberate bugs: see [`lagoon_types::mutants`].
 
 lagoon_types::mutants! {
     /// A reader completes a request when its last read is queued.
     CompleteBeforeLast,
-    /// A reader takes any acknowledgement for that of the COMPLETE it waits for.
+    /// A reader accepts any acknowledgement for its oldest COMPLETE.
     AckUndeduped,
-    /// A reader gives a request's memory back while reads into it are in progress.
+    /// A reader releases a request's memory while reads into it are in progress.
     ReleasedUnderReads,
-    /// A reader does not get the credits of a lost path back.
+    /// A reader does not recover the credits of a lost path.
     CreditLost,
-    /// A reader believes what arrives.
+    /// A reader ignores checks of arrived blocks.
     CheckIgnored,
     /// A writer serves reads of an earlier connection.
     EpochUnchecked,
-    /// A writer frees an export that was completed once more when its lease ends.
+    /// A writer frees a completed export again when its lease ends.
     FreedTwice,
-    /// A writer frees an export while reads of it are being served.
+    /// A writer frees an export while it serves reads of it.
     FreedUnderReads,
-    /// A writer carries a COMPLETE out whatever number it has.
+    /// A writer executes a COMPLETE with any sequence number.
     CompleteOutOfOrder,
 }

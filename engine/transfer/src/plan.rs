@@ -1,9 +1,8 @@
-//! CONNECT's comparison of two layouts: whether a reader can read a writer's KV, and how.
+//! Comparison of two layouts at CONNECT: whether a reader can read a writer's KV, and with which conversion.
 //!
-//! What must be equal: the model and the head dimension. What may differ, because the reader converts: the rBlock size,
-//! the order and strides of dimensions and their padding, how planes are cut (K and V together or apart, layers sliced
-//! or not), the ranges of layers and heads (the reader gets what both have), and the element type, where rounding is
-//! allowed or none happens.
+//! The model and the head dimension must be equal. The reader converts differences of rBlock size, order and strides of
+//! dimensions, padding, division into planes (K and V together or apart, layers sliced or not), ranges of layers and
+//! heads (the reader gets the intersection), and element type, if rounding is allowed or none happens.
 
 use crate::{
     extent::{packed, pairs},
@@ -12,7 +11,7 @@ use crate::{
 use lagoon_types::{DType, ModelHash};
 use std::ops::Range;
 
-/// What reader and writer both have.
+/// View: layers and KV heads that reader and writer share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct View {
     pub layers: Range<u32>,
@@ -21,7 +20,7 @@ pub struct View {
 }
 
 impl View {
-    /// The part of it in some layers of the model, or all of it. `None` if they are none, or not all in it.
+    /// The view of some model layers (`None`: of all); `None` if they are empty or not all in the view.
     #[must_use]
     pub fn within(&self, layers: Option<&Range<u32>>) -> Option<Self> {
         let layers = layers.unwrap_or(&self.layers);
@@ -30,46 +29,46 @@ impl View {
     }
 }
 
-/// What of a request's KV an export is.
+/// Span of an export: tokens and layers of a request's KV.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Position of its first token.
+    /// Position of the first token.
     pub first_token: u32,
     pub tokens: u32,
-    /// Layers of the model; without, all that reader and writer share.
+    /// Model layers; `None`: all that reader and writer share.
     pub layers: Option<Range<u32>>,
 }
 
 impl From<(u32, u32)> for Span {
-    /// All layers of so many tokens (the second number) from a position on.
+    /// All layers of `tokens` tokens from position `first_token` on.
     fn from((first_token, tokens): (u32, u32)) -> Self {
         Self { first_token, tokens, layers: None }
     }
 }
 
-/// How bytes get from the writer's memory into the reader's.
+/// Path of bytes from the writer's memory into the reader's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// To where they belong: extents are long in both memories.
+    /// Directly to their places: extents are long in both memories.
     Direct,
-    /// To a buffer first, from where they are scattered or converted.
+    /// Through a buffer, which is then scattered or converted.
     Staged,
 }
 
-/// The result of a CONNECT.
+/// Conversion between two layouts: the result of a CONNECT.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Conversion {
     pub view: View,
     pub way: Way,
-    /// Both lay their rBlocks out alike: an rBlock is copied as it is.
+    /// Whether both layouts of an rBlock are identical: it is copied unchanged.
     pub identical: bool,
-    /// The view is all that the reader has; otherwise it needs other writers too.
+    /// Whether the view covers the reader's layers and heads; otherwise it needs further writers.
     pub covers_reader: bool,
-    /// Values are rounded, from and to these types.
+    /// Element types (from, to) of a rounding conversion.
     pub loss: Option<(DType, DType)>,
 }
 
-/// Why a reader cannot read a writer's KV.
+/// Error of incompatible layouts of reader and writer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Mismatch {
     #[error("the reader runs model {reader}, the writer {writer}")]
@@ -86,7 +85,7 @@ pub enum Mismatch {
     DType { reader: DType, writer: DType, loss: &'static str },
 }
 
-/// Extents that are shorter than this are gathered in a buffer, if that makes them longer.
+/// Extents shorter than this are gathered in a buffer, if that makes them longer.
 pub(crate) const DIRECT_BYTES_MIN: u64 = 4096;
 
 fn common(a: &Range<u32>, b: &Range<u32>) -> Option<Range<u32>> {
@@ -94,7 +93,7 @@ fn common(a: &Range<u32>, b: &Range<u32>) -> Option<Range<u32>> {
     (!both.is_empty()).then_some(both)
 }
 
-/// What a conversion of element types may change, if anything.
+/// Description of the loss of an element type conversion; `None` if it is exact.
 #[must_use]
 pub fn loss(from: DType, to: DType) -> Option<&'static str> {
     match (from, to) {
@@ -109,7 +108,7 @@ pub fn loss(from: DType, to: DType) -> Option<&'static str> {
 /// Compares the layouts of a reader and a writer.
 ///
 /// # Errors
-/// Names both values.
+/// [`Mismatch`] with both values.
 pub fn plan(reader: &Layout, writer: &Layout, loss_allowed: bool) -> Result<Conversion, Mismatch> {
     if reader.model() != writer.model() {
         return Err(Mismatch::Model { reader: reader.model(), writer: writer.model() });
@@ -150,7 +149,7 @@ pub fn plan(reader: &Layout, writer: &Layout, loss_allowed: bool) -> Result<Conv
     Ok(conversion)
 }
 
-/// Whether an rBlock of one is an rBlock of the other, byte for byte.
+/// Whether an rBlock has the same bytes in both layouts.
 fn alike(a: &Layout, b: &Layout) -> bool {
     let same = |a: &Plane, b: &Plane| {
         let key = |plane: &Plane| (plane.grid().strides, plane.dtype, plane.layers(), plane.part.range());
@@ -162,7 +161,7 @@ fn alike(a: &Layout, b: &Layout) -> bool {
         && a.planes().iter().zip(b.planes()).all(|(a, b)| same(a, b))
 }
 
-/// Whether extents between two planes are long enough to be read to where they belong.
+/// Whether extents between two planes are long enough for direct reads to their places.
 fn is_direct((reader, ours): (&Layout, &Plane), (writer, theirs): (&Layout, &Plane), view: &View) -> bool {
     if ours.dtype != theirs.dtype {
         return false;

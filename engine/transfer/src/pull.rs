@@ -1,7 +1,7 @@
-//! One export as a reader takes it: which bytes of the writer belong where, piece by piece.
+//! Pull: the mapping of one export's bytes from the writer's memory to the reader's, piece by piece.
 //!
-//! A **piece** is one layer of one of the writer's rBlocks, of the heads that both have: the unit that is read,
-//! checked and converted. A [`Pull`] only computes; it holds no state of the transfer.
+//! A **piece** is one layer of one of the writer's rBlocks, of the shared heads: the unit of reads, checks and
+//! conversions. A [`Pull`] only computes; it holds no state of the transfer.
 
 use crate::{
     check::{Check, Checker},
@@ -14,7 +14,7 @@ use half::{bf16, f16};
 use lagoon_types::DType;
 use std::{ops::Range, sync::Arc};
 
-/// Bytes of the writer's memory.
+/// Byte range of the writer's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remote {
     pub region: u32,
@@ -22,14 +22,14 @@ pub struct Remote {
     pub bytes: u64,
 }
 
-/// A place in the reader's memory.
+/// Place in the reader's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Local {
     pub region: u32,
     pub offset: u64,
 }
 
-/// Why an export cannot be pulled to where the caller wants it.
+/// Error of an impossible pull.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PullError {
     #[error(
@@ -47,14 +47,14 @@ pub enum PullError {
 struct Cell {
     grid: Grid,
     dtype: DType,
-    /// K and V that it has.
+    /// Its part of the kv dimension.
     kv: Range<u32>,
     /// Index of its first element in the grid.
     first: Index,
 }
 
 impl Cell {
-    /// The index of a token and of K or V, counted from the cell's first.
+    /// The index of a token (counted from the cell's first) and of K or V.
     fn at(&self, token: u32, kv: u32) -> Index {
         let mut index = self.first;
         index[Dim::Token as usize] += token;
@@ -63,7 +63,7 @@ impl Cell {
     }
 }
 
-/// The cells of one layer of a block, from a token on: one, or K's and V's.
+/// The cells of one layer of a block, from a token on: one with both K and V, or one of each.
 fn cells(layout: &Layout, view: &View, layer: u32, block: u32, token: u32) -> Vec<Cell> {
     let planes = layout.planes_of(layer).map(|plane| Cell {
         grid: plane.grid(),
@@ -95,10 +95,10 @@ fn heads(view: &View) -> u32 {
     view.heads.end - view.heads.start
 }
 
-/// The checks of consecutive blocks that hold `tokens` tokens, as their writer computes them for an export.
+/// Checks of the blocks of an export, which hold `tokens` tokens in order; computed by the writer.
 ///
 /// # Errors
-/// When a region cannot be read.
+/// If a region cannot be read.
 pub fn check_blocks(
     layout: &Layout,
     view: &View,
@@ -118,10 +118,10 @@ pub fn check_blocks(
     Ok(checks.into_iter().map(Check::combine).collect())
 }
 
-/// As [`check_blocks`], of one that holds `tokens` tokens.
+/// Check of one block that holds `tokens` tokens, as [`check_blocks`].
 ///
 /// # Errors
-/// When a region cannot be read.
+/// If a region cannot be read.
 pub fn check_block(
     layout: &Layout,
     view: &View,
@@ -132,7 +132,7 @@ pub fn check_block(
     Ok(check_blocks(layout, view, &[block], tokens, regions)?.remove(0))
 }
 
-/// The checks of pieces of one layer: where they lie if that is a device's memory without gaps, else on the host.
+/// Checks of pieces of one layer: computed on the device if each is one range of one device region, else on the host.
 fn check_pieces(
     pieces: &[(Vec<Cell>, u32)],
     (heads, dim): (u32, u32),
@@ -184,7 +184,7 @@ fn feed(
     result
 }
 
-/// See the module's documentation.
+/// Pull of one export: source and destination of every piece.
 #[derive(Clone, Debug)]
 pub struct Pull {
     reader: Arc<Layout>,
@@ -194,32 +194,31 @@ pub struct Pull {
     local: Vec<u32>,
     tokens: u32,
     local_first: u32,
-    /// Consecutive pieces are blocks of one layer, rather than layers of one block.
+    /// Whether consecutive pieces are blocks of one layer, rather than layers of one block.
     by_layer: bool,
     /// By layer of the view.
     plain: Vec<Option<Plain>>,
 }
 
-/// A layer of which a block is one extent on both sides, in canonical order: what most layouts have, and worth not to be
-/// found out again for every piece.
+/// A layer whose blocks are one extent each on both sides, in canonical order. Computed once per pull, not per piece.
 #[derive(Clone, Copy, Debug)]
 struct Plain {
     remote: Extent,
     local: Extent,
 }
 
-/// Where tokens lie whose content has no gaps.
+/// Offsets of tokens without gaps.
 #[derive(Clone, Copy, Debug)]
 struct Extent {
     region: u32,
-    /// Of token 0 of block 0.
+    /// Offset of token 0 of block 0.
     base: u64,
     block_bytes: u64,
     token_bytes: u64,
 }
 
 impl Extent {
-    /// Of the first `tokens` tokens of a block, if they are one extent.
+    /// The offsets if the first `tokens` tokens of a block are one extent.
     fn of(cells: &[Cell], tokens: u32, (heads, dim): (u32, u32)) -> Option<Self> {
         let [cell] = cells else { return None };
         let (mut extents, mut len) = (0, 0);
@@ -250,11 +249,11 @@ impl Plain {
 }
 
 impl Pull {
-    /// An export of `tokens` tokens in the writer's blocks `remote`, for the reader's blocks `local` from token
+    /// A pull of `tokens` tokens from the writer's blocks `remote` into the reader's blocks `local`, from token
     /// `local_first` of the first one on.
     ///
     /// # Errors
-    /// When either side's blocks do not hold the tokens, or do not exist.
+    /// If either side's blocks do not hold the tokens, or do not exist.
     pub fn new(
         (reader, writer): (Arc<Layout>, Arc<Layout>),
         conversion: Arc<Conversion>,
@@ -278,7 +277,7 @@ impl Pull {
                 return Err(PullError::Block { whose, block: *block, blocks });
             }
         }
-        // The dimension with the larger stride changes last, so that what follows in memory follows in the queue.
+        // The dimension with the larger stride is the outer one, so that reads are in the order of memory.
         let strides = writer.planes()[0].grid().strides;
         let layer = strides[Dim::Layer as usize];
         let by_layer = layer == 0 || layer > strides[Dim::Block as usize];
@@ -292,13 +291,13 @@ impl Pull {
         &self.conversion
     }
 
-    /// The writer's blocks.
+    /// Number of the writer's blocks.
     #[must_use]
     pub fn blocks(&self) -> usize {
         self.remote.len()
     }
 
-    /// Layers that both sides share.
+    /// Number of shared layers.
     pub(crate) fn layers(&self) -> usize {
         (self.conversion.view.layers.end - self.conversion.view.layers.start) as usize
     }
@@ -309,8 +308,7 @@ impl Pull {
         self.remote.len() * self.layers()
     }
 
-    /// Piece number `n` in the order in which pieces are read: its block's index in the export, and its layer's in the
-    /// view.
+    /// Piece number `n` in read order: index of its block in the export, and index of its layer in the view.
     #[must_use]
     pub fn piece(&self, n: usize) -> (usize, usize) {
         if self.plain.len() == 1 {
@@ -345,7 +343,7 @@ impl Pull {
         cells(&self.writer, &self.conversion.view, layer, self.remote[block], 0)
     }
 
-    /// The cells of a piece in a buffer that holds its planes one behind the other, and the buffer's size.
+    /// The cells of a piece in a buffer of its concatenated planes, and the buffer's size.
     fn staging_cells(&self, n: usize) -> (Vec<Cell>, u64) {
         let (block, _) = self.piece(n);
         let mut base = 0;
@@ -359,7 +357,7 @@ impl Pull {
         (cells, base)
     }
 
-    /// Calls `visit` for every part of a piece that lies in one block of the reader: tokens in the piece, and cells.
+    /// Calls `visit` for every part of a piece within one block of the reader, with its tokens in the piece and its cells.
     fn local_chunks(&self, n: usize, visit: &mut dyn FnMut(Range<u32>, &[Cell])) {
         let (block, layer) = self.piece(n);
         let layer = self.conversion.view.layers.start + u32::try_from(layer).unwrap_or(u32::MAX);
@@ -376,7 +374,7 @@ impl Pull {
         }
     }
 
-    /// The one read of a piece of a plain layer, unless it lies in two of the reader's blocks.
+    /// The single read of a piece of a plain layer; `None` if it spans two of the reader's blocks.
     pub(crate) fn plain_read(&self, n: usize) -> Option<(Remote, Local)> {
         let (block, layer) = self.piece(n);
         let plain = self.plain[layer].as_ref()?;
@@ -392,8 +390,8 @@ impl Pull {
         })
     }
 
-    /// The one read of full blocks of a plain layer from piece `n` on that lie together on both sides, of up to `bytes` bytes;
-    /// and how many they are: two or more.
+    /// The single read, of up to `bytes` bytes, of two or more full blocks of a plain layer from piece `n` on that are
+    /// contiguous on both sides; and their number.
     pub(crate) fn plain_run(&self, n: usize, bytes: u64) -> Option<(Remote, Local, usize)> {
         let (block, layer) = self.piece(n);
         let Plain { remote, local } = self.plain[layer].as_ref()?;
@@ -431,8 +429,7 @@ impl Pull {
         self.remote_cells(n).iter().map(bytes).sum()
     }
 
-    /// Calls `visit` for every read that a piece takes: to where it belongs, or (staged) one behind the other into a
-    /// buffer.
+    /// Calls `visit` for every read of a piece: to its place, or (staged) concatenated into a buffer.
     pub fn reads(&self, n: usize, visit: &mut dyn FnMut(Remote, Option<Local>)) {
         if let Some((remote, local)) = self.plain_read(n) {
             return visit(remote, Some(local));
@@ -475,10 +472,10 @@ impl Pull {
         }
     }
 
-    /// The check of a piece that was read to where it belongs.
+    /// Check of a piece that was read to its place.
     ///
     /// # Errors
-    /// When a region cannot be read.
+    /// If a region cannot be read.
     pub fn check_landed(&self, n: usize, regions: &[Arc<dyn Region>]) -> Result<Check, RegionError> {
         let mut checker = Checker::default();
         let mut result = Ok(());
@@ -491,7 +488,7 @@ impl Pull {
         result.map(|()| checker.finish())
     }
 
-    /// The check of a piece that lies in a buffer.
+    /// Check of a piece in a buffer.
     #[must_use]
     pub fn check_staged(&self, n: usize, buffer: &[u8]) -> Check {
         let (staging, _) = self.staging_cells(n);
@@ -503,8 +500,7 @@ impl Pull {
         checker.finish()
     }
 
-    /// Whether a piece's read is one extent whose bytes are its content in canonical order, so that it can be checked
-    /// while it is copied.
+    /// Whether a piece's read is one extent in canonical order, so that it can be checked while it is copied.
     #[must_use]
     pub fn is_plain(&self, n: usize) -> bool {
         if self.plain_read(n).is_some() {
@@ -522,11 +518,11 @@ impl Pull {
         reads == 1 && extents == 1
     }
 
-    /// Copies a piece from a buffer to where it belongs, converting elements where the types differ. Gives the number
-    /// of finite values that the reader's type could not hold.
+    /// Copies a piece from a buffer to its place and converts elements if the types differ. Returns the number of finite
+    /// values beyond the range of the reader's type.
     ///
     /// # Errors
-    /// When a region cannot be written.
+    /// If a region cannot be written.
     pub fn convert(&self, n: usize, buffer: &[u8], regions: &[Arc<dyn Region>]) -> Result<u64, RegionError> {
         let (staging, _) = self.staging_cells(n);
         let mut result = Ok(0);

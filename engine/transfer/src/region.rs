@@ -1,8 +1,8 @@
-//! Registered memory: what a transfer reads from and writes to.
+//! Registered memory: the source and destination of transfers.
 //!
-//! A region has a size, checks every access against it, and hands out ref-counted windows: a window's bytes do not
-//! change and stay readable for as long as it lives, so that a transport can send them without a copy while the owner
-//! goes on. [`HeapRegion`] is memory of this process; shared and device memory implement the same trait.
+//! A region checks every access against its size, and returns reference-counted windows: the bytes of a window do not
+//! change while it lives, so that a transport can send them without a copy while the owner continues. [`HeapRegion`] is
+//! memory of this process; shared and device memory implement the same trait.
 
 use bytes::Bytes;
 use std::{
@@ -10,49 +10,49 @@ use std::{
     sync::{Arc, PoisonError, RwLock},
 };
 
-/// An access that a region refuses.
+/// Error of a region access.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RegionError {
     #[error("bytes {offset} to {end} of a region of {bytes} bytes")]
     Outside { offset: u64, end: u64, bytes: u64 },
-    /// Somebody writes what is to be read, or reads what is to be written: a bug of the region's owner.
+    /// The range to read is being written, or the range to write is being read: a bug of the region's owner.
     #[error("bytes {offset} to {end} are in use")]
     Busy { offset: u64, end: u64 },
     #[error("the region failed: {0}")]
     Failed(String),
 }
 
-/// Registered memory.
+/// Region of registered memory.
 pub trait Region: Send + Sync + fmt::Debug {
-    /// Its size.
+    /// Size of the region.
     fn bytes(&self) -> u64;
 
-    /// Bytes that do not change while the window lives.
+    /// A window: bytes of a range that do not change while it lives.
     ///
     /// # Errors
-    /// When the range is outside or being written.
+    /// If the range is outside or being written.
     fn window(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError>;
 
-    /// Shows bytes to `visit`, without a copy.
+    /// Calls `visit` with the bytes of a range, in order, without a copy (device memory: copied to the host in parts).
     ///
     /// # Errors
     /// As [`Region::window`].
     fn view(&self, offset: u64, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<(), RegionError>;
 
-    /// Lets `fill` write bytes, all of them.
+    /// Calls `fill` with the bytes of a range to write; it must write all of them.
     ///
     /// # Errors
-    /// When the range is outside or in use.
+    /// If the range is outside or in use.
     fn fill(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), RegionError>;
 
-    /// If it is memory of a device, which every access above copies to or from the host.
+    /// This region if it is device memory, where the accesses above copy to or from the host; else `None`.
     #[cfg(target_os = "linux")]
     fn on_device(&self) -> Option<&DeviceRegion> {
         None
     }
 }
 
-/// Checks a range against a region's size; gives it in `usize`.
+/// Checks a range against a region's size and returns it in `usize`.
 ///
 /// # Errors
 /// [`RegionError::Outside`].
@@ -68,7 +68,7 @@ pub fn bounded(offset: u64, bytes: usize, region_bytes: u64) -> Result<std::ops:
     }
 }
 
-/// Memory of this process in pages that are copied when they are written while a window shows them.
+/// Memory of this process in copy-on-write pages: a write copies a page that a window still shows.
 #[derive(Debug)]
 pub struct HeapRegion {
     pages: Vec<RwLock<Arc<Vec<u8>>>>,
@@ -76,7 +76,7 @@ pub struct HeapRegion {
     bytes: u64,
 }
 
-/// Part of a page, kept alive.
+/// Reference to a page.
 struct Held(Arc<Vec<u8>>);
 
 impl AsRef<[u8]> for Held {
@@ -86,7 +86,7 @@ impl AsRef<[u8]> for Held {
 }
 
 impl HeapRegion {
-    /// `bytes` zeroes in pages of `page_bytes` (not 0); a window that lies in one page is not a copy.
+    /// A region of `bytes` zeroes in pages of `page_bytes` (not 0); a window inside one page is not a copy.
     #[must_use]
     pub fn new(bytes: usize, page_bytes: usize) -> Self {
         assert!(page_bytes > 0, "a page holds something");
@@ -186,8 +186,8 @@ impl From<lagoon_backend::DeviceError> for RegionError {
     }
 }
 
-/// Part of a window: memory of a device. Accesses do not exclude each other: of what is exported and of what is read into, each
-/// part has one user at a time (`lagoon_instance::prefill`, staging).
+/// Part of a shared device region. Accesses are not synchronised: each staging buffer there has one user at a time
+/// (`lagoon_instance::prefill`).
 #[cfg(target_os = "linux")]
 #[derive(Clone, Debug)]
 pub struct DeviceRegion {
@@ -198,14 +198,14 @@ pub struct DeviceRegion {
 
 #[cfg(target_os = "linux")]
 impl DeviceRegion {
-    /// Consecutive regions of so many bytes each.
+    /// `count` consecutive regions of `bytes` bytes each in a shared device region.
     #[must_use]
     pub fn consecutive(window: &Arc<dyn lagoon_backend::SharedRegion>, count: u32, bytes: u64) -> Vec<Arc<dyn Region>> {
         let region = |n| Self { window: Arc::clone(window), base: u64::from(n) * bytes, bytes };
         (0..count).map(|n| Arc::new(region(n)) as _).collect()
     }
 
-    /// Where a range lies in the window.
+    /// Offset of a range in the shared device region.
     ///
     /// # Errors
     /// [`RegionError::Outside`].
@@ -215,10 +215,10 @@ impl DeviceRegion {
         if end <= self.bytes { Ok(self.base + offset) } else { Err(outside) }
     }
 
-    /// XXH3-128 of ranges (offset, bytes), where they are.
+    /// XXH3-128 of ranges (offset, bytes), computed on the device.
     ///
     /// # Errors
-    /// When one is outside, or the device fails.
+    /// If a range is outside, or the device fails.
     pub fn checks(&self, ranges: &[(u64, u64)]) -> Result<Vec<crate::Check>, RegionError> {
         let place = |&(offset, bytes): &(u64, u64)| Ok((self.place(offset, bytes)?, bytes));
         let ranges = ranges.iter().map(place).collect::<Result<Vec<_>, RegionError>>()?;
@@ -226,7 +226,7 @@ impl DeviceRegion {
     }
 }
 
-/// Bytes of a device's memory that are on the host at once.
+/// Bytes of device memory that [`Region::view`] copies to the host at once.
 #[cfg(target_os = "linux")]
 const WINDOW_PART_BYTES: usize = 4 << 20;
 
@@ -268,7 +268,7 @@ impl Region for DeviceRegion {
     }
 }
 
-/// Writes bytes to a region.
+/// Writes `bytes` to a region at `offset`.
 ///
 /// # Errors
 /// As [`Region::fill`].

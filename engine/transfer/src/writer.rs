@@ -1,14 +1,13 @@
-//! The prefill worker's side: exports under leases, admission of reads, and COMPLETE.
+//! Writer: the prefill worker's side of KV transfer: exports under leases, admission of reads, and COMPLETE.
 //!
-//! The writer's scheduler gives finished rBlocks to [`Writer::export`] and gets them back by [`WriterOutput::Freed`];
-//! in between it does nothing. Reads are admitted by whoever serves them, without the scheduler. Invariants:
+//! The scheduler gives finished rBlocks to [`Writer::export`] and gets them back by [`WriterOutput::Freed`]. The transport
+//! admits reads by [`Writer::admit`], without the scheduler. Invariants:
 //!
-//! * a read is admitted only from the reader that the export is for, of its present connection, and only of bytes of
-//!   exports that are alive;
-//! * an export is freed exactly once, whatever is repeated, and only when no read of it is being served;
-//! * COMPLETEs are carried out in order, each once; repeated ones are acknowledged again;
-//! * what is not renewed ends, what a dead reader had ends, and nothing stands longer than `export_ms_max`;
-//! * a reader that does not take what it asked for loses its path at a deadline, and its bytes are bounded meanwhile.
+//! * a read is admitted only from the reader of the export, with its current epoch, and only of bytes of live exports;
+//! * an export is freed exactly once, and only when no read of it is being served;
+//! * COMPLETEs are executed in order, each once; repeated ones are acknowledged again;
+//! * an export ends without renewal, with its reader, and after `export_ms_max`;
+//! * a reader that does not receive its reads loses its path at a deadline, and its bytes in flight are bounded.
 
 use crate::{
     check::Check,
@@ -25,36 +24,49 @@ use lagoon_protocol::{
 use lagoon_types::{InstanceId, limits};
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
+    fmt,
     ops::Range,
     sync::Arc,
 };
 
-/// A read that is being served.
+/// Admitted read that is being served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GrantId(pub u64);
 
-/// How a writer behaves.
+/// What a writer draws its epochs from. Random per process and told to nobody, where readers are not all trusted.
+#[derive(Clone, Copy, Default)]
+pub struct EpochSecret(pub [u8; 32]);
+
+impl fmt::Debug for EpochSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EpochSecret").finish_non_exhaustive()
+    }
+}
+
+/// Configuration of a writer.
 #[derive(Clone, Debug)]
 pub struct WriterConfig {
-    /// Random per process; exports and epochs are numbered from it, so that those of another process are unknown.
+    /// Random per process; numbers of exports start from it, so that those of another process are unknown.
     pub incarnation: u64,
-    /// Bytes that one reader may have asked for and not received.
+    /// Readers cannot guess each other's epochs without it.
+    pub secret: EpochSecret,
+    /// Bytes in flight of one reader.
     pub credit_bytes: u64,
-    /// Exports that are not renewed for so long end.
+    /// Lifetime of an export without renewal.
     pub ttl_ms: u64,
-    /// Time that an export may stand, however often it is renewed.
+    /// Lifetime of an export, however often it is renewed.
     pub export_ms_max: u64,
     /// Exports of one reader.
     pub exports_max: usize,
-    /// A reader that takes longer to receive one read loses its path.
+    /// Deadline of a read, in ms; a slower reader loses its path.
     pub read_ms: u64,
-    /// Messages that were not answered are sent again.
+    /// Time after which an unanswered message is sent again.
     pub repeat_ms: u64,
-    /// As `TransferConnect::host`: readers of the same host are told the arenas.
+    /// Host identity, as `TransferConnect::host`: readers on the same host receive the arenas.
     pub host: String,
-    /// What a reader on the same host may map. Its tokens are handed out over mutual TLS only.
+    /// Memory that a reader on the same host may map. Its tokens are sent over mutual TLS only.
     pub arenas: Vec<TransferArena>,
-    /// As `TransferConnected::addr`.
+    /// Address for reads, as `TransferConnected::addr`.
     pub addr: String,
 }
 
@@ -62,6 +74,7 @@ impl Default for WriterConfig {
     fn default() -> Self {
         Self {
             incarnation: 0,
+            secret: EpochSecret::default(),
             credit_bytes: limits::TRANSFER_CONN_BYTES,
             ttl_ms: limits::LEASE_TTL_MS,
             export_ms_max: limits::EXPORT_MS_MAX,
@@ -75,22 +88,22 @@ impl Default for WriterConfig {
     }
 }
 
-/// Why blocks are the owner's again.
+/// Reason of a freed export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FreeReason {
-    /// The reader has all of it, verified.
+    /// The reader has received and verified it.
     Completed,
-    /// The reader does not want it.
+    /// The reader does not need it.
     Abandoned,
-    /// The lease was not renewed, or stood too long.
+    /// The lease was not renewed, or exceeded `export_ms_max`.
     Expired,
-    /// The owner took it back.
+    /// The owner revoked it.
     Revoked,
     /// The reader's process is gone or was fenced.
     ReaderLost,
 }
 
-/// What the owner is to do.
+/// Output of a writer, for its owner to execute.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "most outputs are messages, and none lives long")]
 pub enum WriterOutput {
@@ -98,26 +111,26 @@ pub enum WriterOutput {
         to: InstanceId,
         body: ControlBody,
     },
-    /// The blocks are the owner's again.
+    /// An export is freed; its blocks return to the owner.
     Freed {
         export: u64,
         request: u64,
         blocks: Vec<u32>,
         why: FreeReason,
     },
-    /// Cut all paths of a reader, of this epoch and earlier ones: it is too slow, or gone. Grants of their reads end.
+    /// Cut all paths of a reader, of this epoch: it is too slow, or gone. End their grants. Epochs are in no order.
     Cut {
         reader: InstanceId,
         epoch: u64,
     },
-    /// A reader has connected: exports may be made for it.
+    /// A reader has connected and may get exports.
     Connected {
         reader: InstanceId,
         epoch: u64,
     },
 }
 
-/// An export was not made.
+/// Error of an export that was not made.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ExportError {
     #[error("{0} is not connected")]
@@ -134,7 +147,7 @@ pub enum ExportError {
     TooLarge(usize),
 }
 
-/// What happened so far.
+/// Counters of a writer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WriterStats {
     pub exports: u64,
@@ -153,7 +166,7 @@ struct ReaderState {
     attempt: u64,
     epoch: u64,
     conversion: Conversion,
-    /// The last COMPLETE that was carried out.
+    /// The last executed COMPLETE.
     completed: u64,
     /// Bytes of its grants.
     bytes: u64,
@@ -167,12 +180,12 @@ struct Export {
     span: Span,
     blocks: Vec<u32>,
     checks: Vec<Check>,
-    /// Bytes that may be read, by region: disjoint, ascending, as long as can be.
+    /// Readable byte ranges, by region: disjoint, ascending, maximal.
     ranges: Vec<(u32, Range<u64>)>,
     made_ms: u64,
     renewed_ms: u64,
-    /// The reader has heard of it, or when it was told last.
-    heard: bool,
+    /// Whether the reader acknowledged it, and when it was sent last.
+    acknowledged: bool,
     sent_ms: u64,
     reads: usize,
     ended: Option<FreeReason>,
@@ -185,17 +198,17 @@ struct Grant {
     exports: Vec<u64>,
     bytes: u64,
     since_ms: u64,
-    /// Its path was ordered to be cut.
+    /// Whether a [`WriterOutput::Cut`] of its path was issued.
     cut: bool,
 }
 
-/// See the module's documentation.
+/// Writer of KV transfers: readers, exports and grants.
 #[derive(Debug)]
 pub struct Writer {
     config: WriterConfig,
     layout: Arc<Layout>,
     readers: BTreeMap<InstanceId, ReaderState>,
-    /// Incarnations that were declared dead.
+    /// Fenced incarnations, at most `FENCED_MAX`.
     fenced: VecDeque<(InstanceId, u64)>,
     exports: BTreeMap<u64, Export>,
     grants: BTreeMap<GrantId, Grant>,
@@ -209,7 +222,7 @@ pub struct Writer {
 const FENCED_MAX: usize = 1024;
 
 impl Writer {
-    /// A writer whose memory is laid out as `layout`.
+    /// A writer with memory of this layout.
     #[must_use]
     pub fn new(layout: Layout, config: WriterConfig) -> Self {
         Self {
@@ -231,6 +244,16 @@ impl Writer {
         self.next
     }
 
+    /// The next epoch: no function of others' for those who do not have the secret.
+    fn draw_epoch(&mut self) -> u64 {
+        let number = self.number();
+        let mut hasher = blake3::Hasher::new_keyed(&self.config.secret.0);
+        hasher.update(&self.config.incarnation.to_le_bytes()).update(&number.to_le_bytes());
+        let mut epoch = [0; 8];
+        hasher.finalize_xof().fill(&mut epoch);
+        u64::from_le_bytes(epoch)
+    }
+
     #[must_use]
     pub fn stats(&self) -> WriterStats {
         self.stats
@@ -241,25 +264,25 @@ impl Writer {
         &self.layout
     }
 
-    /// Exports that were not freed.
+    /// Number of exports that are not freed.
     #[must_use]
     pub fn exports(&self) -> usize {
         self.exports.len()
     }
 
-    /// What a connected reader shares with us: checks of exports for it cover that.
+    /// Layers and heads that a connected reader shares with this writer; checks of exports for it cover these.
     #[must_use]
     pub fn view(&self, reader: InstanceId) -> Option<&View> {
         Some(&self.readers.get(&reader)?.conversion.view)
     }
 
-    /// The acceptance whose reads are served now.
+    /// Epoch of a reader's current connection.
     #[must_use]
     pub fn epoch(&self, reader: InstanceId) -> Option<u64> {
         Some(self.readers.get(&reader)?.epoch)
     }
 
-    /// What is to be done next.
+    /// Takes the next output.
     pub fn poll(&mut self) -> Option<WriterOutput> {
         self.out.pop_front()
     }
@@ -268,11 +291,12 @@ impl Writer {
         self.out.push_back(WriterOutput::Send { to, body });
     }
 
-    /// Keeps KV of a request for a reader. Its blocks belong to the writer until [`WriterOutput::Freed`]; nothing writes to
-    /// those layers of them meanwhile, and `checks` are of the part of [`Writer::view`] that it is.
+    /// Exports KV of a request to a reader and returns the export's number. The blocks belong to the writer until
+    /// [`WriterOutput::Freed`]; their exported layers must not be written meanwhile. `checks` cover the exported layers of
+    /// [`Writer::view`].
     ///
     /// # Errors
-    /// When the reader is not connected, a limit is reached, or the blocks do not fit the tokens.
+    /// If the reader is not connected, a limit is reached, or the blocks do not fit the tokens.
     pub fn export(
         &mut self,
         to: InstanceId,
@@ -318,18 +342,18 @@ impl Writer {
             ranges,
             made_ms: now_ms,
             renewed_ms: now_ms,
-            heard: false,
+            acknowledged: false,
             sent_ms: now_ms,
             reads: 0,
             ended: None,
         };
         self.exports.insert(export, entry);
         self.stats.exports += 1;
-        self.tell(export);
+        self.send_export(export);
         Ok(export)
     }
 
-    fn tell(&mut self, export: u64) {
+    fn send_export(&mut self, export: u64) {
         let now_ms = self.now_ms;
         let Some(entry) = self.exports.get_mut(&export) else { return };
         let Some(reader) = self.readers.get(&entry.to) else { return };
@@ -357,13 +381,13 @@ impl Writer {
         self.send(to, ControlBody::TransferExport(message));
     }
 
-    /// The owner takes an export back: its request was cancelled. Blocks follow as [`WriterOutput::Freed`].
+    /// Revokes an export whose request was cancelled. [`WriterOutput::Freed`] follows.
     pub fn revoke(&mut self, export: u64, now_ms: u64) {
         self.now_ms = now_ms;
         self.end(export, FreeReason::Revoked);
     }
 
-    /// An instance was declared dead: what it had ends, and that incarnation may not come back.
+    /// Fences a reader that was declared dead: its exports end, and that incarnation cannot connect again.
     pub fn fence(&mut self, reader: InstanceId, incarnation: u64, now_ms: u64) {
         self.now_ms = now_ms;
         if self.fenced.len() >= FENCED_MAX {
@@ -382,7 +406,7 @@ impl Writer {
         theirs.into_iter().for_each(|export| self.end(export, FreeReason::ReaderLost));
     }
 
-    /// Takes a message of a reader. Others are ignored.
+    /// Handles a message of a reader; ignores other messages.
     pub fn on_control(&mut self, from: InstanceId, body: &ControlBody, now_ms: u64) {
         self.now_ms = now_ms;
         match body {
@@ -398,7 +422,7 @@ impl Writer {
             return self.refuse(from, m, "this incarnation was declared dead".to_owned());
         }
         let known = self.readers.get(&from).filter(|state| state.incarnation == m.incarnation);
-        // What a later CONNECT of the same process has overtaken.
+        // A later CONNECT of the same process arrived before this one.
         if known.is_some_and(|state| (m.conn, m.attempt) < (state.conn, state.attempt)) {
             return;
         }
@@ -419,9 +443,11 @@ impl Writer {
             }
         }
         let repeated = self.readers.get(&from).is_some_and(|state| state.attempt == m.attempt);
-        let epoch = if repeated { self.epoch(from).unwrap_or_default() } else { self.number() };
+        let epoch = if repeated { self.epoch(from).unwrap_or_default() } else { self.draw_epoch() };
         let before = self.readers.get(&from).map(|state| (state.epoch, state.completed, state.bytes, state.exports));
-        let (old, completed, bytes, exports) = before.unwrap_or((epoch, 0, 0, 0));
+        // Reads of an earlier connection end later, and are taken off then.
+        let in_flight = || self.grants.values().filter(|grant| grant.reader == from).map(|grant| grant.bytes).sum();
+        let (old, completed, bytes, exports) = before.unwrap_or_else(|| (epoch, 0, in_flight(), 0));
         if old != epoch {
             self.out.push_back(WriterOutput::Cut { reader: from, epoch: old });
         }
@@ -445,10 +471,14 @@ impl Writer {
         if !repeated {
             self.out.push_back(WriterOutput::Connected { reader: from, epoch });
         }
-        // It may not have heard of what stands.
-        let unacknowledged: Vec<u64> =
-            self.exports.iter().filter(|(_, e)| e.to == from && e.ended.is_none() && !e.heard).map(|e| *e.0).collect();
-        unacknowledged.into_iter().for_each(|export| self.tell(export));
+        // Exports that the reader may not have received.
+        let unacknowledged: Vec<u64> = self
+            .exports
+            .iter()
+            .filter(|(_, e)| e.to == from && e.ended.is_none() && !e.acknowledged)
+            .map(|e| *e.0)
+            .collect();
+        unacknowledged.into_iter().for_each(|export| self.send_export(export));
     }
 
     fn refuse(&mut self, to: InstanceId, m: &TransferConnect, reason: String) {
@@ -464,7 +494,7 @@ impl Writer {
         let mut unknown = Vec::new();
         for export in m.exports.iter().take(limits::TRANSFER_EXPORTS_MAX * 2) {
             match self.exports.get_mut(export).filter(|entry| entry.to == from && entry.ended.is_none()) {
-                Some(entry) => (entry.renewed_ms, entry.heard) = (now_ms, true),
+                Some(entry) => (entry.renewed_ms, entry.acknowledged) = (now_ms, true),
                 None => unknown.push(*export),
             }
         }
@@ -486,13 +516,13 @@ impl Writer {
                 self.end(m.export, why);
             }
         }
-        // Also for what was carried out already: the answer may have been lost.
+        // Also for COMPLETEs that were executed already: the reply may have been lost.
         let Some(state) = self.readers.get(&from) else { return };
         let message = TransferCompleted { conn: m.conn, seq: state.completed, incarnation };
         self.send(from, ControlBody::TransferCompleted(message));
     }
 
-    /// No read of it is admitted any more; it is freed when none is being served.
+    /// Ends an export: it admits no more reads, and is freed when none is being served.
     fn end(&mut self, export: u64, why: FreeReason) {
         let Some(entry) = self.exports.get_mut(&export) else { return };
         if entry.ended.is_none() {
@@ -526,10 +556,10 @@ impl Writer {
         self.out.push_back(WriterOutput::Freed { export, request, blocks, why });
     }
 
-    /// Admits a read, or says why not. Until [`Writer::end_read`] the bytes stay what they are.
+    /// Admits a read: its bytes do not change until [`Writer::end_read`].
     ///
     /// # Errors
-    /// A code for the reader.
+    /// The refusal code for the reader.
     pub fn admit(
         &mut self,
         reader: InstanceId,
@@ -593,13 +623,13 @@ impl Writer {
         Ok(bytes)
     }
 
-    /// Whether a read that is being served takes bytes of an export.
+    /// Whether an admitted read reads bytes of an export.
     #[must_use]
     pub fn is_reading(&self, grant: GrantId, export: u64) -> bool {
         self.grants.get(&grant).is_some_and(|grant| grant.exports.contains(&export))
     }
 
-    /// A read was served, or its path is gone: nobody looks at its bytes any more.
+    /// Ends an admitted read after it was served or its path is gone: its bytes may change.
     pub fn end_read(&mut self, grant: GrantId, now_ms: u64) {
         self.now_ms = self.now_ms.max(now_ms);
         let Some(grant) = self.grants.remove(&grant) else { return };
@@ -616,7 +646,7 @@ impl Writer {
         }
     }
 
-    /// Time passes: leases end, slow readers are cut, exports that nobody has heard of are told again.
+    /// Handles time: leases expire, slow readers are cut, unacknowledged exports are sent again.
     pub fn tick(&mut self, now_ms: u64) {
         self.now_ms = self.now_ms.max(now_ms);
         let now_ms = self.now_ms;
@@ -630,7 +660,7 @@ impl Writer {
         let expired = ids(&over);
         let repeat_ms = self.config.repeat_ms;
         let unacknowledged =
-            ids(&|entry| !entry.heard && !over(entry) && now_ms >= entry.sent_ms.saturating_add(repeat_ms));
+            ids(&|entry| !entry.acknowledged && !over(entry) && now_ms >= entry.sent_ms.saturating_add(repeat_ms));
         let read_ms = self.config.read_ms;
         let late = |grant: &&mut Grant| !grant.cut && now_ms >= grant.since_ms.saturating_add(read_ms);
         let mut slow = BTreeSet::new();
@@ -639,7 +669,7 @@ impl Writer {
             slow.insert((grant.reader, grant.epoch));
         }
         expired.into_iter().for_each(|export| self.end(export, FreeReason::Expired));
-        unacknowledged.into_iter().for_each(|export| self.tell(export));
+        unacknowledged.into_iter().for_each(|export| self.send_export(export));
         for (reader, epoch) in slow {
             self.stats.slow_readers_cut += 1;
             self.out.push_back(WriterOutput::Cut { reader, epoch });
@@ -647,8 +677,7 @@ impl Writer {
     }
 }
 
-/// The bytes of blocks that a reader may read: all layers and heads that it shares, and what lies between them in one
-/// rBlock of a plane is not given.
+/// Byte ranges of blocks that a reader may read: exactly those of the layers and heads of `view`.
 fn readable(layout: &Layout, view: &View, blocks: &[u32]) -> Vec<(u32, Range<u64>)> {
     let mut ranges: Vec<(u32, Range<u64>)> = Vec::new();
     for plane in layout.planes() {

@@ -2,12 +2,14 @@
 //! been read if all had been planned at once.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod support;
+
 use lagoon_transfer::coalesce::{Bounds, Portion, Post, Queue, ReadSizes, coalesce};
 use lagoon_transfer::{
-    Axis, Check, ConnId, Dim, HeapRegion, Lander, Layout, LayoutParts, Part, Plane, Pull, PullId, Pulls, Reader,
-    ReaderConfig, ReaderOutput, Region, Transaction, Writer, WriterConfig, WriterOutput, check_block, plan,
+    Check, ConnId, EpochSecret, HeapRegion, Lander, Layout, Pull, PullId, Pulls, Reader, ReaderConfig, ReaderOutput,
+    Region, Transaction, Writer, WriterConfig, WriterOutput, check_block, plan,
 };
-use lagoon_types::{DType, InstanceId, ModelHash};
+use lagoon_types::InstanceId;
 use rand::{SeedableRng, seq::SliceRandom};
 use rand_chacha::ChaCha8Rng;
 use std::sync::Arc;
@@ -25,27 +27,8 @@ const READ_BLOCKS: u64 = 8;
 const PORTION_READS: u64 = 4;
 const PLANNED: usize = 16;
 
-/// One layer of `[slot][k | v][heads][dim]`.
 fn layout() -> Layout {
-    let axes = vec![
-        Axis { dim: Dim::Block, size: BLOCKS, stride: BLOCK_BYTES / 2 },
-        Axis { dim: Dim::Token, size: TOKENS, stride: 8 },
-        Axis { dim: Dim::Kv, size: 2, stride: 4 },
-        Axis { dim: Dim::Head, size: 2, stride: 2 },
-        Axis { dim: Dim::Elem, size: 2, stride: 1 },
-    ];
-    let plane = Plane { region: 0, base: 0, axes, dtype: DType::BF16, first_layer: 0, part: Part::Both };
-    Layout::new(LayoutParts {
-        model: ModelHash([7; 32]),
-        block_tokens: TOKENS,
-        blocks: BLOCKS,
-        layers: 0..1,
-        heads: 0..2,
-        head_dim: 2,
-        region_bytes: vec![u64::from(BLOCKS) * BLOCK_BYTES],
-        planes: vec![plane],
-    })
-    .unwrap()
+    support::layout(BLOCKS, TOKENS)
 }
 
 fn config() -> ReaderConfig {
@@ -257,4 +240,30 @@ fn requests_that_take_turns_are_planned_in_portions() {
     let requests = [together(0), scattered(7, 320), together(640)];
     let (portions, at_once) = compare(&requests);
     assert!(portions < requests.len() * REQUEST / 3 && at_once <= portions, "{portions}, {at_once}");
+}
+
+/// Who hears of its own epoch and of the incarnation, which is told to everybody, knows nothing of others' epochs.
+#[test]
+fn epochs_cannot_be_guessed() {
+    const INCARNATION: u64 = 9;
+    let epochs = |secret: u8| -> Vec<u64> {
+        let secret = EpochSecret([secret; 32]);
+        let config = WriterConfig { incarnation: INCARNATION, secret, ..WriterConfig::default() };
+        let mut writer = Writer::new(layout(), config);
+        let connect = |number: u32| {
+            let mut reader = Reader::new(layout(), self::config());
+            reader.connect(WRITER, 0).unwrap();
+            while let Some(output) = reader.poll() {
+                let ReaderOutput::Send { body, .. } = output else { continue };
+                writer.on_control(InstanceId(number), &body, 0);
+            }
+            writer.epoch(InstanceId(number)).unwrap()
+        };
+        (1..4).map(connect).collect()
+    };
+    let (one, other) = (epochs(1), epochs(2));
+    assert_eq!(one, epochs(1), "a simulation repeats itself");
+    let mut all = [&one[..], &other[..], &[INCARNATION]].concat();
+    all.sort_unstable();
+    assert!(all.windows(2).all(|pair| pair[1] - pair[0] > 1 << 32), "{all:?}");
 }

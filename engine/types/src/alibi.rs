@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The biases of a model's heads: all that is needed to know their slopes, besides how many heads there are.
+/// ALiBi parameters of a model: together with the number of heads they give every head's slope.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Alibi {
     /// The flattest slope is `2^-bias_max` where the number of heads is a power of two; 8 in the paper. Above zero.
@@ -14,11 +14,10 @@ pub struct Alibi {
 }
 
 impl Alibi {
-    /// The slope of `head` among `heads`: how much a score falls with each position that the key lies back.
+    /// The ALiBi slope of `head` among `heads`: the fall of a score per position of distance between query and key.
     ///
-    /// With `n` heads, a power of two, head `h` has `2^(-bias_max (h + 1) / n)`. With other numbers the `n` of the next
-    /// power of two are taken, first those of odd `h` in order, then those of even `h`, as the paper's appendix and
-    /// MPT do.
+    /// With `n` heads, a power of two, head `h` has `2^(-bias_max (h + 1) / n)`. Other numbers of heads use the slopes of
+    /// the next power of two, first those of odd `h` in order, then those of even `h`, as the paper's appendix and MPT do.
     ///
     /// # Panics
     /// If `head >= heads`.

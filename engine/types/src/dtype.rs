@@ -75,7 +75,7 @@ impl fmt::Display for DType {
     }
 }
 
-/// The text names no element type that Lagoon has.
+/// Error of [`DType::from_str`]: the text names no element type of Lagoon.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown element type {0:?}: expected f32, f16 or bf16")]
 pub struct UnknownDType(pub String);

@@ -1,4 +1,4 @@
-//! Identifiers, each its own type so that a block of one kind cannot be passed for another.
+//! Identifiers, each its own type, so that the compiler catches mix-ups.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -19,32 +19,32 @@ macro_rules! id {
 }
 
 id!(
-    /// One process with one model replica, as numbered by the gManager at registration. 0 is never assigned.
+    /// Instance: one process with one model replica, numbered by the gManager at registration. 0 is never assigned.
     InstanceId(u32),
     "i"
 );
 id!(
-    /// A request's sequence on its debtor; unique within that instance's incarnation.
+    /// Sequence of a request on its debtor; unique within that instance's incarnation.
     SeqId(u64),
     "s"
 );
 id!(
-    /// A set of rBlocks that one creditor lends to one sequence; issued by the creditor, unique in its incarnation.
+    /// Lease: rBlocks that one creditor lends to one sequence; issued by the creditor, unique in its incarnation.
     LeaseId(u64),
     "l"
 );
 id!(
-    /// The creditor's fencing number of a lease: a stale epoch is refused.
+    /// Epoch: the creditor's fencing number of a lease; a stale epoch is refused.
     Epoch(u64),
     "e"
 );
 id!(
-    /// One forward step of a debtor; unique within that instance's incarnation.
+    /// Forward step of a debtor; unique within that instance's incarnation.
     StepId(u64),
     "t"
 );
 id!(
-    /// A physical rBlock of one instance: slots `[p * block_tokens, (p + 1) * block_tokens)` of its KV store.
+    /// Physical rBlock of one instance: slots `[p * block_tokens, (p + 1) * block_tokens)` of its KV store.
     PhysBlock(u32),
     "p"
 );

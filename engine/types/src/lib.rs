@@ -1,7 +1,7 @@
-//! The words that every crate of Lagoon shares: identifiers, units, limits, shapes, attention partials and requests.
+//! Types that every crate of Lagoon shares: identifiers, units, limits, shapes, attention partials and requests.
 //!
-//! Nothing here does I/O, allocates devices or knows a protocol. What is decided here is decided once: the log base
-//! and the empty partial ([`partial`]), the visible range of a query ([`run`]) and every bound ([`limits`]).
+//! Nothing here does I/O, allocates on devices or knows a protocol. Only this crate defines the log base and the empty
+//! partial ([`partial`]), the visible range of a query ([`run`]) and every bound ([`limits`]).
 #![forbid(unsafe_code)]
 
 pub mod alibi;

@@ -13,6 +13,10 @@ pub const VOCAB_MAX: u32 = 1 << 20;
 pub const HIDDEN_MAX: u32 = 1 << 16;
 /// Widest feed-forward layer, in elements.
 pub const INTERMEDIATE_MAX: u32 = 1 << 18;
+/// Most experts of a layer.
+pub const EXPERTS_MAX: u32 = 1 << 10;
+/// Most experts of a token.
+pub const EXPERTS_PER_TOKEN_MAX: u32 = 32;
 /// Most decoder layers.
 pub const LAYERS_MAX: u32 = 1 << 10;
 /// Most attention heads.
@@ -29,9 +33,13 @@ pub const RUNNING_DEFAULT: usize = 64;
 pub const QUEUE_DEFAULT: usize = 256;
 /// Creditors that one sequence may borrow from.
 pub const CREDITORS_MAX: usize = 64;
-/// Candidates that the gManager recommends at once (v1 §4.4).
+/// Creditors that the gManager recommends in one answer (v1 §4.4).
 pub const CANDIDATES: usize = 3;
-/// Rounds of asking the gManager again before a borrow fails.
+/// Instances that a borrow query excludes; further ones are recommended all the same.
+pub const EXCLUDE_MAX: usize = 1 << 10;
+/// Points of a calibration: one with more is none.
+pub const CALIBRATION_POINTS_MAX: usize = 256;
+/// Queries to the gManager before a borrow fails.
 pub const BORROW_ROUNDS_MAX: u32 = 8;
 
 /// Largest control frame, in bytes.
@@ -48,67 +56,72 @@ pub const PREFACE_BYTES_MAX: usize = 1 << 10;
 pub const TICKET_SEQS_MAX: usize = 1024;
 /// Lease runs in one step ticket, over all its sequences.
 pub const TICKET_RUNS_MAX: usize = 16 << 10;
-/// Text for people in a refusal, in bytes; longer text is cut when it is encoded.
+/// Human-readable text of a refusal, in bytes; encoding truncates longer text.
 pub const DETAIL_BYTES_MAX: usize = 1 << 10;
 /// Instances in one pool.
 pub const INSTANCES_MAX: usize = 16 << 10;
-/// Waiting requests whose needs a heartbeat tells.
+/// Waiting requests whose rBlock counts a heartbeat carries.
 pub const LOAD_QUEUE_MAX: usize = 32;
 
-/// Rows of the request placement map in one heartbeat; what is beyond follows in the next ones.
+/// Rows of the request placement map in one heartbeat; further rows follow in the next heartbeats.
 pub const HEARTBEAT_ROWS_MAX: usize = 16 << 10;
+/// Rows of the request placement map that a gManager keeps of one instance.
+pub const PLACEMENT_ROWS_MAX: usize = 1 << 20;
 /// Measured links in one heartbeat.
 pub const HEARTBEAT_LINKS_MAX: usize = 64;
-/// Rows of the request placement map that an operator is shown at once.
+/// Rows of the request placement map in one reply to an operator.
 pub const ADMIN_ROWS_MAX: usize = 8 << 10;
-/// Operators' orders whose outcome a gManager remembers.
+/// Operators' orders of which a gManager keeps the outcome.
 pub const ADMIN_ORDERS_MAX: usize = 1 << 10;
-/// Orders to move KV that are in progress at once in a pool.
+/// `move_kvcache` orders in progress at once in a pool.
 pub const MOVES_MAX: usize = 16 << 10;
 
 /// Time between heartbeats.
 pub const HEARTBEAT_MS: u64 = 250;
-/// An instance that is silent for this long is not recommended any more.
+/// An instance without a heartbeat for this long is not recommended any more.
 pub const HEARTBEAT_STALE_MS: u64 = 2_000;
-/// An instance that is silent for this long is fenced: what it lent is written off, what it borrowed is freed.
+/// An instance without a heartbeat for this long is fenced: its loans are written off, its debts are freed.
 pub const FENCE_MS: u64 = 6_000;
-/// Time after which a fence is told again, until [`LEASE_TTL_MS`] after it: leases have ended by themselves then.
+/// Time after which a fence is sent again, until [`LEASE_TTL_MS`] after it: leases have expired by then.
 pub const FENCE_REPEAT_MS: u64 = 1_000;
-/// The gManager heard nobody for so long: it slept, and nobody is fenced for it.
+/// A gManager that handled no event for this long was itself stopped: it fences no instance for that pause.
 pub const GMANAGER_PAUSE_MS: u64 = 1_000;
-/// Time between two orders of the gManager's view of creditors; small pools are sorted at every change.
+/// Time between two sorts of the gManager's view of creditors; small pools are sorted at every change.
 pub const VIEW_MS: u64 = 50;
-/// A request that only the pool can hold goes before all younger ones after so long.
+/// A pool-sized request that waits for this long may become the oldest waiting one, ahead of all younger requests.
 pub const OLDEST_WAITING_MS: u64 = 10_000;
-/// What an instance heard of such a request holds for so long.
+/// An instance keeps its memory for the oldest waiting request for this long after the last notice of it.
 pub const OLDEST_WAITING_HOLD_MS: u64 = 1_000;
 /// Time between planning rounds.
 pub const PLAN_MS: u64 = 1_000;
-/// Time that a round waits for heartbeats that are missing.
+/// Time that a planning round waits for missing heartbeats.
 pub const PLAN_WAIT_MS: u64 = 500;
 /// Time that an order to move KV may take.
 pub const MOVE_DEADLINE_MS: u64 = 10_000;
-/// Time after that until the gManager gives its outcome up.
+/// Time after [`MOVE_DEADLINE_MS`] until the gManager stops waiting for the order's outcome.
 pub const MOVE_GRACE_MS: u64 = 2_000;
-/// A request that was moved is left alone for so long.
+/// Pause before the planner moves KV of the same request again.
 pub const MOVE_REST_MS: u64 = 1_000;
-/// The same after a move that failed; doubled by each further one up to the next bound.
+/// The same pause after a failed move; each further failure doubles it, up to [`MOVE_RETRY_MAX_MS`].
 pub const MOVE_RETRY_MS: u64 = 2_000;
 /// See [`MOVE_RETRY_MS`].
 pub const MOVE_RETRY_MAX_MS: u64 = 32_000;
-/// What an operator moved is left alone by the planner for so long.
+/// The same pause after a move that an operator ordered.
 pub const MOVE_BY_HAND_REST_MS: u64 = 10_000;
-/// Time between two looks at what is left on an instance that is drained.
+/// Time between two checks of the blocks left on a draining instance.
 pub const DRAIN_MS: u64 = 500;
-/// A drained instance that had nothing to do for so long may stop: dispatchers have heard of the drain by then.
+/// A drained instance may stop after this long without work: dispatchers know of the drain by then.
 pub const DRAIN_QUIET_MS: u64 = 2_000;
 /// A lease that is not renewed for this long is released by the creditor.
 pub const LEASE_TTL_MS: u64 = 15_000;
+/// Longest time to live of a lease that its debtor believes, whatever the creditor says. Giving it up earlier is safe.
+pub const LEASE_TTL_MS_MAX: u64 = 600_000;
 /// Time between renewals of leases.
 pub const LEASE_RENEW_MS: u64 = 3_000;
-/// A step that waits longer for a peer's partials fails its sequences.
+/// A step that waits longer than this for a peer's partials fails its sequences.
 pub const STEP_DEADLINE_MS: u64 = 10_000;
-/// A device that finishes no layer of a step for so long hangs: the process ends, so that others take over its requests.
+/// A device that finishes no layer of a step for this long hangs: the process ends, and other instances take its requests.
+/// The default of `--device-timeout-s`.
 pub const DEVICE_STUCK_MS: u64 = 120_000;
 /// Time that a borrow may take, rounds included, before the request goes back to waiting.
 pub const BORROW_DEADLINE_MS: u64 = 5_000;
@@ -116,57 +129,60 @@ pub const BORROW_DEADLINE_MS: u64 = 5_000;
 pub const LEASE_ANSWER_MS: u64 = 1_500;
 /// Time after which an unanswered borrow query or release is sent again.
 pub const CONTROL_REPEAT_MS: u64 = 1_000;
-/// An instance that is silent for this long leaves the gManager's books.
+/// The gManager forgets an instance without a heartbeat for this long.
 pub const INSTANCE_FORGET_MS: u64 = 60_000;
 /// Time that a request may wait for admission.
 pub const ADMISSION_DEADLINE_MS: u64 = 600_000;
-/// Steps of peers that are open at once on one creditor.
+/// Open steps of peers (tickets) on one creditor.
 pub const REMOTE_REQUEST_TICKETS_MAX: usize = 1024;
-/// Frames of peers that wait for KV or are on the device at once on one creditor.
+/// Query frames of peers that wait for KV or run on the device of one creditor.
 pub const REMOTE_REQUEST_WAITING_MAX: usize = 1024;
+/// Decoded bytes of one peer's tickets and of its queries that wait for KV or run on the device of one creditor. A peer has
+/// one query of each of its two micro-batches there.
+pub const REMOTE_REQUEST_PEER_BYTES_MAX: usize = 256 << 20;
 /// Bytes of peers' KV that wait for one creditor's device before it stops reading more (one frame may exceed it).
 pub const REMOTE_REQUEST_WRITE_BYTES_MAX: usize = 64 << 20;
 /// Control messages that wait for one peer to be dialled.
 pub const PEER_PENDING_MAX: usize = 256;
-/// Times that a sequence may lose KV within [`RECOVERIES_WINDOW_MS`] before it fails.
+/// Losses of KV within [`RECOVERIES_WINDOW_MS`] after which a sequence fails.
 pub const RECOVERIES_MAX: usize = 8;
 /// See [`RECOVERIES_MAX`].
 pub const RECOVERIES_WINDOW_MS: u64 = 60_000;
-/// Time that a sequence that lost KV keeps the rest while it looks for memory for what was lost.
+/// Time that a sequence with lost ranges keeps its other KV while it looks for memory for them.
 pub const RESTORE_DEADLINE_MS: u64 = 10_000;
-/// An instance without own decode steps for so long has no latency target to protect from its remote requests.
+/// An instance without decode steps of its own for this long applies no latency target to remote requests.
 pub const THRESHOLD_IDLE_MS: u64 = 2_000;
-/// Own steps are far over their latency target for so long before a remote request is refused.
+/// Own steps must miss their latency target by far for this long before a remote request is refused.
 pub const THRESHOLD_OVER_MS: u64 = 1_000;
 /// Time between two such refusals.
 pub const THRESHOLD_SHED_PAUSE_MS: u64 = 10_000;
-/// A sequence with fewer whole rBlocks here is not swapped out in host memory: there is little to gain.
+/// A sequence with fewer full local rBlocks is not swapped out to host memory: it would gain little.
 pub const SWAP_OUT_BLOCKS_MIN: u32 = 4;
-/// Time that swapping out may take before the sequence goes on as it was.
+/// Deadline of a swap-out; after it the sequence stays in place.
 pub const SWAP_OUT_DEADLINE_MS: u64 = 5_000;
-/// A sequence that could not be swapped out is not tried again for so long.
+/// Pause after a failed swap-out of a sequence.
 pub const SWAP_OUT_RETRY_MS: u64 = 2_000;
-/// Time that borrowing waits for a gManager that is away.
+/// Time that a borrow waits for an unreachable gManager.
 pub const GMANAGER_WAIT_MS: u64 = 30_000;
-/// Pause before a sequence that found no memory is tried again.
+/// Pause after a failed admission for want of memory.
 pub const ADMISSION_RETRY_MS: u64 = 100;
-/// That pause at most: it doubles while there is none.
+/// Largest such pause: each failure doubles it.
 pub const ADMISSION_RETRY_MAX_MS: u64 = 2_000;
 /// rBlocks that a growing sequence borrows at once.
 pub const GROWTH_BLOCKS: u32 = 2;
-/// Time that a debt may be frozen for DGFM, whatever the gManager asks.
+/// Longest freeze of a debt for DGFM, whatever the gManager asks for.
 pub const FREEZE_MS_MAX: u64 = 30_000;
 /// Time to establish a connection to a peer.
 pub const CONNECT_DEADLINE_MS: u64 = 5_000;
 
-/// Tokens of KV that move in one step, for each sequence that grows in it, before any overlap was measured (v2 §7.4,
-/// Figure 12a).
+/// Tokens of KV moved per step and growing sequence before any overlap was measured (v2 §7.4, Figure 12a).
 pub const MOVE_TOKENS_PER_STEP: u32 = 16;
-/// That number at most, however well moves overlap.
+/// Upper bound of that number, however well moves overlap.
 pub const MOVE_TOKENS_PER_STEP_MAX: u32 = 4096;
-/// Bytes of moves in flight at most (or two rBlocks, where those are more).
+/// Bytes in flight of moves at most (or two rBlocks, if larger).
 pub const MOVE_BYTES_IN_FLIGHT_MAX: u64 = 32 << 20;
-/// Nor more than a link carries in so long, or two layers of a block: what steps write waits behind it.
+/// Bytes in flight of moves are also at most what the link carries in this time (or two layers of a block), because
+/// steps' KV writes queue behind them.
 pub const MOVE_WINDOW_MS: u64 = 20;
 /// Moves of one instance at once.
 pub const INSTANCE_MOVES_MAX: usize = 64;
@@ -174,9 +190,9 @@ pub const INSTANCE_MOVES_MAX: usize = 64;
 pub const MOVE_RESERVE_MS: u64 = 3_000;
 /// Time that a move may take at most, whatever its order says.
 pub const MOVE_MS_MAX: u64 = 60_000;
-/// Time that debtors have to give recalled blocks back.
+/// Time that debtors have to return recalled blocks.
 pub const RECALL_DEADLINE_MS: u64 = 3_000;
-/// A debtor does not borrow from a creditor again for so long after a recall.
+/// Pause after a recall before the debtor borrows from that creditor again.
 pub const RECALL_PAUSE_MS: u64 = 2_000;
 
 const _: () = assert!(LEASE_ANSWER_MS < MOVE_RESERVE_MS && MOVE_RESERVE_MS * 2 < LEASE_TTL_MS);
@@ -190,7 +206,7 @@ const _: () = assert!(MOVE_REST_MS <= MOVE_BY_HAND_REST_MS);
 const _: () =
     assert!(HEARTBEAT_ROWS_MAX * 24 + HEARTBEAT_LINKS_MAX * 22 + INSTANCES_MAX * 12 < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(ADMIN_ROWS_MAX * 40 < CONTROL_FRAME_BYTES_MAX);
-const _: () = assert!(LEASE_RENEW_MS * 3 <= LEASE_TTL_MS);
+const _: () = assert!(LEASE_RENEW_MS * 3 <= LEASE_TTL_MS && LEASE_TTL_MS <= LEASE_TTL_MS_MAX);
 const _: () = assert!(STEP_DEADLINE_MS < LEASE_TTL_MS);
 const _: () = assert!(LEASE_ANSWER_MS * (CANDIDATES as u64) < BORROW_DEADLINE_MS);
 const _: () = assert!(CONTROL_REPEAT_MS < BORROW_DEADLINE_MS && CONTROL_REPEAT_MS < LEASE_TTL_MS);
@@ -203,31 +219,33 @@ const _: () = assert!(BLOCK_TOKENS_DEFAULT <= BLOCK_TOKENS_MAX);
 const _: () = assert!(CONTROL_FRAME_BYTES_MAX <= DATA_FRAME_BYTES_MAX && DATA_FRAME_BYTES_MAX <= PEER_QUEUE_BYTES_MAX);
 const _: () = assert!(PREFACE_BYTES_MAX <= CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(TICKET_SEQS_MAX <= STEP_ROWS_MAX && TICKET_SEQS_MAX <= TICKET_RUNS_MAX);
+const _: () = assert!(3 * DATA_FRAME_BYTES_MAX <= REMOTE_REQUEST_PEER_BYTES_MAX, "two queries and their tickets");
 const _: () = assert!(SEQUENCE_TOKENS_MAX <= u32::MAX / 2);
 
 // Disaggregated serving (KVDirect §4.2).
-/// Workers that prefill for others, in one list.
+/// Prefill workers in one list.
 pub const WORKERS_MAX: usize = 8 << 10;
 /// Tokens in one message of a prefill request.
 pub const PREFILL_TOKENS_MAX: usize = 128 << 10;
-/// Prefills that one decode worker has one worker do at once; others wait.
+/// Prefill requests in progress from one decode worker at one prefill worker; further ones wait.
 pub const PREFILL_ASKED_MAX: usize = 64;
-/// Prefills that one worker does or keeps for others at once; more are refused.
+/// Maximum of tokens that end a sequence: a model's own, and a request's.
+pub const STOP_IDS_MAX: usize = 512;
+/// Prefill jobs that one worker computes or keeps for others; further ones are refused.
 pub const PREFILL_JOBS_MAX: usize = 4096;
 /// Time that a request waits for a worker before its own instance computes the prompt.
 pub const PREFILL_WAIT_MS: u64 = 10_000;
-/// A worker that refused a request is not asked for it again for so long.
+/// Pause before a worker that refused a request is asked for it again.
 pub const PREFILL_REST_MS: u64 = 1_000;
 /// Times that a request's prompt may be given to a worker.
 pub const PREFILL_TRIES_MAX: u32 = 8;
-/// Time that KV which waits to be read stays with a worker whose connection broke, before the prompt is computed elsewhere.
+/// Time that finished KV waits at a worker whose connection broke before the prompt is computed elsewhere.
 pub const PREFILL_GRACE_MS: u64 = 2_000;
-/// Blocks of prompts of which a decode worker remembers who computed them.
+/// Block hashes of which a decode worker remembers the prefill worker that computed them.
 pub const AFFINITY_NAMES_MAX: usize = 1 << 15;
-/// An instance whose new role takes no requests accepts those that come so soon after the order: dispatchers have heard of
-/// it by then.
+/// An instance whose new role takes no requests accepts them for this long after the order: dispatchers know of it then.
 pub const ROLE_GRACE_MS: u64 = 2_000;
-/// Time between two words to an instance on its role, until it takes that up.
+/// Time between two role orders to an instance until it acknowledges one.
 pub const ROLE_REPEAT_MS: u64 = 500;
 /// Parts in which the layers of one step are pushed, at most.
 pub const PUSH_PARTS: u32 = 8;
@@ -245,13 +263,13 @@ pub const TRANSFER_PLANES_MAX: usize = 4096;
 pub const EXPORT_BLOCKS_MAX: usize = 16 << 10;
 /// Bytes of one read transaction.
 pub const TRANSFER_READ_BYTES: u64 = 512 << 10;
-/// The same where it is one layer of one rBlock, which is checked while it lands if it comes at once.
+/// The same for one whole layer of one rBlock: read at once, it is checked while it is copied.
 pub const TRANSFER_PIECE_BYTES: u64 = 4 << 20;
-/// The same at most, also of a peer's.
+/// Upper bound of a read transaction, also of a peer's.
 pub const TRANSFER_READ_BYTES_MAX: u64 = 32 << 20;
-/// Pieces that one read transaction may be gathered from.
+/// Segments of one read transaction.
 pub const TRANSFER_SEGMENTS_MAX: usize = 1024;
-/// Bytes that were asked for and have not arrived, on one connection.
+/// Bytes in flight (requested, not arrived) on one connection.
 pub const TRANSFER_CONN_BYTES: u64 = 16 << 20;
 /// The same on all connections of a reader.
 pub const TRANSFER_BYTES: u64 = 64 << 20;
@@ -261,11 +279,11 @@ pub const TRANSFER_CONN_REQUESTS_MAX: usize = 1024;
 pub const TRANSFER_CONNS_MAX: usize = INSTANCES_MAX;
 /// Exports that one writer keeps for one reader.
 pub const TRANSFER_EXPORTS_MAX: usize = 4096;
-/// Time that one read transaction may take before its path is given up.
+/// Time that one read transaction may take before its path counts as broken.
 pub const TRANSFER_READ_MS: u64 = 5_000;
 /// Time that a request may be in transfer, reconnects included.
 pub const TRANSFER_REQUEST_MS: u64 = 60_000;
-/// Time that an export may stand, however often it is renewed.
+/// Lifetime of an export, however often it is renewed.
 pub const EXPORT_MS_MAX: u64 = 600_000;
 /// Times that a damaged rBlock is read again before its request fails.
 pub const TRANSFER_DAMAGE_RETRIES: u32 = 1;

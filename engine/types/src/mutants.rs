@@ -1,14 +1,13 @@
-//! Mistakes that are made on purpose, to prove that a simulator's checkers see them.
+//! Mutants: deliberate bugs that prove that a simulator's checkers detect them.
 
-/// Declares a crate's mistakes: `Mutant`, and `is`, which hooks ask.
+/// Declares a crate's mutants: the enum `Mutant`, and the function `is` that the crate's hooks call.
 ///
-/// They are compiled in with the crate's feature `mutants` alone, which no production build has: without it `is` is
-/// `false` at compile time and every hook vanishes. With it a mutant is chosen per thread by `choose`, and none is by
-/// default.
+/// Only the crate's feature `mutants` compiles them in, and no production build enables it: without it `is` is `false`
+/// at compile time and every hook vanishes. With it, `choose` selects one mutant per thread; the default is none.
 #[macro_export]
 macro_rules! mutants {
     ($($(#[$doc:meta])* $name:ident,)+) => {
-        /// A mistake.
+        /// A deliberate bug.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Mutant {
             $($(#[$doc])* $name,)+
@@ -19,20 +18,20 @@ macro_rules! mutants {
             static CHOSEN: std::cell::Cell<Option<Mutant>> = const { std::cell::Cell::new(None) };
         }
 
-        /// Makes a mistake on this thread from now on, or none.
+        /// Selects the mutant of this thread, or none.
         #[cfg(feature = "mutants")]
         pub fn choose(mutant: Option<Mutant>) {
             CHOSEN.set(mutant);
         }
 
-        /// Whether this mistake is made.
+        /// Whether this thread selected the mutant.
         #[cfg(feature = "mutants")]
         #[must_use]
         pub fn is(mutant: Mutant) -> bool {
             CHOSEN.get() == Some(mutant)
         }
 
-        /// Whether this mistake is made: never in this build.
+        /// Whether this thread selected the mutant: never in this build.
         #[cfg(not(feature = "mutants"))]
         #[must_use]
         pub const fn is(_mutant: Mutant) -> bool {

@@ -1,4 +1,4 @@
-//! Attention partials and scale-reduce: the one place that decides log base, scaling and emptiness.
+//! Attention partials and scale-reduce: the only definition of log base, scaling and emptiness.
 //!
 //! A partial is the attention of some queries over *some* of their keys: the normalised output and the natural log
 //! of the sum of exponentials of the scaled scores (log-sum-exp), with the number of keys seen. Two partials over
@@ -9,8 +9,8 @@
 //! Emptiness is decided by the count alone: where `count == 0`, `out` and `lse` are meaningless and never read,
 //! because infinities do not survive every backend.
 
-/// Partials of `rows` queries with `heads` heads of `head_dim` each, on the host in f32. This is the oracle that
-/// every backend's merge is tested against.
+/// Partials of `rows` queries with `heads` heads of `head_dim` each, on the host in f32. Tests compare every backend's
+/// merge with this one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Partial {
     pub heads: usize,
@@ -24,7 +24,7 @@ pub struct Partial {
 }
 
 impl Partial {
-    /// The partial that has seen nothing: neutral in [`Partial::merge`].
+    /// The empty partial (no keys): neutral in [`Partial::merge`].
     #[must_use]
     pub fn empty(rows: usize, heads: usize, head_dim: usize) -> Self {
         Self {
@@ -42,10 +42,10 @@ impl Partial {
         self.count.len()
     }
 
-    /// Merges `other`, which must have seen disjoint keys of the same queries, into `self`.
+    /// Merges `other`, a partial of the same queries over disjoint keys, into `self`.
     ///
     /// # Panics
-    /// If the shapes differ: partials of peers are validated where they are parsed.
+    /// If the shapes differ: partials of peers are validated when they are parsed.
     pub fn merge(&mut self, other: &Self) {
         assert_eq!((self.heads, self.head_dim, self.rows()), (other.heads, other.head_dim, other.rows()));
         let row_out = self.heads * self.head_dim;

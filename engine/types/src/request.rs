@@ -1,8 +1,8 @@
-//! A generation request after text has become tokens, and what comes back for it.
+//! Generation requests in tokens, and the events that answer them.
 
 use serde::{Deserialize, Serialize};
 
-/// How the next token is chosen.
+/// Sampling parameters of the next token.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SamplingParams {
     /// 0 is greedy.
@@ -15,7 +15,7 @@ pub struct SamplingParams {
     pub min_p: f32,
     /// Sampling is a function of the seed and the number of tokens generated so far.
     pub seed: u64,
-    /// How many alternatives to report per token; `None` reports no log-probabilities.
+    /// Alternatives to report per token; `None` reports no log-probabilities.
     pub logprobs: Option<u32>,
 }
 
@@ -25,25 +25,26 @@ impl Default for SamplingParams {
     }
 }
 
-/// One sequence to generate. Stop *strings* live above the engine: text cancels the request when one appears.
+/// Request to generate one sequence. Stop *strings* live above the engine: the text layer cancels the request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GenerateRequest {
     /// At least one token; every id is under the vocabulary size.
     pub prompt: Vec<u32>,
-    /// How many of `prompt`'s last tokens are answer that was said before, by an instance that was lost. They are not
-    /// reported again, and count as generated: for `max_tokens`, and for the place in the answer that sampling depends on.
+    /// Number of `prompt`'s last tokens that a lost instance already generated and reported. They are not reported again, and
+    /// count as generated for `max_tokens` and for the token index that sampling depends on.
     pub answered: u32,
     /// At least 1, and more than `answered`.
     pub max_tokens: u32,
     pub sampling: SamplingParams,
-    /// Generation ends after one of these is produced (end-of-sequence ids and `stop_token_ids`). Empty with
-    /// `ignore_eos`.
+    /// Tokens before which none of `stop_ids` is generated; at most `max_tokens`.
+    pub min_tokens: u32,
+    /// Token ids that end generation (end-of-sequence ids and `stop_token_ids`). Empty with `ignore_eos`.
     pub stop_ids: Vec<u32>,
-    /// Report the logits of every generated token (for comparisons; costly).
+    /// Report the logits of every generated token (costly; for comparisons).
     pub return_logits: bool,
 }
 
-/// Why a sequence ended well.
+/// Reason of a sequence's regular end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
@@ -61,7 +62,7 @@ pub struct TokenLogprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// What the engine reports of one request, in order: tokens, then exactly one `Finished` or `Failed`.
+/// Event of one request, in order: tokens, then exactly one `Finished` or `Failed`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenEvent {
     Token { id: u32, logprobs: Option<TokenLogprobs>, logits: Option<Vec<f32>> },
@@ -69,7 +70,7 @@ pub enum TokenEvent {
     Failed(RequestError),
 }
 
-/// Why a request was refused or failed; each kind has one HTTP status.
+/// Reason of a refused or failed request; each kind has one HTTP status.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
     /// 400: the request can never be served as it is.

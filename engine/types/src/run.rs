@@ -20,20 +20,20 @@ pub struct KvRun {
     pub first_pos: u32,
 }
 
-/// Consecutive tokens of one lease that a step attends to: a run on a creditor, as its debtor names it.
+/// Run on a creditor as its debtor addresses it: consecutive tokens of one lease that a step attends to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseRun {
     pub lease: LeaseId,
     pub epoch: Epoch,
     /// First token's offset in the lease.
     pub offset: u32,
-    /// Tokens; never 0. The creditor answers once `offset + len` tokens are written in the queried layer.
+    /// Tokens; never 0. The creditor answers when `offset + len` tokens are written in the queried layer.
     pub len: u32,
     /// Position in the sequence of the first token.
     pub first_pos: u32,
 }
 
-/// Positions that a query at `pos` sees: itself and what precedes it, at most `window` tokens in all.
+/// Positions that a query at `pos` sees: its own and the preceding ones, at most `window` tokens in all.
 #[must_use]
 pub fn visible(pos: u32, window: Option<u32>) -> Range<u32> {
     let end = pos + 1;

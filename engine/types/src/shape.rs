@@ -9,7 +9,12 @@ use std::fmt;
 pub struct AttentionGeometry {
     pub heads: u32,
     pub kv_heads: u32,
+    /// Elements of a stored key, and of a stored value.
     pub head_dim: u32,
+    /// Latent attention, absorbed (DeepSeek-V2 §2.1): a token has one row, which is key and value at once. It is stored
+    /// as `[k | v]`, its first and its second half, so `kv_heads` is 1, and queries and outputs have `2 * head_dim` elements a head.
+    #[serde(default)]
+    pub latent: bool,
 }
 
 impl AttentionGeometry {
@@ -19,16 +24,28 @@ impl AttentionGeometry {
         self.heads / self.kv_heads
     }
 
-    /// Elements of one token's queries, `heads * head_dim`.
+    /// Elements of a head's query, of the key that it is multiplied with, and of the head's output.
     #[must_use]
-    pub const fn q_dim(&self) -> usize {
-        self.heads as usize * self.head_dim as usize
+    pub const fn query_dim(&self) -> usize {
+        self.head_dim as usize * if self.latent { 2 } else { 1 }
     }
 
-    /// Elements of one token's K (or V), `kv_heads * head_dim`.
+    /// Elements of one token's queries, `heads * query_dim`.
+    #[must_use]
+    pub const fn q_dim(&self) -> usize {
+        self.heads as usize * self.query_dim()
+    }
+
+    /// Elements of one token's stored K (or V), `kv_heads * head_dim`.
     #[must_use]
     pub const fn kv_dim(&self) -> usize {
         self.kv_heads as usize * self.head_dim as usize
+    }
+
+    /// Elements from a token's first key to the first value that attention reads: 0 where they are the same row.
+    #[must_use]
+    pub const fn values_at(&self) -> usize {
+        if self.latent { 0 } else { self.kv_dim() }
     }
 
     /// Columns of the fused projection, q then k then v.
@@ -38,8 +55,8 @@ impl AttentionGeometry {
     }
 }
 
-/// What one token's KV is: the planes of a store. The canonical layout of `n` consecutive tokens in one layer is
-/// `[n][k | v][kv_heads][head_dim]` in `dtype`, on the wire and between backends.
+/// Shape of one token's KV. The canonical layout of `n` consecutive tokens in one layer, on the wire and between
+/// backends, is `[n][k | v][kv_heads][head_dim]` in `dtype`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct KvShape {
     pub layers: u32,

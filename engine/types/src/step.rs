@@ -1,4 +1,4 @@
-//! What the scheduler decides for one iteration.
+//! Plan of one iteration: micro-batches and chunks, made by the scheduler, computed by the runner.
 
 use crate::ids::SeqId;
 
@@ -15,7 +15,7 @@ impl MicroBatch {
     /// Both, in the order of [`MicroBatch::index`].
     pub const ALL: [Self; 2] = [Self::Local, Self::Remote];
 
-    /// 0 or 1.
+    /// Index of the micro-batch: 0 local, 1 remote.
     #[must_use]
     pub const fn index(self) -> usize {
         match self {
@@ -32,7 +32,7 @@ pub struct Chunk {
     pub start: u32,
     /// At least 1; 1 for decoding.
     pub len: u32,
-    /// The chunk reaches the sequence's last known token: its logits choose the next one.
+    /// The chunk contains the sequence's last known token: its logits give the next token.
     pub last: bool,
 }
 

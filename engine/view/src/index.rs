@@ -1,7 +1,7 @@
-//! From an instance's number to its slot: open addressing in atomic words.
+//! Index from an instance's number to its slot: open addressing in atomic words.
 //!
-//! It is a hint like the order: a reader checks the row that it finds. An entry that is not found, because too many
-//! hashed to its place or because the writer is at it, sends its reader the slow way, through the gManager.
+//! It is a hint like the order: a reader checks the row that it finds. A reader that misses an entry (too many hash
+//! collisions, or a concurrent update) takes the slow path through the gManager.
 
 use crate::sync::{AtomicU64, Ordering, high, low, word, words};
 
@@ -37,7 +37,7 @@ impl Index {
     }
 
     pub(crate) fn remove(&self, instance: u32) {
-        // A free place in the middle hides nothing: every place is looked at.
+        // No tombstone is needed: lookups probe every place.
         if let Some(entry) = self.places(instance).find(|e| high(e.load(Ordering::Relaxed)) == instance) {
             entry.store(0, Ordering::Release);
         }

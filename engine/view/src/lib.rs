@@ -1,17 +1,17 @@
-//! The gManager's view of who could lend, for readers that take no lock (Infinite-LLM v1 §4.4, "Scalability").
+//! The gManager's view of creditors, for readers that take no lock (Infinite-LLM v1 §4.4, "Scalability").
 //!
-//! One [`ViewWriter`] keeps a row for each instance and, now and then, publishes an order of the rows; any number of
-//! threads ask the [`SortedView`] for creditors at the same time. Everything shared is atomic words:
-//! * **rows** are changed in place, so that a refusal counts at once. A row's address is several words; the row's tag,
-//!   read before and after, says whether they belong together;
-//! * the **order** is in two buffers: the writer fills the one that is not in use and then switches. A reader that was
-//!   overtaken by a switch starts again, which costs it one more scan for each publication; it never waits for the
-//!   writer, nor the writer for it. The order is a hint about where to look: what is answered comes from the rows;
-//! * **bookings** are added to the rows by readers: the first candidate is booked with a compare-and-swap on what the
-//!   choice was based on, so that of two readers at once the second chooses anew.
+//! One [`ViewWriter`] owns a row per instance and publishes a sorted order of the rows from time to time; any number of
+//! threads query the [`SortedView`] concurrently. All shared state is atomic words:
+//! * **rows** are updated in place, so that a refusal takes effect at once. A row's address is several words; a reader
+//!   accepts them if the row's tag is equal before and after;
+//! * the **order** is double-buffered: the writer fills the unused buffer and then switches. A reader overtaken by a
+//!   switch scans again; readers and writer never wait for each other. The order only says which rows to look at;
+//!   answers are read from the rows;
+//! * **bookings** are added to the rows by readers: a compare-and-swap on the space word that the choice was based on
+//!   books the first candidate, so that of two concurrent readers the second chooses again.
 //!
-//! It knows nothing of messages or of time. The crate is apart from lagoon-cluster so that its tests build under loom
-//! in seconds.
+//! It must never use messages or time. The crate is separate from lagoon-cluster so that its tests build under loom in
+//! seconds.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 
@@ -30,8 +30,8 @@ pub use row::{Flags, Link, Slot};
 pub use view::{Answer, Ask, Found, SortedView, Tier};
 pub use writer::ViewWriter;
 
-/// Creditors named at once.
+/// Creditors in one answer.
 pub const CANDIDATES: usize = 3;
-/// The distance class of a link that nobody measured: what lies nearer is preferred, what lies farther comes last.
+/// Distance class of an unmeasured link: instances in lower classes are preferred, those in higher ones come last.
 /// Classes are powers of two of a cost in microseconds.
 pub const CLASS_UNMEASURED: u8 = 10;

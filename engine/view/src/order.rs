@@ -22,7 +22,7 @@ struct Buffer {
     ends: [AtomicU32; GROUPS],
 }
 
-/// One publication, for as long as [`Order::is_current`] says.
+/// One publication, valid while [`Order::is_current`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reading<'a> {
     number: u64,
@@ -51,13 +51,13 @@ impl Order {
         Reading { number, buffer: &self.buffers[usize::from(number % 2 == 1)] }
     }
 
-    /// Whether what was read is one publication. A reader that saw a word of a later one in its buffer sees, by
-    /// acquire and release, that the one between is out.
+    /// Whether the words that were read are of one publication. A reader that saw a word of a later publication in its
+    /// buffer also sees, by acquire and release, the switch before it.
     pub(crate) fn is_current(&self, reading: &Reading<'_>) -> bool {
         self.current.load(Ordering::Acquire) == reading.number
     }
 
-    /// The writer's: slots with their groups, which ascend.
+    /// Publishes slots with their groups, ascending by group; called by the writer.
     pub(crate) fn publish(&self, slots: impl Iterator<Item = (usize, u32)>) {
         let next = self.current.load(Ordering::Relaxed) + 1;
         let buffer = &self.buffers[usize::from(next % 2 == 1)];

@@ -3,21 +3,21 @@
 //! * **tag**: the instance's number (0: an empty row) over a generation of 16 bits over [`Flags`]. Number and generation
 //!   change around every change of the address, so that a reader that sees the same ones before and after has read one
 //!   address.
-//! * **space**: lendable blocks over booked ones, in one word: a booking is based on what it was chosen for.
+//! * **space**: lendable blocks over booked ones, in one word: a booking is a compare-and-swap on the word it was chosen by.
 
 use crate::sync::{AtomicU64, Ordering, high, low, word, words};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
-/// What bars or demotes a creditor.
+/// Flags that bar or demote a creditor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flags(u16);
 
 impl Flags {
-    /// It refused somebody and was not heard since.
+    /// It refused a debtor and has sent no heartbeat since.
     pub const PAUSED: Self = Self(1);
     /// Silent, fenced, draining or frozen.
     pub const BARRED: Self = Self(2);
-    /// It borrows itself: named when nobody else lends.
+    /// It borrows itself: ranked after all instances that do not.
     pub const BORROWS: Self = Self(4);
     /// Its blocks are in host memory.
     pub const HOST: Self = Self(8);
@@ -32,27 +32,27 @@ impl Flags {
         self.0 & other.0 == other.0
     }
 
-    /// Nobody is sent there.
+    /// Whether the row is left out of answers.
     pub(crate) const fn is_closed(self) -> bool {
         self.0 & (Self::PAUSED.0 | Self::BARRED.0) != 0
     }
 
-    /// Which part of the order a row belongs to.
+    /// Group of the order that a row belongs to.
     pub(crate) const fn group(self) -> usize {
         (if self.has(Self::BORROWS) { 2 } else { 0 }) + (if self.has(Self::HOST) { 1 } else { 0 })
     }
 }
 
-/// A row of the view.
+/// Row number in the view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Slot(pub(crate) u32);
 
-/// A measured way from one instance to another.
+/// Measured link from one instance to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Link {
     pub peer: u32,
     pub slot: Slot,
-    /// See [`crate::CLASS_UNMEASURED`].
+    /// Distance class: see [`crate::CLASS_UNMEASURED`].
     pub class: u8,
 }
 
@@ -67,7 +67,7 @@ impl Link {
     }
 }
 
-/// What a reader sees of a row, at one moment each.
+/// A reader's copy of a row's tag and space, each loaded once.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen {
     pub(crate) instance: u32,
@@ -81,7 +81,7 @@ impl Seen {
         high(self.space)
     }
 
-    /// Lendable blocks that nobody was sent for yet.
+    /// Lendable blocks that are not booked.
     pub(crate) fn available(&self) -> u32 {
         high(self.space).saturating_sub(low(self.space))
     }
@@ -92,7 +92,7 @@ pub(crate) struct Row {
     tag: AtomicU64,
     space: AtomicU64,
     conn: AtomicU64,
-    /// Blocks that it never lends: capacity for itself only.
+    /// Blocks that the instance never lends: capacity for itself only.
     kept: AtomicU64,
     addr: [AtomicU64; 3],
     links: Box<[AtomicU64]>,
@@ -136,10 +136,10 @@ impl Row {
         (high(tag) != 0).then(|| Seen { instance: high(tag), flags: flags_of(tag), space })
     }
 
-    /// The address of `instance`, if the row is still its.
+    /// The address of `instance`, if the row still belongs to it.
     pub(crate) fn address(&self, instance: u32) -> Option<SocketAddr> {
         let before = self.tag.load(Ordering::Acquire);
-        // Acquire: whoever sees a word of a later address sees the tag that was changed before it, below.
+        // Acquire: a reader that sees a word of a later address sees the tag that was changed before it, below.
         let words = [0, 1, 2].map(|i: usize| self.addr[i].load(Ordering::Acquire));
         let after = self.tag.load(Ordering::Acquire);
         let same = (before ^ after) & !0xffff == 0;
@@ -154,7 +154,7 @@ impl Row {
         self.conn.load(Ordering::Acquire)
     }
 
-    /// Books blocks if the space is still what was `seen`; says whether it was.
+    /// Books blocks if the space still equals `seen`; returns whether it did.
     pub(crate) fn book_if(&self, seen: u64, blocks: u32) -> bool {
         let booked = word(high(seen), low(seen).saturating_add(blocks));
         self.space.compare_exchange(seen, booked, Ordering::AcqRel, Ordering::Acquire).is_ok()
@@ -187,7 +187,7 @@ impl Row {
     pub(crate) fn occupy(&self, instance: u32, flags: Flags, kept: u32, addr: SocketAddr) {
         let generation = generation_of(self.tag.load(Ordering::Relaxed)).wrapping_add(1);
         for (word, value) in self.addr.iter().zip(pack_addr(addr)) {
-            // Release: whoever sees this value sees the empty tag before it, or a later one.
+            // Release: a reader that sees this value sees the empty tag before it, or a later one.
             word.store(value, Ordering::Release);
         }
         self.conn.store(0, Ordering::Release);

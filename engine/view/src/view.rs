@@ -1,4 +1,4 @@
-//! What readers ask the view, and how they choose.
+//! Reader side of the view: queries for creditors, and the choice among rows.
 
 use crate::index::Index;
 use crate::order::{GROUPS, Order};
@@ -9,15 +9,15 @@ use std::cmp::Reverse;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-/// Rows with something to lend that a reader compares in one part of the order, if there are so many: enough to spread
-/// competing debtors between two publications.
+/// Lendable rows that a reader compares in one group of the order at most: enough to spread competing debtors between
+/// two publications.
 const WINDOW: usize = 16;
-/// Times that a reader chooses anew because another one booked its first choice meanwhile.
+/// Times that a reader chooses again because another one booked its first choice.
 const RETRIES: usize = 4;
 /// Links of one instance.
 pub(crate) const LINKS: usize = 16;
 
-/// Which memory a debtor wants.
+/// Memory tier that a debtor wants.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tier {
     /// Device memory first, then host memory.
@@ -27,17 +27,17 @@ pub enum Tier {
     Host,
 }
 
-/// A debtor's question.
+/// Query of a debtor for creditors.
 #[derive(Clone, Copy, Debug)]
 pub struct Ask<'a> {
     pub debtor: u32,
     pub blocks: u32,
-    /// Instances that need not be named.
+    /// Instances to leave out of the answer.
     pub exclude: &'a [u32],
     pub tier: Tier,
 }
 
-/// A creditor to try.
+/// Candidate creditor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
     pub instance: u32,
@@ -45,11 +45,11 @@ pub struct Found {
     pub lendable: u32,
 }
 
-/// At most [`CANDIDATES`] creditors, best first, and the pool's totals.
+/// Answer to [`Ask`]: at most [`CANDIDATES`] creditors, best first, and the pool's totals.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
     pub found: Vec<Found>,
-    /// The debtor's blocks and what all other live instances may ever lend.
+    /// The debtor's blocks plus the lend limits of all other live instances.
     pub blocks_total: u64,
     /// Lendable blocks of all live instances but the debtor.
     pub blocks_lendable: u64,
@@ -64,11 +64,11 @@ pub(crate) struct Shared {
     pub(crate) blocks_lendable: AtomicU64,
 }
 
-/// The view, to read. Clones share it.
+/// Read handle of the view. Clones share the view.
 #[derive(Clone, Debug)]
 pub struct SortedView(pub(crate) Arc<Shared>);
 
-/// A candidate: its place among the candidates, and what that is based on.
+/// A candidate: its sort key, and the row state that the key was computed from.
 #[derive(Clone, Copy, Debug)]
 struct Choice {
     key: (usize, u8, Reverse<u32>, u32),
@@ -99,7 +99,7 @@ impl Best {
         }
     }
 
-    /// No row of a later group could come in.
+    /// Whether no row of a later group could enter the list.
     fn is_full(&self, group: usize) -> bool {
         self.choices[CANDIDATES - 1].is_some_and(|c| c.key.0 <= group)
     }
@@ -116,8 +116,8 @@ impl Tier {
 }
 
 impl SortedView {
-    /// As [`SortedView::ask`] for a debtor that registered on connection `conn`; `None` if the view does not know it as
-    /// such, which means that the gManager has to be asked.
+    /// As [`SortedView::ask`] for a debtor that registered on connection `conn`; `None` if the view does not list it with
+    /// that connection: the caller must query the gManager.
     #[must_use]
     pub fn ask_from(&self, conn: u64, ask: &Ask<'_>) -> Option<Answer> {
         let row = &self.0.rows[self.0.index.find(ask.debtor)? as usize];
@@ -125,7 +125,7 @@ impl SortedView {
         (known && row.conn() == conn).then(|| self.ask(ask))
     }
 
-    /// Whom to ask for blocks, by distance and availability; books them there.
+    /// Chooses creditors by group, distance and availability, and books the blocks there.
     #[must_use]
     pub fn ask(&self, ask: &Ask<'_>) -> Answer {
         let own = self.0.index.find(ask.debtor).map(|slot| &self.0.rows[slot as usize]);
@@ -155,7 +155,7 @@ impl SortedView {
         self.answer(ask, own, &best, taken)
     }
 
-    /// Books the rest of what is asked for behind the first candidate, and names all of them.
+    /// Books the remaining blocks at the further candidates, and lists all candidates.
     fn answer(&self, ask: &Ask<'_>, own: Option<&Row>, best: &Best, first_taken: u32) -> Answer {
         let mut left = ask.blocks - first_taken;
         let mut found = Vec::with_capacity(CANDIDATES);
@@ -173,7 +173,7 @@ impl SortedView {
                 found.push(Found { instance: choice.seen.instance, addr, lendable: choice.seen.lendable() });
             }
         }
-        // What the asker keeps for itself is there for it also while it lends nothing, as heartbeats' answers say.
+        // Blocks that the debtor never lends are capacity for itself even while it is barred, as in `HeartbeatAck`.
         let own = own.filter(|row| row.see().is_some_and(|s| s.instance == ask.debtor));
         let lends = own.and_then(Row::see).filter(|s| !s.flags.has(Flags::BARRED));
         let lendable = lends.map_or(0, |s| u64::from(s.lendable()));
@@ -209,7 +209,7 @@ impl SortedView {
         }
     }
 
-    /// Offers a row if it may lend. Says whether it has something that nobody was sent for, and is not far.
+    /// Offers a row if it may lend. Returns whether it has unbooked blocks and is not far.
     fn consider(&self, ask: &Ask<'_>, slot: u32, links: &[Link], best: &mut Best) -> bool {
         let Some(seen) = self.0.rows.get(slot as usize).and_then(Row::see) else { return false };
         let group = seen.flags.group();

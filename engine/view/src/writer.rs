@@ -1,4 +1,4 @@
-//! The writer's side of the view.
+//! Writer side of the view: rows, totals and publications. The gManager calls it.
 
 use crate::index::Index;
 use crate::order::Order;
@@ -9,7 +9,7 @@ use std::cmp::Reverse;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-/// The one that changes a view.
+/// Write handle of the view; there is one per view.
 #[derive(Debug)]
 pub struct ViewWriter {
     shared: Arc<Shared>,
@@ -43,7 +43,7 @@ impl ViewWriter {
         Self { shared: Arc::new(shared), free: Vec::new(), used: 0, sorted: Vec::new() }
     }
 
-    /// For readers.
+    /// A read handle of the view.
     #[must_use]
     pub fn view(&self) -> SortedView {
         SortedView(Arc::clone(&self.shared))
@@ -53,8 +53,8 @@ impl ViewWriter {
         &self.shared.rows[slot.0 as usize]
     }
 
-    /// A row for an instance (not 0) that lends nothing yet; `None` if the view is full. `kept` are the blocks that it
-    /// never lends.
+    /// Adds a row for an instance (not 0) that lends nothing yet; `None` if the view is full. `kept` is the number of blocks
+    /// that it never lends.
     pub fn add(&mut self, instance: u32, flags: Flags, kept: u32, addr: SocketAddr) -> Option<Slot> {
         assert_ne!(instance, 0, "0 is an empty row");
         let slot = match self.free.pop() {
@@ -70,14 +70,14 @@ impl ViewWriter {
         Some(Slot(slot))
     }
 
-    /// The instance is gone.
+    /// Removes the row of an instance.
     pub fn remove(&mut self, slot: Slot, instance: u32) {
         self.shared.index.remove(instance);
         self.row(slot).vacate();
         self.free.push(slot.0);
     }
 
-    /// The connection on which the instance registered, for [`SortedView::ask_from`]; 0 is none.
+    /// Sets the connection on which the instance registered, for [`SortedView::ask_from`]; 0 is none.
     pub fn set_conn(&mut self, slot: Slot, conn: u64) {
         self.row(slot).set_conn(conn);
     }
@@ -91,22 +91,22 @@ impl ViewWriter {
         self.row(slot).flags()
     }
 
-    /// It would lend so much now; earlier bookings are forgotten.
+    /// Sets the blocks that the instance would lend now, and clears its bookings.
     pub fn set_lendable(&mut self, slot: Slot, blocks: u32) {
         self.row(slot).set_lendable(blocks);
     }
 
-    /// It refused: it lends at most so much.
+    /// Limits the lendable blocks after a refusal; bookings stand.
     pub fn cap_lendable(&mut self, slot: Slot, blocks: u32) {
         self.row(slot).cap_lendable(blocks);
     }
 
-    /// Blocks that somebody was sent there for in another way.
+    /// Books blocks for a debtor that was not sent by [`SortedView::ask`].
     pub fn book(&mut self, slot: Slot, blocks: u32) {
         self.row(slot).book(blocks);
     }
 
-    /// Its measured links, nearest first; those beyond [`ViewWriter::LINKS`] count as unmeasured.
+    /// Sets the instance's measured links, nearest first; those beyond [`ViewWriter::LINKS`] count as unmeasured.
     pub fn set_links(&mut self, slot: Slot, links: &[Link]) {
         self.row(slot).set_links(links);
     }
@@ -114,13 +114,13 @@ impl ViewWriter {
     /// Links that one instance may have.
     pub const LINKS: usize = LINKS;
 
-    /// The pool's totals: what all live instances may ever lend, and what they would lend now.
+    /// Sets the pool's totals: the lend limits of all live instances, and the blocks that they would lend now.
     pub fn set_totals(&mut self, blocks_cap: u64, blocks_lendable: u64) {
         self.shared.blocks_cap.store(blocks_cap, Ordering::Release);
         self.shared.blocks_lendable.store(blocks_lendable, Ordering::Release);
     }
 
-    /// Sorts the rows that could lend and gives readers the new order.
+    /// Sorts the rows with lendable blocks and publishes the order.
     pub fn publish(&mut self) {
         let mut sorted = std::mem::take(&mut self.sorted);
         sorted.clear();
@@ -141,7 +141,7 @@ impl ViewWriter {
         seen.lendable() - seen.available()
     }
 
-    /// Bytes of the view.
+    /// Memory of the view, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let capacity = self.shared.rows.len();

@@ -1,59 +1,67 @@
 //! Incoming connections.
 
 use crate::{
-    Event,
+    Event, NodeRole, Subject,
+    incoming::{Entry, Place},
     node::{Shared, read_preface},
     peer::Remote,
     session::{Verdict, Wires, close},
 };
-use bytes::Bytes;
 use lagoon_wire::{DIRECT_CODE, Preface};
-use quinn::{Connection, Incoming, RecvStream, SendStream, VarInt};
+use quinn::{Incoming, VarInt};
 use std::sync::{Arc, PoisonError};
-use tokio::sync::Semaphore;
-
-/// Handshakes at once; more are turned away and come again with back-off.
-const HANDSHAKES_MAX: usize = 256;
 
 impl Shared {
     /// Accepts connections until the endpoint closes.
     pub(crate) async fn accept_all(self: Arc<Self>) {
-        let room = Arc::new(Semaphore::new(HANDSHAKES_MAX));
         while let Some(incoming) = self.endpoint.accept().await {
-            let Ok(place) = Arc::clone(&room).try_acquire_owned() else {
-                incoming.refuse();
-                continue;
+            let addr = incoming.remote_address();
+            let address = (incoming.remote_address_validated(), incoming.may_retry());
+            let place = match self.door.knock(addr.ip(), address, &self.config) {
+                Entry::Enter(place) => place,
+                Entry::Retry => {
+                    if let Err(error) = incoming.retry() {
+                        error.into_incoming().refuse();
+                    }
+                    continue;
+                }
+                Entry::TurnAway => {
+                    incoming.refuse();
+                    continue;
+                }
             };
             let shared = Arc::clone(&self);
             self.runtime.spawn(async move {
-                let addr = incoming.remote_address();
                 let deadline = shared.config.connect_deadline;
-                let result = tokio::time::timeout(deadline, shared.accept_one(incoming)).await;
+                let result = tokio::time::timeout(deadline, shared.accept_one(incoming, place)).await;
                 let result = result.unwrap_or_else(|_elapsed| Err("the handshake took too long".to_owned()));
                 if let Err(reason) = result {
                     tracing::warn!(%addr, reason, "an incoming connection was refused");
                     shared.events.mention(Event::Refused { addr, reason });
                 }
-                drop(place);
             });
         }
     }
 
-    async fn accept_one(self: &Arc<Self>, incoming: Incoming) -> Result<(), String> {
+    async fn accept_one(self: &Arc<Self>, incoming: Incoming, mut place: Place) -> Result<(), String> {
         let config = self.server_config(incoming.remote_address());
         let connecting = incoming.accept_with(config).map_err(|error| error.to_string())?;
         let connection = connecting.await.map_err(|error| format!("the handshake failed: {error}"))?;
-        let (mut send, mut recv) = connection.accept_bi().await.map_err(|error| format!("no stream: {error}"))?;
-        let refuse = |code: u32, reason: &str| connection.close(VarInt::from_u32(code), reason.as_bytes());
-        let (preface, rest) = match read_preface(&mut recv).await {
-            Ok(read) => read,
+        let subject = match Subject::of_peer(&connection) {
+            Ok(subject) => subject,
             Err(reason) => {
-                refuse(close::BAD_PREFACE, &reason);
+                connection.close(VarInt::from_u32(close::IDENTITY), reason.as_bytes());
                 return Err(reason);
             }
         };
+        let (mut send, mut recv) = connection.accept_bi().await.map_err(|error| format!("no stream: {error}"))?;
+        let refuse = |code: u32, reason: &str| connection.close(VarInt::from_u32(code), reason.as_bytes());
+        let read = read_preface(&mut recv).await;
+        let (preface, rest) = read.inspect_err(|reason| refuse(close::BAD_PREFACE, reason))?;
+        place.connect();
         if preface.class == u32::from(DIRECT_CODE) {
-            return self.accept_direct(&preface, connection, (send, recv, rest)).await;
+            let wires = Wires { connection, subject, send, recv, rest, place: Some(place) };
+            return self.accept_direct(&preface, wires).await;
         }
         let class = lagoon_wire::Class::from_code(u8::try_from(preface.class).unwrap_or(0));
         let Some(class) = class else {
@@ -61,13 +69,8 @@ impl Shared {
             refuse(close::BAD_PREFACE, &reason);
             return Err(reason);
         };
-        let announced = match self.check_preface(&preface, &connection, class.code()) {
-            Ok(announced) => announced,
-            Err(reason) => {
-                refuse(close::BAD_PREFACE, &reason);
-                return Err(reason);
-            }
-        };
+        let announced = self.check_preface(&preface, &connection, class.code());
+        let announced = announced.inspect_err(|reason| refuse(close::BAD_PREFACE, reason))?;
         if preface.incarnation == self.incarnation {
             // Our own dial: it answers itself, reads our incarnation and gives up.
             let mut answer = self.preface(class, 0)?;
@@ -81,6 +84,10 @@ impl Shared {
         };
         let remote = Remote { incarnation: preface.incarnation, generation: preface.generation };
         let mut session = peer.session.lock().await;
+        if let Err(reason) = self.may_enter(&peer, &session, &subject) {
+            refuse(close::IDENTITY, &reason);
+            return Err(reason);
+        }
         match self.judge(&session, class, remote) {
             Verdict::Accept => {}
             Verdict::Duplicate => {
@@ -99,7 +106,8 @@ impl Shared {
         self.make_way(&peer, &mut session, class, remote).await;
         let mut answer = self.preface(class, session.generation)?;
         send.write_all_chunks(&mut answer).await.map_err(|error| format!("answering a preface: {error}"))?;
-        self.adopt(&peer, &mut session, class, remote, false, Wires { connection, send, recv, rest }).await;
+        let wires = Wires { connection, subject, send, recv, rest, place: Some(place) };
+        self.adopt(&peer, &mut session, class, remote, false, wires).await;
         drop(session);
         // The session before may have left classes that are wanted.
         self.ensure_dials(&peer);
@@ -109,10 +117,14 @@ impl Shared {
     async fn accept_direct(
         &self,
         preface: &Preface,
-        connection: Connection,
-        (mut send, recv, rest): (SendStream, RecvStream, Bytes),
+        Wires { connection, subject, mut send, recv, rest, place }: Wires,
     ) -> Result<(), String> {
         let refuse = |code: u32, reason: &str| connection.close(VarInt::from_u32(code), reason.as_bytes());
+        if !subject.roles.has(NodeRole::Instance) {
+            let reason = format!("node {:?} is no instance ({}): it reads no KV", subject.node, subject.roles);
+            refuse(close::IDENTITY, &reason);
+            return Err(reason);
+        }
         if let Err(reason) = self.check_preface(preface, &connection, DIRECT_CODE) {
             refuse(close::BAD_PREFACE, &reason);
             return Err(reason);
@@ -122,9 +134,10 @@ impl Shared {
             refuse(close::LIMIT, "nothing is exported here");
             return Err("a direct connection, but nothing is exported here".to_owned());
         };
+        let entry = self.enter_direct(&subject, &connection).inspect_err(|reason| refuse(close::IDENTITY, reason))?;
         let mut answer = self.preface_of(DIRECT_CODE, 0)?;
         send.write_all_chunks(&mut answer).await.map_err(|error| format!("answering a preface: {error}"))?;
-        self.spawn_direct(server, connection, (send, recv, rest));
+        self.spawn_direct(server, (place, entry), (subject, connection), (send, recv, rest));
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 //! The owner gives a function; every connection's task keeps its own copy and looks for another one by a counter, so
 //! that nothing is locked for a message.
 
-use crate::PeerId;
+use crate::{PeerId, Subject};
 use lagoon_protocol::Control;
 use std::{
     fmt,
@@ -15,7 +15,7 @@ use std::{
 
 /// Answers a control message of a peer, or leaves it to the owner's inbox. It is called on many threads at once and must
 /// not block.
-pub type AnswerControl = Arc<dyn Fn(PeerId, &Control) -> Option<Control> + Send + Sync>;
+pub type AnswerControl = Arc<dyn Fn(PeerId, &Subject, &Control) -> Option<Control> + Send + Sync>;
 
 /// The function that is in force.
 #[derive(Default)]
@@ -46,12 +46,18 @@ pub(crate) struct Cached {
 }
 
 impl Cached {
-    pub(crate) fn answer(&mut self, answers: &Answers, peer: PeerId, message: &Control) -> Option<Control> {
+    pub(crate) fn answer(
+        &mut self,
+        answers: &Answers,
+        peer: PeerId,
+        subject: &Subject,
+        message: &Control,
+    ) -> Option<Control> {
         let changes = answers.changes.load(Ordering::Acquire);
         if changes != self.changes {
             let current = answers.current.lock().unwrap_or_else(PoisonError::into_inner);
             (self.changes, self.answer) = (answers.changes.load(Ordering::Acquire), current.clone());
         }
-        self.answer.as_ref().and_then(|answer| answer(peer, message))
+        self.answer.as_ref().and_then(|answer| answer(peer, subject, message))
     }
 }

@@ -1,17 +1,25 @@
 //! The cluster's certificate authority: made once, signs one certificate per node.
 
-use crate::{Identity, IdentityError, SERVER_NAME};
+use crate::{Identity, IdentityError, Roles, SERVER_NAME, Subject};
+use rand::Rng as _;
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SanType, SerialNumber,
 };
+use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, pem::PemObject};
 use std::fmt;
 use time::{Duration, OffsetDateTime};
-use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+use x509_parser::{
+    prelude::{FromDer, GeneralName, X509Certificate},
+    revocation_list::CertificateRevocationList,
+};
 
 /// Validity of a CA made here, in days.
 const CA_DAYS: i64 = 3650;
 /// Validity of a node's certificate, in days.
 const NODE_DAYS: i64 = 730;
+/// Days by which the ends of nodes' certificates differ at most.
+const STAGGER_DAYS: i64 = 60;
 
 /// A certificate authority with its key.
 pub struct ClusterCa {
@@ -69,24 +77,75 @@ impl ClusterCa {
         self.issuer.key().serialize_pem()
     }
 
-    /// Signs a certificate for a node, valid for [`SERVER_NAME`] as server and as client; `name` is for people.
-    pub fn issue(&self, name: &str) -> Result<Issued, IdentityError> {
+    /// Signs a certificate for a node and its roles, valid for [`SERVER_NAME`] as server and as client, with a new key.
+    pub fn issue(&self, node: &str, roles: impl Into<Roles>) -> Result<Issued, IdentityError> {
+        self.renew(node, roles, &KeyPair::generate()?)
+    }
+
+    /// As [`ClusterCa::issue`], for the key that the node has (PEM): a node that is connected is known by its key.
+    pub fn issue_for_key(&self, node: &str, roles: impl Into<Roles>, key: &str) -> Result<Issued, IdentityError> {
+        self.renew(node, roles, &KeyPair::from_pem(key)?)
+    }
+
+    fn renew(&self, node: &str, roles: impl Into<Roles>, key: &KeyPair) -> Result<Issued, IdentityError> {
         let mut params = CertificateParams::new(vec![SERVER_NAME.to_owned()])?;
-        params.distinguished_name.push(DnType::CommonName, name);
+        for uri in Subject::uris(node, roles.into())? {
+            params.subject_alt_names.push(SanType::URI(uri.try_into()?));
+        }
+        params.distinguished_name.push(DnType::CommonName, node);
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         set_validity(&mut params, NODE_DAYS);
-        let key = KeyPair::generate()?;
-        let cert_pem = params.signed_by(&key, &self.issuer)?.pem();
+        // Positive, and without a leading zero, so that it is the same bytes in every list.
+        let serial = rand::random::<u128>() >> 2 | 1 << 125;
+        params.serial_number = Some(SerialNumber::from_slice(&serial.to_be_bytes()));
+        stagger(&mut params);
+        let cert_pem = params.signed_by(key, &self.issuer)?.pem();
         Ok(Issued { cert_pem, key_pem: key.serialize_pem() })
     }
 
     /// Issues a certificate and makes an identity of it, in memory (`up`, `demo`, tests).
-    pub fn identity(&self, name: &str) -> Result<Identity, IdentityError> {
-        let issued = self.issue(name)?;
+    pub fn identity(&self, node: &str, roles: impl Into<Roles>) -> Result<Identity, IdentityError> {
+        let issued = self.issue(node, roles)?;
         Identity::from_pem(&self.cert_pem, &issued.cert_pem, &issued.key_pem)
     }
+
+    /// The cluster's revocation list with one more certificate on it, as PEM; `list` is the one before, if there is one.
+    pub fn revoke(&self, list: Option<&str>, cert_pem: &str) -> Result<String, IdentityError> {
+        let leaf = CertificateDer::from_pem_slice(cert_pem.as_bytes());
+        let bad = |what: &str, reason: String| IdentityError::Pem { what: what.to_owned(), reason };
+        let leaf = leaf.map_err(|error| bad("the certificate", error.to_string()))?;
+        let mut serials = list.map_or_else(|| Ok(Vec::new()), revoked_serials)?;
+        let serial = Subject::of(&leaf)?.serial.to_vec();
+        if !serials.contains(&serial) {
+            serials.push(serial);
+        }
+        let now = OffsetDateTime::now_utc();
+        let revoked = |serial: &Vec<u8>| RevokedCertParams {
+            serial_number: SerialNumber::from_slice(serial),
+            revocation_time: now,
+            reason_code: None,
+            invalidity_date: None,
+        };
+        let params = CertificateRevocationListParams {
+            this_update: now,
+            next_update: now.saturating_add(Duration::days(CA_DAYS)),
+            crl_number: SerialNumber::from(u64::try_from(now.unix_timestamp()).unwrap_or(0)),
+            issuing_distribution_point: None,
+            revoked_certs: serials.iter().map(revoked).collect(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        Ok(params.signed_by(&self.issuer)?.pem()?)
+    }
+}
+
+/// The serial numbers on a revocation list (PEM).
+pub(crate) fn revoked_serials(list: &str) -> Result<Vec<Vec<u8>>, IdentityError> {
+    let bad = |reason: String| IdentityError::Pem { what: "the revocation list".to_owned(), reason };
+    let der = CertificateRevocationListDer::from_pem_slice(list.as_bytes()).map_err(|error| bad(error.to_string()))?;
+    let (_, list) = CertificateRevocationList::from_der(&der).map_err(|error| bad(error.to_string()))?;
+    Ok(list.iter_revoked_certificates().map(|revoked| revoked.raw_serial().to_vec()).collect())
 }
 
 /// From a day ago (clocks differ) for `days`.
@@ -94,6 +153,12 @@ fn set_validity(params: &mut CertificateParams, days: i64) {
     let now = OffsetDateTime::now_utc();
     params.not_before = now.saturating_sub(Duration::days(1));
     params.not_after = now.saturating_add(Duration::days(days));
+}
+
+/// Takes up to [`STAGGER_DAYS`] off a certificate's end at random: those that were issued at one moment do not all end at one.
+fn stagger(params: &mut CertificateParams) {
+    let off = rand::rng().random_range(0..=STAGGER_DAYS.saturating_mul(24));
+    params.not_after = params.not_after.saturating_sub(Duration::hours(off));
 }
 
 /// What a certificate says, for people.
@@ -137,7 +202,7 @@ pub fn describe(pem: &str) -> Result<Vec<CertInfo>, IdentityError> {
 
 fn name_text(name: &GeneralName<'_>) -> String {
     match name {
-        GeneralName::DNSName(name) => (*name).to_owned(),
+        GeneralName::DNSName(name) | GeneralName::URI(name) => (*name).to_owned(),
         other => other.to_string(),
     }
 }

@@ -46,6 +46,15 @@ pub struct TransportConfig {
     pub mtu_loopback: u16,
     /// Peers that are remembered; idle ones are forgotten first.
     pub peers_max: usize,
+    /// Incoming handshakes at once; more are turned away and come again with back-off.
+    pub handshakes_max: usize,
+    /// Incoming handshakes at once, above which an address must first show that it receives what is sent to it (QUIC Retry).
+    pub handshakes_unproven_max: usize,
+    /// Incoming handshakes at once from one IPv4 address or /64 network of IPv6. Above `handshakes_unproven_max`, so that forged addresses do not use
+    /// up another's.
+    pub handshakes_address_max: usize,
+    /// Accepted connections from one IPv4 address or /64 network of IPv6.
+    pub connections_address_max: usize,
 }
 
 impl Default for TransportConfig {
@@ -68,6 +77,10 @@ impl Default for TransportConfig {
             mtu_max: MTU_MAX,
             mtu_loopback: MTU_MAX,
             peers_max: limits::INSTANCES_MAX * 4,
+            handshakes_max: 256,
+            handshakes_unproven_max: 32,
+            handshakes_address_max: 64,
+            connections_address_max: limits::INSTANCES_MAX * 4,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Connecting to peers, with back-off.
 
 use crate::{
-    Event,
+    Event, Subject,
     link::Link,
     node::{Shared, read_preface},
     peer::{Peer, Remote},
@@ -110,6 +110,8 @@ impl Shared {
         let client = self.client_config(peer.addr);
         let connecting = self.endpoint.connect_with(client, peer.addr, crate::SERVER_NAME);
         let connection = connecting.map_err(|error| error.to_string())?.await.map_err(|error| refused(&error))?;
+        let not_wanted = |reason: &str| connection.close(VarInt::from_u32(close::IDENTITY), reason.as_bytes());
+        let subject = Subject::of_peer(&connection).inspect_err(|reason| not_wanted(reason))?;
         let (mut send, mut recv) = connection.open_bi().await.map_err(|error| refused(&error))?;
         let mut hello = self.preface(class, generation)?;
         send.write_all_chunks(&mut hello).await.map_err(|error| error.to_string())?;
@@ -136,6 +138,7 @@ impl Shared {
         }
         let remote = Remote { incarnation: preface.incarnation, generation: preface.generation };
         let mut session = peer.session.lock().await;
+        self.may_enter(peer, &session, &subject).inspect_err(|reason| not_wanted(reason))?;
         // The session may have changed while we waited. What the acceptor was told must still hold.
         let stale = session.generation != generation || self.judge(&session, class, remote) == Verdict::Stale;
         if stale || self.is_closed() {
@@ -143,7 +146,7 @@ impl Shared {
             return Ok(Outcome::Again);
         }
         self.make_way(peer, &mut session, class, remote).await;
-        let wires = Wires { connection, send, recv, rest };
+        let wires = Wires { connection, subject, send, recv, rest, place: None };
         self.adopt(peer, &mut session, class, remote, true, wires).await;
         session.set_attempting(class, false);
         Ok(Outcome::Live)

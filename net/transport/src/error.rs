@@ -23,6 +23,19 @@ pub enum IdentityError {
     Pem { what: String, reason: String },
     #[error("{0} holds no certificate")]
     Empty(String),
+    #[error(
+        "the certificate names no node and no role\n\
+         hint: this version needs both: issue it anew with `lagoon certs issue DIR NAME --role ROLE --force`"
+    )]
+    Nameless,
+    /// On loading anew.
+    #[error(
+        "the files are of node {has:?} with a CA and a key or name of its own; the process runs as node {had:?}\n\
+         hint: restart the process to use them"
+    )]
+    OtherCa { had: String, has: String },
+    #[error("{0:?} is no node's name\nhint: up to 64 letters, digits, '-', '_' and '.'")]
+    Name(String),
     #[error("making a certificate: {0}")]
     Issue(#[from] rcgen::Error),
     #[error("TLS: {0}")]

@@ -1,5 +1,6 @@
 //! What a node tells its owner, and the bounded inboxes through which it does.
 
+use crate::{Subject, TransportConfig};
 use lagoon_protocol::Control;
 use lagoon_wire::Class;
 use std::{
@@ -24,8 +25,9 @@ impl fmt::Display for PeerId {
 /// this node: data frames carry it too, so that leftovers of an ended session can be told.
 #[derive(Debug)]
 pub enum Event {
-    /// A session begins. The peer accepts at `addr`; `incarnation` is random per process.
-    Up { peer: PeerId, session: u64, addr: SocketAddr, incarnation: u64 },
+    /// A session begins. The peer accepts at `addr`; `incarnation` is random per process; `subject` is whom its certificate is
+    /// for, and does not change within the session.
+    Up { peer: PeerId, session: u64, addr: SocketAddr, incarnation: u64, subject: Subject },
     /// The session is over. Frames sent in it may or may not have been delivered; none will be any more.
     Down { peer: PeerId, session: u64, reason: String },
     /// The peer could not be reached; said once until it is. Attempts go on while there is something to send.
@@ -50,7 +52,70 @@ pub struct Inbound<T> {
 /// The receiving end of one class: bounded in frames and bytes.
 #[derive(Debug)]
 pub struct Inbox<T> {
-    rx: mpsc::Receiver<(T, Option<OwnedSemaphorePermit>)>,
+    rx: mpsc::Receiver<(T, Room)>,
+}
+
+/// What an item takes while it waits: of the inbox's bytes, and of its node's share of frames and bytes. The shares stay the
+/// node's as long as anything waits, also when it connects anew.
+#[derive(Debug, Default)]
+struct Room {
+    _held: [Option<OwnedSemaphorePermit>; 3],
+    _shares: Option<Arc<Shares>>,
+}
+
+/// What one node may have waiting in the inboxes, by class: no node can fill one, however many addresses it announces, so that
+/// others' frames wait for none of its.
+#[derive(Debug)]
+pub(crate) struct Shares([Share; 3]);
+
+/// Of one inbox.
+#[derive(Debug)]
+struct Share {
+    frames: Arc<Semaphore>,
+    kib: Arc<Semaphore>,
+    kib_max: u32,
+}
+
+/// Nodes that there is room for when each uses its share.
+pub(crate) const SHARES: usize = 4;
+
+impl Shares {
+    pub(crate) fn new(config: &TransportConfig) -> Self {
+        Self(Class::ALL.map(|_| Share::new(config.inbox_frames_max, config.inbox_bytes_max)))
+    }
+
+    fn of(&self, class: Class) -> &Share {
+        let Self([control, partials, bulk]) = self;
+        match class {
+            Class::Control => control,
+            Class::Partials => partials,
+            Class::Bulk => bulk,
+        }
+    }
+}
+
+impl Share {
+    /// Of an inbox of so many items and bytes.
+    fn new(frames: usize, bytes: usize) -> Self {
+        let kib_max = kib(bytes / SHARES).max(1);
+        Self {
+            frames: Arc::new(Semaphore::new((frames / SHARES).max(1))),
+            kib: Arc::new(Semaphore::new(usize::try_from(kib_max).unwrap_or(usize::MAX >> 4))),
+            kib_max,
+        }
+    }
+}
+
+fn kib(bytes: usize) -> u32 {
+    u32::try_from(bytes >> 10).unwrap_or(u32::MAX >> 4).min(u32::MAX >> 4)
+}
+
+/// So many KiB of `room`, at most all of it.
+async fn take(room: &Arc<Semaphore>, wanted: u32, most: u32) -> Result<Option<OwnedSemaphorePermit>, Ended> {
+    match wanted.min(most) {
+        0 => Ok(None),
+        some => Arc::clone(room).acquire_many_owned(some).await.map(Some).map_err(|_closed| Ended),
+    }
 }
 
 impl<T> Inbox<T> {
@@ -104,9 +169,22 @@ impl Alive {
 /// The sending end of an [`Inbox`].
 #[derive(Debug)]
 pub(crate) struct Outlet<T> {
-    tx: mpsc::Sender<(T, Option<OwnedSemaphorePermit>)>,
+    tx: mpsc::Sender<(T, Room)>,
     room: Arc<Semaphore>,
     room_kib: u32,
+}
+
+/// Room for one event; none once the owner is gone, which is no error.
+#[derive(Debug)]
+pub(crate) struct Reserved<'a, T>(Option<mpsc::Permit<'a, (T, Room)>>);
+
+impl<T> Reserved<'_, T> {
+    pub(crate) fn send(self, item: T) {
+        match self.0 {
+            Some(permit) => permit.send((item, Room::default())),
+            None => tracing::trace!("the owner of the node has dropped its events"),
+        }
+    }
 }
 
 /// The owner dropped the inbox, or the session is over.
@@ -116,19 +194,26 @@ pub(crate) struct Ended;
 /// Makes an inbox of `frames` items and `bytes` bytes.
 pub(crate) fn inbox<T>(frames: usize, bytes: usize) -> (Outlet<T>, Inbox<T>) {
     let (tx, rx) = mpsc::channel(frames);
-    let room_kib = u32::try_from(bytes >> 10).unwrap_or(u32::MAX >> 4).min(u32::MAX >> 4);
+    let room_kib = kib(bytes);
     let room = Arc::new(Semaphore::new(usize::try_from(room_kib).unwrap_or(usize::MAX >> 4)));
     (Outlet { tx, room, room_kib }, Inbox { rx })
 }
 
 impl<T> Outlet<T> {
-    /// Delivers an item of `bytes` bytes unless its session has ended; waits for room.
-    pub(crate) async fn deliver(&self, item: T, bytes: usize, alive: &Alive) -> Result<(), Ended> {
-        let kib = u32::try_from(bytes >> 10).unwrap_or(u32::MAX).min(self.room_kib);
-        let room = match kib {
-            0 => None,
-            _ => Some(Arc::clone(&self.room).acquire_many_owned(kib).await.map_err(|_closed| Ended)?),
-        };
+    /// Delivers an item of `bytes` decoded bytes unless its session has ended; waits for room, in its node's share of the class
+    /// first.
+    pub(crate) async fn deliver(
+        &self,
+        item: T,
+        bytes: usize,
+        alive: &Alive,
+        (shares, class): (&Arc<Shares>, Class),
+    ) -> Result<(), Ended> {
+        let (kib, share) = (kib(bytes), shares.of(class));
+        let frame = Arc::clone(&share.frames).acquire_owned().await.map_err(|_closed| Ended)?;
+        let own = take(&share.kib, kib, share.kib_max).await?;
+        let _held = [Some(frame), own, take(&self.room, kib, self.room_kib).await?];
+        let room = Room { _held, _shares: Some(Arc::clone(shares)) };
         let slot = self.tx.reserve().await.map_err(|_closed| Ended)?;
         let alive = alive.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !*alive {
@@ -138,16 +223,20 @@ impl<T> Outlet<T> {
         Ok(())
     }
 
-    /// Delivers news; waits for room. Nobody listens any more once the owner is gone, which is no error.
+    /// Delivers an event; waits for room.
     pub(crate) async fn tell(&self, item: T) {
-        if self.tx.send((item, None)).await.is_err() {
-            tracing::trace!("the owner of the node has dropped its events");
-        }
+        self.reserve().await.send(item);
+    }
+
+    /// Room for an event that reports a change of state. Cancellation-safe: the caller changes the state and sends without an
+    /// await in between.
+    pub(crate) async fn reserve(&self) -> Reserved<'_, T> {
+        Reserved(self.tx.reserve().await.ok())
     }
 
     /// Delivers news that may be lost when there is no room.
     pub(crate) fn mention(&self, item: T) {
-        if self.tx.try_send((item, None)).is_err() {
+        if self.tx.try_send((item, Room::default())).is_err() {
             tracing::trace!("no room for an event that may be lost");
         }
     }

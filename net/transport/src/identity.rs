@@ -1,10 +1,18 @@
 //! A node's certificate, key and CA, and the TLS configurations made of them.
 
-use crate::IdentityError;
+use crate::{IdentityError, Subject, ca::revoked_serials};
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use rustls::{RootCertStore, crypto::CryptoProvider, server::WebPkiClientVerifier, version::TLS13};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
-use std::{fmt, fs, path::Path, sync::Arc};
+use rustls::{
+    RootCertStore, client::WebPkiServerVerifier, crypto::CryptoProvider, server::WebPkiClientVerifier, version::TLS13,
+};
+use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, pem::PemObject};
+use std::{
+    collections::BTreeSet,
+    fmt, fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::SystemTime,
+};
 
 /// The name that every node's certificate carries, and that dialers verify: a node is authentic because the cluster's
 /// CA says so, wherever it listens.
@@ -17,7 +25,23 @@ pub struct Identity {
     ca: Vec<CertificateDer<'static>>,
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
+    subject: Subject,
+    /// The revocation list, and the serial numbers on it.
+    revocations: Option<(CertificateRevocationListDer<'static>, BTreeSet<Vec<u8>>)>,
+    files: Option<Files>,
 }
+
+/// Where an identity was loaded from.
+#[derive(Clone, Debug)]
+struct Files {
+    ca: PathBuf,
+    cert: PathBuf,
+    key: PathBuf,
+    revocations: Option<PathBuf>,
+}
+
+/// What tells that files were written anew: when, and how long they are.
+pub(crate) type Stamps = Vec<Option<(SystemTime, u64)>>;
 
 impl fmt::Debug for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -27,31 +51,96 @@ impl fmt::Debug for Identity {
 
 impl Clone for Identity {
     fn clone(&self) -> Self {
-        Self { ca: self.ca.clone(), chain: self.chain.clone(), key: self.key.clone_key() }
+        Self {
+            ca: self.ca.clone(),
+            chain: self.chain.clone(),
+            key: self.key.clone_key(),
+            subject: self.subject.clone(),
+            revocations: self.revocations.clone(),
+            files: self.files.clone(),
+        }
     }
 }
 
 impl Identity {
-    /// Reads PEM files: the cluster's CA certificate, the node's certificate (chain) and its key.
-    pub fn load(ca: &Path, cert: &Path, key: &Path) -> Result<Self, IdentityError> {
-        let read = |path: &Path| {
-            fs::read_to_string(path).map_err(|source| IdentityError::Read { path: path.to_owned(), source })
+    /// Reads PEM files: the cluster's CA certificate, the node's certificate (chain), its key, and the CA's revocation list if
+    /// there is one. A [`crate::Node`] reads them again when they change.
+    pub fn load(ca: &Path, cert: &Path, key: &Path, revocations: Option<&Path>) -> Result<Self, IdentityError> {
+        let files = Files {
+            ca: ca.to_owned(),
+            cert: cert.to_owned(),
+            key: key.to_owned(),
+            revocations: revocations.map(Path::to_owned),
         };
-        let name = |path: &Path| path.display().to_string();
-        Ok(Self {
-            ca: certificates(&name(ca), &read(ca)?)?,
-            chain: certificates(&name(cert), &read(cert)?)?,
-            key: private_key(&name(key), &read(key)?)?,
-        })
+        files.load()
     }
 
     /// As [`Identity::load`], from PEM text.
     pub fn from_pem(ca: &str, cert: &str, key: &str) -> Result<Self, IdentityError> {
-        Ok(Self {
-            ca: certificates("the CA certificate", ca)?,
-            chain: certificates("the node certificate", cert)?,
-            key: private_key("the node key", key)?,
-        })
+        let ca = certificates("the CA certificate", ca)?;
+        Self::of(ca, certificates("the node certificate", cert)?, private_key("the node key", key)?)
+    }
+
+    /// With the CA's revocation list (PEM): whose certificate is on it is refused.
+    pub fn with_revocations(self, list: &str) -> Result<Self, IdentityError> {
+        let serials = revoked_serials(list)?.into_iter().collect();
+        let der = CertificateRevocationListDer::from_pem_slice(list.as_bytes());
+        let bad = |reason: String| IdentityError::Pem { what: "the revocation list".to_owned(), reason };
+        let der = der.map_err(|error| bad(error.to_string()))?;
+        Ok(Self { revocations: Some((der, serials)), ..self })
+    }
+
+    pub(crate) fn is_revoked(&self, subject: &Subject) -> bool {
+        self.revocations.as_ref().is_some_and(|(_, serials)| serials.contains(&subject.serial[..]))
+    }
+
+    /// The identity as its files say it is now; `None` if it has none, or they are as at `seen`, which is brought up to date.
+    pub(crate) fn reload(&self, seen: &mut Stamps) -> Option<Result<Self, IdentityError>> {
+        let files = self.files.as_ref()?;
+        let stamps = files.stamps();
+        (std::mem::replace(seen, stamps.clone()) != stamps).then(|| files.load())
+    }
+
+    /// This node, as its files say it is `now`. A node is known by its name and key while it is connected, so that it does not
+    /// change these: the certificate and key before stay in use then, with the new revocation list.
+    ///
+    /// # Errors
+    /// [`IdentityError::OtherCa`] when they are another node's or key's of another CA: nothing of that can be used.
+    pub(crate) fn renewed(&self, now: Self) -> Result<Self, IdentityError> {
+        if now.subject == self.subject {
+            return Ok(now);
+        }
+        let [had, has] = [self, &now].map(|of| of.subject.node.to_string());
+        if now.ca != self.ca {
+            return Err(IdentityError::OtherCa { had, has });
+        }
+        tracing::warn!(
+            "the certificate's files are of node {has:?} with another key or name than node {had:?} runs with; \
+             those before stay in use\n\
+             hint: restart the process to use the new ones; `lagoon certs renew` keeps the key and needs no restart"
+        );
+        Ok(Self { chain: self.chain.clone(), key: self.key.clone_key(), subject: self.subject.clone(), ..now })
+    }
+
+    /// What its files look like now.
+    pub(crate) fn stamps(&self) -> Stamps {
+        self.files.as_ref().map(Files::stamps).unwrap_or_default()
+    }
+
+    fn of(
+        ca: Vec<CertificateDer<'static>>,
+        chain: Vec<CertificateDer<'static>>,
+        key: PrivateKeyDer<'static>,
+    ) -> Result<Self, IdentityError> {
+        let leaf = chain.first().ok_or_else(|| IdentityError::Empty("the node certificate".to_owned()))?;
+        let subject = Subject::of(leaf)?;
+        Ok(Self { ca, chain, key, subject, revocations: None, files: None })
+    }
+
+    /// Whom its certificate is for.
+    #[must_use]
+    pub fn subject(&self) -> &Subject {
+        &self.subject
     }
 
     fn roots(&self) -> Result<Arc<RootCertStore>, IdentityError> {
@@ -65,9 +154,12 @@ impl Identity {
     /// TLS for accepting: a client without a certificate of the CA is refused.
     pub(crate) fn server_tls(&self) -> Result<Arc<QuicServerConfig>, IdentityError> {
         let provider = provider();
-        let verifier = WebPkiClientVerifier::builder_with_provider(self.roots()?, Arc::clone(&provider))
-            .build()
-            .map_err(|error| IdentityError::Verifier(error.to_string()))?;
+        let verifier = WebPkiClientVerifier::builder_with_provider(self.roots()?, Arc::clone(&provider));
+        let verifier = match &self.revocations {
+            Some((list, _)) => verifier.with_crls([list.clone()]).only_check_end_entity_revocation(),
+            None => verifier,
+        };
+        let verifier = verifier.build().map_err(|error| IdentityError::Verifier(error.to_string()))?;
         let mut tls = rustls::ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])?
             .with_client_cert_verifier(verifier)
@@ -79,13 +171,43 @@ impl Identity {
 
     /// TLS for dialing: the server must show a certificate of the CA, and gets ours.
     pub(crate) fn client_tls(&self) -> Result<Arc<QuicClientConfig>, IdentityError> {
-        let mut tls = rustls::ClientConfig::builder_with_provider(provider())
+        let provider = provider();
+        let verifier = WebPkiServerVerifier::builder_with_provider(self.roots()?, Arc::clone(&provider));
+        let verifier = match &self.revocations {
+            Some((list, _)) => verifier.with_crls([list.clone()]).only_check_end_entity_revocation(),
+            None => verifier,
+        };
+        let verifier = verifier.build().map_err(|error| IdentityError::Verifier(error.to_string()))?;
+        let mut tls = rustls::ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])?
-            .with_root_certificates(self.roots()?)
+            .with_webpki_verifier(verifier)
             .with_client_auth_cert(self.chain.clone(), self.key.clone_key())?;
         tls.alpn_protocols = vec![ALPN.to_vec()];
         let quic = QuicClientConfig::try_from(tls).map_err(|error| IdentityError::Verifier(error.to_string()))?;
         Ok(Arc::new(quic))
+    }
+}
+
+impl Files {
+    fn load(&self) -> Result<Identity, IdentityError> {
+        let read = |path: &Path| {
+            fs::read_to_string(path).map_err(|source| IdentityError::Read { path: path.to_owned(), source })
+        };
+        let name = |path: &Path| path.display().to_string();
+        let ca = certificates(&name(&self.ca), &read(&self.ca)?)?;
+        let chain = certificates(&name(&self.cert), &read(&self.cert)?)?;
+        let identity = Identity::of(ca, chain, private_key(&name(&self.key), &read(&self.key)?)?)?;
+        let identity = match &self.revocations {
+            Some(path) => identity.with_revocations(&read(path)?)?,
+            None => identity,
+        };
+        Ok(Identity { files: Some(self.clone()), ..identity })
+    }
+
+    fn stamps(&self) -> Stamps {
+        let paths = [Some(&self.ca), Some(&self.cert), Some(&self.key), self.revocations.as_ref()];
+        let stamp = |path: &PathBuf| fs::metadata(path).and_then(|meta| Ok((meta.modified()?, meta.len()))).ok();
+        paths.into_iter().flatten().map(stamp).collect()
     }
 }
 

@@ -1,15 +1,19 @@
 //! The node: one endpoint, its peers, and the handle with which its owner sends.
 
 use crate::{
-    AnswerControl, BindError, ClassStats, Event, Identity, Inbound, Inbox, PeerId, SendError, TransportConfig,
+    AnswerControl, BindError, ClassStats, Event, Identity, Inbound, Inbox, PeerId, SendError, Subject, TransportConfig,
     answer::Answers,
-    direct::ExportServer,
+    direct::{DirectConnections, ExportServer},
     event::{Outlet, inbox},
+    identity::Stamps,
+    incoming::{Door, IncomingStats},
     link::Queued,
     peer::Peer,
+    pins::Pins,
     session::close,
 };
 use bytes::Bytes;
+use futures::future::join_all;
 use lagoon_protocol::{BulkFrame, PartialsFrame};
 use lagoon_wire::{Class, Frame, FrameReader, Preface, VERSION_MAX, VERSION_MIN, encode, encode_preface};
 use quinn::{ClientConfig, Connection, Endpoint, RecvStream, ServerConfig, VarInt};
@@ -17,7 +21,7 @@ use std::{
     collections::BTreeMap,
     net::SocketAddr,
     sync::{
-        Arc, PoisonError, RwLock,
+        Arc, PoisonError, RwLock, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
@@ -39,6 +43,36 @@ struct Paths<T> {
     network: T,
 }
 
+/// How handshakes are made now: of the identity that was loaded last.
+#[derive(Debug)]
+struct Tls {
+    identity: Identity,
+    clients: Paths<ClientConfig>,
+    servers: Paths<Arc<ServerConfig>>,
+}
+
+impl Tls {
+    fn new(identity: Identity, config: &TransportConfig) -> Result<Self, BindError> {
+        let (server_tls, client_tls) = (identity.server_tls()?, identity.client_tls()?);
+        let server = |path: SocketAddr| -> Result<Arc<ServerConfig>, BindError> {
+            let mut server = ServerConfig::with_crypto(Arc::clone(&server_tls) as _);
+            server.transport_config(config.quic(path)?);
+            Ok(Arc::new(server))
+        };
+        let client = |path: SocketAddr| -> Result<ClientConfig, BindError> {
+            let mut client = ClientConfig::new(Arc::clone(&client_tls) as _);
+            client.transport_config(config.quic(path)?);
+            Ok(client)
+        };
+        let (near, far) = (SocketAddr::from(([127, 0, 0, 1], 0)), SocketAddr::from(([192, 0, 2, 1], 0)));
+        Ok(Self {
+            clients: Paths { loopback: client(near)?, network: client(far)? },
+            servers: Paths { loopback: server(near)?, network: server(far)? },
+            identity,
+        })
+    }
+}
+
 /// What the node's tasks share.
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -50,13 +84,15 @@ pub(crate) struct Shared {
     pub(crate) partials: Outlet<Inbound<PartialsFrame>>,
     pub(crate) bulk: Outlet<Inbound<BulkFrame>>,
     announced: SocketAddr,
-    clients: Paths<ClientConfig>,
-    servers: Paths<Arc<ServerConfig>>,
+    tls: RwLock<Tls>,
     peers: RwLock<Peers>,
     numbers: AtomicU64,
     closed: AtomicBool,
     pub(crate) answers: Answers,
     pub(crate) direct: RwLock<Option<Arc<ExportServer>>>,
+    pub(crate) direct_connections: Arc<DirectConnections>,
+    pub(crate) pins: Arc<Pins>,
+    pub(crate) door: Arc<Door>,
 }
 
 /// A node and what it receives.
@@ -85,32 +121,40 @@ impl Drop for Guard {
     }
 }
 
+impl Bound {
+    /// Keeps the node, and discards whatever peers send in sessions: for an endpoint that serves direct connections only. Sessions
+    /// begin and end there all the same. Call it within a tokio runtime.
+    pub fn into_node(self) -> Node {
+        let Self { node, mut events, mut partials, mut bulk } = self;
+        tokio::spawn(async move {
+            loop {
+                tokio::select! {
+                    Some(_) = events.recv() => {}
+                    Some(_) = partials.recv() => {}
+                    Some(_) = bulk.recv() => {}
+                    // The node is gone.
+                    else => return,
+                }
+            }
+        });
+        node
+    }
+}
+
 impl Node {
     /// Opens an endpoint on `addr` that accepts peers of `identity`'s cluster. Call it within a tokio runtime.
     pub fn bind(addr: SocketAddr, identity: &Identity, config: TransportConfig) -> Result<Bound, BindError> {
         config.check()?;
-        let (server_tls, client_tls) = (identity.server_tls()?, identity.client_tls()?);
-        let server = |path: SocketAddr| -> Result<ServerConfig, BindError> {
-            let mut server = ServerConfig::with_crypto(Arc::clone(&server_tls) as _);
-            server.transport_config(config.quic(path)?);
-            Ok(server)
-        };
-        let client = |path: SocketAddr| -> Result<ClientConfig, BindError> {
-            let mut client = ClientConfig::new(Arc::clone(&client_tls) as _);
-            client.transport_config(config.quic(path)?);
-            Ok(client)
-        };
-        let (near, far) = (SocketAddr::from(([127, 0, 0, 1], 0)), SocketAddr::from(([192, 0, 2, 1], 0)));
-        let network = server(far)?;
-        let endpoint = config.endpoint(addr, Some(network.clone()))?;
+        let stamps = identity.stamps();
+        let tls = Tls::new(identity.clone(), &config)?;
+        let endpoint = config.endpoint(addr, Some(ServerConfig::clone(&tls.servers.network)))?;
         let local = endpoint.local_addr().map_err(|source| BindError::Socket { addr, source })?;
         let (events_in, events) = inbox(config.inbox_frames_max, config.inbox_bytes_max);
         let (partials_in, partials) = inbox(config.inbox_frames_max, config.inbox_bytes_max);
         let (bulk_in, bulk) = inbox(config.inbox_frames_max, config.inbox_bytes_max);
         let shared = Arc::new(Shared {
             announced: config.advertise.unwrap_or(local),
-            clients: Paths { loopback: client(near)?, network: client(far)? },
-            servers: Paths { loopback: Arc::new(server(near)?), network: Arc::new(network) },
+            tls: RwLock::new(tls),
             runtime: Handle::current(),
             incarnation: rand::random(),
             events: events_in,
@@ -121,15 +165,33 @@ impl Node {
             closed: AtomicBool::new(false),
             answers: Answers::default(),
             direct: RwLock::default(),
+            direct_connections: Arc::default(),
+            pins: Arc::default(),
+            door: Arc::default(),
             endpoint,
             config,
         });
         shared.runtime.spawn(Arc::clone(&shared).accept_all());
+        if !stamps.is_empty() {
+            shared.runtime.spawn(reload_all(Arc::downgrade(&shared), stamps));
+        }
         Ok(Bound { node: Self { inner: Arc::new(Guard(shared)) }, events, partials, bulk })
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {
         &self.inner.0
+    }
+
+    /// Whom this node's certificate is for, as loaded last: roles and validity may change while it runs, node and key do not.
+    #[must_use]
+    pub fn subject(&self) -> Subject {
+        self.shared().identity().subject().clone()
+    }
+
+    /// What became of incoming connections.
+    #[must_use]
+    pub fn incoming(&self) -> IncomingStats {
+        self.shared().door.stats()
     }
 
     /// The address on which this node accepts.
@@ -305,13 +367,44 @@ impl Shared {
     }
 
     pub(crate) fn client_config(&self, remote: SocketAddr) -> ClientConfig {
-        let path = if remote.ip().is_loopback() { &self.clients.loopback } else { &self.clients.network };
+        let tls = self.tls.read().unwrap_or_else(PoisonError::into_inner);
+        let path = if remote.ip().is_loopback() { &tls.clients.loopback } else { &tls.clients.network };
         path.clone()
     }
 
     pub(crate) fn server_config(&self, remote: SocketAddr) -> Arc<ServerConfig> {
-        let path = if remote.ip().is_loopback() { &self.servers.loopback } else { &self.servers.network };
+        let tls = self.tls.read().unwrap_or_else(PoisonError::into_inner);
+        let path = if remote.ip().is_loopback() { &tls.servers.loopback } else { &tls.servers.network };
         Arc::clone(path)
+    }
+
+    pub(crate) fn identity(&self) -> Identity {
+        self.tls.read().unwrap_or_else(PoisonError::into_inner).identity.clone()
+    }
+
+    pub(crate) fn is_revoked(&self, subject: &Subject) -> bool {
+        self.tls.read().unwrap_or_else(PoisonError::into_inner).identity.is_revoked(subject)
+    }
+
+    /// Handshakes from now on are made with this identity. Sessions and direct connections go on, but those with peers whose
+    /// certificates it revokes.
+    async fn set_identity(self: &Arc<Self>, identity: Identity) -> Result<(), BindError> {
+        let tls = Tls::new(identity.clone(), &self.config)?;
+        *self.tls.write().unwrap_or_else(PoisonError::into_inner) = tls;
+        self.direct_connections.cut(|subject| identity.is_revoked(subject));
+        // At one time: each waits for room in the inbox when it has closed its connections.
+        let ends = self.all_peers().into_iter().map(|peer| {
+            let identity = &identity;
+            async move {
+                let mut session = peer.session.lock().await;
+                if session.subject.as_ref().is_some_and(|subject| identity.is_revoked(subject)) {
+                    tracing::warn!(peer = %peer.addr, "a session ends: the peer's certificate is revoked");
+                    self.end_session(&peer, &mut session, "the peer's certificate is revoked".to_owned()).await;
+                }
+            }
+        });
+        join_all(ends).await;
+        Ok(())
     }
 
     /// Our preface, ready to be written.
@@ -354,6 +447,37 @@ impl Shared {
             .map_err(|_not_an_address| format!("the preface's address {:?} is none", preface.listen_addr))?;
         let ip = if addr.ip().is_unspecified() { connection.remote_address().ip().to_canonical() } else { addr.ip() };
         Ok(SocketAddr::new(ip, addr.port()))
+    }
+}
+
+/// How often an identity's files are looked at.
+const RELOAD_EVERY: Duration = Duration::from_secs(2);
+
+/// Loads the identity again whenever its files change, until the node is gone. Files that cannot be used change nothing.
+async fn reload_all(shared: Weak<Shared>, mut seen: Stamps) {
+    loop {
+        tokio::time::sleep(RELOAD_EVERY).await;
+        let Some(shared) = shared.upgrade().filter(|shared| !shared.is_closed()) else { return };
+        let identity = shared.identity();
+        let looked = tokio::task::spawn_blocking(move || {
+            let loaded = identity.reload(&mut seen);
+            (loaded.map(|loaded| identity.renewed(loaded?)), seen)
+        });
+        let Ok((loaded, stamps)) = looked.await else { return };
+        seen = stamps;
+        let Some(loaded) = loaded else { continue };
+        let result = match loaded {
+            Ok(identity) => shared.set_identity(identity).await,
+            Err(error) => Err(error.into()),
+        };
+        match result {
+            Ok(()) => tracing::info!("the node's certificate files were loaded anew"),
+            Err(error) => tracing::warn!(
+                %error,
+                "the node's new certificate cannot be used; the one before is still in use\n\
+                 hint: write certificate and key, then look with `lagoon certs show`"
+            ),
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! A peer: one other process by its address, with a link for each class and the session that spans them.
 
-use crate::{PeerId, event::Alive, link::Link};
+use crate::{PeerId, Subject, event::Alive, incoming::Place, link::Link, pins::Pin};
 use lagoon_wire::Class;
 use quinn::Connection;
 use std::{
@@ -28,6 +28,8 @@ pub(crate) struct Slot {
     pub(crate) connection: Connection,
     /// The remote has ended its direction, and all that it sent is in our inboxes.
     pub(crate) finished: bool,
+    /// Held while the connection is.
+    pub(crate) _place: Option<Place>,
 }
 
 /// The session's state. Held under an async lock, so that events leave in the order of the changes they tell.
@@ -37,6 +39,10 @@ pub(crate) struct Session {
     /// even when it missed the closing of the connections.
     pub(crate) generation: u64,
     pub(crate) remote: Option<Remote>,
+    /// Whom the session is with, while it is up.
+    pub(crate) subject: Option<Subject>,
+    /// Held while it is up.
+    pub(crate) pin: Option<Pin>,
     pub(crate) slots: [Option<Slot>; 3],
     /// We are connecting, by class.
     pub(crate) attempting: [bool; 3],

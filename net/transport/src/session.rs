@@ -4,9 +4,10 @@
 //! simultaneous dials stays loses nothing: the dial of the process with the smaller incarnation wins.
 
 use crate::{
-    Event, Inbound, SendError,
+    Event, Inbound, SendError, Subject,
     answer::Cached,
-    event::{Alive, Ended},
+    event::{Alive, Ended, SHARES, Shares},
+    incoming::Place,
     link::Link,
     node::Shared,
     peer::{Peer, Remote, Session, Slot},
@@ -29,6 +30,7 @@ pub(crate) mod close {
     pub(crate) const BAD_FRAME: u32 = 4;
     pub(crate) const BAD_PREFACE: u32 = 5;
     pub(crate) const LIMIT: u32 = 6;
+    pub(crate) const IDENTITY: u32 = 7;
 }
 
 /// A session that lasts this long counts as a success: the next dial does not pause.
@@ -38,10 +40,14 @@ const STEADY: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub(crate) struct Wires {
     pub(crate) connection: Connection,
+    /// Whom the other end's certificate is for.
+    pub(crate) subject: Subject,
     pub(crate) send: SendStream,
     pub(crate) recv: RecvStream,
     /// Bytes that arrived behind the preface.
     pub(crate) rest: Bytes,
+    /// Its place among its address's connections, if it is an incoming one.
+    pub(crate) place: Option<Place>,
 }
 
 /// Why an incoming connection does not become this class's.
@@ -55,6 +61,29 @@ pub(crate) enum Verdict {
 }
 
 impl Shared {
+    /// Whether `subject` may have a connection of this peer: while a session is up, its address is its holder's, and a node
+    /// that has any session is known by the key with which it began. Its certificate may have been revoked since the handshake.
+    ///
+    /// # Errors
+    /// Who has it, or that the certificate is revoked.
+    pub(crate) fn may_enter(&self, peer: &Peer, session: &Session, subject: &Subject) -> Result<(), String> {
+        if self.is_revoked(subject) {
+            return Err(format!("the certificate of node {:?} is revoked", subject.node));
+        }
+        if let Some(holder) = session.subject.as_ref().filter(|holder| session.is_up() && *holder != subject) {
+            return Err(format!(
+                "the address {} is that of node {:?}, which is connected; this certificate is for node {:?}{}",
+                peer.addr,
+                holder.node,
+                subject.node,
+                if holder.node == subject.node { " with another key" } else { "" },
+            ));
+        }
+        // A node has its share of the places for peers, too.
+        let sessions_max = (self.config.peers_max / SHARES).max(1);
+        self.pins.admits(subject, if session.is_up() { usize::MAX } else { sessions_max })
+    }
+
     /// Decides about an incoming connection.
     pub(crate) fn judge(&self, session: &Session, class: Class, remote: Remote) -> Verdict {
         let known = session.remote.filter(|known| known.incarnation == remote.incarnation);
@@ -76,8 +105,8 @@ impl Shared {
             let reason = if restarted { "the peer's process was replaced" } else { "the peer ended the session" };
             self.end_session(peer, session, reason.to_owned()).await;
         } else if session.slot(class).is_some() {
-            session.generation = session.generation.saturating_add(1);
             self.end_session(peer, session, "the peer connected anew".to_owned()).await;
+            session.generation = session.generation.saturating_add(1);
         }
     }
 
@@ -94,16 +123,22 @@ impl Shared {
         session.remote = Some(remote);
         if !session.is_up() {
             session.number = self.next_number();
+            // The session's once it has a slot: this call may be given up while it tells of the session.
+            let pin = self.pins.begin(&wires.subject, &self.config);
+            session.subject = Some(wires.subject.clone());
             session.alive = Some(Alive::new());
             session.since = Some(Instant::now());
             session.told_unreachable = false;
             let (id, number, addr) = (peer.id, session.number, peer.addr);
-            let up = Event::Up { peer: id, session: number, addr, incarnation: remote.incarnation };
-            self.events.tell(up).await;
+            let (incarnation, subject) = (remote.incarnation, wires.subject.clone());
+            self.events.tell(Event::Up { peer: id, session: number, addr, incarnation, subject }).await;
+            session.pin = Some(pin);
         }
         let Some(alive) = session.alive.clone() else { return };
+        let Some(shares) = session.pin.as_ref().map(|pin| Arc::clone(&pin.shares)) else { return };
         let key = self.next_number();
-        let slot = Slot { key, dialed, connection: wires.connection.clone(), finished: false };
+        let (connection, _place) = (wires.connection.clone(), wires.place);
+        let slot = Slot { key, dialed, connection, finished: false, _place };
         if let Some(place) = session.slots.get_mut(class.index()) {
             *place = Some(slot);
         }
@@ -113,14 +148,17 @@ impl Shared {
             *source = Some(wires.connection.clone());
         }
         drop(source);
+        let subject = wires.subject;
         peer.link(class).attach(key, wires.send);
         self.spawn_writer(peer, class, key, wires.connection.clone());
         let reader = Reader {
             class,
             session: session.number,
             alive,
+            shares,
             recv: wires.recv,
             rest: wires.rest,
+            subject,
             cached: Cached::default(),
         };
         self.spawn_reader(peer, key, wires.connection, reader);
@@ -186,22 +224,26 @@ impl Shared {
         self.ensure_dials(peer);
     }
 
-    /// Closes every connection of the session and tells its end.
+    /// Closes every connection of the session and reports its end. A caller that is given up while the inbox has no room leaves
+    /// the session to [`Shared::lost`], which sees the closed connections.
     pub(crate) async fn end_session(&self, peer: &Peer, session: &mut Session, reason: String) {
         if !session.is_up() {
             return;
-        }
-        if let Some(alive) = session.alive.take() {
-            alive.end();
         }
         let (code, told) = match self.is_closed() {
             true => (close::BYE, "bye"),
             false => (close::SESSION_OVER, reason.as_str()),
         };
+        for slot in session.slots.iter().flatten() {
+            slot.connection.close(VarInt::from_u32(code), told.as_bytes());
+        }
+        let down = self.events.reserve().await;
+        if let Some(alive) = session.alive.take() {
+            alive.end();
+        }
+        (session.subject, session.pin) = (None, None);
         for class in Class::ALL {
-            let slot = session.slots.get_mut(class.index()).and_then(Option::take);
-            if let Some(slot) = slot {
-                slot.connection.close(VarInt::from_u32(code), told.as_bytes());
+            if session.slots.get_mut(class.index()).and_then(Option::take).is_some() {
                 peer.link(class).detach();
             }
         }
@@ -210,7 +252,7 @@ impl Shared {
         session.failures = if steady { 0 } else { session.failures.saturating_add(1) };
         tracing::debug!(peer = %peer.addr, reason, "a session is over");
         peer.ending.notify_waiters();
-        self.events.tell(Event::Down { peer: peer.id, session: session.number, reason }).await;
+        down.send(Event::Down { peer: peer.id, session: session.number, reason });
     }
 }
 
@@ -234,8 +276,11 @@ struct Reader {
     class: Class,
     session: u64,
     alive: Arc<Alive>,
+    /// Of the node's sessions together.
+    shares: Arc<Shares>,
     recv: RecvStream,
     rest: Bytes,
+    subject: Subject,
     cached: Cached,
 }
 
@@ -244,6 +289,9 @@ fn reply(shared: &Shared, link: &Link, frame: &Frame) -> Result<(), SendError> {
     link.push(encode(frame)?, &shared.config).map(drop)
 }
 
+/// What a decoded control message takes at most, by its bytes on the wire: an empty entry of a list has two there, and up to 64
+/// here.
+const CONTROL_EXPANSION: usize = 32;
 /// Bytes taken from QUIC at once.
 const READ_BYTES_MAX: usize = 1 << 20;
 
@@ -279,24 +327,28 @@ impl Reader {
 
     async fn deliver(&mut self, shared: &Shared, peer: &Peer, frame: Frame, bytes: usize) -> Result<(), Ended> {
         let (link, peer, session) = (peer.link(Class::Control), peer.id, self.session);
+        let share = (&self.shares, self.class);
         match frame {
             Frame::Control(message) => {
                 if message.body.is_none() {
                     tracing::debug!(%peer, "a control message of a newer version was skipped");
                 }
-                if let Some(answer) = self.cached.answer(&shared.answers, peer, &message) {
+                if let Some(answer) = self.cached.answer(&shared.answers, peer, &self.subject, &message) {
                     // A full queue is the asker's loss: it repeats what matters.
                     if let Err(error) = reply(shared, link, &Frame::Control(answer)) {
                         tracing::debug!(%peer, %error, "an answer was not sent");
                     }
                     return Ok(());
                 }
-                shared.events.deliver(Event::Control { peer, session, message }, bytes, &self.alive).await
+                let bytes = bytes.saturating_mul(CONTROL_EXPANSION);
+                shared.events.deliver(Event::Control { peer, session, message }, bytes, &self.alive, share).await
             }
             Frame::Partials(frame) => {
-                shared.partials.deliver(Inbound { peer, session, frame }, bytes, &self.alive).await
+                shared.partials.deliver(Inbound { peer, session, frame }, bytes, &self.alive, share).await
             }
-            Frame::Bulk(frame) => shared.bulk.deliver(Inbound { peer, session, frame }, bytes, &self.alive).await,
+            Frame::Bulk(frame) => {
+                shared.bulk.deliver(Inbound { peer, session, frame }, bytes, &self.alive, share).await
+            }
         }
     }
 }

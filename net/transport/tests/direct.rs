@@ -254,12 +254,27 @@ fn over_quic_while_the_owners_loop_stands_still() {
     for streams in [1, 3] {
         let mut rig = Rig::new(regions(&arenas()), regions(&arenas()), WriterConfig::default());
         let nodes = nodes(&rig.server);
+        rig.server.reader_is(READER, identity().subject());
         let config = StreamsConfig { reader: READER, epoch: rig.epoch, streams };
         let path = nodes.reader.open_direct(nodes.writer.node.local_addr(), config, &rig.landing());
         rig.path = Some(Box::new(path));
         rig.whole_transfer();
         nodes.runtime.shutdown_timeout(Duration::from_secs(1));
     }
+}
+
+/// The session in which the reader connected was another node's: not even its epoch opens.
+#[cfg(target_os = "linux")]
+#[test]
+fn nobody_reads_in_another_nodes_name() {
+    let rig = Rig::new(regions(&arenas()), regions(&arenas()), WriterConfig::default());
+    let nodes = nodes(&rig.server);
+    rig.server.reader_is(READER, identity_of("another").subject());
+    let config = StreamsConfig { reader: READER, epoch: rig.epoch, streams: 1 };
+    let _path = nodes.reader.open_direct(nodes.writer.node.local_addr(), config, &rig.landing());
+    let down = rig.events.1.recv_timeout(TIMEOUT).unwrap();
+    assert!(matches!(&down, PathEvent::Down { reason } if reason.contains("of node \"another\"")), "{down:?}");
+    nodes.runtime.shutdown_timeout(Duration::from_secs(1));
 }
 
 /// The writer's owner is a thread that does not run for a second: reads of what it exported proceed all the while.

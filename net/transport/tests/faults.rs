@@ -5,7 +5,7 @@
 mod raw;
 mod support;
 
-use lagoon_transport::{Bound, Class, ClusterCa, Event, Frame, Node, TransportConfig};
+use lagoon_transport::{Bound, Class, ClusterCa, Event, Frame, Node, Roles, TransportConfig};
 use lagoon_wire::{encode, encode_preface};
 use std::{net::SocketAddr, time::Duration};
 use support::*;
@@ -54,7 +54,8 @@ async fn a_peer_of_another_cluster_is_refused_on_both_sides() {
     let mut ours = node();
     let other_ca = ClusterCa::generate("other").unwrap();
     let mut theirs =
-        Node::bind(loopback(), &other_ca.identity("stranger").unwrap(), TransportConfig::default()).unwrap();
+        Node::bind(loopback(), &other_ca.identity("stranger", Roles::all()).unwrap(), TransportConfig::default())
+            .unwrap();
     let peer = theirs.node.connect(ours.node.local_addr(), &[Class::Control]).unwrap();
     theirs.node.try_send(peer, &control(1)).unwrap();
     let reason = next_unreachable(&mut theirs).await;
@@ -276,4 +277,24 @@ async fn prefaces_tell_when_a_session_is_over() {
     let (same, _, incarnation) = next_up(&mut bound.events).await;
     assert_eq!((same, incarnation), (peer, 51));
     assert!(bound.events.is_empty());
+}
+
+/// A connection that contradicts a session is given up at its deadline; the session that it was about to end must not end
+/// without an event.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_session_ends_without_an_event_while_its_owner_does_not_listen() {
+    let deadline = Duration::from_millis(300);
+    let config = TransportConfig { inbox_frames_max: 1, connect_deadline: deadline, ..TransportConfig::default() };
+    let mut bound = node_at(loopback(), config);
+    let addr = bound.node.local_addr();
+    // Its `Up` fills the inbox.
+    let (first, _send, _recv) = raw::greeted_with(addr, &raw::preface(1)).await;
+    let other = raw::connect(addr, true).await.unwrap();
+    let (mut send, mut recv) = other.open_bi().await.unwrap();
+    let preface = lagoon_wire::Preface { incarnation: 78, ..raw::preface(1) };
+    send.write_all(&encode_preface(&preface).unwrap().to_vec()).await.unwrap();
+    assert!(!recv.read_chunk(1024, true).await.is_ok_and(|answer| answer.is_some()), "it is given up");
+    first.closed().await;
+    let (peer, _, incarnation) = next_up(&mut bound.events).await;
+    assert_eq!((next_down(&mut bound.events).await.0, incarnation), (peer, 77));
 }

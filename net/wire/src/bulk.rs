@@ -1,4 +1,4 @@
-//! The bulk class: KV.
+//! Codec of the bulk class: KV.
 
 use crate::layout::{
     RawBulkRefused, RawData, RawRead, RawSeal, RawWrite, check_even, check_layer, check_tokens, cut_detail, detail,
@@ -102,7 +102,7 @@ pub(crate) fn decode(kind: u8, mut body: Bytes) -> Result<BulkFrame, WireError> 
     Ok(frame)
 }
 
-/// What holds for every frame that is sent or received.
+/// Checks of every frame, sent or received.
 fn check(frame: &BulkFrame) -> Result<(), WireError> {
     const UNEVEN: &str = "the KV is not tokens of whole elements";
     match frame {

@@ -5,7 +5,7 @@ use bytes::Bytes;
 use lagoon_protocol::Control;
 use prost::Message;
 
-/// The only kind of the control class and of the preface: a protobuf message, whose own tags tell the rest.
+/// The only kind of the control class and of the preface: a protobuf message.
 pub(crate) const KIND_MESSAGE: u8 = 1;
 
 /// The first frame in each direction of every connection, before any other. It evolves like control messages.
@@ -17,16 +17,16 @@ pub struct Preface {
     /// Newest protocol version that the sender speaks.
     #[prost(uint32, tag = "2")]
     pub version_max: u32,
-    /// Random per process: a restarted process is told apart from a lost connection.
+    /// Random per process: distinguishes a restarted process from a lost connection.
     #[prost(fixed64, tag = "3")]
     pub incarnation: u64,
     /// The sender's count of sessions with this receiver; grows when the sender gives up its connections to it.
     #[prost(uint64, tag = "4")]
     pub generation: u64,
-    /// `ip:port` on which the sender accepts connections. An unspecified ip stands for the one the receiver sees.
+    /// `ip:port` on which the sender accepts connections. An unspecified ip means the source address of the connection.
     #[prost(string, tag = "5")]
     pub listen_addr: String,
-    /// [`Class::code`] of what the connection carries.
+    /// [`Class::code`] of the connection.
     #[prost(uint32, tag = "6")]
     pub class: u32,
 }

@@ -24,10 +24,10 @@ const KIND_REFUSED: u8 = 5;
 /// Largest body of a frame without data.
 const BODY_BYTES_MAX: usize = size_of::<RawDirectRead>() + limits::TRANSFER_SEGMENTS_MAX * size_of::<RawSegment>();
 
-/// Encodes a frame; the bytes of a `Data` are written behind it.
+/// Encodes a frame; the caller writes the bytes of a `Data` after it.
 ///
 /// # Errors
-/// For what the decoder would refuse.
+/// If the decoder would refuse the frame.
 pub fn encode(frame: &DirectFrame) -> Result<Bytes, WireError> {
     check(frame)?;
     let mut body = BytesMut::new();
@@ -132,20 +132,20 @@ fn check(frame: &DirectFrame) -> Result<(), WireError> {
     }
 }
 
-/// What [`DirectReader::next_item`] found.
+/// Item of a direct connection's stream, from [`DirectReader::next_item`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DirectItem {
     Frame(DirectFrame),
-    /// The next bytes of the data that was announced last.
+    /// Next bytes of the last announced data.
     Bytes(Bytes),
 }
 
-/// Cuts the stream of a direct connection into frames and data. Sans-I/O: the caller feeds it. After an error the
-/// stream is out of step.
+/// Reader that splits the stream of a direct connection into frames and data. Sans-I/O: the caller feeds it. After an
+/// error the reader must be dropped with its stream.
 #[derive(Debug, Default)]
 pub struct DirectReader {
     head: BytesMut,
-    /// Bytes of data that are still to come.
+    /// Bytes of announced data still to come.
     data: u64,
 }
 
@@ -156,16 +156,16 @@ impl DirectReader {
         Self::default()
     }
 
-    /// True between frames: a stream that ends elsewhere was cut.
+    /// Whether the reader is between frames: a stream that ends elsewhere was cut.
     #[must_use]
     pub fn at_boundary(&self) -> bool {
         self.head.is_empty() && self.data == 0
     }
 
-    /// Takes bytes from the front of `chunk`. `None`: it is used up.
+    /// Takes the next item from the front of `chunk`; `None`: the chunk is used up.
     ///
     /// # Errors
-    /// When the peer does not keep to the format.
+    /// If the peer's bytes are malformed.
     pub fn next_item(&mut self, chunk: &mut Bytes) -> Result<Option<DirectItem>, WireError> {
         if self.data > 0 {
             let len = usize::try_from(self.data).unwrap_or(usize::MAX).min(chunk.len());

@@ -1,8 +1,8 @@
-//! What is wrong with a frame. A peer's bytes are never trusted: each of these closes the stream that carried them.
+//! Errors of encoding and decoding. A peer's bytes are never trusted: each error closes the stream that carried them.
 
 use crate::Class;
 
-/// A frame that cannot be encoded or decoded.
+/// Error of a frame that cannot be encoded or decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
     #[error("not a Lagoon frame: it starts with {0:02x?}")]

@@ -8,7 +8,7 @@ use prost::Message;
 /// A message of any class.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Frame {
-    /// A body that this build does not know is `Control { body: None }`.
+    /// Control message; an unknown body is `Control { body: None }`.
     Control(Control),
     Partials(PartialsFrame),
     Bulk(BulkFrame),
@@ -92,8 +92,8 @@ impl EncodedFrame {
     }
 }
 
-/// Encodes a frame. Fails for what the decoder would refuse (a payload whose length does not fit its counts, a frame
-/// over its class's cap).
+/// Encodes a frame. Fails if the decoder would refuse it (a payload length that does not fit its counts, a frame over
+/// its class's cap).
 pub fn encode(frame: &Frame) -> Result<EncodedFrame, WireError> {
     match frame {
         Frame::Control(message) => control::encode(message),

@@ -3,12 +3,11 @@
 use crate::{Class, Frame, FrameReader, encode};
 use bytes::Bytes;
 
-/// Decodes `data` as a stream of one class and checks that every frame that is accepted survives a round trip. The
-/// first byte chooses the class, the second the size of the chunks in which the rest arrives. Gives the number of
-/// frames accepted.
+/// Decodes `data` as a stream of one class, checks that every accepted frame survives a round trip, and returns the
+/// number of accepted frames. The first byte selects the class, the second the chunk size of the rest.
 ///
 /// # Panics
-/// When an accepted frame cannot be encoded again or decodes to something else: that is our bug.
+/// If an accepted frame cannot be encoded again or decodes to another one: a bug of the codec.
 pub fn stream(data: &[u8]) -> usize {
     let [selector, chunk_bytes, rest @ ..] = data else { return 0 };
     let Some(class) = Class::from_code(selector & 3) else {

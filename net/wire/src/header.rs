@@ -10,7 +10,7 @@ pub const HEADER_BYTES: usize = 16;
 /// The first four bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"LGON";
 
-/// What a stream carries. Each class has its own connection, so that bulk never delays partials.
+/// Class of a stream. Each class has its own connection, so that bulk never delays partials.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Class {
     Control,
@@ -90,7 +90,7 @@ const _: () = assert!(size_of::<RawHeader>() == HEADER_BYTES);
 
 /// Code of the class field of a preface.
 pub(crate) const PREFACE_CODE: u8 = 0;
-/// Code of the class field of a direct connection's frames, and of its prefaces' class: [`crate::direct`].
+/// Class code of a direct connection's frames and of its preface: [`crate::direct`].
 pub const DIRECT_CODE: u8 = 4;
 
 /// A checked header.

@@ -77,12 +77,12 @@ pub(crate) fn take_bytes(body: &mut Bytes, count: usize, what: &'static str) -> 
     Ok(body.split_to(count))
 }
 
-/// Nothing may follow what was decoded.
+/// Checks that no bytes follow the decoded content.
 pub(crate) fn finish(body: &Bytes) -> Result<(), WireError> {
     if body.is_empty() { Ok(()) } else { Err(WireError::Length("bytes follow the end of the frame's content")) }
 }
 
-/// A reserved field that a newer version may have given a meaning.
+/// Checks that a reserved field is 0: a newer version may give it a meaning.
 pub(crate) fn reserved(bytes: &[u8]) -> Result<(), WireError> {
     match bytes.iter().find(|byte| **byte != 0) {
         None => Ok(()),
@@ -105,7 +105,7 @@ pub(crate) fn check_rows(rows: u32) -> Result<(), WireError> {
     Err(WireError::Field { field: "rows", value: u64::from(rows), allowed: "1 to STEP_ROWS_MAX" })
 }
 
-/// Tokens `[first, first + count)` exist in a sequence or lease of the largest size, and are not none.
+/// Checks that tokens `[first, first + count)` are not empty and fit `SEQUENCE_TOKENS_MAX`.
 pub(crate) fn check_tokens(first: u32, count: u32) -> Result<(), WireError> {
     let end = u64::from(first).saturating_add(u64::from(count));
     if count == 0 {
@@ -121,7 +121,7 @@ pub(crate) fn check_tokens(first: u32, count: u32) -> Result<(), WireError> {
     Ok(())
 }
 
-/// `bytes` are `count` equal, non-empty parts of whole elements of `element` bytes.
+/// Checks that `bytes` are `count` equal, non-empty parts of whole elements of `element` bytes.
 pub(crate) fn check_even(bytes: usize, count: u32, element: usize, what: &'static str) -> Result<(), WireError> {
     let parts = usize::try_from(count).ok().and_then(|count| count.checked_mul(element));
     match parts.and_then(|parts| bytes.checked_rem(parts)) {
@@ -148,7 +148,7 @@ pub(crate) fn detail(body: &Bytes) -> Result<String, WireError> {
     std::str::from_utf8(body).map(str::to_owned).ok().ok_or(WireError::Utf8)
 }
 
-/// At most `DETAIL_BYTES_MAX` bytes of `text`, cut between characters: a refusal must never fail for its wording.
+/// At most `DETAIL_BYTES_MAX` bytes of `text`, cut between characters, so that no refusal fails for its text.
 pub(crate) fn cut_detail(text: &str) -> &str {
     let mut end = text.len().min(limits::DETAIL_BYTES_MAX);
     while !text.is_char_boundary(end) {

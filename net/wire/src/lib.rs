@@ -7,8 +7,8 @@
 //! * encoding copies no payload: [`EncodedFrame`] is a list of pieces to write one after the other;
 //! * every length, count and code of a peer is checked, with checked arithmetic, before it is used; a bad frame is a
 //!   [`WireError`], never a panic;
-//! * what [`encode`] accepts, the decoder accepts: both run the same checks;
-//! * no I/O, no runtime: a transport feeds [`FrameReader`] with what it received.
+//! * the decoder accepts every frame that [`encode`] accepts: both run the same checks;
+//! * no I/O, no runtime: a transport feeds [`FrameReader`] with received bytes.
 #![forbid(unsafe_code)]
 #![warn(clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 #![cfg_attr(

@@ -1,4 +1,4 @@
-//! The partials class: step tickets, queries, partials.
+//! Codec of the partials class: step tickets, queries, partials.
 
 use crate::layout::{
     RawPartial, RawQuery, RawRun, RawStepCancel, RawStepRefused, RawTicket, RawTicketSeq, check_even, check_layer,
@@ -79,7 +79,7 @@ pub(crate) fn decode(kind: u8, mut body: Bytes) -> Result<PartialsFrame, WireErr
     Ok(frame)
 }
 
-/// What holds for every frame that is sent or received.
+/// Checks of every frame, sent or received.
 fn check(frame: &PartialsFrame) -> Result<(), WireError> {
     match frame {
         PartialsFrame::Ticket(ticket) => check_ticket(ticket),

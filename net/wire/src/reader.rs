@@ -1,13 +1,13 @@
-//! Cuts a stream of chunks into frames.
+//! Frame reader: splits a stream of chunks into frames.
 
 use crate::{Class, Frame, HEADER_BYTES, Header, Preface, WireError, control, decode_body};
 use bytes::{Buf, Bytes, BytesMut};
 
-/// Collects the bytes of one stream and gives its frames, in order. Sans-I/O: the caller feeds it.
+/// Reader that collects the bytes of one stream and returns its frames, in order. Sans-I/O: the caller feeds it.
 ///
 /// A body that lies whole in one chunk is a slice of that chunk; others are gathered with one copy into a buffer of
 /// their own. The buffer's size is the announced length, which is capped by class; memory is touched only as bytes
-/// arrive. After an error the stream is out of step: the reader must be dropped with its stream.
+/// arrive. After an error the reader must be dropped with its stream.
 #[derive(Debug, Default)]
 pub struct FrameReader {
     head: [u8; HEADER_BYTES],
@@ -22,7 +22,7 @@ impl FrameReader {
         Self::default()
     }
 
-    /// True between frames: a stream that ends elsewhere was cut.
+    /// Whether the reader is between frames: a stream that ends elsewhere was cut.
     #[must_use]
     pub fn at_boundary(&self) -> bool {
         self.head_len == 0 && self.body.is_none()
@@ -36,7 +36,7 @@ impl FrameReader {
         }
     }
 
-    /// As [`FrameReader::next_frame`], for the preface that each direction starts with.
+    /// As [`FrameReader::next_frame`], for the preface at the start of each direction.
     pub fn next_preface(&mut self, chunk: &mut Bytes) -> Result<Option<Preface>, WireError> {
         match self.next_body(None, chunk)? {
             Some((header, body)) => control::decode_preface(header.kind, body).map(Some),

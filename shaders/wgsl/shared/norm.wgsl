@@ -1,5 +1,7 @@
 // What norms share: one workgroup per row, whose invocations take every 128th quad. Padding is zero and, as the weight's
 // is too, stays zero.
+//#include total
+
 struct Params {
     rows: u32,
     cols: u32,
@@ -12,20 +14,3 @@ struct Params {
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(2) var<storage, read> weight: array<Quad>;
 @group(0) @binding(3) var<storage, read_write> out: array<vec4<f32>>;
-
-const LANES = 128u;
-var<workgroup> sums: array<f32, LANES>;
-
-// The sum of every invocation's `own`, for all of them.
-fn total(own: f32, tid: u32) -> f32 {
-    workgroupBarrier();
-    sums[tid] = own;
-    for (var step = LANES / 2u; step > 0u; step /= 2u) {
-        workgroupBarrier();
-        if tid < step {
-            sums[tid] += sums[tid + step];
-        }
-    }
-    workgroupBarrier();
-    return sums[0];
-}

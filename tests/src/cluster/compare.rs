@@ -1,4 +1,4 @@
-//! The same requests on one large instance: what a pool must say.
+//! Reference answers: the same requests on one large instance.
 
 use super::{Log, PoolSpec, Spec, World, check};
 use lagoon_types::GenerateRequest;
@@ -18,7 +18,7 @@ pub fn single(pool: &PoolSpec, requests: &[GenerateRequest]) -> Vec<Log> {
     world.requests
 }
 
-/// The largest difference of logits that f32 arithmetic in another order may make: 1e-3 at a standard deviation of 3.
+/// Largest difference of logits that f32 arithmetic in another order may cause: 1e-3 at a standard deviation of 3.
 #[must_use]
 pub fn f32_tolerance(single: &[Log]) -> f32 {
     let logits: Vec<_> = single.iter().flat_map(|l| l.logits.clone()).collect();
@@ -34,7 +34,7 @@ pub fn assert_equals_single(what: &str, world: &World, pool: &PoolSpec) -> f32 {
     pairs.map(|(log, single)| check::assert_same(what, log, single, tolerance)).fold(0.0, f32::max)
 }
 
-/// `n` tokens of a vocabulary of `vocab`, from a seed.
+/// `n` random tokens of a vocabulary of `vocab`.
 #[must_use]
 pub fn prompt(seed: u64, n: usize, vocab: u32) -> Vec<u32> {
     let mut rng = super::Rng::new(seed);

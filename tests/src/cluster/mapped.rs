@@ -1,11 +1,11 @@
-//! A host device that behaves like one that maps memory: it has no more KV memory than rBlocks, knows which addresses are
-//! held and which of them share memory, spoils what is released, and panics where the engine uses what it does not hold or
-//! writes what is shared.
+//! A host device with simulated virtual memory: it has no more KV memory than rBlocks, knows which addresses are held
+//! and which share memory, overwrites released memory, and panics if the engine uses unheld memory or writes to
+//! shared memory.
 
 use lagoon_backend::cpu::CpuDevice;
 use lagoon_backend::{
-    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, Mode, Partials, VirtualMemory,
-    WeightSource, without,
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvCounters, KvPiece,
+    LatentRow, Mode, Partials, VirtualMemory, WeightSource, without,
 };
 use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
 use std::collections::BTreeSet;
@@ -15,17 +15,17 @@ type Inner = CpuDevice;
 type Tensor = <Inner as Device>::Tensor;
 type Weight = <Inner as Device>::Weight;
 
-/// See the module's documentation.
+/// A host device with simulated virtual memory; see the module's documentation.
 #[derive(Debug)]
 pub(super) struct MappedDevice(Inner);
 
-/// A store, and which of its rBlocks are held.
+/// A store, and its held rBlocks.
 #[derive(Debug)]
 pub(super) struct MappedKv {
     inner: <Inner as Device>::Kv,
     shape: KvShape,
     space: KvSpace,
-    /// By rBlock: the number of the memory that is behind it, 0 where none is.
+    /// By rBlock: number of the memory behind it, 0 for none.
     held: Vec<u64>,
     holds: u64,
     shared: u64,
@@ -54,7 +54,7 @@ impl MappedKv {
         }
     }
 
-    /// rBlocks of memory that are behind something.
+    /// Number of rBlocks of memory in use.
     fn count(&self) -> u32 {
         self.held.iter().filter(|held| **held > 0).collect::<BTreeSet<_>>().len() as u32
     }
@@ -126,7 +126,7 @@ impl VirtualMemory for MappedDevice {
         Ok(())
     }
 
-    /// It maps nothing ahead of a step.
+    /// Maps nothing ahead of a step.
     fn kv_expect(&mut self, _: &mut MappedKv, _: &[u32], _: Option<u32>) {}
 
     fn kv_counters(&self, kv: &MappedKv) -> Option<KvCounters> {
@@ -148,7 +148,7 @@ impl Device for MappedDevice {
         Some(self)
     }
 
-    // Stores in address rows have no arenas: transports go through staging buffers, as on a device that maps.
+    // Stores in address rows have no arenas: transports use staging buffers, as on a device with virtual memory.
     without!(queued, sampling, shared_arenas, shared_regions, peer_access);
 
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor, DeviceError> {
@@ -261,6 +261,30 @@ impl Device for MappedDevice {
         self.0.rope_append(qkv, rope, geometry, slots, &mut kv.inner, layer)
     }
 
+    fn head_matmul(
+        &mut self,
+        x: &Tensor,
+        weight: &Weight,
+        heads: HeadStrides,
+        rows: usize,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        self.0.head_matmul(x, weight, heads, rows, out)
+    }
+
+    fn latent_append(
+        &mut self,
+        qkv: &mut Tensor,
+        row: LatentRow<'_, Tensor>,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut MappedKv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        slots.iter().filter(|slot| **slot != u32::MAX).for_each(|slot| kv.assert_own("a step", *slot..*slot + 1));
+        self.0.latent_append(qkv, row, geometry, slots, &mut kv.inner, layer)
+    }
+
     fn attention(
         &mut self,
         q: &Tensor,
@@ -280,6 +304,64 @@ impl Device for MappedDevice {
         geometry: AttentionGeometry,
     ) -> Result<(), DeviceError> {
         self.0.merge(acc, other, geometry)
+    }
+
+    fn embed_add(&mut self, table: &Weight, ids: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
+        self.0.embed_add(table, ids, out)
+    }
+
+    fn head_norm(
+        &mut self,
+        qkv: &mut Tensor,
+        weights: (&Weight, &Weight),
+        eps: f32,
+        geometry: AttentionGeometry,
+        rows: usize,
+    ) -> Result<(), DeviceError> {
+        self.0.head_norm(qkv, weights, eps, geometry, rows)
+    }
+
+    fn experts(
+        &mut self,
+        x: &Tensor,
+        logits: &Tensor,
+        experts: &Experts<'_, Weight>,
+        rows: usize,
+        buffers: &mut ExpertBuffers<Tensor>,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        self.0.experts(x, logits, experts, rows, buffers, out)
+    }
+
+    fn activate(
+        &mut self,
+        product: &Tensor,
+        rows: usize,
+        activation: Activation,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        self.0.activate(product, rows, activation, out)
+    }
+
+    fn add(&mut self, x: &mut Tensor, y: &Tensor, rows: usize) -> Result<(), DeviceError> {
+        self.0.add(x, y, rows)
+    }
+
+    fn scale(&mut self, x: &mut Tensor, factor: f32, rows: usize) -> Result<(), DeviceError> {
+        self.0.scale(x, factor, rows)
+    }
+
+    fn softcap(&mut self, x: &mut Tensor, cap: f32, rows: usize) -> Result<(), DeviceError> {
+        self.0.softcap(x, cap, rows)
+    }
+
+    fn sink(
+        &mut self,
+        partials: &mut Partials<Tensor>,
+        sinks: &Weight,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        self.0.sink(partials, sinks, geometry)
     }
 
     fn add_bias(&mut self, x: &mut Tensor, bias: &Weight, rows: usize) -> Result<(), DeviceError> {

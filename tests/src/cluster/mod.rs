@@ -1,19 +1,21 @@
-//! A whole pool in one thread, in virtual time: the shipped instances, executors, gManager and codec, without sockets.
+//! A whole pool in one thread and in virtual time ([`World`]): the shipped instances, executors, gManager and codec,
+//! without sockets.
 //!
-//! Time passes only when nothing else can happen (in shuffled runs: now and then besides), so a wait that nothing ends
-//! shows as virtual time that runs away, and the same seed gives the same run. The checkers of [`check`] run after
-//! every event.
+//! Time passes only when nothing else can happen (in shuffled runs also at random), so a wait that never ends shows
+//! as runaway virtual time, and equal seeds give equal runs. The checkers of [`check`] run after every event.
 
 pub mod check;
 pub mod compare;
 mod mapped;
 mod net;
 pub mod node;
+mod stranger;
 mod transfer;
 
 pub use lagoon_sim::{DeviceFault as Fault, Rng};
 pub use net::GMANAGER;
 pub use node::{Backend, Coordinator, Node, PoolSpec, Spec};
+pub use stranger::{STRANGER, STRANGER_ID};
 
 use lagoon_cluster::GManager;
 use lagoon_instance::{Effect, Event, PeerKey, TICK_MS};
@@ -27,12 +29,12 @@ use lagoon_wire::Frame;
 use net::{Key, Network, Payload, SESSION};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Virtual time that a run may take before it counts as hanging.
+/// Virtual time after which a run counts as hanging, in milliseconds.
 const RUN_MS_MAX: u64 = 120_000;
-/// Events that a run may take before it counts as a livelock.
+/// Events after which a run counts as a livelock.
 const RUN_STEPS_MAX: u64 = 5_000_000;
 
-/// What became of a request.
+/// State and result of a request.
 #[derive(Debug)]
 pub struct Log {
     pub node: usize,
@@ -46,14 +48,14 @@ pub struct Log {
 }
 
 impl Log {
-    /// Nothing more will come of it.
+    /// Whether no further events will come.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.end.is_some() || self.cancelled || self.lost
     }
 }
 
-/// See the module's documentation.
+/// A pool under test; see the module's documentation.
 #[derive(Debug)]
 pub struct World {
     pub now_ms: u64,
@@ -62,38 +64,47 @@ pub struct World {
     pub coordinator: Option<Coordinator>,
     pub requests: Vec<Log>,
     net: Network,
-    /// Shuffles deliveries between streams, and delays them.
+    /// Generator that shuffles deliveries between streams and delays them, in shuffled runs.
     shuffle: Option<Rng>,
     /// Largest delay of a frame in shuffled runs.
     pub delay_ms: u64,
     steps: u64,
-    /// gManagers that came after the first.
+    /// Number of gManagers after the first.
     gmanagers: u32,
-    /// Nodes between which nothing is delivered until then, without anybody being told.
+    /// Pairs of nodes with a silent stall: frames wait until that time, without notice.
     stalled: Vec<(usize, usize, u64)>,
-    /// The next frame of this kind that this node sends finds a full queue.
+    /// The node and kind of the next frame that finds a full queue.
     full: Option<(usize, &'static str)>,
-    /// The node whose device fails at its next report of this kind.
+    /// The node and kind of the next device failure.
     faulty: Option<(usize, Fault)>,
-    /// Leases of creditors that were killed.
+    /// Leases of killed creditors.
     dead_leases: BTreeSet<LeaseId>,
-    /// Nodes that were taken for dead, and how often they had heard of it before.
+    /// Nodes that were declared dead, and their number of fences before.
     fenced: BTreeMap<usize, u64>,
-    /// Nodes whose loops stand still, and until when.
+    /// Nodes whose loops are paused, and until when.
     paused: BTreeMap<usize, u64>,
-    /// Reads of memory that were served.
+    /// Number of served memory reads.
     pub reads: u64,
+    stranger: stranger::Stranger,
 }
 
 /// A request for `max_tokens` greedy tokens with their logits.
 #[must_use]
 pub fn greedy(prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
     let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
-    GenerateRequest { prompt, answered: 0, max_tokens, sampling, stop_ids: Vec::new(), return_logits: true }
+    GenerateRequest {
+        prompt,
+        answered: 0,
+        max_tokens,
+        sampling,
+        min_tokens: 0,
+        stop_ids: Vec::new(),
+        return_logits: true,
+    }
 }
 
 impl World {
-    /// A gManager and no instances yet. With a seed, deliveries are shuffled and delayed.
+    /// A gManager without instances. With a seed, deliveries are shuffled and delayed.
     #[must_use]
     pub fn new(pool: PoolSpec, seed: Option<u64>) -> Self {
         Self {
@@ -114,10 +125,11 @@ impl World {
             fenced: BTreeMap::new(),
             paused: BTreeMap::new(),
             reads: 0,
+            stranger: stranger::Stranger::default(),
         }
     }
 
-    /// A settled pool of `specs`.
+    /// A pool of `specs` whose instances have all connected.
     #[must_use]
     pub fn pool(pool: PoolSpec, seed: Option<u64>, specs: &[Spec]) -> Self {
         let mut world = Self::new(pool, seed);
@@ -131,7 +143,7 @@ impl World {
         world
     }
 
-    /// One instance that serves alone, without a gManager.
+    /// One instance alone, without a gManager.
     #[must_use]
     pub fn single(pool: PoolSpec, spec: Spec) -> Self {
         let mut world = Self::new(pool, None);
@@ -151,7 +163,7 @@ impl World {
         index
     }
 
-    /// Gives a request to an instance.
+    /// Submits a request to an instance; returns its number.
     pub fn submit(&mut self, node: usize, request: GenerateRequest) -> usize {
         let id = self.requests.len();
         let (tokens, logits) = (Vec::new(), Vec::new());
@@ -161,7 +173,7 @@ impl World {
         id
     }
 
-    /// The client of a request goes away.
+    /// Cancels a request, as a client that disconnects.
     pub fn cancel(&mut self, id: usize) {
         let node = self.requests[id].node;
         if self.nodes[node].instance.is_some() {
@@ -170,10 +182,10 @@ impl World {
         self.requests[id].cancelled = true;
     }
 
-    /// Ends an instance's process: its peers' connections break, its requests are lost.
+    /// Kills an instance's process: its peers' connections break, its requests are lost.
     pub fn kill(&mut self, node: usize) {
         let Some(instance) = self.nodes[node].instance.take() else { return };
-        self.dead_leases.extend(instance.rmanager().lent().map(|l| l.1));
+        self.dead_leases.extend(instance.rmanager().creditor.iter().map(|l| l.1));
         self.nodes[node].engine = None;
         self.nodes[node].transport = None;
         self.nodes[node].lent = None;
@@ -193,7 +205,7 @@ impl World {
         }
     }
 
-    /// Starts a new process where one was killed.
+    /// Starts a new process in place of a killed one.
     pub fn restart(&mut self, node: usize) {
         assert!(self.nodes[node].instance.is_none(), "it lives");
         let (spec, life) = (self.nodes[node].spec.clone(), self.nodes[node].life + 1);
@@ -204,18 +216,18 @@ impl World {
         }
     }
 
-    /// Breaks the connection of two nodes; no new one for `blocked_ms`.
+    /// Cuts the connection of two nodes; no new one for `blocked_ms`.
     pub fn cut(&mut self, a: usize, b: usize, blocked_ms: u64) {
         let delays = [self.delay(), self.delay()];
         self.net.cut(a, b, self.now_ms, blocked_ms, delays);
     }
 
-    /// Delivers nothing between two nodes for a while; neither learns of it. What was sent arrives afterwards.
+    /// Stalls all frames between two nodes for a while, without notice. They arrive afterwards.
     pub fn stall(&mut self, a: usize, b: usize, ms: u64) {
         self.stalled.push((a, b, self.now_ms + ms));
     }
 
-    /// A node's loop stands still: its instance hears of nothing. Its transports go on.
+    /// Pauses a node's loop: its instance receives nothing. Its transports go on.
     pub fn pause(&mut self, node: usize, ms: u64) {
         self.paused.insert(node, self.now_ms + ms);
     }
@@ -224,23 +236,23 @@ impl World {
         self.paused.get(&node).is_some_and(|until_ms| self.now_ms < *until_ms)
     }
 
-    /// The next write of KV arrives with another last byte.
+    /// Corrupts the last byte of the next KV write.
     pub fn corrupt_next_write(&mut self) {
         self.net.corrupt_next = Some("write");
     }
 
-    /// The next KV that was read at a creditor arrives with another last byte.
+    /// Corrupts the last byte of the next KV read from a creditor.
     pub fn corrupt_next_data(&mut self) {
         self.net.corrupt_next = Some("data");
     }
 
-    /// The next frame of a kind that a node sends is dropped, and the node is told.
+    /// Drops the next frame of a kind that a node sends, as by a full queue, and reports that to the node.
     pub fn fill_queue(&mut self, node: usize, kind: &'static str) {
         self.full = Some((node, kind));
     }
 
-    /// A node's device writes other KV over a block of its, whoever has it: as for somebody who gets it next, while the one who had
-    /// it has not heard of that.
+    /// Overwrites a block on a node's device, as a later owner would while the former one does not know yet that it
+    /// lost the block.
     ///
     /// # Panics
     /// If the node is dead.
@@ -259,12 +271,12 @@ impl World {
         while engine.turn(&mut |_nobody_asked| {}) {}
     }
 
-    /// A node's device fails once.
+    /// Makes a node's device fail once.
     pub fn break_device(&mut self, node: usize, fault: Fault) {
         self.faulty = Some((node, fault));
     }
 
-    /// An operator asks the gManager.
+    /// Sends an operator's request to the gManager.
     ///
     /// # Panics
     /// If there is none.
@@ -275,12 +287,12 @@ impl World {
         reply
     }
 
-    /// The gManager orders a move of a request's blocks between nodes.
+    /// Orders a move of a request's blocks between nodes, as the gManager.
     pub fn order(&mut self, request: usize, blocks: u32, source: usize, target: usize) {
         self.order_from(request, None, blocks, source, target);
     }
 
-    /// The same, of blocks from `first` on.
+    /// As [`Self::order`], for blocks from `first` on.
     pub fn order_from(&mut self, request: usize, first: Option<u32>, blocks: u32, source: usize, target: usize) {
         let id = |node: usize| self.nodes[node].id().map_or(0, |id| id.0);
         let order = MoveKvCache {
@@ -298,13 +310,13 @@ impl World {
         self.handle(debtor, Event::GManager(ControlBody::MoveKvCache(order)));
     }
 
-    /// Gives an instance a frame that no peer sent; returns what it does about it.
+    /// Injects a frame that no peer sent; returns the instance's effects.
     pub fn inject(&mut self, node: usize, event: Event) -> Vec<Effect> {
         let now_ms = self.now_ms;
         self.nodes[node].instance.as_mut().unwrap().handle(event, now_ms)
     }
 
-    /// Ends the gManager's process.
+    /// Kills the gManager's process.
     pub fn kill_gmanager(&mut self) {
         self.coordinator = None;
         self.net.queues.retain(|(from, to, _), _| *from != GMANAGER && *to != GMANAGER);
@@ -315,9 +327,9 @@ impl World {
         }
     }
 
-    /// Starts a gManager that knows nothing.
+    /// Starts a gManager without state.
     pub fn start_gmanager(&mut self) {
-        // As the shell does: numbers of another gManager are not given again.
+        // As in the shell: a new gManager does not reuse another one's numbers.
         self.gmanagers += 1;
         let gmanager = GManager::new(1 + 1_000 * self.gmanagers);
         self.coordinator = Some(Coordinator { gmanager, ..Coordinator::default() });
@@ -328,18 +340,18 @@ impl World {
         }
     }
 
-    /// Frames and bytes of a kind that were sent so far.
+    /// Frames and bytes of a kind sent so far.
     #[must_use]
     pub fn sent(&self, kind: &str) -> (u64, u64) {
         self.net.sent.get(kind).copied().unwrap_or_default()
     }
 
-    /// Runs until every request is over.
+    /// Runs until every request has ended.
     pub fn run(&mut self) {
         self.run_until(|world| world.requests.iter().all(Log::is_over));
     }
 
-    /// Runs for a while of virtual time.
+    /// Runs for `ms` milliseconds of virtual time.
     pub fn run_for(&mut self, ms: u64) {
         let end = self.now_ms + ms;
         self.run_until(|world| world.now_ms >= end);
@@ -348,7 +360,7 @@ impl World {
     /// Runs until `done`.
     ///
     /// # Panics
-    /// If it takes too long.
+    /// If it exceeds `RUN_MS_MAX` or `RUN_STEPS_MAX`.
     pub fn run_until(&mut self, done: impl Fn(&Self) -> bool) {
         let (end_ms, end_steps) = (self.now_ms + RUN_MS_MAX, self.steps + RUN_STEPS_MAX);
         while !done(self) {
@@ -358,7 +370,7 @@ impl World {
         }
     }
 
-    /// For messages of failed tests.
+    /// State of all instances, for messages of failed tests.
     #[must_use]
     pub fn describe(&self) -> String {
         let live = self.nodes.iter().filter_map(|n| n.instance.as_ref());
@@ -373,7 +385,7 @@ impl World {
         self.shuffle.as_mut().map_or(0, |rng| rng.below(max + 1))
     }
 
-    /// Does what can be done now, or lets time pass.
+    /// Handles one event that is due now, or advances the time.
     pub fn step(&mut self) {
         self.steps += 1;
         let ready = self.ready();
@@ -424,7 +436,7 @@ impl World {
         }
     }
 
-    /// Streams whose next item can be delivered.
+    /// Streams with a deliverable item.
     fn ready(&mut self) -> Vec<Key> {
         let now_ms = self.now_ms;
         self.stalled.retain(|(_, _, until_ms)| *until_ms > now_ms);
@@ -432,7 +444,7 @@ impl World {
         self.net.queues.retain(|_, queue| !queue.is_empty());
         let ready = self.net.queues.iter().filter(|((from, to, stream), queue)| {
             let item = &queue[0];
-            // A frame waits for the news of its session.
+            // A frame waits until its receiver knows the session.
             let introduced = *stream == SESSION
                 || *from == GMANAGER
                 || *to == GMANAGER
@@ -450,7 +462,10 @@ impl World {
         let (from, to, _) = key;
         match item.payload {
             Payload::Frame(class, bytes) => {
-                let frame = net::decode(class, bytes);
+                let mut frame = net::decode(class, bytes);
+                if from == GMANAGER {
+                    self.stranger.recommend(&mut frame);
+                }
                 if to == GMANAGER {
                     self.deliver_gmanager(from, frame);
                 } else if from == GMANAGER || self.nodes[to].view.get(&from) == Some(&item.generation) {
@@ -483,7 +498,7 @@ impl World {
         self.drain_gmanager();
     }
 
-    /// Sends what the gManager wants sent to instances that are connected.
+    /// Sends the gManager's messages to connected instances.
     fn drain_gmanager(&mut self) {
         while let Some(Coordinator { gmanager, registered }) = &mut self.coordinator {
             let Some((to, body)) = registered.next_order(gmanager) else { return };
@@ -522,7 +537,7 @@ impl World {
         }
     }
 
-    /// Lets an instance hear the next report of its executor; false if there is none.
+    /// Delivers an executor's next report to its instance; false if there is none.
     fn report(&mut self, node: usize) -> bool {
         let now_ms = self.now_ms;
         let Some((_, report)) = self.nodes[node].reports.pop_front_if(|(at, _)| *at <= now_ms) else { return false };
@@ -537,7 +552,7 @@ impl World {
         struck.unwrap_or(report)
     }
 
-    /// To the next moment at which something happens.
+    /// Advances the time to the next event.
     fn pass_time(&mut self) {
         let ready = self.net.queues.values().filter_map(|q| q.front()).map(|item| item.ready_ms);
         let ticks = self.nodes.iter().filter(|n| n.instance.is_some()).map(|n| n.next_tick_ms);
@@ -573,12 +588,12 @@ impl World {
         }
     }
 
-    /// Gives an event to an instance and does what it wants.
+    /// Hands an event to an instance and carries out its effects.
     fn handle(&mut self, node: usize, event: Event) {
         let Some(instance) = &mut self.nodes[node].instance else { return };
-        // An instance that hears of its own fence forgets what it lends.
+        // An instance that learns of its own fence forgets its leases.
         if matches!(&event, Event::GManager(ControlBody::HeartbeatAck(ack)) if ack.fenced) {
-            self.dead_leases.extend(instance.rmanager().lent().map(|l| l.1));
+            self.dead_leases.extend(instance.rmanager().creditor.iter().map(|l| l.1));
         }
         let effects = instance.handle(event, self.now_ms);
         for effect in effects {
@@ -626,13 +641,17 @@ impl World {
         }
     }
 
-    /// The session in which a node may send to a peer: the one that it knows, if it still stands.
+    /// The session in which a node may send to a peer: the one it knows, if that is up.
     fn session(&self, node: usize, peer: usize) -> Option<u64> {
         let standing = self.net.standing(node, peer)?;
         self.nodes[node].view.get(&peer).copied().filter(|known| *known == standing)
     }
 
     fn send(&mut self, node: usize, peer: PeerKey, frame: Frame, ready_ms: u64) {
+        if peer == STRANGER {
+            self.stranger.hear(node, frame);
+            return;
+        }
         let index = peer.0 as usize;
         let Some(generation) = self.session(node, index) else { return };
         if self.full == Some((node, net::kind(&frame))) {
@@ -643,7 +662,7 @@ impl World {
         }
     }
 
-    /// A request ends once, and nothing follows its end or its cancellation.
+    /// Checks that a request ends once, with no event after its end or cancellation.
     fn emitted(&mut self, node: usize, seq: SeqId, event: TokenEvent) {
         let log = &mut self.requests[seq.0 as usize - 1];
         assert_eq!(log.node, node, "{seq} is another instance's");

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, VecDeque};
 /// The gManager's address.
 pub const GMANAGER: usize = usize::MAX;
 
-/// Sender, receiver and stream: 0 to 2 are the classes, 3 is news of the session itself.
+/// Sender, receiver and stream: 0 to 2 are the classes, 3 is the session's own events.
 pub(super) type Key = (usize, usize, usize);
 pub(super) const SESSION: usize = 3;
 
@@ -22,7 +22,7 @@ pub(super) enum Payload {
     Frame(Class, Vec<u8>),
     Up,
     Down,
-    /// The sender closes the connection after what it sent before.
+    /// The sender closes the connection after all earlier frames.
     Close,
 }
 
@@ -41,16 +41,16 @@ struct Link {
     blocked_until_ms: u64,
 }
 
-/// See the module's documentation.
+/// All connections and streams of a pool; see the module's documentation.
 #[derive(Debug, Default)]
 pub(super) struct Network {
     links: BTreeMap<(usize, usize), Link>,
     pub(super) queues: BTreeMap<Key, VecDeque<Item>>,
-    /// Frames and bytes that were sent, by kind.
+    /// Frames and bytes sent, by kind.
     pub(super) sent: BTreeMap<&'static str, (u64, u64)>,
-    /// The next frame of this kind arrives with another last byte.
+    /// Kind of the next frame that is corrupted in its last byte.
     pub(super) corrupt_next: Option<&'static str>,
-    /// Attempts to connect nodes that are cut: repeated until this time.
+    /// Pending connection attempts between cut nodes, repeated until this time.
     dials: Vec<(usize, usize, u64)>,
 }
 
@@ -63,7 +63,7 @@ impl Network {
         self.links.entry(pair(a, b)).or_default()
     }
 
-    /// The generation of the connection that stands, if one does.
+    /// Generation of the connection, if it is up.
     pub(super) fn standing(&self, a: usize, b: usize) -> Option<u64> {
         self.links.get(&pair(a, b)).filter(|l| l.up).map(|l| l.generation)
     }
@@ -72,7 +72,7 @@ impl Network {
         self.queues.entry(key).or_default().push_back(Item { ready_ms, generation, payload });
     }
 
-    /// Connects two nodes unless they are connected or cut.
+    /// Connects two nodes unless connected or cut.
     pub(super) fn connect(&mut self, a: usize, b: usize, now_ms: u64) {
         let link = self.link(a, b);
         if link.up {
@@ -90,7 +90,7 @@ impl Network {
         }
     }
 
-    /// Repeats attempts to connect.
+    /// Repeats pending connection attempts.
     pub(super) fn redial(&mut self, now_ms: u64) {
         for (a, b, until_ms) in std::mem::take(&mut self.dials) {
             if until_ms < now_ms || self.standing(a, b).is_some() {
@@ -104,8 +104,8 @@ impl Network {
         }
     }
 
-    /// Ends the connection of two nodes: what is in progress is lost, and each learns of it after its delay. No new
-    /// connection for `blocked_ms`.
+    /// Cuts the connection of two nodes: frames in flight are lost, and each node learns of it after its delay. No
+    /// new connection for `blocked_ms`.
     pub(super) fn cut(&mut self, a: usize, b: usize, now_ms: u64, blocked_ms: u64, delays_ms: [u64; 2]) {
         let link = self.link(a, b);
         link.blocked_until_ms = link.blocked_until_ms.max(now_ms + blocked_ms);
@@ -119,7 +119,7 @@ impl Network {
         }
     }
 
-    /// Forgets everything that concerns a node that is gone; its peers are told by [`Network::cut`].
+    /// Removes a dead node; [`Network::cut`] informs its peers.
     pub(super) fn forget(&mut self, node: usize) {
         self.queues.retain(|(_, to, _), _| *to != node);
         self.dials.retain(|(a, b, _)| *a != node && *b != node);

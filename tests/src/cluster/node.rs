@@ -1,4 +1,4 @@
-//! One instance of a pool under test: the state machine, its executor, and how it is made.
+//! One instance of a pool under test: the state machine, its executor, and their configuration.
 
 use super::mapped::MappedDevice;
 use super::transfer::Transport;
@@ -7,7 +7,7 @@ use lagoon_cluster::GManager;
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy, SchedulerConfig, TransferConfig};
-use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
+use lagoon_model::{Checkpoint, ModelSpec, Weights, model_hash};
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role, TransferArena};
 use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvRegion, Model, Report};
 use lagoon_sim::Registrations;
@@ -15,7 +15,7 @@ use lagoon_types::{DType, InstanceId, KvSpace};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 
-/// An executor of any backend.
+/// An executor on any backend.
 pub trait Engine {
     fn push(&mut self, command: Command);
     /// See [`Executor::turn`].
@@ -38,17 +38,17 @@ impl<D: Device> Engine for Executor<D> {
     }
 }
 
-/// Which backend an instance runs on.
+/// Backend of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     Cpu,
-    /// The software adapter.
+    /// WebGPU on the software adapter.
     Wgpu,
-    /// Whatever driver this process has loaded: a fake one, in tests.
+    /// CUDA on this process's driver: a fake one, in tests.
     Cuda,
 }
 
-/// What all instances of a pool have in common.
+/// Configuration that all instances of a pool share.
 #[derive(Clone, Debug)]
 pub struct PoolSpec {
     pub dir: PathBuf,
@@ -64,11 +64,11 @@ impl PoolSpec {
     }
 }
 
-/// One instance.
+/// Configuration of one instance.
 #[derive(Clone, Debug)]
 pub struct Spec {
     pub backend: Backend,
-    /// How activations enter products, on CUDA.
+    /// Precision of products on CUDA.
     pub precision: Precision,
     pub role: Role,
     pub tier: MemoryTier,
@@ -81,42 +81,41 @@ pub struct Spec {
     pub remote: RemotePolicy,
     pub wire: DType,
     pub fetch_tokens: u32,
-    /// Changes the model hash that the instance claims.
+    /// Claims another model hash.
     pub other_model: bool,
-    /// What its cost model and its threshold assume.
+    /// Attention rate for the cost model and the threshold.
     pub attention_flops: f64,
     pub target_step_ms: Option<u32>,
     pub prefix_cache: bool,
-    /// What it is said to have measured of itself.
+    /// Calibration that the instance pretends to have measured.
     pub calibration: Option<Calibration>,
-    /// Virtual time that the device takes for a step of the instance, and for one layer of a peer's step.
+    /// Virtual time of the device for a step of the instance, and for one layer of a peer's step.
     pub step_ms: u64,
     pub remote_request_ms: u64,
-    /// Its sequences have rows of addresses, as on a device that maps memory. Not where its store is shared.
+    /// Sequences have address rows, as with virtual memory. Ignored if the store is shared.
     pub rows: bool,
-    /// Its KV can be read by others, whatever its role.
+    /// Takes part in KV transfer, whatever its role.
     pub share: bool,
-    /// It reads others' KV while it is computed.
+    /// Push: it reads prompts' KV while they are prefilled.
     pub push: bool,
-    /// Transports do not read and fill its store, but memory for so many rBlocks beside it. Where there is nothing else,
-    /// `None` is as much as the store.
+    /// rBlocks of the staging buffer; `None` is as many as the store's, and none on the CPU, whose store is shared.
     pub stage_blocks: Option<u32>,
-    /// That memory is the device's own where the backend has such.
+    /// The staging buffer is device memory, if the backend supports that.
     pub stage_on_device: bool,
-    /// Its store is memory of the device that others map, on CUDA.
+    /// The store has peer access (CUDA): others can map it.
     pub lends: bool,
-    /// It maps such memory of others.
+    /// Maps stores of others that have peer access.
     pub peer_access: bool,
 }
 
 impl Spec {
-    /// As [`Spec::cpu`], that computes prompts for others.
+    /// A prefill worker on the CPU: see [`Spec::cpu`].
     #[must_use]
     pub fn prefill(blocks: u32) -> Self {
         Self { role: Role::Prefill, ..Self::cpu(blocks) }
     }
 
-    /// As [`Spec::cpu`], whose prompts others compute.
+    /// A decode worker on the CPU: see [`Spec::cpu`].
     #[must_use]
     pub fn decode(blocks: u32) -> Self {
         Self { role: Role::Decode, ..Self::cpu(blocks) }
@@ -126,7 +125,7 @@ impl Spec {
         self.rows && self.backend != Backend::Wgpu && !self.shares() && !self.lends
     }
 
-    /// Others read its KV, or it reads theirs.
+    /// Whether the instance takes part in KV transfer.
     fn takes_part(&self) -> bool {
         self.share || matches!(self.role, Role::Prefill | Role::Decode)
     }
@@ -136,12 +135,12 @@ impl Spec {
         if self.takes_part() { self.stage_blocks.unwrap_or(else_all) } else { 0 }
     }
 
-    /// Its store itself is read and filled by others.
+    /// Whether transports read and fill the store itself.
     fn shares(&self) -> bool {
         self.takes_part() && self.stages() == 0
     }
 
-    /// An instance on the CPU, as if it mapped memory behind addresses ([`MappedDevice`]), that lends everything it has.
+    /// An instance on the CPU, with simulated virtual memory ([`MappedDevice`]), that lends all its memory.
     #[must_use]
     pub fn cpu(blocks: u32) -> Self {
         Self {
@@ -176,7 +175,7 @@ impl Spec {
     }
 }
 
-/// A process of the pool. Its address is its index; `life` counts its incarnations.
+/// A process of the pool. Its address is its index; `life` counts its restarts.
 pub struct Node {
     pub spec: Spec,
     pub life: u64,
@@ -184,28 +183,28 @@ pub struct Node {
     /// `None` while it is dead.
     pub instance: Option<Instance>,
     pub(super) engine: Option<Box<dyn Engine>>,
-    /// Commands on their way to the engine's thread, and its reports on their way back.
+    /// Commands to the engine's thread that are not delivered yet.
     pub(super) commands: VecDeque<Command>,
-    /// Each comes when the device's virtual time has passed.
+    /// Reports, each delivered when the device's virtual time has passed.
     pub(super) reports: VecDeque<(u64, Report)>,
-    /// When the device has done what it was told so far.
+    /// Virtual time at which the device will be idle.
     pub(super) device_free_ms: u64,
-    /// Commands were pushed since the engine last had nothing to do.
+    /// Commands were pushed since the engine was last idle.
     pub(super) busy: bool,
-    /// The generation of the connection to each node that this one knows to stand.
+    /// Generation of the connection to each node that this node knows to be up.
     pub(super) view: BTreeMap<usize, u64>,
-    /// Its memory, where others read it.
+    /// The memory that transports read, if it takes part in KV transfer.
     pub(super) transport: Option<Transport>,
-    /// Its memory, by name, where others map it.
+    /// The store's name and region, if it has peer access.
     pub(super) lent: Option<(String, KvRegion)>,
     /// Peers to which a frame could not be queued.
     pub(super) refused_sends: Vec<PeerKey>,
     pub(super) next_tick_ms: u64,
-    /// Why the gManager refused it.
+    /// The gManager's reason for a refusal.
     pub rejected: Option<String>,
-    /// It said that its drain is done.
+    /// It reported that its drain is done.
     pub drained: bool,
-    /// Why it closed connections.
+    /// Reasons for closed connections.
     pub closed: Vec<String>,
 }
 
@@ -215,7 +214,7 @@ impl std::fmt::Debug for Node {
     }
 }
 
-/// The gManager process and who registered on which connection.
+/// The gManager process, and the registered connections.
 #[derive(Debug, Default)]
 pub struct Coordinator {
     pub gmanager: GManager,
@@ -226,10 +225,10 @@ pub(super) fn address(node: usize) -> String {
     format!("10.0.0.{}:7000", node + 1)
 }
 
-/// All nodes are on one host.
+/// The one host of all nodes.
 const HOST: &str = "a host";
 
-/// Names the memory that a process lends.
+/// Name of a process's store with peer access.
 fn lent_name(index: usize, life: u64) -> String {
     format!("node {index}, life {life}")
 }
@@ -241,7 +240,7 @@ fn lent_memory(spec: &Spec, socket: String) -> LentMemory {
 
 impl Node {
     pub(super) fn new(pool: &PoolSpec, spec: Spec, index: usize, life: u64) -> Self {
-        let config = ModelConfig::open(&pool.dir).unwrap();
+        let config = ModelSpec::open(&pool.dir).unwrap();
         let checkpoint = Checkpoint::open(&pool.dir).unwrap();
         let mut hash = model_hash(&config, &checkpoint, None);
         hash.0[0] ^= u8::from(spec.other_model);
@@ -257,8 +256,9 @@ impl Node {
             model_hash: hash,
             geometry: config.geometry,
             kv: config.kv_shape(pool.kv_dtype),
-            window: config.window,
+            window: config.window(),
             alibi: config.alibi,
+            attention_softcap: config.attention_softcap,
             max_positions: config.max_positions,
             vocab: config.vocab as u32,
             block_tokens: pool.block_tokens,
@@ -309,12 +309,14 @@ impl Node {
         }
     }
 
-    /// What it says that it serves.
+    /// The shape that the instance registers.
     #[must_use]
     pub fn shape(&self) -> PoolShape {
         self.shape.clone()
     }
 
+    /// The instance.
+    ///
     /// # Panics
     /// If the node is dead.
     #[must_use]
@@ -322,20 +324,20 @@ impl Node {
         self.instance.as_ref().unwrap()
     }
 
-    /// What mapping memory has come to.
+    /// Virtual memory counters of the executor's store.
     #[must_use]
     pub fn kv_counters(&mut self) -> Option<KvCounters> {
         self.engine.as_mut().and_then(|engine| engine.kv_counters())
     }
 
-    /// Its number, once it is registered.
+    /// The instance's number, once registered.
     #[must_use]
     pub fn id(&self) -> Option<InstanceId> {
         self.instance.as_ref().and_then(|i| i.status().instance)
     }
 }
 
-/// How others read a node's KV, or it theirs.
+/// KV transfer configuration of a node; `None` if it takes no part.
 fn transfer_config(pool: &PoolSpec, spec: &Spec, of: &InstanceConfig) -> Option<TransferConfig> {
     let config = match spec.stages() {
         _ if !spec.takes_part() => return None,
@@ -345,11 +347,11 @@ fn transfer_config(pool: &PoolSpec, spec: &Spec, of: &InstanceConfig) -> Option<
     Some(TransferConfig { push: spec.push, ..config.unwrap() })
 }
 
-/// The executor of a node, on its backend, and its KV's memory if that is shared, or lent.
+/// The executor of a node on its backend, with its KV memory for transports and peers.
 fn engine(
     pool: &PoolSpec,
     spec: &Spec,
-    config: &ModelConfig,
+    config: &ModelSpec,
     checkpoint: &Checkpoint,
 ) -> (Box<dyn Engine>, KvMemory, Option<KvRegion>) {
     fn boxed<D: Device>(executor: Executor<D>) -> (Box<dyn Engine>, KvMemory, Option<KvRegion>)
@@ -374,12 +376,12 @@ fn engine(
     }
 }
 
-/// The addresses of a node's KV: in rows of sequences if its specification says so, for which host memory needs no device
-/// that maps, only more of it.
-fn space(pool: &PoolSpec, spec: &Spec, config: &ModelConfig) -> KvSpace {
+/// Address space of a node's KV: with address rows if its specification says so; in host memory they are simulated
+/// with a larger store.
+fn space(pool: &PoolSpec, spec: &Spec, config: &ModelSpec) -> KvSpace {
     let flat = KvSpace::flat(spec.blocks, pool.block_tokens);
     let row_blocks = config.max_positions.div_ceil(pool.block_tokens);
-    // As few rows as make some sequences find none.
+    // Few rows, so that some sequences find none.
     if spec.has_rows() { flat.with_rows(spec.running as u32 / 2 + 1, row_blocks) } else { flat }
 }
 
@@ -387,13 +389,13 @@ fn executor<D: Device>(
     mut device: D,
     pool: &PoolSpec,
     spec: &Spec,
-    config: &ModelConfig,
+    config: &ModelSpec,
     checkpoint: &Checkpoint,
 ) -> Executor<D> {
-    let model = spec.role.runs().then(|| Model {
-        weights: LlamaWeights::load(&mut device, checkpoint, config, None, &mut |_, _| {}).unwrap(),
-        rope: Rope::new(config),
-    });
+    let model = spec
+        .role
+        .runs()
+        .then(|| Model::new(config, Weights::load(&mut device, checkpoint, config, None, &mut |_, _| {}).unwrap()));
     let executor_config = ExecutorConfig {
         kv: space(pool, spec, config),
         kv_dtype: pool.kv_dtype,

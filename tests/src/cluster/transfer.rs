@@ -1,7 +1,7 @@
 //! KV transfer of a pool under test: the shipped writer behind its server, paths in virtual time.
 //!
-//! As over a real path, reads are served whatever the owner's instance does; a read is admitted when it is due and not when
-//! it is issued; a path goes down with the process at its other end, or when the writer cuts it.
+//! As over a real path, reads are served whatever the owner's instance does; a read is admitted when it is due, not
+//! when it is issued; a path goes down with the process at its other end, or when the writer cuts it.
 
 use super::World;
 use lagoon_backend::DeviceError;
@@ -18,38 +18,38 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// What is to happen at a node, and when.
+/// A pending event or read at a node.
 #[derive(Debug)]
 enum Due {
-    Tell(TransferEvent),
+    Tell(Box<TransferEvent>),
     Read { conn: ConnId, read: u64, transaction: Arc<Transaction>, pulls: Pulls },
 }
 
 #[derive(Debug)]
 struct Path {
     writer: usize,
-    /// Of the writer's process.
+    /// Life of the writer's process.
     life: u64,
     reader: InstanceId,
     epoch: u64,
 }
 
-/// A node's memory and its transports.
+/// A node's memory for transports, and its reads.
 #[derive(Debug)]
 pub(super) struct Transport {
     pub(super) server: Arc<ExportServer>,
     clock: Arc<AtomicU64>,
     paths: BTreeMap<ConnId, Path>,
     due: VecDeque<(u64, Due)>,
-    /// Bytes of the next read arrive with another last byte.
+    /// Corrupt the next read's bytes.
     pub(super) damage: bool,
-    /// Time that each read takes, one behind the other, and those that do: `None` for as fast as anything else.
+    /// Duration of each read, one after the other (`None`: immediate), and the slow reads.
     trickle_ms: Option<u64>,
     slow: VecDeque<(u64, Due)>,
 }
 
 impl World {
-    /// Gets memory that a node lends and has another one's device map it: as the shell does, by its name instead of a socket.
+    /// Maps the memory of a node with peer access on another one's device: by name, where the shell uses a socket.
     pub(super) fn map(&mut self, node: usize, map: MapId, blocks: u32, memory: &TransferArena) {
         let owners = self.nodes.iter().filter(|n| n.instance.is_some()).filter_map(|n| n.lent.as_ref());
         let window = owners.map(|(name, window)| (name, window)).find(|(name, _)| **name == memory.socket);
@@ -96,7 +96,7 @@ impl Transport {
     }
 
     fn tell(&mut self, at_ms: u64, event: TransferEvent) {
-        self.due.push_back((at_ms, Due::Tell(event)));
+        self.due.push_back((at_ms, Due::Tell(Box::new(event))));
     }
 
     fn read(&mut self, (now_ms, ready_ms): (u64, u64), due: Due) {
@@ -109,20 +109,20 @@ impl Transport {
         }
     }
 
-    /// Reads of a path that is gone bring nothing.
+    /// Drops the reads of a path that is gone.
     fn forget(&mut self, conn: ConnId) {
         let other = |(_, due): &(u64, Due)| !matches!(due, Due::Read { conn: of, .. } if *of == conn);
         self.due.retain(other);
         self.slow.retain(other);
     }
 
-    /// Whether something is due. What is told waits for the loop, reads do not.
+    /// Whether an event or read is due. Events wait for a paused loop, reads do not.
     pub(super) fn is_due(&self, now_ms: u64, paused: bool) -> bool {
         let due = |(at, due): &(u64, Due)| *at <= now_ms && !(paused && matches!(due, Due::Tell(_)));
         self.due.front().is_some_and(due) || self.slow.front().is_some_and(due)
     }
 
-    /// When the next thing is due.
+    /// Time of the next due event or read.
     pub(super) fn next_due_ms(&self) -> Option<u64> {
         let at = |queue: &VecDeque<(u64, Due)>| queue.front().map(|(at, _)| *at);
         [at(&self.due), at(&self.slow)].into_iter().flatten().min()
@@ -136,7 +136,7 @@ impl Transport {
 }
 
 impl World {
-    /// Carries an instance's request out.
+    /// Carries out a transfer effect of an instance.
     pub(super) fn transfer(&mut self, node: usize, effect: TransferEffect) {
         let (now_ms, ready_ms) = (self.now_ms, self.now_ms + self.delay());
         let reader = self.nodes[node].id();
@@ -182,7 +182,7 @@ impl World {
         self.drain_writer(node);
     }
 
-    /// Hands on what a node's writer wants.
+    /// Carries out the outputs of a node's writer.
     pub(super) fn drain_writer(&mut self, node: usize) {
         let ready_ms = self.now_ms + self.delay();
         let mut cut = Vec::new();
@@ -213,13 +213,13 @@ impl World {
         }
     }
 
-    /// The next thing that is due at a node; false if there is none.
+    /// Handles the next due event or read of a node; false if there is none.
     pub(super) fn transfer_step(&mut self, node: usize) -> bool {
         let now_ms = self.now_ms;
         let Some(of) = &mut self.nodes[node].transport else { return false };
         let Some(due) = of.next(now_ms) else { return false };
         match due {
-            Due::Tell(event) => self.handle(node, Event::Transfer(event)),
+            Due::Tell(event) => self.handle(node, Event::Transfer(*event)),
             Due::Read { conn, read, transaction, pulls } => {
                 let Some(path) = of.paths.get(&conn) else { return true };
                 let (writer, life, reader, epoch) = (path.writer, path.life, path.reader, path.epoch);
@@ -236,7 +236,7 @@ impl World {
         true
     }
 
-    /// Copies what a read asks for, as an in-process path does.
+    /// Copies a read's bytes, as an in-process path does.
     fn serve(
         &mut self,
         (writer, node): (usize, usize),
@@ -263,7 +263,7 @@ impl World {
         Ok(lander.finish().unwrap())
     }
 
-    /// Time passes for a node's writer.
+    /// Advances the clock of a node's writer.
     pub(super) fn tick_writer(&mut self, node: usize) {
         let now_ms = self.now_ms;
         let Some(of) = &self.nodes[node].transport else { return };
@@ -272,12 +272,12 @@ impl World {
         self.drain_writer(node);
     }
 
-    /// The bytes of the next read of a node arrive damaged.
+    /// Corrupts the bytes of a node's next read.
     pub fn damage_next_read(&mut self, node: usize) {
         self.nodes[node].transport.as_mut().unwrap().damage = true;
     }
 
-    /// Each read that a node asks for from now on takes so long, one behind the other; `None`: none takes time again.
+    /// Makes each later read of a node take `each_ms`, one after the other; `None` ends that.
     pub fn slow_reads(&mut self, node: usize, each_ms: Option<u64>) {
         self.nodes[node].transport.as_mut().unwrap().trickle_ms = each_ms;
     }
@@ -287,7 +287,7 @@ impl World {
         self.break_paths(|p| p.writer == node);
     }
 
-    /// Exports that a node's transports serve.
+    /// Number of exports that a node's transports serve.
     #[must_use]
     pub fn exports(&self, node: usize) -> usize {
         self.nodes[node].transport.as_ref().map_or(0, |t| t.server.with(|w, _| w.exports()))

@@ -1,4 +1,4 @@
-//! What each kernel may use on each architecture: cuda/kernels/budget.toml.
+//! Resource budgets of each kernel on each architecture: cuda/kernels/budget.toml.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -7,11 +7,11 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// What a kernel uses on one architecture.
+/// Resources of a kernel on one architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Use {
-    /// For each thread.
+    /// Registers of a thread.
     pub(super) registers: u32,
     /// Static shared memory of a block.
     pub(super) shared_bytes: u32,
@@ -23,12 +23,12 @@ pub(super) struct Use {
 /// By architecture and kernel.
 pub(super) type Uses = BTreeMap<String, BTreeMap<String, Use>>;
 
-/// Takes the present use as the budget.
+/// Writes the present use as the budget.
 pub(super) fn write(dir: &Path, uses: &Uses) -> Result<()> {
     std::fs::write(dir.join("budget.toml"), text(uses)).context("write the budget")
 }
 
-/// Whether every kernel is within its budget; prints what is not.
+/// Whether every kernel is within its budget; prints violations.
 pub(super) fn hold(dir: &Path, uses: &Uses) -> Result<bool> {
     let text = std::fs::read_to_string(dir.join("budget.toml")).context("read budget.toml")?;
     let budget: Uses = toml::from_str(&text).context("parse budget.toml")?;

@@ -1,4 +1,5 @@
-//! Compiles the kernels with nvrtc.py, and reads what NVRTC and ptxas print: what each kernel uses, and warnings.
+//! Compiles the kernels with nvrtc.py, and parses the output of NVRTC and ptxas: each kernel's resources, and
+//! warnings.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,10 +12,10 @@ use super::budget::{Use, Uses};
 /// By architecture (`sm_80`): NVRTC's log.
 pub(super) type Logs = BTreeMap<String, String>;
 
-/// Compiles the sources in `dir`. `out` gets, for each architecture, ARCH.cubin, and kernels.fatbin.
+/// Compiles the sources in `dir`. Writes ARCH.cubin for each architecture, and kernels.fatbin, to `out`.
 pub(super) fn compile(root: &Path, dir: &Path, toolkit: &Path, out: &Path) -> Result<Logs> {
     let flags = std::fs::read_to_string(dir.join("nvrtc.flags")).context("read nvrtc.flags")?;
-    // Sources have relative names: no path of this machine is in the output.
+    // Relative source names keep paths of this machine out of the output.
     let status = Command::new("python3")
         .arg(root.join("xtask/src/kernels/nvrtc.py"))
         .args([toolkit, out])
@@ -46,7 +47,7 @@ fn logs(out: &Path) -> Result<Logs> {
     Ok(logs)
 }
 
-/// Errors and warnings but for [`serialized`]: lines that are not ptxas's list of what kernels use.
+/// Errors and warnings except [`serialized`] ones: lines outside ptxas's list of kernel resources.
 fn remarks(log: &str) -> impl Iterator<Item = &str> {
     let listed = |line: &&str| {
         let listed =
@@ -56,8 +57,8 @@ fn remarks(log: &str) -> impl Iterator<Item = &str> {
     log.lines().filter(move |line| !line.trim().is_empty() && !listed(line) && !is_serialization(line))
 }
 
-/// ptxas's advisories C7500 to C7599, by architecture: it waits for each warpgroup product before it starts the next one, which
-/// costs most of their speed.
+/// ptxas's advisories C7500 to C7599, by architecture: warpgroup products are serialized, which costs most of their
+/// speed.
 pub(super) fn serialized(logs: &Logs) -> Vec<String> {
     let lines = |(arch, log): (&String, &String)| {
         log.lines().filter(|line| is_serialization(line)).map(|line| format!("{arch}: {line}")).collect::<Vec<_>>()
@@ -70,7 +71,8 @@ fn is_serialization(line: &str) -> bool {
     code.is_some_and(|(digits, _)| digits.len() == 2 && digits.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// What each kernel uses, of ptxas's lines `Compiling entry function 'F'`, `N bytes stack frame, …` and `Used N registers, …`.
+/// Each kernel's resources, from ptxas's lines `Compiling entry function 'F'`, `N bytes stack frame, …` and `Used N
+/// registers, …`.
 pub(super) fn uses(logs: &Logs) -> Result<Uses> {
     let mut uses = Uses::new();
     for (arch, log) in logs {
@@ -104,7 +106,7 @@ fn before(line: &str, what: &str) -> Result<u32> {
 mod tests {
     use super::*;
 
-    /// NVRTC 12.2 on two kernels, as it was printed.
+    /// NVRTC 12.2's output for two kernels.
     const CLEAN: &str = "ptxas info    : 404 bytes gmem
 ptxas info    : Compiling entry function 'merge' for 'sm_90a'
 ptxas info    : Function properties for merge
@@ -115,7 +117,7 @@ ptxas info    : Function properties for attention_wgmma_f16_128
 ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 168 registers
 ";
-    /// The line before those of [`CLEAN`] when accumulators were read while products wrote them.
+    /// ptxas's line before those of [`CLEAN`] for accumulators that are read while products write them.
     const SERIALIZED: &str = "ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized \
         due to insufficient register resources for the wgmma pipeline in the function 'attention_wgmma_f16_128'\n";
 

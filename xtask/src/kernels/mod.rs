@@ -1,14 +1,14 @@
-//! `cargo xtask kernels`: the CUDA kernels' fatbin, built reproducibly, and what is demanded of its machine code.
+//! `cargo xtask kernels`: builds the CUDA kernels' fatbin reproducibly, and checks its machine code.
 //!
-//! NVRTC is pinned and installed with pip into a cache folder of the user's: nothing of CUDA needs to be on the machine.
-//! Its output depends on the sources, the flags (cuda/kernels/nvrtc.flags) and its release only, not on where it runs, so the
-//! committed fatbin can be compared by hash. Files in cuda/kernels:
+//! NVRTC is pinned and installed with pip into the user's cache folder: the machine needs no CUDA. Its output depends
+//! only on the sources, the flags (cuda/kernels/nvrtc.flags) and its release, so the committed fatbin can be compared
+//! by hash. Files in cuda/kernels:
 //!
 //! * kernels.lock has the hashes of the sources and of the fatbin;
-//! * budget.toml has what each kernel may use on each architecture; no kernel may spill;
-//! * sass.toml has rules for the machine code: instructions that must be there, and how many there may be.
+//! * budget.toml has the resource budget of each kernel on each architecture; no kernel may spill;
+//! * sass.toml has rules for the machine code: required instructions, and limits on their numbers.
 //!
-//! A kernel whose warpgroup products ptxas serializes, or whose machine code breaks a rule, is never written.
+//! A kernel with serialized warpgroup products, or whose machine code breaks a rule, is never written.
 
 use std::path::{Path, PathBuf};
 
@@ -21,17 +21,17 @@ mod sass;
 mod toolkit;
 
 const DIR: &str = "cuda/kernels";
-/// The fatbin is committed, and each of its versions stays in the repository.
+/// Size limit: the fatbin is committed, and every version stays in the repository's history.
 const FATBIN_BYTES_MAX: usize = 8 << 20;
 
-/// What to do with the result.
+/// What `cargo xtask kernels` does with the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Task {
-    /// Build and commit to the working tree.
+    /// Writes it to the working tree.
     Write,
-    /// The same, and take the kernels' present use as their budget.
+    /// As `Write`, and takes the kernels' present resources as their budget.
     WriteBudget,
-    /// Compare with what is committed.
+    /// Compares it with the committed one.
     Check,
 }
 
@@ -39,12 +39,12 @@ pub(crate) enum Task {
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Lock {
-    /// blake3 of the sources and flags, and of the fatbin that they give.
+    /// blake3 of the sources and flags, and of the fatbin built from them.
     sources: String,
     fatbin: String,
 }
 
-/// What was built, and whether it may be written.
+/// The built fatbin, and whether it may be written.
 struct Built {
     fatbin: Vec<u8>,
     uses: budget::Uses,
@@ -64,7 +64,7 @@ pub(crate) fn run(root: &Path, task: Task) -> Result<bool> {
     let scratch = std::env::temp_dir().join(format!("lagoon-kernels-{}", std::process::id()));
     std::fs::create_dir_all(&scratch).context("create a temporary directory")?;
     let result = build(root, &dir, &toolkit, &scratch);
-    // What is left in the temporary directory does no harm.
+    // Leftovers in the temporary directory are harmless.
     let _ = std::fs::remove_dir_all(&scratch);
     let Built { fatbin, uses, good } = result?;
     let hash = blake3::hash(&fatbin).to_hex().to_string();
@@ -90,7 +90,7 @@ pub(crate) fn run(root: &Path, task: Task) -> Result<bool> {
     budget::hold(&dir, &uses)
 }
 
-/// Compiles the kernels, and holds them against everything but their budget.
+/// Compiles the kernels, and checks everything but their budget.
 fn build(root: &Path, dir: &Path, toolkit: &Path, scratch: &Path) -> Result<Built> {
     let logs = compile::compile(root, dir, toolkit, scratch)?;
     let serialized = compile::serialized(&logs);
@@ -108,7 +108,7 @@ fn lock(dir: &Path) -> Result<Lock> {
     toml::from_str(&text).context("parse kernels.lock")
 }
 
-/// Names and contents of everything that the fatbin is made of.
+/// Hash of the names and contents of all inputs of the fatbin.
 fn sources_hash(dir: &Path) -> Result<String> {
     let mut files: Vec<PathBuf> = Vec::new();
     for at in [dir.to_owned(), dir.join("nvrtc"), dir.join("shared")] {

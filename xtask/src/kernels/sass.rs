@@ -1,4 +1,4 @@
-//! Rules for the machine code of kernels (cuda/kernels/sass.toml), held against what nvdisasm lists of each cubin.
+//! Rules for the machine code of kernels (cuda/kernels/sass.toml), checked against nvdisasm's listing of each cubin.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,14 +9,14 @@ use serde::Deserialize;
 
 use super::toolkit;
 
-/// Instructions of one kernel: how many there are of each (`LDG.E.128`), without operands.
+/// Instructions of one kernel: number of each (`LDG.E.128`), without operands.
 type Counts = BTreeMap<String, usize>;
 /// By architecture and kernel.
 type Code = BTreeMap<String, BTreeMap<String, Counts>>;
-/// Instructions (`LDG.128`, or `A|B` for several) and a number of them.
+/// Instructions (`LDG.128`, or `A|B` for several) and a limit.
 type Limits = BTreeMap<String, usize>;
 
-/// One rule of sass.toml, where its fields are explained.
+/// One rule of sass.toml, which explains the fields.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Rule {
@@ -36,7 +36,7 @@ struct Rules {
     rule: Vec<Rule>,
 }
 
-/// Whether the code in `out`/ARCH.cubin follows every rule; prints what does not.
+/// Whether the code in `out`/ARCH.cubin follows every rule; prints violations.
 pub(super) fn hold<'a>(
     dir: &Path,
     toolkit: &Path,
@@ -55,7 +55,7 @@ pub(super) fn hold<'a>(
     Ok(complaints.is_empty())
 }
 
-/// One nvdisasm for each architecture, all at the same time: they take seconds.
+/// Runs one nvdisasm for each architecture, all in parallel: they take seconds.
 fn disassemble<'a>(toolkit: &Path, out: &Path, archs: impl Iterator<Item = &'a String>) -> Result<Code> {
     let listing = |arch: &str| out.join(format!("{arch}.sass"));
     let start = |arch: &'a String| -> Result<(&'a String, Child)> {
@@ -115,7 +115,7 @@ fn complaints(rules: &[Rule], code: &Code) -> Vec<String> {
     out
 }
 
-/// The limits of a rule that a kernel does not keep.
+/// The limits of a rule that a kernel breaks.
 fn broken<'a>(rule: &'a Rule, counts: &'a Counts) -> impl Iterator<Item = String> + 'a {
     type Holds = fn(usize, usize) -> bool;
     let kinds: [(&Limits, &str, Holds); 3] = [
@@ -131,20 +131,21 @@ fn broken<'a>(rule: &'a Rule, counts: &'a Counts) -> impl Iterator<Item = String
     })
 }
 
-/// How many instructions are one of `A|B`.
+/// Number of instructions that match one of `A|B`.
 fn count(counts: &Counts, instructions: &str) -> usize {
     let one_of = |name: &str| instructions.split('|').any(|pattern| is(name, pattern));
     counts.iter().filter(|(name, _)| one_of(name)).map(|(_, count)| count).sum()
 }
 
-/// Whether an instruction (`LDG.E.LTC128B.128.CONSTANT`) is of a pattern (`LDG.128`): the same operation, with every part.
+/// Whether an instruction (`LDG.E.LTC128B.128.CONSTANT`) matches a pattern (`LDG.128`): the same operation, with
+/// every part.
 fn is(name: &str, pattern: &str) -> bool {
     let mut parts = name.split('.');
     let mut wanted = pattern.split('.');
     parts.next() == wanted.next() && wanted.all(|part| parts.any(|found| found == part))
 }
 
-/// Whether a kernel's name is of a pattern in which `*` stands for any text.
+/// Whether a kernel's name matches a pattern in which `*` stands for any text.
 fn matches(pattern: &str, name: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == name,
@@ -158,7 +159,7 @@ fn matches(pattern: &str, name: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// Parts of what nvdisasm lists of two kernels; between two products, what ptxas puts where it serializes.
+    /// Parts of nvdisasm's listing of two kernels; between two products, ptxas's code for serialization.
     const LISTING: &str = "\t.headerflags\t@\"EF_CUDA_TEXMODE_UNIFIED\"
 
 //--------------------- .text.attention_wgmma_f16_64 --------------------------
@@ -212,7 +213,7 @@ attention_wgmma_f16_64:
         assert!(parse("").is_err());
     }
 
-    /// Every kind of rule of sass.toml holds for the listing, and is seen to fail for one with a mistake.
+    /// Every kind of rule of sass.toml holds for the listing, and fails for one with a mistake.
     #[test]
     fn each_rule_finds_its_mistake() {
         let (wgmma, gemv) = ("attention_wgmma_*", "gemv_*");

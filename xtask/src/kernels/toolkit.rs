@@ -1,18 +1,18 @@
-//! The pinned compiler: NVRTC, nvFatbin and nvdisasm, installed with pip into a cache folder of the user's.
+//! The pinned compiler: NVRTC, nvFatbin and nvdisasm, installed with pip into the user's cache folder.
 //!
-//! NVRTC is of CUDA 12.2: drivers of the R535 branch load its cubins and its PTX (ISA 8.2). nvFatbin is its first release, of
-//! CUDA 12.4, which compresses with LZ4; CUDA 13.0 compresses with Zstandard, which older drivers do not read. nvdisasm has no part
-//! in the output.
+//! NVRTC is of CUDA 12.2: drivers of the R535 branch load its cubins and its PTX (ISA 8.2). nvFatbin is its first
+//! release, of CUDA 12.4, which compresses with LZ4; CUDA 13.0 compresses with Zstandard, which older drivers cannot
+//! read. nvdisasm does not affect the output.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// What pip installs. `lagoon_cuda::kernels` names NVRTC's release.
+/// Packages that pip installs. `lagoon_cuda::kernels` names NVRTC's release.
 const PACKAGES: [&str; 3] =
     ["nvidia-cuda-nvrtc-cu12==12.2.140", "nvidia-nvfatbin-cu12==12.4.127", "nvidia-cuda-nvdisasm==13.2.51"];
-/// Names the cache folder: of the packages above.
+/// Name of the cache folder for these packages.
 const FOLDER: &str = "nvrtc-12.2.140-nvfatbin-12.4.127-nvdisasm-13.2.51";
 
 /// The folder of the packages, installed first if the cache has none.

@@ -1,5 +1,5 @@
-//! Rules about pages: links lead to files, hops name functions that exist, quoted limits have the value of their constant,
-//! messages are quoted as the program says them, docs/SUMMARY.md lists every page.
+//! Rules about pages: links lead to files, hops name existing functions, quoted limits have the value of their
+//! constant, quoted messages exist in the sources, docs/SUMMARY.md lists every page.
 //!
 //! A hop is `` `path: function` `` with a path from the repository's root: a Rust file, or a directory below which one file
 //! has the function. A quoted limit is `` `NAME` (value) ``: `250 ms`, `6 s`, `10 min`, `512 KiB`, `1 MiB` or a number. A
@@ -16,7 +16,7 @@ use crate::{source, workspace};
 
 const SUMMARY: &str = "docs/SUMMARY.md";
 const TROUBLE: &str = "docs/guide/troubleshoot.md";
-/// Where messages come from.
+/// Sources of messages.
 const SAYS: [&str; 4] = ["apps", "cuda/src", "engine", "net"];
 /// Files whose constants may be quoted.
 const LIMITS: [&str; 2] = ["engine/types/src/limits.rs", "apps/http/src/limits.rs"];
@@ -34,7 +34,7 @@ impl Line<'_> {
     }
 }
 
-/// Pages that the rules look at: those at the root and below docs, paths from the root with their texts.
+/// Pages under the rules: those at the root and below docs, as paths from the root with their texts.
 fn pages(root: &Path) -> Result<Vec<(String, String)>> {
     let mut out = Vec::new();
     for path in workspace::files(root, "md")? {
@@ -47,7 +47,7 @@ fn pages(root: &Path) -> Result<Vec<(String, String)>> {
     Ok(out)
 }
 
-/// Everything that is wrong with the pages.
+/// Violations in all pages.
 pub(super) fn check(root: &Path) -> Result<Vec<Finding>> {
     let pages = pages(root)?;
     let mut sources = String::new();
@@ -59,7 +59,7 @@ pub(super) fn check(root: &Path) -> Result<Vec<Finding>> {
     let mut out = unlisted(&pages);
     let trouble = pages.iter().find(|(name, _)| name == TROUBLE);
     if let Some((_, text)) = trouble {
-        out.extend(unsaid(text, &spoken(root)?));
+        out.extend(unquotable(text, &source_texts(root)?));
     }
     for (page, text) in &pages {
         for line in lines(page, text) {
@@ -83,7 +83,7 @@ fn lines<'a>(page: &'a str, text: &'a str) -> impl Iterator<Item = Line<'a>> {
     })
 }
 
-/// The text between backticks, with what follows the closing one.
+/// The texts between backticks, each with the text behind it.
 fn spans(text: &str) -> impl Iterator<Item = (&str, &str)> {
     let mut rest = text;
     std::iter::from_fn(move || {
@@ -94,7 +94,7 @@ fn spans(text: &str) -> impl Iterator<Item = (&str, &str)> {
     })
 }
 
-/// Pages below docs that the summary does not link to; the summary itself is none of them.
+/// Pages below docs that the summary does not link to, except the summary.
 fn unlisted(pages: &[(String, String)]) -> Vec<Finding> {
     let Some((_, summary)) = pages.iter().find(|(name, _)| name == SUMMARY) else {
         return vec![Finding::new("summary", SUMMARY, "is missing: it lists every page below docs")];
@@ -104,8 +104,8 @@ fn unlisted(pages: &[(String, String)]) -> Vec<Finding> {
     lost.map(|name| Finding::new("summary", name.clone(), format!("{SUMMARY} does not list this page"))).collect()
 }
 
-/// The text of all sources without comment lines, with literals that continue on the next line joined.
-fn spoken(root: &Path) -> Result<String> {
+/// All sources' text without comment lines, with continued literals joined.
+fn source_texts(root: &Path) -> Result<String> {
     let mut out = String::new();
     for dir in SAYS {
         for path in workspace::files(&root.join(dir), "rs")? {
@@ -121,13 +121,13 @@ fn spoken(root: &Path) -> Result<String> {
     Ok(out)
 }
 
-/// Lines of `text` fences that have a part which no source says.
-fn unsaid(page: &str, said: &str) -> Vec<Finding> {
+/// Lines of `text` fences with a part that no source contains.
+fn unquotable(page: &str, sources: &str) -> Vec<Finding> {
     let (mut quoted, mut out) = (false, Vec::new());
     for (text, number) in page.lines().zip(1..) {
         if text.starts_with("```") {
             quoted = text == "```text";
-        } else if quoted && let Some(part) = text.split('…').map(str::trim).find(|part| !said.contains(part)) {
+        } else if quoted && let Some(part) = text.split('…').map(str::trim).find(|part| !sources.contains(part)) {
             let line = Line { page: TROUBLE, number, text };
             out.push(line.finding("message", format!("no source says {part:?}")));
         }
@@ -135,7 +135,7 @@ fn unsaid(page: &str, said: &str) -> Vec<Finding> {
     out
 }
 
-/// Targets of Markdown links that are no files of the repository. Addresses and anchors are not looked at.
+/// Targets of Markdown links that are no files of the repository. URLs and anchors are not checked.
 fn broken_links(root: &Path, line: &Line<'_>) -> Vec<Finding> {
     let dir = Path::new(line.page).parent().unwrap_or(Path::new(""));
     let target = |(at, _): (usize, &str)| Some(line.text[at + 2..].split_once(')')?.0);
@@ -169,7 +169,7 @@ fn hops(text: &str) -> impl Iterator<Item = (&str, &str)> {
     })
 }
 
-/// What files define, read once each.
+/// Functions of files, read once each.
 struct Functions<'a> {
     root: &'a Path,
     /// Masked texts by path.
@@ -181,7 +181,7 @@ impl<'a> Functions<'a> {
         Self { root, read: BTreeMap::new() }
     }
 
-    /// Why the hop is wrong, if it is. Of `Type::function` only the function is looked for.
+    /// Why the hop is wrong, if it is. Of `Type::function` only the function is checked.
     fn missing(&mut self, path: &str, function: &str) -> Result<Option<String>> {
         let at = self.root.join(path);
         if !at.exists() {
@@ -257,11 +257,11 @@ mod tests {
 
     #[test]
     fn messages_are_said_by_some_source() {
-        let said = "bail!(\"listen on {addr}: failed\")";
-        let wrong = |line: &str| unsaid(&format!("```text\n{line}\n```\n"), said).len();
+        let sources = "bail!(\"listen on {addr}: failed\")";
+        let wrong = |line: &str| unquotable(&format!("```text\n{line}\n```\n"), sources).len();
         assert_eq!((wrong("listen on …"), wrong("listen on …: failed")), (0, 0));
         assert_eq!((wrong("listens on …"), wrong("listen on … : broken")), (1, 1));
-        assert!(unsaid("```sh\nnothing\n```\nnothing\n", said).is_empty());
+        assert!(unquotable("```sh\nnothing\n```\nnothing\n", sources).is_empty());
     }
 
     #[test]

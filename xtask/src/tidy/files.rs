@@ -14,14 +14,14 @@ const FUNCTION_LINES_MAX: usize = 70;
 /// Where `unsafe` may be written: kernels' launches, memory maps, SIMD.
 const UNSAFE_DIRS: [&str; 4] = ["cuda/", "shaders/", "engine/model/", "engine/backend/"];
 
-/// The instance's router and its looks at the machines: everything else is a machine's own.
+/// The instance's router: only these files may have `impl Instance`.
 const INSTANCE_DIR: &str = "engine/instance/src/";
 const ROUTER: [&str; 2] = ["instance.rs", "status.rs"];
 
 const CPU_OPS: &str = "engine/backend/src/cpu";
 const WGSL_OPS: &str = "shaders/wgsl";
 
-/// The rules that look at one Rust file at a time.
+/// Checks the rules for single Rust files.
 pub(super) fn check(root: &Path) -> Result<Vec<Finding>> {
     let mut out = Vec::new();
     for path in workspace::files(root, "rs")? {
@@ -79,7 +79,7 @@ fn stems(dir: &Path, extension: &str) -> Result<BTreeSet<String>> {
     Ok(out)
 }
 
-/// Every op has a host file and a shader of the same stem. Files beside them that are no op are listed exceptions.
+/// Checks that every op has a host file and a shader of the same stem. Other files there are listed exceptions.
 pub(super) fn op_parity(root: &Path) -> Result<Vec<Finding>> {
     let host = stems(&root.join(CPU_OPS), "rs")?;
     let shaders = stems(&root.join(WGSL_OPS), "wgsl")?;

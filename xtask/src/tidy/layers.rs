@@ -1,19 +1,19 @@
-//! Which crate may name which: the three floors, the tiers within the engine, and the libraries with one owner.
+//! Rules on crates' dependencies: the three floors, the tiers within the engine, and the libraries with one owner.
 
 use super::Finding;
 use crate::workspace::Member;
 
-/// Where a crate lives. A crate names only crates of lower floors; on the middle floor, its own side too.
+/// A crate's floor. A crate depends only on crates of lower floors; on the middle floor, also on its own side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Floor {
-    /// engine/, with its tier: a crate names only crates of lower tiers.
+    /// engine/, with its tier: a crate depends only on crates of lower tiers.
     Engine(u8),
-    /// shaders/, cuda/ or net/: side by side, none naming another.
+    /// shaders/, cuda/ or net/: side by side, without dependencies on each other.
     Middle(&'static str),
     Apps,
-    /// tests/ and benches/ stand outside the house and look at all of it.
+    /// tests/ and benches/ may depend on all others.
     Outside,
-    /// xtask names none of the others.
+    /// xtask depends on none of the others.
     Tool,
 }
 
@@ -73,7 +73,7 @@ fn owns(owners: &[&str], dir: &str) -> bool {
     })
 }
 
-/// Every dependency between members that goes up or sideways, and every library named by a crate that does not own it.
+/// Dependencies between members that go up or sideways, and libraries used by a crate that does not own them.
 pub(super) fn check(members: &[Member]) -> Vec<Finding> {
     let mut out = Vec::new();
     for member in members {
@@ -105,7 +105,7 @@ pub(super) fn check(members: &[Member]) -> Vec<Finding> {
 mod tests {
     use super::*;
 
-    /// The whole house, without edges.
+    /// All crates, without dependencies.
     fn house() -> Vec<Member> {
         let mut dirs: Vec<String> = TIERS.iter().map(|(name, _)| format!("engine/{name}")).collect();
         let rest =

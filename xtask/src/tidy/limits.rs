@@ -1,4 +1,4 @@
-//! The constants of limits.rs by name, and whether a page quotes one with its value.
+//! The constants of limits.rs by name, to check values that pages quote.
 
 use std::collections::BTreeMap;
 
@@ -36,10 +36,10 @@ impl Limits {
         number(text).or_else(|| self.values.get(text).copied())
     }
 
-    /// Whether the constant exists and has the quoted value.
+    /// Checks that the constant exists and has the quoted value.
     ///
     /// # Errors
-    /// What is wrong, with both values.
+    /// A message with both values.
     pub(super) fn check(&self, name: &str, quoted: &str) -> Result<(), String> {
         let value = *self.values.get(name).ok_or_else(|| format!("there is no limit `{name}`"))?;
         match parse(quoted) {

@@ -1,7 +1,7 @@
 //! `cargo xtask tidy`: the rules of ARCHITECTURE.md as a test.
 //!
-//! Every rule yields findings; tidy.toml lists the exceptions, each with its reason. A finding that no exception covers is an
-//! error, and so is an exception that covers no finding.
+//! Every rule yields findings; tidy.toml lists the exceptions, each with its reason. A finding without an exception
+//! is an error, and so is an exception without a finding.
 
 use std::path::Path;
 
@@ -22,7 +22,7 @@ mod words;
 pub(crate) struct Finding {
     /// The rule's name, as tidy.toml spells it.
     pub(crate) rule: &'static str,
-    /// What an exception names: `crate -> crate`, a file, `file: function`.
+    /// Subject that an exception names: `crate -> crate`, a file, `file: function`.
     pub(crate) subject: String,
     pub(crate) message: String,
 }
@@ -33,7 +33,7 @@ impl Finding {
     }
 }
 
-/// Check everything and print what is wrong. Returns whether all is well.
+/// Checks all rules and prints the findings. Returns whether there are none.
 pub(crate) fn run(root: &Path) -> Result<bool> {
     let graph = workspace::graph(root)?;
     let mut findings = layers::check(&graph.members);

@@ -1,7 +1,7 @@
-//! The hash lock between WIRE.md and the code that it specifies: the protocol cannot change silently.
+//! The hash lock between WIRE.md and the code that it specifies: a change of the protocol cannot go unnoticed.
 //!
-//! The page ends in `<!-- wire-hash: … -->`, a BLAKE3 hash over every source file of engine/protocol and net/wire. When
-//! those change, tidy fails until the page was read again, corrected where needed, and locked with `cargo xtask wire-lock`.
+//! The page ends in `<!-- wire-hash: … -->`, a BLAKE3 hash over every source file of engine/protocol and net/wire.
+//! When those change, tidy fails until the page is reviewed and locked again with `cargo xtask wire-lock`.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ const PAGES: [&str; 2] = ["WIRE.md", "net/wire/WIRE.md"];
 const MARK: &str = "<!-- wire-hash: ";
 const MARK_END: &str = " -->";
 
-/// A crate root shorter than this holds no codec yet, so that no page is due.
+/// A shorter crate root holds no codec yet, so no page is due.
 const SKELETON_LINES_MAX: usize = 30;
 
 /// The hash of the named files: paths and contents, each with its length before it.
@@ -46,12 +46,12 @@ fn page(root: &Path) -> Option<PathBuf> {
     PAGES.iter().map(|page| root.join(page)).find(|path| path.exists())
 }
 
-/// The hash that the page's last line holds.
+/// The hash in the page's last line.
 fn locked(text: &str) -> Option<&str> {
     text.trim_end().lines().last()?.strip_prefix(MARK)?.strip_suffix(MARK_END)
 }
 
-/// Whether the page was locked on today's sources.
+/// Checks that the page's hash is that of the present sources.
 pub(super) fn check(root: &Path) -> Result<Vec<Finding>> {
     let Some(path) = page(root) else {
         let codec = std::fs::read_to_string(root.join("net/wire/src/lib.rs")).context("read net/wire/src/lib.rs")?;
@@ -68,7 +68,7 @@ pub(super) fn check(root: &Path) -> Result<Vec<Finding>> {
     Ok(vec![Finding::new("wire", workspace::relative(root, &path), message)])
 }
 
-/// `cargo xtask wire-lock`: write today's hash as the page's last line.
+/// `cargo xtask wire-lock`: writes the present hash as the page's last line.
 pub(crate) fn lock(root: &Path) -> Result<bool> {
     let Some(path) = page(root) else { bail!("there is no {}", PAGES[0]) };
     let text = std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;

@@ -1,5 +1,5 @@
-//! Words that are retired: each has a term that engineers of the field know (ARCHITECTURE.md, glossary), and a name or comment that
-//! goes back to the old word fails.
+//! Retired words: each has a term of the field (ARCHITECTURE.md, glossary), and a name or comment with the old word
+//! fails.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use super::Finding;
 use crate::workspace;
 
-/// A retired word, the term that replaces it, and the folders where the rule holds (none: everywhere).
+/// A retired word, its replacement, and the folders where the rule holds (none: everywhere).
 struct Retired {
     word: &'static str,
     term: &'static str,
@@ -19,7 +19,7 @@ const fn everywhere(word: &'static str, term: &'static str) -> Retired {
     Retired { word, term, within: &[] }
 }
 
-/// Where a lane is neither a processor's nor a warp's.
+/// Folders where a lane would be a micro-batch, not a lane of a processor or warp.
 const BATCHES: &[&str] =
     &["engine/cluster/", "engine/instance/", "engine/runner/", "engine/types/", "apps/sim/", "apps/http/"];
 
@@ -34,7 +34,7 @@ const RETIRED: [Retired; 8] = [
     Retired { word: "lane", term: "micro-batch; stream", within: BATCHES },
 ];
 
-/// The list itself.
+/// This file, which is exempt.
 const SELF: &str = "xtask/src/tidy/words.rs";
 
 pub(super) fn check(root: &Path) -> Result<Vec<Finding>> {
@@ -67,7 +67,7 @@ fn check_file(name: &str, text: &str) -> Vec<Finding> {
     out
 }
 
-/// The words of a line, in small letters: identifiers are divided at underscores and capital letters.
+/// The words of a line in lower case; identifiers are split at underscores and capital letters.
 fn parts(line: &str) -> Vec<String> {
     let mut out = vec![String::new()];
     let mut before = ' ';

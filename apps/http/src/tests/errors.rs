@@ -1,7 +1,7 @@
 //! Every failure is an OpenAI error body with its own status.
 
 use super::Client;
-use crate::scripted::{ScriptedEngine, state};
+use crate::scripted::{self, ScriptedEngine, state};
 use lagoon_types::RequestError;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -95,6 +95,37 @@ async fn a_body_over_the_limit() {
 }
 
 #[tokio::test]
+async fn what_no_context_holds_is_refused_by_its_length() {
+    let client = Client::saying("ok").await;
+    // The context is 512 tokens, and the longest token has 5 bytes.
+    let mut out = String::new();
+    for (path, body) in [
+        ("/v1/completions", json!({"prompt": "a".repeat(2561)})),
+        ("/v1/completions", json!({"prompt": ["a", "a".repeat(2561)]})),
+        ("/v1/completions", json!({"prompt": vec![1; 513]})),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "a".repeat(2561)}]})),
+        ("/tokenize", json!({"prompt": "a".repeat(2561)})),
+        ("/v1/chat/completions", json!({"messages": vec![json!({}); 16_385]})),
+    ] {
+        writeln!(out, "{path}\n{}", client.post(path, body).await.stable()).unwrap();
+    }
+    insta::assert_snapshot!(out);
+    let counted = client.post("/tokenize", json!({"prompt": "a".repeat(2560), "add_special_tokens": false})).await;
+    assert_eq!(counted.json()["count"], 2560);
+}
+
+#[tokio::test]
+async fn an_object_of_very_many_fields_is_refused_without_them() {
+    let client = Client::saying("ok").await;
+    let fields: Vec<String> = (0..200_000).map(|n| format!("\"f{n}\":1")).collect();
+    let reply = client.raw("/v1/completions", format!("{{{}}}", fields.join(","))).await;
+    assert_eq!(reply.status, 400);
+    assert!(reply.text.contains("more than 128 fields"), "{}", reply.text);
+    let reply = client.raw("/v1/completions", r#"{"prompt": "\ud800"}"#).await;
+    assert_eq!((reply.status, &reply.json()["error"]["code"]), (400, &Value::from("invalid_json")), "{}", reply.text);
+}
+
+#[tokio::test]
 async fn a_body_that_never_ends() {
     let mut server = state(ScriptedEngine::saying("ok"));
     server.limits.body_deadline = std::time::Duration::from_millis(50);
@@ -108,9 +139,9 @@ use futures::StreamExt;
 
 #[tokio::test]
 async fn an_api_key_guards_all_but_health() {
-    let mut server = state(ScriptedEngine::saying("ok"));
-    server.api_key = Some("sesame".to_owned());
-    let client = Client::new(server).await;
+    let server = state(ScriptedEngine::saying("ok"));
+    let base = scripted::spawn_keyed(server, crate::Keys::single("sesame")).await;
+    let client = Client { base, http: reqwest::Client::new() };
     assert_eq!(client.get("/health").await.status, 200);
     let refused = client.get("/v1/models").await;
     assert_eq!(refused.headers["www-authenticate"], "Bearer");

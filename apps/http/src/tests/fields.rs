@@ -11,7 +11,6 @@ fn refused() -> Vec<(&'static str, Value)> {
         ("frequency_penalty", json!(0.5)),
         ("repetition_penalty", json!(1.1)),
         ("length_penalty", json!(2)),
-        ("min_tokens", json!(3)),
         ("best_of", json!(2)),
         ("use_beam_search", json!(true)),
         ("early_stopping", json!(true)),

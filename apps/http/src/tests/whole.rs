@@ -101,6 +101,19 @@ async fn stops_join_the_models_own_unless_they_are_ignored() {
 }
 
 #[tokio::test]
+async fn nothing_stops_before_min_tokens() {
+    let engine = ScriptedEngine::new(|request| Ok(say("abcabc", request)));
+    let client = Client::of(engine.clone()).await;
+    for (min_tokens, text) in [(0, "a"), (1, "a"), (2, "abca"), (3, "abca"), (5, "abcabc")] {
+        let body = json!({"prompt": "a", "stop": "b", "min_tokens": min_tokens});
+        assert_eq!(client.post("/v1/completions", body).await.json()["choices"][0]["text"], text, "{min_tokens}");
+    }
+    assert_eq!(engine.requests()[4].min_tokens, 5);
+    let body = json!({"prompt": "a", "max_tokens": 4, "min_tokens": 5});
+    assert_eq!(client.post("/v1/completions", body).await.status, 400);
+}
+
+#[tokio::test]
 async fn a_stop_token_has_no_text_and_special_tokens_show_on_request() {
     let client = Client::saying("ok").await;
     let stopped = client.post("/v1/completions", json!({"prompt": "a", "stop_token_ids": [107]})).await;

@@ -1,4 +1,4 @@
-//! Faults that are aimed at one coincidence, which drawn ones meet in one scenario of thousands.
+//! Aimed faults: each provokes one rare coincidence, which random faults meet in one of thousands of scenarios.
 
 use super::ops::{Op, What};
 use crate::fabric::{GMANAGER, Place};
@@ -7,33 +7,35 @@ use crate::rng::Rng;
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_wire::Class;
 
-/// What happens to a pool with roles beside everything else.
+/// A coincidence to provoke in a pool with roles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Aim {
-    /// An instance hears of a role, and not that it was taken back; then another one of its kind is told to change, too.
+    /// A role order reaches an instance, but its withdrawal does not; then another instance of the same kind is
+    /// ordered to change.
     TakenBack,
-    /// An instance is declared dead that was told of a role meanwhile, or that has asked for prompts; its questions and their answers
-    /// are on their way when it hears of that, and the worker hears of it late.
+    /// An instance is declared dead that has a pending role order, or has asked for prefills; its requests and their
+    /// replies are in flight when it learns of its death, and the worker learns of it late.
     Fenced,
-    /// Prefill workers find full queues when they answer.
+    /// Prefill workers' replies find full queues.
     Unacknowledged,
-    /// A decode worker whose device is slow lends memory to requests that are cancelled, and reads prompts into it.
+    /// A decode worker with a slow device lends memory to requests that are cancelled, and reads prompts into that
+    /// memory.
     LateWrites,
 }
 
-/// Requests that are aimed at a moment are numbered from here on.
+/// First request id of aimed requests.
 const FIRST_ID: usize = 1_000;
 
 impl Aim {
     pub const ALL: [Self; 4] = [Self::TakenBack, Self::Fenced, Self::Unacknowledged, Self::LateWrites];
 
-    /// By its name on the command line.
+    /// The aim of this command-line name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|aim| aim.name() == name)
     }
 
-    /// On the command line.
+    /// The command-line name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -44,16 +46,16 @@ impl Aim {
         }
     }
 
-    /// Instances that it needs.
+    /// Number of instances that the aim needs.
     pub(super) const fn nodes(self) -> usize {
         match self {
             Self::TakenBack | Self::Unacknowledged | Self::LateWrites => 3,
-            // Nobody is declared dead while more than half of them are not heard.
+            // The gManager declares no instance dead while more than half are silent.
             Self::Fenced => 4,
         }
     }
 
-    /// Makes the pool one in which it can happen, and says what does.
+    /// Adapts the pool to the aim, and returns its ops.
     pub(super) fn draw(self, rng: &mut Rng, pool: &mut PoolSpec, first_us: u64) -> Vec<Op> {
         for node in &mut pool.nodes {
             (node.transfers, node.tier) = (true, MemoryTier::Device);
@@ -61,7 +63,7 @@ impl Aim {
         let first_us = first_us + rng.below(2_000_000);
         match self {
             Self::TakenBack => taken_back(rng, pool, first_us),
-            Self::Fenced if rng.once_in(4) => told_before(rng, pool, first_us),
+            Self::Fenced if rng.once_in(4) => ordered_before(rng, pool, first_us),
             Self::Fenced => asked_before(rng, pool, first_us),
             Self::Unacknowledged => unacknowledged(rng, pool, first_us),
             Self::LateWrites => late_writes(rng, pool, first_us),
@@ -83,7 +85,7 @@ fn taken_back(rng: &mut Rng, pool: &mut PoolSpec, mut at_us: u64) -> Vec<Op> {
         ops.push(Op { at_us, what });
     };
     then(0, What::Role { place: a, role: other });
-    // Sooner or later than its answer.
+    // Sooner or later than the reply.
     let (delay_us, us) = (rng.below(8 * pool.link.latency_us), rng.within(2_000_000..=12_000_000));
     then(delay_us, What::Partition { a, b: GMANAGER, us });
     then(rng.below(600_000), What::Role { place: a, role });
@@ -91,18 +93,18 @@ fn taken_back(rng: &mut Rng, pool: &mut PoolSpec, mut at_us: u64) -> Vec<Op> {
     ops
 }
 
-fn told_before(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
+fn ordered_before(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
     set_roles(pool, [Role::Decode, Role::Prefill, Role::Instance, Role::Instance]);
     let (place, us) = (3 + rng.index(2), rng.within(7_000_000..=12_000_000));
-    let told_us = at_us + rng.below(1_500_000);
+    let order_us = at_us + rng.below(1_500_000);
     let role = rng.pick(&[Role::Prefill, Role::Decode]);
     vec![
         Op { at_us, what: What::Partition { a: place, b: GMANAGER, us } },
-        Op { at_us: told_us, what: What::Role { place, role } },
+        Op { at_us: order_us, what: What::Role { place, role } },
     ]
 }
 
-/// Short prompts at a decode worker, one after another.
+/// Ops: short prompts at a decode worker, one after another.
 fn prompts(rng: &mut Rng, pool: &PoolSpec, place: Place, (first_us, every_us): (u64, u64)) -> Vec<Op> {
     let most = u64::from(4 * pool.block_tokens);
     let ops = (0..16).map(|n| {
@@ -113,7 +115,7 @@ fn prompts(rng: &mut Rng, pool: &PoolSpec, place: Place, (first_us, every_us): (
     ops.collect()
 }
 
-/// Memory for [`prompts`], and places in the queue.
+/// Adds memory for [`prompts`], and queue capacity.
 fn make_room(pool: &mut PoolSpec) {
     for node in &mut pool.nodes[..2] {
         (node.blocks, node.stage_blocks) = (node.blocks + 20, if node.stage_blocks > 0 { 60 } else { 0 });
@@ -157,7 +159,7 @@ fn late_writes(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
     }
     let lender = &mut pool.nodes[asker - 1];
     (lender.blocks, lender.lend_blocks_max, lender.speed.layer_ns) = (18, 18, 4_000_000);
-    // Many writes come at one time.
+    // Many writes arrive at once.
     let writer = &mut pool.nodes[debtor - 1];
     (writer.step_rows, writer.speed.layer_ns) = (64, 20_000);
     (pool.link.latency_us, pool.link.jitter_us, pool.link.bytes_per_us) = (50, 0, 1_000);

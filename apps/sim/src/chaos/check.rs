@@ -1,4 +1,4 @@
-//! What must hold after every event, and at rest.
+//! Checkers: invariants after every event, and at rest.
 
 use super::run::Failure;
 use super::{handed, tables};
@@ -14,13 +14,13 @@ use std::ops::Range;
 
 pub(super) type Pool = World<Symbolic>;
 
-/// How long a lease may be lent that its debtor does not hold, while nothing is wrong.
+/// Longest time that a lease may be lent without being held by its debtor, without faults.
 const ORPHAN_US: u64 = 5_000_000;
-/// After a fault, when every release has been repeated and confirmed.
+/// Time after a fault until all releases have been repeated and confirmed.
 const RELEASED_US: u64 = 10_000_000;
-/// A fault of this length may outlast the repetitions of a release.
+/// A fault of at least this length may outlast the repetitions of a release.
 pub(super) const LONG_US: u64 = limits::LEASE_TTL_MS * 1000 / 2;
-/// After a fault, when leases that nobody knows of have ended (clocks are skewed by some percent).
+/// Time after a fault until unknown leases have expired (clocks are skewed by some percent).
 pub(super) const FORGOTTEN_US: u64 = (limits::LEASE_TTL_MS + limits::LEASE_TTL_MS / 8) * 1000 + 2_000_000;
 
 /// State of the checkers.
@@ -28,13 +28,13 @@ pub(super) const FORGOTTEN_US: u64 = (limits::LEASE_TTL_MS + limits::LEASE_TTL_M
 pub(super) struct Checkers {
     /// Leases of processes that died.
     dead: BTreeSet<LeaseId>,
-    /// What a process's blocks looked like when they were last checked.
+    /// Counts of a process's blocks at its last check.
     seen: Vec<[u64; 6]>,
     /// Leases that their debtor has held.
     held: BTreeSet<LeaseId>,
     /// Leases, and the incarnation of their creditor.
     lent: BTreeMap<LeaseId, u64>,
-    /// Leases that are lent and not held, and since when.
+    /// Leases that are lent and not held, with the time since when.
     orphans: BTreeMap<(Place, LeaseId), u64>,
     unacknowledged: tables::Unreported,
 }
@@ -44,12 +44,12 @@ pub(super) fn failure<T>(checker: &'static str, detail: String) -> Result<T, Fai
 }
 
 impl Checkers {
-    /// A process died: what it lent is gone.
+    /// Notes the death of a process, and of its leases.
     pub(super) fn died(&mut self, process: &Process<Symbolic>) {
-        self.dead.extend(process.instance.rmanager().lent().map(|l| l.1));
+        self.dead.extend(process.instance.rmanager().creditor.iter().map(|l| l.1));
     }
 
-    /// After an event of the process at `place`.
+    /// Checks after an event of the process at `place`.
     pub(super) fn after(&mut self, world: &Pool, place: Place) -> Result<(), Failure> {
         let Some(process) = world.process(place) else { return Ok(()) };
         if let Some(violation) = process.runner.violations.first() {
@@ -60,9 +60,9 @@ impl Checkers {
         }
         handed::reads(world)?;
         let rm = process.instance.rmanager();
-        let counts = rm.counts();
+        let counts = rm.pool.counts();
         let dazed = u32::from(process.dazed);
-        let now = [counts.free, counts.own, counts.lent, counts.shared, rm.borrowed(), dazed].map(u64::from);
+        let now = [counts.free, counts.own, counts.lent, counts.shared, rm.debtor.held.blocks(), dazed].map(u64::from);
         if self.seen.len() <= place {
             self.seen.resize(place + 1, [u64::MAX; 6]);
         }
@@ -70,14 +70,14 @@ impl Checkers {
             return Ok(());
         }
         let incarnation = rm.config().incarnation;
-        self.lent.extend(rm.lent().map(|lent| (lent.1, incarnation)));
+        self.lent.extend(rm.creditor.iter().map(|lent| (lent.1, incarnation)));
         tables::own(place, process)?;
         self.blocks(place, process)?;
         handed::exports(world, place, process)?;
         self.pairs(world, Some(place))
     }
 
-    /// Everything, for what a change of counts does not show.
+    /// Checks everything, including changes that counts do not show.
     pub(super) fn all(&mut self, world: &Pool) -> Result<(), Failure> {
         for (place, process) in world.live() {
             tables::own(place, process)?;
@@ -87,7 +87,7 @@ impl Checkers {
         self.pairs(world, None)
     }
 
-    /// Blocks add up, and what was read for others had not changed.
+    /// Checks that blocks add up, and that KV read by other instances had not changed.
     fn blocks(&self, place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
         let damaged = process.instance.status().prefill.damaged_blocks;
         if damaged > 0 {
@@ -96,30 +96,30 @@ impl Checkers {
         shared::blocks(&process.instance).or_else(|why| failure("blocks", format!("node {place}: {why}")))
     }
 
-    /// What debtors hold, and attend to, their creditors lend; of all pairs, or those of one place.
+    /// Checks that creditors lend all that debtors hold and attend to; for all pairs, or those of one place.
     fn pairs(&mut self, world: &Pool, of: Option<Place>) -> Result<(), Failure> {
         let ids: BTreeMap<InstanceId, (Place, &Process<Symbolic>)> =
             world.live().filter_map(|(place, p)| Some((p.id()?, (place, p)))).collect();
         for (id, (debtor, process)) in &ids {
-            // One that was stopped finds out about its leases when it looks at its clock.
-            // One that was declared dead has lost what it borrowed, and hears of it in its time.
+            // A paused process learns of expired leases when it reads its clock. One declared dead has lost its
+            // loans, and learns of that later.
             if process.dazed || world.fenced.contains(&process.instance.rmanager().config().incarnation) {
                 continue;
             }
             let home =
                 |creditor| ids.get(&creditor).filter(|(place, _)| of.is_none_or(|of| of == *debtor || of == *place));
-            for (creditor, lease, epoch, first, end) in process.instance.rmanager().held() {
+            for (creditor, lease, epoch, first, end) in process.instance.rmanager().debtor.held.iter() {
                 let Some((place, home)) = home(creditor) else { continue };
                 if self.is_excused(home, lease, &(first..end)) {
                     continue;
                 }
-                // Entries that were given back may lie between those that are held.
+                // Returned entries may lie between held ones.
                 let covers = |&(to, l, e, from, until): &(InstanceId, LeaseId, Epoch, u32, u32)| {
                     (to, l, e) == (*id, lease, epoch) && from <= first && end <= until
                 };
-                if !home.instance.rmanager().lent().any(|lent| covers(&lent)) {
+                if !home.instance.rmanager().creditor.iter().any(|lent| covers(&lent)) {
                     let held = format!("{epoch}, entries {first} to {end}");
-                    let lent: Vec<_> = home.instance.rmanager().lent().filter(|l| l.1 == lease).collect();
+                    let lent: Vec<_> = home.instance.rmanager().creditor.iter().filter(|l| l.1 == lease).collect();
                     return failure(
                         "leases",
                         format!("node {debtor} holds {lease} ({held}), node {place} lends {lent:?}"),
@@ -139,33 +139,36 @@ impl Checkers {
         Ok(())
     }
 
-    /// What explains that a creditor does not lend what a debtor believes to hold.
+    /// Whether a fault explains that a creditor does not lend entries that a debtor believes to hold.
     fn is_excused(&mut self, home: &Process<Symbolic>, lease: LeaseId, entries: &Range<u32>) -> bool {
         let rm = home.instance.rmanager();
         let incarnation = rm.config().incarnation;
         self.held.insert(lease);
-        // One that was fenced has forgotten what it lent; its debtors hear of it in their time, also of what they hear of since.
+        // A fenced creditor has forgotten its leases; its debtors learn of that later, also for leases granted
+        // meanwhile.
         let former = self.lent.get(&lease).is_some_and(|lent| *lent != incarnation);
         if former || self.dead.contains(&lease) {
             return true;
         }
-        // What was taken back after a recall, the debtor has not heard of yet.
-        rm.revoked().any(|r| r.lease == lease && r.entries.start < entries.end && entries.start < r.entries.end)
+        // Recalled entries of which the debtor does not know yet.
+        rm.creditor
+            .revoked()
+            .any(|r| r.lease == lease && r.entries.start < entries.end && entries.start < r.entries.end)
     }
 
-    /// Now and then: what is lent and not held is on its way back, or nothing explains it. A release is repeated until
-    /// it is confirmed, for as long as the lease lives; a lease of whose grant the debtor never heard ends when its time
-    /// to live does. `calm_us`: how long no fault was at work, any and a long one.
+    /// Checks that every lease that is lent and not held is being returned, or that a fault explains it. A release is
+    /// repeated until it is confirmed, while the lease lives; a lease whose grant never reached the debtor ends with
+    /// its time to live. `calm_us`: time since the end of the last fault, and of the last long one.
     pub(super) fn orphans(&mut self, world: &Pool, calm_us: [u64; 2]) -> Result<(), Failure> {
         self.unacknowledged.look(world, calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US)?;
         let now = world.now_us();
         let mut orphans = BTreeMap::new();
         for (place, process) in world.live() {
-            for (debtor, lease, ..) in process.instance.rmanager().lent() {
+            for (debtor, lease, ..) in process.instance.rmanager().creditor.iter() {
                 let Some((_, debtor)) = world.by_id(debtor) else { continue };
                 let rm = debtor.instance.rmanager();
                 let unacknowledged = process.instance.is_unreported(lease);
-                if unacknowledged || rm.borrowing() > 0 || rm.held().any(|held| held.1 == lease) {
+                if unacknowledged || rm.debtor.borrowing() > 0 || rm.debtor.held.iter().any(|held| held.1 == lease) {
                     continue;
                 }
                 let released = self.held.contains(&lease) && calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US;
@@ -182,7 +185,7 @@ impl Checkers {
         Ok(())
     }
 
-    /// Nobody wants anything any more: nothing is used.
+    /// Checks that no memory is used when no request is left.
     pub(super) fn empty(&self, world: &Pool) -> Result<(), Failure> {
         for (place, process) in world.live() {
             let (status, rm) = (process.instance.status(), process.instance.rmanager());
@@ -190,10 +193,11 @@ impl Checkers {
                 status.blocks_lent,
                 status.blocks_borrowed,
                 status.remote_request_frames,
-                rm.borrowing(),
-                rm.releasing(),
+                status.remote_steps,
+                rm.debtor.borrowing(),
+                rm.debtor.held.releasing(),
             );
-            if status.blocks_free != status.blocks_total || used != (0, 0, 0, 0, 0) || !status.sequences.is_empty() {
+            if status.blocks_free != status.blocks_total || used != (0, 0, 0, 0, 0, 0) || !status.sequences.is_empty() {
                 return failure("leak", format!("node {place} is not empty: {status:?}"));
             }
             handed::empty(world, place, process)?;

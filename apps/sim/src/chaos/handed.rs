@@ -1,4 +1,4 @@
-//! Prompts that are computed elsewhere: what is exported stays what it was, and nothing of a hand-over is left over.
+//! Checkers of prefill elsewhere: exported KV does not change, and transfers leave nothing behind.
 
 use super::check::{Pool, failure};
 use super::run::Failure;
@@ -11,7 +11,7 @@ use lagoon_kv::Owner;
 use lagoon_types::PhysBlock;
 use std::collections::BTreeMap;
 
-/// Reads that were not allowed, or that somebody believed to be over.
+/// Checks that no read was unauthorised, or came after its end.
 pub(super) fn reads(world: &Pool) -> Result<(), Failure> {
     match world.kv.violations.first() {
         Some(violation) => failure("transfer", violation.clone()),
@@ -19,13 +19,13 @@ pub(super) fn reads(world: &Pool) -> Result<(), Failure> {
     }
 }
 
-/// Blocks that transports may read are those of the sequence that computes them, or of one lease; others may share them. Beside a
-/// store, those that are kept for its export, and a block has one user.
+/// Checks exports: blocks that transports may read belong to the sequence that is prefilled, or to one lease; they
+/// may be shared. In staging buffers, only blocks kept for an export are readable, and each has one user.
 pub(super) fn exports(world: &Pool, place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
     if process.runner.is_staged() {
         return staged(world, place, process);
     }
-    let pool = process.instance.rmanager().pool();
+    let pool = &process.instance.rmanager().pool;
     for (export, job, blocks) in world.kv.exports(place) {
         let may = |owner: &Owner| matches!(owner, Owner::Lent(_)) || *owner == Owner::Own(job);
         let has_all = |owner: Owner| blocks.iter().all(|block| pool.has(owner, PhysBlock(*block)));
@@ -67,7 +67,7 @@ fn staged(world: &Pool, place: Place, process: &Process<Symbolic>) -> Result<(),
     Ok(())
 }
 
-/// Nobody wants anything any more.
+/// Checks that no transfer is left when no request is.
 pub(super) fn empty(world: &Pool, place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
     let status = process.instance.status().prefill;
     let left = (status.away, status.pulling, status.blocks_settling, status.jobs, world.kv.kept(place));

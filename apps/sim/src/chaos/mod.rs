@@ -1,7 +1,7 @@
-//! Random pools, workloads and faults from a seed, with every checker on: what `lagoon-sim` runs.
+//! Random pools, workloads and faults from a seed, with every checker on: the default command of `lagoon-sim`.
 //!
-//! A [`Scenario`] is a pure function of the seed: a pool, and a list of [`Op`]s with their times. [`run`] plays it. When
-//! a checker fails, [`shrink`] plays ever shorter lists until it finds none that fails the same way.
+//! A [`Scenario`] is a pure function of the seed: a pool, and a list of [`Op`]s with their times. [`run`] executes
+//! it. If a checker fails, [`shrink`] searches for a shorter list that fails the same way.
 
 mod aim;
 mod check;

@@ -1,4 +1,4 @@
-//! What happens to a pool from outside: requests, cancellations, faults, and operators' orders.
+//! Ops: requests, cancellations, faults, and operators' orders, with their times.
 
 use crate::fabric::{GMANAGER, Place};
 use crate::rng::Rng;
@@ -8,14 +8,14 @@ use lagoon_types::{GenerateRequest, SamplingParams};
 use lagoon_wire::Class;
 use std::fmt;
 
-/// Something that happens at a time.
+/// An external event at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Op {
     pub at_us: u64,
     pub what: What,
 }
 
-/// See the module's documentation. Every fault ends by itself, so that any part of a list can be left out.
+/// An op's kind. Every fault ends by itself, so any op of a list can be left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     Submit {
@@ -28,7 +28,7 @@ pub enum What {
     Cancel {
         id: usize,
     },
-    /// The process dies and another one starts in its place.
+    /// The process dies, and a new one starts in its place after `down_us`.
     Crash {
         place: Place,
         down_us: u64,
@@ -38,23 +38,23 @@ pub enum What {
         a: Place,
         b: Place,
     },
-    /// The paths over which they read KV are lost; the connection is not.
+    /// The KV transfer paths are lost; the connection is not.
     CutKv {
         a: Place,
         b: Place,
     },
-    /// Nothing passes between the two.
+    /// No frame passes between the two.
     Partition {
         a: Place,
         b: Place,
         us: u64,
     },
-    /// Stopped, as by SIGSTOP.
+    /// The process is stopped, as by SIGSTOP.
     Pause {
         place: Place,
         us: u64,
     },
-    /// Frames are late by `us`.
+    /// Frames arrive `us` later.
     Slow {
         a: Place,
         b: Place,
@@ -71,13 +71,13 @@ pub enum What {
         place: Place,
         us: u64,
     },
-    /// An operator moves blocks of a request to another instance; to its own one, it recalls them.
+    /// An operator moves blocks of a request to another instance, or recalls them to its own.
     Move {
         id: usize,
         to: Place,
         blocks: u32,
     },
-    /// An operator gives an instance another role.
+    /// An operator orders a role for an instance.
     Role {
         place: Place,
         role: Role,
@@ -90,7 +90,7 @@ pub enum What {
 }
 
 impl What {
-    /// When its effect ends, if it began at `at_us`; `None` if it is no fault.
+    /// End of the fault in microseconds, if it began at `at_us`; `None` for other ops.
     #[must_use]
     pub const fn fault_end_us(&self, at_us: u64) -> Option<u64> {
         match *self {
@@ -103,10 +103,10 @@ impl What {
     }
 }
 
-/// Prompts begin in as many ways, or in one of their own.
+/// Number of common prompt beginnings, besides unique ones.
 const BEGINNINGS: u64 = 3;
 
-/// The request of a [`What::Submit`]. Most prompts begin like others, for a part of their length.
+/// The request of a [`What::Submit`]. Most prompts share a random part of a common beginning.
 #[must_use]
 pub(super) fn request(prompt: u32, max_tokens: u32, seed: u64) -> GenerateRequest {
     let mut rng = Rng::new(seed);
@@ -116,7 +116,15 @@ pub(super) fn request(prompt: u32, max_tokens: u32, seed: u64) -> GenerateReques
     let mut token = |pos: u64| if pos < shared { beginning.below(vocab) } else { rng.below(vocab) };
     let prompt = (0..u64::from(prompt)).map(|pos| u32::try_from(token(pos)).unwrap_or(0)).collect();
     let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
-    GenerateRequest { prompt, answered: 0, max_tokens, sampling, stop_ids: Vec::new(), return_logits: false }
+    GenerateRequest {
+        prompt,
+        answered: 0,
+        max_tokens,
+        sampling,
+        min_tokens: 0,
+        stop_ids: Vec::new(),
+        return_logits: false,
+    }
 }
 
 fn name(place: Place) -> String {
@@ -146,7 +154,7 @@ impl fmt::Display for Op {
             What::Break { place, fault } => write!(f, "the device of {} fails once: {fault:?}", name(place)),
             What::Drain { place, us } => write!(f, "{} is drained, for {} ms", name(place), us / 1000),
             What::Move { id, to, blocks } => write!(f, "{blocks} blocks of request {id} are moved to {}", name(to)),
-            What::Role { place, role } => write!(f, "{} is told to be {role:?}", name(place)),
+            What::Role { place, role } => write!(f, "{} is ordered to be {role:?}", name(place)),
             What::Full { place, class } => write!(f, "{} finds a full queue: {class:?}", name(place)),
         }
     }

@@ -1,18 +1,18 @@
-//! A panic of the code under test is a finding like any other: caught, with its message and place, and not printed.
+//! Panics of the code under test are findings: caught, with message and place, and not printed.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
 thread_local! {
-    /// What panicked on this thread while it is watched.
+    /// The message of the panic that was caught on this thread.
     static CAUGHT: RefCell<Option<String>> = const { RefCell::new(None) };
     static WATCHED: RefCell<bool> = const { RefCell::new(false) };
 }
 
 static HOOK: Once = Once::new();
 
-/// Runs `f`; a panic in it is an error that says where and why.
+/// Runs `f`; a panic becomes an error with its message and place.
 pub(super) fn watch<T>(f: impl FnOnce() -> T) -> Result<T, String> {
     HOOK.call_once(|| {
         let usual = std::panic::take_hook();
@@ -24,7 +24,7 @@ pub(super) fn watch<T>(f: impl FnOnce() -> T) -> Result<T, String> {
         }));
     });
     WATCHED.set(true);
-    // What was being changed is dropped with the world that it belongs to.
+    // The state that the panic left behind is dropped with its world.
     let result = catch_unwind(AssertUnwindSafe(f));
     WATCHED.set(false);
     result.map_err(|_payload| CAUGHT.take().unwrap_or_else(|| "a panic without a message".to_owned()))

@@ -1,4 +1,4 @@
-//! What clients may be told: the oracle's tokens, and one end.
+//! Checkers of requests: a client receives the oracle's tokens, and one end.
 
 use super::ops::request;
 use super::run::Failure;
@@ -7,7 +7,7 @@ use crate::pool::PoolSpec;
 use crate::symbolic::Oracle;
 use lagoon_types::{FinishReason, GenerateRequest, RequestError, TokenEvent};
 
-/// What became of a request.
+/// How a request ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum End {
     Finished,
@@ -19,13 +19,13 @@ pub(super) enum End {
     Lost,
 }
 
-/// One request and what its client was told so far.
+/// One request and the events that its client has received.
 #[derive(Debug)]
 pub(super) struct Asked {
     pub(super) id: usize,
     pub(super) place: Place,
     pub(super) request: GenerateRequest,
-    /// Tokens that the pool could hold when it was accepted.
+    /// Tokens that the pool could hold when the request was accepted.
     pool_tokens: u64,
     oracle: Oracle,
     pub(super) tokens: u32,
@@ -51,8 +51,8 @@ impl Asked {
         )
     }
 
-    /// The client is told something.
-    pub(super) fn hear(&mut self, event: TokenEvent, pool: &PoolSpec, disturbed: bool) -> Result<(), Failure> {
+    /// Checks an event that the client receives.
+    pub(super) fn receive(&mut self, event: TokenEvent, pool: &PoolSpec, disturbed: bool) -> Result<(), Failure> {
         if let Some(end) = &self.end {
             return Err(self.failure(&format!("{event:?} after its end, {end:?}")));
         }
@@ -87,7 +87,7 @@ impl Asked {
         Ok(())
     }
 
-    /// Tokens that an undisturbed run generates.
+    /// Number of tokens that an undisturbed run generates.
     fn expected(&self, pool: &PoolSpec) -> u64 {
         let prompt = self.request.prompt.len() as u64;
         let positions = u64::from(pool.max_positions).saturating_sub(prompt);
@@ -100,7 +100,7 @@ impl Asked {
         }
     }
 
-    /// Under a window a sequence may be longer than the pool, and is never placed whole again once it is preempted.
+    /// Whether a sequence with a window has outgrown the pool: once preempted, it can never be placed whole again.
     fn outgrew(&self, pool: &PoolSpec) -> bool {
         pool.window.is_some() && self.request.prompt.len() as u64 + u64::from(self.tokens) + 1 > self.pool_tokens
     }

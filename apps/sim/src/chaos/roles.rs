@@ -1,4 +1,4 @@
-//! Roles that change while a pool works: who is told what, what each role may not do, and where it ends.
+//! Role changes while a pool works: orders, and checkers of each role's duties and of every switch's end.
 
 use super::check::{Pool, failure};
 use super::ops::{Op, What};
@@ -14,7 +14,7 @@ use lagoon_protocol::{AdminBody, AdminRole, Role};
 use lagoon_wire::Class;
 use std::collections::BTreeMap;
 
-/// Orders and, in some pools, a balancer that is in a hurry. Half of the faults that are drawn here meet a switch.
+/// Draws role orders and, in some pools, a balancer with short delays. Half of the faults drawn here meet a switch.
 pub(super) fn draw(rng: &mut Rng, pool: &mut PoolSpec, span_us: u64, first_us: u64, faults: bool) -> Vec<Op> {
     if rng.once_in(3) {
         let (sustain_ms, dwell_ms) = (rng.pick(&[500, 2_000]), rng.pick(&[500, 4_000]));
@@ -37,7 +37,7 @@ pub(super) fn draw(rng: &mut Rng, pool: &mut PoolSpec, span_us: u64, first_us: u
     ops
 }
 
-/// Something that goes wrong while the instance at `place` changes its role.
+/// A fault during a role change of the instance at `place`.
 fn fault(rng: &mut Rng, may: &[Place], place: Place, us: u64) -> What {
     let us = us / 2 + rng.below(us);
     let other = rng.pick(may);
@@ -53,16 +53,16 @@ fn fault(rng: &mut Rng, may: &[Place], place: Place, us: u64) -> What {
     }
 }
 
-/// What operators were told, and what must follow from it.
+/// Role orders, and the checks that follow from them.
 #[derive(Debug, Default)]
 pub(super) struct Roles {
-    /// The last word to the process at a place, which it has heard or will hear.
-    said: BTreeMap<Place, Role>,
-    /// A process died, and came back as it was started at first.
+    /// The last role order to the process at a place, delivered or in flight.
+    ordered: BTreeMap<Place, Role>,
+    /// A process has died, and restarted with its first role.
     died: bool,
-    /// Switches that processes have ended.
+    /// Switches that processes have completed.
     pub(super) switches: u64,
-    /// The roles of processes, and what they become, when they were last looked at.
+    /// Completed switches, role and target role of each process at the last look.
     seen: BTreeMap<Place, (u64, Role, Option<Role>)>,
 }
 
@@ -71,33 +71,33 @@ fn target(process: &Process<Symbolic>) -> Role {
     becoming.unwrap_or(now)
 }
 
-/// Whether clients' requests are for a process, for good.
+/// Whether a process takes clients' requests, also after its switch.
 fn serves(process: &Process<Symbolic>) -> bool {
     process.instance.role().0.serves() && target(process).serves()
 }
 
 impl Roles {
-    /// An operator wants an instance to have a role.
+    /// Orders a role for an instance, as an operator.
     pub(super) fn order(&mut self, world: &mut Pool, place: Place, role: Role) {
         let Some(id) = world.process(place).and_then(Process::id) else { return };
         if world.admin(AdminBody::Role(AdminRole { instance: id.0, role: role.into() })) {
-            self.said.insert(place, role);
+            self.ordered.insert(place, role);
         }
     }
 
-    /// A process dies: what it was told died with it.
+    /// Notes the death of a process, and of its order.
     pub(super) fn died(&mut self, place: Place) {
         self.died = true;
-        self.said.remove(&place);
+        self.ordered.remove(&place);
     }
 
-    /// The gManager dies: what it said and nobody heard yet may never be heard.
+    /// Notes the gManager's death: undelivered orders may be lost.
     pub(super) fn gmanager_died(&mut self, world: &Pool) {
-        self.said.retain(|place, role| world.process(*place).is_some_and(|process| target(process) == *role));
+        self.ordered.retain(|place, role| world.process(*place).is_some_and(|process| target(process) == *role));
     }
 
-    /// Where a request goes that was meant for `place`, and whether it must be taken there: whoever sends requests knows what the
-    /// gManager knows.
+    /// The place to which a request meant for `place` is routed, and whether that must accept it: the router knows
+    /// what the gManager knows.
     pub(super) fn dispatch(world: &Pool, place: Place) -> (Place, bool) {
         let takes = |place: &Place| world.process(*place).is_some_and(serves);
         let mut chosen = place;
@@ -119,8 +119,8 @@ impl Roles {
         (chosen, takes(&chosen))
     }
 
-    /// After an event of the process at `place`: what is only done in another role than its own, it has finished, and somebody
-    /// is left for each kind of work.
+    /// Checks after an event of the process at `place`: it has finished work of its former role, and each kind of
+    /// work has an instance.
     pub(super) fn after(
         &mut self,
         world: &Pool,
@@ -156,8 +156,8 @@ impl Roles {
         Ok(())
     }
 
-    /// Nobody wants anything any more: every switch has come to its end, everybody knows what everybody is, and each kind of
-    /// work has somebody.
+    /// Checks at rest: every switch has ended, all processes agree on all roles, and each kind of work has an
+    /// instance.
     pub(super) fn at_rest(&self, world: &Pool, pool: &PoolSpec) -> Result<(), Failure> {
         let rows = world.coordinator.as_ref().map(|c| c.gmanager.status(c.clock.now_ms(world.now_us())));
         for (place, process) in world.live() {
@@ -170,15 +170,15 @@ impl Roles {
             if known.is_some_and(|known| known != (now, None)) {
                 return failure("role", format!("node {place} is {now:?}, and {known:?} to the gManager"));
             }
-            let said = self.said.get(&place);
-            if pool.balancer.is_none() && said.is_some_and(|said| *said != now) {
-                return failure("role", format!("node {place} is {now:?}, and was told to be {said:?}"));
+            let ordered = self.ordered.get(&place);
+            if pool.balancer.is_none() && ordered.is_some_and(|ordered| *ordered != now) {
+                return failure("role", format!("node {place} is {now:?}, and was told to be {ordered:?}"));
             }
         }
         self.somebody(world, pool)
     }
 
-    /// Each kind of work has an instance that does it for good, unless one died.
+    /// Checks that each kind of work has a permanent instance, unless one died.
     fn somebody(&self, world: &Pool, pool: &PoolSpec) -> Result<(), Failure> {
         if self.died {
             return Ok(());

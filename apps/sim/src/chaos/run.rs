@@ -1,4 +1,4 @@
-//! Plays a scenario with every checker on.
+//! Executes a scenario with every checker on.
 
 use super::check::{Checkers, FORGOTTEN_US, LONG_US};
 use super::ops::{Op, What};
@@ -18,32 +18,32 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// From the end of the last request to the last check: debts may be frozen for ten seconds.
+/// Time from the end of the last request to the last check: debts may be frozen for ten seconds.
 const REST_US: u64 = 18_000_000;
-/// From the last fault, or the last request, to when every request must be over. Nothing in a scenario takes as long as a request
-/// may wait for memory: one that only that deadline would end is one that nobody serves, and a finding.
+/// Time from the last fault or request until every request must have ended. Shorter than a request's deadline for
+/// memory: a request that only this deadline would end is never served, which is a finding.
 const OVER_US: u64 = 300_000_000;
 const _: () = assert!(OVER_US < lagoon_types::limits::ADMISSION_DEADLINE_MS * 1000);
-/// Events in a second of simulated time, on average: more is a livelock.
+/// Most events per second of simulated time, on average: more is a livelock.
 const EVENTS_PER_S_MAX: u64 = 200_000;
-/// An order arrives sooner, if it does.
+/// Latest arrival of an order.
 const LATE_US: u64 = 5_000_000;
-/// Between looks for leases that nobody holds.
+/// Interval of checks for leases that no debtor holds.
 const ORPHANS_US: u64 = 1_000_000;
-/// Between checks of everything, in events.
+/// Interval of checks of everything, in events.
 const ALL_EVENTS: u64 = 512;
-/// Calls of the run itself.
+/// First number of the run's own calls.
 const RESTART: u64 = 1 << 32;
 const UNDRAIN: u64 = 1 << 33;
 const ORPHANS: u64 = 1 << 34;
 
-/// What a checker found.
+/// A checker's finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Failure {
-    /// Which checker.
+    /// Name of the checker.
     pub checker: String,
     pub detail: String,
-    /// When, in simulated time.
+    /// Simulated time.
     pub at_us: u64,
 }
 
@@ -60,7 +60,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// What a run came to.
+/// Counters of a run, or of several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Summary {
     pub events: u64,
@@ -73,29 +73,29 @@ pub struct Summary {
     /// Accepted, and ended by an error.
     pub failed: u64,
     pub cancelled: u64,
-    /// Died with their instance.
+    /// Ended by the death of their instance.
     pub lost: u64,
     pub tokens: u64,
     pub faults: u64,
     pub preemptions: u64,
     pub recoveries: u64,
-    /// Tokens that were computed again because their KV was lost.
+    /// Tokens recomputed because their KV was lost.
     pub recomputed: u64,
-    /// Tokens that were not computed because the KV of an earlier request was kept.
+    /// Tokens not computed because of prefix-cache hits.
     pub prefix_hits: u64,
-    /// Blocks of these that others had at the time.
+    /// Blocks of these hits that were shared with another sequence at the time.
     pub prefix_shared: u64,
-    /// Kept blocks whose memory was wanted.
+    /// Evictions from the prefix cache.
     pub prefix_evicted: u64,
-    /// Prompts that were read from whoever computed them, those of it that were computed in parts, those that were given
-    /// to another worker, and those that nobody took.
+    /// Prompts read from the worker that prefilled them; of these, those prefilled in parts, those reassigned to
+    /// another worker, and those that no worker took.
     pub prefills: u64,
     pub prefills_pushed: u64,
     pub prefills_again: u64,
     pub prefills_own: u64,
-    /// Blocks that stayed with the worker that computed them.
+    /// Blocks that stayed with the worker that prefilled them.
     pub left: u64,
-    /// Tokens that were not read from whoever computed them, as they were there already.
+    /// Tokens not read from their worker, because they were cached here.
     pub found: u64,
     /// Roles that changed.
     pub switches: u64,
@@ -104,7 +104,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Adds another run's numbers.
+    /// Adds another run's counters.
     pub fn add(&mut self, other: &Self) {
         self.events += other.events;
         self.ms += other.ms;
@@ -133,7 +133,7 @@ impl Summary {
         self.bulk_frames += other.bulk_frames;
     }
 
-    /// Adds what a process did in its life.
+    /// Adds the counters of a process that ends.
     fn add_life(&mut self, status: &InstanceStatus, push: bool) {
         self.preemptions += status.preemptions;
         self.recoveries += status.recoveries;
@@ -158,11 +158,11 @@ struct Run<'a> {
     roles: Roles,
     asked: BTreeMap<usize, Asked>,
     lives: BTreeMap<Place, u64>,
-    /// Where a drain is being ended, and when it was last seen to be on or may have been.
+    /// Drains that are being ended, with the time when each was last on or may have been.
     drains: BTreeMap<Place, u64>,
     /// Ops that have not begun.
     ahead: usize,
-    /// When the last fault that has begun ends.
+    /// End of the last fault that has begun.
     fault_end_us: Option<u64>,
     /// When the last long one ends.
     long_fault_end_us: Option<u64>,
@@ -170,15 +170,15 @@ struct Run<'a> {
     summary: Summary,
 }
 
-/// Plays a scenario.
+/// Executes a scenario.
 ///
 /// # Errors
-/// What a checker found first.
+/// The first finding of a checker.
 pub fn run(scenario: &Scenario) -> Result<Summary, Failure> {
     replay(scenario, &scenario.ops, 0).0
 }
 
-/// Plays some of a scenario's ops and keeps the last `trace` lines of what happened.
+/// Executes some of a scenario's ops, and keeps the last `trace` lines of events.
 pub fn replay(scenario: &Scenario, ops: &[Op], trace: usize) -> (Result<Summary, Failure>, Vec<String>) {
     let mut world = scenario.pool.world(scenario.seed);
     world.trace = (trace > 0).then(|| crate::world::Trace::new(trace));
@@ -232,7 +232,7 @@ impl Run<'_> {
             if self.scenario.steps_max > 0 && steps >= self.scenario.steps_max {
                 return Ok(());
             }
-            self.hear()?;
+            self.deliver()?;
             self.check(steps)?;
             let now = self.world.now_us();
             if self.ahead > 0 || self.asked.values().any(|a| a.end.is_none()) {
@@ -245,7 +245,7 @@ impl Run<'_> {
         }
     }
 
-    /// When a pool whose last request ended now must be empty.
+    /// Time by which a pool must be empty whose last request ended now.
     fn rest_at(&self, now: u64) -> u64 {
         (now + REST_US).max(self.last_fault_us().map_or(0, |end| end + FORGOTTEN_US + REST_US))
     }
@@ -254,7 +254,7 @@ impl Run<'_> {
         self.fault_end_us.max(self.world.fired_us)
     }
 
-    /// How long no fault, and no long fault, has been at work.
+    /// Time since the last fault, and since the last long one.
     fn calm_us(&self) -> [u64; 2] {
         let since = |end: Option<u64>| end.map_or(u64::MAX, |end| self.world.now_us().saturating_sub(end));
         [since(self.last_fault_us()), since(self.long_fault_end_us)]
@@ -273,7 +273,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Nothing hangs, and nothing spins.
+    /// Checks for hangs and livelocks.
     fn progress(&self, now: u64) -> Result<(), Failure> {
         if self.world.events() > (now / 1_000_000 + 2) * EVENTS_PER_S_MAX {
             return Err(Failure::new("livelock", format!("{} events", self.world.events())));
@@ -290,8 +290,8 @@ impl Run<'_> {
         format!("request {} is not over after {} tokens: {}", asked.id, asked.tokens, status.unwrap_or_default())
     }
 
-    /// Hands what was emitted to the clients.
-    fn hear(&mut self) -> Result<(), Failure> {
+    /// Delivers emitted events to the clients.
+    fn deliver(&mut self) -> Result<(), Failure> {
         if self.world.emitted.is_empty() {
             return Ok(());
         }
@@ -301,16 +301,16 @@ impl Run<'_> {
             let Some(asked) = self.asked.get_mut(&id).filter(|a| a.place == emission.place) else {
                 return Err(Failure::new("answer", format!("node {} answers {}", emission.place, emission.seq)));
             };
-            asked.hear(emission.event, &self.scenario.pool, disturbed)?;
+            asked.receive(emission.event, &self.scenario.pool, disturbed)?;
         }
         Ok(())
     }
 
-    /// An op is due.
+    /// Executes a due op.
     fn perform(&mut self, index: usize) {
         let op = self.ops[index];
         let now = self.world.now_us();
-        // A stopped process hears of clients when it goes on.
+        // A stopped process takes client requests when it resumes.
         if let Some(until) = self.client_waits(&op.what) {
             self.world.call_at(until + 1, index as u64);
             return;
@@ -371,7 +371,7 @@ impl Run<'_> {
     }
 
     fn cancel(&mut self, id: usize) {
-        // Its request may have been left out, or may come later: clients cancel what they have asked.
+        // Its request may have been left out, or may come later: clients cancel only requests that they have sent.
         let Some(asked) = self.asked.get_mut(&id).filter(|a| a.end.is_none()) else { return };
         asked.end = Some(End::Cancelled);
         let place = asked.place;
@@ -400,17 +400,17 @@ impl Run<'_> {
         self.world.call_at(self.world.now_us() + us, UNDRAIN + place as u64);
     }
 
-    /// Repeated until the instance has taken it up: the gManager may be down or without a connection to it. An order to
-    /// drain that is late, or waits for a stopped process or one that the gManager does not hear, is in progress until long
-    /// after that.
+    /// Ends a drain; repeated until the instance has done so, because the gManager may be down or disconnected. A
+    /// drain order that is late, or waits for a process that is stopped or silent, is in progress until long after
+    /// that.
     fn undrain(&mut self, place: Place) {
         let now = self.world.now_us();
         let Some(process) = self.world.process(place) else { return };
         let (status, stopped) = (process.instance.status(), process.paused_until_us.is_some());
         let rows = self.world.coordinator.iter().flat_map(|c| c.gmanager.status(c.clock.now_ms(now)));
-        let heard = rows.into_iter().any(|row| row.alive && status.instance.is_some_and(|id| id.0 == row.instance));
+        let listed = rows.into_iter().any(|row| row.alive && status.instance.is_some_and(|id| id.0 == row.instance));
         let seen_us = self.drains.entry(place).or_insert(now);
-        if status.draining || stopped || !heard {
+        if status.draining || stopped || !listed {
             *seen_us = now;
         }
         let Some(id) = status.instance.filter(|_| now < *seen_us + LATE_US) else {

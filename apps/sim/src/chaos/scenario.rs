@@ -1,4 +1,4 @@
-//! From a seed to a pool and what happens to it.
+//! Draws a scenario, a pool and its ops, from a seed.
 
 use super::aim::Aim;
 use super::ops::{Op, What};
@@ -11,22 +11,22 @@ use lagoon_instance::RemotePolicy;
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_wire::Class;
 
-/// What a scenario may be at most.
+/// Bounds and switches for drawing scenarios.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Instances; 0 draws 2 to 5.
+    /// Number of instances; 0 draws 2 to 5.
     pub nodes: usize,
-    /// Requests; 0 draws.
+    /// Number of requests; 0 draws it.
     pub requests: usize,
-    /// Seconds in which requests and faults begin; 0 draws.
+    /// Seconds in which requests and faults begin; 0 draws them.
     pub seconds: u64,
     /// Draw faults in most scenarios.
     pub faults: bool,
     /// All pools have prefill and decode workers, or none has; `None`: one in four has.
     pub roles: Option<bool>,
-    /// What else happens to every pool, whose number of instances and roles follow from it.
+    /// A coincidence to provoke in every pool; it determines instances and roles.
     pub aim: Option<Aim>,
-    /// Things that happen before a run is ended; 0 runs to its end.
+    /// Steps after which a run ends; 0 runs to its end.
     pub steps: u64,
 }
 
@@ -36,18 +36,18 @@ impl Default for Limits {
     }
 }
 
-/// A pool and what happens to it.
+/// A pool and its ops.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Scenario {
     pub seed: u64,
     pub pool: PoolSpec,
-    /// By time.
+    /// Ordered by time.
     pub ops: Vec<Op>,
-    /// See [`Limits::steps`].
+    /// [`Limits::steps`].
     pub steps_max: u64,
 }
 
-/// Nothing begins before: everybody has registered by then.
+/// No op begins before: all instances have registered by then.
 const WARM_US: u64 = 1_000_000;
 
 impl Scenario {
@@ -60,7 +60,7 @@ impl Scenario {
         };
         let mut rng = Rng::new(seed ^ 0x6c61_676f_6f6e);
         let mut pool = draw_pool(&mut rng.split(), limits);
-        // Of its own: seeds without roles are what they were.
+        // A generator of its own, so that seeds without roles do not change.
         let mut roles = Rng::new(seed ^ 0x726f_6c65);
         let drawn = roles.once_in(4);
         if limits.roles.unwrap_or(drawn) {
@@ -73,13 +73,13 @@ impl Scenario {
         };
         let aimed = limits.aim.map(|aim| aim.draw(&mut Rng::new(seed ^ 0x0061_696d), &mut pool, WARM_US));
         let mut ops = draw_requests(&mut rng.split(), &pool, span_us, limits.requests);
-        // One in four is undisturbed: nothing but its own errors can explain what goes wrong.
+        // One in four has no faults, so that nothing but bugs can explain a finding.
         let disturbed = limits.faults && !rng.once_in(4);
         if disturbed {
             let faults = rng.pick(&[1, 2, 4, 8, 16]);
             draw_faults(&mut rng.split(), &pool, span_us, faults, &mut ops);
         }
-        // Every other pool with roles changes them.
+        // Half of the pools with roles change them.
         if pool.has_roles() && roles.once_in(2) {
             ops.extend(super::roles::draw(&mut roles, &mut pool, span_us, WARM_US, disturbed));
         }
@@ -90,7 +90,7 @@ impl Scenario {
 }
 
 impl Scenario {
-    /// Whether roles may change in it.
+    /// Whether roles may change in the scenario.
     pub(super) fn changes_roles(&self) -> bool {
         self.pool.balancer.is_some() || self.ops.iter().any(|op| matches!(op.what, What::Role { .. }))
     }
@@ -104,7 +104,7 @@ fn draw_pool(rng: &mut Rng, limits: Limits) -> PoolSpec {
     let mut nodes = Vec::new();
     for index in 0..count {
         let blocks = small(rng.within(6..=30));
-        // The first runs requests in any case.
+        // The first instance always runs requests.
         let kv = index > 0 && rng.once_in(6);
         nodes.push(NodeSpec {
             role: if kv { Role::Kv } else { Role::Instance },
@@ -140,7 +140,7 @@ fn draw_pool(rng: &mut Rng, limits: Limits) -> PoolSpec {
     }
 }
 
-/// One decodes, one computes prompts, the others are anything.
+/// Draws roles: one decode worker, one prefill worker, the others anything.
 fn draw_roles(rng: &mut Rng, pool: &mut PoolSpec) {
     for (index, node) in pool.nodes.iter_mut().enumerate() {
         node.role = match index {
@@ -151,13 +151,14 @@ fn draw_roles(rng: &mut Rng, pool: &mut PoolSpec) {
             _ => rng.pick(&[Role::Decode, Role::Prefill, Role::Instance]),
         };
         node.tier = MemoryTier::Device;
-        // Some instances have memory that nobody can read, as on most devices.
+        // Some instances have memory that transports cannot read, as on most devices.
         node.transfers = node.role != Role::Instance || !rng.once_in(6);
     }
     pool.push = rng.once_in(2);
 }
 
-/// In one pool of three some devices have their memory to themselves, and less or more beside it than a prompt needs.
+/// Draws staging buffers: in one pool of three some devices have private memory, with staging buffers smaller or
+/// larger than a prompt.
 fn draw_stages(rng: &mut Rng, pool: &mut PoolSpec) {
     if !rng.once_in(3) {
         return;
@@ -206,7 +207,7 @@ fn draw_requests(rng: &mut Rng, pool: &PoolSpec, span_us: u64, requests: usize) 
 
 fn draw_faults(rng: &mut Rng, pool: &PoolSpec, span_us: u64, faults: usize, ops: &mut Vec<Op>) {
     let count = pool.nodes.len();
-    // A scenario has a few kinds of faults, often: what goes wrong by one of them alone is found sooner.
+    // A scenario has few kinds of faults, each often: bugs of single kinds are found sooner.
     let most = if pool.has_roles() { 13 } else { 11 };
     let kinds: Vec<u64> = (0..rng.pick(&[1, 2, 8])).map(|_| rng.below(most)).collect();
     for _ in 0..faults {
@@ -217,7 +218,7 @@ fn draw_faults(rng: &mut Rng, pool: &PoolSpec, span_us: u64, faults: usize, ops:
             other = rng.index(count + 1);
         }
         let (a, b) = (place, other);
-        // Short, beyond the silence that ends a session, beyond a step's deadline, beyond a lease's time to live.
+        // Short; longer than a session's silence timeout; than a step's deadline; than a lease's time to live.
         let us = rng.pick(&[300_000, 1_500_000, 4_000_000, 12_000_000, 25_000_000]);
         let us = us / 2 + rng.below(us);
         let what = match rng.pick(&kinds) {

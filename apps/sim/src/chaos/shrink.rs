@@ -1,21 +1,20 @@
-//! Finds a shorter history that fails the same way: delta debugging over the list of ops.
+//! Shrinks a failing scenario: delta debugging over its list of ops.
 
 use super::ops::Op;
 use super::run::{Failure, replay};
 use super::scenario::Scenario;
 use std::time::{Duration, Instant};
 
-/// The shortest failing history that was found.
+/// The shortest failing list of ops found.
 #[derive(Clone, Debug)]
 pub struct Shrunk {
     pub ops: Vec<Op>,
     pub failure: Failure,
-    /// Histories that were tried.
+    /// Number of lists tried.
     pub tried: u64,
 }
 
-/// Leaves out ever smaller parts of a failing scenario's ops, for as long as what remains fails by the same checker
-/// and time is left.
+/// Removes ever smaller parts of a failing scenario's ops, while the rest fails by the same checker and time is left.
 #[must_use]
 pub fn shrink(scenario: &Scenario, failure: &Failure, budget: Duration) -> Shrunk {
     let begun = Instant::now();

@@ -1,4 +1,5 @@
-//! Many seeds, on several threads. Each run has one thread to itself, so the threads change nothing but the time.
+//! Runs many seeds on several threads. Each run has one thread to itself, so results do not depend on the number of
+//! threads.
 
 use super::run::{Failure, Summary, run};
 use super::scenario::{Limits, Scenario};
@@ -6,17 +7,18 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a sweep came to.
+/// Results of a sweep.
 #[derive(Clone, Debug, Default)]
 pub struct Sweep {
-    /// Of the runs that went well.
+    /// Counters of the runs that passed.
     pub total: Summary,
     pub runs: u64,
-    /// By seed.
+    /// Failures by seed.
     pub failures: Vec<(u64, Failure)>,
 }
 
-/// Runs `seeds` on `jobs` threads until all are done or `stop_after` have failed. `progress` hears of every run.
+/// Runs `seeds` on `jobs` threads until all are done or `stop_after` have failed. `progress` is called after every
+/// run.
 #[must_use]
 pub fn sweep(
     seeds: Range<u64>,

@@ -1,4 +1,4 @@
-//! The papers' clusters: GPUs in nodes, a model, and how it is spread over instances.
+//! The papers' clusters: GPUs in nodes, a model, and its distribution over instances.
 
 use super::hardware::{LLAMA2_7B, LLAMA2_13B, LLAMA2_70B, Model, Parallel, Timing};
 
@@ -13,14 +13,14 @@ pub const NVLINK_LATENCY_US: f64 = 10.0;
 /// One way between nodes.
 pub const ETHERNET_LATENCY_US: f64 = 50.0;
 
-/// A way to use `gpus` GPUs for one model.
+/// A distribution of one model over `gpus` GPUs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cluster {
     pub model: Model,
     pub gpus: u32,
     pub parallel: Parallel,
     pub ethernet_bytes_per_s: f64,
-    /// One GPU's way to another of its node, one direction.
+    /// Bandwidth from one GPU to another of its node, one direction.
     pub near_bytes_per_s: f64,
     pub near_latency_us: f64,
 }
@@ -39,7 +39,7 @@ impl Cluster {
         }
     }
 
-    /// One instance over all GPUs: tensor parallelism in a node, a pipeline across nodes (v2 §7.1).
+    /// One instance over all GPUs: tensor parallelism within a node, a pipeline across nodes (v2 §7.1).
     #[must_use]
     pub fn single(model: Model, gpus: u32, pipelined: bool) -> Self {
         let parallel = Parallel {
@@ -57,7 +57,7 @@ impl Cluster {
         (self.gpus / self.parallel.gpus()) as usize
     }
 
-    /// The node of an instance (the first, where it has several).
+    /// The node of an instance (its first, if it has several).
     #[must_use]
     pub fn node(&self, instance: usize) -> usize {
         instance * self.parallel.gpus() as usize / NODE_GPUS as usize
@@ -68,7 +68,7 @@ impl Cluster {
         Timing::new(self.model, self.parallel)
     }
 
-    /// `LLaMA2-7B, 16xtp1`.
+    /// Name, as `LLaMA2-7B, 16xtp1`.
     #[must_use]
     pub fn name(&self) -> String {
         let Parallel { tp, pp, .. } = self.parallel;
@@ -86,7 +86,7 @@ pub struct Setup {
     pub model: Model,
     pub gpus: u32,
     pub tp: u32,
-    /// Of v2 Table 1.
+    /// Trace number of v2 Table 1.
     pub trace: usize,
     /// Longest context of the trace, in tokens.
     pub longest: u32,

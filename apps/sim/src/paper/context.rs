@@ -1,5 +1,5 @@
-//! Context lengths: throughput of the largest batch of one length, and the longest context that is served (v2 Figure 9,
-//! v1 Figure 7).
+//! Context lengths: throughput of the largest batch of one length, and the longest context served (v2 Figure 9, v1
+//! Figure 7).
 
 use super::cluster::{Cluster, SETUPS, Setup};
 use super::measure::{Job, Measured, System, run_all};
@@ -9,7 +9,7 @@ use lagoon_types::limits::SEQUENCE_TOKENS_MAX;
 use std::fmt::Write as _;
 
 const OUTPUT: u32 = 64;
-/// Tokens that a creditor keeps for its own growth (`lend_reserve_blocks`), and room for the output.
+/// Blocks that a creditor reserves for its own growth (`lend_reserve_blocks`), and room for the output.
 const RESERVE_BLOCKS: u64 = 2;
 
 /// One bar of the figure.

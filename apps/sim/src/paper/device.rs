@@ -1,13 +1,12 @@
-//! What replaces the runner: an instance's commands in, its reports out after modelled time.
+//! The modelled device, in place of the runner: takes an instance's commands and reports after modelled time.
 //!
-//! The instance believes in a model of one layer (its frames are small, and few); the time is that of all layers of the
-//! real one. Peers' micro attention goes before passes, as streams of a higher priority do. (Study: at the earliest when
-//! the layer that is being computed is done; on average half a layer's time, in every layer, so half a step's time over
-//! all layers.) Passes of the two micro-batches take turns
-//! and so share the device evenly.
+//! The instance runs a model of one layer (small and few frames); the time is that of all layers of the real model.
+//! Peers' micro attention goes before passes, as on streams of a higher priority. (The study `layer_borders`: only at
+//! the end of a layer; on average half a layer's time in every layer, so half a step's time over all layers.) Passes
+//! of the two micro-batches alternate and so share the device evenly.
 //!
-//! In a remote pass the projections come first (their share of a layer), then queries leave and local attention runs, then
-//! the pass waits for partials, then the rest: v2 Figure 6 (a).
+//! A remote pass computes the projections first (their share of a layer); then queries leave and local attention
+//! runs; the pass waits for partials, then computes the rest: v2 Figure 6 (a).
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
 
 use super::hardware::{StepShape, Timing};
@@ -19,31 +18,31 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// The query, key and value projections' share of a layer's linear work (12 h² of it with the feed-forward: about 3/12).
 const PROJECTION_SHARE: f64 = 0.25;
-/// Zeros that stand for queries and KV: those of the largest step.
+/// Zeros in place of queries and KV, enough for the largest step.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
-/// Bytes of content that nobody looks at.
+/// `bytes` bytes without meaning.
 pub(super) fn zeros(bytes: usize) -> Bytes {
     if bytes <= ZEROS.len() { Bytes::from_static(&ZEROS[..bytes]) } else { Bytes::from(vec![0; bytes]) }
 }
 
-/// How prompts come into the KV cache.
+/// How prompts' KV comes into the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prefill {
-    /// They are computed, in chunks.
+    /// Computed, in chunks.
     Computed,
-    /// They are there when a request is first admitted: decoding takes time, and computing a preempted request again.
+    /// Present when a request is first admitted: only decoding, and recomputing a preempted request, take time.
     Resident,
 }
 
-/// A report, and how many rows of it go over the network in earnest (those of resident prompts do not).
+/// A report, and the number of its rows that count as network traffic (those of resident prompts do not).
 #[derive(Debug)]
-pub(super) struct Said {
+pub(super) struct BilledReport {
     pub(super) report: Report,
     pub(super) billed_rows: BTreeMap<InstanceId, u32>,
 }
 
-impl From<Report> for Said {
+impl From<Report> for BilledReport {
     fn from(report: Report) -> Self {
         Self { report, billed_rows: BTreeMap::new() }
     }
@@ -77,7 +76,7 @@ struct RemoteRequest {
     billed: u32,
 }
 
-/// See the module's documentation.
+/// A modelled device; see the module's documentation.
 #[derive(Debug)]
 pub(super) struct Device {
     timing: Timing,
@@ -87,26 +86,27 @@ pub(super) struct Device {
     kv_bytes: usize,
     passes: [Option<Pass>; 2],
     remote_requests: VecDeque<RemoteRequest>,
-    /// Copies for peers and moves that are due: they take the device's time, and nobody waits for them here.
+    /// Due copies for peers and moves, in microseconds: they take the device's time, but no command here waits for
+    /// them.
     copies_us: f64,
     immediate: Vec<Report>,
-    /// How far each sequence has been computed here.
+    /// Positions computed so far, by sequence.
     reached: BTreeMap<SeqId, u32>,
     updated_us: f64,
-    /// Raised whenever something changes: what was planned for an older version is void.
+    /// Raised at every change, which voids events planned for an older version.
     pub(super) version: u64,
     pub(super) busy_us: f64,
     pub(super) remote_request_us: f64,
     pub(super) copy_us: f64,
-    /// Nothing to compute while a pass waited for partials.
+    /// Idle time while a pass waited for partials.
     pub(super) await_us: f64,
-    /// Passes begun and rows in them, by micro-batch.
+    /// Steps and rows, by micro-batch.
     pub(super) steps: [u64; 2],
     pub(super) rows: [u64; 2],
 }
 
 impl Device {
-    /// `q_bytes` and `kv_bytes`: of one row and one token of the one-layer shape.
+    /// `q_bytes` and `kv_bytes`: bytes of one row and one token in the one-layer shape.
     pub(super) fn new(setting: &Setting, q_bytes: usize, kv_bytes: usize) -> Self {
         Self {
             timing: setting.timing,
@@ -135,7 +135,7 @@ impl Device {
         rows == 1 || again || self.prefill == Prefill::Computed
     }
 
-    /// Whether a sequence's rows were computed before: it was preempted since. Remembers how far it has come.
+    /// Whether a sequence's rows are recomputed after a preemption; notes its progress.
     fn again(&mut self, seq: SeqId, end: u32) -> bool {
         let reached = self.reached.entry(seq).or_default();
         let again = end <= *reached;
@@ -143,13 +143,13 @@ impl Device {
         again
     }
 
-    /// Keys that decode rows read, and pairs that prefill rows compute, of `rows` rows that end at `pos0 + rows` over
+    /// Keys read by decode rows, and pairs computed by prefill rows, of `rows` rows that end at `pos0 + rows` over
     /// `keys` keys.
     fn attention(&self, rows: u32, again: bool, keys: f64) -> (f64, f64) {
         match rows {
             1 => (keys, 0.0),
             _ if !self.counts(rows, again) => (0.0, 0.0),
-            // Of a chunk's own keys a row sees half on average.
+            // A row sees half of its chunk's own keys on average.
             _ => (0.0, f64::from(rows) * (keys - f64::from(rows) / 2.0).max(keys / 2.0)),
         }
     }
@@ -180,13 +180,13 @@ impl Device {
             Command::RemoteSeal { .. } | Command::Map { .. } | Command::Unmap { .. } => {
                 unreachable!("the papers' systems map nobody's memory")
             }
-            // Slots are memory here.
+            // Slots are host memory here.
             Command::Stage(_) => unreachable!("the papers' systems stage nothing"),
             Command::Release { .. } => {}
         }
     }
 
-    /// The KV of resident prompts is there: it is not told from what moves, and copies are fast where prompts are.
+    /// Queues a copy. Free if prompts are resident: copies of their KV cannot be told from other moves.
     fn copy(&mut self, tokens: u32) {
         if self.prefill == Prefill::Computed {
             self.copies_us += self.timing.copy_us(f64::from(tokens));
@@ -229,7 +229,7 @@ impl Device {
             Some(Pass { work, phase, left_us, local_us, rest_us, whole_us, shape, missing });
     }
 
-    /// The linear work that a pass adds to what the other micro-batch does anyway.
+    /// Linear work that a pass adds to the other micro-batch's.
     fn joined_us(&self, shape: &StepShape) -> f64 {
         let beside = self.passes.iter().flatten().next().map(|p| p.shape).unwrap_or_default();
         let linear = |rows: f64, sampled: f64, seqs: f64| {
@@ -265,7 +265,7 @@ impl Device {
         self.remote_requests.push_back(RemoteRequest { query, ready_us: now_us + wait, left_us, billed });
     }
 
-    /// Lets time pass: peers' work first, the micro-batches share what is left.
+    /// Advances to `now_us`: peers' work first, then both micro-batches share the device.
     fn advance(&mut self, now_us: u64) {
         let now = now_us as f64;
         while self.updated_us < now {
@@ -312,7 +312,7 @@ impl Device {
         }
     }
 
-    /// When something ends next, if nothing else happens before.
+    /// Time of the next completion, without further commands.
     pub(super) fn next_us(&self, now_us: u64) -> Option<u64> {
         let now = now_us as f64;
         if !self.immediate.is_empty() {
@@ -334,26 +334,28 @@ impl Device {
         next.is_finite().then(|| next.ceil() as u64)
     }
 
-    /// What has ended by now.
-    pub(super) fn collect(&mut self, now_us: u64) -> Vec<Said> {
+    /// Reports of work that has completed by now.
+    pub(super) fn collect(&mut self, now_us: u64) -> Vec<BilledReport> {
         self.advance(now_us);
         self.version += 1;
-        let mut said: Vec<Said> = std::mem::take(&mut self.immediate).into_iter().map(Said::from).collect();
+        let mut reports: Vec<BilledReport> =
+            std::mem::take(&mut self.immediate).into_iter().map(BilledReport::from).collect();
         let now = now_us as f64;
         while let Some(at) = self.remote_requests.iter().position(|g| g.left_us <= 0.0 && g.ready_us <= now) {
             let Some(remote_request) = self.remote_requests.remove(at) else { break };
             let (out, lse, count) = (Bytes::new(), Bytes::new(), Bytes::new());
             let report = Report::RemotePartial { tag: remote_request.query.tag, out, lse, count };
-            // The instance that asked is not known here: the caller sends one frame for this report.
-            said.push(Said { report, billed_rows: BTreeMap::from([(InstanceId(0), remote_request.billed)]) });
+            // The requester is not known here: the caller sends one frame for this report.
+            reports
+                .push(BilledReport { report, billed_rows: BTreeMap::from([(InstanceId(0), remote_request.billed)]) });
         }
         for micro_batch in MicroBatch::ALL {
-            self.collect_pass(micro_batch, &mut said);
+            self.collect_pass(micro_batch, &mut reports);
         }
-        said
+        reports
     }
 
-    fn collect_pass(&mut self, micro_batch: MicroBatch, said: &mut Vec<Said>) {
+    fn collect_pass(&mut self, micro_batch: MicroBatch, reports: &mut Vec<BilledReport>) {
         loop {
             let Some(pass) = &mut self.passes[micro_batch.index()] else { return };
             if pass.left_us > 0.0 {
@@ -362,7 +364,7 @@ impl Device {
             match pass.phase {
                 Phase::Project => {
                     (pass.phase, pass.left_us) = (Phase::Local, pass.local_us);
-                    self.hand_out(micro_batch, said);
+                    self.hand_out(micro_batch, reports);
                 }
                 Phase::Local if pass.missing == 0 => (pass.phase, pass.left_us) = (Phase::Rest, pass.rest_us),
                 Phase::Local => {
@@ -376,30 +378,30 @@ impl Device {
                     let samples = samples.map(|s| sample(s.seq)).collect();
                     let step = pass.work.step;
                     self.passes[micro_batch.index()] = None;
-                    said.push(Report::Done { step, micro_batch, samples }.into());
+                    reports.push(Report::Done { step, micro_batch, samples }.into());
                     return;
                 }
             }
         }
     }
 
-    /// Queries for every creditor, and the KV that goes there.
-    fn hand_out(&self, micro_batch: MicroBatch, said: &mut Vec<Said>) {
+    /// Reports queries for every creditor, and KV to be written there.
+    fn hand_out(&self, micro_batch: MicroBatch, reports: &mut Vec<BilledReport>) {
         let Some(pass) = &self.passes[micro_batch.index()] else { return };
         let remote = &pass.work.remote;
         let step = pass.work.step;
         let frame = |s: &lagoon_runner::Ship| (s.creditor, s.rows(), zeros(s.rows() as usize * self.q_bytes));
         let billed = |s: &lagoon_runner::Ship| {
-            let rows = s.segments.iter().map(|(_, rows)| rows).filter(|rows| self.counts(**rows, false)).sum();
+            let rows = s.segments.iter().map(|s| s.rows).filter(|rows| self.counts(*rows, false)).sum();
             (s.creditor, rows)
         };
-        said.push(Said {
+        reports.push(BilledReport {
             report: Report::Queries { step, layer: 0, frames: remote.ships.iter().map(frame).collect() },
             billed_rows: remote.ships.iter().map(billed).collect(),
         });
         if !remote.writes.is_empty() {
             let kv = remote.writes.iter().map(|w| zeros(w.rows as usize * self.kv_bytes)).collect();
-            said.push(Report::Written { step, layer: 0, kv }.into());
+            reports.push(Report::Written { step, layer: 0, kv }.into());
         }
     }
 

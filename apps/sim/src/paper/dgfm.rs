@@ -10,10 +10,10 @@ use std::fmt::Write as _;
 
 /// Dataset 10: 13B on 8 GPUs, 10 % of the requests long.
 const DATASET: usize = 9;
-/// Generated tokens at most: enough for debts to outlive each other.
+/// Most generated tokens: enough for debts to outlive each other.
 const OUTPUT_MAX: u32 = 512;
 
-/// Both runs.
+/// Results with and without DGFM.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OverTime {
     pub with: Measured,

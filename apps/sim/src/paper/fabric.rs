@@ -1,12 +1,12 @@
-//! The papers' network: NVLink inside a node, one Ethernet port per node, as busy as the modelled bytes make it.
+//! The papers' network: NVLink inside a node, one Ethernet port per node, loaded by modelled bytes.
 //!
-//! Frames here carry the KV and queries of a one-layer stand-in; what they cost is given in the bytes of the real model's
-//! layers. A port sends one frame at a time. Bulk is below partials: a partial pushes the bulk that waits at its port
-//! back. Frames of one class between two instances arrive in order.
+//! Frames here carry the KV and queries of a one-layer stand-in; they cost the bytes of the real model's layers. A
+//! port sends one frame at a time. Partials have priority over bulk: a partial delays the bulk that waits at its
+//! port. Frames of one class between two instances arrive in order.
 //!
-//! KV that steps write at creditors shares the streams of moves, of which so many bytes are in progress at once
-//! (`MOVE_BYTES_IN_FLIGHT_MAX`, `MOVE_WINDOW_MS`): it waits for these at most, not for all that the port has yet to send. (A block of the
-//! stand-in is larger than those of the product, so that a move's whole block is one frame here.)
+//! KV that steps write at creditors shares the streams of moves, whose bytes in flight are bounded
+//! (`MOVE_BYTES_IN_FLIGHT_MAX`, `MOVE_WINDOW_MS`): it waits for at most these, not for the port's whole queue. (A
+//! block of the stand-in is larger than the product's, so a move's whole block is one frame here.)
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
 
 use super::cluster::{Cluster, ETHERNET_LATENCY_US};
@@ -23,7 +23,7 @@ pub(super) enum Class {
     Bulk,
 }
 
-/// An egress or ingress.
+/// An egress or ingress port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Port {
     NvLinkOut(usize),
@@ -35,12 +35,12 @@ enum Port {
 #[derive(Debug)]
 pub(super) struct Fabric {
     cluster: Cluster,
-    /// Nothing takes time.
+    /// Frames take no time.
     free: bool,
-    /// When a port is free again, by class.
+    /// Time when a port is free again, by class.
     free_us: BTreeMap<(Port, bool), f64>,
     arrived_us: BTreeMap<(usize, usize, Class), u64>,
-    /// Modelled bytes that crossed nodes, and that stayed in one.
+    /// Modelled bytes between nodes, and within a node.
     pub(super) ethernet_bytes: f64,
     pub(super) nvlink_bytes: f64,
 }
@@ -66,7 +66,7 @@ impl Fabric {
         if self.near(a, b) { self.cluster.near_latency_us } else { ETHERNET_LATENCY_US }
     }
 
-    /// Bytes per second between two instances. Each GPU sends its own heads' share to its opposite number.
+    /// Bytes per second between two instances. Each GPU sends its own heads' share to its counterpart.
     pub(super) fn bytes_per_s(&self, a: usize, b: usize) -> f64 {
         if self.near(a, b) {
             self.cluster.near_bytes_per_s * f64::from(self.cluster.parallel.tp)
@@ -75,7 +75,7 @@ impl Fabric {
         }
     }
 
-    /// When a frame arrives that costs `bytes` and `hops` latencies (one per layer that it stands for).
+    /// Arrival time of a frame that costs `bytes` and `hops` latencies (one per layer that it stands for).
     pub(super) fn send(&mut self, from: usize, to: usize, class: Class, bytes: f64, hops: f64, now_us: u64) -> u64 {
         if self.free {
             return now_us;
@@ -99,7 +99,7 @@ impl Fabric {
             start = start.max(before.min(now_us as f64 + window));
         }
         for port in ports {
-            // What waits for moves does not hold up the partials behind it.
+            // Bulk behind moves does not delay later partials.
             let until = self.free_us.entry((port, bulk)).or_insert(0.0);
             *until = took + if class == Class::Growth { until.max(now_us as f64) } else { start };
             if !bulk && let Some(waits) = self.free_us.get_mut(&(port, true)).filter(|f| **f > now_us as f64) {

@@ -1,4 +1,4 @@
-//! The performance model: what a step takes on A100s, from published figures only.
+//! The performance model: times of a step on A100s, from published figures only.
 //!
 //! | figure | value | source |
 //! |---|---|---|
@@ -33,23 +33,23 @@ const GEMV_SHARE: f64 = 0.80;
 const PREFILL_ATTENTION_SHARE: f64 = 0.60;
 const DECODE_ATTENTION_SHARE: f64 = 0.85;
 
-/// What a device reaches in practice.
+/// Effective rates of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Chip {
     pub gemm_flops: f64,
-    /// At which weights are streamed.
+    /// Rate of streaming weights.
     pub gemm_bytes_per_s: f64,
     pub attention_flops: f64,
-    /// At which decode attention reads KV.
+    /// Rate of reading KV in decode attention.
     pub attention_bytes_per_s: f64,
-    /// At which KV is copied out of and into its store.
+    /// Rate of copying KV out of and into its store.
     pub copy_bytes_per_s: f64,
     pub kernel_gap_us: f64,
-    /// For weights and KV.
+    /// Memory for weights and KV.
     pub memory_bytes: f64,
 }
 
-/// By the table above.
+/// The A100 by the table above.
 pub const A100: Chip = Chip {
     gemm_flops: PEAK_FLOPS * GEMM_SHARE,
     gemm_bytes_per_s: HBM_BYTES_PER_S * GEMV_SHARE,
@@ -61,7 +61,7 @@ pub const A100: Chip = Chip {
 };
 
 const KERNELS_PER_LAYER: f64 = 10.0;
-/// Kernels of a micro attention that a creditor adds: the attention and its reduction.
+/// Kernels of a remote request in a layer: the attention and its reduction.
 const KERNELS_PER_REMOTE_REQUEST_LAYER: f64 = 2.0;
 const ALL_REDUCE_BYTES_PER_S: f64 = 230e9;
 const ELEMENT_BYTES: f64 = 2.0;
@@ -104,7 +104,7 @@ impl Model {
         f64::from(self.kv_heads * self.head_dim)
     }
 
-    /// Weights of one layer's matrices.
+    /// Number of weights in one layer's matrices.
     fn layer_params(&self) -> f64 {
         let (h, i) = (f64::from(self.hidden), f64::from(self.intermediate));
         2.0 * h * self.q_dim() + 2.0 * h * self.kv_dim() + 3.0 * h * i
@@ -120,7 +120,7 @@ impl Model {
         (f64::from(self.layers) * self.layer_params() + 2.0 * self.head_params()) * ELEMENT_BYTES
     }
 
-    /// Weights that a step reads.
+    /// Number of weights that a step reads.
     #[must_use]
     pub fn step_params(&self) -> f64 {
         f64::from(self.layers) * self.layer_params() + self.head_params()
@@ -145,13 +145,13 @@ impl Model {
     }
 }
 
-/// How one instance uses its GPUs.
+/// Parallelism of one instance.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Parallel {
     pub tp: u32,
     pub pp: u32,
-    /// Several micro-batches are in flight in the pipeline; otherwise one batch goes through all stages before the next
-    /// begins, as in an engine with one step at a time.
+    /// Several micro-batches are in flight in the pipeline; otherwise one batch passes all stages before the next
+    /// begins.
     pub pipelined: bool,
     /// Bytes per second and latency between pipeline stages.
     pub stage_bytes_per_s: f64,
@@ -171,12 +171,12 @@ impl Parallel {
     }
 }
 
-/// What one step computes.
+/// Size of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepShape {
     /// Rows through the linear layers.
     pub rows: f64,
-    /// Rows whose logits are wanted.
+    /// Rows whose logits are needed.
     pub sampled: f64,
     /// Sequences in the step.
     pub seqs: f64,
@@ -186,7 +186,7 @@ pub struct StepShape {
     pub prefill_pairs: f64,
 }
 
-/// Time of the two parts of a step, without communication with creditors.
+/// Times of the two parts of a step, without communication with creditors.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepTime {
     pub linear_us: f64,
@@ -206,8 +206,7 @@ pub struct Timing {
     pub model: Model,
     pub parallel: Parallel,
     pub chip: Chip,
-    /// Time of the engine's host code that the GPUs wait for, per step and per sequence of a step: 0 for the hardware
-    /// alone.
+    /// Host time per step, and per sequence of a step, that the GPUs wait for: 0 for the hardware alone.
     pub host_step_us: f64,
     pub host_seq_us: f64,
 }
@@ -218,14 +217,14 @@ impl Timing {
         Self { model, parallel, chip: A100, host_step_us: 0.0, host_seq_us: 0.0 }
     }
 
-    /// Tokens of KV that the instance has room for.
+    /// KV capacity of the instance in tokens.
     #[must_use]
     pub fn kv_tokens(&self) -> u64 {
         let bytes = f64::from(self.parallel.gpus()) * self.chip.memory_bytes - self.model.weight_bytes();
         (bytes.max(0.0) / self.model.kv_token_bytes()) as u64
     }
 
-    /// One matrix product's time: it streams its weights or it computes, whichever takes longer.
+    /// Time of one matrix product: the longer of streaming its weights and computing.
     fn gemm_us(&self, params: f64, rows: f64) -> f64 {
         let tp = f64::from(self.parallel.tp);
         let stream = params * ELEMENT_BYTES / tp / self.chip.gemm_bytes_per_s;
@@ -245,7 +244,7 @@ impl Timing {
         small_us + 2.0 * (tp - 1.0) / tp * bytes / ALL_REDUCE_BYTES_PER_S * MICRO
     }
 
-    /// Everything but attention, all layers, for one batch of `rows`.
+    /// Time of all layers without attention, for one batch of `rows`.
     fn linear_us(&self, rows: f64, sampled: f64) -> f64 {
         let layer = self.gemm_us(self.model.layer_params(), rows)
             + KERNELS_PER_LAYER * self.chip.kernel_gap_us
@@ -262,7 +261,7 @@ impl Timing {
         (read + flops / tp / self.chip.attention_flops) * MICRO
     }
 
-    /// The copy of so many tokens' KV out of the store or into it.
+    /// Time of copying `tokens` tokens' KV out of the store or into it.
     #[must_use]
     pub fn copy_us(&self, tokens: f64) -> f64 {
         tokens * self.model.kv_token_bytes() / f64::from(self.parallel.tp) / self.chip.copy_bytes_per_s * MICRO
@@ -275,7 +274,7 @@ impl Timing {
         kernels + self.attention_us(decode_keys, prefill_pairs)
     }
 
-    /// One step's time. With a pipeline, the time in which every sequence of the batch advances by one step.
+    /// Time of one step. With a pipeline, the time in which every sequence of the batch advances by one step.
     #[must_use]
     pub fn step(&self, shape: &StepShape) -> StepTime {
         if shape.rows <= 0.0 {
@@ -290,8 +289,8 @@ impl Timing {
         let micro = if self.parallel.pipelined { pp.min(shape.seqs.max(1.0)) } else { 1.0 };
         let transfer = shape.rows / micro * f64::from(self.model.hidden) * ELEMENT_BYTES;
         let transfer_us = self.parallel.stage_latency_us + transfer / self.parallel.stage_bytes_per_s * MICRO;
-        // A stage's time for one micro-batch. Stages work at the same time, on different micro-batches: the round of a
-        // full pipeline is as many stage times as there are stages.
+        // A stage's time for one micro-batch. Stages work in parallel on different micro-batches: a full pipeline's
+        // round takes one stage time for each stage.
         let linear_us = self.linear_us(shape.rows / micro, shape.sampled / micro) / pp;
         let stage_us = linear_us + attention / micro / pp;
         let round_us = if micro > 1.0 { pp * stage_us.max(transfer_us) } else { pp * (stage_us + transfer_us) };
@@ -299,7 +298,7 @@ impl Timing {
         StepTime { linear_us: host + round_us - attention_us, attention_us }
     }
 
-    /// What an instance with this timing would measure of itself.
+    /// The calibration that an instance with this timing would measure.
     #[must_use]
     pub fn calibration(&self) -> Calibration {
         let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];

@@ -1,9 +1,9 @@
-//! Context lengths that meet a published range, mean and standard deviation (Infinite-LLM v2 Table 1), and the mixture
-//! of ranges of v1 Table 2.
+//! Context lengths with a published range, mean and standard deviation (Infinite-LLM v2 Table 1), and the mixture of
+//! ranges of v1 Table 2.
 //!
-//! Lengths are drawn by strata: the `i`-th of `n` lies at a random place of the `i`-th of `n` equally likely parts of the
-//! distribution, and the whole is then shuffled. A trace of a few hundred requests so has the moments of the table, not
-//! those of a lucky draw. The largest and the smallest length are those of the range, so that the range is met too.
+//! Lengths are drawn by strata: the `i`-th of `n` lies at a random place of the `i`-th of `n` equally likely parts of
+//! the distribution, and the whole is then shuffled. So a trace of a few hundred requests has the table's moments.
+//! The largest and the smallest length are set to those of the range.
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "lengths are under 2^21 and not negative")]
 
 use crate::rng::Rng;
@@ -19,9 +19,9 @@ pub struct Moments {
 
 /// Points of the grid on which a density is inverted.
 const GRID: usize = 4096;
-/// Below this first parameter a beta distribution is all spike: a mixture is used instead.
+/// Least first parameter of a beta distribution; below, it is a spike, and a mixture is used instead.
 const BETA_ALPHA_MIN: f64 = 0.5;
-/// Mean of the short requests of a mixture that the fit aims at, in tokens: about a turn of a conversation.
+/// Target mean of a mixture's short requests, in tokens: about a turn of a conversation.
 const SHORT_MEAN_AIM: f64 = 160.0;
 /// Sigma of the short requests' lognormal.
 const SHORT_SIGMA: f64 = 1.0;
@@ -34,11 +34,11 @@ pub(super) fn unit(rng: &mut Rng) -> f64 {
     (rng.draw() >> 11) as f64 / (1_u64 << 53) as f64
 }
 
-/// `n` lengths with the moments asked for, in random order.
+/// `n` lengths with these moments, in random order.
 ///
-/// Where a scaled beta distribution has these moments and a bell's or a slope's shape, it is used. The S traces of
-/// Table 1 have nearly the largest standard deviation that their range and mean allow (7786 of 8509 for trace 0), which
-/// only two groups can have: many short requests and a few that are almost as long as the range.
+/// A scaled beta distribution is used if it has these moments and the shape of a bell or slope. The S traces of Table
+/// 1 have nearly the largest standard deviation that range and mean allow (7786 of 8509 for trace 0), which only a
+/// mixture of two groups can have: many short requests, and a few almost as long as the range.
 #[must_use]
 pub(super) fn sample(moments: &Moments, n: usize, rng: &mut Rng) -> Vec<u32> {
     let (lo, width) = (f64::from(moments.min), f64::from(moments.max - moments.min));
@@ -98,13 +98,14 @@ fn strata(quantiles: &[f64], n: usize, rng: &mut Rng) -> Vec<f64> {
     (0..n).map(|i| at((i as f64 + unit(rng)) / n as f64)).collect()
 }
 
-/// Many short lengths and `k` long ones. For every `k` the mean fixes the long ones' centre once the short ones' mean is
-/// chosen, and the standard deviation chooses that; the `k` is taken whose short mean is nearest to a conversation's.
+/// Many short lengths and `k` long ones. For every `k`, the short mean determines the long ones' centre by the mean,
+/// and is itself determined by the standard deviation. The `k` with the short mean nearest to a conversation's is
+/// taken.
 fn mixture(moments: &Moments, n: usize, rng: &mut Rng) -> Vec<f64> {
     let inside: Vec<f64> = (0..n).map(|_| unit(rng)).collect();
     let fits = (1..=n / 4).filter_map(|k| {
         let centre = long_centre(moments, n, k, SHORT_MEAN_AIM);
-        // Far too few or too many long ones need not be tried.
+        // Skips far too few or too many long ones.
         (centre < 1.2 * f64::from(moments.max) && centre > 4.0 * moments.mean).then_some(())?;
         let shapes = shapes(n - k, &inside);
         let short_mean = solve_short_mean(moments, n, k, &shapes)?;
@@ -124,11 +125,11 @@ fn shapes(n: usize, inside: &[f64]) -> Vec<f64> {
     shapes
 }
 
-/// The short mean for which `k` long requests give the standard deviation, if there is one.
+/// The short mean with which `k` long requests have the standard deviation, if there is one.
 fn solve_short_mean(moments: &Moments, n: usize, k: usize, shapes: &[f64]) -> Option<f64> {
     let most = moments.mean * n as f64 / (n - k) as f64;
     let (mut low, mut high) = (f64::from(moments.min) + 10.0, most.min(1000.0));
-    // The more the short ones take, the shorter the long ones and the smaller the deviation.
+    // The larger the short mean, the shorter the long requests and the smaller the deviation.
     let sd = |short_mean: f64| {
         let centre = long_centre(moments, n, k, short_mean);
         let fits = centre <= 0.97 * f64::from(moments.max) && centre > 2.0 * moments.mean;
@@ -152,7 +153,7 @@ fn long_centre(moments: &Moments, n: usize, k: usize, short_mean: f64) -> f64 {
 }
 
 /// Lengths of a mixture: a lognormal's strata scaled to the short mean, and long ones: one as long as the range, the
-/// others evenly around what is left of their centre.
+/// others evenly around their remaining centre.
 fn build(moments: &Moments, n: usize, k: usize, short_mean: f64, shapes: &[f64]) -> Vec<f64> {
     let (lo, hi) = (f64::from(moments.min), f64::from(moments.max));
     let mut lengths: Vec<f64> = shapes.iter().map(|x| (x * short_mean).max(lo)).collect();

@@ -1,4 +1,4 @@
-//! Runs of systems over traces, several at a time, and what is measured of them.
+//! Runs of systems over traces, several in parallel, and their results.
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "steps are small and not negative")]
 
 use super::cluster::{Cluster, Setup};
@@ -7,16 +7,16 @@ use super::world::{Seen, Setting, WARM_UP_US, World};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// What is compared.
+/// A system to compare.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum System {
     /// The shipped instances as a pool.
     Lagoon,
     /// The same instances without pooling.
     Multi,
-    /// One instance over all GPUs; its pipeline, where it has one, is kept full.
+    /// One instance over all GPUs; a pipeline, if any, is kept full.
     Single,
-    /// The same with one batch in flight: what an engine with one step at a time does with a pipeline.
+    /// The same with one batch in flight: an engine with one step at a time, on a pipeline.
     SingleUnpipelined,
 }
 
@@ -31,7 +31,7 @@ impl System {
         }
     }
 
-    /// How it uses a setup's GPUs.
+    /// The system's setting on a setup's GPUs.
     #[must_use]
     pub fn setting(self, setup: &Setup, block_tokens: u32) -> Setting {
         let cluster = match self {
@@ -43,45 +43,43 @@ impl System {
     }
 }
 
-/// A run to be made.
+/// One run: a setting and its requests.
 #[derive(Clone, Debug)]
 pub struct Job {
     pub setting: Setting,
     pub requests: Vec<Request>,
 }
 
-/// What a run came to.
+/// Results of a run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measured {
-    /// Generated tokens per second while the middle 80 % of them were generated: neither the filling nor the draining of
-    /// the cluster.
+    /// Generated tokens per second over the middle 80 % of the tokens, without filling and draining the cluster.
     pub tokens_per_s: f64,
-    /// Mean over finished requests of arrival-to-end time per generated token, in seconds (the papers' normalized
-    /// latency).
+    /// Mean over finished requests of latency per generated token, in seconds (the papers' normalized latency).
     pub latency_s_per_token: f64,
     pub first_token_s: f64,
     pub finished: usize,
     pub failed: usize,
-    /// Neither finished nor failed when the run was cut.
+    /// Requests neither finished nor failed when the run was cut.
     pub cut: usize,
     pub preemptions: u64,
     pub recoveries: u64,
     pub moved_blocks: u64,
-    /// Mean use of the devices, and of it for peers.
+    /// Mean utilisation of the devices, and its share for peers.
     pub busy: f64,
     pub remote_request: f64,
-    /// Of all devices' time: idle while a step waited for peers' partials.
+    /// Share of all devices' time: idle while a step waited for peers' partials.
     pub awaits: f64,
     /// Steps, and sequences per step, by micro-batch.
     pub steps: [u64; 2],
     pub rows_per_step: [f64; 2],
-    /// Mean share of rBlocks in use, and mean number of running requests, all instances together, in the middle half of
+    /// Mean share of rBlocks in use, and mean number of running requests, over all instances, in the middle half of
     /// the run.
     pub memory_used: f64,
     pub batch: f64,
     pub borrowed_max: u32,
     pub ethernet_bytes: f64,
-    /// Time that frames of queries and partials were in progress, in sum.
+    /// Total time that frames of queries and partials were in flight, in seconds.
     pub exchange_s: f64,
     pub events: u64,
     pub simulated_s: f64,
@@ -89,7 +87,7 @@ pub struct Measured {
     pub over_time: Vec<(f64, f64)>,
     /// (seconds, borrowed blocks), at the same times.
     pub borrowed: Vec<(f64, f64)>,
-    /// When each request ended, in seconds after its arrival; none if it did not.
+    /// End of each request in seconds after its arrival; none if it did not end.
     pub ended_s: Vec<Option<f64>>,
 }
 
@@ -180,7 +178,7 @@ fn over_time(tokens: &[u32]) -> Vec<(f64, f64)> {
     tokens.chunks(step).enumerate().map(rate).collect()
 }
 
-/// Makes one run.
+/// Executes one run.
 #[must_use]
 pub fn run_one(job: &Job) -> Measured {
     let mut world = World::new(job.setting, job.requests.clone());
@@ -188,7 +186,7 @@ pub fn run_one(job: &Job) -> Measured {
     Measured::of(&world.seen, &job.requests)
 }
 
-/// Makes all runs, as many at a time as there are processors; results in the order of the jobs.
+/// Executes all runs, one per processor at a time; results in the order of the jobs.
 #[must_use]
 pub fn run_all(jobs: &[Job], done: &(dyn Fn(usize) + Sync)) -> Vec<Measured> {
     let next = AtomicUsize::new(0);

@@ -1,7 +1,7 @@
 //! Growing past one GPU: borrowing against live migration (v1 §6.3, Figure 9).
 //!
-//! A request outgrows an A100. Lagoon borrows from a second one. The alternative starts a new instance on two GPUs: the
-//! weights are downloaded, the engine loads them and starts, and the request's KV is computed again there.
+//! A request outgrows an A100. Lagoon borrows from a second one. The alternative starts a new instance on two GPUs:
+//! weights are downloaded, the engine loads them and starts, and the request's KV is recomputed there.
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "token counts are small")]
 
 use super::cluster::{Cluster, ETHERNET_BYTES_PER_S};
@@ -14,7 +14,7 @@ use std::fmt::Write as _;
 
 /// Prompt and output of v1 Figure 9, in tokens.
 pub const CASES: [(u32, u32); 4] = [(105_000, 5_000), (100_000, 10_000), (90_000, 20_000), (80_000, 30_000)];
-/// How many times faster the paper's system finished.
+/// The paper's speed-up of each case.
 pub const PUBLISHED: [f64; 4] = [3.5, 2.2, 1.6, 1.4];
 /// The paper's overhead of migration over that of communication.
 pub const PUBLISHED_OVERHEADS: f64 = 45.0;
@@ -22,7 +22,7 @@ pub const PUBLISHED_OVERHEADS: f64 = 45.0;
 const LOAD_BYTES_PER_S: f64 = 2e9;
 /// Starting an engine: processes, CUDA contexts, profiling, KV allocation.
 const ENGINE_START_S: f64 = 30.0;
-/// What one A100 holds (v1 §6.3); our memory model says 3 % more.
+/// Tokens that one A100 holds (v1 §6.3); our memory model says 3 % more.
 const ONE_GPU_TOKENS: u64 = 108_000;
 /// Rows of a prefill step.
 const CHUNK: u32 = 2_048;
@@ -32,15 +32,15 @@ const CHUNK: u32 = 2_048;
 pub struct Case {
     pub prompt: u32,
     pub output: u32,
-    /// Lagoon, from arrival to the last token.
+    /// Lagoon's time from arrival to the last token.
     pub lagoon_s: f64,
-    /// Of it, what an infinitely fast network would save.
+    /// The part of it that an infinitely fast network would save.
     pub waiting_s: f64,
-    /// Time that queries and partials were on the network, whether anything waited for them or not.
+    /// Time that queries and partials were on the network, waited for or not.
     pub communication_s: f64,
     /// Computing before and after the migration.
     pub compute_s: f64,
-    /// Download, load, start, and the KV computed again.
+    /// Download, load, start, and recomputed KV.
     pub migration_s: f64,
 }
 
@@ -51,7 +51,7 @@ impl Case {
     }
 }
 
-/// The time that a migration takes beside computing.
+/// Seconds that a migration takes beside computing.
 #[must_use]
 pub fn migration_s(context: u32) -> f64 {
     let two = Cluster::multi(LLAMA2_7B, 2, 2).timing();
@@ -67,7 +67,7 @@ fn prefill_s(timing: &Timing, context: u32) -> f64 {
     (chunks * linear + timing.attention_us(0.0, pairs)) / 1e6
 }
 
-/// Decoding `tokens` tokens of one request from `context` on.
+/// Seconds to decode `tokens` tokens of one request from `context` on.
 fn decode_s(timing: &Timing, context: u32, tokens: u32) -> f64 {
     let mean = f64::from(context) + f64::from(tokens) / 2.0;
     let shape = StepShape { rows: 1.0, sampled: 1.0, seqs: 1.0, decode_keys: mean, prefill_pairs: 0.0 };
@@ -99,7 +99,7 @@ pub fn cases() -> Vec<Case> {
         .iter()
         .zip(measured.chunks_exact(2))
         .map(|((prompt, output), runs)| {
-            // The first GPU is full when the context is; the request's last tokens are generated on the two.
+            // The first GPU is full when the context is; the remaining tokens are generated on both.
             let before = full.saturating_sub(*prompt).min(*output);
             let after = output - before;
             let compute_s = prefill_s(&one, *prompt) + decode_s(&one, *prompt, before) + decode_s(&two, full, after);

@@ -1,9 +1,9 @@
-//! A pool against no pool where every request fits one instance: the cluster of `benches/benches/throughput.rs` in
-//! simulation, with the same trace from the same generator.
+//! A pool against no pool on a trace whose requests all fit one instance: the cluster of
+//! `benches/benches/throughput.rs` in simulation, with the same trace from the same generator.
 //!
-//! The instances' device reads its weights in 10 ms a step and a full KV cache in 30 ms, the proportions of LLaMA2-7B on
-//! an A100, and computes a prompt's rows 150 at a time as fast. The model is the bundled one (4 layers), so that the
-//! latency of a layer's exchange counts eight times less often than in LLaMA2-7B, and each of them weighs more.
+//! The instances' device reads its weights in 10 ms a step and a full KV cache in 30 ms, the proportions of LLaMA2-7B
+//! on an A100, and computes 150 prompt rows in the same time. The model is the bundled one (4 layers): a step has an
+//! eighth of LLaMA2-7B's exchanges, and each weighs more.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -35,8 +35,8 @@ const PASSKEY: Model = Model {
     intermediate: 512,
     vocab: 1024,
 };
-/// One way between processes of one machine, from loop to loop, and the rate of its QUIC, as the transport benchmark
-/// measures them on two busy cores.
+/// One-way latency between processes of one machine, from loop to loop, and the rate of its QUIC, as the transport
+/// benchmark measures them on two busy cores.
 const LOOPBACK_LATENCY_US: f64 = 200.0;
 const LOOPBACK_BYTES_PER_S: f64 = 5e8;
 
@@ -50,7 +50,7 @@ pub struct Mix {
     /// Requests per second.
     pub rate: f64,
     pub long_percent: u32,
-    /// A long request's prompt, as shares of an instance.
+    /// A long request's prompt, as shares of an instance's capacity.
     pub long: (f64, f64),
     pub seed: u64,
 }

@@ -1,11 +1,11 @@
-//! Predicted throughput of a debtor, a creditor and both, against the blocks moved: v2 Figure 7, by the planner's own
+//! Predicted throughput of a debtor, a creditor and both, over the blocks moved: v2 Figure 7, by the planner's own
 //! performance model ([`lagoon_cluster::perf`]).
 //!
-//! [`curve`] takes any instance's [`Calibration`], so that the same curve is predicted for a pool of ours and compared with
-//! what its benchmark measures. [`figure_7`] is the paper's: two A100s with LLaMA2-7B, 500-token requests on the creditor,
-//! one long request on the debtor. The paper prints 1000K tokens for it, which would take 500 GB: 100K is what one A100
-//! holds beside a small batch. Its batches and the size of its blocks are not told. The creditor's batch is the one free
-//! parameter here: it is chosen so that nothing moved gives the published 6500 tokens/s; the rest follows.
+//! [`curve`] takes any instance's [`Calibration`], so our pool's prediction can be compared with its benchmark.
+//! [`figure_7`] is the paper's setting: two A100s with LLaMA2-7B, 500-token requests on the creditor, one long
+//! request on the debtor. The paper prints 1000K tokens for it, which would take 500 GB: 100K is what one A100 holds
+//! beside a small batch. Its batches and block size are not published. The creditor's batch is the one free parameter
+//! here: it is chosen so that without moves the total is the published 6500 tokens/s; the rest follows.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -20,7 +20,7 @@ use lagoon_protocol::Calibration;
 /// A debtor with one long request and a queue of short ones, and a creditor that runs short ones.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PairSpec {
-    /// What either instance measured of itself.
+    /// Calibration of either instance.
     pub calibration: Calibration,
     pub shape: ModelShape,
     pub link: LinkView,
@@ -30,7 +30,7 @@ pub struct PairSpec {
     pub long_tokens: u64,
     /// Tokens that a short request holds on average while it runs.
     pub short_tokens: u64,
-    /// Short requests on the creditor, before anything moves. The debtor fills what room it has with them.
+    /// Short requests on the creditor before any move. The debtor fills its free room with them.
     pub creditor_batch: u32,
     pub config: ModelConfig,
 }
@@ -52,8 +52,8 @@ impl CurvePoint {
     }
 }
 
-/// Throughput with 0, `step`, 2 `step`, ... blocks moved, as long as the creditor has room for them. `None` if the
-/// calibration cannot be.
+/// Throughput with 0, `step`, 2 `step`, ... blocks moved, as long as they fit the creditor. `None` if the calibration
+/// is invalid.
 #[must_use]
 pub fn curve(spec: &PairSpec, step: u32) -> Option<Vec<CurvePoint>> {
     let block = u64::from(spec.shape.block_tokens);
@@ -67,7 +67,7 @@ fn point(spec: &PairSpec, blocks: u32) -> Option<CurvePoint> {
     let room = spec.capacity_tokens.saturating_sub(spec.long_tokens);
     let beside = (room / spec.short_tokens) as u32;
     let remote_request = u64::from(blocks) * block;
-    // What does not fit beside the remote request is not run: the creditor's batch shrinks (v2 §5.2.2).
+    // The creditor's batch shrinks to what fits beside the remote request (v2 §5.2.2).
     let creditor_batch =
         spec.creditor_batch.min((spec.capacity_tokens.saturating_sub(remote_request) / spec.short_tokens) as u32);
     let need = spec.short_tokens.div_ceil(block) as u32;
@@ -109,11 +109,11 @@ fn point(spec: &PairSpec, blocks: u32) -> Option<CurvePoint> {
     })
 }
 
-/// The published point: total throughput with nothing moved (v2 §5.2.3).
+/// The published total throughput without moves (v2 §5.2.3).
 pub const FIGURE_7_START: f64 = 6_500.0;
-/// The published maximum, and where it is.
+/// The published maximum and its place.
 pub const FIGURE_7_BEST: (u32, f64) = (200, 8_800.0);
-/// Tokens of a block: not told. With the 16 of vLLM, 200 blocks would make room for half a dozen requests only.
+/// Tokens of a block, not published. With vLLM's 16, 200 blocks would make room for half a dozen requests only.
 const FIGURE_7_BLOCK_TOKENS: u32 = 256;
 
 /// The setting of Figure 7, for the planner's model of the papers' engine or of Lagoon's micro-batches.

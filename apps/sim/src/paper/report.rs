@@ -1,4 +1,4 @@
-//! The results as Markdown tables, beside the papers' figures.
+//! The results as Markdown tables, beside the papers' values.
 
 use super::cluster::SETUPS;
 use super::context::contexts;
@@ -163,7 +163,7 @@ fn figure_7(text: &mut String, results: &Results) {
     let _ = writeln!(text, "### Throughput against blocks moved, tokens/s (v2 Figure 7)\n");
     let _ = writeln!(text, "| model | nothing moved | best | blocks at the best |\n|---|---:|---:|---:|");
     let _ = writeln!(text, "| published | {FIGURE_7_START:.0} | {:.0} | {} |", FIGURE_7_BEST.1, FIGURE_7_BEST.0);
-    for (name, points) in ["one batch (the papers' engine)", "two micro_batches (Lagoon)"].iter().zip(&results.figure_7)
+    for (name, points) in ["one batch (the papers' engine)", "two micro-batches (Lagoon)"].iter().zip(&results.figure_7)
     {
         let best = points.iter().max_by(|a, b| a.total().total_cmp(&b.total()));
         let (Some(first), Some(best)) = (points.first(), best) else { continue };
@@ -177,7 +177,7 @@ fn figure_7(text: &mut String, results: &Results) {
 pub fn figure_7_csv(results: &Results) -> String {
     let mut text =
         String::from("engine,blocks,debtor_tokens_per_s,creditor_tokens_per_s,total,debtor_batch,creditor_batch\n");
-    for (name, points) in ["one batch", "two micro_batches"].iter().zip(&results.figure_7) {
+    for (name, points) in ["one batch", "two micro-batches"].iter().zip(&results.figure_7) {
         for p in points {
             let CurvePoint { blocks, debtor, creditor, debtor_batch, creditor_batch } = p;
             let _ = writeln!(

@@ -1,7 +1,7 @@
 //! End-to-end serving: throughput and latency over request rates (v2 Figure 10, v1 Figure 8).
 //!
-//! First every system is offered more than it can serve: its maximum throughput. Then all systems are offered the same
-//! rates, shares of what the best of them can serve, and the same requests: the curves.
+//! First every system is flooded with requests, which gives its maximum throughput. Then all systems get the same
+//! requests at the same rates, shares of the best system's maximum, which gives the curves.
 
 use super::measure::{Job, Measured, System, run_all};
 use super::traces::{Output, Workload};
@@ -9,17 +9,17 @@ use super::world::Setting;
 use lagoon_plot::{Panel, Series};
 use std::fmt::Write as _;
 
-/// What one panel compares.
+/// The systems and trace of one panel.
 #[derive(Clone, Debug)]
 pub struct Comparison {
     pub figure: &'static str,
-    /// `trace-3, LLaMA2-7B, 2xtp1`.
+    /// Title, as `trace-3, LLaMA2-7B, 2xtp1`.
     pub name: String,
     pub workload: Workload,
     pub systems: Vec<(System, Setting)>,
     pub requests: usize,
     pub output: Output,
-    /// Requests per second that no system can serve.
+    /// A rate that no system can serve, in requests per second.
     pub flood: f64,
 }
 

@@ -1,4 +1,4 @@
-//! Every figure in one go: what is run, at which size, and the files that come of it.
+//! All figures: runs, sizes, and output files.
 
 use super::cluster::{Cluster, SETUPS, Setup};
 use super::hardware::LLAMA2_7B;
@@ -12,28 +12,28 @@ use lagoon_plot::{Panel, Series};
 use std::path::Path;
 use std::time::Instant;
 
-/// Generated tokens of a long context at most.
+/// Most generated tokens of a long context.
 const LONG_OUTPUT: u32 = 256;
-/// Generated tokens of a request of the S traces at most, where outputs are bounded.
+/// Most generated tokens of a request of the S traces, if outputs are bounded.
 const SHORT_OUTPUT: u32 = 512;
-/// More than anything can serve, in requests per second.
+/// A rate above any system's maximum, in requests per second.
 const FLOOD: f64 = 1e6;
 
-/// How much is run.
+/// Numbers of requests and points to run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Size {
     pub seed: u64,
     /// Requests of an S trace for four instances, with bounded outputs and with outputs of two thirds of the context.
     pub short: usize,
     pub grown: usize,
-    /// Panels with grown outputs: the first so many.
+    /// Number of leading panels that are run with grown outputs.
     pub grown_panels: usize,
     /// Requests of an L trace, and of a dataset of v1 Table 2.
     pub long: usize,
     pub dataset: usize,
     /// Rates of a curve, as shares of the best system's maximum.
     pub shares: &'static [f64],
-    /// Requests of one bar of the context figure at most.
+    /// Most requests of one bar of the context figure.
     pub bar: usize,
     /// Requests of the run over time.
     pub over_time: usize,
@@ -72,7 +72,7 @@ impl Size {
         }
     }
 
-    /// Small enough for a test; the figures mean little.
+    /// A size for tests, whose figures mean little.
     #[must_use]
     pub const fn tiny(seed: u64) -> Self {
         Self { seed, short: 60, grown: 0, grown_panels: 0, long: 5, dataset: 6, shares: &[0.8], bar: 4, over_time: 8 }
@@ -92,7 +92,7 @@ pub struct Results {
     pub against_single: Vec<Compared>,
     /// v1 Figure 8: maxima.
     pub datasets: Vec<Compared>,
-    /// What parts of the engine cost: maxima of a trace of either kind.
+    /// Cost of parts of the engine: maxima of a trace of either kind.
     pub studies: Vec<(&'static str, Vec<Compared>)>,
     pub migration: Vec<migration::Case>,
     pub figure_7: [Vec<model::CurvePoint>; 2],
@@ -154,7 +154,7 @@ fn datasets(size: &Size) -> Vec<Comparison> {
     table_2().into_iter().enumerate().map(comparison).collect()
 }
 
-/// The panels in which parts of the engine are studied: one of either figure.
+/// The panels for studies: one of either figure.
 fn studied(size: &Size) -> Vec<Comparison> {
     let lagoon = |c: &Comparison| Comparison {
         systems: c.systems.iter().copied().filter(|(s, _)| *s == System::Lagoon).collect(),
@@ -165,15 +165,15 @@ fn studied(size: &Size) -> Vec<Comparison> {
     [&multi[3], &single[2], &single[3]].map(lagoon).to_vec()
 }
 
-/// Departures from the shipped engine that are studied.
+/// The studied departures from the shipped engine.
 pub const STUDIES: [(&str, Study); 4] = [
     ("no departure", Study { free_network: false, one_batch: false, layer_borders: false }),
-    ("the two micro_batches read weights once", Study { free_network: false, one_batch: true, layer_borders: false }),
+    ("the two micro-batches read weights once", Study { free_network: false, one_batch: true, layer_borders: false }),
     ("peers' queries wait for a layer", Study { free_network: false, one_batch: false, layer_borders: true }),
     ("one batch, and a network without cost", Study { free_network: true, one_batch: true, layer_borders: false }),
 ];
 
-/// Runs everything. `say` is told what is in progress.
+/// Runs everything. `say` reports progress.
 #[must_use]
 pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
     let begun = Instant::now();
@@ -209,7 +209,8 @@ pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
     }
 }
 
-/// Runs only the panels whose figure and name contain `wanted` (`v2 10a: trace 0, LLaMA2-7B, 8xtp1`), with the size's rates.
+/// Runs only the panels whose figure and name contain `wanted` (`v2 10a: trace 0, LLaMA2-7B, 8xtp1`), with the size's
+/// rates.
 #[must_use]
 pub fn run_only(size: Size, wanted: &str, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Vec<Compared> {
     let mut all = against_multi(Output::AtMost(SHORT_OUTPUT), size.short);
@@ -224,7 +225,7 @@ pub fn run_only(size: Size, wanted: &str, say: &(dyn Fn(&str, usize, usize) + Sy
 /// Writes the CSVs, the plots and the tables into a directory.
 ///
 /// # Errors
-/// What the file system says.
+/// Those of the file system.
 pub fn write(results: &Results, out: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(out)?;
     let put = |name: &str, text: String| std::fs::write(out.join(name), text);
@@ -270,7 +271,7 @@ fn context_panels(results: &Results) -> Vec<Panel> {
 }
 
 fn figure_7_panels(results: &Results) -> Vec<Panel> {
-    let titles = ["the papers' engine (one batch)", "Lagoon's engine (two micro_batches)"];
+    let titles = ["the papers' engine (one batch)", "Lagoon's engine (two micro-batches)"];
     let panel = |(points, title): (&Vec<model::CurvePoint>, &str)| {
         let of = |name: &str, value: fn(&model::CurvePoint) -> f64| Series {
             name: name.to_owned(),

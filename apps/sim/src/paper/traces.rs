@@ -1,7 +1,7 @@
 //! The papers' workloads: traces 0 to 8 of Infinite-LLM v2 Table 1 and the 18 datasets of v1 Table 2, as requests with
 //! Poisson arrivals.
 //!
-//! The tables give context lengths, not how much of a context is prompt and how much is generated: [`Output`] is ours.
+//! The tables give context lengths, not the split into prompt and output: [`Output`] is our assumption.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -12,17 +12,17 @@ use super::lengths::{self, Moments};
 use crate::rng::Rng;
 use std::fmt::Write as _;
 
-/// How much of a context is generated.
+/// Generated share of a context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Output {
     /// Two thirds, the share in the ShareGPT conversations that vLLM's paper measured (161 tokens asked, 338 answered).
     TwoThirds,
-    /// Two thirds, but at most so many tokens: long contexts are long for their documents.
+    /// Two thirds, but at most this many tokens: long contexts are long for their documents.
     AtMost(u32),
 }
 
 impl Output {
-    /// Of a context of `length` tokens.
+    /// Generated tokens of a context of `length` tokens.
     #[must_use]
     pub fn tokens(self, length: u32) -> u32 {
         let share = (length * 2).div_ceil(3).max(1);
@@ -42,14 +42,14 @@ pub struct Request {
 }
 
 impl Request {
-    /// Prompt and output.
+    /// Prompt plus output, in tokens.
     #[must_use]
     pub fn context_tokens(&self) -> u32 {
         self.prompt_tokens + self.output_tokens
     }
 }
 
-/// A row of a table: where lengths come from.
+/// A source of lengths: a row of a table.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Workload {
     /// v2 Table 1.
@@ -91,7 +91,7 @@ pub fn table_2() -> Vec<Workload> {
 }
 
 impl Workload {
-    /// `trace-0` or `dataset-1`.
+    /// Name, as `trace-0` or `dataset-1`.
     #[must_use]
     pub fn name(&self) -> String {
         match self {
@@ -100,7 +100,7 @@ impl Workload {
         }
     }
 
-    /// The longest context of its range, in tokens.
+    /// The longest context of the range, in tokens.
     #[must_use]
     pub fn longest(&self) -> u32 {
         match self {
@@ -109,7 +109,7 @@ impl Workload {
         }
     }
 
-    /// `n` context lengths.
+    /// Draws `n` context lengths.
     #[must_use]
     pub fn lengths(&self, n: usize, rng: &mut Rng) -> Vec<u32> {
         match self {
@@ -120,8 +120,8 @@ impl Workload {
         }
     }
 
-    /// `n` requests that arrive at `rate` per second (Poisson). The lengths depend on the seed and `n` alone, so that
-    /// runs at different rates serve the same requests.
+    /// Draws `n` requests with Poisson arrivals at `rate` per second. The lengths depend on the seed and `n` alone,
+    /// so runs at different rates serve the same requests.
     #[must_use]
     pub fn requests(&self, n: usize, output: Output, rate: f64, seed: u64) -> Vec<Request> {
         let mut rng = Rng::new(seed);
@@ -138,7 +138,7 @@ impl Workload {
     }
 }
 
-/// A trace file: CSV with a header, one request a line, in order of arrival.
+/// Requests as a trace file: CSV with a header, one request a line, in order of arrival.
 #[must_use]
 pub fn to_csv(requests: &[Request]) -> String {
     let mut text = String::from("arrival_s,prompt_tokens,output_tokens\n");
@@ -187,7 +187,7 @@ mod tests {
             let long = lengths.iter().filter(|l| **l > normal_max).count();
             assert_eq!(long, 10 * long_percent as usize, "dataset {id}");
             assert!(lengths.iter().all(|l| (1..=long_max).contains(l)));
-            // Both ranges are used from end to end.
+            // Both ranges are used completely.
             assert!(
                 *lengths.iter().min().unwrap() < 10
                     && f64::from(*lengths.iter().max().unwrap()) > 0.9 * f64::from(long_max)

@@ -1,5 +1,5 @@
-//! A cluster under simulated time: the shipped instances and gManager, the modelled devices and network, a dispatcher and
-//! the clients of a trace.
+//! A cluster in simulated time: the shipped instances and gManager, the modelled devices and network, a dispatcher
+//! and the clients of a trace.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -7,7 +7,7 @@
 )]
 
 use super::cluster::{Cluster, ETHERNET_LATENCY_US};
-use super::device::{Device, Prefill, Said};
+use super::device::{BilledReport, Device, Prefill};
 use super::fabric::{Class, Fabric};
 use super::hardware::Timing;
 use super::traces::Request;
@@ -27,45 +27,45 @@ use std::collections::BTreeMap;
 
 /// Time between samples.
 const SAMPLE_US: u64 = 100_000;
-/// One way between an instance and the gManager, and of other control messages.
+/// One-way latency between an instance and the gManager, and of other control messages.
 const CONTROL_US: u64 = 100;
-/// Modelled bytes of a frame that carries no payload.
+/// Modelled bytes of a frame without payload.
 const SMALL_FRAME_BYTES: f64 = 200.0;
 /// Head size of the one-layer stand-in.
 const HEAD_DIM: u32 = 8;
-/// Sequences that run at once on one instance (vLLM's `max_num_seqs`).
+/// Most running sequences of one instance (vLLM's `max_num_seqs`).
 const RUNNING_MAX: usize = 256;
 
-/// Departures from the modelled system, to see what a part of it costs.
+/// Departures from the modelled system, to measure the cost of one part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Study {
     /// Frames take no time.
     pub free_network: bool,
-    /// The two micro-batches read the weights once: what one batch of all rows would cost.
+    /// Both micro-batches read the weights once: the cost of one batch of all rows.
     pub one_batch: bool,
-    /// Peers' queries wait until the layer that is being computed is done, as on a device without priorities.
+    /// Peers' queries wait for the end of the current layer, as on a device without priorities.
     pub layer_borders: bool,
 }
 
-/// How a system is simulated.
+/// Parameters of a simulated system.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Setting {
     pub cluster: Cluster,
     pub timing: Timing,
-    /// The instances form a pool. Otherwise each is on its own, as vLLM's replicas are.
+    /// The instances form a pool. Otherwise each is on its own, like vLLM's replicas.
     pub pooled: bool,
     pub block_tokens: u32,
     pub step_rows: u32,
-    /// Sequences that run at once on one instance.
+    /// Most running sequences of one instance.
     pub running: usize,
     pub prefill: Prefill,
     /// Simulated time after which the run is cut.
     pub limit_s: u64,
-    /// Debts that became circular are cleared (v1 §4.5).
+    /// DGFM clears circular debts (v1 §4.5).
     pub dgfm: bool,
     /// The planner moves blocks (v2 §5).
     pub planner: bool,
-    /// Tokens of KV that one instance has room for.
+    /// KV capacity of one instance in tokens.
     pub kv_tokens: u64,
     pub study: Study,
 }
@@ -90,14 +90,14 @@ impl Setting {
         }
     }
 
-    /// rBlocks of one instance.
+    /// Number of rBlocks of one instance.
     #[must_use]
     pub fn blocks(&self) -> u32 {
         u32::try_from(self.kv_tokens / u64::from(self.block_tokens)).unwrap_or(u32::MAX)
     }
 }
 
-/// How one request went.
+/// Times of one request.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Outcome {
     pub first_us: Option<u64>,
@@ -116,7 +116,7 @@ enum What {
     Device(usize, u64),
 }
 
-/// What was seen of a run.
+/// Observations of a run.
 #[derive(Debug, Default)]
 pub struct Seen {
     pub outcomes: Vec<Outcome>,
@@ -126,23 +126,23 @@ pub struct Seen {
     pub end_us: u64,
     pub preemptions: u64,
     pub recoveries: u64,
-    /// rBlocks that the gManager's orders moved.
+    /// rBlocks moved by the gManager's orders.
     pub moved_blocks: u64,
-    /// Of all devices' time: computing, and computing for peers.
+    /// Share of all devices' time: computing, and computing for peers.
     pub busy: f64,
     pub remote_request: f64,
-    /// Of all devices' time: nothing to compute while a step waited for peers' partials.
+    /// Share of all devices' time: idle while a step waited for peers' partials.
     pub awaits: f64,
     /// Steps and their sequences, by micro-batch.
     pub steps: [u64; 2],
     pub rows: [u64; 2],
     pub ethernet_bytes: f64,
     pub nvlink_bytes: f64,
-    /// Time that frames of queries and partials were in progress, in sum.
+    /// Total time that frames of queries and partials were in flight.
     pub exchange_us: u64,
-    /// Borrowed blocks at most, over all instances.
+    /// Most blocks borrowed at one time, over all instances.
     pub borrowed_max: u32,
-    /// Every 100 ms.
+    /// Samples, one every 100 ms.
     pub samples: Vec<Sample>,
 }
 
@@ -151,7 +151,7 @@ pub struct Seen {
 pub struct Sample {
     pub at_us: u64,
     pub borrowed: u32,
-    /// Share of rBlocks.
+    /// Share of rBlocks in use.
     pub memory_used: f64,
     pub running: f64,
 }
@@ -164,13 +164,13 @@ impl Seen {
 struct Node {
     instance: Instance,
     device: Device,
-    /// Requests that were sent here and have no token yet.
+    /// Tokens of requests sent here that have no first token yet.
     unstarted_tokens: u64,
-    /// Requests that have a token and not all.
+    /// Requests with a first token and not all.
     running: i64,
 }
 
-/// See the module's documentation.
+/// A simulated cluster; see the module's documentation.
 pub struct World {
     setting: Setting,
     agenda: Agenda<What>,
@@ -178,7 +178,7 @@ pub struct World {
     nodes: Vec<Node>,
     gmanager: GManager,
     requests: Vec<Request>,
-    /// Where each request was sent.
+    /// Instance to which each request was sent.
     sent_to: Vec<Option<usize>>,
     open: usize,
     pub seen: Seen,
@@ -193,7 +193,8 @@ impl std::fmt::Debug for World {
 fn config(setting: &Setting, index: usize) -> InstanceConfig {
     let model = setting.timing.model;
     let shape = stand_in();
-    let geometry = AttentionGeometry { heads: model.heads / model.kv_heads, kv_heads: 1, head_dim: HEAD_DIM };
+    let geometry =
+        AttentionGeometry { heads: model.heads / model.kv_heads, kv_heads: 1, head_dim: HEAD_DIM, latent: false };
     InstanceConfig {
         name: format!("sim-{index}"),
         quic_addr: address(index),
@@ -208,6 +209,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         kv: shape,
         window: None,
         alibi: None,
+        attention_softcap: None,
         max_positions: SEQUENCE_TOKENS_MAX,
         vocab: 2,
         block_tokens: setting.block_tokens,
@@ -220,7 +222,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         fetch_tokens: 0,
         link_bytes_per_s: 1e9,
         attention_flops: 1e15,
-        // The papers' systems keep nothing, and prompts have lengths here and no tokens.
+        // The papers' systems have no prefix cache, and prompts here have lengths but no tokens.
         prefix_cache: false,
         target_step_ms: None,
         transfer: None,
@@ -229,7 +231,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
     }
 }
 
-/// What an instance measured of itself; copies in bytes of the stand-in.
+/// An instance's calibration; copies in bytes of the stand-in.
 fn calibration(setting: &Setting) -> Calibration {
     let measured = setting.timing.calibration();
     let scale = stand_in_token_bytes() / setting.timing.model.kv_token_bytes();
@@ -249,8 +251,8 @@ fn scale(setting: &Setting) -> f64 {
     stand_in_token_bytes() / setting.timing.model.kv_token_bytes()
 }
 
-/// The shipped coordinator. It computes with the sizes that instances register, those of the stand-in: a link that nobody
-/// measured is told to it in the same proportion.
+/// The shipped coordinator. It computes with the registered sizes, those of the stand-in; its default link is scaled
+/// likewise.
 fn gmanager(setting: &Setting) -> GManager {
     let far = setting.cluster.node(setting.cluster.instances() - 1) > 0;
     let (bytes_per_s, latency_us) = if far {
@@ -272,10 +274,10 @@ fn address(index: usize) -> String {
 }
 
 impl World {
-    /// A cluster that is connected and idle, and a trace that is about to begin.
+    /// A connected idle cluster before the first request of a trace.
     ///
     /// # Panics
-    /// If the setting cannot work: a bug of ours.
+    /// If the setting is invalid: a bug of ours.
     #[must_use]
     pub fn new(setting: Setting, requests: Vec<Request>) -> Self {
         let count = setting.cluster.instances();
@@ -283,7 +285,7 @@ impl World {
         let node = |index| {
             let config = config(&setting, index);
             let mut instance = Instance::new(config.clone()).expect("the papers' clusters have room for their models");
-            // One exchange of the stand-in is one in every layer of the model, and each has the deadline.
+            // One exchange of the stand-in is one in every layer of the model, each with the deadline.
             let deadline_ms = STEP_DEADLINE_MS * u64::from(setting.timing.model.layers);
             instance.scale_limits(deadline_ms, (MOVE_BYTES_IN_FLIGHT_MAX as f64 * scale(&setting)) as u64);
             let q_bytes = config.geometry.q_dim() * config.wire.size();
@@ -308,7 +310,7 @@ impl World {
         world
     }
 
-    /// Registers every instance and introduces them to each other, the way a pool that has run for a while is.
+    /// Registers all instances and connects them, as in a pool that has run for a while.
     fn connect(&mut self) {
         let count = self.nodes.len();
         for index in 0..count {
@@ -389,7 +391,7 @@ impl World {
         }
     }
 
-    /// What the gManager wants sent to others than the asker.
+    /// Sends the gManager's messages to other instances than the requester.
     fn send_orders(&mut self) {
         while let Some(GManagerOutput::Send { to, body }) = self.gmanager.poll() {
             let at = to.0 as usize - 1;
@@ -397,7 +399,7 @@ impl World {
         }
     }
 
-    /// The number that the gManager gave: registrations arrive in the order of the instances.
+    /// The number from the gManager: registrations arrive in the order of the instances.
     #[allow(clippy::unused_self, reason = "a fact of this world")]
     fn number(&self, index: usize) -> u32 {
         u32::try_from(index + 1).unwrap_or(u32::MAX)
@@ -407,8 +409,8 @@ impl World {
         let mut sample = Sample { at_us: self.agenda.now_us(), ..Sample::default() };
         let mut free = 0.0;
         for node in &self.nodes {
-            let counts = node.instance.rmanager().counts();
-            sample.borrowed += node.instance.rmanager().borrowed();
+            let counts = node.instance.rmanager().pool.counts();
+            sample.borrowed += node.instance.rmanager().debtor.held.blocks();
             free += f64::from(counts.free);
             sample.running += node.running as f64;
         }
@@ -417,11 +419,11 @@ impl World {
         self.seen.samples.push(sample);
     }
 
-    /// Sends a request to the instance with the most free memory (v2 §7.1), what waits there taken off.
+    /// Sends a request to the instance with the most free memory (v2 §7.1), minus the tokens that wait there.
     fn arrive(&mut self, index: usize) {
         let request = self.requests[index];
         let tokens = i64::from(self.setting.block_tokens);
-        let free = |n: &Node| i64::from(n.instance.rmanager().counts().free) * tokens - n.unstarted_tokens as i64;
+        let free = |n: &Node| i64::from(n.instance.rmanager().pool.counts().free) * tokens - n.unstarted_tokens as i64;
         let best = (0..self.nodes.len()).max_by_key(|at| (free(&self.nodes[*at]), std::cmp::Reverse(*at)));
         let Some(at) = best else { return };
         self.sent_to[index] = Some(at);
@@ -431,6 +433,7 @@ impl World {
             answered: 0,
             max_tokens: request.output_tokens,
             sampling: SamplingParams::default(),
+            min_tokens: 0,
             stop_ids: Vec::new(),
             return_logits: false,
         };
@@ -439,7 +442,7 @@ impl World {
 
     fn collect(&mut self, at: usize) {
         let now = self.agenda.now_us();
-        for Said { report, billed_rows } in self.nodes[at].device.collect(now) {
+        for BilledReport { report, billed_rows } in self.nodes[at].device.collect(now) {
             self.tell(at, Event::Runner(report), &billed_rows);
         }
         self.plan_device(at);
@@ -452,7 +455,7 @@ impl World {
         }
     }
 
-    /// Hands an event to an instance and carries out what it wants.
+    /// Hands an event to an instance and carries out its effects.
     fn tell(&mut self, at: usize, event: Event, billed: &BTreeMap<InstanceId, u32>) {
         let now = self.agenda.now_us();
         let written = matches!(event, Event::Runner(Report::Written { .. }));
@@ -471,7 +474,7 @@ impl World {
         let now = self.agenda.now_us();
         match effect {
             Effect::ToGManager(body) => self.agenda.after(CONTROL_US, What::GManager(at, body)),
-            // Everybody is connected from the start.
+            // All instances are connected from the start.
             Effect::Connect { .. } | Effect::Close { .. } => {}
             Effect::Control { peer, body } => {
                 let to = peer.0 as usize;
@@ -504,7 +507,7 @@ impl World {
         self.agenda.at(at_us, What::Instance(to, event));
     }
 
-    /// Modelled bytes, and latencies: a frame stands for one frame in every layer, one after the other.
+    /// Modelled bytes and number of latencies: a frame stands for one frame in every layer, sequentially.
     fn partials_cost(&self, frame: &PartialsFrame, to: usize, billed: &BTreeMap<InstanceId, u32>) -> (f64, f64) {
         let model = self.setting.timing.model;
         let (rows, row_bytes) = match frame {
@@ -523,7 +526,7 @@ impl World {
     fn bulk_cost(&self, frame: &BulkFrame, at: usize, written: bool) -> f64 {
         let token_bytes = self.setting.timing.model.kv_token_bytes();
         let tokens = match frame {
-            // The KV of resident prompts is there.
+            // Resident prompts' KV is already there.
             BulkFrame::Write { tokens, .. }
                 if written && *tokens > 1 && self.nodes[at].device.prefill() == Prefill::Resident =>
             {

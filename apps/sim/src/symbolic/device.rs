@@ -1,5 +1,5 @@
-//! The symbolic device: a store of keys, passes in two micro-batches, peers' work first. The order of work is the shipped
-//! executor's; the time it takes is a linear model.
+//! The symbolic device: a store of keys, passes in two micro-batches, peers' work first. Work is ordered as in the
+//! shipped executor; its time is a linear model.
 
 use super::model::{KEY_BYTES, Key, LAYERS};
 use super::pass::{Pass, Progress};
@@ -11,49 +11,48 @@ use lagoon_types::{MicroBatch, StepId};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// How long work takes, in nanoseconds.
+/// Times of work, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Speed {
-    /// A layer of a pass, or a peer's frame, whatever its size.
+    /// A layer of a pass, or a peer's frame, of any size.
     pub layer_ns: u64,
-    /// Each row of it.
+    /// Each row.
     pub row_ns: u64,
-    /// Each key that it attends to, writes or reads.
+    /// Each key that is attended to, written or read.
     pub key_ns: u64,
 }
 
 /// One token's keys, by layer.
 type Slot = [Key; LAYERS as usize];
 
-/// A copy between the store and the memory beside it: a piece of a layer at a time, those that are left.
+/// A copy between the store and the staging buffer, a piece of a layer at a time; the remaining pieces.
 #[derive(Debug)]
 struct Staging {
     work: StageWork,
     left: VecDeque<(u32, (u32, u32, u32))>,
 }
 
-/// See the module's documentation.
+/// The symbolic device; see the module's documentation.
 #[derive(Debug)]
 pub struct Symbolic {
     pub(super) store: Vec<Slot>,
-    /// What transports read and fill instead of the store, if they cannot use that.
+    /// Staging buffer of transports, if they cannot use the store.
     beside: Vec<Slot>,
     stages: VecDeque<Staging>,
-    /// Copies and passes take turns.
+    /// The last turn copied staged keys: copies and passes alternate.
     staged_last: bool,
     pub(super) window: Option<u32>,
     speed: Speed,
     pub(super) remote_requests: VecDeque<RemoteRequest>,
     passes: [Option<Pass>; 2],
-    /// The micro-batch that advanced last: micro-batches take turns.
+    /// The micro-batch that advanced last; micro-batches alternate.
     last: MicroBatch,
-    /// What was noticed that must not be: keys that were not those asked for, in a step that was completed.
+    /// Violations: wrong keys in a completed step.
     pub violations: Vec<String>,
 }
 
 impl Symbolic {
-    /// A device with room for `slots` tokens, and for `beside` in memory that transports use instead of its store; 0 if they
-    /// use that.
+    /// A device with `slots` tokens of KV and `beside` tokens of staging buffer; 0 if transports use the store.
     #[must_use]
     pub fn new(slots: u32, beside: u32, window: Option<u32>, speed: Speed) -> Self {
         Self {
@@ -75,7 +74,7 @@ impl Symbolic {
         (layer_ns + rows * row_ns + keys * key_ns).div_ceil(1000).max(1)
     }
 
-    /// Copies a piece, or says that all of them are copied.
+    /// Copies a piece, or reports that all are copied.
     fn stage(&mut self, reports: &mut Vec<Report>) -> Option<u64> {
         let staging = self.stages.front_mut()?;
         let Some((layer, (slot, beside, tokens))) = staging.left.pop_front() else {
@@ -92,7 +91,7 @@ impl Symbolic {
         Some(self.time_us(0, u64::from(tokens)))
     }
 
-    /// What transports see: the store, or the memory beside it.
+    /// Memory that transports see: the store, or the staging buffer.
     fn shared(&self) -> &[Slot] {
         if self.beside.is_empty() { &self.store } else { &self.beside }
     }
@@ -112,8 +111,8 @@ impl Symbolic {
             Ok(Progress::Advanced) => self.passes[micro_batch.index()] = Some(pass),
             Ok(Progress::Done(samples)) => {
                 if pass.wrong_keys > 0 {
-                    let said = format!("{} was completed with {} wrong keys", pass.step(), pass.wrong_keys);
-                    self.violations.push(said);
+                    let violation = format!("{} was completed with {} wrong keys", pass.step(), pass.wrong_keys);
+                    self.violations.push(violation);
                 }
                 reports.push(Report::Done { step: pass.step(), micro_batch, samples });
             }
@@ -166,7 +165,7 @@ impl SimRunner for Symbolic {
                     work.layers.clone().flat_map(|layer| pieces.iter().map(move |piece| (layer, *piece))).collect();
                 self.stages.push_back(Staging { work, left });
             }
-            // Slots are memory here: what is shared has one.
+            // Slots are memory here: shared blocks have one place.
             Command::Share { .. } | Command::RemoteSeal { .. } | Command::Map { .. } | Command::Unmap { .. } => {
                 unreachable!("no memory is mapped here")
             }

@@ -1,8 +1,8 @@
-//! A device without arithmetic: KV is symbols, and what is said is a pure function of the tokens.
+//! A device without arithmetic: KV is symbols, and each next token is a pure function of the tokens before.
 //!
-//! [`model`] defines that function twice: over the KV that lies in some store, and as an [`Oracle`] that knows nothing
-//! of memory. [`device`] computes the former as the shipped executor would, layer by layer, over slots, leases and
-//! partials. Wrong, stale, missing or doubly counted KV gives another token than the oracle's.
+//! [`model`] defines that function twice: over KV in a store, and as an [`Oracle`] without memory. [`device`]
+//! computes the former as the shipped executor would, layer by layer, over slots, leases and partials. Wrong, stale,
+//! missing or doubly counted KV gives another token than the oracle's.
 
 pub mod device;
 pub mod model;

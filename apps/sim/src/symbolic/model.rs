@@ -3,8 +3,8 @@
 //! A token's hidden value starts as a hash of its id and position. In each layer its KV is a hash of that value;
 //! attention is the wrapping sum, over the visible keys, of a hash of each key and its position (so it is exact, and
 //! independent of the order and grouping of the keys); and the next layer's value is a hash of the value and that sum.
-//! The last layer's value chooses the next token. As in a transformer, every token's KV depends on all that precedes
-//! it.
+//! The last layer's value determines the next token. As in a transformer, every token's KV depends on all tokens
+//! before it.
 
 use crate::rng::mix;
 use lagoon_types::{AttentionGeometry, DType, KvShape};
@@ -22,8 +22,8 @@ pub const ROW_BYTES: usize = 16;
 pub struct Key {
     /// The symbol.
     pub value: u64,
-    /// Position and layer it was computed for, so that a key in the wrong place is recognised: `1 << 63 | layer << 32 |
-    /// position`; 0 where nothing was written.
+    /// Position and layer of the key, to recognise a misplaced one: `1 << 63 | layer << 32 | position`; 0 if never
+    /// written.
     pub tag: u64,
 }
 
@@ -35,7 +35,7 @@ pub const fn kv_shape() -> KvShape {
 
 #[must_use]
 pub const fn geometry() -> AttentionGeometry {
-    AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 4 }
+    AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 4, latent: false }
 }
 
 const fn tag(layer: u32, pos: u32) -> u64 {
@@ -51,12 +51,12 @@ impl Key {
         Self { value: mix(hidden ^ (layer as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)), tag: tag(layer, pos) }
     }
 
-    /// What it adds to the attention of a row, if it lies where the key of `pos` in `layer` should.
+    /// The key's contribution to a row's attention, at the place of the key of `pos` in `layer`.
     pub(crate) const fn weight(self, layer: u32, pos: u32) -> u64 {
         mix(self.value ^ self.tag.rotate_left(17) ^ tag(layer, pos))
     }
 
-    /// Whether it is some key of this position and layer.
+    /// Whether the key is of this position and layer.
     pub(crate) const fn is_of(self, layer: u32, pos: u32) -> bool {
         self.tag == tag(layer, pos)
     }
@@ -67,7 +67,7 @@ impl Key {
         }
     }
 
-    /// Inverse of [`Key::to_bytes`]; a damaged key is one that was never written.
+    /// Inverse of [`Key::to_bytes`]; a damaged key reads as never written.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Self {
         let [value, tag, check] = [0, 8, 16].map(|at| word(bytes, at));
         if check == mix(value ^ tag) { Self { value, tag } } else { Self::default() }
@@ -90,18 +90,18 @@ pub(crate) fn token_of(hidden: u64) -> u32 {
     u32::try_from(hidden % u64::from(VOCAB)).unwrap_or(0)
 }
 
-/// What a sequence must say: the model over its tokens, without any memory that could be wrong.
+/// The expected tokens of a sequence: the model over its tokens, without a KV store that could be wrong.
 #[derive(Clone, Debug)]
 pub struct Oracle {
     window: Option<u32>,
     pos: u32,
-    /// By layer: sums of the weights of the keys before each position.
+    /// By layer: prefix sums of the weights of all keys.
     sums: [Vec<u64>; LAYERS as usize],
     hidden: u64,
 }
 
 impl Oracle {
-    /// After a prompt.
+    /// The oracle after a prompt.
     #[must_use]
     pub fn new(prompt: &[u32], window: Option<u32>) -> Self {
         let mut oracle = Self { window, pos: 0, sums: [const { Vec::new() }; LAYERS as usize], hidden: 0 };
@@ -125,7 +125,7 @@ impl Oracle {
         self.pos += 1;
     }
 
-    /// The token that follows; it becomes part of the sequence.
+    /// The next token, which becomes part of the sequence.
     pub fn next_token(&mut self) -> u32 {
         let token = token_of(self.hidden);
         self.push(token);
@@ -139,18 +139,18 @@ mod tests {
 
     #[test]
     fn what_is_said_depends_on_every_visible_token_and_its_place() {
-        let said = |prompt: &[u32], window| {
+        let next = |prompt: &[u32], window| {
             let mut oracle = Oracle::new(prompt, window);
             (0..6).map(|_| oracle.next_token()).collect::<Vec<_>>()
         };
-        let base = said(&[1, 2, 3, 4, 5, 6, 7, 8], None);
-        assert_eq!(base, said(&[1, 2, 3, 4, 5, 6, 7, 8], None));
-        assert_ne!(base, said(&[9, 2, 3, 4, 5, 6, 7, 8], None));
-        assert_ne!(base, said(&[2, 1, 3, 4, 5, 6, 7, 8], None));
-        assert_ne!(base, said(&[1, 2, 3, 4, 5, 6, 7, 8], Some(4)));
-        // Two layers of a window of 3 see five tokens back.
-        assert_eq!(said(&[1, 2, 3, 4, 5, 6, 7, 8], Some(3)), said(&[9, 9, 3, 4, 5, 6, 7, 8], Some(3)));
-        assert_ne!(said(&[1, 2, 3, 4, 5, 6, 7, 8], Some(3)), said(&[1, 2, 3, 9, 5, 6, 7, 8], Some(3)));
+        let base = next(&[1, 2, 3, 4, 5, 6, 7, 8], None);
+        assert_eq!(base, next(&[1, 2, 3, 4, 5, 6, 7, 8], None));
+        assert_ne!(base, next(&[9, 2, 3, 4, 5, 6, 7, 8], None));
+        assert_ne!(base, next(&[2, 1, 3, 4, 5, 6, 7, 8], None));
+        assert_ne!(base, next(&[1, 2, 3, 4, 5, 6, 7, 8], Some(4)));
+        // Two layers with a window of 3 see five tokens back.
+        assert_eq!(next(&[1, 2, 3, 4, 5, 6, 7, 8], Some(3)), next(&[9, 9, 3, 4, 5, 6, 7, 8], Some(3)));
+        assert_ne!(next(&[1, 2, 3, 4, 5, 6, 7, 8], Some(3)), next(&[1, 2, 3, 9, 5, 6, 7, 8], Some(3)));
     }
 
     #[test]

@@ -4,14 +4,14 @@ use super::device::Symbolic;
 use super::model::{KEY_BYTES, Key, LAYERS, ROW_BYTES, embed, next_hidden, token_of, word};
 use super::remote_request::{Attended, attend};
 use bytes::Bytes;
-use lagoon_runner::{PassError, RemotePart, Report, SampleOut, SeqRows, StepWork};
+use lagoon_runner::{PassError, RemotePart, Report, SampleOut, SeqRows, ShipSegment, StepWork};
 use lagoon_types::run::visible_len;
 use lagoon_types::{KvRun, MicroBatch, StepId};
 
 #[derive(Debug)]
 pub(super) enum Progress {
     Advanced,
-    /// Nothing can be done before a creditor answers.
+    /// Waits for a creditor's reply.
     Waiting,
     Done(Vec<SampleOut>),
 }
@@ -33,13 +33,13 @@ pub(super) struct Pass {
     positions: Vec<u32>,
     /// Hidden value of each row.
     hidden: Vec<u64>,
-    /// Keys of each row in this layer: those stored elsewhere are attended to from here.
+    /// Keys of each row in this layer; rows whose KV is remote are attended to from here.
     keys: Vec<Key>,
     attended: Vec<Attended>,
     parts: Vec<Option<RemotePart>>,
     fetched: [Vec<Option<Bytes>>; 2],
     fetches_done: usize,
-    /// Keys that rows attended to and that were not those of their positions.
+    /// Number of wrong keys attended to: not those of their positions.
     pub(super) wrong_keys: u64,
 }
 
@@ -88,7 +88,7 @@ impl Pass {
         }
     }
 
-    /// Does a piece of work; adds to `keys` how many keys it was.
+    /// Does a piece of work; adds its number of keys to `keys`.
     pub(super) fn advance(
         &mut self,
         device: &mut Symbolic,
@@ -134,7 +134,7 @@ impl Pass {
     fn hand_out(&self, reports: &mut Vec<Report>) {
         let frames = self.work.remote.ships.iter().map(|ship| {
             let mut bytes = Vec::with_capacity(ship.rows() as usize * ROW_BYTES);
-            for row in ship.segments.iter().flat_map(|(row0, rows)| *row0..row0 + rows) {
+            for row in ship.segments.iter().flat_map(ShipSegment::range) {
                 bytes.extend_from_slice(&self.hidden[row as usize].to_le_bytes());
                 bytes.extend_from_slice(&u64::from(self.positions[row as usize]).to_le_bytes());
             }
@@ -152,7 +152,7 @@ impl Pass {
         }
     }
 
-    /// Attention over what is here: runs in the store, and rows of this step whose keys are stored elsewhere.
+    /// Attention over local keys: runs in the store, and rows of this step whose KV is remote.
     fn attend_local(&mut self, device: &Symbolic, keys: &mut u64) {
         for seq in &self.work.seqs {
             let runs = &self.work.runs[seq.run0 as usize..(seq.run0 + seq.runs) as usize];
@@ -216,7 +216,7 @@ impl Pass {
         if (part.out.len(), part.lse.len(), part.count.len()) != (rows * ROW_BYTES, rows * 4, rows * 4) {
             return Err(PassError::Part { creditor: ship.creditor, layer: self.layer });
         }
-        let all = ship.segments.iter().flat_map(|(row0, n)| *row0..row0 + n);
+        let all = ship.segments.iter().flat_map(ShipSegment::range);
         for (at, row) in all.enumerate() {
             let count = &part.count[at * 4..at * 4 + 4];
             self.attended[row as usize].merge(Attended {

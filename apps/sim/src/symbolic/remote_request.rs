@@ -15,7 +15,7 @@ pub(super) enum RemoteRequest {
     Read(RemoteRead),
 }
 
-/// Attention of one row: the sum of weights, the keys that were not what they should be, and the keys seen.
+/// Attention of one row: sum of weights, number of wrong keys, and number of keys seen.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Attended {
     pub(super) sum: u64,
@@ -56,7 +56,7 @@ pub(super) fn attend(
     attended
 }
 
-/// Does a piece of peers' work; says how many rows and keys it was.
+/// Does a piece of peers' work; returns its rows and keys.
 pub(super) fn serve(device: &mut Symbolic, work: RemoteRequest, reports: &mut Vec<Report>) -> (u64, u64) {
     match work {
         RemoteRequest::Query(query) => serve_query(device, &query, reports),

@@ -1,6 +1,6 @@
 //! Attention kernels at Llama-3-8B's shape: decoding against copy bandwidth, prompts, and contiguous KV against blocks.
 //!
-//! KV and queries are noise. Calls use the layers of a store in turn, and there are enough of them that each call reads memory
+//! KV and queries are noise. Calls rotate through the layers of a store, enough of them that each call reads memory
 //! and not the L2 cache ([`inputs::copies`]).
 
 use crate::linear::copy_bandwidth;
@@ -14,23 +14,23 @@ use lagoon_types::{AttentionGeometry, DType, KvRun};
 use serde_json::{Value, json};
 
 /// Llama-3-8B's attention.
-pub(crate) const G: AttentionGeometry = AttentionGeometry { heads: 32, kv_heads: 8, head_dim: 128 };
+pub(crate) const G: AttentionGeometry = AttentionGeometry { heads: 32, kv_heads: 8, head_dim: 128, latent: false };
 pub(crate) const SCALE: f32 = 0.088;
 
-/// A device whose attention is cut like this, with so many layers a page group.
+/// A device with this tuning and `group` layers in a page group.
 pub(crate) fn device(tuning: Tuning, group: u32) -> anyhow::Result<CudaDevice> {
     let options = CudaOptions { layers_per_group: Some(group), tuning: Some(tuning), ..CudaOptions::default() };
     Ok(CudaDevice::open(kernels::FATBIN, options)?)
 }
 
-/// A sequence's runs: one, or blocks of so many tokens that lie in the store in another order than the sequence has.
+/// A sequence's runs: one, or blocks of `block` tokens in a permuted order in the store.
 fn runs_of(base: u32, context: u32, block: Option<u32>, out: &mut Vec<KvRun>) -> u32 {
     let before = out.len();
     match block {
         None => out.push(KvRun { base, len: context, first_pos: 0 }),
         Some(block) => {
             let blocks = context / block;
-            // Odd and prime to the number of blocks, which is a power of two: every place once.
+            // Odd, and prime to the number of blocks, a power of two: every place once.
             out.extend((0..blocks).map(|i| KvRun {
                 base: base + (i * 7919 + 1) % blocks * block,
                 len: block,
@@ -75,7 +75,8 @@ fn decode(what: Decode, tuning: Tuning) -> anyhow::Result<Time> {
         let count = runs_of(row * context, context, block, &mut runs);
         seqs.push(AttnRows { row0: row, rows: 1, pos0: context - 1, run0, runs: count });
     }
-    let batch_of = AttnBatch { geometry: G, scale: SCALE, window: None, alibi: None, seqs: &seqs, runs: &runs };
+    let batch_of =
+        AttnBatch { geometry: G, scale: SCALE, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
     time(&mut device, layers as usize, |device, i| Ok(device.attention(&q[i], &batch_of, &kv, i, &mut out)?))
 }
 
@@ -90,11 +91,12 @@ pub(crate) fn prefill(tokens: u32, dtype: DType, block: Option<u32>, tuning: Tun
     let mut runs = Vec::new();
     let count = runs_of(0, tokens, block, &mut runs);
     let seqs = [AttnRows { row0: 0, rows: tokens, pos0: 0, run0: 0, runs: count }];
-    let batch = AttnBatch { geometry: G, scale: SCALE, window: None, alibi: None, seqs: &seqs, runs: &runs };
+    let batch =
+        AttnBatch { geometry: G, scale: SCALE, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
     time(&mut device, copies, |device, i| Ok(device.attention(&q[i], &batch, &kv, i, &mut out)?))
 }
 
-/// A prompt's row: causal attention has half the pairs, 4 operations an element of heads.
+/// A prompt's row: causal attention has half the pairs, 4 operations an element of the heads.
 pub(crate) fn prefill_row(tokens: u32, time: &Time) -> anyhow::Result<Value> {
     let ms = time.us[1] / 1e3;
     let tflop = 2.0 * f64::from(tokens) * f64::from(tokens) * G.q_dim() as f64 / ms / 1e9;
@@ -114,7 +116,7 @@ pub(crate) fn decode_all(args: &Args, out: &mut Out) -> anyhow::Result<()> {
         &[(16, 8 << 10), (1, 64 << 10), (16, 16 << 10), (1, 128 << 10), (32, 8 << 10), (1, 8 << 10)]
     };
     let sliced = if args.smoke { [2, 2] } else { [8, 32] };
-    // What slicing costs a kernel is asked last, in one type and for two sizes: 32 layers' KV take long to write.
+    // Page-group slicing is measured last, in one type and for two sizes: 32 layers' KV takes long to write.
     let plain = [DType::BF16, DType::F16].into_iter().flat_map(|dtype| sizes.iter().map(move |size| (dtype, size, 1)));
     let groups = sliced
         .into_iter()

@@ -1,8 +1,8 @@
-//! A section in its process: what it finds, on disk after every change, row by row.
+//! A section in its own process: its findings, written to disk after every row.
 //!
-//! The file is how the parent knows which rows are done: a row is announced before it is measured ([`RUNNING`]) and replaced by its
-//! result behind it. A row that loses the context ends the process with [`ANOTHER`]; the parent starts the section again,
-//! which leaves out the rows that are there. So one trap costs one row.
+//! The parent reads from the file which rows are done: a row is announced before it is measured ([`RUNNING`]) and
+//! then replaced by its result. A row that loses the context ends the process with [`ANOTHER`]; the parent starts the
+//! section again, which skips rows that are there. So one trap costs one row.
 
 use crate::{Args, sections::SECTIONS, write_whole};
 use anyhow::Context as _;
@@ -13,13 +13,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// The exit code that asks for another process for the rows that are left.
+/// Exit code that requests another process for the remaining rows.
 pub(crate) const ANOTHER: u8 = 75;
 
-/// The field that names the row that is being measured: `{ "list", "key" }`.
+/// Field with the row being measured: `{ "list", "key" }`.
 pub(crate) const RUNNING: &str = "running";
 
-/// The driver lost the context; the row that did it is in the file.
+/// The driver lost the context; the row at fault is in the file.
 #[derive(Debug)]
 struct Lost;
 
@@ -31,20 +31,20 @@ impl std::fmt::Display for Lost {
 
 impl std::error::Error for Lost {}
 
-/// What a section has found so far.
+/// The section's findings so far.
 #[derive(Debug)]
 pub(crate) struct Out {
     pub(crate) path: PathBuf,
     pub(crate) found: Value,
 }
 
-/// What a panic said.
+/// The message of a panic.
 fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().cloned();
     text.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned())).unwrap_or_else(|| "it panicked".to_owned())
 }
 
-/// What `f` gives, or what it failed or panicked with.
+/// The result of `f`, or its error or panic.
 fn caught<T>(f: impl FnOnce() -> anyhow::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(f)) {
         Ok(Ok(value)) => Ok(value),
@@ -53,12 +53,12 @@ fn caught<T>(f: impl FnOnce() -> anyhow::Result<T>) -> Result<T, String> {
     }
 }
 
-/// Why the driver refuses everything from now on, if it does.
+/// The driver's error if the context is lost.
 fn lost() -> Option<String> {
     Context::open(0).and_then(|context| context.memory()).err().map(|error| error.to_string())
 }
 
-/// Whether `row` is the one of this key: it has all of its fields.
+/// Whether `row` has all fields of `key`.
 pub(crate) fn is_of(row: &Value, key: &Value) -> bool {
     key.as_object().is_some_and(|key| key.iter().all(|(name, value)| row[name] == *value))
 }
@@ -82,7 +82,7 @@ pub(crate) fn merged(key: &Value, more: Value) -> Value {
 }
 
 impl Out {
-    /// Goes on from the file, if it is there.
+    /// Continues from the file, if it exists.
     fn new(path: PathBuf) -> Self {
         let text = std::fs::read_to_string(&path).unwrap_or_default();
         Self { path, found: serde_json::from_str(&text).unwrap_or_else(|_| json!({})) }
@@ -100,7 +100,7 @@ impl Out {
         self.write()
     }
 
-    /// The number of this name, measured unless an earlier process of the section has.
+    /// The number `key`, measured unless an earlier process of the section has.
     pub(crate) fn number(&mut self, key: &str, f: impl FnOnce() -> anyhow::Result<f64>) -> anyhow::Result<f64> {
         if let Some(known) = self.found[key].as_f64() {
             return Ok(known);
@@ -110,11 +110,11 @@ impl Out {
         Ok(number)
     }
 
-    /// Measures the row of `list` with this key unless it is there, and writes it: the key's fields and what `f` found, or
-    /// an `error`.
+    /// Measures the row of `list` with this key unless it exists, and writes it: the key's fields and those of `f`,
+    /// or an `error`.
     ///
     /// # Errors
-    /// The context is lost, so that the section has to end; or the file cannot be written.
+    /// The context is lost, so the section must end; or the file cannot be written.
     pub(crate) fn row(
         &mut self,
         list: &str,
@@ -129,7 +129,7 @@ impl Out {
         let (row, broken) = match (found, lost()) {
             (Ok(found), None) => (found, false),
             (Ok(_), Some(why)) => (json!({ "error": format!("the context was lost: {why}") }), true),
-            // An error of the driver may show here first and in its next call only.
+            // A driver's error may show here first, and in its next call only.
             (Err(error), lost) => (json!({ "error": error }), lost.is_some() || error.contains("CUDA_ERROR_")),
         };
         push(&mut self.found, list, merged(&key, row));
@@ -152,10 +152,11 @@ pub(crate) fn has_failed_rows(found: &Value) -> bool {
 /// Runs a section in this process.
 pub(crate) fn run(args: &Args, name: &str) -> anyhow::Result<ExitCode> {
     let known = SECTIONS.iter().find(|s| s.name == name).map(|section| section.run);
-    let run = known.or_else(|| crate::sanitizer::case_section(name)).with_context(|| format!("no section {name}"))?;
+    let hidden = || crate::head::section(name).or_else(|| crate::sanitizer::case_section(name));
+    let run = known.or_else(hidden).with_context(|| format!("no section {name}"))?;
     crate::SMOKE.get_or_init(|| args.smoke);
     let mut out = Out::new(args.out.clone());
-    // Kept, so that the context is not made anew for each row. Where there is none, rows say why.
+    // Held, so that the context is not made anew for each row. Without a device, the rows say why.
     let _held = Context::open(0);
     let result = catch_unwind(AssertUnwindSafe(|| run(args, &mut out)));
     let error = match result {

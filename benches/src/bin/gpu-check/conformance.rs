@@ -1,5 +1,5 @@
-//! The conformance suite: each case on the device opened anew, with the kernels as they are, cut into small pieces, and in page groups
-//! that layers share; in both precisions, each with its own bounds.
+//! The conformance suite on the device, opened anew for each case, with untuned kernels, with small pieces, and with
+//! page groups that layers share; in both precisions, each with its own bounds.
 
 use crate::{Args, Out};
 use lagoon_backend::conformance::{Tolerance, cases};
@@ -16,7 +16,7 @@ macro_rules! named {
     };
 }
 
-/// Small pieces, so that small shapes meet every path.
+/// Small pieces, so that small shapes take every path.
 const PIECES: Tuning = Tuning {
     classes: [
         DecodeClass { warps: 2, stages: 4, blocks_per_sm: 1, piece_keys_min: 48 },
@@ -41,7 +41,7 @@ pub(crate) fn tolerance(precision: Precision) -> Tolerance {
     }
 }
 
-/// A way of cutting the kernels.
+/// A variant of tuning, precision and page groups.
 struct Kind {
     name: &'static str,
     precision: Precision,
@@ -63,7 +63,8 @@ impl Kind {
     }
 }
 
-/// In this order: what a user gets, what is exact, then paths that only small pieces and shared page groups take.
+/// In this order: the user's default, the exact precision, then paths that only small pieces and shared page groups
+/// take.
 const KINDS: [Kind; 5] = [
     Kind::new("untuned", Precision::Fast, false, None),
     Kind::new("untuned", Precision::Exact, false, None),
@@ -72,25 +73,32 @@ const KINDS: [Kind; 5] = [
     Kind::new("sliced", Precision::Exact, true, Some(2)),
 ];
 
-/// The cases of the suite, and the large weight's last.
+/// The cases of the suite, and those of large inputs last.
 fn all() -> Vec<Case> {
     let mut cases: Vec<Case> = lagoon_backend::conformance_names!(named()).into();
     cases.push(("matmul_large_weight", cases::matmul_large_weight::<CudaDevice>));
+    cases.push(("attention_latent_wide", cases::attention_latent_wide::<CudaDevice>));
     cases
 }
 
-/// Whether a case's kernels depend on how they are cut, or on the precision.
+/// Whether a case's kernels depend on the tuning or the precision.
 fn depends_on_kind(case: &str) -> bool {
     ["attention_", "matmul_", "rope_append_then_"].iter().any(|beginning| case.starts_with(beginning))
 }
 
+/// Whether the user wants this case.
+fn is_wanted(args: &Args, case: &str) -> bool {
+    args.case.is_empty() || args.case.iter().any(|part| case.contains(part))
+}
+
 pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     for (i, kind) in KINDS.iter().enumerate() {
-        for (case, f) in all() {
-            // Over the fake driver the suite is a test of its own: here every case runs in the first kind, and in the others what they
-            // change.
+        for (case, f) in all().into_iter().filter(|(case, _)| is_wanted(args, case)) {
+            // Over the fake driver the suite is a test of its own: here the first variant runs every case, the others
+            // only those that depend on them.
             let left_out = args.smoke && i > 0 && !depends_on_kind(case);
-            if left_out || case == "matmul_large_weight" && (kind.pieces || args.smoke) {
+            let large = ["matmul_large_weight", "attention_latent_wide"].contains(&case);
+            if left_out || large && (kind.pieces || args.smoke) {
                 continue;
             }
             let key = json!({ "cut": kind.name, "precision": name(kind.precision), "case": case });
@@ -103,9 +111,11 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Cases of attention with prompts, with warpgroup products.
+/// Attention cases with prompts, with warpgroup kernels.
 pub(crate) fn warpgroups(args: &Args, out: &mut Out) -> anyhow::Result<()> {
-    let takes = |case: &&Case| case.0.starts_with("attention_") || case.0 == "rope_append_then_attention";
+    let takes = |case: &&Case| {
+        (case.0.starts_with("attention_") || case.0 == "rope_append_then_attention") && is_wanted(args, case.0)
+    };
     let some = if args.smoke { 2 } else { usize::MAX };
     for (case, f) in all().iter().filter(takes).take(some) {
         out.row("cases", json!({ "case": case, "precision": "fast", "wgmma": true }), || {

@@ -1,5 +1,5 @@
-//! Programs of others that may be on the machine: nvidia-smi, torch, compute-sanitizer, llama.cpp. What is not there is said
-//! to be absent, with what would bring it.
+//! External programs that the machine may have: nvidia-smi, torch, compute-sanitizer, llama.cpp. A missing one is
+//! reported, with how to get it.
 
 use crate::{Args, Out};
 use anyhow::{Context, ensure};
@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 
 const TORCH_SDPA: &str = include_str!("../../../gpu/torch_sdpa.py");
 
-/// What a program prints, if it runs and succeeds.
+/// A program's output, if it runs and succeeds.
 fn output(program: &Path, args: &[&str]) -> Option<String> {
     let output = Command::new(program).args(args).stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
@@ -25,7 +25,7 @@ pub(crate) fn find(name: &str) -> Option<PathBuf> {
     dirs.map(|dir| dir.join(name)).find(|file| file.is_file())
 }
 
-/// Name, driver, clocks and power of the GPU, as its tool says.
+/// Name, driver, clocks and power of the GPU, from nvidia-smi.
 pub(crate) fn nvidia_smi() -> Option<String> {
     let fields =
         "--query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.limit,ecc.mode.current";
@@ -35,7 +35,9 @@ pub(crate) fn nvidia_smi() -> Option<String> {
 /// A python with torch: the machine's, or one for which pip may install it now.
 fn python_with_torch(args: &Args) -> anyhow::Result<Result<(PathBuf, Option<PathBuf>), String>> {
     let Some(python) = find("python3") else { return Ok(Err("python3 is not installed".to_owned())) };
-    if output(&python, &["-c", "import torch"]).is_some() {
+    // Not imported: that takes a cold machine as long as all that is measured.
+    let look = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)";
+    if output(&python, &["-c", look]).is_some() {
         return Ok(Ok((python, None)));
     }
     if !args.pip {
@@ -90,7 +92,7 @@ pub(crate) fn torch(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     }
     let status = child.wait()?;
     if let Some(folder) = folder {
-        // What stays in the temporary folder does no harm.
+        // Leftovers in the temporary folder are harmless.
         let _gone = std::fs::remove_dir_all(folder);
     }
     ensure!(status.success() && done, "torch_sdpa.py: {status}");

@@ -1,5 +1,5 @@
-//! Inputs of what is measured: pseudo-random, with no period, bounded, and in as many copies as make each call read memory and not
-//! the L2 cache.
+//! Inputs of the measurements: pseudo-random without a period, bounded, and in so many copies that each call reads
+//! memory and not the L2 cache.
 
 use crate::attention::G;
 use lagoon_backend::{Device, WeightSource};
@@ -18,7 +18,7 @@ fn next(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// One piece: even in `-scale..scale`.
+/// One piece: uniform in `-scale..scale`.
 fn piece(n: usize, scale: f32, seed: u64, number: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0xd134_2543_de82_ef95) ^ ((number as u64) << 32);
     let unit = |bits: u64| (bits & 0xff_ffff) as f32 / 8_388_608.0 - 1.0;
@@ -43,7 +43,7 @@ pub(crate) fn stored_noise(dtype: DType, n: usize, scale: f32, seed: u64) -> Vec
     out
 }
 
-/// How many copies of inputs of so many bytes are used in turn, so that twice the L2 cache was read between two uses of one.
+/// Copies of inputs of `bytes` bytes to rotate through, so that twice the L2 cache is read between two uses of one.
 pub(crate) fn copies(l2_bytes: u32, bytes: usize) -> usize {
     let twice = 2 * l2_bytes as usize;
     if bytes >= twice { 1 } else { twice.div_ceil(bytes.max(1)).min(256) + 1 }
@@ -70,7 +70,7 @@ pub(crate) fn tensor<D: Device>(d: &mut D, rows: usize, cols: usize, seed: u64) 
 
 /// Fills the first `tokens` slots of every layer of a store with noise.
 pub(crate) fn fill<D: Device>(d: &mut D, kv: &mut D::Kv, shape: KvShape, tokens: usize) -> anyhow::Result<()> {
-    // Bytes at a time: 64 MiB.
+    // Chunks of 64 MiB.
     let most = ((64 << 20) / shape.layer_token_bytes()).max(1);
     for layer in 0..shape.layers as usize {
         for slot in (0..tokens).step_by(most) {

@@ -1,5 +1,5 @@
-//! Ceilings of the device, measured in the same run: copies for what is bound by memory, products of matrices for what is bound
-//! by arithmetic. And linear layers, by own kernels and by cuBLASLt, against both.
+//! Ceilings of the device, measured in the same run: copies for memory-bound work, matrix products for compute-bound
+//! work. And linear layers, by own kernels and by cuBLASLt, against both.
 
 use crate::timing::{Time, spread, time, with};
 use crate::{Args, Out, inputs, read_json};
@@ -31,7 +31,7 @@ fn noisy(context: &Arc<Context>, stream: &Stream, bytes: usize) -> anyhow::Resul
     Ok(buffer)
 }
 
-/// Seconds that the device takes for `f`, of some rounds: the shortest, the middle, the longest.
+/// Seconds of the device for `f` over some rounds: minimum, median, maximum.
 fn rounds(
     context: &Arc<Context>,
     stream: &Stream,
@@ -50,7 +50,7 @@ fn rounds(
     Ok(spread(times))
 }
 
-/// Bytes per second that a copy within the device reads and writes; of the report, or measured.
+/// Bytes per second that a copy within the device reads and writes; from the report, or measured.
 pub(crate) fn copy_bandwidth(args: &Args, out: &mut Out) -> anyhow::Result<f64> {
     let report = args.from.as_deref().and_then(read_json).unwrap_or_default();
     let known = report["sections"]["ceilings"]["found"]["copy_gb_per_s"].as_f64();
@@ -58,7 +58,7 @@ pub(crate) fn copy_bandwidth(args: &Args, out: &mut Out) -> anyhow::Result<f64> 
     Ok(gb * 1e9)
 }
 
-/// GB/s of copies of 2 GiB of noise within the device, bytes read and bytes written: the least, the middle and the most.
+/// GB/s of copies of 2 GiB of noise within the device, reads plus writes: minimum, median, maximum.
 fn measure_copies(args: &Args) -> anyhow::Result<[f64; 3]> {
     let context = Context::open(0)?;
     let stream = Stream::new(&context, Priority::Normal)?;
@@ -94,7 +94,7 @@ struct Layer {
 }
 
 impl Layer {
-    /// Times it in bf16; also says what multiplies.
+    /// Time in bf16, and the name of the linear layers.
     fn time(self, by: &LinearLayers, precision: Precision) -> anyhow::Result<(Time, String)> {
         let Self { rows, n, k } = self;
         let sms = Context::open(0)?.attributes().multiprocessors;
@@ -116,10 +116,10 @@ impl Layer {
     }
 }
 
-/// What multiplies, by the name that rows have.
+/// The linear layers' kernels, by the name in rows.
 const BY: [(&str, LinearLayers); 2] = [("own kernels", LinearLayers::Own), ("cuBLASLt", LinearLayers::Auto)];
 
-/// Where a row asks for cuBLASLt and there is none: why, as the device says it.
+/// The device's reason if a row asks for cuBLASLt and there is none.
 fn absent(kind: &str, by: &str) -> Option<Value> {
     (kind == "cuBLASLt" && by.starts_with("own kernels")).then(|| json!({ "absent": by }))
 }

@@ -1,17 +1,19 @@
-//! What a machine with an NVIDIA GPU is asked, in one JSON report: whether the backend conforms, whether the golden models come
-//! out right, how fast memory is mapped and kernels run against ceilings of the same run and against torch and llama.cpp where
-//! these are there, and whether the demo's pool answers.
+//! Checks a machine with an NVIDIA GPU and writes one JSON report: whether the backend conforms, whether the golden
+//! models' logits are right, how fast memory is mapped and kernels run against ceilings of the same run, torch and
+//! llama.cpp (if installed), and whether the demo's pool answers.
 //!
-//! `cargo xtask gpu-check` packs this with what it needs; the machine needs no Rust. The sections are data ([`sections`]), each in
-//! processes of its own with a time limit ([`parent`]), which write what they find row by row ([`child`]): a fault costs its row,
-//! a section no other its results. A run goes on from the report of an earlier one (`--from`), which may be absent, and
-//! leaves out what is there (`--fresh` does not). Where commands are limited, `--part N` runs what one of them has time for.
+//! `cargo xtask gpu-check` packs this with its inputs; the machine needs no Rust. The sections are data
+//! ([`sections`]), each in processes of its own with a time limit ([`parent`]), which write their findings row by row
+//! ([`child`]): a fault costs its row, and no other section's results. A run continues an earlier report (`--from`,
+//! which may be absent) and skips what it has (unless `--fresh`). Where commands are limited, `--part N` runs one
+//! command's share.
 
 mod attention;
 mod child;
 mod conformance;
 mod external;
 mod goldens;
+mod head;
 mod inputs;
 mod linear;
 mod mixed;
@@ -28,11 +30,10 @@ mod windows;
 use anyhow::{Context, bail, ensure};
 use child::Out;
 use clap::Parser;
-use lagoon_backend::Device;
 use lagoon_benches::gpu::targets;
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
-use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
-use sections::{AROUND_S, PARTS_S, SECTIONS, Section};
+use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
+use sections::{AROUND_S, PARTS_S, RISKY, SECTIONS, Section};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -60,6 +61,9 @@ struct Args {
     /// Not these sections.
     #[arg(long, value_delimiter = ',')]
     skip: Vec<String>,
+    /// Of the conformance suite, only cases whose names contain one of these.
+    #[arg(long, value_delimiter = ',')]
+    case: Vec<String>,
     /// Print the sections, their parts and time limits.
     #[arg(long)]
     list: bool,
@@ -93,61 +97,24 @@ fn open(precision: Precision) -> anyhow::Result<CudaDevice> {
     Ok(device)
 }
 
-/// Whether this process only shows that the check runs.
+/// Whether this is a smoke run.
 static SMOKE: OnceLock<bool> = OnceLock::new();
 
 fn is_smoke() -> bool {
     SMOKE.get().copied().unwrap_or(false)
 }
 
-/// A JSON file, if it is there and whole.
+/// A JSON file, if it exists and parses.
 fn read_json(path: &Path) -> Option<Value> {
     std::fs::read(path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok())
 }
 
-/// A whole file or the one before.
+/// Writes a file atomically.
 fn write_whole(path: &Path, value: &Value) -> anyhow::Result<()> {
     let draft = path.with_extension(format!("{}.tmp", std::process::id()));
     std::fs::write(&draft, serde_json::to_string_pretty(value)? + "\n")
         .and_then(|()| std::fs::rename(&draft, path))
         .with_context(|| format!("write {}", path.display()))
-}
-
-/// The report's head, and whether there is a device.
-fn head(args: &Args) -> (Value, bool) {
-    let probe = lagoon_cuda::probe();
-    let present = matches!(probe, CudaProbe::Present { .. });
-    let mut report = json!({
-        "label": args.label,
-        "kernels": kernels::FATBIN_SOURCE,
-        "smoke": args.smoke,
-        "driver": probe.to_string(),
-        "sections": {},
-    });
-    let mut real = false;
-    if present {
-        report["device"] = match open(Precision::Fast) {
-            Ok(device) => {
-                let (info, a) = (device.info(), device.attributes());
-                real = a.name != "Fake device";
-                json!({
-                    "name": info.name,
-                    "compute_capability": format!("{}.{}", a.compute_capability.0, a.compute_capability.1),
-                    "multiprocessors": a.multiprocessors,
-                    "l2_bytes": a.l2_bytes,
-                    "memory_bytes": a.memory_bytes,
-                    "free_bytes": info.memory_bytes,
-                    "shared_bytes_per_block": a.shared_bytes_per_block,
-                    "linear_layers": device.linear_layers(),
-                })
-            }
-            Err(error) => json!({ "error": format!("{error:#}") }),
-        };
-        report["nvidia_smi"] = json!(external::nvidia_smi());
-    }
-    // Numbers of the fake driver or of tiny sizes measure nothing.
-    report["measured_on_gpu"] = json!(real && !args.smoke);
-    (report, present)
 }
 
 /// Sections that are asked for, in order, and the time for them.
@@ -163,18 +130,19 @@ fn wanted(args: &Args) -> anyhow::Result<(Vec<&'static Section>, Duration)> {
     let Some(part) = args.part else { return Ok((all, Duration::from_secs(args.limit_s))) };
     ensure!((1..=PARTS_S.len() as u64).contains(&part), "there are parts 1 to {}", PARTS_S.len());
     all.retain(|section| section.part <= part);
-    // Stable: what earlier parts left comes behind this part's own.
-    all.sort_by_key(|section| section.part != part);
+    // Stable: what earlier parts left comes behind this part's own, and what may leave the GPU in disorder comes last.
+    all.sort_by_key(|section| (RISKY.contains(&section.name), section.part != part));
     Ok((all, parent::times(args, PARTS_S[usize::try_from(part)? - 1] - AROUND_S)))
 }
 
-/// Whether a section's entry of an earlier run need not be made again: what failed is, unless only what was left is asked for.
+/// Whether a section's entry of an earlier run is kept: failed ones are repeated, unless only those left are
+/// selected.
 fn is_there(entry: &Value, left_only: bool) -> bool {
     let states: &[&str] = if left_only { &["ok", "absent", "failed"] } else { &["ok", "absent"] };
     states.iter().any(|state| entry["state"] == json!(state))
 }
 
-/// Sums up what the sections came to.
+/// Sums up the sections' states.
 fn conclude(report: &mut Value) {
     let sections = report["sections"].as_object().cloned().unwrap_or_default();
     let bad = |entry: &Value| ["failed", "timed out"].iter().any(|state| entry["state"] == json!(state));
@@ -185,34 +153,23 @@ fn conclude(report: &mut Value) {
     report["targets"] = json!(targets(report));
 }
 
-/// The report's head with the sections of an earlier one, if that is of the same driver and sizes.
-fn begin(args: &Args, sections: &[&Section]) -> (Value, bool) {
-    let earlier = read_json(args.from.as_ref().unwrap_or(&args.out));
-    let (mut report, present) = head(args);
-    if let Some(mut earlier) = earlier
-        && ["smoke", "driver"].iter().all(|key| earlier[*key] == report[*key])
-    {
-        if let Some(entries) = earlier["sections"].as_object_mut().filter(|_| args.fresh) {
-            sections.iter().for_each(|section| drop(entries.remove(section.name)));
-        }
-        report["sections"] = earlier["sections"].take();
-    }
-    (report, present)
-}
-
 fn check(args: &Args) -> anyhow::Result<ExitCode> {
     let began = Instant::now();
     let (sections, all) = wanted(args)?;
-    let (mut report, present) = begin(args, &sections);
+    let mut report = head::begin(args, &sections)?;
+    let present = head::may_be_present(&report);
     conclude(&mut report);
     write_whole(&args.out, &report)?;
     let mut left = Vec::new();
-    for section in sections.iter().filter(|_| present) {
-        let left_only = args.part.is_some_and(|part| part != section.part);
-        if is_there(&report["sections"][section.name], left_only) {
+    for (at, section) in sections.iter().enumerate().filter(|_| present) {
+        let own = |section: &Section| args.part.is_none_or(|part| part == section.part);
+        if is_there(&report["sections"][section.name], !own(section)) {
             continue;
         }
-        let (limit, rest) = (parent::times(args, section.limit_s), all.saturating_sub(began.elapsed()));
+        // What an earlier part left takes no time from this part's own sections behind it.
+        let own_s: u64 = sections[at + 1..].iter().filter(|s| !own(section) && own(s)).map(|s| s.limit_s).sum();
+        let kept = parent::times(args, own_s);
+        let (limit, rest) = (parent::times(args, section.limit_s), all.saturating_sub(began.elapsed() + kept));
         if rest < limit.min(all / 4) {
             left.push(section.name);
             continue;

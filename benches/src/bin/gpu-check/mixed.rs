@@ -1,5 +1,5 @@
-//! CUDA beside wgpu on the same GPU: how much faster it is, and that attention over KV that lies half on each is attention; and
-//! the product's demo, on CUDA alone and with wgpu creditors.
+//! CUDA beside wgpu on the same GPU: their speeds, DistAttention over KV of which each holds half, and the product's
+//! demo, on CUDA alone and with wgpu creditors.
 
 use crate::attention::{G, SCALE};
 use crate::timing::host_seconds;
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::process::Command;
 use std::time::Instant;
 
-/// The GPU through wgpu; where only the harness is tried, a software adapter will do. `None` where there is neither.
+/// The GPU through wgpu; in a smoke run, a software adapter too. `None` without either.
 fn open_wgpu(args: &Args, out: &mut Out) -> anyhow::Result<Option<WgpuDevice>> {
     let usable = |software| list_adapters().iter().any(|a| a.software == software && a.unusable.is_none());
     let choice = match (usable(false), args.smoke && usable(true)) {
@@ -29,7 +29,7 @@ fn open_wgpu(args: &Args, out: &mut Out) -> anyhow::Result<Option<WgpuDevice>> {
     Ok(Some(device))
 }
 
-/// Some work that both devices do.
+/// Work that both devices do.
 #[derive(Clone, Copy)]
 enum Work {
     Decode { batch: u32, context: u32 },
@@ -46,32 +46,43 @@ impl Work {
         }
     }
 
-    /// Microseconds of one call, by the host's clock: wgpu has no events.
-    fn time<D: Device>(self, d: &mut D) -> anyhow::Result<f64> {
+    /// Microseconds of one call, by the host's clock: wgpu has no events. Inputs are used in turn, so that a cache of `l2_bytes` holds
+    /// none of them.
+    fn time<D: Device>(self, d: &mut D, l2_bytes: u32) -> anyhow::Result<f64> {
         let s = match self {
-            Self::Decode { batch, context } => attention(d, batch, 1, context),
-            Self::Prefill { tokens } => attention(d, 1, tokens, tokens),
+            Self::Decode { batch, context } => attention(d, batch, 1, context, l2_bytes),
+            Self::Prefill { tokens } => attention(d, 1, tokens, tokens, l2_bytes),
             Self::Linear { rows, n } => {
-                let weight = inputs::weight(d, DType::F16, n, n, 1)?;
+                let copies = inputs::copies(l2_bytes, n * n * DType::F16.size());
+                let weights = (0..copies as u64).map(|seed| inputs::weight(d, DType::F16, n, n, seed));
+                let weights = weights.collect::<anyhow::Result<Vec<_>>>()?;
                 let x = inputs::tensor(d, rows, n, 2)?;
                 let mut out = d.tensor(rows, n)?;
-                host_seconds(d, 20, |d| Ok(d.matmul(&x, &weight, rows, Mode::Set, &mut out)?))
+                let mut turn = (0..copies).cycle();
+                host_seconds(d, 20, |d| {
+                    let weight = &weights[turn.next().unwrap_or(0)];
+                    Ok(d.matmul(&x, weight, rows, Mode::Set, &mut out)?)
+                })
             }
         }?;
         Ok(s * 1e6)
     }
 }
 
-/// Seconds of attention of `batch` sequences with this many rows over this many keys.
-fn attention<D: Device>(d: &mut D, batch: u32, rows: u32, context: u32) -> anyhow::Result<f64> {
-    let kv = inputs::store(d, 1, (batch * context) as usize, DType::F16)?;
+/// Seconds of attention of `batch` sequences with this many rows over this many keys, in another layer each time.
+fn attention<D: Device>(d: &mut D, batch: u32, rows: u32, context: u32, l2_bytes: u32) -> anyhow::Result<f64> {
+    let bytes = (batch * context) as usize * 2 * G.kv_dim() * DType::F16.size();
+    let layers = inputs::copies(l2_bytes, bytes);
+    let kv = inputs::store(d, u32::try_from(layers)?, (batch * context) as usize, DType::F16)?;
     let q = inputs::tensor(d, (batch * rows) as usize, G.q_dim(), 3)?;
     let mut out = Partials::new(d, (batch * rows) as usize, G)?;
     let seqs: Vec<AttnRows> =
         (0..batch).map(|i| AttnRows { row0: i * rows, rows, pos0: context - rows, run0: i, runs: 1 }).collect();
     let runs: Vec<KvRun> = (0..batch).map(|i| KvRun { base: i * context, len: context, first_pos: 0 }).collect();
-    let batch = AttnBatch { geometry: G, scale: SCALE, window: None, alibi: None, seqs: &seqs, runs: &runs };
-    host_seconds(d, 3, |d| Ok(d.attention(&q, &batch, &kv, 0, &mut out)?))
+    let batch =
+        AttnBatch { geometry: G, scale: SCALE, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
+    let mut turn = (0..layers).cycle();
+    host_seconds(d, 3, |d| Ok(d.attention(&q, &batch, &kv, turn.next().unwrap_or(0), &mut out)?))
 }
 
 pub(crate) fn wgpu(args: &Args, out: &mut Out) -> anyhow::Result<()> {
@@ -82,14 +93,16 @@ pub(crate) fn wgpu(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     let linear = rows.map(|rows| Work::Linear { rows, n });
     for work in attention.into_iter().chain([Work::Prefill { tokens }]).chain(linear) {
         out.row("rows", json!({ "work": work.name() }), || {
-            let (wgpu_us, cuda_us) = (work.time(&mut device)?, work.time(&mut crate::open(Precision::Fast)?)?);
+            let mut cuda = crate::open(Precision::Fast)?;
+            let l2_bytes = if args.smoke { 0 } else { cuda.attributes().l2_bytes };
+            let (wgpu_us, cuda_us) = (work.time(&mut device, l2_bytes)?, work.time(&mut cuda, l2_bytes)?);
             Ok(json!({ "wgpu_us": wgpu_us, "cuda_us": cuda_us, "times": wgpu_us / cuda_us }))
         })?;
     }
     Ok(())
 }
 
-/// Some tokens of a sequence in a device's store: their partial for the last positions' queries.
+/// Half of a sequence's tokens in one device's store.
 struct Half {
     first_pos: u32,
     bytes: Vec<u8>,
@@ -116,7 +129,8 @@ fn partial<D: Device>(
     let mut out = Partials::new(d, rows, g)?;
     let seqs = [AttnRows { row0: 0, rows: u32::try_from(rows)?, pos0, run0: 0, runs: 1 }];
     let runs = [KvRun { base: 0, len: u32::try_from(tokens)?, first_pos: half.first_pos }];
-    let batch = AttnBatch { geometry: g, scale: SCALE, window: None, alibi: None, seqs: &seqs, runs: &runs };
+    let batch =
+        AttnBatch { geometry: g, scale: SCALE, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
     d.attention(&q, &batch, &kv, 0, &mut out)?;
     let (mut o, mut lse) = (Vec::new(), Vec::new());
     d.read(&out.out, 0..rows, 0..g.q_dim(), &mut o)?;
@@ -128,7 +142,7 @@ fn partial<D: Device>(
 pub(crate) fn dist(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     let Some(mut creditor) = open_wgpu(args, out)? else { return Ok(()) };
     let mut debtor = crate::open(Precision::Fast)?;
-    let g = if args.smoke { AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 } } else { G };
+    let g = if args.smoke { AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false } } else { G };
     let (tokens, rows) = if args.smoke { (60u32, 3) } else { (8192, 8) };
     let token = 4 * g.kv_dim();
     let mut bytes = inputs::stored_noise(DType::F16, tokens as usize * token / 2, 1.0, 1);

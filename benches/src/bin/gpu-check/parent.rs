@@ -1,5 +1,5 @@
-//! Running sections: each in processes of its own, which are watched, started again behind a row that ended one, and ended
-//! together with whatever they have started. The report is on disk from the first moment and after every row.
+//! Runs sections, each in processes of its own: watches them, restarts them behind a row that ended one, and kills
+//! them with all their children. The report is on disk from the start and after every row.
 
 use crate::child::{ANOTHER, RUNNING, has_failed_rows, merged, push};
 use crate::sections::Section;
@@ -10,14 +10,17 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
-/// How a process ended.
+/// How a section's process ended.
 pub(crate) enum End {
     Exited(ExitStatus),
-    /// It changed nothing in its file for as long as a row may take.
+    /// It did not change its file for the time limit of a row.
     RowTooLong,
-    /// Time was up.
+    /// The section's time was up.
     TooLong,
 }
+
+/// Time that a killed process gets to be gone: one whose kernel hangs may stay in the driver for ever.
+const KILL_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Ends a process and what it has started, which would keep the GPU's memory from the next one.
 fn kill(child: &mut Child) -> anyhow::Result<()> {
@@ -27,7 +30,10 @@ fn kill(child: &mut Child) -> anyhow::Result<()> {
     if !killed.is_ok_and(|killed| killed.success()) {
         child.kill()?;
     }
-    child.wait()?;
+    let until = Instant::now() + KILL_TIME_MAX;
+    while child.try_wait()?.is_none() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(20));
+    }
     Ok(())
 }
 
@@ -36,8 +42,8 @@ fn read(path: &Path) -> Value {
     std::fs::read_to_string(path).ok().and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_else(|| json!({}))
 }
 
-/// Runs a command that writes its findings to `path` until it ends, until `until`, or until it has not written for `row`. Says what
-/// is new there.
+/// Runs a command that writes its findings to `path` until it ends, until `until`, or until it has not written for `row` behind its
+/// first write. Says what is new there.
 pub(crate) fn watch(
     command: &mut Command,
     path: &Path,
@@ -62,7 +68,7 @@ pub(crate) fn watch(
         if Instant::now() > until {
             break End::TooLong;
         }
-        if since.elapsed() > row {
+        if changed.is_some() && since.elapsed() > row {
             break End::RowTooLong;
         }
         std::thread::sleep(Duration::from_millis(20));
@@ -73,7 +79,7 @@ pub(crate) fn watch(
     Ok(end)
 }
 
-/// Notes the row that a process died in as failed with `why`; whether there was one.
+/// Marks the row in which a process died as failed with `why`; returns whether there was one.
 pub(crate) fn settle(found: &mut Value, why: &str) -> bool {
     let Some(running) = found.as_object_mut().and_then(|found| found.remove(RUNNING)) else { return false };
     let list = running["list"].as_str().unwrap_or("rows").to_owned();
@@ -81,7 +87,7 @@ pub(crate) fn settle(found: &mut Value, why: &str) -> bool {
     true
 }
 
-/// What an earlier run of a section has found, without what failed: that is measured again.
+/// What an earlier run of a section has found, without what failed or was absent: that is measured again.
 fn good_rows(found: &Value) -> Value {
     let mut kept = json!({});
     for (name, value) in found.as_object().into_iter().flatten() {
@@ -89,7 +95,8 @@ fn good_rows(found: &Value) -> Value {
         match value {
             _ if of_the_run => {}
             Value::Array(rows) => {
-                kept[name] = rows.iter().filter(|row| !has_failed_rows(&json!({ "rows": [row] }))).cloned().collect();
+                let good = |row: &&Value| row["absent"].is_null() && !has_failed_rows(&json!({ "rows": [row] }));
+                kept[name] = rows.iter().filter(good).cloned().collect();
             }
             other => kept[name] = other.clone(),
         }
@@ -104,17 +111,18 @@ fn command(args: &Args, section: &Section, path: &Path) -> anyhow::Result<Comman
     if let Some(lagoon) = &args.lagoon {
         command.arg("--lagoon").arg(lagoon);
     }
+    command.args(args.case.iter().flat_map(|case| ["--case", case]));
     command.args(args.smoke.then_some("--smoke")).args(args.pip.then_some("--pip"));
     Ok(command)
 }
 
-/// Seconds as a GPU needs them. The fake driver's kernels run on a host, which may be busy: there everything may take longer.
+/// A time limit; in a smoke run it is longer, because the fake driver's kernels run on a host that may be busy.
 pub(crate) fn times(args: &Args, seconds: u64) -> Duration {
     Duration::from_secs(if args.smoke { 6 * seconds } else { seconds })
 }
 
-/// Runs a section until it has ended or `limit` is over, in as many processes as its rows take, and leaves its entry in
-/// the report.
+/// Runs a section until it has ended or `limit` is over, in as many processes as its rows need, and writes its entry
+/// in the report.
 pub(crate) fn run(args: &Args, section: &Section, limit: Duration, report: &mut Value) -> anyhow::Result<()> {
     let path: PathBuf = std::env::temp_dir().join(format!("gpu-check-{}-{}.json", std::process::id(), section.name));
     write_whole(&path, &good_rows(&report["sections"][section.name]["found"]))?;
@@ -165,7 +173,7 @@ pub(crate) fn run(args: &Args, section: &Section, limit: Duration, report: &mut 
         }
         write_whole(&path, &found)?;
     };
-    // What it has not written does not matter any more.
+    // Findings not written by now are dropped.
     let _gone = std::fs::remove_file(&path);
     entry(report, state, &how, processes, &found)
 }
@@ -214,7 +222,7 @@ mod tests {
         let earlier = json!({
             "copy": 7.0, "error": "it broke", "ok": false, "release_errors": 1,
             "running": { "list": "rows", "key": { "n": 4 } },
-            "rows": [{ "n": 1 }, { "n": 2, "error": "killed" }, { "n": 3, "ok": false }],
+            "rows": [{ "n": 1 }, { "n": 2, "error": "killed" }, { "n": 3, "ok": false }, { "n": 5, "absent": "no" }],
         });
         assert_eq!(good_rows(&earlier), json!({ "copy": 7.0, "rows": [{ "n": 1 }] }));
         assert_eq!(good_rows(&Value::Null), json!({}));

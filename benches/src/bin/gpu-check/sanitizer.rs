@@ -1,12 +1,13 @@
-//! Small cases under NVIDIA's compute-sanitizer, each of its checkers in a process of its own: one device, six cases, warpgroup
-//! products last. The checkers slow kernels down a hundredfold, so the cases are as small as their kernels allow.
+//! Small cases under NVIDIA's compute-sanitizer, each of its checkers in a process of its own: one device, seven cases,
+//! warpgroup kernels last. The checkers slow kernels down a hundredfold, so the cases are as small as their kernels
+//! allow.
 
 use crate::attention::SCALE;
 use crate::external::find;
 use crate::parent::{End, settle, watch};
 use crate::{Args, Out, inputs, read_json};
 use anyhow::{Context as _, ensure};
-use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials};
+use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, HeadStrides, LatentRow, Mode, Partials};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers, kernels};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
@@ -24,13 +25,14 @@ const TOOLS: [&str; 3] = ["memcheck", "racecheck", "synccheck"];
 const TOOL_S: u64 = 48;
 const CASE_S: u64 = 24;
 
-/// The exit code of compute-sanitizer where it found something.
+/// Exit code of compute-sanitizer with findings.
 const FOUND: &str = "77";
 
-/// Lines of what a checker says that the report keeps.
+/// Lines of a checker's output that the report keeps.
 const LINES_MAX: usize = 30;
 
-const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 };
+const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false };
+const LATENT: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 1, head_dim: 40, latent: true };
 
 type Run = fn(&Args, &mut Out) -> anyhow::Result<()>;
 
@@ -56,13 +58,14 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
             let how = match &end {
                 End::Exited(status) => status.to_string(),
                 End::RowTooLong => format!("killed: a case took more than {CASE_S} s"),
+                End::TooLong if !file.exists() => format!("killed after {TOOL_S} s, before the first case"),
                 End::TooLong => format!("killed after {TOOL_S} s"),
             };
             let mut cases = read_json(&file).unwrap_or_default();
             settle(&mut cases, &how);
             let said = std::fs::read_to_string(&log).unwrap_or_default();
             for file in [file, log] {
-                // What stays in the temporary folder does no harm.
+                // Leftovers in the temporary folder are harmless.
                 let _gone = std::fs::remove_file(file);
             }
             let lines: Vec<&str> = said.lines().filter(|line| !line.trim_matches(['=', ' ']).is_empty()).collect();
@@ -79,13 +82,14 @@ fn out_file(args: &Args, tool: &str, kind: &str) -> std::path::PathBuf {
     args.out.with_extension(format!("{tool}.{kind}"))
 }
 
-/// One case: a name, whether it is of warpgroup products, and what it runs.
+/// One case: its name, whether it uses warpgroup kernels, and its function.
 type Case = (&'static str, bool, fn(&mut CudaDevice) -> anyhow::Result<Vec<f32>>);
 
-const CASE_LIST: [Case; 6] = [
+const CASE_LIST: [Case; 7] = [
     ("linear, one row", false, |d| linear(d, 1)),
     ("linear, tiles", false, |d| linear(d, 70)),
     ("norm, rotation, activation", false, pointwise),
+    ("latent rows, attention and products by head", false, latents),
     ("decode attention, two sequences", false, |d| attention(d, &[(1, 300), (1, 33)])),
     ("prefill attention", false, |d| attention(d, &[(70, 60)])),
     ("prefill attention, warpgroups", true, |d| attention(d, &[(70, 60)])),
@@ -93,7 +97,7 @@ const CASE_LIST: [Case; 6] = [
 
 fn cases(_: &Args, out: &mut Out) -> anyhow::Result<()> {
     let tuning = Tuning { precision: Precision::Fast, wgmma: false, ..Tuning::untuned(8) };
-    // NVIDIA's library is not what is checked.
+    // NVIDIA's library is not under test.
     let options = CudaOptions { linear: LinearLayers::Own, tuning: Some(tuning), ..CudaOptions::default() };
     let mut d = CudaDevice::open(kernels::FATBIN, options).context("open the CUDA device")?;
     let newest = d.attributes().compute_capability.0 == 9;
@@ -126,7 +130,7 @@ fn pointwise(d: &mut CudaDevice) -> anyhow::Result<Vec<f32>> {
     let norm = inputs::weight(d, DType::BF16, 1, g.qkv_dim(), 3)?;
     let x = inputs::tensor(d, rows, g.qkv_dim(), 4)?;
     let rope = inputs::tensor(d, rows, g.head_dim as usize, 5)?;
-    // More rows than the fused product takes, so that the activation is a kernel of its own.
+    // More rows than the fused product takes, so the activation is a kernel of its own.
     let up = inputs::weight(d, DType::BF16, 2 * COLUMNS, g.qkv_dim(), 6)?;
     let (mut qkv, mut wide, mut act) =
         (d.tensor(rows, g.qkv_dim())?, d.tensor(rows, 2 * COLUMNS)?, d.tensor(rows, COLUMNS)?);
@@ -139,7 +143,34 @@ fn pointwise(d: &mut CudaDevice) -> anyhow::Result<Vec<f32>> {
     Ok(read)
 }
 
-/// Sequences of so many rows behind so many keys each, in a run each.
+/// Three rows of one sequence are completed, stored and attended to, and values made of what they saw.
+fn latents(d: &mut CudaDevice) -> anyhow::Result<Vec<f32>> {
+    let (g, rows, rotated, values) = (LATENT, 3, 16, 24);
+    let heads = g.heads as usize;
+    let shape = KvShape { layers: 1, kv_heads: 1, head_dim: g.head_dim, dtype: DType::BF16 };
+    let mut kv = d.kv(shape, 40)?;
+    inputs::fill(d, &mut kv, shape, 40)?;
+    let mut qkv = inputs::tensor(d, rows, g.qkv_dim(), 3)?;
+    let queries = inputs::tensor(d, rows, heads * 40, 4)?;
+    let (latent, key) = (inputs::tensor(d, rows, g.query_dim() - rotated, 5)?, inputs::tensor(d, rows, rotated, 6)?);
+    let rope = inputs::tensor(d, rows, rotated, 7)?;
+    let row = LatentRow { queries: &queries, latent: &latent, key: &key, rope: &rope };
+    d.latent_append(&mut qkv, row, g, &[37, 38, 39], &mut kv, 0)?;
+    let mut out = Partials::new(d, rows, g)?;
+    let seqs = [AttnRows { row0: 0, rows: 3, pos0: 37, run0: 0, runs: 1 }];
+    let runs = [KvRun { base: 0, len: 40, first_pos: 0 }];
+    let batch =
+        AttnBatch { geometry: g, scale: SCALE, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
+    d.attention(&qkv, &batch, &kv, 0, &mut out)?;
+    let weight = inputs::weight(d, DType::BF16, heads * values, g.query_dim() - rotated, 8)?;
+    let (mut made, mut read) = (d.tensor(rows, heads * values)?, Vec::new());
+    let strides = HeadStrides { heads, x_stride: g.query_dim(), out_stride: values };
+    d.head_matmul(&out.out, &weight, strides, rows, &mut made)?;
+    d.read(&made, 0..rows, 0..heads * values, &mut read)?;
+    Ok(read)
+}
+
+/// Attention of sequences `(rows, keys before)`, a run each.
 fn attention(d: &mut CudaDevice, sequences: &[(u32, u32)]) -> anyhow::Result<Vec<f32>> {
     let g = GEOMETRY;
     let shape = KvShape { layers: 1, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: DType::BF16 };
@@ -155,7 +186,8 @@ fn attention(d: &mut CudaDevice, sequences: &[(u32, u32)]) -> anyhow::Result<Vec
     let rows = row0 as usize;
     let q = inputs::tensor(d, rows, g.q_dim(), 6)?;
     let mut out = Partials::new(d, rows, g)?;
-    let batch = AttnBatch { geometry: g, scale: SCALE, window: None, alibi: None, seqs: &seqs, runs: &runs };
+    let batch =
+        AttnBatch { geometry: g, scale: SCALE, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
     d.attention(&q, &batch, &kv, 0, &mut out)?;
     let mut read = Vec::new();
     d.read(&out.out, 0..rows, 0..g.q_dim(), &mut read)?;

@@ -1,8 +1,8 @@
-//! The sections of the check in the order in which they run, their time limits, and the parts into which they are divided where
-//! a GPU is lent: one command each, first what tells most.
+//! The sections of the check in the order in which they run, their time limits, and their division into parts for a
+//! lent GPU: one command each, the most telling first.
 //!
 //! Invariants, asserted at compile time:
-//! * a part's sections end within its command, so that the last of them is sure to run;
+//! * a part's sections end within its command, so that the last of them always runs;
 //! * a command ends within [`COMMAND_S_MAX`], all commands together within [`LOAN_S_MAX`].
 
 use super::{
@@ -13,9 +13,9 @@ use super::{
 pub(crate) struct Section {
     pub(crate) name: &'static str,
     pub(crate) what: &'static str,
-    /// The command that runs it, counted from 1; 0: only where it is asked for by name.
+    /// The command that runs it, counted from 1; 0: only if selected by name.
     pub(crate) part: u64,
-    /// Seconds that it may take, and that one row of it may take: a kernel that hangs costs its row.
+    /// Time limits of the section and of one row in seconds: a kernel that hangs costs its row.
     pub(crate) limit_s: u64,
     pub(crate) row_s: u64,
     pub(crate) run: fn(&Args, &mut Out) -> anyhow::Result<()>,
@@ -24,10 +24,11 @@ pub(crate) struct Section {
 /// Seconds of each part's command, unpacking the archive included.
 pub(crate) const PARTS_S: [u64; 3] = [500, 480, 340];
 
-/// Seconds that unpacking, the first look at the device and the report's last write may take.
+/// Seconds for unpacking, the first look at the device and the report's last write.
 pub(crate) const AROUND_S: u64 = 20;
 
-/// Seconds of one command, and of all commands, where a GPU is lent for half an hour: each start of the machine costs a minute or
+/// Seconds of one command, and of all commands, on a GPU lent for half an hour: each start of the machine costs a
+/// minute or more of it.
 /// more of it.
 const COMMAND_S_MAX: u64 = 540;
 const LOAN_S_MAX: u64 = 22 * 60;
@@ -38,7 +39,8 @@ macro_rules! sections {
     };
 }
 
-// Warpgroup kernels and the sanitizer come last in their parts: a trap, or a GPU that it leaves in disorder, costs nothing else.
+// Warpgroup kernels and the sanitizer come last in their parts: a trap, or a GPU in disorder after it, costs no other
+// section.
 pub(crate) const SECTIONS: &[Section] = sections![
     1 "ceilings", 40, 20, linear::ceilings, "copy bandwidth of the device and over PCIe, products of matrices";
     1 "conformance", 130, 20, conformance::run, "the backend's contract in both precisions, untuned and in small pieces";
@@ -51,7 +53,7 @@ pub(crate) const SECTIONS: &[Section] = sections![
     2 "vmm", 60, 20, vmm::run, "calls of virtual memory, allocation, steps and prompts with and without overlap and reuse, windows";
     2 "linear", 60, 15, linear::rows, "linear layers by own kernels and by cuBLASLt";
     2 "paged", 60, 15, attention::paged, "contiguous KV against blocks in the same kernels (vAttention, Tables 6 and 7)";
-    2 "torch", 110, 60, external::torch, "torch's scaled_dot_product_attention with every backend";
+    2 "torch", 110, 110, external::torch, "torch's scaled_dot_product_attention with every backend";
     2 "demo", 60, 60, mixed::demo, "a pooled answer equal to a single instance's, all on CUDA";
     2 "warpgroups", 60, 15, warpgroups::run, "conformance and prefill attention on warpgroup products";
     3 "dist", 30, 30, mixed::dist, "attention over KV half on CUDA and half on wgpu, merged, against the host";
@@ -60,6 +62,9 @@ pub(crate) const SECTIONS: &[Section] = sections![
     3 "sanitizer", 150, 60, sanitizer::run, "small cases under compute-sanitizer: memcheck, racecheck, synccheck";
     0 "llama", 400, 400, external::llama, "llama.cpp's CUDA build on a model of the same shape, where it can be had";
 ];
+
+/// Sections whose kernels may leave the GPU in disorder: they come last, behind what earlier parts left.
+pub(crate) const RISKY: [&str; 3] = ["warpgroup_trial", "warpgroups", "sanitizer"];
 
 /// Seconds of all sections of a part.
 const fn seconds_of(part: u64) -> u64 {

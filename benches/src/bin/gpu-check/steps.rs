@@ -1,12 +1,12 @@
-//! Decoding of a model of Llama-3.1-8B's shape with random weights: whole steps against what reading weights and KV once
-//! takes at the measured copy bandwidth, replayed as graphs and launched kernel by kernel, with and without programmatic dependent
-//! launch.
+//! Decoding of a model of Llama-3.1-8B's shape with random weights: whole steps against the time to read weights and
+//! KV once at the measured copy bandwidth, replayed as graphs and launched kernel by kernel, with and without
+//! programmatic dependent launch.
 //!
-//! A prompt's whole prefill, in chunks as an instance makes them, is timed too: what mapping memory for it adds to is known then
+//! A prompt's whole prefill, in an instance's chunks, is timed too, for comparison with the time of mapping memory
 //! (vAttention, Figure 13).
 //!
-//! A step ends with the logits on the device, of which one number is read. Sampling is not part of it. Weights and KV are noise;
-//! all logits of a row's last step have to be numbers.
+//! A step ends with the logits on the device, of which one number is read. Sampling is not part of it. Weights and KV
+//! are noise; all logits of a row's last step must be finite.
 
 use crate::attention::{G, SCALE};
 use crate::linear::copy_bandwidth;
@@ -37,7 +37,7 @@ const TINY: Shape = Shape {
     hidden: 64,
     intermediate: 96,
     vocab: 40,
-    geometry: AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 64 },
+    geometry: AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 64, latent: false },
 };
 
 struct Layer {
@@ -54,16 +54,16 @@ struct Model {
     head: CudaWeight,
     norm: CudaWeight,
     layers: Vec<Layer>,
-    /// Of all weights that a step reads whole.
+    /// Bytes of all weights that a step reads whole.
     bytes: usize,
 }
 
 impl Model {
-    /// Weights of a small scale, each from another place of one buffer of noise that is longer than any of them; norms' near 1.
+    /// Small weights, each from another offset of one buffer of noise that is longer than any of them; norms near 1.
     fn new(d: &mut CudaDevice, shape: Shape) -> anyhow::Result<Self> {
         let g = shape.geometry;
         let widest = [2 * shape.intermediate, shape.vocab, g.qkv_dim(), g.q_dim()].into_iter().max().unwrap_or(1);
-        // Places are this far apart, which is prime to every number of columns here.
+        // Distance of offsets, prime to every number of columns here.
         let (step, count) = (7919, 4 * shape.layers + 2);
         let noise = Bytes::from(inputs::stored_noise(DType::BF16, widest * shape.hidden + step * count, 0.02, 1));
         let (mut bytes, mut place) = (0, 0);
@@ -93,19 +93,19 @@ impl Model {
             .collect::<anyhow::Result<_>>()?;
         let (head, norm) = (weight(d, shape.vocab, shape.hidden)?, weight(d, 1, shape.hidden)?);
         let embed = weight(d, shape.vocab, shape.hidden)?;
-        // Of the table a step reads a few rows.
+        // A step reads a few rows of the embedding table.
         let before = bytes - shape.vocab * shape.hidden * 2;
         Ok(Self { shape, embed, head, norm, layers, bytes: before })
     }
 }
 
-/// What steps of some sequences need.
+/// Buffers of steps of some sequences.
 struct Steps {
     batch: u32,
     sampled: usize,
     room: u32,
     kv: CudaKv,
-    /// What the rows are rotated by: noise, since only its size matters.
+    /// Rotary angles: noise, since only their number matters.
     angles: Vec<f32>,
     rope: CudaTensor,
     x: CudaTensor,
@@ -120,7 +120,7 @@ struct Steps {
 }
 
 impl Steps {
-    /// For so many rows in a step, of which so many are sampled from, with `room` slots a sequence of `slots`.
+    /// Buffers for steps of `rows` rows, of which `sampled` are sampled, with `room` slots a sequence of `slots`.
     fn new(
         d: &mut CudaDevice,
         shape: Shape,
@@ -151,7 +151,7 @@ impl Steps {
         })
     }
 
-    /// One step at this position of every sequence, as a graph where that is wanted.
+    /// One step at this position of every sequence, as a graph if `graph`.
     fn step(&mut self, d: &mut CudaDevice, model: &Model, pos: u32, graph: bool) -> anyhow::Result<()> {
         let slots: Vec<u32> = (0..self.batch).map(|row| row * self.room + pos).collect();
         let seqs: Vec<AttnRows> =
@@ -164,7 +164,7 @@ impl Steps {
         self.forward(d, model, &slots, &seqs, &runs)
     }
 
-    /// A chunk of one sequence's prompt, as many rows as there are, from this position on.
+    /// A chunk of one sequence's prompt, with all rows, from position `first` on.
     fn chunk(&mut self, d: &mut CudaDevice, model: &Model, first: u32) -> anyhow::Result<()> {
         let slots: Vec<u32> = (first..first + self.batch).collect();
         let seqs = [AttnRows { row0: 0, rows: self.batch, pos0: first, run0: 0, runs: 1 }];
@@ -185,7 +185,7 @@ impl Steps {
         let vocab = u32::try_from(model.shape.vocab)?;
         let ids: Vec<u32> = slots.iter().map(|slot| slot.wrapping_mul(2_654_435_761) % vocab).collect();
         d.embed(&model.embed, &ids, &mut self.x)?;
-        let batch = AttnBatch { geometry: g, scale: SCALE, window: None, alibi: None, seqs, runs };
+        let batch = AttnBatch { geometry: g, scale: SCALE, window: None, alibi: None, softcap: None, seqs, runs };
         for (i, layer) in model.layers.iter().enumerate() {
             d.rms_norm(&self.x, &layer.norm, 1e-5, rows, &mut self.normed)?;
             d.matmul(&self.normed, &layer.qkv, rows, Mode::Set, &mut self.qkv)?;
@@ -196,20 +196,20 @@ impl Steps {
             d.matmul_activated(&self.normed, &layer.up, rows, Activation::SiluMul, &mut self.up, &mut self.act)?;
             d.matmul(&self.act, &layer.down, rows, Mode::Add, &mut self.x)?;
         }
-        // Logits of what is sampled from: every row of a step, the last of a chunk.
+        // Logits of sampled rows: every row of a step, the last of a chunk.
         let last = u32::try_from(rows - 1)?;
         let wanted: Vec<u32> = if seqs.len() == rows { (0..=last).collect() } else { vec![last] };
         d.gather_rows(&self.x, &wanted, &mut self.last)?;
         let rows = wanted.len();
         d.rms_norm(&self.last, &model.norm, 1e-5, rows, &mut self.last_normed)?;
         d.matmul(&self.last_normed, &model.head, rows, Mode::Set, &mut self.logits)?;
-        // What a step waits for; sampling reads as little.
+        // Waits for the step; sampling reads as little.
         let mut first = Vec::new();
         d.read(&self.logits, rows - 1..rows, 0..1, &mut first)?;
         Ok(())
     }
 
-    /// That the last step's logits are numbers, and not all one.
+    /// Checks that the last step's logits are finite and differ.
     fn check(&self, d: &mut CudaDevice, model: &Model) -> anyhow::Result<()> {
         let mut all = Vec::new();
         d.read(&self.logits, 0..self.sampled, 0..model.shape.vocab, &mut all)?;
@@ -222,7 +222,7 @@ impl Steps {
 /// The device with the model, for as many rows as this process measures.
 type Loaded = (CudaDevice, Model);
 
-/// The model on a device that launches kernels as dependents, or does not.
+/// The model on a device with or without programmatic dependent launch.
 fn load(args: &Args, no_dependent_launch: bool) -> anyhow::Result<Loaded> {
     let tuning = Some(tuning(args, DType::BF16, Precision::Fast)?);
     let options = CudaOptions { layers_per_group: Some(1), tuning, no_dependent_launch, ..CudaOptions::default() };
@@ -243,7 +243,7 @@ fn prompt((d, model): &mut Loaded, chunk: u32, tokens: u32, times: usize) -> any
         ms.push(started.elapsed().as_secs_f64() * 1e3);
     }
     steps.check(d, model)?;
-    // The first chooses products and makes scratch.
+    // The first run chooses algorithms and allocates scratch.
     let [least, middle, most] = spread(ms.split_off(1));
     Ok(json!({ "ms": middle, "ms_least": least, "ms_most": most, "linear_layers": d.linear_layers() }))
 }
@@ -292,8 +292,8 @@ fn decoding(what: &Decoding, (d, model): &mut Loaded, copy: f64) -> anyhow::Resu
     }))
 }
 
-/// Batches to which programmatic dependent launch matters most, so that its absence is measured there: the shorter the kernels, the
-/// more of a step lies between them.
+/// Batches for which steps without programmatic dependent launch are measured: the shorter the kernels, the larger
+/// the share of gaps between them.
 const BATCH_MAX_WITHOUT_DEPENDENTS: u32 = 1;
 
 pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
@@ -330,15 +330,15 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What this process has loaded, and whether that is without dependent launches: one model at a time, as memory has room for one.
+/// The loaded model, and whether its device lacks dependent launch: memory has room for one model.
 #[derive(Default)]
 struct Held(Option<(bool, Loaded)>);
 
 impl Held {
-    /// The model on such a device, loaded by the first row that needs it.
+    /// The model on such a device, loaded at the first request.
     fn get(&mut self, args: &Args, no_dependent_launch: bool) -> anyhow::Result<&mut Loaded> {
         if self.0.as_ref().is_none_or(|(without, _)| *without != no_dependent_launch) {
-            // The other one goes first.
+            // Frees the other one first.
             self.0 = None;
             self.0 = Some((no_dependent_launch, load(args, no_dependent_launch)?));
         }

@@ -1,5 +1,5 @@
-//! Times: of the device between two events around calls in its stream, in rounds of which the middle counts; and of the host around
-//! the same calls, which is longer where launching takes longer than the work.
+//! Times of calls: on the device, between two events around them in its stream, as a median of rounds; and on the
+//! host around the same calls, which is longer if launching takes longer than the work.
 
 use crate::is_smoke;
 use anyhow::Context as _;
@@ -8,12 +8,12 @@ use lagoon_cuda::CudaDevice;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// Rounds of calls; each is to last this long, with so many calls at most.
+/// Rounds of calls, with their target duration and largest number of calls.
 const ROUNDS: usize = 7;
 const ROUND: Duration = Duration::from_millis(20);
 const CALLS_MAX: usize = 200;
 
-/// The smallest, the middle and the largest of some numbers.
+/// Minimum, median and maximum.
 pub(crate) fn spread(mut values: Vec<f64>) -> [f64; 3] {
     values.sort_by(f64::total_cmp);
     [values[0], values[values.len() / 2], values[values.len() - 1]]
@@ -22,9 +22,9 @@ pub(crate) fn spread(mut values: Vec<f64>) -> [f64; 3] {
 /// The time of one call, in microseconds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Time {
-    /// Of the device: the smallest, the middle and the largest of the rounds.
+    /// Device time: minimum, median and maximum of the rounds.
     pub(crate) us: [f64; 3],
-    /// Of the host, around a round and its wait: the middle.
+    /// Host time around a round and its wait: the median.
     pub(crate) host_us: f64,
 }
 
@@ -40,8 +40,8 @@ impl Time {
     }
 }
 
-/// Times `f(device, i)`, which queues the work of the `i`th call; calls use `copies` inputs in turn, each of which is used once before
-/// anything counts.
+/// Times `f(device, i)`, which queues the work of the `i`th call; calls rotate through `copies` inputs, each of which
+/// is used once before the measurement.
 pub(crate) fn time(
     d: &mut CudaDevice,
     copies: usize,
@@ -73,7 +73,7 @@ pub(crate) fn time(
     Ok(Time { us: spread(device), host_us: spread(host)[1] })
 }
 
-/// Seconds of one call by the host's clock, for devices without events: the middle of rounds of calls and one wait.
+/// Seconds of one call by the host's clock, for devices without events: the median of rounds of calls and one wait.
 pub(crate) fn host_seconds<D: Device>(
     d: &mut D,
     calls: usize,

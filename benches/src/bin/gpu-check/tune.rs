@@ -1,4 +1,4 @@
-//! Tuning of decode attention, once for all sections: its result stands in the report, from which they take it.
+//! Tuning of decode attention, once for all sections, which take its result from the report.
 
 use crate::attention::G;
 use crate::{Args, Out, open, read_json};
@@ -29,7 +29,7 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How attention over this type is cut: as the report's tuning says, untuned where it has none; never by warpgroup products.
+/// The report's tuning for this type, or untuned values; never with warpgroup kernels.
 pub(crate) fn tuning(args: &Args, dtype: DType, precision: Precision) -> anyhow::Result<Tuning> {
     let sms = Context::open(0)?.attributes().multiprocessors;
     let base = Tuning { precision, wgmma: false, ..Tuning::untuned(sms) };

@@ -1,6 +1,6 @@
-//! Virtual memory: what the driver's calls take (vAttention's Tables 3 and 9), and what a decode step waits for mapping
-//! with and without the background thread (its Figure 12), a prompt with and without deferred reclamation (Figure 13), and a
-//! prefix that another sequence has.
+//! Virtual memory: times of the driver's calls (vAttention's Tables 3 and 9), the wait of a decode step for mapping
+//! with and without the background thread (its Figure 12), a prompt with and without deferred reclamation (Figure
+//! 13), and a shared prefix.
 
 use crate::{Args, Out};
 use anyhow::{Context as _, ensure};
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The middle of some durations, in microseconds.
+/// Median of durations, in microseconds.
 fn median_us(mut times: Vec<Duration>) -> f64 {
     times.sort();
     times[times.len() / 2].as_secs_f64() * 1e6
@@ -67,7 +67,7 @@ fn timed_drops<T>(values: Vec<T>) -> (f64, ()) {
     (median_us(times.collect()), ())
 }
 
-/// Decoding steps of 32 requests from different lengths on: how long each waits in `step`.
+/// Decode steps of 32 requests of different lengths: the time that each waits in `step`.
 fn steps(small: bool, overlap: bool, layers_per_group: u32) -> anyhow::Result<Value> {
     let context = Context::open(0)?;
     let shape = VmmShape {
@@ -102,7 +102,7 @@ fn steps(small: bool, overlap: bool, layers_per_group: u32) -> anyhow::Result<Va
     kv.step(&lengths(0))?;
     let mut times = Vec::new();
     for at in 1..count {
-        // The iteration that the mapping hides behind.
+        // The iteration that hides the mapping.
         std::thread::sleep(Duration::from_millis(if small { 1 } else { 8 }));
         let started = Instant::now();
         kv.step(&lengths(at))?;
@@ -122,9 +122,9 @@ fn steps(small: bool, overlap: bool, layers_per_group: u32) -> anyhow::Result<Va
     }))
 }
 
-/// A prompt's wait for memory: with page groups that must be mapped, and with those that the request before left mapped
-/// (deferred reclamation). The wait is what mapping adds to a prompt's time; what the prompt itself takes is in `prefill`
-/// and `linear`.
+/// A prompt's wait for memory: with page groups that must be mapped, and with those that the earlier request left
+/// mapped (deferred reclamation). The wait is the cost of mapping; the prompt's own time is in `prefill` and
+/// `linear`.
 fn prompts(small: bool, layers_per_group: u32) -> anyhow::Result<Value> {
     let context = Context::open(0)?;
     let shape = VmmShape {
@@ -170,7 +170,7 @@ fn prompts(small: bool, layers_per_group: u32) -> anyhow::Result<Value> {
     }))
 }
 
-/// What an rBlock costs whose tokens another sequence has, too: mapped at a second address, and copied through the host.
+/// Cost of an rBlock of a shared prefix: mapped at a second address, and copied through the host.
 fn prefixes(small: bool) -> anyhow::Result<Value> {
     let mut device = crate::open(Precision::Fast)?;
     let layers = if small { 2 } else { 32 };
@@ -238,7 +238,7 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     }
     out.row("prefixes", json!({}), || prefixes(small))?;
     out.row("windows", json!({}), || crate::windows::run(args))?;
-    // Without slicing small page groups are many: a page group holds 1024 tokens there, and 32 with full slicing.
+    // Without slicing, a page group holds 1024 tokens, and 32 with full slicing.
     let groups: &[u32] = if small { &[32] } else { &[1, 32] };
     for &group in groups {
         out.row("prompts_of_figure_13", json!({ "layers_per_group": group }), || prompts(small, group))?;

@@ -1,6 +1,6 @@
-//! Warpgroup products and the copy engine, which nothing but a GPU can confirm: whether they agree with the other kernel and are
-//! faster, the conformance suite's attention, and prompts. Sections of their own at the ends of commands, each row of which may trap
-//! or hang and costs itself.
+//! Warpgroup kernels and TMA, which only a GPU can confirm: whether they agree with the other kernels and are faster,
+//! the conformance suite's attention, and prompts. Sections of their own at the ends of commands: any row may trap or
+//! hang, at the cost of that row.
 
 use crate::attention::{prefill, prefill_row, prompts};
 use crate::tune::{tuning, what};
@@ -11,7 +11,7 @@ use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_types::{AttentionGeometry, DType};
 use serde_json::json;
 
-/// Notes why there is nothing to measure, on other devices.
+/// Records why there is nothing to measure on other devices.
 fn absent(out: &mut Out) -> anyhow::Result<bool> {
     let (major, minor) = Context::open(0)?.attributes().compute_capability;
     if major == 9 {
@@ -21,7 +21,7 @@ fn absent(out: &mut Out) -> anyhow::Result<bool> {
     Ok(true)
 }
 
-/// Comparison and timing, as `lagoon serve` does it, for each kernel.
+/// Comparison and timing of each kernel, as in `lagoon serve`.
 pub(crate) fn trial(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     if absent(out)? {
         return Ok(());

@@ -1,5 +1,5 @@
-//! Memory of the device that two workers map: what a copy from one's window to the other's carries, how fast both are hashed where
-//! they lie, and whether the hashes are the host's. Both windows are this process's; what another process imports, it imports so.
+//! Shared device regions of two workers: the copy rate between them, the rate of hashing on the device, and whether
+//! its hashes equal the host's. Both regions belong to this process, imported as another process would.
 
 use crate::Args;
 use anyhow::{Context as _, ensure};
@@ -14,7 +14,7 @@ use std::time::Instant;
 const PIECES: [u64; 2] = [128 << 10, (128 << 10) - 48];
 const ROUNDS: usize = 5;
 
-/// The shortest of some times that `f` takes, in seconds.
+/// The shortest time of `f`, in seconds.
 fn best<T>(mut f: impl FnMut() -> anyhow::Result<T>) -> anyhow::Result<(f64, T)> {
     let (mut least, mut made) = (f64::INFINITY, None);
     for _ in 0..ROUNDS {

@@ -6,22 +6,24 @@ use super::oracle::{self, Attention};
 use crate::{AttnBatch, AttnRows, Device, Partials};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
 
-/// A random situation: sequences whose past lies in runs of random lengths in permuted places of one store.
+/// A random case: sequences whose past lies in runs of random lengths, at permuted places of one store.
 #[derive(Clone)]
-struct Case {
-    geometry: AttentionGeometry,
-    dtype: DType,
-    window: Option<u32>,
-    alibi: Option<Alibi>,
-    /// Rows and position of the first, of each sequence.
-    seqs: Vec<(u32, u32)>,
+pub(super) struct Case {
+    pub(super) geometry: AttentionGeometry,
+    pub(super) dtype: DType,
+    pub(super) window: Option<u32>,
+    /// Soft cap of the case's second run; see [`Case::check`].
+    pub(super) softcap: f32,
+    pub(super) alibi: Option<Alibi>,
+    /// Rows, and position of the first one, of each sequence.
+    pub(super) seqs: Vec<(u32, u32)>,
     /// Longest run, in tokens.
-    run_max: u32,
-    /// One in so many runs lies elsewhere; 0 for none.
-    missing: u32,
+    pub(super) run_max: u32,
+    /// One in `missing` runs is not in this store (it is remote); 0 for none.
+    pub(super) missing: u32,
     /// Magnitude of the queries.
-    steepness: f32,
-    seed: u64,
+    pub(super) steepness: f32,
+    pub(super) seed: u64,
 }
 
 impl Default for Case {
@@ -30,6 +32,7 @@ impl Default for Case {
             geometry: geometry(4, 2, 64),
             dtype: DType::F16,
             window: None,
+            softcap: 0.75,
             alibi: None,
             seqs: vec![(1, 20)],
             run_max: 16,
@@ -41,7 +44,7 @@ impl Default for Case {
 }
 
 fn geometry(heads: u32, kv_heads: u32, head_dim: u32) -> AttentionGeometry {
-    AttentionGeometry { heads, kv_heads, head_dim }
+    AttentionGeometry { heads, kv_heads, head_dim, latent: false }
 }
 
 /// Rows, and the runs of all sequences in a store of so many slots.
@@ -78,7 +81,13 @@ impl Case {
         Layout { seqs, runs, slots: slots + 1 }
     }
 
-    fn check<D: Device>(&self, device: &mut D, tolerance: Tolerance) {
+    /// Without a soft cap, and then with one that most cases' scores exceed several times.
+    pub(super) fn check<D: Device>(&self, device: &mut D, tolerance: Tolerance) {
+        self.check_capped(device, None, tolerance);
+        self.check_capped(device, Some(self.softcap), tolerance);
+    }
+
+    fn check_capped<D: Device>(&self, device: &mut D, softcap: Option<f32>, tolerance: Tolerance) {
         let mut data = Data::new(self.seed);
         let g = self.geometry;
         let layout = self.layout(&mut data);
@@ -88,8 +97,9 @@ impl Case {
         device.kv_write(&mut kv, 1, 0, &bytes).expect("kv_write");
         let batch = AttnBatch {
             geometry: g,
-            scale: 1.0 / (g.head_dim as f32).sqrt(),
+            scale: 1.0 / (g.query_dim() as f32).sqrt(),
             window: self.window,
+            softcap,
             alibi: self.alibi,
             seqs: &layout.seqs,
             runs: &layout.runs,
@@ -101,7 +111,7 @@ impl Case {
         device.attention(&q, &batch, &kv, 1, &mut out).expect("attention");
         let want = Attention::of(&batch, &queries, cols, &stored);
         let (dtype, window, alibi) = (self.dtype, self.window, self.alibi);
-        let what = format!("attention {g:?} {dtype} window {window:?} {alibi:?} sequences {:?}", self.seqs);
+        let what = format!("attention {g:?} {dtype} {window:?} {softcap:?} {alibi:?} sequences {:?}", self.seqs);
         oracle::check(device, &what, &want, &out, (&batch, dtype), tolerance);
     }
 }
@@ -149,8 +159,8 @@ pub fn attention_windows<D: Device>(device: &mut D, tolerance: Tolerance) {
     }
 }
 
-/// Biases by distance: any number of heads, steep and flat slopes, with and without a window, over runs cut anywhere, of
-/// which some lie elsewhere, so that a row's nearest key may be far back.
+/// ALiBi biases: any number of heads, steep and flat slopes, with and without a window, over runs cut anywhere and
+/// partly missing, so that a row's nearest key may be far back.
 pub fn attention_alibi<D: Device>(device: &mut D, tolerance: Tolerance) {
     let alibi = |bias_max| Some(Alibi { bias_max });
     let geometries =
@@ -170,14 +180,14 @@ pub fn attention_alibi<D: Device>(device: &mut D, tolerance: Tolerance) {
     }
 }
 
-/// Runs that lie elsewhere: counts fall, some rows see nothing at all, some sequences have no run.
+/// Missing runs: counts fall, some rows see no key, some sequences have no run.
 pub fn attention_missing_runs<D: Device>(device: &mut D, tolerance: Tolerance) {
     for seed in 70u64..78 {
         let seqs = vec![(1, 30), (20, 0), (3, 12), (1, 0), (64, 64)];
         let window = seed.is_multiple_of(2).then_some(10);
         Case { missing: 2, window, seqs, seed, run_max: 24, ..Case::default() }.check(device, tolerance);
     }
-    // Nothing here at all.
+    // All runs are missing.
     Case { missing: 1, seqs: vec![(1, 5), (4, 9)], ..Case::default() }.check(device, tolerance);
 }
 
@@ -212,7 +222,29 @@ pub fn attention_long_context<D: Device>(device: &mut D, tolerance: Tolerance) {
 pub fn attention_steep_scores<D: Device>(device: &mut D, tolerance: Tolerance) {
     for dtype in DTYPES {
         for seqs in [vec![(1, 150)], vec![(35, 80)]] {
-            Case { dtype, seqs, steepness: 300.0, seed: 83, ..Case::default() }.check(device, tolerance);
+            Case { dtype, seqs, steepness: 300.0, softcap: 50.0, seed: 83, ..Case::default() }.check(device, tolerance);
+        }
+    }
+}
+
+/// Soft caps from far below the scores to far above them, also with windows, biases and missing runs: a score is capped
+/// before its bias, and one that is hidden stays so.
+pub fn attention_softcap<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let geometries = [(1, 1, 40), (4, 2, 64), (6, 2, 80), (4, 2, 128), (3, 3, 96), (8, 4, 256), (2, 1, 172)];
+    for (i, (heads, kv_heads, head_dim)) in geometries.into_iter().enumerate() {
+        let geometry = geometry(heads, kv_heads, head_dim);
+        for (softcap, steepness, alibi) in
+            [(0.2, 1.0, None), (50.0, 40.0, None), (1e3, 20.0, Some(8.0)), (2.0, 4.0, Some(1.0))]
+        {
+            let alibi = alibi.map(|bias_max| Alibi { bias_max });
+            let (window, missing) = if i % 2 == 0 { (None, 3) } else { (Some(19), 0) };
+            let seqs = vec![(1, 150), (40, 60), (1, 0), (3, 200), (70, 0)];
+            let (dtype, seed) = (DTYPES[i % 3], 190 + i as u64);
+            Case { geometry, dtype, window, softcap, alibi, seqs, run_max: 40, missing, steepness, seed }.check_capped(
+                device,
+                Some(softcap),
+                tolerance,
+            );
         }
     }
 }
@@ -232,7 +264,8 @@ pub fn attention_leaves_other_rows<D: Device>(device: &mut D, _: Tolerance) {
         device.write(&mut out.out, 0, &marks).expect("write");
         let seqs = [AttnRows { row0: 0, rows, pos0: 30, run0: 0, runs: 1 }];
         let runs = [KvRun { base: 2, len: 35, first_pos: 0 }];
-        let batch = AttnBatch { geometry: g, scale: 0.125, window: None, alibi: None, seqs: &seqs, runs: &runs };
+        let batch =
+            AttnBatch { geometry: g, scale: 0.125, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
         device.attention(&q, &batch, &kv, 0, &mut out).expect("attention");
         let got = read(device, &out.out, 9, g.q_dim());
         assert!(got[..rows as usize * g.q_dim()].iter().all(|v| *v != 5.0), "rows of the batch are written");

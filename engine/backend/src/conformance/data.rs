@@ -27,7 +27,7 @@ impl Data {
         (0..n).map(|_| (0..3).map(|_| self.rng.random_range(-1.0f32..1.0)).sum()).collect()
     }
 
-    /// A number of `range`.
+    /// A random number in `range`.
     pub fn number(&mut self, range: Range<u32>) -> u32 {
         self.rng.random_range(range)
     }
@@ -47,7 +47,7 @@ impl Data {
         order
     }
 
-    /// Values in `dtype`: the bytes, and what they widen to.
+    /// Random values in `dtype`: the bytes, and their widened values.
     pub fn stored(&mut self, dtype: DType, n: usize) -> (Vec<u8>, Vec<f32>) {
         let (mut bytes, mut exact) = (Vec::new(), Vec::new());
         dtype.encode(&self.values(n), &mut bytes);
@@ -55,7 +55,7 @@ impl Data {
         (bytes, exact)
     }
 
-    /// A weight `[rows][cols]` of one part, and the values it holds.
+    /// A random weight `[rows][cols]` of one part, and its values.
     pub fn weight<D: Device>(
         &mut self,
         device: &mut D,

@@ -1,7 +1,7 @@
 //! Matrix products against f64.
 
 use super::data::{DTYPES, Data, read};
-use super::pointwise::{gelu, silu};
+use super::pointwise::{ACTIVATIONS, gate, up};
 use super::{Tolerance, assert_close};
 use crate::{Activation, Device, Mode, WeightSource};
 use bytes::Bytes;
@@ -35,7 +35,7 @@ pub fn matmul_bf16<D: Device>(device: &mut D, tolerance: Tolerance) {
     SHAPES.iter().for_each(|s| product(device, DType::BF16, *s, Mode::Set, 1, tolerance));
 }
 
-/// Products added to what is there.
+/// Products added to the output's contents.
 pub fn matmul_add<D: Device>(device: &mut D, tolerance: Tolerance) {
     for dtype in DTYPES {
         [(1, 72, 65), (2, 96, 40), (5, 40, 70), (65, 172, 96)]
@@ -62,7 +62,7 @@ pub fn matmul_blocked<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// Up projections with their activation, in few rows and many, with odd widths.
 pub fn matmul_activated<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for activation in [Activation::SiluMul, Activation::Gelu] {
+    for activation in ACTIVATIONS {
         for dtype in DTYPES {
             [
                 (1, 40, 33),
@@ -97,23 +97,9 @@ fn activated_product<D: Device>(
     device.matmul_activated(&x, &weight, rows, activation, &mut scratch, &mut out).expect("matmul_activated");
     let (product, sums) = oracle(&values, rows, k, columns, |row, i| exact[row * k + i]);
     let bound = bound(k, dtype, tolerance);
-    // By element of the result: what it is, and how far the product's errors and the activation's own may take it. The slopes
-    // of both activations are at most 1.13.
     let wanted = |i: usize| {
-        let at = i / n * columns + i % n;
-        let (p, error) = (product[at], bound * sums[at]);
-        match activation {
-            Activation::SiluMul => {
-                let (up, up_error) = (product[at + n], bound * sums[at + n]);
-                let want = silu(p) * up;
-                let errors = 1.13 * error * (up.abs() + up_error) + silu(p).abs() * up_error;
-                (want, errors + 1.5e-6 * tolerance.factor * want.abs() + 1e-20)
-            }
-            Activation::Gelu => {
-                let (want, relative) = (gelu(p), (1e-6 + 2f64.powi(-24) * p * p) * tolerance.factor);
-                (want, 1.13 * error + relative * want.abs() + 1e-20)
-            }
-        }
+        let row = i / n * columns..(i / n + 1) * columns;
+        activated(activation, &product[row.clone()], &sums[row], i % n, bound, tolerance)
     };
     let got = read(device, &out, rows + 1, n);
     let want: Vec<f64> = (0..rows * n).map(|i| wanted(i).0).collect();
@@ -126,7 +112,7 @@ fn activated_product<D: Device>(
 pub fn matmul_large_weight<D: Device>(device: &mut D, tolerance: Tolerance) {
     let (rows, k, n) = (2, 1000, 70_123);
     let mut data = Data::new(20);
-    // Random enough: a period that is coprime to the row length, as drawing every element would take seconds.
+    // Random enough: a period coprime to the row length; drawing every element would take seconds.
     let (period, exact) = data.stored(DType::F16, 65_521);
     let bytes: Vec<u8> = period.iter().copied().cycle().take(n * k * 2).collect();
     assert!(bytes.len() > 128 << 20, "larger than the limit in question");
@@ -146,13 +132,41 @@ pub fn matmul_large_weight<D: Device>(device: &mut D, tolerance: Tolerance) {
     assert_eq!(read(device, &out, ids.len(), k), want);
 }
 
+/// Element `i` of a row's activation, and its error from the product's errors (`bound` of the sums of absolute products)
+/// and the activation's own. The slopes of all functions of the gate are at most 1.13.
+pub(super) fn activated(
+    activation: Activation,
+    product: &[f64],
+    sums: &[f64],
+    i: usize,
+    bound: f64,
+    tolerance: Tolerance,
+) -> (f64, f64) {
+    let (p, error) = (product[i], bound * sums[i]);
+    let (gated, relative) = gate(activation, p);
+    let own = relative * tolerance.factor;
+    if activation.inputs() == 1 {
+        return (gated, 1.13 * error + own * gated.abs() + 1e-20);
+    }
+    let n = product.len() / 2;
+    let (up, up_error) = (up(activation, product[i + n]), bound * sums[i + n]);
+    let want = gated * up;
+    (want, 1.13 * error * (up.abs() + up_error) + gated.abs() * up_error + own * want.abs() + 1e-20)
+}
+
 /// Relative to the sum of absolute products; see [`Tolerance`].
-fn bound(k: usize, dtype: DType, tolerance: Tolerance) -> f64 {
+pub(super) fn bound(k: usize, dtype: DType, tolerance: Tolerance) -> f64 {
     (8.0 + 2.0 * (k as f64).sqrt()) * 2f64.powi(-24) * tolerance.factor + tolerance.rounded_products(k, dtype)
 }
 
 /// `x · Wᵀ` and the sums of absolute products.
-fn oracle(x: &[f32], rows: usize, k: usize, n: usize, weight: impl Fn(usize, usize) -> f32) -> (Vec<f64>, Vec<f64>) {
+pub(super) fn oracle(
+    x: &[f32],
+    rows: usize,
+    k: usize,
+    n: usize,
+    weight: impl Fn(usize, usize) -> f32,
+) -> (Vec<f64>, Vec<f64>) {
     let (mut want, mut sums) = (vec![0.0; rows * n], vec![0.0; rows * n]);
     for col in 0..n {
         for row in 0..rows {

@@ -25,8 +25,8 @@ pub fn tensors_round_trip<D: Device>(device: &mut D, _: Tolerance) {
     }
 }
 
-/// A read that was staged ahead gives the bytes of a plain read, whole or in part, whatever is queued meanwhile. Without a
-/// queue, the plain read does.
+/// A staged read gives the bytes of a plain read, whole or in part, whatever is queued meanwhile. A device without a
+/// queue does the plain read.
 pub fn reads_ahead_are_reads<D: Device>(device: &mut D, _: Tolerance) {
     let mut data = Data::new(7);
     for (rows, cols) in [(1, 1), (3, 40), (17, 172)] {
@@ -53,7 +53,7 @@ pub fn reads_ahead_are_reads<D: Device>(device: &mut D, _: Tolerance) {
     }
 }
 
-/// KV bytes come back as they were, slots start zeroed, and neighbours and other layers are untouched.
+/// KV round trips exactly, slots start zeroed, and neighbours and other layers are untouched.
 pub fn kv_bytes_round_trip<D: Device>(device: &mut D, _: Tolerance) {
     let mut data = Data::new(2);
     for dtype in DTYPES {

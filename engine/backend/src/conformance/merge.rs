@@ -3,7 +3,8 @@
 use super::data::{Data, read};
 use super::oracle::{self, Attention};
 use super::{Tolerance, assert_close};
-use crate::{AttnBatch, AttnRows, Device, Partials};
+use crate::{AttnBatch, AttnRows, Device, Partials, WeightSource};
+use bytes::Bytes;
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
 
 /// Host values of a partial.
@@ -15,7 +16,7 @@ struct Values {
 
 impl Values {
     fn upload<D: Device>(&self, device: &mut D, g: AttentionGeometry) -> Partials<D::Tensor> {
-        // More rows than counted, as a runner's buffers have.
+        // More rows than counted, as in a runner's buffers.
         let mut partials = Partials::new(device, self.count.len() + 2, g).expect("partials");
         device.write(&mut partials.out, 0, &self.out).expect("write");
         device.write(&mut partials.lse, 0, &self.lse).expect("write");
@@ -29,7 +30,7 @@ fn check<D: Device>(device: &mut D, what: &str, g: AttentionGeometry, a: &Values
     let mut acc = a.upload(device, g);
     let other = b.upload(device, g);
     device.merge(&mut acc, &other, g).expect("merge");
-    let (rows, heads, dim) = (b.count.len(), g.heads as usize, g.head_dim as usize);
+    let (rows, heads, dim) = (b.count.len(), g.heads as usize, g.query_dim());
     let sums: Vec<u32> = a.count.iter().zip(&b.count).map(|(a, b)| a + b).collect();
     assert_eq!(acc.count, sums, "{what}: counts");
     let out = read(device, &acc.out, rows, heads * dim);
@@ -67,11 +68,14 @@ fn values(data: &mut Data, g: AttentionGeometry, rows: usize, lse_scale: f32) ->
     }
 }
 
-/// Rows with count 0 are neutral on either side whatever they hold, NaN included, and merging touches no more rows.
+/// Rows with count 0 are neutral on either side, whatever values they hold (NaN included), and merging writes no
+/// other rows.
 pub fn merge_counts_decide_emptiness<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(90);
-    for (rows, heads, kv_heads, head_dim) in [(1, 4, 2, 64), (5, 1, 1, 40), (17, 6, 2, 72), (65, 12, 4, 16)] {
-        let g = AttentionGeometry { heads, kv_heads, head_dim };
+    for (rows, heads, kv_heads, head_dim) in
+        [(1, 4, 2, 64), (5, 1, 1, 40), (17, 6, 2, 72), (65, 12, 4, 16), (9, 3, 1, 20)]
+    {
+        let g = AttentionGeometry { heads, kv_heads, head_dim, latent: head_dim == 20 };
         let (mut a, mut b) = (values(&mut data, g, rows, 3.0), values(&mut data, g, rows, 3.0));
         for (i, values) in [&mut a, &mut b].into_iter().enumerate() {
             for row in (0..rows).filter(|row| (row + i) % 3 == 0 || row % 5 == 4) {
@@ -87,7 +91,7 @@ pub fn merge_counts_decide_emptiness<D: Device>(device: &mut D, tolerance: Toler
 /// Log-sum-exps of up to 1e4 of either sign, equal, nearly equal and far apart.
 pub fn merge_extreme_scores<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(91);
-    let g = AttentionGeometry { heads: 3, kv_heads: 1, head_dim: 80 };
+    let g = AttentionGeometry { heads: 3, kv_heads: 1, head_dim: 80, latent: false };
     let pairs = [
         (1e4, -1e4),
         (-1e4, 1e4),
@@ -110,19 +114,25 @@ pub fn merge_extreme_scores<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// Attention over parts of the context, merged on the device, is attention over the whole.
 pub fn merge_of_split_attention<D: Device>(device: &mut D, tolerance: Tolerance) {
-    split_attention(device, None, tolerance);
+    split_attention(device, None, None, tolerance);
 }
 
-/// The same with biases by distance: parts that lie far back weigh little beside near ones, and exactly as little as in
-/// the whole.
+/// The same with ALiBi biases: far parts weigh as little, relative to near ones, as in the whole.
 pub fn merge_of_split_alibi<D: Device>(device: &mut D, tolerance: Tolerance) {
     for bias_max in [1.0, 8.0] {
-        split_attention(device, Some(Alibi { bias_max }), tolerance);
+        split_attention(device, Some(Alibi { bias_max }), None, tolerance);
     }
 }
 
-fn split_attention<D: Device>(device: &mut D, alibi: Option<Alibi>, tolerance: Tolerance) {
-    let g = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 };
+/// The same with soft caps of the scores.
+pub fn merge_of_split_softcap<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for (cap, alibi) in [(0.75, None), (50.0, None), (1.5, Some(Alibi { bias_max: 8.0 }))] {
+        split_attention(device, alibi, Some(cap), tolerance);
+    }
+}
+
+fn split_attention<D: Device>(device: &mut D, alibi: Option<Alibi>, softcap: Option<f32>, tolerance: Tolerance) {
+    let g = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false };
     let mut data = Data::new(92);
     let (context, rows) = (200u32, 9u32);
     for (window, dtype) in [(None, DType::F32), (None, DType::F16), (Some(50), DType::BF16)] {
@@ -137,19 +147,59 @@ fn split_attention<D: Device>(device: &mut D, alibi: Option<Alibi>, tolerance: T
         let mut acc = Partials::new(device, rows as usize, g).expect("partials");
         acc.count.resize(rows as usize, 0);
         let mut part = Partials::new(device, rows as usize, g).expect("partials");
-        // Out of order, as replies of creditors come.
+        // Out of order, as creditors' replies arrive.
         for i in [3, 0, 4, 2, 1] {
             let runs = [run(cuts[i], cuts[i + 1])];
-            let batch = AttnBatch { geometry: g, scale: 0.125, window, alibi, seqs: &seqs, runs: &runs };
+            let batch = AttnBatch { geometry: g, scale: 0.125, window, alibi, softcap, seqs: &seqs, runs: &runs };
             device.attention(&q, &batch, &kv, 0, &mut part).expect("attention");
             device.merge(&mut acc, &part, g).expect("merge");
         }
         let runs = [run(0, context)];
-        let batch = AttnBatch { geometry: g, scale: 0.125, window, alibi, seqs: &seqs, runs: &runs };
+        let batch = AttnBatch { geometry: g, scale: 0.125, window, alibi, softcap, seqs: &seqs, runs: &runs };
         let want = Attention::of(&batch, &queries, g.q_dim(), &stored);
         // Each of the merges adds a rounding to that of the parts.
         let merged = Tolerance { factor: 2.0 * tolerance.factor, ..tolerance };
-        let what = format!("merged attention of {dtype}, window {window:?}, {alibi:?}");
+        let what = format!("merged attention of {dtype}, window {window:?}, {alibi:?}, {softcap:?}");
         oracle::check(device, &what, &want, &acc, (&batch, dtype), merged);
+    }
+}
+
+/// Sinks of small and large logits, beside small and large scores; empty rows, log-sum-exps and counts stay.
+pub fn sink_joins_the_softmax<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let mut data = Data::new(95);
+    let u = 2f64.powi(-24) * tolerance.factor;
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (rows, heads, kv_heads, head_dim) in
+            [(1, 4, 2, 64), (5, 3, 1, 40), (17, 8, 2, 72), (65, 12, 4, 16), (9, 3, 1, 20)]
+        {
+            let g = AttentionGeometry { heads, kv_heads, head_dim, latent: head_dim == 20 };
+            let (heads, dim) = (heads as usize, g.query_dim());
+            let mut before = values(&mut data, g, rows, 20.0);
+            (0..rows).filter(|row| row % 4 == 3).for_each(|row| before.count[row] = 0);
+            let mut partials = before.upload(device, g);
+            // Every third is beyond all scores, in turns of either sign; 200 is exact in each type.
+            let mut logits = data.values(heads);
+            for (i, logit) in logits.iter_mut().enumerate().filter(|(i, _)| i % 3 == 1) {
+                *logit = if i % 2 == 0 { 200.0 } else { -200.0 };
+            }
+            let mut bytes = Vec::new();
+            dtype.encode(&logits, &mut bytes);
+            logits.clear();
+            dtype.decode(&bytes, &mut logits);
+            let source = WeightSource { dtype, cols: heads, parts: vec![(1, Bytes::from(bytes))] };
+            let sinks = device.weight(source).expect("weight");
+            device.sink(&mut partials, &sinks, g).expect("sink");
+            assert_eq!(partials.count, before.count, "counts");
+            assert_eq!(read(device, &partials.lse, rows, heads), before.lse, "log-sum-exps");
+            let share = |i: usize| {
+                let (row, head) = (i / dim / heads, i / dim % heads);
+                let steep = f64::from(logits[head]) - f64::from(before.lse[row * heads + head]);
+                if before.count[row] == 0 { (1.0, 0.0) } else { (1.0 / (1.0 + steep.exp()), 8.0 + 2.0 * steep.abs()) }
+            };
+            let want: Vec<f64> = before.out.iter().enumerate().map(|(i, x)| f64::from(*x) * share(i).0).collect();
+            let got = read(device, &partials.out, rows, heads * dim);
+            let bound = |i: usize| u * share(i).1 * want[i].abs() + 1e-30;
+            assert_close(&format!("sink {dtype} {rows} rows of {g:?}"), &got, &want, bound);
+        }
     }
 }

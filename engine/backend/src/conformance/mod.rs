@@ -1,4 +1,4 @@
-//! The conformance suite of [`Device`](crate::Device): what every backend proves, against f64.
+//! The conformance suite of [`Device`](crate::Device): cases that every backend passes, against f64.
 //!
 //! A backend instantiates the suite with one line in a test file; each case becomes a `#[test]`:
 //!
@@ -11,13 +11,14 @@
 //! lagoon_backend::conformance_large_weight!(device);
 //! ```
 //!
-//! An `Err(reason)` skips the case: the reason is printed and appended as `name\treason` (the name with its test file
-//! and module) to the file that the environment variable `LAGOON_SKIP_LOG` names, so that CI fails on skips that are
-//! not listed. Inputs are random from fixed seeds; shapes are odd on purpose. Inputs respect the contract: what a
-//! backend may assert is never violated.
+//! An `Err(reason)` skips the case: the reason is printed, and appended as `name\treason` (the name with its test
+//! file and module) to the file that the environment variable `LAGOON_SKIP_LOG` names; CI fails on skips that are not
+//! listed. Inputs are random from fixed seeds and never violate the contract; shapes are odd on purpose.
 
 mod attention;
 mod data;
+mod experts;
+mod latent;
 mod matmul;
 mod memory;
 mod merge;
@@ -29,7 +30,12 @@ mod rope;
 pub mod cases {
     pub use super::attention::{
         attention_alibi, attention_decode_batch, attention_dtypes, attention_geometries, attention_leaves_other_rows,
-        attention_long_context, attention_missing_runs, attention_prefill, attention_steep_scores, attention_windows,
+        attention_long_context, attention_missing_runs, attention_prefill, attention_softcap, attention_steep_scores,
+        attention_windows,
+    };
+    pub use super::experts::experts_match;
+    pub use super::latent::{
+        attention_latent, attention_latent_wide, head_matmul_matches, latent_append_rotates_and_stores,
     };
     pub use super::matmul::{
         matmul_activated, matmul_add, matmul_bf16, matmul_blocked, matmul_f16, matmul_f32, matmul_large_weight,
@@ -38,10 +44,11 @@ pub mod cases {
     pub use super::memory::{kv_bytes_round_trip, reads_ahead_are_reads, tensors_round_trip};
     pub use super::merge::{
         merge_counts_decide_emptiness, merge_extreme_scores, merge_of_split_alibi, merge_of_split_attention,
+        merge_of_split_softcap, sink_joins_the_softmax,
     };
     pub use super::pointwise::{
-        add_bias_adds, embed_widens_rows, gather_copies_rows, gelu_matches, layer_norm_matches, rms_norm_matches,
-        silu_mul_matches,
+        add_bias_adds, embed_widens_rows, gather_copies_rows, gelu_matches, head_norm_matches, layer_norm_matches,
+        other_gates_match, rms_norm_matches, rows_add_and_scale, rows_are_capped, silu_mul_matches,
     };
     pub use super::rope::{rope_append_rotates_and_stores, rope_append_then_attention};
 }
@@ -57,29 +64,35 @@ use lagoon_types::DType;
 /// * `matmul`: `(8 + 2 sqrt(k)) u` of the sum of absolute products (`u = 2^-24`; the sum of `k` rounding errors grows
 ///   as `sqrt(k)`). Weights are exact in their type, so the bound is the same for all three.
 /// * `rms_norm`, `silu_mul` of an exact product: a few `u` relative, from the square root, the division and the exponential.
-/// * `layer_norm`: the same, and the mean's error, some `u` of the row's mean magnitude, before the division.
-/// * `add_bias`: a rounding of the sum.
-/// * `gelu` of an exact product: a few `u` relative plus those of the square in the exponent, `u x²`; also of the tiny results on the left.
+/// * `layer_norm`: as `rms_norm`, plus the mean's error before the division, some `u` of the row's mean magnitude.
+/// * `head_norm`: as `rms_norm`.
+/// * `experts`: the bounds of its products and its activation, and `1e-5` for a row's shares.
+/// * `add_bias`, `add`, `scale`, `embed_add`: a rounding of the result.
+/// * `sink`: a few `u` relative, and the log-sum-exp's rounding in the exponent.
+/// * `gelu` of an exact product: a few `u` relative plus `u x²`, from the square in the exponent; also for the tiny
+///   results of negative `x`.
 /// * `matmul_activated`: the product's bound through the activation, and the activation's own.
 /// * `rope_append`: `4 u` of the pair's magnitude; stored elements within half a unit of the store's type, and a whole
 ///   one where `factor > 1` (a GPU may round its packing either way).
+/// * `head_matmul`: as `matmul`. `latent_append`: as `rope_append`; what is not rotated is exact.
+/// * `softcap`: some `u` of the cap.
 /// * `attention`: relative errors of the weights are those of the scores in absolute terms, which grow with the largest
-///   score, plus the exponential's; outputs within that of the largest value.
+///   score and the soft cap, plus the exponential's; outputs within that of the largest value.
 /// * `merge`: some `u` of the larger magnitude, lse likewise.
 ///
-/// A device that rounds activations to the 16-bit type of what they are multiplied with ([`Tolerance::one_term`]) gets, besides,
+/// A device that rounds activations to the 16-bit type of the other factor ([`Tolerance::one_term`]) gets in addition,
 /// with `v` the unit roundoff of that type (`2^-8` for bf16, `2^-11` for f16, none for f32):
 ///
-/// * `matmul`: `min(1, 4 / sqrt(k)) v` of the sum of absolute products. `v` of it is the sum if all `k` roundings go one way; as
-///   independent ones (0.42 `v` RMS over mantissas) they add up to `0.42 v / sqrt(k)` of it for equal products, to 0.8 for
-///   unequal ones, so that the bound is at least five deviations.
+/// * `matmul`: `min(1, 4 / sqrt(k)) v` of the sum of absolute products. If all `k` roundings go one way, the error is `v`
+///   of that sum. Independent roundings (0.42 `v` RMS over mantissas) give `0.42 v / sqrt(k)` of it for equal products and
+///   `0.8 v / sqrt(k)` for unequal ones, so the bound is at least five standard deviations.
 /// * `attention`: scores as products with `k = head_dim`, whose absolute errors are relative errors of the weights; and each
 ///   weight is rounded: outputs within `v` of the largest value. Log-sum-exps come from weights before rounding.
 #[derive(Clone, Copy, Debug)]
 pub struct Tolerance {
     /// Multiplies every inexact bound but those of rounded activations; at least 1.
     pub factor: f64,
-    /// Whether activations may be rounded to the 16-bit type of what they are multiplied with.
+    /// Whether activations may be rounded to the 16-bit type of the other factor.
     pub rounds_activations: bool,
 }
 
@@ -87,7 +100,7 @@ impl Tolerance {
     /// The bounds of plain f32 arithmetic.
     pub const STRICT: Self = Self { factor: 1.0, rounds_activations: false };
 
-    /// The strict bounds times `factor`; say why where it is used.
+    /// The strict bounds times `factor`; callers state the reason.
     #[must_use]
     pub const fn loosened(factor: f64) -> Self {
         assert!(factor >= 1.0, "a tolerance is loosened, not tightened");
@@ -101,7 +114,7 @@ impl Tolerance {
         Self { rounds_activations: true, ..self }
     }
 
-    /// Unit roundoff of activations that are multiplied with this type; 0 where they are not rounded.
+    /// Unit roundoff of activations that are multiplied with this type; 0 if they are not rounded.
     fn activation_roundoff(self, dtype: DType) -> f64 {
         match dtype {
             _ if !self.rounds_activations => 0.0,
@@ -111,22 +124,13 @@ impl Tolerance {
         }
     }
 
-    /// Bound of what rounding `k` activations adds to the error of their products' sum, of the sum of absolute products.
+    /// Additional error of a sum of `k` products with rounded activations, as a share of the sum of absolute products.
     fn rounded_products(self, k: usize, dtype: DType) -> f64 {
         (4.0 / (k as f64).sqrt()).min(1.0) * self.activation_roundoff(dtype)
     }
 }
 
-/// Bound of the error of a golden model's logits (tests/goldens) on a device that rounds activations ([`Tolerance::one_term`]), with
-/// weights and KV in the model's own 16 bits: this share of the golden's `dtype_noise`, which is the difference between transformers'
-/// run in that type and its run in f32.
-///
-/// transformers rounds every intermediate result in that run: norms, residuals, rotated queries, softmax. Such a device rounds inputs
-/// of products only and keeps residuals and sums in f32, so it has to be nearer. The CUDA kernels, run on the host, are off by 0.54
-/// to 0.64 of the noise; one and a quarter of that leaves room for the sums of tensor cores.
-pub const ONE_TERM_LOGITS: f32 = 0.8;
-
-/// Runs a case on a device, or notes why it is skipped. Used by the macros.
+/// Runs a case on a device, or records why it is skipped. Used by the macros.
 pub fn run<D>(name: &str, device: Result<D, String>, case: impl FnOnce(&mut D)) {
     match device {
         Ok(mut device) => case(&mut device),
@@ -183,6 +187,11 @@ macro_rules! conformance_names {
             layer_norm_matches,
             gelu_matches,
             add_bias_adds,
+            other_gates_match,
+            rows_add_and_scale,
+            rows_are_capped,
+            head_norm_matches,
+            experts_match,
             matmul_f32,
             matmul_f16,
             matmul_bf16,
@@ -201,12 +210,29 @@ macro_rules! conformance_names {
             attention_prefill,
             attention_long_context,
             attention_steep_scores,
+            attention_softcap,
             attention_leaves_other_rows,
+            head_matmul_matches,
+            latent_append_rotates_and_stores,
+            attention_latent,
             merge_counts_decide_emptiness,
             merge_extreme_scores,
             merge_of_split_attention,
             merge_of_split_alibi,
+            merge_of_split_softcap,
+            sink_joins_the_softmax,
         }
+    };
+}
+
+/// Instantiates the case of latents of 576 elements, for backends that attend to them.
+#[macro_export]
+macro_rules! conformance_latent_wide {
+    ($make:expr) => {
+        $crate::conformance_latent_wide!($make, $crate::conformance::Tolerance::STRICT);
+    };
+    ($make:expr, $tolerance:expr) => {
+        $crate::conformance_cases!($make, $tolerance, attention_latent_wide);
     };
 }
 

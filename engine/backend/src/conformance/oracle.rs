@@ -6,7 +6,7 @@ use crate::{AttnBatch, Device, Partials};
 use lagoon_types::DType;
 use lagoon_types::run::visible;
 
-/// Attention of a batch in f64, with what its bounds need.
+/// Attention of a batch in f64, with the inputs of its error bounds.
 pub(super) struct Attention {
     /// `[rows][heads][head_dim]`, normalised.
     pub(super) out: Vec<f64>,
@@ -41,9 +41,8 @@ impl Attention {
                 let slots: Vec<(usize, f64)> = batch.runs[seq.run0 as usize..][..seq.runs as usize]
                     .iter()
                     .flat_map(|run| run.positions().zip(run.base..))
-                    .filter_map(|(pos, slot)| {
-                        seen.contains(&pos).then_some((slot as usize, f64::from(seq.pos0 + i - pos)))
-                    })
+                    .filter(|(pos, _)| seen.contains(pos))
+                    .map(|(pos, slot)| (slot as usize, f64::from(seq.pos0 + i - pos)))
                     .collect();
                 all.count[row] = u32::try_from(slots.len()).expect("fits");
                 if !slots.is_empty() {
@@ -54,7 +53,7 @@ impl Attention {
         all
     }
 
-    /// `slots` are those of the keys that the row sees, and how far back they lie.
+    /// `slots` are those of the keys that the row sees, with their distances.
     fn head(
         &mut self,
         batch: &AttnBatch<'_>,
@@ -65,17 +64,19 @@ impl Attention {
         slots: &[(usize, f64)],
     ) {
         let g = batch.geometry;
-        let (dim, kv_dim, heads) = (g.head_dim as usize, g.kv_dim(), g.heads as usize);
+        let (dim, token, heads) = (g.query_dim(), 2 * g.kv_dim(), g.heads as usize);
         let query = &query[head * dim..][..dim];
-        let at = head / g.group() as usize * dim;
+        let at = if g.latent { 0 } else { head / g.group() as usize * dim };
         let slope = batch.alibi.map_or(0.0, |alibi| slope(f64::from(alibi.bias_max), head, heads));
         let mut scores = Vec::with_capacity(slots.len());
         let (mut steepest, mut largest) = (0f64, 0f64);
         for (slot, back) in slots {
-            let key = &stored[slot * 2 * kv_dim + at..][..dim];
+            let key = &stored[slot * token + at..][..dim];
             let products =
                 || query.iter().zip(key).map(|(a, b)| f64::from(*a) * f64::from(*b) * f64::from(batch.scale));
-            scores.push(products().sum::<f64>() - slope * back);
+            let score = products().sum::<f64>();
+            let capped = batch.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh());
+            scores.push(capped - slope * back);
             let absolute = products().map(f64::abs).sum::<f64>();
             (steepest, largest) = (steepest.max(absolute + slope * back), largest.max(absolute));
         }
@@ -84,7 +85,7 @@ impl Attention {
         let out = &mut self.out[row * heads * dim + head * dim..][..dim];
         for ((slot, _), score) in slots.iter().zip(&scores) {
             let weight = (score - max).exp() / sum;
-            let value = &stored[slot * 2 * kv_dim + kv_dim + at..][..dim];
+            let value = &stored[slot * token + g.values_at() + at..][..dim];
             out.iter_mut().zip(value).for_each(|(o, v)| *o += weight * f64::from(*v));
         }
         self.lse[row * heads + head] = max + sum.ln();
@@ -118,7 +119,7 @@ pub(super) fn check<D: Device>(
     tolerance: Tolerance,
 ) {
     assert_eq!(got.count, want.count, "{what}: counts");
-    let (heads, dim, rows) = (batch.geometry.heads as usize, batch.geometry.head_dim as usize, want.count.len());
+    let (heads, dim, rows) = (batch.geometry.heads as usize, batch.geometry.query_dim(), want.count.len());
     let out = read(device, &got.out, rows, heads * dim);
     let lse = read(device, &got.lse, rows, heads);
     let u = 2f64.powi(-24);
@@ -126,7 +127,8 @@ pub(super) fn check<D: Device>(
         for head in 0..heads {
             let at = row * heads + head;
             let what = format!("{what}: row {row} head {head}");
-            let score_error = (8.0 + (dim as f64).sqrt()) * u * want.steepest[at];
+            let cap = batch.softcap.map_or(0.0, f64::from);
+            let score_error = ((8.0 + (dim as f64).sqrt()) * want.steepest[at] + 8.0 * cap) * u;
             let sum_error = (16.0 + 2.0 * f64::from(want.count[row]).sqrt()) * u;
             let rounded = 2.0 * tolerance.rounded_products(dim, dtype) * want.products[at];
             let bound = (2.0 * score_error + sum_error) * tolerance.factor + rounded;

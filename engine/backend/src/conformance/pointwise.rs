@@ -1,10 +1,10 @@
 //! Embedding, gather, norm and activation.
 
-use super::data::{DTYPES, Data, read};
+use super::data::{DTYPES, Data, read, tensor};
 use super::{Tolerance, assert_close};
-use crate::{Activation, Device, WeightSource};
+use crate::{Activation, Device, SWIGLU_ALPHA, SWIGLU_LIMIT, WeightSource};
 use bytes::Bytes;
-use lagoon_types::DType;
+use lagoon_types::{AttentionGeometry, DType};
 
 /// Rows of the table come out exactly, also when the table has several parts.
 pub fn embed_widens_rows<D: Device>(device: &mut D, _: Tolerance) {
@@ -49,7 +49,7 @@ pub fn rms_norm_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
             if rows > 2 {
                 values[cols..2 * cols].fill(0.0);
             }
-            let x = super::data::tensor(device, cols, &values);
+            let x = tensor(device, cols, &values);
             let (weight, scale) = data.weight(device, dtype, 1, cols);
             let mut out = device.tensor(rows, cols).expect("tensor");
             let eps = 1e-5f32;
@@ -70,6 +70,39 @@ pub fn rms_norm_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
     }
 }
 
+/// Norms of query and key heads; values, and rows beyond, stay as they are.
+pub fn head_norm_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let mut data = Data::new(10);
+    for dtype in DTYPES {
+        for (rows, heads, kv_heads, head_dim) in
+            [(1, 1, 1, 2), (3, 6, 2, 40), (2, 4, 4, 128), (17, 8, 1, 96), (65, 3, 3, 66), (2, 3, 1, 520)]
+        {
+            let geometry = AttentionGeometry { heads, kv_heads, head_dim, latent: false };
+            let (dim, cols) = (head_dim as usize, geometry.qkv_dim());
+            let mut values = data.values((rows + 1) * cols);
+            values[..dim].iter_mut().for_each(|v| *v *= 1e-3);
+            let mut qkv = tensor(device, cols, &values);
+            let [(q, q_scale), (k, k_scale)] = [(); 2].map(|()| data.weight(device, dtype, 1, dim));
+            let eps = 1e-6f32;
+            device.head_norm(&mut qkv, (&q, &k), eps, geometry, rows).expect("head_norm");
+            let mut want: Vec<f64> = values.iter().map(|v| f64::from(*v)).collect();
+            for row in want[..rows * cols].chunks_exact_mut(cols) {
+                for (head, x) in row[..geometry.q_dim() + geometry.kv_dim()].chunks_exact_mut(dim).enumerate() {
+                    let scale = if head < heads as usize { &q_scale } else { &k_scale };
+                    let squares: f64 = x.iter().map(|v| v * v).sum();
+                    let factor = 1.0 / (squares / dim as f64 + f64::from(eps)).sqrt();
+                    x.iter_mut().zip(scale).for_each(|(v, s)| *v *= factor * f64::from(*s));
+                }
+            }
+            let got = read(device, &qkv, rows + 1, cols);
+            let normed = |i: usize| i < rows * cols && i % cols < geometry.q_dim() + geometry.kv_dim();
+            assert_close(&format!("head_norm {dtype} {rows} rows of {geometry:?}"), &got, &want, |i| {
+                if normed(i) { 1e-6 * tolerance.factor * want[i].abs() + 1e-12 } else { 0.0 }
+            });
+        }
+    }
+}
+
 /// Norms of rows of ordinary and tiny magnitude, of rows far from zero, and of a constant row, which is all mean.
 pub fn layer_norm_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(7);
@@ -81,7 +114,7 @@ pub fn layer_norm_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
                 values[cols..2 * cols].fill(0.75);
                 values[2 * cols..3 * cols].iter_mut().for_each(|v| *v += 50.0);
             }
-            let x = super::data::tensor(device, cols, &values);
+            let x = tensor(device, cols, &values);
             let (weight, scale) = data.weight(device, dtype, 1, cols);
             let mut out = device.tensor(rows, cols).expect("tensor");
             let eps = 1e-5f32;
@@ -112,7 +145,7 @@ pub fn add_bias_adds<D: Device>(device: &mut D, tolerance: Tolerance) {
     for dtype in DTYPES {
         for (rows, all, cols) in [(1, 1, 40), (2, 3, 171), (17, 17, 96), (33, 40, 1026), (0, 2, 5)] {
             let values = data.values(all * cols);
-            let mut x = super::data::tensor(device, cols, &values);
+            let mut x = tensor(device, cols, &values);
             let (bias, vector) = data.weight(device, dtype, 1, cols);
             device.add_bias(&mut x, &bias, rows).expect("add_bias");
             let bias = |i: usize| if i < rows * cols { f64::from(vector[i % cols]) } else { 0.0 };
@@ -125,37 +158,118 @@ pub fn add_bias_adds<D: Device>(device: &mut D, tolerance: Tolerance) {
     }
 }
 
-/// The exact GELU, from where its tail vanishes to where it is the identity.
+/// Plain activations, from where their tails vanish to where they are the identity.
 pub fn gelu_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
+    activations_match(device, tolerance, &[Activation::Gelu, Activation::GeluTanh]);
+}
+
+/// The gated activation of Llama, also where the gate's exponential over- or underflows.
+pub fn silu_mul_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
+    activations_match(device, tolerance, &[Activation::SiluMul]);
+}
+
+/// The gated activations of Gemma and gpt-oss, also where they clamp.
+pub fn other_gates_match<D: Device>(device: &mut D, tolerance: Tolerance) {
+    activations_match(device, tolerance, &[Activation::GeluTanhMul, Activation::ClampedSwiglu]);
+    // Of four columns, the first has NaN as its gate, the second as its up element.
+    let x = tensor(device, 8, &[f32::NAN, 1.0, 2.0, 9.0, 1.0, f32::NAN, 2.0, -9.0]);
+    let (mut out, _) = Data::new(9).tensor(device, 1, 4);
+    device.activate(&x, 1, Activation::ClampedSwiglu, &mut out).expect("activate");
+    let got = read(device, &out, 1, 4);
+    let nan: Vec<bool> = got.iter().map(|x| x.is_nan()).collect();
+    assert_eq!(nan, [true, true, false, false], "NaN stays NaN: {got:?}");
+}
+
+/// Activations of exact products, as part of a product and alone.
+fn activations_match<D: Device>(device: &mut D, tolerance: Tolerance, activations: &[Activation]) {
     let mut data = Data::new(8);
-    for (rows, n) in [(1, 40), (3, 171), (17, 96), (2, 2048)] {
-        let mut values: Vec<f32> = data.values(rows * SELECTED).into_iter().map(|v| v * 3.0).collect();
-        values[..12].copy_from_slice(&[0.0, -0.0, 1e-6, -1e-6, 0.5, -0.5, 5.0, -5.0, 13.0, -13.0, 300.0, -300.0]);
-        let (product, got) = activated(device, &values, rows, n, Activation::Gelu);
-        let want: Vec<f64> = product.iter().map(|v| gelu(f64::from(*v))).collect();
-        let u = 2f64.powi(-24);
-        assert_close(&format!("gelu {rows}x{n}"), &got, &want, |i| {
-            (1e-6 + u * f64::from(product[i]).powi(2)) * tolerance.factor * want[i].abs() + 1e-20
-        });
+    for &activation in activations {
+        for (rows, n) in [(1, 40), (3, 171), (17, 96), (2, 2048)] {
+            let mut values: Vec<f32> = data.values(rows * SELECTED).into_iter().map(|v| v * 4.0).collect();
+            let edges = [0.0, -0.0, 1e-6, -1e-6, 0.5, -0.5, 5.0, -5.0, 13.0, -13.0, 60.0, -60.0, 300.0, -300.0];
+            values[..edges.len()].copy_from_slice(&edges);
+            let (product, got) = activated(device, &values, rows, n, activation);
+            let columns = activation.inputs() * n;
+            let wanted = |i: usize| {
+                let at = i / n * columns + i % n;
+                let (gated, relative) = gate(activation, f64::from(product[at]));
+                let factor = if columns > n { up(activation, f64::from(product[at + n])) } else { 1.0 };
+                (gated * factor, relative * (gated * factor).abs())
+            };
+            let want: Vec<f64> = (0..rows * n).map(|i| wanted(i).0).collect();
+            let what = format!("{activation:?} {rows}x{n}");
+            let bound = |i: usize| tolerance.factor * wanted(i).1 + 1e-20;
+            assert_close(&what, &got, &want, bound);
+            let x = tensor(device, columns, &product);
+            let (mut out, before) = data.tensor(device, rows + 1, n);
+            device.activate(&x, rows, activation, &mut out).expect("activate");
+            let got = read(device, &out, rows + 1, n);
+            assert_close(&format!("{what} alone"), &got[..rows * n], &want, bound);
+            assert_eq!(got[rows * n..], before[rows * n..], "{what}: rows beyond are untouched");
+        }
     }
 }
 
-/// The gated activation, also where the gate's exponential over- or underflows.
-pub fn silu_mul_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
-    let mut data = Data::new(6);
-    for (rows, n) in [(1, 40), (3, 172), (17, 96), (2, 2048)] {
-        let mut values: Vec<f32> = data.values(rows * SELECTED).into_iter().map(|v| v * 4.0).collect();
-        values[..6].copy_from_slice(&[0.0, -0.0, 60.0, -60.0, 300.0, -300.0]);
-        let (product, got) = activated(device, &values, rows, n, Activation::SiluMul);
-        let gated = |row: &[f32]| {
-            let (gate, up) = row.split_at(n);
-            gate.iter().zip(up).map(|(g, u)| silu(f64::from(*g)) * f64::from(*u)).collect::<Vec<f64>>()
-        };
-        let want: Vec<f64> = product.chunks_exact(2 * n).flat_map(gated).collect();
-        assert_close(&format!("silu_mul {rows}x{n}"), &got, &want, |i| {
-            1.5e-6 * tolerance.factor * want[i].abs() + 1e-20
-        });
+/// Sums and multiples of rows, and rows of a table added to rows.
+pub fn rows_add_and_scale<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let mut data = Data::new(11);
+    let u = 2f64.powi(-24) * tolerance.factor;
+    for (rows, all, cols) in [(1, 1, 40), (2, 3, 171), (17, 17, 96), (33, 40, 1026), (0, 2, 5)] {
+        let ((mut x, before), (y, other)) = (data.tensor(device, all, cols), data.tensor(device, all + 1, cols));
+        let within = |i: usize| i < rows * cols;
+        device.add(&mut x, &y, rows).expect("add");
+        let want = |i: usize| f64::from(before[i]) + if within(i) { f64::from(other[i]) } else { 0.0 };
+        let want: Vec<f64> = (0..all * cols).map(want).collect();
+        let sums = read(device, &x, all, cols);
+        assert_close(&format!("add {rows} of {all}x{cols}"), &sums, &want, |i| u * want[i].abs());
+        device.scale(&mut x, 5.656_854, rows).expect("scale");
+        let factor = |i: usize| if within(i) { f64::from(5.656_854f32) } else { 1.0 };
+        let want: Vec<f64> = (0..all * cols).map(|i| f64::from(sums[i]) * factor(i)).collect();
+        let got = read(device, &x, all, cols);
+        assert_close(&format!("scale {rows} of {all}x{cols}"), &got, &want, |i| u * want[i].abs());
     }
+    for dtype in DTYPES {
+        for cols in [40, 172, 768] {
+            let (table, exact) = data.weight(device, dtype, 53, cols);
+            let ids = [0, 52, 19, 20, 19, 7];
+            let (mut out, before) = data.tensor(device, 9, cols);
+            device.embed_add(&table, &ids, &mut out).expect("embed_add");
+            let added = |i: usize| ids.get(i / cols).map_or(0.0, |id| f64::from(exact[*id as usize * cols + i % cols]));
+            let want: Vec<f64> = before.iter().enumerate().map(|(i, v)| f64::from(*v) + added(i)).collect();
+            let got = read(device, &out, 9, cols);
+            assert_close(&format!("embed_add {dtype} {cols}"), &got, &want, |i| u * want[i].abs());
+        }
+    }
+}
+
+/// Soft caps of rows, from elements far beyond the cap to tiny ones; rows beyond stay, and so does NaN.
+pub fn rows_are_capped<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let mut data = Data::new(12);
+    let u = 2f64.powi(-24) * tolerance.factor;
+    for (rows, all, cols) in [(1, 1, 40), (2, 3, 171), (17, 17, 96), (3, 4, 20_001), (0, 2, 5)] {
+        for (cap, size) in [(30.0, 100.0), (30.0, 1e-3), (0.5, 1e6), (1e4, 1.0)] {
+            let before: Vec<f32> = data.values(all * cols).into_iter().map(|x| x * size).collect();
+            let mut x = tensor(device, cols, &before);
+            device.softcap(&mut x, cap, rows).expect("softcap");
+            let cap = f64::from(cap);
+            let want = |(i, x): (usize, &f32)| {
+                if i < rows * cols { cap * (f64::from(*x) / cap).tanh() } else { f64::from(*x) }
+            };
+            let want: Vec<f64> = before.iter().enumerate().map(want).collect();
+            let bound = |i: usize| if i < rows * cols { 8.0 * u * cap } else { 0.0 };
+            assert_close(
+                &format!("soft cap {cap} of {rows} of {all}x{cols}"),
+                &read(device, &x, all, cols),
+                &want,
+                bound,
+            );
+        }
+    }
+    let mut x = tensor(device, 3, &[f32::NAN, 0.0, -1e9]);
+    device.softcap(&mut x, 30.0, 1).expect("softcap");
+    let got = read(device, &x, 1, 3);
+    assert!(got[0].is_nan(), "NaN stays NaN, not {}", got[0]);
+    assert_eq!(got[1], 0.0);
 }
 
 /// Columns that [`activated`] selects from: coprime to the widths that are asked, so that gates and ups are other values.
@@ -175,7 +289,7 @@ fn activated<D: Device>(
     let bytes: Vec<u8> = (0..columns).flat_map(ones).flat_map(f32::to_le_bytes).collect();
     let source = WeightSource { dtype: DType::F32, cols: SELECTED, parts: vec![(columns, Bytes::from(bytes))] };
     let weight = device.weight(source).expect("weight");
-    let x = super::data::tensor(device, SELECTED, values);
+    let x = tensor(device, SELECTED, values);
     let mut product = device.tensor(rows, columns).expect("tensor");
     let mut out = device.tensor(rows, n).expect("tensor");
     device.matmul_activated(&x, &weight, rows, activation, &mut product, &mut out).expect("matmul_activated");
@@ -183,13 +297,37 @@ fn activated<D: Device>(
     (exact, read(device, &out, rows, n))
 }
 
-/// The sigmoid linear unit.
-pub(super) fn silu(x: f64) -> f64 {
-    x / (1.0 + (-x).exp())
+/// All activations.
+pub(super) const ACTIVATIONS: [Activation; 5] =
+    [Activation::SiluMul, Activation::Gelu, Activation::GeluTanh, Activation::GeluTanhMul, Activation::ClampedSwiglu];
+
+/// The activation's function of the gate (of the element, if it has none), and the relative error allowed to the whole.
+pub(super) fn gate(activation: Activation, x: f64) -> (f64, f64) {
+    let sigmoid = |z: f64| 1.0 / (1.0 + (-z).exp());
+    let tanh = |x: f64| x * sigmoid((8.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3)));
+    // The exponent's rounding is relative to itself.
+    let steep = |z: f64| 1.5e-6 + 2f64.powi(-22) * z.abs();
+    match activation {
+        Activation::SiluMul => (x * sigmoid(x), 1.5e-6),
+        Activation::Gelu => (gelu(x), 1e-6 + 2f64.powi(-24) * x * x),
+        Activation::GeluTanh | Activation::GeluTanhMul => (tanh(x), steep(1.6 * x + 0.072 * x.powi(3))),
+        Activation::ClampedSwiglu => {
+            let (x, alpha) = (x.min(f64::from(SWIGLU_LIMIT)), f64::from(SWIGLU_ALPHA));
+            (x * sigmoid(alpha * x), steep(alpha * x))
+        }
+    }
+}
+
+/// The factor of a gated activation.
+pub(super) fn up(activation: Activation, x: f64) -> f64 {
+    match activation {
+        Activation::ClampedSwiglu => x.clamp(-f64::from(SWIGLU_LIMIT), f64::from(SWIGLU_LIMIT)) + 1.0,
+        _ => x,
+    }
 }
 
 /// The exact GELU.
-pub(super) fn gelu(x: f64) -> f64 {
+fn gelu(x: f64) -> f64 {
     x * normal_below(x)
 }
 

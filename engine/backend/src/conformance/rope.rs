@@ -8,7 +8,7 @@ use crate::{AttnBatch, AttnRows, Device, Partials};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 
 /// `[rows][head_dim]`: cosines then sines, for positions from `pos0`.
-fn angles(rows: usize, dim: usize, pos0: usize) -> Vec<f32> {
+pub(super) fn angles(rows: usize, dim: usize, pos0: usize) -> Vec<f32> {
     let half = dim / 2;
     let angle = |row: usize, j: usize| (pos0 + row) as f64 * 10_000f64.powf(-(j as f64) / half as f64);
     (0..rows)
@@ -19,6 +19,17 @@ fn angles(rows: usize, dim: usize, pos0: usize) -> Vec<f32> {
         .collect()
 }
 
+/// The rotation of as many elements as there are angles in f64.
+pub(super) fn rotate_head(head: &mut [f64], angles: &[f32]) {
+    let half = head.len() / 2;
+    for j in 0..half {
+        let (a, b) = (head[j], head[j + half]);
+        let (cos, sin) = (f64::from(angles[j]), f64::from(angles[j + half]));
+        head[j] = a * cos - b * sin;
+        head[j + half] = b * cos + a * sin;
+    }
+}
+
 /// The rotation of `[rows][qkv_dim]` in f64.
 fn rotate(qkv: &[f32], rope: &[f32], geometry: AttentionGeometry) -> Vec<f64> {
     let (cols, dim) = (geometry.qkv_dim(), geometry.head_dim as usize);
@@ -26,19 +37,14 @@ fn rotate(qkv: &[f32], rope: &[f32], geometry: AttentionGeometry) -> Vec<f64> {
     let mut want: Vec<f64> = qkv.iter().map(|v| f64::from(*v)).collect();
     for (x, angles) in want.chunks_exact_mut(cols).zip(rope.chunks_exact(dim)) {
         for head in x[..rotated].chunks_exact_mut(dim) {
-            for j in 0..dim / 2 {
-                let (a, b) = (head[j], head[j + dim / 2]);
-                let (cos, sin) = (f64::from(angles[j]), f64::from(angles[j + dim / 2]));
-                head[j] = a * cos - b * sin;
-                head[j + dim / 2] = b * cos + a * sin;
-            }
+            rotate_head(head, angles);
         }
     }
     want
 }
 
 /// Half a unit in the last place of `value` in `dtype` (f16 has subnormals from 2^-14 down).
-fn half_ulp(dtype: DType, value: f64) -> f64 {
+pub(super) fn half_ulp(dtype: DType, value: f64) -> f64 {
     let (digits, min_exponent) = match dtype {
         DType::F32 => (24, -126),
         DType::F16 => (11, -14),
@@ -55,7 +61,7 @@ pub fn rope_append_rotates_and_stores<D: Device>(device: &mut D, tolerance: Tole
         for (rows, heads, kv_heads, head_dim) in
             [(1, 4, 2, 64), (3, 1, 1, 40), (17, 6, 2, 80), (65, 12, 4, 16), (5, 8, 1, 172)]
         {
-            let geometry = AttentionGeometry { heads, kv_heads, head_dim };
+            let geometry = AttentionGeometry { heads, kv_heads, head_dim, latent: false };
             let (cols, dim) = (geometry.qkv_dim(), head_dim as usize);
             let what = format!("rope_append {dtype} {rows} rows {geometry:?}");
             let (mut qkv, values) = data.tensor(device, rows + 1, cols);
@@ -96,7 +102,7 @@ pub fn rope_append_rotates_and_stores<D: Device>(device: &mut D, tolerance: Tole
 
 /// A few chunks of one sequence, appended and attended to as a model does.
 pub fn rope_append_then_attention<D: Device>(device: &mut D, tolerance: Tolerance) {
-    let geometry = AttentionGeometry { heads: 6, kv_heads: 2, head_dim: 40 };
+    let geometry = AttentionGeometry { heads: 6, kv_heads: 2, head_dim: 40, latent: false };
     let mut data = Data::new(31);
     for dtype in DTYPES {
         let shape = KvShape { layers: 1, kv_heads: 2, head_dim: 40, dtype };
@@ -111,7 +117,8 @@ pub fn rope_append_then_attention<D: Device>(device: &mut D, tolerance: Toleranc
             let seqs = [AttnRows { row0: 0, rows, pos0: pos, run0: 0, runs: 1 }];
             pos += rows;
             let runs = [KvRun { base: 5, len: pos, first_pos: 0 }];
-            let batch = AttnBatch { geometry, scale: 0.2, window: None, alibi: None, seqs: &seqs, runs: &runs };
+            let batch =
+                AttnBatch { geometry, scale: 0.2, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
             device.attention(&qkv, &batch, &kv, 0, &mut out).expect("attention");
             // The oracle starts from what the device rotated and stored, which the case above checks.
             let queries = read(device, &qkv, rows as usize, geometry.qkv_dim());

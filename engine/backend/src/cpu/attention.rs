@@ -1,10 +1,9 @@
 //! Micro attention: queries against runs, giving partials (online softmax, Milakov and Gimelshein 2018; tiles as in
 //! FlashAttention, Dao et al. 2022; the context split over threads as in Flash-Decoding, Dao et al. 2023).
 //!
-//! A call becomes tasks that each cover some rows and heads of one sequence over one span of positions. A sequence
-//! whose tasks would be too few is split over its context; the pieces are merged at the end. Rows of
-//! pieces that saw nothing have negative infinity as their log-sum-exp, within this module only: outside, the count
-//! decides.
+//! A call becomes tasks, each for some rows and heads of one sequence over one span of positions. A sequence with too
+//! few tasks is split over its context; its pieces are merged at the end. In this module, rows of pieces that saw no
+//! key have negative infinity as their log-sum-exp; outside, the count tells.
 
 mod plan;
 mod row;
@@ -30,7 +29,7 @@ pub(super) struct Scratch {
     slopes: Vec<f32>,
 }
 
-/// What all tasks of a call share.
+/// State shared by all tasks of a call.
 struct Call<'a> {
     isa: Isa,
     batch: &'a AttnBatch<'a>,
@@ -39,9 +38,9 @@ struct Call<'a> {
     store: Reading<'a>,
     /// Of each head's bias; none where the model has no ALiBi.
     slopes: &'a [f32],
-    /// Where a task with no pieces writes: the partials' rows.
+    /// Target of tasks without pieces: the partials' rows.
     whole: Target<'a>,
-    /// Where pieces are written.
+    /// Target of pieces.
     pieces: Target<'a>,
 }
 
@@ -76,7 +75,7 @@ impl Call<'_> {
         }
     }
 
-    /// The log-sum-exp of a row that saw nothing: told apart in pieces, a plain number outside.
+    /// The log-sum-exp of a row that saw no key: negative infinity in pieces, 0 outside.
     fn lse_of_none(task: &Task) -> f32 {
         if task.piece_row.is_some() { f32::NEG_INFINITY } else { 0.0 }
     }
@@ -106,6 +105,7 @@ pub(super) fn attention(
     let (heads, q_dim, rows) = (g.heads as usize, g.q_dim(), batch.rows());
     assert!(q.cols >= q_dim && partials.out.cols == q_dim && partials.lse.cols == heads, "columns of attention");
     assert_eq!((kv.shape.kv_heads, kv.shape.head_dim), (g.kv_heads, g.head_dim), "shape of the store");
+    assert!(!g.latent || g.kv_heads == 1, "all heads read a latent row");
     assert!(rows <= q.rows, "rows within the queries");
     scratch.plan.make(batch, threads.count());
     let piece_rows = scratch.plan.piece_rows;
@@ -140,7 +140,7 @@ impl Call<'_> {
     /// Merges the pieces of a sequence's rows, by the formulas of `lagoon_types::partial` for many parts at once.
     fn merge(&self, merge: &plan::Merge) {
         let g = self.batch.geometry;
-        let (heads, dim, q_dim) = (g.heads as usize, g.head_dim as usize, g.q_dim());
+        let (heads, dim, q_dim) = (g.heads as usize, g.query_dim(), g.q_dim());
         let seq = &self.batch.seqs[merge.seq];
         for i in 0..seq.rows as usize {
             let row = seq.row0 as usize + i;

@@ -2,9 +2,13 @@
 
 use super::{CpuDevice, CpuKv, CpuTensor, CpuWeight};
 use super::{
-    add_bias, attention, embed, gather_rows, gelu, layer_norm, matmul, merge, rms_norm, rope_append, silu_mul,
+    activate, add, add_bias, attention, embed, gather_rows, head_norm, latent_append, layer_norm, matmul, merge,
+    rms_norm, rope_append, sink,
 };
-use crate::{Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource};
+use crate::{
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
+    Mode, Partials, WeightSource,
+};
 #[cfg(target_os = "linux")]
 use crate::{SharedArenas, SharedKv};
 use lagoon_types::{AttentionGeometry, KvShape};
@@ -117,6 +121,11 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn embed_add(&mut self, table: &CpuWeight, ids: &[u32], out: &mut CpuTensor) -> Result<(), DeviceError> {
+        embed::embed_add(table, ids, out);
+        Ok(())
+    }
+
     fn rms_norm(
         &mut self,
         x: &CpuTensor,
@@ -163,10 +172,33 @@ impl Device for CpuDevice {
         out: &mut CpuTensor,
     ) -> Result<(), DeviceError> {
         matmul::matmul((&self.threads, self.isa), x, weight, rows, Mode::Set, product);
-        match activation {
-            Activation::SiluMul => silu_mul::silu_mul((&self.threads, self.isa), product, rows, out),
-            Activation::Gelu => gelu::gelu((&self.threads, self.isa), product, rows, out),
-        }
+        activate((&self.threads, self.isa), activation, product, rows, out);
+        Ok(())
+    }
+
+    fn head_norm(
+        &mut self,
+        qkv: &mut CpuTensor,
+        weights: (&CpuWeight, &CpuWeight),
+        eps: f32,
+        geometry: AttentionGeometry,
+        rows: usize,
+    ) -> Result<(), DeviceError> {
+        head_norm::head_norm((&self.threads, self.isa), qkv, weights, eps, geometry, rows);
+        Ok(())
+    }
+
+    fn experts(
+        &mut self,
+        x: &CpuTensor,
+        logits: &CpuTensor,
+        experts: &Experts<'_, CpuWeight>,
+        rows: usize,
+        buffers: &mut ExpertBuffers<CpuTensor>,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        let Self { threads, isa, routes, .. } = self;
+        super::experts::experts((threads, *isa), routes, (x, logits), experts, rows, buffers, out);
         Ok(())
     }
 
@@ -180,6 +212,30 @@ impl Device for CpuDevice {
         layer: usize,
     ) -> Result<(), DeviceError> {
         rope_append::rope_append(&self.threads, qkv, rope, geometry, slots, kv, layer)
+    }
+
+    fn head_matmul(
+        &mut self,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        heads: HeadStrides,
+        rows: usize,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        matmul::by_head((&self.threads, self.isa), x, weight, heads, rows, out);
+        Ok(())
+    }
+
+    fn latent_append(
+        &mut self,
+        qkv: &mut CpuTensor,
+        row: LatentRow<'_, CpuTensor>,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut CpuKv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        latent_append::latent_append(&self.threads, qkv, row, geometry, (slots, kv, layer))
     }
 
     fn attention(
@@ -206,6 +262,42 @@ impl Device for CpuDevice {
 
     fn add_bias(&mut self, x: &mut CpuTensor, bias: &CpuWeight, rows: usize) -> Result<(), DeviceError> {
         add_bias::add_bias((&self.threads, self.isa), x, bias, rows);
+        Ok(())
+    }
+
+    fn activate(
+        &mut self,
+        product: &CpuTensor,
+        rows: usize,
+        activation: Activation,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        activate((&self.threads, self.isa), activation, product, rows, out);
+        Ok(())
+    }
+
+    fn add(&mut self, x: &mut CpuTensor, y: &CpuTensor, rows: usize) -> Result<(), DeviceError> {
+        add::add(&self.threads, x, y, rows);
+        Ok(())
+    }
+
+    fn scale(&mut self, x: &mut CpuTensor, factor: f32, rows: usize) -> Result<(), DeviceError> {
+        add::scale(&self.threads, x, factor, rows);
+        Ok(())
+    }
+
+    fn softcap(&mut self, x: &mut CpuTensor, cap: f32, rows: usize) -> Result<(), DeviceError> {
+        add::softcap(&self.threads, x, cap, rows);
+        Ok(())
+    }
+
+    fn sink(
+        &mut self,
+        partials: &mut Partials<CpuTensor>,
+        sinks: &CpuWeight,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        sink::sink(partials, sinks, geometry);
         Ok(())
     }
 

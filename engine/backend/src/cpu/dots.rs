@@ -6,12 +6,13 @@ use super::simd::{Element, Kernel, Simd};
 /// Rows of `x` whose sums are held in registers together.
 const GROUP: usize = 4;
 
-/// `out[r][j] (=|+=) x[r] · weight[j]` for `rows` rows of `x` (`[rows][k]`) and `n` weight rows (`[n][k]`).
+/// `out[r][j] (=|+=) x[r] · weight[j]` for `rows` rows of `k` elements of `x`, `x_stride` apart, and `n` weight rows (`[n][k]`).
 pub(super) struct Dots<E> {
     pub(super) rows: usize,
     pub(super) n: usize,
     pub(super) k: usize,
     pub(super) x: *const f32,
+    pub(super) x_stride: usize,
     pub(super) weight: *const E,
     pub(super) out: *mut f32,
     pub(super) out_stride: usize,
@@ -33,12 +34,12 @@ impl<E: Element> Dots<E> {
     unsafe fn tile<S: Simd, const R: usize, const N: usize>(&self, row: usize, col: usize) {
         // SAFETY: the rows are within the product.
         unsafe {
-            let (x, w) = (self.x.add(row * self.k), self.weight.add(col * self.k));
+            let (x, w) = (self.x.add(row * self.x_stride), self.weight.add(col * self.k));
             let mut sums = [[S::splat(0.0); N]; R];
             let mut i = 0;
             while i + S::LANES <= self.k {
-                // The next weight rows at the same place: they follow in memory, but rows are too short for the
-                // processor to notice each as a stream.
+                // Prefetches the next weight rows at the same column: they follow in memory, but rows are too short
+                // for the hardware prefetcher to detect a stream in each.
                 if R == 1 && i.is_multiple_of(64 / size_of::<E>()) {
                     for j in 0..N {
                         S::prefetch(w.wrapping_add((j + N) * self.k + i).cast());
@@ -49,7 +50,7 @@ impl<E: Element> Dots<E> {
                     *weight = E::load::<S>(w.add(j * self.k + i));
                 }
                 for (r, sums) in sums.iter_mut().enumerate() {
-                    let x = S::load(x.add(r * self.k + i));
+                    let x = S::load(x.add(r * self.x_stride + i));
                     for (sum, weight) in sums.iter_mut().zip(weights) {
                         *sum = S::fma(x, weight, *sum);
                     }
@@ -58,7 +59,7 @@ impl<E: Element> Dots<E> {
             }
             if i < self.k {
                 for (r, sums) in sums.iter_mut().enumerate() {
-                    let x = S::load_part(x.add(r * self.k + i), self.k - i);
+                    let x = S::load_part(x.add(r * self.x_stride + i), self.k - i);
                     for (j, sum) in sums.iter_mut().enumerate() {
                         *sum = S::fma(x, E::load_part::<S>(w.add(j * self.k + i), self.k - i), *sum);
                     }

@@ -1,9 +1,9 @@
 //! The exact GELU activation (Hendrycks and Gimpel 2016).
 //!
 //! `gelu(x) = max(x, 0) - |x| Φ(-|x|)`, where the tail `Φ(-a)` of the normal distribution is `exp(-a²/2) t P(t)` with
-//! `t = 1 / (1 + 0.35 a)`: the tail decays as the exponential does, so that what is left is smooth, and the result keeps
-//! its relative precision where it is tiny. `P` is of degree 8, fitted to `a` from 0 to 13.3 for the smallest largest
-//! relative error, 3.2e-8; beyond, the exponential is zero.
+//! `t = 1 / (1 + 0.35 a)`. The exponential carries the tail's decay, so `P` is smooth and tiny results keep their
+//! relative precision. `P` is a minimax polynomial of degree 8, fitted on `a` from 0 to 13.3 with a relative error of
+//! at most 3.2e-8; beyond, the exponential is zero.
 
 use super::CpuTensor;
 use super::simd::math::exp;

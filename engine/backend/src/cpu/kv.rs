@@ -1,9 +1,8 @@
-//! The KV store of the host backend: per layer one allocation `[slot][k | v][kv_heads][head_dim]` in the store's
-//! element type, so that a run of consecutive slots is one contiguous stream and the canonical layout is a copy.
+//! The KV store of the host backend: one allocation `[slot][k | v][kv_heads][head_dim]` a layer, in the store's
+//! element type. A run of consecutive slots is contiguous, and its canonical layout is a plain copy.
 //!
-//! A layer is memory of this process, or an arena that transports read and fill beside the device. Invariant: bytes of an
-//! arena are accessed only while their granules are locked ([`Reading`], [`Writing`]), so that no reference to a byte
-//! exists while somebody else writes it.
+//! A layer is private memory of this process, or an arena that transports read and fill beside the device. Invariant:
+//! bytes of an arena are accessed only while their granules are locked ([`Reading`], [`Writing`]).
 
 use super::buffer::Buffer;
 use super::threads::Disjoint;
@@ -13,7 +12,7 @@ use crate::arena::{ArenaError, Locked, SharedArena};
 use lagoon_types::KvShape;
 use std::ops::Range;
 
-/// A KV store in host memory. Pages are provided as slots are first written.
+/// A KV store in host memory. The operating system provides pages at the first write to them.
 #[derive(Debug)]
 pub struct CpuKv {
     pub(crate) shape: KvShape,

@@ -1,5 +1,5 @@
-//! Layer normalisation (Ba, Kiros and Hinton 2016), without a bias. The variance is that of the differences from the
-//! mean, in a second pass, so that rows far from zero lose nothing.
+//! Layer normalisation (Ba, Kiros and Hinton 2016), without a bias. A second pass computes the variance from
+//! differences to the mean, so that rows far from zero keep their precision.
 
 use super::simd::{Element, Isa, Kernel, Simd};
 use super::threads::{Disjoint, Threads};
@@ -69,7 +69,7 @@ impl<E: Element> Kernel for Norm<'_, E> {
                     let v = S::sub(S::load(x.add(i)), S::splat(mean));
                     squares = S::fma(v, v, squares);
                 }
-                // What is beyond the row is zero, and not to be counted as a difference.
+                // Lanes beyond the row hold zero and are no differences.
                 let last: f32 = rest.iter().map(|v| (v - mean) * (v - mean)).sum();
                 let factor = S::splat(1.0 / ((S::sum(squares) + last) / n as f32 + self.eps).sqrt());
                 let mean = S::splat(mean);

@@ -7,7 +7,7 @@ use super::pack::Transpose;
 use super::simd::{Element, Isa};
 use super::threads::{Disjoint, Threads, with_scratch};
 use super::{CpuTensor, CpuWeight};
-use crate::Mode;
+use crate::{HeadStrides, Mode};
 use half::{bf16, f16};
 use lagoon_types::DType;
 use std::ops::Range;
@@ -36,12 +36,15 @@ pub(super) fn matmul(
     let out_stride = out.cols;
     let product = Product {
         isa,
-        rows,
+        rows: 0..rows,
         k: weight.cols,
         x: x.head(rows),
+        x_stride: x.cols,
         weight,
-        out: Disjoint::new(out.head_mut(rows)),
+        first: 0,
+        out: &Disjoint::new(out.head_mut(rows)),
         out_stride,
+        out_at: 0,
         add: mode == Mode::Add,
     };
     if rows <= STREAMED_ROWS {
@@ -58,15 +61,108 @@ pub(super) fn matmul(
     }
 }
 
+/// Rows of a tensor, and the weight rows that they are multiplied with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Group {
+    pub(super) rows: Range<usize>,
+    pub(super) weights: Range<usize>,
+}
+
+/// `out[r] = x[r] · wᵀ` where `w` are the weight rows of `r`'s group. All groups have as many weight rows as `out` has
+/// columns; rows of no group are untouched.
+pub(super) fn grouped(
+    (threads, isa): (&Threads, Isa),
+    x: &CpuTensor,
+    weight: &CpuWeight,
+    groups: &[Group],
+    out: &mut CpuTensor,
+) {
+    let n = out.cols;
+    assert!(
+        x.cols == weight.cols && groups.iter().all(|group| group.weights.len() == n),
+        "shapes of a grouped product"
+    );
+    let rows = groups.iter().map(|group| group.rows.end).max().unwrap_or(0);
+    let (x, out) = (x.head(rows), Disjoint::new(out.head_mut(rows)));
+    let panels = n.div_ceil(PANEL);
+    threads.run(groups.len() * panels, |task| {
+        let Group { rows, weights } = groups[task / panels].clone();
+        let (first, k) = (weights.start, weight.cols);
+        let panel = first + task % panels * PANEL;
+        let cols = panel..weights.end.min(panel + PANEL);
+        let (x_stride, out_stride) = (k, n);
+        let product = Product {
+            isa,
+            rows: rows.clone(),
+            k,
+            x,
+            x_stride,
+            weight,
+            first,
+            out: &out,
+            out_stride,
+            out_at: 0,
+            add: false,
+        };
+        if rows.len() <= STREAMED_ROWS { product.streamed(cols) } else { product.packed(cols, rows) }
+    });
+}
+
+/// See [`crate::Device::head_matmul`].
+pub(super) fn by_head(
+    (threads, isa): (&Threads, Isa),
+    x: &CpuTensor,
+    weight: &CpuWeight,
+    strides: HeadStrides,
+    rows: usize,
+    out: &mut CpuTensor,
+) {
+    let HeadStrides { heads, x_stride, out_stride } = strides;
+    let (n, k) = (weight.rows / heads, weight.cols);
+    assert!(n * heads == weight.rows && n <= out_stride && k <= x_stride, "shapes of a product by head");
+    assert!(heads * x_stride <= x.cols && heads * out_stride <= out.cols, "columns of a product by head");
+    if rows == 0 {
+        return;
+    }
+    let (x_cols, out_cols) = (x.cols, out.cols);
+    let (x, out) = (x.head(rows), Disjoint::new(out.head_mut(rows)));
+    let panels = n.div_ceil(PANEL);
+    threads.run(heads * panels, |task| {
+        let head = task / panels;
+        let panel = head * n + task % panels * PANEL;
+        let cols = panel..(head * n + n).min(panel + PANEL);
+        let product = Product {
+            isa,
+            rows: 0..rows,
+            k,
+            x: &x[head * x_stride..],
+            x_stride: x_cols,
+            weight,
+            first: head * n,
+            out: &out,
+            out_stride: out_cols,
+            out_at: head * out_stride,
+            add: false,
+        };
+        if rows <= STREAMED_ROWS { product.streamed(cols) } else { product.packed(cols, 0..rows) }
+    });
+}
+
 /// A product in flight.
 struct Product<'a> {
     isa: Isa,
-    rows: usize,
+    rows: Range<usize>,
     k: usize,
+    /// From the first element on; so are `out`'s.
     x: &'a [f32],
+    x_stride: usize,
     weight: &'a CpuWeight,
-    out: Disjoint<'a, f32>,
+    /// The weight row of the result's first column.
+    first: usize,
+    out: &'a Disjoint<'a, f32>,
     out_stride: usize,
+    /// Column of `out` that `first` gives.
+    out_at: usize,
     add: bool,
 }
 
@@ -88,12 +184,13 @@ impl Product<'_> {
         // this task's, are written.
         unsafe {
             self.isa.run(Dots {
-                rows: self.rows,
+                rows: self.rows.len(),
                 n: cols.len(),
                 k: self.k,
-                x: self.x.as_ptr(),
+                x: self.x.as_ptr().add(self.rows.start * self.x_stride),
+                x_stride: self.x_stride,
                 weight: weights.as_ptr(),
-                out: self.out.as_ptr().add(cols.start),
+                out: self.out.as_ptr().add(self.rows.start * self.out_stride + self.out_at + cols.start - self.first),
                 out_stride: self.out_stride,
                 add: self.add,
             });
@@ -117,11 +214,11 @@ impl Product<'_> {
                         m: rows.len(),
                         n: cols.len(),
                         k: deep,
-                        a: self.x.as_ptr().add(rows.start * self.k + depth),
-                        a_stride: self.k,
+                        a: self.x.as_ptr().add(rows.start * self.x_stride + depth),
+                        a_stride: self.x_stride,
                         b: panel.as_ptr(),
                         b_stride: PANEL,
-                        c: self.out.as_ptr().add(rows.start * self.out_stride + cols.start),
+                        c: self.out.as_ptr().add(rows.start * self.out_stride + self.out_at + cols.start - self.first),
                         c_stride: self.out_stride,
                         add: self.add || depth > 0,
                     }

@@ -7,7 +7,7 @@ use lagoon_types::partial::merge_weights;
 
 /// See [`crate::Device::merge`].
 pub(super) fn merge(acc: &mut Partials<CpuTensor>, other: &Partials<CpuTensor>, geometry: AttentionGeometry) {
-    let (heads, dim, q_dim) = (geometry.heads as usize, geometry.head_dim as usize, geometry.q_dim());
+    let (heads, dim, q_dim) = (geometry.heads as usize, geometry.query_dim(), geometry.q_dim());
     assert!(acc.count.len() >= other.count.len(), "rows of merged partials");
     for (row, &seen) in other.count.iter().enumerate() {
         if seen == 0 {

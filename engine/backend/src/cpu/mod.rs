@@ -1,17 +1,22 @@
-//! The host CPU backend: the oracle in practice and the default where there is no GPU.
+//! The host CPU backend: reference for GPU backends, and default without a GPU.
 //!
 //! One file an op, named as the op in [`Device`]. Calls are complete when they return. Weights and KV are read in their
 //! own element type and widened to f32 in registers or in cache-sized tiles; sums are f32.
 
+mod add;
 mod add_bias;
 mod attention;
 mod buffer;
 mod device;
 mod dots;
 mod embed;
+mod experts;
+mod gated;
 mod gather_rows;
 mod gelu;
+mod head_norm;
 mod kv;
+mod latent_append;
 mod layer_norm;
 mod matmul;
 mod merge;
@@ -19,13 +24,13 @@ mod multiply;
 mod pack;
 mod rms_norm;
 mod rope_append;
-mod silu_mul;
 pub(crate) mod simd;
+mod sink;
 mod threads;
 mod weight;
 mod widen;
 
-use crate::DeviceError;
+use crate::{Activation, DeviceError};
 use buffer::Buffer;
 pub use kv::CpuKv;
 pub use simd::Isa;
@@ -62,12 +67,24 @@ impl CpuTensor {
     }
 }
 
+/// An activation of the first `rows` rows of a product.
+fn activate(on: (&Threads, Isa), activation: Activation, product: &CpuTensor, rows: usize, out: &mut CpuTensor) {
+    match activation {
+        Activation::SiluMul => gated::apply::<gated::SiluMul>(on, product, rows, out),
+        Activation::Gelu => gelu::gelu(on, product, rows, out),
+        Activation::GeluTanh => gated::apply::<gated::GeluTanh>(on, product, rows, out),
+        Activation::GeluTanhMul => gated::apply::<gated::GeluTanhMul>(on, product, rows, out),
+        Activation::ClampedSwiglu => gated::apply::<gated::ClampedSwiglu>(on, product, rows, out),
+    }
+}
+
 /// The host's processors and memory as a [`crate::Device`].
 #[derive(Debug)]
 pub struct CpuDevice {
     threads: Threads,
     isa: Isa,
     attention: attention::Scratch,
+    routes: experts::Routes,
 }
 
 impl CpuDevice {
@@ -80,7 +97,12 @@ impl CpuDevice {
     /// A device with `threads` threads (at least one).
     #[must_use]
     pub fn with_threads(threads: usize) -> Self {
-        Self { threads: Threads::new(threads.max(1)), isa: Isa::best(), attention: attention::Scratch::default() }
+        Self {
+            threads: Threads::new(threads.max(1)),
+            isa: Isa::best(),
+            attention: attention::Scratch::default(),
+            routes: experts::Routes::default(),
+        }
     }
 
     /// The same device with another instruction set, to test and to compare.

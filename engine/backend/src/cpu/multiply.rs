@@ -81,7 +81,7 @@ impl Multiply {
         }
     }
 
-    /// Writes a vector of sums of which `left` columns are wanted.
+    /// Writes a vector of sums; only the first `left` columns exist.
     #[inline(always)]
     unsafe fn put<S: Simd>(&self, c: *mut f32, sum: S::V, left: usize) {
         // SAFETY: only wanted columns are touched.

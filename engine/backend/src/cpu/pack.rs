@@ -37,8 +37,8 @@ impl<E: Element> Kernel for Widen<E> {
     }
 }
 
-/// Widens and transposes: element `j` of row `i` goes to `to[j * to_stride + i]`. Up to a whole vector of `cols`, rows
-/// of `to` are written too (with whatever).
+/// Widens and transposes: element `j` of row `i` goes to `to[j * to_stride + i]`. Rows of `to` from `cols` up to a
+/// whole vector are overwritten with undefined values.
 pub(super) struct Transpose<E> {
     pub(super) rows: usize,
     pub(super) cols: usize,
@@ -73,7 +73,7 @@ impl<E: Element> Kernel for Transpose<E> {
                             }
                         }
                     } else {
-                        // What lies beyond the last row may belong to another part.
+                        // Elements beyond the last row may belong to another part.
                         for c in 0..cols {
                             for r in 0..rows {
                                 *to.add(c * self.to_stride + r) = strip[r * STRIP_COLS + c];

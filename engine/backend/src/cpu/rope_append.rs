@@ -9,6 +9,16 @@ use lagoon_types::AttentionGeometry;
 /// Rows that one task rotates.
 const ROWS: usize = 16;
 
+/// Rotates as many elements as there are angles: cosines, then sines.
+pub(super) fn rotate(x: &mut [f32], angles: &[f32]) {
+    let half = x.len() / 2;
+    let (cos, sin) = angles.split_at(half);
+    let (a, b) = x.split_at_mut(half);
+    for (((a, b), cos), sin) in a.iter_mut().zip(b).zip(cos).zip(sin) {
+        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+    }
+}
+
 /// See [`crate::Device::rope_append`].
 pub(super) fn rope_append(
     threads: &Threads,
@@ -34,13 +44,8 @@ pub(super) fn rope_append(
         for row in range {
             // SAFETY: each row belongs to one task.
             let x = unsafe { rows.slice(row * cols..(row + 1) * cols) };
-            let (cos, sin) = angles[row * dim..][..dim].split_at(dim / 2);
-            for head in x[..rotated].chunks_exact_mut(dim) {
-                let (a, b) = head.split_at_mut(dim / 2);
-                for (((a, b), cos), sin) in a.iter_mut().zip(b).zip(cos).zip(sin) {
-                    (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
-                }
-            }
+            let angles = &angles[row * dim..][..dim];
+            x[..rotated].chunks_exact_mut(dim).for_each(|head| rotate(head, angles));
             if slots[row] != u32::MAX {
                 let start = slots[row] as usize * token_bytes;
                 // SAFETY: the slots of a call are distinct, so each token of the store belongs to one task.

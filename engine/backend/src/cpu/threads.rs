@@ -1,9 +1,8 @@
-//! The threads of a device, disjoint writes from them, and their scratch.
+//! The thread pool of a host device, disjoint writes from its tasks, and their scratch.
 //!
-//! A forward pass is a chain of short parallel steps, some 60 in a decode step of a few milliseconds, so that what
-//! handing over costs matters: the calling thread takes part, and workers look for the next step for some
-//! microseconds before they sleep. (A general pool, where the caller sleeps while others work, took a fifth of a decode
-//! step.)
+//! A forward pass is a chain of short parallel steps (some 60 in a decode step of a few milliseconds), so hand-over
+//! latency counts: the calling thread takes part, and workers spin for some microseconds before they sleep. (A
+//! general pool, whose caller sleeps while others work, took a fifth of a decode step.)
 //!
 //! Invariants: a job is published, and workers enter it, under the slot's lock; `run` returns, also by unwinding, only
 //! after it has closed the job and every worker that entered has left. So no worker touches a job after `run`.
@@ -18,9 +17,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, yield_now};
 
-/// Looks of a worker for a next job before it sleeps: about 50 microseconds.
+/// Spins of an idle worker before it sleeps: about 50 microseconds.
 const SPINS_IDLE: u32 = 2_000;
-/// Looks of the caller for the last worker to leave before it lets others run in between.
+/// Spins of the caller, waiting for the last worker to leave, before it yields.
 const SPINS_LEAVING: u32 = 2_000;
 
 /// The threads of one device: the caller and `count - 1` workers.
@@ -32,9 +31,9 @@ pub(crate) struct Threads {
 struct Shared {
     slot: Mutex<Slot>,
     wake: Condvar,
-    /// The slot's epoch, to look at without the lock.
+    /// The slot's epoch, readable without the lock.
     epoch: AtomicU64,
-    /// The job's first task that nobody has taken.
+    /// The job's first task that is not taken.
     next: AtomicUsize,
     /// Workers within the job.
     inside: AtomicUsize,
@@ -91,7 +90,7 @@ impl Shared {
         }
     }
 
-    /// A worker's life.
+    /// Worker loop.
     fn serve(&self) {
         let mut seen = 0;
         loop {
@@ -120,7 +119,7 @@ impl Shared {
                 self.panicked.store(true, Ordering::Relaxed);
                 self.next.store(job.tasks, Ordering::Relaxed);
             }
-            // What this worker wrote is visible to the caller, who acquires.
+            // Releases this worker's writes to the caller, who acquires.
             self.inside.fetch_sub(1, Ordering::Release);
         }
     }
@@ -134,7 +133,7 @@ struct Close<'a> {
 
 impl Drop for Close<'_> {
     fn drop(&mut self) {
-        // After a panic on this thread the others need not go on.
+        // After a panic on this thread, workers take no further tasks.
         self.shared.next.fetch_max(self.tasks, Ordering::Relaxed);
         self.shared.lock().job = None;
         let mut spins = 0;
@@ -159,7 +158,7 @@ impl Drop for Threads {
         self.shared.lock().stop = true;
         self.shared.wake.notify_all();
         for worker in self.workers.drain(..) {
-            // Workers catch what their tasks throw.
+            // Workers catch their tasks' panics.
             let _ = worker.join();
         }
     }
@@ -235,8 +234,8 @@ impl<'a, T> Disjoint<'a, T> {
     /// `len` elements from `ptr` on.
     ///
     /// # Safety
-    /// They are initialised and stay allocated for the lifetime, and nobody accesses those that `slice` is asked for but
-    /// through it.
+    /// They are initialised and stay allocated for the lifetime. Elements passed to `slice` are accessed only through
+    /// it.
     pub(crate) unsafe fn from_raw(ptr: *mut T, len: usize) -> Self {
         Self { ptr, len, life: PhantomData }
     }
@@ -263,8 +262,8 @@ thread_local! {
     static SCRATCH: RefCell<Option<Buffer<f32>>> = const { RefCell::new(None) };
 }
 
-/// Lends `len` elements of this thread's scratch, aligned to cache lines, holding whatever was left there. Not for
-/// nested use.
+/// Calls `work` with `len` elements of this thread's scratch, aligned to cache lines, contents undefined. Must not be
+/// nested.
 pub(crate) fn with_scratch<R>(len: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
     SCRATCH.with_borrow_mut(|scratch| {
         if scratch.as_ref().is_none_or(|s| s.len() < len) {

@@ -1,4 +1,4 @@
-//! Weights in their own element type, left where they lie.
+//! Weights of the host backend in their own element type, not copied where aligned.
 //!
 //! Invariants: each part's bytes are aligned for the element type and hold `rows * cols` elements; parts are kept
 //! apart, in ascending rows without gaps.
@@ -70,14 +70,24 @@ impl CpuWeight {
 
     /// One row's bytes.
     pub(crate) fn row(&self, row: usize) -> &[u8] {
-        let part = self.parts.iter().find(|p| row < p.row0 + p.rows).expect("row within the weight");
+        let part = &self.parts[self.part_of(row)];
         &part.bytes()[(row - part.row0) * self.row_bytes()..][..self.row_bytes()]
+    }
+
+    /// The part that has a row: experts have hundreds of parts.
+    fn part_of(&self, row: usize) -> usize {
+        self.parts.partition_point(|part| part.row0 + part.rows <= row)
     }
 
     /// The contiguous stretches of `rows`, each with its first row.
     pub(crate) fn stretches(&self, rows: Range<usize>) -> impl Iterator<Item = (Range<usize>, &[u8])> {
         let row_bytes = self.row_bytes();
-        self.parts.iter().filter_map(move |part| {
+        let first = self.parts.len().min(self.part_of(rows.start));
+        let parts = self.parts[first..].iter().take_while({
+            let end = rows.end;
+            move |part| part.row0 < end
+        });
+        parts.filter_map(move |part| {
             let span = rows.start.max(part.row0)..rows.end.min(part.row0 + part.rows);
             let bytes = part.bytes();
             (!span.is_empty())

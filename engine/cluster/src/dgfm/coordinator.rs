@@ -1,4 +1,4 @@
-//! The coordinator of swaps: one small state machine per cycle. See the parent module.
+//! DGFM coordinator: one state machine per cycle. See the parent module.
 
 use super::DgfmConfig;
 use super::cycles::{Bounds, Graph, find};
@@ -7,41 +7,41 @@ use lagoon_protocol::{ControlBody, Freeze, Frozen, MoveKvCache, MoveOutcome, Mov
 use lagoon_types::InstanceId;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Order numbers of swaps have this bit, so that they never meet those of the planner and of operators.
+/// Bit of swaps' order numbers, which keeps them apart from those of the planner and of operators.
 const ORDER_BIT: u64 = 1 << 63;
 
-/// What the coordinator has done since it started.
+/// Counters of the coordinator since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DgfmStats {
-    /// Cycles that were found and frozen.
+    /// Cycles found and frozen.
     pub cycles: u64,
-    /// Of these, those of which every member brought home what it had frozen, down to the smallest of them.
+    /// Completed cycles: the smallest frozen debt was swapped as a whole.
     pub completed: u64,
-    /// Of these, those that ended early; part of their blocks may be home.
+    /// Cycles that ended early; part of their blocks may be home.
     pub given_up: u64,
-    /// rBlocks brought home.
+    /// rBlocks moved home.
     pub blocks: u64,
 }
 
 #[derive(Debug)]
 struct Member {
     instance: InstanceId,
-    /// Sequence and blocks that it holds frozen.
+    /// Frozen sequence and blocks.
     frozen: Option<(u64, u32)>,
     free: u32,
     home: u32,
 }
 
-/// An order that is to be given or in flight.
+/// An order to send, or in flight.
 #[derive(Clone, Copy, Debug)]
 struct Turn {
     /// Index of the member.
     member: usize,
-    /// Members that had their turn in this round.
+    /// Number of finished turns in this round.
     turns: usize,
     /// Blocks of the round.
     blocks: u32,
-    /// The order, once given.
+    /// Number of the order in flight.
     order: Option<u64>,
     retry_at_ms: u64,
     tries: u32,
@@ -52,19 +52,18 @@ struct Cycle {
     members: Vec<Member>,
     answer_by_ms: u64,
     end_by_ms: u64,
-    /// `None` while answers to the freeze are missing.
+    /// `None` while replies to the freeze are missing.
     turn: Option<Turn>,
 }
 
-/// The coordinator: sans-IO, like everything here. The gManager hands in what it hears and sends what [`Dgfm::poll`]
-/// gives.
+/// DGFM coordinator, sans-IO. The gManager calls it with messages and sends the outputs of [`Dgfm::poll`].
 #[derive(Debug)]
 pub struct Dgfm {
     config: DgfmConfig,
     cycles: BTreeMap<u64, Cycle>,
     next_cycle: u64,
     next_order: u64,
-    /// Until when an instance is left alone.
+    /// End of the pause of each instance after a cycle.
     resting: BTreeMap<InstanceId, u64>,
     search_at_ms: u64,
     search_from: InstanceId,
@@ -73,7 +72,7 @@ pub struct Dgfm {
 }
 
 impl Dgfm {
-    /// An idle coordinator. `term` is the gManager's: cycles of another one get other numbers.
+    /// An idle coordinator. `term` is the gManager's, so that cycle numbers of different gManagers differ.
     #[must_use]
     pub fn new(config: DgfmConfig, term: u64) -> Self {
         Self {
@@ -94,25 +93,25 @@ impl Dgfm {
         self.stats
     }
 
-    /// Whether an instance is a member of a cycle now: the planner leaves it alone.
+    /// Whether an instance is a member of a cycle now: the planner does not use it.
     #[must_use]
     pub fn is_member(&self, instance: InstanceId) -> bool {
         self.cycles.values().any(|c| c.members.iter().any(|m| m.instance == instance))
     }
 
-    /// Cycles that are being frozen or swapped.
+    /// Number of cycles being frozen or swapped.
     #[must_use]
     pub fn active(&self) -> usize {
         self.cycles.len()
     }
 
-    /// What is to be sent; until `None`.
+    /// Takes the next message to send; call it until `None`.
     pub fn poll(&mut self) -> Option<(InstanceId, ControlBody)> {
         self.out.pop_front()
     }
 
-    /// Time passes: limits end what is late, and every [`DgfmConfig::period_ms`] new cycles are looked for in `ledger`,
-    /// the debts of live instances. Instances in `busy` (drained, fenced, not heard of) are in none.
+    /// Handles time: deadlines end late cycles, and every [`DgfmConfig::period_ms`] it searches `ledger`, the debts of live
+    /// instances, for new cycles. Instances in `busy` (draining, fenced, silent) are excluded.
     pub fn tick(&mut self, now_ms: u64, ledger: &[LedgerRow], busy: &BTreeSet<InstanceId>) {
         let late = |c: &Cycle| now_ms >= c.end_by_ms || (c.turn.is_none() && now_ms >= c.answer_by_ms);
         let over: Vec<u64> = self.cycles.iter().filter(|(_, c)| late(c)).map(|(id, _)| *id).collect();
@@ -128,7 +127,7 @@ impl Dgfm {
         }
     }
 
-    /// When [`Dgfm::tick`] has something to do next.
+    /// Time of the next due [`Dgfm::tick`].
     #[must_use]
     pub fn next_wake_ms(&self) -> u64 {
         let of = |c: &Cycle| match &c.turn {
@@ -147,13 +146,15 @@ impl Dgfm {
         for row in ledger {
             let enough = row.blocks >= self.config.blocks_min && row.debtor != row.creditor;
             if enough && !apart(&row.debtor) && !apart(&row.creditor) {
-                *graph.entry(row.debtor).or_default().entry(row.creditor).or_default() += row.blocks;
+                let blocks = graph.entry(row.debtor).or_default().entry(row.creditor).or_default();
+                *blocks = blocks.saturating_add(row.blocks);
             }
         }
         let (members_max, edges_max) = (self.config.members_max, self.config.edges_max);
         let found = find(&graph, self.search_from, Bounds { cycles_max: room, members_max, edges_max });
-        // The next search looks elsewhere first: a bounded one would otherwise never come past the first nodes.
-        let after = found.last().and_then(|c| c.first()).map_or(self.search_from, |i| InstanceId(i.0 + 1));
+        // The next search starts elsewhere: a bounded search would otherwise never pass the first nodes.
+        let after =
+            found.last().and_then(|c| c.first()).map_or(self.search_from, |i| InstanceId(i.0.saturating_add(1)));
         let next = graph.range(after..).next().or(graph.first_key_value());
         self.search_from = next.map_or(InstanceId(0), |(i, _)| InstanceId(i.0));
         for cycle in found {
@@ -184,7 +185,7 @@ impl Dgfm {
         self.stats.cycles += 1;
     }
 
-    /// A member answers the freeze. One of a cycle that is over is thawed again.
+    /// Handles a member's reply to the freeze. A member of an ended cycle is thawed again.
     pub fn on_frozen(&mut self, from: InstanceId, m: &Frozen, now_ms: u64) {
         let Some(cycle) = self.cycles.get_mut(&m.cycle) else {
             self.out.push_back((from, ControlBody::Thaw(Thaw { cycle: m.cycle })));
@@ -213,7 +214,7 @@ impl Dgfm {
         self.give_order(id, now_ms);
     }
 
-    /// The member whose turn it is takes blocks home.
+    /// Orders the member of the current turn to move blocks home.
     fn give_order(&mut self, id: u64, now_ms: u64) {
         let Some(cycle) = self.cycles.get_mut(&id) else { return };
         let count = cycle.members.len();
@@ -242,7 +243,7 @@ impl Dgfm {
         self.out.push_back((member.instance, ControlBody::MoveKvCache(body)));
     }
 
-    /// How a move ended. Says whether it was one of a swap.
+    /// Handles the outcome of a move. Returns whether it was an order of a swap.
     pub fn on_move_outcome(&mut self, from: InstanceId, m: &MoveOutcome, now_ms: u64) -> bool {
         if m.order & ORDER_BIT == 0 {
             return false;
@@ -253,7 +254,7 @@ impl Dgfm {
         let (id, count) = (*id, cycle.members.len());
         let Some(turn) = &mut cycle.turn else { return true };
         let at = turn.member;
-        // What a peer says is checked: it cannot bring home more than it was told to.
+        // The reported number is checked: at most the ordered blocks.
         let moved = m.moved.min(turn.blocks).min(cycle.members[at].free).min(cycle.members[at].left());
         if moved == 0 {
             turn.tries += 1;
@@ -266,20 +267,21 @@ impl Dgfm {
         self.stats.blocks += u64::from(moved);
         cycle.members[at].home += moved;
         cycle.members[at].free -= moved;
-        cycle.members[(at + 1) % count].free += moved;
+        let next = &mut cycle.members[(at + 1) % count];
+        next.free = next.free.saturating_add(moved);
         turn.turns += 1;
         if turn.turns == count {
             self.begin_round(id, now_ms);
         } else {
             (turn.member, turn.order, turn.tries) = ((at + 1) % count, None, 0);
-            // The round carries no more than came through: the first member must get back what it spent.
+            // Later turns move no more than this one did: the first member must get back as many blocks as it spent.
             turn.blocks = moved;
             self.give_order(id, now_ms);
         }
         true
     }
 
-    /// An instance is gone (dead, fenced, deregistered): its cycle ends.
+    /// Ends the cycle of an instance that is gone (dead, fenced, deregistered).
     pub fn on_instance_gone(&mut self, instance: InstanceId, now_ms: u64) {
         let of = |c: &Cycle| c.members.iter().any(|m| m.instance == instance);
         let over: Vec<u64> = self.cycles.iter().filter(|(_, c)| of(c)).map(|(id, _)| *id).collect();
@@ -288,7 +290,7 @@ impl Dgfm {
         self.resting.remove(&instance);
     }
 
-    /// Thaws every member.
+    /// Ends a cycle and thaws every member.
     fn end(&mut self, id: u64, completed: bool, now_ms: u64) {
         let Some(cycle) = self.cycles.remove(&id) else { return };
         if completed {

@@ -1,10 +1,9 @@
 //! Cycles in the debt graph (Infinite-LLM v1 §4.5), in bounded time.
 //!
 //! The graph is directed: an edge leads from a debtor to its creditor. The paper's listing (depth first, a visited
-//! neighbour that is not the parent closes a circle) is that of an undirected graph: on ours it reports circles that are
-//! none (two debtors of one creditor) and misses pairs that owe each other. Here a cycle is looked for only inside a
-//! strongly connected component, where every node lies on one, and it is the shortest through its first node: fewer
-//! members are frozen.
+//! neighbour other than the parent closes a cycle) is for undirected graphs: on a debt graph it reports false cycles (two
+//! debtors of one creditor) and misses pairs that owe each other. This search takes strongly connected components, where
+//! every node lies on a cycle, and in each the shortest cycle through its first node, which freezes few members.
 
 use lagoon_types::InstanceId;
 use std::collections::btree_map::Entry;
@@ -13,17 +12,17 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 /// The debt graph: creditors by debtor, with the rBlocks owed.
 pub(super) type Graph = BTreeMap<InstanceId, BTreeMap<InstanceId, u32>>;
 
-/// What a search may cost.
+/// Bounds of one search.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bounds {
     pub(super) cycles_max: usize,
     pub(super) members_max: usize,
-    /// Edges that are looked at, all passes together.
+    /// Visited edges of all passes.
     pub(super) edges_max: usize,
 }
 
-/// Cycles without a common member, each a list of debtors of which every one owes the next and the last owes the first.
-/// Looks at the nodes from `first` on, then at those before it.
+/// Disjoint cycles, each a list of debtors: each owes the next, and the last owes the first. Starts at the nodes from
+/// `first` on, then those before it.
 pub(super) fn find(graph: &Graph, first: InstanceId, bounds: Bounds) -> Vec<Vec<InstanceId>> {
     let mut found = Vec::new();
     let mut spent = 0;
@@ -119,7 +118,7 @@ impl Tarjan {
         }
     }
 
-    /// `root` is the first node of a component: the component is what lies above it on the stack.
+    /// Closes the component of `root`, its first node: the nodes from `root` up on the stack.
     fn close(&mut self, root: InstanceId) {
         let from = self.stack.iter().rposition(|n| *n == root).expect("a root is on the stack");
         let component: BTreeSet<InstanceId> = self.stack.drain(from..).collect();

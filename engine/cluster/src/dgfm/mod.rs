@@ -1,19 +1,19 @@
-//! DGFM: debts that emergency borrowing made circular are swapped back (Infinite-LLM v1 §4.5; docs/adr/0006-dgfm.md).
+//! DGFM: resolves circular debts by swaps (Infinite-LLM v1 §4.5; docs/adr/0006-dgfm.md).
 //!
-//! A cycle is a list of members of which each owes rBlocks to the next and the last owes to the first. The coordinator
+//! A cycle is a list of members: each owes rBlocks to the next, and the last to the first. The coordinator
 //!
 //! 1. finds cycles with at least [`DgfmConfig::blocks_min`] on every edge ([`Dgfm::tick`]);
 //! 2. sends every member [`Freeze`] for its debt and waits for all [`Frozen`], or gives up;
-//! 3. has the members take blocks home one after the other, starting with the one that has most free memory: what it
-//!    takes home leaves room at its creditor, which takes as many home from *its* creditor, and so on around, until the
-//!    last one frees at the first what the first one spent. A few free blocks (the reserve that is never lent) are thus
-//!    enough between instances that are full; larger debts take several rounds;
-//! 4. sends every member [`Thaw`], always: when the swap is done, and whenever it cannot go on (a refusal, a member that
-//!    is gone, a time limit). A `Thaw` that is lost is made up for by the time limit in the `Freeze`.
+//! 3. orders the members to take blocks home one after the other, starting with the member with most free memory: each
+//!    move frees memory at the member's creditor, which takes as many blocks home from *its* creditor, and so on, until
+//!    the last move frees memory at the first member. A few free blocks (the reserve that is never lent) therefore suffice
+//!    between full instances; larger debts take several rounds;
+//! 4. sends every member [`Thaw`] in every case: after the swap, and whenever it cannot continue (a refusal, a departed
+//!    member, a deadline). The deadline in the `Freeze` replaces a lost `Thaw`.
 //!
-//! Each step is an ordinary move (reserve, copy, switch, free), so that stopping between or within steps leaves every
-//! sequence's tokens covered exactly once; the coordinator holds soft state only, and one that is lost needs no repair.
-//! Invariants: an instance is in at most one cycle; no order is given that could outlive the freeze.
+//! Each step is an ordinary move (reserve, copy, switch, free), so that stopping at any point leaves every sequence's
+//! tokens covered exactly once; the coordinator holds soft state only, and its loss needs no repair. Invariants: an
+//! instance is in at most one cycle; no order outlives the freeze.
 
 mod coordinator;
 mod cycles;
@@ -22,30 +22,30 @@ mod tests;
 
 pub use coordinator::{Dgfm, DgfmStats};
 
-/// When and how much is swapped.
+/// Configuration of DGFM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DgfmConfig {
-    /// Debts of fewer rBlocks are no edge of a cycle: a swap costs a freeze (v1 §4.5: an empirical threshold).
+    /// Smallest debt that is an edge of a cycle, in rBlocks: a swap costs a freeze (v1 §4.5: an empirical threshold).
     pub blocks_min: u32,
     /// rBlocks of one order at most.
     pub order_blocks_max: u32,
     /// Members of a cycle at most.
     pub members_max: usize,
-    /// Cycles that are being swapped at once.
+    /// Concurrent cycles.
     pub cycles_max: usize,
-    /// Edges that a search looks at before it gives up until the next.
+    /// Edges that one search visits at most.
     pub edges_max: usize,
     /// Time between searches.
     pub period_ms: u64,
     /// Time for all members to answer a freeze.
     pub answer_ms: u64,
-    /// Time limit of a freeze, answers included.
+    /// Deadline of a freeze, answers included.
     pub freeze_ms: u64,
-    /// Pause before an order that moved nothing is given again: what it waits for may be a release in flight.
+    /// Pause before an order that moved nothing is sent again: the needed memory may have its release in flight.
     pub retry_ms: u64,
-    /// Such orders in a row before the swap ends.
+    /// Orders in a row that move nothing before the swap ends.
     pub tries_max: u32,
-    /// An instance is left alone for so long after a cycle, until its heartbeat has told what became of it.
+    /// Pause of an instance after a cycle, until its heartbeat has reported the new debts.
     pub rest_ms: u64,
 }
 

@@ -1,4 +1,4 @@
-//! What operators ask: drains, roles, moves, the placement map, the planner's next orders.
+//! Operators' requests: drains, roles, moves, the placement map, the planner's next orders.
 
 use super::GManager;
 use super::drain::Drain;
@@ -9,7 +9,7 @@ use lagoon_protocol::{
 };
 use lagoon_types::{InstanceId, SeqId, limits};
 
-/// Why a query cannot be done, and what to do about it.
+/// Refusal of a query, with a hint.
 pub(super) struct Refused {
     error: String,
     hint: &'static str,
@@ -23,7 +23,7 @@ pub(super) const SEE_STATUS: &str = "`lagoon status` lists the pool's instances"
 const SEE_REQUESTS: &str = "`lagoon kv ls` shows requests with their blocks";
 
 impl GManager {
-    /// Answers an operator.
+    /// Handles an operator's request.
     pub fn on_admin(&mut self, m: &AdminQuery, now_ms: u64) -> AdminReply {
         self.on_time(now_ms);
         self.notice_silence();
@@ -46,7 +46,7 @@ impl GManager {
         reply
     }
 
-    /// At most so many rows, and whether there are more.
+    /// At most `rows_max` rows, and whether there are more.
     pub(super) fn page(&self, which: &AdminPlacements, rows_max: usize) -> (Vec<PlacementRow>, bool) {
         let mut rows = self.placements_of(*which);
         let page = rows.by_ref().take(rows_max).collect();

@@ -1,12 +1,12 @@
-//! Which creditors to recommend: locality, then availability (Infinite-LLM v1 §4.4), from a view that many threads may
-//! read at once.
+//! Borrow advice: recommends creditors by locality, then availability (Infinite-LLM v1 §4.4), from a view that many threads
+//! read concurrently.
 //!
-//! * **Locality**: what placing an rBlock costs between debtor and creditor, by round trip and bandwidth as either end
-//!   measured them; an unmeasured link counts as the usual one.
-//! * **Availability**: what the creditor said it would lend, less what others were sent there for since. Competing
-//!   debtors are thus spread evenly, before any of them has taken anything.
-//! * **Exclusivity**: who borrows itself is named when nobody else lends. Who is draining, frozen, fenced, silent or has
-//!   refused is not named at all.
+//! * **Locality**: cost of placing an rBlock between debtor and creditor, by round trip and bandwidth as either end measured
+//!   them; an unmeasured link has the class `CLASS_UNMEASURED`.
+//! * **Availability**: the creditor's reported lendable blocks, less those booked for other debtors since. This spreads
+//!   competing debtors evenly before any of them has borrowed.
+//! * **Exclusivity**: a creditor that borrows itself comes last. One that is draining, frozen, fenced, silent or has
+//!   refused is not recommended.
 
 use super::GManager;
 use lagoon_protocol::{BorrowAdvice, BorrowQuery, Candidate, Refusal, TierRequest};
@@ -16,17 +16,17 @@ use std::net::SocketAddr;
 
 const _: () = assert!(lagoon_view::CANDIDATES == limits::CANDIDATES);
 
-/// Pools up to this size are sorted whenever a query finds that something changed.
+/// Pools up to this size are sorted at every query after a change.
 const SMALL: usize = 256;
 
-/// The view of creditors and when it was last sorted.
+/// The view of creditors, and the time of its last sort.
 #[derive(Debug)]
 pub(super) struct Sorted {
     pub(super) writer: ViewWriter,
-    /// Something changed since then.
+    /// Whether it changed since then.
     dirty: bool,
     published_ms: u64,
-    /// What all live members may ever lend, and would lend now.
+    /// Lend limits of all live members, and the blocks that they would lend now.
     caps: u64,
     lendable: u64,
 }
@@ -92,7 +92,8 @@ fn ask(query: &BorrowQuery) -> Ask<'_> {
         TierRequest::DeviceOnly => Tier::Device,
         TierRequest::HostOnly => Tier::Host,
     };
-    Ask { debtor: query.debtor, blocks: query.blocks, exclude: &query.exclude, tier }
+    let exclude = &query.exclude[..query.exclude.len().min(limits::EXCLUDE_MAX)];
+    Ask { debtor: query.debtor, blocks: query.blocks, exclude, tier }
 }
 
 fn advice(query: &BorrowQuery, answer: Answer) -> BorrowAdvice {
@@ -109,16 +110,16 @@ fn advice(query: &BorrowQuery, answer: Answer) -> BorrowAdvice {
     }
 }
 
-/// Answers a debtor's query from any thread, without a lock and without the gManager. `conn` is the connection that it
-/// came on, as told with [`GManager::set_conn`]. `None` if the view does not know the debtor on it: the message then
-/// goes to [`GManager::on_control`].
+/// Answers a debtor's borrow query from any thread, without a lock and without the gManager. `conn` is the query's
+/// connection, as set with [`GManager::set_conn`]. `None` if the view does not list the debtor with it: pass the message to
+/// [`GManager::on_control`].
 #[must_use]
 pub fn serve_query(view: &SortedView, conn: u64, query: &BorrowQuery) -> Option<BorrowAdvice> {
     view.ask_from(conn, &ask(query)).map(|answer| advice(query, answer))
 }
 
 impl GManager {
-    /// A debtor is short of blocks: at most three creditors, best first.
+    /// Answers a debtor's borrow query: at most `CANDIDATES` creditors, best first.
     pub fn on_borrow_query(&mut self, query: &BorrowQuery, now_ms: u64) -> BorrowAdvice {
         self.on_time(now_ms);
         self.notice_silence();
@@ -126,12 +127,12 @@ impl GManager {
         advice(query, self.sorted.view().ask(&ask(query)))
     }
 
-    /// A creditor refused somebody: the ledger is corrected, and nobody is sent there until it is heard again.
+    /// Handles a creditor's refusal: its lendable blocks are corrected, and it is not recommended until its next heartbeat.
     pub fn on_refusal(&mut self, m: &Refusal) {
         self.correct(InstanceId(m.creditor), m.blocks_lendable);
     }
 
-    /// An instance said that it lends no more than this.
+    /// Limits an instance's lendable blocks and pauses it until its next heartbeat.
     pub(super) fn correct(&mut self, id: InstanceId, blocks_lendable: u32) {
         let Some(member) = self.members.get_mut(&id) else { return };
         member.lendable = member.lendable.min(blocks_lendable);
@@ -150,13 +151,13 @@ impl GManager {
         self.sorted.publish(self.now_ms);
     }
 
-    /// Bytes of the view of creditors.
+    /// Memory of the view of creditors, in bytes.
     #[must_use]
     pub fn view_bytes(&self) -> usize {
         self.sorted.writer.bytes()
     }
 
-    /// Sorts the view again if that is due.
+    /// Sorts the view if it changed and a sort is due.
     pub(super) fn refresh_view(&mut self) {
         let due = self.members.len() <= SMALL || self.now_ms >= self.sorted.published_ms + limits::VIEW_MS;
         if self.sorted.dirty && due {

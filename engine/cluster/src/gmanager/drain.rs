@@ -1,9 +1,9 @@
-//! Draining an instance. It is decided here and nowhere else, with a planner or without one (the planner leaves drained
-//! instances alone): the instance gets no new requests and lends no more; what it lent moves away; what its own requests
-//! borrowed comes home as far as there is room beside what they and the queue will need; they finish there.
+//! Drains. This module alone empties draining instances (the planner does not use them): the instance gets no new
+//! requests and lends nothing; its lent blocks move away; KV that its own requests borrowed comes home as far as there is
+//! room beyond their growth and the queue; they finish there.
 //!
-//! What was ordered, a drain or its end, is repeated until the instance's own word agrees. One that drains by its own
-//! word alone (another gManager ordered it) is emptied all the same.
+//! A drain order, on or off, is repeated until the instance's heartbeat agrees. An instance whose heartbeat says that it
+//! drains by another gManager's order is emptied as well.
 
 use super::GManager;
 use super::member::{Life, Member};
@@ -12,20 +12,19 @@ use lagoon_protocol::{ControlBody, DrainOrder, MoveReason};
 use lagoon_types::{InstanceId, limits};
 use std::cmp::Reverse;
 
-/// The last word to an instance on draining. It stands until the next one: an instance that was told to go on and says
-/// that it drains has not heard it.
+/// Last drain order to an instance, valid until the next one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Drain {
     pub(super) on: bool,
-    /// The process stops when nothing is left.
+    /// Whether the process stops when no block is left.
     pub(super) stop: bool,
 }
 
 impl Member {
-    /// What to tell it again.
+    /// The drain order to repeat.
     fn drain_unacknowledged(&self) -> Option<Drain> {
-        let says = self.heartbeat.as_ref().is_some_and(|h| h.draining);
-        self.drain.filter(|drain| drain.on != says)
+        let reported = self.heartbeat.as_ref().is_some_and(|h| h.draining);
+        self.drain.filter(|drain| drain.on != reported)
     }
 }
 
@@ -47,7 +46,7 @@ impl GManager {
         self.send(id, ControlBody::DrainOrder(DrainOrder { on, stop: on && stop }));
     }
 
-    /// Repeats what an instance has not taken up, and empties those that are drained.
+    /// Repeats unacknowledged drain orders, and moves blocks from and to draining instances.
     pub(super) fn drain_members(&mut self) {
         if self.now_ms < self.drain_at_ms {
             return;
@@ -67,7 +66,7 @@ impl GManager {
         }
     }
 
-    /// Moves of what others' requests have on an instance: home if there is room, elsewhere otherwise.
+    /// Moves of debtors' blocks away from an instance: home if there is room, else to another creditor.
     fn moves_away(&self, id: InstanceId) -> Vec<Move> {
         let Some(member) = self.members.get(&id) else { return Vec::new() };
         let mut moves = Vec::new();
@@ -90,10 +89,10 @@ impl GManager {
         moves
     }
 
-    /// Moves of what an instance's own requests have elsewhere, the smallest parts first: they are home soonest.
+    /// Moves of an instance's remote blocks home, the smallest parts first: they are home soonest.
     fn moves_home(&self, id: InstanceId) -> Vec<Move> {
         let Some(view) = self.pool.instances.get(&id).filter(|v| !v.frozen && !v.paused) else { return Vec::new() };
-        let queue: u32 = view.load.queue_blocks.iter().sum();
+        let queue = view.load.queue_blocks.iter().copied().fold(0, u32::saturating_add);
         let growth = view.load.batch.saturating_mul(2 * limits::GROWTH_BLOCKS);
         let wanted = [view.blocks_incoming, queue, growth].into_iter().fold(0, u32::saturating_add);
         let mut room = view.blocks_free.saturating_sub(wanted);
@@ -121,8 +120,8 @@ impl GManager {
         moves
     }
 
-    /// Blocks that an instance could take, the instance, and whether others' may go there. For its own it may use all
-    /// that is free, also while it is drained.
+    /// Room of each instance: blocks, instance, and whether it takes blocks of other debtors. For its own requests it may use
+    /// all free blocks, also while it drains.
     fn room(&self) -> Vec<(u32, InstanceId, bool)> {
         let live = self.pool.instances.iter().filter(|(_, v)| !v.frozen);
         let room = live.map(|(id, v)| {

@@ -1,10 +1,10 @@
-//! Fencing: an instance that is not heard is declared dead, by its incarnation (docs/failures.md).
+//! Fencing: a silent instance is declared dead, by its incarnation (docs/failures.md).
 //!
-//! All others are told, again and again until every lease of that incarnation has ended by itself. If the instance
-//! lives after all, the answer to its next heartbeat says so; it forgets its leases and joins under a new incarnation.
+//! The fence is sent to all other instances, and repeated until every lease of that incarnation has expired. If the
+//! instance is alive after all, the ack of its next heartbeat says so; it drops its leases and joins with a new incarnation.
 //!
-//! Nobody is fenced when the gManager itself seems to be the one that is cut off: after it slept, or while less than
-//! half of the pool is heard. Leases end by themselves then.
+//! No instance is fenced when the gManager itself may be cut off: after it was stopped, or while fewer than half of the
+//! instances are live. Leases expire by themselves then.
 
 use super::GManager;
 use super::member::Life;
@@ -18,7 +18,7 @@ struct Fence {
     until_ms: u64,
 }
 
-/// What is still told, by instance and incarnation.
+/// Fences to repeat, by instance and incarnation.
 #[derive(Debug, Default)]
 pub(super) struct Fences(BTreeMap<(InstanceId, u64), Fence>);
 
@@ -29,12 +29,12 @@ impl Fences {
 }
 
 impl GManager {
-    /// Whether silence is the other end's.
+    /// Whether silence means a dead instance, rather than a gManager that is cut off.
     pub(super) fn may_fence(&self) -> bool {
         self.now_ms >= self.awake_ms + limits::FENCE_MS && self.live * 2 >= self.live + self.silent
     }
 
-    /// Declares a silent member dead.
+    /// Fences a silent member.
     pub(super) fn fence(&mut self, id: InstanceId) {
         let Some(member) = self.members.get_mut(&id) else { return };
         member.life = Life::Fenced;
@@ -47,11 +47,11 @@ impl GManager {
         self.drop_rows(id);
         self.drop_orders_of(id);
         self.settle(id);
-        self.tell_fence(id, incarnation);
+        self.send_fence(id, incarnation);
     }
 
-    /// Tells all others that an incarnation is dead, and goes on telling.
-    pub(super) fn tell_fence(&mut self, id: InstanceId, incarnation: u64) {
+    /// Sends the fence of an incarnation to all others, and schedules its repeats.
+    pub(super) fn send_fence(&mut self, id: InstanceId, incarnation: u64) {
         let fence =
             Fence { repeat_ms: self.now_ms + limits::FENCE_REPEAT_MS, until_ms: self.now_ms + limits::LEASE_TTL_MS };
         self.fences.0.insert((id, incarnation), fence);

@@ -1,18 +1,18 @@
-//! What a heartbeat changes, incrementally: an instance of a pool of ten thousand is served in microseconds.
+//! Heartbeats: incremental updates, in microseconds for an instance of a pool of ten thousand.
 
 use super::GManager;
 use super::shape::block_bytes;
 use crate::perf::LinkView;
-use lagoon_protocol::{Heartbeat, HeartbeatAck, Link};
+use lagoon_protocol::{Debt, Heartbeat, HeartbeatAck, Link, Load};
 use lagoon_types::{InstanceId, limits};
 use lagoon_view::{CLASS_UNMEASURED, Link as NearLink, ViewWriter};
 use std::collections::BTreeMap;
 
-/// Assumed of a link on which nothing was transferred yet, in bytes per second.
+/// Rate assumed for a link without transfers yet, in bytes per second.
 const BYTES_PER_S_UNKNOWN: u64 = 1_000_000_000;
 
-/// Distance class of a link: the power of two of what placing one rBlock over it takes, in microseconds, a round trip
-/// and the block's bytes. Noise between equally near creditors thus decides nothing.
+/// Distance class of a link: the power of two of the time of placing one rBlock, in microseconds (a round trip and the
+/// block's bytes), so that noise between equally near creditors does not matter.
 fn class(link: &Link, block_bytes: u64) -> u8 {
     let rate = if link.bytes_per_s == 0 { BYTES_PER_S_UNKNOWN } else { link.bytes_per_s };
     let copy_us = block_bytes.saturating_mul(1_000_000) / rate;
@@ -20,7 +20,26 @@ fn class(link: &Link, block_bytes: u64) -> u8 {
     u8::try_from(cost_us.ilog2()).expect("at most 63")
 }
 
-/// Everything but its rows.
+/// A load that an instance can have: plans are made of it, whatever it says.
+fn bounded(load: &Load) -> Load {
+    let batch_max = u32::try_from(limits::STEP_ROWS_MAX).unwrap_or(u32::MAX);
+    Load {
+        batch: load.batch.min(batch_max),
+        batch_max: load.batch_max.min(batch_max),
+        queue_blocks: load.queue_blocks.iter().take(limits::LOAD_QUEUE_MAX).copied().collect(),
+        ..*load
+    }
+}
+
+/// Each debtor once.
+fn debts(lent: &[Debt]) -> Vec<Debt> {
+    let mut debts: Vec<Debt> = lent.iter().take(limits::INSTANCES_MAX).cloned().collect();
+    debts.sort_by_key(|debt| debt.debtor);
+    debts.dedup_by_key(|debt| debt.debtor);
+    debts
+}
+
+/// The heartbeat without its placement rows, and with lists as long as an honest instance's.
 fn without_rows(m: &Heartbeat) -> Heartbeat {
     Heartbeat {
         instance: m.instance,
@@ -29,14 +48,14 @@ fn without_rows(m: &Heartbeat) -> Heartbeat {
         blocks_total: m.blocks_total,
         blocks_free: m.blocks_free,
         blocks_lendable: m.blocks_lendable,
-        lent: m.lent.clone(),
+        lent: debts(&m.lent),
         blocks_borrowed: m.blocks_borrowed,
         requests_running: m.requests_running,
         requests_waiting: m.requests_waiting,
-        links: m.links.clone(),
+        links: m.links.iter().take(limits::HEARTBEAT_LINKS_MAX).cloned().collect(),
         placements: Vec::new(),
         placements_full: m.placements_full,
-        load: m.load.clone(),
+        load: m.load.as_ref().map(bounded),
         draining: m.draining,
         frozen: m.frozen,
         moves: m.moves.clone(),
@@ -47,7 +66,8 @@ fn without_rows(m: &Heartbeat) -> Heartbeat {
 }
 
 impl GManager {
-    /// An instance says how it is. Heartbeats of another process under its number, and older ones, change nothing.
+    /// Handles a heartbeat and returns its ack. Stale heartbeats, and those of another process with the same number, change
+    /// nothing.
     pub fn on_heartbeat(&mut self, m: &Heartbeat, now_ms: u64) -> HeartbeatAck {
         self.on_time(now_ms);
         let id = InstanceId(m.instance);
@@ -58,7 +78,7 @@ impl GManager {
             return HeartbeatAck { known: false, pool_blocks_total, seq: m.seq, term, ..Default::default() };
         };
         let newer = member.heartbeat.as_ref().is_none_or(|h| h.seq < m.seq);
-        self.heard(id);
+        self.touch(id);
         let mut ack = HeartbeatAck { known: true, seq: m.seq, term, ..Default::default() };
         if self.members.get(&id).is_some_and(super::member::Member::is_fenced) {
             ack.fenced = true;
@@ -66,7 +86,7 @@ impl GManager {
         }
         if newer {
             self.take_heartbeat(id, m);
-            self.tell_workers(id, m);
+            self.send_workers(id, m);
         }
         let member = &self.members[&id];
         ack.placements_wanted = !member.rows_complete;
@@ -81,20 +101,21 @@ impl GManager {
         self.oldest_heads.note(id, m.load.as_ref(), self.now_ms);
         let Some(member) = self.members.get_mut(&id) else { return };
         let old = member.heartbeat.replace(without_rows(m));
-        member.hear_role();
+        member.confirm_role();
         member.lendable = m.blocks_lendable;
         member.paused = false;
         self.sorted.set_lendable(member.slot, m.blocks_lendable);
         let (complete, draining, role) = (member.rows_complete, member.is_draining(), member.role());
-        member.round = self.rounds.heard(member.round);
-        let links_changed = old.as_ref().is_none_or(|h| h.links != m.links);
+        member.round = self.rounds.note_heartbeat(member.round);
+        let Some(told) = &member.heartbeat else { return };
+        let links_changed = old.as_ref().is_none_or(|h| h.links != told.links);
         if let Some(view) = self.pool.instances.get_mut(&id) {
-            view.load = m.load.clone().unwrap_or_default();
+            view.load = told.load.clone().unwrap_or_default();
             view.blocks_total = m.blocks_total;
             view.blocks_free = m.blocks_free;
             view.blocks_lendable = m.blocks_lendable;
             view.lent.clear();
-            view.lent.extend(m.lent.iter().map(|d| (InstanceId(d.debtor), d.blocks)));
+            view.lent.extend(told.lent.iter().map(|d| (InstanceId(d.debtor), d.blocks)));
             view.borrowed = m.blocks_borrowed;
             view.role = role;
             view.draining = draining;
@@ -102,10 +123,10 @@ impl GManager {
             view.paused = !complete;
             if links_changed {
                 view.links.clear();
-                view.links.extend(m.links.iter().take(limits::HEARTBEAT_LINKS_MAX).map(link_view));
+                view.links.extend(told.links.iter().map(link_view));
                 view.links.sort_unstable_by_key(|l| l.0);
                 view.links.dedup_by_key(|l| l.0);
-                let mapped = m.links.iter().take(limits::HEARTBEAT_LINKS_MAX).filter(|l| l.mapped);
+                let mapped = told.links.iter().filter(|l| l.mapped);
                 view.mapped = mapped.map(|l| InstanceId(l.peer)).collect();
             }
         }
@@ -115,7 +136,7 @@ impl GManager {
         self.settle(id);
     }
 
-    /// New measurements of `id`: the distances of both ends follow.
+    /// Updates the distances of both ends from new link measurements of `id`.
     fn take_links(&mut self, id: InstanceId, links: &[Link]) {
         let block_bytes = self.shape.as_ref().map_or(0, block_bytes);
         let links = links.iter().take(limits::HEARTBEAT_LINKS_MAX).filter(|l| l.peer != id.0 && l.rtt_us > 0);
@@ -148,7 +169,7 @@ impl GManager {
         }
     }
 
-    /// Writes a member's nearest and farthest links to the view; what is of the usual distance needs no entry.
+    /// Writes a member's nearest and farthest links to the view; links of the class `CLASS_UNMEASURED` need no entry.
     fn publish_links(&mut self, id: InstanceId) {
         let Some(member) = self.members.get(&id) else { return };
         let mut links: Vec<(u8, InstanceId)> = Vec::new();
@@ -158,7 +179,7 @@ impl GManager {
         }
         links.sort_unstable();
         let far = links.partition_point(|l| l.0 < CLASS_UNMEASURED);
-        // Three quarters at most are near ones, unless there are too few far ones.
+        // At most three quarters are near ones, unless there are too few far ones.
         let near = far.min((ViewWriter::LINKS * 3 / 4).max(ViewWriter::LINKS.saturating_sub(links.len() - far)));
         let chosen = links[..near].iter().chain(links[far..].iter().rev().take(ViewWriter::LINKS - near));
         let of = |(class, peer): &(u8, InstanceId)| {
@@ -169,7 +190,7 @@ impl GManager {
         self.sorted.writer.set_links(member.slot, &chosen);
     }
 
-    /// A member leaves: nobody has a link to it any more.
+    /// Removes all links to a departing member.
     pub(super) fn drop_links(&mut self, id: InstanceId) {
         let Some(member) = self.members.get_mut(&id) else { return };
         let near = std::mem::take(&mut member.near);

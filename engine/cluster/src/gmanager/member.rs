@@ -1,4 +1,4 @@
-//! What the gManager knows of one instance, and the course of its life: live, silent, fenced, forgotten.
+//! Members: the gManager's state of each instance, and its life: live, silent, fenced, forgotten.
 
 use super::GManager;
 use super::drain::Drain;
@@ -12,9 +12,9 @@ use std::collections::BTreeMap;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Life {
     Live,
-    /// Not heard for a while: not recommended, not planned with.
+    /// No heartbeat for `HEARTBEAT_STALE_MS`: neither recommended nor planned with.
     Silent,
-    /// Declared dead: until its process has heard that, nothing that it says counts.
+    /// Declared dead: its messages are ignored until its process registers with a new incarnation.
     Fenced,
 }
 
@@ -30,29 +30,29 @@ pub(super) struct Member {
     pub(super) registration: Register,
     pub(super) slot: Slot,
     pub(super) life: Life,
-    /// When it was last heard.
+    /// Time of its last heartbeat or registration.
     pub(super) seen_ms: u64,
-    /// Its place in the queue of checks.
+    /// Time of its next silence check.
     pub(super) check_ms: u64,
-    /// The last one, without its rows.
+    /// Its last heartbeat, without placement rows.
     pub(super) heartbeat: Option<Heartbeat>,
-    /// Its own word on what it would lend, corrected by refusals.
+    /// Its reported lendable blocks, corrected by refusals.
     pub(super) lendable: u32,
     /// It refused since its last heartbeat.
     pub(super) paused: bool,
-    /// What it adds to the pool's totals: blocks that it may ever lend, and would lend now.
+    /// Its part of the pool's totals: its lend limit, and its lendable blocks.
     pub(super) counted: (u32, u32),
     /// Its rows of the request placement map.
     pub(super) rows: BTreeMap<(InstanceId, SeqId), Blocks>,
-    /// Its full rows have come.
+    /// Whether its full rows have arrived.
     pub(super) rows_complete: bool,
-    /// The planning round in which it was last heard.
+    /// The planning round of its last heartbeat.
     pub(super) round: u64,
-    /// Distance classes of its links, as measured here and at the other end.
+    /// Distance classes of its links, as measured by it and by the other end.
     pub(super) near: BTreeMap<InstanceId, [Option<u8>; 2]>,
     pub(super) drain: Option<Drain>,
-    /// The last word to it on its role, until it has said that it heard that.
-    pub(super) told: Option<SentRole>,
+    /// Its unconfirmed role order.
+    pub(super) sent_role: Option<SentRole>,
     /// The planner's view of it while it is silent.
     pub(super) withheld: Option<Box<InstanceView>>,
 }
@@ -74,12 +74,12 @@ impl Member {
             round: 0,
             near: BTreeMap::new(),
             drain: None,
-            told: None,
+            sent_role: None,
             withheld: None,
         }
     }
 
-    /// Whether it counts at `now_ms`, noticed or not.
+    /// Whether it is live at `now_ms`, even if a silence is not detected yet.
     pub(super) fn is_live(&self, now_ms: u64) -> bool {
         self.life != Life::Fenced && now_ms < self.seen_ms + limits::HEARTBEAT_STALE_MS
     }
@@ -88,7 +88,7 @@ impl Member {
         self.life == Life::Fenced
     }
 
-    /// Blocks that it may ever lend.
+    /// Its lend limit, in blocks.
     pub(super) fn cap(&self) -> u32 {
         let total = self.registration.blocks_total;
         self.registration.lend_blocks_max.map_or(total, |cap| cap.min(total))
@@ -98,13 +98,13 @@ impl Member {
         self.drain.is_some_and(|d| d.on) || self.heartbeat.as_ref().is_some_and(|h| h.draining)
     }
 
-    /// Its heartbeat as others shall see it: a drain counts from when it was ordered.
+    /// Its heartbeat for status: a drain counts from its order.
     pub(super) fn with_drain(&self, mut heartbeat: Heartbeat) -> Heartbeat {
         heartbeat.draining |= self.drain.is_some_and(|d| d.on);
         heartbeat
     }
 
-    /// What bars or demotes it as a creditor.
+    /// Its flags as a creditor.
     pub(super) fn flags(&self) -> Flags {
         let frozen = self.heartbeat.as_ref().is_some_and(|h| h.frozen != 0);
         let borrows = self.heartbeat.as_ref().is_some_and(|h| h.blocks_borrowed > 0);
@@ -136,8 +136,8 @@ impl GManager {
         self.settle_worker(id);
     }
 
-    /// It was heard: moves its check on, and revives it if it was silent.
-    pub(super) fn heard(&mut self, id: InstanceId) {
+    /// Records a sign of life: postpones its silence check, and revives it if it was silent.
+    pub(super) fn touch(&mut self, id: InstanceId) {
         let now_ms = self.now_ms;
         let Some(member) = self.members.get_mut(&id) else { return };
         member.seen_ms = now_ms;
@@ -147,6 +147,8 @@ impl GManager {
         self.checks.insert((at, id));
         if member.life == Life::Silent {
             member.life = Life::Live;
+            // The open round does not wait for it: it was silent when that opened.
+            member.round = self.rounds.joined();
             (self.live, self.silent) = (self.live + 1, self.silent - 1);
             if let Some(view) = member.withheld.take() {
                 self.pool.instances.insert(id, *view);
@@ -155,7 +157,7 @@ impl GManager {
         }
     }
 
-    /// Notices who has been silent for too long. Returns who is forgotten.
+    /// Detects members that became silent, fences or forgets them after their deadlines. Returns the forgotten ones.
     pub(super) fn lapse(&mut self) -> Vec<InstanceId> {
         let mut forgotten = Vec::new();
         while let Some((at, id)) = self.checks.first().copied().filter(|(at, _)| *at <= self.now_ms) {
@@ -179,7 +181,7 @@ impl GManager {
                 self.fence(id);
                 self.now_ms.max(at) + limits::INSTANCE_FORGET_MS - silent_ms
             } else {
-                // Looked at again soon: others may be heard by then.
+                // Checked again soon: heartbeats of others may arrive by then.
                 self.now_ms + limits::HEARTBEAT_MS
             };
             if let Some(member) = self.members.get_mut(&id) {
@@ -190,7 +192,7 @@ impl GManager {
         forgotten
     }
 
-    /// Notices who is silent, outside of [`GManager::tick`]: nobody is fenced or forgotten here.
+    /// Detects members that became silent, outside of [`GManager::tick`], without fencing or forgetting any.
     pub(super) fn notice_silence(&mut self) {
         let due = self.checks.range(..=(self.now_ms, InstanceId(u32::MAX)));
         let due: Vec<InstanceId> = due.map(|(_, id)| *id).collect();
@@ -201,7 +203,7 @@ impl GManager {
         }
     }
 
-    /// Not heard for a while.
+    /// Marks a live member as silent.
     fn silence(&mut self, id: InstanceId) {
         let Some(member) = self.members.get_mut(&id) else { return };
         member.life = Life::Silent;
@@ -212,7 +214,7 @@ impl GManager {
         self.settle(id);
     }
 
-    /// Takes a member out of the books.
+    /// Removes a member and all state of it.
     pub(super) fn remove_member(&mut self, id: InstanceId) -> Option<Member> {
         self.drop_rows(id);
         self.drop_links(id);

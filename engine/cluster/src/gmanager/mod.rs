@@ -1,17 +1,16 @@
-//! The gManager: who is in the pool, who owes whom, whom to ask for blocks (the contract protocol, Infinite-LLM v1
-//! §4.4), and where each request's rBlocks lie and shall lie (the placement protocol, v2 §6).
+//! gManager: the pool's members, debt ledger and borrow queries (the contract protocol, Infinite-LLM v1 §4.4), and the
+//! request placement map with its orders (the placement protocol, v2 §6).
 //!
-//! It knows what heartbeats tell it, no more: loose coherence. Its advice and its orders may be stale; the creditor or
-//! the target decides. It persists nothing: one that starts anew asks every instance for its full rows.
-//! Invariants:
+//! Its state comes from heartbeats only: loose coherence. Its advice and orders may be stale; the creditor or the target
+//! decides. It must never persist anything: after a restart it requests every instance's full placement rows. Invariants:
 //! * every instance of the pool has the same [`PoolShape`], the one of the first;
-//! * a number is given to one process; a process that comes back (same incarnation) keeps its number, also towards a
-//!   gManager that has forgotten it;
-//! * an instance that is silent for [`limits::HEARTBEAT_STALE_MS`] is not recommended and not planned with, is fenced
+//! * a number belongs to one process; a returning process (same incarnation) keeps its number, also at a gManager that
+//!   has forgotten it;
+//! * an instance without a heartbeat for [`limits::HEARTBEAT_STALE_MS`] is neither recommended nor planned with, is fenced
 //!   after [`limits::FENCE_MS`], and is forgotten after [`limits::INSTANCE_FORGET_MS`];
-//! * at most one order for a request is in progress, and a request rests after it.
+//! * at most one order per request is in progress, and a request rests after it.
 //!
-//! [`GManager::poll`] hands out what is to be sent to others than the asker; the methods' answers go to the asker.
+//! The gManager process calls it. Replies are return values; [`GManager::poll`] returns messages to other instances.
 
 mod admin;
 mod advise;
@@ -50,7 +49,7 @@ use rounds::Rounds;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use workers::WorkerList;
 
-/// One edge of the global debt ledger.
+/// Row of the global debt ledger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LedgerRow {
     pub creditor: InstanceId,
@@ -58,22 +57,22 @@ pub struct LedgerRow {
     pub blocks: u32,
 }
 
-/// How a gManager coordinates.
+/// Configuration of a gManager.
 #[derive(Clone, Debug)]
 pub struct GManagerConfig {
-    /// Numbers are given from here on; not 0.
+    /// First instance number to assign; not 0.
     pub first_instance: u32,
-    /// Which gManager of the pool this is: a later one has a larger term.
+    /// Term of this gManager: a later one has a larger term.
     pub term: u64,
-    /// Instances at most; memory for the view of creditors is reserved for as many.
+    /// Largest number of instances; the view of creditors reserves memory for as many.
     pub instances_max: usize,
-    /// Without one nothing is moved but by drains and operators.
+    /// Planner; without it only drains and operators move blocks.
     pub planner: Option<PlannerConfig>,
     /// Time between planning rounds.
     pub plan_ms: u64,
-    /// Without one, debts that became circular stay until their requests end.
+    /// DGFM; without it circular debts stay until their requests end.
     pub dgfm: Option<DgfmConfig>,
-    /// Without one roles change by operators' orders only.
+    /// Role balancer; without it only operators change roles.
     pub balancer: Option<BalancerConfig>,
 }
 
@@ -92,18 +91,18 @@ impl Default for GManagerConfig {
     }
 }
 
-/// What a gManager wants done.
+/// Output of a gManager, for its process to execute.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GManagerOutput {
-    /// Send on the connection on which `to` registered; may be dropped if it is gone (what matters is repeated).
+    /// Send on the connection on which `to` registered. May be dropped if that is gone: important messages are repeated.
     Send { to: InstanceId, body: ControlBody },
 }
 
-/// Counts since the start.
+/// Counters since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GManagerStats {
     pub rounds: u64,
-    /// Orders to move KV that were given, that moved all they should, and that moved less or nothing.
+    /// `move_kvcache` orders sent, those that moved all their blocks, and those that moved fewer.
     pub moves_given: u64,
     pub moves_done: u64,
     pub moves_failed: u64,
@@ -113,7 +112,7 @@ pub struct GManagerStats {
     pub assumed: u32,
 }
 
-/// The coordinator of one pool. See the module for invariants.
+/// gManager: coordinator of one pool. See the module for invariants.
 #[derive(Debug)]
 pub struct GManager {
     config: GManagerConfig,
@@ -122,15 +121,15 @@ pub struct GManager {
     members: BTreeMap<InstanceId, Member>,
     by_incarnation: BTreeMap<u64, InstanceId>,
     by_addr: BTreeMap<String, InstanceId>,
-    /// When each member is looked at next, unless it is heard before.
+    /// Time of the next silence check of each member.
     checks: BTreeSet<(u64, InstanceId)>,
-    /// Members that are live, and those that are silent but not fenced.
+    /// Numbers of live members, and of silent ones that are not fenced.
     live: usize,
     silent: usize,
     sorted: Sorted,
-    /// For the planner: live members, with the rows of the request placement map by debtor.
+    /// Planner's view: live members, with the request placement map by debtor.
     pool: PoolView,
-    /// By debtor: how many rows each creditor has of it.
+    /// By debtor: number of placement rows at each creditor.
     remote_requests: BTreeMap<InstanceId, BTreeMap<InstanceId, usize>>,
     rounds: Rounds,
     oldest_heads: OldestHeads,
@@ -142,7 +141,7 @@ pub struct GManager {
     drain_at_ms: u64,
     outputs: VecDeque<GManagerOutput>,
     stats: GManagerStats,
-    /// The last time that it was told, and since when it is told without a gap.
+    /// Time of the last call, and start of the calls without a pause of `GMANAGER_PAUSE_MS`.
     now_ms: u64,
     awake_ms: u64,
 }
@@ -158,7 +157,7 @@ fn reject<T>(reason: String) -> Result<T, Rejected> {
 }
 
 impl GManager {
-    /// An empty pool without a planner and without DGFM. Numbers are given from `first_instance` (not 0) on.
+    /// An empty pool without planner and DGFM. Instance numbers start from `first_instance` (not 0).
     #[must_use]
     pub fn new(first_instance: u32) -> Self {
         Self::with_config(GManagerConfig { first_instance, ..GManagerConfig::default() })
@@ -200,8 +199,8 @@ impl GManager {
         }
     }
 
-    /// Handles any control message; the answer, if any, goes back on its connection. `from` is the instance that
-    /// registered on that connection; what needs one is ignored without it, or in another's name.
+    /// Handles a control message and returns the reply for its connection, if any. `from` is the instance that registered on
+    /// that connection; messages that need one are ignored without it, or if they name another instance.
     pub fn on_control(&mut self, from: Option<InstanceId>, body: &ControlBody, now_ms: u64) -> Option<ControlBody> {
         let is_from = |instance: u32| from == Some(InstanceId(instance));
         match body {
@@ -241,8 +240,8 @@ impl GManager {
         }
     }
 
-    /// Time passes: silence is noticed, rounds are planned, what was not answered is told again. Returns the instances
-    /// that are forgotten after a long silence.
+    /// Handles time: detects silent instances, plans rounds, repeats unacknowledged messages. Returns the instances forgotten
+    /// after [`limits::INSTANCE_FORGET_MS`].
     pub fn tick(&mut self, now_ms: u64) -> Vec<InstanceId> {
         self.on_time(now_ms);
         let forgotten = self.lapse();
@@ -257,7 +256,7 @@ impl GManager {
         forgotten
     }
 
-    /// When [`GManager::tick`] has something to do next, if nothing else happens.
+    /// Time of the next due [`GManager::tick`].
     #[must_use]
     pub fn next_wake_ms(&self) -> Option<u64> {
         let check = self.checks.first().map(|c| c.0);
@@ -269,7 +268,7 @@ impl GManager {
         wakes.flatten().chain(self.rounds.next_wake_ms()).min()
     }
 
-    /// What is to be sent; until `None`.
+    /// Takes the next output; call it until `None`.
     pub fn poll(&mut self) -> Option<GManagerOutput> {
         self.outputs.pop_front()
     }
@@ -278,7 +277,7 @@ impl GManager {
         self.outputs.push_back(GManagerOutput::Send { to, body });
     }
 
-    /// Takes the time. After a gap in it nobody was heard because this process slept.
+    /// Advances the clock. After a gap of `GMANAGER_PAUSE_MS` heartbeats were missed because this process was stopped.
     fn on_time(&mut self, now_ms: u64) {
         if now_ms > self.now_ms + limits::GMANAGER_PAUSE_MS {
             self.awake_ms = now_ms;
@@ -286,26 +285,26 @@ impl GManager {
         self.now_ms = self.now_ms.max(now_ms);
     }
 
-    /// For threads that answer [`lagoon_protocol::BorrowQuery`] by themselves, with [`serve_query`].
+    /// View of creditors for threads that answer [`lagoon_protocol::BorrowQuery`] with [`serve_query`].
     #[must_use]
     pub fn view(&self) -> SortedView {
         self.sorted.view()
     }
 
-    /// The connection (not 0) on which an instance registered, for [`serve_query`].
+    /// Sets the connection (not 0) on which an instance registered, for [`serve_query`].
     pub fn set_conn(&mut self, instance: InstanceId, conn: u64) {
         if let Some(member) = self.members.get(&instance) {
             self.sorted.writer.set_conn(member.slot, conn);
         }
     }
 
-    /// The shape that instances of this pool have; `None` before the first.
+    /// Shape of this pool's instances; `None` before the first.
     #[must_use]
     pub fn shape(&self) -> Option<&PoolShape> {
         self.shape.as_ref()
     }
 
-    /// Which gManager this is.
+    /// Term of this gManager.
     #[must_use]
     pub fn term(&self) -> u64 {
         self.config.term
@@ -316,13 +315,13 @@ impl GManager {
         self.stats
     }
 
-    /// What became of circular debts; `None` without DGFM.
+    /// Counters of DGFM; `None` without it.
     #[must_use]
     pub fn dgfm_stats(&self) -> Option<DgfmStats> {
         self.dgfm.as_ref().map(Dgfm::stats)
     }
 
-    /// What the planner sees.
+    /// The planner's view of the pool.
     #[must_use]
     pub fn pool(&self) -> &PoolView {
         &self.pool
@@ -339,7 +338,7 @@ impl GManager {
         rows.collect()
     }
 
-    /// Every known instance, by number.
+    /// Status of every known instance, by number.
     #[must_use]
     pub fn status(&self, now_ms: u64) -> Vec<InstanceStatus> {
         let row = |(id, m): (&InstanceId, &Member)| InstanceStatus {

@@ -1,30 +1,30 @@
-//! Age across the pool: a request that only the pool can hold must not starve behind younger ones of other instances.
+//! Oldest waiting pool-sized request: it must not starve behind younger requests of other instances.
 //!
-//! An instance serves its own queue in order; nobody serves the pool's. A head that is larger than its instance waits
-//! until enough is free elsewhere at one moment, which younger requests there may never let happen. So the oldest such
-//! head that came [`limits::OLDEST_WAITING_MS`] ago becomes the pool's oldest waiting request: instances that together may lend what it needs,
-//! its keepers, hear of it with every heartbeat, and neither admit nor lend to what is younger, until it has its memory
-//! or has gone. What runs there ends, so that an oldest waiting request waits no longer than the longest of that takes.
+//! Each instance serves its own queue in order, but there is no queue of the pool. A head that is larger than its instance
+//! needs enough free memory elsewhere at one moment, which younger requests there may prevent forever. Therefore the oldest
+//! such head, once it has waited [`limits::OLDEST_WAITING_MS`], becomes the pool's oldest waiting request: its keepers,
+//! instances that together may lend enough, learn of it in every heartbeat's ack, and neither admit nor lend to younger
+//! requests until it has its memory or is gone. It waits at most until the keepers' running requests end.
 
 use super::GManager;
 use lagoon_protocol::{Load, OldestWaiting};
 use lagoon_types::{InstanceId, limits};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A head whose age changes by less between two heartbeats is the same one.
+/// Heads whose arrival times differ by at most this between two heartbeats are the same.
 const SAME_MS: u64 = 500;
-/// Nobody holds others up for longer: what was not placed by then may need more creditors than it may have.
+/// A head older than this is no oldest waiting request any more: it may need more creditors than it can have.
 const OLDEST_WAITING_MS_MAX: u64 = 300_000;
 
 #[derive(Debug, Default)]
 pub(super) struct OldestHeads {
-    /// Heads that only the pool can hold: when each came, and its blocks.
+    /// Pool-sized heads by instance: arrival time and blocks.
     heads: BTreeMap<InstanceId, (u64, u32)>,
     by_age: BTreeSet<(u64, InstanceId)>,
     keepers: Option<Keepers>,
 }
 
-/// Who keeps memory for which head.
+/// Keepers of the oldest waiting request.
 #[derive(Debug)]
 struct Keepers {
     of: (u64, InstanceId),
@@ -32,7 +32,7 @@ struct Keepers {
 }
 
 impl OldestHeads {
-    /// What an instance says of the head of its queue.
+    /// Records the head of an instance's queue, as its load reports it.
     pub(super) fn note(&mut self, id: InstanceId, load: Option<&Load>, now_ms: u64) {
         let head = load.filter(|l| l.head_waits_ms > 0);
         let head =
@@ -54,7 +54,7 @@ impl OldestHeads {
         }
     }
 
-    /// An instance is not there (any more), as debtor or as keeper.
+    /// Forgets an instance, as debtor and as keeper.
     pub(super) fn forget(&mut self, id: InstanceId) {
         if let Some((since, _)) = self.heads.remove(&id) {
             self.by_age.remove(&(since, id));
@@ -64,7 +64,7 @@ impl OldestHeads {
 }
 
 impl GManager {
-    /// The oldest waiting request, for an instance that keeps memory for it.
+    /// The oldest waiting request, if instance `id` is a keeper of it.
     pub(super) fn oldest_waiting_for(&mut self, id: InstanceId) -> Option<OldestWaiting> {
         let from = (self.now_ms + 1).saturating_sub(OLDEST_WAITING_MS_MAX);
         let oldest = self.oldest_heads.by_age.range((from, InstanceId(0))..).next().copied();
@@ -82,14 +82,14 @@ impl GManager {
         keeps.then_some(OldestWaiting { debtor: oldest_waiting.1.0, waits_ms })
     }
 
-    /// As few instances as may ever lend enough, those with most free memory first: it is there soonest.
+    /// Keepers: the fewest instances whose lend limits suffice, those with most free memory first.
     fn choose_keepers(&self, debtor: InstanceId) -> BTreeSet<InstanceId> {
         let own = self.pool.instances.get(&debtor).map_or(0, |v| u64::from(v.blocks_total));
         let blocks = self.oldest_heads.heads.get(&debtor).map_or(0, |head| u64::from(head.1));
         let lends = self.pool.instances.iter().filter(|(id, v)| **id != debtor && !v.draining && !v.frozen);
         let mut lends: Vec<(u32, InstanceId)> = lends.map(|(id, v)| (v.blocks_free, *id)).collect();
         lends.sort_unstable_by_key(|(free, id)| (std::cmp::Reverse(*free), *id));
-        // What its own sequences keep for their growth is not lent, whatever the cap.
+        // A quarter more: blocks that keepers reserve for the growth of their own sequences are not lent, whatever the cap.
         let needed = blocks.saturating_sub(own);
         let needed = needed + needed / 4 + 1;
         let mut sum = 0;

@@ -1,5 +1,5 @@
-//! Orders to move KV (`move_kvcache`, Infinite-LLM v2 §6.2): which are in progress, how they ended, and which requests
-//! rest after one. A refusal is ordinary: it corrects what is known of the target, and a later round plans again.
+//! Orders to move KV (`move_kvcache`, Infinite-LLM v2 §6.2): orders in progress, their outcomes, and the rest of requests
+//! after one. A refusal is ordinary: it corrects the view of the target, and a later round plans again.
 
 use super::GManager;
 use super::member::Life;
@@ -20,12 +20,12 @@ pub(super) struct Move {
     pub(super) reason: MoveReason,
 }
 
-/// How an order ended.
+/// Outcome of an operator's order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Ended {
     blocks: u32,
     moved: u32,
-    /// Why not all moved.
+    /// Reason why not all blocks moved.
     reason: String,
 }
 
@@ -35,14 +35,14 @@ struct Open {
     give_up_ms: u64,
 }
 
-/// Where a request stands after an order for it.
+/// Phase of a request during and after an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// The order is in progress.
     Moving,
-    /// It is left alone until then.
+    /// It gets no order until this time.
     Resting(u64),
-    /// It may move again, but its failures are remembered until then.
+    /// It may move again, but its failures are remembered until this time.
     Remembered(u64),
 }
 
@@ -60,14 +60,14 @@ pub(super) struct Orders {
     give_up: BTreeSet<(u64, u64)>,
     rests: BTreeMap<(InstanceId, SeqId), Rest>,
     wake: BTreeSet<(u64, InstanceId, SeqId)>,
-    /// Blocks that orders in flight bring to an instance, and take from it.
-    under_way: BTreeMap<InstanceId, (u32, u32)>,
-    /// The last orders of operators that ended, by number.
+    /// Blocks of orders in progress to and from each instance.
+    in_progress: BTreeMap<InstanceId, (u64, u64)>,
+    /// Outcomes of the last operators' orders, by number.
     ended: BTreeMap<u64, Ended>,
 }
 
 impl Orders {
-    /// Numbers of another gManager's orders are not given again: terms differ.
+    /// Order numbers start from the term, so that those of different gManagers differ.
     pub(super) fn new(term: u64) -> Self {
         Self {
             next: (term << 24) + 1,
@@ -75,7 +75,7 @@ impl Orders {
             give_up: BTreeSet::new(),
             rests: BTreeMap::new(),
             wake: BTreeSet::new(),
-            under_way: BTreeMap::new(),
+            in_progress: BTreeMap::new(),
             ended: BTreeMap::new(),
         }
     }
@@ -85,13 +85,13 @@ impl Orders {
         give_up.into_iter().chain(self.wake.first().map(|w| w.0)).min()
     }
 
-    /// Whether a request is to be left alone.
+    /// Whether a request moves or rests.
     pub(super) fn rests(&self, debtor: InstanceId, seq: SeqId) -> bool {
         self.rests.get(&(debtor, seq)).is_some_and(|r| !matches!(r.phase, Phase::Remembered(_)))
     }
 
-    /// Whether an order for this reason would disturb another one: the planner leaves alone what rests, a drain what just
-    /// failed, operators only what moves.
+    /// Whether a request's phase bars an order with this reason: the planner waits while it rests, a drain while it rests after
+    /// a failure, operators only while it moves.
     pub(super) fn bars(&self, debtor: InstanceId, seq: SeqId, reason: MoveReason) -> bool {
         let Some(rest) = self.rests.get(&(debtor, seq)) else { return false };
         match (rest.phase, reason) {
@@ -102,10 +102,10 @@ impl Orders {
         }
     }
 
-    /// Nothing is in progress and nothing remembered.
+    /// Whether no order is in progress or remembered.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
-        let open = self.open.is_empty() && self.give_up.is_empty() && self.under_way.is_empty();
+        let open = self.open.is_empty() && self.give_up.is_empty() && self.in_progress.is_empty();
         open && self.rests.is_empty() && self.wake.is_empty()
     }
 
@@ -123,8 +123,8 @@ impl Orders {
         self.next += 1;
         self.open.insert(id, Open { order, give_up_ms });
         self.give_up.insert((give_up_ms, id));
-        self.under_way.entry(order.target).or_default().0 += order.blocks;
-        self.under_way.entry(order.source).or_default().1 += order.blocks;
+        self.in_progress.entry(order.target).or_default().0 += u64::from(order.blocks);
+        self.in_progress.entry(order.source).or_default().1 += u64::from(order.blocks);
         let failures = self.rests.get(&(order.debtor, order.seq)).map_or(0, |r| r.failures);
         self.set_phase((order.debtor, order.seq), Rest { phase: Phase::Moving, failures });
         id
@@ -133,19 +133,20 @@ impl Orders {
     fn end(&mut self, id: u64) -> Option<Move> {
         let open = self.open.remove(&id)?;
         self.give_up.remove(&(open.give_up_ms, id));
-        let Move { source, target, blocks, .. } = open.order;
+        let Move { source, target, .. } = open.order;
+        let blocks = u64::from(open.order.blocks);
         for (at, comes, goes) in [(target, blocks, 0), (source, 0, blocks)] {
-            if let Some(sums) = self.under_way.get_mut(&at) {
+            if let Some(sums) = self.in_progress.get_mut(&at) {
                 *sums = (sums.0 - comes, sums.1 - goes);
                 if *sums == (0, 0) {
-                    self.under_way.remove(&at);
+                    self.in_progress.remove(&at);
                 }
             }
         }
         Some(open.order)
     }
 
-    /// What is known of an order; `None` if it is not an operator's, or too old.
+    /// State of an operator's order; `None` for other orders and for forgotten ones.
     pub(super) fn outcome(&self, number: u64) -> Option<OrderOutcome> {
         if let Some(Ended { blocks, moved, reason }) = self.ended.get(&number) {
             return Some(OrderOutcome { ended: true, blocks: *blocks, moved: *moved, reason: reason.clone() });
@@ -161,7 +162,7 @@ impl Orders {
         }
     }
 
-    /// After an order: failures make the next rest longer, so that nothing thrashes.
+    /// Starts the rest of a request after an order; failures make it longer, against thrashing.
     fn rest(&mut self, order: &Move, moved: bool, now_ms: u64) {
         let key = (order.debtor, order.seq);
         let failures = if moved { 0 } else { self.rests.get(&key).map_or(0, |r| r.failures) + 1 };
@@ -175,7 +176,7 @@ impl Orders {
 }
 
 impl GManager {
-    /// Gives an order, unless it makes no sense now; returns its number.
+    /// Sends an order, unless [`GManager::check_move`] refuses it; returns its number.
     pub(super) fn give(&mut self, order: Move) -> Option<u64> {
         self.check_move(&order).ok()?;
         let deadline_ms = limits::MOVE_DEADLINE_MS;
@@ -203,13 +204,13 @@ impl GManager {
         {
             self.sorted.writer.book(target.slot, order.blocks);
         }
-        self.set_under_way(order.target);
-        self.set_under_way(order.source);
+        self.set_in_progress(order.target);
+        self.set_in_progress(order.source);
         self.set_moving(order.debtor, order.seq);
         Some(number)
     }
 
-    /// Why a move makes no sense, for operators.
+    /// Checks a move; the error is for operators.
     pub(super) fn check_move(&self, order: &Move) -> Result<(), String> {
         let live = |id: InstanceId| self.members.get(&id).is_some_and(|m| m.life == Life::Live);
         for (id, what) in [(order.debtor, "debtor"), (order.source, "source"), (order.target, "target")] {
@@ -240,7 +241,7 @@ impl GManager {
         Ok(())
     }
 
-    /// An order has ended on its debtor.
+    /// Handles the outcome of an order.
     pub fn on_move_outcome(&mut self, from: InstanceId, m: &MoveOutcome, now_ms: u64) {
         self.on_time(now_ms);
         if self.on_swap_outcome(from, m) || self.orders.open.get(&m.order).is_none_or(|o| o.order.debtor != from) {
@@ -255,7 +256,7 @@ impl GManager {
         self.close((m.order, &order), m.moved.min(order.blocks), &m.reason);
     }
 
-    /// The books after an order that has ended, or that nobody will answer.
+    /// Records an order that has ended, or will not be answered.
     fn close(&mut self, (number, order): (u64, &Move), moved: u32, reason: &str) {
         if order.reason == MoveReason::Operator {
             let reason = if moved == order.blocks { String::new() } else { reason.to_owned() };
@@ -268,12 +269,12 @@ impl GManager {
         }
         self.stats.blocks_moved += u64::from(moved);
         self.orders.rest(order, moved > 0, self.now_ms);
-        self.set_under_way(order.target);
-        self.set_under_way(order.source);
+        self.set_in_progress(order.target);
+        self.set_in_progress(order.source);
         self.set_moving(order.debtor, order.seq);
     }
 
-    /// Ends what is late, and the rests that are over.
+    /// Ends late orders, and rests that are over.
     pub(super) fn expire_orders(&mut self) {
         while let Some((at, id)) = self.orders.give_up.first().copied().filter(|(at, _)| *at <= self.now_ms) {
             self.orders.give_up.remove(&(at, id));
@@ -297,7 +298,7 @@ impl GManager {
         }
     }
 
-    /// An instance is gone: nobody will answer for it, and nothing can move from or to it.
+    /// Ends all orders from, to and of an instance that is gone.
     pub(super) fn drop_orders_of(&mut self, id: InstanceId) {
         self.drop_swaps_of(id);
         let touches = |o: &Open| [o.order.debtor, o.order.source, o.order.target].contains(&id);
@@ -309,10 +310,11 @@ impl GManager {
         }
     }
 
-    fn set_under_way(&mut self, id: InstanceId) {
-        let (incoming, outgoing) = self.orders.under_way.get(&id).copied().unwrap_or_default();
+    fn set_in_progress(&mut self, id: InstanceId) {
+        let (incoming, outgoing) = self.orders.in_progress.get(&id).copied().unwrap_or_default();
+        let as_u32 = |blocks: u64| u32::try_from(blocks).unwrap_or(u32::MAX);
         if let Some(view) = self.instance_view(id) {
-            (view.blocks_incoming, view.blocks_outgoing) = (incoming, outgoing);
+            (view.blocks_incoming, view.blocks_outgoing) = (as_u32(incoming), as_u32(outgoing));
         }
     }
 

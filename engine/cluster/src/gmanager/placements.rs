@@ -1,7 +1,7 @@
-//! The request placement map (Infinite-LLM v2 §6.1): rBlocks of each request on each instance, as instances report them.
+//! Request placement map (Infinite-LLM v2 §6.1): rBlocks of each request on each instance, as instances report them.
 //!
-//! Every instance's rows are kept as it sent them; the planner's view has them by debtor. An instance sends the rows
-//! that changed; a member whose full rows have not come yet is asked for them, and nothing new is placed on it.
+//! Each instance's rows are kept as it sent them; the planner's view has them by debtor. Instances send changed rows; a
+//! member whose full rows are missing is asked for them, and receives no blocks until then.
 
 use super::GManager;
 use super::member::{Blocks, Member};
@@ -11,7 +11,7 @@ use lagoon_types::{InstanceId, SeqId, limits};
 use std::ops::Bound;
 
 impl GManager {
-    /// Takes the rows of a heartbeat.
+    /// Updates the rows from a heartbeat.
     pub(super) fn take_rows(&mut self, id: InstanceId, m: &Heartbeat) {
         if m.placements_full {
             self.drop_rows(id);
@@ -20,8 +20,8 @@ impl GManager {
             }
         }
         let Some(member) = self.members.get(&id).filter(|m| m.rows_complete) else { return };
-        // Every row is of a block at least.
-        let rows_max = member.registration.blocks_total as usize;
+        // Every row has at least one block.
+        let rows_max = (member.registration.blocks_total as usize).min(limits::PLACEMENT_ROWS_MAX);
         for row in m.placements.iter().take(limits::HEARTBEAT_ROWS_MAX) {
             let key = (InstanceId(row.debtor), SeqId(row.seq));
             let known = self.members.get(&id).is_some_and(|m| m.rows.len() < rows_max || m.rows.contains_key(&key));
@@ -31,7 +31,7 @@ impl GManager {
         }
     }
 
-    /// One row of `holder`; 0 blocks: it is gone.
+    /// Sets one row of `holder`; 0 blocks delete it.
     fn set_row(&mut self, holder: InstanceId, key: (InstanceId, SeqId), row: Blocks) {
         let Some(member) = self.members.get_mut(&holder) else { return };
         let old = if row.blocks == 0 { member.rows.remove(&key) } else { member.rows.insert(key, row) };
@@ -54,7 +54,7 @@ impl GManager {
         }
     }
 
-    /// The same row in the planner's view.
+    /// Updates the same row in the planner's view.
     fn set_request(&mut self, holder: InstanceId, (debtor, seq): (InstanceId, SeqId), row: Blocks) {
         let moving = self.orders.rests(debtor, seq);
         let Some(view) = self.instance_view(debtor) else { return };
@@ -91,7 +91,7 @@ impl GManager {
         }
     }
 
-    /// What creditors have said of a debtor that comes (back) into the books.
+    /// Restores a (re)joining debtor's requests in the planner's view from its creditors' rows.
     pub(super) fn gather_requests(&mut self, debtor: InstanceId) {
         let holders: Vec<InstanceId> =
             self.remote_requests.get(&debtor).into_iter().flatten().map(|(h, _)| *h).collect();
@@ -103,7 +103,7 @@ impl GManager {
         }
     }
 
-    /// Rows of one request: holder and blocks, ascending by holder.
+    /// Rows of one request (holder, blocks), ascending by holder.
     pub(super) fn rows_of(&self, debtor: InstanceId, seq: SeqId) -> Vec<(InstanceId, Blocks)> {
         let remote = self.remote_requests.get(&debtor).into_iter().flatten().map(|(h, _)| *h);
         let mut holders: Vec<InstanceId> = remote.chain([debtor]).collect();
@@ -118,7 +118,7 @@ impl GManager {
         self.placements_of(AdminPlacements::default())
     }
 
-    /// The rows that an operator asks for, from where they go on.
+    /// Rows of the placement map that an operator's query selects, after its last known row.
     pub(super) fn placements_of(&self, m: AdminPlacements) -> impl Iterator<Item = PlacementRow> + '_ {
         let AdminPlacements { debtor, seq, after_instance, after_debtor, after_seq } = m;
         let after = (InstanceId(after_debtor), SeqId(after_seq));

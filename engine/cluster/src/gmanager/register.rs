@@ -1,4 +1,4 @@
-//! Registration: who may join, under which number.
+//! Registration: checks of joining instances, and instance numbers.
 
 use super::member::Member;
 use super::shape::{check_shape, model_shape, same_shape};
@@ -6,15 +6,17 @@ use super::{GManager, reject};
 use crate::lives::next_incarnation;
 use crate::mutants::{self, Mutant};
 use crate::planner::InstanceView;
-use lagoon_protocol::{MemoryTier, Register, Registered, Rejected, Role, VERSION_MAX, VERSION_MIN};
+use lagoon_protocol::{MemoryTier, PoolShape, Register, Registered, Rejected, Role, VERSION_MAX, VERSION_MIN};
 use lagoon_types::{InstanceId, limits};
 use std::net::SocketAddr;
 
-/// Highest number that a process may bring along.
+/// Longest text of a registration, in bytes.
+const TEXT_BYTES_MAX: usize = 256;
+/// Highest number that a process may request.
 const NUMBER_ASKED_MAX: u32 = u32::MAX / 2;
 
 impl GManager {
-    /// An instance wants to be in the pool.
+    /// Handles a registration; errors name the values that differ.
     pub fn on_register(&mut self, m: &Register, now_ms: u64) -> Result<Registered, Rejected> {
         self.on_time(now_ms);
         if m.version_min > VERSION_MAX || m.version_max < VERSION_MIN {
@@ -26,11 +28,12 @@ impl GManager {
         }
         let Some(shape) = &m.shape else { return reject("the registration names no pool shape".to_owned()) };
         check_shape(shape)?;
+        check_sizes(m, shape)?;
         let addr = m.quic_addr.parse().ok().filter(|a: &SocketAddr| !a.ip().is_unspecified() && a.port() != 0);
         let Some(addr) = addr else {
             return reject(format!("{:?} is not an ip:port that peers can reach", m.quic_addr));
         };
-        // A new process at an address means that the old one is gone, and what it lent with it.
+        // A new process at an address means that the old one and its lent blocks are gone.
         let mut former = None;
         if let Some(old) = self.by_addr.get(&m.quic_addr).copied()
             && self.members.get(&old).is_some_and(|i| i.registration.incarnation != m.incarnation)
@@ -56,13 +59,26 @@ impl GManager {
         Ok(Registered { version, instance: number.0, heartbeat_ms, term: self.config.term })
     }
 
-    /// The number of a process that has none here.
+    /// Living members whose place a registration would take: those of its process and at its address.
+    pub fn holders(&self, m: &Register) -> impl Iterator<Item = InstanceId> {
+        let same = [self.by_incarnation.get(&m.incarnation), self.by_addr.get(&m.quic_addr)];
+        let lives = |id: &InstanceId| self.members.get(id).is_some_and(|member| !member.is_fenced());
+        same.into_iter().flatten().copied().filter(lives).collect::<Vec<_>>().into_iter()
+    }
+
+    /// Whether it remembers this instance.
+    #[must_use]
+    pub fn remembers(&self, id: InstanceId) -> bool {
+        self.members.contains_key(&id)
+    }
+
+    /// Assigns a number to a new process.
     fn new_number(&mut self, m: &Register) -> Result<InstanceId, Rejected> {
         if self.members.len() >= self.config.instances_max {
             return reject(format!("the pool has {} instances, its most", self.config.instances_max));
         }
         let asked = InstanceId(m.instance);
-        // A high number would leave too few above it.
+        // A high number would leave too few numbers above it.
         let number = if (1..=NUMBER_ASKED_MAX).contains(&m.instance) && !self.members.contains_key(&asked) {
             asked
         } else {
@@ -72,8 +88,8 @@ impl GManager {
         Ok(number)
     }
 
-    /// Puts a process into the books. One that is there already starts anew, but a fence stays. What it was told stands: a drain goes
-    /// on, and an order that it has not confirmed is repeated, also to its next life after a fence (`former` is the last one).
+    /// Adds a process as member. A known one starts with empty state, but stays fenced. Its drain and its unconfirmed role order
+    /// stay valid, also for its next incarnation after a fence (`former` is the last one).
     fn admit(
         &mut self,
         id: InstanceId,
@@ -89,16 +105,16 @@ impl GManager {
         let mut member = Member::new(m.clone(), slot, self.now_ms);
         member.round = self.rounds.joined();
         if mutants::is(Mutant::RoleForgotten) {
-            member.told = Role::try_from(m.role).ok().map(|role| self.role_orders.tell(None, role));
+            member.sent_role = Role::try_from(m.role).ok().map(|role| self.role_orders.next_order(None, role));
         }
         if let Some(old) = old {
             if old.is_fenced() && old.registration.incarnation == m.incarnation {
                 member.life = super::member::Life::Fenced;
                 self.rounds.left(member.round);
             }
-            (member.drain, member.told) = (old.drain, old.told);
+            (member.drain, member.sent_role) = (old.drain, old.sent_role);
             if mutants::is(Mutant::RoleFenced) && old.registration.incarnation != m.incarnation {
-                member.told = None;
+                member.sent_role = None;
             }
         }
         if !member.is_fenced() {
@@ -114,20 +130,36 @@ impl GManager {
         Ok(())
     }
 
-    /// An instance leaves in order.
+    /// Removes an instance that deregisters, and fences it.
     pub fn on_deregister(&mut self, instance: InstanceId) {
         self.replace(instance);
     }
 
-    /// A process is gone for good: everybody hears of it, so that nobody waits for its leases to end.
+    /// Removes a process that is gone for good, and fences it, so that no instance waits for its leases to expire.
     fn replace(&mut self, id: InstanceId) -> Option<Member> {
         let member = self.remove_member(id)?;
-        self.tell_fence(id, member.registration.incarnation);
+        self.send_fence(id, member.registration.incarnation);
         Some(member)
     }
 }
 
-/// What the planner sees before the first heartbeat: nothing to give.
+/// What a registration names is told to everybody who asks for the pool's status: it is as long as an honest one's.
+fn check_sizes(m: &Register, shape: &PoolShape) -> Result<(), Rejected> {
+    if m.blocks_total.checked_mul(shape.block_tokens).is_none() {
+        return reject(format!("{} blocks of {} tokens exceed 32-bit slots", m.blocks_total, shape.block_tokens));
+    }
+    let texts = [("name", &m.name), ("http_addr", &m.http_addr), ("backend", &m.backend)];
+    if let Some((what, text)) = texts.into_iter().find(|(_, text)| text.len() > TEXT_BYTES_MAX) {
+        return reject(format!("{what} has {} bytes: at most {TEXT_BYTES_MAX}", text.len()));
+    }
+    let points = m.calibration.as_ref().map_or(0, |c| c.batches.len());
+    if points > limits::CALIBRATION_POINTS_MAX {
+        return reject(format!("a calibration of {points} points: at most {}", limits::CALIBRATION_POINTS_MAX));
+    }
+    Ok(())
+}
+
+/// The planner's view of an instance before its first heartbeat: it receives no blocks.
 fn instance_view(m: &Register, draining: bool) -> InstanceView {
     InstanceView {
         role: Role::try_from(m.role).unwrap_or(Role::Instance),

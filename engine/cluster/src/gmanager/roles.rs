@@ -1,9 +1,9 @@
-//! Roles that change at run time (docs/adr/0017). Who gets another role is decided by operators, and by the balancer if there is one;
-//! the instance changes by itself, by finishing what only its old role does.
+//! Role orders: roles change at run time (docs/adr/0017), by operators' orders and by the balancer, if there is one. The
+//! instance itself finishes the work that only its old role does.
 //!
-//! The last word to an instance on its role is repeated until its heartbeat names it, over fences, until the process has left the
-//! books. Until then nobody knows which of the orders it has heard, and it replaces nobody. A gManager that starts anew
-//! learns from heartbeats what each instance is and what it is becoming, and adds nothing.
+//! The last role order is repeated until the instance's heartbeat names its number, also after a fence, until the process
+//! is forgotten. Until then the instance may have received any of its orders, and counts as no replacement for another one.
+//! A restarted gManager learns roles and changes in progress from heartbeats, and sends no orders of its own.
 
 use super::GManager;
 use super::admin::{Refused, SEE_STATUS, refused};
@@ -14,50 +14,50 @@ use lagoon_protocol::{AdminRole, ControlBody, Heartbeat, Role, RoleOrder, RoleSt
 use lagoon_types::{InstanceId, limits};
 use std::collections::BTreeMap;
 
-/// Who decided that an instance gets another role.
+/// Origin of a role order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SwitchedBy {
     Operator,
     Balancer,
 }
 
-/// What was decided on roles, counted.
+/// Role orders: numbers, counts and the balancer.
 #[derive(Debug)]
 pub(super) struct RoleOrders {
-    /// Number of the next one.
+    /// Number of the next order.
     next: u64,
-    /// By the role that an instance had, the one it is to have, and who said so.
+    /// Orders counted by old role, new role and origin.
     given: BTreeMap<(Role, Role, SwitchedBy), u64>,
     repeat_at_ms: u64,
-    /// With `--auto-roles`.
+    /// Balancer, with `--auto-roles`.
     balancer: Option<Balancer>,
     balance_at_ms: u64,
 }
 
 impl RoleOrders {
-    /// Numbers of another gManager's orders are not given again: terms differ.
+    /// Order numbers start from the term, so that those of different gManagers differ.
     pub(super) fn new(term: u64, config: Option<BalancerConfig>) -> Self {
         let balancer = config.map(|config| Balancer::new(config, 0));
         Self { next: (term << 24) + 1, given: BTreeMap::new(), repeat_at_ms: 0, balancer, balance_at_ms: 0 }
     }
 
-    /// An order to one that was told `before` and has not confirmed it.
-    pub(super) fn tell(&mut self, before: Option<SentRole>, role: Role) -> SentRole {
+    /// A new order for an instance whose last unconfirmed order is `before`.
+    pub(super) fn next_order(&mut self, before: Option<SentRole>, role: Role) -> SentRole {
         let number = self.next;
         self.next += 1;
-        let mut perhaps = before.as_ref().map_or_else(Vec::new, |told| told.perhaps.clone());
-        perhaps.extend(before.map(|told| told.role).filter(|role| !perhaps.contains(role)));
-        SentRole { role, number, perhaps }
+        let mut earlier = before.as_ref().map_or_else(Vec::new, |sent| sent.earlier.clone());
+        earlier.extend(before.map(|sent| sent.role).filter(|role| !earlier.contains(role)));
+        SentRole { role, number, earlier }
     }
 }
 
-/// A role that an instance was told to have, and has not said that it heard.
+/// Unconfirmed role order.
 #[derive(Clone, Debug)]
 pub(super) struct SentRole {
     role: Role,
     number: u64,
-    /// What it was told before, and may have heard instead.
-    perhaps: Vec<Role>,
+    /// Roles of earlier unconfirmed orders, which it may have received instead.
+    earlier: Vec<Role>,
 }
 
 impl SentRole {
@@ -71,52 +71,54 @@ fn role_of(number: i32) -> Role {
 }
 
 impl Member {
-    /// Its role, by its own word.
+    /// Its role, as it reports it.
     pub(super) fn role(&self) -> Role {
         role_of(self.role_state().map_or(self.registration.role, |state| state.now))
     }
 
-    /// What it said of its role; `None` if that does not change, or it said nothing yet.
+    /// The role state of its last heartbeat; `None` if its role cannot change, or before its first heartbeat. A kv node is one
+    /// whatever its heartbeats say: its certificate allows no other role.
     fn role_state(&self) -> Option<RoleState> {
-        self.heartbeat.as_ref().and_then(|h| h.role.as_deref()).copied()
+        let fixed = self.registration.role == i32::from(Role::Kv);
+        self.heartbeat.as_ref().filter(|_| !fixed).and_then(|h| h.role.as_deref()).copied()
     }
 
-    /// The role that it will have by its own word.
-    fn says(&self) -> Role {
+    /// Its future role, as it reports it.
+    fn reported(&self) -> Role {
         self.role_state().map_or_else(|| self.role(), |state| role_of(state.becoming.unwrap_or(state.now)))
     }
 
-    /// The role that it will have: as it was last told, else by its own word.
+    /// Its future role: of its unconfirmed order, else as it reports it.
     pub(super) fn becomes(&self) -> Role {
-        self.told.as_ref().map_or_else(|| self.says(), |told| told.role)
+        self.sent_role.as_ref().map_or_else(|| self.reported(), |sent| sent.role)
     }
 
-    /// Its word has come: an order that it names is carried out, or was followed by another gManager's.
-    pub(super) fn hear_role(&mut self) {
-        let heard = self.role_state().map(|state| state.heard);
-        self.told.take_if(|told| Some(told.number) == heard);
+    /// Drops its unconfirmed order if its heartbeat confirms the number.
+    pub(super) fn confirm_role(&mut self) {
+        let confirmed = self.role_state().map(|state| state.heard);
+        self.sent_role.take_if(|sent| Some(sent.number) == confirmed);
     }
 
-    /// The roles that it may have in the end, if nobody says anything else.
+    /// Its possible future roles without further orders.
     fn may_become(&self) -> impl Iterator<Item = Role> {
-        let heard = mutants::is(Mutant::RoleUnacknowledged);
-        let perhaps = self.told.iter().filter(move |_| !heard).flat_map(|told| told.perhaps.iter().copied());
-        let says = [if heard { self.becomes() } else { self.says() }, self.becomes()];
-        perhaps.chain(says)
+        let assumed = mutants::is(Mutant::RoleUnacknowledged);
+        let earlier = self.sent_role.iter().filter(move |_| !assumed).flat_map(|sent| sent.earlier.iter().copied());
+        let reported = [if assumed { self.becomes() } else { self.reported() }, self.becomes()];
+        earlier.chain(reported)
     }
 
-    /// Whether it has a role and keeps it, whatever it has heard of its orders.
+    /// Whether it keeps its role, whichever of its orders it has received.
     fn is_settled(&self) -> bool {
         self.may_become().all(|role| role == self.role())
     }
 
-    /// Whether it computes prompts for others, and will.
+    /// Whether it computes prompts for others now and in its future role.
     pub(super) fn prefills(&self) -> bool {
         self.role().prefills() && self.becomes().prefills()
     }
 
-    /// Whether it does and will do what another one stops doing, whatever it has heard of its orders. What it registered with is not
-    /// enough: with that alone it may be changing its role since another gManager's time, or have KV that nobody can read.
+    /// Whether it does the work of a side now and in every possible future role, so that another instance may stop. Its
+    /// registered role alone is not enough: it may be changing by another gManager's order, or its KV may not be readable.
     fn replaces(&self, prefills: bool) -> bool {
         let Some(heartbeat) = &self.heartbeat else { return false };
         if prefills {
@@ -126,13 +128,12 @@ impl Member {
         }
     }
 
-    /// What to tell it again.
+    /// The role order to repeat.
     fn role_unacknowledged(&self) -> Option<&SentRole> {
-        self.told.as_ref().filter(|_| self.life == Life::Live && self.role_state().is_some())
+        self.sent_role.as_ref().filter(|_| self.life == Life::Live && self.role_state().is_some())
     }
 
-    /// Its heartbeat as others shall see it: a role counts from when it was ordered, and one that may yet become another one has
-    /// not changed back.
+    /// Its heartbeat for status: an ordered role counts at once as the future role, until it is confirmed.
     pub(super) fn with_role(&self, heartbeat: Heartbeat) -> Heartbeat {
         let becoming = (!self.is_settled()).then_some(self.becomes().into());
         let with = |state: &RoleState| Box::new(RoleState { now: self.role().into(), becoming, ..*state });
@@ -140,7 +141,7 @@ impl Member {
     }
 }
 
-/// What the balancer needs to know of an instance; `None` before its first heartbeat.
+/// The balancer's view of an instance; `None` before its first heartbeat.
 fn view_of(id: InstanceId, member: &Member) -> Option<RoleView> {
     let heartbeat = member.heartbeat.as_ref()?;
     let prefill = heartbeat.prefill.as_deref().copied().unwrap_or_default();
@@ -160,12 +161,12 @@ fn view_of(id: InstanceId, member: &Member) -> Option<RoleView> {
 }
 
 impl GManager {
-    /// How often instances were told to change their role, by the old one, the new one, and who decided that.
+    /// Number of ordered role changes, by old role, new role and origin.
     pub fn role_switches(&self) -> impl Iterator<Item = (Role, Role, SwitchedBy, u64)> {
         self.role_orders.given.iter().map(|((from, to, by), count)| (*from, *to, *by, *count))
     }
 
-    /// An operator wants an instance to have another role.
+    /// Handles an operator's role order.
     pub(super) fn admin_role(&mut self, m: &AdminRole) -> Result<(), Refused> {
         let id = InstanceId(m.instance);
         let Some(member) = self.members.get(&id) else {
@@ -204,7 +205,7 @@ impl GManager {
         Ok(())
     }
 
-    /// Whether somebody else does what an instance would not do any more.
+    /// Checks that another instance does the work that this one would stop doing.
     fn check_left(&self, id: InstanceId, role: Role) -> Result<(), Refused> {
         if mutants::is(Mutant::LastLeaves) {
             return Ok(());
@@ -227,13 +228,13 @@ impl GManager {
         Ok(())
     }
 
-    /// Tells an instance which role it shall have, unless it was told that before.
+    /// Sends a role order to an instance, and counts it if it changes the future role.
     pub(super) fn give_role(&mut self, id: InstanceId, role: Role, by: SwitchedBy) {
         let Some(member) = self.members.get_mut(&id) else { return };
         let (from, before) = (member.role(), member.becomes());
-        let told = self.role_orders.tell(member.told.take(), role);
-        let order = told.order();
-        member.told = Some(told);
+        let sent = self.role_orders.next_order(member.sent_role.take(), role);
+        let order = sent.order();
+        member.sent_role = Some(sent);
         if before != role {
             *self.role_orders.given.entry((from, role, by)).or_default() += 1;
             tracing::warn!(instance = %id, ?from, to = ?role, ?by, "an instance changes its role");
@@ -243,7 +244,7 @@ impl GManager {
         self.role_orders.repeat_at_ms = self.now_ms + limits::ROLE_REPEAT_MS;
     }
 
-    /// When an order is repeated, if one is to be, or the balancer looks again.
+    /// Time of the next repeat of a role order, or of the balancer's next decision.
     pub(super) fn roles_wake_ms(&self) -> Option<u64> {
         let unacknowledged = self.members.values().any(|m| m.role_unacknowledged().is_some());
         let repeat = unacknowledged.then_some(self.role_orders.repeat_at_ms);
@@ -251,7 +252,7 @@ impl GManager {
         repeat.into_iter().chain(balance).min()
     }
 
-    /// Lets the balancer decide, if there is one.
+    /// Runs the balancer, if there is one.
     pub(super) fn balance_roles(&mut self) {
         if self.role_orders.balancer.is_none() || self.now_ms < self.role_orders.balance_at_ms {
             return;
@@ -267,7 +268,7 @@ impl GManager {
         }
     }
 
-    /// Repeats what instances have not taken up.
+    /// Repeats unconfirmed role orders.
     pub(super) fn repeat_roles(&mut self) {
         if self.now_ms < self.role_orders.repeat_at_ms || mutants::is(Mutant::RoleUnrepeated) {
             return;

@@ -1,5 +1,5 @@
-//! Planning rounds (Infinite-LLM v2 §6.1): a round waits until every live instance was heard, but not for long, and then
-//! gives the planner's orders.
+//! Planning rounds (Infinite-LLM v2 §6.1): a round waits for a heartbeat of every live instance, up to a deadline, and then
+//! sends the planner's orders.
 
 use super::GManager;
 use super::orders::Move;
@@ -9,9 +9,9 @@ use lagoon_types::limits;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// The next round opens then.
+    /// The next round opens at this time.
     Until(u64),
-    /// Waits for heartbeats until then.
+    /// Waits for heartbeats until this time.
     Waiting(u64),
 }
 
@@ -20,9 +20,9 @@ pub(super) struct Rounds {
     planner: Option<Planner>,
     period_ms: u64,
     state: State,
-    /// The round that is open, or was last.
+    /// Number of the open or last round.
     number: u64,
-    /// Live members that were not heard in it.
+    /// Live members without a heartbeat in it.
     missing: usize,
 }
 
@@ -31,22 +31,22 @@ impl Rounds {
         Self { planner, period_ms, state: State::Until(period_ms), number: 1, missing: 0 }
     }
 
-    /// A member joins, not heard yet: it is not waited for.
+    /// The round of a member that joins: the open one, which does not wait for it.
     pub(super) fn joined(&self) -> u64 {
         self.number
     }
 
-    /// A member that was heard last in `round` is heard; returns the round that it is heard in now.
-    pub(super) fn heard(&mut self, round: u64) -> u64 {
+    /// Counts a heartbeat of a member whose last one was in `round`; returns the current round.
+    pub(super) fn note_heartbeat(&mut self, round: u64) -> u64 {
         if round < self.number {
             self.missing = self.missing.saturating_sub(1);
         }
         self.number
     }
 
-    /// A live member that was heard last in `round` is not live any more.
+    /// Stops waiting for a member that is no longer live; its last heartbeat was in `round`.
     pub(super) fn left(&mut self, round: u64) {
-        self.heard(round);
+        self.note_heartbeat(round);
     }
 
     pub(super) fn next_wake_ms(&self) -> Option<u64> {
@@ -58,7 +58,7 @@ impl Rounds {
 }
 
 impl GManager {
-    /// Opens a round when its time has come, and plans it when everybody was heard or the wait is over.
+    /// Opens a round when it is due, and plans it when all heartbeats have arrived or the wait is over.
     pub(super) fn plan_round(&mut self) {
         if self.rounds.planner.is_none() {
             return;
@@ -78,14 +78,14 @@ impl GManager {
         }
     }
 
-    /// The planner's next orders, as of the last heartbeats. Nothing is ordered.
+    /// Returns the planner's next orders, as of the last heartbeats, without sending them.
     #[must_use]
     pub fn plan(&mut self) -> Option<Plan> {
         self.pool.now_ms = self.now_ms;
         self.rounds.planner.as_ref().map(|p| p.plan(&self.pool))
     }
 
-    /// Plans now, without waiting for a round, and gives the orders; for benchmarks and tests.
+    /// Plans now, without waiting for a round, and sends the orders; for benchmarks and tests.
     pub fn plan_now(&mut self) {
         self.order_plan();
     }

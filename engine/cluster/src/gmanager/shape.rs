@@ -1,11 +1,11 @@
-//! Shapes: what all instances of a pool have in common.
+//! Pool shape: checks, and sizes derived from it.
 
 use super::reject;
 use crate::perf::ModelShape;
 use lagoon_protocol::{PoolShape, Rejected};
 use lagoon_types::{DType, ModelHash, limits};
 
-/// Refuses shapes that no pool can have.
+/// Refuses invalid shapes.
 pub(super) fn check_shape(shape: &PoolShape) -> Result<(), Rejected> {
     if shape.model_hash.len() != 32 {
         return reject(format!("a model hash has 32 bytes, not {}", shape.model_hash.len()));
@@ -18,11 +18,24 @@ pub(super) fn check_shape(shape: &PoolShape) -> Result<(), Rejected> {
             shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.block_tokens
         ));
     }
+    let most = [
+        ("layers", shape.layers, limits::LAYERS_MAX),
+        ("heads", shape.heads, limits::HEADS_MAX),
+        ("head_dim", shape.head_dim, limits::HEAD_DIM_MAX),
+    ];
+    if let Some((name, value, max)) = most.into_iter().find(|(_, value, max)| value > max) {
+        return reject(format!("{name} is {value}: at most {max}"));
+    }
     if shape.block_tokens > limits::BLOCK_TOKENS_MAX {
         return reject(format!("block_tokens is {}: at most {}", shape.block_tokens, limits::BLOCK_TOKENS_MAX));
     }
-    if !(bias_max(shape).is_finite() && bias_max(shape) >= 0.0) {
-        return reject(format!("alibi_bias_max is {}: expected 0 or more", bias_max(shape)));
+    if shape.latent && shape.kv_heads != 1 {
+        return reject(format!("kv_heads is {}: latent attention has 1", shape.kv_heads));
+    }
+    for (name, value) in [("alibi_bias_max", bias_max(shape)), ("attention_softcap", softcap(shape))] {
+        if !(value.is_finite() && value >= 0.0) {
+            return reject(format!("{name} is {value}: expected 0 or more"));
+        }
     }
     match u8::try_from(shape.kv_dtype).ok().and_then(DType::from_code) {
         Some(_) => Ok(()),
@@ -32,6 +45,10 @@ pub(super) fn check_shape(shape: &PoolShape) -> Result<(), Rejected> {
 
 fn bias_max(shape: &PoolShape) -> f32 {
     f32::from_bits(shape.alibi_bias_max)
+}
+
+fn softcap(shape: &PoolShape) -> f32 {
+    f32::from_bits(shape.attention_softcap)
 }
 
 /// Refuses an instance that differs from the pool, naming both values of the first field that does.
@@ -54,7 +71,9 @@ pub(super) fn same_shape(pool: &PoolShape, instance: &PoolShape) -> Result<(), R
         ("KV element type", (dtype(pool), dtype(instance))),
         ("block_tokens", number(|s| s.block_tokens)),
         ("window", number(|s| s.window)),
+        ("latent", (pool.latent.to_string(), instance.latent.to_string())),
         ("alibi_bias_max", (bias_max(pool).to_string(), bias_max(instance).to_string())),
+        ("attention_softcap", (softcap(pool).to_string(), softcap(instance).to_string())),
     ];
     for (name, (ours, theirs)) in fields {
         if ours != theirs {
@@ -68,7 +87,7 @@ pub(super) fn same_shape(pool: &PoolShape, instance: &PoolShape) -> Result<(), R
     }
 }
 
-/// Bytes of one rBlock's KV, all layers; 0 for a shape that no pool has.
+/// Bytes of one rBlock's KV, all layers; 0 for an invalid shape.
 pub(super) fn block_bytes(shape: &PoolShape) -> u64 {
     u64::from(shape.block_tokens) * token_bytes(shape)
 }
@@ -82,9 +101,10 @@ fn element_bytes(shape: &PoolShape) -> u64 {
     u8::try_from(shape.kv_dtype).ok().and_then(DType::from_code).map_or(0, |d| d.size() as u64)
 }
 
-/// For the planner. Shipped queries and outputs count in the KV's element type, which is what instances ship by default.
+/// Model shape for the planner. Shipped queries and outputs count in the KV's element type, the instances' default.
 pub(super) fn model_shape(shape: &PoolShape) -> ModelShape {
-    let q_dim = u64::from(shape.heads) * u64::from(shape.head_dim);
+    let halves = if shape.latent { 2 } else { 1 };
+    let q_dim = u64::from(shape.heads) * u64::from(shape.head_dim) * halves;
     ModelShape {
         layers: shape.layers,
         block_tokens: shape.block_tokens,

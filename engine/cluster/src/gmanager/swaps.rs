@@ -1,4 +1,4 @@
-//! The gManager's side of DGFM: the coordinator gets the ledger and its answers, and its messages go out.
+//! DGFM in the gManager: passes the ledger and replies to the coordinator, and sends its messages.
 
 use super::GManager;
 use super::member::Life;
@@ -7,7 +7,7 @@ use lagoon_types::InstanceId;
 use std::collections::BTreeSet;
 
 impl GManager {
-    /// Looks for cycles of debts and goes on with those that are being swapped.
+    /// Ticks the coordinator: searches cycles and continues swaps.
     pub(super) fn swap(&mut self) {
         let now_ms = self.now_ms;
         let Some(dgfm) = &mut self.dgfm else { return };
@@ -40,7 +40,7 @@ impl GManager {
         self.send_swaps();
     }
 
-    /// Whether the outcome was of an order of a swap.
+    /// Handles a move's outcome; returns whether it was an order of a swap.
     pub(super) fn on_swap_outcome(&mut self, from: InstanceId, m: &MoveOutcome) -> bool {
         let now_ms = self.now_ms;
         let taken = self.dgfm.as_mut().is_some_and(|dgfm| dgfm.on_move_outcome(from, m, now_ms));

@@ -1,5 +1,6 @@
 //! Registration, the ledger, and whom the gManager recommends.
 
+mod hostile;
 mod invariants;
 mod life;
 mod oldest_heads;
@@ -24,6 +25,8 @@ fn shape() -> PoolShape {
         block_tokens: 32,
         window: 0,
         alibi_bias_max: 0,
+        attention_softcap: 0,
+        latent: false,
     }
 }
 
@@ -104,6 +107,21 @@ fn a_mismatch_is_rejected_with_both_values() {
     rejects(
         |r| r.shape.as_mut().unwrap().alibi_bias_max = f32::NAN.to_bits(),
         "alibi_bias_max is NaN: expected 0 or more",
+    );
+    rejects(
+        |r| r.shape.as_mut().unwrap().attention_softcap = 50f32.to_bits(),
+        "the instance's attention_softcap is 50, the pool's is 0",
+    );
+    rejects(
+        |r| r.shape.as_mut().unwrap().attention_softcap = (-1f32).to_bits(),
+        "attention_softcap is -1: expected 0 or more",
+    );
+    rejects(
+        |r| {
+            let shape = r.shape.as_mut().unwrap();
+            (shape.latent, shape.kv_heads) = (true, 2);
+        },
+        "kv_heads is 2: latent attention has 1",
     );
     rejects(|r| r.version_min = VERSION_MAX + 1, "protocol versions 2 to 1 of the instance and 1 to 1 of the gManager");
     rejects(|r| r.shape = None, "no pool shape");

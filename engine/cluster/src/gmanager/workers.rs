@@ -1,15 +1,15 @@
-//! Who prefills for others (KVDirect §4.2: the cluster scheduler keeps the addresses of the active workers).
+//! List of prefill workers (KVDirect §4.2: the cluster scheduler keeps the addresses of the active workers).
 //!
-//! The heartbeat of an instance that is a decode worker, or becomes one, names the list that it knows; if there is another
-//! one, it is sent. So whatever is lost, every decode worker has the list a heartbeat later, and nothing is sent while
-//! nothing changes. The workers keep their connections to each other when the gManager dies.
+//! The heartbeat of a decode worker (also a future one) carries the version of its list; if the current version differs,
+//! the list is sent. After any loss a decode worker therefore has the list one heartbeat later. The workers keep their
+//! connections to each other when the gManager dies.
 
 use super::GManager;
 use lagoon_protocol::{ControlBody, Heartbeat, Role, Worker, Workers};
 use lagoon_types::{InstanceId, limits};
 use std::collections::BTreeMap;
 
-/// See the module's documentation.
+/// Current list and its version.
 #[derive(Debug)]
 pub(super) struct WorkerList {
     version: u64,
@@ -33,14 +33,14 @@ impl WorkerList {
         self.version = self.version.wrapping_add(2);
     }
 
-    /// An instance left the books.
+    /// Removes an instance.
     pub(super) fn remove(&mut self, id: InstanceId) {
         self.set(id, None);
     }
 }
 
 impl GManager {
-    /// A member may have become a worker that takes prompts, or have ceased to be one.
+    /// Updates the list after a change of a member's role or life.
     pub(super) fn settle_worker(&mut self, id: InstanceId) {
         let Some(member) = self.members.get(&id) else { return };
         let of = &member.registration;
@@ -54,8 +54,8 @@ impl GManager {
         self.workers.set(id, worker);
     }
 
-    /// Sends the list to a decode worker that knows another one.
-    pub(super) fn tell_workers(&mut self, id: InstanceId, heartbeat: &Heartbeat) {
+    /// Sends the list to a decode worker with another version.
+    pub(super) fn send_workers(&mut self, id: InstanceId, heartbeat: &Heartbeat) {
         let decodes = |of: &super::member::Member| [of.role(), of.becomes()].contains(&Role::Decode);
         if heartbeat.workers == self.workers.version || !self.members.get(&id).is_some_and(decodes) {
             return;

@@ -1,22 +1,23 @@
-//! Ship queries, or move the KV? (v1 §4.6 argues for shipping; over a slow link a long generation says otherwise.)
+//! Crossover between shipping queries and moving KV. (v1 §4.6 argues for shipping; over a slow link moving is cheaper for
+//! long generations.)
 
 use super::{LinkView, ModelShape};
 
-/// What one sequence with remote KV costs either way.
+/// Cost of one sequence with remote KV, by shipping queries and by moving the KV.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Crossover {
-    /// Per generated token, with the KV at the creditor: a round trip and a row per layer, and its micro attention.
+    /// Time per generated token with the KV at the creditor: a round trip and a row per layer, and micro attention.
     pub ship_us: f64,
-    /// Per generated token, with the KV at the debtor.
+    /// Time per generated token with the KV at the debtor.
     pub local_us: f64,
-    /// Moving the KV to the debtor, once.
+    /// Time of moving the KV to the debtor, once.
     pub move_us: f64,
-    /// Generated tokens after which moving has been the cheaper one; `None`: shipping is never the slower one.
+    /// Generated tokens after which moving is cheaper; `None`: never.
     pub tokens: Option<f64>,
 }
 
 /// Compares shipping queries to `remote_tokens` tokens of KV with moving these. `creditor_us` and `debtor_us` are
-/// attention times per token of context (`Rates::attention_us`). What overlaps is left out on both sides.
+/// attention times per token of context (`Rates::attention_us`). Overlap is ignored on both sides.
 #[must_use]
 pub fn crossover(
     shape: &ModelShape,
@@ -34,7 +35,7 @@ pub fn crossover(
     Crossover { ship_us, local_us, move_us, tokens: (saved > 0.0).then(|| move_us / saved) }
 }
 
-/// Exact up to 2^53, more than any count here.
+/// `n` as f64, exact up to 2^53, more than any count here.
 pub(crate) fn as_f64(n: u64) -> f64 {
     let (high, low) = (u32::try_from(n >> 32).unwrap_or(u32::MAX), n & u64::from(u32::MAX));
     f64::from(high) * 4_294_967_296.0 + f64::from(u32::try_from(low).unwrap_or(u32::MAX))

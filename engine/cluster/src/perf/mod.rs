@@ -1,14 +1,14 @@
-//! The performance model of Infinite-LLM v2 §5.3, Eq. 5 to 7, in microseconds and tokens.
+//! Performance model of Infinite-LLM v2 §5.3, Eq. 5 to 7, in microseconds and tokens.
 //!
-//! Eq. 5 gives the time of a decode step: W(β)/f(β) for everything but attention, which each instance measured of itself
-//! by batch size ([`Rates::other_us`]), plus attention over S tokens at the rate g, which it measured too. Eq. 6 moves K
-//! tokens of a debtor's context to a creditor: the debtor's step loses K/g, the creditor's gains K/g. Here a debtor's step
-//! also takes at least as long as its remote part does (v2 Fig. 6a): the creditor's micro attention, and per layer a round
-//! trip and the rows on the wire. Eq. 7 adds the throughputs β/T up.
+//! Eq. 5 gives the time of a decode step: W(β)/f(β) for everything but attention, which each instance measures by batch
+//! size ([`Rates::other_us`]), plus attention over S tokens at the rate g, also measured. Eq. 6 moves K tokens of a
+//! debtor's context to a creditor: the debtor's step loses K/g, the creditor's gains K/g. Here a debtor's step also takes
+//! at least as long as its remote part (v2 Fig. 6a): the creditor's micro attention, and per layer a round trip and the
+//! rows on the wire. Eq. 7 sums the throughputs β/T.
 //!
-//! * [`Rates`]: f and g of one instance; instances differ (processor, GPU, host memory), so every side has its own.
+//! * [`Rates`]: f and g of one instance; instances differ (CPU, GPU, host memory), so every side has its own.
 //! * [`Pair`]: a debtor, a creditor and one request: predicted throughput after moving k blocks, and the best k.
-//! * [`crossover`]: from when on it is cheaper to have moved the KV than to ship queries to it.
+//! * [`crossover`]: number of tokens after which moving KV is cheaper than shipping queries.
 
 mod crossover;
 mod pair;
@@ -33,7 +33,7 @@ pub struct ModelShape {
     pub row_bytes: u64,
 }
 
-/// A link between two instances.
+/// Link between two instances, as the model uses it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LinkView {
     /// Round trip, in microseconds.
@@ -43,7 +43,7 @@ pub struct LinkView {
 }
 
 impl LinkView {
-    /// This link, with `assumed` for what was not measured.
+    /// This link, with unmeasured values taken from `assumed`.
     #[must_use]
     pub fn or(self, assumed: Self) -> Self {
         let known = |x: f64, y: f64| if x.is_finite() && x > 0.0 { x } else { y };
@@ -57,19 +57,19 @@ impl LinkView {
     }
 }
 
-/// Which engine the model describes.
+/// Engine variant that the model describes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelConfig {
-    /// Rows with remote KV form a batch of their own (Lagoon's two micro-batches): weights are read twice, and those rows wait for
-    /// creditors one after the other with their own work. Without it, one batch waits as a whole (the papers' engine).
+    /// Sequences with remote KV form a micro-batch of their own (as in Lagoon): weights are read twice, and its wait for
+    /// creditors adds to its own work. Without it, one batch waits as a whole (the papers' engine).
     pub micro_batches: bool,
-    /// A creditor answers a debtor once per step of the *debtor*. Without it, once per step of its own (v2 Eq. 6), which
-    /// is the same if both take as long.
+    /// A creditor serves a debtor once per step of the *debtor*. Without it, once per step of its own (v2 Eq. 6), which is
+    /// equal if both steps take equally long.
     pub pace: bool,
 }
 
 impl ModelConfig {
-    /// Eq. 5 to 7 to the letter.
+    /// The papers' engine: Eq. 5 to 7 unmodified.
     #[must_use]
     pub fn paper() -> Self {
         Self { micro_batches: false, pace: false }

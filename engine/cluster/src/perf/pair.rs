@@ -1,72 +1,71 @@
-//! Eq. 6 and 7 for a debtor, a creditor and one request whose blocks may move between them; and the best number of blocks.
+//! Eq. 6 and 7 for a debtor, a creditor and one request whose blocks may move between them, and the best number of blocks.
 //!
 //! **Why the best k needs no scan.** The debtor's batch is constant between the few k at which one more queued request fits
-//! (or one fewer sequence is preempted). In between, its step u is the longer one of a time that falls linearly in k (its
-//! own attention) and times that are constant or rise linearly in k (its remote parts). Where one of these is the longer one
+//! (or one fewer sequence is preempted). In between, its step u is the maximum of a time that falls linearly in k (its own
+//! attention) and times that are constant or rise linearly in k (its remote parts). Where one of these is the maximum
 //! throughout:
 //! * Eq. 6: both throughputs are a constant over a positive linear function, so they and their sum are convex;
 //! * at the debtor's pace, the creditor's is u over a linear function of u, and the sum β/u + β' u/(c u + E), whose
 //!   derivative is negative exactly while c + E/u > √(β' E/β), falls and then rises in u, or only falls.
 //!
-//! Either way the maximum over such a piece is at one of its ends: the steps of the batch, and the k at which the remote part
-//! stops being covered. [`Pair::best`] looks at these only; a property test compares it with the scan.
+//! In both cases the maximum over such a piece is at one of its ends: the changes of the batch, and the k at which the remote
+//! part stops being covered. [`Pair::best`] evaluates only these; a property test compares it with the scan.
 
 use super::crossover::as_f64;
 use super::{LinkView, ModelConfig, ModelShape, Rates};
 
-/// A debtor as the model sees it.
+/// State of a debtor, as the model uses it.
 #[derive(Clone, Debug)]
 pub struct DebtorState<'a> {
     pub rates: Rates<'a>,
-    /// Sequences that decode, and how many may.
+    /// Sequences that decode (`batch`), and their limit (`batch_max`).
     pub batch: u32,
     pub batch_max: u32,
-    /// Sequences of these with KV elsewhere.
+    /// Of `batch`, sequences with remote KV.
     pub remote_rows: u32,
-    /// Tokens attended to by the own device for own sequences.
+    /// Tokens that its device attends to for its own sequences.
     pub local_tokens: f64,
-    /// Tokens attended to here for others.
+    /// Tokens that its device attends to for its debtors.
     pub remote_request_tokens: f64,
-    /// Free blocks less those that the running sequences will need within the planner's horizon; negative: some will be
-    /// preempted.
+    /// Free blocks less the growth of running sequences within the planner's horizon; if negative, some will be preempted.
     pub spare: i64,
-    /// Blocks of an average running sequence, at least 1: what a preemption frees.
+    /// Blocks that a preemption frees on average, at least 1.
     pub sequence_blocks: i64,
     /// Blocks that waiting requests need, oldest first.
     pub queue: &'a [u32],
-    /// Time of the remote part at the slowest creditor that is not part of the pair; 0 if there is none.
+    /// Time of the remote part at the slowest other creditor; 0 if there is none.
     pub elsewhere_us: f64,
 }
 
-/// A creditor as the model sees it.
+/// State of a creditor, as the model uses it.
 #[derive(Clone, Debug)]
 pub struct CreditorState<'a> {
     pub rates: Rates<'a>,
     pub batch: u32,
-    /// Tokens attended to here once per step: for own sequences, and for debtors that are not part of the pair.
+    /// Tokens that its device attends to per step: for own sequences, and for debtors other than the pair's.
     pub tokens: f64,
 }
 
 impl CreditorState<'_> {
-    /// Time of its step with `remote_requests` tokens of the pair's debtor, attended to `pace` times per step.
+    /// Time of a step with `remote_requests` tokens of the pair's debtor, attended to `pace` times per step.
     fn step_us(&self, remote_requests: f64, pace: f64) -> f64 {
         self.rates.other_us(self.batch) + (self.tokens + remote_requests * pace) * self.rates.attention_us
     }
 }
 
-/// A debtor, a creditor, and a request of the debtor.
+/// Pair of a debtor and a creditor, with a request of the debtor.
 #[derive(Clone, Debug)]
 pub struct Pair<'a> {
     pub shape: ModelShape,
     pub config: ModelConfig,
     pub debtor: DebtorState<'a>,
     pub creditor: CreditorState<'a>,
-    /// With both figures known.
+    /// Link between the two, with both values known.
     pub link: LinkView,
-    /// The debtor has mapped the creditor's memory (peer access): its own device attends to its blocks there, counted in
+    /// Peer access: the debtor's own device attends to its blocks in mapped creditor KV, counted in
     /// [`DebtorState::local_tokens`]. The creditor computes nothing for them, and no query crosses the link.
     pub mapped: bool,
-    /// The debtor's blocks at this creditor, of all its requests, and how many requests have some there.
+    /// The debtor's blocks at this creditor, of all its requests, and the number of requests with blocks there.
     pub blocks_there: i64,
     pub rows_there: u32,
     /// The request's blocks at this creditor, and on all creditors.
@@ -74,44 +73,44 @@ pub struct Pair<'a> {
     pub request_remote: i64,
 }
 
-/// What the model expects of a pair.
+/// Prediction of the model for a pair.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Prediction {
     pub debtor_tokens_per_s: f64,
     pub creditor_tokens_per_s: f64,
-    /// The debtor's batch, with what the queue adds or preemption takes.
+    /// The debtor's batch after admissions from the queue, or preemptions.
     pub batch: u32,
-    /// Local work of the debtor's step.
+    /// Time of the local work of the debtor's step.
     pub local_us: f64,
-    /// The remote part of it, which runs beside the local work.
+    /// Time of the remote part of the debtor's step, concurrent with the local work.
     pub remote_us: f64,
 }
 
 impl Prediction {
-    /// Eq. 7 for the two.
+    /// Throughput of both (Eq. 7).
     #[must_use]
     pub fn tokens_per_s(&self) -> f64 {
         self.debtor_tokens_per_s + self.creditor_tokens_per_s
     }
 
-    /// Local work covers the remote part (v2 Fig. 6a).
+    /// Whether local work covers the remote part (v2 Fig. 6a).
     #[must_use]
     pub fn covered(&self) -> bool {
         self.remote_us <= self.local_us
     }
 }
 
-/// The outcome of a search.
+/// Best move of a search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BestMove {
     /// Blocks to move: to the creditor if positive, home if negative.
     pub blocks: i64,
-    /// Throughput of the two beyond that without a move, in tokens per second.
+    /// Gain in throughput of both over no move, in tokens per second.
     pub gain: f64,
     pub prediction: Prediction,
 }
 
-/// The best of all numbers of blocks, and of those with which the debtor's local work covers the remote part.
+/// Best moves: among all numbers of blocks (`any`), and among those with a covered remote part (`covered`).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Best {
     pub covered: Option<BestMove>,
@@ -119,7 +118,7 @@ pub struct Best {
 }
 
 impl Pair<'_> {
-    /// What happens if `k` blocks move to the creditor (home, if negative).
+    /// Predicts the result of moving `k` blocks to the creditor (home, if negative).
     #[must_use]
     pub fn predict(&self, k: i64) -> Prediction {
         let (batch, admitted) = self.batch(k);
@@ -145,7 +144,7 @@ impl Pair<'_> {
         signed(blocks) * f64::from(self.shape.block_tokens)
     }
 
-    /// The debtor's batch, and the blocks that join it from the queue, in order and while they fit.
+    /// The debtor's batch, and the blocks admitted from the queue, in order and while they fit.
     fn batch(&self, k: i64) -> (u32, u64) {
         let d = &self.debtor;
         let spare = d.spare.saturating_add(k);
@@ -164,7 +163,7 @@ impl Pair<'_> {
         (batch, taken)
     }
 
-    /// Sequences with KV elsewhere.
+    /// Number of sequences with remote KV.
     fn remote_rows(&self, k: i64) -> u32 {
         rows(self.debtor.remote_rows, self.request_remote, k)
     }
@@ -181,8 +180,8 @@ impl Pair<'_> {
         other + (own + joined + d.remote_request_tokens) * d.rates.attention_us
     }
 
-    /// The remote part of the debtor's step: the creditor's micro attention, a round trip and the rows on the wire for
-    /// each layer; in a micro-batch of its own also that micro-batch's other work, which waits for it.
+    /// Time of the remote part of the debtor's step: the creditor's micro attention, a round trip and the rows on the wire
+    /// per layer; with micro-batches also the remote micro-batch's other work, which waits for it.
     fn remote_us(&self, k: i64, batch: u32) -> f64 {
         let micro_batch = self.remote_rows(k).min(batch);
         if micro_batch == 0 {
@@ -200,14 +199,13 @@ impl Pair<'_> {
         here.max(self.debtor.elsewhere_us) + own
     }
 
-    /// How often the creditor attends for the debtor in the time that a step takes it without doing so; the debtor's step
-    /// takes `step_us`.
+    /// Number of the debtor's steps, of `step_us` each, in one step of the creditor without remote requests.
     fn pace(&self, step_us: f64) -> f64 {
         if self.config.pace && self.creditor.batch > 0 { self.creditor.step_us(0.0, 0.0) / step_us } else { 1.0 }
     }
 
-    /// Blocks that the creditor can take before its step is `stretch` times as long as with `own_tokens` and no remote requests, at
-    /// the debtor's present pace.
+    /// Blocks that the creditor can take before its step is `stretch` times as long as with `own_tokens` and without remote
+    /// requests, at the debtor's present pace.
     #[must_use]
     pub fn stretch_limit(&self, stretch: f64, own_tokens: f64) -> i64 {
         if self.creditor.batch == 0 || self.mapped {
@@ -223,16 +221,16 @@ impl Pair<'_> {
         whole(room_us / block_us)
     }
 
-    /// The best k of `low..=high`, which does not contain 0 inside; `None` if it is empty or nothing improves on k = 0.
+    /// The best k of `low..=high`, a range without 0 inside; `None` if it is empty or no k improves on 0.
     #[must_use]
     pub fn best(&self, low: i64, high: i64) -> Best {
         if low > high {
             return Best::default();
         }
         let mut best = Search { pair: self, now: self.predict(0).tokens_per_s(), best: Best::default() };
-        // All home: no remote rows, and no round trip.
+        // At `low` possibly all blocks are home, without remote rows and round trips.
         best.look(low);
-        // Where counts are stale the debtor runs out of local tokens: a corner that is not convex.
+        // With stale counts the debtor may run out of local tokens: a corner that is not convex.
         let corner = whole(self.debtor.local_tokens / f64::from(self.shape.block_tokens));
         for k in [corner, corner.saturating_add(1)] {
             if (low..=high).contains(&k) {
@@ -264,6 +262,8 @@ impl Pair<'_> {
             // The deficit that one preemption fewer covers; all of it at last.
             let size = d.sequence_blocks.max(1);
             let preempted = spare.unsigned_abs().div_ceil(size.unsigned_abs());
+            // The batch is empty from there on, whatever else there is no room for.
+            let preempted = preempted.min(u64::from(d.batch).max(1));
             let fewer = i64::try_from(preempted - 1).unwrap_or(i64::MAX).saturating_mul(size);
             -spare - fewer
         } else {
@@ -278,7 +278,7 @@ impl Pair<'_> {
         from.saturating_add(room.max(1) - 1)
     }
 
-    /// Where in a segment, in which the batch is constant, the remote part stops being covered by local work.
+    /// The k in a segment with a constant batch at which local work stops covering the remote part.
     fn turn(&self, from: i64, to: i64, batch: u32, admitted: u64) -> i64 {
         if from == to {
             return from;
@@ -335,7 +335,7 @@ impl Search<'_, '_> {
     }
 }
 
-/// How many requests have blocks somewhere, if `count` do now, and this one has `blocks` now and `k` more then.
+/// Number of requests with blocks at a place, from `count` now, after one request changes from `blocks` to `blocks + k`.
 fn rows(count: u32, blocks: i64, k: i64) -> u32 {
     match (blocks > 0, blocks + k > 0) {
         (false, true) => count + 1,
@@ -344,13 +344,13 @@ fn rows(count: u32, blocks: i64, k: i64) -> u32 {
     }
 }
 
-/// Exact for all counts of blocks.
+/// `n` as f64, exact for all counts of blocks.
 fn signed(n: i64) -> f64 {
     let size = as_f64(n.unsigned_abs());
     if n < 0 { -size } else { size }
 }
 
-/// Rounds down to a count of blocks, to at most 32 bits; what is not a number is 0.
+/// Rounds down to a count of blocks, clamped to 32 bits; NaN is 0.
 #[allow(clippy::cast_possible_truncation, reason = "clamped to 32 bits before")]
 #[must_use]
 pub fn whole(x: f64) -> i64 {

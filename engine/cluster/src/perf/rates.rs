@@ -1,33 +1,35 @@
-//! What an instance measured of itself, checked once.
+//! Rates of an instance: its [`Calibration`], checked once.
 
 use lagoon_protocol::Calibration;
+use lagoon_types::limits::CALIBRATION_POINTS_MAX;
 
-/// f and g of Eq. 5, in time. Borrowed from a [`Calibration`] that was found to make sense.
+/// Rates f and g of Eq. 5, as times, from a valid [`Calibration`].
 #[derive(Clone, Copy, Debug)]
 pub struct Rates<'a> {
     calibration: &'a Calibration,
-    /// Decode attention, all layers, per token.
+    /// Time of decode attention per token, all layers.
     pub attention_us: f64,
 }
 
 impl<'a> Rates<'a> {
-    /// `None` if the figures cannot be: not finite, not positive, batches that do not ascend. Peers' words are checked. A
-    /// node that runs no requests needs no batches (`runs` is false).
+    /// The rates of a peer's calibration; `None` if a figure is not finite or not positive, or batches do not ascend. A node
+    /// that runs no requests (`runs` is false) needs no batches.
     #[must_use]
     pub fn new(calibration: &'a Calibration, runs: bool) -> Option<Self> {
         let positive = |x: f64| x.is_finite() && x > 0.0;
         let points = &calibration.batches;
+        let few = points.len() <= CALIBRATION_POINTS_MAX;
         let ascending = points.windows(2).all(|p| p[0].batch < p[1].batch);
-        let sound = ascending && points.iter().all(|p| p.batch > 0 && positive(p.step_us));
+        let sound = few && ascending && points.iter().all(|p| p.batch > 0 && positive(p.step_us));
         let enough = !runs || !points.is_empty();
         let attention = positive(calibration.attention_us_per_ktoken);
         (sound && enough && attention)
             .then(|| Self { calibration, attention_us: calibration.attention_us_per_ktoken / 1_024.0 })
     }
 
-    /// Time of a step of `batch` sequences without its attention, all layers: W(β)/f(β). Linear between measured
-    /// batches. Below the first it is the first's (a small batch is bound by reading the weights), above the last it
-    /// grows as between the last two, or, if there is one only, in proportion. Nothing to run takes no time.
+    /// Time of a step of `batch` sequences without attention, all layers: W(β)/f(β). Linear between measured batches. Below
+    /// the first batch it is the first's (bound by reading the weights); above the last it grows as between the last two, or
+    /// in proportion if there is only one. 0 for an empty batch.
     #[must_use]
     pub fn other_us(&self, batch: u32) -> f64 {
         let points = &self.calibration.batches;
@@ -44,13 +46,13 @@ impl<'a> Rates<'a> {
         }
         let (a, b) = (points[at - 1], points[at]);
         let share = f64::from(batch - a.batch) / f64::from(b.batch - a.batch);
-        // Noise may make the last two descend; an ever larger batch must not come out as free.
+        // Noise may make the last two descend; larger batches must not become free.
         let inside = batch <= b.batch;
         let rise = if inside { b.step_us - a.step_us } else { (b.step_us - a.step_us).max(0.0) };
         (a.step_us + share * rise).max(0.0)
     }
 
-    /// Bytes per second at which KV is copied out of and into the store; infinite if it was not measured.
+    /// Rate of KV copies out of and into the store, in bytes per second; infinite if unmeasured.
     #[must_use]
     pub fn copy_bytes_per_s(&self) -> f64 {
         let rate = self.calibration.copy_bytes_per_s;

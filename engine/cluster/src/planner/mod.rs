@@ -1,30 +1,30 @@
-//! The planner: which blocks of which request shall lie where (Infinite-LLM v2 §5, Algorithm 1).
+//! Planner: decides which blocks of which request move where (Infinite-LLM v2 §5, Algorithm 1).
 //!
 //! ```text
 //! gManager: PoolView (kept up to date) ── plan() ──> Plan { orders } ── move_kvcache ──> debtors
-//!                                          └ commit(): what was really ordered, for the hysteresis
+//!                                          └ commit(): the orders that were sent, for the hysteresis
 //! ```
 //!
-//! A round goes through the pool in this order, and each order of it changes what later ones see:
+//! A round has these phases, and each order changes the working state of later ones:
 //! 1. **reclaim** (`reclaim.rs`): blocks leave creditors that are short of memory;
-//! 2. **retrieve** (`retrieve.rs`): debtors that have room take blocks home where that gains;
+//! 2. **retrieve** (`retrieve.rs`): debtors with room take blocks home if throughput gains;
 //! 3. **offload** (`offload.rs`): Algorithm 1. Debtors in ascending batch, for each the longest requests and a few
 //!    creditors; the best number of blocks by the performance model ([`crate::perf::Pair::best`]).
 //!
-//! What the listing leaves open, decided here:
-//! * k is limited by what the creditor can spare, by how much longer its own step may take, by what the link carries in
-//!   time, and first of all by what the debtor's local work covers; a remote part that is waited for is ordered only if
-//!   nothing covered gains;
-//! * the batch that freed space admits is predicted from the queue, in order; what running sequences will grow by within a
-//!   horizon is missing already now, so that blocks are placed before an instance is full;
-//! * an instance that has lent is no debtor and one that has borrowed no creditor, also within a round; nobody is paired
-//!   with itself; frozen instances are left alone; a draining or paused one takes nothing;
-//! * what was moved is not moved back within [`PlannerConfig::hold_ms`] except by reclaims, and a move must gain
-//!   [`PlannerConfig::gain_min`]. The model values states, not the way to them, so that a move and its reverse cannot both
-//!   gain; a test lets pools in which nothing else changes settle.
+//! Decisions that the listing leaves open:
+//! * k is limited by the creditor's spare blocks, by the stretch of its step, by the link's rate, and first of all by the
+//!   debtor's local work, which must cover the remote part; an uncovered remote part is ordered only if no covered one
+//!   gains;
+//! * the batch that freed space admits is predicted from the queue, in order; growth of running sequences within a horizon
+//!   counts as used, so that blocks are placed before an instance is full;
+//! * an instance that has lent is no debtor and one that has borrowed no creditor, also within a round; frozen instances
+//!   take no part; a draining or paused one receives nothing;
+//! * moved blocks are not moved back within [`PlannerConfig::hold_ms`] except by reclaims, and a move must gain
+//!   [`PlannerConfig::gain_min`]. The model values states, not transitions, so that a move and its reverse cannot both
+//!   gain; a test checks that otherwise unchanged pools settle.
 //!
-//! Cost: an instance is looked at once, a request only on debtors, and the searches of a round are bounded; the benchmark
-//! `gmanager` measures it for up to 10,000 instances.
+//! Cost: one visit per instance, requests only of debtors, and bounded searches per round; the benchmark `gmanager`
+//! measures it for up to 10,000 instances.
 
 mod offload;
 mod reclaim;
@@ -42,78 +42,75 @@ use lagoon_types::{InstanceId, SeqId, limits};
 use round::Round;
 use std::collections::BTreeMap;
 
-/// Why the planner gives an order.
+/// Reason of an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Why {
     /// The creditor needs its memory back.
     Reclaim,
     /// The debtor has room again.
     Retrieve,
-    /// Space or time on the debtor is worth more than on the creditor.
+    /// Memory or time of the debtor is worth more than the creditor's.
     Offload,
 }
 
-/// `move_kvcache(seq, blocks, target)` to `debtor`.
+/// Order to a debtor: `move_kvcache(seq, blocks, target)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Order {
     pub debtor: InstanceId,
     pub seq: SeqId,
     /// Not 0.
     pub blocks: u32,
-    /// Where they lie: the debtor or a creditor.
+    /// Source of the blocks: the debtor or a creditor.
     pub source: InstanceId,
-    /// Where they shall lie: the debtor or a creditor; not the source.
+    /// Target of the blocks: the debtor or a creditor; not the source.
     pub target: InstanceId,
     pub why: Why,
-    /// Expected change of the pool's throughput when the whole move that this order is a part of is done. Orders that
-    /// are given for another reason (reclaim) may have a negative one.
+    /// Expected change of the pool's throughput after the whole move, of which this order may be a part; 0 for reclaims.
     pub gain_tokens_per_s: f64,
 }
 
-/// The outcome of a round.
+/// Plan: the result of a round.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     /// At most [`PlannerConfig::orders_max`]; reclaims first, then retrievals and offloads.
     pub orders: Vec<Order>,
-    /// Instances without a calibration, for which [`PlannerConfig::assumed`] stood in: a log line and a metric, not a
-    /// silent guess.
+    /// Number of instances without a calibration, for which [`PlannerConfig::assumed`] was used; for a log line and a metric.
     pub assumed: u32,
     /// Predicted throughput of the pool before the orders (v2 Eq. 7), in tokens per second.
     pub tokens_per_s: f64,
 }
 
-/// How the planner decides. [`PlannerConfig::default`] is meant for production.
+/// Configuration of the planner. [`PlannerConfig::default`] is meant for production.
 #[derive(Clone, Debug)]
 pub struct PlannerConfig {
     pub model: ModelConfig,
-    /// Stands in for the calibration that an instance did not report.
+    /// Calibration assumed for instances that reported none.
     pub assumed: Calibration,
-    /// Stands in for a link that neither end measured.
+    /// Link assumed where neither end measured one.
     pub assumed_link: LinkView,
-    /// β^thres: an instance with at most so many sequences is a debtor even if nothing waits there.
+    /// β^thres: an instance with at most this batch is a debtor even without a queue.
     pub batch_small: u32,
-    /// U^thres: an instance whose memory is used to at most this share is a creditor.
+    /// U^thres: an instance with at most this share of its memory in use is a creditor.
     pub creditor_use_max: f64,
-    /// A creditor's step takes at most so many times what it takes without remote requests (v1 §4.6: lending compute has a
-    /// threshold).
+    /// Largest stretch of a creditor's step by remote requests, as a factor (v1 §4.6: threshold of lending compute).
     pub creditor_stretch_max: f64,
-    /// Growth is foreseen this far ahead: blocks are moved before they are missing.
+    /// Horizon of predicted growth: blocks move this long before they are missing.
     pub horizon_ms: u64,
-    /// What is decided at once takes at most this long at its link's rate.
+    /// Longest time of a whole move at its link's rate.
     pub move_ms_max: u64,
-    /// One order takes at most this long; the rest follows in later rounds.
+    /// Longest time of one order; the rest of a move follows in later rounds.
     pub order_ms_max: u64,
-    /// Gain below which nothing moves, as a share of what the two instances do now.
+    /// Smallest gain of a move, as a share of the two instances' current throughput.
     pub gain_min: f64,
-    /// Tokens that a request is expected to generate yet: KV comes home if the copy has paid for itself within these.
+    /// Expected number of tokens still to generate per request: KV comes home if the copy pays off within them.
     pub tokens_expected: f64,
-    /// What was moved is not moved back for so long (reclaims may).
+    /// Time in which moved blocks are not moved back (except by reclaims).
     pub hold_ms: u64,
-    /// Requests of one debtor that are considered, longest first.
+    /// Requests considered per debtor, longest first.
     pub requests_max: usize,
-    /// Creditors that are compared for one move.
+    /// Creditors compared for one move, besides known and near ones.
     pub creditors_max: usize,
-    /// Pairs of a debtor and a creditor that are searched for offloads in one round: what bounds its time.
+    /// Pairs of debtor and creditor searched for offloads in one round; bounds its time.
     pub pairs_max: usize,
     /// Orders to one debtor in a round.
     pub debtor_orders_max: usize,
@@ -125,8 +122,7 @@ pub struct PlannerConfig {
 
 impl Default for PlannerConfig {
     fn default() -> Self {
-        // A small model on a processor: the point where nothing is known. Every other instance is compared with it, so it
-        // must be slow rather than fast: an unknown creditor then gets less work, not more.
+        // A small model on a CPU. It should be slow rather than fast, so that an uncalibrated creditor gets less work.
         let point = |batch, step_us| BatchPoint { batch, step_us };
         Self {
             model: ModelConfig::default(),
@@ -156,7 +152,7 @@ impl Default for PlannerConfig {
     }
 }
 
-/// The planner, with its memory of recent orders. See the module.
+/// Planner, with its recent orders. See the module.
 #[derive(Debug)]
 pub struct Planner {
     config: PlannerConfig,
@@ -164,10 +160,10 @@ pub struct Planner {
 }
 
 impl Planner {
-    /// A planner that has ordered nothing yet.
+    /// A planner without recent orders.
     ///
     /// # Panics
-    /// If [`PlannerConfig::assumed`] or [`PlannerConfig::assumed_link`] make no sense.
+    /// If [`PlannerConfig::assumed`] or [`PlannerConfig::assumed_link`] is not finite and positive.
     #[must_use]
     pub fn new(config: PlannerConfig) -> Self {
         assert!(Rates::new(&config.assumed, true).is_some(), "the assumed calibration makes no sense");
@@ -182,8 +178,8 @@ impl Planner {
         &self.config
     }
 
-    /// The orders of a round. Changes nothing: what is really ordered is told with [`Planner::commit`], so that an
-    /// operator may look at a plan (`AdminPlan`).
+    /// Computes the orders of a round without changing the planner, also for operators (`AdminPlan`). Report the orders that
+    /// were sent with [`Planner::commit`].
     #[must_use]
     pub fn plan(&self, view: &PoolView) -> Plan {
         let mut round = Round::new(view, &self.config);
@@ -202,8 +198,7 @@ impl Planner {
         round.plan
     }
 
-    /// These orders were given at `now_ms`: they are not undone at once. Forgets what is older than
-    /// [`PlannerConfig::hold_ms`].
+    /// Records the orders sent at `now_ms`, so that they are not undone within [`PlannerConfig::hold_ms`].
     pub fn commit(&mut self, orders: &[Order], now_ms: u64) {
         let hold = self.config.hold_ms;
         self.recent.retain(|_, r| now_ms < r.at_ms + hold);
@@ -216,12 +211,12 @@ impl Planner {
 #[derive(Clone, Copy, Debug)]
 struct Recent {
     at_ms: u64,
-    /// Away from its debtor, or home.
+    /// Whether it moved blocks away from the debtor, rather than home.
     away: bool,
 }
 
-/// Where a new request had best be sent: the instance with most free memory that its queue does not
-/// want already (v2 §6.1), the lowest number of several. `None` if no instance takes requests.
+/// Dispatch of a new request: the instance with most free memory beyond its queue's needs, the lowest number of equals;
+/// `None` if no instance takes requests (v2 §6.1).
 #[must_use]
 pub fn dispatch(view: &PoolView) -> Option<InstanceId> {
     let takes = |v: &InstanceView| v.role.serves() && !v.draining;

@@ -1,4 +1,4 @@
-//! Algorithm 1: debtors give blocks to creditors where the model expects more throughput of it.
+//! Offloads (v2 Algorithm 1): debtors move blocks to creditors where the model predicts more throughput.
 
 use super::round::{Round, movable};
 use super::{PlannerConfig, Why};
@@ -6,7 +6,7 @@ use crate::perf::BestMove;
 use lagoon_types::SeqId;
 use std::cmp::Reverse;
 
-/// A request of a debtor, as far as this round has got.
+/// A candidate request of a debtor in this round.
 #[derive(Clone, Copy, Debug)]
 struct Choice {
     seq: SeqId,
@@ -14,8 +14,8 @@ struct Choice {
     movable: i64,
 }
 
-/// Offloads: instances that miss memory first, and small batches first. Of equals every round begins with another one, so
-/// that a bounded round comes around to all.
+/// Plans offloads: debtors short of memory first, then by ascending batch. Equals rotate between rounds, so that bounded
+/// rounds reach all.
 pub(super) fn plan(round: &mut Round<'_>, held: &dyn Fn(usize, SeqId) -> bool) {
     let count = round.nodes.len();
     let turn = usize::try_from(round.view.now_ms % count.max(1) as u64).unwrap_or(0);
@@ -31,8 +31,8 @@ pub(super) fn plan(round: &mut Round<'_>, held: &dyn Fn(usize, SeqId) -> bool) {
     }
 }
 
-/// Whether Algorithm 1 looks at an instance: its batch is small, or memory is what limits it. One that lends is none: it
-/// reclaims first.
+/// Whether Algorithm 1 considers an instance as debtor: its batch is small, or its memory is short. An instance that lends
+/// is no debtor: it reclaims first.
 fn is_debtor(round: &Round<'_>, at: usize) -> bool {
     let node = &round.nodes[at];
     let runs = node.view.role.serves() && node.view.load.batch > 0;
@@ -52,7 +52,7 @@ fn offload(round: &mut Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) -> 
         if round.is_full() {
             return;
         }
-        // The longest first (fewest sequences depend on others); the next one when that one has nothing left to give.
+        // The longest first (fewest sequences depend on others), then the next one.
         let creditors = round.creditors_for(debtor);
         let best = |round: &mut Round<'_>, at: usize| best_creditor(round, debtor, choices[at], &creditors);
         let found = (0..choices.len()).find_map(|at| best(round, at).map(|b| (at, b)));
@@ -66,7 +66,7 @@ fn offload(round: &mut Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) -> 
     }
 }
 
-/// The requests with most blocks that could move, longest first. One pass: only so many are kept.
+/// The `requests_max` requests with most movable blocks, longest first, in one pass.
 fn longest(round: &Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) -> bool) -> Vec<Choice> {
     let mut top: Vec<(Reverse<i64>, SeqId)> = Vec::new();
     let limit = round.config.requests_max;
@@ -101,8 +101,8 @@ fn best_creditor(
     best
 }
 
-/// The best number of blocks between two, within what the creditor can spare, what its own step bears and what its link
-/// carries in time; if possible, within what the debtor's local work covers.
+/// The best number of blocks between two instances, within the creditor's spare blocks, the stretch of its step and the
+/// link's rate; preferably such that the debtor's local work covers the remote part.
 fn best_blocks(round: &mut Round<'_>, debtor: usize, creditor: usize, choice: Choice) -> Option<BestMove> {
     round.pairs_left = round.pairs_left.checked_sub(1)?;
     let pair = round.pair(debtor, choice.seq, creditor);
@@ -116,12 +116,12 @@ fn best_blocks(round: &mut Round<'_>, debtor: usize, creditor: usize, choice: Ch
     ];
     let most = limits.into_iter().min().unwrap_or(0);
     let worth = |b: &BestMove| b.gain >= threshold(round.config, &b.prediction, b.gain);
-    // Nothing that is covered helps: a remote part that the debtor waits for may still be worth the memory.
+    // If no covered move gains, an uncovered remote part may still be worth the memory.
     let best = pair.best(1, most);
     best.covered.filter(worth).or(best.any.filter(worth))
 }
 
-/// Gain below which nothing moves: a share of what the two do without it.
+/// Smallest gain of a move: a share of the two instances' throughput without it.
 pub(super) fn threshold(config: &PlannerConfig, after: &crate::perf::Prediction, gain: f64) -> f64 {
     (after.tokens_per_s() - gain) * config.gain_min
 }

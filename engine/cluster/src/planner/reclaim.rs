@@ -1,12 +1,12 @@
-//! Blocks leave a creditor that needs its memory back: home to their debtor if it has room, else to another creditor.
-//! What finds no place stays; the creditor's own recall settles what cannot wait. Creditors that are drained are emptied
-//! by the gManager itself (`gmanager/drain.rs`).
+//! Reclaims: blocks leave a creditor that is short of memory, home to their debtor if it has room, else to another
+//! creditor. Blocks without a new place stay until the creditor recalls them itself. `gmanager/drain.rs` empties draining
+//! creditors.
 
 use super::Why;
 use super::round::Round;
 use lagoon_types::{InstanceId, SeqId};
 
-/// Reclaims of all creditors that are short of memory.
+/// Plans reclaims of all creditors that are short of memory.
 pub(super) fn plan(round: &mut Round<'_>) {
     for creditor in 0..round.nodes.len() {
         let node = &round.nodes[creditor];
@@ -20,7 +20,7 @@ pub(super) fn plan(round: &mut Round<'_>) {
     }
 }
 
-/// Orders away `wanted` blocks of the creditor, if there is a place for them; debtors with most room at home first.
+/// Orders `wanted` blocks away from the creditor as far as there is room elsewhere; debtors with most room first.
 fn reclaim(round: &mut Round<'_>, creditor: usize, mut wanted: i64) {
     let lent = &round.nodes[creditor].view.lent;
     let debtors = lent.iter().filter(|(_, blocks)| *blocks > 0).filter_map(|(id, _)| round.index(*id));
@@ -42,7 +42,7 @@ fn reclaim(round: &mut Round<'_>, creditor: usize, mut wanted: i64) {
     }
 }
 
-/// Requests of a debtor with blocks at a creditor that could move.
+/// Requests of a debtor with movable blocks at a creditor, and their number.
 fn requests_at(round: &Round<'_>, debtor: usize, creditor: InstanceId) -> Vec<(SeqId, i64)> {
     let requests = round.nodes[debtor].view.requests.iter().filter(|(_, r)| !r.moving);
     let there = |r: &super::RequestView| -> i64 {
@@ -51,7 +51,7 @@ fn requests_at(round: &Round<'_>, debtor: usize, creditor: InstanceId) -> Vec<(S
     requests.map(|(seq, r)| (*seq, there(r))).filter(|(_, blocks)| *blocks > 0).collect()
 }
 
-/// Where blocks of `debtor` may go instead, and how many: home, or to the creditor with most to spare.
+/// Target for blocks of `debtor`, and its room: home, or the creditor with most spare blocks.
 fn place(round: &mut Round<'_>, debtor: usize, from: usize) -> Option<(usize, i64)> {
     let home = round.nodes[debtor].surplus();
     let paused = round.nodes[debtor].view.paused;

@@ -1,8 +1,8 @@
-//! A debtor that has room again takes blocks home, where the model expects throughput of it.
+//! Retrievals: a debtor with room again takes blocks home where the model predicts more throughput.
 //!
-//! What the debtor's local work covers may stay where it is: it costs the debtor nothing. Over a slow link nothing is
-//! covered: each token pays a round trip and a row per layer, and the KV comes home instead, provided that the crossover
-//! says that the copy has paid for itself before a request of usual length ends.
+//! Remote KV that the debtor's local work covers costs the debtor nothing and may stay. Over a slow link each token pays a
+//! round trip and a row per layer; then the KV comes home, provided that the copy pays off before a request of usual
+//! length ends ([`crossover`]).
 
 use super::Why;
 use super::offload::threshold;
@@ -29,7 +29,7 @@ fn retrieve(round: &mut Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) ->
         }
         let plans = |at: &usize| !round.nodes[*at].is_left_alone() && !round.nodes[*at].view.draining;
         let Some(from) = round.index(creditor).filter(plans) else { continue };
-        // Twice the growth stays free: what comes home must not have to leave again at once.
+        // Twice the growth stays free, so that blocks do not have to leave again at once.
         let node = &round.nodes[debtor];
         let room = (node.surplus() - node.growth).min(round.movable_in_time(from, debtor));
         let most = blocks.min(room);
@@ -46,8 +46,8 @@ fn retrieve(round: &mut Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) ->
     }
 }
 
-/// Requests of a debtor with blocks elsewhere: request, creditor, blocks there that could move, blocks on all creditors.
-/// The smallest remote parts first: they are the soonest home altogether.
+/// Remote parts of a debtor's requests: request, creditor, movable blocks there, blocks on all creditors. Requests with the
+/// fewest remote blocks first: they are wholly home soonest.
 fn remote_parts(round: &Round<'_>, debtor: usize) -> Vec<(SeqId, InstanceId, i64, i64)> {
     let requests = round.nodes[debtor].view.requests.iter().filter(|(_, r)| !r.moving && !r.remote.is_empty());
     let parts = requests.flat_map(|(seq, r)| {
@@ -59,8 +59,8 @@ fn remote_parts(round: &Round<'_>, debtor: usize) -> Vec<(SeqId, InstanceId, i64
     parts
 }
 
-/// Whether the copy has paid for itself before a request of usual length ends. The debtor attends to mapped KV as it does to its
-/// own: no copy of that pays.
+/// Whether a copy home pays off before a request of usual length ends. Never for mapped creditor KV, to which the debtor
+/// attends as to its own.
 fn copy_pays(round: &Round<'_>, debtor: usize, creditor: usize, blocks: i64) -> bool {
     if round.maps(debtor, creditor) {
         return false;

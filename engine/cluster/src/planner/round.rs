@@ -1,5 +1,5 @@
-//! The working state of one round: every instance in a few numbers, changed by each order of the round as the order will
-//! change the pool, so that later decisions see earlier ones.
+//! Working state of one round: each instance in a few numbers. Each order of the round changes them as it will change the
+//! pool, so that later decisions see earlier ones.
 
 use super::view::{InstanceView, PoolView, RequestView, link_between};
 use super::{Order, Plan, PlannerConfig, Why};
@@ -15,23 +15,23 @@ pub(super) struct Node<'a> {
     pub(super) id: InstanceId,
     pub(super) view: &'a InstanceView,
     pub(super) rates: Rates<'a>,
-    /// Free blocks less what moves in flight will take.
+    /// Free blocks less those of incoming moves.
     pub(super) free: i64,
     pub(super) lendable: i64,
-    /// Of `free`, blocks that orders of this round will free: not there yet for anybody else's.
+    /// Of `free`, blocks that orders of this round will free: not available to other orders yet.
     freed: i64,
     /// Blocks that the running sequences will grow by within the horizon.
     pub(super) growth: i64,
-    /// Blocks that all waiting requests need that are told of.
+    /// Blocks that the reported waiting requests need.
     pub(super) queue: i64,
-    /// Tokens that it attends to for its own sequences: those here, and those in mapped memory of creditors.
+    /// Tokens that it attends to for its own sequences: local ones, and those in mapped creditor KV.
     pub(super) local_tokens: f64,
-    /// Tokens that it attends to for others: without those that debtors have mapped.
+    /// Tokens that it attends to for its debtors, without those that debtors have mapped.
     pub(super) remote_request_tokens: f64,
     /// Blocks that it has lent, and borrowed, orders of this round included.
     pub(super) lent: i64,
     pub(super) borrowed: i64,
-    /// As debtor, once it is looked at.
+    /// Its debts, computed on first use.
     owes: Option<Owes>,
     sequence_blocks: OnceCell<i64>,
 }
@@ -39,9 +39,9 @@ pub(super) struct Node<'a> {
 /// A debtor's side of its debts, orders of this round included.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Owes {
-    /// Blocks at each creditor, and how many requests have some there.
+    /// Blocks at each creditor, and the number of requests with blocks there.
     pub(super) creditors: BTreeMap<InstanceId, (i64, u32)>,
-    /// Requests with blocks elsewhere.
+    /// Number of requests with remote blocks.
     rows: u32,
 }
 
@@ -50,12 +50,12 @@ impl Node<'_> {
         self.view.role.serves()
     }
 
-    /// Nothing of it may be planned with.
+    /// Whether the planner must not use it (frozen).
     pub(super) fn is_left_alone(&self) -> bool {
         self.view.frozen
     }
 
-    /// It has lent, or will have by an order of this round; also while the last blocks are on their way.
+    /// Whether it has lent blocks, or will have by an order of this round; also while the last ones are moving away.
     pub(super) fn lends(&self) -> bool {
         self.lent > 0 || self.view.lent.iter().any(|(_, blocks)| *blocks > 0)
     }
@@ -65,8 +65,8 @@ impl Node<'_> {
         self.free - self.freed - self.growth - self.queue
     }
 
-    /// Blocks that it misses for growth and for its first waiting request, beyond what is leaving already. A request that
-    /// is larger than the instance misses blocks of the pool, which has no more of them if others' leave here.
+    /// Missing blocks for growth and for its first waiting request, beyond those that are leaving. A request larger than the
+    /// instance does not count: it waits for blocks of the pool.
     pub(super) fn deficit(&self) -> i64 {
         let head = self.view.load.queue_blocks.first().filter(|b| **b <= self.view.blocks_total);
         let head = head.map_or(0, |b| i64::from(*b));
@@ -75,17 +75,16 @@ impl Node<'_> {
         self.growth + if full { 0 } else { head } - self.free - leaving
     }
 
-    /// Whether its own attention is more than a share of the rest of its step. If not, and if it has room, nothing that it
-    /// could give away gains as much as that share.
+    /// Whether its own attention takes at least `share` of the rest of its step, or its memory is short. Otherwise no offload
+    /// could gain as much as `share`.
     pub(super) fn attends(&self, share: f64) -> bool {
         let blocked = self.view.load.queue_blocks.first().is_some_and(|b| i64::from(*b) > self.free);
         let rest_us = self.rates.other_us(self.view.load.batch);
         blocked || self.borrowed > 0 || self.local_tokens * self.rates.attention_us >= share * rest_us
     }
 
-    /// What a preemption frees on average: blocks that one request alone has, which are those of its whole ones that it could
-    /// give away, and the one that it fills. What it has less what is lent says nothing of that: both count what several share
-    /// as often.
+    /// Blocks that a preemption frees on average: the exclusive blocks of one request, which are its movable ones and the
+    /// partly filled one. Used less lent blocks would not do: both count shared blocks once per owner.
     pub(super) fn sequence_blocks(&self) -> i64 {
         *self.sequence_blocks.get_or_init(|| {
             let alone = self.view.requests.values().map(|r| i64::from(r.local_sealed.saturating_add(1).min(r.local)));
@@ -94,7 +93,7 @@ impl Node<'_> {
     }
 }
 
-/// See the module.
+/// Round in progress: nodes and orders.
 #[derive(Debug)]
 pub(super) struct Round<'a> {
     pub(super) view: &'a PoolView,
@@ -102,11 +101,11 @@ pub(super) struct Round<'a> {
     pub(super) nodes: Vec<Node<'a>>,
     /// Instances that may lend, by the blocks that they can spare, most first.
     creditors: BTreeSet<(Reverse<i64>, usize)>,
-    /// What each has in `creditors`; 0 if it is not there.
+    /// Spare blocks of each node in `creditors`; 0 if it is not listed.
     listed: Vec<i64>,
-    /// Requests that have an order in this round, with their blocks elsewhere after it: in all, and by creditor.
+    /// Requests with an order in this round, with their remote blocks after it, by creditor.
     ordered: BTreeMap<(usize, SeqId), Vec<(InstanceId, i64)>>,
-    /// Pairs that may still be searched.
+    /// Pairs left to search.
     pub(super) pairs_left: usize,
     pub(super) plan: Plan,
 }
@@ -144,7 +143,7 @@ impl<'a> Round<'a> {
         self.nodes.binary_search_by_key(&id, |n| n.id).ok()
     }
 
-    /// Whether the debtor has mapped the creditor's memory: it attends to what it borrows there itself.
+    /// Whether the debtor has mapped the creditor's KV (peer access), to which it attends itself.
     pub(super) fn maps(&self, debtor: usize, creditor: usize) -> bool {
         self.nodes[debtor].view.mapped.contains(&self.nodes[creditor].id)
     }
@@ -158,12 +157,12 @@ impl<'a> Round<'a> {
         self.plan.orders.len() >= self.config.orders_max
     }
 
-    /// Blocks that an instance can take from others now: what it would lend, after its own growth and queue, and with a
-    /// share of its memory kept free if it runs requests itself. Debtors take none.
+    /// Blocks that an instance can lend now, beyond its own growth and queue, with a share of its memory kept free if it runs
+    /// requests itself. 0 for debtors.
     pub(super) fn spare_to_lend(&self, at: usize) -> i64 {
         let node = &self.nodes[at];
         let v = node.view;
-        // Also one whose last blocks are on their way home: it is a debtor until they are there.
+        // An instance whose last blocks are moving home is still a debtor.
         if v.borrowed > 0 || node.borrowed > 0 || v.draining || v.paused || node.is_left_alone() {
             return 0;
         }
@@ -184,7 +183,7 @@ impl<'a> Round<'a> {
         self.listed[at] = spare;
     }
 
-    /// Creditors worth comparing for a debtor: those with most to spare, those that it has already, and near ones.
+    /// Creditors to compare for a debtor: those with most spare blocks, its present ones, and near ones.
     pub(super) fn creditors_for(&mut self, debtor: usize) -> Vec<usize> {
         let limit = self.config.creditors_max;
         let mut found: Vec<usize> = self.creditors.iter().map(|c| c.1).filter(|c| *c != debtor).take(limit).collect();
@@ -211,13 +210,13 @@ impl<'a> Round<'a> {
         measured.map_or(self.config.assumed_link, |l| l.or(self.config.assumed_link))
     }
 
-    /// What a debtor owes.
+    /// The debts of a debtor.
     pub(super) fn owes(&mut self, at: usize) -> &mut Owes {
         let node = &mut self.nodes[at];
         let view = node.view;
         node.owes.get_or_insert_with(|| {
             let mut owes = Owes::default();
-            // Most instances have borrowed nothing: their requests are not looked at.
+            // Most instances have borrowed nothing: their requests are skipped.
             if view.borrowed > 0 || view.load.remote_tokens > 0 {
                 for request in view.requests.values().filter(|r| !r.remote.is_empty()) {
                     owes.rows += 1;
@@ -231,7 +230,7 @@ impl<'a> Round<'a> {
         })
     }
 
-    /// Where a request's remote blocks are, orders of this round included.
+    /// A request's remote blocks by creditor, orders of this round included.
     fn remote_of(&self, debtor: usize, seq: SeqId) -> Vec<(InstanceId, i64)> {
         if let Some(parts) = self.ordered.get(&(debtor, seq)) {
             return parts.clone();
@@ -240,7 +239,7 @@ impl<'a> Round<'a> {
         request.into_iter().flat_map(|r| &r.remote).map(|p| (p.creditor, i64::from(p.blocks))).collect()
     }
 
-    /// A request of `debtor` and a creditor, as the model sees them.
+    /// The model's input for a request of `debtor` and a creditor.
     pub(super) fn pair(&mut self, debtor: usize, seq: SeqId, creditor: usize) -> Pair<'a> {
         let creditor_id = self.nodes[creditor].id;
         self.owes(debtor);
@@ -290,7 +289,7 @@ impl<'a> Round<'a> {
         tokens * self.nodes[creditor].rates.attention_us + f64::from(shape.layers) * wire
     }
 
-    /// Predicted throughput of the pool as it is (Eq. 7).
+    /// Predicted throughput of the pool before the orders (Eq. 7).
     pub(super) fn tokens_per_s(&self) -> f64 {
         let of = |n: &Node<'_>| {
             let batch = n.view.load.batch;
@@ -300,13 +299,12 @@ impl<'a> Round<'a> {
         self.nodes.iter().map(of).sum()
     }
 
-    /// Blocks that move between the two within the time limit of what is decided at once.
+    /// Blocks that can move between two instances within `move_ms_max`.
     pub(super) fn movable_in_time(&self, a: usize, b: usize) -> i64 {
         self.blocks_in(self.config.move_ms_max, a, b)
     }
 
-    /// Blocks that move to a creditor within half the time in which a request of the debtor is expected to end: what
-    /// arrives later has gained nothing.
+    /// Blocks that can move to a creditor within half the expected remaining time of a request: later ones gain nothing.
     pub(super) fn movable_in_life(&self, debtor: usize, creditor: usize) -> i64 {
         let node = &self.nodes[debtor];
         let tokens = node.local_tokens + node.remote_request_tokens;
@@ -323,8 +321,8 @@ impl<'a> Round<'a> {
         whole(as_f64(ms) / 1e3 * rate / block_bytes)
     }
 
-    /// Gives an order for as many of `blocks` as one may be for, and changes the working state as it will
-    /// change the pool. Returns the blocks ordered.
+    /// Adds an order for as many of `blocks` as one order may have, and changes the working state as it will change the pool.
+    /// Returns the blocks ordered.
     pub(super) fn order(
         &mut self,
         (debtor, seq): (usize, SeqId),
@@ -364,7 +362,7 @@ impl<'a> Round<'a> {
             let node = &mut self.nodes[at];
             let id = node.id;
             node.free -= sign * blocks;
-            // What leaves is not free for others before it has left.
+            // Blocks are not free for other orders before they have left.
             node.lendable -= (sign * blocks).max(0);
             node.freed += (-sign * blocks).max(0);
             if at == debtor {
@@ -429,18 +427,18 @@ fn node<'a>(
     if load.batch > 0 && step_us > 0.0 {
         let steps = as_f64(config.horizon_ms) * 1e3 / step_us;
         let growth = f64::from(load.batch) * steps / f64::from(pool.shape.block_tokens.max(1));
-        // No more than a block each is certain to be needed; no more than all memory can be.
+        // At least one block; at most all memory.
         node.growth = (whole(growth) + 1).min(i64::from(view.blocks_total));
     }
     node
 }
 
-/// Distance class of a round trip: its power of two in microseconds, as in the contract protocol's advice.
+/// Distance class of a round trip: its power of two in microseconds.
 fn distance(rtt_us: f64) -> u64 {
     whole(rtt_us).clamp(1, i64::from(u32::MAX)).unsigned_abs().ilog2().into()
 }
 
-/// A count of things, of which one was counted or not and is now or not.
+/// Updates a count for one item that was (not) counted before and is (not) counted now.
 fn step(count: u32, was: bool, is: bool) -> u32 {
     match (was, is) {
         (false, true) => count + 1,
@@ -449,7 +447,7 @@ fn step(count: u32, was: bool, is: bool) -> u32 {
     }
 }
 
-/// Blocks of a request that could move from the debtor.
+/// Movable blocks of a request on its debtor.
 pub(super) fn movable(request: &RequestView) -> i64 {
     i64::from(request.local_sealed.min(request.local))
 }

@@ -1,59 +1,57 @@
-//! What the planner sees of a pool: plain data that the gManager keeps up to date from heartbeats, row by row, so that a
-//! planning round copies nothing.
+//! The planner's view of a pool: plain data that the gManager updates from heartbeats, row by row, so that a planning
+//! round copies nothing.
 //!
-//! Everything here is as old as the heartbeat that brought it. Orders that follow from it may be refused; a later round
-//! plans again.
+//! All data is as old as its heartbeat. Orders planned on it may be refused; a later round plans again.
 
 use crate::perf::{LinkView, ModelShape};
 use lagoon_protocol::{Calibration, Load, MemoryTier, Role};
 use lagoon_types::{InstanceId, SeqId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The pool as of the last heartbeats. The gManager holds one and updates it in place.
+/// View of the pool as of the last heartbeats. The gManager owns one and updates it in place.
 #[derive(Clone, Debug, Default)]
 pub struct PoolView {
     /// Time of the round.
     pub now_ms: u64,
     /// Sizes that all instances share.
     pub shape: ModelShape,
-    /// Live instances by number. One that is silent, fenced or gone is removed.
+    /// Live instances by number; silent, fenced and departed ones are removed.
     pub instances: BTreeMap<InstanceId, InstanceView>,
 }
 
-/// One instance.
+/// View of one instance.
 #[derive(Clone, Debug)]
 pub struct InstanceView {
     pub role: Role,
     pub tier: MemoryTier,
-    /// As it registered; without one the planner assumes [`crate::PlannerConfig::assumed`] and says so in its plan.
+    /// Registered calibration; without it the planner uses [`crate::PlannerConfig::assumed`] and counts that in its plan.
     pub calibration: Option<Calibration>,
-    /// Of its last heartbeat; default (idle) for a node that runs no requests.
+    /// Load of its last heartbeat; default (idle) for a node that runs no requests.
     pub load: Load,
     pub blocks_total: u32,
     /// Free blocks, lendable or not.
     pub blocks_free: u32,
     /// Blocks that it would lend now, corrected by refusals.
     pub blocks_lendable: u32,
-    /// Blocks that moves which were ordered and have not ended will take here.
+    /// Blocks of ordered moves to it that have not ended.
     pub blocks_incoming: u32,
-    /// Blocks that such moves will take away from here.
+    /// Blocks of ordered moves from it that have not ended.
     pub blocks_outgoing: u32,
-    /// Blocks that it has lent, by debtor, as it reports them itself.
+    /// Lent blocks by debtor, as it reports them.
     pub lent: Vec<(InstanceId, u32)>,
-    /// Blocks that it has borrowed, as it reports them itself.
+    /// Borrowed blocks, as it reports them.
     pub borrowed: u32,
-    /// Requests whose debtor it is.
+    /// Requests of this debtor.
     pub requests: BTreeMap<SeqId, RequestView>,
-    /// Links that it measured, ascending by peer. The other end's measurement is used where there is none here.
+    /// Links that it measured, ascending by peer. For a missing one the other end's measurement is used.
     pub links: Vec<(InstanceId, LinkView)>,
-    /// Creditors whose memory it has mapped (peer access): it attends to what it borrows there itself.
+    /// Creditors whose KV it has mapped (peer access): it attends to KV borrowed there itself.
     pub mapped: BTreeSet<InstanceId>,
-    /// Its blocks are leaving; it neither borrows nor lends.
+    /// Draining: its blocks move away, and it neither borrows nor lends.
     pub draining: bool,
-    /// It takes part in a DGFM cycle: nothing of it moves.
+    /// Member of a DGFM cycle: none of its blocks moves.
     pub frozen: bool,
-    /// It refused a move or a lease since its last heartbeat, or its placement rows are not complete yet: nothing new is
-    /// placed on it.
+    /// It refused a move or a lease since its last heartbeat, or its placement rows are incomplete: it receives no blocks.
     pub paused: bool,
 }
 
@@ -81,16 +79,16 @@ impl Default for InstanceView {
     }
 }
 
-/// A row of the request placement map, gathered by debtor.
+/// Placement of one request, from the rows of its debtor and its creditors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RequestView {
     /// rBlocks on the debtor.
     pub local: u32,
-    /// Of these, those that could move now.
+    /// Of `local`, sealed ones, which can move.
     pub local_sealed: u32,
-    /// rBlocks on creditors: creditor, blocks there, and how many of these could move now. Ascending by creditor.
+    /// rBlocks on creditors, ascending by creditor.
     pub remote: Vec<RemoteBlocks>,
-    /// An order for it is in progress: it is left alone until its outcome is known.
+    /// An order for it is in progress, or it rests after one: it gets no further order.
     pub moving: bool,
 }
 
@@ -99,14 +97,14 @@ pub struct RequestView {
 pub struct RemoteBlocks {
     pub creditor: InstanceId,
     pub blocks: u32,
-    /// Of these, those that could move now.
+    /// Of `blocks`, sealed ones, which can move.
     pub sealed: u32,
 }
 
 impl InstanceView {
-    /// Its rBlocks on creditors whose memory it has mapped, by creditor, request by request.
+    /// Its rBlocks in mapped creditor KV, by creditor, request by request.
     pub(super) fn mapped_blocks(&self) -> impl Iterator<Item = (InstanceId, u32)> {
-        // Most instances have mapped nothing: their requests are not looked at.
+        // Most instances have mapped nothing: their requests are skipped.
         let requests = (!self.mapped.is_empty()).then_some(&self.requests);
         let parts = requests.into_iter().flat_map(|requests| requests.values()).flat_map(|r| &r.remote);
         parts.filter(|part| self.mapped.contains(&part.creditor)).map(|part| (part.creditor, part.blocks))
@@ -117,12 +115,12 @@ impl RequestView {
     /// rBlocks on all creditors.
     #[must_use]
     pub fn remote_blocks(&self) -> u32 {
-        self.remote.iter().map(|r| r.blocks).sum()
+        self.remote.iter().map(|r| r.blocks).fold(0, u32::saturating_add)
     }
 }
 
 impl PoolView {
-    /// The link between two instances: as either end measured it, the more favourable one; `None` if neither did.
+    /// The link between two instances: the more favourable values of both ends' measurements; `None` if there are none.
     #[must_use]
     pub fn link(&self, a: InstanceId, b: InstanceId) -> Option<LinkView> {
         link_between((a, self.instances.get(&a)?), (b, self.instances.get(&b)?))

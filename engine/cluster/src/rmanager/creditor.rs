@@ -1,7 +1,7 @@
-//! The creditor's half of an rManager: leases that other instances' sequences have here.
+//! The creditor's half of an rManager: leases of this instance's rBlocks to other instances' sequences.
 //!
 //! Invariants:
-//! * the entries of a lease that were not released are lent in the pool to that lease, and no others;
+//! * the unreleased entries of a lease, and no other blocks, are lent in the pool to that lease;
 //! * every access names the lease, its debtor and its epoch, and is refused if one differs;
 //! * a debtor has at most one lease per request number, so that a repeated request lends nothing twice.
 
@@ -18,14 +18,14 @@ use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock, SeqId
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// A lease ended without its debtor's release: nobody renewed it, or the debtor is another process now.
+/// A lease that ended without its debtor's release: it was not renewed, or the debtor's process was replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseEnded {
     pub debtor: InstanceId,
     pub lease: LeaseId,
 }
 
-/// One block of a lease, as its creditor has it.
+/// One lent block of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LentEntry {
     pub debtor: InstanceId,
@@ -53,13 +53,13 @@ struct Lease {
     seq: SeqId,
     epoch: Epoch,
     request: u64,
-    /// `None` where an entry was released.
+    /// By entry; `None` once released.
     blocks: Vec<Option<PhysBlock>>,
-    /// Entries that were not released.
+    /// Number of unreleased entries.
     lent: u32,
     renewed_ms: u64,
     hasher: LeaseHasher,
-    /// Hashes of entries that are written in every layer, until they are freed.
+    /// Content hashes of entries that are written in every layer, until freed.
     whole: BTreeMap<u32, ContentHash>,
     purpose: LeasePurpose,
     /// When a lease for a move was last written, until all of it is sealed.
@@ -75,7 +75,7 @@ impl Lease {
         self.blocks.get(entry as usize).is_some_and(Option::is_some)
     }
 
-    /// Maximal ranges of entries that were not released, ascending.
+    /// Maximal ranges of unreleased entries, ascending.
     fn ranges(&self) -> impl Iterator<Item = Range<u32>> + '_ {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -86,26 +86,26 @@ impl Lease {
         })
     }
 
-    /// As [`Lease::ranges`], of entries that nobody shares.
+    /// As [`Lease::ranges`], of entries that are not shared.
     fn ranges_alone(&self, pool: &BlockPool) -> Vec<Range<u32>> {
         let alone = |entry: &u32| self.blocks[*entry as usize].is_some_and(|block| !pool.is_shared(block));
         let entries: Vec<u32> = (0..self.entries()).filter(alone).collect();
         entries.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[run.len() - 1] + 1).collect()
     }
 
-    /// Entries whose memory is free when they are released.
+    /// Number of entries whose memory becomes free on release: those not shared.
     fn alone(&self, pool: &BlockPool) -> u32 {
         self.ranges_alone(pool).into_iter().map(|range| range.end - range.start).sum()
     }
 
-    /// A lease for a move whose entries are all sealed (or gone) is a lease like any other.
+    /// Turns a lease for a move into an ordinary one once its remaining entries are all sealed.
     fn settle(&mut self, pool: &BlockPool) {
         if self.blocks.iter().flatten().all(|b| pool.state(*b) == BlockState::Sealed) {
             self.reserved_ms = None;
         }
     }
 
-    /// Takes entries back; those that are gone already are left out.
+    /// Removes entries and returns their blocks; entries released already are left out.
     fn take(&mut self, entries: Range<u32>) -> Vec<PhysBlock> {
         let entries = entries.start.min(self.entries())..entries.end.min(self.entries());
         let taken: Vec<PhysBlock> = self.blocks[entries.start as usize..entries.end.max(entries.start) as usize]
@@ -122,19 +122,19 @@ impl Lease {
 }
 
 #[derive(Debug)]
-pub(super) struct Creditor {
+pub struct Creditor {
     block_tokens: u32,
     layers: u32,
     layer_token_bytes: usize,
     lend_blocks_max: u32,
     lend_reserve_blocks: u32,
-    /// No more may be lent than so many blocks for now, and why.
+    /// Temporary limit on lent blocks, and its reason.
     pub(super) bound: Option<(u32, String)>,
     /// Blocks that own sequences will need soon: not lent either.
     pub(super) growth_reserve: u32,
-    /// Since when an own request waits for blocks that it could get here alone.
+    /// Since when an own request waits for blocks that this instance has by itself, in milliseconds.
     pub(super) waiting_since_ms: Option<u64>,
-    /// The debtor at which the pool's oldest waiting request waits, and since when.
+    /// The debtor of the pool's oldest waiting pool-sized request, and since when that waits.
     pub(super) oldest_waiting: Option<(InstanceId, u64)>,
     ttl_ms: u64,
     lease_base: u64,
@@ -143,9 +143,9 @@ pub(super) struct Creditor {
     leases: BTreeMap<LeaseId, Lease>,
     by_request: BTreeMap<(InstanceId, u64), LeaseId>,
     recalls: Recalls,
-    /// What was taken back, and when, for as long as a debtor may not know it.
+    /// Revocations that a debtor may not know of yet, each with its time.
     revoked: Vec<(u64, Revoked)>,
-    /// Leases whose memory transports may read, with the blocks of theirs that are free as soon as nobody does.
+    /// Pinned leases, whose memory transports may read, each with its released blocks: free once unpinned.
     pinned: BTreeMap<LeaseId, Vec<PhysBlock>>,
 }
 
@@ -182,14 +182,14 @@ impl Creditor {
         creditor
     }
 
-    /// Leases and epochs are numbered as those of a process with this incarnation.
+    /// Starts lease ids and epochs anew for this incarnation.
     pub(super) fn begin_anew(&mut self, incarnation: u64) {
-        // Ids of two processes must not meet: 31 random bits above a counter for leases, 63 for epochs.
+        // Ids of two incarnations must not collide: 31 random bits above a counter for leases, 63 for epochs.
         self.lease_base = (spread(incarnation ^ 0x6c65_6173_6520_6964) >> 33) << 32;
         self.epoch_base = spread(incarnation ^ 0x6570_6f63_6820_3a29) >> 1;
     }
 
-    /// Blocks that would be lent now. While this instance wants blocks back it lends none: growth goes before lending.
+    /// Blocks that would be lent now; none while blocks are recalled, as growth goes before lending.
     pub(super) fn lendable(&self, pool: &BlockPool) -> u32 {
         if !self.recalls.is_empty() {
             return 0;
@@ -200,7 +200,8 @@ impl Creditor {
         under_cap.min(counts.free.saturating_sub(self.lend_reserve_blocks.max(self.growth_reserve)))
     }
 
-    /// A swap may use the reserve: between full instances it could not start otherwise.
+    /// As [`Creditor::lendable`], for a purpose. A swap may use the reserve: between full instances it could not start
+    /// otherwise.
     fn lendable_for(&self, purpose: LeasePurpose, pool: &BlockPool) -> u32 {
         let counts = pool.counts();
         match purpose {
@@ -213,22 +214,26 @@ impl Creditor {
         }
     }
 
-    /// Blocks that are not lent out of what is to spare: what was computed for others, and what transports still read.
-    pub(super) fn handed_over(&self) -> u32 {
+    /// Lent blocks that the limit on lending does not count: handed-over KV, and blocks that transports still read.
+    pub fn handed_over(&self) -> u32 {
         let handed: u32 = self.leases.values().filter(|l| l.purpose == LeasePurpose::Handover).map(|l| l.lent).sum();
         handed + self.held_back()
     }
 
     /// Blocks of ended leases that transports still read.
-    pub(super) fn held_back(&self) -> u32 {
+    pub fn held_back(&self) -> u32 {
         let blocks: usize = self.pinned.values().map(Vec::len).sum();
         u32::try_from(blocks).expect("at most the pool's blocks")
     }
 
-    /// See [`super::RManager::hand_over`].
-    pub(super) fn hand_over(
+    /// Turns an own sequence's blocks, which hold `tokens` tokens, into a lease of `debtor`'s sequence `seq`, in reply
+    /// to its prefill request `request`. The limit on lending does not count them.
+    ///
+    /// # Panics
+    /// If a block is not the sequence's.
+    pub fn hand_over(
         &mut self,
-        from: Owner,
+        own: SeqId,
         (debtor, seq, request): (InstanceId, SeqId, u64),
         blocks: Vec<PhysBlock>,
         tokens: u32,
@@ -238,7 +243,7 @@ impl Creditor {
         self.issued += 1;
         let lease = LeaseId(self.lease_base + self.issued);
         let epoch = Epoch(self.epoch_base.wrapping_add(self.issued));
-        pool.hand_over(from, Owner::Lent(lease), &blocks);
+        pool.hand_over(Owner::Own(own), Owner::Lent(lease), &blocks);
         let mut hasher = LeaseHasher::new(self.layers as usize, self.block_tokens, self.layer_token_bytes);
         hasher.skip(tokens);
         let entry = Lease {
@@ -255,28 +260,45 @@ impl Creditor {
             reserved_ms: None,
         };
         self.leases.insert(lease, entry);
-        let old = self.by_request.insert((debtor, request), lease);
-        assert_eq!(old, None, "a request is answered once");
+        // A lease request never has this number: no repetition of it can arrive.
         self.grant_of(lease)
     }
 
-    /// Transports may read a lease's memory from now on.
-    pub(super) fn pin(&mut self, lease: LeaseId) {
+    /// Pins a lent lease: transports may read its memory until [`Creditor::unpin`]; blocks released meanwhile become
+    /// free only then.
+    pub fn pin(&mut self, lease: LeaseId) {
         self.pinned.entry(lease).or_default();
     }
 
-    /// Nobody reads it any more.
-    pub(super) fn unpin(&mut self, lease: LeaseId, pool: &mut BlockPool) {
+    /// Unpins a lease: no transport reads it any more.
+    pub fn unpin(&mut self, lease: LeaseId, pool: &mut BlockPool) {
         let held = self.pinned.remove(&lease).unwrap_or_default();
         pool.free(Owner::Lent(lease), &held);
     }
 
-    /// Gives blocks of a lease back to the pool, at once or when nobody reads them any more.
+    /// Frees a handed-over lease that its debtor never took.
+    pub fn take_back(&mut self, debtor: InstanceId, lease: LeaseId, epoch: Epoch, pool: &mut BlockPool) {
+        let release = LeaseRelease { lease: lease.0, epoch: epoch.0, entries: u32::MAX, first: 0 };
+        self.on_release(debtor, &release, pool);
+    }
+
+    /// Renews a handed-over lease whose debtor still waits for it.
+    pub fn touch(&mut self, debtor: InstanceId, lease: LeaseId, now_ms: u64) {
+        self.on_renew(debtor, &LeaseRenew { leases: vec![lease.0], seq: 0 }, now_ms);
+    }
+
+    /// Frees blocks of a lease, at once or when it is unpinned.
     fn give_back(&mut self, lease: LeaseId, blocks: Vec<PhysBlock>, pool: &mut BlockPool) {
         match self.pinned.get_mut(&lease).filter(|_| !mutants::is(Mutant::PinIgnored)) {
             Some(held) => held.extend(blocks),
             None => pool.free(Owner::Lent(lease), &blocks),
         }
+    }
+
+    /// Whether a lease was granted for this request of a debtor.
+    #[must_use]
+    pub fn has_request(&self, debtor: InstanceId, request: u64) -> bool {
+        self.by_request.contains_key(&(debtor, request))
     }
 
     pub(super) fn lends_to(&self, debtor: InstanceId) -> bool {
@@ -328,7 +350,8 @@ impl Creditor {
         Ok(self.grant_of(lease))
     }
 
-    /// How long an older request waits that this one must not overtake. What runs waits for nobody.
+    /// How long an older request has waited, in milliseconds, that this one must not overtake. Growth of running
+    /// sequences waits for no request.
     fn older_than(&self, from: InstanceId, request: &LeaseRequest, now_ms: u64) -> Option<u64> {
         let oldest_waiting = self.oldest_waiting.filter(|(debtor, _)| *debtor != from).map(|(_, since)| since);
         let theirs = match (request.waited_ms, request.purpose()) {
@@ -351,7 +374,7 @@ impl Creditor {
         }
     }
 
-    /// Frees entries. What the debtor does not have (any more) is as good as released.
+    /// Frees released entries. Entries that are not the debtor's (any more) count as released.
     pub(super) fn on_release(&mut self, from: InstanceId, m: &LeaseRelease, pool: &mut BlockPool) -> LeaseReleased {
         let id = LeaseId(m.lease);
         if let Some(lease) = self.leases.get_mut(&id)
@@ -360,7 +383,7 @@ impl Creditor {
             let freed = lease.take(m.first..m.entries);
             lease.settle(pool);
             let over = lease.lent == 0;
-            // What others have still is no memory that came back.
+            // The memory of shared blocks does not become free.
             let returned = freed.iter().filter(|block| !pool.is_shared(**block)).count();
             self.give_back(id, freed, pool);
             if over {
@@ -373,7 +396,9 @@ impl Creditor {
 
     fn remove(&mut self, id: LeaseId, pool: &mut BlockPool) -> LeaseEnded {
         let mut lease = self.leases.remove(&id).expect("the lease exists");
-        self.by_request.remove(&(lease.debtor, lease.request));
+        if lease.purpose != LeasePurpose::Handover {
+            self.by_request.remove(&(lease.debtor, lease.request));
+        }
         self.give_back(id, lease.take(0..u32::MAX), pool);
         LeaseEnded { debtor: lease.debtor, lease: id }
     }
@@ -401,7 +426,8 @@ impl Creditor {
         self.remove_where(pool, |l| now_ms > l.renewed_ms + ttl_ms)
     }
 
-    /// Frees what was reserved for moves and not written for too long. Nobody attends to it: it was not acknowledged.
+    /// Frees reserved entries of moves that were not written for [`limits::MOVE_RESERVE_MS`]. They are not sealed, so
+    /// no step attends to them.
     fn expire_reservations(&mut self, now_ms: u64, pool: &mut BlockPool) {
         let over = |l: &Lease| l.reserved_ms.is_some_and(|at| now_ms > at + limits::MOVE_RESERVE_MS);
         let ids: Vec<LeaseId> = self.leases.iter().filter(|(_, l)| over(l)).map(|(id, _)| *id).collect();
@@ -419,29 +445,25 @@ impl Creditor {
         }
     }
 
-    /// Asks debtors for `blocks` back, less what was asked for already: those of the youngest leases first, and none that
-    /// others share.
-    pub(super) fn recall(
-        &mut self,
-        blocks: u32,
-        take: bool,
-        now_ms: u64,
-        pool: &BlockPool,
-    ) -> Vec<(InstanceId, Recall)> {
+    /// Recalls `blocks` lent blocks, less those being recalled; returns the messages to debtors. With `take`, blocks
+    /// not returned in time may be revoked. Until the recalls have ended, nothing is lent.
+    pub fn recall(&mut self, blocks: u32, take: bool, now_ms: u64, pool: &BlockPool) -> Vec<(InstanceId, Recall)> {
         let youngest = self.leases.values().rev().map(|l| (l.debtor, l.alone(pool)));
         self.recalls.start(blocks, take, now_ms, youngest)
     }
 
-    /// Lent blocks that come back, by a recall or when nobody reads them any more.
-    pub(super) fn recallable(&self, pool: &BlockPool) -> u32 {
+    /// Lent blocks whose memory becomes free on return: those not shared.
+    pub fn recallable(&self, pool: &BlockPool) -> u32 {
         self.leases.values().map(|lease| lease.alone(pool)).sum::<u32>() + self.held_back()
     }
 
-    pub(super) fn recalling(&self) -> bool {
+    /// Whether recalls are in progress.
+    pub fn recalling(&self) -> bool {
         !self.recalls.is_empty()
     }
 
-    pub(super) fn recalls_met(&self) -> u64 {
+    /// Number of recalls met.
+    pub fn recalls_met(&self) -> u64 {
         self.recalls.met
     }
 
@@ -453,14 +475,9 @@ impl Creditor {
         &mut self.recalls
     }
 
-    /// Takes `blocks` back from a debtor without its consent: the last entries of its youngest leases that nobody shares.
-    pub(super) fn revoke(
-        &mut self,
-        debtor: InstanceId,
-        blocks: u32,
-        now_ms: u64,
-        pool: &mut BlockPool,
-    ) -> Vec<Revoked> {
+    /// Revokes blocks of a debtor. The caller informs it ([`lagoon_protocol::LeaseRevoked`]) and stops serving its
+    /// steps that attend to them.
+    pub fn revoke(&mut self, debtor: InstanceId, blocks: u32, now_ms: u64, pool: &mut BlockPool) -> Vec<Revoked> {
         let ids: Vec<LeaseId> =
             self.leases.iter().rev().filter(|(_, l)| l.debtor == debtor).map(|(id, _)| *id).collect();
         let (mut left, mut revoked) = (blocks, Vec::new());
@@ -487,7 +504,8 @@ impl Creditor {
         revoked
     }
 
-    pub(super) fn revoked(&self) -> impl Iterator<Item = &Revoked> {
+    /// Revocations within the last lease time to live: their debtors may still believe to hold the entries.
+    pub fn revoked(&self) -> impl Iterator<Item = &Revoked> {
         self.revoked.iter().map(|(_, r)| r)
     }
 
@@ -499,9 +517,9 @@ impl Creditor {
         self.remove_where(pool, |_| true)
     }
 
-    /// Rows of the request placement map, one for each debtor and sequence. What is written in every layer could move.
-    /// So could what was computed here, once its debtor has read the rest of it.
-    pub(super) fn rows(&self, pool: &BlockPool) -> Vec<PlacementEntry> {
+    /// Rows of the request placement map, one for each debtor and sequence. Blocks written in every layer could move.
+    /// So could handed-over blocks, once their debtor has read the rest of the lease.
+    pub fn rows(&self, pool: &BlockPool) -> Vec<PlacementEntry> {
         let mut rows: BTreeMap<(u32, u64), (u32, usize)> = BTreeMap::new();
         for lease in self.leases.values() {
             let left = lease.purpose == LeasePurpose::Handover && lease.lent < lease.entries();
@@ -534,27 +552,30 @@ impl Creditor {
         debts.into_iter().map(|(debtor, blocks)| Debt { debtor: debtor.0, blocks }).collect()
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
+    /// Lent entries, as in [`super::held::HeldLeases::iter`], with the debtor first.
+    pub fn iter(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
         self.leases.iter().flat_map(|(id, l)| l.ranges().map(|r| (l.debtor, *id, l.epoch, r.start, r.end)))
     }
 
-    pub(super) fn is_lent(&self, lease: LeaseId) -> bool {
+    /// Whether a lease has unreleased entries.
+    pub fn is_lent(&self, lease: LeaseId) -> bool {
         self.leases.get(&lease).is_some_and(|lease| lease.lent > 0)
     }
 
-    /// See [`super::RManager::lent_entry`].
-    pub(super) fn entry(&self, lease: LeaseId, entry: u32) -> Option<LentEntry> {
+    /// A lent, unreleased entry.
+    pub fn entry(&self, lease: LeaseId, entry: u32) -> Option<LentEntry> {
         let l = self.leases.get(&lease)?;
         let block = l.blocks.get(entry as usize).copied().flatten()?;
         Some(LentEntry { debtor: l.debtor, seq: l.seq, epoch: l.epoch, block, purpose: l.purpose })
     }
 
-    /// Blocks of leases for swaps.
-    pub(super) fn lent_for_swaps(&self) -> u32 {
+    /// Blocks lent for swaps around frozen cycles: only these may exceed the limit on lending, by the reserve at most.
+    pub fn lent_for_swaps(&self) -> u32 {
         self.leases.values().filter(|l| l.purpose == LeasePurpose::Swap).map(|l| l.lent).sum()
     }
 
-    pub(super) fn hashers(&self) -> impl Iterator<Item = &LeaseHasher> + '_ {
+    /// Hashing state of lent leases, for accounting.
+    pub fn hashers(&self) -> impl Iterator<Item = &LeaseHasher> + '_ {
         self.leases.values().map(|l| &l.hasher)
     }
 
@@ -589,7 +610,9 @@ impl Creditor {
         Ok(pieces)
     }
 
-    pub(super) fn resolve(&self, from: InstanceId, run: &LeaseRun, out: &mut Vec<KvRun>) -> Result<(), RefuseCode> {
+    /// Appends the runs in own slots of a debtor's lease run; nothing on an error. Freed entries are
+    /// [`RefuseCode::OutOfRange`]: a debtor frees no entry that a step of its own still reads.
+    pub fn resolve(&self, from: InstanceId, run: &LeaseRun, out: &mut Vec<KvRun>) -> Result<(), RefuseCode> {
         let lease = self.find(from, (run.lease, run.epoch))?;
         if run.first_pos.checked_add(run.len).is_none_or(|end| end > limits::SEQUENCE_TOKENS_MAX) {
             return Err(RefuseCode::OutOfRange);
@@ -603,7 +626,18 @@ impl Creditor {
         Ok(())
     }
 
-    pub(super) fn begin_write(
+    /// Slots to write `tokens` tokens of `layer` at `offset` of a lease to: physically consecutive pieces, in order.
+    ///
+    /// A layer is written strictly in ascending order: `offset` must be the written length. Any other offset, a
+    /// repetition too, is [`RefuseCode::OutOfRange`]: the bytes may differ from those hashed and attended to. Bulk
+    /// streams neither repeat nor reorder, so a repetition means that the debtor redid a step. Such a debtor releases
+    /// the lease and writes a new one.
+    ///
+    /// Tokens of entries that the debtor has freed meanwhile are in no piece (a window's release may overtake the
+    /// write); they count as written.
+    ///
+    /// When the write is queued, [`super::RManager::commit_write`] must follow before any other call for this lease.
+    pub fn begin_write(
         &self,
         from: InstanceId,
         key: (LeaseId, Epoch),
@@ -617,7 +651,8 @@ impl Creditor {
         self.pieces(self.find(from, key)?, offset, tokens)
     }
 
-    pub(super) fn written(&self, from: InstanceId, key: (LeaseId, Epoch), layer: u32) -> Result<u32, RefuseCode> {
+    /// Tokens written in `layer` of a lease of `from`, from its first entry on.
+    pub fn written(&self, from: InstanceId, key: (LeaseId, Epoch), layer: u32) -> Result<u32, RefuseCode> {
         let lease = self.find(from, key)?;
         if layer >= self.layers {
             return Err(RefuseCode::Malformed);
@@ -643,7 +678,10 @@ impl Creditor {
         lease.whole.extend(whole.into_iter().filter(|(entry, _)| lent(*entry)));
     }
 
-    pub(super) fn seal(
+    /// Seals a written entry if its content has `hash`. Idempotent. [`RefuseCode::OutOfRange`] if it is not written in
+    /// every layer. A freed entry needs no seal: `Ok`. Returns whether the debtor waits for a
+    /// [`lagoon_protocol::LeaseSealed`], because the lease is for a move.
+    pub fn seal(
         &mut self,
         from: InstanceId,
         key: (LeaseId, Epoch),

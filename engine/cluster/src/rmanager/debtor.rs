@@ -1,12 +1,12 @@
 //! The debtor's half of an rManager: one negotiation per borrow (the contract protocol, Infinite-LLM v1 §4.4).
 //!
-//! A borrow asks the gManager for candidates and then those, one after the other; each may grant a part. After the
-//! last one it asks the gManager again, naming whom it need not recommend. It is all or nothing: what a failed borrow
-//! was granted is released.
+//! A borrow asks the gManager for candidates, then the candidates one after the other; each may grant a part. After the
+//! last one it asks the gManager again, excluding those it has asked. It is all or nothing: a failed borrow releases
+//! its grants.
 //!
 //! Invariants:
 //! * every borrow ends in exactly one output (or its cancellation) before its deadline;
-//! * a grant belongs to a borrow that waits for it, or it is released at once; nothing leaks;
+//! * a grant belongs to a waiting borrow, or it is released at once; nothing leaks;
 //! * a candidate is asked at most once per borrow.
 
 use super::held::{Held, HeldLeases, Reserved};
@@ -21,9 +21,9 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 #[derive(Debug)]
 enum State {
-    /// Waits for the gManager. `asked_ms` is `None` until this instance has a number.
+    /// Waits for the gManager's advice. `asked_ms` is `None` until this instance has an id.
     Advice { query: u64, asked_ms: Option<u64> },
-    /// Waits for a candidate.
+    /// Waits for a candidate's reply.
     Asking { request: u64, candidate: Candidate, sent_ms: u64, blocks: u32 },
 }
 
@@ -31,7 +31,7 @@ enum State {
 struct Borrow {
     seq: SeqId,
     wanted: u32,
-    /// When the sequence came, if it does not run yet.
+    /// When the sequence's request arrived, in milliseconds; `None` once it runs.
     since_ms: Option<u64>,
     deadline_ms: u64,
     round: u32,
@@ -43,11 +43,11 @@ struct Borrow {
     /// [`LeasePurpose::Growth`] is all or nothing; a move takes what the first candidate that lends has.
     purpose: LeasePurpose,
     tier: TierRequest,
-    /// What the last candidate said that it could lend.
+    /// Blocks that the last candidate could lend, as it replied.
     lendable: Option<u32>,
 }
 
-/// A request whose borrow does not wait for it any more.
+/// A lease request that its borrow no longer waits for; a late grant is released.
 #[derive(Debug)]
 struct Late {
     instance: InstanceId,
@@ -56,9 +56,9 @@ struct Late {
 }
 
 #[derive(Debug)]
-pub(super) struct Debtor {
+pub struct Debtor {
     instance: Option<InstanceId>,
-    /// Last number given to a borrow, a query or a request.
+    /// Last number issued, for borrows, queries and requests.
     issued: u64,
     borrows: BTreeMap<BorrowId, Borrow>,
     late: BTreeMap<u64, Late>,
@@ -66,7 +66,8 @@ pub(super) struct Debtor {
     paused: BTreeMap<InstanceId, u64>,
     /// Creditors whose memory is mapped here.
     near: BTreeSet<InstanceId>,
-    pub(super) held: HeldLeases,
+    /// Leases held from creditors.
+    pub held: HeldLeases,
 }
 
 impl Debtor {
@@ -83,8 +84,9 @@ impl Debtor {
         }
     }
 
-    /// See [`super::RManager::set_near`].
-    pub(super) fn set_near(&mut self, creditor: InstanceId, near: bool) {
+    /// Sets whether a creditor's memory is mapped here: among the gManager's candidates, mapped creditors are asked
+    /// first.
+    pub fn set_near(&mut self, creditor: InstanceId, near: bool) {
         if near {
             self.near.insert(creditor)
         } else {
@@ -109,7 +111,9 @@ impl Debtor {
         self.issued
     }
 
-    pub(super) fn borrow(
+    /// Starts to borrow `blocks` (not 0) for a sequence, all or nothing. Exactly one [`Output::Borrowed`] or
+    /// [`Output::BorrowFailed`] follows within [`limits::BORROW_DEADLINE_MS`], unless cancelled.
+    pub fn borrow(
         &mut self,
         seq: SeqId,
         blocks: u32,
@@ -123,8 +127,11 @@ impl Debtor {
         id
     }
 
-    /// `try_move_kvcache` (v2 §6.2) at `target`, or at whoever the gManager names.
-    pub(super) fn reserve(
+    /// Reserves up to `blocks` (not 0) for a move of a sequence (`try_move_kvcache`, v2 §6.2), at `target` with its
+    /// address, or at the gManager's candidates. Exactly one [`Output::Reserved`] or [`Output::NotReserved`] follows
+    /// within [`limits::BORROW_DEADLINE_MS`], unless cancelled. The reservation expires if it is not written for
+    /// [`limits::MOVE_RESERVE_MS`]: see [`super::RManager::note_written`].
+    pub fn reserve(
         &mut self,
         seq: SeqId,
         target: Option<(InstanceId, String)>,
@@ -147,12 +154,15 @@ impl Debtor {
         id
     }
 
-    pub(super) fn next_request(&mut self) -> u64 {
+    /// A new number for a prefill request to another instance; never equal to a lease request's.
+    pub fn next_request(&mut self) -> u64 {
         self.issue()
     }
 
-    /// See [`super::RManager::take_over`].
-    pub(super) fn take_over(
+    /// Holds a lease that a prefill worker handed over, like a borrowed one. `confirmed_ms`: when the last message was
+    /// sent that the worker answered before it lent. False if the lease is held already, or if `confirmed_ms` is so
+    /// long ago that the worker may have freed it.
+    pub fn take_over(
         &mut self,
         seq: SeqId,
         lease: &BorrowedLease,
@@ -168,13 +178,13 @@ impl Debtor {
             seq,
             blocks: lease.blocks,
             released: RangeSet::default(),
-            ttl_ms: ttl_ms.max(limits::LEASE_RENEW_MS * 3),
+            ttl_ms: ttl_ms.clamp(limits::LEASE_RENEW_MS * 3, limits::LEASE_TTL_MS_MAX),
             confirmed_ms,
             borrow: None,
             reserved: None,
             places: Vec::new(),
         };
-        // The answer was on its way, or this instance stood still, for so long that the creditor may have freed it.
+        // The reply took so long, or this instance stood still so long, that the creditor may have freed the lease.
         if now_ms >= held.lost_at_ms() {
             return false;
         }
@@ -182,16 +192,16 @@ impl Debtor {
         true
     }
 
-    /// See [`super::RManager::decline`].
-    pub(super) fn decline(&mut self, lease: &BorrowedLease, now_ms: u64) {
+    /// Releases a lease that a prefill worker handed over and that is not wanted any more.
+    pub fn decline(&mut self, lease: &BorrowedLease, now_ms: u64) {
         if self.held.get(lease.creditor, lease.lease).is_none() {
             let key = (lease.creditor, lease.lease);
             self.held.start_release(key, lease.quic_addr.clone(), lease.epoch, 0..lease.blocks, now_ms);
         }
     }
 
-    /// Nothing is borrowed from `creditor` for a while.
-    pub(super) fn pause(&mut self, creditor: InstanceId, until_ms: u64) {
+    /// Borrows nothing from a creditor that recalled blocks, before `until_ms`.
+    pub fn pause(&mut self, creditor: InstanceId, until_ms: u64) {
         self.paused.insert(creditor, until_ms);
     }
 
@@ -217,7 +227,9 @@ impl Debtor {
         id
     }
 
-    pub(super) fn cancel(&mut self, id: BorrowId, now_ms: u64) -> bool {
+    /// Cancels a borrow and releases its grants. False if it is complete: then the caller has the leases and releases
+    /// them.
+    pub fn cancel(&mut self, id: BorrowId, now_ms: u64) -> bool {
         if let Some(borrow) = self.borrows.remove(&id) {
             self.abandon(borrow, now_ms);
             return true;
@@ -236,15 +248,15 @@ impl Debtor {
             _ => Vec::new(),
         };
         for lease in leases {
-            self.held.release(lease.creditor, lease.lease, 0..lease.blocks, now_ms);
+            self.held.release_range(lease.creditor, lease.lease, 0..lease.blocks, now_ms);
         }
         true
     }
 
-    /// Releases what a borrow got, and whatever is still to be granted to it.
+    /// Releases a borrow's grants, and those still to come.
     fn abandon(&mut self, borrow: Borrow, now_ms: u64) {
         for (creditor, lease) in borrow.granted {
-            self.held.release(creditor, lease, 0..u32::MAX, now_ms);
+            self.held.release_range(creditor, lease, 0..u32::MAX, now_ms);
         }
         if let State::Asking { request, candidate, .. } = borrow.state {
             self.expect_late(request, &candidate, now_ms);
@@ -280,7 +292,7 @@ impl Debtor {
         self.query(id, now_ms);
     }
 
-    /// Sends (again) the query of a borrow that waits for advice.
+    /// Sends, or repeats, the query of a borrow that waits for advice.
     fn query(&mut self, id: BorrowId, now_ms: u64) {
         let Some(debtor) = self.instance else { return };
         let borrow = self.borrows.get_mut(&id).expect("the borrow goes on");
@@ -298,7 +310,8 @@ impl Debtor {
         self.held.outputs.push_back(Output::ToGManager(ControlBody::BorrowQuery(message)));
     }
 
-    pub(super) fn on_advice(&mut self, advice: &BorrowAdvice, now_ms: u64) {
+    /// Handles the gManager's recommendation.
+    pub fn on_advice(&mut self, advice: &BorrowAdvice, now_ms: u64) {
         let waits = |b: &Borrow| matches!(b.state, State::Advice { query, .. } if query == advice.query);
         let Some((&id, borrow)) = self.borrows.iter_mut().find(|(_, b)| waits(b)) else { return };
         if u64::from(borrow.wanted) > advice.pool_blocks_total {
@@ -310,15 +323,17 @@ impl Debtor {
             let asked = borrow.asked.contains(&instance) || self.paused.contains_key(&instance);
             c.instance != 0 && Some(instance) != self.instance && !asked
         };
-        borrow.candidates = advice.candidates.iter().filter(usable).take(limits::CANDIDATES).cloned().collect();
+        let mut named = BTreeSet::new();
+        let candidates = advice.candidates.iter().filter(usable).filter(|c| named.insert(c.instance));
+        borrow.candidates = candidates.take(limits::CANDIDATES).cloned().collect();
         let near = &self.near;
         borrow.candidates.make_contiguous().sort_by_key(|c| !near.contains(&InstanceId(c.instance)));
         if borrow.candidates.is_empty() {
             let reason = if borrow.asked.is_empty() { BorrowFailure::NoCreditors } else { BorrowFailure::Refused };
             return self.fail(id, reason, now_ms);
         }
-        // More than the whole pool lends: whoever granted a part of it would keep it from others meanwhile. The ledger may
-        // be older than what became free since, so that growth by a block or two tries its luck all the same.
+        // More than the whole pool lends: partial grants would only keep blocks from others. Growth by a block or two
+        // tries nevertheless, as the advice may be older than freed blocks.
         let left = borrow.wanted - borrow.got;
         let growth = borrow.purpose == LeasePurpose::Growth && left > limits::GROWTH_BLOCKS;
         if growth && u64::from(left) > advice.pool_blocks_lendable {
@@ -336,7 +351,7 @@ impl Debtor {
         let quic_addr = candidate.quic_addr.clone();
         borrow.asked.insert(instance);
         let blocks = borrow.wanted - borrow.got;
-        // Less per creditor, and the sequence would need more creditors than it may have.
+        // With smaller grants the sequence would need more than [`limits::CREDITORS_MAX`] creditors.
         let blocks_min = match borrow.purpose {
             LeasePurpose::Growth => blocks.div_ceil(u32::try_from(limits::CREDITORS_MAX).expect("a small constant")),
             LeasePurpose::Move | LeasePurpose::Swap | LeasePurpose::Handover => 1,
@@ -387,7 +402,7 @@ impl Debtor {
             seq: borrow.seq,
             blocks: grant.blocks,
             released: RangeSet::default(),
-            ttl_ms: grant.ttl_ms,
+            ttl_ms: grant.ttl_ms.min(limits::LEASE_TTL_MS_MAX),
             confirmed_ms,
             borrow: Some(id),
             reserved: (borrow.purpose != LeasePurpose::Growth)
@@ -426,11 +441,11 @@ impl Debtor {
         }
     }
 
-    /// Tells the gManager, and goes on with the next candidate.
+    /// Reports a refusal to the gManager and asks the next candidate.
     fn refused(&mut self, id: BorrowId, creditor: InstanceId, blocks_lendable: u32, now_ms: u64) {
         let borrow = self.borrows.get_mut(&id).expect("the borrow goes on");
         borrow.lendable = Some(blocks_lendable);
-        // One that has the blocks keeps them for an older request: others may get them.
+        // A creditor that has enough blocks keeps them for an older request: no refusal to report.
         if blocks_lendable < borrow.wanted - borrow.got {
             let refusal = Refusal { creditor: creditor.0, blocks_lendable };
             self.held.outputs.push_back(Output::ToGManager(ControlBody::Refusal(refusal)));
@@ -438,7 +453,7 @@ impl Debtor {
         self.ask_next(id, now_ms);
     }
 
-    /// A candidate does not answer (in time): as good as a refusal, but a grant may still come.
+    /// Goes on after a candidate that does not answer in time, as after a refusal; its grant may still come.
     fn unanswered(&mut self, id: BorrowId, now_ms: u64) {
         let State::Asking { request, candidate, .. } = &self.borrows[&id].state else { panic!("{id:?} asks nobody") };
         let (request, candidate) = (*request, candidate.clone());
@@ -452,7 +467,7 @@ impl Debtor {
         }
     }
 
-    /// A lease is gone: its borrow looks for other blocks, or its sequence is told.
+    /// Removes a lost lease: its borrow looks for other blocks, or its sequence loses KV.
     fn lose(&mut self, creditor: InstanceId, lease: LeaseId) -> Option<Held> {
         let held = self.held.remove(creditor, lease)?;
         match held.borrow.and_then(|id| self.borrows.get_mut(&id)) {
@@ -465,12 +480,12 @@ impl Debtor {
         Some(held)
     }
 
-    /// The creditor has taken entries (all of them, if `entries` is 0) of a lease back.
+    /// Handles a creditor's revocation of entries of a lease (all, if `entries` is 0).
     pub(super) fn on_revoked(&mut self, from: InstanceId, m: &LeaseRevoked, now_ms: u64) {
         let lease = LeaseId(m.lease);
         let unfinished = self.held.get(from, lease).is_some_and(|h| h.borrow.is_some());
         if m.entries == 0 || unfinished {
-            // A borrow takes whole leases: what is left of this one goes back.
+            // A borrow needs whole leases: the rest of this one is released.
             if let Some(held) = self.lose(from, lease).filter(|_| m.entries > 0) {
                 self.held.start_release((from, lease), held.quic_addr, held.epoch, 0..held.blocks, now_ms);
             }
@@ -490,7 +505,8 @@ impl Debtor {
         self.borrows.iter().filter(|(_, b)| asks(b)).map(|(id, _)| *id).collect()
     }
 
-    pub(super) fn on_peer_down(&mut self, peer: InstanceId, now_ms: u64) {
+    /// Handles a lost connection. Leases outlive it; requests to the peer do not.
+    pub fn on_peer_down(&mut self, peer: InstanceId, now_ms: u64) {
         self.held.on_peer_down(peer);
         for id in self.asking(|candidate, _| candidate.instance == peer.0) {
             self.unanswered(id, now_ms);
@@ -506,7 +522,7 @@ impl Debtor {
         }
     }
 
-    /// This instance was declared dead: creditors have freed everything or will. Queries wait for a new number.
+    /// Drops all leases and requests after a fence: creditors have freed the leases or will. Queries wait for a new id.
     pub(super) fn forget_all(&mut self, now_ms: u64) {
         self.instance = None;
         let borrows: Vec<BorrowId> = self.borrows.keys().copied().collect();
@@ -557,7 +573,8 @@ impl Debtor {
         self.borrows.values().map(of).chain(self.held.next_wake_ms()).chain(late).chain(paused).min()
     }
 
-    pub(super) fn borrowing(&self) -> usize {
+    /// Number of borrows in negotiation.
+    pub fn borrowing(&self) -> usize {
         self.borrows.len()
     }
 }

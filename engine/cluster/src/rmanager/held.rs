@@ -1,21 +1,21 @@
-//! What a debtor holds of others: leases in use, releases that are not acknowledged yet, and renewals.
+//! Leases that a debtor holds from others: in use, being released (not acknowledged yet), and their renewals.
 //!
 //! Invariants:
-//! * a lease is held from its grant until it is released or lost; while it is held, its creditor lends it, because it
-//!   counts as lost [`MARGIN`] of its time to live before the creditor may free it, counted from when the last
-//!   acknowledged request or renewal was *sent*;
-//! * a release is repeated until it is acknowledged, or the creditor is another process, or the creditor's own time to
-//!   live has done its work.
+//! * a lease is held from its grant until it is released or lost; while it is held, its creditor lends it: it counts as
+//!   lost one [`MARGIN`]th of its time to live before the creditor may free it, counted from when the last acknowledged
+//!   request or renewal was *sent*;
+//! * a release is repeated until it is acknowledged, the creditor's process is replaced, or the creditor's time to live
+//!   has passed.
 
 use super::output::{BorrowId, Output};
 use crate::mutants::{self, Mutant};
-use lagoon_kv::RangeSet;
+use lagoon_kv::{RangeSet, RemoteEntries};
 use lagoon_protocol::{ControlBody, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, LeaseSealed};
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
-/// One part in this many of a lease's time to live is the debtor's safety margin.
+/// The debtor's safety margin, as a fraction of a lease's time to live: one part in this many.
 const MARGIN: u64 = 8;
 /// Leases in one renewal message (10 bytes each at most, well under a control frame).
 const RENEW_LEASES_MAX: usize = 32_768;
@@ -27,40 +27,41 @@ pub(super) struct Held {
     pub(super) quic_addr: String,
     pub(super) epoch: Epoch,
     pub(super) seq: SeqId,
-    /// Entries that it ever had.
+    /// Number of entries granted.
     pub(super) blocks: u32,
     pub(super) released: RangeSet,
     pub(super) ttl_ms: u64,
-    /// When the last message was sent that the creditor is known to have taken as a sign of life.
+    /// When the last message was sent that the creditor has answered.
     pub(super) confirmed_ms: u64,
-    /// The borrow that it belongs to, until that is complete.
+    /// Its borrow, until that is complete.
     pub(super) borrow: Option<BorrowId>,
-    /// Of a lease for a move, until its entries are all sealed.
+    /// Reservation of a lease for a move, until its entries are all sealed.
     pub(super) reserved: Option<Reserved>,
-    /// By entry, in which rBlock of the creditor's lent memory it is sealed, as far as the creditor said; else [`NO_PLACE`].
+    /// By entry: the rBlock of the creditor's lent memory in which it is sealed, as reported; else [`NO_PLACE`].
     pub(super) places: Vec<u32>,
 }
 
-/// Of an entry that is not sealed, or not in memory that can be mapped.
+/// Place of an entry that is not sealed, or not in memory that can be mapped.
 pub(super) const NO_PLACE: u32 = u32::MAX;
 
 /// A reservation for a move, on the debtor.
 #[derive(Clone, Debug)]
 pub(super) struct Reserved {
     pub(super) sealed: RangeSet,
-    /// When the last write was sent, or the request.
+    /// When the last write, or the request, was sent.
     pub(super) written_ms: u64,
 }
 
 impl Reserved {
-    /// Before the creditor may free it: that counts from when it received what was sent here.
+    /// When the reservation counts as lost here: before the creditor may free it, which counts from the write's
+    /// arrival.
     fn lost_at_ms(&self) -> u64 {
         self.written_ms + limits::MOVE_RESERVE_MS - limits::MOVE_RESERVE_MS / MARGIN
     }
 }
 
 impl Held {
-    /// A reservation whose entries are all sealed or released is a lease like any other.
+    /// Turns a reservation into an ordinary lease once its entries are all sealed or released.
     fn settle(&mut self) {
         let open = |r: &Reserved| r.sealed.gaps(0..self.blocks).any(|gap| self.released.gaps(gap).next().is_some());
         if self.reserved.as_ref().is_some_and(|r| !open(r)) {
@@ -73,7 +74,7 @@ impl Held {
     }
 }
 
-/// Entries up to `entries`, which is their end.
+/// A release in progress, of the entries up to `entries` (exclusive).
 #[derive(Debug)]
 struct Releasing {
     quic_addr: String,
@@ -83,7 +84,7 @@ struct Releasing {
     give_up_ms: u64,
 }
 
-/// Renewals to one creditor that are not answered, the oldest first: their numbers, when they were sent, and what they renew.
+/// Unanswered renewals to one creditor, the oldest first: number, time sent, and leases.
 #[derive(Debug)]
 struct Renewals {
     sent_ms: u64,
@@ -91,18 +92,19 @@ struct Renewals {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct HeldLeases {
+pub struct HeldLeases {
     leases: BTreeMap<(InstanceId, LeaseId), Held>,
     /// By creditor, lease and first entry.
     releasing: BTreeMap<(InstanceId, LeaseId, u32), Releasing>,
     renewals: BTreeMap<InstanceId, Renewals>,
-    /// The number of the last one.
+    /// Number of the last renewal.
     renewed: u64,
     pub(super) outputs: VecDeque<Output>,
 }
 
 impl HeldLeases {
-    pub(super) fn blocks(&self) -> u32 {
+    /// Blocks held from others, including those of unfinished borrows.
+    pub fn blocks(&self) -> u32 {
         self.leases.values().map(|h| h.blocks - h.released.len()).sum()
     }
 
@@ -114,13 +116,16 @@ impl HeldLeases {
         self.leases.get(&(creditor, lease))
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
+    /// Held, unreleased entries: creditor, lease, epoch, and a range of entries, first and end. A lease has one row per
+    /// range.
+    pub fn iter(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
         self.leases.iter().flat_map(|((creditor, lease), h)| {
             h.released.gaps(0..h.blocks).map(|r| (*creditor, *lease, h.epoch, r.start, r.end))
         })
     }
 
-    pub(super) fn unsealed(&self) -> impl Iterator<Item = (InstanceId, LeaseId, u32)> + '_ {
+    /// Entries reserved for moves that are neither acknowledged as sealed nor released: creditor, lease, entry.
+    pub fn unsealed(&self) -> impl Iterator<Item = (InstanceId, LeaseId, u32)> + '_ {
         self.leases.iter().flat_map(|((creditor, lease), h)| {
             let open = h.reserved.iter().flat_map(|r| r.sealed.gaps(0..h.blocks)).flatten();
             open.filter(|entry| !h.released.contains(*entry)).map(|entry| (*creditor, *lease, entry))
@@ -138,15 +143,29 @@ impl HeldLeases {
         assert!(old.is_none(), "{creditor}'s {lease} was held already");
     }
 
-    /// The borrow that `leases` belong to is complete.
+    /// Marks a borrow's leases as complete.
     pub(super) fn hand_out(&mut self, leases: &[(InstanceId, LeaseId)]) {
         for key in leases {
             self.leases.get_mut(key).expect("a borrow's leases are held").borrow = None;
         }
     }
 
-    /// Releases entries, and stops holding the lease if they are the last.
-    pub(super) fn release(&mut self, creditor: InstanceId, lease: LeaseId, entries: Range<u32>, now_ms: u64) {
+    /// Releases entries of a held lease. Other leases are ignored, so that a sequence may hand in all that it frees,
+    /// lost leases included.
+    pub fn release(&mut self, entries: &RemoteEntries, now_ms: u64) {
+        self.release_range(entries.creditor, entries.lease, entries.first..entries.entries, now_ms);
+    }
+
+    /// By entry of a held lease: the rBlock of the creditor's lent memory in which it is sealed, as reported;
+    /// `u32::MAX` if not sealed.
+    #[must_use]
+    pub fn places(&self, creditor: InstanceId, lease: LeaseId, epoch: Epoch) -> &[u32] {
+        let held = self.get(creditor, lease).filter(|held| held.epoch == epoch);
+        held.map_or(&[], |held| &held.places)
+    }
+
+    /// As [`HeldLeases::release`], by creditor, lease and range.
+    pub(super) fn release_range(&mut self, creditor: InstanceId, lease: LeaseId, entries: Range<u32>, now_ms: u64) {
         let key = (creditor, lease);
         let Some(held) = self.leases.get_mut(&key) else { return };
         let entries = entries.start..entries.end.min(held.blocks);
@@ -161,7 +180,7 @@ impl HeldLeases {
         self.start_release(key, quic_addr, epoch, entries, now_ms);
     }
 
-    /// Releases entries of a lease that are not (or no longer) held: a late grant, or one that seems lost.
+    /// Releases entries of a lease that is not held (any more): a late grant, or one that seems lost.
     pub(super) fn start_release(
         &mut self,
         (creditor, lease): (InstanceId, LeaseId),
@@ -171,7 +190,7 @@ impl HeldLeases {
         now_ms: u64,
     ) {
         let (first, end) = (entries.start, entries.end);
-        // What the new one says need not be said again.
+        // The new release covers these.
         let all = (creditor, lease, 0)..=(creditor, lease, u32::MAX);
         let covered = self.releasing.range(all).filter(|((_, _, f), r)| (first..end).contains(f) && r.entries <= end);
         let covered: Vec<_> = covered.map(|(key, _)| *key).collect();
@@ -180,7 +199,7 @@ impl HeldLeases {
         let releasing = Releasing { quic_addr, epoch, entries: end, sent_ms: now_ms, give_up_ms };
         let key = (creditor, lease, first);
         self.outputs.push_back(release_message(key, &releasing));
-        // A longer one from the same entry on may be in progress: what it says holds, and it is repeated on its own.
+        // A longer release from the same entry may be in progress: it covers this one and is repeated on its own.
         match self.releasing.get(&key) {
             Some(longer) if longer.entries > end => {}
             _ if mutants::is(Mutant::ReleaseUnconfirmed) => {}
@@ -195,8 +214,8 @@ impl HeldLeases {
         }
     }
 
-    /// Takes an answer to a renewal; returns the leases that are lost. Answers come in order: those to older renewals found a full
-    /// queue.
+    /// Handles the reply to a renewal; returns the lost leases. Replies come in order: those to older renewals were
+    /// dropped by a full queue.
     pub(super) fn on_renewed(&mut self, from: InstanceId, m: &LeaseRenewed) -> Vec<LeaseId> {
         let Some(renewals) = self.renewals.get_mut(&from) else { return Vec::new() };
         let Some(at) = renewals.outstanding.iter().position(|(seq, ..)| *seq == m.seq) else { return Vec::new() };
@@ -213,35 +232,35 @@ impl HeldLeases {
         lost
     }
 
-    /// Answers that were in progress will not come.
+    /// Drops the unanswered renewals to a peer whose connection is gone.
     pub(super) fn on_peer_down(&mut self, peer: InstanceId) {
         if let Some(renewals) = self.renewals.get_mut(&peer) {
             renewals.outstanding.clear();
         }
     }
 
-    /// The creditor is another process: nothing of the old one is left to release. Returns what is lost.
+    /// Drops releases and renewals to a creditor whose process was replaced. Returns the lost leases.
     pub(super) fn on_peer_restarted(&mut self, peer: InstanceId) -> Vec<LeaseId> {
         self.renewals.remove(&peer);
         self.releasing.retain(|(creditor, _, _), _| *creditor != peer);
         self.of(peer).collect()
     }
 
-    /// Nothing is renewed or released any more. Returns what is lost.
+    /// Drops all releases and renewals. Returns the lost leases.
     pub(super) fn forget_all(&mut self) -> Vec<(InstanceId, LeaseId)> {
         self.renewals.clear();
         self.releasing.clear();
         self.leases.keys().copied().collect()
     }
 
-    /// KV for a reservation was sent: it lives on.
+    /// Extends a reservation: KV for it was sent.
     pub(super) fn note_written(&mut self, creditor: InstanceId, lease: LeaseId, now_ms: u64) {
         if let Some(reserved) = self.leases.get_mut(&(creditor, lease)).and_then(|h| h.reserved.as_mut()) {
             reserved.written_ms = reserved.written_ms.max(now_ms);
         }
     }
 
-    /// The creditor has verified entries. Those that were released meanwhile are left out.
+    /// Marks entries that the creditor has verified. Entries released meanwhile are left out.
     pub(super) fn on_sealed(&mut self, from: InstanceId, m: &LeaseSealed) {
         let lease = LeaseId(m.lease);
         let Some(held) = self.leases.get_mut(&(from, lease)).filter(|h| h.epoch.0 == m.epoch) else { return };
@@ -262,7 +281,7 @@ impl HeldLeases {
         }
     }
 
-    /// Gives up reservations that were not written for too long, what is not sealed of them.
+    /// Releases the unsealed entries of reservations that were not written for too long.
     fn expire_reservations(&mut self, now_ms: u64) {
         let over = |h: &Held| h.reserved.as_ref().is_some_and(|r| now_ms >= r.lost_at_ms());
         let over: Vec<_> = self.leases.iter().filter(|(_, h)| over(h)).map(|(key, _)| *key).collect();
@@ -270,12 +289,13 @@ impl HeldLeases {
             let Some(held) = self.leases.get_mut(&(creditor, lease)) else { continue };
             let Some(reserved) = held.reserved.take() else { continue };
             let (seq, gaps) = (held.seq, reserved.sealed.gaps(0..held.blocks).collect::<Vec<_>>());
-            gaps.into_iter().for_each(|gap| self.release(creditor, lease, gap, now_ms));
+            gaps.into_iter().for_each(|gap| self.release_range(creditor, lease, gap, now_ms));
             self.outputs.push_back(Output::ReservationLost { seq, creditor, lease });
         }
     }
 
-    /// The creditor took entries back. Returns the lease's sequence and whether nothing of it is left.
+    /// Removes entries that the creditor revoked. Returns the lease's sequence and whether no entry of the lease is
+    /// left.
     pub(super) fn on_revoked(
         &mut self,
         from: InstanceId,
@@ -292,12 +312,12 @@ impl HeldLeases {
         (new > 0).then_some((seq, gone))
     }
 
-    /// Stops holding a lease.
+    /// Removes and returns a lease.
     pub(super) fn remove(&mut self, creditor: InstanceId, lease: LeaseId) -> Option<Held> {
         self.leases.remove(&(creditor, lease))
     }
 
-    /// Leases whose time to live may be over.
+    /// Leases that the creditor may be about to free, having not confirmed them in time.
     pub(super) fn overdue(&self, now_ms: u64) -> Vec<(InstanceId, LeaseId)> {
         self.leases.iter().filter(|(_, h)| now_ms >= h.lost_at_ms()).map(|(key, _)| *key).collect()
     }
@@ -341,7 +361,8 @@ impl HeldLeases {
         repeats.chain(lost).chain(renewals).min()
     }
 
-    pub(super) fn releasing(&self) -> usize {
+    /// Number of releases that creditors have not acknowledged yet.
+    pub fn releasing(&self) -> usize {
         self.releasing.len()
     }
 }

@@ -1,15 +1,15 @@
-//! What an rManager reports to its instance: messages to send, and what became of borrows, leases and reservations.
+//! Outputs of an rManager for its instance: messages to send, and results of borrows, leases and reservations.
 
 use lagoon_kv::RemoteGrant;
 use lagoon_protocol::ControlBody;
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
 use std::ops::Range;
 
-/// One negotiation; unique in its rManager.
+/// Id of a borrow; unique in its rManager.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BorrowId(pub u64);
 
-/// Why a borrow failed. Everything that it was granted is released.
+/// Why a borrow failed. All its grants are released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BorrowFailure {
     #[error("no instance has blocks to lend")]
@@ -22,7 +22,7 @@ pub enum BorrowFailure {
     PoolTooSmall { pool_blocks_total: u64 },
 }
 
-/// A lease that a borrow got, whole.
+/// A lease granted to a borrow, whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BorrowedLease {
     pub creditor: InstanceId,
@@ -33,17 +33,17 @@ pub struct BorrowedLease {
 }
 
 impl BorrowedLease {
-    /// For the sequence's block table.
+    /// The lease as the sequence's block table takes it.
     #[must_use]
     pub fn grant(&self) -> RemoteGrant {
         RemoteGrant { creditor: self.creditor, lease: self.lease, epoch: self.epoch, blocks: self.blocks }
     }
 }
 
-/// What an rManager wants done.
+/// An output of an rManager.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Output {
-    /// Send to the gManager; may be dropped when it is not connected (what matters is repeated).
+    /// Send to the gManager; may be dropped while it is not connected (important messages are repeated).
     ToGManager(ControlBody),
     /// Send to a peer, connecting if need be. When that fails, call `on_peer_down`.
     ToPeer {
@@ -51,7 +51,7 @@ pub enum Output {
         quic_addr: String,
         body: ControlBody,
     },
-    /// A borrow is complete: the leases' blocks sum to what was asked for.
+    /// A borrow is complete: the leases' blocks sum to the number requested.
     Borrowed {
         borrow: BorrowId,
         seq: SeqId,
@@ -62,26 +62,26 @@ pub enum Output {
         seq: SeqId,
         reason: BorrowFailure,
     },
-    /// The KV in a lease that was handed out is gone.
+    /// The KV of a lease in use is lost.
     LeaseLost {
         seq: SeqId,
         creditor: InstanceId,
         lease: LeaseId,
     },
-    /// The KV in some entries of such a lease is gone: the creditor took them back.
+    /// The KV of some entries of a lease in use is lost: the creditor revoked them.
     EntriesLost {
         seq: SeqId,
         creditor: InstanceId,
         lease: LeaseId,
         entries: Range<u32>,
     },
-    /// A reservation for a move stands; it may have fewer blocks than were asked for.
+    /// A reservation for a move was granted; it may have fewer blocks than requested.
     Reserved {
         borrow: BorrowId,
         seq: SeqId,
         lease: BorrowedLease,
     },
-    /// Nobody reserves anything for a move. What the target could lend, if it said so.
+    /// No reservation for a move was granted. What the target could lend, if it replied.
     NotReserved {
         borrow: BorrowId,
         seq: SeqId,
@@ -94,7 +94,7 @@ pub enum Output {
         lease: LeaseId,
         entries: Vec<u32>,
     },
-    /// A reservation was not written for too long. What is not sealed of it was released.
+    /// A reservation was not written for too long. Its unsealed entries were released.
     ReservationLost {
         seq: SeqId,
         creditor: InstanceId,

@@ -1,13 +1,13 @@
-//! What a creditor wants back, and how much of it has come.
+//! Recalls of a creditor: the blocks wanted back from each debtor, and those returned.
 //!
-//! One recall per debtor at a time. It ends when the debtor has released as many blocks, or at its deadline.
+//! There is one recall per debtor at a time. It ends when the debtor has released enough blocks, or at its deadline.
 
 use lagoon_protocol::Recall;
 use lagoon_types::{InstanceId, LeaseId, limits};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Entries that a creditor took back without the debtor's consent.
+/// Entries that a creditor revoked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Revoked {
     pub debtor: InstanceId,
@@ -19,9 +19,9 @@ pub struct Revoked {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unmet {
     pub debtor: InstanceId,
-    /// Blocks that did not come.
+    /// Blocks not returned.
     pub missing: u32,
-    /// The creditor may take them.
+    /// Whether the creditor may revoke them.
     pub take: bool,
 }
 
@@ -51,8 +51,8 @@ impl Recalls {
         self.wanted.is_empty()
     }
 
-    /// Spreads `blocks`, less what is in progress, over debtors in the order given (a debtor may come several times, with
-    /// the blocks of each of its leases).
+    /// Spreads `blocks`, less those being recalled, over debtors in the order given (a debtor may appear several times,
+    /// with the blocks of each of its leases).
     pub(super) fn start(
         &mut self,
         blocks: u32,
@@ -90,7 +90,7 @@ impl Recalls {
         recalls
     }
 
-    /// A debtor released blocks.
+    /// Counts blocks that a debtor released.
     pub(super) fn returned(&mut self, debtor: InstanceId, blocks: usize) {
         let Some(wanted) = self.wanted.get_mut(&debtor) else { return };
         wanted.returned += u32::try_from(blocks).unwrap_or(u32::MAX);
@@ -100,7 +100,7 @@ impl Recalls {
         }
     }
 
-    /// Ends recalls whose deadline is over.
+    /// Ends recalls whose deadline has passed, and returns them.
     pub(super) fn overdue(&mut self, now_ms: u64) -> Vec<Unmet> {
         let over = self.wanted.iter().filter(|(_, w)| now_ms >= w.deadline_ms);
         let over: Vec<Unmet> = over.map(|(d, w)| Unmet { debtor: *d, missing: w.missing(), take: w.take }).collect();

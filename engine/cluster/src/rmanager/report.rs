@@ -1,9 +1,8 @@
-//! Which rows of the request placement map a heartbeat carries (Infinite-LLM v2 §6.2): those that changed since the last
-//! one that was acknowledged, and all of them to a gManager that has none.
+//! Rows of the request placement map that a heartbeat carries (Infinite-LLM v2 §6.2): those that changed since the last
+//! acknowledged heartbeat, or all of them to a gManager that has none.
 //!
-//! Invariant: a row whose last value was sent in a heartbeat that is not acknowledged yet is sent again, changed or not.
-//! So whichever later heartbeat arrives, the gManager has what the sender had then, whatever was lost or reordered
-//! before it.
+//! Invariant: a row whose last value was sent in an unacknowledged heartbeat is sent again, changed or not. So any
+//! later heartbeat that arrives brings the gManager up to date, whatever was lost or reordered before it.
 
 use lagoon_protocol::{Heartbeat, HeartbeatAck, PlacementEntry};
 use lagoon_types::limits;
@@ -16,17 +15,17 @@ type Key = (u32, u64);
 struct Sent {
     blocks: u32,
     sealed: u32,
-    /// The heartbeat that carried it last.
+    /// The last heartbeat that carried it.
     seq: u64,
 }
 
-/// What the gManager was told.
+/// The placement rows sent to the gManager.
 #[derive(Debug)]
 pub struct PlacementReport {
     rows: BTreeMap<Key, Sent>,
     /// Heartbeats up to here are acknowledged.
     acked: u64,
-    /// `Some` until a full heartbeat is acknowledged: the last one that was sent (0: none yet).
+    /// `Some` until a full heartbeat is acknowledged: the number of the last one sent (0: none yet).
     full: Option<u64>,
 }
 
@@ -37,13 +36,12 @@ impl Default for PlacementReport {
 }
 
 impl PlacementReport {
-    /// The gManager knows nothing: the next heartbeat is full.
+    /// Makes the next heartbeat full: the gManager has no rows.
     pub fn restart(&mut self) {
         *self = Self::default();
     }
 
-    /// Puts the rows to send into a heartbeat. `rows` are all rows as they are now, each once; those of no blocks count
-    /// as gone.
+    /// Puts the rows to send into a heartbeat. `rows`: all current rows, each once; rows of no blocks count as gone.
     pub fn fill(&mut self, heartbeat: &mut Heartbeat, rows: impl Iterator<Item = PlacementEntry>) {
         let seq = heartbeat.seq;
         if self.full.is_some() {
@@ -64,11 +62,11 @@ impl PlacementReport {
                 now.insert(key, Sent { blocks: row.blocks, sealed: row.blocks_sealed, seq });
                 send.push(row);
             } else if let Some(old) = old {
-                // No room: what was sent last stands, and the next heartbeat takes it up.
+                // No room: the last value sent stands, and the next heartbeat carries the new one.
                 now.insert(key, Sent { seq: u64::MAX, ..old });
             }
         }
-        // What is left is gone, or was told to be gone without an acknowledgement.
+        // The remaining rows are gone, or were sent as gone without an acknowledgement.
         for (key, old) in std::mem::take(&mut self.rows) {
             if old.blocks == 0 && old.seq <= acked {
                 continue;
@@ -83,17 +81,17 @@ impl PlacementReport {
         self.rows = now;
     }
 
-    /// The gManager has a heartbeat, or wants all rows.
+    /// Handles the gManager's acknowledgement, or its request for all rows.
     pub fn on_ack(&mut self, ack: &HeartbeatAck) {
         if ack.placements_wanted {
-            // A full one may be in progress already.
+            // A full heartbeat may be in flight already.
             if self.full.is_none_or(|sent| sent <= ack.seq) {
                 self.restart();
             }
             return;
         }
         match self.full {
-            // It is of a heartbeat before the full one: that one's rows are not acknowledged by it.
+            // The acknowledged heartbeat precedes the full one, whose rows it does not acknowledge.
             Some(sent) if sent == 0 || ack.seq < sent => {}
             _ => {
                 self.full = None;

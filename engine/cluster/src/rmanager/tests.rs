@@ -4,9 +4,9 @@ mod moves;
 mod negotiation;
 
 use super::*;
-use lagoon_kv::BlockState;
-use lagoon_protocol::{LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed};
-use lagoon_types::DType;
+use lagoon_kv::{BlockState, LeaseHasher, Owner};
+use lagoon_protocol::{LeasePurpose, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, RefuseCode};
+use lagoon_types::{DType, Epoch, KvRun, LeaseRun, PhysBlock, SeqId};
 
 const ME: InstanceId = InstanceId(1);
 const A: InstanceId = InstanceId(2);
@@ -53,8 +53,8 @@ fn release(rm: &mut RManager, from: InstanceId, lease: LeaseId, epoch: Epoch, en
 
 /// Writes tokens at the end of a layer, as the instance does; bytes are all `fill`.
 fn write(rm: &mut RManager, (lease, epoch): (LeaseId, Epoch), layer: u32, tokens: u32, fill: u8) -> Vec<WritePiece> {
-    let offset = rm.written(A, lease, epoch, layer).unwrap();
-    let pieces = rm.begin_write(A, lease, epoch, layer, offset, tokens).unwrap();
+    let offset = rm.creditor.written(A, (lease, epoch), layer).unwrap();
+    let pieces = rm.creditor.begin_write(A, (lease, epoch), layer, offset, tokens).unwrap();
     rm.commit_write(lease, layer, &vec![fill; tokens as usize * SHAPE.layer_token_bytes()], 0);
     pieces
 }
@@ -101,12 +101,12 @@ fn lending_stops_at_the_cap_and_at_the_reserve() {
     lend(&mut rm, 1, 10);
     assert_eq!(rm.lendable(), 2, "the cap is 12");
     // Growth may use the reserve, lending may not.
-    assert!(rm.allocate(SeqId(1), 0..6, None).is_some());
+    assert!(rm.pool.allocate_for(SeqId(1), 0..6, None).is_some());
     assert_eq!((rm.available(), rm.lendable()), (4, 0));
     let refuse = rm.on_lease_request(A, &request(2, 1, 1), 0).unwrap_err();
     assert_eq!((refuse.request, refuse.blocks_lendable), (2, 0));
-    assert!(rm.allocate(SeqId(1), 0..4, None).is_some());
-    assert!(rm.allocate(SeqId(1), 0..1, None).is_none());
+    assert!(rm.pool.allocate_for(SeqId(1), 0..4, None).is_some());
+    assert!(rm.pool.allocate_for(SeqId(1), 0..1, None).is_none());
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn a_repeated_request_lends_once() {
     let grant = rm.on_lease_request(A, &request(1, 4, 4), 0).unwrap();
     assert_eq!(rm.on_lease_request(A, &request(1, 4, 4), 5).unwrap(), grant);
     assert_ne!(rm.on_lease_request(B, &request(1, 4, 4), 5).unwrap().lease, grant.lease);
-    assert_eq!(rm.counts().lent, 8);
+    assert_eq!(rm.pool.counts().lent, 8);
 }
 
 #[test]
@@ -134,11 +134,11 @@ fn every_access_is_checked_for_owner_epoch_and_range() {
     let (lease, epoch) = lend(&mut rm, 1, 3);
     let run = |offset, len| LeaseRun { lease, epoch, offset, len, first_pos: 100 };
     let mut out = Vec::new();
-    rm.resolve(A, &run(2, 7), &mut out).unwrap();
+    rm.creditor.resolve(A, &run(2, 7), &mut out).unwrap();
     assert_eq!(out, [KvRun { base: 2, len: 7, first_pos: 100 }]);
     let refused = |from, run: LeaseRun| {
         let mut out = Vec::new();
-        let code = rm.resolve(from, &run, &mut out).unwrap_err();
+        let code = rm.creditor.resolve(from, &run, &mut out).unwrap_err();
         assert_eq!(out, []);
         code
     };
@@ -150,15 +150,15 @@ fn every_access_is_checked_for_owner_epoch_and_range() {
         assert_eq!(refused(A, run(offset, len)), RefuseCode::OutOfRange);
     }
     assert_eq!(refused(A, LeaseRun { first_pos: u32::MAX, ..run(0, 1) }), RefuseCode::OutOfRange);
-    assert_eq!(rm.begin_write(A, lease, stale, 0, 0, 1), Err(RefuseCode::StaleEpoch));
-    assert_eq!(rm.begin_write(B, lease, epoch, 0, 0, 1), Err(RefuseCode::UnknownLease));
-    assert_eq!(rm.begin_write(A, lease, epoch, 2, 0, 1), Err(RefuseCode::Malformed));
-    assert_eq!(rm.begin_write(A, lease, epoch, 0, 0, 13), Err(RefuseCode::OutOfRange));
-    assert_eq!(rm.seal(A, lease, stale, 0, &[0; 32]), Err(RefuseCode::StaleEpoch));
+    assert_eq!(rm.creditor.begin_write(A, (lease, stale), 0, 0, 1), Err(RefuseCode::StaleEpoch));
+    assert_eq!(rm.creditor.begin_write(B, (lease, epoch), 0, 0, 1), Err(RefuseCode::UnknownLease));
+    assert_eq!(rm.creditor.begin_write(A, (lease, epoch), 2, 0, 1), Err(RefuseCode::Malformed));
+    assert_eq!(rm.creditor.begin_write(A, (lease, epoch), 0, 0, 13), Err(RefuseCode::OutOfRange));
+    assert_eq!(rm.creditor.seal(A, (lease, stale), 0, &[0; 32], &mut rm.pool), Err(RefuseCode::StaleEpoch));
     // A release by another instance, or of another epoch, frees nothing.
     release(&mut rm, B, lease, epoch, 3);
     release(&mut rm, A, lease, stale, 3);
-    assert_eq!(rm.counts().lent, 3);
+    assert_eq!(rm.pool.counts().lent, 3);
 }
 
 #[test]
@@ -166,31 +166,31 @@ fn layers_are_written_in_order_and_only_once() {
     let mut rm = manager();
     let lease = lend(&mut rm, 1, 3);
     assert_eq!(write(&mut rm, lease, 0, 6, 1), [WritePiece { token0: 0, slot0: 0, tokens: 6 }]);
-    let again = rm.begin_write(A, lease.0, lease.1, 0, 0, 6);
+    let again = rm.creditor.begin_write(A, (lease.0, lease.1), 0, 0, 6);
     assert_eq!(again, Err(RefuseCode::OutOfRange), "a repeated write may hold other bytes");
-    assert_eq!(rm.begin_write(A, lease.0, lease.1, 0, 7, 1), Err(RefuseCode::OutOfRange));
-    assert_eq!(rm.begin_write(A, lease.0, lease.1, 1, 6, 1), Err(RefuseCode::OutOfRange));
+    assert_eq!(rm.creditor.begin_write(A, (lease.0, lease.1), 0, 7, 1), Err(RefuseCode::OutOfRange));
+    assert_eq!(rm.creditor.begin_write(A, (lease.0, lease.1), 1, 6, 1), Err(RefuseCode::OutOfRange));
     write(&mut rm, lease, 1, 2, 1);
-    assert_eq!(rm.written(A, lease.0, lease.1, 0), Ok(6));
-    assert_eq!(rm.written(A, lease.0, lease.1, 1), Ok(2));
+    assert_eq!(rm.creditor.written(A, (lease.0, lease.1), 0), Ok(6));
+    assert_eq!(rm.creditor.written(A, (lease.0, lease.1), 1), Ok(2));
 }
 
 #[test]
 fn pieces_follow_the_physical_blocks() {
     let mut rm = manager();
-    let own = rm.allocate(SeqId(1), 0..20, None).unwrap();
+    let own = rm.pool.allocate_for(SeqId(1), 0..20, None).unwrap();
     let odd: Vec<_> = own.iter().copied().filter(|b| b.0 % 2 == 1 || b.0 == 6).collect();
-    rm.free(SeqId(1), &odd);
+    rm.pool.free(Owner::Own(SeqId(1)), &odd);
     // The longest extent (5, 6, 7) comes first, then the first of the equal ones.
     let (lease, epoch) = lend(&mut rm, 1, 5);
     let piece = |token0, slot0, tokens| WritePiece { token0, slot0, tokens };
     assert_eq!(write(&mut rm, (lease, epoch), 0, 13, 0), [piece(0, 20, 12), piece(12, 4, 1)]);
     assert_eq!(write(&mut rm, (lease, epoch), 0, 7, 0), [piece(0, 5, 3), piece(3, 12, 4)]);
     let mut runs = Vec::new();
-    rm.resolve(A, &LeaseRun { lease, epoch, offset: 10, len: 8, first_pos: 50 }, &mut runs).unwrap();
+    rm.creditor.resolve(A, &LeaseRun { lease, epoch, offset: 10, len: 8, first_pos: 50 }, &mut runs).unwrap();
     let run = |base, len, first_pos| KvRun { base, len, first_pos };
     assert_eq!(runs, [run(30, 2, 50), run(4, 4, 52), run(12, 2, 56)]);
-    rm.pool().check();
+    rm.pool.check();
 }
 
 #[test]
@@ -206,13 +206,17 @@ fn a_block_is_sealed_by_the_hash_of_its_content() {
     let (entry, hash) = whole[0];
     let block = PhysBlock(0);
     assert_eq!((whole.len(), entry), (1, 0));
-    assert_eq!(rm.seal(A, lease, epoch, 0, &[1; 32]), Err(RefuseCode::HashMismatch));
-    assert_eq!(rm.pool().state(block), BlockState::Filling);
-    assert_eq!(rm.seal(A, lease, epoch, 1, &hash), Err(RefuseCode::OutOfRange), "it is not whole");
-    assert_eq!(rm.seal(A, lease, epoch, 0, &hash), Ok(false));
-    assert_eq!(rm.seal(A, lease, epoch, 0, &hash), Ok(false));
-    assert_eq!(rm.seal(A, lease, epoch, 0, &[1; 32]), Err(RefuseCode::HashMismatch));
-    assert_eq!(rm.pool().state(block), BlockState::Sealed);
+    assert_eq!(rm.creditor.seal(A, (lease, epoch), 0, &[1; 32], &mut rm.pool), Err(RefuseCode::HashMismatch));
+    assert_eq!(rm.pool.state(block), BlockState::Filling);
+    assert_eq!(
+        rm.creditor.seal(A, (lease, epoch), 1, &hash, &mut rm.pool),
+        Err(RefuseCode::OutOfRange),
+        "it is not whole"
+    );
+    assert_eq!(rm.creditor.seal(A, (lease, epoch), 0, &hash, &mut rm.pool), Ok(false));
+    assert_eq!(rm.creditor.seal(A, (lease, epoch), 0, &hash, &mut rm.pool), Ok(false));
+    assert_eq!(rm.creditor.seal(A, (lease, epoch), 0, &[1; 32], &mut rm.pool), Err(RefuseCode::HashMismatch));
+    assert_eq!(rm.pool.state(block), BlockState::Sealed);
 }
 
 #[test]
@@ -223,16 +227,20 @@ fn leading_entries_are_freed_once_and_writes_may_come_after() {
     release(&mut rm, A, lease, epoch, 2);
     release(&mut rm, A, lease, epoch, 2);
     release(&mut rm, A, lease, epoch, 1);
-    assert_eq!(rm.counts().lent, 2);
+    assert_eq!(rm.pool.counts().lent, 2);
     let run = |offset| LeaseRun { lease, epoch, offset, len: 1, first_pos: 0 };
-    assert_eq!(rm.resolve(A, &run(7), &mut Vec::new()), Err(RefuseCode::OutOfRange));
+    assert_eq!(rm.creditor.resolve(A, &run(7), &mut Vec::new()), Err(RefuseCode::OutOfRange));
     // Layer 1 was on its way when entries 0 and 1 (tokens 0..8) were freed.
     assert_eq!(write(&mut rm, (lease, epoch), 1, 10, 0), [WritePiece { token0: 8, slot0: 8, tokens: 2 }]);
     assert_eq!(write(&mut rm, (lease, epoch), 0, 4, 0), [WritePiece { token0: 2, slot0: 8, tokens: 2 }]);
-    assert_eq!(rm.seal(A, lease, epoch, 1, &[0; 32]), Ok(false), "a freed entry needs no seal");
-    assert_eq!(rm.resolve(A, &run(8), &mut Vec::new()), Ok(()));
+    assert_eq!(
+        rm.creditor.seal(A, (lease, epoch), 1, &[0; 32], &mut rm.pool),
+        Ok(false),
+        "a freed entry needs no seal"
+    );
+    assert_eq!(rm.creditor.resolve(A, &run(8), &mut Vec::new()), Ok(()));
     release(&mut rm, A, lease, epoch, 9);
-    assert_eq!(rm.counts().free, 20);
+    assert_eq!(rm.pool.counts().free, 20);
     release(&mut rm, A, lease, epoch, 4);
 }
 
@@ -251,9 +259,10 @@ fn any_entries_are_freed_and_reads_of_them_refused() {
     release(&mut rm, 3, 4);
     release(&mut rm, 5, 9);
     release(&mut rm, 9, 2);
-    assert_eq!(rm.lent().map(|l| (l.3, l.4)).collect::<Vec<_>>(), [(0, 2), (4, 5)]);
-    assert_eq!((rm.counts().lent, rm.heartbeat(0, 0, vec![]).lent[0].blocks), (3, 3));
-    let resolve = |offset, len| rm.resolve(A, &LeaseRun { lease, epoch, offset, len, first_pos: 0 }, &mut Vec::new());
+    assert_eq!(rm.creditor.iter().map(|l| (l.3, l.4)).collect::<Vec<_>>(), [(0, 2), (4, 5)]);
+    assert_eq!((rm.pool.counts().lent, rm.heartbeat(0, 0, vec![]).lent[0].blocks), (3, 3));
+    let resolve =
+        |offset, len| rm.creditor.resolve(A, &LeaseRun { lease, epoch, offset, len, first_pos: 0 }, &mut Vec::new());
     assert_eq!((resolve(0, 8), resolve(16, 4)), (Ok(()), Ok(())));
     for (offset, len) in [(0, 9), (7, 2), (8, 8), (12, 8), (0, 24), (20, 1), (15, 2)] {
         assert_eq!(resolve(offset, len), Err(RefuseCode::OutOfRange), "{offset}+{len}");
@@ -261,11 +270,15 @@ fn any_entries_are_freed_and_reads_of_them_refused() {
     // A layer that was on its way goes around the lost blocks; freed blocks may have another owner by now.
     let piece = |token0, slot0, tokens| WritePiece { token0, slot0, tokens };
     assert_eq!(write(&mut rm, (lease, epoch), 1, 24, 0), [piece(0, 0, 8), piece(16, 16, 4)]);
-    assert_eq!(rm.seal(A, lease, epoch, 3, &[0; 32]), Ok(false), "a freed entry needs no seal");
-    assert_eq!(rm.seal(A, lease, epoch, 0, &[0; 32]), Err(RefuseCode::HashMismatch));
-    rm.pool().check();
+    assert_eq!(
+        rm.creditor.seal(A, (lease, epoch), 3, &[0; 32], &mut rm.pool),
+        Ok(false),
+        "a freed entry needs no seal"
+    );
+    assert_eq!(rm.creditor.seal(A, (lease, epoch), 0, &[0; 32], &mut rm.pool), Err(RefuseCode::HashMismatch));
+    rm.pool.check();
     release(&mut rm, 0, 6);
-    assert_eq!((rm.counts().free, rm.lent().count()), (20, 0));
+    assert_eq!((rm.pool.counts().free, rm.creditor.iter().count()), (20, 0));
 }
 
 #[test]
@@ -283,7 +296,7 @@ fn leases_end_when_nobody_renews_them() {
     assert_eq!(rm.tick(TTL), []);
     assert_eq!(rm.tick(TTL + 1), [LeaseEnded { debtor: A, lease: old }]);
     assert_eq!(rm.tick(TTL + 1001), [LeaseEnded { debtor: A, lease: kept }]);
-    assert_eq!(rm.counts().free, 20);
+    assert_eq!(rm.pool.counts().free, 20);
 }
 
 #[test]
@@ -293,7 +306,7 @@ fn another_process_under_the_same_number_ends_its_leases() {
     let (lease, _) = lend(&mut rm, 1, 2);
     assert_eq!(rm.on_peer_hello(A, 500, 0), []);
     assert_eq!(rm.on_peer_hello(A, 501, 0), [LeaseEnded { debtor: A, lease }]);
-    assert_eq!(rm.counts().free, 20);
+    assert_eq!(rm.pool.counts().free, 20);
 }
 
 #[test]
@@ -315,10 +328,10 @@ fn what_was_handed_over_long_ago_is_not_taken() {
     let mut rm = manager();
     let lease = BorrowedLease { creditor: A, quic_addr: String::new(), lease: LeaseId(9), epoch: Epoch(4), blocks: 3 };
     let lost_ms = TTL - TTL / 8;
-    assert!(!rm.take_over(SeqId(1), &lease, (TTL, 1_000), 1_000 + lost_ms), "the creditor may have freed it");
-    assert_eq!(rm.held().count(), 0);
-    rm.decline(&lease, 1_000 + lost_ms);
-    assert_eq!(rm.releasing(), 1, "in case it has not");
-    assert!(rm.take_over(SeqId(1), &lease, (TTL, 1_001), 1_000 + lost_ms));
-    assert_eq!(rm.held().count(), 1);
+    assert!(!rm.debtor.take_over(SeqId(1), &lease, (TTL, 1_000), 1_000 + lost_ms), "the creditor may have freed it");
+    assert_eq!(rm.debtor.held.iter().count(), 0);
+    rm.debtor.decline(&lease, 1_000 + lost_ms);
+    assert_eq!(rm.debtor.held.releasing(), 1, "in case it has not");
+    assert!(rm.debtor.take_over(SeqId(1), &lease, (TTL, 1_001), 1_000 + lost_ms));
+    assert_eq!(rm.debtor.held.iter().count(), 1);
 }

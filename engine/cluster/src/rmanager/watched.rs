@@ -1,10 +1,11 @@
-//! Half of an rManager whose timers may have changed: every mutable access notes it, so that no caller can forget to.
+//! A half of an rManager with a mark for possible timer changes: every mutable access sets it, so that no caller can
+//! forget.
 
 use std::ops::{Deref, DerefMut};
 
-/// A value that notes that it was accessed mutably.
+/// A value that marks mutable accesses.
 #[derive(Debug)]
-pub(super) struct Watched<T> {
+pub struct Watched<T> {
     inner: T,
     touched: bool,
 }
@@ -14,7 +15,7 @@ impl<T> Watched<T> {
         Self { inner, touched: true }
     }
 
-    /// Mutable access that changes no timer.
+    /// Mutable access without a mark, for calls that change no timer.
     pub(super) fn unnoted(&mut self) -> &mut T {
         &mut self.inner
     }

@@ -12,10 +12,10 @@ const TICK_SLACK_MS: u64 = 200;
 impl World {
     pub(super) fn check(&self) {
         for (n, node) in self.nodes.iter().enumerate() {
-            let pool = node.rm.pool();
+            let pool = &node.rm.pool;
             pool.check();
             let own: u32 = node.seqs.values().map(|s| s.table.local_blocks()).sum();
-            let lent: u32 = node.rm.lent().map(|(_, _, _, first, end)| end - first).sum();
+            let lent: u32 = node.rm.creditor.iter().map(|(_, _, _, first, end)| end - first).sum();
             assert_eq!((pool.counts().own, pool.counts().lent), (own, lent), "node {n}: blocks without a user");
             assert!(lent <= node.rm.config().lend_blocks_max);
             for (id, seq) in &node.seqs {
@@ -31,7 +31,7 @@ impl World {
                 }
             }
             let waiting = node.seqs.values().filter(|s| s.borrow.is_some()).count();
-            assert_eq!(node.rm.borrowing(), waiting, "node {n}: negotiations without a sequence");
+            assert_eq!(node.rm.debtor.borrowing(), waiting, "node {n}: negotiations without a sequence");
         }
         self.check_lent_contains_held();
     }
@@ -61,12 +61,12 @@ impl World {
             if node.instance.is_some_and(|me| self.fenced.contains(&(me, node.incarnation))) {
                 continue;
             }
-            for (creditor, lease, epoch, first, end) in node.rm.held() {
+            for (creditor, lease, epoch, first, end) in node.rm.debtor.held.iter() {
                 if self.dead_leases.contains(&lease) {
                     continue;
                 }
                 let home = self.node_of(creditor).expect("a live lease's creditor has its number");
-                let mut lent = self.nodes[home].rm.lent();
+                let mut lent = self.nodes[home].rm.creditor.iter();
                 let lent = lent.find(|l| l.1 == lease && l.3 <= first && end <= l.4);
                 let (debtor, _, lent_epoch, _, _) = lent.expect("held entries are lent");
                 assert_eq!((Some(debtor), lent_epoch), (node.instance, epoch));
@@ -81,11 +81,13 @@ impl World {
         let mut held = BTreeSet::new();
         for node in &self.nodes {
             let me = node.instance.expect("everybody is registered at rest");
-            assert_eq!((node.rm.borrowing(), node.rm.releasing()), (0, 0));
-            lent.extend(node.rm.lent().map(row).map(|(peer, l, e, first, end)| (me, peer, l, e, first, end)));
-            held.extend(node.rm.held().map(row).map(|(peer, l, e, first, end)| (peer, me, l, e, first, end)));
+            assert_eq!((node.rm.debtor.borrowing(), node.rm.debtor.held.releasing()), (0, 0));
+            lent.extend(node.rm.creditor.iter().map(row).map(|(peer, l, e, first, end)| (me, peer, l, e, first, end)));
+            held.extend(
+                node.rm.debtor.held.iter().map(row).map(|(peer, l, e, first, end)| (peer, me, l, e, first, end)),
+            );
             let of_seqs: BTreeSet<_> = node.seqs.values().flat_map(|s| s.table.leases()).map(|l| l.lease).collect();
-            assert!(node.rm.held().all(|h| of_seqs.contains(&h.1)), "a lease without a sequence is held");
+            assert!(node.rm.debtor.held.iter().all(|h| of_seqs.contains(&h.1)), "a lease without a sequence is held");
         }
         assert_eq!(lent, held);
         self.check_rows();
@@ -117,7 +119,7 @@ impl World {
     pub(super) fn check_empty(&self) {
         self.check_rest();
         for node in &self.nodes {
-            let counts = node.rm.counts();
+            let counts = node.rm.pool.counts();
             assert_eq!(counts.free, counts.total);
             assert_eq!(node.rm.lendable(), node.rm.config().lend_blocks_max.min(counts.total - RESERVE));
         }

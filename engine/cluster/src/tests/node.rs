@@ -2,8 +2,8 @@
 //! it holds, so that a read of anybody else's is seen.
 
 use crate::{BorrowId, Output, PlacementReport, RManager, RManagerConfig};
-use lagoon_kv::{Freed, LeaseHasher, Segment, SeqBlocks};
-use lagoon_protocol::{Heartbeat, PlacementEntry, RefuseCode};
+use lagoon_kv::{Freed, LeaseHasher, Owner, Segment, SeqBlocks};
+use lagoon_protocol::{Heartbeat, PlacementEntry, RefuseCode, TierRequest};
 use lagoon_types::{DType, Epoch, InstanceId, KvRun, KvShape, LeaseId, LeaseRun, SeqId};
 use std::collections::BTreeMap;
 
@@ -119,7 +119,7 @@ impl Node {
             let blocks = s.table.local_blocks();
             PlacementEntry { debtor, seq: seq.0, blocks, blocks_sealed: 0 }
         });
-        own.filter(|r| r.blocks > 0).chain(self.rm.lent_rows()).collect()
+        own.filter(|r| r.blocks > 0).chain(self.rm.creditor.rows(&self.rm.pool)).collect()
     }
 
     pub(super) fn heartbeat(&mut self) -> Heartbeat {
@@ -144,10 +144,14 @@ impl Node {
         let seq = self.seqs.get_mut(&id).unwrap();
         assert!(seq.borrow.is_none());
         let local = local.min(blocks).min(self.rm.available());
-        let got = self.rm.allocate(id, seq.table.blocks()..seq.table.blocks() + local, seq.table.last_local()).unwrap();
+        let got = self
+            .rm
+            .pool
+            .allocate_for(id, seq.table.blocks()..seq.table.blocks() + local, seq.table.last_local())
+            .unwrap();
         seq.table.push_local(&got);
         if blocks > local {
-            seq.borrow = Some((self.rm.borrow(id, blocks - local, now_ms), now_ms));
+            seq.borrow = Some((self.rm.debtor.borrow(id, blocks - local, TierRequest::Any, None, now_ms), now_ms));
         }
     }
 
@@ -155,15 +159,15 @@ impl Node {
     pub(super) fn finish(&mut self, id: SeqId, now_ms: u64) {
         let Some(mut seq) = self.seqs.remove(&id) else { return };
         if let Some((borrow, _)) = seq.borrow {
-            assert!(self.rm.cancel(borrow, now_ms), "outputs are polled after every call");
+            assert!(self.rm.debtor.cancel(borrow, now_ms), "outputs are polled after every call");
         }
         let freed = seq.table.clear();
         self.give_back(id, &freed, now_ms);
     }
 
     fn give_back(&mut self, id: SeqId, freed: &Freed, now_ms: u64) {
-        self.rm.free(id, &freed.local);
-        freed.remote.iter().for_each(|entries| self.rm.release(entries, now_ms));
+        self.rm.pool.free(Owner::Own(id), &freed.local);
+        freed.remote.iter().for_each(|entries| self.rm.debtor.held.release(entries, now_ms));
     }
 
     /// Writes the next `tokens` tokens of a sequence: here at once, to creditors by the returned messages.
@@ -201,7 +205,7 @@ impl Node {
             }
         }
         let advance = seq.table.advance(tokens);
-        self.rm.mark_written(&advance);
+        advance.mark(&mut self.rm.pool);
         let sealed: Vec<_> = advance.sealed_remote.iter().map(|b| (b.creditor, b.lease, b.entry)).collect();
         assert_eq!(sealed, whole.iter().map(|w| (w.0, w.1, w.2)).collect::<Vec<_>>(), "sealed blocks are whole ones");
         for (block, (_, _, _, hash)) in advance.sealed_remote.iter().zip(whole) {
@@ -242,7 +246,7 @@ impl Node {
         let mut read_offset = None;
         let (lease, result) = match *data {
             Data::Write { lease, epoch, layer, offset, tokens, uid, pos } => {
-                let pieces = self.rm.begin_write(from, lease, epoch, layer, offset, tokens);
+                let pieces = self.rm.creditor.begin_write(from, (lease, epoch), layer, offset, tokens);
                 let done = pieces.map(|pieces| {
                     let mut bytes = Vec::new();
                     kv_bytes(uid, pos..pos + tokens, layer, &mut bytes);
@@ -255,13 +259,13 @@ impl Node {
                 (lease, done)
             }
             Data::Seal { lease, epoch, entry, hash } => {
-                (lease, self.rm.seal(from, lease, epoch, entry, &hash).map(drop))
+                (lease, self.rm.creditor.seal(from, (lease, epoch), entry, &hash, &mut self.rm.pool).map(drop))
             }
             Data::Read { run, uid } => {
                 read_offset = Some(run.offset);
                 let mut runs = Vec::new();
-                let result = self.rm.resolve(from, &run, &mut runs);
-                let written = |l| self.rm.written(from, run.lease, run.epoch, l).unwrap_or(0);
+                let result = self.rm.creditor.resolve(from, &run, &mut runs);
+                let written = |l| self.rm.creditor.written(from, (run.lease, run.epoch), l).unwrap_or(0);
                 if result.is_ok() && (0..SHAPE.layers).all(|l| written(l) >= run.offset + run.len) {
                     runs.iter().for_each(|r| self.assert_holds(r, uid));
                 }

@@ -205,7 +205,7 @@ impl World {
     }
 
     pub(super) fn restart(&mut self, node: usize) {
-        self.dead_leases.extend(self.nodes[node].rm.lent().map(|l| l.1));
+        self.dead_leases.extend(self.nodes[node].rm.creditor.iter().map(|l| l.1));
         let old = self.nodes[node].instance;
         self.nodes[node] = Node::new(self.rng.random());
         // A process that remembers its number asks for it again.
@@ -245,7 +245,7 @@ impl World {
             self.drain_gmanager();
         }
         self.check();
-        let lends = |a: &Node, b: &Node| a.rm.held().any(|h| Some(h.0) == b.instance);
+        let lends = |a: &Node, b: &Node| a.rm.debtor.held.iter().any(|h| Some(h.0) == b.instance);
         let pairs = || self.nodes.iter().flat_map(|a| self.nodes.iter().map(move |b| (a, b)));
         if pairs().any(|(a, b)| lends(a, b) && lends(b, a)) {
             self.count("mutual");
@@ -339,7 +339,7 @@ impl World {
     /// A node hears that it was taken for dead: it begins another life, and its peers hear of it.
     fn begin_anew(&mut self, node: usize) {
         self.count("fenced");
-        self.dead_leases.extend(self.nodes[node].rm.lent().map(|l| l.1));
+        self.dead_leases.extend(self.nodes[node].rm.creditor.iter().map(|l| l.1));
         let incarnation = self.rng.random();
         let old = self.nodes[node].instance.take();
         self.nodes[node].remembers = old;
@@ -372,7 +372,7 @@ impl World {
             ControlBody::Rejected(m) => panic!("{}", m.reason),
             ControlBody::HeartbeatAck(m) if !m.known => self.register(node),
             ControlBody::HeartbeatAck(m) => self.nodes[node].report.on_ack(m),
-            ControlBody::BorrowAdvice(m) => self.nodes[node].rm.on_advice(m, self.now_ms),
+            ControlBody::BorrowAdvice(m) => self.nodes[node].rm.debtor.on_advice(m, self.now_ms),
             _ => {}
         }
     }
@@ -391,7 +391,7 @@ impl World {
 
     fn down(&mut self, node: usize, instance: InstanceId) {
         self.count("down");
-        self.nodes[node].rm.on_peer_down(instance, self.now_ms);
+        self.nodes[node].rm.debtor.on_peer_down(instance, self.now_ms);
         // What was written on the way is lost, but some debtors only find out when they use it.
         if node.is_multiple_of(2) {
             self.nodes[node].lose_creditor(instance, None, self.now_ms);
@@ -424,7 +424,7 @@ impl World {
             Body::Data(Data::Refused { lease, code, read_offset }) => {
                 // Reads are not waited for here, so that a release may overtake them.
                 let first = read_offset.map_or(u32::MAX, |offset| offset / BLOCK_TOKENS);
-                let in_use = self.nodes[to].rm.held().any(|h| h.1 == lease && h.3 <= first);
+                let in_use = self.nodes[to].rm.debtor.held.iter().any(|h| h.1 == lease && h.3 <= first);
                 assert!(self.faults || !in_use, "{code:?} for a lease in use without any fault");
                 if !in_use {
                     return;
@@ -513,5 +513,7 @@ pub(super) fn shape() -> PoolShape {
         block_tokens: BLOCK_TOKENS,
         window: 0,
         alibi_bias_max: 0,
+        attention_softcap: 0,
+        latent: false,
     }
 }

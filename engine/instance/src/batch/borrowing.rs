@@ -1,22 +1,23 @@
-//! Answers of the rManager to sequences that borrow: to be admitted, to grow, or for a lost range.
+//! The rManager's replies to borrows: for admission, for growth, and for lost ranges.
 
-use super::policy;
 use super::sequence::{HeldLease, Need};
-use crate::creditor::CreditorEvent;
-use crate::instance::Instance;
+use super::{Batch, policy};
+use crate::cx::Cx;
+use crate::outcome::{Lost, LostPart, Outcome};
+use crate::prefill::Prefills;
 use lagoon_cluster::{BorrowFailure, BorrowedLease};
 use lagoon_kv::{LeaseHasher, RemoteEntries, RemoteGrant};
 use lagoon_types::limits::ADMISSION_RETRY_MS;
 use lagoon_types::{MicroBatch, PhysBlock, RequestError, SeqId};
 
-impl Instance {
-    pub(crate) fn on_borrowed(&mut self, id: SeqId, leases: &[BorrowedLease]) {
-        let (block_tokens, kv) = (self.cx.config.block_tokens, self.cx.config.kv);
-        self.batch.counts.borrowed_blocks += leases.iter().map(|lease| u64::from(lease.blocks)).sum::<u64>();
-        let Some(seq) = self.batch.seqs.get_mut(&id) else {
+impl Batch {
+    pub(crate) fn on_borrowed(&mut self, cx: &mut Cx, id: SeqId, leases: &[BorrowedLease]) {
+        let (block_tokens, kv) = (cx.config.block_tokens, cx.config.kv);
+        self.counts.borrowed_blocks += leases.iter().map(|lease| u64::from(lease.blocks)).sum::<u64>();
+        let Some(seq) = self.seqs.get_mut(&id) else {
             for &BorrowedLease { creditor, lease, epoch, blocks, .. } in leases {
                 let all = RemoteEntries { creditor, lease, epoch, first: 0, entries: blocks };
-                self.cx.memory.rm.release(&all, self.cx.now_ms);
+                cx.memory.rm.debtor.held.release(&all, cx.now_ms);
             }
             return;
         };
@@ -41,60 +42,61 @@ impl Instance {
         seq.set_need(Need::Met);
         seq.restore_by_ms = None;
         (seq.misses, seq.frugal) = (0, false);
-        if self.batch.is_running(id) {
-            self.batch.sched.set_micro_batch(id, MicroBatch::Remote);
-            self.batch.changed();
+        if self.is_running(id) {
+            self.sched.set_micro_batch(id, MicroBatch::Remote);
+            self.changed();
         } else {
-            self.admit_placed();
+            self.admit_placed(cx);
         }
-        // A connection that broke during the negotiation has taken nothing, but nothing would dial it again either.
-        if let Some(gone) = leases.iter().find(|l| self.cx.peers.key(l.creditor).is_none()) {
-            self.lose(id, gone.creditor, None, "a creditor's connection was lost during a negotiation");
+        // A connection broken during the negotiation lost no KV, but nothing else would redial the creditor.
+        if let Some(gone) = leases.iter().find(|l| cx.peers.key(l.creditor).is_none()) {
+            let why = "a creditor's connection was lost during a negotiation".to_owned();
+            cx.tell(Outcome::Lost(Lost { seq: id, creditor: gone.creditor, part: LostPart::All, why }));
         }
     }
 
-    pub(crate) fn on_borrow_failed(&mut self, id: SeqId, reason: &BorrowFailure) {
-        let Some(seq) = self.batch.seqs.get(&id) else { return };
+    pub(crate) fn on_borrow_failed(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId, reason: &BorrowFailure) {
+        let Some(seq) = self.seqs.get(&id) else { return };
         if seq.blocks.lost_blocks() > 0 {
-            self.on_restore_failed(id, reason);
+            self.on_restore_failed(cx, prefills, id, reason);
             return;
         }
-        if self.batch.is_running(id) {
-            match self.batch.seqs.get_mut(&id) {
-                // More than it needs was asked for: less may do.
+        if self.is_running(id) {
+            match self.seqs.get_mut(&id) {
+                // The request was for more than the shortfall: ask for the shortfall only.
                 Some(seq) if !seq.frugal => {
                     seq.frugal = true;
                     seq.set_need(Need::Met);
                 }
-                // Growth goes before lending: if nobody else lends, what was lent comes back, or is taken.
-                Some(seq) if self.cx.memory.rm.recallable() > 0 => {
-                    seq.set_need(Need::RetryAt(self.cx.now_ms + ADMISSION_RETRY_MS));
+                // Growth goes before lending: if nobody lends, lent blocks are recalled, and revoked at the deadline.
+                Some(seq) if cx.memory.rm.creditor.recallable(&cx.memory.rm.pool) > 0 => {
+                    seq.set_need(Need::RetryAt(cx.now_ms + ADMISSION_RETRY_MS));
                     let shortfall = seq.blocks.shortfall(seq.len());
-                    self.creditor(CreditorEvent::WantBack { blocks: shortfall, take: true });
+                    cx.tell(Outcome::WantBack { blocks: shortfall, take: true });
                 }
-                _ => self.preempt_for(id),
+                _ => self.preempt_for(cx, prefills, id),
             }
             return;
         }
-        self.release_memory(id);
-        let Some(seq) = self.batch.seqs.get(&id) else { return };
+        self.release_memory(cx, prefills, id);
+        let Some(seq) = self.seqs.get(&id) else { return };
         if let BorrowFailure::PoolTooSmall { pool_blocks_total } = reason
             && policy::has_waited_enough(seq.misses)
         {
-            // It fitted when it was accepted: instances have left since, for longer than one needs to come back.
-            self.fail_outgrown(id, *pool_blocks_total);
+            // It fitted when it was accepted; instances have left since, for longer than one needs to come back.
+            self.fail_outgrown(cx, prefills, id, *pool_blocks_total);
         } else {
-            // What is lent stays lent: the planner takes it back where there is another place for it.
-            self.retry_later(id);
+            // Lent blocks stay lent: the planner recalls them where another place exists.
+            self.retry_later(cx, id);
         }
     }
 
-    /// Ends a request that a pool of `capacity` blocks cannot hold: the pool has shrunk since it was accepted, or the
-    /// sequence outgrew it under a window and was preempted.
-    pub(crate) fn fail_outgrown(&mut self, id: SeqId, capacity: u64) {
-        let Some(seq) = self.batch.seqs.get(&id) else { return };
-        let (needed, limit) = (seq.len() + 1, capacity * u64::from(self.cx.config.block_tokens));
+    /// Fails a request that a pool of `capacity` blocks cannot hold: the pool has shrunk since it was accepted, or the
+    /// sequence outgrew the pool under a window and was preempted.
+    pub(crate) fn fail_outgrown(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId, capacity: u64) {
+        let Some(seq) = self.seqs.get(&id) else { return };
+        let (needed, limit) = (seq.len() + 1, capacity.saturating_mul(cx.config.block_tokens.into()));
         let message = format!("the request needs room for {needed} tokens and the pool now has room for {limit}");
-        self.fail(id, RequestError::Unavailable(message));
+        self.fail(cx, prefills, id, RequestError::Unavailable(message));
     }
 }

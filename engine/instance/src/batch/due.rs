@@ -1,20 +1,19 @@
-//! Whether the batch is looked at after an event: only then can a sequence grow, come back, be admitted or take part in a
-//! step. It is if a sequence, the queue or the pool changed since it was looked at last, or if a time has come until which a
-//! sequence was to wait.
+//! Whether an event makes the batch due: only then may sequences grow, swap in, be admitted or join a step. It is due
+//! if a sequence, the queue or the pool has changed since the last look, or if a sequence's retry time has come.
 //!
 //! Invariants:
-//! * whoever changes a sequence, the queue, or what a decision about them depends on, calls [`Due::touch`]; the pool counts
-//!   its changes itself;
-//! * whoever leaves a sequence as it is until a time calls [`Due::wake_at`];
+//! * code that changes a sequence, the queue, or an input of decisions about them calls [`Due::touch`]; the pool counts
+//!   its own changes;
+//! * code that leaves a sequence waiting until a time calls [`Due::wake_at`];
 //! * so looking again without either would change nothing.
 
-/// See the module's documentation.
+/// Change counter and next wake time of the batch. See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Due {
     changes: u64,
-    /// Changes, those of the pool apart, before the batch was looked at last.
+    /// `changes`, and the pool's changes, at the last look.
     seen: (u64, u64),
-    /// A sequence waits until then.
+    /// Earliest time at which a waiting sequence is tried again, in milliseconds.
     wake_ms: u64,
 }
 
@@ -23,22 +22,22 @@ impl Due {
         Self { changes: 1, seen: (0, 0), wake_ms: u64::MAX }
     }
 
-    /// Something changed.
+    /// Notes a change: the batch is due.
     pub(crate) fn touch(&mut self) {
         self.changes += 1;
     }
 
-    /// Something is to be tried again at this time.
+    /// Makes the batch due at `at_ms`.
     pub(crate) fn wake_at(&mut self, at_ms: u64) {
         self.wake_ms = self.wake_ms.min(at_ms);
     }
 
-    /// Whether the batch is to be looked at.
+    /// Whether the batch is due.
     pub(crate) fn is_due(&self, pool_changes: u64, now_ms: u64) -> bool {
         self.seen != (self.changes, pool_changes) || now_ms >= self.wake_ms
     }
 
-    /// The batch is looked at: what changes from now on counts for the next time.
+    /// Starts a look at the batch: later changes count for the next one.
     pub(crate) fn begin(&mut self, pool_changes: u64) {
         self.seen = (self.changes, pool_changes);
         self.wake_ms = u64::MAX;

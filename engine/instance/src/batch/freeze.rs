@@ -1,35 +1,34 @@
-//! DGFM, the debtor's side (Infinite-LLM v1 §4.5): blocks of one sequence at one creditor stay as they are while the
-//! gManager swaps them home.
+//! DGFM, debtor side (Infinite-LLM v1 §4.5): the blocks of one sequence at one creditor are frozen while the gManager
+//! swaps them home.
 //!
-//! While a debt is frozen, only moves of its own cycle touch it: nothing is released behind a window, the sequence is not
-//! preempted for another's growth, and if it ends (finished, cancelled, failed) its client is told at once but its memory
-//! waits for the thaw. A freeze ends by `Thaw`, by its time limit, which the coordinator cannot extend, or when the KV
-//! that it protects is lost or of no use any more (the creditor is gone, the sequence is computed again): then a late
-//! order of its cycle finds nothing frozen and is refused.
+//! While a debt is frozen, only moves of its own cycle touch it: nothing is released behind a window, the sequence is
+//! not preempted for another's growth, and if it ends (finished, cancelled, failed) its client gets the end at once but
+//! its memory waits for the thaw. A freeze ends by `Thaw`, at its time limit, which the coordinator cannot extend, or
+//! when its KV is lost or useless (the creditor is gone, the sequence is recomputed). A late move order of the cycle
+//! then finds nothing frozen and is refused.
 
 use super::Batch;
 use super::sequence::Sequence;
 use crate::cx::Cx;
 use crate::event::Effect;
-use crate::outcome::{Outcome, Outcomes};
+use crate::prefill::Prefills;
 use lagoon_kv::Placement;
 use lagoon_protocol::{ControlBody, Freeze, Frozen};
 use lagoon_types::limits::FREEZE_MS_MAX;
 use lagoon_types::{InstanceId, SeqId};
 
-/// What is frozen here. An order to move blocks of `seq` from `creditor` is allowed while it is, if it is a swap of the
-/// same cycle; any other one is not.
+/// The frozen debt: blocks of `seq` at `creditor`. While frozen, only swap moves of the same `cycle` may move them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrozenDebt {
     pub cycle: u64,
     pub creditor: InstanceId,
     pub seq: SeqId,
-    /// When it thaws by itself.
+    /// When it thaws without a `Thaw`, in milliseconds.
     pub until_ms: u64,
 }
 
 impl Batch {
-    /// The debt that is frozen now. At most one is.
+    /// The frozen debt; at most one.
     pub(crate) fn frozen(&self) -> Option<FrozenDebt> {
         self.frozen
     }
@@ -39,8 +38,8 @@ impl Batch {
         self.frozen.is_some_and(|f| f.seq == seq)
     }
 
-    /// Freezes the sequence with most full blocks at the creditor, or refuses with 0 blocks. A repetition gets the same
-    /// answer.
+    /// Freezes the running sequence with most full blocks at the creditor, or refuses with 0 blocks. A repeated request
+    /// gets the same answer.
     pub(crate) fn on_freeze(&mut self, cx: &mut Cx, m: &Freeze) {
         let creditor = InstanceId(m.creditor);
         let chosen = match self.frozen {
@@ -65,25 +64,21 @@ impl Batch {
         debts.max_by_key(|(blocks, seq)| (*blocks, std::cmp::Reverse(*seq)))
     }
 
-    /// The swap is over.
-    pub(crate) fn on_thaw(&mut self, cycle: u64) -> Outcomes {
-        let over = self.frozen.is_some_and(|f| f.cycle == cycle).then(|| self.thaw()).flatten();
-        over.map(|seq| Outcome::Over { seq }).into_iter().collect()
+    /// Thaws the frozen debt if `over` says that its swap or its time is over, and removes its sequence if that has
+    /// ended.
+    pub(super) fn thaw_if(&mut self, cx: &mut Cx, prefills: &Prefills, over: impl Fn(&FrozenDebt) -> bool) {
+        if let Some(seq) = self.frozen.as_ref().is_some_and(over).then(|| self.thaw()).flatten() {
+            self.remove(cx, prefills, seq);
+        }
     }
 
-    /// Thaws what was frozen for too long.
-    pub(crate) fn expire_freeze(&mut self, now_ms: u64) -> Outcomes {
-        let over = self.frozen.is_some_and(|f| f.until_ms <= now_ms).then(|| self.thaw()).flatten();
-        over.map(|seq| Outcome::Over { seq }).into_iter().collect()
-    }
-
-    /// Ends the freeze. The sequence, if it is over: it can go now.
+    /// Ends the freeze. Returns the sequence if it has ended and can be removed now.
     fn thaw(&mut self) -> Option<SeqId> {
         self.due.touch();
         self.frozen.take().map(|frozen| frozen.seq).filter(|seq| self.is_over(*seq))
     }
 
-    /// A frozen sequence is over: it leaves the batch, and the rest of its end waits for the thaw. False if it is not
+    /// Takes a frozen sequence that has ended out of the batch; its memory waits for the thaw. False if it is not
     /// frozen.
     pub(super) fn defer_end(&mut self, cx: &mut Cx, seq: SeqId) -> bool {
         if !self.is_frozen(seq) {
@@ -94,8 +89,8 @@ impl Batch {
         true
     }
 
-    /// A sequence lost KV at `creditor`. If that is what was frozen, nothing is any more. The sequence, if it was over: it can
-    /// go now.
+    /// Ends the freeze if `seq` lost its frozen KV at `creditor`. Returns the sequence if it has ended and can be
+    /// removed now.
     pub(super) fn lose_frozen(&mut self, seq: SeqId, creditor: InstanceId) -> Option<SeqId> {
         let frozen = self.frozen.filter(|f| f.seq == seq)?;
         if self.is_over(seq) {
@@ -107,14 +102,14 @@ impl Batch {
         None
     }
 
-    /// What a freeze of this sequence protects is lost or given up.
+    /// Drops the freeze of `seq`: its KV is lost or given up.
     pub(crate) fn unfreeze(&mut self, seq: SeqId) {
         self.frozen.take_if(|f| f.seq == seq);
         self.due.touch();
     }
 }
 
-/// Blocks of a sequence at a creditor that are full in every layer.
+/// Blocks of a sequence at a creditor that are written in every layer.
 fn full_blocks_at(seq: &Sequence, creditor: InstanceId) -> u32 {
     let full = seq.blocks.written() / seq.blocks.block_tokens();
     let placements = seq.blocks.placements().iter().take(full as usize);

@@ -1,17 +1,17 @@
-//! One batch or two: how the sequences that run are divided over the two micro-batches (docs/adr/0009).
+//! One batch or two: divides running sequences over the local and the remote micro-batch (docs/adr/0009).
 //!
-//! Rows with KV elsewhere may form a batch of their own, so that a slow creditor delays nobody else; but two batches read
-//! the weights twice. So where local attention covers what creditors take (v2 Fig. 6a), or nearly, all rows are one
-//! batch, in the remote micro-batch. In which of the two more of the device's time is of use is predicted from this instance's
-//! calibration (v2 Eq. 5) and the measured time from a step's queries to its last partial:
+//! Two micro-batches keep a slow creditor from delaying local rows, but read the weights twice. Where local attention
+//! covers the creditors' time (v2 Fig. 6a), or nearly, all rows are one batch, in the remote micro-batch. The choice is
+//! the larger predicted useful share of device time, from this instance's calibration (v2 Eq. 5) and the measured time
+//! from a step's queries to its last partial:
 //! * one batch: the work `W(n) + A` in `W(n) + max(A, R)`;
-//! * two: the remote micro-batch's share of that work in `P = 2 W(n_r) + max(2 A_r, R)`, as the micro-batches take turns on the device,
-//!   and the local micro-batch's in `W(n_l) + A_l` of the time that this leaves.
+//! * two: the remote micro-batch's share of that work in `P = 2 W(n_r) + max(2 A_r, R)`, as the micro-batches take
+//!   turns on the device, and the local micro-batch's in `W(n_l) + A_l` of the time that this leaves.
 //!
 //! Invariants:
 //! * without a calibration, with a latency target, or while a remote sequence computes a prompt, there are two;
-//! * one batch that waits for a creditor for much longer than usual is broken up, and stays so for a while: a creditor
-//!   that hangs stops the local rows for [`TIMEOUT_MS`] or a few usual waits, not for a step's deadline.
+//! * one batch that waits for a creditor much longer than usual is split for a while: a hanging creditor stops the
+//!   local rows for [`TIMEOUT_MS`] or a few usual waits, not for a step's deadline.
 
 use crate::cx::Cx;
 use lagoon_cluster::perf::Rates;
@@ -22,36 +22,36 @@ use std::collections::BTreeMap;
 const NEWEST: f64 = 1.0 / 8.0;
 /// A change must gain this share, so that the micro-batches do not flap.
 const GAIN_MIN: f64 = 0.03;
-/// One batch waits at least so long before it is broken up.
+/// Minimum wait before one batch is split.
 const TIMEOUT_MS: u64 = 500;
-/// Usual waits after which one batch is broken up.
+/// Usual waits after which one batch is split.
 const TIMEOUT_WAITS: f64 = 8.0;
-/// Then there are two for so long.
+/// How long the micro-batches stay apart after a split.
 const APART_MS: u64 = 10_000;
 
-/// See the module's documentation.
+/// The division into micro-batches. See the module's documentation.
 #[derive(Debug, Default)]
 pub(crate) struct MicroBatches {
     /// All rows are one batch.
     merged: bool,
     /// Mean time of a decode step's remote part, in microseconds; `None` before the first.
     remote_us: Option<f64>,
-    /// There are two until then.
+    /// Two micro-batches until then, in milliseconds.
     apart_until_ms: u64,
-    /// The division may have changed: it is looked at before the next step.
+    /// The division may have changed: it is computed again before the next step.
     stale: bool,
 }
 
-/// What runs, as far as the model looks at it.
+/// Running rows and their KV, as the prediction needs them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Batch {
     rows: u32,
-    /// Tokens of KV here and in mapped memory of creditors: the own device attends to both.
+    /// Tokens of local and of mapped KV: this device attends to both.
     tokens: f64,
 }
 
-/// Adds leases, in rBlocks by creditor, to `there`, for the creditors that attend to them. Returns the rBlocks of the others:
-/// mapped KV costs its creditor no compute and no round trip.
+/// Adds leases, in rBlocks by creditor, to `there`, for creditors that compute the attention. Returns the rBlocks of
+/// mapped creditors: mapped KV costs its creditor no compute and no round trip.
 fn attended_elsewhere(
     leases: impl Iterator<Item = (InstanceId, u32)>,
     maps: impl Fn(InstanceId) -> bool,
@@ -64,9 +64,9 @@ fn attended_elsewhere(
     mapped
 }
 
-/// The useful share of the device's time, in one batch and in two: a token is worth its attention and its share of the
-/// weights of one batch. (Counted in tokens alone, rows of short contexts would always be worth a micro-batch of their own: they
-/// would advance faster at the cost of long ones, and the weights be read twice for it.)
+/// The useful share of the device's time, in one batch and in two. A token is worth its attention and its share of one
+/// batch's weights. (Counted in tokens alone, rows of short contexts would always win a micro-batch of their own: they
+/// would advance faster at the cost of long ones, and the weights would be read twice.)
 fn predict(rates: &Rates<'_>, local: Batch, remote: Batch, remote_us: f64) -> (f64, f64) {
     let attention_us = |b: Batch| b.tokens * rates.attention_us;
     let (all, a_l, a_r) = (local.rows + remote.rows, attention_us(local), attention_us(remote));
@@ -81,13 +81,13 @@ fn predict(rates: &Rates<'_>, local: Batch, remote: Batch, remote_us: f64) -> (f
 }
 
 impl MicroBatches {
-    /// A decode step's creditors took so long to answer, in sum over layers.
+    /// Adds a decode step's time from queries to last partials, summed over layers, to the mean.
     pub(crate) fn remote_took(&mut self, ms: u64) {
         let us = f64::from(u32::try_from(ms).unwrap_or(u32::MAX)) * 1e3;
         self.remote_us = Some(self.remote_us.map_or(us, |mean| mean + (us - mean) * NEWEST));
     }
 
-    /// Sequences came, went, moved or advanced.
+    /// Marks the division stale: sequences came, went, moved or advanced.
     pub(crate) fn changed(&mut self) {
         self.stale = true;
     }
@@ -99,14 +99,14 @@ impl MicroBatches {
 }
 
 impl super::Batch {
-    /// The micro-batch that a sequence's next step is in.
+    /// The micro-batch of a sequence's next step.
     pub(crate) fn micro_batch_of(&self, seq: SeqId) -> MicroBatch {
         let remote = self.micro.merged || self.seqs.get(&seq).is_some_and(|s| s.blocks.remote_blocks() > 0);
         if remote { MicroBatch::Remote } else { MicroBatch::Local }
     }
 
-    /// Divides what runs anew, if something changed. `has_target`: peers' work here is bounded by a latency target. `maps`: whether
-    /// a creditor's memory is mapped here.
+    /// Divides the running sequences again if the division is stale. `has_target`: a latency target bounds peers' work
+    /// here. `maps`: whether a creditor's memory is mapped here.
     pub(crate) fn divide(&mut self, cx: &Cx, has_target: bool, maps: impl Fn(InstanceId) -> bool) {
         if !std::mem::take(&mut self.micro.stale) {
             return;
@@ -142,7 +142,7 @@ impl super::Batch {
             }
         }
         if remote.rows == 0 {
-            // What was measured was of others.
+            // The measurement was of other sequences.
             self.micro.remote_us = None;
             return false;
         }
@@ -156,7 +156,8 @@ impl super::Batch {
         one > two * gain
     }
 
-    /// Breaks one batch up that waits for a creditor, since then, for much longer than usual. Says whether its step is to end.
+    /// Splits one batch that has waited for a creditor since `waits_since_ms`, much longer than usual. True if its step
+    /// must end.
     pub(crate) fn break_up(&mut self, now_ms: u64, waits_since_ms: Option<u64>) -> bool {
         let late = waits_since_ms.is_some_and(|at| now_ms >= at + self.micro.timeout_ms());
         if !self.micro.merged || !late {
@@ -167,14 +168,14 @@ impl super::Batch {
         true
     }
 
-    /// Whether rows with and without KV elsewhere are one batch now.
+    /// Whether all rows are one batch now.
     pub(crate) fn is_one_batch(&self) -> bool {
         self.micro.merged
     }
 }
 
-/// The remote part of a step that was not measured yet: the slowest creditor's round trips and micro attention, if it
-/// is as fast as this instance and does nothing else.
+/// Estimated remote time of a step, in microseconds, before one was measured: the slowest creditor's round trips and
+/// micro attention, at this instance's speed and with no other load.
 fn remote_estimate_us(cx: &Cx, rates: &Rates<'_>, there: &BTreeMap<InstanceId, u32>) -> f64 {
     let of = |(creditor, blocks): (&InstanceId, &u32)| {
         let known = cx.peers.key(*creditor).and_then(|peer| cx.peers.known(peer));

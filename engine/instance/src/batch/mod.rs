@@ -1,7 +1,8 @@
-//! The batch: requests that wait, run, or are preempted or swapped out, and the memory that each of them gets.
+//! The batch: sequences that wait, run, or are preempted or swapped out, and the memory of each.
 //!
-//! It owns the sequences and the scheduler. Other machines look at both through [`Batch::seq`] and the queries of the
-//! queue; who waits, runs and ends is decided here. Policy (admission order, growth, victims) is in `policy.rs`.
+//! It owns the sequences and the scheduler. Other machines read both through [`Batch::seq`] and the queries of the
+//! queue; only the batch decides which sequences wait, run and end. Policy (admission order, growth, victims) is in
+//! `policy.rs`.
 
 mod admission;
 mod borrowing;
@@ -17,28 +18,38 @@ pub(crate) mod scheduler;
 pub(crate) mod sequence;
 mod swap;
 
+use crate::config::InstanceConfig;
+use crate::cx::Cx;
+use crate::event::Effect;
+use crate::moves::Moves;
+use crate::outcome::{Lost, Outcome, Outcomes};
+use crate::prefill::Prefills;
 use due::Due;
 use freeze::FrozenDebt;
+use lagoon_backend::DeviceError;
+use lagoon_cluster::{BorrowFailure, BorrowedLease};
+use lagoon_protocol::Freeze;
+use lagoon_runner::ShareId;
 use lagoon_types::limits::ADMISSION_DEADLINE_MS;
-use lagoon_types::{Chunk, MicroBatch, SeqId, StepPlan};
+use lagoon_types::{Chunk, GenerateRequest, InstanceId, MicroBatch, SeqId, StepPlan, TokenEvent};
 use micro_batches::MicroBatches;
-use scheduler::{QueueFull, Scheduler, SchedulerConfig, Waiting};
+use scheduler::{QueueFull, Scheduler, Waiting};
 use sequence::{Life, Need, Sequence};
 use std::collections::BTreeMap;
 
-/// See the module's documentation.
+/// The batch machine. See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Batch {
     sched: Scheduler,
     seqs: BTreeMap<SeqId, Sequence>,
     micro: MicroBatches,
-    /// A sequence that is preempted when its step ends, and the one that it is for.
+    /// The victim to preempt when its step ends, and the sequence that gets its memory.
     preempt_after_step: Option<(SeqId, SeqId)>,
     frozen: Option<FrozenDebt>,
     pub(crate) counts: BatchCounts,
-    /// Whether it is looked at after an event.
+    /// Whether an event makes the batch due.
     pub(crate) due: Due,
-    /// Measured time of one row of a prompt, in microseconds; 0 before.
+    /// Measured time of one row of a prompt, in microseconds; 0 before the first measurement.
     prefill_us: f64,
 }
 
@@ -49,16 +60,110 @@ pub(crate) struct BatchCounts {
     pub(crate) recoveries: u64,
     pub(crate) recomputed_tokens: u64,
     pub(crate) preempted_tokens: u64,
-    /// Blocks that were lent to its sequences, moves left out.
+    /// Blocks lent to its sequences, moves left out.
     pub(crate) borrowed_blocks: u64,
     /// Sequences that were swapped out.
     pub(crate) offloads: u64,
 }
 
+/// Other machines that the batch reads.
+#[derive(Clone, Copy)]
+pub(crate) struct Others<'a> {
+    pub(crate) prefills: &'a Prefills,
+    pub(crate) moves: &'a Moves,
+}
+
+/// Events of the batch.
+#[derive(Debug)]
+pub(crate) enum BatchEvent {
+    /// A client's request.
+    Submit {
+        seq: SeqId,
+        request: GenerateRequest,
+    },
+    Cancel(SeqId),
+    /// The gManager's order to freeze a debt.
+    Freeze(Freeze),
+    Thaw {
+        cycle: u64,
+    },
+    /// The rManager's reply to a borrow.
+    Borrowed {
+        seq: SeqId,
+        leases: Vec<BorrowedLease>,
+    },
+    BorrowFailed {
+        seq: SeqId,
+        reason: BorrowFailure,
+    },
+    /// A sequence that is in no step has lost KV.
+    Lost(Lost),
+    /// All sequences have lost their KV at a creditor.
+    CreditorGone {
+        creditor: InstanceId,
+        why: &'static str,
+    },
+    /// The device has mapped shared blocks, or failed to.
+    Shared {
+        share: ShareId,
+        error: Option<DeviceError>,
+    },
+    /// The move of a sequence's blocks to host memory ended.
+    SwappedOut {
+        seq: SeqId,
+        all: bool,
+    },
+    /// Steps may have ended: a victim that waited for its step is preempted.
+    StepsEnded,
+    /// Running sequences get the memory that they lack.
+    Grow,
+    /// Swapped-out sequences swap in and waiting ones are admitted, where there is memory.
+    Admit,
+    /// Time passes. `remote_waits_since_ms`: since when creditors of the remote micro-batch have not all answered.
+    Tick {
+        remote_waits_since_ms: Option<u64>,
+    },
+}
+
 impl Batch {
-    pub(crate) fn new(config: SchedulerConfig) -> Self {
+    pub(crate) fn handle(&mut self, cx: &mut Cx, others: Others<'_>, event: BatchEvent) -> Outcomes {
+        let prefills = others.prefills;
+        match event {
+            BatchEvent::Submit { seq, request } => {
+                if let Err(error) = self.accept(cx, prefills, seq, request) {
+                    cx.effects.push(Effect::Emit { seq, event: TokenEvent::Failed(error) });
+                }
+            }
+            BatchEvent::Cancel(seq) => self.cancel(cx, prefills, seq),
+            BatchEvent::Freeze(freeze) => self.on_freeze(cx, &freeze),
+            BatchEvent::Thaw { cycle } => self.thaw_if(cx, prefills, |frozen| frozen.cycle == cycle),
+            BatchEvent::Borrowed { seq, leases } => self.on_borrowed(cx, seq, &leases),
+            BatchEvent::BorrowFailed { seq, reason } => self.on_borrow_failed(cx, prefills, seq, &reason),
+            BatchEvent::Lost(lost) => self.lose(cx, prefills, lost),
+            BatchEvent::CreditorGone { creditor, why } => self.lose_creditor(cx, creditor, why),
+            BatchEvent::Shared { share, error } => self.on_shared(cx, others, share, error.as_ref()),
+            BatchEvent::SwappedOut { seq, all } => self.end_swap_out(cx, seq, all),
+            BatchEvent::StepsEnded => self.end_preempt_after_step(cx, prefills),
+            BatchEvent::Grow => self.grow(cx, others),
+            BatchEvent::Admit => {
+                self.swap_in(cx, prefills);
+                self.admit(cx, prefills);
+            }
+            BatchEvent::Tick { remote_waits_since_ms } => {
+                let now_ms = cx.now_ms;
+                self.thaw_if(cx, prefills, |frozen| frozen.until_ms <= now_ms);
+                if self.break_up(now_ms, remote_waits_since_ms) {
+                    cx.tell(Outcome::BrokenUp);
+                }
+                self.expire_waiting(cx, prefills);
+            }
+        }
+        cx.take_outcomes()
+    }
+
+    pub(crate) fn new(config: &InstanceConfig) -> Self {
         Self {
-            sched: Scheduler::new(config),
+            sched: Scheduler::new(config.sched, config.remote_rows()),
             seqs: BTreeMap::new(),
             micro: MicroBatches::default(),
             preempt_after_step: None,
@@ -77,10 +182,10 @@ impl Batch {
         self.seqs.get_mut(&id)
     }
 
-    /// A sequence that exists.
+    /// The sequence `id`.
     ///
     /// # Panics
-    /// If it does not.
+    /// If there is none.
     pub(crate) fn known(&self, id: SeqId) -> &Sequence {
         &self.seqs[&id]
     }
@@ -98,20 +203,20 @@ impl Batch {
         self.seqs.is_empty()
     }
 
-    /// Adds a sequence that was enqueued, or whose prompt is computed elsewhere.
+    /// Adds a sequence that is queued, or whose prompt is computed by a prefill worker.
     pub(crate) fn add(&mut self, id: SeqId, seq: Sequence) {
         self.due.touch();
         self.seqs.insert(id, seq);
     }
 
-    /// Takes a sequence out, as it is: its memory is the caller's.
+    /// Removes and returns a sequence as it is: its memory is the caller's.
     pub(crate) fn take(&mut self, id: SeqId) -> Option<Sequence> {
         self.due.touch();
         self.sched.remove(id);
         self.seqs.remove(&id)
     }
 
-    /// Sequences that wait, oldest first.
+    /// Waiting sequences, oldest first.
     pub(crate) fn waiting(&self) -> impl ExactSizeIterator<Item = &Waiting> {
         self.sched.waiting()
     }
@@ -128,12 +233,13 @@ impl Batch {
         self.sched.in_step(id)
     }
 
-    /// Puts a new sequence at the end of the queue, if that has room.
+    /// Puts a new sequence at the end of the queue, if the queue has room.
     pub(crate) fn enqueue(&mut self, id: SeqId, tokens: u32, now_ms: u64) -> Result<(), QueueFull> {
         self.sched.enqueue(id, tokens, now_ms)
     }
 
-    /// Puts a sequence whose prompt was a prefill worker's matter at the end of the queue, whatever its bound.
+    /// Puts a sequence at the end of the queue, beyond its bound if need be: its prompt is no longer a prefill
+    /// worker's.
     pub(crate) fn compute_here(&mut self, id: SeqId, now_ms: u64) {
         self.due.touch();
         let Some(seq) = self.seqs.get_mut(&id) else { return };
@@ -142,19 +248,20 @@ impl Batch {
         self.sched.enqueue_accepted(id, seq.len(), now_ms);
     }
 
-    /// The prompt of a waiting sequence becomes a prefill worker's matter.
+    /// Takes a waiting sequence out of the queue: a prefill worker computes its prompt.
     pub(crate) fn send_away(&mut self, id: SeqId) {
         self.sched.remove(id);
-        self.set_life(id, Life::Away { retry_at_ms: None });
+        self.due.touch();
+        self.seqs.entry(id).and_modify(Sequence::go_away);
     }
 
-    /// A sequence is over and its memory is frozen: it leaves the batch and stays known.
+    /// Takes a sequence that has ended and whose memory is frozen out of the batch; it stays until the thaw.
     pub(crate) fn keep_frozen(&mut self, id: SeqId) {
         self.sched.remove(id);
         self.set_life(id, Life::Frozen);
     }
 
-    /// Whether a sequence has ended, and waits for the thaw of its memory.
+    /// Whether a sequence has ended and waits for the thaw of its memory.
     fn is_over(&self, id: SeqId) -> bool {
         self.seqs.get(&id).is_some_and(|seq| seq.life == Life::Frozen)
     }
@@ -174,20 +281,21 @@ impl Batch {
         self.seqs.entry(id).and_modify(|seq| seq.set_need(need));
     }
 
-    /// Moves a waiting sequence into the batch. The KV of its first `computed` tokens is there.
-    fn admit(&mut self, id: SeqId, micro_batch: MicroBatch, computed: u32) {
+    /// Moves a waiting sequence into the batch. Its first `computed` tokens have KV.
+    fn start(&mut self, id: SeqId, micro_batch: MicroBatch, computed: u32, now_ms: u64) {
         self.sched.admit(id, micro_batch, computed);
+        self.seqs.entry(id).and_modify(|seq| _ = seq.began_ms.get_or_insert(now_ms));
         self.set_life(id, Life::Running(Need::Met));
         self.micro.changed();
     }
 
-    /// Puts a running sequence that is in no step at the front of the queue, to be computed again.
-    fn preempt(&mut self, id: SeqId, now_ms: u64) {
+    /// Puts a running sequence that is in no step at the front of the queue, to be recomputed.
+    fn requeue(&mut self, id: SeqId, now_ms: u64) {
         self.sched.preempt(id, now_ms);
         self.set_life(id, Life::Waiting(Need::Met));
     }
 
-    /// Puts a sequence into the batch whose first `computed` of `tokens` tokens were computed elsewhere.
+    /// Adds a sequence to the batch whose first `computed` of `tokens` tokens were computed elsewhere.
     pub(crate) fn resume(&mut self, id: SeqId, micro_batch: MicroBatch, tokens: u32, computed: u32) {
         self.sched.resume(id, micro_batch, tokens, computed);
         self.set_life(id, Life::Running(Need::Met));
@@ -199,30 +307,30 @@ impl Batch {
         self.sched.set_micro_batch(id, micro_batch);
     }
 
-    /// Sequences came, went, moved or advanced: the micro-batches are divided anew before the next step.
+    /// Marks the division into micro-batches stale: sequences came, went, moved or advanced.
     pub(crate) fn changed(&mut self) {
         self.due.touch();
         self.micro.changed();
     }
 
-    /// A decode step's creditors took so long to answer, in sum over layers.
+    /// Adds a decode step's time from queries to last partials, in milliseconds, summed over layers, to the mean.
     pub(crate) fn remote_took(&mut self, ms: u64) {
         self.micro.remote_took(ms);
     }
 
-    /// Plans the next step of a micro-batch: sequences that are ready take part.
+    /// Plans the next step of a micro-batch from its sequences that are ready.
     pub(crate) fn plan(&mut self, micro_batch: MicroBatch) -> StepPlan {
         let seqs = &self.seqs;
         self.sched.plan(micro_batch, |seq| seqs.get(&seq).is_some_and(Sequence::is_ready))
     }
 
-    /// A planned chunk has been computed. With `sampled`, the sequence has one token more.
+    /// Completes a planned chunk. With `sampled`, the sequence has one token more.
     pub(crate) fn complete(&mut self, chunk: &Chunk, sampled: bool) {
         self.due.touch();
         self.sched.complete(chunk, sampled);
     }
 
-    /// A planned chunk was not computed: the sequence leaves its step as it was.
+    /// Drops a planned chunk that was not computed: the sequence leaves its step unchanged.
     pub(crate) fn abandon(&mut self, id: SeqId) {
         self.due.touch();
         self.sched.abandon(id);

@@ -1,49 +1,50 @@
-//! Who is admitted, preempted or swapped out, and when: decisions without effects.
+//! Policy: which sequences are admitted, preempted or swapped out, and when. Decisions without effects.
 //!
 //! Rules:
 //! * admission is first come first served; the pool's oldest waiting pool-sized request goes before all younger ones;
-//! * what runs grows before anything is admitted: some blocks are kept for it;
-//! * the oldest running sequence always advances: it is preempted only if it is alone;
-//! * preempted is whoever is recomputed soonest; swapped out, if that is cheaper, the youngest.
+//! * running sequences grow before anything is admitted: some blocks are kept free for growth;
+//! * the oldest running sequence always advances: it is preempted only if no other one can be;
+//! * the preemption victim is the one with the fewest tokens to recompute; the youngest is swapped out instead, if that
+//!   is cheaper.
 
 use lagoon_protocol::TierRequest;
 use lagoon_types::limits::{ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GROWTH_BLOCKS};
 use lagoon_types::{InstanceId, SeqId};
 
-/// A sequence that the whole pool cannot hold is given up after so many misses (some ten seconds).
+/// Misses after which a sequence that the whole pool cannot hold fails (some ten seconds).
 const OUTGROWN_MISSES: u32 = 10;
-/// At most one of so many of this instance's blocks is kept for growth.
+/// Growth reserve at most: one of so many of this instance's blocks.
 const GROWTH_RESERVE_SHARE: u32 = 16;
-/// A sequence that is recomputed in less time is preempted at once.
+/// Longest recompute, in microseconds, for which a sequence is preempted at once.
 const LONG_RECOMPUTE_US: f64 = 500_000.0;
-/// Time that swapping costs whatever its size: the negotiation, and the waits before and after.
+/// Fixed time of a swap, in microseconds: the negotiation, and the waits before and after.
 const SWAP_OVERHEAD_US: f64 = 20_000.0;
 
-/// rBlocks that are kept free for the growth of what runs: some for each sequence, as each will need them soon, but not
-/// more than a share. Without them what is admitted makes what runs borrow for every block, wait or be preempted.
+/// rBlocks kept free for the growth of running sequences: [`GROWTH_BLOCKS`] each, up to a share of all. Without them
+/// admissions make running sequences borrow every block, wait or be preempted.
 pub(super) fn growth_reserve(running: usize, blocks_total: u32) -> u32 {
     let running = u32::try_from(running).unwrap_or(u32::MAX);
     running.saturating_mul(GROWTH_BLOCKS).min(blocks_total / GROWTH_RESERVE_SHARE)
 }
 
-/// Whether a request that came at `since_ms` waits until the oldest waiting pool-sized request, of another instance, has
+/// Whether a request from `since_ms` waits until an older oldest waiting pool-sized request, of another instance, has
 /// its memory.
 pub(super) fn gives_way(since_ms: u64, oldest: Option<(InstanceId, u64)>, me: Option<InstanceId>) -> bool {
     oldest.is_some_and(|(debtor, oldest_ms)| Some(debtor) != me && oldest_ms < since_ms)
 }
 
-/// Whether a waiting sequence that needs `needed` rBlocks of a pool of `capacity` is given up.
+/// Whether a waiting sequence that needs `needed` rBlocks of a pool of `capacity` fails.
 pub(super) fn is_outgrown(needed: u32, capacity: u64, misses: u32) -> bool {
     u64::from(needed) > capacity && has_waited_enough(misses)
 }
 
-/// Whether there was no memory so often that a pool which is too small is not waited for.
+/// Whether there were so many misses that a pool which is too small is not waited for.
 pub(super) fn has_waited_enough(misses: u32) -> bool {
     misses >= OUTGROWN_MISSES
 }
 
-/// Milliseconds until memory is looked for again. They grow with every miss and differ between instances and sequences:
-/// two that hold what the other one wants, and give it up at the same time, do not meet again for ever.
+/// Milliseconds until the next attempt to get memory. They grow with every miss and differ between instances and
+/// sequences, so that two which hold memory that the other needs do not retry in step for ever.
 pub(super) fn retry_pause_ms(incarnation: u64, seq: SeqId, misses: u32) -> u64 {
     let longest = (ADMISSION_RETRY_MS << misses.min(10)).min(ADMISSION_RETRY_MAX_MS);
     let salt = incarnation ^ seq.0.rotate_left(32) ^ u64::from(misses + 1).rotate_left(48);
@@ -51,25 +52,25 @@ pub(super) fn retry_pause_ms(incarnation: u64, seq: SeqId, misses: u32) -> u64 {
     longest / 2 + spread % (longest / 2 + 1)
 }
 
-/// What a running sequence that is short of `shortfall` rBlocks asks creditors for. Host memory is the last resort: it is
-/// asked for only after a request for more than the shortfall, in devices' memory, failed (`frugal`).
+/// rBlocks and tier that a running sequence short of `shortfall` rBlocks asks creditors for. Host memory is the last
+/// resort: asked for only after a request for more than the shortfall, in device memory, failed (`frugal`).
 pub(super) fn growth_request(frugal: bool, shortfall: u32) -> (u32, TierRequest) {
     if frugal { (shortfall, TierRequest::Any) } else { (shortfall.max(GROWTH_BLOCKS), TierRequest::DeviceOnly) }
 }
 
-/// A running sequence, as the choice of a victim looks at it.
+/// A running sequence as a candidate for preemption.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate {
     pub(super) seq: SeqId,
     /// Tokens to recompute if it is preempted.
     pub(super) recompute_tokens: u32,
-    /// It has rBlocks here, is not ending, and DGFM has not frozen it.
+    /// Whether it has rBlocks here, is not ending and is not frozen by DGFM.
     pub(super) preemptible: bool,
 }
 
-/// The sequence to preempt, of those that run in order of admission: the one with the fewest tokens to recompute, the
-/// youngest of equals; never the oldest. So the oldest always advances, and a long one does not start anew for the sake of
-/// a short one.
+/// The sequence to preempt, of those running in order of admission: the one with the fewest tokens to recompute, the
+/// youngest of equals; never the oldest. So the oldest always advances, and a long sequence is not recomputed for a
+/// short one.
 pub(super) fn victim(running: impl Iterator<Item = Candidate>) -> Option<SeqId> {
     let mut found: Option<Candidate> = None;
     for next in running.skip(1).filter(|candidate| candidate.preemptible) {
@@ -80,13 +81,12 @@ pub(super) fn victim(running: impl Iterator<Item = Candidate>) -> Option<SeqId> 
     found.map(|candidate| candidate.seq)
 }
 
-/// Whether recomputing takes so long that a sequence which cannot grow rather waits while others advance.
+/// Whether recomputing takes so long that a sequence which cannot grow waits instead while others advance.
 pub(super) fn is_long_recompute(recompute_us: f64) -> bool {
     recompute_us > LONG_RECOMPUTE_US
 }
 
-/// Whether moving `bytes` out and home again takes less time than recomputing. A row that was not measured yet
-/// (`row_us` 0) counts as fast.
+/// Whether moving `bytes` out and back takes less time than recomputing. `row_us` 0 (not measured yet) counts as fast.
 pub(super) fn swap_is_cheaper(bytes: f64, bytes_per_s: f64, recompute_tokens: u32, row_us: f64) -> bool {
     let swap_us = SWAP_OVERHEAD_US + 2.0 * bytes / bytes_per_s * 1e6;
     f64::from(recompute_tokens) * row_us > swap_us

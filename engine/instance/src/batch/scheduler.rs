@@ -1,13 +1,13 @@
-//! The iteration-level scheduler: bounded first-come-first-served admission, continuous batching with chunked prefill,
-//! and the choice of whom to preempt.
+//! The iteration-level scheduler: bounded first-come-first-served admission, and continuous batching with chunked
+//! prefill.
 //!
-//! It decides *which tokens* the next step computes; where their KV lives is the instance's and the rManager's matter.
+//! It decides *which tokens* the next step computes; the instance and the rManager decide where their KV lives.
 //! Sans-IO: time is a parameter, nothing is hashed, so the same calls give the same plans.
 //!
-//! Invariants: a sequence is either waiting or running; `computed < tokens` for every running sequence that is not in
-//! a step; a step's rows never exceed its budget; sequences are planned in the order of their admission, decoding
-//! before prefill, so that a long prompt delays nobody's next token by more than one chunk. Ranges whose KV was lost are
-//! computed before anything new of their sequence, in ascending order, in chunks like a prompt's.
+//! Invariants: a sequence is either waiting or running; `computed < tokens` for every running sequence that is not in a
+//! step; a step's rows never exceed its budget; sequences are planned in the order of their admission, decoding before
+//! prefill, so that a long prompt delays the next token of others by at most one chunk. Lost ranges are recomputed
+//! before new tokens of their sequence, in ascending order, in chunks like a prompt's.
 
 use lagoon_types::{Chunk, MicroBatch, SeqId, StepPlan};
 use std::collections::VecDeque;
@@ -16,15 +16,15 @@ use std::ops::Range;
 /// Bounds of one scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerConfig {
-    /// Sequences that wait for admission at most.
+    /// Maximum of waiting sequences.
     pub queue: usize,
-    /// Sequences that run at most.
+    /// Maximum of running sequences.
     pub running: usize,
-    /// Rows of one step at most.
+    /// Maximum of rows in one step.
     pub step_rows: u32,
 }
 
-/// The queue has no room.
+/// The error of a full queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the queue is full ({limit} requests wait)")]
 pub(crate) struct QueueFull {
@@ -35,9 +35,9 @@ pub(crate) struct QueueFull {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Waiting {
     pub(crate) seq: SeqId,
-    /// Tokens that it starts with: its prompt, and what it had generated before a preemption.
+    /// Tokens to compute on admission: the prompt, and those generated before a preemption.
     pub(crate) tokens: u32,
-    /// When it began to wait, in the caller's milliseconds.
+    /// When it was queued, in the caller's milliseconds.
     pub(crate) since_ms: u64,
 }
 
@@ -47,22 +47,24 @@ struct Running {
     micro_batch: MicroBatch,
     tokens: u32,
     computed: u32,
-    /// Below `computed`, to be computed again: ascending, disjoint, never empty.
+    /// Lost ranges to recompute, below `computed`: ascending, disjoint, never empty.
     lost: VecDeque<Range<u32>>,
     in_step: bool,
 }
 
 impl Running {
-    /// The positions that are due, and whether they are new ones.
+    /// The positions to compute next, and whether they are new (not lost) ones.
     fn due(&self) -> (Range<u32>, bool) {
         self.lost.front().map_or((self.computed..self.tokens, true), |lost| (lost.clone(), false))
     }
 }
 
-/// See the module's documentation.
+/// The queue and the batch. See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     config: SchedulerConfig,
+    /// Maximum of rows in a step of the remote micro-batch; at most `config.step_rows`.
+    remote_rows: u32,
     waiting: VecDeque<Waiting>,
     /// In order of admission.
     running: Vec<Running>,
@@ -70,8 +72,8 @@ pub(crate) struct Scheduler {
 
 impl Scheduler {
     #[must_use]
-    pub(crate) fn new(config: SchedulerConfig) -> Self {
-        Self { config, waiting: VecDeque::new(), running: Vec::new() }
+    pub(crate) fn new(config: SchedulerConfig, remote_rows: u32) -> Self {
+        Self { config, remote_rows, waiting: VecDeque::new(), running: Vec::new() }
     }
 
     /// Puts a new sequence at the end of the queue.
@@ -86,13 +88,13 @@ impl Scheduler {
         Ok(())
     }
 
-    /// As [`Scheduler::enqueue`], for a sequence that was accepted before and waited elsewhere: the bound does not apply.
+    /// As [`Scheduler::enqueue`], without the bound, for a sequence that was accepted before and waited elsewhere.
     pub(crate) fn enqueue_accepted(&mut self, seq: SeqId, tokens: u32, now_ms: u64) {
         self.waiting.push_back(Waiting { seq, tokens, since_ms: now_ms });
     }
 
-    /// Takes a running sequence out of the batch and puts it at the front of the queue, to be computed again. The
-    /// bound of the queue does not apply: it was admitted before.
+    /// Takes a running sequence out of the batch and puts it at the front of the queue, to be recomputed. The queue's
+    /// bound does not apply: the sequence was admitted before.
     ///
     /// # Panics
     /// If the sequence does not run or is in a step.
@@ -110,24 +112,24 @@ impl Scheduler {
         (self.running.len() < self.config.running).then(|| self.waiting.front().copied()).flatten()
     }
 
-    /// Sequences that wait, oldest first.
+    /// Waiting sequences, oldest first.
     pub(crate) fn waiting(&self) -> impl ExactSizeIterator<Item = &Waiting> {
         self.waiting.iter()
     }
 
-    /// Sequences that run, in order of admission.
+    /// Running sequences, in order of admission.
     pub(crate) fn running(&self) -> impl DoubleEndedIterator<Item = SeqId> {
         self.running.iter().map(|r| r.seq)
     }
 
-    /// Sequences that run.
+    /// Number of running sequences.
     #[must_use]
     pub(crate) fn running_len(&self) -> usize {
         self.running.len()
     }
 
-    /// Moves a waiting sequence into the batch: the head of the queue, or one that has its memory already. The KV of its
-    /// first `computed` tokens is there.
+    /// Moves a waiting sequence into the batch: the head of the queue, or one that has its memory already. Its first
+    /// `computed` tokens have KV.
     ///
     /// # Panics
     /// If `seq` does not wait, or has nothing to compute.
@@ -139,7 +141,7 @@ impl Scheduler {
         self.running.push(Running { seq, micro_batch, tokens, computed, lost, in_step: false });
     }
 
-    /// Puts a sequence into the batch whose first `computed` of `tokens` tokens were computed elsewhere. The caller keeps
+    /// Adds a sequence to the batch whose first `computed` of `tokens` tokens were computed elsewhere. The caller keeps
     /// the batch within its bound.
     ///
     /// # Panics
@@ -150,7 +152,7 @@ impl Scheduler {
         self.running.push(Running { seq, micro_batch, tokens, computed, lost: VecDeque::new(), in_step: false });
     }
 
-    /// The KV of these positions was lost, and of no others: ascending, disjoint, below what was computed.
+    /// Sets the lost ranges of a running sequence, replacing earlier ones: ascending, disjoint, below `computed`.
     ///
     /// # Panics
     /// If they are not, or if the sequence does not run or is in a step.
@@ -162,7 +164,7 @@ impl Scheduler {
         entry.lost = lost.iter().cloned().collect();
     }
 
-    /// Forgets a sequence, waiting or running.
+    /// Removes a sequence, waiting or running.
     pub(crate) fn remove(&mut self, seq: SeqId) {
         self.waiting.retain(|w| w.seq != seq);
         self.running.retain(|r| r.seq != seq);
@@ -173,16 +175,19 @@ impl Scheduler {
         self.entry_mut(seq).micro_batch = micro_batch;
     }
 
-    /// Running sequences of `micro_batch` that are not in a step, with the tokens that the store must hold for their next
-    /// token to be computed, in order of admission.
+    /// Running sequences of `micro_batch` that are in no step, in order of admission, each with its number of tokens:
+    /// KV slots that its next token needs.
     pub(crate) fn idle(&self, micro_batch: MicroBatch) -> impl Iterator<Item = (SeqId, u32)> {
         self.running.iter().filter(move |r| r.micro_batch == micro_batch && !r.in_step).map(|r| (r.seq, r.tokens))
     }
 
-    /// The next step of `micro_batch`: one row for each decoding sequence, then chunks of prompts and of what was lost, within
+    /// The next step of `micro_batch`: one row per decoding sequence, then chunks of prompts and lost ranges, within
     /// the row budget. `ready` says whether a sequence has memory for its tokens; others sit out.
     pub(crate) fn plan(&mut self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> bool) -> StepPlan {
-        let mut budget = self.config.step_rows;
+        let mut budget = match micro_batch {
+            MicroBatch::Local => self.config.step_rows,
+            MicroBatch::Remote => self.remote_rows,
+        };
         let mut plan = StepPlan::default();
         for prefill in [false, true] {
             for entry in self.running.iter_mut().filter(|r| r.micro_batch == micro_batch && !r.in_step) {
@@ -201,7 +206,7 @@ impl Scheduler {
         plan
     }
 
-    /// A planned chunk has been computed. With `sampled`, the sequence has one token more.
+    /// Completes a planned chunk. With `sampled`, the sequence has one token more.
     pub(crate) fn complete(&mut self, chunk: &Chunk, sampled: bool) {
         let entry = self.entry_mut(chunk.seq);
         assert!(entry.in_step && entry.due().0.start == chunk.start, "{} completes what was planned", chunk.seq);
@@ -215,7 +220,7 @@ impl Scheduler {
         entry.tokens += u32::from(sampled);
     }
 
-    /// The KV of the next `tokens` tokens of a sequence was found.
+    /// Skips the next `tokens` tokens of a sequence: prefix-cache hits.
     ///
     /// # Panics
     /// If it is in a step, something of it was lost, or nothing is left to compute.
@@ -225,7 +230,7 @@ impl Scheduler {
         assert!(!entry.in_step && entry.lost.is_empty() && entry.computed < entry.tokens, "{seq} skips {tokens}");
     }
 
-    /// A planned chunk was not computed: the sequence leaves its step as it was.
+    /// Drops a planned chunk that was not computed: the sequence leaves its step unchanged.
     pub(crate) fn abandon(&mut self, seq: SeqId) {
         self.entry_mut(seq).in_step = false;
     }
@@ -264,7 +269,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     fn scheduler(step_rows: u32) -> Scheduler {
-        Scheduler::new(SchedulerConfig { queue: 8, running: 4, step_rows })
+        Scheduler::new(SchedulerConfig { queue: 8, running: 4, step_rows }, step_rows)
     }
 
     fn admit(s: &mut Scheduler, seq: u64, tokens: u32) {
@@ -283,6 +288,15 @@ mod tests {
         let plan = s.plan(MicroBatch::Local, |_| true);
         assert_eq!(plan.chunks[0], Chunk { seq: SeqId(1), start: 5, len: 1, last: true });
         assert_eq!(plan.chunks[1], Chunk { seq: SeqId(2), start: 0, len: 15, last: false });
+    }
+
+    #[test]
+    fn steps_with_remote_kv_have_a_limit_of_their_own() {
+        let mut s = Scheduler::new(SchedulerConfig { queue: 8, running: 4, step_rows: 16 }, 8);
+        s.enqueue(SeqId(1), 100, 0).unwrap();
+        s.admit(SeqId(1), MicroBatch::Remote, 0);
+        let plan = s.plan(MicroBatch::Remote, |_| true);
+        assert_eq!(plan.chunks, [Chunk { seq: SeqId(1), start: 0, len: 8, last: false }]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! A sequence on its debtor: its tokens, where its KV is, and what it waits for.
+//! A sequence on its debtor: its tokens, its block table and leases, and its state in the batch.
 
 use lagoon_cluster::BorrowId;
 use lagoon_kv::hash::ContentHash;
@@ -14,18 +14,18 @@ use std::sync::Arc;
 /// rBlocks borrowed for a sequence under one lease.
 #[derive(Debug)]
 pub(crate) struct HeldLease {
-    /// Blocks of the table that lie there.
+    /// Blocks of the table that lie under this lease.
     pub(crate) blocks: u32,
-    /// Content of what steps write there, for the seals. `None` where a move wrote it.
+    /// Hashing state of what steps write under the lease, for seals. `None` where a move wrote it.
     pub(crate) hasher: Option<LeaseHasher>,
-    /// Hashes of whole entries: what comes back is compared with them.
+    /// Content hashes of whole entries: KV that moves home is compared with them.
     pub(crate) hashes: BTreeMap<u32, ContentHash>,
-    /// Of whole entries that the creditor computed, and nobody here: what it said of their content, by layers, all of
-    /// them.
+    /// Checks of whole entries that the creditor computed and this instance did not: the creditor's report of their
+    /// content, covering all layers.
     pub(crate) checks: BTreeMap<u32, LayerChecks>,
 }
 
-/// Checks of an entry's content, each in some layers.
+/// Checks of an entry's content, each over a range of layers.
 pub(crate) type LayerChecks = Vec<(Range<u32>, Check)>;
 
 impl HeldLease {
@@ -34,92 +34,99 @@ impl HeldLease {
         Self { blocks, hasher: Some(hasher), hashes: BTreeMap::new(), checks: BTreeMap::new() }
     }
 
-    /// A lease of what its creditor computed.
+    /// A lease of KV that its creditor computed.
     pub(crate) fn handed(blocks: u32, checks: BTreeMap<u32, LayerChecks>) -> Self {
         Self { blocks, checks, ..Self::for_move() }
     }
 
-    /// Whether it is known what an entry holds.
+    /// Whether an entry is whole: its content hash or checks are recorded.
     pub(crate) fn is_whole(&self, entry: u32) -> bool {
         self.hashes.contains_key(&entry) || self.checks.contains_key(&entry)
     }
 
-    /// A lease that a move wrote; nothing was switched to it yet.
+    /// A lease that a move wrote; no block of the table is switched to it yet.
     pub(crate) fn for_move() -> Self {
         Self { blocks: 0, hasher: None, hashes: BTreeMap::new(), checks: BTreeMap::new() }
     }
 }
 
-/// What a sequence lacks to be admitted or to grow.
+/// Memory that a sequence lacks to be admitted or to grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Need {
-    /// Nothing, or it was not looked for yet.
+    /// It lacks nothing, or has not tried yet.
     Met,
     /// It negotiates with creditors for blocks.
     Borrowing(BorrowId),
-    /// There was no memory; tried again at this time.
+    /// There was no memory; try again at this time, in milliseconds.
     RetryAt(u64),
 }
 
-/// Where a sequence is in its life. The batch alone changes it.
+/// The state of a sequence. Only the batch changes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Life {
-    /// Its prompt is a prefill worker's matter: it is in no queue and no batch. If it comes back before it has memory, that is
-    /// looked for at this time.
+    /// A prefill worker computes its prompt: it is in no queue and no batch. If it returns before it has memory,
+    /// allocation is tried at `retry_at_ms`.
     Away { retry_at_ms: Option<u64> },
     /// In the queue.
     Waiting(Need),
     /// In the batch.
     Running(Need),
-    /// In the batch and in no further step: its blocks move to host memory.
+    /// In the batch, but in no further step: its blocks move to host memory.
     SwappingOut,
-    /// In the batch and in no step: its KV is in host memory until there is room.
+    /// In the batch, but in no step: its KV is in host memory until there is room.
     SwappedOut,
     /// In the batch, in its last step: the client is gone.
     Leaving,
-    /// Over, and in no batch: DGFM's freeze keeps its memory until the thaw.
+    /// Ended, and in no batch: DGFM's freeze keeps its memory until the thaw.
     Frozen,
 }
 
 #[derive(Debug)]
 pub(crate) struct Sequence {
     pub(crate) id: SeqId,
-    /// When it came.
+    /// When it arrived, in milliseconds.
     pub(crate) since_ms: u64,
-    /// Prompt, then what was generated.
+    /// Prompt, then generated tokens.
     pub(crate) tokens: Vec<u32>,
     pub(crate) prompt_len: u32,
     pub(crate) max_tokens: u32,
     pub(crate) sampling: Arc<SamplingParams>,
-    pub(crate) stop_ids: Vec<u32>,
+    /// Tokens before which none of `stop_ids` is generated.
+    pub(crate) min_tokens: u32,
+    pub(crate) stop_ids: Arc<[u32]>,
     pub(crate) return_logits: bool,
+    /// Set if it computes a prompt for another instance: the number of tokens generated there before.
+    pub(crate) for_others: Option<u64>,
     pub(crate) blocks: SeqBlocks,
     pub(crate) leases: BTreeMap<(InstanceId, LeaseId), HeldLease>,
-    /// Blocks of others are being mapped at its addresses; it takes part in no step before.
+    /// The mapping of shared blocks at its addresses that is in progress; until it ends the sequence joins no step.
     pub(crate) sharing: Option<ShareId>,
-    /// That failed: it has none mapped any more.
+    /// A mapping failed: it maps no shared blocks any more.
     pub(crate) maps_nothing: bool,
-    /// What its first blocks hold, as far as that was asked.
+    /// Block hashes of its first blocks, as far as computed.
     pub(crate) names: Vec<BlockIdentity>,
-    /// Blocks of the table that were looked at for names, from the first on.
+    /// Blocks of the table whose hashes were registered with the pool, from the first on.
     pub(crate) named: u32,
-    /// Own blocks for the newest tokens (or lost blocks), until the older ones are borrowed and the table can be built in order.
+    /// Own blocks for the newest tokens (or lost blocks), until the older ones are borrowed and the table can be built
+    /// in order.
     pub(crate) aside: Vec<PhysBlock>,
     pub(super) life: Life,
-    /// Times that there was no memory since there last was.
+    /// Failed attempts to get memory since the last success.
     pub(crate) misses: u32,
-    /// Growth failed: it asks for what it needs and no more.
+    /// Growth failed: ask for the shortfall and no more.
     pub(crate) frugal: bool,
-    /// When it lost KV, within the time that counts; ascending.
+    /// Times of its KV losses within [`RECOVERIES_WINDOW_MS`], ascending.
     pub(crate) recoveries: Vec<u64>,
-    /// Until then it looks for memory for what it lost; then it is computed again as a whole.
+    /// Deadline for memory for its lost blocks; then it preempts.
     pub(crate) restore_by_ms: Option<u64>,
-    /// It is not swapped out before.
+    /// It is not swapped out before this time.
     pub(crate) swap_after_ms: u64,
-    /// When it must have been admitted.
+    /// Admission deadline.
     pub(crate) admit_by_ms: u64,
-    /// When the KV of its prompt had been read from whoever computed it.
+    /// When all KV of its prompt had been read from the prefill worker.
     pub(crate) pulled_ms: Option<u64>,
+    /// When it first had its memory and joined the batch.
+    pub(crate) began_ms: Option<u64>,
 }
 
 impl Sequence {
@@ -131,8 +138,10 @@ impl Sequence {
             tokens: request.prompt,
             max_tokens: request.max_tokens,
             sampling: Arc::new(request.sampling),
-            stop_ids: request.stop_ids,
+            min_tokens: request.min_tokens,
+            stop_ids: request.stop_ids.into(),
             return_logits: request.return_logits,
+            for_others: None,
             blocks: SeqBlocks::new(block_tokens),
             leases: BTreeMap::new(),
             sharing: None,
@@ -148,6 +157,7 @@ impl Sequence {
             swap_after_ms: 0,
             admit_by_ms: since_ms + ADMISSION_DEADLINE_MS,
             pulled_ms: None,
+            began_ms: None,
         }
     }
 
@@ -160,22 +170,22 @@ impl Sequence {
         self.len() - self.prompt_len
     }
 
-    /// In the batch, in a step or not.
+    /// Whether it is in the batch, in a step or not.
     pub(crate) fn is_running(&self) -> bool {
         matches!(self.life, Life::Running(_) | Life::SwappingOut | Life::SwappedOut | Life::Leaving)
     }
 
-    /// Removed when its step or the freeze of its memory ends.
+    /// Whether it is removed when its step or the freeze of its memory ends.
     pub(crate) fn is_ending(&self) -> bool {
         matches!(self.life, Life::Leaving | Life::Frozen)
     }
 
-    /// Its KV is in host memory.
+    /// Whether its KV is in host memory.
     pub(crate) fn is_swapped_out(&self) -> bool {
         self.life == Life::SwappedOut
     }
 
-    /// What it lacks, if it is in the queue or the batch and its memory is not being swapped.
+    /// Its need, if it is in the queue or the batch and not swapping or leaving.
     pub(super) fn need(&self) -> Option<Need> {
         match self.life {
             Life::Waiting(need) | Life::Running(need) => Some(need),
@@ -183,7 +193,7 @@ impl Sequence {
         }
     }
 
-    /// Sets what it lacks, where that matters; what is being swapped is in the batch again.
+    /// Sets its need if it waits or runs; a swapped-out or swapping sequence runs again.
     pub(super) fn set_need(&mut self, need: Need) {
         self.life = match self.life {
             Life::Waiting(_) => Life::Waiting(need),
@@ -195,28 +205,39 @@ impl Sequence {
         };
     }
 
-    /// It waits in the queue again: nobody else computes its prompt.
+    /// A prefill worker computes its prompt from now on.
+    pub(super) fn go_away(&mut self) {
+        let retry_at_ms = if let Some(Need::RetryAt(at_ms)) = self.need() { Some(at_ms) } else { None };
+        self.life = Life::Away { retry_at_ms };
+    }
+
+    /// Whether a prefill worker computes its prompt.
+    pub(super) fn is_away(&self) -> bool {
+        matches!(self.life, Life::Away { .. })
+    }
+
+    /// It waits in the queue again: no prefill worker computes its prompt.
     pub(super) fn come_back(&mut self) {
         let retry_at_ms = if let Life::Away { retry_at_ms } = self.life { retry_at_ms } else { None };
         self.life = Life::Waiting(retry_at_ms.map_or(Need::Met, Need::RetryAt));
     }
 
-    /// Neither negotiates for blocks nor has them swapped.
+    /// Whether it neither borrows nor swaps.
     pub(super) fn may_change_memory(&self) -> bool {
         matches!(self.need(), Some(Need::Met | Need::RetryAt(_)))
     }
 
-    /// May take part in a step.
+    /// Whether it may join a step.
     pub(crate) fn is_ready(&self) -> bool {
         self.is_placed() && self.sharing.is_none()
     }
 
-    /// Has places for every known token and negotiates for nothing.
+    /// Whether it has places for every known token and no borrow in progress.
     pub(crate) fn is_placed(&self) -> bool {
         self.need() == Some(Need::Met) && self.blocks.lost_blocks() == 0 && self.blocks.capacity_tokens() >= self.len()
     }
 
-    /// Notes that it lost KV. Losses at the same moment are one. Says whether it was one too many.
+    /// Records a loss of KV; losses at the same moment count once. True if there were too many.
     pub(crate) fn note_recovery(&mut self, now_ms: u64) -> bool {
         if self.recoveries.last() != Some(&now_ms) {
             self.recoveries.retain(|at| at + RECOVERIES_WINDOW_MS > now_ms);
@@ -225,7 +246,7 @@ impl Sequence {
         self.recoveries.len() > RECOVERIES_MAX
     }
 
-    /// Entries left the table.
+    /// Notes that entries left the table.
     pub(crate) fn forget_entries(&mut self, entries: &RemoteEntries) {
         let key = (entries.creditor, entries.lease);
         let Some(held) = self.leases.get_mut(&key) else { return };
@@ -238,7 +259,12 @@ impl Sequence {
         }
     }
 
-    /// Takes a generated token; says whether it is the last.
+    /// Tokens that must not be generated next.
+    pub(crate) fn banned(&self) -> Arc<[u32]> {
+        if self.generated() < self.min_tokens { Arc::clone(&self.stop_ids) } else { Arc::default() }
+    }
+
+    /// Appends a generated token. Returns why the sequence ends, if that token is the last.
     pub(crate) fn push(&mut self, token: u32, max_positions: u32) -> Option<FinishReason> {
         self.tokens.push(token);
         if self.stop_ids.contains(&token) {
@@ -261,6 +287,7 @@ mod tests {
             answered: 0,
             max_tokens: 4,
             sampling: SamplingParams::default(),
+            min_tokens: 0,
             stop_ids: Vec::new(),
             return_logits: false,
         };
@@ -302,6 +329,7 @@ mod tests {
             answered: 2,
             max_tokens: 4,
             sampling: SamplingParams::default(),
+            min_tokens: 0,
             stop_ids: Vec::new(),
             return_logits: false,
         };

@@ -1,12 +1,14 @@
 //! The creditor's side: remote attention requests of peers, KV that they write and read, lending and its threshold, and
 //! recall.
 //!
-//! It owns what peers may still ask for; the leases themselves are the rManager's. Every event of it goes through
-//! [`Creditor::handle`]; it touches nothing but itself and [`Cx`], and what others have to do is an [`Outcome`].
+//! It owns step tickets, waiting frames and reads of peers; the rManager owns the leases. Every event goes through
+//! [`Creditor::handle`]; it touches only itself and [`Cx`], and reports work for other machines as [`Outcome`]s.
 
 mod recall;
 mod requests;
 mod seals;
+#[cfg(test)]
+mod tests;
 mod threshold;
 
 use crate::config::InstanceConfig;
@@ -23,18 +25,18 @@ use requests::Requests;
 use seals::Seals;
 use threshold::Threshold;
 
-/// See the module's documentation.
+/// The creditor machine. See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Creditor {
     requests: Requests,
     threshold: Option<Threshold>,
     seals: Seals,
-    /// Own recalls that debtors did not meet in time, and blocks that were taken then.
+    /// Own recalls that debtors did not meet in time, and blocks revoked after them.
     recalls_missed: u64,
     blocks_revoked: u64,
 }
 
-/// What concerns this instance as creditor.
+/// Events of this instance as creditor.
 #[derive(Debug)]
 pub(crate) enum CreditorEvent {
     /// A frame of the partials class.
@@ -49,12 +51,12 @@ pub(crate) enum CreditorEvent {
         from: InstanceId,
         frame: BulkFrame,
     },
-    /// A debtor gives entries of a lease back; it has ended the steps that attend to them.
+    /// A debtor releases entries of a lease; it has ended the steps that attend to them.
     Released {
         from: InstanceId,
         release: LeaseRelease,
     },
-    /// Leases are not lent any more: steps of peers that attend to them end, and the peers are told.
+    /// Leases have ended: peers' steps that attend to them end, and the peers are informed.
     Ended(Vec<LeaseEnded>),
     /// A debtor is connected.
     PeerUp {
@@ -63,14 +65,10 @@ pub(crate) enum CreditorEvent {
     },
     /// The connection to a peer is gone.
     PeerDown(InstanceId),
-    /// A frame to a peer was dropped: its steps and waiting reads end, and it is told.
+    /// A frame to a peer was dropped: the peer's steps and waiting reads end, with a refusal.
     SendFailed {
         peer: PeerKey,
         instance: InstanceId,
-    },
-    /// The device took KV that was queued.
-    Written {
-        bytes: usize,
     },
     /// The device answered a query.
     Partial {
@@ -94,17 +92,18 @@ pub(crate) enum CreditorEvent {
         tag: RemoteTag,
         sealed: bool,
     },
-    /// An own step of the local micro-batch that only decoded took `ms`; peers' work had taken `remote_requests_us` before it.
+    /// An own decode-only step of the local micro-batch took `ms`; estimated time of remote requests before it, since
+    /// the start.
     OwnStep {
         ms: u64,
         remote_requests_us: f64,
     },
-    /// Own sequences need lent blocks back; with `take`, those that do not come are taken.
+    /// Own sequences need lent blocks back; with `take`, blocks not returned in time are revoked.
     WantBack {
         blocks: u32,
         take: bool,
     },
-    /// Own sequences still need blocks that a debtor did not return.
+    /// Own sequences still need blocks that a debtor did not return: revoke them.
     Revoke {
         debtor: InstanceId,
         blocks: u32,
@@ -134,7 +133,6 @@ impl Creditor {
             CreditorEvent::SendFailed { peer, instance } => {
                 self.refuse_remote_request(cx, peer, instance, "a frame could not be sent");
             }
-            CreditorEvent::Written { bytes } => self.requests.on_written(bytes),
             CreditorEvent::Partial { tag, out, lse, count } => self.on_remote_partial(cx, tag, out, lse, count),
             CreditorEvent::Kv { tag, kv } => self.on_remote_kv(cx, tag, kv),
             CreditorEvent::Failed { tag, error } => self.on_remote_failed(cx, tag, &error),
@@ -169,37 +167,22 @@ impl Creditor {
         }
     }
 
-    /// KV goes to the device beside peers' writes.
-    pub(crate) fn queue_write(&mut self, bytes: usize) {
-        self.requests.queue_write(bytes);
-    }
-
-    /// The writes that are queued now, as [`Creditor::has_written`] takes it.
-    pub(crate) fn queued_writes(&self) -> u64 {
-        self.requests.queued_writes()
-    }
-
-    /// Whether all writes that were queued at a moment have left the queue.
-    pub(crate) fn has_written(&self, queued: u64) -> bool {
-        self.requests.has_written(queued)
-    }
-
-    /// Whether a peer's step goes on with queries that are not here yet.
+    /// Whether more queries of a peer's step are due.
     pub(crate) fn expects_queries(&self) -> bool {
         self.requests.expects_queries()
     }
 
-    /// Whether the shell should hand in more bulk frames now: see [`Requests::takes_bulk`].
-    pub(crate) fn takes_bulk(&self) -> bool {
-        self.requests.takes_bulk()
-    }
-
-    /// Frames of peers that wait or are on the device.
+    /// Number of peers' frames that wait or are on the device.
     pub(crate) fn load(&self) -> usize {
         self.requests.load()
     }
 
-    /// Whether peers' work is bounded by a latency target.
+    /// Steps of peers with a ticket.
+    pub(crate) fn open_steps(&self) -> usize {
+        self.requests.open_steps()
+    }
+
+    /// Whether a latency target bounds peers' work.
     pub(crate) fn has_target(&self) -> bool {
         self.threshold.is_some()
     }
@@ -209,17 +192,17 @@ impl Creditor {
         self.threshold.as_ref().map_or(0.0, Threshold::remote_requests_us)
     }
 
-    /// Steps that were refused for the latency target.
+    /// Peers' steps refused for the latency target.
     pub(crate) fn shed_steps(&self) -> u64 {
         self.threshold.as_ref().map_or(0, Threshold::shed)
     }
 
-    /// rBlocks that were sealed for debtors to map.
+    /// rBlocks sealed for debtors to map.
     pub(crate) fn sealed(&self) -> u64 {
         self.seals.sealed()
     }
 
-    /// Recalls that were not met in time, and blocks that were taken back then.
+    /// Recalls not met in time, and blocks revoked after them.
     pub(crate) fn missed(&self) -> (u64, u64) {
         (self.recalls_missed, self.blocks_revoked)
     }

@@ -1,8 +1,8 @@
-//! The creditor's side of DistAttention: step tickets, queries that wait for their KV, and KV that peers write and
+//! Remote attention requests, creditor side: step tickets, queries that wait for their KV, and KV that peers write and
 //! read.
 //!
-//! Everything a peer sends is validated here, above the backend: shape, lease, epoch, range, limits. A query that
-//! needs KV which has not arrived waits until it has or its deadline passes; each wait is bounded in number and time.
+//! Every frame of a peer is validated here, above the backend: shape, lease, epoch, range, limits. A query whose KV has
+//! not arrived waits until it has or until its deadline; waiting frames are bounded in number and time.
 
 use super::Creditor;
 use crate::cx::{Cx, TagOwner};
@@ -12,26 +12,36 @@ use lagoon_backend::{AttnRows, DeviceError};
 use lagoon_protocol::{BulkFrame, ControlBody, LeaseSealed, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::{Command, RemoteQuery, RemoteRead, RemoteTag, RemoteWrite};
 use lagoon_types::limits::{
-    REMOTE_REQUEST_TICKETS_MAX, REMOTE_REQUEST_WAITING_MAX, REMOTE_REQUEST_WRITE_BYTES_MAX, STEP_ROWS_MAX,
+    DATA_FRAME_BYTES_MAX, REMOTE_REQUEST_PEER_BYTES_MAX, REMOTE_REQUEST_TICKETS_MAX, REMOTE_REQUEST_WAITING_MAX,
+    STEP_ROWS_MAX, TICKET_RUNS_MAX,
 };
 use lagoon_types::{DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, StepId};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// A peer's step: what its layer frames refer to.
+/// A peer's step: its layer frames refer to this ticket.
 #[derive(Debug)]
 struct Ticket {
     dtype: DType,
     rows: u32,
     seqs: Vec<AttnRows>,
-    /// In this instance's slots.
+    /// Runs in this instance's slots.
     runs: Vec<KvRun>,
     needs: Vec<Need>,
     /// Pairs of a query row and a key.
     row_keys: u64,
     deadline_ms: u32,
-    /// Dropped when nothing came for so long.
+    /// When the ticket is dropped, unless a frame of the step arrives.
     expires_ms: u64,
+    /// Number of the ticket here: a peer may open a step of the same name again.
+    opened: u64,
+}
+
+impl Ticket {
+    /// What it takes here, and what each query of it takes on the device beside its rows.
+    fn bytes(&self) -> usize {
+        size_of_val(&self.seqs[..]) + size_of_val(&self.runs[..]) + size_of_val(&self.needs[..])
+    }
 }
 
 /// Offsets `[first, end)` of a lease that a step attends to: they must be written in every queried layer.
@@ -46,29 +56,30 @@ struct Need {
 /// A frame that waits for KV.
 #[derive(Debug)]
 enum Waiting {
-    Query { step: StepId, layer: u32, queries: Bytes },
+    Query { step: StepId, opened: u64, layer: u32, queries: Bytes },
     Read { id: u64, lease: LeaseId, epoch: Epoch, first: u32, end: u32, layer: u32, pieces: Vec<(u32, u32)> },
 }
 
-/// What a tag on the device stands for.
+/// A query or read on the device, by its tag.
 #[derive(Debug)]
 enum Outstanding {
-    Query { peer: PeerKey, step: StepId, layer: u32, rows: u32 },
+    Query { peer: PeerKey, from: InstanceId, bytes: usize, step: StepId, layer: u32, rows: u32 },
     Read { peer: PeerKey, id: u64, lease: LeaseId, layer: u32, tokens: u32 },
 }
 
-/// State of the creditor's side.
+/// Tickets, waiting frames and frames on the device.
 #[derive(Debug, Default)]
 pub(crate) struct Requests {
     tickets: BTreeMap<(InstanceId, StepId), Ticket>,
     /// In order of arrival; retried as KV arrives.
     waiting: Vec<(PeerKey, InstanceId, u64, Waiting)>,
     outstanding: BTreeMap<RemoteTag, Outstanding>,
-    /// Bytes of peers' KV that wait for the device.
-    write_bytes: usize,
-    /// Bytes that have left the queue.
-    written_bytes: u64,
+    /// Tickets that were opened.
+    opened: u64,
 }
+
+/// KV of one read: its answer is one frame, whose header is far below this reserve.
+const READ_BYTES_MAX: usize = DATA_FRAME_BYTES_MAX - 4096;
 
 type Refusal = (RefuseCode, String);
 
@@ -77,14 +88,20 @@ fn refuse<T>(code: RefuseCode, detail: impl Into<String>) -> Result<T, Refusal> 
 }
 
 impl Requests {
-    /// Forgets a peer's steps and waits.
+    /// Drops a peer's tickets and waiting frames.
     pub(crate) fn forget(&mut self, instance: InstanceId) {
         self.tickets.retain(|(from, _), _| *from != instance);
         self.waiting.retain(|(_, from, _, _)| *from != instance);
     }
 
-    /// Forgets the steps that attend to these offsets of a lease, whose blocks are about to be free. Later steps of the
-    /// same lease stay: their tickets may have overtaken the release. Returns the steps.
+    /// Drops a step of a peer, and its waiting queries.
+    fn forget_step(&mut self, from: InstanceId, step: StepId) {
+        self.tickets.remove(&(from, step));
+        self.waiting.retain(|(_, f, _, w)| !matches!(w, Waiting::Query { step: s, .. } if *f == from && *s == step));
+    }
+
+    /// Drops the steps that attend to these offsets of a lease, whose blocks are about to be freed, and returns them.
+    /// Later steps of the same lease stay: their tickets may have overtaken the release.
     pub(crate) fn forget_lease(&mut self, instance: InstanceId, lease: LeaseId, freed: &Range<u32>) -> Vec<StepId> {
         let meets = |first: u32, end: u32| first < freed.end && freed.start < end;
         let hit = |t: &Ticket| t.needs.iter().any(|n| n.lease == lease && meets(n.first, n.end));
@@ -98,46 +115,46 @@ impl Requests {
         steps
     }
 
-    /// KV goes to the device.
-    pub(crate) fn queue_write(&mut self, bytes: usize) {
-        self.write_bytes += bytes;
-    }
-
-    /// The device took KV that was queued.
-    pub(super) fn on_written(&mut self, bytes: usize) {
-        self.write_bytes -= bytes;
-        self.written_bytes += bytes as u64;
-    }
-
-    /// The writes that are queued now, as [`Requests::has_written`] takes it.
-    pub(crate) fn queued_writes(&self) -> u64 {
-        self.written_bytes + self.write_bytes as u64
-    }
-
-    /// Whether all writes that were queued at a moment have left the queue.
-    pub(crate) fn has_written(&self, queued: u64) -> bool {
-        self.written_bytes >= queued
-    }
-
-    /// Whether a peer's step goes on with queries that are not here yet.
+    /// Whether more queries of a peer's step are due.
     pub(crate) fn expects_queries(&self) -> bool {
         !self.tickets.is_empty() && self.load() == 0
     }
 
-    /// Whether the shell should hand in more bulk frames now. While the device is behind with peers' KV it should not:
-    /// the transport's flow control then holds the peers back.
-    pub(crate) fn takes_bulk(&self) -> bool {
-        self.write_bytes < REMOTE_REQUEST_WRITE_BYTES_MAX
-    }
-
-    /// Frames of peers that wait or are on the device.
+    /// Number of peers' frames that wait or are on the device.
     pub(crate) fn load(&self) -> usize {
         self.waiting.len() + self.outstanding.len()
+    }
+
+    pub(crate) fn open_steps(&self) -> usize {
+        self.tickets.len()
+    }
+
+    /// Decoded bytes of a peer's tickets and of its queries that wait or are on the device.
+    fn bytes_of(&self, peer: InstanceId) -> usize {
+        let tickets = self.tickets.range((peer, StepId(0))..=(peer, StepId(u64::MAX))).map(|(_, t)| t.bytes());
+        let waiting = self.waiting.iter().filter(|(_, from, _, _)| *from == peer).map(|(_, _, _, w)| match w {
+            Waiting::Query { queries, .. } => queries.len(),
+            Waiting::Read { pieces, .. } => size_of_val(&pieces[..]),
+        });
+        let outstanding = self.outstanding.values().map(|o| match o {
+            Outstanding::Query { from, bytes, .. } if *from == peer => *bytes,
+            Outstanding::Query { .. } | Outstanding::Read { .. } => 0,
+        });
+        tickets.chain(waiting).chain(outstanding).sum()
+    }
+
+    /// Whether a peer's queries and tickets may take so many bytes more here.
+    fn admit(&self, peer: InstanceId, bytes: usize) -> Result<(), Refusal> {
+        let taken = self.bytes_of(peer);
+        if taken.saturating_add(bytes) <= REMOTE_REQUEST_PEER_BYTES_MAX {
+            return Ok(());
+        }
+        refuse(RefuseCode::Overloaded, format!("{taken} bytes of this peer's steps wait, and {bytes} are too many"))
     }
 }
 
 impl Creditor {
-    /// Ends a peer's steps and waiting reads, and says so.
+    /// Ends a peer's steps and waiting reads with refusals.
     pub(super) fn refuse_remote_request(&mut self, cx: &mut Cx, peer: PeerKey, instance: InstanceId, detail: &str) {
         let code = RefuseCode::Overloaded;
         let of = |key: &&(InstanceId, StepId)| key.0 == instance;
@@ -165,17 +182,14 @@ impl Creditor {
                 (step, self.on_query(cx, (peer, from), step, layer, rows, queries))
             }
             PartialsFrame::StepCancel { step } => {
-                self.requests.tickets.remove(&(from, step));
-                self.requests
-                    .waiting
-                    .retain(|(_, f, _, w)| !matches!(w, Waiting::Query { step: s, .. } if *f == from && *s == step));
+                self.requests.forget_step(from, step);
                 return;
             }
-            // Answers to this instance as debtor are handled by the step that waits for them.
+            // Partials and refusals of creditors go to the step that waits for them.
             PartialsFrame::Partial { .. } | PartialsFrame::Refused { .. } => return,
         };
         if let Err((code, detail)) = result {
-            self.requests.tickets.remove(&(from, step));
+            self.requests.forget_step(from, step);
             cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
         }
     }
@@ -200,8 +214,13 @@ impl Creditor {
                 end_pos = run.first_pos + run.len;
                 cx.memory
                     .rm
+                    .creditor
                     .resolve(from, run, &mut runs)
                     .map_err(|code| (code, format!("{} offsets {}+{}", run.lease, run.offset, run.len)))?;
+                // Each lent block is one piece, or one more where a run ends within it.
+                if runs.len() > cx.config.blocks_total as usize + TICKET_RUNS_MAX {
+                    return refuse(RefuseCode::Malformed, "a step attends to blocks more than once");
+                }
                 let &LeaseRun { lease, epoch, offset: first, len, .. } = run;
                 needs.push(Need { lease, epoch, first, end: first + len });
             }
@@ -219,7 +238,9 @@ impl Creditor {
         if let Some(why) = self.shed(cx, from) {
             return refuse(RefuseCode::Overloaded, why);
         }
+        self.requests.opened += 1;
         let entry = Ticket {
+            opened: self.requests.opened,
             dtype: ticket.dtype,
             rows: row0,
             seqs,
@@ -229,6 +250,7 @@ impl Creditor {
             deadline_ms: ticket.deadline_ms.min(u32::try_from(cx.step_deadline_ms).unwrap_or(u32::MAX)),
             expires_ms: cx.now_ms + 2 * cx.step_deadline_ms,
         };
+        self.requests.admit(from, entry.bytes())?;
         self.requests.tickets.insert((from, ticket.step), entry);
         Ok(())
     }
@@ -242,8 +264,8 @@ impl Creditor {
         rows: u32,
         queries: Bytes,
     ) -> Result<(), Refusal> {
-        let Some(ticket) = self.requests.tickets.get_mut(&(from, step)) else {
-            // A step that was refused or cancelled: its frames in flight are expected and answered already.
+        let Some(ticket) = self.requests.tickets.get(&(from, step)) else {
+            // The step was refused or cancelled: its frames in flight are already answered.
             return Ok(());
         };
         let bytes = rows as usize * cx.config.geometry.q_dim() * ticket.dtype.size();
@@ -253,27 +275,33 @@ impl Creditor {
         if self.requests.load() >= REMOTE_REQUEST_WAITING_MAX {
             return refuse(RefuseCode::Overloaded, format!("{REMOTE_REQUEST_WAITING_MAX} frames of peers wait"));
         }
-        let ticket = &self.requests.tickets[&(from, step)];
-        let deadline = cx.now_ms + u64::from(ticket.deadline_ms);
-        self.requests.waiting.push((peer, from, deadline, Waiting::Query { step, layer, queries }));
+        self.requests.admit(from, queries.len() + ticket.bytes())?;
+        let (opened, deadline) = (ticket.opened, cx.now_ms + u64::from(ticket.deadline_ms));
+        self.requests.waiting.push((peer, from, deadline, Waiting::Query { step, opened, layer, queries }));
         self.serve_waiting(cx);
         Ok(())
     }
 
-    /// Starts whatever has its KV, in order of arrival.
+    /// Starts waiting frames whose KV has arrived, in order of arrival.
     pub(super) fn serve_waiting(&mut self, cx: &mut Cx) {
         let mut waiting = std::mem::take(&mut self.requests.waiting);
         waiting.retain_mut(|(peer, from, _, frame)| !self.try_serve(cx, *peer, *from, frame));
         self.requests.waiting = waiting;
     }
 
-    /// Whether the frame is done with: started, or its step is gone.
+    /// Whether a waiting frame can be dropped: it started, or its step is gone.
     fn try_serve(&mut self, cx: &mut Cx, peer: PeerKey, from: InstanceId, frame: &mut Waiting) -> bool {
         match frame {
-            Waiting::Query { step, layer, queries } => {
-                let Some(ticket) = self.requests.tickets.get_mut(&(from, *step)) else { return true };
+            Waiting::Query { step, opened, layer, queries } => {
+                // Its rows are those of its own ticket, whatever the peer says of the step since.
+                let ticket = self.requests.tickets.get_mut(&(from, *step)).filter(|t| t.opened == *opened);
+                let Some(ticket) = ticket else { return true };
                 let has = |need: &Need| {
-                    cx.memory.rm.written(from, need.lease, need.epoch, *layer).is_ok_and(|written| written >= need.end)
+                    cx.memory
+                        .rm
+                        .creditor
+                        .written(from, (need.lease, need.epoch), *layer)
+                        .is_ok_and(|written| written >= need.end)
                 };
                 if !ticket.needs.iter().all(has) {
                     return false;
@@ -284,6 +312,7 @@ impl Creditor {
                     threshold.on_remote_request(from, ticket.row_keys);
                 }
                 let last = *layer + 1 == cx.config.kv.layers;
+                let bytes = queries.len() + ticket.bytes();
                 let (seqs, runs) = if last {
                     (std::mem::take(&mut ticket.seqs), std::mem::take(&mut ticket.runs))
                 } else {
@@ -293,7 +322,7 @@ impl Creditor {
                     self.requests.tickets.remove(&(from, *step));
                 }
                 let tag = cx.tags.take(TagOwner::Request);
-                let what = Outstanding::Query { peer, step: *step, layer: *layer, rows };
+                let what = Outstanding::Query { peer, from, bytes, step: *step, layer: *layer, rows };
                 self.requests.outstanding.insert(tag, what);
                 let queries = std::mem::take(queries);
                 let query = RemoteQuery { tag, layer: *layer, dtype, queries, seqs, runs };
@@ -301,7 +330,7 @@ impl Creditor {
                 true
             }
             Waiting::Read { id, lease, epoch, end, layer, pieces, .. } => {
-                if !cx.memory.rm.written(from, *lease, *epoch, *layer).is_ok_and(|written| written >= *end) {
+                if !cx.memory.rm.creditor.written(from, (*lease, *epoch), *layer).is_ok_and(|written| written >= *end) {
                     return false;
                 }
                 let tokens = pieces.iter().map(|(_, n)| n).sum();
@@ -322,7 +351,13 @@ impl Creditor {
                 (0, lease, self.on_write(cx, from, lease, epoch, layer, offset, tokens, kv))
             }
             BulkFrame::Seal { lease, epoch, entry, hash } => {
-                let sealed = cx.memory.rm.seal(from, lease, epoch, entry, &hash);
+                let sealed = cx.memory.rm.creditor.seal(from, (lease, epoch), entry, &hash, &mut cx.memory.rm.pool);
+                if sealed.is_ok() && cx.config.lent.is_some() && self.seals.waiting() >= cx.config.blocks_total as usize
+                {
+                    let (code, detail) = (RefuseCode::Overloaded, format!("{} seals wait", self.seals.waiting()));
+                    cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id: 0, lease, code, detail } });
+                    return;
+                }
                 if sealed.is_ok() && cx.config.lent.is_some() {
                     self.seal_lent(cx, peer, lease, epoch, entry);
                 } else if sealed == Ok(true) {
@@ -335,7 +370,7 @@ impl Creditor {
                 let run = LeaseRun { lease, epoch, offset, len: tokens, first_pos: 0 };
                 (id, lease, self.on_read(cx, (peer, from), id, layer, &run, deadline_ms))
             }
-            // Answers to this instance as debtor.
+            // Replies of creditors go to the step or move that waits for them.
             BulkFrame::Data { .. } | BulkFrame::Refused { .. } => return,
         };
         if let Err((code, detail)) = result {
@@ -361,17 +396,18 @@ impl Creditor {
         let pieces = cx
             .memory
             .rm
-            .begin_write(from, lease, epoch, layer, offset, tokens)
+            .creditor
+            .begin_write(from, (lease, epoch), layer, offset, tokens)
             .map_err(|code| (code, format!("{lease} layer {layer} offsets {offset}+{tokens}")))?;
         cx.memory.rm.commit_write(lease, layer, &kv, cx.now_ms);
-        // Entries that were freed meanwhile are left out.
+        // Entries freed meanwhile are left out.
         let token_bytes = cx.config.kv.layer_token_bytes();
         for group in pieces.chunk_by(|a, b| a.token0 + a.tokens == b.token0) {
             let tokens: u32 = group.iter().map(|p| p.tokens).sum();
             let from = group[0].token0 as usize * token_bytes;
             let kv = kv.slice(from..from + tokens as usize * token_bytes);
             let pieces = group.iter().map(|p| (p.slot0, p.tokens)).collect();
-            self.requests.queue_write(kv.len());
+            cx.writes.queue(kv.len());
             let write = RemoteWrite { tag: None, layer, pieces, kv };
             cx.release_freed();
             cx.effects.push(Effect::Runner(Command::RemoteWrite(write)));
@@ -392,12 +428,17 @@ impl Creditor {
         if layer >= cx.config.kv.layers || run.len == 0 {
             return refuse(RefuseCode::Malformed, format!("layer {layer}, {} tokens", run.len));
         }
+        let bytes = (run.len as usize).saturating_mul(cx.config.kv.layer_token_bytes());
+        if bytes > READ_BYTES_MAX {
+            return refuse(RefuseCode::OutOfRange, format!("{bytes} bytes are more than a frame of {READ_BYTES_MAX}"));
+        }
         if self.requests.load() >= REMOTE_REQUEST_WAITING_MAX {
             return refuse(RefuseCode::Overloaded, format!("{REMOTE_REQUEST_WAITING_MAX} frames of peers wait"));
         }
         let mut runs = Vec::new();
         cx.memory
             .rm
+            .creditor
             .resolve(from, run, &mut runs)
             .map_err(|code| (code, format!("{} offsets {}+{}", run.lease, run.offset, run.len)))?;
         let pieces = runs.iter().map(|r| (r.base, r.len)).collect();
@@ -409,22 +450,22 @@ impl Creditor {
         Ok(())
     }
 
-    /// The device answered a remote request's query.
+    /// Sends the device's partial of a remote query to its debtor.
     pub(super) fn on_remote_partial(&mut self, cx: &mut Cx, tag: RemoteTag, out: Bytes, lse: Bytes, count: Bytes) {
-        if let Some(Outstanding::Query { peer, step, layer, rows }) = self.requests.outstanding.remove(&tag) {
+        if let Some(Outstanding::Query { peer, step, layer, rows, .. }) = self.requests.outstanding.remove(&tag) {
             let frame = PartialsFrame::Partial { step, layer, rows, out, lse, count };
             cx.effects.push(Effect::Partials { peer, frame });
         }
     }
 
-    /// The device answered a remote request's read.
+    /// Sends KV that the device read to the peer that asked for it.
     pub(super) fn on_remote_kv(&mut self, cx: &mut Cx, tag: RemoteTag, kv: Bytes) {
         if let Some(Outstanding::Read { peer, id, layer, tokens, .. }) = self.requests.outstanding.remove(&tag) {
             cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Data { id, layer, tokens, kv } });
         }
     }
 
-    /// The device failed a remote request.
+    /// Refuses a remote request that the device failed.
     pub(super) fn on_remote_failed(&mut self, cx: &mut Cx, tag: RemoteTag, error: &DeviceError) {
         let (code, detail) = (RefuseCode::Device, error.to_string());
         match self.requests.outstanding.remove(&tag) {
@@ -438,7 +479,7 @@ impl Creditor {
         }
     }
 
-    /// Refuses what waited too long and forgets steps that nobody continues.
+    /// Refuses frames past their deadline and drops tickets without further frames.
     pub(super) fn expire_remote_requests(&mut self, cx: &mut Cx) {
         let now = cx.now_ms;
         self.requests.tickets.retain(|_, t| t.expires_ms > now);

@@ -18,7 +18,7 @@ struct Sealing {
     block: u32,
 }
 
-/// Seal tags that the device is writing, and how many it wrote.
+/// Seal tags that the device is writing, and the number written.
 #[derive(Debug, Default)]
 pub(super) struct Seals {
     /// At most one for each rBlock of the store.
@@ -27,22 +27,28 @@ pub(super) struct Seals {
 }
 
 impl Seals {
-    /// rBlocks that were sealed for debtors to map.
+    /// rBlocks sealed for debtors to map.
     pub(super) fn sealed(&self) -> u64 {
         self.sealed
+    }
+
+    /// Seals that wait for the device.
+    pub(super) fn waiting(&self) -> usize {
+        self.sealing.len()
     }
 }
 
 impl Creditor {
-    /// A debtor's rBlock is whole and verified. If debtors may map it, the device seals it, and they are told then.
+    /// Seals a whole and verified rBlock of a debtor if debtors may map it; the debtor is informed once the tag is
+    /// written.
     pub(super) fn seal_lent(&mut self, cx: &mut Cx, peer: PeerKey, lease: LeaseId, epoch: Epoch, entry: u32) {
-        let Some(block) = cx.memory.rm.lent_entry(lease, entry).map(|lent| lent.block.0) else { return };
+        let Some(block) = cx.memory.rm.creditor.entry(lease, entry).map(|lent| lent.block.0) else { return };
         let tag = cx.tags.take(TagOwner::Seal);
         self.seals.sealing.insert(tag, Sealing { peer, lease, epoch, entry, block });
         cx.effects.push(Effect::Runner(Command::RemoteSeal { tag, block, epoch }));
     }
 
-    /// The device has sealed an rBlock, or failed.
+    /// Ends a sealing, done or failed.
     pub(super) fn on_remote_sealed(&mut self, cx: &mut Cx, tag: RemoteTag, sealed: bool) {
         let Some(Sealing { peer, lease, epoch, entry, block }) = self.seals.sealing.remove(&tag) else {
             return;

@@ -1,16 +1,15 @@
 //! The threshold on lending compute (Infinite-LLM v1 §4.6): peers' micro attention must not break this instance's own
 //! latency target.
 //!
-//! Every lent token may be attended to once in each of this instance's own decode steps. So the memory that it lends is
-//! bounded by the time that its own part of a step leaves under the target; where that is nothing, it lends nothing.
-//! Remote requests that are here already are refused only when steps are far over the target for a while and remote requests are to blame
-//! for a good part of it: then the one that brings most work loses one step's blocks here, and after that nobody loses
-//! anything until the effect was measured. Lending begins again well under the target only. So a debtor that was sent
-//! away cannot come back at once, and cannot be sent away again and again.
+//! Every lent token may be attended to once in each own decode step. So lent memory is bounded by the time that the own
+//! part of a step leaves under the target; if that is none, nothing is lent. Remote requests already here are refused
+//! only when steps have been far over the target for a while and remote requests take a good part of them: then one
+//! step of the debtor with most work is refused, and no other until the effect is measured. Lending resumes only well
+//! under the target. So a refused debtor cannot come back at once, and cannot be refused again and again.
 //!
-//! Time of remote requests is estimated, not measured: query rows times keys, at the rate of the calibration (or of the cost
-//! model's, without one). Only steps of the local micro-batch that decode and nothing else count as own steps: what creditors
-//! and prompts add is not the remote requests' doing.
+//! The time of remote requests is estimated, not measured: query rows times keys, at the rate of the calibration (or of
+//! the cost model's, without one). Only decode-only steps of the local micro-batch count as own steps: remote requests
+//! do not cause the time that creditors and prompts add.
 
 use super::Creditor;
 use crate::config::InstanceConfig;
@@ -22,41 +21,41 @@ use std::collections::BTreeMap;
 
 /// Weight of the newest step in the mean.
 const NEWEST: f64 = 1.0 / 16.0;
-/// Steps before the mean says anything.
+/// Steps before the mean counts.
 const STEPS_MIN: u32 = 8;
-/// Far over the target: remote requests are sent away.
+/// Far over the target, as a ratio: remote requests are refused.
 const FAR: f64 = 1.5;
-/// Well under the target: lending begins again.
+/// Well under the target, as a ratio: lending resumes.
 const WELL_UNDER: f64 = 0.8;
-/// Part of a step that must be the remote requests' before they are sent away.
+/// Share of a step that remote requests must take before they are refused.
 const SHARE_MIN: f64 = 0.2;
 
-/// See the module's documentation.
+/// The mean step time against the latency target. See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Threshold {
     target_us: f64,
-    /// Estimated time of one query row over one key in one layer.
+    /// Estimated time of one query row over one key in one layer, in microseconds.
     row_key_us: f64,
-    /// The same over one rBlock in all layers.
+    /// Estimated time of one query row over one rBlock in all layers, in microseconds.
     block_us: f64,
-    /// Means of steps, and of the part of them that remote requests did not take.
+    /// Mean step time, and mean without remote requests, in microseconds.
     step_us: f64,
     own_us: f64,
     steps: u32,
     last_step_ms: u64,
-    /// Estimated time of remote requests since the start, and since the last shedding by debtor.
+    /// Estimated time of remote requests, since the start, and by debtor since the last refusal, in microseconds.
     remote_requests_us: f64,
     by_debtor: BTreeMap<InstanceId, f64>,
-    /// Over the target; until it is well under.
+    /// Lending is closed: over the target, and not well under it since.
     closed: bool,
     far_since_ms: Option<u64>,
-    /// Nobody is sent away before.
+    /// No debtor is refused before this time, in milliseconds.
     shed_after_ms: u64,
     shed: u64,
 }
 
 impl Threshold {
-    /// That of an instance, if it has a target.
+    /// The threshold of a configured instance; `None` without a target.
     pub(crate) fn of(config: &InstanceConfig) -> Option<Self> {
         let InstanceConfig { geometry, kv, .. } = config;
         let own = OwnCost::measured(config.calibration.as_ref(), geometry, kv, config.attention_flops);
@@ -83,17 +82,17 @@ impl Threshold {
         }
     }
 
-    /// Steps that were refused so far.
+    /// Steps refused so far.
     pub(crate) fn shed(&self) -> u64 {
         self.shed
     }
 
-    /// Estimated time of remote requests since the start.
+    /// Estimated time of remote requests since the start, in microseconds.
     pub(crate) fn remote_requests_us(&self) -> f64 {
         self.remote_requests_us
     }
 
-    /// One layer of a peer's step goes to the device: `row_keys` pairs of a query row and a key.
+    /// Counts one layer of a peer's step on the device: `row_keys` pairs of a query row and a key.
     pub(crate) fn on_remote_request(&mut self, debtor: InstanceId, row_keys: u64) {
         // Exact up to 2^53, and an estimate anyway.
         #[allow(clippy::cast_precision_loss, reason = "an estimate")]
@@ -102,12 +101,12 @@ impl Threshold {
         *self.by_debtor.entry(debtor).or_default() += us;
     }
 
-    /// An own step that only decoded took `ms`, of which remote requests took an estimated `remote_requests_us`.
+    /// Counts an own decode-only step of `ms`, of which remote requests took an estimated `remote_requests_us`.
     pub(crate) fn on_step(&mut self, ms: u64, remote_requests_us: f64, now_ms: u64) {
         let step_us = f64::from(u32::try_from(ms).unwrap_or(u32::MAX)) * 1000.0;
         let own_us = (step_us - remote_requests_us).max(0.0);
         self.steps = self.steps.saturating_add(1);
-        // The first steps count alike.
+        // The first steps have equal weight.
         let weight = NEWEST.max(1.0 / f64::from(self.steps));
         self.step_us += (step_us - self.step_us) * weight;
         self.own_us += (own_us - self.own_us) * weight;
@@ -125,14 +124,14 @@ impl Threshold {
         }
     }
 
-    /// Time passes: an instance that does not decode has no target to miss.
+    /// Resets the means if this instance has not decoded for [`THRESHOLD_IDLE_MS`].
     pub(crate) fn tick(&mut self, now_ms: u64) {
         if self.steps > 0 && now_ms >= self.last_step_ms + THRESHOLD_IDLE_MS {
             (self.steps, self.closed, self.far_since_ms) = (0, false, None);
         }
     }
 
-    /// rBlocks that may be lent in all; `None` without a bound.
+    /// Bound on lent rBlocks; `None` without one.
     pub(crate) fn lend_blocks_max(&self) -> Option<u32> {
         if self.steps < STEPS_MIN {
             return None;
@@ -146,7 +145,7 @@ impl Threshold {
         Some(blocks)
     }
 
-    /// Whether a step of this debtor is refused now. It is asked once per ticket, and remembers its yes.
+    /// Whether a step of this debtor is refused now. Called once per ticket; true starts a pause.
     pub(crate) fn sheds(&mut self, debtor: InstanceId, now_ms: u64) -> bool {
         let far = self.far_since_ms.is_some_and(|since| now_ms >= since + THRESHOLD_OVER_MS);
         if !far || now_ms < self.shed_after_ms {
@@ -163,7 +162,7 @@ impl Threshold {
         true
     }
 
-    /// For the refusal: the mean step and the target, in milliseconds.
+    /// The mean step time and the target, in milliseconds, for the refusal's text.
     pub(crate) fn describe(&self) -> String {
         let (step_ms, target_ms) = (self.step_us / 1000.0, self.target_us / 1000.0);
         format!("own steps take {step_ms:.1} ms and their target is {target_ms:.1} ms")
@@ -171,7 +170,7 @@ impl Threshold {
 }
 
 impl Creditor {
-    /// An own step of the local micro-batch that only decoded is done.
+    /// Counts an own decode-only step of the local micro-batch.
     pub(super) fn own_step_took(&mut self, cx: &mut Cx, ms: u64, remote_requests_us_before: f64) {
         if let Some(threshold) = &mut self.threshold {
             threshold.on_step(ms, threshold.remote_requests_us - remote_requests_us_before, cx.now_ms);
@@ -191,7 +190,7 @@ impl Creditor {
         cx.memory.rm.set_lend_bound(threshold.lend_blocks_max().map(|blocks| (blocks, threshold.describe())));
     }
 
-    /// Why a step of a peer is refused, if it is.
+    /// Why a peer's step is refused; `None` if it is not.
     pub(super) fn shed(&mut self, cx: &mut Cx, debtor: InstanceId) -> Option<String> {
         let threshold = self.threshold.as_mut()?;
         threshold.sheds(debtor, cx.now_ms).then(|| threshold.describe())

@@ -1,20 +1,20 @@
-//! Who is connected: transport peers, the instances they turned out to be, and control messages that wait for a
-//! connection.
+//! Connected peers: transport peers, their instances, and control messages that wait for a connection.
 
-use crate::creditor::CreditorEvent;
+use super::Membership;
+use crate::cx::Cx;
 use crate::event::{Effect, PeerKey};
-use crate::instance::Instance;
+use crate::outcome::Outcome;
 use lagoon_protocol::{ControlBody, Hello, PoolShape, Rejected, VERSION_MAX, VERSION_MIN};
 use lagoon_types::InstanceId;
 use lagoon_types::limits::{CONNECT_DEADLINE_MS, PEER_PENDING_MAX};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A connected instance that said Hello.
+/// A connected instance that has sent its Hello.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Known {
     pub(crate) instance: InstanceId,
     pub(crate) rtt_us: u32,
-    /// Bulk rate, measured on transfers; 0 until there was one.
+    /// Bulk rate in bytes per second, measured on transfers; 0 before the first.
     pub(crate) bytes_per_s: u64,
 }
 
@@ -25,10 +25,10 @@ struct Dialling {
     messages: Vec<ControlBody>,
 }
 
-/// A sample of a link's rate is taken over so long at least: the clock counts milliseconds.
+/// Minimum time of a sample of a link's rate: the clock counts milliseconds.
 const METER_MS: u64 = 20;
 
-/// Measures a link's bulk rate: bytes that arrived over the time in which some were in progress.
+/// Measures a link's bulk rate: bytes that arrived over the time with transfers in flight.
 #[derive(Debug, Default)]
 struct Meter {
     under_way: u32,
@@ -45,9 +45,9 @@ pub(crate) struct Peers {
     dialling: BTreeMap<InstanceId, Dialling>,
     /// Bulk rates, measured on moves.
     meters: BTreeMap<InstanceId, Meter>,
-    /// Peers to which a Hello is owed: they connected before this instance had a number, or one may have been dropped.
+    /// Peers that need a Hello: they connected before this instance had an id, or a frame to them was dropped.
     ungreeted: BTreeSet<PeerKey>,
-    /// Peers that heard one, whether or not they have said who they are.
+    /// Peers that have got a Hello, whether or not they have sent theirs.
     greeted: BTreeSet<PeerKey>,
 }
 
@@ -69,7 +69,7 @@ impl Peers {
         }
     }
 
-    /// A transfer of so many bytes has arrived.
+    /// A transfer of `bytes` has arrived.
     pub(crate) fn transferred(&mut self, peer: InstanceId, bytes: u64, now_ms: u64) {
         let Some(meter) = self.meters.get_mut(&peer).filter(|m| m.under_way > 0) else { return };
         meter.under_way -= 1;
@@ -80,7 +80,7 @@ impl Peers {
         meter.elapsed_ms += now_ms - meter.since_ms;
         if meter.elapsed_ms >= METER_MS {
             let rate = meter.bytes * 1000 / meter.elapsed_ms;
-            // A quarter of the new: links change slowly.
+            // The new sample counts a quarter: links change slowly.
             meter.bytes_per_s = if meter.bytes_per_s == 0 { rate } else { (3 * meter.bytes_per_s + rate) / 4 };
             (meter.bytes, meter.elapsed_ms) = (0, 0);
             let rate = meter.bytes_per_s;
@@ -95,29 +95,17 @@ impl Peers {
     }
 }
 
-impl Instance {
-    pub(crate) fn hello(&self) -> Option<ControlBody> {
-        let instance = self.membership.id?;
-        Some(ControlBody::Hello(Hello {
-            version_min: VERSION_MIN,
-            version_max: VERSION_MAX,
-            instance: instance.0,
-            incarnation: self.membership.incarnation,
-            shape: Some(self.cx.config.pool_shape()),
-            lent: self.cx.config.lent.clone(),
-        }))
-    }
-
-    /// Sends now, or dials and sends when the peer has said who it is. Messages to a peer that does not come are
-    /// dropped; what waits for their answer has a deadline.
-    pub(crate) fn send_control(&mut self, to: InstanceId, quic_addr: &str, body: ControlBody) {
-        if let Some(peer) = self.cx.peers.key(to) {
-            self.cx.send(peer, body);
+impl Membership {
+    /// Sends now, or dials and sends after the peer's Hello. Messages to a peer that does not connect are dropped;
+    /// requests have deadlines for their replies.
+    pub(super) fn send_control(cx: &mut Cx, to: InstanceId, quic_addr: &str, body: ControlBody) {
+        if let Some(peer) = cx.peers.key(to) {
+            cx.send(peer, body);
             return;
         }
-        let now = self.cx.now_ms;
-        let entry = self.cx.peers.dialling.entry(to).or_insert_with(|| {
-            self.cx.effects.push(Effect::Connect { instance: to, quic_addr: quic_addr.to_owned() });
+        let now = cx.now_ms;
+        let entry = cx.peers.dialling.entry(to).or_insert_with(|| {
+            cx.effects.push(Effect::Connect { instance: to, quic_addr: quic_addr.to_owned() });
             Dialling { since_ms: now, messages: Vec::new() }
         });
         if entry.messages.len() < PEER_PENDING_MAX {
@@ -125,118 +113,91 @@ impl Instance {
         }
     }
 
-    pub(crate) fn on_peer_up(&mut self, peer: PeerKey) {
-        if let Some(body) = self.hello() {
-            self.cx.peers.greeted.insert(peer);
-            self.cx.send(peer, body);
+    pub(super) fn on_peer_up(cx: &mut Cx, peer: PeerKey) {
+        if let Some(body) = hello(cx) {
+            cx.peers.greeted.insert(peer);
+            cx.send(peer, body);
         } else {
-            self.cx.peers.ungreeted.insert(peer);
+            cx.peers.ungreeted.insert(peer);
         }
     }
 
-    /// Says the Hellos that are owed.
-    pub(crate) fn greet(&mut self) {
-        if self.membership.id.is_none() || self.cx.peers.ungreeted.is_empty() {
+    /// Sends overdue Hellos.
+    pub(super) fn greet(cx: &mut Cx) {
+        if cx.standing.id.is_none() || cx.peers.ungreeted.is_empty() {
             return;
         }
-        for peer in std::mem::take(&mut self.cx.peers.ungreeted) {
-            self.on_peer_up(peer);
+        for peer in std::mem::take(&mut cx.peers.ungreeted) {
+            Self::on_peer_up(cx, peer);
         }
     }
 
-    /// This instance begins another life: every peer is to hear of it, once it has a number again.
-    pub(crate) fn greet_again(&mut self) {
-        self.cx.peers.ungreeted.extend(&self.cx.peers.greeted);
+    /// Marks every peer for a new Hello, once this instance has an id again after a fence.
+    pub(super) fn greet_again(cx: &mut Cx) {
+        cx.peers.ungreeted.extend(&cx.peers.greeted);
     }
 
-    pub(crate) fn on_hello(&mut self, peer: PeerKey, hello: &Hello) {
-        if let Err(reason) = self.check_hello(hello) {
-            self.cx
-                .effects
-                .push(Effect::Control { peer, body: ControlBody::Rejected(Rejected { reason: reason.clone() }) });
-            self.cx.effects.push(Effect::Close { peer, reason });
+    /// Handles a peer's Hello. An older connection of the same instance, and an older instance on the same connection,
+    /// are dropped first.
+    pub(super) fn on_hello(cx: &mut Cx, peer: PeerKey, hello: Hello) {
+        if let Err(reason) = check_hello(cx, &hello) {
+            let rejected = Rejected { reason: reason.clone() };
+            cx.effects.push(Effect::Control { peer, body: ControlBody::Rejected(rejected) });
+            cx.effects.push(Effect::Close { peer, reason });
             return;
         }
         let instance = InstanceId(hello.instance);
-        // It was fenced and has another number now.
-        if self.cx.peers.known(peer).is_some_and(|known| known.instance != instance) {
-            self.forget_peer(peer);
+        // The peer was fenced and has another id now.
+        if cx.peers.known(peer).is_some_and(|known| known.instance != instance) {
+            forget_peer(cx, peer);
         }
-        if let Some(old) = self.cx.peers.keys.insert(instance, peer)
-            && old != peer
-        {
-            self.forget_peer(old);
-            self.cx.peers.keys.insert(instance, peer);
+        if let Some(old) = cx.peers.key(instance).filter(|old| *old != peer) {
+            forget_peer(cx, old);
         }
-        self.cx.peers.known.insert(peer, Known { instance, rtt_us: 0, bytes_per_s: 0 });
-        let ended = self.cx.memory.rm.on_peer_hello(instance, hello.incarnation, self.cx.now_ms);
-        self.creditor(CreditorEvent::Ended(ended));
-        if !self.cx.peers.ungreeted.contains(&peer) {
-            self.creditor(CreditorEvent::PeerUp { peer, instance });
-        }
-        if let Some(dialling) = self.cx.peers.dialling.remove(&instance) {
+        cx.tell(Outcome::Introduced { peer, hello });
+    }
+
+    /// Records a peer whose Hello is valid as known.
+    pub(super) fn on_introduced(cx: &mut Cx, peer: PeerKey, hello: Hello) {
+        let instance = InstanceId(hello.instance);
+        cx.peers.keys.insert(instance, peer);
+        cx.peers.known.insert(peer, Known { instance, rtt_us: 0, bytes_per_s: 0 });
+        let ended = cx.memory.rm.on_peer_hello(instance, hello.incarnation, cx.now_ms);
+        cx.tell(Outcome::LeasesEnded(ended));
+        let greeted = !cx.peers.ungreeted.contains(&peer);
+        if let Some(dialling) = cx.peers.dialling.remove(&instance) {
             for body in dialling.messages {
-                self.cx.send(peer, body);
+                cx.send(peer, body);
             }
         }
-        self.on_worker_up(instance);
-        self.step.mapped.on_lent_memory(&mut self.cx, instance, hello.lent.as_ref());
+        cx.tell(Outcome::PeerUp { peer, instance, greeted, lent: hello.lent });
     }
 
-    fn check_hello(&self, hello: &Hello) -> Result<(), String> {
-        if hello.version_min > VERSION_MAX || hello.version_max < VERSION_MIN {
-            return Err(format!(
-                "protocol versions do not meet: this instance speaks {VERSION_MIN} to {VERSION_MAX}, the peer {} to {}",
-                hello.version_min, hello.version_max
-            ));
-        }
-        let ours = self.cx.config.pool_shape();
-        match &hello.shape {
-            Some(theirs) if *theirs == ours => Ok(()),
-            Some(theirs) => Err(shape_difference(&ours, theirs)),
-            None => Err("the peer does not say what it serves".to_owned()),
-        }
-    }
-
-    pub(crate) fn on_rtt(&mut self, peer: PeerKey, rtt_us: u32) {
-        if let Some(known) = self.cx.peers.known.get_mut(&peer) {
+    pub(super) fn on_rtt(cx: &mut Cx, peer: PeerKey, rtt_us: u32) {
+        if let Some(known) = cx.peers.known.get_mut(&peer) {
             known.rtt_us = rtt_us;
         }
     }
 
-    pub(crate) fn on_peer_down(&mut self, peer: PeerKey) {
-        self.cx.peers.ungreeted.remove(&peer);
-        self.cx.peers.greeted.remove(&peer);
-        self.forget_peer(peer);
+    pub(super) fn on_peer_down(cx: &mut Cx, peer: PeerKey) {
+        cx.peers.ungreeted.remove(&peer);
+        cx.peers.greeted.remove(&peer);
+        forget_peer(cx, peer);
     }
 
-    /// A frame to a peer was dropped and the connection stands: the peer stays known. What depended on the frame is
-    /// given up on both sides; control messages are repeated by themselves, a Hello with the next tick.
-    pub(crate) fn on_send_failed(&mut self, peer: PeerKey) {
-        self.cx.peers.ungreeted.insert(peer);
-        let Some(known) = self.cx.peers.known(peer) else { return };
-        let detail = "a frame could not be sent";
-        self.creditor(CreditorEvent::SendFailed { peer, instance: known.instance });
-        self.lose_creditor(known.instance, detail);
+    /// Handles a dropped frame to a peer whose connection is up: the peer stays known. Requests that depended on the
+    /// frame end on both sides; control messages are repeated by their senders, a Hello with the next tick.
+    pub(super) fn on_send_failed(cx: &mut Cx, peer: PeerKey) {
+        cx.peers.ungreeted.insert(peer);
+        if let Some(known) = cx.peers.known(peer) {
+            cx.tell(Outcome::SendFailed { peer, instance: known.instance });
+        }
     }
 
-    fn forget_peer(&mut self, peer: PeerKey) {
-        let Some(known) = self.cx.peers.known.remove(&peer) else { return };
-        self.cx.peers.keys.remove(&known.instance);
-        self.cx.peers.meters.remove(&known.instance);
-        self.creditor(CreditorEvent::PeerDown(known.instance));
-        self.cx.memory.rm.on_peer_down(known.instance, self.cx.now_ms);
-        self.drop_jobs_of(known.instance);
-        self.lose_worker(known.instance);
-        self.lose_creditor(known.instance, "the connection to a creditor was lost");
-        self.step.mapped.unmap(&mut self.cx, known.instance);
-    }
-
-    /// Gives up dialling peers that do not come.
-    pub(crate) fn expire_dialling(&mut self) {
-        let now = self.cx.now_ms;
-        let gone: Vec<InstanceId> = self
-            .cx
+    /// Gives up dialling peers that do not connect in time, and drops their messages.
+    pub(super) fn expire_dialling(cx: &mut Cx) {
+        let now = cx.now_ms;
+        let gone: Vec<InstanceId> = cx
             .peers
             .dialling
             .iter()
@@ -244,10 +205,48 @@ impl Instance {
             .map(|(instance, _)| *instance)
             .collect();
         for instance in gone {
-            self.cx.peers.dialling.remove(&instance);
-            self.cx.memory.rm.on_peer_down(instance, now);
+            cx.peers.dialling.remove(&instance);
+            cx.memory.rm.debtor.on_peer_down(instance, now);
         }
     }
+}
+
+fn hello(cx: &Cx) -> Option<ControlBody> {
+    let instance = cx.standing.id?;
+    Some(ControlBody::Hello(Hello {
+        version_min: VERSION_MIN,
+        version_max: VERSION_MAX,
+        instance: instance.0,
+        incarnation: cx.standing.incarnation,
+        shape: Some(cx.config.pool_shape()),
+        lent: cx.config.lent.clone(),
+    }))
+}
+
+fn check_hello(cx: &Cx, hello: &Hello) -> Result<(), String> {
+    if hello.version_min > VERSION_MAX || hello.version_max < VERSION_MIN {
+        return Err(format!(
+            "protocol versions do not meet: this instance speaks {VERSION_MIN} to {VERSION_MAX}, the peer {} to {}",
+            hello.version_min, hello.version_max
+        ));
+    }
+    if hello.instance == 0 {
+        return Err("0 is no instance's number".to_owned());
+    }
+    let ours = cx.config.pool_shape();
+    match &hello.shape {
+        Some(theirs) if *theirs == ours => Ok(()),
+        Some(theirs) => Err(shape_difference(&ours, theirs)),
+        None => Err("the peer does not say what it serves".to_owned()),
+    }
+}
+
+fn forget_peer(cx: &mut Cx, peer: PeerKey) {
+    let Some(known) = cx.peers.known.remove(&peer) else { return };
+    cx.peers.keys.remove(&known.instance);
+    cx.peers.meters.remove(&known.instance);
+    cx.memory.rm.debtor.on_peer_down(known.instance, cx.now_ms);
+    cx.tell(Outcome::PeerGone(known.instance));
 }
 
 /// Names the first field in which two pool shapes differ, with both values.
@@ -260,9 +259,13 @@ fn shape_difference(ours: &PoolShape, theirs: &PoolShape) -> String {
             hex(&theirs.model_hash)
         );
     }
-    if ours.alibi_bias_max != theirs.alibi_bias_max {
-        let [ours, theirs] = [ours, theirs].map(|shape| f32::from_bits(shape.alibi_bias_max));
-        return format!("alibi_bias_max differs: this instance has {ours}, the peer {theirs}");
+    let floats = [
+        ("alibi_bias_max", ours.alibi_bias_max, theirs.alibi_bias_max),
+        ("attention_softcap", ours.attention_softcap, theirs.attention_softcap),
+    ];
+    if let Some((name, ours, theirs)) = floats.into_iter().find(|(_, ours, theirs)| ours != theirs) {
+        let [ours, theirs] = [ours, theirs].map(f32::from_bits);
+        return format!("{name} differs: this instance has {ours}, the peer {theirs}");
     }
     let fields = [
         ("layers", ours.layers, theirs.layers),
@@ -272,6 +275,7 @@ fn shape_difference(ours: &PoolShape, theirs: &PoolShape) -> String {
         ("kv_dtype", ours.kv_dtype, theirs.kv_dtype),
         ("block_tokens", ours.block_tokens, theirs.block_tokens),
         ("window", ours.window, theirs.window),
+        ("latent", ours.latent.into(), theirs.latent.into()),
     ];
     let differs = fields.iter().find(|(_, a, b)| a != b);
     differs.map_or_else(

@@ -1,20 +1,23 @@
 //! The role of this instance, and how it changes at run time: by drain (docs/adr/0017).
 //!
-//! An instance that is told another role does, until it has that, what both roles do, and finishes what only the old one
-//! does. What it lends, what it handed over and what is read of it needs no role: that goes on.
+//! While its role changes, an instance does only what both roles do, and finishes what only the old one does. Lent
+//! blocks, handed-over leases and reads of its exports need no role and go on.
 
-use crate::instance::Instance;
+use super::Membership;
+use crate::cx::Cx;
+use crate::outcome::Outcome;
+use crate::status::Look;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{Role, RoleOrder, RoleState};
 use lagoon_types::limits::ROLE_GRACE_MS;
 
-/// What it is, and what it is to be.
+/// Current role and ordered role.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Roles {
     now: Role,
-    /// The role that it changes to, and since when.
+    /// The role that it changes to, and since when, in milliseconds.
     next: Option<(Role, u64)>,
-    /// The number of the last order that it heard.
+    /// Number of the last role order received.
     heard: u64,
 }
 
@@ -27,7 +30,7 @@ impl Roles {
         self.now
     }
 
-    /// For heartbeats.
+    /// The role's state for heartbeats.
     pub(crate) fn state(self) -> RoleState {
         RoleState { now: self.now.into(), becoming: self.becoming().map(Into::into), heard: self.heard }
     }
@@ -36,12 +39,12 @@ impl Roles {
         self.next.map(|(role, _)| role)
     }
 
-    /// The role that it will have if nobody says otherwise.
+    /// The ordered role, else the current one.
     pub(crate) fn target(self) -> Role {
         self.becoming().unwrap_or(self.now)
     }
 
-    /// Whether prompts of decode workers are for it.
+    /// Whether decode workers may send it prompts.
     pub(crate) fn prefills(self) -> bool {
         self.now.prefills() && self.target().prefills()
     }
@@ -51,77 +54,68 @@ impl Roles {
         (self.now, self.target()) == (Role::Decode, Role::Decode)
     }
 
-    /// Whether transports may write into blocks here: of a decode worker, of one that is about to be one, and of one that was
-    /// until nothing is read any more.
+    /// Whether transports may write into blocks here: the current or the ordered role is decode.
     pub(crate) fn reads(self) -> bool {
         [self.now, self.target()].contains(&Role::Decode)
     }
 
-    /// Whether clients' requests are accepted. Those that come just after an order were sent by somebody who had not heard
-    /// of it.
+    /// Whether clients' requests are accepted. An ordered role without clients refuses after [`ROLE_GRACE_MS`]: senders
+    /// learn of the order with delay.
     pub(crate) fn accepts(self, now_ms: u64) -> bool {
         let leaves = self.next.is_some_and(|(next, since_ms)| !next.serves() && now_ms >= since_ms + ROLE_GRACE_MS);
         self.now.serves() && !leaves
     }
 }
 
-impl Instance {
-    /// Whether it can have another role than it began with: whoever computes for others must be read, whoever has others
-    /// compute must read.
-    pub(crate) fn changes_role(&self) -> bool {
-        self.cx.config.transfer.is_some() && self.membership.roles.now.runs()
+impl Membership {
+    /// Whether its role can change: its KV must be readable by transports, and it must run a model.
+    pub(super) fn changes_role(cx: &Cx) -> bool {
+        cx.config.transfer.is_some() && cx.standing.roles.now.runs()
     }
 
-    /// The gManager's word on the role.
-    pub(crate) fn on_role_order(&mut self, m: RoleOrder) {
+    /// Handles the gManager's role order.
+    pub(super) fn on_role_order(&mut self, cx: &mut Cx, m: RoleOrder) {
         let Ok(role) = Role::try_from(m.role) else { return };
-        if !self.changes_role() || !role.runs() {
+        if !Self::changes_role(cx) || !role.runs() {
             return;
         }
-        if self.membership.roles.heard != m.number {
-            self.membership.roles.heard = m.number;
-            self.membership.tell_at_once();
+        let roles = &mut cx.standing.roles;
+        if roles.heard != m.number {
+            roles.heard = m.number;
+            self.heartbeat_at_ms = 0;
         }
-        if role == self.membership.roles.target() {
+        if role == roles.target() {
             return;
         }
-        let now = self.membership.roles.now;
-        self.membership.roles.next = (role != now).then_some((role, self.cx.now_ms));
-        tracing::info!(?now, becoming = ?self.membership.roles.becoming(), "the role changes");
+        roles.next = (role != roles.now).then_some((role, cx.now_ms));
+        tracing::info!(now = ?roles.now, becoming = ?roles.becoming(), "the role changes");
     }
 
-    /// The new role counts when nothing is left that only the old one does.
-    pub(crate) fn tick_role(&mut self) {
-        let Some((next, since_ms)) =
-            self.membership.roles.next.filter(|(next, since_ms)| self.has_left(*next, *since_ms))
-        else {
-            return;
-        };
-        let old = self.membership.roles.now;
-        self.batch.due.touch();
-        self.membership.roles = Roles { now: next, next: None, ..self.membership.roles };
-        tracing::info!(?old, now = ?next, took_ms = self.cx.now_ms - since_ms, "the role has changed");
-        if old == Role::Decode {
-            self.leave_workers();
-        }
-        self.membership.tell_at_once();
+    /// Switches to the ordered role when all work of only the old one is done.
+    pub(super) fn tick_role(&mut self, cx: &mut Cx, look: Look<'_>) {
+        let Some((next, since_ms)) = cx.standing.roles.next.filter(|next| has_left(cx, look, *next)) else { return };
+        let old = cx.standing.roles.now;
+        cx.standing.roles = Roles { now: next, next: None, ..cx.standing.roles };
+        tracing::info!(?old, now = ?next, took_ms = cx.now_ms - since_ms, "the role has changed");
+        cx.tell(Outcome::RoleChanged { old });
+        self.heartbeat_at_ms = 0;
     }
+}
 
-    /// Whether it has finished what it does as it is and will not do as `next`.
-    fn has_left(&self, next: Role, since_ms: u64) -> bool {
-        if mutants::is(Mutant::RoleUnfinished) {
-            return true;
-        }
-        let now = self.membership.roles.now;
-        let serves = now.serves() && !next.serves();
-        let prefills = now.prefills() && !next.prefills();
-        let sends_away = now == Role::Decode;
-        // What is being mapped may be given to a reader meanwhile. Its transports wait for no device if they write there.
-        let maps = next == Role::Decode && self.stage_blocks() == 0 && self.cx.memory.prefix.maps();
-        let heard = self.cx.now_ms >= since_ms + ROLE_GRACE_MS;
-        !maps
-            && (!serves || (heard && self.batch.seqs().all(|s| self.prefill.is_job(s.id))))
-            && (!prefills || self.jobs() == 0)
-            && (!sends_away || self.prefill.reads_nothing())
+/// Whether all work that `next` does not do is finished.
+fn has_left(cx: &Cx, look: Look<'_>, (next, since_ms): (Role, u64)) -> bool {
+    if mutants::is(Mutant::RoleUnfinished) {
+        return true;
     }
+    let now = cx.standing.roles.now;
+    let serves = now.serves() && !next.serves();
+    let prefills = now.prefills() && !next.prefills();
+    let sends_away = now == Role::Decode;
+    // Blocks being mapped may be given to a reader meanwhile, whose transports write without waiting for the device.
+    let maps = next == Role::Decode && cx.stage_blocks() == 0 && cx.memory.prefix.maps();
+    let heard = cx.now_ms >= since_ms + ROLE_GRACE_MS;
+    !maps
+        && (!serves || (heard && look.batch.seqs().all(|s| s.for_others.is_some())))
+        && (!prefills || look.prefills.unfinished_jobs() == 0)
+        && (!sends_away || look.prefills.reads_nothing())
 }

@@ -1,25 +1,26 @@
-//! How fast blocks move while the device computes (Infinite-LLM v2 §7.4, Figure 12a).
+//! Pace of moves while the device computes (Infinite-LLM v2 §7.4, Figure 12a).
 //!
-//! Each step that ends allows some tokens to move: one for every row that it computed in a prompt, and for every
-//! sequence that grew as many as overlap with decoding for free. That number is measured: decoding steps beside which
-//! KV moved are compared with those beside which none did. It grows while they take the same time, and is halved when
-//! they do not. It is never less than one, so that moving keeps up with growth.
+//! Each step that ends allows some tokens to move: one for every prompt row that it computed, and, for every sequence
+//! that grew, as many as overlap with decoding for free. That number is measured: decoding steps with moves are
+//! compared with decoding steps without. It grows while their times are equal, and is halved when they are not. It is
+//! never less than one, so that moving keeps up with growth.
 
 use lagoon_types::limits::{MOVE_TOKENS_PER_STEP, MOVE_TOKENS_PER_STEP_MAX};
 
-/// Steps of a kind over which times are compared.
+/// Steps of a kind whose times are averaged for a comparison.
 const SAMPLES: u32 = 16;
-/// Steps beside which KV moves, between two measurements of steps beside which none does.
+/// Steps with moves between two measurements of steps without.
 const PROBE_EVERY: u32 = 128;
-/// A step beside moves may take this much longer, as a ratio, before they count as a burden.
+/// Ratio of step times, with moves to without, above which moves slow decoding down.
 const SLOWER_MAX: f64 = 1.05;
 
-/// How KV moves beside decoding, if not as measured: for benchmarks of what moving costs.
+/// Fixed pace of moves beside decoding, for benchmarks of what moving costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MovePace {
-    /// Tokens per sequence that grows, in one step; `None`: as measured.
+    /// Tokens per growing sequence in one step; `None`: as measured.
     pub tokens_per_step: Option<u32>,
-    /// Steps go on while KV is copied. If not, a step waits until what moves beside the step before it is copied.
+    /// Whether steps go on while KV is copied. If not, a step waits until the copies requested beside the step before
+    /// are done.
     pub overlap: bool,
 }
 
@@ -29,22 +30,22 @@ impl Default for MovePace {
     }
 }
 
-/// See the module's documentation.
+/// The pace. See the module's documentation.
 #[derive(Clone, Debug)]
 pub(crate) struct Pace {
     set: MovePace,
-    /// Tokens per sequence that grows, in one step.
+    /// Tokens per growing sequence in one step.
     tokens: u32,
-    /// Tokens times layers that may move now; below 0 where more has moved.
+    /// Tokens times layers that may move now; below 0 after moving more.
     credit: i64,
     layers: u32,
     block_tokens: u32,
-    /// KV moved since the last step ended.
+    /// Whether KV has moved since the last step ended.
     moved: bool,
-    /// Sum of step times and their number, without and with moves beside them.
+    /// Sum and number of step times, without and with moves.
     quiet: (f64, u32),
     busy: (f64, u32),
-    /// Time of a step without moves, once it was measured.
+    /// Mean time of a step without moves, once measured.
     baseline: Option<f64>,
     since_probe: u32,
 }
@@ -70,28 +71,28 @@ impl Pace {
         self.tokens = set.tokens_per_step.unwrap_or(self.tokens);
     }
 
-    /// Steps go on while KV is copied.
+    /// Whether steps go on while KV is copied.
     pub(crate) fn overlaps(&self) -> bool {
         self.set.overlap
     }
 
-    /// Tokens per sequence that grows, in one step.
+    /// Tokens per growing sequence in one step.
     pub(crate) fn tokens(&self) -> u32 {
         self.tokens
     }
 
-    /// Whether a piece may move while the device computes.
+    /// Whether one layer of a block may move while the device computes.
     pub(crate) fn allows(&self) -> bool {
         self.credit > 0
     }
 
-    /// One layer of a block moves.
+    /// Spends the credit of one layer of a block.
     pub(crate) fn spend(&mut self) {
         self.credit -= i64::from(self.block_tokens);
         self.moved = true;
     }
 
-    /// Time passes: a long step does not hold a move for ever.
+    /// Grants a little credit as time passes, so that a long step does not stop a move.
     pub(crate) fn tick(&mut self) {
         if self.set.tokens_per_step.is_none() {
             self.grant(1);
@@ -100,12 +101,12 @@ impl Pace {
 
     fn grant(&mut self, tokens: u32) {
         let granted = i64::from(tokens) * i64::from(self.layers);
-        // What was not used is not saved up, but for a block.
+        // Unused credit is not saved up, except for one block.
         let most = granted.max(i64::from(self.block_tokens) * i64::from(self.layers));
         self.credit = (self.credit + granted).min(most);
     }
 
-    /// A step ended: sequences that grew by it, rows of prompts that it computed, and its time.
+    /// Grants the credit of a step that ended: sequences that grew, prompt rows computed, and its time.
     pub(crate) fn on_step(&mut self, growing: u32, prompt_rows: u32, step_ms: u64) {
         if self.set.tokens_per_step.is_some() {
             return self.grant(growing.saturating_mul(self.tokens));
@@ -129,7 +130,7 @@ impl Pace {
         }
         self.since_probe += 1;
         if self.since_probe >= PROBE_EVERY {
-            // The batch has changed since: what a step takes without moves is measured again, on few moves.
+            // The batch has changed since: the time without moves is measured again, with few moves.
             (self.baseline, self.busy) = (None, (0.0, 0));
         }
         self.busy = (self.busy.0 + step_ms, self.busy.1 + 1);
@@ -137,7 +138,7 @@ impl Pace {
         if self.busy.1 >= SAMPLES {
             let mean = self.busy.0 / f64::from(self.busy.1);
             self.busy = (0.0, 0);
-            // A quarter of a millisecond is what a clock of milliseconds tells apart over so many steps.
+            // Over so many steps, a clock of milliseconds tells a quarter of a millisecond apart.
             self.tokens = if mean > baseline * SLOWER_MAX + 0.25 {
                 (self.tokens / 2).max(1)
             } else {

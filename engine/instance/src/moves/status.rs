@@ -1,32 +1,32 @@
-//! What moved, for metrics and operators.
+//! Counters of moves, for metrics and operators.
 
 use super::{Place, Why};
 use lagoon_protocol::{MoveCounts, MoveReason};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 
-/// What moved so far.
+/// Counters of moves since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MoveStatus {
     /// Moves in flight.
     pub in_progress: usize,
-    /// Tokens per step that move beside a sequence that grows.
+    /// Tokens per growing sequence that may move beside one step.
     pub tokens_per_step: u32,
-    /// Blocks that went to a creditor.
+    /// Blocks moved to a creditor.
     pub blocks_out: u64,
-    /// Blocks that came home.
+    /// Blocks moved home.
     pub blocks_home: u64,
-    /// Blocks that went from one creditor to another.
+    /// Blocks moved from one creditor to another.
     pub blocks_between: u64,
-    /// The same, by why they moved.
+    /// The same blocks by reason and direction.
     pub by_reason: MovedBlocks,
-    /// Bytes of KV that were copied.
+    /// Bytes of KV copied.
     pub bytes: u64,
-    /// Moves that no target had room for.
+    /// Moves for which no target had room.
     pub refused: u64,
     /// Moves that ended before all of their blocks had moved.
     pub cut_short: u64,
-    /// Blocks whose copy was not what its hash says.
+    /// Blocks whose copy did not match its content hash.
     pub damaged: u64,
     /// Recalls by this instance's creditors.
     pub recalls_received: u64,
@@ -34,12 +34,12 @@ pub struct MoveStatus {
     pub recalls_met: u64,
     /// Its own recalls that debtors did not meet in time.
     pub recalls_missed: u64,
-    /// Blocks that it took back after a recall that was not met.
+    /// Blocks revoked after missed recalls.
     pub blocks_revoked: u64,
 }
 
 impl MoveStatus {
-    /// As heartbeats tell it.
+    /// The counters as heartbeats carry them.
     pub(crate) fn counts(&self) -> MoveCounts {
         MoveCounts {
             in_progress: u32::try_from(self.in_progress).unwrap_or(u32::MAX),
@@ -49,7 +49,7 @@ impl MoveStatus {
         }
     }
 
-    /// A block has moved.
+    /// Counts a block that has moved.
     pub(super) fn count(&mut self, why: Why, source: Place, target: Place) {
         let (direction, total) = match (source, target) {
             (_, Place::Here) => (1, &mut self.blocks_home),
@@ -69,14 +69,14 @@ impl MoveStatus {
     }
 }
 
-/// Blocks that moved, by reason and direction.
+/// Blocks moved, by reason and direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MovedBlocks([[u64; 3]; 6]);
 
 impl MovedBlocks {
-    /// Why blocks move: three kinds of orders by the gManager, its swaps, a creditor's recall, and host memory.
+    /// Reasons: three kinds of orders by the gManager, its swaps, a creditor's recall, and swap out.
     const REASONS: [&'static str; 6] = ["plan", "drain", "operator", "swap", "recall", "swap_out"];
-    /// To a creditor, home, from one creditor to another.
+    /// Directions: to a creditor, home, from one creditor to another.
     const DIRECTIONS: [&'static str; 3] = ["out", "home", "between"];
 
     /// Every reason and direction, with its number of blocks.

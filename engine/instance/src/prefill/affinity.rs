@@ -1,8 +1,8 @@
-//! Which prefill worker computed which beginning of a prompt lately: it may have that in its prefix cache still
-//! (docs/adr/0016). A belief, from what workers said to have computed, never asked for: a wrong one costs time only.
+//! Prefix affinity of prefill workers: which worker computed which prompt prefix lately, and may still have it in its
+//! prefix cache (docs/adr/0016). A guess from the workers' replies, never verified: a wrong one costs only time.
 //!
-//! Beginnings are known by the names of every [`STRIDE`]th of their blocks. What was used longest ago is forgotten first,
-//! and of one prompt the deepest, as it is of use only with all that precedes it.
+//! Prefixes are known by the block hash of every [`STRIDE`]th block. The least recently used is evicted first; of one
+//! prompt the deepest, as it is of use only with all hashes before it.
 
 use crate::batch::Batch;
 use crate::cx::Cx;
@@ -11,26 +11,26 @@ use lagoon_types::limits::AFFINITY_NAMES_MAX;
 use lagoon_types::{InstanceId, SeqId};
 use std::collections::BTreeMap;
 
-/// Of so many blocks one is remembered, so that a long prompt is looked up in little time.
+/// One of so many blocks is remembered, so that a long prompt is looked up quickly.
 const STRIDE: usize = 4;
 
-/// See the module's documentation.
+/// Prefixes by worker. See the module's documentation.
 #[derive(Debug, Default)]
 pub(super) struct Affinity {
     known: BTreeMap<BlockIdentity, (InstanceId, u64)>,
-    /// The same names by when they were remembered.
+    /// The same hashes by time of use.
     order: BTreeMap<u64, BlockIdentity>,
     clock: u64,
 }
 
-/// The names of a prompt that are remembered, the deepest first, each with the blocks up to there.
+/// The hashes of a prompt that are remembered, the deepest first, each with its number of blocks.
 fn marks(names: &[BlockIdentity]) -> impl Iterator<Item = (u32, BlockIdentity)> {
     let last = names.len() - names.len() % STRIDE;
     (1..=last / STRIDE).rev().map(|n| n * STRIDE).map(|n| (u32::try_from(n).unwrap_or(u32::MAX), names[n - 1]))
 }
 
 impl Affinity {
-    /// A worker computed blocks of these names.
+    /// Records that a worker computed blocks with these hashes.
     fn remember(&mut self, worker: InstanceId, names: &[BlockIdentity]) {
         for (_, name) in marks(names) {
             self.clock += 1;
@@ -45,7 +45,7 @@ impl Affinity {
         }
     }
 
-    /// Blocks of these names that each worker may have, from the first on.
+    /// Leading blocks of these hashes that each worker may have cached.
     fn found(&self, names: &[BlockIdentity]) -> BTreeMap<InstanceId, u32> {
         let mut found = BTreeMap::new();
         for (blocks, name) in marks(names) {
@@ -56,7 +56,7 @@ impl Affinity {
         found
     }
 
-    /// A worker may be gone, and what it kept.
+    /// Forgets a worker, which may be gone with its cache.
     pub(super) fn forget(&mut self, worker: InstanceId) {
         let gone = self.known.extract_if(.., |_, (of, _)| *of == worker);
         gone.for_each(|(_, (_, at))| _ = self.order.remove(&at));
@@ -64,7 +64,7 @@ impl Affinity {
 }
 
 impl super::Prefills {
-    /// Tokens of a prompt that workers may not have to compute, by worker.
+    /// Leading tokens of a prompt that workers may have cached, by worker.
     pub(super) fn known_elsewhere(&self, cx: &Cx, batch: &mut Batch, id: SeqId) -> BTreeMap<InstanceId, u32> {
         // The last token is computed in any case.
         let whole = batch.seq(id).map_or(0, |seq| (seq.len() - 1) / cx.config.block_tokens);
@@ -75,7 +75,7 @@ impl super::Prefills {
         found
     }
 
-    /// A worker computed the first `tokens` tokens of a sequence.
+    /// Records that a worker computed the first `tokens` tokens of a sequence.
     pub(super) fn remember_worker(&mut self, cx: &Cx, batch: &mut Batch, id: SeqId, worker: InstanceId, tokens: u32) {
         let whole = tokens / cx.config.block_tokens;
         batch.name_tokens(cx, id, whole);

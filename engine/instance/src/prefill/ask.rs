@@ -1,15 +1,17 @@
-//! The decode worker: which prefill workers there are, who is given which prompt, and what becomes of it.
+//! The decode worker's requests: known prefill workers, which worker gets which prompt, and the replies.
 //!
-//! It keeps a connection to every worker that the gManager announced, also while there is no gManager. A prompt goes to
-//! the connected worker with the fewest tokens to compute until it is done: those that are queued there, and those of the
-//! prompt less what the worker may have computed before (`affinity.rs`); what a worker refuses, loses or does not answer goes to another
-//! one, with the tokens that were generated meanwhile, so that none is said twice. When none takes it for a while, this
-//! instance computes it itself.
+//! It keeps a connection to every worker that the gManager announced, also while the gManager is away. A prompt goes to
+//! the connected worker with the fewest tokens to compute until it is done: its queued tokens plus those of the prompt
+//! that it may not have cached (`affinity.rs`). A prompt that a worker refuses, loses or does not answer goes to
+//! another one, with the tokens generated meanwhile, so that none is emitted twice. When no worker takes it for a
+//! while, this instance computes it itself.
 
-use super::Key;
 use super::landing::Landing;
+use super::{Key, Prefills};
+use crate::batch::Batch;
+use crate::batch::sequence::Sequence;
+use crate::cx::Cx;
 use crate::event::Effect;
-use crate::instance::Instance;
 use lagoon_cluster::BorrowedLease;
 use lagoon_kv::RemoteEntries;
 use lagoon_protocol::{
@@ -24,31 +26,31 @@ use lagoon_types::limits::{
 use lagoon_types::{Epoch, InstanceId, LeaseId, RequestError, SeqId, TokenEvent, TokenLogprobs};
 use std::collections::BTreeMap;
 
-/// A worker that computes prompts for others.
+/// A known prefill worker.
 #[derive(Debug)]
 pub(super) struct WorkerState {
     pub(super) quic_addr: String,
     role: Role,
     blocks_total: u32,
-    /// The gManager's last list has it. One that is not there is given nothing more.
+    /// Whether the gManager's last list has it. A worker not listed gets nothing more.
     listed: bool,
-    /// As it last said, and what it was given since.
+    /// Queued tokens in its last report, plus those sent to it since.
     queued_tokens: u64,
     dialled_ms: Option<u64>,
-    /// The question after its requests that it was sent last, if it was not answered.
+    /// The last unanswered query for its requests: number and time.
     asked: Option<(u64, u64)>,
     asked_ms: u64,
-    /// Why its KV cannot be read.
+    /// Why its KV cannot be read; `None` if it can.
     pub(super) unreadable: Option<String>,
 }
 
-/// Where the prompt of a sequence is.
+/// Where a sequence's prompt is.
 #[derive(Debug)]
 pub(super) enum Stage {
-    /// With nobody.
+    /// With no worker.
     Waiting,
-    /// Being computed, as this request; what is confirmed of it was sent then. Pushed, it is read already; pulled, its
-    /// export may be known before the answer that names it.
+    /// Being computed, as this request; the confirmations were sent then. With push, parts are read already; with pull,
+    /// its export may be known before the reply that names it.
     Asked {
         worker: InstanceId,
         request: u64,
@@ -57,14 +59,14 @@ pub(super) enum Stage {
         landing: Option<Landing>,
         offer: Option<Offer>,
     },
-    /// Computed; it waits for memory here.
+    /// Computed; waits for memory here.
     Ready(Handed),
-    /// Computed, and being read since then.
+    /// Computed; its KV is being read since `since_ms`.
     Pulling { handed: Handed, landing: Landing, since_ms: u64 },
 }
 
 impl Stage {
-    /// What it is read into.
+    /// The blocks that its KV is read into.
     pub(super) fn landing(&self) -> Option<&Landing> {
         match self {
             Self::Asked { landing, .. } => landing.as_ref(),
@@ -86,17 +88,17 @@ impl Stage {
 #[derive(Clone, Debug)]
 pub(super) struct Handed {
     pub(super) lease: BorrowedLease,
-    /// Tokens that it is of.
+    /// Number of tokens with KV.
     pub(super) tokens: u32,
     pub(super) request: u64,
     /// Its export, or the last one.
     pub(super) export: u64,
-    /// It can be read, as this.
+    /// The worker's offer, once its KV can be read.
     pub(super) offer: Option<Offer>,
     pub(super) ready_ms: u64,
     pub(super) queued_ms: u64,
     pub(super) prefill_ms: u64,
-    /// The worker's connection broke: it has until then to come back.
+    /// Set while the worker's connection is lost: the deadline for its return.
     pub(super) lost_at_ms: Option<u64>,
 }
 
@@ -112,12 +114,12 @@ impl Handed {
 pub(super) struct Away {
     pub(super) stage: Stage,
     pub(super) since_ms: u64,
-    /// When it was given to the worker that has it.
+    /// When the prompt was sent to its current worker.
     pub(super) asked_ms: u64,
     tries: u32,
-    /// Until then it waits for a worker.
+    /// Until when it waits for a worker.
     wait_by_ms: u64,
-    /// Since when workers refuse it whenever they are asked.
+    /// Since when workers have refused it without exception.
     refused_ms: Option<u64>,
     /// Workers that refused it, and until when they are not asked again.
     resting: BTreeMap<InstanceId, u64>,
@@ -156,18 +158,17 @@ impl Away {
     }
 }
 
-impl Instance {
-    /// The gManager's list of workers.
-    pub(crate) fn on_workers(&mut self, m: &Workers) {
-        // It may have been sent before the gManager heard that the role changed.
-        if !self.membership.roles.reads() {
+impl Prefills {
+    /// Handles the gManager's list of workers.
+    pub(crate) fn on_workers(&mut self, cx: &mut Cx, batch: &mut Batch, m: &Workers) {
+        // The gManager may have sent it before it knew of the role change.
+        if !cx.standing.roles.reads() {
             return;
         }
-        self.prefill.version = m.version;
-        self.prefill.workers.values_mut().for_each(|w| w.listed = false);
-        for worker in m.workers.iter().take(WORKERS_MAX).filter(|w| Some(InstanceId(w.instance)) != self.membership.id)
-        {
-            let entry = self.prefill.workers.entry(InstanceId(worker.instance)).or_insert_with(|| WorkerState {
+        self.version = m.version;
+        self.workers.values_mut().for_each(|w| w.listed = false);
+        for worker in m.workers.iter().take(WORKERS_MAX).filter(|w| Some(InstanceId(w.instance)) != cx.standing.id) {
+            let entry = self.workers.entry(InstanceId(worker.instance)).or_insert_with(|| WorkerState {
                 quic_addr: String::new(),
                 role: worker.role(),
                 blocks_total: 0,
@@ -181,78 +182,78 @@ impl Instance {
             entry.quic_addr.clone_from(&worker.quic_addr);
             (entry.role, entry.blocks_total, entry.listed) = (worker.role(), worker.blocks_total, true);
         }
-        self.tick_workers();
+        self.tick_workers(cx, batch);
     }
 
-    /// This instance is no decode worker any more: it needs none of them.
+    /// Unlists all workers: this instance is no decode worker any more.
     pub(crate) fn leave_workers(&mut self) {
-        self.prefill.version = 0;
-        self.prefill.workers.values_mut().for_each(|w| w.listed = false);
+        self.version = 0;
+        self.workers.values_mut().for_each(|w| w.listed = false);
     }
 
-    /// Connects to workers that are not connected, and forgets those that left and have nothing of this instance.
-    pub(crate) fn tick_workers(&mut self) {
-        let now_ms = self.cx.now_ms;
-        if self.prefill.workers.is_empty() {
+    /// Connects to workers that are not connected, and drops those that left and have nothing of this instance.
+    pub(crate) fn tick_workers(&mut self, cx: &mut Cx, batch: &mut Batch) {
+        let now_ms = cx.now_ms;
+        if self.workers.is_empty() {
             return;
         }
-        let used = |id: &InstanceId| self.prefill.away.values().filter_map(worker_of).any(|user| user == *id);
-        // Without a gManager nobody leaves.
-        let leaves = |id: &InstanceId, w: &WorkerState| self.membership.is_registered() && !w.listed && !used(id);
-        let gone = self.prefill.workers.iter().filter(|(id, w)| leaves(id, w));
+        let used = |id: &InstanceId| self.away.values().filter_map(worker_of).any(|user| user == *id);
+        // Without a gManager no worker leaves.
+        let leaves = |id: &InstanceId, w: &WorkerState| cx.standing.registered && !w.listed && !used(id);
+        let gone = self.workers.iter().filter(|(id, w)| leaves(id, w));
         let gone: Vec<InstanceId> = gone.map(|(id, _)| *id).collect();
         for id in gone {
-            self.prefill.workers.remove(&id);
-            self.disconnect_reader(id);
+            self.workers.remove(&id);
+            self.disconnect_reader(cx, id);
         }
-        let ids: Vec<InstanceId> = self.prefill.workers.keys().copied().collect();
+        let ids: Vec<InstanceId> = self.workers.keys().copied().collect();
         for id in ids {
-            let connected = self.cx.peers.key(id).is_some();
-            let Some(worker) = self.prefill.workers.get_mut(&id) else { continue };
+            let connected = cx.peers.key(id).is_some();
+            let Some(worker) = self.workers.get_mut(&id) else { continue };
             if connected {
                 worker.dialled_ms = None;
-                self.connect_reader(id);
-                self.ask_worker(id);
+                self.connect_reader(cx, id);
+                self.ask_worker(cx, batch, id);
             } else if worker.dialled_ms.is_none_or(|at| now_ms >= at + CONNECT_DEADLINE_MS / 5) {
                 worker.dialled_ms = Some(now_ms);
                 let quic_addr = worker.quic_addr.clone();
-                self.cx.effects.push(Effect::Connect { instance: id, quic_addr });
+                cx.effects.push(Effect::Connect { instance: id, quic_addr });
             }
         }
     }
 
-    /// Says which requests are still wanted, and asks how much the worker has to do.
-    fn ask_worker(&mut self, id: InstanceId) {
-        let now_ms = self.cx.now_ms;
+    /// Sends a worker the requests that are still wanted, and queries its queue.
+    fn ask_worker(&mut self, cx: &mut Cx, batch: &mut Batch, id: InstanceId) {
+        let now_ms = cx.now_ms;
         let silent = |worker: &WorkerState| worker.asked.is_some_and(|(_, at)| now_ms > at + LEASE_TTL_MS / 2);
-        if self.prefill.workers.get(&id).is_some_and(silent) {
-            self.redo_asked(id, "the worker does not answer");
+        if self.workers.get(&id).is_some_and(silent) {
+            self.redo_asked(cx, batch, id, "the worker does not answer");
         }
-        self.prefill.renewals += 1;
-        let seq = self.prefill.renewals;
-        let Some(worker) = self.prefill.workers.get_mut(&id) else { return };
+        self.renewals += 1;
+        let seq = self.renewals;
+        let Some(worker) = self.workers.get_mut(&id) else { return };
         if now_ms < worker.asked_ms + LEASE_RENEW_MS && worker.asked_ms != 0 {
             return;
         }
-        let requests = self.prefill.away.values().filter_map(|away| match away.stage {
+        let requests = self.away.values().filter_map(|away| match away.stage {
             Stage::Asked { worker, request, .. } if worker == id => Some(request),
             _ => None,
         });
         let requests: Vec<u64> = requests.collect();
         worker.asked_ms = now_ms;
         worker.asked.get_or_insert((seq, now_ms)).0 = seq;
-        self.cx.send_if_connected(id, ControlBody::PrefillRenew(PrefillRenew { seq, requests }));
+        cx.send_if_connected(id, ControlBody::PrefillRenew(PrefillRenew { seq, requests }));
     }
 
-    pub(super) fn on_prefill_renewed(&mut self, from: InstanceId, m: &PrefillRenewed) {
-        let Some(worker) = self.prefill.workers.get_mut(&from) else { return };
+    pub(super) fn on_prefill_renewed(&mut self, cx: &mut Cx, batch: &mut Batch, from: InstanceId, m: &PrefillRenewed) {
+        let Some(worker) = self.workers.get_mut(&from) else { return };
         let sent_ms = worker.asked_ms;
         let Some((_, _)) = worker.asked.take_if(|(seq, _)| *seq == m.seq) else { return };
         worker.queued_tokens = m.queued_tokens;
         let mut lost = Vec::new();
-        for (seq, away) in &mut self.prefill.away {
+        for (seq, away) in &mut self.away {
             let Stage::Asked { worker, request, confirmed_ms, .. } = &mut away.stage else { continue };
-            // It may have been asked after the question.
+            // The request may have been sent after the query.
             if *worker != from || away.asked_ms >= sent_ms {
                 continue;
             }
@@ -262,99 +263,106 @@ impl Instance {
                 *confirmed_ms = (*confirmed_ms).max(sent_ms);
             }
         }
-        lost.into_iter().for_each(|seq| self.redo(seq, "the worker does not know it"));
+        lost.into_iter().for_each(|seq| self.redo(cx, batch, seq, "the worker does not know it"));
     }
 
-    /// The prompt of a sequence that waits, or is new, is to be computed elsewhere.
-    pub(crate) fn send_away(&mut self, seq: SeqId) {
-        self.batch.send_away(seq);
-        self.prefill.away.insert(seq, Away::new(self.cx.now_ms));
+    /// Leaves the prompt of a new or waiting sequence to prefill workers.
+    pub(crate) fn send_away(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId) {
+        batch.send_away(seq);
+        self.away.insert(seq, Away::new(cx.now_ms));
     }
 
-    /// Whether prompts of this instance's requests are computed by others.
-    pub(crate) fn sends_away(&self) -> bool {
-        self.membership.roles.sends_away() && self.prefill.reader.is_some()
-    }
-
-    /// Gives prompts that nobody has to workers.
-    pub(crate) fn dispatch(&mut self) {
-        if self.prefill.away.is_empty() {
+    /// Sends prompts that no worker has to workers.
+    pub(crate) fn dispatch(&mut self, cx: &mut Cx, batch: &mut Batch) {
+        if self.away.is_empty() {
             return;
         }
-        // As at admission: what is younger than the pool's oldest waiting request takes no memory before it.
-        let may = |seq: &SeqId| self.batch.seq(*seq).is_some_and(|seq| !self.gives_way(seq.since_ms));
+        // As at admission: requests younger than the pool's oldest waiting one take no memory before it.
+        let may = |seq: &SeqId| batch.seq(*seq).is_some_and(|seq| !Batch::gives_way(cx, seq.since_ms));
         let waiting = |seq: &SeqId, away: &Away| matches!(away.stage, Stage::Waiting) && may(seq);
-        let waiting = self.prefill.away.iter().filter(|(seq, away)| waiting(seq, away));
+        let waiting = self.away.iter().filter(|(seq, away)| waiting(seq, away));
         let ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
         for seq in ids {
-            match self.choose_worker(seq) {
-                Some((worker, known)) if self.pushes() => {
-                    let Some(landing) = self.reserve(seq) else { return self.wait_for_memory(seq) };
-                    self.ask_prefill(seq, worker, known, Some(landing));
+            match self.choose_worker(cx, batch, seq) {
+                Some((worker, known)) if self.pushes(cx) => {
+                    let Some(landing) = self.reserve(cx, batch, seq) else {
+                        return self.wait_for_memory(cx, batch, seq);
+                    };
+                    self.ask_prefill(cx, batch, seq, worker, known, Some(landing));
                 }
-                Some((worker, known)) => self.ask_prefill(seq, worker, known, None),
-                None if self.prefill.away.get(&seq).is_some_and(|a| a.wait_by_ms <= self.cx.now_ms) => {
-                    self.compute_here(seq);
+                Some((worker, known)) => self.ask_prefill(cx, batch, seq, worker, known, None),
+                None if self.away.get(&seq).is_some_and(|a| a.wait_by_ms <= cx.now_ms) => {
+                    self.compute_here(cx, batch, seq);
                 }
-                None => self.wake_dispatch(seq),
+                None => self.wake_dispatch(cx, batch, seq),
             }
         }
     }
 
-    /// No worker takes a prompt now: that may be different when one has rested, and ends when it has waited for long enough.
-    fn wake_dispatch(&mut self, seq: SeqId) {
-        let Some(away) = self.prefill.away.get(&seq) else { return };
-        let rested = away.resting.values().copied().filter(|until_ms| *until_ms > self.cx.now_ms);
-        rested.chain([away.wait_by_ms]).for_each(|at_ms| self.batch.due.wake_at(at_ms));
+    /// Wakes the batch for a prompt that no worker takes now: when a resting worker may be asked again, and at its
+    /// deadline.
+    fn wake_dispatch(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId) {
+        let Some(away) = self.away.get(&seq) else { return };
+        let rested = away.resting.values().copied().filter(|until_ms| *until_ms > cx.now_ms);
+        rested.chain([away.wait_by_ms]).for_each(|at_ms| batch.due.wake_at(at_ms));
     }
 
-    /// The worker that would be done with a prompt first of those that could do it now, and the tokens that it may not have
-    /// to compute; one that also decodes only if no other can.
-    fn choose_worker(&mut self, seq: SeqId) -> Option<(InstanceId, u32)> {
-        let (now_ms, away) = (self.cx.now_ms, self.prefill.away.get(&seq)?);
-        let needed = self.batch.seq(seq)?.len().div_ceil(self.cx.config.block_tokens);
+    /// The worker that would complete a prompt first, of those available now, and the tokens that it may have cached;
+    /// one that also decodes only if no other can.
+    fn choose_worker(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId) -> Option<(InstanceId, u32)> {
+        let (now_ms, away) = (cx.now_ms, self.away.get(&seq)?);
+        let needed = batch.seq(seq)?.len().div_ceil(cx.config.block_tokens);
         let mut asked: BTreeMap<InstanceId, usize> = BTreeMap::new();
-        self.prefill.away.values().filter_map(worker_of).for_each(|worker| *asked.entry(worker).or_default() += 1);
+        self.away.values().filter_map(worker_of).for_each(|worker| *asked.entry(worker).or_default() += 1);
         let can = |(id, worker): &(&InstanceId, &WorkerState)| {
             worker.listed
                 && worker.blocks_total >= needed
-                && self.cx.peers.key(**id).is_some()
+                && cx.peers.key(**id).is_some()
                 && self.is_readable(**id)
                 && asked.get(*id).is_none_or(|n| *n < PREFILL_ASKED_MAX)
                 && away.resting.get(*id).is_none_or(|until_ms| *until_ms <= now_ms)
         };
         let load = |worker: &WorkerState| (worker.role != Role::Prefill, worker.queued_tokens);
-        let candidates: Vec<_> =
-            self.prefill.workers.iter().filter(can).map(|(id, worker)| (*id, load(worker))).collect();
+        let candidates: Vec<_> = self.workers.iter().filter(can).map(|(id, worker)| (*id, load(worker))).collect();
         if candidates.is_empty() {
             return None;
         }
-        let known = self.prefill.known_elsewhere(&self.cx, &mut self.batch, seq);
+        let known = self.known_elsewhere(cx, batch, seq);
         let known = |id: InstanceId| known.get(&id).copied().unwrap_or(0);
-        // The prompt is as long everywhere: only what need not be computed of it tells workers apart.
+        // The prompt is equally long everywhere: workers differ only in their queue and cached tokens.
         let rank = |(id, (decodes, queued)): &(InstanceId, (bool, u64))| {
             (*decodes, i128::from(*queued) - i128::from(known(*id)))
         };
         candidates.into_iter().min_by_key(rank).map(|(id, _)| (id, known(id)))
     }
 
-    /// The oldest prompt that nobody has waits for memory here, and all others behind it. They do not wait for workers.
-    fn wait_for_memory(&mut self, oldest: SeqId) {
-        let now_ms = self.cx.now_ms;
+    /// The oldest prompt without a worker waits for memory here, and all others behind it: workers' deadlines do not
+    /// count.
+    fn wait_for_memory(&mut self, cx: &mut Cx, batch: &mut Batch, oldest: SeqId) {
+        let now_ms = cx.now_ms;
         let waiting = |away: &&mut Away| matches!(away.stage, Stage::Waiting);
-        self.prefill.away.values_mut().filter(waiting).for_each(|away| away.wait_by_ms = now_ms + PREFILL_WAIT_MS);
-        // That goes on with time.
-        self.batch.due.wake_at(now_ms + 1);
-        if self.prefill.away.get(&oldest).is_some_and(|away| now_ms > away.asked_ms + ADMISSION_DEADLINE_MS) {
+        self.away.values_mut().filter(waiting).for_each(|away| away.wait_by_ms = now_ms + PREFILL_WAIT_MS);
+        // The deadline moves with time.
+        batch.due.wake_at(now_ms + 1);
+        if self.away.get(&oldest).is_some_and(|away| now_ms > away.asked_ms + ADMISSION_DEADLINE_MS) {
             let message = format!("no memory became free within {} s", ADMISSION_DEADLINE_MS / 1000);
-            self.fail(oldest, RequestError::Unavailable(message));
+            batch.fail(cx, self, oldest, RequestError::Unavailable(message));
+            self.give_up_away(cx, batch, oldest);
         }
     }
 
-    /// Gives a prompt to a worker, which may have `known` tokens of it.
-    fn ask_prefill(&mut self, id: SeqId, worker: InstanceId, known: u32, landing: Option<Landing>) {
-        let Some(seq) = self.batch.seq(id) else { return };
-        let request = self.cx.memory.rm.next_request();
+    /// Sends a prompt to a worker, which may have `known` tokens of it cached.
+    fn ask_prefill(
+        &mut self,
+        cx: &mut Cx,
+        batch: &mut Batch,
+        id: SeqId,
+        worker: InstanceId,
+        known: u32,
+        landing: Option<Landing>,
+    ) {
+        let Some(seq) = batch.seq(id) else { return };
+        let request = cx.memory.rm.debtor.next_request();
         let sampling = &seq.sampling;
         let sampling = PrefillSampling {
             temperature: sampling.temperature,
@@ -366,21 +374,24 @@ impl Instance {
             index: u64::from(seq.generated()),
             return_logits: seq.return_logits,
         };
-        let (total, now_ms) = (seq.len(), self.cx.now_ms);
+        let (total, now_ms) = (seq.len(), cx.now_ms);
         let mut first = 0;
         let mut messages = Vec::new();
         for tokens in seq.tokens.chunks(PREFILL_TOKENS_MAX) {
+            let len = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
             let (sampling, push) = ((first == 0).then_some(sampling), first == 0 && landing.is_some());
-            messages.push(PrefillRequest { request, seq: id.0, total, first, tokens: tokens.to_vec(), sampling, push });
-            first += u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+            let banned = if first == 0 { seq.banned().to_vec() } else { Vec::new() };
+            let tokens = tokens.to_vec();
+            messages.push(PrefillRequest { request, seq: id.0, total, first, tokens, sampling, push, banned });
+            first += len;
         }
-        messages.into_iter().for_each(|m| self.cx.send_if_connected(worker, ControlBody::PrefillRequest(m)));
-        if let Some(worker) = self.prefill.workers.get_mut(&worker) {
-            worker.queued_tokens += u64::from(total - known);
+        messages.into_iter().for_each(|m| cx.send_if_connected(worker, ControlBody::PrefillRequest(m)));
+        if let Some(worker) = self.workers.get_mut(&worker) {
+            worker.queued_tokens = worker.queued_tokens.saturating_add(u64::from(total - known));
         }
-        self.prefill.status.affine += u64::from(known > 0);
-        self.prefill.status.affine_tokens += u64::from(known);
-        if let Some(away) = self.prefill.away.get_mut(&id) {
+        self.status.affine += u64::from(known > 0);
+        self.status.affine_tokens += u64::from(known);
+        if let Some(away) = self.away.get_mut(&id) {
             away.stage = Stage::Asked { worker, request, tokens: total, confirmed_ms: now_ms, landing, offer: None };
             away.asked_ms = now_ms;
             away.tries += 1;
@@ -389,266 +400,283 @@ impl Instance {
 
     fn asked_as(&self, key: Key) -> Option<SeqId> {
         let is = |away: &Away| matches!(away.stage, Stage::Asked { worker, request, .. } if (worker, request) == key);
-        self.prefill.away.iter().find(|(_, away)| is(away)).map(|(seq, _)| *seq)
+        self.away.iter().find(|(_, away)| is(away)).map(|(seq, _)| *seq)
     }
 
-    pub(super) fn on_prefill_refused(&mut self, from: InstanceId, m: &PrefillRefused) {
-        if let Some(worker) = self.prefill.workers.get_mut(&from) {
+    pub(super) fn on_prefill_refused(&mut self, cx: &mut Cx, batch: &mut Batch, from: InstanceId, m: &PrefillRefused) {
+        if let Some(worker) = self.workers.get_mut(&from) {
             worker.queued_tokens = m.queued_tokens;
         }
         let Some(seq) = self.asked_as((from, m.request)) else { return };
         tracing::info!(%seq, worker = %from, reason = m.reason, "a prefill was refused");
-        let rest_ms = self.cx.now_ms + PREFILL_REST_MS;
-        let Some(away) = self.prefill.away.get_mut(&seq) else { return };
+        let rest_ms = cx.now_ms + PREFILL_REST_MS;
+        let Some(away) = self.away.get_mut(&seq) else { return };
         away.resting.insert(from, rest_ms);
-        // Nothing was spent on it.
+        // The refused attempt does not count.
         away.tries = away.tries.saturating_sub(1);
-        let refused_ms = *away.refused_ms.get_or_insert(self.cx.now_ms);
+        let refused_ms = *away.refused_ms.get_or_insert(cx.now_ms);
         if let Stage::Asked { landing, offer, .. } = std::mem::replace(&mut away.stage, Stage::Waiting) {
-            landing.into_iter().for_each(|landing| self.give_up_landing(seq, landing));
-            self.decline(offer.as_ref());
+            landing.into_iter().for_each(|landing| self.give_up_landing(cx, batch, seq, landing));
+            self.decline(cx, offer.as_ref());
         }
-        // Pushed, it waits for memory between two attempts, which is no wait for a worker and has no such end.
-        if self.cx.now_ms >= refused_ms + PREFILL_WAIT_MS {
-            self.compute_here(seq);
+        // With push, waits for memory between two attempts do not count as waits for a worker.
+        if cx.now_ms >= refused_ms + PREFILL_WAIT_MS {
+            self.compute_here(cx, batch, seq);
         }
     }
 
-    /// The KV is there, and the next token is known.
-    pub(super) fn on_prefill_ready(&mut self, from: InstanceId, m: &PrefillReady) {
-        let quic_addr = self.prefill.workers.get(&from).map(|w| w.quic_addr.clone()).unwrap_or_default();
+    /// Handles a worker's reply: the KV is computed, and the next token is known.
+    pub(super) fn on_prefill_ready(&mut self, cx: &mut Cx, batch: &mut Batch, from: InstanceId, m: &PrefillReady) {
+        let quic_addr = self.workers.get(&from).map(|w| w.quic_addr.clone()).unwrap_or_default();
         let (id, epoch, blocks) = (LeaseId(m.lease), Epoch(m.epoch), m.blocks);
         let lease = BorrowedLease { creditor: from, quic_addr, lease: id, epoch, blocks };
-        if let Some(worker) = self.prefill.workers.get_mut(&from) {
+        if let Some(worker) = self.workers.get_mut(&from) {
             worker.queued_tokens = m.queued_tokens;
         }
         let Some(seq) = self.asked_as((from, m.request)) else {
-            return self.cx.memory.rm.decline(&lease, self.cx.now_ms);
+            return cx.memory.rm.debtor.decline(&lease, cx.now_ms);
         };
-        let Some(&Stage::Asked { tokens, confirmed_ms, .. }) = self.prefill.away.get(&seq).map(|a| &a.stage) else {
-            return;
-        };
-        let sensible = blocks == tokens.div_ceil(self.cx.config.block_tokens) && m.token < self.cx.config.vocab;
-        if !sensible || !self.cx.memory.rm.take_over(seq, &lease, (m.ttl_ms, confirmed_ms), self.cx.now_ms) {
-            self.cx.memory.rm.decline(&lease, self.cx.now_ms);
-            let why = if sensible { "the worker's answer came too late" } else { "the worker's answer makes no sense" };
-            return self.redo(seq, why);
+        let Some(away) = self.away.get(&seq) else { return };
+        let Stage::Asked { tokens, confirmed_ms, .. } = away.stage else { return };
+        let took_ms = cx.now_ms.saturating_sub(away.asked_ms);
+        let sensible = blocks == tokens.div_ceil(cx.config.block_tokens)
+            && batch.seq(seq).is_some_and(|seq| is_first_token(m, seq, cx.config.vocab));
+        if !sensible || !cx.memory.rm.debtor.take_over(seq, &lease, (m.ttl_ms, confirmed_ms), cx.now_ms) {
+            cx.memory.rm.debtor.decline(&lease, cx.now_ms);
+            let why = if sensible { "the worker's reply came too late" } else { "the worker's reply is malformed" };
+            return self.redo(cx, batch, seq, why);
         }
-        self.prefill.remember_worker(&self.cx, &mut self.batch, seq, from, tokens);
+        self.remember_worker(cx, batch, seq, from, tokens);
         let handed = Handed {
             lease,
             tokens,
             request: m.request,
             export: m.export,
             offer: None,
-            ready_ms: self.cx.now_ms,
-            queued_ms: m.queued_ms,
-            prefill_ms: m.prefill_ms,
+            ready_ms: cx.now_ms,
+            queued_ms: m.queued_ms.min(took_ms),
+            prefill_ms: m.prefill_ms.min(took_ms),
             lost_at_ms: None,
         };
-        let Some(away) = self.prefill.away.get_mut(&seq) else { return };
+        let Some(away) = self.away.get_mut(&seq) else { return };
         let mut known = None;
         away.refused_ms = None;
         away.stage = match std::mem::replace(&mut away.stage, Stage::Waiting) {
-            Stage::Asked { landing: Some(landing), .. } => Stage::Pulling { handed, landing, since_ms: self.cx.now_ms },
+            Stage::Asked { landing: Some(landing), .. } => Stage::Pulling { handed, landing, since_ms: cx.now_ms },
             Stage::Asked { offer, .. } => {
                 known = offer;
                 Stage::Ready(handed)
             }
             _ => Stage::Ready(handed),
         };
-        known.into_iter().for_each(|offer| self.on_offered(&offer));
-        self.say_first(seq, m);
-        if m.export == 0 && self.prefill.away.contains_key(&seq) {
-            self.redo(seq, &m.why);
+        known.into_iter().for_each(|offer| self.on_offered(cx, batch, &offer));
+        self.say_first(cx, batch, seq, m);
+        if m.export == 0 && self.away.contains_key(&seq) {
+            self.redo(cx, batch, seq, &m.why);
         }
-        self.land(seq);
+        self.land(cx, batch, seq);
     }
 
-    /// The worker's token goes to the client; it may be the last.
-    fn say_first(&mut self, id: SeqId, m: &PrefillReady) {
-        let Some(seq) = self.batch.seq_mut(id) else { return };
-        let end = seq.push(m.token, self.cx.config.max_positions);
+    /// Emits the worker's token to the client; it may be the last.
+    fn say_first(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, m: &PrefillReady) {
+        let Some(seq) = batch.seq_mut(id) else { return };
+        let end = seq.push(m.token, cx.config.max_positions);
         let logits = seq.return_logits.then(|| m.logits.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect());
         let top = || m.top.iter().map(|top| (top.id, top.logprob)).collect();
         let logprobs = m.logprob.map(|chosen| TokenLogprobs { chosen, top: top() });
-        self.emit(id, TokenEvent::Token { id: m.token, logprobs, logits });
+        let event = TokenEvent::Token { id: m.token, logprobs, logits };
+        cx.effects.push(Effect::Emit { seq: id, event });
         if let Some(reason) = end {
-            self.finish(id, reason);
+            batch.finish(cx, self, id, reason);
+            self.give_up_away(cx, batch, id);
         }
     }
 
-    /// What a sequence has or asked for elsewhere is given up.
-    pub(crate) fn give_up_away(&mut self, id: SeqId) {
-        if let Some(away) = self.prefill.away.remove(&id) {
-            self.give_up(id, away.stage);
+    /// Gives up everything that a sequence has or requested elsewhere.
+    pub(crate) fn give_up_away(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+        if let Some(away) = self.away.remove(&id) {
+            self.give_up(cx, batch, id, away.stage);
         }
     }
 
-    fn give_up(&mut self, id: SeqId, stage: Stage) {
-        let now_ms = self.cx.now_ms;
+    fn give_up(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, stage: Stage) {
+        let now_ms = cx.now_ms;
         match stage {
             Stage::Waiting => {}
             Stage::Asked { worker, request, landing, offer, .. } => {
-                landing.into_iter().for_each(|landing| self.give_up_landing(id, landing));
-                self.decline(offer.as_ref());
-                if self.cx.peers.key(worker).is_some() {
+                landing.into_iter().for_each(|landing| self.give_up_landing(cx, batch, id, landing));
+                self.decline(cx, offer.as_ref());
+                if cx.peers.key(worker).is_some() {
                     let cancel = PrefillCancel { requests: vec![request] };
-                    self.cx.send_if_connected(worker, ControlBody::PrefillCancel(cancel));
+                    cx.send_if_connected(worker, ControlBody::PrefillCancel(cancel));
                 } else {
-                    self.prefill.dropped.push(((worker, request), now_ms + LEASE_TTL_MS));
+                    self.dropped.push(((worker, request), now_ms + LEASE_TTL_MS));
                 }
             }
             Stage::Ready(handed) => {
-                self.decline(handed.offer.as_ref());
-                self.cx.memory.rm.release(&handed.entries(0), now_ms);
+                self.decline(cx, handed.offer.as_ref());
+                cx.memory.rm.debtor.held.release(&handed.entries(0), now_ms);
             }
             Stage::Pulling { handed, landing, .. } => {
-                self.give_up_landing(id, landing);
-                self.cx.memory.rm.release(&handed.entries(0), now_ms);
+                self.give_up_landing(cx, batch, id, landing);
+                cx.memory.rm.debtor.held.release(&handed.entries(0), now_ms);
             }
         }
     }
 
-    /// A prompt is to be computed by another worker, or here if that was tried too often.
-    pub(crate) fn redo(&mut self, id: SeqId, why: &str) {
-        let now_ms = self.cx.now_ms;
-        let Some(away) = self.prefill.away.get_mut(&id) else { return };
-        self.batch.due.touch();
+    /// Sends a prompt to another worker, or computes it here after too many attempts.
+    pub(crate) fn redo(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, why: &str) {
+        let now_ms = cx.now_ms;
+        let Some(away) = self.away.get_mut(&id) else { return };
+        batch.due.touch();
         let worker = worker_of(away);
         tracing::warn!(seq = %id, worker = worker.map(|w| w.0), why, "a prompt is to be computed again");
         worker.into_iter().for_each(|worker| _ = away.resting.insert(worker, now_ms + PREFILL_REST_MS));
         away.wait_by_ms = now_ms + PREFILL_WAIT_MS;
         let (stage, tries) = (std::mem::replace(&mut away.stage, Stage::Waiting), away.tries);
-        self.prefill.status.retried += 1;
-        self.give_up(id, stage);
+        self.status.retried += 1;
+        self.give_up(cx, batch, id, stage);
         if tries >= PREFILL_TRIES_MAX {
-            self.compute_here(id);
+            self.compute_here(cx, batch, id);
         }
     }
 
-    /// No worker computes a prompt: this instance does.
-    fn compute_here(&mut self, id: SeqId) {
-        self.give_up_away(id);
-        if !self.batch.has(id) {
+    /// Computes a prompt here, as no worker does.
+    fn compute_here(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+        self.give_up_away(cx, batch, id);
+        if !batch.has(id) {
             return;
         }
         tracing::warn!(seq = %id, "no prefill worker takes a prompt: this instance computes it");
-        self.prefill.status.own += 1;
+        self.status.own += 1;
         // It was counted while it waited here, or it ran before.
-        self.batch.compute_here(id, self.cx.now_ms);
+        batch.compute_here(id, cx.now_ms);
     }
 
-    /// A sequence that ran gave its memory up: its tokens are computed again where prompts are.
-    pub(crate) fn send_preempted_away(&mut self, id: SeqId) {
-        if !self.sends_away() || !self.prefill.workers.keys().any(|worker| self.is_readable(*worker)) {
+    /// Sends a preempted sequence to prefill workers, if there are any, to be recomputed there.
+    pub(crate) fn send_preempted_away(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+        if !cx.sends_away() || !self.workers.keys().any(|worker| self.is_readable(*worker)) {
             return;
         }
-        self.send_away(id);
+        self.send_away(cx, batch, id);
     }
 
-    /// This instance begins another life: what workers still compute for the old one, they take back when they hear of it.
-    pub(crate) fn redo_all_asked(&mut self) {
-        let workers: Vec<InstanceId> = self.prefill.workers.keys().copied().collect();
-        workers.into_iter().for_each(|worker| self.redo_asked(worker, "this instance was declared dead"));
+    /// Sends all requested prompts anew after a fence. Workers drop the old incarnation's requests when they learn of
+    /// the new one.
+    pub(crate) fn redo_all_asked(&mut self, cx: &mut Cx, batch: &mut Batch) {
+        let workers: Vec<InstanceId> = self.workers.keys().copied().collect();
+        workers.into_iter().for_each(|worker| self.redo_asked(cx, batch, worker, "this instance was declared dead"));
     }
 
-    fn redo_asked(&mut self, worker: InstanceId, why: &str) {
+    fn redo_asked(&mut self, cx: &mut Cx, batch: &mut Batch, worker: InstanceId, why: &str) {
         let at = |away: &Away| matches!(away.stage, Stage::Asked { worker: of, .. } if of == worker);
-        let lost: Vec<SeqId> = self.prefill.away.iter().filter(|(_, a)| at(a)).map(|(seq, _)| *seq).collect();
-        lost.into_iter().for_each(|seq| self.redo(seq, why));
-        self.prefill.workers.get_mut(&worker).into_iter().for_each(|w| w.asked = None);
+        let lost: Vec<SeqId> = self.away.iter().filter(|(_, a)| at(a)).map(|(seq, _)| *seq).collect();
+        lost.into_iter().for_each(|seq| self.redo(cx, batch, seq, why));
+        self.workers.get_mut(&worker).into_iter().for_each(|w| w.asked = None);
     }
 
-    /// The session with a worker ended: it drops what it was asked for, and what it computed may be lost.
-    pub(crate) fn lose_worker(&mut self, worker: InstanceId) {
-        let (now_ms, until_ms) = (self.cx.now_ms, self.cx.now_ms + PREFILL_GRACE_MS);
-        self.prefill.reader.iter_mut().for_each(|reader| reader.on_session_down(worker, now_ms));
-        self.prefill.affinity.forget(worker);
-        self.redo_asked(worker, "the worker's connection broke");
-        for handed in self.prefill.away.values_mut().filter_map(Away::handed_mut) {
+    /// Handles the end of the session with a worker: its requests are dropped, and its computed KV may be lost.
+    pub(crate) fn lose_worker(&mut self, cx: &mut Cx, batch: &mut Batch, worker: InstanceId) {
+        let (now_ms, until_ms) = (cx.now_ms, cx.now_ms + PREFILL_GRACE_MS);
+        self.reader.iter_mut().for_each(|reader| reader.on_session_down(worker, now_ms));
+        self.affinity.forget(worker);
+        self.redo_asked(cx, batch, worker, "the worker's connection broke");
+        for handed in self.away.values_mut().filter_map(Away::handed_mut) {
             if handed.lease.creditor == worker {
                 handed.lost_at_ms.get_or_insert(until_ms);
             }
         }
     }
 
-    /// A peer said who it is. If it is a worker, it hears what it need not do any more.
-    pub(crate) fn on_worker_up(&mut self, worker: InstanceId) {
+    /// Handles a peer's Hello. If it is a worker, it learns which requests are no longer wanted.
+    pub(crate) fn on_worker_up(&mut self, cx: &mut Cx, batch: &mut Batch, worker: InstanceId) {
         let mut back = Vec::new();
-        for (seq, away) in &mut self.prefill.away {
+        for (seq, away) in &mut self.away {
             if let Some(handed) = away.handed_mut().filter(|handed| handed.lease.creditor == worker) {
                 handed.lost_at_ms = None;
                 back.push(*seq);
             }
         }
-        back.into_iter().for_each(|seq| self.land(seq));
-        let dropped = self.prefill.dropped.extract_if(.., |((of, _), _)| *of == worker);
+        back.into_iter().for_each(|seq| self.land(cx, batch, seq));
+        let dropped = self.dropped.extract_if(.., |((of, _), _)| *of == worker);
         let requests: Vec<u64> = dropped.map(|((_, request), _)| request).collect();
         if !requests.is_empty() {
-            self.cx.send_if_connected(worker, ControlBody::PrefillCancel(PrefillCancel { requests }));
+            cx.send_if_connected(worker, ControlBody::PrefillCancel(PrefillCancel { requests }));
         }
-        if let Some(worker) = self.prefill.workers.get_mut(&worker) {
+        if let Some(worker) = self.workers.get_mut(&worker) {
             (worker.asked, worker.asked_ms, worker.unreadable) = (None, 0, None);
-            self.tick_workers();
+            self.tick_workers(cx, batch);
         }
     }
 
-    /// The lease of KV that was computed elsewhere is gone. True if a prompt that is away had it.
-    pub(crate) fn lose_handed(&mut self, id: SeqId, creditor: InstanceId, lease: LeaseId) -> bool {
+    /// Whether a lease holds KV that a worker computed for this sequence.
+    pub(crate) fn has_handed(&self, id: SeqId, creditor: InstanceId, lease: LeaseId) -> bool {
         let has = |handed: &Handed| (handed.lease.creditor, handed.lease.lease) == (creditor, lease);
-        let hit = self.prefill.away.get(&id).and_then(Away::handed).is_some_and(has);
-        if hit {
-            self.redo(id, "the worker does not have its KV any more");
-        }
-        hit
+        self.away.get(&id).and_then(Away::handed).is_some_and(has)
     }
 
-    fn redo_where(&mut self, which: impl Fn(&Self, SeqId, &Away) -> bool, why: &str) {
-        let hit = self.prefill.away.iter().filter(|(seq, away)| which(self, **seq, away));
+    fn redo_where(
+        &mut self,
+        cx: &mut Cx,
+        batch: &mut Batch,
+        which: impl Fn(&Cx, &Batch, SeqId, &Away) -> bool,
+        why: &str,
+    ) {
+        let hit = self.away.iter().filter(|(seq, away)| which(cx, batch, **seq, away));
         let hit: Vec<SeqId> = hit.map(|(seq, _)| *seq).collect();
-        hit.into_iter().for_each(|seq| self.redo(seq, why));
+        hit.into_iter().for_each(|seq| self.redo(cx, batch, seq, why));
     }
 
-    /// What a worker that did not come back had is computed elsewhere, and what it answered and does not export. Memory
-    /// for what nobody has begun is given up for an older request: that may be what keeps it from being begun.
-    pub(crate) fn expire_away(&mut self) {
-        let now_ms = self.cx.now_ms;
-        self.prefill.dropped.retain(|(_, until_ms)| now_ms < *until_ms);
-        if self.prefill.away.is_empty() {
+    /// Ends the wait for workers that did not return or do not export, and sends their prompts elsewhere. Frees memory
+    /// of prompts that no worker has begun, for an older request: its lack may be why they have not begun.
+    pub(crate) fn expire_away(&mut self, cx: &mut Cx, batch: &mut Batch) {
+        let now_ms = cx.now_ms;
+        self.dropped.retain(|(_, until_ms)| now_ms < *until_ms);
+        if self.away.is_empty() {
             return;
         }
         let late = |away: &Away| away.handed().and_then(|h| h.lost_at_ms).is_some_and(|at| at <= now_ms);
-        self.redo_where(|_, _, away| late(away), "the worker did not come back");
+        self.redo_where(cx, batch, |_, _, _, away| late(away), "the worker did not come back");
         let unknown = |away: &Away| match &away.stage {
             Stage::Ready(handed) => handed.offer.is_none() && handed.ready_ms + LEASE_TTL_MS / 2 <= now_ms,
             Stage::Pulling { landing, since_ms, .. } => landing.is_idle() && since_ms + LEASE_TTL_MS / 2 <= now_ms,
             Stage::Waiting | Stage::Asked { .. } => false,
         };
-        self.redo_where(|_, _, away| unknown(away), "the worker does not export what it computed");
+        self.redo_where(cx, batch, |_, _, _, away| unknown(away), "the worker does not export the KV that it computed");
         let begun = |away: &Away| away.stage.landing().is_none_or(Landing::is_begun);
-        let keeps = |of: &Self, seq: SeqId, away: &Away| {
+        let keeps = |cx: &Cx, batch: &Batch, seq: SeqId, away: &Away| {
             let asked = matches!(away.stage, Stage::Asked { .. }) && !begun(away);
-            asked && of.batch.seq(seq).is_some_and(|seq| of.gives_way(seq.since_ms))
+            asked && batch.seq(seq).is_some_and(|seq| Batch::gives_way(cx, seq.since_ms))
         };
-        self.redo_where(keeps, "an older request waits for memory");
+        self.redo_where(cx, batch, keeps, "an older request waits for memory");
     }
 
-    /// Requests whose prompts nobody computes (any more), and that wait for memory or a place in the batch here.
-    pub(crate) fn waiting_here(&self) -> usize {
-        let asks = self.pushes() && self.readable_workers() > 0;
+    /// Requests whose prompts no worker computes (any more), and that wait for memory or a place in the batch here.
+    pub(crate) fn waiting_here(&self, cx: &Cx, batch: &Batch) -> usize {
+        let asks = self.pushes(cx) && self.readable_workers() > 0;
         let waits = |away: &&Away| match away.stage {
             Stage::Ready(_) => true,
-            // It has memory before anybody is asked.
+            // With push, memory comes before the request to a worker.
             Stage::Waiting => asks,
             Stage::Asked { .. } | Stage::Pulling { .. } => false,
         };
-        let queued = self.batch.waiting().filter(|w| !self.prefill.is_job(w.seq));
-        queued.count() + self.prefill.away.values().filter(waits).count()
+        let queued = batch.waiting().filter(|w| batch.seq(w.seq).is_some_and(|seq| seq.for_others.is_none()));
+        queued.count() + self.away.values().filter(waits).count()
     }
 }
 
-/// The worker that has something of a sequence.
+/// Whether a worker's answer is a token of the vocabulary, that may come next, with what was asked for about it and no more.
+fn is_first_token(m: &PrefillReady, seq: &Sequence, vocab: u32) -> bool {
+    let top_max = seq.sampling.logprobs.unwrap_or(0) as usize;
+    let logits = !seq.return_logits || m.logits.len() == vocab as usize * size_of::<f32>();
+    m.token < vocab
+        && !seq.banned().contains(&m.token)
+        && m.top.len() <= top_max
+        && m.top.iter().all(|top| top.id < vocab)
+        && logits
+}
+
+/// The worker that has a request or KV of a sequence.
 fn worker_of(away: &Away) -> Option<InstanceId> {
     match &away.stage {
         Stage::Waiting => None,

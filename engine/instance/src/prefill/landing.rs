@@ -1,43 +1,47 @@
-//! Own blocks that a prompt's KV is read into: all of them at once, before the first read, whatever comes in how many parts.
+//! Landing: the own blocks that a prompt's KV is read into, allocated all at once before the first read.
 //!
-//! Pull: they are allocated when the KV is ready, and all of it is one part. Push: they are allocated before the prompt is
-//! given to anybody, and parts are read as they are announced, while the rest is being computed.
+//! Pull: allocated when the KV is ready; it comes as one part. Push: allocated before a worker gets the prompt, and
+//! parts are read as they are announced, while the rest is computed.
 
+use super::Prefills;
 use super::ask::Stage;
+use crate::batch::Batch;
 use crate::batch::sequence::LayerChecks;
-use crate::instance::Instance;
+use crate::cx::Cx;
 use lagoon_cluster::mutants::{self, Mutant};
+use lagoon_kv::Owner;
 use lagoon_runner::StageId;
 use lagoon_transfer::{Check, Offer, PullId, reader::PullRefused};
 use lagoon_types::{PhysBlock, SeqId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// See the module's documentation.
+/// The landing of one prompt. See the module's documentation.
 #[derive(Debug)]
 pub(super) struct Landing {
     pub(super) blocks: Vec<PhysBlock>,
-    /// Where it arrives, if transports cannot fill the store: it is copied from there when all of it has, as this.
+    /// Blocks of the staging buffer that KV arrives in, if transports cannot write the store: copied from there, as
+    /// `stage`, once complete.
     pub(super) staged: Vec<u32>,
     pub(super) stage: Option<StageId>,
-    /// Peers' writes that were queued when the blocks were taken: some may be for whoever had these before, and transports wait
-    /// for no device.
+    /// Mark behind peers' writes queued at allocation: some may target these blocks' old owners, and transports do not
+    /// wait for the device.
     pub(super) after_writes: u64,
-    /// The prompt's oldest blocks: they stay where they are computed.
+    /// Number of the prompt's oldest blocks, which stay with the worker.
     pub(super) left: u32,
-    /// The first of `blocks`, which hold the prompt's beginning already (none if some are left), and how many of them have names.
+    /// Prefix-cache hits at the start of `blocks` (none if `left`), and how many of them have hashes.
     pub(super) found: u32,
     pub(super) named: u32,
     /// Tokens of the prompt.
     tokens: u32,
     block_tokens: u32,
-    /// Allocated before the prompt was given to anybody.
+    /// Push: allocated before a worker got the prompt.
     pub(super) early: bool,
-    /// Tokens and layers of the parts that were announced.
+    /// Tokens and layers of announced parts.
     parts: Vec<(Range<u32>, Range<u32>)>,
-    /// Parts that are not being read yet.
+    /// Announced parts that are not being read yet.
     offers: Vec<Offer>,
-    /// What the worker said of blocks that stay with it.
+    /// The worker's checks of blocks that stay with it.
     left_checks: BTreeMap<u32, LayerChecks>,
     /// Reads in flight, with their tokens times layers.
     pulls: BTreeMap<PullId, u64>,
@@ -46,8 +50,8 @@ pub(super) struct Landing {
 }
 
 impl Landing {
-    /// For the KV of `tokens` tokens in `layers` layers, but for that of the `left` oldest blocks, and of those that are `found`
-    /// behind them.
+    /// A landing for `tokens` tokens in `layers` layers, without the `left` oldest blocks and the `found` ones behind
+    /// them.
     pub(super) fn new(
         blocks: Vec<PhysBlock>,
         (left, found): (u32, u32),
@@ -76,7 +80,7 @@ impl Landing {
         }
     }
 
-    /// The prompt's blocks before this one are not read.
+    /// Number of leading blocks that are not read.
     fn first(&self) -> u32 {
         self.left + self.found
     }
@@ -86,18 +90,18 @@ impl Landing {
         self.tokens.saturating_sub(self.first() * self.block_tokens)
     }
 
-    /// Blocks that are read into.
+    /// Blocks to read into.
     pub(super) fn read_into(&self) -> &[PhysBlock] {
         &self.blocks[self.found as usize..]
     }
 
-    /// It was copied from where it arrived, or is not to be: nothing needs that any more.
+    /// Ends the copy from the staging buffer, done or dropped. Returns the staging blocks.
     pub(super) fn stored(&mut self) -> Vec<u32> {
         self.stage = None;
         std::mem::take(&mut self.staged)
     }
 
-    /// Takes a part that a worker announces, to be read. False if it is none of this prompt's, or was announced before.
+    /// Accepts an announced part, to be read. False if it does not fit the prompt or was announced before.
     #[must_use]
     pub(super) fn accept(&mut self, offer: Offer) -> bool {
         let Some(end) = offer.first_token.checked_add(offer.tokens) else { return false };
@@ -113,7 +117,7 @@ impl Landing {
         fits
     }
 
-    /// Takes the oldest part that is not being read: how many of its blocks are not, and where the others go.
+    /// Takes the oldest part to read: the number of its leading blocks to skip, and the target blocks of the others.
     fn next(&mut self) -> Option<(Offer, u32, Vec<u32>)> {
         let offer = (!self.offers.is_empty()).then(|| self.offers.remove(0))?;
         let first = offer.first_token / self.block_tokens;
@@ -127,7 +131,7 @@ impl Landing {
         Some((offer, skip, local))
     }
 
-    /// Remembers the checks of a part's first blocks, which stay with the worker.
+    /// Records the checks of a part's first blocks, which stay with the worker.
     fn leave(&mut self, offer: &Offer, checks: &[Check]) {
         let first = offer.first_token / self.block_tokens;
         for (block, check) in (first..self.left).zip(checks) {
@@ -135,7 +139,7 @@ impl Landing {
         }
     }
 
-    /// The checks of the blocks that stay with the worker, of those that are known in all of `layers` layers.
+    /// Takes the checks of blocks that stay with the worker, as far as they cover all `layers` layers.
     pub(super) fn take_left_checks(&mut self, layers: u32) -> BTreeMap<u32, LayerChecks> {
         let known = |checks: &LayerChecks| checks.iter().map(|(of, _)| of.end - of.start).sum::<u32>() == layers;
         let mut checks = std::mem::take(&mut self.left_checks);
@@ -159,29 +163,29 @@ impl Landing {
         self.offers.iter().any(|offer| (offer.conn, offer.export) == (conn, export))
     }
 
-    /// A read ended, well or badly.
+    /// Ends a read.
     pub(super) fn ended(&mut self, pull: PullId, well: bool) {
         let cells = self.pulls.remove(&pull).unwrap_or_default();
         self.missing -= if well { cells } else { 0 };
     }
 
-    /// A part of it was announced.
+    /// Whether a part was announced.
     pub(super) fn is_begun(&self) -> bool {
         !self.parts.is_empty()
     }
 
-    /// Nothing of it is being read or waits for that, and not all of it is here.
+    /// Whether KV is missing and no part is being read or announced.
     pub(super) fn is_idle(&self) -> bool {
         self.missing > 0 && self.pulls.is_empty() && self.offers.is_empty()
     }
 
-    /// All of it is here.
+    /// Whether all KV has arrived.
     pub(super) fn is_whole(&self) -> bool {
         self.missing == 0 && self.pulls.is_empty()
     }
 }
 
-/// Blocks into which something is still read, or copied, that nobody wants.
+/// Blocks of a dropped landing that reads or a copy still write to.
 #[derive(Debug)]
 pub(super) struct Settling {
     seq: SeqId,
@@ -205,32 +209,30 @@ impl Settling {
     }
 }
 
-impl Instance {
-    /// Reads what was announced.
-    pub(super) fn read_landings(&mut self) {
-        let remote_requests = &self.creditor;
-        let written = |landing: &Landing| {
-            remote_requests.has_written(landing.after_writes) || mutants::is(Mutant::WritesUnawaited)
-        };
+impl Prefills {
+    /// Starts reads of announced parts.
+    pub(super) fn read_landings(&mut self, cx: &mut Cx, batch: &mut Batch) {
+        let writes = &cx.writes;
+        let written =
+            |landing: &Landing| writes.has_written(landing.after_writes) || mutants::is(Mutant::WritesUnawaited);
         let waits = |stage: &Stage| stage.landing().is_some_and(|of| !of.offers.is_empty() && written(of));
-        let waiting = self.prefill.away.iter().filter(|(_, away)| waits(&away.stage));
+        let waiting = self.away.iter().filter(|(_, away)| waits(&away.stage));
         let ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
-        ids.into_iter().for_each(|id| self.read_landing(id));
+        ids.into_iter().for_each(|id| self.read_landing(cx, batch, id));
     }
 
-    fn read_landing(&mut self, id: SeqId) {
-        let now_ms = self.cx.now_ms;
+    fn read_landing(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+        let now_ms = cx.now_ms;
         loop {
-            let prefills = &mut self.prefill;
-            let landing = prefills.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
-            let Some((landing, reader)) = landing.zip(prefills.reader.as_mut()) else { return };
-            // If all of it stays where it is, nothing arrives that would say that it is whole.
-            let Some((offer, skip, local)) = landing.next() else { return self.land(id) };
+            let landing = self.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
+            let Some((landing, reader)) = landing.zip(self.reader.as_mut()) else { return };
+            // If all KV stays with the worker, no read ends that would complete the landing.
+            let Some((offer, skip, local)) = landing.next() else { return self.land(cx, batch, id) };
             let checks = reader.offered_checks(offer.conn, offer.export);
             let left: Vec<Check> = checks.iter().take(skip as usize).copied().collect();
             if local.is_empty() {
                 landing.leave(&offer, &left);
-                // All of it stays where it is, as the sequence's lease, or is here.
+                // All blocks of this part stay with the worker, under the sequence's lease, or are here.
                 reader.decline(offer.conn, offer.export, now_ms);
                 continue;
             }
@@ -240,52 +242,52 @@ impl Instance {
                     landing.started(pull, &offer);
                 }
                 Err(PullRefused::Busy) => return landing.offers.insert(0, offer),
-                Err(error) => return self.redo(id, &error.to_string()),
+                Err(error) => return self.redo(cx, batch, id, &error.to_string()),
             }
         }
     }
 
-    /// Gives blocks up that were to be read into: at once, or when nothing is written to them any more.
-    pub(super) fn give_up_landing(&mut self, seq: SeqId, landing: Landing) {
-        let now_ms = self.cx.now_ms;
+    /// Frees the blocks of a landing: at once, or when nothing writes to them any more.
+    pub(super) fn give_up_landing(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, landing: Landing) {
+        let now_ms = cx.now_ms;
         let Landing { mut blocks, staged, stage, offers, pulls, found, .. } = landing;
         let pulls: BTreeSet<PullId> = pulls.into_keys().collect();
-        if let Some(reader) = &mut self.prefill.reader {
+        if let Some(reader) = &mut self.reader {
             offers.iter().for_each(|offer| reader.decline(offer.conn, offer.export, now_ms));
             pulls.iter().for_each(|pull| reader.cancel(*pull, now_ms));
         }
-        if let Some(seq) = self.batch.seq_mut(seq) {
+        if let Some(seq) = batch.seq_mut(seq) {
             seq.sharing = None;
         }
         if pulls.is_empty() && stage.is_none() {
-            self.cx.memory.rm.free(seq, &blocks);
-            self.unstage(staged);
+            cx.memory.rm.pool.free(Owner::Own(seq), &blocks);
+            self.unstage(cx, batch, staged);
         } else {
-            // What was here is read by nobody's transport.
+            // Prefix-cache hits are in no transport's read.
             let found: Vec<PhysBlock> = blocks.drain(..found as usize).collect();
-            self.cx.memory.rm.free(seq, &found);
-            self.prefill.settling.push(Settling { seq, blocks, staged, stage, pulls });
+            cx.memory.rm.pool.free(Owner::Own(seq), &found);
+            self.settling.push(Settling { seq, blocks, staged, stage, pulls });
         }
     }
 
-    /// A read that was given up has ended.
-    pub(super) fn settle(&mut self, pull: PullId) {
-        let settling = &mut self.prefill.settling;
+    /// Ends a read of a dropped landing.
+    pub(super) fn settle(&mut self, cx: &mut Cx, batch: &mut Batch, pull: PullId) {
+        let settling = &mut self.settling;
         let at = settling.iter_mut().position(|s| s.pulls.remove(&pull) && s.pulls.is_empty());
-        self.settled(at);
+        self.settled(cx, batch, at);
     }
 
-    /// A copy that was given up has ended.
-    pub(super) fn settle_stage(&mut self, stage: StageId) {
-        let at = self.prefill.settling.iter().position(|s| s.stage == Some(stage));
-        self.settled(at);
+    /// Ends a copy of a dropped landing.
+    pub(super) fn settle_stage(&mut self, cx: &mut Cx, batch: &mut Batch, stage: StageId) {
+        let at = self.settling.iter().position(|s| s.stage == Some(stage));
+        self.settled(cx, batch, at);
     }
 
-    fn settled(&mut self, at: Option<usize>) {
+    fn settled(&mut self, cx: &mut Cx, batch: &mut Batch, at: Option<usize>) {
         let Some(at) = at else { return };
-        let Settling { seq, blocks, staged, .. } = self.prefill.settling.swap_remove(at);
-        self.cx.memory.rm.free(seq, &blocks);
-        self.unstage(staged);
+        let Settling { seq, blocks, staged, .. } = self.settling.swap_remove(at);
+        cx.memory.rm.pool.free(Owner::Own(seq), &blocks);
+        self.unstage(cx, batch, staged);
     }
 }
 

@@ -1,20 +1,22 @@
-//! What a prefill worker computes for another instance, as exports that transports serve.
+//! Exports of a prefill worker: what it computes for another instance, as transports serve it.
 //!
-//! Pull: one export of everything, when it is computed. Push: parts, in the order in which they are computed. A part is some
-//! layers of the tokens that a step computes, or all layers of what steps have computed since; the next one is made when
-//! the one before is exported, so that parts grow while the asker or this instance is busy.
+//! Pull: one export of everything, when computed. Push: parts, in the order of computation. A part is some layers of
+//! the tokens of one step, or all layers of the tokens of several finished steps; the next part is made when the one
+//! before is exported, so that parts grow while the decode worker or this instance is busy.
 //!
 //! Invariants:
-//! * what was exported is never written again: whoever asked is told that its request failed before anything of it is
-//!   computed a second time;
-//! * blocks of which an export stands are not free, however their sequence ends: they become a lease that has ended and is
+//! * exported KV is never written again: the decode worker learns that its request failed before any of it is
+//!   recomputed;
+//! * blocks of a live export are not free, however their sequence ends: they become a lease that has ended and is
 //!   pinned until no transport reads them;
-//! * parts of one request are disjoint, and together they are all of it when its asker is told that it is done.
+//! * parts of one request are disjoint, and cover it when its decode worker learns that it is done.
 
-use super::Key;
+use super::{Key, Prefills};
+use crate::batch::Batch;
+use crate::cx::Cx;
 use crate::event::{Effect, TransferEffect};
-use crate::instance::Instance;
 use lagoon_cluster::mutants::{self, Mutant};
+use lagoon_kv::Owner;
 use lagoon_runner::StageId;
 use lagoon_transfer::Span;
 use lagoon_types::limits::PUSH_PARTS;
@@ -25,28 +27,29 @@ use std::collections::BTreeSet;
 #[derive(Debug)]
 pub(super) struct Publication {
     pub(super) key: Key,
-    /// The asker's sequence.
+    /// The decode worker's sequence.
     seq: SeqId,
-    /// In parts, while it is computed.
+    /// Push: exported in parts during the computation.
     push: bool,
     /// Tokens of the prompt.
     pub(super) total: u32,
-    /// Exported or being exported: all layers of the tokens before `from`, and `layers` of those from there to `upto`.
+    /// Exported or being exported: all layers of the tokens before `from`, and `layers` layers of those from there to
+    /// `upto`.
     from: u32,
     upto: u32,
     layers: u32,
-    /// Of the step in flight: the end of the whole blocks that it fills, and the layers in which it has filled them.
+    /// For the step in flight: the end of the whole blocks that it fills, and the number of layers filled.
     step: Option<(u32, u32)>,
-    /// An export is being made.
+    /// An export is in progress.
     making: bool,
     live: BTreeSet<u64>,
-    /// Set when it is computed, or given up with exports that stand: whose blocks they are then.
+    /// Set when computed, or dropped with live exports: the lease that owns the blocks from then on.
     lease: Option<LeaseId>,
     pub(super) blocks: Vec<u32>,
-    /// Where its blocks lie beside the store, if transports cannot read that, or that it waits for room there.
+    /// Staging blocks, if transports cannot read the store; `waits` for some of them otherwise.
     pub(super) staged: Vec<u32>,
     pub(super) waits: bool,
-    /// A part is being copied there.
+    /// The copy of a part to the staging buffer, in progress.
     pub(super) stage: Option<(StageId, Span)>,
     pub(super) ended: bool,
 }
@@ -73,8 +76,8 @@ impl Publication {
         }
     }
 
-    /// The next part: the tokens before `whole` are computed in all layers. `None` if there is nothing worth an export, or
-    /// one is being made.
+    /// The next part to export; tokens before `whole` are computed in all layers. `None` if there is too little for an
+    /// export, or one is in progress.
     fn next(&mut self, whole: u32, layers_all: u32) -> Option<Span> {
         let open = self.push || whole == self.total;
         if self.making || self.ended || !open || self.from == self.total {
@@ -99,77 +102,77 @@ impl Publication {
         Some(part)
     }
 
+    /// Whether transports may read some of it.
+    fn is_exported(&self) -> bool {
+        self.making || !self.live.is_empty()
+    }
+
     pub(super) fn is_pushed(&self) -> bool {
         self.push && !self.ended
     }
 
-    /// All of it is exported.
+    /// Whether all of it is exported.
     fn is_whole(&self) -> bool {
         self.from == self.total && !self.making && !self.ended
     }
 }
 
-impl Instance {
-    /// A step begins: notes what it fills of prompts that are pushed. Whether there are any.
-    pub(crate) fn watch(&mut self, chunks: &[Chunk]) -> bool {
-        let block_tokens = self.cx.config.block_tokens;
-        let mut any = false;
+impl Prefills {
+    /// A step begins: records which blocks of pushed prompts it fills.
+    pub(super) fn on_watched(&mut self, cx: &Cx, chunks: &[Chunk]) {
         for chunk in chunks {
-            let Some(publication) = self.prefill.published.get_mut(&chunk.seq).filter(|p| p.push && !p.ended) else {
-                continue;
-            };
+            let Some(publication) = self.published.get_mut(&chunk.seq).filter(|p| p.is_pushed()) else { continue };
             let end = chunk.start + chunk.len;
-            let whole = if end == publication.total { end } else { end - end % block_tokens };
+            let whole = if end == publication.total { end } else { end - end % cx.config.block_tokens };
             publication.step = Some((whole, 0));
-            any = true;
         }
-        any
     }
 
-    /// A step has filled so many layers of what it computes of a prompt.
-    pub(crate) fn on_layers(&mut self, id: SeqId, layers: u32) {
-        if let Some((_, filled)) = self.prefill.published.get_mut(&id).and_then(|p| p.step.as_mut()) {
+    /// A step has filled `layers` layers of its chunk of a prompt.
+    pub(crate) fn on_layers(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, layers: u32) {
+        if let Some((_, filled)) = self.published.get_mut(&id).and_then(|p| p.step.as_mut()) {
             *filled = layers;
-            self.publish(id);
+            self.publish(cx, batch, id);
         }
     }
 
     /// A step has computed a chunk of a prompt.
-    pub(crate) fn on_chunk(&mut self, id: SeqId) {
-        if let Some(publication) = self.prefill.published.get_mut(&id).filter(|p| p.push) {
+    pub(crate) fn on_chunk(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+        if let Some(publication) = self.published.get_mut(&id).filter(|p| p.push) {
             publication.step = None;
-            self.publish(id);
+            self.publish(cx, batch, id);
         }
     }
 
-    /// A step ended without having computed its chunk of a prompt: what was exported of it would be written again.
-    pub(crate) fn on_chunk_left(&mut self, id: SeqId) {
-        let left = self.prefill.published.get_mut(&id).and_then(|p| p.step.take().map(|_| p.layers > 0));
+    /// A step ended without having computed its chunk of a prompt: ends the prefill if layers of it are exported, as
+    /// they would be written again.
+    pub(crate) fn on_chunk_left(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+        let left = self.published.get_mut(&id).and_then(|p| p.step.take().map(|_| p.layers > 0));
         if left == Some(true) {
-            self.end_job(id, "a step of it was given up");
+            self.end_job(cx, batch, id, "a step of it was given up");
         }
     }
 
-    /// A sequence is to give its memory up and be computed again. True if it computes for others, who have parts of it:
-    /// then it is over.
-    pub(crate) fn ends_pushed(&mut self, id: SeqId) -> bool {
-        let pushed = self.prefill.published.get(&id).is_some_and(|p| p.push);
-        if pushed {
-            self.end_job(id, "its memory was needed");
-        }
-        pushed
+    /// Whether a sequence is a pushed prefill, whose parts the decode worker has: it cannot be recomputed.
+    pub(crate) fn has_parts(&self, id: SeqId) -> bool {
+        self.published.get(&id).is_some_and(|p| p.push)
     }
 
-    /// Exports what is computed of a prompt, if that is enough.
-    pub(super) fn publish(&mut self, id: SeqId) {
-        let (block_tokens, layers) = (self.cx.config.block_tokens, self.cx.config.kv.layers);
-        if !self.has_stages(id) {
+    /// Whether transports may read blocks of a sequence.
+    pub(crate) fn is_exported(&self, id: SeqId) -> bool {
+        self.published.get(&id).is_some_and(Publication::is_exported)
+    }
+
+    /// Exports the next part of a prompt, if there is one.
+    pub(super) fn publish(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+        let (block_tokens, layers) = (cx.config.block_tokens, cx.config.kv.layers);
+        if !self.has_stages(cx, id) {
             return;
         }
-        let Some(publication) = self.prefill.published.get_mut(&id) else { return };
+        let Some(publication) = self.published.get_mut(&id) else { return };
         let mut whole = publication.total;
         if publication.lease.is_none() {
-            let Some(seq) = self.batch.seq(id) else { return };
+            let Some(seq) = batch.seq(id) else { return };
             let written = seq.blocks.written();
             whole = if written == whole { written } else { written - written % block_tokens };
             if publication.blocks.is_empty() {
@@ -177,113 +180,121 @@ impl Instance {
             }
         }
         let Some(part) = publication.next(whole, layers) else { return };
-        if publication.staged.is_empty() { self.export(id, part) } else { self.stage_out(id, part) }
+        if publication.staged.is_empty() { self.export(cx, id, part) } else { self.stage_out(cx, id, part) }
     }
 
-    /// All of a prompt is computed, and its blocks are this lease's: what is not exported yet is now.
-    pub(super) fn publish_rest(&mut self, id: SeqId, lease: LeaseId, blocks: Vec<u32>) {
-        let Some(publication) = self.prefill.published.get_mut(&id) else { return };
+    /// All of a prompt is computed, and its blocks belong to this lease: exports the rest.
+    pub(super) fn publish_rest(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, lease: LeaseId, blocks: Vec<u32>) {
+        let Some(publication) = self.published.get_mut(&id) else { return };
         (publication.lease, publication.blocks, publication.step) = (Some(lease), blocks, None);
-        self.cx.memory.rm.pin(lease);
-        if self.cx.config.transfer.is_none() {
-            return self.on_exported(id, Err("this instance's KV cannot be read by others".to_owned()));
+        cx.memory.rm.creditor.pin(lease);
+        if cx.config.transfer.is_none() {
+            return self.on_exported(cx, batch, id, Err("this instance's KV cannot be read by others".to_owned()));
         }
-        self.publish(id);
+        self.publish(cx, batch, id);
     }
 
-    /// Transports serve a part from now on, or cannot.
-    pub(crate) fn on_exported(&mut self, id: SeqId, export: Result<u64, String>) {
-        let Some(publication) = self.prefill.published.get_mut(&id) else { return };
+    /// The reply of transports to an export.
+    pub(crate) fn on_exported(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, export: Result<u64, String>) {
+        let Some(publication) = self.published.get_mut(&id) else { return };
         publication.making = false;
         match export {
             Ok(export) => {
                 publication.live.insert(export);
-                self.prefill.exports.insert(export, id);
+                self.exports.insert(export, id);
                 if publication.ended {
-                    self.revoke(export);
+                    self.revoke(cx, export);
                 } else {
-                    self.publish(id);
+                    self.publish(cx, batch, id);
                 }
-                if self.prefill.published.get(&id).is_some_and(Publication::is_whole) {
+                if self.published.get(&id).is_some_and(Publication::is_whole) {
                     if mutants::is(Mutant::StageReused) {
-                        let staged = self.prefill.published.get_mut(&id).map(|p| std::mem::take(&mut p.staged));
-                        self.unstage(staged.unwrap_or_default());
+                        let staged = self.published.get_mut(&id).map(|p| std::mem::take(&mut p.staged));
+                        self.unstage(cx, batch, staged.unwrap_or_default());
                     }
-                    self.tell_ready(id, Ok(export));
+                    self.tell_ready(cx, batch, id, Ok(export));
                 }
             }
-            Err(why) if publication.ended => tracing::debug!(why, "a part that nobody wants was not exported"),
+            Err(why) if publication.ended => tracing::debug!(why, "an unwanted part was not exported"),
             Err(why) if publication.lease.is_some() => {
-                self.unpublish(id);
-                self.tell_ready(id, Err(why));
+                self.unpublish(cx, batch, id);
+                self.tell_ready(cx, batch, id, Err(why));
             }
-            Err(why) => self.end_job(id, &why),
+            Err(why) => self.end_job(cx, batch, id, &why),
         }
-        self.settle_publication(id);
+        self.settle_publication(cx, batch, id);
     }
 
     /// No transport reads an export any more.
-    pub(crate) fn on_export_freed(&mut self, export: u64) {
-        let Some(id) = self.prefill.exports.remove(&export) else { return };
-        self.prefill.published.get_mut(&id).into_iter().for_each(|p| _ = p.live.remove(&export));
-        self.settle_publication(id);
+    pub(crate) fn on_export_freed(&mut self, cx: &mut Cx, batch: &mut Batch, export: u64) {
+        let Some(id) = self.exports.remove(&export) else { return };
+        self.published.get_mut(&id).into_iter().for_each(|p| _ = p.live.remove(&export));
+        self.settle_publication(cx, batch, id);
     }
 
-    fn revoke(&mut self, export: u64) {
-        self.cx.effects.push(Effect::Transfer(TransferEffect::Revoke { export }));
+    fn revoke(&mut self, cx: &mut Cx, export: u64) {
+        cx.effects.push(Effect::Transfer(TransferEffect::Revoke { export }));
     }
 
-    /// Nobody wants it any more.
-    pub(super) fn unpublish(&mut self, id: SeqId) {
-        let Some(publication) = self.prefill.published.get_mut(&id) else { return };
+    /// Ends a prefill's exports: its KV is not wanted any more.
+    pub(super) fn unpublish(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+        let Some(publication) = self.published.get_mut(&id) else { return };
         (publication.ended, publication.waits) = (true, false);
         let live: Vec<u64> = publication.live.iter().copied().collect();
-        live.into_iter().for_each(|export| self.revoke(export));
-        self.settle_publication(id);
+        live.into_iter().for_each(|export| self.revoke(cx, export));
+        self.settle_publication(cx, batch, id);
     }
 
-    /// Forgets what has ended, and frees its blocks if they waited for that.
-    fn settle_publication(&mut self, id: SeqId) {
-        let idle = |p: &Publication| !p.making && p.live.is_empty();
-        let Some(publication) = self.prefill.published.get(&id).filter(|p| idle(p)) else { return };
-        // Without a lease its sequence has the blocks, and forgets it when it gives them up.
+    /// Drops a publication without live exports that has ended, and frees its blocks if they waited for that.
+    fn settle_publication(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+        let Some(publication) = self.published.get(&id).filter(|p| !p.is_exported()) else { return };
+        // Without a lease the sequence owns the blocks, and frees them when it releases its memory.
         let over = publication.ended || publication.is_whole();
         if let Some(lease) = publication.lease.filter(|_| over) {
-            self.forget_publication(id);
-            self.cx.memory.rm.unpin(lease);
+            self.forget_publication(cx, batch, id);
+            cx.memory.rm.creditor.unpin(lease, &mut cx.memory.rm.pool);
         }
     }
 
-    fn forget_publication(&mut self, id: SeqId) {
-        if let Some(publication) = self.prefill.published.remove(&id) {
-            self.unstage(publication.staged);
+    fn forget_publication(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+        if let Some(publication) = self.published.remove(&id) {
+            self.unstage(cx, batch, publication.staged);
         }
-        // One less may wait in front of others.
-        self.stage_waiting();
+        // One publication less may wait for staging blocks ahead of others.
+        self.stage_waiting(cx, batch);
     }
 
-    /// A sequence gave its blocks up. True if transports may still read them: they are free when none does.
-    pub(crate) fn withhold(&mut self, id: SeqId, blocks: &[PhysBlock]) -> bool {
-        let Some(publication) = self.prefill.published.get_mut(&id) else { return false };
-        if !publication.making && publication.live.is_empty() {
-            if publication.ended {
-                self.forget_publication(id);
-            }
-            return false;
+    /// A sequence freed its memory, and no export of it is live.
+    pub(super) fn on_released(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+        if self.published.get(&id).is_some_and(|p| p.ended && !p.is_exported()) {
+            self.forget_publication(cx, batch, id);
         }
+    }
+
+    /// A sequence freed blocks that transports may still read: they become free when none does.
+    pub(super) fn on_withheld(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, blocks: Vec<PhysBlock>) {
+        let Some(publication) = self.published.get_mut(&id) else {
+            return cx.memory.rm.pool.free(Owner::Own(id), &blocks);
+        };
         let ((reader, request), seq) = (publication.key, publication.seq);
-        let tokens = u32::try_from(blocks.len()).unwrap_or(u32::MAX).saturating_mul(self.cx.config.block_tokens);
-        let grant = self.cx.memory.rm.hand_over(id, (reader, seq, request), blocks.to_vec(), tokens, self.cx.now_ms);
+        let tokens = u32::try_from(blocks.len()).unwrap_or(u32::MAX).saturating_mul(cx.config.block_tokens);
+        let grant = cx.memory.rm.creditor.hand_over(
+            id,
+            (reader, seq, request),
+            blocks,
+            tokens,
+            cx.now_ms,
+            &mut cx.memory.rm.pool,
+        );
         let lease = LeaseId(grant.lease);
         publication.lease = Some(lease);
-        self.cx.memory.rm.pin(lease);
-        self.cx.memory.rm.take_back(reader, lease, Epoch(grant.epoch));
-        self.unpublish(id);
-        true
+        cx.memory.rm.creditor.pin(lease);
+        cx.memory.rm.creditor.take_back(reader, lease, Epoch(grant.epoch), &mut cx.memory.rm.pool);
+        self.unpublish(cx, batch, id);
     }
 }
 
-/// Numbers of blocks that all lie here.
+/// Block numbers of placements that are all local.
 pub(super) fn local(placements: &[lagoon_kv::Placement]) -> Vec<u32> {
     let number = |placement: &lagoon_kv::Placement| match placement {
         lagoon_kv::Placement::Local(block) => block.0,

@@ -1,233 +1,251 @@
-//! The prefill worker: prompts for others run beside own sequences, all of them in this instance's memory, and stop after
-//! their first token. Their blocks then become a lease of whoever asked, readable by transports.
+//! The prefill worker: prompts for other instances run beside own sequences, wholly in this instance's memory, and stop
+//! after their first token. Their blocks then become a lease of the decode worker, readable by transports.
 
-use super::Key;
 use super::publish::{Publication, local};
+use super::{Key, Prefills};
+use crate::batch::Batch;
 use crate::batch::sequence::Sequence;
+use crate::cx::Cx;
 use crate::event::{Effect, TransferEffect};
-use crate::instance::Instance;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{
     ControlBody, PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest,
     PrefillSampling, PrefillTop, TransferRefused,
 };
 use lagoon_runner::SampleOut;
-use lagoon_types::limits::{LEASE_TTL_MS, PREFILL_JOBS_MAX};
+use lagoon_runner::sampling::check_params;
+use lagoon_types::limits::{LEASE_TTL_MS, PREFILL_JOBS_MAX, STOP_IDS_MAX};
 use lagoon_types::{Epoch, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
+use std::collections::BTreeSet;
 
-/// How far a prefill for another instance is.
+/// Prompts of one asker of which not all messages are here. It sends one after the other.
+const GATHERING_MAX: usize = 8;
+
+/// Stage of a prefill for another instance.
 #[derive(Debug)]
 enum Stage {
     /// Its tokens arrive.
-    Gathering { total: u32, tokens: Vec<u32>, sampling: PrefillSampling },
-    /// It waits or runs, as this sequence.
+    Gathering { total: u32, tokens: Vec<u32>, sampling: PrefillSampling, banned: Vec<u32> },
+    /// Waits or runs, as this sequence.
     Running(SeqId),
-    /// Its blocks, those of this sequence before, are the asker's; transports are being told of them.
+    /// Its blocks (formerly sequence `of`'s) are the decode worker's lease; exports are in progress.
     Exporting { of: SeqId, lease: LeaseId, epoch: Epoch, ready: Box<PrefillReady> },
-    /// The asker was told this, and is again when it asks after it.
+    /// `ready` was sent to the decode worker, and is repeated when it renews the request.
     Ready { of: SeqId, lease: LeaseId, epoch: Epoch, ready: Box<PrefillReady> },
 }
 
 /// A prefill for another instance.
 #[derive(Debug)]
 pub(crate) struct Job {
-    /// The asker's sequence.
+    /// The decode worker's sequence.
     seq: SeqId,
     index: u64,
-    /// Its KV is exported while it is computed.
+    /// Push: its KV is exported while it is computed.
     push: bool,
     stage: Stage,
     since_ms: u64,
-    /// When it got its memory and began.
-    began_ms: Option<u64>,
-    /// When the asker was last heard to want it.
+    /// When the decode worker last renewed the request, in milliseconds.
     renewed_ms: u64,
 }
 
-impl Instance {
-    /// Tokens of prompts for others that are not computed yet.
-    pub(crate) fn queued_tokens(&self) -> u64 {
+impl Prefills {
+    /// Tokens of prompts for other instances that are not computed yet.
+    pub(crate) fn queued_tokens(&self, batch: &Batch) -> u64 {
         let left = |job: &Job| match &job.stage {
             Stage::Gathering { total, .. } => *total,
-            Stage::Running(seq) => self.batch.seq(*seq).map_or(0, |s| s.len() - s.blocks.written().min(s.len())),
+            Stage::Running(seq) => batch.seq(*seq).map_or(0, |s| s.len() - s.blocks.written().min(s.len())),
             Stage::Exporting { .. } | Stage::Ready { .. } => 0,
         };
-        self.prefill.jobs.values().map(|job| u64::from(left(job))).sum()
+        self.jobs.values().map(|job| u64::from(left(job))).sum()
     }
 
-    /// Prefills for others that are not handed over yet.
-    pub(crate) fn jobs(&self) -> usize {
-        self.prefill.jobs.values().filter(|job| !matches!(job.stage, Stage::Ready { .. })).count()
+    /// Prefills for other instances that are not handed over yet.
+    pub(crate) fn unfinished_jobs(&self) -> usize {
+        self.jobs.values().filter(|job| !matches!(job.stage, Stage::Ready { .. })).count()
     }
 
-    /// Whether a lease is of a prompt whose asker is told when all of it is exported: that may wait for memory beside the store.
-    #[must_use]
-    pub fn is_unreported(&self, lease: LeaseId) -> bool {
+    /// Whether a lease is of a prefill whose decode worker is not informed yet: exporting may wait for the staging
+    /// buffer.
+    pub(crate) fn is_unreported(&self, lease: LeaseId) -> bool {
         let exporting = |job: &Job| matches!(job.stage, Stage::Exporting { lease: of, .. } if of == lease);
-        self.prefill.jobs.values().any(exporting)
+        self.jobs.values().any(exporting)
     }
 
-    /// A message of a decode worker; others are given back.
-    pub(crate) fn on_prefill_control(&mut self, from: InstanceId, body: ControlBody) -> Option<ControlBody> {
+    /// Whether a decode worker's request is a prefill here.
+    pub(crate) fn serves(&self, from: InstanceId, request: u64) -> bool {
+        self.jobs.contains_key(&(from, request))
+    }
+
+    /// Handles a control message about prompts elsewhere or their reads.
+    pub(super) fn on_prefill_control(&mut self, cx: &mut Cx, batch: &mut Batch, from: InstanceId, body: ControlBody) {
         match body {
-            ControlBody::PrefillRequest(m) => self.on_prefill_request(from, m),
-            ControlBody::PrefillRenew(m) => self.on_prefill_renew(from, &m),
+            ControlBody::PrefillRequest(m) => self.on_prefill_request(cx, batch, from, m),
+            ControlBody::PrefillRenew(m) => self.on_prefill_renew(cx, batch, from, &m),
             ControlBody::PrefillCancel(PrefillCancel { requests }) => {
-                requests.into_iter().for_each(|request| self.drop_job((from, request), true));
+                requests.into_iter().for_each(|request| self.drop_job(cx, batch, (from, request), true));
             }
-            ControlBody::PrefillReady(m) => self.on_prefill_ready(from, &m),
-            ControlBody::PrefillRefused(m) => self.on_prefill_refused(from, &m),
-            ControlBody::PrefillRenewed(m) => self.on_prefill_renewed(from, &m),
-            ControlBody::TransferConnect(m) if self.cx.config.transfer.is_none() => {
+            ControlBody::PrefillReady(m) => self.on_prefill_ready(cx, batch, from, &m),
+            ControlBody::PrefillRefused(m) => self.on_prefill_refused(cx, batch, from, &m),
+            ControlBody::PrefillRenewed(m) => self.on_prefill_renewed(cx, batch, from, &m),
+            ControlBody::TransferConnect(m) if cx.config.transfer.is_none() => {
                 let reason = "the KV of this instance is not in memory that others may read".to_owned();
                 let refused = TransferRefused { conn: m.conn, attempt: m.attempt, reason };
-                self.cx.send_if_connected(from, ControlBody::TransferRefused(refused));
+                cx.send_if_connected(from, ControlBody::TransferRefused(refused));
             }
             body @ (ControlBody::TransferConnect(_)
             | ControlBody::TransferRenew(_)
             | ControlBody::TransferComplete(_)) => {
-                self.cx.effects.push(Effect::Transfer(TransferEffect::ToWriter { from, body }));
+                cx.effects.push(Effect::Transfer(TransferEffect::ToWriter { from, body }));
             }
             body @ (ControlBody::TransferConnected(_)
             | ControlBody::TransferRefused(_)
             | ControlBody::TransferExport(_)
             | ControlBody::TransferRenewed(_)
             | ControlBody::TransferCompleted(_)) => {
-                let now_ms = self.cx.now_ms;
-                self.prefill.reader.iter_mut().for_each(|reader| reader.on_control(from, &body, now_ms));
+                let now_ms = cx.now_ms;
+                self.reader.iter_mut().for_each(|reader| reader.on_control(from, &body, now_ms));
             }
-            body => return Some(body),
+            _ => {}
         }
-        None
     }
 
-    fn refuse_job(&mut self, key: Key, reason: String) {
-        self.prefill.status.jobs_refused += 1;
-        let queued_tokens = self.queued_tokens();
-        self.cx.send_if_connected(
+    fn refuse_job(&mut self, cx: &mut Cx, batch: &mut Batch, key: Key, reason: String) {
+        self.status.jobs_refused += 1;
+        let queued_tokens = self.queued_tokens(batch);
+        cx.send_if_connected(
             key.0,
             ControlBody::PrefillRefused(PrefillRefused { request: key.1, reason, queued_tokens }),
         );
     }
 
-    fn on_prefill_request(&mut self, from: InstanceId, m: PrefillRequest) {
+    fn on_prefill_request(&mut self, cx: &mut Cx, batch: &mut Batch, from: InstanceId, mut m: PrefillRequest) {
         let key = (from, m.request);
         if m.first == 0 {
-            if self.prefill.jobs.contains_key(&key) {
+            if self.jobs.contains_key(&key) {
                 return;
             }
-            if let Err(reason) = self.may_gather(&m) {
-                return self.refuse_job(key, reason);
+            if let Err(reason) = self.may_gather(cx, from, &m) {
+                return self.refuse_job(cx, batch, key, reason);
             }
             let sampling = m.sampling.unwrap_or_default();
-            let (total, tokens) = (m.total, Vec::with_capacity(m.total as usize));
+            let (total, tokens) = (m.total, Vec::new());
             let job = Job {
                 seq: SeqId(m.seq),
                 index: sampling.index,
-                push: m.push,
-                stage: Stage::Gathering { total, tokens, sampling },
-                since_ms: self.cx.now_ms,
-                began_ms: None,
-                renewed_ms: self.cx.now_ms,
+                // Without transports no export would be answered: its memory would be kept for ever.
+                push: m.push && cx.config.transfer.is_some(),
+                stage: Stage::Gathering { total, tokens, sampling, banned: std::mem::take(&mut m.banned) },
+                since_ms: cx.now_ms,
+                renewed_ms: cx.now_ms,
             };
-            self.prefill.jobs.insert(key, job);
+            self.jobs.insert(key, job);
         }
-        let Some(job) = self.prefill.jobs.get_mut(&key) else { return };
+        let Some(job) = self.jobs.get_mut(&key) else { return };
         let Stage::Gathering { total, tokens, .. } = &mut job.stage else { return };
         if tokens.len() != m.first as usize || tokens.len() + m.tokens.len() > *total as usize || m.tokens.is_empty() {
-            self.prefill.jobs.remove(&key);
-            return self.refuse_job(key, "its messages do not fit together".to_owned());
+            self.jobs.remove(&key);
+            return self.refuse_job(cx, batch, key, "its messages do not fit together".to_owned());
         }
         tokens.extend(m.tokens);
         if tokens.len() == *total as usize {
-            self.start_job(key);
+            self.start_job(cx, batch, key);
         }
     }
 
-    /// Whether a prompt can be computed here at all.
-    fn may_gather(&self, m: &PrefillRequest) -> Result<(), String> {
-        let (positions, room) = (self.cx.config.max_positions, self.cx.config.blocks_total);
-        if !self.membership.roles.prefills() {
+    /// Checks that a prompt can be computed here at all.
+    fn may_gather(&self, cx: &Cx, from: InstanceId, m: &PrefillRequest) -> Result<(), String> {
+        let (positions, room) = (cx.config.max_positions, cx.config.blocks_total);
+        if !cx.standing.roles.prefills() {
             return Err("this instance computes no prompts for others".to_owned());
         }
-        if self.membership.is_draining() || self.membership.drained {
+        if cx.standing.draining || cx.standing.drained {
             return Err("this instance is being drained".to_owned());
+        }
+        if cx.memory.rm.creditor.has_request(from, m.request) {
+            return Err(format!("{} is the number of a lease", m.request));
         }
         if m.total == 0 || m.total > positions {
             return Err(format!("a prompt of {} tokens, of a model that takes 1 to {positions}", m.total));
         }
-        let needed = m.total.div_ceil(self.cx.config.block_tokens);
+        let needed = m.total.div_ceil(cx.config.block_tokens);
         if needed > room {
             return Err(format!("the prompt needs {needed} rBlocks, this instance has {room}"));
         }
-        let beside = self.stage_blocks();
+        let beside = cx.stage_blocks();
         if beside > 0 && needed > beside {
             return Err(format!(
                 "the prompt needs {needed} rBlocks of host memory to be read from, there are {beside}"
             ));
         }
-        if self.prefill.jobs.len() >= PREFILL_JOBS_MAX {
+        if m.banned.len() > STOP_IDS_MAX {
+            return Err(format!("{} tokens are banned, at most {STOP_IDS_MAX} may be", m.banned.len()));
+        }
+        let gathering = |(_, job): &(&Key, &Job)| matches!(job.stage, Stage::Gathering { .. });
+        if self.jobs.range((from, 0)..=(from, u64::MAX)).filter(gathering).count() >= GATHERING_MAX {
+            return Err(format!("{GATHERING_MAX} prompts of this asker are incomplete"));
+        }
+        check_params(&sampling_of(&m.sampling.unwrap_or_default())).map_err(|error| error.to_string())?;
+        if self.jobs.len() >= PREFILL_JOBS_MAX {
             return Err(format!("{PREFILL_JOBS_MAX} prompts are computed or kept for others"));
         }
         Ok(())
     }
 
-    fn start_job(&mut self, key: Key) {
-        let Some(job) = self.prefill.jobs.get_mut(&key) else { return };
-        self.prefill.next_job += 1;
-        let id = SeqId(self.prefill.next_job);
-        let Stage::Gathering { tokens, sampling, .. } = std::mem::replace(&mut job.stage, Stage::Running(id)) else {
+    fn start_job(&mut self, cx: &mut Cx, batch: &mut Batch, key: Key) {
+        let Some(job) = self.jobs.get_mut(&key) else { return };
+        self.next_job += 1;
+        let id = SeqId(self.next_job);
+        let Stage::Gathering { tokens, sampling, banned, .. } = std::mem::replace(&mut job.stage, Stage::Running(id))
+        else {
             return;
         };
-        let (seq, push, total) = (job.seq, job.push, as_u32(tokens.len()));
-        let vocab = self.cx.config.vocab;
+        let (asker, push, total, index) = (job.seq, job.push, as_u32(tokens.len()), job.index);
+        let vocab = cx.config.vocab;
         let refused = match tokens.iter().find(|token| **token >= vocab) {
             Some(token) => Some(format!("token {token} is not in a vocabulary of {vocab}")),
             None => {
-                let queued = self.batch.enqueue(id, total, self.cx.now_ms);
+                let queued = batch.enqueue(id, total, cx.now_ms);
                 queued.err().map(|full| format!("{} requests wait here", full.limit))
             }
         };
         if let Some(reason) = refused {
-            self.prefill.jobs.remove(&key);
-            return self.refuse_job(key, reason);
+            self.jobs.remove(&key);
+            return self.refuse_job(cx, batch, key, reason);
         }
-        let PrefillSampling { temperature, top_k, top_p, min_p, seed, logprobs, return_logits, .. } = sampling;
         let request = GenerateRequest {
             prompt: tokens,
             answered: 0,
             max_tokens: 1,
-            sampling: SamplingParams { temperature, top_k, top_p, min_p, seed, logprobs },
-            stop_ids: Vec::new(),
-            return_logits,
+            sampling: sampling_of(&sampling),
+            // Of its one token, none of them.
+            min_tokens: 1,
+            stop_ids: banned,
+            return_logits: sampling.return_logits,
         };
-        self.batch.add(id, Sequence::new(id, request, self.cx.config.block_tokens, self.cx.now_ms));
-        self.prefill.by_seq.insert(id, key);
-        self.prefill.published.insert(id, Publication::new(key, seq, push, total));
+        let mut seq = Sequence::new(id, request, cx.config.block_tokens, cx.now_ms);
+        seq.for_others = Some(index);
+        batch.add(id, seq);
+        self.by_seq.insert(id, key);
+        self.published.insert(id, Publication::new(key, asker, push, total));
     }
 
-    /// Tokens that the asker had generated before the one that a prefill samples.
-    pub(crate) fn sampled_before(&self, seq: SeqId) -> Option<u64> {
-        self.prefill.by_seq.get(&seq).and_then(|key| self.prefill.jobs.get(key)).map(|job| job.index)
-    }
-
-    /// A sequence got its memory and joins the batch.
-    pub(crate) fn note_admitted(&mut self, seq: SeqId) {
-        let now_ms = self.cx.now_ms;
-        let job = self.prefill.by_seq.get(&seq).and_then(|key| self.prefill.jobs.get_mut(key));
-        job.into_iter().for_each(|job| _ = job.began_ms.get_or_insert(now_ms));
-    }
-
-    /// A prompt for another instance is computed: its blocks become the asker's.
-    pub(crate) fn prefilled(&mut self, id: SeqId, sample: &SampleOut) {
-        let Some(key) = self.prefill.by_seq.remove(&id) else { return };
-        let (Some(mut seq), Some(job)) = (self.batch.take(id), self.prefill.jobs.get(&key)) else { return };
+    /// A prompt for another instance is computed: its blocks become the decode worker's lease.
+    pub(crate) fn prefilled(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, sample: &SampleOut) {
+        let Some(key) = self.by_seq.remove(&id) else { return };
+        let (Some(mut seq), Some(job)) = (batch.take(id), self.jobs.get(&key)) else { return };
         let tokens = seq.blocks.written();
         let numbers = local(seq.blocks.placements());
         let blocks = numbers.iter().map(|number| PhysBlock(*number)).collect();
         seq.blocks.clear();
-        let grant = self.cx.memory.rm.hand_over(id, (key.0, job.seq, key.1), blocks, tokens, self.cx.now_ms);
-        let began_ms = job.began_ms.unwrap_or(job.since_ms);
+        let grant = cx.memory.rm.creditor.hand_over(
+            id,
+            (key.0, job.seq, key.1),
+            blocks,
+            tokens,
+            cx.now_ms,
+            &mut cx.memory.rm.pool,
+        );
+        let began_ms = seq.began_ms.unwrap_or(job.since_ms);
         let (lease, epoch) = (LeaseId(grant.lease), Epoch(grant.epoch));
         let logprobs = sample.logprobs.as_ref();
         let ready = PrefillReady {
@@ -243,20 +261,20 @@ impl Instance {
             export: 0,
             why: String::new(),
             queued_ms: began_ms - job.since_ms,
-            prefill_ms: self.cx.now_ms - began_ms,
+            prefill_ms: cx.now_ms - began_ms,
             queued_tokens: 0,
         };
-        if let Some(job) = self.prefill.jobs.get_mut(&key) {
+        if let Some(job) = self.jobs.get_mut(&key) {
             job.stage = Stage::Exporting { of: id, lease, epoch, ready: Box::new(ready) };
         }
-        self.publish_rest(id, lease, numbers);
+        self.publish_rest(cx, batch, id, lease, numbers);
     }
 
-    /// Transports serve all of a prompt, this export the last of it, or they cannot: its asker is told.
-    pub(super) fn tell_ready(&mut self, id: SeqId, export: Result<u64, String>) {
+    /// Informs the decode worker when transports serve all of a prompt, `export` the last of it, or cannot.
+    pub(super) fn tell_ready(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, export: Result<u64, String>) {
         let is = |job: &Job| matches!(&job.stage, Stage::Exporting { of, .. } if *of == id);
-        let queued_tokens = self.queued_tokens();
-        let Some((key, job)) = self.prefill.jobs.iter_mut().find(|(_, job)| is(job)) else { return };
+        let queued_tokens = self.queued_tokens(batch);
+        let Some((key, job)) = self.jobs.iter_mut().find(|(_, job)| is(job)) else { return };
         let Stage::Exporting { lease, epoch, ready, .. } = &mut job.stage else { return };
         let (key, lease, epoch, mut ready) = (*key, *lease, *epoch, std::mem::take(ready));
         match export {
@@ -266,53 +284,55 @@ impl Instance {
         ready.queued_tokens = queued_tokens;
         let message = PrefillReady::clone(&ready);
         job.stage = Stage::Ready { of: id, lease, epoch, ready };
-        self.prefill.status.jobs_done += 1;
-        self.cx.send_if_connected(key.0, ControlBody::PrefillReady(message));
+        self.status.jobs_done += 1;
+        cx.send_if_connected(key.0, ControlBody::PrefillReady(message));
     }
 
-    /// A prefill is not wanted any more. With `unheld`, the asker does not hold its lease either.
-    fn drop_job(&mut self, key: Key, unheld: bool) {
-        let Some(job) = self.prefill.jobs.get(&key) else { return };
+    /// Drops a prefill that is not wanted any more. With `unheld`, the decode worker does not hold its lease either.
+    fn drop_job(&mut self, cx: &mut Cx, batch: &mut Batch, key: Key, unheld: bool) {
+        let Some(job) = self.jobs.get(&key) else { return };
         match &job.stage {
             Stage::Gathering { .. } => {}
             &Stage::Running(seq) => {
-                self.prefill.by_seq.remove(&seq);
-                self.unpublish(seq);
-                self.on_cancel(seq);
+                self.by_seq.remove(&seq);
+                self.unpublish(cx, batch, seq);
+                batch.cancel(cx, self, seq);
             }
-            // It may hold the lease; if it does not, the lease ends by itself.
+            // The decode worker may hold the lease; if not, the lease expires.
             Stage::Ready { .. } if !unheld => return,
             &Stage::Exporting { of, lease, epoch, .. } | &Stage::Ready { of, lease, epoch, .. } => {
-                self.unpublish(of);
-                self.cx.memory.rm.take_back(key.0, lease, epoch);
+                self.unpublish(cx, batch, of);
+                cx.memory.rm.creditor.take_back(key.0, lease, epoch, &mut cx.memory.rm.pool);
             }
         }
-        self.prefill.jobs.remove(&key);
-        self.prefill.status.jobs_dropped += 1;
+        self.jobs.remove(&key);
+        self.status.jobs_dropped += 1;
     }
 
-    /// A sequence that computes for another instance failed: whoever asked is told.
-    pub(crate) fn job_failed(&mut self, seq: SeqId, reason: String) {
-        let Some(key) = self.prefill.by_seq.remove(&seq) else { return };
-        self.prefill.jobs.remove(&key);
-        self.unpublish(seq);
-        self.refuse_job(key, reason);
+    /// A prefill's sequence failed: informs the decode worker.
+    pub(crate) fn job_failed(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, reason: String) {
+        let Some(key) = self.by_seq.remove(&seq) else { return };
+        self.jobs.remove(&key);
+        self.unpublish(cx, batch, seq);
+        self.refuse_job(cx, batch, key, reason);
     }
 
-    /// A sequence that computes for another instance is given up here, now or when its step ends: whoever asked is told.
-    pub(super) fn end_job(&mut self, seq: SeqId, reason: &str) {
-        self.job_failed(seq, reason.to_owned());
-        self.on_cancel(seq);
+    /// Ends a prefill here, now or when its step ends, and informs the decode worker.
+    pub(super) fn end_job(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, reason: &str) {
+        self.job_failed(cx, batch, seq, reason.to_owned());
+        batch.cancel(cx, self, seq);
     }
 
-    /// Messages of a session come in order, and one that finds a full queue does not come at all: a prompt of which
-    /// something is missing now is never whole, and an asker that waits for what is ready has not heard that it is, or
-    /// will have before it hears it again.
-    fn on_prefill_renew(&mut self, from: InstanceId, m: &PrefillRenew) {
-        let (now_ms, mut unknown, mut unacknowledged) = (self.cx.now_ms, Vec::new(), Vec::new());
-        for request in m.requests.iter().take(PREFILL_JOBS_MAX) {
+    /// Handles a decode worker's renewal. Messages of a session arrive in order, or are dropped by a full queue: a
+    /// prompt that is incomplete now never completes, and a decode worker that waits for a ready prompt has missed the
+    /// reply, or will get it before this repetition.
+    fn on_prefill_renew(&mut self, cx: &mut Cx, batch: &mut Batch, from: InstanceId, m: &PrefillRenew) {
+        let (now_ms, mut unknown, mut unacknowledged) = (cx.now_ms, Vec::new(), Vec::new());
+        // Each once: an answer is long, and a question that names it often must not be.
+        let requests: BTreeSet<u64> = m.requests.iter().take(PREFILL_JOBS_MAX).copied().collect();
+        for request in &requests {
             let key = (from, *request);
-            let Some(job) = self.prefill.jobs.get_mut(&key) else {
+            let Some(job) = self.jobs.get_mut(&key) else {
                 unknown.push(*request);
                 continue;
             };
@@ -320,65 +340,67 @@ impl Instance {
             match &job.stage {
                 Stage::Gathering { .. } => {
                     unknown.push(*request);
-                    self.prefill.jobs.remove(&key);
+                    self.jobs.remove(&key);
                 }
                 Stage::Running(_) => {}
-                Stage::Exporting { lease, .. } => self.cx.memory.rm.touch(from, *lease, now_ms),
+                Stage::Exporting { lease, .. } => cx.memory.rm.creditor.touch(from, *lease, now_ms),
                 Stage::Ready { lease, ready, .. } => {
-                    self.cx.memory.rm.touch(from, *lease, now_ms);
+                    cx.memory.rm.creditor.touch(from, *lease, now_ms);
                     unacknowledged.push(PrefillReady::clone(ready));
                 }
             }
         }
-        let queued_tokens = self.queued_tokens();
-        self.cx.send_if_connected(
-            from,
-            ControlBody::PrefillRenewed(PrefillRenewed { seq: m.seq, unknown, queued_tokens }),
-        );
+        let queued_tokens = self.queued_tokens(batch);
+        cx.send_if_connected(from, ControlBody::PrefillRenewed(PrefillRenewed { seq: m.seq, unknown, queued_tokens }));
         if mutants::is(Mutant::AnswerUnrepeated) {
             return;
         }
         for ready in unacknowledged {
-            self.cx.send_if_connected(from, ControlBody::PrefillReady(PrefillReady { queued_tokens, ..ready }));
+            cx.send_if_connected(from, ControlBody::PrefillReady(PrefillReady { queued_tokens, ..ready }));
         }
     }
 
-    /// The session with an instance ended, and with it what it asked for and was not told to be done.
-    pub(crate) fn drop_jobs_of(&mut self, asker: InstanceId) {
+    /// Drops the prefills of an instance whose session ended, except those handed over.
+    pub(crate) fn drop_jobs_of(&mut self, cx: &mut Cx, batch: &mut Batch, asker: InstanceId) {
         let all = (asker, 0)..=(asker, u64::MAX);
-        let keys: Vec<Key> = self.prefill.jobs.range(all).map(|(key, _)| *key).collect();
-        keys.into_iter().for_each(|key| self.drop_job(key, false));
+        let keys: Vec<Key> = self.jobs.range(all).map(|(key, _)| *key).collect();
+        keys.into_iter().for_each(|key| self.drop_job(cx, batch, key, false));
     }
 
-    /// This instance was declared dead: nobody holds anything of it any more.
-    pub(crate) fn drop_all_jobs(&mut self) {
-        let keys: Vec<Key> = self.prefill.jobs.keys().copied().collect();
-        keys.into_iter().for_each(|key| self.drop_job(key, true));
+    /// Drops all prefills: this instance was declared dead, and no decode worker holds a lease of it.
+    pub(crate) fn drop_all_jobs(&mut self, cx: &mut Cx, batch: &mut Batch) {
+        let keys: Vec<Key> = self.jobs.keys().copied().collect();
+        keys.into_iter().for_each(|key| self.drop_job(cx, batch, key, true));
     }
 
-    /// Prefills that nobody wants any more, and those whose lease has ended.
-    pub(crate) fn expire_jobs(&mut self) {
-        let now_ms = self.cx.now_ms;
-        if self.prefill.jobs.is_empty() {
+    /// Drops prefills that are not renewed, and those whose lease has ended.
+    pub(crate) fn expire_jobs(&mut self, cx: &mut Cx, batch: &mut Batch) {
+        let now_ms = cx.now_ms;
+        if self.jobs.is_empty() {
             return;
         }
-        let lent = |lease: LeaseId| self.cx.memory.rm.is_lent(lease);
+        let lent = |lease: LeaseId| cx.memory.rm.creditor.is_lent(lease);
         let over = |job: &Job| match job.stage {
             Stage::Ready { lease, .. } => !lent(lease),
             _ => now_ms > job.renewed_ms + LEASE_TTL_MS,
         };
-        let keys: Vec<Key> = self.prefill.jobs.iter().filter(|(_, job)| over(job)).map(|(key, _)| *key).collect();
+        let keys: Vec<Key> = self.jobs.iter().filter(|(_, job)| over(job)).map(|(key, _)| *key).collect();
         for key in keys {
-            match self.prefill.jobs.get(&key).map(|job| &job.stage) {
+            match self.jobs.get(&key).map(|job| &job.stage) {
                 Some(&Stage::Ready { of, .. }) => {
-                    // Its lease is gone, and nobody may read it; if it was read, this says nothing new.
-                    self.unpublish(of);
-                    self.prefill.jobs.remove(&key);
+                    // The lease has ended, so its exports do; after a completed read this changes nothing.
+                    self.unpublish(cx, batch, of);
+                    self.jobs.remove(&key);
                 }
-                _ => self.drop_job(key, true),
+                _ => self.drop_job(cx, batch, key, true),
             }
         }
     }
+}
+
+fn sampling_of(m: &PrefillSampling) -> SamplingParams {
+    let PrefillSampling { temperature, top_k, top_p, min_p, seed, logprobs, .. } = *m;
+    SamplingParams { temperature, top_k, top_p, min_p, seed, logprobs }
 }
 
 fn as_u32(n: usize) -> u32 {

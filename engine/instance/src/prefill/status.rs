@@ -1,78 +1,79 @@
-//! What came of prefills elsewhere and for others, for metrics and operators.
+//! Counters of prefill elsewhere, both sides, for metrics and operators.
 
 use super::Prefills;
+use crate::batch::Batch;
+use crate::cx::Cx;
 use lagoon_protocol::PrefillCounts;
 use serde::Serialize;
 
-/// Where the time of one request went until it decoded (KVDirect Fig. 14), in milliseconds; the time that it decoded for is
-/// known later, and counted apart.
+/// Times of one request until it decodes (KVDirect Fig. 14), in milliseconds. The decode time is known later and
+/// counted apart.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PrefillTimes {
-    /// Until a worker was asked, and its queue there; pushed, its queue only.
+    /// Until the request to a worker, and in its queue; push: in its queue only.
     pub queue_ms: u64,
     pub prefill_ms: u64,
-    /// Until there was memory and a place in the batch here: from the first token; pushed, until a worker was asked.
+    /// Until memory and a place in the batch here, from the first token; push: until the request to a worker.
     pub decode_queue_ms: u64,
-    /// Pushed, what of it was not hidden behind the prefill.
+    /// Read time; push: the part not hidden behind the prefill.
     pub transfer_ms: u64,
 }
 
-/// Counts since the start, and what is in progress.
+/// Counters since the start, and current numbers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PrefillStatus {
-    /// Workers that compute prompts for this instance, connected and readable.
+    /// Workers that are connected and whose KV is readable.
     pub workers: usize,
     /// Requests whose prompts are computed elsewhere or wait to be read.
     pub away: usize,
     /// Requests whose KV is being read.
     pub pulling: usize,
-    /// Requests whose prompts nobody computes (any more), and that wait for memory or a place in the batch here.
+    /// Requests whose prompts no worker computes (any more), and that wait for memory or a place in the batch here.
     pub waiting_here: usize,
-    /// Own blocks of reads that were given up and have not ended.
+    /// Own blocks of dropped landings whose reads have not ended.
     pub blocks_settling: usize,
-    /// Blocks that this instance computed for others and that count as lent.
+    /// Blocks computed for other instances that count as lent.
     pub blocks_handed_over: u32,
-    /// Blocks that were given back and are still read.
+    /// Blocks freed by their owners and still read by transports.
     pub blocks_held_back: u32,
-    /// Blocks of host memory beside the device's store through which others' KV and KV for others passes, in use, and times
-    /// that a prompt computed for others waited for some.
+    /// Staging blocks in use, and times that a prefill for another instance waited for some.
     pub stage_blocks_used: u32,
     pub stage_waits: u64,
-    /// Prompts that workers computed and that were read.
+    /// Prompts that workers computed and whose KV was read.
     pub pulled: u64,
-    /// Blocks of them that stayed where they were computed.
+    /// Blocks of them that stayed with the worker.
     pub blocks_left: u64,
-    /// Tokens of them whose KV was here already and was not read, and its bytes.
+    /// Tokens of them that were cached here and not read, and their bytes of KV.
     pub found_tokens: u64,
     pub found_bytes: u64,
-    /// Prompts that were given to another worker, because one refused, died or was not readable.
+    /// Prompts sent to another worker, because one refused, died or was not readable.
     pub retried: u64,
-    /// Prompts that this instance computed, because no worker did.
+    /// Prompts computed here, because no worker did.
     pub own: u64,
-    /// Prompts that were given to a worker which had computed their beginning, and the tokens of these beginnings.
+    /// Prompts sent to a worker that had computed their prefix, and the tokens of these prefixes.
     pub affine: u64,
     pub affine_tokens: u64,
-    /// Prompts for others: in flight, handed over, refused, and given up by whoever asked.
+    /// Prefills for other instances: in flight, handed over, refused, and dropped by their decode worker.
     pub jobs: usize,
     pub jobs_done: u64,
     pub jobs_refused: u64,
     pub jobs_dropped: u64,
-    /// Tokens of prompts for others that are not computed yet.
+    /// Tokens of prompts for other instances that are not computed yet.
     pub queued_tokens: u64,
-    /// Reads before merging, transactions after, bytes, damaged blocks: of the reader.
+    /// The reader's counters: reads before merging, transactions after, bytes, damaged blocks.
     pub reads: u64,
     pub transactions: u64,
     pub bytes: u64,
     pub damaged_blocks: u64,
     pub pulls_failed: u64,
-    /// Time in which anything was read, in microseconds, as the shell measures it.
+    /// Total time with reads in progress, in microseconds, as the shell measures it.
     pub reading_us: u64,
-    /// Sums over the requests that were pulled.
+    /// Sums over requests whose KV was read.
     pub times: PrefillTimes,
-    /// Requests of these that ended well, and the time from when they had their KV here until then, in milliseconds.
+    /// Requests of these that ended well, and the sum of their decode times, from their KV here, in milliseconds.
     pub decoded: u64,
     pub decode_ms: u64,
-    /// Those of the last ones, until they are taken.
+    /// Times of the latest requests, until taken.
     #[serde(skip)]
     pub last: LastTimes,
 }
@@ -84,7 +85,7 @@ pub struct LastTimes {
     pub decodes_ms: Vec<u64>,
 }
 
-/// Times that wait to be taken; those that come when so many wait are dropped.
+/// Maximum of times that wait to be taken; later ones are dropped.
 const LAST_MAX: usize = 256;
 
 impl PrefillStatus {
@@ -99,7 +100,7 @@ impl PrefillStatus {
         }
     }
 
-    /// A request that was pulled ended well.
+    /// Counts a request whose KV was read and that ended well.
     pub(super) fn note_decoded(&mut self, decode_ms: u64) {
         self.decoded += 1;
         self.decode_ms += decode_ms;
@@ -108,7 +109,7 @@ impl PrefillStatus {
         }
     }
 
-    /// For heartbeats.
+    /// The counters as heartbeats carry them.
     pub(crate) fn counts(&self) -> PrefillCounts {
         let as_u32 = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         PrefillCounts {
@@ -135,10 +136,16 @@ impl PrefillStatus {
 }
 
 impl Prefills {
-    /// What the machine itself knows of [`PrefillStatus`].
-    pub(crate) fn look(&self) -> PrefillStatus {
+    /// See [`PrefillStatus`].
+    pub(crate) fn look(&self, cx: &Cx, batch: &Batch) -> PrefillStatus {
         let stats = self.reader.as_ref().map(lagoon_transfer::Reader::stats).unwrap_or_default();
         PrefillStatus {
+            workers: self.readable_workers(),
+            waiting_here: self.waiting_here(cx, batch),
+            blocks_handed_over: cx.memory.rm.creditor.handed_over(),
+            blocks_held_back: cx.memory.rm.creditor.held_back(),
+            jobs: self.unfinished_jobs(),
+            queued_tokens: self.queued_tokens(batch),
             away: self.away.len(),
             pulling: self.reader.as_ref().map_or(0, lagoon_transfer::Reader::pulling),
             blocks_settling: self.settling(),

@@ -4,7 +4,8 @@ use crate::batch::freeze::tests::config;
 use crate::{Effect, Event, Instance, InstanceConfig, PeerKey, TICK_MS, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_protocol::{
     BorrowAdvice, ControlBody, HeartbeatAck, Hello, OldestWaiting, PrefillReady, PrefillRenew, PrefillRequest,
-    PrefillSampling, Registered, Role, TransferBlocks, TransferConnected, TransferExport, VERSION_MAX, Worker, Workers,
+    PrefillSampling, PrefillTop, Registered, Role, TransferBlocks, TransferConnected, TransferExport, VERSION_MAX,
+    Worker, Workers,
 };
 use lagoon_runner::{Command, Report, SampleOut};
 use lagoon_types::limits::LEASE_TTL_MS;
@@ -62,9 +63,9 @@ impl Side {
     }
 
     fn ask_as(&mut self, total: u32, arrive: usize, push: bool) -> Vec<Effect> {
-        let sampling = Some(PrefillSampling::default());
+        let sampling = Some(PrefillSampling { top_p: 1.0, ..PrefillSampling::default() });
         let tokens = vec![1; arrive];
-        let body = PrefillRequest { request: 6, seq: 9, total, first: 0, tokens, sampling, push };
+        let body = PrefillRequest { request: 6, seq: 9, total, first: 0, tokens, sampling, push, banned: Vec::new() };
         self.on(Event::Control { peer: PEER, body: ControlBody::PrefillRequest(body) })
     }
 
@@ -79,6 +80,7 @@ fn request(tokens: usize) -> GenerateRequest {
         answered: 0,
         max_tokens: 4,
         sampling: SamplingParams::default(),
+        min_tokens: 0,
         stop_ids: Vec::new(),
         return_logits: false,
     }
@@ -214,7 +216,7 @@ fn an_answer_from_before_a_long_pause_is_given_back() {
     side.hear(ControlBody::PrefillRenewed(renewed));
     side.tick(LEASE_TTL_MS + 5_000);
     let said = side.hear(answer(request));
-    assert_eq!((side.instance.cx.memory.rm.held().count(), releases(&said)), (0, 1), "{said:?}");
+    assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&said)), (0, 1), "{said:?}");
 }
 
 /// The worker frees what it handed to the old life when it hears of the new one, which must not take it in between.
@@ -224,7 +226,7 @@ fn a_life_does_not_take_what_the_one_before_it_asked_for() {
     let ack = HeartbeatAck { known: true, fenced: true, ..HeartbeatAck::default() };
     side.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
     let said = side.hear(answer(request));
-    assert_eq!((side.instance.cx.memory.rm.held().count(), releases(&said)), (0, 1), "{said:?}");
+    assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&said)), (0, 1), "{said:?}");
 }
 
 /// The export is announced behind the answer, which found a full queue: both are told again, the export first.
@@ -252,9 +254,9 @@ fn an_export_is_kept_for_the_answer_that_names_it() {
 fn what_is_answered_and_never_exported_is_given_back() {
     let (mut side, request) = asking(false);
     let said = side.hear(answer(request));
-    assert_eq!((side.instance.cx.memory.rm.held().count(), releases(&said)), (1, 0), "{said:?}");
+    assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&said)), (1, 0), "{said:?}");
     let said: Vec<ControlBody> = (0..LEASE_TTL_MS / TICK_MS / 2 + 1).flat_map(|_| side.tick(TICK_MS)).collect();
-    assert_eq!(side.instance.cx.memory.rm.held().count(), 0);
+    assert_eq!(side.instance.cx.memory.rm.debtor.held.iter().count(), 0);
     assert!(releases(&said) > 0);
 }
 
@@ -290,4 +292,78 @@ fn a_pushed_prompt_is_not_behind_what_waits_for_others_memory() {
         side.on(Event::GManager(ControlBody::BorrowAdvice(nobody)));
         assert_eq!(steps(&side.ask_as(7, 7, push)), push, "push: {push}");
     }
+}
+
+/// An answer is long, a request's number short.
+#[test]
+fn a_request_that_is_named_often_is_answered_once() {
+    let (mut side, _) = computed();
+    side.on(Event::SendFailed { peer: PEER });
+    let again = side.hear(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6; 50] }));
+    let answers = again.iter().filter(|body| matches!(body, ControlBody::PrefillReady(_))).count();
+    assert_eq!(answers, 1);
+}
+
+fn refusals(messages: &[ControlBody]) -> usize {
+    messages.iter().filter(|body| matches!(body, ControlBody::PrefillRefused(_))).count()
+}
+
+fn prompt(request: u64, arrive: usize, sampling: PrefillSampling) -> ControlBody {
+    let tokens = vec![1; arrive];
+    ControlBody::PrefillRequest(PrefillRequest {
+        request,
+        seq: 9,
+        total: 7,
+        first: 0,
+        tokens,
+        sampling: Some(sampling),
+        push: false,
+        banned: Vec::new(),
+    })
+}
+
+/// It would fail all requests of the step in which its token is sampled.
+#[test]
+fn a_prompt_with_sampling_that_nobody_can_do_is_refused() {
+    for (temperature, top_p) in [(f32::NAN, 1.0), (-1.0, 1.0), (1.0, 0.0), (1.0, f32::INFINITY)] {
+        let mut side = Side::new(Role::Prefill);
+        let sampling = PrefillSampling { temperature, top_p, ..PrefillSampling::default() };
+        let effects = side.on(Event::Control { peer: PEER, body: prompt(6, 7, sampling) });
+        assert!(!steps(&effects), "{sampling:?}");
+        assert_eq!(refusals(&told(effects)), 1, "{sampling:?}");
+    }
+}
+
+#[test]
+fn prompts_that_never_become_complete_are_few() {
+    let mut side = Side::new(Role::Prefill);
+    let sampling = PrefillSampling { top_p: 1.0, ..PrefillSampling::default() };
+    for request in 1..=8 {
+        assert_eq!(refusals(&side.hear(prompt(request, 4, sampling))), 0, "{request}");
+    }
+    assert_eq!(refusals(&side.hear(prompt(9, 4, sampling))), 1);
+    assert_eq!(side.instance.status().prefill.jobs, 8);
+}
+
+#[test]
+fn an_answer_names_tokens_of_the_vocabulary_and_no_more_than_were_asked_for() {
+    for top in [vec![PrefillTop { id: 99, logprob: 0.0 }], vec![PrefillTop { id: 1, logprob: 0.0 }; 1_000]] {
+        let (mut side, request) = asking(false);
+        let ControlBody::PrefillReady(sensible) = answer(request) else { panic!("it is an answer") };
+        let said = side.hear(ControlBody::PrefillReady(PrefillReady { top, ..sensible }));
+        assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&said)), (0, 1), "{said:?}");
+    }
+}
+
+#[test]
+fn an_answer_with_the_largest_numbers_is_one_like_others() {
+    let (mut side, number) = asking(false);
+    let ControlBody::PrefillReady(sensible) = answer(number) else { panic!("it is an answer") };
+    let (ttl_ms, queued_ms, prefill_ms, queued_tokens) = (u64::MAX, u64::MAX, u64::MAX, u64::MAX);
+    let answer = PrefillReady { ttl_ms, queued_ms, prefill_ms, queued_tokens, ..sensible };
+    side.hear(ControlBody::PrefillReady(answer));
+    assert_eq!(side.instance.cx.memory.rm.debtor.held.iter().count(), 1);
+    side.on(Event::Submit { seq: SeqId(2), request: request(7) });
+    (0..LEASE_TTL_MS / TICK_MS).for_each(|_| drop(side.tick(TICK_MS)));
+    assert_eq!(side.instance.cx.memory.rm.debtor.held.iter().count(), 0);
 }

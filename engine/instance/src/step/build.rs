@@ -1,22 +1,24 @@
-//! The work of one step: from planned chunks to rows, attention over remote KV, tickets and writes.
+//! Builds the work of one step: from planned chunks to rows, attention over remote KV, tickets and writes.
 
 use super::as_u32;
 use super::mapped::MappedRuns;
 use lagoon_backend::AttnRows;
 use lagoon_kv::Segment;
 use lagoon_protocol::TicketSeq;
-use lagoon_runner::{Fetch, MapId, MappedKv, RemoteWork, SampleSpec, SeqRows, Ship, StepWork, WriteSegment};
+use lagoon_runner::{
+    Fetch, MapId, MappedKv, RemoteWork, SampleSpec, SeqRows, Ship, ShipSegment, StepWork, WriteSegment,
+};
 use lagoon_types::{Chunk, InstanceId, LeaseRun, MicroBatch, SeqId, StepId};
 use std::collections::BTreeMap;
 
-/// Work for the runner, the tickets of its creditors, and the owners of its writes.
+/// Work for the runner, step tickets by creditor, and writes with their sequences.
 pub(super) type Built = (StepWork, BTreeMap<InstanceId, Vec<TicketSeq>>, Vec<(SeqId, WriteSegment)>);
 
 /// Collects the work of one step, chunk by chunk.
 pub(super) struct Builder {
     pub(super) work: StepWork,
     tickets: BTreeMap<InstanceId, Vec<TicketSeq>>,
-    ships: BTreeMap<InstanceId, Vec<(u32, u32)>>,
+    ships: BTreeMap<InstanceId, Vec<ShipSegment>>,
     writes: Vec<(SeqId, WriteSegment)>,
     row0: u32,
 }
@@ -69,7 +71,7 @@ impl Builder {
         });
     }
 
-    /// The chunk's rows attend to what is in reach of `creditor`'s memory. Returns the rest.
+    /// Adds attention of the chunk's rows to mapped KV of `creditor`. Returns the runs that are not mapped.
     pub(super) fn reach(
         &mut self,
         creditor: InstanceId,
@@ -91,14 +93,16 @@ impl Builder {
         found.rest
     }
 
-    /// The chunk's queries go to `creditor`.
+    /// Ships the chunk's queries to `creditor`.
     pub(super) fn ship(&mut self, creditor: InstanceId, chunk: &Chunk, runs: Vec<LeaseRun>) {
-        self.ships.entry(creditor).or_default().push((self.row0, chunk.len));
+        let end = runs.last().map_or(0, |run| run.first_pos + run.len);
+        let segment = ShipSegment { row0: self.row0, rows: chunk.len, pos0: chunk.start, end };
+        self.ships.entry(creditor).or_default().push(segment);
         let seq = TicketSeq { seq: chunk.seq, rows: chunk.len, pos0: chunk.start, runs };
         self.tickets.entry(creditor).or_default().push(seq);
     }
 
-    /// The last chunk's remote KV comes here, in pieces of at most `limit` tokens.
+    /// Fetches the last chunk's remote KV, in pieces of at most `limit` tokens.
     pub(super) fn fetch(&mut self, creditor: InstanceId, runs: &[LeaseRun], limit: u32) {
         let seq_index = as_u32(self.work.seqs.len() - 1);
         for run in runs {
@@ -113,7 +117,7 @@ impl Builder {
     }
 
     pub(super) fn finish(mut self) -> Built {
-        // Whatever the order of the sequences: partials are merged in that of creditors.
+        // Partials are merged in the order of creditors, not of sequences.
         self.work.remote.peer_access.sort_by_key(|reach| reach.creditor);
         self.work.remote.ships =
             self.ships.into_iter().map(|(creditor, segments)| Ship { creditor, segments }).collect();

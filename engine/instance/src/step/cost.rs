@@ -1,32 +1,32 @@
 //! Ship queries or fetch KV: whichever delays a layer of this chunk less (Infinite-LLM v1 §4.6, Figure 12).
 //!
 //! Decoding ships: one row's query and partial are far smaller than the KV that it attends to. A long chunk against
-//! little remote KV fetches. In between it is a matter of time:
-//! * queries of a layer leave when the layer has them: a round trip and the rows on the wire are waited for. The
-//!   creditor's compute is taken as free (it overlaps with the debtor's);
-//! * KV of a layer is asked for one layer ahead: what the copy takes longer than this instance works on a layer is
-//!   waited for, and then the debtor attends to it itself. The copies out of the one store and into the other take both
-//!   devices' time, in every chunk anew.
+//! little remote KV fetches. In between, the times are compared:
+//! * a layer's queries leave when the layer has computed them: shipping costs a round trip and the rows on the wire.
+//!   The creditor's compute counts as free (it overlaps with the debtor's);
+//! * a layer's KV is requested one layer ahead: fetching costs the part of the copy that outlasts this instance's work
+//!   on a layer, then the debtor's own attention to it, and the copies out of one store and into the other, which take
+//!   both devices' time in every chunk.
 //!
-//! Round trip and bulk rate are those measured to this creditor, the rest this instance's own calibration; what was not
-//! measured yet is assumed as configured.
+//! Round trip and bulk rate are measured for this creditor, the rest comes from this instance's calibration; configured
+//! values stand in for what is not measured yet.
 
 use lagoon_protocol::Calibration;
 use lagoon_types::{AttentionGeometry, DType, KvShape};
 
-/// How remote KV is attended to.
+/// Whether remote attention ships queries or fetches KV.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RemotePolicy {
     /// By cost, per sequence and creditor, for each chunk.
     #[default]
     Auto,
-    /// Queries always travel.
+    /// Always ship queries.
     Ship,
-    /// KV always travels.
+    /// Always fetch KV.
     Fetch,
 }
 
-/// The way to a creditor.
+/// Rate and round trip of the link to a creditor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LinkCost {
     pub bytes_per_s: f64,
@@ -34,7 +34,7 @@ pub struct LinkCost {
 }
 
 impl LinkCost {
-    /// As measured; 0 was not. An unknown round trip counts as none.
+    /// The measured link; `bytes_per_s` 0 (not measured) gives the assumed rate. An unknown round trip counts as none.
     #[must_use]
     pub fn measured(rtt_us: u32, bytes_per_s: u64, assumed_bytes_per_s: f64) -> Self {
         let rate = as_f64(usize::try_from(bytes_per_s).unwrap_or(usize::MAX));
@@ -42,20 +42,20 @@ impl LinkCost {
     }
 }
 
-/// This instance's own work.
+/// Cost of this instance's own work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OwnCost {
-    /// Attention operations per second, for KV that it must attend to itself. Measured while decoding, which is bound by
-    /// memory: a chunk of many rows is faster, so that fetching is never overrated.
+    /// Attention operations per second over KV that this instance attends to itself. Measured while decoding, which is
+    /// bound by memory: a chunk of many rows is faster, so fetching is never overrated.
     pub attention_rate: f64,
-    /// Seconds that one row of a chunk takes in one layer, beside attention; 0 if it was not measured.
+    /// Seconds of one row of a chunk in one layer, without attention; 0 if not measured.
     pub row_layer_s: f64,
-    /// Seconds in which a byte of KV is copied out of a store or into it; 0 if it was not measured.
+    /// Seconds to copy one byte of KV out of a store or into it; 0 if not measured.
     pub copy_byte_s: f64,
 }
 
 impl OwnCost {
-    /// By the calibration, if there is one that makes sense.
+    /// The cost from the calibration, if there is a plausible one; else attention at `assumed` operations per second.
     #[must_use]
     pub fn measured(
         calibration: Option<&Calibration>,
@@ -92,7 +92,7 @@ fn row_key_operations(geometry: &AttentionGeometry) -> f64 {
     as_f64(4 * geometry.q_dim())
 }
 
-/// What the choice depends on.
+/// Inputs of the choice between shipping and fetching.
 #[derive(Clone, Copy, Debug)]
 pub struct CostModel {
     pub geometry: AttentionGeometry,
@@ -103,14 +103,14 @@ pub struct CostModel {
 }
 
 impl CostModel {
-    /// Bytes in both directions, per layer, when `rows` queries travel: query, output, log-sum-exp and count.
+    /// Bytes per layer in both directions to ship `rows` queries: query, output, log-sum-exp and count.
     #[must_use]
     pub fn ship_bytes(&self, rows: u32) -> f64 {
         let row = 2 * self.geometry.q_dim() * self.wire.size() + self.geometry.heads as usize * 4 + 4;
         f64::from(rows) * as_f64(row)
     }
 
-    /// Bytes per layer when `keys` tokens of KV travel.
+    /// Bytes per layer to fetch `keys` tokens of KV.
     #[must_use]
     pub fn fetch_bytes(&self, keys: u32) -> f64 {
         f64::from(keys) * as_f64(self.kv.layer_token_bytes())
@@ -122,7 +122,7 @@ impl CostModel {
         self.link.rtt_s + self.ship_bytes(rows) / self.link.bytes_per_s
     }
 
-    /// Seconds that a layer waits for fetched KV, and attends to it.
+    /// Seconds that a layer waits for fetched KV and attends to it.
     #[must_use]
     pub fn fetch_s(&self, rows: u32, keys: u32) -> f64 {
         let copy = self.link.rtt_s + self.fetch_bytes(keys) / self.link.bytes_per_s;
@@ -147,7 +147,7 @@ fn as_f64(n: usize) -> f64 {
 mod tests {
     use super::*;
 
-    const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 32, kv_heads: 8, head_dim: 128 };
+    const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 32, kv_heads: 8, head_dim: 128, latent: false };
     const KV: KvShape = KvShape { layers: 32, kv_heads: 8, head_dim: 128, dtype: DType::BF16 };
 
     fn model() -> CostModel {

@@ -1,13 +1,14 @@
-//! Attention over a creditor's memory where it lies ([ADR 19](../../../../docs/adr/0019-attention-over-a-creditors-memory.md)).
+//! Mapped creditor KV: attention over a creditor's memory in place ([ADR
+//! 19](../../../../docs/adr/0019-attention-over-a-creditors-memory.md)).
 //!
-//! A creditor whose KV store is memory that others map says so in its Hello. A debtor on the same host maps it once, and its own
-//! device attends to what of a lease is sealed there: no query is sent for it.
+//! A creditor whose KV store other processes can map offers it in its Hello. A debtor on the same host maps the store
+//! once, and its own device attends to the sealed rBlocks of its leases there: it sends no query for them.
 //!
 //! Invariants:
-//! * a debtor attends only to rBlocks of which the creditor has said that they are sealed, as part of the lease that it holds;
-//! * the creditor says so when its device has sealed them with the lease's epoch, behind their last byte, and the debtor's device
-//!   compares that before anything that follows from them leaves a step: what is somebody else's by then is a lost block;
-//! * memory is mapped as long as the connection on which it was offered stands.
+//! * a debtor attends only to rBlocks that the creditor has reported sealed, under a lease that it holds;
+//! * the creditor reports an rBlock after its device has sealed it with the lease's epoch, behind the block's last
+//!   byte; the debtor's device compares the seal tag before results leave a step: a reused rBlock is a lost block;
+//! * memory stays mapped as long as the connection stands on which it was offered.
 
 use crate::cx::Cx;
 use crate::event::Effect;
@@ -18,31 +19,30 @@ use lagoon_types::{InstanceId, KvRun, LeaseRun};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// How KV of creditors was attended to, and what is mapped.
+/// Counters of remote attention by kind, and of mapped creditor KV.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PeerAccessStatus {
-    /// Micro attentions of a sequence's step over KV of a creditor: where it lies, by queries that were sent there, and
-    /// here, where the KV was brought.
+    /// Micro attentions of a sequence's step over a creditor's KV: mapped, by shipped queries, and by fetched KV.
     pub attended_mapped: u64,
     pub attended_shipped: u64,
     pub attended_fetched: u64,
-    /// Creditors whose memory is mapped, and how often one's could not be.
+    /// Creditors whose memory is mapped, and mappings that failed.
     pub mapped: usize,
     pub refused: u64,
-    /// Steps that were thrown away because the memory was somebody else's by then.
+    /// Steps dropped because mapped memory had been reused.
     pub reused: u64,
-    /// rBlocks that were sealed for debtors to map.
+    /// rBlocks sealed for debtors to map.
     pub sealed: u64,
 }
 
-/// A creditor's memory.
+/// A creditor's memory, mapped or being mapped.
 #[derive(Debug)]
 struct Mapping {
     map: MapId,
-    /// As offered.
+    /// The memory as offered in its Hello.
     memory: TransferArena,
     blocks: u32,
-    /// The device has mapped it.
+    /// Whether the device has mapped it.
     stands: bool,
 }
 
@@ -60,12 +60,12 @@ impl Mapped {
         PeerAccessStatus { mapped, ..self.status.clone() }
     }
 
-    /// Whether this creditor's memory is mapped here: its device computes nothing for sealed KV of this instance.
+    /// Whether this creditor's memory is mapped here: its device then computes nothing for sealed KV of this instance.
     pub(crate) fn maps(&self, creditor: InstanceId) -> bool {
         self.mappings.get(&creditor).is_some_and(|mapping| mapping.stands)
     }
 
-    /// A step begins.
+    /// Counts the remote attention of a step that begins.
     pub(crate) fn count(&mut self, work: &RemoteWork) {
         let fetched: BTreeSet<_> = work.fetches.iter().map(|fetch| (fetch.creditor, fetch.seq_index)).collect();
         let shipped: usize = work.ships.iter().map(|ship| ship.segments.len()).sum();
@@ -75,24 +75,24 @@ impl Mapped {
         self.status.attended_mapped += mapped as u64;
     }
 
-    /// A step is thrown away.
+    /// Counts a step dropped because mapped memory had been reused.
     pub(crate) fn note_reused(&mut self) {
         self.status.reused += 1;
     }
 }
 
-/// What of a sequence's runs at a creditor is in reach.
+/// A sequence's runs at a creditor, split into mapped and other ones.
 #[derive(Debug, Default)]
 pub(crate) struct MappedRuns {
-    /// In the creditor's store, ascending.
+    /// Mapped runs, in the creditor's store, ascending.
     pub(crate) runs: Vec<KvRun>,
     pub(crate) sealed: Vec<SealedBlock>,
-    /// What is not.
+    /// Runs that are not mapped.
     pub(crate) rest: Vec<LeaseRun>,
 }
 
 impl MappedRuns {
-    /// `len` tokens from `offset` of a run, in a sealed rBlock or elsewhere.
+    /// Adds `len` tokens from `offset` of a run; `sealed`: their rBlock and slot, if mapped.
     fn add(&mut self, of: &LeaseRun, offset: u32, len: u32, sealed: Option<(u32, u32)>) {
         let first_pos = of.first_pos + (offset - of.offset);
         let Some((block, base)) = sealed else {
@@ -111,11 +111,17 @@ impl MappedRuns {
 }
 
 impl Mapped {
-    /// A peer says in its Hello where it lends memory that can be mapped, if it does.
+    /// Maps the memory that a creditor offers in its Hello, if it is on this host; unmaps it if it offers none.
     pub(crate) fn on_lent_memory(&mut self, cx: &mut Cx, creditor: InstanceId, lent: Option<&LentMemory>) {
         let same_host = |lent: &&LentMemory| cx.config.peer_access.as_ref().is_some_and(|host| *host == lent.host);
+        // Its slots are numbered by u32, as every instance's.
+        let sizes = |lent: &&LentMemory| lent.blocks.checked_mul(cx.config.block_tokens).is_some_and(|n| n < u32::MAX);
         let wanted = cx.config.remote == RemotePolicy::Auto;
-        let offered = lent.filter(same_host).filter(|_| wanted).and_then(|lent| Some((lent.memory.as_ref()?, lent)));
+        let offered = lent
+            .filter(same_host)
+            .filter(sizes)
+            .filter(|_| wanted)
+            .and_then(|lent| Some((lent.memory.as_ref()?, lent)));
         let Some((memory, &LentMemory { blocks, .. })) = offered else { return self.unmap(cx, creditor) };
         // Hellos are repeated.
         if self.mappings.get(&creditor).is_some_and(|known| known.memory == *memory && known.blocks == blocks) {
@@ -129,36 +135,37 @@ impl Mapped {
         cx.effects.push(Effect::Map { map, blocks, memory: memory.clone() });
     }
 
-    /// The device has mapped a creditor's memory, or it could not be.
+    /// The device has mapped a creditor's memory, or failed to.
     pub(crate) fn on_mapped(&mut self, cx: &mut Cx, map: MapId, mapped: bool) {
         let wanted = self.mappings.iter_mut().find(|(_, mapping)| mapping.map == map);
         match wanted {
             Some((creditor, mapping)) => {
                 mapping.stands = mapped;
-                cx.memory.rm.set_near(*creditor, mapped);
+                cx.memory.rm.debtor.set_near(*creditor, mapped);
             }
-            // The peer went meanwhile.
+            // The peer left meanwhile.
             None if mapped => cx.effects.push(Effect::Runner(Command::Unmap { map })),
             None => {}
         }
         self.status.refused += u64::from(!mapped);
     }
 
-    /// A creditor's memory is not attended to any more: its sequences' steps have ended.
+    /// Unmaps a creditor's memory. Steps that attend to it must have ended.
     pub(crate) fn unmap(&mut self, cx: &mut Cx, creditor: InstanceId) {
         if let Some(Mapping { map, stands: true, .. }) = self.mappings.remove(&creditor) {
-            cx.memory.rm.set_near(creditor, false);
+            cx.memory.rm.debtor.set_near(creditor, false);
             cx.effects.push(Effect::Runner(Command::Unmap { map }));
         }
     }
 
-    /// Divides a sequence's runs at a creditor into what its own device attends to there and the rest.
+    /// Splits a sequence's runs at a creditor into mapped sealed ones, for the own device, and the rest; `None` if not
+    /// mapped.
     pub(crate) fn mapped_runs(&self, cx: &Cx, creditor: InstanceId, runs: &[LeaseRun]) -> Option<(MapId, MappedRuns)> {
         let mapping = self.mappings.get(&creditor).filter(|mapping| mapping.stands)?;
         let block_tokens = cx.config.block_tokens;
         let mut found = MappedRuns::default();
         for run in runs {
-            let places = cx.memory.rm.places(creditor, run.lease, run.epoch);
+            let places = cx.memory.rm.debtor.held.places(creditor, run.lease, run.epoch);
             let mut at = run.offset;
             while at < run.offset + run.len {
                 let len = (block_tokens - at % block_tokens).min(run.offset + run.len - at);

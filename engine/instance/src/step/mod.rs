@@ -1,18 +1,23 @@
-//! Steps of this instance as debtor: from a plan to work for the runner, and what travels while it runs.
+//! Steps of this instance as debtor: from a plan to work for the runner, and frames to and from creditors while it
+//! runs.
 
 mod build;
 pub(crate) mod cost;
 pub(crate) mod mapped;
+#[cfg(test)]
+mod tests;
 
-use crate::creditor::CreditorEvent;
+use crate::batch::{Batch, Others};
+use crate::cx::Cx;
 use crate::event::Effect;
-use crate::instance::Instance;
+use crate::outcome::{Lost, LostPart, Outcome, Outcomes};
+use crate::prefill::Prefills;
 use build::{Builder, Built};
 use bytes::Bytes;
 use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
 use lagoon_backend::{DeviceError, LaunchCounters};
-use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket};
-use lagoon_runner::{Command, Fetch, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
+use lagoon_protocol::{BulkFrame, LentMemory, PartialsFrame, RefuseCode, StepTicket};
+use lagoon_runner::{Command, Fetch, MapId, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
 use lagoon_types::run::visible;
 use lagoon_types::{
     Chunk, InstanceId, LeaseId, LeaseRun, MicroBatch, RequestError, SeqId, StepId, StepPlan, TokenEvent,
@@ -20,65 +25,181 @@ use lagoon_types::{
 use mapped::Mapped;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A step that the runner works on.
+/// A step on the runner.
 #[derive(Debug)]
 pub(crate) struct InFlight {
     pub(crate) step: StepId,
     chunks: Vec<Chunk>,
-    /// Creditors that have a ticket.
+    /// Creditors with a ticket.
     creditors: Vec<InstanceId>,
+    /// Those of them that have no queries of the last layer, with which a ticket ends.
+    open: BTreeSet<InstanceId>,
     fetches: Vec<Fetch>,
-    /// Creditors that have a layer's queries and have not answered yet.
+    /// Creditors with a layer's queries that have not answered yet.
     pub(crate) unanswered: BTreeSet<InstanceId>,
-    /// With the sequence that each belongs to.
+    /// The layer of those queries.
+    asked_layer: u32,
+    /// Writes, each with its sequence.
     writes: Vec<(SeqId, WriteSegment)>,
-    /// Without progress until then, the step fails. Only steps with creditors have one.
+    /// The step fails at this time without progress. Only steps with creditors have a deadline.
     deadline_ms: Option<u64>,
-    /// When the last queries left, and how long the answers to earlier ones took in sum.
+    /// When the last queries left, and the sum of earlier answers' times, in milliseconds.
     asked_ms: u64,
     remote_ms: u64,
     started_ms: u64,
-    /// Estimated time of remote requests until it started.
+    /// Estimated time of remote requests before the step, in microseconds.
     remote_requests_us: f64,
 }
 
-/// Steps of this instance as debtor.
+/// Steps in flight of this instance as debtor, by micro-batch.
 #[derive(Debug)]
 pub(crate) struct Steps {
     flights: [Option<InFlight>; 2],
     /// Reads in flight: step, layer and index of the fetch.
     reads: BTreeMap<u64, (StepId, u32, usize)>,
     next_step: u64,
-    next_read: u64,
-    /// The device's last report of how steps were launched.
-    pub(crate) launches: Option<LaunchCounters>,
-    pub(crate) mapped: Mapped,
+    /// The device's last launch counters.
+    launches: Option<LaunchCounters>,
+    mapped: Mapped,
+}
+
+/// Events of own steps.
+#[derive(Debug)]
+pub(crate) enum StepEvent {
+    /// An idle micro-batch may start a step. `remote_requests_us`: estimated time of remote requests so far.
+    Start {
+        micro_batch: MicroBatch,
+        remote_requests_us: f64,
+    },
+    /// From the runner: see [`lagoon_runner::Report`].
+    Queries {
+        step: StepId,
+        layer: u32,
+        frames: Vec<(InstanceId, u32, Bytes)>,
+    },
+    Written {
+        step: StepId,
+        layer: u32,
+        kv: Vec<Bytes>,
+    },
+    Layer {
+        step: StepId,
+        layer: u32,
+    },
+    Done {
+        step: StepId,
+        micro_batch: MicroBatch,
+        samples: Vec<SampleOut>,
+    },
+    Failed {
+        step: StepId,
+        micro_batch: MicroBatch,
+        error: PassError,
+    },
+    Launches(LaunchCounters),
+    Mapped {
+        map: MapId,
+        mapped: bool,
+    },
+    /// A creditor's partial of a layer, or its refusal of the step.
+    Partial {
+        step: StepId,
+        layer: u32,
+        part: RemotePart,
+    },
+    Refused {
+        creditor: InstanceId,
+        step: StepId,
+        code: RefuseCode,
+        detail: String,
+    },
+    /// KV that a step fetches from a creditor, or the creditor's refusal.
+    Fetched {
+        id: u64,
+        layer: u32,
+        kv: Bytes,
+    },
+    FetchRefused {
+        id: u64,
+        code: RefuseCode,
+        detail: String,
+    },
+    /// A creditor's Hello: the memory that it lets others map, if any.
+    PeerUp {
+        creditor: InstanceId,
+        lent: Option<LentMemory>,
+    },
+    /// The connection to a creditor is gone; steps that attend to its memory have ended.
+    PeerGone(InstanceId),
+    /// Aborts the step that a sequence is in; its other sequences leave it, too.
+    Leave(SeqId),
+    /// Aborts the step of a micro-batch.
+    Abort(MicroBatch),
+    Tick,
 }
 
 impl Steps {
-    pub(crate) fn new() -> Self {
-        Self {
-            flights: [None, None],
-            reads: BTreeMap::new(),
-            next_step: 0,
-            next_read: 0,
-            launches: None,
-            mapped: Mapped::default(),
+    pub(crate) fn handle(&mut self, cx: &mut Cx, batch: &mut Batch, others: Others<'_>, event: StepEvent) -> Outcomes {
+        let prefills = others.prefills;
+        match event {
+            StepEvent::Start { micro_batch, remote_requests_us } => {
+                self.start_micro_batch(cx, batch, prefills, micro_batch, remote_requests_us);
+            }
+            StepEvent::Queries { step, layer, frames } => self.on_queries(cx, step, layer, frames),
+            StepEvent::Written { step, layer, kv } => self.on_written(cx, batch, step, layer, kv),
+            StepEvent::Layer { step, layer } => self.on_layer(cx, step, layer),
+            StepEvent::Done { step, micro_batch, samples } => {
+                self.on_done(cx, batch, others, step, micro_batch, samples);
+            }
+            StepEvent::Failed { step, micro_batch, error } => {
+                self.on_step_failed(cx, batch, prefills, step, micro_batch, &error);
+            }
+            StepEvent::Launches(counters) => self.launches = Some(counters),
+            StepEvent::Mapped { map, mapped } => self.mapped.on_mapped(cx, map, mapped),
+            StepEvent::Partial { step, layer, part } => self.on_partial(cx, step, layer, part),
+            StepEvent::Refused { creditor, step, code, detail } => {
+                if self.flight(step).is_some_and(|flight| flight.asks(creditor)) {
+                    let why = format!("{creditor} refused the step: {code:?}, {detail}");
+                    self.fail_step(cx, batch, prefills, step, &BTreeSet::from([creditor]), &why);
+                }
+            }
+            StepEvent::Fetched { id, layer, kv } => self.on_fetched(cx, batch, id, layer, kv),
+            StepEvent::FetchRefused { id, code, detail } => {
+                // Otherwise nobody waits for it any more.
+                if let Some((step, _, index)) = self.reads.remove(&id) {
+                    let why = format!("a creditor refused KV: {code:?}, {detail}");
+                    self.lose_fetch(cx, batch, (step, index), why);
+                }
+            }
+            StepEvent::PeerUp { creditor, lent } => self.mapped.on_lent_memory(cx, creditor, lent.as_ref()),
+            StepEvent::PeerGone(creditor) => self.mapped.unmap(cx, creditor),
+            StepEvent::Leave(seq) => self.abort_micro_batch_of(cx, batch, prefills, seq),
+            StepEvent::Abort(micro_batch) => self.abort_micro_batch(cx, batch, prefills, micro_batch),
+            StepEvent::Tick => self.expire_steps(cx, batch, prefills),
         }
+        cx.take_outcomes()
     }
 
-    /// A number for a read at a creditor; steps and moves share them.
-    pub(crate) fn next_read(&mut self) -> u64 {
-        self.next_read += 1;
-        self.next_read
+    /// The device's last launch counters.
+    pub(crate) fn launches(&self) -> Option<LaunchCounters> {
+        self.launches
     }
 
-    /// Whether the runner works on a step.
+    /// Creditor KV that is mapped here.
+    pub(crate) fn mapped(&self) -> &Mapped {
+        &self.mapped
+    }
+
+    pub(crate) fn new() -> Self {
+        Self { flights: [None, None], reads: BTreeMap::new(), next_step: 0, launches: None, mapped: Mapped::default() }
+    }
+
+    /// Whether a step is on the runner.
     pub(crate) fn is_busy(&self) -> bool {
         self.flights.iter().any(Option::is_some)
     }
 
-    /// The step of a micro-batch.
+    /// The step in flight of a micro-batch.
     pub(crate) fn flight_in(&self, micro_batch: MicroBatch) -> Option<&InFlight> {
         self.flights[micro_batch.index()].as_ref()
     }
@@ -88,14 +209,19 @@ impl Steps {
         self.flight_in(micro_batch).and_then(InFlight::waits_since)
     }
 
-    /// Whether a layer's queries are out.
+    /// Whether partials are due: creditors have a layer's queries.
     pub(crate) fn expects_partials(&self) -> bool {
         self.flights.iter().flatten().any(|f| !f.unanswered.is_empty())
     }
 }
 
 impl InFlight {
-    /// Every sequence of it generates a token.
+    /// Whether a creditor computes or sends something for this step.
+    fn asks(&self, creditor: InstanceId) -> bool {
+        self.creditors.contains(&creditor) || self.fetches.iter().any(|fetch| fetch.creditor == creditor)
+    }
+
+    /// Whether every sequence of the step generates a token.
     pub(crate) fn decodes(&self) -> bool {
         self.chunks.iter().all(|c| c.len == 1 && c.last)
     }
@@ -106,86 +232,76 @@ impl InFlight {
     }
 }
 
-impl Instance {
-    /// What shipping and fetching cost towards a creditor, by what was measured.
-    fn cost_model(&self, creditor: InstanceId) -> CostModel {
-        let config = &self.cx.config;
-        let known = self.cx.peers.key(creditor).and_then(|peer| self.cx.peers.known(peer));
-        let (rtt_us, bytes_per_s) = known.map_or((0, 0), |k| (k.rtt_us, k.bytes_per_s));
-        CostModel {
-            geometry: config.geometry,
-            kv: config.kv,
-            wire: config.wire,
-            link: LinkCost::measured(rtt_us, bytes_per_s, config.link_bytes_per_s),
-            own: OwnCost::measured(config.calibration.as_ref(), &config.geometry, &config.kv, config.attention_flops),
-        }
-    }
-
-    fn fetches(&self, creditor: InstanceId, rows: u32, keys: u32) -> bool {
-        match self.cx.config.remote {
-            _ if self.cx.config.fetch_tokens == 0 => false,
-            RemotePolicy::Ship => false,
-            RemotePolicy::Fetch => true,
-            RemotePolicy::Auto => self.cost_model(creditor).prefers_fetch(rows, keys),
-        }
-    }
-
+impl Steps {
     /// Plans and starts the next step of a micro-batch that is idle.
-    pub(crate) fn start_micro_batch(&mut self, micro_batch: MicroBatch) {
-        if self.step.flights[micro_batch.index()].is_some() {
+    fn start_micro_batch(
+        &mut self,
+        cx: &mut Cx,
+        batch: &mut Batch,
+        prefills: &Prefills,
+        micro_batch: MicroBatch,
+        remote_requests_us: f64,
+    ) {
+        if self.flights[micro_batch.index()].is_some() {
             return;
         }
-        let plan = self.batch.plan(micro_batch);
+        let plan = batch.plan(micro_batch);
         if plan.chunks.is_empty() {
             return;
         }
-        self.step.next_step += 1;
-        let step = StepId(self.step.next_step);
-        let (mut work, tickets, writes) = self.build(step, micro_batch, &plan);
-        work.watched = self.watch(&plan.chunks);
-        self.step.mapped.count(&work.remote);
+        self.next_step += 1;
+        let step = StepId(self.next_step);
+        let (mut work, tickets, writes) = self.build(cx, batch, step, micro_batch, &plan);
+        work.watched = plan.chunks.iter().any(|chunk| prefills.is_pushed(chunk.seq));
+        if work.watched {
+            cx.tell(Outcome::Watched { chunks: plan.chunks.clone() });
+        }
+        self.mapped.count(&work.remote);
         let mut creditors = Vec::with_capacity(tickets.len());
         for (creditor, seqs) in tickets {
-            if let Some(peer) = self.cx.peers.key(creditor) {
-                let deadline_ms = u32::try_from(self.cx.step_deadline_ms).unwrap_or(u32::MAX);
-                let ticket = StepTicket { step, deadline_ms, dtype: self.cx.config.wire, seqs };
-                self.cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Ticket(ticket) });
+            if let Some(peer) = cx.peers.key(creditor) {
+                let deadline_ms = u32::try_from(cx.step_deadline_ms).unwrap_or(u32::MAX);
+                let ticket = StepTicket { step, deadline_ms, dtype: cx.config.wire, seqs };
+                cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Ticket(ticket) });
             }
             creditors.push(creditor);
         }
         let remote = micro_batch == MicroBatch::Remote;
-        self.step.flights[micro_batch.index()] = Some(InFlight {
+        self.flights[micro_batch.index()] = Some(InFlight {
             step,
             chunks: plan.chunks,
+            open: creditors.iter().copied().collect(),
             creditors,
             fetches: work.remote.fetches.clone(),
             unanswered: BTreeSet::new(),
+            asked_layer: 0,
             writes,
-            deadline_ms: remote.then_some(self.cx.now_ms + self.cx.step_deadline_ms),
-            asked_ms: self.cx.now_ms,
+            deadline_ms: remote.then_some(cx.now_ms + cx.step_deadline_ms),
+            asked_ms: cx.now_ms,
             remote_ms: 0,
-            started_ms: self.cx.now_ms,
-            remote_requests_us: self.creditor.remote_requests_us(),
+            started_ms: cx.now_ms,
+            remote_requests_us,
         });
-        self.cx.release_freed();
-        self.cx.effects.push(Effect::Runner(Command::Step(Box::new(work))));
-        self.request_fetches(step, 0);
+        cx.release_freed();
+        cx.effects.push(Effect::Runner(Command::Step(Box::new(work))));
+        self.request_fetches(cx, step, 0);
     }
 
-    /// Turns a plan into work, the tickets of its creditors and the owners of its writes.
-    fn build(&self, step: StepId, micro_batch: MicroBatch, plan: &StepPlan) -> Built {
-        let mut builder = Builder::new(step, micro_batch, self.cx.config.wire);
-        builder.work.next_row = self.cx.memory.rm.pool().next_row().map(|block| block.0 * self.cx.config.block_tokens);
+    /// Turns a plan into work for the runner, step tickets by creditor, and writes with their sequences.
+    fn build(&self, cx: &Cx, batch: &Batch, step: StepId, micro_batch: MicroBatch, plan: &StepPlan) -> Built {
+        let mut builder = Builder::new(step, micro_batch, cx.config.wire);
+        builder.work.next_row = cx.memory.rm.pool.next_row().map(|block| block.0 * cx.config.block_tokens);
         for chunk in &plan.chunks {
-            let seq = self.batch.known(chunk.seq);
+            let seq = batch.known(chunk.seq);
             let end = chunk.start + chunk.len;
             let span = chunk.start as usize..end as usize;
             let sample = chunk.last.then(|| SampleSpec {
                 params: seq.sampling.clone(),
-                index: self.sampled_before(chunk.seq).unwrap_or_else(|| u64::from(seq.generated())),
+                index: seq.for_others.unwrap_or_else(|| u64::from(seq.generated())),
                 return_logits: seq.return_logits,
+                banned: seq.banned(),
             });
-            let window_start = visible(chunk.start, self.cx.config.window).start;
+            let window_start = visible(chunk.start, cx.config.window).start;
             let mut segments = Vec::new();
             seq.blocks.segments(chunk.start..end, &mut segments);
             builder.rows(chunk, &seq.tokens[span], &segments);
@@ -193,7 +309,7 @@ impl Instance {
             seq.blocks.local_runs(end, window_start, &mut builder.work.runs);
             builder.seq(chunk, run0, sample);
             for (creditor, runs) in seq.blocks.remote_runs(chunk.start, window_start) {
-                let runs = match self.step.mapped.mapped_runs(&self.cx, creditor, &runs) {
+                let runs = match self.mapped.mapped_runs(cx, creditor, &runs) {
                     Some((map, found)) => builder.reach(creditor, map, chunk, found),
                     None => runs,
                 };
@@ -201,8 +317,8 @@ impl Instance {
                     continue;
                 }
                 let keys = runs.iter().map(|r| r.len).sum();
-                if self.fetches(creditor, chunk.len, keys) {
-                    builder.fetch(creditor, &runs, self.cx.config.fetch_tokens);
+                if fetches(cx, creditor, chunk.len, keys) {
+                    builder.fetch(creditor, &runs, cx.config.fetch_tokens);
                 } else {
                     builder.ship(creditor, chunk, runs);
                 }
@@ -211,18 +327,17 @@ impl Instance {
         builder.finish()
     }
 
-    /// Asks for the KV that a layer fetches.
-    fn request_fetches(&mut self, step: StepId, layer: u32) {
-        if layer >= self.cx.config.kv.layers {
+    /// Requests the KV that a layer fetches.
+    fn request_fetches(&mut self, cx: &mut Cx, step: StepId, layer: u32) {
+        if layer >= cx.config.kv.layers {
             return;
         }
-        let Some(flight) = self.step.flights.iter().flatten().find(|f| f.step == step) else { return };
+        let Some(flight) = self.flights.iter().flatten().find(|f| f.step == step) else { return };
         for (index, fetch) in flight.fetches.iter().enumerate() {
-            let Some(peer) = self.cx.peers.key(fetch.creditor) else { continue };
-            self.step.next_read += 1;
-            let read = self.step.next_read;
+            let Some(peer) = cx.peers.key(fetch.creditor) else { continue };
+            let read = cx.tags.read();
             let LeaseRun { lease, epoch, offset, len, .. } = fetch.run;
-            self.step.reads.insert(read, (step, layer, index));
+            self.reads.insert(read, (step, layer, index));
             let frame = BulkFrame::Read {
                 id: read,
                 lease,
@@ -230,293 +345,284 @@ impl Instance {
                 layer,
                 offset,
                 tokens: len,
-                deadline_ms: u32::try_from(self.cx.step_deadline_ms).unwrap_or(u32::MAX),
+                deadline_ms: u32::try_from(cx.step_deadline_ms).unwrap_or(u32::MAX),
             };
-            self.cx.effects.push(Effect::Bulk { peer, frame });
+            cx.effects.push(Effect::Bulk { peer, frame });
         }
     }
 
     fn flight(&mut self, step: StepId) -> Option<&mut InFlight> {
-        self.step.flights.iter_mut().flatten().find(|f| f.step == step)
+        self.flights.iter_mut().flatten().find(|f| f.step == step)
     }
 
-    /// The runner has a layer's queries: they go out, and the next layer's KV is asked for.
-    pub(crate) fn on_queries(&mut self, step: StepId, layer: u32, frames: Vec<(InstanceId, u32, Bytes)>) {
-        let (now, deadline) = (self.cx.now_ms, self.cx.now_ms + self.cx.step_deadline_ms);
+    /// Sends a layer's queries and requests the next layer's KV.
+    fn on_queries(&mut self, cx: &mut Cx, step: StepId, layer: u32, frames: Vec<(InstanceId, u32, Bytes)>) {
+        let (now, deadline) = (cx.now_ms, cx.now_ms + cx.step_deadline_ms);
+        let last = layer + 1 == cx.config.kv.layers;
         let Some(flight) = self.flight(step) else { return };
         (flight.deadline_ms, flight.asked_ms) = (Some(deadline), now);
+        if last {
+            frames.iter().for_each(|(creditor, ..)| _ = flight.open.remove(creditor));
+        }
         flight.unanswered = frames.iter().map(|(creditor, ..)| *creditor).collect();
+        flight.asked_layer = layer;
         for (creditor, rows, queries) in frames {
-            if let Some(peer) = self.cx.peers.key(creditor) {
+            if let Some(peer) = cx.peers.key(creditor) {
                 let frame = PartialsFrame::Query { step, layer, rows, queries };
-                self.cx.effects.push(Effect::Partials { peer, frame });
+                cx.effects.push(Effect::Partials { peer, frame });
             }
         }
-        self.request_fetches(step, layer + 1);
+        self.request_fetches(cx, step, layer + 1);
     }
 
-    /// A step has filled another layer of what it computes.
-    pub(crate) fn on_layer(&mut self, step: StepId, layer: u32) {
-        let flight = self.step.flights.iter().flatten().find(|f| f.step == step);
+    /// Reports that a step has filled another layer of its chunks.
+    fn on_layer(&mut self, cx: &mut Cx, step: StepId, layer: u32) {
+        let flight = self.flights.iter().flatten().find(|f| f.step == step);
         let seqs: Vec<SeqId> = flight.iter().flat_map(|f| &f.chunks).map(|chunk| chunk.seq).collect();
-        seqs.into_iter().for_each(|seq| self.on_layers(seq, layer + 1));
+        seqs.into_iter().for_each(|seq| cx.tell(Outcome::Layers { seq, layers: layer + 1 }));
     }
 
-    /// The runner has a layer's KV for creditors. A range that was sent before (by a step that was aborted) is not
-    /// sent again: the creditor has it.
-    pub(crate) fn on_written(&mut self, step: StepId, layer: u32, kv: Vec<Bytes>) {
-        let token_bytes = self.cx.config.kv.layer_token_bytes();
-        let Some(flight) = self.step.flights.iter().flatten().find(|f| f.step == step) else { return };
+    /// Sends a layer's new KV to creditors. A range that an aborted step has sent already is not repeated: the creditor
+    /// has it.
+    fn on_written(&mut self, cx: &mut Cx, batch: &mut Batch, step: StepId, layer: u32, kv: Vec<Bytes>) {
+        let token_bytes = cx.config.kv.layer_token_bytes();
+        let Some(flight) = self.flights.iter().flatten().find(|f| f.step == step) else { return };
         for ((seq, write), kv) in flight.writes.iter().zip(kv) {
-            let Some(held) = self.batch.seq_mut(*seq).and_then(|s| s.leases.get_mut(&(write.creditor, write.lease)))
-            else {
+            let Some(held) = batch.seq_mut(*seq).and_then(|s| s.leases.get_mut(&(write.creditor, write.lease))) else {
                 continue;
             };
             let Some(hasher) = &mut held.hasher else { continue };
             let skip = hasher.written(layer as usize).saturating_sub(write.offset).min(write.rows);
             let (offset, tokens) = (write.offset + skip, write.rows - skip);
-            let Some(peer) = self.cx.peers.key(write.creditor).filter(|_| tokens > 0) else { continue };
+            let Some(peer) = cx.peers.key(write.creditor).filter(|_| tokens > 0) else { continue };
             let kv = kv.slice(skip as usize * token_bytes..);
             let mut complete = Vec::new();
             hasher.write(layer as usize, &kv, &mut complete);
             held.hashes.extend(complete.iter().copied());
             let &WriteSegment { lease, epoch, .. } = write;
-            self.cx
-                .effects
-                .push(Effect::Bulk { peer, frame: BulkFrame::Write { lease, epoch, layer, offset, tokens, kv } });
+            cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Write { lease, epoch, layer, offset, tokens, kv } });
             for (entry, hash) in complete {
-                self.cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Seal { lease, epoch, entry, hash } });
+                cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Seal { lease, epoch, entry, hash } });
             }
         }
     }
 
-    #[allow(clippy::too_many_arguments, reason = "the fields of one frame")]
-    pub(crate) fn on_partial(
-        &mut self,
-        creditor: InstanceId,
-        step: StepId,
-        layer: u32,
-        _rows: u32,
-        out: Bytes,
-        lse: Bytes,
-        count: Bytes,
-    ) {
-        let now = self.cx.now_ms;
-        if let Some(flight) = self.flight(step).filter(|f| f.creditors.contains(&creditor)) {
-            if flight.unanswered.remove(&creditor) && flight.unanswered.is_empty() {
-                flight.remote_ms += now - flight.asked_ms;
-            }
-            let part = RemotePart { creditor, out, lse, count };
-            self.cx.effects.push(Effect::Runner(Command::Part { step, layer, part }));
-        }
-    }
-
-    pub(crate) fn on_fetched(&mut self, id: u64, layer: u32, kv: Bytes) {
-        let Some((step, wanted, index)) = self.step.reads.remove(&id) else { return };
-        if wanted == layer {
-            self.cx.effects.push(Effect::Runner(Command::Fetched { step, layer, index, kv }));
-        }
-    }
-
-    /// A creditor refuses a step: its sequences' KV there counts as lost.
-    pub(crate) fn on_step_refused(&mut self, creditor: InstanceId, step: StepId, code: RefuseCode, detail: &str) {
-        if self.flight(step).is_some() {
-            self.fail_step(
-                step,
-                &BTreeSet::from([creditor]),
-                &format!("{creditor} refused the step: {code:?}, {detail}"),
-            );
-        }
-    }
-
-    /// A creditor refuses KV: the lease is of no use any more.
-    pub(crate) fn on_bulk_refused(
-        &mut self,
-        creditor: InstanceId,
-        id: u64,
-        lease: LeaseId,
-        code: RefuseCode,
-        detail: &str,
-    ) {
-        if id != 0 {
-            let moved = self.moves.reads(id);
-            if moved {
-                self.on_move_refused(id, code);
-            }
-            // Nobody waits for it any more; or its source is in trouble, but has the KV.
-            let passing = matches!(code, RefuseCode::Deadline | RefuseCode::Overloaded);
-            if (!moved && self.step.reads.remove(&id).is_none()) || (moved && passing) {
-                return;
-            }
-        } else if self.on_move_write_refused(creditor, lease, code)
-            && !matches!(code, RefuseCode::UnknownLease | RefuseCode::StaleEpoch | RefuseCode::Device)
-        {
+    fn on_partial(&mut self, cx: &mut Cx, step: StepId, layer: u32, part: RemotePart) {
+        let Some(flight) = self.flight(step).filter(|f| f.asked_layer == layer) else { return };
+        // One answer each: a second one, or one for another layer, is dropped, and the step's deadline stays.
+        if !flight.unanswered.remove(&part.creditor) {
             return;
         }
-        self.lose_lease(creditor, lease, &format!("a creditor refused KV: {code:?}, {detail}"));
+        if flight.unanswered.is_empty() {
+            flight.remote_ms += cx.now_ms - flight.asked_ms;
+        }
+        cx.effects.push(Effect::Runner(Command::Part { step, layer, part }));
     }
 
-    /// What a lease held is gone, whoever has it here.
-    fn lose_lease(&mut self, creditor: InstanceId, lease: LeaseId, why: &str) {
-        let holder = self.batch.seqs().find(|s| s.leases.contains_key(&(creditor, lease))).map(|s| s.id);
-        if let Some(seq) = holder {
-            self.lose(seq, creditor, Some(lease), why);
+    /// The creditor of a step's read with this id.
+    pub(crate) fn reads_at(&self, id: u64) -> Option<InstanceId> {
+        let (step, _, index) = self.reads.get(&id)?;
+        let flight = self.flights.iter().flatten().find(|flight| flight.step == *step)?;
+        flight.fetches.get(*index).map(|fetch| fetch.creditor)
+    }
+
+    fn on_fetched(&mut self, cx: &mut Cx, batch: &Batch, id: u64, layer: u32, kv: Bytes) {
+        let Some((step, wanted, index)) = self.reads.remove(&id) else { return };
+        if wanted == layer {
+            cx.effects.push(Effect::Runner(Command::Fetched { step, layer, index, kv }));
+            return;
+        }
+        self.lose_fetch(cx, batch, (step, index), "a creditor answered another layer".to_owned());
+    }
+
+    /// A read failed, and nothing else answers it: what it was of is lost, whatever lease the answer names.
+    fn lose_fetch(&mut self, cx: &mut Cx, batch: &Batch, (step, index): (StepId, usize), why: String) {
+        let fetch = self.flight(step).and_then(|flight| flight.fetches.get(index).copied());
+        if let Some(Fetch { creditor, run, .. }) = fetch {
+            batch.lose_lease(cx, creditor, run.lease, why);
         }
     }
 
-    /// A creditor has given memory to somebody else that a step attended to: that lease is lost, and the others of the step are
-    /// planned again as they were.
-    fn on_reused(&mut self, creditor: InstanceId, lease: LeaseId, why: &str) {
-        self.step.mapped.note_reused();
-        self.lose_lease(creditor, lease, why);
+    /// A creditor has reused mapped memory that a step attended to: its lease is lost, and the step's other sequences
+    /// are planned again.
+    fn on_reused(&mut self, cx: &mut Cx, batch: &Batch, creditor: InstanceId, lease: LeaseId, why: String) {
+        self.mapped.note_reused();
+        batch.lose_lease(cx, creditor, lease, why);
     }
 
-    /// The runner is done with a step.
-    pub(crate) fn on_done(&mut self, step: StepId, micro_batch: MicroBatch, samples: Vec<SampleOut>) {
-        let Some(flight) = self.step.flights[micro_batch.index()].take_if(|f| f.step == step) else { return };
-        if micro_batch == MicroBatch::Local && flight.chunks.iter().all(|chunk| chunk.len == 1) {
-            let ms = self.cx.now_ms - flight.started_ms;
-            self.creditor(CreditorEvent::OwnStep { ms, remote_requests_us: flight.remote_requests_us });
-        }
+    /// Completes a step.
+    fn on_done(
+        &mut self,
+        cx: &mut Cx,
+        batch: &mut Batch,
+        others: Others<'_>,
+        step: StepId,
+        micro_batch: MicroBatch,
+        samples: Vec<SampleOut>,
+    ) {
+        let Some(flight) = self.flights[micro_batch.index()].take_if(|f| f.step == step) else { return };
+        cancel_tickets(cx, step, &flight.open);
+        let ms = cx.now_ms - flight.started_ms;
         let growing = flight.chunks.iter().filter(|c| c.len == 1).count();
         let prompt_rows = flight.chunks.iter().filter(|c| c.len > 1).map(|c| c.len).sum();
-        self.moves.pace.on_step(as_u32(growing), prompt_rows, self.cx.now_ms - flight.started_ms);
+        let own = micro_batch == MicroBatch::Local && growing == flight.chunks.len();
+        cx.tell(Outcome::StepDone {
+            ms,
+            growing: as_u32(growing),
+            prompt_rows,
+            decodes: flight.decodes(),
+            own: own.then_some(flight.remote_requests_us),
+        });
         if micro_batch == MicroBatch::Remote
             && !flight.creditors.is_empty()
             && flight.fetches.is_empty()
             && flight.decodes()
         {
-            self.batch.remote_took(flight.remote_ms);
+            batch.remote_took(flight.remote_ms);
         }
-        self.batch.changed();
+        batch.changed();
         if growing == 0 {
-            self.prompt_step_took(self.cx.now_ms - flight.started_ms, prompt_rows);
+            batch.prompt_step_took(ms, prompt_rows);
         }
         let mut samples = samples.into_iter();
         for chunk in &flight.chunks {
-            let Some(seq) = self.batch.seq_mut(chunk.seq) else { continue };
+            let Some(seq) = batch.seq_mut(chunk.seq) else { continue };
             let again = chunk.start < seq.blocks.written();
             let advance = seq.blocks.write(chunk.start, chunk.len);
-            self.batch.counts.recomputed_tokens += if again { u64::from(chunk.len) } else { 0 };
-            self.cx.memory.rm.mark_written(&advance);
-            self.batch.complete(chunk, chunk.last);
-            self.name_blocks(chunk.seq);
-            let Some(seq) = self.batch.seq_mut(chunk.seq) else { continue };
+            batch.counts.recomputed_tokens += if again { u64::from(chunk.len) } else { 0 };
+            advance.mark(&mut cx.memory.rm.pool);
+            batch.complete(chunk, chunk.last);
+            batch.name_blocks(cx, others, chunk.seq);
+            let Some(seq) = batch.seq_mut(chunk.seq) else { continue };
             let sample = if chunk.last { samples.next() } else { None };
             if seq.is_ending() {
-                self.remove(chunk.seq);
+                batch.remove(cx, others.prefills, chunk.seq);
                 continue;
             }
             assert!(sample.as_ref().is_none_or(|s| s.seq == chunk.seq), "samples come in the order of the plan");
-            if self.prefill.is_job(chunk.seq) {
-                self.on_chunk(chunk.seq);
-                sample.into_iter().for_each(|sample| self.prefilled(chunk.seq, &sample));
+            if seq.for_others.is_some() {
+                cx.tell(Outcome::Chunk { seq: chunk.seq });
+                sample.into_iter().for_each(|sample| cx.tell(Outcome::Prefilled { seq: chunk.seq, sample }));
                 continue;
             }
             let Some(sample) = sample else { continue };
-            let end = seq.push(sample.token, self.cx.config.max_positions);
+            let end = seq.push(sample.token, cx.config.max_positions);
             let event = TokenEvent::Token { id: sample.token, logprobs: sample.logprobs, logits: sample.logits };
-            self.cx.effects.push(Effect::Emit { seq: chunk.seq, event });
+            cx.effects.push(Effect::Emit { seq: chunk.seq, event });
             if let Some(reason) = end {
-                self.finish(chunk.seq, reason);
+                batch.finish(cx, others.prefills, chunk.seq, reason);
             }
         }
     }
 
-    /// The runner could not finish a step: its device or a peer's answer is at fault.
-    pub(crate) fn on_step_failed(&mut self, step: StepId, micro_batch: MicroBatch, error: &PassError) {
-        let Some(flight) = self.step.flights[micro_batch.index()].take_if(|f| f.step == step) else { return };
-        self.cancel_tickets(&flight);
-        self.leave(&flight);
+    /// Ends a step that the runner could not finish: the device or a peer's answer failed.
+    fn on_step_failed(
+        &mut self,
+        cx: &mut Cx,
+        batch: &mut Batch,
+        prefills: &Prefills,
+        step: StepId,
+        micro_batch: MicroBatch,
+        error: &PassError,
+    ) {
+        let Some(flight) = self.flights[micro_batch.index()].take_if(|f| f.step == step) else { return };
+        self.cancel(cx, &flight);
+        self.leave(cx, batch, prefills, &flight);
         match error {
-            PassError::Device(DeviceError::OutOfMemory { .. }) => self.on_device_full(&flight),
-            // Nobody knows what such a device did to its memory.
-            PassError::Device(_) => self.cx.memory.rm.drop_kept(),
-            PassError::Reused { creditor, lease } => self.on_reused(*creditor, *lease, &error.to_string()),
+            PassError::Device(DeviceError::OutOfMemory { .. }) => self.on_device_full(cx, batch, prefills, &flight),
+            // A failed device may have damaged its memory: cached blocks are dropped.
+            PassError::Device(_) => cx.memory.rm.pool.drop_all(),
+            PassError::Reused { creditor, lease } => self.on_reused(cx, batch, *creditor, *lease, error.to_string()),
             _ => {}
         }
         for chunk in &flight.chunks {
             match error {
-                _ if !self.batch.has(chunk.seq) => {}
-                PassError::Part { creditor, .. } => self.lose(chunk.seq, *creditor, None, &error.to_string()),
+                _ if !batch.has(chunk.seq) => {}
+                PassError::Part { creditor, .. } => cx.tell(lost(chunk.seq, *creditor, error.to_string())),
                 PassError::Device(DeviceError::OutOfMemory { .. }) | PassError::Reused { .. } => {}
-                PassError::Device(_) => self.fail(chunk.seq, RequestError::Unavailable(error.to_string())),
+                PassError::Device(_) => {
+                    batch.fail(cx, prefills, chunk.seq, RequestError::Unavailable(error.to_string()))
+                }
                 PassError::Coverage { .. } | PassError::Sampling(_) => {
-                    self.fail(chunk.seq, RequestError::Internal(error.to_string()));
+                    batch.fail(cx, prefills, chunk.seq, RequestError::Internal(error.to_string()));
                 }
             }
         }
     }
 
-    /// The device found no memory for a step although blocks were free: the youngest of its sequences yields and is
-    /// computed again, the others try again.
-    fn on_device_full(&mut self, flight: &InFlight) {
-        let known = |chunk: &&Chunk| self.batch.has(chunk.seq) && self.batch.is_running(chunk.seq);
+    /// The device ran out of memory in a step although blocks were free: preempts the youngest of its sequences; the
+    /// others are planned again.
+    fn on_device_full(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &Prefills, flight: &InFlight) {
+        let known = |chunk: &&Chunk| batch.has(chunk.seq) && batch.is_running(chunk.seq);
         let Some(youngest) = flight.chunks.iter().rev().find(known).map(|chunk| chunk.seq) else { return };
-        self.preempt(youngest);
-        self.batch.counts.preemptions += 1;
-        self.retry_later(youngest);
+        batch.preempt(cx, prefills, youngest);
+        batch.counts.preemptions += 1;
+        batch.retry_later(cx, youngest);
     }
 
-    fn cancel_tickets(&mut self, flight: &InFlight) {
-        for creditor in &flight.creditors {
-            if let Some(peer) = self.cx.peers.key(*creditor) {
-                let frame = PartialsFrame::StepCancel { step: flight.step };
-                self.cx.effects.push(Effect::Partials { peer, frame });
-            }
-        }
-        self.step.reads.retain(|_, (step, _, _)| *step != flight.step);
+    /// Tells the creditors of a step that it is over, and forgets its reads.
+    fn cancel(&mut self, cx: &mut Cx, flight: &InFlight) {
+        cancel_tickets(cx, flight.step, &flight.creditors);
+        self.reads.retain(|_, (step, _, _)| *step != flight.step);
     }
 
-    /// Ends the step that a sequence is in; all its sequences leave it as they were. The runner forgets the step before
-    /// it sees any later command, so their memory may be given away at once.
-    pub(crate) fn abort_micro_batch_of(&mut self, seq: SeqId) {
+    /// Aborts the step that a sequence is in; all its sequences leave it unchanged. The runner drops the step before it
+    /// sees any later command, so their memory may be freed at once.
+    fn abort_micro_batch_of(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &Prefills, seq: SeqId) {
         let holds = |f: &InFlight| f.chunks.iter().any(|c| c.seq == seq);
         for micro_batch in MicroBatch::ALL {
-            if self.step.flights[micro_batch.index()].as_ref().is_some_and(holds) {
-                self.abort_micro_batch(micro_batch);
+            if self.flights[micro_batch.index()].as_ref().is_some_and(holds) {
+                self.abort_micro_batch(cx, batch, prefills, micro_batch);
             }
         }
     }
 
-    /// Ends the step of a micro-batch, if there is one.
-    pub(crate) fn abort_micro_batch(&mut self, micro_batch: MicroBatch) {
-        if let Some(flight) = self.step.flights[micro_batch.index()].take() {
-            self.cx.effects.push(Effect::Runner(Command::Abort { step: flight.step }));
-            self.cancel_tickets(&flight);
-            self.leave(&flight);
+    /// Aborts the step of a micro-batch, if there is one.
+    fn abort_micro_batch(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &Prefills, micro_batch: MicroBatch) {
+        if let Some(flight) = self.flights[micro_batch.index()].take() {
+            cx.effects.push(Effect::Runner(Command::Abort { step: flight.step }));
+            self.cancel(cx, &flight);
+            self.leave(cx, batch, prefills, &flight);
         }
     }
 
-    /// The sequences of a step that is not finished leave it as they were; the cancelled ones end.
-    fn leave(&mut self, flight: &InFlight) {
+    /// Takes the sequences out of a step that did not finish, unchanged; cancelled ones end.
+    fn leave(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &Prefills, flight: &InFlight) {
         for chunk in &flight.chunks {
-            self.batch.abandon(chunk.seq);
-            if self.batch.seq(chunk.seq).is_some_and(|s| s.is_ending()) {
-                self.remove(chunk.seq);
+            batch.abandon(chunk.seq);
+            if batch.seq(chunk.seq).is_some_and(|s| s.is_ending()) {
+                batch.remove(cx, prefills, chunk.seq);
             }
-            self.on_chunk_left(chunk.seq);
+            cx.tell(Outcome::ChunkLeft { seq: chunk.seq });
         }
     }
 
-    /// Aborts a step; what its sequences have at `creditors` counts as lost.
-    fn fail_step(&mut self, step: StepId, creditors: &BTreeSet<InstanceId>, why: &str) {
-        let Some(flight) = self.step.flights.iter().flatten().find(|f| f.step == step) else { return };
+    /// Aborts a step; its sequences lose their KV at `creditors`.
+    fn fail_step(
+        &mut self,
+        cx: &mut Cx,
+        batch: &mut Batch,
+        prefills: &Prefills,
+        step: StepId,
+        creditors: &BTreeSet<InstanceId>,
+        why: &str,
+    ) {
+        let Some(flight) = self.flights.iter().flatten().find(|f| f.step == step) else { return };
         let chunks = flight.chunks.clone();
         if let Some(first) = chunks.first() {
-            self.abort_micro_batch_of(first.seq);
+            self.abort_micro_batch_of(cx, batch, prefills, first.seq);
         }
         for chunk in chunks {
-            creditors.iter().for_each(|creditor| self.lose(chunk.seq, *creditor, None, why));
+            creditors.iter().for_each(|creditor| cx.tell(lost(chunk.seq, *creditor, why.to_owned())));
         }
     }
 
-    /// Fails steps whose creditors do not answer. One that waits for this instance's own device only is not late.
-    pub(crate) fn expire_steps(&mut self) {
-        let (now, timeout_ms) = (self.cx.now_ms, self.cx.step_deadline_ms);
+    /// Fails steps whose creditors are late. A step that waits only for this instance's own device gets a new deadline.
+    fn expire_steps(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &Prefills) {
+        let (now, timeout_ms) = (cx.now_ms, cx.step_deadline_ms);
         let mut late = Vec::new();
-        for flight in self.step.flights.iter_mut().flatten().filter(|f| f.deadline_ms.is_some_and(|at| at <= now)) {
-            let reads = self.step.reads.values().filter(|(step, _, _)| *step == flight.step);
+        for flight in self.flights.iter_mut().flatten().filter(|f| f.deadline_ms.is_some_and(|at| at <= now)) {
+            let reads = self.reads.values().filter(|(step, _, _)| *step == flight.step);
             let mut missing: BTreeSet<InstanceId> =
                 reads.filter_map(|(_, _, index)| flight.fetches.get(*index).map(|f| f.creditor)).collect();
             missing.extend(&flight.unanswered);
@@ -527,11 +633,54 @@ impl Instance {
             }
         }
         for (step, missing) in late {
-            self.fail_step(step, &missing, &format!("a step made no progress for {timeout_ms} ms"));
+            self.fail_step(
+                cx,
+                batch,
+                prefills,
+                step,
+                &missing,
+                &format!("a step made no progress for {timeout_ms} ms"),
+            );
+        }
+    }
+}
+
+fn cancel_tickets<'a>(cx: &mut Cx, step: StepId, creditors: impl IntoIterator<Item = &'a InstanceId>) {
+    for creditor in creditors {
+        if let Some(peer) = cx.peers.key(*creditor) {
+            cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::StepCancel { step } });
         }
     }
 }
 
 fn as_u32(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+/// Cost of shipping and fetching towards a creditor, from measurements.
+fn cost_model(cx: &Cx, creditor: InstanceId) -> CostModel {
+    let config = &cx.config;
+    let known = cx.peers.key(creditor).and_then(|peer| cx.peers.known(peer));
+    let (rtt_us, bytes_per_s) = known.map_or((0, 0), |k| (k.rtt_us, k.bytes_per_s));
+    CostModel {
+        geometry: config.geometry,
+        kv: config.kv,
+        wire: config.wire,
+        link: LinkCost::measured(rtt_us, bytes_per_s, config.link_bytes_per_s),
+        own: OwnCost::measured(config.calibration.as_ref(), &config.geometry, &config.kv, config.attention_flops),
+    }
+}
+
+fn fetches(cx: &Cx, creditor: InstanceId, rows: u32, keys: u32) -> bool {
+    match cx.config.remote {
+        _ if cx.config.fetch_tokens == 0 => false,
+        RemotePolicy::Ship => false,
+        RemotePolicy::Fetch => true,
+        RemotePolicy::Auto => cost_model(cx, creditor).prefers_fetch(rows, keys),
+    }
+}
+
+/// The loss of all KV of a sequence at a creditor.
+fn lost(seq: SeqId, creditor: InstanceId, why: String) -> Outcome {
+    Outcome::Lost(Lost { seq, creditor, part: LostPart::All, why })
 }

@@ -1,55 +1,56 @@
-//! What a sequence begins with: blocks that hold the KV of its first tokens already, whoever has them.
+//! Prefix-cache hits: blocks that already hold the KV of a sequence's first tokens.
 //!
-//! What somebody has is shared: the sequence has it, too, and it costs no memory. What nobody has and is kept becomes the
-//! sequence's own. Where memory is mapped behind addresses, each sequence has it at the address of its own row: what is kept
-//! there stays there, everything else is to be mapped there, and a place that kept it and has no owner gives it up.
+//! An owned block is shared and costs no memory; a cached block becomes the sequence's own. With virtual memory the blocks
+//! lie in the sequence's own row: blocks cached at their address there stay, all others are mapped there, and the address
+//! where a cached block was loses it.
 //!
-//! What becomes known only when a sequence runs, as several are computed at one time, it joins ([`BlockPool::join`]).
+//! A hit that appears only while the sequence runs (several sequences compute one prefix concurrently) is a
+//! [`BlockPool::join`].
 
 use super::{BlockPool, BlockState, Owner};
 use crate::BlockIdentity;
 use lagoon_types::{PhysBlock, SeqId};
 use std::collections::BTreeMap;
 
-/// What a sequence begins with.
+/// Prefix-cache hits of a sequence.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Adopted {
     /// Its first logical blocks, sealed.
     pub blocks: Vec<PhysBlock>,
-    /// How many of them somebody else has, too.
+    /// Number of `blocks` that are shared with other owners.
     pub shared: u32,
-    /// Where memory is mapped behind addresses: whose memory is to be mapped at which of these blocks, before anything else is
-    /// done with either.
+    /// With virtual memory: pairs (source, block of `blocks`). The caller maps the source's memory at the block before any
+    /// other use of either.
     pub mapped: Vec<(PhysBlock, PhysBlock)>,
-    /// What of those has no owner, and loses that memory then.
+    /// Sources of `mapped` without an owner: they lose their memory after the mapping.
     pub left: Vec<PhysBlock>,
 }
 
-/// What an owner has instead of a block of its own.
+/// Shared block that replaces an owner's block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Joined {
     pub block: PhysBlock,
-    /// Where memory is mapped behind addresses: whose memory is to be mapped there, when what was there is released.
+    /// With virtual memory: the block whose memory the caller maps at `block`, after it released the memory there.
     pub mapped: Option<PhysBlock>,
 }
 
-/// Where a block is found.
+/// A block found by its block hash.
 #[derive(Clone, Copy)]
 enum Found {
-    /// Somebody has it.
+    /// Owned.
     Held(PhysBlock),
-    /// Nobody has it, and it is kept.
+    /// Cached.
     Kept(PhysBlock),
 }
 
 impl BlockPool {
-    /// Gives a sequence that has nothing here the longest prefix of `names` that is found, sealed, for its first logical
-    /// blocks. In rows, without `map`, only what one of them keeps, as nothing can be mapped.
+    /// Gives a sequence without blocks here the longest found prefix of the block hashes `names` as its first logical blocks,
+    /// sealed. With rows but without `map` (no memory may be mapped), only blocks cached in one row are found.
     pub fn adopt(&mut self, seq: SeqId, names: &[BlockIdentity], map: bool) -> Adopted {
         let owner = Owner::Own(seq);
         let adopted =
             if self.space.rows == 0 { self.adopt_flat(owner, names) } else { self.adopt_in_row(owner, names, map) };
-        // What is shared costs no memory.
+        // Shared blocks cost no memory.
         let holdings = u32::try_from(adopted.blocks.len()).expect("at most the pool's blocks");
         self.counts.free -= holdings - adopted.shared;
         self.counts.own += holdings;
@@ -59,11 +60,11 @@ impl BlockPool {
         adopted
     }
 
-    /// Has an owner give up `block`, which it alone has and nothing needs the content of, for one that somebody has under this
-    /// name, if there is one: says which. In rows it is the same address, and `map` says whether memory may be mapped there.
+    /// Replaces `block`, whose content is not needed, by an owned block with block hash `name`, if there is one, and returns
+    /// it. With rows the address stays the same, and `map` is whether memory may be mapped there.
     ///
     /// # Panics
-    /// If it is not the owner's alone.
+    /// If `owner` is not the only owner of `block`.
     pub fn join(&mut self, owner: Owner, block: PhysBlock, name: &BlockIdentity, map: bool) -> Option<Joined> {
         assert!(self.owner(block) == owner && !self.is_shared(block), "{block} is not {owner:?}'s alone");
         let from = self.cache.held(name).filter(|from| *from != block)?;
@@ -90,7 +91,7 @@ impl BlockPool {
         Some(Joined { block: if rows { block } else { from }, mapped: rows.then_some(from) })
     }
 
-    /// How many of the blocks that [`BlockPool::adopt`] would give cost no memory, as somebody has them.
+    /// Number of blocks that [`BlockPool::adopt`] would share, at no cost of memory.
     #[must_use]
     pub fn shareable(&self, names: &[BlockIdentity], map: bool) -> u32 {
         let rows = self.space.rows > 0;
@@ -103,18 +104,18 @@ impl BlockPool {
         u32::try_from(held).expect("at most the pool's blocks")
     }
 
-    /// Whether somebody beside `block`'s owner has its memory.
+    /// Whether `block`'s memory has several owners.
     #[must_use]
     pub fn is_shared(&self, block: PhysBlock) -> bool {
         self.sharing.is_shared(block)
     }
 
-    /// Everybody who has a block: several where a block is memory and is shared.
+    /// All owners of a block number: several for a shared block without virtual memory.
     pub fn owners(&self, block: PhysBlock) -> impl Iterator<Item = Owner> + '_ {
         std::iter::once(self.owner(block)).filter(|owner| *owner != Owner::Free).chain(self.sharing.others(block))
     }
 
-    /// Whether `owner` has a block, alone or with others.
+    /// Whether `owner` owns a block, alone or shared.
     #[must_use]
     pub fn has(&self, owner: Owner, block: PhysBlock) -> bool {
         self.owner(block) == owner || self.sharing.has(block, owner)
@@ -141,7 +142,7 @@ impl BlockPool {
         adopted
     }
 
-    /// A block that holds this: what somebody has before what is kept, and of either `next` where there is a choice.
+    /// A block with this block hash: an owned one before a cached one, and of either `next` if it has the hash.
     fn find(&self, name: &BlockIdentity, next: Option<PhysBlock>) -> Option<Found> {
         let is = |block: &PhysBlock| self.cache.names_it(*block, name);
         let next = next.filter(is);
@@ -181,7 +182,7 @@ impl BlockPool {
             }
             adopted.blocks.push(place);
         }
-        // What else is kept in the row is dropped, what is shared from now on among it.
+        // Evicts the row's other cached blocks, also at addresses that are shared from now on.
         self.drop_row(row);
         for &block in &adopted.blocks {
             self.take_sealed(block, owner);
@@ -193,8 +194,8 @@ impl BlockPool {
         adopted
     }
 
-    /// The row for a sequence, `found` of whose blocks are found somewhere, and how many of them it gets: the row that keeps
-    /// most of them at their places, so that the fewest are mapped.
+    /// The row for a sequence with `found` hits, and the number of hits that it gets there: the row that caches most of them
+    /// at their addresses, so that the fewest are mapped.
     fn row_for(&self, names: &[BlockIdentity], found: usize, map: bool) -> Option<(u32, usize)> {
         let row_blocks = self.space.row_blocks;
         if !map {

@@ -1,48 +1,48 @@
-//! Who has one memory beside its first owner.
+//! Shared blocks: owners of a block's memory beyond its first owner, which the pool lists.
 //!
-//! Where a block's number is its memory, several owners have one number. Where memory is mapped behind addresses, each owner
-//! has an address of its own, and several addresses are one memory. Nothing here says who the first owner is, or counts.
+//! Without virtual memory several owners share one block number. With it, each owner has an address of its own, and
+//! several addresses map one memory. The pool keeps the first owners and the counts.
 //!
-//! Invariants: what is listed is had at least twice, and every list names each owner or address once.
+//! Invariants: every entry has at least two owners, and every list has each owner or address once.
 
 use super::Owner;
 use lagoon_types::PhysBlock;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// See the module's documentation.
+/// Index of shared blocks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sharing {
-    /// Owners of a number beside the one that the pool lists.
+    /// Further owners of a block number, beside the pool's.
     others: BTreeMap<PhysBlock, BTreeSet<Owner>>,
-    /// The memory of each address that shares it, and its addresses.
+    /// Memory of each address that shares it, and the addresses of each memory.
     memory_of: BTreeMap<PhysBlock, u64>,
     addresses: BTreeMap<u64, BTreeSet<PhysBlock>>,
     memories: u64,
 }
 
 impl Sharing {
-    /// Whether somebody beside its owner has this memory.
+    /// Whether the block's memory has several owners.
     pub(super) fn is_shared(&self, block: PhysBlock) -> bool {
         self.others.contains_key(&block) || self.memory_of.contains_key(&block)
     }
 
-    /// Whether an owner that the pool does not list has this number.
+    /// Whether `owner` is a further owner of this number.
     pub(super) fn has(&self, block: PhysBlock, owner: Owner) -> bool {
         self.others.get(&block).is_some_and(|others| others.contains(&owner))
     }
 
-    /// The owners of a number that the pool does not list.
+    /// Further owners of a number.
     pub(super) fn others(&self, block: PhysBlock) -> impl Iterator<Item = Owner> + '_ {
         self.others.get(&block).into_iter().flatten().copied()
     }
 
-    /// One more owner has a number.
+    /// Adds an owner to a number.
     pub(super) fn join(&mut self, block: PhysBlock, owner: Owner) {
         assert!(self.others.entry(block).or_default().insert(owner), "{owner:?} has {block} already");
     }
 
-    /// An owner has a number no more; `first` is the one that the pool lists. Says who is listed from now on, `None` if the
-    /// owner does not have it.
+    /// Removes an owner from a shared number; `first` is the pool's owner. Returns the pool's new owner, `None` if the number
+    /// is not shared by `owner`.
     pub(super) fn leave(&mut self, block: PhysBlock, owner: Owner, first: Owner) -> Option<Owner> {
         let others = self.others.get_mut(&block)?;
         let next = if first == owner { others.pop_first()? } else { others.remove(&owner).then_some(first)? };
@@ -52,7 +52,7 @@ impl Sharing {
         Some(next)
     }
 
-    /// A number changes hands; false if the pool lists the one that gives it.
+    /// Replaces a further owner of a number; false if `from` is not one (the pool's first owner).
     pub(super) fn replace(&mut self, block: PhysBlock, from: Owner, to: Owner) -> bool {
         let replaced = self.others.get_mut(&block).is_some_and(|others| others.remove(&from));
         if replaced {
@@ -61,12 +61,12 @@ impl Sharing {
         replaced
     }
 
-    /// The owners beside the one that the pool lists have a number no more.
+    /// Removes and returns the further owners of a number.
     pub(super) fn forget_others(&mut self, block: PhysBlock) -> BTreeSet<Owner> {
         self.others.remove(&block).unwrap_or_default()
     }
 
-    /// The memory behind one address is behind another one, too.
+    /// Records that address `to` maps the memory of address `from` as well.
     pub(super) fn map(&mut self, from: PhysBlock, to: PhysBlock) {
         self.memories += 1;
         let memory = *self.memory_of.entry(from).or_insert(self.memories);
@@ -75,7 +75,7 @@ impl Sharing {
         assert_eq!(self.memory_of.insert(to, memory), None, "{to} has memory already");
     }
 
-    /// An address has its memory no more. False if no other one had it.
+    /// Removes an address from its shared memory; false if no other address maps it.
     pub(super) fn unmap(&mut self, block: PhysBlock) -> bool {
         let Some(memory) = self.memory_of.remove(&block) else { return false };
         let addresses = self.addresses.get_mut(&memory).expect("its memory has addresses");
@@ -87,7 +87,7 @@ impl Sharing {
         true
     }
 
-    /// Bytes that it takes; a B-tree's node is at least half full.
+    /// Memory of the index, in bytes; a B-tree's node is at least half full.
     pub(super) fn metadata_bytes(&self) -> usize {
         let owners: usize = self.others.values().map(BTreeSet::len).sum();
         let lists = self.others.len() * size_of::<(PhysBlock, BTreeSet<Owner>)>() + owners * size_of::<Owner>();
@@ -95,10 +95,10 @@ impl Sharing {
         2 * (lists + addresses + self.addresses.len() * size_of::<(u64, BTreeSet<PhysBlock>)>())
     }
 
-    /// Recounts everything: how often memory is had by an owner beside the first one. Linear.
+    /// Counts the shares beyond each first owner, and checks the invariants. Linear.
     ///
     /// # Panics
-    /// If lists are empty or disagree, or an owner is one twice.
+    /// If lists are empty or disagree, or have an owner twice.
     pub(super) fn check(&self, owner: impl Fn(PhysBlock) -> Owner) -> u32 {
         for (block, others) in &self.others {
             assert!(!others.is_empty() && !others.contains(&Owner::Free), "{block} is shared by nobody");

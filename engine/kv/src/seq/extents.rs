@@ -1,7 +1,8 @@
-//! The table as maximal pieces, which attention reads in every step: a step costs time by pieces, not by blocks.
+//! Cache of a block table as maximal segments, which attention reads in every step: a step costs time by segments, not by
+//! blocks.
 //!
-//! Made when it is first asked for, appended to by growth, dropped by whatever else changes a placement. Blocks that fell
-//! behind the window stay in it: nobody attends to them.
+//! Built on first use, extended by growth, dropped by every other change of a placement. Blocks behind the window stay in
+//! it, because no query attends to them.
 
 use super::{Segment, SeqBlocks, join};
 use lagoon_types::{KvRun, LeaseRun};
@@ -9,7 +10,7 @@ use std::cell::OnceCell;
 use std::ops::Range;
 
 impl Segment {
-    /// The part of it that lies in `range`, which it meets.
+    /// The part of the segment in `range`, which it intersects.
     fn clipped(&self, range: &Range<u32>) -> Self {
         let (first, end) = (self.first_pos(), self.first_pos() + self.tokens());
         let skip = range.start.saturating_sub(first);
@@ -33,12 +34,12 @@ impl SeqBlocks {
         })
     }
 
-    /// A placement changed.
+    /// Drops the cache after a change of a placement.
     pub(super) fn drop_extents(&mut self) {
         self.extents.take();
     }
 
-    /// The blocks from `block` on are new.
+    /// Extends the cache by the new blocks from `block` on.
     pub(super) fn extend_extents(&mut self, block: u32) {
         let Some(mut all) = self.extents.take() else { return };
         let mut last = all.pop();

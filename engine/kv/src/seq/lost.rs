@@ -1,11 +1,10 @@
-//! Loss of a sequence's blocks with a creditor, and what of it is computed again.
+//! Lost ranges: blocks lost with a creditor, and their recompute.
 //!
-//! A lost block becomes a [`Placement::Lost`]. It gets another place, here or in a new lease; then the KV of the
-//! positions that were lost is computed again, from the lowest on, because the rows of a position attend only to what
-//! precedes it. Invariants:
+//! A lost block becomes a [`Placement::Lost`]. It gets another place, local or in a new lease; then the lost positions are
+//! recomputed in ascending order, because a position attends only to preceding ones. Invariants:
 //! * [`SeqBlocks::lost`] lists positions below [`SeqBlocks::written`], ascending; every written position in a lost block is in
 //!   it;
-//! * nothing new is written while something is lost, and what is lost is written in ascending order.
+//! * no new position is written before all lost ranges are recomputed, in ascending order.
 
 use super::{Advance, Placement, RemoteBlock, RemoteEntries, RemoteGrant, SeqBlocks, index, push_entry};
 use lagoon_types::run::visible;
@@ -13,32 +12,32 @@ use lagoon_types::{InstanceId, LeaseId, PhysBlock};
 use std::ops::Range;
 
 impl SeqBlocks {
-    /// Blocks that have no place.
+    /// Number of lost blocks: those without a place.
     #[must_use]
     pub fn lost_blocks(&self) -> u32 {
         self.lost_blocks
     }
 
-    /// Which blocks have no place, ascending.
+    /// Logical numbers of the lost blocks, ascending.
     #[must_use]
     pub fn lost_block_numbers(&self) -> Vec<u32> {
         (0..).zip(&self.blocks).filter(|(_, p)| matches!(p, Placement::Lost)).map(|(block, _)| block).collect()
     }
 
-    /// Positions whose KV is to be computed again, ascending.
+    /// Lost ranges: positions to recompute, ascending.
     #[must_use]
     pub fn lost(&self) -> &[Range<u32>] {
         &self.lost
     }
 
-    /// The position that is computed next.
+    /// Position to compute next.
     #[must_use]
     pub fn next_position(&self) -> u32 {
         self.lost.first().map_or(self.written, |lost| lost.start)
     }
 
-    /// Makes lost blocks of all blocks in leases that `is_lost` names. Returns those leases, each with the span of its
-    /// entries that the table had: it does not hold them any more.
+    /// Marks all blocks in leases that `is_lost` selects as lost. Returns those leases, each with the span of its entries,
+    /// which the table no longer holds.
     pub fn lose(&mut self, is_lost: impl Fn(InstanceId, LeaseId) -> bool) -> Vec<RemoteEntries> {
         let mut leases: Vec<RemoteEntries> = Vec::new();
         for entries in self.lose_where(|b| is_lost(b.creditor, b.lease)) {
@@ -52,7 +51,7 @@ impl SeqBlocks {
         leases
     }
 
-    /// Makes lost blocks of all blocks that `is_lost` names, and returns exactly their entries.
+    /// Marks all remote blocks that `is_lost` selects as lost, and returns exactly their entries.
     pub fn lose_where(&mut self, is_lost: impl Fn(&RemoteBlock) -> bool) -> Vec<RemoteEntries> {
         let (mut entries, mut lost): (Vec<RemoteEntries>, _) = (Vec::new(), Vec::new());
         for (block, placement) in (0..).zip(&mut self.blocks) {
@@ -74,7 +73,7 @@ impl SeqBlocks {
         entries
     }
 
-    /// Makes lost blocks of all own blocks and returns them: what was written there is lost.
+    /// Marks all local blocks as lost and returns them for the caller to free.
     pub fn drop_local(&mut self) -> Vec<PhysBlock> {
         let (mut own, mut lost) = (Vec::new(), Vec::new());
         for (block, placement) in (0..).zip(&mut self.blocks) {
@@ -93,14 +92,14 @@ impl SeqBlocks {
         own
     }
 
-    /// Whether what is lost can be computed from what is left: the KV that its first row attends to must be here still.
-    /// Behind a window it may have been freed, and then only the whole sequence can be computed again.
+    /// Whether the lost ranges can be recomputed: the KV that their first position attends to must still exist. If it was freed
+    /// behind the window, only the whole sequence can be recomputed.
     #[must_use]
     pub fn can_restore(&self, window: Option<u32>) -> bool {
         self.lost.first().is_none_or(|lost| visible(lost.start, window).start / self.block_tokens >= self.gone)
     }
 
-    /// Own blocks for the first lost blocks.
+    /// Places the first lost blocks in local blocks.
     ///
     /// # Panics
     /// If there are fewer lost blocks than blocks.
@@ -108,7 +107,7 @@ impl SeqBlocks {
         self.fill(blocks.iter().map(|block| Placement::Local(*block)));
     }
 
-    /// The entries of a lease for the first lost blocks.
+    /// Places the first lost blocks in the entries of a lease.
     ///
     /// # Panics
     /// If there are fewer lost blocks than entries, or the lease is in the table already.
@@ -134,10 +133,10 @@ impl SeqBlocks {
         self.drop_extents();
     }
 
-    /// `tokens` tokens from position `start` on are written in every layer: the first of what is lost, or new ones.
+    /// Records `tokens` tokens from position `start` on as written in every layer: of the first lost range, or new ones.
     ///
     /// # Panics
-    /// If another position is due, or they are more than what was lost there.
+    /// If `start` is not [`SeqBlocks::next_position`], or the tokens exceed the lost range.
     pub fn write(&mut self, start: u32, tokens: u32) -> Advance {
         assert_eq!(start, self.next_position(), "positions are written in order");
         let Some(first) = self.lost.first_mut() else { return self.advance(tokens) };
@@ -150,7 +149,7 @@ impl SeqBlocks {
         self.changes(start..end)
     }
 
-    /// Positions before `pos` are not needed any more.
+    /// Removes positions before `pos` from the lost ranges.
     pub(super) fn forget_lost_before(&mut self, pos: u32) {
         self.lost.retain_mut(|lost| {
             lost.start = lost.start.max(pos);

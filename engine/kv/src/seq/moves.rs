@@ -1,14 +1,13 @@
-//! Movement in a block table: which blocks can move, and the switch from one place to another.
+//! Moves in a block table: movable blocks, and the switch of a block to another place.
 //!
-//! The switch replaces one entry of the table at once, so each position is listed exactly once before and after it.
+//! A switch replaces one entry of the table at once, so the table lists each position exactly once before and after it.
 
 use super::{Advance, Placement, SeqBlocks, index};
 use lagoon_types::PhysBlock;
 use std::ops::Range;
 
 impl SeqBlocks {
-    /// Logical blocks that may move: written in every token and layer, not behind the window, and before anything that
-    /// was lost.
+    /// Movable logical blocks: written in every token and layer, not behind the window, and before every lost range.
     #[must_use]
     pub fn movable(&self) -> Range<u32> {
         let full = self.next_position() / self.block_tokens();
@@ -23,11 +22,11 @@ impl SeqBlocks {
         block >= self.gone && end <= self.written() && !lost
     }
 
-    /// The block that is written next, or is being written, is one that holds its KV from now on. What was there is the
-    /// caller's to free.
+    /// Replaces the local block that is written next (or partly written) by `to`, which already holds its KV: the sequence
+    /// joins a shared block. The caller frees the old block.
     ///
     /// # Panics
-    /// If another block is written next, something is lost, or the block does not lie here.
+    /// If another block is written next, a range is lost, or the block is not local.
     pub fn join(&mut self, block: u32, to: PhysBlock) -> Advance {
         let next = self.next_position();
         assert_eq!(next / self.block_tokens(), block, "block {block} is not the next one");
@@ -37,10 +36,10 @@ impl SeqBlocks {
         self.advance((block + 1) * self.block_tokens() - next)
     }
 
-    /// Puts a whole block to another place and returns the old one, which is the caller's to free.
+    /// Moves a whole block to another place and returns the old one, which the caller frees.
     ///
     /// # Panics
-    /// If the block is not [`SeqBlocks::is_whole`], `to` is no place, or `to` is in the table already.
+    /// If the block is not [`SeqBlocks::is_whole`], `to` is neither local nor remote, or `to` is the block's place already.
     pub fn relocate(&mut self, block: u32, to: Placement) -> Placement {
         assert!(self.is_whole(block), "block {block} is not whole and cannot move");
         assert!(matches!(to, Placement::Local(_) | Placement::Remote(_)), "a move has a target");

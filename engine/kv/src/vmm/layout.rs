@@ -1,4 +1,4 @@
-//! Where each token lies in the virtual tensors (vAttention §5.1 and §8.2), in numbers only.
+//! Layout of tokens in the virtual tensors (vAttention §5.1 and §8.2), in numbers only.
 //!
 //! The K and V of `layers_per_group` layers share page groups (tensor slicing): there are `2 * layers /
 //! layers_per_group` virtual tensors `[slot][layers_per_group][kv_heads][head_dim]`, all of one layout. The page groups
@@ -7,7 +7,7 @@
 
 use super::VmmError;
 
-/// What decides the layout.
+/// Inputs of the layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VmmShape {
     /// Layers on this instance (N in the paper).
@@ -34,7 +34,7 @@ pub struct VmmLayout {
     block_stripes: u32,
 }
 
-/// K or V.
+/// Plane: K or V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plane {
     K,
@@ -46,9 +46,11 @@ fn gcd(a: u64, b: u64) -> u64 {
 }
 
 impl VmmLayout {
+    /// The layout of a shape.
+    ///
     /// # Errors
-    /// [`VmmError::Shape`] for a number that is zero, for layers that do not divide, or for rBlocks of 2^20 tokens and
-    /// more.
+    /// [`VmmError::Shape`] if a number is zero, `layers_per_group` does not divide `layers`, or an rBlock would have 2^20
+    /// tokens or more.
     pub fn new(shape: VmmShape) -> Result<Self, VmmError> {
         let VmmShape { layers, kv_heads, head_dim, element_bytes, page_group_bytes, layers_per_group } = shape;
         let numbers = [layers, kv_heads, head_dim, element_bytes, layers_per_group];
@@ -78,13 +80,13 @@ impl VmmLayout {
         self.shape
     }
 
-    /// Virtual tensors, which is also the page groups of a stripe.
+    /// Number of virtual tensors, which is also the number of page groups in a stripe.
     #[must_use]
     pub fn tensors(&self) -> u32 {
         2 * (self.shape.layers / self.shape.layers_per_group)
     }
 
-    /// Tokens of an rBlock: the least number that is whole page groups in every tensor.
+    /// Tokens of an rBlock: the least number that fills whole page groups in every tensor.
     #[must_use]
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
@@ -121,7 +123,7 @@ impl VmmLayout {
         tokens.div_ceil(self.block_tokens)
     }
 
-    /// The tensor that holds this plane of a layer, and the byte of slot 0's first element in it.
+    /// The tensor that holds a layer's K or V, and the byte offset of slot 0's first element in it.
     #[must_use]
     pub fn tensor_of(&self, layer: u32, plane: Plane) -> (u32, u64) {
         let group = layer / self.shape.layers_per_group;

@@ -1,8 +1,7 @@
-//! rBlocks of other instances' sequences in this instance's memory: each lent row's lie in one row, as runs.
+//! Lent rows: rows that hold rBlocks of debtors' sequences as runs.
 //!
-//! A lent row's rBlock keeps its position wherever it lies, so that windows and ALiBi stay right: recalling one from the
-//! middle leaves a hole in the addresses and cuts a run in two; compacting moves what is behind a hole down to it by
-//! mapping, not by copying.
+//! An rBlock of a lent row keeps its position at any address, so that windows and ALiBi stay right. Recalling one from the
+//! middle leaves a gap in the addresses and splits a run; compacting closes gaps by remapping, without copying.
 
 use super::VmmError;
 use super::row::Use;
@@ -11,7 +10,7 @@ use lagoon_types::KvRun;
 use std::ops::Range;
 
 impl Vmm {
-    /// A row for a lent row.
+    /// Takes an idle row as a lent row and returns its number.
     ///
     /// # Errors
     /// [`VmmError::NoRow`].
@@ -22,11 +21,11 @@ impl Vmm {
         Ok(row)
     }
 
-    /// Lends `blocks` rBlocks more, behind what the lent row has: they will hold the tokens from position `first_pos` on.
-    /// Kept stripes serve where no free one is left.
+    /// Appends `blocks` rBlocks to a lent row, for the tokens from position `first_pos` on. Reclaims kept stripes if no free
+    /// one is left.
     ///
     /// # Errors
-    /// [`VmmError::OutOfMemory`], [`VmmError::TooLong`] (compacting may help). Nothing has changed then.
+    /// [`VmmError::OutOfMemory`], [`VmmError::TooLong`] (compacting may help). State is unchanged then.
     pub fn lend(&mut self, row: usize, blocks: u32, first_pos: u32) -> Result<Plan, VmmError> {
         assert_eq!(self.rows[row].used, Use::Lent, "row {row} has no lent row");
         let (per, stripes) = (self.layout.block_tokens(), self.layout.block_stripes());
@@ -46,11 +45,11 @@ impl Vmm {
         Ok(plan)
     }
 
-    /// Takes the lent row's rBlocks `blocks` (counted from its first, recalled ones too) back: their memory is free. Those
-    /// that were recalled already stay so.
+    /// Recalls the lent row's rBlocks `blocks` (counted from its first, recalled ones included) and frees their memory.
+    /// rBlocks that are recalled already are skipped.
     ///
     /// # Panics
-    /// If the lent row has not got so many.
+    /// If `blocks` exceeds the lent row.
     pub fn recall(&mut self, row: usize, blocks: Range<u32>) -> Plan {
         assert_eq!(self.rows[row].used, Use::Lent, "row {row} has no lent row");
         let mut plan = self.begin_with(row);
@@ -67,7 +66,7 @@ impl Vmm {
         plan
     }
 
-    /// Moves the lent row's rBlocks together, over those that were recalled: afterwards they count from 0 without gaps.
+    /// Compacts the lent row's rBlocks over the recalled ones: afterwards they count from 0 without gaps.
     pub fn compact(&mut self, row: usize) -> Plan {
         assert_eq!(self.rows[row].used, Use::Lent, "row {row} has no lent row");
         let mut plan = self.begin_with(row);
@@ -96,7 +95,7 @@ impl Vmm {
         plan
     }
 
-    /// Ends a lent row: its memory is free, and its row is.
+    /// Closes a lent row and frees its memory and its row.
     pub fn close_lent_row(&mut self, row: usize) -> Plan {
         let blocks = u32::try_from(self.rows[row].lent_rows.len()).expect("rBlocks fit u32");
         let plan = self.recall(row, 0..blocks);
@@ -107,7 +106,7 @@ impl Vmm {
         plan
     }
 
-    /// The runs of a lent row's rBlocks: one where they are consecutive in memory and in position.
+    /// Runs of a lent row's rBlocks, merged where consecutive in memory and in position.
     #[must_use]
     pub fn lent_row_runs(&self, row: usize) -> Vec<KvRun> {
         let per = self.layout.block_tokens();

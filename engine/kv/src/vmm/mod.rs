@@ -1,18 +1,18 @@
-//! The accounting of virtual and physical KV memory (vAttention), as a pure state machine.
+//! Accounting of virtual and physical KV memory (vAttention), as a pure state machine.
 //!
-//! [`Vmm`] decides which physical page groups lie behind which virtual ones and says so as [`Command`]s; it owns no
-//! memory and calls no driver. Whoever carries the commands out does it in their order and, if one fails, undoes those
-//! before it and gives the [`Plan`] back ([`Vmm::undo`]), after which the accounting is as it was.
+//! [`Vmm`] decides which physical page groups are mapped at which virtual addresses and returns [`Command`]s; it owns no
+//! memory and calls no driver. The backend executes the commands in order; if one fails, it undoes those before it and
+//! returns the [`Plan`] to [`Vmm::undo`], which restores the accounting.
 //!
-//! Addresses are given out by the caller ([`Vmm::hold`], [`Vmm::release`]), as [`crate::BlockPool`] does for the engine, or
-//! here by rows: what the paper calls reqIds, ranges of virtual memory, one for each request that runs, and some for
-//! lent rows (rBlocks lent to other instances). The unit of accounting is the stripe, see [`VmmLayout`].
+//! Addresses are chosen by the caller ([`Vmm::hold`], [`Vmm::release`]; the engine's [`crate::BlockPool`] does), or here
+//! by rows: ranges of virtual memory, one per running request (the paper's reqIds), and lent rows for rBlocks lent to
+//! other instances. The unit of accounting is the stripe, see [`VmmLayout`].
 //!
 //! Invariants, asserted at every change and recounted by [`Vmm::check`]:
-//! * a virtual place holds at most one stripe; `free + stripes mapped somewhere == total`;
+//! * a virtual place holds at most one stripe; `free + stripes mapped at any place == total`;
 //! * a stripe that is mapped more than once (a shared prefix) is never written: rows write behind their shared tokens,
-//!   and a holder that ends has its shared stripes unmapped rather than kept for the next;
-//! * nothing that somebody holds is unmapped but by its own release; only what is kept is reclaimed.
+//!   and a release unmaps shared stripes instead of keeping them mapped;
+//! * only its own release unmaps a held place; only kept places are reclaimed.
 
 #[cfg(test)]
 mod direct_tests;
@@ -28,22 +28,22 @@ mod tests;
 pub use layout::{Plane, VmmLayout, VmmShape};
 pub use state::{Command, Plan, Stripe, Vmm, VmmConfig, VmmCounters};
 
-/// Why something cannot be had.
+/// Error of the virtual memory accounting.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VmmError {
     /// The shape allows no layout.
     #[error("no layout: {0}")]
     Shape(String),
-    /// Batch times context needs more addresses than there are.
+    /// Batch times context needs more addresses than available.
     #[error("{needed} bytes of addresses are needed and {available} are there: lower the batch or the context")]
     Addresses { needed: u64, available: u64 },
-    /// No physical memory is left: the caller preempts a request and tries again. Nothing has changed.
+    /// No physical memory is left: the caller preempts a request and retries. State is unchanged.
     #[error("{needed} page groups are needed and {available} are free or kept")]
     OutOfMemory { needed: u64, available: u64 },
     /// All rows are taken.
     #[error("every request id is in use")]
     NoRow,
-    /// The row's range cannot grow to so many tokens.
+    /// The row's range cannot grow to `tokens` tokens.
     #[error("{tokens} tokens do not fit the largest range, of {max}")]
     TooLong { tokens: u32, max: u32 },
 }

@@ -1,19 +1,18 @@
-//! [`Places`]: which stripe lies behind each place of the virtual tensors, and which of them somebody still wants.
+//! [`Places`]: the stripe mapped at each place of the virtual tensors.
 //!
-//! A place is empty, **held** (somebody's KV is there) or **kept** (nobody's, but still mapped, so that the next holder of
-//! the place finds it: deferred reclamation, §6.1.2 of the paper). Kept stripes serve wherever no free one is left, the
-//! longest kept first.
+//! A place is empty, **held** (in use) or **kept** (unused, but still mapped for the next holder of the place: deferred
+//! reclamation, vAttention §6.1.2). Kept stripes are reclaimed when no free one is left, the longest kept first.
 
 use super::VmmError;
 use super::state::{Command, Plan, Stripe};
 use std::collections::BTreeMap;
 
-/// What is at one place.
+/// State of one place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     Empty,
     Held(Stripe),
-    /// With when it was given up, in order.
+    /// Kept, with the sequence number of its release.
     Kept(Stripe, u64),
 }
 
@@ -26,16 +25,16 @@ impl Place {
     }
 }
 
-/// See the module's documentation.
+/// Mapping of places to stripes.
 ///
-/// Invariants: `free + stripes mapped somewhere == total`; a kept stripe is mapped at its one place only.
+/// Invariants: `free + stripes mapped at any place == total`; a kept stripe is mapped at its one place only.
 #[derive(Debug)]
 pub(super) struct Places {
     states: Vec<Place>,
-    /// Places where each stripe is mapped; 0 is free.
+    /// Reference count of each stripe: places where it is mapped; 0 is free.
     refs: Vec<u32>,
     free: Vec<Stripe>,
-    /// Kept places by when they were given up.
+    /// Kept places by the sequence number of their release.
     kept: BTreeMap<u64, u32>,
     given_up: u64,
 }
@@ -55,12 +54,12 @@ impl Places {
         self.states[place as usize]
     }
 
-    /// Stripes that are mapped nowhere.
+    /// Number of unmapped stripes.
     pub(super) fn free(&self) -> u32 {
         u32::try_from(self.free.len()).expect("stripes fit u32")
     }
 
-    /// Stripes that are mapped for nobody.
+    /// Number of kept stripes.
     pub(super) fn kept(&self) -> u32 {
         u32::try_from(self.kept.len()).expect("stripes fit u32")
     }
@@ -90,7 +89,7 @@ impl Places {
         plan.states.push((place, before));
     }
 
-    /// Puts a stripe behind an empty place: a free one, or one that is mapped elsewhere, too.
+    /// Maps a stripe at an empty place: a free one, or one that is mapped elsewhere as well.
     pub(super) fn map(&mut self, plan: &mut Plan, place: u32, stripe: Stripe) {
         assert_eq!(self.at(place), Place::Empty, "place {place} is taken");
         if self.refs[stripe.0 as usize] == 0 {
@@ -113,15 +112,15 @@ impl Places {
         plan.commands.push(Command::Unmap { stripe, place });
     }
 
-    /// A kept place is somebody's again. Returns whether it was kept.
+    /// Turns a kept place into a held one. Returns whether it was kept.
     pub(super) fn hold(&mut self, plan: &mut Plan, place: u32) -> bool {
         let Place::Kept(stripe, _) = self.at(place) else { return false };
         self.change(plan, place, Place::Held(stripe));
         true
     }
 
-    /// A held place is nobody's any more. It stays mapped, unless others see its stripe: then a new holder could write
-    /// what they read.
+    /// Turns a held place into a kept one. A shared stripe is unmapped instead: a new holder could write memory that the
+    /// others read.
     pub(super) fn give_up(&mut self, plan: &mut Plan, place: u32) {
         let Place::Held(stripe) = self.at(place) else { return };
         if self.is_shared(stripe) {
@@ -132,7 +131,7 @@ impl Places {
         }
     }
 
-    /// Makes `wanted` stripes free, by unmapping kept ones if need be. Returns how many were.
+    /// Makes `wanted` stripes free, by unmapping kept ones if necessary. Returns how many were unmapped.
     ///
     /// # Errors
     /// [`VmmError::OutOfMemory`], counted in stripes.
@@ -144,7 +143,7 @@ impl Places {
         Ok(self.reclaim(plan, wanted))
     }
 
-    /// Unmaps kept stripes until `wanted` are free, or none is kept. Returns how many were.
+    /// Unmaps kept stripes until `wanted` are free, or none is kept. Returns how many were unmapped.
     pub(super) fn reclaim(&mut self, plan: &mut Plan, wanted: u32) -> u32 {
         let mut reclaimed = 0;
         while self.free() < wanted {
@@ -155,7 +154,7 @@ impl Places {
         reclaimed
     }
 
-    /// Takes what a plan changed back.
+    /// Reverts the changes of a plan.
     pub(super) fn undo(&mut self, plan: &Plan) {
         for command in plan.commands.iter().rev() {
             match *command {
@@ -180,7 +179,7 @@ impl Places {
         }
     }
 
-    /// Recounts everything and compares it with what is counted. Linear; for tests.
+    /// Recomputes all counts and compares them. Linear; for tests.
     pub(super) fn check(&self) {
         let mut refs = vec![0; self.refs.len()];
         let mut kept = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Rows of requests: the paper's interface (Table 4) over the places, with growth, shared prefixes and holes.
+//! Rows of requests: vAttention's interface (Table 4) over the places, with growth, shared prefixes and vacated blocks.
 
 use super::VmmError;
 use super::places::Place;
@@ -8,20 +8,20 @@ use lagoon_types::KvRun;
 use std::ops::Range;
 
 impl Vmm {
-    /// First slot of a row: a run of its token `t` has the base `slot0 + t`. 0 while nothing was ever mapped.
+    /// First slot of a row: token `t` is at slot `slot0 + t`. 0 before the row's first mapping.
     #[must_use]
     pub fn slot0(&self, row: usize) -> u32 {
         self.rows[row].range.start * self.layout.block_tokens()
     }
 
-    /// Gives a request its row: the one prepared for it, else the idle row with most mapped.
+    /// Allocates a row for a request: the prepared one, else the idle row with most stripes mapped.
     ///
     /// # Errors
     /// [`VmmError::NoRow`].
     pub fn alloc_reqid(&mut self) -> Result<usize, VmmError> {
         let row = self.next.take().or_else(|| self.best_idle()).ok_or(VmmError::NoRow)?;
         assert_eq!(self.rows[row].used, Use::Idle, "the next row is idle");
-        // What is kept there is the request's from now on; that is no plan that could fail.
+        // Holds the row's kept places; this maps nothing, so the plan cannot fail.
         let mut plan = self.begin();
         for at in 0..self.rows[row].high {
             self.places.hold(&mut plan, self.place_of(row, at));
@@ -33,7 +33,7 @@ impl Vmm {
         Ok(row)
     }
 
-    /// Takes a request's row back. What it alone has mapped stays, for the next request; what it shares is unmapped.
+    /// Frees a request's row. Its exclusive stripes stay mapped for the next request; shared ones are unmapped.
     ///
     /// # Panics
     /// If the row has no request.
@@ -49,11 +49,11 @@ impl Vmm {
         plan
     }
 
-    /// Makes physical memory lie behind the first `lengths[row]` tokens of every active row, all or nothing. Rows of no
-    /// request are 0. Kept stripes serve where no free one is left.
+    /// Maps physical memory for the first `lengths[row]` tokens of every active row, all or nothing; the length of rows
+    /// without a request is 0. Reclaims kept stripes if no free one is left.
     ///
     /// # Errors
-    /// [`VmmError::OutOfMemory`] (preempt somebody), [`VmmError::TooLong`]. Nothing has changed then.
+    /// [`VmmError::OutOfMemory`] (preempt a request), [`VmmError::TooLong`]. State is unchanged then.
     pub fn step(&mut self, lengths: &[u32]) -> Result<Plan, VmmError> {
         assert_eq!(lengths.len(), self.config.batch_max as usize, "a length for every row");
         let before = self.counters;
@@ -86,14 +86,14 @@ impl Vmm {
         Ok(plan)
     }
 
-    /// Maps the front of `from`'s memory in `to`, too: as many whole rBlocks of the first `tokens` tokens as there are.
-    /// `to` is a request that has not begun. Returns the tokens that it need not compute.
+    /// Maps the whole rBlocks of `from`'s first `tokens` tokens at the front of `to` as well. `to` is a request without
+    /// tokens. Returns the number of tokens that `to` need not compute.
     ///
     /// # Errors
     /// [`VmmError::TooLong`], as [`Vmm::step`].
     ///
     /// # Panics
-    /// If `from` has not got those tokens, or `to` has begun.
+    /// If `from` has fewer tokens, or `to` has tokens.
     pub fn share(&mut self, from: usize, to: usize, tokens: u32) -> Result<(Plan, u32), VmmError> {
         let (source, target) = (&self.rows[from], &self.rows[to]);
         assert!(from != to && source.used == Use::Request && target.used == Use::Request, "two requests share");
@@ -123,8 +123,7 @@ impl Vmm {
         Ok((plan, tokens))
     }
 
-    /// Unmaps rBlocks of a request that it does not hold here any more: lent, or behind its window. Growth leaves the
-    /// hole.
+    /// Unmaps rBlocks of a request that are no longer local: moved away, or behind its window. Growth does not refill them.
     ///
     /// # Panics
     /// If the row has no request, or the blocks are not full yet.
@@ -139,10 +138,10 @@ impl Vmm {
         plan
     }
 
-    /// Maps memory behind vacated rBlocks again, which the caller then fills.
+    /// Maps memory at vacated rBlocks again; the caller then fills them.
     ///
     /// # Errors
-    /// [`VmmError::OutOfMemory`]; nothing has changed then.
+    /// [`VmmError::OutOfMemory`]; state is unchanged then.
     pub fn restore(&mut self, row: usize, blocks: Range<u32>) -> Result<Plan, VmmError> {
         assert_eq!(self.rows[row].used, Use::Request, "row {row} has no request");
         let mut plan = self.begin_with(row);
@@ -159,7 +158,7 @@ impl Vmm {
         Ok(plan)
     }
 
-    /// The runs of a request's first `tokens` tokens: one, unless rBlocks were vacated.
+    /// Runs of a request's first `tokens` tokens: one, unless rBlocks were vacated.
     #[must_use]
     pub fn runs(&self, row: usize, tokens: u32) -> Vec<KvRun> {
         let (mut runs, slot0): (Vec<KvRun>, u32) = (Vec::new(), self.slot0(row));
@@ -182,7 +181,7 @@ impl Vmm {
         (0..self.config.batch_max as usize).filter(|row| self.rows[*row].used == Use::Idle)
     }
 
-    /// The idle row with most mapped, the first of equals.
+    /// The idle row with most stripes mapped, the first of equals.
     fn best_idle(&self) -> Option<usize> {
         self.idle().max_by_key(|row| (self.mapped(*row), std::cmp::Reverse(*row)))
     }
@@ -200,19 +199,19 @@ impl Vmm {
         (range.end - range.start) * self.layout.block_stripes()
     }
 
-    /// A plan that changes this row.
+    /// An empty plan that saved this row's state.
     pub(super) fn begin_with(&self, row: usize) -> Plan {
         let mut plan = self.begin();
         self.keep(&mut plan, row);
         plan
     }
 
-    /// Notes how the row was before the plan.
+    /// Saves the row's state in the plan.
     pub(super) fn keep(&self, plan: &mut Plan, row: usize) {
         plan.rows.entry(row).or_insert_with(|| self.rows[row].clone());
     }
 
-    /// Makes `tokens` tokens of the row mapped, taking what is kept elsewhere.
+    /// Maps the row's first `tokens` tokens, reclaiming kept stripes of other places.
     fn extend(&mut self, plan: &mut Plan, row: usize, tokens: u32) -> Result<(), VmmError> {
         let stripes = self.layout.stripes_for(tokens);
         let missing = if stripes > self.range_stripes(row) { usize::MAX } else { self.empty_below(row, stripes).len() };
@@ -226,14 +225,14 @@ impl Vmm {
         Ok(())
     }
 
-    /// Places among the row's first `stripes` that have to be filled.
+    /// Empty places to fill among the row's first `stripes`.
     pub(super) fn empty_below(&self, row: usize, stripes: u32) -> Vec<u32> {
         let entry = &self.rows[row];
         let is_empty = |at: &u32| self.places.at(self.place_of(row, *at)) == Place::Empty;
         (0..stripes).filter(|at| !entry.vacant.contains(at) && is_empty(at)).collect()
     }
 
-    /// Fills empty places among the row's first `stripes` from the free ones, as far as they go. Returns how many.
+    /// Fills empty places among the row's first `stripes` with free stripes while there are any. Returns how many.
     pub(super) fn fill(&mut self, plan: &mut Plan, row: usize, stripes: u32) -> u32 {
         let mut filled = 0;
         for at in self.empty_below(row, stripes) {
@@ -250,14 +249,14 @@ impl Vmm {
         self.rows[row].high = self.rows[row].high.max(at + 1);
     }
 
-    /// Unmaps a place of a row, if something is there.
+    /// Unmaps a place of a row, if it is mapped.
     pub(super) fn unmap_at(&mut self, plan: &mut Plan, row: usize, at: u32) {
         if self.places.at(self.place_of(row, at)) != Place::Empty {
             self.places.unmap(plan, self.place_of(row, at));
         }
     }
 
-    /// Gives up all that a row holds, the last first, so that its front is reclaimed last.
+    /// Releases all places of a row, the last first, so that its front is reclaimed last.
     pub(super) fn give_up_row(&mut self, plan: &mut Plan, row: usize) {
         for at in (0..self.rows[row].high).rev() {
             self.places.give_up(plan, self.place_of(row, at));
@@ -273,7 +272,7 @@ impl Vmm {
         blocks.start * self.layout.block_stripes()..blocks.end * self.layout.block_stripes()
     }
 
-    /// Makes the row's range hold `tokens` tokens; what is mapped moves along if it has to lie elsewhere.
+    /// Grows the row's range to `tokens` tokens; its mapped stripes move along if the range moves.
     pub(super) fn ensure_range(&mut self, plan: &mut Plan, row: usize, tokens: u32) -> Result<(), VmmError> {
         let needed = self.layout.blocks_for(tokens);
         let has = self.rows[row].range.len();
@@ -291,7 +290,7 @@ impl Vmm {
         if self.place(plan, row, generous) || self.place(plan, row, needed) {
             return Ok(());
         }
-        // Idle rows need no addresses: what they keep goes with them.
+        // Idle rows need no addresses: their kept stripes are unmapped with them.
         let idle: Vec<usize> = self.idle().filter(|idle| *idle != row).collect();
         for idle in idle {
             self.keep(plan, idle);

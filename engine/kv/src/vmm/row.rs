@@ -1,12 +1,12 @@
-//! One range of virtual memory and who uses it.
+//! Row: one range of virtual memory and its use.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Who uses a row.
+/// Use of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Use {
-    /// Nobody; what is mapped is kept for the next request.
+    /// Unused; its memory stays mapped for the next request.
     Idle,
     Request,
     Lent,
@@ -17,13 +17,13 @@ pub(super) struct Row {
     pub(super) used: Use,
     /// rBlocks of addresses, in every tensor; empty until first needed.
     pub(super) range: Range<u32>,
-    /// Places, counted from the range's first, behind which nothing is mapped.
+    /// End of the mapped places, counted from the range's first.
     pub(super) high: u32,
-    /// Places that are empty on purpose: moved away, behind the window, or recalled. Not filled by growth.
+    /// Places that stay empty: moved away, behind the window, or recalled. Growth does not fill them.
     pub(super) vacant: BTreeSet<u32>,
-    /// Tokens that the last step asked for.
+    /// Tokens of the last step.
     pub(super) tokens: u32,
-    /// Tokens at the front whose stripes other rows may see, too.
+    /// Tokens at the front whose stripes other rows may map as well.
     pub(super) shared_tokens: u32,
     /// Of a lent row: position of the first token of each rBlock, `None` for a recalled one.
     pub(super) lent_rows: Vec<Option<u32>>,

@@ -1,4 +1,4 @@
-//! [`Vmm`]: what it is made of, and what happens ahead of time.
+//! [`Vmm`]: its state, direct rBlocks, and mapping ahead of time.
 
 use super::places::{Place, Places};
 use super::row::{Row, Use};
@@ -7,26 +7,26 @@ use crate::extents::Extents;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Physical page groups that are mapped together, one in every tensor.
+/// Stripe: physical page groups that are mapped together, one in every tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Stripe(pub u32);
 
-/// What to do in every tensor; `place` counts page groups from the tensor's beginning.
+/// Driver command for every tensor; `place` counts page groups from the tensor's beginning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
     Map { stripe: Stripe, place: u32 },
     Unmap { stripe: Stripe, place: u32 },
 }
 
-/// Commands to carry out in order, and what is needed to take them back.
+/// Commands to execute in order, with the state to revert them.
 #[derive(Debug)]
 #[must_use = "the commands are to be carried out, or the plan undone"]
 pub struct Plan {
     pub(super) commands: Vec<Command>,
-    /// What places were before, in the order of the changes.
+    /// Previous states of places, in the order of the changes.
     pub(super) states: Vec<(u32, Place)>,
     pub(super) rows: BTreeMap<usize, Row>,
-    /// Ranges that were taken (true) or given back, in order.
+    /// Ranges that were taken (true) or returned, in order.
     pub(super) ranges: Vec<(bool, Range<u32>)>,
     pub(super) next: Option<Option<usize>>,
     counters: VmmCounters,
@@ -38,65 +38,64 @@ impl Plan {
         &self.commands
     }
 
-    /// Whether something is unmapped: kernels in flight must have ended first.
+    /// Whether the plan unmaps memory: kernels in flight must have ended first.
     #[must_use]
     pub fn unmaps(&self) -> bool {
         self.commands.iter().any(|c| matches!(c, Command::Unmap { .. }))
     }
 }
 
-/// How much there is, and when to act ahead of need.
+/// Sizes of a [`Vmm`], and thresholds of its work ahead of time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VmmConfig {
-    /// rBlocks of addresses, the first ones, that the caller gives out itself ([`Vmm::hold`]).
+    /// Direct rBlocks: the first rBlock addresses, which the caller assigns ([`Vmm::hold`]).
     pub direct_blocks: u32,
-    /// Requests that run at once (B).
+    /// Concurrent requests (B).
     pub batch_max: u32,
     /// Tokens of the longest request (L).
     pub context_max: u32,
-    /// Rows for lent rows, and the rBlocks of the largest.
+    /// Number of lent rows (`lent_rows_max`), and rBlocks of each (`lent_row_blocks_max`).
     pub lent_rows_max: u32,
     pub lent_row_blocks_max: u32,
     /// Physical stripes.
     pub stripes: u32,
     /// Bytes of device addresses for all tensors together.
     pub address_bytes_max: u64,
-    /// Where addresses do not suffice for every row at full length: whether rows begin short and grow by being mapped
-    /// elsewhere, rather than the whole being refused.
+    /// If addresses do not suffice for every row at full length: whether rows begin short and grow by remapping elsewhere;
+    /// else [`Vmm::new`] fails.
     pub grow: bool,
-    /// Stripes that are kept mapped in the row that the next request gets.
+    /// Stripes to keep mapped in the row for the next request.
     pub eager_stripes: u32,
     /// Kept stripes are reclaimed when fewer than this many are free.
     pub reclaim_below: u32,
 }
 
-/// What has happened since the beginning, in stripes where it says nothing else.
+/// Counters since the start, in stripes unless stated otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmmCounters {
     /// Mapped while a step waited.
     pub in_step: u64,
     /// Mapped one iteration ahead.
     pub ahead: u64,
-    /// Mapped for the next request id before it was asked for.
+    /// Mapped for the next request before it arrived.
     pub eager: u64,
-    /// Found mapped where they were wanted: by what deferred reclamation left, and for addresses that the caller gives out
-    /// by what was mapped ahead.
+    /// Found already mapped at the wanted place: kept by deferred reclamation, or mapped ahead (direct rBlocks).
     pub reused: u64,
-    /// Kept, and unmapped for want of free ones.
+    /// Kept stripes unmapped for lack of free ones.
     pub reclaimed: u64,
-    /// Mapped a second time for a shared prefix.
+    /// Mapped once more for a shared prefix.
     pub shared: u64,
     /// Mapped elsewhere because their row outgrew its range.
     pub moved: u64,
-    /// rBlocks lent, recalled, and moved together.
+    /// rBlocks lent, recalled, and compacted.
     pub lent: u64,
     pub recalled: u64,
     pub compacted: u64,
-    /// Times that there was no memory.
+    /// Number of requests refused for lack of memory.
     pub refused: u64,
 }
 
-/// The accounting of one instance's KV memory. See the module for invariants.
+/// Accounting of one instance's virtual KV memory. See the module for invariants.
 #[derive(Debug)]
 pub struct Vmm {
     pub(super) layout: VmmLayout,
@@ -105,12 +104,12 @@ pub struct Vmm {
     pub(super) rows: Vec<Row>,
     /// Free rBlocks of addresses.
     pub(super) addresses: Extents,
-    /// rBlocks of addresses in all.
+    /// Total rBlock addresses.
     address_blocks: u32,
     /// rBlocks of a request's range at first, and at most.
     pub(super) first_blocks: u32,
     pub(super) most_blocks: u32,
-    /// Idle row that the next request gets.
+    /// Idle row for the next request.
     pub(super) next: Option<usize>,
     /// Direct rBlocks that the next iteration may need, and those that the next request may begin with.
     expected: [Vec<u32>; 2],
@@ -118,10 +117,10 @@ pub struct Vmm {
 }
 
 impl Vmm {
-    /// Nothing is mapped at first; the caller has the stripes.
+    /// The initial state: nothing is mapped; the caller owns the stripes.
     ///
     /// # Errors
-    /// [`VmmError::Addresses`] where the addresses do not suffice and rows may not grow, or not even for short rows.
+    /// [`VmmError::Addresses`] if the addresses do not suffice and rows may not grow, or not even for short rows.
     pub fn new(layout: VmmLayout, config: VmmConfig) -> Result<Self, VmmError> {
         let block_bytes = u64::from(layout.block_stripes()) * layout.stripe_bytes();
         // Slots are numbered by u32, and the last number means none.
@@ -187,21 +186,21 @@ impl Vmm {
         u64::from(self.address_blocks) * u64::from(self.layout.block_stripes()) * self.layout.shape().page_group_bytes
     }
 
-    /// Stripes that are mapped nowhere.
+    /// Number of unmapped stripes.
     #[must_use]
     pub fn free_stripes(&self) -> u32 {
         self.places.free()
     }
 
-    /// Stripes that are mapped and nobody's.
+    /// Number of kept stripes: mapped, but held by no owner.
     #[must_use]
     pub fn kept_stripes(&self) -> u32 {
         self.places.kept()
     }
 
-    /// What can be done while an iteration runs (§6.1): maps what every request needs to grow by one token, keeps the
-    /// next request's row prepared, and, if it may `reclaim`, unmaps kept stripes while few are free. Never fails and
-    /// takes nothing from anybody: what cannot be had is left to the next step. Unmaps nothing else.
+    /// Plans the work that overlaps with an iteration (vAttention §6.1): maps memory for every request to grow by one token,
+    /// prepares the next request's row, and, with `reclaim`, unmaps kept stripes while fewer than `reclaim_below` are free.
+    /// Never fails and unmaps no held stripe: work without free memory is left to the next step.
     pub fn ahead(&mut self, reclaim: bool) -> Plan {
         let mut plan = self.begin();
         for row in 0..self.config.batch_max as usize {
@@ -219,7 +218,7 @@ impl Vmm {
         if reclaim && self.free_stripes() < self.config.reclaim_below {
             self.counters.reclaimed += u64::from(self.places.reclaim(&mut plan, self.config.reclaim_below));
         }
-        // Not below what makes the next call reclaim it again.
+        // Keeps `reclaim_below` stripes free, or the next call would reclaim these again.
         let wanted = std::mem::take(&mut self.expected[1]);
         self.counters.eager += u64::from(self.prepare(&mut plan, &wanted, self.config.reclaim_below));
         if let Some(row) = self.next
@@ -235,17 +234,16 @@ impl Vmm {
         plan
     }
 
-    // Addresses that the caller gives out.
+    // Direct rBlocks: addresses that the caller assigns.
 
-    /// Makes physical memory lie behind whole direct rBlocks, all or nothing: they are somebody's from now on. Those that
-    /// are already stay so.
+    /// Maps physical memory at whole direct rBlocks and holds them, all or nothing. rBlocks that are held already stay held.
     ///
     /// # Errors
-    /// [`VmmError::OutOfMemory`]: preempt somebody. Nothing has changed then.
+    /// [`VmmError::OutOfMemory`]: preempt a request. State is unchanged then.
     pub fn hold(&mut self, blocks: impl Iterator<Item = u32>) -> Result<Plan, VmmError> {
         let mut plan = self.begin();
         let mut missing = Vec::new();
-        // What is kept there first, so that it is not reclaimed for the others.
+        // Holds kept places first, so that they are not reclaimed for the others.
         for block in blocks {
             for place in self.direct(block) {
                 match self.places.at(place) {
@@ -270,8 +268,7 @@ impl Vmm {
         Ok(plan)
     }
 
-    /// Nobody wants these direct rBlocks any more: they stay mapped until their memory is needed elsewhere, but for what
-    /// is shared, which is unmapped.
+    /// Releases direct rBlocks: they stay mapped until their memory is needed elsewhere; shared ones are unmapped.
     pub fn release(&mut self, blocks: Range<u32>) -> Plan {
         let mut plan = self.begin();
         // From behind, so that a row's front, which is needed first again, is reclaimed last.
@@ -281,10 +278,11 @@ impl Vmm {
         plan
     }
 
-    /// Maps the memory of held direct rBlocks at others, too, which nobody holds. Neither holder may write there any more.
+    /// Maps the memory of held direct rBlocks `from` at the rBlocks from `to` on as well, which are not held. Neither holder
+    /// may write there any more.
     ///
     /// # Panics
-    /// If a source is not held, or a target is.
+    /// If a source is not held, or a target is held.
     pub fn share_direct(&mut self, from: Range<u32>, to: u32) -> Plan {
         let mut plan = self.begin();
         for (from, to) in from.zip(to..) {
@@ -302,13 +300,13 @@ impl Vmm {
         plan
     }
 
-    /// What [`Vmm::ahead`] is to map next: direct rBlocks that the next iteration may write first, and those that the next
-    /// request may begin with. Replaces what was said before.
+    /// Sets the direct rBlocks that [`Vmm::ahead`] maps next: first those that the next iteration may write (`ahead`), then
+    /// those that the next request may begin with (`next`). Replaces earlier ones.
     pub fn expect(&mut self, ahead: impl Iterator<Item = u32>, next: impl Iterator<Item = u32>) {
         self.expected = [ahead.collect(), next.collect()];
     }
 
-    /// Whether memory lies behind a direct rBlock, and somebody holds it.
+    /// Whether a direct rBlock is mapped and held.
     #[must_use]
     pub fn is_held(&self, block: u32) -> bool {
         self.direct(block).all(|place| matches!(self.places.at(place), Place::Held(_)))
@@ -321,7 +319,7 @@ impl Vmm {
         block * stripes..(block + 1) * stripes
     }
 
-    /// Maps empty places of direct rBlocks, for nobody yet, while more than `spare` are free. Returns how many.
+    /// Maps empty places of direct rBlocks as kept ones while more than `spare` stripes are free. Returns how many.
     fn prepare(&mut self, plan: &mut Plan, blocks: &[u32], spare: u32) -> u32 {
         let mut mapped = 0;
         for place in blocks.iter().flat_map(|block| self.direct(*block)).collect::<Vec<_>>() {
@@ -337,9 +335,9 @@ impl Vmm {
         mapped
     }
 
-    // What all of it is made of.
+    // Plans.
 
-    /// Takes a plan back whose commands could not be carried out, and were undone as far as they were.
+    /// Reverts a plan that failed, after the caller undid its executed commands.
     pub fn undo(&mut self, plan: Plan) {
         self.places.undo(&plan);
         for (taken, range) in plan.ranges.into_iter().rev() {
@@ -359,7 +357,7 @@ impl Vmm {
         self.counters = plan.counters;
     }
 
-    /// Recounts everything from scratch and compares it with what is kept. Linear; for tests.
+    /// Recomputes all counts and compares them. Linear; for tests.
     ///
     /// # Panics
     /// If they differ.
@@ -390,7 +388,7 @@ impl Vmm {
         Plan { commands, states, rows, ranges, next: None, counters }
     }
 
-    /// Makes `wanted` stripes free, by unmapping kept ones if need be.
+    /// Makes `wanted` stripes free, by unmapping kept ones if necessary.
     pub(super) fn ensure_free(&mut self, plan: &mut Plan, wanted: usize) -> Result<(), VmmError> {
         let wanted = u32::try_from(wanted).unwrap_or(u32::MAX);
         let groups = |stripes: u64| stripes * u64::from(self.layout.tensors());

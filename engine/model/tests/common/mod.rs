@@ -1,10 +1,11 @@
-//! Small checkpoints, and a device that remembers what it was given.
+//! Small checkpoints, and a device that records its weights.
 #![allow(dead_code, reason = "not every test that includes this module uses all of it")]
 
 use lagoon_backend::{
-    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource, without,
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
+    Mode, Partials, WeightSource, without,
 };
-use lagoon_model::{Checkpoint, ModelConfig, ModelError};
+use lagoon_model::{Checkpoint, ModelError, ModelSpec};
 use lagoon_types::{AttentionGeometry, DType, KvShape};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -84,11 +85,11 @@ pub(crate) fn write_sharded(dir: &Path, tensors: &Tensors, shards: usize) {
     std::fs::write(dir.join("model.safetensors.index.json"), index.to_string()).unwrap();
 }
 
-pub(crate) fn open(dir: &Path) -> Result<(ModelConfig, Checkpoint), ModelError> {
-    Ok((ModelConfig::open(dir)?, Checkpoint::open(dir)?))
+pub(crate) fn open(dir: &Path) -> Result<(ModelSpec, Checkpoint), ModelError> {
+    Ok((ModelSpec::open(dir)?, Checkpoint::open(dir)?))
 }
 
-/// Keeps weights as they were given; computes nothing, since loading does not.
+/// Records weights as given; computes nothing.
 pub(crate) struct RecordingDevice;
 
 #[rustfmt::skip]
@@ -119,8 +120,18 @@ impl Device for RecordingDevice {
     fn matmul(&mut self, (): &(), _: &WeightSource, _: usize, _: Mode, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn matmul_activated(&mut self, (): &(), _: &WeightSource, _: usize, _: Activation, (): &mut (), (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn rope_append(&mut self, (): &mut (), (): &(), _: AttentionGeometry, _: &[u32], (): &mut (), _: usize) -> Result<(), DeviceError> { unreachable!() }
+    fn head_matmul(&mut self, (): &(), _: &WeightSource, _: HeadStrides, _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
+    fn latent_append(&mut self, (): &mut (), _: LatentRow<'_, ()>, _: AttentionGeometry, _: &[u32], (): &mut (), _: usize) -> Result<(), DeviceError> { unreachable!() }
     fn attention(&mut self, (): &(), _: &AttnBatch<'_>, (): &(), _: usize, _: &mut Partials<()>) -> Result<(), DeviceError> { unreachable!() }
     fn merge(&mut self, _: &mut Partials<()>, _: &Partials<()>, _: AttentionGeometry) -> Result<(), DeviceError> { unreachable!() }
+    fn embed_add(&mut self, _: &WeightSource, _: &[u32], (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
+    fn activate(&mut self, (): &(), _: usize, _: Activation, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
+    fn add(&mut self, (): &mut (), (): &(), _: usize) -> Result<(), DeviceError> { unreachable!() }
+    fn scale(&mut self, (): &mut (), _: f32, _: usize) -> Result<(), DeviceError> { unreachable!() }
+    fn softcap(&mut self, (): &mut (), _: f32, _: usize) -> Result<(), DeviceError> { unreachable!() }
+    fn head_norm(&mut self, (): &mut (), _: (&WeightSource, &WeightSource), _: f32, _: AttentionGeometry, _: usize) -> Result<(), DeviceError> { unreachable!() }
+    fn experts(&mut self, (): &(), (): &(), _: &Experts<'_, WeightSource>, _: usize, _: &mut ExpertBuffers<()>, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
+    fn sink(&mut self, _: &mut Partials<()>, _: &WeightSource, _: AttentionGeometry) -> Result<(), DeviceError> { unreachable!() }
     fn add_bias(&mut self, (): &mut (), _: &WeightSource, _: usize) -> Result<(), DeviceError> { unreachable!() }
     fn gather_rows(&mut self, (): &(), _: &[u32], (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
 }

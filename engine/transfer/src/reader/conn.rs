@@ -18,10 +18,12 @@ use std::{
     sync::Arc,
 };
 
-/// Exports that are remembered after their COMPLETE: more than are in the outbox, and than messages are late.
+/// Completed exports to remember, to ignore late offers: more than the outbox holds.
 const FINISHED_MAX: usize = 2 * limits::TRANSFER_CONN_REQUESTS_MAX;
+/// Requests of one connection that can ever be completed: each is counted by one.
+const COMPLETED_MAX: u64 = u64::MAX / 2;
 
-/// What a writer said of itself.
+/// A writer's `TransferConnected`.
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) incarnation: u64,
@@ -41,7 +43,7 @@ pub(super) struct Offered {
     pub(super) alive_until_ms: u64,
 }
 
-/// A COMPLETE that is not acknowledged.
+/// An unacknowledged COMPLETE.
 #[derive(Debug)]
 pub(super) struct Completion {
     pub(super) seq: u64,
@@ -58,12 +60,12 @@ pub(super) struct InFlight {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
-    /// A CONNECT was sent then.
+    /// A CONNECT was sent at `since_ms`.
     Connecting {
         since_ms: u64,
     },
     Up,
-    /// The path is being given up.
+    /// The path is being closed.
     Closing,
 }
 
@@ -74,20 +76,20 @@ pub(super) struct Conn {
     attempt: u64,
     pub(super) peer: Option<Peer>,
     pub(super) offers: BTreeMap<u64, Offered>,
-    /// By export: the pull, and when its lease ends as far as we know.
+    /// By export: the pull, and a lower bound of its lease's end.
     pub(super) pulls: BTreeMap<u64, (PullId, u64)>,
-    /// Pulls that were not posted yet, with the pieces to read or all.
+    /// Pulls to post, with the pieces to read (`None`: all).
     pub(super) fresh: Vec<(PullId, Option<Vec<usize>>)>,
     pub(super) queue: Queue,
     pub(super) ready: VecDeque<Transaction>,
     pub(super) in_flight: BTreeMap<u64, InFlight>,
     pub(super) bytes: u64,
     pub(super) outbox: VecDeque<Completion>,
-    /// Exports that were completed lately: a late message that offers one again is ignored.
+    /// Recently completed exports: a late offer of one is ignored.
     finished: VecDeque<u64>,
     next_seq: u64,
     complete_sent_ms: Option<u64>,
-    /// The renewal that was sent last, and when; not answered.
+    /// The last unanswered renewal: number and time of sending.
     renewal: Option<(u64, u64)>,
     renewed_ms: u64,
     renew_now: bool,
@@ -125,7 +127,7 @@ impl Conn {
 }
 
 impl Reader {
-    /// Sends a CONNECT of a new attempt.
+    /// Sends a CONNECT with a new attempt number.
     pub(super) fn send_connect(&mut self, id: ConnId) {
         let number = self.number();
         let layout = Some(self.layout.to_wire());
@@ -147,7 +149,7 @@ impl Reader {
         self.conns.get_mut(&ConnId(id)).filter(|conn| conn.writer == from)
     }
 
-    /// Takes the answer to our last CONNECT.
+    /// Handles the reply to the last CONNECT.
     pub(super) fn accept_connected(&mut self, from: InstanceId, m: &TransferConnected) -> Result<(), String> {
         let id = ConnId(m.conn);
         let (ours, loss_allowed) = (Arc::clone(&self.layout), self.config.loss_allowed);
@@ -155,6 +157,9 @@ impl Reader {
         let waits = matches!(conn.state, State::Connecting { .. });
         if !waits || conn.attempt != m.attempt || conn.leaving {
             return Ok(());
+        }
+        if m.completed > COMPLETED_MAX {
+            return Err(format!("the writer says that {} requests are completed", m.completed));
         }
         let Some(layout) = &m.layout else { return Err("the writer did not say where its KV lies".to_owned()) };
         let theirs = Layout::from_wire(layout).map_err(|error| format!("the writer's layout: {error}"))?;
@@ -176,7 +181,7 @@ impl Reader {
             layout: Arc::clone(&layout),
             conversion: Arc::new(conversion),
             credit_bytes: m.credit_bytes,
-            ttl_ms: m.ttl_ms,
+            ttl_ms: m.ttl_ms.min(limits::EXPORT_MS_MAX),
         });
         (conn.complete_sent_ms, conn.renew_now, conn.renewal) = (None, true, None);
         let (writer, arenas, addr) = (conn.writer, m.arenas.clone(), m.addr.clone());
@@ -191,7 +196,7 @@ impl Reader {
         }
     }
 
-    /// The two sides do not fit: nothing is tried again.
+    /// Drops a connection whose layouts are incompatible, without retries.
     pub(super) fn refuse(&mut self, id: ConnId, reason: String) {
         let Some(conn) = self.conns.get(&id) else { return };
         self.out.push_back(ReaderOutput::Refused { conn: id, writer: conn.writer, reason: reason.clone() });
@@ -200,7 +205,7 @@ impl Reader {
         self.forget_if_idle(id);
     }
 
-    /// What the writer's process kept for us is gone.
+    /// Drops all exports of a lost writer process.
     pub(super) fn lose_writer(&mut self, id: ConnId, why: &str) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         conn.outbox.clear();
@@ -216,7 +221,7 @@ impl Reader {
         self.conns.get_mut(&id).into_iter().for_each(|conn| conn.outbox.clear());
     }
 
-    /// The path broke, or was closed: nothing of it is written any more. Its reads are made again on the next one.
+    /// Handles a broken or closed path, of which the owner writes no more bytes. Its reads are repeated on the next path.
     pub fn on_path_down(&mut self, id: ConnId, now_ms: u64) {
         self.now_ms = now_ms;
         let Some(conn) = self.conns.get_mut(&id) else { return };
@@ -238,7 +243,7 @@ impl Reader {
         self.forget_if_idle(id);
     }
 
-    /// This process was declared dead and begins anew: writers have ended all that they kept for it.
+    /// Restarts with a new incarnation after this instance was declared dead: writers have ended its exports.
     pub fn begin_anew(&mut self, incarnation: u64, now_ms: u64) {
         self.now_ms = now_ms;
         self.config.incarnation = incarnation;
@@ -253,7 +258,7 @@ impl Reader {
         }
     }
 
-    /// The control session with a writer was lost: what was sent may not have arrived.
+    /// Handles a lost control session with a writer: messages are sent again.
     pub fn on_session_down(&mut self, writer: InstanceId, now_ms: u64) {
         self.now_ms = now_ms;
         for conn in self.conns.values_mut().filter(|conn| conn.writer == writer) {
@@ -264,7 +269,7 @@ impl Reader {
         }
     }
 
-    /// A connection that is given up closes its path, and goes when nothing of it is in progress.
+    /// Closes the path of a connection that is leaving, and drops it when none of its pulls is in progress.
     pub(super) fn forget_if_idle(&mut self, id: ConnId) {
         let Some(conn) = self.conns.get(&id).filter(|conn| conn.leaving) else { return };
         match conn.state {
@@ -274,7 +279,7 @@ impl Reader {
         }
     }
 
-    /// Gives the path up, once.
+    /// Closes the path, once.
     pub(super) fn close(&mut self, id: ConnId) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         if conn.state != State::Closing {
@@ -289,7 +294,9 @@ impl Reader {
         let Some(conn) = self.conn_of(from, m.conn) else { return };
         let Some(peer) = conn.peer.as_ref().filter(|_| !conn.leaving) else { return };
         conn.renew_now = true;
-        if conn.knows(m.export) || conn.offers.len() >= limits::TRANSFER_EXPORTS_MAX {
+        // What is not taken up is offered again.
+        let full = conn.offers.len() >= limits::TRANSFER_EXPORTS_MAX || conn.outbox.len() >= FINISHED_MAX;
+        if conn.knows(m.export) || full {
             return;
         }
         let blocks = m.blocks.iter().flat_map(|run| run.first..run.first.saturating_add(run.count));
@@ -311,7 +318,7 @@ impl Reader {
             || offer.layers.is_empty()
             || u64::from(m.tokens).div_ceil(peer.layout.block_tokens().into()) != blocks.len() as u64
         {
-            // It contradicts itself: the writer shall not keep it for us.
+            // The message is inconsistent: the writer need not keep the export.
             return self.complete(id, m.export, TransferOutcome::Abandoned);
         }
         let checks = checks.iter().map(|bytes| Check(*bytes)).collect();

@@ -1,4 +1,4 @@
-//! Reads within credits, what arrives, and what is checked.
+//! Flow of a reader: reads within credits, arrivals, and checks.
 
 use super::{ConnId, Failure, PullId, Pulling, ReadFailure, Reader, ReaderOutput, conn::InFlight, conn::State};
 use crate::{
@@ -11,33 +11,33 @@ use lagoon_protocol::TransferOutcome;
 use lagoon_types::limits;
 use std::{ops::Range, sync::Arc};
 
-/// Full reads in a portion, at least, however many ranges they are of.
+/// Full reads in a portion at least, whatever their number of ranges.
 const READS_PLANNED: u64 = 4;
-/// The same while nothing moves: one is copied while the next portion is planned, which the other's end asks for.
+/// The same while no read is in flight: one is copied while the end of the other triggers the next portion.
 const READS_PLANNED_FIRST: u64 = 2;
 
-/// What is to be done about pieces that arrived.
+/// Next action for arrived pieces.
 enum Arrived {
-    /// Nothing.
+    /// None.
     All,
-    /// The owner checks a piece where it is.
+    /// The owner checks a piece in its place.
     Unchecked(usize),
     Block(BlockEnd),
 }
 
-/// What is to be done about a block that is here and checked.
+/// Next action for an arrived and checked block.
 enum BlockEnd {
-    /// It was the last one that the pull waited for.
+    /// It was the last block of the pull.
     Last,
-    /// It is not what the writer sealed.
+    /// Its check differs from the writer's.
     Damaged { block: usize, got: Check, expected: Check },
 }
 
 impl Pulling {
-    /// Takes `pieces`, which are of `part` and were written, up to the first one about which something is to be done.
+    /// Takes written `pieces` of `part`, up to the first one that needs an action.
     fn arrived(&mut self, part: &Part, pieces: &mut Range<usize>, verify: bool, checker: &mut Checker) -> Arrived {
         for piece in pieces.by_ref() {
-            // What is plain arrives whole.
+            // Plain pieces arrive whole.
             if !part.plain && !self.is_whole(piece, part.bytes) {
                 continue;
             }
@@ -52,7 +52,7 @@ impl Pulling {
         Arrived::All
     }
 
-    /// Whether all of a piece is here with these bytes of it.
+    /// Whether a piece is whole with these further `bytes`.
     fn is_whole(&mut self, piece: usize, bytes: u64) -> bool {
         let all = self.pull.piece_bytes(piece);
         let here = self.partly.remove(&piece).unwrap_or(0) + bytes;
@@ -62,7 +62,7 @@ impl Pulling {
         here == all
     }
 
-    /// A piece is here, and checked. `checker` is any.
+    /// Counts an arrived and checked piece. `checker` is scratch.
     fn piece_done(&mut self, piece: usize, verify: bool, checker: &mut Checker) -> Option<BlockEnd> {
         let (block, _) = self.pull.piece(piece);
         self.unchecked[block] -= 1;
@@ -83,9 +83,8 @@ impl Pulling {
 }
 
 impl Reader {
-    /// Starts reads as long as there are credits, one connection after the other. Of each connection one portion of what
-    /// waits is planned at a time, so that the first bytes move while the next reads are planned: the next portion comes
-    /// with the next call, which every read that ends is.
+    /// Starts reads while there are credits, one connection after the other. Each call plans one portion per connection, so
+    /// that its reads start before the next portion is planned; every ended read calls this again.
     pub fn pump(&mut self) {
         // Without a pull there is nothing to read.
         let ids: Vec<ConnId> = if self.pulls.is_empty() {
@@ -106,7 +105,7 @@ impl Reader {
         }
     }
 
-    /// Pulls that started since the last time take turns in the queue.
+    /// Posts the pulls that started since the last call, as one group that takes turns.
     fn post_fresh(&mut self, id: ConnId) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let fresh = std::mem::take(&mut conn.fresh);
@@ -117,12 +116,12 @@ impl Reader {
         conn.queue.post(posts.collect());
     }
 
-    /// The next transaction that credits allow, of those that are planned or, if it may, of the next portion.
+    /// The next transaction within the credits, of the planned ones or, with `may_plan`, of the next portion.
     fn next_transaction(&mut self, id: ConnId, may_plan: &mut bool) -> Option<Transaction> {
         let conn = self.conns.get_mut(&id).filter(|conn| conn.state == State::Up)?;
         let credit = self.config.conn_bytes.min(conn.peer.as_ref()?.credit_bytes);
         if conn.ready.is_empty() && std::mem::take(may_plan) {
-            // What takes turns can only be merged with what is in the same portion.
+            // Requests that take turns are coalesced only within one portion.
             let least = if conn.in_flight.is_empty() { READS_PLANNED_FIRST } else { READS_PLANNED };
             let reads = least.max(2 * conn.queue.turns() as u64);
             let bytes = self.config.read_bytes.saturating_mul(reads);
@@ -170,7 +169,7 @@ impl Reader {
         self.out.push_back(ReaderOutput::Read { conn: id, read, epoch, transaction, deadline_ms });
     }
 
-    /// Reads of a lost path: they are made again, but for those of pulls that failed.
+    /// Queues a read of a lost path again, without the parts of failed pulls.
     pub(super) fn take_back(&mut self, id: ConnId, transaction: &Transaction) {
         let mut left = vec![transaction.clone()];
         for pull in pulls_of(transaction) {
@@ -187,7 +186,7 @@ impl Reader {
         }
     }
 
-    /// A read ended. Unknown ones (of a path that went down) are ignored.
+    /// Handles the end of a read; ignores unknown reads (of a path that went down).
     pub fn on_read(&mut self, id: ConnId, read: u64, result: Result<Landed, ReadFailure>, now_ms: u64) {
         self.now_ms = now_ms;
         let Some(conn) = self.conns.get_mut(&id) else { return };
@@ -203,7 +202,7 @@ impl Reader {
                 self.stats.bytes += transaction.bytes;
                 self.landed(&transaction, landed);
             }
-            // One of several may be to blame: each is read alone.
+            // Only one of several pulls may be refused: each is read alone.
             Err(ReadFailure::Refused(_)) if pulls.len() > 1 => {
                 for alone in &pulls {
                     let others = pulls.iter().filter(|pull| *pull != alone);
@@ -250,7 +249,7 @@ impl Reader {
         }
     }
 
-    /// The check of a piece that is in place; `Err` when its memory could not be read.
+    /// Handles the owner's check of a piece in its place; `Err` if its memory could not be read.
     pub fn on_checked(&mut self, pull: PullId, piece: usize, check: Result<Check, String>, now_ms: u64) {
         self.now_ms = now_ms;
         let Some(pulling) = self.pulls.get_mut(&pull) else { return };
@@ -267,7 +266,7 @@ impl Reader {
         self.release(pull);
     }
 
-    /// A block that is the last one, or damaged.
+    /// Handles a last or damaged block.
     fn block_ended(&mut self, id: PullId, end: BlockEnd) {
         match end {
             BlockEnd::Last => self.done(id),
@@ -275,7 +274,7 @@ impl Reader {
         }
     }
 
-    /// A block is not what the writer sealed: it is read again, or the pull fails.
+    /// Reads a damaged block again, or fails the pull after `damage_retries`.
     fn damaged(&mut self, id: PullId, block: usize, got: Check, expected: Check) {
         self.stats.damaged_blocks += 1;
         let retries_max = self.config.damage_retries;
@@ -294,7 +293,7 @@ impl Reader {
         conn.into_iter().for_each(|conn| conn.fresh.push((id, Some(pieces.clone()))));
     }
 
-    /// Every block is here and verified: COMPLETE follows its TRANSFERs.
+    /// Ends a pull whose blocks are all verified, and sends its COMPLETE.
     fn done(&mut self, id: PullId) {
         let Some(pulling) = self.pulls.remove(&id) else { return };
         assert!(pulling.reads == 0 && pulling.checking == 0, "a pull that is done has nothing in flight");
@@ -322,8 +321,8 @@ impl Reader {
         self.release(id);
     }
 
-    /// A failed pull is over when nothing of it is in progress: then its memory is the owner's again, and the writer may
-    /// free its own.
+    /// Ends a failed pull when none of its reads and checks is in progress: its memory is the owner's again, and the writer may
+    /// free the export.
     pub(super) fn release(&mut self, id: PullId) {
         let busy = |pulling: &Pulling| pulling.reads > 0 || pulling.checking > 0;
         let Some(pulling) = self.pulls.get(&id).filter(|pulling| pulling.failed.is_some()) else { return };

@@ -1,18 +1,17 @@
-//! The decode worker's side: the transaction queue (KVDirect §4.2).
+//! Reader: the decode worker's side of KV transfer (KVDirect §4.2).
 //!
-//! For every writer there is one connection. A pull goes through: offered by the writer, pulled by the owner (with all
-//! the memory it needs), read piece by piece within credits, checked block by block, done; then its COMPLETE goes out.
-//! Invariants:
+//! There is one connection per writer. A pull is offered by the writer, started by the owner (with all its memory), read
+//! piece by piece within credits, checked block by block, done; then its COMPLETE is sent. Invariants:
 //!
-//! * bytes that were asked for and have not arrived are bounded, per connection and in all;
-//! * a pull is told to be done only after every block's check matched, and its COMPLETE is sent only after that;
-//! * the memory of a pull that fails is given back only when no read into it is in progress;
+//! * bytes in flight are bounded, per connection and in total;
+//! * a pull is reported done only after every block's check matched, and its COMPLETE is sent only after that;
+//! * the memory of a failed pull is released only when no read into it is in progress;
 //! * COMPLETEs of a connection are sent one at a time, in order, repeated until acknowledged, and survive a lost path;
 //! * every pull ends, at its deadline at the latest.
 //!
-//! The owner promises: after [`Reader::on_path_down`] nothing of that path is written any more, and every output
-//! [`ReaderOutput::Close`] is followed by it; every [`ReaderOutput::Read`] is answered once, or its path goes down;
-//! every [`ReaderOutput::Check`] is answered once.
+//! The owner must report [`Reader::on_path_down`] after every [`ReaderOutput::Close`] and write no byte of that path
+//! afterwards; answer every [`ReaderOutput::Read`] once, or report its path down; and answer every
+//! [`ReaderOutput::Check`] once.
 
 mod conn;
 mod flow;
@@ -33,18 +32,18 @@ use std::{
     sync::Arc,
 };
 
-/// A connection to a writer; unique in this reader.
+/// Connection to a writer; unique in this reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConnId(pub u64);
 
-/// A pull; unique in this reader.
+/// Pull; unique in this reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PullId(pub u64);
 
-/// Ranges that are planned at once: some 10 us.
+/// Ranges planned at once: some 10 us.
 const PLANNED: usize = 128;
 
-/// How a reader behaves.
+/// Configuration of a reader.
 #[derive(Clone, Debug)]
 pub struct ReaderConfig {
     /// Random per process.
@@ -55,20 +54,20 @@ pub struct ReaderConfig {
     pub bytes: u64,
     /// Bytes of one read transaction.
     pub read_bytes: u64,
-    /// The same where it is one piece that is checked while it lands.
+    /// Bytes of one read transaction of a single piece, which is checked while it is copied.
     pub piece_bytes: u64,
-    /// Ranges that are planned at once: the first bytes move, and other calls are answered, before the next are.
+    /// Ranges planned at once: reads of these start before further ones are planned.
     pub planned: usize,
     /// Pulls and unacknowledged COMPLETEs of one connection.
     pub conn_requests_max: usize,
-    /// A read that takes longer costs its path.
+    /// Deadline of a read, in ms; a later one closes the path.
     pub read_ms: u64,
-    /// A pull that takes longer fails.
+    /// Deadline of a pull, in ms; a later one fails.
     pub request_ms: u64,
-    /// Messages that were not answered are sent again.
+    /// Time after which an unanswered message is sent again.
     pub repeat_ms: u64,
     pub renew_ms: u64,
-    /// Times that a damaged block is read again.
+    /// Rereads of damaged blocks before a pull fails.
     pub damage_retries: u32,
     /// Whether blocks are checked. Without it only the transport's integrity protects them.
     pub verify: bool,
@@ -76,7 +75,7 @@ pub struct ReaderConfig {
     pub loss_allowed: bool,
     /// Merge reads that are contiguous on both sides.
     pub coalesce: bool,
-    /// See `TransferConnect::host`.
+    /// Host identity: see `TransferConnect::host`.
     pub host: String,
 }
 
@@ -103,28 +102,28 @@ impl Default for ReaderConfig {
     }
 }
 
-/// KV that a writer holds for this reader.
+/// Offer: an export of a writer to this reader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
     pub conn: ConnId,
     pub writer: InstanceId,
     pub export: u64,
-    /// The request, as both know it.
+    /// Request of the KV, by the number that both sides use.
     pub request: u64,
     pub first_token: u32,
     pub tokens: u32,
-    /// Layers of the model: some of those that both have, or all.
+    /// Exported model layers, within those that both sides have.
     pub layers: Range<u32>,
 }
 
-/// Why a pull failed.
+/// Reason of a failed pull.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
     #[error("it was cancelled")]
     Cancelled,
     #[error("it took longer than {0} ms")]
     Deadline(u64),
-    /// The writer's process is gone, and the KV with it.
+    /// The writer's process and its KV are gone.
     #[error("the writer is gone: {0}")]
     WriterLost(String),
     #[error("the writer does not keep the KV any more")]
@@ -139,16 +138,16 @@ pub enum Failure {
     Memory(String),
 }
 
-/// Why a read brought nothing.
+/// Reason of a failed read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ReadFailure {
-    /// By the writer.
+    /// The writer refused it.
     Refused(RefuseCode),
     /// The reader's memory could not be written.
     Memory(String),
 }
 
-/// A pull was not started.
+/// Error of a pull that was not started.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PullRefused {
     #[error("that export is unknown, lost, or pulled already")]
@@ -159,24 +158,24 @@ pub enum PullRefused {
     Pull(#[from] PullError),
 }
 
-/// What the owner is to do.
+/// Output of a reader, for its owner to execute.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ReaderOutput {
     Send {
         to: InstanceId,
         body: ControlBody,
     },
-    /// Open a path to the writer's memory, over what it offers. Reads of this epoch go there.
+    /// Open a path to the writer's memory, over the arenas or the address. Reads of this epoch use it.
     Open {
         conn: ConnId,
         writer: InstanceId,
         epoch: u64,
         layout: Arc<Layout>,
         arenas: Vec<TransferArena>,
-        /// As `TransferConnected::addr`.
+        /// Address for reads, as `TransferConnected::addr`.
         addr: String,
     },
-    /// Give the path up, then report [`Reader::on_path_down`].
+    /// Close the path, then report [`Reader::on_path_down`].
     Close {
         conn: ConnId,
     },
@@ -192,23 +191,23 @@ pub enum ReaderOutput {
         pull: PullId,
         piece: usize,
     },
-    /// Pull it when there is memory for all of it, or decline it.
+    /// A new offer: pull it when there is memory for all of it, or decline it.
     Offered(Offer),
-    /// An offer that was not pulled is gone.
+    /// An offer that was not pulled is no longer valid.
     Withdrawn {
         conn: ConnId,
         export: u64,
     },
-    /// All of it arrived and was verified: the owner may compute on it.
+    /// The pull is complete and verified: the owner may use the KV.
     Done {
         pull: PullId,
     },
-    /// Nothing is written to its memory any more.
+    /// The pull failed, and its memory is no longer written.
     Failed {
         pull: PullId,
         why: Failure,
     },
-    /// The writer's KV cannot be read: the reason names two values. The connection is forgotten.
+    /// The writer's KV cannot be read; the reason names two values. The connection is dropped.
     Refused {
         conn: ConnId,
         writer: InstanceId,
@@ -216,12 +215,12 @@ pub enum ReaderOutput {
     },
 }
 
-/// What happened so far.
+/// Counters of a reader.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReaderStats {
     pub pulls_done: u64,
     pub pulls_failed: u64,
-    /// Reads before merging, and transactions after: their quotient is the coalescing ratio.
+    /// Reads before coalescing, and transactions after it; their quotient is the coalescing ratio.
     pub reads: u64,
     pub transactions: u64,
     pub bytes: u64,
@@ -229,18 +228,18 @@ pub struct ReaderStats {
     pub paths_lost: u64,
 }
 
-/// A pull in the works.
+/// State of a pull in progress.
 #[derive(Debug)]
 struct Pulling {
     conn: ConnId,
     export: u64,
     pull: Arc<Pull>,
     expected: Vec<Check>,
-    /// Pieces that arrived in part, with the bytes that did.
+    /// Partly arrived pieces, with their arrived bytes.
     partly: BTreeMap<usize, u64>,
-    /// The checks of pieces that were computed.
+    /// Computed checks of pieces.
     checks: Vec<Option<Check>>,
-    /// Pieces of each block that are not checked.
+    /// Number of unchecked pieces of each block.
     unchecked: Vec<usize>,
     blocks_left: usize,
     /// Reads in flight, and checks that the owner computes.
@@ -251,7 +250,7 @@ struct Pulling {
     failed: Option<Failure>,
 }
 
-/// See the module's documentation.
+/// Reader of KV transfers: connections, offers, pulls and COMPLETEs.
 #[derive(Debug)]
 pub struct Reader {
     config: ReaderConfig,
@@ -261,7 +260,7 @@ pub struct Reader {
     /// Bytes in flight on all connections.
     bytes: u64,
     next: u64,
-    /// Where the next round over the connections starts.
+    /// First connection of the next round.
     turn: ConnId,
     now_ms: u64,
     stats: ReaderStats,
@@ -269,7 +268,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// A reader whose memory is laid out as `layout`.
+    /// A reader with memory of this layout.
     #[must_use]
     pub fn new(layout: Layout, config: ReaderConfig) -> Self {
         Self {
@@ -296,49 +295,49 @@ impl Reader {
         self.stats
     }
 
-    /// Bytes that were asked for and have not arrived.
+    /// Bytes in flight: requested and not arrived.
     #[must_use]
     pub fn bytes_in_flight(&self) -> u64 {
         self.bytes
     }
 
-    /// Pulls that have not ended.
+    /// Number of pulls in progress.
     #[must_use]
     pub fn pulling(&self) -> usize {
         self.pulls.len()
     }
 
-    /// COMPLETEs that are not acknowledged.
+    /// Number of unacknowledged COMPLETEs.
     #[must_use]
     pub fn completing(&self) -> usize {
         self.conns.values().map(|conn| conn.outbox.len()).sum()
     }
 
-    /// Whether the COMPLETE of an export is not acknowledged.
+    /// Whether the COMPLETE of an export is unacknowledged.
     #[must_use]
     pub fn is_completing(&self, export: u64) -> bool {
         self.conns.values().any(|conn| conn.outbox.iter().any(|completion| completion.export == export))
     }
 
-    /// What a pull reads, for whoever carries its reads out.
+    /// The [`Pull`] of a pull in progress, for the executor of its reads.
     #[must_use]
     pub fn pull_of(&self, pull: PullId) -> Option<&Arc<Pull>> {
         self.pulls.get(&pull).map(|pulling| &pulling.pull)
     }
 
-    /// The writer's layout compared with ours, once connected.
+    /// Conversion from the writer's layout to the reader's, once connected.
     #[must_use]
     pub fn conversion(&self, conn: ConnId) -> Option<&Arc<Conversion>> {
         Some(&self.conns.get(&conn)?.peer.as_ref()?.conversion)
     }
 
-    /// What is to be done next.
+    /// Takes the next output.
     pub fn poll(&mut self) -> Option<ReaderOutput> {
         self.out.pop_front()
     }
 
-    /// Connects to a writer and stays connected until [`Reader::disconnect`] or a refusal. `None` when there are too
-    /// many connections, or the last one to this writer is not closed yet.
+    /// Connects to a writer and stays connected until [`Reader::disconnect`] or a refusal. `None` if there are
+    /// `TRANSFER_CONNS_MAX` connections, or the previous one to this writer is not closed yet.
     pub fn connect(&mut self, writer: InstanceId, now_ms: u64) -> Option<ConnId> {
         self.now_ms = now_ms;
         if let Some((id, conn)) = self.conns.iter().find(|(_, conn)| conn.writer == writer) {
@@ -353,7 +352,7 @@ impl Reader {
         Some(id)
     }
 
-    /// Forgets a connection: its pulls fail, its COMPLETEs are not repeated (the writer's leases end by themselves).
+    /// Disconnects from a writer: the connection's pulls fail, its COMPLETEs are not repeated (the writer's leases expire).
     pub fn disconnect(&mut self, conn: ConnId, now_ms: u64) {
         self.now_ms = now_ms;
         self.lose_writer(conn, "the connection was given up");
@@ -361,11 +360,11 @@ impl Reader {
         self.forget_if_idle(conn);
     }
 
-    /// Starts to pull an offered export into the blocks `local`, from token `local_first` of the first one on. They
-    /// are this reader's until the pull is done or failed.
+    /// Starts to pull an offered export into the blocks `local`, from token `local_first` of the first one on. The reader
+    /// owns the blocks until the pull is done or failed.
     ///
     /// # Errors
-    /// When the export is unknown, the memory too small (a pull allocates all or nothing), or a limit is reached.
+    /// If the export is unknown, the memory too small (a pull allocates all or nothing), or a limit is reached.
     pub fn pull(
         &mut self,
         conn: ConnId,
@@ -377,15 +376,13 @@ impl Reader {
         self.pull_from(conn, export, 0, local, local_first, now_ms)
     }
 
-    /// What the writer said of each rBlock of an export that waits to be pulled, in order: the content's check in the layers
-    /// of the offer.
+    /// The writer's checks of each rBlock of an offered export, in order, over the layers of the offer.
     #[must_use]
     pub fn offered_checks(&self, conn: ConnId, export: u64) -> &[Check] {
         self.conns.get(&conn).and_then(|conn| conn.offers.get(&export)).map_or(&[], |offered| &offered.checks)
     }
 
-    /// As [`Reader::pull`], but only the writer's rBlocks of the export from number `first` on. The COMPLETE at its end is
-    /// that of the whole export.
+    /// As [`Reader::pull`], but only the export's rBlocks from index `first` on. Its COMPLETE ends the whole export.
     ///
     /// # Errors
     /// As [`Reader::pull`].
@@ -442,7 +439,7 @@ impl Reader {
         Ok(id)
     }
 
-    /// The owner does not want an offered export.
+    /// Declines an offered export.
     pub fn decline(&mut self, conn: ConnId, export: u64, now_ms: u64) {
         self.now_ms = now_ms;
         let offered = self.conns.get_mut(&conn).and_then(|c| c.offers.remove(&export));
@@ -451,13 +448,13 @@ impl Reader {
         }
     }
 
-    /// Ends a pull. [`ReaderOutput::Failed`] follows when no read into its memory is in progress.
+    /// Cancels a pull. [`ReaderOutput::Failed`] follows when no read into its memory is in progress.
     pub fn cancel(&mut self, pull: PullId, now_ms: u64) {
         self.now_ms = now_ms;
         self.fail(pull, Failure::Cancelled);
     }
 
-    /// Takes a message of a writer. Others are ignored.
+    /// Handles a message of a writer; ignores other messages.
     pub fn on_control(&mut self, from: InstanceId, body: &ControlBody, now_ms: u64) {
         self.now_ms = now_ms;
         match body {
@@ -477,7 +474,7 @@ impl Reader {
         }
     }
 
-    /// Time passes: deadlines, repeats and renewals. Also starts what may be started; call it after other calls, too.
+    /// Handles deadlines, repeats and renewals, and starts reads. Call it after other calls as well.
     pub fn tick(&mut self, now_ms: u64) {
         self.now_ms = now_ms;
         let late: Vec<PullId> = self

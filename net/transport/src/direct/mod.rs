@@ -14,6 +14,7 @@
 mod host;
 mod jobs;
 mod memory;
+mod open;
 mod probe;
 mod serve;
 mod streams;
@@ -21,6 +22,7 @@ mod streams;
 #[cfg(target_os = "linux")]
 pub use host::{ArenaServer, HostError, fetch_arena, fetch_memory, fetch_region, host_identity};
 pub use memory::MemoryPath;
+pub(crate) use open::{DirectConnections, OpenDirect};
 pub use probe::Probe;
 pub use serve::ExportServer;
 pub use streams::{QuicPath, StreamsConfig};

@@ -1,10 +1,11 @@
 //! The writer's side: exports that transport tasks serve.
 
-use crate::node::Shared;
+use super::OpenDirect;
+use crate::{Subject, incoming::Place, node::Shared};
 use bytes::Bytes;
 use lagoon_protocol::{DirectFrame, DirectSegment, RefuseCode};
 use lagoon_transfer::{GrantId, Region, Remote, Segment, Writer};
-use lagoon_types::InstanceId;
+use lagoon_types::{InstanceId, limits};
 use lagoon_wire::direct::{DirectItem, DirectReader, encode};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use std::{
@@ -15,6 +16,8 @@ use std::{
 
 /// Direct connections of one writer; more are refused.
 const CONNECTIONS_MAX: usize = 4096;
+/// Readers whose nodes are remembered before those that are not connected any more are forgotten.
+const READERS_MAX: usize = 2 * limits::TRANSFER_CONNS_MAX;
 /// Zeroes that probes are answered with, piece by piece.
 const ZEROES: &[u8] = &[0; 256 << 10];
 /// Bytes taken from QUIC at once: requests are small.
@@ -33,6 +36,8 @@ pub struct ExportServer {
     regions: Vec<Arc<dyn Region>>,
     clock: Box<dyn Fn() -> u64 + Send + Sync>,
     connections: Mutex<Connections>,
+    /// Nodes of those that connected as readers, at most [`READERS_MAX`].
+    nodes: Mutex<BTreeMap<InstanceId, Arc<str>>>,
 }
 
 /// Open connections by number, and the last number.
@@ -87,7 +92,26 @@ impl ExportServer {
         clock: impl Fn() -> u64 + Send + Sync + 'static,
     ) -> Arc<Self> {
         let (writer, clock) = (Mutex::new(writer), Box::new(clock) as _);
-        Arc::new(Self { writer, regions, clock, connections: Mutex::default() })
+        Arc::new(Self { writer, regions, clock, connections: Mutex::default(), nodes: Mutex::default() })
+    }
+
+    /// From now on direct connections open as `reader` only with a certificate of the node of `subject`: that of the session in
+    /// which the reader connected. One that this is never said of is known by its epoch alone.
+    pub fn reader_is(&self, reader: InstanceId, subject: &Subject) {
+        let mut nodes = lock(&self.nodes);
+        nodes.insert(reader, Arc::clone(&subject.node));
+        if nodes.len() > READERS_MAX {
+            let writer = lock(&self.writer);
+            nodes.retain(|other, _| *other == reader || writer.epoch(*other).is_some());
+        }
+    }
+
+    /// Whether a node's direct connection may open as a reader.
+    fn may_open(&self, reader: InstanceId, node: &str) -> Result<(), String> {
+        match lock(&self.nodes).get(&reader) {
+            Some(holder) if **holder != *node => Err(format!("{reader} is of node {holder:?}, not of node {node:?}")),
+            _ => Ok(()),
+        }
     }
 
     /// Lets the owner act on the writer, with the time. Reads wait meanwhile: do nothing slow here.
@@ -153,17 +177,19 @@ impl ExportServer {
 }
 
 impl Shared {
-    /// Serves a direct connection until it ends. Its prefaces are exchanged.
+    /// Serves a direct connection until it ends, and holds `held` until then. Its prefaces are exchanged.
     pub(crate) fn spawn_direct(
         &self,
         server: Arc<ExportServer>,
-        connection: Connection,
+        held: (Option<Place>, OpenDirect),
+        (subject, connection): (Subject, Connection),
         wires: (SendStream, RecvStream, Bytes),
     ) {
         self.runtime.spawn(async move {
+            let _held = held;
             let addr = connection.remote_address();
             let (send, recv, rest) = wires;
-            let mut task = Task { server, connection, send, recv, rest, key: None };
+            let mut task = Task { server, subject, connection, send, recv, rest, key: None };
             if let Err(reason) = task.run().await {
                 let code = VarInt::from_u32(crate::session::close::BAD_FRAME);
                 task.connection.close(code, reason.as_bytes());
@@ -177,6 +203,8 @@ impl Shared {
 /// One direct connection at the writer.
 struct Task {
     server: Arc<ExportServer>,
+    /// Whom the reader's certificate is for.
+    subject: Subject,
     connection: Connection,
     send: SendStream,
     recv: RecvStream,
@@ -194,6 +222,7 @@ impl Task {
                 match (frame, who) {
                     (DirectFrame::Open { reader, epoch }, None) => {
                         let opened = Who { reader: InstanceId(reader), epoch };
+                        self.server.may_open(opened.reader, &self.subject.node)?;
                         self.key = self.server.enter(opened, &self.connection);
                         if self.key.is_none() {
                             return Err("too many direct connections".to_owned());

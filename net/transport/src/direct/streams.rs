@@ -2,7 +2,7 @@
 
 use super::{Landing, LastBreath, Path, ReadJob, memory_failure};
 use crate::{
-    Node,
+    Node, Subject,
     node::{Shared, read_preface},
 };
 use bytes::Bytes;
@@ -135,6 +135,7 @@ async fn run(
     let dialed = tokio::time::timeout(deadline, dial(shared, addr, config)).await;
     let (connection, mut send, recv, rest) =
         dialed.map_err(|_elapsed| format!("no direct connection within {} ms", deadline.as_millis()))??;
+    let _entry = shared.enter_direct(&Subject::of_peer(&connection)?, &connection)?;
     let writing = write(read_stream, &mut send);
     let reading = Receiver { read_stream, landing, recv, rest, chunks: VecDeque::new() }.run();
     let result = tokio::select! {

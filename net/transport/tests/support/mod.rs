@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, StatusQuery};
-use lagoon_transport::{Bound, ClusterCa, Event, Frame, Identity, Inbox, Node, PeerId, TransportConfig};
+use lagoon_transport::{Bound, ClusterCa, Event, Frame, Identity, Inbox, Node, PeerId, Roles, TransportConfig};
 use lagoon_types::{Epoch, LeaseId, StepId};
 use std::{net::SocketAddr, sync::LazyLock, time::Duration};
 
@@ -12,7 +12,14 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
 pub(crate) static CA: LazyLock<ClusterCa> = LazyLock::new(|| ClusterCa::generate("test").unwrap());
 
 pub(crate) fn identity() -> Identity {
-    CA.identity("node").unwrap()
+    // One key, as one node has.
+    static NODE: LazyLock<Identity> = LazyLock::new(|| identity_of("node"));
+    NODE.clone()
+}
+
+/// A node of this name, in every role.
+pub(crate) fn identity_of(node: &str) -> Identity {
+    CA.identity(node, Roles::all()).unwrap()
 }
 
 pub(crate) fn node() -> Bound {

@@ -1,12 +1,18 @@
 //! A QUIC client that speaks what the test wants, for tests of hostile peers.
 
 use super::support::{CA, loopback};
-use lagoon_transport::SERVER_NAME;
+use lagoon_transport::{Issued, Roles, SERVER_NAME};
 use lagoon_wire::{Preface, encode_preface};
 use quinn::{ClientConfig, Connection, Endpoint, RecvStream, SendStream, crypto::rustls::QuicClientConfig};
 use rustls::{RootCertStore, crypto::ring, version::TLS13};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
-use std::{net::SocketAddr, sync::Arc};
+use std::{
+    net::SocketAddr,
+    sync::{Arc, LazyLock},
+};
+
+/// With which [`connect`] shows itself.
+pub(crate) static ISSUED: LazyLock<Issued> = LazyLock::new(|| CA.issue("raw", Roles::all()).unwrap());
 
 /// Connects with a certificate of the tests' CA, or with none.
 pub(crate) async fn connect(addr: SocketAddr, certificate: bool) -> Result<Connection, quinn::ConnectionError> {
@@ -17,7 +23,7 @@ pub(crate) async fn connect(addr: SocketAddr, certificate: bool) -> Result<Conne
         .unwrap()
         .with_root_certificates(roots);
     let mut tls = if certificate {
-        let issued = CA.issue("raw").unwrap();
+        let issued = &*ISSUED;
         let chain = vec![CertificateDer::from_pem_slice(issued.cert_pem.as_bytes()).unwrap()];
         builder.with_client_auth_cert(chain, PrivateKeyDer::from_pem_slice(issued.key_pem.as_bytes()).unwrap()).unwrap()
     } else {

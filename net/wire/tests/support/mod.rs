@@ -9,6 +9,10 @@ fn bytes(count: usize, seed: u8) -> Bytes {
     (0..count).map(|i| u8::try_from(i % 251).unwrap().wrapping_mul(7).wrapping_add(seed)).collect()
 }
 
+fn latent() -> PoolShape {
+    PoolShape { kv_heads: 1, head_dim: 288, latent: true, ..shape() }
+}
+
 fn shape() -> PoolShape {
     PoolShape {
         model_hash: bytes(32, 3).to_vec(),
@@ -20,6 +24,8 @@ fn shape() -> PoolShape {
         block_tokens: 32,
         window: 4096,
         alibi_bias_max: 0,
+        attention_softcap: 0,
+        latent: false,
     }
 }
 
@@ -55,6 +61,7 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
         instance: 3,
         ..Default::default()
     };
+    let latent = Register { shape: Some(latent()), ..register.clone() };
     let status = InstanceStatus {
         instance: 3,
         name: "node-a".into(),
@@ -70,6 +77,7 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
     let candidate = Candidate { instance: 9, quic_addr: "10.0.0.9:7000".into(), blocks_lendable: 77 };
     vec![
         ("register", ControlBody::Register(register)),
+        ("register_latent", ControlBody::Register(latent)),
         (
             "registered",
             ControlBody::Registered(Registered { version: 1, instance: 3, heartbeat_ms: 250, ..Default::default() }),
@@ -239,7 +247,9 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         tokens: vec![1, 200, 30_000],
         sampling: Some(sampling),
         push: false,
+        banned: Vec::new(),
     };
+    let banning = PrefillRequest { banned: vec![2, 300], ..request.clone() };
     let ready = PrefillReady {
         request: 12,
         lease: 77,
@@ -264,6 +274,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     vec![
         ("workers", ControlBody::Workers(Workers { version: 0xabc, workers: vec![worker] })),
         ("prefill_request", ControlBody::PrefillRequest(request)),
+        ("prefill_request_banned", ControlBody::PrefillRequest(banning)),
         ("prefill_ready", ControlBody::PrefillReady(ready)),
         (
             "prefill_refused",

@@ -1,17 +1,17 @@
-//! How an attention call is cut into tasks.
+//! Division of an attention call into tasks.
 
 use crate::{AttnBatch, AttnRows};
 use lagoon_types::run::visible;
 use std::ops::Range;
 
-/// Tasks per thread that even out what differs between them.
+/// Tasks per thread, to even out tasks of different cost.
 const TASKS_PER_THREAD: usize = 4;
-/// Tokens of context that are worth a task.
+/// Fewest tokens of context that justify a task.
 const PIECE_TOKENS_MIN: usize = 256;
 /// Elements of the queries that a tile task keeps in cache (128 KiB), and as many of its outputs.
 const TILE_ELEMENTS: usize = 32 << 10;
 
-/// What a task works on.
+/// Rows and heads of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Work {
     /// One row, all heads.
@@ -100,7 +100,7 @@ impl Plan {
         }
     }
 
-    /// Positions that cut what a sequence sees into pieces of about as many tokens.
+    /// Cuts the positions that a sequence sees into pieces of about `tokens` tokens.
     fn cut(&mut self, batch: &AttnBatch<'_>, rows: &AttnRows, pieces: usize, tokens: usize) {
         let span = seen(batch, rows);
         self.cuts.clear();
@@ -138,7 +138,7 @@ fn tokens(batch: &AttnBatch<'_>, rows: &AttnRows) -> usize {
 /// Strips of rows that the tile tasks of a sequence are cut into.
 fn strips(batch: &AttnBatch<'_>, rows: &AttnRows) -> usize {
     let g = batch.geometry;
-    (rows.rows as usize * g.group() as usize * g.head_dim as usize)
+    (rows.rows as usize * g.group() as usize * g.query_dim())
         .div_ceil(TILE_ELEMENTS)
         .clamp(1, rows.rows.max(1) as usize)
 }

@@ -1,6 +1,6 @@
 //! One query row over a span: every key and value is read once from memory, for all heads that share it.
 
-use super::super::simd::math::{add_ramp, exp, scale, widen_padded};
+use super::super::simd::math::{add_ramp, exp, scale, softcap, widen_padded};
 use super::super::simd::{Element, Kernel, Simd};
 use super::super::threads::with_scratch;
 use super::{Call, Task};
@@ -16,7 +16,7 @@ const MAX_START: f32 = -1e30;
 pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
     let g = call.batch.geometry;
     let seq = &call.batch.seqs[task.seq];
-    let (heads, dim, q_dim) = (g.heads as usize, g.head_dim as usize, g.q_dim());
+    let (heads, dim, q_dim) = (g.heads as usize, g.query_dim(), g.q_dim());
     // Room for whole vectors of any length.
     let padded = dim.next_multiple_of(16);
     let (target, row) = call.target(task);
@@ -37,6 +37,8 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
         let mut state = Row {
             kv_heads: g.kv_heads as usize,
             group: g.group() as usize,
+            token: 2 * g.kv_dim(),
+            values_at: g.values_at(),
             dim,
             padded,
             q: q.as_mut_ptr(),
@@ -46,6 +48,7 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
             max: max.as_mut_ptr(),
             total: total.as_mut_ptr(),
             slopes: call.slopes,
+            softcap: call.batch.softcap,
         };
         // SAFETY: the device's instruction set is supported; scratch has the sizes that `Row` names.
         unsafe { call.isa.run(Load { row: &mut state, query, scale: call.batch.scale }) };
@@ -69,6 +72,10 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
 struct Row<'a> {
     kv_heads: usize,
     group: usize,
+    /// Elements of a token in the store.
+    token: usize,
+    /// Elements from a key to its value.
+    values_at: usize,
     dim: usize,
     /// Distance of heads in `q` and `sums`: `dim` with room for whole vectors.
     padded: usize,
@@ -86,6 +93,7 @@ struct Row<'a> {
     total: *mut f32,
     /// `[heads]`, or none.
     slopes: &'a [f32],
+    softcap: Option<f32>,
 }
 
 /// Brings the scaled queries into the state.
@@ -126,7 +134,7 @@ impl<E: Element> Kernel for Segment<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let row = self.row;
-        let token = 2 * row.kv_heads * row.dim;
+        let token = row.token;
         for (index, tile) in self.tokens.chunks(TILE * token).enumerate() {
             let n = tile.len() / token;
             let distance = (index * TILE) as f32 - self.back as f32;
@@ -182,6 +190,10 @@ impl Row<'_> {
                     S::store(scores, S::sums(self.products.add(g * S::LANES * S::LANES)));
                 }
             }
+            if let Some(cap) = self.softcap {
+                // Scores beyond the last token are stale and stay so.
+                softcap::<S>(self.scores.add(head * TILE), G * TILE, cap);
+            }
             if let Some(slopes) = self.slopes.get(head..head + G) {
                 for (g, slope) in slopes.iter().enumerate() {
                     add_ramp::<S>(self.scores.add((head + g) * TILE), TILE, distance, *slope);
@@ -190,7 +202,7 @@ impl Row<'_> {
             for g in 0..G {
                 self.weights::<S>(head + g, n);
             }
-            let values = keys.add(self.kv_heads * self.dim);
+            let values = keys.add(self.values_at);
             let mut at = 0;
             while at + 4 * S::LANES <= self.dim {
                 self.values::<S, E, G, 4>(values.add(at), stride, n, head, at);
@@ -212,9 +224,7 @@ impl Row<'_> {
         tokens: std::ops::Range<usize>,
         head: usize,
     ) {
-        let (dim, padded, products) = (self.dim, self.padded, self.products);
-        // Values lie so far behind keys.
-        let values = self.kv_heads * dim;
+        let (dim, padded, products, values) = (self.dim, self.padded, self.products, self.values_at);
         // SAFETY: keys and queries have `dim` elements; products has room for GROUP squares.
         unsafe {
             let q = self.q.add(head * padded);

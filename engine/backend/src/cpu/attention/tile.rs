@@ -3,7 +3,7 @@
 
 use super::super::multiply::Multiply;
 use super::super::pack::{Transpose, Widen};
-use super::super::simd::math::{add_ramp, exp, scale};
+use super::super::simd::math::{add_ramp, exp, scale, softcap};
 use super::super::simd::{Element, Kernel, Simd};
 use super::super::threads::with_scratch;
 use super::{Call, Task};
@@ -23,7 +23,7 @@ const MAX_START: f32 = -1e30;
 /// Attends `task.rows` of the query heads of `kv_head` over `task.span`.
 pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task, kv_head: usize) {
     let g = call.batch.geometry;
-    let (group, dim) = (g.group() as usize, g.head_dim as usize);
+    let (group, dim) = (g.group() as usize, g.query_dim());
     let padded = dim.next_multiple_of(16);
     let m = task.rows.len() * group;
     with_scratch(2 * m * padded + 2 * (padded + 16) * TOKENS + BLOCK * TOKENS + 2 * m, |scratch| {
@@ -51,7 +51,7 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task, kv_head: usize) {
 /// The scaled queries, `[row][group]` by `padded`.
 fn load(call: &Call<'_>, task: &Task, kv_head: usize, padded: usize, q: &mut [f32]) {
     let g = call.batch.geometry;
-    let (group, dim) = (g.group() as usize, g.head_dim as usize);
+    let (group, dim) = (g.group() as usize, g.query_dim());
     let row0 = call.batch.seqs[task.seq].row0 as usize;
     for (i, row) in task.rows.clone().enumerate() {
         let from = &call.q.data[(row0 + row) * call.q.cols + kv_head * group * dim..][..group * dim];
@@ -103,7 +103,8 @@ impl Tiles<'_> {
     /// Adds up to `TOKENS` tokens to every row that sees some of them.
     fn tile<E: Element>(&mut self, tile: KvRun) {
         let rows = self.task.rows.len();
-        // What rows see moves forward with their position, so that those who see anything are consecutive.
+        // The positions that a row sees move forward with its own, so the rows that see any of the tile are
+        // consecutive.
         let first = (0..rows).find(|row| !self.seen(*row, &tile).is_empty());
         let Some(first) = first else { return };
         let last = (first..rows).rfind(|row| !self.seen(*row, &tile).is_empty()).unwrap_or(first);
@@ -117,26 +118,27 @@ impl Tiles<'_> {
     /// Widens a tile's keys, transposed, and values.
     fn pack<E: Element>(&mut self, tile: &KvRun) {
         let n = tile.len as usize;
-        let kv_dim = self.call.batch.geometry.kv_dim();
+        let g = self.call.batch.geometry;
+        let (stride, values_at) = (2 * g.kv_dim(), g.values_at());
         let tokens: &[E] = bytemuck::cast_slice(self.call.bytes(tile));
-        assert!(tokens.len() == n * 2 * kv_dim && n <= TOKENS, "whole tokens of a tile");
+        assert!(tokens.len() == n * stride && n <= TOKENS, "whole tokens of a tile");
         let from = &tokens[self.kv_head * self.dim..];
         // SAFETY: the device's instruction set is supported; each of the n tokens has its keys at `from` and its
-        // values `kv_dim` further; both targets have room for a vector beyond `dim`.
+        // values `values_at` further; both targets have room for a vector beyond `dim`.
         unsafe {
             self.call.isa.run(Transpose {
                 rows: n,
                 cols: self.dim,
                 from: from.as_ptr(),
-                from_stride: 2 * kv_dim,
+                from_stride: stride,
                 to: self.keys.as_mut_ptr(),
                 to_stride: TOKENS,
             });
             self.call.isa.run(Widen {
                 rows: n,
                 cols: self.dim,
-                from: from[kv_dim..].as_ptr(),
-                from_stride: 2 * kv_dim,
+                from: from[values_at..].as_ptr(),
+                from_stride: stride,
                 to: self.values.as_mut_ptr(),
                 to_stride: self.padded,
             });
@@ -162,6 +164,10 @@ impl Tiles<'_> {
                 add: false,
             }
             .run_on(self.call.isa);
+        }
+        if let Some(cap) = self.call.batch.softcap {
+            // SAFETY: the device's instruction set is supported.
+            unsafe { self.call.isa.run(Cap { scores: &mut self.scores[..m * TOKENS], cap }) };
         }
         self.bias(&rows, tile);
         self.mask(&rows, tile);
@@ -204,7 +210,7 @@ impl Tiles<'_> {
         }
     }
 
-    /// Takes away the scores of tokens that a row does not see, or that are not there.
+    /// Masks scores of tokens that a row does not see, and those beyond the tile's last token.
     fn mask(&mut self, rows: &Range<usize>, tile: &KvRun) {
         for (i, row) in rows.clone().enumerate() {
             let seen = self.seen(row / self.group, tile);
@@ -235,6 +241,22 @@ impl Tiles<'_> {
             }
             lse[0] = if seen { self.max[row] + self.total[row].ln() } else { Call::lse_of_none(self.task) };
         }
+    }
+}
+
+/// Caps whole vectors of scores.
+struct Cap<'a> {
+    scores: &'a mut [f32],
+    cap: f32,
+}
+
+impl Kernel for Cap<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: whole vectors.
+        unsafe { softcap::<S>(self.scores.as_mut_ptr(), self.scores.len(), self.cap) };
     }
 }
 

@@ -14,7 +14,7 @@ pub(crate) struct Avx2;
 /// Runs the kernel compiled with these features.
 ///
 /// # Safety
-/// The processor has the features, and what the kernel needs.
+/// The processor has the features, and the kernel's own requirements hold.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
     // SAFETY: passed on.

@@ -89,3 +89,22 @@ pub(crate) unsafe fn add_ramp<S: Simd>(x: *mut f32, n: usize, start: f32, slope:
         }
     }
 }
+
+/// `x[i] = cap * tanh(x[i] / cap)`, with an absolute error of some units in the last place of `cap`:
+/// `tanh(a) = 1 - 2 / (1 + exp(2 a))`.
+///
+/// # Safety
+/// `x` is valid for `n` elements, a whole number of vectors.
+#[inline(always)]
+pub(crate) unsafe fn softcap<S: Simd>(x: *mut f32, n: usize, cap: f32) {
+    let mut i = 0;
+    // SAFETY: passed on.
+    unsafe {
+        let (steep, one, cap, twice) = (S::splat(2.0 / cap), S::splat(1.0), S::splat(cap), S::splat(2.0 * cap));
+        while i < n {
+            let e = exp::<S>(S::mul(S::load(x.add(i)), steep));
+            S::store(x.add(i), S::sub(cap, S::div(twice, S::add(one, e))));
+            i += S::LANES;
+        }
+    }
+}

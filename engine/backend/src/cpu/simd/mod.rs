@@ -61,7 +61,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn sums(p: *const f32) -> Self::V;
     /// Transposes a square of `LANES` rows and columns.
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
-    /// Asks for a cache line; any address is fine.
+    /// Prefetches a cache line; any address is valid.
     unsafe fn prefetch(p: *const u8);
 }
 
@@ -71,7 +71,7 @@ pub(crate) trait Kernel {
     /// Does the work; must be `#[inline(always)]`.
     ///
     /// # Safety
-    /// The processor has the features of `S`; each kernel names what else it needs.
+    /// The processor has the features of `S`; each kernel names its other requirements.
     unsafe fn run<S: Simd>(self) -> Self::Output;
 }
 
@@ -97,13 +97,13 @@ impl fmt::Display for Isa {
 }
 
 impl Isa {
-    /// The widest that this processor has.
+    /// The widest instruction set of this processor.
     #[must_use]
     pub fn best() -> Self {
         [Self::Avx512, Self::Avx2].into_iter().find(|isa| isa.is_supported()).unwrap_or(Self::Portable)
     }
 
-    /// Whether this processor has it.
+    /// Whether this processor has the instruction set.
     #[must_use]
     pub fn is_supported(self) -> bool {
         match self {
@@ -128,7 +128,7 @@ impl Isa {
     /// Runs the kernel compiled for this instruction set.
     ///
     /// # Safety
-    /// `self` is supported, and what the kernel itself needs.
+    /// `self` is supported, and the kernel's own requirements hold.
     pub(crate) unsafe fn run<K: Kernel>(self, kernel: K) -> K::Output {
         // SAFETY: passed on; a device is only made with an instruction set that is supported.
         unsafe {

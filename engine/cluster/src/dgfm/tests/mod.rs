@@ -171,3 +171,22 @@ fn whatever_happens_everything_is_covered_once_and_thawed_in_the_end() {
     }
     assert!(seen.0 > 100 && seen.1 > 100 && seen.2 > 100, "too little happened: {seen:?}");
 }
+
+/// Frozen instances say themselves what is free there.
+#[test]
+fn free_blocks_do_not_wrap() {
+    let mut dgfm = Dgfm::new(DgfmConfig::default(), 1);
+    dgfm.tick(0, &[debt(1, 2, 10), debt(2, 1, 12)], &BTreeSet::new());
+    let sent = drain(&mut dgfm);
+    let ControlBody::Freeze(freeze) = &sent[0].1 else { panic!("{sent:?}") };
+    for instance in [1, 2] {
+        dgfm.on_frozen(InstanceId(instance), &frozen(freeze.cycle, 10, u32::MAX), 0);
+    }
+    let mut moved = Vec::new();
+    while let Some((to, order)) = moves(&mut dgfm).pop() {
+        moved.push(order.blocks);
+        let outcome = MoveOutcome { order: order.order, moved: order.blocks, ..Default::default() };
+        assert!(dgfm.on_move_outcome(to, &outcome, 1));
+    }
+    assert_eq!(moved, [10, 10]);
+}

@@ -428,4 +428,16 @@ fn a_round_waits_for_everybody_but_not_for_ever() {
     gm.on_deregister(InstanceId(3));
     gm.tick(open);
     assert_eq!(gm.stats().rounds, 3);
+    // Who was silent when the round opened and comes back in it does not stand for another one.
+    gm.on_register(&register(4), open).unwrap();
+    let open = open + limits::PLAN_MS.max(limits::HEARTBEAT_STALE_MS);
+    (1..=2).for_each(|i| beat(&mut gm, i, open - 1));
+    gm.tick(open);
+    beat(&mut gm, 4, open);
+    beat(&mut gm, 1, open);
+    gm.tick(open);
+    assert_eq!(gm.stats().rounds, 3, "the second is missing");
+    beat(&mut gm, 2, open);
+    gm.tick(open);
+    assert_eq!(gm.stats().rounds, 4);
 }

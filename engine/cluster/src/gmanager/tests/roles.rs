@@ -204,6 +204,18 @@ fn one_that_has_only_registered_replaces_nobody() {
     assert_eq!(order(&mut gm, 2, Prefill, 0).error, "");
 }
 
+/// Its certificate lets it lend, whatever its heartbeats say.
+#[test]
+fn a_kv_node_takes_no_other_role_by_itself() {
+    let mut gm = roles(&[Instance, Kv]);
+    for role in [Instance, Decode, Prefill] {
+        gm.on_heartbeat(&beat(2, 2, role, None), 0);
+        assert_eq!(shown(&gm, 2).0, Kv, "{role:?}");
+        gm.on_heartbeat(&beat(2, 3, Kv, Some(role)), 0);
+        refuses(&mut gm, 1, Prefill, "the last one that takes requests");
+    }
+}
+
 fn refuses(gm: &mut GManager, instance: u32, role: Role, words: &str) {
     let reply = order(gm, instance, role, 0);
     assert!(reply.error.contains(words) && !reply.hint.is_empty(), "{reply:?} should say {words:?}");

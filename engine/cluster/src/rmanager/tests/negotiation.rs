@@ -3,7 +3,10 @@
 use super::super::*;
 use super::{A, B, C, ME, TTL, config, lend, manager, release, request};
 use lagoon_kv::RemoteEntries;
-use lagoon_protocol::{Candidate, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, Refusal};
+use lagoon_protocol::{
+    BorrowAdvice, Candidate, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, Refusal, TierRequest,
+};
+use lagoon_types::{Epoch, SeqId};
 
 fn candidate(instance: InstanceId) -> Candidate {
     Candidate { instance: instance.0, quic_addr: format!("addr-{instance}"), blocks_lendable: 9 }
@@ -29,7 +32,7 @@ pub(super) fn query(rm: &mut RManager) -> lagoon_protocol::BorrowQuery {
 pub(super) fn advise(rm: &mut RManager, query: u64, candidates: &[InstanceId], now_ms: u64) {
     let candidates = candidates.iter().map(|c| candidate(*c)).collect();
     let advice = BorrowAdvice { query, candidates, pool_blocks_total: 100, pool_blocks_lendable: 50 };
-    rm.on_advice(&advice, now_ms);
+    rm.debtor.on_advice(&advice, now_ms);
 }
 
 /// The one lease request among the outputs, and to whom.
@@ -67,7 +70,7 @@ fn release_to(instance: InstanceId, lease: u64, entries: u32) -> Output {
 
 /// Borrows all of `blocks` from `A` at time 0.
 pub(super) fn borrowed(rm: &mut RManager, lease: u64, blocks: u32) {
-    rm.borrow(SeqId(5), blocks, 0);
+    rm.debtor.borrow(SeqId(5), blocks, TierRequest::Any, None, 0);
     let q = query(rm);
     advise(rm, q.query, &[A], 0);
     let (_, r) = asked(rm);
@@ -78,7 +81,7 @@ pub(super) fn borrowed(rm: &mut RManager, lease: u64, blocks: u32) {
 #[test]
 fn candidates_are_asked_in_order_and_parts_add_up() {
     let mut rm = manager();
-    let id = rm.borrow(SeqId(5), 10, 0);
+    let id = rm.debtor.borrow(SeqId(5), 10, TierRequest::Any, None, 0);
     let q = query(&mut rm);
     assert_eq!((q.debtor, q.blocks, q.exclude.clone()), (ME.0, 10, vec![]));
     advise(&mut rm, q.query, &[A, ME, B], 1);
@@ -106,13 +109,13 @@ fn candidates_are_asked_in_order_and_parts_add_up() {
     };
     let leases = vec![lease(B, 7, 6), lease(C, 8, 4)];
     assert_eq!(outputs(&mut rm), [Output::Borrowed { borrow: id, seq: SeqId(5), leases }]);
-    assert_eq!((rm.borrowed(), rm.borrowing()), (10, 0));
+    assert_eq!((rm.debtor.held.blocks(), rm.debtor.borrowing()), (10, 0));
 }
 
 #[test]
 fn a_failed_borrow_gives_back_what_it_got() {
     let mut rm = manager();
-    let id = rm.borrow(SeqId(5), 10, 0);
+    let id = rm.debtor.borrow(SeqId(5), 10, TierRequest::Any, None, 0);
     let q = query(&mut rm);
     advise(&mut rm, q.query, &[A], 0);
     let (_, r) = asked(&mut rm);
@@ -121,19 +124,19 @@ fn a_failed_borrow_gives_back_what_it_got() {
     advise(&mut rm, q.query, &[], 0);
     let failed = Output::BorrowFailed { borrow: id, seq: SeqId(5), reason: BorrowFailure::Refused };
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 6), failed]);
-    assert_eq!((rm.borrowed(), rm.releasing()), (0, 1));
+    assert_eq!((rm.debtor.held.blocks(), rm.debtor.held.releasing()), (0, 1));
     rm.on_peer_control(A, ControlBody::LeaseReleased(LeaseReleased { lease: 7, entries: 6, ..Default::default() }), 0);
-    assert_eq!(rm.releasing(), 0);
+    assert_eq!(rm.debtor.held.releasing(), 0);
 }
 
 #[test]
 fn failures_say_why() {
     let fail = |total: u64, candidates: &[InstanceId], blocks: u32| {
         let mut rm = manager();
-        rm.borrow(SeqId(5), blocks, 0);
+        rm.debtor.borrow(SeqId(5), blocks, TierRequest::Any, None, 0);
         let q = query(&mut rm);
         let candidates = candidates.iter().map(|c| candidate(*c)).collect();
-        rm.on_advice(
+        rm.debtor.on_advice(
             &BorrowAdvice { query: q.query, candidates, pool_blocks_total: total, pool_blocks_lendable: 0 },
             0,
         );
@@ -150,7 +153,7 @@ fn failures_say_why() {
 #[test]
 fn rounds_end() {
     let mut rm = manager();
-    rm.borrow(SeqId(5), 10, 0);
+    rm.debtor.borrow(SeqId(5), 10, TierRequest::Any, None, 0);
     let mut out = outputs(&mut rm);
     let mut rounds = 0;
     let mut peer = 10;
@@ -180,7 +183,7 @@ fn rounds_end() {
 #[test]
 fn queries_wait_for_a_number_and_are_repeated() {
     let mut rm = RManager::new(config()).unwrap();
-    rm.borrow(SeqId(5), 1, 0);
+    rm.debtor.borrow(SeqId(5), 1, TierRequest::Any, None, 0);
     assert_eq!(outputs(&mut rm), []);
     rm.set_instance(ME);
     rm.tick(10);
@@ -197,7 +200,7 @@ fn queries_wait_for_a_number_and_are_repeated() {
 #[test]
 fn a_silent_candidate_is_passed_over_and_its_late_grant_given_back() {
     let mut rm = manager();
-    rm.borrow(SeqId(5), 4, 0);
+    rm.debtor.borrow(SeqId(5), 4, TierRequest::Any, None, 0);
     let q = query(&mut rm);
     advise(&mut rm, q.query, &[A, B], 0);
     let (_, ra) = asked(&mut rm);
@@ -220,13 +223,13 @@ fn a_silent_candidate_is_passed_over_and_its_late_grant_given_back() {
 #[test]
 fn a_lost_connection_is_as_good_as_a_refusal() {
     let mut rm = manager();
-    rm.borrow(SeqId(5), 4, 0);
+    rm.debtor.borrow(SeqId(5), 4, TierRequest::Any, None, 0);
     let q = query(&mut rm);
     advise(&mut rm, q.query, &[A, B], 0);
     let (_, ra) = asked(&mut rm);
-    rm.on_peer_down(B, 1);
+    rm.debtor.on_peer_down(B, 1);
     assert_eq!(outputs(&mut rm), []);
-    rm.on_peer_down(A, 1);
+    rm.debtor.on_peer_down(A, 1);
     assert_eq!(asked(&mut rm).0, B);
     // The grant was on its way on another connection.
     grant(&mut rm, A, ra.request, 7, 4, 1600);
@@ -237,32 +240,32 @@ fn a_lost_connection_is_as_good_as_a_refusal() {
 fn cancelling_gives_back_at_every_stage() {
     // While a candidate is asked, with a part in hand.
     let mut rm = manager();
-    let id = rm.borrow(SeqId(5), 4, 0);
+    let id = rm.debtor.borrow(SeqId(5), 4, TierRequest::Any, None, 0);
     let q = query(&mut rm);
     advise(&mut rm, q.query, &[A, B], 0);
     let (_, r) = asked(&mut rm);
     grant(&mut rm, A, r.request, 7, 3, 0);
     let (_, r) = asked(&mut rm);
-    assert!(rm.cancel(id, 1));
+    assert!(rm.debtor.cancel(id, 1));
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 3)]);
     grant(&mut rm, B, r.request, 8, 1, 2);
     assert_eq!(outputs(&mut rm), [release_to(B, 8, 1)]);
     // When it is complete, but nobody was told.
-    let id = rm.borrow(SeqId(6), 4, 0);
+    let id = rm.debtor.borrow(SeqId(6), 4, TierRequest::Any, None, 0);
     let q = query(&mut rm);
     advise(&mut rm, q.query, &[A], 0);
     let (_, r) = asked(&mut rm);
     grant(&mut rm, A, r.request, 9, 4, 0);
-    assert!(rm.cancel(id, 1));
+    assert!(rm.debtor.cancel(id, 1));
     assert_eq!(outputs(&mut rm), [release_to(A, 9, 4)]);
-    assert!(!rm.cancel(id, 1));
-    assert_eq!(rm.borrowed(), 0);
+    assert!(!rm.debtor.cancel(id, 1));
+    assert_eq!(rm.debtor.held.blocks(), 0);
 }
 
 #[test]
 fn senseless_grants_are_given_back() {
     let mut rm = manager();
-    rm.borrow(SeqId(5), 4, 0);
+    rm.debtor.borrow(SeqId(5), 4, TierRequest::Any, None, 0);
     let q = query(&mut rm);
     advise(&mut rm, q.query, &[A, B], 0);
     let (_, r) = asked(&mut rm);
@@ -270,7 +273,7 @@ fn senseless_grants_are_given_back() {
     let out = outputs(&mut rm);
     assert_eq!(out[0], release_to(A, 7, 5));
     assert!(matches!(&out[1], Output::ToPeer { instance: B, body: ControlBody::LeaseRequest(_), .. }));
-    assert_eq!(rm.borrowed(), 0);
+    assert_eq!(rm.debtor.held.blocks(), 0);
 }
 
 #[test]
@@ -278,21 +281,21 @@ fn releases_are_repeated_until_acknowledged_or_moot() {
     let mut rm = manager();
     borrowed(&mut rm, 7, 4);
     let entries = |entries| RemoteEntries { creditor: A, lease: LeaseId(7), epoch: Epoch(1007), first: 0, entries };
-    rm.release(&entries(2), 10);
-    rm.release(&entries(2), 10);
+    rm.debtor.held.release(&entries(2), 10);
+    rm.debtor.held.release(&entries(2), 10);
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 2)]);
-    assert_eq!(rm.borrowed(), 2);
-    rm.release(&entries(4), 20);
+    assert_eq!(rm.debtor.held.blocks(), 2);
+    rm.debtor.held.release(&entries(4), 20);
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 4)]);
     rm.on_peer_control(A, ControlBody::LeaseReleased(LeaseReleased { lease: 7, entries: 2, ..Default::default() }), 20);
-    assert_eq!(rm.releasing(), 1, "that was the first one");
+    assert_eq!(rm.debtor.held.releasing(), 1, "that was the first one");
     rm.tick(20 + limits::CONTROL_REPEAT_MS);
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 4)]);
-    rm.on_peer_down(A, 2000);
+    rm.debtor.on_peer_down(A, 2000);
     rm.tick(20 + 2 * limits::CONTROL_REPEAT_MS);
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 4)], "leases outlive connections");
     rm.tick(20 + TTL);
-    assert_eq!((outputs(&mut rm), rm.releasing()), (vec![], 0), "the creditor's own clock has freed it");
+    assert_eq!((outputs(&mut rm), rm.debtor.held.releasing()), (vec![], 0), "the creditor's own clock has freed it");
 }
 
 #[test]
@@ -303,20 +306,20 @@ fn releases_of_ranges_are_acknowledged_each_and_covered_by_larger_ones() {
     let ack = |rm: &mut RManager, first, entries| {
         rm.on_peer_control(A, ControlBody::LeaseReleased(LeaseReleased { lease: 7, entries, first }), 20);
     };
-    rm.release(&range(2, 4), 10);
-    rm.release(&range(5, 6), 10);
-    rm.release(&range(2, 4), 10);
-    assert_eq!((outputs(&mut rm).len(), rm.releasing(), rm.borrowed()), (2, 2, 5));
-    assert_eq!(rm.held().map(|h| (h.3, h.4)).collect::<Vec<_>>(), [(0, 2), (4, 5), (6, 8)]);
+    rm.debtor.held.release(&range(2, 4), 10);
+    rm.debtor.held.release(&range(5, 6), 10);
+    rm.debtor.held.release(&range(2, 4), 10);
+    assert_eq!((outputs(&mut rm).len(), rm.debtor.held.releasing(), rm.debtor.held.blocks()), (2, 2, 5));
+    assert_eq!(rm.debtor.held.iter().map(|h| (h.3, h.4)).collect::<Vec<_>>(), [(0, 2), (4, 5), (6, 8)]);
     ack(&mut rm, 2, 4);
-    assert_eq!(rm.releasing(), 1);
+    assert_eq!(rm.debtor.held.releasing(), 1);
     // The whole span says what is not acknowledged, too.
-    rm.release(&range(0, 8), 11);
-    assert_eq!((outputs(&mut rm).len(), rm.releasing(), rm.borrowed()), (1, 1, 0));
+    rm.debtor.held.release(&range(0, 8), 11);
+    assert_eq!((outputs(&mut rm).len(), rm.debtor.held.releasing(), rm.debtor.held.blocks()), (1, 1, 0));
     ack(&mut rm, 5, 6);
-    assert_eq!(rm.releasing(), 1);
+    assert_eq!(rm.debtor.held.releasing(), 1);
     ack(&mut rm, 0, 8);
-    assert_eq!(rm.releasing(), 0);
+    assert_eq!(rm.debtor.held.releasing(), 0);
 }
 
 #[test]
@@ -345,7 +348,7 @@ fn leases_are_renewed_and_lost_when_that_fails() {
     assert_eq!(renew(&mut rm, lost_ms - 1), [message(2)]);
     let lost = Output::LeaseLost { seq: SeqId(5), creditor: A, lease: LeaseId(7) };
     assert_eq!(renew(&mut rm, lost_ms), [lost, release_to(A, 7, 4)]);
-    assert_eq!(rm.borrowed(), 0);
+    assert_eq!(rm.debtor.held.blocks(), 0);
 }
 
 /// The answer to the first renewal is lost: the second one's confirms the second, and an answer to no renewal nothing.
@@ -400,7 +403,7 @@ fn a_restarted_creditor_has_nothing() {
     rm.on_peer_hello(A, 1, 0);
     borrowed(&mut rm, 7, 4);
     // A second borrow has a part there, and asks there for more when it restarts.
-    rm.borrow(SeqId(6), 4, 0);
+    rm.debtor.borrow(SeqId(6), 4, TierRequest::Any, None, 0);
     let q = query(&mut rm);
     advise(&mut rm, q.query, &[A, B], 0);
     let (_, r) = asked(&mut rm);
@@ -408,7 +411,7 @@ fn a_restarted_creditor_has_nothing() {
     let (_, r) = asked(&mut rm);
     rm.on_peer_hello(A, 2, 1);
     assert_eq!(outputs(&mut rm), [Output::LeaseLost { seq: SeqId(5), creditor: A, lease: LeaseId(7) }]);
-    assert_eq!(rm.borrowed(), 0);
+    assert_eq!(rm.debtor.held.blocks(), 0);
     grant(&mut rm, B, r.request, 9, 1, 2);
     assert_eq!(query(&mut rm).blocks, 3, "the lost part is looked for again");
 }
@@ -434,9 +437,9 @@ fn a_heartbeat_tells_what_is_lent_and_borrowed() {
 #[test]
 fn creditors_whose_memory_is_mapped_are_asked_first() {
     let mut rm = manager();
-    rm.set_near(C, true);
+    rm.debtor.set_near(C, true);
     for (seq, first) in [(5, C), (6, A)] {
-        rm.borrow(SeqId(seq), 2, 0);
+        rm.debtor.borrow(SeqId(seq), 2, TierRequest::Any, None, 0);
         let q = query(&mut rm);
         advise(&mut rm, q.query, &[A, B, C], 0);
         let (creditor, r) = asked(&mut rm);
@@ -444,6 +447,42 @@ fn creditors_whose_memory_is_mapped_are_asked_first() {
         refuse(&mut rm, creditor, r.request, 1);
         let next = if first == C { A } else { B };
         assert!(outputs(&mut rm).iter().any(|o| matches!(o, Output::ToPeer { instance, .. } if *instance == next)));
-        rm.set_near(C, false);
+        rm.debtor.set_near(C, false);
     }
+}
+
+#[test]
+fn no_creditor_grants_a_life_without_end() {
+    let mut rm = manager();
+    rm.debtor.borrow(SeqId(5), 4, TierRequest::Any, None, 0);
+    let q = query(&mut rm);
+    advise(&mut rm, q.query, &[A], 0);
+    let (_, r) = asked(&mut rm);
+    let m = LeaseGrant { request: r.request, lease: 7, epoch: 1007, blocks: 4, ttl_ms: u64::MAX };
+    assert_eq!(rm.on_peer_control(A, ControlBody::LeaseGrant(m), 3), None);
+    assert!(matches!(&outputs(&mut rm)[..], [Output::Borrowed { .. }]));
+    let lost = |rm: &mut RManager, now_ms| {
+        rm.tick(now_ms);
+        outputs(rm).iter().any(|o| matches!(o, Output::LeaseLost { lease: LeaseId(7), .. }))
+    };
+    let lost_ms = limits::LEASE_TTL_MS_MAX - limits::LEASE_TTL_MS_MAX / 8;
+    assert!(!lost(&mut rm, lost_ms - 1));
+    assert!(lost(&mut rm, lost_ms));
+}
+
+#[test]
+fn a_candidate_that_is_named_twice_is_asked_once() {
+    let mut rm = manager();
+    rm.debtor.borrow(SeqId(5), 4, TierRequest::Any, None, 0);
+    let q = query(&mut rm);
+    advise(&mut rm, q.query, &[A, A, B], 0);
+    let (to, r) = asked(&mut rm);
+    assert_eq!(to, A);
+    refuse(&mut rm, A, r.request, 1);
+    let next = outputs(&mut rm);
+    let asks = |to: InstanceId| {
+        let to_it = |o: &&Output| matches!(o, Output::ToPeer { instance, body: ControlBody::LeaseRequest(_), .. } if *instance == to);
+        next.iter().filter(to_it).count()
+    };
+    assert_eq!((asks(A), asks(B)), (0, 1), "{next:?}");
 }

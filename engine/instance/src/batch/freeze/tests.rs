@@ -4,8 +4,8 @@ use super::FrozenDebt;
 use crate::batch::scheduler::SchedulerConfig;
 use crate::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy};
 use lagoon_protocol::{
-    BorrowAdvice, Candidate, ControlBody, Freeze, Frozen, Hello, LeaseGrant, MemoryTier, Registered, Role, Thaw,
-    VERSION_MAX,
+    BorrowAdvice, BulkFrame, Candidate, ControlBody, Freeze, Frozen, Hello, LeaseGrant, MemoryTier, Registered, Role,
+    Thaw, VERSION_MAX,
 };
 use lagoon_runner::{Command, Report, SampleOut};
 use lagoon_types::limits::FREEZE_MS_MAX;
@@ -15,7 +15,8 @@ use lagoon_types::{
 };
 
 const SEQ: SeqId = SeqId(7);
-const PEER: PeerKey = PeerKey(3);
+/// Instance 2.
+pub(crate) const PEER: PeerKey = PeerKey(3);
 
 pub(crate) fn config() -> InstanceConfig {
     InstanceConfig {
@@ -28,10 +29,11 @@ pub(crate) fn config() -> InstanceConfig {
         calibration: None,
         incarnation: 11,
         model_hash: ModelHash::default(),
-        geometry: AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 2 },
+        geometry: AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 2, latent: false },
         kv: KvShape { layers: 1, kv_heads: 1, head_dim: 2, dtype: DType::F32 },
         window: None,
         alibi: None,
+        attention_softcap: None,
         max_positions: 1_000,
         vocab: 10,
         block_tokens: 4,
@@ -53,17 +55,24 @@ pub(crate) fn config() -> InstanceConfig {
 }
 
 /// An instance of 4 blocks with a sequence of 30 tokens, of which the oldest 4 blocks are at instance 2 and full.
-struct Scene {
+pub(crate) struct Scene {
     instance: Instance,
     now_ms: u64,
     /// The step in flight.
-    step: Option<(StepId, MicroBatch)>,
+    pub(crate) step: Option<(StepId, MicroBatch)>,
+    /// The last read of a creditor's KV.
+    pub(crate) read: Option<u64>,
 }
 
 impl Scene {
     fn new() -> Self {
-        let instance = Instance::new(config()).unwrap();
-        let mut scene = Self { instance, now_ms: 1_000, step: None };
+        Self::with(config())
+    }
+
+    pub(crate) fn with(config: InstanceConfig) -> Self {
+        let shape = config.pool_shape();
+        let instance = Instance::new(config).unwrap();
+        let mut scene = Self { instance, now_ms: 1_000, step: None, read: None };
         let registered = Registered { version: VERSION_MAX, instance: 1, heartbeat_ms: 250, term: 1 };
         scene.on(Event::GManager(ControlBody::Registered(registered)));
         let hello = Hello {
@@ -71,7 +80,7 @@ impl Scene {
             version_max: VERSION_MAX,
             instance: 2,
             incarnation: 5,
-            shape: Some(config().pool_shape()),
+            shape: Some(shape),
             lent: None,
         };
         scene.on(Event::PeerUp { peer: PEER });
@@ -83,6 +92,7 @@ impl Scene {
             answered: 0,
             max_tokens: 2,
             sampling: SamplingParams::default(),
+            min_tokens: 0,
             stop_ids: Vec::new(),
             return_logits: false,
         };
@@ -127,8 +137,13 @@ impl Scene {
         self.instance.frozen()
     }
 
-    fn on(&mut self, event: Event) -> Vec<Effect> {
+    pub(crate) fn on(&mut self, event: Event) -> Vec<Effect> {
         let effects = self.instance.handle(event, self.now_ms);
+        for effect in &effects {
+            if let Effect::Bulk { frame: BulkFrame::Read { id, .. }, .. } = effect {
+                self.read = Some(*id);
+            }
+        }
         if let Some(step) = effects.iter().find_map(|e| match e {
             Effect::Runner(Command::Step(work)) => Some((work.step, work.micro_batch)),
             _ => None,

@@ -1,0 +1,116 @@
+//! `lagoon doctor MODEL`: parameters and bytes of a model, and how long a context one instance and several hold.
+
+use crate::log::outln;
+use crate::model::resolve;
+use anyhow::Context as _;
+use lagoon_model::{Checkpoint, ModelSpec};
+use lagoon_types::DType;
+use serde::Serialize;
+
+/// Pools whose context is printed, in instances.
+const INSTANCES: [u64; 4] = [1, 2, 4, 8];
+/// The share of memory for weights and KV; buffers and the system have the rest.
+const MEMORY_PERCENT: u64 = 90;
+
+/// A model's size.
+#[derive(Debug, Serialize)]
+struct Size {
+    family: &'static str,
+    layers: usize,
+    /// Layers with a window of their own.
+    windowed_layers: usize,
+    parameters: u64,
+    /// Parameters that one token uses.
+    active_parameters: u64,
+    dtype: String,
+    weight_bytes: u64,
+    kv_bytes_per_token: u64,
+    /// Longest sequence of the configuration, in tokens.
+    max_positions: u32,
+    memory_bytes: u64,
+    contexts: Vec<Context>,
+}
+
+/// What so many instances hold.
+#[derive(Debug, Serialize)]
+struct Context {
+    instances: u64,
+    /// Tokens of KV in the pool, at most [`Size::max_positions`] for one sequence.
+    kv_tokens: u64,
+}
+
+pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::Result<()> {
+    let dir = resolve(model)?;
+    let spec = ModelSpec::open(&dir)?;
+    let dtype = Checkpoint::open(&dir)?.dtype().context("the checkpoint's weights have no single element type")?;
+    let memory = match memory_gib {
+        Some(gib) => u64::from(gib) << 30,
+        None => host_memory()?,
+    };
+    let size = size(&spec, dtype, memory);
+    if json {
+        outln!("{}", serde_json::to_string(&size)?);
+        return Ok(());
+    }
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    outln!("family        {}, {} layers, {} of them with a window", size.family, size.layers, size.windowed_layers);
+    outln!("parameters    {}, {} for a token", size.parameters, size.active_parameters);
+    outln!("weights       {:.2} GiB in {}", gib(size.weight_bytes), size.dtype);
+    outln!("KV            {} bytes a token, in {}", size.kv_bytes_per_token, size.dtype);
+    outln!("context       at most {} tokens by config.json", size.max_positions);
+    for Context { instances, kv_tokens } in &size.contexts {
+        let what = if *instances == 1 { "instance " } else { "instances" };
+        outln!("{instances:>4} {what} {kv_tokens} tokens of KV, each with {:.1} GiB", gib(size.memory_bytes));
+    }
+    if size.contexts[0].kv_tokens == 0 {
+        outln!("hint: the weights do not fit; --memory-gib tells another size");
+    }
+    Ok(())
+}
+
+fn size(spec: &ModelSpec, dtype: DType, memory_bytes: u64) -> Size {
+    let weight_bytes = spec.parameters() * dtype.size() as u64;
+    let kv_bytes_per_token = spec.kv_shape(dtype).token_bytes() as u64;
+    let each = (memory_bytes / 100 * MEMORY_PERCENT).saturating_sub(weight_bytes) / kv_bytes_per_token;
+    Size {
+        family: spec.family,
+        layers: spec.layers.len(),
+        windowed_layers: spec.layers.iter().filter(|layer| layer.attention.window.is_some()).count(),
+        parameters: spec.parameters(),
+        active_parameters: spec.active_parameters(),
+        dtype: dtype.to_string(),
+        weight_bytes,
+        kv_bytes_per_token,
+        max_positions: spec.max_positions,
+        memory_bytes,
+        contexts: INSTANCES.map(|instances| Context { instances, kv_tokens: instances * each }).into(),
+    }
+}
+
+/// This machine's memory.
+fn host_memory() -> anyhow::Result<u64> {
+    let text =
+        std::fs::read_to_string("/proc/meminfo").context("--memory-gib is needed: /proc/meminfo is not there")?;
+    let line = text.lines().find(|line| line.starts_with("MemTotal:"));
+    let kib = line.and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
+    Ok(kib.context("--memory-gib is needed: /proc/meminfo has no MemTotal")? * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn experts_count_as_parameters_and_a_token_uses_some() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/qwen3_moe");
+        let spec = ModelSpec::open(&golden).unwrap();
+        let size = size(&spec, DType::F32, 1 << 20);
+        // Two of the three layers have six experts of 3 * 48 * 40 parameters, of which a token uses two.
+        assert_eq!(size.parameters - size.active_parameters, 2 * 4 * 3 * 48 * 40);
+        // Keys and values of two heads of 24, in three layers.
+        assert_eq!(size.kv_bytes_per_token, 3 * 2 * 2 * 24 * 4);
+        let left = (1 << 20) / 100 * 90 - size.parameters * 4;
+        assert_eq!(size.contexts[1].kv_tokens, 2 * (left / size.kv_bytes_per_token));
+    }
+}

@@ -1,0 +1,142 @@
+//! Permissions of peers by the roles in their certificates: other messages are dropped, and logged once per session.
+
+use lagoon_protocol::{AdminBody, AdminQuery, BulkFrame, ControlBody, PartialsFrame, Register, Role};
+use lagoon_transport::{NodeRole, Roles};
+use lagoon_types::InstanceId;
+
+/// Checks that a peer with these roles, registered as `own`, may send this to the gManager.
+///
+/// # Errors
+/// The reason of the refusal, for the peer's operator.
+pub(crate) fn at_gmanager(roles: Roles, own: Option<InstanceId>, body: &ControlBody) -> Result<(), String> {
+    use NodeRole::{Gateway, Instance, Kv, Operator};
+    let needed: &[NodeRole] = match body {
+        ControlBody::StatusQuery(_) => &[Operator, Gateway],
+        // A process that is being stopped requests its own drain.
+        ControlBody::AdminQuery(AdminQuery { body: Some(AdminBody::Drain(drain)), .. })
+            if own == Some(InstanceId(drain.instance)) =>
+        {
+            &[Operator, Instance, Kv]
+        }
+        ControlBody::AdminQuery(_) => &[Operator],
+        ControlBody::Register(Register { role, .. }) if *role == Role::Kv as i32 => &[Instance, Kv],
+        ControlBody::Heartbeat(_) | ControlBody::Deregister(_) => &[Instance, Kv],
+        _ => &[Instance],
+    };
+    allow(roles, needed, name(body))
+}
+
+/// Checks that a peer with these roles may send this control message to an instance.
+///
+/// # Errors
+/// The reason of the refusal.
+pub(crate) fn at_instance(roles: Roles, body: &ControlBody) -> Result<(), String> {
+    let lends = matches!(
+        body,
+        ControlBody::Hello(_)
+            | ControlBody::Rejected(_)
+            | ControlBody::LeaseGrant(_)
+            | ControlBody::LeaseRefuse(_)
+            | ControlBody::LeaseReleased(_)
+            | ControlBody::LeaseRenewed(_)
+            | ControlBody::LeaseSealed(_)
+            | ControlBody::LeaseRevoked(_)
+            | ControlBody::Recall(_)
+    );
+    allow(roles, if lends { &[NodeRole::Instance, NodeRole::Kv] } else { &[NodeRole::Instance] }, name(body))
+}
+
+/// As [`at_instance`], for the partials class.
+pub(crate) fn partials(roles: Roles, frame: &PartialsFrame) -> bool {
+    let lends = matches!(frame, PartialsFrame::Partial { .. } | PartialsFrame::Refused { .. });
+    roles.has(NodeRole::Instance) || (lends && roles.has(NodeRole::Kv))
+}
+
+/// As [`at_instance`], for the bulk class.
+pub(crate) fn bulk(roles: Roles, frame: &BulkFrame) -> bool {
+    let lends = matches!(frame, BulkFrame::Data { .. } | BulkFrame::Refused { .. });
+    roles.has(NodeRole::Instance) || (lends && roles.has(NodeRole::Kv))
+}
+
+fn allow(roles: Roles, needed: &[NodeRole], what: String) -> Result<(), String> {
+    if roles.has_any(needed) {
+        return Ok(());
+    }
+    let needed = needed.iter().map(|role| role.name()).collect::<Vec<_>>().join(" or ");
+    Err(format!(
+        "{what} is for role {needed}; the certificate is for {roles}\n\
+         hint: `lagoon certs issue DIR NAME --role ...` says what a node may do"
+    ))
+}
+
+/// The message's name, without its content.
+fn name(body: &ControlBody) -> String {
+    let text = format!("{body:?}");
+    text.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lagoon_protocol as p;
+
+    fn roles(of: &[NodeRole]) -> Roles {
+        of.iter().copied().collect()
+    }
+
+    fn drain(instance: u32) -> ControlBody {
+        let drain = p::AdminDrain { instance, cancel: false, stop: true };
+        ControlBody::AdminQuery(AdminQuery { query: 0, body: Some(AdminBody::Drain(drain)) })
+    }
+
+    /// What a kv node says, and what it does not.
+    #[test]
+    fn a_kv_node_lends_and_does_nothing_else() {
+        let kv = roles(&[NodeRole::Kv]);
+        let register = |role: Role| ControlBody::Register(Register { role: role as i32, ..Register::default() });
+        for body in [register(Role::Kv), ControlBody::Heartbeat(p::Heartbeat::default()), drain(3)] {
+            at_gmanager(kv, Some(InstanceId(3)), &body).unwrap();
+        }
+        for body in [
+            register(Role::Instance),
+            register(Role::Prefill),
+            drain(4),
+            ControlBody::BorrowQuery(p::BorrowQuery::default()),
+            ControlBody::Refusal(p::Refusal::default()),
+            ControlBody::MoveOutcome(p::MoveOutcome::default()),
+            ControlBody::StatusQuery(p::StatusQuery::default()),
+            ControlBody::AdminQuery(AdminQuery { query: 1, body: Some(AdminBody::Plan(p::AdminPlan {})) }),
+        ] {
+            let refused = at_gmanager(kv, Some(InstanceId(3)), &body).unwrap_err();
+            assert!(refused.contains("the certificate is for kv") && refused.contains("hint:"), "{refused}");
+        }
+        at_instance(kv, &ControlBody::LeaseGrant(p::LeaseGrant::default())).unwrap();
+        for body in [
+            ControlBody::LeaseRequest(p::LeaseRequest::default()),
+            ControlBody::PrefillRequest(p::PrefillRequest::default()),
+            ControlBody::TransferConnect(p::TransferConnect::default()),
+            ControlBody::PrefillReady(p::PrefillReady::default()),
+        ] {
+            assert!(at_instance(kv, &body).is_err(), "{body:?}");
+            at_instance(roles(&[NodeRole::Instance]), &body).unwrap();
+        }
+        let step = lagoon_types::StepId(1);
+        let (cancel, detail) = (PartialsFrame::StepCancel { step }, String::new());
+        let refused = PartialsFrame::Refused { step, code: p::RefuseCode::Device, detail };
+        assert!(partials(kv, &refused) && !partials(kv, &cancel) && partials(roles(&[NodeRole::Instance]), &cancel));
+    }
+
+    #[test]
+    fn gateways_ask_and_operators_order() {
+        let status = ControlBody::StatusQuery(p::StatusQuery::default());
+        let register = ControlBody::Register(Register::default());
+        let (gateway, operator) = (roles(&[NodeRole::Gateway]), roles(&[NodeRole::Operator]));
+        at_gmanager(gateway, None, &status).unwrap();
+        at_gmanager(operator, None, &drain(1)).unwrap();
+        assert!(at_gmanager(gateway, None, &drain(1)).is_err());
+        for peer in [gateway, operator, roles(&[NodeRole::GManager])] {
+            assert!(at_gmanager(peer, None, &register).is_err());
+            assert!(at_instance(peer, &ControlBody::Hello(p::Hello::default())).is_err());
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! What debtors with a valid lease may send, and what becomes of it.
+
+use crate::batch::freeze::tests::config;
+use crate::{Effect, Event, Instance, InstanceConfig, PeerKey};
+use bytes::Bytes;
+use lagoon_protocol::{
+    BulkFrame, ControlBody, Hello, LeaseGrant, LeaseRequest, PartialsFrame, RefuseCode, Registered, StepTicket,
+    TicketSeq, VERSION_MAX,
+};
+use lagoon_runner::{Command, RemoteQuery};
+use lagoon_types::limits::{DATA_FRAME_BYTES_MAX, REMOTE_REQUEST_PEER_BYTES_MAX};
+use lagoon_types::{AttentionGeometry, DType, Epoch, KvShape, LeaseId, LeaseRun, SeqId, StepId};
+
+const STEP: StepId = StepId(8);
+
+/// An instance that lends to instances 2 and 3, which are behind connections 2 and 3.
+struct Scene {
+    instance: Instance,
+    config: InstanceConfig,
+}
+
+impl Scene {
+    fn new(config: InstanceConfig) -> Self {
+        let mut scene = Self { instance: Instance::new(config.clone()).unwrap(), config };
+        let registered = Registered { version: VERSION_MAX, instance: 1, heartbeat_ms: 250, term: 1 };
+        scene.on(Event::GManager(ControlBody::Registered(registered)));
+        for instance in [2, 3] {
+            let peer = PeerKey(instance.into());
+            let hello = Hello {
+                version_min: VERSION_MAX,
+                version_max: VERSION_MAX,
+                instance,
+                incarnation: 5,
+                shape: Some(scene.config.pool_shape()),
+                lent: None,
+            };
+            scene.on(Event::PeerUp { peer });
+            scene.on(Event::Control { peer, body: ControlBody::Hello(hello) });
+        }
+        scene
+    }
+
+    fn on(&mut self, event: Event) -> Vec<Effect> {
+        self.instance.handle(event, 1_000)
+    }
+
+    fn lease(&mut self, peer: u64, blocks: u32) -> (LeaseId, Epoch) {
+        let request = LeaseRequest { request: 1, seq: 1, blocks, blocks_min: blocks, ..LeaseRequest::default() };
+        let effects = self.on(Event::Control { peer: PeerKey(peer), body: ControlBody::LeaseRequest(request) });
+        let grant = effects.into_iter().find_map(|effect| match effect {
+            Effect::Control { body: ControlBody::LeaseGrant(grant), .. } => Some(grant),
+            _ => None,
+        });
+        let LeaseGrant { lease, epoch, .. } = grant.expect("there is memory to lend");
+        (LeaseId(lease), Epoch(epoch))
+    }
+
+    fn partials(&mut self, peer: u64, frame: PartialsFrame) -> Vec<Effect> {
+        self.on(Event::Partials { peer: PeerKey(peer), frame })
+    }
+
+    /// The step attends to a lease's first token.
+    fn ticket(&mut self, peer: u64, (lease, epoch): (LeaseId, Epoch), rows: u32) -> Vec<Effect> {
+        let run = LeaseRun { lease, epoch, offset: 0, len: 1, first_pos: 0 };
+        let seqs = vec![TicketSeq { seq: SeqId(1), rows, pos0: 10, runs: vec![run] }];
+        let ticket = StepTicket { step: STEP, deadline_ms: 9_000, dtype: DType::F32, seqs };
+        self.partials(peer, PartialsFrame::Ticket(ticket))
+    }
+
+    fn query(&mut self, peer: u64, rows: u32, queries: &Bytes) -> Vec<Effect> {
+        self.partials(peer, PartialsFrame::Query { step: STEP, layer: 0, rows, queries: queries.clone() })
+    }
+
+    /// Writes a lease's first token.
+    fn write(&mut self, peer: u64, (lease, epoch): (LeaseId, Epoch)) -> Vec<Effect> {
+        let kv = Bytes::from(vec![0; self.config.kv.layer_token_bytes()]);
+        let frame = BulkFrame::Write { lease, epoch, layer: 0, offset: 0, tokens: 1, kv };
+        self.on(Event::Bulk { peer: PeerKey(peer), frame })
+    }
+}
+
+fn queries(effects: &[Effect]) -> Vec<&RemoteQuery> {
+    let mut queries = Vec::new();
+    for effect in effects {
+        if let Effect::Runner(Command::RemoteQuery(query)) = effect {
+            queries.push(query);
+        }
+    }
+    queries
+}
+
+/// The codes of steps and reads that are refused.
+fn refused(effects: &[Effect]) -> Vec<RefuseCode> {
+    let of = |effect: &Effect| match effect {
+        Effect::Partials { frame: PartialsFrame::Refused { code, .. }, .. }
+        | Effect::Bulk { frame: BulkFrame::Refused { code, .. }, .. } => Some(*code),
+        _ => None,
+    };
+    effects.iter().filter_map(of).collect()
+}
+
+/// The device would be asked for more rows than it was given, and asserts that it is not.
+#[test]
+fn a_query_that_waits_is_not_of_a_later_ticket_of_its_name() {
+    let mut scene = Scene::new(InstanceConfig { lend_blocks_max: 3, ..config() });
+    let lease = scene.lease(2, 1);
+    let row = scene.config.geometry.q_dim() * DType::F32.size();
+    let one = Bytes::from(vec![0; row]);
+    scene.ticket(2, lease, 1);
+    assert_eq!(queries(&scene.query(2, 1, &one)).len(), 0, "it waits for its KV");
+    assert_eq!(refused(&scene.ticket(2, lease, 2)), []);
+    let effects = scene.write(2, lease);
+    let sizes = |q: &&RemoteQuery| (q.queries.len(), q.seqs.iter().map(|s| s.rows as usize).sum::<usize>() * row);
+    assert!(queries(&effects).iter().map(sizes).all(|(is, wants)| is == wants), "{effects:?}");
+    let effects = scene.query(2, 2, &Bytes::from(vec![0; 2 * row]));
+    assert_eq!(queries(&effects).iter().map(sizes).collect::<Vec<_>>(), [(2 * row, 2 * row)]);
+}
+
+/// Frames as long as they come are refused long before the number of them that may wait; others' are not.
+#[test]
+fn a_peers_queries_wait_up_to_so_many_bytes() {
+    let geometry = AttentionGeometry { heads: 64, kv_heads: 1, head_dim: 1024, latent: false };
+    let kv = KvShape { head_dim: 1024, ..config().kv };
+    let mut scene = Scene::new(InstanceConfig { lend_blocks_max: 3, geometry, kv, ..config() });
+    let (first, second) = (scene.lease(2, 1), scene.lease(3, 1));
+    let rows = 64;
+    let query = Bytes::from(vec![0; rows as usize * geometry.q_dim() * DType::F32.size()]);
+    scene.ticket(2, first, rows);
+    scene.ticket(3, second, rows);
+    // The ticket takes a few bytes, too.
+    let most = REMOTE_REQUEST_PEER_BYTES_MAX / query.len() - 1;
+    for _ in 0..most {
+        assert_eq!(refused(&scene.query(2, rows, &query)), []);
+    }
+    assert_eq!(refused(&scene.query(2, rows, &query)), [RefuseCode::Overloaded]);
+    assert_eq!(refused(&scene.query(3, rows, &query)), [], "another's");
+    // The step that was refused waits no more: the next one finds room.
+    assert_eq!(refused(&scene.ticket(2, first, rows)), []);
+    assert_eq!(refused(&scene.query(2, rows, &query)), []);
+    assert_eq!(queries(&scene.write(2, first)).len(), 1, "of the step that was not refused");
+}
+
+#[test]
+fn a_read_is_not_longer_than_a_frame() {
+    let geometry = AttentionGeometry { heads: 64, kv_heads: 64, head_dim: 1024, latent: false };
+    let kv = KvShape { kv_heads: 64, head_dim: 1024, ..config().kv };
+    let tokens = u32::try_from(DATA_FRAME_BYTES_MAX / kv.layer_token_bytes()).unwrap();
+    let blocks = tokens.div_ceil(config().block_tokens);
+    let config = InstanceConfig { blocks_total: blocks + 2, lend_blocks_max: blocks, geometry, kv, ..config() };
+    let mut scene = Scene::new(config);
+    let (lease, epoch) = scene.lease(2, blocks);
+    let mut read = |tokens| {
+        let frame = BulkFrame::Read { id: 4, lease, epoch, layer: 0, offset: 0, tokens, deadline_ms: 9_000 };
+        refused(&scene.on(Event::Bulk { peer: PeerKey(2), frame }))
+    };
+    assert_eq!(read(tokens), [RefuseCode::OutOfRange]);
+    assert_eq!(read(1), [], "it waits to be written");
+}

@@ -1,0 +1,67 @@
+//! DeepSeek-V2 (Liu et al. 2024) and V3 (Liu et al. 2024), and Kimi-K2, which has V3's architecture: latent attention, and experts
+//! in groups behind dense first layers.
+
+use super::Family;
+use super::common::{refuse_other_activations, refuse_unless};
+use super::latent::Latent;
+use super::routed::{Defaults, RoutedExperts};
+use crate::fields::Fields;
+use crate::{ModelError, ModelSpec};
+use lagoon_backend::Scoring;
+
+pub(super) const V2: Family = Family {
+    model_type: "deepseek_v2",
+    architectures: &["DeepseekV2ForCausalLM"],
+    models: "DeepSeek-V2-Lite",
+    read: read_v2,
+};
+
+pub(super) const V3: Family = Family {
+    model_type: "deepseek_v3",
+    architectures: &["DeepseekV3ForCausalLM"],
+    models: "DeepSeek-V3 and R1 in bf16, Moonlight",
+    read: |fields| read(fields, "deepseek_v3"),
+};
+
+pub(super) const KIMI_K2: Family = Family {
+    model_type: "kimi_k2",
+    architectures: &["DeepseekV3ForCausalLM"],
+    models: "Kimi-K2 in bf16",
+    read: |fields| read(fields, "kimi_k2"),
+};
+
+fn read(fields: &Fields, family: &'static str) -> Result<ModelSpec, ModelError> {
+    refuse_unless(fields, "scoring_func", "sigmoid", "only \"sigmoid\" is implemented for this family")?;
+    refuse_unless(fields, "topk_method", "noaux_tc", "only \"noaux_tc\" is implemented for this family")?;
+    let interleaved = fields.flag("rope_interleave")?.unwrap_or(true);
+    let absent = Defaults { shared: 1, groups: (8, 4), dense_layers: 3, normalised: true, scale: 2.5 };
+    model(fields, (family, 1536, interleaved), Scoring::Sigmoid, absent)
+}
+
+fn read_v2(fields: &Fields) -> Result<ModelSpec, ModelError> {
+    refuse_unless(fields, "scoring_func", "softmax", "only \"softmax\" is implemented for this family")?;
+    refuse_unless(fields, "topk_method", "greedy", "only \"greedy\", the choice among all experts, is implemented")?;
+    refuse_unless(fields, "norm_topk_prob", false, "only false is implemented for this family, as in transformers")?;
+    refuse_unless(fields, "mlp_bias", false, "only false is implemented")?;
+    // The choice among all experts has no groups.
+    for groups in ["n_group", "topk_group"] {
+        refuse_unless(fields, groups, 1, "only 1 is implemented for this family")?;
+    }
+    let absent = Defaults { shared: 2, groups: (1, 1), dense_layers: 0, normalised: false, scale: 1.0 };
+    model(fields, (V2.model_type, 1536, true), Scoring::Softmax, absent)
+}
+
+fn model(
+    fields: &Fields,
+    (family, rank, interleaved): (&'static str, usize, bool),
+    scoring: Scoring,
+    absent: Defaults,
+) -> Result<ModelSpec, ModelError> {
+    refuse_other_activations(fields, "hidden_act", &["silu", "swish"])?;
+    refuse_unless(fields, "moe_layer_freq", 1, "only 1 is implemented")?;
+    // Training, and the authors' way to spread experts over devices.
+    fields.ignore(&["aux_loss_alpha", "ep_size", "seq_aux"]);
+    let (base, latent) = Latent::read(fields, family, rank, interleaved)?;
+    let experts = RoutedExperts::read(fields, &base, scoring, absent)?;
+    latent.model(fields, &base, &experts)
+}

@@ -1,0 +1,98 @@
+//! Gemma 3, text (Gemma Team 2025): norms before and after each block, norms of heads, gated GELU, and layers with a window
+//! and a rotary base of their own.
+
+use super::Family;
+use super::common::{Base, count, refuse_biases, refuse_other_activations, refuse_unless, windows};
+use crate::fields::{Fields, narrow};
+use crate::spec::LayerSpec;
+use crate::{ModelError, ModelSpec, RopeSpec};
+use lagoon_backend::Activation;
+use lagoon_types::limits::LAYERS_MAX;
+use serde_json::Value;
+
+pub(super) const FAMILY: Family = Family {
+    model_type: "gemma3_text",
+    architectures: &["Gemma3ForCausalLM"],
+    models: "Gemma 3 1B and 270M, and other text-only Gemma 3",
+    read,
+};
+
+/// Rotary tables by index.
+const GLOBAL: usize = 0;
+const LOCAL: usize = 1;
+
+fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
+    for cap in ["attn_logit_softcapping", "final_logit_softcapping"] {
+        refuse_unless(fields, cap, Value::Null, "Gemma 3 has no soft caps")?;
+    }
+    let base = base(fields, FAMILY.model_type)?;
+    let window = window(fields)?;
+    // Without a list, each sixth layer sees everything.
+    let pattern = count(fields, "sliding_window_pattern", LAYERS_MAX)?.unwrap_or(6) as usize;
+    let by_pattern = || (0..base.layers).map(|i| (!(i + 1).is_multiple_of(pattern)).then_some(window)).collect();
+    let windows = windows(fields, base.layers, Some(window))?.unwrap_or_else(by_pattern);
+    let layers = windows.into_iter().enumerate().map(|(i, window)| {
+        let mut layer = layer(&base, i, window);
+        layer.attention.head_norms = Some(base.head_norms(i));
+        layer.attention.rope = if window.is_some() { LOCAL } else { GLOBAL };
+        layer
+    });
+    model(fields, &base, ropes(fields, base.rotated)?, layers.collect())
+}
+
+/// The sizes of Gemma 2 and 3, with what both refuse.
+pub(super) fn base(fields: &Fields, family: &'static str) -> Result<Base, ModelError> {
+    refuse_biases(fields, &["attention_bias"])?;
+    refuse_other_activations(fields, "hidden_activation", &["gelu_pytorch_tanh"])?;
+    refuse_unless(fields, "use_bidirectional_attention", false, "only causal attention is implemented")?;
+    // transformers reads none of them: the layers' list decides, `hidden_activation`, and `sliding_window`.
+    fields.ignore(&["_sliding_window_pattern", "hidden_act", "sliding_window_size"]);
+    let base = Base::read(fields, family, Some(4), Some(256))?;
+    Ok(Base { activation: Activation::GeluTanhMul, norm_offset: 1.0, ..base })
+}
+
+/// The window of layers that have one.
+pub(super) fn window(fields: &Fields) -> Result<u32, ModelError> {
+    Ok(count(fields, "sliding_window", u32::MAX)?.unwrap_or(4096))
+}
+
+/// Layer `i` of Gemma 2 and 3: norms before and after each block.
+pub(super) fn layer(base: &Base, i: usize, window: Option<u32>) -> LayerSpec {
+    let of = |name: &str| format!("model.layers.{i}.{name}.weight");
+    let mut layer = base.layer(i);
+    layer.attention.window = window;
+    layer.attention_out_norm = Some(base.norm(of("post_attention_layernorm")));
+    layer.mlp_norm = Some(base.norm(of("pre_feedforward_layernorm")));
+    layer.mlp_out_norm = Some(base.norm(of("post_feedforward_layernorm")));
+    layer
+}
+
+/// Gemma 2 and 3 with these layers: embeddings tied by default and scaled, and a scale of attention of their own.
+pub(super) fn model(
+    fields: &Fields,
+    base: &Base,
+    ropes: Vec<RopeSpec>,
+    layers: Vec<LayerSpec>,
+) -> Result<ModelSpec, ModelError> {
+    let mut model = base.model(fields, ropes, layers)?;
+    if fields.get("tie_word_embeddings").is_none() {
+        model.head = None;
+    }
+    let scalar = fields.positive("query_pre_attn_scalar")?.unwrap_or(256.0);
+    model.attention_scale = narrow(1.0 / scalar.sqrt());
+    model.embedding.scale = Some(narrow((base.hidden as f64).sqrt()));
+    Ok(model)
+}
+
+/// The tables of layers that see everything, and of those with a window.
+fn ropes(fields: &Fields, rotated: usize) -> Result<Vec<RopeSpec>, ModelError> {
+    if let Some(parameters) = fields.object("rope_parameters")? {
+        fields.ignore(&["rope_theta", "rope_local_base_freq"]);
+        let of = |name| parameters.object(name)?.ok_or_else(|| parameters.missing(name));
+        let (global, local) = (of("full_attention")?, of("sliding_attention")?);
+        return [(global, 1e6), (local, 1e4)].iter().map(|(of, theta)| RopeSpec::inner(of, rotated, *theta)).collect();
+    }
+    let global = RopeSpec::with_default(fields, rotated, 1e6)?;
+    let theta = fields.positive("rope_local_base_freq")?.unwrap_or(1e4);
+    Ok(vec![global, RopeSpec::plain(theta, rotated)])
+}

@@ -1,0 +1,89 @@
+//! gpt-oss (OpenAI 2025): alternating windows, attention sinks, biases, and experts with a clamped gate.
+
+use super::Family;
+use super::common::{Base, count, experts, refuse_other_activations, refuse_unless, softmax, windows};
+use crate::fields::Fields;
+use crate::spec::{MixtureSpec, Mlp, Part};
+use crate::{ModelError, ModelSpec};
+use lagoon_backend::{Activation, SWIGLU_ALPHA, SWIGLU_LIMIT};
+
+pub(super) const FAMILY: Family = Family {
+    model_type: "gpt_oss",
+    architectures: &["GptOssForCausalLM"],
+    models: "gpt-oss in bf16 (the published files have MXFP4 weights, which are not read yet)",
+    read,
+};
+
+fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
+    refuse_unless(fields, "attention_bias", true, "projections of this family have biases")?;
+    refuse_unless(fields, "swiglu_limit", f64::from(SWIGLU_LIMIT), "only 7 is implemented")?;
+    let alpha = fields.positive("swiglu_alpha")?;
+    if alpha.is_some_and(|alpha| (alpha - f64::from(SWIGLU_ALPHA)).abs() > 1e-6) {
+        return Err(fields.unsupported("swiglu_alpha", "only 1.702 is implemented"));
+    }
+    // The authors' names of fields that are there twice.
+    fields.ignore(&["experts_per_token", "initial_context_length"]);
+    if fields.get("rope_scaling").is_none() && fields.get("rope_parameters").is_none() {
+        return Err(fields.missing("rope_scaling"));
+    }
+    refuse_other_activations(fields, "hidden_act", &["silu", "swish"])?;
+    let base = Base::read(fields, FAMILY.model_type, Some(8), Some(64))?;
+    let base = Base { activation: Activation::ClampedSwiglu, ..base };
+    let sizes = experts(fields, base.layers, ["num_local_experts", "num_experts_per_tok", "intermediate_size"])?;
+    let window = count(fields, "sliding_window", u32::MAX)?.unwrap_or(128);
+    // Without a list, every other layer has the window, the first one among them.
+    let alternating = || (0..base.layers).map(|i| (i % 2 == 0).then_some(window)).collect();
+    let windows = windows(fields, base.layers, Some(window))?.unwrap_or_else(alternating);
+    let layer = |(i, window): (usize, Option<u32>)| {
+        let of = |name: &str| format!("model.layers.{i}.{name}");
+        let mut layer = base.layer(i);
+        layer.attention.qkv_bias = base.qkv_bias(i);
+        layer.attention.out_bias = Some(Part::vector(of("self_attn.o_proj.bias"), base.hidden));
+        layer.attention.sinks = Some(Part::vector(of("self_attn.sinks"), base.geometry.heads as usize));
+        layer.attention.window = window;
+        layer.mlp = Mlp::Experts(Box::new(mixture(&base, i, sizes)));
+        layer
+    };
+    let rope = base.rope(fields, 1.5e5)?;
+    base.model(fields, vec![rope], windows.into_iter().enumerate().map(layer).collect())
+}
+
+/// Experts of one tensor a projection, stored `[expert][in][out]`, with gates and ups in turns.
+fn mixture(base: &Base, i: usize, [count, top_k, width]: [usize; 3]) -> MixtureSpec {
+    let of = |name: &str| format!("model.layers.{i}.mlp.{name}");
+    let hidden = base.hidden;
+    let stored = |name: &str, shape: &[usize], (rows, cols): (usize, usize), offset, row_stride, col_stride| Part {
+        tensor: of(name),
+        shape: shape.to_vec(),
+        rows,
+        cols,
+        offset,
+        row_stride,
+        col_stride,
+    };
+    let up = |e: usize, odd: usize| {
+        let shape = [count, hidden, 2 * width];
+        stored("experts.gate_up_proj", &shape, (width, hidden), e * hidden * 2 * width + odd, 2, 2 * width)
+    };
+    let up_bias = |e: usize, odd: usize| {
+        stored("experts.gate_up_proj_bias", &[count, 2 * width], (1, width), e * 2 * width + odd, 2 * width, 2)
+    };
+    let down = |e: usize| {
+        let shape = [count, width, hidden];
+        stored("experts.down_proj", &shape, (hidden, width), e * width * hidden, 1, hidden)
+    };
+    MixtureSpec {
+        count,
+        width,
+        activation: base.activation,
+        routing: softmax(top_k, true),
+        router: Part::matrix(of("router.weight"), count, hidden),
+        router_bias: Some(Part::vector(of("router.bias"), count)),
+        choice_bias: None,
+        up: (0..count).flat_map(|e| [up(e, 0), up(e, 1)]).collect(),
+        up_bias: (0..count).flat_map(|e| [up_bias(e, 0), up_bias(e, 1)]).collect(),
+        down: (0..count).map(down).collect(),
+        down_bias: vec![Part::matrix(of("experts.down_proj_bias"), count, hidden)],
+        shared: None,
+    }
+}

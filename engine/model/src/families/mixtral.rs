@@ -1,0 +1,31 @@
+//! Mixtral (Jiang et al. 2024): Mistral with a mixture of experts in every layer.
+
+use super::Family;
+use super::common::{Base, count, experts, refuse_biases, refuse_other_activations, softmax};
+use crate::fields::Fields;
+use crate::spec::Mlp;
+use crate::{ModelError, ModelSpec};
+
+pub(super) const FAMILY: Family =
+    Family { model_type: "mixtral", architectures: &["MixtralForCausalLM"], models: "Mixtral 8x7B and 8x22B", read };
+
+fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
+    refuse_biases(fields, &["attention_bias", "mlp_bias"])?;
+    refuse_other_activations(fields, "hidden_act", &["silu", "swish"])?;
+    let base = Base::read(fields, FAMILY.model_type, Some(8), None)?;
+    let [experts, top_k, width] =
+        experts(fields, base.layers, ["num_local_experts", "num_experts_per_tok", "intermediate_size"])?;
+    let window = count(fields, "sliding_window", u32::MAX)?;
+    let layer = |i: usize| {
+        let of = |name: &str| format!("model.layers.{i}.block_sparse_moe.{name}");
+        let mut layer = base.layer(i);
+        let names = ["w1", "w3", "w2"];
+        let routing = softmax(top_k, true);
+        let mixture = base.mixture(of("gate.weight"), &of("experts."), names, (experts, width), routing);
+        layer.mlp = Mlp::Experts(Box::new(mixture));
+        layer.attention.window = window;
+        layer
+    };
+    let rope = base.rope(fields, 1e6)?;
+    base.model(fields, vec![rope], (0..base.layers).map(layer).collect())
+}

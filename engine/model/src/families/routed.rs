@@ -1,0 +1,106 @@
+//! Layers of experts as DeepSeek and GLM have them: experts in groups, experts of every token, and dense first layers.
+
+use super::common::{Base, experts};
+use crate::ModelError;
+use crate::fields::{Fields, narrow};
+use crate::spec::{Mlp, Part};
+use lagoon_backend::{Routing, Scoring};
+use lagoon_types::limits::{EXPERTS_MAX, INTERMEDIATE_MAX, LAYERS_MAX};
+use serde_json::Value;
+
+/// What transformers takes for absent fields.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Defaults {
+    /// Experts of every token.
+    pub(super) shared: usize,
+    /// Groups, and those that a token's experts are chosen from.
+    pub(super) groups: (usize, usize),
+    pub(super) dense_layers: usize,
+    /// Whether a token's shares are made to sum to one.
+    pub(super) normalised: bool,
+    /// Factor on shares.
+    pub(super) scale: f32,
+}
+
+/// Experts behind `model.layers.{i}.mlp.`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RoutedExperts {
+    count: usize,
+    width: usize,
+    shared: usize,
+    dense_layers: usize,
+    routing: Routing,
+}
+
+impl RoutedExperts {
+    pub(super) fn read(fields: &Fields, base: &Base, scoring: Scoring, absent: Defaults) -> Result<Self, ModelError> {
+        let [count, top_k, width] =
+            experts(fields, base.layers, ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"])?;
+        let count_of = |field, absent: usize| {
+            Ok::<_, ModelError>(fields.count(field, u64::from(EXPERTS_MAX))?.map_or(absent, index))
+        };
+        let groups = count_of("n_group", absent.groups.0)?;
+        let top_groups = count_of("topk_group", absent.groups.1)?;
+        let shared = fields.number("n_shared_experts", u64::from(EXPERTS_MAX))?.map_or(absent.shared, index);
+        if shared * width > INTERMEDIATE_MAX as usize {
+            return Err(
+                fields.invalid("n_shared_experts", &format!("they would be wider than {INTERMEDIATE_MAX} together"))
+            );
+        }
+        if !count.is_multiple_of(groups) || top_groups > groups || top_k > count / groups * top_groups {
+            let problem = format!("{count} experts, {top_k} of them for a token, in {top_groups} of {groups} groups");
+            return Err(fields.invalid("n_group", &problem));
+        }
+        let dense_layers = fields.number("first_k_dense_replace", u64::from(LAYERS_MAX))?;
+        let dense_layers = dense_layers.map_or(absent.dense_layers, index);
+        let normalised = fields.flag("norm_topk_prob")?.unwrap_or(absent.normalised);
+        let scale = fields.positive("routed_scaling_factor")?.map_or(absent.scale, narrow);
+        let routing = Routing { top_k, scoring, normalised, scale, groups, top_groups };
+        Ok(Self { count, width, shared, dense_layers, routing })
+    }
+
+    /// With the dense first layers that `mlp_layer_types` names, as transformers 5 writes it, if it is there.
+    pub(super) fn with_layer_types(self, fields: &Fields, layers: usize) -> Result<Self, ModelError> {
+        let field = "mlp_layer_types";
+        let Some(value) = fields.get(field) else { return Ok(self) };
+        let kinds: Option<Vec<&str>> = value.as_array().and_then(|list| list.iter().map(Value::as_str).collect());
+        let kinds = kinds.filter(|kinds| kinds.len() == layers);
+        let kinds =
+            kinds.ok_or_else(|| fields.invalid(field, &format!("it must name the kinds of {layers} layers")))?;
+        let dense_layers = kinds.iter().take_while(|kind| **kind == "dense").count();
+        if kinds[dense_layers..].iter().any(|kind| *kind != "sparse") {
+            return Err(fields.unsupported(field, "supported are \"dense\" layers before \"sparse\" ones"));
+        }
+        Ok(Self { dense_layers, ..self })
+    }
+
+    /// The experts of layer `i`; `None` if it is dense.
+    pub(super) fn mlp(&self, base: &Base, i: usize) -> Option<Mlp> {
+        if i < self.dense_layers {
+            return None;
+        }
+        let of = |name: &str| format!("model.layers.{i}.mlp.{name}");
+        let names = ["gate_proj", "up_proj", "down_proj"];
+        let sizes = (self.count, self.width);
+        let mut mixture = base.mixture(of("gate.weight"), &of("experts."), names, sizes, self.routing);
+        if self.routing.scoring == Scoring::Sigmoid {
+            mixture.choice_bias = Some(Part::vector(of("gate.e_score_correction_bias"), self.count));
+        }
+        if self.shared > 0 {
+            mixture.shared = Some(base.dense(&of("shared_experts."), self.shared * self.width));
+        }
+        Some(Mlp::Experts(Box::new(mixture)))
+    }
+}
+
+/// Layers behind the last one, which predict further tokens: files have two names for their number.
+pub(super) fn layers_beyond(fields: &Fields) -> Result<(&'static str, usize), ModelError> {
+    let number = |field| Ok::<_, ModelError>(fields.number(field, u64::from(LAYERS_MAX))?.map(index));
+    // transformers 5 writes the first name.
+    let (new, old) = (number("num_mtp_layers")?, number("num_nextn_predict_layers")?);
+    Ok(("model.layers.", old.or(new).unwrap_or(0)))
+}
+
+fn index(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
+}

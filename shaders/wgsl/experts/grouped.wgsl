@@ -1,0 +1,168 @@
+// Products of a mixture of experts: out[p] = x[p] . weight[expert of p]^T for places p in the order by expert, whose weights
+// are matrices of n rows, one behind the other. `matvec` for few rows: with ROWS > 1 it serves up to so many rows of one
+// expert; with 1, choices that are not sorted, whose rows of x may be shared. `tiled` for many: 64 x 64 outputs a workgroup.
+// Workgroups of a depth serve one stretch of rows. Rows of x and of the weight are padded with zeros to whole quads. A weight
+// larger than a binding lies in several shards of rows, which may end within an expert; a dispatch serves one.
+//#include dtype
+//#include grid
+//#include team
+//#include tile
+//#include choices
+
+struct Params {
+    choices: u32,
+    // Experts.
+    count: u32,
+    // Quads of a row of x and of the weight.
+    quads: u32,
+    // Rows of an expert's weight.
+    n: u32,
+    // Floats from one row of the output to the next.
+    out_stride: u32,
+    // Rows of the weight that this shard holds.
+    shard_row0: u32,
+    shard_rows: u32,
+    // Choices that share a row of x; 1 where they are sorted.
+    shared_by: u32,
+}
+
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> words: array<u32>;
+@group(0) @binding(2) var<storage, read> x: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read> weight: array<Quad>;
+@group(0) @binding(4) var<storage, read_write> out: array<f32>;
+
+// Places of one expert, and the row of its weight that is its first, in this shard: rows before the shard wrap around and
+// fail the same test as those behind it.
+struct Stretch {
+    first: u32,
+    end: u32,
+    row0: u32,
+}
+
+// Stretches of up to `rows` places before those of an expert: at least as many as there are, and one more for each expert.
+fn stretches_before(expert: u32, rows: u32) -> u32 {
+    return words[start_of(expert)] / rows + expert;
+}
+
+// Stretch `index` of up to `rows` places; may be empty.
+fn stretch(index: u32, rows: u32) -> Stretch {
+    // The last expert whose stretches do not start behind the index.
+    var expert = 0u;
+    for (var left = params.count; left > 1u;) {
+        let half = left / 2u;
+        if stretches_before(expert + half, rows) <= index {
+            expert += half;
+        }
+        left -= half;
+    }
+    let first = words[start_of(expert)] + (index - stretches_before(expert, rows)) * rows;
+    let end = min(first + rows, words[start_of(expert + 1u)]);
+    return Stretch(first, end, expert * params.n - params.shard_row0);
+}
+
+// Whether none of the rows from `row` on, `rows` many, is in this shard.
+fn outside(row: u32, rows: u32) -> bool {
+    return row >= params.shard_rows && 0u - row >= rows;
+}
+
+@compute @workgroup_size(64)
+fn matvec(
+    @builtin(workgroup_id) wid: vec3<u32>,
+    @builtin(num_workgroups) wcount: vec3<u32>,
+    @builtin(local_invocation_index) tid: u32,
+) {
+    let lane = tid % LANES;
+    let block = linear_workgroup(wid, wcount) * BLOCK;
+    let n0 = block + (tid / LANES) * SPAN;
+    var rows: Stretch;
+    if ROWS == 1u {
+        rows = Stretch(wid.z, wid.z + 1u, words[expert_at(wid.z)] * params.n - params.shard_row0);
+    } else {
+        rows = stretch(wid.z, ROWS);
+    }
+    if block >= params.n || rows.first >= rows.end || outside(rows.row0 + block, BLOCK) {
+        return;
+    }
+    var acc: array<f32, SPAN * ROWS>;
+    // Outputs that do not exist repeat the shard's last row and are not stored.
+    let w0 = min(rows.row0 + n0, params.shard_rows - 1u) * params.quads;
+    let w1 = min(rows.row0 + n0 + 1u, params.shard_rows - 1u) * params.quads;
+    var sources: array<u32, ROWS>;
+    for (var r = 0u; r < ROWS; r++) {
+        sources[r] = min(rows.first + r, rows.end - 1u) / params.shared_by * params.quads;
+    }
+    for (var k = lane; k < params.quads; k += LANES) {
+        let a = widen(weight[w0 + k]);
+        let b = widen(weight[w1 + k]);
+        for (var r = 0u; r < ROWS; r++) {
+            let v = x[sources[r] + k];
+            acc[r * SPAN] += dot(a, v);
+            acc[r * SPAN + 1u] += dot(b, v);
+        }
+    }
+    for (var i = 0u; i < SPAN * ROWS; i++) {
+        sums[i * 64u + tid] = acc[i];
+    }
+    add_up(lane, tid);
+    // Lane i of a team stores the team's output i.
+    if lane < SPAN * ROWS {
+        let row = rows.first + lane / SPAN;
+        let n = n0 + lane % SPAN;
+        if row < rows.end && n < params.n && rows.row0 + n < params.shard_rows {
+            out[row * params.out_stride + n] = sums[lane * 64u + (tid - lane)];
+        }
+    }
+}
+
+// The stretch of this workgroup.
+var<private> own: Stretch;
+
+fn x_quad(row: u32, k: u32) -> vec4<f32> {
+    if row < own.end && k < params.quads {
+        return x[row * params.quads + k];
+    }
+    return vec4<f32>();
+}
+
+fn w_quad(row: u32, k: u32) -> vec4<f32> {
+    let at = own.row0 + row;
+    if row < params.n && at < params.shard_rows && k < params.quads {
+        return widen(weight[at * params.quads + k]);
+    }
+    return vec4<f32>();
+}
+
+@compute @workgroup_size(64)
+fn tiled(
+    @builtin(workgroup_id) wid: vec3<u32>,
+    @builtin(num_workgroups) wcount: vec3<u32>,
+    @builtin(local_invocation_index) tid: u32,
+) {
+    let n0 = linear_workgroup(wid, wcount) * 64u;
+    let rows = stretch(wid.z, 64u);
+    if n0 >= params.n || rows.first >= rows.end || outside(rows.row0 + n0, 64u) {
+        return;
+    }
+    own = rows;
+    let block = multiply(rows.first, n0, tid);
+    let row = rows.first + tid / 8u * 4u;
+    let col = n0 + tid % 8u * 4u;
+    store(row, col, block.c00);
+    store(row, col + 32u, block.c01);
+    store(row + 32u, col, block.c10);
+    store(row + 32u, col + 32u, block.c11);
+}
+
+// Stores those of 4 x 4 outputs that exist.
+fn store(row0: u32, col0: u32, block: mat4x4<f32>) {
+    var rows = block;
+    for (var i = 0u; i < 4u && row0 + i < own.end; i++) {
+        for (var j = 0u; j < 4u; j++) {
+            let col = col0 + j;
+            if col < params.n && own.row0 + col < params.shard_rows {
+                out[(row0 + i) * params.out_stride + col] = rows[i][j];
+            }
+        }
+    }
+}

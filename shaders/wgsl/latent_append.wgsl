@@ -1,0 +1,108 @@
+// Completes rows of latent attention (DeepSeek-V2 section 2.1) and stores them in their slots, rounded to nearest even. `queries` rotates
+// the last elements of each head's query; `append` makes what lies behind the heads, the latent and the rotated key, and stores it.
+// Nothing is read that is written, so that each shard of the store may make its rows again.
+//#include dtype
+//#include grid
+
+struct Params {
+    rows: u32,
+    heads: u32,
+    // Elements of a head, and of a stored row: `latent` ones and `rotated` ones. A multiple of 4.
+    dim: u32,
+    latent: u32,
+    rotated: u32,
+    // Elements of a head in `inputs`, for `queries`.
+    query: u32,
+    // Floats from one row to the next: of the fused row, of `inputs`, of `keys`, of `rope`.
+    qkv_stride: u32,
+    input_stride: u32,
+    key_stride: u32,
+    rope_stride: u32,
+    // Where the slots start in `words`.
+    slots: u32,
+    // Slots that this shard of the store holds.
+    shard_slot0: u32,
+    shard_slots: u32,
+    pad0: u32,
+    pad1: u32,
+    pad2: u32,
+}
+
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> words: array<u32>;
+// Queries before absorption (`queries`), or latents (`append`).
+@group(0) @binding(2) var<storage, read> inputs: array<f32>;
+@group(0) @binding(3) var<storage, read> keys: array<f32>;
+@group(0) @binding(4) var<storage, read> rope: array<f32>;
+@group(0) @binding(5) var<storage, read_write> qkv: array<f32>;
+@group(0) @binding(6) var<storage, read_write> kv: array<Quad>;
+
+const THREADS = 64u;
+
+// Where the element that makes a pair with element `e` lies.
+fn partner(e: u32) -> u32 {
+    return select(e - params.rotated / 2u, e + params.rotated / 2u, e < params.rotated / 2u);
+}
+
+// Element `e` of what is rotated, of value `own`; `other` is its partner's.
+fn turned(own: f32, other: f32, row: u32, e: u32) -> f32 {
+    let half_dim = params.rotated / 2u;
+    let angles = row * params.rope_stride + e % half_dim;
+    let sine = rope[angles + half_dim];
+    return own * rope[angles] + select(other, -other, e < half_dim) * sine;
+}
+
+// One workgroup per row and head.
+@compute @workgroup_size(64)
+fn queries(
+    @builtin(workgroup_id) wid: vec3<u32>,
+    @builtin(num_workgroups) wcount: vec3<u32>,
+    @builtin(local_invocation_index) tid: u32,
+) {
+    let at = linear_workgroup(wid, wcount);
+    let row = at / params.heads;
+    let head = at % params.heads;
+    if row >= params.rows {
+        return;
+    }
+    let source = row * params.input_stride + head * params.query + params.query - params.rotated;
+    let to = row * params.qkv_stride + head * params.dim + params.latent;
+    for (var e = tid; e < params.rotated; e += THREADS) {
+        qkv[to + e] = turned(inputs[source + e], inputs[source + partner(e)], row, e);
+    }
+}
+
+fn element(row: u32, e: u32) -> f32 {
+    if e < params.latent {
+        return inputs[row * params.input_stride + e];
+    }
+    let own = e - params.latent;
+    let source = row * params.key_stride;
+    return turned(keys[source + own], keys[source + partner(own)], row, own);
+}
+
+// One workgroup per row; an invocation owns whole quads of it.
+@compute @workgroup_size(64)
+fn append(
+    @builtin(workgroup_id) wid: vec3<u32>,
+    @builtin(num_workgroups) wcount: vec3<u32>,
+    @builtin(local_invocation_index) tid: u32,
+) {
+    let row = linear_workgroup(wid, wcount);
+    if row >= params.rows {
+        return;
+    }
+    // u32::MAX (store nothing) and slots of other shards fail this test alike.
+    let slot = words[params.slots + row] - params.shard_slot0;
+    let to = row * params.qkv_stride + params.heads * params.dim;
+    for (var quad = tid; quad < params.dim / 4u; quad += THREADS) {
+        var v = vec4<f32>();
+        for (var i = 0u; i < 4u; i++) {
+            v[i] = element(row, quad * 4u + i);
+            qkv[to + quad * 4u + i] = v[i];
+        }
+        if slot < params.shard_slots {
+            kv[slot * (params.dim / 4u) + quad] = narrow(v);
+        }
+    }
+}
