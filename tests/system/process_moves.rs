@@ -12,6 +12,9 @@ use tempfile::TempDir;
 /// Vocabulary of the bundled model.
 const VOCAB: u32 = 1024;
 
+/// Tokens of an rBlock where an instance grows.
+const BLOCK: u32 = 32;
+
 fn remote_blocks(status: &Value) -> u64 {
     let sequences = status["sequences"].as_array().into_iter().flatten();
     sequences
@@ -29,14 +32,26 @@ pub(crate) fn request(pool: &FaultPool, debtor: &str) -> String {
 }
 
 /// Two instances lend to each other while both decode; then one grows and recalls its blocks. Results are read off
-/// counters and streams are compared at the end, because a busy machine may poll too late.
+/// counters and streams are compared at the end, because a busy machine may poll too late. On such a machine the long
+/// stream may also end first: then all of it is done again.
 #[test]
 fn growth_mutual_borrowing_and_recall() {
-    const BLOCK: u32 = 32;
     let pool = FaultPool::new(&passkey(), BLOCK, &[("a", 48), ("b", 32)]);
     let undisturbed = pool.undisturbed(64);
+    let mut over = Vec::new();
+    for attempt in 1.. {
+        assert!(attempt <= 8, "the long stream ended before anything was recalled, each time");
+        if grow_and_recall(&pool, &mut over) {
+            break;
+        }
+    }
+    pool.wait_empty();
+    over.into_iter().for_each(|(what, stream)| _ = stream.finish(what, &undisturbed));
+}
+
+/// Whether blocks were recalled while the long stream decoded. The streams, which all have ended, go to `over`.
+fn grow_and_recall(pool: &FaultPool, over: &mut Vec<(&'static str, Watched)>) -> bool {
     let tokens = |blocks: u32| (blocks * BLOCK) as usize;
-    let mut over: Vec<(&str, Watched)> = Vec::new();
     let mut end = |what: &'static str, stream: Watched| {
         stream.wait_for(usize::MAX);
         over.push((what, stream));
@@ -48,25 +63,32 @@ fn growth_mutual_borrowing_and_recall() {
     stream.wait_for(1);
     end("makes room", room);
     let lent = number(&pool.status("b"), "blocks_lent");
-    assert!(lent >= 4, "b lends {lent} rBlocks");
+    if lent < 4 || stream.is_over() {
+        println!("b lends {lent} rBlocks at the end of the first stream");
+        end("brought home", stream);
+        return false;
+    }
 
     // More than `b` has left: it borrows where room was made.
-    let before = pool.status("a");
+    let before = [pool.status("a"), pool.status("b")];
     end("mutual borrowing", pool.watch("b", &prompt(12, tokens(26) - 10, VOCAB), 8));
-    let (a, b) = (pool.status("a"), pool.status("b"));
-    let home = number(&a, "moves/blocks_home") - number(&before, "moves/blocks_home");
-    let borrowed = (remote_blocks(&before).saturating_sub(home), number(&b, "blocks_borrowed_total"));
-    assert!(
-        borrowed.0 > 0 && borrowed.1 > 0 && number(&b, "moves/blocks_revoked") == 0,
-        "not mutual: {before} {a} {b}"
-    );
+    let after = [pool.status("a"), pool.status("b")];
+    let grown = |which: usize, field: &str| number(&after[which], field) - number(&before[which], field);
+    let borrowed =
+        (remote_blocks(&before[0]).saturating_sub(grown(0, "moves/blocks_home")), grown(1, "blocks_borrowed_total"));
+    assert_eq!(grown(1, "moves/blocks_revoked"), 0, "{before:?} {after:?}");
+    if borrowed.0 == 0 || borrowed.1 == 0 {
+        println!("not mutual: {before:?} {after:?}");
+        end("not mutual", stream);
+        return false;
+    }
     println!("a borrowed {} rBlocks of b all the time while b borrowed {} of a", borrowed.0, borrowed.1);
-    assert!(!stream.is_over(), "it borrowed and lent all the time");
 
     // They fit at first, but not after a token or two: their instance recalls its blocks. If the planner brought
     // those home just before, the requests are repeated.
-    let received = loop {
-        let before = number(&pool.status("a"), "moves/recalls_received");
+    let mut received = 0;
+    while received == 0 && !stream.is_over() {
+        let recalls = number(&pool.status("a"), "moves/recalls_received");
         let free = number(&pool.status("b"), "blocks_free") as u32;
         let sizes = [free - 3 * (free / 4), free / 4, free / 4, free / 4];
         let growing: Vec<Watched> = (0..)
@@ -74,24 +96,21 @@ fn growth_mutual_borrowing_and_recall() {
             .map(|(i, blocks)| pool.watch("b", &prompt(13 + i, tokens(blocks) - 2, VOCAB), 20))
             .collect();
         growing.into_iter().for_each(|stream| end("grew into what was lent", stream));
-        let received = number(&pool.status("a"), "moves/recalls_received") - before;
-        if received > 0 {
-            break received;
-        }
-        assert!(!stream.is_over(), "nothing was recalled");
-    };
+        received = number(&pool.status("a"), "moves/recalls_received") - recalls;
+    }
     let (a, b) = (pool.status("a"), pool.status("b"));
     println!(
         "{received} recalls: {} rBlocks came home, {} were taken",
         number(&a, "moves/blocks_home"),
         number(&b, "moves/blocks_revoked")
     );
-    assert!(number(&b, "moves/recalls_met") > 0 && number(&a, "moves/blocks_home") > 0, "{a} {b}");
     assert_eq!((number(&a, "recomputed_tokens"), number(&b, "moves/blocks_revoked")), (0, 0), "{a} {b}");
-    assert!(!stream.is_over(), "its KV moved while it decoded");
+    let moved = received > 0 && !stream.is_over();
     end("recalled", stream);
-    pool.wait_empty();
-    over.into_iter().for_each(|(what, stream)| _ = stream.finish(what, &undisturbed));
+    if moved {
+        assert!(number(&b, "moves/recalls_met") > 0 && number(&a, "moves/blocks_home") > 0, "{a} {b}");
+    }
+    moved
 }
 
 /// A golden model with a tokenizer: most have none, and only token ids matter here.

@@ -25,7 +25,8 @@ fn a_single_instance_says_what_it_is_and_what_it_measured_once() {
     assert_eq!(measured("--calibrate=off"), Value::Null);
     let first = measured("--calibrate=auto");
     let steps = first["step_us"].as_object().unwrap();
-    assert!(steps["1"].as_f64() > Some(0.0) && steps.len() > 3, "{first}");
+    // How many more batch sizes fit its time depends on the machine.
+    assert!(steps["1"].as_f64() > Some(0.0), "{first}");
     assert_eq!(measured("--calibrate=auto"), first, "it was measured again");
     assert_ne!(measured("--calibrate=always"), first, "it was not measured again");
 }

@@ -176,7 +176,7 @@ fn a_peer_that_dies_in_a_transfer_is_noticed_in_time() {
         assert_eq!(peer, to_b);
         assert!(reason.contains("timed out"), "{reason}");
         // 2.5 s of silence; more on a busy machine.
-        assert!(killed.elapsed() < Duration::from_secs(6), "{:?}", killed.elapsed());
+        assert!(killed.elapsed() < Duration::from_secs(20), "{:?}", killed.elapsed());
     });
     drop(b);
 }
