@@ -90,6 +90,7 @@ mod run {
                 kv_dtype: KV_DTYPE,
                 step_rows: 16,
                 step_seqs: 1,
+                rings: 0,
                 fetch_tokens: 0,
                 share_blocks: Some(BLOCK_TOKENS),
                 stage_blocks: blocks,

@@ -37,6 +37,7 @@ impl<D: Device> Session<D> {
             kv_dtype,
             step_rows: STEP_ROWS,
             step_seqs: 1,
+            rings: 0,
             fetch_tokens: 0,
             share_blocks: None,
             stage_blocks: 0,
@@ -67,6 +68,7 @@ impl<D: Device> Session<D> {
             pos0: start as u32,
             run0: 0,
             runs: 1,
+            ring: None,
             sample: Some(greedy()),
         };
         let work = StepWork {

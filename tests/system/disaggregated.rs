@@ -198,8 +198,9 @@ fn reads_proceed_while_the_prefill_workers_loop_stands_still(mode: Mode) {
 }
 
 fn what_does_not_fit_the_decode_worker_stays_where_it_was_computed(mode: Mode) {
-    for name in ["llama3_old", "mpt", "mistral_window", "gpt_oss"] {
-        let spec = PoolSpec::golden(name, 4);
+    let models = ["llama3_old", "mpt", "mistral_window", "gpt_oss"].map(|name| (name, false));
+    for (name, split) in models.into_iter().chain([("gpt_oss", true), ("gemma3", true)]) {
+        let spec = PoolSpec { split, ..PoolSpec::golden(name, 4) };
         let mut world = pool(&spec, None, &[mode.prefill(40), mode.decode(16)], 1);
         world.submit(1, greedy(prompt(1, 110, 128), 10));
         world.run_until(|w| w.requests[0].tokens.len() >= 2);

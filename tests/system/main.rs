@@ -40,6 +40,7 @@ mod random;
 mod reach;
 mod recovery;
 mod roles;
+mod split;
 mod staged;
 mod swapping;
 mod threshold;

@@ -77,8 +77,9 @@ fn blocks_move_in_every_direction_while_their_sequence_decodes() {
 /// creditor: one run becomes several, and ALiBi biases depend on their positions.
 #[test]
 fn blocks_leave_the_middle_of_a_run() {
-    for name in ["llama3_old", "mpt", "gpt_oss", "deepseek_v3"] {
-        let pool = PoolSpec::golden(name, 4);
+    let whole = ["llama3_old", "mpt", "gpt_oss", "deepseek_v3"].map(|name| PoolSpec::golden(name, 4));
+    let split = PoolSpec { split: true, ..PoolSpec::golden("gpt_oss", 4) };
+    for pool in whole.into_iter().chain([split]) {
         for remote in [RemotePolicy::Ship, RemotePolicy::Fetch] {
             let spec = |blocks| Spec { remote, ..Spec::cpu(blocks) };
             let mut world = World::pool(pool.clone(), None, &[spec(40), spec(30), spec(30)]);
@@ -109,7 +110,7 @@ fn blocks_leave_the_middle_of_a_run() {
                 "twice there were fewer than nine"
             );
             world.run();
-            assert_equals_single(&format!("{name}, {remote:?}"), &world, &pool);
+            assert_equals_single(&format!("{}, {remote:?}", pool.dir.display()), &world, &pool);
             world.check_empty();
         }
     }

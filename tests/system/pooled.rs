@@ -367,7 +367,7 @@ fn a_long_document_on_the_bundled_model() {
     let document = std::fs::read_to_string(dir.join("document.txt")).unwrap();
     let mut tokens = tokenizer.encode(&document, true).unwrap();
     tokens.truncate(2_900);
-    let pool = PoolSpec { dir, kv_dtype: DType::F32, block_tokens: 32 };
+    let pool = PoolSpec { dir, kv_dtype: DType::F32, block_tokens: 32, split: false };
     let spec = Spec { remote: RemotePolicy::Auto, step_rows: 256, fetch_tokens: 512, ..Spec::cpu(20) };
     let mut world = World::pool(pool.clone(), None, &vec![spec; 5]);
     world.submit(0, greedy(tokens, 6));

@@ -33,8 +33,8 @@ fn offloads(world: &World) -> u64 {
 /// Also with windows on some layers, and with one row a token.
 #[test]
 fn a_long_sequence_that_is_preempted_moves_to_host_memory_and_goes_on() {
-    for model in ["llama3_old", "gpt_oss", "deepseek_v3"] {
-        let mut world = world_of(pool_of(model), 40, 24);
+    for (model, split) in [("llama3_old", false), ("gpt_oss", false), ("gpt_oss", true), ("deepseek_v3", false)] {
+        let mut world = world_of(PoolSpec { split, ..pool_of(model) }, 40, 24);
         world.run_until(|w| offloads(w) > 0);
         let status = world.nodes[0].live().status();
         assert!(status.moves.blocks_out >= 4, "{model}: {status:?}");

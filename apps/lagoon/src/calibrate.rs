@@ -14,7 +14,7 @@ use lagoon_runner::{
     Command, Executor, RemoteQuery, RemoteRead, RemoteTag, RemoteWork, RemoteWrite, Report, SampleSpec, SeqRows,
     StepWork,
 };
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape, MicroBatch, SamplingParams, SeqId, StepId};
+use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape, MicroBatch, RingRows, SamplingParams, SeqId, StepId};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -45,6 +45,8 @@ pub(crate) struct Subject {
     pub(crate) step_seqs: u32,
     /// Whether it has weights: not on a kv node.
     pub(crate) runs_requests: bool,
+    /// Whether windowed KV is kept apart.
+    pub(crate) rings: bool,
 }
 
 /// Measures an executor that does not serve yet, in about `budget` (without the first step, however slow it is).
@@ -163,7 +165,8 @@ impl<D: Device> Bench<'_, D> {
     fn seq(&self, number: u32) -> SeqRows {
         let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
         let sample = Some(SampleSpec { params, index: 0, return_logits: false, banned: Arc::default() });
-        SeqRows { seq: SeqId(number.into()), row0: 0, rows: 0, pos0: 0, run0: 0, runs: 0, sample }
+        let ring = self.subject.rings.then_some(RingRows { ring: number, from: 0, warm_up: false });
+        SeqRows { seq: SeqId(number.into()), row0: 0, rows: 0, pos0: 0, run0: 0, runs: 0, ring, sample }
     }
 
     fn forward(&mut self, rows: u32, seqs: Vec<SeqRows>, runs: Vec<KvRun>) -> anyhow::Result<()> {
@@ -286,6 +289,7 @@ mod tests {
             Model::new(&model.config, weights)
         });
         let config = ExecutorConfig {
+            rings: 0,
             kv: KvSpace::flat(SLOTS, 1),
             kv_dtype: model.dtype,
             step_rows: 32,
@@ -305,6 +309,7 @@ mod tests {
             step_rows: 32,
             step_seqs: 4,
             runs_requests: with_weights,
+            rings: false,
         };
         (executor, subject)
     }

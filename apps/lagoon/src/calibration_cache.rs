@@ -18,6 +18,7 @@ pub(crate) struct Key {
     pub(crate) backend: String,
     pub(crate) device: String,
     pub(crate) kv_dtype: String,
+    pub(crate) kv_layers: u32,
     /// Threads as requested.
     pub(crate) threads: Option<usize>,
     pub(crate) runs_requests: bool,
@@ -101,6 +102,7 @@ mod tests {
             backend: "cpu".to_owned(),
             device: "a / b".to_owned(),
             kv_dtype: "f16".to_owned(),
+            kv_layers: 2,
             threads: None,
             runs_requests: true,
         };

@@ -10,6 +10,8 @@ use lagoon_runner::activation_elements;
 pub(crate) struct Beside {
     /// Bytes of KV per token.
     pub(crate) token_bytes: u64,
+    /// Bytes of rings of windowed KV.
+    pub(crate) ring_bytes: u64,
     /// Bytes per element of the weights; 0 without weights.
     pub(crate) weight_bytes: u64,
     /// Rows of one step, and sequences in it.
@@ -34,28 +36,35 @@ pub(crate) fn default_kv_tokens(
 ) -> anyhow::Result<u32> {
     let tokens = match chosen {
         Chosen::Cuda { memory_bytes, .. } => on_device(memory_bytes / 100 * u64::from(memory_percent), config, beside)?,
-        Chosen::Cpu | Chosen::Wgpu { .. } => in_host_memory(config, beside.token_bytes),
+        Chosen::Cpu | Chosen::Wgpu { .. } => in_host_memory(config, beside)?,
     };
     Ok(u32::try_from(tokens).unwrap_or(u32::MAX))
 }
 
 /// Default in host memory: a quarter of the free memory, at most four of the longest sequences. Also for adapters:
 /// WebGPU does not report their memory size.
-fn in_host_memory(config: &ModelSpec, token_bytes: u64) -> u64 {
+fn in_host_memory(config: &ModelSpec, beside: &Beside) -> anyhow::Result<u64> {
     const BUDGET_BYTES: u64 = 4 << 30;
     let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
         let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;
         line.split_whitespace().nth(1)?.parse::<u64>().ok()
     });
     let budget = available.map_or(BUDGET_BYTES, |kib| kib * 1024 / 4);
-    (budget / token_bytes).min(4 * u64::from(config.max_positions))
+    ensure!(
+        beside.ring_bytes < budget,
+        "rings of {} MiB for windowed KV leave no room in {} MiB for KV\n\
+         hint: lower --max-running or --step-tokens, or set --kv-tokens or --kv-groups=off",
+        beside.ring_bytes >> 20,
+        budget >> 20,
+    );
+    Ok(((budget - beside.ring_bytes) / beside.token_bytes).min(4 * u64::from(config.max_positions)))
 }
 
 /// Default in `budget` bytes of device memory: what weights and buffers leave, at most the longest sequence for every
 /// running one.
 fn on_device(budget: u64, config: &ModelSpec, beside: &Beside) -> anyhow::Result<u64> {
     let weights = config.parameters() * beside.weight_bytes;
-    let taken = weights + buffer_bytes(config, beside);
+    let taken = weights + beside.ring_bytes + buffer_bytes(config, beside);
     let tokens = budget.saturating_sub(taken) / beside.token_bytes;
     ensure!(
         tokens > 0,
@@ -112,6 +121,7 @@ mod tests {
         Beside {
             token_bytes: 128 << 10,
             weight_bytes: 2,
+            ring_bytes: 0,
             step_rows: 512,
             step_seqs: 64,
             stages: false,
@@ -154,6 +164,15 @@ mod tests {
         assert_eq!(tokens(80, 90, &Beside { lent_tokens: 4096, ..beside() }).unwrap(), whole - 4096);
         let error = tokens(80, 90, &Beside { lent_tokens: 1 << 40, ..beside() }).unwrap_err().to_string();
         assert!(error.contains("--lend-device-tokens") && error.contains("hint: lower it"), "{error}");
+    }
+
+    #[test]
+    fn rings_of_windowed_kv_come_out_of_it() {
+        let (whole, each) = (tokens(80, 90, &beside()).unwrap(), beside().token_bytes);
+        assert_eq!(tokens(80, 90, &Beside { ring_bytes: 1000 * each, ..beside() }).unwrap(), whole - 1000);
+        let all = Beside { ring_bytes: u64::MAX, ..beside() };
+        let error = default_kv_tokens(Chosen::Cpu, &config(), &all, 90).unwrap_err().to_string();
+        assert!(error.contains("--max-running"), "{error}");
     }
 
     #[test]

@@ -202,6 +202,7 @@ impl<'a> Loading<'a> {
             kv_dtype: sizes.kv_dtype,
             step_rows: args.step_tokens as usize,
             step_seqs: args.max_running.min(args.step_tokens as usize),
+            rings: model.config.split.as_ref().map_or(0, |_| u32::try_from(args.max_running).unwrap_or(u32::MAX)),
             fetch_tokens: FETCH_TOKENS as usize,
             share_blocks: sizes.shared.then_some(args.block_tokens),
             stage_blocks: sizes.stage_blocks,
@@ -220,6 +221,7 @@ impl<'a> Loading<'a> {
             step_rows: u32::try_from(config.step_rows).unwrap_or(u32::MAX),
             step_seqs: u32::try_from(config.step_seqs).unwrap_or(u32::MAX),
             runs_requests,
+            rings: config.rings > 0,
         };
         let calibration = measured(&mut executor, subject, (args, cached), model, &info)?;
         let memory = executor.memory().clone();
@@ -244,6 +246,7 @@ fn measured<D: Device>(
         backend: info.backend.to_owned(),
         device: info.name.clone(),
         kv_dtype: subject.kv.dtype.to_string(),
+        kv_layers: subject.kv.layers,
         threads: args.threads,
         runs_requests: subject.runs_requests,
     };

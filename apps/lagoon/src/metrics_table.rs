@@ -111,6 +111,12 @@ const REQUESTS: &[Metric] = &[
     ),
     Metric::counter("lagoon_recomputed_tokens_total", "tokens", &[], "Tokens recomputed because their KV was lost."),
     Metric::counter(
+        "lagoon_warm_up_tokens_total",
+        "tokens",
+        &[],
+        "Tokens computed again for the KV of layers with a window (--kv-groups).",
+    ),
+    Metric::counter(
         "lagoon_fences_total",
         "fences",
         &[],

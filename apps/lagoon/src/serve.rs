@@ -144,7 +144,7 @@ fn parse_hash(text: &str) -> Result<ModelHash, String> {
 
 fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
     let id = args.served_model_name.clone().unwrap_or_else(|| short_name(&args.model));
-    match (args.role, args.model_hash) {
+    let mut model = match (args.role, args.model_hash) {
         (RoleArg::Kv, Some(hash)) => OpenModel::open_shape(dir, id, args.engine.kv_dtype.or(args.engine.dtype), hash),
         (RoleArg::Kv, None) => {
             let mut model = OpenModel::open(dir, id, args.engine.dtype)
@@ -153,7 +153,11 @@ fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
             Ok(model)
         }
         (RoleArg::Instance | RoleArg::Prefill | RoleArg::Decode, _) => OpenModel::open(dir, id, args.engine.dtype),
+    }?;
+    if args.engine.kv_groups {
+        model.config.split_kv()?;
     }
+    Ok(model)
 }
 
 /// The ready line: addresses and names, for a parent or a script.
@@ -255,6 +259,7 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
             let weight_bytes = model.checkpoint.as_ref().map_or(0, |_| model.dtype.size() as u64);
             let beside = Beside {
                 token_bytes: kv.token_bytes() as u64,
+                ring_bytes: ring_bytes(&model.config, kv_dtype, args),
                 weight_bytes,
                 step_rows: u64::from(args.engine.step_tokens),
                 step_seqs: args.engine.max_running as u64,
@@ -275,6 +280,12 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
     let enough = (2 * model.config.max_positions.div_ceil(block_tokens)).min(blocks_total);
     let stage_blocks = args.engine.stage_kv_tokens.map_or(enough, |tokens| tokens.div_ceil(block_tokens)).max(1);
     Ok(Sizes { blocks_total, kv_dtype, shared, stage_blocks: if shared { stage_blocks } else { 0 }, lend: false })
+}
+
+/// Bytes of the rings of windowed KV.
+fn ring_bytes(config: &lagoon_model::ModelSpec, dtype: lagoon_types::DType, args: &ServeArgs) -> u64 {
+    let slots = u64::from(config.ring_slots(args.engine.step_tokens)) * args.engine.max_running as u64;
+    config.windowed_shape(dtype).map_or(0, |shape| slots * shape.token_bytes() as u64)
 }
 
 impl ServeArgs {
@@ -472,6 +483,7 @@ fn instance_config(
         geometry: model.config.geometry,
         kv: model.config.kv_shape(sizes.kv_dtype),
         window: model.config.window(),
+        warm_up: model.config.split.as_ref().map(|split| split.warm_up),
         alibi: model.config.alibi,
         attention_softcap: model.config.attention_softcap,
         max_positions: model.config.max_positions,

@@ -173,9 +173,10 @@ fn report(args: &SimArgs, scenario: &Scenario, failure: &Failure) -> anyhow::Res
 #[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 fn describe(scenario: &Scenario) {
     let pool = &scenario.pool;
-    let window = pool.window.map_or_else(|| "no window".to_owned(), |w| format!("a window of {w}"));
+    let window = pool.windows.pooled.map_or_else(|| "no window".to_owned(), |w| format!("a window of {w}"));
+    let rings = pool.windows.rings.map_or_else(String::new, |w| format!(", rings of {w}"));
     let (tokens, latency) = (pool.block_tokens, pool.link.latency_us);
-    println!("{} instances, {tokens} tokens a block, {window}, {latency} us one way", pool.nodes.len());
+    println!("{} instances, {tokens} tokens a block, {window}{rings}, {latency} us one way", pool.nodes.len());
     for (at, node) in pool.nodes.iter().enumerate() {
         let (role, blocks, lends) = (node.role, node.blocks, node.lend_blocks_max);
         println!("  node {}: {role:?}, {blocks} blocks, lends {lends}, clock {:+} ppm", at + 1, node.skew_ppm);

@@ -4,7 +4,7 @@ use crate::clock::Clock;
 use crate::fabric::{LinkProfile, Place};
 use crate::process::address;
 use crate::rng::{Rng, mix};
-use crate::symbolic::{Speed, Symbolic, model};
+use crate::symbolic::{Speed, Symbolic, Windows, model};
 use crate::world::World;
 use lagoon_cluster::{BalancerConfig, DgfmConfig, GManager, GManagerConfig, PlannerConfig};
 use lagoon_instance::{InstanceConfig, RemotePolicy, SchedulerConfig, TransferConfig};
@@ -43,7 +43,7 @@ pub struct NodeSpec {
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoolSpec {
     pub block_tokens: u32,
-    pub window: Option<u32>,
+    pub windows: Windows,
     pub max_positions: u32,
     pub prefix_cache: bool,
     /// Push: decode workers have memory before a prompt is prefilled, and read it meanwhile.
@@ -105,7 +105,8 @@ impl NodeSpec {
             model_hash: MODEL,
             geometry: model::geometry(),
             kv: model::kv_shape(),
-            window: pool.window,
+            window: pool.windows.pooled,
+            warm_up: pool.windows.warm_up(),
             alibi: None,
             attention_softcap: None,
             max_positions: pool.max_positions,
@@ -145,7 +146,7 @@ impl PoolSpec {
         let link = LinkProfile { latency_us: 100, jitter_us: 50, bytes_per_us: 1_000 };
         Self {
             block_tokens,
-            window: None,
+            windows: Windows::default(),
             max_positions: 100_000,
             prefix_cache: true,
             push: false,
@@ -171,9 +172,9 @@ impl PoolSpec {
     pub fn start(&self, world: &mut World<Symbolic>, place: Place, life: u64) {
         let spec = &self.nodes[place - 1];
         let runner = Symbolic::new(
-            spec.blocks * self.block_tokens,
-            spec.stage_blocks * self.block_tokens,
-            self.window,
+            (spec.blocks * self.block_tokens, spec.stage_blocks * self.block_tokens),
+            self.windows,
+            spec.step_rows,
             spec.speed,
         );
         let clock = Clock { born_us: world.now_us(), offset_ms: spec.offset_ms, skew_ppm: spec.skew_ppm };

@@ -191,6 +191,12 @@ fn a_read_before_late_writes_is_found() {
 }
 
 #[test]
+fn a_ring_that_is_filled_too_late_is_found() {
+    let (_, failure) = hunt(Mutant::RingLate);
+    assert_eq!(failure.checker, "answer", "{failure}");
+}
+
+#[test]
 fn a_completion_before_its_reads_is_found() {
     let (_, failure) = hunt_read(transfer::Mutant::CompleteBeforeLast);
     assert_eq!(failure.checker, "transfer");

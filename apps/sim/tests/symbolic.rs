@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use lagoon_instance::{Event, RemotePolicy};
-use lagoon_sim::symbolic::{Oracle, Symbolic};
+use lagoon_sim::symbolic::{Oracle, Symbolic, Windows};
 use lagoon_sim::{NodeSpec, PoolSpec, Rng, World};
 use lagoon_types::{GenerateRequest, SamplingParams, SeqId, TokenEvent};
 use lagoon_wire::Class;
@@ -53,18 +53,21 @@ fn said(pool: &PoolSpec, seed: u64, request: &GenerateRequest) -> (Vec<u32>, u64
 fn a_pool_says_what_the_oracle_says() {
     let mut rng = Rng::new(5);
     let request = request(&mut rng, 150, 40);
-    for (window, remote) in [
-        (None, RemotePolicy::Ship),
-        (None, RemotePolicy::Fetch),
-        (Some(48), RemotePolicy::Ship),
-        (Some(48), RemotePolicy::Fetch),
+    let (pooled, rings) = (|w| Windows { pooled: Some(w), rings: None }, |w| Windows { pooled: None, rings: Some(w) });
+    for (windows, remote) in [
+        (Windows::default(), RemotePolicy::Ship),
+        (Windows::default(), RemotePolicy::Fetch),
+        (pooled(48), RemotePolicy::Ship),
+        (pooled(48), RemotePolicy::Fetch),
+        (rings(12), RemotePolicy::Ship),
+        (rings(12), RemotePolicy::Fetch),
     ] {
         let node = NodeSpec { remote, ..NodeSpec::of(12) };
-        let pool = PoolSpec { window, ..PoolSpec::of(8, vec![node; 3]) };
-        let mut oracle = Oracle::new(&request.prompt, window);
+        let pool = PoolSpec { windows, ..PoolSpec::of(8, vec![node; 3]) };
+        let mut oracle = Oracle::new(&request.prompt, windows);
         let expected: Vec<u32> = (0..40).map(|_| oracle.next_token()).collect();
         let (tokens, events, control, bulk) = said(&pool, 1, &request);
-        assert_eq!(tokens, expected, "{window:?} {remote:?}");
+        assert_eq!(tokens, expected, "{windows:?} {remote:?}");
         assert!(bulk > 10, "nothing was remote: {bulk} bulk frames");
         assert_eq!(said(&pool, 1, &request), (tokens, events, control, bulk), "the same seed gives the same run");
     }

@@ -41,4 +41,6 @@ lagoon_types::mutants! {
     LandedUnstored,
     /// A decode worker reads a prompt into blocks while the device still has queued peers' writes for their former owner.
     WritesUnawaited,
+    /// An instance fills a ring again from one position too late.
+    RingLate,
 }

@@ -102,6 +102,9 @@ pub struct InstanceConfig {
     pub kv: KvShape,
     /// Sliding window, in tokens; `None` without one.
     pub window: Option<u32>,
+    /// Positions to compute again before a row whose windowed KV is missing; `None` if that is not kept apart (ADR 24).
+    /// [`InstanceConfig::kv`] is then the pooled KV alone.
+    pub warm_up: Option<u32>,
     /// ALiBi slopes; `None` without.
     pub alibi: Option<Alibi>,
     /// Soft cap of attention scores; `None` without.

@@ -64,6 +64,8 @@ pub struct InstanceStatus {
     pub recoveries: u64,
     /// Tokens recomputed because their KV was lost.
     pub recomputed_tokens: u64,
+    /// Tokens computed again for windowed KV alone.
+    pub warm_up_tokens: u64,
     /// Peers' steps refused because own steps were far over the latency target.
     pub steps_shed: u64,
     pub moves: MoveStatus,
@@ -261,6 +263,7 @@ impl Instance {
             swapped_out: self.batch.seqs().filter(|s| s.is_swapped_out()).count(),
             recoveries: self.batch.counts.recoveries,
             recomputed_tokens: self.batch.counts.recomputed_tokens,
+            warm_up_tokens: self.batch.counts.warm_up_tokens,
             steps_shed: self.creditor.shed_steps(),
             moves: self.look().moves(&self.cx),
             memory: self.cx.memory.counters,

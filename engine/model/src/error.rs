@@ -25,6 +25,9 @@ pub enum ModelError {
     /// A tensor is absent, has another shape or type than the configuration says, or lies outside its file.
     #[error("{}: the tensor `{tensor}` {problem}", path.display())]
     Tensor { path: PathBuf, tensor: String, problem: String },
+    /// The KV of layers with a window cannot be kept apart.
+    #[error("KV of a {family} model has one group: {problem}\nhint: --kv-groups=off")]
+    NotSplit { family: String, problem: String },
     /// Neither a directory nor a hub name, or a directory that holds no model.
     #[error("{name:?} is not a model: {problem}\nhint: {hint}")]
     NotAModel { name: String, problem: String, hint: String },

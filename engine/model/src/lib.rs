@@ -19,6 +19,7 @@ pub mod hub;
 mod mapped;
 pub mod rope;
 pub mod spec;
+pub mod split;
 pub mod weights;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
@@ -29,4 +30,5 @@ pub use hash::model_hash;
 pub use hub::{DownloadProgress, Hub, HubName, resolve_model};
 pub use rope::{Rope, RopeScaling, RopeSpec};
 pub use spec::{ModelSpec, Norm};
+pub use split::{KvPlace, KvSplit};
 pub use weights::{Layer, LoadedTensor, Weights};

@@ -5,9 +5,9 @@
 //! the matrices that devices multiply with, without another step.
 
 use crate::fields::Fields;
-use crate::{GenerationConfig, ModelError, RopeSpec, families};
+use crate::{GenerationConfig, KvSplit, ModelError, RopeSpec, families};
 use lagoon_backend::{Activation, Routing};
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType};
 use std::path::Path;
 
 /// A decoder: embedding, layers, norm and head. All values have been checked against each other and against
@@ -33,6 +33,8 @@ pub struct ModelSpec {
     pub ropes: Vec<RopeSpec>,
     pub embedding: Embedding,
     pub layers: Vec<LayerSpec>,
+    /// Set if layers with a window keep their KV apart.
+    pub split: Option<KvSplit>,
     pub final_norm: NormSpec,
     /// The output projection, `[vocab][hidden]`; `None` if the embedding table serves.
     pub head: Option<Part>,
@@ -402,20 +404,6 @@ impl ModelSpec {
         let mut windows = self.layers.iter().map(|layer| layer.attention.window);
         let first = windows.next().flatten();
         first.filter(|_| windows.all(|window| window == first))
-    }
-
-    /// The KV shape of one token when it is stored in `dtype`.
-    ///
-    /// # Panics
-    /// Never for a configuration that was parsed: layers are within `LAYERS_MAX`.
-    #[must_use]
-    pub fn kv_shape(&self, dtype: DType) -> KvShape {
-        KvShape {
-            layers: u32::try_from(self.layers.len()).expect("layers are within LAYERS_MAX"),
-            kv_heads: self.geometry.kv_heads,
-            head_dim: self.geometry.head_dim,
-            dtype,
-        }
     }
 
     /// Cosines and sines of a position in each of [`ModelSpec::ropes`].

@@ -13,6 +13,8 @@ pub struct ExecutorConfig {
     pub step_rows: usize,
     /// Sequences that one step may sample.
     pub step_seqs: usize,
+    /// Rings of windowed KV, one a running sequence, if the model keeps it apart; 0 on kv nodes.
+    pub rings: u32,
     /// Largest piece of remote KV fetched at once, in tokens; 0 if nothing is ever fetched.
     pub fetch_tokens: usize,
     /// Peer access: the KV store is device memory that other processes on the host map and attend to. Such a store

@@ -10,7 +10,7 @@ use lagoon_model::weights::{
     ProjectionWeights,
 };
 use lagoon_model::{ModelSpec, Rope, Weights};
-use lagoon_types::{AttentionGeometry, DType, KvRun};
+use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 use std::collections::BTreeMap;
 
 /// A model on a device.
@@ -274,7 +274,8 @@ impl<'a, D: Device> Decoder<'a, D> {
         }
     }
 
-    /// Norm, projection, norms of heads and rotation of `rows` rows; appends K and V to `slots`.
+    /// Norm, projection, norms of heads and rotation of `rows` rows; appends K and V to `slots` of the store's layer
+    /// `kv_layer`.
     ///
     /// # Errors
     /// Those of the device.
@@ -284,7 +285,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         layer: usize,
         rows: usize,
         a: &mut Activations<D>,
-        (slots, kv): (&[u32], &mut D::Kv),
+        (slots, kv, kv_layer): (&[u32], &mut D::Kv, usize),
     ) -> Result<(), DeviceError> {
         let (spec, weights) = (&self.model.spec.layers[layer], &self.model.weights.layers[layer]);
         let x = match (&spec.attention_norm, &weights.attention_norm) {
@@ -301,7 +302,7 @@ impl<'a, D: Device> Decoder<'a, D> {
             ProjectionWeights::Latent(weights) => {
                 let latent = spec.attention.latent.as_ref().expect("weights are built from their spec");
                 let tensors = a.latent.as_mut().expect("there are tensors if a layer has latents");
-                return tensors.project(device, (latent, weights), x, (rope, geometry), &mut a.qkv, (slots, kv, layer));
+                return tensors.project(device, (latent, weights), x, (rope, geometry), &mut a.qkv, (slots, kv, kv_layer));
             }
         };
         device.matmul(x, &weights.qkv, rows, Mode::Set, &mut a.qkv)?;
@@ -314,7 +315,7 @@ impl<'a, D: Device> Decoder<'a, D> {
                 HeadNormWeights::All(weights) => norm_all_heads(device, weights, norms.eps, geometry, rows, a)?,
             }
         }
-        device.rope_append(&mut a.qkv, &a.ropes[spec.attention.rope], geometry, slots, kv, layer)
+        device.rope_append(&mut a.qkv, &a.ropes[spec.attention.rope], geometry, slots, kv, kv_layer)
     }
 
     /// Output projection of attention, and the feed-forward part.
@@ -403,12 +404,13 @@ impl<'a, D: Device> Decoder<'a, D> {
         assert!(rows <= spec.max_positions, "tokens within the model's positions");
         let positions: Vec<u32> = (0..rows).collect();
         let mut a = Activations::new(device, spec, n, n)?;
-        let mut kv = device.kv(spec.kv_shape(kv_dtype), n)?;
+        let layers = u32::try_from(spec.layers.len()).expect("layers are within LAYERS_MAX");
+        let mut kv = device.kv(KvShape { layers, ..spec.kv_shape(kv_dtype) }, n)?;
         let seqs = [AttnRows { row0: 0, rows, pos0: 0, run0: 0, runs: 1 }];
         let runs = [KvRun { base: 0, len: rows, first_pos: 0 }];
         self.embed(device, tokens, &positions, &mut a)?;
         for (i, layer) in spec.layers.iter().enumerate() {
-            self.project(device, i, n, &mut a, (&positions, &mut kv))?;
+            self.project(device, i, n, &mut a, (&positions, &mut kv, i))?;
             let batch = AttnBatch {
                 geometry: spec.geometry,
                 scale: spec.attention_scale,

@@ -8,6 +8,7 @@ use crate::micro_batch::RemoteBuffers;
 use crate::pass::{Pass, Progress};
 use crate::queue;
 use crate::remote_query::{AttentionShape, RemoteQueryBuffers};
+use crate::ring::Rings;
 use crate::sampling::Sampler;
 use crate::stage::{Beside, Stages};
 use crate::work::{Command, MapId, RemoteQuery, RemoteRead, RemoteTag, RemoteWrite, Report, ShareId};
@@ -103,6 +104,7 @@ pub struct Executor<D: Device> {
     device: D,
     config: ExecutorConfig,
     kv: D::Kv,
+    rings: Option<Rings<D>>,
     /// Creditors' KV stores mapped here (peer access).
     mapped: BTreeMap<MapId, D::Kv>,
     memory: KvMemory,
@@ -164,6 +166,10 @@ impl<D: Device> Executor<D> {
             (kv, memory, stages, None)
         };
         let attention = AttentionShape::new(shape);
+        let rings = match &model {
+            Some(_) => Rings::new(&mut device, shape, config.kv_dtype, (config.rings, config.step_rows))?,
+            None => None,
+        };
         let forward = match model {
             None => None,
             Some(model) => Some(Forward {
@@ -183,6 +189,7 @@ impl<D: Device> Executor<D> {
             device,
             config,
             kv,
+            rings,
             mapped: BTreeMap::new(),
             stages,
             memory,
@@ -376,6 +383,7 @@ impl<D: Device> Executor<D> {
             device: &mut self.device,
             forward,
             kv: &mut self.kv,
+            rings: self.rings.as_mut(),
             mapped: &self.mapped,
             kv_shape: self.kv_shape,
             attention: &self.attention,

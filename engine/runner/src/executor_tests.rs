@@ -35,6 +35,7 @@ fn paced(weight_scale: f64) -> Executor<Paced<CpuDevice>> {
         kv_dtype: DType::F32,
         step_rows: 8,
         step_seqs: 2,
+        rings: 0,
         fetch_tokens: 0,
         share_blocks: None,
         stage_blocks: 0,
@@ -47,7 +48,7 @@ fn paced(weight_scale: f64) -> Executor<Paced<CpuDevice>> {
 fn step(number: u64, micro_batch: MicroBatch, slot: u32, remote: RemoteWork) -> Command {
     let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
     let sample = Some(SampleSpec { params, index: 0, return_logits: false, banned: Arc::default() });
-    let seq = SeqRows { seq: SeqId(number), row0: 0, rows: 1, pos0: 0, run0: 0, runs: 1, sample };
+    let seq = SeqRows { seq: SeqId(number), row0: 0, rows: 1, pos0: 0, run0: 0, runs: 1, ring: None, sample };
     Command::Step(Box::new(StepWork {
         step: StepId(number),
         micro_batch,

@@ -5,6 +5,7 @@ use crate::config::ExecutorConfig;
 use crate::decoder::{Activations, Model};
 use crate::micro_batch::RemoteBuffers;
 use crate::remote_query::AttentionShape;
+use crate::ring::Rings;
 use crate::sampling::Sampler;
 use crate::work::MapId;
 use lagoon_backend::{Device, SampleRow, SampledRow};
@@ -30,6 +31,8 @@ pub(crate) struct Shared<'a, D: Device> {
     pub(crate) device: &'a mut D,
     pub(crate) forward: &'a mut Forward<D>,
     pub(crate) kv: &'a mut D::Kv,
+    /// Rings of windowed KV, if it is kept apart.
+    pub(crate) rings: Option<&'a mut Rings<D>>,
     pub(crate) mapped: &'a BTreeMap<MapId, D::Kv>,
     pub(crate) kv_shape: KvShape,
     pub(crate) attention: &'a AttentionShape,

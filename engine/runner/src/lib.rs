@@ -17,6 +17,7 @@ mod micro_batch;
 mod pass;
 mod queue;
 mod remote_query;
+mod ring;
 pub mod sampling;
 mod stage;
 mod thread;

@@ -12,6 +12,7 @@ use crate::decoder::Decoder;
 use crate::forward::{Forward, Shared};
 use crate::memory::no_peer_access;
 use crate::queue;
+use crate::ring::RingWork;
 use crate::sampling::{SampleError, Sampler};
 use crate::work::{
     Fetch, MappedKv, PassError, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, Ship,
@@ -19,6 +20,7 @@ use crate::work::{
 };
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, Device, PeerAccess, Sampling, VirtualMemory};
+use lagoon_model::KvPlace;
 use lagoon_types::limits::SEQUENCE_TOKENS_MAX;
 use lagoon_types::run::visible_len;
 use lagoon_types::{DType, KvRun, MicroBatch, StepId};
@@ -53,12 +55,15 @@ enum Phase {
 pub(crate) struct Pass {
     work: StepWork,
     layer: u32,
+    /// Index of this layer, or of the next one whose KV is pooled, among those.
+    pooled: u32,
     phase: Phase,
     /// Sequences over `work.runs`.
     local: Vec<AttnRows>,
     /// Sequences over `scratch_runs`: rows of this step whose KV is stored on creditors.
     scratch: Vec<AttnRows>,
     scratch_runs: Vec<KvRun>,
+    ring: RingWork,
     /// Replies for the current layer, by index of ship.
     parts: Vec<Option<RemotePart>>,
     /// KV for the current and the next layer, by index of fetch.
@@ -80,6 +85,8 @@ impl Pass {
             fetched: [vec![None; fetches], vec![None; fetches]],
             fetches_done: 0,
             layer: 0,
+            pooled: 0,
+            ring: RingWork::default(),
             phase: Phase::Start,
             local,
             scratch,
@@ -94,16 +101,16 @@ impl Pass {
 
     /// Takes a creditor's reply; one for another layer is dropped.
     pub(crate) fn on_part(&mut self, layer: u32, part: RemotePart) {
-        if layer == self.layer
+        if layer == self.pooled
             && let Some(at) = self.work.remote.ships.iter().position(|s| s.creditor == part.creditor)
         {
             self.parts[at] = Some(part);
         }
     }
 
-    /// Takes fetched KV of this layer or the next.
+    /// Takes fetched KV of this pooled layer or the next.
     pub(crate) fn on_fetched(&mut self, layer: u32, index: usize, kv: Bytes) {
-        if let Some(ahead) = layer.checked_sub(self.layer)
+        if let Some(ahead) = layer.checked_sub(self.pooled)
             && let Some(slot) = self.fetched.get_mut(ahead as usize).and_then(|f| f.get_mut(index))
         {
             *slot = Some(kv);
@@ -140,8 +147,10 @@ impl Pass {
                 if self.work.watched {
                     self.check_mapped(shared)?;
                 }
-                let done = self.layer.checked_sub(1).filter(|_| self.work.watched && self.layer < self.layers(shared));
-                done.into_iter().for_each(|layer| reports(Report::Layer { step: self.work.step, layer }));
+                let before = self.layer.checked_sub(1).filter(|_| self.work.watched && self.pooled < shared.kv_shape.layers);
+                if before.is_some_and(|layer| matches!(self.place(shared, layer), KvPlace::Pooled(_))) {
+                    reports(Report::Layer { step: self.work.step, layer: self.pooled - 1 });
+                }
                 self.project(shared)
             }
             Phase::HandOut => {
@@ -176,6 +185,11 @@ impl Pass {
         u32::try_from(shared.forward.model.spec.layers.len()).unwrap_or(u32::MAX)
     }
 
+    /// Where a layer's KV is.
+    fn place<D: Device>(&self, shared: &Shared<'_, D>, layer: u32) -> KvPlace {
+        shared.forward.model.spec.kv_place(layer as usize)
+    }
+
     /// Embeds the tokens and computes the rotation table.
     fn start<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
         let held = local_slots(&self.work.slots);
@@ -184,6 +198,9 @@ impl Pass {
             memory.kv_hold(shared.kv, &held)?;
             let next: Vec<u32> = held.iter().map(|slots| slots.end).collect();
             memory.kv_expect(shared.kv, &next, self.work.next_row);
+        }
+        if let Some(rings) = &shared.rings {
+            self.ring = rings.rows(&self.work.seqs);
         }
         let Forward { model, micro_batches, .. } = &mut *shared.forward;
         let activations = &mut micro_batches[self.work.micro_batch.index()];
@@ -204,7 +221,10 @@ impl Pass {
         }
         let Forward { model, micro_batches, .. } = &mut *shared.forward;
         let activations = &mut micro_batches[self.work.micro_batch.index()];
-        let append = (self.work.slots.as_slice(), &mut *shared.kv);
+        let append = match (model.spec.kv_place(layer), &mut shared.rings) {
+            (KvPlace::Windowed(index), Some(rings)) => (self.ring.slots.as_slice(), &mut rings.kv, index as usize),
+            _ => (self.work.slots.as_slice(), &mut *shared.kv, self.pooled as usize),
+        };
         Decoder::new(model).project(shared.device, layer, rows, activations, append)?;
         if self.hands_out(shared) {
             let (micro_batch, cols) = (self.micro_batch(), 0..shared.attention.geometry.qkv_dim());
@@ -230,12 +250,17 @@ impl Pass {
     fn hands_out<D: Device>(&self, shared: &Shared<'_, D>) -> bool {
         let RemoteWork { ships, fetches, writes, .. } = &self.work.remote;
         self.is_remote()
+            && self.is_pooled(shared)
             && !(fetches.is_empty() && writes.is_empty() && ships.iter().all(|ship| !self.asks(shared, ship)))
+    }
+
+    fn is_pooled<D: Device>(&self, shared: &Shared<'_, D>) -> bool {
+        matches!(self.place(shared, self.layer), KvPlace::Pooled(_))
     }
 
     /// Whether this layer sends queries to a creditor: in a layer with a window, it may hold none of the keys that rows see.
     fn asks<D: Device>(&self, shared: &Shared<'_, D>, ship: &Ship) -> bool {
-        ship.asks(shared.attention.windows[self.layer as usize])
+        self.is_pooled(shared) && ship.asks(shared.attention.windows[self.layer as usize])
     }
 
     /// Proves by seal tags that mapped creditor KV has not been overwritten since its seal. Called before any result
@@ -288,7 +313,7 @@ impl Pass {
             (ship.creditor, ship.rows(), Bytes::from(bytes))
         });
         let frames = frames.collect();
-        reports(Report::Queries { step: self.work.step, layer: self.layer, frames });
+        reports(Report::Queries { step: self.work.step, layer: self.pooled, frames });
 
         if !self.work.remote.writes.is_empty() {
             let mut kv = Vec::with_capacity(self.work.remote.writes.len());
@@ -300,22 +325,27 @@ impl Pass {
                 shared.device.kv_write(&mut remote.scratch, 0, write.row0, &bytes)?;
                 kv.push(Bytes::from(bytes));
             }
-            reports(Report::Written { step: self.work.step, layer: self.layer, kv });
+            reports(Report::Written { step: self.work.step, layer: self.pooled, kv });
         }
         Ok(())
     }
 
     /// Micro attention over runs in the store, scratch rows whose KV is remote, and mapped creditor KV.
     fn attend_local<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
-        let Forward { micro_batches, remote, .. } = &mut *shared.forward;
+        let Forward { model, micro_batches, remote, .. } = &mut *shared.forward;
         let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
         let attention = shared.attention;
+        if let (KvPlace::Windowed(index), Some(rings)) = (model.spec.kv_place(self.layer as usize), &shared.rings) {
+            let batch = attention.batch(self.layer, &self.ring.seqs, &self.ring.runs);
+            let out = &mut micro_batch.attention;
+            return Ok(shared.device.attention(&micro_batch.qkv, &batch, &rings.kv, index as usize, out)?);
+        }
         let batch = attention.batch(self.layer, &self.local, &self.work.runs);
         shared.device.attention(
             &micro_batch.qkv,
             &batch,
             shared.kv,
-            self.layer as usize,
+            self.pooled as usize,
             &mut micro_batch.attention,
         )?;
         if !self.scratch.is_empty() {
@@ -329,7 +359,7 @@ impl Pass {
             let gone = || PassError::Part { creditor, layer: self.layer };
             let kv = shared.mapped.get(&map).ok_or_else(gone)?;
             let batch = attention.batch(self.layer, &mapped.seqs, &mapped.runs);
-            shared.device.attention(&micro_batch.qkv, &batch, kv, self.layer as usize, &mut remote.part)?;
+            shared.device.attention(&micro_batch.qkv, &batch, kv, self.pooled as usize, &mut remote.part)?;
             remote.part.count.resize(micro_batch.attention.count.len(), 0);
             shared.device.merge(&mut micro_batch.attention, &remote.part, attention.geometry)?;
         }
@@ -338,6 +368,12 @@ impl Pass {
 
     /// Merges replies in order; finishes the layer when all have come.
     fn collect<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
+        if !self.is_pooled(shared) {
+            self.finish_layer(shared)?;
+            queue::mark(shared.device, self.micro_batch())?;
+            self.phase = Phase::Project;
+            return Ok(Progress::Advanced);
+        }
         if let Some(kv) = self.fetched[0].get_mut(self.fetches_done).and_then(Option::take) {
             let fetch = self.work.remote.fetches[self.fetches_done];
             self.attend_fetched(shared, &fetch, &kv)?;
@@ -425,12 +461,13 @@ impl Pass {
     /// Output projection and feed-forward, after the proof that every row saw its visible range exactly once.
     fn finish_layer<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
         let (layer, rows) = (self.layer as usize, self.rows());
+        let (window, is_pooled) = (shared.attention.windows[layer], self.is_pooled(shared));
         let Forward { model, micro_batches, .. } = &mut *shared.forward;
         let activations = &mut micro_batches[self.work.micro_batch.index()];
-        let window = shared.attention.windows[layer];
         for seq in &self.work.seqs {
             for (pos, row) in (seq.pos0..).zip(seq.row0..seq.row0 + seq.rows) {
-                let (row, expected) = (row as usize, visible_len(pos, window));
+                let from = if is_pooled { 0 } else { seq.ring.map_or(0, |ring| ring.from) };
+                let (row, expected) = (row as usize, visible_len(pos, window).min(pos + 1 - from));
                 let seen = activations.attention.count[row];
                 if seen != expected {
                     return Err(PassError::Coverage { layer: self.layer, row, pos, seen: seen.into(), expected });
@@ -439,6 +476,7 @@ impl Pass {
         }
         Decoder::new(model).finish(shared.device, layer, rows, activations)?;
         self.layer += 1;
+        self.pooled += u32::from(is_pooled);
         Ok(())
     }
 
@@ -538,17 +576,17 @@ fn local_slots(slots: &[u32]) -> Vec<Range<u32>> {
     ranges
 }
 
-/// The rows without a local slot, as runs in the scratch store (row `r` is slot `r`). All sequences are listed, so the
-/// attention over them writes a count for every row.
+/// The rows whose KV goes to a creditor, as runs in the scratch store (row `r` is slot `r`). All sequences are listed, so
+/// the attention over them writes a count for every row.
 fn scratch_runs(work: &StepWork) -> (Vec<AttnRows>, Vec<KvRun>) {
-    if work.slots.iter().all(|slot| *slot != u32::MAX) {
+    if work.remote.writes.is_empty() {
         return (Vec::new(), Vec::new());
     }
     let (mut seqs, mut runs) = (Vec::with_capacity(work.seqs.len()), Vec::<KvRun>::new());
     for seq in &work.seqs {
         let run0 = runs.len();
         for (row, pos) in (seq.row0..seq.row0 + seq.rows).zip(seq.pos0..) {
-            if work.slots[row as usize] != u32::MAX {
+            if work.slots[row as usize] != u32::MAX || seq.ring.is_some_and(|ring| ring.warm_up) {
                 continue;
             }
             match runs[run0..].last_mut() {

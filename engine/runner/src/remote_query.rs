@@ -3,7 +3,7 @@
 use crate::work::{RemoteQuery, Report};
 use bytes::Bytes;
 use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Partials};
-use lagoon_model::ModelSpec;
+use lagoon_model::{KvPlace, ModelSpec};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
 use std::ops::Range;
 
@@ -35,7 +35,7 @@ impl<D: Device> RemoteQueryBuffers<D> {
         query: &RemoteQuery,
     ) -> Result<Report, DeviceError> {
         let geometry = shape.geometry;
-        let batch = shape.batch(query.layer, &query.seqs, &query.runs);
+        let batch = shape.batch(shape.pooled[query.layer as usize], &query.seqs, &query.runs);
         let rows = batch.rows();
         if rows > self.rows {
             *self = Self::new(device, geometry, rows.next_power_of_two())?;
@@ -61,6 +61,8 @@ pub(crate) struct AttentionShape {
     pub(crate) scale: f32,
     /// By layer.
     pub(crate) windows: Vec<Option<u32>>,
+    /// The layers whose KV is pooled, by index in the pooled store.
+    pub(crate) pooled: Vec<u32>,
     pub(crate) softcap: Option<f32>,
     pub(crate) alibi: Option<Alibi>,
 }
@@ -71,6 +73,10 @@ impl AttentionShape {
             geometry: spec.geometry,
             scale: spec.attention_scale,
             windows: spec.layers.iter().map(|layer| layer.attention.window).collect(),
+            pooled: (0..spec.layers.len())
+                .filter(|layer| matches!(spec.kv_place(*layer), KvPlace::Pooled(_)))
+                .map(|layer| u32::try_from(layer).unwrap_or(u32::MAX))
+                .collect(),
             softcap: spec.attention_softcap,
             alibi: spec.alibi,
         }

@@ -5,7 +5,7 @@ use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError, KvCounters, LaunchCounters};
 use lagoon_types::run::visible;
 use lagoon_types::{
-    DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, MicroBatch, SamplingParams, SeqId, StepId, TokenLogprobs,
+    DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, MicroBatch, RingRows, SamplingParams, SeqId, StepId, TokenLogprobs,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ pub struct StepWork {
     pub micro_batch: MicroBatch,
     /// Token id of each row; rows of a sequence are consecutive, at consecutive positions.
     pub tokens: Vec<u32>,
-    /// Slot of each row's KV in the main store; `u32::MAX` where its rBlock is remote.
+    /// Slot of each row's KV in the main store; `u32::MAX` where its rBlock is remote, and of rows that warm up.
     pub slots: Vec<u32>,
     pub seqs: Vec<SeqRows>,
     /// Runs in the main store, those of a sequence consecutive and ascending, covering its rows that are stored here.
@@ -38,6 +38,8 @@ pub struct SeqRows {
     pub pos0: u32,
     pub run0: u32,
     pub runs: u32,
+    /// Set where windowed KV is kept apart.
+    pub ring: Option<RingRows>,
     /// Set if the last row's logits choose the next token.
     pub sample: Option<SampleSpec>,
 }
@@ -105,7 +107,8 @@ pub struct ShipSegment {
     pub rows: u32,
     /// Position of the first row.
     pub pos0: u32,
-    /// One past the last position of the keys that the creditor has; not above `pos0`.
+    /// One past the last position of the keys that the creditor has; not above `pos0`, or, of rows that warm up, not above
+    /// their end.
     pub end: u32,
 }
 

@@ -34,6 +34,27 @@ pub struct Chunk {
     pub len: u32,
     /// The chunk contains the sequence's last known token: its logits give the next token.
     pub last: bool,
+    /// Set where windowed KV is kept apart.
+    pub ring: Option<RingRows>,
+}
+
+impl Chunk {
+    /// Whether its rows only fill the ring again: their pooled KV is there already.
+    #[must_use]
+    pub fn warms_up(&self) -> bool {
+        self.ring.is_some_and(|ring| ring.warm_up)
+    }
+}
+
+/// Rows of a sequence whose layers with a window keep their KV in a ring (ADR 24): the slot of position `p` is
+/// `p % slots` in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingRows {
+    pub ring: u32,
+    /// The lowest position since when the ring was filled without a gap; at most the first row's. Rows see nothing before it.
+    pub from: u32,
+    /// The rows' pooled KV is there already, and is attended to as it is; theirs goes to the ring only.
+    pub warm_up: bool,
 }
 
 /// The chunks of one micro-batch's next iteration, decoding first. Empty when the micro-batch has nothing to do.

@@ -54,13 +54,15 @@ pub struct PoolSpec {
     pub dir: PathBuf,
     pub kv_dtype: DType,
     pub block_tokens: u32,
+    /// Windowed KV is kept apart.
+    pub split: bool,
 }
 
 impl PoolSpec {
     /// A golden model with f32 KV.
     #[must_use]
     pub fn golden(name: &str, block_tokens: u32) -> Self {
-        Self { dir: crate::root().join("tests/goldens").join(name), kv_dtype: DType::F32, block_tokens }
+        Self { dir: crate::root().join("tests/goldens").join(name), kv_dtype: DType::F32, block_tokens, split: false }
     }
 }
 
@@ -240,7 +242,10 @@ fn lent_memory(spec: &Spec, socket: String) -> LentMemory {
 
 impl Node {
     pub(super) fn new(pool: &PoolSpec, spec: Spec, index: usize, life: u64) -> Self {
-        let config = ModelSpec::open(&pool.dir).unwrap();
+        let mut config = ModelSpec::open(&pool.dir).unwrap();
+        if pool.split {
+            config.split_kv().unwrap();
+        }
         let checkpoint = Checkpoint::open(&pool.dir).unwrap();
         let mut hash = model_hash(&config, &checkpoint, None);
         hash.0[0] ^= u8::from(spec.other_model);
@@ -257,6 +262,7 @@ impl Node {
             geometry: config.geometry,
             kv: config.kv_shape(pool.kv_dtype),
             window: config.window(),
+            warm_up: config.split.as_ref().map(|split| split.warm_up),
             alibi: config.alibi,
             attention_softcap: config.attention_softcap,
             max_positions: config.max_positions,
@@ -401,6 +407,7 @@ fn executor<D: Device>(
         kv_dtype: pool.kv_dtype,
         step_rows: spec.step_rows as usize,
         step_seqs: spec.running,
+        rings: config.split.as_ref().map_or(0, |_| spec.running as u32),
         fetch_tokens: spec.fetch_tokens as usize,
         share_blocks: spec.takes_part().then_some(pool.block_tokens),
         stage_blocks: spec.stages(),

@@ -40,7 +40,7 @@ impl Asked {
         pool_tokens: u64,
     ) -> Self {
         let request = request(prompt, max_tokens, seed);
-        let oracle = Oracle::new(&request.prompt, pool.window);
+        let oracle = Oracle::new(&request.prompt, pool.windows);
         Self { id, place, request, pool_tokens, oracle, tokens: 0, end: None }
     }
 
@@ -92,7 +92,7 @@ impl Asked {
         let prompt = self.request.prompt.len() as u64;
         let positions = u64::from(pool.max_positions).saturating_sub(prompt);
         let wanted = u64::from(self.request.max_tokens).min(positions);
-        let held = pool.window.map(|w| u64::from(w) + 2 * u64::from(pool.block_tokens));
+        let held = pool.windows.pooled.map(|w| u64::from(w) + 2 * u64::from(pool.block_tokens));
         if held.is_none_or(|held| held > self.pool_tokens) {
             wanted.min(self.pool_tokens.saturating_sub(prompt))
         } else {
@@ -102,7 +102,7 @@ impl Asked {
 
     /// Whether a sequence with a window has outgrown the pool: once preempted, it can never be placed whole again.
     fn outgrew(&self, pool: &PoolSpec) -> bool {
-        pool.window.is_some() && self.request.prompt.len() as u64 + u64::from(self.tokens) + 1 > self.pool_tokens
+        pool.windows.pooled.is_some() && self.request.prompt.len() as u64 + u64::from(self.tokens) + 1 > self.pool_tokens
     }
 
     fn may_fail(&self, error: &RequestError, pool: &PoolSpec, disturbed: bool) -> bool {

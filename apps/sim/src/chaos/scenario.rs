@@ -6,7 +6,7 @@ use crate::fabric::{GMANAGER, LinkProfile, Place};
 use crate::pool::{NodeSpec, PoolSpec};
 use crate::rng::Rng;
 use crate::shared::DeviceFault;
-use crate::symbolic::Speed;
+use crate::symbolic::{Speed, Windows};
 use lagoon_instance::RemotePolicy;
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_wire::Class;
@@ -67,6 +67,7 @@ impl Scenario {
             draw_roles(&mut roles, &mut pool);
             draw_stages(&mut Rng::new(seed ^ 0x7374_6167_6564), &mut pool);
         }
+        draw_rings(&mut Rng::new(seed ^ 0x7269_6e67), &mut pool);
         let span_us = match limits.seconds {
             0 => 1_000_000 * rng.pick(&[2, 4, 8, 20]),
             seconds => seconds * 1_000_000,
@@ -128,7 +129,7 @@ fn draw_pool(rng: &mut Rng, limits: Limits) -> PoolSpec {
     }
     let latency_us = rng.pick(&[30, 100, 1_000, 15_000]);
     PoolSpec {
-        window: rng.once_in(4).then(|| small(rng.within(10..=60))),
+        windows: Windows { pooled: rng.once_in(4).then(|| small(rng.within(10..=60))), rings: None },
         max_positions: if rng.once_in(4) { 200 } else { 4_000 },
         link: LinkProfile {
             latency_us,
@@ -137,6 +138,13 @@ fn draw_pool(rng: &mut Rng, limits: Limits) -> PoolSpec {
         },
         prefix_cache: !rng.once_in(4),
         ..PoolSpec::of(block_tokens, nodes)
+    }
+}
+
+/// Draws rings: one in three of the pools whose other layers have no window also has layers with one.
+fn draw_rings(rng: &mut Rng, pool: &mut PoolSpec) {
+    if pool.windows.pooled.is_none() && rng.once_in(3) {
+        pool.windows.rings = Some(small(rng.within(1..=20)));
     }
 }
 

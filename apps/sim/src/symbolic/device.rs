@@ -1,7 +1,7 @@
 //! The symbolic device: a store of keys, passes in two micro-batches, peers' work first. Work is ordered as in the
 //! shipped executor; its time is a linear model.
 
-use super::model::{KEY_BYTES, Key, LAYERS};
+use super::model::{KEY_BYTES, Key, LAYERS, Windows};
 use super::pass::{Pass, Progress};
 use super::remote_request::{self, RemoteRequest};
 use crate::runner::SimRunner;
@@ -23,7 +23,7 @@ pub struct Speed {
 }
 
 /// One token's keys, by layer.
-type Slot = [Key; LAYERS as usize];
+pub(super) type Slot = [Key; LAYERS as usize];
 
 /// A copy between the store and the staging buffer, a piece of a layer at a time; the remaining pieces.
 #[derive(Debug)]
@@ -41,7 +41,11 @@ pub struct Symbolic {
     stages: VecDeque<Staging>,
     /// The last turn copied staged keys: copies and passes alternate.
     staged_last: bool,
-    pub(super) window: Option<u32>,
+    pub(super) windows: Windows,
+    /// Keys of layers with rings, by ring; made when first used.
+    pub(super) rings: Vec<Vec<Slot>>,
+    /// Slots of a ring.
+    pub(super) ring_slots: u32,
     speed: Speed,
     pub(super) remote_requests: VecDeque<RemoteRequest>,
     passes: [Option<Pass>; 2],
@@ -52,15 +56,18 @@ pub struct Symbolic {
 }
 
 impl Symbolic {
-    /// A device with `slots` tokens of KV and `beside` tokens of staging buffer; 0 if transports use the store.
+    /// A device with `slots` tokens of KV and `beside` tokens of staging buffer; 0 if transports use the store. A step has at
+    /// most `step_rows` rows.
     #[must_use]
-    pub fn new(slots: u32, beside: u32, window: Option<u32>, speed: Speed) -> Self {
+    pub fn new((slots, beside): (u32, u32), windows: Windows, step_rows: u32, speed: Speed) -> Self {
         Self {
             store: vec![Slot::default(); slots as usize],
             beside: vec![Slot::default(); beside as usize],
             stages: VecDeque::new(),
             staged_last: false,
-            window,
+            windows,
+            rings: Vec::new(),
+            ring_slots: windows.rings.map_or(0, |window| window - 1 + step_rows),
             speed,
             remote_requests: VecDeque::new(),
             passes: [None, None],

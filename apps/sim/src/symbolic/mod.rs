@@ -10,4 +10,4 @@ mod pass;
 mod remote_request;
 
 pub use device::{Speed, Symbolic};
-pub use model::Oracle;
+pub use model::{Oracle, Windows};

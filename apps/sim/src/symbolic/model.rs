@@ -5,11 +5,15 @@
 //! independent of the order and grouping of the keys); and the next layer's value is a hash of the value and that sum.
 //! The last layer's value determines the next token. As in a transformer, every token's KV depends on all tokens
 //! before it.
+//!
+//! With rings, each of these layers has one with a window before it, whose KV is not in the pool.
 
 use crate::rng::mix;
 use lagoon_types::{AttentionGeometry, DType, KvShape};
 
 pub const LAYERS: u32 = 2;
+/// Numbers of the layers whose KV is in rings: this, and one more for each layer in the pool.
+pub(crate) const RING_LAYER: u32 = LAYERS;
 /// Token ids are below this.
 pub const VOCAB: u32 = 4093;
 /// Bytes of a key in one layer: [`Key`]'s four words.
@@ -90,21 +94,43 @@ pub(crate) fn token_of(hidden: u64) -> u32 {
     u32::try_from(hidden % u64::from(VOCAB)).unwrap_or(0)
 }
 
+/// What layers see.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Windows {
+    /// The window of layers in the pool.
+    pub pooled: Option<u32>,
+    /// The window of the layers whose KV is in rings, if there are any.
+    pub rings: Option<u32>,
+}
+
+impl Windows {
+    /// The window of a layer.
+    pub(crate) const fn of(self, layer: u32) -> Option<u32> {
+        if layer < RING_LAYER { self.pooled } else { self.rings }
+    }
+
+    /// Positions before a row that its rings depend on.
+    #[must_use]
+    pub fn warm_up(self) -> Option<u32> {
+        self.rings.map(|window| LAYERS * (window - 1))
+    }
+}
+
 /// The expected tokens of a sequence: the model over its tokens, without a KV store that could be wrong.
 #[derive(Clone, Debug)]
 pub struct Oracle {
-    window: Option<u32>,
+    windows: Windows,
     pos: u32,
     /// By layer: prefix sums of the weights of all keys.
-    sums: [Vec<u64>; LAYERS as usize],
+    sums: [Vec<u64>; 2 * LAYERS as usize],
     hidden: u64,
 }
 
 impl Oracle {
     /// The oracle after a prompt.
     #[must_use]
-    pub fn new(prompt: &[u32], window: Option<u32>) -> Self {
-        let mut oracle = Self { window, pos: 0, sums: [const { Vec::new() }; LAYERS as usize], hidden: 0 };
+    pub fn new(prompt: &[u32], windows: Windows) -> Self {
+        let mut oracle = Self { windows, pos: 0, sums: [const { Vec::new() }; 2 * LAYERS as usize], hidden: 0 };
         oracle.sums.iter_mut().for_each(|s| s.push(0));
         prompt.iter().for_each(|token| oracle.push(*token));
         oracle
@@ -113,12 +139,13 @@ impl Oracle {
     fn push(&mut self, token: u32) {
         let pos = self.pos;
         let mut hidden = embed(token, pos);
-        for layer in 0..LAYERS {
+        let ring = |layer: u32| self.windows.rings.map(|_| RING_LAYER + layer);
+        for layer in (0..LAYERS).flat_map(|layer| ring(layer).into_iter().chain([layer])) {
             let sums = &mut self.sums[layer as usize];
             let weight = Key::of(hidden, layer, pos).weight(layer, pos);
             let sum = sums[pos as usize].wrapping_add(weight);
             sums.push(sum);
-            let first = lagoon_types::run::visible(pos, self.window).start;
+            let first = lagoon_types::run::visible(pos, self.windows.of(layer)).start;
             hidden = next_hidden(hidden, sum.wrapping_sub(sums[first as usize]));
         }
         self.hidden = hidden;
@@ -140,7 +167,7 @@ mod tests {
     #[test]
     fn what_is_said_depends_on_every_visible_token_and_its_place() {
         let next = |prompt: &[u32], window| {
-            let mut oracle = Oracle::new(prompt, window);
+            let mut oracle = Oracle::new(prompt, Windows { pooled: window, rings: None });
             (0..6).map(|_| oracle.next_token()).collect::<Vec<_>>()
         };
         let base = next(&[1, 2, 3, 4, 5, 6, 7, 8], None);
@@ -151,6 +178,14 @@ mod tests {
         // Two layers with a window of 3 see five tokens back.
         assert_eq!(next(&[1, 2, 3, 4, 5, 6, 7, 8], Some(3)), next(&[9, 9, 3, 4, 5, 6, 7, 8], Some(3)));
         assert_ne!(next(&[1, 2, 3, 4, 5, 6, 7, 8], Some(3)), next(&[1, 2, 3, 9, 5, 6, 7, 8], Some(3)));
+    }
+
+    #[test]
+    fn layers_in_rings_have_a_window_of_their_own() {
+        let next = |rings| Oracle::new(&[1, 2, 3, 4, 5, 6, 7, 8], Windows { pooled: None, rings }).next_token();
+        assert_eq!([next(None), next(Some(3))], [next(None), next(Some(3))]);
+        assert!(next(None) != next(Some(3)) && next(Some(3)) != next(Some(4)) && next(Some(8)) == next(Some(9)));
+        assert_eq!(Windows { pooled: None, rings: Some(3) }.warm_up(), Some(4));
     }
 
     #[test]

@@ -1,12 +1,12 @@
 //! One forward pass on the symbolic device, in the pieces and the order of the shipped one.
 
-use super::device::Symbolic;
-use super::model::{KEY_BYTES, Key, LAYERS, ROW_BYTES, embed, next_hidden, token_of, word};
+use super::device::{Slot, Symbolic};
+use super::model::{KEY_BYTES, Key, LAYERS, RING_LAYER, ROW_BYTES, embed, next_hidden, token_of, word};
 use super::remote_request::{Attended, attend};
 use bytes::Bytes;
 use lagoon_runner::{PassError, RemotePart, Report, SampleOut, SeqRows, ShipSegment, StepWork};
 use lagoon_types::run::visible_len;
-use lagoon_types::{KvRun, MicroBatch, StepId};
+use lagoon_types::{KvRun, MicroBatch, RingRows, StepId};
 
 #[derive(Debug)]
 pub(super) enum Progress {
@@ -98,6 +98,7 @@ impl Pass {
         match self.phase {
             Phase::Project if self.layer == LAYERS => Ok(Progress::Done(self.samples())),
             Phase::Project => {
+                self.ring_layer(device, keys);
                 self.project(device);
                 if self.work.watched && self.layer + 1 < LAYERS {
                     reports.push(Report::Layer { step: self.work.step, layer: self.layer });
@@ -117,6 +118,37 @@ impl Pass {
                 Ok(Progress::Advanced)
             }
             Phase::Await => self.collect(device, keys),
+        }
+    }
+
+    /// The layer with rings before this layer, if there are such: nothing of it leaves the device.
+    fn ring_layer(&mut self, device: &mut Symbolic, keys: &mut u64) {
+        let (layer, window) = (RING_LAYER + self.layer, device.windows.rings);
+        if window.is_none() {
+            return;
+        }
+        let (at, slots) = (self.layer as usize, device.ring_slots);
+        for seq in &self.work.seqs {
+            let RingRows { ring, from, .. } = seq.ring.expect("every sequence has a ring");
+            let ring = ring as usize;
+            if device.rings.len() <= ring {
+                device.rings.resize(ring + 1, vec![Slot::default(); slots as usize]);
+            }
+            for row in rows_of(seq) {
+                let pos = self.positions[row as usize];
+                device.rings[ring][(pos % slots) as usize][at] = Key::of(self.hidden[row as usize], layer, pos);
+            }
+            for row in rows_of(seq) {
+                let pos = self.positions[row as usize];
+                let expected = visible_len(pos, window).min(pos + 1 - from);
+                let mut attended = Attended::default();
+                for seen in pos + 1 - expected..=pos {
+                    attended.add(device.rings[ring][(seen % slots) as usize][at], layer, seen);
+                }
+                *keys += u64::from(expected);
+                self.wrong_keys += attended.wrong;
+                self.hidden[row as usize] = next_hidden(self.hidden[row as usize], attended.sum);
+            }
         }
     }
 
@@ -157,15 +189,15 @@ impl Pass {
         for seq in &self.work.seqs {
             let runs = &self.work.runs[seq.run0 as usize..(seq.run0 + seq.runs) as usize];
             let elsewhere: Vec<KvRun> = rows_of(seq)
-                .filter(|row| self.work.slots[*row as usize] == u32::MAX)
+                .filter(|row| self.work.slots[*row as usize] == u32::MAX && !seq.ring.is_some_and(|ring| ring.warm_up))
                 .map(|row| KvRun { base: row, len: 1, first_pos: self.positions[row as usize] })
                 .collect();
             for row in rows_of(seq) {
                 let pos = self.positions[row as usize];
                 let stored = |slot: u32| device.store[slot as usize][self.layer as usize];
-                let mut attended = attend(runs, pos, device.window, self.layer, stored);
+                let mut attended = attend(runs, pos, device.windows.pooled, self.layer, stored);
                 let scratch = |row: u32| self.keys[row as usize];
-                attended.merge(attend(&elsewhere, pos, device.window, self.layer, scratch));
+                attended.merge(attend(&elsewhere, pos, device.windows.pooled, self.layer, scratch));
                 *keys += u64::from(attended.count);
                 self.attended[row as usize] = attended;
             }
@@ -203,7 +235,7 @@ impl Pass {
         let run = KvRun { base: 0, len: fetch.run.len, first_pos: fetch.run.first_pos };
         for row in rows_of(&self.work.seqs[fetch.seq_index as usize]) {
             let pos = self.positions[row as usize];
-            let attended = attend(&[run], pos, device.window, self.layer, |slot| fetched[slot as usize]);
+            let attended = attend(&[run], pos, device.windows.pooled, self.layer, |slot| fetched[slot as usize]);
             *keys += u64::from(attended.count);
             self.attended[row as usize].merge(attended);
         }
@@ -232,7 +264,7 @@ impl Pass {
     fn finish_layer(&mut self, device: &Symbolic) -> Result<(), PassError> {
         for (row, attended) in self.attended.iter().enumerate() {
             let (pos, layer) = (self.positions[row], self.layer);
-            let expected = visible_len(pos, device.window);
+            let expected = visible_len(pos, device.windows.pooled);
             if attended.count != expected {
                 return Err(PassError::Coverage { layer, row, pos, seen: attended.count.into(), expected });
             }

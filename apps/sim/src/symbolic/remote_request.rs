@@ -95,7 +95,7 @@ fn serve_query(device: &Symbolic, query: &RemoteQuery, reports: &mut Vec<Report>
         let runs = &query.runs[run0 as usize..(run0 + runs) as usize];
         for pos in pos0..pos0 + rows {
             let key = |slot: u32| device.store[slot as usize][query.layer as usize];
-            let attended = attend(runs, pos, device.window, query.layer, key);
+            let attended = attend(runs, pos, device.windows.pooled, query.layer, key);
             out.extend_from_slice(&attended.sum.to_le_bytes());
             out.extend_from_slice(&attended.wrong.to_le_bytes());
             count.extend_from_slice(&attended.count.to_le_bytes());

@@ -14,6 +14,7 @@ mod policy;
 mod preempt;
 pub(crate) mod prefix;
 mod recovery;
+mod rings;
 pub(crate) mod scheduler;
 pub(crate) mod sequence;
 mod swap;
@@ -59,6 +60,7 @@ pub(crate) struct BatchCounts {
     pub(crate) preemptions: u64,
     pub(crate) recoveries: u64,
     pub(crate) recomputed_tokens: u64,
+    pub(crate) warm_up_tokens: u64,
     pub(crate) preempted_tokens: u64,
     /// Blocks lent to its sequences, moves left out.
     pub(crate) borrowed_blocks: u64,
@@ -163,7 +165,7 @@ impl Batch {
 
     pub(crate) fn new(config: &InstanceConfig) -> Self {
         Self {
-            sched: Scheduler::new(config.sched, config.remote_rows()),
+            sched: Scheduler::new(config.sched, config.remote_rows(), config.warm_up),
             seqs: BTreeMap::new(),
             micro: MicroBatches::default(),
             preempt_after_step: None,

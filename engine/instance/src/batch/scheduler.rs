@@ -9,6 +9,7 @@
 //! prefill, so that a long prompt delays the next token of others by at most one chunk. Lost ranges are recomputed
 //! before new tokens of their sequence, in ascending order, in chunks like a prompt's.
 
+use super::rings::{Ring, Rings};
 use lagoon_types::{Chunk, MicroBatch, SeqId, StepPlan};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -49,6 +50,8 @@ struct Running {
     computed: u32,
     /// Lost ranges to recompute, below `computed`: ascending, disjoint, never empty.
     lost: VecDeque<Range<u32>>,
+    /// Where windowed KV is kept apart.
+    ring: Option<Ring>,
     in_step: bool,
 }
 
@@ -56,6 +59,19 @@ impl Running {
     /// The positions to compute next, and whether they are new (not lost) ones.
     fn due(&self) -> (Range<u32>, bool) {
         self.lost.front().map_or((self.computed..self.tokens, true), |lost| (lost.clone(), false))
+    }
+
+    /// The next chunk of up to `rows` rows: what is due, or what its windowed KV needs first.
+    fn next(&self, rows: u32, warm_up: u32) -> (Chunk, Option<Ring>) {
+        let (due, new) = self.due();
+        let ring = self.ring.map(|ring| ring.towards(due.start, warm_up));
+        let before = ring.map(Ring::head).filter(|head| *head < due.start).map(|head| head..due.start);
+        let (warms_up, rows_due) = (before.is_some(), before.unwrap_or(due));
+        let left = rows_due.end - rows_due.start;
+        assert!(left > 0, "{} has nothing to compute", self.seq);
+        let len = left.min(rows);
+        let last = new && !warms_up && len == left;
+        (Chunk { seq: self.seq, start: rows_due.start, len, last, ring: ring.map(|ring| ring.rows(warms_up)) }, ring)
     }
 }
 
@@ -68,12 +84,28 @@ pub(crate) struct Scheduler {
     waiting: VecDeque<Waiting>,
     /// In order of admission.
     running: Vec<Running>,
+    rings: Option<Rings>,
 }
 
 impl Scheduler {
+    /// `warm_up` is that of the model, if its windowed KV is kept apart.
     #[must_use]
-    pub(crate) fn new(config: SchedulerConfig, remote_rows: u32) -> Self {
-        Self { config, remote_rows, waiting: VecDeque::new(), running: Vec::new() }
+    pub(crate) fn new(config: SchedulerConfig, remote_rows: u32, warm_up: Option<u32>) -> Self {
+        let rings = warm_up.map(|warm_up| Rings::new(config.running, warm_up));
+        Self { config, remote_rows, waiting: VecDeque::new(), running: Vec::new(), rings }
+    }
+
+    fn run(&mut self, seq: SeqId, micro_batch: MicroBatch, tokens: u32, computed: u32) {
+        assert!(computed < tokens, "{seq} has nothing to compute");
+        let ring = self.rings.as_mut().map(Rings::take);
+        self.running.push(Running { seq, micro_batch, tokens, computed, lost: VecDeque::new(), ring, in_step: false });
+    }
+
+    fn stop(&mut self, seq: SeqId) {
+        let Some(at) = self.running.iter().position(|r| r.seq == seq) else { return };
+        if let (Some(rings), Some(ring)) = (&mut self.rings, self.running.remove(at).ring) {
+            rings.put(ring);
+        }
     }
 
     /// Puts a new sequence at the end of the queue.
@@ -102,7 +134,7 @@ impl Scheduler {
         let entry = self.entry(seq);
         assert!(!entry.in_step, "{seq} is in a step");
         let tokens = entry.tokens;
-        self.running.retain(|r| r.seq != seq);
+        self.stop(seq);
         self.waiting.push_front(Waiting { seq, tokens, since_ms: now_ms });
     }
 
@@ -136,9 +168,7 @@ impl Scheduler {
     pub(crate) fn admit(&mut self, seq: SeqId, micro_batch: MicroBatch, computed: u32) {
         let at = self.waiting.iter().position(|w| w.seq == seq);
         let Some(entry) = at.and_then(|at| self.waiting.remove(at)) else { panic!("{seq} does not wait") };
-        let (tokens, lost) = (entry.tokens, VecDeque::new());
-        assert!(computed < tokens, "{seq} has nothing to compute");
-        self.running.push(Running { seq, micro_batch, tokens, computed, lost, in_step: false });
+        self.run(seq, micro_batch, entry.tokens, computed);
     }
 
     /// Adds a sequence to the batch whose first `computed` of `tokens` tokens were computed elsewhere. The caller keeps
@@ -148,8 +178,7 @@ impl Scheduler {
     /// If it waits or runs, or has nothing to compute.
     pub(crate) fn resume(&mut self, seq: SeqId, micro_batch: MicroBatch, tokens: u32, computed: u32) {
         assert!(!self.is_running(seq) && self.waiting.iter().all(|w| w.seq != seq), "{seq} waits or runs");
-        assert!(computed < tokens, "{seq} has nothing to compute");
-        self.running.push(Running { seq, micro_batch, tokens, computed, lost: VecDeque::new(), in_step: false });
+        self.run(seq, micro_batch, tokens, computed);
     }
 
     /// Sets the lost ranges of a running sequence, replacing earlier ones: ascending, disjoint, below `computed`.
@@ -167,7 +196,7 @@ impl Scheduler {
     /// Removes a sequence, waiting or running.
     pub(crate) fn remove(&mut self, seq: SeqId) {
         self.waiting.retain(|w| w.seq != seq);
-        self.running.retain(|r| r.seq != seq);
+        self.stop(seq);
     }
 
     /// Moves a running sequence to another micro-batch, from its next step on.
@@ -182,25 +211,27 @@ impl Scheduler {
     }
 
     /// The next step of `micro_batch`: one row per decoding sequence, then chunks of prompts and lost ranges, within
-    /// the row budget. `ready` says whether a sequence has memory for its tokens; others sit out.
+    /// the row budget. A chunk whose windowed KV is missing is preceded by those that compute it. `ready` says whether a sequence has memory for its tokens; others sit out.
     pub(crate) fn plan(&mut self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> bool) -> StepPlan {
         let mut budget = match micro_batch {
             MicroBatch::Local => self.config.step_rows,
             MicroBatch::Remote => self.remote_rows,
         };
+        let warm_up = self.rings.as_ref().map_or(0, Rings::warm_up);
         let mut plan = StepPlan::default();
         for prefill in [false, true] {
             for entry in self.running.iter_mut().filter(|r| r.micro_batch == micro_batch && !r.in_step) {
-                let (due, new) = entry.due();
-                let left = due.end - due.start;
-                if (left > 1 || !new) != prefill || budget == 0 || !ready(entry.seq) {
+                if budget == 0 || !ready(entry.seq) {
                     continue;
                 }
-                assert!(left > 0, "{} has nothing to compute", entry.seq);
-                let len = left.min(budget);
-                budget -= len;
-                entry.in_step = true;
-                plan.chunks.push(Chunk { seq: entry.seq, start: due.start, len, last: new && len == left });
+                let (chunk, ring) = entry.next(budget, warm_up);
+                let decodes = chunk.last && entry.tokens - entry.computed == 1;
+                if decodes == prefill {
+                    continue;
+                }
+                budget -= chunk.len;
+                (entry.in_step, entry.ring) = (true, ring);
+                plan.chunks.push(chunk);
             }
         }
         plan
@@ -209,8 +240,13 @@ impl Scheduler {
     /// Completes a planned chunk. With `sampled`, the sequence has one token more.
     pub(crate) fn complete(&mut self, chunk: &Chunk, sampled: bool) {
         let entry = self.entry_mut(chunk.seq);
-        assert!(entry.in_step && entry.due().0.start == chunk.start, "{} completes what was planned", chunk.seq);
+        let planned = if chunk.warms_up() { entry.ring.map(Ring::head) } else { Some(entry.due().0.start) };
+        assert!(entry.in_step && planned == Some(chunk.start), "{} completes what was planned", chunk.seq);
         entry.in_step = false;
+        entry.ring.iter_mut().for_each(|ring| ring.fill(chunk.len));
+        if chunk.warms_up() {
+            return;
+        }
         if let Some(lost) = entry.lost.front_mut() {
             lost.start += chunk.len;
             entry.lost.retain(|lost| lost.start < lost.end);
@@ -269,7 +305,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     fn scheduler(step_rows: u32) -> Scheduler {
-        Scheduler::new(SchedulerConfig { queue: 8, running: 4, step_rows }, step_rows)
+        Scheduler::new(SchedulerConfig { queue: 8, running: 4, step_rows }, step_rows, None)
     }
 
     fn admit(s: &mut Scheduler, seq: u64, tokens: u32) {
@@ -282,21 +318,21 @@ mod tests {
         let mut s = scheduler(16);
         admit(&mut s, 1, 5);
         let plan = s.plan(MicroBatch::Local, |_| true);
-        assert_eq!(plan.chunks, [Chunk { seq: SeqId(1), start: 0, len: 5, last: true }]);
+        assert_eq!(plan.chunks, [Chunk { seq: SeqId(1), start: 0, len: 5, last: true, ring: None }]);
         s.complete(&plan.chunks[0], true);
         admit(&mut s, 2, 100);
         let plan = s.plan(MicroBatch::Local, |_| true);
-        assert_eq!(plan.chunks[0], Chunk { seq: SeqId(1), start: 5, len: 1, last: true });
-        assert_eq!(plan.chunks[1], Chunk { seq: SeqId(2), start: 0, len: 15, last: false });
+        assert_eq!(plan.chunks[0], Chunk { seq: SeqId(1), start: 5, len: 1, last: true, ring: None });
+        assert_eq!(plan.chunks[1], Chunk { seq: SeqId(2), start: 0, len: 15, last: false, ring: None });
     }
 
     #[test]
     fn steps_with_remote_kv_have_a_limit_of_their_own() {
-        let mut s = Scheduler::new(SchedulerConfig { queue: 8, running: 4, step_rows: 16 }, 8);
+        let mut s = Scheduler::new(SchedulerConfig { queue: 8, running: 4, step_rows: 16 }, 8, None);
         s.enqueue(SeqId(1), 100, 0).unwrap();
         s.admit(SeqId(1), MicroBatch::Remote, 0);
         let plan = s.plan(MicroBatch::Remote, |_| true);
-        assert_eq!(plan.chunks, [Chunk { seq: SeqId(1), start: 0, len: 8, last: false }]);
+        assert_eq!(plan.chunks, [Chunk { seq: SeqId(1), start: 0, len: 8, last: false, ring: None }]);
     }
 
     #[test]
@@ -331,15 +367,15 @@ mod tests {
         let plan = s.plan(MicroBatch::Local, |seq| seq == SeqId(2));
         s.complete(&plan.chunks[0], true);
         s.set_lost(SeqId(1), &[4..5, 12..24]);
-        let decode = |start| Chunk { seq: SeqId(2), start, len: 1, last: true };
-        let again = |start, len| Chunk { seq: SeqId(1), start, len, last: false };
+        let decode = |start| Chunk { seq: SeqId(2), start, len: 1, last: true, ring: None };
+        let again = |start, len| Chunk { seq: SeqId(1), start, len, last: false, ring: None };
         for (turn, expected) in (2..).zip([again(4, 1), again(12, 7), again(19, 5)]) {
             let plan = s.plan(MicroBatch::Local, |_| true);
             assert_eq!(plan.chunks, [decode(turn), expected], "a range of one row does not decode either");
             plan.chunks.iter().for_each(|c| s.complete(c, c.last));
         }
         let plan = s.plan(MicroBatch::Local, |_| true);
-        assert_eq!(plan.chunks[0], Chunk { seq: SeqId(1), start: 30, len: 1, last: true });
+        assert_eq!(plan.chunks[0], Chunk { seq: SeqId(1), start: 30, len: 1, last: true, ring: None });
         plan.chunks.iter().for_each(|c| s.abandon(c.seq));
         // What is computed again as a whole has lost nothing in particular.
         s.set_lost(SeqId(1), &[0..8, 9..30]);

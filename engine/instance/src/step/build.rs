@@ -56,6 +56,9 @@ impl Builder {
                 }
             }
         }
+        if chunk.warms_up() {
+            self.work.slots.resize(self.work.tokens.len(), u32::MAX);
+        }
         assert_eq!(self.work.slots.len(), self.work.tokens.len(), "a chunk's rows all have a place");
     }
 
@@ -67,6 +70,7 @@ impl Builder {
             pos0: chunk.start,
             run0: as_u32(run0),
             runs: as_u32(self.work.runs.len() - run0),
+            ring: chunk.ring,
             sample,
         });
     }

@@ -252,9 +252,10 @@ impl Steps {
         self.next_step += 1;
         let step = StepId(self.next_step);
         let (mut work, tickets, writes) = self.build(cx, batch, step, micro_batch, &plan);
-        work.watched = plan.chunks.iter().any(|chunk| prefills.is_pushed(chunk.seq));
+        let watched = |chunk: &&Chunk| prefills.is_pushed(chunk.seq) && !chunk.warms_up();
+        work.watched = plan.chunks.iter().any(|chunk| watched(&chunk));
         if work.watched {
-            cx.tell(Outcome::Watched { chunks: plan.chunks.clone() });
+            cx.tell(Outcome::Watched { chunks: plan.chunks.iter().filter(|c| !c.warms_up()).copied().collect() });
         }
         self.mapped.count(&work.remote);
         let mut creditors = Vec::with_capacity(tickets.len());
@@ -303,12 +304,18 @@ impl Steps {
             });
             let window_start = visible(chunk.start, cx.config.window).start;
             let mut segments = Vec::new();
-            seq.blocks.segments(chunk.start..end, &mut segments);
+            // What is warmed up reads its own positions' KV, too, and writes none of it.
+            let remote_end = if chunk.warms_up() {
+                end
+            } else {
+                seq.blocks.segments(chunk.start..end, &mut segments);
+                chunk.start
+            };
             builder.rows(chunk, &seq.tokens[span], &segments);
             let run0 = builder.work.runs.len();
             seq.blocks.local_runs(end, window_start, &mut builder.work.runs);
             builder.seq(chunk, run0, sample);
-            for (creditor, runs) in seq.blocks.remote_runs(chunk.start, window_start) {
+            for (creditor, runs) in seq.blocks.remote_runs(remote_end, window_start) {
                 let runs = match self.mapped.mapped_runs(cx, creditor, &runs) {
                     Some((map, found)) => builder.reach(creditor, map, chunk, found),
                     None => runs,
@@ -378,7 +385,7 @@ impl Steps {
     /// Reports that a step has filled another layer of its chunks.
     fn on_layer(&mut self, cx: &mut Cx, step: StepId, layer: u32) {
         let flight = self.flights.iter().flatten().find(|f| f.step == step);
-        let seqs: Vec<SeqId> = flight.iter().flat_map(|f| &f.chunks).map(|chunk| chunk.seq).collect();
+        let seqs: Vec<SeqId> = flight.iter().flat_map(|f| &f.chunks).filter(|chunk| !chunk.warms_up()).map(|chunk| chunk.seq).collect();
         seqs.into_iter().for_each(|seq| cx.tell(Outcome::Layers { seq, layers: layer + 1 }));
     }
 
@@ -486,6 +493,14 @@ impl Steps {
         }
         let mut samples = samples.into_iter();
         for chunk in &flight.chunks {
+            if chunk.warms_up() {
+                batch.counts.warm_up_tokens += u64::from(chunk.len);
+                batch.complete(chunk, false);
+                if batch.seq(chunk.seq).is_some_and(|seq| seq.is_ending()) {
+                    batch.remove(cx, others.prefills, chunk.seq);
+                }
+                continue;
+            }
             let Some(seq) = batch.seq_mut(chunk.seq) else { continue };
             let again = chunk.start < seq.blocks.written();
             let advance = seq.blocks.write(chunk.start, chunk.len);

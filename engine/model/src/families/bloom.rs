@@ -59,6 +59,7 @@ fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     check_pieces(fields, heads_field, base.layers, heads as usize)?;
     let tied = fields.flag("tie_word_embeddings")?.unwrap_or(true);
     Ok(ModelSpec {
+        split: None,
         family: base.family,
         hidden,
         vocab: base.vocab,

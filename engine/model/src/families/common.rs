@@ -221,6 +221,7 @@ impl Base {
     ) -> Result<ModelSpec, ModelError> {
         let tied = fields.flag("tie_word_embeddings")?.unwrap_or(false);
         Ok(ModelSpec {
+            split: None,
             family: self.family,
             hidden: self.hidden,
             vocab: self.vocab,

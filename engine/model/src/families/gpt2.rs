@@ -52,6 +52,7 @@ fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     let max_positions = max_positions(fields, "n_positions")?;
     let tied = fields.flag("tie_word_embeddings")?.unwrap_or(true);
     Ok(ModelSpec {
+        split: None,
         family: FAMILY.model_type,
         hidden,
         vocab,

@@ -45,6 +45,7 @@ fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     let parallel = fields.flag("use_parallel_residual")?.unwrap_or(true);
     let tied = fields.flag("tie_word_embeddings")?.unwrap_or(false);
     Ok(ModelSpec {
+        split: None,
         family: base.family,
         hidden,
         vocab: base.vocab,

@@ -62,6 +62,7 @@ fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     let tied = fields.flag("tie_word_embeddings")?.unwrap_or(true);
     let layers = size(fields, "n_layers", LAYERS_MAX)?;
     Ok(ModelSpec {
+        split: None,
         family: FAMILY.model_type,
         hidden,
         vocab,

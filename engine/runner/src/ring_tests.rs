@@ -1,0 +1,132 @@
+//! KV of layers with a window in rings: the same logits as all KV in one store.
+
+use super::*;
+use crate::work::{Command, RemoteWork, Report, SampleSpec, StepWork};
+use crate::{Executor, ExecutorConfig, Model};
+use lagoon_backend::cpu::CpuDevice;
+use lagoon_model::{Checkpoint, Weights};
+use lagoon_types::{KvSpace, MicroBatch, RingRows, SamplingParams, SeqId, StepId};
+use std::path::Path;
+use std::sync::Arc;
+
+const ROWS: usize = 9;
+const TOKENS: u32 = 120;
+
+struct Split {
+    executor: Executor<CpuDevice>,
+    /// Logits of every position, by [`crate::Decoder::plain_logits`].
+    expected: Vec<Vec<f32>>,
+    tokens: Vec<u32>,
+    warm_up: u32,
+    steps: u64,
+}
+
+/// A golden model that is split, with a store for one sequence and a ring beside those of others.
+fn split(golden: &str) -> Split {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens").join(golden);
+    let mut device = CpuDevice::new();
+    let mut spec = ModelSpec::open(&dir).unwrap();
+    let checkpoint = Checkpoint::open(&dir).unwrap();
+    let weights = Weights::load(&mut device, &checkpoint, &spec, None, &mut |_, _| {}).unwrap();
+    let tokens: Vec<u32> = (0..TOKENS).map(|i| 3 + (i * i * 7 + i * 13) % 120).collect();
+    let whole = Model::new(&spec, weights);
+    let logits = crate::Decoder::new(&whole).plain_logits(&mut device, DType::F32, &tokens).unwrap();
+    let expected = logits.chunks_exact(spec.vocab).map(<[f32]>::to_vec).collect();
+    spec.split_kv().unwrap();
+    let warm_up = spec.split.as_ref().unwrap().warm_up;
+    let model = Model::new(&spec, whole.weights);
+    let config = ExecutorConfig {
+        kv: KvSpace::flat(TOKENS, 1),
+        kv_dtype: DType::F32,
+        step_rows: ROWS,
+        step_seqs: 1,
+        rings: 3,
+        fetch_tokens: 0,
+        share_blocks: None,
+        stage_blocks: 0,
+        stage_on_device: false,
+        lend: false,
+    };
+    let executor = Executor::new(device, &spec, Some(model), config).unwrap();
+    Split { executor, expected, tokens, warm_up, steps: 0 }
+}
+
+impl Split {
+    /// Computes positions; the logits of the last one.
+    fn feed(&mut self, start: u32, rows: u32, ring: RingRows) -> Vec<f32> {
+        self.steps += 1;
+        let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
+        let sample = SampleSpec { params, index: 0, return_logits: true, banned: Arc::default() };
+        let (seq, end) = (SeqId(1), start + rows);
+        let (ring, sample, warm_up) = (Some(ring), Some(sample), ring.warm_up);
+        self.executor.push(Command::Step(Box::new(StepWork {
+            step: StepId(self.steps),
+            micro_batch: MicroBatch::Local,
+            tokens: self.tokens[start as usize..end as usize].to_vec(),
+            slots: (start..end).map(|slot| if warm_up { u32::MAX } else { slot }).collect(),
+            seqs: vec![SeqRows { seq, row0: 0, rows, pos0: start, run0: 0, runs: 1, ring, sample }],
+            runs: vec![KvRun { base: 0, len: end, first_pos: 0 }],
+            remote: RemoteWork::default(),
+            next_row: None,
+            watched: false,
+        })));
+        let mut logits = None;
+        while logits.is_none() {
+            assert!(self.executor.turn(&mut |report| match report {
+                Report::Done { mut samples, .. } => logits = samples[0].logits.take(),
+                report => panic!("{report:?}"),
+            }));
+        }
+        logits.unwrap()
+    }
+
+    /// How far the logits of position `at` are off.
+    fn off(&self, at: u32, logits: &[f32]) -> f32 {
+        let pairs = self.expected[at as usize].iter().zip(logits);
+        pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+    }
+}
+
+const CLOSE: f32 = 1e-4;
+
+#[test]
+fn rings_hold_what_layers_with_a_window_see() {
+    for golden in ["gpt_oss", "gemma3"] {
+        let mut split = split(golden);
+        let (mut at, ring) = (0, RingRows { ring: 1, from: 0, warm_up: false });
+        for rows in [9, 1, 4, 9, 9, 1, 1, 1, 8, 9, 3, 9, 9, 1, 9, 9, 2, 9, 1] {
+            let logits = split.feed(at, rows, ring);
+            at += rows;
+            let off = split.off(at - 1, &logits);
+            assert!(off < CLOSE, "{golden}, position {}: off by {off}", at - 1);
+        }
+        assert!(at > 100);
+    }
+}
+
+/// A ring that was lost is filled again from so far back that the next row is right, in whatever chunks, and pooled KV is
+/// left as it was. One position less is not enough.
+#[test]
+fn a_ring_that_was_lost_is_warmed_up() {
+    for golden in ["gpt_oss", "gemma3"] {
+        let mut split = split(golden);
+        let from_start = RingRows { ring: 2, from: 0, warm_up: false };
+        (0..9).for_each(|chunk| _ = split.feed(9 * chunk, 9, from_start));
+        let (lost, warm_up) = (81, split.warm_up);
+        let mut again = |depth: u32| {
+            let from = lost - depth;
+            let ring = RingRows { ring: 0, from, warm_up: true };
+            let mut at = from;
+            while at < lost {
+                let rows = (lost - at).min(4);
+                split.feed(at, rows, ring);
+                at += rows;
+            }
+            let logits = split.feed(lost, 1, RingRows { warm_up: false, ..ring });
+            split.off(lost, &logits)
+        };
+        let (whole, short) = (again(warm_up), again(warm_up - 1));
+        assert!(whole < CLOSE, "{golden}: off by {whole}");
+        assert!(short > CLOSE, "{golden}: one position later is off by {short} only");
+    }
+}
