@@ -9,6 +9,7 @@ pub(crate) mod fake;
 pub(crate) mod shim;
 
 use crate::process_up::{golden_prompt, single};
+use crate::split::says_what_transformers_says;
 use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{Device, Sampling};
@@ -86,6 +87,16 @@ fn a_cuda_and_a_cpu_instance_serve_together() {
             println!("{counters:?}");
         }
         drop(world);
+        fake.finish();
+    }
+}
+
+/// Rings beside address rows.
+#[test]
+fn split_pools_of_cuda_say_what_transformers_says() {
+    for (seed, name) in (60..).zip(["gpt_oss", "gemma3"]) {
+        let Some(fake) = driver("split_pools_of_cuda_say_what_transformers_says", seed) else { return };
+        says_what_transformers_says(name, Backend::Cuda, [Backend::Cpu, Backend::Cuda], RemotePolicy::Ship);
         fake.finish();
     }
 }

@@ -30,7 +30,7 @@ fn run_to_token(world: &mut World, request: usize, tokens: usize) {
     assert!(!world.requests[request].is_over(), "{:?}", world.requests[request].end);
 }
 
-fn says_what_transformers_says(name: &str, debtor: Backend, creditors: [Backend; 2], remote: RemotePolicy) {
+pub(crate) fn says_what_transformers_says(name: &str, debtor: Backend, creditors: [Backend; 2], remote: RemotePolicy) {
     let golden = Golden::load(name);
     let tokens = golden.description.tokens.clone();
     let last = tokens.len() - 1;
@@ -93,7 +93,11 @@ fn what_a_dead_creditor_had_is_computed_after_its_windows() {
         let status = status(&world, 0);
         assert_eq!((status.recomputed_tokens, status.preemptions), (u64::from(blocks) * 4, 0), "{name}: {status:?}");
         let most = 2 * warm_up(name);
-        assert!(status.warm_up_tokens > 0 && status.warm_up_tokens <= most, "{name}: {} of {most}", status.warm_up_tokens);
+        assert!(
+            status.warm_up_tokens > 0 && status.warm_up_tokens <= most,
+            "{name}: {} of {most}",
+            status.warm_up_tokens
+        );
         assert_equals_single(name, &world, &PoolSpec::golden(name, 4));
         world.run_for(16_000);
         world.check_empty();

@@ -5,6 +5,7 @@ use crate::model::resolve;
 use anyhow::Context as _;
 use lagoon_model::{Checkpoint, ModelSpec};
 use lagoon_types::DType;
+use lagoon_types::limits::STEP_ROWS_DEFAULT;
 use serde::Serialize;
 
 /// Pools whose context is printed, in instances.
@@ -25,10 +26,20 @@ struct Size {
     dtype: String,
     weight_bytes: u64,
     kv_bytes_per_token: u64,
+    /// With --kv-groups=on, if layers differ in that.
+    split: Option<SplitSize>,
     /// Longest sequence of the configuration, in tokens.
     max_positions: u32,
     memory_bytes: u64,
     contexts: Vec<Context>,
+}
+
+/// KV of a model whose windowed KV is kept apart.
+#[derive(Debug, Serialize)]
+struct SplitSize {
+    kv_bytes_per_token: u64,
+    /// Of each running sequence, with the default --step-tokens.
+    ring_bytes: u64,
 }
 
 /// What so many instances hold.
@@ -57,6 +68,13 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
     outln!("parameters    {}, {} for a token", size.parameters, size.active_parameters);
     outln!("weights       {:.2} GiB in {}", gib(size.weight_bytes), size.dtype);
     outln!("KV            {} bytes a token, in {}", size.kv_bytes_per_token, size.dtype);
+    if let Some(split) = &size.split {
+        let mib = split.ring_bytes as f64 / f64::from(1 << 20);
+        outln!(
+            "              {} bytes a token and {mib:.1} MiB a running sequence with --kv-groups=on",
+            split.kv_bytes_per_token
+        );
+    }
     outln!("context       at most {} tokens by config.json", size.max_positions);
     for Context { instances, kv_tokens } in &size.contexts {
         let what = if *instances == 1 { "instance " } else { "instances" };
@@ -81,10 +99,21 @@ fn size(spec: &ModelSpec, dtype: DType, memory_bytes: u64) -> Size {
         dtype: dtype.to_string(),
         weight_bytes,
         kv_bytes_per_token,
+        split: split_size(spec, dtype),
         max_positions: spec.max_positions,
         memory_bytes,
         contexts: INSTANCES.map(|instances| Context { instances, kv_tokens: instances * each }).into(),
     }
+}
+
+fn split_size(spec: &ModelSpec, dtype: DType) -> Option<SplitSize> {
+    let mut spec = spec.clone();
+    spec.split_kv().ok()?;
+    let (slots, ring) = (spec.ring_slots(STEP_ROWS_DEFAULT as u32), spec.windowed_shape(dtype)?);
+    Some(SplitSize {
+        kv_bytes_per_token: spec.kv_shape(dtype).token_bytes() as u64,
+        ring_bytes: u64::from(slots) * ring.token_bytes() as u64,
+    })
 }
 
 /// This machine's memory.
@@ -110,7 +139,18 @@ mod tests {
         assert_eq!(size.parameters - size.active_parameters, 2 * 4 * 3 * 48 * 40);
         // Keys and values of two heads of 24, in three layers.
         assert_eq!(size.kv_bytes_per_token, 3 * 2 * 2 * 24 * 4);
+        assert!(size.split.is_none(), "no layer has a window");
         let left = (1 << 20) / 100 * 90 - size.parameters * 4;
         assert_eq!(size.contexts[1].kv_tokens, 2 * (left / size.kv_bytes_per_token));
+    }
+
+    #[test]
+    fn windowed_layers_are_counted_apart() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/gemma3");
+        let size = size(&ModelSpec::open(&golden).unwrap(), DType::F16, 1 << 20);
+        let split = size.split.unwrap();
+        // One layer of three sees everything; two have windows of 12.
+        assert_eq!(split.kv_bytes_per_token * 3, size.kv_bytes_per_token);
+        assert_eq!(split.ring_bytes, (11 + STEP_ROWS_DEFAULT as u64) * 2 * split.kv_bytes_per_token);
     }
 }

@@ -57,8 +57,8 @@ Every model family that Lagoon serves, by the `model_type` of config.json. Gener
 do not edit.
 Each is served by all three backends (CPU, wgpu, CUDA) from safetensors in f32, f16 or bf16, and held against transformers'
 logits: alone, pooled over three instances with most KV remote, and prefilled apart from decoding, on CPU and on wgpu; on CUDA
-op by op, on the host (no GPU was at hand). Layers with a window keep all KV, as the others do, except where every layer has
-the same window.
+op by op, on the host (no GPU was at hand). Layers with a window keep all KV, as the others do, except with --kv-groups=on, and
+where every layer has the same window.
 
 | `model_type` | models | architecture |
 |---|---|---|

@@ -39,9 +39,8 @@ impl ModelSpec {
     /// [`ModelError::NotSplit`] if no layer has a window, or all have, or windows are about as long as sequences.
     pub fn split_kv(&mut self) -> Result<(), ModelError> {
         let windows: Vec<Option<u32>> = self.layers.iter().map(|layer| layer.attention.window).collect();
-        let refuse = |problem: &str| {
-            Err(ModelError::NotSplit { family: self.family.to_owned(), problem: problem.to_owned() })
-        };
+        let refuse =
+            |problem: &str| Err(ModelError::NotSplit { family: self.family.to_owned(), problem: problem.to_owned() });
         let Some(window) = windows.iter().flatten().copied().max() else { return refuse("no layer has a window") };
         if windows.iter().all(Option::is_some) {
             return refuse("every layer has a window");

@@ -302,7 +302,14 @@ impl<'a, D: Device> Decoder<'a, D> {
             ProjectionWeights::Latent(weights) => {
                 let latent = spec.attention.latent.as_ref().expect("weights are built from their spec");
                 let tensors = a.latent.as_mut().expect("there are tensors if a layer has latents");
-                return tensors.project(device, (latent, weights), x, (rope, geometry), &mut a.qkv, (slots, kv, kv_layer));
+                return tensors.project(
+                    device,
+                    (latent, weights),
+                    x,
+                    (rope, geometry),
+                    &mut a.qkv,
+                    (slots, kv, kv_layer),
+                );
             }
         };
         device.matmul(x, &weights.qkv, rows, Mode::Set, &mut a.qkv)?;

@@ -147,7 +147,8 @@ impl Pass {
                 if self.work.watched {
                     self.check_mapped(shared)?;
                 }
-                let before = self.layer.checked_sub(1).filter(|_| self.work.watched && self.pooled < shared.kv_shape.layers);
+                let before =
+                    self.layer.checked_sub(1).filter(|_| self.work.watched && self.pooled < shared.kv_shape.layers);
                 if before.is_some_and(|layer| matches!(self.place(shared, layer), KvPlace::Pooled(_))) {
                     reports(Report::Layer { step: self.work.step, layer: self.pooled - 1 });
                 }

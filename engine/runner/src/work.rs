@@ -5,7 +5,8 @@ use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError, KvCounters, LaunchCounters};
 use lagoon_types::run::visible;
 use lagoon_types::{
-    DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, MicroBatch, RingRows, SamplingParams, SeqId, StepId, TokenLogprobs,
+    DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, MicroBatch, RingRows, SamplingParams, SeqId, StepId,
+    TokenLogprobs,
 };
 use std::ops::Range;
 use std::sync::Arc;

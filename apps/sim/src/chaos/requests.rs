@@ -102,7 +102,8 @@ impl Asked {
 
     /// Whether a sequence with a window has outgrown the pool: once preempted, it can never be placed whole again.
     fn outgrew(&self, pool: &PoolSpec) -> bool {
-        pool.windows.pooled.is_some() && self.request.prompt.len() as u64 + u64::from(self.tokens) + 1 > self.pool_tokens
+        pool.windows.pooled.is_some()
+            && self.request.prompt.len() as u64 + u64::from(self.tokens) + 1 > self.pool_tokens
     }
 
     fn may_fail(&self, error: &RequestError, pool: &PoolSpec, disturbed: bool) -> bool {

@@ -385,7 +385,8 @@ impl Steps {
     /// Reports that a step has filled another layer of its chunks.
     fn on_layer(&mut self, cx: &mut Cx, step: StepId, layer: u32) {
         let flight = self.flights.iter().flatten().find(|f| f.step == step);
-        let seqs: Vec<SeqId> = flight.iter().flat_map(|f| &f.chunks).filter(|chunk| !chunk.warms_up()).map(|chunk| chunk.seq).collect();
+        let seqs: Vec<SeqId> =
+            flight.iter().flat_map(|f| &f.chunks).filter(|chunk| !chunk.warms_up()).map(|chunk| chunk.seq).collect();
         seqs.into_iter().for_each(|seq| cx.tell(Outcome::Layers { seq, layers: layer + 1 }));
     }
 
