@@ -109,7 +109,7 @@ fn size(spec: &ModelSpec, dtype: DType, memory_bytes: u64) -> Size {
 fn split_size(spec: &ModelSpec, dtype: DType) -> Option<SplitSize> {
     let mut spec = spec.clone();
     spec.split_kv().ok()?;
-    let (slots, ring) = (spec.ring_slots(STEP_ROWS_DEFAULT as u32), spec.windowed_shape(dtype)?);
+    let (slots, ring) = (spec.ring_slots(u32::try_from(STEP_ROWS_DEFAULT).ok()?), spec.windowed_shape(dtype)?);
     Some(SplitSize {
         kv_bytes_per_token: spec.kv_shape(dtype).token_bytes() as u64,
         ring_bytes: u64::from(slots) * ring.token_bytes() as u64,

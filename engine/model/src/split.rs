@@ -116,14 +116,14 @@ mod tests {
     #[test]
     fn layers_with_a_window_leave_the_pool() {
         let mut spec = golden("gpt_oss");
-        let layers = spec.layers.len() as u32;
-        assert_eq!(spec.kv_shape(DType::F32).layers, layers);
+        let layers = spec.kv_shape(DType::F32).layers;
+        assert_eq!(spec.layers.len(), layers as usize);
         assert_eq!((spec.windowed_shape(DType::F32), spec.kv_place(1)), (None, KvPlace::Pooled(1)));
         spec.split_kv().unwrap();
         let windows: Vec<u32> = spec.layers.iter().filter_map(|layer| layer.attention.window).collect();
         let pooled = spec.kv_shape(DType::F32).layers;
         assert_eq!(spec.windowed_shape(DType::F32).unwrap().layers + pooled, layers);
-        assert_eq!(windows.len() as u32 + pooled, layers);
+        assert_eq!(windows.len() + pooled as usize, layers as usize);
         // gpt-oss begins with a layer that has a window.
         assert_eq!((spec.kv_place(0), spec.kv_place(1)), (KvPlace::Windowed(0), KvPlace::Pooled(0)));
         let split = spec.split.as_ref().unwrap();

@@ -64,6 +64,14 @@ impl PoolSpec {
     pub fn golden(name: &str, block_tokens: u32) -> Self {
         Self { dir: crate::root().join("tests/goldens").join(name), kv_dtype: DType::F32, block_tokens, split: false }
     }
+
+    fn model(&self) -> ModelSpec {
+        let mut model = ModelSpec::open(&self.dir).unwrap();
+        if self.split {
+            model.split_kv().unwrap();
+        }
+        model
+    }
 }
 
 /// Configuration of one instance.
@@ -242,10 +250,7 @@ fn lent_memory(spec: &Spec, socket: String) -> LentMemory {
 
 impl Node {
     pub(super) fn new(pool: &PoolSpec, spec: Spec, index: usize, life: u64) -> Self {
-        let mut config = ModelSpec::open(&pool.dir).unwrap();
-        if pool.split {
-            config.split_kv().unwrap();
-        }
+        let config = pool.model();
         let checkpoint = Checkpoint::open(&pool.dir).unwrap();
         let mut hash = model_hash(&config, &checkpoint, None);
         hash.0[0] ^= u8::from(spec.other_model);

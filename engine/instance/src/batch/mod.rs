@@ -332,6 +332,15 @@ impl Batch {
         self.sched.complete(chunk, sampled);
     }
 
+    /// Completes a chunk that filled a ring again; the sequence may be ending.
+    pub(crate) fn warmed_up(&mut self, cx: &mut Cx, prefills: &Prefills, chunk: &Chunk) {
+        self.counts.warm_up_tokens += u64::from(chunk.len);
+        self.complete(chunk, false);
+        if self.seq(chunk.seq).is_some_and(Sequence::is_ending) {
+            self.remove(cx, prefills, chunk.seq);
+        }
+    }
+
     /// Drops a planned chunk that was not computed: the sequence leaves its step unchanged.
     pub(crate) fn abandon(&mut self, id: SeqId) {
         self.due.touch();

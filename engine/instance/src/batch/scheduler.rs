@@ -384,6 +384,40 @@ mod tests {
         assert_eq!(s.plan(MicroBatch::Remote, |_| true).chunks, [again(0, 8)]);
     }
 
+    #[test]
+    fn what_windows_need_is_computed_before_a_lost_range_and_before_new_tokens() {
+        let config = SchedulerConfig { queue: 8, running: 4, step_rows: 8 };
+        let mut s = Scheduler::new(config, 8, Some(5));
+        admit(&mut s, 1, 40);
+        let next = |s: &mut Scheduler| {
+            let plan = s.plan(MicroBatch::Local, |_| true);
+            let chunk = plan.chunks[0];
+            s.complete(&chunk, chunk.last);
+            (chunk.start..chunk.start + chunk.len, chunk.ring.unwrap().from, chunk.warms_up())
+        };
+        for start in (0..40).step_by(8) {
+            assert_eq!(next(&mut s), (start..start + 8, 0, false));
+        }
+        assert_eq!(next(&mut s), (40..41, 0, false), "it decodes");
+        s.set_lost(SeqId(1), &[10..12, 15..16, 30..40]);
+        let expected = [
+            (5..10, 5, true),
+            (10..12, 5, false),
+            (12..15, 5, true),
+            (15..16, 5, false),
+            (25..30, 25, true),
+            (30..38, 25, false),
+            (38..40, 25, false),
+            (40..41, 25, true),
+            (41..42, 25, false),
+        ];
+        expected.into_iter().for_each(|expected| assert_eq!(next(&mut s), expected));
+        // One that comes back with its first tokens begins a ring, which another one had.
+        s.preempt(SeqId(1), 0);
+        s.admit(SeqId(1), MicroBatch::Local, 3);
+        assert_eq!((next(&mut s), next(&mut s)), ((0..3, 0, true), (3..11, 0, false)));
+    }
+
     proptest! {
         /// Whatever is lost in between, each step computes the lowest position that is due, and in the end every
         /// position was computed once more than it was lost.

@@ -495,11 +495,7 @@ impl Steps {
         let mut samples = samples.into_iter();
         for chunk in &flight.chunks {
             if chunk.warms_up() {
-                batch.counts.warm_up_tokens += u64::from(chunk.len);
-                batch.complete(chunk, false);
-                if batch.seq(chunk.seq).is_some_and(|seq| seq.is_ending()) {
-                    batch.remove(cx, others.prefills, chunk.seq);
-                }
+                batch.warmed_up(cx, others.prefills, chunk);
                 continue;
             }
             let Some(seq) = batch.seq_mut(chunk.seq) else { continue };
