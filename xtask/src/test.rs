@@ -69,6 +69,9 @@ impl Display for Report {
         for skipped in &outcome.unlisted {
             writeln!(f, "error: {} was skipped and tests/skips.toml does not list it", skipped.name)?;
         }
+        for name in &outcome.flaky {
+            writeln!(f, "warning: {name} failed, and passed when run alone")?;
+        }
         for name in &outcome.failures {
             writeln!(f, "error: {name} failed")?;
         }
@@ -136,6 +139,8 @@ struct Outcome {
     passed: usize,
     failed: usize,
     failures: BTreeSet<String>,
+    /// Tests that failed, and passed when they were run again alone.
+    flaky: Vec<String>,
     skipped: BTreeSet<Skipped>,
     /// Skipped tests that tests/skips.toml does not list.
     unlisted: Vec<Skipped>,
@@ -151,14 +156,41 @@ fn tests(root: &Path) -> Result<Outcome> {
         .args(["test", "--locked", "--release", "--workspace", "--no-fail-fast"])
         .env("XDG_RUNTIME_DIR", runtime.path())
         .env(SKIP_LOG, &log);
-    let whole_good = harness(root, whole, &mut tally)?;
+    let mut whole_good = harness(root, whole, &mut tally)?;
+    let flaky = alone(&tally);
+    if !flaky.is_empty() {
+        let mut again = Command::new("cargo");
+        again
+            .args(["test", "--locked", "--release", "--workspace", "--test", "system", "--"])
+            .args(["--exact", "--test-threads=1"])
+            .args(&flaky)
+            .env("XDG_RUNTIME_DIR", runtime.path())
+            .env(SKIP_LOG, &log);
+        let mut second = Tally::default();
+        if harness(root, again, &mut second)? && second.passed == flaky.len() {
+            tally.passes_alone(&flaky);
+            whole_good = true;
+        }
+    }
     let loom_good = harness(root, loom(root), &mut tally)?;
     let text = if log.exists() {
         std::fs::read_to_string(&log).context("read the log of skipped tests")?
     } else {
         String::new()
     };
-    Ok(judge(&tally, &skips::parse_log(&text), &listed, whole_good && loom_good))
+    let outcome = judge(&tally, &skips::parse_log(&text), &listed, whole_good && loom_good);
+    Ok(Outcome { flaky: if whole_good { flaky } else { Vec::new() }, ..outcome })
+}
+
+/// Most tests that are run again.
+const AGAIN_MAX: usize = 3;
+
+/// The failed tests, if they are few and all of real processes in real time: one that a busy machine failed passes alone, and
+/// is reported as flaky; one that a bug fails fails again.
+fn alone(tally: &Tally) -> Vec<String> {
+    let whole = tally.running == 0 && tally.failed == tally.failures.len() && tally.failed <= AGAIN_MAX;
+    let of_processes = tally.failures.iter().all(|name| name.starts_with("process_"));
+    if whole && of_processes { tally.failures.iter().cloned().collect() } else { Vec::new() }
 }
 
 /// Every interleaving of the gManager's lock-free view, under loom. Loom replaces the atomics of the whole build,
@@ -203,6 +235,7 @@ fn judge(tally: &Tally, logged: &BTreeSet<Skipped>, listed: &[Listed], status_go
         passed: tally.passed.saturating_sub(names.len()),
         failed,
         failures: tally.failures.clone(),
+        flaky: Vec::new(),
         skipped,
         unlisted,
     }
@@ -237,6 +270,27 @@ mod tests {
         crashed.line("running 2 tests");
         assert_eq!(judge(&crashed, &none, &[], false).failed, 1);
         assert_eq!(judge(&Tally::default(), &none, &[], false).failed, 1);
+    }
+
+    #[test]
+    fn few_tests_of_processes_are_run_again() {
+        let failed = |names: &[&str]| {
+            let mut tally = Tally::default();
+            tally.line(&format!("running {} tests", names.len() + 1));
+            names.iter().for_each(|name| tally.line(&format!("test {name} ... FAILED")));
+            tally.line(&format!("test result: FAILED. 1 passed; {} failed; 0 ignored", names.len()));
+            tally
+        };
+        let mut tally = failed(&["process_a::b"]);
+        assert_eq!(alone(&tally), ["process_a::b"]);
+        tally.passes_alone(&alone(&tally));
+        let good = judge(&tally, &BTreeSet::new(), &[], true);
+        assert_eq!((good.good, good.passed, good.failed), (true, 2, 0));
+        assert!(alone(&failed(&["process_a::b", "moves::c"])).is_empty(), "one is not of processes");
+        assert!(alone(&failed(&["process_a", "process_b", "process_c", "process_d"])).is_empty(), "too many");
+        let mut crashed = failed(&["process_a::b"]);
+        crashed.line("running 2 tests");
+        assert!(alone(&crashed).is_empty(), "something crashed");
     }
 
     #[test]
