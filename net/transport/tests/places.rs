@@ -12,6 +12,19 @@ fn bind(identity: &Identity, advertise: Option<SocketAddr>) -> Bound {
     Node::bind(loopback(), identity, TransportConfig { advertise, ..TransportConfig::default() }).unwrap()
 }
 
+/// A node at an address that another one had until now: its socket may need a moment to close.
+async fn bind_at(addr: SocketAddr, identity: &Identity) -> Bound {
+    let bound = async {
+        loop {
+            match Node::bind(addr, identity, TransportConfig::default()) {
+                Ok(bound) => return bound,
+                Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+            }
+        }
+    };
+    tokio::time::timeout(TIMEOUT, bound).await.expect("the address is free")
+}
+
 fn instance(name: &str) -> Identity {
     CA.identity(name, NodeRole::Instance).unwrap()
 }
@@ -49,8 +62,7 @@ async fn the_place_of_a_role_is_for_certificates_of_that_role() {
     announcer.node.connect(bound.node.local_addr(), &[Class::Control]).unwrap();
     while !next_refused(&mut bound).await.contains("a gmanager is expected") {}
     // It goes on announcing that address.
-    let true_one = Node::bind(place, &CA.identity("gm", NodeRole::GManager).unwrap(), TransportConfig::default());
-    let mut true_one = true_one.unwrap();
+    let mut true_one = bind_at(place, &CA.identity("gm", NodeRole::GManager).unwrap()).await;
     let (_, addr, _) = next_up(&mut bound.events).await;
     assert_eq!(addr, place);
     next_up(&mut true_one.events).await;
@@ -74,8 +86,10 @@ async fn an_announced_address_keeps_no_gmanager_away() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_address_that_was_announced_is_free_when_the_session_is_over() {
     let mut bound = node();
-    let mut victim = bind(&instance("victim"), None);
-    let squatter = bind(&instance("squatter"), Some(victim.node.local_addr()));
+    let identity = instance("victim");
+    let victim = bind(&identity, None);
+    let place = victim.node.local_addr();
+    let squatter = bind(&instance("squatter"), Some(place));
     bound.node.connect(squatter.node.local_addr(), &[Class::Control]).unwrap();
     next_up(&mut bound.events).await;
     let peer = victim.node.connect(bound.node.local_addr(), &[]).unwrap();
@@ -88,8 +102,12 @@ async fn an_address_that_was_announced_is_free_when_the_session_is_over() {
     victim.node.try_send(peer, &control(2)).unwrap();
     let number = next_number(&mut bound.events).await;
     assert!([1, 2].contains(&number), "{number}");
-    // What is sent to that address reaches who accepts there.
-    let back = bound.node.connect(victim.node.local_addr(), &[]).unwrap();
+    // What is sent to that address reaches who accepts there, in later sessions, too.
+    victim.node.close(Duration::from_secs(5)).await;
+    drop(victim);
+    next_down(&mut bound.events).await;
+    let mut victim = bind_at(place, &identity).await;
+    let back = bound.node.connect(place, &[]).unwrap();
     bound.node.try_send(back, &control(3)).unwrap();
     assert_eq!(next_number(&mut victim.events).await, 3);
 }
