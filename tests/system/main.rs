@@ -24,6 +24,7 @@ mod process_drain;
 mod process_faults;
 mod process_health;
 mod process_host_tier;
+mod process_hostile;
 mod process_http;
 mod process_keys;
 mod process_metrics;

@@ -106,13 +106,23 @@ impl Port {
 /// # Errors
 /// If the listener cannot be used at all. A failed accept or a broken connection only affects its client.
 pub async fn serve(port: Port, router: Router, shutdown: impl Future<Output = ()>) -> io::Result<()> {
+    serve_beside(port, router, shutdown, Addresses::default()).await
+}
+
+/// As [`serve`], beside connections that count already.
+async fn serve_beside(
+    port: Port,
+    router: Router,
+    shutdown: impl Future<Output = ()>,
+    addresses: Addresses,
+) -> io::Result<()> {
     let Port { listener, keys, tls } = port;
     let router = match keys {
         Some(keys) => guard(router, keys),
         None => router,
     };
     listener.local_addr()?;
-    let (slots, addresses) = (Arc::new(Semaphore::new(CONNECTIONS_MAX)), Addresses::default());
+    let slots = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let (stop, stopped) = watch::channel(false);
     let mut shutdown = pin!(shutdown);
     loop {
@@ -224,6 +234,30 @@ mod tests {
         places.push(addresses.enter(addr).unwrap());
         drop(places);
         assert!(addresses.0.lock().unwrap().is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_connection_beyond_its_addresss_share_is_closed() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let (server, addresses) = (listener.local_addr().unwrap(), Addresses::default());
+        let client = ClientAddr(Ipv4Addr::LOCALHOST.into());
+        let mut places: Vec<Place> = (0..ADDRESS_CONNECTIONS_MAX).filter_map(|_| addresses.enter(client)).collect();
+        let router = Router::new().route("/", axum::routing::get(|| async { "answered" }));
+        let port = Port { listener, keys: None, tls: None };
+        let serving = tokio::spawn(serve_beside(port, router, std::future::pending(), addresses));
+        let ask = || async {
+            let mut stream = tokio::net::TcpStream::connect(server).await.unwrap();
+            let mut said = String::new();
+            // Either may fail, as the server may be done with the connection before.
+            let _ = stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;
+            let _ = stream.read_to_string(&mut said).await;
+            said
+        };
+        assert_eq!(ask().await, "");
+        places.pop();
+        let said = ask().await;
+        assert!(said.ends_with("answered"), "{said}");
+        serving.abort();
     }
 
     /// A kept connection of a revoked certificate went on for ever.

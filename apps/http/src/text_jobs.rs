@@ -14,7 +14,7 @@ use tokio::{
 
 /// Largest body that counts as short, in bytes: some milliseconds of work.
 pub const SHORT_BYTES_MAX: usize = 64 << 10;
-/// Maximum bytes of long texts in work. Tokenising takes about a hundred times its text in memory.
+/// Maximum bytes of long texts in work. Tokenising takes up to 150 times its text in memory.
 const LONG_BYTES_MAX: usize = 32 << 20;
 /// Maximum of long texts in work, on a machine with many processors.
 const LONG_JOBS_MAX: usize = 4;

@@ -2,7 +2,7 @@
 //!
 //! A standby names the leader, if it knows it; then that one is asked, else the others in turn, with growing pauses.
 
-use lagoon_transport::{Class, Node, PeerId};
+use lagoon_transport::{Class, Node, NodeRole, PeerId};
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -41,6 +41,8 @@ pub(crate) struct Leader {
     connected: BTreeSet<PeerId>,
     /// The gManager in use.
     current: Option<PeerId>,
+    /// The one in use has accepted a registration, which names its term: what it orders before that is of no known term.
+    followed: bool,
     /// The last one in use: the next in turn is asked.
     last: Option<PeerId>,
     /// The leader that a standby named.
@@ -53,7 +55,10 @@ pub(crate) struct Leader {
 impl Leader {
     /// A choice among `addrs`; `node` keeps connections to all.
     pub(crate) fn new(node: &Node, addrs: &[SocketAddr]) -> Self {
-        let known = addrs.iter().take(GMANAGERS_MAX).filter_map(|addr| node.connect(*addr, &[Class::Control]));
+        let known = addrs
+            .iter()
+            .take(GMANAGERS_MAX)
+            .filter_map(|addr| node.connect_role(*addr, &[Class::Control], NodeRole::GManager));
         Self::of(known.collect(), Instant::now())
     }
 
@@ -63,6 +68,7 @@ impl Leader {
             known,
             connected: BTreeSet::new(),
             current,
+            followed: false,
             last,
             named,
             pause: PAUSE,
@@ -98,7 +104,12 @@ impl Leader {
 
     /// The gManager in use accepted a registration: it leads.
     pub(crate) fn on_registered(&mut self) {
-        (self.pause, self.named) = (PAUSE, None);
+        (self.pause, self.named, self.followed) = (PAUSE, None, true);
+    }
+
+    /// Whether the gManager in use has accepted a registration.
+    pub(crate) fn is_followed(&self) -> bool {
+        self.followed
     }
 
     /// The gManager in use does not lead; `named`: the leader that it named.
@@ -119,7 +130,7 @@ impl Leader {
     fn leave(&mut self, peer: PeerId) -> bool {
         let left = self.current == Some(peer);
         if left {
-            (self.current, self.last) = (None, Some(peer));
+            (self.current, self.last, self.followed) = (None, Some(peer), false);
         }
         left
     }
@@ -161,9 +172,12 @@ mod tests {
         assert!(leader.on_not_leader(A, None, start));
         assert_eq!(leader.choose(start + PAUSE.mul_f64(0.99)), None, "a longer pause");
         assert_eq!(leader.choose(start + 2 * PAUSE), Some(B));
+        assert!(!leader.is_followed());
         leader.on_registered();
+        assert!(leader.is_followed());
         assert!(!leader.on_down(A) && leader.on_down(B));
         assert_eq!((leader.current(), leader.choose(start + PAUSE_MAX)), (None, None));
+        assert!(!leader.is_followed());
     }
 
     #[test]

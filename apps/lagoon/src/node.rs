@@ -459,17 +459,8 @@ impl NodeLoop {
         match event {
             NetEvent::Up { peer, session, addr, subject, .. } => {
                 tracing::debug!(%peer, %addr, node = %subject.node, "connected");
-                let roles = subject.roles;
                 self.sessions.insert(peer, Session { number: session, subject, refusal_logged: false });
                 match &mut self.leader {
-                    Some(leader) if leader.is_gmanager(peer) && !roles.has(NodeRole::GManager) => {
-                        tracing::error!(
-                            %addr,
-                            "a certificate for {roles} answers where the gManager is expected; it is not followed\n\
-                             hint: `lagoon certs issue DIR NAME --role gmanager`"
-                        );
-                        leader.on_down(peer);
-                    }
                     Some(leader) if leader.is_gmanager(peer) => {
                         leader.on_up(peer);
                         self.choose_leader();
@@ -531,7 +522,8 @@ impl NodeLoop {
         }
         if let ControlBody::NotLeader(standby) = &body {
             let addr = standby.leader_addr.parse::<SocketAddr>().ok();
-            let named = addr.and_then(|addr| pool.bound.node.connect(addr, &[Class::Control]));
+            let node = &pool.bound.node;
+            let named = addr.and_then(|addr| node.connect_role(addr, &[Class::Control], NodeRole::GManager));
             tracing::info!(leader = standby.leader_addr, "a standby answered; looking for the gManager that leads");
             if leader.on_not_leader(peer, named, Instant::now()) {
                 self.step(Event::GManagerDown);
@@ -553,7 +545,11 @@ impl NodeLoop {
         if matches!(body, ControlBody::Registered(_)) {
             leader.on_registered();
         }
-        self.step(Event::GManager(body));
+        if leader.is_followed() || matches!(body, ControlBody::Rejected(_)) {
+            self.step(Event::GManager(body));
+        } else {
+            tracing::debug!(%peer, "an order of a gManager that has not named its term is not followed");
+        }
     }
 
     /// Sends the drain order to the instance, and to the gManager, which moves others' blocks away. Repeated, as

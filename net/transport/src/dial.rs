@@ -131,7 +131,7 @@ impl Shared {
         if preface.incarnation == self.incarnation {
             return Ok(Outcome::Hopeless("that address leads back to this node".to_owned()));
         }
-        if announced != peer.addr && !self.alias(announced, peer.id) {
+        if announced != peer.addr && !self.alias(announced, peer, &subject.node) {
             let reason = format!("that process is already a peer as {announced}; hint: dial that address");
             connection.close(VarInt::from_u32(close::DUPLICATE), reason.as_bytes());
             return Ok(Outcome::Hopeless(reason));

@@ -1,7 +1,8 @@
 //! The node: one endpoint, its peers, and the handle with which its owner sends.
 
 use crate::{
-    AnswerControl, BindError, ClassStats, Event, Identity, Inbound, Inbox, PeerId, SendError, Subject, TransportConfig,
+    AnswerControl, BindError, ClassStats, Event, Identity, Inbound, Inbox, NodeRole, PeerId, SendError, Subject,
+    TransportConfig,
     answer::Answers,
     direct::{DirectConnections, ExportServer},
     event::{Outlet, inbox},
@@ -33,7 +34,18 @@ use tokio::{runtime::Handle, time::Instant};
 struct Peers {
     by_id: BTreeMap<PeerId, Arc<Peer>>,
     by_addr: BTreeMap<SocketAddr, PeerId>,
+    /// Addresses that peers announced where another one was dialed, and which node did.
+    aliases: BTreeMap<SocketAddr, Arc<str>>,
     next: u64,
+}
+
+impl Peers {
+    /// Forgets addresses of a peer.
+    fn forget(&mut self, which: impl Fn(&SocketAddr, PeerId) -> bool) {
+        self.by_addr.retain(|addr, id| !which(addr, *id));
+        let Self { by_addr, aliases, .. } = self;
+        aliases.retain(|addr, _| by_addr.contains_key(addr));
+    }
 }
 
 /// QUIC configurations for paths on this machine and off it.
@@ -218,6 +230,13 @@ impl Node {
         Some(peer.id)
     }
 
+    /// As [`Node::connect`], for a peer that must have `role`: no other certificate is let in as the one at `addr`, whoever dials.
+    pub fn connect_role(&self, addr: SocketAddr, classes: &[Class], role: NodeRole) -> Option<PeerId> {
+        let peer = self.shared().peer_at(addr)?;
+        peer.require(role);
+        self.connect(addr, classes)
+    }
+
     /// From now on `answer` is asked about every control message before it goes to the inbox; `None` ends that.
     pub fn answer_control(&self, answer: Option<AnswerControl>) {
         self.shared().answers.set(answer);
@@ -351,7 +370,7 @@ impl Shared {
         if peers.by_id.len() >= self.config.peers_max {
             let idle = peers.by_id.values().find(|peer| peer.is_idle())?.id;
             peers.by_id.remove(&idle);
-            peers.by_addr.retain(|_, id| *id != idle);
+            peers.forget(|_, id| id == idle);
         }
         peers.next = peers.next.saturating_add(1);
         let peer = Peer::new(PeerId(peers.next), addr);
@@ -360,10 +379,31 @@ impl Shared {
         Some(peer)
     }
 
-    /// Remembers that the peer `id` announces `addr`. False when that address belongs to another peer.
-    pub(crate) fn alias(&self, addr: SocketAddr, id: PeerId) -> bool {
+    /// Remembers that `peer`, which is `node`, announces `addr`. False when that address belongs to another peer: one that was
+    /// not let in by its role gives way to one that is.
+    pub(crate) fn alias(&self, addr: SocketAddr, peer: &Peer, node: &Arc<str>) -> bool {
         let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
-        *peers.by_addr.entry(addr).or_insert(id) == id
+        let holder = peers.by_addr.get(&addr).filter(|id| **id != peer.id).and_then(|id| peers.by_id.get(id));
+        let free = holder.is_none_or(|holder| peer.has_role_required() && !holder.has_role_required());
+        if free {
+            peers.by_addr.insert(addr, peer.id);
+            peers.aliases.insert(addr, Arc::clone(node));
+        }
+        free
+    }
+
+    /// Frees an address that another node than `node` announced in a session that is over: `node` accepts there now.
+    pub(crate) async fn free_alias(&self, addr: SocketAddr, node: &Arc<str>) {
+        let of_another = {
+            let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
+            let named = peers.aliases.get(&addr).is_some_and(|by| by != node);
+            named.then(|| peers.by_addr.get(&addr).and_then(|id| peers.by_id.get(id)).cloned()).flatten()
+        };
+        let Some(peer) = of_another.filter(|peer| peer.addr != addr && !peer.has_role_required()) else { return };
+        if !peer.session.lock().await.is_up() {
+            let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
+            peers.forget(|known, id| *known == addr && id == peer.id);
+        }
     }
 
     pub(crate) fn client_config(&self, remote: SocketAddr) -> ClientConfig {

@@ -1,12 +1,12 @@
 //! A peer: one other process by its address, with a link for each class and the session that spans them.
 
-use crate::{PeerId, Subject, event::Alive, incoming::Place, link::Link, pins::Pin};
+use crate::{NodeRole, PeerId, Subject, event::Alive, incoming::Place, link::Link, pins::Pin};
 use lagoon_wire::Class;
 use quinn::Connection;
 use std::{
     net::SocketAddr,
     pin::pin,
-    sync::Arc,
+    sync::{Arc, OnceLock},
     time::{Duration, Instant},
 };
 use tokio::sync::Notify;
@@ -95,6 +95,8 @@ pub(crate) struct Peer {
     /// Told when the session is over, and when the remote has ended its direction of a connection.
     pub(crate) ending: Notify,
     links: [Link; 3],
+    /// A role without which nobody is this peer.
+    required: OnceLock<NodeRole>,
     /// For getters that must not wait for the session's lock.
     pub(crate) rtt_source: std::sync::Mutex<Option<Connection>>,
 }
@@ -107,8 +109,24 @@ impl Peer {
             session: tokio::sync::Mutex::default(),
             ending: Notify::new(),
             links: Class::ALL.map(Link::new),
+            required: OnceLock::new(),
             rtt_source: std::sync::Mutex::default(),
         })
+    }
+
+    /// From now on only certificates for `role` are let in.
+    pub(crate) fn require(&self, role: NodeRole) {
+        let first = self.required.get_or_init(|| role);
+        debug_assert_eq!(*first, role, "a peer is wanted for one thing");
+    }
+
+    pub(crate) fn has_role_required(&self) -> bool {
+        self.required.get().is_some()
+    }
+
+    /// The role that `subject` lacks to be this peer.
+    pub(crate) fn lacks(&self, subject: &Subject) -> Option<NodeRole> {
+        self.required.get().copied().filter(|role| !subject.roles.has(*role))
     }
 
     pub(crate) fn link(&self, class: Class) -> &Link {

@@ -70,6 +70,13 @@ impl Shared {
         if self.is_revoked(subject) {
             return Err(format!("the certificate of node {:?} is revoked", subject.node));
         }
+        if let Some(role) = peer.lacks(subject) {
+            return Err(format!(
+                "a certificate for {} (node {:?}) answers at {}, where a {role} is expected; it is not let in; \
+                 hint: `lagoon certs issue DIR NAME --role {role}`",
+                subject.roles, subject.node, peer.addr
+            ));
+        }
         if let Some(holder) = session.subject.as_ref().filter(|holder| session.is_up() && *holder != subject) {
             return Err(format!(
                 "the address {} is that of node {:?}, which is connected; this certificate is for node {:?}{}",

@@ -63,7 +63,7 @@ async fn nobody_takes_over_a_live_session() {
         let connection = raw::connect(bound.node.local_addr(), true).await.unwrap();
         let (mut send, _recv) = connection.open_bi().await.unwrap();
         send.write_all(&lagoon_wire::encode_preface(&preface).unwrap().to_vec()).await.unwrap();
-        let closed = connection.closed().await.to_string();
+        let closed = tokio::time::timeout(TIMEOUT, connection.closed()).await.expect("it is refused").to_string();
         assert!(closed.contains("\"victim\"") && closed.contains("\"raw\""), "{closed}");
         assert!(next_refused(&mut bound).await.contains("\"victim\""));
     }
