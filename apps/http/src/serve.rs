@@ -246,7 +246,7 @@ mod tests {
         let port = Port { listener, keys: None, tls: None };
         let serving = tokio::spawn(serve_beside(port, router, std::future::pending(), addresses));
         let ask = || async {
-            let mut stream = tokio::net::TcpStream::connect(server).await.unwrap();
+            let mut stream = TcpStream::connect(server).await.unwrap();
             let mut said = String::new();
             // Either may fail, as the server may be done with the connection before.
             let _ = stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;

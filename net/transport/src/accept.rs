@@ -78,8 +78,7 @@ impl Shared {
             connection.closed().await;
             return Ok(());
         }
-        self.free_alias(announced, &subject.node).await;
-        let Some(peer) = self.peer_at(announced) else {
+        let Some(peer) = self.peer_accepting_at(announced, &subject.node).await else {
             refuse(close::LIMIT, "too many peers");
             return Err("too many peers".to_owned());
         };

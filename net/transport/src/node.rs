@@ -392,8 +392,14 @@ impl Shared {
         free
     }
 
+    /// The peer `node`, which accepts at `addr`.
+    pub(crate) async fn peer_accepting_at(&self, addr: SocketAddr, node: &Arc<str>) -> Option<Arc<Peer>> {
+        self.free_alias(addr, node).await;
+        self.peer_at(addr)
+    }
+
     /// Frees an address that another node than `node` announced in a session that is over: `node` accepts there now.
-    pub(crate) async fn free_alias(&self, addr: SocketAddr, node: &Arc<str>) {
+    async fn free_alias(&self, addr: SocketAddr, node: &Arc<str>) {
         let of_another = {
             let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
             let named = peers.aliases.get(&addr).is_some_and(|by| by != node);
