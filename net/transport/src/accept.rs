@@ -78,7 +78,7 @@ impl Shared {
             connection.closed().await;
             return Ok(());
         }
-        let Some(peer) = self.peer_accepting_at(announced, &subject.node).await else {
+        let Some(peer) = self.peer_at(announced) else {
             refuse(close::LIMIT, "too many peers");
             return Err("too many peers".to_owned());
         };

@@ -131,11 +131,6 @@ impl Shared {
         if preface.incarnation == self.incarnation {
             return Ok(Outcome::Hopeless("that address leads back to this node".to_owned()));
         }
-        if announced != peer.addr && !self.alias(announced, peer, &subject.node) {
-            let reason = format!("that process is already a peer as {announced}; hint: dial that address");
-            connection.close(VarInt::from_u32(close::DUPLICATE), reason.as_bytes());
-            return Ok(Outcome::Hopeless(reason));
-        }
         let remote = Remote { incarnation: preface.incarnation, generation: preface.generation };
         let mut session = peer.session.lock().await;
         self.may_enter(peer, &session, &subject).inspect_err(|reason| not_wanted(reason))?;
@@ -146,6 +141,11 @@ impl Shared {
             return Ok(Outcome::Again);
         }
         self.make_way(peer, &mut session, class, remote).await;
+        if announced != peer.addr && !self.alias(announced, peer) {
+            let reason = format!("that process is already a peer as {announced}; hint: dial that address");
+            connection.close(VarInt::from_u32(close::DUPLICATE), reason.as_bytes());
+            return Ok(Outcome::Hopeless(reason));
+        }
         let wires = Wires { connection, subject, send, recv, rest, place: None };
         self.adopt(peer, &mut session, class, remote, true, wires).await;
         session.set_attempting(class, false);

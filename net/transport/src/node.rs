@@ -34,17 +34,26 @@ use tokio::{runtime::Handle, time::Instant};
 struct Peers {
     by_id: BTreeMap<PeerId, Arc<Peer>>,
     by_addr: BTreeMap<SocketAddr, PeerId>,
-    /// Addresses that peers announced where another one was dialed, and which node did.
-    aliases: BTreeMap<SocketAddr, Arc<str>>,
     next: u64,
 }
 
 impl Peers {
-    /// Forgets addresses of a peer.
-    fn forget(&mut self, which: impl Fn(&SocketAddr, PeerId) -> bool) {
-        self.by_addr.retain(|addr, id| !which(addr, *id));
-        let Self { by_addr, aliases, .. } = self;
-        aliases.retain(|addr, _| by_addr.contains_key(addr));
+    fn at(&self, addr: SocketAddr) -> Option<&Arc<Peer>> {
+        self.by_addr.get(&addr).and_then(|id| self.by_id.get(id))
+    }
+
+    /// A new peer, which is the one at `addr` from now on. `None` when there are too many busy ones.
+    fn add(&mut self, addr: SocketAddr, peers_max: usize) -> Option<Arc<Peer>> {
+        if self.by_id.len() >= peers_max {
+            let idle = self.by_id.values().find(|peer| peer.is_idle())?.id;
+            self.by_id.remove(&idle);
+            self.by_addr.retain(|_, id| *id != idle);
+        }
+        self.next = self.next.saturating_add(1);
+        let peer = Peer::new(PeerId(self.next), addr);
+        self.by_id.insert(peer.id, Arc::clone(&peer));
+        self.by_addr.insert(addr, peer.id);
+        Some(peer)
     }
 }
 
@@ -222,19 +231,21 @@ impl Node {
     /// Names the process that accepts at `addr`, connects `classes` now and keeps them connected; other classes are
     /// connected by the first frame sent. Idempotent. `None` when the node remembers too many busy peers.
     pub fn connect(&self, addr: SocketAddr, classes: &[Class]) -> Option<PeerId> {
-        let peer = self.shared().peer_at(addr)?;
+        Some(self.keep_connected(&self.shared().peer_at(addr)?, classes))
+    }
+
+    /// As [`Node::connect`], for a peer that must have `role`: no other certificate is let in as the one at `addr`, whoever
+    /// dials. Whoever was known by that address before is another peer.
+    pub fn connect_role(&self, addr: SocketAddr, classes: &[Class], role: NodeRole) -> Option<PeerId> {
+        Some(self.keep_connected(&self.shared().peer_of_role(addr, role)?, classes))
+    }
+
+    fn keep_connected(&self, peer: &Arc<Peer>, classes: &[Class]) -> PeerId {
         for class in classes {
             peer.link(*class).want(true);
         }
-        self.shared().ensure_dials(&peer);
-        Some(peer.id)
-    }
-
-    /// As [`Node::connect`], for a peer that must have `role`: no other certificate is let in as the one at `addr`, whoever dials.
-    pub fn connect_role(&self, addr: SocketAddr, classes: &[Class], role: NodeRole) -> Option<PeerId> {
-        let peer = self.shared().peer_at(addr)?;
-        peer.require(role);
-        self.connect(addr, classes)
+        self.shared().ensure_dials(peer);
+        peer.id
     }
 
     /// From now on `answer` is asked about every control message before it goes to the inbox; `None` ends that.
@@ -364,52 +375,39 @@ impl Shared {
     /// The peer that accepts at `addr`, remembered from now on. `None` when there are too many busy ones.
     pub(crate) fn peer_at(&self, addr: SocketAddr) -> Option<Arc<Peer>> {
         let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(peer) = peers.by_addr.get(&addr).and_then(|id| peers.by_id.get(id)) {
+        match peers.at(addr) {
+            Some(peer) => Some(Arc::clone(peer)),
+            None => peers.add(addr, self.config.peers_max),
+        }
+    }
+
+    /// As [`Shared::peer_at`], of a peer that must have `role`.
+    fn peer_of_role(&self, addr: SocketAddr, role: NodeRole) -> Option<Arc<Peer>> {
+        let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(peer) = peers.at(addr).filter(|peer| peer.has_role_required()) {
             return Some(Arc::clone(peer));
         }
-        if peers.by_id.len() >= self.config.peers_max {
-            let idle = peers.by_id.values().find(|peer| peer.is_idle())?.id;
-            peers.by_id.remove(&idle);
-            peers.forget(|_, id| id == idle);
-        }
-        peers.next = peers.next.saturating_add(1);
-        let peer = Peer::new(PeerId(peers.next), addr);
-        peers.by_id.insert(peer.id, Arc::clone(&peer));
-        peers.by_addr.insert(addr, peer.id);
+        let peer = peers.add(addr, self.config.peers_max)?;
+        peer.require(role);
         Some(peer)
     }
 
-    /// Remembers that `peer`, which is `node`, announces `addr`. False when that address belongs to another peer: one that was
-    /// not let in by its role gives way to one that is.
-    pub(crate) fn alias(&self, addr: SocketAddr, peer: &Peer, node: &Arc<str>) -> bool {
+    /// Remembers that `peer`, which was let in, announces `addr`, while its session lasts. False when that address belongs to
+    /// another peer; it gives way to a peer of which a role is required.
+    pub(crate) fn alias(&self, addr: SocketAddr, peer: &Peer) -> bool {
         let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
-        let holder = peers.by_addr.get(&addr).filter(|id| **id != peer.id).and_then(|id| peers.by_id.get(id));
+        let holder = peers.at(addr).filter(|holder| holder.id != peer.id);
         let free = holder.is_none_or(|holder| peer.has_role_required() && !holder.has_role_required());
         if free {
             peers.by_addr.insert(addr, peer.id);
-            peers.aliases.insert(addr, Arc::clone(node));
         }
         free
     }
 
-    /// The peer `node`, which accepts at `addr`.
-    pub(crate) async fn peer_accepting_at(&self, addr: SocketAddr, node: &Arc<str>) -> Option<Arc<Peer>> {
-        self.free_alias(addr, node).await;
-        self.peer_at(addr)
-    }
-
-    /// Frees an address that another node than `node` announced in a session that is over: `node` accepts there now.
-    async fn free_alias(&self, addr: SocketAddr, node: &Arc<str>) {
-        let of_another = {
-            let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
-            let named = peers.aliases.get(&addr).is_some_and(|by| by != node);
-            named.then(|| peers.by_addr.get(&addr).and_then(|id| peers.by_id.get(id)).cloned()).flatten()
-        };
-        let Some(peer) = of_another.filter(|peer| peer.addr != addr && !peer.has_role_required()) else { return };
-        if !peer.session.lock().await.is_up() {
-            let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
-            peers.forget(|known, id| *known == addr && id == peer.id);
-        }
+    /// Forgets what a peer announced.
+    pub(crate) fn forget_aliases(&self, peer: &Peer) {
+        let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
+        peers.by_addr.retain(|addr, id| *id != peer.id || *addr == peer.addr);
     }
 
     pub(crate) fn client_config(&self, remote: SocketAddr) -> ClientConfig {

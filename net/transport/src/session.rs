@@ -249,6 +249,7 @@ impl Shared {
             alive.end();
         }
         (session.subject, session.pin) = (None, None);
+        self.forget_aliases(peer);
         for class in Class::ALL {
             if session.slots.get_mut(class.index()).and_then(Option::take).is_some() {
                 peer.link(class).detach();

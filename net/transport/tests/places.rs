@@ -111,3 +111,33 @@ async fn an_address_that_was_announced_is_free_when_the_session_is_over() {
     bound.node.try_send(back, &control(3)).unwrap();
     assert_eq!(next_number(&mut victim.events).await, 3);
 }
+
+/// An instance answers at the gManager's address and announces a third node's: that one keeps its address.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_is_not_let_in_takes_no_address() {
+    let mut bound = node();
+    let mut third = bind(&instance("third"), None);
+    let address = third.node.local_addr();
+    let impostor = bind(&instance("impostor-2"), Some(address));
+    bound.node.connect_role(impostor.node.local_addr(), &[Class::Control], NodeRole::GManager).unwrap();
+    let reason = next_unreachable(&mut bound).await;
+    assert!(reason.contains("\"impostor-2\""), "{reason}");
+    let peer = bound.node.connect(address, &[]).unwrap();
+    bound.node.try_send(peer, &control(5)).unwrap();
+    assert_eq!(next_number(&mut third.events).await, 5);
+}
+
+/// An instance that is connected has announced an address that turns out to be a gManager's: it is another peer, and the
+/// gManager is dialed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gmanager_is_dialed_where_an_instance_said_that_it_is() {
+    let mut bound = node();
+    let gmanager = bind(&CA.identity("gm-3", NodeRole::GManager).unwrap(), None);
+    let addr = gmanager.node.local_addr();
+    let announcer = bind(&instance("announcer-3"), Some(addr));
+    announcer.node.connect(bound.node.local_addr(), &[Class::Control]).unwrap();
+    let first = next_up(&mut bound.events).await;
+    let leader = bound.node.connect_role(addr, &[Class::Control], NodeRole::GManager).unwrap();
+    let (peer, at, _) = next_up(&mut bound.events).await;
+    assert!(peer == leader && peer != first.0 && at == addr, "{peer} at {at}");
+}
