@@ -96,7 +96,9 @@ fn a_cuda_and_a_cpu_instance_serve_together() {
 fn split_pools_of_cuda_say_what_transformers_says() {
     for (seed, name) in (60..).zip(["gpt_oss", "gemma3"]) {
         let Some(fake) = driver("split_pools_of_cuda_say_what_transformers_says", seed) else { return };
-        says_what_transformers_says(name, Backend::Cuda, [Backend::Cpu, Backend::Cuda], RemotePolicy::Ship);
+        // An rBlock is a page of a layer's K.
+        let pool = PoolSpec { split: true, ..PoolSpec::golden(name, 32) };
+        says_what_transformers_says(pool, name, [Backend::Cuda, Backend::Cpu, Backend::Cuda], RemotePolicy::Ship);
         fake.finish();
     }
 }

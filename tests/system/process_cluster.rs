@@ -1,9 +1,10 @@
 //! A cluster set up by hand: certificates, a gManager, instances that join, and instances that are refused.
 
+use crate::process_moves::golden_with_tokenizer;
 use crate::process_up::{golden_prompt, single};
 pub(crate) use lagoon_tests::faults::{certificates, new_ca};
 use lagoon_tests::faults::{certificates_for, pace_profile};
-use lagoon_tests::golden::max_diff;
+use lagoon_tests::golden::{Golden, max_diff};
 use lagoon_tests::process::{Client, Server, lagoon_at, logits, run, token_ids};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -49,6 +50,22 @@ impl Cluster {
     pub(crate) fn serve_paced(&self, step: Duration, name: &str, model: &str, flags: &[&str]) -> Server {
         let profile = pace_profile(self.ca.path(), Path::new(model), step);
         self.serve_at(Some(&profile), &self.ca, name, model, flags).unwrap()
+    }
+
+    /// What one says that the pool refuses.
+    fn refused(&self, name: &str, model: &str, flags: &[&str]) -> String {
+        let flags = [&["--backend=cpu", "--kv-tokens=64"], flags].concat();
+        // It may be ready before the gManager's refusal; then it ends by itself.
+        let text = match self.serve_with(&self.ca, name, model, &flags) {
+            Ok(mut server) => {
+                let ended = server.ended();
+                assert_eq!(ended.code, Some(1), "{ended:?}");
+                ended.stderr
+            }
+            Err(stderr) => stderr,
+        };
+        assert!(text.contains("refused this instance"), "{text}");
+        text
     }
 
     pub(crate) fn serve(&self, name: &str, model: &str, flags: &[&str]) -> Server {
@@ -129,28 +146,33 @@ fn another_model_or_shape_is_refused_with_both_values() {
     let (model, _) = golden_prompt();
     let first = cluster.serve("first", &model, &["--backend=cpu", "--kv-tokens=64"]);
     first.client().wait_until("/lagoon/status", "registered", |s| s["registered"] == true);
-    let refused = |name: &str, model: &str, flags: &[&str]| {
-        let flags = [&["--backend=cpu", "--kv-tokens=64"], flags].concat();
-        // It may be ready before the gManager's refusal; then it ends by itself.
-        let text = match cluster.serve_with(&cluster.ca, name, model, &flags) {
-            Ok(mut server) => {
-                let ended = server.ended();
-                assert_eq!(ended.code, Some(1), "{ended:?}");
-                ended.stderr
-            }
-            Err(stderr) => stderr,
-        };
-        assert!(text.contains("refused this instance"), "{text}");
-        text
-    };
     let (own, other) = (first.said("model_hash"), "ab".repeat(32));
-    let text = refused("hash", &model, &["--role=kv", &format!("--model-hash={other}")]);
+    let text = cluster.refused("hash", &model, &["--role=kv", &format!("--model-hash={other}")]);
     assert!(text.contains(&own[..16]) && text.contains(&other[..16]) && text.contains("hint:"), "{text}");
-    let text = refused("dtype", &model, &["--kv-dtype=f16"]);
+    let text = cluster.refused("dtype", &model, &["--kv-dtype=f16"]);
     assert!(text.contains("f16") && text.contains("f32"), "{text}");
     let passkey = lagoon_tests::root().join("models/passkey");
-    refused("model", &passkey.to_string_lossy(), &[]);
+    cluster.refused("model", &passkey.to_string_lossy(), &[]);
     assert_eq!(first.client().get("/lagoon/status").json()["registered"], true);
+}
+
+/// KV of layers with a window stays with the debtor: a kv node takes the others', and who keeps all in rBlocks is refused.
+#[test]
+fn a_split_pool_lends_and_refuses_one_that_is_whole() {
+    let cluster = Cluster::new();
+    let golden = Golden::load("gpt_oss");
+    let dir = golden_with_tokenizer(&golden);
+    let model = dir.path().to_string_lossy();
+    let prompt: Vec<u32> = golden.description.tokens.iter().cycle().take(100).copied().collect();
+    let instance = cluster.serve("split", &model, &["--backend=cpu", "--kv-tokens=64", "--kv-groups=on"]);
+    let hash = format!("--model-hash={}", instance.said("model_hash"));
+    let flags = ["--role=kv", "--backend=cpu", "--kv-tokens=128", "--kv-groups=on", &hash];
+    let kv = cluster.serve("memory", &model, &flags);
+    wait_for_pool(&instance.client(), 24);
+    equals_single(&instance.client(), &model, &prompt);
+    assert!(partials_sent(&kv.client()) > 0);
+    let text = cluster.refused("whole", &model, &[]);
+    assert!(text.contains("layers"), "{text}");
 }
 
 #[test]

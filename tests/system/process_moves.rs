@@ -114,7 +114,7 @@ fn grow_and_recall(pool: &FaultPool, over: &mut Vec<(&'static str, Watched)>) ->
 }
 
 /// A golden model with a tokenizer: most have none, and only token ids matter here.
-fn golden_with_tokenizer(golden: &Golden) -> TempDir {
+pub(crate) fn golden_with_tokenizer(golden: &Golden) -> TempDir {
     let model = tempfile::tempdir().unwrap();
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(golden.dir.join(file), model.path().join(file)).unwrap();

@@ -30,13 +30,18 @@ fn run_to_token(world: &mut World, request: usize, tokens: usize) {
     assert!(!world.requests[request].is_over(), "{:?}", world.requests[request].end);
 }
 
-pub(crate) fn says_what_transformers_says(name: &str, debtor: Backend, creditors: [Backend; 2], remote: RemotePolicy) {
+pub(crate) fn says_what_transformers_says(
+    pool: PoolSpec,
+    name: &str,
+    [debtor, first, second]: [Backend; 3],
+    remote: RemotePolicy,
+) {
     let golden = Golden::load(name);
     let tokens = golden.description.tokens.clone();
     let last = tokens.len() - 1;
-    let spec = |backend| Spec { step_rows: 9, remote, backend, ..Spec::cpu(8) };
-    let specs = [spec(debtor), spec(creditors[0]), spec(creditors[1])];
-    let mut world = World::pool(pool(name), None, &specs);
+    let blocks = 32 / pool.block_tokens;
+    let spec = |backend| Spec { step_rows: 9, remote, backend, ..Spec::cpu(blocks) };
+    let mut world = World::pool(pool, None, &[spec(debtor), spec(first), spec(second)]);
     world.submit(0, greedy(tokens, golden.description.greedy_continuation.len() as u32));
     world.run();
     let log = &world.requests[0];
@@ -52,7 +57,7 @@ pub(crate) fn says_what_transformers_says(name: &str, debtor: Backend, creditors
 fn split_pools_say_what_transformers_says() {
     for name in MODELS {
         for remote in [RemotePolicy::Ship, RemotePolicy::Fetch] {
-            says_what_transformers_says(name, Backend::Cpu, [Backend::Cpu, Backend::Cpu], remote);
+            says_what_transformers_says(pool(name), name, [Backend::Cpu; 3], remote);
         }
     }
 }
@@ -62,8 +67,9 @@ fn split_pools_of_wgpu_say_what_transformers_says() {
     if let Err(reason) = lagoon_tests::wgpu() {
         return lagoon_tests::skip("split_pools_of_wgpu_say_what_transformers_says", &reason);
     }
-    says_what_transformers_says("gpt_oss", Backend::Wgpu, [Backend::Cpu, Backend::Wgpu], RemotePolicy::Ship);
-    says_what_transformers_says("gemma3", Backend::Cpu, [Backend::Wgpu, Backend::Cpu], RemotePolicy::Ship);
+    let (cpu, wgpu) = (Backend::Cpu, Backend::Wgpu);
+    says_what_transformers_says(pool("gpt_oss"), "gpt_oss", [wgpu, cpu, wgpu], RemotePolicy::Ship);
+    says_what_transformers_says(pool("gemma3"), "gemma3", [cpu, wgpu, cpu], RemotePolicy::Ship);
 }
 
 #[test]

@@ -197,12 +197,16 @@ impl<'a> Loading<'a> {
             }
             _ => KvSpace::flat(sizes.blocks_total, args.block_tokens),
         };
+        let rings = match (&weights, &model.config.split) {
+            (Some(_), Some(_)) => u32::try_from(args.max_running).unwrap_or(u32::MAX),
+            _ => 0,
+        };
         let config = ExecutorConfig {
             kv: space,
             kv_dtype: sizes.kv_dtype,
             step_rows: args.step_tokens as usize,
             step_seqs: args.max_running.min(args.step_tokens as usize),
-            rings: model.config.split.as_ref().map_or(0, |_| u32::try_from(args.max_running).unwrap_or(u32::MAX)),
+            rings,
             fetch_tokens: FETCH_TOKENS as usize,
             share_blocks: sizes.shared.then_some(args.block_tokens),
             stage_blocks: sizes.stage_blocks,
@@ -211,7 +215,7 @@ impl<'a> Loading<'a> {
         };
         let runs_requests = weights.is_some();
         let mut executor = Executor::new(device, &model.config, weights, config).context(
-            "allocate the KV cache and buffers\nhint: choose a smaller --kv-tokens, --step-tokens or --stage-kv-tokens",
+            "allocate the KV cache and buffers\nhint: choose a smaller --kv-tokens, --step-tokens, --stage-kv-tokens or, with --kv-groups=on, --max-running",
         )?;
         let subject = Subject {
             geometry: model.config.geometry,

@@ -259,7 +259,7 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
             let weight_bytes = model.checkpoint.as_ref().map_or(0, |_| model.dtype.size() as u64);
             let beside = Beside {
                 token_bytes: kv.token_bytes() as u64,
-                ring_bytes: ring_bytes(&model.config, kv_dtype, args),
+                ring_bytes: model.checkpoint.as_ref().map_or(0, |_| ring_bytes(&model.config, kv_dtype, args)),
                 weight_bytes,
                 step_rows: u64::from(args.engine.step_tokens),
                 step_seqs: args.engine.max_running as u64,

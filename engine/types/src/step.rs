@@ -51,7 +51,8 @@ impl Chunk {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingRows {
     pub ring: u32,
-    /// The lowest position since when the ring was filled without a gap; at most the first row's. Rows see nothing before it.
+    /// The ring was begun at this position, which is at most the first row's, and filled without a gap since. Rows see nothing
+    /// before it.
     pub from: u32,
     /// The rows' pooled KV is there already, and is attended to as it is; theirs goes to the ring only.
     pub warm_up: bool,

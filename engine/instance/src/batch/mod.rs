@@ -297,10 +297,21 @@ impl Batch {
         self.set_life(id, Life::Waiting(Need::Met));
     }
 
-    /// Adds a sequence to the batch whose first `computed` of `tokens` tokens were computed elsewhere.
-    pub(crate) fn resume(&mut self, id: SeqId, micro_batch: MicroBatch, tokens: u32, computed: u32) {
-        self.sched.resume(id, micro_batch, tokens, computed);
-        self.set_life(id, Life::Running(Need::Met));
+    /// Goes on with a sequence that has its memory, and whose first tokens were computed elsewhere: in the batch, or, if others
+    /// have filled that meanwhile, in the queue, whence it is admitted as it is.
+    pub(crate) fn resume(&mut self, cx: &Cx, id: SeqId) {
+        let micro_batch = self.micro_batch_of(id);
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        let (tokens, computed) = (seq.len(), seq.blocks.written());
+        if self.sched.running_len() < cx.config.sched.running {
+            self.sched.resume(id, micro_batch, tokens, computed);
+            self.set_life(id, Life::Running(Need::Met));
+        } else {
+            seq.admit_by_ms = cx.now_ms + ADMISSION_DEADLINE_MS;
+            self.sched.enqueue_accepted(id, tokens, cx.now_ms);
+            self.set_life(id, Life::Waiting(Need::Met));
+        }
+        self.changed();
     }
 
     /// Moves a running sequence to another micro-batch, from its next step on.
@@ -334,6 +345,9 @@ impl Batch {
 
     /// Completes a chunk that filled a ring again; the sequence may be ending.
     pub(crate) fn warmed_up(&mut self, cx: &mut Cx, prefills: &Prefills, chunk: &Chunk) {
+        if !self.has(chunk.seq) {
+            return;
+        }
         self.counts.warm_up_tokens += u64::from(chunk.len);
         self.complete(chunk, false);
         if self.seq(chunk.seq).is_some_and(Sequence::is_ending) {

@@ -14,8 +14,8 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    /// The ring from which position `pos` is computed: as it is, if it was filled far enough from there; else begun anew
-    /// `warm_up` positions before, as also where that is nearer than what is left.
+    /// The ring on the way to position `pos`: as it is, if it can be filled on to there; begun anew `warm_up` positions before
+    /// `pos`, if it was begun too late, is further behind than that, or is past `pos`.
     pub(super) fn towards(self, pos: u32, warm_up: u32) -> Self {
         let late = u32::from(mutants::is(Mutant::RingLate)).min(warm_up);
         let start = pos.saturating_sub(warm_up - late);

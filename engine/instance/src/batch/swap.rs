@@ -42,7 +42,9 @@ impl Batch {
         let tokens = f64::from(blocks) * f64::from(cx.config.block_tokens);
         let token_bytes = f64::from(u32::try_from(cx.config.kv.token_bytes()).unwrap_or(u32::MAX));
         let bytes_per_s = cx.config.link_bytes_per_s;
-        policy::swap_is_cheaper(tokens * token_bytes, bytes_per_s, seq.blocks.written(), row_us)
+        // What comes back computes its windows again.
+        let saved = seq.blocks.written().saturating_sub(cx.config.warm_up.unwrap_or(0));
+        policy::swap_is_cheaper(tokens * token_bytes, bytes_per_s, saved, row_us)
     }
 
     /// Blocks of a sequence that would move; `None` if it may not be swapped out.

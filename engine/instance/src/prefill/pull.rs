@@ -352,12 +352,9 @@ impl Prefills {
         seq.blocks.push_local(&blocks);
         let advance = seq.blocks.advance(handed.tokens);
         (seq.misses, seq.pulled_ms, seq.named) = (0, Some(now_ms), named);
-        let tokens = seq.len();
         advance.mark(&mut cx.memory.rm.pool);
         cx.memory.rm.debtor.held.release(&handed.entries(left), now_ms);
-        let micro_batch = batch.micro_batch_of(id);
-        batch.resume(id, micro_batch, tokens, handed.tokens);
-        batch.changed();
+        batch.resume(cx, id);
     }
 
     fn note_pulled(&mut self, times: PrefillTimes) {

@@ -471,7 +471,7 @@ impl Steps {
         let Some(flight) = self.flights[micro_batch.index()].take_if(|f| f.step == step) else { return };
         cancel_tickets(cx, step, &flight.open);
         let ms = cx.now_ms - flight.started_ms;
-        let growing = flight.chunks.iter().filter(|c| c.len == 1).count();
+        let growing = flight.chunks.iter().filter(|c| c.len == 1 && !c.warms_up()).count();
         let prompt_rows = flight.chunks.iter().filter(|c| c.len > 1).map(|c| c.len).sum();
         let own = micro_batch == MicroBatch::Local && growing == flight.chunks.len();
         cx.tell(Outcome::StepDone {
