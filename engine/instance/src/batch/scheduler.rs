@@ -103,7 +103,8 @@ impl Scheduler {
 
     fn stop(&mut self, seq: SeqId) {
         let Some(at) = self.running.iter().position(|r| r.seq == seq) else { return };
-        if let (Some(rings), Some(ring)) = (&mut self.rings, self.running.remove(at).ring) {
+        let ring = self.running.remove(at).ring;
+        if let (Some(rings), Some(ring)) = (&mut self.rings, ring) {
             rings.put(ring);
         }
     }
@@ -211,7 +212,8 @@ impl Scheduler {
     }
 
     /// The next step of `micro_batch`: one row per decoding sequence, then chunks of prompts and lost ranges, within
-    /// the row budget. A chunk whose windowed KV is missing is preceded by those that compute it. `ready` says whether a sequence has memory for its tokens; others sit out.
+    /// the row budget. A chunk whose windowed KV is missing is preceded by those that compute it. `ready` says whether a
+    /// sequence has memory for its tokens; others sit out.
     pub(crate) fn plan(&mut self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> bool) -> StepPlan {
         let mut budget = match micro_batch {
             MicroBatch::Local => self.config.step_rows,
