@@ -69,6 +69,7 @@ impl<D: Device> Session<D> {
             run0: 0,
             runs: 1,
             ring: None,
+            window: None,
             sample: Some(greedy()),
         };
         let work = StepWork {

@@ -51,6 +51,7 @@ macro_rules! in_all_modes {
 in_all_modes! {
     a_prompt_is_computed_elsewhere_and_read
     every_model_says_what_transformers_says
+    the_last_window_comes_with_its_prompt
     reads_proceed_while_the_prefill_workers_loop_stands_still
     what_does_not_fit_the_decode_worker_stays_where_it_was_computed
     damage_and_broken_paths_cost_a_second_read
@@ -107,6 +108,34 @@ fn every_model_says_what_transformers_says(mode: Mode) {
         assert_eq!(log.tokens, golden.description.greedy_continuation, "{name}");
         assert_eq!(world.nodes[1].live().status().prefill.pulled, 1, "{name}");
         world.check_empty();
+    }
+}
+
+/// Nothing is computed again to fill a ring, unless the worker has no memory beside the prompt's: then it is, and the answer is
+/// the same.
+fn the_last_window_comes_with_its_prompt(mode: Mode) {
+    for name in ["gpt_oss", "gemma2", "gemma3"] {
+        let golden = Golden::load(name);
+        let spec = PoolSpec { split: true, ..PoolSpec::golden(name, 4) };
+        let tokens = golden.description.tokens.clone();
+        let (last, blocks) = (tokens.len() - 1, u32::try_from(tokens.len()).unwrap().div_ceil(4));
+        for room in [60, blocks] {
+            let mut world = pool(&spec, None, &[Spec { step_rows: 9, ..mode.prefill(room) }, mode.decode(60)], 1);
+            world.submit(1, greedy(tokens.clone(), golden.description.greedy_continuation.len() as u32));
+            if room == 60 {
+                world.submit(1, greedy(tokens[..2].to_vec(), 5));
+            }
+            world.run();
+            let log = &world.requests[0];
+            let diff = max_diff(&log.logits[0], golden.at(last).unwrap());
+            assert!(diff <= golden.description.tolerance_f32, "{name}: {diff}");
+            assert_eq!(log.tokens, golden.description.greedy_continuation, "{name}");
+            assert_equals_single(name, &world, &PoolSpec::golden(name, 4));
+            let status = world.nodes[1].live().status();
+            assert_eq!(status.prefill.pulled, if room == 60 { 2 } else { 1 }, "{name}");
+            assert_eq!(status.warm_up_tokens == 0, room == 60, "{name}, {room} rBlocks: {status:?}");
+            world.check_empty();
+        }
     }
 }
 

@@ -146,6 +146,7 @@ impl Hostile {
                 sampling: self.sampling(),
                 push: self.yes(),
                 banned: self.many(4, |of| of.rng.below(200) as u32),
+                window: self.yes(),
             }),
         }
     }
@@ -235,6 +236,7 @@ impl Hostile {
                 queued_ms: self.n(),
                 prefill_ms: self.n(),
                 queued_tokens: self.n(),
+                window_blocks: self.n32(),
             }),
         }
     }
@@ -489,8 +491,7 @@ fn one_number_for_a_lease_and_a_prefill_is_refused() {
     };
     let prefill = |request| {
         let (tokens, sampling) = (vec![1, 2, 3, 4, 5], None);
-        let (total, first, push, banned) = (5, 0, false, Vec::new());
-        C::PrefillRequest(p::PrefillRequest { request, seq: 1, total, first, tokens, sampling, push, banned })
+        C::PrefillRequest(p::PrefillRequest { request, seq: 1, total: 5, tokens, sampling, ..Default::default() })
     };
     let mut world = World::pool(pool(), None, &specs(false));
     world.let_stranger_in(false);

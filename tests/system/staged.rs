@@ -42,8 +42,10 @@ fn prompts_pass_between_wgpu_and_the_host() {
     }
     for (from, to) in [(Backend::Wgpu, Backend::Cpu), (Backend::Cpu, Backend::Wgpu), (Backend::Wgpu, Backend::Wgpu)] {
         for push in [false, true] {
-            let spec = PoolSpec::golden("llama3_old", 4);
-            assert_serves(&spec, worker(from, Role::Prefill, false), worker(to, Role::Decode, push));
+            let split = PoolSpec { split: true, ..PoolSpec::golden("gemma3", 4) };
+            for spec in [PoolSpec::golden("llama3_old", 4), split] {
+                assert_serves(&spec, worker(from, Role::Prefill, false), worker(to, Role::Decode, push));
+            }
         }
     }
 }

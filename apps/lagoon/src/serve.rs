@@ -483,7 +483,7 @@ fn instance_config(
         geometry: model.config.geometry,
         kv: model.config.kv_shape(sizes.kv_dtype),
         window: model.config.window(),
-        warm_up: model.config.split.as_ref().map(|split| split.warm_up),
+        windowed: model.config.window_shape(),
         alibi: model.config.alibi,
         attention_softcap: model.config.attention_softcap,
         max_positions: model.config.max_positions,

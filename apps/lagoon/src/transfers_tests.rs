@@ -33,7 +33,7 @@ fn config(incarnation: u64) -> InstanceConfig {
         geometry,
         kv: KV,
         window: None,
-        warm_up: None,
+        windowed: None,
         alibi: None,
         attention_softcap: None,
         max_positions: 64,

@@ -106,7 +106,7 @@ impl NodeSpec {
             geometry: model::geometry(),
             kv: model::kv_shape(),
             window: pool.windows.pooled,
-            warm_up: pool.windows.warm_up(),
+            windowed: pool.windows.shape(),
             alibi: None,
             attention_softcap: None,
             max_positions: pool.max_positions,

@@ -197,6 +197,12 @@ fn a_ring_that_is_filled_too_late_is_found() {
 }
 
 #[test]
+fn a_window_that_does_not_reach_its_ring_is_found() {
+    let (_, failure) = hunt_handed(Mutant::WindowUnread);
+    assert_eq!(failure.checker, "answer", "{failure}");
+}
+
+#[test]
 fn a_completion_before_its_reads_is_found() {
     let (_, failure) = hunt_read(transfer::Mutant::CompleteBeforeLast);
     assert_eq!(failure.checker, "transfer");

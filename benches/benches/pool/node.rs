@@ -69,7 +69,7 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         geometry: model.geometry,
         kv: model.kv_shape(DType::F16),
         window: None,
-        warm_up: None,
+        windowed: None,
         alibi: None,
         attention_softcap: None,
         max_positions: model.max_positions,

@@ -43,4 +43,6 @@ lagoon_types::mutants! {
     WritesUnawaited,
     /// An instance fills a ring again from one position too late.
     RingLate,
+    /// A prompt's last window is read, and its ring goes on without it.
+    WindowUnread,
 }

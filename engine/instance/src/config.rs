@@ -5,7 +5,7 @@ use crate::step::cost::RemotePolicy;
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role};
 use lagoon_transfer::{Axis, Dim, Layout, LayoutError, LayoutParts, Part, Plane};
 use lagoon_types::limits::{DATA_FRAME_BYTES_MAX, HEAD_DIM_MAX, HEADS_MAX};
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape, ModelHash};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape, ModelHash, WindowShape};
 
 /// How peers read this instance's KV, and how it reads theirs.
 #[derive(Clone, Debug)]
@@ -102,9 +102,9 @@ pub struct InstanceConfig {
     pub kv: KvShape,
     /// Sliding window, in tokens; `None` without one.
     pub window: Option<u32>,
-    /// Positions to compute again before a row whose windowed KV is missing; `None` if that is not kept apart (ADR 24).
-    /// [`InstanceConfig::kv`] is then the pooled KV alone.
-    pub warm_up: Option<u32>,
+    /// The windowed KV of a sequence; `None` if that is not kept apart (ADR 24). [`InstanceConfig::kv`] is then the pooled KV
+    /// alone.
+    pub windowed: Option<WindowShape>,
     /// ALiBi slopes; `None` without.
     pub alibi: Option<Alibi>,
     /// Soft cap of attention scores; `None` without.

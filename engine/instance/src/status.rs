@@ -231,7 +231,7 @@ impl Instance {
                 tokens: s.len(),
                 local_blocks: s.blocks.local_blocks(),
                 reserved_blocks: u32::try_from(
-                    s.aside.len() + self.moves.reserved_here(s.id) + self.prefill.landing(s.id),
+                    s.beside() + self.moves.reserved_here(s.id) + self.prefill.landing(s.id),
                 )
                 .unwrap_or(u32::MAX),
                 lost_blocks: s.blocks.lost_blocks(),

@@ -1,7 +1,7 @@
 //! Where a layer's KV lives: in the pool, or, in layers with a window, in rings of the debtor's own (ADR 24).
 
 use crate::{ModelError, ModelSpec};
-use lagoon_types::{DType, KvShape};
+use lagoon_types::{DType, KvShape, WindowShape};
 
 /// The store of a layer's KV, and the layer's index in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,6 +96,17 @@ impl ModelSpec {
         self.split.as_ref().map(|split| KvShape { layers: split.layers(true), ..self.kv_shape(dtype) })
     }
 
+    /// How windowed KV lies in rBlocks where it is transferred, if the model is split.
+    #[must_use]
+    pub fn window_shape(&self) -> Option<WindowShape> {
+        let shape = |split: &KvSplit| WindowShape {
+            tokens: split.window - 1,
+            folds: split.layers(true).div_ceil(split.layers(false).max(1)),
+            warm_up: split.warm_up,
+        };
+        self.split.as_ref().map(shape)
+    }
+
     /// Slots of a sequence's ring where a step has at most `step_rows` rows: what the first row sees, and the rows.
     #[must_use]
     pub fn ring_slots(&self, step_rows: u32) -> u32 {
@@ -129,6 +140,14 @@ mod tests {
         let split = spec.split.as_ref().unwrap();
         assert_eq!(split.warm_up, windows.iter().map(|window| window - 1).sum::<u32>());
         assert_eq!(spec.ring_slots(16), windows.iter().max().unwrap() - 1 + 16);
+        let shape = spec.window_shape().unwrap();
+        assert_eq!((shape.tokens, shape.warm_up), (split.window - 1, split.warm_up));
+        let windowed = u32::try_from(windows.len()).unwrap();
+        assert!(shape.folds * pooled >= windowed && (shape.folds - 1) * pooled < windowed);
+        assert_eq!(
+            (shape.positions(4), shape.slots(4)),
+            (4 - 4.min(shape.tokens)..4, 4.min(shape.tokens) * shape.folds)
+        );
     }
 
     #[test]

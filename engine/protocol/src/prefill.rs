@@ -79,6 +79,9 @@ pub struct PrefillRequest {
     /// Tokens that the next token is none of. In the first message only.
     #[prost(uint32, repeated, tag = "8")]
     pub banned: Vec<u32>,
+    /// The requester takes the last window of layers whose KV is not in the pool. In the first message only.
+    #[prost(bool, tag = "9")]
+    pub window: bool,
 }
 
 /// Likely token with its log-probability.
@@ -128,6 +131,9 @@ pub struct PrefillReady {
     pub prefill_ms: u64,
     #[prost(uint64, tag = "14")]
     pub queued_tokens: u64,
+    /// The last of `blocks`, behind the tokens: the last window of layers whose KV is not in the pool. 0 if it is not there.
+    #[prost(uint32, tag = "15")]
+    pub window_blocks: u32,
 }
 
 /// Refusal of a [`PrefillRequest`].

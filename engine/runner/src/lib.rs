@@ -30,6 +30,6 @@ pub use memory::{KvArena, KvMemory, KvRegion, PeerMemory};
 pub use thread::{ExecutorThread, spawn};
 pub use work::{
     Command, Fetch, MapId, MappedKv, PassError, RemotePart, RemoteQuery, RemoteRead, RemoteTag, RemoteWork,
-    RemoteWrite, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, ShareId, Ship, ShipSegment, StageId, StageWork,
-    StepWork, WriteSegment,
+    RemoteWrite, Report, SampleOut, SampleSpec, SavedWindow, SealedBlock, SeqRows, ShareId, Ship, ShipSegment, StageId,
+    StageWork, StepWork, WriteSegment,
 };

@@ -10,7 +10,7 @@
 
 use crate::decoder::Decoder;
 use crate::forward::{Forward, Shared};
-use crate::memory::no_peer_access;
+use crate::memory::{hold, no_peer_access};
 use crate::queue;
 use crate::ring::RingWork;
 use crate::sampling::{SampleError, Sampler};
@@ -203,12 +203,16 @@ impl Pass {
         if let Some(rings) = &shared.rings {
             self.ring = rings.rows(&self.work.seqs);
         }
+        for window in self.work.seqs.iter().filter_map(|seq| seq.window.as_ref()) {
+            let slots: Vec<_> = window.pieces.iter().map(|(slot, n)| *slot..slot + n).collect();
+            hold(shared.device, shared.kv, &slots)?;
+        }
         let Forward { model, micro_batches, .. } = &mut *shared.forward;
         let activations = &mut micro_batches[self.work.micro_batch.index()];
         let positions: Vec<u32> = self.work.seqs.iter().flat_map(|s| s.pos0..s.pos0 + s.rows).collect();
         assert_eq!(positions.len(), self.rows(), "sequences cover the rows");
         // Decoding without remote KV: the next step has the same shapes. In the remote micro-batch every layer waits.
-        if !self.is_remote() && self.work.seqs.iter().all(|s| s.rows == 1) {
+        if !self.is_remote() && self.work.seqs.iter().all(|s| s.rows == 1 && s.window.is_none()) {
             queue::begin_repeatable(shared.device)?;
         }
         Ok(Decoder::new(model).embed(shared.device, &self.work.tokens, &positions, activations)?)
@@ -222,6 +226,9 @@ impl Pass {
         }
         let Forward { model, micro_batches, .. } = &mut *shared.forward;
         let activations = &mut micro_batches[self.work.micro_batch.index()];
+        if let (KvPlace::Windowed(index), Some(rings)) = (model.spec.kv_place(layer), &mut shared.rings) {
+            rings.copy_windows(shared.device, shared.kv, (index, true), &self.work.seqs)?;
+        }
         let append = match (model.spec.kv_place(layer), &mut shared.rings) {
             (KvPlace::Windowed(index), Some(rings)) => (self.ring.slots.as_slice(), &mut rings.kv, index as usize),
             _ => (self.work.slots.as_slice(), &mut *shared.kv, self.pooled as usize),
@@ -476,6 +483,9 @@ impl Pass {
             }
         }
         Decoder::new(model).finish(shared.device, layer, rows, activations)?;
+        if let (KvPlace::Windowed(index), Some(rings)) = (model.spec.kv_place(layer), &mut shared.rings) {
+            rings.copy_windows(shared.device, shared.kv, (index, false), &self.work.seqs)?;
+        }
         self.layer += 1;
         self.pooled += u32::from(is_pooled);
         Ok(())

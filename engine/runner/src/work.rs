@@ -41,8 +41,18 @@ pub struct SeqRows {
     pub runs: u32,
     /// Set where windowed KV is kept apart.
     pub ring: Option<RingRows>,
+    /// The last window in rBlocks, before the rows if the ring loads it, or with them, to be saved.
+    pub window: Option<SavedWindow>,
     /// Set if the last row's logits choose the next token.
     pub sample: Option<SampleSpec>,
+}
+
+/// Where a sequence's last window lies, or goes, in the main store: see [`lagoon_types::WindowShape`].
+#[derive(Clone, Debug)]
+pub struct SavedWindow {
+    pub positions: Range<u32>,
+    /// Consecutive slots each: first slot and number, those of a [`lagoon_types::WindowShape`] in their order.
+    pub pieces: Vec<(u32, u32)>,
 }
 
 /// Sampling of one sequence's next token.

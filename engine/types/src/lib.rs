@@ -24,4 +24,4 @@ pub use request::{FinishReason, GenerateRequest, RequestError, SamplingParams, T
 pub use run::{KvRun, LeaseRun};
 pub use shape::{AttentionGeometry, KvShape, ModelHash};
 pub use space::KvSpace;
-pub use step::{Chunk, MicroBatch, RingRows, StepPlan};
+pub use step::{Chunk, MicroBatch, RingRows, StepPlan, WindowShape};

@@ -1,6 +1,7 @@
 //! Plan of one iteration: micro-batches and chunks, made by the scheduler, computed by the runner.
 
 use crate::ids::SeqId;
+use std::ops::Range;
 
 /// The two micro-batches that advance independently, so that a slow creditor delays only rows with remote KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -56,6 +57,49 @@ pub struct RingRows {
     pub from: u32,
     /// The rows' pooled KV is there already, and is attended to as it is; theirs goes to the ring only.
     pub warm_up: bool,
+    /// What the ring has before the rows is in rBlocks, and is copied into it first.
+    pub load: bool,
+}
+
+/// The KV that layers with a window have of a sequence's last positions, in slots of pooled KV (ADR 24): what a transfer carries
+/// of a ring.
+///
+/// Fold `f` of position `p` of the window `positions` is slot `f * positions.len() + p - positions.start`; pooled layer `l` of it
+/// holds the windowed layer `f * pooled_layers + l`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowShape {
+    /// Positions before a row that some layer with a window sees: the longest window less the row itself.
+    pub tokens: u32,
+    /// Slots of pooled KV that one position's windowed KV takes.
+    pub folds: u32,
+    /// Positions before a row that must be computed again for its windowed KV to be right if none was kept.
+    pub warm_up: u32,
+}
+
+impl WindowShape {
+    /// The last window of `len` tokens.
+    #[must_use]
+    pub const fn positions(self, len: u32) -> Range<u32> {
+        len.saturating_sub(self.tokens)..len
+    }
+
+    /// Slots of the last window of `len` tokens.
+    #[must_use]
+    pub fn slots(self, len: u32) -> u32 {
+        len.min(self.tokens).saturating_mul(self.folds)
+    }
+
+    /// rBlocks of the last window of `len` tokens.
+    #[must_use]
+    pub fn blocks(self, len: u32, block_tokens: u32) -> u32 {
+        self.slots(len).div_ceil(block_tokens)
+    }
+
+    /// Tokens of an export of `len` tokens and their last window, which begins at a block of its own.
+    #[must_use]
+    pub fn exported(self, len: u32, block_tokens: u32) -> u32 {
+        len.next_multiple_of(block_tokens).saturating_add(self.slots(len))
+    }
 }
 
 /// The chunks of one micro-batch's next iteration, decoding first. Empty when the micro-batch has nothing to do.

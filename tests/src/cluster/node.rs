@@ -267,7 +267,7 @@ impl Node {
             geometry: config.geometry,
             kv: config.kv_shape(pool.kv_dtype),
             window: config.window(),
-            warm_up: config.split.as_ref().map(|split| split.warm_up),
+            windowed: config.window_shape(),
             alibi: config.alibi,
             attention_softcap: config.attention_softcap,
             max_positions: config.max_positions,

@@ -208,7 +208,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         geometry,
         kv: shape,
         window: None,
-        warm_up: None,
+        windowed: None,
         alibi: None,
         attention_softcap: None,
         max_positions: SEQUENCE_TOKENS_MAX,

@@ -9,7 +9,7 @@
 //! With rings, each of these layers has one with a window before it, whose KV is not in the pool.
 
 use crate::rng::mix;
-use lagoon_types::{AttentionGeometry, DType, KvShape};
+use lagoon_types::{AttentionGeometry, DType, KvShape, WindowShape};
 
 pub const LAYERS: u32 = 2;
 /// Numbers of the layers whose KV is in rings: this, and one more for each layer in the pool.
@@ -109,10 +109,10 @@ impl Windows {
         if layer < RING_LAYER { self.pooled } else { self.rings }
     }
 
-    /// Positions before a row that its rings depend on.
+    /// The windowed KV of a sequence: there are as many layers in rings as in the pool.
     #[must_use]
-    pub fn warm_up(self) -> Option<u32> {
-        self.rings.map(|window| LAYERS * (window - 1))
+    pub fn shape(self) -> Option<WindowShape> {
+        self.rings.map(|window| WindowShape { tokens: window - 1, folds: 1, warm_up: LAYERS * (window - 1) })
     }
 }
 
@@ -185,7 +185,7 @@ mod tests {
         let next = |rings| Oracle::new(&[1, 2, 3, 4, 5, 6, 7, 8], Windows { pooled: None, rings }).next_token();
         assert_eq!([next(None), next(Some(3))], [next(None), next(Some(3))]);
         assert!(next(None) != next(Some(3)) && next(Some(3)) != next(Some(4)) && next(Some(8)) == next(Some(9)));
-        assert_eq!(Windows { pooled: None, rings: Some(3) }.warm_up(), Some(4));
+        assert_eq!(Windows { pooled: None, rings: Some(3) }.shape().map(|shape| shape.warm_up), Some(4));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::device::{Slot, Symbolic};
 use super::model::{KEY_BYTES, Key, LAYERS, RING_LAYER, ROW_BYTES, embed, next_hidden, token_of, word};
 use super::remote_request::{Attended, attend};
 use bytes::Bytes;
-use lagoon_runner::{PassError, RemotePart, Report, SampleOut, SeqRows, ShipSegment, StepWork};
+use lagoon_runner::{PassError, RemotePart, Report, SampleOut, SavedWindow, SeqRows, ShipSegment, StepWork};
 use lagoon_types::run::visible_len;
 use lagoon_types::{KvRun, MicroBatch, RingRows, StepId};
 
@@ -134,6 +134,15 @@ impl Pass {
             if device.rings.len() <= ring {
                 device.rings.resize(ring + 1, vec![Slot::default(); slots as usize]);
             }
+            let saved = |window: &SavedWindow| {
+                let stored = window.pieces.iter().flat_map(|(slot, n)| *slot..slot + n);
+                window.positions.clone().zip(stored).collect::<Vec<_>>()
+            };
+            let saved = seq.window.as_ref().map(saved).unwrap_or_default();
+            let loads = seq.ring.is_some_and(|ring| ring.load);
+            for (pos, slot) in saved.iter().filter(|_| loads) {
+                device.rings[ring][(pos % slots) as usize][at] = device.store[*slot as usize][at];
+            }
             for row in rows_of(seq) {
                 let pos = self.positions[row as usize];
                 device.rings[ring][(pos % slots) as usize][at] = Key::of(self.hidden[row as usize], layer, pos);
@@ -148,6 +157,9 @@ impl Pass {
                 *keys += u64::from(expected);
                 self.wrong_keys += attended.wrong;
                 self.hidden[row as usize] = next_hidden(self.hidden[row as usize], attended.sum);
+            }
+            for (pos, slot) in saved.iter().filter(|_| !loads) {
+                device.store[*slot as usize][at] = device.rings[ring][(pos % slots) as usize][at];
             }
         }
     }

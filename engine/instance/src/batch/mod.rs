@@ -165,7 +165,7 @@ impl Batch {
 
     pub(crate) fn new(config: &InstanceConfig) -> Self {
         Self {
-            sched: Scheduler::new(config.sched, config.remote_rows(), config.warm_up),
+            sched: Scheduler::new(config.sched, config.remote_rows(), config.windowed.map(|of| of.warm_up)),
             seqs: BTreeMap::new(),
             micro: MicroBatches::default(),
             preempt_after_step: None,
@@ -286,6 +286,7 @@ impl Batch {
     /// Moves a waiting sequence into the batch. Its first `computed` tokens have KV.
     fn start(&mut self, id: SeqId, micro_batch: MicroBatch, computed: u32, now_ms: u64) {
         self.sched.admit(id, micro_batch, computed);
+        self.load_ring(id);
         self.seqs.entry(id).and_modify(|seq| _ = seq.began_ms.get_or_insert(now_ms));
         self.set_life(id, Life::Running(Need::Met));
         self.micro.changed();
@@ -305,6 +306,7 @@ impl Batch {
         let (tokens, computed) = (seq.len(), seq.blocks.written());
         if self.sched.running_len() < cx.config.sched.running {
             self.sched.resume(id, micro_batch, tokens, computed);
+            self.load_ring(id);
             self.set_life(id, Life::Running(Need::Met));
         } else {
             seq.admit_by_ms = cx.now_ms + ADMISSION_DEADLINE_MS;
@@ -348,6 +350,7 @@ impl Batch {
         if !self.has(chunk.seq) {
             return;
         }
+        self.free_loaded(cx, chunk.seq);
         self.counts.warm_up_tokens += u64::from(chunk.len);
         self.complete(chunk, false);
         if self.seq(chunk.seq).is_some_and(Sequence::is_ending) {

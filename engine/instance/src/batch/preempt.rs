@@ -118,6 +118,9 @@ impl Batch {
         self.stop_waiting(cx, id);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         let freed = seq.blocks.clear();
+        if let Some(window) = seq.window.take() {
+            cx.memory.rm.pool.free(Owner::Own(id), &window.blocks);
+        }
         seq.leases.clear();
         (seq.named, seq.sharing) = (0, None);
         if prefills.is_exported(id) {

@@ -101,6 +101,14 @@ impl Scheduler {
         self.running.push(Running { seq, micro_batch, tokens, computed, lost: VecDeque::new(), ring, in_step: false });
     }
 
+    /// The ring of a sequence that has run no step goes on behind a window that the next one copies into it.
+    ///
+    /// # Panics
+    /// If the sequence does not run.
+    pub(crate) fn load_ring(&mut self, seq: SeqId, window: &Range<u32>) {
+        self.entry_mut(seq).ring.iter_mut().for_each(|ring| ring.load(window));
+    }
+
     fn stop(&mut self, seq: SeqId) {
         let Some(at) = self.running.iter().position(|r| r.seq == seq) else { return };
         let ring = self.running.remove(at).ring;

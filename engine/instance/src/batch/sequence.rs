@@ -50,6 +50,13 @@ impl HeldLease {
     }
 }
 
+/// A sequence's last window in rBlocks beside its table (ADR 24).
+#[derive(Clone, Debug)]
+pub(crate) struct Window {
+    pub(crate) positions: Range<u32>,
+    pub(crate) blocks: Vec<PhysBlock>,
+}
+
 /// Memory that a sequence lacks to be admitted or to grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Need {
@@ -97,6 +104,8 @@ pub(crate) struct Sequence {
     pub(crate) return_logits: bool,
     /// Set if it computes a prompt for another instance: the number of tokens generated there before.
     pub(crate) for_others: Option<u64>,
+    /// Then, whether its last window is wanted, too.
+    pub(crate) saves_window: bool,
     pub(crate) blocks: SeqBlocks,
     pub(crate) leases: BTreeMap<(InstanceId, LeaseId), HeldLease>,
     /// The mapping of shared blocks at its addresses that is in progress; until it ends the sequence joins no step.
@@ -110,6 +119,9 @@ pub(crate) struct Sequence {
     /// Own blocks for the newest tokens (or lost blocks), until the older ones are borrowed and the table can be built
     /// in order.
     pub(crate) aside: Vec<PhysBlock>,
+    /// Its last window in rBlocks: of a prompt for another instance that takes it, or read with a prompt and not yet in its
+    /// ring.
+    pub(crate) window: Option<Window>,
     pub(super) life: Life,
     /// Failed attempts to get memory since the last success.
     pub(crate) misses: u32,
@@ -142,6 +154,7 @@ impl Sequence {
             stop_ids: request.stop_ids.into(),
             return_logits: request.return_logits,
             for_others: None,
+            saves_window: false,
             blocks: SeqBlocks::new(block_tokens),
             leases: BTreeMap::new(),
             sharing: None,
@@ -149,6 +162,7 @@ impl Sequence {
             names: Vec::new(),
             named: 0,
             aside: Vec::new(),
+            window: None,
             life: Life::Waiting(Need::Met),
             misses: 0,
             frugal: false,
@@ -159,6 +173,11 @@ impl Sequence {
             pulled_ms: None,
             began_ms: None,
         }
+    }
+
+    /// Own blocks beside its table.
+    pub(crate) fn beside(&self) -> usize {
+        self.aside.len() + self.window.as_ref().map_or(0, |window| window.blocks.len())
     }
 
     /// Tokens known so far.

@@ -43,7 +43,7 @@ impl Batch {
         let token_bytes = f64::from(u32::try_from(cx.config.kv.token_bytes()).unwrap_or(u32::MAX));
         let bytes_per_s = cx.config.link_bytes_per_s;
         // What comes back computes its windows again.
-        let saved = seq.blocks.written().saturating_sub(cx.config.warm_up.unwrap_or(0));
+        let saved = seq.blocks.written().saturating_sub(cx.config.windowed.map_or(0, |of| of.warm_up));
         policy::swap_is_cheaper(tokens * token_bytes, bytes_per_s, saved, row_us)
     }
 
@@ -56,6 +56,7 @@ impl Batch {
             && alone >= SWAP_OUT_BLOCKS_MIN
             && seq.swap_after_ms <= cx.now_ms
             && cx.config.window.is_none()
+            && seq.window.is_none()
             && seq.blocks.lost_blocks() == 0
             && seq.blocks.lost().is_empty()
             && !others.moves.is_moving(id);

@@ -319,7 +319,7 @@ fn own_row(me: u32, seq: &Sequence, landing: u32, pool: &BlockPool) -> Placement
     PlacementEntry {
         debtor: me,
         seq: seq.id.0,
-        blocks: seq.blocks.local_blocks() + as_u32(seq.aside.len()) + landing,
+        blocks: seq.blocks.local_blocks() + as_u32(seq.beside()) + landing,
         blocks_sealed: local(seq.blocks.placements().get(..full).unwrap_or(&[])),
     }
 }

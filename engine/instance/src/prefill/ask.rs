@@ -13,7 +13,7 @@ use crate::batch::sequence::Sequence;
 use crate::cx::Cx;
 use crate::event::Effect;
 use lagoon_cluster::BorrowedLease;
-use lagoon_kv::RemoteEntries;
+use lagoon_kv::{Owner, RemoteEntries};
 use lagoon_protocol::{
     ControlBody, PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest,
     PrefillSampling, Role, Workers,
@@ -25,6 +25,9 @@ use lagoon_types::limits::{
 };
 use lagoon_types::{Epoch, InstanceId, LeaseId, RequestError, SeqId, TokenEvent, TokenLogprobs};
 use std::collections::BTreeMap;
+
+/// A prompt's last window is read with it if it takes at most one part in so many of the KV memory.
+const WINDOW_SHARE: u32 = 4;
 
 /// A known prefill worker.
 #[derive(Debug)]
@@ -90,6 +93,8 @@ pub(super) struct Handed {
     pub(super) lease: BorrowedLease,
     /// Number of tokens with KV.
     pub(super) tokens: u32,
+    /// Whether their last window is in the export, behind them.
+    pub(super) window: bool,
     pub(super) request: u64,
     /// Its export, or the last one.
     pub(super) export: u64,
@@ -140,7 +145,7 @@ impl Away {
     }
 
     pub(super) fn landing(&self) -> usize {
-        self.stage.landing().map_or(0, |landing| landing.blocks.len())
+        self.stage.landing().map_or(0, |landing| landing.blocks.len() + landing.window.len())
     }
 
     pub(super) fn handed(&self) -> Option<&Handed> {
@@ -382,7 +387,8 @@ impl Prefills {
             let (sampling, push) = ((first == 0).then_some(sampling), first == 0 && landing.is_some());
             let banned = if first == 0 { seq.banned().to_vec() } else { Vec::new() };
             let tokens = tokens.to_vec();
-            messages.push(PrefillRequest { request, seq: id.0, total, first, tokens, sampling, push, banned });
+            let window = first == 0 && takes_window(cx, total).is_some();
+            messages.push(PrefillRequest { request, seq: id.0, total, first, tokens, sampling, push, banned, window });
             first += len;
         }
         messages.into_iter().for_each(|m| cx.send_if_connected(worker, ControlBody::PrefillRequest(m)));
@@ -439,7 +445,9 @@ impl Prefills {
         let Some(away) = self.away.get(&seq) else { return };
         let Stage::Asked { tokens, confirmed_ms, .. } = away.stage else { return };
         let took_ms = cx.now_ms.saturating_sub(away.asked_ms);
-        let sensible = blocks == tokens.div_ceil(cx.config.block_tokens)
+        let window = m.window_blocks > 0;
+        let sensible = blocks.checked_sub(m.window_blocks) == Some(tokens.div_ceil(cx.config.block_tokens))
+            && (!window || takes_window(cx, tokens) == Some(m.window_blocks))
             && batch.seq(seq).is_some_and(|seq| is_first_token(m, seq, cx.config.vocab));
         if !sensible || !cx.memory.rm.debtor.take_over(seq, &lease, (m.ttl_ms, confirmed_ms), cx.now_ms) {
             cx.memory.rm.debtor.decline(&lease, cx.now_ms);
@@ -450,6 +458,7 @@ impl Prefills {
         let handed = Handed {
             lease,
             tokens,
+            window,
             request: m.request,
             export: m.export,
             offer: None,
@@ -462,7 +471,11 @@ impl Prefills {
         let mut known = None;
         away.refused_ms = None;
         away.stage = match std::mem::replace(&mut away.stage, Stage::Waiting) {
-            Stage::Asked { landing: Some(landing), .. } => Stage::Pulling { handed, landing, since_ms: cx.now_ms },
+            Stage::Asked { landing: Some(mut landing), .. } => {
+                let unused = if window { Vec::new() } else { landing.without_window() };
+                cx.memory.rm.pool.free(Owner::Own(seq), &unused);
+                Stage::Pulling { handed, landing, since_ms: cx.now_ms }
+            }
             Stage::Asked { offer, .. } => {
                 known = offer;
                 Stage::Ready(handed)
@@ -674,6 +687,14 @@ fn is_first_token(m: &PrefillReady, seq: &Sequence, vocab: u32) -> bool {
         && m.top.len() <= top_max
         && m.top.iter().all(|top| top.id < vocab)
         && logits
+}
+
+/// rBlocks of the last window of a prompt of `total` tokens, if it is read with the prompt: if it takes little of this instance.
+pub(super) fn takes_window(cx: &Cx, total: u32) -> Option<u32> {
+    let shape = cx.config.windowed?;
+    let blocks = shape.blocks(total, cx.config.block_tokens);
+    let fits = |most: u32| most == 0 || blocks <= most / WINDOW_SHARE;
+    (blocks > 0 && fits(cx.config.blocks_total) && fits(cx.stage_blocks())).then_some(blocks)
 }
 
 /// The worker that has a request or KV of a sequence.

@@ -20,6 +20,8 @@ use std::ops::Range;
 #[derive(Debug)]
 pub(super) struct Landing {
     pub(super) blocks: Vec<PhysBlock>,
+    /// For the prompt's last window, which is read behind its tokens.
+    pub(super) window: Vec<PhysBlock>,
     /// Blocks of the staging buffer that KV arrives in, if transports cannot write the store: copied from there, as
     /// `stage`, once complete.
     pub(super) staged: Vec<u32>,
@@ -32,8 +34,11 @@ pub(super) struct Landing {
     /// Prefix-cache hits at the start of `blocks` (none if `left`), and how many of them have hashes.
     pub(super) found: u32,
     pub(super) named: u32,
-    /// Tokens of the prompt.
+    /// Tokens to read: those of the prompt, then those of its last window.
     tokens: u32,
+    layers: u32,
+    /// Tokens of the prompt.
+    prompt: u32,
     block_tokens: u32,
     /// Push: allocated before a worker got the prompt.
     pub(super) early: bool,
@@ -63,6 +68,7 @@ impl Landing {
         let (staged, stage, left_checks) = (Vec::new(), None, BTreeMap::new());
         Self {
             blocks,
+            window: Vec::new(),
             staged,
             stage,
             after_writes: 0,
@@ -70,6 +76,8 @@ impl Landing {
             found,
             named: 0,
             tokens,
+            layers,
+            prompt: tokens,
             block_tokens,
             early: false,
             parts,
@@ -78,6 +86,19 @@ impl Landing {
             pulls,
             missing,
         }
+    }
+
+    /// The prompt's last window is read, too: into these blocks, with so many tokens in the export of both.
+    pub(super) fn with_window(&mut self, window: Vec<PhysBlock>, exported: u32) {
+        self.missing += u64::from(exported - self.tokens) * u64::from(self.layers);
+        (self.window, self.tokens) = (window, exported);
+    }
+
+    /// The worker has no window for it. Returns its blocks.
+    pub(super) fn without_window(&mut self) -> Vec<PhysBlock> {
+        self.missing = self.missing.saturating_sub(u64::from(self.tokens - self.prompt) * u64::from(self.layers));
+        self.tokens = self.prompt;
+        std::mem::take(&mut self.window)
     }
 
     /// Number of leading blocks that are not read.
@@ -90,9 +111,11 @@ impl Landing {
         self.tokens.saturating_sub(self.first() * self.block_tokens)
     }
 
-    /// Blocks to read into.
-    pub(super) fn read_into(&self) -> &[PhysBlock] {
-        &self.blocks[self.found as usize..]
+    /// Blocks to read into, in the order of the export: without one for the next token only, if there is a window behind.
+    pub(super) fn read_into(&self) -> Vec<PhysBlock> {
+        let known = self.prompt.div_ceil(self.block_tokens).saturating_sub(self.left) as usize;
+        let end = if self.window.is_empty() { self.blocks.len() } else { known };
+        self.blocks[self.found as usize..end].iter().chain(&self.window).copied().collect()
     }
 
     /// Ends the copy from the staging buffer, done or dropped. Returns the staging blocks.
@@ -106,7 +129,7 @@ impl Landing {
     pub(super) fn accept(&mut self, offer: Offer) -> bool {
         let Some(end) = offer.first_token.checked_add(offer.tokens) else { return false };
         let tokens = offer.first_token..end;
-        let edge = |token: u32| token.is_multiple_of(self.block_tokens) || token == self.tokens;
+        let edge = |token: u32| token.is_multiple_of(self.block_tokens) || token == self.tokens || token == self.prompt;
         let apart = |a: &Range<u32>, b: &Range<u32>| a.end <= b.start || b.end <= a.start;
         let new = self.parts.iter().all(|(t, l)| apart(t, &tokens) || apart(l, &offer.layers));
         let fits = !tokens.is_empty() && end <= self.tokens && edge(tokens.start) && edge(end) && new;
@@ -250,7 +273,8 @@ impl Prefills {
     /// Frees the blocks of a landing: at once, or when nothing writes to them any more.
     pub(super) fn give_up_landing(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, landing: Landing) {
         let now_ms = cx.now_ms;
-        let Landing { mut blocks, staged, stage, offers, pulls, found, .. } = landing;
+        let Landing { mut blocks, window, staged, stage, offers, pulls, found, .. } = landing;
+        blocks.extend(window);
         let pulls: BTreeSet<PullId> = pulls.into_keys().collect();
         if let Some(reader) = &mut self.reader {
             offers.iter().for_each(|offer| reader.decline(offer.conn, offer.export, now_ms));
@@ -338,7 +362,7 @@ mod tests {
     #[test]
     fn what_is_here_already_is_not_read() {
         let mut of = Landing::new((10..14).map(PhysBlock).collect(), (0, 3), (14, 4), 4);
-        assert_eq!((of.tokens_here(), of.read_into()), (2, &[PhysBlock(13)][..]));
+        assert_eq!((of.tokens_here(), of.read_into()), (2, vec![PhysBlock(13)]));
         assert!(of.accept(offer(1, 0, 8, 0..4)) && of.accept(offer(2, 8, 6, 0..4)));
         assert_eq!(of.next().map(|(_, skip, local)| (skip, local)), Some((2, vec![])));
         let (rest, skip, local) = of.next().unwrap();

@@ -31,8 +31,9 @@ pub(super) struct Publication {
     seq: SeqId,
     /// Push: exported in parts during the computation.
     push: bool,
-    /// Tokens of the prompt.
+    /// Tokens to export: the prompt's, and those of its last window if that goes with it.
     pub(super) total: u32,
+    prompt: u32,
     /// Exported or being exported: all layers of the tokens before `from`, and `layers` layers of those from there to
     /// `upto`.
     from: u32,
@@ -55,12 +56,14 @@ pub(super) struct Publication {
 }
 
 impl Publication {
-    pub(super) fn new(key: Key, seq: SeqId, push: bool, total: u32) -> Self {
+    /// `exported`: tokens with those of the last window, if that is to go with the prompt.
+    pub(super) fn new(key: Key, seq: SeqId, push: bool, (prompt, exported): (u32, Option<u32>)) -> Self {
         Self {
             key,
             seq,
             push,
-            total,
+            total: exported.unwrap_or(prompt),
+            prompt,
             from: 0,
             upto: 0,
             layers: 0,
@@ -123,6 +126,7 @@ impl Prefills {
         for chunk in chunks {
             let Some(publication) = self.published.get_mut(&chunk.seq).filter(|p| p.is_pushed()) else { continue };
             let end = chunk.start + chunk.len;
+            // A last window is exported together with the last block, behind which it begins.
             let whole = if end == publication.total { end } else { end - end % cx.config.block_tokens };
             publication.step = Some((whole, 0));
         }
@@ -174,7 +178,8 @@ impl Prefills {
         if publication.lease.is_none() {
             let Some(seq) = batch.seq(id) else { return };
             let written = seq.blocks.written();
-            whole = if written == whole { written } else { written - written % block_tokens };
+            let is_all = written == publication.prompt && publication.prompt == whole;
+            whole = if is_all { written } else { written - written % block_tokens };
             if publication.blocks.is_empty() {
                 publication.blocks = local(seq.blocks.placements());
             }
@@ -186,6 +191,10 @@ impl Prefills {
     /// All of a prompt is computed, and its blocks belong to this lease: exports the rest.
     pub(super) fn publish_rest(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, lease: LeaseId, blocks: Vec<u32>) {
         let Some(publication) = self.published.get_mut(&id) else { return };
+        if blocks.len() == publication.prompt.div_ceil(cx.config.block_tokens) as usize {
+            // There was no memory for its last window.
+            publication.total = publication.prompt;
+        }
         (publication.lease, publication.blocks, publication.step) = (Some(lease), blocks, None);
         cx.memory.rm.creditor.pin(lease);
         if cx.config.transfer.is_none() {
@@ -309,7 +318,7 @@ mod tests {
     use lagoon_types::InstanceId;
 
     fn publication(push: bool, total: u32) -> Publication {
-        Publication::new((InstanceId(1), 2), SeqId(3), push, total)
+        Publication::new((InstanceId(1), 2), SeqId(3), push, (total, None))
     }
 
     /// First token, tokens, and layers if not all.

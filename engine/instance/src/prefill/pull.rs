@@ -5,17 +5,17 @@
 //! is attended to there like any lease.
 
 use super::Prefills;
-use super::ask::{Away, Handed, Stage};
+use super::ask::{Away, Handed, Stage, takes_window};
 use super::landing::Landing;
 use super::status::PrefillTimes;
 use crate::batch::Batch;
-use crate::batch::sequence::HeldLease;
+use crate::batch::sequence::{HeldLease, Window};
 use crate::cx::Cx;
 use crate::event::{Effect, TransferEffect, TransferEvent};
 use lagoon_kv::{Owner, RemoteGrant};
 use lagoon_transfer::{ConnId, Failure, Offer, PullId, ReaderOutput};
 use lagoon_types::limits::GROWTH_BLOCKS;
-use lagoon_types::{InstanceId, SeqId};
+use lagoon_types::{InstanceId, SeqId, WindowShape};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -175,7 +175,9 @@ impl Prefills {
         } else if let Some(seq) = self.ready_as(offer.writer, offer.export)
             && let Some(Stage::Ready(handed)) = self.away.get_mut(&seq).map(|away| &mut away.stage)
         {
-            if (handed.tokens, offer.first_token) == (offer.tokens, 0) {
+            let whole = |shape: WindowShape| shape.exported(handed.tokens, cx.config.block_tokens);
+            let exported = cx.config.windowed.filter(|_| handed.window).map_or(handed.tokens, whole);
+            if (exported, offer.first_token) == (offer.tokens, 0) {
                 handed.offer = Some(offer.clone());
                 return;
             }
@@ -234,9 +236,9 @@ impl Prefills {
 
     /// Blocks to allocate for a sequence that needs `needed`, `shareable` of them shared here, and its blocks that stay
     /// with the worker. `None`: wait.
-    fn pull_room(&self, cx: &Cx, batch: &Batch, needed: u32, shareable: u32) -> Option<(u32, u32)> {
-        let (room, total) = (batch.room(cx), cx.config.blocks_total);
-        let most = Some(cx.stage_blocks()).filter(|blocks| *blocks > 0).unwrap_or(u32::MAX);
+    fn pull_room(&self, cx: &Cx, batch: &Batch, needed: u32, (shareable, window): (u32, u32)) -> Option<(u32, u32)> {
+        let (room, total) = (batch.room(cx).checked_sub(window)?, cx.config.blocks_total - window);
+        let most = Some(cx.stage_blocks()).filter(|blocks| *blocks > 0).map_or(u32::MAX, |most| most - window);
         if needed + GROWTH_BLOCKS <= total && needed <= most {
             return (needed <= room + shareable).then_some((needed, 0));
         }
@@ -246,14 +248,22 @@ impl Prefills {
     }
 
     /// Allocates the landing of a sequence: all blocks, or the newest ones if not all ever fit; the former begins with
-    /// prefix-cache hits. `known`: tokens whose KV is read.
-    fn allocate_landing(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, known: u32, len: u32) -> Option<Landing> {
+    /// prefix-cache hits. `known`: tokens whose KV is read; `window`: rBlocks of their last window, if that is read, too.
+    fn allocate_landing(
+        &mut self,
+        cx: &mut Cx,
+        batch: &mut Batch,
+        id: SeqId,
+        (known, len): (u32, u32),
+        window: Option<u32>,
+    ) -> Option<Landing> {
         let (block_tokens, layers) = (cx.config.block_tokens, cx.config.kv.layers);
         // Blocks of an earlier landing with reads in progress are this sequence's, too.
         let fresh = self.settling.iter().all(|settling| settling.seq() != id);
         let shareable = if fresh { batch.shareable(cx, id) } else { 0 };
-        let (own, left) = self.pull_room(cx, batch, len.div_ceil(block_tokens), shareable)?;
-        let mut staged = self.take_stages(cx, known.div_ceil(block_tokens).saturating_sub(left))?;
+        let (own, left) = self.pull_room(cx, batch, len.div_ceil(block_tokens), (shareable, window.unwrap_or(0)))?;
+        let read = known.div_ceil(block_tokens).saturating_sub(left) + window.unwrap_or(0);
+        let mut staged = self.take_stages(cx, read)?;
         let (mut blocks, named) = if fresh && left == 0 { batch.take_prefix(cx, id) } else { (Vec::new(), 0) };
         let found = u32::try_from(blocks.len()).expect("at most a sequence's blocks");
         let Some(rest) = cx.memory.rm.pool.allocate_for(id, left + found..left + own, blocks.last().copied()) else {
@@ -264,11 +274,23 @@ impl Prefills {
             self.unstage(cx, batch, staged);
             return None;
         };
+        let beside = window.map(|n| cx.memory.rm.pool.allocate(Owner::Own(id), n, None));
         blocks.extend(rest);
+        if let Some(None) = beside {
+            cx.memory.rm.pool.free(Owner::Own(id), &blocks);
+            if let Some(seq) = batch.seq_mut(id) {
+                seq.sharing = None;
+            }
+            self.unstage(cx, batch, staged);
+            return None;
+        }
         let spare = staged.drain(..staged.len().min(found as usize)).collect();
         self.unstage(cx, batch, spare);
         let mut landing = Landing::new(blocks, (left, found), (known, layers), block_tokens);
         landing.named = named;
+        if let (Some(shape), Some(beside)) = (cx.config.windowed, beside.flatten()) {
+            landing.with_window(beside, shape.exported(known, block_tokens));
+        }
         // The device copies staged KV, in order with the writes.
         landing.after_writes = if staged.is_empty() { cx.writes.queued() } else { 0 };
         landing.staged = staged;
@@ -279,7 +301,7 @@ impl Prefills {
     pub(super) fn reserve(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) -> Option<Landing> {
         let known = batch.seq(id).filter(|_| self.has_place(cx, batch))?.len();
         // One slot more than known tokens, as at local admission: the first token needs a place.
-        let mut landing = self.allocate_landing(cx, batch, id, known, known + 1)?;
+        let mut landing = self.allocate_landing(cx, batch, id, (known, known + 1), takes_window(cx, known))?;
         landing.early = true;
         Some(landing)
     }
@@ -290,7 +312,9 @@ impl Prefills {
         let Some(Stage::Ready(handed)) = self.away.get(&id).map(|away| &away.stage) else { return true };
         let (mut handed, Some(seq)) = (handed.clone(), batch.seq(id)) else { return true };
         let len = seq.len();
-        let Some(mut landing) = self.allocate_landing(cx, batch, id, handed.tokens, len) else { return false };
+        let window = takes_window(cx, handed.tokens).filter(|_| handed.window);
+        let landing = self.allocate_landing(cx, batch, id, (handed.tokens, len), window);
+        let Some(mut landing) = landing else { return false };
         let fits = handed.offer.take().is_some_and(|offer| landing.accept(offer));
         if let Some(away) = self.away.get_mut(&id) {
             away.stage = Stage::Pulling { handed, landing, since_ms: now_ms };
@@ -328,7 +352,7 @@ impl Prefills {
         let Some(away) = self.away.remove(&id) else { return };
         let Stage::Pulling { handed, mut landing, since_ms } = away.stage else { return };
         let checks = landing.take_left_checks(cx.config.kv.layers);
-        let Landing { blocks, left, early, found, named, .. } = landing;
+        let Landing { blocks, window, left, early, found, named, .. } = landing;
         let now_ms = cx.now_ms;
         // With push, the wait for memory comes before the request to a worker.
         let (before_ms, after_ms) = (away.asked_ms - away.since_ms, since_ms - handed.ready_ms);
@@ -352,6 +376,8 @@ impl Prefills {
         seq.blocks.push_local(&blocks);
         let advance = seq.blocks.advance(handed.tokens);
         (seq.misses, seq.pulled_ms, seq.named) = (0, Some(now_ms), named);
+        let positions = cx.config.windowed.map(|shape| shape.positions(handed.tokens));
+        seq.window = positions.filter(|_| !window.is_empty()).map(|positions| Window { positions, blocks: window });
         advance.mark(&mut cx.memory.rm.pool);
         cx.memory.rm.debtor.held.release(&handed.entries(left), now_ms);
         batch.resume(cx, id);

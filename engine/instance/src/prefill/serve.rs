@@ -14,7 +14,7 @@ use lagoon_protocol::{
 };
 use lagoon_runner::SampleOut;
 use lagoon_runner::sampling::check_params;
-use lagoon_types::limits::{LEASE_TTL_MS, PREFILL_JOBS_MAX, STOP_IDS_MAX};
+use lagoon_types::limits::{EXPORT_BLOCKS_MAX, LEASE_TTL_MS, PREFILL_JOBS_MAX, STOP_IDS_MAX};
 use lagoon_types::{Epoch, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
 use std::collections::BTreeSet;
 
@@ -42,6 +42,8 @@ pub(crate) struct Job {
     index: u64,
     /// Push: its KV is exported while it is computed.
     push: bool,
+    /// Its last window goes with it.
+    window: bool,
     stage: Stage,
     since_ms: u64,
     /// When the decode worker last renewed the request, in milliseconds.
@@ -134,6 +136,7 @@ impl Prefills {
                 index: sampling.index,
                 // Without transports no export would be answered: its memory would be kept for ever.
                 push: m.push && cx.config.transfer.is_some(),
+                window: m.window && saves_window(cx, m.total),
                 stage: Stage::Gathering { total, tokens, sampling, banned: std::mem::take(&mut m.banned) },
                 since_ms: cx.now_ms,
                 renewed_ms: cx.now_ms,
@@ -200,6 +203,7 @@ impl Prefills {
             return;
         };
         let (asker, push, total, index) = (job.seq, job.push, as_u32(tokens.len()), job.index);
+        let window = job.window;
         let vocab = cx.config.vocab;
         let refused = match tokens.iter().find(|token| **token >= vocab) {
             Some(token) => Some(format!("token {token} is not in a vocabulary of {vocab}")),
@@ -223,10 +227,11 @@ impl Prefills {
             return_logits: sampling.return_logits,
         };
         let mut seq = Sequence::new(id, request, cx.config.block_tokens, cx.now_ms);
-        seq.for_others = Some(index);
+        (seq.for_others, seq.saves_window) = (Some(index), window);
         batch.add(id, seq);
         self.by_seq.insert(id, key);
-        self.published.insert(id, Publication::new(key, asker, push, total));
+        let exported = cx.config.windowed.filter(|_| window).map(|of| of.exported(total, cx.config.block_tokens));
+        self.published.insert(id, Publication::new(key, asker, push, (total, exported)));
     }
 
     /// A prompt for another instance is computed: its blocks become the decode worker's lease.
@@ -234,8 +239,10 @@ impl Prefills {
         let Some(key) = self.by_seq.remove(&id) else { return };
         let (Some(mut seq), Some(job)) = (batch.take(id), self.jobs.get(&key)) else { return };
         let tokens = seq.blocks.written();
-        let numbers = local(seq.blocks.placements());
-        let blocks = numbers.iter().map(|number| PhysBlock(*number)).collect();
+        let mut numbers = local(seq.blocks.placements());
+        let window = seq.window.take().map_or_else(Vec::new, |window| window.blocks);
+        numbers.extend(window.iter().map(|block| block.0));
+        let blocks: Vec<PhysBlock> = numbers.iter().map(|number| PhysBlock(*number)).collect();
         seq.blocks.clear();
         let grant = cx.memory.rm.creditor.hand_over(
             id,
@@ -263,6 +270,7 @@ impl Prefills {
             queued_ms: began_ms - job.since_ms,
             prefill_ms: cx.now_ms - began_ms,
             queued_tokens: 0,
+            window_blocks: as_u32(window.len()),
         };
         if let Some(job) = self.jobs.get_mut(&key) {
             job.stage = Stage::Exporting { of: id, lease, epoch, ready: Box::new(ready) };
@@ -396,6 +404,14 @@ impl Prefills {
             }
         }
     }
+}
+
+/// Whether the last window of a prompt can be exported behind it.
+fn saves_window(cx: &Cx, total: u32) -> bool {
+    let Some(shape) = cx.config.windowed else { return false };
+    let (window, most) = (shape.blocks(total, cx.config.block_tokens), cx.stage_blocks());
+    let all = total.div_ceil(cx.config.block_tokens).saturating_add(window);
+    window > 0 && (most == 0 || all <= most) && all as usize <= EXPORT_BLOCKS_MAX
 }
 
 fn sampling_of(m: &PrefillSampling) -> SamplingParams {

@@ -65,7 +65,8 @@ impl Side {
     fn ask_as(&mut self, total: u32, arrive: usize, push: bool) -> Vec<Effect> {
         let sampling = Some(PrefillSampling { top_p: 1.0, ..PrefillSampling::default() });
         let tokens = vec![1; arrive];
-        let body = PrefillRequest { request: 6, seq: 9, total, first: 0, tokens, sampling, push, banned: Vec::new() };
+        let known = PrefillRequest { request: 6, seq: 9, ..PrefillRequest::default() };
+        let body = PrefillRequest { total, tokens, sampling, push, ..known };
         self.on(Event::Control { peer: PEER, body: ControlBody::PrefillRequest(body) })
     }
 
@@ -317,8 +318,7 @@ fn prompt(request: u64, arrive: usize, sampling: PrefillSampling) -> ControlBody
         first: 0,
         tokens,
         sampling: Some(sampling),
-        push: false,
-        banned: Vec::new(),
+        ..PrefillRequest::default()
     })
 }
 

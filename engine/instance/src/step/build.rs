@@ -6,7 +6,7 @@ use lagoon_backend::AttnRows;
 use lagoon_kv::Segment;
 use lagoon_protocol::TicketSeq;
 use lagoon_runner::{
-    Fetch, MapId, MappedKv, RemoteWork, SampleSpec, SeqRows, Ship, ShipSegment, StepWork, WriteSegment,
+    Fetch, MapId, MappedKv, RemoteWork, SampleSpec, SavedWindow, SeqRows, Ship, ShipSegment, StepWork, WriteSegment,
 };
 use lagoon_types::{Chunk, InstanceId, LeaseRun, MicroBatch, SeqId, StepId};
 use std::collections::BTreeMap;
@@ -62,7 +62,7 @@ impl Builder {
         assert_eq!(self.work.slots.len(), self.work.tokens.len(), "a chunk's rows all have a place");
     }
 
-    pub(super) fn seq(&mut self, chunk: &Chunk, run0: usize, sample: Option<SampleSpec>) {
+    pub(super) fn seq(&mut self, chunk: &Chunk, run0: usize, window: Option<SavedWindow>, sample: Option<SampleSpec>) {
         self.work.seqs.push(SeqRows {
             seq: chunk.seq,
             row0: self.row0,
@@ -71,6 +71,7 @@ impl Builder {
             run0: as_u32(run0),
             runs: as_u32(self.work.runs.len() - run0),
             ring: chunk.ring,
+            window,
             sample,
         });
     }

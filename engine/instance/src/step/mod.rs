@@ -16,6 +16,7 @@ use build::{Builder, Built};
 use bytes::Bytes;
 use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
 use lagoon_backend::{DeviceError, LaunchCounters};
+use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{BulkFrame, LentMemory, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::{Command, Fetch, MapId, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
 use lagoon_types::run::visible;
@@ -249,6 +250,7 @@ impl Steps {
         if plan.chunks.is_empty() {
             return;
         }
+        batch.save_windows(cx, &plan);
         self.next_step += 1;
         let step = StepId(self.next_step);
         let (mut work, tickets, writes) = self.build(cx, batch, step, micro_batch, &plan);
@@ -314,7 +316,11 @@ impl Steps {
             builder.rows(chunk, &seq.tokens[span], &segments);
             let run0 = builder.work.runs.len();
             seq.blocks.local_runs(end, window_start, &mut builder.work.runs);
-            builder.seq(chunk, run0, sample);
+            let loads = chunk.ring.is_some_and(|ring| ring.load) && !mutants::is(Mutant::WindowUnread);
+            let moves = loads || (chunk.last && seq.saves_window);
+            let window = seq.window.as_ref().filter(|_| moves).zip(cx.config.windowed);
+            let window = window.map(|(window, shape)| window.saved(shape, cx.config.block_tokens));
+            builder.seq(chunk, run0, window, sample);
             for (creditor, runs) in seq.blocks.remote_runs(remote_end, window_start) {
                 let runs = match self.mapped.mapped_runs(cx, creditor, &runs) {
                     Some((map, found)) => builder.reach(creditor, map, chunk, found),
@@ -504,6 +510,7 @@ impl Steps {
             batch.counts.recomputed_tokens += if again { u64::from(chunk.len) } else { 0 };
             advance.mark(&mut cx.memory.rm.pool);
             batch.complete(chunk, chunk.last);
+            batch.free_loaded(cx, chunk.seq);
             batch.name_blocks(cx, others, chunk.seq);
             let Some(seq) = batch.seq_mut(chunk.seq) else { continue };
             let sample = if chunk.last { samples.next() } else { None };

@@ -248,7 +248,9 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         sampling: Some(sampling),
         push: false,
         banned: Vec::new(),
+        window: false,
     };
+    let windowed = PrefillRequest { window: true, ..request.clone() };
     let banning = PrefillRequest { banned: vec![2, 300], ..request.clone() };
     let ready = PrefillReady {
         request: 12,
@@ -265,7 +267,9 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         queued_ms: 11,
         prefill_ms: 222,
         queued_tokens: 3333,
+        window_blocks: 0,
     };
+    let ready_windowed = PrefillReady { blocks: 3, window_blocks: 2, ..ready.clone() };
     let state = RoleState { now: Role::Instance.into(), becoming: Some(Role::Decode.into()), heard: 0 };
     let heard = Heartbeat { role: Some(Box::new(RoleState { heard: 0x1_0000_0007, ..state })), ..heartbeat() };
     let changing = Heartbeat { role: Some(Box::new(state)), ..heartbeat() };
@@ -275,7 +279,9 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         ("workers", ControlBody::Workers(Workers { version: 0xabc, workers: vec![worker] })),
         ("prefill_request", ControlBody::PrefillRequest(request)),
         ("prefill_request_banned", ControlBody::PrefillRequest(banning)),
+        ("prefill_request_windowed", ControlBody::PrefillRequest(windowed)),
         ("prefill_ready", ControlBody::PrefillReady(ready)),
+        ("prefill_ready_windowed", ControlBody::PrefillReady(ready_windowed)),
         (
             "prefill_refused",
             ControlBody::PrefillRefused(PrefillRefused { request: 12, reason: "full".into(), queued_tokens: 5 }),

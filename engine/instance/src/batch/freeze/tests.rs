@@ -32,7 +32,7 @@ pub(crate) fn config() -> InstanceConfig {
         geometry: AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 2, latent: false },
         kv: KvShape { layers: 1, kv_heads: 1, head_dim: 2, dtype: DType::F32 },
         window: None,
-        warm_up: None,
+        windowed: None,
         alibi: None,
         attention_softcap: None,
         max_positions: 1_000,
