@@ -108,6 +108,7 @@ fn split_pools_of_cuda_say_what_transformers_says() {
 #[test]
 fn prompts_pass_between_cuda_and_the_host() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
+    let split = PoolSpec { split: true, ..PoolSpec::golden("gpt_oss", BLOCK) };
     let cases = [(Backend::Cuda, Backend::Cpu), (Backend::Cpu, Backend::Cuda), (Backend::Cuda, Backend::Cuda)];
     for (seed, (from, to)) in (30..).zip(cases) {
         for push in [false, true] {
@@ -118,7 +119,8 @@ fn prompts_pass_between_cuda_and_the_host() {
                 ..spec(backend, 12, RemotePolicy::Ship)
             };
             let decode = Spec { push, ..worker(to, Role::Decode) };
-            crate::staged::assert_serves(&pool, worker(from, Role::Prefill), decode);
+            let pool = if push == (from == to) { &split } else { &pool };
+            crate::staged::assert_serves(pool, worker(from, Role::Prefill), decode);
             fake.finish();
         }
     }

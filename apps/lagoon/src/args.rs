@@ -149,9 +149,9 @@ pub(crate) struct EngineArgs {
     /// KV capacity of each instance, in tokens [default: by the memory there is].
     #[arg(long, value_name = "N")]
     pub(crate) kv_tokens: Option<u32>,
-    /// Keep the KV of layers with a window (gpt-oss, Gemma) in rings of the window's length outside of the pool, one for each of
-    /// --max-running: less KV memory for a token, but what is found in the prefix cache, computed elsewhere or lost takes the
-    /// computation of the windows before it; the same in the whole pool.
+    /// Keep only the last window of KV in layers with a window (gpt-oss, Gemma), on the instance itself, for --max-running
+    /// requests. A token takes less KV memory. After a prefix-cache hit or a loss of KV, some tokens are computed again. All
+    /// instances of a pool need the same setting.
     #[arg(long, value_name = "on|off", default_value = "off", value_parser = parse_switch, action = clap::ArgAction::Set)]
     pub(crate) kv_groups: bool,
     /// Tokens of KV in host memory, added to each instance as a kv node of the pool [default: none].

@@ -246,12 +246,9 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         first: 0,
         tokens: vec![1, 200, 30_000],
         sampling: Some(sampling),
-        push: false,
-        banned: Vec::new(),
-        window: false,
+        ..PrefillRequest::default()
     };
-    let windowed = PrefillRequest { window: true, ..request.clone() };
-    let banning = PrefillRequest { banned: vec![2, 300], ..request.clone() };
+    let (banned, window) = (vec![2, 300], true);
     let ready = PrefillReady {
         request: 12,
         lease: 77,
@@ -269,7 +266,6 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         queued_tokens: 3333,
         window_blocks: 0,
     };
-    let ready_windowed = PrefillReady { blocks: 3, window_blocks: 2, ..ready.clone() };
     let state = RoleState { now: Role::Instance.into(), becoming: Some(Role::Decode.into()), heard: 0 };
     let heard = Heartbeat { role: Some(Box::new(RoleState { heard: 0x1_0000_0007, ..state })), ..heartbeat() };
     let changing = Heartbeat { role: Some(Box::new(state)), ..heartbeat() };
@@ -277,11 +273,11 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     let asked = AdminQuery { query: 7, body: Some(AdminBody::Role(role)) };
     vec![
         ("workers", ControlBody::Workers(Workers { version: 0xabc, workers: vec![worker] })),
-        ("prefill_request", ControlBody::PrefillRequest(request)),
-        ("prefill_request_banned", ControlBody::PrefillRequest(banning)),
-        ("prefill_request_windowed", ControlBody::PrefillRequest(windowed)),
-        ("prefill_ready", ControlBody::PrefillReady(ready)),
-        ("prefill_ready_windowed", ControlBody::PrefillReady(ready_windowed)),
+        ("prefill_request", ControlBody::PrefillRequest(request.clone())),
+        ("prefill_request_banned", ControlBody::PrefillRequest(PrefillRequest { banned, ..request.clone() })),
+        ("prefill_request_windowed", ControlBody::PrefillRequest(PrefillRequest { window, ..request })),
+        ("prefill_ready", ControlBody::PrefillReady(ready.clone())),
+        ("prefill_ready_windowed", ControlBody::PrefillReady(PrefillReady { blocks: 3, window_blocks: 2, ..ready })),
         (
             "prefill_refused",
             ControlBody::PrefillRefused(PrefillRefused { request: 12, reason: "full".into(), queued_tokens: 5 }),
