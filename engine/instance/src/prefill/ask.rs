@@ -448,6 +448,7 @@ impl Prefills {
         let window = m.window_blocks > 0;
         let sensible = blocks.checked_sub(m.window_blocks) == Some(tokens.div_ceil(cx.config.block_tokens))
             && (!window || takes_window(cx, tokens) == Some(m.window_blocks))
+            && (window || !away.stage.landing().is_some_and(Landing::exceeds_prompt))
             && batch.seq(seq).is_some_and(|seq| is_first_token(m, seq, cx.config.vocab));
         if !sensible || !cx.memory.rm.debtor.take_over(seq, &lease, (m.ttl_ms, confirmed_ms), cx.now_ms) {
             cx.memory.rm.debtor.decline(&lease, cx.now_ms);

@@ -124,6 +124,11 @@ impl Landing {
         std::mem::take(&mut self.staged)
     }
 
+    /// Whether a part of more than the prompt was announced.
+    pub(super) fn exceeds_prompt(&self) -> bool {
+        self.parts.iter().any(|(tokens, _)| tokens.end > self.prompt)
+    }
+
     /// Accepts an announced part, to be read. False if it does not fit the prompt or was announced before.
     #[must_use]
     pub(super) fn accept(&mut self, offer: Offer) -> bool {
@@ -132,7 +137,8 @@ impl Landing {
         let edge = |token: u32| token.is_multiple_of(self.block_tokens) || token == self.tokens || token == self.prompt;
         let apart = |a: &Range<u32>, b: &Range<u32>| a.end <= b.start || b.end <= a.start;
         let new = self.parts.iter().all(|(t, l)| apart(t, &tokens) || apart(l, &offer.layers));
-        let fits = !tokens.is_empty() && end <= self.tokens && edge(tokens.start) && edge(end) && new;
+        let begins = tokens.start.is_multiple_of(self.block_tokens);
+        let fits = !tokens.is_empty() && end <= self.tokens && begins && edge(end) && new;
         if fits {
             self.parts.push((tokens, offer.layers.clone()));
             self.offers.push(offer);
@@ -376,6 +382,37 @@ mod tests {
         assert!(of.accept(offer(1, 0, 14, 0..4)));
         assert_eq!(of.next().map(|(_, skip, local)| (skip, local)), Some((1, vec![7, 8, 9])));
         assert!(Landing::new((10..14).map(PhysBlock).collect(), (0, 4), (14, 4), 4).is_whole(), "nothing is missing");
+    }
+
+    #[test]
+    fn a_window_is_read_behind_the_prompt() {
+        // 14 tokens, one block more for the next ones, and a window of 6 in two blocks of its own.
+        let with_window = || {
+            let mut of = Landing::new((10..15).map(PhysBlock).collect(), (0, 1), (14, 4), 4);
+            of.with_window(vec![PhysBlock(30), PhysBlock(31)], 22);
+            of
+        };
+        let mut of = with_window();
+        assert!(!of.accept(offer(1, 14, 8, 0..4)), "a window begins at a block");
+        assert!(of.accept(offer(2, 0, 22, 0..4)));
+        let (whole, skip, local) = of.next().unwrap();
+        assert_eq!((skip, local), (1, vec![11, 12, 13, 30, 31]));
+        of.started(PullId(1), &whole);
+        of.ended(PullId(1), true);
+        assert!(of.is_whole());
+        // The worker had no memory for it.
+        let mut of = with_window();
+        assert!(of.accept(offer(1, 0, 12, 0..4)) && of.accept(offer(2, 12, 2, 0..4)) && !of.exceeds_prompt());
+        assert_eq!(of.without_window(), [PhysBlock(30), PhysBlock(31)]);
+        for (pull, expected) in [(1, vec![11, 12]), (2, vec![13])] {
+            let (part, _, local) = of.next().unwrap();
+            assert_eq!(local, expected);
+            of.started(PullId(pull), &part);
+            of.ended(PullId(pull), true);
+        }
+        assert!(of.is_whole() && !of.accept(offer(3, 16, 6, 0..4)));
+        let mut of = with_window();
+        assert!(of.accept(offer(1, 12, 10, 0..4)) && of.exceeds_prompt());
     }
 
     #[test]
