@@ -108,7 +108,8 @@ fn split_pools_of_cuda_say_what_transformers_says() {
 #[test]
 fn prompts_pass_between_cuda_and_the_host() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
-    let split = PoolSpec { split: true, ..PoolSpec::golden("gpt_oss", BLOCK) };
+    // An rBlock is a page of a layer's K.
+    let split = PoolSpec { split: true, ..PoolSpec::golden("gpt_oss", 32) };
     let cases = [(Backend::Cuda, Backend::Cpu), (Backend::Cpu, Backend::Cuda), (Backend::Cuda, Backend::Cuda)];
     for (seed, (from, to)) in (30..).zip(cases) {
         for push in [false, true] {
