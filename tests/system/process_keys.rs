@@ -80,6 +80,24 @@ fn administration_is_for_this_machine_unless_it_has_a_key() {
     assert!(refused.code == Some(1) && refused.stderr.contains("--admin-key"), "{refused:?}");
 }
 
+/// A kv node has no requests, and its status is guarded as an instance's is.
+#[test]
+fn administration_of_a_kv_node_takes_what_an_instances_does() {
+    let cluster = Cluster::new();
+    let (model, _) = golden_prompt();
+    let instance = cluster.serve("one", &model, &["--backend=cpu", "--kv-tokens=64"]);
+    let hash = format!("--model-hash={}", instance.said("model_hash"));
+    let flags = ["--role=kv", "--backend=cpu", "--kv-tokens=64", &hash];
+    let (open, keyed) = (cluster.serve("open", &model, &flags), [&flags[..], &["--admin-key=root"]].concat());
+    let keyed = cluster.serve("keyed", &model, &keyed);
+    let [open, keyed] = [open, keyed].map(|kv| (kv.said("http").parse::<SocketAddr>().unwrap(), kv));
+    let ask = |addr: SocketAddr, headers: &str| raw(addr, "GET", "/lagoon/status", headers);
+    let elsewhere = "x-forwarded-for: 192.0.2.7\r\n";
+    assert_eq!([ask(open.0, ""), ask(open.0, elsewhere), ask(keyed.0, "")], [200, 403, 401]);
+    assert_eq!(ask(keyed.0, &format!("authorization: Bearer root\r\n{elsewhere}")), 200);
+    assert_eq!(ask(keyed.0, "authorization: Bearer sesame\r\n"), 401);
+}
+
 #[test]
 fn a_key_file_has_scopes_and_rates_and_is_read_again() {
     let dir = tempfile::tempdir().unwrap();

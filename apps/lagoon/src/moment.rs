@@ -71,4 +71,38 @@ mod tests {
         assert_eq!(first.since(first + Duration::from_secs(5)), Duration::ZERO);
         assert_eq!(first + Duration::from_secs(3) - Duration::from_secs(3), first);
     }
+
+    /// Runs itself again where the clock that counts suspend is far ahead of the one that does not: a time namespace stands for a
+    /// machine that slept.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn it_counts_suspend() {
+        use rustix::time::{ClockId, clock_gettime};
+        use std::process::Command;
+        const AHEAD_S: u64 = 100_000;
+        const NAME: &str = "moment::tests::it_counts_suspend";
+        if std::env::var_os("LAGOON_TEST_SLEPT").is_some() {
+            let awake = Duration::from_secs(clock_gettime(ClockId::Monotonic).tv_sec.try_into().unwrap());
+            assert!(Moment::now() > Moment::START + awake + Duration::from_secs(AHEAD_S - 1));
+            return;
+        }
+        let slept = |program: &std::ffi::OsStr, more: &[&str]| {
+            let mut command = Command::new("unshare");
+            command.args(["--time", "--boottime", &AHEAD_S.to_string()]).arg(program).args(more);
+            command.env("LAGOON_TEST_SLEPT", "1").output()
+        };
+        if !slept("true".as_ref(), &[]).is_ok_and(|run| run.status.success()) {
+            let reason = "time namespaces need privileges";
+            eprintln!("SKIPPED {NAME}: {reason}");
+            let log = std::env::var_os("LAGOON_SKIP_LOG")
+                .map(|path| std::fs::OpenOptions::new().append(true).create(true).open(path));
+            log.into_iter().for_each(|file| {
+                std::io::Write::write_all(&mut file.unwrap(), format!("{NAME}\t{reason}\n").as_bytes()).unwrap()
+            });
+            return;
+        }
+        let run = slept(std::env::current_exe().unwrap().as_os_str(), &["--exact", NAME, "--nocapture"]).unwrap();
+        let said = String::from_utf8_lossy(&run.stdout);
+        assert!(run.status.success() && said.contains("1 passed"), "{run:?}");
+    }
 }
