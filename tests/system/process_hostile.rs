@@ -5,10 +5,10 @@ use crate::process_keys::wait;
 use crate::process_up::golden_prompt;
 use bytes::Bytes;
 use lagoon_protocol as p;
-use lagoon_protocol::{ControlBody as C, PartialsFrame, VERSION_MAX};
+use lagoon_protocol::{ControlBody as C, PartialsFrame, StepTicket, TicketSeq, VERSION_MAX};
 use lagoon_tests::process::{Server, TIMEOUT, run, token_ids};
-use lagoon_transport::{Class, Event, Frame, Identity, Node, PeerId, SendError, TransportConfig};
-use lagoon_types::StepId;
+use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, PeerId, SendError, TransportConfig};
+use lagoon_types::{DType, Epoch, LeaseId, LeaseRun, SeqId, StepId, limits::STEP_ROWS_MAX};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -135,10 +135,11 @@ fn start_gmanager(ca: &TempDir, listen: &str) -> Server {
     Server::start(&["gmanager", &format!("--listen={listen}"), &a, &b, &c])
 }
 
-fn serve(ca: &TempDir, gmanagers: &str, name: &str, model: &str) -> Server {
+fn serve(ca: &TempDir, gmanagers: &str, name: &str, model: &str, kv_tokens: &str) -> Server {
     let [a, b, c] = certificates(ca, name);
     let own = ["serve", model, "--gmanager", gmanagers, &a, &b, &c, "--name", name, "--backend=cpu", "--threads=1"];
-    let sizes = ["--http=127.0.0.1:0", "--block-tokens=8", "--kv-tokens=64", "--expose-logits", "--calibrate=off"];
+    let own = [&own[..], &["--kv-tokens", kv_tokens]].concat();
+    let sizes = ["--http=127.0.0.1:0", "--block-tokens=8", "--expose-logits", "--calibrate=off"];
     Server::start(&[&own[..], &sizes[..]].concat())
 }
 
@@ -167,7 +168,7 @@ fn nobody_else_is_followed_as_the_gmanager() {
     let place = gmanager.said("quic");
     let rival = Impostor::new("127.0.0.1:0", &identity(&certificates(&ca, "gm-rival")), Says::Leader(place.clone()));
     let both = format!("{place},{}", rival.node.local_addr());
-    let instances = ["one", "two"].map(|name| serve(&ca, &both, name, &model));
+    let instances = ["one", "two"].map(|name| serve(&ca, &both, name, &model, "64"));
     let clients = instances.each_ref().map(Server::client);
     clients.iter().for_each(|client| wait_for_pool(client, TWO));
     let term = term(&ca, &place);
@@ -206,6 +207,98 @@ fn nobody_else_is_followed_as_the_gmanager() {
     is_untouched(&instances, true);
 }
 
+/// A node that talks to one instance as an instance would.
+struct Stranger {
+    bound: Bound,
+    peer: PeerId,
+    runtime: Runtime,
+}
+
+impl Stranger {
+    /// Connects, and waits for what the instance says of itself.
+    fn new(identity: &Identity, to: SocketAddr) -> (Self, p::Hello) {
+        let runtime = runtime();
+        let entered = runtime.enter();
+        let bound = Node::bind(SocketAddr::from(([127, 0, 0, 1], 0)), identity, TransportConfig::default()).unwrap();
+        drop(entered);
+        let peer = bound.node.connect(to, &[Class::Control, Class::Partials]).unwrap();
+        let mut stranger = Self { bound, peer, runtime };
+        let hello = stranger.until(|event| match event {
+            Event::Control { message, .. } => match message.body {
+                Some(C::Hello(hello)) => Some(hello),
+                _ => None,
+            },
+            _ => None,
+        });
+        (stranger, hello)
+    }
+
+    fn until<T>(&mut self, wanted: impl Fn(Event) -> Option<T>) -> T {
+        let events = &mut self.bound.events;
+        let found = async {
+            loop {
+                if let Some(found) = wanted(events.recv().await.unwrap()) {
+                    return found;
+                }
+            }
+        };
+        self.runtime.block_on(async { tokio::time::timeout(TIMEOUT, found).await.unwrap() })
+    }
+
+    fn say(&self, body: C) {
+        self.bound.node.try_send(self.peer, &Frame::Control(body.into())).unwrap();
+    }
+
+    fn asks_for_a_block(&self, request: u64) {
+        let request = p::LeaseRequest { request, seq: 3, blocks: 1, blocks_min: 1, ..p::LeaseRequest::default() };
+        self.say(C::LeaseRequest(request));
+    }
+
+    /// The first answer to any such request.
+    fn granted(&mut self) -> p::LeaseGrant {
+        self.until(|event| match event {
+            Event::Down { reason, .. } => panic!("{reason}"),
+            Event::Control { message, .. } => match message.body {
+                Some(C::LeaseGrant(grant)) => Some(grant),
+                Some(C::LeaseRefuse(refusal)) => panic!("{refusal:?}"),
+                _ => None,
+            },
+            _ => None,
+        })
+    }
+}
+
+/// An instance's number is its node's while that is connected: a Hello of another node with it is dropped, so that nothing is lent in
+/// its name. A number that nobody has is let in.
+#[test]
+fn nobody_else_takes_an_instances_number() {
+    let ca = new_ca();
+    let (model, prompt) = golden_prompt();
+    let gmanager = start_gmanager(&ca, "127.0.0.1:0");
+    let instances = ["one", "two"].map(|name| serve(&ca, &gmanager.said("quic"), name, &model, "96"));
+    let clients = instances.each_ref().map(Server::client);
+    clients.iter().for_each(|client| wait_for_pool(client, TWO_LARGER));
+    equals_single(&clients[0], &model, &prompt);
+    let two: SocketAddr = instances[1].said("quic").parse().unwrap();
+    let status = clients[0].get("/lagoon/status").json();
+    let number = u32::try_from(status["instance"].as_u64().unwrap()).unwrap();
+
+    let (mut thief, hello) = Stranger::new(&identity(&certificates(&ca, "three")), two);
+    for (request, instance) in [(1, number), (2, number + 70)] {
+        thief.say(C::Hello(p::Hello { instance, ..hello.clone() }));
+        thief.asks_for_a_block(request);
+    }
+    assert_eq!(thief.granted().request, 2, "the first one is not even answered");
+    drop(thief);
+
+    clients.iter().for_each(|client| wait_for_pool(client, TWO_LARGER));
+    equals_single(&clients[0], &model, &prompt);
+    is_untouched(&instances, true);
+}
+
+/// As `TWO`, of instances of 12 rBlocks.
+const TWO_LARGER: u64 = 12 + 11;
+
 /// What a flooder has done.
 #[derive(Default)]
 struct Flood {
@@ -214,21 +307,27 @@ struct Flood {
     frames: AtomicU64,
     bytes: AtomicU64,
     waits: AtomicU64,
+    /// Steps that the instance refused, and sessions that ended.
+    refused: AtomicU64,
+    ended: AtomicU64,
     connections: AtomicU64,
 }
 
-/// Bytes of one data frame, and of a flood.
-const FRAME_BYTES: usize = 256 << 10;
+/// Rows of one step, all of which wait for the same token, and queries that are sent of it.
+const ROWS: usize = STEP_ROWS_MAX;
+const QUERIES: u64 = 16;
 const FLOOD_BYTES: u64 = 1 << 30;
 const FLOOD_FRAMES: u64 = 20_000;
 const FLOOD_CONNECTIONS: u64 = 100;
 
 impl Flood {
-    /// Sends frames of one kind for as long as the flood lasts.
-    fn send(&self, node: &Node, peer: PeerId, frame: &Frame, bytes: usize) {
+    /// Sends frames for as long as the flood lasts.
+    fn send(&self, node: &Node, peer: PeerId, frames: impl Fn(u64) -> Frame, bytes: usize) {
+        let mut number = 0;
         while !self.over.load(Relaxed) {
-            match node.try_send(peer, frame) {
+            match node.try_send(peer, &frames(number)) {
                 Ok(()) => {
+                    number += 1;
                     self.frames.fetch_add(1, Relaxed);
                     self.bytes.fetch_add(bytes as u64, Relaxed);
                 }
@@ -238,6 +337,24 @@ impl Flood {
                 }
                 Err(error) => panic!("{error}"),
             }
+        }
+    }
+
+    /// Hears what is answered.
+    fn hear(&self, stranger: &mut Stranger) {
+        let Stranger { bound: Bound { events, partials, .. }, runtime, .. } = stranger;
+        while !self.over.load(Relaxed) {
+            let heard = async {
+                tokio::select! {
+                    Some(event) = events.recv() => if matches!(event, Event::Down { .. }) {
+                        self.ended.fetch_add(1, Relaxed);
+                    },
+                    Some(inbound) = partials.recv() => if matches!(inbound.frame, PartialsFrame::Refused { .. }) {
+                        self.refused.fetch_add(1, Relaxed);
+                    },
+                }
+            };
+            let _ = runtime.block_on(async { tokio::time::timeout(Duration::from_millis(100), heard).await });
         }
     }
 
@@ -285,33 +402,47 @@ fn peak_mib(pid: u64) -> u64 {
 const PEAK_MIB_MAX: u64 = 3 * 64 + 256 + 3 * 32 + 100;
 const _: () = assert!(PEAK_MIB_MAX << 20 < FLOOD_BYTES);
 
-/// A node with an instance's certificate sends all that it can, in all classes, and connects as often as it can. Requests that use
-/// the flooded instance's memory go on, and its own as well.
+/// A node with an instance's certificate borrows an rBlock and sends all that it can: queries of steps that wait for a token that
+/// never comes, and renewals; and it connects as often as it can. Requests that use the flooded instance's memory go on, and its own as
+/// well.
 #[test]
 fn a_flood_of_one_peer_stops_nobody_else() {
     let ca = new_ca();
     let (model, prompt) = golden_prompt();
     let gmanager = start_gmanager(&ca, "127.0.0.1:0");
-    let instances = ["one", "two"].map(|name| serve(&ca, &gmanager.said("quic"), name, &model));
+    let instances = ["one", "two"].map(|name| serve(&ca, &gmanager.said("quic"), name, &model, "96"));
     let clients = instances.each_ref().map(Server::client);
-    clients.iter().for_each(|client| wait_for_pool(client, TWO));
-    let flooder = identity(&certificates(&ca, "three"));
+    clients.iter().for_each(|client| wait_for_pool(client, TWO_LARGER));
+    let three = identity(&certificates(&ca, "three"));
     let victim: SocketAddr = instances[1].said("quic").parse().unwrap();
-    let runtime = runtime();
-    let entered = runtime.enter();
-    let bound = Node::bind(SocketAddr::from(([127, 0, 0, 1], 0)), &flooder, TransportConfig::default()).unwrap();
-    drop(entered);
-    let peer = bound.node.connect(victim, &[Class::Control, Class::Partials]).unwrap();
-    let renewal = C::LeaseRenew(p::LeaseRenew { leases: (0..200).collect(), seq: 3 });
-    let queries = Bytes::from(vec![1; FRAME_BYTES]);
-    let query: Frame = PartialsFrame::Query { step: StepId(5), layer: 0, rows: 4, queries }.into();
+    let (mut stranger, hello) = Stranger::new(&three, victim);
+    let shape = hello.shape.clone().unwrap();
+    stranger.say(C::Hello(p::Hello { instance: 77, ..hello }));
+    stranger.asks_for_a_block(1);
+    let grant = stranger.granted();
+    let run = LeaseRun { lease: LeaseId(grant.lease), epoch: Epoch(grant.epoch), offset: 0, len: 1, first_pos: 0 };
+    let renewal: Frame = C::LeaseRenew(p::LeaseRenew { leases: vec![grant.lease; 200], seq: 3 }).into();
+    let bytes = ROWS * (shape.heads * shape.head_dim) as usize * DType::F32.size();
+    let queries = Bytes::from(vec![1; bytes]);
+    let rows = u32::try_from(ROWS).unwrap();
+    // Each ticket is followed by queries of it.
+    let steps = |number: u64| -> Frame {
+        let step = StepId(number / (QUERIES + 1));
+        if number % (QUERIES + 1) > 0 {
+            return PartialsFrame::Query { step, layer: 0, rows, queries: queries.clone() }.into();
+        }
+        let seqs = vec![TicketSeq { seq: SeqId(3), rows, pos0: 1, runs: vec![run] }];
+        PartialsFrame::Ticket(StepTicket { step, deadline_ms: u32::MAX, dtype: DType::F32, seqs }).into()
+    };
     let flood = Flood::default();
+    let (node, peer) = (stranger.bound.node.clone(), stranger.peer);
     std::thread::scope(|scope| {
-        scope.spawn(|| flood.send(&bound.node, peer, &Frame::Control(renewal.into()), 0));
-        scope.spawn(|| flood.send(&bound.node, peer, &query, FRAME_BYTES));
-        scope.spawn(|| flood.connect(&flooder, victim));
+        scope.spawn(|| flood.send(&node, peer, |_| renewal.clone(), 0));
+        scope.spawn(|| flood.send(&node, peer, steps, bytes));
+        scope.spawn(|| flood.hear(&mut stranger));
+        scope.spawn(|| flood.connect(&three, victim));
         let _end = End(&flood.over);
-        wait(|| flood.connections.load(Relaxed) > 0 && flood.waits.load(Relaxed) > 0);
+        wait(|| flood.connections.load(Relaxed) > 0 && flood.refused.load(Relaxed) > 0);
         // One borrows at the flooded instance, which borrows as well.
         for client in clients.iter().chain(&clients) {
             equals_single(client, &model, &prompt);
@@ -319,9 +450,10 @@ fn a_flood_of_one_peer_stops_nobody_else() {
         wait(|| flood.is_enough());
         equals_single(&clients[0], &model, &prompt);
     });
-    let (frames, waits) = (flood.frames.load(Relaxed), flood.waits.load(Relaxed));
+    let (frames, refused) = (flood.frames.load(Relaxed), flood.refused.load(Relaxed));
     let (peak, connections) = (peak_mib(instances[1].pid()), flood.connections.load(Relaxed));
-    println!("{frames} frames, {waits} waits, {connections} connections, {peak} MiB at most");
+    println!("{frames} frames, {refused} steps refused, {connections} connections, {peak} MiB at most");
+    assert_eq!(flood.ended.load(Relaxed), 0, "the flood was heard");
     assert!(peak < PEAK_MIB_MAX, "{peak} MiB");
     is_untouched(&instances, true);
 }

@@ -668,8 +668,9 @@ impl NodeLoop {
             Effect::Partials { peer, frame } => self.send(peer, &Frame::Partials(frame)),
             Effect::Bulk { peer, frame } => self.send(peer, &Frame::Bulk(frame)),
             Effect::Close { peer, reason } => {
-                tracing::warn!(peer = peer.0, reason, "a peer is not wanted");
-                self.node()?.release(PeerId(peer.0));
+                let peer = PeerId(peer.0);
+                self.sessions.get_mut(&peer).into_iter().for_each(|session| session.refuse(peer, &reason));
+                self.node()?.release(peer);
                 None
             }
             Effect::Runner(command) => {

@@ -11,6 +11,9 @@ use lagoon_wire::{DIRECT_CODE, Preface};
 use quinn::{Incoming, VarInt};
 use std::sync::{Arc, PoisonError};
 
+/// Bytes of reads that a direct connection may have waiting here: each is small.
+const READS_WINDOW_BYTES: u32 = 256 << 10;
+
 impl Shared {
     /// Accepts connections until the endpoint closes.
     pub(crate) async fn accept_all(self: Arc<Self>) {
@@ -113,6 +116,7 @@ impl Shared {
         self.ensure_dials(&peer);
         Ok(())
     }
+
     /// A connection that reads registered memory: no part of a session.
     async fn accept_direct(
         &self,
@@ -134,7 +138,9 @@ impl Shared {
             refuse(close::LIMIT, "nothing is exported here");
             return Err("a direct connection, but nothing is exported here".to_owned());
         };
-        let entry = self.enter_direct(&subject, &connection).inspect_err(|reason| refuse(close::IDENTITY, reason))?;
+        let entry = self
+            .enter_direct(&subject, &connection, READS_WINDOW_BYTES)
+            .inspect_err(|reason| refuse(close::IDENTITY, reason))?;
         let mut answer = self.preface_of(DIRECT_CODE, 0)?;
         send.write_all_chunks(&mut answer).await.map_err(|error| format!("answering a preface: {error}"))?;
         self.spawn_direct(server, (place, entry), (subject, connection), (send, recv, rest));

@@ -36,6 +36,9 @@ pub struct TransportConfig {
     pub inbox_bytes_max: usize,
     /// Bytes in flight or unread on one connection and direction.
     pub window_bytes: u32,
+    /// Received bytes that the connections of one node (certificate) may hold unread together, beyond
+    /// [`FIRST_WINDOW_BYTES`] each. The next connection's window is at most an eighth of what is left.
+    pub node_window_bytes: u32,
     /// Congestion window at the start, in bytes.
     pub initial_window_bytes: u64,
     /// UDP socket buffers, in bytes; the kernel may cap them.
@@ -72,6 +75,7 @@ impl Default for TransportConfig {
             inbox_frames_max: limits::PEER_QUEUE_FRAMES_MAX,
             inbox_bytes_max: limits::PEER_QUEUE_BYTES_MAX,
             window_bytes: 32 << 20,
+            node_window_bytes: 512 << 20,
             initial_window_bytes: 1 << 20,
             socket_buffer_bytes: 8 << 20,
             mtu_max: MTU_MAX,
@@ -91,6 +95,10 @@ const MTU_MIN: u16 = 1_200;
 /// by the kernel as a whole, silently.
 const MTU_MAX: u16 = 6_500;
 const _: () = assert!(MTU_MAX as u32 * 10 <= 65_507);
+/// Bytes that a connection may have unread before its node is known and has given it a share of
+/// [`TransportConfig::node_window_bytes`], and without one: more than any preface.
+pub const FIRST_WINDOW_BYTES: u32 = 16 << 10;
+const _: () = assert!(FIRST_WINDOW_BYTES as usize > 4 * limits::PREFACE_BYTES_MAX);
 /// First guess of a round trip: a lost first datagram is repeated after about three of these.
 const INITIAL_RTT: Duration = Duration::from_millis(30);
 
@@ -104,6 +112,9 @@ impl TransportConfig {
         }
         if self.queue_frames_max == 0 || self.inbox_frames_max == 0 || self.inbox_bytes_max < 1024 {
             return Err(BindError::Config("queues must hold at least one frame"));
+        }
+        if self.window_bytes < FIRST_WINDOW_BYTES {
+            return Err(BindError::Config("window_bytes must be at least 16 KiB"));
         }
         if self.backoff_min.is_zero() || self.backoff_min > self.backoff_max {
             return Err(BindError::Config("backoff_min must be above 0 and not over backoff_max"));
@@ -133,9 +144,13 @@ impl TransportConfig {
     /// # Errors
     /// When the configuration contradicts itself.
     pub fn quic(&self, remote: SocketAddr) -> Result<Arc<quinn::TransportConfig>, BindError> {
+        self.quic_with(remote, self.window_bytes).map(Arc::new)
+    }
+
+    /// As [`TransportConfig::quic`], with connections that begin with this window for what they receive.
+    pub(crate) fn quic_with(&self, remote: SocketAddr, window: u32) -> Result<quinn::TransportConfig, BindError> {
         let idle = IdleTimeout::try_from(self.idle_timeout)
             .map_err(|_out_of_bounds| BindError::Config("idle_timeout is too long"))?;
-        let window = VarInt::from_u32(self.window_bytes);
         let mut cubic = congestion::CubicConfig::default();
         cubic.initial_window(self.initial_window_bytes);
         let mut acks = AckFrequencyConfig::default();
@@ -153,14 +168,14 @@ impl TransportConfig {
             .max_idle_timeout(Some(idle))
             .keep_alive_interval(Some(self.keep_alive))
             .initial_rtt(INITIAL_RTT)
-            .stream_receive_window(window)
-            .receive_window(window)
+            .stream_receive_window(VarInt::from_u32(self.window_bytes))
+            .receive_window(VarInt::from_u32(window))
             .send_window(u64::from(self.window_bytes))
             .max_concurrent_bidi_streams(VarInt::from_u32(1))
             .max_concurrent_uni_streams(VarInt::from_u32(0))
             .datagram_receive_buffer_size(None)
             .ack_frequency_config(Some(acks))
             .congestion_controller_factory(Arc::new(cubic));
-        Ok(Arc::new(quic))
+        Ok(quic)
     }
 }

@@ -1,12 +1,13 @@
 //! What a node tells its owner, and the bounded inboxes through which it does.
 
-use crate::{Subject, TransportConfig};
+use crate::{Subject, TransportConfig, config::FIRST_WINDOW_BYTES};
 use lagoon_protocol::Control;
 use lagoon_wire::Class;
+use quinn::{Connection, VarInt};
 use std::{
     fmt,
     net::SocketAddr,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, ready},
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -55,18 +56,43 @@ pub struct Inbox<T> {
     rx: mpsc::Receiver<(T, Room)>,
 }
 
-/// What an item takes while it waits: of the inbox's bytes, and of its node's share of frames and bytes. The shares stay the
-/// node's as long as anything waits, also when it connects anew.
+/// What an item takes while it waits: of the inbox's bytes, and of its node's share.
 #[derive(Debug, Default)]
 struct Room {
-    _held: [Option<OwnedSemaphorePermit>; 3],
-    _shares: Option<Arc<Shares>>,
+    _held: Option<OwnedSemaphorePermit>,
+    _charge: Option<Charge>,
 }
 
-/// What one node may have waiting in the inboxes, by class: no node can fill one, however many addresses it announces, so that
-/// others' frames wait for none of its.
+/// What a frame takes of its node's share of a class, from when its first bytes are kept until it has left the inbox. The shares
+/// stay the node's as long as anything is charged, also when it connects anew.
 #[derive(Debug)]
-pub(crate) struct Shares([Share; 3]);
+pub(crate) struct Charge {
+    _held: [Option<OwnedSemaphorePermit>; 2],
+    _shares: Arc<Shares>,
+}
+
+/// What one node may have here: frames of each class that wait or are half received, so that it cannot fill an inbox, however
+/// many addresses it announces, and others' frames wait for none of its; and bytes that its connections hold unread.
+#[derive(Debug)]
+pub(crate) struct Shares {
+    classes: [Share; 3],
+    /// Bytes of windows that are not given to a connection.
+    unread: Mutex<u32>,
+}
+
+/// What a connection may hold unread beyond the window that it began with; its node's again when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Window {
+    shares: Arc<Shares>,
+    bytes: u32,
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        let mut unread = self.shares.lock_unread();
+        *unread = unread.saturating_add(self.bytes);
+    }
+}
 
 /// Of one inbox.
 #[derive(Debug)]
@@ -81,11 +107,35 @@ pub(crate) const SHARES: usize = 4;
 
 impl Shares {
     pub(crate) fn new(config: &TransportConfig) -> Self {
-        Self(Class::ALL.map(|_| Share::new(config.inbox_frames_max, config.inbox_bytes_max)))
+        let classes = Class::ALL.map(|_| Share::new(config.inbox_frames_max, config.inbox_bytes_max));
+        Self { classes, unread: Mutex::new(config.node_window_bytes) }
+    }
+
+    fn lock_unread(&self) -> MutexGuard<'_, u32> {
+        self.unread.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets a connection of the node hold more unread while the window is kept: up to `wanted`, or an eighth of what the node has
+    /// left.
+    pub(crate) fn widen(self: &Arc<Self>, connection: &Connection, wanted: u32) -> Window {
+        let mut unread = self.lock_unread();
+        let bytes = wanted.saturating_sub(FIRST_WINDOW_BYTES).min(*unread / 8);
+        *unread = unread.saturating_sub(bytes);
+        drop(unread);
+        connection.set_receive_window(VarInt::from_u32(FIRST_WINDOW_BYTES.saturating_add(bytes)));
+        Window { shares: Arc::clone(self), bytes }
+    }
+
+    /// Waits until there is room for a frame of so many decoded bytes.
+    pub(crate) async fn charge(self: &Arc<Self>, class: Class, bytes: usize) -> Result<Charge, Ended> {
+        let share = self.of(class);
+        let frame = Arc::clone(&share.frames).acquire_owned().await.map_err(|_closed| Ended)?;
+        let _held = [Some(frame), take(&share.kib, kib(bytes), share.kib_max).await?];
+        Ok(Charge { _held, _shares: Arc::clone(self) })
     }
 
     fn of(&self, class: Class) -> &Share {
-        let Self([control, partials, bulk]) = self;
+        let [control, partials, bulk] = &self.classes;
         match class {
             Class::Control => control,
             Class::Partials => partials,
@@ -200,20 +250,9 @@ pub(crate) fn inbox<T>(frames: usize, bytes: usize) -> (Outlet<T>, Inbox<T>) {
 }
 
 impl<T> Outlet<T> {
-    /// Delivers an item of `bytes` decoded bytes unless its session has ended; waits for room, in its node's share of the class
-    /// first.
-    pub(crate) async fn deliver(
-        &self,
-        item: T,
-        bytes: usize,
-        alive: &Alive,
-        (shares, class): (&Arc<Shares>, Class),
-    ) -> Result<(), Ended> {
-        let (kib, share) = (kib(bytes), shares.of(class));
-        let frame = Arc::clone(&share.frames).acquire_owned().await.map_err(|_closed| Ended)?;
-        let own = take(&share.kib, kib, share.kib_max).await?;
-        let _held = [Some(frame), own, take(&self.room, kib, self.room_kib).await?];
-        let room = Room { _held, _shares: Some(Arc::clone(shares)) };
+    /// Delivers an item of `bytes` decoded bytes, which is charged to its node, unless its session has ended; waits for room.
+    pub(crate) async fn deliver(&self, item: T, bytes: usize, alive: &Alive, charge: Charge) -> Result<(), Ended> {
+        let room = Room { _held: take(&self.room, kib(bytes), self.room_kib).await?, _charge: Some(charge) };
         let slot = self.tx.reserve().await.map_err(|_closed| Ended)?;
         let alive = alive.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !*alive {

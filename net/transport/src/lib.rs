@@ -40,7 +40,7 @@ mod subject;
 
 pub use answer::AnswerControl;
 pub use ca::{CertInfo, ClusterCa, Issued, describe};
-pub use config::TransportConfig;
+pub use config::{FIRST_WINDOW_BYTES, TransportConfig};
 pub use error::{BindError, IdentityError, SendError};
 pub use event::{Event, Inbound, Inbox, PeerId};
 pub use identity::{Identity, SERVER_NAME};

@@ -4,6 +4,7 @@ use crate::{
     AnswerControl, BindError, ClassStats, Event, Identity, Inbound, Inbox, NodeRole, PeerId, SendError, Subject,
     TransportConfig,
     answer::Answers,
+    config::FIRST_WINDOW_BYTES,
     direct::{DirectConnections, ExportServer},
     event::{Outlet, inbox},
     identity::Stamps,
@@ -77,12 +78,12 @@ impl Tls {
         let (server_tls, client_tls) = (identity.server_tls()?, identity.client_tls()?);
         let server = |path: SocketAddr| -> Result<Arc<ServerConfig>, BindError> {
             let mut server = ServerConfig::with_crypto(Arc::clone(&server_tls) as _);
-            server.transport_config(config.quic(path)?);
+            server.transport_config(Arc::new(config.quic_with(path, FIRST_WINDOW_BYTES)?));
             Ok(Arc::new(server))
         };
         let client = |path: SocketAddr| -> Result<ClientConfig, BindError> {
             let mut client = ClientConfig::new(Arc::clone(&client_tls) as _);
-            client.transport_config(config.quic(path)?);
+            client.transport_config(Arc::new(config.quic_with(path, FIRST_WINDOW_BYTES)?));
             Ok(client)
         };
         let (near, far) = (SocketAddr::from(([127, 0, 0, 1], 0)), SocketAddr::from(([192, 0, 2, 1], 0)));

@@ -58,6 +58,11 @@ impl Pins {
         }
     }
 
+    /// What the node's connections share.
+    pub(crate) fn shares(&self, subject: &Subject, config: &TransportConfig) -> Arc<Shares> {
+        self.lock().shares_of(&subject.node, config)
+    }
+
     /// A session of it begins, and lasts until the pin is dropped.
     pub(crate) fn begin(self: &Arc<Self>, subject: &Subject, config: &TransportConfig) -> Pin {
         let mut nodes = self.lock();

@@ -6,7 +6,7 @@
 use crate::{
     Event, Inbound, SendError, Subject,
     answer::Cached,
-    event::{Alive, Ended, SHARES, Shares},
+    event::{Alive, Charge, Ended, SHARES, Shares, Window},
     incoming::Place,
     link::Link,
     node::Shared,
@@ -158,11 +158,14 @@ impl Shared {
         let subject = wires.subject;
         peer.link(class).attach(key, wires.send);
         self.spawn_writer(peer, class, key, wires.connection.clone());
+        let _window = shares.widen(&wires.connection, self.config.window_bytes);
         let reader = Reader {
             class,
             session: session.number,
             alive,
             shares,
+            charge: None,
+            _window,
             recv: wires.recv,
             rest: wires.rest,
             subject,
@@ -286,6 +289,9 @@ struct Reader {
     alive: Arc<Alive>,
     /// Of the node's sessions together.
     shares: Arc<Shares>,
+    /// Of the frame that is being received, once some of it is kept.
+    charge: Option<Charge>,
+    _window: Window,
     recv: RecvStream,
     rest: Bytes,
     subject: Subject,
@@ -300,6 +306,14 @@ fn reply(shared: &Shared, link: &Link, frame: &Frame) -> Result<(), SendError> {
 /// What a decoded control message takes at most, by its bytes on the wire: an empty entry of a list has two there, and up to 64
 /// here.
 const CONTROL_EXPANSION: usize = 32;
+/// What a frame of so many bytes on the wire takes at most when it is decoded.
+fn decoded(class: Class, bytes: usize) -> usize {
+    match class {
+        Class::Control => bytes.saturating_mul(CONTROL_EXPANSION),
+        Class::Partials | Class::Bulk => bytes,
+    }
+}
+
 /// Bytes taken from QUIC at once.
 const READ_BYTES_MAX: usize = 1 << 20;
 
@@ -321,7 +335,16 @@ impl Reader {
                     bytes = 0;
                     continue;
                 }
-                Ok(None) => {}
+                Ok(None) => {
+                    // Not more than what QUIC handed out at once is kept of a frame that the node has no room for.
+                    let announced = frames.announced().filter(|_| self.charge.is_none());
+                    if let Some(announced) = announced {
+                        let Ok(charge) = self.shares.charge(class, decoded(class, announced)).await else {
+                            return Stop::Ended;
+                        };
+                        self.charge = Some(charge);
+                    }
+                }
                 Err(error) => return Stop::BadFrame(format!("a bad {class} frame: {error}")),
             }
             match self.recv.read_chunk(READ_BYTES_MAX, true).await {
@@ -335,7 +358,12 @@ impl Reader {
 
     async fn deliver(&mut self, shared: &Shared, peer: &Peer, frame: Frame, bytes: usize) -> Result<(), Ended> {
         let (link, peer, session) = (peer.link(Class::Control), peer.id, self.session);
-        let share = (&self.shares, self.class);
+        let charge = self.charge.take();
+        let bytes = decoded(self.class, bytes);
+        let charged = async || match charge {
+            Some(charge) => Ok(charge),
+            None => self.shares.charge(self.class, bytes).await,
+        };
         match frame {
             Frame::Control(message) => {
                 if message.body.is_none() {
@@ -348,14 +376,16 @@ impl Reader {
                     }
                     return Ok(());
                 }
-                let bytes = bytes.saturating_mul(CONTROL_EXPANSION);
-                shared.events.deliver(Event::Control { peer, session, message }, bytes, &self.alive, share).await
+                shared
+                    .events
+                    .deliver(Event::Control { peer, session, message }, bytes, &self.alive, charged().await?)
+                    .await
             }
             Frame::Partials(frame) => {
-                shared.partials.deliver(Inbound { peer, session, frame }, bytes, &self.alive, share).await
+                shared.partials.deliver(Inbound { peer, session, frame }, bytes, &self.alive, charged().await?).await
             }
             Frame::Bulk(frame) => {
-                shared.bulk.deliver(Inbound { peer, session, frame }, bytes, &self.alive, share).await
+                shared.bulk.deliver(Inbound { peer, session, frame }, bytes, &self.alive, charged().await?).await
             }
         }
     }

@@ -28,6 +28,12 @@ impl FrameReader {
         self.head_len == 0 && self.body.is_none()
     }
 
+    /// Bytes of the frame, header included, of which the reader keeps a part. `None`: it keeps a header's bytes at most.
+    #[must_use]
+    pub fn announced(&self) -> Option<usize> {
+        self.body.as_ref().map(|(header, _)| header.length.saturating_add(HEADER_BYTES))
+    }
+
     /// Takes bytes from the front of `chunk` up to the end of the next frame. `None`: the chunk is used up.
     pub fn next_frame(&mut self, class: Class, chunk: &mut Bytes) -> Result<Option<Frame>, WireError> {
         match self.next_body(Some(class), chunk)? {

@@ -1,6 +1,6 @@
 //! Direct connections that stand, with whom: they belong to no session, and end when a certificate is revoked all the same.
 
-use crate::{Subject, node::Shared, session::close};
+use crate::{Subject, event::Window, node::Shared, session::close};
 use quinn::{Connection, VarInt};
 use std::{
     collections::BTreeMap,
@@ -16,6 +16,7 @@ pub(crate) struct DirectConnections(Mutex<BTreeMap<u64, (Subject, Connection)>>)
 pub(crate) struct OpenDirect {
     of: Arc<DirectConnections>,
     key: u64,
+    _window: Window,
 }
 
 impl DirectConnections {
@@ -39,14 +40,20 @@ impl Drop for OpenDirect {
 }
 
 impl Shared {
-    /// Remembers a direct connection, until the entry is dropped.
+    /// Remembers a direct connection, until the entry is dropped, and lets it hold up to `window` bytes unread.
     ///
     /// # Errors
     /// When the certificate was revoked since the handshake.
-    pub(crate) fn enter_direct(&self, subject: &Subject, connection: &Connection) -> Result<OpenDirect, String> {
+    pub(crate) fn enter_direct(
+        &self,
+        subject: &Subject,
+        connection: &Connection,
+        window: u32,
+    ) -> Result<OpenDirect, String> {
         let (of, key) = (Arc::clone(&self.direct_connections), self.next_number());
         of.lock().insert(key, (subject.clone(), connection.clone()));
-        let entry = OpenDirect { of, key };
+        let _window = self.pins.shares(subject, &self.config).widen(connection, window);
+        let entry = OpenDirect { of, key, _window };
         // After it was entered: a list that is loaded from here on finds it.
         if self.is_revoked(subject) {
             return Err(format!("the certificate of node {:?} is revoked", subject.node));

@@ -2,7 +2,7 @@
 
 use super::serve::ExportServer;
 use super::streams::{StreamsConfig, dial};
-use crate::Node;
+use crate::{Node, Subject};
 use lagoon_protocol::DirectFrame;
 use lagoon_wire::direct::{DirectItem, DirectReader, encode};
 use std::{
@@ -148,6 +148,8 @@ impl Node {
 
     async fn measure(&self, addr: SocketAddr, config: StreamsConfig, bytes: u64) -> Result<f64, String> {
         let (connection, mut send, mut recv, mut rest) = dial(self.shared(), addr, config).await?;
+        let (subject, window) = (Subject::of_peer(&connection)?, self.shared().config.window_bytes);
+        let _entry = self.shared().enter_direct(&subject, &connection, window)?;
         let count = bytes.div_ceil(PROBE_BYTES).max(1);
         let frames: Result<Vec<_>, _> =
             (0..count).map(|id| encode(&DirectFrame::Probe { id, bytes: PROBE_BYTES })).collect();

@@ -135,7 +135,7 @@ async fn run(
     let dialed = tokio::time::timeout(deadline, dial(shared, addr, config)).await;
     let (connection, mut send, recv, rest) =
         dialed.map_err(|_elapsed| format!("no direct connection within {} ms", deadline.as_millis()))??;
-    let _entry = shared.enter_direct(&Subject::of_peer(&connection)?, &connection)?;
+    let _entry = shared.enter_direct(&Subject::of_peer(&connection)?, &connection, shared.config.window_bytes)?;
     let writing = write(read_stream, &mut send);
     let reading = Receiver { read_stream, landing, recv, rest, chunks: VecDeque::new() }.run();
     let result = tokio::select! {

@@ -1,0 +1,116 @@
+//! What one node can make another hold.
+
+#[path = "support/mod.rs"]
+#[allow(dead_code, reason = "shared with tests of other things")]
+mod support;
+
+#[path = "support/raw.rs"]
+#[allow(dead_code, reason = "shared with tests of other things")]
+mod raw;
+
+use lagoon_transport::{Class, FIRST_WINDOW_BYTES, TransportConfig};
+use lagoon_wire::{Frame, Preface, encode};
+use quinn::{Connection, RecvStream};
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use support::{TIMEOUT, identity_of, next, node_at, query, write};
+
+/// Connections of the greedy node, by class half of them.
+const CONNECTIONS: usize = 24;
+/// Of one connection, and of all those of a node.
+const WINDOW: u32 = 256 << 10;
+const WINDOWS: u32 = 1 << 20;
+/// Bytes of a frame, and what a node may have waiting of a class.
+const FRAME: usize = 1 << 20;
+const SHARE: usize = FRAME + (1 << 10);
+
+/// One connection that sends frames for as long as it can.
+struct Greedy {
+    connection: Connection,
+    _recv: RecvStream,
+    sent: Arc<AtomicUsize>,
+}
+
+async fn greedy(addr: SocketAddr, number: u16) -> Greedy {
+    let class = if number % 2 == 0 { Class::Bulk } else { Class::Partials };
+    let listen_addr = format!("127.0.0.1:{}", 1000 + number);
+    let preface =
+        Preface { incarnation: 100 + u64::from(number), listen_addr, ..raw::preface(u32::from(class.code())) };
+    let (connection, mut send, _recv) = raw::greeted_with(addr, &preface).await;
+    let sent = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&sent);
+    tokio::spawn(async move {
+        let frame: Frame = match class {
+            Class::Bulk => write(1, FRAME),
+            _ => query(1, FRAME),
+        };
+        let frame = encode(&frame).unwrap().to_vec();
+        loop {
+            for part in frame.chunks(4 << 10) {
+                // Until the node, or the test, closes the connection.
+                let Ok(()) = send.write_all(part).await else { return };
+                count.fetch_add(part.len(), Relaxed);
+            }
+        }
+    });
+    Greedy { connection, _recv, sent }
+}
+
+/// Nobody reads: what a node's connections send is held within its share, of windows and of frames that are only partly
+/// there, however many connections it has. Another node's frames arrive.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_nodes_connections_share_what_is_unread() {
+    let config = TransportConfig {
+        window_bytes: WINDOW,
+        node_window_bytes: WINDOWS,
+        inbox_bytes_max: 4 * SHARE,
+        ..TransportConfig::default()
+    };
+    let mut bound = node_at(support::loopback(), config);
+    let addr = bound.node.local_addr();
+    let mut connections = Vec::new();
+    for number in 0..u16::try_from(CONNECTIONS).unwrap() {
+        connections.push(greedy(addr, number).await);
+    }
+    let sent = || connections.iter().map(|one| one.sent.load(Relaxed)).collect::<Vec<_>>();
+    let first = usize::try_from(FIRST_WINDOW_BYTES).unwrap();
+    // What each may send at least, and a frame of each class.
+    let settled = async {
+        let mut before = Vec::new();
+        while sent().iter().any(|sent| *sent < first / 2) || sent().iter().sum::<usize>() < 2 * FRAME || sent() != before {
+            before = sent();
+            tokio::time::sleep(Duration::from_millis(500)).await;
+        }
+    };
+    tokio::time::timeout(4 * TIMEOUT, settled).await.expect("they come to rest");
+    let total: usize = sent().iter().sum();
+    // What the client counts before it is acknowledged, and what the node took from QUIC and waits with.
+    let slack = CONNECTIONS * (32 << 10);
+    let most = usize::try_from(WINDOWS).unwrap() + CONNECTIONS * first + 2 * SHARE + slack;
+    assert!(total <= most, "{total} bytes of one node are held, above {most}: {:?}", sent());
+    assert!(most < CONNECTIONS * FRAME / 4, "less than a frame of each connection");
+
+    let modest = TransportConfig::default();
+    let modest = lagoon_transport::Node::bind(support::loopback(), &identity_of("modest"), modest).unwrap();
+    let peer = modest.node.connect(addr, &[]).unwrap();
+    modest.node.try_send(peer, &query(7, 100)).unwrap();
+    let arrived = async { while bound.partials.len() < 2 { tokio::time::sleep(Duration::from_millis(5)).await } };
+    tokio::time::timeout(TIMEOUT, arrived).await.expect("another node's frame arrives");
+
+    // What they had is the node's again when they are gone.
+    for one in &connections {
+        one.connection.close(0u32.into(), b"");
+    }
+    while let Ok(inbound) = tokio::time::timeout(Duration::from_secs(1), next(&mut bound.bulk)).await {
+        drop(inbound);
+    }
+    let again = greedy(addr, 500).await;
+    let wide = async { while again.sent.load(Relaxed) < 3 * FRAME { drop(next(&mut bound.bulk).await) } };
+    tokio::time::timeout(TIMEOUT, wide).await.expect("a new connection has room");
+}
