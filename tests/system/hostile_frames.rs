@@ -490,12 +490,14 @@ fn one_number_for_a_lease_and_a_prefill_is_refused() {
         C::LeaseRequest(p::LeaseRequest { request, seq: 1, blocks: 1, blocks_min: 1, purpose: 0, waited_ms: None })
     };
     let prefill = |request| {
-        let (tokens, sampling) = (vec![1, 2, 3, 4, 5], None);
-        C::PrefillRequest(p::PrefillRequest { request, seq: 1, total: 5, tokens, sampling, ..Default::default() })
+        // One token is missing, so that the prompt is still gathered when the lease's request comes.
+        let (tokens, total) = (vec![1, 2, 3, 4, 5], 6);
+        let sampling = Some(p::PrefillSampling { top_p: 1.0, ..Default::default() });
+        C::PrefillRequest(p::PrefillRequest { request, seq: 1, total, tokens, sampling, ..Default::default() })
     };
     let mut world = World::pool(pool(), None, &specs(false));
     world.let_stranger_in(false);
-    for (number, bodies) in [(1, [lease(1), prefill(1)]), (2, [prefill(2), lease(2)])] {
+    for (number, bodies, of) in [(1, [lease(1), prefill(1)], "lease"), (2, [prefill(2), lease(2)], "prefill")] {
         bodies.into_iter().for_each(|body| assert!(world.hostile(0, body)));
         world.run_for(100);
         let heard: Vec<C> = std::iter::from_fn(|| world.heard())
@@ -504,11 +506,12 @@ fn one_number_for_a_lease_and_a_prefill_is_refused() {
                 _ => None,
             })
             .collect();
-        let refused = |body: &C| {
-            matches!(body, C::LeaseRefuse(m) if m.request == number)
-                || matches!(body, C::PrefillRefused(m) if m.request == number)
-        };
-        assert_eq!(heard.iter().filter(|body| refused(body)).count(), 1, "{heard:?}");
+        let reasons = heard.iter().filter_map(|body| match body {
+            C::LeaseRefuse(m) if m.request == number => Some(m.reason.as_str()),
+            C::PrefillRefused(m) if m.request == number => Some(m.reason.as_str()),
+            _ => None,
+        });
+        assert_eq!(reasons.collect::<Vec<_>>(), [format!("{number} is the number of a {of}")], "{heard:?}");
     }
     world.cut_stranger();
     world.run_for(40_000);

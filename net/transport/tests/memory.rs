@@ -83,7 +83,10 @@ async fn a_nodes_connections_share_what_is_unread() {
     // What each may send at least, and a frame of each class.
     let settled = async {
         let mut before = Vec::new();
-        while sent().iter().any(|sent| *sent < first / 2) || sent().iter().sum::<usize>() < 2 * FRAME || sent() != before {
+        while sent().iter().any(|sent| *sent < first / 2)
+            || sent().iter().sum::<usize>() < 2 * FRAME
+            || sent() != before
+        {
             before = sent();
             tokio::time::sleep(Duration::from_millis(500)).await;
         }
@@ -100,7 +103,11 @@ async fn a_nodes_connections_share_what_is_unread() {
     let modest = lagoon_transport::Node::bind(support::loopback(), &identity_of("modest"), modest).unwrap();
     let peer = modest.node.connect(addr, &[]).unwrap();
     modest.node.try_send(peer, &query(7, 100)).unwrap();
-    let arrived = async { while bound.partials.len() < 2 { tokio::time::sleep(Duration::from_millis(5)).await } };
+    let arrived = async {
+        while bound.partials.len() < 2 {
+            tokio::time::sleep(Duration::from_millis(5)).await
+        }
+    };
     tokio::time::timeout(TIMEOUT, arrived).await.expect("another node's frame arrives");
 
     // What they had is the node's again when they are gone.
@@ -111,6 +118,10 @@ async fn a_nodes_connections_share_what_is_unread() {
         drop(inbound);
     }
     let again = greedy(addr, 500).await;
-    let wide = async { while again.sent.load(Relaxed) < 3 * FRAME { drop(next(&mut bound.bulk).await) } };
+    let wide = async {
+        while again.sent.load(Relaxed) < 3 * FRAME {
+            drop(next(&mut bound.bulk).await)
+        }
+    };
     tokio::time::timeout(TIMEOUT, wide).await.expect("a new connection has room");
 }
