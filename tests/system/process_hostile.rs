@@ -397,8 +397,8 @@ fn peak_mib(pid: u64) -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() / 1024
 }
 
-/// What one node may have waiting: a quarter of each of three inboxes (64 MiB), its steps (256 MiB) and what QUIC holds unread (32
-/// MiB for each connection); and the process itself. Less than is sent.
+/// What one node may have waiting: a quarter of each of three inboxes (64 MiB), its steps (256 MiB) and what QUIC holds unread (at
+/// most 32 MiB for each connection); and the process itself. Less than is sent.
 const PEAK_MIB_MAX: u64 = 3 * 64 + 256 + 3 * 32 + 100;
 const _: () = assert!(PEAK_MIB_MAX << 20 < FLOOD_BYTES);
 

@@ -1,5 +1,7 @@
 //! What one node can make another hold.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
 #[path = "support/mod.rs"]
 #[allow(dead_code, reason = "shared with tests of other things")]
 mod support;
@@ -38,7 +40,7 @@ struct Greedy {
 }
 
 async fn greedy(addr: SocketAddr, number: u16) -> Greedy {
-    let class = if number % 2 == 0 { Class::Bulk } else { Class::Partials };
+    let class = if number.is_multiple_of(2) { Class::Bulk } else { Class::Partials };
     let listen_addr = format!("127.0.0.1:{}", 1000 + number);
     let preface =
         Preface { incarnation: 100 + u64::from(number), listen_addr, ..raw::preface(u32::from(class.code())) };
