@@ -428,7 +428,7 @@ fn a_flood_of_one_peer_stops_nobody_else() {
     // Each ticket is followed by queries of it.
     let steps = |number: u64| -> Frame {
         let step = StepId(number / (QUERIES + 1));
-        if number % (QUERIES + 1) > 0 {
+        if !number.is_multiple_of(QUERIES + 1) {
             return PartialsFrame::Query { step, layer: 0, rows, queries: queries.clone() }.into();
         }
         let seqs = vec![TicketSeq { seq: SeqId(3), rows, pos0: 1, runs: vec![run] }];
