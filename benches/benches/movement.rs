@@ -119,9 +119,8 @@ impl Bench {
     /// Orders a move of `blocks` of the debtor's only request to the other instance.
     fn order(&self, gmanager: &str, request: &str, blocks: u32) -> Result<()> {
         let blocks = format!("--blocks={blocks}");
-        let gmanager = format!("--gmanager={gmanager}");
-        let order = ["kv", "move", request, &blocks, "--from=debtor", "--to=other", &gmanager];
-        self.lagoon.run_to_end(&[&order[..], &self.lagoon.tls("debtor").each_ref().map(String::as_str)].concat())
+        let order = ["kv", "move", request, &blocks, "--from=debtor", "--to=other"];
+        self.lagoon.operate(&order, gmanager)
     }
 }
 
@@ -175,10 +174,10 @@ fn measure(bench: &Bench, args: &Args, tokens: u32, overlap: bool) -> Result<Run
     ensure!(blocks * BLOCK_TOKENS + 256 < args.context, "--context is too small for {tokens} tokens a step");
     let length = args.steps * 8 + FIRST_BLOCKS * BLOCK_TOKENS + 64;
     let gmanager = bench.lagoon.start("gm", &["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()])?;
-    let quic = gmanager.said("quic")?;
+    let quic = gmanager.announced("quic")?;
     let debtor = bench.instance("debtor", quic, args.context + length + 512, (tokens, overlap))?;
     let _other = bench.instance("other", quic, args.context, (tokens, overlap))?;
-    let http = debtor.said("http")?;
+    let http = debtor.announced("http")?;
     let since = Instant::now();
     while number(&status(http)?, "/pool_blocks_total")? <= number(&status(http)?, "/blocks_total")? {
         ensure!(since.elapsed() < TIMEOUT, "the other instance does not come");

@@ -187,11 +187,11 @@ struct Cluster {
 impl Cluster {
     fn start(lagoon: &Lagoon, args: &Args) -> Result<Self> {
         let gmanager = lagoon.start("gm", &["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()])?;
-        let quic = gmanager.said("quic")?.to_owned();
+        let quic = gmanager.announced("quic")?.to_owned();
         let debtor = instance(lagoon, "debtor", &quic, args)?;
         let creditor = instance(lagoon, "creditor", &quic, args)?;
         let this = Self { _gmanager: gmanager, quic, debtor, creditor };
-        let http = this.debtor.said("http")?;
+        let http = this.debtor.announced("http")?;
         wait_until("two in the pool", || {
             let status = status(http)?;
             Ok(number(&status, "/pool_blocks_total")? > number(&status, "/blocks_total")?)
@@ -201,10 +201,11 @@ impl Cluster {
 
     /// Moves `blocks` of the only request to the creditor.
     fn lend(&self, lagoon: &Lagoon, blocks: u32) -> Result<()> {
-        let http = self.debtor.said("http")?;
+        let http = self.debtor.announced("http")?;
         let there = || number(&status(http)?, "/moves/blocks_out");
         let wanted = there()? + u64::from(blocks);
-        wait_until("moved", || {
+        let mut refused = None;
+        let done = wait_until("moved", || {
             let status = status(http)?;
             let moved = number(&status, "/moves/blocks_out")?;
             if moved >= wanted {
@@ -212,20 +213,20 @@ impl Cluster {
             }
             if number(&status, "/moves/in_progress")? == 0 {
                 let request = format!("{}/{}", number(&status, "/instance")?, number(&status, "/sequences/0/seq")?);
-                let (blocks, gmanager) = (format!("--blocks={}", wanted - moved), format!("--gmanager={}", self.quic));
-                let order = ["kv", "move", &request, &blocks, "--from=debtor", "--to=creditor", &gmanager];
-                let tls = lagoon.tls("debtor");
+                let blocks = format!("--blocks={}", wanted - moved);
+                let order = ["kv", "move", &request, &blocks, "--from=debtor", "--to=creditor"];
                 // Retried: the gManager learns the request's rBlocks from heartbeats.
-                let _ = lagoon.run_to_end(&[&order[..], &tls.each_ref().map(String::as_str)].concat());
+                refused = lagoon.operate(&order, &self.quic).err();
             }
             Ok(false)
-        })
+        });
+        done.with_context(|| refused.map_or_else(String::new, |error| format!("last order: {error:#}")))
     }
 }
 
 fn measure(lagoon: &Lagoon, args: &Args, point: &CurvePoint) -> Result<Run> {
     let cluster = Cluster::start(lagoon, args)?;
-    let [debtor, creditor] = [&cluster.debtor, &cluster.creditor].map(|p| p.said("http"));
+    let [debtor, creditor] = [&cluster.debtor, &cluster.creditor].map(|p| p.announced("http"));
     let (debtor, creditor) = (debtor?, creditor?);
     let long = listen(debtor, args.long, OUTPUT)?;
     wait_until("decoding", || Ok(received(&long)? > 2))?;
@@ -300,7 +301,7 @@ fn main() -> Result<()> {
     let lagoon = Lagoon::new("pair")?;
     let profile = profile(&lagoon.model, args.capacity)?;
     let lagoon = lagoon.paced(&profile)?;
-    let calibration = calibration(&status(Cluster::start(&lagoon, &args)?.debtor.said("http")?)?)?;
+    let calibration = calibration(&status(Cluster::start(&lagoon, &args)?.debtor.announced("http")?)?)?;
     let points = predicted(&calibration, &args)?;
     let mut runs = Vec::new();
     for _ in 0..args.repeats {

@@ -100,19 +100,19 @@ fn wait_until(http: &str, what: &str, satisfied: impl Fn(&Value) -> Result<bool>
 fn measure(lagoon: &Lagoon, args: &Args, context: u32) -> Result<Run> {
     let room = (context + TOKENS).next_multiple_of(BLOCK_TOKENS);
     let gmanager = lagoon.start("gm", &["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()])?;
-    let quic = gmanager.said("quic")?;
+    let quic = gmanager.announced("quic")?;
     let debtor = instance(lagoon, "debtor", quic, args.debtor_tokens, &args.flag)?;
     let mut creditors = ["one", "two"]
         .into_iter()
         .map(|name| instance(lagoon, name, quic, room, &args.flag))
         .collect::<Result<Vec<Process>>>()?;
-    let http = debtor.said("http")?;
+    let http = debtor.announced("http")?;
     // Each lends almost all that it has.
     let some = u64::from((args.debtor_tokens + room + room / 2) / BLOCK_TOKENS);
     wait_until(http, "three instances", |s| Ok(number(s, "/pool_blocks_total")? > some))?;
     let times = listen(http, context, TOKENS)?;
     let before = wait_for(&times, RECEIVED)?;
-    let lent = |creditor: &Process| number(&status(creditor.said("http")?)?, "/blocks_lent");
+    let lent = |creditor: &Process| number(&status(creditor.announced("http")?)?, "/blocks_lent");
     let lends = if lent(&creditors[0])? > lent(&creditors[1])? { 0 } else { 1 };
     ensure!(lent(&creditors[lends])? > 0, "nothing is borrowed: --debtor-tokens is too large");
 

@@ -24,6 +24,9 @@ pub struct Lagoon {
     pub model: PathBuf,
 }
 
+/// Name of the certificate for operators' commands.
+const OPERATOR: &str = "operator";
+
 /// The binary of package `name` beside this benchmark's.
 fn built(name: &str) -> Result<PathBuf> {
     let exe = std::env::current_exe()?;
@@ -48,7 +51,9 @@ impl Lagoon {
         // `certs init` takes a folder for its owner only.
         std::os::unix::fs::DirBuilderExt::mode(std::fs::DirBuilder::new().recursive(true), 0o700).create(&dir)?;
         let this = Self { binary, pace: None, dir, model };
-        this.run_to_end(&["certs", "init", &this.dir.display().to_string()])?;
+        let dir_name = this.dir.display().to_string();
+        this.run_to_end(&["certs", "init", &dir_name])?;
+        this.run_to_end(&["certs", "issue", &dir_name, OPERATOR, "--role=operator"])?;
         Ok(this)
     }
 
@@ -72,6 +77,16 @@ impl Lagoon {
         let output = self.command().args(arguments).output()?;
         ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
         Ok(())
+    }
+
+    /// Runs a command of an operator on the pool of a gManager to its end.
+    ///
+    /// # Errors
+    /// If the command fails; with what it printed.
+    pub fn operate(&self, arguments: &[&str], gmanager: &str) -> Result<()> {
+        let (tls, gmanager) = (self.tls(OPERATOR), format!("--gmanager={gmanager}"));
+        let [ca, cert, key] = tls.each_ref().map(String::as_str);
+        self.run_to_end(&[arguments, &[&gmanager, ca, cert, key]].concat())
     }
 
     pub fn tls(&self, name: &str) -> [String; 3] {
@@ -112,8 +127,8 @@ impl Lagoon {
         let mut up = Process { child: up.spawn().context("start lagoon up")?, ready: Value::Null };
         let mut line = String::new();
         BufReader::new(up.child.stdout.take().context("no stdout")?).read_line(&mut line)?;
-        let said = || std::fs::read_to_string(&log).unwrap_or_default();
-        ensure!(!line.is_empty(), "the cluster did not start: {}", said());
+        let reply = || std::fs::read_to_string(&log).unwrap_or_default();
+        ensure!(!line.is_empty(), "the cluster did not start: {}", reply());
         up.ready = serde_json::from_str(&line).with_context(|| format!("lagoon up said {line:?}"))?;
         let bench = self
             .command()
@@ -192,7 +207,7 @@ impl Process {
         Ok(self.child.kill()?)
     }
 
-    pub fn said(&self, field: &str) -> Result<&str> {
+    pub fn announced(&self, field: &str) -> Result<&str> {
         self.ready[field].as_str().with_context(|| format!("{field} is missing in {}", self.ready))
     }
 }

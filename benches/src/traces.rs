@@ -100,12 +100,12 @@ pub fn draw(spec: &Spec) -> Vec<Request> {
             Kind::ShareGpt => {
                 let before = turns_before();
                 let message = (SHAREGPT.0 - before * SHAREGPT.1) / (before + 1.0);
-                let (mut said, mut turn_at) = (0.0, at);
+                let (mut reply, mut turn_at) = (0.0, at);
                 for _ in 0..random.random_range(1..=TURNS_MAX) {
-                    said += log_normal(&mut random, message);
+                    reply += log_normal(&mut random, message);
                     let output = log_normal(&mut random, SHAREGPT.1);
-                    out.push(one(turn_at, said, output));
-                    said += output;
+                    out.push(one(turn_at, reply, output));
+                    reply += output;
                     turn_at += exponential(&mut random, spec.think_s);
                 }
                 at += exponential(&mut random, f64::from(TURNS_MAX + 1) / 2.0 / spec.rate);

@@ -126,8 +126,8 @@ impl Lender {
             .spawn()
             .unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
-        let said = lines.find(|line| line.contains("lent ")).unwrap();
-        let given: Vec<u64> = said.split("lent ").nth(1).unwrap().split(' ').map(|n| n.parse().unwrap()).collect();
+        let output = lines.find(|line| line.contains("lent ")).unwrap();
+        let given: Vec<u64> = output.split("lent ").nth(1).unwrap().split(' ').map(|n| n.parse().unwrap()).collect();
         // As a socket would give it.
         let path = format!("/proc/{}/fd/{}", child.id(), given[0]);
         let descriptor: OwnedFd = File::options().read(true).write(true).open(path).unwrap().into();

@@ -174,7 +174,7 @@ impl FaultPool {
         let flags = self.gmanager_flags.iter().map(String::as_str);
         let flags: Vec<&str> = ["gmanager", &listen, &a, &b, &c].into_iter().chain(flags).collect();
         let server = Server::start_with(&flags, &[("LAGOON_ADMIN_KEY", ADMIN_KEY.as_ref())]);
-        self.gmanager_addr = server.said("quic");
+        self.gmanager_addr = server.announced("quic");
         self.gmanager = Some(server);
     }
 
@@ -196,7 +196,7 @@ impl FaultPool {
     /// If there is no gManager, or it has no metrics page.
     #[must_use]
     pub fn gmanager_metrics(&self) -> String {
-        let at = self.gmanager.as_ref().unwrap().said("metrics");
+        let at = self.gmanager.as_ref().unwrap().announced("metrics");
         Client::new(at.parse().unwrap()).with_key(ADMIN_KEY).get("/metrics").text
     }
 
@@ -305,8 +305,8 @@ impl FaultPool {
     /// # Panics
     /// If the field is absent.
     #[must_use]
-    pub fn said(&self, name: &str, field: &str) -> String {
-        self.member(name).said(field)
+    pub fn announced(&self, name: &str, field: &str) -> String {
+        self.member(name).announced(field)
     }
 
     /// Stops an instance and waits for its end; returns its standard error.
@@ -447,7 +447,7 @@ impl FaultPool {
     /// Sends a greedy request to an instance and records its stream.
     #[must_use]
     pub fn watch(&self, name: &str, prompt: &[u32], max_tokens: u32) -> Watched {
-        Watched::start(self.member(name).said("http").parse().unwrap(), prompt, max_tokens, &json!({}))
+        Watched::start(self.member(name).announced("http").parse().unwrap(), prompt, max_tokens, &json!({}))
     }
 }
 
@@ -468,7 +468,7 @@ pub fn number(status: &Value, field: &str) -> u64 {
 
 /// A received token: its time, and the logits from which it was sampled.
 #[derive(Clone, Debug)]
-pub struct Heard {
+pub struct Received {
     pub at: Instant,
     pub token: u32,
     pub logits: Vec<f32>,
@@ -482,7 +482,7 @@ pub struct Watched {
     prompt: Vec<u32>,
     max_tokens: u32,
     extra: Value,
-    heard: Arc<Mutex<Vec<Heard>>>,
+    arrivals: Arc<Mutex<Vec<Received>>>,
     thread: JoinHandle<Result<(), String>>,
 }
 
@@ -491,8 +491,8 @@ impl Watched {
     #[must_use]
     pub fn start(http: SocketAddr, prompt: &[u32], max_tokens: u32, extra: &Value) -> Self {
         let body = completion(prompt, max_tokens, &with(extra, &json!({"stream": true, "return_logits": true})));
-        let heard = Arc::new(Mutex::new(Vec::new()));
-        let sink = Arc::clone(&heard);
+        let arrivals = Arc::new(Mutex::new(Vec::new()));
+        let sink = Arc::clone(&arrivals);
         let thread = std::thread::spawn(move || {
             let client = Client::new(http);
             let mut events = client.stream("/v1/completions", &body);
@@ -507,12 +507,12 @@ impl Watched {
                 let at = Instant::now();
                 let logprobs = logprobs(&event).into_iter().map(Some).chain(std::iter::repeat(None));
                 let tokens = token_ids(&event).into_iter().zip(logits(&event)).zip(logprobs);
-                let heard = tokens.map(|((token, logits), logprob)| Heard { at, token, logits, logprob });
-                sink.lock().unwrap().extend(heard);
+                let arrivals = tokens.map(|((token, logits), logprob)| Received { at, token, logits, logprob });
+                sink.lock().unwrap().extend(arrivals);
             }
             Err("the stream broke".to_owned())
         });
-        Self { prompt: prompt.to_vec(), max_tokens, extra: extra.clone(), heard, thread }
+        Self { prompt: prompt.to_vec(), max_tokens, extra: extra.clone(), arrivals, thread }
     }
 
     /// Number of tokens so far.
@@ -521,7 +521,7 @@ impl Watched {
     /// If the listener panicked.
     #[must_use]
     pub fn tokens(&self) -> usize {
-        self.heard.lock().unwrap().len()
+        self.arrivals.lock().unwrap().len()
     }
 
     /// Whether the stream has ended.
@@ -565,24 +565,24 @@ impl Watched {
     ///
     /// # Panics
     /// If any of that does not hold.
-    pub fn finish(self, what: &str, undisturbed: &Undisturbed) -> Vec<Heard> {
+    pub fn finish(self, what: &str, undisturbed: &Undisturbed) -> Vec<Received> {
         self.wait_for(self.max_tokens as usize);
         self.thread.join().unwrap().unwrap_or_else(|error| panic!("{what}: {error}"));
-        let heard = std::mem::take(&mut *self.heard.lock().unwrap());
+        let arrivals = std::mem::take(&mut *self.arrivals.lock().unwrap());
         let expected = undisturbed.run(&self.prompt, self.max_tokens, &self.extra);
-        let said: Vec<u32> = heard.iter().map(|h| h.token).collect();
-        assert_eq!(said, token_ids(&expected), "{what}");
-        let largest = heard.iter().zip(logits(&expected)).map(|(h, e)| max_diff(&h.logits, &e)).fold(0.0, f32::max);
+        let output: Vec<u32> = arrivals.iter().map(|h| h.token).collect();
+        assert_eq!(output, token_ids(&expected), "{what}");
+        let largest = arrivals.iter().zip(logits(&expected)).map(|(h, e)| max_diff(&h.logits, &e)).fold(0.0, f32::max);
         assert!(largest < TOLERANCE, "{what}: logits differ by {largest:e}");
-        let said: Vec<f32> = heard.iter().filter_map(|h| h.logprob).collect();
+        let output: Vec<f32> = arrivals.iter().filter_map(|h| h.logprob).collect();
         let logprobs = logprobs(&expected);
-        assert_eq!(said.len(), logprobs.len(), "{what}");
-        let largest_logprob = max_diff(&said, &logprobs);
+        assert_eq!(output.len(), logprobs.len(), "{what}");
+        let largest_logprob = max_diff(&output, &logprobs);
         assert!(largest_logprob < TOLERANCE, "{what}: log-probabilities differ by {largest_logprob:e}");
-        let silence = heard.windows(2).map(|w| w[1].at - w[0].at).max().unwrap_or_default();
+        let silence = arrivals.windows(2).map(|w| w[1].at - w[0].at).max().unwrap_or_default();
         assert!(silence < SILENCE_MAX, "{what}: silent for {silence:?}");
-        println!("{what}: {} tokens equal, logits within {largest:.1e}, longest silence {silence:.2?}", heard.len());
-        heard
+        println!("{what}: {} tokens equal, logits within {largest:.1e}, longest silence {silence:.2?}", arrivals.len());
+        arrivals
     }
 }
 

@@ -244,7 +244,7 @@ impl Server {
     /// # Panics
     /// If it is absent.
     #[must_use]
-    pub fn said(&self, field: &str) -> String {
+    pub fn announced(&self, field: &str) -> String {
         self.ready[field].as_str().unwrap_or_else(|| panic!("{field} in {}", self.ready)).to_owned()
     }
 
@@ -254,7 +254,7 @@ impl Server {
     /// If the ready line has no `http`.
     #[must_use]
     pub fn client(&self) -> Client {
-        Client::new(self.said("http").parse().unwrap())
+        Client::new(self.announced("http").parse().unwrap())
     }
 }
 

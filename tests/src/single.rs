@@ -112,12 +112,12 @@ impl<D: Device> Session<D> {
     pub fn continuation(&mut self, tokens: &[u32], n: usize) -> Vec<u32> {
         self.restart();
         let mut token = tokens.chunks(STEP_ROWS).map(|chunk| self.feed(chunk).token).last().unwrap();
-        let mut said = vec![token];
-        while said.len() < n {
+        let mut output = vec![token];
+        while output.len() < n {
             token = self.feed(&[token]).token;
-            said.push(token);
+            output.push(token);
         }
-        said
+        output
     }
 }
 

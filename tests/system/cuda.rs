@@ -349,14 +349,14 @@ fn a_server_on_the_cuda_backend_answers() {
     let client = server.client();
     let host = single(&model, "256");
     for tokens in [9, 30] {
-        let said = token_ids(&client.complete(&prompt[..tokens], 4, &json!({})).json());
-        assert_eq!(said, token_ids(&host.client().complete(&prompt[..tokens], 4, &json!({})).json()));
+        let output = token_ids(&client.complete(&prompt[..tokens], 4, &json!({})).json());
+        assert_eq!(output, token_ids(&host.client().complete(&prompt[..tokens], 4, &json!({})).json()));
     }
     // Sampled on the device, and on the host if log-probabilities are requested.
     let drawn = json!({ "temperature": 1.0, "top_p": 0.95, "seed": 5 });
-    let told = json!({ "temperature": 1.0, "top_p": 0.95, "seed": 5, "logprobs": 1 });
+    let reported = json!({ "temperature": 1.0, "top_p": 0.95, "seed": 5, "logprobs": 1 });
     let on_host = token_ids(&host.client().complete(&prompt[..20], 6, &drawn).json());
-    for how in [drawn, told] {
+    for how in [drawn, reported] {
         assert_eq!(token_ids(&client.complete(&prompt[..20], 6, &how).json()), on_host, "{how}");
     }
     client.wait_until("/lagoon/status", "its memory mapped, and found again", |s| {

@@ -503,8 +503,8 @@ fn a_worker_draws_nothing_that_may_not_come_yet() {
     let first = world.requests[free].tokens[0];
     let held = world.submit(1, GenerateRequest { min_tokens: 2, stop_ids: vec![first], ..request });
     world.run();
-    let said = &world.requests[held].tokens;
-    assert!(said.len() >= 2 && !said[..2].contains(&first), "{first}: {said:?}");
+    let output = &world.requests[held].tokens;
+    assert!(output.len() >= 2 && !output[..2].contains(&first), "{first}: {output:?}");
     let status = world.nodes[1].live().status().prefill;
     assert_eq!((status.pulled, status.own, status.retried), (2, 0, 0), "the worker computed both prompts");
     world.check_empty();

@@ -255,8 +255,8 @@ fn an_instance_of_another_model_is_refused() {
     let peer = PeerKey(77);
     instance.handle(Event::PeerUp { peer }, now_ms);
     let effects = instance.handle(Event::Control { peer, body: ControlBody::Hello(hello) }, now_ms);
-    let said = |e: &Effect| matches!(e, Effect::Control { body: ControlBody::Rejected(r), .. } if r.reason.contains("models differ"));
-    assert!(effects.iter().any(said), "{effects:?}");
+    let output = |e: &Effect| matches!(e, Effect::Control { body: ControlBody::Rejected(r), .. } if r.reason.contains("models differ"));
+    assert!(effects.iter().any(output), "{effects:?}");
     assert!(effects.iter().any(|e| matches!(e, Effect::Close { peer: PeerKey(77), .. })));
     world.submit(0, greedy(prompt(76, 10, 128), 2));
     world.run();

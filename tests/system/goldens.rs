@@ -20,11 +20,11 @@ fn check<D: Device>(name: &str, device: impl Fn() -> D) {
     let golden = Golden::load(name);
     let tokens = &golden.description.tokens;
     let n = tokens.len();
-    let said = golden.description.greedy_continuation.len();
+    let output = golden.description.greedy_continuation.len();
     for (kv_dtype, tolerance) in
         [(Some(DType::F32), golden.description.tolerance_f32), (None, golden.description.tolerance)]
     {
-        let mut session = Session::open(device(), &golden.dir, n + said, kv_dtype);
+        let mut session = Session::open(device(), &golden.dir, n + output, kv_dtype);
         let third = chunks(n / 3, 0);
         let chunkings = [chunks(n, golden.rows), chunks(n, 0), [third, chunks(n - n / 3, 1)].concat()];
         let (mut compared, mut largest) = (0, 0f32);
@@ -39,7 +39,7 @@ fn check<D: Device>(name: &str, device: impl Fn() -> D) {
         assert!(compared > golden.rows, "{name}: only {compared} positions were compared");
         println!("{name}, KV {kv_dtype:?}: {compared} positions within {largest:e} of {tolerance:e}");
         let greedy = &golden.description.greedy_continuation;
-        assert_eq!(&session.continuation(tokens, said), greedy, "{name}, {kv_dtype:?}");
+        assert_eq!(&session.continuation(tokens, output), greedy, "{name}, {kv_dtype:?}");
     }
 }
 

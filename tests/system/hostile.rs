@@ -245,13 +245,13 @@ fn sampling_survives_recovery_and_ends_at_stop_ids() {
     world.cut(0, creditor, 100);
     world.run();
     assert_equals_single("sampled", &world, &pool());
-    let said = world.requests[first].tokens.clone();
-    let stop = said[6];
+    let output = world.requests[first].tokens.clone();
+    let stop = output[6];
     request.stop_ids = vec![stop];
     let stopped = world.submit(0, request);
     world.run();
-    let upto = said.iter().position(|t| *t == stop).unwrap();
-    assert_eq!(world.requests[stopped].tokens, said[..=upto]);
+    let upto = output.iter().position(|t| *t == stop).unwrap();
+    assert_eq!(world.requests[stopped].tokens, output[..=upto]);
     assert_eq!(world.requests[stopped].end, Some(Ok(FinishReason::Stop)));
     world.check_empty();
 }

@@ -53,11 +53,11 @@ impl Hostile {
     }
 
     fn n(&mut self) -> u64 {
-        let heard = self.numbers.get(self.rng.index(self.numbers.len().max(1))).copied().unwrap_or(1);
+        let received = self.numbers.get(self.rng.index(self.numbers.len().max(1))).copied().unwrap_or(1);
         match self.rng.below(10) {
-            0..5 => heard,
-            5 => heard.wrapping_add(1),
-            6 => heard.wrapping_sub(1),
+            0..5 => received,
+            5 => received.wrapping_add(1),
+            6 => received.wrapping_sub(1),
             7 => self.rng.below(12),
             8 => self.rng.pick(&[0, 1, u64::MAX, 1 << 62, 1 << 63, u64::MAX - 1, u64::from(u32::MAX)]),
             _ => u64::from(STRANGER_ID.0),
@@ -405,7 +405,7 @@ impl Hostile {
 
     /// One move: it hears what there is, and sends something.
     fn act(&mut self, world: &mut World) {
-        while let Some((node, frame)) = world.heard() {
+        while let Some((node, frame)) = world.received() {
             self.learn(&frame);
             let answer = self.answer(&frame).filter(|_| self.rng.below(4) > 0);
             answer.into_iter().for_each(|answer| _ = world.hostile(node, answer));
@@ -500,18 +500,18 @@ fn one_number_for_a_lease_and_a_prefill_is_refused() {
     for (number, bodies, of) in [(1, [lease(1), prefill(1)], "lease"), (2, [prefill(2), lease(2)], "prefill")] {
         bodies.into_iter().for_each(|body| assert!(world.hostile(0, body)));
         world.run_for(100);
-        let heard: Vec<C> = std::iter::from_fn(|| world.heard())
+        let received: Vec<C> = std::iter::from_fn(|| world.received())
             .filter_map(|(_, frame)| match frame {
                 Frame::Control(Control { body }) => body,
                 _ => None,
             })
             .collect();
-        let reasons = heard.iter().filter_map(|body| match body {
+        let reasons = received.iter().filter_map(|body| match body {
             C::LeaseRefuse(m) if m.request == number => Some(m.reason.as_str()),
             C::PrefillRefused(m) if m.request == number => Some(m.reason.as_str()),
             _ => None,
         });
-        assert_eq!(reasons.collect::<Vec<_>>(), [format!("{number} is the number of a {of}")], "{heard:?}");
+        assert_eq!(reasons.collect::<Vec<_>>(), [format!("{number} is the number of a {of}")], "{received:?}");
     }
     world.cut_stranger();
     world.run_for(40_000);

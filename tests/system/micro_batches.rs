@@ -38,9 +38,9 @@ fn a_step_with_rows_of_both_kinds_is_exact() {
     let (mut world, local, remote) = world(40.0, 1);
     world.run_until(|w| is_one_batch(w) || w.requests[remote].is_over());
     assert!(is_one_batch(&world), "what local work covers is one batch");
-    let told = [local, remote].map(|r| world.requests[r].tokens.len());
+    let reported = [local, remote].map(|r| world.requests[r].tokens.len());
     world.run_until(|w| w.requests[remote].is_over());
-    assert!(world.requests[local].tokens.len() > told[0] && world.requests[remote].tokens.len() == 16);
+    assert!(world.requests[local].tokens.len() > reported[0] && world.requests[remote].tokens.len() == 16);
     world.run();
     assert!(!is_one_batch(&world), "nothing is elsewhere any more");
     assert_equals_single("one batch", &world, &pool());

@@ -265,12 +265,12 @@ fn what_was_taken_is_told_again_after_a_reconnect() {
     world.stall(0, 1, 5_000);
     world.submit(1, greedy(prompt(214, 40, 128), 24));
     world.run_until(|w| moves(w, 1).blocks_revoked > 0);
-    let (told, _) = world.sent("lease revoked");
-    assert!(told > 0);
+    let (reported, _) = world.sent("lease revoked");
+    assert!(reported > 0);
     world.cut(0, 1, 300);
-    world.run_until(|w| w.sent("lease revoked").0 > told);
+    world.run_until(|w| w.sent("lease revoked").0 > reported);
     world.run();
-    assert_eq!(world.sent("lease revoked").0 % told, 0, "all of it is told again, each time");
+    assert_eq!(world.sent("lease revoked").0 % reported, 0, "all of it is told again, each time");
     let (debtor, creditor) = (world.nodes[0].live().status(), world.nodes[1].live().status());
     assert!(debtor.recoveries <= 1 && debtor.recomputed_tokens > 0, "{debtor:?}");
     assert_eq!(creditor.preemptions, 0);

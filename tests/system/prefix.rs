@@ -18,7 +18,7 @@ fn joined(parts: &[&[u32]]) -> Vec<u32> {
 fn every_model_says_what_transformers_says_with_what_was_kept() {
     for name in MODELS {
         let golden = Golden::load(name);
-        let (tokens, said) = (&golden.description.tokens, &golden.description.greedy_continuation);
+        let (tokens, output) = (&golden.description.tokens, &golden.description.greedy_continuation);
         let last = tokens.len() - 1;
         let flat = Spec { rows: false, step_rows: 9, ..Spec::cpu(40) };
         let shared = Spec { share: true, ..flat.clone() };
@@ -27,7 +27,7 @@ fn every_model_says_what_transformers_says_with_what_was_kept() {
             let mut world = World::single(PoolSpec::golden(name, 4), spec);
             // Also the prompt's beginning alone, so that its own blocks end where it ends.
             for n in [33, tokens.len(), tokens.len()] {
-                world.submit(0, greedy(tokens[..n].to_vec(), if n > 33 { said.len() as u32 } else { 1 }));
+                world.submit(0, greedy(tokens[..n].to_vec(), if n > 33 { output.len() as u32 } else { 1 }));
                 world.run();
             }
             let mut found = 32 + last as u64 / 4 * 4;
@@ -39,7 +39,7 @@ fn every_model_says_what_transformers_says_with_what_was_kept() {
             for log in &world.requests[1..] {
                 let diff = max_diff(&log.logits[0], golden.at(last).unwrap());
                 assert!(diff <= golden.description.tolerance_f32, "{what}: {diff}");
-                assert_eq!(&log.tokens, said, "{what}");
+                assert_eq!(&log.tokens, output, "{what}");
             }
             let diff = assert_equals_single(&what, &world, &PoolSpec::golden(name, 4));
             println!("{what}: {diff:e}");
@@ -54,17 +54,17 @@ fn a_conversation_is_computed_turn_by_turn() {
     let spec = PoolSpec::golden("llama3_old", 4);
     for rows in [true, false] {
         let mut world = World::single(spec.clone(), Spec { rows, ..Spec::cpu(60) });
-        let mut said = prompt(1, 21, 128);
+        let mut output = prompt(1, 21, 128);
         for turn in 0..4 {
             let before = prefix(&world, 0).hit_tokens;
-            let id = world.submit(0, greedy(said.clone(), 11));
+            let id = world.submit(0, greedy(output.clone(), 11));
             world.run();
             if turn > 0 {
                 // The last token of an answer has no KV, as nothing followed it.
-                let known = said.len() as u64 - 9 - 1;
+                let known = output.len() as u64 - 9 - 1;
                 assert_eq!(prefix(&world, 0).hit_tokens - before, known / 4 * 4, "turn {turn}");
             }
-            said = joined(&[&said, &world.requests[id].tokens, &prompt(50 + turn, 9, 128)]);
+            output = joined(&[&output, &world.requests[id].tokens, &prompt(50 + turn, 9, 128)]);
         }
         assert_equals_single("a conversation", &world, &spec);
         world.check_empty();
@@ -309,18 +309,18 @@ fn disaggregated(spec: &PoolSpec, workers: &[Spec]) -> World {
 fn a_conversation_stays_with_its_prefill_worker() {
     let spec = PoolSpec::golden("llama3_old", 4);
     let mut world = disaggregated(&spec, &[Spec::prefill(120), Spec::prefill(120)]);
-    let mut said: Vec<Vec<u32>> = (0..2).map(|n| prompt(n, 33, 128)).collect();
+    let mut output: Vec<Vec<u32>> = (0..2).map(|n| prompt(n, 33, 128)).collect();
     let done = |w: &World, n: usize| w.nodes[n].live().status().prefill.jobs_done;
     for turn in 0..4 {
         // Both at once, so that the first turns are divided.
-        let ids: Vec<usize> = said.iter().map(|said| world.submit(2, greedy(said.clone(), 8))).collect();
+        let ids: Vec<usize> = output.iter().map(|output| world.submit(2, greedy(output.clone(), 8))).collect();
         world.run();
         assert_eq!((done(&world, 0), done(&world, 1)), (turn + 1, turn + 1));
         for (n, id) in ids.into_iter().enumerate() {
-            said[n] = joined(&[&said[n], &world.requests[id].tokens, &prompt(50 + 2 * turn + n as u64, 9, 128)]);
+            output[n] = joined(&[&output[n], &world.requests[id].tokens, &prompt(50 + 2 * turn + n as u64, 9, 128)]);
         }
         // From now on the other one comes first.
-        said.reverse();
+        output.reverse();
     }
     let status = world.nodes[2].live().status().prefill;
     assert_eq!(status.affine, 6, "{status:?}");

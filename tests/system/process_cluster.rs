@@ -38,7 +38,7 @@ impl Cluster {
         model: &str,
         flags: &[&str],
     ) -> Result<Server, String> {
-        let gmanager = format!("--gmanager={}", self.gmanager.said("quic"));
+        let gmanager = format!("--gmanager={}", self.gmanager.announced("quic"));
         let [a, b, c] = certificates(ca, name);
         let own = ["serve", model, &gmanager, &a, &b, &c, "--name", name];
         let common = ["--http=127.0.0.1:0", "--threads=1", "--block-tokens=8", "--expose-logits"];
@@ -104,7 +104,7 @@ fn a_node_without_weights_lends_memory_and_attention() {
     let instance = cluster.serve("node", &model, &["--backend=cpu", "--kv-tokens=64"]);
     let shape = tempfile::tempdir().unwrap();
     std::fs::copy(format!("{model}/config.json"), shape.path().join("config.json")).unwrap();
-    let hash = format!("--model-hash={}", instance.said("model_hash"));
+    let hash = format!("--model-hash={}", instance.announced("model_hash"));
     let flags = ["--role=kv", "--backend=cpu", "--kv-tokens=128", &hash];
     let kv = cluster.serve("memory", &shape.path().to_string_lossy(), &flags);
     let client = instance.client();
@@ -114,7 +114,7 @@ fn a_node_without_weights_lends_memory_and_attention() {
     assert_eq!(kv.client().get("/v1/models").status, 404);
 
     let [a, b, c] = certificates(&cluster.ca, "looker");
-    let status = run(&["status", "--json", "--gmanager", &cluster.gmanager.said("quic"), &a, &b, &c]);
+    let status = run(&["status", "--json", "--gmanager", &cluster.gmanager.announced("quic"), &a, &b, &c]);
     let status: Value = serde_json::from_str(&status.stdout).unwrap_or_else(|e| panic!("{e}: {status:?}"));
     let roles: Vec<&Value> = status["instances"].as_array().unwrap().iter().map(|row| &row["role"]).collect();
     assert_eq!(roles, ["instance", "kv"]);
@@ -131,7 +131,7 @@ fn a_cpu_and_a_wgpu_instance_serve_one_request() {
     let (model, prompt) = golden_prompt();
     let cpu = cluster.serve("cpu", &model, &["--backend=cpu", "--kv-tokens=64"]);
     let wgpu = cluster.serve("wgpu", &model, &["--backend=wgpu", "--kv-tokens=64", "--step-tokens=32"]);
-    assert_eq!(wgpu.said("backend"), "wgpu");
+    assert_eq!(wgpu.announced("backend"), "wgpu");
     for (debtor, creditor) in [(&cpu, &wgpu), (&wgpu, &cpu)] {
         let before = partials_sent(&creditor.client());
         wait_for_pool(&debtor.client(), TWO);
@@ -146,7 +146,7 @@ fn another_model_or_shape_is_refused_with_both_values() {
     let (model, _) = golden_prompt();
     let first = cluster.serve("first", &model, &["--backend=cpu", "--kv-tokens=64"]);
     first.client().wait_until("/lagoon/status", "registered", |s| s["registered"] == true);
-    let (own, other) = (first.said("model_hash"), "ab".repeat(32));
+    let (own, other) = (first.announced("model_hash"), "ab".repeat(32));
     let text = cluster.refused("hash", &model, &["--role=kv", &format!("--model-hash={other}")]);
     assert!(text.contains(&own[..16]) && text.contains(&other[..16]) && text.contains("hint:"), "{text}");
     let text = cluster.refused("dtype", &model, &["--kv-dtype=f16"]);
@@ -165,7 +165,7 @@ fn a_split_pool_lends_and_refuses_one_that_is_whole() {
     let model = dir.path().to_string_lossy();
     let prompt: Vec<u32> = golden.description.tokens.iter().cycle().take(100).copied().collect();
     let instance = cluster.serve("split", &model, &["--backend=cpu", "--kv-tokens=64", "--kv-groups=on"]);
-    let hash = format!("--model-hash={}", instance.said("model_hash"));
+    let hash = format!("--model-hash={}", instance.announced("model_hash"));
     let flags = ["--role=kv", "--backend=cpu", "--kv-tokens=128", "--kv-groups=on", &hash];
     let kv = cluster.serve("memory", &model, &flags);
     wait_for_pool(&instance.client(), 24);
@@ -181,7 +181,7 @@ fn only_certificates_of_the_cluster_get_in() {
     let (model, _) = golden_prompt();
     let foreign = new_ca();
     let [a, b, c] = certificates(&foreign, "looker");
-    let status = run(&["status", "--gmanager", &cluster.gmanager.said("quic"), &a, &b, &c]);
+    let status = run(&["status", "--gmanager", &cluster.gmanager.announced("quic"), &a, &b, &c]);
     assert_eq!(status.code, Some(1), "{status:?}");
     assert!(status.stderr.contains("certificate"), "{status:?}");
     let stranger = cluster.serve_with(&foreign, "other", &model, &["--backend=cpu", "--kv-tokens=64"]).unwrap();
@@ -200,7 +200,7 @@ fn only_certificates_of_the_cluster_get_in() {
 fn a_certificate_is_for_its_roles_only() {
     let cluster = Cluster::new();
     let (model, prompt) = golden_prompt();
-    let gmanager = format!("--gmanager={}", cluster.gmanager.said("quic"));
+    let gmanager = format!("--gmanager={}", cluster.gmanager.announced("quic"));
     let of = |role: &str| certificates_for(&cluster.ca, &format!("only-{role}"), role);
     let serve = ["serve", &model, "--backend=cpu", "--http=127.0.0.1:0", "--kv-tokens=64", &gmanager];
     let cases: [(&[&str], &str); 5] = [
@@ -220,7 +220,7 @@ fn a_certificate_is_for_its_roles_only() {
     let instance = cluster.serve("node", &model, &["--backend=cpu", "--kv-tokens=64"]);
     let shape = tempfile::tempdir().unwrap();
     std::fs::copy(format!("{model}/config.json"), shape.path().join("config.json")).unwrap();
-    let hash = format!("--model-hash={}", instance.said("model_hash"));
+    let hash = format!("--model-hash={}", instance.announced("model_hash"));
     let [a, b, c] = of("kv");
     let shape = shape.path().to_string_lossy().into_owned();
     let flags = ["serve", &shape, "--http=127.0.0.1:0", "--block-tokens=8", "--role=kv", "--backend=cpu"];

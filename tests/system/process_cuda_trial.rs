@@ -78,10 +78,12 @@ fn a_trap_in_the_trial_costs_a_child_and_is_remembered() {
     assert!(kept["warpgroups"]["finding"].as_str().unwrap().contains("LAUNCH_FAILED"), "{kept}");
     assert!(kept["decode"].is_string(), "decode was tuned before: {kept}");
     assert!(log.contains("failed its trial") && log.contains(file.to_str().unwrap()), "{log}");
-    let told = machine.doctor("cuda-trial");
+    let reported = machine.doctor("cuda-trial");
     assert!(
-        told.len() == 1 && told[0]["ok"] == false && told[0]["finding"].to_string().contains("LAUNCH_FAILED"),
-        "{told:?}"
+        reported.len() == 1
+            && reported[0]["ok"] == false
+            && reported[0]["finding"].to_string().contains("LAUNCH_FAILED"),
+        "{reported:?}"
     );
 
     // No second trial: without the trap its result would differ.

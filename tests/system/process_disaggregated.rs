@@ -86,11 +86,11 @@ fn a_pool_of_prefill_and_decode_workers_says_what_one_instance_says() {
             measured(client, "lagoon_transfer_path_bytes_per_second{");
         }
         // Heartbeats report the same in the pool's status.
-        let told = client.wait_until("/lagoon/status", "what was read", |s| {
+        let reported = client.wait_until("/lagoon/status", "what was read", |s| {
             let rows = s["instances"].as_array().unwrap().iter().filter(|row| row["role"] == "decode");
             rows.map(|row| number(row, "prefill/decoded")).sum::<u64>() == 3
         });
-        let rows = told["instances"].as_array().unwrap().iter().filter(|row| row["role"] == "decode");
+        let rows = reported["instances"].as_array().unwrap().iter().filter(|row| row["role"] == "decode");
         let (mut bytes, mut phases) = (0, 0);
         for row in rows {
             bytes += number(row, "prefill/bytes");
@@ -99,8 +99,8 @@ fn a_pool_of_prefill_and_decode_workers_says_what_one_instance_says() {
                 .iter()
                 .sum::<u64>();
         }
-        assert!(bytes == sum("prefill/bytes") && phases > 0, "{told}");
-        let url = format!("--url=http://{}", pool.said("http"));
+        assert!(bytes == sum("prefill/bytes") && phases > 0, "{reported}");
+        let url = format!("--url=http://{}", pool.announced("http"));
         let shown = lagoon_tests::process::run(&["status", &url]).stdout;
         assert!(shown.contains("PULLED/OWN") && shown.contains("GB/S"), "{shown}");
         let decoder = decoders.iter().find(|c| number(&c.get("/lagoon/status").json(), "prefill/decoded") > 0).unwrap();
@@ -138,11 +138,12 @@ fn kv_is_read_by_the_interface_that_was_chosen() {
         pool.watch(decoder, &prompt(44, 100, VOCAB), 10).finish("over an interface of its own", &undisturbed);
         assert_eq!(number(&pool.status(decoder), "prefill/pulled"), 1);
     }
-    let (writer, readers) = (pool.said("p0", "transfer"), ["d0", "d1"].map(|name| pool.said(name, "transfer")));
+    let (writer, readers) =
+        (pool.announced("p0", "transfer"), ["d0", "d1"].map(|name| pool.announced(name, "transfer")));
     assert!(writer.starts_with("127.0.0.1:") && readers[0].starts_with("127.0.0.1:"), "{writer} {readers:?}");
     assert!(readers[1].starts_with("127.0.0.3:"), "{readers:?}");
     for (name, ip) in [("p0", "127.0.0.2:"), ("d0", "127.0.0.3:"), ("d1", "127.0.0.3:")] {
-        assert!(pool.said(name, "quic").starts_with(ip), "{name}");
+        assert!(pool.announced(name, "quic").starts_with(ip), "{name}");
     }
     // Addresses seen by the prefill worker, and those known to the decode worker.
     let (seen, chose) = (pool.stop("p0").stderr, pool.stop("d0").stderr);
@@ -158,9 +159,9 @@ fn a_network_interface_that_is_not_there_is_refused() {
     let mut pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", None);
     let error =
         pool.try_start("p0", 64, &Place::default().with("--role=prefill").with("--transfer-interface=none-such"));
-    let said = error.unwrap_err().stderr;
-    assert!(said.contains("--transfer-interface none-such: there is no such network interface"), "{said}");
-    assert!(said.contains("hint: up, with an IPv4 address: ") && said.contains("lo"), "{said}");
+    let output = error.unwrap_err().stderr;
+    assert!(output.contains("--transfer-interface none-such: there is no such network interface"), "{output}");
+    assert!(output.contains("hint: up, with an IPv4 address: ") && output.contains("lo"), "{output}");
 }
 
 /// A prefill worker is killed during prefill: the client sees only latency. Then the gManager is killed, and prompts
@@ -235,9 +236,9 @@ fn workers_on_wgpu_pass_prompts_through_host_memory() {
     let client = pool.client();
     let decoders = connected(&client.get("/lagoon/status").json(), 1);
     for length in [100, 7] {
-        let said = token_ids(&client.complete(&prompt[..length], 8, &json!({})).json());
+        let output = token_ids(&client.complete(&prompt[..length], 8, &json!({})).json());
         let expected = reference.client().complete(&prompt[..length], 8, &json!({})).json();
-        assert_eq!(said, token_ids(&expected), "{length} tokens");
+        assert_eq!(output, token_ids(&expected), "{length} tokens");
     }
     let status = decoders[0].get("/lagoon/status").json();
     assert_eq!((number(&status, "prefill/pulled"), number(&status, "prefill/own")), (2, 0), "{status}");
@@ -254,7 +255,7 @@ fn an_operator_changes_roles_under_traffic() {
     pool.start(&[("p0", 128, role("prefill")), ("p1", 128, role("prefill")), ("d0", 128, role("decode"))]);
     pool.wait("d0", "connected", |s| number(s, "prefill/workers") == 2);
     let (undisturbed, gateway) = (pool.undisturbed(160), pool.gateway());
-    let http = gateway.said("http").parse().unwrap();
+    let http = gateway.announced("http").parse().unwrap();
     let stream = |seed, tokens, max| Watched::start(http, &prompt(seed, tokens, VOCAB), max, &json!({}));
     let first = stream(50, 600, 300);
     first.wait_for(1);
@@ -308,7 +309,7 @@ fn a_balancer_turns_a_worker_where_prompts_queue() {
     let decoders = ["d0", "d1"];
     decoders.iter().for_each(|name| drop(pool.wait(name, "connected", |s| number(s, "prefill/workers") == 1)));
     let (undisturbed, gateway) = (pool.undisturbed(256), pool.gateway());
-    let http = gateway.said("http").parse().unwrap();
+    let http = gateway.announced("http").parse().unwrap();
     let stream = |seed| Watched::start(http, &prompt(seed, 1200, VOCAB), 2, &json!({}));
     assert!(!pool.gmanager_metrics().contains(series), "{}", pool.gmanager_metrics());
     let (mut streams, mut seed, deadline) = (Vec::new(), 100, Instant::now() + TIMEOUT);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// Runs an operator's command against the cluster's gManager.
 fn ask(cluster: &Cluster, tls: &[String; 3], command: &[&str]) -> Ended {
     let [a, b, c] = tls;
-    run(&[command, &["--gmanager", &cluster.gmanager.said("quic"), a, b, c]].concat())
+    run(&[command, &["--gmanager", &cluster.gmanager.announced("quic"), a, b, c]].concat())
 }
 
 fn ask_json(cluster: &Cluster, tls: &[String; 3], command: &[&str]) -> Value {

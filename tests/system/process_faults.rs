@@ -58,26 +58,26 @@ fn a_stream_outlives_creditors_that_are_killed() {
     // During decoding, anywhere in a step.
     some_instant(&stream);
     let dead = pool.creditor("debtor");
-    let (said, lent) = (stream.tokens(), pool.creditors("debtor")[&dead] + GROWTH);
+    let (output, lent) = (stream.tokens(), pool.creditors("debtor")[&dead] + GROWTH);
     pool.kill(&dead);
     wait_recovered(&pool, "debtor", 0);
     let first = recomputed(&pool, "debtor");
-    println!("killed in mid-decode after {said} tokens: at most {lent} rBlocks lost, {first} tokens computed again");
+    println!("killed in mid-decode after {output} tokens: at most {lent} rBlocks lost, {first} tokens computed again");
     assert!(first > 0 && first <= lent * u64::from(BLOCK), "{first} of {lent} rBlocks");
-    stream.wait_for(said + 20);
+    stream.wait_for(output + 20);
 
     // In the middle of a layer: queries are sent, and the reply never comes.
     let dead = pool.creditor("debtor");
     let lent = pool.creditors("debtor")[&dead] + GROWTH;
     pool.pause(&dead);
     stream.wait_for_silence(20 * STEP);
-    let (said, before) = (stream.tokens(), recoveries(&pool, "debtor"));
+    let (output, before) = (stream.tokens(), recoveries(&pool, "debtor"));
     pool.kill(&dead);
     wait_recovered(&pool, "debtor", before);
     let second = recomputed(&pool, "debtor") - first;
-    println!("killed in mid-layer after {said} tokens: at most {lent} rBlocks lost, {second} tokens computed again");
+    println!("killed in mid-layer after {output} tokens: at most {lent} rBlocks lost, {second} tokens computed again");
     assert!(second > 0 && second <= lent * u64::from(BLOCK), "{second} of {lent} rBlocks");
-    stream.wait_for(said + 20);
+    stream.wait_for(output + 20);
 
     // While its successor is filled.
     let before = recoveries(&pool, "debtor");
@@ -121,12 +121,12 @@ fn streams_outlive_the_gmanager() {
     stream.wait_for(5);
     room.finish("makes room", &undisturbed);
     pool.kill_gmanager();
-    let said = stream.tokens();
+    let output = stream.tokens();
     assert!(!pool.creditors("a").is_empty(), "it borrows nothing");
     pool.wait("a", "without a gManager", |s| s["registered"] == false);
     let waiting = pool.watch("a", &other, 20);
-    stream.wait_for(said + 60);
-    let meanwhile = stream.tokens() - said;
+    stream.wait_for(output + 60);
+    let meanwhile = stream.tokens() - output;
     println!("{meanwhile} tokens were said without a gManager");
     assert!(meanwhile >= 60 && waiting.tokens() == 0, "{meanwhile}, {}", waiting.tokens());
     pool.start_gmanager();
@@ -149,16 +149,16 @@ fn a_creditor_that_was_paused_comes_back_empty() {
     let undisturbed = pool.undisturbed(48);
     stream.wait_for(10);
     let paused = pool.creditor("debtor");
-    let said = stream.tokens();
+    let output = stream.tokens();
     pool.pause(&paused);
     let since = Instant::now();
     wait_recovered(&pool, "debtor", 0);
     println!(
-        "paused after {said} tokens: recovered after {:.2?}, {} tokens computed again",
+        "paused after {output} tokens: recovered after {:.2?}, {} tokens computed again",
         since.elapsed(),
         recomputed(&pool, "debtor")
     );
-    stream.wait_for(said + 20);
+    stream.wait_for(output + 20);
     // After the fence, with slack for heartbeats and the clock.
     std::thread::sleep(Duration::from_millis(FENCE_MS + 1_500).saturating_sub(since.elapsed()));
     pool.resume(&paused);
@@ -201,10 +201,10 @@ fn a_partition_between_two_instances() {
     net.cut("debtor", &creditor);
     std::thread::sleep(Duration::from_millis(1_000));
     assert!(!stream.is_over());
-    let said = stream.tokens();
+    let output = stream.tokens();
     net.heal("debtor", &creditor);
-    stream.wait_for(said + 30);
-    println!("cut for 1 s after {said} tokens: {} tokens computed again", recomputed(&pool, "debtor"));
+    stream.wait_for(output + 30);
+    println!("cut for 1 s after {output} tokens: {} tokens computed again", recomputed(&pool, "debtor"));
     assert_eq!(recomputed(&pool, "debtor"), 0);
 
     // Longer than a lease's life: the stream goes on elsewhere, and the creditor frees the blocks that are not

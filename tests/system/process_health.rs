@@ -21,14 +21,14 @@ const FLAGS: [&str; 6] = [
 ];
 
 fn probes(server: &Server) -> Client {
-    Client::new(server.said("health").parse().unwrap())
+    Client::new(server.announced("health").parse().unwrap())
 }
 
 #[test]
 fn probes_are_answered_when_the_api_has_no_connection_left() {
     let model = golden_prompt().0;
     let server = Server::start(&[&["serve", &model, "--api-key=secret"], &FLAGS[..]].concat());
-    let addr: SocketAddr = server.said("http").parse().unwrap();
+    let addr: SocketAddr = server.announced("http").parse().unwrap();
     let held: Vec<TcpStream> = (0..512).map(|_| TcpStream::connect(addr).unwrap()).collect();
     let probes = probes(&server);
     // One more than this address may have is closed, and not only after the 30 s for the headers of a request.
@@ -53,7 +53,7 @@ fn every_process_of_a_pool_answers_probes() {
     let [a, b, c] = certificates_for(&ca, "health", "gmanager,gateway,instance");
     let gmanager = Server::start(&["gmanager", "--listen=127.0.0.1:0", "--health-listen=127.0.0.1:0", &a, &b, &c]);
     probes(&gmanager).wait_for_text("/metrics", "lagoon_gmanager_leads 1");
-    let to = gmanager.said("quic");
+    let to = gmanager.announced("quic");
     let flags =
         ["--listen=127.0.0.1:0", "--health-listen=127.0.0.1:0", "--block-tokens=8", "--gmanager", &to, &a, &b, &c];
     let gateway = Server::start(&[&["gateway"], &flags[..]].concat());
@@ -113,7 +113,7 @@ fn a_process_whose_device_hangs_leaves_the_pool_and_ends() {
     assert!(!matches!(asked.join(), Ok(200)));
     // It took its leave: nobody had to find out by its silence.
     wait_for_pool(&well.client(), 8);
-    let metrics = Client::new(cluster.gmanager.said("metrics").parse().unwrap());
+    let metrics = Client::new(cluster.gmanager.announced("metrics").parse().unwrap());
     metrics.wait_for_text("/metrics", "lagoon_gmanager_instances{state=\"alive\"} 1");
     assert!(
         metrics.get("/metrics").text.contains("lagoon_gmanager_fenced_total 0"),

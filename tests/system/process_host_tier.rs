@@ -40,7 +40,7 @@ fn an_instance_with_host_memory_serves_what_its_device_cannot_hold() {
     client.wait_for_text("/metrics", "lagoon_host_kv_blocks_total 16");
 
     let [a, b, c] = certificates(&cluster.ca, "looker");
-    let status = run(&["status", "--json", "--gmanager", &cluster.gmanager.said("quic"), &a, &b, &c]);
+    let status = run(&["status", "--json", "--gmanager", &cluster.gmanager.announced("quic"), &a, &b, &c]);
     let status: Value = serde_json::from_str(&status.stdout).unwrap_or_else(|e| panic!("{e}: {status:?}"));
     let tiers: Vec<&Value> = status["instances"].as_array().unwrap().iter().map(|row| &row["tier"]).collect();
     assert_eq!(tiers.iter().filter(|tier| **tier == "host").count(), 1, "{status}");
@@ -66,7 +66,7 @@ fn host_memory_serves_other_instances_too() {
     let host = lender.client().get("/lagoon/status").json()["host"].clone();
     assert!(host["bulk_bytes_sent"].as_u64() > Some(0), "its KV was brought in: {host}");
     // A kv node may declare its memory a host tier.
-    let hash = format!("--model-hash={}", lender.said("model_hash"));
+    let hash = format!("--model-hash={}", lender.announced("model_hash"));
     let kv = cluster.serve("kv", &model, &["--role=kv", "--tier=host", "--backend=cpu", "--kv-tokens=64", &hash]);
     assert_eq!(kv.client().get("/lagoon/status").json()["tier"], "host");
     wait_for_pool(&client, 1 + 16 + 8 + 8);

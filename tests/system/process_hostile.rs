@@ -72,10 +72,10 @@ impl Impostor {
         let bound = Node::bind(addr.parse().unwrap(), identity, TransportConfig::default()).unwrap();
         drop(entered);
         let (node, mut events) = (bound.node, bound.events);
-        let (own, told, heard) = (node.clone(), Arc::clone(&says), Arc::clone(&seen));
+        let (own, reported, received) = (node.clone(), Arc::clone(&says), Arc::clone(&seen));
         runtime.spawn(async move {
             while let Some(event) = events.recv().await {
-                let mut seen = heard.lock().unwrap();
+                let mut seen = received.lock().unwrap();
                 match event {
                     Event::Up { peer, .. } => {
                         seen.begun += 1;
@@ -87,7 +87,7 @@ impl Impostor {
                         let Some(C::Register(register)) = message.body else { continue };
                         seen.registered.push(register.name);
                         drop(seen);
-                        let answers = match told.lock().unwrap().clone() {
+                        let answers = match reported.lock().unwrap().clone() {
                             Says::Leader(leader_addr) => vec![C::NotLeader(p::NotLeader { leader_addr })],
                             Says::Leads(term) => vec![drain(), welcome(term), drain()],
                         };
@@ -108,7 +108,7 @@ impl Impostor {
     }
 
     /// Sends this to everyone who is connected; to how many.
-    fn tells(&self, body: &C) -> usize {
+    fn emits(&self, body: &C) -> usize {
         let sessions = self.seen.lock().unwrap().sessions.clone();
         let sent = |peer: &&PeerId| self.node.try_send(**peer, &Frame::Control(body.clone().into())).is_ok();
         sessions.iter().filter(sent).count()
@@ -165,7 +165,7 @@ fn nobody_else_is_followed_as_the_gmanager() {
     let ca = new_ca();
     let (model, prompt) = golden_prompt();
     let gmanager = start_gmanager(&ca, "127.0.0.1:0");
-    let place = gmanager.said("quic");
+    let place = gmanager.announced("quic");
     let rival = Impostor::new("127.0.0.1:0", &identity(&certificates(&ca, "gm-rival")), Says::Leader(place.clone()));
     let both = format!("{place},{}", rival.node.local_addr());
     let instances = ["one", "two"].map(|name| serve(&ca, &both, name, &model, "64"));
@@ -176,7 +176,7 @@ fn nobody_else_is_followed_as_the_gmanager() {
     // Beside the one that leads. That nothing of it was heard shows later: the session is the same.
     let ack = |term| C::HeartbeatAck(p::HeartbeatAck { known: true, fenced: true, term, ..p::HeartbeatAck::default() });
     for body in [ack(term), ack(term + 1), drain(), C::Rejected(p::Rejected { reason: "leave".to_owned() })] {
-        wait(|| rival.tells(&body) == 2);
+        wait(|| rival.emits(&body) == 2);
     }
     equals_single(&clients[0], &model, &prompt);
 
@@ -189,7 +189,7 @@ fn nobody_else_is_followed_as_the_gmanager() {
     // At the gManager's own address, and from it.
     let impostor = Impostor::new(&place, &identity(&certificates(&ca, "three")), Says::Leads(term + 1_000_000_000));
     for instance in &instances {
-        impostor.node.connect(instance.said("quic").parse().unwrap(), &[Class::Control]).unwrap();
+        impostor.node.connect(instance.announced("quic").parse().unwrap(), &[Class::Control]).unwrap();
     }
     wait(|| {
         let seen = impostor.seen.lock().unwrap();
@@ -275,11 +275,11 @@ fn nobody_else_takes_an_instances_number() {
     let ca = new_ca();
     let (model, prompt) = golden_prompt();
     let gmanager = start_gmanager(&ca, "127.0.0.1:0");
-    let instances = ["one", "two"].map(|name| serve(&ca, &gmanager.said("quic"), name, &model, "96"));
+    let instances = ["one", "two"].map(|name| serve(&ca, &gmanager.announced("quic"), name, &model, "96"));
     let clients = instances.each_ref().map(Server::client);
     clients.iter().for_each(|client| wait_for_pool(client, TWO_LARGER));
     equals_single(&clients[0], &model, &prompt);
-    let two: SocketAddr = instances[1].said("quic").parse().unwrap();
+    let two: SocketAddr = instances[1].announced("quic").parse().unwrap();
     let status = clients[0].get("/lagoon/status").json();
     let number = u32::try_from(status["instance"].as_u64().unwrap()).unwrap();
 
@@ -341,10 +341,10 @@ impl Flood {
     }
 
     /// Hears what is answered.
-    fn hear(&self, stranger: &mut Stranger) {
+    fn receive(&self, stranger: &mut Stranger) {
         let Stranger { bound: Bound { events, partials, .. }, runtime, .. } = stranger;
         while !self.over.load(Relaxed) {
-            let heard = async {
+            let received = async {
                 tokio::select! {
                     Some(event) = events.recv() => if matches!(event, Event::Down { .. }) {
                         self.ended.fetch_add(1, Relaxed);
@@ -354,7 +354,7 @@ impl Flood {
                     },
                 }
             };
-            let _ = runtime.block_on(async { tokio::time::timeout(Duration::from_millis(100), heard).await });
+            let _ = runtime.block_on(async { tokio::time::timeout(Duration::from_millis(100), received).await });
         }
     }
 
@@ -410,11 +410,11 @@ fn a_flood_of_one_peer_stops_nobody_else() {
     let ca = new_ca();
     let (model, prompt) = golden_prompt();
     let gmanager = start_gmanager(&ca, "127.0.0.1:0");
-    let instances = ["one", "two"].map(|name| serve(&ca, &gmanager.said("quic"), name, &model, "96"));
+    let instances = ["one", "two"].map(|name| serve(&ca, &gmanager.announced("quic"), name, &model, "96"));
     let clients = instances.each_ref().map(Server::client);
     clients.iter().for_each(|client| wait_for_pool(client, TWO_LARGER));
     let three = identity(&certificates(&ca, "three"));
-    let victim: SocketAddr = instances[1].said("quic").parse().unwrap();
+    let victim: SocketAddr = instances[1].announced("quic").parse().unwrap();
     let (mut stranger, hello) = Stranger::new(&three, victim);
     let shape = hello.shape.clone().unwrap();
     stranger.say(C::Hello(p::Hello { instance: 77, ..hello }));
@@ -439,7 +439,7 @@ fn a_flood_of_one_peer_stops_nobody_else() {
     std::thread::scope(|scope| {
         scope.spawn(|| flood.send(&node, peer, |_| renewal.clone(), 0));
         scope.spawn(|| flood.send(&node, peer, steps, bytes));
-        scope.spawn(|| flood.hear(&mut stranger));
+        scope.spawn(|| flood.receive(&mut stranger));
         scope.spawn(|| flood.connect(&three, victim));
         let _end = End(&flood.over);
         wait(|| flood.connections.load(Relaxed) > 0 && flood.refused.load(Relaxed) > 0);

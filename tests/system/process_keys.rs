@@ -47,7 +47,7 @@ fn own_addr() -> Option<std::net::IpAddr> {
 #[test]
 fn administration_is_for_this_machine_unless_it_has_a_key() {
     let open = serve(&["--http=0.0.0.0:0"]);
-    let port = open.said("http").parse::<SocketAddr>().unwrap().port();
+    let port = open.announced("http").parse::<SocketAddr>().unwrap().port();
     let here = SocketAddr::from(([127, 0, 0, 1], port));
     for path in ["/lagoon/status", "/metrics"] {
         assert_eq!(raw(here, "GET", path, ""), 200, "{path}");
@@ -63,7 +63,7 @@ fn administration_is_for_this_machine_unless_it_has_a_key() {
     let own = ["up", &model, "--backend=cpu", "--threads=1", "--port=0", "--block-tokens=8", "--kv-tokens=64"];
     let keys = ["--api-key=sesame", "--admin-key=root", "--calibrate=off"];
     let pool = Server::start(&[&own[..], &keys[..]].concat());
-    let addr: SocketAddr = pool.said("http").parse().unwrap();
+    let addr: SocketAddr = pool.announced("http").parse().unwrap();
     let bears = |key: &str| format!("authorization: Bearer {key}\r\nx-forwarded-for: 192.0.2.7\r\n");
     assert_eq!(
         [raw(addr, "GET", "/lagoon/status", &bears("root")), raw(addr, "GET", "/metrics", &bears("root"))],
@@ -86,11 +86,11 @@ fn administration_of_a_kv_node_takes_what_an_instances_does() {
     let cluster = Cluster::new();
     let (model, _) = golden_prompt();
     let instance = cluster.serve("one", &model, &["--backend=cpu", "--kv-tokens=64"]);
-    let hash = format!("--model-hash={}", instance.said("model_hash"));
+    let hash = format!("--model-hash={}", instance.announced("model_hash"));
     let flags = ["--role=kv", "--backend=cpu", "--kv-tokens=64", &hash];
     let (open, keyed) = (cluster.serve("open", &model, &flags), [&flags[..], &["--admin-key=root"]].concat());
     let keyed = cluster.serve("keyed", &model, &keyed);
-    let [open, keyed] = [open, keyed].map(|kv| (kv.said("http").parse::<SocketAddr>().unwrap(), kv));
+    let [open, keyed] = [open, keyed].map(|kv| (kv.announced("http").parse::<SocketAddr>().unwrap(), kv));
     let ask = |addr: SocketAddr, headers: &str| raw(addr, "GET", "/lagoon/status", headers);
     let elsewhere = "x-forwarded-for: 192.0.2.7\r\n";
     assert_eq!([ask(open.0, ""), ask(open.0, elsewhere), ask(keyed.0, "")], [200, 403, 401]);
@@ -167,7 +167,7 @@ fn https_is_spoken_to_by_all_commands_and_certificates_are_rolled() {
         &format!("--https-cert={cert}"),
         &format!("--https-key={key}"),
     ]);
-    let addr: SocketAddr = server.said("http").parse().unwrap();
+    let addr: SocketAddr = server.announced("http").parse().unwrap();
     let first = dir.path().join("first.pem").to_string_lossy().into_owned();
     fs::copy(&cert, &first).unwrap();
     let url = format!("--url=https://localhost:{}", addr.port());
@@ -204,7 +204,7 @@ fn a_gateway_comes_with_a_certificate_of_the_pool() {
     let instance = cluster.serve("one", &model, &flags);
     wait_for_pool(&instance.client().with_key("root"), 16);
     let [a, b, c] = certificates(&cluster.ca, "gateway");
-    let gmanager = cluster.gmanager.said("quic");
+    let gmanager = cluster.gmanager.announced("quic");
     let dir = tempfile::tempdir().unwrap();
     let keys = dir.path().join("keys.toml");
     fs::write(&keys, "[[key]]\nname = 'a'\nkey = 'outer'\n[[key]]\nname = 't'\nkey = 'few'\ntokens_per_minute = 50\n")
@@ -226,7 +226,7 @@ fn a_gateway_comes_with_a_certificate_of_the_pool() {
     wait(|| few() == 429);
     // What reaches the instance through the gateway is inference, however its path is written.
     let outer = "authorization: Bearer outer\r\n";
-    let addr = gateway.said("http").parse().unwrap();
+    let addr = gateway.announced("http").parse().unwrap();
     for path in ["/v1/../lagoon/status", "/v1/%2e%2e/lagoon/status", "//lagoon/status", "/%6cagoon/status"] {
         assert_ne!(raw(addr, "GET", path, outer), 200, "{path}");
     }
@@ -236,7 +236,7 @@ fn a_gateway_comes_with_a_certificate_of_the_pool() {
 #[test]
 fn commands_end_quietly_when_nobody_reads_their_answer() {
     let server = serve(&["--http=127.0.0.1:0"]);
-    let url = format!("--url=http://{}", server.said("http"));
+    let url = format!("--url=http://{}", server.announced("http"));
     let dir = tempfile::tempdir().unwrap();
     let ca = dir.path().join("ca").to_string_lossy().into_owned();
     let pem = format!("{ca}/ca.pem");

@@ -91,7 +91,7 @@ fn processes_export_what_the_reference_page_says() {
     let client = instance.client();
     wait_for_pool(&client, 24);
     let [a, b, c] = certificates(&cluster.ca, "gateway");
-    let gmanager = cluster.gmanager.said("quic");
+    let gmanager = cluster.gmanager.announced("quic");
     let flags = ["--listen=127.0.0.1:0", "--block-tokens=8", "--gmanager", &gmanager, &a, &b, &c];
     let gateway = Server::start(&[&["gateway"], &flags[..]].concat());
     assert_eq!(gateway.client().complete(&prompt, 8, &json!({})).status, 200);
@@ -117,7 +117,7 @@ fn processes_export_what_the_reference_page_says() {
     let exported = compare(&page, &gateway.client().get("/metrics").text);
     assert_eq!(exported, &expires | &BTreeSet::from(["lagoon_gateway_requests_total".to_owned()]));
 
-    let metrics = Client::new(cluster.gmanager.said("metrics").parse().unwrap());
+    let metrics = Client::new(cluster.gmanager.announced("metrics").parse().unwrap());
     metrics.wait_for_text("/metrics", "lagoon_gmanager_instances{state=\"alive\"} 2");
     let exported = compare(&page, &metrics.get("/metrics").text);
     let mut wanted = expected(&page, &["gManager", "Certificate of a node"]);

@@ -174,7 +174,7 @@ fn rblocks_are_recalled_from_the_middle_of_a_run() {
         stream.wait_for(2);
         let request = request(&pool, "a");
         let at = |block: u32| format!("--first={block}");
-        let said = stream.tokens();
+        let output = stream.tokens();
         let out = ["kv", "move", &request, "--from=a", "--to=b", "--blocks=8", &at(run)];
         by_hand(&pool, &stream, &out, "blocks_out");
         assert_eq!(pool.creditors("a").get("b"), Some(&8), "{what}");
@@ -185,7 +185,7 @@ fn rblocks_are_recalled_from_the_middle_of_a_run() {
         // Of eight rBlocks, pieces of three, one and one are left.
         let lent = pool.creditors("a");
         assert_eq!((lent.get("b"), lent.get("c")), (Some(&5), Some(&1)), "{what}");
-        println!("{what}: three orders over {} tokens: {}", stream.tokens() - said, status["moves"]);
+        println!("{what}: three orders over {} tokens: {}", stream.tokens() - output, status["moves"]);
         stream.wait_for(stream.tokens() + 20);
         by_hand(&pool, &stream, &["kv", "recall", &request, "--from=c"], "blocks_home");
         let status = by_hand(&pool, &stream, &["kv", "recall", &request, "--from=b", &at(run + 7)], "blocks_home");
@@ -277,18 +277,18 @@ fn creditors_killed_in_the_middle_of_a_move() {
     pool.start(&[("target", 128, Place::default()), ("spare", 128, Place::default())]);
 
     let (_, target) = begin_move(&pool, &stream);
-    let (moved, said) = (pool.creditors("debtor"), stream.tokens());
+    let (moved, output) = (pool.creditors("debtor"), stream.tokens());
     pool.kill(&target);
     pool.wait("debtor", "recovered", |s| {
         number(s, "recoveries") > 0 && number(s, "moves/in_progress") == 0 && number(s, "sequences/0/lost_tokens") == 0
     });
     let first = number(&pool.status("debtor"), "recomputed_tokens");
-    println!("target killed in mid-move after {said} tokens, {moved:?}: {first} tokens computed again");
+    println!("target killed in mid-move after {output} tokens, {moved:?}: {first} tokens computed again");
     assert!(first < u64::from(70 * BLOCK), "what the source had is not lost");
-    stream.wait_for(said + 20);
+    stream.wait_for(output + 20);
 
     let (source, _) = begin_move(&pool, &stream);
-    let (moved, said, before) = (pool.creditors("debtor"), stream.tokens(), pool.status("debtor"));
+    let (moved, output, before) = (pool.creditors("debtor"), stream.tokens(), pool.status("debtor"));
     pool.kill(&source);
     pool.wait("debtor", "recovered", |s| {
         number(s, "recoveries") > number(&before, "recoveries")
@@ -296,7 +296,7 @@ fn creditors_killed_in_the_middle_of_a_move() {
             && number(s, "sequences/0/lost_tokens") == 0
     });
     let second = number(&pool.status("debtor"), "recomputed_tokens") - first;
-    println!("source killed in mid-move after {said} tokens, {moved:?}: {second} tokens computed again");
+    println!("source killed in mid-move after {output} tokens, {moved:?}: {second} tokens computed again");
     assert!(second > 0 && !stream.is_over());
     stream.finish("both ends of a move killed", &undisturbed);
     assert_eq!(number(&pool.status("debtor"), "preemptions"), 0, "only what was lost is computed again");

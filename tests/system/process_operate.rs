@@ -14,7 +14,7 @@ fn a_single_instance_says_what_it_is_and_what_it_measured_once() {
         let own = ["serve", &model, "--backend=cpu", "--threads=1", "--http=127.0.0.1:0", "--kv-tokens=256"];
         let cache = [("XDG_CACHE_HOME", cache.path().as_os_str())];
         let server = Server::start_with(&[&own[..], &["--name=solo", calibrate]].concat(), &cache);
-        let url = format!("http://{}", server.said("http"));
+        let url = format!("http://{}", server.announced("http"));
         let table = run(&["status", "--url", &url]);
         let row = table.stdout.lines().nth(1).unwrap_or_default().to_owned();
         for word in ["solo", "instance", "cpu", "device"] {
@@ -55,7 +55,7 @@ fn a_gateway_follows_the_pool_and_the_gmanager_counts() {
     wait_for_pool(&instances[0].client(), TWO);
     wait_for_pool(&instances[1].client(), TWO);
     let [a, b, c] = certificates(&cluster.ca, "gateway");
-    let gmanager = cluster.gmanager.said("quic");
+    let gmanager = cluster.gmanager.announced("quic");
     let flags = ["--listen=127.0.0.1:0", "--block-tokens=8", "--gmanager", &gmanager, &a, &b, &c];
     let gateway = Server::start(&[&["gateway"], &flags[..]].concat());
     let client = gateway.client();
@@ -66,7 +66,7 @@ fn a_gateway_follows_the_pool_and_the_gmanager_counts() {
     }
     assert_eq!(served, BTreeSet::from(["one".to_owned(), "two".to_owned()]));
     // Orders pass through the gateway, too; a drained instance gets no more requests.
-    let url = format!("--url=http://{}", gateway.said("http"));
+    let url = format!("--url=http://{}", gateway.announced("http"));
     let drained = run(&["drain", "two", "--wait", &url]);
     assert_eq!(drained.code, Some(0), "{drained:?}");
     client.wait_until("/lagoon/status", "seen", |s| {
@@ -75,7 +75,7 @@ fn a_gateway_follows_the_pool_and_the_gmanager_counts() {
     for _ in 0..4 {
         assert_eq!(client.complete(&prompt[..40], 4, &json!({})).instance(), Some("one"));
     }
-    let metrics = Client::new(cluster.gmanager.said("metrics").parse().unwrap());
+    let metrics = Client::new(cluster.gmanager.announced("metrics").parse().unwrap());
     for line in [
         "lagoon_gmanager_leads 1",
         "lagoon_gmanager_instances{state=\"alive\"} 1",
@@ -92,7 +92,7 @@ fn orders_that_make_no_sense_are_refused_with_a_hint() {
     let (model, _) = golden_prompt();
     let flags = ["--backend=cpu", "--threads=1", "--port=0", "--block-tokens=8", "--kv-tokens=64", "--instances=2"];
     let pool = Server::start(&[&["up", &model], &flags[..]].concat());
-    let url = format!("--url=http://{}", pool.said("http"));
+    let url = format!("--url=http://{}", pool.announced("http"));
     let refused = |command: &[&str], words: &[&str]| {
         let ended = run(&[command, &[&url]].concat());
         assert_eq!(ended.code, Some(1), "{ended:?}");
@@ -110,7 +110,7 @@ fn orders_that_make_no_sense_are_refused_with_a_hint() {
         assert_eq!(ended.code, Some(0), "{ended:?}");
     }
     let single = Server::start(&["serve", &model, "--backend=cpu", "--http=127.0.0.1:0", "--calibrate=off"]);
-    let url = format!("--url=http://{}", single.said("http"));
+    let url = format!("--url=http://{}", single.announced("http"));
     let ended = run(&["kv", "ls", &url]);
     assert!(ended.code == Some(1) && ended.stderr.contains("hint:"), "{ended:?}");
 }

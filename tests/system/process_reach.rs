@@ -2,8 +2,8 @@
 //! that outgrows its instance attends to mapped creditor KV.
 
 use crate::process_cluster::{Cluster, wait_for_pool};
+use crate::process_regions::OnFake;
 use crate::process_up::golden_prompt;
-use crate::process_windows::OnFake;
 use lagoon_tests::faults::{certificates, number};
 use lagoon_tests::golden::max_diff;
 use lagoon_tests::process::{Client, Server, completion, logits, run, token_ids};
@@ -33,7 +33,7 @@ struct Pair {
 
 fn serve(on: &OnFake, cluster: &Cluster, name: &str, flags: &[&str], variables: &[(&str, &str)]) -> Server {
     let (model, _) = golden_prompt();
-    let gmanager = format!("--gmanager={}", cluster.gmanager.said("quic"));
+    let gmanager = format!("--gmanager={}", cluster.gmanager.announced("quic"));
     let [a, b, c] = certificates(&cluster.ca, name);
     let own = ["serve", &model, &gmanager, &a, &b, &c, "--name", name, "--http=127.0.0.1:0"];
     on.start_plain(&[&own[..], &FLAGS, flags].concat(), variables)
@@ -102,8 +102,8 @@ fn a_request_that_outgrows_its_process_is_attended_to_in_anothers_memory() {
         });
         assert_eq!((&lent["lent"]["name"], &lent["lent"]["role"]), (&json!("lender-lent"), &json!("kv")), "{lent}");
         pair.lender.client().wait_for_text("/metrics", &format!("lagoon_lent_kv_blocks_free {LENT}"));
-        let said = pair.debtor.stop().stderr;
-        assert_eq!(said.contains("device memory cannot be mapped"), refused > 0, "{said}");
+        let output = pair.debtor.stop().stderr;
+        assert_eq!(output.contains("device memory cannot be mapped"), refused > 0, "{output}");
     }
 }
 
@@ -147,18 +147,18 @@ fn a_killed_lender_costs_what_it_lent_and_nothing_else() {
     lender.kill();
     let (events, done) = stream.rest();
     assert!(done, "{events:?}");
-    let said: Vec<u32> = events.iter().flat_map(token_ids).collect();
+    let output: Vec<u32> = events.iter().flat_map(token_ids).collect();
     let status = client.wait_until("/lagoon/status", "unmapped", |s| number(s, "peer_access/mapped") == 0);
     assert!(number(&status, "recoveries") > 0 && number(&status, "recomputed_tokens") > 0, "{status}");
     let reference = single(&on, &model);
-    assert_eq!(said, token_ids(&reference.client().complete(&prompt, 120, &json!({})).json()));
+    assert_eq!(output, token_ids(&reference.client().complete(&prompt, 120, &json!({})).json()));
 }
 
 #[test]
 fn what_cannot_be_lent_to_be_mapped_is_refused() {
     let (model, _) = golden_prompt();
     let cluster = Cluster::new();
-    let gmanager = format!("--gmanager={}", cluster.gmanager.said("quic"));
+    let gmanager = format!("--gmanager={}", cluster.gmanager.announced("quic"));
     let [a, b, c] = certificates(&cluster.ca, "node");
     let pool = [gmanager.as_str(), &a, &b, &c];
     let refused = |flags: &[&str], words: &[&str]| {

@@ -13,7 +13,7 @@ fn role(name: &str) -> Place {
 }
 
 fn watch(gateway: &Server, prompt: &[u32], max_tokens: u32, extra: &Value) -> Watched {
-    Watched::start(gateway.said("http").parse().unwrap(), prompt, max_tokens, extra)
+    Watched::start(gateway.announced("http").parse().unwrap(), prompt, max_tokens, extra)
 }
 
 /// The instance of `names` that runs the request, once one does.

@@ -92,7 +92,7 @@ fn a_body_takes_memory_for_itself_and_for_what_is_used_of_it() {
 /// Three prompts of 8 MiB whose tokenising goes on; gives the server's answers to them as they come.
 fn tokenise_three(server: &Server) -> mpsc::Receiver<u16> {
     let before = memory_mib(server, "VmRSS");
-    let addr: SocketAddr = server.said("http").parse().unwrap();
+    let addr: SocketAddr = server.announced("http").parse().unwrap();
     let (sender, answers) = mpsc::channel();
     for _ in 0..3 {
         let sender = sender.clone();
@@ -161,7 +161,7 @@ fn clients_that_hang_up_leave_no_work_behind() {
     let (_dir, model) = long_context();
     let server = serve(&model);
     let (client, before) = (server.client(), threads(&server));
-    let addr: SocketAddr = server.said("http").parse().unwrap();
+    let addr: SocketAddr = server.announced("http").parse().unwrap();
     let body = long_text(MIB);
     let mut most = 0;
     for _ in 0..60 {

@@ -42,7 +42,7 @@ impl Pair {
     }
 
     fn addr(&self, place: usize) -> String {
-        self.gmanagers[place].said("quic")
+        self.gmanagers[place].announced("quic")
     }
 
     fn both(&self) -> String {

@@ -62,7 +62,7 @@ fn every_instance_serves_what_none_can_hold_alone() {
 }
 
 fn look_at(pool: &Server, client: &Client) {
-    let url = format!("http://{}", pool.said("http"));
+    let url = format!("http://{}", pool.announced("http"));
     let status = lagoon_tests::process::run(&["status", "--json", "--url", &url]);
     assert_eq!(status.code, Some(0), "{status:?}");
     let status: Value = serde_json::from_str(&status.stdout).unwrap();

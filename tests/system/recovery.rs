@@ -234,9 +234,9 @@ fn others_decode_meanwhile() {
     let creditors = seq(&world).remote_blocks;
     let dead = node_of(&world, *creditors.keys().next().unwrap());
     let lost = kill(&mut world, dead);
-    let (said, before) = (world.requests[beside].tokens.len(), world.requests[0].tokens.len());
+    let (output, before) = (world.requests[beside].tokens.len(), world.requests[0].tokens.len());
     world.run_until(|w| seq(w).lost_tokens == 0);
-    let meanwhile = world.requests[beside].tokens.len() - said;
+    let meanwhile = world.requests[beside].tokens.len() - output;
     assert_eq!(world.requests[0].tokens.len(), before, "nothing is sampled meanwhile");
     assert!(meanwhile >= 2 && lost == 36, "{meanwhile} tokens beside {lost} lost rows, 15 a step");
     world.run();

@@ -49,10 +49,10 @@ fn a_remote_request_that_breaks_the_target_is_sent_away_once() {
     let own = world.submit(1, greedy(prompt(303, 10, 128), 140));
     world.run_until(|w| w.nodes[1].live().status().steps_shed > 0);
     assert!(!world.requests[remote_request].is_over());
-    let (shed_ms, said) = (world.now_ms, world.requests[own].tokens.len());
-    assert!(said >= 20, "sent away after {said} steps");
+    let (shed_ms, output) = (world.now_ms, world.requests[own].tokens.len());
+    assert!(output >= 20, "sent away after {output} steps");
     // A remote request that was sent away does not come back while this instance is busy.
-    world.run_until(|w| w.requests[own].is_over() || w.requests[own].tokens.len() >= said + 60);
+    world.run_until(|w| w.requests[own].is_over() || w.requests[own].tokens.len() >= output + 60);
     let per_token = (world.now_ms - shed_ms) / 60;
     assert!(per_token <= 14, "{per_token} ms a token, and 10 are its own");
     assert_eq!(world.nodes[1].live().status().blocks_lent, 0);

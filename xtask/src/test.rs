@@ -213,7 +213,7 @@ fn harness(root: &Path, mut command: Command, tally: &mut Tally) -> Result<bool>
     command.current_dir(root).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().context("run cargo test")?;
     let stderr = child.stderr.take();
-    let said = std::thread::spawn(move || {
+    let reply = std::thread::spawn(move || {
         let lines = stderr.into_iter().flat_map(|stderr| BufReader::new(stderr).split(b'\n'));
         let lines = lines.map_while(Result::ok).map(|line| String::from_utf8_lossy(&line).into_owned());
         lines.inspect(|line| eprintln!("{line}")).collect::<Vec<_>>()
@@ -226,7 +226,7 @@ fn harness(root: &Path, mut command: Command, tally: &mut Tally) -> Result<bool>
         }
     }
     let status = child.wait().context("wait for cargo test")?;
-    said.join().unwrap_or_default().iter().for_each(|line| tally.cargo_line(line));
+    reply.join().unwrap_or_default().iter().for_each(|line| tally.cargo_line(line));
     Ok(status.success())
 }
 

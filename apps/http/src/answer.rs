@@ -6,7 +6,7 @@
 use crate::{
     error::ApiError,
     generate::{Failure, Piece, Pieces},
-    journal::{self, Began, Entry, Said},
+    journal::{self, Began, Entry, SentTokens},
     keys::Meter,
     reply::{self, Choice, Content, Delta, Endpoint, Reply, Usage},
 };
@@ -55,8 +55,8 @@ pub(crate) struct Progress {
 
 impl Progress {
     /// Progress of a sequence of which another server has sent `said`, with log-probabilities up to `offset`.
-    pub(crate) fn after(said: &Said, offset: usize) -> Self {
-        Self { started: said.finished || !said.tokens.is_empty(), completion_tokens: said.tokens.len(), offset }
+    pub(crate) fn after(output: &SentTokens, offset: usize) -> Self {
+        Self { started: output.finished || !output.tokens.is_empty(), completion_tokens: output.tokens.len(), offset }
     }
 }
 
@@ -207,7 +207,7 @@ impl Frames {
         match piece {
             Some(Ok(piece)) => {
                 let tokens = piece.tokens.iter().map(|token| token.id).collect();
-                let entry = Entry::Said { index: piece.index, tokens, finished: piece.finish.is_some() };
+                let entry = Entry::SentTokens { index: piece.index, tokens, finished: piece.finish.is_some() };
                 (self.lines(&entry) + &frame(&self.answer.chunk(piece)), Some(self))
             }
             Some(Err(Failure { error, again })) => {

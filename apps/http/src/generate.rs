@@ -73,18 +73,18 @@ impl TextRules {
     }
 
     /// Adds tokens whose text another server has sent: later text depends on them.
-    pub(crate) fn catch_up(&mut self, said: &[u32]) {
-        said.iter().for_each(|id| drop(self.push(*id)));
+    pub(crate) fn catch_up(&mut self, output: &[u32]) {
+        output.iter().for_each(|id| drop(self.push(*id)));
     }
 
     /// Why a sequence ended of which another server sent the tokens `said`, of at most `tokens_max`; `None` if it goes
     /// on.
-    pub(crate) fn is_over(&self, said: &[u32], tokens_max: usize) -> Option<FinishReason> {
-        let stopped = said.last().is_some_and(|id| self.stop_ids.binary_search(id).is_ok());
+    pub(crate) fn is_over(&self, output: &[u32], tokens_max: usize) -> Option<FinishReason> {
+        let stopped = output.last().is_some_and(|id| self.stop_ids.binary_search(id).is_ok());
         if stopped || self.stop_strings.stopped() {
             Some(FinishReason::Stop)
         } else {
-            (said.len() >= tokens_max).then_some(FinishReason::Length)
+            (output.len() >= tokens_max).then_some(FinishReason::Length)
         }
     }
 }

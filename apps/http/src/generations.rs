@@ -6,7 +6,7 @@ use crate::{
     error::ApiError,
     fields::{Fields, Neutral, text, wrong_type},
     generate::{Pieces, Sequence, TextRules, pieces},
-    journal::{self, Began, Said},
+    journal::{self, Began, SentTokens},
     json::{Json, Kind},
     keys::Meter,
     messages, metrics,
@@ -229,14 +229,14 @@ async fn generate(state: &ServerState, ready: Ready) -> Result<Response, ApiErro
         }
         check_vocabulary(name, prompt, info.vocab_size)?;
     }
-    let mut said = params.resume.as_ref().map(|resume| resume.sequences.clone()).unwrap_or_default();
-    if said.len() > sequences {
-        return Err(too_many(journal::FIELD, said.len(), sequences));
+    let mut output = params.resume.as_ref().map(|resume| resume.sequences.clone()).unwrap_or_default();
+    if output.len() > sequences {
+        return Err(too_many(journal::FIELD, output.len(), sequences));
     }
-    said.resize(sequences, Said::default());
-    let running = submit(state, &params, &ask, &said, info.max_model_tokens)?;
+    output.resize(sequences, SentTokens::default());
+    let running = submit(state, &params, &ask, &output, info.max_model_tokens)?;
     let stream = params.stream;
-    let answer = answer(state, ask, params, &said, info.model_id);
+    let answer = answer(state, ask, params, &output, info.model_id);
     if stream { answer.stream(running, state.limits.headers_hold).await } else { answer.whole(running).await }
 }
 
@@ -251,11 +251,11 @@ fn submit(
     state: &ServerState,
     params: &Params,
     ask: &Ask,
-    said: &[Said],
+    output: &[SentTokens],
     max_model_tokens: u32,
 ) -> Result<Pieces, ApiError> {
-    let mut sequences = Vec::with_capacity(said.len());
-    for (index, said) in said.iter().enumerate().filter(|(_, said)| !said.finished) {
+    let mut sequences = Vec::with_capacity(output.len());
+    for (index, output) in output.iter().enumerate().filter(|(_, output)| !output.finished) {
         let prompt = &ask.prompts[index / params.n];
         let mut rules = TextRules {
             decoder: IncrementalDetokenizer::new(Arc::clone(&state.tokenizer), params.skip_special),
@@ -264,14 +264,14 @@ fn submit(
             min_tokens: params.min_tokens,
             every_token: params.return_token_ids,
         };
-        rules.catch_up(&said.tokens);
+        rules.catch_up(&output.tokens);
         let room = (max_model_tokens as usize).saturating_sub(prompt.len()).min(ask.max_tokens as usize);
-        let generation = match rules.is_over(&said.tokens, room).filter(|_| !said.tokens.is_empty()) {
+        let generation = match rules.is_over(&output.tokens, room).filter(|_| !output.tokens.is_empty()) {
             Some(reason) => ended(reason),
             None => {
                 let request = GenerateRequest {
-                    prompt: [&prompt[..], &said.tokens[..]].concat(),
-                    answered: u32::try_from(said.tokens.len()).unwrap_or(u32::MAX),
+                    prompt: [&prompt[..], &output.tokens[..]].concat(),
+                    answered: u32::try_from(output.tokens.len()).unwrap_or(u32::MAX),
                     max_tokens: ask.max_tokens,
                     sampling: params.sampling_of(index % params.n),
                     min_tokens: params.min_tokens.min(ask.max_tokens),
@@ -298,7 +298,7 @@ fn ended(reason: FinishReason) -> Generation {
     Generation { events, guard: CancelGuard::new(|| {}) }
 }
 
-fn answer(state: &ServerState, ask: Ask, params: Params, said: &[Said], model: String) -> Answer {
+fn answer(state: &ServerState, ask: Ask, params: Params, output: &[SentTokens], model: String) -> Answer {
     let prefix = if ask.endpoint == Endpoint::Chat { "chatcmpl" } else { "cmpl" };
     let began = params.resume.map_or_else(
         || Began {
@@ -310,7 +310,7 @@ fn answer(state: &ServerState, ask: Ask, params: Params, said: &[Said], model: S
     );
     let logprobs = params.sampling.logprobs.is_some();
     let characters = |id: &u32| token_text(&state.tokenizer, *id).chars().count();
-    let offset = |said: &Said| if logprobs { said.tokens.iter().map(characters).sum() } else { 0 };
+    let offset = |output: &SentTokens| if logprobs { output.tokens.iter().map(characters).sum() } else { 0 };
     Answer {
         endpoint: ask.endpoint,
         journal: ask.journal.then(|| began.clone()),
@@ -318,7 +318,7 @@ fn answer(state: &ServerState, ask: Ask, params: Params, said: &[Said], model: S
         model,
         created: began.created,
         tokenizer: Arc::clone(&state.tokenizer),
-        progress: said.iter().map(|said| Progress::after(said, offset(said))).collect(),
+        progress: output.iter().map(|output| Progress::after(output, offset(output))).collect(),
         prompts: ask.prompts,
         n: params.n,
         include_usage: params.include_usage,

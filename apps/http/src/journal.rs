@@ -34,7 +34,7 @@ pub struct Began {
 /// Tokens sent of one sequence.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Said {
+pub struct SentTokens {
     pub tokens: Vec<u32>,
     /// Whether its finish reason was sent.
     pub finished: bool,
@@ -47,7 +47,7 @@ pub enum Entry {
     /// First entry of a journal.
     Began(Began),
     /// The event's new tokens of a sequence.
-    Said { index: usize, tokens: Vec<u32>, finished: bool },
+    SentTokens { index: usize, tokens: Vec<u32>, finished: bool },
     /// Everything was sent; only the end mark follows.
     Ended,
     /// The event is the response's error. `again`: another server may succeed.
@@ -67,7 +67,7 @@ impl Entry {
 pub struct Resume {
     pub began: Began,
     /// Tokens sent, by sequence of the request; missing sequences have none.
-    pub sequences: Vec<Said>,
+    pub sequences: Vec<SentTokens>,
 }
 
 impl Resume {
@@ -85,7 +85,7 @@ impl Resume {
 #[derive(Debug, Default)]
 pub struct Journal {
     began: Option<Began>,
-    sequences: Vec<Said>,
+    sequences: Vec<SentTokens>,
     tokens: usize,
     /// Whether an event had no entry: then the state is unknown.
     gap: bool,
@@ -116,7 +116,7 @@ impl Journal {
             explained = true;
             match serde_json::from_slice(entry) {
                 Ok(Entry::Began(began)) => self.began = Some(began),
-                Ok(Entry::Said { index, tokens, finished }) => self.note(index, Said { tokens, finished }),
+                Ok(Entry::SentTokens { index, tokens, finished }) => self.note(index, SentTokens { tokens, finished }),
                 Ok(Entry::Ended) => self.ended = true,
                 Ok(Entry::Failed { again }) => error = Some(again),
                 Err(_) => self.gap = true,
@@ -134,18 +134,18 @@ impl Journal {
         }
     }
 
-    fn note(&mut self, index: usize, said: Said) {
-        self.tokens += said.tokens.len();
+    fn note(&mut self, index: usize, output: SentTokens) {
+        self.tokens += output.tokens.len();
         if index >= crate::limits::SEQUENCES_MAX || self.tokens > TOKENS_MAX {
             self.gap = true;
             return;
         }
         if self.sequences.len() <= index {
-            self.sequences.resize(index + 1, Said::default());
+            self.sequences.resize(index + 1, SentTokens::default());
         }
         let sequence = &mut self.sequences[index];
-        sequence.tokens.extend(said.tokens);
-        sequence.finished |= said.finished;
+        sequence.tokens.extend(output.tokens);
+        sequence.finished |= output.finished;
     }
 
     /// Tokens of the answer so far.
@@ -187,21 +187,22 @@ mod tests {
         Began { id: "cmpl-1".to_owned(), created: 7, seed: u64::MAX }
     }
 
-    fn said(index: usize, tokens: &[u32], finished: bool) -> Entry {
-        Entry::Said { index, tokens: tokens.to_vec(), finished }
+    fn sent(index: usize, tokens: &[u32], finished: bool) -> Entry {
+        Entry::SentTokens { index, tokens: tokens.to_vec(), finished }
     }
 
     #[test]
     fn a_journal_is_what_its_events_said_and_its_lines_do_not_show() {
         let mut journal = Journal::default();
         assert_eq!(journal.resume(), None);
-        let event = format!("{}{}data: a\n\n", Entry::Began(began()).line(), said(1, &[5, 6], false).line());
+        let event = format!("{}{}data: a\n\n", Entry::Began(began()).line(), sent(1, &[5, 6], false).line());
         assert_eq!(journal.read(event.as_bytes()), Read::Event(b"data: a\n\n".to_vec()));
-        let event = format!("{}data: b\n\n", said(0, &[], true).line());
+        let event = format!("{}data: b\n\n", sent(0, &[], true).line());
         assert_eq!(journal.read(event.as_bytes()), Read::Event(b"data: b\n\n".to_vec()));
-        let event = format!("{}data: c\n\n", said(1, &[7], false).line());
+        let event = format!("{}data: c\n\n", sent(1, &[7], false).line());
         assert_eq!(journal.read(event.as_bytes()), Read::Event(b"data: c\n\n".to_vec()));
-        let sequences = vec![Said { tokens: vec![], finished: true }, Said { tokens: vec![5, 6, 7], finished: false }];
+        let sequences =
+            vec![SentTokens { tokens: vec![], finished: true }, SentTokens { tokens: vec![5, 6, 7], finished: false }];
         assert_eq!(journal.resume(), Some(Resume { began: began(), sequences }));
         assert!(journal.is_whole());
         let event = format!("{}data: {{\"usage\":1}}\n\n", Entry::Ended.line());
@@ -224,13 +225,13 @@ mod tests {
         let mut journal = Journal::default();
         assert_eq!(journal.read(b"data: [DONE]\n\n"), Read::Event(b"data: [DONE]\n\n".to_vec()));
         assert!(journal.is_whole() && journal.is_done());
-        journal.read(format!("{}data: {{}}\n\n", said(usize::MAX, &[1], false).line()).as_bytes());
+        journal.read(format!("{}data: {{}}\n\n", sent(usize::MAX, &[1], false).line()).as_bytes());
         assert!(!journal.is_whole());
     }
 
     #[test]
     fn a_resumed_request_is_the_request_with_one_field_more() {
-        let resume = Resume { began: began(), sequences: vec![Said { tokens: vec![5], finished: false }] };
+        let resume = Resume { began: began(), sequences: vec![SentTokens { tokens: vec![5], finished: false }] };
         let request: serde_json::Value =
             serde_json::from_slice(&resume.request(b" {\"prompt\": \"a}\", \"n\": 1 } \n")).unwrap();
         assert_eq!((&request["prompt"], &request["n"]), (&"a}".into(), &1.into()));

@@ -179,8 +179,11 @@ fn files_that_are_wrong_are_refused_without_their_keys() {
     ];
     for (text, word) in cases {
         let Err(error) = parse(Path::new("keys.toml"), text) else { panic!("{text}") };
-        let said = format!("{error} {error:?}");
-        assert!(said.contains(word) && said.contains("keys.toml") && !said.contains("5550123"), "{text}: {said}");
+        let output = format!("{error} {error:?}");
+        assert!(
+            output.contains(word) && output.contains("keys.toml") && !output.contains("5550123"),
+            "{text}: {output}"
+        );
     }
 }
 

@@ -217,8 +217,8 @@ fn take_resume(fields: &mut Fields<'_>, stream: bool, rules: Rules<'_>) -> Resul
     let resume: Resume = value
         .read()
         .map_err(|error| wrong(format!("the field `{}` is no answer that was begun: {error}", journal::FIELD)))?;
-    for said in &resume.sequences {
-        check_vocabulary(journal::FIELD, &said.tokens, rules.vocab_size)?;
+    for output in &resume.sequences {
+        check_vocabulary(journal::FIELD, &output.tokens, rules.vocab_size)?;
     }
     Ok(Some(resume))
 }

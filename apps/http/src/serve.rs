@@ -247,16 +247,16 @@ mod tests {
         let serving = tokio::spawn(serve_beside(port, router, std::future::pending(), addresses));
         let ask = || async {
             let mut stream = TcpStream::connect(server).await.unwrap();
-            let mut said = String::new();
+            let mut output = String::new();
             // Either may fail, as the server may be done with the connection before.
             let _ = stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;
-            let _ = stream.read_to_string(&mut said).await;
-            said
+            let _ = stream.read_to_string(&mut output).await;
+            output
         };
         assert_eq!(ask().await, "");
         places.pop();
-        let said = ask().await;
-        assert!(said.ends_with("answered"), "{said}");
+        let output = ask().await;
+        assert!(output.ends_with("answered"), "{output}");
         serving.abort();
     }
 
@@ -265,7 +265,7 @@ mod tests {
     async fn a_superseded_connection_ends_with_the_request_in_flight() {
         let (mut client, server) = tokio::io::duplex(4096);
         let [begun, finish, ended] = [(); 3].map(|()| Arc::new(Notify::new()));
-        let (handler_begun, handler_finish, told) = (Arc::clone(&begun), Arc::clone(&finish), Arc::clone(&ended));
+        let (handler_begun, handler_finish, reported) = (Arc::clone(&begun), Arc::clone(&finish), Arc::clone(&ended));
         let handler = move || async move {
             handler_begun.notify_one();
             handler_finish.notified().await;
@@ -274,7 +274,7 @@ mod tests {
         let (supersede, superseded) = oneshot::channel();
         let superseded = async move {
             superseded.await.unwrap();
-            told.notify_one();
+            reported.notify_one();
         };
         let (_stop, stopped) = watch::channel(false);
         let router = Router::new().route("/", axum::routing::get(handler));
@@ -284,9 +284,9 @@ mod tests {
         supersede.send(()).unwrap();
         ended.notified().await;
         finish.notify_one();
-        let mut said = String::new();
-        client.read_to_string(&mut said).await.unwrap();
-        assert!(said.contains("connection: close") && said.ends_with("answered"), "{said}");
+        let mut output = String::new();
+        client.read_to_string(&mut output).await.unwrap();
+        assert!(output.contains("connection: close") && output.ends_with("answered"), "{output}");
         serving.await.unwrap();
     }
 

@@ -156,7 +156,7 @@ async fn serve_metrics(
 struct Peer {
     subject: Subject,
     addr: SocketAddr,
-    told: bool,
+    reported: bool,
 }
 
 struct Shell {
@@ -219,7 +219,9 @@ impl Shell {
 
     fn on_event(&mut self, event: Event) {
         match event {
-            Event::Up { peer, subject, addr, .. } => drop(self.peers.insert(peer, Peer { subject, addr, told: false })),
+            Event::Up { peer, subject, addr, .. } => {
+                drop(self.peers.insert(peer, Peer { subject, addr, reported: false }))
+            }
             Event::Control { peer, message, .. } => {
                 let Some(body) = message.body else { return };
                 let Some((subject, addr)) = self.peers.get(&peer).map(|of| (of.subject.clone(), of.addr)) else {
@@ -249,8 +251,8 @@ impl Shell {
 
     /// Refuses a message that the peer's certificate does not allow; logged once per session.
     fn refuse(&mut self, peer: PeerId, body: &ControlBody, reason: String) -> Option<ControlBody> {
-        if let Some(Peer { subject, told, .. }) = self.peers.get_mut(&peer)
-            && !std::mem::replace(told, true)
+        if let Some(Peer { subject, reported, .. }) = self.peers.get_mut(&peer)
+            && !std::mem::replace(reported, true)
         {
             tracing::warn!(%peer, node = %subject.node, reason, "a message was refused");
         }

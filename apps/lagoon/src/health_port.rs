@@ -136,10 +136,10 @@ mod tests {
             let addr = args.start(&port, || Ok(()), None, &stop).unwrap().unwrap();
             let mut stream = tokio::net::TcpStream::connect(addr).await.unwrap();
             stream.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await.unwrap();
-            let mut said = String::new();
-            stream.read_to_string(&mut said).await.unwrap();
-            assert!(said.starts_with(&format!("HTTP/1.1 {status} ")), "{said}");
-            assert_eq!(said.contains("https_required"), status == "400", "{said}");
+            let mut output = String::new();
+            stream.read_to_string(&mut output).await.unwrap();
+            assert!(output.starts_with(&format!("HTTP/1.1 {status} ")), "{output}");
+            assert_eq!(output.contains("https_required"), status == "400", "{output}");
         }
         stop.cancel();
         let none =

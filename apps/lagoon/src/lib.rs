@@ -209,7 +209,7 @@ mod tests {
             in_words(&error),
             "error: listen on 1.2.3.4: address in use\nhint: --http names another\nhint: look with ss\n"
         );
-        let said = anyhow::anyhow!("gone").context("cannot read x: gone");
-        assert_eq!(in_words(&said), "error: cannot read x: gone\n");
+        let output = anyhow::anyhow!("gone").context("cannot read x: gone");
+        assert_eq!(in_words(&output), "error: cannot read x: gone\n");
     }
 }

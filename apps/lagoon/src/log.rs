@@ -66,11 +66,11 @@ fn in_words(panicked: &PanicHookInfo<'_>) -> String {
 /// Prints text on standard error, regardless of the filter.
 pub(crate) fn notice(text: &str) {
     if let Some(writer) = WRITER.get() {
-        tell(writer, text);
+        deliver(writer, text);
     }
 }
 
-fn tell(writer: &NonBlocking, text: &str) {
+fn deliver(writer: &NonBlocking, text: &str) {
     // It fails only when the process ends.
     let _ = writer.clone().write_all(text.as_bytes());
 }
@@ -140,7 +140,7 @@ mod tests {
         panic::set_hook(Box::new(move |panicked| {
             // Other tests panic as they did.
             if std::thread::current().name() == Some(NAME) {
-                tell(&writer, &in_words(panicked));
+                deliver(&writer, &in_words(panicked));
             } else {
                 previous(panicked);
             }

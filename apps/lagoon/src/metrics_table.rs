@@ -324,13 +324,13 @@ const TRANSFER: &[Metric] = &[
     ),
     Metric::counter("lagoon_transfer_path_bytes_total", "bytes", &[("path", PATHS)], "Bytes of KV read, by path."),
     Metric::gauge(
-        "lagoon_transfer_windows_mapped",
+        "lagoon_transfer_regions_mapped",
         "instances",
         &[],
         "Prefill workers whose device memory this process has mapped.",
     ),
     Metric::counter(
-        "lagoon_transfer_windows_refused_total",
+        "lagoon_transfer_regions_refused_total",
         "instances",
         &[],
         "Times that the device memory of a prefill worker could not be mapped; its KV is read through the host.",

@@ -102,7 +102,7 @@ mod tests {
             return;
         }
         let run = slept(std::env::current_exe().unwrap().as_os_str(), &["--exact", NAME, "--nocapture"]).unwrap();
-        let said = String::from_utf8_lossy(&run.stdout);
-        assert!(run.status.success() && said.contains("1 passed"), "{run:?}");
+        let reply = String::from_utf8_lossy(&run.stdout);
+        assert!(run.status.success() && reply.contains("1 passed"), "{run:?}");
     }
 }

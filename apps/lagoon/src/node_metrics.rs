@@ -162,8 +162,8 @@ fn record_prefill(of: &PrefillStatus) {
 fn record_carried(of: &Carried) {
     let paths = of.bytes.iter();
     paths.for_each(|(path, bytes)| counter!("lagoon_transfer_path_bytes_total", "path" => *path).absolute(*bytes));
-    gauge!("lagoon_transfer_windows_mapped").set(as_f64(of.regions_mapped));
-    counter!("lagoon_transfer_windows_refused_total").absolute(of.regions_refused);
+    gauge!("lagoon_transfer_regions_mapped").set(as_f64(of.regions_mapped));
+    counter!("lagoon_transfer_regions_refused_total").absolute(of.regions_refused);
 }
 
 fn record_moves(moves: &MoveStatus, block_tokens: u32) {

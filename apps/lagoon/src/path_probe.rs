@@ -43,10 +43,10 @@ pub(crate) struct PathRow {
 impl PathRow {
     /// A path to `bytes` bytes of memory: of this process, shared, or of a device.
     pub(crate) fn memory(worker: u32, probe: Probe, bytes: usize) -> Self {
-        let tells = bytes >= TELLING_BYTES && probe.path != PEER_DEVICE;
+        let emits = bytes >= TELLING_BYTES && probe.path != PEER_DEVICE;
         let expected_as = match probe.path {
             PEER_DEVICE => "nothing: what links the devices is not known",
-            _ if !tells => "nothing: the memory is too small to tell",
+            _ if !emits => "nothing: the memory is too small to tell",
             SAME_DEVICE => "a copy within the device",
             _ => "one thread's memcpy",
         };
@@ -54,7 +54,7 @@ impl PathRow {
             worker,
             path: probe.path,
             bytes_per_s: probe.bytes_per_s,
-            expected_bytes_per_s: if tells { probe.expected_bytes_per_s } else { 0.0 },
+            expected_bytes_per_s: if emits { probe.expected_bytes_per_s } else { 0.0 },
             expected_as: expected_as.to_owned(),
         }
     }

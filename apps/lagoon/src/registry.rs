@@ -104,8 +104,9 @@ impl Registry {
         permissions::at_gmanager(subject.roles, from, body)?;
         if let ControlBody::Register(register) = body {
             // One that peers cannot reach is refused in its own words.
-            let told = register.quic_addr.parse::<SocketAddr>().ok().filter(|told| !told.ip().is_unspecified());
-            if told.is_some_and(|told| (told.ip(), told.port()) != (addr.ip(), addr.port())) {
+            let reported =
+                register.quic_addr.parse::<SocketAddr>().ok().filter(|reported| !reported.ip().is_unspecified());
+            if reported.is_some_and(|reported| (reported.ip(), reported.port()) != (addr.ip(), addr.port())) {
                 return Err(format!(
                     "the registration is for {}, and its session is that of {addr}\n\
                      hint: a process registers the address at which it accepts, as --quic or --advertise names it",

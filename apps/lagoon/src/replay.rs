@@ -141,9 +141,9 @@ impl Attempts {
         if response.status() != StatusCode::OK {
             self.correct_charge(0);
         } else if self.charged > 0 {
-            let told = response.headers().get(journal::TOKENS_HEADER);
-            let told = told.and_then(|value| value.to_str().ok()?.parse().ok());
-            self.correct_charge(told.unwrap_or(self.charged));
+            let reported = response.headers().get(journal::TOKENS_HEADER);
+            let reported = reported.and_then(|value| value.to_str().ok()?.parse().ok());
+            self.correct_charge(reported.unwrap_or(self.charged));
         }
     }
 
@@ -243,8 +243,8 @@ impl Attempts {
         if !passes(response.status()) {
             return;
         }
-        let said = response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
-        let Some(rest) = said.and_then(|said| retry_after(said, SystemTime::now())) else { return };
+        let output = response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
+        let Some(rest) = output.and_then(|output| retry_after(output, SystemTime::now())) else { return };
         let (addr, now) = (backend.http_addr, Instant::now());
         self.barred.retain(|(other, until)| *other != addr && *until > now);
         self.barred.push((addr, now + rest));
@@ -258,9 +258,9 @@ impl Attempts {
         let status = response.status();
         let read = tokio::time::timeout(self.limits.deadline, response.bytes(REFUSAL_BYTES_MAX)).await;
         let body = read.ok().and_then(Result::ok).unwrap_or_default();
-        let said = serde_json::from_slice::<serde_json::Value>(&body).unwrap_or_default();
-        let said = said["error"]["message"].as_str().unwrap_or("nothing more");
-        let message = format!("{} refused to continue a request of a lost instance: {said}", backend.name);
+        let output = serde_json::from_slice::<serde_json::Value>(&body).unwrap_or_default();
+        let output = output["error"]["message"].as_str().unwrap_or("nothing more");
+        let message = format!("{} refused to continue a request of a lost instance: {output}", backend.name);
         given_up(ApiError::new(status, Some("instance_lost"), message))
     }
 

@@ -49,26 +49,26 @@ async fn cut_after(server: &str, events: usize) -> String {
 }
 
 /// What a client hears of each sequence, in order, and what concerns all, without what differs between two runs.
-async fn hear(url: &str, route: &str, body: &Value) -> BTreeMap<String, Vec<Value>> {
+async fn receive(url: &str, route: &str, body: &Value) -> BTreeMap<String, Vec<Value>> {
     let response = reqwest::Client::new().post(format!("{url}{route}")).json(body).send().await.unwrap();
     assert_eq!(response.status(), 200);
     let text = response.text().await.unwrap();
     assert!(!text.contains(": lagoon"), "{text}");
-    let mut heard = BTreeMap::<String, Vec<Value>>::new();
+    let mut received = BTreeMap::<String, Vec<Value>>::new();
     let mut names = std::collections::BTreeSet::new();
     for event in text.split_terminator("\n\n") {
         let data = event.strip_prefix("data: ").unwrap_or_else(|| panic!("{event:?} in {text}"));
         if data == "[DONE]" {
-            heard.entry("all".to_owned()).or_default().push(json!("done"));
+            received.entry("all".to_owned()).or_default().push(json!("done"));
             continue;
         }
         let mut event: Value = serde_json::from_str(data).unwrap();
         names.insert((event["id"].take().to_string(), event["created"].take().to_string()));
         let index = event["choices"][0]["index"].as_u64();
-        heard.entry(index.map_or("all".to_owned(), |index| index.to_string())).or_default().push(event);
+        received.entry(index.map_or("all".to_owned(), |index| index.to_string())).or_default().push(event);
     }
     assert_eq!(names.len(), 1, "an answer has one id: {names:?}");
-    heard
+    received
 }
 
 #[tokio::test]
@@ -95,7 +95,7 @@ async fn a_stream_that_is_cut_at_any_event_says_what_it_would_have_said() {
         let (first, second) = (ScriptedEngine::saying(TEXT), ScriptedEngine::saying(TEXT));
         let server = scripted::spawn(scripted::state(first.clone())).await;
         let other = scripted::spawn(scripted::state(second.clone())).await;
-        let undisturbed = hear(&server, route, &ask).await;
+        let undisturbed = receive(&server, route, &ask).await;
         let events: usize = undisturbed.values().map(Vec::len).sum();
         assert!(events > 4, "{undisturbed:?}");
         for cut in 0..events {
@@ -103,7 +103,7 @@ async fn a_stream_that_is_cut_at_any_event_says_what_it_would_have_said() {
             let cutting = cut_after(&server, cut).await;
             let backends = vec![backend("cut", &cutting, 1_000_000), backend("whole", &other, 1)];
             let url = gateway_with(Arc::new(backends), limits()).await;
-            assert_eq!(hear(&url, route, &ask).await, undisturbed, "{ask} cut after {cut} events");
+            assert_eq!(receive(&url, route, &ask).await, undisturbed, "{ask} cut after {cut} events");
             // What goes on is the same request, of the same seed, after what was said.
             let begun = &first.requests()[firsts..];
             for request in &second.requests()[seconds..] {

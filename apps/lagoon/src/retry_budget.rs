@@ -14,9 +14,9 @@ const SAVED_MAX: f64 = 10.0;
 const REST_MAX: Duration = Duration::from_secs(60);
 
 /// The rest that a header `Retry-After` asks for, in seconds or until a date (RFC 9110, section 10.2.3).
-pub(crate) fn retry_after(said: &str, now: SystemTime) -> Option<Duration> {
-    let seconds = said.parse().ok().map(Duration::from_secs);
-    let until = || httpdate::parse_http_date(said).ok().map(|until| until.duration_since(now).unwrap_or_default());
+pub(crate) fn retry_after(output: &str, now: SystemTime) -> Option<Duration> {
+    let seconds = output.parse().ok().map(Duration::from_secs);
+    let until = || httpdate::parse_http_date(output).ok().map(|until| until.duration_since(now).unwrap_or_default());
     seconds.or_else(until).map(|rest| rest.min(REST_MAX))
 }
 
@@ -96,7 +96,7 @@ mod tests {
     fn a_rest_is_in_seconds_or_until_a_date_and_nobody_rests_for_a_day() {
         let seconds = Duration::from_secs;
         let now = httpdate::parse_http_date("Fri, 31 Jul 2026 12:00:00 GMT").unwrap();
-        for (said, rest) in [
+        for (output, rest) in [
             ("0", Some(0)),
             ("7", Some(7)),
             ("86400", Some(60)),
@@ -106,7 +106,7 @@ mod tests {
             ("-1", None),
             ("soon", None),
         ] {
-            assert_eq!(retry_after(said, now), rest.map(seconds), "{said}");
+            assert_eq!(retry_after(output, now), rest.map(seconds), "{output}");
         }
     }
 }

@@ -138,7 +138,7 @@ mod tests {
     use lagoon_protocol::{Heartbeat, InstanceStatus, RoleState};
 
     fn row(alive: bool, now: Role, becoming: Option<Role>) -> PoolRow {
-        let state = RoleState { now: now.into(), becoming: becoming.map(Into::into), heard: 0 };
+        let state = RoleState { now: now.into(), becoming: becoming.map(Into::into), order_received: 0 };
         let heartbeat = Heartbeat { blocks_total: 8, role: Some(Box::new(state)), ..Heartbeat::default() };
         InstanceStatus { alive, role: now.into(), heartbeat: Some(heartbeat), ..InstanceStatus::default() }.into()
     }

@@ -132,8 +132,8 @@ mod tests {
         let name = "shutdown::tests::a_process_says_why_and_ends_without_destructors";
         let mut command = Command::new(std::env::current_exe().unwrap());
         let ended = command.args(["--exact", name, "--nocapture"]).env(ENDING, "1").output().unwrap();
-        let said = String::from_utf8_lossy(&ended.stderr);
-        assert!(said.contains("error: the device hangs\nhint: look\n"), "{said}");
-        assert_eq!((ended.status.code(), ended.status.signal().is_some()), (None, true), "{said}");
+        let reply = String::from_utf8_lossy(&ended.stderr);
+        assert!(reply.contains("error: the device hangs\nhint: look\n"), "{reply}");
+        assert_eq!((ended.status.code(), ended.status.signal().is_some()), (None, true), "{reply}");
     }
 }

@@ -270,8 +270,8 @@ mod tests {
         let carried = json!({"bytes": {"quic": 400_000, "same device": 12_300_000}, "regions_refused": 2});
         let lines = path_lines(&json!({"paths": [path], "carried": carried}));
         assert_eq!(lines[0], "KV of prefill worker 3: 2.00 GB/s by same device when it was opened");
-        let said = "KV read: 0.4 MB by quic, 12.3 MB by same device; 2 times device memory could not be mapped";
-        assert_eq!(lines[1], said);
+        let output = "KV read: 0.4 MB by quic, 12.3 MB by same device; 2 times device memory could not be mapped";
+        assert_eq!(lines[1], output);
         assert!(path_lines(&json!({"carried": {"bytes": {}}})).is_empty());
     }
 }

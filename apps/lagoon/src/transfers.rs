@@ -206,7 +206,7 @@ impl Transfers {
         };
         let regions = regions(memory);
         let region = match memory {
-            KvMemory::Device { window, .. } => Some(Arc::clone(window)),
+            KvMemory::Device { region, .. } => Some(Arc::clone(region)),
             KvMemory::Host(_) => None,
         };
         let started = Instant::now();
@@ -594,7 +594,7 @@ fn offer(socket: &std::path::Path, memory: &KvMemory) -> Result<ArenaServer, Hos
             let offered: Vec<(u32, KvArena)> = (0..).zip(arenas.iter().cloned()).collect();
             ArenaServer::start(socket, &offered)
         }
-        KvMemory::Device { window, .. } => ArenaServer::of_region(socket, window.as_ref()),
+        KvMemory::Device { region, .. } => ArenaServer::of_region(socket, region.as_ref()),
     }
 }
 
@@ -602,8 +602,8 @@ fn offer(socket: &std::path::Path, memory: &KvMemory) -> Result<ArenaServer, Hos
 fn regions(memory: &KvMemory) -> Vec<Arc<dyn Region>> {
     match memory {
         KvMemory::Host(arenas) => arenas.iter().map(|arena| Arc::new(arena.clone()) as _).collect(),
-        KvMemory::Device { window, layers, layer_bytes } => {
-            DeviceRegion::consecutive(window, *layers, *layer_bytes as u64)
+        KvMemory::Device { region, layers, layer_bytes } => {
+            DeviceRegion::consecutive(region, *layers, *layer_bytes as u64)
         }
     }
 }

@@ -128,12 +128,12 @@ impl Pair {
         }
     }
 
-    fn on_completion(&mut self, told: Completion) {
-        let opened = match &told {
+    fn on_completion(&mut self, reported: Completion) {
+        let opened = match &reported {
             Completion::Opened { path: Ok(path), .. } => Some(path.name()),
             _ => None,
         };
-        match self.own.on_completion(told) {
+        match self.own.on_completion(reported) {
             Some(TransferEvent::Read { conn, read, result }) => self.reader.on_read(conn, read, result, 0),
             Some(TransferEvent::Checked { pull, piece, check }) => self.reader.on_checked(pull, piece, check, 0),
             Some(other) => panic!("{other:?}"),
@@ -148,8 +148,8 @@ impl Pair {
         }
     }
 
-    fn on_writer_told(&mut self, told: Completion) {
-        match self.writer.on_completion(told) {
+    fn on_writer_told(&mut self, reported: Completion) {
+        match self.writer.on_completion(reported) {
             Some(TransferEvent::FromWriter { body, .. }) => self.reader.on_control(WRITER, &body, 0),
             Some(TransferEvent::Exported { export, .. }) => assert!(export.is_ok(), "{export:?}"),
             Some(TransferEvent::Freed { .. }) | None => {}
@@ -176,15 +176,15 @@ async fn read(host: String) -> (&'static str, Option<&'static str>) {
     let until = tokio::time::Instant::now() + TIMEOUT;
     while !pair.done || pair.own.measured().is_empty() {
         pair.pump();
-        let told = async {
+        let reported = async {
             tokio::select! {
-                told = pair.own.next() => (true, told.unwrap()),
-                told = pair.writer.next() => (false, told.unwrap()),
+                reported = pair.own.next() => (true, reported.unwrap()),
+                reported = pair.writer.next() => (false, reported.unwrap()),
             }
         };
-        match tokio::time::timeout_at(until, told).await {
-            Ok((true, told)) => pair.on_completion(told),
-            Ok((false, told)) => pair.on_writer_told(told),
+        match tokio::time::timeout_at(until, reported).await {
+            Ok((true, reported)) => pair.on_completion(reported),
+            Ok((false, reported)) => pair.on_writer_told(reported),
             Err(_elapsed) => panic!("{:?}, done: {}", pair.path, pair.done),
         }
     }

@@ -249,24 +249,24 @@ mod tests {
         let given = ["--kv-tokens=64", "--prefix-cache=off", "--kv-dtype=f16", "--calibrate=off"];
         let own = ["up", "--backend=cpu", "--memory-percent=50"];
         let up = Cli::parse_from(own.iter().chain(&given)).up;
-        let mut told = up.wanted(&[Chosen::Cpu])[0].flags.clone();
-        told.sort();
+        let mut reported = up.wanted(&[Chosen::Cpu])[0].flags.clone();
+        reported.sort();
         let mut expected = [&given[..], &["--backend=cpu", "--memory-percent=25"]].concat();
         expected.sort_unstable();
-        assert_eq!(told, expected);
+        assert_eq!(reported, expected);
     }
 
     #[test]
     fn instances_take_devices_in_turn_and_divide_their_memory() {
         let devices = [0, 1].map(|ordinal| Chosen::Cuda { ordinal, memory_bytes: 1 << 30 });
         let up = Cli::parse_from(["up", "--instances", "3", "--backend", "cuda"]).up;
-        let told = |wanted: &Wanted| {
+        let reported = |wanted: &Wanted| {
             let flag = |name: &str| wanted.flags.iter().filter_map(|f| f.strip_prefix(name)).collect::<String>();
             (wanted.device, flag("--device="), flag("--memory-percent="))
         };
-        let told: Vec<_> = up.wanted(&devices).iter().map(told).collect();
+        let reported: Vec<_> = up.wanted(&devices).iter().map(reported).collect();
         let expected = [(0, "0", "45"), (1, "1", "90"), (0, "0", "45")];
-        assert_eq!(told, expected.map(|(device, number, percent)| (device, number.to_owned(), percent.to_owned())));
+        assert_eq!(reported, expected.map(|(device, number, percent)| (device, number.to_owned(), percent.to_owned())));
         let up = Cli::parse_from(["up", "--prefill", "1", "--decode", "1", "--memory-percent", "50"]).up;
         let wanted = up.wanted(&[Chosen::Cpu]);
         assert_eq!(wanted.iter().map(|w| w.role).collect::<Vec<_>>(), ["prefill", "decode"]);

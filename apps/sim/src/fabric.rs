@@ -360,14 +360,14 @@ impl<F> Fabric<F> {
         what: Net,
         agenda: &mut Agenda<impl From<Net>>,
         accepts: impl Fn(Place, usize) -> bool,
-        told: &mut Vec<Delivery<F>>,
+        reported: &mut Vec<Delivery<F>>,
     ) {
         match what {
-            Net::Pump(key) => self.pump(key, agenda, accepts, told),
-            Net::Dial { from, to } => self.dial(from, to, agenda, told),
-            Net::Up { at, peer, generation } => self.up(at, peer, generation, agenda, told),
-            Net::Down { at, peer, generation } => self.down(at, peer, generation, agenda, told),
-            Net::Silent { at, peer, generation } => self.silent(at, peer, generation, agenda, told),
+            Net::Pump(key) => self.pump(key, agenda, accepts, reported),
+            Net::Dial { from, to } => self.dial(from, to, agenda, reported),
+            Net::Up { at, peer, generation } => self.up(at, peer, generation, agenda, reported),
+            Net::Down { at, peer, generation } => self.down(at, peer, generation, agenda, reported),
+            Net::Silent { at, peer, generation } => self.silent(at, peer, generation, agenda, reported),
         }
     }
 
@@ -378,7 +378,7 @@ impl<F> Fabric<F> {
         peer: Place,
         generation: u64,
         agenda: &mut Agenda<impl From<Net>>,
-        told: &mut Vec<Delivery<F>>,
+        reported: &mut Vec<Delivery<F>>,
     ) {
         let now = agenda.now_us();
         let silent = |&(from, until): &(u64, u64)| until > now && now >= from + SILENCE_US;
@@ -389,7 +389,7 @@ impl<F> Fabric<F> {
             return;
         }
         self.link(at, peer).standing = false;
-        self.down(at, peer, generation, agenda, told);
+        self.down(at, peer, generation, agenda, reported);
         // The other side learns of it separately, at the latest when it receives a frame again.
         let after = self.rng.below(1_000_000);
         agenda.at(until + after, Net::Down { at: peer, peer: at, generation });
@@ -400,7 +400,7 @@ impl<F> Fabric<F> {
         key: StreamKey,
         agenda: &mut Agenda<impl From<Net>>,
         accepts: impl Fn(Place, usize) -> bool,
-        told: &mut Vec<Delivery<F>>,
+        reported: &mut Vec<Delivery<F>>,
     ) {
         let (from, to, class) = key;
         let now = agenda.now_us();
@@ -431,7 +431,7 @@ impl<F> Fabric<F> {
             return;
         }
         if let Some((_, _, frame)) = stream.items.pop_front() {
-            told.push(Delivery::Frame { at: to, peer: from, frame });
+            reported.push(Delivery::Frame { at: to, peer: from, frame });
         }
         if let Some((ready_us, _, _)) = stream.items.front() {
             stream.armed = true;
@@ -443,7 +443,7 @@ impl<F> Fabric<F> {
         self.live.get(place).copied().unwrap_or(false)
     }
 
-    fn dial(&mut self, from: Place, to: Place, agenda: &mut Agenda<impl From<Net>>, told: &mut Vec<Delivery<F>>) {
+    fn dial(&mut self, from: Place, to: Place, agenda: &mut Agenda<impl From<Net>>, reported: &mut Vec<Delivery<F>>) {
         let now = agenda.now_us();
         let reachable = self.is_live(to) && self.paused_until(to).is_none();
         let (live, paused) = (self.is_live(from), self.paused_until(from));
@@ -463,7 +463,7 @@ impl<F> Fabric<F> {
             let pause = (REDIAL_US << failures.min(16)).min(REDIAL_MAX_US) * spread / 100;
             self.dial_after(pause, from, to, agenda);
             if failures == 1 {
-                told.push(Delivery::Unreachable { at: from, peer: to });
+                reported.push(Delivery::Unreachable { at: from, peer: to });
             }
             return;
         }
@@ -481,7 +481,7 @@ impl<F> Fabric<F> {
         peer: Place,
         generation: u64,
         agenda: &mut Agenda<impl From<Net>>,
-        told: &mut Vec<Delivery<F>>,
+        reported: &mut Vec<Delivery<F>>,
     ) {
         if let Some(until) = self.paused_until(at) {
             agenda.at(until + 1, Net::Up { at, peer, generation });
@@ -494,9 +494,9 @@ impl<F> Fabric<F> {
             return;
         }
         if view.replace(generation).is_some() {
-            told.push(Delivery::Down { at, peer });
+            reported.push(Delivery::Down { at, peer });
         }
-        told.push(Delivery::Up { at, peer });
+        reported.push(Delivery::Up { at, peer });
         for class in Class::ALL {
             let key = (peer, at, class.index());
             if let Some(stream) = self.streams.get_mut(&key)
@@ -514,7 +514,7 @@ impl<F> Fabric<F> {
         peer: Place,
         generation: u64,
         agenda: &mut Agenda<impl From<Net>>,
-        told: &mut Vec<Delivery<F>>,
+        reported: &mut Vec<Delivery<F>>,
     ) {
         if let Some(until) = self.paused_until(at) {
             agenda.at(until + 1, Net::Down { at, peer, generation });
@@ -527,7 +527,7 @@ impl<F> Fabric<F> {
             return;
         }
         link.view[end(at, peer)] = None;
-        told.push(Delivery::Down { at, peer });
+        reported.push(Delivery::Down { at, peer });
         if link.wanted[end(at, peer)] {
             link.dial_until_us = now + CONNECT_DEADLINE_MS * 1000;
             self.dial_after(REDIAL_US * spread / 100, at, peer, agenda);

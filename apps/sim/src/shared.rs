@@ -17,7 +17,7 @@ pub struct Registrations(BTreeMap<Place, InstanceId>);
 
 impl Registrations {
     /// Passes a message from `from`'s connection to the gManager; returns the reply.
-    pub fn hear(
+    pub fn receive(
         &mut self,
         gmanager: &mut GManager,
         from: Place,

@@ -204,7 +204,7 @@ impl<R: SimRunner> World<R> {
             TransferEffect::Open { conn, reader, addr, epoch, .. } => self.open_path(place, conn, reader, &addr, epoch),
             TransferEffect::Close { conn } => match of.paths.get(&conn).copied() {
                 Some(path) => self.break_path(path),
-                None => self.tell(place, TransferEvent::Down { conn }),
+                None => self.deliver(place, TransferEvent::Down { conn }),
             },
             TransferEffect::Read { conn, read, transaction, pulls } => {
                 // The end of a lost path has been reported.
@@ -215,7 +215,7 @@ impl<R: SimRunner> World<R> {
             TransferEffect::Check { pull, piece, of } => {
                 let regions = self.regions(place);
                 let check = of.check_landed(piece, &regions).map_err(|error| error.to_string());
-                self.tell(place, TransferEvent::Checked { pull, piece, check });
+                self.deliver(place, TransferEvent::Checked { pull, piece, check });
             }
         }
         self.drain_writer(place);
@@ -244,7 +244,7 @@ impl<R: SimRunner> World<R> {
         self.agenda.at(at_us, what);
     }
 
-    fn tell(&mut self, place: Place, event: TransferEvent) {
+    fn deliver(&mut self, place: Place, event: TransferEvent) {
         let after = self.local_us();
         let Some(of) = self.kv.endpoints.get_mut(&place) else { return };
         of.events.push_back(event);
@@ -265,13 +265,13 @@ impl<R: SimRunner> World<R> {
     fn drain_writer(&mut self, place: Place) {
         while let Some(output) = self.kv.endpoints.get_mut(&place).and_then(|of| of.writer.poll()) {
             match output {
-                WriterOutput::Send { to, body } => self.tell(place, TransferEvent::FromWriter { to, body }),
+                WriterOutput::Send { to, body } => self.deliver(place, TransferEvent::FromWriter { to, body }),
                 WriterOutput::Freed { export, why, .. } => {
                     if why == FreeReason::Completed && self.kv.is_awaited(place, export) {
                         let violation = format!("node {place}: export {export} was completed before its last read");
                         self.kv.violations.push(violation);
                     }
-                    self.tell(place, TransferEvent::Freed { export });
+                    self.deliver(place, TransferEvent::Freed { export });
                 }
                 WriterOutput::Cut { reader, epoch } => {
                     let of = |path: &Path| path.writer == place && path.id == reader && path.epoch == epoch;
@@ -445,7 +445,7 @@ impl<R: SimRunner> World<R> {
         if let Ok(export) = export {
             of.exports.insert(export, (job, blocks));
         }
-        self.tell(place, TransferEvent::Exported { job, export });
+        self.deliver(place, TransferEvent::Exported { job, export });
         self.drain_writer(place);
     }
 
@@ -502,7 +502,7 @@ impl<R: SimRunner> World<R> {
             let mut bytes = Vec::new();
             for segment in &transaction.segments {
                 let len = usize::try_from(segment.remote.bytes).unwrap_or(usize::MAX);
-                let window = regions[segment.remote.region as usize].window(segment.remote.offset, len);
+                let window = regions[segment.remote.region as usize].snapshot(segment.remote.offset, len);
                 bytes.extend_from_slice(&window.expect("what is admitted lies in the store"));
             }
             let len = bytes.len();
@@ -538,7 +538,7 @@ impl<R: SimRunner> World<R> {
                 Ok(landed.expect("what is asked for has a place in the store"))
             }
         };
-        self.tell(place, TransferEvent::Read { conn, read, result });
+        self.deliver(place, TransferEvent::Read { conn, read, result });
     }
 
     fn on_path_down(&mut self, path: u64) {
@@ -550,7 +550,7 @@ impl<R: SimRunner> World<R> {
         let Some(endpoint) = self.kv.endpoints.get_mut(&place).filter(|e| e.life == life) else { return };
         if endpoint.paths.get(&conn) == Some(&path) {
             endpoint.paths.remove(&conn);
-            self.tell(place, TransferEvent::Down { conn });
+            self.deliver(place, TransferEvent::Down { conn });
         }
     }
 

@@ -396,7 +396,7 @@ impl<R: SimRunner> World<R> {
         let Some(coordinator) = &mut self.coordinator else { return };
         self.events += 1;
         let Coordinator { gmanager, clock, registered, .. } = coordinator;
-        if let Some(reply) = registered.hear(gmanager, from, &body, clock.now_ms(now)) {
+        if let Some(reply) = registered.receive(gmanager, from, &body, clock.now_ms(now)) {
             self.send(GMANAGER, from, reply.into());
         }
         self.drain_gmanager();

@@ -19,18 +19,18 @@ fn run_all(seeds: Range<u64>, limits: Limits, how: &str) -> Summary {
     let sweep = sweep(seeds, limits, jobs, 20, &|_| ());
     let per_s = sweep.total.events as f64 / begun.elapsed().as_secs_f64();
     println!("{} runs, {per_s:.0} events/s: {:?}", sweep.runs, sweep.total);
-    let mut said = String::new();
+    let mut output = String::new();
     for (at, (seed, failure)) in sweep.failures.iter().enumerate() {
-        writeln!(said, "seed {seed}: {failure}").unwrap();
+        writeln!(output, "seed {seed}: {failure}").unwrap();
         if at < SHRUNK {
             let shrunk = shrink(&Scenario::draw(*seed, limits), failure, SHRINK);
-            writeln!(said, "the shortest history found ({} tried): {}", shrunk.tried, shrunk.failure).unwrap();
-            shrunk.ops.iter().for_each(|op| writeln!(said, "  {op}").unwrap());
+            writeln!(output, "the shortest history found ({} tried): {}", shrunk.tried, shrunk.failure).unwrap();
+            shrunk.ops.iter().for_each(|op| writeln!(output, "  {op}").unwrap());
             let (_, trace) = replay(&Scenario::draw(*seed, limits), &shrunk.ops, trace);
-            trace.iter().for_each(|line| writeln!(said, "{line}").unwrap());
+            trace.iter().for_each(|line| writeln!(output, "{line}").unwrap());
         }
     }
-    assert!(sweep.failures.is_empty(), "replay with `lagoon-sim --seed N{how}`\n{said}");
+    assert!(sweep.failures.is_empty(), "replay with `lagoon-sim --seed N{how}`\n{output}");
     sweep.total
 }
 

@@ -97,7 +97,7 @@ fn a_name_without_tokens_is_found() {
 
 #[test]
 fn a_name_that_outlives_what_it_names_is_found() {
-    hunt_with("StaleName", Limits::default(), |on| kv::choose(on.then_some(kv::Mutant::StaleName)));
+    hunt_with("StaleHash", Limits::default(), |on| kv::choose(on.then_some(kv::Mutant::StaleHash)));
 }
 
 #[test]

@@ -28,7 +28,7 @@ fn run(world: &mut World<Symbolic>, us: u64) {
     }
 }
 
-fn said(pool: &PoolSpec, seed: u64, request: &GenerateRequest) -> (Vec<u32>, u64, u64, u64) {
+fn output(pool: &PoolSpec, seed: u64, request: &GenerateRequest) -> (Vec<u32>, u64, u64, u64) {
     let mut world = pool.world(seed);
     run(&mut world, 2_000_000);
     world.handle(1, Event::Submit { seq: SeqId(1), request: request.clone() });
@@ -66,9 +66,9 @@ fn a_pool_says_what_the_oracle_says() {
         let pool = PoolSpec { windows, ..PoolSpec::of(8, vec![node; 3]) };
         let mut oracle = Oracle::new(&request.prompt, windows);
         let expected: Vec<u32> = (0..40).map(|_| oracle.next_token()).collect();
-        let (tokens, events, control, bulk) = said(&pool, 1, &request);
+        let (tokens, events, control, bulk) = output(&pool, 1, &request);
         assert_eq!(tokens, expected, "{windows:?} {remote:?}");
         assert!(bulk > 10, "nothing was remote: {bulk} bulk frames");
-        assert_eq!(said(&pool, 1, &request), (tokens, events, control, bulk), "the same seed gives the same run");
+        assert_eq!(output(&pool, 1, &request), (tokens, events, control, bulk), "the same seed gives the same run");
     }
 }

@@ -119,7 +119,7 @@ impl Rig {
 
     /// Seconds in which `threads` threads apply `each` to parts of `part` bytes: the writer's and the reader's.
     fn by_parts(&self, threads: usize, part: usize, each: impl Fn(&[u8], &mut [u8]) + Sync) -> f64 {
-        let source = self.remote.window(0, self.remote.bytes()).expect("nobody writes");
+        let source = self.remote.snapshot(0, self.remote.bytes()).expect("nobody writes");
         let parts: Vec<(usize, &[u8])> = source.chunks(part).enumerate().map(|(n, bytes)| (n * part, bytes)).collect();
         let (each, start) = (&each, Instant::now());
         std::thread::scope(|scope| {
@@ -192,7 +192,7 @@ impl Rig {
         let stats = run.reader.stats();
         run.path.take().context("a path")?.close();
         while !matches!(run.events.1.recv_timeout(TIMEOUT)?, PathEvent::Down { .. }) {}
-        let equal = *self.local.window(0, self.local.bytes())? == *self.remote.window(0, self.remote.bytes())?;
+        let equal = *self.local.snapshot(0, self.local.bytes())? == *self.remote.snapshot(0, self.remote.bytes())?;
         if !equal {
             bail!("{way:?}, {scheme:?}: the bytes differ");
         }

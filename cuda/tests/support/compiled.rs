@@ -9,14 +9,14 @@ pub(crate) fn once(file: &Path, build: impl FnOnce(&Path) -> Result<(), String>)
     if file.exists() {
         return Ok(());
     }
-    let said = |error: std::io::Error| format!("{}: {error}", file.display());
+    let output = |error: std::io::Error| format!("{}: {error}", file.display());
     // Let go of when it is closed, also by the end of a process.
-    let lock = File::create(file.with_extension("lock")).map_err(said)?;
-    lock.lock().map_err(said)?;
+    let lock = File::create(file.with_extension("lock")).map_err(output)?;
+    lock.lock().map_err(output)?;
     if file.exists() {
         return Ok(());
     }
     let fresh = file.with_extension("part");
     build(&fresh)?;
-    std::fs::rename(&fresh, file).map_err(said)
+    std::fs::rename(&fresh, file).map_err(output)
 }

@@ -166,7 +166,7 @@ impl Cx {
     }
 
     /// Adds an outcome for other machines; the router hands it on when this machine is done.
-    pub(crate) fn tell(&mut self, outcome: Outcome) {
+    pub(crate) fn emit(&mut self, outcome: Outcome) {
         self.outcomes.push(outcome);
     }
 

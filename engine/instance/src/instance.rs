@@ -126,7 +126,7 @@ impl Instance {
         let due = due || self.is_due();
         if due {
             self.batch.divide(&self.cx, self.creditor.has_target(), |creditor| self.step.mapped().maps(creditor));
-            self.batch.tell_waiting(&mut self.cx);
+            self.batch.report_waiting(&mut self.cx);
         }
         if !self.moves.overlaps() {
             self.pump_moves();

@@ -12,7 +12,7 @@ use crate::step::Steps;
 use crate::step::mapped::PeerAccessStatus;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_cluster::RManager;
-use lagoon_kv::{BlockIdentity, KvAccount, Placement};
+use lagoon_kv::{BlockHash, KvAccount, Placement};
 use lagoon_protocol::Role;
 use lagoon_types::limits::REMOTE_REQUEST_WRITE_BYTES_MAX;
 use lagoon_types::{InstanceId, LeaseId, SeqId};
@@ -174,7 +174,7 @@ impl Instance {
             self.batch.seqs().map(|s| &s.blocks),
             self.cx.memory.rm.creditor.hashers().chain(borrowed),
         );
-        let names: usize = self.batch.seqs().map(|s| s.names.capacity() * size_of::<BlockIdentity>()).sum();
+        let names: usize = self.batch.seqs().map(|s| s.names.capacity() * size_of::<BlockHash>()).sum();
         account.metadata_bytes += (hashes + names) as u64;
         account
     }

@@ -3,7 +3,7 @@
 
 #![allow(clippy::cast_possible_truncation, reason = "small sizes of tests")]
 
-use crate::{Adopted, BlockIdentity, BlockPool, BlockState, IdentityRoot, Owner};
+use crate::{Adopted, BlockHash, BlockPool, BlockState, IdentityRoot, Owner};
 use lagoon_types::{DType, KvSpace, LeaseId, ModelHash, PhysBlock, SeqId};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -76,7 +76,7 @@ struct Seq {
     tokens: Vec<u32>,
     /// By logical block; `None` where one left.
     blocks: Vec<Option<PhysBlock>>,
-    /// Blocks that are written and named.
+    /// Blocks that are written and have a hash.
     written: usize,
 }
 
@@ -185,7 +185,7 @@ impl World {
             }
             Op::DropAll => {
                 self.pool.drop_all();
-                assert_eq!(self.pool.kept(), 0);
+                assert_eq!(self.pool.cached(), 0);
             }
         }
         self.spoil();
@@ -196,7 +196,7 @@ impl World {
         if self.seqs.contains_key(&seq) {
             return;
         }
-        let names = BlockIdentity::chain(&ROOT, &tokens[..tokens.len() - 1]);
+        let names = BlockHash::chain(&ROOT, &tokens[..tokens.len() - 1]);
         // As where nothing can be mapped.
         let map = seq != 3;
         let shareable = self.pool.shareable(&names, map);
@@ -216,7 +216,7 @@ impl World {
         }
         for (_, to) in &adopted.mapped {
             let depth = adopted.blocks.iter().position(|block| block == to).unwrap();
-            self.pool.name(*to, names[depth], depth as u32);
+            self.pool.set_hash(*to, names[depth], depth as u32);
         }
         self.hits += adopted.blocks.len();
         self.shared += adopted.shared;
@@ -249,8 +249,8 @@ impl World {
             let tokens = &entry.tokens[..end];
             self.memory.insert(block, Content::Prefix(tokens.to_vec()));
             self.pool.mark(block, BlockState::Sealed);
-            let name = *BlockIdentity::chain(&ROOT, tokens).last().unwrap();
-            self.pool.name(block, name, entry.written as u32);
+            let name = *BlockHash::chain(&ROOT, tokens).last().unwrap();
+            self.pool.set_hash(block, name, entry.written as u32);
         }
         entry.written += 1;
     }
@@ -258,13 +258,13 @@ impl World {
     /// What a sequence is to write next somebody may have: then it has that.
     fn joins(&mut self, seq: u64, end: usize) -> bool {
         let entry = &self.seqs[&seq];
-        let (at, name) = (entry.written, *BlockIdentity::chain(&ROOT, &entry.tokens[..end]).last().unwrap());
+        let (at, name) = (entry.written, *BlockHash::chain(&ROOT, &entry.tokens[..end]).last().unwrap());
         let Some(block) = entry.blocks[at] else { return false };
         let Some(joined) = self.pool.join(Owner::Own(SeqId(seq)), block, &name, true) else { return false };
         self.spoil();
         if let Some(from) = joined.mapped {
             self.map(&Adopted { mapped: vec![(from, block)], ..Adopted::default() });
-            self.pool.name(block, name, at as u32);
+            self.pool.set_hash(block, name, at as u32);
         }
         let entry = self.seqs.get_mut(&seq).unwrap();
         entry.blocks[at] = Some(joined.block);
@@ -282,7 +282,7 @@ impl World {
         assert_eq!((counts.own as usize, counts.lent as usize), (own, lent), "what is kept counts as free");
         assert_eq!(counts.free as usize, TOTAL as usize - self.in_use(), "what several have is counted once");
         assert_eq!(counts.shared as usize, own + lent - self.in_use());
-        assert!(self.pool.kept() <= counts.free);
+        assert!(self.pool.cached() <= counts.free);
         for (seq, entry) in &self.seqs {
             for (depth, block) in (1..).zip(&entry.blocks).filter_map(|(depth, block)| Some((depth, (*block)?))) {
                 assert!(self.pool.has(Owner::Own(SeqId(*seq)), block));
@@ -307,7 +307,7 @@ impl World {
         self.check();
         assert_eq!(self.pool.counts().free, TOTAL);
         let all = self.pool.allocate(Owner::Lent(LeaseId(0)), TOTAL, None).unwrap();
-        assert_eq!((all.len(), self.pool.kept()), (TOTAL as usize, 0));
+        assert_eq!((all.len(), self.pool.cached()), (TOTAL as usize, 0));
         assert!(self.space.rows > 0 || all.iter().map(|b| b.0).eq(0..TOTAL));
         self.pool.check();
         self.hits
@@ -350,10 +350,10 @@ fn the_deepest_of_what_was_kept_longest_goes_first_and_the_rest_is_found() {
         world.apply(&Op::End { seq: 0 });
         assert_eq!(begin(&mut world, 1, &[1, 1, 1, 1, 1, 1]), 0);
         world.apply(&Op::End { seq: 1 });
-        assert_eq!((world.pool.kept(), world.pool.counts().free), (7, TOTAL));
+        assert_eq!((world.pool.cached(), world.pool.counts().free), (7, TOTAL));
         // Five blocks keep nothing, two are wanted besides.
         world.apply(&Op::Lend { blocks: 7 });
-        assert_eq!((world.pool.kept(), world.pool.dropped()), (5, 2));
+        assert_eq!((world.pool.cached(), world.pool.evictions()), (5, 2));
         // One token is left to compute.
         assert_eq!(begin(&mut world, 2, &[0, 0, 0, 0]), 1);
         world.apply(&Op::End { seq: 2 });
@@ -379,7 +379,7 @@ fn what_several_begin_with_is_one_memory_until_the_last_gives_it_back() {
         world.check();
         assert_eq!((world.pool.counts().free, world.pool.counts().shared), (3, 0));
         world.apply(&Op::End { seq: 2 });
-        assert_eq!((world.pool.counts().free, world.pool.kept()), (TOTAL, 8));
+        assert_eq!((world.pool.counts().free, world.pool.cached()), (TOTAL, 8));
         assert_eq!((begin(&mut world, 1, &tokens), world.shared), (8, 16), "it is kept when nobody has it");
         world.end();
     }
@@ -411,16 +411,16 @@ fn what_is_kept_in_two_rows_is_had_in_one() {
     // The first row keeps nothing of what the other one has still, the other one keeps both.
     world.apply(&Op::End { seq: 1 });
     world.apply(&Op::End { seq: 0 });
-    assert_eq!(world.pool.kept(), 4);
+    assert_eq!(world.pool.cached(), 4);
     assert_eq!(begin(&mut world, 2, &[0, 0, 0, 0, 1, 1, 1, 1, 1]), 4);
-    assert_eq!(world.pool.kept(), 0);
+    assert_eq!(world.pool.cached(), 0);
     world.end();
 }
 
 #[test]
-#[should_panic(expected = "named before it is sealed")]
+#[should_panic(expected = "gets its hash before it is sealed")]
 fn a_block_that_is_not_sealed_has_no_name() {
     let mut pool = BlockPool::new(2);
     let blocks = pool.allocate(Owner::Own(SeqId(1)), 1, None).unwrap();
-    pool.name(blocks[0], BlockIdentity([0; 32]), 0);
+    pool.set_hash(blocks[0], BlockHash([0; 32]), 0);
 }

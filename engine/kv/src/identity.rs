@@ -20,7 +20,7 @@ pub struct IdentityRoot<'a> {
 
 /// Block hash of the prefix chain: identity of one full block and all preceding tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct BlockIdentity(pub [u8; 32]);
+pub struct BlockHash(pub [u8; 32]);
 
 const ROOT_CONTEXT: &str = "lagoon 2026-11 block identity root";
 const BLOCK_CONTEXT: &str = "lagoon 2026-11 block identity";
@@ -30,7 +30,7 @@ fn field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
     hasher.update(bytes);
 }
 
-impl BlockIdentity {
+impl BlockHash {
     /// The root of the chain, before the first block.
     #[must_use]
     pub fn root(root: &IdentityRoot<'_>) -> Self {
@@ -82,18 +82,18 @@ mod tests {
 
     #[test]
     fn equal_prefixes_share_identities_and_a_change_spreads_forward() {
-        let a = BlockIdentity::chain(&ROOT, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
-        let b = BlockIdentity::chain(&ROOT, &[1, 2, 3, 4, 5, 6, 7, 0]);
+        let a = BlockHash::chain(&ROOT, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        let b = BlockHash::chain(&ROOT, &[1, 2, 3, 4, 5, 6, 7, 0]);
         assert_eq!((a.len(), b.len()), (2, 2));
         assert_eq!(a[0], b[0]);
         assert_ne!(a[1], b[1]);
-        let c = BlockIdentity::chain(&ROOT, &[0, 2, 3, 4, 5, 6, 7, 8]);
+        let c = BlockHash::chain(&ROOT, &[0, 2, 3, 4, 5, 6, 7, 8]);
         assert_ne!(a[1], c[1], "the same tokens after another prefix are another block");
     }
 
     #[test]
     fn everything_that_the_kv_depends_on_is_in_the_identity() {
-        let base = BlockIdentity::root(&ROOT);
+        let base = BlockHash::root(&ROOT);
         let others = [
             IdentityRoot { model: ModelHash([8; 32]), ..ROOT },
             IdentityRoot { adapter: b"lora", ..ROOT },
@@ -104,7 +104,7 @@ mod tests {
             IdentityRoot { adapter: b"theta", rope: b"=1e4", ..ROOT },
         ];
         for other in &others {
-            assert_ne!(BlockIdentity::root(other), base, "{other:?}");
+            assert_ne!(BlockHash::root(other), base, "{other:?}");
         }
     }
 }

@@ -6,7 +6,7 @@
 //! * [`SeqBlocks`] is a block table: each logical rBlock of one sequence is local, on a creditor, lost, or freed behind
 //!   the window.
 //! * [`LeaseHasher`] computes the content hash of sealed remote blocks while their KV is written, on both sides alike.
-//! * [`BlockIdentity`] is the block hash of the prefix chain, the key of the prefix cache.
+//! * [`BlockHash`] is the block hash of the prefix chain, the key of the prefix cache.
 //! * [`vmm`] is the accounting of virtual memory on devices that map pages.
 //!
 //! The scheduler of `lagoon-instance` and the rManager call this crate. It must never know more of other instances than
@@ -31,7 +31,7 @@ pub mod vmm;
 
 pub use account::KvAccount;
 pub use hash::{BlockHasher, LeaseHasher};
-pub use identity::{BlockIdentity, IdentityRoot};
+pub use identity::{BlockHash, IdentityRoot};
 pub use pool::{Adopted, BlockPool, BlockState, Joined, Owner, PoolCounts};
 pub use ranges::RangeSet;
 pub use seq::{Advance, Freed, Placement, RemoteBlock, RemoteEntries, RemoteGrant, Segment, SeqBlocks, SlotRef};

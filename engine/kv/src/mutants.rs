@@ -2,7 +2,7 @@
 
 lagoon_types::mutants! {
     /// A block whose memory is given to a new owner keeps its old block hash.
-    StaleName,
+    StaleHash,
     /// A shared block is free when one of its owners releases it.
     SharedFreed,
     /// A shared block is handed over as if it had one owner.

@@ -27,7 +27,7 @@ mod sharing;
 
 pub use adopt::{Adopted, Joined};
 
-use crate::BlockIdentity;
+use crate::BlockHash;
 use crate::cache::Cache;
 use crate::extents::Extents;
 use crate::mutants::{self, Mutant};
@@ -231,22 +231,22 @@ impl BlockPool {
     ///
     /// # Panics
     /// If the block is free or not sealed.
-    pub fn name(&mut self, block: PhysBlock, identity: BlockIdentity, depth: u32) {
-        assert_eq!(self.state(block), BlockState::Sealed, "{block} is named before it is sealed");
-        self.cache.name(block, identity, depth);
+    pub fn set_hash(&mut self, block: PhysBlock, identity: BlockHash, depth: u32) {
+        assert_eq!(self.state(block), BlockState::Sealed, "{block} gets its hash before it is sealed");
+        self.cache.set_hash(block, identity, depth);
         self.changes += 1;
     }
 
     /// Number of cached blocks.
     #[must_use]
-    pub fn kept(&self) -> u32 {
-        self.cache.kept()
+    pub fn cached(&self) -> u32 {
+        self.cache.cached()
     }
 
     /// Evictions of cached blocks since the start.
     #[must_use]
-    pub fn dropped(&self) -> u64 {
-        self.cache.dropped()
+    pub fn evictions(&self) -> u64 {
+        self.cache.evictions()
     }
 
     /// Evicts all cached blocks.
@@ -258,14 +258,14 @@ impl BlockPool {
 
     /// Evicts cached blocks until `n` free blocks are not cached; at least `n` blocks are free.
     fn make_room(&mut self, n: u32) {
-        while self.counts.free - self.cache.kept() < n {
+        while self.counts.free - self.cache.cached() < n {
             let oldest = self.cache.oldest().expect("free blocks that are not kept were counted");
             self.drop_kept(oldest);
         }
     }
 
     fn drop_kept(&mut self, block: PhysBlock) {
-        self.cache.drop_kept(block);
+        self.cache.evict(block);
         self.changes += 1;
         if !self.is_in_row(block) {
             self.extents.give(block.0);
@@ -277,7 +277,7 @@ impl BlockPool {
 
     /// Evicts all cached blocks of a row that gets an owner.
     fn drop_row(&mut self, row: u32) {
-        let kept: Vec<PhysBlock> = self.cache.kept_in(self.row_places(row)).collect();
+        let kept: Vec<PhysBlock> = self.cache.cached_in(self.row_places(row)).collect();
         kept.into_iter().for_each(|block| self.drop_kept(block));
     }
 
@@ -292,7 +292,7 @@ impl BlockPool {
     }
 
     fn empty_row(&self) -> Option<u32> {
-        let keeps = |row: u32| self.cache.kept_in(self.row_places(row)).next().is_some();
+        let keeps = |row: u32| self.cache.cached_in(self.row_places(row)).next().is_some();
         self.rows.idle.iter().rev().copied().find(|row| !keeps(*row))
     }
 
@@ -347,7 +347,7 @@ impl BlockPool {
             self.states[at] = BlockState::Reserved;
             let shared = self.sharing.unmap(block);
             let here = self.space.rows == 0 || leaves && self.is_in_row(block);
-            let keeps = here && !shared && self.cache.keep(block);
+            let keeps = here && !shared && self.cache.release(block);
             if self.is_in_row(block) {
                 self.leave_row(owner);
             } else if !keeps {
@@ -465,14 +465,14 @@ impl BlockPool {
         counts.free = self.counts.total + counts.shared - counts.own - counts.lent;
         assert_eq!(counts, self.counts, "the counts are not those of the blocks");
         let is_free = |block: u32| self.owners[block as usize] == Owner::Free;
-        let free = (in_rows..addresses).filter(|b| is_free(*b) && !self.cache.is_kept(PhysBlock(*b)));
+        let free = (in_rows..addresses).filter(|b| is_free(*b) && !self.cache.is_cached(PhysBlock(*b)));
         assert!(self.extents.iter().eq(free), "the extents are not the free blocks");
         self.cache.check(|block| is_free(block.0));
-        assert!(self.cache.kept() <= counts.free, "what is kept is free");
+        assert!(self.cache.cached() <= counts.free, "cached blocks are free");
         let mut rows = self.rows.idle.clone();
         for (owner, (row, held)) in &self.rows.of {
             let blocks = self.row_places(*row);
-            assert_eq!(self.cache.kept_in(blocks.clone()).next(), None, "the row of {owner:?} keeps nothing");
+            assert_eq!(self.cache.cached_in(blocks.clone()).next(), None, "the row of {owner:?} keeps nothing");
             let own = blocks.clone().filter(|b| self.owners[*b as usize] == *owner).count();
             let free = blocks.filter(|b| self.owners[*b as usize] == Owner::Free).count();
             assert_eq!(own, *held as usize, "the row of {owner:?} holds what is counted");

@@ -357,7 +357,7 @@ pub struct RoleState {
     pub becoming: Option<i32>,
     /// `RoleOrder::number` of the last order received; 0 if none.
     #[prost(uint64, tag = "3")]
-    pub heard: u64,
+    pub order_received: u64,
 }
 
 /// Prefill counters since an instance's process started (own prompts computed elsewhere, and others' computed here), and

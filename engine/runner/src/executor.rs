@@ -56,9 +56,9 @@ fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> 
         && token_bytes.is_multiple_of(16)
         && let Some(regions) = device.shared_regions()
     {
-        let (id, window) = regions.region(layer_bytes.saturating_mul(shape.layers as usize))?;
+        let (id, region) = regions.region(layer_bytes.saturating_mul(shape.layers as usize))?;
         let stages = Stages::new(Beside::Region { id, layer_bytes }, token_bytes);
-        return Ok((kv, KvMemory::Device { window, layers: shape.layers, layer_bytes }, Some(stages)));
+        return Ok((kv, KvMemory::Device { region, layers: shape.layers, layer_bytes }, Some(stages)));
     }
     let arena = |_| {
         let out = |error| DeviceError::OutOfMemory { what: format!("staging KV ({error})"), bytes: layer_bytes as u64 };

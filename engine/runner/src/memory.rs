@@ -31,7 +31,7 @@ pub enum KvMemory {
     /// Host memory, one arena a layer; empty if nothing is shared.
     Host(Vec<KvArena>),
     /// A shared device region, layers of `layer_bytes` bytes one after the other.
-    Device { window: KvRegion, layers: u32, layer_bytes: usize },
+    Device { region: KvRegion, layers: u32, layer_bytes: usize },
 }
 
 impl KvMemory {

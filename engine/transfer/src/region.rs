@@ -1,6 +1,6 @@
 //! Registered memory: the source and destination of transfers.
 //!
-//! A region checks every access against its size, and returns reference-counted windows: the bytes of a window do not
+//! A region checks every access against its size, and returns reference-counted snapshots: the bytes of a snapshot do not
 //! change while it lives, so that a transport can send them without a copy while the owner continues. [`HeapRegion`] is
 //! memory of this process; shared and device memory implement the same trait.
 
@@ -27,16 +27,16 @@ pub trait Region: Send + Sync + fmt::Debug {
     /// Size of the region.
     fn bytes(&self) -> u64;
 
-    /// A window: bytes of a range that do not change while it lives.
+    /// A snapshot: bytes of a range that do not change while it lives.
     ///
     /// # Errors
     /// If the range is outside or being written.
-    fn window(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError>;
+    fn snapshot(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError>;
 
     /// Calls `visit` with the bytes of a range, in order, without a copy (device memory: copied to the host in parts).
     ///
     /// # Errors
-    /// As [`Region::window`].
+    /// As [`Region::snapshot`].
     fn view(&self, offset: u64, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<(), RegionError>;
 
     /// Calls `fill` with the bytes of a range to write; it must write all of them.
@@ -68,7 +68,7 @@ pub fn bounded(offset: u64, bytes: usize, region_bytes: u64) -> Result<std::ops:
     }
 }
 
-/// Memory of this process in copy-on-write pages: a write copies a page that a window still shows.
+/// Memory of this process in copy-on-write pages: a write copies a page that a snapshot still shows.
 #[derive(Debug)]
 pub struct HeapRegion {
     pages: Vec<RwLock<Arc<Vec<u8>>>>,
@@ -86,7 +86,7 @@ impl AsRef<[u8]> for Held {
 }
 
 impl HeapRegion {
-    /// A region of `bytes` zeroes in pages of `page_bytes` (not 0); a window inside one page is not a copy.
+    /// A region of `bytes` zeroes in pages of `page_bytes` (not 0); a snapshot inside one page is not a copy.
     #[must_use]
     pub fn new(bytes: usize, page_bytes: usize) -> Self {
         assert!(page_bytes > 0, "a page holds something");
@@ -120,7 +120,7 @@ impl Region for HeapRegion {
         self.bytes
     }
 
-    fn window(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError> {
+    fn snapshot(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError> {
         let range = bounded(offset, bytes, self.bytes)?;
         let mut parts = self.parts(range.clone());
         match (parts.next(), parts.next()) {
@@ -166,7 +166,7 @@ impl Region for lagoon_backend::SharedArena {
         self.bytes() as u64
     }
 
-    fn window(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError> {
+    fn snapshot(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError> {
         Ok(self.window(offset, bytes)?)
     }
 
@@ -191,7 +191,7 @@ impl From<lagoon_backend::DeviceError> for RegionError {
 #[cfg(target_os = "linux")]
 #[derive(Clone, Debug)]
 pub struct DeviceRegion {
-    window: Arc<dyn lagoon_backend::SharedRegion>,
+    shared: Arc<dyn lagoon_backend::SharedRegion>,
     base: u64,
     bytes: u64,
 }
@@ -200,8 +200,8 @@ pub struct DeviceRegion {
 impl DeviceRegion {
     /// `count` consecutive regions of `bytes` bytes each in a shared device region.
     #[must_use]
-    pub fn consecutive(window: &Arc<dyn lagoon_backend::SharedRegion>, count: u32, bytes: u64) -> Vec<Arc<dyn Region>> {
-        let region = |n| Self { window: Arc::clone(window), base: u64::from(n) * bytes, bytes };
+    pub fn consecutive(shared: &Arc<dyn lagoon_backend::SharedRegion>, count: u32, bytes: u64) -> Vec<Arc<dyn Region>> {
+        let region = |n| Self { shared: Arc::clone(shared), base: u64::from(n) * bytes, bytes };
         (0..count).map(|n| Arc::new(region(n)) as _).collect()
     }
 
@@ -222,7 +222,7 @@ impl DeviceRegion {
     pub fn checks(&self, ranges: &[(u64, u64)]) -> Result<Vec<crate::Check>, RegionError> {
         let place = |&(offset, bytes): &(u64, u64)| Ok((self.place(offset, bytes)?, bytes));
         let ranges = ranges.iter().map(place).collect::<Result<Vec<_>, RegionError>>()?;
-        Ok(self.window.hashes(&ranges)?.into_iter().map(crate::Check::from_hash).collect())
+        Ok(self.shared.hashes(&ranges)?.into_iter().map(crate::Check::from_hash).collect())
     }
 }
 
@@ -236,10 +236,10 @@ impl Region for DeviceRegion {
         self.bytes
     }
 
-    fn window(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError> {
+    fn snapshot(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError> {
         let at = self.place(offset, bytes as u64)?;
         let mut out = vec![0; bytes];
-        self.window.read(at, &mut out)?;
+        self.shared.read(at, &mut out)?;
         Ok(out.into())
     }
 
@@ -249,7 +249,7 @@ impl Region for DeviceRegion {
         let mut done = 0;
         while done < bytes {
             let now = (bytes - done).min(WINDOW_PART_BYTES);
-            self.window.read(at + done as u64, &mut part[..now])?;
+            self.shared.read(at + done as u64, &mut part[..now])?;
             visit(&part[..now]);
             done += now;
         }
@@ -260,7 +260,7 @@ impl Region for DeviceRegion {
         let at = self.place(offset, bytes as u64)?;
         let mut filled = vec![0; bytes];
         fill(&mut filled);
-        Ok(self.window.write(at, &filled)?)
+        Ok(self.shared.write(at, &filled)?)
     }
 
     fn on_device(&self) -> Option<&DeviceRegion> {
@@ -286,11 +286,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_window_keeps_its_bytes() {
+    fn a_snapshot_keeps_its_bytes() {
         let region = HeapRegion::new(100, 16);
         write(&region, 10, &[7; 40]).unwrap();
-        let within = region.window(16, 16).unwrap();
-        let across = region.window(8, 20).unwrap();
+        let within = region.snapshot(16, 16).unwrap();
+        let across = region.snapshot(8, 20).unwrap();
         write(&region, 0, &[9; 100]).unwrap();
         assert_eq!(within, [7; 16].as_slice());
         assert_eq!(across, [[0; 2].as_slice(), &[7; 18]].concat());
@@ -302,8 +302,8 @@ mod tests {
     #[test]
     fn nothing_outside() {
         let region = HeapRegion::new(100, 16);
-        assert_eq!(region.window(90, 11), Err(RegionError::Outside { offset: 90, end: 101, bytes: 100 }));
-        assert!(region.window(u64::MAX, 1).is_err() && write(&region, 100, &[1]).is_err());
-        assert_eq!(region.window(100, 0).unwrap().len(), 0);
+        assert_eq!(region.snapshot(90, 11), Err(RegionError::Outside { offset: 90, end: 101, bytes: 100 }));
+        assert!(region.snapshot(u64::MAX, 1).is_err() && write(&region, 100, &[1]).is_err());
+        assert_eq!(region.snapshot(100, 0).unwrap().len(), 0);
     }
 }

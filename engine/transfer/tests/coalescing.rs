@@ -93,7 +93,7 @@ fn bytes_of(transaction: &Transaction, memory: &Memory) -> Vec<u8> {
     for segment in &transaction.segments {
         let len = usize::try_from(segment.remote.bytes).unwrap();
         let region = &memory.regions[segment.remote.region as usize];
-        bytes.extend_from_slice(&region.window(segment.remote.offset, len).unwrap());
+        bytes.extend_from_slice(&region.snapshot(segment.remote.offset, len).unwrap());
     }
     bytes
 }

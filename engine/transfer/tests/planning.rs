@@ -131,7 +131,7 @@ impl World {
             let mut lander = Lander::new(&transaction, &pulls, &self.own, true);
             for segment in &transaction.segments {
                 let bytes = usize::try_from(segment.remote.bytes).unwrap();
-                lander.push(&self.memory[0].window(segment.remote.offset, bytes).unwrap()).unwrap();
+                lander.push(&self.memory[0].snapshot(segment.remote.offset, bytes).unwrap()).unwrap();
             }
             let landed = lander.finish().unwrap();
             let conn = self.conn;

@@ -71,7 +71,7 @@ impl Shared {
     async fn expire(&self, peer: &Peer, link: &Link, deadline: Duration) {
         let frames = link.expire(deadline);
         if frames > 0 {
-            self.events.tell(Event::Expired { peer: peer.id, class: link.class, frames }).await;
+            self.events.report(Event::Expired { peer: peer.id, class: link.class, frames }).await;
         }
     }
 
@@ -82,7 +82,7 @@ impl Shared {
             return;
         }
         session.told_unreachable = true;
-        self.events.tell(Event::Unreachable { peer: peer.id, addr: peer.addr, reason }).await;
+        self.events.report(Event::Unreachable { peer: peer.id, addr: peer.addr, reason }).await;
     }
 
     /// Back-off: doubled by each failure up to the longest pause, then 50 to 100 % of it at random, so that two nodes

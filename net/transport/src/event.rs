@@ -263,7 +263,7 @@ impl<T> Outlet<T> {
     }
 
     /// Delivers an event; waits for room.
-    pub(crate) async fn tell(&self, item: T) {
+    pub(crate) async fn report(&self, item: T) {
         self.reserve().await.send(item);
     }
 

@@ -144,21 +144,21 @@ impl Peer {
             self.session.lock().await.slots.iter().flatten().map(|slot| slot.connection.clone()).collect();
         // Our reader may be held up by a full inbox that nobody reads any more, and would not tell.
         let closed = futures::future::join_all(connections.iter().map(Connection::closed));
-        let told = async {
+        let reported = async {
             loop {
-                let mut told = pin!(self.ending.notified());
-                told.as_mut().enable();
+                let mut reported = pin!(self.ending.notified());
+                reported.as_mut().enable();
                 let session = self.session.lock().await;
                 if !session.is_up() || session.is_finished() {
                     return;
                 }
                 drop(session);
-                told.await;
+                reported.await;
             }
         };
         tokio::select! {
             _ = closed => {}
-            () = told => {}
+            () = reported => {}
         }
     }
 

@@ -138,7 +138,7 @@ impl Shared {
             session.told_unreachable = false;
             let (id, number, addr) = (peer.id, session.number, peer.addr);
             let (incarnation, subject) = (remote.incarnation, wires.subject.clone());
-            self.events.tell(Event::Up { peer: id, session: number, addr, incarnation, subject }).await;
+            self.events.report(Event::Up { peer: id, session: number, addr, incarnation, subject }).await;
             session.pin = Some(pin);
         }
         let Some(alive) = session.alive.clone() else { return };
@@ -240,12 +240,12 @@ impl Shared {
         if !session.is_up() {
             return;
         }
-        let (code, told) = match self.is_closed() {
+        let (code, reported) = match self.is_closed() {
             true => (close::BYE, "bye"),
             false => (close::SESSION_OVER, reason.as_str()),
         };
         for slot in session.slots.iter().flatten() {
-            slot.connection.close(VarInt::from_u32(code), told.as_bytes());
+            slot.connection.close(VarInt::from_u32(code), reported.as_bytes());
         }
         let down = self.events.reserve().await;
         if let Some(alive) = session.alive.take() {

@@ -179,8 +179,8 @@ impl Rig {
         for layer in 0..LAYERS as usize {
             let last = blocks.len() as u64 - 1;
             for (n, block) in blocks.clone().enumerate() {
-                let theirs = self.remote[layer].window(u64::from(block) * BLOCK_BYTES as u64, BLOCK_BYTES).unwrap();
-                let ours = self.local[layer].window((last - n as u64) * BLOCK_BYTES as u64, BLOCK_BYTES).unwrap();
+                let theirs = self.remote[layer].snapshot(u64::from(block) * BLOCK_BYTES as u64, BLOCK_BYTES).unwrap();
+                let ours = self.local[layer].snapshot((last - n as u64) * BLOCK_BYTES as u64, BLOCK_BYTES).unwrap();
                 assert!(theirs == ours, "layer {layer}, block {block}");
             }
         }

@@ -491,7 +491,7 @@ impl World {
         let Some(coordinator) = &mut self.coordinator else { return };
         let Frame::Control(Control { body: Some(body) }) = frame else { panic!("a known message") };
         let Coordinator { gmanager, registered } = coordinator;
-        if let Some(reply) = registered.hear(gmanager, from, &body, self.now_ms) {
+        if let Some(reply) = registered.receive(gmanager, from, &body, self.now_ms) {
             let ready_ms = self.now_ms + self.delay();
             self.net.send(GMANAGER, from, reply.into(), ready_ms, 0);
         }
@@ -649,7 +649,7 @@ impl World {
 
     fn send(&mut self, node: usize, peer: PeerKey, frame: Frame, ready_ms: u64) {
         if peer == STRANGER {
-            self.stranger.hear(node, frame);
+            self.stranger.receive(node, frame);
             return;
         }
         let index = peer.0 as usize;

@@ -13,20 +13,20 @@ pub const STRANGER: PeerKey = PeerKey(1 << 40);
 /// The number that it says it has.
 pub const STRANGER_ID: InstanceId = InstanceId(900);
 /// Frames that it remembers.
-const HEARD_MAX: usize = 256;
+const RECEIVED_MAX: usize = 256;
 
 /// See the module's documentation.
 #[derive(Debug, Default)]
 pub(super) struct Stranger {
     /// The gManager names it as a creditor and as a prefill worker.
     recommended: bool,
-    heard: VecDeque<(usize, Frame)>,
+    received: VecDeque<(usize, Frame)>,
 }
 
 impl Stranger {
-    pub(super) fn hear(&mut self, from: usize, frame: Frame) {
-        if self.heard.len() < HEARD_MAX {
-            self.heard.push_back((from, frame));
+    pub(super) fn receive(&mut self, from: usize, frame: Frame) {
+        if self.received.len() < RECEIVED_MAX {
+            self.received.push_back((from, frame));
         }
     }
 
@@ -88,7 +88,7 @@ impl World {
     }
 
     /// What a node sent to it, oldest first.
-    pub fn heard(&mut self) -> Option<(usize, Frame)> {
-        self.stranger.heard.pop_front()
+    pub fn received(&mut self) -> Option<(usize, Frame)> {
+        self.stranger.received.pop_front()
     }
 }

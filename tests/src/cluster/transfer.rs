@@ -78,8 +78,8 @@ impl Transport {
         let writer = Writer::new(layout, WriterConfig { incarnation: config.incarnation, ..WriterConfig::default() });
         let regions = match memory {
             KvMemory::Host(arenas) => arenas.iter().map(|arena| Arc::new(arena.clone()) as Arc<dyn Region>).collect(),
-            KvMemory::Device { window, layers, layer_bytes } => {
-                DeviceRegion::consecutive(window, *layers, *layer_bytes as u64)
+            KvMemory::Device { region, layers, layer_bytes } => {
+                DeviceRegion::consecutive(region, *layers, *layer_bytes as u64)
             }
         };
         let time = Arc::clone(&clock);
@@ -95,7 +95,7 @@ impl Transport {
         })
     }
 
-    fn tell(&mut self, at_ms: u64, event: TransferEvent) {
+    fn deliver(&mut self, at_ms: u64, event: TransferEvent) {
         self.due.push_back((at_ms, Due::Tell(Box::new(event))));
     }
 
@@ -153,7 +153,7 @@ impl World {
                     let made = of.server.with(|w, now| w.export(reader, request, part, blocks.clone(), checks, now));
                     made.map_err(|error| error.to_string())
                 });
-                of.tell(ready_ms, TransferEvent::Exported { job, export });
+                of.deliver(ready_ms, TransferEvent::Exported { job, export });
             }
             TransferEffect::Revoke { export } => of.server.with(|w, now| w.revoke(export, now)),
             TransferEffect::Fence { reader, incarnation } => of.server.with(|w, now| w.fence(reader, incarnation, now)),
@@ -163,20 +163,20 @@ impl World {
                     Some(((writer, life), reader)) => {
                         of.paths.insert(conn, Path { writer, life, reader, epoch });
                     }
-                    None => of.tell(ready_ms, TransferEvent::Down { conn }),
+                    None => of.deliver(ready_ms, TransferEvent::Down { conn }),
                 }
             }
             TransferEffect::Close { conn } => {
                 of.paths.remove(&conn);
                 of.forget(conn);
-                of.tell(ready_ms, TransferEvent::Down { conn });
+                of.deliver(ready_ms, TransferEvent::Down { conn });
             }
             TransferEffect::Read { conn, read, transaction, pulls } => {
                 of.read((now_ms, ready_ms), Due::Read { conn, read, transaction, pulls });
             }
             TransferEffect::Check { pull, piece, of: what } => {
                 let check = what.check_landed(piece, of.server.regions()).map_err(|error| error.to_string());
-                of.tell(ready_ms, TransferEvent::Checked { pull, piece, check });
+                of.deliver(ready_ms, TransferEvent::Checked { pull, piece, check });
             }
         }
         self.drain_writer(node);
@@ -189,8 +189,8 @@ impl World {
         let Some(of) = &mut self.nodes[node].transport else { return };
         while let Some(output) = of.server.with(|w, _| w.poll()) {
             match output {
-                WriterOutput::Send { to, body } => of.tell(ready_ms, TransferEvent::FromWriter { to, body }),
-                WriterOutput::Freed { export, .. } => of.tell(ready_ms, TransferEvent::Freed { export }),
+                WriterOutput::Send { to, body } => of.deliver(ready_ms, TransferEvent::FromWriter { to, body }),
+                WriterOutput::Freed { export, .. } => of.deliver(ready_ms, TransferEvent::Freed { export }),
                 WriterOutput::Cut { reader, epoch } => cut.push((reader, epoch)),
                 WriterOutput::Connected { .. } => {}
             }
@@ -208,7 +208,7 @@ impl World {
             for conn in hit {
                 transport.paths.remove(&conn);
                 transport.forget(conn);
-                transport.tell(now_ms, TransferEvent::Down { conn });
+                transport.deliver(now_ms, TransferEvent::Down { conn });
             }
         }
     }

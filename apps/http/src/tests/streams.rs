@@ -167,8 +167,8 @@ async fn an_answer_that_was_begun_elsewhere_goes_on() {
     };
     let engine = ScriptedEngine::saying("abcdef");
     let client = Client::of(engine.clone()).await;
-    let said = |text: &str| json!([{"tokens": text.bytes().collect::<Vec<u8>>(), "finished": false}]);
-    let reply = client.post("/v1/completions", ask(resume(said("ab")), json!({}))).await;
+    let output = |text: &str| json!([{"tokens": text.bytes().collect::<Vec<u8>>(), "finished": false}]);
+    let reply = client.post("/v1/completions", ask(resume(output("ab")), json!({}))).await;
     let texts: Vec<&str> =
         reply.text.split("\"text\":\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
     assert_eq!(texts, ["c", "d", ""], "{}", reply.text);
@@ -177,7 +177,7 @@ async fn an_answer_that_was_begun_elsewhere_goes_on() {
     assert_eq!((request.answered, request.sampling.seed, request.max_tokens), (2, 9, 4));
     assert_eq!(request.prompt, [256, u32::from(b'h'), u32::from(b'i'), u32::from(b'a'), u32::from(b'b')]);
     // All was said but how it ended; and that, too: the engine is not asked.
-    let reply = client.post("/v1/completions", ask(resume(said("abcd")), json!({}))).await;
+    let reply = client.post("/v1/completions", ask(resume(output("abcd")), json!({}))).await;
     assert!(reply.text.contains("\"finish_reason\":\"length\"") && reply.text.ends_with("data: [DONE]\n\n"));
     let over = json!([{"tokens": [97], "finished": true}]);
     let usage = json!({"stream_options": {"include_usage": true}});
@@ -187,7 +187,7 @@ async fn an_answer_that_was_begun_elsewhere_goes_on() {
     assert_eq!(engine.requests().len(), 1);
     // What makes no sense is refused by name.
     for (resume, extra) in [
-        (resume(said("a")), json!({"stream": false})),
+        (resume(output("a")), json!({"stream": false})),
         (resume(json!([{"tokens": [258], "finished": false}])), json!({})),
         (resume(json!([{}, {}])), json!({})),
         (json!({"sequences": []}), json!({})),

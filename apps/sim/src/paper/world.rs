@@ -364,7 +364,7 @@ impl World {
         let now = self.agenda.now_us();
         match what {
             What::Tick(at) => {
-                self.tell(at, Event::Tick, &BTreeMap::new());
+                self.handle(at, Event::Tick, &BTreeMap::new());
                 self.agenda.after(TICK_MS * 1000, What::Tick(at));
             }
             What::GManagerTick => {
@@ -376,7 +376,7 @@ impl World {
                 self.agenda.after(TICK_MS * 1000, What::GManagerTick);
             }
             What::Arrive(index) => self.arrive(index),
-            What::Instance(at, event) => self.tell(at, event, &BTreeMap::new()),
+            What::Instance(at, event) => self.handle(at, event, &BTreeMap::new()),
             What::GManager(from, body) => {
                 let id = Some(InstanceId(self.number(from)));
                 if let Some(answer) = self.gmanager.on_control(id, &body, now / 1000) {
@@ -438,13 +438,13 @@ impl World {
             stop_ids: Vec::new(),
             return_logits: false,
         };
-        self.tell(at, Event::Submit { seq: SeqId(index as u64), request }, &BTreeMap::new());
+        self.handle(at, Event::Submit { seq: SeqId(index as u64), request }, &BTreeMap::new());
     }
 
     fn collect(&mut self, at: usize) {
         let now = self.agenda.now_us();
         for BilledReport { report, billed_rows } in self.nodes[at].device.collect(now) {
-            self.tell(at, Event::Runner(report), &billed_rows);
+            self.handle(at, Event::Runner(report), &billed_rows);
         }
         self.plan_device(at);
     }
@@ -457,7 +457,7 @@ impl World {
     }
 
     /// Hands an event to an instance and carries out its effects.
-    fn tell(&mut self, at: usize, event: Event, billed: &BTreeMap<InstanceId, u32>) {
+    fn handle(&mut self, at: usize, event: Event, billed: &BTreeMap<InstanceId, u32>) {
         let now = self.agenda.now_us();
         let written = matches!(event, Event::Runner(Report::Written { .. }));
         let effects = self.nodes[at].instance.handle(event, now / 1000);

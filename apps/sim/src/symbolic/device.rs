@@ -217,7 +217,7 @@ impl SimRunner for Symbolic {
     fn take_regions(&mut self, regions: &[Arc<dyn Region>]) {
         for (layer, region) in regions.iter().enumerate() {
             let shared = if self.beside.is_empty() { &mut self.store } else { &mut self.beside };
-            let bytes = region.window(0, shared.len() * KEY_BYTES).expect("it is as large as what transports see");
+            let bytes = region.snapshot(0, shared.len() * KEY_BYTES).expect("it is as large as what transports see");
             for (slot, key) in shared.iter_mut().zip(bytes.chunks_exact(KEY_BYTES)) {
                 slot[layer] = Key::from_bytes(key);
             }

@@ -63,12 +63,12 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
             };
             let mut cases = read_json(&file).unwrap_or_default();
             settle(&mut cases, &how);
-            let said = std::fs::read_to_string(&log).unwrap_or_default();
+            let reply = std::fs::read_to_string(&log).unwrap_or_default();
             for file in [file, log] {
                 // Leftovers in the temporary folder are harmless.
                 let _gone = std::fs::remove_file(file);
             }
-            let lines: Vec<&str> = said.lines().filter(|line| !line.trim_matches(['=', ' ']).is_empty()).collect();
+            let lines: Vec<&str> = reply.lines().filter(|line| !line.trim_matches(['=', ' ']).is_empty()).collect();
             let clean = matches!(&end, End::Exited(status) if status.success());
             let kept =
                 if clean { &lines[lines.len().saturating_sub(1)..] } else { &lines[..lines.len().min(LINES_MAX)] };

@@ -107,15 +107,15 @@ impl GManager {
         self.sorted.set_lendable(member.slot, m.blocks_lendable);
         let (complete, draining, role) = (member.rows_complete, member.is_draining(), member.role());
         member.round = self.rounds.note_heartbeat(member.round);
-        let Some(told) = &member.heartbeat else { return };
-        let links_changed = old.as_ref().is_none_or(|h| h.links != told.links);
+        let Some(reported) = &member.heartbeat else { return };
+        let links_changed = old.as_ref().is_none_or(|h| h.links != reported.links);
         if let Some(view) = self.pool.instances.get_mut(&id) {
-            view.load = told.load.clone().unwrap_or_default();
+            view.load = reported.load.clone().unwrap_or_default();
             view.blocks_total = m.blocks_total;
             view.blocks_free = m.blocks_free;
             view.blocks_lendable = m.blocks_lendable;
             view.lent.clear();
-            view.lent.extend(told.lent.iter().map(|d| (InstanceId(d.debtor), d.blocks)));
+            view.lent.extend(reported.lent.iter().map(|d| (InstanceId(d.debtor), d.blocks)));
             view.borrowed = m.blocks_borrowed;
             view.role = role;
             view.draining = draining;
@@ -123,10 +123,10 @@ impl GManager {
             view.paused = !complete;
             if links_changed {
                 view.links.clear();
-                view.links.extend(told.links.iter().map(link_view));
+                view.links.extend(reported.links.iter().map(link_view));
                 view.links.sort_unstable_by_key(|l| l.0);
                 view.links.dedup_by_key(|l| l.0);
-                let mapped = told.links.iter().filter(|l| l.mapped);
+                let mapped = reported.links.iter().filter(|l| l.mapped);
                 view.mapped = mapped.map(|l| InstanceId(l.peer)).collect();
             }
         }

@@ -95,7 +95,7 @@ impl Member {
 
     /// Drops its unconfirmed order if its heartbeat confirms the number.
     pub(super) fn confirm_role(&mut self) {
-        let confirmed = self.role_state().map(|state| state.heard);
+        let confirmed = self.role_state().map(|state| state.order_received);
         self.sent_role.take_if(|sent| Some(sent.number) == confirmed);
     }
 

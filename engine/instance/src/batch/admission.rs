@@ -94,7 +94,7 @@ impl Batch {
         }
         self.add(seq, Sequence::new(seq, request, cx.config.block_tokens, cx.now_ms));
         if away {
-            cx.tell(Outcome::SentAway { seq });
+            cx.emit(Outcome::SentAway { seq });
         }
         Ok(())
     }
@@ -185,7 +185,7 @@ impl Batch {
     }
 
     /// Reports to the rManager the blocks kept for growth, and who waits for memory here and in the pool.
-    pub(crate) fn tell_waiting(&mut self, cx: &mut Cx) {
+    pub(crate) fn report_waiting(&mut self, cx: &mut Cx) {
         if let Some(until_ms) = cx.standing.oldest_waiting_until_ms(cx.now_ms) {
             self.due.wake_at(until_ms);
         }

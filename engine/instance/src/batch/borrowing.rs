@@ -51,7 +51,7 @@ impl Batch {
         // A connection broken during the negotiation lost no KV, but nothing else would redial the creditor.
         if let Some(gone) = leases.iter().find(|l| cx.peers.key(l.creditor).is_none()) {
             let why = "a creditor's connection was lost during a negotiation".to_owned();
-            cx.tell(Outcome::Lost(Lost { seq: id, creditor: gone.creditor, part: LostPart::All, why }));
+            cx.emit(Outcome::Lost(Lost { seq: id, creditor: gone.creditor, part: LostPart::All, why }));
         }
     }
 
@@ -72,7 +72,7 @@ impl Batch {
                 Some(seq) if cx.memory.rm.creditor.recallable(&cx.memory.rm.pool) > 0 => {
                     seq.set_need(Need::RetryAt(cx.now_ms + ADMISSION_RETRY_MS));
                     let shortfall = seq.blocks.shortfall(seq.len());
-                    cx.tell(Outcome::WantBack { blocks: shortfall, take: true });
+                    cx.emit(Outcome::WantBack { blocks: shortfall, take: true });
                 }
                 _ => self.preempt_for(cx, prefills, id),
             }

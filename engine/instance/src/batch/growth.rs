@@ -46,7 +46,7 @@ impl Batch {
         if others.moves.is_moving_home() {
             // One move's room at a time: it may be enough for all sequences.
             if !cx.outcomes.iter().any(|outcome| matches!(outcome, Outcome::RoomNeeded)) {
-                cx.tell(Outcome::RoomNeeded);
+                cx.emit(Outcome::RoomNeeded);
             }
             return;
         }
@@ -54,7 +54,7 @@ impl Batch {
         if cx.memory.rm.creditor.recallable(&cx.memory.rm.pool) > 0 {
             // Debtors with room give blocks back; blocks are revoked only if nobody else lends.
             let take = lending != Lending::Open;
-            cx.tell(Outcome::WantBack { blocks: shortfall, take });
+            cx.emit(Outcome::WantBack { blocks: shortfall, take });
         }
         match (lending, self.seqs.get_mut(&id)) {
             (Lending::Open, Some(seq)) => {
@@ -104,7 +104,7 @@ impl Batch {
             seq.forget_entries(entries);
         }
         if !freed.is_empty() {
-            cx.tell(Outcome::BehindWindow { seq: id });
+            cx.emit(Outcome::BehindWindow { seq: id });
             give_back(cx, id, &freed);
             let micro_batch = self.micro_batch_of(id);
             self.sched.set_micro_batch(id, micro_batch);

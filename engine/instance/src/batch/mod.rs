@@ -155,7 +155,7 @@ impl Batch {
                 let now_ms = cx.now_ms;
                 self.thaw_if(cx, prefills, |frozen| frozen.until_ms <= now_ms);
                 if self.break_up(now_ms, remote_waits_since_ms) {
-                    cx.tell(Outcome::BrokenUp);
+                    cx.emit(Outcome::BrokenUp);
                 }
                 self.expire_waiting(cx, prefills);
             }
@@ -188,7 +188,7 @@ impl Batch {
     ///
     /// # Panics
     /// If there is none.
-    pub(crate) fn known(&self, id: SeqId) -> &Sequence {
+    pub(crate) fn expect_seq(&self, id: SeqId) -> &Sequence {
         &self.seqs[&id]
     }
 

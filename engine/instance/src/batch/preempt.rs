@@ -91,7 +91,7 @@ impl Batch {
     /// Takes a sequence that is in no step out of the batch and requeues it, to be recomputed.
     pub(crate) fn preempt(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId) {
         if prefills.has_parts(id) {
-            cx.tell(Outcome::JobFailed { seq: id, reason: "its memory was needed".to_owned() });
+            cx.emit(Outcome::JobFailed { seq: id, reason: "its memory was needed".to_owned() });
             return self.cancel(cx, prefills, id);
         }
         if let Some(seq) = self.seqs.get(&id) {
@@ -104,7 +104,7 @@ impl Batch {
         if let Some(seq) = self.seqs.get_mut(&id) {
             seq.admit_by_ms = cx.now_ms + ADMISSION_DEADLINE_MS;
         }
-        cx.tell(Outcome::Preempted { seq: id });
+        cx.emit(Outcome::Preempted { seq: id });
     }
 
     /// Frees all memory of a sequence and cancels its borrow.
@@ -112,7 +112,7 @@ impl Batch {
         self.due.touch();
         // What a freeze protects is given up: nothing is left to swap.
         self.unfreeze(id);
-        cx.tell(Outcome::Released { seq: id });
+        cx.emit(Outcome::Released { seq: id });
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         seq.restore_by_ms = None;
         self.stop_waiting(cx, id);
@@ -124,7 +124,7 @@ impl Batch {
         seq.leases.clear();
         (seq.named, seq.sharing) = (0, None);
         if prefills.is_exported(id) {
-            cx.tell(Outcome::Withheld { seq: id, blocks: freed.local });
+            cx.emit(Outcome::Withheld { seq: id, blocks: freed.local });
         } else {
             give_back(cx, id, &freed);
         }
@@ -155,7 +155,7 @@ impl Batch {
             let event =
                 TokenEvent::Finished { reason, prompt_tokens: entry.prompt_len, completion_tokens: entry.generated() };
             if let Some(since_ms) = entry.pulled_ms {
-                cx.tell(Outcome::Decoded { ms: cx.now_ms - since_ms });
+                cx.emit(Outcome::Decoded { ms: cx.now_ms - since_ms });
             }
             cx.effects.push(Effect::Emit { seq, event });
         }
@@ -166,7 +166,7 @@ impl Batch {
     pub(crate) fn fail(&mut self, cx: &mut Cx, prefills: &Prefills, seq: SeqId, error: RequestError) {
         // What is computed for others has no client: whoever asked is told.
         if self.seqs.get(&seq).is_some_and(|s| s.for_others.is_some()) {
-            cx.tell(Outcome::JobFailed { seq, reason: error.to_string() });
+            cx.emit(Outcome::JobFailed { seq, reason: error.to_string() });
         } else {
             cx.effects.push(Effect::Emit { seq, event: TokenEvent::Failed(error) });
         }
@@ -178,7 +178,7 @@ impl Batch {
         if self.defer_end(cx, seq) {
             return;
         }
-        cx.tell(Outcome::Ended { seq });
+        cx.emit(Outcome::Ended { seq });
         self.release_memory(cx, prefills, seq);
         self.take(seq);
     }

@@ -21,7 +21,7 @@ use crate::event::Effect;
 use crate::outcome::Outcome;
 use lagoon_backend::DeviceError;
 use lagoon_cluster::mutants::{self, Mutant};
-use lagoon_kv::{Adopted, BlockIdentity, IdentityRoot, Owner, Placement};
+use lagoon_kv::{Adopted, BlockHash, IdentityRoot, Owner, Placement};
 use lagoon_runner::{Command, ShareId};
 use lagoon_types::{PhysBlock, SeqId};
 use serde::Serialize;
@@ -47,7 +47,7 @@ pub struct PrefixStatus {
 #[derive(Debug)]
 pub(crate) struct PrefixCounts {
     /// Root of the hash chain; `None` where the prefix cache is off.
-    root: Option<BlockIdentity>,
+    root: Option<BlockHash>,
     looked_up_tokens: u64,
     hit_tokens: u64,
     shared_blocks: u64,
@@ -71,7 +71,7 @@ impl PrefixCounts {
             rope: b"",
             block_tokens: config.block_tokens,
         };
-        let root = config.prefix_cache.then(|| BlockIdentity::root(&root));
+        let root = config.prefix_cache.then(|| BlockHash::root(&root));
         Self { root, looked_up_tokens: 0, hit_tokens: 0, shared_blocks: 0, next_share: 0, under_way: 0 }
     }
 }
@@ -111,7 +111,7 @@ impl Batch {
                     seq.blocks.relocate(block, Placement::Local(joined.block));
                     cx.memory.prefix.shared_blocks += 1;
                 }
-                None => cx.memory.rm.pool.name(at, *name, block),
+                None => cx.memory.rm.pool.set_hash(at, *name, block),
             }
         }
     }
@@ -241,7 +241,7 @@ impl Batch {
         tracing::warn!(%error, seq = %id, "blocks could not be mapped");
         seq.maps_nothing = true;
         if seq.is_away() {
-            cx.tell(Outcome::Redo { seq: id, why: "blocks could not be mapped" });
+            cx.emit(Outcome::Redo { seq: id, why: "blocks could not be mapped" });
         } else if self.is_running(id) {
             self.preempt(cx, others.prefills, id);
         } else {
@@ -259,8 +259,8 @@ impl Memory {
             hit_tokens,
             shared_blocks,
             saved_blocks: pool.counts().shared,
-            blocks: pool.kept(),
-            evicted_blocks: pool.dropped(),
+            blocks: pool.cached(),
+            evicted_blocks: pool.evictions(),
         }
     }
 }

@@ -32,14 +32,14 @@ impl Batch {
     /// Reports the loss of every sequence's blocks at a creditor that is gone.
     pub(crate) fn lose_creditor(&self, cx: &mut Cx, creditor: InstanceId, why: &str) {
         for seq in self.seqs.values().filter(|s| holds(s, creditor, &LostPart::All)) {
-            cx.tell(Outcome::Lost(Lost { seq: seq.id, creditor, part: LostPart::All, why: why.to_owned() }));
+            cx.emit(Outcome::Lost(Lost { seq: seq.id, creditor, part: LostPart::All, why: why.to_owned() }));
         }
     }
 
     /// Reports the loss of one lease, if a sequence has it.
     pub(crate) fn lose_lease(&self, cx: &mut Cx, creditor: InstanceId, lease: LeaseId, why: String) {
         if let Some(seq) = self.seqs.values().find(|s| s.leases.contains_key(&(creditor, lease))) {
-            cx.tell(Outcome::Lost(Lost { seq: seq.id, creditor, part: LostPart::Lease(lease), why }));
+            cx.emit(Outcome::Lost(Lost { seq: seq.id, creditor, part: LostPart::Lease(lease), why }));
         }
     }
 

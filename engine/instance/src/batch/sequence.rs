@@ -2,7 +2,7 @@
 
 use lagoon_cluster::BorrowId;
 use lagoon_kv::hash::ContentHash;
-use lagoon_kv::{BlockIdentity, LeaseHasher, RemoteEntries, SeqBlocks};
+use lagoon_kv::{BlockHash, LeaseHasher, RemoteEntries, SeqBlocks};
 use lagoon_runner::ShareId;
 use lagoon_transfer::Check;
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, RECOVERIES_MAX, RECOVERIES_WINDOW_MS};
@@ -113,7 +113,7 @@ pub(crate) struct Sequence {
     /// A mapping failed: it maps no shared blocks any more.
     pub(crate) maps_nothing: bool,
     /// Block hashes of its first blocks, as far as computed.
-    pub(crate) names: Vec<BlockIdentity>,
+    pub(crate) names: Vec<BlockHash>,
     /// Blocks of the table whose hashes were registered with the pool, from the first on.
     pub(crate) named: u32,
     /// Own blocks for the newest tokens (or lost blocks), until the older ones are borrowed and the table can be built

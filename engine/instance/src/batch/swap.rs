@@ -81,7 +81,7 @@ impl Batch {
         else {
             return false;
         };
-        cx.tell(Outcome::SwapOut { seq: victim, blocks });
+        cx.emit(Outcome::SwapOut { seq: victim, blocks });
         if victim != id {
             self.retry_later(cx, id);
         }
@@ -101,7 +101,7 @@ impl Batch {
             return;
         }
         // Another move of the sequence may have been ordered meanwhile: its copy is dropped here.
-        cx.tell(Outcome::Released { seq: id });
+        cx.emit(Outcome::Released { seq: id });
         let own = seq.blocks.drop_local();
         seq.life = Life::SwappedOut;
         seq.admit_by_ms = cx.now_ms + ADMISSION_DEADLINE_MS;

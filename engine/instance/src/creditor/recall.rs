@@ -33,7 +33,7 @@ impl Creditor {
             self.requests.forget_lease(revoked.debtor, revoked.lease, &freed);
             self.blocks_revoked += u64::from(revoked.entries.end - revoked.entries.start);
             if let Some(peer) = cx.peers.key(revoked.debtor) {
-                tell_revoked(cx, peer, &revoked);
+                report_revoked(cx, peer, &revoked);
             }
         }
     }
@@ -44,10 +44,10 @@ impl Creditor {
 /// refusal it would drop everything that it has here.
 pub(super) fn repeat_revoked(cx: &mut Cx, peer: PeerKey, debtor: InstanceId) {
     let taken: Vec<Revoked> = cx.memory.rm.creditor.revoked().filter(|r| r.debtor == debtor).cloned().collect();
-    taken.iter().for_each(|revoked| tell_revoked(cx, peer, revoked));
+    taken.iter().for_each(|revoked| report_revoked(cx, peer, revoked));
 }
 
-fn tell_revoked(cx: &mut Cx, peer: PeerKey, revoked: &Revoked) {
+fn report_revoked(cx: &mut Cx, peer: PeerKey, revoked: &Revoked) {
     let reason = "a recall was not met in time".to_owned();
     let (first, entries) = (revoked.entries.start, revoked.entries.end);
     let body = ControlBody::LeaseRevoked(LeaseRevoked { lease: revoked.lease.0, reason, first, entries });

@@ -170,8 +170,8 @@ impl Membership {
         cx.standing.incarnation = next_incarnation(cx.standing.incarnation);
         cx.standing.registered = false;
         let ended = cx.memory.rm.forget_all(cx.standing.incarnation, cx.now_ms);
-        cx.tell(Outcome::LeasesEnded(ended));
-        cx.tell(Outcome::NewLife);
+        cx.emit(Outcome::LeasesEnded(ended));
+        cx.emit(Outcome::NewLife);
         // Peers free what they lent to the old incarnation when they learn of the new one.
         Self::greet_again(cx);
         register(cx);
@@ -267,7 +267,7 @@ impl Membership {
 fn on_peer_fenced(cx: &mut Cx, m: &Fenced) {
     let (reader, incarnation) = (InstanceId(m.instance), m.incarnation);
     let ended = cx.memory.rm.on_peer_fenced(reader, incarnation, cx.now_ms);
-    cx.tell(Outcome::LeasesEnded(ended));
+    cx.emit(Outcome::LeasesEnded(ended));
     if cx.config.transfer.is_some() {
         cx.effects.push(Effect::Transfer(TransferEffect::Fence { reader, incarnation }));
     }

@@ -154,7 +154,7 @@ impl Membership {
         if let Some(old) = cx.peers.key(instance).filter(|old| *old != peer) {
             forget_peer(cx, old);
         }
-        cx.tell(Outcome::Introduced { peer, hello });
+        cx.emit(Outcome::Introduced { peer, hello });
     }
 
     /// Records a peer whose Hello is valid as known.
@@ -163,14 +163,14 @@ impl Membership {
         cx.peers.keys.insert(instance, peer);
         cx.peers.known.insert(peer, Known { instance, rtt_us: 0, bytes_per_s: 0 });
         let ended = cx.memory.rm.on_peer_hello(instance, hello.incarnation, cx.now_ms);
-        cx.tell(Outcome::LeasesEnded(ended));
+        cx.emit(Outcome::LeasesEnded(ended));
         let greeted = !cx.peers.ungreeted.contains(&peer);
         if let Some(dialling) = cx.peers.dialling.remove(&instance) {
             for body in dialling.messages {
                 cx.send(peer, body);
             }
         }
-        cx.tell(Outcome::PeerUp { peer, instance, greeted, lent: hello.lent });
+        cx.emit(Outcome::PeerUp { peer, instance, greeted, lent: hello.lent });
     }
 
     pub(super) fn on_rtt(cx: &mut Cx, peer: PeerKey, rtt_us: u32) {
@@ -190,7 +190,7 @@ impl Membership {
     pub(super) fn on_send_failed(cx: &mut Cx, peer: PeerKey) {
         cx.peers.ungreeted.insert(peer);
         if let Some(known) = cx.peers.known(peer) {
-            cx.tell(Outcome::SendFailed { peer, instance: known.instance });
+            cx.emit(Outcome::SendFailed { peer, instance: known.instance });
         }
     }
 
@@ -246,7 +246,7 @@ fn forget_peer(cx: &mut Cx, peer: PeerKey) {
     cx.peers.keys.remove(&known.instance);
     cx.peers.meters.remove(&known.instance);
     cx.memory.rm.debtor.on_peer_down(known.instance, cx.now_ms);
-    cx.tell(Outcome::PeerGone(known.instance));
+    cx.emit(Outcome::PeerGone(known.instance));
 }
 
 /// Names the first field in which two pool shapes differ, with both values.

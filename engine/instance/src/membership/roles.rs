@@ -18,12 +18,12 @@ pub(crate) struct Roles {
     /// The role that it changes to, and since when, in milliseconds.
     next: Option<(Role, u64)>,
     /// Number of the last role order received.
-    heard: u64,
+    order_received: u64,
 }
 
 impl Roles {
     pub(crate) fn new(role: Role) -> Self {
-        Self { now: role, next: None, heard: 0 }
+        Self { now: role, next: None, order_received: 0 }
     }
 
     pub(crate) fn now(self) -> Role {
@@ -32,7 +32,11 @@ impl Roles {
 
     /// The role's state for heartbeats.
     pub(crate) fn state(self) -> RoleState {
-        RoleState { now: self.now.into(), becoming: self.becoming().map(Into::into), heard: self.heard }
+        RoleState {
+            now: self.now.into(),
+            becoming: self.becoming().map(Into::into),
+            order_received: self.order_received,
+        }
     }
 
     pub(crate) fn becoming(self) -> Option<Role> {
@@ -80,8 +84,8 @@ impl Membership {
             return;
         }
         let roles = &mut cx.standing.roles;
-        if roles.heard != m.number {
-            roles.heard = m.number;
+        if roles.order_received != m.number {
+            roles.order_received = m.number;
             self.heartbeat_at_ms = 0;
         }
         if role == roles.target() {
@@ -97,7 +101,7 @@ impl Membership {
         let old = cx.standing.roles.now;
         cx.standing.roles = Roles { now: next, next: None, ..cx.standing.roles };
         tracing::info!(?old, now = ?next, took_ms = cx.now_ms - since_ms, "the role has changed");
-        cx.tell(Outcome::RoleChanged { old });
+        cx.emit(Outcome::RoleChanged { old });
         self.heartbeat_at_ms = 0;
     }
 }
@@ -113,9 +117,9 @@ fn has_left(cx: &Cx, look: Look<'_>, (next, since_ms): (Role, u64)) -> bool {
     let sends_away = now == Role::Decode;
     // Blocks being mapped may be given to a reader meanwhile, whose transports write without waiting for the device.
     let maps = next == Role::Decode && cx.stage_blocks() == 0 && cx.memory.prefix.maps();
-    let heard = cx.now_ms >= since_ms + ROLE_GRACE_MS;
+    let senders_know = cx.now_ms >= since_ms + ROLE_GRACE_MS;
     !maps
-        && (!serves || (heard && look.batch.seqs().all(|s| s.for_others.is_some())))
+        && (!serves || (senders_know && look.batch.seqs().all(|s| s.for_others.is_some())))
         && (!prefills || look.prefills.unfinished_jobs() == 0)
         && (!sends_away || look.prefills.reads_nothing())
 }

@@ -244,7 +244,7 @@ impl Moves {
         self.close_move(cx, batch, no, "the source's content is damaged", true);
         if let Placement::Remote(b) = from {
             let why = "a creditor's blocks are damaged".to_owned();
-            cx.tell(Outcome::Lost(Lost { seq, creditor: b.creditor, part: LostPart::Lease(b.lease), why }));
+            cx.emit(Outcome::Lost(Lost { seq, creditor: b.creditor, part: LostPart::Lease(b.lease), why }));
         }
     }
 

@@ -331,7 +331,7 @@ impl Moves {
         let (target_addr, first) = (None, None);
         let request = Request { seq, why, source, target, target_addr, blocks, first, purpose, deadline_ms };
         if self.start_move(cx, batch, request).is_err() {
-            cx.tell(Outcome::SwappedOut { seq, all: false });
+            cx.emit(Outcome::SwappedOut { seq, all: false });
         }
     }
 
@@ -555,7 +555,7 @@ impl Moves {
         let all = entry.moved >= entry.wanted;
         self.status.cut_short += u64::from(!all);
         if entry.why == Why::SwapOut {
-            cx.tell(Outcome::SwappedOut { seq: entry.seq, all });
+            cx.emit(Outcome::SwappedOut { seq: entry.seq, all });
         }
         assert!(all || !entry.reason.is_empty(), "a move that is cut short says why");
         if !all {

@@ -6,7 +6,7 @@
 
 use crate::batch::Batch;
 use crate::cx::Cx;
-use lagoon_kv::BlockIdentity;
+use lagoon_kv::BlockHash;
 use lagoon_types::limits::AFFINITY_NAMES_MAX;
 use lagoon_types::{InstanceId, SeqId};
 use std::collections::BTreeMap;
@@ -17,21 +17,21 @@ const STRIDE: usize = 4;
 /// Prefixes by worker. See the module's documentation.
 #[derive(Debug, Default)]
 pub(super) struct Affinity {
-    known: BTreeMap<BlockIdentity, (InstanceId, u64)>,
+    known: BTreeMap<BlockHash, (InstanceId, u64)>,
     /// The same hashes by time of use.
-    order: BTreeMap<u64, BlockIdentity>,
+    order: BTreeMap<u64, BlockHash>,
     clock: u64,
 }
 
 /// The hashes of a prompt that are remembered, the deepest first, each with its number of blocks.
-fn marks(names: &[BlockIdentity]) -> impl Iterator<Item = (u32, BlockIdentity)> {
+fn marks(names: &[BlockHash]) -> impl Iterator<Item = (u32, BlockHash)> {
     let last = names.len() - names.len() % STRIDE;
     (1..=last / STRIDE).rev().map(|n| n * STRIDE).map(|n| (u32::try_from(n).unwrap_or(u32::MAX), names[n - 1]))
 }
 
 impl Affinity {
     /// Records that a worker computed blocks with these hashes.
-    fn remember(&mut self, worker: InstanceId, names: &[BlockIdentity]) {
+    fn remember(&mut self, worker: InstanceId, names: &[BlockHash]) {
         for (_, name) in marks(names) {
             self.clock += 1;
             if let Some((_, old)) = self.known.insert(name, (worker, self.clock)) {
@@ -46,7 +46,7 @@ impl Affinity {
     }
 
     /// Leading blocks of these hashes that each worker may have cached.
-    fn found(&self, names: &[BlockIdentity]) -> BTreeMap<InstanceId, u32> {
+    fn found(&self, names: &[BlockHash]) -> BTreeMap<InstanceId, u32> {
         let mut found = BTreeMap::new();
         for (blocks, name) in marks(names) {
             if let Some((worker, _)) = self.known.get(&name) {
@@ -92,17 +92,17 @@ mod tests {
     const B: InstanceId = InstanceId(2);
 
     /// Names of `n` blocks, the first `shared` of them those of every prompt.
-    fn names(seed: u16, shared: u16, n: u16) -> Vec<BlockIdentity> {
+    fn names(seed: u16, shared: u16, n: u16) -> Vec<BlockHash> {
         let name = |block: u16| {
             let mut name = [0; 32];
             name[..2].copy_from_slice(&block.to_be_bytes());
             name[2..4].copy_from_slice(&if block < shared { 0 } else { seed }.to_be_bytes());
-            BlockIdentity(name)
+            BlockHash(name)
         };
         (0..n).map(name).collect()
     }
 
-    fn found(of: &Affinity, names: &[BlockIdentity]) -> Vec<(InstanceId, u32)> {
+    fn found(of: &Affinity, names: &[BlockHash]) -> Vec<(InstanceId, u32)> {
         of.found(names).into_iter().collect()
     }
 

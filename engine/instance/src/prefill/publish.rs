@@ -221,13 +221,13 @@ impl Prefills {
                         let staged = self.published.get_mut(&id).map(|p| std::mem::take(&mut p.staged));
                         self.unstage(cx, batch, staged.unwrap_or_default());
                     }
-                    self.tell_ready(cx, batch, id, Ok(export));
+                    self.reply_ready(cx, batch, id, Ok(export));
                 }
             }
             Err(why) if publication.ended => tracing::debug!(why, "an unwanted part was not exported"),
             Err(why) if publication.lease.is_some() => {
                 self.unpublish(cx, batch, id);
-                self.tell_ready(cx, batch, id, Err(why));
+                self.reply_ready(cx, batch, id, Err(why));
             }
             Err(why) => self.end_job(cx, batch, id, &why),
         }

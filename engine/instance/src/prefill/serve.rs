@@ -279,7 +279,7 @@ impl Prefills {
     }
 
     /// Informs the decode worker when transports serve all of a prompt, `export` the last of it, or cannot.
-    pub(super) fn tell_ready(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, export: Result<u64, String>) {
+    pub(super) fn reply_ready(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, export: Result<u64, String>) {
         let is = |job: &Job| matches!(&job.stage, Stage::Exporting { of, .. } if *of == id);
         let queued_tokens = self.queued_tokens(batch);
         let Some((key, job)) = self.jobs.iter_mut().find(|(_, job)| is(job)) else { return };

@@ -39,7 +39,7 @@ impl Side {
             lent: None,
         };
         side.on(Event::PeerUp { peer: PEER });
-        side.hear(ControlBody::Hello(hello));
+        side.receive(ControlBody::Hello(hello));
         side
     }
 
@@ -48,13 +48,13 @@ impl Side {
     }
 
     /// What the peer is told in answer to a message.
-    fn hear(&mut self, body: ControlBody) -> Vec<ControlBody> {
-        told(self.on(Event::Control { peer: PEER, body }))
+    fn receive(&mut self, body: ControlBody) -> Vec<ControlBody> {
+        reported(self.on(Event::Control { peer: PEER, body }))
     }
 
     fn tick(&mut self, ms: u64) -> Vec<ControlBody> {
         self.now_ms += ms;
-        told(self.on(Event::Tick))
+        reported(self.on(Event::Tick))
     }
 
     /// Instance 2 asks for a prompt of `total` tokens, of which only so many arrive.
@@ -71,7 +71,7 @@ impl Side {
     }
 
     fn renew(&mut self) -> Vec<ControlBody> {
-        self.hear(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6] }))
+        self.receive(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6] }))
     }
 }
 
@@ -91,7 +91,7 @@ fn steps(effects: &[Effect]) -> bool {
     effects.iter().any(|effect| matches!(effect, Effect::Runner(Command::Step(_))))
 }
 
-fn told(effects: Vec<Effect>) -> Vec<ControlBody> {
+fn reported(effects: Vec<Effect>) -> Vec<ControlBody> {
     let of = |effect| match effect {
         Effect::Control { body, .. } => Some(body),
         _ => None,
@@ -114,7 +114,7 @@ fn computed() -> (Side, Vec<ControlBody>) {
         _ => None,
     });
     let export = TransferEvent::Exported { job: job.expect("it is exported"), export: Ok(40) };
-    let messages = told(side.on(Event::Transfer(export)));
+    let messages = reported(side.on(Event::Transfer(export)));
     (side, messages)
 }
 
@@ -137,7 +137,7 @@ fn an_answer_that_found_a_full_queue_is_said_again() {
     assert_eq!(ready(&again), Some(&first));
     // Not to one that has heard it: its lease is renewed, and its request is not asked for.
     let renew = PrefillRenew { seq: 2, requests: Vec::new() };
-    assert_eq!(ready(&side.hear(ControlBody::PrefillRenew(renew))), None);
+    assert_eq!(ready(&side.receive(ControlBody::PrefillRenew(renew))), None);
 }
 
 #[test]
@@ -159,13 +159,13 @@ fn asking(push: bool) -> (Side, u64) {
         Worker { instance: 2, quic_addr: "127.0.0.1:2".to_owned(), role: Role::Prefill.into(), blocks_total: 9 };
     let workers = Workers { version: 5, workers: vec![worker] };
     let connect =
-        told(side.on(Event::GManager(ControlBody::Workers(workers)))).into_iter().find_map(|body| match body {
+        reported(side.on(Event::GManager(ControlBody::Workers(workers)))).into_iter().find_map(|body| match body {
             ControlBody::TransferConnect(connect) => Some(connect),
             _ => None,
         });
     let connect = connect.expect("it connects to what it is to read");
     side.conn = connect.conn;
-    side.hear(ControlBody::TransferConnected(TransferConnected {
+    side.receive(ControlBody::TransferConnected(TransferConnected {
         conn: connect.conn,
         attempt: connect.attempt,
         incarnation: 5,
@@ -178,10 +178,12 @@ fn asking(push: bool) -> (Side, u64) {
         addr: String::new(),
     }));
     let asked =
-        told(side.on(Event::Submit { seq: SeqId(1), request: request(7) })).into_iter().find_map(|body| match body {
-            ControlBody::PrefillRequest(m) => Some(m.request),
-            _ => None,
-        });
+        reported(side.on(Event::Submit { seq: SeqId(1), request: request(7) })).into_iter().find_map(
+            |body| match body {
+                ControlBody::PrefillRequest(m) => Some(m.request),
+                _ => None,
+            },
+        );
     (side, asked.expect("the worker is asked"))
 }
 
@@ -214,10 +216,10 @@ fn an_answer_from_before_a_long_pause_is_given_back() {
         })
     });
     let renewed = lagoon_protocol::PrefillRenewed { seq: question.unwrap(), unknown: Vec::new(), queued_tokens: 0 };
-    side.hear(ControlBody::PrefillRenewed(renewed));
+    side.receive(ControlBody::PrefillRenewed(renewed));
     side.tick(LEASE_TTL_MS + 5_000);
-    let said = side.hear(answer(request));
-    assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&said)), (0, 1), "{said:?}");
+    let output = side.receive(answer(request));
+    assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&output)), (0, 1), "{output:?}");
 }
 
 /// The worker frees what it handed to the old life when it hears of the new one, which must not take it in between.
@@ -226,8 +228,8 @@ fn a_life_does_not_take_what_the_one_before_it_asked_for() {
     let (mut side, request) = asking(false);
     let ack = HeartbeatAck { known: true, fenced: true, ..HeartbeatAck::default() };
     side.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
-    let said = side.hear(answer(request));
-    assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&said)), (0, 1), "{said:?}");
+    let output = side.receive(answer(request));
+    assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&output)), (0, 1), "{output:?}");
 }
 
 /// The export is announced behind the answer, which found a full queue: both are told again, the export first.
@@ -245,8 +247,8 @@ fn an_export_is_kept_for_the_answer_that_names_it() {
         blocks: vec![TransferBlocks { first: 0, count: 2 }],
         checks: vec![0; 32],
     };
-    let said = side.hear(ControlBody::TransferExport(export));
-    assert!(!said.iter().any(|body| matches!(body, ControlBody::TransferComplete(_))), "{said:?}");
+    let output = side.receive(ControlBody::TransferExport(export));
+    assert!(!output.iter().any(|body| matches!(body, ControlBody::TransferComplete(_))), "{output:?}");
     let effects = side.on(Event::Control { peer: PEER, body: answer(request) });
     assert!(effects.iter().any(|e| matches!(e, Effect::Transfer(TransferEffect::Read { .. }))), "{effects:?}");
 }
@@ -254,11 +256,11 @@ fn an_export_is_kept_for_the_answer_that_names_it() {
 #[test]
 fn what_is_answered_and_never_exported_is_given_back() {
     let (mut side, request) = asking(false);
-    let said = side.hear(answer(request));
-    assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&said)), (1, 0), "{said:?}");
-    let said: Vec<ControlBody> = (0..LEASE_TTL_MS / TICK_MS / 2 + 1).flat_map(|_| side.tick(TICK_MS)).collect();
+    let output = side.receive(answer(request));
+    assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&output)), (1, 0), "{output:?}");
+    let output: Vec<ControlBody> = (0..LEASE_TTL_MS / TICK_MS / 2 + 1).flat_map(|_| side.tick(TICK_MS)).collect();
     assert_eq!(side.instance.cx.memory.rm.debtor.held.iter().count(), 0);
-    assert!(releases(&said) > 0);
+    assert!(releases(&output) > 0);
 }
 
 /// The worker that has not begun it may wait for that memory itself, for an older request.
@@ -269,9 +271,9 @@ fn memory_for_what_nobody_has_begun_is_given_up_for_an_older_request() {
     let oldest_waiting = Some(OldestWaiting { debtor: 2, waits_ms: 900 });
     let ack = HeartbeatAck { known: true, pool_blocks_total: 100, oldest_waiting, ..HeartbeatAck::default() };
     side.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
-    let said = side.tick(TICK_MS);
+    let output = side.tick(TICK_MS);
     let cancelled = |body: &ControlBody| matches!(body, ControlBody::PrefillCancel(m) if m.requests == [request]);
-    assert!(said.iter().any(cancelled), "{said:?}");
+    assert!(output.iter().any(cancelled), "{output:?}");
     assert_eq!(side.instance.cx.memory.rm.available(), 4);
     let asked = |body: &ControlBody| matches!(body, ControlBody::PrefillRequest(_));
     assert!(!side.tick(TICK_MS).iter().any(asked), "the older one comes first");
@@ -300,7 +302,7 @@ fn a_pushed_prompt_is_not_behind_what_waits_for_others_memory() {
 fn a_request_that_is_named_often_is_answered_once() {
     let (mut side, _) = computed();
     side.on(Event::SendFailed { peer: PEER });
-    let again = side.hear(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6; 50] }));
+    let again = side.receive(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6; 50] }));
     let answers = again.iter().filter(|body| matches!(body, ControlBody::PrefillReady(_))).count();
     assert_eq!(answers, 1);
 }
@@ -330,7 +332,7 @@ fn a_prompt_with_sampling_that_nobody_can_do_is_refused() {
         let sampling = PrefillSampling { temperature, top_p, ..PrefillSampling::default() };
         let effects = side.on(Event::Control { peer: PEER, body: prompt(6, 7, sampling) });
         assert!(!steps(&effects), "{sampling:?}");
-        assert_eq!(refusals(&told(effects)), 1, "{sampling:?}");
+        assert_eq!(refusals(&reported(effects)), 1, "{sampling:?}");
     }
 }
 
@@ -339,9 +341,9 @@ fn prompts_that_never_become_complete_are_few() {
     let mut side = Side::new(Role::Prefill);
     let sampling = PrefillSampling { top_p: 1.0, ..PrefillSampling::default() };
     for request in 1..=8 {
-        assert_eq!(refusals(&side.hear(prompt(request, 4, sampling))), 0, "{request}");
+        assert_eq!(refusals(&side.receive(prompt(request, 4, sampling))), 0, "{request}");
     }
-    assert_eq!(refusals(&side.hear(prompt(9, 4, sampling))), 1);
+    assert_eq!(refusals(&side.receive(prompt(9, 4, sampling))), 1);
     assert_eq!(side.instance.status().prefill.jobs, 8);
 }
 
@@ -350,8 +352,8 @@ fn an_answer_names_tokens_of_the_vocabulary_and_no_more_than_were_asked_for() {
     for top in [vec![PrefillTop { id: 99, logprob: 0.0 }], vec![PrefillTop { id: 1, logprob: 0.0 }; 1_000]] {
         let (mut side, request) = asking(false);
         let ControlBody::PrefillReady(sensible) = answer(request) else { panic!("it is an answer") };
-        let said = side.hear(ControlBody::PrefillReady(PrefillReady { top, ..sensible }));
-        assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&said)), (0, 1), "{said:?}");
+        let output = side.receive(ControlBody::PrefillReady(PrefillReady { top, ..sensible }));
+        assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&output)), (0, 1), "{output:?}");
     }
 }
 
@@ -361,7 +363,7 @@ fn an_answer_with_the_largest_numbers_is_one_like_others() {
     let ControlBody::PrefillReady(sensible) = answer(number) else { panic!("it is an answer") };
     let (ttl_ms, queued_ms, prefill_ms, queued_tokens) = (u64::MAX, u64::MAX, u64::MAX, u64::MAX);
     let answer = PrefillReady { ttl_ms, queued_ms, prefill_ms, queued_tokens, ..sensible };
-    side.hear(ControlBody::PrefillReady(answer));
+    side.receive(ControlBody::PrefillReady(answer));
     assert_eq!(side.instance.cx.memory.rm.debtor.held.iter().count(), 1);
     side.on(Event::Submit { seq: SeqId(2), request: request(7) });
     (0..LEASE_TTL_MS / TICK_MS).for_each(|_| drop(side.tick(TICK_MS)));

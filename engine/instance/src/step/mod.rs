@@ -257,7 +257,7 @@ impl Steps {
         let watched = |chunk: &&Chunk| prefills.is_pushed(chunk.seq) && !chunk.warms_up();
         work.watched = plan.chunks.iter().any(|chunk| watched(&chunk));
         if work.watched {
-            cx.tell(Outcome::Watched { chunks: plan.chunks.iter().filter(|c| !c.warms_up()).copied().collect() });
+            cx.emit(Outcome::Watched { chunks: plan.chunks.iter().filter(|c| !c.warms_up()).copied().collect() });
         }
         self.mapped.count(&work.remote);
         let mut creditors = Vec::with_capacity(tickets.len());
@@ -295,7 +295,7 @@ impl Steps {
         let mut builder = Builder::new(step, micro_batch, cx.config.wire);
         builder.work.next_row = cx.memory.rm.pool.next_row().map(|block| block.0 * cx.config.block_tokens);
         for chunk in &plan.chunks {
-            let seq = batch.known(chunk.seq);
+            let seq = batch.expect_seq(chunk.seq);
             let end = chunk.start + chunk.len;
             let span = chunk.start as usize..end as usize;
             let sample = chunk.last.then(|| SampleSpec {
@@ -393,7 +393,7 @@ impl Steps {
         let flight = self.flights.iter().flatten().find(|f| f.step == step);
         let seqs: Vec<SeqId> =
             flight.iter().flat_map(|f| &f.chunks).filter(|chunk| !chunk.warms_up()).map(|chunk| chunk.seq).collect();
-        seqs.into_iter().for_each(|seq| cx.tell(Outcome::Layers { seq, layers: layer + 1 }));
+        seqs.into_iter().for_each(|seq| cx.emit(Outcome::Layers { seq, layers: layer + 1 }));
     }
 
     /// Sends a layer's new KV to creditors. A range that an aborted step has sent already is not repeated: the creditor
@@ -480,7 +480,7 @@ impl Steps {
         let growing = flight.chunks.iter().filter(|c| c.len == 1 && !c.warms_up()).count();
         let prompt_rows = flight.chunks.iter().filter(|c| c.len > 1).map(|c| c.len).sum();
         let own = micro_batch == MicroBatch::Local && growing == flight.chunks.len();
-        cx.tell(Outcome::StepDone {
+        cx.emit(Outcome::StepDone {
             ms,
             growing: as_u32(growing),
             prompt_rows,
@@ -520,8 +520,8 @@ impl Steps {
             }
             assert!(sample.as_ref().is_none_or(|s| s.seq == chunk.seq), "samples come in the order of the plan");
             if seq.for_others.is_some() {
-                cx.tell(Outcome::Chunk { seq: chunk.seq });
-                sample.into_iter().for_each(|sample| cx.tell(Outcome::Prefilled { seq: chunk.seq, sample }));
+                cx.emit(Outcome::Chunk { seq: chunk.seq });
+                sample.into_iter().for_each(|sample| cx.emit(Outcome::Prefilled { seq: chunk.seq, sample }));
                 continue;
             }
             let Some(sample) = sample else { continue };
@@ -557,7 +557,7 @@ impl Steps {
         for chunk in &flight.chunks {
             match error {
                 _ if !batch.has(chunk.seq) => {}
-                PassError::Part { creditor, .. } => cx.tell(lost(chunk.seq, *creditor, error.to_string())),
+                PassError::Part { creditor, .. } => cx.emit(lost(chunk.seq, *creditor, error.to_string())),
                 PassError::Device(DeviceError::OutOfMemory { .. }) | PassError::Reused { .. } => {}
                 PassError::Device(_) => {
                     batch.fail(cx, prefills, chunk.seq, RequestError::Unavailable(error.to_string()))
@@ -612,7 +612,7 @@ impl Steps {
             if batch.seq(chunk.seq).is_some_and(|s| s.is_ending()) {
                 batch.remove(cx, prefills, chunk.seq);
             }
-            cx.tell(Outcome::ChunkLeft { seq: chunk.seq });
+            cx.emit(Outcome::ChunkLeft { seq: chunk.seq });
         }
     }
 
@@ -632,7 +632,7 @@ impl Steps {
             self.abort_micro_batch_of(cx, batch, prefills, first.seq);
         }
         for chunk in chunks {
-            creditors.iter().for_each(|creditor| cx.tell(lost(chunk.seq, *creditor, why.to_owned())));
+            creditors.iter().for_each(|creditor| cx.emit(lost(chunk.seq, *creditor, why.to_owned())));
         }
     }
 

@@ -8,7 +8,7 @@
 //! [`BlockPool::join`].
 
 use super::{BlockPool, BlockState, Owner};
-use crate::BlockIdentity;
+use crate::BlockHash;
 use lagoon_types::{PhysBlock, SeqId};
 use std::collections::BTreeMap;
 
@@ -46,7 +46,7 @@ enum Found {
 impl BlockPool {
     /// Gives a sequence without blocks here the longest found prefix of the block hashes `names` as its first logical blocks,
     /// sealed. With rows but without `map` (no memory may be mapped), only blocks cached in one row are found.
-    pub fn adopt(&mut self, seq: SeqId, names: &[BlockIdentity], map: bool) -> Adopted {
+    pub fn adopt(&mut self, seq: SeqId, names: &[BlockHash], map: bool) -> Adopted {
         let owner = Owner::Own(seq);
         let adopted =
             if self.space.rows == 0 { self.adopt_flat(owner, names) } else { self.adopt_in_row(owner, names, map) };
@@ -65,7 +65,7 @@ impl BlockPool {
     ///
     /// # Panics
     /// If `owner` is not the only owner of `block`.
-    pub fn join(&mut self, owner: Owner, block: PhysBlock, name: &BlockIdentity, map: bool) -> Option<Joined> {
+    pub fn join(&mut self, owner: Owner, block: PhysBlock, name: &BlockHash, map: bool) -> Option<Joined> {
         assert!(self.owner(block) == owner && !self.is_shared(block), "{block} is not {owner:?}'s alone");
         let from = self.cache.held(name).filter(|from| *from != block)?;
         let rows = self.space.rows > 0;
@@ -93,7 +93,7 @@ impl BlockPool {
 
     /// Number of blocks that [`BlockPool::adopt`] would share, at no cost of memory.
     #[must_use]
-    pub fn shareable(&self, names: &[BlockIdentity], map: bool) -> u32 {
+    pub fn shareable(&self, names: &[BlockHash], map: bool) -> u32 {
         let rows = self.space.rows > 0;
         if rows && (!map || self.rows.idle.is_empty()) {
             return 0;
@@ -121,7 +121,7 @@ impl BlockPool {
         self.owner(block) == owner || self.sharing.has(block, owner)
     }
 
-    fn adopt_flat(&mut self, owner: Owner, names: &[BlockIdentity]) -> Adopted {
+    fn adopt_flat(&mut self, owner: Owner, names: &[BlockHash]) -> Adopted {
         let mut adopted = Adopted::default();
         for name in names {
             let next = adopted.blocks.last().map(|last: &PhysBlock| PhysBlock(last.0 + 1));
@@ -143,10 +143,10 @@ impl BlockPool {
     }
 
     /// A block with this block hash: an owned one before a cached one, and of either `next` if it has the hash.
-    fn find(&self, name: &BlockIdentity, next: Option<PhysBlock>) -> Option<Found> {
-        let is = |block: &PhysBlock| self.cache.names_it(*block, name);
+    fn find(&self, name: &BlockHash, next: Option<PhysBlock>) -> Option<Found> {
+        let is = |block: &PhysBlock| self.cache.has_hash(*block, name);
         let next = next.filter(is);
-        let held = next.filter(|next| !self.cache.is_kept(*next)).or_else(|| self.cache.held(name));
+        let held = next.filter(|next| !self.cache.is_cached(*next)).or_else(|| self.cache.held(name));
         held.map(Found::Held).or_else(|| next.or_else(|| self.cache.any(name)).map(Found::Kept))
     }
 
@@ -155,14 +155,14 @@ impl BlockPool {
         self.states[block.0 as usize] = BlockState::Sealed;
     }
 
-    fn row_names<'a>(&self, names: &'a [BlockIdentity]) -> &'a [BlockIdentity] {
+    fn row_names<'a>(&self, names: &'a [BlockHash]) -> &'a [BlockHash] {
         &names[..names.len().min(self.space.row_blocks as usize)]
     }
 
-    fn adopt_in_row(&mut self, owner: Owner, names: &[BlockIdentity], map: bool) -> Adopted {
+    fn adopt_in_row(&mut self, owner: Owner, names: &[BlockHash], map: bool) -> Adopted {
         let names = self.row_names(names);
         let found = names.iter().map_while(|name| self.find(name, None).map(|found| (name, found)));
-        let found: Vec<(&BlockIdentity, Found)> = found.collect();
+        let found: Vec<(&BlockHash, Found)> = found.collect();
         let Some((row, known)) = self.row_for(names, found.len(), map) else { return Adopted::default() };
         let mut adopted = Adopted::default();
         for ((name, found), place) in found.into_iter().take(known).zip((row * self.space.row_blocks..).map(PhysBlock))
@@ -173,7 +173,7 @@ impl BlockPool {
                     adopted.shared += 1;
                     adopted.mapped.push((from, place));
                 }
-                Found::Held(_) | Found::Kept(_) if self.cache.keeps(place, name) => self.cache.take(place),
+                Found::Held(_) | Found::Kept(_) if self.cache.caches(place, name) => self.cache.take(place),
                 Found::Held(from) | Found::Kept(from) => {
                     self.cache.forget(from);
                     adopted.mapped.push((from, place));
@@ -196,13 +196,13 @@ impl BlockPool {
 
     /// The row for a sequence with `found` hits, and the number of hits that it gets there: the row that caches most of them
     /// at their addresses, so that the fewest are mapped.
-    fn row_for(&self, names: &[BlockIdentity], found: usize, map: bool) -> Option<(u32, usize)> {
+    fn row_for(&self, names: &[BlockHash], found: usize, map: bool) -> Option<(u32, usize)> {
         let row_blocks = self.space.row_blocks;
         if !map {
             let starts = self.cache.copies(names.first()?).filter(|block| block.0 % row_blocks == 0);
             let kept = |start: PhysBlock| {
                 let places = (start.0..).map(PhysBlock).zip(names);
-                places.take_while(|(block, name)| self.cache.keeps(*block, name)).count()
+                places.take_while(|(block, name)| self.cache.caches(*block, name)).count()
             };
             let best = starts.filter(|start| self.is_in_row(*start)).max_by_key(|start| kept(*start))?;
             return Some((best.0 / row_blocks, kept(best)));

@@ -513,7 +513,7 @@ impl World {
                 for segment in &transaction.segments {
                     let region = &node.memory.regions[segment.remote.region as usize];
                     let len = usize::try_from(segment.remote.bytes).unwrap();
-                    bytes.extend_from_slice(&region.window(segment.remote.offset, len).unwrap());
+                    bytes.extend_from_slice(&region.snapshot(segment.remote.offset, len).unwrap());
                 }
                 if cut {
                     // The path is gone: its task ends the read at once.

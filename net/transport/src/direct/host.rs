@@ -111,17 +111,17 @@ impl ArenaServer {
         let listener = UnixListener::bind(socket).map_err(io_error("listening on a unix socket"))?;
         let private = std::fs::Permissions::from_mode(0o600);
         std::fs::set_permissions(socket, private).map_err(io_error("making the socket private"))?;
-        let (mut offered, mut told) = (Vec::new(), Vec::new());
+        let (mut offered, mut reported) = (Vec::new(), Vec::new());
         for (of, file) in memory {
             let token: [u8; TOKEN_BYTES] = rand::random();
             offered.push(Offered { region: of.region, token, file });
-            told.push(TransferArena { socket: socket.display().to_string(), token: token.to_vec(), ..of });
+            reported.push(TransferArena { socket: socket.display().to_string(), token: token.to_vec(), ..of });
         }
         let stop = Arc::new(AtomicBool::new(false));
         let (ending, offered) = (Arc::clone(&stop), Arc::new(offered));
         let serve = move || accept(&listener, &ending, &offered);
         thread::Builder::new().name("arenas".to_owned()).spawn(serve).map_err(io_error("starting a thread"))?;
-        Ok(Self { socket: socket.to_owned(), arenas: told, stop })
+        Ok(Self { socket: socket.to_owned(), arenas: reported, stop })
     }
 
     /// What readers on this host are told, over mutual TLS only.

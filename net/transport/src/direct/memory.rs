@@ -125,15 +125,15 @@ impl Worker {
     /// Until the path is closed and its queue is empty.
     fn run(self) {
         let (mut done, mut bytes, mut worked) = (Vec::new(), 0u64, false);
-        let tell = |done: &mut Vec<_>| done.drain(..).for_each(|(job, result)| self.landing.tell(&job, result));
-        while let Some(job) = self.jobs.take(worked, || tell(&mut done)) {
+        let deliver = |done: &mut Vec<_>| done.drain(..).for_each(|(job, result)| self.landing.deliver(&job, result));
+        while let Some(job) = self.jobs.take(worked, || deliver(&mut done)) {
             let result = self.copy(&job);
             let before = if done.is_empty() { 0 } else { bytes };
             bytes = before.saturating_add(job.transaction.bytes);
             done.push((job, result));
             worked = true;
             if bytes >= TOLD_BYTES {
-                tell(&mut done);
+                deliver(&mut done);
             }
         }
     }

@@ -77,7 +77,7 @@ impl Landing {
         Lander::new(&job.transaction, &job.pulls, &self.regions, self.verify)
     }
 
-    fn tell(&self, job: &ReadJob, result: Result<Landed, ReadFailure>) {
+    fn deliver(&self, job: &ReadJob, result: Result<Landed, ReadFailure>) {
         (self.on_event)(PathEvent::Read { read: job.read, result });
     }
 }

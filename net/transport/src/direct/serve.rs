@@ -151,7 +151,7 @@ impl ExportServer {
             let Remote { region, offset, bytes } = segment.remote;
             let region = usize::try_from(region).ok().and_then(|region| self.regions.get(region));
             let bytes = usize::try_from(bytes).map_err(|_too_large| RefuseCode::OutOfRange)?;
-            let bytes = region.ok_or(RefuseCode::OutOfRange)?.window(offset, bytes).map_err(|error| {
+            let bytes = region.ok_or(RefuseCode::OutOfRange)?.snapshot(offset, bytes).map_err(|error| {
                 tracing::warn!(%error, "an exported range cannot be read");
                 RefuseCode::Device
             })?;

@@ -144,8 +144,8 @@ async fn run(
     };
     // A stream's error says only that the connection is gone; the connection knows why, until we close it ourselves.
     let result = result.map_err(|reason| connection.close_reason().map_or(reason, |cause| cause.to_string()));
-    let said = result.as_ref().err().map_or("closed", String::as_str);
-    connection.close(VarInt::from_u32(crate::session::close::BYE), said.as_bytes());
+    let output = result.as_ref().err().map_or("closed", String::as_str);
+    connection.close(VarInt::from_u32(crate::session::close::BYE), output.as_bytes());
     result
 }
 
@@ -237,7 +237,7 @@ impl Receiver<'_> {
                 _ => return Err(format!("read {id} was answered with another size")),
             };
             self.read_stream.bytes.fetch_sub(job.transaction.bytes, Relaxed);
-            self.landing.tell(&job, result);
+            self.landing.deliver(&job, result);
         }
     }
 

@@ -266,8 +266,9 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         queued_tokens: 3333,
         window_blocks: 0,
     };
-    let state = RoleState { now: Role::Instance.into(), becoming: Some(Role::Decode.into()), heard: 0 };
-    let heard = Heartbeat { role: Some(Box::new(RoleState { heard: 0x1_0000_0007, ..state })), ..heartbeat() };
+    let state = RoleState { now: Role::Instance.into(), becoming: Some(Role::Decode.into()), order_received: 0 };
+    let order_received =
+        Heartbeat { role: Some(Box::new(RoleState { order_received: 0x1_0000_0007, ..state })), ..heartbeat() };
     let changing = Heartbeat { role: Some(Box::new(state)), ..heartbeat() };
     let role = AdminRole { instance: 4, role: Role::Prefill.into() };
     let asked = AdminQuery { query: 7, body: Some(AdminBody::Role(role)) };
@@ -290,7 +291,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         ("prefill_cancel", ControlBody::PrefillCancel(PrefillCancel { requests: vec![12] })),
         ("role_order", ControlBody::RoleOrder(RoleOrder { role: Role::Decode.into(), number: 0 })),
         ("role_order_numbered", ControlBody::RoleOrder(RoleOrder { role: Role::Decode.into(), number: 7 })),
-        ("role_heartbeat_heard", ControlBody::Heartbeat(heard)),
+        ("role_heartbeat_heard", ControlBody::Heartbeat(order_received)),
         ("role_heartbeat", ControlBody::Heartbeat(changing)),
         ("admin_role", ControlBody::AdminQuery(asked)),
     ]

@@ -4,10 +4,10 @@ use super::*;
 use lagoon_protocol::Fenced;
 
 /// Lets time pass in small steps; instances in `heard` send heartbeats. Returns what the gManager sent.
-fn pass(gm: &mut GManager, from_ms: u64, to_ms: u64, heard: &[u32]) -> Vec<(u32, ControlBody)> {
+fn pass(gm: &mut GManager, from_ms: u64, to_ms: u64, received: &[u32]) -> Vec<(u32, ControlBody)> {
     let mut sent = Vec::new();
     for now in (from_ms..=to_ms).step_by(250) {
-        for id in heard {
+        for id in received {
             assert!(gm.on_heartbeat(&heartbeat(*id, 10 + now, 10), now).known);
         }
         gm.tick(now);
@@ -83,8 +83,8 @@ fn a_process_that_was_replaced_or_left_is_told_at_once() {
     let mut gm = pool(&[10, 10, 10]);
     gm.on_register(&Register { incarnation: 22, ..register(2) }, 0).unwrap();
     gm.on_deregister(InstanceId(3));
-    let told = fences(&pass(&mut gm, 0, 0, &[1]));
-    assert_eq!(told, [(1, 2, 2), (3, 2, 2), (1, 3, 3), (4, 3, 3)]);
+    let reported = fences(&pass(&mut gm, 0, 0, &[1]));
+    assert_eq!(reported, [(1, 2, 2), (3, 2, 2), (1, 3, 3), (4, 3, 3)]);
 }
 
 #[test]

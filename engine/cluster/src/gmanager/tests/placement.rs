@@ -25,7 +25,7 @@ fn placed() -> GManager {
     gm
 }
 
-fn heard(gm: &mut GManager, heartbeat: &Heartbeat, now_ms: u64) {
+fn received(gm: &mut GManager, heartbeat: &Heartbeat, now_ms: u64) {
     let _ = gm.on_heartbeat(heartbeat, now_ms);
 }
 
@@ -136,7 +136,7 @@ fn an_order_is_given_and_its_request_rests() {
     gm.on_move_outcome(InstanceId(1), &MoveOutcome { order: again, moved: 2, ..Default::default() }, 30);
     for now in (30..=30 + limits::MOVE_BY_HAND_REST_MS).step_by(500) {
         assert!(request(&gm, 1, 7).unwrap().3, "it rests at {now}");
-        (1..=3).for_each(|i| heard(&mut gm, &heartbeat(i, 10 + now, 20), now));
+        (1..=3).for_each(|i| received(&mut gm, &heartbeat(i, 10 + now, 20), now));
         gm.tick(now);
     }
     assert!(!request(&gm, 1, 7).unwrap().3);
@@ -232,7 +232,7 @@ fn failures_make_the_rest_longer_and_correct_the_target() {
     let mut rests = Vec::new();
     for beat in 0..4 {
         let seq = 10 + beat;
-        (1..=3).for_each(|i| heard(&mut gm, &heartbeat(i, seq, 20), now));
+        (1..=3).for_each(|i| received(&mut gm, &heartbeat(i, seq, 20), now));
         let order = gm.give(Move { blocks: 6, ..PLANNED }).unwrap();
         let refused = MoveOutcome { order, moved: 0, reason: "no room".to_owned(), target_lendable: Some(1) };
         gm.on_move_outcome(InstanceId(1), &refused, now);
@@ -241,7 +241,7 @@ fn failures_make_the_rest_longer_and_correct_the_target() {
         let since = now;
         while request(&gm, 1, 7).unwrap().3 {
             now += 100;
-            (1..=3).for_each(|i| heard(&mut gm, &heartbeat(i, seq, 20), now));
+            (1..=3).for_each(|i| received(&mut gm, &heartbeat(i, seq, 20), now));
             gm.tick(now);
         }
         rests.push(now - since);
@@ -255,7 +255,7 @@ fn an_order_that_nobody_answers_ends() {
     admin(&mut gm, AdminBody::Move(MOVE), 0);
     let end = limits::MOVE_DEADLINE_MS + limits::MOVE_GRACE_MS;
     for now in (0..=end).step_by(500) {
-        (1..=3).for_each(|i| heard(&mut gm, &heartbeat(i, 10, 20), now));
+        (1..=3).for_each(|i| received(&mut gm, &heartbeat(i, 10, 20), now));
         gm.tick(now);
         let incoming = gm.pool().instances[&InstanceId(2)].blocks_incoming;
         assert_eq!(incoming, if now < end { 6 } else { 0 }, "at {now}");
@@ -263,7 +263,7 @@ fn an_order_that_nobody_answers_ends() {
     assert_eq!(gm.stats().moves_failed, 1);
     // The target dies: so does the order.
     let now = end + limits::MOVE_RETRY_MS;
-    (1..=3).for_each(|i| heard(&mut gm, &heartbeat(i, 11, 20), now));
+    (1..=3).for_each(|i| received(&mut gm, &heartbeat(i, 11, 20), now));
     gm.tick(now);
     assert_eq!(admin(&mut gm, AdminBody::Move(MOVE), now).error, "");
     gm.on_deregister(InstanceId(2));
@@ -399,7 +399,7 @@ fn a_round_waits_for_everybody_but_not_for_ever() {
     for i in 1..=3u64 {
         gm.on_register(&register(i), 0).unwrap();
     }
-    let beat = |gm: &mut GManager, i: u32, now: u64| heard(gm, &heartbeat(i, 10 + now, 5), now);
+    let beat = |gm: &mut GManager, i: u32, now: u64| received(gm, &heartbeat(i, 10 + now, 5), now);
     let open = limits::PLAN_MS;
     gm.tick(open);
     assert_eq!(gm.stats().rounds, 0, "nobody was heard in this round");

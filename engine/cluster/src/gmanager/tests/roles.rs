@@ -6,12 +6,12 @@ use lagoon_protocol::{AdminBody, AdminDrain, AdminQuery, AdminReply, AdminRole, 
 
 /// Of an instance that may change its role.
 fn beat(instance: u32, seq: u64, role: Role, becoming: Option<Role>) -> Heartbeat {
-    heard(0, instance, seq, role, becoming)
+    order_received(0, instance, seq, role, becoming)
 }
 
 /// The same, of one that has heard the order with a number (1, 2, …).
-fn heard(heard: u64, instance: u32, seq: u64, role: Role, becoming: Option<Role>) -> Heartbeat {
-    let state = RoleState { now: role.into(), becoming: becoming.map(Into::into), heard };
+fn order_received(order_received: u64, instance: u32, seq: u64, role: Role, becoming: Option<Role>) -> Heartbeat {
+    let state = RoleState { now: role.into(), becoming: becoming.map(Into::into), order_received };
     Heartbeat { role: Some(Box::new(state)), ..heartbeat(instance, seq, 10) }
 }
 
@@ -69,16 +69,16 @@ fn an_order_is_repeated_until_the_instance_agrees_and_counts_at_once() {
     gm.tick(limits::ROLE_REPEAT_MS);
     assert_eq!(sent(&mut gm).0, [(1, Decode)], "it was not heard");
     // Prompts go elsewhere, and the list is the new one's too.
-    gm.on_heartbeat(&heard(1, 1, 2, Prefill, Some(Decode)), 600);
+    gm.on_heartbeat(&order_received(1, 1, 2, Prefill, Some(Decode)), 600);
     gm.on_heartbeat(&beat(3, 2, Decode, None), 600);
     assert_eq!(sent(&mut gm), (vec![], vec![(1, vec![2]), (3, vec![2])]));
     gm.tick(2 * limits::ROLE_REPEAT_MS);
     assert_eq!(sent(&mut gm).0, []);
-    gm.on_heartbeat(&heard(1, 1, 3, Decode, None), 1_200);
+    gm.on_heartbeat(&order_received(1, 1, 3, Decode, None), 1_200);
     assert_eq!(shown(&gm, 1), (Decode, None));
     // Once more is nothing new.
     assert_eq!(order(&mut gm, 1, Decode, 1_200).error, "");
-    gm.on_heartbeat(&heard(2, 1, 4, Decode, None), 1_300);
+    gm.on_heartbeat(&order_received(2, 1, 4, Decode, None), 1_300);
     gm.tick(3 * limits::ROLE_REPEAT_MS);
     sent(&mut gm);
     assert_eq!(order(&mut gm, 1, Prefill, 1_500).error, "");
@@ -86,10 +86,10 @@ fn an_order_is_repeated_until_the_instance_agrees_and_counts_at_once() {
     let by = SwitchedBy::Operator;
     assert_eq!(switches, [(Prefill, Decode, by, 1), (Decode, Prefill, by, 1)]);
     // It is a worker again when it says so, not before.
-    gm.on_heartbeat(&heard(3, 1, 5, Decode, Some(Prefill)), 1_600);
+    gm.on_heartbeat(&order_received(3, 1, 5, Decode, Some(Prefill)), 1_600);
     gm.on_heartbeat(&beat(3, 3, Decode, None), 1_600);
     assert_eq!(sent(&mut gm).1, [(1, vec![2]), (3, vec![2])], "the list is also for one that reads its last");
-    gm.on_heartbeat(&heard(3, 1, 6, Prefill, None), 1_700);
+    gm.on_heartbeat(&order_received(3, 1, 6, Prefill, None), 1_700);
     gm.on_heartbeat(&beat(3, 4, Decode, None), 1_700);
     assert_eq!(sent(&mut gm).1, [(3, vec![1, 2])]);
 }
@@ -101,11 +101,11 @@ fn an_order_that_is_taken_back_is_taken_back_everywhere() {
     order(&mut gm, 1, Prefill, 0);
     assert_eq!(sent(&mut gm).0, [(1, Decode), (1, Prefill)]);
     // It heard the first only.
-    gm.on_heartbeat(&heard(1, 1, 2, Prefill, Some(Decode)), 100);
+    gm.on_heartbeat(&order_received(1, 1, 2, Prefill, Some(Decode)), 100);
     assert_eq!(shown(&gm, 1), (Prefill, Some(Prefill)), "it is not taken back yet");
     gm.tick(limits::ROLE_REPEAT_MS);
     assert_eq!(sent(&mut gm).0, [(1, Prefill)]);
-    gm.on_heartbeat(&heard(2, 1, 3, Prefill, None), 600);
+    gm.on_heartbeat(&order_received(2, 1, 3, Prefill, None), 600);
     assert_eq!(shown(&gm, 1), (Prefill, None));
     gm.tick(2 * limits::ROLE_REPEAT_MS);
     assert_eq!(sent(&mut gm).0, []);
@@ -119,19 +119,19 @@ fn one_that_has_not_confirmed_its_orders_replaces_nobody() {
     order(&mut gm, 1, Prefill, 0);
     gm.on_heartbeat(&beat(1, 2, Prefill, None), 100);
     refuses(&mut gm, 2, Decode, "the last one that computes prompts for others");
-    gm.on_heartbeat(&heard(1, 1, 3, Prefill, Some(Decode)), 200);
+    gm.on_heartbeat(&order_received(1, 1, 3, Prefill, Some(Decode)), 200);
     refuses(&mut gm, 2, Decode, "the last one that computes prompts for others");
     // It is none until it has changed back.
-    gm.on_heartbeat(&heard(1, 1, 4, Decode, None), 300);
+    gm.on_heartbeat(&order_received(1, 1, 4, Decode, None), 300);
     refuses(&mut gm, 2, Decode, "the last one that computes prompts for others");
-    gm.on_heartbeat(&heard(2, 1, 5, Decode, Some(Prefill)), 400);
+    gm.on_heartbeat(&order_received(2, 1, 5, Decode, Some(Prefill)), 400);
     refuses(&mut gm, 2, Decode, "the last one that computes prompts for others");
-    gm.on_heartbeat(&heard(2, 1, 6, Prefill, None), 500);
+    gm.on_heartbeat(&order_received(2, 1, 6, Prefill, None), 500);
     assert_eq!(order(&mut gm, 2, Decode, 500).error, "");
     // To keep its role is an order like any other, and one that changes nothing.
     order(&mut gm, 3, Decode, 500);
     assert_eq!(shown(&gm, 3), (Decode, None));
-    gm.on_heartbeat(&heard(3, 2, 2, Decode, None), 600);
+    gm.on_heartbeat(&order_received(3, 2, 2, Decode, None), 600);
     assert_eq!(order(&mut gm, 2, Prefill, 600).error, "");
 }
 
@@ -168,7 +168,7 @@ fn an_order_outlives_a_fence_and_not_its_process() {
     gm.tick(now_ms + limits::ROLE_REPEAT_MS);
     assert_eq!(sent(&mut gm).0, [(1, Instance)]);
     let incarnation = crate::next_incarnation(1);
-    gm.on_heartbeat(&Heartbeat { incarnation, ..heard(1, 1, 2, Instance, None) }, now_ms + 1_000);
+    gm.on_heartbeat(&Heartbeat { incarnation, ..order_received(1, 1, 2, Instance, None) }, now_ms + 1_000);
     assert_eq!(shown(&gm, 1), (Instance, None));
 }
 
@@ -237,7 +237,7 @@ fn what_cannot_be_is_refused_with_the_reason() {
     // One that does both may follow; while it does not do so yet, it is no replacement.
     assert_eq!(order(&mut gm, 1, Instance, 0).error, "");
     refuses(&mut gm, 2, Prefill, "the last one that takes requests");
-    gm.on_heartbeat(&heard(1, 1, 2, Instance, None), 0);
+    gm.on_heartbeat(&order_received(1, 1, 2, Instance, None), 0);
     assert_eq!(order(&mut gm, 2, Prefill, 0).error, "");
     refuses(&mut gm, 1, Prefill, "the last one that takes requests");
     gm.on_register(&register(5), 0).unwrap();

@@ -154,9 +154,9 @@ fn a_reservation_is_given_up_before_its_creditor_may_free_it() {
     let (_, r) = reserve_there(&mut rm, 4);
     grant(&mut rm, A, r, 7, 4, 3);
     outputs(&mut rm);
-    let told = sealed(&mut rm, 7, &[1]);
+    let reported = sealed(&mut rm, 7, &[1]);
     let expected = Output::Sealed { seq: SeqId(5), creditor: A, lease: LeaseId(7), entries: vec![1] };
-    assert_eq!(told, [expected]);
+    assert_eq!(reported, [expected]);
     assert_eq!(sealed(&mut rm, 7, &[1, 9]), [], "once, and only entries that it has");
     rm.note_written(A, LeaseId(7), 500);
     let give_up_ms = 500 + RESERVE - RESERVE / 8;

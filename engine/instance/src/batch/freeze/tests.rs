@@ -192,8 +192,8 @@ fn the_debt_with_most_full_blocks_is_frozen_and_told_in_heartbeats() {
     assert_eq!((scene.frozen_answer(3, 2).blocks, scene.debt()), (0, Some(debt)));
     scene.now_ms += 300;
     let effects = scene.on(Event::Tick);
-    let told = effects.iter().any(|e| matches!(e, Effect::ToGManager(ControlBody::Heartbeat(h)) if h.frozen == 2));
-    assert!(told);
+    let reported = effects.iter().any(|e| matches!(e, Effect::ToGManager(ControlBody::Heartbeat(h)) if h.frozen == 2));
+    assert!(reported);
     // A thaw of another cycle is none.
     scene.thaw(3);
     assert_eq!(scene.debt(), Some(debt));

@@ -120,8 +120,8 @@ fn kv_goes_from_process_to_process() {
             .spawn()
             .unwrap();
         let mut lines = BufReader::new(writer.stdout.take().unwrap()).lines().map(Result::unwrap);
-        let said = lines.find(|line| line.contains("window ")).unwrap();
-        let given: Vec<u64> = said.split("window ").nth(1).unwrap().split(' ').map(|n| n.parse().unwrap()).collect();
+        let output = lines.find(|line| line.contains("window ")).unwrap();
+        let given: Vec<u64> = output.split("window ").nth(1).unwrap().split(' ').map(|n| n.parse().unwrap()).collect();
         // As a socket would give it.
         let path = format!("/proc/{}/fd/{}", writer.id(), given[0]);
         let file = File::options().read(true).write(true).open(path).unwrap();

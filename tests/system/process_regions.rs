@@ -110,9 +110,9 @@ fn cuda_workers_on_one_device_hand_kv_over_on_it() {
         assert_eq!((prefill("pulled"), prefill("own"), prefill("damaged_blocks")), (3, 0, 0), "{what}: {status}");
         let of = |field: &str| number(&status, &format!("carried/{field}"));
         assert_eq!((of("regions_mapped"), of("regions_refused")), (mapped, refused), "{what}: {status}");
-        decoder.wait_for_text("/metrics", &format!("lagoon_transfer_windows_refused_total {refused}"));
-        let said = pool.stop().stderr;
-        assert_eq!(said.contains("goes through the host's memory"), refused > 0, "{what}: {said}");
+        decoder.wait_for_text("/metrics", &format!("lagoon_transfer_regions_refused_total {refused}"));
+        let output = pool.stop().stderr;
+        assert_eq!(output.contains("goes through the host's memory"), refused > 0, "{what}: {output}");
     }
 }
 
@@ -143,11 +143,11 @@ fn a_killed_worker_leaves_no_device_memory_mapped() {
     kill(worker);
     decoder.wait_until("/lagoon/status", "one is left", |s| number(s, "carried/regions_mapped") == 1);
     signal(pool.pid(), "CONT");
-    let mut said = Vec::new();
+    let mut output = Vec::new();
     for stream in &mut streams {
         let (events, done) = stream.rest();
         assert!(done, "{events:?}");
-        said.push(events.iter().flat_map(token_ids).collect::<Vec<u32>>());
+        output.push(events.iter().flat_map(token_ids).collect::<Vec<u32>>());
     }
     let status = decoder.wait_until("/lagoon/status", "it is replaced", |s| {
         number(s, "carried/regions_mapped") == 2 && number(s, "prefill/stage_blocks_used") == 0
@@ -156,12 +156,12 @@ fn a_killed_worker_leaves_no_device_memory_mapped() {
     assert!(number(&status, "prefill/retried") > 0, "{status}");
     assert_eq!(carried(&status, "same device"), number(&status, "prefill/bytes"), "{status}");
     decoder.wait_until("/lagoon/status", "nothing left", |s| s["blocks_free"] == s["blocks_total"]);
-    decoder.wait_for_text("/metrics", "lagoon_transfer_windows_mapped 2");
+    decoder.wait_for_text("/metrics", "lagoon_transfer_regions_mapped 2");
     let (model, _) = golden_prompt();
     let reference = on.start(&["serve", &model, "--http=127.0.0.1:0"], &[]);
-    for (body, said) in bodies.iter().zip(said) {
+    for (body, output) in bodies.iter().zip(output) {
         let prompt: Vec<u32> = serde_json::from_value(body["prompt"].clone()).unwrap();
-        assert_eq!(said, token_ids(&reference.client().complete(&prompt, 20, &json!({})).json()));
+        assert_eq!(output, token_ids(&reference.client().complete(&prompt, 20, &json!({})).json()));
     }
 }
 
