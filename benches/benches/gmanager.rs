@@ -2,7 +2,7 @@
 //! [--instances 10,1000] [--requests 100] [--plot FILE.svg]`.
 //!
 //! Every instance runs `--requests` requests, a tenth of which have blocks on a creditor; a heartbeat carries the rows
-//! that changed, an eighth of them. Reported for each size, on one thread unless said otherwise:
+//! that changed, an eighth of them. Reported for each size, on one thread unless noted:
 //! * **register_us**, **full_us**: a registration, and the first heartbeat with all rows;
 //! * **heartbeat_us**: a heartbeat, median and 99th percentile;
 //! * **query_ns**: a debtor's query through the gManager; **view_ns**: the same from the view without it;

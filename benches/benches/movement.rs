@@ -156,7 +156,7 @@ impl Watch<'_> {
     /// Waits for `steps` more tokens; returns the number of tokens before.
     fn steps(&self, steps: usize) -> Result<usize> {
         let first = self.received()?;
-        self.wait_until("said", |_| Ok(self.received()? >= first + steps))?;
+        self.wait_until("received", |_| Ok(self.received()? >= first + steps))?;
         Ok(first)
     }
 

@@ -129,7 +129,7 @@ impl Lagoon {
         BufReader::new(up.child.stdout.take().context("no stdout")?).read_line(&mut line)?;
         let reply = || std::fs::read_to_string(&log).unwrap_or_default();
         ensure!(!line.is_empty(), "the cluster did not start: {}", reply());
-        up.ready = serde_json::from_str(&line).with_context(|| format!("lagoon up said {line:?}"))?;
+        up.ready = serde_json::from_str(&line).with_context(|| format!("lagoon up printed {line:?}"))?;
         let bench = self
             .command()
             .args(["bench", "--json", &format!("--url=http://127.0.0.1:{port}")])
@@ -142,7 +142,7 @@ impl Lagoon {
         drop(up.child.stdin.take());
         up.child.wait()?;
         let mut report: Value = serde_json::from_slice(&bench.stdout)
-            .with_context(|| format!("lagoon bench said {:?}", String::from_utf8_lossy(&bench.stdout)))?;
+            .with_context(|| format!("lagoon bench printed {:?}", String::from_utf8_lossy(&bench.stdout)))?;
         report["devices_late_share"] = json!(late_us / f64::max(modelled_us, 1.0));
         report["devices_modelled_s"] = json!(modelled_us * 1e-6);
         report["stages"] = stages;

@@ -88,7 +88,7 @@ fn epoch(block: u32, life: u64) -> u64 {
     0x1122_3344_5566_7700 + u64::from(block) + (life << 8)
 }
 
-/// What the lender's process does: lends, and writes over an rBlock for each line that it hears.
+/// What the lender's process does: lends, and writes over an rBlock for each line that it reads.
 #[allow(clippy::print_stdout, reason = "the other process reads it")]
 fn lend() {
     let _fake = driver("a_creditors_memory_is_attended_to_from_another_process", 5).unwrap();
@@ -243,7 +243,7 @@ fn what_is_no_lent_memory_is_refused_and_leaves_nothing() {
     let memory =
         |of: &dyn SharedRegion, bytes| PeerMemory { device: of.device(), bytes, descriptor: of.descriptor().unwrap() };
     let whole = window.bytes();
-    // More than there is, less than is said, no whole pages, and another device's.
+    // More than there is, less than is announced, no whole pages, and another device's.
     for (blocks, bytes) in [(100 * BLOCKS, whole), (BLOCKS, 4096), (BLOCKS, whole + 8), (u32::MAX, whole), (0, whole)] {
         let refused = device.kv_map(SHAPE, blocks, BLOCK, memory(window.as_ref(), bytes));
         assert!(matches!(refused, Err(DeviceError::Unsupported(_))), "{blocks} {bytes}: {refused:?}");

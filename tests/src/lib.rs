@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, reason = "support code of tests: a failure here is a failed test")]
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "small sizes of tests")]
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "tests tell what they skip and what they measured")]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "tests print what they skip and what they measured")]
 
 pub mod cluster;
 pub mod etcd;

@@ -1,4 +1,4 @@
-//! A peer with a valid certificate that sends anything: every message, with numbers that it heard or made up, to instances in
+//! A peer with a valid certificate that sends anything: every message, with numbers that it received or made up, to instances in
 //! every state. No instance ends, what it answers to others stays right, and nothing stays taken.
 
 use bytes::Bytes;
@@ -33,7 +33,7 @@ const FRAMES: u64 = 1_500;
 /// What it draws its frames from.
 struct Hostile {
     rng: Rng,
-    /// Numbers that it heard last.
+    /// Numbers that it received last.
     numbers: VecDeque<u64>,
     sent: u64,
 }
@@ -403,7 +403,7 @@ impl Hostile {
         })
     }
 
-    /// One move: it hears what there is, and sends something.
+    /// One move: it receives what there is, and sends something.
     fn act(&mut self, world: &mut World) {
         while let Some((node, frame)) = world.received() {
             self.learn(&frame);

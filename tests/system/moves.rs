@@ -270,11 +270,11 @@ fn what_was_taken_is_told_again_after_a_reconnect() {
     world.cut(0, 1, 300);
     world.run_until(|w| w.sent("lease revoked").0 > reported);
     world.run();
-    assert_eq!(world.sent("lease revoked").0 % reported, 0, "all of it is told again, each time");
+    assert_eq!(world.sent("lease revoked").0 % reported, 0, "all of it is reported again, each time");
     let (debtor, creditor) = (world.nodes[0].live().status(), world.nodes[1].live().status());
     assert!(debtor.recoveries <= 1 && debtor.recomputed_tokens > 0, "{debtor:?}");
     assert_eq!(creditor.preemptions, 0);
-    assert_equals_single("told again", &world, &pool());
+    assert_equals_single("reported again", &world, &pool());
     world.check_empty();
 }
 

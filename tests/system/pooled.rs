@@ -107,7 +107,7 @@ fn shipping_and_fetching_say_the_same() {
 }
 
 /// Layers with a window see keys on their own instance only, while the last blocks are there: the others alone ask the
-/// creditor, which is told of the end of a step whose last layer does not ask it.
+/// creditor, which is informed of the end of a step whose last layer does not ask it.
 #[test]
 fn a_layer_asks_only_those_whose_keys_it_sees() {
     for (name, full_layers, cancels) in [("gpt_oss", 1, 0), ("gemma3", 1, 2), ("gemma2", 1, 2), ("llama3_old", 2, 0)] {

@@ -127,7 +127,7 @@ fn streams_outlive_the_gmanager() {
     let waiting = pool.watch("a", &other, 20);
     stream.wait_for(output + 60);
     let meanwhile = stream.tokens() - output;
-    println!("{meanwhile} tokens were said without a gManager");
+    println!("{meanwhile} tokens came without a gManager");
     assert!(meanwhile >= 60 && waiting.tokens() == 0, "{meanwhile}, {}", waiting.tokens());
     pool.start_gmanager();
     pool.wait_whole();
@@ -140,7 +140,7 @@ fn streams_outlive_the_gmanager() {
     pool.wait_empty();
 }
 
-/// A creditor paused until it is declared dead comes back with stale KV, and is told so by its fence.
+/// A creditor paused until it is declared dead comes back with stale KV, and learns so from its fence.
 #[test]
 fn a_creditor_that_was_paused_comes_back_empty() {
     let mut pool = FaultPool::new(&passkey(), BLOCK, &[("debtor", 8), ("c1", 48), ("c2", 48)]);

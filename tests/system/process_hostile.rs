@@ -173,7 +173,7 @@ fn nobody_else_is_followed_as_the_gmanager() {
     clients.iter().for_each(|client| wait_for_pool(client, TWO));
     let term = term(&ca, &place);
 
-    // Beside the one that leads. That nothing of it was heard shows later: the session is the same.
+    // Beside the one that leads. That nothing of it was followed shows later: the session is the same.
     let ack = |term| C::HeartbeatAck(p::HeartbeatAck { known: true, fenced: true, term, ..p::HeartbeatAck::default() });
     for body in [ack(term), ack(term + 1), drain(), C::Rejected(p::Rejected { reason: "leave".to_owned() })] {
         wait(|| rival.emits(&body) == 2);
@@ -453,7 +453,7 @@ fn a_flood_of_one_peer_stops_nobody_else() {
     let (frames, refused) = (flood.frames.load(Relaxed), flood.refused.load(Relaxed));
     let (peak, connections) = (peak_mib(instances[1].pid()), flood.connections.load(Relaxed));
     println!("{frames} frames, {refused} steps refused, {connections} connections, {peak} MiB at most");
-    assert_eq!(flood.ended.load(Relaxed), 0, "the flood was heard");
+    assert_eq!(flood.ended.load(Relaxed), 0, "the flood ended a session");
     assert!(peak < PEAK_MIB_MAX, "{peak} MiB");
     is_untouched(&instances, true);
 }

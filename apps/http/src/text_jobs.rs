@@ -127,7 +127,7 @@ mod tests {
 
     const LONG: usize = 8 << 20;
 
-    /// A job that lasts until it is told to end.
+    /// A job that lasts until it is ended.
     fn begin(jobs: &TextJobs, bytes: usize) -> (mpsc::Sender<()>, tokio::task::JoinHandle<Result<(), ApiError>>) {
         let (end, ended) = mpsc::channel::<()>();
         let jobs = jobs.clone();

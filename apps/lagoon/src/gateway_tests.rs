@@ -162,7 +162,7 @@ pub(crate) async fn broken_server(reply: &'static str) -> String {
     url
 }
 
-/// A server that keeps no journal says in no tokens what it said.
+/// A server that keeps no journal does not report its tokens.
 #[tokio::test]
 async fn a_stream_without_a_journal_that_is_lost_midway_ends_with_an_error() {
     let reply = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n\

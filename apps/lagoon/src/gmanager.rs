@@ -152,7 +152,7 @@ async fn serve_metrics(
     Ok(Some(served))
 }
 
-/// A connected peer: whom its certificate is for, where it accepts, and whether it was told what it may not do.
+/// A connected peer: whom its certificate is for, where it accepts, and whether it was answered what it may not do.
 struct Peer {
     subject: Subject,
     addr: SocketAddr,

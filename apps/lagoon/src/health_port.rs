@@ -124,7 +124,7 @@ mod tests {
     use lagoon_transport::NodeRole;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-    /// It was plain whatever the flags said.
+    /// It was plain whatever the flags were.
     #[tokio::test]
     async fn probes_are_answered_over_https_where_the_port_speaks_it() {
         let ca = EphemeralCa::new().unwrap();

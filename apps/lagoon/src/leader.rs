@@ -17,12 +17,12 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// that is from a new etcd.
 const TERM_HOLD: Duration = Duration::from_secs(90);
 
-/// The latest term that was heard, and when.
+/// The latest term that was seen, and when.
 #[derive(Debug, Default)]
 pub(crate) struct Terms(Option<(u64, Instant)>);
 
 impl Terms {
-    /// A leader says which term it leads in. False if a later one was heard while a leader of the earlier one may still act: then
+    /// A leader says which term it leads in. False if a later one was seen while a leader of the earlier one may still act: then
     /// what it says does not count.
     pub(crate) fn accepts(&mut self, term: u64, now: Instant) -> bool {
         let later = self.0.is_some_and(|(latest, at)| term < latest && now.duration_since(at) < TERM_HOLD);
@@ -187,7 +187,7 @@ mod tests {
         assert!(leader.accepts_term(7, start) && leader.accepts_term(9, start) && leader.accepts_term(9, start));
         assert!(!leader.accepts_term(7, start + TERM_HOLD / 2), "its leader is over");
         assert!(leader.accepts_term(9, start + TERM_HOLD / 2));
-        assert!(!leader.accepts_term(8, start + TERM_HOLD), "the later one was heard since");
+        assert!(!leader.accepts_term(8, start + TERM_HOLD), "the later one was seen since");
         assert!(leader.accepts_term(3, start + 2 * TERM_HOLD), "the store is a new one");
     }
 

@@ -119,7 +119,7 @@ impl Launch {
             Ok(_) => bail!("{name} ended before it was ready (its error is above)"),
             Err(_) => bail!("{name} was not ready within {} s", READY_DEADLINE.as_secs()),
         }
-        let ready = serde_json::from_str(&line).with_context(|| format!("{name} said {line:?}"))?;
+        let ready = serde_json::from_str(&line).with_context(|| format!("{name} printed {line:?}"))?;
         process.wait = END_DEADLINE;
         Ok(ChildNode { launch: self, process, started: Instant::now(), _stdout: stdout, ready })
     }

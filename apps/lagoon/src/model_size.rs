@@ -81,7 +81,7 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
         outln!("{instances:>4} {what} {kv_tokens} tokens of KV, each with {:.1} GiB", gib(size.memory_bytes));
     }
     if size.contexts[0].kv_tokens == 0 {
-        outln!("hint: the weights do not fit; --memory-gib tells another size");
+        outln!("hint: the weights do not fit; --memory-gib gives another size");
     }
     Ok(())
 }

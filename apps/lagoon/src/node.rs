@@ -279,7 +279,7 @@ impl NodeLoop {
         let Some(gmanager) = self.leader.as_ref().and_then(Leader::current) else { return };
         let left = ControlBody::Deregister(Deregister { instance: id.0 });
         if let Err(error) = node.send(gmanager, &Frame::Control(left.into()), DEREGISTER_DEADLINE).await {
-            tracing::debug!(%error, "the gManager was not told that this instance ends");
+            tracing::debug!(%error, "the gManager was not informed that this instance ends");
         }
     }
 

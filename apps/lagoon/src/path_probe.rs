@@ -46,7 +46,7 @@ impl PathRow {
         let emits = bytes >= TELLING_BYTES && probe.path != PEER_DEVICE;
         let expected_as = match probe.path {
             PEER_DEVICE => "nothing: what links the devices is not known",
-            _ if !emits => "nothing: the memory is too small to tell",
+            _ if !emits => "nothing: the memory is too small to measure",
             SAME_DEVICE => "a copy within the device",
             _ => "one thread's memcpy",
         };
@@ -93,7 +93,7 @@ impl PathRow {
     pub(crate) fn report(&self, announce: bool) {
         if self.is_slow() {
             let line = self.line();
-            tracing::warn!("{line}\nhint: `lagoon doctor` tells what UDP and the memory of this machine allow");
+            tracing::warn!("{line}\nhint: `lagoon doctor` shows what UDP and the memory of this machine allow");
         } else if announce {
             log::notice(&format!("{}\n", self.line()));
         }

@@ -263,7 +263,7 @@ impl PoolClient {
         Ok(self.state().await?.instances)
     }
 
-    /// The pool as its gManager knows it. One that leads in an earlier term than was heard lately does not count.
+    /// The pool as its gManager knows it. One that leads in an earlier term than was seen lately does not count.
     pub(crate) async fn state(&mut self) -> anyhow::Result<PoolState> {
         let mut earlier = 0;
         for _ in 0..=self.gmanagers.len() {

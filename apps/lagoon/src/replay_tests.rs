@@ -48,7 +48,7 @@ async fn cut_after(server: &str, events: usize) -> String {
     url
 }
 
-/// What a client hears of each sequence, in order, and what concerns all, without what differs between two runs.
+/// What a client receives of each sequence, in order, and what concerns all, without what differs between two runs.
 async fn receive(url: &str, route: &str, body: &Value) -> BTreeMap<String, Vec<Value>> {
     let response = reqwest::Client::new().post(format!("{url}{route}")).json(body).send().await.unwrap();
     assert_eq!(response.status(), 200);
@@ -104,7 +104,7 @@ async fn a_stream_that_is_cut_at_any_event_says_what_it_would_have_said() {
             let backends = vec![backend("cut", &cutting, 1_000_000), backend("whole", &other, 1)];
             let url = gateway_with(Arc::new(backends), limits()).await;
             assert_eq!(receive(&url, route, &ask).await, undisturbed, "{ask} cut after {cut} events");
-            // What goes on is the same request, of the same seed, after what was said.
+            // What goes on is the same request, of the same seed, after what was sent.
             let begun = &first.requests()[firsts..];
             for request in &second.requests()[seconds..] {
                 let answered = request.answered as usize;

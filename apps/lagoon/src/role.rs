@@ -94,9 +94,9 @@ fn lost(row: &PoolRow, role: &str) -> Option<String> {
     match &row.becoming {
         _ if unknown || is_done(row, role) => None,
         Some(becoming) if becoming == role => None,
-        Some(becoming) => Some(format!("it becomes {becoming} now: it was told that after this")),
+        Some(becoming) => Some(format!("it becomes {becoming} now: a later order replaced this one")),
         None => Some(format!(
-            "it stays {}: this was taken back, or the gManager that was asked died before the instance had heard of it",
+            "it stays {}: this was taken back, or the gManager that was asked died before the instance had received it",
             row.role
         )),
     }
@@ -108,7 +108,7 @@ async fn follow(watch: &mut Watch, operator: &mut Operator, of: PoolRow, role: &
     loop {
         let Some(row) = operator.rows().await?.into_iter().find(|row| row.instance == of.instance) else {
             anyhow::bail!(
-                "{} is gone: its process ended, or was not heard for {} s; what it was told went with it\nhint: `lagoon \
+                "{} is gone: its process ended, or it sent nothing for {} s; the order went with it\nhint: `lagoon \
                  status` shows who is there",
                 of.name,
                 limits::INSTANCE_FORGET_MS / 1000
@@ -151,8 +151,8 @@ mod tests {
         // Taken back, and given again: it may yet become what it is no more.
         assert_eq!(lost(row(true, Role::Decode, Some(Role::Decode))), None);
         assert!(lost(row(true, Role::Prefill, Some(Role::Instance))).is_some_and(|why| why.contains("after this")));
-        assert!(lost(row(true, Role::Prefill, None)).is_some_and(|why| why.contains("had heard")));
-        assert_eq!(lost(row(false, Role::Prefill, None)), None, "it is fenced, and is told again");
+        assert!(lost(row(true, Role::Prefill, None)).is_some_and(|why| why.contains("had received")));
+        assert_eq!(lost(row(false, Role::Prefill, None)), None, "it is fenced, and gets the order again");
         let registered = InstanceStatus { alive: true, role: Role::Prefill.into(), ..InstanceStatus::default() };
         assert_eq!(lost(registered.into()), None);
     }

@@ -286,7 +286,7 @@ impl Transfers {
         self.server.reader_is(reader, subject);
     }
 
-    /// Carries out what the instance wants; what comes of it is told. `me` is its number.
+    /// Carries out what the instance wants; what comes of it is reported. `me` is its number.
     pub(crate) fn carry_out(&mut self, effect: TransferEffect) {
         match effect {
             TransferEffect::ToWriter { from, body } => self.server.with(|w, now| w.on_control(from, &body, now)),

@@ -224,7 +224,7 @@ async fn wait_acquainted(pool: &LocalPool, rows: &[PoolRow], key: Option<String>
         while client.get("/lagoon/status").await?["pool_blocks_total"].as_u64() < Some(whole) {
             anyhow::ensure!(
                 tokio::time::Instant::now() < deadline,
-                "an instance did not hear of the others within {} s",
+                "an instance did not learn of the others within {} s",
                 REGISTER_DEADLINE.as_secs()
             );
             tokio::time::sleep(Duration::from_millis(50)).await;

@@ -354,7 +354,7 @@ impl<F> Fabric<F> {
         true
     }
 
-    /// Handles a due event of the fabric. `accepts` tells whether a process takes a frame of a class now.
+    /// Handles a due event of the fabric. `accepts`: whether a process takes a frame of a class now.
     pub fn happen(
         &mut self,
         what: Net,

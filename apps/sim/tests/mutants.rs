@@ -1,6 +1,6 @@
 //! Deliberate bugs (mutants) are found, each within a bounded number of seeds; the same seeds without the bug pass
 //! (`chaos.rs` runs them). `cargo test -p lagoon-sim --features mutants --test mutants`.
-#![allow(clippy::print_stdout, reason = "tests tell what they found")]
+#![allow(clippy::print_stdout, reason = "tests print what they found")]
 
 use lagoon_cluster::mutants::{Mutant, choose};
 use lagoon_kv::mutants as kv;

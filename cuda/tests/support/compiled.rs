@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::path::Path;
 
-/// Has `build` make the file, at the place that it is told, unless it is there. Threads and processes that want the same
+/// Has `build` make the file, at the given path, unless it is there. Threads and processes that want the same
 /// file at the same time wait for the one that makes it; nobody sees it half made.
 pub(crate) fn once(file: &Path, build: impl FnOnce(&Path) -> Result<(), String>) -> Result<(), String> {
     if file.exists() {

@@ -336,7 +336,7 @@ impl ArenaView {
         }
         let found = file.metadata()?.len();
         if found != bytes {
-            return Err(bad(&format!("the memory has {found} bytes, its owner said {bytes}")));
+            return Err(bad(&format!("the memory has {found} bytes, its owner announced {bytes}")));
         }
         let len = usize::try_from(bytes).map_err(|_too_large| bad("the memory does not fit the address space"))?;
         let map = MmapOptions::new().len(len).map_raw_read_only(file)?;

@@ -172,7 +172,7 @@ impl Cx {
 
     /// rBlocks of the whole pool, as far as known; at least this instance's.
     pub(crate) fn pool_blocks(&self) -> u64 {
-        self.standing.pool_blocks_total.max(u64::from(self.config.blocks_total))
+        self.standing.pool_blocks().max(u64::from(self.config.blocks_total))
     }
 
     /// Longest sequence that the pool holds when free, in tokens.

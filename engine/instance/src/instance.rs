@@ -235,8 +235,9 @@ impl Instance {
             ControlBody::HeartbeatAck(ack) => self.membership(MembershipEvent::Acknowledged(ack)),
             ControlBody::Fenced(fenced) => self.membership(MembershipEvent::PeerFenced(fenced)),
             ControlBody::DrainOrder(order) => self.membership(MembershipEvent::Drain(order)),
-            ControlBody::BorrowAdvice(advice) => {
-                self.cx.standing.pool_blocks_total = advice.pool_blocks_total;
+            ControlBody::BorrowAdvice(mut advice) => {
+                self.cx.standing.note_pool(advice.pool_blocks_total, self.cx.now_ms);
+                advice.pool_blocks_total = self.cx.standing.pool_blocks();
                 self.cx.memory.rm.debtor.on_advice(&advice, self.cx.now_ms);
                 Outcomes::new()
             }

@@ -246,7 +246,7 @@ impl Instance {
             registered: self.cx.standing.registered,
             draining: self.cx.standing.draining,
             fences: self.membership.fences(),
-            pool_blocks_total: self.cx.standing.pool_blocks_total,
+            pool_blocks_total: self.cx.standing.pool_blocks(),
             block_tokens: self.cx.config.block_tokens,
             blocks_total: self.cx.config.blocks_total,
             blocks_free: counts.free,

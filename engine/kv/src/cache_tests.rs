@@ -108,7 +108,7 @@ impl World {
         Self { pool, space, memory, behind, mapped: 0, seqs, leases, next: 0, hits: 0, shared: 0, joined: 0 }
     }
 
-    /// What the device is told to release is spoiled, and before anything is written anew.
+    /// What the device is to release is spoiled, and before anything is written anew.
     fn spoil(&mut self) {
         for block in self.pool.take_freed() {
             self.lose(block);

@@ -1,7 +1,7 @@
-//! How few tokens a text can have, told from its length alone.
+//! How few tokens a text can have, from its length alone.
 //!
 //! A token stands for at most as many bytes of a text as the longest entry of the vocabulary has, if nothing of the text is dropped
-//! on the way to tokens and its normaliser does not shorten it. Where that is not certain of a tokenizer, nothing is told.
+//! on the way to tokens and its normaliser does not shorten it. Where that is not certain of a tokenizer, there is no bound.
 
 use crate::convert::{Inner, TextNormalizer};
 use crate::pieces::{Scheme, letters};

@@ -33,7 +33,7 @@ use std::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GrantId(pub u64);
 
-/// What a writer draws its epochs from. Random per process and told to nobody, where readers are not all trusted.
+/// What a writer draws its epochs from. Random per process and sent to nobody, where readers are not all trusted.
 #[derive(Clone, Copy, Default)]
 pub struct EpochSecret(pub [u8; 32]);
 

@@ -1,4 +1,4 @@
-//! What a writer may tell its reader.
+//! What a writer may send its reader.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod support;

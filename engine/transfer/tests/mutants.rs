@@ -1,6 +1,6 @@
 //! Mistakes made on purpose are found, each within a bounded number of seeds; the same seeds without it are fine
 //! (`simulator.rs` runs them). `cargo test -p lagoon-transfer --features mutants --test mutants`.
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests tell what they found")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests print what they found")]
 
 mod sim;
 

@@ -242,7 +242,7 @@ fn requests_that_take_turns_are_planned_in_portions() {
     assert!(portions < requests.len() * REQUEST / 3 && at_once <= portions, "{portions}, {at_once}");
 }
 
-/// Who hears of its own epoch and of the incarnation, which is told to everybody, knows nothing of others' epochs.
+/// Who learns its own epoch and the incarnation, which is sent to everybody, knows nothing of others' epochs.
 #[test]
 fn epochs_cannot_be_guessed() {
     const INCARNATION: u64 = 9;

@@ -164,6 +164,8 @@ pub const SWAP_OUT_DEADLINE_MS: u64 = 5_000;
 pub const SWAP_OUT_RETRY_MS: u64 = 2_000;
 /// Time that a borrow waits for an unreachable gManager.
 pub const GMANAGER_WAIT_MS: u64 = 30_000;
+/// Time after a registration in which the pool counts as no smaller than before: others register with a new gManager too.
+pub const POOL_HOLD_MS: u64 = 10_000;
 /// Pause after a failed admission for want of memory.
 pub const ADMISSION_RETRY_MS: u64 = 100;
 /// Largest such pause: each failure doubles it.

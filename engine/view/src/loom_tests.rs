@@ -61,7 +61,7 @@ fn an_address_belongs_to_its_instance() {
     });
 }
 
-/// An instance that comes back at another address is named at the one or the other: only the generation tells.
+/// An instance that comes back at another address is named at the one or the other: only the generation tells them apart.
 #[test]
 fn an_address_is_whole() {
     explore(|| {

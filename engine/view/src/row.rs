@@ -235,7 +235,7 @@ impl Row {
     }
 }
 
-/// An IPv4 address is told from an IPv6 one by the highest bit of the last word. A flow label is not kept.
+/// An IPv4 address is distinguished from an IPv6 one by the highest bit of the last word. A flow label is not kept.
 #[allow(clippy::cast_possible_truncation, reason = "the halves of an IPv6 address are taken apart")]
 fn pack_addr(addr: SocketAddr) -> [u64; 3] {
     match addr {

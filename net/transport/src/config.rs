@@ -11,7 +11,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 /// How a node behaves. The defaults suit one machine or one data centre.
 #[derive(Clone, Debug)]
 pub struct TransportConfig {
-    /// The address that peers are told to reach this node at. `None`: the bound one; an unspecified ip there
+    /// The address at which peers reach this node. `None`: the bound one; an unspecified ip there
     /// (`0.0.0.0`) stands for the ip that the peer sees.
     pub advertise: Option<SocketAddr>,
     /// A peer that is silent for this long is lost. At least three times `keep_alive`.

@@ -1,4 +1,4 @@
-//! What a node tells its owner, and the bounded inboxes through which it does.
+//! What a node reports to its owner, and the bounded inboxes through which it does.
 
 use crate::{Subject, TransportConfig, config::FIRST_WINDOW_BYTES};
 use lagoon_protocol::Control;
@@ -23,7 +23,7 @@ impl fmt::Display for PeerId {
 }
 
 /// Control messages and the life of peers. `session` numbers the time between `Up` and `Down` of a peer, uniquely in
-/// this node: data frames carry it too, so that leftovers of an ended session can be told.
+/// this node: data frames carry it too, so that leftovers of an ended session are recognised.
 #[derive(Debug)]
 pub enum Event {
     /// A session begins. The peer accepts at `addr`; `incarnation` is random per process; `subject` is whom its certificate is
@@ -31,7 +31,7 @@ pub enum Event {
     Up { peer: PeerId, session: u64, addr: SocketAddr, incarnation: u64, subject: Subject },
     /// The session is over. Frames sent in it may or may not have been delivered; none will be any more.
     Down { peer: PeerId, session: u64, reason: String },
-    /// The peer could not be reached; said once until it is. Attempts go on while there is something to send.
+    /// The peer could not be reached; reported once until it is. Attempts go on while there is something to send.
     Unreachable { peer: PeerId, addr: SocketAddr, reason: String },
     /// Frames waited for a connection for longer than the deadline and were dropped.
     Expired { peer: PeerId, class: Class, frames: usize },

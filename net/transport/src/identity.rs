@@ -40,7 +40,7 @@ struct Files {
     revocations: Option<PathBuf>,
 }
 
-/// What tells that files were written anew: when, and how long they are.
+/// What shows that files were written anew: when, and how long they are.
 pub(crate) type Stamps = Vec<Option<(SystemTime, u64)>>;
 
 impl fmt::Debug for Identity {

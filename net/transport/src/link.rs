@@ -119,7 +119,7 @@ impl Link {
         Ok(if needs_dial { Queued::NeedsDial } else { Queued::Done })
     }
 
-    /// Waits until `push` may succeed where it said `Full`.
+    /// Waits until `push` may succeed where it returned `Full`.
     pub(crate) async fn wait_for_room(&self, config: &TransportConfig, bytes: usize) {
         let notified = self.room.notified();
         let mut notified = pin!(notified);

@@ -32,7 +32,7 @@ pub(crate) struct Slot {
     pub(crate) _place: Option<Place>,
 }
 
-/// The session's state. Held under an async lock, so that events leave in the order of the changes they tell.
+/// The session's state. Held under an async lock, so that events leave in the order of the changes they report.
 #[derive(Debug, Default)]
 pub(crate) struct Session {
     /// Grows when we give up a session with an unchanged remote: prefaces carry it, so that the remote learns of it
@@ -52,7 +52,7 @@ pub(crate) struct Session {
     pub(crate) since: Option<Instant>,
     /// Short sessions and failed attempts in a row.
     pub(crate) failures: u32,
-    /// [`crate::Event::Unreachable`] was told since the last session.
+    /// [`crate::Event::Unreachable`] was emitted since the last session.
     pub(crate) told_unreachable: bool,
 }
 
@@ -142,7 +142,7 @@ impl Peer {
     pub(crate) async fn wait_for_end(&self) {
         let connections: Vec<Connection> =
             self.session.lock().await.slots.iter().flatten().map(|slot| slot.connection.clone()).collect();
-        // Our reader may be held up by a full inbox that nobody reads any more, and would not tell.
+        // Our reader may be held up by a full inbox that nobody reads any more, and would not notice.
         let closed = futures::future::join_all(connections.iter().map(Connection::closed));
         let reported = async {
             loop {

@@ -130,7 +130,7 @@ impl Shared {
         session.remote = Some(remote);
         if !session.is_up() {
             session.number = self.next_number();
-            // The session's once it has a slot: this call may be given up while it tells of the session.
+            // The session's once it has a slot: this call may be given up while it reports the session.
             let pin = self.pins.begin(&wires.subject, &self.config);
             session.subject = Some(wires.subject.clone());
             session.alive = Some(Alive::new());
@@ -210,7 +210,7 @@ impl Shared {
     }
 
     /// The peer has ended its direction of a connection and we have read it all. True when that holds for all of them:
-    /// then the connections are ours to close, which tells the leaving peer that nothing was lost. (QUIC's
+    /// then the connections are ours to close, which shows the leaving peer that nothing was lost. (QUIC's
     /// acknowledgements do not: closing a connection discards what the other side has received and not read.)
     async fn finished(&self, peer: &Peer, class: Class, key: u64) -> bool {
         let mut session = peer.session.lock().await;

@@ -7,7 +7,7 @@ use std::{
     sync::Once,
 };
 
-/// Opens a UDP socket with buffers of `buffer_bytes` each way. The kernel may cap them; that is said once, because
+/// Opens a UDP socket with buffers of `buffer_bytes` each way. The kernel may cap them; that is logged once, because
 /// small buffers drop datagrams under load and cost throughput.
 pub(crate) fn open(addr: SocketAddr, buffer_bytes: usize) -> io::Result<UdpSocket> {
     let socket = Socket::new(Domain::for_address(addr), Type::DGRAM, Some(Protocol::UDP))?;

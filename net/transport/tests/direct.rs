@@ -286,7 +286,7 @@ fn reads_proceed_while_the_owner_sleeps() {
     let export = rig.export(0..BLOCKS);
     let (woken, awake) = channel();
     let server = Arc::clone(&rig.server);
-    // The exchange of control messages needs the owner; it stops when the reader has heard of the export.
+    // The exchange of control messages needs the owner; it stops when the reader has received the export.
     let config = StreamsConfig { reader: READER, epoch: rig.epoch, streams: 2 };
     let path = nodes.reader.open_direct(nodes.writer.node.local_addr(), config, &rig.landing());
     let segments = |block: u64| {

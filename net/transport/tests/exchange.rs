@@ -89,7 +89,7 @@ async fn frames_arrive_in_order_at_any_size() {
     assert_eq!(a.node.stats(to_b, Class::Partials).unwrap().frames_sent, 2_000);
 }
 
-/// The reader stops; the sender is told `Full` while little memory is used; nothing is lost when it goes on.
+/// The reader stops; the sender gets `Full` while little memory is used; nothing is lost when it goes on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn back_pressure_reaches_the_sender_and_loses_nothing() {
     let config = TransportConfig {

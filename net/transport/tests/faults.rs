@@ -152,7 +152,7 @@ async fn rebind(addr: SocketAddr) -> Bound {
     panic!("{addr} stays in use")
 }
 
-/// As a killed process: nothing is said, no packet is answered any more.
+/// As a killed process: nothing is sent, no packet is answered any more.
 #[test]
 fn a_peer_that_dies_in_a_transfer_is_noticed_in_time() {
     let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
@@ -243,7 +243,7 @@ async fn a_bad_frame_in_one_class_ends_the_session_of_all() {
     assert_eq!(next_number(&mut bound.events).await, 5);
 }
 
-/// The remote has given up a session that this side still believes in (its closing was lost): the preface tells.
+/// The remote has given up a session that this side still believes in (its closing was lost): the preface shows it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prefaces_tell_when_a_session_is_over() {
     let mut bound = node();

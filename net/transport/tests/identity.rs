@@ -87,7 +87,7 @@ async fn a_nodes_key_is_pinned_while_it_lives() {
     assert!([2, 3].contains(&number), "the one that waited, or its deadline has passed: {number}");
 }
 
-/// An acceptance is given up while it waits for room to tell of its session: the name is free again.
+/// An acceptance is given up while it waits for room to report its session: the name is free again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_that_is_never_told_pins_nothing() {
     let short =
@@ -102,7 +102,7 @@ async fn a_session_that_is_never_told_pins_nothing() {
     }
     let mut early = bind(&identity_of("pinned-2"), TransportConfig::default());
     early.node.connect(addr, &[Class::Control]).unwrap();
-    // The acceptor answers the preface before it tells of the session, which nobody reads.
+    // The acceptor answers the preface before it reports the session, which nobody reads.
     next_down(&mut early.events).await;
     early.node.close(Duration::from_secs(5)).await;
     let late = TransportConfig { queue_deadline: TIMEOUT, ..TransportConfig::default() };
@@ -245,7 +245,7 @@ async fn a_node_keeps_its_name_and_key_while_it_runs() {
         meet(&thief, &mut keeper, 1).await;
         write(dir.path(), &CA.issue(other, Roles::all()).unwrap());
         fs::write(dir.path().join("crl.pem"), CA.revoke(Some(&list), &stolen.cert_pem).unwrap()).unwrap();
-        // That the session ends tells that the files were read.
+        // That the session ends shows that the files were read.
         let (_, reason) = next_down(&mut keeper.events).await;
         assert!(reason.contains("revoked"), "{reason}");
         assert_eq!(keeper.node.subject(), before, "as {other}");

@@ -176,7 +176,7 @@ async fn an_answer_that_was_begun_elsewhere_goes_on() {
     let request = &engine.requests()[0];
     assert_eq!((request.answered, request.sampling.seed, request.max_tokens), (2, 9, 4));
     assert_eq!(request.prompt, [256, u32::from(b'h'), u32::from(b'i'), u32::from(b'a'), u32::from(b'b')]);
-    // All was said but how it ended; and that, too: the engine is not asked.
+    // All was sent but how it ended; and that, too: the engine is not asked.
     let reply = client.post("/v1/completions", ask(resume(output("abcd")), json!({}))).await;
     assert!(reply.text.contains("\"finish_reason\":\"length\"") && reply.text.ends_with("data: [DONE]\n\n"));
     let over = json!([{"tokens": [97], "finished": true}]);

@@ -172,7 +172,7 @@ impl Roles {
             }
             let ordered = self.ordered.get(&place);
             if pool.balancer.is_none() && ordered.is_some_and(|ordered| *ordered != now) {
-                return failure("role", format!("node {place} is {now:?}, and was told to be {ordered:?}"));
+                return failure("role", format!("node {place} is {now:?}, and was ordered to be {ordered:?}"));
             }
         }
         self.somebody(world, pool)

@@ -186,7 +186,7 @@ impl Device {
         }
     }
 
-    /// Queues a copy. Free if prompts are resident: copies of their KV cannot be told from other moves.
+    /// Queues a copy. Free if prompts are resident: copies of their KV look like other moves.
     fn copy(&mut self, tokens: u32) {
         if self.prefill == Prefill::Computed {
             self.copies_us += self.timing.copy_us(f64::from(tokens));

@@ -76,7 +76,7 @@ struct Args {
     /// Where the report goes.
     #[arg(long, default_value = "report.json")]
     out: PathBuf,
-    /// The report to go on from; --out where nothing is said. It may be absent.
+    /// The report to go on from; --out unless given. It may be absent.
     #[arg(long)]
     from: Option<PathBuf>,
     /// Measure what is asked for anew, whatever the earlier report has of it.

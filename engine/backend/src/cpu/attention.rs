@@ -3,7 +3,7 @@
 //!
 //! A call becomes tasks, each for some rows and heads of one sequence over one span of positions. A sequence with too
 //! few tasks is split over its context; its pieces are merged at the end. In this module, rows of pieces that saw no
-//! key have negative infinity as their log-sum-exp; outside, the count tells.
+//! key have negative infinity as their log-sum-exp; outside, the count shows it.
 
 mod plan;
 mod row;

@@ -143,7 +143,7 @@ impl GManager {
     }
 }
 
-/// What a registration names is told to everybody who asks for the pool's status: it is as long as an honest one's.
+/// What a registration names is sent to everybody who asks for the pool's status: it is as long as an honest one's.
 fn check_sizes(m: &Register, shape: &PoolShape) -> Result<(), Rejected> {
     if m.blocks_total.checked_mul(shape.block_tokens).is_none() {
         return reject(format!("{} blocks of {} tokens exceed 32-bit slots", m.blocks_total, shape.block_tokens));

@@ -94,7 +94,7 @@ impl World {
         assert_eq!(self.gmanager.ledger().iter().map(|r| r.blocks).sum::<u32>(), lent.iter().map(|l| l.5 - l.4).sum());
     }
 
-    /// The gManager's placement map is what every instance would tell now, by holder and by debtor.
+    /// The gManager's placement map is what every instance would report now, by holder and by debtor.
     fn check_rows(&self) {
         let mut rows = BTreeSet::new();
         for node in &self.nodes {

@@ -336,7 +336,7 @@ impl World {
         }
     }
 
-    /// A node hears that it was taken for dead: it begins another life, and its peers hear of it.
+    /// A node learns that it was taken for dead: it begins another life, and its peers learn of it.
     fn begin_anew(&mut self, node: usize) {
         self.count("fenced");
         self.dead_leases.extend(self.nodes[node].rm.creditor.iter().map(|l| l.1));

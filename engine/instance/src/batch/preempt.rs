@@ -164,7 +164,7 @@ impl Batch {
 
     /// Ends a sequence with an error.
     pub(crate) fn fail(&mut self, cx: &mut Cx, prefills: &Prefills, seq: SeqId, error: RequestError) {
-        // What is computed for others has no client: whoever asked is told.
+        // What is computed for others has no client: whoever asked gets a message.
         if self.seqs.get(&seq).is_some_and(|s| s.for_others.is_some()) {
             cx.emit(Outcome::JobFailed { seq, reason: error.to_string() });
         } else {

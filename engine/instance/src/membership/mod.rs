@@ -128,9 +128,8 @@ impl Membership {
     }
 
     fn on_registered(&mut self, cx: &mut Cx, look: Look<'_>, registered: &Registered) {
-        cx.standing.id = Some(InstanceId(registered.instance));
+        cx.standing.on_registered(InstanceId(registered.instance), cx.now_ms);
         cx.memory.rm.set_instance(InstanceId(registered.instance));
-        cx.standing.registered = true;
         self.term = registered.term;
         // Reports start anew with a registration, whatever this or another gManager knew.
         self.report.restart();
@@ -145,7 +144,7 @@ impl Membership {
         } else if ack.fenced {
             self.on_own_fence(cx);
         } else {
-            cx.standing.pool_blocks_total = ack.pool_blocks_total;
+            cx.standing.note_pool(ack.pool_blocks_total, cx.now_ms);
             let since = |waits_ms: u32| cx.now_ms.saturating_sub(u64::from(waits_ms));
             let oldest_waiting = ack
                 .oldest_waiting

@@ -3,7 +3,7 @@
 
 use super::roles::Roles;
 use lagoon_types::InstanceId;
-use lagoon_types::limits::GMANAGER_WAIT_MS;
+use lagoon_types::limits::{GMANAGER_WAIT_MS, POOL_HOLD_MS};
 
 /// Whether memory can be borrowed now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,8 +30,10 @@ pub(crate) struct Standing {
     pub(crate) draining: bool,
     /// Whether it has reported itself drained: it accepts nothing more.
     pub(crate) drained: bool,
-    /// rBlocks of the whole pool, this instance's included, from the gManager's last message.
-    pub(crate) pool_blocks_total: u64,
+    /// rBlocks of the whole pool, this instance's included: see [`Self::note_pool`].
+    pool_blocks: u64,
+    /// Until when the pool counts as no smaller than it did.
+    pool_held_until_ms: u64,
     /// The pool's oldest waiting pool-sized request: its debtor, since when it waits, and until when this instance
     /// reserves memory for it, in milliseconds.
     pub(super) oldest_waiting: Option<(InstanceId, u64, u64)>,
@@ -48,10 +50,31 @@ impl Standing {
             roles,
             draining: false,
             drained: false,
-            pool_blocks_total: u64::from(blocks_total),
+            pool_blocks: u64::from(blocks_total),
+            pool_held_until_ms: 0,
             oldest_waiting: None,
             away_since_ms: None,
         }
+    }
+
+    /// This instance has registered. A new gManager counts only who has registered with it, so for [`POOL_HOLD_MS`] the
+    /// pool counts as no smaller than before: otherwise long requests would be refused because others register later.
+    pub(super) fn on_registered(&mut self, id: InstanceId, now_ms: u64) {
+        self.id = Some(id);
+        self.registered = true;
+        self.pool_held_until_ms = now_ms + POOL_HOLD_MS;
+    }
+
+    /// Takes the size of the pool, in rBlocks, from a message of the gManager.
+    pub(crate) fn note_pool(&mut self, blocks: u64, now_ms: u64) {
+        if blocks >= self.pool_blocks || now_ms >= self.pool_held_until_ms {
+            self.pool_blocks = blocks;
+        }
+    }
+
+    /// rBlocks of the whole pool, this instance's included, as far as known.
+    pub(crate) fn pool_blocks(&self) -> u64 {
+        self.pool_blocks
     }
 
     /// Whether a request that needs to borrow can. If the gManager is away, starts the wait for it unless started
@@ -78,5 +101,29 @@ impl Standing {
         self.oldest_waiting
             .filter(|(_, _, until_ms)| now_ms < *until_ms)
             .map(|(debtor, since_ms, _)| (debtor, since_ms))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lagoon_protocol::Role;
+
+    #[test]
+    fn a_new_gmanager_does_not_shrink_the_pool_at_once() {
+        let mut standing = Standing::new(1, Roles::new(Role::Instance), 8);
+        standing.on_registered(InstanceId(1), 1_000);
+        standing.note_pool(24, 1_500);
+        assert_eq!(standing.pool_blocks(), 24);
+
+        // Within a gManager's term an instance that is gone is gone.
+        standing.note_pool(16, 1_000 + POOL_HOLD_MS);
+        assert_eq!(standing.pool_blocks(), 16);
+
+        standing.on_registered(InstanceId(1), 50_000);
+        standing.note_pool(8, 50_500);
+        assert_eq!(standing.pool_blocks(), 16, "others have yet to register");
+        standing.note_pool(8, 50_000 + POOL_HOLD_MS);
+        assert_eq!(standing.pool_blocks(), 8, "nobody else has");
     }
 }

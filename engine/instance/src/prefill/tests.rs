@@ -47,7 +47,7 @@ impl Side {
         self.instance.handle(event, self.now_ms)
     }
 
-    /// What the peer is told in answer to a message.
+    /// What the peer is sent in reply to a message.
     fn receive(&mut self, body: ControlBody) -> Vec<ControlBody> {
         reported(self.on(Event::Control { peer: PEER, body }))
     }
@@ -129,13 +129,13 @@ fn ready(messages: &[ControlBody]) -> Option<&PrefillReady> {
 #[test]
 fn an_answer_that_found_a_full_queue_is_said_again() {
     let (mut side, messages) = computed();
-    let first = ready(&messages).expect("the asker is told").clone();
+    let first = ready(&messages).expect("the asker gets a reply").clone();
     side.on(Event::SendFailed { peer: PEER });
     let again = side.renew();
     let ControlBody::PrefillRenewed(renewed) = &again[0] else { panic!("{again:?}") };
     assert_eq!(renewed.unknown, [0u64; 0], "it has it");
     assert_eq!(ready(&again), Some(&first));
-    // Not to one that has heard it: its lease is renewed, and its request is not asked for.
+    // Not to one that has received it: its lease is renewed, and its request is not asked for.
     let renew = PrefillRenew { seq: 2, requests: Vec::new() };
     assert_eq!(ready(&side.receive(ControlBody::PrefillRenew(renew))), None);
 }
@@ -204,7 +204,7 @@ fn releases(messages: &[ControlBody]) -> usize {
     messages.iter().filter(|body| matches!(body, ControlBody::LeaseRelease(m) if m.lease == 70)).count()
 }
 
-/// As after a SIGSTOP: what came meanwhile is heard behind the tick that notices the time.
+/// As after a SIGSTOP: what came meanwhile is handled behind the tick that notices the time.
 #[test]
 fn an_answer_from_before_a_long_pause_is_given_back() {
     let (mut side, request) = asking(false);
@@ -222,7 +222,7 @@ fn an_answer_from_before_a_long_pause_is_given_back() {
     assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&output)), (0, 1), "{output:?}");
 }
 
-/// The worker frees what it handed to the old life when it hears of the new one, which must not take it in between.
+/// The worker frees what it handed to the old life when it learns of the new one, which must not take it in between.
 #[test]
 fn a_life_does_not_take_what_the_one_before_it_asked_for() {
     let (mut side, request) = asking(false);
@@ -232,7 +232,7 @@ fn a_life_does_not_take_what_the_one_before_it_asked_for() {
     assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&output)), (0, 1), "{output:?}");
 }
 
-/// The export is announced behind the answer, which found a full queue: both are told again, the export first.
+/// The export is announced behind the answer, which found a full queue: both are sent again, the export first.
 #[test]
 fn an_export_is_kept_for_the_answer_that_names_it() {
     let (mut side, request) = asking(false);

@@ -208,7 +208,7 @@ impl DoubleArray<'_> {
         ((unit >> 10) << ((unit & (1 << 9)) >> 6)) as usize
     }
 
-    /// All keys with their values. Keys may share nodes, at their ends as well, so that only limits tell a cycle.
+    /// All keys with their values. Keys may share nodes, at their ends as well, so that only limits detect a cycle.
     fn entries(&self) -> Result<Vec<(String, usize)>, String> {
         let root = self.0.first().ok_or("its trie is empty")?;
         let mut entries = Vec::new();

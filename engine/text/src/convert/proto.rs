@@ -5,7 +5,7 @@
 
 /// Most pieces of a model.
 const PIECES_MAX: usize = 4 << 20;
-/// Longest piece, in bytes. SentencePiece's trainer writes at most 16 characters unless told otherwise.
+/// Longest piece, in bytes. SentencePiece's trainer writes at most 16 characters unless configured otherwise.
 pub(super) const PIECE_BYTES_MAX: usize = 512;
 
 /// Kind of a piece (`SentencePiece.Type`).

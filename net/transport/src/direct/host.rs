@@ -54,7 +54,7 @@ fn io_error(what: &'static str) -> impl Fn(io::Error) -> HostError {
 }
 
 /// Names this host and what decides whether a unix socket's path means the same to two processes: the boot, the mount
-/// namespace, the user. Empty where that cannot be told; such processes share nothing.
+/// namespace, the user. Empty where that is unknown; such processes share nothing.
 #[must_use]
 pub fn host_identity() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
@@ -124,7 +124,7 @@ impl ArenaServer {
         Ok(Self { socket: socket.to_owned(), arenas: reported, stop })
     }
 
-    /// What readers on this host are told, over mutual TLS only.
+    /// What readers on this host are sent, over mutual TLS only.
     #[must_use]
     pub fn arenas(&self) -> &[TransferArena] {
         &self.arenas

@@ -48,7 +48,7 @@ impl<T> Jobs<T> {
         self.wake(queue, first);
     }
 
-    /// What is there is done; then threads are told to end.
+    /// What is there is done; then the threads end.
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.call.notify_all();
@@ -113,7 +113,7 @@ mod tests {
                 .map(|_| {
                     let (jobs, done) = (Arc::clone(&jobs), done.clone());
                     std::thread::spawn(move || {
-                        // Results are told when there is nothing else to do, by each thread for itself.
+                        // Each thread reports its results when it has nothing else to do.
                         let mut held = Vec::new();
                         while let Some(job) = jobs.take(true, || held.drain(..).for_each(|job| done.send(job).unwrap()))
                         {

@@ -5,7 +5,7 @@ use lagoon_transfer::{Landed, ReadFailure};
 use lagoon_types::InstanceId;
 use std::{fmt, io, sync::Arc, thread};
 
-/// Bytes of reads that a thread has copied before it tells of them, while more wait: to wake whoever is told takes some ten
+/// Bytes of reads that a thread has copied before it reports them, while more wait: to wake the receiver takes some ten
 /// microseconds, as copying 128 KiB does.
 const TOLD_BYTES: u64 = 2 << 20;
 

@@ -40,7 +40,7 @@ pub struct ReadJob {
     pub pulls: Pulls,
 }
 
-/// What a path tells.
+/// What a path reports.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PathEvent {
     Read {

@@ -96,7 +96,7 @@ impl ExportServer {
     }
 
     /// From now on direct connections open as `reader` only with a certificate of the node of `subject`: that of the session in
-    /// which the reader connected. One that this is never said of is known by its epoch alone.
+    /// which the reader connected. One for which this is never called is known by its epoch alone.
     pub fn reader_is(&self, reader: InstanceId, subject: &Subject) {
         let mut nodes = lock(&self.nodes);
         nodes.insert(reader, Arc::clone(&subject.node));

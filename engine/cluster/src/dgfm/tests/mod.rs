@@ -105,7 +105,7 @@ fn a_refusal_a_missing_answer_and_a_death_thaw_everybody() {
     dgfm.on_frozen(InstanceId(2), &frozen(cycle, 10, 5), at);
     dgfm.tick(at + config.answer_ms, &[], &BTreeSet::new());
     assert_eq!(thaws(&mut dgfm), [1, 2]);
-    // A death in the middle of a move: the dead one is told nothing.
+    // A death in the middle of a move: the dead one is sent nothing.
     let (mut dgfm, _) = frozen_pair(0);
     assert_eq!(moves(&mut dgfm).len(), 1);
     dgfm.on_instance_gone(InstanceId(2), 1);

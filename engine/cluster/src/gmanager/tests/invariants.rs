@@ -140,7 +140,7 @@ proptest! {
                 prop_assert_eq!(candidate.quic_addr, member.registration.quic_addr.clone());
             }
         }
-        // In the end nobody is heard: nothing is left.
+        // In the end nobody reports: nothing is left.
         now += 1;
         for _ in 0..200 {
             gm.tick(now);

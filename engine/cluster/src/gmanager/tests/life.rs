@@ -3,7 +3,7 @@
 use super::*;
 use lagoon_protocol::Fenced;
 
-/// Lets time pass in small steps; instances in `heard` send heartbeats. Returns what the gManager sent.
+/// Lets time pass in small steps; instances in `alive` send heartbeats. Returns what the gManager sent.
 fn pass(gm: &mut GManager, from_ms: u64, to_ms: u64, received: &[u32]) -> Vec<(u32, ControlBody)> {
     let mut sent = Vec::new();
     for now in (from_ms..=to_ms).step_by(250) {
@@ -70,10 +70,10 @@ fn nobody_is_fenced_by_a_gmanager_that_slept_or_is_cut_off() {
     pass(&mut gm, 0, 1_000, &[1, 2, 3]);
     let wakes = 20_000;
     assert_eq!(fences(&pass(&mut gm, wakes, wakes + limits::FENCE_MS - 250, &[1])), []);
-    // Two of three have said nothing since: that may be the gManager's own fault.
+    // Two of three have sent nothing since: that may be the gManager's own fault.
     let long = wakes + limits::FENCE_MS;
     assert_eq!(fences(&pass(&mut gm, long, long + 10_000, &[1])), []);
-    // Another one is heard: the third is dead.
+    // Another one reports: the third is dead.
     let fenced = fences(&pass(&mut gm, long + 10_250, long + 11_000, &[1, 2]));
     assert!(fenced.contains(&(1, 3, 3)), "{fenced:?}");
 }

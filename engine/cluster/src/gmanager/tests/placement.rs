@@ -178,7 +178,7 @@ fn operators_hear_how_their_orders_ended() {
     let third = order(&mut gm, 8);
     gm.on_deregister(InstanceId(2));
     assert_eq!(ask(&mut gm, third, 9), Ok((true, 6, 0, "i2 left the pool".to_owned())));
-    // What an operator did not order is not told, and only the last ones are remembered.
+    // What an operator did not order is not reported, and only the last ones are remembered.
     let planned = gm.give(Move { target: InstanceId(1), debtor: InstanceId(1), seq: SeqId(9), ..PLANNED }).unwrap();
     assert_eq!(ask(&mut gm, planned, 9), Err(format!("no operator's order has the number {planned}")));
     for now in 10..10 + limits::ADMIN_ORDERS_MAX as u64 {
@@ -340,7 +340,7 @@ fn a_drained_instance_is_emptied() {
     };
     assert_eq!(ends(&polled(&mut gm)), 1);
     assert!(!gm.pool().instances[&InstanceId(3)].draining);
-    // That word was lost: it is told again for as long as its heartbeats say that it drains, and nothing leaves it.
+    // That message was lost: it is sent again for as long as its heartbeats say that it drains, and nothing leaves it.
     let mut now = 2 * limits::DRAIN_MS;
     for seq in 10..13 {
         now += limits::DRAIN_MS;
@@ -402,7 +402,7 @@ fn a_round_waits_for_everybody_but_not_for_ever() {
     let beat = |gm: &mut GManager, i: u32, now: u64| received(gm, &heartbeat(i, 10 + now, 5), now);
     let open = limits::PLAN_MS;
     gm.tick(open);
-    assert_eq!(gm.stats().rounds, 0, "nobody was heard in this round");
+    assert_eq!(gm.stats().rounds, 0, "nobody reported in this round");
     beat(&mut gm, 1, open);
     beat(&mut gm, 1, open + 1);
     beat(&mut gm, 2, open + 1);

@@ -9,7 +9,7 @@ fn beat(instance: u32, seq: u64, role: Role, becoming: Option<Role>) -> Heartbea
     order_received(0, instance, seq, role, becoming)
 }
 
-/// The same, of one that has heard the order with a number (1, 2, …).
+/// The same, of one that has received the order with a number (1, 2, …).
 fn order_received(order_received: u64, instance: u32, seq: u64, role: Role, becoming: Option<Role>) -> Heartbeat {
     let state = RoleState { now: role.into(), becoming: becoming.map(Into::into), order_received };
     Heartbeat { role: Some(Box::new(state)), ..heartbeat(instance, seq, 10) }
@@ -67,7 +67,7 @@ fn an_order_is_repeated_until_the_instance_agrees_and_counts_at_once() {
     assert_eq!(sent(&mut gm).0, []);
     assert_eq!(gm.next_wake_ms().map(|at| at <= limits::ROLE_REPEAT_MS), Some(true));
     gm.tick(limits::ROLE_REPEAT_MS);
-    assert_eq!(sent(&mut gm).0, [(1, Decode)], "it was not heard");
+    assert_eq!(sent(&mut gm).0, [(1, Decode)], "it was not received");
     // Prompts go elsewhere, and the list is the new one's too.
     gm.on_heartbeat(&order_received(1, 1, 2, Prefill, Some(Decode)), 600);
     gm.on_heartbeat(&beat(3, 2, Decode, None), 600);
@@ -100,7 +100,7 @@ fn an_order_that_is_taken_back_is_taken_back_everywhere() {
     order(&mut gm, 1, Decode, 0);
     order(&mut gm, 1, Prefill, 0);
     assert_eq!(sent(&mut gm).0, [(1, Decode), (1, Prefill)]);
-    // It heard the first only.
+    // It received the first only.
     gm.on_heartbeat(&order_received(1, 1, 2, Prefill, Some(Decode)), 100);
     assert_eq!(shown(&gm, 1), (Prefill, Some(Prefill)), "it is not taken back yet");
     gm.tick(limits::ROLE_REPEAT_MS);
@@ -111,7 +111,7 @@ fn an_order_that_is_taken_back_is_taken_back_everywhere() {
     assert_eq!(sent(&mut gm).0, []);
 }
 
-/// Its last heartbeat may be older than an order that it has heard.
+/// Its last heartbeat may be older than an order that it has received.
 #[test]
 fn one_that_has_not_confirmed_its_orders_replaces_nobody() {
     let mut gm = roles(&[Prefill, Prefill, Decode]);
@@ -135,7 +135,7 @@ fn one_that_has_not_confirmed_its_orders_replaces_nobody() {
     assert_eq!(order(&mut gm, 2, Prefill, 600).error, "");
 }
 
-/// A fence ends a life, not what the process was told.
+/// A fence ends a life, not the orders of the process.
 #[test]
 fn an_order_outlives_a_fence_and_not_its_process() {
     let mut gm = roles(&[Prefill, Prefill, Decode, Decode]);

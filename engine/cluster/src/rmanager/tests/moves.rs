@@ -196,7 +196,7 @@ fn entries_that_a_creditor_took_are_lost_and_not_released() {
     assert_eq!(rm.debtor.held.blocks(), 0);
 }
 
-/// A borrow that waits for its last part keeps what was granted while its creditor is not connected. It hears on the next
+/// A borrow that waits for its last part keeps what was granted while its creditor is not connected. It learns on the next
 /// connection of what was taken back meanwhile, looks for that elsewhere, and gives the rest of the lease back.
 #[test]
 fn a_part_of_a_borrow_that_was_taken_back_is_looked_for_elsewhere() {

@@ -250,7 +250,7 @@ fn cancelling_gives_back_at_every_stage() {
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 3)]);
     grant(&mut rm, B, r.request, 8, 1, 2);
     assert_eq!(outputs(&mut rm), [release_to(B, 8, 1)]);
-    // When it is complete, but nobody was told.
+    // When it is complete, but nobody has received it.
     let id = rm.debtor.borrow(SeqId(6), 4, TierRequest::Any, None, 0);
     let q = query(&mut rm);
     advise(&mut rm, q.query, &[A], 0);
