@@ -509,3 +509,17 @@ fn a_worker_draws_nothing_that_may_not_come_yet() {
     assert_eq!((status.pulled, status.own, status.retried), (2, 0, 0), "the worker computed both prompts");
     world.check_empty();
 }
+
+/// The worker draws the first token with the request's biases.
+#[test]
+fn a_worker_adds_the_biases_of_a_request() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = pool(&spec, None, &[Mode::PULL.prefill(40), Mode::PULL.decode(40)], 1);
+    let mut request = greedy(prompt(1, 50, 128), 4);
+    request.sampling.logit_bias = [(7, 1000.0)].into();
+    let biased = world.submit(1, request);
+    world.run();
+    assert_eq!(world.requests[biased].tokens, [7; 4]);
+    assert_eq!(world.nodes[1].live().status().prefill.pulled, 1, "the worker drew the first");
+    world.check_empty();
+}

@@ -147,6 +147,10 @@ impl Hostile {
                 push: self.yes(),
                 banned: self.many(4, |of| of.rng.below(200) as u32),
                 window: self.yes(),
+                logit_bias: self.many(4, |of| p::LogitBias {
+                    token: of.rng.below(200) as u32,
+                    bias: of.rng.pick(&[0.5, -100.0, f32::NAN, 1e30]),
+                }),
             }),
         }
     }

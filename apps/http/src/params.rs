@@ -8,8 +8,9 @@ use crate::{
     limits::Limits,
 };
 use lagoon_text::{StopError, StopStrings, stop::STOPS_MAX};
-use lagoon_types::SamplingParams;
+use lagoon_types::{SamplingParams, limits::LOGIT_BIAS_MAX};
 use rand::Rng;
+use std::collections::BTreeMap;
 
 /// Defaults of a model, from its generation_config.json.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -72,7 +73,6 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("early_stopping", Neutral::Bool(false)),
     ("include_stop_str_in_output", Neutral::Bool(false)),
     ("spaces_between_special_tokens", Neutral::Bool(true)),
-    ("logit_bias", Neutral::Empty),
     ("allowed_token_ids", Neutral::Null),
     ("bad_words", Neutral::Empty),
     ("prompt_logprobs", Neutral::Null),
@@ -103,6 +103,7 @@ impl Params {
         stop_ids.dedup();
         let resume = take_resume(fields, stream, rules)?;
         let mut sampling = take_sampling(fields, rules.defaults)?;
+        sampling.logit_bias = take_logit_bias(fields, rules.vocab_size)?.into();
         sampling.seed = resume.as_ref().map_or(sampling.seed, |resume| resume.began.seed);
         Ok(Self {
             model: fields.string("model")?,
@@ -148,8 +149,32 @@ fn take_sampling(fields: &mut Fields<'_>, defaults: &GenerationDefaults) -> Resu
         top_p,
         min_p: fields.number("min_p", (0.0, 1.0))?.or(defaults.min_p).unwrap_or(0.0),
         seed,
-        logprobs: None,
+        ..SamplingParams::default()
     })
+}
+
+/// Token ids, as strings, with numbers from -100 to 100.
+fn take_logit_bias(fields: &mut Fields<'_>, vocab_size: u32) -> Result<Vec<(u32, f32)>, ApiError> {
+    const NAME: &str = "logit_bias";
+    const EXPECTED: &str = "an object of token ids (as strings) and numbers from -100 to 100";
+    let Some(value) = fields.take(NAME) else { return Ok(Vec::new()) };
+    if value.kind() != Kind::Object {
+        return Err(wrong_type(NAME, EXPECTED, value));
+    }
+    let count = value.members().count();
+    if count > LOGIT_BIAS_MAX {
+        return Err(too_many(NAME, count, LOGIT_BIAS_MAX));
+    }
+    let mut biases = BTreeMap::new();
+    for (name, bias) in value.members() {
+        let id = name.read::<String>().ok().and_then(|name| name.parse::<u32>().ok());
+        let bias = bias.read::<f32>().ok().filter(|bias| (-100.0..=100.0).contains(bias));
+        let (Some(id), Some(bias)) = (id, bias) else { return Err(wrong_type(NAME, EXPECTED, value)) };
+        biases.insert(id, bias);
+    }
+    let biases: Vec<(u32, f32)> = biases.into_iter().collect();
+    check_vocabulary(NAME, &biases.iter().map(|(id, _)| *id).collect::<Vec<_>>(), vocab_size)?;
+    Ok(biases)
 }
 
 /// Any 64-bit integer, signed or not, is a seed.

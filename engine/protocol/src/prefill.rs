@@ -82,6 +82,18 @@ pub struct PrefillRequest {
     /// The requester takes the last window of layers whose KV is not in the pool. In the first message only.
     #[prost(bool, tag = "9")]
     pub window: bool,
+    /// What is added to tokens' logits before sampling. In the first message only.
+    #[prost(message, repeated, tag = "10")]
+    pub logit_bias: Vec<LogitBias>,
+}
+
+/// Number that is added to one token's logit.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub struct LogitBias {
+    #[prost(uint32, tag = "1")]
+    pub token: u32,
+    #[prost(float, tag = "2")]
+    pub bias: f32,
 }
 
 /// Likely token with its log-probability.

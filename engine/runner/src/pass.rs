@@ -502,7 +502,7 @@ impl Pass {
         device: &'a mut D,
     ) -> Option<&'a mut (impl Sampling<Tensor = D::Tensor> + ?Sized + use<'a, D>)> {
         let is_plain =
-            |spec: &SampleSpec| spec.params.logprobs.is_none() && !spec.return_logits && spec.banned.is_empty();
+            |spec: &SampleSpec| spec.params.fits_device_sampling() && !spec.return_logits && spec.banned.is_empty();
         if self.wanted().all(|(_, spec)| is_plain(spec)) { device.sampling() } else { None }
     }
 

@@ -1,6 +1,6 @@
 //! Sampling: logits to a token.
 //!
-//! The order is vLLM's: temperature, min-p, top-k, top-p, then one draw from the rest, each step renormalised over
+//! The order is vLLM's: logit bias, temperature, min-p, top-k, top-p, then one draw from the rest, each step renormalised over
 //! the tokens that the step before kept. (Hugging Face has min-p last; the two differ only if min-p and top-p are
 //! both used.) Two rules are stricter than vLLM's, for reproducible results: ties go to the lower token id, so that
 //! top-k keeps exactly `k` tokens; and the draw walks the kept tokens in the order of their ids, so that rounding
@@ -47,7 +47,7 @@ pub struct Sampled {
     pub logprobs: Option<TokenLogprobs>,
 }
 
-/// Checks that `params` are in range: temperature at least 0, `top_p` in (0, 1], `min_p` in [0, 1].
+/// Checks that `params` are in range: temperature at least 0, `top_p` in (0, 1], `min_p` in [0, 1], biases finite.
 pub fn check_params(params: &SamplingParams) -> Result<(), SampleError> {
     let bad = |name, value: f32, range| Err(SampleError::BadParameter { name, value: value.to_string(), range });
     let SamplingParams { temperature, top_p, min_p, .. } = *params;
@@ -60,6 +60,9 @@ pub fn check_params(params: &SamplingParams) -> Result<(), SampleError> {
     if !(0.0..=1.0).contains(&min_p) {
         return bad("min_p", min_p, "from 0 to 1");
     }
+    if let Some((_, bias)) = params.logit_bias.iter().find(|(_, bias)| !bias.is_finite()) {
+        return bad("logit_bias", *bias, "a finite number");
+    }
     Ok(())
 }
 
@@ -68,6 +71,8 @@ pub fn check_params(params: &SamplingParams) -> Result<(), SampleError> {
 pub struct Sampler {
     /// Tokens not yet excluded, with their logits at first and their weights later.
     kept: Vec<Candidate>,
+    /// Logits with a request's biases.
+    biased: Vec<f32>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -105,11 +110,30 @@ impl Sampler {
         assert!(logits.len() <= VOCAB_MAX as usize, "{} logits", logits.len());
         check_params(params)?;
         let best = likeliest(logits)?;
-        let allowed = if banned.contains(&best.id) { likeliest_but(logits, banned)? } else { best };
-        let id =
-            if params.temperature == 0.0 { allowed.id } else { self.draw((logits, banned), allowed, params, index) };
+        let id = if params.logit_bias.is_empty() {
+            self.choose(logits, banned, best, params, index)?
+        } else {
+            let mut biased = std::mem::take(&mut self.biased);
+            add_biases(logits, &params.logit_bias, &mut biased);
+            let chosen = likeliest(&biased).and_then(|best| self.choose(&biased, banned, best, params, index));
+            self.biased = biased;
+            chosen?
+        };
         let logprobs = params.logprobs.map(|n| self.logprobs(logits, best, id, n as usize));
         Ok(Sampled { id, logprobs })
+    }
+
+    /// The token that is taken from `logits`, whose likeliest is `best`.
+    fn choose(
+        &mut self,
+        logits: &[f32],
+        banned: &[u32],
+        best: Candidate,
+        params: &SamplingParams,
+        index: u64,
+    ) -> Result<u32, SampleError> {
+        let allowed = if banned.contains(&best.id) { likeliest_but(logits, banned)? } else { best };
+        if params.temperature == 0.0 { Ok(allowed.id) } else { Ok(self.draw((logits, banned), allowed, params, index)) }
     }
 
     /// The parameters with which a device draws the token that [`Sampler::sample`] would, but for rounding.
@@ -213,6 +237,17 @@ impl Sampler {
         self.kept.sort_unstable_by(Candidate::rank);
         let top = self.kept.iter().map(|candidate| (candidate.id, logprob(candidate.logit))).collect();
         TokenLogprobs { chosen: logprob(logits[id as usize]), top }
+    }
+}
+
+/// Writes `logits` with `biases` added into `out`. Ids beyond the logits are ignored.
+fn add_biases(logits: &[f32], biases: &[(u32, f32)], out: &mut Vec<f32>) {
+    out.clear();
+    out.extend_from_slice(logits);
+    for &(id, bias) in biases {
+        if let Some(logit) = out.get_mut(id as usize) {
+            *logit += bias;
+        }
     }
 }
 

@@ -239,3 +239,34 @@ fn banned_tokens_are_never_drawn_and_count_for_log_probabilities() {
     }
     assert_eq!(sampler.sample(&logits, &greedy, 0, &[0, 1, 2, 3]), Err(SampleError::Nothing));
 }
+
+/// As if the logits had the biases in them; log-probabilities are those of the model.
+#[test]
+fn biases_are_added_before_anything_else() {
+    let logits = [0.5, 3.0, 2.0, 2.0];
+    let biased = [0.5, 1.0, 2.0, 2.5];
+    let logit_bias: std::sync::Arc<[(u32, f32)]> = [(1, -2.0), (3, 0.5), (9, 100.0)].into();
+    let mut sampler = Sampler::new();
+    for params in [
+        SamplingParams { temperature: 0.0, ..params() },
+        SamplingParams { top_k: 2, ..params() },
+        SamplingParams { min_p: 0.4, top_p: 0.8, temperature: 0.7, ..params() },
+    ] {
+        let with = SamplingParams { logit_bias: logit_bias.clone(), ..params.clone() };
+        for banned in [&[][..], &[3]] {
+            for index in 0..2_000 {
+                let expected = sampler.sample(&biased, &params, index, banned).unwrap();
+                assert_eq!(sampler.sample(&logits, &with, index, banned).unwrap(), expected, "{with:?}");
+            }
+        }
+        assert!(params.fits_device_sampling() && !with.fits_device_sampling());
+    }
+    let greedy = SamplingParams { temperature: 0.0, logprobs: Some(4), ..params() };
+    let plain = sampler.sample(&logits, &greedy, 0, &[]).unwrap();
+    let shifted = sampler.sample(&logits, &SamplingParams { logit_bias, ..greedy.clone() }, 0, &[]).unwrap();
+    assert_eq!((plain.id, shifted.id), (1, 3));
+    let (plain, shifted) = (plain.logprobs.unwrap(), shifted.logprobs.unwrap());
+    assert_eq!((&shifted.top, shifted.chosen), (&plain.top, plain.top[2].1));
+    let bad = SamplingParams { logit_bias: [(1, f32::NAN)].into(), ..greedy };
+    assert!(matches!(sampler.sample(&logits, &bad, 0, &[]), Err(SampleError::BadParameter { name: "logit_bias", .. })));
+}

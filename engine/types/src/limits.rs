@@ -233,6 +233,8 @@ pub const PREFILL_TOKENS_MAX: usize = 128 << 10;
 pub const PREFILL_ASKED_MAX: usize = 64;
 /// Maximum of tokens that end a sequence: a model's own, and a request's.
 pub const STOP_IDS_MAX: usize = 512;
+/// Entries of a request's `logit_bias`.
+pub const LOGIT_BIAS_MAX: usize = 1024;
 /// Prefill jobs that one worker computes or keeps for others; further ones are refused.
 pub const PREFILL_JOBS_MAX: usize = 4096;
 /// Time that a request waits for a worker before its own instance computes the prompt.

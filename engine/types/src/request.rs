@@ -1,9 +1,10 @@
 //! Generation requests in tokens, and the events that answer them.
 
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// Sampling parameters of the next token.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
     /// 0 is greedy.
     pub temperature: f32,
@@ -17,16 +18,29 @@ pub struct SamplingParams {
     pub seed: u64,
     /// Alternatives to report per token; `None` reports no log-probabilities.
     pub logprobs: Option<u32>,
+    /// Token ids with what is added to their logits before anything else; each id once. Log-probabilities do not
+    /// include it.
+    pub logit_bias: Arc<[(u32, f32)]>,
+}
+
+impl SamplingParams {
+    /// Whether a device that draws tokens itself (temperature, `top_k`, `top_p`, `min_p`) can draw with these parameters.
+    /// A field that is added here must be listed here: such devices know no other.
+    #[must_use]
+    pub fn fits_device_sampling(&self) -> bool {
+        let Self { temperature: _, top_k: _, top_p: _, min_p: _, seed: _, logprobs, logit_bias } = self;
+        logprobs.is_none() && logit_bias.is_empty()
+    }
 }
 
 impl Default for SamplingParams {
     fn default() -> Self {
-        Self { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0, logprobs: None }
+        Self { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0, logprobs: None, logit_bias: Arc::default() }
     }
 }
 
 /// Request to generate one sequence. Stop *strings* live above the engine: the text layer cancels the request.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct GenerateRequest {
     /// At least one token; every id is under the vocabulary size.
     pub prompt: Vec<u32>,

@@ -16,7 +16,6 @@ fn refused() -> Vec<(&'static str, Value)> {
         ("early_stopping", json!(true)),
         ("include_stop_str_in_output", json!(true)),
         ("spaces_between_special_tokens", json!(false)),
-        ("logit_bias", json!({"5": 10})),
         ("allowed_token_ids", json!([1])),
         ("bad_words", json!(["x"])),
         ("prompt_logprobs", json!(1)),

@@ -15,7 +15,7 @@ use crate::event::Effect;
 use lagoon_cluster::BorrowedLease;
 use lagoon_kv::{Owner, RemoteEntries};
 use lagoon_protocol::{
-    ControlBody, PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest,
+    ControlBody, LogitBias, PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest,
     PrefillSampling, Role, Workers,
 };
 use lagoon_transfer::Offer;
@@ -386,9 +386,22 @@ impl Prefills {
             let len = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
             let (sampling, push) = ((first == 0).then_some(sampling), first == 0 && landing.is_some());
             let banned = if first == 0 { seq.banned().to_vec() } else { Vec::new() };
+            let biases = if first == 0 { &seq.sampling.logit_bias[..] } else { &[] };
+            let logit_bias = biases.iter().map(|&(token, bias)| LogitBias { token, bias }).collect();
             let tokens = tokens.to_vec();
             let window = first == 0 && takes_window(cx, total).is_some();
-            messages.push(PrefillRequest { request, seq: id.0, total, first, tokens, sampling, push, banned, window });
+            messages.push(PrefillRequest {
+                request,
+                seq: id.0,
+                total,
+                first,
+                tokens,
+                sampling,
+                push,
+                banned,
+                window,
+                logit_bias,
+            });
             first += len;
         }
         messages.into_iter().for_each(|m| cx.send_if_connected(worker, ControlBody::PrefillRequest(m)));

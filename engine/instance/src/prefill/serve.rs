@@ -14,7 +14,7 @@ use lagoon_protocol::{
 };
 use lagoon_runner::SampleOut;
 use lagoon_runner::sampling::check_params;
-use lagoon_types::limits::{EXPORT_BLOCKS_MAX, LEASE_TTL_MS, PREFILL_JOBS_MAX, STOP_IDS_MAX};
+use lagoon_types::limits::{EXPORT_BLOCKS_MAX, LEASE_TTL_MS, LOGIT_BIAS_MAX, PREFILL_JOBS_MAX, STOP_IDS_MAX};
 use lagoon_types::{Epoch, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
 use std::collections::BTreeSet;
 
@@ -25,7 +25,7 @@ const GATHERING_MAX: usize = 8;
 #[derive(Debug)]
 enum Stage {
     /// Its tokens arrive.
-    Gathering { total: u32, tokens: Vec<u32>, sampling: PrefillSampling, banned: Vec<u32> },
+    Gathering { total: u32, tokens: Vec<u32>, sampling: SamplingParams, return_logits: bool, banned: Vec<u32> },
     /// Waits or runs, as this sequence.
     Running(SeqId),
     /// Its blocks (formerly sequence `of`'s) are the decode worker's lease; exports are in progress.
@@ -129,15 +129,21 @@ impl Prefills {
             if let Err(reason) = self.may_gather(cx, from, &m) {
                 return self.refuse_job(cx, batch, key, reason);
             }
-            let sampling = m.sampling.unwrap_or_default();
-            let (total, tokens) = (m.total, Vec::new());
+            let PrefillSampling { index, return_logits, .. } = m.sampling.unwrap_or_default();
+            let (total, tokens, sampling) = (m.total, Vec::new(), sampling_of(&m));
             let job = Job {
                 seq: SeqId(m.seq),
-                index: sampling.index,
+                index,
                 // Without transports no export would be answered: its memory would be kept for ever.
                 push: m.push && cx.config.transfer.is_some(),
                 window: m.window && saves_window(cx, m.total),
-                stage: Stage::Gathering { total, tokens, sampling, banned: std::mem::take(&mut m.banned) },
+                stage: Stage::Gathering {
+                    total,
+                    tokens,
+                    sampling,
+                    return_logits,
+                    banned: std::mem::take(&mut m.banned),
+                },
                 since_ms: cx.now_ms,
                 renewed_ms: cx.now_ms,
             };
@@ -187,7 +193,10 @@ impl Prefills {
         if self.jobs.range((from, 0)..=(from, u64::MAX)).filter(gathering).count() >= GATHERING_MAX {
             return Err(format!("{GATHERING_MAX} prompts of this asker are incomplete"));
         }
-        check_params(&sampling_of(&m.sampling.unwrap_or_default())).map_err(|error| error.to_string())?;
+        if m.logit_bias.len() > LOGIT_BIAS_MAX {
+            return Err(format!("{} tokens have a bias, at most {LOGIT_BIAS_MAX} may have one", m.logit_bias.len()));
+        }
+        check_params(&sampling_of(m)).map_err(|error| error.to_string())?;
         if self.jobs.len() >= PREFILL_JOBS_MAX {
             return Err(format!("{PREFILL_JOBS_MAX} prompts are computed or kept for others"));
         }
@@ -198,7 +207,8 @@ impl Prefills {
         let Some(job) = self.jobs.get_mut(&key) else { return };
         self.next_job += 1;
         let id = SeqId(self.next_job);
-        let Stage::Gathering { tokens, sampling, banned, .. } = std::mem::replace(&mut job.stage, Stage::Running(id))
+        let Stage::Gathering { tokens, sampling, return_logits, banned, .. } =
+            std::mem::replace(&mut job.stage, Stage::Running(id))
         else {
             return;
         };
@@ -220,11 +230,11 @@ impl Prefills {
             prompt: tokens,
             answered: 0,
             max_tokens: 1,
-            sampling: sampling_of(&sampling),
+            sampling,
             // Of its one token, none of them.
             min_tokens: 1,
             stop_ids: banned,
-            return_logits: sampling.return_logits,
+            return_logits,
         };
         let mut seq = Sequence::new(id, request, cx.config.block_tokens, cx.now_ms);
         (seq.for_others, seq.saves_window) = (Some(index), window);
@@ -414,9 +424,11 @@ fn saves_window(cx: &Cx, total: u32) -> bool {
     window > 0 && (most == 0 || all <= most) && all as usize <= EXPORT_BLOCKS_MAX
 }
 
-fn sampling_of(m: &PrefillSampling) -> SamplingParams {
-    let PrefillSampling { temperature, top_k, top_p, min_p, seed, logprobs, .. } = *m;
-    SamplingParams { temperature, top_k, top_p, min_p, seed, logprobs }
+fn sampling_of(m: &PrefillRequest) -> SamplingParams {
+    let PrefillSampling { temperature, top_k, top_p, min_p, seed, logprobs, index: _, return_logits: _ } =
+        m.sampling.unwrap_or_default();
+    let logit_bias = m.logit_bias.iter().map(|b| (b.token, b.bias)).collect();
+    SamplingParams { temperature, top_k, top_p, min_p, seed, logprobs, logit_bias }
 }
 
 fn as_u32(n: usize) -> u32 {

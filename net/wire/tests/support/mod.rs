@@ -249,6 +249,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         ..PrefillRequest::default()
     };
     let (banned, window) = (vec![2, 300], true);
+    let logit_bias = vec![LogitBias { token: 300, bias: -2.5 }];
     let ready = PrefillReady {
         request: 12,
         lease: 77,
@@ -276,7 +277,8 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         ("workers", ControlBody::Workers(Workers { version: 0xabc, workers: vec![worker] })),
         ("prefill_request", ControlBody::PrefillRequest(request.clone())),
         ("prefill_request_banned", ControlBody::PrefillRequest(PrefillRequest { banned, ..request.clone() })),
-        ("prefill_request_windowed", ControlBody::PrefillRequest(PrefillRequest { window, ..request })),
+        ("prefill_request_windowed", ControlBody::PrefillRequest(PrefillRequest { window, ..request.clone() })),
+        ("prefill_request_biased", ControlBody::PrefillRequest(PrefillRequest { logit_bias, ..request })),
         ("prefill_ready", ControlBody::PrefillReady(ready.clone())),
         ("prefill_ready_windowed", ControlBody::PrefillReady(PrefillReady { blocks: 3, window_blocks: 2, ..ready })),
         (
