@@ -177,6 +177,29 @@ fn a_killed_debtor_gives_back_what_it_borrowed_and_is_replaced() {
     goes_on(&client, &model);
 }
 
+/// Instances that have not registered with the new gManager yet take requests.
+#[test]
+fn a_killed_gmanager_costs_no_request() {
+    let pool = up(&passkey(), "2", "1024", &[]);
+    let client = pool.client();
+    let term = |s: &Value| s["gmanager"]["term"].clone();
+    let before = term(&client.get("/lagoon/status").json());
+    kill(pool.ready["gmanager_pid"].as_u64().unwrap());
+    let started = std::time::Instant::now();
+    let mut replaced = None;
+    while replaced.is_none_or(|at: std::time::Instant| at.elapsed().as_secs() < 4) {
+        assert!(started.elapsed() < lagoon_tests::process::TIMEOUT, "no other gManager");
+        let health = client.get("/health");
+        assert_eq!(health.status, 200, "{}", health.text);
+        let answer = client.post("/v1/completions", &completion(&[7; 60], 2, &json!({})));
+        assert_eq!(answer.status, 200, "{}", answer.text);
+        let status = client.get("/lagoon/status").json();
+        if term(&status) != before {
+            replaced.get_or_insert_with(std::time::Instant::now);
+        }
+    }
+}
+
 /// The gManager and an instance are killed at once.
 #[test]
 fn a_pool_starts_again_what_dies_and_says_so() {

@@ -12,6 +12,7 @@ use axum::{
     Json,
     body::Bytes,
     extract::{Request, State},
+    http::StatusCode,
 };
 use serde::Serialize;
 use std::sync::Arc;
@@ -61,10 +62,23 @@ fn tokens_of(state: &ServerState, body: Bytes, asker: &Asker<'_>) -> Result<Toke
     fields.finish()?;
     drop(body);
     let tokens = state.encode(&text, special, asker)?;
+    if strings {
+        check_context("the prompt", tokens.len(), info.max_model_tokens)?;
+    }
     // Tokens as the vocabulary spells them, as in vLLM.
     let spell = |id: &u32| state.tokenizer.token(*id).unwrap_or_default();
     let token_strs = strings.then(|| tokens.iter().map(spell).collect());
     Ok(Tokenized { count: tokens.len(), max_model_len: info.max_model_tokens, tokens, token_strs })
+}
+
+/// Refuses more tokens than the model's context: their texts take many times the bytes of the request.
+fn check_context(what: &str, count: usize, limit: u32) -> Result<(), ApiError> {
+    if count <= limit as usize {
+        return Ok(());
+    }
+    let message =
+        format!("{what} has {count} tokens, but the model's context is {limit} tokens\nhint: send it in parts");
+    Err(ApiError::new(StatusCode::BAD_REQUEST, Some("context_length_exceeded"), message))
 }
 
 /// `POST /detokenize`: keeps special tokens, so that tokenising again gives the same ids.
@@ -78,8 +92,10 @@ pub(crate) async fn detokenize(
 fn text_of(state: &ServerState, body: &[u8], asker: &Asker<'_>) -> Result<Detokenized, ApiError> {
     let mut fields = Fields::parse(body)?;
     let info = state.check_model(fields.string("model")?.as_deref())?;
-    let (ids, _) = token_ids("tokens", required(&mut fields, "tokens")?, usize::MAX)?;
+    let limit = info.max_model_tokens;
+    let (ids, count) = token_ids("tokens", required(&mut fields, "tokens")?, limit as usize)?;
     fields.finish()?;
+    check_context("the field `tokens`", count, limit)?;
     check_vocabulary("tokens", &ids, info.vocab_size)?;
     asker.check()?;
     Ok(Detokenized { prompt: state.tokenizer.decode(&ids, false) })

@@ -102,7 +102,7 @@ fn refuse_shared(dir: &Path) -> anyhow::Result<()> {
         fs::metadata(dir).with_context(|| format!("reading the mode of {}", dir.display()))?.permissions().mode();
     if mode & 0o077 != 0 {
         bail!(
-            "others than its owner may use {0} (mode {1:o}), where the CA's key would be\nhint: chmod 700 {0}, or name a new folder",
+            "others than its owner may use {0} (mode {1:o}), where private keys would be\nhint: chmod 700 {0}, or name a new folder",
             dir.display(),
             mode & 0o7777
         );
@@ -120,6 +120,8 @@ fn issue(dir: &Path, name: &str, roles: Roles, force: bool) -> anyhow::Result<()
     let (cert, key) = (dir.join(format!("{name}.pem")), dir.join(format!("{name}.key")));
     refuse_to_overwrite(&[&cert, &key], force)?;
     let ca = open_ca(dir)?;
+    #[cfg(unix)]
+    refuse_shared(dir)?;
     // A node that runs is known by its key, and a revoked certificate's key may be in others' hands.
     if key.exists() && !is_revoked(dir, &cert)? {
         let kept = ca.issue_for_key(name, roles, &read(&key)?);
@@ -317,6 +319,12 @@ mod tests {
             let made = init(dir.path(), "test", false);
             assert_eq!(made.is_err_and(|error| error.to_string().contains("chmod 700")), refused, "{mode:o}");
             assert_eq!(dir.path().join("ca.key").exists(), !refused, "{mode:o}");
+        }
+        for (mode, refused) in [(0o755, true), (0o700, false)] {
+            fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode)).unwrap();
+            let issued = issue(dir.path(), "n", kv(), false);
+            assert_eq!(issued.is_err_and(|error| error.to_string().contains("chmod 700")), refused, "{mode:o}");
+            assert_eq!(dir.path().join("n.key").exists(), !refused, "{mode:o}");
         }
     }
 

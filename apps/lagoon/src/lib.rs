@@ -33,6 +33,7 @@ mod gmanager;
 mod gmanager_metrics;
 mod health_port;
 mod interfaces;
+mod jitter;
 mod kv;
 mod leader;
 mod lent_memory;

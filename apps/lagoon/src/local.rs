@@ -1,5 +1,6 @@
 //! A pool on this machine: a gManager and instances as child processes on loopback, with temporary certificates.
 
+use crate::jitter::jittered;
 use crate::port::is_gateway;
 use crate::scratch::Scratch;
 use anyhow::{Context, bail};
@@ -12,7 +13,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncBufReadExt, BufReader};
@@ -23,13 +24,13 @@ use tokio::task::JoinHandle;
 const READY_DEADLINE: Duration = Duration::from_secs(600);
 /// Interval of checks on a pool's processes.
 const WATCH_EVERY: Duration = Duration::from_millis(500);
-/// Pause before a dead process is restarted; it doubles while starts fail or the process dies early.
+/// Mean pause before a dead process is restarted; it doubles while starts fail or the process dies early.
 const RESTART_MIN: Duration = Duration::from_secs(1);
 /// The longest restart pause.
 const RESTART_MAX: Duration = Duration::from_secs(60);
 /// Lifetime from which a death is not early.
 const RAN_WELL: Duration = Duration::from_secs(60);
-/// Consecutive early deaths after which a process is not restarted.
+/// Consecutive early deaths after which an instance is not restarted. The gManager always is: nothing replaces it.
 const RESTARTS_MAX: u32 = 6;
 
 /// Flags and keys to start a child process, also again.
@@ -222,6 +223,8 @@ struct Watched {
     state: State,
     /// Consecutive early deaths.
     deaths: u32,
+    /// Restarted however it ended and however often.
+    always: bool,
 }
 
 #[derive(Debug)]
@@ -235,7 +238,7 @@ enum State {
 
 impl Watched {
     fn new(child: ChildNode) -> Self {
-        Self { launch: child.launch.clone(), state: State::Running(Box::new(child)), deaths: 0 }
+        Self { launch: child.launch.clone(), state: State::Running(Box::new(child)), deaths: 0, always: false }
     }
 
     /// Checks the process; reports and restarts it if it died.
@@ -244,12 +247,7 @@ impl Watched {
             State::Running(node) => {
                 let Ok(Some(status)) = node.process.child.try_wait() else { return };
                 let ran = node.started.elapsed();
-                if status.success() {
-                    tracing::warn!("{} has stopped", self.launch.name);
-                    self.state = State::Ended(false);
-                } else {
-                    self.died(&format!("has died ({status})"), ran);
-                }
+                self.ended(status, ran);
             }
             State::Starting(task) if task.is_finished() => match task.await {
                 Ok(Ok(node)) => {
@@ -263,16 +261,28 @@ impl Watched {
         }
     }
 
+    /// The process ended by itself, or was stopped by somebody else.
+    fn ended(&mut self, status: ExitStatus, ran: Duration) {
+        match status.success() {
+            true if self.always => self.died("has stopped", ran),
+            true => {
+                tracing::warn!("{} has stopped", self.launch.name);
+                self.state = State::Ended(false);
+            }
+            false => self.died(&format!("has died ({status})"), ran),
+        }
+    }
+
     fn died(&mut self, how: &str, ran: Duration) {
-        self.deaths = if ran < RAN_WELL { self.deaths + 1 } else { 1 };
+        self.deaths = if ran < RAN_WELL { self.deaths.saturating_add(1) } else { 1 };
         let name = &self.launch.name;
-        if self.deaths > RESTARTS_MAX {
+        if self.deaths > RESTARTS_MAX && !self.always {
             tracing::error!("{name} {how}; it stays down after {RESTARTS_MAX} attempts");
             self.state = State::Ended(true);
             return;
         }
-        let pause = pause(self.deaths);
-        tracing::warn!("{name} {how}; the others go on, and it is started again in {} s", pause.as_secs());
+        let pause = jittered(pause(self.deaths));
+        tracing::warn!("{name} {how}; the others go on, and it is started again in {:.1} s", pause.as_secs_f64());
         let launch = self.launch.clone();
         self.state = State::Starting(tokio::spawn(async move {
             tokio::time::sleep(pause).await;
@@ -326,6 +336,7 @@ impl LocalPool {
     /// If instances died too often.
     pub(crate) async fn watch(self) -> anyhow::Result<()> {
         let mut gmanager = Watched::new(self.gmanager_node);
+        gmanager.always = true;
         // Without --first-instance it numbers by the clock: it does not know its predecessor's ids.
         gmanager.launch.flags.retain(|flag| flag != FIRST_INSTANCE && !flag.starts_with("--listen="));
         gmanager.launch.flags.push(format!("--listen={}", self.gmanager));
@@ -445,5 +456,40 @@ mod tests {
     fn pauses_double_up_to_the_longest() {
         let pauses = [1, 2, 3, 6, 7, 40].map(|deaths| pause(deaths).as_secs());
         assert_eq!(pauses, [1, 2, 4, 32, 60, 60]);
+    }
+
+    fn watched(always: bool) -> Watched {
+        let launch = Launch { name: "it".to_owned(), flags: Vec::new(), keys: ChildKeys::default() };
+        Watched { launch, state: State::Ended(false), deaths: 0, always }
+    }
+
+    /// Without a gManager nothing is borrowed, and nobody else starts one.
+    #[cfg(unix)]
+    #[tokio::test]
+    async fn the_gmanager_is_restarted_however_often_it_ends_and_an_instance_is_not() {
+        use std::os::unix::process::ExitStatusExt as _;
+        let (stopped, killed) = (ExitStatus::from_raw(0), ExitStatus::from_raw(9));
+        let (mut gmanager, mut instance) = (watched(true), watched(false));
+        for _ in 0..=2 * RESTARTS_MAX {
+            // A new start replaces the one before, which waits for its pause.
+            if let State::Starting(task) = &gmanager.state {
+                task.abort();
+            }
+            gmanager.ended(killed, Duration::ZERO);
+            assert!(matches!(gmanager.state, State::Starting(_)), "{gmanager:?}");
+        }
+        assert_eq!(pause(gmanager.deaths), RESTART_MAX);
+        gmanager.ended(stopped, Duration::ZERO);
+        assert!(matches!(gmanager.state, State::Starting(_)), "{gmanager:?}");
+        for _ in 0..=RESTARTS_MAX {
+            if let State::Starting(task) = &instance.state {
+                task.abort();
+            }
+            instance.ended(killed, Duration::ZERO);
+        }
+        assert!(matches!(instance.state, State::Ended(true)), "{instance:?}");
+        let mut instance = watched(false);
+        instance.ended(stopped, Duration::ZERO);
+        assert!(matches!(instance.state, State::Ended(false)), "{instance:?}");
     }
 }

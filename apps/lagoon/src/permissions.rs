@@ -3,6 +3,7 @@
 use lagoon_protocol::{AdminBody, AdminQuery, BulkFrame, ControlBody, PartialsFrame, Register, Role};
 use lagoon_transport::{NodeRole, Roles};
 use lagoon_types::InstanceId;
+use std::fmt::{self, Write};
 
 /// Checks that a peer with these roles, registered as `own`, may send this to the gManager.
 ///
@@ -23,7 +24,7 @@ pub(crate) fn at_gmanager(roles: Roles, own: Option<InstanceId>, body: &ControlB
         ControlBody::Heartbeat(_) | ControlBody::Deregister(_) => &[Instance, Kv],
         _ => &[Instance],
     };
-    allow(roles, needed, name(body))
+    allow(roles, needed, body)
 }
 
 /// Checks that a peer with these roles may send this control message to an instance.
@@ -43,7 +44,7 @@ pub(crate) fn at_instance(roles: Roles, body: &ControlBody) -> Result<(), String
             | ControlBody::LeaseRevoked(_)
             | ControlBody::Recall(_)
     );
-    allow(roles, if lends { &[NodeRole::Instance, NodeRole::Kv] } else { &[NodeRole::Instance] }, name(body))
+    allow(roles, if lends { &[NodeRole::Instance, NodeRole::Kv] } else { &[NodeRole::Instance] }, body)
 }
 
 /// As [`at_instance`], for the partials class.
@@ -58,10 +59,11 @@ pub(crate) fn bulk(roles: Roles, frame: &BulkFrame) -> bool {
     roles.has(NodeRole::Instance) || (lends && roles.has(NodeRole::Kv))
 }
 
-fn allow(roles: Roles, needed: &[NodeRole], what: String) -> Result<(), String> {
+fn allow(roles: Roles, needed: &[NodeRole], body: &ControlBody) -> Result<(), String> {
     if roles.has_any(needed) {
         return Ok(());
     }
+    let what = name(body);
     let needed = needed.iter().map(|role| role.name()).collect::<Vec<_>>().join(" or ");
     Err(format!(
         "{what} is for role {needed}; the certificate is for {roles}\n\
@@ -69,10 +71,24 @@ fn allow(roles: Roles, needed: &[NodeRole], what: String) -> Result<(), String> 
     ))
 }
 
-/// The message's name, without its content.
+/// The message's name. Its content, which may be millions of entries long, is not formatted.
 fn name(body: &ControlBody) -> String {
-    let text = format!("{body:?}");
-    text.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default().to_owned()
+    let mut name = Name::default();
+    // The formatting ends with an error at the name's end.
+    let _ = write!(name, "{body:?}");
+    name.0
+}
+
+/// Keeps the first identifier that is written, and fails after it.
+#[derive(Debug, Default)]
+struct Name(String);
+
+impl Write for Name {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let end = text.find(|c: char| !c.is_ascii_alphanumeric());
+        self.0.push_str(&text[..end.unwrap_or(text.len())]);
+        if end.is_some() { Err(fmt::Error) } else { Ok(()) }
+    }
 }
 
 #[cfg(test)]
@@ -124,6 +140,17 @@ mod tests {
         let (cancel, detail) = (PartialsFrame::StepCancel { step }, String::new());
         let refused = PartialsFrame::Refused { step, code: p::RefuseCode::Device, detail };
         assert!(partials(kv, &refused) && !partials(kv, &cancel) && partials(roles(&[NodeRole::Instance]), &cancel));
+    }
+
+    /// Formatting a long body takes long: only its name is.
+    #[test]
+    fn a_messages_name_is_had_without_its_content() {
+        let long = ControlBody::LeaseRenew(p::LeaseRenew { leases: vec![7; 8 << 20], seq: 0 });
+        let start = std::time::Instant::now();
+        let refused = at_instance(roles(&[NodeRole::Kv]), &long).unwrap_err();
+        assert!(refused.starts_with("LeaseRenew is for role instance;"), "{refused}");
+        at_instance(roles(&[NodeRole::Instance]), &long).unwrap();
+        assert!(start.elapsed() < std::time::Duration::from_millis(100), "{:?}", start.elapsed());
     }
 
     #[test]

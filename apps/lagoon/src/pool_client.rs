@@ -2,6 +2,7 @@
 //!
 //! Of several gManagers the leader answers; the others name it.
 
+use crate::jitter::jittered;
 use crate::leader::Terms;
 use anyhow::{Context, bail, ensure};
 use lagoon_protocol::{
@@ -19,7 +20,7 @@ use tokio::time::Instant;
 const ANSWER_DEADLINE: Duration = Duration::from_secs(5);
 /// Silence after which another gManager is asked, if there is one.
 const SILENCE: Duration = Duration::from_millis(1500);
-/// Pause before the next gManager is asked while none leads.
+/// Mean pause before the next gManager is asked while none leads.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// One row of `lagoon status`.
@@ -276,7 +277,7 @@ impl PoolClient {
             }
             earlier = reply.term;
             self.at = (self.at + 1) % self.gmanagers.len();
-            tokio::time::sleep(PAUSE).await;
+            tokio::time::sleep(jittered(PAUSE)).await;
         }
         bail!("only a gManager of the earlier term {earlier} answers\nhint: stop it: another one led after it")
     }
@@ -330,7 +331,7 @@ impl PoolClient {
                         standbys.push(peer);
                     }
                     self.follow(&leader_addr);
-                    tokio::time::sleep(PAUSE).await;
+                    tokio::time::sleep(jittered(PAUSE)).await;
                 }
                 Outcome::Unreachable { reason } => {
                     unreachable.insert(peer, reason);

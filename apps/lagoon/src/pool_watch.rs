@@ -1,13 +1,15 @@
 //! A pool's state at an endpoint over it (`lagoon up`, `lagoon gateway --gmanager`): queried from the leading gManager
-//! a few times a second. While none answers, the last state is used, with its age.
+//! a few times a second. While none answers, the last state is used, with its age. A new gManager starts with an empty
+//! table: rows of the previous one are used until the instances have registered again, for at most [`POOL_HOLD_MS`].
 
 use crate::admin;
+use crate::jitter::jittered;
 use crate::node_metrics::record_certificate;
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use crate::upstreams::{Backend, Backends};
 use axum::Json;
 use axum::routing::{get, post};
-use rand::Rng as _;
+use lagoon_types::limits::POOL_HOLD_MS;
 use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
@@ -30,38 +32,64 @@ struct Known {
     state: PoolState,
     /// When the first unanswered query was sent, since the last answer.
     silent_since: Option<Instant>,
+    /// Rows of earlier terms in `state`, whose instances have not registered in the present term.
+    held: Held,
+}
+
+/// Rows that the present gManager does not have yet.
+#[derive(Clone, Debug, Default)]
+struct Held {
+    rows: Vec<PoolRow>,
+    /// When they are dropped.
+    until: Option<Instant>,
+}
+
+impl Held {
+    /// Adds the held rows to an answer of the gManager. If its term is not that of `before`, all rows of `before` are held.
+    fn complete(&mut self, mut answer: PoolState, before: &PoolState, now: Instant) -> PoolState {
+        if answer.gmanager.term != before.gmanager.term {
+            self.rows.clone_from(&before.instances);
+            self.until = Some(now + Duration::from_millis(POOL_HOLD_MS));
+        }
+        if self.until.is_none_or(|until| now >= until) {
+            self.rows.clear();
+        }
+        self.rows.retain(|held| answer.instances.iter().all(|row| row.http_addr != held.http_addr));
+        answer.instances.extend(self.rows.iter().cloned());
+        answer
+    }
 }
 
 impl PoolWatch {
     /// Queries `client` until `stop`; `state` is the first state.
     pub(crate) fn start(mut client: PoolClient, state: PoolState, block_tokens: u32, stop: CancellationToken) -> Self {
-        let known = Known { state, silent_since: None };
+        let known = Known { state, silent_since: None, held: Held::default() };
         let watch = Self { known: Arc::new(RwLock::new(known)), block_tokens: block_tokens.into() };
         let asking = watch.clone();
         tokio::spawn(async move {
             while !stop.is_cancelled() {
-                asking.learn(client.state().await);
+                asking.learn(client.state().await, Instant::now());
                 record_certificate(client.node());
-                // Spread, so that gateways do not ask in step.
-                let pause = WATCH_EVERY.mul_f64(rand::rng().random_range(0.75..1.25));
-                tokio::time::sleep(pause).await;
+                tokio::time::sleep(jittered(WATCH_EVERY)).await;
             }
         });
         watch
     }
 
-    fn learn(&self, answer: anyhow::Result<PoolState>) {
+    fn learn(&self, answer: anyhow::Result<PoolState>, now: Instant) {
         let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
         match (answer, known.silent_since) {
             (Ok(state), since) => {
                 if let Some(since) = since {
                     tracing::warn!("a gManager answers again, after {} s", since.elapsed().as_secs());
                 }
-                *known = Known { state, silent_since: None };
+                let Known { state: before, held, .. } = &mut *known;
+                *before = held.complete(state, before, now);
+                known.silent_since = None;
             }
             (Err(error), None) => {
                 tracing::warn!(%error, "no gManager answers: the pool's state is outdated");
-                known.silent_since = Some(Instant::now());
+                known.silent_since = Some(now);
             }
             (Err(_), Some(_)) => {}
         }
@@ -77,7 +105,7 @@ impl PoolWatch {
 
     /// As [`admin::state_json`], with the time without an answer.
     fn status(&self) -> serde_json::Value {
-        let Known { state, silent_since } = self.known();
+        let Known { state, silent_since, .. } = self.known();
         let mut status = admin::state_json(&state);
         if let Some(since) = silent_since {
             status["gmanager"]["silent_s"] = since.elapsed().as_secs().into();
@@ -123,5 +151,65 @@ impl Backends for PoolWatch {
         let state = self.state();
         let mut rows = state.instances.iter().filter(|row| row.http_addr.parse() == Ok(http_addr)).peekable();
         rows.peek().is_some() && rows.all(|row| !row.alive)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool_client::GManagerRow;
+    use lagoon_protocol::InstanceStatus;
+
+    fn row(port: u16, alive: bool) -> PoolRow {
+        let status = InstanceStatus {
+            instance: port.into(),
+            name: format!("instance-{port}"),
+            http_addr: format!("127.0.0.1:{port}"),
+            alive,
+            ..InstanceStatus::default()
+        };
+        status.into()
+    }
+
+    fn state(term: u64, instances: Vec<PoolRow>) -> PoolState {
+        PoolState { gmanager: GManagerRow { term, ..GManagerRow::default() }, instances }
+    }
+
+    fn addr(port: u16) -> SocketAddr {
+        SocketAddr::from(([127, 0, 0, 1], port))
+    }
+
+    fn serving(watch: &PoolWatch) -> Vec<u16> {
+        let mut ports: Vec<u16> = watch.serving().iter().map(|backend| backend.http_addr.port()).collect();
+        ports.sort_unstable();
+        ports
+    }
+
+    #[test]
+    fn instances_serve_on_while_they_register_with_a_new_gmanager() {
+        let first = state(1, vec![row(1, true), row(2, true), row(3, false)]);
+        let known = Known { state: first, silent_since: None, held: Held::default() };
+        let watch = PoolWatch { known: Arc::new(RwLock::new(known)), block_tokens: 16 };
+        let (start, hold) = (Instant::now(), Duration::from_millis(POOL_HOLD_MS));
+        watch.learn(Err(anyhow::anyhow!("no answer")), start);
+        watch.learn(Ok(state(2, vec![])), start);
+        assert_eq!(serving(&watch), [1, 2]);
+        assert!(!watch.is_dead(addr(1)) && watch.is_dead(addr(3)) && watch.knows("instance-1"));
+        // The new gManager's row replaces the held one, also if the instance dies or deregisters afterwards.
+        watch.learn(Ok(state(2, vec![row(1, true)])), start + hold / 2);
+        assert_eq!(serving(&watch), [1, 2]);
+        assert_eq!(watch.state().instances.len(), 3);
+        watch.learn(Ok(state(2, vec![row(1, false)])), start + hold / 2);
+        assert_eq!(serving(&watch), [2]);
+        assert!(watch.is_dead(addr(1)));
+        watch.learn(Ok(state(2, vec![])), start + hold / 2);
+        assert_eq!(serving(&watch), [2]);
+        // A gManager that is replaced meanwhile extends the time.
+        watch.learn(Ok(state(3, vec![])), start + hold / 2);
+        watch.learn(Ok(state(3, vec![])), start + hold);
+        assert_eq!(serving(&watch), [2]);
+        watch.learn(Ok(state(3, vec![])), start + hold / 2 + hold);
+        assert!(serving(&watch).is_empty(), "who has not registered by now is gone");
+        assert!(!watch.knows("instance-2"));
     }
 }

@@ -50,6 +50,8 @@ pub const DATA_FRAME_BYTES_MAX: usize = 64 << 20;
 pub const PEER_QUEUE_FRAMES_MAX: usize = 1024;
 /// Bytes that wait for one peer and class before senders are pushed back.
 pub const PEER_QUEUE_BYTES_MAX: usize = 256 << 20;
+/// Bytes queued for all sessions of one node together: as much as one session's three classes.
+pub const NODE_QUEUE_BYTES_MAX: usize = 3 * PEER_QUEUE_BYTES_MAX;
 /// Largest transport preface, in bytes.
 pub const PREFACE_BYTES_MAX: usize = 1 << 10;
 /// Sequences in one step ticket.
@@ -118,6 +120,8 @@ pub const LEASE_TTL_MS: u64 = 15_000;
 pub const LEASE_TTL_MS_MAX: u64 = 600_000;
 /// Time between renewals of leases.
 pub const LEASE_RENEW_MS: u64 = 3_000;
+/// Leases in one renewal (10 bytes each at most, well under a control frame); a creditor renews no more with one message.
+pub const LEASE_RENEW_LEASES_MAX: usize = 32_768;
 /// A step that waits longer than this for a peer's partials fails its sequences.
 pub const STEP_DEADLINE_MS: u64 = 10_000;
 /// A device that finishes no layer of a step for this long hangs: the process ends, and other instances take its requests.
@@ -135,8 +139,12 @@ pub const INSTANCE_FORGET_MS: u64 = 60_000;
 pub const ADMISSION_DEADLINE_MS: u64 = 600_000;
 /// Open steps of peers (tickets) on one creditor.
 pub const REMOTE_REQUEST_TICKETS_MAX: usize = 1024;
-/// Query frames of peers that wait for KV or run on the device of one creditor.
-pub const REMOTE_REQUEST_WAITING_MAX: usize = 1024;
+/// Open steps of one peer on one creditor. A debtor has two (one of each micro-batch), and those that it has cancelled.
+pub const REMOTE_REQUEST_PEER_TICKETS_MAX: usize = REMOTE_REQUEST_TICKETS_MAX / 4;
+/// Queries and reads of peers that wait for KV or run on the device of one creditor.
+pub const REMOTE_REQUEST_WAITING_MAX: usize = 4096;
+/// The same of one peer. Its moves read a layer of a block with each frame, up to [`MOVE_BYTES_IN_FLIGHT_MAX`] at once.
+pub const REMOTE_REQUEST_PEER_WAITING_MAX: usize = REMOTE_REQUEST_WAITING_MAX / 4;
 /// Decoded bytes of one peer's tickets and of its queries that wait for KV or run on the device of one creditor. A peer has
 /// one query of each of its two micro-batches there.
 pub const REMOTE_REQUEST_PEER_BYTES_MAX: usize = 256 << 20;
@@ -208,6 +216,7 @@ const _: () = assert!(MOVE_REST_MS <= MOVE_BY_HAND_REST_MS);
 const _: () =
     assert!(HEARTBEAT_ROWS_MAX * 24 + HEARTBEAT_LINKS_MAX * 22 + INSTANCES_MAX * 12 < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(ADMIN_ROWS_MAX * 40 < CONTROL_FRAME_BYTES_MAX);
+const _: () = assert!(LEASE_RENEW_LEASES_MAX * 12 < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(LEASE_RENEW_MS * 3 <= LEASE_TTL_MS && LEASE_TTL_MS <= LEASE_TTL_MS_MAX);
 const _: () = assert!(STEP_DEADLINE_MS < LEASE_TTL_MS);
 const _: () = assert!(LEASE_ANSWER_MS * (CANDIDATES as u64) < BORROW_DEADLINE_MS);

@@ -30,6 +30,8 @@ pub struct TransportConfig {
     pub queue_frames_max: usize,
     /// Bytes that wait for one peer and class. One frame may always wait, whatever its size.
     pub queue_bytes_max: usize,
+    /// Bytes that wait for all connections of one node (certificate). One frame may always wait, whatever its size.
+    pub node_queue_bytes_max: usize,
     /// Received frames of one class that wait for the reader of the inbox.
     pub inbox_frames_max: usize,
     /// Received bytes of one class that wait for the reader of the inbox.
@@ -72,6 +74,7 @@ impl Default for TransportConfig {
             backoff_max: Duration::from_secs(1),
             queue_frames_max: limits::PEER_QUEUE_FRAMES_MAX,
             queue_bytes_max: limits::PEER_QUEUE_BYTES_MAX,
+            node_queue_bytes_max: limits::NODE_QUEUE_BYTES_MAX,
             inbox_frames_max: limits::PEER_QUEUE_FRAMES_MAX,
             inbox_bytes_max: limits::PEER_QUEUE_BYTES_MAX,
             window_bytes: 32 << 20,

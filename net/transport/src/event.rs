@@ -7,10 +7,13 @@ use quinn::{Connection, VarInt};
 use std::{
     fmt,
     net::SocketAddr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
     task::{Context, Poll, ready},
 };
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 
 /// A node's handle of a peer; stable over reconnects and restarts of the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -72,12 +75,18 @@ pub(crate) struct Charge {
 }
 
 /// What one node may have here: frames of each class that wait or are half received, so that it cannot fill an inbox, however
-/// many addresses it announces, and others' frames wait for none of its; and bytes that its connections hold unread.
+/// many addresses it announces, and others' frames wait for none of its; bytes that its connections hold unread; and bytes of
+/// frames to it that wait to be sent.
 #[derive(Debug)]
 pub(crate) struct Shares {
     classes: [Share; 3],
     /// Bytes of windows that are not given to a connection.
     unread: Mutex<u32>,
+    /// Bytes of frames that are queued for its connections.
+    queued: AtomicUsize,
+    queued_max: usize,
+    /// Told when less is queued.
+    queue_room: Notify,
 }
 
 /// What a connection may hold unread beyond the window that it began with; its node's again when this is dropped.
@@ -108,7 +117,34 @@ pub(crate) const SHARES: usize = 4;
 impl Shares {
     pub(crate) fn new(config: &TransportConfig) -> Self {
         let classes = Class::ALL.map(|_| Share::new(config.inbox_frames_max, config.inbox_bytes_max));
-        Self { classes, unread: Mutex::new(config.node_window_bytes) }
+        Self {
+            classes,
+            unread: Mutex::new(config.node_window_bytes),
+            queued: AtomicUsize::new(0),
+            queued_max: config.node_queue_bytes_max,
+            queue_room: Notify::new(),
+        }
+    }
+
+    /// Whether a frame of so many bytes may be queued for the node: one frame always may. Links that ask at once may exceed
+    /// the limit by a frame each.
+    pub(crate) fn has_queue_room(&self, bytes: usize) -> bool {
+        let queued = self.queued.load(Relaxed);
+        queued == 0 || queued.saturating_add(bytes) <= self.queued_max
+    }
+
+    pub(crate) fn queued(&self, bytes: usize) {
+        self.queued.fetch_add(bytes, Relaxed);
+    }
+
+    pub(crate) fn unqueued(&self, bytes: usize) {
+        self.queued.fetch_sub(bytes, Relaxed);
+        self.queue_room.notify_waiters();
+    }
+
+    /// Waits until less is queued than when it was first polled.
+    pub(crate) async fn queue_room(&self) {
+        self.queue_room.notified().await;
     }
 
     fn lock_unread(&self) -> MutexGuard<'_, u32> {

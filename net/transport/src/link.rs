@@ -6,7 +6,7 @@
 //!
 //! Locks are taken in the order stream, queue, and never across an await.
 
-use crate::{SendError, TransportConfig, stats::Counters};
+use crate::{SendError, TransportConfig, event::Shares, stats::Counters};
 use bytes::Bytes;
 use futures::task::AtomicWaker;
 use lagoon_wire::{Class, EncodedFrame};
@@ -15,7 +15,7 @@ use std::{
     collections::VecDeque,
     future::Future,
     pin::pin,
-    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
     task::{Context, Poll},
     time::{Duration, Instant},
 };
@@ -33,8 +33,10 @@ struct Pending {
 #[derive(Debug, Default)]
 struct Queue {
     frames: VecDeque<Pending>,
-    /// Bytes of `frames` and of the frame that is being written.
+    /// Bytes of `frames` and of the frame that is being written. While a stream is there, they are charged to its node.
     bytes: usize,
+    /// Of the node at the stream's other end.
+    node: Option<Arc<Shares>>,
     /// A stream is there.
     live: bool,
     /// The owner wants a connection even when nothing waits.
@@ -42,6 +44,38 @@ struct Queue {
     /// A dial task exists.
     dialing: bool,
     closed: bool,
+}
+
+impl Queue {
+    /// Whether a frame must wait for room: in this queue, where one frame always has room, or of its node.
+    fn is_full(&self, bytes: usize, config: &TransportConfig) -> bool {
+        let over = self.bytes.saturating_add(bytes) > config.queue_bytes_max && self.bytes > 0;
+        let node_over = self.node.as_ref().is_some_and(|node| !node.has_queue_room(bytes));
+        self.frames.len() >= config.queue_frames_max || over || node_over
+    }
+
+    fn add(&mut self, bytes: usize) {
+        self.bytes = self.bytes.saturating_add(bytes);
+        if let Some(node) = &self.node {
+            node.queued(bytes);
+        }
+    }
+
+    fn subtract(&mut self, bytes: usize) {
+        let bytes = bytes.min(self.bytes);
+        self.bytes = self.bytes.saturating_sub(bytes);
+        if let Some(node) = &self.node {
+            node.unqueued(bytes);
+        }
+    }
+
+    /// The queue's bytes are charged to another node, or to none.
+    fn charge_to(&mut self, node: Option<Arc<Shares>>) {
+        let bytes = self.bytes;
+        self.subtract(bytes);
+        self.node = node;
+        self.add(bytes);
+    }
 }
 
 /// What the stream's lock protects.
@@ -102,12 +136,10 @@ impl Link {
             if queue.closed {
                 return Err(SendError::Closed);
             }
-            let after = queue.bytes.saturating_add(bytes);
-            let over = after > config.queue_bytes_max && queue.bytes > 0;
-            if queue.frames.len() >= config.queue_frames_max || over {
+            if queue.is_full(bytes, config) {
                 return Err(SendError::Full);
             }
-            queue.bytes = after;
+            queue.add(bytes);
             queue.frames.push_back(pending);
             let needs_dial = !queue.live && !queue.dialing;
             queue.dialing |= needs_dial;
@@ -121,17 +153,26 @@ impl Link {
 
     /// Waits until `push` may succeed where it returned `Full`.
     pub(crate) async fn wait_for_room(&self, config: &TransportConfig, bytes: usize) {
-        let notified = self.room.notified();
-        let mut notified = pin!(notified);
-        // Registered before the check, so that room made in between is not missed.
+        let node = lock(&self.queue).node.clone();
+        let mut notified = pin!(self.room.notified());
+        let mut of_node = pin!(async {
+            match &node {
+                Some(node) => node.queue_room().await,
+                None => std::future::pending::<()>().await,
+            }
+        });
+        // Both are registered before the check, so that room made in between is not missed.
         notified.as_mut().enable();
+        let made = futures::poll!(of_node.as_mut()).is_ready();
         let full = {
             let queue = lock(&self.queue);
-            let over = queue.bytes.saturating_add(bytes) > config.queue_bytes_max && queue.bytes > 0;
-            !queue.closed && (queue.frames.len() >= config.queue_frames_max || over)
+            !queue.closed && queue.is_full(bytes, config)
         };
-        if full {
-            notified.await;
+        if full && !made {
+            tokio::select! {
+                () = notified => {}
+                () = of_node => {}
+            }
         }
     }
 
@@ -183,9 +224,7 @@ impl Link {
             let bytes = frame.bytes;
             *current = None;
             self.counters.sent(bytes);
-            let mut queue = lock(&self.queue);
-            queue.bytes = queue.bytes.saturating_sub(bytes);
-            drop(queue);
+            lock(&self.queue).subtract(bytes);
             self.room.notify_waiters();
         }
     }
@@ -203,11 +242,16 @@ impl Link {
         }
     }
 
-    /// A connection is there: frames that wait go out.
-    pub(crate) fn attach(&self, key: u64, stream: SendStream) {
+    /// A connection to the node with these shares is there: frames that wait go out.
+    pub(crate) fn attach(&self, key: u64, stream: SendStream, node: Arc<Shares>) {
         let mut writing = lock(&self.writing);
+        let cut = writing.current.take().map_or(0, |frame| frame.bytes);
         *writing = Writing { stream: Some(stream), key, current: None };
-        lock(&self.queue).live = true;
+        let mut queue = lock(&self.queue);
+        queue.subtract(cut);
+        queue.charge_to(Some(node));
+        queue.live = true;
+        drop(queue);
         drop(writing);
         self.changed.notify_waiters();
     }
@@ -221,7 +265,9 @@ impl Link {
         queue.live = false;
         let dropped = queue.frames.len().saturating_add(usize::from(cut.is_some()));
         queue.frames.clear();
-        queue.bytes = 0;
+        let bytes = queue.bytes;
+        queue.subtract(bytes);
+        queue.node = None;
         drop(queue);
         drop(writing);
         self.counters.dropped(dropped);
@@ -294,7 +340,7 @@ impl Link {
                 break;
             }
             let bytes = front.bytes;
-            queue.bytes = queue.bytes.saturating_sub(bytes);
+            queue.subtract(bytes);
             queue.frames.pop_front();
         }
         let expired = before.saturating_sub(queue.frames.len());

@@ -156,7 +156,7 @@ impl Shared {
         }
         drop(source);
         let subject = wires.subject;
-        peer.link(class).attach(key, wires.send);
+        peer.link(class).attach(key, wires.send, Arc::clone(&shares));
         self.spawn_writer(peer, class, key, wires.connection.clone());
         let _window = shares.widen(&wires.connection, self.config.window_bytes);
         let reader = Reader {

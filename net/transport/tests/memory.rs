@@ -10,7 +10,7 @@ mod support;
 #[allow(dead_code, reason = "shared with tests of other things")]
 mod raw;
 
-use lagoon_transport::{Class, FIRST_WINDOW_BYTES, TransportConfig};
+use lagoon_transport::{Class, Event, FIRST_WINDOW_BYTES, Node, TransportConfig};
 use lagoon_wire::{Frame, Preface, encode};
 use quinn::{Connection, RecvStream};
 use std::{
@@ -21,7 +21,7 @@ use std::{
     },
     time::Duration,
 };
-use support::{TIMEOUT, identity_of, next, node_at, query, write};
+use support::{TIMEOUT, identity_of, next, next_up, node_at, query, write};
 
 /// Connections of the greedy node, by class half of them.
 const CONNECTIONS: usize = 24;
@@ -102,7 +102,7 @@ async fn a_nodes_connections_share_what_is_unread() {
     assert!(most < CONNECTIONS * FRAME / 4, "less than a frame of each connection");
 
     let modest = TransportConfig::default();
-    let modest = lagoon_transport::Node::bind(support::loopback(), &identity_of("modest"), modest).unwrap();
+    let modest = Node::bind(support::loopback(), &identity_of("modest"), modest).unwrap();
     let peer = modest.node.connect(addr, &[]).unwrap();
     modest.node.try_send(peer, &query(7, 100)).unwrap();
     let arrived = async {
@@ -126,4 +126,63 @@ async fn a_nodes_connections_share_what_is_unread() {
         }
     };
     tokio::time::timeout(TIMEOUT, wide).await.expect("a new connection has room");
+}
+
+/// A node that reads nothing of what is sent to it has its share of the sender's memory, however many sessions it has.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_nodes_sessions_share_what_waits_to_be_sent() {
+    const SESSIONS: u16 = 4;
+    const BUDGET: usize = 20 * FRAME;
+    let config = TransportConfig {
+        window_bytes: WINDOW,
+        queue_bytes_max: 16 * FRAME,
+        node_queue_bytes_max: BUDGET,
+        ..TransportConfig::default()
+    };
+    let mut bound = node_at(support::loopback(), config);
+    let addr = bound.node.local_addr();
+    let (mut connections, mut peers) = (Vec::new(), Vec::new());
+    for number in 0..SESSIONS {
+        let listen_addr = format!("127.0.0.1:{}", 1000 + number);
+        let class = u32::from(Class::Bulk.code());
+        let preface = Preface { incarnation: 100 + u64::from(number), listen_addr, ..raw::preface(class) };
+        connections.push(raw::greeted_with(addr, &preface).await);
+        while peers.len() < connections.len() {
+            if let Event::Up { peer, .. } = next(&mut bound.events).await {
+                peers.push(peer);
+            }
+        }
+    }
+    // QUIC takes some of what is queued.
+    let mut accepted = 0;
+    let mut idle = 0;
+    while idle < 10 {
+        let before = accepted;
+        for peer in &peers {
+            while bound.node.try_send(*peer, &write(1, FRAME)).is_ok() {
+                accepted += FRAME;
+            }
+        }
+        idle = if accepted == before { idle + 1 } else { 0 };
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let quic = usize::from(SESSIONS) * 2 * FRAME;
+    assert!(accepted <= BUDGET + quic, "{accepted} bytes wait for one node");
+    assert!(accepted > BUDGET / 2, "{accepted}");
+
+    // Another node is not affected, and the end of one session makes room for the others.
+    let mut modest = Node::bind(support::loopback(), &identity_of("modest"), TransportConfig::default()).unwrap();
+    let other = bound.node.connect(modest.node.local_addr(), &[Class::Bulk]).unwrap();
+    next_up(&mut modest.events).await;
+    bound.node.try_send(other, &write(1, FRAME)).unwrap();
+    next(&mut modest.bulk).await;
+    let frame = write(1, FRAME);
+    let last = *peers.last().unwrap();
+    let waiting = bound.node.send(last, &frame, TIMEOUT);
+    let closing = async {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        connections[0].0.close(0u32.into(), b"");
+    };
+    let (sent, ()) = tokio::join!(waiting, closing);
+    sent.expect("there is room");
 }

@@ -118,6 +118,24 @@ async fn what_no_context_holds_is_refused_by_its_length() {
     assert_eq!(counted.json()["count"], 2560);
 }
 
+/// A token's text takes many times the bytes of its id.
+#[tokio::test]
+async fn texts_of_tokens_are_made_up_to_the_models_context() {
+    let client = Client::saying("ok").await;
+    let spelled =
+        |count: usize| json!({"prompt": "a".repeat(count), "add_special_tokens": false, "return_token_strs": true});
+    for (path, within, beyond) in [
+        ("/tokenize", spelled(512), spelled(513)),
+        ("/detokenize", json!({"tokens": vec![97; 512]}), json!({"tokens": vec![97; 513]})),
+    ] {
+        let reply = client.post(path, within).await;
+        assert_eq!(reply.status, 200, "{path}: {}", reply.text);
+        let reply = client.post(path, beyond).await;
+        assert_eq!((reply.status, &reply.json()["error"]["code"]), (400, &Value::from("context_length_exceeded")));
+        assert!(reply.text.contains("513 tokens") && reply.text.contains("hint:"), "{path}: {}", reply.text);
+    }
+}
+
 #[tokio::test]
 async fn an_object_of_very_many_fields_is_refused_without_them() {
     let client = Client::saying("ok").await;

@@ -15,7 +15,7 @@ use lagoon_protocol::{
     PlacementEntry, Recall, RefuseCode,
 };
 use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock, SeqId, limits};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// A lease that ended without its debtor's release: it was not renewed, or the debtor's process was replaced.
@@ -410,7 +410,10 @@ impl Creditor {
 
     pub(super) fn on_renew(&mut self, from: InstanceId, m: &LeaseRenew, now_ms: u64) -> LeaseRenewed {
         let mut unknown = Vec::new();
-        for &id in &m.leases {
+        // Each once, and as many as a debtor names in one message: the reply is as long as the unknown ones.
+        let mut seen = BTreeSet::new();
+        let named = m.leases.iter().take(limits::LEASE_RENEW_LEASES_MAX).copied();
+        for id in named.filter(|id| seen.insert(*id)) {
             match self.leases.get_mut(&LeaseId(id)) {
                 Some(lease) if lease.debtor == from => lease.renewed_ms = now_ms,
                 _ => unknown.push(id),

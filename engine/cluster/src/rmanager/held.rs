@@ -17,9 +17,6 @@ use std::ops::Range;
 
 /// The debtor's safety margin, as a fraction of a lease's time to live: one part in this many.
 const MARGIN: u64 = 8;
-/// Leases in one renewal message (10 bytes each at most, well under a control frame).
-const RENEW_LEASES_MAX: usize = 32_768;
-const _: () = assert!(RENEW_LEASES_MAX * 12 < limits::CONTROL_FRAME_BYTES_MAX);
 
 /// A lease that this instance holds.
 #[derive(Clone, Debug)]
@@ -342,7 +339,7 @@ impl HeldLeases {
             r.sent_ms = now_ms;
             let quic_addr = first.quic_addr.clone();
             let ids: Vec<LeaseId> = of.map(|((_, lease), _)| *lease).collect();
-            for chunk in ids.chunks(RENEW_LEASES_MAX) {
+            for chunk in ids.chunks(limits::LEASE_RENEW_LEASES_MAX) {
                 *renewed += 1;
                 r.outstanding.push_back((*renewed, now_ms, chunk.to_vec()));
                 let leases = chunk.iter().map(|l| l.0).collect();

@@ -281,6 +281,20 @@ fn any_entries_are_freed_and_reads_of_them_refused() {
     assert_eq!((rm.pool.counts().free, rm.creditor.iter().count()), (20, 0));
 }
 
+/// A reply is as long as the unknown leases: repeated ones count once, and only as many count as debtors name at once.
+#[test]
+fn a_renewal_is_answered_up_to_so_many_leases() {
+    let mut rm = manager();
+    let mut unknown = |leases: Vec<u64>| {
+        let renew = ControlBody::LeaseRenew(LeaseRenew { leases, seq: 3 });
+        let answer = rm.on_peer_control(A, renew, 1000);
+        let Some(ControlBody::LeaseRenewed(renewed)) = answer else { panic!("{answer:?}") };
+        renewed.unknown.len()
+    };
+    assert_eq!(unknown(vec![7; limits::LEASE_RENEW_LEASES_MAX]), 1);
+    assert_eq!(unknown((0..1 << 20).collect()), limits::LEASE_RENEW_LEASES_MAX);
+}
+
 #[test]
 fn leases_end_when_nobody_renews_them() {
     let mut rm = manager();

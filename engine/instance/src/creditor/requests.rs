@@ -12,8 +12,9 @@ use lagoon_backend::{AttnRows, DeviceError};
 use lagoon_protocol::{BulkFrame, ControlBody, LeaseSealed, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::{Command, RemoteQuery, RemoteRead, RemoteTag, RemoteWrite};
 use lagoon_types::limits::{
-    DATA_FRAME_BYTES_MAX, REMOTE_REQUEST_PEER_BYTES_MAX, REMOTE_REQUEST_TICKETS_MAX, REMOTE_REQUEST_WAITING_MAX,
-    STEP_ROWS_MAX, TICKET_RUNS_MAX,
+    DATA_FRAME_BYTES_MAX, REMOTE_REQUEST_PEER_BYTES_MAX, REMOTE_REQUEST_PEER_TICKETS_MAX,
+    REMOTE_REQUEST_PEER_WAITING_MAX, REMOTE_REQUEST_TICKETS_MAX, REMOTE_REQUEST_WAITING_MAX, STEP_ROWS_MAX,
+    TICKET_RUNS_MAX,
 };
 use lagoon_types::{DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, StepId};
 use std::collections::BTreeMap;
@@ -64,7 +65,15 @@ enum Waiting {
 #[derive(Debug)]
 enum Outstanding {
     Query { peer: PeerKey, from: InstanceId, bytes: usize, step: StepId, layer: u32, rows: u32 },
-    Read { peer: PeerKey, id: u64, lease: LeaseId, layer: u32, tokens: u32 },
+    Read { peer: PeerKey, from: InstanceId, id: u64, lease: LeaseId, layer: u32, tokens: u32 },
+}
+
+impl Outstanding {
+    fn from(&self) -> InstanceId {
+        match self {
+            Self::Query { from, .. } | Self::Read { from, .. } => *from,
+        }
+    }
 }
 
 /// Tickets, waiting frames and frames on the device.
@@ -129,9 +138,39 @@ impl Requests {
         self.tickets.len()
     }
 
+    fn tickets_of(&self, peer: InstanceId) -> impl Iterator<Item = &Ticket> {
+        self.tickets.range((peer, StepId(0))..=(peer, StepId(u64::MAX))).map(|(_, ticket)| ticket)
+    }
+
+    /// Whether a peer may open one more step here.
+    fn admit_ticket(&self, peer: InstanceId) -> Result<(), Refusal> {
+        if self.tickets.len() >= REMOTE_REQUEST_TICKETS_MAX {
+            return refuse(RefuseCode::Overloaded, format!("{REMOTE_REQUEST_TICKETS_MAX} steps of peers are open"));
+        }
+        if self.tickets_of(peer).count() >= REMOTE_REQUEST_PEER_TICKETS_MAX {
+            let detail = format!("{REMOTE_REQUEST_PEER_TICKETS_MAX} steps of this peer are open");
+            return refuse(RefuseCode::Overloaded, detail);
+        }
+        Ok(())
+    }
+
+    /// Whether one more frame of a peer may wait here.
+    fn admit_frame(&self, peer: InstanceId) -> Result<(), Refusal> {
+        if self.load() >= REMOTE_REQUEST_WAITING_MAX {
+            return refuse(RefuseCode::Overloaded, format!("{REMOTE_REQUEST_WAITING_MAX} frames of peers wait"));
+        }
+        let waiting = self.waiting.iter().filter(|(_, from, _, _)| *from == peer).count();
+        let outstanding = self.outstanding.values().filter(|o| o.from() == peer).count();
+        if waiting + outstanding >= REMOTE_REQUEST_PEER_WAITING_MAX {
+            let detail = format!("{REMOTE_REQUEST_PEER_WAITING_MAX} frames of this peer wait");
+            return refuse(RefuseCode::Overloaded, detail);
+        }
+        Ok(())
+    }
+
     /// Decoded bytes of a peer's tickets and of its queries that wait or are on the device.
     fn bytes_of(&self, peer: InstanceId) -> usize {
-        let tickets = self.tickets.range((peer, StepId(0))..=(peer, StepId(u64::MAX))).map(|(_, t)| t.bytes());
+        let tickets = self.tickets_of(peer).map(Ticket::bytes);
         let waiting = self.waiting.iter().filter(|(_, from, _, _)| *from == peer).map(|(_, _, _, w)| match w {
             Waiting::Query { queries, .. } => queries.len(),
             Waiting::Read { pieces, .. } => size_of_val(&pieces[..]),
@@ -195,9 +234,7 @@ impl Creditor {
     }
 
     fn on_ticket(&mut self, cx: &mut Cx, from: InstanceId, ticket: &StepTicket) -> Result<(), Refusal> {
-        if self.requests.tickets.len() >= REMOTE_REQUEST_TICKETS_MAX {
-            return refuse(RefuseCode::Overloaded, format!("{REMOTE_REQUEST_TICKETS_MAX} steps of peers are open"));
-        }
+        self.requests.admit_ticket(from)?;
         let rows: u64 = ticket.seqs.iter().map(|s| u64::from(s.rows)).sum();
         if rows == 0 || rows > STEP_ROWS_MAX as u64 {
             return refuse(RefuseCode::Malformed, format!("a step has {rows} rows, not 1 to {STEP_ROWS_MAX}"));
@@ -205,6 +242,9 @@ impl Creditor {
         let (mut seqs, mut runs, mut needs) = (Vec::new(), Vec::new(), Vec::<Need>::new());
         let (mut row0, mut row_keys) = (0, 0);
         for seq in &ticket.seqs {
+            if seq.runs.is_empty() {
+                return refuse(RefuseCode::Malformed, format!("{} attends to nothing here", seq.seq));
+            }
             let run0 = runs.len();
             let mut end_pos = 0;
             for run in &seq.runs {
@@ -272,9 +312,7 @@ impl Creditor {
         if rows != ticket.rows || queries.len() != bytes || layer >= cx.config.kv.layers {
             return refuse(RefuseCode::Malformed, format!("{rows} rows, layer {layer} do not fit the ticket"));
         }
-        if self.requests.load() >= REMOTE_REQUEST_WAITING_MAX {
-            return refuse(RefuseCode::Overloaded, format!("{REMOTE_REQUEST_WAITING_MAX} frames of peers wait"));
-        }
+        self.requests.admit_frame(from)?;
         self.requests.admit(from, queries.len() + ticket.bytes())?;
         let (opened, deadline) = (ticket.opened, cx.now_ms + u64::from(ticket.deadline_ms));
         self.requests.waiting.push((peer, from, deadline, Waiting::Query { step, opened, layer, queries }));
@@ -334,7 +372,7 @@ impl Creditor {
                     return false;
                 }
                 let tokens = pieces.iter().map(|(_, n)| n).sum();
-                let what = Outstanding::Read { peer, id: *id, lease: *lease, layer: *layer, tokens };
+                let what = Outstanding::Read { peer, from, id: *id, lease: *lease, layer: *layer, tokens };
                 let tag = cx.tags.take(TagOwner::Request);
                 self.requests.outstanding.insert(tag, what);
                 let read = RemoteRead { tag, layer: *layer, pieces: std::mem::take(pieces) };
@@ -432,9 +470,7 @@ impl Creditor {
         if bytes > READ_BYTES_MAX {
             return refuse(RefuseCode::OutOfRange, format!("{bytes} bytes are more than a frame of {READ_BYTES_MAX}"));
         }
-        if self.requests.load() >= REMOTE_REQUEST_WAITING_MAX {
-            return refuse(RefuseCode::Overloaded, format!("{REMOTE_REQUEST_WAITING_MAX} frames of peers wait"));
-        }
+        self.requests.admit_frame(from)?;
         let mut runs = Vec::new();
         cx.memory
             .rm

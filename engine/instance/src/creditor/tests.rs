@@ -8,7 +8,10 @@ use lagoon_protocol::{
     TicketSeq, VERSION_MAX,
 };
 use lagoon_runner::{Command, RemoteQuery};
-use lagoon_types::limits::{DATA_FRAME_BYTES_MAX, REMOTE_REQUEST_PEER_BYTES_MAX};
+use lagoon_types::limits::{
+    DATA_FRAME_BYTES_MAX, REMOTE_REQUEST_PEER_BYTES_MAX, REMOTE_REQUEST_PEER_TICKETS_MAX,
+    REMOTE_REQUEST_PEER_WAITING_MAX, REMOTE_REQUEST_TICKETS_MAX, REMOTE_REQUEST_WAITING_MAX,
+};
 use lagoon_types::{AttentionGeometry, DType, Epoch, KvShape, LeaseId, LeaseRun, SeqId, StepId};
 
 const STEP: StepId = StepId(8);
@@ -60,10 +63,22 @@ impl Scene {
     }
 
     /// The step attends to a lease's first token.
-    fn ticket(&mut self, peer: u64, (lease, epoch): (LeaseId, Epoch), rows: u32) -> Vec<Effect> {
-        let run = LeaseRun { lease, epoch, offset: 0, len: 1, first_pos: 0 };
-        let seqs = vec![TicketSeq { seq: SeqId(1), rows, pos0: 10, runs: vec![run] }];
-        let ticket = StepTicket { step: STEP, deadline_ms: 9_000, dtype: DType::F32, seqs };
+    fn ticket(&mut self, peer: u64, lease: (LeaseId, Epoch), rows: u32) -> Vec<Effect> {
+        self.ticket_of(peer, STEP, &[lease], rows)
+    }
+
+    /// The step attends to these leases' first tokens.
+    fn ticket_of(&mut self, peer: u64, step: StepId, leases: &[(LeaseId, Epoch)], rows: u32) -> Vec<Effect> {
+        let run = |(at, (lease, epoch)): (u32, &(LeaseId, Epoch))| LeaseRun {
+            lease: *lease,
+            epoch: *epoch,
+            offset: 0,
+            len: 1,
+            first_pos: at,
+        };
+        let runs = (0..).zip(leases).map(run).collect();
+        let seqs = vec![TicketSeq { seq: SeqId(1), rows, pos0: 10, runs }];
+        let ticket = StepTicket { step, deadline_ms: 9_000, dtype: DType::F32, seqs };
         self.partials(peer, PartialsFrame::Ticket(ticket))
     }
 
@@ -155,4 +170,61 @@ fn a_read_is_not_longer_than_a_frame() {
     };
     assert_eq!(read(tokens), [RefuseCode::OutOfRange]);
     assert_eq!(read(1), [], "it waits to be written");
+}
+
+/// Small tickets, queries and reads take none of the other debtors' places.
+#[test]
+fn a_peer_has_a_quarter_of_the_places() {
+    let mut scene = Scene::new(InstanceConfig { lend_blocks_max: 3, ..config() });
+    let (first, second) = (scene.lease(2, 1), scene.lease(3, 1));
+    let mut codes = Vec::new();
+    for step in 0..REMOTE_REQUEST_TICKETS_MAX as u64 {
+        codes.extend(refused(&scene.ticket_of(2, StepId(100 + step), &[first], 1)));
+    }
+    let beyond = REMOTE_REQUEST_TICKETS_MAX - REMOTE_REQUEST_PEER_TICKETS_MAX;
+    assert_eq!(codes, vec![RefuseCode::Overloaded; beyond]);
+    assert_eq!(refused(&scene.ticket_of(3, STEP, &[second], 1)), [], "another's");
+
+    let row = Bytes::from(vec![0; scene.config.geometry.q_dim() * DType::F32.size()]);
+    let mut codes = Vec::new();
+    for id in 0..REMOTE_REQUEST_WAITING_MAX as u64 {
+        let (lease, epoch) = first;
+        let frame = BulkFrame::Read { id, lease, epoch, layer: 0, offset: 0, tokens: 1, deadline_ms: 9_000 };
+        codes.extend(refused(&scene.on(Event::Bulk { peer: PeerKey(2), frame })));
+    }
+    let beyond = REMOTE_REQUEST_WAITING_MAX - REMOTE_REQUEST_PEER_WAITING_MAX;
+    assert_eq!(codes, vec![RefuseCode::Overloaded; beyond]);
+    let frame = PartialsFrame::Query { step: StepId(100), layer: 0, rows: 1, queries: row.clone() };
+    assert_eq!(refused(&scene.partials(2, frame)), [RefuseCode::Overloaded], "reads and queries count together");
+    assert_eq!(refused(&scene.query(3, 1, &row)), [], "another's");
+    // On the device they count as well.
+    scene.write(2, first);
+    scene.ticket(2, first, 1);
+    assert_eq!(refused(&scene.query(2, 1, &row)), [RefuseCode::Overloaded]);
+}
+
+/// A debtor names only sequences whose KV is at the creditor; one without any would start at once, with nothing to wait for.
+#[test]
+fn a_sequence_without_runs_is_malformed() {
+    let mut scene = Scene::new(InstanceConfig { lend_blocks_max: 3, ..config() });
+    assert_eq!(refused(&scene.ticket_of(2, STEP, &[], 1)), [RefuseCode::Malformed]);
+}
+
+/// An instance that takes a peer for itself would replace the peer's connection and leases by its own number's.
+#[test]
+fn a_peer_with_this_instances_number_is_refused() {
+    let mut scene = Scene::new(config());
+    let peer = PeerKey(7);
+    let hello = Hello {
+        version_min: VERSION_MAX,
+        version_max: VERSION_MAX,
+        instance: 1,
+        incarnation: 5,
+        shape: Some(scene.config.pool_shape()),
+        lent: None,
+    };
+    scene.on(Event::PeerUp { peer });
+    let effects = scene.on(Event::Control { peer, body: ControlBody::Hello(hello) });
+    let closed = |effect: &Effect| matches!(effect, Effect::Close { peer: of, reason } if *of == peer && reason.contains("hint:"));
+    assert!(effects.iter().any(closed), "{effects:?}");
 }

@@ -233,6 +233,12 @@ fn check_hello(cx: &Cx, hello: &Hello) -> Result<(), String> {
     if hello.instance == 0 {
         return Err("0 is no instance's number".to_owned());
     }
+    if cx.standing.id == Some(InstanceId(hello.instance)) {
+        return Err(format!(
+            "{} is this instance's own number\nhint: one of the two was numbered by another gManager; restart it",
+            hello.instance
+        ));
+    }
     let ours = cx.config.pool_shape();
     match &hello.shape {
         Some(theirs) if *theirs == ours => Ok(()),
