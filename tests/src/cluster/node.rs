@@ -6,7 +6,7 @@ use lagoon_backend::{Device, KvCounters, cpu::CpuDevice};
 use lagoon_cluster::GManager;
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
-use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy, SchedulerConfig, TransferConfig};
+use lagoon_instance::{Instance, InstanceConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TransferConfig};
 use lagoon_model::{Checkpoint, ModelSpec, Weights, model_hash};
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role, TransferArena};
 use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvRegion, Model, Report};
@@ -254,6 +254,7 @@ impl Node {
         let checkpoint = Checkpoint::open(&pool.dir).unwrap();
         let mut hash = model_hash(&config, &checkpoint, None);
         hash.0[0] ^= u8::from(spec.other_model);
+        let (pooled, unpooled) = config.layer_windows();
         let instance_config = InstanceConfig {
             name: format!("node {index}"),
             quic_addr: address(index),
@@ -268,6 +269,8 @@ impl Node {
             kv: config.kv_shape(pool.kv_dtype),
             window: config.window(),
             windowed: config.window_shape(),
+            layer_windows: LayerWindows { pooled, unpooled },
+            attention_scale: config.attention_scale,
             alibi: config.alibi,
             attention_softcap: config.attention_softcap,
             max_positions: config.max_positions,
@@ -355,7 +358,7 @@ fn transfer_config(pool: &PoolSpec, spec: &Spec, of: &InstanceConfig) -> Option<
         0 => TransferConfig::new(of.model_hash, of.kv, (spec.blocks, pool.block_tokens), String::new()),
         blocks => TransferConfig::staged(of.model_hash, of.kv, (blocks, pool.block_tokens), String::new()),
     };
-    Some(TransferConfig { push: spec.push, ..config.unwrap() })
+    Some(TransferConfig { push: spec.push, ..config.unwrap().of_model(of) })
 }
 
 /// The executor of a node on its backend, with its KV memory for transports and peers.
