@@ -254,7 +254,6 @@ impl Node {
         let checkpoint = Checkpoint::open(&pool.dir).unwrap();
         let mut hash = model_hash(&config, &checkpoint, None);
         hash.0[0] ^= u8::from(spec.other_model);
-        let (pooled, unpooled) = config.layer_windows();
         let instance_config = InstanceConfig {
             name: format!("node {index}"),
             quic_addr: address(index),
@@ -269,7 +268,7 @@ impl Node {
             kv: config.kv_shape(pool.kv_dtype),
             window: config.window(),
             windowed: config.window_shape(),
-            layer_windows: LayerWindows { pooled, unpooled },
+            layer_windows: layer_windows(&config),
             attention_scale: config.attention_scale,
             alibi: config.alibi,
             attention_softcap: config.attention_softcap,
@@ -291,12 +290,11 @@ impl Node {
             lent: spec.lends.then(|| lent_memory(&spec, lent_name(index, life))),
             peer_access: spec.peer_access.then(|| HOST.to_owned()),
         };
-        let transfer = transfer_config(pool, &spec, &instance_config);
-        let instance_config = InstanceConfig { transfer, ..instance_config };
+        let instance_config =
+            InstanceConfig { transfer: transfer_config(pool, &spec, &instance_config), ..instance_config };
         let shape = instance_config.pool_shape();
         let (engine, memory, lent) = engine(pool, &spec, &config, &checkpoint);
         let transport = Transport::new(&instance_config, &memory);
-        let lent = lent.map(|window| (lent_name(index, life), window));
         let mut instance = Instance::new(instance_config).unwrap();
         let kv = space(pool, &spec, &config);
         if kv.rows > 0 {
@@ -314,7 +312,7 @@ impl Node {
             busy: false,
             view: BTreeMap::new(),
             transport,
-            lent,
+            lent: lent.map(|region| (lent_name(index, life), region)),
             refused_sends: Vec::new(),
             next_tick_ms: 0,
             rejected: None,
@@ -352,6 +350,11 @@ impl Node {
 }
 
 /// KV transfer configuration of a node; `None` if it takes no part.
+fn layer_windows(spec: &ModelSpec) -> LayerWindows {
+    let (pooled, unpooled) = spec.layer_windows();
+    LayerWindows { pooled, unpooled }
+}
+
 fn transfer_config(pool: &PoolSpec, spec: &Spec, of: &InstanceConfig) -> Option<TransferConfig> {
     let config = match spec.stages() {
         _ if !spec.takes_part() => return None,
