@@ -349,12 +349,13 @@ impl Node {
     }
 }
 
-/// KV transfer configuration of a node; `None` if it takes no part.
+/// Windows of the model's layers.
 fn layer_windows(spec: &ModelSpec) -> LayerWindows {
     let (pooled, unpooled) = spec.layer_windows();
     LayerWindows { pooled, unpooled }
 }
 
+/// KV transfer configuration of a node; `None` if it takes no part.
 fn transfer_config(pool: &PoolSpec, spec: &Spec, of: &InstanceConfig) -> Option<TransferConfig> {
     let config = match spec.stages() {
         _ if !spec.takes_part() => return None,
