@@ -91,6 +91,9 @@ fn register(i: u32) -> Register {
         alibi_bias_max: 0,
         attention_softcap: 0,
         latent: false,
+        attention_scale: 0.125f32.to_bits(),
+        windows: vec![],
+        unpooled_windows: vec![],
     };
     let batches = [(1, 12_000.0), (16, 14_000.0), (64, 22_000.0), (256, 60_000.0)];
     Register {

@@ -1,7 +1,7 @@
 //! Failures in a pool: every request ends, gives no wrong and no repeated token, and no block leaks.
 
 use lagoon_instance::{Effect, Event, PeerKey};
-use lagoon_protocol::{ControlBody, Hello, VERSION_MAX, VERSION_MIN};
+use lagoon_protocol::{ControlBody, Hello, PoolShape, VERSION_MAX, VERSION_MIN};
 use lagoon_tests::cluster::check::{assert_prefix, assert_same, error_of};
 use lagoon_tests::cluster::compare::{assert_equals_single, f32_tolerance, prompt, single};
 use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
@@ -245,19 +245,27 @@ fn an_instance_of_another_model_is_refused() {
     assert!(reason.contains("model hash"), "{reason}");
     assert!(!world.nodes[other].live().status().registered);
 
-    // A peer that connects anyway is refused at its Hello.
-    let mut shape = world.nodes[0].shape();
-    shape.model_hash[0] ^= 1;
-    let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);
-    let hello = Hello { version_min, version_max, instance: 9, incarnation: 9, shape: Some(shape), lent: None };
-    let now_ms = world.now_ms;
-    let instance = world.nodes[0].instance.as_mut().unwrap();
-    let peer = PeerKey(77);
-    instance.handle(Event::PeerUp { peer }, now_ms);
-    let effects = instance.handle(Event::Control { peer, body: ControlBody::Hello(hello) }, now_ms);
-    let output = |e: &Effect| matches!(e, Effect::Control { body: ControlBody::Rejected(r), .. } if r.reason.contains("models differ"));
-    assert!(effects.iter().any(output), "{effects:?}");
-    assert!(effects.iter().any(|e| matches!(e, Effect::Close { peer: PeerKey(77), .. })));
+    // A peer that connects anyway is refused at its Hello, also one whose config.json is stale.
+    let changes: [(fn(&mut PoolShape), &str); 3] = [
+        (|shape| shape.model_hash[0] ^= 1, "models differ"),
+        (|shape| shape.attention_scale ^= 1 << 23, "attention_scale differs"),
+        (|shape| shape.windows = vec![7; shape.layers as usize], "windows differs"),
+    ];
+    for (number, (change, why)) in (77..).zip(changes) {
+        let mut shape = world.nodes[0].shape();
+        change(&mut shape);
+        let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);
+        let hello = Hello { version_min, version_max, instance: 9, incarnation: 9, shape: Some(shape), lent: None };
+        let now_ms = world.now_ms;
+        let instance = world.nodes[0].instance.as_mut().unwrap();
+        let peer = PeerKey(number);
+        instance.handle(Event::PeerUp { peer }, now_ms);
+        let effects = instance.handle(Event::Control { peer, body: ControlBody::Hello(hello) }, now_ms);
+        let refused =
+            |e: &Effect| matches!(e, Effect::Control { body: ControlBody::Rejected(r), .. } if r.reason.contains(why));
+        assert!(effects.iter().any(refused), "{effects:?}");
+        assert!(effects.iter().any(|e| matches!(e, Effect::Close { peer: closed, .. } if *closed == peer)));
+    }
     world.submit(0, greedy(prompt(76, 10, 128), 2));
     world.run();
     world.check_empty();

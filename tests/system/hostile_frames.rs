@@ -113,6 +113,9 @@ impl Hostile {
                 first_layer: h.n32(),
                 part: h.n32() as i32,
             }),
+            latent: self.yes(),
+            windowed_layers: self.n32(),
+            window: self.n32(),
         })
     }
 

@@ -275,6 +275,7 @@ mod tests {
             head_dim: 64,
             kv_dtype: DType::F16.code().into(),
             block_tokens: 32,
+            attention_scale: 0.125f32.to_bits(),
             ..PoolShape::default()
         };
         ControlBody::Register(Register {

@@ -26,7 +26,8 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use futures::future::join_all;
 use lagoon_http::{Bodies, Engine as _, EngineInfo, Limits, ServerState, TextJobs};
-use lagoon_instance::{Instance, InstanceConfig, MovePace, RemotePolicy, SchedulerConfig};
+use lagoon_instance::{Instance, InstanceConfig, LayerWindows, MovePace, RemotePolicy, SchedulerConfig};
+use lagoon_model::ModelSpec;
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_transport::{Identity, NodeRole};
@@ -448,6 +449,11 @@ pub(crate) fn lend_reserve_blocks(blocks_total: u32) -> u32 {
     (blocks_total / 64).clamp(1, 16)
 }
 
+fn layer_windows(spec: &ModelSpec) -> LayerWindows {
+    let (pooled, unpooled) = spec.layer_windows();
+    LayerWindows { pooled, unpooled }
+}
+
 fn instance_config(
     args: &ServeArgs,
     model: &OpenModel,
@@ -484,6 +490,8 @@ fn instance_config(
         kv: model.config.kv_shape(sizes.kv_dtype),
         window: model.config.window(),
         windowed: model.config.window_shape(),
+        layer_windows: layer_windows(&model.config),
+        attention_scale: model.config.attention_scale,
         alibi: model.config.alibi,
         attention_softcap: model.config.attention_softcap,
         max_positions: model.config.max_positions,

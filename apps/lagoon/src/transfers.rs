@@ -165,7 +165,7 @@ pub(crate) fn config(of: &InstanceConfig, stage_blocks: u32, engine: &EngineArgs
         blocks => TransferConfig::staged(of.model_hash, of.kv, (blocks, of.block_tokens), host),
     };
     let config = config.context("describe the KV store to others")?;
-    Ok(TransferConfig { push: engine.kv_transfer == KvTransferArg::Push, ..config })
+    Ok(TransferConfig { push: engine.kv_transfer == KvTransferArg::Push, ..config.of_model(of) })
 }
 
 impl Transfers {

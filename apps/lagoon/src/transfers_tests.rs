@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::local::EphemeralCa;
-use lagoon_instance::{RemotePolicy, SchedulerConfig};
+use lagoon_instance::{LayerWindows, RemotePolicy, SchedulerConfig};
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_transfer::{Reader, ReaderConfig, ReaderOutput};
 use lagoon_types::{AttentionGeometry, DType, KvShape, ModelHash};
@@ -34,6 +34,8 @@ fn config(incarnation: u64) -> InstanceConfig {
         kv: KV,
         window: None,
         windowed: None,
+        layer_windows: LayerWindows::default(),
+        attention_scale: 1.0,
         alibi: None,
         attention_softcap: None,
         max_positions: 64,

@@ -7,7 +7,7 @@ use crate::rng::{Rng, mix};
 use crate::symbolic::{Speed, Symbolic, Windows, model};
 use crate::world::World;
 use lagoon_cluster::{BalancerConfig, DgfmConfig, GManager, GManagerConfig, PlannerConfig};
-use lagoon_instance::{InstanceConfig, RemotePolicy, SchedulerConfig, TransferConfig};
+use lagoon_instance::{InstanceConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig};
 use lagoon_protocol::{BatchPoint, Calibration, MemoryTier, Role};
 use lagoon_types::{DType, ModelHash};
 
@@ -107,6 +107,8 @@ impl NodeSpec {
             kv: model::kv_shape(),
             window: pool.windows.pooled,
             windowed: pool.windows.shape(),
+            layer_windows: LayerWindows::default(),
+            attention_scale: 1.0,
             alibi: None,
             attention_softcap: None,
             max_positions: pool.max_positions,

@@ -9,7 +9,9 @@ use crate::timed::{Clock, Timed};
 use crate::{PolicyArg, Scenario, as_u32};
 use anyhow::{Context, Result, bail};
 use lagoon_benches::quic::Pem;
-use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS};
+use lagoon_instance::{
+    Effect, Event, Instance, InstanceConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS,
+};
 use lagoon_protocol::{
     BorrowAdvice, Candidate, ControlBody, HeartbeatAck, MemoryTier, PartialsFrame, Registered, Role, VERSION_MAX,
 };
@@ -70,6 +72,8 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         kv: model.kv_shape(DType::F16),
         window: None,
         windowed: None,
+        layer_windows: LayerWindows::default(),
+        attention_scale: 1.0,
         alibi: None,
         attention_softcap: None,
         max_positions: model.max_positions,

@@ -3,7 +3,7 @@
 use crate::batch::scheduler::SchedulerConfig;
 use crate::step::cost::RemotePolicy;
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role};
-use lagoon_transfer::{Axis, Dim, Layout, LayoutError, LayoutParts, Part, Plane};
+use lagoon_transfer::{Axis, Dim, Layout, LayoutAttention, LayoutError, LayoutParts, Part, Plane};
 use lagoon_types::limits::{DATA_FRAME_BYTES_MAX, HEAD_DIM_MAX, HEADS_MAX};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape, ModelHash, WindowShape};
 
@@ -76,6 +76,24 @@ impl TransferConfig {
         })?;
         Ok(Self { layout, host, push: false, stage_blocks: 0 })
     }
+
+    /// Names in the layout what of `config`'s model its planes do not show: peers refuse differences by name.
+    #[must_use]
+    pub fn of_model(self, config: &InstanceConfig) -> Self {
+        let windowed_layers = u32::try_from(config.layer_windows.unpooled.len()).unwrap_or(u32::MAX);
+        let window = config.windowed.map_or(0, |windowed| windowed.tokens);
+        let attention = LayoutAttention { latent: config.geometry.latent, windowed_layers, window };
+        Self { layout: self.layout.with_attention(attention), ..self }
+    }
+}
+
+/// Sliding windows of a model's layers, in tokens.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LayerWindows {
+    /// Of each layer whose KV is in rBlocks, 0 for none; empty if all have [`InstanceConfig::window`].
+    pub pooled: Vec<u32>,
+    /// Of each layer whose KV is kept apart (`--kv-groups`).
+    pub unpooled: Vec<u32>,
 }
 
 /// Configuration of an instance.
@@ -105,6 +123,10 @@ pub struct InstanceConfig {
     /// The windowed KV of a sequence; `None` if that is not kept apart (ADR 24). [`InstanceConfig::kv`] is then the pooled KV
     /// alone.
     pub windowed: Option<WindowShape>,
+    /// Sliding windows by layer.
+    pub layer_windows: LayerWindows,
+    /// Factor on attention scores.
+    pub attention_scale: f32,
     /// ALiBi slopes; `None` without.
     pub alibi: Option<Alibi>,
     /// Soft cap of attention scores; `None` without.
@@ -174,6 +196,9 @@ impl InstanceConfig {
             alibi_bias_max: self.alibi.map_or(0, |alibi| alibi.bias_max.to_bits()),
             attention_softcap: self.attention_softcap.map_or(0, f32::to_bits),
             latent: self.geometry.latent,
+            attention_scale: self.attention_scale.to_bits(),
+            windows: self.layer_windows.pooled.clone(),
+            unpooled_windows: self.layer_windows.unpooled.clone(),
         }
     }
 }

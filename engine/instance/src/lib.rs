@@ -28,7 +28,7 @@ mod step;
 pub use batch::freeze::FrozenDebt;
 pub use batch::prefix::PrefixStatus;
 pub use batch::scheduler::SchedulerConfig;
-pub use config::{InstanceConfig, TransferConfig};
+pub use config::{InstanceConfig, LayerWindows, TransferConfig};
 pub use event::{Effect, Event, PeerKey, TransferEffect, TransferEvent};
 pub use instance::Instance;
 pub use moves::{MovePace, MoveStatus, MovedBlocks};

@@ -63,6 +63,25 @@ impl ModelSpec {
         Ok(())
     }
 
+    /// Windows of the layers whose KV is pooled, 0 for none, and of those whose KV is kept apart. The first list is empty if
+    /// all pooled layers have [`ModelSpec::window`].
+    #[must_use]
+    pub fn layer_windows(&self) -> (Vec<u32>, Vec<u32>) {
+        let (mut pooled, mut apart) = (Vec::new(), Vec::new());
+        for (number, layer) in self.layers.iter().enumerate() {
+            let windows = match self.kv_place(number) {
+                KvPlace::Pooled(_) => &mut pooled,
+                KvPlace::Windowed(_) => &mut apart,
+            };
+            windows.push(layer.attention.window.unwrap_or(0));
+        }
+        let all = self.window().unwrap_or(0);
+        if pooled.iter().all(|window| *window == all) {
+            pooled.clear();
+        }
+        (pooled, apart)
+    }
+
     /// Where a layer's KV lives.
     #[must_use]
     pub fn kv_place(&self, layer: usize) -> KvPlace {
@@ -148,6 +167,20 @@ mod tests {
             (shape.positions(4), shape.slots(4)),
             (4 - 4.min(shape.tokens)..4, 4.min(shape.tokens) * shape.folds)
         );
+    }
+
+    #[test]
+    fn windows_are_listed_by_layer_where_they_differ() {
+        let mut spec = golden("gpt_oss");
+        let window = spec.layers[0].attention.window.unwrap();
+        let (pooled, apart) = spec.layer_windows();
+        assert_eq!((pooled.len(), &pooled[..2], apart), (spec.layers.len(), &[window, 0][..], vec![]));
+        spec.split_kv().unwrap();
+        let (pooled, apart) = spec.layer_windows();
+        assert_eq!(pooled, []);
+        assert!(!apart.is_empty() && apart.iter().all(|of| *of == window));
+        assert_eq!(golden("mistral_window").layer_windows(), (vec![], vec![]));
+        assert_eq!(golden("qwen3").layer_windows(), (vec![], vec![]));
     }
 
     #[test]

@@ -203,6 +203,15 @@ pub struct PoolShape {
     /// Whether a token has one row, key and value at once, of which `head_dim` is a half (latent attention).
     #[prost(bool, tag = "11")]
     pub latent: bool,
+    /// Factor on attention scores as the bits of an f32.
+    #[prost(fixed32, tag = "12")]
+    pub attention_scale: u32,
+    /// Sliding window of each of `layers` in tokens, 0 for none. Empty if all layers have `window`.
+    #[prost(uint32, repeated, tag = "13")]
+    pub windows: Vec<u32>,
+    /// Sliding window of each layer whose KV is kept out of rBlocks (`--kv-groups`), in tokens; empty without such layers.
+    #[prost(uint32, repeated, tag = "14")]
+    pub unpooled_windows: Vec<u32>,
 }
 
 /// First message to the gManager on a control connection.

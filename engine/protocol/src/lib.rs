@@ -26,6 +26,49 @@ pub use prefill::*;
 pub use transfer::*;
 
 /// Versions of this protocol that this build speaks. Peers agree on the highest common one in their handshake.
-pub const VERSION_MIN: u32 = 1;
+///
+/// Version 2: pool shapes and transfer layouts name the attention scale, the windows of layers and latent attention. A
+/// version 1 process sends none of them, so differences to it would go unnoticed.
+pub const VERSION_MIN: u32 = 2;
 /// See [`VERSION_MIN`].
-pub const VERSION_MAX: u32 = 1;
+pub const VERSION_MAX: u32 = 2;
+
+/// Why a process that speaks the versions `min` to `max` cannot be served; `None` if it speaks a version of this build.
+/// `peer` and `own` name the two processes, such as "the instance" and "the gManager".
+#[must_use]
+pub fn version_refusal((min, max): (u32, u32), peer: &str, own: &str) -> Option<String> {
+    let older = if max < VERSION_MIN {
+        peer
+    } else if min > VERSION_MAX {
+        own
+    } else {
+        return None;
+    };
+    let (theirs, ours) = (versions(min, max), versions(VERSION_MIN, VERSION_MAX));
+    Some(format!(
+        "{peer} speaks protocol {theirs}, {own} {ours}: no common version, {older} is older; hint: upgrade lagoon there, as \
+         all processes of a pool must speak the same version"
+    ))
+}
+
+fn versions(min: u32, max: u32) -> String {
+    if min == max { format!("version {min}") } else { format!("versions {min} to {max}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_older_process_is_named() {
+        let refusal = |of| version_refusal(of, "the instance", "the gManager");
+        assert_eq!(refusal((VERSION_MIN, VERSION_MAX)), None);
+        assert_eq!(refusal((1, VERSION_MAX + 5)), None);
+        let older = refusal((1, 1)).unwrap_or_default();
+        assert!(older.contains("the instance speaks protocol version 1, the gManager version 2"), "{older}");
+        assert!(older.contains("the instance is older; hint: upgrade"), "{older}");
+        let newer = refusal((3, 4)).unwrap_or_default();
+        assert!(newer.contains("versions 3 to 4, the gManager version 2"), "{newer}");
+        assert!(newer.contains("the gManager is older"), "{newer}");
+    }
+}

@@ -94,6 +94,15 @@ pub struct TransferLayout {
     pub region_bytes: Vec<u64>,
     #[prost(message, repeated, tag = "10")]
     pub planes: Vec<TransferPlane>,
+    /// As `PoolShape::latent`.
+    #[prost(bool, tag = "11")]
+    pub latent: bool,
+    /// Layers whose KV is kept out of rBlocks (`--kv-groups`); an export may carry their last window.
+    #[prost(uint32, tag = "12")]
+    pub windowed_layers: u32,
+    /// Positions of that last window: the longest sliding window of `windowed_layers` less one. 0 without such layers.
+    #[prost(uint32, tag = "13")]
+    pub window: u32,
 }
 
 /// CONNECT: first message of a reader to a writer, also after every loss of the path. Repeated until answered.

@@ -201,6 +201,18 @@ pub struct Layout {
     head_dim: u32,
     region_bytes: Vec<u64>,
     planes: Vec<Plane>,
+    attention: LayoutAttention,
+}
+
+/// What the planes of a [`Layout`] do not show of the KV's meaning; equal in reader and writer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LayoutAttention {
+    /// Whether K and V are the halves of one latent row.
+    pub latent: bool,
+    /// Layers whose KV is kept out of rBlocks; exports may carry their last window.
+    pub windowed_layers: u32,
+    /// Positions of that last window; 0 without such layers.
+    pub window: u32,
 }
 
 /// Unchecked parts of a [`Layout`].
@@ -263,7 +275,8 @@ impl Layout {
             let count = planes.len().max(region_bytes.len()) as u64;
             return Err(value("the number of planes or regions", count, limits::TRANSFER_PLANES_MAX));
         }
-        let layout = Self { model, block_tokens, blocks, layers, heads, head_dim, region_bytes, planes };
+        let attention = LayoutAttention::default();
+        let layout = Self { model, block_tokens, blocks, layers, heads, head_dim, region_bytes, planes, attention };
         for (number, plane) in layout.planes.iter().enumerate() {
             layout.check_plane(number, plane)?;
         }
@@ -392,7 +405,8 @@ impl Layout {
         if message.planes.len() > limits::TRANSFER_PLANES_MAX {
             return Err(value("the number of planes", message.planes.len() as u64, limits::TRANSFER_PLANES_MAX));
         }
-        Self::new(LayoutParts {
+        within("the windowed layers and one", message.windowed_layers.saturating_add(1), limits::LAYERS_MAX)?;
+        let layout = Self::new(LayoutParts {
             model: ModelHash(hash),
             block_tokens: message.block_tokens,
             blocks: message.blocks,
@@ -401,7 +415,21 @@ impl Layout {
             head_dim: message.head_dim,
             region_bytes: message.region_bytes.clone(),
             planes: message.planes.iter().map(plane_from_wire).collect::<Result<_, _>>()?,
-        })
+        })?;
+        let (latent, windowed_layers, window) = (message.latent, message.windowed_layers, message.window);
+        Ok(layout.with_attention(LayoutAttention { latent, windowed_layers, window }))
+    }
+
+    /// The layout of a model with this attention.
+    #[must_use]
+    pub fn with_attention(self, attention: LayoutAttention) -> Self {
+        Self { attention, ..self }
+    }
+
+    /// What the planes do not show.
+    #[must_use]
+    pub fn attention(&self) -> LayoutAttention {
+        self.attention
     }
 
     /// The layout as a message of CONNECT.
@@ -435,6 +463,9 @@ impl Layout {
             head_dim: self.head_dim,
             region_bytes: self.region_bytes.clone(),
             planes: planes.collect(),
+            latent: self.attention.latent,
+            windowed_layers: self.attention.windowed_layers,
+            window: self.attention.window,
         }
     }
 }

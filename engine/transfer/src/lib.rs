@@ -30,7 +30,7 @@ pub use coalesce::{Part as TransactionPart, Segment, Transaction};
 pub use land::{Fill, Landed, Lander, Pulls};
 #[cfg(target_os = "linux")]
 pub use land::{PeerRegions, land_on_device};
-pub use layout::{Axis, Dim, Grid, Layout, LayoutError, LayoutParts, Part, Plane};
+pub use layout::{Axis, Dim, Grid, Layout, LayoutAttention, LayoutError, LayoutParts, Part, Plane};
 pub use plan::{Conversion, Mismatch, Span, View, Way, plan};
 pub use pull::{Local, Pull, PullError, Remote, check_block, check_blocks};
 pub use reader::{ConnId, Failure, Offer, PullId, ReadFailure, Reader, ReaderConfig, ReaderOutput, ReaderStats};

@@ -75,6 +75,10 @@ pub enum Mismatch {
     Model { reader: ModelHash, writer: ModelHash },
     #[error("the reader's heads have {reader} elements, the writer's {writer}")]
     HeadDim { reader: u32, writer: u32 },
+    #[error(
+        "the reader's {field} is {reader}, the writer's {writer}; hint: run both with the same model files and --kv-groups"
+    )]
+    Attention { field: &'static str, reader: u32, writer: u32 },
     #[error("the reader has layers {reader:?}, the writer {writer:?}: none in common")]
     Layers { reader: Range<u32>, writer: Range<u32> },
     #[error("the reader has KV heads {reader:?}, the writer {writer:?}: none in common")]
@@ -116,6 +120,7 @@ pub fn plan(reader: &Layout, writer: &Layout, loss_allowed: bool) -> Result<Conv
     if reader.head_dim() != writer.head_dim() {
         return Err(Mismatch::HeadDim { reader: reader.head_dim(), writer: writer.head_dim() });
     }
+    same_attention(reader, writer)?;
     let layers = common(&reader.layers(), &writer.layers())
         .ok_or_else(|| Mismatch::Layers { reader: reader.layers(), writer: writer.layers() })?;
     let heads = common(&reader.heads(), &writer.heads())
@@ -147,6 +152,20 @@ pub fn plan(reader: &Layout, writer: &Layout, loss_allowed: bool) -> Result<Conv
         }
     }
     Ok(conversion)
+}
+
+/// Refuses attention that differs, by the first field that does.
+fn same_attention(reader: &Layout, writer: &Layout) -> Result<(), Mismatch> {
+    let (ours, theirs) = (reader.attention(), writer.attention());
+    let fields = [
+        ("latent", ours.latent.into(), theirs.latent.into()),
+        ("windowed_layers", ours.windowed_layers, theirs.windowed_layers),
+        ("window", ours.window, theirs.window),
+    ];
+    match fields.into_iter().find(|(_, reader, writer)| reader != writer) {
+        Some((field, reader, writer)) => Err(Mismatch::Attention { field, reader, writer }),
+        None => Ok(()),
+    }
 }
 
 /// Whether an rBlock has the same bytes in both layouts.

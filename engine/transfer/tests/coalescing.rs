@@ -7,8 +7,8 @@ mod memory;
 
 use lagoon_transfer::coalesce::{Bounds, Portion, Post, Queue, Read, ReadSizes, coalesce};
 use lagoon_transfer::{
-    Axis, Dim, HeapRegion, Lander, Layout, LayoutError, LayoutParts, Mismatch, Part, Plane, Pull, PullError, Pulls,
-    Region, Transaction, Way, plan,
+    Axis, Dim, HeapRegion, Lander, Layout, LayoutAttention, LayoutError, LayoutParts, Mismatch, Part, Plane, Pull,
+    PullError, Pulls, Region, Transaction, Way, plan,
 };
 use lagoon_types::{DType, ModelHash};
 use memory::{HEAD_DIM, HEADS, LAYERS, Memory};
@@ -272,6 +272,19 @@ fn mismatches_name_both_values() {
     });
     let error = plan(&ours, &other, true).unwrap_err();
     assert_eq!(error, Mismatch::Layers { reader: 0..LAYERS, writer: 10..10 + LAYERS });
+    for (attention, expected) in [
+        (LayoutAttention { latent: true, ..Default::default() }, "the reader's latent is 0, the writer's 1"),
+        (
+            LayoutAttention { windowed_layers: 3, ..Default::default() },
+            "the reader's windowed_layers is 0, the writer's 3",
+        ),
+        (LayoutAttention { window: 127, ..Default::default() }, "the reader's window is 0, the writer's 127"),
+    ] {
+        let theirs = Layout::from_wire(&ours.clone().with_attention(attention).to_wire()).unwrap();
+        assert_eq!(theirs.attention(), attention);
+        let error = plan(&ours, &theirs, true).unwrap_err().to_string();
+        assert!(error.contains(expected) && error.contains("hint:"), "{error}");
+    }
     let part = with(&|parts| {
         parts.layers = 1..1 + LAYERS;
         parts.planes.iter_mut().for_each(|plane| plane.first_layer += 1);

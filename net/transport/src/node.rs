@@ -16,7 +16,7 @@ use crate::{
 };
 use bytes::Bytes;
 use futures::future::join_all;
-use lagoon_protocol::{BulkFrame, PartialsFrame};
+use lagoon_protocol::{BulkFrame, PartialsFrame, version_refusal};
 use lagoon_wire::{Class, Frame, FrameReader, Preface, VERSION_MAX, VERSION_MIN, encode, encode_preface};
 use quinn::{ClientConfig, Connection, Endpoint, RecvStream, ServerConfig, VarInt};
 use std::{
@@ -477,11 +477,9 @@ impl Shared {
         connection: &Connection,
         class: u8,
     ) -> Result<SocketAddr, String> {
-        if preface.version_min > VERSION_MAX || preface.version_max < VERSION_MIN {
-            let (min, max) = (preface.version_min, preface.version_max);
-            return Err(format!(
-                "no common version: the peer speaks {min} to {max}, we {VERSION_MIN} to {VERSION_MAX}"
-            ));
+        let versions = (preface.version_min, preface.version_max);
+        if let Some(refusal) = version_refusal(versions, "the peer", "this process") {
+            return Err(refusal);
         }
         if preface.class != u32::from(class) {
             return Err(format!("the preface names class {} on a connection of class {class}", preface.class));

@@ -100,10 +100,18 @@ async fn bad_prefaces_are_refused_with_their_reason() {
     let mut bound = node();
     let encoded = |preface: &lagoon_wire::Preface| encode_preface(preface).unwrap().to_vec();
     let future = lagoon_wire::Preface { version_min: 9, version_max: 10, ..raw::preface(1) };
+    let past = lagoon_wire::Preface { version_min: 1, version_max: 1, ..raw::preface(1) };
     let class = lagoon_wire::Preface { class: 8, ..raw::preface(1) };
     let addr = lagoon_wire::Preface { listen_addr: "nowhere".to_owned(), ..raw::preface(1) };
     let cases = [
-        (encoded(&future), "no common version"),
+        (
+            encoded(&future),
+            "versions 9 to 10, this process version 2: no common version, this process is older; hint: upgrade",
+        ),
+        (
+            encoded(&past),
+            "the peer speaks protocol version 1, this process version 2: no common version, the peer is older",
+        ),
         (encoded(&class), "class 8"),
         (encoded(&addr), "nowhere"),
         (encode(&control(1)).unwrap().to_vec(), "class"),

@@ -6,7 +6,7 @@ use lagoon_backend::{Device, KvCounters, cpu::CpuDevice};
 use lagoon_cluster::GManager;
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
-use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy, SchedulerConfig, TransferConfig};
+use lagoon_instance::{Instance, InstanceConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TransferConfig};
 use lagoon_model::{Checkpoint, ModelSpec, Weights, model_hash};
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role, TransferArena};
 use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvRegion, Model, Report};
@@ -268,6 +268,8 @@ impl Node {
             kv: config.kv_shape(pool.kv_dtype),
             window: config.window(),
             windowed: config.window_shape(),
+            layer_windows: layer_windows(&config),
+            attention_scale: config.attention_scale,
             alibi: config.alibi,
             attention_softcap: config.attention_softcap,
             max_positions: config.max_positions,
@@ -288,12 +290,11 @@ impl Node {
             lent: spec.lends.then(|| lent_memory(&spec, lent_name(index, life))),
             peer_access: spec.peer_access.then(|| HOST.to_owned()),
         };
-        let transfer = transfer_config(pool, &spec, &instance_config);
-        let instance_config = InstanceConfig { transfer, ..instance_config };
+        let instance_config =
+            InstanceConfig { transfer: transfer_config(pool, &spec, &instance_config), ..instance_config };
         let shape = instance_config.pool_shape();
         let (engine, memory, lent) = engine(pool, &spec, &config, &checkpoint);
         let transport = Transport::new(&instance_config, &memory);
-        let lent = lent.map(|window| (lent_name(index, life), window));
         let mut instance = Instance::new(instance_config).unwrap();
         let kv = space(pool, &spec, &config);
         if kv.rows > 0 {
@@ -311,7 +312,7 @@ impl Node {
             busy: false,
             view: BTreeMap::new(),
             transport,
-            lent,
+            lent: lent.map(|region| (lent_name(index, life), region)),
             refused_sends: Vec::new(),
             next_tick_ms: 0,
             rejected: None,
@@ -348,6 +349,12 @@ impl Node {
     }
 }
 
+/// Windows of the model's layers.
+fn layer_windows(spec: &ModelSpec) -> LayerWindows {
+    let (pooled, unpooled) = spec.layer_windows();
+    LayerWindows { pooled, unpooled }
+}
+
 /// KV transfer configuration of a node; `None` if it takes no part.
 fn transfer_config(pool: &PoolSpec, spec: &Spec, of: &InstanceConfig) -> Option<TransferConfig> {
     let config = match spec.stages() {
@@ -355,7 +362,7 @@ fn transfer_config(pool: &PoolSpec, spec: &Spec, of: &InstanceConfig) -> Option<
         0 => TransferConfig::new(of.model_hash, of.kv, (spec.blocks, pool.block_tokens), String::new()),
         blocks => TransferConfig::staged(of.model_hash, of.kv, (blocks, pool.block_tokens), String::new()),
     };
-    Some(TransferConfig { push: spec.push, ..config.unwrap() })
+    Some(TransferConfig { push: spec.push, ..config.unwrap().of_model(of) })
 }
 
 /// The executor of a node on its backend, with its KV memory for transports and peers.

@@ -14,7 +14,9 @@ use super::traces::Request;
 use crate::agenda::Agenda;
 use lagoon_cluster::perf::LinkView;
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, GManagerOutput, PlannerConfig};
-use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS};
+use lagoon_instance::{
+    Effect, Event, Instance, InstanceConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS,
+};
 use lagoon_protocol::{BulkFrame, Calibration, ControlBody, PartialsFrame, Role};
 use lagoon_runner::Report;
 use lagoon_types::limits::{
@@ -209,6 +211,8 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         kv: shape,
         window: None,
         windowed: None,
+        layer_windows: LayerWindows::default(),
+        attention_scale: 1.0,
         alibi: None,
         attention_softcap: None,
         max_positions: SEQUENCE_TOKENS_MAX,

@@ -6,7 +6,7 @@ use super::{GManager, reject};
 use crate::lives::next_incarnation;
 use crate::mutants::{self, Mutant};
 use crate::planner::InstanceView;
-use lagoon_protocol::{MemoryTier, PoolShape, Register, Registered, Rejected, Role, VERSION_MAX, VERSION_MIN};
+use lagoon_protocol::{MemoryTier, PoolShape, Register, Registered, Rejected, Role, VERSION_MAX, version_refusal};
 use lagoon_types::{InstanceId, limits};
 use std::net::SocketAddr;
 
@@ -19,12 +19,8 @@ impl GManager {
     /// Handles a registration; errors name the values that differ.
     pub fn on_register(&mut self, m: &Register, now_ms: u64) -> Result<Registered, Rejected> {
         self.on_time(now_ms);
-        if m.version_min > VERSION_MAX || m.version_max < VERSION_MIN {
-            return reject(format!(
-                "protocol versions {} to {} of the instance and {VERSION_MIN} to {VERSION_MAX} of the gManager have \
-                 none in common",
-                m.version_min, m.version_max
-            ));
+        if let Some(refusal) = version_refusal((m.version_min, m.version_max), "the instance", "the gManager") {
+            return reject(refusal);
         }
         let Some(shape) = &m.shape else { return reject("the registration names no pool shape".to_owned()) };
         check_shape(shape)?;

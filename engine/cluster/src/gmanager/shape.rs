@@ -29,6 +29,7 @@ pub(super) fn check_shape(shape: &PoolShape) -> Result<(), Rejected> {
     if shape.block_tokens > limits::BLOCK_TOKENS_MAX {
         return reject(format!("block_tokens is {}: at most {}", shape.block_tokens, limits::BLOCK_TOKENS_MAX));
     }
+    check_windows(shape)?;
     if shape.latent && shape.kv_heads != 1 {
         return reject(format!("kv_heads is {}: latent attention has 1", shape.kv_heads));
     }
@@ -37,10 +38,36 @@ pub(super) fn check_shape(shape: &PoolShape) -> Result<(), Rejected> {
             return reject(format!("{name} is {value}: expected 0 or more"));
         }
     }
+    if !(scale(shape).is_finite() && scale(shape) > 0.0) {
+        return reject(format!("attention_scale is {}: expected more than 0", scale(shape)));
+    }
     match u8::try_from(shape.kv_dtype).ok().and_then(DType::from_code) {
         Some(_) => Ok(()),
         None => reject(format!("{} is no element type", shape.kv_dtype)),
     }
+}
+
+/// Refuses lists of windows that do not fit the layers.
+fn check_windows(shape: &PoolShape) -> Result<(), Rejected> {
+    if !shape.windows.is_empty() && shape.windows.len() != shape.layers as usize {
+        return reject(format!("windows has {} entries, the pool {} layers", shape.windows.len(), shape.layers));
+    }
+    let unpooled = shape.unpooled_windows.len();
+    if shape.layers as usize + unpooled > limits::LAYERS_MAX as usize {
+        return reject(format!(
+            "unpooled_windows has {unpooled} entries beside {} layers: at most {} in all",
+            shape.layers,
+            limits::LAYERS_MAX
+        ));
+    }
+    if shape.unpooled_windows.contains(&0) {
+        return reject("unpooled_windows has a 0: every such layer has a window".to_owned());
+    }
+    Ok(())
+}
+
+fn scale(shape: &PoolShape) -> f32 {
+    f32::from_bits(shape.attention_scale)
 }
 
 fn bias_max(shape: &PoolShape) -> f32 {
@@ -59,6 +86,7 @@ pub(super) fn same_shape(pool: &PoolShape, instance: &PoolShape) -> Result<(), R
         dtype.map_or_else(|| s.kv_dtype.to_string(), |d| d.to_string())
     };
     let number = |of: fn(&PoolShape) -> u32| (of(pool).to_string(), of(instance).to_string());
+    let list = |of: fn(&PoolShape) -> &[u32]| (format!("{:?}", of(pool)), format!("{:?}", of(instance)));
     let fields = [
         (
             "model hash",
@@ -74,6 +102,9 @@ pub(super) fn same_shape(pool: &PoolShape, instance: &PoolShape) -> Result<(), R
         ("latent", (pool.latent.to_string(), instance.latent.to_string())),
         ("alibi_bias_max", (bias_max(pool).to_string(), bias_max(instance).to_string())),
         ("attention_softcap", (softcap(pool).to_string(), softcap(instance).to_string())),
+        ("attention_scale", (scale(pool).to_string(), scale(instance).to_string())),
+        ("windows", list(|s| &s.windows)),
+        ("unpooled_windows", list(|s| &s.unpooled_windows)),
     ];
     for (name, (ours, theirs)) in fields {
         if ours != theirs {

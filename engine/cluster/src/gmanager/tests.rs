@@ -27,6 +27,9 @@ fn shape() -> PoolShape {
         alibi_bias_max: 0,
         attention_softcap: 0,
         latent: false,
+        attention_scale: 0.125f32.to_bits(),
+        windows: vec![],
+        unpooled_windows: vec![],
     }
 }
 
@@ -123,13 +126,52 @@ fn a_mismatch_is_rejected_with_both_values() {
         },
         "kv_heads is 2: latent attention has 1",
     );
-    rejects(|r| r.version_min = VERSION_MAX + 1, "protocol versions 2 to 1 of the instance and 1 to 1 of the gManager");
+    rejects(
+        |r| (r.version_min, r.version_max) = (1, 1),
+        "the instance speaks protocol version 1, the gManager version 2: no common version, the instance is older; hint: upgrade",
+    );
+    rejects(
+        |r| (r.version_min, r.version_max) = (VERSION_MAX + 1, VERSION_MAX + 2),
+        "versions 3 to 4, the gManager version 2: no common version, the gManager is older",
+    );
     rejects(|r| r.shape = None, "no pool shape");
     rejects(|r| r.shape.as_mut().unwrap().model_hash = vec![8; 31], "32 bytes, not 31");
     rejects(|r| r.shape.as_mut().unwrap().kv_heads = 0, "kv_heads 0");
     rejects(|r| r.shape.as_mut().unwrap().kv_dtype = 99, "99 is no element type");
     rejects(|r| r.quic_addr = "0.0.0.0:7000".to_owned(), "\"0.0.0.0:7000\" is not an ip:port that peers can reach");
     assert_eq!(gm.status(0).len(), 1);
+}
+
+/// A kv node computes micro attention by its own config.json: all that it reads there is in the shape.
+#[test]
+fn another_scale_or_other_windows_are_rejected_by_name() {
+    let hybrid = |r: &mut Register| r.shape.as_mut().unwrap().windows = vec![128, 0, 128, 0];
+    let mut gm = GManager::default();
+    let mut first = register(1);
+    hybrid(&mut first);
+    gm.on_register(&first, 0).unwrap();
+    let mut rejects = |change: fn(&mut PoolShape), expected: &str| {
+        let mut r = register(9);
+        hybrid(&mut r);
+        change(r.shape.as_mut().unwrap());
+        let text = reason(gm.on_register(&r, 0));
+        assert!(text.contains(expected), "{text:?} should say {expected:?}");
+    };
+    rejects(|s| s.attention_scale = 0.25f32.to_bits(), "the instance's attention_scale is 0.25, the pool's is 0.125");
+    rejects(
+        |s| s.windows = vec![0, 128, 0, 128],
+        "the instance's windows is [0, 128, 0, 128], the pool's is [128, 0, 128, 0]",
+    );
+    rejects(|s| s.unpooled_windows = vec![64], "the instance's unpooled_windows is [64], the pool's is []");
+    for bad in [0f32, -1.0, f32::NAN, f32::INFINITY] {
+        let mut r = register(9);
+        r.shape.as_mut().unwrap().attention_scale = bad.to_bits();
+        let text = reason(GManager::default().on_register(&r, 0));
+        assert!(text.contains("attention_scale is"), "{text}");
+    }
+    rejects(|s| s.windows = vec![128; 5], "windows has 5 entries, the pool 4 layers");
+    rejects(|s| s.unpooled_windows = vec![1; 1 << 16], "unpooled_windows has 65536 entries beside 4 layers: at most");
+    rejects(|s| s.unpooled_windows = vec![0], "unpooled_windows has a 0");
 }
 
 #[test]

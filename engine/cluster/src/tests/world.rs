@@ -515,5 +515,8 @@ pub(super) fn shape() -> PoolShape {
         alibi_bias_max: 0,
         attention_softcap: 0,
         latent: false,
+        attention_scale: 0.125f32.to_bits(),
+        windows: vec![],
+        unpooled_windows: vec![],
     }
 }

@@ -4,9 +4,9 @@ use super::Membership;
 use crate::cx::Cx;
 use crate::event::{Effect, PeerKey};
 use crate::outcome::Outcome;
-use lagoon_protocol::{ControlBody, Hello, PoolShape, Rejected, VERSION_MAX, VERSION_MIN};
+use lagoon_protocol::{ControlBody, Hello, PoolShape, Rejected, VERSION_MAX, VERSION_MIN, version_refusal};
 use lagoon_types::InstanceId;
-use lagoon_types::limits::{CONNECT_DEADLINE_MS, PEER_PENDING_MAX};
+use lagoon_types::limits::{self, CONNECT_DEADLINE_MS, PEER_PENDING_MAX};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A connected instance that has sent its Hello.
@@ -224,11 +224,8 @@ fn hello(cx: &Cx) -> Option<ControlBody> {
 }
 
 fn check_hello(cx: &Cx, hello: &Hello) -> Result<(), String> {
-    if hello.version_min > VERSION_MAX || hello.version_max < VERSION_MIN {
-        return Err(format!(
-            "protocol versions do not meet: this instance speaks {VERSION_MIN} to {VERSION_MAX}, the peer {} to {}",
-            hello.version_min, hello.version_max
-        ));
+    if let Some(refusal) = version_refusal((hello.version_min, hello.version_max), "the peer", "this instance") {
+        return Err(refusal);
     }
     if hello.instance == 0 {
         return Err("0 is no instance's number".to_owned());
@@ -268,6 +265,7 @@ fn shape_difference(ours: &PoolShape, theirs: &PoolShape) -> String {
     let floats = [
         ("alibi_bias_max", ours.alibi_bias_max, theirs.alibi_bias_max),
         ("attention_softcap", ours.attention_softcap, theirs.attention_softcap),
+        ("attention_scale", ours.attention_scale, theirs.attention_scale),
     ];
     if let Some((name, ours, theirs)) = floats.into_iter().find(|(_, ours, theirs)| ours != theirs) {
         let [ours, theirs] = [ours, theirs].map(f32::from_bits);
@@ -283,9 +281,67 @@ fn shape_difference(ours: &PoolShape, theirs: &PoolShape) -> String {
         ("window", ours.window, theirs.window),
         ("latent", ours.latent.into(), theirs.latent.into()),
     ];
-    let differs = fields.iter().find(|(_, a, b)| a != b);
+    if let Some((name, ours, theirs)) = fields.into_iter().find(|(_, ours, theirs)| ours != theirs) {
+        return format!("{name} differs: this instance has {ours}, the peer {theirs}");
+    }
+    let lists = [
+        ("windows", &ours.windows, theirs.windows.as_slice()),
+        ("unpooled_windows", &ours.unpooled_windows, &theirs.unpooled_windows),
+    ];
+    let differs = lists.into_iter().find(|(_, ours, theirs)| ours != theirs);
     differs.map_or_else(
         || "the pool shapes differ".to_owned(),
-        |(name, a, b)| format!("{name} differs: this instance has {a}, the peer {b}"),
+        |(name, ours, theirs)| {
+            // The peer's list has not been checked.
+            let theirs = &theirs[..theirs.len().min(limits::LAYERS_MAX as usize)];
+            format!("{name} differs: this instance has {ours:?}, the peer {theirs:?}")
+        },
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::freeze::tests::{PEER, config};
+    use crate::{Event, Instance, InstanceConfig, LayerWindows};
+
+    /// What an instance with windows by layer replies to a peer whose config.json differs by `change`.
+    fn rejected(change: impl FnOnce(&mut InstanceConfig, &mut Hello)) -> String {
+        let mut ours = config();
+        (ours.kv.layers, ours.layer_windows.pooled) = (3, vec![128, 0, 128]);
+        let (mut theirs, mut hello) = (ours.clone(), Hello { instance: 2, incarnation: 5, ..Hello::default() });
+        (hello.version_min, hello.version_max) = (VERSION_MIN, VERSION_MAX);
+        change(&mut theirs, &mut hello);
+        hello.shape = Some(theirs.pool_shape());
+        let mut instance = Instance::new(ours).unwrap();
+        instance.handle(Event::PeerUp { peer: PEER }, 1_000);
+        let effects = instance.handle(Event::Control { peer: PEER, body: ControlBody::Hello(hello) }, 1_000);
+        let reason = effects.into_iter().find_map(|effect| match effect {
+            Effect::Control { body: ControlBody::Rejected(rejected), .. } => Some(rejected.reason),
+            _ => None,
+        });
+        reason.unwrap_or_default()
+    }
+
+    #[test]
+    fn a_peer_whose_attention_differs_is_refused_by_the_field() {
+        assert_eq!(rejected(|_, _| {}), "");
+        // Another query_pre_attn_scalar.
+        let reason = rejected(|config, _| config.attention_scale = 0.25);
+        assert_eq!(reason, "attention_scale differs: this instance has 1, the peer 0.25");
+        let reason = rejected(|config, _| config.layer_windows.pooled = vec![0, 128, 128]);
+        assert_eq!(reason, "windows differs: this instance has [128, 0, 128], the peer [0, 128, 128]");
+        let reason = rejected(|config, _| {
+            config.layer_windows = LayerWindows { unpooled: vec![64], ..config.layer_windows.clone() };
+        });
+        assert_eq!(reason, "unpooled_windows differs: this instance has [], the peer [64]");
+    }
+
+    #[test]
+    fn an_older_peer_is_refused_by_its_version() {
+        let reason = rejected(|_, hello| (hello.version_min, hello.version_max) = (1, 1));
+        let expected =
+            "the peer speaks protocol version 1, this instance version 2: no common version, the peer is older";
+        assert!(reason.starts_with(expected) && reason.contains("hint: upgrade"), "{reason}");
+    }
 }

@@ -26,6 +26,20 @@ fn shape() -> PoolShape {
         alibi_bias_max: 0,
         attention_softcap: 0,
         latent: false,
+        attention_scale: 0,
+        windows: vec![],
+        unpooled_windows: vec![],
+    }
+}
+
+fn windows() -> PoolShape {
+    PoolShape {
+        layers: 3,
+        window: 0,
+        attention_scale: 0.0625f32.to_bits(),
+        windows: vec![0, 300, 0],
+        unpooled_windows: vec![128, 1024],
+        ..shape()
     }
 }
 
@@ -62,6 +76,7 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
         ..Default::default()
     };
     let latent = Register { shape: Some(latent()), ..register.clone() };
+    let windows = Register { version_min: 2, version_max: 2, shape: Some(windows()), ..register.clone() };
     let status = InstanceStatus {
         instance: 3,
         name: "node-a".into(),
@@ -78,6 +93,7 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
     vec![
         ("register", ControlBody::Register(register)),
         ("register_latent", ControlBody::Register(latent)),
+        ("register_windows", ControlBody::Register(windows)),
         (
             "registered",
             ControlBody::Registered(Registered { version: 1, instance: 3, heartbeat_ms: 250, ..Default::default() }),
@@ -326,6 +342,7 @@ fn transfer_layout() -> TransferLayout {
         head_dim: 32,
         region_bytes: vec![1 << 16, 1 << 33],
         planes: vec![plane],
+        ..TransferLayout::default()
     }
 }
 
@@ -355,6 +372,8 @@ fn transfer() -> Vec<(&'static str, ControlBody)> {
         }],
         addr: "10.0.0.4:7010".into(),
     };
+    let layout = TransferLayout { latent: true, windowed_layers: 12, window: 127, ..transfer_layout() };
+    let windows = TransferConnect { layout: Some(layout), ..connect.clone() };
     let connected_window = TransferConnected { arenas: vec![window()], ..connected.clone() };
     let export = TransferExport {
         conn: 5,
@@ -375,6 +394,7 @@ fn transfer() -> Vec<(&'static str, ControlBody)> {
         incarnation: 0xbeef,
     };
     vec![
+        ("transfer_connect_windows", ControlBody::TransferConnect(windows)),
         ("transfer_connect", ControlBody::TransferConnect(connect)),
         ("transfer_connected", ControlBody::TransferConnected(connected)),
         ("transfer_connected_window", ControlBody::TransferConnected(connected_window)),

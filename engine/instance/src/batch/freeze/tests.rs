@@ -2,7 +2,7 @@
 
 use super::FrozenDebt;
 use crate::batch::scheduler::SchedulerConfig;
-use crate::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy};
+use crate::{Effect, Event, Instance, InstanceConfig, LayerWindows, PeerKey, RemotePolicy};
 use lagoon_protocol::{
     BorrowAdvice, BulkFrame, Candidate, ControlBody, Freeze, Frozen, Hello, LeaseGrant, MemoryTier, Registered, Role,
     Thaw, VERSION_MAX,
@@ -33,6 +33,8 @@ pub(crate) fn config() -> InstanceConfig {
         kv: KvShape { layers: 1, kv_heads: 1, head_dim: 2, dtype: DType::F32 },
         window: None,
         windowed: None,
+        layer_windows: LayerWindows::default(),
+        attention_scale: 1.0,
         alibi: None,
         attention_softcap: None,
         max_positions: 1_000,
