@@ -71,7 +71,7 @@ impl Instance {
     pub fn handle(&mut self, event: Event, now_ms: u64) -> Vec<Effect> {
         self.cx.now_ms = self.cx.now_ms.max(now_ms);
         if may_concern_batch(&event) {
-            self.batch.due.touch();
+            self.batch.touch();
         }
         if matches!(event, Event::Tick) {
             self.on_tick();
@@ -113,7 +113,7 @@ impl Instance {
         self.hand_on(outcomes);
         let due = self.is_due();
         if due {
-            self.batch.due.begin(self.cx.memory.rm.pool.changes());
+            self.batch.begin_look(self.cx.memory.rm.pool.changes());
             // Growth before admission: a preempted sequence must not get its freed memory back.
             self.grow();
             let outcomes = self.batch(BatchEvent::Admit);
@@ -162,14 +162,14 @@ impl Instance {
 
     /// Whether the batch is due. Always while moves exist: moves and sequences may wait for each other.
     fn is_due(&self) -> bool {
-        !self.moves.is_empty() || self.batch.due.is_due(self.cx.memory.rm.pool.changes(), self.cx.now_ms)
+        !self.moves.is_empty() || self.batch.is_due(self.cx.memory.rm.pool.changes(), self.cx.now_ms)
     }
 
     /// Hands the rManager's outputs on.
     fn drain_rmanager(&mut self) {
         while let Some(output) = self.cx.memory.rm.poll() {
             if !matches!(output, Output::ToGManager(_) | Output::ToPeer { .. }) {
-                self.batch.due.touch();
+                self.batch.touch();
             }
             let outcomes = self.on_output(output);
             self.hand_on(outcomes);
@@ -468,7 +468,7 @@ impl Instance {
                 outcomes
             }
             Outcome::RoleChanged { old } => {
-                self.batch.due.touch();
+                self.batch.touch();
                 if old == Role::Decode { self.prefill(PrefillEvent::LeftWorkers) } else { Outcomes::new() }
             }
         }

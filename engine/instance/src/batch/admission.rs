@@ -3,10 +3,10 @@
 //! The newest rBlocks of a prompt stay local so that decoding grows in local memory; the oldest go to creditors. A
 //! sequence that cannot be placed completely waits and holds no memory.
 
+use super::policy::{Attempt, Short, Sources};
 use super::sequence::{Need, Sequence};
 use super::{Batch, policy};
 use crate::cx::Cx;
-use crate::membership::standing::Lending;
 use crate::outcome::Outcome;
 use crate::prefill::Prefills;
 use lagoon_protocol::{Role, TierRequest};
@@ -114,14 +114,17 @@ impl Batch {
     /// head that needs borrowed memory (maybe the decode worker's) or waits for the oldest waiting pool-sized request.
     fn admit_pushed(&mut self, cx: &mut Cx, prefills: &Prefills) {
         let head = self.sched.next_waiting().and_then(|head| self.seqs.get(&head.seq));
-        let elsewhere = |s: &Sequence| s.blocks.shortfall(s.len() + 1) > cx.config.blocks_total;
-        if !head.is_some_and(|head| elsewhere(head) || Self::gives_way(cx, head.since_ms)) {
+        let yields = |head: &Sequence| {
+            let needed = head.blocks.shortfall(head.len() + 1);
+            policy::may_overtake(needed, cx.config.blocks_total, Self::gives_way(cx, head.since_ms))
+        };
+        if !head.is_some_and(yields) {
             return;
         }
         let pushed = self.sched.waiting().map(|w| w.seq).filter(|seq| prefills.is_pushed(*seq));
         let pushed: Vec<SeqId> = pushed.collect();
         for id in pushed {
-            let full = self.sched.running_len() >= cx.config.sched.running;
+            let full = policy::free_places(self.sched.running_len(), cx.config.sched.running) == 0;
             let room = self.room(cx) + self.shareable(cx, id);
             let fits = |s: &Sequence| s.blocks.shortfall(s.len()) <= room;
             if !full && self.seqs.get(&id).is_some_and(fits) && self.place(cx, prefills, id) {
@@ -138,14 +141,15 @@ impl Batch {
             if Self::gives_way(cx, seq.since_ms) {
                 return;
             }
-            let (need, needed) = (seq.need(), seq.blocks.shortfall(seq.len() + 1));
-            match need.expect("what waits is in the queue") {
-                Need::Borrowing(_) => return,
-                Need::RetryAt(at) if at > cx.now_ms && needed > self.room(cx) + self.shareable(cx, head.seq) => {
-                    self.due.wake_at(at);
+            let needed = seq.blocks.shortfall(seq.len() + 1);
+            match policy::attempt(seq.need(), cx.now_ms) {
+                Attempt::No => return,
+                // Memory that has become free ends the pause.
+                Attempt::At(at_ms) if needed > self.room(cx) + self.shareable(cx, head.seq) => {
+                    self.due.wake_at(at_ms);
                     return;
                 }
-                Need::Met | Need::RetryAt(_) => {}
+                Attempt::At(_) | Attempt::Now => {}
             }
             if !self.place(cx, prefills, head.seq) {
                 return;
@@ -159,10 +163,8 @@ impl Batch {
     pub(crate) fn admit_placed(&mut self, cx: &Cx) {
         let placed = |s: &SeqId| self.seqs.get(s).is_some_and(|s| s.is_placed() && s.blocks.blocks() > 0);
         let placed: Vec<SeqId> = self.sched.waiting().map(|w| w.seq).filter(placed).collect();
-        for seq in placed {
-            if self.sched.running_len() >= cx.config.sched.running {
-                return;
-            }
+        let places = policy::free_places(self.sched.running_len(), cx.config.sched.running);
+        for seq in placed.into_iter().take(places) {
             let micro_batch = self.micro_batch_of(seq);
             let known = self.seqs.get(&seq).map_or(0, |s| s.blocks.written());
             self.start(seq, micro_batch, known, cx.now_ms);
@@ -198,7 +200,7 @@ impl Batch {
     pub(crate) fn waiting_since_ms(&self, cx: &Cx) -> Option<u64> {
         let head = self.seqs.get(&self.sched.next_waiting()?.seq)?;
         let needed = head.blocks.shortfall(head.len() + 1);
-        (needed <= cx.config.blocks_total).then_some(head.since_ms)
+        (!policy::is_pool_sized(needed, cx.config.blocks_total)).then_some(head.since_ms)
     }
 
     /// Allocates memory for a whole waiting sequence. True if it has all; false if it borrows or must retry.
@@ -217,17 +219,18 @@ impl Batch {
             self.fail_outgrown(cx, prefills, id, capacity);
             return false;
         }
-        // Shared prefix blocks need no memory, unless the oldest blocks are borrowed.
         let room = self.room(cx);
-        let here = needed <= room || needed <= room + self.shareable(cx, id);
-        let local = if here { needed } else { needed.min(room) };
-        if local < needed && job {
-            self.retry_later(cx, id);
-            return false;
-        }
-        let lending = cx.standing.need_lending(cx.now_ms);
-        if local < needed && lending != Lending::Open {
-            self.wait_for_gmanager(cx, prefills, id, lending, needed);
+        let shareable = if needed <= room { 0 } else { self.shareable(cx, id) };
+        let local = match policy::sources(needed, room, shareable, job) {
+            Sources::Here => needed,
+            Sources::Split { local } => local,
+            Sources::Retry => {
+                self.retry_later(cx, id);
+                return false;
+            }
+        };
+        cx.standing.note_lending_needed(cx.now_ms);
+        if local < needed && !self.borrow_or_wait(cx, prefills, id, needed) {
             return false;
         }
         let (known, after) = if local == needed { self.adopt_prefix(cx, id) } else { (0, None) };
@@ -255,28 +258,24 @@ impl Batch {
         }
     }
 
-    /// A waiting sequence must borrow while no gManager can be asked. It retries until the deadline; if it needs more
-    /// than this instance has and lending is closed, it fails.
-    pub(crate) fn wait_for_gmanager(
-        &mut self,
-        cx: &mut Cx,
-        prefills: &Prefills,
-        id: SeqId,
-        lending: Lending,
-        needed: u32,
-    ) {
-        let (alone, total) = (lending == Lending::Closed && cx.standing.id.is_some(), cx.config.blocks_total);
-        if alone && needed > total {
-            let room = u64::from(total) * u64::from(cx.config.block_tokens);
-            let message = format!(
-                "the request needs more than this instance's {room} tokens of memory, and no gManager was there to \
-                 borrow through for {} s",
-                GMANAGER_WAIT_MS / 1000
-            );
-            self.fail(cx, prefills, id, RequestError::Unavailable(message));
-        } else {
-            self.retry_later(cx, id);
+    /// True if a waiting sequence of `needed` rBlocks, which must borrow, can. False if no gManager can be asked: it
+    /// retries later, or has failed.
+    fn borrow_or_wait(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId, needed: u32) -> bool {
+        let pool_sized = policy::is_pool_sized(needed, cx.config.blocks_total);
+        match policy::admission_short(cx.standing.lending(cx.now_ms), cx.standing.id.is_some(), pool_sized) {
+            Short::Borrow => return true,
+            Short::Fail => {
+                let room = u64::from(cx.config.blocks_total) * u64::from(cx.config.block_tokens);
+                let message = format!(
+                    "the request needs more than this instance's {room} tokens of memory, and no gManager was there \
+                     to borrow through for {} s",
+                    GMANAGER_WAIT_MS / 1000
+                );
+                self.fail(cx, prefills, id, RequestError::Unavailable(message));
+            }
+            Short::Retry | Short::Preempt => self.retry_later(cx, id),
         }
+        false
     }
 
     /// Fails sequences whose admission deadline has passed.

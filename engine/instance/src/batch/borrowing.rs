@@ -1,5 +1,6 @@
 //! The rManager's replies to borrows: for admission, for growth, and for lost ranges.
 
+use super::policy::GrowthFailed;
 use super::sequence::{HeldLease, Need};
 use super::{Batch, policy};
 use crate::cx::Cx;
@@ -62,20 +63,7 @@ impl Batch {
             return;
         }
         if self.is_running(id) {
-            match self.seqs.get_mut(&id) {
-                // The request was for more than the shortfall: ask for the shortfall only.
-                Some(seq) if !seq.frugal => {
-                    seq.frugal = true;
-                    seq.set_need(Need::Met);
-                }
-                // Growth goes before lending: if nobody lends, lent blocks are recalled, and revoked at the deadline.
-                Some(seq) if cx.memory.rm.creditor.recallable(&cx.memory.rm.pool) > 0 => {
-                    seq.set_need(Need::RetryAt(cx.now_ms + ADMISSION_RETRY_MS));
-                    let shortfall = seq.blocks.shortfall(seq.len());
-                    cx.emit(Outcome::WantBack { blocks: shortfall, take: true });
-                }
-                _ => self.preempt_for(cx, prefills, id),
-            }
+            self.on_growth_failed(cx, prefills, id);
             return;
         }
         self.release_memory(cx, prefills, id);
@@ -88,6 +76,23 @@ impl Batch {
         } else {
             // Lent blocks stay lent: the planner recalls them where another place exists.
             self.retry_later(cx, id);
+        }
+    }
+
+    /// Nobody lent a running sequence blocks to grow.
+    fn on_growth_failed(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId) {
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        match policy::growth_failed(seq.frugal, cx.memory.rm.creditor.recallable(&cx.memory.rm.pool)) {
+            GrowthFailed::AskFrugally => {
+                seq.frugal = true;
+                seq.set_need(Need::Met);
+            }
+            GrowthFailed::Recall => {
+                seq.set_need(Need::RetryAt(cx.now_ms + ADMISSION_RETRY_MS));
+                let shortfall = seq.blocks.shortfall(seq.len());
+                cx.emit(Outcome::WantBack { blocks: shortfall, take: true });
+            }
+            GrowthFailed::Preempt => self.preempt_for(cx, prefills, id),
         }
     }
 

@@ -9,7 +9,7 @@
 
 /// Change counter and next wake time of the batch. See the module's documentation.
 #[derive(Debug)]
-pub(crate) struct Due {
+pub(super) struct Due {
     changes: u64,
     /// `changes`, and the pool's changes, at the last look.
     seen: (u64, u64),
@@ -23,22 +23,22 @@ impl Due {
     }
 
     /// Notes a change: the batch is due.
-    pub(crate) fn touch(&mut self) {
+    pub(super) fn touch(&mut self) {
         self.changes += 1;
     }
 
     /// Makes the batch due at `at_ms`.
-    pub(crate) fn wake_at(&mut self, at_ms: u64) {
+    pub(super) fn wake_at(&mut self, at_ms: u64) {
         self.wake_ms = self.wake_ms.min(at_ms);
     }
 
     /// Whether the batch is due.
-    pub(crate) fn is_due(&self, pool_changes: u64, now_ms: u64) -> bool {
+    pub(super) fn is_due(&self, pool_changes: u64, now_ms: u64) -> bool {
         self.seen != (self.changes, pool_changes) || now_ms >= self.wake_ms
     }
 
     /// Starts a look at the batch: later changes count for the next one.
-    pub(crate) fn begin(&mut self, pool_changes: u64) {
+    pub(super) fn begin(&mut self, pool_changes: u64) {
         self.seen = (self.changes, pool_changes);
         self.wake_ms = u64::MAX;
     }
@@ -63,6 +63,6 @@ mod tests {
         due.wake_at(30);
         assert!(!due.is_due(1, 19) && due.is_due(1, 20));
         due.begin(1);
-        assert!(!due.is_due(1, 20), "whoever waits still says so again");
+        assert!(!due.is_due(1, 20), "a sequence that still waits sets its wake time again");
     }
 }

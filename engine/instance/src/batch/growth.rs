@@ -1,10 +1,10 @@
 //! Growth of running sequences: own blocks first, then a borrow, then swap or preemption of another sequence.
 
+use super::policy::{Attempt, Short};
 use super::preempt::give_back;
 use super::sequence::Need;
 use super::{Batch, Others, policy};
 use crate::cx::Cx;
-use crate::membership::standing::Lending;
 use crate::outcome::Outcome;
 use lagoon_protocol::TierRequest;
 use lagoon_types::{MicroBatch, SeqId};
@@ -30,17 +30,14 @@ impl Batch {
             self.restore(cx, others, id);
             return;
         }
-        let shortfall = seq.blocks.shortfall(tokens);
-        let retry = match seq.need() {
-            Some(Need::Met) => true,
-            Some(Need::RetryAt(at)) if at > cx.now_ms => {
-                self.due.wake_at(at);
-                false
-            }
-            Some(Need::RetryAt(_)) => true,
-            Some(Need::Borrowing(_)) | None => return,
-        };
-        if shortfall == 0 || self.grow_here(cx, id) || !retry {
+        let (shortfall, frugal) = (seq.blocks.shortfall(tokens), seq.frugal);
+        let attempt = policy::attempt(seq.need(), cx.now_ms);
+        match attempt {
+            Attempt::No => return,
+            Attempt::At(at_ms) => self.due.wake_at(at_ms),
+            Attempt::Now => {}
+        }
+        if shortfall == 0 || self.grow_here(cx, id) || attempt != Attempt::Now {
             return;
         }
         if others.moves.is_moving_home() {
@@ -50,25 +47,23 @@ impl Batch {
             }
             return;
         }
-        let lending = cx.standing.need_lending(cx.now_ms);
+        cx.standing.note_lending_needed(cx.now_ms);
+        let lending = cx.standing.lending(cx.now_ms);
         if cx.memory.rm.creditor.recallable(&cx.memory.rm.pool) > 0 {
-            // Debtors with room give blocks back; blocks are revoked only if nobody else lends.
-            let take = lending != Lending::Open;
-            cx.emit(Outcome::WantBack { blocks: shortfall, take });
+            // Debtors with room give blocks back.
+            cx.emit(Outcome::WantBack { blocks: shortfall, take: policy::revokes(lending) });
         }
-        match (lending, self.seqs.get_mut(&id)) {
-            (Lending::Open, Some(seq)) => {
-                let (wanted, tier) = policy::growth_request(seq.frugal, shortfall);
-                // Before a sequence borrows host memory, a younger one is swapped out to it.
+        match policy::growth_short(lending) {
+            Short::Borrow => {
+                let (wanted, tier) = policy::growth_request(frugal, shortfall);
                 if tier == TierRequest::Any && self.swap_out_for(cx, others, id) {
                     return;
                 }
                 let borrow = cx.memory.rm.debtor.borrow(id, wanted, tier, None, cx.now_ms);
                 self.set_need(id, Need::Borrowing(borrow));
             }
-            (Lending::Away, Some(_)) => self.retry_later(cx, id),
-            (Lending::Closed, _) => self.preempt_for(cx, others.prefills, id),
-            (_, None) => {}
+            Short::Retry | Short::Fail => self.retry_later(cx, id),
+            Short::Preempt => self.preempt_for(cx, others.prefills, id),
         }
     }
 

@@ -6,7 +6,8 @@
 
 mod admission;
 mod borrowing;
-pub(crate) mod due;
+pub(crate) mod changes;
+mod due;
 pub(crate) mod freeze;
 mod growth;
 pub(crate) mod micro_batches;
@@ -47,9 +48,8 @@ pub(crate) struct Batch {
     /// The victim to preempt when its step ends, and the sequence that gets its memory.
     preempt_after_step: Option<(SeqId, SeqId)>,
     frozen: Option<FrozenDebt>,
-    pub(crate) counts: BatchCounts,
-    /// Whether an event makes the batch due.
-    pub(crate) due: Due,
+    counts: BatchCounts,
+    due: Due,
     /// Measured time of one row of a prompt, in microseconds; 0 before the first measurement.
     prefill_us: f64,
 }
@@ -180,8 +180,29 @@ impl Batch {
         self.seqs.get(&id)
     }
 
-    pub(crate) fn seq_mut(&mut self, id: SeqId) -> Option<&mut Sequence> {
-        self.seqs.get_mut(&id)
+    /// Counters since the start.
+    pub(crate) fn counts(&self) -> BatchCounts {
+        self.counts
+    }
+
+    /// Makes the batch due: an input of its decisions has changed elsewhere.
+    pub(crate) fn touch(&mut self) {
+        self.due.touch();
+    }
+
+    /// Makes the batch due at `at_ms`.
+    pub(crate) fn wake_at(&mut self, at_ms: u64) {
+        self.due.wake_at(at_ms);
+    }
+
+    /// Whether sequences may have to grow, swap in, be admitted or join a step. `pool_changes`: the pool's counter.
+    pub(crate) fn is_due(&self, pool_changes: u64, now_ms: u64) -> bool {
+        self.due.is_due(pool_changes, now_ms)
+    }
+
+    /// Starts a look at the batch: later changes count for the next one.
+    pub(crate) fn begin_look(&mut self, pool_changes: u64) {
+        self.due.begin(pool_changes);
     }
 
     /// The sequence `id`.
@@ -304,7 +325,7 @@ impl Batch {
         let micro_batch = self.micro_batch_of(id);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         let (tokens, computed) = (seq.len(), seq.blocks.written());
-        if self.sched.running_len() < cx.config.sched.running {
+        if policy::free_places(self.sched.running_len(), cx.config.sched.running) > 0 {
             self.sched.resume(id, micro_batch, tokens, computed);
             self.load_ring(id);
             self.set_life(id, Life::Running(Need::Met));

@@ -2,13 +2,19 @@
 //!
 //! Rules:
 //! * admission is first come first served; the pool's oldest waiting pool-sized request goes before all younger ones;
+//! * a pushed prompt goes ahead of a head that waits for memory elsewhere; a sequence with all its memory is admitted
+//!   wherever it stands, so that it does not hold what the head waits for;
 //! * running sequences grow before anything is admitted: some blocks are kept free for growth;
 //! * the oldest running sequence always advances: it is preempted only if no other one can be;
 //! * the preemption victim is the one with the fewest tokens to recompute; the youngest is swapped out instead, if that
-//!   is cheaper.
+//!   is cheaper; if a step overfilled the device, the victim is the youngest of that step.
+//!
+//! Callers gather the candidates and carry out the decision.
 
+use super::sequence::{Life, Need};
+use crate::membership::standing::Lending;
 use lagoon_protocol::TierRequest;
-use lagoon_types::limits::{ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GROWTH_BLOCKS};
+use lagoon_types::limits::{ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GROWTH_BLOCKS, SWAP_OUT_BLOCKS_MIN};
 use lagoon_types::{InstanceId, SeqId};
 
 /// Misses after which a sequence that the whole pool cannot hold fails (some ten seconds).
@@ -33,6 +39,136 @@ pub(super) fn gives_way(since_ms: u64, oldest: Option<(InstanceId, u64)>, me: Op
     oldest.is_some_and(|(debtor, oldest_ms)| Some(debtor) != me && oldest_ms < since_ms)
 }
 
+/// Whether a request needs more memory than this instance has.
+pub(super) fn is_pool_sized(needed: u32, blocks_total: u32) -> bool {
+    needed > blocks_total
+}
+
+/// Whether pushed prompts that fit here overtake the head of the queue, which waits for memory elsewhere (maybe for
+/// that of the prompt's decode worker): it is pool-sized, or gives way to the oldest waiting pool-sized request.
+pub(super) fn may_overtake(head_needed: u32, blocks_total: u32, head_gives_way: bool) -> bool {
+    is_pool_sized(head_needed, blocks_total) || head_gives_way
+}
+
+/// How many more sequences may run.
+pub(super) fn free_places(running: usize, limit: usize) -> usize {
+    limit.saturating_sub(running)
+}
+
+/// Whether a sequence tries to get memory now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Attempt {
+    Now,
+    /// At this time, in milliseconds.
+    At(u64),
+    /// No: it borrows already, or takes no memory in its state.
+    No,
+}
+
+/// Whether a sequence with this need tries to get memory now.
+pub(super) fn attempt(need: Option<Need>, now_ms: u64) -> Attempt {
+    match need {
+        Some(Need::RetryAt(at_ms)) if at_ms > now_ms => Attempt::At(at_ms),
+        Some(Need::Met | Need::RetryAt(_)) => Attempt::Now,
+        Some(Need::Borrowing(_)) | None => Attempt::No,
+    }
+}
+
+/// Where the memory of a waiting sequence comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sources {
+    /// All of it from here.
+    Here,
+    /// So many of the newest rBlocks from here, the older ones from creditors.
+    Split { local: u32 },
+    /// Its KV must lie here as a whole, and there is too little room.
+    Retry,
+}
+
+/// Where the `needed` rBlocks of a waiting sequence come from, with `room` free ones here. Shared prefix blocks
+/// (`shareable`) need no memory, unless the oldest blocks are borrowed. `whole`: a prompt for a decode worker, which
+/// lies here as a whole.
+pub(super) fn sources(needed: u32, room: u32, shareable: u32, whole: bool) -> Sources {
+    if needed <= room + shareable {
+        Sources::Here
+    } else if whole {
+        Sources::Retry
+    } else {
+        Sources::Split { local: room }
+    }
+}
+
+/// What a sequence does that needs to borrow, or whose borrow failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Short {
+    Borrow,
+    /// It tries again after a pause.
+    Retry,
+    /// A waiting sequence fails: nothing that it could wait for would help.
+    Fail,
+    /// Another running sequence (or the same one) is preempted for it.
+    Preempt,
+}
+
+/// What a waiting sequence does that must borrow. Without a gManager it retries until its deadline; it fails if it is
+/// pool-sized and lending is closed although this instance was in a pool (`registered_once`).
+pub(super) fn admission_short(lending: Lending, registered_once: bool, pool_sized: bool) -> Short {
+    match lending {
+        Lending::Open => Short::Borrow,
+        Lending::Closed if registered_once && pool_sized => Short::Fail,
+        Lending::Away | Lending::Closed => Short::Retry,
+    }
+}
+
+/// What a running sequence does that is short of blocks: it borrows, waits for the gManager, or preempts.
+pub(super) fn growth_short(lending: Lending) -> Short {
+    match lending {
+        Lending::Open => Short::Borrow,
+        Lending::Away => Short::Retry,
+        Lending::Closed => Short::Preempt,
+    }
+}
+
+/// What a running sequence with lost blocks does that must borrow. After its deadline (`late`) it waits no more for the
+/// gManager.
+pub(super) fn restore_short(lending: Lending, late: bool) -> Short {
+    match lending {
+        Lending::Away if late => Short::Preempt,
+        lending => growth_short(lending),
+    }
+}
+
+/// What a running sequence does after nobody lent for its lost blocks.
+pub(super) fn restore_failed(late: bool, pool_too_small: bool) -> Short {
+    if late || pool_too_small { Short::Preempt } else { Short::Retry }
+}
+
+/// Whether lent blocks are revoked for a running sequence that is short, if their debtors do not give them back: only
+/// if nobody else lends.
+pub(super) fn revokes(lending: Lending) -> bool {
+    lending != Lending::Open
+}
+
+/// What a running sequence does after nobody lent it blocks to grow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum GrowthFailed {
+    /// It asks for its shortfall only, in any memory.
+    AskFrugally,
+    /// Lent blocks are recalled, and revoked at the deadline.
+    Recall,
+    Preempt,
+}
+
+/// What a running sequence does after nobody lent: the last request was for more than the shortfall unless `frugal`,
+/// and growth goes before lending if `recallable` blocks are lent.
+pub(super) fn growth_failed(frugal: bool, recallable: u32) -> GrowthFailed {
+    match (frugal, recallable) {
+        (false, _) => GrowthFailed::AskFrugally,
+        (true, 1..) => GrowthFailed::Recall,
+        (true, 0) => GrowthFailed::Preempt,
+    }
+}
+
 /// Whether a waiting sequence that needs `needed` rBlocks of a pool of `capacity` fails.
 pub(super) fn is_outgrown(needed: u32, capacity: u64, misses: u32) -> bool {
     u64::from(needed) > capacity && has_waited_enough(misses)
@@ -54,6 +190,7 @@ pub(super) fn retry_pause_ms(incarnation: u64, seq: SeqId, misses: u32) -> u64 {
 
 /// rBlocks and tier that a running sequence short of `shortfall` rBlocks asks creditors for. Host memory is the last
 /// resort: asked for only after a request for more than the shortfall, in device memory, failed (`frugal`).
+/// Before a sequence borrows host memory, a younger one is swapped out to it.
 pub(super) fn growth_request(frugal: bool, shortfall: u32) -> (u32, TierRequest) {
     if frugal { (shortfall, TierRequest::Any) } else { (shortfall.max(GROWTH_BLOCKS), TierRequest::DeviceOnly) }
 }
@@ -81,9 +218,111 @@ pub(super) fn victim(running: impl Iterator<Item = Candidate>) -> Option<SeqId> 
     found.map(|candidate| candidate.seq)
 }
 
-/// Whether recomputing takes so long that a sequence which cannot grow waits instead while others advance.
-pub(super) fn is_long_recompute(recompute_us: f64) -> bool {
-    recompute_us > LONG_RECOMPUTE_US
+/// What a sequence that cannot grow does, nobody lending.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Preemption {
+    /// It waits until another sequence ends.
+    Wait,
+    /// The victim is preempted when its step ends.
+    AfterStep,
+    Now,
+}
+
+/// When the victim is preempted: not while recomputing it takes long and another sequence advances, and in no step.
+pub(super) fn preemption(recompute_us: f64, another_advances: bool, victim_in_step: bool) -> Preemption {
+    match (recompute_us > LONG_RECOMPUTE_US && another_advances, victim_in_step) {
+        (true, _) => Preemption::Wait,
+        (false, true) => Preemption::AfterStep,
+        (false, false) => Preemption::Now,
+    }
+}
+
+/// The sequence to preempt after its step overfilled the device although blocks were free: the youngest of the step's
+/// that still runs. The step's sequences come in its plan's order, oldest first. The oldest may be the victim: if it is
+/// alone in the step, nothing else makes the step smaller.
+pub(super) fn device_full_victim(mut step: impl DoubleEndedIterator<Item = (SeqId, bool)>) -> Option<SeqId> {
+    step.rfind(|(_, running)| *running).map(|(seq, _)| seq)
+}
+
+/// A running sequence as a candidate for swap out.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SwapCandidate {
+    pub(super) seq: SeqId,
+    /// Whole blocks that would move.
+    pub(super) blocks: u32,
+    /// Those among them that no other sequence shares.
+    pub(super) alone: u32,
+    /// Whether its blocks can move now: it neither borrows, swaps nor moves, has lost nothing, and has no windowed KV
+    /// that would be left behind.
+    pub(super) movable: bool,
+    /// It is not swapped out before this time, in milliseconds.
+    pub(super) after_ms: u64,
+    /// Whether moving takes less time than recomputing: see [`swap_is_cheaper`].
+    pub(super) cheaper: bool,
+}
+
+/// The sequence to swap out so that `id` can grow, and its blocks that move: the youngest that may be, admitted after
+/// `id`, or `id` itself. `running` comes youngest first.
+pub(super) fn swap_victim(
+    running: impl Iterator<Item = SwapCandidate>,
+    id: SeqId,
+    now_ms: u64,
+) -> Option<(SeqId, u32)> {
+    let may = |c: &SwapCandidate| c.movable && c.alone >= SWAP_OUT_BLOCKS_MIN && c.after_ms <= now_ms && c.cheaper;
+    for candidate in running {
+        if may(&candidate) {
+            return Some((candidate.seq, candidate.blocks));
+        }
+        if candidate.seq == id {
+            return None;
+        }
+    }
+    None
+}
+
+/// A running sequence as swap in looks at it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SwapInCandidate {
+    pub(super) seq: SeqId,
+    pub(super) life: Life,
+    /// rBlocks that it needs here to go on.
+    pub(super) needed: u32,
+    /// Its deadline, in milliseconds.
+    pub(super) by_ms: u64,
+}
+
+/// What becomes of a swapped-out sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SwapIn {
+    /// It swaps in.
+    Now,
+    /// It waits for room until this time, in milliseconds.
+    Until(u64),
+    /// Its deadline has passed: it fails.
+    Late,
+}
+
+/// Decides about every swapped-out sequence, oldest first, with `room` free rBlocks. A running sequence that waits for
+/// memory goes before those after it: they get no room.
+pub(super) fn swap_ins(
+    running: impl Iterator<Item = SwapInCandidate>,
+    mut room: u32,
+    now_ms: u64,
+) -> Vec<(SeqId, SwapIn)> {
+    let mut decided = Vec::new();
+    for SwapInCandidate { seq, life, needed, by_ms } in running {
+        match life {
+            Life::SwappedOut if needed <= room => {
+                room -= needed;
+                decided.push((seq, SwapIn::Now));
+            }
+            Life::SwappedOut if by_ms > now_ms => decided.push((seq, SwapIn::Until(by_ms))),
+            Life::SwappedOut => decided.push((seq, SwapIn::Late)),
+            Life::Running(Need::Met) | Life::Leaving => {}
+            _ => room = 0,
+        }
+    }
+    decided
 }
 
 /// Whether moving `bytes` out and back takes less time than recomputing. `row_us` 0 (not measured yet) counts as fast.
@@ -115,6 +354,111 @@ mod tests {
         assert!((0..40).all(|misses| pause(1, misses) <= ADMISSION_RETRY_MAX_MS));
         assert!(pause(1, 30) >= ADMISSION_RETRY_MAX_MS / 2 && pause(1, 0) <= ADMISSION_RETRY_MS);
         assert!((0..20).any(|seq| pause(seq, 30) != pause(seq + 1, 30)));
+    }
+
+    #[test]
+    fn a_long_recompute_waits_while_another_sequence_advances() {
+        let long = LONG_RECOMPUTE_US + 1.0;
+        assert_eq!(preemption(long, true, false), Preemption::Wait);
+        assert_eq!(preemption(long, true, true), Preemption::Wait);
+        assert_eq!(preemption(long, false, false), Preemption::Now);
+        assert_eq!(preemption(LONG_RECOMPUTE_US, true, false), Preemption::Now);
+        assert_eq!(preemption(0.0, true, true), Preemption::AfterStep);
+    }
+
+    #[test]
+    fn a_full_device_preempts_the_youngest_of_the_step_that_still_runs() {
+        let of = |step: &[(u64, bool)]| device_full_victim(step.iter().map(|(seq, runs)| (SeqId(*seq), *runs)));
+        assert_eq!(of(&[(1, true), (2, true), (3, false)]), Some(SeqId(2)));
+        assert_eq!(of(&[(1, true)]), Some(SeqId(1)), "alone in the step");
+        assert_eq!(of(&[(1, false)]), None);
+    }
+
+    #[test]
+    fn the_youngest_is_swapped_out_and_none_older_than_the_one_that_grows() {
+        let movable = |seq| SwapCandidate {
+            seq: SeqId(seq),
+            blocks: SWAP_OUT_BLOCKS_MIN + 3,
+            alone: SWAP_OUT_BLOCKS_MIN,
+            movable: true,
+            after_ms: 10,
+            cheaper: true,
+        };
+        let of = |candidates: &[SwapCandidate]| {
+            swap_victim(candidates.iter().copied(), SeqId(2), 10).map(|(seq, blocks)| (seq.0, blocks))
+        };
+        let blocks = SWAP_OUT_BLOCKS_MIN + 3;
+        assert_eq!(of(&[movable(3), movable(2), movable(1)]), Some((3, blocks)));
+        for stays in [
+            SwapCandidate { movable: false, ..movable(3) },
+            SwapCandidate { alone: SWAP_OUT_BLOCKS_MIN - 1, ..movable(3) },
+            SwapCandidate { after_ms: 11, ..movable(3) },
+            SwapCandidate { cheaper: false, ..movable(3) },
+        ] {
+            assert_eq!(of(&[stays, movable(2), movable(1)]), Some((2, blocks)), "itself");
+            assert_eq!(of(&[stays, SwapCandidate { cheaper: false, ..movable(2) }, movable(1)]), None);
+        }
+    }
+
+    #[test]
+    fn swapped_out_sequences_swap_in_oldest_first_and_behind_those_that_wait() {
+        let of = |seq, life, needed| SwapInCandidate { seq: SeqId(seq), life, needed, by_ms: 100 };
+        let (out, runs, waits) = (Life::SwappedOut, Life::Running(Need::Met), Life::Running(Need::RetryAt(5)));
+        let decided = |candidates: &[SwapInCandidate], now_ms| swap_ins(candidates.iter().copied(), 10, now_ms);
+        let three = [of(1, runs, 0), of(2, out, 6), of(3, out, 6), of(4, out, 4)];
+        let in_turn = [(SeqId(2), SwapIn::Now), (SeqId(3), SwapIn::Until(100)), (SeqId(4), SwapIn::Now)];
+        assert_eq!(decided(&three, 99), in_turn);
+        assert_eq!(decided(&three, 100)[1], (SeqId(3), SwapIn::Late));
+        assert_eq!(decided(&[of(1, waits, 0), of(2, out, 1)], 0), [(SeqId(2), SwapIn::Until(100))]);
+        assert_eq!(decided(&[of(1, out, 1), of(2, waits, 0)], 0), [(SeqId(1), SwapIn::Now)]);
+    }
+
+    #[test]
+    fn pushed_prompts_overtake_a_head_that_waits_for_memory_elsewhere() {
+        assert!(may_overtake(11, 10, false) && may_overtake(1, 10, true));
+        assert!(!may_overtake(10, 10, false));
+        assert_eq!((free_places(3, 4), free_places(4, 4), free_places(5, 4)), (1, 0, 0));
+    }
+
+    #[test]
+    fn a_sequence_tries_when_its_pause_is_over_and_not_while_it_borrows() {
+        assert_eq!(attempt(Some(Need::Met), 5), Attempt::Now);
+        assert_eq!(attempt(Some(Need::RetryAt(5)), 5), Attempt::Now);
+        assert_eq!(attempt(Some(Need::RetryAt(6)), 5), Attempt::At(6));
+        assert_eq!(attempt(None, 5), Attempt::No);
+    }
+
+    #[test]
+    fn the_newest_blocks_come_from_here_and_the_others_from_creditors() {
+        assert_eq!(sources(4, 4, 0, false), Sources::Here);
+        assert_eq!(sources(6, 4, 2, true), Sources::Here);
+        assert_eq!(sources(7, 4, 2, false), Sources::Split { local: 4 }, "shared blocks are the oldest");
+        assert_eq!(sources(7, 4, 2, true), Sources::Retry);
+    }
+
+    #[test]
+    fn what_cannot_borrow_waits_fails_or_preempts() {
+        use Lending::{Away, Closed, Open};
+        let all = |of: &dyn Fn(Lending) -> Short| [of(Open), of(Away), of(Closed)];
+        assert_eq!(all(&|l| admission_short(l, true, true)), [Short::Borrow, Short::Retry, Short::Fail]);
+        assert_eq!(all(&|l| admission_short(l, true, false)), [Short::Borrow, Short::Retry, Short::Retry]);
+        assert_eq!(all(&|l| admission_short(l, false, true)), [Short::Borrow, Short::Retry, Short::Retry]);
+        assert_eq!(all(&growth_short), [Short::Borrow, Short::Retry, Short::Preempt]);
+        assert_eq!(all(&|l| restore_short(l, false)), [Short::Borrow, Short::Retry, Short::Preempt]);
+        assert_eq!(all(&|l| restore_short(l, true)), [Short::Borrow, Short::Preempt, Short::Preempt]);
+        assert!(!revokes(Open) && revokes(Away) && revokes(Closed));
+    }
+
+    #[test]
+    fn after_a_failed_borrow_a_smaller_one_a_recall_and_then_preemption() {
+        assert_eq!(growth_failed(false, 3), GrowthFailed::AskFrugally);
+        assert_eq!(growth_failed(true, 3), GrowthFailed::Recall);
+        assert_eq!(growth_failed(true, 0), GrowthFailed::Preempt);
+        assert_eq!(growth_request(false, 1), (GROWTH_BLOCKS, TierRequest::DeviceOnly));
+        assert_eq!(growth_request(true, 1), (1, TierRequest::Any));
+        assert_eq!(restore_failed(false, false), Short::Retry);
+        assert_eq!(restore_failed(true, false), Short::Preempt);
+        assert_eq!(restore_failed(false, true), Short::Preempt);
     }
 
     #[test]

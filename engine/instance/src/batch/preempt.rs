@@ -1,7 +1,7 @@
 //! Preemption by recomputation, and the end of a sequence; both free its memory.
 
 use super::Batch;
-use super::policy::{self, Candidate};
+use super::policy::{self, Candidate, Preemption};
 use super::sequence::{Life, Need, Sequence};
 use crate::cx::Cx;
 use crate::event::Effect;
@@ -9,7 +9,7 @@ use crate::outcome::Outcome;
 use crate::prefill::Prefills;
 use lagoon_kv::{Freed, Owner};
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, ADMISSION_RETRY_MS};
-use lagoon_types::{FinishReason, RequestError, SeqId, TokenEvent};
+use lagoon_types::{Chunk, FinishReason, RequestError, SeqId, TokenEvent};
 
 impl Batch {
     /// Cancels a sequence's borrow and ends its wait for memory.
@@ -27,28 +27,39 @@ impl Batch {
     /// if recomputing takes long and others advance.
     pub(crate) fn preempt_for(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId) {
         let victim = self.victim(id);
-        if self.waits_rather(cx, id, victim) {
-            self.retry_later(cx, id);
-            return;
-        }
-        if self.sched.in_step(victim) {
-            self.preempt_after_step = Some((victim, id));
-            self.set_need(id, Need::RetryAt(cx.now_ms + ADMISSION_RETRY_MS));
-            return;
-        }
-        self.preempt_now_for(cx, prefills, victim, id);
-    }
-
-    /// Whether `id` waits until another sequence ends instead of preempting `victim`: if recomputing the victim takes
-    /// long and another sequence advances meanwhile.
-    fn waits_rather(&self, cx: &Cx, id: SeqId, victim: SeqId) -> bool {
         let row_us = cx.config.calibration.as_ref().map_or(self.prefill_us, |c| c.prefill_us_per_token);
         let recompute_us = self.seqs.get(&victim).map_or(0.0, |s| f64::from(s.blocks.written())) * row_us;
-        let advances = |seq: &SeqId| {
-            let has_room = |s: &Sequence| s.is_ready() && s.blocks.shortfall(s.len()) == 0;
-            *seq != id && (self.sched.in_step(*seq) || self.seqs.get(seq).is_some_and(has_room))
-        };
-        policy::is_long_recompute(recompute_us) && self.sched.running().any(|seq| advances(&seq))
+        match policy::preemption(recompute_us, self.another_advances(id), self.sched.in_step(victim)) {
+            Preemption::Wait => self.retry_later(cx, id),
+            Preemption::AfterStep => {
+                self.preempt_after_step = Some((victim, id));
+                self.set_need(id, Need::RetryAt(cx.now_ms + ADMISSION_RETRY_MS));
+            }
+            Preemption::Now => self.preempt_now_for(cx, prefills, victim, id),
+        }
+    }
+
+    /// Whether a running sequence other than `id` advances: it is in a step, or may join one and has room.
+    fn another_advances(&self, id: SeqId) -> bool {
+        let has_room = |s: &Sequence| s.is_ready() && s.blocks.shortfall(s.len()) == 0;
+        self.sched
+            .running()
+            .any(|seq| seq != id && (self.sched.in_step(seq) || self.seqs.get(&seq).is_some_and(has_room)))
+    }
+
+    /// Preempts a sequence of a step that overfilled the device although blocks were free; the step's others are
+    /// planned again.
+    pub(crate) fn on_device_full(&mut self, cx: &mut Cx, prefills: &Prefills, step: &[Chunk]) {
+        let running = step.iter().map(|chunk| (chunk.seq, self.is_running(chunk.seq)));
+        let Some(victim) = policy::device_full_victim(running) else { return };
+        self.preempt_and_retry(cx, prefills, victim);
+    }
+
+    /// Preempts a sequence, which tries again after a pause.
+    fn preempt_and_retry(&mut self, cx: &mut Cx, prefills: &Prefills, victim: SeqId) {
+        self.preempt(cx, prefills, victim);
+        self.counts.preemptions += 1;
+        self.retry_later(cx, victim);
     }
 
     /// The sequence to preempt so that `id` can grow: see [`policy::victim`].
@@ -66,9 +77,7 @@ impl Batch {
     }
 
     fn preempt_now_for(&mut self, cx: &mut Cx, prefills: &Prefills, victim: SeqId, id: SeqId) {
-        self.preempt(cx, prefills, victim);
-        self.counts.preemptions += 1;
-        self.retry_later(cx, victim);
+        self.preempt_and_retry(cx, prefills, victim);
         if victim == id {
             return;
         }

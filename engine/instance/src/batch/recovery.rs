@@ -6,10 +6,10 @@
 //! a sequence that cannot grow. It is recomputed as a whole only if it is the victim itself, or if a window has freed
 //! KV that the lost positions attend to.
 
+use super::policy::{Attempt, Short};
 use super::sequence::{Life, Need, Sequence};
-use super::{Batch, Others};
+use super::{Batch, Others, policy};
 use crate::cx::Cx;
-use crate::membership::standing::Lending;
 use crate::outcome::{Lost, LostPart, Outcome};
 use crate::prefill::Prefills;
 use lagoon_cluster::BorrowFailure;
@@ -103,16 +103,17 @@ impl Batch {
             return;
         }
         let Some(seq) = self.seqs.get(&id) else { return };
-        match seq.need() {
-            Some(Need::Borrowing(_)) | None => return,
-            Some(Need::RetryAt(at)) if at > cx.now_ms => return self.due.wake_at(at),
-            Some(Need::Met | Need::RetryAt(_)) => {}
+        match policy::attempt(seq.need(), cx.now_ms) {
+            Attempt::No => return,
+            Attempt::At(at_ms) => return self.due.wake_at(at_ms),
+            Attempt::Now => {}
         }
         let late = seq.restore_by_ms.is_some_and(|at| at <= cx.now_ms);
         let (lost_blocks, local) = (seq.blocks.lost_blocks(), cx.memory.rm.available());
         let mut lost_block_numbers = seq.blocks.lost_block_numbers();
-        match cx.standing.need_lending(cx.now_ms) {
-            Lending::Open => {
+        cx.standing.note_lending_needed(cx.now_ms);
+        match policy::restore_short(cx.standing.lending(cx.now_ms), late) {
+            Short::Borrow => {
                 let newest = lost_block_numbers.split_off((lost_blocks - local) as usize);
                 let Some(aside) = cx.memory.rm.pool.allocate_for(id, newest.into_iter(), None) else { return };
                 let borrow = cx.memory.rm.debtor.borrow(id, lost_blocks - local, TierRequest::Any, None, cx.now_ms);
@@ -121,8 +122,8 @@ impl Batch {
                     seq.aside = aside;
                 }
             }
-            Lending::Away if !late => self.retry_later(cx, id),
-            Lending::Away | Lending::Closed => self.preempt_for(cx, others.prefills, id),
+            Short::Retry | Short::Fail => self.retry_later(cx, id),
+            Short::Preempt => self.preempt_for(cx, others.prefills, id),
         }
     }
 
@@ -148,10 +149,9 @@ impl Batch {
     pub(crate) fn on_restore_failed(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId, reason: &BorrowFailure) {
         self.stop_waiting(cx, id);
         let late = self.seqs.get(&id).and_then(|s| s.restore_by_ms).is_none_or(|at| at <= cx.now_ms);
-        if late || matches!(reason, BorrowFailure::PoolTooSmall { .. }) {
-            self.preempt_for(cx, prefills, id);
-        } else {
-            self.retry_later(cx, id);
+        match policy::restore_failed(late, matches!(reason, BorrowFailure::PoolTooSmall { .. })) {
+            Short::Preempt => self.preempt_for(cx, prefills, id),
+            Short::Borrow | Short::Retry | Short::Fail => self.retry_later(cx, id),
         }
     }
 }

@@ -7,6 +7,7 @@
 //! its KV staying where it is, when there is room for its lost blocks and its growth and no other sequence is short. If
 //! no host tier has room, the short sequence borrows from any tier, and a sequence is preempted only if nobody lends.
 
+use super::policy::{SwapCandidate, SwapIn, SwapInCandidate};
 use super::sequence::{Life, Need, Sequence};
 use super::{Batch, Others, policy};
 use crate::cx::Cx;
@@ -14,9 +15,7 @@ use crate::membership::standing::Lending;
 use crate::outcome::Outcome;
 use crate::prefill::Prefills;
 use lagoon_kv::Owner;
-use lagoon_types::limits::{
-    ADMISSION_DEADLINE_MS, GROWTH_BLOCKS, RESTORE_DEADLINE_MS, SWAP_OUT_BLOCKS_MIN, SWAP_OUT_RETRY_MS,
-};
+use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GROWTH_BLOCKS, RESTORE_DEADLINE_MS, SWAP_OUT_RETRY_MS};
 use lagoon_types::{RequestError, SeqId};
 
 /// Weight of the newest step in the mean time of a prompt row.
@@ -47,26 +46,25 @@ impl Batch {
         policy::swap_is_cheaper(tokens * token_bytes, bytes_per_s, saved, row_us)
     }
 
-    /// Blocks of a sequence that would move; `None` if it may not be swapped out.
-    fn can_swap_out(&self, cx: &Cx, others: Others<'_>, id: SeqId) -> Option<u32> {
+    /// A running sequence as a candidate for swap out.
+    fn swap_candidate(&self, cx: &Cx, others: Others<'_>, id: SeqId) -> Option<SwapCandidate> {
         let seq = self.seqs.get(&id)?;
-        let (whole, alone) = others.moves.whole_blocks_here(cx, self, id);
-        let free = seq.may_change_memory();
-        let may = free
-            && alone >= SWAP_OUT_BLOCKS_MIN
-            && seq.swap_after_ms <= cx.now_ms
+        let (blocks, alone) = others.moves.whole_blocks_here(cx, self, id);
+        let movable = seq.may_change_memory()
             && cx.config.window.is_none()
             && seq.window.is_none()
             && seq.blocks.lost_blocks() == 0
             && seq.blocks.lost().is_empty()
             && !others.moves.is_moving(id);
-        (may && self.moving_is_cheaper(cx, seq, whole)).then_some(whole)
+        let cheaper = self.moving_is_cheaper(cx, seq, blocks);
+        Some(SwapCandidate { seq: id, blocks, alone, movable, after_ms: seq.swap_after_ms, cheaper })
     }
 
     /// Swaps out `id`, which cannot grow in device memory, or the youngest sequence admitted after it, if one can be.
     /// True if one moves already.
     pub(crate) fn swap_out_for(&mut self, cx: &mut Cx, others: Others<'_>, id: SeqId) -> bool {
-        if cx.standing.need_lending(cx.now_ms) != Lending::Open || others.moves.is_full() {
+        cx.standing.note_lending_needed(cx.now_ms);
+        if cx.standing.lending(cx.now_ms) != Lending::Open || others.moves.is_full() {
             return false;
         }
         let stops = |s: &Sequence| s.life == Life::SwappingOut;
@@ -75,12 +73,8 @@ impl Batch {
             return true;
         }
         let order: Vec<SeqId> = self.sched.running().collect();
-        let younger = order.iter().rev().take_while(|s| **s != id).chain([&id]);
-        let Some((victim, blocks)) =
-            younger.copied().find_map(|s| self.can_swap_out(cx, others, s).map(|blocks| (s, blocks)))
-        else {
-            return false;
-        };
+        let candidates = order.iter().rev().filter_map(|s| self.swap_candidate(cx, others, *s));
+        let Some((victim, blocks)) = policy::swap_victim(candidates, id, cx.now_ms) else { return false };
         cx.emit(Outcome::SwapOut { seq: victim, blocks });
         if victim != id {
             self.retry_later(cx, id);
@@ -119,33 +113,26 @@ impl Batch {
         if !self.seqs.values().any(Sequence::is_swapped_out) {
             return;
         }
-        let order: Vec<SeqId> = self.sched.running().collect();
-        let mut room = cx.memory.rm.available();
-        for id in order {
-            let Some(seq) = self.seqs.get_mut(&id) else { continue };
-            match seq.life {
-                Life::SwappedOut => {}
-                Life::Running(Need::Met) | Life::Leaving => continue,
-                // A waiting sequence goes before swapped-out ones.
-                _ => {
-                    room = 0;
-                    continue;
-                }
-            }
+        let candidates = self.sched.running().filter_map(|id| {
+            let seq = self.seqs.get(&id)?;
             let needed = seq.blocks.lost_blocks() + seq.blocks.shortfall(seq.len()) + GROWTH_BLOCKS;
-            if needed <= room {
-                self.due.touch();
-                seq.set_need(Need::Met);
-                room -= needed;
-                seq.restore_by_ms = Some(cx.now_ms + RESTORE_DEADLINE_MS);
-            } else if seq.admit_by_ms > cx.now_ms {
-                self.due.wake_at(seq.admit_by_ms);
-            } else {
-                let message = format!(
-                    "its KV was moved to host memory and there was no room for {} s",
-                    ADMISSION_DEADLINE_MS / 1000
-                );
-                self.fail(cx, prefills, id, RequestError::Unavailable(message));
+            Some(SwapInCandidate { seq: id, life: seq.life, needed, by_ms: seq.admit_by_ms })
+        });
+        for (id, decision) in policy::swap_ins(candidates, cx.memory.rm.available(), cx.now_ms) {
+            match decision {
+                SwapIn::Now => {
+                    self.set_need(id, Need::Met);
+                    let restore_by_ms = Some(cx.now_ms + RESTORE_DEADLINE_MS);
+                    self.seqs.entry(id).and_modify(|seq| seq.restore_by_ms = restore_by_ms);
+                }
+                SwapIn::Until(at_ms) => self.due.wake_at(at_ms),
+                SwapIn::Late => {
+                    let message = format!(
+                        "its KV was moved to host memory and there was no room for {} s",
+                        ADMISSION_DEADLINE_MS / 1000
+                    );
+                    self.fail(cx, prefills, id, RequestError::Unavailable(message));
+                }
             }
         }
     }

@@ -77,17 +77,25 @@ impl Standing {
         self.pool_blocks
     }
 
-    /// Whether a request that needs to borrow can. If the gManager is away, starts the wait for it unless started
-    /// already.
-    pub(crate) fn need_lending(&mut self, now_ms: u64) -> Lending {
+    /// A sequence needs to borrow: if the gManager is away, the wait for it starts, unless it has started already.
+    pub(crate) fn note_lending_needed(&mut self, now_ms: u64) {
         if self.registered {
             self.away_since_ms = None;
+        } else if self.id.is_some() {
+            self.away_since_ms.get_or_insert(now_ms);
+        }
+    }
+
+    /// Whether memory can be borrowed. The wait for a gManager that is away counts from
+    /// [`Self::note_lending_needed`].
+    pub(crate) fn lending(&self, now_ms: u64) -> Lending {
+        if self.registered {
             return Lending::Open;
         }
         if self.id.is_none() {
             return Lending::Closed;
         }
-        let since_ms = *self.away_since_ms.get_or_insert(now_ms);
+        let since_ms = self.away_since_ms.unwrap_or(now_ms);
         if now_ms < since_ms + GMANAGER_WAIT_MS { Lending::Away } else { Lending::Closed }
     }
 
@@ -108,6 +116,24 @@ impl Standing {
 mod tests {
     use super::*;
     use lagoon_protocol::Role;
+
+    #[test]
+    fn the_wait_for_an_absent_gmanager_counts_from_the_first_need() {
+        let mut standing = Standing::new(1, Roles::new(Role::Instance), 8);
+        assert_eq!(standing.lending(0), Lending::Closed, "no pool");
+        standing.on_registered(InstanceId(1), 0);
+        assert_eq!(standing.lending(0), Lending::Open);
+        standing.registered = false;
+        assert_eq!(standing.lending(5 * GMANAGER_WAIT_MS), Lending::Away, "nobody needed it");
+        standing.note_lending_needed(100);
+        standing.note_lending_needed(200);
+        assert_eq!(standing.lending(99 + GMANAGER_WAIT_MS), Lending::Away);
+        assert_eq!(standing.lending(100 + GMANAGER_WAIT_MS), Lending::Closed);
+        standing.registered = true;
+        standing.note_lending_needed(300 + GMANAGER_WAIT_MS);
+        standing.registered = false;
+        assert_eq!(standing.lending(400 + GMANAGER_WAIT_MS), Lending::Away, "a new wait");
+    }
 
     #[test]
     fn a_new_gmanager_does_not_shrink_the_pool_at_once() {

@@ -21,7 +21,7 @@ pub use pace::MovePace;
 pub use status::{MoveStatus, MovedBlocks};
 
 use crate::batch::Batch;
-use crate::batch::sequence::{HeldLease, Sequence};
+use crate::batch::sequence::Sequence;
 use crate::cx::Cx;
 use crate::event::Effect;
 use crate::outcome::Outcome;
@@ -514,22 +514,17 @@ impl Moves {
     fn switch_move(&mut self, cx: &mut Cx, batch: &mut Batch, no: u64) {
         let Some(entry) = self.moves.get_mut(&no) else { return };
         let id = entry.seq;
-        let Some(seq) = batch.seq_mut(id) else { return };
+        if !batch.has(id) {
+            return;
+        }
         let mut freed: Vec<Placement> = Vec::new();
         for item in entry.items.extract_if(.., |item| item.verified) {
-            let old = seq.blocks.relocate(item.block, item.to);
-            assert_eq!(old, item.from, "a block that moves stays where it is until the switch");
+            let old = item.from;
+            batch.switch_block(id, item.block, (old, item.to), item.hash);
             match item.to {
-                Placement::Remote(b) => {
-                    let held = seq.leases.entry((b.creditor, b.lease)).or_insert_with(HeldLease::for_move);
-                    held.blocks += 1;
-                    held.hashes.insert(b.entry, item.hash.expect("verified by it"));
-                }
+                Placement::Remote(_) => {}
                 Placement::Local(b) => Advance { sealed: vec![b], ..Advance::default() }.mark(&mut cx.memory.rm.pool),
                 Placement::Gone | Placement::Lost => panic!("a move has a target"),
-            }
-            if let Placement::Remote(b) = old {
-                seq.forget_entries(&RemoteEntries::one(&b));
             }
             freed.extend((!mutants::is(Mutant::FreedBeforeSwitched)).then_some(old));
             entry.moved += 1;
@@ -549,7 +544,7 @@ impl Moves {
             return;
         }
         let Some(entry) = self.moves.remove(&no) else { return };
-        batch.due.touch();
+        batch.touch();
         self.reads.retain(|_, (of, _, _)| *of != no);
         self.tags.retain(|_, (of, _, _)| *of != no);
         let all = entry.moved >= entry.wanted;

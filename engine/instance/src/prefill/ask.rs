@@ -309,7 +309,7 @@ impl Prefills {
     fn wake_dispatch(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId) {
         let Some(away) = self.away.get(&seq) else { return };
         let rested = away.resting.values().copied().filter(|until_ms| *until_ms > cx.now_ms);
-        rested.chain([away.wait_by_ms]).for_each(|at_ms| batch.due.wake_at(at_ms));
+        rested.chain([away.wait_by_ms]).for_each(|at_ms| batch.wake_at(at_ms));
     }
 
     /// The worker that would complete a prompt first, of those available now, and the tokens that it may have cached;
@@ -348,7 +348,7 @@ impl Prefills {
         let waiting = |away: &&mut Away| matches!(away.stage, Stage::Waiting);
         self.away.values_mut().filter(waiting).for_each(|away| away.wait_by_ms = now_ms + PREFILL_WAIT_MS);
         // The deadline moves with time.
-        batch.due.wake_at(now_ms + 1);
+        batch.wake_at(now_ms + 1);
         if self.away.get(&oldest).is_some_and(|away| now_ms > away.asked_ms + ADMISSION_DEADLINE_MS) {
             let message = format!("no memory became free within {} s", ADMISSION_DEADLINE_MS / 1000);
             batch.fail(cx, self, oldest, RequestError::Unavailable(message));
@@ -506,9 +506,9 @@ impl Prefills {
 
     /// Emits the worker's token to the client; it may be the last.
     fn say_first(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, m: &PrefillReady) {
-        let Some(seq) = batch.seq_mut(id) else { return };
-        let end = seq.push(m.token, cx.config.max_positions);
-        let logits = seq.return_logits.then(|| m.logits.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect());
+        let Some(return_logits) = batch.seq(id).map(|seq| seq.return_logits) else { return };
+        let end = batch.push_token(cx, id, m.token);
+        let logits = return_logits.then(|| m.logits.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect());
         let top = || m.top.iter().map(|top| (top.id, top.logprob)).collect();
         let logprobs = m.logprob.map(|chosen| TokenLogprobs { chosen, top: top() });
         let event = TokenEvent::Token { id: m.token, logprobs, logits };
@@ -555,7 +555,7 @@ impl Prefills {
     pub(crate) fn redo(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, why: &str) {
         let now_ms = cx.now_ms;
         let Some(away) = self.away.get_mut(&id) else { return };
-        batch.due.touch();
+        batch.touch();
         let worker = worker_of(away);
         tracing::warn!(seq = %id, worker = worker.map(|w| w.0), why, "a prompt is to be computed again");
         worker.into_iter().for_each(|worker| _ = away.resting.insert(worker, now_ms + PREFILL_REST_MS));

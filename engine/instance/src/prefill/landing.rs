@@ -286,9 +286,7 @@ impl Prefills {
             offers.iter().for_each(|offer| reader.decline(offer.conn, offer.export, now_ms));
             pulls.iter().for_each(|pull| reader.cancel(*pull, now_ms));
         }
-        if let Some(seq) = batch.seq_mut(seq) {
-            seq.sharing = None;
-        }
+        batch.forget_mapping(seq);
         if pulls.is_empty() && stage.is_none() {
             cx.memory.rm.pool.free(Owner::Own(seq), &blocks);
             self.unstage(cx, batch, staged);

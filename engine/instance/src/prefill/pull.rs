@@ -9,10 +9,11 @@ use super::ask::{Away, Handed, Stage, takes_window};
 use super::landing::Landing;
 use super::status::PrefillTimes;
 use crate::batch::Batch;
-use crate::batch::sequence::{HeldLease, Window};
+use crate::batch::changes::Pulled;
+use crate::batch::sequence::Window;
 use crate::cx::Cx;
 use crate::event::{Effect, TransferEffect, TransferEvent};
-use lagoon_kv::{Owner, RemoteGrant};
+use lagoon_kv::Owner;
 use lagoon_transfer::{ConnId, Failure, Offer, PullId, ReaderOutput};
 use lagoon_types::limits::GROWTH_BLOCKS;
 use lagoon_types::{InstanceId, SeqId, WindowShape};
@@ -268,9 +269,7 @@ impl Prefills {
         let found = u32::try_from(blocks.len()).expect("at most a sequence's blocks");
         let Some(rest) = cx.memory.rm.pool.allocate_for(id, left + found..left + own, blocks.last().copied()) else {
             cx.memory.rm.pool.free(Owner::Own(id), &blocks);
-            if let Some(seq) = batch.seq_mut(id) {
-                seq.sharing = None;
-            }
+            batch.forget_mapping(id);
             self.unstage(cx, batch, staged);
             return None;
         };
@@ -278,9 +277,7 @@ impl Prefills {
         blocks.extend(rest);
         if let Some(None) = beside {
             cx.memory.rm.pool.free(Owner::Own(id), &blocks);
-            if let Some(seq) = batch.seq_mut(id) {
-                seq.sharing = None;
-            }
+            batch.forget_mapping(id);
             self.unstage(cx, batch, staged);
             return None;
         }
@@ -367,19 +364,16 @@ impl Prefills {
         let kept = u64::from(found * cx.config.block_tokens);
         self.status.found_tokens += kept;
         self.status.found_bytes += kept * (cx.config.kv.layers as usize * cx.config.kv.layer_token_bytes()) as u64;
-        let Some(seq) = batch.seq_mut(id) else { return };
-        let lagoon_cluster::BorrowedLease { creditor, lease, epoch, .. } = handed.lease;
-        if left > 0 {
-            seq.blocks.push_remote(&RemoteGrant { creditor, lease, epoch, blocks: left });
-            seq.leases.insert((creditor, lease), HeldLease::handed(left, checks));
+        if !batch.has(id) {
+            return;
         }
-        seq.blocks.push_local(&blocks);
-        let advance = seq.blocks.advance(handed.tokens);
-        (seq.misses, seq.pulled_ms, seq.named) = (0, Some(now_ms), named);
         let positions = cx.config.windowed.map(|shape| shape.positions(handed.tokens));
-        seq.window = positions.filter(|_| !window.is_empty()).map(|positions| Window { positions, blocks: window });
-        advance.mark(&mut cx.memory.rm.pool);
-        cx.memory.rm.debtor.held.release(&handed.entries(left), now_ms);
+        let window = positions.filter(|_| !window.is_empty()).map(|positions| Window { positions, blocks: window });
+        let rest = handed.entries(left);
+        let left_there = (left, handed.lease, checks);
+        let pulled = Pulled { tokens: handed.tokens, left: left_there, blocks, hashed: named, window };
+        batch.take_pulled(cx, id, pulled);
+        cx.memory.rm.debtor.held.release(&rest, now_ms);
         batch.resume(cx, id);
     }
 

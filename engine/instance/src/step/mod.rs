@@ -7,6 +7,7 @@ pub(crate) mod mapped;
 #[cfg(test)]
 mod tests;
 
+use crate::batch::changes::Written;
 use crate::batch::{Batch, Others};
 use crate::cx::Cx;
 use crate::event::Effect;
@@ -402,17 +403,9 @@ impl Steps {
         let token_bytes = cx.config.kv.layer_token_bytes();
         let Some(flight) = self.flights.iter().flatten().find(|f| f.step == step) else { return };
         for ((seq, write), kv) in flight.writes.iter().zip(kv) {
-            let Some(held) = batch.seq_mut(*seq).and_then(|s| s.leases.get_mut(&(write.creditor, write.lease))) else {
-                continue;
-            };
-            let Some(hasher) = &mut held.hasher else { continue };
-            let skip = hasher.written(layer as usize).saturating_sub(write.offset).min(write.rows);
-            let (offset, tokens) = (write.offset + skip, write.rows - skip);
-            let Some(peer) = cx.peers.key(write.creditor).filter(|_| tokens > 0) else { continue };
-            let kv = kv.slice(skip as usize * token_bytes..);
-            let mut complete = Vec::new();
-            hasher.write(layer as usize, &kv, &mut complete);
-            held.hashes.extend(complete.iter().copied());
+            let Some(peer) = cx.peers.key(write.creditor) else { continue };
+            let Some(written) = batch.hash_written(*seq, write, (layer, token_bytes), &kv) else { continue };
+            let Written { offset, tokens, kv, complete } = written;
             let &WriteSegment { lease, epoch, .. } = write;
             cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Write { lease, epoch, layer, offset, tokens, kv } });
             for (entry, hash) in complete {
@@ -504,15 +497,10 @@ impl Steps {
                 batch.warmed_up(cx, others.prefills, chunk);
                 continue;
             }
-            let Some(seq) = batch.seq_mut(chunk.seq) else { continue };
-            let again = chunk.start < seq.blocks.written();
-            let advance = seq.blocks.write(chunk.start, chunk.len);
-            batch.counts.recomputed_tokens += if again { u64::from(chunk.len) } else { 0 };
-            advance.mark(&mut cx.memory.rm.pool);
-            batch.complete(chunk, chunk.last);
-            batch.free_loaded(cx, chunk.seq);
-            batch.name_blocks(cx, others, chunk.seq);
-            let Some(seq) = batch.seq_mut(chunk.seq) else { continue };
+            if !batch.computed(cx, others, chunk) {
+                continue;
+            }
+            let Some(seq) = batch.seq(chunk.seq) else { continue };
             let sample = if chunk.last { samples.next() } else { None };
             if seq.is_ending() {
                 batch.remove(cx, others.prefills, chunk.seq);
@@ -525,7 +513,7 @@ impl Steps {
                 continue;
             }
             let Some(sample) = sample else { continue };
-            let end = seq.push(sample.token, cx.config.max_positions);
+            let end = batch.push_token(cx, chunk.seq, sample.token);
             let event = TokenEvent::Token { id: sample.token, logprobs: sample.logprobs, logits: sample.logits };
             cx.effects.push(Effect::Emit { seq: chunk.seq, event });
             if let Some(reason) = end {
@@ -548,7 +536,7 @@ impl Steps {
         self.cancel(cx, &flight);
         self.leave(cx, batch, prefills, &flight);
         match error {
-            PassError::Device(DeviceError::OutOfMemory { .. }) => self.on_device_full(cx, batch, prefills, &flight),
+            PassError::Device(DeviceError::OutOfMemory { .. }) => batch.on_device_full(cx, prefills, &flight.chunks),
             // A failed device may have damaged its memory: cached blocks are dropped.
             PassError::Device(_) => cx.memory.rm.pool.drop_all(),
             PassError::Reused { creditor, lease } => self.on_reused(cx, batch, *creditor, *lease, error.to_string()),
@@ -567,16 +555,6 @@ impl Steps {
                 }
             }
         }
-    }
-
-    /// The device ran out of memory in a step although blocks were free: preempts the youngest of its sequences; the
-    /// others are planned again.
-    fn on_device_full(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &Prefills, flight: &InFlight) {
-        let known = |chunk: &&Chunk| batch.has(chunk.seq) && batch.is_running(chunk.seq);
-        let Some(youngest) = flight.chunks.iter().rev().find(known).map(|chunk| chunk.seq) else { return };
-        batch.preempt(cx, prefills, youngest);
-        batch.counts.preemptions += 1;
-        batch.retry_later(cx, youngest);
     }
 
     /// Tells the creditors of a step that it is over, and forgets its reads.
