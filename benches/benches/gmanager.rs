@@ -102,15 +102,15 @@ fn register(i: u32) -> Register {
         name: format!("n{i}"),
         quic_addr: format!("10.{}.{}.{}:7000", i >> 16 & 255, i >> 8 & 255, i & 255),
         incarnation: u64::from(i),
-        shape: Some(shape),
+        shape: Some(Box::new(shape)),
         blocks_total: BLOCKS,
         backend: "cuda".to_owned(),
-        calibration: Some(Calibration {
+        calibration: Some(Box::new(Calibration {
             batches: batches.map(|(batch, step_us)| BatchPoint { batch, step_us }).to_vec(),
             attention_us_per_ktoken: 30.0,
             prefill_us_per_token: 50.0,
             copy_bytes_per_s: 1e10,
-        }),
+        })),
         ..Register::default()
     }
 }

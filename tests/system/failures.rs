@@ -246,8 +246,8 @@ fn an_instance_of_another_model_is_refused() {
     assert!(!world.nodes[other].live().status().registered);
 
     // A peer that connects anyway is refused at its Hello, also one whose config.json is stale.
-    let changes: [(fn(&mut PoolShape), &str); 3] = [
-        (|shape| shape.model_hash[0] ^= 1, "models differ"),
+    let changes: [(fn(&mut _), _); 3] = [
+        (|shape: &mut PoolShape| shape.model_hash[0] ^= 1, "models differ"),
         (|shape| shape.attention_scale ^= 1 << 23, "attention_scale differs"),
         (|shape| shape.windows = vec![7; shape.layers as usize], "windows differs"),
     ];

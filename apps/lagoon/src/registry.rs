@@ -283,7 +283,7 @@ mod tests {
             version_max: VERSION_MAX,
             quic_addr: ADDR.to_owned(),
             incarnation,
-            shape: Some(shape),
+            shape: Some(Box::new(shape)),
             blocks_total: 100,
             ..Register::default()
         })

@@ -284,7 +284,7 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
 }
 
 /// Bytes of the rings of windowed KV.
-fn ring_bytes(config: &lagoon_model::ModelSpec, dtype: lagoon_types::DType, args: &ServeArgs) -> u64 {
+fn ring_bytes(config: &ModelSpec, dtype: lagoon_types::DType, args: &ServeArgs) -> u64 {
     let slots = u64::from(config.ring_slots(args.engine.step_tokens)) * args.engine.max_running as u64;
     config.windowed_shape(dtype).map_or(0, |shape| slots * shape.token_bytes() as u64)
 }

@@ -174,13 +174,13 @@ mod tests {
         let mut spec = golden("gpt_oss");
         let window = spec.layers[0].attention.window.unwrap();
         let (pooled, apart) = spec.layer_windows();
-        assert_eq!((pooled.len(), &pooled[..2], apart), (spec.layers.len(), &[window, 0][..], vec![]));
+        assert_eq!((pooled.len(), &pooled[..2], apart), (spec.layers.len(), &[window, 0][..], Vec::<u32>::new()));
         spec.split_kv().unwrap();
         let (pooled, apart) = spec.layer_windows();
-        assert_eq!(pooled, []);
+        assert!(pooled.is_empty());
         assert!(!apart.is_empty() && apart.iter().all(|of| *of == window));
-        assert_eq!(golden("mistral_window").layer_windows(), (vec![], vec![]));
-        assert_eq!(golden("qwen3").layer_windows(), (vec![], vec![]));
+        assert_eq!(golden("mistral_window").layer_windows(), Default::default());
+        assert_eq!(golden("qwen3").layer_windows(), Default::default());
     }
 
     #[test]

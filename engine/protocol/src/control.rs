@@ -235,8 +235,8 @@ pub struct Register {
     /// Random per process.
     #[prost(fixed64, tag = "7")]
     pub incarnation: u64,
-    #[prost(message, optional, tag = "8")]
-    pub shape: Option<PoolShape>,
+    #[prost(message, optional, boxed, tag = "8")]
+    pub shape: Option<Box<PoolShape>>,
     #[prost(uint32, tag = "9")]
     pub blocks_total: u32,
     /// Backend for status output: `cpu`, `wgpu` or `cuda`.
@@ -246,8 +246,8 @@ pub struct Register {
     #[prost(uint32, tag = "11")]
     pub instance: u32,
     /// Performance measured at start; absent on nodes that run no requests or measured nothing.
-    #[prost(message, optional, tag = "12")]
-    pub calibration: Option<Calibration>,
+    #[prost(message, optional, boxed, tag = "12")]
+    pub calibration: Option<Box<Calibration>>,
     /// Memory tier of the instance's rBlocks.
     #[prost(enumeration = "MemoryTier", tag = "13")]
     pub tier: i32,
@@ -624,8 +624,8 @@ pub struct Hello {
     #[prost(message, optional, tag = "5")]
     pub shape: Option<PoolShape>,
     /// Device memory of the sender's KV store, if debtors may map it.
-    #[prost(message, optional, tag = "6")]
-    pub lent: Option<LentMemory>,
+    #[prost(message, optional, boxed, tag = "6")]
+    pub lent: Option<Box<LentMemory>>,
 }
 
 /// Creditor KV store in a shared device region that peers on its host may map and attend to directly (peer access): all

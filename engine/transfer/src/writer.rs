@@ -105,7 +105,6 @@ pub enum FreeReason {
 
 /// Output of a writer, for its owner to execute.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(clippy::large_enum_variant, reason = "most outputs are messages, and none lives long")]
 pub enum WriterOutput {
     Send {
         to: InstanceId,

@@ -352,7 +352,7 @@ impl GManager {
             heartbeat_age_ms: now_ms.saturating_sub(m.seen_ms),
             alive: m.is_live(now_ms),
             tier: m.registration.tier,
-            calibration: m.registration.calibration.clone(),
+            calibration: m.registration.calibration.as_deref().cloned(),
             lend_blocks_max: m.registration.lend_blocks_max,
         };
         self.members.iter().map(row).collect()

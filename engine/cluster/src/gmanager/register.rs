@@ -42,7 +42,7 @@ impl GManager {
             Some(pool) if others => same_shape(pool, shape)?,
             _ => {
                 self.pool.shape = model_shape(shape);
-                self.shape = Some(shape.clone());
+                self.shape = Some((**shape).clone());
             }
         }
         let number = match same {
@@ -160,7 +160,7 @@ fn instance_view(m: &Register, draining: bool) -> InstanceView {
     InstanceView {
         role: Role::try_from(m.role).unwrap_or(Role::Instance),
         tier: MemoryTier::try_from(m.tier).unwrap_or(MemoryTier::Device),
-        calibration: m.calibration.clone(),
+        calibration: m.calibration.as_deref().cloned(),
         blocks_total: m.blocks_total,
         draining,
         paused: true,

@@ -43,7 +43,7 @@ fn register(incarnation: u64) -> Register {
         http_addr: String::new(),
         role: Role::Instance.into(),
         incarnation,
-        shape: Some(shape()),
+        shape: Some(Box::new(shape())),
         blocks_total: 100,
         backend: "cpu".to_owned(),
         instance: 0,

@@ -280,7 +280,7 @@ impl World {
             http_addr: String::new(),
             role: Role::Instance.into(),
             incarnation: self.nodes[node].incarnation,
-            shape: Some(shape()),
+            shape: Some(Box::new(shape())),
             blocks_total: BLOCKS,
             backend: "cpu".to_owned(),
             instance: self.nodes[node].remembers.map_or(0, |i| i.0),

@@ -296,11 +296,11 @@ fn register(cx: &mut Cx) {
         http_addr: config.http_addr.clone(),
         role: cx.standing.roles.now().into(),
         incarnation: cx.standing.incarnation,
-        shape: Some(config.pool_shape()),
+        shape: Some(Box::new(config.pool_shape())),
         blocks_total: config.blocks_total,
         backend: config.backend.clone(),
         instance: cx.standing.id.map_or(0, |id| id.0),
-        calibration: config.calibration.clone(),
+        calibration: config.calibration.clone().map(Box::new),
         tier: config.tier.into(),
         lend_blocks_max: Some(lend_blocks_max),
     })));

@@ -170,7 +170,7 @@ impl Membership {
                 cx.send(peer, body);
             }
         }
-        cx.emit(Outcome::PeerUp { peer, instance, greeted, lent: hello.lent });
+        cx.emit(Outcome::PeerUp { peer, instance, greeted, lent: hello.lent.map(|lent| *lent) });
     }
 
     pub(super) fn on_rtt(cx: &mut Cx, peer: PeerKey, rtt_us: u32) {
@@ -219,7 +219,7 @@ fn hello(cx: &Cx) -> Option<ControlBody> {
         instance: instance.0,
         incarnation: cx.standing.incarnation,
         shape: Some(cx.config.pool_shape()),
-        lent: cx.config.lent.clone(),
+        lent: cx.config.lent.clone().map(Box::new),
     }))
 }
 

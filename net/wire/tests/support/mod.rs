@@ -69,14 +69,14 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
         http_addr: "10.0.0.1:8000".into(),
         role: Role::Kv.into(),
         incarnation: 42,
-        shape: Some(shape()),
+        shape: Some(Box::new(shape())),
         blocks_total: 1000,
         backend: "wgpu".into(),
         instance: 3,
         ..Default::default()
     };
-    let latent = Register { shape: Some(latent()), ..register.clone() };
-    let windows = Register { version_min: 2, version_max: 2, shape: Some(windows()), ..register.clone() };
+    let latent = Register { shape: Some(Box::new(latent())), ..register.clone() };
+    let windows = Register { version_min: 2, version_max: 2, shape: Some(Box::new(windows())), ..register.clone() };
     let status = InstanceStatus {
         instance: 3,
         name: "node-a".into(),
@@ -147,7 +147,7 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
     let hello =
         Hello { version_min: 1, version_max: 1, instance: 3, incarnation: 42, shape: Some(shape()), lent: None };
     let lent = LentMemory { memory: Some(window()), host: "boot/mnt/1000".into(), blocks: 640 };
-    let lender = Hello { lent: Some(lent), ..hello.clone() };
+    let lender = Hello { lent: Some(Box::new(lent)), ..hello.clone() };
     vec![
         ("hello", ControlBody::Hello(hello)),
         ("hello_of_a_lender", ControlBody::Hello(lender)),

@@ -23,7 +23,9 @@ fn sizes_that_nothing_has_are_refused() {
     let points = |n| (1..=n).map(|batch| BatchPoint { batch, step_us: 1.0 }).collect();
     let calibration = Calibration { batches: points(257), attention_us_per_ktoken: 1.0, ..Calibration::default() };
     assert!(Rates::new(&calibration, true).is_none());
-    let text = reason(GManager::default().on_register(&Register { calibration: Some(calibration), ..register(1) }, 0));
+    let text = reason(
+        GManager::default().on_register(&Register { calibration: Some(Box::new(calibration)), ..register(1) }, 0),
+    );
     assert!(text.contains("a calibration of 257 points"), "{text:?}");
     let calibration = Calibration { batches: points(256), attention_us_per_ktoken: 1.0, ..Calibration::default() };
     assert!(Rates::new(&calibration, true).is_some());
