@@ -250,8 +250,7 @@ fn lent_memory(spec: &Spec, socket: String) -> LentMemory {
 
 impl Node {
     pub(super) fn new(pool: &PoolSpec, spec: Spec, index: usize, life: u64) -> Self {
-        let config = pool.model();
-        let checkpoint = Checkpoint::open(&pool.dir).unwrap();
+        let (config, checkpoint) = (pool.model(), Checkpoint::open(&pool.dir).unwrap());
         let mut hash = model_hash(&config, &checkpoint, None);
         hash.0[0] ^= u8::from(spec.other_model);
         let instance_config = InstanceConfig {

@@ -60,8 +60,8 @@ fn heartbeat() -> Heartbeat {
     }
 }
 
-fn membership() -> Vec<(&'static str, ControlBody)> {
-    let register = Register {
+fn register() -> Register {
+    Register {
         version_min: 1,
         version_max: 1,
         name: "node-a".into(),
@@ -74,7 +74,11 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
         backend: "wgpu".into(),
         instance: 3,
         ..Default::default()
-    };
+    }
+}
+
+fn membership() -> Vec<(&'static str, ControlBody)> {
+    let register = register();
     let latent = Register { shape: Some(Box::new(latent())), ..register.clone() };
     let windows = Register { version_min: 2, version_max: 2, shape: Some(Box::new(windows())), ..register.clone() };
     let status = InstanceStatus {
@@ -242,10 +246,8 @@ pub(crate) fn samples() -> Vec<(String, Frame)> {
         .collect()
 }
 
-fn disaggregated() -> Vec<(&'static str, ControlBody)> {
-    let worker =
-        Worker { instance: 4, quic_addr: "10.0.0.4:7000".into(), role: Role::Prefill.into(), blocks_total: 900 };
-    let sampling = PrefillSampling {
+fn sampling() -> PrefillSampling {
+    PrefillSampling {
         temperature: 0.5,
         top_k: 40,
         top_p: 0.9,
@@ -254,14 +256,19 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         logprobs: Some(2),
         index: 3,
         return_logits: true,
-    };
+    }
+}
+
+fn disaggregated() -> Vec<(&'static str, ControlBody)> {
+    let worker =
+        Worker { instance: 4, quic_addr: "10.0.0.4:7000".into(), role: Role::Prefill.into(), blocks_total: 900 };
     let request = PrefillRequest {
         request: 12,
         seq: 34,
         total: 5,
         first: 0,
         tokens: vec![1, 200, 30_000],
-        sampling: Some(sampling),
+        sampling: Some(sampling()),
         ..PrefillRequest::default()
     };
     let (banned, window) = (vec![2, 300], true);
