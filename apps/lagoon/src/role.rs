@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(lost(row(true, Role::Decode, None)), None);
         // Taken back, and given again: it may yet become what it is no more.
         assert_eq!(lost(row(true, Role::Decode, Some(Role::Decode))), None);
-        assert!(lost(row(true, Role::Prefill, Some(Role::Instance))).is_some_and(|why| why.contains("after this")));
+        assert!(lost(row(true, Role::Prefill, Some(Role::Instance))).is_some_and(|why| why.contains("a later order")));
         assert!(lost(row(true, Role::Prefill, None)).is_some_and(|why| why.contains("had received")));
         assert_eq!(lost(row(false, Role::Prefill, None)), None, "it is fenced, and gets the order again");
         let registered = InstanceStatus { alive: true, role: Role::Prefill.into(), ..InstanceStatus::default() };

@@ -85,7 +85,7 @@ pub(crate) struct Shares {
     /// Bytes of frames that are queued for its connections.
     queued: AtomicUsize,
     queued_max: usize,
-    /// Told when less is queued.
+    /// Notified when less is queued.
     queue_room: Notify,
 }
 

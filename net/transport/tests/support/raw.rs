@@ -38,8 +38,8 @@ pub(crate) async fn connect(addr: SocketAddr, certificate: bool) -> Result<Conne
 /// A preface that the node accepts, for class `class`.
 pub(crate) fn preface(class: u32) -> Preface {
     Preface {
-        version_min: 1,
-        version_max: 1,
+        version_min: lagoon_protocol::VERSION_MIN,
+        version_max: lagoon_protocol::VERSION_MAX,
         incarnation: 77,
         generation: 0,
         listen_addr: "127.0.0.1:9".to_owned(),
