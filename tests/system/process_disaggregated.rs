@@ -91,15 +91,8 @@ fn a_pool_of_prefill_and_decode_workers_says_what_one_instance_says() {
             rows.map(|row| number(row, "prefill/decoded")).sum::<u64>() == 3
         });
         let rows = reported["instances"].as_array().unwrap().iter().filter(|row| row["role"] == "decode");
-        let (mut bytes, mut phases) = (0, 0);
-        for row in rows {
-            bytes += number(row, "prefill/bytes");
-            phases += ["queue_ms", "prefill_ms", "decode_queue_ms", "transfer_ms"]
-                .map(|phase| number(row, &format!("prefill/times/{phase}")))
-                .iter()
-                .sum::<u64>();
-        }
-        assert!(bytes == sum("prefill/bytes") && phases > 0, "{reported}");
+        let bytes: u64 = rows.map(|row| number(row, "prefill/bytes")).sum();
+        assert_eq!(bytes, sum("prefill/bytes"), "{reported}");
         let url = format!("--url=http://{}", pool.announced("http"));
         let shown = lagoon_tests::process::run(&["status", &url]).stdout;
         assert!(shown.contains("PULLED/OWN") && shown.contains("GB/S"), "{shown}");
