@@ -497,7 +497,7 @@ impl Steps {
                 batch.warmed_up(cx, others.prefills, chunk);
                 continue;
             }
-            if !batch.computed(cx, others, chunk) {
+            if !batch.note_computed(cx, others, chunk) {
                 continue;
             }
             let Some(seq) = batch.seq(chunk.seq) else { continue };
