@@ -14,6 +14,7 @@ mod exceptions;
 mod files;
 mod layers;
 mod limits;
+mod predicates;
 pub(crate) mod wire;
 mod words;
 
@@ -39,6 +40,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     let mut findings = layers::check(&graph.members);
     findings.extend(files::check(root)?);
     findings.extend(files::op_parity(root)?);
+    findings.extend(predicates::check(root)?);
     findings.extend(words::check(root)?);
     findings.extend(wire::check(root)?);
     findings.extend(docs::check(root)?);
