@@ -1,15 +1,15 @@
 //! Shared state that every machine may touch besides its own: clock, configuration, peers, effects and memory.
 //!
-//! Memory answers synchronously: an allocation is a call, and the blocks belong to the machine when the call returns.
+//! It depends on no machine. Memory answers synchronously: an allocation is a call, and the blocks belong to the machine when the call returns.
 
+pub(crate) mod peers;
+pub(crate) mod prefix;
+pub(crate) mod roles;
+pub(crate) mod standing;
 pub(crate) mod tags;
 
-use crate::batch::prefix::PrefixCounts;
 use crate::config::InstanceConfig;
 use crate::event::{Effect, PeerKey};
-use crate::membership::peers::Peers;
-use crate::membership::roles::Roles;
-use crate::membership::standing::Standing;
 use crate::outcome::{Outcome, Outcomes};
 use lagoon_backend::KvCounters;
 use lagoon_cluster::{ConfigError, RManager, RManagerConfig};
@@ -17,6 +17,10 @@ use lagoon_protocol::ControlBody;
 use lagoon_runner::Command;
 use lagoon_types::limits::{LEASE_TTL_MS, STEP_DEADLINE_MS};
 use lagoon_types::{InstanceId, PhysBlock};
+use peers::Peers;
+use prefix::PrefixCounts;
+use roles::Roles;
+use standing::Standing;
 use tags::Tags;
 
 /// State shared by all machines. See the module's documentation.

@@ -12,7 +12,7 @@
 
 use crate::cx::Cx;
 use crate::event::Effect;
-use crate::step::cost::RemotePolicy;
+use crate::config::RemotePolicy;
 use lagoon_protocol::{LentMemory, TransferArena};
 use lagoon_runner::{Command, MapId, RemoteWork, SealedBlock};
 use lagoon_types::{InstanceId, KvRun, LeaseRun};

@@ -9,6 +9,7 @@ mod tests;
 
 use crate::batch::changes::Written;
 use crate::batch::{Batch, Others};
+use crate::config::RemotePolicy;
 use crate::cx::Cx;
 use crate::cx::tags::{ReadId, ReadOwner};
 use crate::event::Effect;
@@ -16,7 +17,7 @@ use crate::outcome::{Lost, LostPart, Outcome, Outcomes};
 use crate::prefill::Prefills;
 use build::{Builder, Built};
 use bytes::Bytes;
-use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
+use cost::{CostModel, LinkCost, OwnCost};
 use lagoon_backend::{DeviceError, LaunchCounters};
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{BulkFrame, LentMemory, PartialsFrame, RefuseCode, StepTicket};
