@@ -5,7 +5,7 @@
 //! generated token are compared.
 
 use crate::api_client::ApiClient;
-use crate::args::{BackendArg, RemoteArg};
+use crate::args::RemoteArg;
 use crate::bundled::{self, Question};
 use crate::local::{ChildKeys, Common, EphemeralCa, LocalPool, Wanted, start_pool, start_single};
 use crate::log::{out, outln};

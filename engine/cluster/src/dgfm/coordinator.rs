@@ -2,7 +2,6 @@
 
 use super::DgfmConfig;
 use super::cycles::{Bounds, Graph, find};
-use crate::gmanager::LedgerRow;
 use lagoon_protocol::{ControlBody, Freeze, Frozen, MoveKvCache, MoveOutcome, MoveReason, Thaw};
 use lagoon_types::InstanceId;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};

@@ -4,7 +4,7 @@
 //! creditor, and a release travels to the creditor, which until then counts it as lent.
 
 use crate::dgfm::{Dgfm, DgfmConfig};
-use crate::gmanager::LedgerRow;
+use crate::dgfm::LedgerRow;
 use lagoon_protocol::{ControlBody, Frozen, MoveKvCache, MoveOutcome};
 use lagoon_types::InstanceId;
 use rand::{Rng, SeedableRng};
