@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use serde::Deserialize;
 
 use crate::licence;
-use crate::tidy::Finding;
+use crate::finding::Finding;
 use crate::workspace::{External, Graph};
 
 /// The part of deny.toml that tidy reads; cargo-deny has more fields.
