@@ -8,8 +8,8 @@
 
 mod answer;
 pub mod bodies;
-mod client_addr;
 pub mod client;
+mod client_addr;
 pub mod engine;
 pub mod error;
 mod fields;

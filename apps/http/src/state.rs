@@ -8,11 +8,7 @@ use crate::{
     params::{GenerationDefaults, Rules},
     text_jobs::{Asker, TextJobs},
 };
-use axum::{
-    body::Bytes,
-    extract::Request,
-    http::StatusCode,
-};
+use axum::{body::Bytes, extract::Request, http::StatusCode};
 use lagoon_text::{ChatMessage, ChatTemplate, Tokenizer};
 use metrics_exporter_prometheus::PrometheusHandle;
 use std::{

@@ -48,7 +48,8 @@ fn is_question(signature: &Signature) -> bool {
 fn takes_mut(parameters: &str) -> bool {
     parameters.split('&').skip(1).any(|after| {
         let after = after.trim_start();
-        let of = if after.starts_with('\'') { after.split_once(char::is_whitespace).map_or("", |of| of.1) } else { after };
+        let of =
+            if after.starts_with('\'') { after.split_once(char::is_whitespace).map_or("", |of| of.1) } else { after };
         of.trim_start().strip_prefix("mut").is_some_and(|rest| rest.starts_with(char::is_whitespace))
     })
 }

@@ -1,6 +1,6 @@
 //! DGFM coordinator: one state machine per cycle. See the parent module.
 
-use super::DgfmConfig;
+use super::{DgfmConfig, LedgerRow};
 use super::cycles::{Bounds, Graph, find};
 use lagoon_protocol::{ControlBody, Freeze, Frozen, MoveKvCache, MoveOutcome, MoveReason, Thaw};
 use lagoon_types::InstanceId;

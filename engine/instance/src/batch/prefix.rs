@@ -72,7 +72,8 @@ impl Batch {
     /// Shares blocks that others have computed since this sequence began, instead of computing them (or their rest).
     pub(crate) fn catch_up(&mut self, cx: &mut Cx, others: Others<'_>, id: SeqId) {
         let (tokens, map) = (cx.config.block_tokens, self.may_map(cx, id));
-        let Some(seq) = self.seqs.get(&id).filter(|_| cx.memory.prefix.root().is_some() && self.joins(others, id)) else {
+        let Some(seq) = self.seqs.get(&id).filter(|_| cx.memory.prefix.root().is_some() && self.joins(others, id))
+        else {
             return;
         };
         let (next, whole) = (seq.blocks.next_position(), (seq.len() - 1) / tokens);

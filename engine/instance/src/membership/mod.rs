@@ -14,8 +14,8 @@ use crate::batch::Batch;
 use crate::batch::sequence::Sequence;
 use crate::cx::Cx;
 use crate::event::{Effect, PeerKey, TransferEffect};
-use crate::outcome::{Outcome, Outcomes};
 use crate::look::Look;
+use crate::outcome::{Outcome, Outcomes};
 use lagoon_cluster::{PlacementReport, next_incarnation};
 use lagoon_kv::{BlockPool, Placement};
 use lagoon_protocol::{

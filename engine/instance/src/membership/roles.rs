@@ -5,8 +5,8 @@
 
 use super::Membership;
 use crate::cx::Cx;
-use crate::outcome::Outcome;
 use crate::look::Look;
+use crate::outcome::Outcome;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{Role, RoleOrder};
 use lagoon_types::limits::ROLE_GRACE_MS;
