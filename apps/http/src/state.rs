@@ -14,7 +14,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 use std::{
     fmt,
     sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{SystemTime, UNIX_EPOCH},
 };
 
 /// State shared by all handlers.

@@ -3,7 +3,6 @@
 use crate::admin::{NewRole, Operator, Order, PoolArgs};
 use crate::pool_client::{PoolRow, role_name};
 use crate::watch::Watch;
-use lagoon_protocol::Role;
 use lagoon_types::limits;
 use serde_json::json;
 
@@ -110,7 +109,7 @@ async fn follow(watch: &mut Watch, operator: &mut Operator, of: PoolRow, role: &
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lagoon_protocol::{Heartbeat, InstanceStatus, RoleState};
+    use lagoon_protocol::{Heartbeat, InstanceStatus, Role, RoleState};
 
     fn row(alive: bool, now: Role, becoming: Option<Role>) -> PoolRow {
         let state = RoleState { now: now.into(), becoming: becoming.map(Into::into), order_received: 0 };
