@@ -83,9 +83,9 @@ mod tests {
         let mut reload = Reload::new([path.clone()]);
         assert!(!reload.poll_change());
         std::fs::write(&path, "a").unwrap();
-        assert!(reload.poll_change() && !reload.has_changed());
+        assert!(reload.poll_change() && !reload.poll_change());
         std::fs::write(&path, "b").unwrap();
-        assert!(reload.poll_change() && !reload.has_changed());
+        assert!(reload.poll_change() && !reload.poll_change());
         std::fs::remove_file(&path).unwrap();
         assert!(reload.poll_change());
     }
