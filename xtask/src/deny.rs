@@ -10,8 +10,8 @@ use std::process::Command;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
+use crate::finding::Finding;
 use crate::licence;
-use crate::tidy::Finding;
 use crate::workspace::{External, Graph};
 
 /// The part of deny.toml that tidy reads; cargo-deny has more fields.

@@ -15,6 +15,7 @@ mod ci;
 mod deny;
 mod docs;
 mod environment;
+mod finding;
 mod gpu_check;
 mod gpu_rehearse;
 mod kernels;

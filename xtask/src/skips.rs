@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-use crate::tidy::Finding;
+use crate::finding::Finding;
 use crate::{source, workspace};
 
 #[derive(Debug, Deserialize)]

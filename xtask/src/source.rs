@@ -10,6 +10,18 @@ pub(crate) struct Function {
     pub(crate) lines: usize,
 }
 
+/// The signature of a function, with or without a body.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Signature {
+    pub(crate) name: String,
+    /// 1-based line of its `fn`.
+    pub(crate) line: usize,
+    /// The text between its parentheses.
+    pub(crate) parameters: String,
+    /// The type that it returns; empty if it returns nothing.
+    pub(crate) returned: String,
+}
+
 /// The text with comments and the contents of literals replaced by spaces.
 pub(crate) fn mask(text: &str) -> Vec<u8> {
     let bytes = text.as_bytes();
@@ -159,13 +171,56 @@ pub(crate) fn functions(masked: &[u8]) -> Vec<Function> {
     words(masked, "fn").into_iter().filter_map(|start| function(masked, start)).collect()
 }
 
-fn function(masked: &[u8], start: usize) -> Option<Function> {
-    let rest = &masked[start + 2..];
+/// The name behind a `fn`; none for the type `fn(…)`.
+fn name_of(rest: &[u8]) -> Option<String> {
     let name: Vec<u8> =
         rest.iter().copied().skip_while(u8::is_ascii_whitespace).take_while(|b| is_word(*b) || *b == b'#').collect();
-    if name.is_empty() {
-        return None; // the type `fn(…)`
+    (!name.is_empty()).then(|| String::from_utf8_lossy(&name).into_owned())
+}
+
+/// Every function's signature, of declarations in traits as well.
+pub(crate) fn signatures(masked: &[u8]) -> Vec<Signature> {
+    words(masked, "fn").into_iter().filter_map(|start| signature(masked, start)).collect()
+}
+
+fn signature(masked: &[u8], start: usize) -> Option<Signature> {
+    let rest = &masked[start + 2..];
+    let name = name_of(rest)?;
+    // Parentheses in generics (`F: Fn(u8)`) are not the parameters'.
+    let (mut angles, mut open) = (0_usize, None);
+    for (offset, byte) in rest.iter().enumerate() {
+        match byte {
+            b'<' => angles += 1,
+            b'>' if offset == 0 || rest[offset - 1] != b'-' => angles = angles.saturating_sub(1),
+            b'(' if angles == 0 => {
+                open = Some(offset);
+                break;
+            }
+            _ => {}
+        }
     }
+    let open = open?;
+    let mut depth = 0_usize;
+    let close = open
+        + rest[open..].iter().position(|byte| {
+            match byte {
+                b'(' => depth += 1,
+                b')' => depth -= 1,
+                _ => {}
+            }
+            depth == 0
+        })?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    let end = rest[close..].iter().position(|byte| matches!(byte, b'{' | b';'))?;
+    let tail = text(&rest[close + 1..close + end]);
+    let returned = tail.strip_prefix("->").map(|of| of.split("where").next().unwrap_or(of).trim().to_owned());
+    let parameters = text(&rest[open + 1..close]);
+    Some(Signature { name, line: line_of(masked, start), parameters, returned: returned.unwrap_or_default() })
+}
+
+fn function(masked: &[u8], start: usize) -> Option<Function> {
+    let rest = &masked[start + 2..];
+    let name = name_of(rest)?;
     let mut depth = 0_usize;
     let mut open = None;
     for (offset, byte) in rest.iter().enumerate() {
@@ -191,7 +246,7 @@ fn function(masked: &[u8], start: usize) -> Option<Function> {
         if braces == 0 {
             let line = line_of(masked, start);
             let lines = line_of(masked, open + offset) - line + 1;
-            return Some(Function { name: String::from_utf8_lossy(&name).into_owned(), line, lines });
+            return Some(Function { name, line, lines });
         }
     }
     None
@@ -249,6 +304,19 @@ mod tests {
     fn declarations_and_types_are_not_functions() {
         let text = "trait T { fn a(&self) -> u8; fn b(&self) {} }\ntype F = fn(u8) -> u8;\n// fn c() {}\nlet x = \"fn d() {}\";";
         assert_eq!(sizes(text), [("b".into(), 1, 1)]);
+    }
+
+    #[test]
+    fn signatures_of_declarations_and_generic_functions() {
+        let text = "trait T {\n fn a(&mut self) -> bool;\n}\nfn b<F: Fn(u8) -> bool>(f: F, (x, y): (u8, u8))\nwhere\n F: Copy,\n{\n}\n";
+        let of = |name: &str, line, parameters: &str, returned: &str| Signature {
+            name: name.to_owned(),
+            line,
+            parameters: parameters.to_owned(),
+            returned: returned.to_owned(),
+        };
+        let expected = [of("a", 2, "&mut self", "bool"), of("b", 4, "f: F, (x, y): (u8, u8)", "")];
+        assert_eq!(signatures(&mask(text)), expected);
     }
 
     #[test]

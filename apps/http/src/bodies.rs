@@ -1,13 +1,15 @@
 //! Memory budget for request bodies, charged as bytes arrive: a client that announces a body and sends none takes no
 //! memory.
 
-use crate::{error::ApiError, serve::ClientAddr, state::read_body, tls::PoolPeer};
-use axum::body::{Body, Bytes};
-use axum::http::Extensions;
+use crate::{client_addr::ClientAddr, error::ApiError, tls::PoolPeer};
+use axum::body::{Body, Bytes, HttpBody as _};
+use axum::http::{Extensions, StatusCode};
+use futures::StreamExt as _;
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+use tokio::time::timeout;
 
 /// Budget for all bodies, in bytes.
 const BODIES_BYTES_MAX: usize = 1 << 30;
@@ -73,7 +75,7 @@ impl Bodies {
     /// Reads a body of at most `limit` bytes within `deadline`, and within what its holder and all may hold.
     ///
     /// # Errors
-    /// As [`read_body`]; 503 when there is no room.
+    /// 413, 408, or 400 if the body breaks off; 503 when there is no room.
     pub async fn read(
         &self,
         holder: Holder,
@@ -132,6 +134,52 @@ impl Drop for Share {
             }
         }
     }
+}
+
+/// Reads a request's body of at most `limit` bytes within `deadline`. `charge` gets the size of every piece before it
+/// is kept, and may refuse it.
+///
+/// # Errors
+/// 413, 408, `charge`'s error, or 400 if the body breaks off.
+async fn read_body(
+    body: Body,
+    limit: usize,
+    deadline: Duration,
+    charge: impl FnMut(usize) -> Result<(), ApiError>,
+) -> Result<Bytes, ApiError> {
+    timeout(deadline, collect(body, limit, charge)).await.unwrap_or_else(|_elapsed| {
+        let message = format!("the request body took longer than {} s", deadline.as_secs());
+        Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, Some("request_timeout"), message))
+    })
+}
+
+async fn collect(
+    body: Body,
+    limit: usize,
+    mut charge: impl FnMut(usize) -> Result<(), ApiError>,
+) -> Result<Bytes, ApiError> {
+    let too_large = || {
+        let message = format!("the request body is larger than {limit} bytes");
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, Some("request_too_large"), message)
+    };
+    // Refused by its Content-Length, before it is sent.
+    if usize::try_from(body.size_hint().lower()).map_or(true, |bytes| bytes > limit) {
+        return Err(too_large());
+    }
+    let mut pieces = body.into_data_stream();
+    let mut bytes = Vec::new();
+    while let Some(piece) = pieces.next().await {
+        let piece = piece.map_err(|error| {
+            let message = format!("the request body could not be read: {error}");
+            ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_body"), message)
+        })?;
+        if piece.len() > limit - bytes.len() {
+            return Err(too_large());
+        }
+        charge(piece.len())?;
+        bytes.extend_from_slice(&piece);
+    }
+    Ok(bytes.into())
 }
 
 #[cfg(test)]

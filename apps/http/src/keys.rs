@@ -10,7 +10,7 @@
 //! * A connection with a certificate of the pool is the gateway's, which has checked the key: it needs none for inference.
 //! * Keys are kept as SHA-256 and compared in constant time. None is logged or part of an error.
 
-use crate::{error::ApiError, rate::RateLimit, reload::Reload, serve::ClientAddr, tls::PoolPeer};
+use crate::{client_addr::ClientAddr, error::ApiError, rate::RateLimit, reload::Reload, tls::PoolPeer};
 use axum::{
     Router,
     extract::{FromRequestParts, Request, State},

@@ -9,6 +9,7 @@
 mod answer;
 pub mod bodies;
 pub mod client;
+mod client_addr;
 pub mod engine;
 pub mod error;
 mod fields;
@@ -37,12 +38,13 @@ pub mod tls;
 mod tokens;
 
 pub use bodies::{Bodies, Holder, Share};
+pub use client_addr::ClientAddr;
 pub use engine::{CancelGuard, Engine, EngineInfo, Generation};
 pub use error::ApiError;
 pub use keys::{Keys, Meter};
 pub use limits::Limits;
 pub use params::GenerationDefaults;
-pub use serve::{ClientAddr, Port, serve};
+pub use serve::{Port, serve};
 pub use server::router;
 pub use state::{ServerState, unix_seconds};
 pub use text_jobs::TextJobs;

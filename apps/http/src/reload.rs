@@ -41,7 +41,8 @@ impl Reload {
         Self { seen: digest(&paths), paths }
     }
 
-    fn has_changed(&mut self) -> bool {
+    /// Reads the files. True if they differ from the last time.
+    fn poll_change(&mut self) -> bool {
         let now = digest(&self.paths);
         std::mem::replace(&mut self.seen, now) != now
     }
@@ -53,7 +54,7 @@ impl Reload {
                 tokio::time::sleep(LOOK_EVERY).await;
                 let Some(owner) = owner.upgrade() else { return };
                 // At most a megabyte, mostly from the page cache.
-                if self.has_changed() {
+                if self.poll_change() {
                     changed(&owner);
                 }
             }
@@ -80,12 +81,12 @@ mod tests {
     fn a_change_is_seen_once() {
         let path = std::env::temp_dir().join(format!("lagoon-reload-test-{}", std::process::id()));
         let mut reload = Reload::new([path.clone()]);
-        assert!(!reload.has_changed());
+        assert!(!reload.poll_change());
         std::fs::write(&path, "a").unwrap();
-        assert!(reload.has_changed() && !reload.has_changed());
+        assert!(reload.poll_change() && !reload.poll_change());
         std::fs::write(&path, "b").unwrap();
-        assert!(reload.has_changed() && !reload.has_changed());
+        assert!(reload.poll_change() && !reload.poll_change());
         std::fs::remove_file(&path).unwrap();
-        assert!(reload.has_changed());
+        assert!(reload.poll_change());
     }
 }

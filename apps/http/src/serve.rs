@@ -4,6 +4,7 @@
 //! When a client disconnects, hyper drops the handler or the response body, which drops the request's cancel guards.
 
 use crate::{
+    client_addr::ClientAddr,
     keys::{Keys, guard},
     limits::{ADDRESS_CONNECTIONS_MAX, CONNECTIONS_MAX, DRAIN_DEADLINE, HEADERS_DEADLINE, WRITE_DEADLINE},
     stalls::Stalls,
@@ -19,7 +20,7 @@ use std::{
     collections::HashMap,
     future::Future,
     io,
-    net::{IpAddr, Ipv6Addr, SocketAddr},
+    net::{IpAddr, SocketAddr},
     pin::pin,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -31,20 +32,6 @@ use tokio::{
 
 /// Pause after a failed accept: mostly out of file descriptors.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
-
-/// Client address of a request; an extension of every request that [`serve`] accepts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ClientAddr(pub IpAddr);
-
-impl ClientAddr {
-    /// What its share is counted by: one IPv6 client has a whole /64.
-    pub(crate) fn network(self) -> IpAddr {
-        match self.0.to_canonical() {
-            IpAddr::V4(addr) => addr.into(),
-            IpAddr::V6(addr) => Ipv6Addr::from_bits(addr.to_bits() & !u128::from(u64::MAX)).into(),
-        }
-    }
-}
 
 /// Open connections by network ([`ClientAddr::network`]), bounded for each. Those of the pool's gateways do not count.
 #[derive(Clone, Debug, Default)]

@@ -8,20 +8,14 @@ use crate::{
     params::{GenerationDefaults, Rules},
     text_jobs::{Asker, TextJobs},
 };
-use axum::{
-    body::{Body, Bytes, HttpBody as _},
-    extract::Request,
-    http::StatusCode,
-};
-use futures::StreamExt as _;
+use axum::{body::Bytes, extract::Request, http::StatusCode};
 use lagoon_text::{ChatMessage, ChatTemplate, Tokenizer};
 use metrics_exporter_prometheus::PrometheusHandle;
 use std::{
     fmt,
     sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{SystemTime, UNIX_EPOCH},
 };
-use tokio::time::timeout;
 
 /// State shared by all handlers.
 #[derive(Clone)]
@@ -108,52 +102,6 @@ impl ServerState {
         let encoded = self.tokenizer.encode(text, special);
         encoded.map_err(|error| ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_value"), error.to_string()))
     }
-}
-
-/// Reads a request's body of at most `limit` bytes within `deadline`. `charge` gets the size of every piece before it
-/// is kept, and may refuse it.
-///
-/// # Errors
-/// 413, 408, `charge`'s error, or 400 if the body breaks off.
-pub(crate) async fn read_body(
-    body: Body,
-    limit: usize,
-    deadline: Duration,
-    charge: impl FnMut(usize) -> Result<(), ApiError>,
-) -> Result<Bytes, ApiError> {
-    timeout(deadline, collect(body, limit, charge)).await.unwrap_or_else(|_elapsed| {
-        let message = format!("the request body took longer than {} s", deadline.as_secs());
-        Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, Some("request_timeout"), message))
-    })
-}
-
-async fn collect(
-    body: Body,
-    limit: usize,
-    mut charge: impl FnMut(usize) -> Result<(), ApiError>,
-) -> Result<Bytes, ApiError> {
-    let too_large = || {
-        let message = format!("the request body is larger than {limit} bytes");
-        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, Some("request_too_large"), message)
-    };
-    // Refused by its Content-Length, before it is sent.
-    if usize::try_from(body.size_hint().lower()).map_or(true, |bytes| bytes > limit) {
-        return Err(too_large());
-    }
-    let mut pieces = body.into_data_stream();
-    let mut bytes = Vec::new();
-    while let Some(piece) = pieces.next().await {
-        let piece = piece.map_err(|error| {
-            let message = format!("the request body could not be read: {error}");
-            ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_body"), message)
-        })?;
-        if piece.len() > limit - bytes.len() {
-            return Err(too_large());
-        }
-        charge(piece.len())?;
-        bytes.extend_from_slice(&piece);
-    }
-    Ok(bytes.into())
 }
 
 pub(crate) fn model_not_found(model: &str, served: &str) -> ApiError {

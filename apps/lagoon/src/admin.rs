@@ -4,7 +4,6 @@
 use crate::api_client::ApiClient;
 use crate::args::TlsArgs;
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
-use crate::role::NewRole;
 use anyhow::Context;
 use axum::Json;
 use axum::extract::State;
@@ -56,6 +55,30 @@ impl PoolArgs {
     pub(crate) fn client(&self) -> anyhow::Result<ApiClient> {
         let key = self.admin_key.clone().or_else(|| self.api_key.clone());
         ApiClient::new(&self.url, key, self.ca.as_deref())
+    }
+}
+
+/// The roles that an instance may change to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum NewRole {
+    /// Computes prompts for decode workers, which read the KV from its memory.
+    Prefill,
+    /// Takes requests and has their prompts computed by prefill workers.
+    Decode,
+    /// Runs requests, prompts and answers, and computes prompts for others where no prefill worker can.
+    #[value(alias = "instance")]
+    #[serde(alias = "instance")]
+    Both,
+}
+
+impl From<NewRole> for Role {
+    fn from(role: NewRole) -> Self {
+        match role {
+            NewRole::Prefill => Self::Prefill,
+            NewRole::Decode => Self::Decode,
+            NewRole::Both => Self::Instance,
+        }
     }
 }
 

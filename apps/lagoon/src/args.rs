@@ -1,6 +1,6 @@
 //! Flags shared by several commands.
 
-use crate::placement::DeviceArg;
+use crate::placement::{BackendArg, DeviceArg};
 use anyhow::Context;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args as _, Command, FromArgMatches};
@@ -8,20 +8,6 @@ use lagoon_transport::{Identity, NodeRole, Subject};
 use lagoon_types::DType;
 use lagoon_types::limits::DEVICE_STUCK_MS;
 use std::path::PathBuf;
-
-/// Which backend computes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum BackendArg {
-    /// The best that is found: a real GPU through wgpu, else the host CPU.
-    #[default]
-    Auto,
-    /// The host CPU.
-    Cpu,
-    /// A GPU through wgpu (Vulkan, Metal, DX12); a software adapter if there is no other.
-    Wgpu,
-    /// An NVIDIA GPU through CUDA; only when asked for.
-    Cuda,
-}
 
 /// How remote KV is attended to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]

@@ -5,11 +5,11 @@
 //! generated token are compared.
 
 use crate::api_client::ApiClient;
-use crate::args::{BackendArg, RemoteArg};
+use crate::args::RemoteArg;
 use crate::bundled::{self, Question};
 use crate::local::{ChildKeys, Common, EphemeralCa, LocalPool, Wanted, start_pool, start_single};
 use crate::log::{out, outln};
-use crate::placement::{self, Chosen};
+use crate::placement::{self, BackendArg, Chosen};
 use crate::serve::lend_reserve_blocks;
 use crate::up;
 use anyhow::{Context, ensure};

@@ -22,9 +22,9 @@ const TERM_HOLD: Duration = Duration::from_secs(90);
 pub(crate) struct Terms(Option<(u64, Instant)>);
 
 impl Terms {
-    /// A leader says which term it leads in. False if a later one was seen while a leader of the earlier one may still act: then
-    /// what it says does not count.
-    pub(crate) fn accepts(&mut self, term: u64, now: Instant) -> bool {
+    /// Notes the term that a leader reports. False if a later one was seen while a leader of the earlier one may still
+    /// act: then its message does not count.
+    pub(crate) fn note(&mut self, term: u64, now: Instant) -> bool {
         let later = self.0.is_some_and(|(latest, at)| term < latest && now.duration_since(at) < TERM_HOLD);
         if !later {
             self.0 = Some((term, now));
@@ -97,9 +97,9 @@ impl Leader {
         self.leave(peer)
     }
 
-    /// As [`Terms::accepts`], of the current one.
-    pub(crate) fn accepts_term(&mut self, term: u64, now: Instant) -> bool {
-        self.terms.accepts(term, now)
+    /// [`Terms::note`] for the gManager in use.
+    pub(crate) fn note_term(&mut self, term: u64, now: Instant) -> bool {
+        self.terms.note(term, now)
     }
 
     /// The gManager in use accepted a registration: it leads.
@@ -184,11 +184,11 @@ mod tests {
     fn an_earlier_term_does_not_count_beside_a_later_one() {
         let start = Instant::now();
         let mut leader = Leader::of(vec![A, B], start);
-        assert!(leader.accepts_term(7, start) && leader.accepts_term(9, start) && leader.accepts_term(9, start));
-        assert!(!leader.accepts_term(7, start + TERM_HOLD / 2), "its leader is over");
-        assert!(leader.accepts_term(9, start + TERM_HOLD / 2));
-        assert!(!leader.accepts_term(8, start + TERM_HOLD), "the later one was seen since");
-        assert!(leader.accepts_term(3, start + 2 * TERM_HOLD), "the store is a new one");
+        assert!(leader.note_term(7, start) && leader.note_term(9, start) && leader.note_term(9, start));
+        assert!(!leader.note_term(7, start + TERM_HOLD / 2), "its leader is over");
+        assert!(leader.note_term(9, start + TERM_HOLD / 2));
+        assert!(!leader.note_term(8, start + TERM_HOLD), "the later one was seen since");
+        assert!(leader.note_term(3, start + 2 * TERM_HOLD), "the store is a new one");
     }
 
     #[test]

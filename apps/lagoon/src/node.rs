@@ -165,7 +165,7 @@ struct Turn(u32);
 
 impl Turn {
     /// Counts an input. Returns whether inputs other than the network's go first.
-    fn others_first(&mut self) -> bool {
+    fn advance(&mut self) -> bool {
         self.0 = (self.0 + 1) % (2 * TURN_MAX);
         self.0 >= TURN_MAX
     }
@@ -313,7 +313,7 @@ impl NodeLoop {
                 Happened::DeviceEnded => self.fatal = Some("the device thread has ended".to_owned()),
                 Happened::Partials(Inbound { peer, session, frame }) => {
                     self.take_net_events();
-                    if self.admits(peer, session, |roles| permissions::partials(roles, &frame)) {
+                    if self.admit(peer, session, |roles| permissions::partials(roles, &frame)) {
                         if let PartialsFrame::Partial { step, layer, .. } = &frame {
                             self.waits.came(*step, *layer, self.last);
                         }
@@ -322,7 +322,7 @@ impl NodeLoop {
                 }
                 Happened::Bulk(Inbound { peer, session, frame }) => {
                     self.take_net_events();
-                    if self.admits(peer, session, |roles| permissions::bulk(roles, &frame)) {
+                    if self.admit(peer, session, |roles| permissions::bulk(roles, &frame)) {
                         self.step(Event::Bulk { peer: PeerKey(peer.0), frame });
                     }
                 }
@@ -348,7 +348,7 @@ impl NodeLoop {
     /// The next input: latency-bound ones first, the bulk class last.
     async fn next(&mut self, stop: &CancellationToken, tick: &mut Interval) -> Happened {
         let polls = self.instance.expects_frames() && self.last.elapsed() < self.poll;
-        let others_first = self.turn.others_first();
+        let others_first = self.turn.advance();
         let Self { pool, reports, inputs, instance, drain, transfers, fetches, turn, .. } = self;
         if others_first {
             tokio::select! {
@@ -426,8 +426,9 @@ impl NodeLoop {
         }
     }
 
-    /// Whether a frame is for the instance: its session is current, and the peer's certificate allows it.
-    fn admits(&mut self, peer: PeerId, session: u64, may: impl Fn(Roles) -> bool) -> bool {
+    /// Admits a frame for the instance if its session is current and the peer's certificate allows it. Logs a session's
+    /// first refusal.
+    fn admit(&mut self, peer: PeerId, session: u64, may: impl Fn(Roles) -> bool) -> bool {
         let Some(session) = self.sessions.get_mut(&peer).filter(|of| of.number == session) else { return false };
         let may = may(session.subject.roles);
         if !may {
@@ -436,8 +437,9 @@ impl NodeLoop {
         may
     }
 
-    /// Whether a peer's control message is for the instance. An id belongs to its holder while that is connected.
-    fn admits_control(&mut self, peer: PeerId, body: &ControlBody) -> bool {
+    /// Admits a peer's control message for the instance if the peer's certificate allows it. A Hello takes its instance
+    /// id, which belongs to its holder while that is connected.
+    fn admit_control(&mut self, peer: PeerId, body: &ControlBody) -> bool {
         let Some(session) = self.sessions.get_mut(&peer) else { return false };
         if let Err(reason) = permissions::at_instance(session.subject.roles, body) {
             session.refuse(peer, &reason);
@@ -503,7 +505,7 @@ impl NodeLoop {
                 }
                 if self.is_gmanager(peer) {
                     self.on_gmanager(peer, body);
-                } else if self.admits_control(peer, &body) {
+                } else if self.admit_control(peer, &body) {
                     self.step(Event::Control { peer: PeerKey(peer.0), body });
                 }
             }
@@ -535,7 +537,7 @@ impl NodeLoop {
             ControlBody::HeartbeatAck(ack) => Some(ack.term),
             _ => None,
         };
-        if let Some(term) = term.filter(|term| !leader.accepts_term(*term, Instant::now())) {
+        if let Some(term) = term.filter(|term| !leader.note_term(*term, Instant::now())) {
             tracing::warn!(%peer, term, "a gManager of an earlier term is not followed; looking for the one that leads");
             if leader.on_not_leader(peer, None, Instant::now()) {
                 self.step(Event::GManagerDown);

@@ -1,11 +1,24 @@
 //! Choice of an instance's backend and device.
 
-use crate::args::BackendArg;
 use anyhow::{bail, ensure};
 use lagoon_cuda::{CudaProbe, ProbedDevice};
 use lagoon_shaders::{AdapterSummary, list_adapters};
 use std::convert::Infallible;
 use std::str::FromStr;
+
+/// Which backend computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum BackendArg {
+    /// The best that is found: a real GPU through wgpu, else the host CPU.
+    #[default]
+    Auto,
+    /// The host CPU.
+    Cpu,
+    /// A GPU through wgpu (Vulkan, Metal, DX12); a software adapter if there is no other.
+    Wgpu,
+    /// An NVIDIA GPU through CUDA; only when asked for.
+    Cuda,
+}
 
 /// A device of a backend, by number or name.
 #[derive(Clone, Debug, PartialEq, Eq)]

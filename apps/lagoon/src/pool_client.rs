@@ -269,7 +269,7 @@ impl PoolClient {
         let mut earlier = 0;
         for _ in 0..=self.gmanagers.len() {
             let (reply, standbys) = self.status().await?;
-            if self.terms.accepts(reply.term, std::time::Instant::now()) {
+            if self.terms.note(reply.term, std::time::Instant::now()) {
                 let addr = |peer: &PeerId| self.bound.node.addr(*peer).map(|a| a.to_string()).unwrap_or_default();
                 let standbys = standbys.iter().map(addr).collect();
                 let gmanager = GManagerRow { addr: addr(&self.gmanagers[self.at]), term: reply.term, standbys };

@@ -1,36 +1,10 @@
 //! `lagoon role`: gives an instance another role at run time; it finishes the work of only the old one first.
 
-use crate::admin::{Operator, Order, PoolArgs};
+use crate::admin::{NewRole, Operator, Order, PoolArgs};
 use crate::pool_client::{PoolRow, role_name};
 use crate::watch::Watch;
-use lagoon_protocol::Role;
 use lagoon_types::limits;
-use serde::{Deserialize, Serialize};
 use serde_json::json;
-
-/// The roles that an instance may change to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum NewRole {
-    /// Computes prompts for decode workers, which read the KV from its memory.
-    Prefill,
-    /// Takes requests and has their prompts computed by prefill workers.
-    Decode,
-    /// Runs requests, prompts and answers, and computes prompts for others where no prefill worker can.
-    #[value(alias = "instance")]
-    #[serde(alias = "instance")]
-    Both,
-}
-
-impl From<NewRole> for Role {
-    fn from(role: NewRole) -> Self {
-        match role {
-            NewRole::Prefill => Self::Prefill,
-            NewRole::Decode => Self::Decode,
-            NewRole::Both => Self::Instance,
-        }
-    }
-}
 
 /// `lagoon role`.
 #[derive(Debug, clap::Args)]
@@ -135,7 +109,7 @@ async fn follow(watch: &mut Watch, operator: &mut Operator, of: PoolRow, role: &
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lagoon_protocol::{Heartbeat, InstanceStatus, RoleState};
+    use lagoon_protocol::{Heartbeat, InstanceStatus, Role, RoleState};
 
     fn row(alive: bool, now: Role, becoming: Option<Role>) -> PoolRow {
         let state = RoleState { now: now.into(), becoming: becoming.map(Into::into), order_received: 0 };

@@ -27,8 +27,8 @@ pub mod roles;
 #[cfg(test)]
 mod tests;
 
-pub use dgfm::{Dgfm, DgfmConfig, DgfmStats};
-pub use gmanager::{GManager, GManagerConfig, GManagerOutput, GManagerStats, LedgerRow, SwitchedBy, serve_query};
+pub use dgfm::{Dgfm, DgfmConfig, DgfmStats, LedgerRow};
+pub use gmanager::{GManager, GManagerConfig, GManagerOutput, GManagerStats, SwitchedBy, serve_query};
 pub use lives::next_incarnation;
 pub use planner::{
     InstanceView, Order, Plan, Planner, PlannerConfig, PoolView, RemoteBlocks, RequestView, Why, dispatch,

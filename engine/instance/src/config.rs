@@ -1,11 +1,32 @@
 //! Configuration of an instance; it does not change while the instance runs.
 
-use crate::batch::scheduler::SchedulerConfig;
-use crate::step::cost::RemotePolicy;
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role};
 use lagoon_transfer::{Axis, Dim, Layout, LayoutAttention, LayoutError, LayoutParts, Part, Plane};
 use lagoon_types::limits::{DATA_FRAME_BYTES_MAX, HEAD_DIM_MAX, HEADS_MAX};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape, ModelHash, WindowShape};
+
+/// Bounds of one scheduler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SchedulerConfig {
+    /// Maximum of waiting sequences.
+    pub queue: usize,
+    /// Maximum of running sequences.
+    pub running: usize,
+    /// Maximum of rows in one step.
+    pub step_rows: u32,
+}
+
+/// Whether remote attention ships queries or fetches KV.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RemotePolicy {
+    /// By cost, per sequence and creditor, for each chunk.
+    #[default]
+    Auto,
+    /// Always ship queries.
+    Ship,
+    /// Always fetch KV.
+    Fetch,
+}
 
 /// How peers read this instance's KV, and how it reads theirs.
 #[derive(Clone, Debug)]

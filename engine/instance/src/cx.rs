@@ -1,20 +1,27 @@
 //! Shared state that every machine may touch besides its own: clock, configuration, peers, effects and memory.
 //!
-//! Memory answers synchronously: an allocation is a call, and the blocks belong to the machine when the call returns.
+//! It depends on no machine. Memory answers synchronously: an allocation is a call, and the blocks belong to the machine when the call returns.
 
-use crate::batch::prefix::PrefixCounts;
+pub(crate) mod peers;
+pub(crate) mod prefix;
+pub(crate) mod roles;
+pub(crate) mod standing;
+pub(crate) mod tags;
+
 use crate::config::InstanceConfig;
 use crate::event::{Effect, PeerKey};
-use crate::membership::peers::Peers;
-use crate::membership::roles::Roles;
-use crate::membership::standing::Standing;
 use crate::outcome::{Outcome, Outcomes};
 use lagoon_backend::KvCounters;
 use lagoon_cluster::{ConfigError, RManager, RManagerConfig};
 use lagoon_protocol::ControlBody;
-use lagoon_runner::{Command, RemoteTag};
+use lagoon_runner::Command;
 use lagoon_types::limits::{LEASE_TTL_MS, STEP_DEADLINE_MS};
 use lagoon_types::{InstanceId, PhysBlock};
+use peers::Peers;
+use prefix::PrefixCounts;
+use roles::Roles;
+use standing::Standing;
+use tags::Tags;
 
 /// State shared by all machines. See the module's documentation.
 #[derive(Debug)]
@@ -79,57 +86,6 @@ pub(crate) struct Memory {
     pub(crate) prefix: PrefixCounts,
     /// The device's last counters of mapped memory.
     pub(crate) counters: Option<KvCounters>,
-}
-
-/// The machine that asked the device for work beside steps; each has a bit in its tags.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TagOwner {
-    /// A remote attention request or a read of a peer.
-    Request,
-    /// A seal tag of a lent rBlock.
-    Seal,
-    /// A block movement.
-    Move,
-}
-
-impl TagOwner {
-    const fn bits(self) -> u64 {
-        match self {
-            Self::Request => 0,
-            Self::Seal => 1 << 62,
-            Self::Move => 1 << 63,
-        }
-    }
-
-    /// The owner of a tag.
-    pub(crate) fn of(tag: RemoteTag) -> Self {
-        let bits = tag.0 & (Self::Seal.bits() | Self::Move.bits());
-        let owners = [Self::Request, Self::Seal, Self::Move];
-        owners.into_iter().find(|owner| owner.bits() == bits).expect("a tag has one owner")
-    }
-}
-
-/// Issues tags of work on the device beside steps.
-#[derive(Debug, Default)]
-pub(crate) struct Tags {
-    /// Number of tags issued, by owner.
-    taken: [u64; 3],
-    reads: u64,
-}
-
-impl Tags {
-    /// A new tag of this owner.
-    pub(crate) fn take(&mut self, owner: TagOwner) -> RemoteTag {
-        let taken = &mut self.taken[owner as usize];
-        *taken += 1;
-        RemoteTag(owner.bits() | *taken)
-    }
-
-    /// A new id for a read at a creditor; steps and moves share the numbers.
-    pub(crate) fn read(&mut self) -> u64 {
-        self.reads += 1;
-        self.reads
-    }
 }
 
 impl Cx {
@@ -223,20 +179,5 @@ impl Cx {
         let runs = freed.chunk_by(|a, b| a.0 + 1 == b.0);
         let slots = runs.map(|run| run[0].0 * tokens..(run[run.len() - 1].0 + 1) * tokens).collect();
         self.effects.push(Effect::Runner(Command::Release { slots }));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_tag_says_who_took_it() {
-        let mut tags = Tags::default();
-        for owner in [TagOwner::Request, TagOwner::Seal, TagOwner::Move, TagOwner::Request] {
-            let (first, second) = (tags.take(owner), tags.take(owner));
-            assert_eq!((TagOwner::of(first), TagOwner::of(second)), (owner, owner));
-            assert_ne!(first, second);
-        }
     }
 }

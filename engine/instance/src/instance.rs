@@ -8,13 +8,14 @@
 use crate::batch::{Batch, BatchEvent, Others};
 use crate::config::InstanceConfig;
 use crate::creditor::{Creditor, CreditorEvent};
-use crate::cx::{Cx, TagOwner};
+use crate::cx::Cx;
+use crate::cx::tags::{ReadId, ReadOwner, TagOwner};
 use crate::event::{Effect, Event, PeerKey};
+use crate::look::Look;
 use crate::membership::{Membership, MembershipEvent};
 use crate::moves::{MoveEvent, Moves};
 use crate::outcome::{Lost, LostPart, Outcome, Outcomes, ROUNDS_MAX};
 use crate::prefill::{PrefillEvent, Prefills};
-use crate::status::Look;
 use crate::step::{StepEvent, Steps};
 use lagoon_cluster::{ConfigError, Output};
 use lagoon_protocol::{BulkFrame, ControlBody, LeaseRefuse, LeaseRequest, PartialsFrame, RefuseCode, Role, StepTicket};
@@ -318,27 +319,41 @@ impl Instance {
             }
             return Outcomes::new();
         };
-        let read = match &frame {
-            BulkFrame::Data { id, .. } => Some(*id),
-            BulkFrame::Refused { id, .. } => Some(*id).filter(|id| *id != 0),
-            _ => None,
-        };
-        // A reply counts only from the peer that was asked.
-        if read.is_some_and(|id| self.step.reads_at(id).or_else(|| self.moves.reads_at(id)) != Some(from)) {
-            return Outcomes::new();
-        }
         match frame {
-            BulkFrame::Data { id, layer, tokens: _, kv } if self.moves.reads(id) => {
-                self.moves(MoveEvent::Data { from, id, layer, kv })
-            }
-            BulkFrame::Data { id, layer, tokens: _, kv } => self.step(StepEvent::Fetched { id, layer, kv }),
-            BulkFrame::Refused { id, lease, code, detail } if id == 0 || self.moves.reads(id) => {
-                self.moves(MoveEvent::Refused { creditor: from, id, lease, code, detail })
-            }
-            BulkFrame::Refused { id, lease: _, code, detail } => {
-                self.step(StepEvent::FetchRefused { id, code, detail })
+            BulkFrame::Data { id, layer, tokens: _, kv } => match ReadId::from_wire(id) {
+                Some(read) if self.reads_at(read) == Some(from) => match read.owner() {
+                    ReadOwner::Step => self.step(StepEvent::Fetched { read, layer, kv }),
+                    ReadOwner::Move => self.moves(MoveEvent::Data { from, read, layer, kv }),
+                },
+                _ => Outcomes::new(),
+            },
+            BulkFrame::Refused { id, lease, code, detail } => {
+                self.on_bulk_refused(from, ReadId::from_wire(id), lease, (code, detail))
             }
             frame => self.creditor(CreditorEvent::Bulk { peer, from, frame }),
+        }
+    }
+
+    /// A creditor refused a read, or a write or seal (`None`) under a lease.
+    fn on_bulk_refused(
+        &mut self,
+        creditor: InstanceId,
+        read: Option<ReadId>,
+        lease: LeaseId,
+        (code, detail): (RefuseCode, String),
+    ) -> Outcomes {
+        match read {
+            Some(read) if self.reads_at(read) != Some(creditor) => Outcomes::new(),
+            Some(read) if read.owner() == ReadOwner::Step => self.step(StepEvent::FetchRefused { read, code, detail }),
+            read => self.moves(MoveEvent::Refused { creditor, read, lease, code, detail }),
+        }
+    }
+
+    /// The creditor that a read was sent to. A reply counts only from there.
+    fn reads_at(&self, read: ReadId) -> Option<InstanceId> {
+        match read.owner() {
+            ReadOwner::Step => self.step.reads_at(read),
+            ReadOwner::Move => self.moves.reads_at(read),
         }
     }
 

@@ -18,6 +18,7 @@ mod creditor;
 mod cx;
 mod event;
 mod instance;
+mod look;
 mod membership;
 mod moves;
 mod outcome;
@@ -26,15 +27,14 @@ mod status;
 mod step;
 
 pub use batch::freeze::FrozenDebt;
-pub use batch::prefix::PrefixStatus;
-pub use batch::scheduler::SchedulerConfig;
-pub use config::{InstanceConfig, LayerWindows, TransferConfig};
+pub use config::{InstanceConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig};
+pub use cx::prefix::PrefixStatus;
 pub use event::{Effect, Event, PeerKey, TransferEffect, TransferEvent};
 pub use instance::Instance;
 pub use moves::{MovePace, MoveStatus, MovedBlocks};
 pub use prefill::{LastTimes, PrefillStatus, PrefillTimes, StageUser};
 pub use status::{InstanceStatus, SequencePlacement};
-pub use step::cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
+pub use step::cost::{CostModel, LinkCost, OwnCost};
 pub use step::mapped::PeerAccessStatus;
 
 /// The shell sends [`Event::Tick`] at least this often.

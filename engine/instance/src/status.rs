@@ -1,14 +1,11 @@
 //! Status of an instance, for `lagoon status`, metrics and tests.
 
-use crate::batch::Batch;
 use crate::batch::freeze::FrozenDebt;
-use crate::batch::prefix::PrefixStatus;
-use crate::creditor::Creditor;
-use crate::cx::Cx;
+use crate::cx::prefix::PrefixStatus;
 use crate::instance::Instance;
-use crate::moves::{MovePace, MoveStatus, Moves};
-use crate::prefill::{LastTimes, PrefillStatus, Prefills, StageUser};
-use crate::step::Steps;
+use crate::look::Look;
+use crate::moves::{MovePace, MoveStatus};
+use crate::prefill::{LastTimes, PrefillStatus, StageUser};
 use crate::step::mapped::PeerAccessStatus;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_cluster::RManager;
@@ -95,25 +92,6 @@ pub struct SequencePlacement {
     pub lost_tokens: u32,
     /// Borrowed blocks, by creditor.
     pub remote_blocks: BTreeMap<InstanceId, u32>,
-}
-
-/// All machines but the membership, for reading.
-#[derive(Clone, Copy)]
-pub(crate) struct Look<'a> {
-    pub(crate) batch: &'a Batch,
-    pub(crate) step: &'a Steps,
-    pub(crate) creditor: &'a Creditor,
-    pub(crate) prefills: &'a Prefills,
-    pub(crate) moves: &'a Moves,
-}
-
-impl Look<'_> {
-    /// See [`MoveStatus`].
-    pub(crate) fn moves(&self, cx: &Cx) -> MoveStatus {
-        let (recalls_missed, blocks_revoked) = self.creditor.missed();
-        let recalls_met = cx.memory.rm.creditor.recalls_met();
-        MoveStatus { recalls_met, recalls_missed, blocks_revoked, ..self.moves.status() }
-    }
 }
 
 impl Instance {
@@ -269,7 +247,7 @@ impl Instance {
             memory: self.cx.memory.counters,
             launches: self.step.launches(),
             prefill: self.prefill.look(&self.cx, &self.batch),
-            prefix: self.cx.memory.prefix_status(),
+            prefix: self.cx.memory.prefix.status(&self.cx.memory.rm.pool),
             peer_access: PeerAccessStatus { sealed: self.creditor.sealed(), ..self.step.mapped().status() },
             sequences: self.batch.seqs().map(placement).collect(),
         }

@@ -240,7 +240,7 @@ impl World {
         }
         let end = (entry.written + 1) * BLOCK as usize;
         entry.tokens.resize(end.max(entry.tokens.len()), token);
-        if seq.is_multiple_of(2) && self.joins(seq, end) {
+        if seq.is_multiple_of(2) && self.join(seq, end) {
             return;
         }
         let entry = self.seqs.get_mut(&seq).unwrap();
@@ -256,7 +256,7 @@ impl World {
     }
 
     /// What a sequence is to write next somebody may have: then it has that.
-    fn joins(&mut self, seq: u64, end: usize) -> bool {
+    fn join(&mut self, seq: u64, end: usize) -> bool {
         let entry = &self.seqs[&seq];
         let (at, name) = (entry.written, *BlockHash::chain(&ROOT, &entry.tokens[..end]).last().unwrap());
         let Some(block) = entry.blocks[at] else { return false };

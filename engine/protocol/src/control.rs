@@ -9,6 +9,7 @@ use crate::placement::{
 use crate::prefill::{
     PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest, RoleOrder, Workers,
 };
+use crate::role::Role;
 use crate::transfer::{
     TransferArena, TransferComplete, TransferCompleted, TransferConnect, TransferConnected, TransferExport,
     TransferRefused, TransferRenew, TransferRenewed,
@@ -33,6 +34,7 @@ impl From<ControlBody> for Control {
     }
 }
 
+/// Body of a control message: one variant a message, whose type says what it is. A tag is never used again for another.
 #[derive(Clone, PartialEq, Oneof)]
 pub enum ControlBody {
     // Instance and gManager.
@@ -139,39 +141,6 @@ pub enum ControlBody {
     RoleOrder(RoleOrder),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
-#[repr(i32)]
-pub enum Role {
-    /// Computes prompts and answers, and lends (`--role both`).
-    Instance = 0,
-    /// Lends memory and micro attention only (`--role kv`).
-    Kv = 1,
-    /// Prefill worker: computes prompts for decode workers, takes no client requests. Also lends.
-    Prefill = 2,
-    /// Decode worker: takes client requests, prefill workers compute their prompts. Also lends.
-    Decode = 3,
-}
-
-impl Role {
-    /// Whether the instance has weights and runs sequences.
-    #[must_use]
-    pub fn runs(self) -> bool {
-        self != Self::Kv
-    }
-
-    /// Whether the instance takes client requests.
-    #[must_use]
-    pub fn serves(self) -> bool {
-        matches!(self, Self::Instance | Self::Decode)
-    }
-
-    /// Whether the instance computes prompts for decode workers.
-    #[must_use]
-    pub fn prefills(self) -> bool {
-        matches!(self, Self::Instance | Self::Prefill)
-    }
-}
-
 /// Model and KV shape that must be equal for two instances to share KV.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PoolShape {
@@ -217,6 +186,7 @@ pub struct PoolShape {
 /// First message to the gManager on a control connection.
 #[derive(Clone, PartialEq, Message)]
 pub struct Register {
+    /// Lowest and highest version of the protocol that the sender speaks.
     #[prost(uint32, tag = "1")]
     pub version_min: u32,
     #[prost(uint32, tag = "2")]
@@ -235,8 +205,10 @@ pub struct Register {
     /// Random per process.
     #[prost(fixed64, tag = "7")]
     pub incarnation: u64,
+    /// Must equal the pool's.
     #[prost(message, optional, boxed, tag = "8")]
     pub shape: Option<Box<PoolShape>>,
+    /// rBlocks of its KV store.
     #[prost(uint32, tag = "9")]
     pub blocks_total: u32,
     /// Backend for status output: `cpu`, `wgpu` or `cuda`.
@@ -269,10 +241,13 @@ pub enum MemoryTier {
 /// The registration is accepted.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Registered {
+    /// Highest version of the protocol that both speak.
     #[prost(uint32, tag = "1")]
     pub version: u32,
+    /// The instance's number; never 0.
     #[prost(uint32, tag = "2")]
     pub instance: u32,
+    /// Interval of heartbeats, in milliseconds.
     #[prost(uint64, tag = "3")]
     pub heartbeat_ms: u64,
     /// Term of the gManager: a later gManager has a larger one. After a change the instance sends a full heartbeat.
@@ -291,6 +266,7 @@ pub struct Rejected {
 /// Entry of the sender's debt ledger: one debtor.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Debt {
+    /// The debtor's number.
     #[prost(uint32, tag = "1")]
     pub debtor: u32,
     /// rBlocks lent to it.
@@ -298,15 +274,20 @@ pub struct Debt {
     pub blocks: u32,
 }
 
+/// Periodic report of an instance to the gManager: its memory, debts, load, and changes of its placement rows. Answered
+/// by [`HeartbeatAck`].
 #[derive(Clone, PartialEq, Message)]
 pub struct Heartbeat {
+    /// The sender's number.
     #[prost(uint32, tag = "1")]
     pub instance: u32,
+    /// As in `Register`.
     #[prost(fixed64, tag = "2")]
     pub incarnation: u64,
     /// Sequence number, increasing within an incarnation; stale heartbeats are ignored.
     #[prost(uint64, tag = "3")]
     pub seq: u64,
+    /// rBlocks of the sender's KV store.
     #[prost(uint32, tag = "4")]
     pub blocks_total: u32,
     /// Free blocks, lendable or not.
@@ -318,10 +299,13 @@ pub struct Heartbeat {
     /// Lent blocks by debtor.
     #[prost(message, repeated, tag = "7")]
     pub lent: Vec<Debt>,
+    /// rBlocks that the sender holds at creditors.
     #[prost(uint32, tag = "8")]
     pub blocks_borrowed: u32,
+    /// Sequences in its batch.
     #[prost(uint32, tag = "9")]
     pub requests_running: u32,
+    /// Sequences in its queue.
     #[prost(uint32, tag = "10")]
     pub requests_waiting: u32,
     /// Round trips measured to peers, in microseconds, for locality.
@@ -331,6 +315,7 @@ pub struct Heartbeat {
     /// `placements_full` (v2 §6.2).
     #[prost(message, repeated, tag = "12")]
     pub placements: Vec<PlacementEntry>,
+    /// Whether `placements` has every row.
     #[prost(bool, tag = "13")]
     pub placements_full: bool,
     /// Batch and queue for the planner's model; absent on nodes that run no requests.
@@ -441,11 +426,13 @@ pub struct MoveCounts {
 /// Measured link to a peer.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Link {
+    /// The peer's number.
     #[prost(uint32, tag = "1")]
     pub peer: u32,
+    /// Round trip, in microseconds; 0 if it was not measured yet.
     #[prost(uint32, tag = "2")]
     pub rtt_us: u32,
-    /// Measured rate of bulk transfers; 0 if none was measured yet.
+    /// Measured rate of bulk transfers, in bytes per second; 0 if none was measured yet.
     #[prost(uint64, tag = "3")]
     pub bytes_per_s: u64,
     /// Peer access: the sender has mapped the peer's KV store and attends to KV borrowed there itself.
@@ -496,10 +483,13 @@ pub struct OldestWaiting {
 /// Query of a debtor to the gManager for creditors.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct BorrowQuery {
+    /// The debtor's number for this query; echoed.
     #[prost(uint64, tag = "1")]
     pub query: u64,
+    /// The sender's number.
     #[prost(uint32, tag = "2")]
     pub debtor: u32,
+    /// rBlocks that it needs.
     #[prost(uint32, tag = "3")]
     pub blocks: u32,
     /// Creditors that refused in this negotiation.
@@ -515,6 +505,7 @@ pub struct BorrowQuery {
 pub enum TierRequest {
     /// Device memory first, then host memory.
     Any = 0,
+    /// Device memory only.
     DeviceOnly = 1,
     /// Host memory only: to swap out a preempted sequence.
     HostOnly = 2,
@@ -523,10 +514,13 @@ pub enum TierRequest {
 /// Candidate creditor.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Candidate {
+    /// Its number.
     #[prost(uint32, tag = "1")]
     pub instance: u32,
+    /// As in `Register`.
     #[prost(string, tag = "2")]
     pub quic_addr: String,
+    /// rBlocks that it would lend, by its last heartbeat and later refusals.
     #[prost(uint32, tag = "3")]
     pub blocks_lendable: u32,
 }
@@ -534,6 +528,7 @@ pub struct Candidate {
 /// Reply to [`BorrowQuery`]: at most `CANDIDATES` creditors, best first; the debtor tries them in order.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct BorrowAdvice {
+    /// `BorrowQuery::query`.
     #[prost(uint64, tag = "1")]
     pub query: u64,
     #[prost(message, repeated, tag = "2")]
@@ -550,8 +545,10 @@ pub struct BorrowAdvice {
 /// its next heartbeat.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Refusal {
+    /// The creditor's number.
     #[prost(uint32, tag = "1")]
     pub creditor: u32,
+    /// rBlocks that it would lend, as its refusal says.
     #[prost(uint32, tag = "2")]
     pub blocks_lendable: u32,
 }
@@ -563,16 +560,21 @@ pub struct Deregister {
     pub instance: u32,
 }
 
+/// Query for the state of all instances, to the gManager from gateways and operators. Answered by [`StatusReply`].
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct StatusQuery {
+    /// The sender's number for this query; echoed.
     #[prost(uint64, tag = "1")]
     pub query: u64,
 }
 
+/// Reply to [`StatusQuery`].
 #[derive(Clone, PartialEq, Message)]
 pub struct StatusReply {
+    /// `StatusQuery::query`.
     #[prost(uint64, tag = "1")]
     pub query: u64,
+    /// Every instance that the gManager knows, silent and fenced ones included.
     #[prost(message, repeated, tag = "2")]
     pub instances: Vec<InstanceStatus>,
     /// Term of the replying gManager, as in `Registered`.
@@ -580,10 +582,13 @@ pub struct StatusReply {
     pub term: u64,
 }
 
+/// State of one instance: parts of its registration, and its last heartbeat.
 #[derive(Clone, PartialEq, Message)]
 pub struct InstanceStatus {
+    /// Its number.
     #[prost(uint32, tag = "1")]
     pub instance: u32,
+    /// This and the next fields: as in `Register`.
     #[prost(string, tag = "2")]
     pub name: String,
     #[prost(string, tag = "3")]
@@ -594,6 +599,7 @@ pub struct InstanceStatus {
     pub role: i32,
     #[prost(string, tag = "6")]
     pub backend: String,
+    /// Its last heartbeat; absent before the first.
     #[prost(message, optional, tag = "7")]
     pub heartbeat: Option<Heartbeat>,
     /// Milliseconds since `heartbeat` arrived.
@@ -613,14 +619,18 @@ pub struct InstanceStatus {
 /// First message between instances on each connection, in both directions.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Hello {
+    /// As in `Register`.
     #[prost(uint32, tag = "1")]
     pub version_min: u32,
     #[prost(uint32, tag = "2")]
     pub version_max: u32,
+    /// The sender's number, from the gManager; never 0.
     #[prost(uint32, tag = "3")]
     pub instance: u32,
+    /// As in `Register`: a new one means that all leases of the one before are gone.
     #[prost(fixed64, tag = "4")]
     pub incarnation: u64,
+    /// Must equal the receiver's.
     #[prost(message, optional, tag = "5")]
     pub shape: Option<PoolShape>,
     /// Device memory of the sender's KV store, if debtors may map it.
@@ -648,8 +658,10 @@ pub struct LeaseRequest {
     /// The debtor's number for this request; echoed.
     #[prost(uint64, tag = "1")]
     pub request: u64,
+    /// The debtor's number of the sequence.
     #[prost(uint64, tag = "2")]
     pub seq: u64,
+    /// rBlocks that it needs.
     #[prost(uint32, tag = "3")]
     pub blocks: u32,
     /// Fewest blocks to grant rather than refuse.
@@ -678,27 +690,36 @@ pub enum LeasePurpose {
     Handover = 3,
 }
 
+/// Grant of a [`LeaseRequest`]: a lease of as many blocks as were asked for, or of at least `blocks_min`.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LeaseGrant {
+    /// `LeaseRequest::request`.
     #[prost(uint64, tag = "1")]
     pub request: u64,
+    /// The creditor's number for the lease.
     #[prost(uint64, tag = "2")]
     pub lease: u64,
+    /// Frames under the lease name this epoch; others are refused as stale.
     #[prost(uint64, tag = "3")]
     pub epoch: u64,
     /// Number of entries.
     #[prost(uint32, tag = "4")]
     pub blocks: u32,
+    /// Lifetime of the lease without [`LeaseRenew`], in milliseconds.
     #[prost(uint64, tag = "5")]
     pub ttl_ms: u64,
 }
 
+/// Refusal of a [`LeaseRequest`]: the creditor would lend fewer than `blocks_min`, or nothing to this request.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LeaseRefuse {
+    /// `LeaseRequest::request`.
     #[prost(uint64, tag = "1")]
     pub request: u64,
+    /// rBlocks that the creditor would lend now.
     #[prost(uint32, tag = "2")]
     pub blocks_lendable: u32,
+    /// Human-readable reason.
     #[prost(string, tag = "3")]
     pub reason: String,
 }
@@ -729,8 +750,10 @@ pub struct LeaseReleased {
     pub first: u32,
 }
 
+/// Renewal of leases by the debtor: each lives its time to live from here on. Answered by [`LeaseRenewed`].
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LeaseRenew {
+    /// Leases that the debtor holds at this creditor, at most `LEASE_RENEW_LEASES_MAX` in one message.
     #[prost(uint64, repeated, tag = "1")]
     pub leases: Vec<u64>,
     /// Number of the renewal, from 1 on; echoed.

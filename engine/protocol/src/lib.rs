@@ -16,6 +16,7 @@ pub mod data;
 pub mod direct;
 pub mod placement;
 pub mod prefill;
+pub mod role;
 pub mod transfer;
 
 pub use control::*;
@@ -23,6 +24,7 @@ pub use data::*;
 pub use direct::*;
 pub use placement::*;
 pub use prefill::*;
+pub use role::*;
 pub use transfer::*;
 
 /// Versions of this protocol that this build speaks. Peers agree on the highest common one in their handshake.

@@ -3,7 +3,7 @@
 //!
 //! A request's identity in the pool is its debtor's number and its sequence number there.
 
-use crate::control::Role;
+use crate::role::Role;
 use prost::{Enumeration, Message, Oneof};
 
 /// Row of the request placement map: rBlocks of one request on the sender of the heartbeat. Local if `debtor` is the
@@ -169,7 +169,7 @@ pub struct Recall {
     /// Milliseconds from receipt after which the creditor revokes them: see [`LeaseRevoked`].
     #[prost(uint32, tag = "3")]
     pub deadline_ms: u32,
-    /// Pause before the debtor may borrow from this creditor again.
+    /// Pause before the debtor may borrow from this creditor again, in milliseconds.
     #[prost(uint32, tag = "4")]
     pub pause_ms: u32,
 }
@@ -199,6 +199,7 @@ pub struct Freeze {
     pub creditor: u32,
     #[prost(uint32, tag = "3")]
     pub blocks: u32,
+    /// Milliseconds from receipt after which the freeze ends by itself.
     #[prost(uint32, tag = "4")]
     pub ttl_ms: u32,
 }
@@ -262,10 +263,13 @@ pub struct AdminQuery {
     pub body: Option<AdminBody>,
 }
 
+/// Body of an [`AdminQuery`]: what the operator asks for.
 #[derive(Clone, PartialEq, Eq, Oneof)]
 pub enum AdminBody {
+    /// Starts or ends a drain.
     #[prost(message, tag = "2")]
     Drain(AdminDrain),
+    /// Orders a move.
     #[prost(message, tag = "3")]
     Move(AdminMove),
     /// Reads the request placement map.
@@ -277,6 +281,7 @@ pub enum AdminBody {
     /// Returns the outcome of an operator's order.
     #[prost(message, tag = "6")]
     Order(AdminOrder),
+    /// Orders a change of role.
     #[prost(message, tag = "7")]
     Role(AdminRole),
 }
@@ -349,6 +354,7 @@ pub struct AdminOrder {
     pub order: u64,
 }
 
+/// Query for the planner's next orders; nothing is ordered.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct AdminPlan {}
 

@@ -5,7 +5,7 @@
 //! its session, on both sides. The KV of an answered one is an ordinary lease (`LeaseRenew`, `LeaseRelease`), and may be
 //! read by `TRANSFER` ([`crate::transfer`]).
 
-use crate::control::Role;
+use crate::role::Role;
 use prost::Message;
 
 /// Worker of the pool.
@@ -119,6 +119,7 @@ pub struct PrefillReady {
     /// Entries of the lease. They hold the request's tokens; the last may be partly filled.
     #[prost(uint32, tag = "4")]
     pub blocks: u32,
+    /// As in `LeaseGrant`.
     #[prost(uint64, tag = "5")]
     pub ttl_ms: u64,
     #[prost(uint32, tag = "6")]
@@ -141,6 +142,7 @@ pub struct PrefillReady {
     pub queued_ms: u64,
     #[prost(uint64, tag = "13")]
     pub prefill_ms: u64,
+    /// As in `PrefillRenewed`.
     #[prost(uint64, tag = "14")]
     pub queued_tokens: u64,
     /// The last of `blocks`, behind the tokens: the last window of layers whose KV is not in the pool. 0 if it is not there.
@@ -155,6 +157,7 @@ pub struct PrefillRefused {
     pub request: u64,
     #[prost(string, tag = "2")]
     pub reason: String,
+    /// As in `PrefillRenewed`.
     #[prost(uint64, tag = "3")]
     pub queued_tokens: u64,
 }

@@ -167,7 +167,7 @@ pub struct TransferConnected {
     /// Credit: bytes in flight that the reader may have.
     #[prost(uint64, tag = "7")]
     pub credit_bytes: u64,
-    /// Lifetime of an export without renewal.
+    /// Lifetime of an export without renewal, in milliseconds.
     #[prost(uint64, tag = "8")]
     pub ttl_ms: u64,
     #[prost(message, repeated, tag = "9")]

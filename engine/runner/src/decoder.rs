@@ -2,9 +2,10 @@
 //!
 //! A layer is [`Decoder::project`], attention, which is the caller's, and [`Decoder::finish`].
 
+use crate::biased::{linear, norm};
 use crate::latent::LatentTensors;
 use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, ExpertBuffers, Experts, Mode, Partials};
-use lagoon_model::spec::{Dense, LatentSpec, LayerSpec, MixtureSpec, Mlp, Norm, NormSpec};
+use lagoon_model::spec::{Dense, LatentSpec, LayerSpec, MixtureSpec, Mlp, NormSpec};
 use lagoon_model::weights::{
     AllHeadsWeights, DenseWeights, HeadNormWeights, KEEP_EPS, MixtureWeights, MlpWeights, NormWeights,
     ProjectionWeights,
@@ -458,24 +459,6 @@ fn join<D: Device>(
     device.add(&mut a.x, &a.normed, rows)
 }
 
-pub(crate) fn norm<D: Device>(
-    device: &mut D,
-    spec: &NormSpec,
-    weights: &NormWeights<D::Weight>,
-    x: &D::Tensor,
-    rows: usize,
-    out: &mut D::Tensor,
-) -> Result<(), DeviceError> {
-    match spec.kind {
-        Norm::Rms => device.rms_norm(x, &weights.weight, spec.eps, rows, out)?,
-        Norm::Layer => device.layer_norm(x, &weights.weight, spec.eps, rows, out)?,
-    }
-    match &weights.bias {
-        Some(bias) => device.add_bias(out, bias, rows),
-        None => Ok(()),
-    }
-}
-
 /// Norms of queries and keys over all heads, in place.
 ///
 /// 1. A copy of the rows in which keys and values are 0: the norm with [`KEEP_EPS`].
@@ -498,21 +481,6 @@ fn norm_all_heads<D: Device>(
         AttentionGeometry { heads: geometry.heads / geometry.kv_heads, kv_heads: 1, head_dim: kv_dim, latent: false };
     device.head_norm(&mut a.qkv, (&weights.zeros, &weights.k), eps, whole, rows)?;
     device.add(&mut a.qkv, normed, rows)
-}
-
-pub(crate) fn linear<D: Device>(
-    device: &mut D,
-    (weight, bias): (&D::Weight, Option<&D::Weight>),
-    x: &D::Tensor,
-    rows: usize,
-    mode: Mode,
-    out: &mut D::Tensor,
-) -> Result<(), DeviceError> {
-    device.matmul(x, weight, rows, mode, out)?;
-    match bias {
-        Some(bias) => device.add_bias(out, bias, rows),
-        None => Ok(()),
-    }
 }
 
 /// A feed-forward layer of [`Activations::normed`], or of the residual stream where that is not `normed`.

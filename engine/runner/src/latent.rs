@@ -3,7 +3,7 @@
 //! Heads' keys and values are products of a token's latent. A query is multiplied with the matrix of its keys instead, and the sum of
 //! latents with that of its values, so that the cache holds latents and nothing of any head.
 
-use crate::decoder::{linear, norm};
+use crate::biased::{linear, norm};
 use lagoon_backend::{Device, DeviceError, HeadStrides, LatentRow, Mode};
 use lagoon_model::spec::LatentSpec;
 use lagoon_model::weights::LatentWeights;

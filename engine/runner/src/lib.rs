@@ -7,6 +7,7 @@
 //! What must not be here: sockets, clocks, block accounting, scheduling decisions.
 #![forbid(unsafe_code)]
 
+mod biased;
 mod config;
 pub mod decoder;
 mod executor;

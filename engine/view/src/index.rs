@@ -8,6 +8,7 @@ use crate::sync::{AtomicU64, Ordering, high, low, word, words};
 /// Places that an entry may be in, from its hash on.
 const PROBES: usize = 16;
 
+/// A hash table of open addressing, from an instance's number to its slot.
 #[derive(Debug)]
 pub(crate) struct Index {
     /// Number over slot + 1; 0 is free.

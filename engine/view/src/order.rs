@@ -9,6 +9,7 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering, half_words};
 /// Parts of the order: instances that borrow nothing, in device and in host memory, then those that borrow.
 pub(crate) const GROUPS: usize = 4;
 
+/// The order in two buffers, and the number of the current publication.
 #[derive(Debug)]
 pub(crate) struct Order {
     current: AtomicU64,

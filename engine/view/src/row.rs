@@ -87,6 +87,7 @@ impl Seen {
     }
 }
 
+/// One instance's row. See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Row {
     tag: AtomicU64,

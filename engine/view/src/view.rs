@@ -55,6 +55,7 @@ pub struct Answer {
     pub blocks_lendable: u64,
 }
 
+/// Rows, index, order and totals of a view: memory that its writer and all readers share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) rows: Box<[Row]>,

@@ -1,11 +1,11 @@
 //! Incoming connections.
 
 use crate::{
-    Event, NodeRole, Subject,
+    Event, NodeRole, Subject, close,
     incoming::{Entry, Place},
     node::{Shared, read_preface},
     peer::Remote,
-    session::{Verdict, Wires, close},
+    session::{Verdict, Wires},
 };
 use lagoon_wire::{DIRECT_CODE, Preface};
 use quinn::{Incoming, VarInt};

@@ -1,18 +1,15 @@
 //! The cluster's certificate authority: made once, signs one certificate per node.
 
-use crate::{Identity, IdentityError, Roles, SERVER_NAME, Subject};
+use crate::{Identity, IdentityError, Roles, SERVER_NAME, Subject, subject::revoked_serials};
 use rand::Rng as _;
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, DnType, ExtendedKeyUsagePurpose, IsCa,
     Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SanType, SerialNumber,
 };
-use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, pem::PemObject};
+use rustls_pki_types::{CertificateDer, pem::PemObject};
 use std::fmt;
 use time::{Duration, OffsetDateTime};
-use x509_parser::{
-    prelude::{FromDer, GeneralName, X509Certificate},
-    revocation_list::CertificateRevocationList,
-};
+use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
 /// Validity of a CA made here, in days.
 const CA_DAYS: i64 = 3650;
@@ -138,14 +135,6 @@ impl ClusterCa {
         };
         Ok(params.signed_by(&self.issuer)?.pem()?)
     }
-}
-
-/// The serial numbers on a revocation list (PEM).
-pub(crate) fn revoked_serials(list: &str) -> Result<Vec<Vec<u8>>, IdentityError> {
-    let bad = |reason: String| IdentityError::Pem { what: "the revocation list".to_owned(), reason };
-    let der = CertificateRevocationListDer::from_pem_slice(list.as_bytes()).map_err(|error| bad(error.to_string()))?;
-    let (_, list) = CertificateRevocationList::from_der(&der).map_err(|error| bad(error.to_string()))?;
-    Ok(list.iter_revoked_certificates().map(|revoked| revoked.raw_serial().to_vec()).collect())
 }
 
 /// From a day ago (clocks differ) for `days`.

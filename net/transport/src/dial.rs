@@ -1,11 +1,11 @@
 //! Connecting to peers, with back-off.
 
 use crate::{
-    Event, Subject,
+    Event, Subject, close,
     link::Link,
     node::{Shared, read_preface},
     peer::{Peer, Remote},
-    session::{Verdict, Wires, close},
+    session::{Verdict, Wires},
 };
 use lagoon_wire::Class;
 use quinn::{ConnectionError, VarInt};

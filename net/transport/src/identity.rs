@@ -1,6 +1,6 @@
 //! A node's certificate, key and CA, and the TLS configurations made of them.
 
-use crate::{IdentityError, Subject, ca::revoked_serials};
+use crate::{IdentityError, Subject, subject::revoked_serials};
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use rustls::{
     RootCertStore, client::WebPkiServerVerifier, crypto::CryptoProvider, server::WebPkiClientVerifier, version::TLS13,

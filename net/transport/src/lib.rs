@@ -22,6 +22,7 @@
 mod accept;
 mod answer;
 mod ca;
+mod close;
 mod config;
 mod dial;
 pub mod direct;

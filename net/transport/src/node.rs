@@ -4,6 +4,7 @@ use crate::{
     AnswerControl, BindError, ClassStats, Event, Identity, Inbound, Inbox, NodeRole, PeerId, SendError, Subject,
     TransportConfig,
     answer::Answers,
+    close,
     config::FIRST_WINDOW_BYTES,
     direct::{DirectConnections, ExportServer},
     event::{Outlet, inbox},
@@ -12,7 +13,6 @@ use crate::{
     link::Queued,
     peer::Peer,
     pins::Pins,
-    session::close,
 };
 use bytes::Bytes;
 use futures::future::join_all;

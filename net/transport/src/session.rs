@@ -6,6 +6,7 @@
 use crate::{
     Event, Inbound, SendError, Subject,
     answer::Cached,
+    close,
     event::{Alive, Charge, Ended, SHARES, Shares, Window},
     incoming::Place,
     link::Link,
@@ -20,18 +21,6 @@ use std::{
     sync::{Arc, PoisonError},
     time::{Duration, Instant},
 };
-
-/// Application codes with which connections are closed. WIRE.md lists them.
-pub(crate) mod close {
-    pub(crate) const BYE: u32 = 0;
-    pub(crate) const SESSION_OVER: u32 = 1;
-    pub(crate) const DUPLICATE: u32 = 2;
-    pub(crate) const STALE: u32 = 3;
-    pub(crate) const BAD_FRAME: u32 = 4;
-    pub(crate) const BAD_PREFACE: u32 = 5;
-    pub(crate) const LIMIT: u32 = 6;
-    pub(crate) const IDENTITY: u32 = 7;
-}
 
 /// A session that lasts this long counts as a success: the next dial does not pause.
 const STEADY: Duration = Duration::from_secs(2);

@@ -3,11 +3,14 @@
 //! A certificate of the cluster's CA says `lagoon://node/<name>` once and `lagoon://role/<role>` for each role. What a peer
 //! may do follows from these, never from what it says of itself.
 
-use crate::{IdentityError, ca::revoked_serials};
+use crate::IdentityError;
 use quinn::Connection;
-use rustls_pki_types::{CertificateDer, pem::PemObject};
+use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, pem::PemObject};
 use std::{fmt, str::FromStr, sync::Arc};
-use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+use x509_parser::{
+    prelude::{FromDer, GeneralName, X509Certificate},
+    revocation_list::CertificateRevocationList,
+};
 
 const NODE: &str = "lagoon://node/";
 const ROLE: &str = "lagoon://role/";
@@ -210,4 +213,12 @@ impl Subject {
 fn is_node_name(name: &str) -> bool {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     (1..=NODE_NAME_BYTES_MAX).contains(&name.len()) && name.chars().all(plain)
+}
+
+/// The serial numbers on a revocation list (PEM).
+pub(crate) fn revoked_serials(list: &str) -> Result<Vec<Vec<u8>>, IdentityError> {
+    let bad = |reason: String| IdentityError::Pem { what: "the revocation list".to_owned(), reason };
+    let der = CertificateRevocationListDer::from_pem_slice(list.as_bytes()).map_err(|error| bad(error.to_string()))?;
+    let (_, list) = CertificateRevocationList::from_der(&der).map_err(|error| bad(error.to_string()))?;
+    Ok(list.iter_revoked_certificates().map(|revoked| revoked.raw_serial().to_vec()).collect())
 }

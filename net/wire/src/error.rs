@@ -7,7 +7,7 @@ use crate::Class;
 pub enum WireError {
     #[error("not a Lagoon frame: it starts with {0:02x?}")]
     Magic([u8; 4]),
-    #[error("frame version {0} is not spoken here (this build speaks {own})", own = crate::header::FRAME_VERSION)]
+    #[error("frame version {0} is not spoken here (this build speaks {own})", own = crate::class::FRAME_VERSION)]
     Version(u8),
     #[error("a frame of class {got} arrived on a {expected} stream")]
     Class { expected: Class, got: u8 },

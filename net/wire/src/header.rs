@@ -1,77 +1,14 @@
-//! The 16 bytes before every frame, and the cap of each class.
+//! The 16 bytes before every frame.
 
 use crate::WireError;
+use crate::class::{Class, FRAME_VERSION};
 use bytemuck::{Pod, Zeroable};
 use lagoon_types::limits;
-use std::fmt;
 
 /// Bytes of [`RawHeader`].
 pub const HEADER_BYTES: usize = 16;
 /// The first four bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"LGON";
-
-/// Class of a stream. Each class has its own connection, so that bulk never delays partials.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Class {
-    Control,
-    Partials,
-    Bulk,
-}
-
-impl Class {
-    /// All classes, in the order of [`Class::index`].
-    pub const ALL: [Self; 3] = [Self::Control, Self::Partials, Self::Bulk];
-
-    /// Stable number for the wire; 0 is the preface.
-    #[must_use]
-    pub const fn code(self) -> u8 {
-        match self {
-            Self::Control => 1,
-            Self::Partials => 2,
-            Self::Bulk => 3,
-        }
-    }
-
-    /// Inverse of [`Class::code`].
-    #[must_use]
-    pub const fn from_code(code: u8) -> Option<Self> {
-        match code {
-            1 => Some(Self::Control),
-            2 => Some(Self::Partials),
-            3 => Some(Self::Bulk),
-            _ => None,
-        }
-    }
-
-    /// Position in [`Class::ALL`].
-    #[must_use]
-    pub const fn index(self) -> usize {
-        match self {
-            Self::Control => 0,
-            Self::Partials => 1,
-            Self::Bulk => 2,
-        }
-    }
-
-    /// Largest body of a frame, in bytes: everything after the header.
-    #[must_use]
-    pub const fn body_bytes_max(self) -> usize {
-        match self {
-            Self::Control => limits::CONTROL_FRAME_BYTES_MAX,
-            Self::Partials | Self::Bulk => limits::DATA_FRAME_BYTES_MAX,
-        }
-    }
-}
-
-impl fmt::Display for Class {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Control => "control",
-            Self::Partials => "partials",
-            Self::Bulk => "bulk",
-        })
-    }
-}
 
 /// The header as it lies on the wire, little-endian.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -160,7 +97,3 @@ fn raw(class: u8, kind: u8, length: usize, max: usize, named: Class) -> Result<[
     let raw = RawHeader { magic: MAGIC, version: FRAME_VERSION, class, kind, flags: 0, length, reserved: 0 };
     Ok(bytemuck::cast(raw))
 }
-
-/// Version of the frame layouts that this build writes and reads. Prefaces and control frames keep 1 in every version of the
-/// protocol (`VERSION_MAX`), so that processes of different versions can refuse each other by name.
-pub(crate) const FRAME_VERSION: u8 = 1;

@@ -20,8 +20,10 @@
 compile_error!("the wire is little-endian and its headers are read in place: big-endian hosts are not supported");
 
 mod bulk;
+mod class;
 mod control;
 pub mod direct;
+mod encoded;
 mod error;
 mod frame;
 pub mod fuzz;
@@ -30,9 +32,11 @@ mod layout;
 mod partials;
 mod reader;
 
+pub use class::Class;
 pub use control::Preface;
+pub use encoded::EncodedFrame;
 pub use error::WireError;
-pub use frame::{EncodedFrame, Frame, decode_body, encode, encode_preface};
-pub use header::{Class, DIRECT_CODE, HEADER_BYTES, Header, MAGIC};
+pub use frame::{Frame, decode_body, encode, encode_preface};
+pub use header::{DIRECT_CODE, HEADER_BYTES, Header, MAGIC};
 pub use lagoon_protocol::{VERSION_MAX, VERSION_MIN};
 pub use reader::FrameReader;

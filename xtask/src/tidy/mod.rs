@@ -7,6 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use crate::finding::Finding;
 use crate::{deny, skips, workspace};
 
 mod docs;
@@ -14,24 +15,9 @@ mod exceptions;
 mod files;
 mod layers;
 mod limits;
+mod predicates;
 pub(crate) mod wire;
 mod words;
-
-/// A broken rule.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Finding {
-    /// The rule's name, as tidy.toml spells it.
-    pub(crate) rule: &'static str,
-    /// Subject that an exception names: `crate -> crate`, a file, `file: function`.
-    pub(crate) subject: String,
-    pub(crate) message: String,
-}
-
-impl Finding {
-    pub(crate) fn new(rule: &'static str, subject: impl Into<String>, message: impl Into<String>) -> Self {
-        Self { rule, subject: subject.into(), message: message.into() }
-    }
-}
 
 /// Checks all rules and prints the findings. Returns whether there are none.
 pub(crate) fn run(root: &Path) -> Result<bool> {
@@ -39,6 +25,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     let mut findings = layers::check(&graph.members);
     findings.extend(files::check(root)?);
     findings.extend(files::op_parity(root)?);
+    findings.extend(predicates::check(root)?);
     findings.extend(words::check(root)?);
     findings.extend(wire::check(root)?);
     findings.extend(docs::check(root)?);

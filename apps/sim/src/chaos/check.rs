@@ -110,6 +110,7 @@ impl Checkers {
                 |creditor| ids.get(&creditor).filter(|(place, _)| of.is_none_or(|of| of == *debtor || of == *place));
             for (creditor, lease, epoch, first, end) in process.instance.rmanager().debtor.held.iter() {
                 let Some((place, home)) = home(creditor) else { continue };
+                self.held.insert(lease);
                 if self.is_excused(home, lease, &(first..end)) {
                     continue;
                 }
@@ -130,6 +131,7 @@ impl Checkers {
                 for placement in placements {
                     let Placement::Remote(block) = placement else { continue };
                     let Some(home) = home(block.creditor) else { continue };
+                    self.held.insert(block.lease);
                     if !self.is_excused(home.1, block.lease, &(block.entry..block.entry + 1)) {
                         tables::lent((*id, seq, block), *home)?;
                     }
@@ -140,10 +142,9 @@ impl Checkers {
     }
 
     /// Whether a fault explains that a creditor does not lend entries that a debtor believes to hold.
-    fn is_excused(&mut self, home: &Process<Symbolic>, lease: LeaseId, entries: &Range<u32>) -> bool {
+    fn is_excused(&self, home: &Process<Symbolic>, lease: LeaseId, entries: &Range<u32>) -> bool {
         let rm = home.instance.rmanager();
         let incarnation = rm.config().incarnation;
-        self.held.insert(lease);
         // A fenced creditor has forgotten its leases; its debtors learn of that later, also for leases granted
         // meanwhile.
         let former = self.lent.get(&lease).is_some_and(|lent| *lent != incarnation);

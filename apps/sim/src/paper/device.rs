@@ -135,8 +135,8 @@ impl Device {
         rows == 1 || again || self.prefill == Prefill::Computed
     }
 
-    /// Whether a sequence's rows are recomputed after a preemption; notes its progress.
-    fn again(&mut self, seq: SeqId, end: u32) -> bool {
+    /// Notes that a sequence computes rows up to `end`. True if they are recomputed after a preemption.
+    fn note_rows(&mut self, seq: SeqId, end: u32) -> bool {
         let reached = self.reached.entry(seq).or_default();
         let again = end <= *reached;
         *reached = end.max(*reached);
@@ -198,7 +198,7 @@ impl Device {
         for seq in &work.seqs {
             let runs = &work.runs[seq.run0 as usize..(seq.run0 + seq.runs) as usize];
             let keys: u64 = runs.iter().map(|r| u64::from(r.len)).sum();
-            let again = self.again(seq.seq, seq.pos0 + seq.rows);
+            let again = self.note_rows(seq.seq, seq.pos0 + seq.rows);
             let (decode, prefill) = self.attention(seq.rows, again, keys as f64);
             shape.decode_keys += decode;
             shape.prefill_pairs += prefill;

@@ -1,8 +1,7 @@
 //! DGFM coordinator: one state machine per cycle. See the parent module.
 
-use super::DgfmConfig;
 use super::cycles::{Bounds, Graph, find};
-use crate::gmanager::LedgerRow;
+use super::{DgfmConfig, LedgerRow};
 use lagoon_protocol::{ControlBody, Freeze, Frozen, MoveKvCache, MoveOutcome, MoveReason, Thaw};
 use lagoon_types::InstanceId;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};

@@ -22,6 +22,16 @@ mod tests;
 
 pub use coordinator::{Dgfm, DgfmStats};
 
+use lagoon_types::InstanceId;
+
+/// Row of the global debt ledger: rBlocks that an instance lends to another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct LedgerRow {
+    pub creditor: InstanceId,
+    pub debtor: InstanceId,
+    pub blocks: u32,
+}
+
 /// Configuration of DGFM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DgfmConfig {

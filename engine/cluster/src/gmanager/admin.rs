@@ -1,7 +1,7 @@
 //! Operators' requests: drains, roles, moves, the placement map, the planner's next orders.
 
 use super::GManager;
-use super::drain::Drain;
+use super::member::Drain;
 use super::orders::Move;
 use lagoon_protocol::{
     AdminBody, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminQuery, AdminReply, MoveReason, OrderOutcome,

@@ -6,19 +6,11 @@
 //! drains by another gManager's order is emptied as well.
 
 use super::GManager;
-use super::member::{Life, Member};
+use super::member::{Drain, Life, Member};
 use super::orders::Move;
 use lagoon_protocol::{ControlBody, DrainOrder, MoveReason};
 use lagoon_types::{InstanceId, limits};
 use std::cmp::Reverse;
-
-/// Last drain order to an instance, valid until the next one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Drain {
-    pub(super) on: bool,
-    /// Whether the process stops when no block is left.
-    pub(super) stop: bool,
-}
 
 impl Member {
     /// The drain order to repeat.

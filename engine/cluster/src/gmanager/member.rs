@@ -1,10 +1,8 @@
 //! Members: the gManager's state of each instance, and its life: live, silent, fenced, forgotten.
 
 use super::GManager;
-use super::drain::Drain;
-use super::roles::SentRole;
 use crate::planner::InstanceView;
-use lagoon_protocol::{Heartbeat, MemoryTier, Register};
+use lagoon_protocol::{Heartbeat, MemoryTier, Register, Role};
 use lagoon_types::{InstanceId, SeqId, limits};
 use lagoon_view::{Flags, Slot};
 use std::collections::BTreeMap;
@@ -23,6 +21,23 @@ pub(super) enum Life {
 pub(super) struct Blocks {
     pub(super) blocks: u32,
     pub(super) sealed: u32,
+}
+
+/// Last drain order to an instance, valid until the next one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Drain {
+    pub(super) on: bool,
+    /// Whether the process stops when no block is left.
+    pub(super) stop: bool,
+}
+
+/// Unconfirmed role order.
+#[derive(Clone, Debug)]
+pub(super) struct SentRole {
+    pub(super) role: Role,
+    pub(super) number: u64,
+    /// Roles of earlier unconfirmed orders, which it may have received instead.
+    pub(super) earlier: Vec<Role>,
 }
 
 #[derive(Debug)]

@@ -33,7 +33,7 @@ mod workers;
 pub use advise::serve_query;
 pub use roles::SwitchedBy;
 
-use crate::dgfm::{Dgfm, DgfmConfig, DgfmStats};
+use crate::dgfm::{Dgfm, DgfmConfig, DgfmStats, LedgerRow};
 use crate::planner::{Planner, PlannerConfig, PoolView};
 use crate::roles::BalancerConfig;
 use advise::Sorted;
@@ -48,14 +48,6 @@ use roles::RoleOrders;
 use rounds::Rounds;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use workers::WorkerList;
-
-/// Row of the global debt ledger.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct LedgerRow {
-    pub creditor: InstanceId,
-    pub debtor: InstanceId,
-    pub blocks: u32,
-}
 
 /// Configuration of a gManager.
 #[derive(Clone, Debug)]

@@ -7,7 +7,7 @@
 
 use super::GManager;
 use super::admin::{Refused, SEE_STATUS, refused};
-use super::member::{Life, Member};
+use super::member::{Life, Member, SentRole};
 use crate::mutants::{self, Mutant};
 use crate::roles::{Balancer, BalancerConfig, RoleView};
 use lagoon_protocol::{AdminRole, ControlBody, Heartbeat, Role, RoleOrder, RoleState};
@@ -49,15 +49,6 @@ impl RoleOrders {
         earlier.extend(before.map(|sent| sent.role).filter(|role| !earlier.contains(role)));
         SentRole { role, number, earlier }
     }
-}
-
-/// Unconfirmed role order.
-#[derive(Clone, Debug)]
-pub(super) struct SentRole {
-    role: Role,
-    number: u64,
-    /// Roles of earlier unconfirmed orders, which it may have received instead.
-    earlier: Vec<Role>,
 }
 
 impl SentRole {

@@ -121,6 +121,7 @@ impl Lease {
     }
 }
 
+/// The creditor's half of an rManager: what this instance lends, to whom, and within which limits.
 #[derive(Debug)]
 pub struct Creditor {
     block_tokens: u32,

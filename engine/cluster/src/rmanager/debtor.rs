@@ -55,6 +55,7 @@ struct Late {
     forget_ms: u64,
 }
 
+/// The debtor's half of an rManager: borrows being negotiated, and the leases held.
 #[derive(Debug)]
 pub struct Debtor {
     instance: Option<InstanceId>,

@@ -88,6 +88,7 @@ struct Renewals {
     outstanding: VecDeque<(u64, u64, Vec<LeaseId>)>,
 }
 
+/// Leases that this instance holds at creditors, releases that are not acknowledged yet, and renewals.
 #[derive(Debug, Default)]
 pub struct HeldLeases {
     leases: BTreeMap<(InstanceId, LeaseId), Held>,

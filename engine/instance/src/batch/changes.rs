@@ -59,7 +59,7 @@ impl Batch {
     }
 
     /// A step has computed a chunk: its KV is written. False if there is no such sequence.
-    pub(crate) fn computed(&mut self, cx: &mut Cx, others: Others<'_>, chunk: &Chunk) -> bool {
+    pub(crate) fn note_computed(&mut self, cx: &mut Cx, others: Others<'_>, chunk: &Chunk) -> bool {
         let Some(seq) = self.seqs.get_mut(&chunk.seq) else { return false };
         let again = chunk.start < seq.blocks.written();
         let advance = seq.blocks.write(chunk.start, chunk.len);

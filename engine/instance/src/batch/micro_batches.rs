@@ -111,6 +111,11 @@ impl super::Batch {
         if !std::mem::take(&mut self.micro.stale) {
             return;
         }
+        let remote = |id: SeqId| self.seqs.get(&id).is_some_and(|seq| seq.blocks.remote_blocks() > 0);
+        if !self.sched.running().any(remote) {
+            // The measurement was of other sequences.
+            self.micro.remote_us = None;
+        }
         let merged = self.one_batch_is_better(cx, has_target, maps);
         if merged != self.micro.merged {
             self.micro.merged = merged;
@@ -122,7 +127,8 @@ impl super::Batch {
         }
     }
 
-    fn one_batch_is_better(&mut self, cx: &Cx, has_target: bool, maps: impl Fn(InstanceId) -> bool) -> bool {
+    /// Whether one batch of all running sequences is predicted to be faster than a local and a remote one.
+    fn one_batch_is_better(&self, cx: &Cx, has_target: bool, maps: impl Fn(InstanceId) -> bool) -> bool {
         let block_tokens = f64::from(cx.config.block_tokens);
         let (mut local, mut remote) = (Batch::default(), Batch::default());
         let mut there: BTreeMap<InstanceId, u32> = BTreeMap::new();
@@ -141,12 +147,7 @@ impl super::Batch {
                 batch.tokens += f64::from(mapped) * block_tokens;
             }
         }
-        if remote.rows == 0 {
-            // The measurement was of other sequences.
-            self.micro.remote_us = None;
-            return false;
-        }
-        if local.rows == 0 || has_target || cx.now_ms < self.micro.apart_until_ms {
+        if remote.rows == 0 || local.rows == 0 || has_target || cx.now_ms < self.micro.apart_until_ms {
             return false;
         }
         let Some(rates) = cx.config.calibration.as_ref().and_then(|c| Rates::new(c, true)) else { return false };

@@ -12,7 +12,7 @@
 //! Callers gather the candidates and carry out the decision.
 
 use super::sequence::{Life, Need};
-use crate::membership::standing::Lending;
+use crate::cx::standing::Lending;
 use lagoon_protocol::TierRequest;
 use lagoon_types::limits::{ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GROWTH_BLOCKS, SWAP_OUT_BLOCKS_MIN};
 use lagoon_types::{InstanceId, SeqId};

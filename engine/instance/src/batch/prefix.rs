@@ -15,71 +15,19 @@
 
 use super::sequence::Sequence;
 use super::{Batch, Others};
-use crate::config::InstanceConfig;
-use crate::cx::{Cx, Memory};
+use crate::cx::Cx;
 use crate::event::Effect;
 use crate::outcome::Outcome;
 use lagoon_backend::DeviceError;
 use lagoon_cluster::mutants::{self, Mutant};
-use lagoon_kv::{Adopted, BlockHash, IdentityRoot, Owner, Placement};
+use lagoon_kv::{Adopted, Owner, Placement};
 use lagoon_runner::{Command, ShareId};
 use lagoon_types::{PhysBlock, SeqId};
-use serde::Serialize;
-
-/// Counters of the prefix cache.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct PrefixStatus {
-    /// Tokens of sequences whose prefix was looked up.
-    pub looked_up_tokens: u64,
-    /// Tokens among them whose KV was cached and not recomputed.
-    pub hit_tokens: u64,
-    /// rBlocks of these hits that were in use and became shared.
-    pub shared_blocks: u64,
-    /// rBlocks that sharing saves now.
-    pub saved_blocks: u32,
-    /// Free rBlocks that keep their KV (cached blocks).
-    pub blocks: u32,
-    /// Cached rBlocks that were evicted since the start.
-    pub evicted_blocks: u64,
-}
-
-/// The prefix cache's root hash and counters.
-#[derive(Debug)]
-pub(crate) struct PrefixCounts {
-    /// Root of the hash chain; `None` where the prefix cache is off.
-    root: Option<BlockHash>,
-    looked_up_tokens: u64,
-    hit_tokens: u64,
-    shared_blocks: u64,
-    next_share: u64,
-    /// Mappings commanded and not made yet, also of sequences that are gone.
-    under_way: u64,
-}
-
-impl PrefixCounts {
-    /// Whether the device has mappings to make.
-    pub(crate) fn maps(&self) -> bool {
-        self.under_way > 0
-    }
-
-    pub(crate) fn new(config: &InstanceConfig) -> Self {
-        // The model's hash covers its rotary embedding, its window and its biases.
-        let root = IdentityRoot {
-            model: config.model_hash,
-            adapter: b"",
-            dtype: config.kv.dtype,
-            rope: b"",
-            block_tokens: config.block_tokens,
-        };
-        let root = config.prefix_cache.then(|| BlockHash::root(&root));
-        Self { root, looked_up_tokens: 0, hit_tokens: 0, shared_blocks: 0, next_share: 0, under_way: 0 }
-    }
-}
 
 impl Batch {
     /// Computes the block hashes of a sequence's first `blocks` blocks; all their tokens must be known.
     pub(crate) fn name_tokens(&mut self, cx: &Cx, id: SeqId, blocks: u32) {
-        let (Some(root), Some(seq)) = (cx.memory.prefix.root, self.seqs.get_mut(&id)) else { return };
+        let (Some(root), Some(seq)) = (cx.memory.prefix.root(), self.seqs.get_mut(&id)) else { return };
         let (block_tokens, blocks) = (cx.config.block_tokens as usize, blocks as usize);
         for block in seq.names.len()..blocks {
             let tokens = &seq.tokens[block * block_tokens..(block + 1) * block_tokens];
@@ -91,7 +39,7 @@ impl Batch {
 
     /// Registers the block hashes of own blocks that a step has filled; joins blocks that others computed meanwhile.
     pub(crate) fn name_blocks(&mut self, cx: &mut Cx, others: Others<'_>, id: SeqId) {
-        let Some(seq) = self.seqs.get(&id).filter(|_| cx.memory.prefix.root.is_some()) else { return };
+        let Some(seq) = self.seqs.get(&id).filter(|_| cx.memory.prefix.root().is_some()) else { return };
         let whole = seq.blocks.next_position() / cx.config.block_tokens;
         if whole <= seq.named {
             return;
@@ -109,7 +57,7 @@ impl Batch {
             match joins.then(|| cx.memory.rm.pool.join(Owner::Own(id), at, name, false)).flatten() {
                 Some(joined) => {
                     seq.blocks.relocate(block, Placement::Local(joined.block));
-                    cx.memory.prefix.shared_blocks += 1;
+                    cx.memory.prefix.note_shared(1);
                 }
                 None => cx.memory.rm.pool.set_hash(at, *name, block),
             }
@@ -124,7 +72,8 @@ impl Batch {
     /// Shares blocks that others have computed since this sequence began, instead of computing them (or their rest).
     pub(crate) fn catch_up(&mut self, cx: &mut Cx, others: Others<'_>, id: SeqId) {
         let (tokens, map) = (cx.config.block_tokens, self.may_map(cx, id));
-        let Some(seq) = self.seqs.get(&id).filter(|_| cx.memory.prefix.root.is_some() && self.joins(others, id)) else {
+        let Some(seq) = self.seqs.get(&id).filter(|_| cx.memory.prefix.root().is_some() && self.joins(others, id))
+        else {
             return;
         };
         let (next, whole) = (seq.blocks.next_position(), (seq.len() - 1) / tokens);
@@ -145,8 +94,8 @@ impl Batch {
             let advance = seq.blocks.join(block, joined.block);
             advance.mark(&mut cx.memory.rm.pool);
             self.sched.skip(id, known);
-            cx.memory.prefix.hit_tokens += u64::from(known);
-            cx.memory.prefix.shared_blocks += 1;
+            cx.memory.prefix.note_hit(known);
+            cx.memory.prefix.note_shared(1);
             match joined.mapped {
                 Some(from) => mapped.push((from, joined.block)),
                 None => seq.named = block + 1,
@@ -159,7 +108,7 @@ impl Batch {
 
     /// Computes the hashes of all blocks of a waiting sequence before its last token. Returns their number.
     fn name_wanted(&mut self, cx: &Cx, id: SeqId) -> usize {
-        let waits = |seq: &&Sequence| cx.memory.prefix.root.is_some() && seq.blocks.blocks() == 0;
+        let waits = |seq: &&Sequence| cx.memory.prefix.root().is_some() && seq.blocks.blocks() == 0;
         let Some(seq) = self.seqs.get(&id).filter(waits) else { return 0 };
         let whole = (seq.len() - 1) / cx.config.block_tokens;
         self.name_tokens(cx, id, whole);
@@ -197,7 +146,7 @@ impl Batch {
     pub(crate) fn take_prefix(&mut self, cx: &mut Cx, id: SeqId) -> (Vec<PhysBlock>, u32) {
         let (tokens, map) = (cx.config.block_tokens, self.may_map(cx, id));
         let wanted = self.name_wanted(cx, id);
-        let Some(seq) = self.seqs.get(&id).filter(|seq| seq.blocks.blocks() == 0 && cx.memory.prefix.root.is_some())
+        let Some(seq) = self.seqs.get(&id).filter(|seq| seq.blocks.blocks() == 0 && cx.memory.prefix.root().is_some())
         else {
             return (Vec::new(), 0);
         };
@@ -207,9 +156,9 @@ impl Batch {
         // Blocks to be mapped get their hashes when mapped.
         let first = mapped.first().and_then(|(_, to)| blocks.iter().position(|block| block == to));
         let named = first.map_or(known, |first| u32::try_from(first).unwrap_or(known));
-        cx.memory.prefix.looked_up_tokens += u64::from(len);
-        cx.memory.prefix.hit_tokens += u64::from(known * tokens);
-        cx.memory.prefix.shared_blocks += u64::from(shared);
+        cx.memory.prefix.note_lookup(len);
+        cx.memory.prefix.note_hit(known * tokens);
+        cx.memory.prefix.note_shared(shared);
         if !mapped.is_empty() {
             self.map_blocks(cx, id, &mapped, &left);
         }
@@ -219,9 +168,7 @@ impl Batch {
     /// Has the device map memory behind `mapped` blocks of a sequence, and unmap it behind `left`.
     fn map_blocks(&mut self, cx: &mut Cx, id: SeqId, mapped: &[(PhysBlock, PhysBlock)], left: &[PhysBlock]) {
         let tokens = cx.config.block_tokens;
-        cx.memory.prefix.next_share += 1;
-        cx.memory.prefix.under_way += 1;
-        let share = ShareId(cx.memory.prefix.next_share);
+        let share = cx.memory.prefix.begin_mapping();
         if let Some(seq) = self.seqs.get_mut(&id) {
             seq.sharing = Some(share);
         }
@@ -233,7 +180,7 @@ impl Batch {
 
     /// Ends a mapping: its blocks get their hashes, or on an error the sequence is recomputed without mapped blocks.
     pub(crate) fn on_shared(&mut self, cx: &mut Cx, others: Others<'_>, share: ShareId, error: Option<&DeviceError>) {
-        cx.memory.prefix.under_way = cx.memory.prefix.under_way.saturating_sub(1);
+        cx.memory.prefix.end_mapping();
         let Some(seq) = self.seqs.values_mut().find(|s| s.sharing == Some(share)) else { return };
         let id = seq.id;
         seq.sharing = None;
@@ -246,21 +193,6 @@ impl Batch {
             self.preempt(cx, others.prefills, id);
         } else {
             self.release_memory(cx, others.prefills, id);
-        }
-    }
-}
-
-impl Memory {
-    pub(crate) fn prefix_status(&self) -> PrefixStatus {
-        let PrefixCounts { looked_up_tokens, hit_tokens, shared_blocks, .. } = self.prefix;
-        let pool = &self.rm.pool;
-        PrefixStatus {
-            looked_up_tokens,
-            hit_tokens,
-            shared_blocks,
-            saved_blocks: pool.counts().shared,
-            blocks: pool.cached(),
-            evicted_blocks: pool.evictions(),
         }
     }
 }

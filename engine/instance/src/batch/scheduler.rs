@@ -10,20 +10,10 @@
 //! before new tokens of their sequence, in ascending order, in chunks like a prompt's.
 
 use super::rings::{Ring, Rings};
+use crate::config::SchedulerConfig;
 use lagoon_types::{Chunk, MicroBatch, SeqId, StepPlan};
 use std::collections::VecDeque;
 use std::ops::Range;
-
-/// Bounds of one scheduler.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SchedulerConfig {
-    /// Maximum of waiting sequences.
-    pub queue: usize,
-    /// Maximum of running sequences.
-    pub running: usize,
-    /// Maximum of rows in one step.
-    pub step_rows: u32,
-}
 
 /// The error of a full queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

@@ -88,6 +88,7 @@ pub(crate) enum Life {
     Frozen,
 }
 
+/// A sequence of this instance, from its acceptance to its end.
 #[derive(Debug)]
 pub(crate) struct Sequence {
     pub(crate) id: SeqId,

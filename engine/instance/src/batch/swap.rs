@@ -11,7 +11,7 @@ use super::policy::{SwapCandidate, SwapIn, SwapInCandidate};
 use super::sequence::{Life, Need, Sequence};
 use super::{Batch, Others, policy};
 use crate::cx::Cx;
-use crate::membership::standing::Lending;
+use crate::cx::standing::Lending;
 use crate::outcome::Outcome;
 use crate::prefill::Prefills;
 use lagoon_kv::Owner;

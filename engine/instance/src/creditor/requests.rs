@@ -5,7 +5,8 @@
 //! not arrived waits until it has or until its deadline; waiting frames are bounded in number and time.
 
 use super::Creditor;
-use crate::cx::{Cx, TagOwner};
+use crate::cx::Cx;
+use crate::cx::tags::TagOwner;
 use crate::event::{Effect, PeerKey};
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError};

@@ -1,7 +1,8 @@
 //! Seal tags of lent rBlocks, for debtors that map this instance's KV.
 
 use super::Creditor;
-use crate::cx::{Cx, TagOwner};
+use crate::cx::Cx;
+use crate::cx::tags::TagOwner;
 use crate::event::{Effect, PeerKey};
 use lagoon_protocol::{ControlBody, LeaseSealed};
 use lagoon_runner::{Command, RemoteTag};

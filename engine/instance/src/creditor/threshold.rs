@@ -145,8 +145,9 @@ impl Threshold {
         Some(blocks)
     }
 
-    /// Whether a step of this debtor is refused now. Called once per ticket; true starts a pause.
-    pub(crate) fn sheds(&mut self, debtor: InstanceId, now_ms: u64) -> bool {
+    /// Refuses a step of the debtor that costs most if own steps have been over the target for
+    /// [`THRESHOLD_OVER_MS`], and then pauses. True if it is refused. Called once per ticket.
+    pub(crate) fn shed_if_over(&mut self, debtor: InstanceId, now_ms: u64) -> bool {
         let far = self.far_since_ms.is_some_and(|since| now_ms >= since + THRESHOLD_OVER_MS);
         if !far || now_ms < self.shed_after_ms {
             return false;
@@ -193,7 +194,7 @@ impl Creditor {
     /// Why a peer's step is refused; `None` if it is not.
     pub(super) fn shed(&mut self, cx: &mut Cx, debtor: InstanceId) -> Option<String> {
         let threshold = self.threshold.as_mut()?;
-        threshold.sheds(debtor, cx.now_ms).then(|| threshold.describe())
+        threshold.shed_if_over(debtor, cx.now_ms).then(|| threshold.describe())
     }
 }
 
@@ -259,7 +260,7 @@ mod tests {
         for _ in 0..steps {
             run(t, now, 1, own_ms, keys);
             for (count, debtor) in refused.iter_mut().zip([A, B]) {
-                *count += u32::from(t.sheds(debtor, *now));
+                *count += u32::from(t.shed_if_over(debtor, *now));
             }
         }
         refused

@@ -7,16 +7,15 @@
 //! * A draining instance lends nothing more and finishes its requests. A drain with `stop` ends when nothing has been
 //!   left and nothing has arrived for [`DRAIN_QUIET_MS`].
 
-pub(crate) mod peers;
-pub(crate) mod roles;
-pub(crate) mod standing;
+mod peers;
+mod roles;
 
 use crate::batch::Batch;
 use crate::batch::sequence::Sequence;
 use crate::cx::Cx;
 use crate::event::{Effect, PeerKey, TransferEffect};
+use crate::look::Look;
 use crate::outcome::{Outcome, Outcomes};
-use crate::status::Look;
 use lagoon_cluster::{PlacementReport, next_incarnation};
 use lagoon_kv::{BlockPool, Placement};
 use lagoon_protocol::{
@@ -24,7 +23,7 @@ use lagoon_protocol::{
     RoleOrder, VERSION_MAX, VERSION_MIN,
 };
 use lagoon_types::InstanceId;
-use lagoon_types::limits::{DRAIN_QUIET_MS, HEARTBEAT_LINKS_MAX, HEARTBEAT_MS, LOAD_QUEUE_MAX, OLDEST_WAITING_HOLD_MS};
+use lagoon_types::limits::{DRAIN_QUIET_MS, HEARTBEAT_LINKS_MAX, HEARTBEAT_MS, LOAD_QUEUE_MAX};
 
 /// A drain in flight.
 #[derive(Clone, Copy, Debug)]
@@ -34,7 +33,7 @@ struct Drain {
     quiet_since_ms: Option<u64>,
 }
 
-/// The membership machine. Other machines read its [`standing::Standing`].
+/// The membership machine. Other machines read the [`crate::cx::standing::Standing`] that it writes.
 #[derive(Debug, Default)]
 pub(crate) struct Membership {
     /// Term of the gManager that it is registered with.
@@ -146,10 +145,8 @@ impl Membership {
         } else {
             cx.standing.note_pool(ack.pool_blocks_total, cx.now_ms);
             let since = |waits_ms: u32| cx.now_ms.saturating_sub(u64::from(waits_ms));
-            let oldest_waiting = ack
-                .oldest_waiting
-                .map(|e| (InstanceId(e.debtor), since(e.waits_ms), cx.now_ms + OLDEST_WAITING_HOLD_MS));
-            cx.standing.oldest_waiting = oldest_waiting;
+            let oldest_waiting = ack.oldest_waiting.map(|e| (InstanceId(e.debtor), since(e.waits_ms)));
+            cx.standing.note_oldest_waiting(oldest_waiting, cx.now_ms);
             if ack.term == self.term {
                 self.report.on_ack(ack);
             } else {

@@ -1,4 +1,4 @@
-//! Connected peers: transport peers, their instances, and control messages that wait for a connection.
+//! Connections to peers: Hellos, their checks, and control messages that wait for a connection.
 
 use super::Membership;
 use crate::cx::Cx;
@@ -6,94 +6,7 @@ use crate::event::{Effect, PeerKey};
 use crate::outcome::Outcome;
 use lagoon_protocol::{ControlBody, Hello, PoolShape, Rejected, VERSION_MAX, VERSION_MIN, version_refusal};
 use lagoon_types::InstanceId;
-use lagoon_types::limits::{self, CONNECT_DEADLINE_MS, PEER_PENDING_MAX};
-use std::collections::{BTreeMap, BTreeSet};
-
-/// A connected instance that has sent its Hello.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Known {
-    pub(crate) instance: InstanceId,
-    pub(crate) rtt_us: u32,
-    /// Bulk rate in bytes per second, measured on transfers; 0 before the first.
-    pub(crate) bytes_per_s: u64,
-}
-
-/// Messages for an instance that is being dialled.
-#[derive(Debug)]
-struct Dialling {
-    since_ms: u64,
-    messages: Vec<ControlBody>,
-}
-
-/// Minimum time of a sample of a link's rate: the clock counts milliseconds.
-const METER_MS: u64 = 20;
-
-/// Measures a link's bulk rate: bytes that arrived over the time with transfers in flight.
-#[derive(Debug, Default)]
-struct Meter {
-    under_way: u32,
-    since_ms: u64,
-    bytes: u64,
-    elapsed_ms: u64,
-    bytes_per_s: u64,
-}
-
-#[derive(Debug, Default)]
-pub(crate) struct Peers {
-    known: BTreeMap<PeerKey, Known>,
-    keys: BTreeMap<InstanceId, PeerKey>,
-    dialling: BTreeMap<InstanceId, Dialling>,
-    /// Bulk rates, measured on moves.
-    meters: BTreeMap<InstanceId, Meter>,
-    /// Peers that need a Hello: they connected before this instance had an id, or a frame to them was dropped.
-    ungreeted: BTreeSet<PeerKey>,
-    /// Peers that have got a Hello, whether or not they have sent theirs.
-    greeted: BTreeSet<PeerKey>,
-}
-
-impl Peers {
-    pub(crate) fn key(&self, instance: InstanceId) -> Option<PeerKey> {
-        self.keys.get(&instance).copied()
-    }
-
-    pub(crate) fn known(&self, peer: PeerKey) -> Option<Known> {
-        self.known.get(&peer).copied()
-    }
-
-    /// A transfer to or from a peer begins.
-    pub(crate) fn transfer(&mut self, peer: InstanceId, now_ms: u64) {
-        let meter = self.meters.entry(peer).or_default();
-        meter.under_way += 1;
-        if meter.under_way == 1 {
-            meter.since_ms = now_ms;
-        }
-    }
-
-    /// A transfer of `bytes` has arrived.
-    pub(crate) fn transferred(&mut self, peer: InstanceId, bytes: u64, now_ms: u64) {
-        let Some(meter) = self.meters.get_mut(&peer).filter(|m| m.under_way > 0) else { return };
-        meter.under_way -= 1;
-        meter.bytes += bytes;
-        if meter.under_way > 0 {
-            return;
-        }
-        meter.elapsed_ms += now_ms - meter.since_ms;
-        if meter.elapsed_ms >= METER_MS {
-            let rate = meter.bytes * 1000 / meter.elapsed_ms;
-            // The new sample counts a quarter: links change slowly.
-            meter.bytes_per_s = if meter.bytes_per_s == 0 { rate } else { (3 * meter.bytes_per_s + rate) / 4 };
-            (meter.bytes, meter.elapsed_ms) = (0, 0);
-            let rate = meter.bytes_per_s;
-            if let Some(known) = self.keys.get(&peer).and_then(|key| self.known.get_mut(key)) {
-                known.bytes_per_s = rate;
-            }
-        }
-    }
-
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Known> {
-        self.known.values()
-    }
-}
+use lagoon_types::limits;
 
 impl Membership {
     /// Sends now, or dials and sends after the peer's Hello. Messages to a peer that does not connect are dropped;
@@ -103,38 +16,33 @@ impl Membership {
             cx.send(peer, body);
             return;
         }
-        let now = cx.now_ms;
-        let entry = cx.peers.dialling.entry(to).or_insert_with(|| {
+        if cx.peers.send_when_known(to, body, cx.now_ms) {
             cx.effects.push(Effect::Connect { instance: to, quic_addr: quic_addr.to_owned() });
-            Dialling { since_ms: now, messages: Vec::new() }
-        });
-        if entry.messages.len() < PEER_PENDING_MAX {
-            entry.messages.push(body);
         }
     }
 
     pub(super) fn on_peer_up(cx: &mut Cx, peer: PeerKey) {
         if let Some(body) = hello(cx) {
-            cx.peers.greeted.insert(peer);
+            cx.peers.note_greeted(peer);
             cx.send(peer, body);
         } else {
-            cx.peers.ungreeted.insert(peer);
+            cx.peers.note_ungreeted(peer);
         }
     }
 
     /// Sends overdue Hellos.
     pub(super) fn greet(cx: &mut Cx) {
-        if cx.standing.id.is_none() || cx.peers.ungreeted.is_empty() {
+        if cx.standing.id.is_none() {
             return;
         }
-        for peer in std::mem::take(&mut cx.peers.ungreeted) {
+        for peer in cx.peers.take_ungreeted() {
             Self::on_peer_up(cx, peer);
         }
     }
 
     /// Marks every peer for a new Hello, once this instance has an id again after a fence.
     pub(super) fn greet_again(cx: &mut Cx) {
-        cx.peers.ungreeted.extend(&cx.peers.greeted);
+        cx.peers.note_all_ungreeted();
     }
 
     /// Handles a peer's Hello. An older connection of the same instance, and an older instance on the same connection,
@@ -160,35 +68,29 @@ impl Membership {
     /// Records a peer whose Hello is valid as known.
     pub(super) fn on_introduced(cx: &mut Cx, peer: PeerKey, hello: Hello) {
         let instance = InstanceId(hello.instance);
-        cx.peers.keys.insert(instance, peer);
-        cx.peers.known.insert(peer, Known { instance, rtt_us: 0, bytes_per_s: 0 });
+        cx.peers.introduce(instance, peer);
         let ended = cx.memory.rm.on_peer_hello(instance, hello.incarnation, cx.now_ms);
         cx.emit(Outcome::LeasesEnded(ended));
-        let greeted = !cx.peers.ungreeted.contains(&peer);
-        if let Some(dialling) = cx.peers.dialling.remove(&instance) {
-            for body in dialling.messages {
-                cx.send(peer, body);
-            }
+        let greeted = cx.peers.is_greeted(peer);
+        for body in cx.peers.take_messages(instance) {
+            cx.send(peer, body);
         }
         cx.emit(Outcome::PeerUp { peer, instance, greeted, lent: hello.lent.map(|lent| *lent) });
     }
 
     pub(super) fn on_rtt(cx: &mut Cx, peer: PeerKey, rtt_us: u32) {
-        if let Some(known) = cx.peers.known.get_mut(&peer) {
-            known.rtt_us = rtt_us;
-        }
+        cx.peers.note_rtt(peer, rtt_us);
     }
 
     pub(super) fn on_peer_down(cx: &mut Cx, peer: PeerKey) {
-        cx.peers.ungreeted.remove(&peer);
-        cx.peers.greeted.remove(&peer);
+        cx.peers.forget_greetings(peer);
         forget_peer(cx, peer);
     }
 
     /// Handles a dropped frame to a peer whose connection is up: the peer stays known. Requests that depended on the
     /// frame end on both sides; control messages are repeated by their senders, a Hello with the next tick.
     pub(super) fn on_send_failed(cx: &mut Cx, peer: PeerKey) {
-        cx.peers.ungreeted.insert(peer);
+        cx.peers.note_ungreeted(peer);
         if let Some(known) = cx.peers.known(peer) {
             cx.emit(Outcome::SendFailed { peer, instance: known.instance });
         }
@@ -196,17 +98,8 @@ impl Membership {
 
     /// Gives up dialling peers that do not connect in time, and drops their messages.
     pub(super) fn expire_dialling(cx: &mut Cx) {
-        let now = cx.now_ms;
-        let gone: Vec<InstanceId> = cx
-            .peers
-            .dialling
-            .iter()
-            .filter(|(_, d)| d.since_ms + CONNECT_DEADLINE_MS <= now)
-            .map(|(instance, _)| *instance)
-            .collect();
-        for instance in gone {
-            cx.peers.dialling.remove(&instance);
-            cx.memory.rm.debtor.on_peer_down(instance, now);
+        for instance in cx.peers.expire_dialling(cx.now_ms) {
+            cx.memory.rm.debtor.on_peer_down(instance, cx.now_ms);
         }
     }
 }
@@ -245,11 +138,9 @@ fn check_hello(cx: &Cx, hello: &Hello) -> Result<(), String> {
 }
 
 fn forget_peer(cx: &mut Cx, peer: PeerKey) {
-    let Some(known) = cx.peers.known.remove(&peer) else { return };
-    cx.peers.keys.remove(&known.instance);
-    cx.peers.meters.remove(&known.instance);
-    cx.memory.rm.debtor.on_peer_down(known.instance, cx.now_ms);
-    cx.emit(Outcome::PeerGone(known.instance));
+    let Some(instance) = cx.peers.forget(peer) else { return };
+    cx.memory.rm.debtor.on_peer_down(instance, cx.now_ms);
+    cx.emit(Outcome::PeerGone(instance));
 }
 
 /// Names the first field in which two pool shapes differ, with both values.

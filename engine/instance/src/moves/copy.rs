@@ -6,7 +6,8 @@
 use super::{Item, Move, Moves, Place, free_sources};
 use crate::batch::Batch;
 use crate::batch::sequence::LayerChecks;
-use crate::cx::{Cx, TagOwner};
+use crate::cx::Cx;
+use crate::cx::tags::{ReadId, ReadOwner, TagOwner};
 use crate::event::Effect;
 use crate::outcome::{Lost, LostPart, Outcome};
 use bytes::Bytes;
@@ -88,8 +89,9 @@ impl Moves {
                 if !steps {
                     cx.peers.transfer(b.creditor, cx.now_ms);
                 }
-                let id = cx.tags.read();
-                self.reads.insert(id, piece);
+                let read = cx.tags.read(ReadOwner::Move);
+                self.reads.insert(read, piece);
+                let id = read.to_wire();
                 let deadline_ms = u32::try_from(MOVE_RESERVE_MS).unwrap_or(u32::MAX);
                 let (lease, epoch, offset) = (b.lease, b.epoch, b.entry * tokens);
                 let frame = BulkFrame::Read { id, lease, epoch, layer, offset, tokens, deadline_ms };
@@ -105,11 +107,11 @@ impl Moves {
         &mut self,
         cx: &mut Cx,
         batch: &mut Batch,
-        (from, id): (InstanceId, u64),
+        (from, read): (InstanceId, ReadId),
         layer: u32,
         kv: Bytes,
     ) {
-        let Some((no, block, wanted)) = self.reads.remove(&id) else { return };
+        let Some((no, block, wanted)) = self.reads.remove(&read) else { return };
         let paced = self.moves.get(&no).is_none_or(|m| m.items.iter().any(|i| i.block == block && i.paced));
         if !paced {
             cx.peers.transferred(from, kv.len() as u64, cx.now_ms);
@@ -121,17 +123,18 @@ impl Moves {
         }
     }
 
-    /// A creditor refused a move's read or write: ends the move. The lease is lost unless the refusal is temporary.
+    /// A creditor refused a move's read, or a write or seal (`None`): ends the move. The lease is lost unless the refusal is temporary.
     pub(super) fn on_refused(
         &mut self,
         cx: &mut Cx,
         batch: &mut Batch,
         (creditor, lease): (InstanceId, LeaseId),
-        id: u64,
+        read: Option<ReadId>,
         (code, detail): (RefuseCode, &str),
     ) {
         use RefuseCode::{Deadline, Device, Overloaded, StaleEpoch, UnknownLease};
-        let stays = if let Some((no, _, _)) = self.reads.remove(&id) {
+        let stays = if let Some(read) = read {
+            let Some((no, _, _)) = self.reads.remove(&read) else { return };
             self.close_move(cx, batch, no, &format!("the source refused: {code:?}"), true);
             matches!(code, Deadline | Overloaded)
         } else {

@@ -3,6 +3,7 @@
 use super::Moves;
 use crate::batch::Batch;
 use crate::cx::Cx;
+use crate::cx::tags::ReadId;
 use crate::outcome::Outcomes;
 use bytes::Bytes;
 use lagoon_cluster::{BorrowId, BorrowedLease};
@@ -23,14 +24,14 @@ pub(crate) enum MoveEvent {
     /// KV that a move read from a creditor.
     Data {
         from: InstanceId,
-        id: u64,
+        read: ReadId,
         layer: u32,
         kv: Bytes,
     },
-    /// A creditor refused a move's read, or a write or seal under this lease (`id` 0).
+    /// A creditor refused a move's read, or a write or seal under this lease (`read` is `None`).
     Refused {
         creditor: InstanceId,
-        id: u64,
+        read: Option<ReadId>,
         lease: LeaseId,
         code: RefuseCode,
         detail: String,
@@ -103,9 +104,9 @@ impl Moves {
         match event {
             MoveEvent::Order(order) => self.on_move_order(cx, batch, &order),
             MoveEvent::Recall { creditor, recall } => self.on_recall(cx, batch, creditor, &recall),
-            MoveEvent::Data { from, id, layer, kv } => self.on_move_data(cx, batch, (from, id), layer, kv),
-            MoveEvent::Refused { creditor, id, lease, code, detail } => {
-                self.on_refused(cx, batch, (creditor, lease), id, (code, &detail));
+            MoveEvent::Data { from, read, layer, kv } => self.on_move_data(cx, batch, (from, read), layer, kv),
+            MoveEvent::Refused { creditor, read, lease, code, detail } => {
+                self.on_refused(cx, batch, (creditor, lease), read, (code, &detail));
             }
             MoveEvent::Read { tag, kv } => self.on_move_kv(cx, batch, tag, kv),
             MoveEvent::Stored(tag) => self.on_move_stored(cx, tag),

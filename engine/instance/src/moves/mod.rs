@@ -23,6 +23,7 @@ pub use status::{MoveStatus, MovedBlocks};
 use crate::batch::Batch;
 use crate::batch::sequence::Sequence;
 use crate::cx::Cx;
+use crate::cx::tags::ReadId;
 use crate::event::Effect;
 use crate::outcome::Outcome;
 use bytes::Bytes;
@@ -128,7 +129,7 @@ pub(crate) struct Moves {
     /// By number, the oldest first.
     moves: BTreeMap<u64, Move>,
     /// Reads in flight at creditors: move, block and layer.
-    reads: BTreeMap<u64, (u64, u32, u32)>,
+    reads: BTreeMap<ReadId, (u64, u32, u32)>,
     /// Reads and writes of this instance's own store: move, block and layer.
     tags: BTreeMap<RemoteTag, (u64, u32, u32)>,
     /// Bytes requested and not verified yet.
@@ -207,19 +208,14 @@ impl Moves {
         self.moves.values().filter_map(|m| m.lease.as_ref()).map(|l| &l.hasher)
     }
 
-    /// The creditor of a move's read with this id.
-    pub(crate) fn reads_at(&self, id: u64) -> Option<InstanceId> {
-        let (no, block, _) = self.reads.get(&id)?;
+    /// The creditor of a move's read.
+    pub(crate) fn reads_at(&self, read: ReadId) -> Option<InstanceId> {
+        let (no, block, _) = self.reads.get(&read)?;
         let item = self.moves.get(no)?.items.iter().find(|item| item.block == *block)?;
         match item.from {
             Placement::Remote(at) => Some(at.creditor),
             _ => None,
         }
-    }
-
-    /// Whether a read from a creditor is a move's.
-    pub(crate) fn reads(&self, id: u64) -> bool {
-        self.reads.contains_key(&id)
     }
 }
 

@@ -4,7 +4,6 @@
 //! parts are read as they are announced, while the rest is computed.
 
 use super::Prefills;
-use super::ask::Stage;
 use crate::batch::Batch;
 use crate::batch::sequence::LayerChecks;
 use crate::cx::Cx;
@@ -244,8 +243,8 @@ impl Prefills {
         let writes = &cx.writes;
         let written =
             |landing: &Landing| writes.has_written(landing.after_writes) || mutants::is(Mutant::WritesUnawaited);
-        let waits = |stage: &Stage| stage.landing().is_some_and(|of| !of.offers.is_empty() && written(of));
-        let waiting = self.away.iter().filter(|(_, away)| waits(&away.stage));
+        let waits = |landing: &Landing| !landing.offers.is_empty() && written(landing);
+        let waiting = self.away.iter().filter(|(_, away)| away.stage.landing().is_some_and(waits));
         let ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
         ids.into_iter().for_each(|id| self.read_landing(cx, batch, id));
     }

@@ -170,7 +170,7 @@ impl Prefills {
     /// Exports the next part of a prompt, if there is one.
     pub(super) fn publish(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
         let (block_tokens, layers) = (cx.config.block_tokens, cx.config.kv.layers);
-        if !self.has_stages(cx, id) {
+        if !self.take_stages_or_wait(cx, id) {
             return;
         }
         let Some(publication) = self.published.get_mut(&id) else { return };

@@ -124,8 +124,8 @@ impl Prefills {
         }
     }
 
-    /// Whether a prefill has its staging blocks or needs none. If not, it waits for them: the oldest first.
-    pub(super) fn has_stages(&mut self, cx: &mut Cx, id: SeqId) -> bool {
+    /// Takes staging blocks for a prefill that has none and needs them. False if it must wait for them: the oldest first.
+    pub(super) fn take_stages_or_wait(&mut self, cx: &mut Cx, id: SeqId) -> bool {
         if cx.stage_blocks() == 0 {
             return true;
         }

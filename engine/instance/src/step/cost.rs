@@ -14,18 +14,6 @@
 use lagoon_protocol::Calibration;
 use lagoon_types::{AttentionGeometry, DType, KvShape};
 
-/// Whether remote attention ships queries or fetches KV.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum RemotePolicy {
-    /// By cost, per sequence and creditor, for each chunk.
-    #[default]
-    Auto,
-    /// Always ship queries.
-    Ship,
-    /// Always fetch KV.
-    Fetch,
-}
-
 /// Rate and round trip of the link to a creditor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LinkCost {

@@ -10,9 +10,9 @@
 //!   byte; the debtor's device compares the seal tag before results leave a step: a reused rBlock is a lost block;
 //! * memory stays mapped as long as the connection stands on which it was offered.
 
+use crate::config::RemotePolicy;
 use crate::cx::Cx;
 use crate::event::Effect;
-use crate::step::cost::RemotePolicy;
 use lagoon_protocol::{LentMemory, TransferArena};
 use lagoon_runner::{Command, MapId, RemoteWork, SealedBlock};
 use lagoon_types::{InstanceId, KvRun, LeaseRun};

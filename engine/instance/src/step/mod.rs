@@ -9,13 +9,15 @@ mod tests;
 
 use crate::batch::changes::Written;
 use crate::batch::{Batch, Others};
+use crate::config::RemotePolicy;
 use crate::cx::Cx;
+use crate::cx::tags::{ReadId, ReadOwner};
 use crate::event::Effect;
 use crate::outcome::{Lost, LostPart, Outcome, Outcomes};
 use crate::prefill::Prefills;
 use build::{Builder, Built};
 use bytes::Bytes;
-use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
+use cost::{CostModel, LinkCost, OwnCost};
 use lagoon_backend::{DeviceError, LaunchCounters};
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{BulkFrame, LentMemory, PartialsFrame, RefuseCode, StepTicket};
@@ -58,7 +60,7 @@ pub(crate) struct InFlight {
 pub(crate) struct Steps {
     flights: [Option<InFlight>; 2],
     /// Reads in flight: step, layer and index of the fetch.
-    reads: BTreeMap<u64, (StepId, u32, usize)>,
+    reads: BTreeMap<ReadId, (StepId, u32, usize)>,
     next_step: u64,
     /// The device's last launch counters.
     launches: Option<LaunchCounters>,
@@ -117,12 +119,12 @@ pub(crate) enum StepEvent {
     },
     /// KV that a step fetches from a creditor, or the creditor's refusal.
     Fetched {
-        id: u64,
+        read: ReadId,
         layer: u32,
         kv: Bytes,
     },
     FetchRefused {
-        id: u64,
+        read: ReadId,
         code: RefuseCode,
         detail: String,
     },
@@ -165,10 +167,10 @@ impl Steps {
                     self.fail_step(cx, batch, prefills, step, &BTreeSet::from([creditor]), &why);
                 }
             }
-            StepEvent::Fetched { id, layer, kv } => self.on_fetched(cx, batch, id, layer, kv),
-            StepEvent::FetchRefused { id, code, detail } => {
+            StepEvent::Fetched { read, layer, kv } => self.on_fetched(cx, batch, read, layer, kv),
+            StepEvent::FetchRefused { read, code, detail } => {
                 // Otherwise nobody waits for it any more.
-                if let Some((step, _, index)) = self.reads.remove(&id) {
+                if let Some((step, _, index)) = self.reads.remove(&read) {
                     let why = format!("a creditor refused KV: {code:?}, {detail}");
                     self.lose_fetch(cx, batch, (step, index), why);
                 }
@@ -349,11 +351,11 @@ impl Steps {
         let Some(flight) = self.flights.iter().flatten().find(|f| f.step == step) else { return };
         for (index, fetch) in flight.fetches.iter().enumerate() {
             let Some(peer) = cx.peers.key(fetch.creditor) else { continue };
-            let read = cx.tags.read();
+            let read = cx.tags.read(ReadOwner::Step);
             let LeaseRun { lease, epoch, offset, len, .. } = fetch.run;
             self.reads.insert(read, (step, layer, index));
             let frame = BulkFrame::Read {
-                id: read,
+                id: read.to_wire(),
                 lease,
                 epoch,
                 layer,
@@ -426,15 +428,15 @@ impl Steps {
         cx.effects.push(Effect::Runner(Command::Part { step, layer, part }));
     }
 
-    /// The creditor of a step's read with this id.
-    pub(crate) fn reads_at(&self, id: u64) -> Option<InstanceId> {
-        let (step, _, index) = self.reads.get(&id)?;
+    /// The creditor of a step's read.
+    pub(crate) fn reads_at(&self, read: ReadId) -> Option<InstanceId> {
+        let (step, _, index) = self.reads.get(&read)?;
         let flight = self.flights.iter().flatten().find(|flight| flight.step == *step)?;
         flight.fetches.get(*index).map(|fetch| fetch.creditor)
     }
 
-    fn on_fetched(&mut self, cx: &mut Cx, batch: &Batch, id: u64, layer: u32, kv: Bytes) {
-        let Some((step, wanted, index)) = self.reads.remove(&id) else { return };
+    fn on_fetched(&mut self, cx: &mut Cx, batch: &Batch, read: ReadId, layer: u32, kv: Bytes) {
+        let Some((step, wanted, index)) = self.reads.remove(&read) else { return };
         if wanted == layer {
             cx.effects.push(Effect::Runner(Command::Fetched { step, layer, index, kv }));
             return;
@@ -497,7 +499,7 @@ impl Steps {
                 batch.warmed_up(cx, others.prefills, chunk);
                 continue;
             }
-            if !batch.computed(cx, others, chunk) {
+            if !batch.note_computed(cx, others, chunk) {
                 continue;
             }
             let Some(seq) = batch.seq(chunk.seq) else { continue };

@@ -38,7 +38,7 @@ impl Pulling {
     fn arrived(&mut self, part: &Part, pieces: &mut Range<usize>, verify: bool, checker: &mut Checker) -> Arrived {
         for piece in pieces.by_ref() {
             // Plain pieces arrive whole.
-            if !part.plain && !self.is_whole(piece, part.bytes) {
+            if !part.plain && !self.add_bytes(piece, part.bytes) {
                 continue;
             }
             if verify && self.checks[piece].is_none() {
@@ -52,8 +52,8 @@ impl Pulling {
         Arrived::All
     }
 
-    /// Whether a piece is whole with these further `bytes`.
-    fn is_whole(&mut self, piece: usize, bytes: u64) -> bool {
+    /// Counts arrived `bytes` of a piece. True if the piece is whole now.
+    fn add_bytes(&mut self, piece: usize, bytes: u64) -> bool {
         let all = self.pull.piece_bytes(piece);
         let here = self.partly.remove(&piece).unwrap_or(0) + bytes;
         if here < all {

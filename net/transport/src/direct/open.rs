@@ -1,6 +1,6 @@
 //! Direct connections that stand, with whom: they belong to no session, and end when a certificate is revoked all the same.
 
-use crate::{Subject, event::Window, node::Shared, session::close};
+use crate::{Subject, close, event::Window, node::Shared};
 use quinn::{Connection, VarInt};
 use std::{
     collections::BTreeMap,

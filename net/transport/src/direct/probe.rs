@@ -173,7 +173,7 @@ impl Node {
             }
         }
         let rate = rate(usize::try_from(all).unwrap_or(usize::MAX), start);
-        connection.close(quinn::VarInt::from_u32(crate::session::close::BYE), b"probed");
+        connection.close(quinn::VarInt::from_u32(crate::close::BYE), b"probed");
         Ok(rate)
     }
 }

@@ -131,7 +131,7 @@ impl ExportServer {
         let who = Who { reader, epoch };
         let connections = lock(&self.connections);
         for (_, connection) in connections.open.values().filter(|(other, _)| *other == who) {
-            connection.close(VarInt::from_u32(crate::session::close::STALE), b"the writer cut the path");
+            connection.close(VarInt::from_u32(crate::close::STALE), b"the writer cut the path");
         }
     }
 
@@ -191,7 +191,7 @@ impl Shared {
             let (send, recv, rest) = wires;
             let mut task = Task { server, subject, connection, send, recv, rest, key: None };
             if let Err(reason) = task.run().await {
-                let code = VarInt::from_u32(crate::session::close::BAD_FRAME);
+                let code = VarInt::from_u32(crate::close::BAD_FRAME);
                 task.connection.close(code, reason.as_bytes());
                 tracing::debug!(%addr, reason, "a direct connection ended");
             }

@@ -145,7 +145,7 @@ async fn run(
     // A stream's error says only that the connection is gone; the connection knows why, until we close it ourselves.
     let result = result.map_err(|reason| connection.close_reason().map_or(reason, |cause| cause.to_string()));
     let output = result.as_ref().err().map_or("closed", String::as_str);
-    connection.close(VarInt::from_u32(crate::session::close::BYE), output.as_bytes());
+    connection.close(VarInt::from_u32(crate::close::BYE), output.as_bytes());
     result
 }
 

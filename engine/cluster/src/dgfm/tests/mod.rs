@@ -3,7 +3,7 @@
 mod world;
 
 use super::{Dgfm, DgfmConfig};
-use crate::gmanager::LedgerRow;
+use crate::dgfm::LedgerRow;
 use lagoon_protocol::{ControlBody, Frozen, MoveKvCache, MoveOutcome};
 use lagoon_types::InstanceId;
 use std::collections::BTreeSet;

@@ -3,8 +3,8 @@
 //! A move is reserve, copy, switch, free: the block is reserved at home first, then visible at home instead of at the
 //! creditor, and a release travels to the creditor, which until then counts it as lent.
 
+use crate::dgfm::LedgerRow;
 use crate::dgfm::{Dgfm, DgfmConfig};
-use crate::gmanager::LedgerRow;
 use lagoon_protocol::{ControlBody, Frozen, MoveKvCache, MoveOutcome};
 use lagoon_types::InstanceId;
 use rand::{Rng, SeedableRng};

@@ -1,7 +1,7 @@
 //! A debtor with one borrowing sequence, driven by events.
 
 use super::FrozenDebt;
-use crate::batch::scheduler::SchedulerConfig;
+use crate::config::SchedulerConfig;
 use crate::{Effect, Event, Instance, InstanceConfig, LayerWindows, PeerKey, RemotePolicy};
 use lagoon_protocol::{
     BorrowAdvice, BulkFrame, Candidate, ControlBody, Freeze, Frozen, Hello, LeaseGrant, MemoryTier, Registered, Role,

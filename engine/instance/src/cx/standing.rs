@@ -3,7 +3,7 @@
 
 use super::roles::Roles;
 use lagoon_types::InstanceId;
-use lagoon_types::limits::{GMANAGER_WAIT_MS, POOL_HOLD_MS};
+use lagoon_types::limits::{GMANAGER_WAIT_MS, OLDEST_WAITING_HOLD_MS, POOL_HOLD_MS};
 
 /// Whether memory can be borrowed now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +36,7 @@ pub(crate) struct Standing {
     pool_held_until_ms: u64,
     /// The pool's oldest waiting pool-sized request: its debtor, since when it waits, and until when this instance
     /// reserves memory for it, in milliseconds.
-    pub(super) oldest_waiting: Option<(InstanceId, u64, u64)>,
+    oldest_waiting: Option<(InstanceId, u64, u64)>,
     /// Since when the gManager was needed and away.
     away_since_ms: Option<u64>,
 }
@@ -59,10 +59,16 @@ impl Standing {
 
     /// This instance has registered. A new gManager counts only who has registered with it, so for [`POOL_HOLD_MS`] the
     /// pool counts as no smaller than before: otherwise long requests would be refused because others register later.
-    pub(super) fn on_registered(&mut self, id: InstanceId, now_ms: u64) {
+    pub(crate) fn on_registered(&mut self, id: InstanceId, now_ms: u64) {
         self.id = Some(id);
         self.registered = true;
         self.pool_held_until_ms = now_ms + POOL_HOLD_MS;
+    }
+
+    /// Takes the pool's oldest waiting pool-sized request from a message of the gManager: its debtor, and since when it
+    /// waits, in milliseconds. It counts for [`OLDEST_WAITING_HOLD_MS`].
+    pub(crate) fn note_oldest_waiting(&mut self, oldest: Option<(InstanceId, u64)>, now_ms: u64) {
+        self.oldest_waiting = oldest.map(|(debtor, since_ms)| (debtor, since_ms, now_ms + OLDEST_WAITING_HOLD_MS));
     }
 
     /// Takes the size of the pool, in rBlocks, from a message of the gManager.

@@ -1,0 +1,101 @@
+//! The prefix cache's root hash and counters; `batch/prefix.rs` finds and shares the blocks.
+
+use crate::config::InstanceConfig;
+use lagoon_kv::{BlockHash, BlockPool, IdentityRoot};
+use lagoon_runner::ShareId;
+use serde::Serialize;
+
+/// Counters of the prefix cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct PrefixStatus {
+    /// Tokens of sequences whose prefix was looked up.
+    pub looked_up_tokens: u64,
+    /// Tokens among them whose KV was cached and not recomputed.
+    pub hit_tokens: u64,
+    /// rBlocks of these hits that were in use and became shared.
+    pub shared_blocks: u64,
+    /// rBlocks that sharing saves now.
+    pub saved_blocks: u32,
+    /// Free rBlocks that keep their KV (cached blocks).
+    pub blocks: u32,
+    /// Cached rBlocks that were evicted since the start.
+    pub evicted_blocks: u64,
+}
+
+/// The prefix cache's root hash and counters.
+#[derive(Debug)]
+pub(crate) struct PrefixCounts {
+    /// Root of the hash chain; `None` where the prefix cache is off.
+    root: Option<BlockHash>,
+    looked_up_tokens: u64,
+    hit_tokens: u64,
+    shared_blocks: u64,
+    next_share: u64,
+    /// Mappings commanded and not made yet, also of sequences that are gone.
+    under_way: u64,
+}
+
+impl PrefixCounts {
+    /// Whether the device has mappings to make.
+    pub(crate) fn maps(&self) -> bool {
+        self.under_way > 0
+    }
+
+    pub(crate) fn new(config: &InstanceConfig) -> Self {
+        // The model's hash covers its rotary embedding, its window and its biases.
+        let root = IdentityRoot {
+            model: config.model_hash,
+            adapter: b"",
+            dtype: config.kv.dtype,
+            rope: b"",
+            block_tokens: config.block_tokens,
+        };
+        let root = config.prefix_cache.then(|| BlockHash::root(&root));
+        Self { root, looked_up_tokens: 0, hit_tokens: 0, shared_blocks: 0, next_share: 0, under_way: 0 }
+    }
+
+    /// Root of the hash chain; `None` where the prefix cache is off.
+    pub(crate) fn root(&self) -> Option<BlockHash> {
+        self.root
+    }
+
+    /// Counts tokens whose prefix is looked up.
+    pub(crate) fn note_lookup(&mut self, tokens: u32) {
+        self.looked_up_tokens += u64::from(tokens);
+    }
+
+    /// Counts tokens whose KV was cached.
+    pub(crate) fn note_hit(&mut self, tokens: u32) {
+        self.hit_tokens += u64::from(tokens);
+    }
+
+    /// Counts rBlocks in use that became shared.
+    pub(crate) fn note_shared(&mut self, blocks: u32) {
+        self.shared_blocks += u64::from(blocks);
+    }
+
+    /// Issues the number of a mapping that the device is to make.
+    pub(crate) fn begin_mapping(&mut self) -> ShareId {
+        self.next_share += 1;
+        self.under_way += 1;
+        ShareId(self.next_share)
+    }
+
+    /// The device has made a mapping, or failed to.
+    pub(crate) fn end_mapping(&mut self) {
+        self.under_way = self.under_way.saturating_sub(1);
+    }
+
+    /// The counters, with those of the pool.
+    pub(crate) fn status(&self, pool: &BlockPool) -> PrefixStatus {
+        let Self { looked_up_tokens, hit_tokens, shared_blocks, .. } = *self;
+        PrefixStatus {
+            looked_up_tokens,
+            hit_tokens,
+            shared_blocks,
+            saved_blocks: pool.counts().shared,
+            blocks: pool.cached(),
+            evicted_blocks: pool.evictions(),
+        }
+    }
+}
