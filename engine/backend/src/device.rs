@@ -469,10 +469,11 @@ pub trait Device: Send + 'static {
     ) -> Result<(), DeviceError>;
 
     /// A mixture of experts: `out[r] += Σ w · (down_e · activation(up_e · x[r] + up_bias_e) + down_bias_e)` over the
-    /// `top_k` experts `e` of row `r`, by [`Routing`]. Experts are chosen by score plus the bias of the choice (by
-    /// logit where nothing is added to scores), those of lower index among equals, and so are groups; `w` is the expert's score without that bias, normalised and
-    /// scaled. A row's terms are added in the order of their rank. `logits` is `[rows][count]`, `x` and `out` are
-    /// `[rows][hidden]`. Only the weights of chosen experts are read.
+    /// `top_k` experts `e` of row `r`, by [`Routing`]. Experts are chosen by score plus the bias of the choice, or by
+    /// logit where nothing is added to scores; among equal experts, and among equal groups, the lower index is chosen.
+    /// `w` is the expert's score without that bias, normalised and scaled. A row's terms are added in the order of
+    /// their rank. `logits` is `[rows][count]`, `x` and `out` are `[rows][hidden]`. Only the weights of chosen experts
+    /// are read.
     fn experts(
         &mut self,
         x: &Self::Tensor,
