@@ -12,7 +12,8 @@
 use bytes::Bytes;
 use lagoon_backend::cpu::{CpuTensor, CpuWeight};
 use lagoon_backend::{
-    Activation, CpuDevice, Device, DeviceError, ExpertBuffers, Experts, GroupScore, Mode, Routing, Scoring, WeightSource,
+    Activation, CpuDevice, Device, DeviceError, ExpertBuffers, Experts, GroupScore, Mode, Routing, Scoring,
+    WeightSource,
 };
 use lagoon_types::DType;
 use rayon::prelude::*;

@@ -13,8 +13,8 @@ mod shim;
 use fake::{Fake, UNKNOWN};
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{
-    Activation, AttnBatch, AttnRows, Device, ExpertBuffers, Experts, HeadStrides, LatentRow, Mode, Partials, Queued,
-    GroupScore, Routing, Scoring,
+    Activation, AttnBatch, AttnRows, Device, ExpertBuffers, Experts, GroupScore, HeadStrides, LatentRow, Mode,
+    Partials, Queued, Routing, Scoring,
 };
 use lagoon_cuda::kernels::attention::{DecodeClass, Tuning};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, LinearLayers};

@@ -5,8 +5,8 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use lagoon_backend::conformance;
 use lagoon_backend::{
-    Activation, AttnBatch, AttnRows, CpuDevice, Device, DeviceError, ExpertBuffers, Experts, HeadStrides, LatentRow,
-    GroupScore, Mode, Partials, Routing, Scoring, WeightSource,
+    Activation, AttnBatch, AttnRows, CpuDevice, Device, DeviceError, ExpertBuffers, Experts, GroupScore, HeadStrides,
+    LatentRow, Mode, Partials, Routing, Scoring, WeightSource,
 };
 use lagoon_shaders::{AdapterChoice, Options, WgpuDevice, list_adapters};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};

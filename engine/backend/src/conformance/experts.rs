@@ -24,8 +24,7 @@ struct Shape {
 /// and every scoring.
 pub fn experts_match<D: Device>(device: &mut D, tolerance: Tolerance) {
     let (scoring, group_score) = (Scoring::Softmax, GroupScore::TwoBest);
-    let plain =
-        Routing { top_k: 1, scoring, normalised: false, scale: 1.0, groups: 1, top_groups: 1, group_score };
+    let plain = Routing { top_k: 1, scoring, normalised: false, scale: 1.0, groups: 1, top_groups: 1, group_score };
     let normal = Routing { normalised: true, ..plain };
     let sigmoid = Routing { scoring: Scoring::Sigmoid, scale: 2.5, ..normal };
     let grouped = Routing { top_k: 4, groups: 8, top_groups: 3, ..sigmoid };
