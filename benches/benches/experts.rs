@@ -12,7 +12,8 @@
 use bytes::Bytes;
 use lagoon_backend::cpu::{CpuTensor, CpuWeight};
 use lagoon_backend::{
-    Activation, CpuDevice, Device, DeviceError, ExpertBuffers, Experts, Mode, Routing, Scoring, WeightSource,
+    Activation, CpuDevice, Device, DeviceError, ExpertBuffers, Experts, GroupScore, Mode, Routing, Scoring,
+    WeightSource,
 };
 use lagoon_types::DType;
 use rayon::prelude::*;
@@ -25,8 +26,15 @@ const COUNT: usize = 64;
 const TOP_K: usize = 6;
 const DTYPE: DType = DType::BF16;
 const ACTIVATION: Activation = Activation::SiluMul;
-const ROUTING: Routing =
-    Routing { top_k: TOP_K, scoring: Scoring::Softmax, normalised: true, scale: 1.0, groups: 1, top_groups: 1 };
+const ROUTING: Routing = Routing {
+    top_k: TOP_K,
+    scoring: Scoring::Softmax,
+    normalised: true,
+    scale: 1.0,
+    groups: 1,
+    top_groups: 1,
+    group_score: GroupScore::Best,
+};
 /// Bytes of one expert's weights.
 const EXPERT_BYTES: usize = 3 * HIDDEN * WIDTH * 2;
 /// Bytes of the buffer that the streaming read sums: far beyond any cache.

@@ -13,8 +13,8 @@ mod shim;
 use fake::{Fake, UNKNOWN};
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{
-    Activation, AttnBatch, AttnRows, Device, ExpertBuffers, Experts, HeadStrides, LatentRow, Mode, Partials, Queued,
-    Routing, Scoring,
+    Activation, AttnBatch, AttnRows, Device, ExpertBuffers, Experts, GroupScore, HeadStrides, LatentRow, Mode,
+    Partials, Queued, Routing, Scoring,
 };
 use lagoon_cuda::kernels::attention::{DecodeClass, Tuning};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, LinearLayers};
@@ -164,8 +164,9 @@ impl Model {
 
     /// A mixture of experts on the last norm's rows: who is chosen changes from step to step, the launches do not.
     fn mixture(&mut self, d: &mut CudaDevice, rows: usize) {
-        let scoring = Scoring::Softmax;
-        let routing = Routing { top_k: TOP_K, scoring, normalised: true, scale: 1.0, groups: 1, top_groups: 1 };
+        let (scoring, group_score) = (Scoring::Softmax, GroupScore::Best);
+        let routing =
+            Routing { top_k: TOP_K, scoring, normalised: true, scale: 1.0, groups: 1, top_groups: 1, group_score };
         let experts = Experts {
             count: EXPERTS,
             up: &self.ups,

@@ -124,6 +124,32 @@ fn a_prefix_is_mapped_and_not_copied() {
     }
 }
 
+/// Address rows of rBlocks that are no whole page groups are refused before any memory is made; a flat store of such rBlocks has
+/// memory for them, and not for more.
+#[test]
+fn address_rows_of_parts_of_page_groups_are_refused() {
+    let Some(fake) = driver("address_rows_of_parts_of_page_groups_are_refused", 9) else { return };
+    let mut device = open();
+    for tokens in [1, TOKENS / 2, TOKENS + TOKENS / 2] {
+        let flat = KvSpace::flat(6, tokens);
+        let before = fake.counts();
+        let error = device.kv_in(SHAPE, &flat.with_rows(3, 4)).unwrap_err();
+        let expected = format!(
+            "rBlocks of {tokens} tokens are not whole page groups; --block-tokens {TOKENS} or a multiple are, in the whole \
+             pool\nhint: "
+        );
+        assert!(matches!(&error, DeviceError::Unsupported(why) if why.contains(&expected)), "{error}");
+        assert_eq!(fake.counts(), before, "a refusal makes nothing");
+        assert_eq!(device.kv_space(SHAPE, flat.with_rows(3, 4)), flat);
+        let kv = device.kv_in(SHAPE, &flat).unwrap();
+        let stripes = u64::from((6 * tokens).div_ceil(TOKENS));
+        let counters = device.kv_counters(&kv).unwrap();
+        assert_eq!((counters.free, counters.kept), (stripes * GROUPS, 0), "{tokens} tokens: {counters:?}");
+    }
+    drop(device);
+    fake.finish();
+}
+
 /// What two see nobody writes; what one of them has left the other one may write again.
 #[test]
 fn what_is_shared_is_not_written() {

@@ -58,7 +58,7 @@ impl Mixture<'_> {
         rows: usize,
         routing: Routing,
     ) -> Result<(), DeviceError> {
-        let Routing { top_k, scoring, normalised, scale, groups, top_groups } = routing;
+        let Routing { top_k, scoring, normalised, scale, groups, top_groups, .. } = routing;
         let params = params::Route {
             rows: word(rows),
             choices: word(self.choices),
@@ -71,7 +71,7 @@ impl Mixture<'_> {
             normalised: u32::from(normalised),
             biased: u32::from(bias.is_some()),
             scale,
-            ..Default::default()
+            two_best: u32::from(routing.adds_scores()),
         };
         // Without a bias the kernel reads none.
         let (encoding, bias) = match bias {

@@ -62,7 +62,7 @@ params! {
     /// See `experts/route.wgsl`.
     Route: 48 {
         rows: u32, choices: u32, count: u32, stride: u32, top_k: u32, groups: u32, top_groups: u32, sigmoid: u32,
-        normalised: u32, biased: u32, scale: f32, pad0: u32,
+        normalised: u32, biased: u32, scale: f32, two_best: u32,
     }
     /// See `experts/grouped.wgsl`.
     Grouped: 32 {

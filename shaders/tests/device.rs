@@ -5,8 +5,8 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use lagoon_backend::conformance;
 use lagoon_backend::{
-    Activation, AttnBatch, AttnRows, CpuDevice, Device, DeviceError, ExpertBuffers, Experts, HeadStrides, LatentRow,
-    Mode, Partials, Routing, Scoring, WeightSource,
+    Activation, AttnBatch, AttnRows, CpuDevice, Device, DeviceError, ExpertBuffers, Experts, GroupScore, HeadStrides,
+    LatentRow, Mode, Partials, Routing, Scoring, WeightSource,
 };
 use lagoon_shaders::{AdapterChoice, Options, WgpuDevice, list_adapters};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
@@ -81,8 +81,8 @@ fn mixtures(device: &mut WgpuDevice, dtype: DType) -> Vec<Vec<f32>> {
     let mut given = |rows, cols, seed| device.weight(weight(dtype, rows, cols, seed)).unwrap();
     let (up, down) = (given(count * 2 * n, hidden, 1), given(count * hidden, n, 2));
     let (up_bias, down_bias) = (given(count, 2 * n, 3), given(count, hidden, 4));
-    let (scoring, normalised) = (Scoring::Softmax, true);
-    let routing = Routing { top_k: 2, scoring, normalised, scale: 1.0, groups: 1, top_groups: 1 };
+    let (scoring, normalised, group_score) = (Scoring::Softmax, true, GroupScore::Best);
+    let routing = Routing { top_k: 2, scoring, normalised, scale: 1.0, groups: 1, top_groups: 1, group_score };
     let (up_bias, down_bias) = (Some(&up_bias), Some(&down_bias));
     let experts = Experts { count, up: &up, up_bias, down: &down, down_bias, choice_bias: None, activation, routing };
     let mut results = Vec::new();
@@ -138,12 +138,15 @@ fn many_experts<D: Device>(device: &mut D, rows: usize, routing: Routing) -> Vec
 #[test]
 fn the_most_experts_are_routed_as_on_the_host() {
     with_device("the_most_experts_are_routed_as_on_the_host", Options::default(), |device| {
+        let (scoring, group_score) = (Scoring::Softmax, GroupScore::TwoBest);
         let softmax =
-            Routing { top_k: 32, scoring: Scoring::Softmax, normalised: true, scale: 1.0, groups: 1, top_groups: 1 };
+            Routing { top_k: 32, scoring, normalised: true, scale: 1.0, groups: 1, top_groups: 1, group_score };
         let grouped = Routing { scoring: Scoring::Sigmoid, groups: 64, top_groups: 5, ..softmax };
         let alone = Routing { groups: 1024, top_groups: 40, ..softmax };
         let all_groups = Routing { groups: 8, top_groups: 8, ..softmax };
-        for routing in [softmax, grouped, alone, all_groups] {
+        let best = Routing { groups: 128, top_groups: 7, group_score: GroupScore::Best, ..softmax };
+        let biased_best = Routing { group_score: GroupScore::Best, ..grouped };
+        for routing in [softmax, grouped, alone, all_groups, best, biased_best] {
             for rows in [1, 5, 300] {
                 let want = many_experts(&mut CpuDevice::new(), rows, routing);
                 let got = many_experts(device, rows, routing);

@@ -4,10 +4,11 @@ use serde::Deserialize;
 use std::path::PathBuf;
 
 /// All goldens with a model.
-pub const MODELS: [&str; 33] = [
+pub const MODELS: [&str; 34] = [
     "bf16",
     "bloom",
     "deepseek_v2",
+    "deepseek_v2_groups",
     "deepseek_v3",
     "f16",
     "gemma2",

@@ -292,6 +292,24 @@ DEEPSEEK_V2 = {
     "seq_aux": True,
     "rope_scaling": {**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
 }
+# As DeepSeek-V2 with 236 billion parameters: queries of low rank, experts of the groups with the best expert each.
+DEEPSEEK_V2_GROUPS = {
+    **DEEPSEEK_V2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "attention_bias": False,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 4.0,
+    "topk_method": "group_limited_greedy",
+    "rope_scaling": DEEPSEEK_YARN,
+}
 GLM4_MOE_LITE = config(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
@@ -492,6 +510,18 @@ FAMILIES = {
             "no_yarn": {"rope_scaling": None},
             "scale": {"routed_scaling_factor": 1.0},
             "no_shared": {"zero": "shared_experts.down_proj"},
+        },
+    },
+    "deepseek_v2_groups": {
+        "shows": "DeepSeek-V2 with queries of low rank: softmax routing within the groups that have the best expert each",
+        "config": DEEPSEEK_V2_GROUPS,
+        "tokens": 60,
+        "mutants": {
+            "no_groups": {"topk_method": "greedy"},
+            "one_group": {"topk_group": 1},
+            "other_groups": {"n_group": 6},
+            "scale": {"routed_scaling_factor": 1.0},
+            "no_queries": {"zero": "q_a_layernorm"},
         },
     },
     "glm4_moe_lite": {

@@ -168,6 +168,7 @@ struct RouteParams {
     Address logits, bias, experts, weights;
     uint32_t count, top_k, groups, top_groups, sigmoid, normalised, bias_type;
     float scale;
+    uint32_t two_best, pad;
 };
 
 struct SortParams {
@@ -208,7 +209,7 @@ static_assert(sizeof(KvView) == 32 && sizeof(EmbedParams) == 40 && sizeof(Gather
 static_assert(sizeof(NormParams) == 56 && sizeof(GateParams) == 24 && sizeof(GeluParams) == 32, "as in Rust");
 static_assert(sizeof(BiasParams) == 24 && sizeof(RopeParams) == 72 && sizeof(KvCopyParams) == 56, "as in Rust");
 static_assert(sizeof(KvCheckParams) == 32 && sizeof(AddParams) == 24 && sizeof(ScaleParams) == 24, "as in Rust");
-static_assert(sizeof(HeadNormParams) == 56 && sizeof(SinkParams) == 48 && sizeof(RouteParams) == 64, "as in Rust");
+static_assert(sizeof(HeadNormParams) == 56 && sizeof(SinkParams) == 48 && sizeof(RouteParams) == 72, "as in Rust");
 static_assert(sizeof(SortParams) == 56 && sizeof(ExpertTile) == 16 && sizeof(GroupedParams) == 96, "as in Rust");
 static_assert(sizeof(CombineParams) == 40 && sizeof(LatentParams) == 104 && sizeof(HeadProductParams) == 64, "as in Rust");
 static_assert(sizeof(MergeParams) == 56 && sizeof(KvRun) == 12 && sizeof(AttnItem) == 48, "as in Rust");

@@ -4,7 +4,7 @@
 
 constexpr uint32_t EXPERTS_MAX = 1024;
 
-// Logits, then scores; keys to choose by; the groups' sums of their two best.
+// Logits, then scores; keys to choose by; what each group is compared by.
 struct RouteShared {
     float scores[EXPERTS_MAX], keys[EXPERTS_MAX], best[EXPERTS_MAX];
 };
@@ -38,26 +38,27 @@ struct Router {
 
     // Unequal logits can have equal scores: where nothing is added to scores, logits decide.
     DEVICE void make_keys() const {
-        if (p.bias == 0 && p.groups == 1) return;
+        if (p.bias == 0 && !p.two_best) return;
         for (uint32_t i = lane; i < p.count; i += 32) {
             shared.keys[i] = shared.scores[i] + (p.bias ? load_any(p.bias, p.bias_type, i) : 0.0f);
         }
     }
 
-    DEVICE float two_best(const float* keys, uint32_t size) const {
+    // What a group is compared by: its best key, or the sum of its two best.
+    DEVICE float group_score(const float* keys, uint32_t size) const {
         float first = NEGATIVE_INFINITY, second = NEGATIVE_INFINITY;
         for (uint32_t i = 0; i < size; i++) {
             second = fmaxf(second, fminf(first, keys[i]));
             first = fmaxf(first, keys[i]);
         }
-        return size == 1 ? first : first + second;
+        return p.two_best && size > 1 ? first + second : first;
     }
 
     // Sets the keys of all but the best groups to minus infinity.
     DEVICE void drop_groups() const {
         const uint32_t size = p.count / p.groups;
         sync_warp();
-        for (uint32_t g = lane; g < p.groups; g += 32) shared.best[g] = two_best(shared.keys + g * size, size);
+        for (uint32_t g = lane; g < p.groups; g += 32) shared.best[g] = group_score(shared.keys + g * size, size);
         sync_warp();
         for (uint32_t g = lane; g < p.groups; g += 32) {
             const float own = shared.best[g];

@@ -1,6 +1,6 @@
 //! [`CudaDevice`]'s capabilities: queues, sampling, virtual memory, shared regions, peer access.
 
-use super::memory::{CudaKv, CudaTensor, layout_for, word};
+use super::memory::{CudaKv, CudaTensor, word};
 use super::span::{STAGED_BYTES_MAX, Span, Staged};
 use super::{CudaDevice, WorkStream};
 use crate::driver::{Buffer, Pinned, copy_to_host};
@@ -158,11 +158,15 @@ impl VirtualMemory for CudaDevice {
     }
 
     fn kv_in(&mut self, shape: KvShape, space: &KvSpace) -> Result<CudaKv, DeviceError> {
-        let group = self.options.layers_per_group;
-        match layout_for(&self.context, shape, space.block_tokens, group).filter(|_| space.rows > 0) {
-            Some(layout) => CudaKv::with_rows(&self.context, shape, space, layout),
-            None => self.kv(shape, space.slots()),
+        if space.rows == 0 {
+            return self.kv(shape, space.slots());
         }
+        // A flat store would have memory for every address, which is more than the pool counts.
+        let layout = self.rows_layout(shape, space).map_err(|why| {
+            let hint = "VirtualMemory::kv_space returns an address space that the device has";
+            DeviceError::Unsupported(format!("KV in address rows: {why}\nhint: {hint}"))
+        })?;
+        CudaKv::with_rows(&self.context, shape, space, layout)
     }
 
     fn kv_hold(&mut self, kv: &mut CudaKv, slots: &[Range<u32>]) -> Result<(), DeviceError> {

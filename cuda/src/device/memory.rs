@@ -240,9 +240,10 @@ pub(super) fn layout_for(
     wanted.filter_map(layout).find(|layout| block_tokens.is_multiple_of(layout.block_tokens()))
 }
 
-/// Tokens of the smallest rBlock that is whole page groups, when all layers share them.
-pub(super) fn least_block_tokens(context: &Context, shape: KvShape) -> Option<u32> {
-    VmmLayout::new(vmm_shape(context, shape, shape.layers)).ok().map(|layout| layout.block_tokens())
+/// Tokens of the smallest rBlock that is whole page groups: of `layers_per_group` layers, or of all.
+pub(super) fn least_block_tokens(context: &Context, shape: KvShape, layers_per_group: Option<u32>) -> Option<u32> {
+    let layers = layers_per_group.unwrap_or(shape.layers);
+    VmmLayout::new(vmm_shape(context, shape, layers)).ok().map(|layout| layout.block_tokens())
 }
 
 fn vmm_shape(context: &Context, shape: KvShape, layers_per_group: u32) -> VmmShape {

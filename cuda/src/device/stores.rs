@@ -30,18 +30,26 @@ impl CudaDevice {
     /// finds consecutive blocks; `None` if it has address rows.
     #[must_use]
     pub fn why_flat(&self, shape: KvShape, requested: &KvSpace) -> Option<String> {
-        let Some(layout) = layout_for(&self.context, shape, requested.block_tokens, self.options.layers_per_group)
-        else {
-            let tokens = least_block_tokens(&self.context, shape);
+        self.rows_layout(shape, requested).err()
+    }
+
+    /// The layout of a store with address rows.
+    ///
+    /// # Errors
+    /// As [`CudaDevice::why_flat`].
+    pub(super) fn rows_layout(&self, shape: KvShape, requested: &KvSpace) -> Result<VmmLayout, String> {
+        let layers = self.options.layers_per_group;
+        let Some(layout) = layout_for(&self.context, shape, requested.block_tokens, layers) else {
+            let tokens = least_block_tokens(&self.context, shape, layers);
             let hint =
                 tokens.map_or(String::new(), |n| format!("; --block-tokens {n} or a multiple are, in the whole pool"));
-            return Some(format!("rBlocks of {} tokens are not whole page groups{hint}", requested.block_tokens));
+            return Err(format!("rBlocks of {} tokens are not whole page groups{hint}", requested.block_tokens));
         };
         let ratio = u64::from(requested.block_tokens / layout.block_tokens()) * u64::from(layout.block_stripes());
         let bytes = |blocks: u32| u64::from(blocks).saturating_mul(ratio).saturating_mul(layout.stripe_bytes());
         match requested.addresses().map(bytes) {
-            Some(bytes) if bytes <= ADDRESS_BYTES_MAX => None,
-            _ => Some(format!(
+            Some(bytes) if bytes <= ADDRESS_BYTES_MAX => Ok(layout),
+            _ => Err(format!(
                 "{} sequences of {} tokens need more addresses than there are; fewer (--max-running) fit",
                 requested.rows,
                 u64::from(requested.row_blocks) * u64::from(requested.block_tokens)

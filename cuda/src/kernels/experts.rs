@@ -57,6 +57,9 @@ pub struct RouteParams {
     pub normalised: u32,
     pub bias_type: u32,
     pub scale: f32,
+    /// 1 where groups are compared by the sums of their two best keys, 0 by their best ones or without groups.
+    pub two_best: u32,
+    pub pad: u32,
 }
 
 /// Parameters of `sort_choices`. One block an expert.
@@ -138,7 +141,7 @@ pub struct CombineParams {
     pub top_k: u32,
 }
 
-const _: () = assert!(size_of::<RouteParams>() == 64 && size_of::<SortParams>() == 56);
+const _: () = assert!(size_of::<RouteParams>() == 72 && size_of::<SortParams>() == 56);
 const _: () = assert!(size_of::<ExpertTile>() == 16 && size_of::<GroupedParams>() == 96);
 const _: () = assert!(size_of::<CombineParams>() == 40);
 
@@ -370,6 +373,8 @@ impl Mixture {
             normalised: u32::from(normalised),
             bias_type: u32::from(self.choice_bias.dtype.code()),
             scale,
+            two_best: u32::from(self.routing.adds_scores()),
+            pad: 0,
         };
         Launch::flat("route", self.rows, WARP, params)
     }

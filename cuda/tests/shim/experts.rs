@@ -3,12 +3,19 @@
 
 use crate::support::device::ShimDevice;
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{Activation, CpuDevice, Device, ExpertBuffers, Experts, Routing, Scoring};
+use lagoon_backend::{Activation, CpuDevice, Device, ExpertBuffers, Experts, GroupScore, Routing, Scoring};
 use lagoon_cuda::kernels::attention::Precision;
 use lagoon_types::DType;
 
-const ROUTING: Routing =
-    Routing { top_k: 1, scoring: Scoring::Softmax, normalised: true, scale: 1.0, groups: 1, top_groups: 1 };
+const ROUTING: Routing = Routing {
+    top_k: 1,
+    scoring: Scoring::Softmax,
+    normalised: true,
+    scale: 1.0,
+    groups: 1,
+    top_groups: 1,
+    group_score: GroupScore::TwoBest,
+};
 
 #[derive(Clone, Copy, Debug)]
 struct Case {
@@ -110,5 +117,7 @@ fn as_many_experts_as_there_may_be() {
         let routing = Routing { top_k: 32, scoring: Scoring::Sigmoid, groups, top_groups, ..ROUTING };
         let case = Case { rows: 2, hidden: 8, n: 8, count: 1024, up: dtype, down: dtype, activation, routing };
         check(&case, Precision::Exact, ["grouped_gemv_bf16"; 2]);
+        let routing = Routing { group_score: GroupScore::Best, ..routing };
+        check(&Case { routing, ..case }, Precision::Exact, ["grouped_gemv_bf16"; 2]);
     }
 }

@@ -201,7 +201,8 @@ pub trait VirtualMemory {
     /// A KV store with this address space. Slots that were never written hold no meaningful bytes.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`].
+    /// [`DeviceError::OutOfMemory`], or [`DeviceError::Unsupported`] for address rows that
+    /// [`kv_space`](VirtualMemory::kv_space) makes flat.
     fn kv_in(&mut self, shape: KvShape, space: &KvSpace) -> Result<Self::Kv, DeviceError>;
 
     /// Maps physical memory behind the rBlocks of these slots, all or none, before they are written. rBlocks with memory keep

@@ -72,6 +72,15 @@ pub enum Scoring {
     Sigmoid,
 }
 
+/// The score that groups of experts are compared by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GroupScore {
+    /// That of the group's best expert (DeepSeek-V2 §2.2.2).
+    Best,
+    /// The sum of its two best ones', or of its only one's (DeepSeek-V3).
+    TwoBest,
+}
+
 /// How the tokens of a mixture of experts choose among them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Routing {
@@ -85,8 +94,17 @@ pub struct Routing {
     pub scale: f32,
     /// Groups of consecutive experts, which divide them evenly; 1 for none.
     pub groups: usize,
-    /// Groups that a token chooses experts from: those with the largest sums of their two best biased scores.
+    /// Groups that a token chooses experts from: those with the largest `group_score` of biased scores.
     pub top_groups: usize,
+    pub group_score: GroupScore,
+}
+
+impl Routing {
+    /// Whether groups are compared by sums of scores.
+    #[must_use]
+    pub const fn adds_scores(&self) -> bool {
+        self.groups > 1 && matches!(self.group_score, GroupScore::TwoBest)
+    }
 }
 
 /// The feed-forward layers of a mixture of experts (Shazeer et al. 2017; Switch Transformers, Fedus et al. 2021).
@@ -451,10 +469,11 @@ pub trait Device: Send + 'static {
     ) -> Result<(), DeviceError>;
 
     /// A mixture of experts: `out[r] += Σ w · (down_e · activation(up_e · x[r] + up_bias_e) + down_bias_e)` over the
-    /// `top_k` experts `e` of row `r`, by [`Routing`]. Experts are chosen by score plus the bias of the choice (without
-    /// bias and groups: by logit), those of lower index among equals; `w` is the expert's score without that bias, normalised and
-    /// scaled. A row's terms are added in the order of their rank. `logits` is `[rows][count]`, `x` and `out` are
-    /// `[rows][hidden]`. Only the weights of chosen experts are read.
+    /// `top_k` experts `e` of row `r`, by [`Routing`]. Experts are chosen by score plus the bias of the choice, or by
+    /// logit where nothing is added to scores; among equal experts, and among equal groups, the lower index is chosen.
+    /// `w` is the expert's score without that bias, normalised and scaled. A row's terms are added in the order of
+    /// their rank. `logits` is `[rows][count]`, `x` and `out` are `[rows][hidden]`. Only the weights of chosen experts
+    /// are read.
     fn experts(
         &mut self,
         x: &Self::Tensor,

@@ -24,8 +24,8 @@ pub use capabilities::{
 pub use capabilities::{LentKv, OwnRegion, SharedKv};
 pub use cpu::CpuDevice;
 pub use device::{
-    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
-    LatentRow, Mode, Partials, Routing, SWIGLU_ALPHA, SWIGLU_LIMIT, Scoring, WeightSource,
+    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, GroupScore, HeadStrides,
+    KvPiece, LatentRow, Mode, Partials, Routing, SWIGLU_ALPHA, SWIGLU_LIMIT, Scoring, WeightSource,
 };
 pub use paced::{Lateness, PaceProfile, Paced};
 pub use pci::{PciAddress, PciAddressError};

@@ -1,6 +1,7 @@
 //! Families beyond Llama's: what their configurations refuse by name, and what they make of a model.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+use lagoon_backend::{GroupScore, Routing, Scoring};
 use lagoon_model::spec::Mlp;
 use lagoon_model::{FAMILIES, ModelError, ModelSpec};
 use serde_json::{Value, json};
@@ -45,8 +46,18 @@ fn what_would_change_a_family_is_refused_by_name() {
         ("minimax_m2", json!({"use_qk_norm": false}), "`use_qk_norm` is false"),
         ("phi3", json!({"full_attn_mod": 2}), "`full_attn_mod` is 2"),
         ("phi3_longrope", json!({"rope_scaling": {"type": "yarn", "factor": 2}}), "`rope_scaling` is"),
-        ("deepseek_v2", json!({"topk_method": "group_limited_greedy"}), "`topk_method` is \"group_limited_greedy\""),
+        ("deepseek_v2", json!({"topk_method": "noaux_tc"}), "`topk_method` is \"noaux_tc\""),
+        ("deepseek_v2", json!({"n_group": 4}), "`n_group` is 4"),
+        ("deepseek_v2", json!({"topk_group": 2}), "`topk_group` is 2"),
+        ("deepseek_v2", json!({"mlp_bias": true}), "`mlp_bias` is true"),
         ("deepseek_v2", json!({"norm_topk_prob": true}), "`norm_topk_prob` is true"),
+        ("deepseek_v2_groups", json!({"norm_topk_prob": true}), "`norm_topk_prob` is true"),
+        ("deepseek_v2_groups", json!({"scoring_func": "sigmoid"}), "`scoring_func` is \"sigmoid\""),
+        // Its groups with the choice among all experts.
+        ("deepseek_v2_groups", json!({"topk_method": "greedy"}), "`n_group` is 4"),
+        ("deepseek_v2_groups", json!({"topk_method": null}), "`n_group` is 4"),
+        ("deepseek_v3", json!({"topk_method": "greedy"}), "`topk_method` is \"greedy\""),
+        ("deepseek_v3", json!({"topk_method": "group_limited_greedy"}), "`topk_method` is \"group_limited_greedy\""),
         ("deepseek_v3", json!({"scoring_func": "softmax"}), "`scoring_func` is \"softmax\""),
         ("deepseek_v3", json!({"moe_layer_freq": 2}), "`moe_layer_freq` is 2"),
         ("glm4_moe_lite", json!({"num_key_value_heads": 1}), "`num_key_value_heads` is 1"),
@@ -81,6 +92,10 @@ fn numbers_that_contradict_each_other_are_refused() {
         ("glm4_moe", json!({"first_k_dense_replace": -1}), "`first_k_dense_replace` is -1"),
         ("glm4_moe", json!({"partial_rotary_factor": 1.5, "rope_parameters": null}), "`partial_rotary_factor` is 1.5"),
         ("glm4_moe_lite", json!({"mlp_layer_types": ["dense"]}), "`mlp_layer_types` is"),
+        ("deepseek_v2_groups", json!({"n_group": 5}), "`n_group` is 5"),
+        ("deepseek_v2_groups", json!({"topk_group": 5}), "`n_group` is 4"),
+        ("deepseek_v2_groups", json!({"num_experts_per_tok": 7}), "`n_group` is 4"),
+        ("deepseek_v2_groups", json!({"topk_method": 1}), "`topk_method` is 1"),
         ("deepseek_v3", json!({"qk_rope_head_dim": 7}), "`qk_rope_head_dim` is 7"),
         ("deepseek_v3", json!({"kv_lora_rank": 25}), "`kv_lora_rank` is 25"),
         ("deepseek_v3", json!({"q_lora_rank": 0}), "`q_lora_rank` is 0"),
@@ -103,8 +118,12 @@ fn numbers_that_contradict_each_other_are_refused() {
         assert!(matches!(error, ModelError::InvalidField { .. }), "{name}: {error}");
         assert!(error.to_string().contains(expected), "{error}");
     }
-    let missing = with("qwen3_moe", &json!({"num_experts": null})).unwrap_err().to_string();
-    assert!(missing.contains("the field `num_experts` is missing"), "{missing}");
+    for (name, field) in
+        [("qwen3_moe", "num_experts"), ("deepseek_v2_groups", "n_group"), ("deepseek_v2_groups", "topk_group")]
+    {
+        let missing = with(name, &json!({field: null})).unwrap_err().to_string();
+        assert!(missing.contains(&format!("the field `{field}` is missing")), "{missing}");
+    }
 }
 
 #[test]
@@ -128,6 +147,30 @@ fn an_unknown_architecture_lists_what_is_served() {
     }
     let sorted = FAMILIES.windows(2).all(|pair| pair[0].model_type < pair[1].model_type);
     assert!(sorted, "families are listed by model_type");
+}
+
+#[test]
+fn routers_choose_as_configurations_say() {
+    let routing = |name, changes: &Value| {
+        let spec = with(name, changes).unwrap();
+        let Some(Mlp::Experts(mixture)) = spec.layers.into_iter().map(|layer| layer.mlp).next_back() else {
+            panic!("{name}: the last layer has no experts");
+        };
+        assert_eq!(mixture.choice_bias.is_some(), mixture.routing.scoring == Scoring::Sigmoid, "{name}");
+        mixture.routing
+    };
+    let (scoring, group_score) = (Scoring::Softmax, GroupScore::Best);
+    let greedy = Routing { top_k: 2, scoring, normalised: false, scale: 1.5, groups: 1, top_groups: 1, group_score };
+    assert_eq!(routing("deepseek_v2", &json!({})), greedy);
+    assert_eq!(routing("deepseek_v2", &json!({"topk_method": null, "n_group": null, "topk_group": null})), greedy);
+    assert_eq!(routing("deepseek_v2", &json!({"topk_method": "group_limited_greedy"})), greedy, "one group");
+    let limited = Routing { top_k: 3, scale: 4.0, groups: 4, top_groups: 2, ..greedy };
+    assert_eq!(routing("deepseek_v2_groups", &json!({})), limited);
+    assert_eq!(routing("deepseek_v2_groups", &json!({"norm_topk_prob": null})), limited);
+    let (scoring, group_score) = (Scoring::Sigmoid, GroupScore::TwoBest);
+    let noaux = Routing { scoring, normalised: true, scale: 2.5, group_score, ..limited };
+    assert_eq!(routing("deepseek_v3", &json!({})), noaux);
+    assert_eq!(routing("deepseek_v3", &json!({"norm_topk_prob": false})), Routing { normalised: false, ..noaux });
 }
 
 #[test]

@@ -25,7 +25,8 @@ struct Params {
     biased: u32,
     // Factor on weights.
     scale: f32,
-    pad0: u32,
+    // 1: groups are compared by the sums of their two best keys; 0: by their best keys, or there are none.
+    two_best: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -42,7 +43,7 @@ const NONE = 0xffffffffu;
 
 var<workgroup> scores: array<f32, COUNT_MAX>;
 var<workgroup> keys: array<f32, COUNT_MAX>;
-// The sums of the two best keys of each group.
+// What each group is compared by.
 var<workgroup> bests: array<f32, COUNT_MAX>;
 var<workgroup> chosen: array<u32, TOP_MAX>;
 var<workgroup> candidates: array<u32, LANES>;
@@ -109,7 +110,7 @@ fn drop_groups(tid: u32) {
             first = max(first, key);
         }
         bests[group] = first;
-        if size > 1u {
+        if size > 1u && params.two_best == 1u {
             bests[group] = first + second;
         }
     }
@@ -144,7 +145,7 @@ fn route(
     }
     score(tid);
     // Unequal logits can have equal scores: where nothing is added to scores, logits decide.
-    if params.biased == 1u || params.groups > 1u {
+    if params.biased == 1u || params.two_best == 1u {
         for (var i = tid; i < params.count; i += LANES) {
             keys[i] = scores[i];
             if params.biased == 1u {

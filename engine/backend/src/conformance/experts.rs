@@ -3,7 +3,7 @@
 use super::data::{DTYPES, Data, read};
 use super::matmul::{activated, bound, oracle};
 use super::{Tolerance, assert_close};
-use crate::{Activation, Device, ExpertBuffers, Experts, Routing, Scoring};
+use crate::{Activation, Device, ExpertBuffers, Experts, GroupScore, Routing, Scoring};
 use lagoon_types::DType;
 
 /// A mixture's shape.
@@ -23,11 +23,12 @@ struct Shape {
 /// Mixtures in few rows and many, with one expert and with all, with odd widths, with equal logits, with biases, groups
 /// and every scoring.
 pub fn experts_match<D: Device>(device: &mut D, tolerance: Tolerance) {
-    let plain =
-        Routing { top_k: 1, scoring: Scoring::Softmax, normalised: false, scale: 1.0, groups: 1, top_groups: 1 };
+    let (scoring, group_score) = (Scoring::Softmax, GroupScore::TwoBest);
+    let plain = Routing { top_k: 1, scoring, normalised: false, scale: 1.0, groups: 1, top_groups: 1, group_score };
     let normal = Routing { normalised: true, ..plain };
     let sigmoid = Routing { scoring: Scoring::Sigmoid, scale: 2.5, ..normal };
     let grouped = Routing { top_k: 4, groups: 8, top_groups: 3, ..sigmoid };
+    let limited = Routing { top_k: 6, groups: 8, top_groups: 3, scale: 16.0, group_score: GroupScore::Best, ..plain };
     let (silu, gelu, clamped) = (Activation::SiluMul, Activation::Gelu, Activation::ClampedSwiglu);
     let cases = [
         (1, 40, 33, 1, normal, silu, false),
@@ -38,6 +39,13 @@ pub fn experts_match<D: Device>(device: &mut D, tolerance: Tolerance) {
         (65, 72, 48, 6, Routing { top_k: 2, ..sigmoid }, silu, true),
         (130, 96, 72, 3, plain, silu, false),
         (19, 40, 24, 32, grouped, silu, true),
+        (21, 40, 24, 32, Routing { scoring: Scoring::Softmax, ..grouped }, silu, false),
+        // Groups of five, three, seven and one, as many experts as the groups that are kept have, and a bias of the choice.
+        (37, 40, 24, 40, limited, silu, false),
+        (23, 40, 24, 21, Routing { groups: 7, top_groups: 2, ..limited }, silu, false),
+        (18, 40, 24, 21, Routing { groups: 3, top_groups: 1, ..limited }, gelu, true),
+        (9, 40, 24, 11, Routing { groups: 11, top_groups: 6, normalised: true, ..limited }, silu, false),
+        (12, 40, 24, 160, Routing { scoring: Scoring::Sigmoid, ..limited }, silu, true),
         (33, 64, 130, 128, Routing { top_k: 8, ..normal }, silu, false),
         // Experts of more rows than any tile, and widths that no vector divides.
         (200, 71, 45, 2, plain, gelu, true),
@@ -63,8 +71,9 @@ fn mixture<D: Device>(device: &mut D, dtype: DType, shape: Shape, tolerance: Tol
     // Tensors have more rows than the operation works on.
     let (x, values) = data.tensor(device, rows + 2, hidden);
     let mut chances: Vec<f32> = data.values((rows + 1) * count).into_iter().map(|v| v * 2.0).collect();
-    // Equal logits: the lower index wins.
+    // Equal logits: the lower index wins, of experts and of groups. In every other row some are equal.
     chances[..count].fill(0.25);
+    chances.chunks_exact_mut(count).skip(2).step_by(2).flatten().for_each(|logit| *logit = logit.round());
     let logits = super::data::tensor(device, count, &chances);
     let (mut out, before) = data.tensor(device, rows + 1, hidden);
     let mut buffers = ExpertBuffers::new(device, rows + 1, routing.top_k, (hidden, n), activation).expect("buffers");
@@ -112,7 +121,7 @@ fn mixture<D: Device>(device: &mut D, dtype: DType, shape: Shape, tolerance: Tol
 
 /// The experts of a row, by rank, and their shares.
 fn choose(logits: &[f32], bias: Option<&Vec<f32>>, routing: Routing) -> Vec<(usize, f64)> {
-    let Routing { top_k, scoring, normalised, scale, groups, top_groups } = routing;
+    let Routing { top_k, scoring, normalised, scale, groups, top_groups, group_score } = routing;
     let exp = |logit: &f32| f64::from(*logit).exp();
     let all: f64 = logits.iter().map(exp).sum();
     let score = |logit: &f32| match scoring {
@@ -125,13 +134,14 @@ fn choose(logits: &[f32], bias: Option<&Vec<f32>>, routing: Routing) -> Vec<(usi
         order.sort_by(|a, b| key(*b).total_cmp(&key(*a)).then(a.cmp(b)));
     };
     let size = logits.len() / groups;
-    let two_best = |group: usize| {
+    let terms = if group_score == GroupScore::Best { 1 } else { 2 };
+    let compared = |group: usize| {
         let mut keys: Vec<f64> = (group * size..(group + 1) * size).map(key).collect();
         keys.sort_by(|a, b| b.total_cmp(a));
-        keys.iter().take(2).sum()
+        keys.iter().take(terms).sum()
     };
     let mut kept: Vec<usize> = (0..groups).collect();
-    descending(&mut kept, &two_best);
+    descending(&mut kept, &compared);
     kept.truncate(top_groups);
     let mut order: Vec<usize> = (0..logits.len()).filter(|expert| kept.contains(&(expert / size))).collect();
     descending(&mut order, &key);

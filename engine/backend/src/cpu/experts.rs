@@ -5,7 +5,7 @@ use super::simd::Isa;
 use super::threads::{Disjoint, Threads, with_scratch};
 use super::widen::widen;
 use super::{CpuTensor, CpuWeight, activate};
-use crate::{ExpertBuffers, Experts, Routing, Scoring};
+use crate::{ExpertBuffers, Experts, GroupScore, Routing, Scoring};
 use std::ops::Range;
 
 /// Rows that one task routes, or sums up.
@@ -130,7 +130,7 @@ fn choose_row(
     // Unequal logits can have equal scores: where nothing is added to scores, logits decide.
     match bias {
         Some(bias) => keys.iter_mut().zip(scores.iter().zip(bias)).for_each(|(key, (score, bias))| *key = score + bias),
-        None if routing.groups > 1 => keys.copy_from_slice(scores),
+        None if routing.adds_scores() => keys.copy_from_slice(scores),
         None => {}
     }
     if routing.top_groups < routing.groups {
@@ -155,14 +155,14 @@ fn choose_row(
 /// Sets the keys of all but the best groups to minus infinity. `best` is scratch.
 fn drop_groups(keys: &mut [f32], best: &mut [f32], routing: Routing) {
     let size = keys.len() / routing.groups;
-    let two_best = |group: &[f32]| {
+    let score = |group: &[f32]| {
         let (mut first, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
         for &key in group {
             (first, second) = if key > first { (key, first) } else { (first, second.max(key)) };
         }
-        if size == 1 { first } else { first + second }
+        if size == 1 || routing.group_score == GroupScore::Best { first } else { first + second }
     };
-    best.iter_mut().zip(keys.chunks_exact(size)).for_each(|(best, group)| *best = two_best(group));
+    best.iter_mut().zip(keys.chunks_exact(size)).for_each(|(best, group)| *best = score(group));
     let best = &*best;
     for (group, keys) in keys.chunks_exact_mut(size).enumerate() {
         let better = |(other, key): (usize, &f32)| *key > best[group] || (*key == best[group] && other < group);

@@ -5,7 +5,7 @@ use crate::spec::{
     AttentionSpec, Dense, Embedding, HeadNorms, LayerSpec, MixtureSpec, Mlp, Names, Norm, NormSpec, Part,
 };
 use crate::{ModelError, ModelSpec, RopeScaling, RopeSpec};
-use lagoon_backend::{Activation, Routing, Scoring};
+use lagoon_backend::{Activation, GroupScore, Routing, Scoring};
 use lagoon_types::limits::{
     EXPERTS_MAX, EXPERTS_PER_TOKEN_MAX, HEAD_DIM_MAX, HEADS_MAX, HIDDEN_MAX, INTERMEDIATE_MAX, LAYERS_MAX,
     SEQUENCE_TOKENS_MAX, VOCAB_MAX,
@@ -251,7 +251,8 @@ impl Base {
 
 /// Softmax over all experts, without groups.
 pub(super) const fn softmax(top_k: usize, normalised: bool) -> Routing {
-    Routing { top_k, scoring: Scoring::Softmax, normalised, scale: 1.0, groups: 1, top_groups: 1 }
+    let (scoring, group_score) = (Scoring::Softmax, GroupScore::Best);
+    Routing { top_k, scoring, normalised, scale: 1.0, groups: 1, top_groups: 1, group_score }
 }
 
 /// The numbers of experts in `count` and `top_k`, and the width of an expert in `width`.

@@ -7,12 +7,13 @@ use super::latent::Latent;
 use super::routed::{Defaults, RoutedExperts};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec};
-use lagoon_backend::Scoring;
+use lagoon_backend::{GroupScore, Scoring};
+use lagoon_types::limits::EXPERTS_MAX;
 
 pub(super) const V2: Family = Family {
     model_type: "deepseek_v2",
     architectures: &["DeepseekV2ForCausalLM"],
-    models: "DeepSeek-V2-Lite",
+    models: "DeepSeek-V2 and V2.5, V2-Lite, DeepSeek-Coder-V2",
     read: read_v2,
 };
 
@@ -35,26 +36,33 @@ fn read(fields: &Fields, family: &'static str) -> Result<ModelSpec, ModelError> 
     refuse_unless(fields, "topk_method", "noaux_tc", "only \"noaux_tc\" is implemented for this family")?;
     let interleaved = fields.flag("rope_interleave")?.unwrap_or(true);
     let absent = Defaults { shared: 1, groups: (8, 4), dense_layers: 3, normalised: true, scale: 2.5 };
-    model(fields, (family, 1536, interleaved), Scoring::Sigmoid, absent)
+    model(fields, (family, 1536, interleaved), (Scoring::Sigmoid, GroupScore::TwoBest), absent)
 }
 
 fn read_v2(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_unless(fields, "scoring_func", "softmax", "only \"softmax\" is implemented for this family")?;
-    refuse_unless(fields, "topk_method", "greedy", "only \"greedy\", the choice among all experts, is implemented")?;
     refuse_unless(fields, "norm_topk_prob", false, "only false is implemented for this family, as in transformers")?;
     refuse_unless(fields, "mlp_bias", false, "only false is implemented")?;
-    // The choice among all experts has no groups.
+    let limited = match fields.text("topk_method")?.unwrap_or("greedy") {
+        "greedy" => false,
+        "group_limited_greedy" => true,
+        _ => return Err(fields.unsupported("topk_method", "supported are \"greedy\" and \"group_limited_greedy\"")),
+    };
     for groups in ["n_group", "topk_group"] {
-        refuse_unless(fields, groups, 1, "only 1 is implemented for this family")?;
+        if limited {
+            fields.required_count(groups, u64::from(EXPERTS_MAX))?;
+        } else {
+            refuse_unless(fields, groups, 1, "\"topk_method\": \"greedy\" chooses among all experts, without groups")?;
+        }
     }
     let absent = Defaults { shared: 2, groups: (1, 1), dense_layers: 0, normalised: false, scale: 1.0 };
-    model(fields, (V2.model_type, 1536, true), Scoring::Softmax, absent)
+    model(fields, (V2.model_type, 1536, true), (Scoring::Softmax, GroupScore::Best), absent)
 }
 
 fn model(
     fields: &Fields,
     (family, rank, interleaved): (&'static str, usize, bool),
-    scoring: Scoring,
+    (scoring, group_score): (Scoring, GroupScore),
     absent: Defaults,
 ) -> Result<ModelSpec, ModelError> {
     refuse_other_activations(fields, "hidden_act", &["silu", "swish"])?;
@@ -62,6 +70,6 @@ fn model(
     // Training, and the authors' way to spread experts over devices.
     fields.ignore(&["aux_loss_alpha", "ep_size", "seq_aux"]);
     let (base, latent) = Latent::read(fields, family, rank, interleaved)?;
-    let experts = RoutedExperts::read(fields, &base, scoring, absent)?;
+    let experts = RoutedExperts::read(fields, &base, scoring, absent)?.with_group_score(group_score);
     latent.model(fields, &base, &experts)
 }

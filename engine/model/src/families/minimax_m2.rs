@@ -2,7 +2,7 @@
 //! the choice.
 
 use super::Family;
-use super::common::{Base, check_pieces, count, experts, refuse_other_activations, refuse_unless};
+use super::common::{Base, check_pieces, count, experts, refuse_other_activations, refuse_unless, softmax};
 use crate::fields::Fields;
 use crate::spec::{Mlp, Part};
 use crate::{ModelError, ModelSpec, RopeSpec};
@@ -32,7 +32,7 @@ fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     let experts_field = if fields.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
     let [all, top_k, width] =
         experts(fields, base.layers, [experts_field, "num_experts_per_tok", "intermediate_size"])?;
-    let routing = Routing { top_k, scoring: Scoring::Sigmoid, normalised: true, scale: 1.0, groups: 1, top_groups: 1 };
+    let routing = Routing { scoring: Scoring::Sigmoid, ..softmax(top_k, true) };
     let layer = |i: usize| {
         let of = |name: &str| format!("model.layers.{i}.block_sparse_moe.{name}");
         let mut layer = base.layer(i);

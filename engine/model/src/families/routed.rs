@@ -4,7 +4,7 @@ use super::common::{Base, experts};
 use crate::ModelError;
 use crate::fields::{Fields, narrow};
 use crate::spec::{Mlp, Part};
-use lagoon_backend::{Routing, Scoring};
+use lagoon_backend::{GroupScore, Routing, Scoring};
 use lagoon_types::limits::{EXPERTS_MAX, INTERMEDIATE_MAX, LAYERS_MAX};
 use serde_json::Value;
 
@@ -33,6 +33,7 @@ pub(super) struct RoutedExperts {
 }
 
 impl RoutedExperts {
+    /// Experts of groups with the largest sums of their two best scores, as `noaux_tc` chooses them.
     pub(super) fn read(fields: &Fields, base: &Base, scoring: Scoring, absent: Defaults) -> Result<Self, ModelError> {
         let [count, top_k, width] =
             experts(fields, base.layers, ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"])?;
@@ -55,8 +56,15 @@ impl RoutedExperts {
         let dense_layers = dense_layers.map_or(absent.dense_layers, index);
         let normalised = fields.flag("norm_topk_prob")?.unwrap_or(absent.normalised);
         let scale = fields.positive("routed_scaling_factor")?.map_or(absent.scale, narrow);
-        let routing = Routing { top_k, scoring, normalised, scale, groups, top_groups };
+        let routing =
+            Routing { top_k, scoring, normalised, scale, groups, top_groups, group_score: GroupScore::TwoBest };
         Ok(Self { count, width, shared, dense_layers, routing })
+    }
+
+    /// The same with groups compared by `group_score`.
+    pub(super) fn with_group_score(mut self, group_score: GroupScore) -> Self {
+        self.routing.group_score = group_score;
+        self
     }
 
     /// With the dense first layers that `mlp_layer_types` names, as transformers 5 writes it, if it is there.
