@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.utils import logging
 
 import text
@@ -45,6 +45,20 @@ GEMMA = ("gemma2", "gemma3_text")
 # Fields whose null is not their default.
 NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KimiK2Config(DeepseekV3Config):
+    """transformers has no Kimi-K2; its authors' code is DeepSeek-V3's under another name."""
+
+    model_type = "kimi_k2"
+
+
+class KimiK2ForCausalLM(DeepseekV3ForCausalLM):
+    config_class = KimiK2Config
+
+
+AutoConfig.register("kimi_k2", KimiK2Config)
+AutoModelForCausalLM.register(KimiK2Config, KimiK2ForCausalLM)
 
 
 def config_dtype(config):
@@ -207,7 +221,7 @@ def make(name, spec, out_root, seed):
     tokens = [1] + torch.randint(3, config["vocab_size"], (spec["tokens"] - 1,), generator=generator).tolist()
 
     model = AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.from_pretrained(directory), attn_implementation="eager"
+        AutoConfig.from_pretrained(directory), attn_implementation="eager"
     )
     model = honour_bias_max(model.float().eval())
     randomise(model, seed)
