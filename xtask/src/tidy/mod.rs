@@ -11,6 +11,7 @@ use crate::{deny, skips, workspace};
 
 mod docs;
 mod exceptions;
+mod families;
 mod files;
 mod layers;
 mod limits;
@@ -39,6 +40,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     let mut findings = layers::check(&graph.members);
     findings.extend(files::check(root)?);
     findings.extend(files::op_parity(root)?);
+    findings.extend(families::check(root)?);
     findings.extend(words::check(root)?);
     findings.extend(wire::check(root)?);
     findings.extend(docs::check(root)?);
