@@ -3,6 +3,7 @@
 #![allow(clippy::cast_possible_truncation, reason = "small sizes of tests")]
 #![allow(clippy::print_stdout, reason = "measured differences, for --nocapture")]
 
+mod active_experts;
 mod cuda;
 mod cuda_precision;
 mod disaggregated;

@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
 from transformers.utils import logging
 
 import text
@@ -47,18 +47,12 @@ NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class KimiK2Config(DeepseekV3Config):
-    """transformers has no Kimi-K2; its authors' code is DeepSeek-V3's under another name."""
-
-    model_type = "kimi_k2"
-
-
-class KimiK2ForCausalLM(DeepseekV3ForCausalLM):
-    config_class = KimiK2Config
-
-
-AutoConfig.register("kimi_k2", KimiK2Config)
-AutoModelForCausalLM.register(KimiK2Config, KimiK2ForCausalLM)
+def read_config(directory):
+    """The configuration of a directory.  transformers has no Kimi-K2, whose authors' code is DeepSeek-V3's."""
+    fields = json.loads((directory / "config.json").read_text())
+    if fields["model_type"] == "kimi_k2":
+        return DeepseekV3Config.from_dict({**fields, "model_type": "deepseek_v3"})
+    return AutoConfig.from_pretrained(directory)
 
 
 def config_dtype(config):
@@ -68,7 +62,9 @@ def config_dtype(config):
 
 def load(directory, dtype):
     """The model of a directory, in `dtype`, with plain (eager) attention."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, config=read_config(directory), dtype=dtype, attn_implementation="eager"
+    )
     return honour_bias_max(model.eval())
 
 
@@ -220,9 +216,7 @@ def make(name, spec, out_root, seed):
     generator = torch.Generator().manual_seed(seed)
     tokens = [1] + torch.randint(3, config["vocab_size"], (spec["tokens"] - 1,), generator=generator).tolist()
 
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(directory), attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_config(read_config(directory), attn_implementation="eager")
     model = honour_bias_max(model.float().eval())
     randomise(model, seed)
     scale_logits(model, tokens)
