@@ -61,10 +61,8 @@ impl Damaged {
     /// Logits of a decode step, as bits: one token, with these parts of the weights replaced by NaN.
     fn logits<D: Device>(&self, device: &mut D, parts: &[Part]) -> Vec<u32> {
         let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
-        let mut all: BTreeMap<&str, (safetensors::Dtype, Vec<usize>, Vec<u8>)> = tensors
-            .iter()
-            .map(|(name, of)| (name, (of.dtype(), of.shape().to_vec(), of.data().to_vec())))
-            .collect();
+        let mut all: BTreeMap<&str, (safetensors::Dtype, Vec<usize>, Vec<u8>)> =
+            tensors.iter().map(|(name, of)| (name, (of.dtype(), of.shape().to_vec(), of.data().to_vec()))).collect();
         for (name, range) in parts {
             let (dtype, _, data) = all.get_mut(name.as_str()).unwrap();
             let nan = match dtype {
@@ -75,9 +73,9 @@ impl Damaged {
             };
             data[range.clone()].chunks_exact_mut(nan.len()).for_each(|number| number.copy_from_slice(&nan));
         }
-        let views = all.iter().map(|(name, (dtype, shape, data))| {
-            (*name, TensorView::new(*dtype, shape.clone(), data).unwrap())
-        });
+        let views = all
+            .iter()
+            .map(|(name, (dtype, shape, data))| (*name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
         safetensors::serialize_to_file(views, None, &self.folder.path().join("model.safetensors")).unwrap();
         step(device, self.folder.path(), self.golden.description.tokens[1])
     }

@@ -49,7 +49,9 @@ fn a_long_sequence_that_is_preempted_moves_to_host_memory_and_goes_on() {
             let (before, offloaded) = (lost(&world), offloads(&world));
             world.step();
             if offloads(&world) > offloaded {
-                let grown = lost(&world).into_iter().map(|(seq, now)| now.saturating_sub(before.get(&seq).copied().unwrap_or(0)));
+                let grown = lost(&world)
+                    .into_iter()
+                    .map(|(seq, now)| now.saturating_sub(before.get(&seq).copied().unwrap_or(0)));
                 dropped += u64::from(grown.sum::<u32>());
             }
         }

@@ -70,8 +70,9 @@ prefilled on one instance and decoded on another. No GPU was at hand: CUDA's ker
 | wgpu | all goldens | the first of each family | the first of each family |
 | CUDA | the first of each family | the first of each family | the first of each family |
 
-With --kv-groups=on gpt-oss, Gemma 2 and Gemma 3 are tested so on the CPU, gpt-oss and Gemma 3 on wgpu and CUDA. The rest of the
-goldens on wgpu and CUDA: `cargo test --release -p lagoon-tests --test system every_golden -- --ignored`.
+With --kv-groups=on gpt-oss, Gemma 2 and Gemma 3 are held pooled and apart on the CPU, and gpt-oss and Gemma 3 in pools of the CPU
+with wgpu and with CUDA. The rest of the goldens runs by hand on wgpu and CUDA:
+`cargo test --release -p lagoon-tests --test system every_golden -- --ignored`.
 
 ## Families
 

@@ -162,10 +162,13 @@ fn unknown(path: &Path, beside: &Beside) -> TextError {
     };
     TextError::Unsupported {
         path: path.to_owned(),
-        problem: format!("how its tiktoken tokenizer splits a text is unknown: {class}, and its tokens are not Llama 3's"),
-        hint: "known are Qwen 1, Kimi-K2 and Moonlight, cl100k_base, and Llama 3 with the `added_tokens_decoder` of its \
+        problem: format!(
+            "how its tiktoken tokenizer splits a text is unknown: {class}, and its tokens are not Llama 3's"
+        ),
+        hint:
+            "known are Qwen 1, Kimi-K2 and Moonlight, cl100k_base, and Llama 3 with the `added_tokens_decoder` of its \
                tokenizer_config.json; for others, make a tokenizer.json with transformers (`save_pretrained`)"
-            .to_owned(),
+                .to_owned(),
     }
 }
 
