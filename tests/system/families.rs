@@ -73,7 +73,7 @@ fn assert_prefilled_apart(name: &str, [from, to]: [Backend; 2], push: bool, toke
     let prompt = golden.description.tokens.clone();
     let blocks = (prompt.len() + tokens).div_ceil(BLOCK as usize) as u32 + 2;
     let prefill = Spec { role: Role::Prefill, ..spec(from, blocks, BLOCK) };
-    let decode = Spec { role: Role::Decode, push, ..spec(to, blocks, BLOCK) };
+    let decode = Spec { role: Role::Decode, push, stage_on_device: !push, ..spec(to, blocks, BLOCK) };
     let mut world = World::pool(PoolSpec::golden(name, BLOCK), None, &[prefill, decode]);
     world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
     world.submit(1, greedy(prompt, tokens as u32));
