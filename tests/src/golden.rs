@@ -8,11 +8,6 @@ pub fn models() -> impl Iterator<Item = &'static str> {
     lagoon_model::FAMILIES.iter().flat_map(|family| family.goldens).copied()
 }
 
-/// One golden of each family.
-pub fn one_a_family() -> impl Iterator<Item = &'static str> {
-    lagoon_model::FAMILIES.iter().filter_map(|family| family.goldens.first()).copied()
-}
-
 /// Contents of `golden.json`.
 #[derive(Debug, Deserialize)]
 pub struct Description {

@@ -1,8 +1,8 @@
 //! Every family's goldens on every backend, as docs/reference/models.md claims: alone, in a pool of three instances that
 //! has most of the KV at creditors, and prefilled apart from decoding. All are held against transformers' logits.
 //!
-//! On the CPU these are all goldens; alone and prefilled apart they are in goldens.rs and disaggregated.rs. On wgpu's
-//! software adapter and over the fake CUDA driver it is one golden a family, and all of them by hand (`--ignored`).
+//! wgpu runs on its software adapter, CUDA over the fake driver. Elsewhere: alone on the CPU and on wgpu (goldens.rs), and
+//! prefilled apart on the CPU (disaggregated.rs).
 
 use crate::cuda::driver;
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
@@ -11,11 +11,11 @@ use lagoon_instance::RemotePolicy;
 use lagoon_model::ModelSpec;
 use lagoon_protocol::Role;
 use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
-use lagoon_tests::golden::{Golden, max_diff, models, one_a_family};
+use lagoon_tests::golden::{Golden, max_diff, models};
 use lagoon_tests::single::Session;
 use lagoon_types::DType;
 
-/// Tokens of the answer in slow cases: the first is sampled after the prompt, the others in decode steps.
+/// Tokens of the answer on wgpu and CUDA: the first is sampled after the prompt, the others in decode steps.
 const FEW: usize = 3;
 /// Tokens of an rBlock.
 const BLOCK: u32 = 4;
@@ -117,44 +117,25 @@ fn pools_say_what_transformers_says() {
     }
 }
 
-fn wgpu(test: &str, goldens: impl Iterator<Item = &'static str>) {
+#[test]
+fn pools_of_wgpu_say_what_transformers_says() {
     if let Err(reason) = lagoon_tests::wgpu() {
-        return lagoon_tests::skip(test, &reason);
+        return lagoon_tests::skip("pools_of_wgpu_say_what_transformers_says", &reason);
     }
-    for (number, name) in goldens.enumerate() {
+    for (number, name) in models().enumerate() {
         assert_on(Backend::Wgpu, number, name);
     }
 }
 
-fn cuda(test: &str, goldens: impl Iterator<Item = &'static str>) {
-    for (number, name) in goldens.enumerate() {
-        let Some(fake) = driver(test, 70 + number as u64) else { return };
+#[test]
+fn cuda_alone_and_pools_of_it_say_what_transformers_says() {
+    for (number, name) in models().enumerate() {
+        let test = "cuda_alone_and_pools_of_it_say_what_transformers_says";
+        let Some(fake) = driver(test, 200 + number as u64) else { return };
         assert_alone_on_cuda(name);
         assert_on(Backend::Cuda, number, name);
         fake.finish();
     }
-}
-
-#[test]
-fn each_family_says_it_on_wgpu() {
-    wgpu("each_family_says_it_on_wgpu", one_a_family());
-}
-
-#[test]
-#[ignore = "takes minutes; run by hand after a change of wgpu's kernels"]
-fn every_golden_says_it_on_wgpu() {
-    wgpu("every_golden_says_it_on_wgpu", models());
-}
-
-#[test]
-fn each_family_says_it_over_the_fake_cuda_driver() {
-    cuda("each_family_says_it_over_the_fake_cuda_driver", one_a_family());
-}
-
-#[test]
-#[ignore = "takes minutes; run by hand after a change of CUDA's kernels"]
-fn every_golden_says_it_over_the_fake_cuda_driver() {
-    cuda("every_golden_says_it_over_the_fake_cuda_driver", models());
 }
 
 /// With sequences in address rows, whose memory is mapped on demand.

@@ -61,18 +61,11 @@ as the others do, except with --kv-groups=on, and where every layer has the same
 ## How they are tested
 
 A *golden* is a small model of a family with random weights, and transformers' logits for it (tests/goldens, tools/goldens).
-Lagoon's logits are held against those: *alone*, on one instance; *pooled*, on three instances with most KV remote; *apart*,
-prefilled on one instance and decoded on another. No GPU was at hand: CUDA's kernels ran on the host, over a fake driver.
-
-| backend | alone | pooled | apart |
-|---|---|---|---|
-| CPU | all goldens | all goldens | all goldens |
-| wgpu | all goldens | the first of each family | the first of each family |
-| CUDA | the first of each family | the first of each family | the first of each family |
-
-With --kv-groups=on gpt-oss, Gemma 2 and Gemma 3 are held pooled and apart on the CPU, and gpt-oss and Gemma 3 in pools of the CPU
-with wgpu and with CUDA. The rest of the goldens runs by hand on wgpu and CUDA:
-`cargo test --release -p lagoon-tests --test system every_golden -- --ignored`.
+Lagoon's logits are held against those for every golden, on every backend: alone, on one instance; pooled, on three instances
+with most KV remote; and prefilled on one instance and decoded on another. wgpu runs on a software adapter. No GPU was at hand:
+CUDA's kernels run on the host, over a fake driver.
+With --kv-groups=on gpt-oss, Gemma 2 and Gemma 3 are held so on the CPU, and gpt-oss and Gemma 3 in pools of the CPU with wgpu
+and with CUDA.
 
 ## Families
 

@@ -10,11 +10,11 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["LlamaForCausalLM"],
     models: "Llama 2 and 3, Yi, SmolLM2, DeepSeek-R1-Distill-Llama",
     goldens: &[
-        "llama3_new",
         "bf16",
         "f16",
         "head_dim_64",
         "llama2_mha",
+        "llama3_new",
         "llama3_old",
         "sharded",
         "tied_sentencepiece",

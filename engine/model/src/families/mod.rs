@@ -42,8 +42,7 @@ pub struct Family {
     pub architectures: &'static [&'static str],
     /// Published models of the family.
     pub models: &'static str,
-    /// Its goldens: small models with transformers' logits, each a folder of tests/goldens. The first one stands for the
-    /// family where running all of them would take too long (tests/system/families.rs).
+    /// Its goldens: small models with transformers' logits, each a folder of tests/goldens.
     pub goldens: &'static [&'static str],
     read: fn(&Fields) -> Result<ModelSpec, ModelError>,
 }
