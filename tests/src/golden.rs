@@ -3,43 +3,10 @@
 use serde::Deserialize;
 use std::path::PathBuf;
 
-/// All goldens with a model.
-pub const MODELS: [&str; 34] = [
-    "bf16",
-    "bloom",
-    "deepseek_v2",
-    "deepseek_v2_groups",
-    "deepseek_v3",
-    "f16",
-    "gemma2",
-    "gemma3",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "gpt2",
-    "gpt_neox",
-    "gpt_oss",
-    "head_dim_64",
-    "llama2_mha",
-    "llama3_new",
-    "llama3_old",
-    "minimax_m2",
-    "mistral_window",
-    "mixtral",
-    "mpt",
-    "mpt_f16",
-    "olmo2",
-    "phi3",
-    "phi3_longrope",
-    "qwen2",
-    "qwen2_f16",
-    "qwen2_window",
-    "qwen3",
-    "qwen3_moe",
-    "sharded",
-    "smollm3",
-    "tied_sentencepiece",
-    "yi",
-];
+/// All goldens with a model: those that the families name.
+pub fn models() -> impl Iterator<Item = &'static str> {
+    lagoon_model::FAMILIES.iter().flat_map(|family| family.goldens).copied()
+}
 
 /// Contents of `golden.json`.
 #[derive(Debug, Deserialize)]

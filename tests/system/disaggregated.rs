@@ -3,7 +3,7 @@
 
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{Fault, PoolSpec, Spec, World, greedy};
-use lagoon_tests::golden::{Golden, MODELS, max_diff};
+use lagoon_tests::golden::{Golden, max_diff, models};
 use lagoon_types::GenerateRequest;
 use lagoon_types::limits::{LEASE_TTL_MS, TRANSFER_READ_MS, TRANSFER_REQUEST_MS};
 
@@ -94,7 +94,7 @@ fn a_prompt_is_computed_elsewhere_and_read(mode: Mode) {
 
 /// Every variant gives transformers' answers: windows, ALiBi, 16 bits.
 fn every_model_says_what_transformers_says(mode: Mode) {
-    for name in MODELS {
+    for name in models() {
         let golden = Golden::load(name);
         let spec = PoolSpec::golden(name, 4);
         let mut world = pool(&spec, None, &[Spec { step_rows: 9, ..mode.prefill(60) }, mode.decode(60)], 1);

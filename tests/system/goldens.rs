@@ -1,7 +1,8 @@
-//! Every supported variant against transformers' logits, decoding and prefilling, on both backends.
+//! Every supported variant against transformers' logits, decoding and prefilling, on one instance of the CPU and of wgpu.
+//! On CUDA: families.rs.
 
 use lagoon_backend::{Device, cpu::CpuDevice};
-use lagoon_tests::golden::{Golden, MODELS, max_diff};
+use lagoon_tests::golden::{Golden, max_diff, models};
 use lagoon_tests::single::{STEP_ROWS, Session};
 use lagoon_types::DType;
 
@@ -45,7 +46,7 @@ fn check<D: Device>(name: &str, device: impl Fn() -> D) {
 
 #[test]
 fn cpu_matches_transformers() {
-    for name in MODELS {
+    for name in models() {
         check(name, CpuDevice::new);
     }
 }
@@ -57,7 +58,7 @@ fn cpu_matches_transformers_on_the_bundled_model() {
 
 #[test]
 fn wgpu_matches_transformers() {
-    for name in MODELS {
+    for name in models() {
         if let Err(reason) = lagoon_tests::wgpu() {
             return lagoon_tests::skip("wgpu_matches_transformers", &reason);
         }

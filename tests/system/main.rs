@@ -3,10 +3,12 @@
 #![allow(clippy::cast_possible_truncation, reason = "small sizes of tests")]
 #![allow(clippy::print_stdout, reason = "measured differences, for --nocapture")]
 
+mod active_experts;
 mod cuda;
 mod cuda_precision;
 mod disaggregated;
 mod failures;
+mod families;
 mod goldens;
 mod hostile;
 mod hostile_frames;

@@ -78,8 +78,8 @@ fn blocks_move_in_every_direction_while_their_sequence_decodes() {
 #[test]
 fn blocks_leave_the_middle_of_a_run() {
     let whole = ["llama3_old", "mpt", "gpt_oss", "deepseek_v3"].map(|name| PoolSpec::golden(name, 4));
-    let split = PoolSpec { split: true, ..PoolSpec::golden("gpt_oss", 4) };
-    for pool in whole.into_iter().chain([split]) {
+    let split = ["gpt_oss", "gemma3"].map(|name| PoolSpec { split: true, ..PoolSpec::golden(name, 4) });
+    for pool in whole.into_iter().chain(split) {
         for remote in [RemotePolicy::Ship, RemotePolicy::Fetch] {
             let spec = |blocks| Spec { remote, ..Spec::cpu(blocks) };
             let mut world = World::pool(pool.clone(), None, &[spec(40), spec(30), spec(30)]);
@@ -110,6 +110,9 @@ fn blocks_leave_the_middle_of_a_run() {
                 "twice there were fewer than nine"
             );
             world.run();
+            let of = world.nodes[0].live().status();
+            let again = (of.recomputed_tokens, of.warm_up_tokens, of.preempted_tokens);
+            assert_eq!(again, (0, 0, 0), "a move computes nothing again: {of:?}");
             assert_equals_single(&format!("{}, {remote:?}", pool.dir.display()), &world, &pool);
             world.check_empty();
         }

@@ -67,6 +67,32 @@ fn the_doctor_looks_at_everything() {
     assert!(!doctor.stderr.contains("XDG_RUNTIME_DIR"), "{}", doctor.stderr);
 }
 
+/// Sizes and contexts of a model, with and without windowed KV kept apart, none longer than config.json allows.
+#[test]
+fn the_doctor_says_how_long_a_context_fits() {
+    let golden = |name: &str| lagoon_tests::root().join("tests/goldens").join(name).to_string_lossy().into_owned();
+    let hybrid = golden("gemma3");
+    let json = run(&["doctor", &hybrid, "--memory-gib=1", "--json"]);
+    assert_eq!(json.code, Some(0), "{json:?}");
+    let size: Value = serde_json::from_str(&json.stdout).unwrap();
+    let contexts = size["contexts"].as_array().unwrap();
+    assert_eq!(contexts.len(), 4, "{size}");
+    let of = |at: &Value| (at["kv_tokens"].as_u64().unwrap(), at["context_tokens"].as_u64().unwrap());
+    for context in contexts {
+        let (whole, split) = (of(context), of(&context["split"]));
+        // One layer of three is pooled, and rings take little of a GiB; config.json allows 256 tokens.
+        assert!(split.0 > 2 * whole.0 && split.0 < 3 * whole.0, "{context}");
+        assert_eq!((whole.1, split.1), (256, 256), "{context}");
+    }
+    let text = run(&["doctor", &hybrid, "--memory-gib=1"]);
+    assert_eq!(text.code, Some(0), "{text:?}");
+    let (whole, split) = (of(&contexts[0]), of(&contexts[0]["split"]));
+    assert!(text.stdout.contains(&format!("{} tokens of KV, a context of {}", whole.0, whole.1)), "{text:?}");
+    assert!(text.stdout.contains(&format!("{} and {} with --kv-groups=on", split.0, split.1)), "{text:?}");
+    let plain = run(&["doctor", &golden("qwen3"), "--memory-gib=1"]);
+    assert!(plain.code == Some(0) && !plain.stdout.contains("--kv-groups"), "{plain:?}");
+}
+
 /// A copy of a golden model, to be damaged.
 fn copy_of_model() -> TempDir {
     let dir = tempfile::tempdir().unwrap();

@@ -1,6 +1,8 @@
 //! The HTTP interface of a real server: answers, and refusals that name the problem.
 
+use crate::process_moves::golden_with_tokenizer;
 use crate::process_up::golden_prompt;
+use lagoon_tests::golden::Golden;
 use lagoon_tests::process::{Client, Server, completion, token_ids};
 use serde_json::{Value, json};
 
@@ -110,6 +112,34 @@ fn generation_ends_where_it_is_told() {
         (&json!(text[..cut]), &json!("stop"))
     );
     assert_eq!(long["choices"][0]["finish_reason"], "length");
+}
+
+/// Models such as gpt-oss and Llama 3 have several end-of-sequence ids: each of them ends an answer.
+#[test]
+fn each_end_of_sequence_id_ends_an_answer() {
+    let golden = Golden::load("gpt_oss");
+    let (prompt, next) = (&golden.description.tokens, &golden.description.greedy_continuation);
+    // Two tokens of the answer, neither of which occurs before its place, nor the first one between them.
+    let fresh = |at: &usize| !next[..*at].contains(&next[*at]);
+    let pairs = (1..next.len()).filter(fresh).flat_map(|a| (a + 2..next.len()).filter(fresh).map(move |b| (a, b)));
+    let (a, b) = pairs.into_iter().find(|(a, b)| !next[a + 1..=*b].contains(&next[*a])).unwrap();
+    let model = golden_with_tokenizer(&golden);
+    let ids = json!({"eos_token_id": [next[b], next[a]]}).to_string();
+    std::fs::write(model.path().join("generation_config.json"), ids).unwrap();
+    let flags = ["--backend=cpu", "--threads=1", "--http=127.0.0.1:0", "--block-tokens=8", "--kv-tokens=128"];
+    let server = Server::start(&[&["serve", &model.path().to_string_lossy()], &flags[..]].concat());
+    let client = server.client();
+    let ends = |prompt: &[u32], expected: &[u32]| {
+        let answer = client.complete(prompt, 16, &json!({"ignore_eos": false})).json();
+        assert_eq!(answer["choices"][0]["finish_reason"], "stop", "{answer}");
+        let found = token_ids(&answer);
+        assert!(found.len() <= expected.len() && expected.len() <= found.len() + 1, "{found:?}, {expected:?}");
+        assert_eq!(found, expected[..found.len()]);
+    };
+    ends(prompt, &next[..=a]);
+    ends(&[prompt.as_slice(), &next[..=a]].concat(), &next[a + 1..=b]);
+    let on = client.complete(prompt, 16, &json!({})).json();
+    assert_eq!((token_ids(&on).as_slice(), &on["choices"][0]["finish_reason"]), (next.as_slice(), &json!("length")));
 }
 
 #[test]

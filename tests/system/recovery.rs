@@ -79,7 +79,7 @@ fn finish_of(model: &str, world: &mut World, what: &str, lost: u32) {
 fn only_the_blocks_of_a_dead_creditor_are_computed_again() {
     // Also with windows on some layers, and with one row a token.
     let cases = [(MODEL, RemotePolicy::Ship), (MODEL, RemotePolicy::Fetch)];
-    let others = ["gpt_oss", "gemma3", "deepseek_v3"].map(|model| (model, RemotePolicy::Ship));
+    let others = ["gpt_oss", "gemma3", "deepseek_v3", "glm4_moe_lite"].map(|model| (model, RemotePolicy::Ship));
     for (model, remote) in cases.into_iter().chain(others) {
         let mut world = world_of(model, prompt(200, 80, 128), 10, remote, None, &[16]);
         run_to_token(&mut world, 0, 3);

@@ -125,8 +125,9 @@ fn a_prefix_that_is_found_is_warmed_up_from() {
             assert_same(&format!("{name}, {again}"), &world.requests[again], &alone[0], 1e-4);
         }
         let found = status(&world, 0);
-        // All 88 positions but those that warm up were not computed again.
-        assert_eq!(found.warm_up_tokens, warm_up(name).min(88), "{name}");
+        // All 88 positions but those that warm up were not computed again, and none of their KV was.
+        let again = (found.prefix.hit_tokens, found.warm_up_tokens, found.recomputed_tokens);
+        assert_eq!(again, (88, warm_up(name).min(88), 0), "{name}");
         world.check_empty();
     }
 }

@@ -3,6 +3,8 @@
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
+use lagoon_types::SeqId;
+use std::collections::BTreeMap;
 
 fn pool() -> PoolSpec {
     pool_of("llama3_old")
@@ -30,19 +32,36 @@ fn offloads(world: &World) -> u64 {
     world.nodes[0].live().status().offloads
 }
 
-/// Also with windows on some layers, and with one row a token.
+/// Tokens of each sequence on the first instance whose KV is lost.
+fn lost(world: &World) -> BTreeMap<SeqId, u32> {
+    world.nodes[0].live().status().sequences.iter().map(|s| (s.seq, s.lost_tokens)).collect()
+}
+
+/// Also with windows on some layers, and with one row a token: nothing is computed again but the rest of a partly filled
+/// block, which a swap out drops.
 #[test]
 fn a_long_sequence_that_is_preempted_moves_to_host_memory_and_goes_on() {
-    for (model, split) in [("llama3_old", false), ("gpt_oss", false), ("gpt_oss", true), ("deepseek_v3", false)] {
+    let models = ["llama3_old", "gpt_oss", "deepseek_v3", "kimi_k2"].map(|model| (model, false));
+    for (model, split) in models.into_iter().chain([("gpt_oss", true), ("gemma3", true)]) {
         let mut world = world_of(PoolSpec { split, ..pool_of(model) }, 40, 24);
-        world.run_until(|w| offloads(w) > 0);
-        let status = world.nodes[0].live().status();
-        assert!(status.moves.blocks_out >= 4, "{model}: {status:?}");
+        let mut dropped = 0;
+        while world.requests.iter().any(|request| !request.is_over()) {
+            let (before, offloaded) = (lost(&world), offloads(&world));
+            world.step();
+            if offloads(&world) > offloaded {
+                let grown = lost(&world)
+                    .into_iter()
+                    .map(|(seq, now)| now.saturating_sub(before.get(&seq).copied().unwrap_or(0)));
+                dropped += u64::from(grown.sum::<u32>());
+            }
+        }
         world.run();
         let status = world.nodes[0].live().status();
+        assert!(status.offloads > 0 && status.moves.blocks_out >= 4, "{model}: {status:?}");
         assert_eq!((status.preemptions, status.swapped_out), (0, 0), "{model}: {status:?}");
-        // Only the rest of a partly filled block.
-        assert!(status.recomputed_tokens < 8 * status.offloads, "{model}: {status:?}");
+        assert_eq!(status.recomputed_tokens, dropped, "{model}: {status:?}");
+        // Blocks have four tokens. A swap out begins before the token that does not fit any more.
+        assert!(dropped < 8 * status.offloads, "{model}: {status:?}");
         assert_equals_single(model, &world, &pool_of(model));
         world.check_empty();
     }

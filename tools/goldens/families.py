@@ -310,6 +310,29 @@ DEEPSEEK_V2_GROUPS = {
     "topk_method": "group_limited_greedy",
     "rope_scaling": DEEPSEEK_YARN,
 }
+# DeepSeek-V3's architecture with Kimi-K2's settings: no groups, one dense layer, and a YaRN whose two betas are equal.
+KIMI_K2 = {
+    **DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "vocab_size": 154,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "num_hidden_layers": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 10,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "aux_loss_alpha": 0.001,
+    "pretraining_tp": 1,
+    "seq_aux": True,
+    "rope_theta": 50000.0,
+    "rope_scaling": {**DEEPSEEK_YARN, "beta_fast": 1.0},
+}
 GLM4_MOE_LITE = config(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
@@ -522,6 +545,18 @@ FAMILIES = {
             "other_groups": {"n_group": 6},
             "scale": {"routed_scaling_factor": 1.0},
             "no_queries": {"zero": "q_a_layernorm"},
+        },
+    },
+    "kimi_k2": {
+        "shows": "Kimi-K2: DeepSeek-V3 without groups, with a YaRN that does not blend",
+        "config": KIMI_K2,
+        "tokens": 62,
+        "mutants": {
+            "three_experts": {"num_experts_per_tok": 3},
+            "scale": {"routed_scaling_factor": 2.5},
+            "no_yarn": {"rope_scaling": None},
+            "beta_fast": {"rope_scaling": DEEPSEEK_YARN},
+            "no_choice_bias": {"zero": "e_score_correction_bias"},
         },
     },
     "glm4_moe_lite": {

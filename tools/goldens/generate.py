@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
 from transformers.utils import logging
 
 import text
@@ -47,6 +47,14 @@ NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def read_config(directory):
+    """The configuration of a directory.  transformers has no Kimi-K2, whose authors' code is DeepSeek-V3's."""
+    fields = json.loads((directory / "config.json").read_text())
+    if fields["model_type"] == "kimi_k2":
+        return DeepseekV3Config.from_dict({**fields, "model_type": "deepseek_v3"})
+    return AutoConfig.from_pretrained(directory)
+
+
 def config_dtype(config):
     """The dtype that a configuration names, in either spelling."""
     return DTYPES[config.get("dtype", config.get("torch_dtype"))]
@@ -54,7 +62,9 @@ def config_dtype(config):
 
 def load(directory, dtype):
     """The model of a directory, in `dtype`, with plain (eager) attention."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, config=read_config(directory), dtype=dtype, attn_implementation="eager"
+    )
     return honour_bias_max(model.eval())
 
 
@@ -206,9 +216,7 @@ def make(name, spec, out_root, seed):
     generator = torch.Generator().manual_seed(seed)
     tokens = [1] + torch.randint(3, config["vocab_size"], (spec["tokens"] - 1,), generator=generator).tolist()
 
-    model = AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.from_pretrained(directory), attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_config(read_config(directory), attn_implementation="eager")
     model = honour_bias_max(model.float().eval())
     randomise(model, seed)
     scale_logits(model, tokens)

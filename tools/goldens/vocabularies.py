@@ -264,14 +264,13 @@ def learn_ranks(count):
     return {token: rank for rank, token in enumerate(tokens + strange)}
 
 
-def tiktoken_golden(name, file, ranks, pattern, special, config, files=None, bos=None, nfc=False):
-    """Write a file of ranks, the JSON files beside it, and the cases."""
+def tiktoken_golden(name, file, ranks, pattern, special, config, bos=None, nfc=False):
+    """Write a file of ranks, the tokenizer_config.json beside it, and the cases."""
     directory = ROOT / name
     directory.mkdir(parents=True, exist_ok=True)
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()]
     (directory / file).write_text("".join(lines))
-    for other, value in {"tokenizer_config.json": config, **(files or {})}.items():
-        (directory / other).write_text(json.dumps(value, indent=1) + "\n")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
     encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     texts = []
     for text in [*ODD, "unreachable  unreachable", *special]:
@@ -290,9 +289,8 @@ def tiktokens():
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
     decoder = {str(i): {"content": text, **flags} for text, i in special.items()}
     config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    model = {"config.json": {"model_type": "llama"}}
     config["added_tokens_decoder"] = decoder
-    tiktoken_golden("llama3", "tokenizer.model", ranks, CL100K, special, config, model, bos=first)
+    tiktoken_golden("llama3", "tokenizer.model", ranks, CL100K, special, config, bos=first)
     special = {text: first + i for i, text in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])}
     special |= {f"<|extra_{i}|>": first + 3 + i for i in range(205)}
     shown = {text: i for text, i in special.items() if i < first + 6}
@@ -302,7 +300,7 @@ def tiktokens():
     config = {"tokenizer_class": "TikTokenTokenizer", "bos_token": "[BOS]", "eos_token": "[EOS]"}
     config["added_tokens_decoder"] = decoder
     special |= {f"<|reserved_token_{i}|>": i for i in (first + 3, first + 255)}
-    tiktoken_golden("kimi", "tiktoken.model", ranks, KIMI, special, config, {"config.json": {"model_type": "kimi_k2"}})
+    tiktoken_golden("kimi", "tiktoken.model", ranks, KIMI, special, config)
 
 
 def main():

@@ -5,7 +5,7 @@ use crate::model::resolve;
 use anyhow::Context as _;
 use lagoon_model::{Checkpoint, ModelSpec};
 use lagoon_types::DType;
-use lagoon_types::limits::STEP_ROWS_DEFAULT;
+use lagoon_types::limits::{RUNNING_DEFAULT, STEP_ROWS_DEFAULT};
 use serde::Serialize;
 
 /// Pools whose context is printed, in instances.
@@ -46,8 +46,19 @@ struct SplitSize {
 #[derive(Debug, Serialize)]
 struct Context {
     instances: u64,
-    /// Tokens of KV in the pool, at most [`Size::max_positions`] for one sequence.
+    #[serde(flatten)]
+    room: Room,
+    /// With --kv-groups=on, if layers differ in that.
+    split: Option<Room>,
+}
+
+/// Tokens that fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+struct Room {
+    /// Tokens of KV in the pool.
     kv_tokens: u64,
+    /// Tokens of the longest sequence: at most [`Size::max_positions`].
+    context_tokens: u64,
 }
 
 pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::Result<()> {
@@ -75,12 +86,15 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
             split.kv_bytes_per_token
         );
     }
-    outln!("context       at most {} tokens by config.json", size.max_positions);
-    for Context { instances, kv_tokens } in &size.contexts {
+    outln!("context       at most {} tokens by config.json; {:.1} GiB an instance:", size.max_positions, gib(memory));
+    for Context { instances, room, split } in &size.contexts {
         let what = if *instances == 1 { "instance " } else { "instances" };
-        outln!("{instances:>4} {what} {kv_tokens} tokens of KV, each with {:.1} GiB", gib(size.memory_bytes));
+        outln!("{instances:>4} {what} {} tokens of KV, a context of {}", room.kv_tokens, room.context_tokens);
+        if let Some(room) = split {
+            outln!("               {} and {} with --kv-groups=on", room.kv_tokens, room.context_tokens);
+        }
     }
-    if size.contexts[0].kv_tokens == 0 {
+    if size.contexts[0].room.kv_tokens == 0 {
         outln!("hint: the weights do not fit; --memory-gib gives another size");
     }
     Ok(())
@@ -89,7 +103,14 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
 fn size(spec: &ModelSpec, dtype: DType, memory_bytes: u64) -> Size {
     let weight_bytes = spec.parameters() * dtype.size() as u64;
     let kv_bytes_per_token = spec.kv_shape(dtype).token_bytes() as u64;
-    let each = (memory_bytes / 100 * MEMORY_PERCENT).saturating_sub(weight_bytes) / kv_bytes_per_token;
+    let left = (memory_bytes / 100 * MEMORY_PERCENT).saturating_sub(weight_bytes);
+    let split = split_size(spec, dtype);
+    let room = |tokens: u64| Room { kv_tokens: tokens, context_tokens: tokens.min(u64::from(spec.max_positions)) };
+    let context = |instances: u64| Context {
+        instances,
+        room: room(instances * (left / kv_bytes_per_token)),
+        split: split.as_ref().map(|split| room(instances * split.tokens(left))),
+    };
     Size {
         family: spec.family,
         layers: spec.layers.len(),
@@ -99,10 +120,17 @@ fn size(spec: &ModelSpec, dtype: DType, memory_bytes: u64) -> Size {
         dtype: dtype.to_string(),
         weight_bytes,
         kv_bytes_per_token,
-        split: split_size(spec, dtype),
         max_positions: spec.max_positions,
         memory_bytes,
-        contexts: INSTANCES.map(|instances| Context { instances, kv_tokens: instances * each }).into(),
+        contexts: INSTANCES.map(context).into(),
+        split,
+    }
+}
+
+impl SplitSize {
+    /// Tokens of KV in `bytes`, after the rings of the default --max-running.
+    fn tokens(&self, bytes: u64) -> u64 {
+        bytes.saturating_sub(self.ring_bytes.saturating_mul(RUNNING_DEFAULT as u64)) / self.kv_bytes_per_token
     }
 }
 
@@ -141,16 +169,22 @@ mod tests {
         assert_eq!(size.kv_bytes_per_token, 3 * 2 * 2 * 24 * 4);
         assert!(size.split.is_none(), "no layer has a window");
         let left = (1 << 20) / 100 * 90 - size.parameters * 4;
-        assert_eq!(size.contexts[1].kv_tokens, 2 * (left / size.kv_bytes_per_token));
+        let tokens = 2 * (left / size.kv_bytes_per_token);
+        assert_eq!(size.contexts[1].room, Room { kv_tokens: tokens, context_tokens: 256 });
+        assert!(tokens > 256 && size.contexts[1].split.is_none(), "{size:?}");
     }
 
     #[test]
     fn windowed_layers_are_counted_apart() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/gemma3");
-        let size = size(&ModelSpec::open(&golden).unwrap(), DType::F16, 1 << 20);
+        let size = size(&ModelSpec::open(&golden).unwrap(), DType::F16, 64 << 20);
         let split = size.split.unwrap();
         // One layer of three sees everything; two have windows of 12.
         assert_eq!(split.kv_bytes_per_token * 3, size.kv_bytes_per_token);
         assert_eq!(split.ring_bytes, (11 + STEP_ROWS_DEFAULT as u64) * 2 * split.kv_bytes_per_token);
+        let left = (64 << 20) / 100 * 90 - size.parameters * 2;
+        let tokens = (left - RUNNING_DEFAULT as u64 * split.ring_bytes) / split.kv_bytes_per_token;
+        assert_eq!(size.contexts[0].split, Some(Room { kv_tokens: tokens, context_tokens: 256 }));
+        assert_eq!(size.contexts[0].room.kv_tokens, left / size.kv_bytes_per_token);
     }
 }

@@ -1,9 +1,10 @@
 //! Configurations: both spellings, defaults, and refusals with their messages.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use lagoon_model::{Checkpoint, GenerationConfig, ModelError, ModelSpec, Rope, RopeScaling};
+use lagoon_model::{Checkpoint, FAMILIES, GenerationConfig, ModelError, ModelSpec, Rope, RopeScaling};
 use lagoon_types::{Alibi, DType};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 fn base() -> Value {
@@ -393,18 +394,40 @@ fn what_would_change_an_mpt_is_refused_by_name() {
 
 #[test]
 fn every_golden_model_opens() {
-    let goldens = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens");
-    let mut opened = 0;
-    for entry in std::fs::read_dir(goldens).unwrap() {
-        let dir = entry.unwrap().path();
-        if dir.join("config.json").exists() {
-            let config = ModelSpec::open(&dir).unwrap();
-            let checkpoint = Checkpoint::open(&dir).unwrap();
-            let stored: u64 = checkpoint.tensors().map(|(_, info)| info.len() as u64).sum();
-            let size = checkpoint.dtype().unwrap().size() as u64;
-            assert_eq!(stored, config.parameters() * size, "{}", dir.display());
-            opened += 1;
+    for (name, dir) in goldens() {
+        let config = ModelSpec::open(&dir).unwrap();
+        let checkpoint = Checkpoint::open(&dir).unwrap();
+        let stored: u64 = checkpoint.tensors().map(|(_, info)| info.len() as u64).sum();
+        let size = checkpoint.dtype().unwrap().size() as u64;
+        assert_eq!(stored, config.parameters() * size, "{name}");
+    }
+}
+
+/// Goldens with a model, by name.
+fn goldens() -> BTreeMap<String, PathBuf> {
+    let all = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens");
+    let dirs = std::fs::read_dir(all).unwrap().map(|entry| entry.unwrap().path());
+    let models = dirs.filter(|dir| dir.join("config.json").exists());
+    models.map(|dir| (dir.file_name().unwrap().to_str().unwrap().to_owned(), dir)).collect()
+}
+
+/// Each family has a golden of its own `model_type`, and each golden a family that names it.
+#[test]
+fn every_family_names_its_goldens() {
+    let mut named = BTreeMap::new();
+    for family in FAMILIES {
+        assert!(!family.goldens.is_empty(), "{} has no golden", family.model_type);
+        for name in family.goldens {
+            let other = named.insert((*name).to_owned(), family.model_type);
+            assert_eq!(other, None, "{name} is named twice");
         }
     }
-    assert!(opened >= 8, "{opened} goldens");
+    let found: BTreeMap<String, String> = goldens().into_iter().map(|(name, dir)| (name, model_type(&dir))).collect();
+    let named: BTreeMap<String, String> = named.into_iter().map(|(name, of)| (name, of.to_owned())).collect();
+    assert_eq!(named, found);
+}
+
+fn model_type(dir: &Path) -> String {
+    let config: Value = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
+    config["model_type"].as_str().unwrap().to_owned()
 }

@@ -138,7 +138,10 @@ fn contents_are_strings_or_text_parts() {
     let parts = r#"{"role":"user","content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}"#;
     assert_eq!(parse(parts).unwrap().content.0, "a\nb");
     let error = |json: &str| parse(json).unwrap_err().to_string();
-    assert!(error(r#"{"role":"user","content":[{"type":"image_url","image_url":{}}]}"#).contains("\"image_url\""));
+    for kind in ["image_url", "input_audio", "video_url", "file"] {
+        let refused = error(&format!(r#"{{"role":"user","content":[{{"type":"{kind}","{kind}":{{}}}}]}}"#));
+        assert!(refused.contains(&format!("the type {kind:?}, which is not supported")), "{refused}");
+    }
     assert!(error(r#"{"role":"user","content":[{"type":"text"}]}"#).contains("no string in `text`"));
     assert!(error(r#"{"role":"user","content":3}"#).contains("must be a string or a list"));
     assert!(error(r#"{"role":"user","content":"a","tool_calls":[]}"#).contains("`tool_calls`"));

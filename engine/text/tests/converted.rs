@@ -148,7 +148,7 @@ fn missing_and_foreign_files_are_named() {
     refused("tokenizer.model", b"version https://git-lfs.github.com/spec/v1\noid", &["Git LFS", "git lfs pull"]);
     refused("tokenizer.model", b"", &["has no `pieces`"]);
     refused("tokenizer.model", b"hello world", &["neither a SentencePiece model nor tiktoken ranks"]);
-    refused("tokenizer.model", b"IQ== 0\n", &["no `tokenizer_class`, no `model_type`", "known are Qwen 1"]);
+    refused("tokenizer.model", b"IQ== 0\n", &["there is no `tokenizer_class`", "known are Qwen 1"]);
     refused("qwen.tiktoken", b"IQ== 0\n", &["the byte 0x00 is no token"]);
     refused("qwen.tiktoken", b"IQ== 0\nIQ= 1\n", &["the line 2 is not a token in base64"]);
     refused("qwen.tiktoken", b"IQ== 0\nIQ== 1\n", &["the line 2 has a token for the second time"]);
@@ -159,11 +159,16 @@ fn missing_and_foreign_files_are_named() {
     assert!(two.contains("a.tiktoken") && two.contains("b.tiktoken"), "{two}");
     let class = json!({"tokenizer_class": "ChatGLM4Tokenizer"}).to_string();
     let class = error(&[("tokenizer.model", b"IQ== 0\n"), ("tokenizer_config.json", class.as_bytes())]).to_string();
-    assert!(class.contains("`tokenizer_class` \"ChatGLM4Tokenizer\""), "{class}");
+    assert!(class.contains("`tokenizer_class` is \"ChatGLM4Tokenizer\""), "{class}");
     let llama = copy("llama3");
     std::fs::remove_file(llama.path().join("tokenizer_config.json")).unwrap();
     let llama = Tokenizer::open(llama.path()).unwrap_err().to_string();
-    assert!(llama.contains("special tokens of Llama 3") && llama.contains("added_tokens_decoder"), "{llama}");
+    assert!(llama.contains("not Llama 3's") && llama.contains("added_tokens_decoder"), "{llama}");
+    // Llama 4 splits in another way.
+    let ranks = std::fs::read(goldens().join("llama3/tokenizer.model")).unwrap();
+    let tokens = json!({"added_tokens_decoder": {"585": "<|begin_of_text|>", "590": "<|header_start|>"}}).to_string();
+    let llama4 = error(&[("tokenizer.model", &ranks), ("tokenizer_config.json", tokens.as_bytes())]).to_string();
+    assert!(llama4.contains("not Llama 3's"), "{llama4}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Tokenizers and templates against what transformers wrote (tests/goldens/*/text.json), and streaming against both.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use lagoon_text::{ChatMessage, ChatTemplate, IncrementalDetokenizer, Tokenizer};
+use lagoon_text::{ChatError, ChatMessage, ChatTemplate, IncrementalDetokenizer, Tokenizer};
 use proptest::prelude::*;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -68,6 +68,30 @@ fn chats_are_rendered_as_by_transformers() {
             assert_eq!(rendered, chat["rendered"].as_str().unwrap());
         }
     }
+}
+
+/// A template in gpt-oss's harmony format: macros, a namespace, the date, fields that are not there, refusals.
+#[test]
+fn a_harmony_template_is_rendered_as_by_transformers() {
+    let dir = root().join("tests/goldens/harmony");
+    let template = ChatTemplate::open(&dir).unwrap().unwrap();
+    let golden = golden(&dir);
+    let (mut rendered, mut refused) = (0, 0);
+    for chat in golden["chats"].as_array().unwrap() {
+        let messages: Vec<ChatMessage> = serde_json::from_value(chat["messages"].clone()).unwrap();
+        match template.render(&messages, chat["add_generation_prompt"].as_bool().unwrap(), UNIX_EPOCH) {
+            Ok(text) => {
+                assert_eq!(text, chat["rendered"]);
+                rendered += 1;
+            }
+            Err(ChatError::Refused(reason)) => {
+                assert_eq!(reason, chat["refused"]);
+                refused += 1;
+            }
+            Err(error) => panic!("{error}: {chat}"),
+        }
+    }
+    assert_eq!((rendered, refused), (6, 4));
 }
 
 static LOADED: LazyLock<[(Arc<Tokenizer>, tokenizers::Tokenizer); 2]> = LazyLock::new(|| {

@@ -12,6 +12,7 @@ use crate::{deny, skips, workspace};
 
 mod docs;
 mod exceptions;
+mod families;
 mod files;
 mod layers;
 mod limits;
@@ -26,6 +27,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     findings.extend(files::check(root)?);
     findings.extend(files::op_parity(root)?);
     findings.extend(predicates::check(root)?);
+    findings.extend(families::check(root)?);
     findings.extend(words::check(root)?);
     findings.extend(wire::check(root)?);
     findings.extend(docs::check(root)?);

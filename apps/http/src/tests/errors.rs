@@ -47,6 +47,7 @@ async fn requests_that_are_wrong() {
         ("/v1/chat/completions", json!({"messages": [{"role": "tool", "content": "a"}]})),
         ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "refuse me"}]})),
         ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]})),
         ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2})),
     ] {
         writeln!(out, "{path} {body}\n{}", client.post(path, body.clone()).await.stable()).unwrap();

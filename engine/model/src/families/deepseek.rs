@@ -14,6 +14,7 @@ pub(super) const V2: Family = Family {
     model_type: "deepseek_v2",
     architectures: &["DeepseekV2ForCausalLM"],
     models: "DeepSeek-V2 and V2.5, V2-Lite, DeepSeek-Coder-V2",
+    goldens: &["deepseek_v2", "deepseek_v2_groups"],
     read: read_v2,
 };
 
@@ -21,6 +22,7 @@ pub(super) const V3: Family = Family {
     model_type: "deepseek_v3",
     architectures: &["DeepseekV3ForCausalLM"],
     models: "DeepSeek-V3 and R1 in bf16, Moonlight",
+    goldens: &["deepseek_v3"],
     read: |fields| read(fields, "deepseek_v3"),
 };
 
@@ -28,6 +30,7 @@ pub(super) const KIMI_K2: Family = Family {
     model_type: "kimi_k2",
     architectures: &["DeepseekV3ForCausalLM"],
     models: "Kimi-K2 in bf16",
+    goldens: &["kimi_k2"],
     read: |fields| read(fields, "kimi_k2"),
 };
 

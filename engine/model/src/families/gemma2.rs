@@ -6,8 +6,13 @@ use super::{Family, gemma3};
 use crate::fields::{Fields, narrow};
 use crate::{ModelError, ModelSpec};
 
-pub(super) const FAMILY: Family =
-    Family { model_type: "gemma2", architectures: &["Gemma2ForCausalLM"], models: "Gemma 2 2B, 9B and 27B", read };
+pub(super) const FAMILY: Family = Family {
+    model_type: "gemma2",
+    architectures: &["Gemma2ForCausalLM"],
+    models: "Gemma 2 2B, 9B and 27B",
+    goldens: &["gemma2"],
+    read,
+};
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     let base = gemma3::base(fields, FAMILY.model_type)?;

@@ -14,6 +14,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "gemma3_text",
     architectures: &["Gemma3ForCausalLM"],
     models: "Gemma 3 1B and 270M, and other text-only Gemma 3",
+    goldens: &["gemma3"],
     read,
 };
 

@@ -14,6 +14,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "gpt2",
     architectures: &["GPT2LMHeadModel"],
     models: "GPT-2, DistilGPT-2, Cerebras-GPT",
+    goldens: &["gpt2"],
     read,
 };
 

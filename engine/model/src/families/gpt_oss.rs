@@ -11,6 +11,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "gpt_oss",
     architectures: &["GptOssForCausalLM"],
     models: "gpt-oss in bf16 (the published files have MXFP4 weights, which are not read yet)",
+    goldens: &["gpt_oss"],
     read,
 };
 

@@ -9,6 +9,17 @@ pub(super) const FAMILY: Family = Family {
     model_type: "llama",
     architectures: &["LlamaForCausalLM"],
     models: "Llama 2 and 3, Yi, SmolLM2, DeepSeek-R1-Distill-Llama",
+    goldens: &[
+        "bf16",
+        "f16",
+        "head_dim_64",
+        "llama2_mha",
+        "llama3_new",
+        "llama3_old",
+        "sharded",
+        "tied_sentencepiece",
+        "yi",
+    ],
     read,
 };
 

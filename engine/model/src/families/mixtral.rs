@@ -6,8 +6,13 @@ use crate::fields::Fields;
 use crate::spec::Mlp;
 use crate::{ModelError, ModelSpec};
 
-pub(super) const FAMILY: Family =
-    Family { model_type: "mixtral", architectures: &["MixtralForCausalLM"], models: "Mixtral 8x7B and 8x22B", read };
+pub(super) const FAMILY: Family = Family {
+    model_type: "mixtral",
+    architectures: &["MixtralForCausalLM"],
+    models: "Mixtral 8x7B and 8x22B",
+    goldens: &["mixtral"],
+    read,
+};
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_biases(fields, &["attention_bias", "mlp_bias"])?;

@@ -42,6 +42,8 @@ pub struct Family {
     pub architectures: &'static [&'static str],
     /// Published models of the family.
     pub models: &'static str,
+    /// Its goldens: small models with transformers' logits, each a folder of tests/goldens.
+    pub goldens: &'static [&'static str],
     read: fn(&Fields) -> Result<ModelSpec, ModelError>,
 }
 

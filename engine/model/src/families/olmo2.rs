@@ -6,8 +6,13 @@ use super::common::{Base, refuse_biases, refuse_other_activations};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec};
 
-pub(super) const FAMILY: Family =
-    Family { model_type: "olmo2", architectures: &["Olmo2ForCausalLM"], models: "OLMo 2 (1B, 7B, 13B, 32B)", read };
+pub(super) const FAMILY: Family = Family {
+    model_type: "olmo2",
+    architectures: &["Olmo2ForCausalLM"],
+    models: "OLMo 2 (1B, 7B, 13B, 32B)",
+    goldens: &["olmo2"],
+    read,
+};
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_biases(fields, &["attention_bias"])?;

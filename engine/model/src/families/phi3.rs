@@ -10,6 +10,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "phi3",
     architectures: &["Phi3ForCausalLM"],
     models: "Phi-3 and Phi-3.5 mini and medium, Phi-4, Phi-4-mini (LongRoPE always with the factors for the longest context)",
+    goldens: &["phi3", "phi3_longrope"],
     read,
 };
 

@@ -9,6 +9,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen2",
     architectures: &["Qwen2ForCausalLM"],
     models: "Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen",
+    goldens: &["qwen2", "qwen2_f16", "qwen2_window"],
     read,
 };
 

@@ -10,6 +10,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen3",
     architectures: &["Qwen3ForCausalLM"],
     models: "Qwen3 (dense), DeepSeek-R1-0528-Qwen3",
+    goldens: &["qwen3"],
     read,
 };
 

@@ -12,6 +12,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen3_moe",
     architectures: &["Qwen3MoeForCausalLM"],
     models: "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+    goldens: &["qwen3_moe"],
     read,
 };
 

@@ -7,8 +7,13 @@ use crate::{ModelError, ModelSpec, RopeSpec};
 use lagoon_types::limits::LAYERS_MAX;
 use serde_json::Value;
 
-pub(super) const FAMILY: Family =
-    Family { model_type: "smollm3", architectures: &["SmolLM3ForCausalLM"], models: "SmolLM3", read };
+pub(super) const FAMILY: Family = Family {
+    model_type: "smollm3",
+    architectures: &["SmolLM3ForCausalLM"],
+    models: "SmolLM3",
+    goldens: &["smollm3"],
+    read,
+};
 
 /// Rotary tables by index.
 const ROTATED: usize = 0;

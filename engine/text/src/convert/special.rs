@@ -1,7 +1,6 @@
 //! What lies beside a vocabulary: added and special tokens, and flags of the tokenizer.
 //!
-//! Read are `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json` and the `model_type` of `config.json`; each may
-//! be absent. Of two files that name a token, the first in this order decides.
+//! Read are `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`; each may be absent. Of two files that name a token, the first in this order decides.
 
 use crate::TextError;
 use crate::tokenizer::{SPECIAL, read};
@@ -25,7 +24,6 @@ pub(super) struct Beside {
     /// Texts of the tokens that templates name.
     names: BTreeMap<&'static str, String>,
     pub(super) class: Option<String>,
-    pub(super) model_type: Option<String>,
     /// Whether a space is put before each part of a text, not only the first (`legacy`).
     pub(super) legacy: Option<bool>,
     pub(super) add_prefix_space: Option<bool>,
@@ -55,15 +53,17 @@ impl Beside {
         if let Some(file) = File::open(dir, "added_tokens.json")? {
             beside.listed(&file)?;
         }
-        if let Some(file) = File::open(dir, "config.json")? {
-            beside.model_type = file.value["model_type"].as_str().map(str::to_owned);
-        }
         Ok(beside)
     }
 
     /// The token of a name such as `bos_token`.
     pub(super) fn name(&self, name: &str) -> Option<&str> {
         self.names.get(name).map(String::as_str)
+    }
+
+    /// Whether a token with this text is added after the vocabulary.
+    pub(super) fn adds(&self, text: &str) -> bool {
+        self.added.values().any(|token| token.content == text)
     }
 
     /// Reads `added_tokens_decoder`: tokens by id.

@@ -1,8 +1,10 @@
 //! tiktoken's ranks: a line for each token, its bytes in base64 and its rank, which is its id.
 //!
-//! How a text is split before merging, and the special tokens, are not in the file: the model's family decides. The library's BPE
-//! takes merges of two tokens, tiktoken the ranks of the merged bytes. All splits of a token into two tokens become merges of its
-//! rank's order; a run of merges reaches at most one of them, so that both give the same tokens.
+//! How a text is split before merging, and the special tokens, are not in the file. Which tokenizer it is, and so which split, is
+//! known from its class, from the file's name, or from special tokens that only one tokenizer has.
+//!
+//! The library's BPE takes merges of two tokens, tiktoken the ranks of the merged bytes. All splits of a token into two tokens
+//! become merges of its rank's order; a run of merges reaches at most one of them, so that both give the same tokens.
 
 use super::special::Beside;
 use super::{Converted, Inner, add, around, part};
@@ -24,8 +26,12 @@ const RANK_MAX: u32 = 1 << 24;
 const KIMI_RESERVED: u32 = 256;
 /// Qwen's `<|extra_0|>` and on.
 const QWEN_EXTRAS: u32 = 205;
+/// Token with which Llama 3's texts begin; Llama 4's, too, which are split in another way.
+const LLAMA3_BEGIN: &str = "<|begin_of_text|>";
+/// A token of Llama 4 that Llama 3 does not have.
+const LLAMA4_HEADER: &str = "<|header_start|>";
 
-/// Classes that say nothing about the family.
+/// Classes that say nothing about how texts are split.
 const PLAIN_CLASSES: [&str; 7] = [
     "PreTrainedTokenizer",
     "PreTrainedTokenizerFast",
@@ -53,17 +59,17 @@ const KIMI_SPLIT: &str = concat!(
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
 
-/// What a family of models adds to the ranks.
+/// What a tokenizer adds to the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Family {
+enum Kind {
     Qwen,
     Llama3,
     Kimi,
     Cl100k,
 }
 
-impl Family {
-    /// The family by `tokenizer_class`, else by `model_type`, else by the file's name.
+impl Kind {
+    /// The tokenizer by `tokenizer_class`, else by the file's name, else by Llama 3's special tokens.
     fn find(file: &str, beside: &Beside) -> Option<Self> {
         match beside.class.as_deref() {
             Some("QWenTokenizer") => return Some(Self::Qwen),
@@ -71,16 +77,14 @@ impl Family {
             Some(class) if !PLAIN_CLASSES.contains(&class) => return None,
             _ => {}
         }
-        match (beside.model_type.as_deref(), file) {
-            (Some("qwen"), _) | (_, "qwen.tiktoken") => Some(Self::Qwen),
-            (Some("llama" | "mllama"), _) => Some(Self::Llama3),
-            (Some("kimi" | "kimi_k2" | "kimi_k25" | "kimi_linear" | "kimi_vl"), _) => Some(Self::Kimi),
-            (_, "cl100k_base.tiktoken") => Some(Self::Cl100k),
-            _ => None,
+        match file {
+            "qwen.tiktoken" => Some(Self::Qwen),
+            "cl100k_base.tiktoken" => Some(Self::Cl100k),
+            _ => (beside.adds(LLAMA3_BEGIN) && !beside.adds(LLAMA4_HEADER)).then_some(Self::Llama3),
         }
     }
 
-    /// The regular expression that splits a text into words, as the family's own tokenizer has it.
+    /// The regular expression that splits a text into words, as the tokenizer's own code has it.
     fn split(self) -> &'static str {
         match self {
             Self::Qwen => QWEN_SPLIT,
@@ -90,7 +94,7 @@ impl Family {
         }
     }
 
-    /// Special tokens from the id `first` on that the family's own code has; those of Llama 3 are in `tokenizer_config.json`.
+    /// Special tokens from the id `first` on that the tokenizer's own code has; those of Llama 3 are in `tokenizer_config.json`.
     fn special(self, first: u32) -> Vec<(u32, String)> {
         let numbered = |from: u32, texts: &[&str]| (from..).zip(texts.iter().map(|text| (*text).to_owned())).collect();
         match self {
@@ -121,29 +125,22 @@ pub(super) fn is_ranks(bytes: &[u8]) -> bool {
 pub(super) fn convert(path: &Path, bytes: &[u8], beside: &Beside) -> Result<Converted, TextError> {
     let malformed = |problem| TextError::Malformed { path: path.to_owned(), problem };
     let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let family = Family::find(file, beside).ok_or_else(|| unknown_family(path, beside))?;
+    let kind = Kind::find(file, beside).ok_or_else(|| unknown(path, beside))?;
     let ranks = Ranks::parse(bytes).map_err(malformed)?;
-    let special = special_tokens(family, &ranks, beside).map_err(malformed)?;
-    if family == Family::Llama3 && special.is_empty() {
-        return Err(TextError::Unsupported {
-            path: path.to_owned(),
-            problem: "the special tokens of Llama 3 are not in it".to_owned(),
-            hint: "add a tokenizer_config.json with `added_tokens_decoder`".to_owned(),
-        });
-    }
+    let special = special_tokens(kind, &ranks, beside).map_err(malformed)?;
     let mut inner = Inner::new(ranks.bpe(&special).map_err(malformed)?);
     let tokens: Vec<(u32, AddedToken)> = special.into_iter().collect();
     add(path, &mut inner, &tokens)?;
-    if family == Family::Qwen {
+    if kind == Kind::Qwen {
         let normalizer: NormalizerWrapper = part(path, json!({"type": "NFC"}))?;
         inner.with_normalizer(Some(super::TextNormalizer::Library(normalizer)));
     }
-    let split = json!({"type": "Split", "pattern": {"Regex": family.split()}, "behavior": "Isolated", "invert": false});
+    let split = json!({"type": "Split", "pattern": {"Regex": kind.split()}, "behavior": "Isolated", "invert": false});
     let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
     let both = json!({"type": "Sequence", "pretokenizers": [split, &bytes]});
     inner.with_pre_tokenizer(Some(part::<tokenizers::PreTokenizerWrapper>(path, both)?));
     inner.with_decoder(Some(part::<tokenizers::DecoderWrapper>(path, bytes)?));
-    let bos = (beside.add_bos.unwrap_or(family == Family::Llama3), "bos_token", "<|begin_of_text|>");
+    let bos = (beside.add_bos.unwrap_or(kind == Kind::Llama3), "bos_token", LLAMA3_BEGIN);
     let eos = (beside.add_eos == Some(true), "eos_token", "");
     let [bos, eos] = [bos, eos].map(|(wanted, name, text)| {
         let text = beside.name(name).unwrap_or(text);
@@ -152,33 +149,33 @@ pub(super) fn convert(path: &Path, bytes: &[u8], beside: &Beside) -> Result<Conv
     inner.with_post_processor(around(path, bos, eos)?);
     let names = ["bos_token", "eos_token"].map(|name| Some((name, beside.name(name)?.to_owned())));
     let mut names: Vec<_> = names.into_iter().flatten().collect();
-    if family == Family::Llama3 && beside.name("bos_token").is_none() {
-        names.push(("bos_token", "<|begin_of_text|>".to_owned()));
+    if kind == Kind::Llama3 && beside.name("bos_token").is_none() {
+        names.push(("bos_token", LLAMA3_BEGIN.to_owned()));
     }
     Ok(Converted { path: path.to_owned(), inner, special: names })
 }
 
-fn unknown_family(path: &Path, beside: &Beside) -> TextError {
-    let named = |name: &str, value: &Option<String>| match value {
-        Some(value) => format!("{name} {value:?}"),
-        None => format!("no {name}"),
+fn unknown(path: &Path, beside: &Beside) -> TextError {
+    let class = match &beside.class {
+        Some(class) => format!("`tokenizer_class` is {class:?}"),
+        None => "there is no `tokenizer_class`".to_owned(),
     };
-    let class = named("`tokenizer_class`", &beside.class);
-    let kind = named("`model_type`", &beside.model_type);
     TextError::Unsupported {
         path: path.to_owned(),
-        problem: format!("how its tiktoken tokenizer splits a text is unknown: {class}, {kind}"),
+        problem: format!(
+            "how its tiktoken tokenizer splits a text is unknown: {class}, and its tokens are not Llama 3's"
+        ),
         hint:
-            "known are Qwen 1, Llama 3, Kimi-K2 and Moonlight, and cl100k_base; for others, make a tokenizer.json with \
-               transformers (`save_pretrained`)"
+            "known are Qwen 1, Kimi-K2 and Moonlight, cl100k_base, and Llama 3 with the `added_tokens_decoder` of its \
+               tokenizer_config.json; for others, make a tokenizer.json with transformers (`save_pretrained`)"
                 .to_owned(),
     }
 }
 
-/// Special tokens by id: the family's, under the names that the files beside the ranks give them, and those that they add.
-fn special_tokens(family: Family, ranks: &Ranks, beside: &Beside) -> Result<BTreeMap<u32, AddedToken>, String> {
+/// Special tokens by id: the tokenizer's, under the names that the files beside the ranks give them, and those that they add.
+fn special_tokens(kind: Kind, ranks: &Ranks, beside: &Beside) -> Result<BTreeMap<u32, AddedToken>, String> {
     let first = ranks.next;
-    let known = family.special(first).into_iter();
+    let known = kind.special(first).into_iter();
     let mut tokens: BTreeMap<u32, AddedToken> =
         known.map(|(id, text)| (id, AddedToken::from(text, true).normalized(false))).collect();
     for (id, token) in &beside.added {
