@@ -15,6 +15,7 @@ use axum::{
 };
 use futures::StreamExt as _;
 use lagoon_text::{ChatMessage, ChatTemplate, Tokenizer};
+use lagoon_types::CONTEXT;
 use metrics_exporter_prometheus::PrometheusHandle;
 use std::{
     fmt,
@@ -99,7 +100,7 @@ impl ServerState {
         let (tokens, limit) = (self.tokenizer.tokens_min(text.len()), self.engine.info().max_model_tokens);
         if tokens > limit as usize {
             let message = format!(
-                "the prompt has {} bytes, which are {tokens} tokens or more, but the model's context is {limit} tokens\n\
+                "the prompt has {} bytes, which are {tokens} tokens or more, but {CONTEXT} is {limit} tokens\n\
                  hint: shorten the prompt",
                 text.len()
             );
