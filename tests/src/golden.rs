@@ -15,6 +15,8 @@ pub struct Description {
     pub model: Option<PathBuf>,
     pub tokens: Vec<u32>,
     pub greedy_continuation: Vec<u32>,
+    /// Limit of the model's context, in tokens.
+    pub max_model_len: Option<u32>,
     pub logit_std: f32,
     /// Largest allowed difference with weights and KV in the model's own type.
     pub tolerance: f32,

@@ -26,12 +26,20 @@ impl<D: Device> Session<D> {
     /// # Panics
     /// If that fails.
     #[must_use]
-    pub fn open(mut device: D, dir: &Path, slots: usize, kv_dtype: Option<DType>) -> Self {
-        let config = ModelSpec::open(dir).unwrap();
+    pub fn open(device: D, dir: &Path, slots: usize, kv_dtype: Option<DType>) -> Self {
+        Self::of(device, dir, &ModelSpec::open(dir).unwrap(), slots, kv_dtype)
+    }
+
+    /// As [`Session::open`], with another specification of the model.
+    ///
+    /// # Panics
+    /// If that fails.
+    #[must_use]
+    pub fn of(mut device: D, dir: &Path, config: &ModelSpec, slots: usize, kv_dtype: Option<DType>) -> Self {
         let checkpoint = Checkpoint::open(dir).unwrap();
         let kv_dtype = kv_dtype.or(checkpoint.dtype()).unwrap();
-        let weights = Weights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
-        let model = Model::new(&config, weights);
+        let weights = Weights::load(&mut device, &checkpoint, config, None, &mut |_, _| {}).unwrap();
+        let model = Model::new(config, weights);
         let executor_config = ExecutorConfig {
             kv: KvSpace::flat(slots as u32, 1),
             kv_dtype,
@@ -44,7 +52,7 @@ impl<D: Device> Session<D> {
             stage_on_device: false,
             lend: false,
         };
-        let executor = Executor::new(device, &config, Some(model), executor_config).unwrap();
+        let executor = Executor::new(device, config, Some(model), executor_config).unwrap();
         Self { executor, steps: 0, fed: 0 }
     }
 

@@ -3,6 +3,7 @@
 
 use lagoon_backend::{Device, cpu::CpuDevice};
 use lagoon_tests::golden::{Golden, max_diff, models};
+use lagoon_model::ModelSpec;
 use lagoon_tests::single::{STEP_ROWS, Session};
 use lagoon_types::DType;
 
@@ -25,7 +26,9 @@ fn check<D: Device>(name: &str, device: impl Fn() -> D) {
     for (kv_dtype, tolerance) in
         [(Some(DType::F32), golden.description.tolerance_f32), (None, golden.description.tolerance)]
     {
-        let mut session = Session::open(device(), &golden.dir, n + output, kv_dtype);
+        let mut spec = ModelSpec::open(&golden.dir).unwrap();
+        golden.description.max_model_len.into_iter().for_each(|tokens| spec.limit_context(tokens).unwrap());
+        let mut session = Session::of(device(), &golden.dir, &spec, n + output, kv_dtype);
         let third = chunks(n / 3, 0);
         let chunkings = [chunks(n, golden.rows), chunks(n, 0), [third, chunks(n - n / 3, 1)].concat()];
         let (mut compared, mut largest) = (0, 0f32);
@@ -54,6 +57,11 @@ fn cpu_matches_transformers() {
 #[test]
 fn cpu_matches_transformers_on_the_bundled_model() {
     check("passkey", CpuDevice::new);
+}
+
+#[test]
+fn cpu_matches_transformers_within_a_limited_context() {
+    check("phi3_longrope_short", CpuDevice::new);
 }
 
 #[test]

@@ -125,6 +125,11 @@ fn what_cannot_be_served_is_named() {
     refused(Path::new("/no/such/model"), &[], &["/no/such/model", "hint:"]);
     let whole = copy_of_model();
     refused(whole.path(), &["--kv-tokens=4"], &["--kv-tokens 4", "32", "hint:"]);
+    refused(
+        whole.path(),
+        &["--max-model-len=2000000"],
+        &["a context of 2000000 tokens", "hint: lower --max-model-len"],
+    );
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let http = format!("--http={}", taken.local_addr().unwrap());
     let ended = run(&["serve", &whole.path().to_string_lossy(), "--backend=cpu", &http]);

@@ -175,6 +175,30 @@ fn a_split_pool_lends_and_refuses_one_that_is_whole() {
     assert!(text.contains("layers"), "{text}");
 }
 
+/// LongRoPE's tables follow the longest context: an instance with those of the other one is refused, and one with another limit
+/// on the same side of the original context is not.
+#[test]
+fn a_pool_with_a_short_context_refuses_an_instance_with_the_long_one() {
+    let cluster = Cluster::new();
+    let dir = golden_with_tokenizer(&Golden::load("phi3_longrope"));
+    let model = dir.path().to_string_lossy();
+    let serve = |name: &str, limit: &str| {
+        let server = cluster.serve(name, &model, &["--backend=cpu", "--kv-tokens=64", limit]);
+        server.client().wait_until("/lagoon/status", "registered", |s| s["registered"] == true);
+        server
+    };
+    let first = serve("short", "--max-model-len=32");
+    let text = cluster.refused("long", &model, &[]);
+    assert!(text.contains("model hash") && text.contains("--max-model-len"), "{text}");
+    serve("shorter", "--max-model-len=24");
+    assert_eq!(first.client().get("/v1/models").json()["data"][0]["max_model_len"], 32);
+    let longest: Vec<u32> = (3..33).collect();
+    let answer = first.client().complete(&longest, 2, &json!({})).json();
+    assert_eq!(token_ids(&answer).len(), 2, "{answer}");
+    let longer = first.client().post("/v1/completions", &json!({"prompt": longest, "max_tokens": 3}));
+    assert!(longer.status == 400 && longer.text.contains("--max-model-len is 32 tokens"), "{longer:?}");
+}
+
 #[test]
 fn only_certificates_of_the_cluster_get_in() {
     let cluster = Cluster::new();

@@ -172,7 +172,8 @@ LONGROPE = {
 }
 PHI3_LONGROPE = {
     **PHI3,
-    # Small, so that the prompt is longer: then transformers takes the long factors, as Lagoon does for all lengths.
+    # Small, so that the prompt is longer: then transformers takes the long factors, as Lagoon does for all lengths without
+    # --max-model-len. phi3_longrope_short (generate.py) stays within it.
     "original_max_position_embeddings": 32,
     "rope_theta": 1e4,
     "rope_scaling": LONGROPE,

@@ -303,6 +303,56 @@ def make_passkey(out_root):
     return record
 
 
+def make_short_longrope(out_root):
+    """phi3_longrope within its original context, prompt and continuation: transformers takes the short factors."""
+    name, source = "phi3_longrope_short", out_root / "phi3_longrope"
+    directory = out_root / name
+    directory.mkdir(parents=True, exist_ok=True)
+    config = VARIANTS["phi3_longrope"]["config"]
+    context = config["original_max_position_embeddings"]
+    model = load(source, torch.float32)
+    for seed in range(1, 4000):
+        generator = torch.Generator().manual_seed(seed)
+        count = context - NEW_TOKENS
+        tokens = [1] + torch.randint(3, config["vocab_size"], (count - 1,), generator=generator).tolist()
+        continuation, gap = greedy(model, tokens, NEW_TOKENS)
+        if gap >= 0.04 and len(set(continuation)) >= DISTINCT_MIN:
+            break
+    else:
+        raise SystemExit(f"{name}: no seed gives clear and varied greedy tokens")
+    logits = logits_of(model, tokens)
+    scaling = config["rope_scaling"]
+    mutants = {
+        "long": {"rope_scaling": {**scaling, "short_factor": scaling["long_factor"]}},
+        "not_scaled": {"rope_scaling": {**scaling, "attention_factor": 1.0}},
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        spec = {"config": config, "mutants": mutants}
+        moved = mutant_differences(source, spec, tokens, logits, pathlib.Path(scratch) / "mutant")
+    assert min(moved.values()) > 3 * TOLERANCE_F32, moved
+    record = {
+        "shows": "Phi-4-mini with --max-model-len within its original context: longrope with the short factors",
+        "model": "tests/goldens/phi3_longrope",
+        "max_model_len": context,
+        "seed": seed,
+        "tokens": tokens,
+        "greedy_continuation": continuation,
+        "greedy_gap": round(gap, 5),
+        "logit_std": round(float(logits.std()), 4),
+        "tolerance": TOLERANCE_F32,
+        "mutants": moved,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+    }
+    save_file({"logits": logits.contiguous()}, directory / "logits.safetensors")
+    write_json(directory / "golden.json", record)
+    return record
+
+
+# Goldens without a model of their own.
+REFERENCES = {"passkey": make_passkey, "phi3_longrope_short": make_short_longrope}
+
+
 def check(out_root, names):
     """Recompute each committed golden from its committed files; returns the number of goldens that differ."""
     wrong = 0
@@ -328,11 +378,12 @@ def main():
     parser.add_argument("--check", action="store_true", help="recompute instead of writing")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    names = args.only or [*VARIANTS, "passkey"]
+    names = args.only or [*VARIANTS, *REFERENCES]
     if args.check:
         sys.exit(1 if check(args.out, names) else 0)
     for name in names:
-        record = make_passkey(args.out) if name == "passkey" else make_any_seed(name, VARIANTS[name], args.out)
+        own = REFERENCES.get(name)
+        record = own(args.out) if own else make_any_seed(name, VARIANTS[name], args.out)
         size = sum(f.stat().st_size for f in (args.out / name).iterdir())
         shown = {k: v for k, v in record.items() if k in ("seed", "logit_std", "greedy_gap", "dtype_noise", "mutants")}
         print(f"{name}: {size // 1024} KiB {shown}", flush=True)

@@ -22,7 +22,7 @@ use axum::{
     response::Response,
 };
 use lagoon_text::IncrementalDetokenizer;
-use lagoon_types::{FinishReason, GenerateRequest, RequestError, TokenEvent};
+use lagoon_types::{CONTEXT, FinishReason, GenerateRequest, RequestError, TokenEvent};
 use rand::Rng;
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -189,7 +189,7 @@ fn prompt_tokens(value: Json<'_>, longest: Longest) -> Result<Prompt, ApiError> 
         prompt_tokens,
         needed_tokens: prompt_tokens.saturating_add(longest.answer.into()),
         limit_tokens: longest.prompt.into(),
-        limit_name: "the model's context",
+        limit_name: CONTEXT,
     };
     Err(ApiError::from_request_error(&error, 0))
 }

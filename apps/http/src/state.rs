@@ -10,6 +10,7 @@ use crate::{
 };
 use axum::{body::Bytes, extract::Request, http::StatusCode};
 use lagoon_text::{ChatMessage, ChatTemplate, Tokenizer};
+use lagoon_types::CONTEXT;
 use metrics_exporter_prometheus::PrometheusHandle;
 use std::{
     fmt,
@@ -93,7 +94,7 @@ impl ServerState {
         let (tokens, limit) = (self.tokenizer.tokens_min(text.len()), self.engine.info().max_model_tokens);
         if tokens > limit as usize {
             let message = format!(
-                "the prompt has {} bytes, which are {tokens} tokens or more, but the model's context is {limit} tokens\n\
+                "the prompt has {} bytes, which are {tokens} tokens or more, but {CONTEXT} is {limit} tokens\n\
                  hint: shorten the prompt",
                 text.len()
             );

@@ -14,6 +14,7 @@ use axum::{
     extract::{Request, State},
     http::StatusCode,
 };
+use lagoon_types::CONTEXT;
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -76,8 +77,7 @@ fn check_context(what: &str, count: usize, limit: u32) -> Result<(), ApiError> {
     if count <= limit as usize {
         return Ok(());
     }
-    let message =
-        format!("{what} has {count} tokens, but the model's context is {limit} tokens\nhint: send it in parts");
+    let message = format!("{what} has {count} tokens, but {CONTEXT} is {limit} tokens\nhint: send it in parts");
     Err(ApiError::new(StatusCode::BAD_REQUEST, Some("context_length_exceeded"), message))
 }
 

@@ -140,6 +140,11 @@ pub(crate) struct EngineArgs {
     /// instances of a pool need the same setting.
     #[arg(long, value_name = "on|off", default_value = "off", value_parser = parse_switch, action = clap::ArgAction::Set)]
     pub(crate) kv_groups: bool,
+    /// Longest context that is served, prompt and answer, in tokens; at most config.json's. A model with LongRoPE (Phi-3,
+    /// Phi-4-mini) gets the factors of short contexts if N is within its original one. Give all instances of a pool the same N:
+    /// requests go to any of them, and one with other LongRoPE factors is refused [default: that of config.json].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_model_len: Option<u32>,
     /// Tokens of KV in host memory, added to each instance as a kv node of the pool [default: none].
     #[arg(long, value_name = "N")]
     pub(crate) host_kv_tokens: Option<u32>,

@@ -281,7 +281,7 @@ mod tests {
     fn executor(with_weights: bool) -> (Executor<CpuDevice>, Subject) {
         let dir = tempfile::tempdir().unwrap();
         bundled::extract(dir.path()).unwrap();
-        let model = OpenModel::open(dir.path(), "m".to_owned(), None).unwrap();
+        let model = OpenModel::open(dir.path(), "m".to_owned(), None, None).unwrap();
         let mut device = CpuDevice::with_threads(1);
         let weights = with_weights.then(|| {
             let checkpoint = model.checkpoint.as_ref().unwrap();

@@ -44,10 +44,19 @@ pub(crate) fn resolve(name: &str) -> anyhow::Result<PathBuf> {
     Ok(dir)
 }
 
+/// The configuration in `dir`, for a context of `context` tokens.
+fn read_spec(dir: &Path, context: Option<u32>) -> anyhow::Result<ModelSpec> {
+    let mut spec = ModelSpec::open(dir)?;
+    if let Some(tokens) = context {
+        spec.limit_context(tokens)?;
+    }
+    Ok(spec)
+}
+
 impl OpenModel {
-    /// Opens the model in `dir`, named `id` for clients.
-    pub(crate) fn open(dir: &Path, id: String, dtype: Option<DType>) -> anyhow::Result<Self> {
-        let config = ModelSpec::open(dir)?;
+    /// Opens the model in `dir`, named `id` for clients. `context` limits its context, in tokens.
+    pub(crate) fn open(dir: &Path, id: String, dtype: Option<DType>, context: Option<u32>) -> anyhow::Result<Self> {
+        let config = read_spec(dir, context)?;
         let checkpoint = Checkpoint::open(dir)?;
         let hash = model_hash(&config, &checkpoint, dtype);
         let stored = checkpoint.dtype().context("the checkpoint's weights have no single element type")?;
@@ -61,8 +70,14 @@ impl OpenModel {
     }
 
     /// Opens the model's shape in `dir`, for a kv node: it needs the weights' hash, not the weights.
-    pub(crate) fn open_shape(dir: &Path, id: String, dtype: Option<DType>, hash: ModelHash) -> anyhow::Result<Self> {
-        let config = ModelSpec::open(dir)?;
+    pub(crate) fn open_shape(
+        dir: &Path,
+        id: String,
+        dtype: Option<DType>,
+        context: Option<u32>,
+        hash: ModelHash,
+    ) -> anyhow::Result<Self> {
+        let config = read_spec(dir, context)?;
         let dtype = dtype.or(config.dtype).context("--kv-dtype is needed: config.json names no element type")?;
         Ok(Self { id, dtype, config, checkpoint: None, hash })
     }

@@ -705,7 +705,8 @@ impl NodeLoop {
                 let hint = match reason.contains("\nhint: ") {
                     true => "",
                     false => {
-                        "\nhint: all of a pool serve the same model, with the same --dtype, --kv-dtype and --block-tokens"
+                        "\nhint: all of a pool serve the same model, with the same --dtype, --kv-dtype and --block-tokens; with \
+                         LongRoPE, their --max-model-len are on one side of its original context"
                     }
                 };
                 self.fatal = Some(format!("the gManager refused this instance: {reason}{hint}"));

@@ -145,15 +145,16 @@ fn parse_hash(text: &str) -> Result<ModelHash, String> {
 
 fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
     let id = args.served_model_name.clone().unwrap_or_else(|| short_name(&args.model));
+    let (dtype, context) = (args.engine.dtype, args.engine.max_model_len);
     let mut model = match (args.role, args.model_hash) {
-        (RoleArg::Kv, Some(hash)) => OpenModel::open_shape(dir, id, args.engine.kv_dtype.or(args.engine.dtype), hash),
+        (RoleArg::Kv, Some(hash)) => OpenModel::open_shape(dir, id, args.engine.kv_dtype.or(dtype), context, hash),
         (RoleArg::Kv, None) => {
-            let mut model = OpenModel::open(dir, id, args.engine.dtype)
+            let mut model = OpenModel::open(dir, id, dtype, context)
                 .context("a kv node without weights needs --model-hash (the others print it when they start)")?;
             model.checkpoint = None;
             Ok(model)
         }
-        (RoleArg::Instance | RoleArg::Prefill | RoleArg::Decode, _) => OpenModel::open(dir, id, args.engine.dtype),
+        (RoleArg::Instance | RoleArg::Prefill | RoleArg::Decode, _) => OpenModel::open(dir, id, dtype, context),
     }?;
     if args.engine.kv_groups {
         model.config.split_kv()?;

@@ -246,7 +246,7 @@ mod tests {
 
     #[test]
     fn instances_get_the_flags_that_were_given_and_no_others() {
-        let given = ["--kv-tokens=64", "--prefix-cache=off", "--kv-dtype=f16", "--calibrate=off"];
+        let given = ["--kv-tokens=64", "--max-model-len=48", "--prefix-cache=off", "--kv-dtype=f16", "--calibrate=off"];
         let own = ["up", "--backend=cpu", "--memory-percent=50"];
         let up = Cli::parse_from(own.iter().chain(&given)).up;
         let mut reported = up.wanted(&[Chosen::Cpu])[0].flags.clone();

@@ -4,7 +4,8 @@
 //! parses, tensors tile the data exactly, and their sizes follow from shape and element type. A tensor's bytes are a
 //! slice of the map.
 
-use crate::fields::Fields;
+use crate::error::shown;
+use crate::fields::{Fields, read_bounded};
 use crate::{ModelError, mapped};
 use bytes::Bytes;
 use lagoon_types::DType;
@@ -61,6 +62,27 @@ impl TensorInfo {
     }
 }
 
+/// The tensors of each file, from the text of an index; `path` is only for messages. Files are plain names, at most
+/// [`SHARDS_MAX`].
+pub(crate) fn shards(path: &Path, index: &[u8]) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
+    let map = Fields::parse(path, index)?;
+    let weight_map = map.get("weight_map").ok_or_else(|| map.missing("weight_map"))?;
+    let weight_map = weight_map.as_object().ok_or_else(|| map.invalid("weight_map", "it must be an object"))?;
+    let mut shards: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (tensor, file) in weight_map {
+        let plain = |name: &&str| Path::new(name).file_name().is_some_and(|base| base == *name);
+        let name = file.as_str().filter(plain).ok_or_else(|| {
+            let (tensor, file) = (shown(tensor), shown(&file.to_string()));
+            map.invalid("weight_map", &format!("the file of `{tensor}` must be a plain file name, not {file}"))
+        })?;
+        shards.entry(name.to_owned()).or_default().push(tensor.clone());
+    }
+    if shards.len() > SHARDS_MAX {
+        return Err(map.invalid("weight_map", &format!("it names more than {SHARDS_MAX} files")));
+    }
+    Ok(shards)
+}
+
 /// All tensors of a model, by name.
 #[derive(Debug)]
 pub struct Checkpoint {
@@ -91,30 +113,16 @@ impl Checkpoint {
     }
 
     fn open_shards(&mut self, dir: &Path, index: &Path) -> Result<(), ModelError> {
-        let map = Fields::read(index)?;
-        let weight_map = map.get("weight_map").ok_or_else(|| map.missing("weight_map"))?;
-        let weight_map = weight_map.as_object().ok_or_else(|| map.invalid("weight_map", "it must be an object"))?;
-        let mut shards: BTreeMap<&str, Vec<&String>> = BTreeMap::new();
-        for (tensor, file) in weight_map {
-            let plain = |name: &&str| Path::new(name).file_name().is_some_and(|base| base == *name);
-            let file = file.as_str().filter(plain).ok_or_else(|| {
-                map.invalid("weight_map", &format!("the file of `{tensor}` must be a plain file name, not {file}"))
-            })?;
-            shards.entry(file).or_default().push(tensor);
-        }
-        if shards.len() > SHARDS_MAX {
-            return Err(map.invalid("weight_map", &format!("it names more than {SHARDS_MAX} files")));
-        }
-        for (file, names) in shards {
+        for (file, names) in shards(index, &read_bounded(index)?)? {
             let path = dir.join(file);
             let mut found = self.add_file(path.clone())?;
             for name in names {
-                let info = found.remove(name).ok_or_else(|| ModelError::Tensor {
+                let info = found.remove(&name).ok_or_else(|| ModelError::Tensor {
                     path: path.clone(),
-                    tensor: name.clone(),
+                    tensor: shown(&name),
                     problem: "is not there, though the index says so".to_owned(),
                 })?;
-                self.tensors.insert(name.clone(), info);
+                self.tensors.insert(name, info);
             }
         }
         Ok(())
@@ -123,9 +131,24 @@ impl Checkpoint {
     /// Maps one file and returns its tensors.
     fn add_file(&mut self, path: PathBuf) -> Result<BTreeMap<String, TensorInfo>, ModelError> {
         let bytes = mapped::map(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
+        self.add_bytes(path, bytes)
+    }
+
+    /// A checkpoint of one file with these bytes; `path` is only for messages.
+    pub(crate) fn of_bytes(path: &Path, bytes: Bytes) -> Result<Self, ModelError> {
+        let mut checkpoint = Self { files: Vec::new(), tensors: BTreeMap::new() };
+        checkpoint.tensors = checkpoint.add_bytes(path.to_owned(), bytes)?;
+        Ok(checkpoint)
+    }
+
+    fn add_bytes(&mut self, path: PathBuf, bytes: Bytes) -> Result<BTreeMap<String, TensorInfo>, ModelError> {
         let (header, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| ModelError::Malformed {
             path: path.clone(),
-            problem: format!("{e} (the file has {} bytes; it may be truncated or corrupt)", bytes.len()),
+            problem: format!(
+                "{} (the file has {} bytes; it may be truncated or corrupt)",
+                shown(&e.to_string()),
+                bytes.len()
+            ),
         })?;
         // The header's length is 8 bytes of its own; read_metadata checked that all of it lies in the file.
         let data_start = header + 8;
@@ -158,7 +181,8 @@ impl Checkpoint {
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<(DType, Bytes), ModelError> {
         let info = self.info(name).ok_or_else(|| self.error(name, "is missing".to_owned()))?;
         if info.shape != shape {
-            let problem = format!("has the shape {:?}; the configuration says {shape:?}", info.shape);
+            let stored = shown(&format!("{:?}", info.shape));
+            let problem = format!("has the shape {stored}; the configuration says {shape:?}");
             return Err(self.error(name, problem));
         }
         let dtype = info.dtype().ok_or_else(|| {
@@ -184,7 +208,7 @@ impl Checkpoint {
     pub fn error(&self, tensor: &str, problem: String) -> ModelError {
         let file = self.info(tensor).map_or(0, |info| info.file);
         let path = self.files.get(file).map(|f| f.path.clone()).unwrap_or_default();
-        ModelError::Tensor { path, tensor: tensor.to_owned(), problem }
+        ModelError::Tensor { path, tensor: shown(tensor), problem }
     }
 
     /// Files in the order of their names.

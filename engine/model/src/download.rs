@@ -4,9 +4,11 @@
 //! for [`Hub::stall`] the download is given up. The abandoned thread ends with the file that it was reading; its part
 //! is kept, and a later download resumes there. All files are of one commit, looked up at the beginning.
 
-use crate::hub::{DownloadProgress, Hub, HubName, TOKENIZER, shards, tokenizer_file};
+use crate::ModelError;
+use crate::checkpoint::shards;
+use crate::fields::read_bounded;
+use crate::hub::{DownloadProgress, Hub, HubName, TOKENIZER, tokenizer_file};
 use crate::spec::{ADAPTER_CONFIG, ADAPTER_HINT};
-use crate::{ModelError, fields::Fields};
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
 use std::path::PathBuf;
@@ -235,9 +237,7 @@ impl Fetch<'_> {
             return Err(self.job.error(SINGLE, "the model has no safetensors".to_owned(), hint));
         }
         let path = self.file(INDEX, 0, 1)?;
-        let index = Fields::read(&path)?;
-        let bytes = std::fs::read(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
-        let mut files = shards(&bytes).map_err(|problem| index.invalid("weight_map", &problem))?;
+        let mut files: Vec<String> = shards(&path, &read_bounded(&path)?)?.into_keys().collect();
         if let Some(absent) = files.iter().find(|file| !there.contains(&file.as_str())) {
             return Err(self.job.error(
                 absent,

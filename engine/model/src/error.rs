@@ -4,6 +4,17 @@
 use lagoon_backend::DeviceError;
 use std::path::PathBuf;
 
+/// Characters of a name or value of a file in a message.
+const SHOWN_CHARS: usize = 100;
+
+/// `text`, which a file may have made long, cut to a readable length.
+pub(crate) fn shown(text: &str) -> String {
+    match text.char_indices().nth(SHOWN_CHARS) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
 /// Reason why a model cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
@@ -25,6 +36,11 @@ pub enum ModelError {
     /// A tensor is absent, has another shape or type than the configuration says, or lies outside its file.
     #[error("{}: the tensor `{tensor}` {problem}", path.display())]
     Tensor { path: PathBuf, tensor: String, problem: String },
+    /// A context longer than the model's was asked for.
+    #[error(
+        "a context of {asked} tokens was asked for, and the model's has {most}\nhint: lower --max-model-len, or leave it out"
+    )]
+    Context { asked: u32, most: u32 },
     /// The KV of layers with a window cannot be kept apart.
     #[error("KV of a {family} model has one group: {problem}\nhint: --kv-groups=off")]
     NotSplit { family: String, problem: String },

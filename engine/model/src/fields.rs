@@ -1,6 +1,7 @@
 //! Fields of a JSON file ([`Fields`]); every error names the file, the field and its value.
 
 use crate::ModelError;
+use crate::error::shown;
 use serde_json::{Map, Value};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -9,6 +10,17 @@ use std::rc::Rc;
 
 /// Largest JSON file read, in bytes (a tokenizer is the largest in practice, and is not read here).
 const JSON_BYTES_MAX: u64 = 64 << 20;
+
+/// The bytes of a JSON file, at most [`JSON_BYTES_MAX`].
+pub(crate) fn read_bounded(path: &Path) -> Result<Vec<u8>, ModelError> {
+    let io = |source| ModelError::Io { path: path.to_owned(), source };
+    let size = std::fs::metadata(path).map_err(io)?.len();
+    if size > JSON_BYTES_MAX {
+        let problem = format!("it has {size} bytes, more than {JSON_BYTES_MAX}");
+        return Err(ModelError::Malformed { path: path.to_owned(), problem });
+    }
+    std::fs::read(path).map_err(io)
+}
 
 /// A JSON object and its file. A field that is `null` counts as absent, as in transformers. The object knows which fields were
 /// asked for, so that a field that nothing understands can be refused ([`Fields::refuse_others`]).
@@ -25,13 +37,7 @@ pub struct Fields {
 impl Fields {
     /// Reads a file whose top level is an object.
     pub fn read(path: &Path) -> Result<Self, ModelError> {
-        let io = |source| ModelError::Io { path: path.to_owned(), source };
-        let size = std::fs::metadata(path).map_err(io)?.len();
-        if size > JSON_BYTES_MAX {
-            let problem = format!("it has {size} bytes, more than {JSON_BYTES_MAX}");
-            return Err(ModelError::Malformed { path: path.to_owned(), problem });
-        }
-        Self::parse(path, &std::fs::read(path).map_err(io)?)
+        Self::parse(path, &read_bounded(path)?)
     }
 
     /// Parses `bytes`; `path` is only for messages.
@@ -188,7 +194,7 @@ impl Fields {
     #[must_use]
     pub fn missing(&self, field: &str) -> ModelError {
         let hint = "the file may be incomplete; compare it with the model's page on the hub".to_owned();
-        ModelError::MissingField { path: self.path.clone(), field: format!("{}{field}", self.prefix), hint }
+        ModelError::MissingField { path: self.path.clone(), field: self.full(field), hint }
     }
 
     /// The error that `field`'s value is impossible.
@@ -196,8 +202,8 @@ impl Fields {
     pub fn invalid(&self, field: &str, problem: &str) -> ModelError {
         ModelError::InvalidField {
             path: self.path.clone(),
-            field: format!("{}{field}", self.prefix),
-            value: self.shown(field),
+            field: self.full(field),
+            value: self.value(field),
             problem: problem.to_owned(),
         }
     }
@@ -207,19 +213,20 @@ impl Fields {
     pub fn unsupported(&self, field: &str, hint: &str) -> ModelError {
         ModelError::Unsupported {
             path: self.path.clone(),
-            field: format!("{}{field}", self.prefix),
-            value: self.shown(field),
+            field: self.full(field),
+            value: self.value(field),
             hint: hint.to_owned(),
         }
     }
 
+    /// The field's name in messages.
+    fn full(&self, field: &str) -> String {
+        shown(&format!("{}{field}", self.prefix))
+    }
+
     /// The value as JSON, cut to a readable length.
-    fn shown(&self, field: &str) -> String {
-        let text = self.map.get(field).map_or_else(|| "absent".to_owned(), Value::to_string);
-        match text.char_indices().nth(100) {
-            Some((end, _)) => format!("{}…", &text[..end]),
-            None => text,
-        }
+    fn value(&self, field: &str) -> String {
+        self.map.get(field).map_or_else(|| "absent".to_owned(), |value| shown(&value.to_string()))
     }
 }
 

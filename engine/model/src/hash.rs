@@ -3,8 +3,9 @@
 //! Reading a large checkpoint whole would take minutes, so the hash covers its metadata and samples of its data:
 //! blake3 over, in this order:
 //!
-//! 1. the text `lagoon model 2`;
-//! 2. the [`ModelSpec`] without token ids and the claimed element type, as its `Debug` text;
+//! 1. the text `lagoon model 3`;
+//! 2. the [`ModelSpec`] without token ids, the claimed element type and the longest sequence, as its `Debug` text (rotary tables
+//!    are those of that sequence: [`ModelSpec::limit_context`]);
 //! 3. the element type that weights are converted to at loading, or `as stored`;
 //! 4. each tensor's name, element type and shape, by name;
 //! 5. of each safetensors file, in the order of their names: its length, its header, the first and the last 64 KiB of
@@ -28,8 +29,8 @@ const SAMPLE_STRIDE: usize = 64 << 20;
 #[must_use]
 pub fn model_hash(spec: &ModelSpec, checkpoint: &Checkpoint, dtype: Option<DType>) -> ModelHash {
     let mut hasher = blake3::Hasher::new();
-    let computed = ModelSpec { dtype: None, bos_id: None, eos_ids: Vec::new(), ..spec.clone() };
-    let mut text = format!("lagoon model 2\n{computed:?}\n");
+    let computed = ModelSpec { dtype: None, bos_id: None, eos_ids: Vec::new(), max_positions: 0, ..spec.clone() };
+    let mut text = format!("lagoon model 3\n{computed:?}\n");
     let _ = match dtype {
         Some(dtype) => writeln!(text, "converted {dtype}"),
         None => writeln!(text, "as stored"),

@@ -5,7 +5,9 @@
 //! branch that moved, name the new commit (`org/name@commit`) or delete the cached one.
 
 use crate::ModelError;
+use crate::checkpoint::shards;
 use crate::download::download;
+use crate::fields::read_bounded;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -139,8 +141,9 @@ impl Hub {
 /// Whether a snapshot has all files for serving. Weights are downloaded last, so an interrupted download has not.
 fn is_whole(snapshot: &Path) -> bool {
     let has = |file: &str| snapshot.join(file).exists();
-    let weights = match std::fs::read(snapshot.join("model.safetensors.index.json")) {
-        Ok(index) => shards(&index).is_ok_and(|shards| shards.iter().all(|shard| has(shard))),
+    let index = snapshot.join("model.safetensors.index.json");
+    let weights = match read_bounded(&index) {
+        Ok(bytes) => shards(&index, &bytes).is_ok_and(|shards| shards.keys().all(|shard| has(shard))),
         Err(_absent) => has("model.safetensors"),
     };
     weights && has("config.json") && has_tokenizer(snapshot)
@@ -167,22 +170,6 @@ pub(crate) fn tokenizer_file<'a>(files: &[&'a str]) -> Option<&'a str> {
         let mut ranks = files.iter().copied().filter(ranks);
         ranks.next().filter(|_| ranks.next().is_none())
     })
-}
-
-/// The files that an index names, each once, ascending. They are plain file names.
-pub(crate) fn shards(index: &[u8]) -> Result<Vec<String>, String> {
-    let index: serde_json::Value = serde_json::from_slice(index).map_err(|e| e.to_string())?;
-    let map = index["weight_map"].as_object().ok_or("it has no weight_map")?;
-    let mut files = map
-        .values()
-        .map(|file| match file.as_str() {
-            Some(name) if Path::new(name).file_name().is_some_and(|base| base == name) => Ok(name.to_owned()),
-            _ => Err(format!("{file} is not a plain file name")),
-        })
-        .collect::<Result<Vec<_>, _>>()?;
-    files.sort_unstable();
-    files.dedup();
-    Ok(files)
 }
 
 /// The directory of the model that the user named: an existing directory, or a hub name.

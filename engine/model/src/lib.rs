@@ -13,6 +13,7 @@ mod download;
 mod error;
 pub mod families;
 pub mod fields;
+pub mod fuzz;
 pub mod generation;
 pub mod hash;
 pub mod hub;

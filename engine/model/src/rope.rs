@@ -116,15 +116,29 @@ impl Yarn {
 /// `long_factor` from then on, so that keys cached before do not fit those after. A cached key is shared by sequences of all
 /// lengths here, so a model has one list, as in vLLM: `long_factor` if it serves more positions than its original context.
 /// Sequences beyond the original context get transformers' logits; shorter ones those of the long list.
+/// [`crate::ModelSpec::limit_context`] chooses anew.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LongRope {
-    /// A divisor for each of the `rotated / 2` frequencies.
-    pub divisors: Vec<f32>,
+    /// A divisor for each of the `rotated / 2` frequencies: `short_factor` of the file.
+    pub short: Vec<f32>,
+    /// `long_factor` of the file.
+    pub long: Vec<f32>,
+    /// Tokens of the context that the model was trained with before.
+    pub original_positions: u64,
+    /// Whether `long` is used.
+    pub is_long: bool,
+    /// By the file's context, for both lists, as in transformers.
     pub attention_factor: f64,
 }
 
 impl LongRope {
-    /// The list for `context.positions`.
+    /// The list that is used.
+    #[must_use]
+    pub fn divisors(&self) -> &[f32] {
+        if self.is_long { &self.long } else { &self.short }
+    }
+
+    /// Both lists, and the one for `context.positions` chosen.
     fn parse(object: &Fields, context: Context, rotated: usize) -> Result<Self, ModelError> {
         let (short, long) =
             (object.positives("short_factor", rotated / 2)?, object.positives("long_factor", rotated / 2)?);
@@ -133,7 +147,10 @@ impl LongRope {
         let factor = object.positive("factor")?.unwrap_or(context.positions as f64 / original as f64);
         let grown = || if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
         Ok(Self {
-            divisors: if context.positions > original { long } else { short },
+            short,
+            long,
+            original_positions: original,
+            is_long: context.positions > original,
             attention_factor: object.positive("attention_factor")?.unwrap_or_else(grown),
         })
     }
@@ -200,15 +217,29 @@ impl RopeSpec {
         Self { theta, scaling: scaling.unwrap_or(RopeScaling::None), rotated }.checked(fields)
     }
 
-    /// Refuses numbers that give no finite frequency or factor.
+    /// Refuses numbers that give no finite angle or factor, also in a list that a shorter or longer context would use.
     fn checked(self, fields: &Fields) -> Result<Self, ModelError> {
         let dim = u32::try_from(self.rotated).expect("heads are within HEAD_DIM_MAX");
-        let rope = Rope::new(&self, dim);
-        if rope.factor.is_normal() && rope.inv_freq.iter().all(|frequency| frequency.is_finite()) {
+        let finite = |context| {
+            let rope = Rope::new(&self.for_context(context), dim);
+            let angle = |frequency: &f32| frequency * SEQUENCE_TOKENS_MAX as f32;
+            rope.factor.is_normal() && rope.inv_freq.iter().map(angle).all(f32::is_finite)
+        };
+        if finite(1) && finite(u64::MAX) {
             return Ok(self);
         }
         let field = if fields.get("rope_parameters").is_some() { "rope_parameters" } else { "rope_scaling" };
-        Err(fields.invalid(field, "its numbers give no finite frequencies"))
+        Err(fields.invalid(field, "its numbers give no finite angles"))
+    }
+
+    /// The table of a model whose sequences have at most `positions` tokens.
+    #[must_use]
+    pub fn for_context(&self, positions: u64) -> Self {
+        let mut rope = self.clone();
+        if let RopeScaling::LongRope(long) = &mut rope.scaling {
+            long.is_long = positions > long.original_positions;
+        }
+        rope
     }
 
     /// The table of one kind of layer, from its object in `rope_parameters`.
@@ -283,7 +314,7 @@ impl RopeScaling {
             Self::None => inv_freq,
             Self::Yarn(yarn) => yarn.frequency(i, rotated, theta, inv_freq),
             // The product is rounded before its inverse is taken, as in transformers.
-            Self::LongRope(ref long) => 1.0 / (long.divisors[i] * period),
+            Self::LongRope(ref long) => 1.0 / (long.divisors()[i] * period),
             Self::Linear { factor } => inv_freq / factor,
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => {
                 let original = original_positions as f32;

@@ -398,6 +398,20 @@ impl ModelSpec {
         families::read(&Fields::parse(path, json.as_bytes())?)
     }
 
+    /// Limits sequences to `tokens`. The tables of [`crate::rope::LongRope`] are those for that context, so instances that share
+    /// KV need limits on the same side of the original one ([`crate::model_hash`] differs otherwise).
+    ///
+    /// # Errors
+    /// [`ModelError::Context`] if the model's context is shorter, or `tokens` is 0.
+    pub fn limit_context(&mut self, tokens: u32) -> Result<(), ModelError> {
+        if tokens == 0 || tokens > self.max_positions {
+            return Err(ModelError::Context { asked: tokens, most: self.max_positions });
+        }
+        self.max_positions = tokens;
+        self.ropes.iter_mut().for_each(|rope| *rope = rope.for_context(u64::from(tokens)));
+        Ok(())
+    }
+
     /// The window of all layers, if they have one and the same: then KV outside of it is not needed.
     #[must_use]
     pub fn window(&self) -> Option<u32> {

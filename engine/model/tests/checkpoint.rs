@@ -106,6 +106,26 @@ fn the_hash_tells_the_soft_caps() {
     }
 }
 
+/// The longest sequence of an instance does not change its KV, unless LongRoPE has other factors for it.
+#[test]
+fn the_hash_tells_the_rotary_tables_and_not_the_context() {
+    let hashes = |name: &str, limits: &[u32]| {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens").join(name);
+        let (config, checkpoint) = open(&golden).unwrap();
+        let limited = |&limit: &u32| {
+            let mut spec = config.clone();
+            spec.limit_context(limit).unwrap();
+            model_hash(&spec, &checkpoint, None)
+        };
+        (model_hash(&config, &checkpoint, None), limits.iter().map(limited).collect::<Vec<_>>())
+    };
+    let (whole, limited) = hashes("phi3_longrope", &[256, 33, 32, 8]);
+    assert_eq!(limited[..2], [whole, whole]);
+    assert!(limited[2] == limited[3] && limited[2] != whole);
+    let (whole, limited) = hashes("qwen3", &[64, 8]);
+    assert_eq!(limited, [whole, whole]);
+}
+
 /// MPT's fused projection is one tensor with the rows of q, k and v in the order in which Llama's are stacked.
 #[test]
 fn an_mpt_loads_by_its_own_names() {
@@ -200,6 +220,40 @@ fn wrong_tensors_are_named() {
     copy(&mut written, "model.layers.0.self_attn.rotary_emb.inv_freq");
     write(dir.path(), "model.safetensors", &written);
     load(dir.path(), None).unwrap();
+}
+
+/// Numbers of config.json that contradict the tensors of the same folder: the tensor is named, with both shapes.
+#[test]
+fn numbers_that_contradict_tensors_name_the_tensor() {
+    let attention = "model.layers.0.self_attn";
+    let cases = [
+        ("qwen3", "head_dim", 32, format!("{attention}.q_proj.weight"), "[96, 48]", "[128, 48]"),
+        ("qwen3", "vocab_size", 141, "model.embed_tokens.weight".to_owned(), "[140, 48]", "[141, 48]"),
+        ("gemma2", "num_key_value_heads", 1, format!("{attention}.k_proj.weight"), "[32, 48]", "[16, 48]"),
+        ("phi3", "num_key_value_heads", 3, format!("{attention}.qkv_proj.weight"), "[80, 48]", "[144, 48]"),
+        ("deepseek_v3", "kv_lora_rank", 26, format!("{attention}.kv_a_proj_with_mqa.weight"), "[32, 48]", "[34, 48]"),
+        ("deepseek_v3", "qk_nope_head_dim", 14, format!("{attention}.q_b_proj.weight"), "[80, 20]", "[88, 20]"),
+        ("mixtral", "num_local_experts", 5, "block_sparse_moe.gate.weight".to_owned(), "[4, 48]", "[5, 48]"),
+        ("gpt_oss", "num_local_experts", 4, "mlp.router.weight".to_owned(), "[5, 48]", "[4, 48]"),
+        ("gpt_neox", "intermediate_size", 64, "mlp.dense_h_to_4h.weight".to_owned(), "[96, 64]", "[64, 64]"),
+        ("gpt2", "n_positions", 128, "transformer.wpe.weight".to_owned(), "[96, 48]", "[128, 48]"),
+        ("bloom", "hidden_size", 48, "transformer.word_embeddings.weight".to_owned(), "[134, 60]", "[134, 48]"),
+    ];
+    for (name, field, number, tensor, stored, expected) in cases {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens").join(name);
+        let mut config: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(golden.join("config.json")).unwrap()).unwrap();
+        config[field] = number.into();
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        std::fs::copy(golden.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+        let error = message(dir.path());
+        let shapes = format!("{tensor}` has the shape {stored}; the configuration says {expected}");
+        assert!(
+            error.contains("model.safetensors: the tensor `") && error.contains(&shapes),
+            "{name}, {field}: {error}"
+        );
+    }
 }
 
 #[test]

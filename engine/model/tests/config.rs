@@ -239,6 +239,26 @@ fn longrope_divides_each_frequency_by_its_own_number() {
     assert_eq!(factor(json!({"attention_factor": 1.25})), 1.25);
     assert_eq!(factor(json!({"factor": 4096.0})), 2f64.sqrt());
 
+    // A limit within the original context chooses the short list, and one beyond it the long one; the factor is the file's.
+    let limited = |positions: u32, limit: u32| {
+        let mut spec = of(positions, json!({})).unwrap();
+        spec.limit_context(limit).unwrap();
+        assert_eq!(spec.max_positions, limit);
+        spec.ropes.remove(0)
+    };
+    let (whole, grown) = (of(131_072, json!({})).unwrap().ropes.remove(0), (1.0 + 5.0 / 12.0f64).sqrt());
+    assert_eq!(limited(131_072, 4097), whole);
+    for limit in [1, 4096] {
+        let rope = Rope::new(&limited(131_072, limit), 64);
+        for (i, &found) in rope.inv_freq().iter().enumerate() {
+            let expected = 10_000f64.powf(-2.0 * i as f64 / 64.0) / short[i];
+            assert!((f64::from(found) / expected - 1.0).abs() < 3e-7, "{i}: {found} against {expected}");
+        }
+        let mut table = Vec::new();
+        rope.fill(&[0], &mut table);
+        assert!((f64::from(table[0]) / grown - 1.0).abs() < 1e-6, "{} against {grown}", table[0]);
+    }
+
     let message = |more: Value| of(8192, more).unwrap_err().to_string();
     let error = message(json!({"long_factor": [1.0, 2.0]}));
     assert!(error.contains("`rope_scaling.long_factor` is [1.0,2.0]") && error.contains("a list of 32"), "{error}");
@@ -251,6 +271,21 @@ fn longrope_divides_each_frequency_by_its_own_number() {
     assert!(message(json!({"short_factor": null})).contains("`rope_scaling.short_factor` is missing"));
     let error = with(json!({"head_dim": 64, "rope_scaling": object})).unwrap_err().to_string();
     assert!(error.contains("`rope_scaling.original_max_position_embeddings` is missing"), "{error}");
+}
+
+#[test]
+fn a_context_is_limited_to_what_the_model_has() {
+    let mut spec = with(json!({})).unwrap();
+    let whole = spec.clone();
+    for asked in [0, 4097, u32::MAX] {
+        let error = spec.limit_context(asked).unwrap_err().to_string();
+        let expected =
+            format!("a context of {asked} tokens was asked for, and the model's has 4096\nhint: lower --max-model-len");
+        assert!(error.starts_with(&expected), "{error}");
+        assert_eq!(spec, whole);
+    }
+    spec.limit_context(64).unwrap();
+    assert_eq!(spec, ModelSpec { max_positions: 64, ..whole });
 }
 
 #[test]

@@ -45,6 +45,46 @@ fn golden_models_give_the_logits_of_transformers() {
     }
 }
 
+/// A context within LongRoPE's original one has the short factors, as in transformers: logits of the prompt, and the tokens after
+/// it up to the last position.
+#[test]
+fn a_limited_context_gives_the_logits_of_the_short_factors() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/phi3_longrope_short");
+    let described: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(golden.join("golden.json")).unwrap()).unwrap();
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(described["model"].as_str().unwrap());
+    let ids = |field: &str| serde_json::from_value::<Vec<u32>>(described[field].clone()).unwrap();
+    let (prompt, continuation) = (ids("tokens"), ids("greedy_continuation"));
+    let tokens = [&prompt[..], &continuation[..continuation.len() - 1]].concat();
+    let bytes = std::fs::read(golden.join("logits.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut expected = Vec::new();
+    DType::F32.decode(tensors.tensor("logits").unwrap().data(), &mut expected);
+
+    let checkpoint = Checkpoint::open(&dir).unwrap();
+    let logits = |context: Option<u32>| {
+        let mut spec = ModelSpec::open(&dir).unwrap();
+        context.into_iter().for_each(|tokens| spec.limit_context(tokens).unwrap());
+        let mut device = CpuDevice::with_threads(1);
+        let weights = Weights::load(&mut device, &checkpoint, &spec, None, &mut |_, _| {}).unwrap();
+        Decoder::new(&Model::new(&spec, weights)).plain_logits(&mut device, DType::F32, &tokens).unwrap()
+    };
+    let worst = |found: &[f32]| found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let short = logits(Some(u32::try_from(described["max_model_len"].as_u64().unwrap()).unwrap()));
+    assert!(worst(&short) <= 1e-3, "{}", worst(&short));
+    let vocab = expected.len() / prompt.len();
+    let best = |row: &[f32]| {
+        let (token, _) = row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+        u32::try_from(token).unwrap()
+    };
+    let greedy: Vec<u32> = short.chunks(vocab).skip(prompt.len() - 1).map(best).collect();
+    assert_eq!(greedy, continuation);
+    // Without a limit, and with one beyond the original context, the long factors give other logits.
+    let long = logits(None);
+    assert!(worst(&long) > 1.0, "{}", worst(&long));
+    assert_eq!(logits(Some(33)), long);
+}
+
 #[test]
 fn converted_weights_give_nearly_the_same_logits() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/passkey");

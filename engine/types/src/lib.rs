@@ -20,7 +20,7 @@ pub use alibi::Alibi;
 pub use dtype::DType;
 pub use ids::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
 pub use partial::Partial;
-pub use request::{FinishReason, GenerateRequest, RequestError, SamplingParams, TokenEvent, TokenLogprobs};
+pub use request::{CONTEXT, FinishReason, GenerateRequest, RequestError, SamplingParams, TokenEvent, TokenLogprobs};
 pub use run::{KvRun, LeaseRun};
 pub use shape::{AttentionGeometry, KvShape, ModelHash};
 pub use space::KvSpace;

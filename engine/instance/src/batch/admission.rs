@@ -11,7 +11,7 @@ use crate::outcome::Outcome;
 use crate::prefill::Prefills;
 use lagoon_protocol::{Role, TierRequest};
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GMANAGER_WAIT_MS, QUEUE_DEFAULT};
-use lagoon_types::{GenerateRequest, RequestError, SeqId};
+use lagoon_types::{CONTEXT, GenerateRequest, RequestError, SeqId};
 
 impl Batch {
     /// Whether this instance's role accepts clients' requests; an error for the client if not.
@@ -72,7 +72,7 @@ impl Batch {
         let (positions, pool) = (u64::from(cx.config.max_positions), cx.pool_tokens());
         if prompt_tokens + u64::from(request.max_tokens) > positions {
             let needed = prompt_tokens + u64::from(request.max_tokens);
-            return Err(too_long(needed, positions, "the model's context"));
+            return Err(too_long(needed, positions, CONTEXT));
         }
         // Under a window only the window is held, but memory is taken for the whole prompt: the bound is the same.
         if known_tokens + 1 > pool {

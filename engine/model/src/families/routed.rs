@@ -49,7 +49,10 @@ impl RoutedExperts {
             );
         }
         if !count.is_multiple_of(groups) || top_groups > groups || top_k > count / groups * top_groups {
-            let problem = format!("{count} experts, {top_k} of them for a token, in {top_groups} of {groups} groups");
+            let problem = format!(
+                "{count} experts, {top_k} of them for a token, in {top_groups} of {groups} groups: groups must be of one size, and \
+                 the chosen ones must hold a token's experts"
+            );
             return Err(fields.invalid("n_group", &problem));
         }
         let dense_layers = fields.number("first_k_dense_replace", u64::from(LAYERS_MAX))?;
