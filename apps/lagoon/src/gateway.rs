@@ -157,7 +157,7 @@ pub(crate) struct GatewayArgs {
 /// # Errors
 /// When the address cannot be listened on, or the pool's gManager does not answer.
 pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<()> {
-    let stop = crate::shutdown::token(args.exit_with_stdin);
+    let stop = crate::shutdown::token(args.exit_with_stdin)?;
     let metrics = lagoon_http::metrics::install(metrics_table::OF_GATEWAY).context("install the metrics recorder")?;
     let health;
     let router = if args.gmanager.is_empty() {
