@@ -113,8 +113,7 @@ mod tests {
         let living = Scratch::within(parent.path(), "a").unwrap();
         fs::write(living.path().join("key"), "secret").unwrap();
         // A crash: the lock is gone, the folder is not.
-        let left = parent.path().join("lagoon-b-crashed");
-        fs::create_dir(&left).unwrap();
+        let left = tempfile::Builder::new().prefix("lagoon-b-").tempdir_in(parent.path()).unwrap().keep();
         fs::write(left.join(LOCK), "").unwrap();
         fs::write(left.join("key"), "secret").unwrap();
         for other in ["lagoon-unlocked", "other"] {

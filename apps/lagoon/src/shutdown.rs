@@ -6,16 +6,17 @@
 
 use crate::{log, scratch};
 use anyhow::Context as _;
-use std::sync::Arc;
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
 /// Time to say goodbye to peers and clients after the second signal; then the process ends.
 const HURRY_MAX: Duration = Duration::from_secs(1);
-/// Time to end in order after a stop began: open responses have 10 s of it, the device 2 s.
-const STOP_MAX: Duration = Duration::from_secs(20);
+/// Time to end in order after a stop began: open responses have 10 s of it, then the processes of `lagoon up` 5 s and its gManager 5 s.
+const STOP_MAX: Duration = Duration::from_secs(30);
 
 /// A token that is cancelled when the process should stop.
 ///
@@ -77,7 +78,7 @@ pub(crate) fn at_once(error: &str) -> ! {
 
 /// Ends the process, and runs neither destructors nor exit handlers on the way: those of a driver wait for a thread that hangs in it.
 /// Nor does it leave a core dump, with prompts and keys in it. Only temporary folders are removed, and waiting log lines written.
-fn leave(code: i32) -> ! {
+pub(crate) fn leave(code: i32) -> ! {
     scratch::remove_own();
     log::end();
     #[cfg(unix)]
@@ -100,7 +101,7 @@ impl Asked {
     }
 }
 
-/// The signals of this process. From the start they do nothing by themselves.
+/// The signals of this process.
 struct Signals {
     #[cfg(unix)]
     interrupt: tokio::signal::unix::Signal,
@@ -113,13 +114,31 @@ struct Signals {
 /// Takes the signals, and starts the thread that ends the process of `ending` when they ask for it; with `drain_limit`, the first
 /// SIGTERM drains it.
 fn follow_signals(with_stdin: bool, ending: Ending, drain_limit: Option<Duration>) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("watch for signals")?;
-    let mut signals = {
-        let _runtime = runtime.enter();
-        Signals::take(with_stdin).context("take SIGINT and SIGTERM")?
+    const WHAT: &str = "watch for signals";
+    let (taken, result) = mpsc::channel();
+    let follow = move || {
+        if let Err(error) = take_and_follow(with_stdin, &taken, &ending, drain_limit) {
+            drop(taken.send(Err(error)));
+        }
     };
-    let follow = move || runtime.block_on(follow(&mut signals, &ending, drain_limit));
-    std::thread::Builder::new().name("signals".to_owned()).spawn(follow).context("watch for signals").map(drop)
+    std::thread::Builder::new().name("signals".to_owned()).spawn(follow).context(WHAT)?;
+    result.recv().context(WHAT)?.context(WHAT)
+}
+
+/// The thread's life. Tells `taken` when signals do nothing by themselves any more.
+fn take_and_follow(
+    with_stdin: bool,
+    taken: &mpsc::Sender<io::Result<()>>,
+    ending: &Ending,
+    drain_limit: Option<Duration>,
+) -> io::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let mut signals = Signals::take(with_stdin)?;
+        drop(taken.send(Ok(())));
+        follow(&mut signals, ending, drain_limit).await;
+        Ok(())
+    })
 }
 
 /// Ends the process in the order of the signals; see the module's documentation.
@@ -156,7 +175,7 @@ async fn follow(signals: &mut Signals, ending: &Ending, drain_limit: Option<Dura
 #[cfg(unix)]
 impl Signals {
     /// Call it within a runtime.
-    fn take(with_stdin: bool) -> std::io::Result<Self> {
+    fn take(with_stdin: bool) -> io::Result<Self> {
         use tokio::signal::unix::{SignalKind, signal};
         let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
         Ok(Self { interrupt, terminate, stdin: with_stdin.then(stdin_end) })
@@ -175,7 +194,7 @@ impl Signals {
 /// Other systems have Ctrl-C only.
 #[cfg(not(unix))]
 impl Signals {
-    fn take(with_stdin: bool) -> std::io::Result<Self> {
+    fn take(with_stdin: bool) -> io::Result<Self> {
         Ok(Self { stdin: with_stdin.then(stdin_end) })
     }
 
@@ -204,7 +223,7 @@ fn stdin_end() -> oneshot::Receiver<()> {
     let (ended, end) = oneshot::channel();
     std::thread::spawn(move || {
         // An unreadable input has ended, too.
-        drop(std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink()));
+        drop(io::copy(&mut io::stdin().lock(), &mut io::sink()));
         // The receiver is gone only when the process ends anyway.
         drop(ended.send(()));
     });

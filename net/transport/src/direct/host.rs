@@ -286,9 +286,10 @@ mod tests {
         let sockets = [agent.path().join("a"), own.path().join("a")];
         let [other, arena] = sockets.each_ref().map(|socket| UnixListener::bind(socket).unwrap());
         other.set_nonblocking(true).unwrap();
-        std::os::unix::fs::symlink(&sockets[0], own.path().join("link")).unwrap();
-        File::create_new(own.path().join("file")).unwrap();
-        for socket in [&sockets[0], Path::new("a"), &own.path().join("link"), &own.path().join("file")] {
+        let (link, file) = (own.path().join("link"), own.path().join("file"));
+        std::os::unix::fs::symlink(&sockets[0], &link).unwrap();
+        File::create_new(&file).unwrap();
+        for socket in [&sockets[0], &PathBuf::from("a"), &link, &file] {
             let refused = fetched(socket).unwrap_err();
             assert!(matches!(refused, HostError::Place { .. }), "{}: {refused}", socket.display());
         }
