@@ -95,7 +95,7 @@ fn a_device_thread_that_panics_ends_its_process_and_no_other() {
     assert!(!matches!(asked.join(), Ok(200)));
     // It took its leave, and the other one serves.
     wait_for_pool(&well.client(), 8);
-    well.client().complete(&prompt[..8], 4, &json!({}));
+    assert_eq!(well.client().complete(&prompt[..8], 4, &json!({})).status, 200);
 }
 
 /// Names of what lies in a folder of temporary files.
@@ -135,7 +135,7 @@ fn certificates_are_renewed_and_revoked_while_processes_run() {
         assert_eq!(ended.code, Some(0), "{ended:?}");
     };
     // The list is there from the start.
-    certificates(&ca, "nobody");
+    let _unused = certificates(&ca, "nobody");
     certs("revoke", "nobody");
     let list = format!("--tls-crl={dir}/crl.pem");
     let [a, b, c] = certificates(&ca, "gm");
@@ -180,7 +180,7 @@ fn a_gateways_health_is_degraded_while_no_gmanager_answers() {
     let health = client.wait_until("/health", "degraded", |s| s["status"] == "degraded");
     assert!(health["reason"].as_str().unwrap().contains("no gManager has answered for"), "{health}");
     assert_eq!(client.get("/health").status, 200, "it serves");
-    client.complete(&prompt[..8], 4, &json!({}));
+    assert_eq!(client.complete(&prompt[..8], 4, &json!({})).status, 200);
     let [a, b, c] = certificates(&ca, "gm");
     let again = Server::start(&["gmanager", "--listen", &addr, &a, &b, &c]);
     client.wait_until("/health", "well again", |s| s["status"] == "ok" && s["instances"] == 1);

@@ -225,7 +225,7 @@ fn stdin_end() -> oneshot::Receiver<()> {
         // An unreadable input has ended, too.
         drop(io::copy(&mut io::stdin().lock(), &mut io::sink()));
         // The receiver is gone only when the process ends anyway.
-        drop(ended.send(()));
+        let _ = ended.send(());
     });
     end
 }

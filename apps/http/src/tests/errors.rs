@@ -5,6 +5,7 @@ use crate::scripted::{self, ScriptedEngine, state};
 use lagoon_types::RequestError;
 use serde_json::{Value, json};
 use std::fmt::Write;
+use std::sync::Arc;
 
 #[tokio::test]
 async fn requests_that_are_wrong() {
@@ -126,7 +127,7 @@ async fn texts_have_a_bound_where_their_tokens_have_none() {
     // 1 KiB a token: more than 16 times the longest one.
     let most = tokenizer.text_bytes_max(512);
     assert_eq!(most, 512 << 10);
-    let state = scripted::state(scripted::ScriptedEngine::saying("ok"));
+    let state = state(ScriptedEngine::saying("ok"));
     let client = Client::new(crate::ServerState { tokenizer: Arc::new(tokenizer), ..state }).await;
     let spaces = |count: usize| json!({"prompt": " ".repeat(count) + "a", "add_special_tokens": false});
     assert_eq!(client.post("/tokenize", spaces(most - 1)).await.json()["count"], 1);
