@@ -57,8 +57,8 @@ fn signals_end_a_process_whose_device_hangs() {
     let mut stopped = hung(&cluster, "stopped", "--drain-timeout-s=600");
     for server in [&drained, &stopped] {
         signal(server.pid(), "TERM");
-        server.client().wait_until("/lagoon/status", "draining", |s| s["draining"] == true);
     }
+    stopped.client().wait_until("/lagoon/status", "draining", |s| s["draining"] == true);
     signal(stopped.pid(), "TERM");
     for server in [&mut stopped, &mut drained] {
         let ended = server.ended();
