@@ -128,7 +128,8 @@ impl Numbers {
     pub(crate) fn down(&mut self, peer: PeerId, now: Instant) {
         self.waiting.remove(&peer);
         self.kept.retain(|_, kept| kept.until > now);
-        let ended: Vec<u32> = self.holders.iter().filter(|(_, of)| of.peer == peer).map(|(number, _)| *number).collect();
+        let ended: Vec<u32> =
+            self.holders.iter().filter(|(_, of)| of.peer == peer).map(|(number, _)| *number).collect();
         for number in ended {
             let Some(Holder { subject, .. }) = self.holders.remove(&number) else { continue };
             let own = |kept: &Kept| kept.subject.node == subject.node;

@@ -231,6 +231,7 @@ fn stdin_end() -> oneshot::Receiver<()> {
 }
 
 #[cfg(all(test, unix))]
+#[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
     use std::io::{BufRead as _, BufReader};

@@ -8,7 +8,10 @@ use lagoon_transfer::{
 };
 use lagoon_transport::{
     Bound, ClusterCa, Node, NodeRole, TransportConfig,
-    direct::{ArenaServer, ExportServer, Landing, MemoryPath, PRIVATE_FOLDER_PREFIX, Path, PathEvent, ReadJob, StreamsConfig, fetch_arena},
+    direct::{
+        ArenaServer, ExportServer, Landing, MemoryPath, PRIVATE_FOLDER_PREFIX, Path, PathEvent, ReadJob, StreamsConfig,
+        fetch_arena,
+    },
 };
 use lagoon_types::{DType, InstanceId, ModelHash};
 use serde_json::{Value, json};

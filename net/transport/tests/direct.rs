@@ -284,9 +284,8 @@ fn a_node_has_its_share_of_direct_connections() {
     let guard = runtime.enter();
     let writer = node_at(loopback(), TransportConfig { direct_node_max: 2, ..TransportConfig::default() });
     writer.node.serve_direct(Some(Arc::clone(&rig.server)));
-    let [reader, other] = ["one", "other"].map(|name| {
-        Node::bind(loopback(), &identity_of(name), TransportConfig::default()).unwrap().into_node()
-    });
+    let [reader, other] = ["one", "other"]
+        .map(|name| Node::bind(loopback(), &identity_of(name), TransportConfig::default()).unwrap().into_node());
     drop(guard);
     let probe = |reader: &Node| {
         let config = StreamsConfig { reader: READER, epoch: rig.epoch, streams: 1 };
