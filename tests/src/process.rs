@@ -91,12 +91,15 @@ pub struct Ended {
 pub fn run(arguments: &[&str]) -> Ended {
     let mut child = lagoon(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let (stdout, stderr) = (collect(child.stdout.take().unwrap()), collect(child.stderr.take().unwrap()));
-    let status = wait(&mut child);
+    let status = wait_for_end(&mut child);
     Ended { code: status.code(), stdout: stdout.recv().unwrap(), stderr: stderr.recv().unwrap() }
 }
 
 /// Waits for the end, for as long as the demo may take on a busy machine.
-fn wait(child: &mut Child) -> std::process::ExitStatus {
+///
+/// # Panics
+/// If it does not come.
+pub fn wait_for_end(child: &mut Child) -> std::process::ExitStatus {
     let deadline = Instant::now() + 3 * TIMEOUT;
     loop {
         if let Some(status) = child.try_wait().unwrap() {
@@ -210,7 +213,7 @@ impl Server {
     /// If it does not.
     #[must_use]
     pub fn ended(&mut self) -> Ended {
-        let status = wait(&mut self.child);
+        let status = wait_for_end(&mut self.child);
         Ended { code: status.code(), stdout: String::new(), stderr: self.stderr.recv_timeout(TIMEOUT).unwrap() }
     }
 

@@ -23,6 +23,7 @@ mod process_cluster;
 mod process_cuda_trial;
 mod process_disaggregated;
 mod process_drain;
+mod process_ends;
 mod process_faults;
 mod process_health;
 mod process_host_tier;

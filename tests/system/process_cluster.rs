@@ -30,7 +30,8 @@ impl Cluster {
         self.serve_at(None, ca, name, model, flags)
     }
 
-    fn serve_at(
+    /// As [`Cluster::serve_with`], on a device of this profile.
+    pub(crate) fn serve_at(
         &self,
         pace: Option<&Path>,
         ca: &TempDir,

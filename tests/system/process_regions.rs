@@ -8,7 +8,7 @@ use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_tests::faults::number;
 use lagoon_tests::golden::max_diff;
 use lagoon_tests::process::{Client, Server, completion, kill, logits, signal, token_ids};
-use lagoon_transport::direct::{ArenaServer, HostError, fetch_arena, fetch_region};
+use lagoon_transport::direct::{ArenaServer, HostError, PRIVATE_FOLDER_PREFIX, fetch_arena, fetch_region};
 use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -170,7 +170,8 @@ fn a_killed_worker_leaves_no_device_memory_mapped() {
 #[test]
 fn a_window_is_handed_out_for_its_token_only() {
     let Some(fake) = crate::cuda::driver("a_window_is_handed_out_for_its_token_only", 3) else { return };
-    let dir = tempfile::tempdir().unwrap();
+    let private = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+    let dir = tempfile::Builder::new().prefix(PRIVATE_FOLDER_PREFIX).permissions(private).tempdir().unwrap();
     let mut device = CudaDevice::open(
         lagoon_cuda::kernels::FATBIN,
         CudaOptions { linear: LinearLayers::Own, ..CudaOptions::default() },

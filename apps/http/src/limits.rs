@@ -51,6 +51,10 @@ pub const MESSAGES_MAX: usize = 16 << 10;
 pub const CONNECTIONS_MAX: usize = 1024;
 /// Maximum of these from one address. (All clients of a reverse proxy share its address.)
 pub const ADDRESS_CONNECTIONS_MAX: usize = 512;
+/// Maximum of a request's header fields; 431 above.
+pub const HEADERS_MAX: usize = 100;
+/// Maximum of a request's line and header fields together, in bytes; 431 above. Also what a connection buffers of a body.
+pub const HEADER_BYTES_MAX: usize = 64 << 10;
 /// Deadline for a request's headers.
 pub const HEADERS_DEADLINE: Duration = Duration::from_secs(30);
 /// Longest time without progress while a client reads; then its connection is closed, and its request cancelled.

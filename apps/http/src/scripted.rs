@@ -205,6 +205,15 @@ const TEMPLATE: &str = "{% for m in messages %}{% if m.content == 'refuse me' %}
 /// When `lagoon_text` refuses it, which a test would like to know.
 #[must_use]
 pub fn byte_tokenizer() -> Tokenizer {
+    normalizing_tokenizer(&Value::Null)
+}
+
+/// As [`byte_tokenizer`], after a normaliser, as `tokenizer.json` has it.
+///
+/// # Panics
+/// As there.
+#[must_use]
+pub fn normalizing_tokenizer(normalizer: &Value) -> Tokenizer {
     let vocabulary: Map<String, Value> =
         (0..=255u8).zip(byte_letters()).map(|(byte, letter)| (letter.to_string(), json!(byte))).collect();
     let special = |id: u32, content: &str| {
@@ -213,7 +222,7 @@ pub fn byte_tokenizer() -> Tokenizer {
     };
     let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
     let file = json!({
-        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": normalizer,
         "added_tokens": [special(BOS, "<bos>"), special(EOS, "<eos>")],
         "pre_tokenizer": byte_level, "decoder": byte_level,
         "post_processor": {

@@ -6,7 +6,10 @@
 use crate::{
     client_addr::ClientAddr,
     keys::{Keys, guard},
-    limits::{ADDRESS_CONNECTIONS_MAX, CONNECTIONS_MAX, DRAIN_DEADLINE, HEADERS_DEADLINE, WRITE_DEADLINE},
+    limits::{
+        ADDRESS_CONNECTIONS_MAX, CONNECTIONS_MAX, DRAIN_DEADLINE, HEADER_BYTES_MAX, HEADERS_DEADLINE, HEADERS_MAX,
+        WRITE_DEADLINE,
+    },
     stalls::Stalls,
     tls::{Io, PoolConnection, PoolPeer, ServerTls},
 };
@@ -182,6 +185,7 @@ async fn connection(
 ) {
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(HEADERS_DEADLINE);
+    http.max_headers(HEADERS_MAX).max_header_size(HEADER_BYTES_MAX).max_buf_size(HEADER_BYTES_MAX);
     let mut connection = pin!(http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router)));
     let (mut superseded, mut is_last) = (pin!(superseded), false);
     let result = loop {
@@ -275,6 +279,34 @@ mod tests {
         client.read_to_string(&mut output).await.unwrap();
         assert!(output.contains("connection: close") && output.ends_with("answered"), "{output}");
         serving.await.unwrap();
+    }
+
+    /// One connection could hold 400 KiB of headers.
+    #[tokio::test]
+    async fn headers_are_bounded_in_number_and_bytes() {
+        let router = Router::new().route("/", axum::routing::get(|| async { "answered" }));
+        let fields = |count: usize, bytes: usize| {
+            let value = "v".repeat(bytes);
+            (0..count).map(|n| format!("x-{n}: {value}\r\n")).collect::<String>()
+        };
+        for (headers, status) in [
+            (fields(HEADERS_MAX - 1, 8), "200"),
+            (fields(HEADERS_MAX + 1, 8), "431"),
+            (fields(1, HEADER_BYTES_MAX / 2), "200"),
+            (fields(1, HEADER_BYTES_MAX), "431"),
+            (fields(40, HEADER_BYTES_MAX / 32), "431"),
+        ] {
+            let (mut client, server) = tokio::io::duplex(1 << 20);
+            let (_stop, stopped) = watch::channel(false);
+            let serving = connection(Box::new(server), router.clone(), stopped, std::future::pending());
+            let serving = tokio::spawn(serving);
+            let request = format!("GET / HTTP/1.1\r\nconnection: close\r\n{headers}\r\n");
+            client.write_all(request.as_bytes()).await.unwrap();
+            let mut output = String::new();
+            client.read_to_string(&mut output).await.unwrap();
+            assert!(output.starts_with(&format!("HTTP/1.1 {status} ")), "{} bytes: {output}", request.len());
+            serving.await.unwrap();
+        }
     }
 
     /// Its addresses are as many as it wants.

@@ -91,17 +91,19 @@ impl ServerState {
     /// Tokenises `text`; refuses it unread if it has more bytes than any prompt of the model.
     pub(crate) fn encode(&self, text: &str, special: bool, asker: &Asker<'_>) -> Result<Vec<u32>, ApiError> {
         asker.check()?;
-        let (tokens, limit) = (self.tokenizer.tokens_min(text.len()), self.engine.info().max_model_tokens);
-        if tokens > limit as usize {
-            let message = format!(
-                "the prompt has {} bytes, which are {tokens} tokens or more, but {CONTEXT} is {limit} tokens\n\
-                 hint: shorten the prompt",
-                text.len()
-            );
-            return Err(ApiError::new(StatusCode::BAD_REQUEST, Some("context_length_exceeded"), message));
-        }
-        let encoded = self.tokenizer.encode(text, special);
-        encoded.map_err(|error| ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_value"), error.to_string()))
+        let (bytes, limit) = (text.len(), self.engine.info().max_model_tokens);
+        let (tokens, bytes_max) = (self.tokenizer.tokens_min(bytes), self.tokenizer.text_bytes_max(limit as usize));
+        let refusal = match (tokens > limit as usize, bytes > bytes_max) {
+            (true, _) => format!("which are {tokens} tokens or more, but {CONTEXT} is {limit} tokens"),
+            (false, true) => format!("but at most {bytes_max} are tokenised where {CONTEXT} is {limit} tokens"),
+            (false, false) => {
+                let encoded = self.tokenizer.encode(text, special);
+                let invalid = |message| ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_value"), message);
+                return encoded.map_err(|error| invalid(error.to_string()));
+            }
+        };
+        let message = format!("the prompt has {bytes} bytes, {refusal}\nhint: shorten the prompt");
+        Err(ApiError::new(StatusCode::BAD_REQUEST, Some("context_length_exceeded"), message))
     }
 }
 

@@ -5,6 +5,7 @@
 //! itself, reads one line of JSON per finding, and kills it at the deadline.
 
 use crate::args::parse_dtype;
+use crate::shutdown;
 use anyhow::Context;
 use lagoon_backend::{Device, DeviceError};
 use lagoon_cuda::kernels::tune::{CONTEXTS, Tuned};
@@ -109,7 +110,8 @@ pub(crate) fn run(args: &CudaTrialArgs) -> anyhow::Result<()> {
     // Exits with the parent, whose end closes this pipe.
     std::thread::spawn(|| {
         let _ = std::io::stdin().read(&mut [0]);
-        std::process::exit(1);
+        // Exit handlers of the driver would wait for a kernel that hangs.
+        shutdown::leave(1);
     });
     if let Err(error) = measure(args) {
         let no_memory = matches!(error.downcast_ref(), Some(DeviceError::OutOfMemory { .. }));

@@ -157,7 +157,7 @@ pub(crate) struct GatewayArgs {
 /// # Errors
 /// When the address cannot be listened on, or the pool's gManager does not answer.
 pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<()> {
-    let stop = crate::shutdown::token(args.exit_with_stdin);
+    let stop = crate::shutdown::token(args.exit_with_stdin)?;
     let metrics = lagoon_http::metrics::install(metrics_table::OF_GATEWAY).context("install the metrics recorder")?;
     let health;
     let router = if args.gmanager.is_empty() {
@@ -175,7 +175,10 @@ pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<()> {
     } else {
         let identity = args.tls.identity(&[NodeRole::Gateway])?;
         let mut client = PoolClient::new(&args.gmanager, &identity)?;
-        let state = client.state().await?;
+        let state = tokio::select! {
+            state = client.state() => state?,
+            () = stop.cancelled() => return Ok(()),
+        };
         let watch = PoolWatch::start(client, state, args.block_tokens, stop.clone());
         let probed = watch.clone();
         let ready = move || if probed.serving().is_empty() { Err("no instance is alive".to_owned()) } else { Ok(()) };

@@ -81,7 +81,7 @@ fn first_instance_by_clock(now: SystemTime) -> u32 {
 
 /// Runs until Ctrl-C.
 pub(crate) async fn run(args: GManagerArgs) -> anyhow::Result<()> {
-    let stop = crate::shutdown::token(args.exit_with_stdin);
+    let stop = crate::shutdown::token(args.exit_with_stdin)?;
     let config = TransportConfig { advertise: args.advertise, ..TransportConfig::default() };
     let Bound { node, mut events, mut partials, mut bulk } =
         Node::bind(args.listen, &args.tls.identity(&[NodeRole::GManager])?, config)

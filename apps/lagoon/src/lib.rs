@@ -47,6 +47,7 @@ mod moment;
 mod node;
 mod node_metrics;
 mod node_status;
+mod numbers;
 mod partial_waits;
 mod path_probe;
 mod permissions;
@@ -72,6 +73,7 @@ mod transfers;
 #[cfg(not(target_os = "linux"))]
 #[path = "transfers_none.rs"]
 mod transfers;
+mod turn;
 mod up;
 mod upstreams;
 mod watch;
@@ -134,6 +136,13 @@ enum Command {
     Reference(reference::ReferenceArgs),
 }
 
+impl Command {
+    /// Whether it may make temporary folders: then it first removes what such commands left that were killed.
+    fn has_scratch(&self) -> bool {
+        matches!(self, Self::Demo(_) | Self::Up(_) | Self::Serve(_) | Self::Doctor(_))
+    }
+}
+
 /// Runs this process's command line; instances run on `devices`.
 pub fn main(devices: &'static dyn Devices) -> ExitCode {
     let cli = Cli::parse();
@@ -141,6 +150,9 @@ pub fn main(devices: &'static dyn Devices) -> ExitCode {
     // Dropped last: flushes the command's log lines.
     let _logging = log::start(&cli.log);
     file_limit::raise();
+    if cli.command.has_scratch() {
+        scratch::sweep_all();
+    }
     dispatch(cli.command, devices).unwrap_or_else(|error| {
         log::notice(&in_words(&error));
         ExitCode::FAILURE

@@ -6,17 +6,19 @@ use crate::lent_memory::{Fetched, Fetches};
 use crate::moment::Moment;
 use crate::node_metrics::{NodeMetrics, record_certificate, record_prefill_times};
 use crate::node_status::{About, NodeStatus};
+use crate::numbers::{Claim, Numbers};
 use crate::partial_waits::PartialWaits;
 use crate::permissions;
 use crate::pool_client::role_name;
 use crate::shutdown;
 use crate::tier_kind::TierKind;
 use crate::transfers::{Completion, Transfers};
+use crate::turn::Turn;
 use anyhow::Context as _;
 use lagoon_backend::DeviceError;
 use lagoon_instance::{Effect, Event, Instance, InstanceStatus, PeerKey, TICK_MS, TransferEffect};
 use lagoon_protocol::{
-    AdminBody, AdminDrain, AdminQuery, BulkFrame, ControlBody, Deregister, DrainOrder, Hello, PartialsFrame,
+    AdminBody, AdminDrain, AdminQuery, BulkFrame, ControlBody, Deregister, DrainOrder, PartialsFrame,
 };
 use lagoon_runner::{Command, ExecutorThread, Report};
 use lagoon_transport::{
@@ -94,6 +96,7 @@ struct Session {
     refusal_logged: bool,
 }
 
+#[derive(Debug)]
 enum Happened {
     Stop,
     Drain,
@@ -132,8 +135,7 @@ pub(crate) struct NodeLoop {
     transfers: Option<Transfers>,
     fetches: Fetches,
     sessions: HashMap<PeerId, Session>,
-    /// By instance id from its Hello: the connected node.
-    numbers: BTreeMap<u32, (PeerId, Subject)>,
+    numbers: Numbers,
     outputs: BTreeMap<SeqId, mpsc::Sender<TokenEvent>>,
     about: About,
     metrics: NodeMetrics,
@@ -150,31 +152,11 @@ pub(crate) struct NodeLoop {
     last: Instant,
     fatal: Option<String>,
     drain: Drain,
-    turn: Turn,
+    turn: Turn<Happened>,
 }
 
 /// Time for an instance that cannot go on to say so.
 const DEREGISTER_DEADLINE: Duration = Duration::from_millis(200);
-/// Things that happen before the other side goes first.
-const TURN_MAX: u32 = 64;
-
-/// Fair order of inputs: network frames go first, and everything else after [`TURN_MAX`] of them, so that peers' frames
-/// do not starve ticks, reports and inputs.
-#[derive(Debug, Default)]
-struct Turn(u32);
-
-impl Turn {
-    /// Counts an input. Returns whether inputs other than the network's go first.
-    fn advance(&mut self) -> bool {
-        self.0 = (self.0 + 1) % (2 * TURN_MAX);
-        self.0 >= TURN_MAX
-    }
-
-    /// Nothing else waits: the network goes first.
-    fn network(&mut self) {
-        self.0 = 0;
-    }
-}
 
 /// A drain requested from this process (SIGTERM).
 #[derive(Debug, Default)]
@@ -206,7 +188,7 @@ impl NodeLoop {
             transfers: None,
             fetches: Fetches::new(),
             sessions: HashMap::new(),
-            numbers: BTreeMap::new(),
+            numbers: Numbers::default(),
             outputs: BTreeMap::new(),
             metrics: NodeMetrics::default(),
             waits: PartialWaits::default(),
@@ -312,7 +294,6 @@ impl NodeLoop {
                 }
                 Happened::DeviceEnded => self.fatal = Some("the device thread has ended".to_owned()),
                 Happened::Partials(Inbound { peer, session, frame }) => {
-                    self.take_net_events();
                     if self.admit(peer, session, |roles| permissions::partials(roles, &frame)) {
                         if let PartialsFrame::Partial { step, layer, .. } = &frame {
                             self.waits.came(*step, *layer, self.last);
@@ -321,7 +302,6 @@ impl NodeLoop {
                     }
                 }
                 Happened::Bulk(Inbound { peer, session, frame }) => {
-                    self.take_net_events();
                     if self.admit(peer, session, |roles| permissions::bulk(roles, &frame)) {
                         self.step(Event::Bulk { peer: PeerKey(peer.0), frame });
                     }
@@ -364,13 +344,16 @@ impl NodeLoop {
                 () = std::future::ready(()) => turn.network(),
             }
         }
+        if let Some(held) = turn.held() {
+            return self.in_order(held);
+        }
         let (events, partials, bulk) = match pool {
             Some(Pool { bound: Bound { events, partials, bulk, .. }, .. }) => {
                 (Some(events), Some(partials), Some(bulk))
             }
             None => (None, None, None),
         };
-        tokio::select! {
+        let happened = tokio::select! {
             biased;
             () = stop.cancelled() => Happened::Stop,
             () = drain.asked.cancelled(), if !drain.begun => Happened::Drain,
@@ -383,6 +366,17 @@ impl NodeLoop {
             _ = tick.tick() => Happened::Tick,
             Some(inbound) = recv(bulk), if instance.takes_bulk() => Happened::Bulk(inbound),
             () = tokio::task::yield_now(), if polls => Happened::Nothing,
+        };
+        self.in_order(happened)
+    }
+
+    /// A data frame comes after the events that wait: it may have overtaken its session's announcement.
+    fn in_order(&mut self, happened: Happened) -> Happened {
+        match (&happened, &mut self.pool) {
+            (Happened::Partials(_) | Happened::Bulk(_), Some(pool)) => {
+                self.turn.in_order(happened, pool.bound.events.try_recv().map(Happened::Net))
+            }
+            _ => happened,
         }
     }
 
@@ -416,16 +410,6 @@ impl NodeLoop {
         self.pool.as_ref().map(|p| &p.bound.node)
     }
 
-    /// Handles waiting session events: a frame may have overtaken its session's announcement.
-    fn take_net_events(&mut self) {
-        // Only those waiting now: more may arrive for ever.
-        let waiting = self.pool.as_ref().map_or(0, |p| p.bound.events.len());
-        for _ in 0..waiting {
-            let Some(event) = self.pool.as_mut().and_then(|p| p.bound.events.try_recv()) else { return };
-            self.on_net(event);
-        }
-    }
-
     /// Admits a frame for the instance if its session is current and the peer's certificate allows it. Logs a session's
     /// first refusal.
     fn admit(&mut self, peer: PeerId, session: u64, may: impl Fn(Roles) -> bool) -> bool {
@@ -437,24 +421,32 @@ impl NodeLoop {
         may
     }
 
-    /// Admits a peer's control message for the instance if the peer's certificate allows it. A Hello takes its instance
-    /// id, which belongs to its holder while that is connected.
+    /// Admits a peer's control message for the instance. A Hello with a number that is another's waits until it is not.
     fn admit_control(&mut self, peer: PeerId, body: &ControlBody) -> bool {
+        let reached = self.node().is_some_and(|node| node.is_reached(peer));
         let Some(session) = self.sessions.get_mut(&peer) else { return false };
         if let Err(reason) = permissions::at_instance(session.subject.roles, body) {
             session.refuse(peer, &reason);
             return false;
         }
-        if let ControlBody::Hello(Hello { instance, .. }) = body {
-            if let Some((_, holder)) = self.numbers.get(instance).filter(|(_, holder)| *holder != session.subject) {
-                let reason = format!("it says that it is instance {instance}, which is of node {:?}", holder.node);
-                session.refuse(peer, &reason);
-                return false;
-            }
-            self.numbers.retain(|_, (of, _)| *of != peer);
-            self.numbers.insert(*instance, (peer, session.subject.clone()));
+        let ControlBody::Hello(hello) = body else { return true };
+        let claim = Claim { number: hello.instance, peer, subject: &session.subject, reached };
+        let claimed = self.numbers.claim(claim, Instant::now());
+        if let Err(reason) = &claimed {
+            session.refuse(peer, reason);
+            self.numbers.wait(peer, &session.subject, hello);
         }
-        true
+        claimed.is_ok()
+    }
+
+    /// Handles Hellos that were refused, where their numbers are free now.
+    fn claim_again(&mut self) {
+        for (peer, hello) in self.numbers.waiting() {
+            let body = ControlBody::Hello(hello);
+            if self.admit_control(peer, &body) {
+                self.step(Event::Control { peer: PeerKey(peer.0), body });
+            }
+        }
     }
 
     fn on_net(&mut self, event: NetEvent) {
@@ -472,7 +464,7 @@ impl NodeLoop {
             }
             NetEvent::Down { peer, reason, .. } => {
                 self.sessions.remove(&peer);
-                self.numbers.retain(|_, (of, _)| *of != peer);
+                self.numbers.down(peer, Instant::now());
                 match &mut self.leader {
                     Some(leader) if leader.is_gmanager(peer) => {
                         if leader.on_down(peer) {
@@ -624,6 +616,7 @@ impl NodeLoop {
         if self.drain.begun {
             self.order_drain();
         }
+        self.claim_again();
         let rtts: Vec<(PeerId, Duration)> = self
             .node()
             .map(|node| self.sessions.keys().filter_map(|p| Some((*p, node.rtt(*p)?))).collect())
@@ -688,7 +681,7 @@ impl NodeLoop {
             Effect::Transfer(effect) => {
                 let transfers = self.transfers.as_mut()?;
                 if let TransferEffect::ToWriter { from, body: ControlBody::TransferConnect(_) } = &effect
-                    && let Some((_, subject)) = self.numbers.get(&from.0)
+                    && let Some(subject) = self.numbers.holder(from.0)
                 {
                     transfers.reader_is(*from, subject);
                 }
@@ -715,11 +708,14 @@ impl NodeLoop {
         }
     }
 
-    fn connect(&self, instance: InstanceId, quic_addr: &str) {
-        let Some(node) = self.node() else { return };
+    fn connect(&mut self, instance: InstanceId, quic_addr: &str) {
+        let Some(pool) = &self.pool else { return };
         match quic_addr.parse() {
-            // All classes at once: a query must not wait for a handshake.
-            Ok(addr) => drop(node.connect(addr, &[Class::Control, Class::Partials, Class::Bulk])),
+            Ok(addr) => {
+                // All classes at once: a query must not wait for a handshake.
+                let peer = pool.bound.node.connect(addr, &[Class::Control, Class::Partials, Class::Bulk]);
+                peer.into_iter().for_each(|peer| self.numbers.advised(instance.0, peer, Instant::now()));
+            }
             Err(error) => tracing::warn!(%instance, quic_addr, %error, "a candidate has no usable address"),
         }
     }

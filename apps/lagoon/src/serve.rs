@@ -355,7 +355,8 @@ fn check_frames(config: &InstanceConfig, pooled: bool) -> anyhow::Result<()> {
 /// Runs until Ctrl-C, SIGTERM, or with --exit-with-stdin the end of standard input.
 pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Result<()> {
     check(&args)?;
-    let Ending { drain, stop } = shutdown::graceful(args.exit_with_stdin, Duration::from_secs(args.drain_timeout_s));
+    let ending = shutdown::graceful(args.exit_with_stdin, Duration::from_secs(args.drain_timeout_s))?;
+    let stop = ending.stop.clone();
     let dir = {
         let name = args.model.clone();
         tokio::task::spawn_blocking(move || resolve(&name)).await??
@@ -403,9 +404,10 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
         .polling(Duration::from_micros(args.engine.poll_us))
         .with_device_timeout(Duration::from_secs(args.engine.device_timeout_s))
         .transferring(transfers.map(|transfers| transfers.announcing(!args.json)))
-        .draining_on(drain.clone());
+        .draining_on(ending.drain.clone());
     let source = StatusSource { engine, beside: beside.iter().map(Tier::status).collect() };
     let (router, health) = router(&args, &dir, &model, source, &stop)?;
+    ending.serves();
     announce(
         &args,
         &model,
@@ -415,8 +417,8 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     )?;
     let of_pool = port::pool_files(&args.tls, port::is_gateway).filter(|_| !args.gmanager.is_empty());
     let port = args.port.port(listener, args.api_key.as_deref(), of_pool)?;
-    let server = lagoon_http::serve(port, router, stop.clone().cancelled_owned());
-    let loops = run_loops((loop_thread, node), beside, Ending { drain, stop });
+    let server = lagoon_http::serve(port, router, stop.cancelled_owned());
+    let loops = run_loops((loop_thread, node), beside, ending);
     let (served, looped) = tokio::join!(server, loops);
     served.context("serve HTTP")?;
     looped

@@ -114,7 +114,7 @@ pub(crate) fn instances_bar(count: usize) -> ProgressBar {
 
 /// Runs until Ctrl-C.
 pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
-    let stop = crate::shutdown::token(args.exit_with_stdin);
+    let stop = crate::shutdown::token(args.exit_with_stdin)?;
     let wanted = args.wanted(&placement::spread(args.engine.args.backend, &args.engine.args.device)?);
     let ca = EphemeralCa::new()?;
     let (dir, name) = match &args.model {

@@ -8,7 +8,10 @@ use lagoon_transfer::{
 };
 use lagoon_transport::{
     Bound, ClusterCa, Node, NodeRole, TransportConfig,
-    direct::{ArenaServer, ExportServer, Landing, MemoryPath, Path, PathEvent, ReadJob, StreamsConfig, fetch_arena},
+    direct::{
+        ArenaServer, ExportServer, Landing, MemoryPath, PRIVATE_FOLDER_PREFIX, Path, PathEvent, ReadJob, StreamsConfig,
+        fetch_arena,
+    },
 };
 use lagoon_types::{DType, InstanceId, ModelHash};
 use serde_json::{Value, json};
@@ -52,6 +55,7 @@ pub(crate) struct Rig {
     local: SharedArena,
     checks: Vec<Check>,
     arenas: ArenaServer,
+    _folder: tempfile::TempDir,
     runtime: tokio::runtime::Runtime,
     far: tokio::runtime::Runtime,
     writer_node: Bound,
@@ -104,13 +108,27 @@ impl Rig {
         let regions: [Arc<dyn Region>; 1] = [Arc::new(remote.clone())];
         let checks = (0..blocks).map(|block| check_block(&layout, &view, block, TOKENS, &regions));
         let checks = checks.collect::<Result<_, _>>()?;
-        let socket = std::env::temp_dir().join(format!("lagoon-bench-{}-{block_bytes}-{blocks}", std::process::id()));
-        let arenas = ArenaServer::start(&socket, &[(0, remote.clone())])?;
+        let private = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        let folder = tempfile::Builder::new().prefix(PRIVATE_FOLDER_PREFIX).permissions(private).tempdir()?;
+        let arenas = ArenaServer::start(&folder.path().join("arena"), &[(0, remote.clone())])?;
         let build = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let (runtime, far) = (build()?, build()?);
         let ca = ClusterCa::generate("bench")?;
         let (writer_node, reader_node) = (node(&ca, &far)?, node(&ca, &runtime)?);
-        Ok(Self { layout, block_bytes, blocks, remote, local, checks, arenas, runtime, far, writer_node, reader_node })
+        Ok(Self {
+            layout,
+            block_bytes,
+            blocks,
+            remote,
+            local,
+            checks,
+            arenas,
+            _folder: folder,
+            runtime,
+            far,
+            writer_node,
+            reader_node,
+        })
     }
 
     pub(crate) fn bytes(&self) -> u64 {

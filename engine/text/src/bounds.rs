@@ -1,7 +1,8 @@
 //! How few tokens a text can have, from its length alone.
 //!
 //! A token stands for at most as many bytes of a text as the longest entry of the vocabulary has, if nothing of the text is dropped
-//! on the way to tokens and its normaliser does not shorten it. Where that is not certain of a tokenizer, there is no bound.
+//! on the way to tokens and its normaliser does not shorten it. Where that is not certain of a tokenizer, texts have any length in
+//! theory; those of more than [`UNCERTAIN_SHORTENS`] times as many bytes are refused all the same, before they are tokenised.
 
 use crate::convert::{Inner, TextNormalizer};
 use crate::pieces::{Scheme, letters};
@@ -10,6 +11,29 @@ use tokenizers::ModelWrapper;
 
 /// How much shorter composition (NFC) makes UTF-8 at most: 3.5 times, U+1FBE U+0308 U+0301 (7 bytes) to U+0390 (2 bytes).
 const NFC_SHORTENS: usize = 4;
+
+/// What a text may be longer than its tokens where normalisation is not known. Compatibility composition (NFKC) shortens UTF-8 at most
+/// four times (letters of mathematics); as much again is for white space, accents and marks that a normaliser drops.
+const UNCERTAIN_SHORTENS: usize = 16;
+/// Bytes of a text for a token there at least: whole words may be one token, known or not.
+const UNCERTAIN_BYTES_MIN: usize = 1 << 10;
+
+/// Bytes of a text for each token of the context, above which it is not tokenised: what a token stands for, or is assumed to.
+pub(crate) fn text_bytes_a_token(certain: Option<usize>, inner: &Inner, scheme: &Scheme) -> usize {
+    certain.unwrap_or_else(|| longest(inner, scheme).saturating_mul(UNCERTAIN_SHORTENS).max(UNCERTAIN_BYTES_MIN))
+}
+
+/// Bytes of the longest entry of the vocabulary.
+fn longest(inner: &Inner, scheme: &Scheme) -> usize {
+    let added = inner.get_added_tokens_decoder();
+    let length = |token: &String| match scheme {
+        Scheme::ByteLevel if inner.token_to_id(token).is_none_or(|id| !added.contains_key(&id)) => {
+            token.chars().count()
+        }
+        _ => token.len(),
+    };
+    inner.get_vocab(true).keys().map(length).max().unwrap_or(0)
+}
 
 /// Bytes of a text that one token stands for at most; `None` where texts of any length may have few tokens.
 pub(crate) fn token_bytes_max(inner: &Inner, scheme: &Scheme) -> Option<usize> {
@@ -25,14 +49,7 @@ pub(crate) fn token_bytes_max(inner: &Inner, scheme: &Scheme) -> Option<usize> {
     if !kept || greedy || !knows_all_bytes(inner, scheme) {
         return None;
     }
-    let length = |token: &String| match scheme {
-        Scheme::ByteLevel if inner.token_to_id(token).is_none_or(|id| !added.contains_key(&id)) => {
-            token.chars().count()
-        }
-        _ => token.len(),
-    };
-    let longest = inner.get_vocab(true).keys().map(length).max()?;
-    longest.checked_mul(shortens).filter(|bytes| *bytes > 0)
+    longest(inner, scheme).checked_mul(shortens).filter(|bytes| *bytes > 0)
 }
 
 /// Whether there is a token for every byte, so that no part of a text is unknown.

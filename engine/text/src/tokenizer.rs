@@ -1,6 +1,6 @@
 //! Tokenizer of a model: `tokenizer.json` or what stands in for it, with `tokenizer_config.json`.
 
-use crate::bounds::token_bytes_max;
+use crate::bounds::{text_bytes_a_token, token_bytes_max};
 use crate::convert::{self, Inner};
 use crate::detokenize::Assembly;
 use crate::pieces::Scheme;
@@ -105,6 +105,8 @@ pub struct Tokenizer {
     vocab: usize,
     /// Bytes of a text that one token stands for at most, if that is known.
     token_bytes_max: Option<usize>,
+    /// Bytes of a text for each token of a context, above which it is refused.
+    text_bytes_a_token: usize,
 }
 
 /// Correction of the post-processor's beginning-of-sequence token when special tokens are requested.
@@ -166,7 +168,8 @@ impl Tokenizer {
         };
         let vocab = inner.get_vocab_size(true);
         let token_bytes_max = token_bytes_max(&inner, &scheme);
-        Ok(Self { inner, scheme, special_ids, bos_id, eos_id, bos, vocab, token_bytes_max })
+        let text_bytes_a_token = text_bytes_a_token(token_bytes_max, &inner, &scheme);
+        Ok(Self { inner, scheme, special_ids, bos_id, eos_id, bos, vocab, token_bytes_max, text_bytes_a_token })
     }
 
     /// Token ids of `text`. `special` adds the tokens that the model's tokenizer puts around a text (mostly
@@ -190,6 +193,13 @@ impl Tokenizer {
     #[must_use]
     pub fn tokens_min(&self, text_bytes: usize) -> usize {
         self.token_bytes_max.map_or(0, |longest| text_bytes.div_ceil(longest))
+    }
+
+    /// Bytes of the longest text to tokenise for a context of so many tokens. Where [`Tokenizer::tokens_min`] knows no bound, a
+    /// longer text might fit in theory, if nearly all of it was white space, accents or the like that the normaliser drops.
+    #[must_use]
+    pub fn text_bytes_max(&self, tokens: usize) -> usize {
+        tokens.saturating_mul(self.text_bytes_a_token).min(ENCODE_BYTES_MAX)
     }
 
     /// The text of `ids`. Unknown ids give no text, nor do special tokens with `skip_special`.

@@ -2,6 +2,7 @@
 
 use crate::{
     Event, NodeRole, Subject, close,
+    direct::Opened,
     incoming::{Entry, Place},
     node::{Shared, read_preface},
     peer::Remote,
@@ -138,9 +139,11 @@ impl Shared {
             refuse(close::LIMIT, "nothing is exported here");
             return Err("a direct connection, but nothing is exported here".to_owned());
         };
-        let entry = self
-            .enter_direct(&subject, &connection, READS_WINDOW_BYTES)
-            .inspect_err(|reason| refuse(close::IDENTITY, reason))?;
+        let entered = self.enter_direct(&subject, Opened::There, &connection, READS_WINDOW_BYTES);
+        let entry = entered.map_err(|(code, reason)| {
+            refuse(code, &reason);
+            reason
+        })?;
         let mut answer = self.preface_of(DIRECT_CODE, 0)?;
         send.write_all_chunks(&mut answer).await.map_err(|error| format!("answering a preface: {error}"))?;
         self.spawn_direct(server, (place, entry), (subject, connection), (send, recv, rest));

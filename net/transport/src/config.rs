@@ -60,6 +60,8 @@ pub struct TransportConfig {
     pub handshakes_address_max: usize,
     /// Accepted connections from one IPv4 address or /64 network of IPv6.
     pub connections_address_max: usize,
+    /// Accepted direct connections of one node (certificate).
+    pub direct_node_max: usize,
 }
 
 impl Default for TransportConfig {
@@ -88,6 +90,7 @@ impl Default for TransportConfig {
             handshakes_unproven_max: 32,
             handshakes_address_max: 64,
             connections_address_max: limits::INSTANCES_MAX * 4,
+            direct_node_max: limits::DIRECT_CONNECTIONS_NODE_MAX,
         }
     }
 }

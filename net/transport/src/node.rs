@@ -301,6 +301,12 @@ impl Node {
         self.shared().peer(peer)?.rtt()
     }
 
+    /// Whether this node has dialed the peer in the present session: then it is at its address, and does not only announce it.
+    #[must_use]
+    pub fn is_reached(&self, peer: PeerId) -> bool {
+        self.shared().peer(peer).is_some_and(|peer| peer.reached.load(Relaxed))
+    }
+
     /// What was sent to and received from a peer in one class, over all its sessions.
     #[must_use]
     pub fn stats(&self, peer: PeerId, class: Class) -> Option<ClassStats> {

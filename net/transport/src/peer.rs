@@ -6,7 +6,7 @@ use quinn::Connection;
 use std::{
     net::SocketAddr,
     pin::pin,
-    sync::{Arc, OnceLock},
+    sync::{Arc, OnceLock, atomic::AtomicBool},
     time::{Duration, Instant},
 };
 use tokio::sync::Notify;
@@ -97,6 +97,8 @@ pub(crate) struct Peer {
     links: [Link; 3],
     /// A role without which nobody is this peer.
     required: OnceLock<NodeRole>,
+    /// A connection of the session was dialed by us: the peer is at `addr`, and does not only say so.
+    pub(crate) reached: AtomicBool,
     /// For getters that must not wait for the session's lock.
     pub(crate) rtt_source: std::sync::Mutex<Option<Connection>>,
 }
@@ -110,6 +112,7 @@ impl Peer {
             ending: Notify::new(),
             links: Class::ALL.map(Link::new),
             required: OnceLock::new(),
+            reached: AtomicBool::new(false),
             rtt_source: std::sync::Mutex::default(),
         })
     }

@@ -18,7 +18,7 @@ use lagoon_wire::{Class, Frame, FrameReader, encode};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use std::{
     future::poll_fn,
-    sync::{Arc, PoisonError},
+    sync::{Arc, PoisonError, atomic::Ordering::Relaxed},
     time::{Duration, Instant},
 };
 
@@ -138,6 +138,9 @@ impl Shared {
         if let Some(place) = session.slots.get_mut(class.index()) {
             *place = Some(slot);
         }
+        if dialed {
+            peer.reached.store(true, Relaxed);
+        }
         let prefer = class == Class::Partials;
         let mut source = peer.rtt_source.lock().unwrap_or_else(PoisonError::into_inner);
         if prefer || source.is_none() {
@@ -241,6 +244,7 @@ impl Shared {
             alive.end();
         }
         (session.subject, session.pin) = (None, None);
+        peer.reached.store(false, Relaxed);
         self.forget_aliases(peer);
         for class in Class::ALL {
             if session.slots.get_mut(class.index()).and_then(Option::take).is_some() {

@@ -9,7 +9,7 @@ use lagoon_transfer::{
     WriterConfig, WriterOutput, check_block,
 };
 use lagoon_transport::direct::{ExportServer, Landing, MemoryPath, Path, PathEvent, Probe, ReadJob, StreamsConfig};
-use lagoon_transport::{Bound, Node};
+use lagoon_transport::{Bound, Node, TransportConfig};
 use lagoon_types::{DType, InstanceId, ModelHash};
 use std::{
     collections::BTreeMap,
@@ -218,19 +218,17 @@ fn within_a_process() {
 #[cfg(target_os = "linux")]
 #[test]
 fn over_shared_memory() {
-    use lagoon_transport::direct::{ArenaServer, fetch_arena};
+    use lagoon_transport::direct::{ArenaServer, PRIVATE_FOLDER_PREFIX, fetch_arena};
     let remote = arenas();
-    let dir = std::env::temp_dir().join(format!("lagoon-direct-{}", std::process::id()));
-    std::fs::create_dir_all(&dir).unwrap();
+    let private = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+    let dir = tempfile::Builder::new().prefix(PRIVATE_FOLDER_PREFIX).permissions(private).tempdir().unwrap();
     let offered: Vec<_> = remote.iter().cloned().zip(0..).map(|(arena, region)| (region, arena)).collect();
-    let server = ArenaServer::start(&dir.join("arenas.sock"), &offered).unwrap();
+    let server = ArenaServer::start(&dir.path().join("arenas.sock"), &offered).unwrap();
     let mut rig = Rig::new(regions(&remote), regions(&arenas()), WriterConfig::default());
     let bytes = u64::from(BLOCKS) * BLOCK_BYTES as u64;
     let views = server.arenas().iter().map(|arena| fetch_arena(arena, bytes).unwrap()).collect();
     rig.path = Some(Box::new(MemoryPath::shared(views, 2, &rig.landing()).unwrap()));
     rig.whole_transfer();
-    drop(server);
-    std::fs::remove_dir_all(dir).unwrap();
 }
 
 struct Nodes {
@@ -275,6 +273,50 @@ fn nobody_reads_in_another_nodes_name() {
     let down = rig.events.1.recv_timeout(TIMEOUT).unwrap();
     assert!(matches!(&down, PathEvent::Down { reason } if reason.contains("of node \"another\"")), "{down:?}");
     nodes.runtime.shutdown_timeout(Duration::from_secs(1));
+}
+
+/// One node could take all the connections that a writer has.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_node_has_its_share_of_direct_connections() {
+    let rig = Rig::new(regions(&arenas()), regions(&arenas()), WriterConfig::default());
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let guard = runtime.enter();
+    let writer = node_at(loopback(), TransportConfig { direct_node_max: 2, ..TransportConfig::default() });
+    writer.node.serve_direct(Some(Arc::clone(&rig.server)));
+    let [reader, other] = ["one", "other"]
+        .map(|name| Node::bind(loopback(), &identity_of(name), TransportConfig::default()).unwrap().into_node());
+    drop(guard);
+    let probe = |reader: &Node| {
+        let config = StreamsConfig { reader: READER, epoch: rig.epoch, streams: 1 };
+        runtime.block_on(reader.probe_direct(writer.node.local_addr(), config, 1 << 10, 1e15))
+    };
+    let config = StreamsConfig { reader: READER, epoch: rig.epoch, streams: 2 };
+    let held = reader.open_direct(writer.node.local_addr(), config, &rig.landing());
+    // One read on each: both are accepted when both are answered.
+    for read in 0..2 {
+        let remote = lagoon_transfer::Remote { region: 0, offset: 0, bytes: 100 };
+        let transaction = lagoon_transfer::Transaction {
+            segments: vec![lagoon_transfer::Segment { export: 77, remote }],
+            bytes: 100,
+            local: Some(lagoon_transfer::Local { region: 0, offset: 0 }),
+            parts: Vec::new(),
+        };
+        held.read(ReadJob { read, transaction: Arc::new(transaction), pulls: BTreeMap::new() });
+    }
+    for _ in 0..2 {
+        let event = rig.events.1.recv_timeout(TIMEOUT).unwrap();
+        assert!(matches!(event, PathEvent::Read { result: Err(_), .. }), "{event:?}");
+    }
+    let refused = probe(&reader).unwrap_err();
+    assert!(refused.contains("has 2 direct connections, its most"), "{refused}");
+    probe(&other).unwrap();
+    drop(held);
+    let deadline = Instant::now() + TIMEOUT;
+    while probe(&reader).is_err() {
+        assert!(Instant::now() < deadline);
+    }
+    runtime.shutdown_timeout(Duration::from_secs(1));
 }
 
 /// The writer's owner is a thread that does not run for a second: reads of what it exported proceed all the while.

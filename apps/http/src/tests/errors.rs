@@ -5,6 +5,7 @@ use crate::scripted::{self, ScriptedEngine, state};
 use lagoon_types::RequestError;
 use serde_json::{Value, json};
 use std::fmt::Write;
+use std::sync::Arc;
 
 #[tokio::test]
 async fn requests_that_are_wrong() {
@@ -117,6 +118,23 @@ async fn what_no_context_holds_is_refused_by_its_length() {
     insta::assert_snapshot!(out);
     let counted = client.post("/tokenize", json!({"prompt": "a".repeat(2560), "add_special_tokens": false})).await;
     assert_eq!(counted.json()["count"], 2560);
+}
+
+/// A whole body of text was tokenised where the normaliser might drop nearly all of it.
+#[tokio::test]
+async fn texts_have_a_bound_where_their_tokens_have_none() {
+    let tokenizer = scripted::normalizing_tokenizer(&json!({"type": "Strip", "strip_left": true, "strip_right": true}));
+    assert_eq!(tokenizer.tokens_min(1 << 20), 0);
+    // 1 KiB a token: more than 16 times the longest one.
+    let most = tokenizer.text_bytes_max(512);
+    assert_eq!(most, 512 << 10);
+    let state = state(ScriptedEngine::saying("ok"));
+    let client = Client::new(crate::ServerState { tokenizer: Arc::new(tokenizer), ..state }).await;
+    let spaces = |count: usize| json!({"prompt": " ".repeat(count) + "a", "add_special_tokens": false});
+    assert_eq!(client.post("/tokenize", spaces(most - 1)).await.json()["count"], 1);
+    let refused = client.post("/tokenize", spaces(most)).await;
+    assert_eq!((refused.status, &refused.json()["error"]["code"]), (400, &Value::from("context_length_exceeded")));
+    assert!(refused.text.contains("has 524289 bytes, but at most 524288"), "{}", refused.text);
 }
 
 /// A token's text takes many times the bytes of its id.

@@ -1,5 +1,6 @@
 //! Handing arenas, of the host's memory or of a device's, to readers on the same host: a unix socket, a token, a descriptor.
 
+use super::PRIVATE_FOLDER_PREFIX;
 use lagoon_backend::{ArenaView, DeviceError, PeerMemory, PeerRegion, SharedArena, SharedRegion};
 use lagoon_protocol::TransferArena;
 use rustix::net::{
@@ -7,13 +8,13 @@ use rustix::net::{
     recvmsg, sendmsg, sockopt::socket_peercred,
 };
 use std::{
-    fs::File,
+    fs::{self, File, Metadata},
     io::{self, IoSlice, IoSliceMut, Read, Write},
     mem::MaybeUninit,
     os::{
         fd::AsFd,
         unix::{
-            fs::PermissionsExt,
+            fs::{FileTypeExt, MetadataExt, PermissionsExt},
             net::{UnixListener, UnixStream},
         },
     },
@@ -39,6 +40,8 @@ const AT_ONCE_MAX: usize = 16;
 pub enum HostError {
     #[error("{what}: {source}")]
     Io { what: &'static str, source: io::Error },
+    #[error("{} is no socket that Lagoon has made for this user: {why}", socket.display())]
+    Place { socket: PathBuf, why: &'static str },
     #[error("the owner of the memory refused the token")]
     Refused,
     #[error("the token has {0} bytes, a token has 32")]
@@ -57,17 +60,14 @@ fn io_error(what: &'static str) -> impl Fn(io::Error) -> HostError {
 /// namespace, the user. Empty where that is unknown; such processes share nothing.
 #[must_use]
 pub fn host_identity() -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-    let mounts = std::fs::read_link("/proc/self/ns/mnt");
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    let mounts = fs::read_link("/proc/self/ns/mnt");
     let (Ok(boot), Ok(mounts)) = (boot, mounts) else { return String::new() };
     format!("{}/{}/{}", boot.trim(), mounts.display(), rustix_uid())
 }
 
 fn rustix_uid() -> u32 {
-    std::os::unix::fs::MetadataExt::uid(&match std::fs::metadata("/proc/self") {
-        Ok(metadata) => metadata,
-        Err(_) => return u32::MAX,
-    })
+    fs::metadata("/proc/self").map_or(u32::MAX, |metadata| metadata.uid())
 }
 
 struct Offered {
@@ -85,7 +85,7 @@ pub struct ArenaServer {
 }
 
 impl ArenaServer {
-    /// Listens on a new socket `socket`, in a directory that only this user may enter, and hands out arenas by the numbers of
+    /// Listens on a new socket `socket`, in a directory `lagoon-…` that only this user may enter, and hands out arenas by the numbers of
     /// their regions.
     ///
     /// # Errors
@@ -109,8 +109,8 @@ impl ArenaServer {
 
     fn offer(socket: &Path, memory: Vec<(TransferArena, File)>) -> Result<Self, HostError> {
         let listener = UnixListener::bind(socket).map_err(io_error("listening on a unix socket"))?;
-        let private = std::fs::Permissions::from_mode(0o600);
-        std::fs::set_permissions(socket, private).map_err(io_error("making the socket private"))?;
+        let private = fs::Permissions::from_mode(0o600);
+        fs::set_permissions(socket, private).map_err(io_error("making the socket private"))?;
         let (mut offered, mut reported) = (Vec::new(), Vec::new());
         for (of, file) in memory {
             let token: [u8; TOKEN_BYTES] = rand::random();
@@ -136,7 +136,7 @@ impl Drop for ArenaServer {
         self.stop.store(true, SeqCst);
         // Wakes the thread; a failure means that it is gone already.
         drop(UnixStream::connect(&self.socket));
-        drop(std::fs::remove_file(&self.socket));
+        drop(fs::remove_file(&self.socket));
     }
 }
 
@@ -215,12 +215,38 @@ pub fn fetch_memory(offer: &TransferArena) -> Result<PeerMemory, HostError> {
     Ok(PeerMemory { device, bytes: offer.bytes, descriptor: fetch(offer)?.into() })
 }
 
+/// Checks that a path which a peer sent is that of an arena's socket. Others of this user's sockets (an agent's, a bus) must not get
+/// bytes that a peer chose.
+fn check_place(socket: &Path) -> Result<(), HostError> {
+    let refuse = |why| Err(HostError::Place { socket: socket.to_owned(), why });
+    let own = rustix_uid();
+    let folder = socket.parent().filter(|folder| folder.is_absolute());
+    let name = folder.and_then(Path::file_name).map(|name| name.to_string_lossy());
+    let (Some(folder), Some(true)) = (folder, name.map(|name| name.starts_with(PRIVATE_FOLDER_PREFIX))) else {
+        return refuse("it is not in a folder lagoon-…");
+    };
+    let is_private = |meta: &Metadata| meta.is_dir() && meta.uid() == own && meta.mode() & 0o077 == 0;
+    if !fs::symlink_metadata(folder).is_ok_and(|meta| is_private(&meta)) {
+        return refuse("its folder is not this user's alone");
+    }
+    let is_own = |meta: &Metadata| meta.file_type().is_socket() && meta.uid() == own;
+    if !fs::symlink_metadata(socket).is_ok_and(|meta| is_own(&meta)) {
+        return refuse("it is no socket of this user");
+    }
+    Ok(())
+}
+
 /// The descriptor that a writer hands out for an offer's token.
 fn fetch(offer: &TransferArena) -> Result<File, HostError> {
     if offer.token.len() != TOKEN_BYTES {
         return Err(HostError::Token(offer.token.len()));
     }
+    check_place(Path::new(&offer.socket))?;
     let mut stream = UnixStream::connect(&offer.socket).map_err(io_error("connecting to the writer's socket"))?;
+    let peer = socket_peercred(&stream).map_err(|error| io_error("asking who the writer is")(error.into()))?;
+    if peer.uid.as_raw() != rustix_uid() {
+        return Err(HostError::Refused);
+    }
     stream.set_read_timeout(Some(TIMEOUT)).map_err(io_error("setting a deadline"))?;
     stream.set_write_timeout(Some(TIMEOUT)).map_err(io_error("setting a deadline"))?;
     stream.write_all(&offer.token).map_err(io_error("sending the token"))?;
@@ -241,11 +267,48 @@ fn fetch(offer: &TransferArena) -> Result<File, HostError> {
 mod tests {
     use super::*;
 
+    fn folder(prefix: &str) -> tempfile::TempDir {
+        tempfile::Builder::new().prefix(prefix).permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap()
+    }
+
+    /// A peer named any socket of this user, and its token was written there.
+    #[test]
+    fn only_arenas_sockets_are_connected_to() {
+        let fetched = |socket: &Path| {
+            let offer = TransferArena {
+                token: vec![7; TOKEN_BYTES],
+                socket: socket.display().to_string(),
+                ..TransferArena::default()
+            };
+            fetch(&offer).map(drop)
+        };
+        let (agent, own) = (folder("agent-"), folder(PRIVATE_FOLDER_PREFIX));
+        let sockets = [agent.path().join("a"), own.path().join("a")];
+        let [other, arena] = sockets.each_ref().map(|socket| UnixListener::bind(socket).unwrap());
+        other.set_nonblocking(true).unwrap();
+        let (link, file) = (own.path().join("link"), own.path().join("file"));
+        std::os::unix::fs::symlink(&sockets[0], &link).unwrap();
+        File::create_new(&file).unwrap();
+        for socket in [&sockets[0], &PathBuf::from("a"), &link, &file] {
+            let refused = fetched(socket).unwrap_err();
+            assert!(matches!(refused, HostError::Place { .. }), "{}: {refused}", socket.display());
+        }
+        assert_eq!(other.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock, "nobody connected");
+        let read = thread::spawn(move || {
+            let mut token = [0; TOKEN_BYTES];
+            arena.accept().unwrap().0.read_exact(&mut token).unwrap();
+            token
+        });
+        assert!(fetched(&sockets[1]).is_err());
+        assert_eq!(read.join().unwrap(), [7; TOKEN_BYTES]);
+        fs::set_permissions(own.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(matches!(fetched(&sockets[1]), Err(HostError::Place { .. })), "others may enter");
+    }
+
     #[test]
     fn a_descriptor_is_handed_out_for_its_token_only() {
-        let dir = std::env::temp_dir().join(format!("lagoon-arena-{}", std::process::id()));
-        std::fs::create_dir_all(&dir).unwrap();
-        let socket = dir.join("a.sock");
+        let dir = folder(PRIVATE_FOLDER_PREFIX);
+        let socket = dir.path().join("a.sock");
         let arenas = [(0, SharedArena::new(4096, 64).unwrap()), (1, SharedArena::new(8192, 64).unwrap())];
         arenas[1].1.fill(100, 3, &mut |target| target.copy_from_slice(b"abc")).unwrap();
         let server = ArenaServer::start(&socket, &arenas).unwrap();
@@ -265,6 +328,5 @@ mod tests {
         // What was mapped stays.
         view.copy(100, &mut out, None).unwrap();
         assert!(!host_identity().is_empty() && host_identity() == host_identity());
-        std::fs::remove_dir_all(dir).unwrap();
     }
 }

@@ -22,13 +22,17 @@ mod streams;
 #[cfg(target_os = "linux")]
 pub use host::{ArenaServer, HostError, fetch_arena, fetch_memory, fetch_region, host_identity};
 pub use memory::MemoryPath;
-pub(crate) use open::{DirectConnections, OpenDirect};
+pub(crate) use open::{DirectConnections, OpenDirect, Opened};
 pub use probe::Probe;
 pub use serve::ExportServer;
 pub use streams::{QuicPath, StreamsConfig};
 
 use lagoon_transfer::{Landed, Lander, Pulls, ReadFailure, Region, RegionError, Transaction};
 use std::{fmt, sync::Arc};
+
+/// How folders are named in which sockets of [`TransferArena`](lagoon_protocol::TransferArena)s are: those of another name are
+/// not connected to.
+pub const PRIVATE_FOLDER_PREFIX: &str = "lagoon-";
 
 /// A read for a path.
 #[derive(Clone, Debug)]

@@ -1,5 +1,6 @@
 //! How fast a path is, measured when it is opened: bounded in bytes and in time.
 
+use super::Opened;
 use super::serve::ExportServer;
 use super::streams::{StreamsConfig, dial};
 use crate::{Node, Subject};
@@ -149,7 +150,8 @@ impl Node {
     async fn measure(&self, addr: SocketAddr, config: StreamsConfig, bytes: u64) -> Result<f64, String> {
         let (connection, mut send, mut recv, mut rest) = dial(self.shared(), addr, config).await?;
         let (subject, window) = (Subject::of_peer(&connection)?, self.shared().config.window_bytes);
-        let _entry = self.shared().enter_direct(&subject, &connection, window)?;
+        let entered = self.shared().enter_direct(&subject, Opened::Here, &connection, window);
+        let _entry = entered.map_err(|(_code, reason)| reason)?;
         let count = bytes.div_ceil(PROBE_BYTES).max(1);
         let frames: Result<Vec<_>, _> =
             (0..count).map(|id| encode(&DirectFrame::Probe { id, bytes: PROBE_BYTES })).collect();

@@ -14,8 +14,6 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Direct connections of one writer; more are refused.
-const CONNECTIONS_MAX: usize = 4096;
 /// Readers whose nodes are remembered before those that are not connected any more are forgotten.
 const READERS_MAX: usize = 2 * limits::TRANSFER_CONNS_MAX;
 /// Zeroes that probes are answered with, piece by piece.
@@ -162,7 +160,7 @@ impl ExportServer {
 
     fn enter(&self, who: Who, connection: &Connection) -> Option<u64> {
         let mut connections = lock(&self.connections);
-        if connections.open.len() >= CONNECTIONS_MAX {
+        if connections.open.len() >= limits::DIRECT_CONNECTIONS_MAX {
             return None;
         }
         connections.last = connections.last.saturating_add(1);

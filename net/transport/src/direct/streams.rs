@@ -1,6 +1,6 @@
 //! The reader's side over QUIC: several connections to one writer, reads spread over them.
 
-use super::{Landing, LastBreath, Path, ReadJob, memory_failure};
+use super::{Landing, LastBreath, Opened, Path, ReadJob, memory_failure};
 use crate::{
     Node, Subject,
     node::{Shared, read_preface},
@@ -135,7 +135,9 @@ async fn run(
     let dialed = tokio::time::timeout(deadline, dial(shared, addr, config)).await;
     let (connection, mut send, recv, rest) =
         dialed.map_err(|_elapsed| format!("no direct connection within {} ms", deadline.as_millis()))??;
-    let _entry = shared.enter_direct(&Subject::of_peer(&connection)?, &connection, shared.config.window_bytes)?;
+    let subject = Subject::of_peer(&connection)?;
+    let entered = shared.enter_direct(&subject, Opened::Here, &connection, shared.config.window_bytes);
+    let _entry = entered.map_err(|(_code, reason)| reason)?;
     let writing = write(read_stream, &mut send);
     let reading = Receiver { read_stream, landing, recv, rest, chunks: VecDeque::new() }.run();
     let result = tokio::select! {
