@@ -111,7 +111,7 @@ fn assert_on(backend: Backend, number: usize, name: &str) {
 
 /// Every variant gives transformers' answers in a pool too small for it.
 #[test]
-fn pools_say_what_transformers_says() {
+fn pools_equal_transformers() {
     for name in models() {
         assert_pooled(name, [Backend::Cpu; 3], RemotePolicy::Ship, BLOCK, 16);
     }
