@@ -171,7 +171,7 @@ mod run {
         }
 
         fn content(&self) -> Result<Vec<Vec<u8>>> {
-            self.arenas.iter().map(|arena| Ok(arena.window(0, arena.bytes())?.to_vec())).collect()
+            self.arenas.iter().map(|arena| Ok(arena.read_lock(0, arena.bytes())?.to_vec())).collect()
         }
     }
 

@@ -1,4 +1,4 @@
-//! KV that goes from one device to another through windows, over the fake driver: between two processes, each with a store of
+//! KV that goes from one device to another through regions, over the fake driver: between two processes, each with a store of
 //! its own layout, bit by bit and without the host's memory; also when the one that has packed it is killed meanwhile.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "tests")]
@@ -33,7 +33,7 @@ const LAYERS: u32 = SHAPE.layers;
 const TOKENS: u32 = 20;
 /// Bytes of all of them, in all layers.
 const BYTES: u64 = TOKENS as u64 * LAYERS as u64 * SHAPE.layer_token_bytes() as u64;
-/// Where they lie in the writer's window, and in the reader's.
+/// Where they lie in the writer's region, and in the reader's.
 const THERE: u64 = 32;
 const HERE: u64 = 48 << 10;
 
@@ -83,24 +83,24 @@ fn rows(device: &mut CudaDevice) -> CudaKv {
     device.kv_in(SHAPE, &space).unwrap()
 }
 
-/// What the writer's process does: packs into its window, says where that is, and waits for its end.
+/// What the writer's process does: packs into its region, says where that is, and waits for its end.
 #[allow(clippy::print_stdout, reason = "the other process reads it")]
 fn write_and_wait() {
     let _fake = driver("kv_goes_from_process_to_process", 5).unwrap();
     let mut device = open();
     let mut kv = device.kv(SHAPE, 60).unwrap();
     write(&mut device, &mut kv, 7, 1);
-    let (window, shared) = device.region(90 << 10).unwrap();
+    let (region, shared) = device.region(90 << 10).unwrap();
     device.urgent(true);
-    device.kv_to_region(&kv, &pieces(7), window, THERE as usize).unwrap();
+    device.kv_to_region(&kv, &pieces(7), region, THERE as usize).unwrap();
     let descriptor = shared.descriptor().unwrap();
-    println!("window {} {}", descriptor.as_raw_fd(), shared.bytes());
+    println!("region {} {}", descriptor.as_raw_fd(), shared.bytes());
     let _ = std::io::stdin().read(&mut [0]);
 }
 
 #[test]
 fn kv_goes_from_process_to_process() {
-    const VARIABLE: &str = "LAGOON_TEST_WINDOW";
+    const VARIABLE: &str = "LAGOON_TEST_REGION";
     if std::env::var_os(VARIABLE).is_some() {
         return write_and_wait();
     }
@@ -109,9 +109,9 @@ fn kv_goes_from_process_to_process() {
         let made = fake.counts().made_for_rdma;
         let mut device = open();
         let mut kv = rows(&mut device);
-        let (window, own) = device.region(90 << 10).unwrap();
+        let (region, own) = device.region(90 << 10).unwrap();
         assert_eq!(own.bytes(), 92 << 10, "whole pages");
-        assert_eq!(fake.counts().made_for_rdma, made + 1, "the window, and no page group");
+        assert_eq!(fake.counts().made_for_rdma, made + 1, "the region, and no page group");
         let mut writer = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "kv_goes_from_process_to_process", "--nocapture"])
             .env(VARIABLE, "1")
@@ -120,8 +120,8 @@ fn kv_goes_from_process_to_process() {
             .spawn()
             .unwrap();
         let mut lines = BufReader::new(writer.stdout.take().unwrap()).lines().map(Result::unwrap);
-        let output = lines.find(|line| line.contains("window ")).unwrap();
-        let given: Vec<u64> = output.split("window ").nth(1).unwrap().split(' ').map(|n| n.parse().unwrap()).collect();
+        let output = lines.find(|line| line.contains("region ")).unwrap();
+        let given: Vec<u64> = output.split("region ").nth(1).unwrap().split(' ').map(|n| n.parse().unwrap()).collect();
         // As a socket would give it.
         let path = format!("/proc/{}/fd/{}", writer.id(), given[0]);
         let file = File::options().read(true).write(true).open(path).unwrap();
@@ -146,7 +146,7 @@ fn kv_goes_from_process_to_process() {
         drop(peer);
         assert_eq!(own.mapped(), 0);
         device.kv_hold(&mut kv, slice::from_ref(&(600..600 + TOKENS))).unwrap();
-        device.kv_from_region(&mut kv, &pieces(600), window, HERE as usize).unwrap();
+        device.kv_from_region(&mut kv, &pieces(600), region, HERE as usize).unwrap();
         assert_holds(&mut device, &kv, 600, 1);
         writer.stdin.take();
         assert_eq!(writer.wait().unwrap().success(), !killed);
@@ -155,7 +155,7 @@ fn kv_goes_from_process_to_process() {
     }
 }
 
-/// What lies in the window is hashed as on the host: by the kernel where it can, short and odd ranges too.
+/// What lies in the region is hashed as on the host: by the kernel where it can, short and odd ranges too.
 #[track_caller]
 fn assert_hashes(own: &dyn SharedRegion, packed: &[u8]) {
     let all = packed.len() as u64;
@@ -178,8 +178,8 @@ fn assert_hashes(own: &dyn SharedRegion, packed: &[u8]) {
 
 /// Memory of another device is mapped where that is a peer, and else refused.
 #[test]
-fn windows_of_other_devices_are_for_peers() {
-    let Some(fake) = driver("windows_of_other_devices_are_for_peers", 3) else { return };
+fn regions_of_other_devices_are_for_peers() {
+    let Some(fake) = driver("regions_of_other_devices_are_for_peers", 3) else { return };
     for (devices, peers, can) in [(1, false, false), (1, true, false), (2, false, false), (2, true, true)] {
         fake.devices(devices, 7, peers);
         let mut device = open();
@@ -210,13 +210,13 @@ fn memory_is_shared_as_the_device_can() {
         fake.sharing(shareable, rdma);
         let made = fake.counts().made_for_rdma;
         let mut device = open();
-        let window = device.shared_regions().map(|regions| regions.region(5000).unwrap());
-        assert_eq!((window.is_some(), device.region(5000).is_ok()), (shareable, shareable));
+        let region = device.shared_regions().map(|regions| regions.region(5000).unwrap());
+        assert_eq!((region.is_some(), device.region(5000).is_ok()), (shareable, shareable));
         assert_eq!(fake.counts().made_for_rdma - made, 2 * u64::from(shareable && rdma));
         // Page groups of stores ask for neither.
         let kv = rows(&mut device);
         assert_eq!(fake.counts().made_for_rdma - made, 2 * u64::from(shareable && rdma));
-        if let Some((_, own)) = window {
+        if let Some((_, own)) = region {
             fake.fail_from("cuMemExportToShareableHandle", 1, fake::UNKNOWN);
             let descriptors = [own.descriptor().unwrap(), own.descriptor().unwrap()];
             assert_ne!(descriptors[0].as_raw_fd(), descriptors[1].as_raw_fd());
@@ -228,8 +228,8 @@ fn memory_is_shared_as_the_device_can() {
 }
 
 #[test]
-fn what_is_no_window_is_refused_and_leaves_nothing() {
-    let Some(fake) = driver("what_is_no_window_is_refused_and_leaves_nothing", 3) else { return };
+fn a_descriptor_of_no_region_is_refused_and_leaves_nothing() {
+    let Some(fake) = driver("a_descriptor_of_no_region_is_refused_and_leaves_nothing", 3) else { return };
     let mut device = open();
     let before = fake.counts();
     for function in ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuMemHostAlloc", "cuMemAlloc"]
@@ -242,7 +242,7 @@ fn what_is_no_window_is_refused_and_leaves_nothing() {
     let after = fake.counts();
     assert_eq!((after.physical, after.mappings, after.bytes_used), (before.physical, 0, before.bytes_used));
 
-    let (window, own) = device.region(5000).unwrap();
+    let (region, own) = device.region(5000).unwrap();
     let import = |file: BorrowedFd<'_>, bytes| Arc::clone(&own).import(&own.device(), file, bytes);
     import(File::open(std::env::current_exe().unwrap()).unwrap().as_fd(), 4096).unwrap_err();
     let descriptor = own.descriptor().unwrap();
@@ -255,8 +255,8 @@ fn what_is_no_window_is_refused_and_leaves_nothing() {
     assert_eq!(own.mapped(), 0);
     let mut kv = rows(&mut device);
     write(&mut device, &mut kv, 0, 1);
-    let beyond = catch_unwind(AssertUnwindSafe(|| device.kv_to_region(&kv, &pieces(0), window, 16)));
-    assert!(beyond.is_err(), "pieces beyond the window");
+    let beyond = catch_unwind(AssertUnwindSafe(|| device.kv_to_region(&kv, &pieces(0), region, 16)));
+    assert!(beyond.is_err(), "pieces beyond the region");
     drop((kv, device, own, descriptor));
     fake.finish();
     assert!(CpuDevice::with_threads(1).shared_regions().is_none(), "the host backend has arenas of its own");

@@ -220,9 +220,9 @@ fn a_release_that_fails_is_done_later() {
 /// What is left of an own step that was given up is written before what a lent row writes to the same memory, which was released and
 /// stayed mapped, or is that of a flat store.
 #[test]
-fn a_remote_request_writes_after_a_step_that_was_given_up() {
+fn a_remote_request_writes_after_an_aborted_step() {
     for seed in 2..32 {
-        let Some(fake) = driver("a_remote_request_writes_after_a_step_that_was_given_up", seed) else { return };
+        let Some(fake) = driver("a_remote_request_writes_after_an_aborted_step", seed) else { return };
         let (mut device, rows) = (open(), seed % 2 == 0);
         let space = KvSpace::flat(6, TOKENS);
         let mut kv = device.kv_in(SHAPE, &if rows { space.with_rows(3, 4) } else { space }).unwrap();
@@ -373,13 +373,13 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn addresses_hold_what_they_held_whoever_shares(
+    fn addresses_keep_their_bytes_under_any_sharing(
         groups in 1..3u32,
         blocks in 4..11u32,
         seed in 2..1000u64,
         ops in prop::collection::vec((op(), prop::option::weighted(0.12, (0..3usize, 1..9u64))), 1..50),
     ) {
-        let Some(fake) = driver("addresses_hold_what_they_held_whoever_shares", seed) else { return Ok(()) };
+        let Some(fake) = driver("addresses_keep_their_bytes_under_any_sharing", seed) else { return Ok(()) };
         let mut device = open();
         let space = KvSpace { loose_blocks: 20, ..KvSpace::flat(blocks, TOKENS * groups).with_rows(3, 4) };
         let kv = device.kv_in(SHAPE, &space).unwrap();

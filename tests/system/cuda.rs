@@ -9,7 +9,7 @@ pub(crate) mod fake;
 pub(crate) mod shim;
 
 use crate::process_up::{golden_prompt, single};
-use crate::split::says_what_transformers_says;
+use crate::split::equals_transformers;
 use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{Device, Sampling};
@@ -93,12 +93,12 @@ fn a_cuda_and_a_cpu_instance_serve_together() {
 
 /// Rings beside address rows.
 #[test]
-fn split_pools_of_cuda_say_what_transformers_says() {
+fn split_pools_of_cuda_equal_transformers() {
     for (seed, name) in (60..).zip(["gpt_oss", "gemma3"]) {
-        let Some(fake) = driver("split_pools_of_cuda_say_what_transformers_says", seed) else { return };
+        let Some(fake) = driver("split_pools_of_cuda_equal_transformers", seed) else { return };
         // An rBlock is a page of a layer's K.
         let pool = PoolSpec { split: true, ..PoolSpec::golden(name, 32) };
-        says_what_transformers_says(pool, name, [Backend::Cuda, Backend::Cpu, Backend::Cuda], RemotePolicy::Ship);
+        equals_transformers(pool, name, [Backend::Cuda, Backend::Cpu, Backend::Cuda], RemotePolicy::Ship);
         fake.finish();
     }
 }

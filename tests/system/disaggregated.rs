@@ -50,7 +50,7 @@ macro_rules! in_all_modes {
 
 in_all_modes! {
     a_prompt_is_computed_elsewhere_and_read
-    every_model_says_what_transformers_says
+    every_model_equals_transformers
     the_last_window_comes_with_its_prompt
     reads_proceed_while_the_prefill_workers_loop_stands_still
     what_does_not_fit_the_decode_worker_stays_where_it_was_computed
@@ -61,7 +61,7 @@ in_all_modes! {
     cancelled_requests_leave_nothing_at_any_stage
     workers_serve_on_without_a_gmanager
     broken_sessions_repeat_what_was_not_answered
-    shuffled_pools_say_the_same_and_leave_nothing
+    shuffled_pools_give_the_same_tokens_and_leave_nothing
 }
 
 /// A pool whose decode workers have connected to the prefill workers.
@@ -93,7 +93,7 @@ fn a_prompt_is_computed_elsewhere_and_read(mode: Mode) {
 }
 
 /// Every variant gives transformers' answers: windows, ALiBi, 16 bits.
-fn every_model_says_what_transformers_says(mode: Mode) {
+fn every_model_equals_transformers(mode: Mode) {
     for name in MODELS {
         let golden = Golden::load(name);
         let spec = PoolSpec::golden(name, 4);
@@ -184,7 +184,7 @@ fn a_slow_reader_keeps_its_leases_and_delays_nobody_else() {
 /// Reads that exceed their timeout cost their path, repeatedly, until the pull ends at its deadline. Then the lease
 /// ends, the prefill worker has its memory back, and the prompt is prefilled again.
 #[test]
-fn a_reader_that_never_ends_is_given_up_at_its_deadline() {
+fn a_read_that_never_ends_is_aborted_at_its_deadline() {
     let spec = PoolSpec::golden("llama3_old", 4);
     let mut world = pool(&spec, None, &[Spec::prefill(60), Spec::decode(60), Spec::decode(60)], 1);
     world.slow_reads(1, Some(TRANSFER_READ_MS + 200));
@@ -382,8 +382,8 @@ fn broken_sessions_repeat_what_was_not_answered(mode: Mode) {
         world.run();
         let status = world.nodes[1].live().status().prefill;
         // Pushed KV is read before the worker has reported the end of prefill.
-        let unsaid = stage == "asked" || (stage == "pulling" && mode.push);
-        assert_eq!((status.retried > 0, status.own), (unsaid, 0), "{stage}: {status:?}");
+        let unreported = stage == "asked" || (stage == "pulling" && mode.push);
+        assert_eq!((status.retried > 0, status.own), (unreported, 0), "{stage}: {status:?}");
         assert_equals_single(stage, &world, &spec);
         world.run_for(20_000);
         world.check_empty();
@@ -391,7 +391,7 @@ fn broken_sessions_repeat_what_was_not_answered(mode: Mode) {
 }
 
 /// Many requests in a shuffled, delayed pool, some cancelled, with workers that die and restart.
-fn shuffled_pools_say_the_same_and_leave_nothing(mode: Mode) {
+fn shuffled_pools_give_the_same_tokens_and_leave_nothing(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     for seed in 0..12 {
         let specs = [mode.prefill(30), mode.prefill(24), mode.decode(26), mode.decode(40)];

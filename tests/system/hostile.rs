@@ -20,7 +20,7 @@ fn run_to_token(world: &mut World, request: usize, tokens: usize) {
 /// A creditor falls silent for longer than a step's deadline, and than a lease's life: rows without remote KV go on
 /// meanwhile, and the lost range is recomputed.
 #[test]
-fn a_silent_creditor_is_given_up_after_the_deadline() {
+fn a_silent_creditor_times_out_and_its_kv_is_recomputed() {
     for (silence_ms, remote) in
         [(12_000, RemotePolicy::Ship), (12_000, RemotePolicy::Fetch), (40_000, RemotePolicy::Ship)]
     {

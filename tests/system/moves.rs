@@ -235,7 +235,7 @@ fn a_creditor_whose_kv_is_not_what_was_written_there_is_not_believed() {
 
 /// If the debtor has no room and no one else lends, the creditor revokes the blocks that its own sequence needs.
 #[test]
-fn a_creditor_takes_what_nobody_returns() {
+fn a_creditor_revokes_blocks_that_no_debtor_returns() {
     for name in ["llama3_old", "mpt", "gpt_oss", "deepseek_v3"] {
         let pool = PoolSpec::golden(name, 4);
         let mut world = World::pool(pool.clone(), None, &[Spec::cpu(12), Spec::cpu(20)]);
@@ -258,7 +258,7 @@ fn a_creditor_takes_what_nobody_returns() {
 
 /// A revocation lost with a broken connection is repeated on the next one.
 #[test]
-fn what_was_taken_is_told_again_after_a_reconnect() {
+fn a_revocation_is_repeated_after_a_reconnect() {
     let mut world = World::pool(pool(), None, &[Spec::cpu(12), Spec::cpu(20)]);
     let remote_request = world.submit(0, greedy(prompt(213, 80, 128), 4));
     run_to_token(&mut world, remote_request, 1);
@@ -342,7 +342,7 @@ fn a_creditor_gets_its_blocks_back_to_grow() {
 
 /// Random requests, moves, cuts and cancellations, delivered in random order.
 #[test]
-fn random_moves_say_what_one_instance_says() {
+fn random_moves_equal_one_instance() {
     let mut total = MoveStatus::default();
     for seed in 0..14 {
         let mut rng = Rng::new(0x5eed_0000 + seed);

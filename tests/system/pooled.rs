@@ -39,7 +39,7 @@ fn two_instances_equal_one() {
 
 /// Every variant gives transformers' answers in a pool too small for it.
 #[test]
-fn pools_say_what_transformers_says() {
+fn pools_equal_transformers() {
     for name in lagoon_tests::golden::MODELS {
         let golden = Golden::load(name);
         let pool = PoolSpec::golden(name, 4);
@@ -89,7 +89,7 @@ fn four_instances_equal_one() {
 }
 
 #[test]
-fn shipping_and_fetching_say_the_same() {
+fn shipping_and_fetching_give_the_same_tokens() {
     let pool = PoolSpec::golden("llama3_new", 8);
     for remote in [RemotePolicy::Ship, RemotePolicy::Fetch, RemotePolicy::Auto] {
         let mut world = World::pool(pool.clone(), None, &[Spec { remote, ..Spec::cpu(4) }, Spec::cpu(8), Spec::cpu(8)]);
@@ -273,7 +273,7 @@ fn a_kv_node_lends_memory_and_attention() {
 }
 
 #[test]
-fn preempted_requests_say_the_same() {
+fn preempted_requests_give_the_same_tokens() {
     let pool = PoolSpec::golden("head_dim_64", 4);
     let mut world = World::single(pool.clone(), Spec::cpu(12));
     for seed in 0..4 {

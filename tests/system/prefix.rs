@@ -15,7 +15,7 @@ fn joined(parts: &[&[u32]]) -> Vec<u32> {
 
 /// Every variant gives transformers' answers with prefix-cache hits, with and without address rows, in shared arenas.
 #[test]
-fn every_model_says_what_transformers_says_with_what_was_kept() {
+fn every_model_equals_transformers_with_cached_blocks() {
     for name in MODELS {
         let golden = Golden::load(name);
         let (tokens, output) = (&golden.description.tokens, &golden.description.greedy_continuation);
@@ -73,7 +73,7 @@ fn a_conversation_is_computed_turn_by_turn() {
 
 /// Memory is always short: cached blocks are evicted, and no hit is wrong.
 #[test]
-fn what_is_kept_gives_way_to_whoever_needs_memory() {
+fn cached_blocks_are_evicted_for_any_allocation() {
     let spec = PoolSpec::golden("llama3_old", 4);
     for rows in [true, false] {
         let mut world = World::single(spec.clone(), Spec { rows, running: 3, queue: 64, ..Spec::cpu(30) });

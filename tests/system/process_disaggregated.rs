@@ -47,7 +47,7 @@ fn measured(client: &Client, series: &str) {
 }
 
 #[test]
-fn a_pool_of_prefill_and_decode_workers_says_what_one_instance_says() {
+fn a_pool_of_prefill_and_decode_workers_equals_one_instance() {
     let (model, prompt) = golden_prompt();
     let extra = json!({"return_logits": true});
     let reference = single(&model, "256");

@@ -83,7 +83,7 @@ fn with_few_files(arguments: &[&str]) -> Command {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn the_limit_on_open_files_is_raised_and_told() {
+fn the_limit_on_open_files_is_raised_and_printed() {
     let model = golden_prompt().0;
     let server = Server::try_start_command(with_few_files(&[&["serve", &model], &FLAGS[..]].concat())).unwrap();
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", server.pid())).unwrap();

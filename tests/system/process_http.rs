@@ -59,7 +59,7 @@ fn the_key_guards_everything_but_health() {
 }
 
 #[test]
-fn a_stream_says_what_the_whole_answer_says() {
+fn a_stream_has_the_text_of_the_whole_answer() {
     let (server, prompt) = server(&[]);
     let client = server.client();
     let whole = client.complete(&prompt[..20], 6, &json!({"logprobs": 2})).json();
@@ -86,7 +86,7 @@ fn a_stream_says_what_the_whole_answer_says() {
 }
 
 #[test]
-fn generation_ends_where_it_is_told() {
+fn generation_ends_at_stop_tokens_stop_strings_and_the_limit() {
     let (server, prompt) = server(&[]);
     let client = server.client();
     let long = client.complete(&prompt[..20], 12, &json!({})).json();

@@ -168,8 +168,8 @@ fn a_killed_worker_leaves_no_device_memory_mapped() {
 /// A shared device region is handed out only for its token, stays mapped after its owner stops handing it out, and is
 /// no host arena.
 #[test]
-fn a_window_is_handed_out_for_its_token_only() {
-    let Some(fake) = crate::cuda::driver("a_window_is_handed_out_for_its_token_only", 3) else { return };
+fn a_region_is_handed_out_for_its_token_only() {
+    let Some(fake) = crate::cuda::driver("a_region_is_handed_out_for_its_token_only", 3) else { return };
     let dir = tempfile::tempdir().unwrap();
     let mut device = CudaDevice::open(
         lagoon_cuda::kernels::FATBIN,

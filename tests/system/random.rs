@@ -113,7 +113,7 @@ fn random_pools_equal_single_instances() {
 /// Processes die and restart, connections fall silent, the gManager forgets: all tokens are right, and requests that
 /// cannot continue end in an error.
 #[test]
-fn chaos_says_nothing_false() {
+fn chaos_gives_no_wrong_token() {
     if let Some(totals) = seeds("chaos", chaos) {
         assert!(totals.partials > 0 && totals.recoveries > 0, "nothing was recovered");
     }

@@ -111,7 +111,7 @@ fn a_prefill_worker_decodes_and_comes_back_pushing() {
 
 /// A worker that is ordered to decode finishes its running prefill and refuses new ones.
 #[test]
-fn a_prompt_under_way_is_finished_before_the_role_changes() {
+fn a_prompt_in_progress_is_finished_before_the_role_changes() {
     let spec = PoolSpec::golden("llama3_old", 4);
     let slow = Spec { step_ms: 40, ..Spec::prefill(60) };
     // The other one is too small for the prompt.
@@ -290,7 +290,7 @@ fn an_instance_that_does_both_becomes_either() {
 
 /// Roles change at any time in a shuffled, delayed pool, with common prefixes, cancellations and cut connections.
 #[test]
-fn shuffled_pools_change_roles_and_say_the_same() {
+fn shuffled_pools_change_roles_and_give_the_same_tokens() {
     let spec = PoolSpec::golden("llama3_old", 4);
     let mut changed = 0;
     for seed in 0..16 {

@@ -30,7 +30,7 @@ fn run_to_token(world: &mut World, request: usize, tokens: usize) {
     assert!(!world.requests[request].is_over(), "{:?}", world.requests[request].end);
 }
 
-pub(crate) fn says_what_transformers_says(
+pub(crate) fn equals_transformers(
     pool: PoolSpec,
     name: &str,
     [debtor, first, second]: [Backend; 3],
@@ -54,22 +54,22 @@ pub(crate) fn says_what_transformers_says(
 }
 
 #[test]
-fn split_pools_say_what_transformers_says() {
+fn split_pools_equal_transformers() {
     for name in MODELS {
         for remote in [RemotePolicy::Ship, RemotePolicy::Fetch] {
-            says_what_transformers_says(pool(name), name, [Backend::Cpu; 3], remote);
+            equals_transformers(pool(name), name, [Backend::Cpu; 3], remote);
         }
     }
 }
 
 #[test]
-fn split_pools_of_wgpu_say_what_transformers_says() {
+fn split_pools_of_wgpu_equal_transformers() {
     if let Err(reason) = lagoon_tests::wgpu() {
-        return lagoon_tests::skip("split_pools_of_wgpu_say_what_transformers_says", &reason);
+        return lagoon_tests::skip("split_pools_of_wgpu_equal_transformers", &reason);
     }
     let (cpu, wgpu) = (Backend::Cpu, Backend::Wgpu);
-    says_what_transformers_says(pool("gpt_oss"), "gpt_oss", [wgpu, cpu, wgpu], RemotePolicy::Ship);
-    says_what_transformers_says(pool("gemma3"), "gemma3", [cpu, wgpu, cpu], RemotePolicy::Ship);
+    equals_transformers(pool("gpt_oss"), "gpt_oss", [wgpu, cpu, wgpu], RemotePolicy::Ship);
+    equals_transformers(pool("gemma3"), "gemma3", [cpu, wgpu, cpu], RemotePolicy::Ship);
 }
 
 #[test]

@@ -98,7 +98,7 @@ fn what_cannot_arrive_at_once_stays_behind() {
 
 /// A request that is cancelled, or whose KV is lost or not copied, during the device's copy leaves nothing behind.
 #[test]
-fn copies_that_are_given_up_leave_nothing() {
+fn aborted_copies_leave_nothing() {
     for (what, push) in [("cancelled", false), ("cancelled", true), ("killed", false), ("failed", false)] {
         let spec = PoolSpec::golden("llama3_old", 4);
         let decode = Spec { push, ..staged(Role::Decode, 40, 40) };

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_journal_is_what_its_events_said_and_its_lines_do_not_show() {
+    fn a_journal_has_the_tokens_of_its_events_and_its_lines_are_not_shown() {
         let mut journal = Journal::default();
         assert_eq!(journal.resume(), None);
         let event = format!("{}{}data: a\n\n", Entry::Began(began()).line(), sent(1, &[5, 6], false).line());

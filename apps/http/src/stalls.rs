@@ -80,7 +80,7 @@ mod tests {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
 
     #[tokio::test]
-    async fn a_client_that_reads_nothing_is_given_up_and_a_slow_one_is_not() {
+    async fn a_client_that_reads_nothing_times_out_and_a_slow_one_does_not() {
         let (client, server) = duplex(64);
         let mut server = Stalls::new(server, Duration::from_millis(20));
         let error = server.write_all(&[0; 1000]).await.unwrap_err();

@@ -390,15 +390,15 @@ mod tests {
         let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
         let files = HttpsFiles { cert: cert.clone(), key };
         let tls = ::metrics::with_local_recorder(&recorder, || ServerTls::start(Some(files), None)).unwrap().unwrap();
-        let is_told = || recorder.handle().render().contains(&format!("{HTTPS_EXPIRES} {}\n", 2_062_022_400));
-        assert!(is_told(), "{}", recorder.handle().render());
+        let is_reported = || recorder.handle().render().contains(&format!("{HTTPS_EXPIRES} {}\n", 2_062_022_400));
+        assert!(is_reported(), "{}", recorder.handle().render());
         // Another certificate, whose key is not there yet, is not used.
         params.not_after = rcgen::date_time_ymd(2040, 5, 6);
         let other = rcgen::KeyPair::generate().unwrap();
         std::fs::write(&cert, params.self_signed(&other).unwrap().pem()).unwrap();
         let renew = || tls.https.iter().for_each(|live| live.renew(https_server));
         ::metrics::with_local_recorder(&recorder, renew);
-        assert!(is_told(), "{}", recorder.handle().render());
+        assert!(is_reported(), "{}", recorder.handle().render());
     }
 
     #[test]

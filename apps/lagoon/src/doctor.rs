@@ -158,9 +158,9 @@ fn cuda_device(ordinal: u32, probed: &ProbedDevice, gpus: &mut Vec<Gpu>) -> Chec
             };
             let free = memory_bytes.unwrap_or(0) >> 20;
             let all = probed.memory_bytes >> 20;
-            let reach = if device.peer_access().is_some() { "mapped by other processes" } else { "not shared" };
+            let sharing = if device.peer_access().is_some() { "mapped by other processes" } else { "not shared" };
             let text = format!(
-                "{ordinal}: {name}; {free} of {all} MiB free, {reach}; {kernels}; linear layers: {linear}{tiles}"
+                "{ordinal}: {name}; {free} of {all} MiB free, {sharing}; {kernels}; linear layers: {linear}{tiles}"
             );
             check("cuda", true, text, "")
         }

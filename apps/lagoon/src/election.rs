@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_leader_ends_before_its_lease_without_being_told() {
+    fn a_leader_ends_before_its_lease_without_a_message() {
         let asked = Moment::now();
         assert_eq!(act_until(asked, Duration::from_secs(10)), asked + Duration::from_secs(9));
         let election = Election { state: Arc::new(State::new()), task: None };

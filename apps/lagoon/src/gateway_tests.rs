@@ -177,7 +177,7 @@ async fn a_stream_without_a_journal_that_is_lost_midway_ends_with_an_error() {
 }
 
 #[tokio::test]
-async fn keys_reach_instances_and_guard_metrics() {
+async fn keys_are_forwarded_to_instances_and_guard_metrics() {
     let state = scripted::state(ScriptedEngine::saying("ok"));
     let server = scripted::spawn_keyed(state, Keys::single("sesame")).await;
     let backends = Arc::new(vec![backend("i1", &server, 1)]);

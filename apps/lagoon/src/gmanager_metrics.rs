@@ -49,7 +49,7 @@ impl GManagerMetrics {
         let (old, new) = (self.dgfm, gmanager.dgfm_stats().unwrap_or_default());
         counter!("lagoon_gmanager_cycles_total", "state" => "found").increment(new.cycles - old.cycles);
         counter!("lagoon_gmanager_cycles_total", "state" => "completed").increment(new.completed - old.completed);
-        counter!("lagoon_gmanager_cycles_total", "state" => "given_up").increment(new.given_up - old.given_up);
+        counter!("lagoon_gmanager_cycles_total", "state" => "aborted").increment(new.aborted - old.aborted);
         counter!("lagoon_gmanager_cycle_blocks_total").increment(new.blocks - old.blocks);
         self.dgfm = new;
 

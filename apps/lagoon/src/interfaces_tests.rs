@@ -92,7 +92,7 @@ fn nearness(tree: &Tree, name: &str) -> Option<Nearness> {
 }
 
 #[test]
-fn the_way_between_card_and_device_is_told_apart() {
+fn the_path_between_card_and_device_is_classified() {
     let tree = two_sockets();
     let cases = [
         ("same", Nearness::SameSwitch(2)),

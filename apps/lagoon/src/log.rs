@@ -130,7 +130,7 @@ mod tests {
 
     /// A thread that panicked waited in the standard hook for whoever reads standard error.
     #[test]
-    fn a_panic_is_told_and_waits_for_nobody() {
+    fn a_panic_is_printed_and_waits_for_no_thread() {
         const NAME: &str = "panics-on-purpose";
         let (read, unread) = mpsc::channel();
         let text = Arc::new(Mutex::new(String::new()));

@@ -458,7 +458,7 @@ pub(crate) const GMANAGER: &[Metric] = &[
     Metric::counter(
         "lagoon_gmanager_cycles_total",
         "cycles",
-        &[("state", &["found", "completed", "given_up"])],
+        &[("state", &["found", "completed", "aborted"])],
         "Debt cycles handled by DGFM.",
     ),
     Metric::counter("lagoon_gmanager_cycle_blocks_total", "blocks", &[], "rBlocks brought home from debt cycles."),

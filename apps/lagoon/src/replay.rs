@@ -207,7 +207,7 @@ impl Attempts {
             let limits = self.limits;
             if self.lost_at.elapsed() >= limits.deadline {
                 let why = refused.map_or_else(|| "no instance is alive".to_owned(), |error| error.message);
-                return Err(given_up(lost(
+                return Err(replay_failed(lost(
                     &last.name,
                     &format!("no other instance went on with the request for {} s: {why}", limits.deadline.as_secs()),
                 )));
@@ -261,7 +261,7 @@ impl Attempts {
         let output = serde_json::from_slice::<serde_json::Value>(&body).unwrap_or_default();
         let output = output["error"]["message"].as_str().unwrap_or("nothing more");
         let message = format!("{} refused to continue a request of a lost instance: {output}", backend.name);
-        given_up(ApiError::new(status, Some("instance_lost"), message))
+        replay_failed(ApiError::new(status, Some("instance_lost"), message))
     }
 
     /// Counts a loss; an error if there were too many.
@@ -276,7 +276,7 @@ impl Attempts {
         self.fruitless += 1;
         if self.lost.len() > self.limits.replays_max || self.fruitless >= self.limits.fruitless_max {
             let why = format!("the request was lost with {} instances, and is not given to another", self.lost.len());
-            return Err(given_up(lost(&backend.name, &why)));
+            return Err(replay_failed(lost(&backend.name, &why)));
         }
         metrics::counter!("lagoon_gateway_replays_total", "state" => "begun").increment(1);
         Ok(())
@@ -309,7 +309,7 @@ fn passes(status: StatusCode) -> bool {
     status == StatusCode::TOO_MANY_REQUESTS || status.is_server_error()
 }
 
-fn given_up(error: ApiError) -> ApiError {
+fn replay_failed(error: ApiError) -> ApiError {
     metrics::counter!("lagoon_gateway_replays_total", "state" => "failed").increment(1);
     error
 }
@@ -374,7 +374,7 @@ impl Events {
         self.pending = Pending::default();
         self.attempts.lose(&self.backend, why)?;
         if !self.journal.is_whole() {
-            return Err(given_up(lost(&self.backend.name, "its stream has no journal")));
+            return Err(replay_failed(lost(&self.backend.name, "its stream has no journal")));
         }
         let resume = self.journal.resume();
         let (backend, response) = self.attempts.respond(resume.as_ref()).await?;

@@ -72,7 +72,7 @@ async fn receive(url: &str, route: &str, body: &Value) -> BTreeMap<String, Vec<V
 }
 
 #[tokio::test]
-async fn a_stream_that_is_cut_at_any_event_says_what_it_would_have_said() {
+async fn a_stream_that_is_cut_at_any_event_has_the_same_text() {
     let asks = [
         ("/v1/completions", json!({"prompt": "a", "max_tokens": 40, "stream": true, "logprobs": 1})),
         (
@@ -142,7 +142,7 @@ async fn a_stream_survives_as_many_losses_as_are_allowed_and_no_more() {
 }
 
 #[tokio::test]
-async fn when_no_other_instance_is_left_the_client_is_told_in_time() {
+async fn when_no_other_instance_is_left_the_client_gets_an_error_in_time() {
     let server = scripted::spawn(scripted::state(ScriptedEngine::saying(TEXT))).await;
     let full = ScriptedEngine::new(|_| Err(RequestError::QueueFull { queued: 1, limit: 1 }));
     let full = scripted::spawn(scripted::state(full)).await;

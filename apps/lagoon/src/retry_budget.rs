@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn an_instance_rests_as_long_as_it_said() {
+    fn an_instance_rests_for_the_time_of_its_retry_after() {
         let (now, addr) = (Instant::now(), SocketAddr::from(([127, 0, 0, 1], 1)));
         let mut budget = RetryBudget::new(now);
         budget.rest(addr, Duration::from_secs(2), now);

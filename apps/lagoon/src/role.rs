@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_that_is_lost_is_told_from_one_that_waits() {
+    fn a_lost_order_is_distinguished_from_a_waiting_one() {
         let lost = |row| lost(&row, "decode");
         assert_eq!(lost(row(true, Role::Prefill, Some(Role::Decode))), None);
         assert_eq!(lost(row(true, Role::Decode, None)), None);

@@ -538,8 +538,8 @@ impl Near {
         match self.map_region() {
             Some(Ok((regions, is_peer))) => {
                 if first {
-                    let probe = Probe::of_region(if is_peer { PEER_DEVICE } else { SAME_DEVICE }, regions.window());
-                    let bytes = usize::try_from(regions.window().bytes()).unwrap_or(usize::MAX);
+                    let probe = Probe::of_region(if is_peer { PEER_DEVICE } else { SAME_DEVICE }, regions.shared());
+                    let bytes = usize::try_from(regions.shared().bytes()).unwrap_or(usize::MAX);
                     measured(probe, bytes);
                 }
                 let path = MemoryPath::on_device(regions, is_peer, COPIERS, landing);

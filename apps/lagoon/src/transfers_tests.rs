@@ -150,7 +150,7 @@ impl Pair {
         }
     }
 
-    fn on_writer_told(&mut self, reported: Completion) {
+    fn on_writer_reported(&mut self, reported: Completion) {
         match self.writer.on_completion(reported) {
             Some(TransferEvent::FromWriter { body, .. }) => self.reader.on_control(WRITER, &body, 0),
             Some(TransferEvent::Exported { export, .. }) => assert!(export.is_ok(), "{export:?}"),
@@ -186,7 +186,7 @@ async fn read(host: String) -> (&'static str, Option<&'static str>) {
         };
         match tokio::time::timeout_at(until, reported).await {
             Ok((true, reported)) => pair.on_completion(reported),
-            Ok((false, reported)) => pair.on_writer_told(reported),
+            Ok((false, reported)) => pair.on_writer_reported(reported),
             Err(_elapsed) => panic!("{:?}, done: {}", pair.path, pair.done),
         }
     }

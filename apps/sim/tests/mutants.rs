@@ -91,7 +91,7 @@ fn a_switch_before_the_seal_is_found() {
 
 #[test]
 fn a_name_without_tokens_is_found() {
-    let (_, failure) = hunt(Mutant::TokensUnnamed);
+    let (_, failure) = hunt(Mutant::TokensUnhashed);
     assert!(["answer", "coverage"].contains(&failure.checker.as_str()), "{failure}");
 }
 
@@ -121,7 +121,7 @@ fn what_is_freed_under_a_read_is_found() {
 }
 
 #[test]
-fn an_answer_that_is_said_once_is_found() {
+fn a_reply_that_is_sent_once_is_found() {
     let (_, failure) = hunt_aimed(Mutant::AnswerUnrepeated, Aim::Unacknowledged);
     assert!(["hang", "leak"].contains(&failure.checker.as_str()), "{failure}");
 }
@@ -163,7 +163,7 @@ fn an_order_that_dies_with_a_life_is_found() {
 }
 
 #[test]
-fn an_order_that_is_taken_for_heard_is_found() {
+fn an_order_that_is_taken_for_acknowledged_is_found() {
     let (_, failure) = hunt_aimed(Mutant::RoleUnacknowledged, Aim::TakenBack);
     assert_eq!(failure.checker, "role");
 }
@@ -197,7 +197,7 @@ fn a_ring_that_is_filled_too_late_is_found() {
 }
 
 #[test]
-fn a_window_that_does_not_reach_its_ring_is_found() {
+fn a_window_that_is_not_copied_to_its_ring_is_found() {
     let (_, failure) = hunt_handed(Mutant::WindowUnread);
     assert_eq!(failure.checker, "answer", "{failure}");
 }

@@ -50,7 +50,7 @@ fn output(pool: &PoolSpec, seed: u64, request: &GenerateRequest) -> (Vec<u32>, u
 }
 
 #[test]
-fn a_pool_says_what_the_oracle_says() {
+fn a_pool_equals_the_oracle() {
     let mut rng = Rng::new(5);
     let request = request(&mut rng, 150, 40);
     let (pooled, rings) = (|w| Windows { pooled: Some(w), rings: None }, |w| Windows { pooled: None, rings: Some(w) });

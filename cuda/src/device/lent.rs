@@ -9,7 +9,7 @@
 
 use super::CudaDevice;
 use super::memory::{CudaKv, Memory};
-use super::shared_window::OwnSharedRegion;
+use super::shared_region::OwnSharedRegion;
 use super::work_stream::WorkStream;
 use crate::arena::Arena;
 use crate::driver::{CudaError, fill_zero};
@@ -98,10 +98,10 @@ impl CudaDevice {
         fill_zero(&self.work_streams[0].stream, arena.address(), arena.bytes())?;
         self.work_streams[0].synchronize()?;
         let kernels = self.work_streams[0].kernels().clone();
-        let window = OwnSharedRegion::new(&self.context, kernels, Arc::clone(&arena))?;
+        let region = OwnSharedRegion::new(&self.context, kernels, Arc::clone(&arena))?;
         let sealed = Some(vec![false; blocks as usize]);
         let kv = CudaKv::in_arena(shape, Lent { arena, shape, blocks, block_tokens, sealed });
-        Ok((kv, Arc::new(window)))
+        Ok((kv, Arc::new(region)))
     }
 
     pub(super) fn map_peer(

@@ -19,7 +19,7 @@ mod plans;
 #[cfg(target_os = "linux")]
 mod regions;
 #[cfg(target_os = "linux")]
-mod shared_window;
+mod shared_region;
 mod span;
 mod stores;
 mod trial;

@@ -7,7 +7,7 @@
 
 use super::CudaDevice;
 use super::memory::CudaKv;
-use super::shared_window::OwnSharedRegion;
+use super::shared_region::OwnSharedRegion;
 use crate::arena::Arena;
 use lagoon_backend::{DeviceError, KvPiece, RegionId};
 use std::collections::BTreeMap;

@@ -69,7 +69,7 @@ fn a_thread_that_does_not_wait_for_earlier_grids_is_seen() {
 }
 
 #[test]
-fn a_barrier_that_not_all_reach_is_a_deadlock() {
+fn a_barrier_that_some_threads_skip_is_a_deadlock() {
     assert!(run(3, 256, 0).iter().all(|out| out.as_ref().is_err_and(|e| e.contains("deadlock"))));
 }
 

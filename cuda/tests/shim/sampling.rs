@@ -112,7 +112,7 @@ fn ties_go_to_the_lower_id() {
 }
 
 #[test]
-fn nonsense_is_told() {
+fn invalid_parameters_are_reported() {
     let mut device = ShimDevice::open().expect("the shim");
     let row = SampleRow { uniform: 0.5, temperature: 1.0, top_p: 0.9, min_p: 0.0, top_k: 3 };
     let logits = [vec![0.0, f32::NAN, 1.0], vec![0.0, 1.0, f32::INFINITY], vec![f32::NEG_INFINITY; 3]];

@@ -100,18 +100,18 @@ impl SharedArena {
     ///
     /// # Errors
     /// When the range is outside, or stays in use by a writer.
-    pub fn window(&self, offset: u64, bytes: usize) -> Result<Bytes, ArenaError> {
+    pub fn read_lock(&self, offset: u64, bytes: usize) -> Result<Bytes, ArenaError> {
         let range = self.0.bounded(offset, bytes)?;
         self.0.lock(&range, false)?;
-        Ok(Bytes::from_owner(Window { arena: Arc::clone(&self.0), range }))
+        Ok(Bytes::from_owner(ReadLock { arena: Arc::clone(&self.0), range }))
     }
 
     /// Calls `visit` with a range of bytes, read-locked meanwhile.
     ///
     /// # Errors
-    /// As [`SharedArena::window`].
+    /// As [`SharedArena::read_lock`].
     pub fn view(&self, offset: u64, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<(), ArenaError> {
-        visit(&self.window(offset, bytes)?);
+        visit(&self.read_lock(offset, bytes)?);
         Ok(())
     }
 
@@ -165,7 +165,7 @@ impl SharedArena {
     /// Locks all granules of some byte ranges: shared for reading, exclusive for writing.
     ///
     /// # Errors
-    /// As [`SharedArena::window`].
+    /// As [`SharedArena::read_lock`].
     pub(crate) fn lock(&self, ranges: impl Iterator<Item = Range<usize>>, write: bool) -> Result<Locked, ArenaError> {
         let mut wanted: Vec<Range<usize>> = Vec::new();
         for range in ranges {
@@ -213,20 +213,20 @@ fn merged(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
 }
 
 /// A read-locked range.
-struct Window {
+struct ReadLock {
     arena: Arc<Inner>,
     range: Range<usize>,
 }
 
-impl AsRef<[u8]> for Window {
+impl AsRef<[u8]> for ReadLock {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: the range lies in the map, which lives as long as `self.arena`. Its granules count this reader until
-        // the window is dropped, so that nobody in this process writes them; no other process can, the file is sealed.
+        // the lock is dropped, so that nobody in this process writes them; no other process can, the file is sealed.
         unsafe { std::slice::from_raw_parts(self.arena.map.as_ptr().add(self.range.start), self.range.len()) }
     }
 }
 
-impl Drop for Window {
+impl Drop for ReadLock {
     fn drop(&mut self) {
         self.arena.unlock(&self.range, false);
     }
@@ -440,17 +440,17 @@ mod tests {
     }
 
     #[test]
-    fn a_window_keeps_writers_out() {
+    fn a_read_lock_keeps_writers_out() {
         let arena = SharedArena::new(4 * 64, 64).unwrap();
-        let window = arena.window(70, 10).unwrap();
-        let again = arena.window(0, 128).unwrap();
+        let reader = arena.read_lock(70, 10).unwrap();
+        let again = arena.read_lock(0, 128).unwrap();
         assert_eq!(arena.fill(127, 2, &mut |_| ()), Err(ArenaError::Busy { offset: 127, end: 129 }));
         arena.fill(128, 128, &mut |target| target.fill(1)).unwrap();
-        drop((window, again));
+        drop((reader, again));
         arena.fill(0, 256, &mut |target| target.fill(2)).unwrap();
-        assert_eq!(arena.window(255, 1).unwrap(), [2].as_slice());
-        assert!(arena.window(200, 57).is_err());
-        assert_eq!(arena.window(256, 0).unwrap().len(), 0);
+        assert_eq!(arena.read_lock(255, 1).unwrap(), [2].as_slice());
+        assert!(arena.read_lock(200, 57).is_err());
+        assert_eq!(arena.read_lock(256, 0).unwrap().len(), 0);
         // A panic in a writer leaves nothing locked.
         let panic = std::panic::AssertUnwindSafe(|| arena.fill(0, 9, &mut |_| panic!("on purpose")));
         assert!(std::panic::catch_unwind(panic).is_err());
@@ -463,15 +463,15 @@ mod tests {
         let ranges = [300..310, 10..20, 15..70, 64..65];
         let writing = arena.lock(ranges.iter().cloned(), true).unwrap();
         assert_eq!(writing.granules, [0..2, 4..5], "each granule once");
-        assert!(arena.window(120, 1).is_err() && arena.window(256, 1).is_err());
+        assert!(arena.read_lock(120, 1).is_err() && arena.read_lock(256, 1).is_err());
         assert!(arena.lock(std::iter::once(128..257), false).is_err(), "one of its granules is written");
         arena.fill(128, 128, &mut |target| target.fill(1)).unwrap();
         drop(writing);
         let reading = arena.lock([0..100, 64..128].into_iter(), false).unwrap();
-        let window = arena.window(0, 128).unwrap();
+        let reader = arena.read_lock(0, 128).unwrap();
         assert!(arena.fill(0, 1, &mut |_| ()).is_err() && arena.lock(std::iter::once(127..129), true).is_err());
         arena.fill(128, 1, &mut |_| ()).unwrap();
-        drop((reading, window));
+        drop((reading, reader));
         arena.fill(0, 512, &mut |target| target.fill(2)).unwrap();
         assert!(arena.lock(std::iter::once(500..513), false).is_err(), "outside");
     }
@@ -490,7 +490,7 @@ mod tests {
                 });
             }
         });
-        let all = arena.window(0, 6400).unwrap();
+        let all = arena.read_lock(0, 6400).unwrap();
         assert!(all.chunks(4).enumerate().all(|(n, part)| part.iter().all(|b| usize::from(*b) == n % 4 + 1)));
     }
 }

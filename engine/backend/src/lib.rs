@@ -1,6 +1,6 @@
 //! The backend contract ([`Device`] and its [`capabilities`]), the host CPU backend ([`cpu`]: oracle and default),
 //! the conformance suite ([`conformance`]) that every backend passes, and host and device memory shared between
-//! processes ([`arena`], [`window`], [`xxh3`]).
+//! processes ([`arena`], [`shared_region`], [`xxh3`]).
 
 #[cfg(target_os = "linux")]
 pub mod arena;
@@ -11,7 +11,7 @@ pub mod device;
 pub mod paced;
 pub mod pci;
 #[cfg(target_os = "linux")]
-pub mod window;
+pub mod shared_region;
 pub mod xxh3;
 
 #[cfg(target_os = "linux")]
@@ -30,5 +30,5 @@ pub use device::{
 pub use paced::{Lateness, PaceProfile, Paced};
 pub use pci::{PciAddress, PciAddressError};
 #[cfg(target_os = "linux")]
-pub use window::{DeviceUuid, PeerMemory, PeerRegion, RegionCopy, SharedRegion};
+pub use shared_region::{DeviceUuid, PeerMemory, PeerRegion, RegionCopy, SharedRegion};
 pub use xxh3::Xxh3;

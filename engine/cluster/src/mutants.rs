@@ -14,7 +14,7 @@ lagoon_types::mutants! {
     /// A debtor switches a moving block when it has sent the seal, without waiting for `LeaseSealed`.
     SealUnawaited,
     /// An instance computes a block hash from the block's index in the sequence, without its tokens.
-    TokensUnnamed,
+    TokensUnhashed,
     /// A prefill worker sends its `PrefillReady` once, without repeats.
     AnswerUnrepeated,
     /// A fenced instance keeps waiting for replies to requests of its former incarnation.

@@ -174,8 +174,8 @@ impl Instance {
             self.batch.seqs().map(|s| &s.blocks),
             self.cx.memory.rm.creditor.hashers().chain(borrowed),
         );
-        let names: usize = self.batch.seqs().map(|s| s.names.capacity() * size_of::<BlockHash>()).sum();
-        account.metadata_bytes += (hashes + names) as u64;
+        let block_hashes: usize = self.batch.seqs().map(|s| s.block_hashes.capacity() * size_of::<BlockHash>()).sum();
+        account.metadata_bytes += (hashes + block_hashes) as u64;
         account
     }
 

@@ -196,14 +196,14 @@ impl World {
         if self.seqs.contains_key(&seq) {
             return;
         }
-        let names = BlockHash::chain(&ROOT, &tokens[..tokens.len() - 1]);
+        let hashes = BlockHash::chain(&ROOT, &tokens[..tokens.len() - 1]);
         // As where nothing can be mapped.
         let map = seq != 3;
-        let shareable = self.pool.shareable(&names, map);
+        let shareable = self.pool.shareable(&hashes, map);
         if needed - shareable > self.pool.counts().free {
             return;
         }
-        let adopted = self.pool.adopt(SeqId(seq), &names, map);
+        let adopted = self.pool.adopt(SeqId(seq), &hashes, map);
         assert_eq!(adopted.shared, shareable, "as many as were counted on");
         assert!(map || self.space.rows == 0 || adopted.mapped.is_empty());
         self.spoil();
@@ -216,7 +216,7 @@ impl World {
         }
         for (_, to) in &adopted.mapped {
             let depth = adopted.blocks.iter().position(|block| block == to).unwrap();
-            self.pool.set_hash(*to, names[depth], depth as u32);
+            self.pool.set_hash(*to, hashes[depth], depth as u32);
         }
         self.hits += adopted.blocks.len();
         self.shared += adopted.shared;
@@ -249,8 +249,8 @@ impl World {
             let tokens = &entry.tokens[..end];
             self.memory.insert(block, Content::Prefix(tokens.to_vec()));
             self.pool.mark(block, BlockState::Sealed);
-            let name = *BlockHash::chain(&ROOT, tokens).last().unwrap();
-            self.pool.set_hash(block, name, entry.written as u32);
+            let hash = *BlockHash::chain(&ROOT, tokens).last().unwrap();
+            self.pool.set_hash(block, hash, entry.written as u32);
         }
         entry.written += 1;
     }
@@ -258,13 +258,13 @@ impl World {
     /// What a sequence is to write next somebody may have: then it has that.
     fn joins(&mut self, seq: u64, end: usize) -> bool {
         let entry = &self.seqs[&seq];
-        let (at, name) = (entry.written, *BlockHash::chain(&ROOT, &entry.tokens[..end]).last().unwrap());
+        let (at, hash) = (entry.written, *BlockHash::chain(&ROOT, &entry.tokens[..end]).last().unwrap());
         let Some(block) = entry.blocks[at] else { return false };
-        let Some(joined) = self.pool.join(Owner::Own(SeqId(seq)), block, &name, true) else { return false };
+        let Some(joined) = self.pool.join(Owner::Own(SeqId(seq)), block, &hash, true) else { return false };
         self.spoil();
         if let Some(from) = joined.mapped {
             self.map(&Adopted { mapped: vec![(from, block)], ..Adopted::default() });
-            self.pool.set_hash(block, name, at as u32);
+            self.pool.set_hash(block, hash, at as u32);
         }
         let entry = self.seqs.get_mut(&seq).unwrap();
         entry.blocks[at] = Some(joined.block);

@@ -13,7 +13,7 @@
 //! `i`th address, so that it is one run by construction. Rows are reused last in, first out, because the memory of the last
 //! freed row is still mapped.
 //!
-//! **Cached blocks.** A sealed block with a block hash ([`BlockPool::name`]) keeps its KV when it is freed. It counts as
+//! **Cached blocks.** A sealed block with a block hash ([`BlockPool::set_hash`]) keeps its KV when it is freed. It counts as
 //! free: an allocation evicts it when no other block is free (`cache.rs` has the order), and a sequence with the same
 //! prefix gets it with its KV ([`BlockPool::adopt`]). With rows, a block is cached at its address in an idle row; a row with
 //! an owner caches nothing.

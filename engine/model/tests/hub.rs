@@ -273,7 +273,7 @@ fn a_download_that_keeps_breaking_off_fails_and_continues_later() {
 }
 
 #[test]
-fn a_silent_server_is_given_up() {
+fn a_silent_server_times_out() {
     let (source, cache) = (model(false), tempfile::tempdir().unwrap());
     let server = TestHub::start(source.path(), Fault::Silence);
     let hub = Hub { stall: Duration::from_millis(700), ..server.hub(cache.path()) };
@@ -350,7 +350,7 @@ fn https_speaks_tls() {
 }
 
 #[test]
-fn names_and_directories_are_told_apart() {
+fn names_and_directories_are_distinguished() {
     let cache = tempfile::tempdir().unwrap();
     let vars = |name: &str| (name == "HF_HOME").then(|| cache.path().display().to_string());
     let hub = Hub { offline: true, ..Hub::from_vars(&vars).unwrap() };

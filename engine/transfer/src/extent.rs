@@ -100,10 +100,10 @@ pub fn packed(len: &Index, grid: &Grid) -> Grid {
     let mut order: [usize; DIMS] = [0, 1, 2, 3, 4, 5];
     order.sort_by_key(|at| grid.strides[*at]);
     let mut strides = [0; DIMS];
-    let mut reach = 1;
+    let mut span = 1;
     for at in order.into_iter().filter(|at| len[*at] > 1) {
-        strides[at] = reach;
-        reach *= u64::from(len[at]);
+        strides[at] = span;
+        span *= u64::from(len[at]);
     }
     Grid { region: 0, base: 0, strides, elem_bytes: grid.elem_bytes }
 }
@@ -159,10 +159,10 @@ mod tests {
         )
             .prop_map(|(size, order, pads, base, elem_bytes)| {
                 let mut strides = [0; DIMS];
-                let mut reach = 1u64;
+                let mut span = 1u64;
                 for at in order {
-                    strides[at] = reach + pads[at];
-                    reach = strides[at] * u64::from(size[at]);
+                    strides[at] = span + pads[at];
+                    span = strides[at] * u64::from(size[at]);
                 }
                 (Grid { region: 0, base: base * elem_bytes, strides, elem_bytes }, size)
             })

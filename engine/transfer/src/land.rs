@@ -67,7 +67,7 @@ impl PeerRegions {
 
     /// The shared device region.
     #[must_use]
-    pub fn window(&self) -> &dyn lagoon_backend::PeerRegion {
+    pub fn shared(&self) -> &dyn lagoon_backend::PeerRegion {
         self.peer.as_ref()
     }
 

@@ -179,12 +179,12 @@ impl Plane {
     fn overlaps(&self) -> bool {
         let mut axes: Vec<&Axis> = self.axes.iter().filter(|axis| axis.size > 1).collect();
         axes.sort_by_key(|axis| axis.stride);
-        let mut reach = 0u64;
+        let mut span = 0u64;
         for axis in axes {
-            if axis.stride <= reach {
+            if axis.stride <= span {
                 return true;
             }
-            reach = reach.saturating_add(u64::from(axis.size - 1).saturating_mul(axis.stride));
+            span = span.saturating_add(u64::from(axis.size - 1).saturating_mul(axis.stride));
         }
         false
     }

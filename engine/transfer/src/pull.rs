@@ -148,8 +148,8 @@ fn check_pieces(
             });
         }
         let one = of.first().filter(|_| of.len() == 1 && ranges.len() == pieces.len());
-        if let Some(window) = one.and_then(|region| regions[*region as usize].on_device()) {
-            return window.checks(&ranges);
+        if let Some(region) = one.and_then(|region| regions[*region as usize].on_device()) {
+            return region.checks(&ranges);
         }
     }
     pieces.iter().map(|(cells, tokens)| check_content(cells, *tokens, heads, dim, regions)).collect()

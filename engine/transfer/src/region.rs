@@ -167,7 +167,7 @@ impl Region for lagoon_backend::SharedArena {
     }
 
     fn snapshot(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError> {
-        Ok(self.window(offset, bytes)?)
+        Ok(self.read_lock(offset, bytes)?)
     }
 
     fn view(&self, offset: u64, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<(), RegionError> {
@@ -228,7 +228,7 @@ impl DeviceRegion {
 
 /// Bytes of device memory that [`Region::view`] copies to the host at once.
 #[cfg(target_os = "linux")]
-const WINDOW_PART_BYTES: usize = 4 << 20;
+const VIEW_PART_BYTES: usize = 4 << 20;
 
 #[cfg(target_os = "linux")]
 impl Region for DeviceRegion {
@@ -245,10 +245,10 @@ impl Region for DeviceRegion {
 
     fn view(&self, offset: u64, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<(), RegionError> {
         let at = self.place(offset, bytes as u64)?;
-        let mut part = vec![0; bytes.min(WINDOW_PART_BYTES)];
+        let mut part = vec![0; bytes.min(VIEW_PART_BYTES)];
         let mut done = 0;
         while done < bytes {
-            let now = (bytes - done).min(WINDOW_PART_BYTES);
+            let now = (bytes - done).min(VIEW_PART_BYTES);
             self.shared.read(at + done as u64, &mut part[..now])?;
             visit(&part[..now]);
             done += now;

@@ -255,7 +255,7 @@ pub const PREFILL_TRIES_MAX: u32 = 8;
 /// Time that finished KV waits at a worker whose connection broke before the prompt is computed elsewhere.
 pub const PREFILL_GRACE_MS: u64 = 2_000;
 /// Block hashes of which a decode worker remembers the prefill worker that computed them.
-pub const AFFINITY_NAMES_MAX: usize = 1 << 15;
+pub const AFFINITY_HASHES_MAX: usize = 1 << 15;
 /// An instance whose new role takes no requests accepts them for this long after the order: dispatchers know of it then.
 pub const ROLE_GRACE_MS: u64 = 2_000;
 /// Time between two role orders to an instance until it acknowledges one.

@@ -35,7 +35,7 @@ fn the_most_available_first() {
 }
 
 #[test]
-fn bookings_spread_debtors_until_the_row_is_heard_again() {
+fn bookings_spread_debtors_until_the_next_report_of_the_row() {
     let (mut writer, slots) = view(&[0, 30, 30, 30]);
     let v = writer.view();
     let firsts: Vec<_> = (0..3).map(|_| names(&v, 1, 20, Tier::Any)[0]).collect();

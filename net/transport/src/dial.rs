@@ -77,11 +77,11 @@ impl Shared {
 
     async fn unreachable(&self, peer: &Peer, reason: String) {
         let mut session = peer.session.lock().await;
-        if session.is_up() || session.told_unreachable {
+        if session.is_up() || session.unreachable_reported {
             tracing::debug!(peer = %peer.addr, reason, "an attempt to connect failed");
             return;
         }
-        session.told_unreachable = true;
+        session.unreachable_reported = true;
         self.events.report(Event::Unreachable { peer: peer.id, addr: peer.addr, reason }).await;
     }
 

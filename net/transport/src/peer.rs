@@ -53,7 +53,7 @@ pub(crate) struct Session {
     /// Short sessions and failed attempts in a row.
     pub(crate) failures: u32,
     /// [`crate::Event::Unreachable`] was emitted since the last session.
-    pub(crate) told_unreachable: bool,
+    pub(crate) unreachable_reported: bool,
 }
 
 impl Session {

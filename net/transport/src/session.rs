@@ -135,7 +135,7 @@ impl Shared {
             session.subject = Some(wires.subject.clone());
             session.alive = Some(Alive::new());
             session.since = Some(Instant::now());
-            session.told_unreachable = false;
+            session.unreachable_reported = false;
             let (id, number, addr) = (peer.id, session.number, peer.addr);
             let (incarnation, subject) = (remote.incarnation, wires.subject.clone());
             self.events.report(Event::Up { peer: id, session: number, addr, incarnation, subject }).await;

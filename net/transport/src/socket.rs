@@ -21,8 +21,8 @@ pub(crate) fn open(addr: SocketAddr, buffer_bytes: usize) -> io::Result<UdpSocke
     }
     let received = socket.recv_buffer_size()?;
     if received < buffer_bytes {
-        static SAID: Once = Once::new();
-        SAID.call_once(|| {
+        static WARNED: Once = Once::new();
+        WARNED.call_once(|| {
             tracing::warn!(
                 wanted_bytes = buffer_bytes,
                 got_bytes = received,

@@ -190,7 +190,7 @@ fn a_peer_that_dies_in_a_transfer_is_noticed_in_time() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn frames_for_a_peer_that_is_not_there_expire_and_it_is_said() {
+async fn frames_for_an_absent_peer_expire_and_are_reported() {
     let config = TransportConfig {
         connect_deadline: Duration::from_millis(200),
         queue_deadline: Duration::from_millis(500),
@@ -221,8 +221,8 @@ async fn a_node_does_not_connect_to_itself() {
 async fn an_unspecified_address_stands_for_the_one_that_is_seen() {
     let any = SocketAddr::from(([0, 0, 0, 0], 0));
     let (mut a, mut b) = (node_at(any, TransportConfig::default()), node_at(any, TransportConfig::default()));
-    let reach = |bound: &Bound| SocketAddr::from(([127, 0, 0, 1], bound.node.local_addr().port()));
-    let (addr_a, addr_b) = (reach(&a), reach(&b));
+    let address_of = |bound: &Bound| SocketAddr::from(([127, 0, 0, 1], bound.node.local_addr().port()));
+    let (addr_a, addr_b) = (address_of(&a), address_of(&b));
     let to_b = a.node.connect(addr_b, &[Class::Control]).unwrap();
     let (to_a, seen, _) = next_up(&mut b.events).await;
     assert_eq!(seen, addr_a);

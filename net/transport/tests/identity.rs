@@ -89,7 +89,7 @@ async fn a_nodes_key_is_pinned_while_it_lives() {
 
 /// An acceptance is given up while it waits for room to report its session: the name is free again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_session_that_is_never_told_pins_nothing() {
+async fn a_session_that_is_never_reported_pins_nothing() {
     let short =
         TransportConfig { inbox_frames_max: 1, connect_deadline: Duration::from_secs(1), ..TransportConfig::default() };
     let mut bound = bind(&identity(), short);

@@ -130,7 +130,7 @@ async fn who_is_not_let_in_takes_no_address() {
 /// An instance that is connected has announced an address that turns out to be a gManager's: it is another peer, and the
 /// gManager is dialed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gmanager_is_dialed_where_an_instance_said_that_it_is() {
+async fn a_gmanager_is_dialed_at_the_address_that_an_instance_reported() {
     let mut bound = node();
     let gmanager = bind(&CA.identity("gm-3", NodeRole::GManager).unwrap(), None);
     let addr = gmanager.node.local_addr();

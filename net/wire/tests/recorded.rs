@@ -51,7 +51,7 @@ fn the_recorded_preface_decodes() {
 }
 
 #[test]
-fn a_control_message_of_the_future_is_skipped_and_said_so() {
+fn a_control_message_of_the_future_is_skipped_and_reported() {
     // Tag 1000, a message with one varint: 1000 << 3 | 2 as a varint is c2 3e.
     let body = [0xc2u8, 0x3e, 0x02, 0x08, 0x01];
     let mut bytes = b"LGON\x01\x01\x01\x00\x05\x00\x00\x00\x00\x00\x00\x00".to_vec();

@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_said_by_some_source() {
+    fn quoted_messages_are_in_some_source() {
         let sources = "bail!(\"listen on {addr}: failed\")";
         let wrong = |line: &str| unquotable(&format!("```text\n{line}\n```\n"), sources).len();
         assert_eq!((wrong("listen on …"), wrong("listen on …: failed")), (0, 0));

@@ -126,7 +126,7 @@ async fn headers_do_not_wait_for_a_slow_first_token() {
 }
 
 #[tokio::test]
-async fn several_sequences_are_told_apart_by_index() {
+async fn several_sequences_are_distinguished_by_index() {
     let engine = ScriptedEngine::new(|request| {
         let steps = if request.prompt.ends_with(&[98]) { say("B", request) } else { say("A", request) };
         Ok(steps)

@@ -159,9 +159,9 @@ fn build(moments: &Moments, n: usize, k: usize, short_mean: f64, shapes: &[f64])
     let mut lengths: Vec<f64> = shapes.iter().map(|x| (x * short_mean).max(lo)).collect();
     let centre = long_centre(moments, n, k, short_mean);
     let others = (k as f64 * centre - hi) / (k as f64 - 1.0).max(1.0);
-    let reach = (hi - others).min(LONG_SPREAD * others);
+    let spread = (hi - others).min(LONG_SPREAD * others);
     let place = |i: usize| if k <= 2 { 0.0 } else { 2.0 * i as f64 / (k - 2) as f64 - 1.0 };
-    lengths.extend((1..k).map(|i| others + reach * place(i - 1)));
+    lengths.extend((1..k).map(|i| others + spread * place(i - 1)));
     lengths.push(if k == 1 { centre } else { hi });
     lengths
 }

@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_depends_on_every_visible_token_and_its_place() {
+    fn the_next_token_depends_on_every_visible_token_and_its_place() {
         let next = |prompt: &[u32], window| {
             let mut oracle = Oracle::new(prompt, Windows { pooled: window, rings: None });
             (0..6).map(|_| oracle.next_token()).collect::<Vec<_>>()

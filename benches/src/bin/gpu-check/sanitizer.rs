@@ -72,7 +72,7 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
             let clean = matches!(&end, End::Exited(status) if status.success());
             let kept =
                 if clean { &lines[lines.len().saturating_sub(1)..] } else { &lines[..lines.len().min(LINES_MAX)] };
-            Ok(json!({ "ok": clean, "ended": how, "cases": cases["rows"], "said": kept }))
+            Ok(json!({ "ok": clean, "ended": how, "cases": cases["rows"], "output": kept }))
         })?;
     }
     Ok(())

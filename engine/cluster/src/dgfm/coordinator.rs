@@ -18,7 +18,7 @@ pub struct DgfmStats {
     /// Completed cycles: the smallest frozen debt was swapped as a whole.
     pub completed: u64,
     /// Cycles that ended early; part of their blocks may be home.
-    pub given_up: u64,
+    pub aborted: u64,
     /// rBlocks moved home.
     pub blocks: u64,
 }
@@ -296,7 +296,7 @@ impl Dgfm {
         if completed {
             self.stats.completed += 1;
         } else {
-            self.stats.given_up += 1;
+            self.stats.aborted += 1;
         }
         for member in cycle.members {
             self.resting.insert(member.instance, now_ms + self.config.rest_ms);

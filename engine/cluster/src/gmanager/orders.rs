@@ -32,7 +32,7 @@ struct Ended {
 #[derive(Debug)]
 struct Open {
     order: Move,
-    give_up_ms: u64,
+    deadline_ms: u64,
 }
 
 /// Phase of a request during and after an order.
@@ -57,7 +57,7 @@ struct Rest {
 pub(super) struct Orders {
     next: u64,
     open: BTreeMap<u64, Open>,
-    give_up: BTreeSet<(u64, u64)>,
+    deadlines: BTreeSet<(u64, u64)>,
     rests: BTreeMap<(InstanceId, SeqId), Rest>,
     wake: BTreeSet<(u64, InstanceId, SeqId)>,
     /// Blocks of orders in progress to and from each instance.
@@ -72,7 +72,7 @@ impl Orders {
         Self {
             next: (term << 24) + 1,
             open: BTreeMap::new(),
-            give_up: BTreeSet::new(),
+            deadlines: BTreeSet::new(),
             rests: BTreeMap::new(),
             wake: BTreeSet::new(),
             in_progress: BTreeMap::new(),
@@ -81,8 +81,8 @@ impl Orders {
     }
 
     pub(super) fn next_wake_ms(&self) -> Option<u64> {
-        let give_up = self.give_up.first().map(|g| g.0);
-        give_up.into_iter().chain(self.wake.first().map(|w| w.0)).min()
+        let next = self.deadlines.first().map(|g| g.0);
+        next.into_iter().chain(self.wake.first().map(|w| w.0)).min()
     }
 
     /// Whether a request moves or rests.
@@ -105,7 +105,7 @@ impl Orders {
     /// Whether no order is in progress or remembered.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
-        let open = self.open.is_empty() && self.give_up.is_empty() && self.in_progress.is_empty();
+        let open = self.open.is_empty() && self.deadlines.is_empty() && self.in_progress.is_empty();
         open && self.rests.is_empty() && self.wake.is_empty()
     }
 
@@ -118,11 +118,11 @@ impl Orders {
         }
     }
 
-    fn start(&mut self, order: Move, give_up_ms: u64) -> u64 {
+    fn start(&mut self, order: Move, deadline_ms: u64) -> u64 {
         let id = self.next;
         self.next += 1;
-        self.open.insert(id, Open { order, give_up_ms });
-        self.give_up.insert((give_up_ms, id));
+        self.open.insert(id, Open { order, deadline_ms });
+        self.deadlines.insert((deadline_ms, id));
         self.in_progress.entry(order.target).or_default().0 += u64::from(order.blocks);
         self.in_progress.entry(order.source).or_default().1 += u64::from(order.blocks);
         let failures = self.rests.get(&(order.debtor, order.seq)).map_or(0, |r| r.failures);
@@ -132,7 +132,7 @@ impl Orders {
 
     fn end(&mut self, id: u64) -> Option<Move> {
         let open = self.open.remove(&id)?;
-        self.give_up.remove(&(open.give_up_ms, id));
+        self.deadlines.remove(&(open.deadline_ms, id));
         let Move { source, target, .. } = open.order;
         let blocks = u64::from(open.order.blocks);
         for (at, comes, goes) in [(target, blocks, 0), (source, 0, blocks)] {
@@ -276,8 +276,8 @@ impl GManager {
 
     /// Ends late orders, and rests that are over.
     pub(super) fn expire_orders(&mut self) {
-        while let Some((at, id)) = self.orders.give_up.first().copied().filter(|(at, _)| *at <= self.now_ms) {
-            self.orders.give_up.remove(&(at, id));
+        while let Some((at, id)) = self.orders.deadlines.first().copied().filter(|(at, _)| *at <= self.now_ms) {
+            self.orders.deadlines.remove(&(at, id));
             if let Some(order) = self.orders.end(id) {
                 self.close((id, &order), 0, "its debtor did not say in time how it ended");
             }

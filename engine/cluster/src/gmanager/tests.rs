@@ -371,7 +371,7 @@ fn kv_nodes_lend_too() {
 }
 
 #[test]
-fn the_ledger_is_what_creditors_say() {
+fn the_ledger_is_what_creditors_report() {
     let mut gm = pool(&[0, 0]);
     let lent = vec![Debt { debtor: 2, blocks: 7 }, Debt { debtor: 9, blocks: 1 }];
     gm.on_heartbeat(&Heartbeat { lent, ..heartbeat(1, 2, 0) }, 0);

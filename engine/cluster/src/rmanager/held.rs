@@ -78,7 +78,7 @@ struct Releasing {
     epoch: Epoch,
     entries: u32,
     sent_ms: u64,
-    give_up_ms: u64,
+    deadline_ms: u64,
 }
 
 /// Unanswered renewals to one creditor, the oldest first: number, time sent, and leases.
@@ -192,8 +192,8 @@ impl HeldLeases {
         let covered = self.releasing.range(all).filter(|((_, _, f), r)| (first..end).contains(f) && r.entries <= end);
         let covered: Vec<_> = covered.map(|(key, _)| *key).collect();
         covered.iter().for_each(|key| drop(self.releasing.remove(key)));
-        let give_up_ms = now_ms + limits::LEASE_TTL_MS;
-        let releasing = Releasing { quic_addr, epoch, entries: end, sent_ms: now_ms, give_up_ms };
+        let deadline_ms = now_ms + limits::LEASE_TTL_MS;
+        let releasing = Releasing { quic_addr, epoch, entries: end, sent_ms: now_ms, deadline_ms };
         let key = (creditor, lease, first);
         self.outputs.push_back(release_message(key, &releasing));
         // A longer release from the same entry may be in progress: it covers this one and is repeated on its own.
@@ -322,7 +322,7 @@ impl HeldLeases {
     /// Repeats releases and sends renewals that are due.
     pub(super) fn tick(&mut self, now_ms: u64) {
         self.expire_reservations(now_ms);
-        self.releasing.retain(|_, r| now_ms < r.give_up_ms);
+        self.releasing.retain(|_, r| now_ms < r.deadline_ms);
         for (key, r) in &mut self.releasing {
             if now_ms >= r.sent_ms + limits::CONTROL_REPEAT_MS {
                 r.sent_ms = now_ms;
@@ -332,7 +332,7 @@ impl HeldLeases {
         let (leases, renewed) = (&self.leases, &mut self.renewed);
         self.renewals.retain(|creditor, r| {
             let mut of = leases.range((*creditor, LeaseId(0))..=(*creditor, LeaseId(u64::MAX))).peekable();
-            let Some((_, first)) = of.peek() else { return !r.outstanding.is_empty() && !gave_up(r, now_ms) };
+            let Some((_, first)) = of.peek() else { return !r.outstanding.is_empty() && !is_overdue(r, now_ms) };
             if now_ms < r.sent_ms + limits::LEASE_RENEW_MS {
                 return true;
             }
@@ -351,7 +351,7 @@ impl HeldLeases {
     }
 
     pub(super) fn next_wake_ms(&self) -> Option<u64> {
-        let repeats = self.releasing.values().map(|r| r.give_up_ms.min(r.sent_ms + limits::CONTROL_REPEAT_MS));
+        let repeats = self.releasing.values().map(|r| r.deadline_ms.min(r.sent_ms + limits::CONTROL_REPEAT_MS));
         let reserved = self.leases.values().filter_map(|h| h.reserved.as_ref()).map(Reserved::lost_at_ms);
         let lost = self.leases.values().map(Held::lost_at_ms).chain(reserved);
         let renewals = self.renewals.values().map(|r| r.sent_ms + limits::LEASE_RENEW_MS);
@@ -364,7 +364,7 @@ impl HeldLeases {
     }
 }
 
-fn gave_up(renewals: &Renewals, now_ms: u64) -> bool {
+fn is_overdue(renewals: &Renewals, now_ms: u64) -> bool {
     now_ms > renewals.sent_ms + limits::LEASE_TTL_MS
 }
 

@@ -60,8 +60,8 @@ impl Recalls {
         now_ms: u64,
         youngest: impl Iterator<Item = (InstanceId, u32)>,
     ) -> Vec<(InstanceId, Recall)> {
-        let under_way: u32 = self.wanted.values().map(Wanted::missing).sum();
-        let mut left = blocks.saturating_sub(under_way);
+        let in_progress: u32 = self.wanted.values().map(Wanted::missing).sum();
+        let mut left = blocks.saturating_sub(in_progress);
         if take {
             self.wanted.values_mut().for_each(|w| w.take = true);
         }

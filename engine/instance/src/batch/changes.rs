@@ -67,7 +67,7 @@ impl Batch {
         advance.mark(&mut cx.memory.rm.pool);
         self.complete(chunk, chunk.last);
         self.free_loaded(cx, chunk.seq);
-        self.name_blocks(cx, others, chunk.seq);
+        self.register_hashes(cx, others, chunk.seq);
         true
     }
 
@@ -93,7 +93,7 @@ impl Batch {
         }
         seq.blocks.push_local(&pulled.blocks);
         let advance = seq.blocks.advance(pulled.tokens);
-        (seq.misses, seq.pulled_ms, seq.named) = (0, Some(cx.now_ms), pulled.hashed);
+        (seq.misses, seq.pulled_ms, seq.hashed) = (0, Some(cx.now_ms), pulled.hashed);
         seq.window = pulled.window;
         advance.mark(&mut cx.memory.rm.pool);
     }

@@ -53,13 +53,13 @@ pub(crate) struct PrefixCounts {
     shared_blocks: u64,
     next_share: u64,
     /// Mappings commanded and not made yet, also of sequences that are gone.
-    under_way: u64,
+    in_flight: u64,
 }
 
 impl PrefixCounts {
     /// Whether the device has mappings to make.
     pub(crate) fn maps(&self) -> bool {
-        self.under_way > 0
+        self.in_flight > 0
     }
 
     pub(crate) fn new(config: &InstanceConfig) -> Self {
@@ -72,46 +72,47 @@ impl PrefixCounts {
             block_tokens: config.block_tokens,
         };
         let root = config.prefix_cache.then(|| BlockHash::root(&root));
-        Self { root, looked_up_tokens: 0, hit_tokens: 0, shared_blocks: 0, next_share: 0, under_way: 0 }
+        Self { root, looked_up_tokens: 0, hit_tokens: 0, shared_blocks: 0, next_share: 0, in_flight: 0 }
     }
 }
 
 impl Batch {
     /// Computes the block hashes of a sequence's first `blocks` blocks; all their tokens must be known.
-    pub(crate) fn name_tokens(&mut self, cx: &Cx, id: SeqId, blocks: u32) {
+    pub(crate) fn hash_tokens(&mut self, cx: &Cx, id: SeqId, blocks: u32) {
         let (Some(root), Some(seq)) = (cx.memory.prefix.root, self.seqs.get_mut(&id)) else { return };
         let (block_tokens, blocks) = (cx.config.block_tokens as usize, blocks as usize);
-        for block in seq.names.len()..blocks {
+        for block in seq.block_hashes.len()..blocks {
             let tokens = &seq.tokens[block * block_tokens..(block + 1) * block_tokens];
-            let tokens: &[u32] = if mutants::is(Mutant::TokensUnnamed) { &[] } else { tokens };
-            let name = seq.names.last().unwrap_or(&root).then(tokens);
-            seq.names.push(name);
+            let tokens: &[u32] = if mutants::is(Mutant::TokensUnhashed) { &[] } else { tokens };
+            let hash = seq.block_hashes.last().unwrap_or(&root).then(tokens);
+            seq.block_hashes.push(hash);
         }
     }
 
     /// Registers the block hashes of own blocks that a step has filled; joins blocks that others computed meanwhile.
-    pub(crate) fn name_blocks(&mut self, cx: &mut Cx, others: Others<'_>, id: SeqId) {
+    pub(crate) fn register_hashes(&mut self, cx: &mut Cx, others: Others<'_>, id: SeqId) {
         let Some(seq) = self.seqs.get(&id).filter(|_| cx.memory.prefix.root.is_some()) else { return };
         let whole = seq.blocks.next_position() / cx.config.block_tokens;
-        if whole <= seq.named {
+        if whole <= seq.hashed {
             return;
         }
-        self.name_tokens(cx, id, whole);
+        self.hash_tokens(cx, id, whole);
         let joins = self.joins(others, id);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
-        for block in std::mem::replace(&mut seq.named, whole)..whole {
-            let (Placement::Local(at), name) = (seq.blocks.placements()[block as usize], &seq.names[block as usize])
+        for block in std::mem::replace(&mut seq.hashed, whole)..whole {
+            let (Placement::Local(at), hash) =
+                (seq.blocks.placements()[block as usize], &seq.block_hashes[block as usize])
             else {
                 continue;
             };
             // Joins an equal block computed by others, unless memory mapped at several addresses is in use.
             let joins = joins && !cx.memory.rm.pool.is_shared(at);
-            match joins.then(|| cx.memory.rm.pool.join(Owner::Own(id), at, name, false)).flatten() {
+            match joins.then(|| cx.memory.rm.pool.join(Owner::Own(id), at, hash, false)).flatten() {
                 Some(joined) => {
                     seq.blocks.relocate(block, Placement::Local(joined.block));
                     cx.memory.prefix.shared_blocks += 1;
                 }
-                None => cx.memory.rm.pool.set_hash(at, *name, block),
+                None => cx.memory.rm.pool.set_hash(at, *hash, block),
             }
         }
     }
@@ -129,16 +130,17 @@ impl Batch {
         };
         let (next, whole) = (seq.blocks.next_position(), (seq.len() - 1) / tokens);
         let (free, first) = (seq.may_change_memory(), next / tokens);
-        let known = seq.blocks.lost().is_empty() && seq.blocks.lost_blocks() == 0 && seq.named == first;
+        let known = seq.blocks.lost().is_empty() && seq.blocks.lost_blocks() == 0 && seq.hashed == first;
         if !free || !known || seq.sharing.is_some() || first >= whole.min(seq.blocks.blocks()) {
             return;
         }
-        self.name_tokens(cx, id, whole);
+        self.hash_tokens(cx, id, whole);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         let mut mapped = Vec::new();
         for block in first..whole.min(seq.blocks.blocks()) {
             let Placement::Local(at) = seq.blocks.placements()[block as usize] else { break };
-            let Some(joined) = cx.memory.rm.pool.join(Owner::Own(id), at, &seq.names[block as usize], map) else {
+            let Some(joined) = cx.memory.rm.pool.join(Owner::Own(id), at, &seq.block_hashes[block as usize], map)
+            else {
                 break;
             };
             let known = (block + 1) * tokens - seq.blocks.next_position();
@@ -149,7 +151,7 @@ impl Batch {
             cx.memory.prefix.shared_blocks += 1;
             match joined.mapped {
                 Some(from) => mapped.push((from, joined.block)),
-                None => seq.named = block + 1,
+                None => seq.hashed = block + 1,
             }
         }
         if !mapped.is_empty() {
@@ -158,11 +160,11 @@ impl Batch {
     }
 
     /// Computes the hashes of all blocks of a waiting sequence before its last token. Returns their number.
-    fn name_wanted(&mut self, cx: &Cx, id: SeqId) -> usize {
+    fn hash_wanted(&mut self, cx: &Cx, id: SeqId) -> usize {
         let waits = |seq: &&Sequence| cx.memory.prefix.root.is_some() && seq.blocks.blocks() == 0;
         let Some(seq) = self.seqs.get(&id).filter(waits) else { return 0 };
         let whole = (seq.len() - 1) / cx.config.block_tokens;
-        self.name_tokens(cx, id, whole);
+        self.hash_tokens(cx, id, whole);
         whole as usize
     }
 
@@ -174,19 +176,19 @@ impl Batch {
 
     /// Number of a waiting sequence's blocks that cost no memory here, being in use by others.
     pub(crate) fn shareable(&mut self, cx: &Cx, id: SeqId) -> u32 {
-        let (map, wanted) = (self.may_map(cx, id), self.name_wanted(cx, id));
-        self.seqs.get(&id).map_or(0, |seq| cx.memory.rm.pool.shareable(&seq.names[..wanted], map))
+        let (map, wanted) = (self.may_map(cx, id), self.hash_wanted(cx, id));
+        self.seqs.get(&id).map_or(0, |seq| cx.memory.rm.pool.shareable(&seq.block_hashes[..wanted], map))
     }
 
     /// Puts cached and shared prefix blocks at the start of a waiting sequence's table. Returns their number and the
     /// last one.
     pub(crate) fn adopt_prefix(&mut self, cx: &mut Cx, id: SeqId) -> (u32, Option<PhysBlock>) {
-        let (blocks, named) = self.take_prefix(cx, id);
+        let (blocks, hashed) = self.take_prefix(cx, id);
         let Some(seq) = self.seqs.get_mut(&id).filter(|_| !blocks.is_empty()) else { return (0, None) };
         let known = u32::try_from(blocks.len()).expect("at most a sequence's blocks");
         seq.blocks.push_local(&blocks);
         let advance = seq.blocks.advance(known * cx.config.block_tokens);
-        seq.named = named;
+        seq.hashed = hashed;
         advance.mark(&mut cx.memory.rm.pool);
         (known, blocks.last().copied())
     }
@@ -196,31 +198,31 @@ impl Batch {
     /// addresses.
     pub(crate) fn take_prefix(&mut self, cx: &mut Cx, id: SeqId) -> (Vec<PhysBlock>, u32) {
         let (tokens, map) = (cx.config.block_tokens, self.may_map(cx, id));
-        let wanted = self.name_wanted(cx, id);
+        let wanted = self.hash_wanted(cx, id);
         let Some(seq) = self.seqs.get(&id).filter(|seq| seq.blocks.blocks() == 0 && cx.memory.prefix.root.is_some())
         else {
             return (Vec::new(), 0);
         };
         let len = seq.len();
-        let Adopted { blocks, shared, mapped, left } = cx.memory.rm.pool.adopt(id, &seq.names[..wanted], map);
+        let Adopted { blocks, shared, mapped, left } = cx.memory.rm.pool.adopt(id, &seq.block_hashes[..wanted], map);
         let known = u32::try_from(blocks.len()).expect("at most a sequence's blocks");
         // Blocks to be mapped get their hashes when mapped.
         let first = mapped.first().and_then(|(_, to)| blocks.iter().position(|block| block == to));
-        let named = first.map_or(known, |first| u32::try_from(first).unwrap_or(known));
+        let hashed = first.map_or(known, |first| u32::try_from(first).unwrap_or(known));
         cx.memory.prefix.looked_up_tokens += u64::from(len);
         cx.memory.prefix.hit_tokens += u64::from(known * tokens);
         cx.memory.prefix.shared_blocks += u64::from(shared);
         if !mapped.is_empty() {
             self.map_blocks(cx, id, &mapped, &left);
         }
-        (blocks, named)
+        (blocks, hashed)
     }
 
     /// Has the device map memory behind `mapped` blocks of a sequence, and unmap it behind `left`.
     fn map_blocks(&mut self, cx: &mut Cx, id: SeqId, mapped: &[(PhysBlock, PhysBlock)], left: &[PhysBlock]) {
         let tokens = cx.config.block_tokens;
         cx.memory.prefix.next_share += 1;
-        cx.memory.prefix.under_way += 1;
+        cx.memory.prefix.in_flight += 1;
         let share = ShareId(cx.memory.prefix.next_share);
         if let Some(seq) = self.seqs.get_mut(&id) {
             seq.sharing = Some(share);
@@ -233,11 +235,11 @@ impl Batch {
 
     /// Ends a mapping: its blocks get their hashes, or on an error the sequence is recomputed without mapped blocks.
     pub(crate) fn on_shared(&mut self, cx: &mut Cx, others: Others<'_>, share: ShareId, error: Option<&DeviceError>) {
-        cx.memory.prefix.under_way = cx.memory.prefix.under_way.saturating_sub(1);
+        cx.memory.prefix.in_flight = cx.memory.prefix.in_flight.saturating_sub(1);
         let Some(seq) = self.seqs.values_mut().find(|s| s.sharing == Some(share)) else { return };
         let id = seq.id;
         seq.sharing = None;
-        let Some(error) = error else { return self.name_blocks(cx, others, id) };
+        let Some(error) = error else { return self.register_hashes(cx, others, id) };
         tracing::warn!(%error, seq = %id, "blocks could not be mapped");
         seq.maps_nothing = true;
         if seq.is_away() {

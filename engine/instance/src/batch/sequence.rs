@@ -113,9 +113,9 @@ pub(crate) struct Sequence {
     /// A mapping failed: it maps no shared blocks any more.
     pub(crate) maps_nothing: bool,
     /// Block hashes of its first blocks, as far as computed.
-    pub(crate) names: Vec<BlockHash>,
+    pub(crate) block_hashes: Vec<BlockHash>,
     /// Blocks of the table whose hashes were registered with the pool, from the first on.
-    pub(crate) named: u32,
+    pub(crate) hashed: u32,
     /// Own blocks for the newest tokens (or lost blocks), until the older ones are borrowed and the table can be built
     /// in order.
     pub(crate) aside: Vec<PhysBlock>,
@@ -159,8 +159,8 @@ impl Sequence {
             leases: BTreeMap::new(),
             sharing: None,
             maps_nothing: false,
-            names: Vec::new(),
-            named: 0,
+            block_hashes: Vec::new(),
+            hashed: 0,
             aside: Vec::new(),
             window: None,
             life: Life::Waiting(Need::Met),

@@ -352,7 +352,7 @@ impl Prefills {
         if self.away.get(&oldest).is_some_and(|away| now_ms > away.asked_ms + ADMISSION_DEADLINE_MS) {
             let message = format!("no memory became free within {} s", ADMISSION_DEADLINE_MS / 1000);
             batch.fail(cx, self, oldest, RequestError::Unavailable(message));
-            self.give_up_away(cx, batch, oldest);
+            self.cancel_away(cx, batch, oldest);
         }
     }
 
@@ -435,7 +435,7 @@ impl Prefills {
         away.tries = away.tries.saturating_sub(1);
         let refused_ms = *away.refused_ms.get_or_insert(cx.now_ms);
         if let Stage::Asked { landing, offer, .. } = std::mem::replace(&mut away.stage, Stage::Waiting) {
-            landing.into_iter().for_each(|landing| self.give_up_landing(cx, batch, seq, landing));
+            landing.into_iter().for_each(|landing| self.drop_landing(cx, batch, seq, landing));
             self.decline(cx, offer.as_ref());
         }
         // With push, waits for memory between two attempts do not count as waits for a worker.
@@ -497,7 +497,7 @@ impl Prefills {
             _ => Stage::Ready(handed),
         };
         known.into_iter().for_each(|offer| self.on_offered(cx, batch, &offer));
-        self.say_first(cx, batch, seq, m);
+        self.emit_first_token(cx, batch, seq, m);
         if m.export == 0 && self.away.contains_key(&seq) {
             self.redo(cx, batch, seq, &m.why);
         }
@@ -505,7 +505,7 @@ impl Prefills {
     }
 
     /// Emits the worker's token to the client; it may be the last.
-    fn say_first(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, m: &PrefillReady) {
+    fn emit_first_token(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, m: &PrefillReady) {
         let Some(return_logits) = batch.seq(id).map(|seq| seq.return_logits) else { return };
         let end = batch.push_token(cx, id, m.token);
         let logits = return_logits.then(|| m.logits.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect());
@@ -515,23 +515,23 @@ impl Prefills {
         cx.effects.push(Effect::Emit { seq: id, event });
         if let Some(reason) = end {
             batch.finish(cx, self, id, reason);
-            self.give_up_away(cx, batch, id);
+            self.cancel_away(cx, batch, id);
         }
     }
 
     /// Gives up everything that a sequence has or requested elsewhere.
-    pub(crate) fn give_up_away(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
+    pub(crate) fn cancel_away(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
         if let Some(away) = self.away.remove(&id) {
-            self.give_up(cx, batch, id, away.stage);
+            self.cancel_stage(cx, batch, id, away.stage);
         }
     }
 
-    fn give_up(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, stage: Stage) {
+    fn cancel_stage(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, stage: Stage) {
         let now_ms = cx.now_ms;
         match stage {
             Stage::Waiting => {}
             Stage::Asked { worker, request, landing, offer, .. } => {
-                landing.into_iter().for_each(|landing| self.give_up_landing(cx, batch, id, landing));
+                landing.into_iter().for_each(|landing| self.drop_landing(cx, batch, id, landing));
                 self.decline(cx, offer.as_ref());
                 if cx.peers.key(worker).is_some() {
                     let cancel = PrefillCancel { requests: vec![request] };
@@ -545,7 +545,7 @@ impl Prefills {
                 cx.memory.rm.debtor.held.release(&handed.entries(0), now_ms);
             }
             Stage::Pulling { handed, landing, .. } => {
-                self.give_up_landing(cx, batch, id, landing);
+                self.drop_landing(cx, batch, id, landing);
                 cx.memory.rm.debtor.held.release(&handed.entries(0), now_ms);
             }
         }
@@ -562,7 +562,7 @@ impl Prefills {
         away.wait_by_ms = now_ms + PREFILL_WAIT_MS;
         let (stage, tries) = (std::mem::replace(&mut away.stage, Stage::Waiting), away.tries);
         self.status.retried += 1;
-        self.give_up(cx, batch, id, stage);
+        self.cancel_stage(cx, batch, id, stage);
         if tries >= PREFILL_TRIES_MAX {
             self.compute_here(cx, batch, id);
         }
@@ -570,7 +570,7 @@ impl Prefills {
 
     /// Computes a prompt here, as no worker does.
     fn compute_here(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
-        self.give_up_away(cx, batch, id);
+        self.cancel_away(cx, batch, id);
         if !batch.has(id) {
             return;
         }

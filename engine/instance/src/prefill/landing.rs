@@ -33,7 +33,7 @@ pub(super) struct Landing {
     pub(super) left: u32,
     /// Prefix-cache hits at the start of `blocks` (none if `left`), and how many of them have hashes.
     pub(super) found: u32,
-    pub(super) named: u32,
+    pub(super) hashed: u32,
     /// Tokens to read: those of the prompt, then those of its last window.
     tokens: u32,
     layers: u32,
@@ -74,7 +74,7 @@ impl Landing {
             after_writes: 0,
             left,
             found,
-            named: 0,
+            hashed: 0,
             tokens,
             layers,
             prompt: tokens,
@@ -277,7 +277,7 @@ impl Prefills {
     }
 
     /// Frees the blocks of a landing: at once, or when nothing writes to them any more.
-    pub(super) fn give_up_landing(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, landing: Landing) {
+    pub(super) fn drop_landing(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, landing: Landing) {
         let now_ms = cx.now_ms;
         let Landing { mut blocks, window, staged, stage, offers, pulls, found, .. } = landing;
         blocks.extend(window);

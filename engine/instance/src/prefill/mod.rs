@@ -181,7 +181,7 @@ impl Prefills {
             PrefillEvent::SentAway(seq) => self.send_away(cx, batch, seq),
             PrefillEvent::Preempted(seq) => self.send_preempted_away(cx, batch, seq),
             PrefillEvent::Redo { seq, why } => self.redo(cx, batch, seq, why),
-            PrefillEvent::Ended(seq) => self.give_up_away(cx, batch, seq),
+            PrefillEvent::Ended(seq) => self.cancel_away(cx, batch, seq),
             PrefillEvent::Released(seq) => self.on_released(cx, batch, seq),
             PrefillEvent::Withheld { seq, blocks } => self.on_withheld(cx, batch, seq, blocks),
             PrefillEvent::JobFailed { seq, reason } => self.job_failed(cx, batch, seq, reason),

@@ -265,7 +265,7 @@ impl Prefills {
         let (own, left) = self.pull_room(cx, batch, len.div_ceil(block_tokens), (shareable, window.unwrap_or(0)))?;
         let read = known.div_ceil(block_tokens).saturating_sub(left) + window.unwrap_or(0);
         let mut staged = self.take_stages(cx, read)?;
-        let (mut blocks, named) = if fresh && left == 0 { batch.take_prefix(cx, id) } else { (Vec::new(), 0) };
+        let (mut blocks, hashed) = if fresh && left == 0 { batch.take_prefix(cx, id) } else { (Vec::new(), 0) };
         let found = u32::try_from(blocks.len()).expect("at most a sequence's blocks");
         let Some(rest) = cx.memory.rm.pool.allocate_for(id, left + found..left + own, blocks.last().copied()) else {
             cx.memory.rm.pool.free(Owner::Own(id), &blocks);
@@ -284,7 +284,7 @@ impl Prefills {
         let spare = staged.drain(..staged.len().min(found as usize)).collect();
         self.unstage(cx, batch, spare);
         let mut landing = Landing::new(blocks, (left, found), (known, layers), block_tokens);
-        landing.named = named;
+        landing.hashed = hashed;
         if let (Some(shape), Some(beside)) = (cx.config.windowed, beside.flatten()) {
             landing.with_window(beside, shape.exported(known, block_tokens));
         }
@@ -349,7 +349,7 @@ impl Prefills {
         let Some(away) = self.away.remove(&id) else { return };
         let Stage::Pulling { handed, mut landing, since_ms } = away.stage else { return };
         let checks = landing.take_left_checks(cx.config.kv.layers);
-        let Landing { blocks, window, left, early, found, named, .. } = landing;
+        let Landing { blocks, window, left, early, found, hashed, .. } = landing;
         let now_ms = cx.now_ms;
         // With push, the wait for memory comes before the request to a worker.
         let (before_ms, after_ms) = (away.asked_ms - away.since_ms, since_ms - handed.ready_ms);
@@ -371,7 +371,7 @@ impl Prefills {
         let window = positions.filter(|_| !window.is_empty()).map(|positions| Window { positions, blocks: window });
         let rest = handed.entries(left);
         let left_there = (left, handed.lease, checks);
-        let pulled = Pulled { tokens: handed.tokens, left: left_there, blocks, hashed: named, window };
+        let pulled = Pulled { tokens: handed.tokens, left: left_there, blocks, hashed, window };
         batch.take_pulled(cx, id, pulled);
         cx.memory.rm.debtor.held.release(&rest, now_ms);
         batch.resume(cx, id);

@@ -127,7 +127,7 @@ fn ready(messages: &[ControlBody]) -> Option<&PrefillReady> {
 
 /// Nobody else would say it: both sides would renew what one has and the other does not know of, for ever.
 #[test]
-fn an_answer_that_found_a_full_queue_is_said_again() {
+fn a_reply_that_found_a_full_queue_is_sent_again() {
     let (mut side, messages) = computed();
     let first = ready(&messages).expect("the asker gets a reply").clone();
     side.on(Event::SendFailed { peer: PEER });
@@ -265,7 +265,7 @@ fn what_is_answered_and_never_exported_is_given_back() {
 
 /// The worker that has not begun it may wait for that memory itself, for an older request.
 #[test]
-fn memory_for_what_nobody_has_begun_is_given_up_for_an_older_request() {
+fn memory_for_a_prompt_that_no_worker_has_begun_is_freed_for_an_older_request() {
     let (mut side, request) = asking(true);
     assert_eq!(side.instance.cx.memory.rm.available(), 2, "it has memory before it asks");
     let oldest_waiting = Some(OldestWaiting { debtor: 2, waits_ms: 900 });

@@ -77,7 +77,7 @@ impl Builder {
     }
 
     /// Adds attention of the chunk's rows to mapped KV of `creditor`. Returns the runs that are not mapped.
-    pub(super) fn reach(
+    pub(super) fn attend_mapped(
         &mut self,
         creditor: InstanceId,
         map: MapId,
@@ -85,16 +85,16 @@ impl Builder {
         found: MappedRuns,
     ) -> Vec<LeaseRun> {
         let peer_access = &mut self.work.remote.peer_access;
-        let at = peer_access.iter().position(|reach| reach.creditor == creditor).unwrap_or_else(|| {
+        let at = peer_access.iter().position(|mapped| mapped.creditor == creditor).unwrap_or_else(|| {
             let (seqs, runs, sealed) = (Vec::new(), Vec::new(), Vec::new());
             peer_access.push(MappedKv { creditor, map, seqs, runs, sealed });
             peer_access.len() - 1
         });
-        let reach = &mut peer_access[at];
-        let (run0, runs) = (as_u32(reach.runs.len()), as_u32(found.runs.len()));
-        reach.seqs.push(AttnRows { row0: self.row0, rows: chunk.len, pos0: chunk.start, run0, runs });
-        reach.runs.extend(found.runs);
-        reach.sealed.extend(found.sealed);
+        let mapped = &mut peer_access[at];
+        let (run0, runs) = (as_u32(mapped.runs.len()), as_u32(found.runs.len()));
+        mapped.seqs.push(AttnRows { row0: self.row0, rows: chunk.len, pos0: chunk.start, run0, runs });
+        mapped.runs.extend(found.runs);
+        mapped.sealed.extend(found.sealed);
         found.rest
     }
 
@@ -123,7 +123,7 @@ impl Builder {
 
     pub(super) fn finish(mut self) -> Built {
         // Partials are merged in the order of creditors, not of sequences.
-        self.work.remote.peer_access.sort_by_key(|reach| reach.creditor);
+        self.work.remote.peer_access.sort_by_key(|mapped| mapped.creditor);
         self.work.remote.ships =
             self.ships.into_iter().map(|(creditor, segments)| Ship { creditor, segments }).collect();
         self.work.remote.writes = self.writes.iter().map(|(_, write)| *write).collect();

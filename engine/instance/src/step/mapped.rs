@@ -69,7 +69,7 @@ impl Mapped {
     pub(crate) fn count(&mut self, work: &RemoteWork) {
         let fetched: BTreeSet<_> = work.fetches.iter().map(|fetch| (fetch.creditor, fetch.seq_index)).collect();
         let shipped: usize = work.ships.iter().map(|ship| ship.segments.len()).sum();
-        let mapped: usize = work.peer_access.iter().map(|reach| reach.seqs.len()).sum();
+        let mapped: usize = work.peer_access.iter().map(|mapped| mapped.seqs.len()).sum();
         self.status.attended_fetched += fetched.len() as u64;
         self.status.attended_shipped += shipped as u64;
         self.status.attended_mapped += mapped as u64;

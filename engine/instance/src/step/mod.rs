@@ -324,7 +324,7 @@ impl Steps {
             builder.seq(chunk, run0, window, sample);
             for (creditor, runs) in seq.blocks.remote_runs(remote_end, window_start) {
                 let runs = match self.mapped.mapped_runs(cx, creditor, &runs) {
-                    Some((map, found)) => builder.reach(creditor, map, chunk, found),
+                    Some((map, found)) => builder.attend_mapped(creditor, map, chunk, found),
                     None => runs,
                 };
                 if runs.is_empty() {

@@ -38,18 +38,18 @@ pub struct Joined {
 #[derive(Clone, Copy)]
 enum Found {
     /// Owned.
-    Held(PhysBlock),
+    Owned(PhysBlock),
     /// Cached.
-    Kept(PhysBlock),
+    Cached(PhysBlock),
 }
 
 impl BlockPool {
-    /// Gives a sequence without blocks here the longest found prefix of the block hashes `names` as its first logical blocks,
+    /// Gives a sequence without blocks here the longest found prefix of the block hashes `hashes` as its first logical blocks,
     /// sealed. With rows but without `map` (no memory may be mapped), only blocks cached in one row are found.
-    pub fn adopt(&mut self, seq: SeqId, names: &[BlockHash], map: bool) -> Adopted {
+    pub fn adopt(&mut self, seq: SeqId, hashes: &[BlockHash], map: bool) -> Adopted {
         let owner = Owner::Own(seq);
         let adopted =
-            if self.space.rows == 0 { self.adopt_flat(owner, names) } else { self.adopt_in_row(owner, names, map) };
+            if self.space.rows == 0 { self.adopt_flat(owner, hashes) } else { self.adopt_in_row(owner, hashes, map) };
         // Shared blocks cost no memory.
         let holdings = u32::try_from(adopted.blocks.len()).expect("at most the pool's blocks");
         self.counts.free -= holdings - adopted.shared;
@@ -60,14 +60,14 @@ impl BlockPool {
         adopted
     }
 
-    /// Replaces `block`, whose content is not needed, by an owned block with block hash `name`, if there is one, and returns
+    /// Replaces `block`, whose content is not needed, by an owned block with block hash `hash`, if there is one, and returns
     /// it. With rows the address stays the same, and `map` is whether memory may be mapped there.
     ///
     /// # Panics
     /// If `owner` is not the only owner of `block`.
-    pub fn join(&mut self, owner: Owner, block: PhysBlock, name: &BlockHash, map: bool) -> Option<Joined> {
+    pub fn join(&mut self, owner: Owner, block: PhysBlock, hash: &BlockHash, map: bool) -> Option<Joined> {
         assert!(self.owner(block) == owner && !self.is_shared(block), "{block} is not {owner:?}'s alone");
-        let from = self.cache.held(name).filter(|from| *from != block)?;
+        let from = self.cache.held(hash).filter(|from| *from != block)?;
         let rows = self.space.rows > 0;
         if rows && (!map || !self.is_in_row(block)) {
             return None;
@@ -93,14 +93,14 @@ impl BlockPool {
 
     /// Number of blocks that [`BlockPool::adopt`] would share, at no cost of memory.
     #[must_use]
-    pub fn shareable(&self, names: &[BlockHash], map: bool) -> u32 {
+    pub fn shareable(&self, hashes: &[BlockHash], map: bool) -> u32 {
         let rows = self.space.rows > 0;
         if rows && (!map || self.rows.idle.is_empty()) {
             return 0;
         }
-        let names = if rows { self.row_names(names) } else { names };
-        let found = names.iter().map_while(|name| self.cache.any(name).map(|_| name));
-        let held = found.filter(|name| self.cache.held(name).is_some()).count();
+        let hashes = if rows { self.row_hashes(hashes) } else { hashes };
+        let found = hashes.iter().map_while(|hash| self.cache.any(hash).map(|_| hash));
+        let held = found.filter(|hash| self.cache.held(hash).is_some()).count();
         u32::try_from(held).expect("at most the pool's blocks")
     }
 
@@ -121,18 +121,18 @@ impl BlockPool {
         self.owner(block) == owner || self.sharing.has(block, owner)
     }
 
-    fn adopt_flat(&mut self, owner: Owner, names: &[BlockHash]) -> Adopted {
+    fn adopt_flat(&mut self, owner: Owner, hashes: &[BlockHash]) -> Adopted {
         let mut adopted = Adopted::default();
-        for name in names {
+        for hash in hashes {
             let next = adopted.blocks.last().map(|last: &PhysBlock| PhysBlock(last.0 + 1));
-            let Some(found) = self.find(name, next) else { break };
+            let Some(found) = self.find(hash, next) else { break };
             match found {
-                Found::Held(block) => {
+                Found::Owned(block) => {
                     self.sharing.join(block, owner);
                     adopted.shared += 1;
                     adopted.blocks.push(block);
                 }
-                Found::Kept(block) => {
+                Found::Cached(block) => {
                     self.cache.take(block);
                     self.take_sealed(block, owner);
                     adopted.blocks.push(block);
@@ -143,11 +143,11 @@ impl BlockPool {
     }
 
     /// A block with this block hash: an owned one before a cached one, and of either `next` if it has the hash.
-    fn find(&self, name: &BlockHash, next: Option<PhysBlock>) -> Option<Found> {
-        let is = |block: &PhysBlock| self.cache.has_hash(*block, name);
+    fn find(&self, hash: &BlockHash, next: Option<PhysBlock>) -> Option<Found> {
+        let is = |block: &PhysBlock| self.cache.has_hash(*block, hash);
         let next = next.filter(is);
-        let held = next.filter(|next| !self.cache.is_cached(*next)).or_else(|| self.cache.held(name));
-        held.map(Found::Held).or_else(|| next.or_else(|| self.cache.any(name)).map(Found::Kept))
+        let held = next.filter(|next| !self.cache.is_cached(*next)).or_else(|| self.cache.held(hash));
+        held.map(Found::Owned).or_else(|| next.or_else(|| self.cache.any(hash)).map(Found::Cached))
     }
 
     fn take_sealed(&mut self, block: PhysBlock, owner: Owner) {
@@ -155,26 +155,26 @@ impl BlockPool {
         self.states[block.0 as usize] = BlockState::Sealed;
     }
 
-    fn row_names<'a>(&self, names: &'a [BlockHash]) -> &'a [BlockHash] {
-        &names[..names.len().min(self.space.row_blocks as usize)]
+    fn row_hashes<'a>(&self, hashes: &'a [BlockHash]) -> &'a [BlockHash] {
+        &hashes[..hashes.len().min(self.space.row_blocks as usize)]
     }
 
-    fn adopt_in_row(&mut self, owner: Owner, names: &[BlockHash], map: bool) -> Adopted {
-        let names = self.row_names(names);
-        let found = names.iter().map_while(|name| self.find(name, None).map(|found| (name, found)));
+    fn adopt_in_row(&mut self, owner: Owner, hashes: &[BlockHash], map: bool) -> Adopted {
+        let hashes = self.row_hashes(hashes);
+        let found = hashes.iter().map_while(|hash| self.find(hash, None).map(|found| (hash, found)));
         let found: Vec<(&BlockHash, Found)> = found.collect();
-        let Some((row, known)) = self.row_for(names, found.len(), map) else { return Adopted::default() };
+        let Some((row, known)) = self.row_for(hashes, found.len(), map) else { return Adopted::default() };
         let mut adopted = Adopted::default();
-        for ((name, found), place) in found.into_iter().take(known).zip((row * self.space.row_blocks..).map(PhysBlock))
+        for ((hash, found), place) in found.into_iter().take(known).zip((row * self.space.row_blocks..).map(PhysBlock))
         {
             match found {
-                Found::Held(from) if map => {
+                Found::Owned(from) if map => {
                     self.sharing.map(from, place);
                     adopted.shared += 1;
                     adopted.mapped.push((from, place));
                 }
-                Found::Held(_) | Found::Kept(_) if self.cache.caches(place, name) => self.cache.take(place),
-                Found::Held(from) | Found::Kept(from) => {
+                Found::Owned(_) | Found::Cached(_) if self.cache.caches(place, hash) => self.cache.take(place),
+                Found::Owned(from) | Found::Cached(from) => {
                     self.cache.forget(from);
                     adopted.mapped.push((from, place));
                     adopted.left.push(from);
@@ -196,21 +196,21 @@ impl BlockPool {
 
     /// The row for a sequence with `found` hits, and the number of hits that it gets there: the row that caches most of them
     /// at their addresses, so that the fewest are mapped.
-    fn row_for(&self, names: &[BlockHash], found: usize, map: bool) -> Option<(u32, usize)> {
+    fn row_for(&self, hashes: &[BlockHash], found: usize, map: bool) -> Option<(u32, usize)> {
         let row_blocks = self.space.row_blocks;
         if !map {
-            let starts = self.cache.copies(names.first()?).filter(|block| block.0 % row_blocks == 0);
+            let starts = self.cache.copies(hashes.first()?).filter(|block| block.0 % row_blocks == 0);
             let kept = |start: PhysBlock| {
-                let places = (start.0..).map(PhysBlock).zip(names);
-                places.take_while(|(block, name)| self.cache.caches(*block, name)).count()
+                let places = (start.0..).map(PhysBlock).zip(hashes);
+                places.take_while(|(block, hash)| self.cache.caches(*block, hash)).count()
             };
             let best = starts.filter(|start| self.is_in_row(*start)).max_by_key(|start| kept(*start))?;
             return Some((best.0 / row_blocks, kept(best)));
         }
         let mut kept: BTreeMap<u32, u32> = BTreeMap::new();
-        for (index, name) in (0..).zip(&names[..found]) {
+        for (index, hash) in (0..).zip(&hashes[..found]) {
             let places =
-                self.cache.copies(name).filter(|place| self.is_in_row(*place) && place.0 % row_blocks == index);
+                self.cache.copies(hash).filter(|place| self.is_in_row(*place) && place.0 % row_blocks == index);
             places.for_each(|place| *kept.entry(place.0 / row_blocks).or_default() += 1);
         }
         let most = kept.into_iter().max_by_key(|(_, blocks)| *blocks).map(|(row, _)| row);

@@ -36,7 +36,7 @@ pub(super) struct Places {
     free: Vec<Stripe>,
     /// Kept places by the sequence number of their release.
     kept: BTreeMap<u64, u32>,
-    given_up: u64,
+    releases: u64,
 }
 
 impl Places {
@@ -46,7 +46,7 @@ impl Places {
             refs: vec![0; stripes as usize],
             free: (0..stripes).rev().map(Stripe).collect(),
             kept: BTreeMap::new(),
-            given_up: 0,
+            releases: 0,
         }
     }
 
@@ -121,13 +121,13 @@ impl Places {
 
     /// Turns a held place into a kept one. A shared stripe is unmapped instead: a new holder could write memory that the
     /// others read.
-    pub(super) fn give_up(&mut self, plan: &mut Plan, place: u32) {
+    pub(super) fn release(&mut self, plan: &mut Plan, place: u32) {
         let Place::Held(stripe) = self.at(place) else { return };
         if self.is_shared(stripe) {
             self.unmap(plan, place);
         } else {
-            self.given_up += 1;
-            self.change(plan, place, Place::Kept(stripe, self.given_up));
+            self.releases += 1;
+            self.change(plan, place, Place::Kept(stripe, self.releases));
         }
     }
 

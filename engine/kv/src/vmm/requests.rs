@@ -40,7 +40,7 @@ impl Vmm {
     pub fn free_reqid(&mut self, row: usize) -> Plan {
         assert_eq!(self.rows[row].used, Use::Request, "row {row} has no request");
         let mut plan = self.begin_with(row);
-        self.give_up_row(&mut plan, row);
+        self.release_row(&mut plan, row);
         let entry = &mut self.rows[row];
         (entry.used, entry.tokens, entry.shared_tokens) = (Use::Idle, 0, 0);
         entry.vacant.clear();
@@ -257,9 +257,9 @@ impl Vmm {
     }
 
     /// Releases all places of a row, the last first, so that its front is reclaimed last.
-    pub(super) fn give_up_row(&mut self, plan: &mut Plan, row: usize) {
+    pub(super) fn release_row(&mut self, plan: &mut Plan, row: usize) {
         for at in (0..self.rows[row].high).rev() {
-            self.places.give_up(plan, self.place_of(row, at));
+            self.places.release(plan, self.place_of(row, at));
         }
     }
 
@@ -330,7 +330,7 @@ impl Vmm {
             self.places.unmap(plan, old_first + at);
             self.counters.moved += 1;
             if matches!(state, Place::Kept(..)) {
-                self.places.give_up(plan, self.place_of(row, *at));
+                self.places.release(plan, self.place_of(row, *at));
             }
         }
         self.give_range(plan, old);

@@ -228,7 +228,7 @@ impl Vmm {
             let spare = self.free_stripes().saturating_sub(self.config.reclaim_below);
             if self.empty_below(row, stripes).len() <= spare as usize {
                 self.counters.eager += u64::from(self.fill(&mut plan, row, stripes));
-                self.give_up_row(&mut plan, row);
+                self.release_row(&mut plan, row);
             }
         }
         plan
@@ -273,7 +273,7 @@ impl Vmm {
         let mut plan = self.begin();
         // From behind, so that a row's front, which is needed first again, is reclaimed last.
         for block in blocks.rev() {
-            self.direct(block).rev().for_each(|place| self.places.give_up(&mut plan, place));
+            self.direct(block).rev().for_each(|place| self.places.release(&mut plan, place));
         }
         plan
     }
@@ -328,7 +328,7 @@ impl Vmm {
                 && let Some(stripe) = self.places.next_free()
             {
                 self.places.map(plan, place, stripe);
-                self.places.give_up(plan, place);
+                self.places.release(plan, place);
                 mapped += 1;
             }
         }

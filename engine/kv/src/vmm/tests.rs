@@ -484,7 +484,7 @@ fn recalling_from_the_middle_keeps_positions_and_compacting_keeps_runs() {
 }
 
 #[test]
-fn tensors_are_told_apart_by_layer_group() {
+fn tensors_are_distinguished_by_layer_group() {
     let layout = VmmLayout::new(VmmShape { layers_per_group: 1, ..shape() }).unwrap();
     assert_eq!(layout.tensors(), 6);
     assert_eq!(layout.tensor_of(2, Plane::V), (5, 0));

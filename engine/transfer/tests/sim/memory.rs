@@ -27,19 +27,19 @@ fn plane(rng: &mut ChaCha8Rng, sizes: [u32; 6], part: Part, first_layer: u32, dt
         order.reverse();
         order[3..].shuffle(rng);
     }
-    let mut reach = 1u64;
+    let mut span = 1u64;
     let mut axes = Vec::new();
     for dim in order {
         let size = sizes[dim as usize];
-        let stride = reach + if rng.random_bool(0.15) { rng.random_range(1..4) } else { 0 };
+        let stride = span + if rng.random_bool(0.15) { rng.random_range(1..4) } else { 0 };
         if size > 1 || rng.random_bool(0.5) {
             axes.push(Axis { dim, size, stride });
-            reach = stride * u64::from(size);
+            span = stride * u64::from(size);
         }
     }
     let base = dtype.size() as u64 * rng.random_range(0..3u64);
     let plane = Plane { region: 0, base, axes, dtype, first_layer, part };
-    (plane, base + reach * dtype.size() as u64)
+    (plane, base + span * dtype.size() as u64)
 }
 
 /// A random memory of `blocks` blocks.

@@ -102,9 +102,9 @@ impl ArenaServer {
     ///
     /// # Errors
     /// As there, and when the device refuses a descriptor.
-    pub fn of_region(socket: &Path, window: &dyn SharedRegion) -> Result<Self, HostError> {
-        let of = TransferArena { device: window.device().to_vec(), bytes: window.bytes(), ..TransferArena::default() };
-        Self::offer(socket, vec![(of, File::from(window.descriptor()?))])
+    pub fn of_region(socket: &Path, region: &dyn SharedRegion) -> Result<Self, HostError> {
+        let of = TransferArena { device: region.device().to_vec(), bytes: region.bytes(), ..TransferArena::default() };
+        Self::offer(socket, vec![(of, File::from(region.descriptor()?))])
     }
 
     fn offer(socket: &Path, memory: Vec<(TransferArena, File)>) -> Result<Self, HostError> {

@@ -7,7 +7,7 @@ use std::{fmt, io, sync::Arc, thread};
 
 /// Bytes of reads that a thread has copied before it reports them, while more wait: to wake the receiver takes some ten
 /// microseconds, as copying 128 KiB does.
-const TOLD_BYTES: u64 = 2 << 20;
+const REPORT_BYTES: u64 = 2 << 20;
 
 /// Where the bytes are.
 enum Source {
@@ -132,7 +132,7 @@ impl Worker {
             bytes = before.saturating_add(job.transaction.bytes);
             done.push((job, result));
             worked = true;
-            if bytes >= TOLD_BYTES {
+            if bytes >= REPORT_BYTES {
                 deliver(&mut done);
             }
         }
@@ -142,9 +142,9 @@ impl Worker {
         let mut lander = self.landing.lander(job);
         let landed = match &*self.source {
             Source::Process { server, reader, epoch } => {
-                let windows = server.read(*reader, *epoch, &job.transaction.segments);
-                let windows = windows.map_err(ReadFailure::Refused)?;
-                windows.iter().try_for_each(|window| lander.push(window))
+                let snapshots = server.read(*reader, *epoch, &job.transaction.segments);
+                let snapshots = snapshots.map_err(ReadFailure::Refused)?;
+                snapshots.iter().try_for_each(|snapshot| lander.push(snapshot))
             }
             #[cfg(target_os = "linux")]
             Source::Host(arenas) => job.transaction.segments.iter().try_for_each(|segment| {

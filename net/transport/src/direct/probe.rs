@@ -58,8 +58,8 @@ impl Probe {
     /// # Errors
     /// When there is no memory to measure with, or the device fails.
     #[cfg(target_os = "linux")]
-    pub fn of_region(path: &'static str, window: &dyn lagoon_backend::PeerRegion) -> Result<Self, String> {
-        let (bytes_per_s, expected_bytes_per_s) = window.rates().map_err(|error| error.to_string())?;
+    pub fn of_region(path: &'static str, region: &dyn lagoon_backend::PeerRegion) -> Result<Self, String> {
+        let (bytes_per_s, expected_bytes_per_s) = region.rates().map_err(|error| error.to_string())?;
         Ok(Self { path, bytes_per_s, expected_bytes_per_s })
     }
 

@@ -57,7 +57,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A read that is being served; it ends when its last window goes.
+/// A read that is being served; it ends when its last snapshot goes.
 struct Served {
     server: Arc<ExportServer>,
     grant: GrantId,
@@ -70,13 +70,13 @@ impl Drop for Served {
     }
 }
 
-/// A window and the read that it belongs to.
-struct Window {
+/// A snapshot and the read that it belongs to.
+struct Snapshot {
     bytes: Bytes,
     _served: Arc<Served>,
 }
 
-impl AsRef<[u8]> for Window {
+impl AsRef<[u8]> for Snapshot {
     fn as_ref(&self) -> &[u8] {
         &self.bytes
     }
@@ -147,7 +147,7 @@ impl ExportServer {
     ) -> Result<Vec<Bytes>, RefuseCode> {
         let grant = self.with(|writer, now_ms| writer.admit(reader, epoch, segments, now_ms))?;
         let served = Arc::new(Served { server: Arc::clone(self), grant });
-        let window = |segment: &Segment| {
+        let snapshot = |segment: &Segment| {
             let Remote { region, offset, bytes } = segment.remote;
             let region = usize::try_from(region).ok().and_then(|region| self.regions.get(region));
             let bytes = usize::try_from(bytes).map_err(|_too_large| RefuseCode::OutOfRange)?;
@@ -155,9 +155,9 @@ impl ExportServer {
                 tracing::warn!(%error, "an exported range cannot be read");
                 RefuseCode::Device
             })?;
-            Ok(Bytes::from_owner(Window { bytes, _served: Arc::clone(&served) }))
+            Ok(Bytes::from_owner(Snapshot { bytes, _served: Arc::clone(&served) }))
         };
-        segments.iter().map(window).collect()
+        segments.iter().map(snapshot).collect()
     }
 
     fn enter(&self, who: Who, connection: &Connection) -> Option<u64> {
@@ -253,9 +253,9 @@ impl Task {
             })
             .collect();
         match self.server.read(who.reader, who.epoch, &segments) {
-            Ok(windows) => {
+            Ok(snapshots) => {
                 let bytes = segments.iter().fold(0u64, |sum, segment| sum.saturating_add(segment.remote.bytes));
-                self.write(&DirectFrame::Data { id, bytes }, windows).await
+                self.write(&DirectFrame::Data { id, bytes }, snapshots).await
             }
             Err(code) => self.write(&DirectFrame::Refused { id, code }, Vec::new()).await,
         }

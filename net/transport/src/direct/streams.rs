@@ -42,14 +42,14 @@ const READ_CHUNKS_MAX: usize = 32;
 /// What waits on one stream.
 #[derive(Debug, Default)]
 struct ReadStream {
-    queue: Mutex<LaneQueue>,
+    queue: Mutex<StreamQueue>,
     /// Bytes that were asked for and have not arrived.
     bytes: AtomicU64,
     changed: Notify,
 }
 
 #[derive(Debug, Default)]
-struct LaneQueue {
+struct StreamQueue {
     /// Taken, and not written to the connection.
     fresh: VecDeque<ReadJob>,
     /// Written, in order.
@@ -58,7 +58,7 @@ struct LaneQueue {
 }
 
 impl ReadStream {
-    fn lock(&self) -> std::sync::MutexGuard<'_, LaneQueue> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, StreamQueue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -127,7 +127,7 @@ fn a_move_that_finds_no_room_yet_is_tried_again_and_not_for_ever() {
         now += config.retry_ms;
         dgfm.tick(now, &[], &BTreeSet::new());
     }
-    assert_eq!(dgfm.stats().given_up, 1);
+    assert_eq!(dgfm.stats().aborted, 1);
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn no_order_outlives_its_freeze() {
     dgfm.on_move_outcome(InstanceId(1), &MoveOutcome { order: order.order, moved: 3, ..Default::default() }, 9_001);
     assert_eq!((moves(&mut dgfm).len(), dgfm.stats().blocks), (0, 3));
     dgfm.tick(15_000, &[], &BTreeSet::new());
-    assert_eq!((dgfm.active(), dgfm.stats().given_up), (0, 1));
+    assert_eq!((dgfm.active(), dgfm.stats().aborted), (0, 1));
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn full_instances_with_a_reserve_of_one_block_bring_everything_home() {
         let mut world = World::circle(u64::from(members), members, 12, 1);
         world.run(120_000);
         assert_eq!(world.borrowed(), 0, "{members} members: {:?}", world.dgfm.stats());
-        assert_eq!(world.dgfm.stats().given_up, 0);
+        assert_eq!(world.dgfm.stats().aborted, 0);
     }
 }
 
@@ -167,7 +167,7 @@ fn whatever_happens_everything_is_covered_once_and_thawed_in_the_end() {
         world.run(20_000);
         world.check_at_rest();
         let stats = world.dgfm.stats();
-        seen = (seen.0 + stats.completed, seen.1 + stats.given_up, seen.2 + world.crashes);
+        seen = (seen.0 + stats.completed, seen.1 + stats.aborted, seen.2 + world.crashes);
     }
     assert!(seen.0 > 100 && seen.1 > 100 && seen.2 > 100, "too little happened: {seen:?}");
 }

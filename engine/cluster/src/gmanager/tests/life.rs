@@ -27,7 +27,7 @@ fn fences(sent: &[(u32, ControlBody)]) -> Vec<(u32, u32, u64)> {
 }
 
 #[test]
-fn the_silent_is_fenced_and_everybody_hears_of_it_until_leases_have_ended() {
+fn a_silent_instance_is_fenced_and_all_are_notified_until_its_leases_have_ended() {
     let mut gm = pool(&[10, 10, 10]);
     assert_eq!(fences(&pass(&mut gm, 0, limits::FENCE_MS - 250, &[1, 2])), []);
     let first = fences(&pass(&mut gm, limits::FENCE_MS, limits::FENCE_MS, &[1, 2]));
@@ -39,7 +39,7 @@ fn the_silent_is_fenced_and_everybody_hears_of_it_until_leases_have_ended() {
 }
 
 #[test]
-fn the_fenced_hears_so_and_comes_back_as_another() {
+fn a_fenced_instance_is_notified_and_registers_anew() {
     let mut gm = pool(&[10, 10, 10]);
     let now = limits::FENCE_MS;
     pass(&mut gm, 0, now, &[1, 2]);
@@ -79,7 +79,7 @@ fn nobody_is_fenced_by_a_gmanager_that_slept_or_is_cut_off() {
 }
 
 #[test]
-fn a_process_that_was_replaced_or_left_is_told_at_once() {
+fn a_process_that_was_replaced_or_left_is_fenced_at_once() {
     let mut gm = pool(&[10, 10, 10]);
     gm.on_register(&Register { incarnation: 22, ..register(2) }, 0).unwrap();
     gm.on_deregister(InstanceId(3));

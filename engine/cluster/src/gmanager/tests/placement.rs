@@ -155,7 +155,7 @@ const PLANNED: Move = Move {
 };
 
 #[test]
-fn operators_hear_how_their_orders_ended() {
+fn operators_get_the_outcomes_of_their_orders() {
     let mut gm = placed();
     let ask = |gm: &mut GManager, order: u64, now: u64| {
         let reply = admin(gm, AdminBody::Order(AdminOrder { order }), now);

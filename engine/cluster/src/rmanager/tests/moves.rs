@@ -149,7 +149,7 @@ fn a_target_is_asked_once_and_may_grant_fewer() {
 }
 
 #[test]
-fn a_reservation_is_given_up_before_its_creditor_may_free_it() {
+fn a_reservation_is_released_before_its_creditor_may_free_it() {
     let mut rm = manager();
     let (_, r) = reserve_there(&mut rm, 4);
     grant(&mut rm, A, r, 7, 4, 3);
@@ -159,10 +159,10 @@ fn a_reservation_is_given_up_before_its_creditor_may_free_it() {
     assert_eq!(reported, [expected]);
     assert_eq!(sealed(&mut rm, 7, &[1, 9]), [], "once, and only entries that it has");
     rm.note_written(A, LeaseId(7), 500);
-    let give_up_ms = 500 + RESERVE - RESERVE / 8;
-    rm.tick(give_up_ms - 1);
+    let deadline_ms = 500 + RESERVE - RESERVE / 8;
+    rm.tick(deadline_ms - 1);
     assert!(outputs(&mut rm).iter().all(|o| !matches!(o, Output::ReservationLost { .. })));
-    rm.tick(give_up_ms);
+    rm.tick(deadline_ms);
     let out = outputs(&mut rm);
     assert!(out.contains(&Output::ReservationLost { seq: SeqId(5), creditor: A, lease: LeaseId(7) }), "{out:?}");
     let released: Vec<_> = out

@@ -417,7 +417,7 @@ fn a_restarted_creditor_has_nothing() {
 }
 
 #[test]
-fn a_heartbeat_tells_what_is_lent_and_borrowed() {
+fn a_heartbeat_reports_lent_and_borrowed_blocks() {
     let mut rm = manager();
     borrowed(&mut rm, 7, 4);
     lend(&mut rm, 1, 2);

@@ -181,7 +181,7 @@ fn finished(effects: &[Effect]) -> bool {
 }
 
 #[test]
-fn the_debt_with_most_full_blocks_is_frozen_and_told_in_heartbeats() {
+fn the_debt_with_most_full_blocks_is_frozen_and_reported_in_heartbeats() {
     let mut scene = Scene::new();
     let none = scene.frozen_answer(1, 9);
     assert_eq!((none.blocks, scene.debt()), (0, None));
@@ -217,7 +217,7 @@ fn a_cancellation_waits_for_the_thaw() {
 }
 
 #[test]
-fn a_finish_is_told_at_once_and_frees_memory_at_the_time_limit() {
+fn a_finish_is_reported_at_once_and_frees_memory_at_the_time_limit() {
     let mut scene = Scene::new();
     scene.frozen_answer(2, 2);
     let effects = scene.finish_step();
@@ -241,7 +241,7 @@ fn a_lost_creditor_ends_the_freeze() {
 }
 
 #[test]
-fn one_that_is_over_ends_with_its_creditor_and_its_client_is_told_once() {
+fn a_finished_sequence_ends_with_its_creditor_and_is_reported_once() {
     let mut scene = Scene::new();
     scene.frozen_answer(2, 2);
     assert!(finished(&scene.finish_step()));

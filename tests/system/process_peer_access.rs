@@ -50,7 +50,7 @@ impl Pair {
     }
 }
 
-fn reach(client: &Client, field: &str) -> u64 {
+fn peer_access(client: &Client, field: &str) -> u64 {
     number(&client.get("/lagoon/status").json(), &format!("peer_access/{field}"))
 }
 
@@ -81,7 +81,7 @@ fn a_request_that_outgrows_its_process_is_attended_to_in_anothers_memory() {
         assert_eq!(client.complete(&prompt, 1, &json!({})).status, 200);
         let settled = |s: &Value| number(s, "peer_access/mapped") + number(s, "peer_access/refused") == 1;
         client.wait_until("/lagoon/status", "its memory asked for", settled);
-        let before = reach(&client, "attended_mapped") + reach(&client, "attended_shipped");
+        let before = peer_access(&client, "attended_mapped") + peer_access(&client, "attended_shipped");
         assert_says(&client.complete(&prompt, 14, &extra).json(), &expected);
         let status = client.get("/lagoon/status").json();
         let of = |field: &str| number(&status, &format!("peer_access/{field}"));

@@ -27,7 +27,7 @@ fn lender(blocks: u32) -> Spec {
     Spec { backend: Backend::Cuda, role: Role::Kv, lends: true, ..Spec::cpu(blocks) }
 }
 
-fn reach(world: &World, node: usize) -> PeerAccessStatus {
+fn peer_access(world: &World, node: usize) -> PeerAccessStatus {
     world.nodes[node].live().status().peer_access
 }
 
@@ -49,9 +49,9 @@ fn a_creditors_memory_is_attended_to_where_it_lies() {
     for (seed, remote) in [(41, RemotePolicy::Auto), (42, RemotePolicy::Ship)] {
         let Some(fake) = driver("a_creditors_memory_is_attended_to_where_it_lies", seed) else { return };
         let mut world = outgrown(4, remote, &[]);
-        let (before, queries) = (reach(&world, 0), world.sent("query").0);
+        let (before, queries) = (peer_access(&world, 0), world.sent("query").0);
         world.run_until(|w| w.requests[0].tokens.len() >= 9);
-        let (after, sealed) = (reach(&world, 0), reach(&world, 1).sealed);
+        let (after, sealed) = (peer_access(&world, 0), peer_access(&world, 1).sealed);
         match remote {
             RemotePolicy::Auto => {
                 assert_eq!(after.mapped, 1);
@@ -62,7 +62,7 @@ fn a_creditors_memory_is_attended_to_where_it_lies() {
             _ => assert_eq!((after.mapped, after.attended_mapped), (0, 0)),
         }
         world.run();
-        assert_eq!((reach(&world, 0).refused, reach(&world, 0).reused), (0, 0));
+        assert_eq!((peer_access(&world, 0).refused, peer_access(&world, 0).reused), (0, 0));
         let diff = assert_equals_single(&format!("{remote:?}"), &world, &pool);
         println!("{remote:?}: largest difference {diff:e}; {after:?}");
         logits.push(std::mem::take(&mut world.requests[0].logits));
@@ -76,8 +76,8 @@ fn a_creditors_memory_is_attended_to_where_it_lies() {
 
 /// The creditor's device overwrites mapped KV: that step is discarded, and the range is recomputed.
 #[test]
-fn memory_that_is_somebody_elses_by_then_is_computed_again() {
-    let Some(fake) = driver("memory_that_is_somebody_elses_by_then_is_computed_again", 43) else { return };
+fn reused_memory_is_a_lost_range_and_is_recomputed() {
+    let Some(fake) = driver("reused_memory_is_a_lost_range_and_is_recomputed", 43) else { return };
     let mut world = outgrown(3, RemotePolicy::Auto, &[]);
     let (_, lease, ..) = world.nodes[1].live().rmanager().creditor.iter().next().map(|l| (l.0, l.1)).unwrap();
     let block = world.nodes[1].live().rmanager().creditor.entry(lease, 1).unwrap().block;
@@ -114,7 +114,7 @@ fn a_lender_that_dies_takes_what_it_lent() {
     world.run_for(600);
     world.submit(0, greedy(prompt(82, 70, 128), 9));
     world.run();
-    assert_eq!(reach(&world, 0).mapped, 1);
+    assert_eq!(peer_access(&world, 0).mapped, 1);
     world.check_empty();
     drop(world);
     fake.finish();
@@ -125,15 +125,15 @@ fn a_lender_that_dies_takes_what_it_lent() {
 fn memory_of_a_debtor_that_dies_is_lent_again() {
     let Some(fake) = driver("memory_of_a_debtor_that_dies_is_lent_again", 45) else { return };
     let mut world = outgrown(3, RemotePolicy::Auto, &[debtor(3, RemotePolicy::Auto)]);
-    let sealed = reach(&world, 1).sealed;
+    let sealed = peer_access(&world, 1).sealed;
     world.kill(0);
     world.run_until(|w| w.nodes[1].live().status().blocks_lent == 0);
     for seed in [83, 84] {
         world.submit(2, greedy(prompt(seed, 70, 128), 9));
         world.run();
     }
-    assert!(reach(&world, 1).sealed > sealed && reach(&world, 2).attended_mapped > 0);
-    assert_eq!(reach(&world, 2).reused, 0);
+    assert!(peer_access(&world, 1).sealed > sealed && peer_access(&world, 2).attended_mapped > 0);
+    assert_eq!(peer_access(&world, 2).reused, 0);
     world.requests.remove(0);
     assert_equals_single("lent again", &world, &PoolSpec::golden("head_dim_64", BLOCK));
     world.check_empty();
@@ -152,7 +152,7 @@ fn what_is_not_mapped_is_sent_for() {
         fake.fail(call, 1, fake::UNKNOWN);
         world.submit(0, greedy(prompt(81, 70, 128), 12));
         world.run();
-        let status = reach(&world, 0);
+        let status = peer_access(&world, 0);
         assert_eq!((status.mapped, status.refused, status.attended_mapped), (0, 1, 0), "{call}: {status:?}");
         assert!(world.sent("partial").0 > 0);
         assert_equals_single(call, &world, &pool);

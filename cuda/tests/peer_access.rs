@@ -94,13 +94,13 @@ fn lend() {
     let _fake = driver("a_creditors_memory_is_attended_to_from_another_process", 5).unwrap();
     let mut device = open();
     device.urgent(true);
-    let (mut kv, window) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap();
+    let (mut kv, region) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap();
     for block in USED {
         write(&mut device, &mut kv, block, u64::from(block));
         device.kv_seal(&mut kv, block, epoch(block, 0)).unwrap();
     }
-    let descriptor = window.descriptor().unwrap();
-    println!("lent {} {}", descriptor.as_raw_fd(), window.bytes());
+    let descriptor = region.descriptor().unwrap();
+    println!("lent {} {}", descriptor.as_raw_fd(), region.bytes());
     for (life, line) in (1..).zip(std::io::stdin().lines()) {
         let (what, block) = line.as_ref().unwrap().split_once(' ').unwrap();
         let block = block.parse().unwrap();
@@ -156,16 +156,16 @@ fn a_creditors_memory_is_attended_to_from_another_process() {
         let mut lender = Lender::start(uuid, VARIABLE);
         let memory = PeerMemory { descriptor: lender.2.descriptor.try_clone().unwrap(), ..lender.2 };
         let mut there = device.kv_map(SHAPE, BLOCKS, BLOCK, memory).unwrap();
-        let words = |device: &mut CudaDevice, kv: &CudaKv| {
-            let mut words = Vec::new();
-            device.kv_seal_tags(kv, &USED, &mut words).unwrap();
-            words
+        let tags = |device: &mut CudaDevice, kv: &CudaKv| {
+            let mut tags = Vec::new();
+            device.kv_seal_tags(kv, &USED, &mut tags).unwrap();
+            tags
         };
-        assert_eq!(words(&mut device, &there), USED.map(|block| epoch(block, 0)));
-        assert_eq!(words(&mut device, &own), [0; 4], "nobody sealed them");
+        assert_eq!(tags(&mut device, &there), USED.map(|block| epoch(block, 0)));
+        assert_eq!(tags(&mut device, &own), [0; 4], "nobody sealed them");
         // Until it is written over, and while it is.
         lender.does("seal 6");
-        assert_eq!(words(&mut device, &there)[3], epoch(6, 1));
+        assert_eq!(tags(&mut device, &there)[3], epoch(6, 1));
         if killed {
             lender.0.kill().unwrap();
             lender.0.wait().unwrap();
@@ -177,10 +177,10 @@ fn a_creditors_memory_is_attended_to_from_another_process() {
         }
         if !killed {
             lender.does("write 5");
-            assert_eq!(words(&mut device, &there), [epoch(1, 0), epoch(2, 0), 0, epoch(6, 1)], "it is open");
+            assert_eq!(tags(&mut device, &there), [epoch(1, 0), epoch(2, 0), 0, epoch(6, 1)], "it is open");
             assert!(attend(&mut device, &own, 0) != attend(&mut device, &there, 0), "it holds something else");
             lender.does("seal 5");
-            assert_eq!(words(&mut device, &there)[2], epoch(5, 3), "sealed with another word");
+            assert_eq!(tags(&mut device, &there)[2], epoch(5, 3), "sealed with another word");
         }
         let written = catch_unwind(AssertUnwindSafe(|| write(&mut device, &mut there, 0, 1)));
         assert!(written.is_err(), "another process's memory is not written");
@@ -199,7 +199,7 @@ fn a_creditors_memory_is_attended_to_from_another_process() {
 fn a_write_opens_what_it_touches() {
     let Some(fake) = driver("a_write_opens_what_it_touches", 9) else { return };
     let mut device = open();
-    let (mut kv, window) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap();
+    let (mut kv, region) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap();
     let all: Vec<u32> = (0..BLOCKS).collect();
     let token = SHAPE.layer_token_bytes();
     let seal = |device: &mut CudaDevice, kv: &mut CudaKv| {
@@ -210,17 +210,17 @@ fn a_write_opens_what_it_touches() {
     for (slot0, count, opened) in cases {
         seal(&mut device, &mut kv);
         device.kv_write(&mut kv, 2, slot0, &vec![1; count as usize * token]).unwrap();
-        let mut words = Vec::new();
-        device.kv_seal_tags(&kv, &all, &mut words).unwrap();
-        for (block, word) in (0..).zip(words) {
-            assert_eq!(word, if opened.contains(&block) { 0 } else { epoch(block, 0) }, "{slot0}+{count}: {block}");
+        let mut tags = Vec::new();
+        device.kv_seal_tags(&kv, &all, &mut tags).unwrap();
+        for (block, tag) in (0..).zip(tags) {
+            assert_eq!(tag, if opened.contains(&block) { 0 } else { epoch(block, 0) }, "{slot0}+{count}: {block}");
         }
     }
     device.kv_seal(&mut kv, BLOCKS, 1).unwrap_err();
     let mut plain = device.kv(SHAPE, 64).unwrap();
     device.kv_seal(&mut plain, 0, 1).unwrap_err();
     device.kv_seal_tags(&plain, &[0], &mut Vec::new()).unwrap_err();
-    drop((kv, plain, window, device));
+    drop((kv, plain, region, device));
     fake.finish();
 }
 
@@ -239,27 +239,27 @@ fn what_is_no_lent_memory_is_refused_and_leaves_nothing() {
     let after = fake.counts();
     assert_eq!((after.physical, after.mappings, after.bytes_used), (before.physical, 0, before.bytes_used));
 
-    let (kv, window) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap();
+    let (kv, region) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap();
     let memory =
         |of: &dyn SharedRegion, bytes| PeerMemory { device: of.device(), bytes, descriptor: of.descriptor().unwrap() };
-    let whole = window.bytes();
+    let whole = region.bytes();
     // More than there is, less than is announced, no whole pages, and another device's.
     for (blocks, bytes) in [(100 * BLOCKS, whole), (BLOCKS, 4096), (BLOCKS, whole + 8), (u32::MAX, whole), (0, whole)] {
-        let refused = device.kv_map(SHAPE, blocks, BLOCK, memory(window.as_ref(), bytes));
+        let refused = device.kv_map(SHAPE, blocks, BLOCK, memory(region.as_ref(), bytes));
         assert!(matches!(refused, Err(DeviceError::Unsupported(_))), "{blocks} {bytes}: {refused:?}");
     }
-    let mut other = memory(window.as_ref(), whole);
+    let mut other = memory(region.as_ref(), whole);
     other.device[15] ^= 1;
     let refused = device.kv_map(SHAPE, BLOCKS, BLOCK, other).unwrap_err();
     assert!(refused.to_string().contains("peer"), "{refused}");
     let file = File::open(std::env::current_exe().unwrap()).unwrap().into();
-    let no_memory = PeerMemory { device: window.device(), bytes: whole, descriptor: file };
+    let no_memory = PeerMemory { device: region.device(), bytes: whole, descriptor: file };
     device.kv_map(SHAPE, BLOCKS, BLOCK, no_memory).unwrap_err();
     for function in ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"] {
         fake.fail(function, 1, OUT_OF_MEMORY);
-        device.kv_map(SHAPE, BLOCKS, BLOCK, memory(window.as_ref(), whole)).unwrap_err();
+        device.kv_map(SHAPE, BLOCKS, BLOCK, memory(region.as_ref(), whole)).unwrap_err();
     }
-    drop((kv, window, device));
+    drop((kv, region, device));
     fake.sharing(false, false);
     let mut alone = open();
     assert!(alone.peer_access().is_none() && alone.kv_lent(SHAPE, BLOCKS, BLOCK).is_err());

@@ -155,7 +155,7 @@ impl SharedRegion for OwnSharedRegion {
 
     fn descriptor(&self) -> Result<OwnedFd, DeviceError> {
         let descriptor = self.arena.descriptor()?.try_clone_to_owned();
-        descriptor.map_err(|error| DeviceError::Unsupported(format!("another descriptor of a window: {error}")))
+        descriptor.map_err(|error| DeviceError::Unsupported(format!("another descriptor of a shared region: {error}")))
     }
 
     fn read(&self, at: u64, out: &mut [u8]) -> Result<(), DeviceError> {
