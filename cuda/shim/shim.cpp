@@ -157,9 +157,9 @@ void fiber() {
     running->body(running_params);
     self->done = true;
     for (const auto& group : self->groups) {
-        if (!group.empty()) fail("a thread ends while its copies are under way");
+        if (!group.empty()) fail("a thread ends while its copies are in flight");
     }
-    if (self->issued > self->waited) fail("a thread ends while its products are under way");
+    if (self->issued > self->waited) fail("a thread ends while its products are in flight");
     if (!self->waited_for_grids) fail("a thread ends that has not waited for the grids before");
     yield();
     __builtin_unreachable();

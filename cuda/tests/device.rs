@@ -303,9 +303,9 @@ fn lent_recalled_and_compacted_runs_attend_as_on_the_host() {
         memory.recall(lent_row, 3..4).unwrap();
         let cut = [KvRun { base: 0, len: 384, first_pos: 0 }, KvRun { base: 512, len: 256, first_pos: 512 }];
         compare(device, &cut);
-        assert_eq!(memory.lent_row_runs(lent_row)[1].base, base + 512, "a hole in the addresses");
+        assert_eq!(memory.lent_row_runs(lent_row)[1].base, base + 512, "a gap in the addresses");
         memory.compact(lent_row).unwrap();
-        assert_eq!(memory.lent_row_runs(lent_row)[1].base, base + 384, "no hole any more");
+        assert_eq!(memory.lent_row_runs(lent_row)[1].base, base + 384, "no gap any more");
         compare(device, &cut);
     });
 }

@@ -54,7 +54,7 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Progress of a sequence of which another server has sent `said`, with log-probabilities up to `offset`.
+    /// Progress of a sequence of which another server has sent `output`, with text up to character `offset`.
     pub(crate) fn after(output: &SentTokens, offset: usize) -> Self {
         Self { started: output.finished || !output.tokens.is_empty(), completion_tokens: output.tokens.len(), offset }
     }

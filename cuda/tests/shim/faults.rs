@@ -88,7 +88,7 @@ fn copies_are_aligned_and_end_before_their_thread() {
     assert!(run(7, 1024, 0).iter().all(|out| out.as_ref().is_err_and(|e| e.contains("aligned"))));
     // Copies that happen at once are no mistake to see.
     let lazy = run(8, 1024, 0).into_iter().skip(1);
-    assert!(lazy.into_iter().all(|out| out.is_err_and(|e| e.contains("under way"))));
+    assert!(lazy.into_iter().all(|out| out.is_err_and(|e| e.contains("in flight"))));
 }
 
 /// A matrix of 8 rows of 128 bytes, whose 16-byte chunks are numbered from 1, in boxes of all of it.
@@ -135,8 +135,8 @@ fn mistakes_with_barriers_and_boxes_are_seen() {
         (10, false, "deadlock"),
         (11, false, ""),
         // Nobody waits, or for the phase before.
-        (12, true, "under way"),
-        (13, true, "under way"),
+        (12, true, "in flight"),
+        (13, true, "in flight"),
     ] {
         let outcomes = boxes(mistake, 0);
         assert!(all_fail(&outcomes, late, why), "mistake {mistake}: {outcomes:?}");
@@ -160,7 +160,7 @@ fn mistakes_with_products_are_seen() {
     for (mistake, why) in [
         (2, "without a fence"),
         (3, "disagree"),
-        (4, "under way"),
+        (4, "in flight"),
         (6, "more registers"),
         (7, "deadlock"),
         (8, "beyond shared memory"),

@@ -95,9 +95,9 @@ pub(crate) struct Link {
     queue: Mutex<Queue>,
     writing: Mutex<Writing>,
     writer: AtomicWaker,
-    /// Told when there is room in the queue again.
+    /// Notified when there is room in the queue again.
     room: Notify,
-    /// Told when a connection is there, or the node closes: a pausing dial task looks again.
+    /// Notified when a connection is there, or the node closes: a pausing dial task looks again.
     pub(crate) changed: Notify,
 }
 

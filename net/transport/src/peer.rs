@@ -92,7 +92,7 @@ pub(crate) struct Peer {
     pub(crate) id: PeerId,
     pub(crate) addr: SocketAddr,
     pub(crate) session: tokio::sync::Mutex<Session>,
-    /// Told when the session is over, and when the remote has ended its direction of a connection.
+    /// Notified when the session is over, and when the remote has ended its direction of a connection.
     pub(crate) ending: Notify,
     links: [Link; 3],
     /// A role without which nobody is this peer.

@@ -56,7 +56,7 @@ impl Batch {
             self.counts.recoveries += 1;
             if seq.note_recovery(now) {
                 let message = format!(
-                    "{why} ({creditor}); given up: the sequence lost KV more than {RECOVERIES_MAX} times in {} s",
+                    "{why} ({creditor}); aborted: the sequence lost KV more than {RECOVERIES_MAX} times in {} s",
                     RECOVERIES_WINDOW_MS / 1000
                 );
                 return self.fail(cx, prefills, id, RequestError::Unavailable(message));
