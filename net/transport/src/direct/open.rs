@@ -24,7 +24,7 @@ impl DirectConnections {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes the connections with whom `ends` says so.
+    /// Closes the connections with every node for which `ends` returns true.
     pub(crate) fn cut(&self, ends: impl Fn(&Subject) -> bool) {
         for (subject, connection) in self.lock().values().filter(|(subject, _)| ends(subject)) {
             tracing::warn!(node = %subject.node, "a direct connection ends: the peer's certificate is revoked");
