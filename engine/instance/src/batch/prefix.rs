@@ -52,7 +52,7 @@ pub(crate) struct PrefixCounts {
     hit_tokens: u64,
     shared_blocks: u64,
     next_share: u64,
-    /// Mappings commanded and not made yet, also of sequences that are gone.
+    /// Mappings commanded and not completed yet, those of ended sequences included.
     in_flight: u64,
 }
 

@@ -194,7 +194,7 @@ impl Membership {
         }
     }
 
-    /// Gives up dialling peers that do not connect in time, and drops their messages.
+    /// Stops dialling peers that did not connect in time, and drops their messages.
     pub(super) fn expire_dialling(cx: &mut Cx) {
         let now = cx.now_ms;
         let gone: Vec<InstanceId> = cx
