@@ -199,7 +199,7 @@ pub struct RemoteQuery {
 /// KV from a peer, canonical layout, in pieces of consecutive slots `(slot, tokens)`.
 #[derive(Clone, Debug)]
 pub struct RemoteWrite {
-    /// Set for KV that returns to its debtor: its report says whether it was stored. Without a tag, a failed write
+    /// Set for KV that returns to its debtor: a report tells whether the write succeeded. Without a tag, a failed write
     /// fails all later work for peers.
     pub tag: Option<RemoteTag>,
     pub layer: u32,

@@ -40,7 +40,7 @@ struct Borrow {
     asked: BTreeSet<InstanceId>,
     granted: Vec<(InstanceId, LeaseId)>,
     got: u32,
-    /// [`LeasePurpose::Growth`] is all or nothing; a move takes what the first candidate that lends has.
+    /// [`LeasePurpose::Growth`] is all or nothing; a move takes as many blocks as the first candidate grants.
     purpose: LeasePurpose,
     tier: TierRequest,
     /// Blocks that the last candidate could lend, as it replied.
