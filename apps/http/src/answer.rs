@@ -21,7 +21,7 @@ use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration}
 
 const ASSISTANT: &str = "assistant";
 
-/// The response to one request: its properties, and what was sent of it.
+/// The response to one request: its properties, and the progress of its sequences.
 pub(crate) struct Answer {
     pub(crate) endpoint: Endpoint,
     pub(crate) id: String,
@@ -44,7 +44,7 @@ pub(crate) struct Answer {
     pub(crate) meter: Meter,
 }
 
-/// What was sent of one sequence.
+/// Sent part of one sequence.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Progress {
     started: bool,

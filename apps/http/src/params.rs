@@ -1,4 +1,4 @@
-//! Fields that chat and completions share: sampling, lengths, stops, and what to report.
+//! Fields that chat and completions share: sampling, lengths, stop conditions, reported values.
 
 use crate::{
     error::ApiError,

@@ -37,7 +37,7 @@ const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 pub struct ClientAddr(pub IpAddr);
 
 impl ClientAddr {
-    /// What its share is counted by: one IPv6 client has a whole /64.
+    /// The network by which shares are counted: an IPv6 client has a whole /64.
     pub(crate) fn network(self) -> IpAddr {
         match self.0.to_canonical() {
             IpAddr::V4(addr) => addr.into(),
@@ -177,7 +177,7 @@ async fn accept(listener: &TcpListener, slots: &Arc<Semaphore>) -> (TcpStream, S
     }
 }
 
-/// A connection's stream, and what it is of the pool if it has a certificate of it.
+/// A connection's stream, and its [`PoolConnection`] if the client has a certificate of the pool.
 async fn open(stream: TcpStream, tls: Option<&ServerTls>) -> io::Result<(Box<dyn Io>, Option<PoolConnection>)> {
     // Tokens are small and must not wait for an acknowledgement.
     stream.set_nodelay(true)?;
@@ -203,7 +203,7 @@ async fn connection(
             // The guard that `wait_for` gives must not live across an await.
             () = async { drop(stopped.wait_for(|stop| *stop).await) } => {
                 connection.as_mut().graceful_shutdown();
-                // After the deadline `serve` has returned; whatever is left is cut here.
+                // After the deadline `serve` has returned; remaining requests are cut here.
                 break tokio::time::timeout(DRAIN_DEADLINE, connection.as_mut()).await.unwrap_or(Ok(()));
             }
             () = &mut superseded, if !is_last => {

@@ -36,7 +36,7 @@ enum CertsCommand {
         dir: PathBuf,
         /// Name of the node, which its certificate carries, and of the files.
         name: String,
-        /// What the node may be: gmanager, instance, kv, gateway, operator (comma-separated).
+        /// Roles of the node: gmanager, instance, kv, gateway, operator (comma-separated).
         #[arg(long, value_name = "ROLE", value_delimiter = ',', default_value = "instance")]
         role: Vec<NodeRole>,
         /// Replace an existing certificate, for the key that is there; after `certs revoke`, or where NAME.key is gone, for a new

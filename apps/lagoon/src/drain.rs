@@ -46,7 +46,7 @@ pub(crate) async fn run(args: DrainArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What a draining instance still has.
+/// Requests and blocks that a draining instance still has.
 fn left(row: &PoolRow) -> String {
     format!(
         "{} requests run, {} wait, {} rBlocks lent, {} borrowed",

@@ -22,8 +22,8 @@ const TERM_HOLD: Duration = Duration::from_secs(90);
 pub(crate) struct Terms(Option<(u64, Instant)>);
 
 impl Terms {
-    /// A leader says which term it leads in. False if a later one was seen while a leader of the earlier one may still act: then
-    /// what it says does not count.
+    /// Whether messages of a leader of `term` count: false if a later term was seen less than `TERM_HOLD` ago, while leaders of
+    /// earlier terms may still act.
     pub(crate) fn accepts(&mut self, term: u64, now: Instant) -> bool {
         let later = self.0.is_some_and(|(latest, at)| term < latest && now.duration_since(at) < TERM_HOLD);
         if !later {
@@ -41,9 +41,9 @@ pub(crate) struct Leader {
     connected: BTreeSet<PeerId>,
     /// The gManager in use.
     current: Option<PeerId>,
-    /// The one in use has accepted a registration, which names its term: what it orders before that is of no known term.
+    /// The gManager in use has accepted a registration, whose reply has its term. Orders before that have no known term.
     followed: bool,
-    /// The last one in use: the next in turn is asked.
+    /// The gManager used last: the one after it in `known` is asked next.
     last: Option<PeerId>,
     /// The leader that a standby named.
     named: Option<PeerId>,
@@ -91,7 +91,7 @@ impl Leader {
         self.connected.insert(peer);
     }
 
-    /// A gManager's connection is gone. True if it was the one in use.
+    /// Handles the loss of a gManager's connection. True if it was the one in use.
     pub(crate) fn on_down(&mut self, peer: PeerId) -> bool {
         self.connected.remove(&peer);
         self.leave(peer)

@@ -62,8 +62,8 @@ const START_END_DEADLINE: Duration = Duration::from_secs(1);
 /// Interval of checks meanwhile.
 const END_LOOK: Duration = Duration::from_millis(10);
 
-/// A child process. It stops when its standard input ends: when it is dropped, or this process is gone. Killed if it
-/// does not.
+/// A child process. It stops when its standard input ends: on drop, or when this process ends. Killed if it
+/// does not stop.
 #[derive(Debug)]
 struct Process {
     child: Child,
@@ -261,7 +261,7 @@ impl Watched {
         }
     }
 
-    /// The process ended by itself, or was stopped by somebody else.
+    /// Handles the end of the process that this one did not stop.
     fn ended(&mut self, status: ExitStatus, ran: Duration) {
         match status.success() {
             true if self.always => self.died("has stopped", ran),

@@ -153,7 +153,7 @@ pub(crate) struct NodeLoop {
     turn: Turn,
 }
 
-/// Time for an instance that cannot go on to say so.
+/// Time for a failing instance to send its deregistration.
 const DEREGISTER_DEADLINE: Duration = Duration::from_millis(200);
 /// Things that happen before the other side goes first.
 const TURN_MAX: u32 = 64;
@@ -252,8 +252,8 @@ impl NodeLoop {
         Self { device_timeout, ..self }
     }
 
-    /// Runs until `stop`, or until this instance cannot go on: its error says why. Either way its requests are given up, and
-    /// peers and the gManager see its connections close. With a device that hangs the process ends here.
+    /// Runs until `stop`, or until the instance fails with the returned error. In both cases its requests are aborted, and
+    /// peers and the gManager see its connections close. If the device hangs, the process ends here.
     pub(crate) async fn run(mut self, stop: CancellationToken) -> anyhow::Result<()> {
         let fatal = self.run_until_over(&stop).await;
         // A gateway may have another instance go on with these requests.
@@ -579,7 +579,7 @@ impl NodeLoop {
                 self.outputs.remove(&seq);
                 self.step(Event::Cancel { seq });
             }
-            // The receiver may be gone.
+            // The receiver may be dropped.
             Input::Status { reply } => drop(reply.send(self.status())),
         }
     }
@@ -758,7 +758,7 @@ async fn next_completion(transfers: Option<&mut Transfers>) -> Option<Completion
     }
 }
 
-/// The error of requests when the loop is gone.
+/// The error of requests after the loop has ended.
 pub(crate) fn gone() -> RequestError {
     RequestError::Unavailable("the instance is shutting down".to_owned())
 }

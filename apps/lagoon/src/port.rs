@@ -48,7 +48,7 @@ impl PortArgs {
         Ok(Port { listener, keys: Some(keys), tls: self.tls(pool)? })
     }
 
-    /// HTTPS as the flags say. Call inside the runtime of the port.
+    /// The HTTPS configuration of the flags. Call inside the runtime of the port.
     pub(crate) fn tls(&self, pool: Option<PoolFiles>) -> anyhow::Result<Option<Arc<ServerTls>>> {
         let https = self.https_cert.clone().zip(self.https_key.clone()).map(|(cert, key)| HttpsFiles { cert, key });
         ServerTls::start(https, pool).context("TLS of the HTTP port")

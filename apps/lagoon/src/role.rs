@@ -39,7 +39,7 @@ pub(crate) struct RoleArgs {
     instance: String,
     /// The new role.
     role: NewRole,
-    /// Wait until it has finished what only its old role does, and has the new one.
+    /// Wait until it has finished the work of its old role and has the new one.
     #[arg(long)]
     wait: bool,
     /// Seconds to wait at most.

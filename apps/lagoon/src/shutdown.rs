@@ -1,4 +1,4 @@
-//! Triggers of a server's stop: Ctrl-C, SIGTERM, or the end of standard input when the parent is gone.
+//! Triggers of a server's stop: Ctrl-C, SIGTERM, or the end of standard input when the parent process has ended.
 
 use crate::log;
 use std::time::Duration;
@@ -97,7 +97,7 @@ async fn stdin_ends() {
     let (ended, end) = tokio::sync::oneshot::channel();
     std::thread::spawn(move || {
         let drained = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
-        // An unreadable input has ended, too; the receiver is gone only when the process stops anyway.
+        // An unreadable input has ended, too; the receiver is dropped only when the process stops.
         let _ = ended.send(drained.is_ok());
     });
     if end.await.is_err() {
