@@ -393,7 +393,7 @@ impl NodeLoop {
             Report::Done { step, .. } => drop(self.waits.done(*step)),
             Report::Failed { step, .. } => self.waits.failed(*step),
             Report::Mapped { error: Some(why), .. } => tracing::warn!(
-                "queries are sent for what a creditor on this host lends: its device memory cannot be mapped: {why}\n\
+                "queries are sent to a creditor on this host: its device memory cannot be mapped: {why}\n\
                  hint: both need the same GPU or GPUs with peer access, and one user and mount namespace"
             ),
             _ => {}
@@ -474,7 +474,7 @@ impl NodeLoop {
                 match &mut self.leader {
                     Some(leader) if leader.is_gmanager(peer) => {
                         if leader.on_down(peer) {
-                            tracing::warn!(reason, "the gManager is gone; running requests go on");
+                            tracing::warn!(reason, "the gManager is lost; running requests continue");
                             self.step(Event::GManagerDown);
                             self.choose_leader();
                         }
