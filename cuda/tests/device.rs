@@ -130,7 +130,7 @@ mod fast {
 const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false };
 const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: DType::F16 };
 
-/// Memory that runs out, wherever it does, is an error that says so, and leaves nothing behind.
+/// Exhausted memory is an `OutOfMemory` error at every allocation, and leaks nothing.
 #[test]
 fn out_of_memory_is_an_error_everywhere() {
     with_device("out_of_memory_is_an_error_everywhere", None, |device, fake| {

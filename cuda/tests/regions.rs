@@ -202,7 +202,7 @@ fn regions_of_other_devices_are_for_peers() {
     fake.finish();
 }
 
-/// Memory is asked for as the device can share it, and its descriptor is the driver's once, whoever asks.
+/// Memory is allocated as the device can share it, and is exported once for all askers.
 #[test]
 fn memory_is_shared_as_the_device_can() {
     let Some(fake) = driver("memory_is_shared_as_the_device_can", 3) else { return };

@@ -124,7 +124,7 @@ fn a_prefix_is_mapped_and_not_copied() {
     }
 }
 
-/// What two see nobody writes; what one of them has left the other one may write again.
+/// Memory that is mapped at two addresses refuses writes; after one of them is released the other may be written again.
 #[test]
 fn what_is_shared_is_not_written() {
     let Some(fake) = driver("what_is_shared_is_not_written", 3) else { return };
@@ -187,7 +187,7 @@ fn a_share_that_fails_changes_nothing() {
             let error = device.kv_share(&mut kv, 0, 32, TOKENS).unwrap_err();
             assert_eq!((fake.counts().mappings, device.kv_counters(&kv).unwrap()), before, "{function} {nth}: {error}");
             assert_holds(&mut device, &kv, 0, TOKENS, 5);
-            // What was kept there serves a new holder, and the source may be written: nobody shares it.
+            // The kept memory serves a new holder, and the source may be written: it is not shared any more.
             fill(&mut device, &mut kv, 0, TOKENS, 9).unwrap();
             device.kv_share(&mut kv, 0, 32, TOKENS).unwrap();
             assert_holds(&mut device, &kv, 32, TOKENS, 9);
@@ -208,7 +208,7 @@ fn a_release_that_fails_is_done_later() {
     fake.fail("cuMemUnmap", 2, UNKNOWN);
     device.kv_release(&mut kv, 0..TOKENS).unwrap_err();
     assert_holds(&mut device, &kv, 32, TOKENS, 5);
-    // The first one is somebody else's by now, with memory of its own: both rBlocks of memory are in use.
+    // The first address has another owner by now, with memory of its own: both rBlocks of memory are in use.
     fill(&mut device, &mut kv, 0, TOKENS, 6).unwrap();
     assert_holds(&mut device, &kv, 0, TOKENS, 6);
     assert_holds(&mut device, &kv, 32, TOKENS, 5);
@@ -217,7 +217,7 @@ fn a_release_that_fails_is_done_later() {
     fake.finish();
 }
 
-/// What is left of an own step that was given up is written before what a lent row writes to the same memory, which was released and
+/// The remaining writes of an aborted own step precede the writes of a lent row to the same memory, which was released and
 /// stayed mapped, or is that of a flat store.
 #[test]
 fn a_remote_request_writes_after_an_aborted_step() {
@@ -344,7 +344,7 @@ impl World {
             }
             Op::Release { at, blocks } => {
                 let end = (at + blocks).min(ADDRESSES);
-                // What could not be released is by what is held, shared or released next: nobody has it.
+                // Memory that could not be released is released by the next hold, share or release: it has no owner.
                 Self::did(self.device.kv_release(&mut self.kv, at * tokens..end * tokens));
                 self.held.retain(|block, _| !(at..end).contains(block));
             }

@@ -159,7 +159,7 @@ fn is_untouched(instances: &[Server; 2], registered: bool) {
 }
 
 /// One impostor has a gManager's certificate and an earlier term, or the same one beside the gManager that leads; another has an
-/// instance's certificate, and the gManager's address while that is away. Nobody follows them, and requests go on.
+/// instance's certificate, and the gManager's address while that is away. No instance follows them, and requests continue.
 #[test]
 fn nobody_else_is_followed_as_the_gmanager() {
     let ca = new_ca();
@@ -268,8 +268,8 @@ impl Stranger {
     }
 }
 
-/// An instance's number is its node's while that is connected: a Hello of another node with it is dropped, so that nothing is lent in
-/// its name. A number that nobody has is let in.
+/// An instance's number is its node's while that node is connected: a Hello of another node with the number is dropped, so that no
+/// lease is granted in its name. A number without a connected node is accepted.
 #[test]
 fn nobody_else_takes_an_instances_number() {
     let ca = new_ca();
@@ -340,7 +340,7 @@ impl Flood {
         }
     }
 
-    /// Hears what is answered.
+    /// Receives the replies.
     fn receive(&self, stranger: &mut Stranger) {
         let Stranger { bound: Bound { events, partials, .. }, runtime, .. } = stranger;
         while !self.over.load(Relaxed) {

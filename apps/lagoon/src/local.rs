@@ -463,7 +463,7 @@ mod tests {
         Watched { launch, state: State::Ended(false), deaths: 0, always }
     }
 
-    /// Without a gManager nothing is borrowed, and nobody else starts one.
+    /// Without a gManager no instance borrows, and no other process restarts it.
     #[cfg(unix)]
     #[tokio::test]
     async fn the_gmanager_is_restarted_however_often_it_ends_and_an_instance_is_not() {

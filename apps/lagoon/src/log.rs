@@ -128,7 +128,7 @@ mod tests {
         }
     }
 
-    /// A thread that panicked waited in the standard hook for whoever reads standard error.
+    /// Once, a thread that panicked blocked in the standard hook until a reader emptied standard error.
     #[test]
     fn a_panic_is_printed_and_waits_for_no_thread() {
         const NAME: &str = "panics-on-purpose";

@@ -323,7 +323,7 @@ mod tests {
         assert_eq!(registry.waiting().count(), 0);
     }
 
-    /// Nobody registers an address at which it does not accept.
+    /// A registration with an address that is not its session's is refused.
     #[test]
     fn a_registration_is_for_the_address_of_its_session() {
         let [subject, _] = subjects();

@@ -148,7 +148,7 @@ mod tests {
         let lost = |row| lost(&row, "decode");
         assert_eq!(lost(row(true, Role::Prefill, Some(Role::Decode))), None);
         assert_eq!(lost(row(true, Role::Decode, None)), None);
-        // Taken back, and given again: it may yet become what it is no more.
+        // Cancelled and ordered again: the instance may still be changing to the role.
         assert_eq!(lost(row(true, Role::Decode, Some(Role::Decode))), None);
         assert!(lost(row(true, Role::Prefill, Some(Role::Instance))).is_some_and(|why| why.contains("a later order")));
         assert!(lost(row(true, Role::Prefill, None)).is_some_and(|why| why.contains("had received")));

@@ -64,8 +64,8 @@ async fn greedy(addr: SocketAddr, number: u16) -> Greedy {
     Greedy { connection, _recv, sent }
 }
 
-/// Nobody reads: what a node's connections send is held within its share, of windows and of frames that are only partly
-/// there, however many connections it has. Another node's frames arrive.
+/// The inboxes are not read: the unread bytes of one node's connections, windows and partly received frames together, stay within
+/// its share, with any number of connections. Another node's frames arrive.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_nodes_connections_share_what_is_unread() {
     let config = TransportConfig {

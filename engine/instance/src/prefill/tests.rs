@@ -99,7 +99,7 @@ fn reported(effects: Vec<Effect>) -> Vec<ControlBody> {
     effects.into_iter().filter_map(of).collect()
 }
 
-/// A prefill worker has computed a prompt and says so in these messages.
+/// A prefill worker that has computed a prompt, and the messages that report it.
 fn computed() -> (Side, Vec<ControlBody>) {
     let mut side = Side::new(Role::Prefill);
     let step = side.ask(7, 7).into_iter().find_map(|effect| match effect {
@@ -125,7 +125,7 @@ fn ready(messages: &[ControlBody]) -> Option<&PrefillReady> {
     })
 }
 
-/// Nobody else would say it: both sides would renew what one has and the other does not know of, for ever.
+/// The reply is sent again by no other path: both sides would renew for ever, one a lease, the other a request.
 #[test]
 fn a_reply_that_found_a_full_queue_is_sent_again() {
     let (mut side, messages) = computed();
