@@ -209,7 +209,7 @@ fn urgent_work_shares_the_store() {
     }
 }
 
-/// What one lane maps and zeroes while the other writes: no zero comes late.
+/// One stream maps and zeroes memory while the urgent stream writes: zeroing never overwrites a later write.
 #[test]
 fn growth_beside_urgent_writes_keeps_them() {
     for _ in 0..12 {

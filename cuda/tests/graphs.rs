@@ -237,7 +237,7 @@ fn another_shape_or_buffer_is_captured_again() {
         assert_eq!((more_rows.captured, more_rows.replayed), (2, 6));
         let back = same(&mut device, &mut model, 2, 25, 2);
         assert_eq!((back.captured, back.replayed), (2, 8), "both shapes are kept");
-        // Activations elsewhere: the old graph would read what is gone.
+        // Activations in other buffers: the old graph would read freed memory.
         model.x = device.tensor(4, HIDDEN).unwrap();
         let moved = same(&mut device, &mut model, 2, 27, 3);
         assert_eq!((moved.eager, moved.captured, moved.replayed), (3, 3, 9));
@@ -395,7 +395,7 @@ fn graphs_do_without_dependents_where_the_driver_does() {
                 got.extend(run(&mut device, &mut model, 2, 21, 3));
                 assert_eq!(got, run(&mut plain, &mut expected, 2, 20, 4), "{version} {refused:?}");
                 let (counters, _, off) = device.graphs();
-                // What is refused for another reason than dependents is not tried again.
+                // A capture refused for another reason than programmatic dependents is not tried again.
                 let replays = refused.is_none() || captures_dependents;
                 assert_eq!(
                     (counters.replayed, off.is_none()),

@@ -1,5 +1,5 @@
-//! KV that several sequences begin with, over the fake driver: the same memory is mapped at each of their addresses, nothing
-//! is copied, nothing that is shared is written, and whatever comes and goes each address holds what it held.
+//! Shared prefixes in virtual memory, over the fake driver: the same memory is mapped at each sequence's addresses, no byte is
+//! copied, shared memory is never written, and every address keeps its bytes while others are mapped and released.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "tests")]
 
 #[macro_use]
@@ -114,7 +114,7 @@ fn a_prefix_is_mapped_and_not_copied() {
         let bits = attend(&mut device, &kv, &queries, 0, 16);
         assert_eq!(attend(&mut device, &kv, &queries, 32, 16), bits, "the shared row");
         assert_eq!(attend(&mut device, &kv, &queries, 64, 16), bits, "the copy");
-        // Who shares ends, in either order; who is left reads what it read.
+        // Sequences that share memory end, in either order; the remaining one reads the same bytes.
         device.kv_release(&mut kv, 0..8).unwrap();
         device.kv_release(&mut kv, 40..48).unwrap();
         assert_eq!(attend(&mut device, &kv, &queries, 32, 8), attend(&mut device, &kv, &queries, 64, 8));
@@ -149,7 +149,7 @@ fn what_is_shared_is_not_written() {
     fake.finish();
 }
 
-/// A store without rows, what is no rBlock, and what is held or not are refused, and nothing has changed.
+/// Refused without a change: a store without address rows, ranges that are no rBlocks, targets that are held, sources that are not.
 #[test]
 fn what_cannot_be_mapped_is_refused() {
     let Some(fake) = driver("what_cannot_be_mapped_is_refused", 2) else { return };
@@ -197,7 +197,7 @@ fn a_share_that_fails_changes_nothing() {
     }
 }
 
-/// An address that could not be unmapped is, by what is held next, so that its memory is not lost.
+/// An address whose unmapping failed is unmapped by the next hold, so that its memory is not lost.
 #[test]
 fn a_release_that_fails_is_done_later() {
     let Some(fake) = driver("a_release_that_fails_is_done_later", 3) else { return };
@@ -249,7 +249,7 @@ fn a_remote_request_writes_after_an_aborted_step() {
     }
 }
 
-/// What the engine does with blocks of addresses: sequences' in rows, lent rows' in loose ones.
+/// The engine's operations on blocks of addresses: sequences' in address rows, lent rows' in loose ones.
 #[derive(Clone, Debug)]
 enum Op {
     /// A step, or a lent row's write: memory, and KV in all of it.
@@ -293,7 +293,7 @@ struct World {
     device: CudaDevice,
     kv: CudaKv,
     space: KvSpace,
-    /// By block of addresses: what it was filled with.
+    /// The value with which each block of addresses was filled.
     held: BTreeMap<u32, u32>,
     values: u32,
     shares: u64,

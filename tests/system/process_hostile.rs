@@ -215,7 +215,7 @@ struct Stranger {
 }
 
 impl Stranger {
-    /// Connects, and waits for what the instance says of itself.
+    /// Connects, and waits for the instance's Hello.
     fn new(identity: &Identity, to: SocketAddr) -> (Self, p::Hello) {
         let runtime = runtime();
         let entered = runtime.enter();
@@ -397,8 +397,8 @@ fn peak_mib(pid: u64) -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() / 1024
 }
 
-/// What one node may have waiting: a quarter of each of three inboxes (64 MiB), its steps (256 MiB) and what QUIC holds unread (at
-/// most 32 MiB for each connection); and the process itself. Less than is sent.
+/// Memory that one node's frames may take: a quarter of each of three inboxes (64 MiB), its steps (256 MiB) and unread bytes in QUIC
+/// (at most 32 MiB for each connection); and the process itself. The test sends more.
 const PEAK_MIB_MAX: u64 = 3 * 64 + 256 + 3 * 32 + 100;
 const _: () = assert!(PEAK_MIB_MAX << 20 < FLOOD_BYTES);
 

@@ -1,4 +1,4 @@
-//! Keys, HTTPS and the pool's certificates on real processes: what goes on, what is refused, and what changes while they run.
+//! Keys, HTTPS and the pool's certificates on real processes: accepted and refused requests, and changes while they run.
 
 use crate::process_cluster::{Cluster, certificates, wait_for_pool};
 use crate::process_up::golden_prompt;

@@ -17,7 +17,7 @@ fn run(mistake: u32, shared_bytes: u32, offset: u32) -> Outcomes {
 }
 
 /// # Safety
-/// `params.x` is the address of what the kernel reads.
+/// `params.x` is the address of the kernel's input.
 unsafe fn run_kernel(name: &str, threads: u32, shared_bytes: u32, params: GatherParams) -> Outcomes {
     let shim = Shim::get().expect("the shim");
     (0..ORDERS)
@@ -32,7 +32,7 @@ unsafe fn run_kernel(name: &str, threads: u32, shared_bytes: u32, params: Gather
         .collect()
 }
 
-/// Whether the kernel failed with this in its error: in all orders, or in those in which what is asynchronous happens late.
+/// Whether the kernel failed with this text in its error: in all orders, or in those that delay asynchronous work.
 fn all_fail(outcomes: &Outcomes, late: bool, why: &str) -> bool {
     let orders = if late { 1..3 } else { 0..outcomes.len() };
     outcomes[orders].iter().all(|out| out.as_ref().is_err_and(|error| error.contains(why)))
@@ -154,7 +154,7 @@ fn products(mistake: u32) -> Outcomes {
 fn mistakes_with_products_are_seen() {
     let right = vec![17f32.to_bits(); 128];
     assert!(products(0).iter().all(|out| out.as_ref() == Ok(&right)));
-    // What was not fenced is not there; what is not waited for is not there yet.
+    // Operands that were not fenced are not seen; products that are not waited for are not complete.
     assert!(products(1).iter().all(|out| out.as_ref().is_ok_and(|out| *out != right)));
     assert!(products(5).iter().any(|out| out.as_ref().is_ok_and(|out| *out != right)));
     for (mistake, why) in [

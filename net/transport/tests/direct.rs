@@ -277,7 +277,7 @@ fn nobody_reads_in_another_nodes_name() {
     nodes.runtime.shutdown_timeout(Duration::from_secs(1));
 }
 
-/// The writer's owner is a thread that does not run for a second: reads of what it exported proceed all the while.
+/// The writer's owner is a thread that blocks for a second: reads of its exports proceed meanwhile.
 #[cfg(target_os = "linux")]
 #[test]
 fn reads_proceed_while_the_owner_sleeps() {

@@ -2,8 +2,8 @@
 //!
 //! Rules:
 //! * admission is first come first served; the pool's oldest waiting pool-sized request goes before all younger ones;
-//! * a pushed prompt goes ahead of a head that waits for memory elsewhere; a sequence with all its memory is admitted
-//!   wherever it stands, so that it does not hold what the head waits for;
+//! * a pushed prompt overtakes a head that waits for other instances' memory; a sequence that has all its memory is admitted
+//!   at any place of the queue, so that it does not hold memory for which the head waits;
 //! * running sequences grow before anything is admitted: some blocks are kept free for growth;
 //! * the oldest running sequence always advances: it is preempted only if no other one can be;
 //! * the preemption victim is the one with the fewest tokens to recompute; the youngest is swapped out instead, if that

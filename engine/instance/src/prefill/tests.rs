@@ -47,7 +47,7 @@ impl Side {
         self.instance.handle(event, self.now_ms)
     }
 
-    /// What the peer is sent in reply to a message.
+    /// The messages that the peer gets in reply to a message.
     fn receive(&mut self, body: ControlBody) -> Vec<ControlBody> {
         reported(self.on(Event::Control { peer: PEER, body }))
     }
@@ -279,7 +279,7 @@ fn memory_for_a_prompt_that_no_worker_has_begun_is_freed_for_an_older_request() 
     assert!(!side.tick(TICK_MS).iter().any(asked), "the older one comes first");
 }
 
-/// What the head waits for may be what the asker keeps.
+/// The head of the queue may wait for memory that the asker of the pushed prompt holds.
 #[test]
 fn a_pushed_prompt_is_not_behind_what_waits_for_others_memory() {
     for push in [false, true] {
