@@ -1,4 +1,5 @@
-//! Rows of requests: vAttention's interface (Table 4) over the places, with growth, shared prefixes and vacated blocks.
+//! Address rows of requests: vAttention's interface (Table 4) over the places, with growth, shared prefixes and vacated
+//! blocks.
 
 use super::VmmError;
 use super::places::Place;
@@ -8,13 +9,13 @@ use lagoon_types::KvRun;
 use std::ops::Range;
 
 impl Vmm {
-    /// First slot of a row: token `t` is at slot `slot0 + t`. 0 before the row's first mapping.
+    /// First slot of an address row: token `t` is at slot `slot0 + t`. 0 before the row's first mapping.
     #[must_use]
     pub fn slot0(&self, row: usize) -> u32 {
         self.rows[row].range.start * self.layout.block_tokens()
     }
 
-    /// Allocates a row for a request: the prepared one, else the idle row with most stripes mapped.
+    /// Allocates an address row for a request: the prepared one, else the idle row with most stripes mapped.
     ///
     /// # Errors
     /// [`VmmError::NoRow`].
@@ -33,7 +34,7 @@ impl Vmm {
         Ok(row)
     }
 
-    /// Frees a request's row. Its exclusive stripes stay mapped for the next request; shared ones are unmapped.
+    /// Frees a request's address row. Its exclusive stripes stay mapped for the next request; shared ones are unmapped.
     ///
     /// # Panics
     /// If the row has no request.
