@@ -384,7 +384,7 @@ pub enum PassError {
     #[error("partials from {creditor} have the wrong size in layer {layer}")]
     Part { creditor: InstanceId, layer: u32 },
     /// A creditor's mapped memory was overwritten since its seal: results computed from it are discarded.
-    #[error("{creditor} has used the memory of {lease} for something else")]
+    #[error("{creditor} has reused the memory of {lease}")]
     Reused { creditor: InstanceId, lease: LeaseId },
     #[error("sampling failed: {0}")]
     Sampling(String),
