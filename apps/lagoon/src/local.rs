@@ -282,7 +282,7 @@ impl Watched {
             return;
         }
         let pause = jittered(pause(self.deaths));
-        tracing::warn!("{name} {how}; the others go on, and it is started again in {:.1} s", pause.as_secs_f64());
+        tracing::warn!("{name} {how}; it is restarted in {:.1} s, the others continue", pause.as_secs_f64());
         let launch = self.launch.clone();
         self.state = State::Starting(tokio::spawn(async move {
             tokio::time::sleep(pause).await;

@@ -480,7 +480,7 @@ impl NodeLoop {
                         }
                     }
                     _ => {
-                        tracing::warn!(%peer, reason, "a peer is gone");
+                        tracing::warn!(%peer, reason, "a peer disconnected");
                         self.step(Event::PeerDown { peer: PeerKey(peer.0) });
                     }
                 }

@@ -378,7 +378,7 @@ impl Events {
         }
         let resume = self.journal.resume();
         let (backend, response) = self.attempts.respond(resume.as_ref()).await?;
-        tracing::info!(lost = %self.backend.name, instance = %backend.name, "another instance goes on with a request");
+        tracing::info!(lost = %self.backend.name, instance = %backend.name, "another instance continues a request");
         self.attempts.upstreams.counts.request(&backend.name, "went_on");
         metrics::counter!("lagoon_gateway_replays_total", "state" => "done").increment(1);
         self.addr = backend.http_addr;

@@ -122,7 +122,7 @@ async fn follow(watch: &mut Watch, operator: &mut Operator, of: PoolRow, role: &
         }
         let late = |when: &str| {
             format!(
-                "{0} is not {role} {when}\nhint: it goes on; `lagoon status` shows it, `lagoon role {0} {before}` takes \
+                "{0} is not {role} {when}\nhint: it continues; `lagoon status` shows it, `lagoon role {0} {before}` takes \
                  it back",
                 row.name
             )

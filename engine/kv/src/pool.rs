@@ -372,7 +372,7 @@ impl BlockPool {
     /// # Panics
     /// If `from` does not own one of them, if blocks of its row are missing, or if either is [`Owner::Free`].
     pub fn hand_over(&mut self, from: Owner, to: Owner, blocks: &[PhysBlock]) {
-        assert!(from != Owner::Free && to != Owner::Free, "what is handed over has an owner");
+        assert!(from != Owner::Free && to != Owner::Free, "both owners of a hand-over are real");
         for &block in blocks {
             assert!(self.has(from, block), "{block} is not its owner's to hand over");
             if mutants::is(Mutant::SharedHandedOver) {

@@ -514,7 +514,7 @@ async fn reload_all(shared: Weak<Shared>, mut seen: Stamps) {
             Err(error) => Err(error.into()),
         };
         match result {
-            Ok(()) => tracing::info!("the node's certificate files were loaded anew"),
+            Ok(()) => tracing::info!("the node's certificate files were reloaded"),
             Err(error) => tracing::warn!(
                 %error,
                 "the node's new certificate cannot be used; the one before is still in use\n\

@@ -194,7 +194,7 @@ impl GManager {
                     "instance {} cannot change its role: its KV ({backend}) is not in memory that others read",
                     id.0
                 ),
-                "start it anew with --role, or with --stage-kv-tokens: then it can be changed",
+                "restart it with --role, or with --stage-kv-tokens: then it can be changed",
             );
         }
         if member.is_draining() {

@@ -275,7 +275,7 @@ impl Debtor {
         self.held.outputs.push_back(match purpose {
             LeasePurpose::Growth => Output::BorrowFailed { borrow: id, seq, reason },
             LeasePurpose::Move | LeasePurpose::Swap => Output::NotReserved { borrow: id, seq, blocks_lendable },
-            LeasePurpose::Handover => panic!("nobody borrows what is handed over"),
+            LeasePurpose::Handover => panic!("a handed-over lease is not borrowed"),
         });
     }
 

@@ -240,7 +240,7 @@ fn check_hello(cx: &Cx, hello: &Hello) -> Result<(), String> {
     match &hello.shape {
         Some(theirs) if *theirs == ours => Ok(()),
         Some(theirs) => Err(shape_difference(&ours, theirs)),
-        None => Err("the peer does not say what it serves".to_owned()),
+        None => Err("the peer sent no pool shape".to_owned()),
     }
 }
 

@@ -413,7 +413,7 @@ impl Moves {
         let room = batch.room(cx).saturating_sub(1);
         let Some(entry) = self.moves.get_mut(&no) else { return };
         if room < n {
-            entry.reason = format!("this instance has room for {room} blocks beside what is kept for growth");
+            entry.reason = format!("this instance has room for {room} blocks beyond the blocks kept for growth");
         }
         let (seq, why, source, first) = (entry.seq, entry.why, entry.source, entry.first);
         let n = n.min(room);

@@ -98,7 +98,7 @@ impl Vmm {
     pub fn share(&mut self, from: usize, to: usize, tokens: u32) -> Result<(Plan, u32), VmmError> {
         let (source, target) = (&self.rows[from], &self.rows[to]);
         assert!(from != to && source.used == Use::Request && target.used == Use::Request, "two requests share");
-        assert!(tokens <= source.tokens && target.tokens == 0, "what is shared is written, and nothing of ours is");
+        assert!(tokens <= source.tokens && target.tokens == 0, "only written tokens are shared, with an empty row");
         let blocks = tokens / self.layout.block_tokens();
         let stripes = blocks * self.layout.block_stripes();
         let front: Option<Vec<Stripe>> =

@@ -287,11 +287,11 @@ impl Vmm {
         let mut plan = self.begin();
         for (from, to) in from.zip(to..) {
             for (from, to) in self.direct(from).zip(self.direct(to)) {
-                let Place::Held(stripe) = self.places.at(from) else { panic!("what is shared is held") };
+                let Place::Held(stripe) = self.places.at(from) else { panic!("shared stripes are held") };
                 match self.places.at(to) {
                     Place::Empty => {}
                     Place::Kept(..) => self.places.unmap(&mut plan, to),
-                    Place::Held(_) => panic!("place {to} is somebody's"),
+                    Place::Held(_) => panic!("place {to} is held"),
                 }
                 self.places.map(&mut plan, to, stripe);
                 self.counters.shared += 1;

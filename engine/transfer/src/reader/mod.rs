@@ -124,7 +124,7 @@ pub enum Failure {
     #[error("it took longer than {0} ms")]
     Deadline(u64),
     /// The writer's process has ended, and its KV is lost.
-    #[error("the writer is gone: {0}")]
+    #[error("the writer was lost: {0}")]
     WriterLost(String),
     #[error("the writer does not keep the KV any more")]
     ExportLost,
