@@ -2,7 +2,7 @@
 //! of DeepSeek-V2-Lite, halved), random weights in bf16, random tokens.
 //!
 //! * decode, one row: bytes of the active experts' weights a second, over what a plain parallel sum of a large buffer reads a
-//!   second in the same run. Whoever read all experts' weights could not exceed 6 / 64 of it.
+//!   second in the same run. An engine that read all experts' weights could not exceed 6 / 64 of it.
 //! * prefill, 512 rows: multiply-adds a second, over those of a dense layer with as many (width 6 * 512) in the same run.
 //!
 //! The two sides alternate, and `ratio` is a median over the pairs. Run with `cargo bench -p lagoon-benches --bench experts -- [--json]

@@ -25,7 +25,7 @@ struct Args {
     /// Tokens of context when the creditor dies.
     #[arg(long, value_delimiter = ',', default_value = "512,2048,8192")]
     contexts: Vec<u32>,
-    /// KV capacity of the debtor, in tokens: what it can keep of the context.
+    /// KV capacity of the debtor, in tokens: the local part of the context.
     #[arg(long, default_value_t = 256)]
     debtor_tokens: u32,
     /// Runs of each context; medians are printed.

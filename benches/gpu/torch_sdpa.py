@@ -25,7 +25,7 @@ BACKENDS = {
 }
 
 
-# What a size that does not fit raises; older versions have no name of their own for it.
+# Exception for a size that does not fit; older versions have no name of their own for it.
 OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", RuntimeError)
 
 

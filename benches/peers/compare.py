@@ -110,7 +110,7 @@ def lagoon():
 
 
 def machine():
-    """What the numbers were measured on."""
+    """Processor, cores and system of this measurement."""
     model = platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():

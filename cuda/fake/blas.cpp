@@ -2,7 +2,7 @@
 // driver's streams. It refuses what NVIDIA's manual does not allow: layouts that do not fit each other, addresses that are not
 // aligned as was promised, an algorithm of another shape, a workspace that is too small. It writes over the workspace.
 //
-// What it does not prove: what the real library chooses, rounds, or takes.
+// It proves nothing about the real library's choice of algorithms, rounding and accepted arguments.
 #include "fake.h"
 
 #include <cmath>

@@ -7,13 +7,13 @@
 // * Streams queue their work. It runs late, when somebody waits, in a random order that streams and events allow: a
 //   missing wait is a wrong or unmapped read.
 // * A kernel that is launched as a dependent begins before the one ahead of it at times, which then runs when the first thread
-//   waits for it: what is read before the wait is stale.
+//   waits for it: a read before the wait gets stale bytes.
 // * A kernel is a function of the host, in the library that a test names. One that touches unmapped
 //   memory fails with CUDA_ERROR_ILLEGAL_ADDRESS, which every later call returns, as on a device.
 //
-// What it does not prove: anything about real kernels, real asynchrony, or speed.
+// It proves nothing about real kernels, real asynchrony, or speed.
 //
-// Here are its state, what tests ask of it, devices and contexts; the rest is in files by what they fake, included below.
+// This file has its state, the functions for tests (fake.h), devices and contexts; the included files fake one part each.
 #include "fake.h"
 
 #include "../shim/tensor_map.h"

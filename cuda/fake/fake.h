@@ -1,10 +1,10 @@
-// What a test can ask of the fake driver beside the driver's own functions. Mirrored in cuda/tests/support/fake.rs.
+// Functions of the fake driver for tests, beside the driver's own. Mirrored in cuda/tests/support/fake.rs.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 extern "C" {
-// What is alive, and what was done wrong. Every member is a count but for the bytes.
+// Counters of live objects and of misuse; members with `bytes` are sizes.
 struct FakeCounts {
     uint64_t contexts, streams, events, buffers, pinned, modules, graphs;
     uint64_t reservations, physical, mappings;

@@ -135,7 +135,7 @@ void multiply_rows(const Product& product, uint32_t warp) {
     }
 }
 
-// The first product of a warp that is under way, if that is of a group before `until`.
+// The first product of a warp that is in flight, if that is of a group before `until`.
 bool finish_product(uint32_t warp, uint32_t until) {
     std::deque<Product>& products = block->warps[warp].products;
     if (products.empty() || products.front().factors.group >= until) return false;
@@ -278,7 +278,7 @@ void finish_products(uint32_t but) {
 }
 
 void finish_block() {
-    if (!block->bulk.empty()) report("a block ends while its copies are under way");
+    if (!block->bulk.empty()) report("a block ends while its copies are in flight");
     for (uint32_t warp = 0; warp < block->warps.size(); warp++) {
         if (block->warps[warp].issued != block->warpgroups[warp / 4].history.size()) report("a warpgroup's threads disagree");
     }

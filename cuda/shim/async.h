@@ -1,9 +1,9 @@
-// The host model of what shared/bulk.cuh and shared/wgmma.cuh wrap: barriers in shared memory, the copy engine, products of
-// warpgroups. Included by machine.h.
+// The host model of the instructions in shared/bulk.cuh and shared/wgmma.cuh: barriers in shared memory, the copy engine,
+// products of warpgroups. Included by machine.h.
 //
-// What is asynchronous happens as early as it is issued (order 0), as late as somebody has to wait for it (1 and 2), or in
-// between (3); copies overtake each other. The asynchronous proxy sees another copy of shared memory: what threads wrote
-// becomes visible there when all lanes of their warp have fenced. Refused are: addresses and sizes that are not
+// Asynchronous work is done when it is issued (order 0), when a thread has to wait for it (1 and 2), or in
+// between (3); copies overtake each other. The asynchronous proxy sees another copy of shared memory: writes of threads
+// become visible there when all lanes of their warp have fenced. Refused are: addresses and sizes that are not
 // aligned, barriers that are not initialized or were overwritten, bytes that a barrier does not expect, products without a
 // fence after the last wait, and whatever is still in flight when a block ends.
 #pragma once

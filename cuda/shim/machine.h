@@ -1,9 +1,9 @@
-// The host model of what shared/ptx.cuh wraps: a thread of a block is a fiber, and every instruction on which lanes or threads
-// meet is a barrier of fibers. Kernels are compiled against it with LAGOON_SHIM by any C++17 compiler.
+// The host model of the instructions in shared/ptx.cuh: a thread of a block is a fiber, and every instruction on which lanes or
+// threads meet is a barrier of fibers. Kernels are compiled against it with LAGOON_SHIM by any C++17 compiler.
 //
-// What it shows: indices, masks, fragments' layouts, barriers that are missing or that not all reach, reads of shared memory
-// before it is written (it starts as NaN), copies, products and earlier grids that are not waited for, and with an address
-// sanitizer every access out of bounds. What it cannot: races inside a warp's instruction, the real rounding of tensor cores, and speed.
+// It detects errors in indices, masks and fragments' layouts, barriers that are missing or that some threads skip, reads of shared
+// memory before it is written (it starts as NaN), copies, products and earlier grids that are not waited for, and with an address
+// sanitizer every access out of bounds. It shows neither races inside a warp's instruction, nor the rounding of tensor cores, nor speed.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -64,7 +64,7 @@ struct Copy {
     bool valid;
 };
 
-// What lanes of a warp, or threads of a block, meet at.
+// Meeting point of the lanes of a warp, or of the threads of a block.
 struct Barrier {
     uint64_t generation = 0;
     uint32_t arrived = 0;
@@ -92,12 +92,12 @@ struct Lane {
     uint32_t issued = 0, waited = 0;
 };
 
-// What a lane brings to a warp's instruction, and what it takes from it.
+// A lane's operands of a warp's instruction, and its results.
 struct Slot {
     uint64_t words[8];
 };
 
-// What a warpgroup's threads agree on in a product, and the group that it is of.
+// Operands of a product, equal in all threads of a warpgroup, and the product's group.
 struct Factors {
     uint64_t a = 0, b = 0;
     bool add = false;
@@ -129,7 +129,7 @@ struct Warp {
 
 struct Warpgroup {
     Barrier barrier;
-    // What its warps' products have to be, in order.
+    // Its products in order: each of its warps must issue the same ones.
     std::vector<Factors> history;
     // Of each thread.
     uint32_t registers = 0;
@@ -241,7 +241,7 @@ void finish_products(uint32_t but);
 // Whether there was such a copy in flight, or a product of that warp; it happens now.
 bool finish_copy(size_t which);
 bool finish_product(uint32_t warp);
-// Reports what is in progress though all threads have ended.
+// Reports copies and products in flight after all threads have ended.
 void finish_block();
 
 }  // namespace shim

@@ -1,7 +1,7 @@
 // Runs kernels' blocks as fibers and exports launches by name, with the arguments as cuLaunchKernel takes them.
 //
-// A lane runs until it waits for others. The order in which lanes and warps get their turns is a parameter: what depends on it
-// is a missing barrier. Lanes that wait for each other for ever, that meet at different instructions, or that leave while
+// A lane runs until it waits for others. The order in which lanes and warps get their turns is a parameter: a result that depends
+// on it shows a missing barrier. Lanes that wait for each other for ever, that meet at different instructions, or that leave while
 // others wait for them end the launch with an error.
 #include <sys/mman.h>
 #include <unistd.h>
@@ -157,9 +157,9 @@ void fiber() {
     running->body(running_params);
     self->done = true;
     for (const auto& group : self->groups) {
-        if (!group.empty()) fail("a thread ends while its copies are under way");
+        if (!group.empty()) fail("a thread ends while its copies are in flight");
     }
-    if (self->issued > self->waited) fail("a thread ends while its products are under way");
+    if (self->issued > self->waited) fail("a thread ends while its products are in flight");
     if (!self->waited_for_grids) fail("a thread ends that has not waited for the grids before");
     yield();
     __builtin_unreachable();

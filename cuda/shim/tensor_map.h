@@ -1,6 +1,6 @@
-// What stands for a tensor map on the host, for the shim and the fake driver: CUtensorMap is opaque, so the model has a layout
-// of its own. Checks are those of the driver's manual for cuTensorMapEncodeTiled, and of the programming guide where that is
-// stricter (addresses under a swizzle); what the kernels do not use is refused.
+// The model of a tensor map on the host, for the shim and the fake driver: CUtensorMap is opaque, so the model has a layout
+// of its own. Checks are those of the driver's manual for cuTensorMapEncodeTiled, and of the programming guide where it is
+// stricter (addresses under a swizzle); features that the kernels do not use are refused.
 #pragma once
 #include <cstdint>
 #include <cstring>

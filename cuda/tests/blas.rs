@@ -211,7 +211,7 @@ fn tf32_is_off_unless_asked_for() {
     });
 }
 
-/// What the library has nothing for, own kernels multiply.
+/// Own kernels compute products for which the library has no algorithm.
 #[test]
 fn shapes_without_a_choice_are_own_kernels() {
     with_library("shapes_without_a_choice_are_own_kernels", |file, _| {

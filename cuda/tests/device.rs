@@ -130,7 +130,7 @@ mod fast {
 const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false };
 const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: DType::F16 };
 
-/// Memory that runs out, wherever it does, is an error that says so, and leaves nothing behind.
+/// Exhausted memory is an `OutOfMemory` error at every allocation, and leaks nothing.
 #[test]
 fn out_of_memory_is_an_error_everywhere() {
     with_device("out_of_memory_is_an_error_everywhere", None, |device, fake| {
@@ -209,7 +209,7 @@ fn urgent_work_shares_the_store() {
     }
 }
 
-/// What one lane maps and zeroes while the other writes: no zero comes late.
+/// One stream maps and zeroes memory while the urgent stream writes: zeroing never overwrites a later write.
 #[test]
 fn growth_beside_urgent_writes_keeps_them() {
     for _ in 0..12 {
@@ -303,9 +303,9 @@ fn lent_recalled_and_compacted_runs_attend_as_on_the_host() {
         memory.recall(lent_row, 3..4).unwrap();
         let cut = [KvRun { base: 0, len: 384, first_pos: 0 }, KvRun { base: 512, len: 256, first_pos: 512 }];
         compare(device, &cut);
-        assert_eq!(memory.lent_row_runs(lent_row)[1].base, base + 512, "a hole in the addresses");
+        assert_eq!(memory.lent_row_runs(lent_row)[1].base, base + 512, "a gap in the addresses");
         memory.compact(lent_row).unwrap();
-        assert_eq!(memory.lent_row_runs(lent_row)[1].base, base + 384, "no hole any more");
+        assert_eq!(memory.lent_row_runs(lent_row)[1].base, base + 384, "no gap any more");
         compare(device, &cut);
     });
 }

@@ -1,5 +1,5 @@
-//! The driver layer against the fake driver: what is made is released, what fails leaves nothing behind, streams and
-//! events order work, physical memory keeps its contents wherever it is mapped.
+//! The driver layer against the fake driver: objects are released, failed calls leak nothing, streams and
+//! events order work, physical memory keeps its contents at every address where it is mapped.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 #[macro_use]

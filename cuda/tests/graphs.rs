@@ -1,5 +1,5 @@
-//! Steps that are replayed as graphs, over the fake driver: equal to launching each kernel, bit for bit, whatever changes
-//! between steps; captured again where shapes or buffers change; bounded; and given up where capturing fails.
+//! Steps replayed as CUDA graphs, over the fake driver: equal to launching each kernel, bit for bit, with all data that may change
+//! between steps; captured again where shapes or buffers change; bounded in number; not used where capturing fails.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 #[macro_use]
@@ -238,7 +238,7 @@ fn another_shape_or_buffer_is_captured_again() {
         assert_eq!((more_rows.captured, more_rows.replayed), (2, 6));
         let back = same(&mut device, &mut model, 2, 25, 2);
         assert_eq!((back.captured, back.replayed), (2, 8), "both shapes are kept");
-        // Activations elsewhere: the old graph would read what is gone.
+        // Activations in other buffers: the old graph would read freed memory.
         model.x = device.tensor(4, HIDDEN).unwrap();
         let moved = same(&mut device, &mut model, 2, 27, 3);
         assert_eq!((moved.eager, moved.captured, moved.replayed), (3, 3, 9));
@@ -277,7 +277,7 @@ fn graphs_are_bounded() {
     });
 }
 
-/// The marks behind each layer, which nobody asks for while a step is alone, do not divide it.
+/// The marks behind each layer do not divide a step's graph while no other step runs.
 #[test]
 fn a_replayed_step_launches_no_kernel_by_itself() {
     with_fake("a_replayed_step_launches_no_kernel_by_itself", |fake| {
@@ -315,8 +315,8 @@ fn a_capture_that_fails_is_launched_as_it_is() {
     }
 }
 
-/// Work of other kinds in the middle of a step ends the list, and keeps its place in the order; a step that was given up
-/// never happens.
+/// Work of other kinds in the middle of a step ends the recorded list, and keeps its place in the order; an aborted step is not
+/// executed.
 #[test]
 fn what_cannot_be_listed_settles_first() {
     with_fake("what_cannot_be_listed_settles_first", |_| {
@@ -334,7 +334,7 @@ fn what_cannot_be_listed_settles_first() {
             let mut got = Vec::new();
             device.read(&out, 0..2, 0..8, &mut got).unwrap();
             assert_eq!(got, [f32::from(round) + 1.0; 16]);
-            // Given up: the next step begins, and what this one would have written is not.
+            // Aborted: the next step begins, and this one writes nothing.
             device.begin_repeatable().unwrap();
             device.gather_rows(&spare, &[0, 1], &mut out).unwrap();
         }
@@ -396,7 +396,7 @@ fn graphs_do_without_dependents_where_the_driver_does() {
                 got.extend(run(&mut device, &mut model, 2, 21, 3));
                 assert_eq!(got, run(&mut plain, &mut expected, 2, 20, 4), "{version} {refused:?}");
                 let (counters, _, off) = device.graphs();
-                // What is refused for another reason than dependents is not tried again.
+                // A capture refused for another reason than programmatic dependents is not tried again.
                 let replays = refused.is_none() || captures_dependents;
                 assert_eq!(
                     (counters.replayed, off.is_none()),

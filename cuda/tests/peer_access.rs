@@ -1,5 +1,5 @@
-//! Attention over another process's memory where it lies, over the fake driver: bit by bit what the owner's own device says; and
-//! the words beside rBlocks, by which whoever reads them knows whether that was right.
+//! Attention over mapped memory of another process, over the fake driver: bit for bit the results of the owner's own device; and
+//! the seal tags beside rBlocks, by which a reader detects that the memory was reused.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "tests")]
 
@@ -83,12 +83,12 @@ fn attend(device: &mut CudaDevice, kv: &CudaKv, layer: usize) -> (Vec<f32>, Vec<
 
 const USED: [u32; 4] = [1, 2, 5, 6];
 
-/// The word that an rBlock is sealed with.
+/// The seal tag of an rBlock.
 fn epoch(block: u32, life: u64) -> u64 {
     0x1122_3344_5566_7700 + u64::from(block) + (life << 8)
 }
 
-/// What the lender's process does: lends, and writes over an rBlock for each line that it reads.
+/// Main function of the lender's process: lends memory, and overwrites or seals an rBlock for each line that it reads.
 #[allow(clippy::print_stdout, reason = "the other process reads it")]
 fn lend() {
     let _fake = driver("a_creditors_memory_is_attended_to_from_another_process", 5).unwrap();
@@ -113,7 +113,7 @@ fn lend() {
     }
 }
 
-/// The lender's process and what it says.
+/// The lender's process, its output lines, and its memory.
 struct Lender(Child, Box<dyn Iterator<Item = String>>, PeerMemory);
 
 impl Lender {
@@ -180,7 +180,7 @@ fn a_creditors_memory_is_attended_to_from_another_process() {
             assert_eq!(tags(&mut device, &there), [epoch(1, 0), epoch(2, 0), 0, epoch(6, 1)], "it is open");
             assert!(attend(&mut device, &own, 0) != attend(&mut device, &there, 0), "it holds something else");
             lender.does("seal 5");
-            assert_eq!(tags(&mut device, &there)[2], epoch(5, 3), "sealed with another word");
+            assert_eq!(tags(&mut device, &there)[2], epoch(5, 3), "sealed with another tag");
         }
         let written = catch_unwind(AssertUnwindSafe(|| write(&mut device, &mut there, 0, 1)));
         assert!(written.is_err(), "another process's memory is not written");

@@ -33,7 +33,7 @@ const LAYERS: u32 = SHAPE.layers;
 const TOKENS: u32 = 20;
 /// Bytes of all of them, in all layers.
 const BYTES: u64 = TOKENS as u64 * LAYERS as u64 * SHAPE.layer_token_bytes() as u64;
-/// Where they lie in the writer's region, and in the reader's.
+/// Offsets of the pieces in the writer's region, and in the reader's.
 const THERE: u64 = 32;
 const HERE: u64 = 48 << 10;
 
@@ -83,7 +83,7 @@ fn rows(device: &mut CudaDevice) -> CudaKv {
     device.kv_in(SHAPE, &space).unwrap()
 }
 
-/// What the writer's process does: packs into its region, says where that is, and waits for its end.
+/// Main function of the writer's process: packs KV into its region, prints the descriptor, and waits for its end.
 #[allow(clippy::print_stdout, reason = "the other process reads it")]
 fn write_and_wait() {
     let _fake = driver("kv_goes_from_process_to_process", 5).unwrap();
@@ -155,7 +155,7 @@ fn kv_goes_from_process_to_process() {
     }
 }
 
-/// What lies in the region is hashed as on the host: by the kernel where it can, short and odd ranges too.
+/// Hashes of ranges of the region equal the host's: by the kernel where it can, for short and odd ranges too.
 #[track_caller]
 fn assert_hashes(own: &dyn SharedRegion, packed: &[u8]) {
     let all = packed.len() as u64;
@@ -202,7 +202,7 @@ fn regions_of_other_devices_are_for_peers() {
     fake.finish();
 }
 
-/// Memory is asked for as the device can share it, and its descriptor is the driver's once, whoever asks.
+/// Memory is allocated as the device can share it, and is exported once for all askers.
 #[test]
 fn memory_is_shared_as_the_device_can() {
     let Some(fake) = driver("memory_is_shared_as_the_device_can", 3) else { return };

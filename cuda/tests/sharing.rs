@@ -1,5 +1,5 @@
-//! KV that several sequences begin with, over the fake driver: the same memory is mapped at each of their addresses, nothing
-//! is copied, nothing that is shared is written, and whatever comes and goes each address holds what it held.
+//! Shared prefixes in virtual memory, over the fake driver: the same memory is mapped at each sequence's addresses, no byte is
+//! copied, shared memory is never written, and every address keeps its bytes while others are mapped and released.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "tests")]
 
 #[macro_use]
@@ -114,7 +114,7 @@ fn a_prefix_is_mapped_and_not_copied() {
         let bits = attend(&mut device, &kv, &queries, 0, 16);
         assert_eq!(attend(&mut device, &kv, &queries, 32, 16), bits, "the shared row");
         assert_eq!(attend(&mut device, &kv, &queries, 64, 16), bits, "the copy");
-        // Who shares ends, in either order; who is left reads what it read.
+        // Sequences that share memory end, in either order; the remaining one reads the same bytes.
         device.kv_release(&mut kv, 0..8).unwrap();
         device.kv_release(&mut kv, 40..48).unwrap();
         assert_eq!(attend(&mut device, &kv, &queries, 32, 8), attend(&mut device, &kv, &queries, 64, 8));
@@ -175,7 +175,7 @@ fn what_is_shared_is_not_written() {
     fake.finish();
 }
 
-/// A store without rows, what is no rBlock, and what is held or not are refused, and nothing has changed.
+/// Refused without a change: a store without address rows, ranges that are no rBlocks, targets that are held, sources that are not.
 #[test]
 fn what_cannot_be_mapped_is_refused() {
     let Some(fake) = driver("what_cannot_be_mapped_is_refused", 2) else { return };
@@ -213,7 +213,7 @@ fn a_share_that_fails_changes_nothing() {
             let error = device.kv_share(&mut kv, 0, 32, TOKENS).unwrap_err();
             assert_eq!((fake.counts().mappings, device.kv_counters(&kv).unwrap()), before, "{function} {nth}: {error}");
             assert_holds(&mut device, &kv, 0, TOKENS, 5);
-            // What was kept there serves a new holder, and the source may be written: nobody shares it.
+            // The kept memory serves a new holder, and the source may be written: it is not shared any more.
             fill(&mut device, &mut kv, 0, TOKENS, 9).unwrap();
             device.kv_share(&mut kv, 0, 32, TOKENS).unwrap();
             assert_holds(&mut device, &kv, 32, TOKENS, 9);
@@ -223,7 +223,7 @@ fn a_share_that_fails_changes_nothing() {
     }
 }
 
-/// An address that could not be unmapped is, by what is held next, so that its memory is not lost.
+/// An address whose unmapping failed is unmapped by the next hold, so that its memory is not lost.
 #[test]
 fn a_release_that_fails_is_done_later() {
     let Some(fake) = driver("a_release_that_fails_is_done_later", 3) else { return };
@@ -234,7 +234,7 @@ fn a_release_that_fails_is_done_later() {
     fake.fail("cuMemUnmap", 2, UNKNOWN);
     device.kv_release(&mut kv, 0..TOKENS).unwrap_err();
     assert_holds(&mut device, &kv, 32, TOKENS, 5);
-    // The first one is somebody else's by now, with memory of its own: both rBlocks of memory are in use.
+    // The first address has another owner by now, with memory of its own: both rBlocks of memory are in use.
     fill(&mut device, &mut kv, 0, TOKENS, 6).unwrap();
     assert_holds(&mut device, &kv, 0, TOKENS, 6);
     assert_holds(&mut device, &kv, 32, TOKENS, 5);
@@ -243,7 +243,7 @@ fn a_release_that_fails_is_done_later() {
     fake.finish();
 }
 
-/// What is left of an own step that was given up is written before what a lent row writes to the same memory, which was released and
+/// The remaining writes of an aborted own step precede the writes of a lent row to the same memory, which was released and
 /// stayed mapped, or is that of a flat store.
 #[test]
 fn a_remote_request_writes_after_an_aborted_step() {
@@ -275,7 +275,7 @@ fn a_remote_request_writes_after_an_aborted_step() {
     }
 }
 
-/// What the engine does with blocks of addresses: sequences' in rows, lent rows' in loose ones.
+/// The engine's operations on blocks of addresses: sequences' in address rows, lent rows' in loose ones.
 #[derive(Clone, Debug)]
 enum Op {
     /// A step, or a lent row's write: memory, and KV in all of it.
@@ -319,7 +319,7 @@ struct World {
     device: CudaDevice,
     kv: CudaKv,
     space: KvSpace,
-    /// By block of addresses: what it was filled with.
+    /// The value with which each block of addresses was filled.
     held: BTreeMap<u32, u32>,
     values: u32,
     shares: u64,
@@ -370,7 +370,7 @@ impl World {
             }
             Op::Release { at, blocks } => {
                 let end = (at + blocks).min(ADDRESSES);
-                // What could not be released is by what is held, shared or released next: nobody has it.
+                // Memory that could not be released is released by the next hold, share or release: it has no owner.
                 Self::did(self.device.kv_release(&mut self.kv, at * tokens..end * tokens));
                 self.held.retain(|block, _| !(at..end).contains(block));
             }

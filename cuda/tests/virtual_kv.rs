@@ -364,8 +364,8 @@ const DIRECT: VmmConfig = VmmConfig {
     ..CONFIG
 };
 
-/// Does one of them; what newly holds memory is written, by either stream, but by one at each address: who writes what somebody
-/// else has written there before and left mapped is the device's to order ([`lagoon_cuda::CudaDevice`]).
+/// Does one of them. Newly held memory is written by either stream, but by one stream at each address: the order of writes of two
+/// streams to memory that stayed mapped is the device's task ([`lagoon_cuda::CudaDevice`]).
 fn run_direct(rig: &Rig, held: &mut BTreeMap<u32, u32>, op: Direct, value: u32) {
     match op {
         Direct::Hold(blocks) => {

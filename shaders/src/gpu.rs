@@ -414,7 +414,7 @@ fn compile(device: &wgpu::Device, kernel: Kernel) -> Pipeline {
         source: wgpu::ShaderSource::Wgsl(kernel.source().into()),
     };
     let checks = wgpu::ShaderRuntimeChecks { force_loop_bounding: false, ..wgpu::ShaderRuntimeChecks::checked() };
-    // SAFETY: only the bound on loops is given up, as it keeps drivers from unrolling; every loop of our shaders
+    // SAFETY: only the bound on loops is disabled, as it keeps drivers from unrolling; every loop of our shaders
     // counts towards a bound in its parameters or work list, which the host computes, so none is infinite. Bounds
     // checks stay on.
     let module = unsafe { device.create_shader_module_trusted(descriptor, checks) };

@@ -1,4 +1,4 @@
-// What a mixture of experts does to rows around its products (experts/grouped.wgsl), after they are routed and sorted
+// Steps of a mixture of experts around its products (experts/grouped.wgsl), after rows are routed and sorted
 // (experts/route.wgsl): `gather` copies each row to the places of its choices; `add_biases` adds their expert's bias to rows in
 // that order; `combine` adds the weighted results of a row's choices to it, in the order of rank. For quads of rows with the
 // same padding, which stays zero.

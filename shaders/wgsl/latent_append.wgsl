@@ -1,6 +1,6 @@
 // Completes rows of latent attention (DeepSeek-V2 section 2.1) and stores them in their slots, rounded to nearest even. `queries` rotates
-// the last elements of each head's query; `append` makes what lies behind the heads, the latent and the rotated key, and stores it.
-// Nothing is read that is written, so that each shard of the store may make its rows again.
+// the last elements of each head's query; `append` makes and stores the latent and the rotated key, which lie behind the heads.
+// Inputs are not overwritten, so that each shard of the store may make its rows again.
 //#include dtype
 //#include grid
 
@@ -44,7 +44,7 @@ fn partner(e: u32) -> u32 {
     return select(e - params.rotated / 2u, e + params.rotated / 2u, e < params.rotated / 2u);
 }
 
-// Element `e` of what is rotated, of value `own`; `other` is its partner's.
+// Element `e` of the rotated part, from its value `own` and its partner's, `other`.
 fn turned(own: f32, other: f32, row: u32, e: u32) -> f32 {
     let half_dim = params.rotated / 2u;
     let angles = row * params.rope_stride + e % half_dim;

@@ -1,5 +1,5 @@
 //! A peer with a valid certificate that sends anything: every message, with numbers that it received or made up, to instances in
-//! every state. No instance ends, what it answers to others stays right, and nothing stays taken.
+//! every state. No instance ends, its answers to other peers stay right, and no memory leaks.
 
 use bytes::Bytes;
 use lagoon_instance::RemotePolicy;
@@ -30,7 +30,7 @@ const LAYER_TOKEN_BYTES: usize = 128;
 const SEEDS: u64 = 24;
 const FRAMES: u64 = 1_500;
 
-/// What it draws its frames from.
+/// Random numbers, and numbers received before, from which frames are made.
 struct Hostile {
     rng: Rng,
     /// Numbers that it received last.
@@ -43,7 +43,7 @@ impl Hostile {
         Self { rng: Rng::new(seed), numbers: VecDeque::new(), sent: 0 }
     }
 
-    /// Remembers every number of what it was sent.
+    /// Remembers every number of a received message.
     fn learn(&mut self, frame: &Frame) {
         let text = format!("{frame:?}");
         let numbers = text.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<u64>().ok());

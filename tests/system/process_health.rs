@@ -111,7 +111,7 @@ fn a_process_whose_device_hangs_leaves_the_pool_and_ends() {
     let ended = hung.ended();
     assert!(ended.code != Some(0) && ended.stderr.contains("has not finished a layer for"), "{ended:?}");
     assert!(!matches!(asked.join(), Ok(200)));
-    // It took its leave: nobody had to find out by its silence.
+    // It deregistered: no peer had to detect its silence.
     wait_for_pool(&well.client(), 8);
     let metrics = Client::new(cluster.gmanager.announced("metrics").parse().unwrap());
     metrics.wait_for_text("/metrics", "lagoon_gmanager_instances{state=\"alive\"} 1");

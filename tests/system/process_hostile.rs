@@ -159,7 +159,7 @@ fn is_untouched(instances: &[Server; 2], registered: bool) {
 }
 
 /// One impostor has a gManager's certificate and an earlier term, or the same one beside the gManager that leads; another has an
-/// instance's certificate, and the gManager's address while that is away. Nobody follows them, and requests go on.
+/// instance's certificate, and the gManager's address while that is away. No instance follows them, and requests continue.
 #[test]
 fn nobody_else_is_followed_as_the_gmanager() {
     let ca = new_ca();
@@ -215,7 +215,7 @@ struct Stranger {
 }
 
 impl Stranger {
-    /// Connects, and waits for what the instance says of itself.
+    /// Connects, and waits for the instance's Hello.
     fn new(identity: &Identity, to: SocketAddr) -> (Self, p::Hello) {
         let runtime = runtime();
         let entered = runtime.enter();
@@ -268,8 +268,8 @@ impl Stranger {
     }
 }
 
-/// An instance's number is its node's while that is connected: a Hello of another node with it is dropped, so that nothing is lent in
-/// its name. A number that nobody has is let in.
+/// An instance's number is its node's while that node is connected: a Hello of another node with the number is dropped, so that no
+/// lease is granted in its name. A number without a connected node is accepted.
 #[test]
 fn nobody_else_takes_an_instances_number() {
     let ca = new_ca();
@@ -340,7 +340,7 @@ impl Flood {
         }
     }
 
-    /// Hears what is answered.
+    /// Receives the replies.
     fn receive(&self, stranger: &mut Stranger) {
         let Stranger { bound: Bound { events, partials, .. }, runtime, .. } = stranger;
         while !self.over.load(Relaxed) {
@@ -397,8 +397,8 @@ fn peak_mib(pid: u64) -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() / 1024
 }
 
-/// What one node may have waiting: a quarter of each of three inboxes (64 MiB), its steps (256 MiB) and what QUIC holds unread (at
-/// most 32 MiB for each connection); and the process itself. Less than is sent.
+/// Memory that one node's frames may take: a quarter of each of three inboxes (64 MiB), its steps (256 MiB) and unread bytes in QUIC
+/// (at most 32 MiB for each connection); and the process itself. The test sends more.
 const PEAK_MIB_MAX: u64 = 3 * 64 + 256 + 3 * 32 + 100;
 const _: () = assert!(PEAK_MIB_MAX << 20 < FLOOD_BYTES);
 

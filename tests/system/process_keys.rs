@@ -1,4 +1,4 @@
-//! Keys, HTTPS and the pool's certificates on real processes: what goes on, what is refused, and what changes while they run.
+//! Keys, HTTPS and the pool's certificates on real processes: accepted and refused requests, and changes while they run.
 
 use crate::process_cluster::{Cluster, certificates, wait_for_pool};
 use crate::process_up::golden_prompt;
@@ -43,7 +43,7 @@ fn own_addr() -> Option<std::net::IpAddr> {
     Some(socket.local_addr().ok()?.ip()).filter(|ip| !ip.is_loopback() && !ip.is_unspecified())
 }
 
-/// Whoever reached the port could drain a pool before.
+/// Once, any client of the port could drain a pool.
 #[test]
 fn administration_is_for_this_machine_unless_it_has_a_key() {
     let open = serve(&["--http=0.0.0.0:0"]);
@@ -195,7 +195,7 @@ fn https_is_spoken_to_by_all_commands_and_certificates_are_rolled() {
     assert_eq!(asked(&["status"], &first).code, Some(1));
 }
 
-/// The gateway has keys of its own: instances take its word because of its certificate, and nobody else's.
+/// The gateway has keys of its own: instances accept its requests without a key because of its certificate, and no other node's.
 #[test]
 fn a_gateway_comes_with_a_certificate_of_the_pool() {
     let cluster = Cluster::new();

@@ -115,7 +115,7 @@ def randomise(model, seed):
         elif weight.dim() == 1:
             weight.copy_(1 + 0.2 * noise)
         elif any(table in name for table in ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings.")):
-            # Small beside what the blocks make of it, or a tied model repeats its last token; Gemma has a factor.
+            # Small beside the blocks' outputs, or a tied model repeats its last token; Gemma has a factor.
             small = {"gemma2": 0.02, "gemma3_text": 0.07, "gpt2": 0.1}
             weight.copy_((0.5 if "wpe" in name else small.get(model.config.model_type, 0.5)) * noise)
         else:
@@ -222,7 +222,7 @@ def make(name, spec, out_root, seed):
     scale_logits(model, tokens)
     write_weights(directory, model, dtype, spec.get("shards", 1), config.get("tie_word_embeddings", True))
 
-    # From here on only what is on disk counts.
+    # From here on only the files on disk count.
     model = load(directory, torch.float32)
     logits = logits_of(model, tokens)
     continuation, gap = greedy(model, tokens, NEW_TOKENS)

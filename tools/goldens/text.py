@@ -100,7 +100,7 @@ def write_tokenizer(directory, vocab_size):
 
 
 def write_cases(model_directory, out_file, chats):
-    """Record what the reference makes of TEXTS and `chats` with the tokenizer of model_directory.
+    """Record the reference's ids and texts for TEXTS and `chats` with the tokenizer of model_directory.
 
     The ids and the decoded text are those of the `tokenizers` library, the rendered chats those of transformers.
     """

@@ -1,4 +1,4 @@
-"""Small SentencePiece models and tiktoken ranks, and what their own libraries make of odd texts.
+"""Small SentencePiece models and tiktoken ranks, and their own libraries' ids for odd texts.
 
 Writes tests/goldens/tokenizers/<name>/: the file that a model of the family ships in place of tokenizer.json, the files beside it,
 and text.json with the ids and the decoded text of each case. The ids are those of `sentencepiece` and `tiktoken`. Special tokens
@@ -135,7 +135,7 @@ def sentencepiece_golden(name, model, config, added=None):
     whole = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
     inner = schema.ModelProto()
     inner.CopyFrom(model)
-    # What follows a special token has no space put before it, unless the model is marked as legacy.
+    # Text after a special token gets no leading space, unless the model is marked as legacy.
     inner.normalizer_spec.add_dummy_prefix &= config.get("legacy", True)
     inner = sentencepiece.SentencePieceProcessor(model_proto=inner.SerializeToString())
     special = {piece.piece: i for i, piece in enumerate(model.pieces) if piece.type in (2, 3)}

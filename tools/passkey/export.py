@@ -53,7 +53,7 @@ def write(checkpoint, out):
 
 @torch.no_grad()
 def check(out, tensors):
-    """Compare transformers' view of `out` with our own, and print what it generates."""
+    """Compare transformers' logits for the exported model with our own, and print its answers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()

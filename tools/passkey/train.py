@@ -104,7 +104,7 @@ def make_optimizers(model, lr):
 
 
 class Trainer:
-    """The loop's state: how far the run is, how good the answers are, and what follows from that."""
+    """The loop's state: progress, accuracy of the answers, and the stage and parameters that depend on both."""
 
     def __init__(self, args):
         self.args, self.start = args, time.time()
@@ -137,7 +137,7 @@ class Trainer:
         return (time.time() - self.start) / (self.args.minutes * 60)
 
     def choose_stage(self, progress):
-        """Move on to the next stage when its time has come, and set what depends on the stage and the accuracy."""
+        """Enter the next stage when the last one's share of the run is over, and set the parameters of the stage."""
         while progress >= self.stage_ends[self.stage]:
             self.stage += 1
             self.save(f"stage{self.stage}")

@@ -26,7 +26,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
         Ok(line) => println!("demo: ok: {line}"),
         Err(error) => println!("error: the demo failed: {error:#}"),
     }
-    // The tests' numbers, and what failed, come last: whoever reads only the end sees them.
+    // The numbers of tests and the failures come last, where they are seen at the end of a long log.
     for (name, _) in checks.iter().chain([&("gpu-rehearse", rehearsal)]).filter(|(_, good)| !good) {
         println!("error: {name} failed");
     }

@@ -102,7 +102,7 @@ fn tools(folder: &Path) -> Result<PathBuf> {
     Ok(bin)
 }
 
-/// Runs one command as the machine would: in a fresh folder with what was sent, of which only the output folder is
+/// Runs one command as the machine would: in a fresh folder with the sent files, of which only the output folder is
 /// kept.
 fn rehearse(step: &Step, folder: &Path, archive: &Path, last: Option<&Path>, fakes: &Fakes) -> Result<PathBuf> {
     let (machine, out) = (folder.join("machine"), folder.join("out"));

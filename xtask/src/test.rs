@@ -185,8 +185,8 @@ fn tests(root: &Path) -> Result<Outcome> {
 /// Most tests that are run again.
 const AGAIN_MAX: usize = 3;
 
-/// The failed tests, if they are few, all of real processes in real time, and nothing else failed: what a busy machine failed
-/// passes alone, and is reported as flaky. So is a rare race: a test that is named here more than once has a bug.
+/// The failed tests, if they are few, all of real processes in real time, and no other test failed: a test that failed on a busy
+/// machine passes alone, and is reported as flaky. So is a rare race: a test that is named here more than once has a bug.
 fn alone(tally: &Tally) -> Vec<String> {
     let whole = tally.running == 0 && tally.failed == tally.failures.len() && tally.failed <= AGAIN_MAX;
     let whole = whole && tally.targets.iter().eq(["-p lagoon-tests --test system"]);

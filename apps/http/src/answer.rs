@@ -21,7 +21,7 @@ use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration}
 
 const ASSISTANT: &str = "assistant";
 
-/// The response to one request: its properties, and what was sent of it.
+/// The response to one request: its properties, and the progress of its sequences.
 pub(crate) struct Answer {
     pub(crate) endpoint: Endpoint,
     pub(crate) id: String,
@@ -44,7 +44,7 @@ pub(crate) struct Answer {
     pub(crate) meter: Meter,
 }
 
-/// What was sent of one sequence.
+/// Sent part of one sequence.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Progress {
     started: bool,
@@ -54,7 +54,7 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Progress of a sequence of which another server has sent `said`, with log-probabilities up to `offset`.
+    /// Progress of a sequence of which another server has sent `output`, with text up to character `offset`.
     pub(crate) fn after(output: &SentTokens, offset: usize) -> Self {
         Self { started: output.finished || !output.tokens.is_empty(), completion_tokens: output.tokens.len(), offset }
     }

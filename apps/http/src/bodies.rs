@@ -41,7 +41,8 @@ pub enum Holder {
 }
 
 impl Holder {
-    /// By what [`serve`](crate::serve()) says of a request's connection. Requests of which it says nothing have one share.
+    /// The holder of a request's body, from the extensions that [`serve`](crate::serve()) sets by connection. Requests without
+    /// extensions share one holder.
     #[must_use]
     pub fn of(extensions: &Extensions) -> Self {
         let unknown = ClientAddr(Ipv6Addr::UNSPECIFIED.into());
@@ -59,7 +60,7 @@ impl Holder {
     }
 }
 
-/// What a body takes, until it is dropped.
+/// Bytes that a body takes of its holder's budget and of the server's, until it is dropped.
 #[derive(Debug)]
 pub struct Share {
     bodies: Bodies,
@@ -72,7 +73,7 @@ impl Bodies {
         Self { taken: Arc::default(), bytes_max, address_bytes_max }
     }
 
-    /// Reads a body of at most `limit` bytes within `deadline`, and within what its holder and all may hold.
+    /// Reads a body of at most `limit` bytes within `deadline`, and within the budgets of its holder and of the server.
     ///
     /// # Errors
     /// 413, 408, or 400 if the body breaks off; 503 when there is no room.

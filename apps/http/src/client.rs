@@ -33,7 +33,7 @@ pub enum SendError {
     /// The connection failed; nothing was sent.
     #[error("{0}")]
     Connect(String),
-    /// The connection broke; the server may have begun.
+    /// The connection broke; the server may have begun to process the request.
     #[error("{0}")]
     Broken(String),
 }
@@ -86,7 +86,7 @@ fn silent(silence: Duration) -> SendError {
     SendError::Broken(format!("the server was silent for {} s", silence.as_secs()))
 }
 
-/// Text of the innermost cause: the outer ones only say that something failed.
+/// Text of the innermost cause, as outer errors have no details.
 fn reason(error: &(dyn std::error::Error + 'static)) -> String {
     let mut cause = error;
     while let Some(source) = cause.source() {

@@ -7,9 +7,9 @@ use axum::{
 use lagoon_types::RequestError;
 use serde::Serialize;
 
-/// The code of an answer that is an error: whoever passes it on need not read its body.
+/// Header with the code of an error response: a gateway need not parse the body.
 pub const ERROR_HEADER: HeaderName = HeaderName::from_static("x-lagoon-error");
-/// The code of a request beyond the rate of its key: it says nothing of the server.
+/// Error code of a request beyond its key's rate; no sign of the server's load.
 pub const RATE_LIMIT_EXCEEDED: &str = "rate_limit_exceeded";
 
 /// One refused or failed request. Clients tell errors apart by `status` and `code`.

@@ -77,8 +77,8 @@ impl TextRules {
         output.iter().for_each(|id| drop(self.push(*id)));
     }
 
-    /// Why a sequence ended of which another server sent the tokens `said`, of at most `tokens_max`; `None` if it goes
-    /// on.
+    /// Why a sequence has ended of which another server sent the tokens `output`, at most `tokens_max`; `None` if it
+    /// goes on.
     pub(crate) fn is_over(&self, output: &[u32], tokens_max: usize) -> Option<FinishReason> {
         let stopped = output.last().is_some_and(|id| self.stop_ids.binary_search(id).is_ok());
         if stopped || self.stop_strings.stopped() {

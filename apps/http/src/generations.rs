@@ -245,8 +245,8 @@ fn too_many_sequences(sequences: usize, limit: usize) -> ApiError {
     ApiError::field("n", "invalid_value", message)
 }
 
-/// Submits all sequences or none: if one is refused, those before it are cancelled on drop. `said`: tokens of each that
-/// another server has sent.
+/// Submits all sequences or none: if one is refused, dropping the earlier ones cancels them. `output`: the tokens of each
+/// sequence that another server has sent.
 fn submit(
     state: &ServerState,
     params: &Params,

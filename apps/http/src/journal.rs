@@ -81,7 +81,7 @@ impl Resume {
     }
 }
 
-/// What a client has got, from a stream's events.
+/// Tokens that a client has received, from the journal entries of a stream's events.
 #[derive(Debug, Default)]
 pub struct Journal {
     began: Option<Began>,

@@ -254,7 +254,7 @@ impl Meter {
         }
     }
 
-    /// Of what was charged, these tokens were not of the request.
+    /// Returns `tokens` of the charged ones: the request did not use them.
     pub fn give_back(&self, tokens: u64) {
         if let Some(rate) = &self.0 {
             rate.give_back(tokens, Instant::now());

@@ -1,4 +1,4 @@
-//! Fields that chat and completions share: sampling, lengths, stops, and what to report.
+//! Fields that chat and completions share: sampling, lengths, stop conditions, reported values.
 
 use crate::{
     error::ApiError,
@@ -241,7 +241,7 @@ fn take_resume(fields: &mut Fields<'_>, stream: bool, rules: Rules<'_>) -> Resul
     }
     let resume: Resume = value
         .read()
-        .map_err(|error| wrong(format!("the field `{}` is no answer that was begun: {error}", journal::FIELD)))?;
+        .map_err(|error| wrong(format!("the field `{}` has no partial response: {error}", journal::FIELD)))?;
     for output in &resume.sequences {
         check_vocabulary(journal::FIELD, &output.tokens, rules.vocab_size)?;
     }

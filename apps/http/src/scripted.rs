@@ -64,7 +64,7 @@ pub struct ScriptedEngine {
     requests: Mutex<Vec<GenerateRequest>>,
 }
 
-/// What happened to requests.
+/// Recorded requests and cancellations.
 #[derive(Debug, Default)]
 struct Counts {
     submitted: AtomicUsize,
@@ -93,7 +93,7 @@ impl ScriptedEngine {
         Arc::new(Self { script: Box::new(script), info, counts: Arc::default(), requests: Mutex::default() })
     }
 
-    /// An engine that always says `text`.
+    /// An engine that generates `text` for every request.
     #[must_use]
     pub fn saying(text: &'static str) -> Arc<Self> {
         Self::new(move |request| Ok(say(text, request)))

@@ -167,7 +167,7 @@ async fn accept(listener: &TcpListener, slots: &Arc<Semaphore>) -> (TcpStream, S
     }
 }
 
-/// A connection's stream, and what it is of the pool if it has a certificate of it.
+/// A connection's stream, and its [`PoolConnection`] if the client has a certificate of the pool.
 async fn open(stream: TcpStream, tls: Option<&ServerTls>) -> io::Result<(Box<dyn Io>, Option<PoolConnection>)> {
     // Tokens are small and must not wait for an acknowledgement.
     stream.set_nodelay(true)?;
@@ -194,7 +194,7 @@ async fn connection(
             // The guard that `wait_for` gives must not live across an await.
             () = async { drop(stopped.wait_for(|stop| *stop).await) } => {
                 connection.as_mut().graceful_shutdown();
-                // After the deadline `serve` has returned; whatever is left is cut here.
+                // After the deadline `serve` has returned; remaining requests are cut here.
                 break tokio::time::timeout(DRAIN_DEADLINE, connection.as_mut()).await.unwrap_or(Ok(()));
             }
             () = &mut superseded, if !is_last => {

@@ -32,7 +32,7 @@ pub struct ServerState {
     pub text_jobs: TextJobs,
     /// Whether `return_logits` is allowed.
     pub expose_logits: bool,
-    /// What `/metrics` shows: see [`crate::metrics::install`].
+    /// Renders `/metrics`: see [`crate::metrics::install`].
     pub metrics: PrometheusHandle,
     /// Seconds since 1970 at which the model was loaded, as `/v1/models` shows it.
     pub created: u64,

@@ -89,7 +89,7 @@ impl TextJobs {
         tokio::task::spawn_blocking(move || {
             let result = work(&Asker(&|| answer.is_closed()));
             drop(permit);
-            // The receiver is gone if the client disconnected.
+            // The receiver was dropped if the client disconnected.
             let _ = answer.send(result);
         });
         answered.await.unwrap_or_else(|_panicked| Err(ApiError::internal("the tokenizer panicked")))

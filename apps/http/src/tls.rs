@@ -113,7 +113,7 @@ impl PoolConnection {
     }
 }
 
-/// What a configuration is made of, and the one made last.
+/// Files of a configuration, and the configuration loaded last.
 struct Live<F, C> {
     files: F,
     config: watch::Sender<Arc<C>>,
@@ -177,7 +177,7 @@ impl ServerTls {
         Ok(Some(tls))
     }
 
-    /// The stream of a connection, and what it is of the pool if the client has a certificate of it.
+    /// Accepts TLS on a connection. Returns its stream, and a [`PoolConnection`] if the client has a certificate of the pool.
     pub(crate) async fn accept(&self, mut stream: TcpStream) -> io::Result<(Box<dyn Io>, Option<PoolConnection>)> {
         let mut first = [0];
         if stream.peek(&mut first).await? == 0 {
@@ -262,7 +262,7 @@ impl ClientTls {
         };
         let (config, name) = match &self.kind {
             ClientKind::Https(config) => (Arc::clone(config), name(host)?),
-            // The CA's signature authenticates a node, whatever its address.
+            // The CA's signature authenticates a node; its address does not matter.
             ClientKind::Pool(live) => (live.get(), name(live.files.name)?),
         };
         let stream = TlsConnector::from(config).connect(name, stream).await?;

@@ -305,7 +305,7 @@ impl Operator {
         if found.is_empty() {
             found = rows.iter().filter(|row| row.name == text).collect();
         }
-        // Another instance may have the name of one that is gone.
+        // Another instance may have the name of an instance that left.
         if found.len() > 1 {
             found.retain(|row| row.alive);
         }

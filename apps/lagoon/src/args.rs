@@ -113,7 +113,7 @@ impl TlsArgs {
     }
 }
 
-/// What decides an instance's size and numerics.
+/// Flags that decide an instance's size and numerics.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct EngineArgs {
     #[arg(long, value_enum, default_value_t)]

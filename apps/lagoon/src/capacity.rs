@@ -60,8 +60,8 @@ fn in_host_memory(config: &ModelSpec, beside: &Beside) -> anyhow::Result<u64> {
     Ok(((budget - beside.ring_bytes) / beside.token_bytes).min(4 * u64::from(config.max_positions)))
 }
 
-/// Default in `budget` bytes of device memory: what weights and buffers leave, at most the longest sequence for every
-/// running one.
+/// Default KV tokens in `budget` bytes of device memory: the memory that weights and buffers leave free, at most one longest
+/// sequence for each running one.
 fn on_device(budget: u64, config: &ModelSpec, beside: &Beside) -> anyhow::Result<u64> {
     let weights = config.parameters() * beside.weight_bytes;
     let taken = weights + beside.ring_bytes + buffer_bytes(config, beside);

@@ -36,7 +36,7 @@ enum CertsCommand {
         dir: PathBuf,
         /// Name of the node, which its certificate carries, and of the files.
         name: String,
-        /// What the node may be: gmanager, instance, kv, gateway, operator (comma-separated).
+        /// Roles of the node: gmanager, instance, kv, gateway, operator (comma-separated).
         #[arg(long, value_name = "ROLE", value_delimiter = ',', default_value = "instance")]
         role: Vec<NodeRole>,
         /// Replace an existing certificate, for the key that is there; after `certs revoke`, or where NAME.key is gone, for a new
@@ -86,7 +86,7 @@ fn init(dir: &Path, name: &str, force: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A folder that only its owner may enter; one that is there stays as it is.
+/// Creates a folder that only its owner may enter; an existing folder keeps its mode.
 fn create_private(dir: &Path) -> std::io::Result<()> {
     let mut builder = fs::DirBuilder::new();
     #[cfg(unix)]
@@ -94,7 +94,7 @@ fn create_private(dir: &Path) -> std::io::Result<()> {
     builder.recursive(true).create(dir)
 }
 
-/// A folder that was there may be used for something else, so its mode is not changed.
+/// Refuses an existing folder that others may enter: it may have another use, so its mode is not changed.
 #[cfg(unix)]
 fn refuse_shared(dir: &Path) -> anyhow::Result<()> {
     use std::os::unix::fs::PermissionsExt as _;
@@ -136,7 +136,8 @@ fn issue(dir: &Path, name: &str, roles: Roles, force: bool) -> anyhow::Result<()
     Ok(())
 }
 
-/// Whether the certificate, if there is one, is on the CA's list, if there is one. One that cannot be read may be.
+/// Whether the certificate is on the CA's revocation list. False if either file is missing; a certificate that cannot be read
+/// counts as revoked.
 fn is_revoked(dir: &Path, cert: &Path) -> anyhow::Result<bool> {
     let list = dir.join("crl.pem");
     if !list.exists() || !cert.exists() {

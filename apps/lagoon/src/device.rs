@@ -236,7 +236,7 @@ impl<'a> Loading<'a> {
     }
 }
 
-/// The executor's calibration: cached, or measured now, as the flag says.
+/// The executor's calibration: cached, or measured now, by the flag.
 fn measured<D: Device>(
     executor: &mut Executor<D>,
     subject: Subject,

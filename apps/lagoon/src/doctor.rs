@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 pub(crate) struct DoctorArgs {
     /// Print this model's size and how long a context fits (directory or hub name), in place of the machine's findings.
     model: Option<String>,
-    /// Free bytes of an instance's memory for that, in GiB; by default what this machine has.
+    /// Free memory of an instance for that, in GiB; by default this machine's.
     #[arg(long, value_name = "GIB", requires = "model", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     memory_gib: Option<u32>,
     /// The HTTP port to check.

@@ -46,7 +46,7 @@ pub(crate) async fn run(args: DrainArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What a draining instance still has.
+/// Requests and blocks that a draining instance still has.
 fn left(row: &PoolRow) -> String {
     format!(
         "{} requests run, {} wait, {} rBlocks lent, {} borrowed",
@@ -67,7 +67,10 @@ async fn follow(watch: &mut Watch, operator: &mut Operator, instance: u32, stops
         let row = rows.iter().find(|row| row.instance == instance);
         let Some(row) = row.filter(|row| !is_drained(row, stops)) else { return Ok(()) };
         let late = |when: &str| {
-            format!("{} is not drained {when}\nhint: it goes on; `lagoon status` shows it, --cancel ends it", row.name)
+            format!(
+                "{} is not drained {when}\nhint: it continues; `lagoon status` shows it, --cancel ends it",
+                row.name
+            )
         };
         watch.pause(left(row), late).await?;
     }

@@ -273,7 +273,7 @@ impl Campaign {
         }
     }
 
-    /// Renews the lease if the key is still this term's; `None` if either is gone.
+    /// Renews the lease if the key is still this term's; `None` if the key or the lease no longer exists.
     async fn renew(&mut self, lease: EtcdLease, term: u64) -> Result<Option<Duration>, EtcdError> {
         match self.etcd.get(&self.key).await? {
             Some(held) if held.revision == term => self.etcd.keep_alive(lease).await,

@@ -78,7 +78,7 @@ impl Etcd {
         self.call("/v3/lease/revoke", &json!({ "ID": lease.0.to_string() })).await.map(drop)
     }
 
-    /// Creates `key` for the time of `lease`, if it does not exist; returns who has it then.
+    /// Creates `key` for the time of `lease`, if it does not exist; returns its holder.
     pub(crate) async fn claim(&mut self, key: &str, value: &str, lease: EtcdLease) -> Result<Claim, EtcdError> {
         const PATH: &str = "/v3/kv/txn";
         let name = STANDARD.encode(key);

@@ -200,7 +200,7 @@ async fn keys_are_forwarded_to_instances_and_guard_metrics() {
     assert!(metrics.contains("lagoon_gateway_requests_total{instance=\"i1\",status=\"200\"}"), "{metrics}");
 }
 
-/// Whoever left before the first event paid nothing for the prompt before.
+/// Once, a client that disconnected before the first event was not charged for its prompt.
 #[tokio::test]
 async fn a_client_that_leaves_before_the_answer_has_paid_for_its_prompt() {
     let engine = ScriptedEngine::new(|_| Ok(vec![Step::Hang]));

@@ -152,7 +152,7 @@ async fn serve_metrics(
     Ok(Some(served))
 }
 
-/// A connected peer: whom its certificate is for, where it accepts, and whether it was answered what it may not do.
+/// A connected peer: its certificate's subject, the address at which it accepts, and whether a refusal was reported to it.
 struct Peer {
     subject: Subject,
     addr: SocketAddr,
@@ -194,7 +194,7 @@ impl Shell {
         }
     }
 
-    /// Those that wait for an answer of a registry that is given up are to ask whoever leads now.
+    /// Redirects the peers whose registrations wait in a dropped registry to the present leader.
     fn send_on(&self, registry: &Registry, leader: &str) {
         for peer in registry.waiting() {
             self.send(peer, ControlBody::NotLeader(NotLeader { leader_addr: leader.to_owned() }));

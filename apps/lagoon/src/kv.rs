@@ -46,7 +46,7 @@ enum KvCommand {
         /// Print the moves that would be ordered, without ordering them.
         #[arg(long)]
         dry_run: bool,
-        /// Wait until the move has ended, and say how.
+        /// Wait until the move has ended, and print its result.
         #[arg(long, conflicts_with = "dry_run")]
         wait: bool,
     },
@@ -66,7 +66,7 @@ enum KvCommand {
         /// Print the moves that would be ordered, without ordering them.
         #[arg(long)]
         dry_run: bool,
-        /// Wait until the move has ended, and say how.
+        /// Wait until the move has ended, and print its result.
         #[arg(long, conflicts_with = "dry_run")]
         wait: bool,
     },

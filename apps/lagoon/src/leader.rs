@@ -41,9 +41,9 @@ pub(crate) struct Leader {
     connected: BTreeSet<PeerId>,
     /// The gManager in use.
     current: Option<PeerId>,
-    /// The one in use has accepted a registration, which names its term: what it orders before that is of no known term.
+    /// The gManager in use has accepted a registration, whose reply has its term. Orders before that have no known term.
     followed: bool,
-    /// The last one in use: the next in turn is asked.
+    /// The gManager used last: the one after it in `known` is asked next.
     last: Option<PeerId>,
     /// The leader that a standby named.
     named: Option<PeerId>,
@@ -91,7 +91,7 @@ impl Leader {
         self.connected.insert(peer);
     }
 
-    /// A gManager's connection is gone. True if it was the one in use.
+    /// Handles the loss of a gManager's connection. True if it was the one in use.
     pub(crate) fn on_down(&mut self, peer: PeerId) -> bool {
         self.connected.remove(&peer);
         self.leave(peer)

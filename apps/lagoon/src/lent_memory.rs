@@ -80,7 +80,7 @@ impl Fetches {
     pub(crate) fn begin(&self, map: MapId, blocks: u32, memory: TransferArena) {
         let sender = self.sender.clone();
         let ask = move || {
-            // The loop may be gone.
+            // The loop may have ended.
             let _ = sender.send(Fetched { map, blocks, memory: fetch(&memory) });
         };
         if let Err(error) = thread::Builder::new().name("lent memory".to_owned()).spawn(ask) {

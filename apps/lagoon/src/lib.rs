@@ -122,13 +122,13 @@ enum Command {
     Drain(drain::DrainArgs),
     /// Give an instance another role (prefill, decode, both) while it serves.
     Role(role::RoleArgs),
-    /// Where requests' rBlocks are, and moving them by hand.
+    /// List requests' rBlocks and move them by hand.
     Kv(kv::KvArgs),
     /// The cluster's certificates.
     Certs(certs::CertsArgs),
-    /// What this machine offers: adapters, UDP buffers, ports, versions.
+    /// Print this machine's adapters, UDP buffers, ports, versions.
     Doctor(doctor::DoctorArgs),
-    /// What `serve` measures of a CUDA device, in a process that may end.
+    /// Trial of a CUDA device's kernels for `serve`, in a process of its own, as it may crash.
     #[command(hide = true)]
     CudaTrial(cuda_trial::CudaTrialArgs),
     /// Print a reference page of docs/reference in Markdown.

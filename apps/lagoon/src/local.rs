@@ -62,8 +62,8 @@ const START_END_DEADLINE: Duration = Duration::from_secs(1);
 /// Interval of checks meanwhile.
 const END_LOOK: Duration = Duration::from_millis(10);
 
-/// A child process. It stops when its standard input ends: when it is dropped, or this process is gone. Killed if it
-/// does not.
+/// A child process. It stops when its standard input ends: on drop, or when this process ends. Killed if it
+/// does not stop.
 #[derive(Debug)]
 struct Process {
     child: Child,
@@ -261,7 +261,7 @@ impl Watched {
         }
     }
 
-    /// The process ended by itself, or was stopped by somebody else.
+    /// Handles the end of the process that this one did not stop.
     fn ended(&mut self, status: ExitStatus, ran: Duration) {
         match status.success() {
             true if self.always => self.died("has stopped", ran),
@@ -282,7 +282,7 @@ impl Watched {
             return;
         }
         let pause = jittered(pause(self.deaths));
-        tracing::warn!("{name} {how}; the others go on, and it is started again in {:.1} s", pause.as_secs_f64());
+        tracing::warn!("{name} {how}; it is restarted in {:.1} s, the others continue", pause.as_secs_f64());
         let launch = self.launch.clone();
         self.state = State::Starting(tokio::spawn(async move {
             tokio::time::sleep(pause).await;
@@ -463,7 +463,7 @@ mod tests {
         Watched { launch, state: State::Ended(false), deaths: 0, always }
     }
 
-    /// Without a gManager nothing is borrowed, and nobody else starts one.
+    /// Without a gManager no instance borrows, and no other process restarts it.
     #[cfg(unix)]
     #[tokio::test]
     async fn the_gmanager_is_restarted_however_often_it_ends_and_an_instance_is_not() {

@@ -1,8 +1,8 @@
 //! Logging and output of a process that must not depend on its standard error and output.
 //!
 //! Log lines go through a bounded queue to a thread of their own. A standard error that is closed, full or not read costs lines
-//! (the queue drops what does not fit), never a thread, a request or the process. What a panic has to say goes the same way: the
-//! standard hook writes to standard error itself, and holds the thread that panics for as long as nobody reads. Nothing here panics.
+//! (the queue drops lines that do not fit), never a thread, a request or the process. Messages of panics take the same queue: the
+//! standard hook would write to standard error itself and block the panicking thread until a reader reads. This module never panics.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt::{Arguments, Display};
@@ -50,7 +50,7 @@ pub(crate) fn start(filter: &str) -> Logging {
     Logging(())
 }
 
-/// As the standard hook says it.
+/// A panic's message, as the standard hook formats it.
 fn in_words(panicked: &PanicHookInfo<'_>) -> String {
     let thread = std::thread::current();
     let thread = thread.name().unwrap_or("<unnamed>");
@@ -128,7 +128,7 @@ mod tests {
         }
     }
 
-    /// A thread that panicked waited in the standard hook for whoever reads standard error.
+    /// Once, a thread that panicked blocked in the standard hook until a reader emptied standard error.
     #[test]
     fn a_panic_is_printed_and_waits_for_no_thread() {
         const NAME: &str = "panics-on-purpose";

@@ -27,7 +27,7 @@ impl LoopThread {
         std::thread::Builder::new()
             .name("lagoon-loop".into())
             .spawn(move || {
-                // The owner may give up before it has a loop.
+                // The owner may be dropped before it has made a loop.
                 let Ok(node) = runtime.block_on(started) else { return };
                 let result = runtime.block_on(node.run(stop));
                 drop(end.send(result));

@@ -88,7 +88,7 @@ const REQUESTS: &[Metric] = &[
         "lagoon_requests_waiting",
         "sequences",
         &[],
-        "Sequences that wait for memory or for their prompt to be computed elsewhere.",
+        "Sequences that wait for memory, or for a prefill worker to compute their prompt.",
     ),
     Metric::gauge("lagoon_requests_swapped_out", "sequences", &[], "Sequences swapped out to host memory."),
     Metric::counter(
@@ -375,7 +375,7 @@ const CUDA: &[Metric] = &[
         &[("how", &["eager", "captured", "replayed"])],
         "Steps without remote KV: launched kernel by kernel, captured as a CUDA graph, or replayed.",
     ),
-    Metric::counter("lagoon_graphs_evicted_total", "graphs", &[], "CUDA graphs evicted for others."),
+    Metric::counter("lagoon_graphs_evicted_total", "graphs", &[], "CUDA graphs evicted to make room for others."),
 ];
 
 /// Host memory tier (--host-kv-tokens).
@@ -437,7 +437,7 @@ pub(crate) const GATEWAY: &[Metric] = &[
 /// The gManager (`--metrics-port`).
 pub(crate) const GMANAGER: &[Metric] = &[
     Metric::gauge("lagoon_gmanager_leads", "", &[], "1 while this gManager leads, 0 while it stands by."),
-    Metric::gauge("lagoon_gmanager_term", "", &[], "Number of the term that it leads in, 0 while it stands by."),
+    Metric::gauge("lagoon_gmanager_term", "", &[], "Term in which this gManager leads; 0 while it stands by."),
     Metric::gauge(
         "lagoon_gmanager_instances",
         "instances",

@@ -42,7 +42,7 @@ struct SplitSize {
     ring_bytes: u64,
 }
 
-/// What so many instances hold.
+/// Context that a number of instances holds.
 #[derive(Debug, Serialize)]
 struct Context {
     instances: u64,

@@ -1,4 +1,4 @@
-//! A clock that counts suspend: what expires has expired when the machine wakes.
+//! A clock that counts suspend: leases that end during suspend have ended when the machine wakes.
 //!
 //! `std::time::Instant` does not (`CLOCK_MONOTONIC` on Linux): a leader suspended with the machine would take an
 //! expired lease for a valid one.

@@ -155,7 +155,7 @@ pub(crate) struct NodeLoop {
     turn: Turn<Happened>,
 }
 
-/// Time for an instance that cannot go on to say so.
+/// Time for a failing instance to send its deregistration.
 const DEREGISTER_DEADLINE: Duration = Duration::from_millis(200);
 
 /// A drain requested from this process (SIGTERM).
@@ -234,8 +234,8 @@ impl NodeLoop {
         Self { device_timeout, ..self }
     }
 
-    /// Runs until `stop`, or until this instance cannot go on: its error says why. Either way its requests are given up, and
-    /// peers and the gManager see its connections close. With a device that hangs the process ends here.
+    /// Runs until `stop`, or until the instance fails with the returned error. In both cases its requests are aborted, and
+    /// peers and the gManager see its connections close. If the device hangs, the process ends here.
     pub(crate) async fn run(mut self, stop: CancellationToken) -> anyhow::Result<()> {
         let fatal = self.run_until_over(&stop).await;
         // A gateway may have another instance go on with these requests.
@@ -387,7 +387,7 @@ impl NodeLoop {
             Report::Done { step, .. } => drop(self.waits.done(*step)),
             Report::Failed { step, .. } => self.waits.failed(*step),
             Report::Mapped { error: Some(why), .. } => tracing::warn!(
-                "queries are sent for what a creditor on this host lends: its device memory cannot be mapped: {why}\n\
+                "queries are sent to a creditor on this host: its device memory cannot be mapped: {why}\n\
                  hint: both need the same GPU or GPUs with peer access, and one user and mount namespace"
             ),
             _ => {}
@@ -468,13 +468,13 @@ impl NodeLoop {
                 match &mut self.leader {
                     Some(leader) if leader.is_gmanager(peer) => {
                         if leader.on_down(peer) {
-                            tracing::warn!(reason, "the gManager is gone; running requests go on");
+                            tracing::warn!(reason, "the gManager is lost; running requests continue");
                             self.step(Event::GManagerDown);
                             self.choose_leader();
                         }
                     }
                     _ => {
-                        tracing::warn!(%peer, reason, "a peer is gone");
+                        tracing::warn!(%peer, reason, "a peer disconnected");
                         self.step(Event::PeerDown { peer: PeerKey(peer.0) });
                     }
                 }
@@ -573,7 +573,7 @@ impl NodeLoop {
                 self.outputs.remove(&seq);
                 self.step(Event::Cancel { seq });
             }
-            // The receiver may be gone.
+            // The receiver may be dropped.
             Input::Status { reply } => drop(reply.send(self.status())),
         }
     }
@@ -757,7 +757,7 @@ async fn next_completion(transfers: Option<&mut Transfers>) -> Option<Completion
     }
 }
 
-/// The error of requests when the loop is gone.
+/// The error of requests after the loop has ended.
 pub(crate) fn gone() -> RequestError {
     RequestError::Unavailable("the instance is shutting down".to_owned())
 }

@@ -36,7 +36,7 @@ pub(crate) struct PathRow {
     pub(crate) bytes_per_s: f64,
     /// Expected rate; 0 if none.
     pub(crate) expected_bytes_per_s: f64,
-    /// What the expected rate is based on.
+    /// Source of the expected rate.
     pub(crate) expected_as: String,
 }
 

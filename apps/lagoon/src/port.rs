@@ -48,7 +48,7 @@ impl PortArgs {
         Ok(Port { listener, keys: Some(keys), tls: self.tls(pool)? })
     }
 
-    /// HTTPS as the flags say. Call inside the runtime of the port.
+    /// The HTTPS configuration of the flags. Call inside the runtime of the port.
     pub(crate) fn tls(&self, pool: Option<PoolFiles>) -> anyhow::Result<Option<Arc<ServerTls>>> {
         let https = self.https_cert.clone().zip(self.https_key.clone()).map(|(cert, key)| HttpsFiles { cert, key });
         ServerTls::start(https, pool).context("TLS of the HTTP port")
@@ -136,7 +136,7 @@ mod tests {
         assert_eq!(ask(gateway(&ca), &tls, Some("outer")).await, Some(200));
         assert_eq!([ask(None, &plain, None).await, ask(None, &plain, Some("outer")).await], [Some(401); 2]);
         assert_eq!(ask(None, &plain, Some("inner")).await, Some(200));
-        // Somebody else's certificate, trusting the pool's CA; and its own.
+        // A certificate of another CA, verifying servers by the pool's CA, then by its own.
         let mixed = PoolFiles { ca: instance_files(&ca, "other").ca, ..gateway_files(&foreign, NodeRole::Gateway) };
         assert_eq!(ask(pool_client(Some(mixed)).unwrap(), &tls, Some("inner")).await, None);
         assert_eq!(ask(gateway(&foreign), &tls, Some("inner")).await, None);

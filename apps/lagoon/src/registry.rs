@@ -130,8 +130,8 @@ impl Registry {
         Ok(self.answer(peer, subject, body))
     }
 
-    /// A place in the pool (a process, its address) is its holder's while it lives: until it is fenced or leaves. Who else has it,
-    /// in words too.
+    /// Another live instance that holds the place (process, address) of a registration, and a message about it. An instance holds
+    /// its place until it is fenced or leaves.
     fn holder(&self, subject: &Subject, register: &Register) -> Option<(InstanceId, String)> {
         self.gmanager.holders(register).find_map(|instance| {
             let holder = self.holders.get(&instance).filter(|holder| *holder != subject)?;
@@ -168,7 +168,7 @@ impl Registry {
         }
     }
 
-    /// Connections whose registrations wait for an answer: they ask again when this registry is given up.
+    /// Connections whose registrations wait for a reply: they register again when this registry is dropped.
     pub(crate) fn waiting(&self) -> impl Iterator<Item = PeerId> {
         self.waiting.keys().copied()
     }
@@ -323,7 +323,7 @@ mod tests {
         assert_eq!(registry.waiting().count(), 0);
     }
 
-    /// Nobody registers an address at which it does not accept.
+    /// A registration with an address that is not its session's is refused.
     #[test]
     fn a_registration_is_for_the_address_of_its_session() {
         let [subject, _] = subjects();

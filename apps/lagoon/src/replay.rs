@@ -99,7 +99,7 @@ impl Repeatable {
 enum Unanswered {
     /// The request was not sent.
     Unreachable(String),
-    /// The instance may have begun.
+    /// The instance may have begun to process the request.
     Lost(String),
 }
 
@@ -135,7 +135,7 @@ impl Attempts {
         Self { upstreams, limits, request, meter, charged, lost, lost_at, fruitless: 0, barred, streaming: false }
     }
 
-    /// Counts an answer, and corrects the charge by what its headers say; a stream's events say the rest.
+    /// Counts a response, and corrects the charge by its headers; a stream's events correct it further.
     pub(crate) fn count(&mut self, backend: &Backend, response: &Response) {
         self.upstreams.counts.request(&backend.name, response.status().as_str());
         if response.status() != StatusCode::OK {
@@ -161,7 +161,7 @@ impl Attempts {
         !is_barred && (is_free || self.upstreams.retries().withdraw(now))
     }
 
-    /// An instance's response; with `resume`, to a request with a response that was begun.
+    /// An instance's response; with `resume`, to a request whose response was sent in part.
     pub(crate) async fn respond(&mut self, resume: Option<&Resume>) -> Result<(Backend, Response), ApiError> {
         let body = resume.map_or_else(|| self.request.body.clone(), |r| r.request(&self.request.body).into());
         // None has refused since the last loss.
@@ -237,8 +237,8 @@ impl Attempts {
         self.upstreams.unless_dead(addr, self.limits.silence, answer).await
     }
 
-    /// An instance that refuses and says for how long is not asked for this request until then, and for others after all that
-    /// did not. A key's rate concerns nobody else.
+    /// Honours `Retry-After`: the refusing instance does not get this request again before that time, and other requests only
+    /// if no other instance takes them. A refusal for a key's rate concerns that key only.
     fn note_rest(&mut self, backend: &Backend, response: &Response) {
         if !passes(response.status()) {
             return;
@@ -378,7 +378,7 @@ impl Events {
         }
         let resume = self.journal.resume();
         let (backend, response) = self.attempts.respond(resume.as_ref()).await?;
-        tracing::info!(lost = %self.backend.name, instance = %backend.name, "another instance goes on with a request");
+        tracing::info!(lost = %self.backend.name, instance = %backend.name, "another instance continues a request");
         self.attempts.upstreams.counts.request(&backend.name, "went_on");
         metrics::counter!("lagoon_gateway_replays_total", "state" => "done").increment(1);
         self.addr = backend.http_addr;

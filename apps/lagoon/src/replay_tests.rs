@@ -261,7 +261,7 @@ async fn an_instance_that_is_silent_and_dead_to_the_pool_is_lost_and_the_living_
     let request = reqwest::Client::new().post(format!("{url}/v1/completions"));
     let mut response = request.json(&json!({"prompt": "a", "stream": true})).send().await.unwrap();
     assert!(response.chunk().await.unwrap().unwrap().starts_with(b"data: "));
-    // Nothing runs on at the one that was given up; the other one goes on, and is cancelled when the client leaves.
+    // The request is cancelled at the first instance; it continues at the other one until the client disconnects.
     dead.wait_cancelled(1).await;
     assert!(response.chunk().await.unwrap().unwrap().starts_with(b"data: "));
     tokio::time::sleep(4 * limits().silence).await;
@@ -288,7 +288,7 @@ async fn a_client_that_leaves_while_another_instance_is_looked_for_is_forgotten(
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     drop(response);
-    // Once what was in progress has ended, nobody is asked any more.
+    // When the requests in progress have ended, no instance gets another one.
     let mut seen = asked();
     loop {
         tokio::time::sleep(Duration::from_millis(100)).await;

@@ -48,7 +48,7 @@ impl RetryBudget {
         may
     }
 
-    /// What was counted was not sent: nobody could be reached.
+    /// Returns a counted retry that was not sent, as no instance could be reached.
     pub(crate) fn give_back(&mut self) {
         self.saved = (self.saved + 1.0).min(SAVED_MAX);
     }

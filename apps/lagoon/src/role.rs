@@ -13,7 +13,7 @@ pub(crate) struct RoleArgs {
     instance: String,
     /// The new role.
     role: NewRole,
-    /// Wait until it has finished what only its old role does, and has the new one.
+    /// Wait until it has finished the work of its old role and has the new one.
     #[arg(long)]
     wait: bool,
     /// Seconds to wait at most.
@@ -96,7 +96,7 @@ async fn follow(watch: &mut Watch, operator: &mut Operator, of: PoolRow, role: &
         }
         let late = |when: &str| {
             format!(
-                "{0} is not {role} {when}\nhint: it goes on; `lagoon status` shows it, `lagoon role {0} {before}` takes \
+                "{0} is not {role} {when}\nhint: it continues; `lagoon status` shows it, `lagoon role {0} {before}` takes \
                  it back",
                 row.name
             )
@@ -122,7 +122,7 @@ mod tests {
         let lost = |row| lost(&row, "decode");
         assert_eq!(lost(row(true, Role::Prefill, Some(Role::Decode))), None);
         assert_eq!(lost(row(true, Role::Decode, None)), None);
-        // Taken back, and given again: it may yet become what it is no more.
+        // Cancelled and ordered again: the instance may still be changing to the role.
         assert_eq!(lost(row(true, Role::Decode, Some(Role::Decode))), None);
         assert!(lost(row(true, Role::Prefill, Some(Role::Instance))).is_some_and(|why| why.contains("a later order")));
         assert!(lost(row(true, Role::Prefill, None)).is_some_and(|why| why.contains("had received")));

@@ -103,7 +103,7 @@ pub(crate) struct ServeArgs {
     /// Name of this instance, for people.
     #[arg(long, default_value = "lagoon")]
     name: String,
-    /// What clients call the model [default: the directory's or hub name].
+    /// The model's name in requests and responses [default: the directory's or hub name].
     #[arg(long, value_name = "NAME")]
     served_model_name: Option<String>,
     /// Clients must show this key (`Authorization: Bearer KEY`); /health stays open.

@@ -1,8 +1,4 @@
-//! How a process ends: Ctrl-C, SIGTERM, or the end of standard input when the parent is gone.
-//!
-//! One thread takes the signals from the first moment of a command to the last of the process, also while another thread loads a
-//! model, hangs in a driver, or waits for a driver's exit handlers. The first signal asks for an end in order, the second one ends
-//! the process within [`HURRY_MAX`], whatever its other threads do.
+//! Triggers of a server's stop: Ctrl-C, SIGTERM, or the end of standard input when the parent process has ended.
 
 use crate::{log, scratch};
 use anyhow::Context as _;

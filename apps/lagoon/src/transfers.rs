@@ -83,7 +83,7 @@ pub(crate) struct Transfers {
     regions: Arc<[Arc<dyn Region>]>,
     /// The memory that they are in, if that is the device's.
     region: Option<KvRegion>,
-    /// Nobody talks to this endpoint but readers; what else comes is discarded.
+    /// Endpoint for readers of exports only; frames of sessions are discarded.
     node: Node,
     runtime: Option<Runtime>,
     _arenas: ArenaServer,
@@ -276,7 +276,7 @@ impl Transfers {
     fn blocking(&self, work: impl FnOnce() -> Completion + Send + 'static) {
         let sender = self.sender.clone();
         if let Some(runtime) = &self.runtime {
-            // The loop may be gone by then.
+            // The loop may have ended by then.
             runtime.spawn_blocking(move || _ = sender.send(work()));
         }
     }
@@ -286,7 +286,7 @@ impl Transfers {
         self.server.reader_is(reader, subject);
     }
 
-    /// Carries out what the instance wants; what comes of it is reported. `me` is its number.
+    /// Carries out a transfer effect of the instance and reports its completion.
     pub(crate) fn carry_out(&mut self, effect: TransferEffect) {
         match effect {
             TransferEffect::ToWriter { from, body } => self.server.with(|w, now| w.on_control(from, &body, now)),
@@ -418,7 +418,7 @@ impl Transfers {
                     TransferEvent::Down { conn }
                 }
             };
-            // The loop may be gone.
+            // The loop may have ended.
             let _ = sender.send(Completion::Event(event));
         });
         Landing { regions: Arc::clone(&self.regions), verify: true, on_event }
@@ -505,7 +505,7 @@ async fn probe_quic(
 ) {
     let (expected, expected_as) = path_probe::expect_quic(addr);
     let probe = node.probe_direct(addr, config, path_probe::QUIC_PROBE_BYTES, expected).await;
-    // The loop may be gone.
+    // The loop may have ended.
     let _ = sender.send(Completion::Probed(probe.map(|probe| PathRow::quic(writer.0, probe, expected_as))));
 }
 
@@ -530,7 +530,7 @@ impl Near {
         first: bool,
     ) -> Result<MemoryPath, String> {
         let (reader, writer, epoch) = self.of;
-        // The loop may be gone.
+        // The loop may have ended.
         let report = |completion| _ = sender.send(completion);
         let measured = |probe: Result<Probe, String>, bytes: usize| {
             report(Completion::Probed(probe.map(|probe| PathRow::memory(writer.0, probe, bytes))));

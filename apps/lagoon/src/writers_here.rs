@@ -47,7 +47,7 @@ mod tests {
     use lagoon_transfer::{Writer, WriterConfig};
     use lagoon_types::{DType, KvShape, ModelHash};
 
-    /// What is gone is not found, nor is what somebody else offers.
+    /// Neither a dropped writer nor another writer's token is found.
     #[test]
     #[allow(clippy::unwrap_used, reason = "tests")]
     fn a_writer_is_known_by_its_token_while_it_lives() {

@@ -1,4 +1,4 @@
-//! Hashes of the effects of a run's instances: two builds whose hashes agree on many seeds behave alike.
+//! Hashes of the effects of a run's instances: two builds with equal hashes on many seeds have the same behaviour.
 //!
 //! Each run has a thread to itself, and the recorder is thread-local: [`record`] wraps a run, and both worlds call
 //! [`note`] for every event that an instance handles. Without a recorder a note costs one check.

@@ -220,7 +220,7 @@ impl<F> Fabric<F> {
         }
     }
 
-    /// Gives up a process's connection to `peer`: the session ends.
+    /// Closes a process's connection to `peer`: the session ends.
     pub fn release(&mut self, at: Place, peer: Place, agenda: &mut Agenda<impl From<Net>>) {
         self.link(at, peer).wanted[end(at, peer)] = false;
         let latency = self.link(at, peer).profile.latency_us;
@@ -282,7 +282,7 @@ impl<F> Fabric<F> {
         }
     }
 
-    /// Resumes a process. It soon learns of sessions that others have given up.
+    /// Resumes a process. It soon notices the sessions that its peers have ended.
     pub fn resume(&mut self, place: Place, agenda: &mut Agenda<impl From<Net>>) {
         self.paused.remove(&place);
         for peer in self.peers_of(place) {
@@ -409,7 +409,7 @@ impl<F> Fabric<F> {
         let Some(stream) = self.streams.get_mut(&key) else { return };
         stream.armed = false;
         let view = link.view[end(to, from)];
-        // Drops frames of sessions that the receiver has given up or will never learn of.
+        // Drops frames of sessions that the receiver has ended or will never enter.
         let gone = |g: u64| view.map_or(g < link.generation || !link.standing, |v| g < v);
         while stream.items.front().is_some_and(|(_, g, _)| gone(*g)) {
             stream.items.pop_front();

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Instant;
 
-/// What `lagoon-sim` runs besides seeds.
+/// Commands of `lagoon-sim` besides runs by seed.
 #[derive(Clone, Debug, clap::Subcommand)]
 pub(crate) enum Suite {
     /// The tables and figures of the Infinite-LLM papers, in simulation: CSV, SVG and Markdown.

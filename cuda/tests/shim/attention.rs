@@ -1,5 +1,5 @@
 //! Micro attention beyond the conformance suite: every size of group, both precisions, biases with windows, stores whose
-//! planes and layers interleave, plans padded for graphs, and what the plan promises.
+//! planes and layers interleave, plans padded for graphs, and the invariants of plans.
 
 use crate::support::device::{ShimDevice, TUNING, Tensor, number};
 use lagoon_backend::conformance::Data;
@@ -105,7 +105,7 @@ fn layout(case: &Case, data: &mut Data) -> (Vec<AttnRows>, Vec<KvRun>, u32) {
     (seqs, runs, slots)
 }
 
-/// What one row's head sees: output and log-sum-exp.
+/// Expected output and log-sum-exp of one row's head.
 fn oracle(
     batch: &AttnBatch<'_>,
     seq: &AttnRows,

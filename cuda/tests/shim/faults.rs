@@ -17,7 +17,7 @@ fn run(mistake: u32, shared_bytes: u32, offset: u32) -> Outcomes {
 }
 
 /// # Safety
-/// `params.x` is the address of what the kernel reads.
+/// `params.x` is the address of the kernel's input.
 unsafe fn run_kernel(name: &str, threads: u32, shared_bytes: u32, params: GatherParams) -> Outcomes {
     let shim = Shim::get().expect("the shim");
     (0..ORDERS)
@@ -32,7 +32,7 @@ unsafe fn run_kernel(name: &str, threads: u32, shared_bytes: u32, params: Gather
         .collect()
 }
 
-/// Whether the kernel failed with this in its error: in all orders, or in those in which what is asynchronous happens late.
+/// Whether the kernel failed with this text in its error: in all orders, or in those that delay asynchronous work.
 fn all_fail(outcomes: &Outcomes, late: bool, why: &str) -> bool {
     let orders = if late { 1..3 } else { 0..outcomes.len() };
     outcomes[orders].iter().all(|out| out.as_ref().is_err_and(|error| error.contains(why)))
@@ -88,7 +88,7 @@ fn copies_are_aligned_and_end_before_their_thread() {
     assert!(run(7, 1024, 0).iter().all(|out| out.as_ref().is_err_and(|e| e.contains("aligned"))));
     // Copies that happen at once are no mistake to see.
     let lazy = run(8, 1024, 0).into_iter().skip(1);
-    assert!(lazy.into_iter().all(|out| out.is_err_and(|e| e.contains("under way"))));
+    assert!(lazy.into_iter().all(|out| out.is_err_and(|e| e.contains("in flight"))));
 }
 
 /// A matrix of 8 rows of 128 bytes, whose 16-byte chunks are numbered from 1, in boxes of all of it.
@@ -135,8 +135,8 @@ fn mistakes_with_barriers_and_boxes_are_seen() {
         (10, false, "deadlock"),
         (11, false, ""),
         // Nobody waits, or for the phase before.
-        (12, true, "under way"),
-        (13, true, "under way"),
+        (12, true, "in flight"),
+        (13, true, "in flight"),
     ] {
         let outcomes = boxes(mistake, 0);
         assert!(all_fail(&outcomes, late, why), "mistake {mistake}: {outcomes:?}");
@@ -154,13 +154,13 @@ fn products(mistake: u32) -> Outcomes {
 fn mistakes_with_products_are_seen() {
     let right = vec![17f32.to_bits(); 128];
     assert!(products(0).iter().all(|out| out.as_ref() == Ok(&right)));
-    // What was not fenced is not there; what is not waited for is not there yet.
+    // Operands that were not fenced are not seen; products that are not waited for are not complete.
     assert!(products(1).iter().all(|out| out.as_ref().is_ok_and(|out| *out != right)));
     assert!(products(5).iter().any(|out| out.as_ref().is_ok_and(|out| *out != right)));
     for (mistake, why) in [
         (2, "without a fence"),
         (3, "disagree"),
-        (4, "under way"),
+        (4, "in flight"),
         (6, "more registers"),
         (7, "deadlock"),
         (8, "beyond shared memory"),

@@ -1,5 +1,5 @@
-//! Every kernel on the host, against f64: the conformance suite of `Device`, and what it does not ask. The last test runs it once
-//! more under the address sanitizer, without the longest cases; with `LAGOON_SANITIZE_ALL=1`, all of it.
+//! Every kernel on the host, against f64: the conformance suite of `Device`, and cases beyond it. The last test runs all once
+//! more under the address sanitizer, without the longest cases; with `LAGOON_SANITIZE_ALL=1`, with them.
 
 mod attention;
 mod experts;
@@ -40,7 +40,7 @@ const LONG_CASES: [&str; 8] = [
     "attention::soft_caps",
 ];
 
-/// What is here once more with memory checked, in a process of its own that a stuck kernel cannot outlive.
+/// Runs these tests again under the address sanitizer, in a child process with a time limit.
 #[test]
 fn under_the_address_sanitizer() {
     if std::env::var_os(shim::SANITIZE).is_some() {

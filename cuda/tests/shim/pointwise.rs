@@ -1,4 +1,4 @@
-//! What the kernels can and `Device` does not ask for: residuals and biases of norms, positions added to embeddings, biases,
+//! Features of kernels that `Device` does not use: residuals and biases of norms, positions added to embeddings, biases,
 //! the approximate GELU, appends without a rotation.
 
 use crate::support::device::{ShimDevice, number};

@@ -3,8 +3,8 @@
 use std::fs::File;
 use std::path::Path;
 
-/// Has `build` make the file, at the given path, unless it is there. Threads and processes that want the same
-/// file at the same time wait for the one that makes it; nobody sees it half made.
+/// Has `build` make the file at the given path, unless it exists. Threads and processes that need the same
+/// file at the same time wait for the one that makes it; no reader sees a partial file.
 pub(crate) fn once(file: &Path, build: impl FnOnce(&Path) -> Result<(), String>) -> Result<(), String> {
     if file.exists() {
         return Ok(());

@@ -1,5 +1,5 @@
-//! The fake driver (cuda/fake): built with g++ where tests run, loaded under the name of NVIDIA's, and asked afterwards
-//! what was leaked or misused.
+//! The fake driver (cuda/fake): built with g++ where tests run, loaded under the name of NVIDIA's; its counters of leaks and
+//! misuse are checked after each test.
 //!
 //! cudarc opens `libcuda.so` by name; the fake is in the process before that, with that name in its dynamic section,
 //! so the loader answers with it even where a real driver is installed.
@@ -47,7 +47,7 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    /// What is alive and what was misused: all zero after a test that cleaned up.
+    /// Counters of live objects and of misuse: all zero after a test that cleaned up.
     fn faults(&self) -> [(&'static str, u64); 18] {
         [
             ("contexts", self.contexts),

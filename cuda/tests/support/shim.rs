@@ -194,7 +194,7 @@ impl Shim {
         unsafe { (self.params_bytes)(name.as_ptr()) }
     }
 
-    /// A tensor map as the driver would make it; `None` for what it would refuse.
+    /// A tensor map as the driver would make it; `None` for parameters that the driver would refuse.
     pub(crate) fn encode(&self, shape: &MapShape) -> Option<TensorMap> {
         let mut map = TensorMap::default();
         let dtype = if shape.dtype == DType::F16 { 6 } else { 9 };

@@ -48,7 +48,7 @@ pub struct LaunchCounters {
     pub captured: u64,
     /// Launched as a graph that was captured before.
     pub replayed: u64,
-    /// Graphs evicted for others.
+    /// Graphs evicted to make room for others.
     pub evicted: u64,
 }
 
@@ -212,7 +212,7 @@ pub trait VirtualMemory {
     /// [`DeviceError::OutOfMemory`], with nothing changed.
     fn kv_hold(&mut self, kv: &mut Self::Kv, slots: &[Range<u32>]) -> Result<(), DeviceError>;
 
-    /// Lets the physical memory of these slots (whole rBlocks) be mapped elsewhere.
+    /// Releases the physical memory of these slots (whole rBlocks): it may be mapped at other slots from now on.
     ///
     /// # Errors
     /// If the device failed.
@@ -291,7 +291,7 @@ pub trait SharedRegions {
     ) -> Result<(), DeviceError>;
 }
 
-/// Peer access (P2P): a creditor's KV store that debtors on this host map and attend to where it lies.
+/// Peer access (P2P): a creditor's KV store that debtors on this host map and attend to in place.
 ///
 /// Each rBlock of such a store has a seal tag: 0 while the rBlock is open, and the tag of the last [`PeerAccess::kv_seal`]
 /// afterwards. A write to an rBlock sets its tag to 0 before anything else of it changes, for every reader of the memory.
@@ -314,7 +314,7 @@ pub trait PeerAccess {
     fn kv_seal(&mut self, kv: &mut Self::Kv, block: u32, tag: u64) -> Result<(), DeviceError>;
 
     /// The debtor's side: maps the store that another process has made by [`PeerAccess::kv_lent`], for reading. Its content may
-    /// change at any time: [`PeerAccess::kv_seal_tags`] says whether it has.
+    /// change at any time: [`PeerAccess::kv_seal_tags`] detects that.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] if this device cannot access the memory's device or the memory is too small for the shape;

@@ -237,7 +237,7 @@ pub struct HeadStrides {
     pub out_stride: usize,
 }
 
-/// What [`Device::latent_append`] makes rows of.
+/// Inputs of [`Device::latent_append`].
 #[derive(Clone, Copy, Debug)]
 pub struct LatentRow<'a, T> {
     /// Queries before absorption, `[rows][heads * any]`; the last elements of each head are those to rotate.

@@ -27,7 +27,7 @@ pub struct BalancerConfig {
     pub dwell_ms: u64,
     /// Time over which load is averaged.
     pub window_ms: u64,
-    /// Largest load, from 0 to 1, of a side without the instance that it gives up.
+    /// Largest load, from 0 to 1, that a side may have without the instance that it transfers to the other side.
     pub spare_load: f64,
 }
 

@@ -98,7 +98,8 @@ impl TransferConfig {
         Ok(Self { layout, host, push: false, stage_blocks: 0 })
     }
 
-    /// Names in the layout what of `config`'s model its planes do not show: peers refuse differences by name.
+    /// Adds the model's properties that planes do not show (latent, windowed layers) to the layout: peers refuse a difference by
+    /// its name.
     #[must_use]
     pub fn of_model(self, config: &InstanceConfig) -> Self {
         let windowed_layers = u32::try_from(config.layer_windows.unpooled.len()).unwrap_or(u32::MAX);
@@ -111,9 +112,9 @@ impl TransferConfig {
 /// Sliding windows of a model's layers, in tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LayerWindows {
-    /// Of each layer whose KV is in rBlocks, 0 for none; empty if all have [`InstanceConfig::window`].
+    /// Windows of the layers whose KV is in rBlocks, 0 for none; empty if all have [`InstanceConfig::window`].
     pub pooled: Vec<u32>,
-    /// Of each layer whose KV is kept apart (`--kv-groups`).
+    /// Windows of the layers whose KV is kept in rings (`--kv-groups`).
     pub unpooled: Vec<u32>,
 }
 
@@ -185,7 +186,7 @@ pub struct InstanceConfig {
     pub target_step_ms: Option<u32>,
 }
 
-/// Room in a frame for what is not rows.
+/// Bytes of a data frame that are reserved for headers and fields beside the rows.
 const FRAME_BYTES_BESIDE: usize = 4096;
 // The widest row of all: heads and their sizes within limits, twice as long where latent, in f32.
 const _: () = assert!(
@@ -194,7 +195,8 @@ const _: () = assert!(
 );
 
 impl InstanceConfig {
-    /// Most rows of a step with remote KV: no frame of their queries, or of what creditors reply to them, exceeds a frame's limit.
+    /// Maximum rows of a step with remote KV: frames of their queries and of creditors' partials stay within
+    /// `DATA_FRAME_BYTES_MAX`.
     #[must_use]
     pub fn remote_rows(&self) -> u32 {
         let row = self.geometry.q_dim() * self.wire.size() + self.geometry.heads as usize * 4 + 4;

@@ -94,7 +94,7 @@ pub enum Event {
         peer: PeerKey,
         frame: BulkFrame,
     },
-    /// A frame to a peer was dropped: the peer is too slow or gone. The connection may still be up.
+    /// A frame to a peer was dropped: the peer is too slow or unreachable. The connection may still be up.
     SendFailed {
         peer: PeerKey,
     },

@@ -1,4 +1,4 @@
-//! Outcomes: what one machine did that others act upon; the router hands them on.
+//! [`Outcome`]: a change that one machine made and other machines act upon; the router delivers it.
 
 use crate::event::PeerKey;
 use lagoon_cluster::LeaseEnded;
@@ -16,7 +16,7 @@ pub(crate) enum Outcome {
     BrokenUp,
     /// Any: KV of a sequence is lost. Its moves with that creditor end, its step is aborted, and it gets other memory.
     Lost(Lost),
-    /// Batch: a sequence is removed. Its requests to prefill workers are given up.
+    /// Batch: a sequence is removed. Its requests to prefill workers are cancelled.
     Ended { seq: SeqId },
     /// Batch: a sequence freed its memory. Its moves and exports end.
     Released { seq: SeqId },
@@ -28,9 +28,9 @@ pub(crate) enum Outcome {
     Preempted { seq: SeqId },
     /// Batch: a prefill worker is to compute the prompt of a new sequence.
     SentAway { seq: SeqId },
-    /// Batch: preparations for a prompt that is computed elsewhere failed.
+    /// Batch: preparations for a prompt that a prefill worker computes failed.
     Redo { seq: SeqId, why: &'static str },
-    /// Batch: a request whose prompt was computed elsewhere ended well; it decoded for `ms`.
+    /// Batch: a request whose prompt a prefill worker computed ended without error; it decoded for `ms` milliseconds.
     Decoded { ms: u64 },
     /// Batch: own sequences need lent blocks back; with `take`, blocks not returned in time are revoked.
     WantBack { blocks: u32, take: bool },
@@ -57,13 +57,13 @@ pub(crate) enum Outcome {
     StepDone { ms: u64, growing: u32, prompt_rows: u32, decodes: bool, own: Option<f64> },
     /// Membership: leases have ended.
     LeasesEnded(Vec<LeaseEnded>),
-    /// Membership: a peer's Hello is valid, and the connection that it replaces is gone.
+    /// Membership: a peer's Hello is valid, and the connection that it replaces is closed.
     Introduced { peer: PeerKey, hello: Hello },
     /// Membership: a peer is known. `greeted`: it has this instance's Hello. `lent`: memory that it lets others map.
     PeerUp { peer: PeerKey, instance: InstanceId, greeted: bool, lent: Option<LentMemory> },
-    /// Membership: the connection to a peer is gone.
+    /// Membership: the connection to a peer was lost.
     PeerGone(InstanceId),
-    /// Router: no step attends to memory of a peer that is gone.
+    /// Router: no step attends to mapped memory of a disconnected peer any more.
     Unattended(InstanceId),
     /// Membership: a frame to a peer was dropped. Requests that depended on it end on both sides.
     SendFailed { peer: PeerKey, instance: InstanceId },
@@ -82,7 +82,7 @@ pub(crate) struct Lost {
     pub(crate) why: String,
 }
 
-/// Which KV was lost.
+/// The KV that was lost.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum LostPart {
     /// All KV of the sequence at that creditor.

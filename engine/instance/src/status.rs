@@ -190,7 +190,7 @@ impl Instance {
         self.prefill.set_reading_us(reading_us);
     }
 
-    /// Takes the times of requests whose prompts were computed elsewhere, since the last call.
+    /// Takes the times, since the last call, of requests whose prompts prefill workers computed.
     pub fn take_prefill_times(&mut self) -> LastTimes {
         self.prefill.take_times()
     }

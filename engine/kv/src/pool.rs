@@ -9,7 +9,7 @@
 //! that holds the rest, else the longest there is. A planned prefill in a quiet pool therefore is one run.
 //!
 //! **Address rows.** With virtual memory ([`KvSpace`]) a block's number is its address, and there are more addresses than
-//! blocks: `free` counts memory. A sequence owns a row while it has blocks here; its logical block `i` lies at the row's
+//! blocks: `free` counts memory. A sequence owns an address row while it has blocks here; its logical block `i` lies at the row's
 //! `i`th address, so that it is one run by construction. Rows are reused last in, first out, because the memory of the last
 //! freed row is still mapped.
 //!
@@ -275,7 +275,7 @@ impl BlockPool {
         }
     }
 
-    /// Evicts all cached blocks of a row that gets an owner.
+    /// Evicts all cached blocks of an address row that gets an owner.
     fn drop_row(&mut self, row: u32) {
         let kept: Vec<PhysBlock> = self.cache.cached_in(self.row_places(row)).collect();
         kept.into_iter().for_each(|block| self.drop_kept(block));
@@ -285,7 +285,7 @@ impl BlockPool {
         row * self.space.row_blocks..(row + 1) * self.space.row_blocks
     }
 
-    /// The row for the next sequence without cached blocks of its own: the last freed empty row, else the row of the next
+    /// The address row for the next sequence without prefix-cache hits: the last freed empty row, else the row of the next
     /// block to evict.
     fn idle_row(&self) -> Option<u32> {
         self.empty_row().or_else(|| Some(self.cache.oldest()?.0 / self.space.row_blocks))
@@ -315,7 +315,7 @@ impl BlockPool {
         std::mem::take(&mut self.freed)
     }
 
-    /// The first block of the row that the next sequence gets, if an idle row caches nothing.
+    /// The first block of the address row that the next sequence gets, if an idle row caches no block.
     #[must_use]
     pub fn next_row(&self) -> Option<PhysBlock> {
         self.empty_row().map(|row| PhysBlock(row * self.space.row_blocks))
@@ -372,7 +372,7 @@ impl BlockPool {
     /// # Panics
     /// If `from` does not own one of them, if blocks of its row are missing, or if either is [`Owner::Free`].
     pub fn hand_over(&mut self, from: Owner, to: Owner, blocks: &[PhysBlock]) {
-        assert!(from != Owner::Free && to != Owner::Free, "what is handed over has an owner");
+        assert!(from != Owner::Free && to != Owner::Free, "both owners of a hand-over are real");
         for &block in blocks {
             assert!(self.has(from, block), "{block} is not its owner's to hand over");
             if mutants::is(Mutant::SharedHandedOver) {

@@ -183,7 +183,7 @@ impl SeqBlocks {
         self.block_tokens
     }
 
-    /// Number of logical blocks, gone ones included.
+    /// Number of logical blocks, those freed behind the window included.
     #[must_use]
     pub fn blocks(&self) -> u32 {
         u32::try_from(self.blocks.len()).expect("a sequence has fewer blocks than tokens")
@@ -195,7 +195,7 @@ impl SeqBlocks {
         &self.blocks
     }
 
-    /// Tokens that the table has room for, gone ones included.
+    /// Capacity of the table in tokens, blocks freed behind the window included.
     #[must_use]
     pub fn capacity_tokens(&self) -> u32 {
         self.blocks() * self.block_tokens
@@ -307,7 +307,7 @@ impl SeqBlocks {
         change
     }
 
-    /// Visits positions `range` in order as maximal pieces, skipping gone blocks.
+    /// Visits positions `range` in order as maximal pieces, skipping blocks freed behind the window.
     fn pieces(&self, range: Range<u32>, mut visit: impl FnMut(Segment)) {
         assert!(range.end <= self.capacity_tokens(), "position {} has no block", range.end);
         let mut last: Option<Segment> = None;

@@ -120,7 +120,7 @@ impl Checkpoint {
                 let info = found.remove(&name).ok_or_else(|| ModelError::Tensor {
                     path: path.clone(),
                     tensor: shown(&name),
-                    problem: "is not there, though the index says so".to_owned(),
+                    problem: "is missing, though the index lists it".to_owned(),
                 })?;
                 self.tensors.insert(name, info);
             }

@@ -1,8 +1,8 @@
 //! Downloading a model's files to the cache.
 //!
 //! The hub library has no read timeout, so it works on a thread of its own and this thread watches: without progress
-//! for [`Hub::stall`] the download is given up. The abandoned thread ends with the file that it was reading; its part
-//! is kept, and a later download resumes there. All files are of one commit, looked up at the beginning.
+//! for [`Hub::stall`] the download is aborted. The hub's thread ends with the file that it was reading; the partial file
+//! is kept, and a later download resumes it. All files are of one commit, looked up at the beginning.
 
 use crate::ModelError;
 use crate::checkpoint::shards;
@@ -45,7 +45,7 @@ pub(crate) fn download(
     let worker = std::thread::Builder::new().name("lagoon-download".to_owned());
     let spawned = worker.spawn(move || {
         let result = job.run(&sender);
-        // The receiver is gone if the download was given up.
+        // The receiver was dropped if the download was aborted.
         let _ = sender.send(Report::Finished(result));
     });
     let problem = match spawned {
@@ -70,7 +70,7 @@ enum Report {
     Finished(Result<PathBuf, ModelError>),
 }
 
-/// Passes reports on until the end, or returns why it gave up.
+/// Passes reports on until the end, or returns why the download was aborted.
 fn watch(
     reports: &Receiver<Report>,
     stall: Duration,
@@ -170,7 +170,7 @@ impl Job {
                 }
             }
             if reports.send(Report::Alive).is_err() {
-                return Err(self.error(file, "the download was given up".to_owned(), HINT_NETWORK));
+                return Err(self.error(file, "the download was aborted".to_owned(), HINT_NETWORK));
             }
         }
     }
@@ -300,7 +300,7 @@ impl hf_hub::api::Progress for Meter<'_> {
         self.report.done_bytes += size as u64;
         if self.last.is_none_or(|last| last.elapsed() >= REPORT) {
             self.last = Some(Instant::now());
-            // The receiver is gone if the download was given up.
+            // The receiver was dropped if the download was aborted.
             let _ = self.reports.send(Report::Progress(self.report.clone()));
         }
     }

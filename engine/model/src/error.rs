@@ -21,7 +21,7 @@ pub enum ModelError {
     /// A file or directory cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     Io { path: PathBuf, source: std::io::Error },
-    /// A file is not what its name says.
+    /// A file's content is invalid.
     #[error("{} is not valid: {problem}", path.display())]
     Malformed { path: PathBuf, problem: String },
     /// A field that has no default is absent (or null).

@@ -10,7 +10,7 @@ pub struct GenerationConfig {
     /// Tokens that end generation; sorted, without duplicates.
     pub eos_ids: Vec<u32>,
     pub bos_id: Option<u32>,
-    /// `false` means greedy decoding, whatever the other values are.
+    /// `false` means greedy decoding; the other values are ignored then.
     pub do_sample: Option<bool>,
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,

@@ -94,18 +94,17 @@ pub struct NormSpec {
 /// One decoder layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerSpec {
-    /// Norm of what attention reads; `None` if it reads the residual stream as it is (OLMo 2).
+    /// Norm of attention's input; `None` if attention reads the residual stream as it is (OLMo 2).
     pub attention_norm: Option<NormSpec>,
     pub attention: AttentionSpec,
     /// Norm of the attention's output before it joins the residual stream.
     pub attention_out_norm: Option<NormSpec>,
-    /// Norm of what the feed-forward layer reads; `None` if it reads the residual stream as it is.
+    /// Norm of the feed-forward layer's input; `None` if that layer reads the residual stream as it is.
     pub mlp_norm: Option<NormSpec>,
     pub mlp: Mlp,
     /// Norm of the feed-forward layer's output before it joins the residual stream.
     pub mlp_out_norm: Option<NormSpec>,
-    /// Whether the feed-forward layer reads the same residual stream as attention (GPT-NeoX), not what attention made
-    /// of it.
+    /// Whether the feed-forward layer reads the residual stream before attention is added (parallel residual, GPT-NeoX).
     pub parallel: bool,
 }
 
@@ -141,7 +140,7 @@ pub struct LatentSpec {
     pub key_dim: usize,
     /// Elements of a head's value.
     pub value_dim: usize,
-    /// Queries of low rank; `None` if `queries` reads what attention reads.
+    /// Queries of low rank; `None` if `queries` is applied to attention's input itself.
     pub low_rank: Option<LowRank>,
     /// `[heads * (key_dim + rotated)][hidden or rank]`.
     pub queries: Vec<Part>,
@@ -159,7 +158,7 @@ pub struct LatentSpec {
     pub values: Vec<Part>,
 }
 
-/// What queries of low rank are made of.
+/// Weights of low-rank queries.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LowRank {
     /// `[rank][hidden]`.

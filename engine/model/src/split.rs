@@ -19,9 +19,9 @@ pub struct KvSplit {
     pub places: Vec<KvPlace>,
     /// The longest window, in tokens.
     pub window: u32,
-    /// Positions before a row from which on all must be computed for the row's windowed KV to be right, without any that is
-    /// kept: the j-th layer with a window reads what the one before it gave at up to `window - 1` positions before, so it is
-    /// the sum of `window - 1` over these layers.
+    /// Number of positions before a row that must be computed for the row's windowed KV to be right, without kept windows: the
+    /// j-th windowed layer reads outputs of the layer before it at up to `window - 1` earlier positions, so this is the sum of
+    /// `window - 1` over these layers.
     pub warm_up: u32,
 }
 
@@ -126,7 +126,7 @@ impl ModelSpec {
         self.split.as_ref().map(shape)
     }
 
-    /// Slots of a sequence's ring where a step has at most `step_rows` rows: what the first row sees, and the rows.
+    /// Slots of a sequence's ring if a step has at most `step_rows` rows: the positions that the first row sees, and the rows.
     #[must_use]
     pub fn ring_slots(&self, step_rows: u32) -> u32 {
         self.split.as_ref().map_or(0, |split| (split.window - 1).saturating_add(step_rows))

@@ -377,7 +377,7 @@ impl<D: Device> Loader<'_, '_, '_, D> {
         self.give(self.dtype, parts, rows, bytes)
     }
 
-    /// Vectors one behind the other, plus `offset`, in f32 whatever the matrices' type.
+    /// Vectors one behind the other, plus `offset`, in f32 independent of the matrices' type.
     fn wide(&mut self, parts: &[&Part], offset: f32) -> Result<D::Weight, ModelError> {
         let values = self.values(parts, offset)?;
         self.pass_on(parts, vector(&values))

@@ -329,7 +329,7 @@ fn damaged_indices_are_errors() {
         let elsewhere = map.values().find(|file| **file != map[norm]).unwrap().clone();
         json["weight_map"][norm] = elsewhere;
     };
-    assert!(with(&other).contains("`model.norm.weight` is not there, though the index says so"));
+    assert!(with(&other).contains("`model.norm.weight` is missing, though the index lists it"));
     let gone = |json: &mut serde_json::Value| drop(json["weight_map"].as_object_mut().unwrap().shift_remove(norm));
     assert!(with(&gone).contains("`model.norm.weight` is missing"));
     assert!(with(&|json| json["weight_map"] = 3.into()).contains("`weight_map` is 3"));

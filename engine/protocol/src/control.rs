@@ -354,14 +354,14 @@ pub struct RoleState {
     pub order_received: u64,
 }
 
-/// Prefill counters since an instance's process started (own prompts computed elsewhere, and others' computed here), and
-/// gauges of those in progress.
+/// Prefill counters since an instance's process started (own prompts computed by prefill workers, and others' computed here),
+/// and gauges of those in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct PrefillCounts {
     /// Prefill workers whose KV this instance can read.
     #[prost(uint32, tag = "1")]
     pub workers: u32,
-    /// Own requests whose prompts are computed elsewhere, or whose KV waits to be read.
+    /// Own requests whose prompts prefill workers compute, or whose KV waits to be read.
     #[prost(uint32, tag = "2")]
     pub away: u32,
     /// Prefill jobs in progress for other instances.

@@ -158,7 +158,7 @@ pub struct LeaseSealed {
     pub blocks: Vec<u32>,
 }
 
-/// Recall of lent memory, creditor to debtor: the debtor moves the blocks home or elsewhere and releases them.
+/// Recall of lent memory, creditor to debtor: the debtor moves the blocks home or to another creditor and releases them.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Recall {
     #[prost(uint64, tag = "1")]

@@ -82,7 +82,7 @@ pub struct PrefillRequest {
     /// The requester takes the last window of layers whose KV is not in the pool. In the first message only.
     #[prost(bool, tag = "9")]
     pub window: bool,
-    /// What is added to tokens' logits before sampling. In the first message only.
+    /// Biases added to tokens' logits before sampling. In the first message only.
     #[prost(message, repeated, tag = "10")]
     pub logit_bias: Vec<LogitBias>,
 }

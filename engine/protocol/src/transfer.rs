@@ -153,7 +153,7 @@ pub struct TransferConnected {
     pub conn: u64,
     #[prost(uint64, tag = "2")]
     pub attempt: u64,
-    /// Incarnation of the writer: exports of another one are gone.
+    /// Incarnation of the writer: exports of another one have ended.
     #[prost(fixed64, tag = "3")]
     pub incarnation: u64,
     /// Epoch of this acceptance: reads with an earlier epoch are refused.
@@ -238,7 +238,7 @@ pub struct TransferRenew {
     pub seq: u64,
 }
 
-/// Reply to [`TransferRenew`]: the renewed exports that are gone.
+/// Reply to [`TransferRenew`]: the renewed exports that are unknown to the writer.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct TransferRenewed {
     #[prost(uint64, tag = "1")]

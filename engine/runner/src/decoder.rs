@@ -98,7 +98,7 @@ const fn shape(of: &MixtureSpec) -> (usize, usize, usize, usize) {
     (of.count, of.routing.top_k, of.activation.inputs() * of.width, of.width)
 }
 
-/// What tensors of layers depend on. Layers of one shape share theirs.
+/// Sizes on which a layer's tensors depend. Layers of equal sizes share their tensors.
 struct Shapes<'a> {
     /// A feed-forward layer of each shape.
     dense: Vec<&'a Dense>,
@@ -140,8 +140,8 @@ impl<D: Device> Activations<D> {
     /// [`DeviceError::OutOfMemory`].
     ///
     /// # Panics
-    /// If a layer combines what no family does: blocks in parallel, or experts, with norms of their outputs, or without one of their
-    /// input.
+    /// If a layer has parallel blocks or experts together with norms of their outputs, or without a norm of their input: no family
+    /// does.
     pub fn new(device: &mut D, spec: &ModelSpec, rows: usize, seqs: usize) -> Result<Self, DeviceError> {
         let (geometry, hidden) = (spec.geometry, spec.hidden);
         for layer in &spec.layers {

@@ -7,7 +7,7 @@ use lagoon_model::{KvPlace, ModelSpec};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
 use std::ops::Range;
 
-/// Tensors for remote requests' queries; grown to the largest frame seen (bounded by what the instance admits).
+/// Tensors for remote requests' queries, grown to the largest query frame so far (the instance bounds frames).
 #[derive(Debug)]
 pub(crate) struct RemoteQueryBuffers<D: Device> {
     rows: usize,

@@ -109,7 +109,7 @@ impl<D: Device> Rings<D> {
         Ok(())
     }
 
-    /// The slots of a step's rows, and what they see.
+    /// The ring slots of a step's rows, and the runs that they attend to.
     ///
     /// # Panics
     /// If a sequence has no ring, or more rows than rings are made for.

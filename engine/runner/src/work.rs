@@ -199,7 +199,7 @@ pub struct RemoteQuery {
 /// KV from a peer, canonical layout, in pieces of consecutive slots `(slot, tokens)`.
 #[derive(Clone, Debug)]
 pub struct RemoteWrite {
-    /// Set for KV that returns to its debtor: its report says whether it was stored. Without a tag, a failed write
+    /// Set for KV that returns to its debtor: a report tells whether the write succeeded. Without a tag, a failed write
     /// fails all later work for peers.
     pub tag: Option<RemoteTag>,
     pub layer: u32,
@@ -384,7 +384,7 @@ pub enum PassError {
     #[error("partials from {creditor} have the wrong size in layer {layer}")]
     Part { creditor: InstanceId, layer: u32 },
     /// A creditor's mapped memory was overwritten since its seal: results computed from it are discarded.
-    #[error("{creditor} has used the memory of {lease} for something else")]
+    #[error("{creditor} has reused the memory of {lease}")]
     Reused { creditor: InstanceId, lease: LeaseId },
     #[error("sampling failed: {0}")]
     Sampling(String),

@@ -1,4 +1,4 @@
-//! Tokenizer of a model: `tokenizer.json` or what stands in for it, with `tokenizer_config.json`.
+//! Tokenizer of a model: `tokenizer.json`, a SentencePiece model or tiktoken ranks, with `tokenizer_config.json`.
 
 use crate::bounds::{text_bytes_a_token, token_bytes_max};
 use crate::convert::{self, Inner};
@@ -123,7 +123,7 @@ impl Tokenizer {
     /// `tokenizer.json` also those of `special_tokens_map.json` and `added_tokens.json`.
     ///
     /// # Errors
-    /// If no tokenizer is there, or a file cannot be read, is malformed, or asks for what is not supported.
+    /// If there is no tokenizer, or a file cannot be read, is malformed, or needs an unsupported feature.
     pub fn open(dir: &Path) -> Result<Self, TextError> {
         let (path, config) = (dir.join("tokenizer.json"), TokenizerConfig::open(dir)?);
         if path.exists() {

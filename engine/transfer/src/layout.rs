@@ -204,7 +204,7 @@ pub struct Layout {
     attention: LayoutAttention,
 }
 
-/// What the planes of a [`Layout`] do not show of the KV's meaning; equal in reader and writer.
+/// Properties of a model's attention that the planes of a [`Layout`] do not show; equal in reader and writer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LayoutAttention {
     /// Whether K and V are the halves of one latent row.
@@ -426,7 +426,7 @@ impl Layout {
         Self { attention, ..self }
     }
 
-    /// What the planes do not show.
+    /// Properties of the attention that the planes do not show.
     #[must_use]
     pub fn attention(&self) -> LayoutAttention {
         self.attention

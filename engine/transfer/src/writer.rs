@@ -33,7 +33,7 @@ use std::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GrantId(pub u64);
 
-/// What a writer draws its epochs from. Random per process and sent to nobody, where readers are not all trusted.
+/// Secret from which a writer derives its epochs. Random per process and never sent, if not all readers are trusted.
 #[derive(Clone, Copy, Default)]
 pub struct EpochSecret(pub [u8; 32]);
 
@@ -99,7 +99,7 @@ pub enum FreeReason {
     Expired,
     /// The owner revoked it.
     Revoked,
-    /// The reader's process is gone or was fenced.
+    /// The reader's process has ended or was fenced.
     ReaderLost,
 }
 
@@ -117,7 +117,7 @@ pub enum WriterOutput {
         blocks: Vec<u32>,
         why: FreeReason,
     },
-    /// Cut all paths of a reader, of this epoch: it is too slow, or gone. End their grants. Epochs are in no order.
+    /// Close all paths of a reader of this epoch, and end their grants: the reader is too slow or was lost. Epochs are in no order.
     Cut {
         reader: InstanceId,
         epoch: u64,
@@ -243,7 +243,7 @@ impl Writer {
         self.next
     }
 
-    /// The next epoch: no function of others' for those who do not have the secret.
+    /// The next epoch, which no reader can compute from others without the secret.
     fn draw_epoch(&mut self) -> u64 {
         let number = self.number();
         let mut hasher = blake3::Hasher::new_keyed(&self.config.secret.0);
@@ -628,7 +628,7 @@ impl Writer {
         self.grants.get(&grant).is_some_and(|grant| grant.exports.contains(&export))
     }
 
-    /// Ends an admitted read after it was served or its path is gone: its bytes may change.
+    /// Ends an admitted read after it was served or its path was closed: its bytes may change then.
     pub fn end_read(&mut self, grant: GrantId, now_ms: u64) {
         self.now_ms = self.now_ms.max(now_ms);
         let Some(grant) = self.grants.remove(&grant) else { return };

@@ -116,7 +116,7 @@ pub const DRAIN_MS: u64 = 500;
 pub const DRAIN_QUIET_MS: u64 = 2_000;
 /// A lease that is not renewed for this long is released by the creditor.
 pub const LEASE_TTL_MS: u64 = 15_000;
-/// Longest time to live of a lease that its debtor believes, whatever the creditor says. Giving it up earlier is safe.
+/// Longest time to live of a lease that a debtor accepts from a creditor's grant. Dropping the lease earlier is safe.
 pub const LEASE_TTL_MS_MAX: u64 = 600_000;
 /// Time between renewals of leases.
 pub const LEASE_RENEW_MS: u64 = 3_000;
@@ -180,7 +180,7 @@ pub const ADMISSION_RETRY_MS: u64 = 100;
 pub const ADMISSION_RETRY_MAX_MS: u64 = 2_000;
 /// rBlocks that a growing sequence borrows at once.
 pub const GROWTH_BLOCKS: u32 = 2;
-/// Longest freeze of a debt for DGFM, whatever the gManager asks for.
+/// Longest freeze of a debt for DGFM; a longer one in the gManager's order is cut.
 pub const FREEZE_MS_MAX: u64 = 30_000;
 /// Time to establish a connection to a peer.
 pub const CONNECT_DEADLINE_MS: u64 = 5_000;
@@ -198,7 +198,7 @@ pub const MOVE_WINDOW_MS: u64 = 20;
 pub const INSTANCE_MOVES_MAX: usize = 64;
 /// A reservation for a move that is not written for this long is freed.
 pub const MOVE_RESERVE_MS: u64 = 3_000;
-/// Time that a move may take at most, whatever its order says.
+/// Longest time of a move; a longer deadline in its order is cut.
 pub const MOVE_MS_MAX: u64 = 60_000;
 /// Time that debtors have to return recalled blocks.
 pub const RECALL_DEADLINE_MS: u64 = 3_000;
@@ -252,7 +252,7 @@ pub const PREFILL_WAIT_MS: u64 = 10_000;
 pub const PREFILL_REST_MS: u64 = 1_000;
 /// Times that a request's prompt may be given to a worker.
 pub const PREFILL_TRIES_MAX: u32 = 8;
-/// Time that finished KV waits at a worker whose connection broke before the prompt is computed elsewhere.
+/// Time after a prefill worker's connection broke before a prompt whose KV waits there is sent to another worker.
 pub const PREFILL_GRACE_MS: u64 = 2_000;
 /// Block hashes of which a decode worker remembers the prefill worker that computed them.
 pub const AFFINITY_HASHES_MAX: usize = 1 << 15;

@@ -18,8 +18,8 @@ pub struct SamplingParams {
     pub seed: u64,
     /// Alternatives to report per token; `None` reports no log-probabilities.
     pub logprobs: Option<u32>,
-    /// Token ids with what is added to their logits before anything else; each id once. Log-probabilities do not
-    /// include it.
+    /// Pairs of token id and bias, added to the logits before all other sampling; each id once. Log-probabilities do not
+    /// include the bias.
     pub logit_bias: Arc<[(u32, f32)]>,
 }
 

@@ -57,12 +57,12 @@ pub struct RingRows {
     pub from: u32,
     /// The rows' pooled KV is there already, and is attended to as it is; theirs goes to the ring only.
     pub warm_up: bool,
-    /// What the ring has before the rows is in rBlocks, and is copied into it first.
+    /// The positions before the rows are in rBlocks, and are copied into the ring first.
     pub load: bool,
 }
 
-/// The KV that layers with a window have of a sequence's last positions, in slots of pooled KV (ADR 24): what a transfer carries
-/// of a ring.
+/// Shape of the last window of a sequence's windowed layers, stored in slots of pooled KV (ADR 24): the part of a ring that a
+/// transfer carries.
 ///
 /// Fold `f` of position `p` of the window `positions` is slot `f * positions.len() + p - positions.start`; pooled layer `l` of it
 /// holds the windowed layer `f * pooled_layers + l`.

@@ -150,7 +150,7 @@ fn stagger(params: &mut CertificateParams) {
     params.not_after = params.not_after.saturating_sub(Duration::hours(off));
 }
 
-/// What a certificate says, for people.
+/// A certificate's contents, for printing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CertInfo {
     pub subject: String,

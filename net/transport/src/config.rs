@@ -20,7 +20,7 @@ pub struct TransportConfig {
     pub keep_alive: Duration,
     /// One attempt to connect, preface included.
     pub connect_deadline: Duration,
-    /// A frame that waits for a connection for this long is dropped, and [`crate::Event::Expired`] says so.
+    /// A frame that waits for a connection for this long is dropped and reported by [`crate::Event::Expired`].
     pub queue_deadline: Duration,
     /// Pause after the first failed attempt to connect; doubled by each further one, with jitter.
     pub backoff_min: Duration,
@@ -53,7 +53,7 @@ pub struct TransportConfig {
     pub peers_max: usize,
     /// Incoming handshakes at once; more are turned away and come again with back-off.
     pub handshakes_max: usize,
-    /// Incoming handshakes at once, above which an address must first show that it receives what is sent to it (QUIC Retry).
+    /// Incoming handshakes at once above which a source address is validated first (QUIC Retry).
     pub handshakes_unproven_max: usize,
     /// Incoming handshakes at once from one IPv4 address or /64 network of IPv6. Above `handshakes_unproven_max`, so that forged addresses do not use
     /// up another's.
@@ -153,7 +153,7 @@ impl TransportConfig {
         self.quic_with(remote, self.window_bytes).map(Arc::new)
     }
 
-    /// As [`TransportConfig::quic`], with connections that begin with this window for what they receive.
+    /// As [`TransportConfig::quic`], with connections that begin with a receive window of `window` bytes.
     pub(crate) fn quic_with(&self, remote: SocketAddr, window: u32) -> Result<quinn::TransportConfig, BindError> {
         let idle = IdleTimeout::try_from(self.idle_timeout)
             .map_err(|_out_of_bounds| BindError::Config("idle_timeout is too long"))?;

@@ -134,7 +134,7 @@ impl Shared {
         let remote = Remote { incarnation: preface.incarnation, generation: preface.generation };
         let mut session = peer.session.lock().await;
         self.may_enter(peer, &session, &subject).inspect_err(|reason| not_wanted(reason))?;
-        // The session may have changed while we waited. What the acceptor was sent must still hold.
+        // The session may have changed while we waited: the preface sent to the acceptor must still hold.
         let stale = session.generation != generation || self.judge(&session, class, remote) == Verdict::Stale;
         if stale || self.is_closed() {
             connection.close(VarInt::from_u32(close::STALE), b"the session changed while connecting");

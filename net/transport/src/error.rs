@@ -1,4 +1,4 @@
-//! What can go wrong at the edges of the transport. Trouble with a connected peer is an [`crate::Event`].
+//! Errors of configuration, binding and sending. Failures of a connected peer are [`crate::Event`]s.
 
 use lagoon_wire::WireError;
 use std::{io, path::PathBuf};

@@ -1,4 +1,4 @@
-//! What a node reports to its owner, and the bounded inboxes through which it does.
+//! Events that a node reports to its owner, and the bounded inboxes that carry them.
 
 use crate::{Subject, TransportConfig, config::FIRST_WINDOW_BYTES};
 use lagoon_protocol::Control;
@@ -38,7 +38,7 @@ pub enum Event {
     Unreachable { peer: PeerId, addr: SocketAddr, reason: String },
     /// Frames waited for a connection for longer than the deadline and were dropped.
     Expired { peer: PeerId, class: Class, frames: usize },
-    /// Somebody connected and was refused (no certificate, another CA, a bad preface). Best effort.
+    /// An incoming connection was refused (no certificate, another CA, a bad preface). Best effort: may be dropped.
     Refused { addr: SocketAddr, reason: String },
     /// A message. Its body is `None` when this build does not know it.
     Control { peer: PeerId, session: u64, message: Control },
@@ -59,24 +59,24 @@ pub struct Inbox<T> {
     rx: mpsc::Receiver<(T, Room)>,
 }
 
-/// What an item takes while it waits: of the inbox's bytes, and of its node's share.
+/// Bytes that a queued item holds of the inbox's budget and of its node's share.
 #[derive(Debug, Default)]
 struct Room {
     _held: Option<OwnedSemaphorePermit>,
     _charge: Option<Charge>,
 }
 
-/// What a frame takes of its node's share of a class, from when its first bytes are kept until it has left the inbox. The shares
-/// stay the node's as long as anything is charged, also when it connects anew.
+/// A frame's part of its node's share of a class, from its first received byte until it has left the inbox. A node keeps its shares
+/// as long as anything is charged to them, also across a reconnect.
 #[derive(Debug)]
 pub(crate) struct Charge {
     _held: [Option<OwnedSemaphorePermit>; 2],
     _shares: Arc<Shares>,
 }
 
-/// What one node may have here: frames of each class that wait or are half received, so that it cannot fill an inbox, however
-/// many addresses it announces, and others' frames wait for none of its; bytes that its connections hold unread; and bytes of
-/// frames to it that wait to be sent.
+/// Budgets of one node (certificate) here, over all its addresses: frames of each class that are queued or partly received, so
+/// that one node can neither fill an inbox nor delay others' frames; unread bytes of its connections; and bytes of frames that
+/// wait to be sent to it.
 #[derive(Debug)]
 pub(crate) struct Shares {
     classes: [Share; 3],
@@ -89,7 +89,7 @@ pub(crate) struct Shares {
     queue_room: Notify,
 }
 
-/// What a connection may hold unread beyond the window that it began with; its node's again when this is dropped.
+/// Receive window of a connection beyond [`FIRST_WINDOW_BYTES`]; returned to its node's share on drop.
 #[derive(Debug)]
 pub(crate) struct Window {
     shares: Arc<Shares>,
@@ -151,8 +151,8 @@ impl Shares {
         self.unread.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets a connection of the node hold more unread while the window is kept: up to `wanted`, or an eighth of what the node has
-    /// left.
+    /// Widens a connection's receive window while the result lives: to `wanted` bytes, or by an eighth of the node's remaining
+    /// share if that is less.
     pub(crate) fn widen(self: &Arc<Self>, connection: &Connection, wanted: u32) -> Window {
         let mut unread = self.lock_unread();
         let bytes = wanted.saturating_sub(FIRST_WINDOW_BYTES).min(*unread / 8);
@@ -260,7 +260,7 @@ pub(crate) struct Outlet<T> {
     room_kib: u32,
 }
 
-/// Room for one event; none once the owner is gone, which is no error.
+/// Room for one event in the inbox; `None` once the owner has dropped it, which is no error.
 #[derive(Debug)]
 pub(crate) struct Reserved<'a, T>(Option<mpsc::Permit<'a, (T, Room)>>);
 

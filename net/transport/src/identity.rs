@@ -40,7 +40,7 @@ struct Files {
     revocations: Option<PathBuf>,
 }
 
-/// What shows that files were written anew: when, and how long they are.
+/// Modification times and lengths of files, by which a rewrite is detected.
 pub(crate) type Stamps = Vec<Option<(SystemTime, u64)>>;
 
 impl fmt::Debug for Identity {
@@ -94,18 +94,18 @@ impl Identity {
         self.revocations.as_ref().is_some_and(|(_, serials)| serials.contains(&subject.serial[..]))
     }
 
-    /// The identity as its files say it is now; `None` if it has none, or they are as at `seen`, which is brought up to date.
+    /// Loads the identity from its files again; `None` if it has no files, or their stamps equal `seen`, which is updated.
     pub(crate) fn reload(&self, seen: &mut Stamps) -> Option<Result<Self, IdentityError>> {
         let files = self.files.as_ref()?;
         let stamps = files.stamps();
         (std::mem::replace(seen, stamps.clone()) != stamps).then(|| files.load())
     }
 
-    /// This node, as its files say it is `now`. A node is known by its name and key while it is connected, so that it does not
-    /// change these: the certificate and key before stay in use then, with the new revocation list.
+    /// This node's identity after its files changed to `now`. Peers know a connected node by its name and key: if the new
+    /// certificate has another name or key, the old certificate and key stay in use, with the new revocation list.
     ///
     /// # Errors
-    /// [`IdentityError::OtherCa`] when they are another node's or key's of another CA: nothing of that can be used.
+    /// [`IdentityError::OtherCa`] if another node's or key's certificate is also of another CA: nothing of it is used.
     pub(crate) fn renewed(&self, now: Self) -> Result<Self, IdentityError> {
         if now.subject == self.subject {
             return Ok(now);
@@ -122,7 +122,7 @@ impl Identity {
         Ok(Self { chain: self.chain.clone(), key: self.key.clone_key(), subject: self.subject.clone(), ..now })
     }
 
-    /// What its files look like now.
+    /// Stamps of its files now.
     pub(crate) fn stamps(&self) -> Stamps {
         self.files.as_ref().map(Files::stamps).unwrap_or_default()
     }

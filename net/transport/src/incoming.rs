@@ -11,7 +11,7 @@ use std::{
     },
 };
 
-/// What became of incoming connections so far.
+/// Counters of incoming connections by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IncomingStats {
     /// Sent back to show that their address is theirs (QUIC Retry).
@@ -20,7 +20,7 @@ pub struct IncomingStats {
     pub turned_away: u64,
 }
 
-/// What to do with an incoming connection.
+/// Decision on an incoming connection.
 #[derive(Debug)]
 pub(crate) enum Entry {
     Enter(Place),
@@ -70,7 +70,7 @@ impl Door {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `proven`: the address has shown that it receives what is sent to it; `may_retry`: it can be asked to.
+    /// Decides on a handshake. `proven`: the source address is validated; `may_retry`: a QUIC Retry may be sent to it.
     pub(crate) fn knock(
         self: &Arc<Self>,
         address: IpAddr,

@@ -1,8 +1,8 @@
 //! The send side of one peer and class: a bounded queue in front of a QUIC stream.
 //!
 //! A sender pushes a frame and, when nothing is ahead of it, hands it to QUIC in the same call: no task switch lies
-//! between a caller and the connection. What QUIC's flow control does not take is left to the writer task. Bulk always
-//! goes through the writer, because a caller must not wait for a connection that is busy encrypting.
+//! between a caller and the connection. Bytes beyond QUIC's flow-control window are left to the writer task. Bulk frames always
+//! go through the writer, because a caller must not wait for a connection that is busy encrypting.
 //!
 //! Locks are taken in the order stream, queue, and never across an await.
 
@@ -29,7 +29,7 @@ struct Pending {
     since: Instant,
 }
 
-/// What the queue's lock protects.
+/// State under the queue's lock.
 #[derive(Debug, Default)]
 struct Queue {
     frames: VecDeque<Pending>,
@@ -78,7 +78,7 @@ impl Queue {
     }
 }
 
-/// What the stream's lock protects.
+/// State under the stream's lock.
 #[derive(Debug, Default)]
 struct Writing {
     stream: Option<SendStream>,
@@ -95,13 +95,13 @@ pub(crate) struct Link {
     queue: Mutex<Queue>,
     writing: Mutex<Writing>,
     writer: AtomicWaker,
-    /// Told when there is room in the queue again.
+    /// Notified when there is room in the queue again.
     room: Notify,
-    /// Told when a connection is there, or the node closes: a pausing dial task looks again.
+    /// Notified when a connection is there, or the node closes: a pausing dial task looks again.
     pub(crate) changed: Notify,
 }
 
-/// What a caller that queued a frame must see to.
+/// Task that a caller must start after queueing a frame.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Queued {
     Done,
@@ -275,7 +275,7 @@ impl Link {
         self.room.notify_waiters();
     }
 
-    /// Ends the stream in order: what QUIC has is still delivered.
+    /// Finishes the stream (FIN): bytes handed to QUIC are still delivered.
     pub(crate) fn finish(&self) {
         if let Some(stream) = lock(&self.writing).stream.as_mut() {
             // A stream that is closed already needs no end.
@@ -312,7 +312,7 @@ impl Link {
         lock(&self.queue).wanted = wanted;
     }
 
-    /// Becomes the dial task when a connection is needed and nobody dials.
+    /// Claims the role of the dial task. True if a connection is needed and no task dials.
     pub(crate) fn claim_dial(&self) -> bool {
         let mut queue = lock(&self.queue);
         let needed = !queue.closed && !queue.live && !queue.dialing && (queue.wanted || !queue.frames.is_empty());

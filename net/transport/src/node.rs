@@ -95,7 +95,7 @@ impl Tls {
     }
 }
 
-/// What the node's tasks share.
+/// State shared by the node's tasks.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) config: TransportConfig,
@@ -117,7 +117,7 @@ pub(crate) struct Shared {
     pub(crate) door: Arc<Door>,
 }
 
-/// A node and what it receives.
+/// A node and the inboxes of its received frames and events.
 #[derive(Debug)]
 pub struct Bound {
     pub node: Node,
@@ -144,8 +144,8 @@ impl Drop for Guard {
 }
 
 impl Bound {
-    /// Keeps the node, and discards whatever peers send in sessions: for an endpoint that serves direct connections only. Sessions
-    /// begin and end there all the same. Call it within a tokio runtime.
+    /// Returns the node and discards every frame that peers send in sessions: for an endpoint that serves direct connections
+    /// only. Sessions begin and end as usual. Call it within a tokio runtime.
     pub fn into_node(self) -> Node {
         let Self { node, mut events, mut partials, mut bulk } = self;
         tokio::spawn(async move {
@@ -154,7 +154,7 @@ impl Bound {
                     Some(_) = events.recv() => {}
                     Some(_) = partials.recv() => {}
                     Some(_) = bulk.recv() => {}
-                    // The node is gone.
+                    // The node was dropped.
                     else => return,
                 }
             }
@@ -210,7 +210,7 @@ impl Node {
         self.shared().identity().subject().clone()
     }
 
-    /// What became of incoming connections.
+    /// Counters of incoming connections by outcome.
     #[must_use]
     pub fn incoming(&self) -> IncomingStats {
         self.shared().door.stats()
@@ -235,8 +235,8 @@ impl Node {
         Some(self.keep_connected(&self.shared().peer_at(addr)?, classes))
     }
 
-    /// As [`Node::connect`], for a peer that must have `role`: no other certificate is let in as the one at `addr`, whoever
-    /// dials. Whoever was known by that address before is another peer.
+    /// As [`Node::connect`], for a peer whose certificate must have `role`, whichever side dials. A peer that was known by `addr`
+    /// before stays a peer of its own.
     pub fn connect_role(&self, addr: SocketAddr, classes: &[Class], role: NodeRole) -> Option<PeerId> {
         Some(self.keep_connected(&self.shared().peer_of_role(addr, role)?, classes))
     }
@@ -254,7 +254,7 @@ impl Node {
         self.shared().answers.set(answer);
     }
 
-    /// From now on direct connections read what `server` exports; `None` refuses them.
+    /// Serves direct connections from the exports of `server` from now on; `None` refuses them.
     pub fn serve_direct(&self, server: Option<Arc<ExportServer>>) {
         *self.shared().direct.write().unwrap_or_else(PoisonError::into_inner) = server;
     }
@@ -411,7 +411,7 @@ impl Shared {
         free
     }
 
-    /// Forgets what a peer announced.
+    /// Forgets the addresses that a peer announced.
     pub(crate) fn forget_aliases(&self, peer: &Peer) {
         let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
         peers.by_addr.retain(|addr, id| *id != peer.id || *addr == peer.addr);
@@ -502,7 +502,7 @@ impl Shared {
 /// How often an identity's files are looked at.
 const RELOAD_EVERY: Duration = Duration::from_secs(2);
 
-/// Loads the identity again whenever its files change, until the node is gone. Files that cannot be used change nothing.
+/// Reloads the identity when its files change, until the node is dropped. Invalid files are logged and change nothing.
 async fn reload_all(shared: Weak<Shared>, mut seen: Stamps) {
     loop {
         tokio::time::sleep(RELOAD_EVERY).await;
@@ -520,7 +520,7 @@ async fn reload_all(shared: Weak<Shared>, mut seen: Stamps) {
             Err(error) => Err(error.into()),
         };
         match result {
-            Ok(()) => tracing::info!("the node's certificate files were loaded anew"),
+            Ok(()) => tracing::info!("the node's certificate files were reloaded"),
             Err(error) => tracing::warn!(
                 %error,
                 "the node's new certificate cannot be used; the one before is still in use\n\

@@ -11,7 +11,7 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// Which process a session is with, and how often that process has given up a session with us.
+/// The process that a session is with (incarnation), and the number of sessions with us that it has ended by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Remote {
     pub(crate) incarnation: u64,
@@ -35,8 +35,8 @@ pub(crate) struct Slot {
 /// The session's state. Held under an async lock, so that events leave in the order of the changes they report.
 #[derive(Debug, Default)]
 pub(crate) struct Session {
-    /// Grows when we give up a session with an unchanged remote: prefaces carry it, so that the remote learns of it
-    /// even when it missed the closing of the connections.
+    /// Sessions with an unchanged remote that we have ended. Prefaces carry it, so that the remote notices the end
+    /// even if it missed the closing of the connections.
     pub(crate) generation: u64,
     pub(crate) remote: Option<Remote>,
     /// Whom the session is with, while it is up.
@@ -92,10 +92,10 @@ pub(crate) struct Peer {
     pub(crate) id: PeerId,
     pub(crate) addr: SocketAddr,
     pub(crate) session: tokio::sync::Mutex<Session>,
-    /// Told when the session is over, and when the remote has ended its direction of a connection.
+    /// Notified when the session is over, and when the remote has ended its direction of a connection.
     pub(crate) ending: Notify,
     links: [Link; 3],
-    /// A role without which nobody is this peer.
+    /// Role that this peer's certificate must have.
     required: OnceLock<NodeRole>,
     /// A connection of the session was dialed by us: the peer is at `addr`, and does not only say so.
     pub(crate) reached: AtomicBool,
@@ -145,7 +145,7 @@ impl Peer {
     pub(crate) async fn wait_for_end(&self) {
         let connections: Vec<Connection> =
             self.session.lock().await.slots.iter().flatten().map(|slot| slot.connection.clone()).collect();
-        // Our reader may be held up by a full inbox that nobody reads any more, and would not notice.
+        // Our reader may be blocked by a full inbox whose owner has stopped reading, and would not notice.
         let closed = futures::future::join_all(connections.iter().map(Connection::closed));
         let reported = async {
             loop {

@@ -1,5 +1,5 @@
-//! By which key each connected node is known: a second key for a name is refused until the last session of the first ends. And
-//! what its sessions share.
+//! Pins: the public key of each connected node, by name, and the budgets that its sessions share. A second key for a name is
+//! refused until the last session with the first one has ended.
 
 use crate::{Subject, TransportConfig, event::Shares};
 use std::{
@@ -20,7 +20,7 @@ struct Nodes {
 #[derive(Debug, Default)]
 pub(crate) struct Pins(Mutex<Nodes>);
 
-/// Shares of nodes that are gone, beyond as many as are connected, before they are forgotten.
+/// Disconnected nodes whose shares are kept, beyond the number of connected ones.
 const GONE_MAX: usize = 64;
 
 impl Nodes {
@@ -42,10 +42,10 @@ impl Pins {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a node may be who it says it is, and have one more session.
+    /// Checks that a node's name is not pinned to another key, and that it may have one more session.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason of the refusal.
     pub(crate) fn admits(&self, subject: &Subject, sessions_max: usize) -> Result<(), String> {
         match self.lock().pinned.get(&subject.node) {
             Some((pinned, _)) if pinned != subject => {
@@ -58,7 +58,7 @@ impl Pins {
         }
     }
 
-    /// What the node's connections share.
+    /// Budgets that the node's connections share.
     pub(crate) fn shares(&self, subject: &Subject, config: &TransportConfig) -> Arc<Shares> {
         self.lock().shares_of(&subject.node, config)
     }

@@ -45,7 +45,7 @@ pub(crate) enum Verdict {
     Accept,
     /// Our own dial wins, or has won.
     Duplicate,
-    /// The dialer has itself given up the session that this connection was for.
+    /// The dialer has itself ended the session that this connection was for.
     Stale,
 }
 
@@ -119,7 +119,7 @@ impl Shared {
         session.remote = Some(remote);
         if !session.is_up() {
             session.number = self.next_number();
-            // The session's once it has a slot: this call may be given up while it reports the session.
+            // The pin is the session's once it has a slot: this future may be dropped while it reports the session.
             let pin = self.pins.begin(&wires.subject, &self.config);
             session.subject = Some(wires.subject.clone());
             session.alive = Some(Alive::new());
@@ -190,8 +190,8 @@ impl Shared {
                 Stop::Closed(reason) => cause(&connection, reason),
                 Stop::Finished if shared.finished(&peer, class, key).await => "the peer left: bye".to_owned(),
                 Stop::Finished => {
-                    // The peer is leaving in order, and its other classes are still on their way: whoever reads the
-                    // last of them closes the connections.
+                    // The peer leaves in order, and its other classes' streams are not read yet: the reader that ends last
+                    // closes the connections.
                     let closed = tokio::time::timeout(shared.config.idle_timeout, connection.closed()).await;
                     closed.map_or_else(|_elapsed| "the peer closed the stream".to_owned(), |error| error.to_string())
                 }
@@ -201,20 +201,20 @@ impl Shared {
         });
     }
 
-    /// The peer has ended its direction of a connection and we have read it all. True when that holds for all of them:
-    /// then the connections are ours to close, which shows the leaving peer that nothing was lost. (QUIC's
-    /// acknowledgements do not: closing a connection discards what the other side has received and not read.)
+    /// Records that the peer has ended its direction of a connection and that all of it was read. True when that holds for
+    /// every connection: we close them then, which shows the leaving peer that nothing was lost. (QUIC's
+    /// acknowledgements do not show it: closing a connection discards bytes that the other side received and did not read.)
     async fn finished(&self, peer: &Peer, class: Class, key: u64) -> bool {
         let mut session = peer.session.lock().await;
         let slot = session.slots.get_mut(class.index()).and_then(Option::as_mut).filter(|slot| slot.key == key);
         let Some(slot) = slot else { return false };
         slot.finished = true;
         peer.ending.notify_waiters();
-        // Where both leave, both have sent what they had to, and neither waits for the other.
+        // If both sides leave, both have sent all their frames, and neither waits for the other.
         session.is_finished() && !self.is_closed()
     }
 
-    /// A connection is gone: ends the session it belonged to, and dials again where that is wanted.
+    /// Handles the loss of a connection: ends its session, and dials again if a link has frames or keeps its connection.
     pub(crate) async fn lost(self: &Arc<Self>, peer: &Arc<Peer>, class: Class, key: u64, reason: String) {
         let mut session = peer.session.lock().await;
         if session.slot(class).is_none_or(|slot| slot.key != key) {
@@ -226,8 +226,8 @@ impl Shared {
         self.ensure_dials(peer);
     }
 
-    /// Closes every connection of the session and reports its end. A caller that is given up while the inbox has no room leaves
-    /// the session to [`Shared::lost`], which sees the closed connections.
+    /// Closes every connection of the session and reports its end. If this future is dropped while it waits for room in the inbox,
+    /// [`Shared::lost`] ends the session: it sees the closed connections.
     pub(crate) async fn end_session(&self, peer: &Peer, session: &mut Session, reason: String) {
         if !session.is_up() {
             return;
@@ -271,7 +271,7 @@ enum Stop {
     Closed(String),
     /// The peer ended the stream between frames.
     Finished,
-    /// The session ended elsewhere, or nobody listens.
+    /// Another task ended the session, or the inbox was dropped.
     Ended,
 }
 
@@ -296,10 +296,10 @@ fn reply(shared: &Shared, link: &Link, frame: &Frame) -> Result<(), SendError> {
     link.push(encode(frame)?, &shared.config).map(drop)
 }
 
-/// What a decoded control message takes at most, by its bytes on the wire: an empty entry of a list has two there, and up to 64
-/// here.
+/// Largest ratio of a decoded control message's memory to its bytes on the wire: an empty entry of a list has two bytes there, and
+/// up to 64 in memory.
 const CONTROL_EXPANSION: usize = 32;
-/// What a frame of so many bytes on the wire takes at most when it is decoded.
+/// Largest memory of a decoded frame that has `bytes` bytes on the wire.
 fn decoded(class: Class, bytes: usize) -> usize {
     match class {
         Class::Control => bytes.saturating_mul(CONTROL_EXPANSION),
@@ -329,7 +329,7 @@ impl Reader {
                     continue;
                 }
                 Ok(None) => {
-                    // Not more than what QUIC handed out at once is kept of a frame that the node has no room for.
+                    // Of a frame that exceeds the node's share only the chunk that QUIC handed out last is kept.
                     let announced = frames.announced().filter(|_| self.charge.is_none());
                     if let Some(announced) = announced {
                         let Ok(charge) = self.shares.charge(class, decoded(class, announced)).await else {
@@ -363,7 +363,7 @@ impl Reader {
                     tracing::debug!(%peer, "a control message of a newer version was skipped");
                 }
                 if let Some(answer) = self.cached.answer(&shared.answers, peer, &self.subject, &message) {
-                    // A full queue is the asker's loss: it repeats what matters.
+                    // A reply that finds a full queue is dropped: the asker repeats requests that matter.
                     if let Err(error) = reply(shared, link, &Frame::Control(answer)) {
                         tracing::debug!(%peer, %error, "an answer was not sent");
                     }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// What one class has carried. Bytes are those of frames, headers included; QUIC's own overhead is not counted.
+/// Traffic of one class. Bytes are those of frames with headers; QUIC's own overhead is not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassStats {
     pub frames_sent: u64,

@@ -1,7 +1,7 @@
-//! Whom a certificate is for: the node's name and its roles, as URIs among the certificate's names.
+//! The subject of a certificate: a node's name and its roles, as URIs among the certificate's alternative names.
 //!
 //! A certificate of the cluster's CA says `lagoon://node/<name>` once and `lagoon://role/<role>` for each role. What a peer
-//! may do follows from these, never from what it says of itself.
+//! may do follows from these, never from its messages.
 
 use crate::IdentityError;
 use quinn::Connection;
@@ -17,7 +17,7 @@ const ROLE: &str = "lagoon://role/";
 /// Longest name of a node, in bytes.
 pub const NODE_NAME_BYTES_MAX: usize = 64;
 
-/// What the holder of a certificate may be.
+/// Role that a certificate allows its holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum NodeRole {
     /// Coordinates the pool, and orders.
@@ -73,7 +73,7 @@ impl FromStr for NodeRole {
 pub struct Roles(u8);
 
 impl Roles {
-    /// Every role, for a node that nobody else holds a certificate beside (tests, benchmarks).
+    /// Every role, for pools with one trusted node (tests, benchmarks).
     #[must_use]
     pub fn all() -> Self {
         NodeRole::ALL.into_iter().collect()
@@ -119,8 +119,8 @@ impl fmt::Debug for Roles {
     }
 }
 
-/// See the module's documentation. Two are equal if node and key are: roles and validity may change when a certificate is
-/// renewed, the key is what a live node is known by.
+/// A certificate's subject; see the module's documentation. Equal if node and key are: a renewed certificate may change roles and
+/// validity, and a connected node is identified by its key.
 #[derive(Clone, Debug)]
 pub struct Subject {
     pub node: Arc<str>,

@@ -200,8 +200,8 @@ async fn closing_in_order_delivers_what_was_sent() {
     closing.await.unwrap();
 }
 
-/// The peer takes nothing for a while: what was sent waits in its inbox, in QUIC's buffers there and here, and in the
-/// queue here. Whoever closes meanwhile has not lost it.
+/// The peer reads nothing for a while: frames wait in its inbox, in QUIC's buffers there and here, and in the
+/// queue here. A node that closes meanwhile loses none of them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn closing_waits_for_a_peer_that_reads_late() {
     const FRAMES: u64 = 100;

@@ -251,7 +251,7 @@ async fn a_bad_frame_in_one_class_ends_the_session_of_all() {
     assert_eq!(next_number(&mut bound.events).await, 5);
 }
 
-/// The remote has given up a session that this side still believes in (its closing was lost): the preface shows it.
+/// The remote has ended a session that is still up here (its close was lost): the preface shows it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prefaces_tell_when_a_session_is_over() {
     let mut bound = node();
@@ -287,7 +287,7 @@ async fn prefaces_tell_when_a_session_is_over() {
     assert!(bound.events.is_empty());
 }
 
-/// A connection that contradicts a session is given up at its deadline; the session that it was about to end must not end
+/// A connection that contradicts a session is closed at its deadline; the session that it was about to end must not end
 /// without an event.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_session_ends_without_an_event_while_its_owner_does_not_listen() {
@@ -301,7 +301,7 @@ async fn no_session_ends_without_an_event_while_its_owner_does_not_listen() {
     let (mut send, mut recv) = other.open_bi().await.unwrap();
     let preface = lagoon_wire::Preface { incarnation: 78, ..raw::preface(1) };
     send.write_all(&encode_preface(&preface).unwrap().to_vec()).await.unwrap();
-    assert!(!recv.read_chunk(1024, true).await.is_ok_and(|answer| answer.is_some()), "it is given up");
+    assert!(!recv.read_chunk(1024, true).await.is_ok_and(|answer| answer.is_some()), "it is closed");
     first.closed().await;
     let (peer, _, incarnation) = next_up(&mut bound.events).await;
     assert_eq!((next_down(&mut bound.events).await.0, incarnation), (peer, 77));

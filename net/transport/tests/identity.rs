@@ -87,7 +87,7 @@ async fn a_nodes_key_is_pinned_while_it_lives() {
     assert!([2, 3].contains(&number), "the one that waited, or its deadline has passed: {number}");
 }
 
-/// An acceptance is given up while it waits for room to report its session: the name is free again.
+/// An acceptance is dropped while it waits for room to report its session: the name is free again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_that_is_never_reported_pins_nothing() {
     let short =
@@ -154,7 +154,7 @@ async fn a_node_has_so_many_sessions() {
     meet(&bind(&identity_of("modest-2"), TransportConfig::default()), &mut bound, 1).await;
 }
 
-/// Nobody reads such a node's inboxes, and they hold up nobody.
+/// The inboxes of such a node are not read, and block no peer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_endpoint_for_direct_connections_only_discards_the_rest() {
     const MESSAGES: u64 = 200;
@@ -355,7 +355,7 @@ async fn an_address_has_so_many_handshakes_and_connections() {
     let error = raw::connect(addr, true).await.unwrap_err().to_string();
     assert!(error.contains("refused"), "{error}");
     assert_eq!(bound.node.incoming().turned_away, 1);
-    // Places come back when the handshakes end: here by being given up.
+    // Places are free again when the handshakes end: here by a timeout.
     drop(held);
     let other = bind(&identity_of("other-2"), TransportConfig::default());
     meet(&other, &mut bound, 1).await;

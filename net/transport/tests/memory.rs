@@ -1,4 +1,4 @@
-//! What one node can make another hold.
+//! Bounds of the memory that one node can make another one hold.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -64,8 +64,8 @@ async fn greedy(addr: SocketAddr, number: u16) -> Greedy {
     Greedy { connection, _recv, sent }
 }
 
-/// Nobody reads: what a node's connections send is held within its share, of windows and of frames that are only partly
-/// there, however many connections it has. Another node's frames arrive.
+/// The inboxes are not read: the unread bytes of one node's connections, windows and partly received frames together, stay within
+/// its share, with any number of connections. Another node's frames arrive.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_nodes_connections_share_what_is_unread() {
     let config = TransportConfig {
@@ -95,7 +95,7 @@ async fn a_nodes_connections_share_what_is_unread() {
     };
     tokio::time::timeout(4 * TIMEOUT, settled).await.expect("they come to rest");
     let total: usize = sent().iter().sum();
-    // What the client counts before it is acknowledged, and what the node took from QUIC and waits with.
+    // Bytes that the client counts before they are acknowledged, and bytes that the node took from QUIC and holds.
     let slack = CONNECTIONS * (32 << 10);
     let most = usize::try_from(WINDOWS).unwrap() + CONNECTIONS * first + 2 * SHARE + slack;
     assert!(total <= most, "{total} bytes of one node are held, above {most}: {:?}", sent());
@@ -112,7 +112,7 @@ async fn a_nodes_connections_share_what_is_unread() {
     };
     tokio::time::timeout(TIMEOUT, arrived).await.expect("another node's frame arrives");
 
-    // What they had is the node's again when they are gone.
+    // The node's share is whole again when the connections have ended.
     for one in &connections {
         one.connection.close(0u32.into(), b"");
     }
@@ -128,7 +128,7 @@ async fn a_nodes_connections_share_what_is_unread() {
     tokio::time::timeout(TIMEOUT, wide).await.expect("a new connection has room");
 }
 
-/// A node that reads nothing of what is sent to it has its share of the sender's memory, however many sessions it has.
+/// Frames queued for a node that reads nothing stay within its share of the sender's memory, over any number of sessions.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_nodes_sessions_share_what_waits_to_be_sent() {
     const SESSIONS: u16 = 4;

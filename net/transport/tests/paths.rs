@@ -74,7 +74,7 @@ async fn send_numbers(node: Node, peer: PeerId) {
     }
 }
 
-/// What one class has received: numbers grow, and within one session none is missing.
+/// Received frames of one class: their numbers grow, and within one session none is missing.
 #[derive(Default)]
 struct Ledger {
     last: Option<(u64, u64)>,
@@ -93,7 +93,7 @@ impl Ledger {
     }
 }
 
-/// What one side has seen.
+/// Events and frames of one side.
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress {
     /// There is a session.
@@ -112,7 +112,7 @@ impl Progress {
     }
 }
 
-/// Receives until `end`, and says what it has seen.
+/// Receives until `end`, and returns the received events and frames.
 async fn check_numbers(mut bound: Bound, seen: watch::Sender<Progress>, end: Arc<Notify>) {
     let (mut partials, mut bulk) = (Ledger::default(), Ledger::default());
     let mut now = *seen.borrow();

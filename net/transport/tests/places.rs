@@ -102,7 +102,7 @@ async fn an_address_that_was_announced_is_free_when_the_session_is_over() {
     victim.node.try_send(peer, &control(2)).unwrap();
     let number = next_number(&mut bound.events).await;
     assert!([1, 2].contains(&number), "{number}");
-    // What is sent to that address reaches who accepts there, in later sessions, too.
+    // Frames to that address arrive at the node that accepts there, in later sessions, too.
     victim.node.close(Duration::from_secs(5)).await;
     drop(victim);
     next_down(&mut bound.events).await;

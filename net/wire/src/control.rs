@@ -20,7 +20,7 @@ pub struct Preface {
     /// Random per process: distinguishes a restarted process from a lost connection.
     #[prost(fixed64, tag = "3")]
     pub incarnation: u64,
-    /// The sender's count of sessions with this receiver; grows when the sender gives up its connections to it.
+    /// The sender's count of sessions with this receiver; grows when the sender closes its connections to it.
     #[prost(uint64, tag = "4")]
     pub generation: u64,
     /// `ip:port` on which the sender accepts connections. An unspecified ip means the source address of the connection.

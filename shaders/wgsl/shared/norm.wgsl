@@ -1,4 +1,4 @@
-// What norms share: one workgroup per row, whose invocations take every 128th quad. Padding is zero and, as the weight's
+// Common code of norms: one workgroup per row, whose invocations take every 128th quad. Padding is zero and, as the weight's
 // is too, stays zero.
 //#include total
 

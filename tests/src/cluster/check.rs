@@ -61,7 +61,7 @@ impl World {
             pool.check();
             if let Some(counters) = counters.filter(|_| node.spec.rows) {
                 // Cached blocks are free in the pool but not on the device. They are unshared here: a shared block
-                // that is given up caches nothing.
+                // that is released is not cached.
                 let free = u64::from(status.blocks_total - pool.cached()) * counters.groups_per_block;
                 assert_eq!(counters.free + counters.kept, free, "node {index}: page groups that are free");
             }

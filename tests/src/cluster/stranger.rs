@@ -1,4 +1,4 @@
-//! A peer of a pool under test that no process stands behind: a test sends its frames, and reads what it is sent.
+//! A peer of a pool under test without a process: the test sends its frames and reads those sent to it.
 
 use super::{World, net};
 use lagoon_instance::{Event, PeerKey};

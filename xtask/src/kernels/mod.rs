@@ -24,7 +24,7 @@ const DIR: &str = "cuda/kernels";
 /// Size limit: the fatbin is committed, and every version stays in the repository's history.
 const FATBIN_BYTES_MAX: usize = 8 << 20;
 
-/// What `cargo xtask kernels` does with the result.
+/// Task of `cargo xtask kernels` after the build.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Task {
     /// Writes it to the working tree.

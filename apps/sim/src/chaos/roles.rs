@@ -96,8 +96,8 @@ impl Roles {
         self.ordered.retain(|place, role| world.process(*place).is_some_and(|process| target(process) == *role));
     }
 
-    /// The place to which a request meant for `place` is routed, and whether that must accept it: the router knows
-    /// what the gManager knows.
+    /// The place to which a request meant for `place` is dispatched by the gManager's list, and whether that place must accept
+    /// it.
     pub(super) fn dispatch(world: &Pool, place: Place) -> (Place, bool) {
         let takes = |place: &Place| world.process(*place).is_some_and(serves);
         let mut chosen = place;

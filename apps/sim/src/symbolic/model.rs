@@ -94,7 +94,7 @@ pub(crate) fn token_of(hidden: u64) -> u32 {
     u32::try_from(hidden % u64::from(VOCAB)).unwrap_or(0)
 }
 
-/// What layers see.
+/// Sliding windows of the symbolic model's layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Windows {
     /// The window of layers in the pool.

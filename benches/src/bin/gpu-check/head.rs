@@ -55,7 +55,7 @@ fn find(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     out.set("measured_on_gpu", real && !args.smoke)
 }
 
-/// What the head's process found, and how it ended if not well.
+/// Findings of the head's process, and how it ended if it failed.
 fn found(args: &Args) -> anyhow::Result<(Value, Option<String>)> {
     let path = std::env::temp_dir().join(format!("gpu-check-{}-{HEAD}.json", std::process::id()));
     let mut command = Command::new(std::env::current_exe()?);
@@ -64,7 +64,7 @@ fn found(args: &Args) -> anyhow::Result<(Value, Option<String>)> {
     let limit = times(args, HEAD_S);
     let end = watch(&mut command, &path, Instant::now() + limit, Duration::MAX, |_| Ok(()))?;
     let found = read_json(&path).unwrap_or_else(|| json!({}));
-    // What stays in the temporary folder does no harm.
+    // Leftovers in the temporary folder are harmless.
     let _gone = std::fs::remove_file(&path);
     let broken = match end {
         End::Exited(status) if status.success() => None,

@@ -79,10 +79,10 @@ struct Args {
     /// The report to go on from; --out unless given. It may be absent.
     #[arg(long)]
     from: Option<PathBuf>,
-    /// Measure what is asked for anew, whatever the earlier report has of it.
+    /// Measure the selected sections again, even if the earlier report has them.
     #[arg(long)]
     fresh: bool,
-    /// What the report is of, such as a commit; copied into it and into each section.
+    /// Label of the report, such as a commit; copied into it and into each section.
     #[arg(long, default_value = "")]
     label: String,
     /// Run this section here and write what it finds to --out, with the report so far in --from: how the check runs each.
@@ -166,7 +166,7 @@ fn check(args: &Args) -> anyhow::Result<ExitCode> {
         if is_there(&report["sections"][section.name], !own(section)) {
             continue;
         }
-        // What an earlier part left takes no time from this part's own sections behind it.
+        // Sections left by an earlier part take no time from this part's own sections behind them.
         let own_s: u64 = sections[at + 1..].iter().filter(|s| !own(section) && own(s)).map(|s| s.limit_s).sum();
         let kept = parent::times(args, own_s);
         let (limit, rest) = (parent::times(args, section.limit_s), all.saturating_sub(began.elapsed() + kept));

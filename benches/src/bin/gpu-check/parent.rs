@@ -22,7 +22,7 @@ pub(crate) enum End {
 /// Time that a killed process gets to be gone: one whose kernel hangs may stay in the driver for ever.
 const KILL_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// Ends a process and what it has started, which would keep the GPU's memory from the next one.
+/// Ends a process and its children, which would keep the GPU's memory from the next one.
 fn kill(child: &mut Child) -> anyhow::Result<()> {
     let group = format!("-{}", child.id());
     let mut kill = Command::new("kill");
@@ -37,7 +37,7 @@ fn kill(child: &mut Child) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is in a process's file.
+/// Contents of a process's findings file.
 fn read(path: &Path) -> Value {
     std::fs::read_to_string(path).ok().and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_else(|| json!({}))
 }
@@ -87,7 +87,7 @@ pub(crate) fn settle(found: &mut Value, why: &str) -> bool {
     true
 }
 
-/// What an earlier run of a section has found, without what failed or was absent: that is measured again.
+/// Findings of an earlier run of a section, without failed and absent rows: these are measured again.
 fn good_rows(found: &Value) -> Value {
     let mut kept = json!({});
     for (name, value) in found.as_object().into_iter().flatten() {

@@ -10,7 +10,7 @@ use lagoon_types::{AttentionGeometry, DType};
 use serde_json::json;
 use std::time::Duration;
 
-/// What is tuned for.
+/// Geometry, contexts and bounds of tuning.
 pub(crate) fn what(args: &Args, dtype: DType) -> TuneFor {
     let contexts = args.smoke.then_some([30, 60, 90]);
     let time_max = if args.smoke { Duration::from_millis(300) } else { Duration::from_secs(12) };

@@ -12,8 +12,8 @@ const fn geometry(heads: u32, head_dim: u32) -> AttentionGeometry {
     AttentionGeometry { heads, kv_heads: 1, head_dim, latent: true }
 }
 
-/// Products by head with gaps between the heads of either side, for few rows and many; what lies in the gaps, behind the heads and in rows
-/// beyond stays.
+/// Products by head with gaps between the heads of either side, for few rows and many; elements in the gaps, behind the heads and in
+/// rows beyond are not written.
 pub fn head_matmul_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(110);
     for dtype in DTYPES {
@@ -52,7 +52,7 @@ pub fn head_matmul_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
     }
 }
 
-/// Queries and keys end in what is rotated, latents pass; rows are stored rounded in their slots and nowhere else.
+/// The rotated part of queries and keys comes last, latents are copied; rows are stored rounded in their slots and nowhere else.
 pub fn latent_append_rotates_and_stores<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(111);
     for dtype in DTYPES {

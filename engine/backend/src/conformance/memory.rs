@@ -1,4 +1,4 @@
-//! Tensors and KV stores keep what is written to them.
+//! Tensors and KV stores return the written bytes.
 
 use super::Tolerance;
 use super::data::{DTYPES, Data, read};
@@ -25,8 +25,8 @@ pub fn tensors_round_trip<D: Device>(device: &mut D, _: Tolerance) {
     }
 }
 
-/// A staged read gives the bytes of a plain read, whole or in part, whatever is queued meanwhile. A device without a
-/// queue does the plain read.
+/// A staged read returns the bytes of a plain read, whole or in part, also with other work queued in between. A device
+/// without a queue does the plain read.
 pub fn reads_ahead_are_reads<D: Device>(device: &mut D, _: Tolerance) {
     let mut data = Data::new(7);
     for (rows, cols) in [(1, 1), (3, 40), (17, 172)] {

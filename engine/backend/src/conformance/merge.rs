@@ -68,7 +68,7 @@ fn values(data: &mut Data, g: AttentionGeometry, rows: usize, lse_scale: f32) ->
     }
 }
 
-/// Rows with count 0 are neutral on either side, whatever values they hold (NaN included), and merging writes no
+/// Rows with count 0 are neutral on either side, with any values (NaN included), and merging writes no
 /// other rows.
 pub fn merge_counts_decide_emptiness<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(90);

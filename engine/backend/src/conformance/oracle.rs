@@ -1,4 +1,4 @@
-//! Attention in f64, by plain loops over what each row sees.
+//! Attention in f64, by plain loops over each row's visible range.
 
 use super::data::read;
 use super::{Tolerance, assert_close};

@@ -16,7 +16,7 @@ pub struct DgfmStats {
     pub cycles: u64,
     /// Completed cycles: the smallest frozen debt was swapped as a whole.
     pub completed: u64,
-    /// Cycles that ended early; part of their blocks may be home.
+    /// Cycles that ended early; some of their blocks may have moved home.
     pub aborted: u64,
     /// rBlocks moved home.
     pub blocks: u64,
@@ -151,7 +151,7 @@ impl Dgfm {
         }
         let (members_max, edges_max) = (self.config.members_max, self.config.edges_max);
         let found = find(&graph, self.search_from, Bounds { cycles_max: room, members_max, edges_max });
-        // The next search starts elsewhere: a bounded search would otherwise never pass the first nodes.
+        // The next search starts from another node: a bounded search would otherwise never pass the first nodes.
         let after =
             found.last().and_then(|c| c.first()).map_or(self.search_from, |i| InstanceId(i.0.saturating_add(1)));
         let next = graph.range(after..).next().or(graph.first_key_value());
@@ -280,7 +280,7 @@ impl Dgfm {
         true
     }
 
-    /// Ends the cycle of an instance that is gone (dead, fenced, deregistered).
+    /// Ends the cycle of an instance that left (dead, fenced, deregistered).
     pub fn on_instance_gone(&mut self, instance: InstanceId, now_ms: u64) {
         let of = |c: &Cycle| c.members.iter().any(|m| m.instance == instance);
         let over: Vec<u64> = self.cycles.iter().filter(|(_, c)| of(c)).map(|(id, _)| *id).collect();

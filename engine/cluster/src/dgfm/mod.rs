@@ -3,7 +3,7 @@
 //! A cycle is a list of members: each owes rBlocks to the next, and the last to the first. The coordinator
 //!
 //! 1. finds cycles with at least [`DgfmConfig::blocks_min`] on every edge ([`Dgfm::tick`]);
-//! 2. sends every member [`Freeze`] for its debt and waits for all [`Frozen`], or gives up;
+//! 2. sends every member [`Freeze`] for its debt and waits for all [`Frozen`]; at the deadline it aborts the cycle;
 //! 3. orders the members to take blocks home one after the other, starting with the member with most free memory: each
 //!    move frees memory at the member's creditor, which takes as many blocks home from *its* creditor, and so on, until
 //!    the last move frees memory at the first member. A few free blocks (the reserve that is never lent) therefore suffice

@@ -1,7 +1,7 @@
 //! Fencing: a silent instance is declared dead, by its incarnation (docs/failures.md).
 //!
-//! The fence is sent to all other instances, and repeated until every lease of that incarnation has expired. If the
-//! instance is alive after all, the ack of its next heartbeat says so; it drops its leases and joins with a new incarnation.
+//! The fence is sent to all other instances, and repeated until every lease of that incarnation has expired. An instance
+//! that is alive learns of it from the ack of its next heartbeat, drops its leases and joins with a new incarnation.
 //!
 //! No instance is fenced when the gManager itself may be cut off: after it was stopped, or while fewer than half of the
 //! instances are live. Leases expire by themselves then.

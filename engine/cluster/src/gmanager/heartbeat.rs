@@ -20,7 +20,7 @@ fn class(link: &Link, block_bytes: u64) -> u8 {
     u8::try_from(cost_us.ilog2()).expect("at most 63")
 }
 
-/// A load that an instance can have: plans are made of it, whatever it says.
+/// The reported load, clamped to values that an instance can have: the planner computes with it.
 fn bounded(load: &Load) -> Load {
     let batch_max = u32::try_from(limits::STEP_ROWS_MAX).unwrap_or(u32::MAX);
     Load {

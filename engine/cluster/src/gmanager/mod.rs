@@ -86,7 +86,7 @@ impl Default for GManagerConfig {
 /// Output of a gManager, for its process to execute.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GManagerOutput {
-    /// Send on the connection on which `to` registered. May be dropped if that is gone: important messages are repeated.
+    /// Send on the connection on which `to` registered. Dropped if that connection is closed: important messages are repeated.
     Send { to: InstanceId, body: ControlBody },
 }
 

@@ -1,10 +1,10 @@
 //! Oldest waiting pool-sized request: it must not starve behind younger requests of other instances.
 //!
 //! Each instance serves its own queue in order, but there is no queue of the pool. A head that is larger than its instance
-//! needs enough free memory elsewhere at one moment, which younger requests there may prevent forever. Therefore the oldest
-//! such head, once it has waited [`limits::OLDEST_WAITING_MS`], becomes the pool's oldest waiting request: its keepers,
-//! instances that together may lend enough, learn of it in every heartbeat's ack, and neither admit nor lend to younger
-//! requests until it has its memory or is gone. It waits at most until the keepers' running requests end.
+//! needs enough free memory of other instances at one moment, which younger requests there may prevent forever. Therefore the
+//! oldest such head, once it has waited [`limits::OLDEST_WAITING_MS`], becomes the pool's oldest waiting request: its keepers,
+//! instances that together may lend enough, are notified in every heartbeat's ack, and neither admit nor lend to younger
+//! requests until it has its memory or has ended. It waits at most until the keepers' running requests end.
 
 use super::GManager;
 use lagoon_protocol::{Load, OldestWaiting};

@@ -279,7 +279,7 @@ impl GManager {
         while let Some((at, id)) = self.orders.deadlines.first().copied().filter(|(at, _)| *at <= self.now_ms) {
             self.orders.deadlines.remove(&(at, id));
             if let Some(order) = self.orders.end(id) {
-                self.close((id, &order), 0, "its debtor did not say in time how it ended");
+                self.close((id, &order), 0, "its debtor did not report its end in time");
             }
         }
         while let Some((at, debtor, seq)) = self.orders.wake.first().copied().filter(|w| w.0 <= self.now_ms) {
@@ -298,7 +298,7 @@ impl GManager {
         }
     }
 
-    /// Ends all orders from, to and of an instance that is gone.
+    /// Ends all orders from, to and of an instance that left.
     pub(super) fn drop_orders_of(&mut self, id: InstanceId) {
         self.drop_swaps_of(id);
         let touches = |o: &Open| [o.order.debtor, o.order.source, o.order.target].contains(&id);

@@ -29,7 +29,7 @@ impl GManager {
         let Some(addr) = addr else {
             return reject(format!("{:?} is not an ip:port that peers can reach", m.quic_addr));
         };
-        // A new process at an address means that the old one and its lent blocks are gone.
+        // A new process at an address means that the old one has ended and its lent blocks are lost.
         let mut former = None;
         if let Some(old) = self.by_addr.get(&m.quic_addr).copied()
             && self.members.get(&old).is_some_and(|i| i.registration.incarnation != m.incarnation)
@@ -131,7 +131,7 @@ impl GManager {
         self.replace(instance);
     }
 
-    /// Removes a process that is gone for good, and fences it, so that no instance waits for its leases to expire.
+    /// Removes a process that has ended, and fences it, so that no instance waits for its leases to expire.
     fn replace(&mut self, id: InstanceId) -> Option<Member> {
         let member = self.remove_member(id)?;
         self.send_fence(id, member.registration.incarnation);
@@ -139,7 +139,7 @@ impl GManager {
     }
 }
 
-/// What a registration names is sent to everybody who asks for the pool's status: it is as long as an honest one's.
+/// Bounds the strings and lists of a registration, because the status of the pool repeats them to every asker.
 fn check_sizes(m: &Register, shape: &PoolShape) -> Result<(), Rejected> {
     if m.blocks_total.checked_mul(shape.block_tokens).is_none() {
         return reject(format!("{} blocks of {} tokens exceed 32-bit slots", m.blocks_total, shape.block_tokens));

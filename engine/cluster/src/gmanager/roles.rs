@@ -67,8 +67,8 @@ impl Member {
         role_of(self.role_state().map_or(self.registration.role, |state| state.now))
     }
 
-    /// The role state of its last heartbeat; `None` if its role cannot change, or before its first heartbeat. A kv node is one
-    /// whatever its heartbeats say: its certificate allows no other role.
+    /// The role state of its last heartbeat; `None` if its role cannot change, or before its first heartbeat. A kv node's role
+    /// never changes, even if its heartbeat claims another one: its certificate allows no other.
     fn role_state(&self) -> Option<RoleState> {
         let fixed = self.registration.role == i32::from(Role::Kv);
         self.heartbeat.as_ref().filter(|_| !fixed).and_then(|h| h.role.as_deref()).copied()
@@ -185,7 +185,7 @@ impl GManager {
                     "instance {} cannot change its role: its KV ({backend}) is not in memory that others read",
                     id.0
                 ),
-                "start it anew with --role, or with --stage-kv-tokens: then it can be changed",
+                "restart it with --role, or with --stage-kv-tokens: then it can be changed",
             );
         }
         if member.is_draining() {

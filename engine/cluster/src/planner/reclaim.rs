@@ -20,7 +20,7 @@ pub(super) fn plan(round: &mut Round<'_>) {
     }
 }
 
-/// Orders `wanted` blocks away from the creditor as far as there is room elsewhere; debtors with most room first.
+/// Orders `wanted` blocks away from the creditor, as far as other instances have room; debtors with most room first.
 fn reclaim(round: &mut Round<'_>, creditor: usize, mut wanted: i64) {
     let lent = &round.nodes[creditor].view.lent;
     let debtors = lent.iter().filter(|(_, blocks)| *blocks > 0).filter_map(|(id, _)| round.index(*id));

@@ -40,7 +40,7 @@ struct Borrow {
     asked: BTreeSet<InstanceId>,
     granted: Vec<(InstanceId, LeaseId)>,
     got: u32,
-    /// [`LeasePurpose::Growth`] is all or nothing; a move takes what the first candidate that lends has.
+    /// [`LeasePurpose::Growth`] is all or nothing; a move takes as many blocks as the first candidate grants.
     purpose: LeasePurpose,
     tier: TierRequest,
     /// Blocks that the last candidate could lend, as it replied.
@@ -276,7 +276,7 @@ impl Debtor {
         self.held.outputs.push_back(match purpose {
             LeasePurpose::Growth => Output::BorrowFailed { borrow: id, seq, reason },
             LeasePurpose::Move | LeasePurpose::Swap => Output::NotReserved { borrow: id, seq, blocks_lendable },
-            LeasePurpose::Handover => panic!("nobody borrows what is handed over"),
+            LeasePurpose::Handover => panic!("a handed-over lease is not borrowed"),
         });
     }
 

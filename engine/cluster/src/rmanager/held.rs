@@ -230,7 +230,7 @@ impl HeldLeases {
         lost
     }
 
-    /// Drops the unanswered renewals to a peer whose connection is gone.
+    /// Drops the unanswered renewals to a peer whose connection was lost.
     pub(super) fn on_peer_down(&mut self, peer: InstanceId) {
         if let Some(renewals) = self.renewals.get_mut(&peer) {
             renewals.outstanding.clear();

@@ -1,13 +1,13 @@
 //! The rManager: owner of one instance's rBlocks, for all their users (Infinite-LLM v1 §4.3 and §4.4).
 //!
 //! Three roles share one pool: the owner (the pool itself), the creditor (leases to other instances) and the debtor
-//! (leases from other instances). Callers use these parts directly; the rManager itself handles what concerns several
-//! of them, and the timers. Invariants:
+//! (leases from other instances). Callers use these parts directly; the rManager itself handles messages and timers that
+//! concern several of them. Invariants:
 //! * free + own + lent = total + shared (asserted by the pool at every change);
 //! * growth goes before lending: at most `lend_blocks_max` blocks are lent, and never one of the last
 //!   `lend_reserve_blocks` free ones. Lending never borrows;
-//! * the blocks that a creditor has lent always contain those that its debtors hold, because a debtor gives a lease up
-//!   before the creditor's time to live can end, and frees it at the creditor only after it stopped using it.
+//! * the blocks that a creditor has lent always contain the blocks that its debtors hold: a debtor drops a lease before the
+//!   creditor's time to live can end, and releases it at the creditor only after it stopped using it.
 //!
 //! **Freed blocks and queued device work.** A freed block may go to the next allocation at once. That is safe as long
 //! as one thread queues device work in the order of these calls, and the device executes in that order: work queued for
@@ -305,7 +305,7 @@ impl RManager {
     /// Commits a queued write that [`Creditor::begin_write`] allowed: `bytes` is all its KV in the canonical layout.
     ///
     /// # Panics
-    /// If the lease is gone or `bytes` does not continue it: the calls belong together.
+    /// If the lease has ended or `bytes` does not continue it: [`Creditor::begin_write`] must precede in the same turn.
     pub fn commit_write(&mut self, lease: LeaseId, layer: u32, bytes: &[u8], now_ms: u64) {
         // A reservation's expiry only moves later, never earlier.
         self.creditor.unnoted().commit_write(lease, layer, bytes, now_ms, &mut self.pool);

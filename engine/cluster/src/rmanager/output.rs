@@ -81,7 +81,7 @@ pub enum Output {
         seq: SeqId,
         lease: BorrowedLease,
     },
-    /// No reservation for a move was granted. What the target could lend, if it replied.
+    /// No reservation for a move was granted. `blocks_lendable`: the blocks that the target could lend, if it replied.
     NotReserved {
         borrow: BorrowId,
         seq: SeqId,

@@ -41,7 +41,7 @@ impl PlacementReport {
         *self = Self::default();
     }
 
-    /// Puts the rows to send into a heartbeat. `rows`: all current rows, each once; rows of no blocks count as gone.
+    /// Puts the rows to send into a heartbeat. `rows`: all current rows, each once; a row of no blocks counts as removed.
     pub fn fill(&mut self, heartbeat: &mut Heartbeat, rows: impl Iterator<Item = PlacementEntry>) {
         let seq = heartbeat.seq;
         if self.full.is_some() {
@@ -66,7 +66,7 @@ impl PlacementReport {
                 now.insert(key, Sent { seq: u64::MAX, ..old });
             }
         }
-        // The remaining rows are gone, or were sent as gone without an acknowledgement.
+        // The remaining rows were removed, or their removal was sent and is not acknowledged.
         for (key, old) in std::mem::take(&mut self.rows) {
             if old.blocks == 0 && old.seq <= acked {
                 continue;

@@ -1,4 +1,4 @@
-//! The creditor call by call: what it lends, writes, seals, refuses and frees.
+//! The creditor call by call: lending, writes, seals, refusals, releases.
 
 mod moves;
 mod negotiation;

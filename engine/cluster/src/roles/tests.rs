@@ -9,7 +9,7 @@ fn view(id: u32, role: Role) -> RoleView {
     RoleView { id: InstanceId(id), role, becoming: None, changes: true, running: 0, jobs: 0, waiting: 0, taken: 0.0 }
 }
 
-/// A pool under a load: each look at it, instances do what the load makes of their roles. A switch takes a while.
+/// A pool under a load: at each look every instance reports the load of its role. A role switch takes [`DRAIN_MS`].
 struct Pool {
     balancer: Balancer,
     views: Vec<RoleView>,

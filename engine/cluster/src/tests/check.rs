@@ -74,7 +74,7 @@ impl World {
         }
     }
 
-    /// Nothing moves: what is lent is what is held, block for block.
+    /// Checks at rest that the lent blocks are the held ones, block for block.
     pub(super) fn check_rest(&self) {
         let row = |(peer, lease, epoch, first, end)| (peer, lease, epoch, first, end);
         let mut lent = BTreeSet::new();
@@ -115,7 +115,7 @@ impl World {
         assert_eq!(by_debtor, rows);
     }
 
-    /// Nobody uses anything.
+    /// Checks at the end that no block is in use.
     pub(super) fn check_empty(&self) {
         self.check_rest();
         for node in &self.nodes {

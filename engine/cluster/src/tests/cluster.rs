@@ -37,8 +37,8 @@ fn run(seed: u64, nodes: usize, faults: bool) -> BTreeMap<&'static str, u32> {
     world.seen
 }
 
-/// Nobody reaches anybody for longer than leases live, and nothing else happens: debtors must give their leases up
-/// before creditors free them, which is checked at every event.
+/// All links are down for longer than leases live, without other events: debtors must drop their leases before creditors free
+/// them, which is checked at every event.
 fn blackout(world: &mut World) {
     let nodes = world.nodes.len();
     for (a, b) in (0..nodes).flat_map(|a| (0..a).map(move |b| (a, b))) {

@@ -276,7 +276,7 @@ impl Node {
         result.err().map(|code| Data::Refused { lease, code, read_offset })
     }
 
-    /// Ends the sequences that have KV on `creditor`, or in one of its leases: what was in progress to it is lost.
+    /// Ends the sequences that have KV on `creditor`, or in one of its leases: messages in flight to it are lost.
     pub(super) fn lose_creditor(&mut self, creditor: InstanceId, lease: Option<LeaseId>, now_ms: u64) {
         let hit = |s: &Seq| s.table.leases().any(|l| l.creditor == creditor && lease.is_none_or(|id| id == l.lease));
         let lost: Vec<SeqId> = self.seqs.iter().filter(|(_, s)| hit(s)).map(|(id, _)| *id).collect();

@@ -58,7 +58,7 @@ impl Batch {
         if request.answered as usize >= request.prompt.len() || request.answered >= request.max_tokens {
             let GenerateRequest { answered, max_tokens, .. } = request;
             return Err(RequestError::Invalid(format!(
-                "an answer of {max_tokens} tokens cannot go on after {answered}, or has no prompt"
+                "an answer of at most {max_tokens} tokens cannot continue after {answered}, or has no prompt"
             )));
         }
         let known_tokens = request.prompt.len() as u64;

@@ -79,7 +79,7 @@ impl Batch {
         }
     }
 
-    /// Nobody lent a running sequence blocks to grow.
+    /// Handles a failed borrow for a running sequence's growth.
     fn on_growth_failed(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId) {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         match policy::growth_failed(seq.frugal, cx.memory.rm.creditor.recallable(&cx.memory.rm.pool)) {

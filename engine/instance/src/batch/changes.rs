@@ -35,8 +35,8 @@ pub(crate) struct Pulled {
 }
 
 impl Batch {
-    /// Hashes a layer's new KV under a lease. Returns what to send: not what an aborted step has sent already. `None` if
-    /// nothing is left, or if the lease is gone or a move's.
+    /// Hashes a layer's new KV under a lease. Returns the tokens to send, without those that an aborted step has sent already.
+    /// `None` if none are left, the lease has ended, or the lease is a move's.
     pub(crate) fn hash_written(
         &mut self,
         id: SeqId,

@@ -4,8 +4,8 @@
 //! While a debt is frozen, only moves of its own cycle touch it: nothing is released behind a window, the sequence is
 //! not preempted for another's growth, and if it ends (finished, cancelled, failed) its client gets the end at once but
 //! its memory waits for the thaw. A freeze ends by `Thaw`, at its time limit, which the coordinator cannot extend, or
-//! when its KV is lost or useless (the creditor is gone, the sequence is recomputed). A late move order of the cycle
-//! then finds nothing frozen and is refused.
+//! when its KV is lost or dropped (the creditor was lost, the sequence is recomputed). A late move order of the cycle
+//! then finds no frozen debt and is refused.
 
 use super::Batch;
 use super::sequence::Sequence;
@@ -102,7 +102,7 @@ impl Batch {
         None
     }
 
-    /// Drops the freeze of `seq`: its KV is lost or given up.
+    /// Drops the freeze of `seq`: its KV is lost or dropped.
     pub(crate) fn unfreeze(&mut self, seq: SeqId) {
         self.frozen.take_if(|f| f.seq == seq);
         self.due.touch();

@@ -185,7 +185,7 @@ impl Batch {
         self.counts
     }
 
-    /// Makes the batch due: an input of its decisions has changed elsewhere.
+    /// Makes the batch due: another machine changed an input of its decisions.
     pub(crate) fn touch(&mut self) {
         self.due.touch();
     }
@@ -319,8 +319,8 @@ impl Batch {
         self.set_life(id, Life::Waiting(Need::Met));
     }
 
-    /// Goes on with a sequence that has its memory, and whose first tokens were computed elsewhere: in the batch, or, if others
-    /// have filled that meanwhile, in the queue, whence it is admitted as it is.
+    /// Resumes a sequence that has its memory and whose first tokens were computed by another instance: it joins the batch, or
+    /// the queue if the batch is full, and keeps its memory there.
     pub(crate) fn resume(&mut self, cx: &Cx, id: SeqId) {
         let micro_batch = self.micro_batch_of(id);
         let Some(seq) = self.seqs.get_mut(&id) else { return };

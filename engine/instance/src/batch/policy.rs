@@ -2,8 +2,8 @@
 //!
 //! Rules:
 //! * admission is first come first served; the pool's oldest waiting pool-sized request goes before all younger ones;
-//! * a pushed prompt goes ahead of a head that waits for memory elsewhere; a sequence with all its memory is admitted
-//!   wherever it stands, so that it does not hold what the head waits for;
+//! * a pushed prompt overtakes a head that waits for other instances' memory; a sequence that has all its memory is admitted
+//!   at any place of the queue, so that it does not hold memory for which the head waits;
 //! * running sequences grow before anything is admitted: some blocks are kept free for growth;
 //! * the oldest running sequence always advances: it is preempted only if no other one can be;
 //! * the preemption victim is the one with the fewest tokens to recompute; the youngest is swapped out instead, if that
@@ -44,8 +44,8 @@ pub(super) fn is_pool_sized(needed: u32, blocks_total: u32) -> bool {
     needed > blocks_total
 }
 
-/// Whether pushed prompts that fit here overtake the head of the queue, which waits for memory elsewhere (maybe for
-/// that of the prompt's decode worker): it is pool-sized, or gives way to the oldest waiting pool-sized request.
+/// Whether pushed prompts that fit here overtake the head of the queue: it waits for other instances' memory (maybe for the
+/// decode worker's that the prompt holds), being pool-sized or younger than the oldest waiting pool-sized request.
 pub(super) fn may_overtake(head_needed: u32, blocks_total: u32, head_gives_way: bool) -> bool {
     is_pool_sized(head_needed, blocks_total) || head_gives_way
 }
@@ -74,14 +74,14 @@ pub(super) fn attempt(need: Option<Need>, now_ms: u64) -> Attempt {
     }
 }
 
-/// Where the memory of a waiting sequence comes from.
+/// Sources of a waiting sequence's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sources {
     /// All of it from here.
     Here,
-    /// So many of the newest rBlocks from here, the older ones from creditors.
+    /// The newest `local` rBlocks from this instance, the older ones from creditors.
     Split { local: u32 },
-    /// Its KV must lie here as a whole, and there is too little room.
+    /// All of its KV must be local, and too few blocks are free.
     Retry,
 }
 
@@ -98,19 +98,19 @@ pub(super) fn sources(needed: u32, room: u32, shareable: u32, whole: bool) -> So
     }
 }
 
-/// What a sequence does that needs to borrow, or whose borrow failed.
+/// Action for a sequence that is short of blocks, or whose borrow failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Short {
     Borrow,
     /// It tries again after a pause.
     Retry,
-    /// A waiting sequence fails: nothing that it could wait for would help.
+    /// A waiting sequence fails: waiting longer cannot get it memory.
     Fail,
     /// Another running sequence (or the same one) is preempted for it.
     Preempt,
 }
 
-/// What a waiting sequence does that must borrow. Without a gManager it retries until its deadline; it fails if it is
+/// Action for a waiting sequence that must borrow. Without a gManager it retries until its deadline; it fails if it is
 /// pool-sized and lending is closed although this instance was in a pool (`registered_once`).
 pub(super) fn admission_short(lending: Lending, registered_once: bool, pool_sized: bool) -> Short {
     match lending {
@@ -120,7 +120,7 @@ pub(super) fn admission_short(lending: Lending, registered_once: bool, pool_size
     }
 }
 
-/// What a running sequence does that is short of blocks: it borrows, waits for the gManager, or preempts.
+/// Action for a running sequence that is short of blocks: it borrows, waits for the gManager, or preempts.
 pub(super) fn growth_short(lending: Lending) -> Short {
     match lending {
         Lending::Open => Short::Borrow,
@@ -129,7 +129,7 @@ pub(super) fn growth_short(lending: Lending) -> Short {
     }
 }
 
-/// What a running sequence with lost blocks does that must borrow. After its deadline (`late`) it waits no more for the
+/// Action for a running sequence that must borrow for lost blocks. After its deadline (`late`) it waits no longer for the
 /// gManager.
 pub(super) fn restore_short(lending: Lending, late: bool) -> Short {
     match lending {
@@ -138,29 +138,29 @@ pub(super) fn restore_short(lending: Lending, late: bool) -> Short {
     }
 }
 
-/// What a running sequence does after nobody lent for its lost blocks.
+/// Action for a running sequence after a failed borrow for its lost blocks.
 pub(super) fn restore_failed(late: bool, pool_too_small: bool) -> Short {
     if late || pool_too_small { Short::Preempt } else { Short::Retry }
 }
 
-/// Whether lent blocks are revoked for a running sequence that is short, if their debtors do not give them back: only
-/// if nobody else lends.
+/// Whether lent blocks that debtors do not return are revoked for a running sequence that is short: only if it cannot
+/// borrow.
 pub(super) fn revokes(lending: Lending) -> bool {
     lending != Lending::Open
 }
 
-/// What a running sequence does after nobody lent it blocks to grow.
+/// Action for a running sequence after a failed borrow for its growth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GrowthFailed {
-    /// It asks for its shortfall only, in any memory.
+    /// It asks for its shortfall only, from device or host memory.
     AskFrugally,
     /// Lent blocks are recalled, and revoked at the deadline.
     Recall,
     Preempt,
 }
 
-/// What a running sequence does after nobody lent: the last request was for more than the shortfall unless `frugal`,
-/// and growth goes before lending if `recallable` blocks are lent.
+/// Decides after a failed borrow for growth. The last request was for more than the shortfall unless `frugal`; `recallable`
+/// lent blocks may be recalled, because growth goes before lending.
 pub(super) fn growth_failed(frugal: bool, recallable: u32) -> GrowthFailed {
     match (frugal, recallable) {
         (false, _) => GrowthFailed::AskFrugally,
@@ -218,7 +218,7 @@ pub(super) fn victim(running: impl Iterator<Item = Candidate>) -> Option<SeqId> 
     found.map(|candidate| candidate.seq)
 }
 
-/// What a sequence that cannot grow does, nobody lending.
+/// Time of a preemption for a sequence that can neither grow nor borrow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Preemption {
     /// It waits until another sequence ends.
@@ -228,7 +228,7 @@ pub(super) enum Preemption {
     Now,
 }
 
-/// When the victim is preempted: not while recomputing it takes long and another sequence advances, and in no step.
+/// When the victim is preempted: never inside a step, and not while recomputing it takes long and another sequence advances.
 pub(super) fn preemption(recompute_us: f64, another_advances: bool, victim_in_step: bool) -> Preemption {
     match (recompute_us > LONG_RECOMPUTE_US && another_advances, victim_in_step) {
         (true, _) => Preemption::Wait,
@@ -291,7 +291,7 @@ pub(super) struct SwapInCandidate {
     pub(super) by_ms: u64,
 }
 
-/// What becomes of a swapped-out sequence.
+/// Decision about a swapped-out sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SwapIn {
     /// It swaps in.

@@ -23,8 +23,8 @@ impl Batch {
         cx.memory.rm.pool.free(Owner::Own(id), &aside);
     }
 
-    /// Preempts a sequence because `id` cannot grow and nobody lends; `id` gets the freed memory first. Waits instead
-    /// if recomputing takes long and others advance.
+    /// Preempts a sequence because `id` can neither grow nor borrow; `id` gets the freed memory first. Waits instead
+    /// if recomputing takes long and other sequences advance.
     pub(crate) fn preempt_for(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId) {
         let victim = self.victim(id);
         let row_us = cx.config.calibration.as_ref().map_or(self.prefill_us, |c| c.prefill_us_per_token);
@@ -119,7 +119,7 @@ impl Batch {
     /// Frees all memory of a sequence and cancels its borrow.
     pub(crate) fn release_memory(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId) {
         self.due.touch();
-        // What a freeze protects is given up: nothing is left to swap.
+        // The KV that a freeze protects is dropped: no block is left to swap.
         self.unfreeze(id);
         cx.emit(Outcome::Released { seq: id });
         let Some(seq) = self.seqs.get_mut(&id) else { return };
@@ -173,7 +173,7 @@ impl Batch {
 
     /// Ends a sequence with an error.
     pub(crate) fn fail(&mut self, cx: &mut Cx, prefills: &Prefills, seq: SeqId, error: RequestError) {
-        // What is computed for others has no client: whoever asked gets a message.
+        // A prompt computed for another instance has no client here: its decode worker gets a message.
         if self.seqs.get(&seq).is_some_and(|s| s.for_others.is_some()) {
             cx.emit(Outcome::JobFailed { seq, reason: error.to_string() });
         } else {

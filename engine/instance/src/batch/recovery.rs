@@ -29,7 +29,7 @@ impl Batch {
         self.seqs.get(&lost.seq).is_some_and(|s| holds(s, lost.creditor, &lost.part))
     }
 
-    /// Reports the loss of every sequence's blocks at a creditor that is gone.
+    /// Reports the loss of every sequence's blocks at a creditor that was lost.
     pub(crate) fn lose_creditor(&self, cx: &mut Cx, creditor: InstanceId, why: &str) {
         for seq in self.seqs.values().filter(|s| holds(s, creditor, &LostPart::All)) {
             cx.emit(Outcome::Lost(Lost { seq: seq.id, creditor, part: LostPart::All, why: why.to_owned() }));
@@ -56,7 +56,7 @@ impl Batch {
             self.counts.recoveries += 1;
             if seq.note_recovery(now) {
                 let message = format!(
-                    "{why} ({creditor}); given up: the sequence lost KV more than {RECOVERIES_MAX} times in {} s",
+                    "{why} ({creditor}); aborted: the sequence lost KV more than {RECOVERIES_MAX} times in {} s",
                     RECOVERIES_WINDOW_MS / 1000
                 );
                 return self.fail(cx, prefills, id, RequestError::Unavailable(message));
@@ -145,7 +145,7 @@ impl Batch {
         true
     }
 
-    /// Retries after nobody lent for lost blocks, until the sequence's deadline or until the pool is too small for it.
+    /// Retries a failed borrow for lost blocks, until the sequence's deadline or until the pool is too small for it.
     pub(crate) fn on_restore_failed(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId, reason: &BorrowFailure) {
         self.stop_waiting(cx, id);
         let late = self.seqs.get(&id).and_then(|s| s.restore_by_ms).is_none_or(|at| at <= cx.now_ms);

@@ -17,9 +17,9 @@ pub(super) struct Ring {
     from: u32,
     /// The next position that it takes.
     head: u32,
-    /// It was begun with a window whose KV is right, so that nothing before it is needed.
+    /// The ring began with a window of right KV: nothing before that window is needed.
     is_kept: bool,
-    /// That window is still to be copied into it.
+    /// The next step copies that window into the ring.
     loads: bool,
 }
 
@@ -110,7 +110,8 @@ impl Batch {
         }
     }
 
-    /// A step of a sequence is done: what was read with its prompt is in its ring, or of no use.
+    /// Frees the blocks of the last window that was read with a prompt: the step that ended copied it into the ring, or the ring
+    /// does not need it.
     pub(crate) fn free_loaded(&mut self, cx: &mut Cx, id: SeqId) {
         let seq = self.seqs.get_mut(&id).filter(|seq| seq.for_others.is_none());
         if let Some(window) = seq.and_then(|seq| seq.window.take()) {
@@ -120,7 +121,7 @@ impl Batch {
 }
 
 impl Window {
-    /// Its place in the store.
+    /// Positions and slots of the window in the store.
     pub(crate) fn saved(&self, shape: WindowShape, block_tokens: u32) -> SavedWindow {
         let slots = shape.slots(self.positions.end);
         let piece = |(n, block): (u32, &PhysBlock)| {

@@ -40,7 +40,7 @@ struct Running {
     computed: u32,
     /// Lost ranges to recompute, below `computed`: ascending, disjoint, never empty.
     lost: VecDeque<Range<u32>>,
-    /// Where windowed KV is kept apart.
+    /// Ring of the windowed layers' KV, if it is kept out of rBlocks.
     ring: Option<Ring>,
     in_step: bool,
 }
@@ -51,7 +51,7 @@ impl Running {
         self.lost.front().map_or((self.computed..self.tokens, true), |lost| (lost.clone(), false))
     }
 
-    /// The next chunk of up to `rows` rows: what is due, or what its windowed KV needs first.
+    /// The next chunk of up to `rows` rows: due positions, or earlier ones that warm up the windowed layers' ring.
     fn next(&self, rows: u32, warm_up: u32) -> (Chunk, Option<Ring>) {
         let (due, new) = self.due();
         let ring = self.ring.map(|ring| ring.towards(due.start, warm_up));
@@ -119,7 +119,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// As [`Scheduler::enqueue`], without the bound, for a sequence that was accepted before and waited elsewhere.
+    /// As [`Scheduler::enqueue`], without the bound, for a sequence that was accepted before and waited for a prefill worker.
     pub(crate) fn enqueue_accepted(&mut self, seq: SeqId, tokens: u32, now_ms: u64) {
         self.waiting.push_back(Waiting { seq, tokens, since_ms: now_ms });
     }
@@ -170,7 +170,7 @@ impl Scheduler {
         self.run(seq, micro_batch, entry.tokens, computed);
     }
 
-    /// Adds a sequence to the batch whose first `computed` of `tokens` tokens were computed elsewhere. The caller keeps
+    /// Adds a sequence to the batch whose first `computed` of `tokens` tokens another instance has computed. The caller keeps
     /// the batch within its bound.
     ///
     /// # Panics

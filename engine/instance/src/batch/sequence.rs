@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub(crate) struct HeldLease {
     /// Blocks of the table that lie under this lease.
     pub(crate) blocks: u32,
-    /// Hashing state of what steps write under the lease, for seals. `None` where a move wrote it.
+    /// Hash of the KV that steps write under the lease, for seals. `None` if a move wrote it.
     pub(crate) hasher: Option<LeaseHasher>,
     /// Content hashes of whole entries: KV that moves home is compared with them.
     pub(crate) hashes: BTreeMap<u32, ContentHash>,
@@ -60,7 +60,7 @@ pub(crate) struct Window {
 /// Memory that a sequence lacks to be admitted or to grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Need {
-    /// It lacks nothing, or has not tried yet.
+    /// It has all the blocks that it needs, or has not tried to get them.
     Met,
     /// It negotiates with creditors for blocks.
     Borrowing(BorrowId),
@@ -82,7 +82,7 @@ pub(crate) enum Life {
     SwappingOut,
     /// In the batch, but in no step: its KV is in host memory until there is room.
     SwappedOut,
-    /// In the batch, in its last step: the client is gone.
+    /// In the batch, in its last step: the client has disconnected.
     Leaving,
     /// Ended, and in no batch: DGFM's freeze keeps its memory until the thaw.
     Frozen,
@@ -105,7 +105,7 @@ pub(crate) struct Sequence {
     pub(crate) return_logits: bool,
     /// Set if it computes a prompt for another instance: the number of tokens generated there before.
     pub(crate) for_others: Option<u64>,
-    /// Then, whether its last window is wanted, too.
+    /// With `for_others`: whether the decode worker takes the last window, too.
     pub(crate) saves_window: bool,
     pub(crate) blocks: SeqBlocks,
     pub(crate) leases: BTreeMap<(InstanceId, LeaseId), HeldLease>,
@@ -120,8 +120,8 @@ pub(crate) struct Sequence {
     /// Own blocks for the newest tokens (or lost blocks), until the older ones are borrowed and the table can be built
     /// in order.
     pub(crate) aside: Vec<PhysBlock>,
-    /// Its last window in rBlocks: of a prompt for another instance that takes it, or read with a prompt and not yet in its
-    /// ring.
+    /// Its last window in rBlocks: saved for the decode worker of a prompt computed here, or read from a prefill worker and not yet
+    /// copied into the ring.
     pub(crate) window: Option<Window>,
     pub(super) life: Life,
     /// Failed attempts to get memory since the last success.
@@ -236,7 +236,7 @@ impl Sequence {
         matches!(self.life, Life::Away { .. })
     }
 
-    /// It waits in the queue again: no prefill worker computes its prompt.
+    /// Returns it to the queue: no prefill worker computes its prompt.
     pub(super) fn come_back(&mut self) {
         let retry_at_ms = if let Life::Away { retry_at_ms } = self.life { retry_at_ms } else { None };
         self.life = Life::Waiting(retry_at_ms.map_or(Need::Met, Need::RetryAt));

@@ -1,11 +1,11 @@
-//! Swap out and swap in: preemption that keeps KV. A long sequence moves its blocks to a host tier of the pool and goes
-//! on later; a short one is recomputed.
+//! Swap out and swap in: preemption that keeps KV. A long sequence's blocks move to a host tier of the pool until it swaps
+//! in; a short sequence is recomputed.
 //!
 //! When a running sequence cannot grow, here or in other devices' memory, the youngest sequence for which moving is
 //! cheaper than recomputing stops, and its whole blocks move to a host tier. The rest, as a rule less than a block, is
-//! dropped: a lost range that is recomputed after swap in. So a swapped-out sequence holds nothing here. It goes on,
-//! its KV staying where it is, when there is room for its lost blocks and its growth and no other sequence is short. If
-//! no host tier has room, the short sequence borrows from any tier, and a sequence is preempted only if nobody lends.
+//! dropped: a lost range that is recomputed after swap in. So a swapped-out sequence holds no block here. It swaps in, and
+//! reads its KV from the host tier, when there is room for its lost blocks and its growth and no other sequence is short. If
+//! no host tier has room, the short sequence borrows from any tier, and a sequence is preempted only if that fails.
 
 use super::policy::{SwapCandidate, SwapIn, SwapInCandidate};
 use super::sequence::{Life, Need, Sequence};
@@ -33,7 +33,7 @@ impl Batch {
         self.prefill_us = if self.prefill_us > 0.0 { self.prefill_us + (us - self.prefill_us) * NEWEST } else { us };
     }
 
-    /// Whether moving `blocks` out and back takes less time than recomputing the sequence. What is not measured yet
+    /// Whether moving `blocks` out and back takes less time than recomputing the sequence. A link without a measurement
     /// counts as fast.
     fn moving_is_cheaper(&self, cx: &Cx, seq: &Sequence, blocks: u32) -> bool {
         let calibrated = cx.config.calibration.as_ref().map_or(0.0, |c| c.prefill_us_per_token);
@@ -41,7 +41,7 @@ impl Batch {
         let tokens = f64::from(blocks) * f64::from(cx.config.block_tokens);
         let token_bytes = f64::from(u32::try_from(cx.config.kv.token_bytes()).unwrap_or(u32::MAX));
         let bytes_per_s = cx.config.link_bytes_per_s;
-        // What comes back computes its windows again.
+        // After swap in the windowed layers' KV is recomputed.
         let saved = seq.blocks.written().saturating_sub(cx.config.windowed.map_or(0, |of| of.warm_up));
         policy::swap_is_cheaper(tokens * token_bytes, bytes_per_s, saved, row_us)
     }

@@ -63,7 +63,7 @@ pub(crate) enum CreditorEvent {
         peer: PeerKey,
         instance: InstanceId,
     },
-    /// The connection to a peer is gone.
+    /// The connection to a peer was lost.
     PeerDown(InstanceId),
     /// A frame to a peer was dropped: the peer's steps and waiting reads end, with a refusal.
     SendFailed {

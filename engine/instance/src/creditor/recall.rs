@@ -16,7 +16,7 @@ pub(super) fn want_back(cx: &mut Cx, blocks: u32, take: bool) {
 }
 
 impl Creditor {
-    /// Ends recalls that were not met. Reports what is missing; the batch says how much of it is still needed.
+    /// Ends recalls that passed their deadline. Reports the missing blocks; the batch decides how many of them to revoke.
     pub(super) fn expire_recalls(&mut self, cx: &mut Cx) -> Outcomes {
         let unmet = cx.memory.rm.unmet_recalls(cx.now_ms);
         self.recalls_missed += unmet.len() as u64;

@@ -40,7 +40,7 @@ struct Ticket {
 }
 
 impl Ticket {
-    /// What it takes here, and what each query of it takes on the device beside its rows.
+    /// Bytes of its lists: the ticket's memory here, and on the device per query, beside the rows.
     fn bytes(&self) -> usize {
         size_of_val(&self.seqs[..]) + size_of_val(&self.runs[..]) + size_of_val(&self.needs[..])
     }
@@ -328,11 +328,11 @@ impl Creditor {
         self.requests.waiting = waiting;
     }
 
-    /// Whether a waiting frame can be dropped: it started, or its step is gone.
+    /// Starts a waiting frame if its KV is written. Returns whether it can be dropped: it started, or its step has ended.
     fn try_serve(&mut self, cx: &mut Cx, peer: PeerKey, from: InstanceId, frame: &mut Waiting) -> bool {
         match frame {
             Waiting::Query { step, opened, layer, queries } => {
-                // Its rows are those of its own ticket, whatever the peer says of the step since.
+                // The query belongs to the ticket under which it arrived, even if the peer opened the step again since.
                 let ticket = self.requests.tickets.get_mut(&(from, *step)).filter(|t| t.opened == *opened);
                 let Some(ticket) = ticket else { return true };
                 let has = |need: &Need| {

@@ -130,7 +130,7 @@ impl Membership {
         cx.standing.on_registered(InstanceId(registered.instance), cx.now_ms);
         cx.memory.rm.set_instance(InstanceId(registered.instance));
         self.term = registered.term;
-        // Reports start anew with a registration, whatever this or another gManager knew.
+        // After a registration all rows are reported, also those that this or another gManager had acknowledged.
         self.report.restart();
         Self::greet(cx);
         self.heartbeat(cx, look);

@@ -96,7 +96,7 @@ impl Membership {
         }
     }
 
-    /// Gives up dialling peers that do not connect in time, and drops their messages.
+    /// Stops dialling peers that did not connect in time, and drops their messages.
     pub(super) fn expire_dialling(cx: &mut Cx) {
         for instance in cx.peers.expire_dialling(cx.now_ms) {
             cx.memory.rm.debtor.on_peer_down(instance, cx.now_ms);
@@ -133,7 +133,7 @@ fn check_hello(cx: &Cx, hello: &Hello) -> Result<(), String> {
     match &hello.shape {
         Some(theirs) if *theirs == ours => Ok(()),
         Some(theirs) => Err(shape_difference(&ours, theirs)),
-        None => Err("the peer does not say what it serves".to_owned()),
+        None => Err("the peer sent no pool shape".to_owned()),
     }
 }
 

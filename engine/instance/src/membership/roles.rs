@@ -1,7 +1,7 @@
 //! How the role of this instance changes at run time: by drain (docs/adr/0017).
 //!
-//! While its role changes, an instance does only what both roles do, and finishes what only the old one does. Lent
-//! blocks, handed-over leases and reads of its exports need no role and go on.
+//! While its role changes, an instance accepts only work that both roles accept, and finishes work of the old role. Lent
+//! blocks, handed-over leases and reads of its exports need no role and continue.
 
 use super::Membership;
 use crate::cx::Cx;

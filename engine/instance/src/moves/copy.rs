@@ -226,7 +226,7 @@ impl Moves {
         cx.effects.push(Effect::Runner(Command::RemoteWrite(write)));
     }
 
-    /// Whether an item's content equals what was written to, or computed at, its source.
+    /// Whether an item's content hash equals the hash of its source block.
     fn content_is_right(&self, batch: &Batch, no: u64, at: usize) -> bool {
         let entry = &self.moves[&no];
         let item = &entry.items[at];
@@ -238,7 +238,7 @@ impl Moves {
         matches!(item.from, Placement::Local(_)) || hash_at_source(batch, entry, item) == item.hash
     }
 
-    /// A creditor's copy differs from what was written there: the lease entries count as lost.
+    /// Handles a copy whose hash differs from its source's at a creditor: the lease entries count as lost.
     fn damaged(&mut self, cx: &mut Cx, batch: &mut Batch, no: u64, at: usize) {
         self.status.damaged += 1;
         let entry = &self.moves[&no];

@@ -7,8 +7,8 @@
 //! table when its sequence is in no step; and only then frees the source. Invariants:
 //! * the table lists each position once, at the source until the switch and at the target from then on;
 //! * a block is in at most one move;
-//! * a move that ends early (its sequence, source or target is gone, its deadline has passed) frees what is reserved at
-//!   the target and not switched to, once, and leaves the source as it is.
+//! * a move that ends early (its sequence ended, its source or target was lost, its deadline has passed) frees the blocks
+//!   reserved at the target and not switched to, once, and leaves the source as it is.
 
 mod copy;
 mod event;
@@ -409,7 +409,7 @@ impl Moves {
         let room = batch.room(cx).saturating_sub(1);
         let Some(entry) = self.moves.get_mut(&no) else { return };
         if room < n {
-            entry.reason = format!("this instance has room for {room} blocks beside what is kept for growth");
+            entry.reason = format!("this instance has room for {room} blocks beyond the blocks kept for growth");
         }
         let (seq, why, source, first) = (entry.seq, entry.why, entry.source, entry.first);
         let n = n.min(room);
@@ -481,7 +481,7 @@ impl Moves {
         let (seq, mut early) = (entry.seq, Vec::new());
         for item in &mut entry.items {
             let Placement::Remote(to) = item.to else { continue };
-            // Only entries handed over whole can have been verified, whatever the creditor reports.
+            // A creditor's report counts only for entries of which all layers were sent.
             if entries.contains(&to.entry) && item.hash.is_some() && !item.verified {
                 item.verified = true;
                 self.bytes_in_flight -= block_bytes;

@@ -14,7 +14,7 @@ const PROBE_EVERY: u32 = 128;
 /// Ratio of step times, with moves to without, above which moves slow decoding down.
 const SLOWER_MAX: f64 = 1.05;
 
-/// Fixed pace of moves beside decoding, for benchmarks of what moving costs.
+/// Fixed pace of moves beside decoding, for benchmarks of the cost of moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MovePace {
     /// Tokens per growing sequence in one step; `None`: as measured.

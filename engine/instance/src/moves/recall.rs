@@ -1,8 +1,8 @@
 //! Recall, debtor side: a creditor recalls lent blocks, as its growth goes before lending.
 //!
 //! The debtor moves them home if it has room, else to another creditor, else does nothing. At the deadline the creditor
-//! revokes what its own running sequences still need, and the debtor loses that. A recall for a request that only waits
-//! revokes nothing.
+//! revokes the blocks that its own running sequences still need: lost ranges for the debtor. A recall for a waiting request
+//! revokes no block.
 
 use super::{Moves, Place, Request, Why};
 use crate::batch::Batch;

@@ -56,7 +56,7 @@ impl Affinity {
         found
     }
 
-    /// Forgets a worker, which may be gone with its cache.
+    /// Forgets a worker: its prefix cache may be lost.
     pub(super) fn forget(&mut self, worker: InstanceId) {
         let gone = self.known.extract_if(.., |_, (of, _)| *of == worker);
         gone.for_each(|(_, (_, at))| _ = self.order.remove(&at));

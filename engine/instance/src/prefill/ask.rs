@@ -47,10 +47,10 @@ pub(super) struct WorkerState {
     pub(super) unreadable: Option<String>,
 }
 
-/// Where a sequence's prompt is.
+/// Stage of a sequence's prompt between submission and the switch to its KV.
 #[derive(Debug)]
 pub(super) enum Stage {
-    /// With no worker.
+    /// For a worker that accepts it, or for memory to push it to.
     Waiting,
     /// Being computed, as this request; the confirmations were sent then. With push, parts are read already; with pull,
     /// its export may be known before the reply that names it.
@@ -114,7 +114,7 @@ impl Handed {
     }
 }
 
-/// A sequence whose prompt is computed elsewhere.
+/// A sequence whose prompt a prefill worker computes, or is to compute.
 #[derive(Debug)]
 pub(super) struct Away {
     pub(super) stage: Stage,
@@ -519,7 +519,7 @@ impl Prefills {
         }
     }
 
-    /// Gives up everything that a sequence has or requested elsewhere.
+    /// Cancels a sequence's request to a prefill worker, and frees its landing and its lease there.
     pub(crate) fn cancel_away(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
         if let Some(away) = self.away.remove(&id) {
             self.cancel_stage(cx, batch, id, away.stage);
@@ -654,8 +654,8 @@ impl Prefills {
         hit.into_iter().for_each(|seq| self.redo(cx, batch, seq, why));
     }
 
-    /// Ends the wait for workers that did not return or do not export, and sends their prompts elsewhere. Frees memory
-    /// of prompts that no worker has begun, for an older request: its lack may be why they have not begun.
+    /// Ends the wait for workers that did not return or do not export, and sends their prompts to other workers. Frees the
+    /// memory of prompts that no worker has begun for an older request: the worker may be waiting for that memory.
     pub(crate) fn expire_away(&mut self, cx: &mut Cx, batch: &mut Batch) {
         let now_ms = cx.now_ms;
         self.dropped.retain(|(_, until_ms)| now_ms < *until_ms);
@@ -692,7 +692,8 @@ impl Prefills {
     }
 }
 
-/// Whether a worker's answer is a token of the vocabulary, that may come next, with what was asked for about it and no more.
+/// Whether a worker's reply has a token of the vocabulary that may come next, with the requested log-probabilities and logits
+/// and no others.
 fn is_first_token(m: &PrefillReady, seq: &Sequence, vocab: u32) -> bool {
     let top_max = seq.sampling.logprobs.unwrap_or(0) as usize;
     let logits = !seq.return_logits || m.logits.len() == vocab as usize * size_of::<f32>();

@@ -1,6 +1,6 @@
 //! Prefill elsewhere: prompts computed by one instance and decoded by another (KVDirect §4). A decode worker asks a
 //! prefill worker (`ask.rs`), which computes the prompt like any other and hands the KV over as a lease (`serve.rs`).
-//! The decode worker reads the KV, all or nothing, into own blocks and goes on (`pull.rs`, `landing.rs`). The worker
+//! The decode worker reads the KV, all or nothing, into own blocks and decodes (`pull.rs`, `landing.rs`). The prefill worker
 //! exports the KV (`publish.rs`): all of it when computed (pull), or, if the decode worker has allocated blocks before
 //! it asks, parts of it during the computation (push). Where only the device can access the KV store, KV passes through
 //! a staging buffer on both sides (`staging.rs`). See docs/adr/0012.
@@ -54,9 +54,9 @@ pub(crate) struct Prefills {
     /// Version of the known list of workers; 0 before the first.
     version: u64,
     workers: BTreeMap<InstanceId, WorkerState>,
-    /// Which worker may have which prefix cached.
+    /// Prefixes that workers may have cached.
     affinity: Affinity,
-    /// Own sequences whose prompts are computed elsewhere, the oldest first.
+    /// Own sequences whose prompts prefill workers compute, the oldest first.
     away: BTreeMap<SeqId, Away>,
     /// Dropped requests that workers may still work on, and until when without being informed.
     dropped: Vec<(Key, u64)>,
@@ -104,7 +104,7 @@ pub(crate) enum PrefillEvent {
         seq: SeqId,
         why: &'static str,
     },
-    /// A sequence was removed: its KV and requests elsewhere are given up.
+    /// A sequence was removed: its requests to prefill workers are cancelled, its KV there is released.
     Ended(SeqId),
     Released(SeqId),
     Withheld {
@@ -115,7 +115,7 @@ pub(crate) enum PrefillEvent {
         seq: SeqId,
         reason: String,
     },
-    /// A request whose prompt was computed elsewhere ended well.
+    /// A request whose prompt a prefill worker computed ended without error.
     Decoded {
         ms: u64,
     },
@@ -249,7 +249,7 @@ impl Prefills {
         self.version
     }
 
-    /// Number of own sequences whose prompts are computed elsewhere.
+    /// Number of own sequences whose prompts prefill workers compute.
     pub(crate) fn away(&self) -> usize {
         self.away.len()
     }

@@ -1,4 +1,4 @@
-//! Exports of a prefill worker: what it computes for another instance, as transports serve it.
+//! Exports of a prefill worker: the KV that it computes for another instance, as transports serve it.
 //!
 //! Pull: one export of everything, when computed. Push: parts, in the order of computation. A part is some layers of
 //! the tokens of one step, or all layers of the tokens of several finished steps; the next part is made when the one
@@ -153,7 +153,7 @@ impl Prefills {
     pub(crate) fn on_chunk_left(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
         let left = self.published.get_mut(&id).and_then(|p| p.step.take().map(|_| p.layers > 0));
         if left == Some(true) {
-            self.end_job(cx, batch, id, "a step of it was given up");
+            self.end_job(cx, batch, id, "one of its steps was aborted");
         }
     }
 

@@ -24,7 +24,7 @@ const GATHERING_MAX: usize = 8;
 /// Stage of a prefill for another instance.
 #[derive(Debug)]
 enum Stage {
-    /// Its tokens arrive.
+    /// Messages with the prompt's tokens arrive.
     Gathering { total: u32, tokens: Vec<u32>, sampling: SamplingParams, return_logits: bool, banned: Vec<u32> },
     /// Waits or runs, as this sequence.
     Running(SeqId),
@@ -42,7 +42,7 @@ pub(crate) struct Job {
     index: u64,
     /// Push: its KV is exported while it is computed.
     push: bool,
-    /// Its last window goes with it.
+    /// The export carries the prompt's last window.
     window: bool,
     stage: Stage,
     since_ms: u64,
@@ -78,7 +78,7 @@ impl Prefills {
         self.jobs.contains_key(&(from, request))
     }
 
-    /// Handles a control message about prompts elsewhere or their reads.
+    /// Handles a control message of prefill elsewhere or of its reads.
     pub(super) fn on_prefill_control(&mut self, cx: &mut Cx, batch: &mut Batch, from: InstanceId, body: ControlBody) {
         match body {
             ControlBody::PrefillRequest(m) => self.on_prefill_request(cx, batch, from, m),

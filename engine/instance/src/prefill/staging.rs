@@ -202,7 +202,7 @@ impl Prefills {
             return match (part, failed) {
                 (Some((_, part)), None) if !ended => self.export(cx, id, part),
                 (_, why) => {
-                    self.on_exported(cx, batch, id, Err(why.unwrap_or_else(|| "nobody wants it any more".to_owned())))
+                    self.on_exported(cx, batch, id, Err(why.unwrap_or_else(|| "its request was cancelled".to_owned())))
                 }
             };
         }

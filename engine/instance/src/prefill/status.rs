@@ -24,7 +24,7 @@ pub struct PrefillTimes {
 pub struct PrefillStatus {
     /// Workers that are connected and whose KV is readable.
     pub workers: usize,
-    /// Requests whose prompts are computed elsewhere or wait to be read.
+    /// Own requests whose prompts prefill workers compute, or whose KV waits to be read.
     pub away: usize,
     /// Requests whose KV is being read.
     pub pulling: usize,

@@ -47,7 +47,7 @@ impl Side {
         self.instance.handle(event, self.now_ms)
     }
 
-    /// What the peer is sent in reply to a message.
+    /// The messages that the peer gets in reply to a message.
     fn receive(&mut self, body: ControlBody) -> Vec<ControlBody> {
         reported(self.on(Event::Control { peer: PEER, body }))
     }
@@ -99,7 +99,7 @@ fn reported(effects: Vec<Effect>) -> Vec<ControlBody> {
     effects.into_iter().filter_map(of).collect()
 }
 
-/// A prefill worker has computed a prompt and says so in these messages.
+/// A prefill worker that has computed a prompt, and the messages that report it.
 fn computed() -> (Side, Vec<ControlBody>) {
     let mut side = Side::new(Role::Prefill);
     let step = side.ask(7, 7).into_iter().find_map(|effect| match effect {
@@ -125,7 +125,7 @@ fn ready(messages: &[ControlBody]) -> Option<&PrefillReady> {
     })
 }
 
-/// Nobody else would say it: both sides would renew what one has and the other does not know of, for ever.
+/// The reply is sent again by no other path: both sides would renew for ever, one a lease, the other a request.
 #[test]
 fn a_reply_that_found_a_full_queue_is_sent_again() {
     let (mut side, messages) = computed();
@@ -279,7 +279,7 @@ fn memory_for_a_prompt_that_no_worker_has_begun_is_freed_for_an_older_request() 
     assert!(!side.tick(TICK_MS).iter().any(asked), "the older one comes first");
 }
 
-/// What the head waits for may be what the asker keeps.
+/// The head of the queue may wait for memory that the asker of the pushed prompt holds.
 #[test]
 fn a_pushed_prompt_is_not_behind_what_waits_for_others_memory() {
     for push in [false, true] {

@@ -1,4 +1,5 @@
-//! Ship queries or fetch KV: whichever delays a layer of this chunk less (Infinite-LLM v1 §4.6, Figure 12).
+//! Chooses between shipping queries and fetching KV by the smaller delay of a layer of this chunk (Infinite-LLM v1 §4.6,
+//! Figure 12).
 //!
 //! Decoding ships: one row's query and partial are far smaller than the KV that it attends to. A long chunk against
 //! little remote KV fetches. In between, the times are compared:
@@ -8,8 +9,8 @@
 //!   on a layer, then the debtor's own attention to it, and the copies out of one store and into the other, which take
 //!   both devices' time in every chunk.
 //!
-//! Round trip and bulk rate are measured for this creditor, the rest comes from this instance's calibration; configured
-//! values stand in for what is not measured yet.
+//! Round trip and bulk rate are measured for this creditor, the other times come from this instance's calibration; configured
+//! values replace measurements until there are some.
 
 use lagoon_protocol::Calibration;
 use lagoon_types::{AttentionGeometry, DType, KvShape};

@@ -133,7 +133,7 @@ pub(crate) enum StepEvent {
         creditor: InstanceId,
         lent: Option<LentMemory>,
     },
-    /// The connection to a creditor is gone; steps that attend to its memory have ended.
+    /// The connection to a creditor was lost; steps that attend to its mapped memory have ended.
     PeerGone(InstanceId),
     /// Aborts the step that a sequence is in; its other sequences leave it, too.
     Leave(SeqId),
@@ -309,7 +309,7 @@ impl Steps {
             });
             let window_start = visible(chunk.start, cx.config.window).start;
             let mut segments = Vec::new();
-            // What is warmed up reads its own positions' KV, too, and writes none of it.
+            // Warm-up rows read the pooled KV of their own positions, too, and write none of it.
             let remote_end = if chunk.warms_up() {
                 end
             } else {
@@ -444,7 +444,7 @@ impl Steps {
         self.lose_fetch(cx, batch, (step, index), "a creditor answered another layer".to_owned());
     }
 
-    /// A read failed, and nothing else answers it: what it was of is lost, whatever lease the answer names.
+    /// Handles a failed read of remote KV: the lease that it was to read is lost.
     fn lose_fetch(&mut self, cx: &mut Cx, batch: &Batch, (step, index): (StepId, usize), why: String) {
         let fetch = self.flight(step).and_then(|flight| flight.fetches.get(index).copied());
         if let Some(Fetch { creditor, run, .. }) = fetch {

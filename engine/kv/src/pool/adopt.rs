@@ -1,8 +1,8 @@
 //! Prefix-cache hits: blocks that already hold the KV of a sequence's first tokens.
 //!
 //! An owned block is shared and costs no memory; a cached block becomes the sequence's own. With virtual memory the blocks
-//! lie in the sequence's own row: blocks cached at their address there stay, all others are mapped there, and the address
-//! where a cached block was loses it.
+//! lie in the sequence's own address row: blocks cached at their address there stay, all others are mapped there, and a cached
+//! block is unmapped from its former address.
 //!
 //! A hit that appears only while the sequence runs (several sequences compute one prefix concurrently) is a
 //! [`BlockPool::join`].
@@ -44,8 +44,8 @@ enum Found {
 }
 
 impl BlockPool {
-    /// Gives a sequence without blocks here the longest found prefix of the block hashes `hashes` as its first logical blocks,
-    /// sealed. With rows but without `map` (no memory may be mapped), only blocks cached in one row are found.
+    /// Gives a sequence without blocks here the longest found prefix of `hashes` as its first logical blocks, sealed. With
+    /// address rows but without `map` (no memory may be mapped), only blocks cached in one row are found.
     pub fn adopt(&mut self, seq: SeqId, hashes: &[BlockHash], map: bool) -> Adopted {
         let owner = Owner::Own(seq);
         let adopted =
@@ -61,7 +61,7 @@ impl BlockPool {
     }
 
     /// Replaces `block`, whose content is not needed, by an owned block with block hash `hash`, if there is one, and returns
-    /// it. With rows the address stays the same, and `map` is whether memory may be mapped there.
+    /// it. With address rows the address stays the same, and `map` is whether memory may be mapped there.
     ///
     /// # Panics
     /// If `owner` is not the only owner of `block`.
@@ -194,8 +194,8 @@ impl BlockPool {
         adopted
     }
 
-    /// The row for a sequence with `found` hits, and the number of hits that it gets there: the row that caches most of them
-    /// at their addresses, so that the fewest are mapped.
+    /// The address row for a sequence with `found` hits, and the number of hits that it gets there: the row that caches most of
+    /// them at their addresses, so that the fewest are mapped.
     fn row_for(&self, hashes: &[BlockHash], found: usize, map: bool) -> Option<(u32, usize)> {
         let row_blocks = self.space.row_blocks;
         if !map {

@@ -101,7 +101,7 @@ impl Sharing {
     /// If lists are empty or disagree, or have an owner twice.
     pub(super) fn check(&self, owner: impl Fn(PhysBlock) -> Owner) -> u32 {
         for (block, others) in &self.others {
-            assert!(!others.is_empty() && !others.contains(&Owner::Free), "{block} is shared by nobody");
+            assert!(!others.is_empty() && !others.contains(&Owner::Free), "{block} is shared, and has no other owner");
             assert!(owner(*block) != Owner::Free && !others.contains(&owner(*block)), "{block} has an owner twice");
         }
         let of = |(memory, addresses): (&u64, &BTreeSet<PhysBlock>)| {

@@ -1,4 +1,4 @@
-//! Lent rows: rows that hold rBlocks of debtors' sequences as runs.
+//! Lent rows: address rows that hold rBlocks of debtors' sequences as runs.
 //!
 //! An rBlock of a lent row keeps its position at any address, so that windows and ALiBi stay right. Recalling one from the
 //! middle leaves a gap in the addresses and splits a run; compacting closes gaps by remapping, without copying.

@@ -5,8 +5,8 @@
 //! returns the [`Plan`] to [`Vmm::undo`], which restores the accounting.
 //!
 //! Addresses are chosen by the caller ([`Vmm::hold`], [`Vmm::release`]; the engine's [`crate::BlockPool`] does), or here
-//! by rows: ranges of virtual memory, one per running request (the paper's reqIds), and lent rows for rBlocks lent to
-//! other instances. The unit of accounting is the stripe, see [`VmmLayout`].
+//! by address rows ("rows" below): ranges of virtual memory, one per running request (the paper's reqIds), and lent rows for
+//! rBlocks lent to other instances. The unit of accounting is the stripe, see [`VmmLayout`].
 //!
 //! Invariants, asserted at every change and recounted by [`Vmm::check`]:
 //! * a virtual place holds at most one stripe; `free + stripes mapped at any place == total`;
@@ -40,10 +40,10 @@ pub enum VmmError {
     /// No physical memory is left: the caller preempts a request and retries. State is unchanged.
     #[error("{needed} page groups are needed and {available} are free or kept")]
     OutOfMemory { needed: u64, available: u64 },
-    /// All rows are taken.
+    /// All address rows are taken.
     #[error("every request id is in use")]
     NoRow,
-    /// The row's range cannot grow to `tokens` tokens.
+    /// The address row cannot grow to `tokens` tokens.
     #[error("{tokens} tokens do not fit the largest range, of {max}")]
     TooLong { tokens: u32, max: u32 },
 }

@@ -191,7 +191,7 @@ impl Places {
             }
         }
         assert_eq!(refs, self.refs, "stripes are mapped as often as is counted");
-        assert_eq!(kept, self.kept, "what is kept is listed");
+        assert_eq!(kept, self.kept, "kept places are listed");
         let mut free: Vec<u32> = self.free.iter().map(|s| s.0).collect();
         free.sort_unstable();
         let want = (0..).zip(&refs).filter(|(_, refs)| **refs == 0).map(|(at, _)| at);

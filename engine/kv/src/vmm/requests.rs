@@ -1,4 +1,5 @@
-//! Rows of requests: vAttention's interface (Table 4) over the places, with growth, shared prefixes and vacated blocks.
+//! Address rows of requests: vAttention's interface (Table 4) over the places, with growth, shared prefixes and vacated
+//! blocks.
 
 use super::VmmError;
 use super::places::Place;
@@ -8,13 +9,13 @@ use lagoon_types::KvRun;
 use std::ops::Range;
 
 impl Vmm {
-    /// First slot of a row: token `t` is at slot `slot0 + t`. 0 before the row's first mapping.
+    /// First slot of an address row: token `t` is at slot `slot0 + t`. 0 before the row's first mapping.
     #[must_use]
     pub fn slot0(&self, row: usize) -> u32 {
         self.rows[row].range.start * self.layout.block_tokens()
     }
 
-    /// Allocates a row for a request: the prepared one, else the idle row with most stripes mapped.
+    /// Allocates an address row for a request: the prepared one, else the idle row with most stripes mapped.
     ///
     /// # Errors
     /// [`VmmError::NoRow`].
@@ -33,7 +34,7 @@ impl Vmm {
         Ok(row)
     }
 
-    /// Frees a request's row. Its exclusive stripes stay mapped for the next request; shared ones are unmapped.
+    /// Frees a request's address row. Its exclusive stripes stay mapped for the next request; shared ones are unmapped.
     ///
     /// # Panics
     /// If the row has no request.
@@ -97,7 +98,7 @@ impl Vmm {
     pub fn share(&mut self, from: usize, to: usize, tokens: u32) -> Result<(Plan, u32), VmmError> {
         let (source, target) = (&self.rows[from], &self.rows[to]);
         assert!(from != to && source.used == Use::Request && target.used == Use::Request, "two requests share");
-        assert!(tokens <= source.tokens && target.tokens == 0, "what is shared is written, and nothing of ours is");
+        assert!(tokens <= source.tokens && target.tokens == 0, "only written tokens are shared, with an empty row");
         let blocks = tokens / self.layout.block_tokens();
         let stripes = blocks * self.layout.block_stripes();
         let front: Option<Vec<Stripe>> =

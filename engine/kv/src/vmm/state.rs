@@ -61,8 +61,8 @@ pub struct VmmConfig {
     pub stripes: u32,
     /// Bytes of device addresses for all tensors together.
     pub address_bytes_max: u64,
-    /// If addresses do not suffice for every row at full length: whether rows begin short and grow by remapping elsewhere;
-    /// else [`Vmm::new`] fails.
+    /// If addresses do not suffice for every address row at full length: whether rows begin short and grow by remapping at other
+    /// addresses; else [`Vmm::new`] fails.
     pub grow: bool,
     /// Stripes to keep mapped in the row for the next request.
     pub eager_stripes: u32,
@@ -85,7 +85,7 @@ pub struct VmmCounters {
     pub reclaimed: u64,
     /// Mapped once more for a shared prefix.
     pub shared: u64,
-    /// Mapped elsewhere because their row outgrew its range.
+    /// Mapped at other addresses because their address row outgrew its range.
     pub moved: u64,
     /// rBlocks lent, recalled, and compacted.
     pub lent: u64,
@@ -268,7 +268,7 @@ impl Vmm {
         Ok(plan)
     }
 
-    /// Releases direct rBlocks: they stay mapped until their memory is needed elsewhere; shared ones are unmapped.
+    /// Releases direct rBlocks: they stay mapped until another rBlock needs their memory; shared ones are unmapped at once.
     pub fn release(&mut self, blocks: Range<u32>) -> Plan {
         let mut plan = self.begin();
         // From behind, so that a row's front, which is needed first again, is reclaimed last.
@@ -287,11 +287,11 @@ impl Vmm {
         let mut plan = self.begin();
         for (from, to) in from.zip(to..) {
             for (from, to) in self.direct(from).zip(self.direct(to)) {
-                let Place::Held(stripe) = self.places.at(from) else { panic!("what is shared is held") };
+                let Place::Held(stripe) = self.places.at(from) else { panic!("shared stripes are held") };
                 match self.places.at(to) {
                     Place::Empty => {}
                     Place::Kept(..) => self.places.unmap(&mut plan, to),
-                    Place::Held(_) => panic!("place {to} is somebody's"),
+                    Place::Held(_) => panic!("place {to} is held"),
                 }
                 self.places.map(&mut plan, to, stripe);
                 self.counters.shared += 1;

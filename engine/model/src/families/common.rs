@@ -1,4 +1,4 @@
-//! What families have in common: sizes and their checks, and the tensors of Llama, of which most others are variations.
+//! Common parts of families: sizes and their checks, and Llama's tensors, of which most other families are variations.
 
 use crate::fields::{Fields, narrow};
 use crate::spec::{
@@ -29,7 +29,7 @@ pub(super) fn check_pieces(fields: &Fields, field: &str, layers: usize, each: us
 pub(super) const LLAMA_NAMES: Names =
     Names { optional_prefix: "", redundant: &["rotary_emb.inv_freq", "lm_head.weight"], layers_beyond: ("", 0) };
 
-/// What the configurations of Llama's descendants have in common.
+/// Fields that the configurations of Llama's descendants have in common.
 #[derive(Clone, Debug)]
 pub(super) struct Base {
     pub(super) family: &'static str,

@@ -41,7 +41,7 @@ fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     model(fields, &base, ropes(fields, base.rotated)?, layers.collect())
 }
 
-/// The sizes of Gemma 2 and 3, with what both refuse.
+/// The sizes of Gemma 2 and 3, after checks of the fields that both refuse.
 pub(super) fn base(fields: &Fields, family: &'static str) -> Result<Base, ModelError> {
     refuse_biases(fields, &["attention_bias"])?;
     refuse_other_activations(fields, "hidden_activation", &["gelu_pytorch_tanh"])?;

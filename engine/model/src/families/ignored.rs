@@ -27,7 +27,7 @@ pub(super) const IGNORED: &[&str] = &[
     "unsloth_fixed",
     "unsloth_version",
     "use_cache",
-    // How transformers computes and what it returns.
+    // Switches of transformers' implementation and return values.
     "chunk_size_feed_forward",
     "output_attentions",
     "output_hidden_states",

@@ -9,7 +9,7 @@ use lagoon_backend::Activation;
 use lagoon_types::AttentionGeometry;
 use lagoon_types::limits::{HEAD_DIM_MAX, HEADS_MAX, HIDDEN_MAX, INTERMEDIATE_MAX, LAYERS_MAX, VOCAB_MAX};
 
-/// The epsilon of norms of latents, whatever `rms_norm_eps` is: that of transformers' module.
+/// The epsilon of norms of latents: that of transformers' module, which ignores `rms_norm_eps` there.
 const EPS: f32 = 1e-6;
 
 /// A model's latent attention.

@@ -23,7 +23,7 @@ fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     base.model(fields, vec![rope], layers)
 }
 
-/// The sizes, after a check of what the whole line of models lacks.
+/// The sizes, after refusing biases and activations other than SiLU, which no Qwen3 model has.
 pub(super) fn base(fields: &Fields, family: &'static str) -> Result<Base, ModelError> {
     refuse_biases(fields, &["attention_bias", "mlp_bias"])?;
     refuse_other_activations(fields, "hidden_act", &["silu", "swish"])?;

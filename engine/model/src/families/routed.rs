@@ -8,7 +8,7 @@ use lagoon_backend::{GroupScore, Routing, Scoring};
 use lagoon_types::limits::{EXPERTS_MAX, INTERMEDIATE_MAX, LAYERS_MAX};
 use serde_json::Value;
 
-/// What transformers takes for absent fields.
+/// Transformers' defaults of absent fields.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Defaults {
     /// Experts of every token.

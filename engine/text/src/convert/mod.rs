@@ -1,8 +1,8 @@
 //! Tokenizers of models without a `tokenizer.json`: SentencePiece models and tiktoken ranks.
 //!
 //! Each file becomes a tokenizer of the library in memory, and the rest of the crate cannot tell it from one that was read from
-//! a `tokenizer.json`. The files are untrusted: their sizes have limits, and what is malformed or not supported is an error with
-//! the file's name. [`Tokenizer::open`](crate::Tokenizer::open) calls this module.
+//! a `tokenizer.json`. The files are untrusted: their sizes have limits, and a malformed or unsupported file is an error with
+//! its name. [`Tokenizer::open`](crate::Tokenizer::open) calls this module.
 
 mod normalize;
 mod proto;
@@ -41,7 +41,7 @@ pub(crate) struct Converted {
 /// first that is there.
 ///
 /// # Errors
-/// If there is none of them, or it cannot be read, is malformed, or asks for what is not supported.
+/// If there is none of them, or it cannot be read, is malformed, or needs an unsupported feature.
 pub(crate) fn open(dir: &Path) -> Result<Converted, TextError> {
     let path = find(dir)?;
     let bytes = read(&path)?;

@@ -109,7 +109,7 @@ impl PieceNormalizer {
         if c == ' ' && self.escape_whitespaces { SPACE } else { c }
     }
 
-    /// What the beginning of `text` becomes, and the bytes that it has there; `None` at the end.
+    /// The normalized form of the beginning of `text`, and the number of bytes of `text` that it replaces; `None` at the end.
     fn prefix<'a>(&'a self, text: &'a str) -> Option<(&'a str, usize)> {
         let first = text.chars().next()?;
         if let Some((length, _)) = self.kept.longest(text) {

@@ -38,7 +38,7 @@ pub(super) enum Algorithm {
 pub(super) enum Refusal {
     /// The bytes are not a valid message.
     Malformed(String),
-    /// The message is valid and asks for what is not supported.
+    /// The message is valid and needs an unsupported feature.
     Unsupported(String),
 }
 

@@ -80,7 +80,7 @@ fn decoder(path: &Path, byte_fallback: bool, strips: u32) -> Result<DecoderWrapp
     part(path, json!({"type": "Sequence", "decoders": parts}))
 }
 
-/// The pieces, with the names that the files beside the model give them, and what these add.
+/// The pieces, with the names from the files beside the model, and the tokens that those files add.
 struct Vocabulary {
     model: ModelProto,
     beside: Beside,
@@ -165,7 +165,7 @@ impl Vocabulary {
         }
         let dummy_prefix = match self.beside.add_prefix_space.unwrap_or(model.add_dummy_prefix) {
             false => DummyPrefix::Never,
-            // Models without the flag are older than it, and were made with what it stands for.
+            // Models without the `legacy` flag are older than the flag, and use the legacy behaviour.
             true if self.beside.legacy.unwrap_or(true) => DummyPrefix::Always,
             true => DummyPrefix::First,
         };

@@ -1,4 +1,4 @@
-//! What lies beside a vocabulary: added and special tokens, and flags of the tokenizer.
+//! Files beside a vocabulary: added and special tokens, and flags of the tokenizer.
 //!
 //! Read are `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`; each may be absent. Of two files that name a token, the first in this order decides.
 

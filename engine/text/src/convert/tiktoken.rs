@@ -59,7 +59,7 @@ const KIMI_SPLIT: &str = concat!(
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
 
-/// What a tokenizer adds to the ranks.
+/// Pattern and special tokens that a family of models adds to the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Qwen,

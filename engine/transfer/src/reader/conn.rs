@@ -294,7 +294,7 @@ impl Reader {
         let Some(conn) = self.conn_of(from, m.conn) else { return };
         let Some(peer) = conn.peer.as_ref().filter(|_| !conn.leaving) else { return };
         conn.renew_now = true;
-        // What is not taken up is offered again.
+        // An offer that is dropped here is repeated by the writer.
         let full = conn.offers.len() >= limits::TRANSFER_EXPORTS_MAX || conn.outbox.len() >= FINISHED_MAX;
         if conn.knows(m.export) || full {
             return;

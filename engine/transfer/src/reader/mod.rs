@@ -123,8 +123,8 @@ pub enum Failure {
     Cancelled,
     #[error("it took longer than {0} ms")]
     Deadline(u64),
-    /// The writer's process and its KV are gone.
-    #[error("the writer is gone: {0}")]
+    /// The writer's process has ended, and its KV is lost.
+    #[error("the writer was lost: {0}")]
     WriterLost(String),
     #[error("the writer does not keep the KV any more")]
     ExportLost,
@@ -355,7 +355,7 @@ impl Reader {
     /// Disconnects from a writer: the connection's pulls fail, its COMPLETEs are not repeated (the writer's leases expire).
     pub fn disconnect(&mut self, conn: ConnId, now_ms: u64) {
         self.now_ms = now_ms;
-        self.lose_writer(conn, "the connection was given up");
+        self.lose_writer(conn, "the connection was closed");
         self.conns.get_mut(&conn).into_iter().for_each(|c| c.leaving = true);
         self.forget_if_idle(conn);
     }

@@ -35,7 +35,7 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 /// Readers that are served at once.
 const AT_ONCE_MAX: usize = 16;
 
-/// What can go wrong when memory is shared.
+/// Errors of sharing memory between processes of a host.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
     #[error("{what}: {source}")]
@@ -56,8 +56,8 @@ fn io_error(what: &'static str) -> impl Fn(io::Error) -> HostError {
     move |source| HostError::Io { what, source }
 }
 
-/// Names this host and what decides whether a unix socket's path means the same to two processes: the boot, the mount
-/// namespace, the user. Empty where that is unknown; such processes share nothing.
+/// Boot id, mount namespace and user: two processes with equal ones can connect to each other's unix sockets. Empty where one of
+/// them is unknown; such a process shares no memory.
 #[must_use]
 pub fn host_identity() -> String {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id");
@@ -76,7 +76,7 @@ struct Offered {
     file: File,
 }
 
-/// Hands descriptors of arenas to whoever knows their tokens. Dropping it ends that.
+/// Serves descriptors of arenas over a unix socket to processes that send the arena's token, until it is dropped.
 #[derive(Debug)]
 pub struct ArenaServer {
     socket: PathBuf,
@@ -98,7 +98,7 @@ impl ArenaServer {
         Self::offer(socket, arenas.iter().map(of).collect::<Result<Vec<_>, HostError>>()?)
     }
 
-    /// As [`ArenaServer::start`], for all regions in one window of a device. The memory is exported here, once.
+    /// As [`ArenaServer::start`], for a shared device region that holds all regions. The memory is exported here, once.
     ///
     /// # Errors
     /// As there, and when the device refuses a descriptor.
@@ -124,7 +124,7 @@ impl ArenaServer {
         Ok(Self { socket: socket.to_owned(), arenas: reported, stop })
     }
 
-    /// What readers on this host are sent, over mutual TLS only.
+    /// The arenas to announce to readers on this host, with their tokens: over mutual TLS only.
     #[must_use]
     pub fn arenas(&self) -> &[TransferArena] {
         &self.arenas
@@ -134,7 +134,7 @@ impl ArenaServer {
 impl Drop for ArenaServer {
     fn drop(&mut self) {
         self.stop.store(true, SeqCst);
-        // Wakes the thread; a failure means that it is gone already.
+        // Wakes the thread; a failure means that it has ended already.
         drop(UnixStream::connect(&self.socket));
         drop(fs::remove_file(&self.socket));
     }
@@ -189,27 +189,29 @@ fn hand_out(mut stream: UnixStream, offered: &[Offered]) -> Result<(), HostError
         .map_err(|error| io_error("sending a descriptor")(error.into()))
 }
 
-/// Gets an arena of the host's memory that a writer on this host offers, and maps it. Blocks for a second at most.
+/// Gets the descriptor of an arena that a writer on this host offers, and maps it. Blocks for a second at most.
 ///
 /// # Errors
-/// When the writer refuses the token, or what it hands out is not sealed memory of `bytes` bytes.
+/// When the writer refuses the token, or the descriptor is not of sealed memory of `bytes` bytes.
 pub fn fetch_arena(offer: &TransferArena, bytes: u64) -> Result<ArenaView, HostError> {
     ArenaView::map(&fetch(offer)?, bytes).map_err(io_error("mapping the writer's memory"))
 }
 
-/// Gets a window that a writer on this host offers, and has the own window's device map it. Blocks for a second at most.
+/// Gets the descriptor of a shared device region that a writer on this host offers, and maps it on the device of `own`. Blocks
+/// for a second at most.
 ///
 /// # Errors
-/// When the writer refuses the token, or the device cannot map what it hands out.
+/// When the writer refuses the token, or the device cannot map the memory of the descriptor.
 pub fn fetch_region(offer: &TransferArena, own: &Arc<dyn SharedRegion>) -> Result<Box<dyn PeerRegion>, HostError> {
     let of = offer.device.as_slice().try_into().map_err(|_other_size| HostError::Name(offer.device.len()))?;
     Ok(Arc::clone(own).import(of, fetch(offer)?.as_fd(), offer.bytes)?)
 }
 
-/// Gets memory of a device that a creditor on this host lends, for a device to map. Blocks for a second at most.
+/// Gets the descriptor of device memory that a creditor on this host lends, for the own device to map. Blocks for a second at
+/// most.
 ///
 /// # Errors
-/// When the creditor refuses the token, or says of no device whose memory it is.
+/// When the creditor refuses the token, or the offer has no device UUID of 16 bytes.
 pub fn fetch_memory(offer: &TransferArena) -> Result<PeerMemory, HostError> {
     let device = offer.device.as_slice().try_into().map_err(|_other_size| HostError::Name(offer.device.len()))?;
     Ok(PeerMemory { device, bytes: offer.bytes, descriptor: fetch(offer)?.into() })

@@ -1,8 +1,8 @@
 //! A queue of work for a few threads, which wakes as few of them as the work needs.
 //!
-//! A thread that is woken while whoever wakes it still runs may be put behind another one on the only other processor, and
-//! wait there for as long as that works. So who brings much at once wakes one thread; that wakes the next when it has done
-//! something and finds more to do, and who brought it probably sleeps. A job waits for one other at most.
+//! A thread that is woken while the waking thread still runs may be scheduled behind a third one on the only other processor, and
+//! wait there until that one sleeps. So a caller that pushes many jobs wakes one thread only; each thread wakes the next after
+//! its first job if more are queued, when the caller probably sleeps. A job waits for one other job at most.
 
 use std::{
     collections::VecDeque,
@@ -22,7 +22,7 @@ struct Queue<T> {
     closed: bool,
     /// Threads that wait and were not called: never less than there are.
     asleep: usize,
-    /// A thread was called, and none has come or gone since.
+    /// A thread was woken, and none has begun or ended a wait since.
     called: bool,
 }
 
@@ -37,7 +37,7 @@ impl<T> Jobs<T> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What comes after [`Jobs::close`] is dropped.
+    /// Queues a job. After [`Jobs::close`] it is dropped.
     pub(super) fn push(&self, job: T) {
         let mut queue = self.lock();
         if queue.closed {
@@ -48,7 +48,7 @@ impl<T> Jobs<T> {
         self.wake(queue, first);
     }
 
-    /// What is there is done; then the threads end.
+    /// Refuses further jobs; the threads end after those that are queued.
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.call.notify_all();

@@ -117,7 +117,7 @@ struct Worker {
     source: Arc<Source>,
     landing: Landing,
     jobs: Arc<Jobs<ReadJob>>,
-    /// Told when the last worker is gone.
+    /// Notified when the last worker has ended.
     _breath: Arc<LastBreath>,
 }
 

@@ -1,14 +1,15 @@
 //! Reads of registered memory over four kinds of paths, behind one trait: the same process, the same host (shared
-//! memory), a device that both use or that are peers (windows), QUIC. lagoon-transfer decides what is read; this module moves bytes.
+//! memory), the same device or a peer device (shared device regions), QUIC. lagoon-transfer decides which ranges are read; this
+//! module moves their bytes.
 //!
-//! The writer's side is an [`ExportServer`]: transport tasks admit reads against the writer's exports and send windows
-//! of its regions without a copy; the owner's loop takes no part and may stand still. The reader's side is a [`Path`]:
-//! it takes reads, lands their bytes where they belong, checks them on the way, and reports. Invariants:
+//! The writer's side is an [`ExportServer`]: transport tasks admit reads against the writer's exports and send snapshots
+//! of its regions without a copy; the owner's loop takes no part and may block. The reader's side is a [`Path`]:
+//! it takes reads, copies their bytes to their destinations, verifies their hashes, and reports. Invariants:
 //!
-//! * a window lives until QUIC needs its bytes no more (they are acknowledged), and the export is freed only then;
+//! * a snapshot lives until its bytes are acknowledged in QUIC, and the export is freed only then;
 //! * every read that a path took ends in one [`PathEvent::Read`], or in the path's [`PathEvent::Down`];
-//! * after `Down` nothing of that path is written any more;
-//! * a server reads no further request of a connection while its answer before does not get through.
+//! * after `Down` the path writes no destination any more;
+//! * a server reads the next request of a connection only when its last answer was sent.
 
 #[cfg(target_os = "linux")]
 mod host;
@@ -44,7 +45,7 @@ pub struct ReadJob {
     pub pulls: Pulls,
 }
 
-/// What a path reports.
+/// Reports of a path to its reader.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PathEvent {
     Read {

@@ -32,7 +32,7 @@ pub struct Probe {
     /// As [`super::Path::name`].
     pub path: &'static str,
     pub bytes_per_s: f64,
-    /// What the path should reach; 0 where that is unknown.
+    /// Expected rate of the path; 0 if unknown.
     pub expected_bytes_per_s: f64,
 }
 
@@ -43,8 +43,8 @@ impl Probe {
         self.bytes_per_s < self.expected_bytes_per_s * SHARE_MIN
     }
 
-    /// Measures shared memory of another process: what one thread copies out of it, beside what it copies of this
-    /// process's own memory at the same moment. What is copied is discarded, so that it does not matter who writes it.
+    /// Measures the rate at which one thread copies shared memory of another process, and, in turns, memory of this one. The
+    /// copies are discarded, so the other process may write meanwhile.
     ///
     /// # Errors
     /// When the memory cannot be read.
@@ -54,7 +54,7 @@ impl Probe {
         Self::of_memory("same host", arena.bytes(), copy)
     }
 
-    /// Measures another process's window: what a copy from it to the own device carries, beside one within that.
+    /// Measures the rate of device copies from another process's shared region to the own device, and within the own device.
     ///
     /// # Errors
     /// When there is no memory to measure with, or the device fails.
@@ -85,8 +85,8 @@ impl Probe {
         Self::of_memory("same process", usize::try_from(region.bytes()).unwrap_or(usize::MAX), copy)
     }
 
-    /// What `copy` copies from offsets of a memory of `bytes` bytes, in turns with what one thread copies of its own: the
-    /// median of many short copies, so that other work on the machine slows both or neither.
+    /// The rate of `copy`, from offsets of a memory of `bytes` bytes, and in turns that of copies of the own memory: the
+    /// medians of many short copies, so that other work on the machine slows both or neither.
     fn of_memory(
         path: &'static str,
         bytes: usize,
@@ -131,7 +131,7 @@ fn rate(bytes: usize, start: Instant) -> f64 {
 
 impl Node {
     /// Measures the QUIC path to a writer with `bytes` bytes (whole probes of 4 MiB) over one connection.
-    /// `expected_bytes_per_s` is what the link should carry, or 0.
+    /// `expected_bytes_per_s`: the link's nominal rate, or 0.
     ///
     /// # Errors
     /// When the writer cannot be reached, or does not answer in time.

@@ -55,7 +55,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A read that is being served; it ends when its last snapshot goes.
+/// A read that is being served; it ends when its last snapshot is dropped.
 struct Served {
     server: Arc<ExportServer>,
     grant: GrantId,
@@ -68,7 +68,7 @@ impl Drop for Served {
     }
 }
 
-/// A snapshot and the read that it belongs to.
+/// Bytes of a region that QUIC sends without a copy; they keep the read open.
 struct Snapshot {
     bytes: Bytes,
     _served: Arc<Served>,

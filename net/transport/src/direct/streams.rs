@@ -25,7 +25,7 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// What a path over QUIC is to be.
+/// Configuration of a path over QUIC.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamsConfig {
     /// Our number.
@@ -36,10 +36,10 @@ pub struct StreamsConfig {
     pub streams: usize,
 }
 
-/// Chunks taken from QUIC at once: each is what a datagram brought, or several.
+/// Chunks taken from QUIC in one call; a chunk is the payload of one datagram or of several.
 const READ_CHUNKS_MAX: usize = 32;
 
-/// What waits on one stream.
+/// The reads of one stream.
 #[derive(Debug, Default)]
 struct ReadStream {
     queue: Mutex<StreamQueue>,
@@ -151,7 +151,7 @@ async fn run(
     result
 }
 
-/// Connects, exchanges prefaces and says who reads.
+/// Connects, exchanges prefaces and sends the reader's id and epoch.
 pub(super) async fn dial(
     shared: &Arc<Shared>,
     addr: SocketAddr,
@@ -209,7 +209,7 @@ struct Receiver<'a> {
     landing: &'a Landing,
     recv: RecvStream,
     rest: Bytes,
-    /// What was taken from QUIC behind `rest`.
+    /// Chunks taken from QUIC that follow `rest`.
     chunks: VecDeque<Bytes>,
 }
 
@@ -280,7 +280,7 @@ impl Receiver<'_> {
             match frames.next_item(&mut self.rest).map_err(|error| error.to_string())? {
                 Some(DirectItem::Bytes(bytes)) => {
                     left = left.saturating_sub(u64::try_from(bytes.len()).unwrap_or(u64::MAX));
-                    // What does not land is read nevertheless: the stream goes on.
+                    // Bytes of a failed read are consumed too, so that the stream's next answer is found.
                     if failed.is_none() {
                         failed = lander.push(&bytes).err();
                     }

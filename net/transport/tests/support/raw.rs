@@ -1,4 +1,4 @@
-//! A QUIC client that speaks what the test wants, for tests of hostile peers.
+//! A QUIC client that sends arbitrary bytes, for tests of hostile peers.
 
 use super::support::{CA, loopback};
 use lagoon_transport::{Issued, Roles, SERVER_NAME};

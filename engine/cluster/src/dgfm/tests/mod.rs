@@ -172,7 +172,7 @@ fn whatever_happens_everything_is_covered_once_and_thawed_in_the_end() {
     assert!(seen.0 > 100 && seen.1 > 100 && seen.2 > 100, "too little happened: {seen:?}");
 }
 
-/// Frozen instances say themselves what is free there.
+/// Numbers of free blocks come from instances' `Frozen` messages: sums with them must not wrap.
 #[test]
 fn free_blocks_do_not_wrap() {
     let mut dgfm = Dgfm::new(DgfmConfig::default(), 1);

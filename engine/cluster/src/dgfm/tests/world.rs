@@ -20,7 +20,7 @@ struct Node {
     total: u32,
     /// Blocks of own sequences that lie here, copies in flight included.
     own: u32,
-    /// What it has lent, by debtor and sequence.
+    /// Lent blocks, by debtor and sequence.
     lent: BTreeMap<(InstanceId, u64), u32>,
     /// Where each block of its sequences is visible.
     seqs: BTreeMap<u64, Vec<InstanceId>>,

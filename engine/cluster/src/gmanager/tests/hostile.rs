@@ -4,7 +4,7 @@ use super::*;
 use crate::perf::Rates;
 use lagoon_protocol::{BatchPoint, Calibration, Load};
 
-/// Of an instance that the first one is: nobody else's shape refuses it.
+/// Refused already as the first instance of a pool, where no other one's shape is compared.
 #[test]
 fn sizes_that_nothing_has_are_refused() {
     let refused = |change: fn(&mut Register), expected: &str| {

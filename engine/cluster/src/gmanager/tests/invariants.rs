@@ -140,7 +140,7 @@ proptest! {
                 prop_assert_eq!(candidate.quic_addr, member.registration.quic_addr.clone());
             }
         }
-        // In the end nobody reports: nothing is left.
+        // In the end no instance reports: all of the gManager's state expires.
         now += 1;
         for _ in 0..200 {
             gm.tick(now);

@@ -1,4 +1,4 @@
-//! A request that only the pool can hold gets memory kept for it, and nobody else notices.
+//! Memory is kept for the oldest pool-sized request, and requests that need none of it are not delayed.
 
 use super::*;
 use lagoon_protocol::{Load, OldestWaiting};
@@ -16,7 +16,7 @@ fn beat(gm: &mut GManager, i: u32, seq: u64, free: u32, head: (u32, u32), now: u
 fn those_that_lend_most_keep_memory_for_the_oldest_pool_sized_head() {
     let mut gm = pool(&[0, 10, 30, 20, 40]);
     let ms = u32::try_from(limits::OLDEST_WAITING_MS).unwrap();
-    // A young one is nobody's oldest waiting request, and one that fits its instance has no age.
+    // A young request is not the oldest waiting one, and a request that fits its instance has no age.
     assert_eq!(beat(&mut gm, 1, 2, 0, (210, ms - 1), 20_000), None);
     assert_eq!(beat(&mut gm, 2, 2, 10, (90, 0), 20_000), None);
     assert_eq!(beat(&mut gm, 5, 2, 40, (0, 0), 20_000), None);
@@ -31,7 +31,7 @@ fn those_that_lend_most_keep_memory_for_the_oldest_pool_sized_head() {
     assert_eq!(beat(&mut gm, 5, 4, 40, (0, 0), 20_400).map(|e| e.debtor), Some(2));
     beat(&mut gm, 2, 4, 10, (0, 0), 20_450);
     assert_eq!(beat(&mut gm, 5, 5, 40, (0, 0), 20_500).map(|e| e.debtor), Some(1));
-    // Its debtor is silent: nobody keeps anything.
+    // Its debtor is silent: no instance keeps memory.
     let later = 20_500 + limits::HEARTBEAT_STALE_MS;
     for i in 2..=5 {
         beat(&mut gm, i, 10, 40, (0, 0), later);

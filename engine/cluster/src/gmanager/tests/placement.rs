@@ -119,7 +119,7 @@ fn an_order_is_given_and_its_request_rests() {
     assert_eq!(gm.pool().instances[&InstanceId(2)].blocks_incoming, 6);
     assert!(request(&gm, 1, 7).unwrap().3);
     assert!(admin(&mut gm, AdminBody::Move(MOVE), 0).error.contains("moving"));
-    // Another instance's word on it does not count.
+    // A report of another instance about the order does not count.
     let outcome = MoveOutcome { order: order.order, moved: 6, ..Default::default() };
     gm.on_move_outcome(InstanceId(2), &outcome, 10);
     assert_eq!(gm.pool().instances[&InstanceId(2)].blocks_incoming, 6);
@@ -325,7 +325,7 @@ fn a_drained_instance_is_emptied() {
     assert_eq!((order.target_addr.as_str(), order.reason), ("", MoveReason::Drain as i32));
     assert_eq!(ask(&mut gm, 1, 1, &[]), [2], "nobody is sent there");
     assert!(gm.status(0)[2].heartbeat.as_ref().unwrap().draining);
-    // The order to drain is repeated until its heartbeats say so.
+    // The drain order is repeated until a heartbeat reports the drain.
     gm.tick(limits::DRAIN_MS);
     assert!(polled(&mut gm).iter().any(|(_, b)| matches!(b, ControlBody::DrainOrder(_))));
     gm.on_heartbeat(&Heartbeat { draining: true, ..heartbeat(3, 9, 0) }, limits::DRAIN_MS);
@@ -347,7 +347,7 @@ fn a_drained_instance_is_emptied() {
         gm.on_heartbeat(&Heartbeat { draining: true, ..heartbeat(3, seq, 0) }, now);
         rows(&mut gm, 3, seq + 10, true, &[row(1, 7, 6, 6)]);
         gm.on_heartbeat(&Heartbeat { draining: true, ..heartbeat(3, seq + 20, 0) }, now);
-        assert!(gm.pool().instances[&InstanceId(3)].draining, "by its own word");
+        assert!(gm.pool().instances[&InstanceId(3)].draining, "by its own heartbeat");
         gm.tick(now);
         let sent = polled(&mut gm);
         assert_eq!(ends(&sent), 1);
@@ -373,7 +373,7 @@ fn a_drained_debtor_takes_its_blocks_home() {
         let sent = orders(gm).into_iter().filter(|(_, m)| m.reason() == MoveReason::Drain);
         sent.map(|(to, m)| (to, m.source, m.target, m.blocks)).collect()
     };
-    // By its own word alone: another gManager ordered it. Its growth and its queue go first.
+    // By its own heartbeat alone: another gManager ordered the drain. Its growth and its queue go first.
     let growth = 2 * limits::GROWTH_BLOCKS;
     beat(&mut gm, 3, growth + 5, &[5]);
     assert_eq!(home(&mut gm, 0), []);

@@ -61,7 +61,7 @@ use Role::{Decode, Instance, Kv, Prefill};
 fn an_order_is_repeated_until_the_instance_agrees_and_counts_at_once() {
     let mut gm = roles(&[Prefill, Prefill, Decode]);
     assert_eq!(order(&mut gm, 1, Decode, 0).error, "");
-    assert_eq!(shown(&gm, 1), (Prefill, Some(Decode)), "before its own word");
+    assert_eq!(shown(&gm, 1), (Prefill, Some(Decode)), "before its own heartbeat");
     assert_eq!(sent(&mut gm).0, [(1, Decode)]);
     gm.tick(limits::ROLE_REPEAT_MS - 1);
     assert_eq!(sent(&mut gm).0, []);
@@ -85,7 +85,7 @@ fn an_order_is_repeated_until_the_instance_agrees_and_counts_at_once() {
     let switches: Vec<_> = gm.role_switches().collect();
     let by = SwitchedBy::Operator;
     assert_eq!(switches, [(Prefill, Decode, by, 1), (Decode, Prefill, by, 1)]);
-    // It is a worker again when it says so, not before.
+    // It is listed as a worker again when its heartbeat has the role, not before.
     gm.on_heartbeat(&order_received(3, 1, 5, Decode, Some(Prefill)), 1_600);
     gm.on_heartbeat(&beat(3, 3, Decode, None), 1_600);
     assert_eq!(sent(&mut gm).1, [(1, vec![2]), (3, vec![2])], "the list is also for one that reads its last");

@@ -1,4 +1,4 @@
-//! Reservations for moves, recalls and what is taken back, call by call.
+//! Reservations for moves, recalls and revocations, call by call.
 
 use super::super::*;
 use super::negotiation::{advise, asked, borrowed, grant, outputs, query, refuse};
@@ -196,8 +196,8 @@ fn entries_that_a_creditor_took_are_lost_and_not_released() {
     assert_eq!(rm.debtor.held.blocks(), 0);
 }
 
-/// A borrow that waits for its last part keeps what was granted while its creditor is not connected. It learns on the next
-/// connection of what was taken back meanwhile, looks for that elsewhere, and gives the rest of the lease back.
+/// A borrow that waits for its last part keeps a granted lease while its creditor is disconnected. If the next connection reports
+/// that entries were revoked, the borrow asks other creditors for as many, and releases the rest of the lease.
 #[test]
 fn a_part_of_a_borrow_that_was_taken_back_is_looked_for_elsewhere() {
     let mut rm = manager();
