@@ -9,8 +9,8 @@
 //! The two sides alternate, so that load on the machine falls on both, and `ratio` is a median over the pairs. On a
 //! heavily loaded machine `ratio` is noise, because schedulers favour short bursts over long sums; read `cpu_ratio`
 //! there. It divides by processor time instead of elapsed time, so that waiting for a processor does not count (Linux
-//! only). Run with `cargo bench -p lagoon-benches --bench cpu -- [--json] [--quick] [--threads N] [--only
-//! decode|prefill]`.
+//! only). Run with `cargo bench -p lagoon-benches --bench cpu -- [--json] [--quick] [--threads N] [--format
+//! F16|Q4_K|…] [--only decode|prefill]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
 #![allow(
     clippy::cast_possible_truncation,
@@ -19,8 +19,12 @@
 )]
 
 use bytes::Bytes;
+use lagoon_backend::conformance::Data;
 use lagoon_backend::cpu::{CpuKv, CpuTensor, CpuWeight};
-use lagoon_backend::{Activation, AttnBatch, AttnRows, CpuDevice, Device, DeviceError, Mode, Partials, WeightSource};
+use lagoon_backend::{
+    Activation, AttnBatch, AttnRows, CpuDevice, Device, DeviceError, Mode, Partials, WeightFormat, WeightPart,
+    WeightSource,
+};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 use rayon::prelude::*;
 use serde_json::{Value, json};
@@ -37,6 +41,15 @@ const STREAM_BYTES: usize = 384 << 20;
 /// Parameters that a decode step reads: all but the embedding table, of which it reads one row.
 const READ_PARAMETERS: usize =
     LAYERS * HIDDEN * (GEOMETRY.qkv_dim() + GEOMETRY.q_dim() + 3 * INTERMEDIATE) + VOCAB * HIDDEN;
+/// Packed formats have KV in f16.
+const FORMATS: [WeightFormat; 6] = [
+    WeightFormat::F16,
+    WeightFormat::BF16,
+    WeightFormat::Q8_0,
+    WeightFormat::Q4_0,
+    WeightFormat::Q4K,
+    WeightFormat::Q6K,
+];
 /// Inner and outer dimension of a layer's projections.
 const PROJECTIONS: [(usize, usize); 4] =
     [(HIDDEN, GEOMETRY.qkv_dim()), (GEOMETRY.q_dim(), HIDDEN), (HIDDEN, 2 * INTERMEDIATE), (INTERMEDIATE, HIDDEN)];
@@ -92,12 +105,20 @@ impl Random {
 }
 
 impl Model {
-    fn new(threads: usize, dtype: DType) -> Result<Self, DeviceError> {
+    fn new(threads: usize, format: WeightFormat) -> Result<Self, DeviceError> {
         let mut device = CpuDevice::with_threads(threads);
-        let mut random = Random(7);
+        let (mut random, mut data) = (Random(7), Data::new(7));
         let mut weight = |device: &mut CpuDevice, rows: usize, cols: usize, exponent| {
-            let bytes = Bytes::from(random.bytes(dtype, rows * cols, exponent));
-            device.weight(WeightSource { dtype, cols, parts: vec![(rows, bytes)] })
+            let plain = format.plain().or((rows == 1).then_some(DType::F32));
+            let bytes = match plain {
+                Some(dtype) => random.bytes(dtype, rows * cols, exponent),
+                None => {
+                    let bytes = format.bytes(rows * cols).expect("whole blocks");
+                    data.packed(format, 64 * cols).0.into_iter().cycle().take(bytes).collect()
+                }
+            };
+            let format = plain.map_or(format, WeightFormat::from);
+            device.weight(WeightSource { cols, parts: vec![WeightPart { rows, format, bytes: Bytes::from(bytes) }] })
         };
         let mut layers = Vec::new();
         for _ in 0..LAYERS {
@@ -244,13 +265,20 @@ fn streaming_read(pool: &rayon::ThreadPool, buffer: &[u64]) -> f64 {
     size_of_val(buffer) as f64 / elapsed
 }
 
-fn decode(threads: usize, dtype: DType, context: usize, pairs: usize, stream: &[u64]) -> Result<Value, DeviceError> {
+fn decode(
+    threads: usize,
+    format: WeightFormat,
+    context: usize,
+    pairs: usize,
+    stream: &[u64],
+) -> Result<Value, DeviceError> {
     let pool = pool(threads);
-    let mut model = Model::new(threads, dtype)?;
+    let mut model = Model::new(threads, format)?;
+    let dtype = kv_dtype(format);
     let mut buffers = model.buffers(1)?;
     let mut kv = model.kv(dtype, context)?;
     let kv_bytes = context * kv_token_bytes(dtype);
-    let bytes = READ_PARAMETERS * dtype.size() + kv_bytes;
+    let bytes = format.bytes(READ_PARAMETERS).expect("whole blocks") + kv_bytes;
     let (mut times, mut reads, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
     let mut cpu = PerCpu::default();
     let mut before = streaming_read(&pool, stream);
@@ -270,11 +298,16 @@ fn decode(threads: usize, dtype: DType, context: usize, pairs: usize, stream: &[
     }
     let time = median(&mut times);
     Ok(json!({
-        "kind": "decode", "dtype": dtype.to_string(), "context": context, "pairs": pairs,
+        "kind": "decode", "format": format.name(), "context": context, "pairs": pairs,
         "tokens_per_s": 1.0 / time, "bytes_per_token": bytes, "kv_bytes_per_token": kv_bytes,
         "gb_per_s": bytes as f64 / time / 1e9, "streaming_gb_per_s": median(&mut reads) / 1e9,
         "ratio": median(&mut ratios), "cpu_ratio": cpu.ratio(), "best_tokens_per_s": 1.0 / times[0],
     }))
+}
+
+/// KV of a model whose weights are in `format`.
+fn kv_dtype(format: WeightFormat) -> DType {
+    format.plain().unwrap_or(DType::F16)
 }
 
 fn kv_token_bytes(dtype: DType) -> usize {
@@ -343,9 +376,10 @@ impl Gemm {
     }
 }
 
-fn prefill(threads: usize, dtype: DType, context: usize, repeats: usize) -> Result<Value, DeviceError> {
+fn prefill(threads: usize, format: WeightFormat, context: usize, repeats: usize) -> Result<Value, DeviceError> {
     let pool = pool(threads);
-    let mut model = Model::new(threads, dtype)?;
+    let mut model = Model::new(threads, format)?;
+    let dtype = kv_dtype(format);
     let mut buffers = model.buffers(CHUNK)?;
     let mut kv = model.kv(dtype, context)?;
     let mut gemm = Gemm::new();
@@ -387,7 +421,7 @@ fn prefill(threads: usize, dtype: DType, context: usize, repeats: usize) -> Resu
         (0..context).step_by(CHUNK).map(|p| LAYERS as f64 * Gemm::layer_flops() + attention_flops(p)).sum();
     let time = median(&mut times);
     Ok(json!({
-        "kind": "prefill", "dtype": dtype.to_string(), "context": context, "chunk": CHUNK, "repeats": repeats,
+        "kind": "prefill", "format": format.name(), "context": context, "chunk": CHUNK, "repeats": repeats,
         "tokens_per_s": context as f64 / time, "gflop": flops / 1e9,
         "attention_gflop": (0..context).step_by(CHUNK).map(attention_flops).sum::<f64>() / 1e9,
         "gflop_per_s": flops / time / 1e9, "gemm_gflop_per_s": median(&mut rates) / 1e9,
@@ -411,8 +445,8 @@ fn main() {
         |n| n.parse().expect("--threads takes a number"),
     );
     let (json, quick, only) = (flag("--json"), flag("--quick"), option("--only"));
-    let dtypes: Vec<DType> =
-        option("--dtype").map_or(vec![DType::F16, DType::BF16], |d| vec![d.parse().expect("an element type")]);
+    let named = |name: &str| WeightFormat::ALL.into_iter().find(|format| format.name().eq_ignore_ascii_case(name));
+    let formats = option("--format").map_or(FORMATS.to_vec(), |name| vec![named(&name).expect("a format's name")]);
     let wanted = |kind: &str| only.as_deref().is_none_or(|o| o == kind);
     let stream: Vec<u64> = (0..STREAM_BYTES as u64 / 8).collect();
     let mut results = Vec::new();
@@ -421,7 +455,7 @@ fn main() {
             println!(
                 "{} {} {:>6}: {:8.1} tok/s, ratio {:.2}, per processor second {:.2}  {result}",
                 result["kind"].as_str().unwrap_or_default(),
-                result["dtype"].as_str().unwrap_or_default(),
+                result["format"].as_str().unwrap_or_default(),
                 result["context"],
                 result["tokens_per_s"].as_f64().unwrap_or_default(),
                 result["ratio"].as_f64().unwrap_or_default(),
@@ -430,15 +464,15 @@ fn main() {
         }
         results.push(result);
     };
-    for dtype in dtypes {
+    for format in formats {
         for context in [512, 4096, 16_384] {
             if wanted("decode") {
-                note(decode(threads, dtype, context, if quick { 15 } else { 60 }, &stream).expect("memory"));
+                note(decode(threads, format, context, if quick { 15 } else { 60 }, &stream).expect("memory"));
             }
         }
         for (context, repeats) in [(512, 12), (4096, 5), (16_384, 3)] {
             if wanted("prefill") {
-                note(prefill(threads, dtype, context, if quick { 1 + repeats / 6 } else { repeats }).expect("memory"));
+                note(prefill(threads, format, context, if quick { 1 + repeats / 6 } else { repeats }).expect("memory"));
             }
         }
     }

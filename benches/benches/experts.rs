@@ -57,7 +57,7 @@ impl Random {
         let mut bytes = Vec::new();
         let values: Vec<f32> = self.values(rows * cols).iter().map(|v| v / 16.0).collect();
         DTYPE.encode(&values, &mut bytes);
-        device.weight(WeightSource { dtype: DTYPE, cols, parts: vec![(rows, Bytes::from(bytes))] })
+        device.weight(WeightSource::plain(DTYPE, cols, vec![(rows, Bytes::from(bytes))]))
     }
 
     fn tensor(&mut self, device: &mut CpuDevice, rows: usize, cols: usize) -> Result<CpuTensor, DeviceError> {

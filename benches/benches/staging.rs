@@ -197,7 +197,7 @@ mod run {
             let bytes = tokens as usize * token_bytes;
             let mut values = Vec::new();
             DType::F16.encode(&vec![0.01; WORK_SIZE * WORK_SIZE], &mut values);
-            let source = WeightSource { dtype: DType::F16, cols: WORK_SIZE, parts: vec![(WORK_SIZE, values.into())] };
+            let source = WeightSource::plain(DType::F16, WORK_SIZE, vec![(WORK_SIZE, values.into())]);
             let weight = device.weight(source)?;
             let (x, y) = (device.tensor(WORK_SIZE, WORK_SIZE)?, device.tensor(WORK_SIZE, WORK_SIZE)?);
             let (layer, host) = (vec![3; bytes], Vec::with_capacity(bytes));

@@ -70,7 +70,7 @@ impl Model {
 fn weight(device: &mut WgpuDevice, rows: usize, cols: usize) -> WgpuWeight {
     let bytes = [0x12, 0x20, 0x05, 0xa1].repeat((rows * cols).div_ceil(2));
     let parts = vec![(rows, Bytes::from(bytes).slice(..rows * cols * 2))];
-    device.weight(WeightSource { dtype: DType::F16, cols, parts }).unwrap()
+    device.weight(WeightSource::plain(DType::F16, cols, parts)).unwrap()
 }
 
 const CHUNK: usize = 512;

@@ -10,7 +10,7 @@ use crate::params;
 use crate::plan::{self, Bounds, ITEMS, Plan};
 use lagoon_backend::{
     Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
-    LatentRow, Mode, Partials, WeightSource, without,
+    LatentRow, Mode, Partials, WeightFormat, WeightSource, without,
 };
 use lagoon_types::{Alibi, AttentionGeometry, KvRun, KvShape};
 use std::ops::Range;
@@ -245,6 +245,10 @@ impl Device for WgpuDevice {
 
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<WgpuTensor, DeviceError> {
         WgpuTensor::new(&mut self.gpu, rows, cols)
+    }
+
+    fn takes(&self, format: WeightFormat) -> bool {
+        format.plain().is_some()
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<WgpuWeight, DeviceError> {

@@ -111,7 +111,7 @@ pub struct WgpuWeight {
 
 impl WgpuWeight {
     pub(crate) fn new(gpu: &mut Gpu, source: &WeightSource) -> Result<Self, DeviceError> {
-        let (rows, cols, dtype) = (source.rows(), source.cols, source.dtype);
+        let (rows, cols, dtype) = (source.rows(), source.cols, source.dtype()?);
         let row_bytes = quads(cols) * 4 * dtype.size();
         let fit = usize::try_from(gpu.binding_bytes_max()).unwrap_or(usize::MAX) / row_bytes.max(1);
         let shard_rows = if fit >= rows { rows.max(1) } else { fit / 4 * 4 };
@@ -133,9 +133,10 @@ impl WgpuWeight {
         let given = self.cols * self.dtype.size();
         let chunk_rows = (WEIGHT_CHUNK_BYTES / row_bytes).max(1);
         let mut row = 0;
-        for (part_rows, bytes) in &source.parts {
-            assert_eq!(bytes.len(), part_rows * given, "a part's bytes match its shape");
-            let end = row + part_rows;
+        for part in &source.parts {
+            let bytes = &part.bytes;
+            assert_eq!(bytes.len(), part.rows * given, "a part's bytes match its shape");
+            let end = row + part.rows;
             let part0 = row;
             while row < end {
                 let shard = &self.shards[self.shards.partition_point(|s| s.row0 + s.rows <= row)];

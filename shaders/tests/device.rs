@@ -35,7 +35,7 @@ fn values(seed: u32, count: usize) -> Vec<f32> {
 fn weight(dtype: DType, rows: usize, cols: usize, seed: u32) -> WeightSource {
     let mut bytes = Vec::new();
     dtype.encode(&values(seed, rows * cols), &mut bytes);
-    WeightSource { dtype, cols, parts: vec![(rows, Bytes::from(bytes))] }
+    WeightSource::plain(dtype, cols, vec![(rows, Bytes::from(bytes))])
 }
 
 fn read_all(device: &mut WgpuDevice, tensor: &<WgpuDevice as Device>::Tensor, rows: usize, cols: usize) -> Vec<f32> {

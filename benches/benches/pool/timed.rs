@@ -9,7 +9,7 @@ use bytes::Bytes;
 use lagoon_backend::cpu::{CpuKv, CpuTensor, CpuWeight};
 use lagoon_backend::{
     Activation, AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
-    LatentRow, Mode, Partials, WeightSource, without,
+    LatentRow, Mode, Partials, WeightFormat, WeightSource, without,
 };
 use lagoon_model::{LoadedTensor, ModelError, ModelSpec, Weights};
 use lagoon_runner::Report;
@@ -172,6 +172,10 @@ impl Device for Timed {
 
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<CpuTensor, DeviceError> {
         self.inner.tensor(rows, cols)
+    }
+
+    fn takes(&self, format: WeightFormat) -> bool {
+        self.inner.takes(format)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<CpuWeight, DeviceError> {

@@ -13,7 +13,7 @@ use crate::kernels::attention::{KvView, Store};
 use crate::kernels::boxes::KvMaps;
 use crate::kernels::weight_ld;
 use crate::virtual_kv::{VirtualKv, VirtualKvError};
-use lagoon_backend::{DeviceError, KvCounters, WeightSource};
+use lagoon_backend::{DeviceError, KvCounters, WeightPart, WeightSource};
 use lagoon_kv::vmm::{VmmConfig, VmmCounters, VmmError, VmmLayout, VmmShape};
 use lagoon_types::{DType, KvShape, KvSpace};
 use std::collections::{BTreeMap, BTreeSet};
@@ -77,14 +77,14 @@ impl CudaWeight {
         context: &Arc<Context>,
         work_stream: &mut WorkStream,
         source: &WeightSource,
-    ) -> Result<Self, CudaError> {
-        let (rows, cols, dtype) = (source.rows(), source.cols, source.dtype);
+    ) -> Result<Self, DeviceError> {
+        let (rows, cols, dtype) = (source.rows(), source.cols, source.dtype()?);
         let (given, stored) = (cols * dtype.size(), weight_ld(cols, dtype.size()) * dtype.size());
         let buffer = Buffer::new(context, "a weight", rows * stored)?;
         let mut at = 0;
         let mut padded = Vec::new();
-        for (part_rows, bytes) in &source.parts {
-            assert_eq!(bytes.len(), part_rows * given, "a part's bytes match its shape");
+        for WeightPart { rows, bytes, .. } in &source.parts {
+            assert_eq!(bytes.len(), rows * given, "a part's bytes match its shape");
             if given == stored {
                 work_stream.copy(buffer.range(at, bytes.len()), bytes)?;
                 at += bytes.len();
@@ -101,7 +101,7 @@ impl CudaWeight {
             }
         }
         // Another stream may use it first.
-        work_stream.stream.synchronize()?;
+        work_stream.stream.synchronize().map_err(CudaError::from)?;
         Ok(Self { buffer, dtype, rows, cols })
     }
 

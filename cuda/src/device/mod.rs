@@ -37,7 +37,7 @@ use crate::kernels::pointwise::{self as p, per_row};
 use bytemuck::Pod;
 use lagoon_backend::{
     Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
-    LaunchCounters, Mode, Partials, Queued, Sampling, VirtualMemory, WeightSource, without,
+    LaunchCounters, Mode, Partials, Queued, Sampling, VirtualMemory, WeightFormat, WeightSource, without,
 };
 #[cfg(target_os = "linux")]
 use lagoon_backend::{PeerAccess, SharedRegions};
@@ -306,9 +306,13 @@ impl Device for CudaDevice {
         Ok(CudaTensor::new(&self.context, &self.work_streams[self.at], rows, cols)?)
     }
 
+    fn takes(&self, format: WeightFormat) -> bool {
+        format.plain().is_some()
+    }
+
     fn weight(&mut self, source: WeightSource) -> Result<CudaWeight, DeviceError> {
         self.work_stream().settle()?;
-        Ok(CudaWeight::new(&self.context, &mut self.work_streams[self.at], &source)?)
+        CudaWeight::new(&self.context, &mut self.work_streams[self.at], &source)
     }
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<CudaKv, DeviceError> {

@@ -7,7 +7,7 @@ use super::shim::{ORDERS, Shim};
 use bytemuck::Pod;
 use lagoon_backend::{
     Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
-    Mode, Partials, WeightSource, without,
+    Mode, Partials, WeightFormat, WeightSource, without,
 };
 use lagoon_cuda::kernels::attention::{Buffers, DecodeClass, KvView, Plan, Precision, SHARED_BYTES_MAX, Store, Tuning};
 use lagoon_cuda::kernels::boxes::KvMaps;
@@ -171,14 +171,19 @@ impl Device for ShimDevice {
         Ok(Tensor { data: vec![0.0; rows * cols], cols })
     }
 
+    fn takes(&self, format: WeightFormat) -> bool {
+        format.plain().is_some()
+    }
+
     fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {
-        let (rows, size) = (source.rows(), source.dtype.size());
+        let (rows, dtype) = (source.rows(), source.dtype()?);
+        let size = dtype.size();
         let (row, ld) = (source.cols * size, weight_ld(source.cols, size) * size);
         let mut data = vec![0u128; rows * ld / 16];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut data);
-        let from = source.parts.iter().flat_map(|(_, bytes)| bytes.chunks_exact(row));
+        let from = source.parts.iter().flat_map(|part| part.bytes.chunks_exact(row));
         bytes.chunks_exact_mut(ld).zip(from).for_each(|(to, from)| to[..row].copy_from_slice(from));
-        Ok(Weight { data, dtype: source.dtype, rows, cols: source.cols })
+        Ok(Weight { data, dtype, rows, cols: source.cols })
     }
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Kv, DeviceError> {

@@ -14,8 +14,10 @@
 
 use crate::PciAddress;
 use crate::capabilities::{PeerAccess, Queued, Sampling, SharedArenas, SharedRegions, VirtualMemory};
+use crate::formats::WeightFormat;
 use bytes::Bytes;
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
 
@@ -174,21 +176,46 @@ pub struct DeviceInfo {
 }
 
 /// A weight as its file stores it: a matrix `[rows][cols]` in row-major order (`y = x · Wᵀ`), possibly given as
-/// several matrices stacked by rows (q, k and v; gate and up). A vector has `rows == 1`.
+/// several matrices stacked by rows (q, k and v; gate and up). A vector has `rows == 1` and is never packed.
 #[derive(Clone, Debug)]
 pub struct WeightSource {
-    pub dtype: DType,
     pub cols: usize,
-    /// Row count and little-endian bytes of each part, typically slices of a memory map. The host backend keeps them
-    /// without a copy, except parts that are misaligned for `dtype`.
-    pub parts: Vec<(usize, Bytes)>,
+    pub parts: Vec<WeightPart>,
+}
+
+/// Consecutive rows of a [`WeightSource`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WeightPart {
+    pub rows: usize,
+    pub format: WeightFormat,
+    /// Little-endian, typically a slice of a memory map. The host backend keeps it without a copy, unless plain elements are
+    /// misaligned.
+    pub bytes: Bytes,
 }
 
 impl WeightSource {
+    /// A weight of plain elements: row count and bytes of each part.
+    #[must_use]
+    pub fn plain(dtype: DType, cols: usize, parts: Vec<(usize, Bytes)>) -> Self {
+        let parts = parts.into_iter().map(|(rows, bytes)| WeightPart { rows, format: dtype.into(), bytes });
+        Self { cols, parts: parts.collect() }
+    }
+
     /// Rows of all parts together.
     #[must_use]
     pub fn rows(&self) -> usize {
-        self.parts.iter().map(|(rows, _)| rows).sum()
+        self.parts.iter().map(|part| part.rows).sum()
+    }
+
+    /// The element type of all parts, for devices that take plain weights only.
+    pub fn dtype(&self) -> Result<DType, DeviceError> {
+        let first = self.parts.first().map_or(WeightFormat::F32, |part| part.format);
+        let same = self.parts.iter().all(|part| part.format == first);
+        first.plain().filter(|_| same).ok_or_else(|| {
+            let formats: BTreeSet<_> = self.parts.iter().map(|part| part.format.name()).collect();
+            let formats: Vec<_> = formats.into_iter().collect();
+            DeviceError::Unsupported(format!("a weight in {}", formats.join(" and ")))
+        })
     }
 }
 
@@ -344,7 +371,14 @@ pub trait Device: Send + 'static {
     /// A tensor of `rows * cols` elements, zeroed.
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<Self::Tensor, DeviceError>;
 
+    /// Whether matrices in `format` are computed with as they are. Plain elements always are; parts of different formats may be
+    /// stacked in one weight only if every packed one is.
+    fn takes(&self, format: WeightFormat) -> bool;
+
     /// Makes a weight available to operations.
+    ///
+    /// # Errors
+    /// Out of memory; a format that the device does not take ([`Device::takes`]).
     fn weight(&mut self, source: WeightSource) -> Result<Self::Weight, DeviceError>;
 
     /// A KV store with `slots` token slots, zeroed.

@@ -8,6 +8,7 @@ pub mod capabilities;
 pub mod conformance;
 pub mod cpu;
 pub mod device;
+pub mod formats;
 pub mod paced;
 pub mod pci;
 #[cfg(target_os = "linux")]
@@ -25,8 +26,10 @@ pub use capabilities::{LentKv, OwnRegion, SharedKv};
 pub use cpu::CpuDevice;
 pub use device::{
     Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, GroupScore, HeadStrides,
-    KvPiece, LatentRow, Mode, Partials, Routing, SWIGLU_ALPHA, SWIGLU_LIMIT, Scoring, WeightSource,
+    KvPiece, LatentRow, Mode, Partials, Routing, SWIGLU_ALPHA, SWIGLU_LIMIT, Scoring, WeightPart,
+    WeightSource,
 };
+pub use formats::WeightFormat;
 pub use paced::{Lateness, PaceProfile, Paced};
 pub use pci::{PciAddress, PciAddressError};
 #[cfg(target_os = "linux")]

@@ -22,6 +22,7 @@ use crate::device::{
     Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
     Mode, Partials, WeightSource,
 };
+use crate::formats::WeightFormat;
 use lagoon_types::{AttentionGeometry, KvShape};
 use std::ops::Range;
 use std::sync::Arc;
@@ -358,9 +359,13 @@ impl<D: Device> Device for Paced<D> {
         self.inner.tensor(rows, cols)
     }
 
+    fn takes(&self, format: WeightFormat) -> bool {
+        self.inner.takes(format)
+    }
+
     fn weight(&mut self, source: WeightSource) -> Result<Self::Weight, DeviceError> {
         let elements = source.rows() * source.cols;
-        let bytes = elements * source.dtype.size();
+        let bytes = source.parts.iter().map(|part| part.bytes.len()).sum();
         Ok(PacedWeight { inner: self.inner.weight(source)?, elements, bytes })
     }
 
@@ -659,7 +664,7 @@ mod tests {
     fn reads_wait_until_the_modelled_time_has_passed_and_nothing_else_does() {
         let mut device = Paced::new(CpuDevice::new(), profile());
         let bytes = Bytes::from(vec![0u8; 8 * 8 * 4]);
-        let weight = device.weight(WeightSource { dtype: DType::F32, cols: 8, parts: vec![(8, bytes)] }).unwrap();
+        let weight = device.weight(WeightSource::plain(DType::F32, 8, vec![(8, bytes)])).unwrap();
         let (x, mut y) = (device.tensor(1, 8).unwrap(), device.tensor(1, 8).unwrap());
         // 256 bytes a thousand times over at 1 GB/s: 256 microseconds each.
         (0..200).for_each(|_| device.matmul(&x, &weight, 1, Mode::Set, &mut y).unwrap());
@@ -674,7 +679,7 @@ mod tests {
     fn urgent_work_goes_before_what_is_queued_and_delays_it() {
         let mut device = Paced::new(CpuDevice::new(), PaceProfile { weight_scale: 1e12, ..profile() });
         let bytes = Bytes::from(vec![0u8; 8 * 8 * 4]);
-        let weight = device.weight(WeightSource { dtype: DType::F32, cols: 8, parts: vec![(8, bytes)] }).unwrap();
+        let weight = device.weight(WeightSource::plain(DType::F32, 8, vec![(8, bytes)])).unwrap();
         let (x, mut y) = (device.tensor(1, 8).unwrap(), device.tensor(1, 8).unwrap());
         // Three days of it.
         device.matmul(&x, &weight, 1, Mode::Set, &mut y).unwrap();

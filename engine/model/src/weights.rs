@@ -401,7 +401,7 @@ impl<D: Device> Loader<'_, '_, '_, D> {
 
     fn give(&mut self, dtype: DType, parts: &[&Part], rows: usize, bytes: Vec<u8>) -> Result<D::Weight, ModelError> {
         let cols = bytes.len() / dtype.size() / rows;
-        self.pass_on(parts, WeightSource { dtype, cols, parts: vec![(rows, bytes.into())] })
+        self.pass_on(parts, WeightSource::plain(dtype, cols, vec![(rows, bytes.into())]))
     }
 
     /// A router, which stays in f32 if it is: files that have it so choose experts by small differences.
@@ -409,7 +409,7 @@ impl<D: Device> Loader<'_, '_, '_, D> {
         let tensor = self.fetch(part)?;
         let dtype = if tensor.dtype == DType::F32 { DType::F32 } else { self.dtype };
         let parts = vec![(part.rows, converted(tensor, dtype).bytes)];
-        self.pass_on(&[part], WeightSource { dtype, cols: part.cols, parts })
+        self.pass_on(&[part], WeightSource::plain(dtype, part.cols, parts))
     }
 
     /// [`Loader::matrix`] of owned parts.
@@ -433,7 +433,7 @@ impl<D: Device> Loader<'_, '_, '_, D> {
             stacked.iter().for_each(|(_, bytes)| whole.extend_from_slice(bytes));
             stacked = vec![(rows, whole.into())];
         }
-        self.pass_on(parts, WeightSource { dtype: self.dtype, cols, parts: stacked })
+        self.pass_on(parts, WeightSource::plain(self.dtype, cols, stacked))
     }
 
     fn pass_on(&mut self, parts: &[&Part], source: WeightSource) -> Result<D::Weight, ModelError> {
@@ -463,7 +463,7 @@ impl<D: Device> Loader<'_, '_, '_, D> {
 fn vector(values: &[f32]) -> WeightSource {
     let mut bytes = Vec::new();
     DType::F32.encode(values, &mut bytes);
-    WeightSource { dtype: DType::F32, cols: values.len(), parts: vec![(1, bytes.into())] }
+    WeightSource::plain(DType::F32, values.len(), vec![(1, bytes.into())])
 }
 
 /// Rows and columns that are copied together, so that both sides stay in the cache.

@@ -38,7 +38,7 @@ fn weights_are_stacked_and_not_copied() {
     let ProjectionWeights::Heads(HeadWeights { qkv, .. }) = &weights.layers[1].projection else { panic!("heads") };
     assert_eq!(qkv.cols, 16);
     let names = ["q_proj", "k_proj", "v_proj"].map(|name| format!("model.layers.1.self_attn.{name}.weight"));
-    for ((rows, bytes), name) in qkv.parts.iter().zip(&names) {
+    for (WeightPart { rows, bytes, .. }, name) in qkv.parts.iter().zip(&names) {
         assert_eq!(bytes, &written[name].1);
         assert_eq!(*rows, written[name].0[0]);
         // The very bytes of the map: opening the tensor again gives the same address.
@@ -46,7 +46,7 @@ fn weights_are_stacked_and_not_copied() {
         assert_eq!(bytes.as_ptr(), again.as_ptr());
     }
     let MlpWeights::Dense(DenseWeights { up: gate_up, .. }) = &weights.layers[0].mlp else { panic!("a dense layer") };
-    assert_eq!(gate_up.parts.iter().map(|(rows, _)| *rows).collect::<Vec<_>>(), [24, 24]);
+    assert_eq!(gate_up.parts.iter().map(|part| part.rows).collect::<Vec<_>>(), [24, 24]);
     assert_eq!((weights.final_norm.weight.rows(), weights.final_norm.weight.cols), (1, 16));
     assert_eq!((weights.output().rows(), weights.output().cols), (10, 16));
 }
@@ -59,7 +59,7 @@ fn weights_outlive_the_checkpoint() {
     write(dir.path(), "model.safetensors", &written);
     let weights = load(dir.path(), None).unwrap();
     drop(dir);
-    assert_eq!(&weights.head.unwrap().parts[0].1, &written["lm_head.weight"].1);
+    assert_eq!(&weights.head.unwrap().parts[0].bytes, &written["lm_head.weight"].1);
 }
 
 #[test]
@@ -131,7 +131,7 @@ fn the_hash_tells_the_rotary_tables_and_not_the_context() {
 fn an_mpt_loads_by_its_own_names() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/mpt");
     let weights = load(&golden, None).unwrap();
-    let parts = |weight: &lagoon_backend::WeightSource| weight.parts.iter().map(|(n, _)| *n).collect::<Vec<_>>();
+    let parts = |weight: &lagoon_backend::WeightSource| weight.parts.iter().map(|part| part.rows).collect::<Vec<_>>();
     let layer = &weights.layers[0];
     let MlpWeights::Dense(mlp) = &layer.mlp else { panic!("a dense layer") };
     let ProjectionWeights::Heads(heads) = &layer.projection else { panic!("heads") };
@@ -152,8 +152,8 @@ fn conversion_rounds_to_nearest_even() {
     for value in wide {
         expected.extend_from_slice(&half::bf16::from_f32(value).to_le_bytes());
     }
-    assert_eq!(weights.final_norm.weight.parts[0].1, expected);
-    assert_eq!(weights.embed.dtype, DType::BF16);
+    assert_eq!(weights.final_norm.weight.parts[0].bytes, expected);
+    assert_eq!(weights.embed.dtype().unwrap(), DType::BF16);
 }
 
 #[test]
@@ -166,7 +166,10 @@ fn mixed_types_are_refused_unless_converted() {
     written.insert(norm.to_owned(), wide(norm));
     write(dir.path(), "model.safetensors", &written);
     // A vector in f32 is converted unasked, as transformers does.
-    assert_eq!(load(dir.path(), None).unwrap().layers[0].attention_norm.as_ref().unwrap().weight.dtype, DType::BF16);
+    assert_eq!(
+        load(dir.path(), None).unwrap().layers[0].attention_norm.as_ref().unwrap().weight.dtype().unwrap(),
+        DType::BF16
+    );
     let down = "model.layers.0.mlp.up_proj.weight";
     written.insert(down.to_owned(), wide(down));
     write(dir.path(), "model.safetensors", &written);

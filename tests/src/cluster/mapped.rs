@@ -5,7 +5,7 @@
 use lagoon_backend::cpu::CpuDevice;
 use lagoon_backend::{
     Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvCounters, KvPiece,
-    LatentRow, Mode, Partials, VirtualMemory, WeightSource, without,
+    LatentRow, Mode, Partials, VirtualMemory, WeightFormat, WeightSource, without,
 };
 use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
 use std::collections::BTreeSet;
@@ -153,6 +153,10 @@ impl Device for MappedDevice {
 
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor, DeviceError> {
         self.0.tensor(rows, cols)
+    }
+
+    fn takes(&self, format: WeightFormat) -> bool {
+        self.0.takes(format)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {

@@ -58,7 +58,7 @@ pub(crate) fn weight<D: Device>(
     seed: u64,
 ) -> anyhow::Result<D::Weight> {
     let bytes = stored_noise(dtype, rows * cols, (3.0 / cols as f32).sqrt(), seed);
-    Ok(d.weight(WeightSource { dtype, cols, parts: vec![(rows, bytes.into())] })?)
+    Ok(d.weight(WeightSource::plain(dtype, cols, vec![(rows, bytes.into())]))?)
 }
 
 /// A tensor of noise between -1 and 1.

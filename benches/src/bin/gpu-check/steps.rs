@@ -78,7 +78,7 @@ impl Model {
                 place += step;
                 noise.slice(place * 2..(place + rows * cols) * 2)
             };
-            d.weight(WeightSource { dtype: DType::BF16, cols, parts: vec![(rows, data)] })
+            d.weight(WeightSource::plain(DType::BF16, cols, vec![(rows, data)]))
         };
         let layers = (0..shape.layers)
             .map(|_| {

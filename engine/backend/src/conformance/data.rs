@@ -1,7 +1,9 @@
 //! Random inputs from fixed seeds.
 
-use crate::{Device, WeightSource};
+use crate::formats::WeightFormat;
+use crate::{Device, WeightPart, WeightSource};
 use bytes::Bytes;
+use half::f16;
 use lagoon_types::DType;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -55,6 +57,63 @@ impl Data {
         (bytes, exact)
     }
 
+    /// Random blocks of a packed format with scales about one over its largest code, and their elements.
+    ///
+    /// # Panics
+    /// If the format is plain, or `n` elements are no whole blocks.
+    pub fn packed(&mut self, format: WeightFormat, n: usize) -> (Vec<u8>, Vec<f32>) {
+        use WeightFormat::{
+            BF16, F16, F32, Iq4Nl, Iq4Xs, Mxfp4, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0,
+        };
+        // Where a block has its 16-bit numbers, and the largest that its elements are of such a number.
+        let (numbers, largest): (&[usize], f32) = match format {
+            Q8_0 | Iq4Nl => (&[0], 127.0),
+            Q4_0 => (&[0], 8.0),
+            Q5_0 => (&[0], 16.0),
+            Q4_1 => (&[0, 2], 16.0),
+            Q5_1 => (&[0, 2], 32.0),
+            Q2K => (&[80, 82], 45.0),
+            Q3K => (&[108], 128.0),
+            Q4K => (&[0, 2], 63.0 * 15.0),
+            Q5K => (&[0, 2], 63.0 * 31.0),
+            Q6K => (&[208], 32.0 * 127.0),
+            Iq4Xs => (&[0], 32.0 * 127.0),
+            Mxfp4 => (&[], 0.0),
+            F32 | F16 | BF16 => panic!("{format} is plain"),
+        };
+        let mut bytes = vec![0; format.bytes(n).expect("whole blocks")];
+        for block in bytes.chunks_exact_mut(format.block().bytes) {
+            self.rng.fill(block);
+            for at in numbers {
+                let number = f16::from_f32(self.rng.random_range(0.5..2.0) / largest);
+                block[*at..at + 2].copy_from_slice(&number.to_le_bytes());
+            }
+            if format == Mxfp4 {
+                block[0] = self.rng.random_range(123..127);
+            }
+        }
+        let mut exact = Vec::new();
+        format.decode(&bytes, &mut exact);
+        (bytes, exact)
+    }
+
+    /// A weight `[rows][cols]` of random blocks in two parts, and its elements.
+    pub fn packed_weight<D: Device>(
+        &mut self,
+        device: &mut D,
+        format: WeightFormat,
+        (rows, cols): (usize, usize),
+    ) -> (D::Weight, Vec<f32>) {
+        let (bytes, exact) = self.packed(format, rows * cols);
+        let bytes = Bytes::from(bytes);
+        let cut = bytes.len() / rows * (rows / 3);
+        let parts = vec![
+            WeightPart { rows: rows / 3, format, bytes: bytes.slice(..cut) },
+            WeightPart { rows: rows - rows / 3, format, bytes: bytes.slice(cut..) },
+        ];
+        (device.weight(WeightSource { cols, parts }).expect("weight"), exact)
+    }
+
     /// A random weight `[rows][cols]` of one part, and its values.
     pub fn weight<D: Device>(
         &mut self,
@@ -64,7 +123,7 @@ impl Data {
         cols: usize,
     ) -> (D::Weight, Vec<f32>) {
         let (bytes, exact) = self.stored(dtype, rows * cols);
-        let source = WeightSource { dtype, cols, parts: vec![(rows, Bytes::from(bytes))] };
+        let source = WeightSource::plain(dtype, cols, vec![(rows, Bytes::from(bytes))]);
         (device.weight(source).expect("weight"), exact)
     }
 

@@ -116,7 +116,7 @@ pub fn matmul_large_weight<D: Device>(device: &mut D, tolerance: Tolerance) {
     let (period, exact) = data.stored(DType::F16, 65_521);
     let bytes: Vec<u8> = period.iter().copied().cycle().take(n * k * 2).collect();
     assert!(bytes.len() > 128 << 20, "larger than the limit in question");
-    let source = WeightSource { dtype: DType::F16, cols: k, parts: vec![(n, Bytes::from(bytes))] };
+    let source = WeightSource::plain(DType::F16, k, vec![(n, Bytes::from(bytes))]);
     let weight = device.weight(source).expect("weight");
     let (x, values) = data.tensor(device, rows, k);
     let mut out = device.tensor(rows, n).expect("tensor");
@@ -193,7 +193,7 @@ fn product<D: Device>(
     let bytes = Bytes::from(bytes);
     let cuts: Vec<usize> = (0..=parts).map(|i| n * i * i / (parts * parts)).collect();
     let part = |w: &[usize]| (w[1] - w[0], bytes.slice(w[0] * k * dtype.size()..w[1] * k * dtype.size()));
-    let source = WeightSource { dtype, cols: k, parts: cuts.windows(2).map(part).collect() };
+    let source = WeightSource::plain(dtype, k, cuts.windows(2).map(part).collect());
     let weight = device.weight(source).expect("weight");
     // Tensors have more rows than the product works on.
     let (x, values) = data.tensor(device, rows + 2, k);

@@ -186,7 +186,7 @@ pub fn sink_joins_the_softmax<D: Device>(device: &mut D, tolerance: Tolerance) {
             dtype.encode(&logits, &mut bytes);
             logits.clear();
             dtype.decode(&bytes, &mut logits);
-            let source = WeightSource { dtype, cols: heads, parts: vec![(1, Bytes::from(bytes))] };
+            let source = WeightSource::plain(dtype, heads, vec![(1, Bytes::from(bytes))]);
             let sinks = device.weight(source).expect("weight");
             device.sink(&mut partials, &sinks, g).expect("sink");
             assert_eq!(partials.count, before.count, "counts");

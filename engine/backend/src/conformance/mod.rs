@@ -23,6 +23,7 @@ mod matmul;
 mod memory;
 mod merge;
 mod oracle;
+mod packed;
 mod pointwise;
 mod rope;
 
@@ -46,6 +47,7 @@ pub mod cases {
         merge_counts_decide_emptiness, merge_extreme_scores, merge_of_split_alibi, merge_of_split_attention,
         merge_of_split_softcap, sink_joins_the_softmax,
     };
+    pub use super::packed::{embed_packed, experts_packed, matmul_packed, packed_is_taken_or_refused};
     pub use super::pointwise::{
         add_bias_adds, embed_widens_rows, gather_copies_rows, gelu_matches, head_norm_matches, layer_norm_matches,
         other_gates_match, rms_norm_matches, rows_add_and_scale, rows_are_capped, silu_mul_matches,
@@ -199,6 +201,10 @@ macro_rules! conformance_names {
             matmul_activated,
             matmul_parts,
             matmul_blocked,
+            packed_is_taken_or_refused,
+            matmul_packed,
+            embed_packed,
+            experts_packed,
             rope_append_rotates_and_stores,
             rope_append_then_attention,
             attention_dtypes,

@@ -15,7 +15,7 @@ pub fn embed_widens_rows<D: Device>(device: &mut D, _: Tolerance) {
             let bytes = Bytes::from(bytes);
             let cut = 20 * cols * dtype.size();
             let parts = vec![(20, bytes.slice(..cut)), (33, bytes.slice(cut..))];
-            let table = device.weight(WeightSource { dtype, cols, parts }).expect("weight");
+            let table = device.weight(WeightSource::plain(dtype, cols, parts)).expect("weight");
             let ids = [0, 52, 19, 20, 19, 7];
             let mut out = device.tensor(9, cols).expect("tensor");
             device.embed(&table, &ids, &mut out).expect("embed");
@@ -287,7 +287,7 @@ fn activated<D: Device>(
     let selected = |column: usize| column % SELECTED;
     let ones = |column| (0..SELECTED).map(move |i| if i == selected(column) { 1.0f32 } else { 0.0 });
     let bytes: Vec<u8> = (0..columns).flat_map(ones).flat_map(f32::to_le_bytes).collect();
-    let source = WeightSource { dtype: DType::F32, cols: SELECTED, parts: vec![(columns, Bytes::from(bytes))] };
+    let source = WeightSource::plain(DType::F32, SELECTED, vec![(columns, Bytes::from(bytes))]);
     let weight = device.weight(source).expect("weight");
     let x = tensor(device, SELECTED, values);
     let mut product = device.tensor(rows, columns).expect("tensor");

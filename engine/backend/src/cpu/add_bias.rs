@@ -20,7 +20,7 @@ pub(super) fn add_bias((threads, isa): (&Threads, Isa), x: &mut CpuTensor, bias:
         let x = unsafe { x.slice(range.start * cols..range.end * cols) };
         // SAFETY: the device's instruction set is supported; x has whole rows of the vector's length.
         unsafe {
-            match bias.dtype {
+            match bias.dtype() {
                 DType::F32 => isa.run(Add::<f32> { x, bias: bytemuck::cast_slice(vector) }),
                 DType::F16 => isa.run(Add::<f16> { x, bias: bytemuck::cast_slice(vector) }),
                 DType::BF16 => isa.run(Add::<bf16> { x, bias: bytemuck::cast_slice(vector) }),

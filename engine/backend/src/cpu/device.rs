@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
-    Mode, Partials, WeightSource,
+    Mode, Partials, WeightFormat, WeightSource,
 };
 #[cfg(target_os = "linux")]
 use crate::{SharedArenas, SharedKv};
@@ -58,8 +58,15 @@ impl Device for CpuDevice {
         CpuTensor::new(rows, cols)
     }
 
+    fn takes(&self, format: WeightFormat) -> bool {
+        matmul::takes(format)
+    }
+
     fn weight(&mut self, source: WeightSource) -> Result<CpuWeight, DeviceError> {
-        Ok(CpuWeight::new(source))
+        match source.parts.iter().find(|part| !self.takes(part.format)) {
+            Some(part) => Err(DeviceError::Unsupported(format!("a weight in {}", part.format))),
+            None => Ok(CpuWeight::new(source)),
+        }
     }
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<CpuKv, DeviceError> {

@@ -38,13 +38,6 @@ impl<E: Element> Dots<E> {
             let mut sums = [[S::splat(0.0); N]; R];
             let mut i = 0;
             while i + S::LANES <= self.k {
-                // Prefetches the next weight rows at the same column: they follow in memory, but rows are too short
-                // for the hardware prefetcher to detect a stream in each.
-                if R == 1 && i.is_multiple_of(64 / size_of::<E>()) {
-                    for j in 0..N {
-                        S::prefetch(w.wrapping_add((j + N) * self.k + i).cast());
-                    }
-                }
                 let mut weights = [S::splat(0.0); N];
                 for (j, weight) in weights.iter_mut().enumerate() {
                     *weight = E::load::<S>(w.add(j * self.k + i));
@@ -73,22 +66,34 @@ impl<E: Element> Dots<E> {
         }
     }
 
+    /// A group of at most [`GROUP`] rows of `x` from `row` with `N` weight rows from `col`.
+    #[inline(always)]
+    unsafe fn group<S: Simd, const N: usize>(&self, row: usize, col: usize) {
+        // SAFETY: within the product.
+        unsafe {
+            match self.rows - row {
+                1 => self.tile::<S, 1, N>(row, col),
+                2 => self.tile::<S, 2, N>(row, col),
+                3 => self.tile::<S, 3, N>(row, col),
+                _ => self.tile::<S, GROUP, N>(row, col),
+            }
+        }
+    }
+
     /// `N` weight rows with all rows of `x`.
+    ///
+    /// The first group reads the weights from memory, one weight row after the other: the hardware prefetcher follows one
+    /// stream on every processor measured, and four interleaved ones on some. The other groups find them in the cache.
     #[inline(always)]
     unsafe fn columns<S: Simd, const N: usize>(&self, col: usize) {
-        let mut row = 0;
-        while row < self.rows {
-            let group = GROUP.min(self.rows - row);
-            // SAFETY: within the product.
-            unsafe {
-                match group {
-                    4 => self.tile::<S, 4, N>(row, col),
-                    3 => self.tile::<S, 3, N>(row, col),
-                    2 => self.tile::<S, 2, N>(row, col),
-                    _ => self.tile::<S, 1, N>(row, col),
-                }
+        // SAFETY: within the product.
+        unsafe {
+            for j in 0..N {
+                self.group::<S, 1>(0, col + j);
             }
-            row += group;
+            for row in (GROUP..self.rows).step_by(GROUP) {
+                self.group::<S, N>(row, col);
+            }
         }
     }
 }
@@ -98,6 +103,9 @@ impl<E: Element> Kernel for Dots<E> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
+        if self.rows == 0 {
+            return;
+        }
         let mut col = 0;
         // SAFETY: within the product.
         unsafe {

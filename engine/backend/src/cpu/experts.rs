@@ -41,7 +41,7 @@ impl Routes {
                 let (keys, rest) = rest.split_at_mut(count);
                 let (best, rest) = rest.split_at_mut(groups);
                 let bias = bias.map(|bias| {
-                    widen(bias.dtype, bias.row(0), &mut rest[..count]);
+                    widen(bias.dtype(), bias.row(0), &mut rest[..count]);
                     &rest[..count]
                 });
                 for row in range.clone() {
@@ -99,7 +99,7 @@ impl Routes {
             // SAFETY: each run's rows are of one task.
             let x = unsafe { x.slice(rows.start * cols..rows.end * cols) };
             with_scratch(cols, |bias| {
-                widen(biases.dtype, biases.row(*expert as usize), &mut bias[..cols]);
+                widen(biases.dtype(), biases.row(*expert as usize), &mut bias[..cols]);
                 for x in x.chunks_exact_mut(cols) {
                     x.iter_mut().zip(bias.iter()).for_each(|(x, bias)| *x += bias);
                 }

@@ -30,7 +30,7 @@ pub(super) fn layer_norm(
         let x = &input[range.start * cols..range.end * cols];
         // SAFETY: the device's instruction set is supported; x and out have whole rows of the weight's length.
         unsafe {
-            match weight.dtype {
+            match weight.dtype() {
                 DType::F32 => isa.run(Norm::<f32> { x, scale: bytemuck::cast_slice(scale), eps, out }),
                 DType::F16 => isa.run(Norm::<f16> { x, scale: bytemuck::cast_slice(scale), eps, out }),
                 DType::BF16 => isa.run(Norm::<bf16> { x, scale: bytemuck::cast_slice(scale), eps, out }),

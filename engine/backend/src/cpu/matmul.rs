@@ -3,14 +3,23 @@
 
 use super::dots::Dots;
 use super::multiply::Multiply;
-use super::pack::Transpose;
+use super::pack::{Plain, Stored, Transpose, Widen};
+use super::packed::{self, Blocks, Packed, PackedDots};
 use super::simd::{Element, Isa};
 use super::threads::{Disjoint, Threads, with_scratch};
+use super::weight::Stretch;
 use super::{CpuTensor, CpuWeight};
+use crate::formats::WeightFormat;
 use crate::{HeadStrides, Mode};
 use half::{bf16, f16};
-use lagoon_types::DType;
+use std::marker::PhantomData;
 use std::ops::Range;
+
+/// Whether the kernels read weights in `format` as they are.
+pub(super) fn takes(format: WeightFormat) -> bool {
+    use WeightFormat::{BF16, F16, F32, Mxfp4, Q4_0, Q4K, Q5K, Q6K, Q8_0};
+    matches!(format, F32 | F16 | BF16 | Q8_0 | Q4_0 | Q4K | Q5K | Q6K | Mxfp4)
+}
 
 /// Up to so many rows the weights are streamed; packing a panel pays for more.
 const STREAMED_ROWS: usize = 24;
@@ -20,6 +29,9 @@ const STREAM_BYTES: usize = 128 << 10;
 const PANEL: usize = 64;
 /// Inner length of a panel: 64 KiB of f32 with [`PANEL`] columns.
 const DEPTH: usize = 256;
+/// Packed weight rows that are unpacked together for more rows than [`packed::ROWS_MAX`]; they stay in the first-level cache, or
+/// the second.
+const UNPACKED_ROWS: usize = 4;
 /// Rows that are worth a panel of their own when there are fewer panels than threads.
 const ROWS_MIN: usize = 48;
 
@@ -169,19 +181,33 @@ struct Product<'a> {
 impl Product<'_> {
     /// Columns `cols` of the result, streaming their weights.
     fn streamed(&self, cols: Range<usize>) {
-        for (span, bytes) in self.weight.stretches(cols) {
-            match self.weight.dtype {
-                DType::F32 => self.dots::<f32>(span, bytemuck::cast_slice(bytes)),
-                DType::F16 => self.dots::<f16>(span, bytemuck::cast_slice(bytes)),
-                DType::BF16 => self.dots::<bf16>(span, bytemuck::cast_slice(bytes)),
+        for part in self.weight.stretches(cols) {
+            match part.format {
+                WeightFormat::F32 => self.dots::<f32>(&part),
+                WeightFormat::F16 => self.dots::<f16>(&part),
+                WeightFormat::BF16 => self.dots::<bf16>(&part),
+                WeightFormat::Q8_0 => self.packed_dots::<packed::Q8_0>(&part),
+                WeightFormat::Q4_0 => self.packed_dots::<packed::Q4_0>(&part),
+                WeightFormat::Q4K => self.packed_dots::<packed::Q4K>(&part),
+                WeightFormat::Q5K => self.packed_dots::<packed::Q5K>(&part),
+                WeightFormat::Q6K => self.packed_dots::<packed::Q6K>(&part),
+                WeightFormat::Mxfp4 => self.packed_dots::<packed::Mxfp4>(&part),
+                other => unreachable!("{other} is not taken"),
             }
         }
     }
 
-    fn dots<E: Element>(&self, cols: Range<usize>, weights: &[E]) {
-        assert_eq!(weights.len(), cols.len() * self.k, "weights of the columns");
-        // SAFETY: the device's instruction set is supported; x holds rows of k, and only the columns `cols`, which are
-        // this task's, are written.
+    fn dots<E: Element>(&self, part: &Stretch<'_>) {
+        let weights: &[E] = bytemuck::cast_slice(part.bytes);
+        assert_eq!(weights.len(), part.rows.len() * self.k, "weights of the columns");
+        // SAFETY: the stretch has the weights of its columns.
+        unsafe { self.dots_at(weights.as_ptr(), part.rows.clone()) }
+    }
+
+    /// # Safety
+    /// `weights` is valid for `cols.len()` rows of `k` elements, and the columns `cols` are this task's.
+    unsafe fn dots_at<E: Element>(&self, weights: *const E, cols: Range<usize>) {
+        // SAFETY: the device's instruction set is supported; x holds rows of k, and only the columns `cols` are written.
         unsafe {
             self.isa.run(Dots {
                 rows: self.rows.len(),
@@ -189,12 +215,64 @@ impl Product<'_> {
                 k: self.k,
                 x: self.x.as_ptr().add(self.rows.start * self.x_stride),
                 x_stride: self.x_stride,
-                weight: weights.as_ptr(),
-                out: self.out.as_ptr().add(self.rows.start * self.out_stride + self.out_at + cols.start - self.first),
+                weight: weights,
+                out: self.out_at(cols.start),
                 out_stride: self.out_stride,
                 add: self.add,
             });
         }
+    }
+
+    /// Where the dots with weight row `col` go in the first row.
+    unsafe fn out_at(&self, col: usize) -> *mut f32 {
+        // SAFETY: within the result.
+        unsafe { self.out.as_ptr().add(self.rows.start * self.out_stride + self.out_at + col - self.first) }
+    }
+
+    /// As [`Self::dots`] of packed weights, which many rows share in f32.
+    fn packed_dots<P: Packed>(&self, part: &Stretch<'_>) {
+        if self.rows.len() > packed::ROWS_MAX {
+            return self.unpacked_dots::<P>(part);
+        }
+        assert_eq!(part.bytes.len(), part.rows.len() * part.row_bytes, "weights of the columns");
+        // SAFETY: the device's instruction set is supported; x holds rows of k, the stretch whole rows of blocks, and only the
+        // stretch's columns, which are this task's, are written.
+        unsafe {
+            self.isa.run(PackedDots::<P> {
+                rows: self.rows.len(),
+                n: part.rows.len(),
+                k: self.k,
+                x: self.x.as_ptr().add(self.rows.start * self.x_stride),
+                x_stride: self.x_stride,
+                weight: part.bytes.as_ptr(),
+                out: self.out_at(part.rows.start),
+                out_stride: self.out_stride,
+                add: self.add,
+                format: PhantomData,
+            });
+        }
+    }
+
+    fn unpacked_dots<P: Packed>(&self, part: &Stretch<'_>) {
+        with_scratch(UNPACKED_ROWS * self.k, |wide| {
+            for (i, bytes) in part.bytes.chunks(UNPACKED_ROWS * part.row_bytes).enumerate() {
+                let (first, rows) = (part.rows.start + i * UNPACKED_ROWS, bytes.len() / part.row_bytes);
+                // SAFETY: the device's instruction set is supported; the scratch has room for the rows, whose columns are this
+                // task's.
+                unsafe {
+                    self.isa.run(Widen::<Blocks<P>> {
+                        rows,
+                        cols: self.k,
+                        from: bytes.as_ptr(),
+                        from_stride: part.row_bytes,
+                        to: wide.as_mut_ptr(),
+                        to_stride: self.k,
+                        stored: PhantomData,
+                    });
+                    self.dots_at(wide.as_ptr(), first..first + rows);
+                }
+            }
+        });
     }
 
     /// Columns `cols`, at most a panel, of rows `rows`.
@@ -230,27 +308,37 @@ impl Product<'_> {
 
     /// Widens columns `depth` of weight rows `cols` into `panel[depth][PANEL]`.
     fn pack(&self, cols: Range<usize>, depth: Range<usize>, panel: &mut [f32]) {
-        for (span, bytes) in self.weight.stretches(cols.clone()) {
-            let panel = &mut panel[span.start - cols.start..];
-            match self.weight.dtype {
-                DType::F32 => self.transpose::<f32>(span.len(), bytemuck::cast_slice(bytes), depth.clone(), panel),
-                DType::F16 => self.transpose::<f16>(span.len(), bytemuck::cast_slice(bytes), depth.clone(), panel),
-                DType::BF16 => self.transpose::<bf16>(span.len(), bytemuck::cast_slice(bytes), depth.clone(), panel),
+        for part in self.weight.stretches(cols.clone()) {
+            let (depth, panel) = (depth.clone(), &mut panel[part.rows.start - cols.start..]);
+            match part.format {
+                WeightFormat::F32 => self.transpose::<Plain<f32>>(&part, depth, panel),
+                WeightFormat::F16 => self.transpose::<Plain<f16>>(&part, depth, panel),
+                WeightFormat::BF16 => self.transpose::<Plain<bf16>>(&part, depth, panel),
+                WeightFormat::Q8_0 => self.transpose::<Blocks<packed::Q8_0>>(&part, depth, panel),
+                WeightFormat::Q4_0 => self.transpose::<Blocks<packed::Q4_0>>(&part, depth, panel),
+                WeightFormat::Q4K => self.transpose::<Blocks<packed::Q4K>>(&part, depth, panel),
+                WeightFormat::Q5K => self.transpose::<Blocks<packed::Q5K>>(&part, depth, panel),
+                WeightFormat::Q6K => self.transpose::<Blocks<packed::Q6K>>(&part, depth, panel),
+                WeightFormat::Mxfp4 => self.transpose::<Blocks<packed::Mxfp4>>(&part, depth, panel),
+                other => unreachable!("{other} is not taken"),
             }
         }
     }
 
-    fn transpose<E: Element>(&self, rows: usize, weights: &[E], depth: Range<usize>, panel: &mut [f32]) {
-        assert!(weights.len() == rows * self.k && panel.len() >= (depth.len() + 16) * PANEL - PANEL + rows);
-        // SAFETY: the weights hold `rows` rows of k, and the panel their columns, with room for a vector of rows beyond.
+    fn transpose<W: Stored>(&self, part: &Stretch<'_>, depth: Range<usize>, panel: &mut [f32]) {
+        let rows = part.rows.len();
+        assert!(part.bytes.len() == rows * part.row_bytes && panel.len() >= (depth.len() + 16) * PANEL - PANEL + rows);
+        // SAFETY: the stretch holds `rows` rows of k, and the panel their columns, with room for a vector of rows beyond.
         unsafe {
-            self.isa.run(Transpose {
+            self.isa.run(Transpose::<W> {
                 rows,
+                first: depth.start,
                 cols: depth.len(),
-                from: weights.as_ptr().add(depth.start),
-                from_stride: self.k,
+                from: part.bytes.as_ptr(),
+                from_stride: part.row_bytes,
                 to: panel.as_mut_ptr(),
                 to_stride: PANEL,
+                stored: PhantomData,
             });
         }
     }

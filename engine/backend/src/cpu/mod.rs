@@ -22,6 +22,7 @@ mod matmul;
 mod merge;
 mod multiply;
 mod pack;
+mod packed;
 mod rms_norm;
 mod rope_append;
 pub(crate) mod simd;

@@ -45,7 +45,7 @@ unsafe fn run(isa: Isa, (x, out): (*const f32, *mut f32), rows: usize, weight: &
     let scale = weight.row(0);
     // SAFETY: the device's instruction set is supported; the pointers by the contract.
     unsafe {
-        match weight.dtype {
+        match weight.dtype() {
             DType::F32 => isa.run(Norm::<f32> { x, scale: bytemuck::cast_slice(scale), eps, rows, out }),
             DType::F16 => isa.run(Norm::<f16> { x, scale: bytemuck::cast_slice(scale), eps, rows, out }),
             DType::BF16 => isa.run(Norm::<bf16> { x, scale: bytemuck::cast_slice(scale), eps, rows, out }),

@@ -11,7 +11,7 @@ pub(super) fn sink(partials: &mut Partials<CpuTensor>, sinks: &CpuWeight, geomet
     let (heads, dim, q_dim) = (geometry.heads as usize, geometry.query_dim(), geometry.q_dim());
     assert_eq!((sinks.rows, sinks.cols), (1, heads), "a sink for each head");
     with_scratch(heads, |logits| {
-        widen(sinks.dtype, sinks.row(0), &mut logits[..heads]);
+        widen(sinks.dtype(), sinks.row(0), &mut logits[..heads]);
         for (row, _) in partials.count.iter().enumerate().filter(|(_, seen)| **seen > 0) {
             let lse = &partials.lse.data[row * heads..][..heads];
             let out = &mut partials.out.data[row * q_dim..][..q_dim];

@@ -1,9 +1,11 @@
-//! Weights of the host backend in their own element type, not copied where aligned.
+//! Weights of the host backend as they are stored, not copied where aligned.
 //!
-//! Invariants: each part's bytes are aligned for the element type and hold `rows * cols` elements; parts are kept
+//! Invariants: each part's bytes hold `rows * cols` elements in its format and are aligned for plain elements; parts are kept
 //! apart, in ascending rows without gaps.
 
-use crate::WeightSource;
+use super::widen::widen;
+use crate::formats::WeightFormat;
+use crate::{WeightPart, WeightSource};
 use bytes::Bytes;
 use lagoon_types::DType;
 use std::fmt;
@@ -12,7 +14,6 @@ use std::ops::Range;
 /// A weight of the host backend: the given bytes, or a copy where they were misaligned.
 #[derive(Debug)]
 pub struct CpuWeight {
-    pub(crate) dtype: DType,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) parts: Vec<Part>,
@@ -22,7 +23,17 @@ pub struct CpuWeight {
 pub(crate) struct Part {
     pub(crate) row0: usize,
     pub(crate) rows: usize,
+    pub(crate) format: WeightFormat,
+    row_bytes: usize,
     store: Store,
+}
+
+/// Consecutive rows of one part.
+pub(crate) struct Stretch<'a> {
+    pub(crate) rows: Range<usize>,
+    pub(crate) format: WeightFormat,
+    pub(crate) row_bytes: usize,
+    pub(crate) bytes: &'a [u8],
 }
 
 enum Store {
@@ -31,10 +42,21 @@ enum Store {
 }
 
 impl Part {
+    fn new(row0: usize, cols: usize, part: WeightPart) -> Self {
+        let WeightPart { rows, format, bytes } = part;
+        let row_bytes = format.bytes(cols).expect("a weight's rows have whole blocks");
+        assert_eq!(bytes.len(), rows * row_bytes, "bytes of a weight's part");
+        let store = match format.plain() {
+            Some(dtype) => store(bytes, dtype),
+            None => Store::Shared(bytes),
+        };
+        Self { row0, rows, format, row_bytes, store }
+    }
+
     pub(crate) fn bytes(&self) -> &[u8] {
         match &self.store {
             Store::Shared(bytes) => bytes,
-            Store::Copied(words) => bytemuck::cast_slice(words),
+            Store::Copied(words) => &bytemuck::cast_slice(words)[..self.rows * self.row_bytes],
         }
     }
 }
@@ -42,36 +64,53 @@ impl Part {
 impl fmt::Debug for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let copied = matches!(self.store, Store::Copied(_));
-        f.debug_struct("Part").field("row0", &self.row0).field("rows", &self.rows).field("copied", &copied).finish()
+        f.debug_struct("Part")
+            .field("row0", &self.row0)
+            .field("rows", &self.rows)
+            .field("format", &self.format)
+            .field("copied", &copied)
+            .finish()
     }
 }
 
 impl CpuWeight {
     pub(crate) fn new(source: WeightSource) -> Self {
-        let (dtype, cols, rows) = (source.dtype, source.cols, source.rows());
+        let (cols, rows) = (source.cols, source.rows());
         let mut row0 = 0;
-        let parts = source
-            .parts
-            .into_iter()
-            .map(|(rows, bytes)| {
-                assert_eq!(bytes.len(), rows * cols * dtype.size(), "bytes of a weight's part");
-                let part = Part { row0, rows, store: store(bytes, dtype) };
-                row0 += rows;
-                part
-            })
-            .collect();
-        Self { dtype, rows, cols, parts }
+        let parts = source.parts.into_iter().map(|part| {
+            let part = Part::new(row0, cols, part);
+            row0 += part.rows;
+            part
+        });
+        Self { rows, cols, parts: parts.collect() }
     }
 
-    /// Bytes of one row.
+    /// Element type of a vector.
+    ///
+    /// # Panics
+    /// If it is packed: only matrices are.
+    pub(crate) fn dtype(&self) -> DType {
+        self.parts[0].format.plain().expect("vectors are stored element by element")
+    }
+
+    /// Bytes of the longest row.
     pub(crate) fn row_bytes(&self) -> usize {
-        self.cols * self.dtype.size()
+        self.parts.iter().map(|part| part.row_bytes).max().unwrap_or(0)
     }
 
     /// One row's bytes.
     pub(crate) fn row(&self, row: usize) -> &[u8] {
         let part = &self.parts[self.part_of(row)];
-        &part.bytes()[(row - part.row0) * self.row_bytes()..][..self.row_bytes()]
+        &part.bytes()[(row - part.row0) * part.row_bytes..][..part.row_bytes]
+    }
+
+    /// Writes one row's elements to `out`.
+    pub(crate) fn decode_row(&self, row: usize, out: &mut [f32]) {
+        let format = self.parts[self.part_of(row)].format;
+        match format.plain() {
+            Some(dtype) => widen(dtype, self.row(row), out),
+            None => format.decode_into(self.row(row), out),
+        }
     }
 
     /// The part that has a row: experts have hundreds of parts.
@@ -79,9 +118,8 @@ impl CpuWeight {
         self.parts.partition_point(|part| part.row0 + part.rows <= row)
     }
 
-    /// The contiguous stretches of `rows`, each with its first row.
-    pub(crate) fn stretches(&self, rows: Range<usize>) -> impl Iterator<Item = (Range<usize>, &[u8])> {
-        let row_bytes = self.row_bytes();
+    /// The contiguous stretches of `rows`.
+    pub(crate) fn stretches(&self, rows: Range<usize>) -> impl Iterator<Item = Stretch<'_>> {
         let first = self.parts.len().min(self.part_of(rows.start));
         let parts = self.parts[first..].iter().take_while({
             let end = rows.end;
@@ -89,9 +127,14 @@ impl CpuWeight {
         });
         parts.filter_map(move |part| {
             let span = rows.start.max(part.row0)..rows.end.min(part.row0 + part.rows);
-            let bytes = part.bytes();
-            (!span.is_empty())
-                .then(|| (span.clone(), &bytes[(span.start - part.row0) * row_bytes..][..span.len() * row_bytes]))
+            let row_bytes = part.row_bytes;
+            let at = span.start.saturating_sub(part.row0) * row_bytes;
+            (!span.is_empty()).then(|| Stretch {
+                bytes: &part.bytes()[at..][..span.len() * row_bytes],
+                rows: span,
+                format: part.format,
+                row_bytes,
+            })
         })
     }
 }
@@ -115,17 +158,16 @@ mod tests {
         let words: Vec<u8> = (0..33).collect();
         let bytes = Bytes::from_owner(words);
         let odd = usize::from(bytes.as_ptr().align_offset(2) == 0);
-        let source = |skip: usize| WeightSource {
-            dtype: DType::F16,
-            cols: 4,
-            parts: vec![(2, bytes.slice(skip..skip + 16)), (2, bytes.slice(1 - skip..17 - skip))],
+        let source = |skip: usize| {
+            let parts = vec![(2, bytes.slice(skip..skip + 16)), (2, bytes.slice(1 - skip..17 - skip))];
+            WeightSource::plain(DType::F16, 4, parts)
         };
         let weight = CpuWeight::new(source(1 - odd));
         let copied: Vec<bool> = weight.parts.iter().map(|p| matches!(p.store, Store::Copied(_))).collect();
         assert_eq!(copied, [false, true]);
         let at = u8::try_from(odd).unwrap();
         assert_eq!(weight.row(2)[..2], [at, at + 1]);
-        let stretches: Vec<_> = weight.stretches(1..3).map(|(rows, bytes)| (rows, bytes.len())).collect();
+        let stretches: Vec<_> = weight.stretches(1..3).map(|part| (part.rows, part.bytes.len())).collect();
         assert_eq!(stretches, [(1..2, 8), (2..3, 8)]);
     }
 }

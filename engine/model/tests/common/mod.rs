@@ -3,7 +3,7 @@
 
 use lagoon_backend::{
     Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
-    Mode, Partials, WeightSource, without,
+    Mode, Partials, WeightFormat, WeightSource, without,
 };
 use lagoon_model::{Checkpoint, ModelError, ModelSpec};
 use lagoon_types::{AttentionGeometry, DType, KvShape};
@@ -97,6 +97,10 @@ impl Device for RecordingDevice {
     type Tensor = ();
     type Weight = WeightSource;
     type Kv = ();
+
+    fn takes(&self, _: WeightFormat) -> bool {
+        true
+    }
 
     fn weight(&mut self, source: WeightSource) -> Result<WeightSource, DeviceError> {
         Ok(source)

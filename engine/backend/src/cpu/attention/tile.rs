@@ -2,13 +2,14 @@
 //! with the matrix kernel; tiles that no row sees are skipped, and only tiles on an edge are masked.
 
 use super::super::multiply::Multiply;
-use super::super::pack::{Transpose, Widen};
+use super::super::pack::{Plain, Transpose, Widen};
 use super::super::simd::math::{add_ramp, exp, scale, softcap};
 use super::super::simd::{Element, Kernel, Simd};
 use super::super::threads::with_scratch;
 use super::{Call, Task};
 use lagoon_types::KvRun;
 use lagoon_types::run::visible;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Tokens of a tile.
@@ -126,21 +127,24 @@ impl Tiles<'_> {
         // SAFETY: the device's instruction set is supported; each of the n tokens has its keys at `from` and its
         // values `values_at` further; both targets have room for a vector beyond `dim`.
         unsafe {
-            self.call.isa.run(Transpose {
+            self.call.isa.run(Transpose::<Plain<E>> {
                 rows: n,
+                first: 0,
                 cols: self.dim,
-                from: from.as_ptr(),
-                from_stride: stride,
+                from: from.as_ptr().cast(),
+                from_stride: stride * size_of::<E>(),
                 to: self.keys.as_mut_ptr(),
                 to_stride: TOKENS,
+                stored: PhantomData,
             });
-            self.call.isa.run(Widen {
+            self.call.isa.run(Widen::<Plain<E>> {
                 rows: n,
                 cols: self.dim,
-                from: from[values_at..].as_ptr(),
-                from_stride: stride,
+                from: from[values_at..].as_ptr().cast(),
+                from_stride: stride * size_of::<E>(),
                 to: self.values.as_mut_ptr(),
                 to_stride: self.padded,
+                stored: PhantomData,
             });
         }
     }

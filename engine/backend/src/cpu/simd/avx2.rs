@@ -71,6 +71,7 @@ unsafe fn halves(p: *const f32) -> __m256 {
 
 impl Simd for Avx2 {
     type V = __m256;
+    type I = __m256i;
     const LANES: usize = 8;
     const TILE_VECTORS: usize = 2;
 
@@ -214,5 +215,55 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_f16(p: *const u16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_set1_epi16(p.read_unaligned().cast_signed())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> __m256i {
+        unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> __m256i {
+        unsafe { _mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn and(a: __m256i, mask: u32) -> __m256i {
+        unsafe { _mm256_and_si256(a, _mm256_set1_epi32(mask.cast_signed())) }
+    }
+
+    #[inline(always)]
+    unsafe fn or(a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_or_si256(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn shift_right(a: __m256i, n: u32) -> __m256i {
+        unsafe { _mm256_srlv_epi32(a, _mm256_set1_epi32(n.cast_signed())) }
+    }
+
+    #[inline(always)]
+    unsafe fn shift_left(a: __m256i, n: u32) -> __m256i {
+        unsafe { _mm256_sllv_epi32(a, _mm256_set1_epi32(n.cast_signed())) }
+    }
+
+    #[inline(always)]
+    unsafe fn to_f32(a: __m256i) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn look_up(table: &[f32; 16], a: __m256i) -> __m256 {
+        // Both halves of the table are looked up by the low three bits; the fourth, as a sign, chooses.
+        unsafe {
+            let low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr()), a);
+            let high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr().add(8)), a);
+            _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(a)))
+        }
     }
 }

@@ -89,6 +89,7 @@ unsafe fn quarters(p: *const f32) -> __m512 {
 
 impl Simd for Avx512 {
     type V = __m512;
+    type I = __m512i;
     const LANES: usize = 16;
     const TILE_VECTORS: usize = 4;
 
@@ -231,5 +232,50 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_f16(p: *const u16) -> __m512 {
+        unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(p.read_unaligned().cast_signed())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> __m512i {
+        unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> __m512i {
+        unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn and(a: __m512i, mask: u32) -> __m512i {
+        unsafe { _mm512_and_si512(a, _mm512_set1_epi32(mask.cast_signed())) }
+    }
+
+    #[inline(always)]
+    unsafe fn or(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_or_si512(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn shift_right(a: __m512i, n: u32) -> __m512i {
+        unsafe { _mm512_srlv_epi32(a, _mm512_set1_epi32(n.cast_signed())) }
+    }
+
+    #[inline(always)]
+    unsafe fn shift_left(a: __m512i, n: u32) -> __m512i {
+        unsafe { _mm512_sllv_epi32(a, _mm512_set1_epi32(n.cast_signed())) }
+    }
+
+    #[inline(always)]
+    unsafe fn to_f32(a: __m512i) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn look_up(table: &[f32; 16], a: __m512i) -> __m512 {
+        unsafe { _mm512_permutexvar_ps(a, _mm512_loadu_ps(table.as_ptr())) }
     }
 }

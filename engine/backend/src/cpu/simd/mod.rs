@@ -23,6 +23,8 @@ use std::fmt;
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A vector.
     type V: Copy;
+    /// A vector of as many 32-bit integers: codes of packed weights.
+    type I: Copy;
     /// Elements of a vector.
     const LANES: usize;
     /// Vectors that are as wide as a tile of the matrix kernel, so that its sums stay in registers.
@@ -63,6 +65,23 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
     /// Prefetches a cache line; any address is valid.
     unsafe fn prefetch(p: *const u8);
+    /// One f16 in every lane.
+    unsafe fn splat_f16(p: *const u16) -> Self::V;
+    /// `LANES` bytes as unsigned integers.
+    unsafe fn load_u8(p: *const u8) -> Self::I;
+    /// `LANES` bytes as signed integers.
+    unsafe fn load_i8(p: *const i8) -> Self::I;
+    /// The bits of every lane that `mask` has.
+    unsafe fn and(a: Self::I, mask: u32) -> Self::I;
+    unsafe fn or(a: Self::I, b: Self::I) -> Self::I;
+    /// Shifts every lane right by `n < 32` bits, with zeros.
+    unsafe fn shift_right(a: Self::I, n: u32) -> Self::I;
+    /// Shifts every lane left by `n < 32` bits.
+    unsafe fn shift_left(a: Self::I, n: u32) -> Self::I;
+    /// Lanes below 2^24 in magnitude as f32.
+    unsafe fn to_f32(a: Self::I) -> Self::V;
+    /// The elements of `table` that lanes below 16 name.
+    unsafe fn look_up(table: &[f32; 16], a: Self::I) -> Self::V;
 }
 
 /// Work that is compiled for every instruction set.

@@ -31,6 +31,7 @@ unsafe fn read(n: usize, f: impl Fn(usize) -> f32) -> V {
 // SAFETY (of the blocks below): pointers are valid for the elements named, by the trait's contract.
 impl Simd for Portable {
     type V = V;
+    type I = [u32; LANES];
     const LANES: usize = LANES;
     const TILE_VECTORS: usize = 2;
 
@@ -177,4 +178,52 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
+
+    #[inline(always)]
+    unsafe fn splat_f16(p: *const u16) -> V {
+        // SAFETY: one element is valid.
+        [f16::from_bits(unsafe { p.read_unaligned() }).to_f32(); LANES]
+    }
+
+    #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> [u32; LANES] {
+        // SAFETY: LANES elements are valid.
+        unsafe { p.cast::<[u8; LANES]>().read() }.map(u32::from)
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> [u32; LANES] {
+        // SAFETY: LANES elements are valid.
+        unsafe { p.cast::<[i8; LANES]>().read() }.map(|x| i32::from(x).cast_unsigned())
+    }
+
+    #[inline(always)]
+    unsafe fn and(a: [u32; LANES], mask: u32) -> [u32; LANES] {
+        a.map(|a| a & mask)
+    }
+
+    #[inline(always)]
+    unsafe fn or(a: [u32; LANES], b: [u32; LANES]) -> [u32; LANES] {
+        std::array::from_fn(|i| a[i] | b[i])
+    }
+
+    #[inline(always)]
+    unsafe fn shift_right(a: [u32; LANES], n: u32) -> [u32; LANES] {
+        a.map(|a| a >> n)
+    }
+
+    #[inline(always)]
+    unsafe fn shift_left(a: [u32; LANES], n: u32) -> [u32; LANES] {
+        a.map(|a| a << n)
+    }
+
+    #[inline(always)]
+    unsafe fn to_f32(a: [u32; LANES]) -> V {
+        a.map(|a| a.cast_signed() as f32)
+    }
+
+    #[inline(always)]
+    unsafe fn look_up(table: &[f32; 16], a: [u32; LANES]) -> V {
+        a.map(|a| table[a as usize & 15])
+    }
 }

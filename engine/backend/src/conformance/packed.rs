@@ -1,0 +1,132 @@
+//! Packed weights against f64 on their elements. A device that takes none of a format refuses it.
+
+use super::data::{Data, read};
+use super::matmul::{bound, oracle};
+use super::{Tolerance, assert_close};
+use crate::formats::WeightFormat;
+use crate::{
+    Activation, Device, DeviceError, ExpertBuffers, Experts, Mode, Routing, Scoring, WeightPart, WeightSource,
+};
+use bytes::Bytes;
+use lagoon_types::DType;
+
+fn taken<D: Device>(device: &D) -> Vec<WeightFormat> {
+    let packed = WeightFormat::ALL.into_iter().filter(|format| format.plain().is_none());
+    packed.filter(|format| device.takes(*format)).collect()
+}
+
+/// Plain formats are taken, and a format that is not taken is refused by its name.
+pub fn packed_is_taken_or_refused<D: Device>(device: &mut D, _: Tolerance) {
+    for format in WeightFormat::ALL {
+        let elements = 2 * format.block().elements;
+        let bytes = Bytes::from(vec![0; format.bytes(elements).expect("whole blocks")]);
+        let source = WeightSource { cols: elements, parts: vec![WeightPart { rows: 1, format, bytes }] };
+        let takes = device.takes(format);
+        assert!(takes || format.plain().is_none(), "{format} is plain");
+        match device.weight(source) {
+            Ok(_) => assert!(takes, "{format} is not taken, and not refused"),
+            Err(DeviceError::Unsupported(what)) => assert!(!takes && what.contains(format.name()), "{format}: {what}"),
+            Err(error) => panic!("{format}: {error}"),
+        }
+    }
+}
+
+/// Products with packed weights, in few rows and many, in two parts.
+pub fn matmul_packed<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for format in taken(device) {
+        for (rows, blocks, n) in [
+            (1, 1, 5),
+            (1, 3, 33),
+            (2, 2, 17),
+            (3, 3, 40),
+            (4, 2, 66),
+            (5, 3, 129),
+            (17, 2, 31),
+            (65, 3, 40),
+            (130, 2, 100),
+        ] {
+            for mode in [Mode::Set, Mode::Add] {
+                // More than a panel's depth, also of short blocks.
+                let k = blocks * format.block().elements.max(96);
+                product(device, format, (rows, k, n), mode, tolerance);
+            }
+        }
+    }
+}
+
+fn product<D: Device>(
+    device: &mut D,
+    format: WeightFormat,
+    (rows, k, n): (usize, usize, usize),
+    mode: Mode,
+    tolerance: Tolerance,
+) {
+    let mut data = Data::new((rows * 1_000_000 + k * 1000 + n) as u64);
+    let (weight, exact) = data.packed_weight(device, format, (n, k));
+    let (x, values) = data.tensor(device, rows + 2, k);
+    let (mut out, before) = data.tensor(device, rows + 1, n);
+    device.matmul(&x, &weight, rows, mode, &mut out).expect("matmul");
+    let (mut want, mut sums) = oracle(&values, rows, k, n, |row, i| exact[row * k + i]);
+    if mode == Mode::Add {
+        for ((want, sum), before) in want.iter_mut().zip(&mut sums).zip(&before) {
+            *want += f64::from(*before);
+            *sum += f64::from(before.abs());
+        }
+    }
+    let got = read(device, &out, rows + 1, n);
+    let what = format!("matmul {format} {rows}x{k}x{n} {mode:?}");
+    assert_close(&what, &got[..rows * n], &want, |i| bound(k, DType::F32, tolerance) * sums[i]);
+    assert_eq!(got[rows * n..], before[rows * n..], "{what}: rows beyond are untouched");
+}
+
+/// Rows of a packed table are its elements, within a rounding.
+pub fn embed_packed<D: Device>(device: &mut D, _: Tolerance) {
+    for format in taken(device) {
+        let (mut data, cols) = (Data::new(31), 2 * format.block().elements);
+        let (table, exact) = data.packed_weight(device, format, (10, cols));
+        let ids = [9, 0, 3, 2, 3];
+        let mut out = device.tensor(6, cols).expect("tensor");
+        device.embed(&table, &ids, &mut out).expect("embed");
+        let want: Vec<f64> =
+            ids.iter().flat_map(|id| &exact[*id as usize * cols..][..cols]).map(|x| f64::from(*x)).collect();
+        let got = read(device, &out, 6, cols);
+        assert_close(&format!("embed {format}"), &got[..5 * cols], &want, |i| want[i].abs() * 1e-6);
+        assert!(got[5 * cols..].iter().all(|v| *v == 0.0), "{format}: other rows are untouched");
+    }
+}
+
+/// A mixture whose experts are packed gives what the same experts in f32 give.
+pub fn experts_packed<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for format in taken(device) {
+        let wide = format.block().elements.max(64);
+        let (count, hidden, n, activation) = (5, wide, wide, Activation::SiluMul);
+        let mut data = Data::new(37);
+        let (up, up_exact) = data.packed_weight(device, format, (count * 2 * n, hidden));
+        let (down, down_exact) = data.packed_weight(device, format, (count * hidden, n));
+        let mut plain = |rows: usize, cols: usize, values: &[f32]| {
+            let mut bytes = Vec::new();
+            DType::F32.encode(values, &mut bytes);
+            device.weight(WeightSource::plain(DType::F32, cols, vec![(rows, bytes.into())])).expect("weight")
+        };
+        let plain = (plain(count * 2 * n, hidden, &up_exact), plain(count * hidden, n, &down_exact));
+        let routing =
+            Routing { top_k: 2, scoring: Scoring::Softmax, normalised: true, scale: 1.0, groups: 1, top_groups: 1, ..Routing::default() };
+        for rows in [1, 7, 70] {
+            let ((x, _), (logits, _)) = (data.tensor(device, rows, hidden), data.tensor(device, rows, count));
+            let mut buffers =
+                ExpertBuffers::new(device, rows, routing.top_k, (hidden, n), activation).expect("buffers");
+            let mut mixed = |up, down| {
+                let experts =
+                    Experts { count, up, up_bias: None, down, down_bias: None, choice_bias: None, activation, routing };
+                let mut out = device.tensor(rows, hidden).expect("tensor");
+                device.experts(&x, &logits, &experts, rows, &mut buffers, &mut out).expect("experts");
+                read(device, &out, rows, hidden)
+            };
+            let (got, want) = (mixed(&up, &down), mixed(&plain.0, &plain.1));
+            let largest = want.iter().fold(0.0f64, |m, x| m.max(f64::from(x.abs())));
+            let want: Vec<f64> = want.into_iter().map(f64::from).collect();
+            let bound = 4.0 * bound(hidden, DType::F32, tolerance) * (hidden as f64).sqrt() * largest;
+            assert_close(&format!("experts {format} {rows}"), &got, &want, |_| bound);
+        }
+    }
+}
