@@ -80,6 +80,43 @@ impl<E: Element> Dots<E> {
         }
     }
 
+    /// The dots of `R` rows of `x` from `row` with one weight row, which is read from memory.
+    #[inline(always)]
+    unsafe fn line<S: Simd, const R: usize>(&self, row: usize, col: usize) {
+        const SUMS: usize = 4;
+        // SAFETY: the rows are within the product.
+        unsafe {
+            let (x, w) = (self.x.add(row * self.x_stride), self.weight.add(col * self.k));
+            let mut sums = [[S::splat(0.0); SUMS]; R];
+            let mut i = 0;
+            while i + SUMS * S::LANES <= self.k {
+                for v in 0..SUMS {
+                    let at = i + v * S::LANES;
+                    let weight = E::load::<S>(w.add(at));
+                    for (r, sums) in sums.iter_mut().enumerate() {
+                        sums[v] = S::fma(S::load(x.add(r * self.x_stride + at)), weight, sums[v]);
+                    }
+                }
+                i += SUMS * S::LANES;
+            }
+            while i < self.k {
+                let n = S::LANES.min(self.k - i);
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let x = x.add(r * self.x_stride + i);
+                    sums[0] = if n == S::LANES {
+                        S::fma(S::load(x), E::load::<S>(w.add(i)), sums[0])
+                    } else {
+                        S::fma(S::load_part(x, n), E::load_part::<S>(w.add(i), n), sums[0])
+                    };
+                }
+                i += n;
+            }
+            for (r, [a, b, c, d]) in sums.into_iter().enumerate() {
+                self.put(row + r, col, S::sum(S::add(S::add(a, b), S::add(c, d))));
+            }
+        }
+    }
+
     /// `N` weight rows with all rows of `x`.
     ///
     /// The first group reads the weights from memory, one weight row after the other: the hardware prefetcher follows one
@@ -89,7 +126,12 @@ impl<E: Element> Dots<E> {
         // SAFETY: within the product.
         unsafe {
             for j in 0..N {
-                self.group::<S, 1>(0, col + j);
+                match self.rows {
+                    1 => self.line::<S, 1>(0, col + j),
+                    2 => self.line::<S, 2>(0, col + j),
+                    3 => self.line::<S, 3>(0, col + j),
+                    _ => self.line::<S, GROUP>(0, col + j),
+                }
             }
             for row in (GROUP..self.rows).step_by(GROUP) {
                 self.group::<S, N>(row, col);

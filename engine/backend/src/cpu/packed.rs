@@ -11,6 +11,8 @@ use std::marker::PhantomData;
 pub(super) const PART: usize = 32;
 /// Vectors of a part for the narrowest vectors, of eight lanes; wider ones use fewer.
 const VECTORS: usize = PART / 8;
+/// Sums of a dot, each of which waits for itself only.
+const SUMS: usize = 4;
 /// Rows of `x` that share what is unpacked.
 pub(super) const ROWS_MAX: usize = 4;
 
@@ -276,26 +278,40 @@ impl<P: Packed> PackedDots<P> {
     unsafe fn dots<S: Simd, const R: usize>(&self, weight: *const u8) -> [f32; R] {
         // SAFETY: the rows are within the product.
         unsafe {
-            // Two sums a row: one would wait for itself.
-            let mut sums = [[S::splat(0.0); 2]; R];
-            for block in 0..self.k / P::BLOCK_ELEMENTS {
-                let blocks = weight.add(block * P::BLOCK_BYTES);
-                for part in 0..P::BLOCK_ELEMENTS / PART {
-                    let weights = P::unpack::<S>(blocks, part);
-                    let x = self.x.add(block * P::BLOCK_ELEMENTS + part * PART);
-                    for (r, sums) in sums.iter_mut().enumerate() {
-                        for v in 0..PART / S::LANES {
-                            let x = S::load(x.add(r * self.x_stride + v * S::LANES));
-                            sums[v % 2] = S::fma(x, weights[v], sums[v % 2]);
-                        }
-                    }
+            let (parts, mut part) = (self.k / PART, 0);
+            let mut sums = [[S::splat(0.0); SUMS]; R];
+            while part + 2 <= parts {
+                self.add_part::<S, R, 0>(weight, part, &mut sums);
+                self.add_part::<S, R, 1>(weight, part + 1, &mut sums);
+                part += 2;
+            }
+            if part < parts {
+                self.add_part::<S, R, 0>(weight, part, &mut sums);
+            }
+            sums.map(|[a, b, c, d]| S::sum(S::add(S::add(a, b), S::add(c, d))))
+        }
+    }
+
+    /// Adds the products of a part of the row at `weight`; an even part and an odd one use different sums of wide vectors.
+    #[inline(always)]
+    unsafe fn add_part<S: Simd, const R: usize, const ODD: usize>(
+        &self,
+        weight: *const u8,
+        part: usize,
+        sums: &mut [[S::V; SUMS]; R],
+    ) {
+        let (block, within) = (part * PART / P::BLOCK_ELEMENTS, part % (P::BLOCK_ELEMENTS / PART));
+        // SAFETY: the part is within the product.
+        unsafe {
+            let weights = P::unpack::<S>(weight.add(block * P::BLOCK_BYTES), within);
+            let x = self.x.add(part * PART);
+            for (r, sums) in sums.iter_mut().enumerate() {
+                for v in 0..PART / S::LANES {
+                    let (x, sum) =
+                        (S::load(x.add(r * self.x_stride + v * S::LANES)), (v + ODD * PART / S::LANES) % SUMS);
+                    sums[sum] = S::fma(x, weights[v], sums[sum]);
                 }
             }
-            let mut out = [0.0; R];
-            for (out, [even, odd]) in out.iter_mut().zip(sums) {
-                *out = S::sum(S::add(even, odd));
-            }
-            out
         }
     }
 
