@@ -2,8 +2,8 @@
 //! On CUDA: families.rs.
 
 use lagoon_backend::{Device, cpu::CpuDevice};
-use lagoon_tests::golden::{Golden, max_diff, models};
 use lagoon_model::ModelSpec;
+use lagoon_tests::golden::{Golden, max_diff, models};
 use lagoon_tests::single::{STEP_ROWS, Session};
 use lagoon_types::DType;
 

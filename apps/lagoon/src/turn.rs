@@ -19,7 +19,7 @@ impl<T> Default for Turn<T> {
 
 impl<T> Turn<T> {
     /// Counts an input. Returns whether inputs other than the network's go first.
-    pub(crate) fn others_first(&mut self) -> bool {
+    pub(crate) fn advance(&mut self) -> bool {
         self.taken = (self.taken + 1) % (2 * TURN_MAX);
         self.taken >= TURN_MAX
     }
@@ -64,7 +64,7 @@ mod tests {
         const EVENTS: u32 = 1000;
         let (mut turn, mut waiting, mut happened) = (Turn::default(), 1..=EVENTS, Vec::new());
         while happened.last() != Some(&Input::Frame) {
-            if turn.others_first() {
+            if turn.advance() {
                 turn.network();
                 happened.push(Input::Other);
                 continue;

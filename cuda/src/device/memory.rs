@@ -101,7 +101,7 @@ impl CudaWeight {
             }
         }
         // Another stream may use it first.
-        work_stream.stream.synchronize().map_err(CudaError::from)?;
+        work_stream.stream.synchronize()?;
         Ok(Self { buffer, dtype, rows, cols })
     }
 

@@ -26,8 +26,7 @@ pub use capabilities::{LentKv, OwnRegion, SharedKv};
 pub use cpu::CpuDevice;
 pub use device::{
     Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, GroupScore, HeadStrides,
-    KvPiece, LatentRow, Mode, Partials, Routing, SWIGLU_ALPHA, SWIGLU_LIMIT, Scoring, WeightPart,
-    WeightSource,
+    KvPiece, LatentRow, Mode, Partials, Routing, SWIGLU_ALPHA, SWIGLU_LIMIT, Scoring, WeightPart, WeightSource,
 };
 pub use formats::WeightFormat;
 pub use paced::{Lateness, PaceProfile, Paced};

@@ -116,8 +116,7 @@ fn safetensors(bytes: Bytes) -> usize {
         check_error(&checkpoint.tensor(name, &other).expect_err("it has another shape"), "dir/model.safetensors");
     }
     assert!(checkpoint.dtype().is_none_or(|dtype| checkpoint.tensors().any(|(_, info)| info.dtype() == Some(dtype))));
-    let json = r#"{"model_type": "llama", "hidden_size": 2, "intermediate_size": 2, "num_hidden_layers": 1, "vocab_size": 2,
-        "num_attention_heads": 1, "rms_norm_eps": 1, "max_position_embeddings": 1}"#;
+    let json = include_str!("../tests/configs/SmolLM2-135M.json");
     let spec = ModelSpec::parse(Path::new("config.json"), json).expect("a configuration");
     let _ = model_hash(&spec, &checkpoint, None);
     checkpoint.tensors().len()

@@ -4,6 +4,7 @@
 mod common;
 
 use common::{RecordingDevice, open, tensors, write, write_config};
+use lagoon_backend::WeightPart;
 use lagoon_model::weights::{DenseWeights, HeadWeights, MlpWeights, ProjectionWeights};
 use lagoon_model::{Checkpoint, ModelError, ModelSpec, Weights, model_hash};
 use lagoon_types::DType;

@@ -5,7 +5,8 @@ use super::matmul::{bound, oracle};
 use super::{Tolerance, assert_close};
 use crate::formats::WeightFormat;
 use crate::{
-    Activation, Device, DeviceError, ExpertBuffers, Experts, Mode, Routing, Scoring, WeightPart, WeightSource,
+    Activation, Device, DeviceError, ExpertBuffers, Experts, GroupScore, Mode, Routing, Scoring, WeightPart,
+    WeightSource,
 };
 use bytes::Bytes;
 use lagoon_types::DType;
@@ -109,8 +110,15 @@ pub fn experts_packed<D: Device>(device: &mut D, tolerance: Tolerance) {
             device.weight(WeightSource::plain(DType::F32, cols, vec![(rows, bytes.into())])).expect("weight")
         };
         let plain = (plain(count * 2 * n, hidden, &up_exact), plain(count * hidden, n, &down_exact));
-        let routing =
-            Routing { top_k: 2, scoring: Scoring::Softmax, normalised: true, scale: 1.0, groups: 1, top_groups: 1, ..Routing::default() };
+        let routing = Routing {
+            top_k: 2,
+            scoring: Scoring::Softmax,
+            normalised: true,
+            scale: 1.0,
+            groups: 1,
+            top_groups: 1,
+            group_score: GroupScore::TwoBest,
+        };
         for rows in [1, 7, 70] {
             let ((x, _), (logits, _)) = (data.tensor(device, rows, hidden), data.tensor(device, rows, count));
             let mut buffers =

@@ -3,6 +3,9 @@
 //! Elements are the numbers that [`WeightFormat::decode`](crate::formats::WeightFormat::decode) gives, up to one rounding; sums are
 //! f32, and activations stay f32.
 
+#![allow(clippy::needless_range_loop, reason = "vectors of several arrays have one index")]
+#![allow(clippy::cast_possible_truncation, reason = "parts of a block are fewer than nine")]
+
 use super::pack::Stored;
 use super::simd::{Kernel, Simd};
 use std::marker::PhantomData;

@@ -29,7 +29,7 @@ const METER_MS: u64 = 20;
 /// Measures a link's bulk rate: bytes that arrived over the time with transfers in flight.
 #[derive(Debug, Default)]
 struct Meter {
-    under_way: u32,
+    transfers: u32,
     since_ms: u64,
     bytes: u64,
     elapsed_ms: u64,
@@ -64,18 +64,18 @@ impl Peers {
     /// A transfer to or from a peer begins.
     pub(crate) fn transfer(&mut self, peer: InstanceId, now_ms: u64) {
         let meter = self.meters.entry(peer).or_default();
-        meter.under_way += 1;
-        if meter.under_way == 1 {
+        meter.transfers += 1;
+        if meter.transfers == 1 {
             meter.since_ms = now_ms;
         }
     }
 
     /// A transfer of `bytes` has arrived.
     pub(crate) fn transferred(&mut self, peer: InstanceId, bytes: u64, now_ms: u64) {
-        let Some(meter) = self.meters.get_mut(&peer).filter(|m| m.under_way > 0) else { return };
-        meter.under_way -= 1;
+        let Some(meter) = self.meters.get_mut(&peer).filter(|m| m.transfers > 0) else { return };
+        meter.transfers -= 1;
         meter.bytes += bytes;
-        if meter.under_way > 0 {
+        if meter.transfers > 0 {
             return;
         }
         meter.elapsed_ms += now_ms - meter.since_ms;

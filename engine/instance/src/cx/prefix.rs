@@ -32,13 +32,13 @@ pub(crate) struct PrefixCounts {
     shared_blocks: u64,
     next_share: u64,
     /// Mappings commanded and not made yet, also of sequences that are gone.
-    under_way: u64,
+    in_flight: u64,
 }
 
 impl PrefixCounts {
     /// Whether the device has mappings to make.
     pub(crate) fn maps(&self) -> bool {
-        self.under_way > 0
+        self.in_flight > 0
     }
 
     pub(crate) fn new(config: &InstanceConfig) -> Self {
@@ -51,7 +51,7 @@ impl PrefixCounts {
             block_tokens: config.block_tokens,
         };
         let root = config.prefix_cache.then(|| BlockHash::root(&root));
-        Self { root, looked_up_tokens: 0, hit_tokens: 0, shared_blocks: 0, next_share: 0, under_way: 0 }
+        Self { root, looked_up_tokens: 0, hit_tokens: 0, shared_blocks: 0, next_share: 0, in_flight: 0 }
     }
 
     /// Root of the hash chain; `None` where the prefix cache is off.
@@ -77,13 +77,13 @@ impl PrefixCounts {
     /// Issues the number of a mapping that the device is to make.
     pub(crate) fn begin_mapping(&mut self) -> ShareId {
         self.next_share += 1;
-        self.under_way += 1;
+        self.in_flight += 1;
         ShareId(self.next_share)
     }
 
     /// The device has made a mapping, or failed to.
     pub(crate) fn end_mapping(&mut self) {
-        self.under_way = self.under_way.saturating_sub(1);
+        self.in_flight = self.in_flight.saturating_sub(1);
     }
 
     /// The counters, with those of the pool.
