@@ -64,6 +64,10 @@ fn assert_pooled(name: &str, backends: [Backend; 3], remote: RemotePolicy, block
     assert!(crossed > 0, "{what}: nothing was remote");
     assert_says(&what, &world, &golden, tokens);
     world.check_empty();
+    if backends[0] == Backend::Cuda && block_tokens == PAGE_BLOCK {
+        let counters = world.nodes[0].kv_counters().unwrap();
+        assert!(counters.in_step + counters.ahead + counters.eager > 0, "{what}: no address row: {counters:?}");
+    }
 }
 
 /// A golden whose prompt is prefilled on one instance and decoded on another.
