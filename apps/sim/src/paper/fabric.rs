@@ -9,7 +9,7 @@
 //! block of the stand-in is larger than the product's, so a move's whole block is one frame here.)
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
 
-use super::cluster::{Cluster, ETHERNET_LATENCY_US};
+use super::cluster::ETHERNET_LATENCY_US;
 use super::device::{Bill, Prefill};
 use super::run::Setting;
 use crate::agenda::Agenda;
@@ -138,6 +138,7 @@ impl Fabric {
         *last = at.max(*last);
         *last
     }
+
     /// Modelled bytes and number of latencies: a frame stands for one frame in every layer, sequentially.
     fn partials_cost(&self, frame: &PartialsFrame, to: Place, bill: &Bill) -> (f64, f64) {
         let model = self.setting.timing.model;

@@ -282,7 +282,9 @@ impl Run {
             world.call_at(10_000, PEERS_UP);
             world.call_at(20_000, MEASURED);
         }
-        world.start_gmanager(gmanager(&setting), Clock::exact(), 0, TICK_MS * 1000);
+        let mut gmanager = gmanager(&setting);
+        gmanager.tick(0);
+        world.start_gmanager(gmanager, Clock::exact(), 0, TICK_MS * 1000);
         world.call_at(TICK_MS * 1000, SAMPLE);
         for (index, request) in requests.iter().enumerate() {
             world.call_at(WARM_UP_US + request.arrival_us, index as u64);
@@ -304,7 +306,7 @@ impl Run {
         let limit_us = self.setting.limit_s * 1_000_000;
         while self.open > 0 && self.world.now_us() < limit_us {
             let Some(step) = self.world.step() else { break };
-            self.seen.events += 1;
+            self.seen.events += u64::from(step != Step::Call(SAMPLE));
             match step {
                 Step::Call(SAMPLE) => self.sample(),
                 Step::Call(call @ (GMANAGER_UP | PEERS_UP | MEASURED)) => self.introduce(call),
