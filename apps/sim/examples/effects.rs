@@ -7,8 +7,8 @@ use lagoon_sim::effects::{Hashes, record};
 use lagoon_sim::paper::cluster::{Cluster, SETUPS, Setup};
 use lagoon_sim::paper::hardware::LLAMA2_7B;
 use lagoon_sim::paper::measure::{Job, System, run_one};
+use lagoon_sim::paper::run::{Setting, Study};
 use lagoon_sim::paper::traces::{Output, TABLE_1, table_2};
-use lagoon_sim::paper::world::{Setting, Study};
 use std::ops::Range;
 
 #[allow(clippy::print_stdout, reason = "a command's answer")]

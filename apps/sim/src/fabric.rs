@@ -6,15 +6,14 @@
 //! a peer that is silent for [`SILENCE_US`] is lost; wanted connections are redialled. Packets are not simulated.
 
 use crate::agenda::Agenda;
+use crate::network::{Delivery, GMANAGER, Network, Place};
 use crate::rng::Rng;
+use crate::world::Happening;
+use bytes::Bytes;
 use lagoon_types::limits::CONNECT_DEADLINE_MS;
-use lagoon_wire::Class;
+use lagoon_wire::{Class, Frame, FrameReader};
 use std::collections::{BTreeMap, VecDeque};
 
-/// A process's address. [`GMANAGER`] is the gManager's; instances follow.
-pub type Place = usize;
-/// The gManager's place.
-pub const GMANAGER: Place = 0;
 /// Silence after which a peer is lost (WIRE.md, Sessions).
 pub const SILENCE_US: u64 = 2_500_000;
 /// First delay before a lost connection is redialled; doubled by each failure.
@@ -53,15 +52,6 @@ pub enum Net {
     },
 }
 
-/// A delivery to a process.
-#[derive(Debug)]
-pub enum Delivery<F> {
-    Up { at: Place, peer: Place },
-    Down { at: Place, peer: Place },
-    Unreachable { at: Place, peer: Place },
-    Frame { at: Place, peer: Place, frame: F },
-}
-
 /// Properties of a link without faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkProfile {
@@ -73,8 +63,8 @@ pub struct LinkProfile {
 }
 
 #[derive(Debug, Default)]
-struct Stream<F> {
-    items: VecDeque<(u64, u64, F)>,
+struct Stream {
+    items: VecDeque<(u64, u64, Bytes)>,
     /// A [`Net::Pump`] is planned.
     armed: bool,
     /// Time when the last frame's last byte leaves the sender.
@@ -103,17 +93,19 @@ struct Link {
     slow_until_us: u64,
 }
 
-/// All links between processes. `F` is a frame.
+/// All links between processes.
 #[derive(Debug)]
-pub struct Fabric<F> {
+pub struct Fabric {
     profile: LinkProfile,
     links: BTreeMap<(Place, Place), Link>,
-    streams: BTreeMap<StreamKey, Stream<F>>,
+    streams: BTreeMap<StreamKey, Stream>,
     /// Stopped processes, with begin and end of the stop.
     paused: BTreeMap<Place, (u64, u64)>,
     /// Running processes, stopped or not.
     live: Vec<bool>,
     rng: Rng,
+    /// Frames and bytes sent, by class.
+    traffic: [(u64, u64); 3],
 }
 
 fn pair(a: Place, b: Place) -> (Place, Place) {
@@ -124,11 +116,11 @@ fn end(at: Place, peer: Place) -> usize {
     usize::from(at > peer)
 }
 
-impl<F> Fabric<F> {
+impl Fabric {
     #[must_use]
     pub fn new(profile: LinkProfile, rng: Rng) -> Self {
         let (links, streams, paused) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { profile, links, streams, paused, live: Vec::new(), rng }
+        Self { profile, links, streams, paused, live: Vec::new(), rng, traffic: [(0, 0); 3] }
     }
 
     fn link(&mut self, a: Place, b: Place) -> &mut Link {
@@ -148,16 +140,8 @@ impl<F> Fabric<F> {
         })
     }
 
-    /// Starts a process at a place, with new links on the old wires.
-    pub fn start(&mut self, place: Place) {
-        if self.live.len() <= place {
-            self.live.resize(place + 1, false);
-        }
-        self.live[place] = true;
-    }
-
     /// Ends a process: its sessions end, and its peers learn of it.
-    pub fn stop(&mut self, place: Place, agenda: &mut Agenda<impl From<Net>>) {
+    pub fn stop(&mut self, place: Place, agenda: &mut Agenda<Happening<Net>>) {
         if let Some(live) = self.live.get_mut(place) {
             *live = false;
         }
@@ -178,13 +162,6 @@ impl<F> Fabric<F> {
         self.links.keys().filter_map(other).collect()
     }
 
-    /// The round-trip time that a process would measure.
-    #[must_use]
-    pub fn rtt_us(&self, a: Place, b: Place) -> u64 {
-        let link = self.links.get(&pair(a, b));
-        2 * link.map_or(self.profile.latency_us, |l| l.profile.latency_us)
-    }
-
     /// Peers with which a process believes to have a session.
     #[must_use]
     pub fn sessions(&self, at: Place) -> Vec<Place> {
@@ -198,42 +175,28 @@ impl<F> Fabric<F> {
         self.links.get(&pair(a, b)).is_some_and(|l| l.standing && l.view == [Some(l.generation); 2])
     }
 
+    /// Frames of a class sent, and their bytes.
+    #[must_use]
+    pub fn traffic(&self, class: Class) -> (u64, u64) {
+        self.traffic[class.index()]
+    }
+
     /// Frames in flight, in all streams.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.streams.values().map(|s| s.items.len()).sum()
     }
 
-    /// Makes a process keep a connection, redialled when lost.
-    pub fn connect(&mut self, from: Place, to: Place, agenda: &mut Agenda<impl From<Net>>) {
-        let until = agenda.now_us() + CONNECT_DEADLINE_MS * 1000;
-        let link = self.link(from, to);
-        link.wanted[end(from, to)] = true;
-        link.dial_until_us = until;
-        self.dial_after(0, from, to, agenda);
-    }
-
-    fn dial_after(&mut self, us: u64, from: Place, to: Place, agenda: &mut Agenda<impl From<Net>>) {
+    fn dial_after(&mut self, us: u64, from: Place, to: Place, agenda: &mut Agenda<Happening<Net>>) {
         let link = self.link(from, to);
         if !link.standing && !std::mem::replace(&mut link.dialling[end(from, to)], true) {
             agenda.after(us, Net::Dial { from, to });
         }
     }
 
-    /// Closes a process's connection to `peer`: the session ends.
-    pub fn release(&mut self, at: Place, peer: Place, agenda: &mut Agenda<impl From<Net>>) {
-        self.link(at, peer).wanted[end(at, peer)] = false;
-        let latency = self.link(at, peer).profile.latency_us;
-        // Earlier frames are delivered first: the close follows them.
-        let generation = self.link(at, peer).generation;
-        agenda.after(latency * 2, Net::Down { at, peer, generation });
-        agenda.after(latency * 2 + 1, Net::Down { at: peer, peer: at, generation });
-        self.link(at, peer).standing = false;
-    }
-
     /// Cuts the connection of two processes: some frames in flight still arrive, and each side learns of the loss
     /// separately.
-    pub fn cut(&mut self, a: Place, b: Place, agenda: &mut Agenda<impl From<Net>>) {
+    pub fn cut(&mut self, a: Place, b: Place, agenda: &mut Agenda<Happening<Net>>) {
         let link = self.link(a, b);
         if !std::mem::take(&mut link.standing) {
             return;
@@ -253,7 +216,7 @@ impl<F> Fabric<F> {
 
     /// Blocks all frames between two processes for a while. They arrive afterwards, unless a side has timed out by
     /// then.
-    pub fn partition(&mut self, a: Place, b: Place, us: u64, agenda: &mut Agenda<impl From<Net>>) {
+    pub fn partition(&mut self, a: Place, b: Place, us: u64, agenda: &mut Agenda<Happening<Net>>) {
         let now = agenda.now_us();
         let link = self.link(a, b);
         let from = if link.blocked_us.1 > now { link.blocked_us.0 } else { now };
@@ -272,7 +235,7 @@ impl<F> Fabric<F> {
     }
 
     /// Stops a process (as by SIGSTOP) until then; the caller holds back its other events.
-    pub fn pause(&mut self, place: Place, until_us: u64, agenda: &mut Agenda<impl From<Net>>) {
+    pub fn pause(&mut self, place: Place, until_us: u64, agenda: &mut Agenda<Happening<Net>>) {
         let from = self.paused.get(&place).map_or(agenda.now_us(), |p| p.0);
         self.paused.insert(place, (from, until_us));
         for peer in self.peers_of(place) {
@@ -282,92 +245,35 @@ impl<F> Fabric<F> {
         }
     }
 
-    /// Resumes a process. It soon notices the sessions that its peers have ended.
-    pub fn resume(&mut self, place: Place, agenda: &mut Agenda<impl From<Net>>) {
-        self.paused.remove(&place);
-        for peer in self.peers_of(place) {
-            let link = *self.link(place, peer);
-            if link.view[end(peer, place)] != link.view[end(place, peer)]
-                && let Some(generation) = link.view[end(place, peer)]
-            {
-                let after = self.rng.below(30_000);
-                agenda.after(after, Net::Down { at: place, peer, generation });
-            }
-        }
-    }
-
     fn paused_until(&self, place: Place) -> Option<u64> {
         self.paused.get(&place).map(|p| p.1)
-    }
-
-    /// Arrival time of bytes that leave now over a connection separate from the session's.
-    #[must_use]
-    pub fn arrival_us(&self, from: Place, to: Place, bytes: usize, now_us: u64) -> u64 {
-        let link = self.links.get(&pair(from, to));
-        let LinkProfile { latency_us, bytes_per_us, .. } = link.map_or(self.profile, |l| l.profile);
-        let slow_us = link.filter(|l| now_us < l.slow_until_us).map_or(0, |l| l.slow_us);
-        let on_wire = (bytes as u64).checked_div(bytes_per_us).unwrap_or(0);
-        (now_us + on_wire + latency_us + slow_us).max(link.map_or(0, |l| l.blocked_us.1))
-    }
-
-    /// Whether the silence between two processes exceeds [`SILENCE_US`].
-    #[must_use]
-    pub fn is_silent(&self, a: Place, b: Place, now_us: u64) -> bool {
-        let outages = [self.links.get(&pair(a, b)).map(|l| l.blocked_us), self.pause_of(a), self.pause_of(b)];
-        outages.into_iter().flatten().any(|(from, until)| until > now_us && now_us >= from + SILENCE_US)
     }
 
     fn pause_of(&self, place: Place) -> Option<(u64, u64)> {
         self.paused.get(&place).copied()
     }
 
-    /// Sends a frame in the session in which the sender believes; false if there is none.
-    pub fn send(
-        &mut self,
-        from: Place,
-        to: Place,
-        class: Class,
-        bytes: usize,
-        frame: F,
-        agenda: &mut Agenda<impl From<Net>>,
-    ) -> bool {
+    /// Sends a frame in the session in which the sender believes; it is lost if there is none.
+    fn put(&mut self, from: Place, to: Place, class: Class, frame: Bytes, agenda: &mut Agenda<Happening<Net>>) {
         let now = agenda.now_us();
         let jitter = self.link(from, to).profile.jitter_us;
         let jitter = if jitter == 0 { 0 } else { self.rng.below(jitter + 1) };
         let link = self.link(from, to);
-        let Some(generation) = link.view[end(from, to)] else { return false };
+        let Some(generation) = link.view[end(from, to)] else { return };
         if generation != link.generation || !link.standing {
-            return true; // The other side has given this session up: the frame is lost.
+            return; // The other side has given this session up: the frame is lost.
         }
         let LinkProfile { latency_us, bytes_per_us, .. } = link.profile;
         let slow = if now < link.slow_until_us { link.slow_us } else { 0 };
         let key = (from, to, class.index());
         let (items, armed, sent_us, ready_us) = (VecDeque::new(), false, 0, 0);
         let stream = self.streams.entry(key).or_insert(Stream { items, armed, sent_us, ready_us });
-        let on_wire = (bytes as u64).checked_div(bytes_per_us).unwrap_or(0);
+        let on_wire = (frame.len() as u64).checked_div(bytes_per_us).unwrap_or(0);
         stream.sent_us = stream.sent_us.max(now) + on_wire;
         stream.ready_us = stream.ready_us.max(stream.sent_us + latency_us + jitter + slow);
         stream.items.push_back((stream.ready_us, generation, frame));
         if !std::mem::replace(&mut stream.armed, true) {
             agenda.at(stream.ready_us, Net::Pump(key));
-        }
-        true
-    }
-
-    /// Handles a due event of the fabric. `accepts`: whether a process takes a frame of a class now.
-    pub fn happen(
-        &mut self,
-        what: Net,
-        agenda: &mut Agenda<impl From<Net>>,
-        accepts: impl Fn(Place, usize) -> bool,
-        reported: &mut Vec<Delivery<F>>,
-    ) {
-        match what {
-            Net::Pump(key) => self.pump(key, agenda, accepts, reported),
-            Net::Dial { from, to } => self.dial(from, to, agenda, reported),
-            Net::Up { at, peer, generation } => self.up(at, peer, generation, agenda, reported),
-            Net::Down { at, peer, generation } => self.down(at, peer, generation, agenda, reported),
-            Net::Silent { at, peer, generation } => self.silent(at, peer, generation, agenda, reported),
         }
     }
 
@@ -377,8 +283,8 @@ impl<F> Fabric<F> {
         at: Place,
         peer: Place,
         generation: u64,
-        agenda: &mut Agenda<impl From<Net>>,
-        reported: &mut Vec<Delivery<F>>,
+        agenda: &mut Agenda<Happening<Net>>,
+        reported: &mut Vec<Delivery>,
     ) {
         let now = agenda.now_us();
         let silent = |&(from, until): &(u64, u64)| until > now && now >= from + SILENCE_US;
@@ -398,9 +304,9 @@ impl<F> Fabric<F> {
     fn pump(
         &mut self,
         key: StreamKey,
-        agenda: &mut Agenda<impl From<Net>>,
+        agenda: &mut Agenda<Happening<Net>>,
         accepts: impl Fn(Place, usize) -> bool,
-        reported: &mut Vec<Delivery<F>>,
+        reported: &mut Vec<Delivery>,
     ) {
         let (from, to, class) = key;
         let now = agenda.now_us();
@@ -409,7 +315,7 @@ impl<F> Fabric<F> {
         let Some(stream) = self.streams.get_mut(&key) else { return };
         stream.armed = false;
         let view = link.view[end(to, from)];
-        // Drops frames of sessions that the receiver has ended or will never enter.
+        // Drops frames of sessions that the receiver has given up or will never learn of.
         let gone = |g: u64| view.map_or(g < link.generation || !link.standing, |v| g < v);
         while stream.items.front().is_some_and(|(_, g, _)| gone(*g)) {
             stream.items.pop_front();
@@ -431,7 +337,7 @@ impl<F> Fabric<F> {
             return;
         }
         if let Some((_, _, frame)) = stream.items.pop_front() {
-            reported.push(Delivery::Frame { at: to, peer: from, frame });
+            reported.push(Delivery::Frame { at: to, peer: from, frame: decode(class, frame) });
         }
         if let Some((ready_us, _, _)) = stream.items.front() {
             stream.armed = true;
@@ -443,7 +349,7 @@ impl<F> Fabric<F> {
         self.live.get(place).copied().unwrap_or(false)
     }
 
-    fn dial(&mut self, from: Place, to: Place, agenda: &mut Agenda<impl From<Net>>, reported: &mut Vec<Delivery<F>>) {
+    fn dial(&mut self, from: Place, to: Place, agenda: &mut Agenda<Happening<Net>>, reported: &mut Vec<Delivery>) {
         let now = agenda.now_us();
         let reachable = self.is_live(to) && self.paused_until(to).is_none();
         let (live, paused) = (self.is_live(from), self.paused_until(from));
@@ -480,8 +386,8 @@ impl<F> Fabric<F> {
         at: Place,
         peer: Place,
         generation: u64,
-        agenda: &mut Agenda<impl From<Net>>,
-        reported: &mut Vec<Delivery<F>>,
+        agenda: &mut Agenda<Happening<Net>>,
+        reported: &mut Vec<Delivery>,
     ) {
         if let Some(until) = self.paused_until(at) {
             agenda.at(until + 1, Net::Up { at, peer, generation });
@@ -513,8 +419,8 @@ impl<F> Fabric<F> {
         at: Place,
         peer: Place,
         generation: u64,
-        agenda: &mut Agenda<impl From<Net>>,
-        reported: &mut Vec<Delivery<F>>,
+        agenda: &mut Agenda<Happening<Net>>,
+        reported: &mut Vec<Delivery>,
     ) {
         if let Some(until) = self.paused_until(at) {
             agenda.at(until + 1, Net::Down { at, peer, generation });
@@ -539,4 +445,104 @@ impl<F> Fabric<F> {
             }
         }
     }
+}
+
+impl Network for Fabric {
+    type Due = Net;
+    type Bill = ();
+
+    /// New links on the old wires.
+    fn start(&mut self, place: Place) {
+        if self.live.len() <= place {
+            self.live.resize(place + 1, false);
+        }
+        self.live[place] = true;
+    }
+
+    /// The process soon learns of sessions that others have given up.
+    fn resume(&mut self, place: Place, agenda: &mut Agenda<Happening<Net>>) {
+        self.paused.remove(&place);
+        for peer in self.peers_of(place) {
+            let link = *self.link(place, peer);
+            if link.view[end(peer, place)] != link.view[end(place, peer)]
+                && let Some(generation) = link.view[end(place, peer)]
+            {
+                let after = self.rng.below(30_000);
+                agenda.after(after, Net::Down { at: place, peer, generation });
+            }
+        }
+    }
+
+    /// The connection is redialled when lost.
+    fn connect(&mut self, from: Place, to: Place, agenda: &mut Agenda<Happening<Net>>) {
+        let until = agenda.now_us() + CONNECT_DEADLINE_MS * 1000;
+        let link = self.link(from, to);
+        link.wanted[end(from, to)] = true;
+        link.dial_until_us = until;
+        self.dial_after(0, from, to, agenda);
+    }
+
+    fn release(&mut self, at: Place, peer: Place, agenda: &mut Agenda<Happening<Net>>) {
+        self.link(at, peer).wanted[end(at, peer)] = false;
+        let latency = self.link(at, peer).profile.latency_us;
+        // Earlier frames are delivered first: the close follows them.
+        let generation = self.link(at, peer).generation;
+        agenda.after(latency * 2, Net::Down { at, peer, generation });
+        agenda.after(latency * 2 + 1, Net::Down { at: peer, peer: at, generation });
+        self.link(at, peer).standing = false;
+    }
+
+    /// Sends the frame as bytes.
+    fn send(&mut self, from: Place, to: Place, frame: Frame, _: &(), agenda: &mut Agenda<Happening<Net>>) {
+        let class = frame.class();
+        let encoded = lagoon_wire::encode(&frame).unwrap_or_else(|e| panic!("{frame:?} cannot be sent: {e}"));
+        let bytes = Bytes::from(encoded.to_vec());
+        let sent = &mut self.traffic[class.index()];
+        *sent = (sent.0 + 1, sent.1 + bytes.len() as u64);
+        self.put(from, to, class, bytes, agenda);
+    }
+
+    fn happen(
+        &mut self,
+        due: Net,
+        agenda: &mut Agenda<Happening<Net>>,
+        accepts: impl Fn(Place, usize) -> bool,
+        deliveries: &mut Vec<Delivery>,
+    ) {
+        match due {
+            Net::Pump(key) => self.pump(key, agenda, accepts, deliveries),
+            Net::Dial { from, to } => self.dial(from, to, agenda, deliveries),
+            Net::Up { at, peer, generation } => self.up(at, peer, generation, agenda, deliveries),
+            Net::Down { at, peer, generation } => self.down(at, peer, generation, agenda, deliveries),
+            Net::Silent { at, peer, generation } => self.silent(at, peer, generation, agenda, deliveries),
+        }
+    }
+
+    fn round_trips(&self, place: Place) -> Vec<(Place, u32)> {
+        let rtt_us = |peer: Place| {
+            let link = self.links.get(&pair(place, peer));
+            u32::try_from(2 * link.map_or(self.profile.latency_us, |l| l.profile.latency_us)).unwrap_or(u32::MAX)
+        };
+        let peers = self.sessions(place).into_iter().filter(|peer| *peer != GMANAGER);
+        peers.map(|peer| (peer, rtt_us(peer))).collect()
+    }
+
+    fn arrival_us(&self, from: Place, to: Place, bytes: usize, now_us: u64) -> u64 {
+        let link = self.links.get(&pair(from, to));
+        let LinkProfile { latency_us, bytes_per_us, .. } = link.map_or(self.profile, |l| l.profile);
+        let slow_us = link.filter(|l| now_us < l.slow_until_us).map_or(0, |l| l.slow_us);
+        let on_wire = (bytes as u64).checked_div(bytes_per_us).unwrap_or(0);
+        (now_us + on_wire + latency_us + slow_us).max(link.map_or(0, |l| l.blocked_us.1))
+    }
+
+    fn is_silent(&self, a: Place, b: Place, now_us: u64) -> bool {
+        let outages = [self.links.get(&pair(a, b)).map(|l| l.blocked_us), self.pause_of(a), self.pause_of(b)];
+        outages.into_iter().flatten().any(|(from, until)| until > now_us && now_us >= from + SILENCE_US)
+    }
+}
+
+/// The frame in `bytes`, as a receiver reads it.
+fn decode(class: usize, mut bytes: Bytes) -> Frame {
+    let frame = FrameReader::new().next_frame(Class::ALL[class], &mut bytes).expect("what was encoded decodes");
+    frame.expect("frames travel whole")
 }

@@ -2,8 +2,8 @@
 //!
 //! Real parts: [`lagoon_instance::Instance`], [`lagoon_cluster::GManager`] and everything below them, and the codec
 //! ([`lagoon_wire`]) for every frame. Replaced parts: the device ([`SimRunner`]: a timing model, symbolic or of real
-//! hardware), the transport ([`Fabric`]: sessions as WIRE.md promises them, no packets; [`transfers`]: KV transfer
-//! paths between the shipped reader and writer), and clocks ([`Agenda`], [`Clock`]). One thread, one queue ordered by
+//! hardware), the transport (a [`Network`]: the [`Fabric`] has sessions as WIRE.md promises them, no packets;
+//! [`transfers`]: KV transfer paths between the shipped reader and writer), and clocks ([`Agenda`], [`Clock`]). One thread, one queue ordered by
 //! time and then by insertion, one seeded generator, no iteration over hash maps: a seed replays a run.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
@@ -13,6 +13,7 @@ pub mod chaos;
 pub mod clock;
 pub mod effects;
 pub mod fabric;
+pub mod network;
 pub mod paper;
 pub mod pool;
 pub mod process;
@@ -25,7 +26,8 @@ pub mod world;
 
 pub use agenda::Agenda;
 pub use clock::Clock;
-pub use fabric::{Fabric, LinkProfile, Place};
+pub use fabric::{Fabric, LinkProfile};
+pub use network::{Delivery, GMANAGER, Network, Place};
 pub use pool::{NodeSpec, PoolSpec};
 pub use process::{Coordinator, Process};
 pub use rng::Rng;

@@ -1,7 +1,8 @@
 //! Pools of instances over symbolic devices: configuration and start.
 
 use crate::clock::Clock;
-use crate::fabric::{LinkProfile, Place};
+use crate::fabric::LinkProfile;
+use crate::network::Place;
 use crate::process::address;
 use crate::rng::{Rng, mix};
 use crate::symbolic::{Speed, Symbolic, Windows, model};
@@ -13,6 +14,9 @@ use lagoon_types::{DType, ModelHash};
 
 /// Most instances, restarts included, that a gManager knows.
 const INSTANCES_MAX: usize = 512;
+
+/// The gManager's tick.
+const GMANAGER_TICK_US: u64 = 100_000;
 
 const MODEL: ModelHash = ModelHash([7; 32]);
 
@@ -180,7 +184,8 @@ impl PoolSpec {
             spec.speed,
         );
         let clock = Clock { born_us: world.now_us(), offset_ms: spec.offset_ms, skew_ppm: spec.skew_ppm };
-        world.start(place, spec.config(self, place, life), runner, clock, life);
+        let first_us = world.first_tick_us();
+        world.start(place, (spec.config(self, place, life), runner), clock, life, first_us);
     }
 
     /// Starts the `life`-th gManager.
@@ -198,7 +203,7 @@ impl PoolSpec {
             instances_max: INSTANCES_MAX,
             ..GManagerConfig::default()
         });
-        world.start_gmanager(gmanager, clock, life);
+        world.start_gmanager(gmanager, clock, life, GMANAGER_TICK_US);
     }
 
     /// A world with a gManager and all instances just started.

@@ -1,7 +1,7 @@
 //! Processes of the pool: an instance with its modelled device, and the gManager.
 
 use crate::clock::Clock;
-use crate::fabric::Place;
+use crate::network::Place;
 use crate::shared::Registrations;
 use lagoon_cluster::GManager;
 use lagoon_instance::{Instance, InstanceConfig};
@@ -21,6 +21,8 @@ pub struct Process<R> {
     /// Reports of the work in progress on the device.
     pub(crate) reports: Vec<Report>,
     pub(crate) busy: bool,
+    /// Number of the piece of work; raised when one ends, and when commands change it.
+    pub(crate) piece: u64,
     pub(crate) ticks: u64,
     /// End of the pause, if stopped.
     pub paused_until_us: Option<u64>,
@@ -47,6 +49,7 @@ impl<R> Process<R> {
             commands: VecDeque::new(),
             reports: Vec::new(),
             busy: false,
+            piece: 0,
             ticks: 0,
             paused_until_us: None,
             dazed: false,
@@ -68,6 +71,7 @@ pub struct Coordinator {
     pub life: u64,
     pub clock: Clock,
     pub gmanager: GManager,
+    pub(crate) tick_us: u64,
     pub(crate) registered: Registrations,
     pub paused_until_us: Option<u64>,
 }

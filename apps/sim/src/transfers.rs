@@ -6,7 +6,8 @@
 //! sent before may still arrive until the reader learns of the loss. Bytes are read from the devices' stores when
 //! they leave, and written when they arrive.
 
-use crate::fabric::{Place, SILENCE_US};
+use crate::fabric::SILENCE_US;
+use crate::network::{Network, Place};
 use crate::rng::Rng;
 use crate::runner::SimRunner;
 use crate::world::{Happening, World};
@@ -45,12 +46,6 @@ pub enum Kv {
     Down { path: u64 },
     /// The writer learns that the path is lost.
     Lost { path: u64 },
-}
-
-impl From<Kv> for Happening {
-    fn from(kv: Kv) -> Self {
-        Self::Kv(kv)
-    }
 }
 
 /// A part to be exported: see [`TransferEffect::Export`].
@@ -184,7 +179,7 @@ impl Transfers {
     }
 }
 
-impl<R: SimRunner> World<R> {
+impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
     /// Carries out a transfer effect of a process.
     pub(crate) fn transfer(&mut self, place: Place, effect: TransferEffect) {
         let now_ms = self.clock_ms(place);
@@ -197,7 +192,7 @@ impl<R: SimRunner> World<R> {
                 let part = self.kv.issued;
                 of.parts.insert(part, Part { job, reader, request, span, blocks });
                 let after = self.local_us();
-                self.agenda.after(after, Kv::Checked { place, life, part });
+                self.agenda.after(after, Happening::Kv(Kv::Checked { place, life, part }));
             }
             TransferEffect::Revoke { export } => of.writer.revoke(export, now_ms),
             TransferEffect::Fence { reader, incarnation } => of.writer.fence(reader, incarnation, now_ms),
@@ -241,7 +236,7 @@ impl<R: SimRunner> World<R> {
         let most = if self.kv.rng.once_in(20) { 50_000 } else { 300 };
         let later = self.kv.rng.below(most);
         let at_us = self.fabric.arrival_us(from, to, bytes, self.now_us() + later);
-        self.agenda.at(at_us, what);
+        self.agenda.at(at_us, Happening::Kv(what));
     }
 
     fn deliver(&mut self, place: Place, event: TransferEvent) {
@@ -249,7 +244,7 @@ impl<R: SimRunner> World<R> {
         let Some(of) = self.kv.endpoints.get_mut(&place) else { return };
         of.events.push_back(event);
         if !std::mem::replace(&mut of.armed, true) {
-            self.agenda.after(after, Kv::Released { place, life: of.life });
+            self.agenda.after(after, Happening::Kv(Kv::Released { place, life: of.life }));
         }
     }
 
@@ -304,14 +299,14 @@ impl<R: SimRunner> World<R> {
         };
         self.kv.paths.insert(path, of);
         self.carry(place, writer, 0, Kv::Opened { path });
-        self.agenda.after(CONNECT_DEADLINE_MS * 1000, Kv::Late { path });
+        self.agenda.after(CONNECT_DEADLINE_MS * 1000, Happening::Kv(Kv::Late { path }));
     }
 
     /// Breaks a path; both ends learn of it separately.
     fn break_path(&mut self, path: u64) {
         for what in [Kv::Down { path }, Kv::Lost { path }] {
             let after = self.kv.rng.below(20_000);
-            self.agenda.after(after, what);
+            self.agenda.after(after, Happening::Kv(what));
         }
     }
 
@@ -324,7 +319,7 @@ impl<R: SimRunner> World<R> {
     pub(crate) fn silence_paths(&mut self, a: Place, b: Option<Place>) {
         for path in self.kv.paths_at(a, b) {
             let after = SILENCE_US + self.kv.rng.below(500_000);
-            self.agenda.after(after, Kv::Silent { path });
+            self.agenda.after(after, Happening::Kv(Kv::Silent { path }));
         }
     }
 
@@ -337,11 +332,11 @@ impl<R: SimRunner> World<R> {
             if of.reader.0 == place {
                 of.open = false;
                 of.reads.clear();
-                self.agenda.after(after, Kv::Lost { path });
+                self.agenda.after(after, Happening::Kv(Kv::Lost { path }));
             } else {
                 of.cut = true;
                 of.grants.clear();
-                self.agenda.after(after, Kv::Down { path });
+                self.agenda.after(after, Happening::Kv(Kv::Down { path }));
             }
             self.kv.forget_if_over(path);
         }
@@ -390,7 +385,7 @@ impl<R: SimRunner> World<R> {
             Kv::Asked { path, .. } | Kv::Served { path, .. } | Kv::Arrived { path, .. } => self.stopped(path, what),
         };
         if let Some(until) = stopped {
-            return self.agenda.at(until + 1, what);
+            return self.agenda.at(until + 1, Happening::Kv(what));
         }
         match what {
             Kv::Released { place, life } => self.on_released(place, life),
@@ -483,7 +478,7 @@ impl<R: SimRunner> World<R> {
                 // One in so many readers is slow.
                 let most = if self.kv.rng.once_in(100) { 3_000_000 } else { 1_000 };
                 let after = self.kv.rng.below(most);
-                self.agenda.after(after, Kv::Served { path, read });
+                self.agenda.after(after, Happening::Kv(Kv::Served { path, read }));
             }
             Err(code) => {
                 of.answers.insert(read, Err(code));

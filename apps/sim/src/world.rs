@@ -6,39 +6,38 @@
 
 use crate::agenda::Agenda;
 use crate::clock::Clock;
-use crate::fabric::{Delivery, Fabric, GMANAGER, LinkProfile, Net, Place};
+use crate::fabric::{Fabric, LinkProfile};
+use crate::network::{Delivery, GMANAGER, Network, Place};
 use crate::process::{Coordinator, Process, place_of};
 use crate::rng::Rng;
 use crate::runner::SimRunner;
 use crate::shared::{self, DeviceFault, Registrations};
 use crate::transfers::{Kv, Transfers};
-use bytes::Bytes;
 use lagoon_cluster::GManager;
 use lagoon_instance::{Effect, Event, InstanceConfig, PeerKey, TICK_MS};
 use lagoon_protocol::{AdminBody, AdminQuery, Control, ControlBody};
 use lagoon_runner::Report;
 use lagoon_types::{InstanceId, SeqId, TokenEvent};
-use lagoon_wire::{Class, Frame, FrameReader};
+use lagoon_wire::{Class, Frame};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Ticks between measurements of round trips, as in the shell.
 const RTT_TICKS: u64 = 25;
-/// The gManager's tick.
-const GMANAGER_TICK_US: u64 = 100_000;
 
-/// A timed event of the world.
+/// A timed event of the world; `D` is the network's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Happening {
-    Net(Net),
+pub enum Happening<D> {
+    Net(D),
     Kv(Kv),
     Tick {
         place: Place,
         life: u64,
     },
-    /// A device has done its piece of work.
+    /// A device has done its piece of work, unless commands have changed it since.
     Device {
         place: Place,
         life: u64,
+        piece: u64,
     },
     Resume {
         place: Place,
@@ -48,9 +47,9 @@ pub enum Happening {
     Call(u64),
 }
 
-impl From<Net> for Happening {
-    fn from(net: Net) -> Self {
-        Self::Net(net)
+impl<D> From<D> for Happening<D> {
+    fn from(due: D) -> Self {
+        Self::Net(due)
     }
 }
 
@@ -99,9 +98,9 @@ impl Trace {
 }
 
 /// A simulated pool; see the module's documentation.
-pub struct World<R> {
-    pub agenda: Agenda<Happening>,
-    pub fabric: Fabric<Bytes>,
+pub struct World<R, N: Network = Fabric> {
+    pub agenda: Agenda<Happening<N::Due>>,
+    pub fabric: N,
     pub kv: Transfers,
     /// Processes by place; the first is the gManager's and always `None`.
     pub processes: Vec<Option<Process<R>>>,
@@ -120,93 +119,26 @@ pub struct World<R> {
     pub fired_us: Option<u64>,
     /// Trace of events, if set.
     pub trace: Option<Trace>,
-    deliveries: Vec<Delivery<Bytes>>,
+    deliveries: Vec<Delivery>,
+    /// Bill of the report that is being handled.
+    bill: N::Bill,
     rng: Rng,
     events: u64,
-    /// Frames and bytes sent, by class.
-    traffic: [(u64, u64); 3],
 }
 
-impl<R> std::fmt::Debug for World<R> {
+impl<R, N: Network> std::fmt::Debug for World<R, N> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("World").field("agenda", &self.agenda).field("events", &self.events).finish_non_exhaustive()
     }
 }
 
-impl<R: SimRunner> World<R> {
-    /// A world without processes.
+impl<R: SimRunner<Bill = ()>> World<R> {
+    /// A world without processes, over a network with sessions and faults.
     #[must_use]
     pub fn new(profile: LinkProfile, mut rng: Rng) -> Self {
         // A generator of its own: transfers' draws change nothing in pools without transfers.
         let transfers = Rng::new(rng.clone().draw() ^ 0x4b56);
-        Self {
-            agenda: Agenda::default(),
-            fabric: Fabric::new(profile, rng.split()),
-            kv: Transfers::new(transfers),
-            processes: vec![None],
-            coordinator: None,
-            emitted: Vec::new(),
-            touched: Vec::new(),
-            faulty: BTreeMap::new(),
-            full: BTreeMap::new(),
-            fenced: BTreeSet::new(),
-            fired_us: None,
-            trace: None,
-            deliveries: Vec::new(),
-            rng,
-            events: 0,
-            traffic: [(0, 0); 3],
-        }
-    }
-
-    #[must_use]
-    pub fn now_us(&self) -> u64 {
-        self.agenda.now_us()
-    }
-
-    /// Number of events that processes have handled.
-    #[must_use]
-    pub fn events(&self) -> u64 {
-        self.events
-    }
-
-    /// Frames of a class sent, and their bytes.
-    #[must_use]
-    pub fn traffic(&self, class: Class) -> (u64, u64) {
-        self.traffic[class.index()]
-    }
-
-    #[must_use]
-    pub fn process(&self, place: Place) -> Option<&Process<R>> {
-        self.processes.get(place)?.as_ref()
-    }
-
-    /// The live instances, by place.
-    pub fn live(&self) -> impl Iterator<Item = (Place, &Process<R>)> {
-        self.processes.iter().enumerate().filter_map(|(place, p)| Some((place, p.as_ref()?)))
-    }
-
-    /// The process registered under a number.
-    #[must_use]
-    pub fn by_id(&self, id: InstanceId) -> Option<(Place, &Process<R>)> {
-        self.live().find(|(_, p)| p.id() == Some(id))
-    }
-
-    /// Starts an instance's process at `place`, where none runs.
-    ///
-    /// # Panics
-    /// If one runs there.
-    pub fn start(&mut self, place: Place, config: InstanceConfig, runner: R, clock: Clock, life: u64) {
-        if self.processes.len() <= place {
-            self.processes.resize_with(place + 1, || None);
-        }
-        assert!(place != GMANAGER && self.processes[place].is_none(), "the place is free");
-        self.kv.start(place, life, &config);
-        self.processes[place] = Some(Process::new(config, runner, clock, life));
-        self.fabric.start(place);
-        self.fabric.connect(place, GMANAGER, &mut self.agenda);
-        let first = self.rng.below(TICK_MS * 1000);
-        self.agenda.after(first, Happening::Tick { place, life });
+        Self::over(Fabric::new(profile, rng.split()), rng, transfers)
     }
 
     /// Ends an instance's process; its state is lost.
@@ -215,18 +147,6 @@ impl<R: SimRunner> World<R> {
         self.fabric.stop(place, &mut self.agenda);
         self.kill_paths(place);
         Some(process)
-    }
-
-    /// Starts a gManager without state.
-    ///
-    /// # Panics
-    /// If one runs.
-    pub fn start_gmanager(&mut self, gmanager: GManager, clock: Clock, life: u64) {
-        assert!(self.coordinator.is_none(), "a gManager runs");
-        self.coordinator =
-            Some(Coordinator { life, clock, gmanager, registered: Registrations::default(), paused_until_us: None });
-        self.fabric.start(GMANAGER);
-        self.agenda.after(GMANAGER_TICK_US, Happening::Tick { place: GMANAGER, life });
     }
 
     /// Ends the gManager's process.
@@ -259,6 +179,92 @@ impl<R: SimRunner> World<R> {
         self.fabric.partition(a, b, us, &mut self.agenda);
         self.silence_paths(a, Some(b));
     }
+}
+
+impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
+    /// A world without processes. `rng` draws the first ticks, `transfers` the delays of KV transfer.
+    #[must_use]
+    pub fn over(fabric: N, rng: Rng, transfers: Rng) -> Self {
+        Self {
+            agenda: Agenda::default(),
+            fabric,
+            kv: Transfers::new(transfers),
+            processes: vec![None],
+            coordinator: None,
+            emitted: Vec::new(),
+            touched: Vec::new(),
+            faulty: BTreeMap::new(),
+            full: BTreeMap::new(),
+            fenced: BTreeSet::new(),
+            fired_us: None,
+            trace: None,
+            deliveries: Vec::new(),
+            bill: N::Bill::default(),
+            rng,
+            events: 0,
+        }
+    }
+
+    #[must_use]
+    pub fn now_us(&self) -> u64 {
+        self.agenda.now_us()
+    }
+
+    /// Number of events that processes have handled.
+    #[must_use]
+    pub fn events(&self) -> u64 {
+        self.events
+    }
+
+    #[must_use]
+    pub fn process(&self, place: Place) -> Option<&Process<R>> {
+        self.processes.get(place)?.as_ref()
+    }
+
+    /// The live instances, by place.
+    pub fn live(&self) -> impl Iterator<Item = (Place, &Process<R>)> {
+        self.processes.iter().enumerate().filter_map(|(place, p)| Some((place, p.as_ref()?)))
+    }
+
+    /// The process registered under a number.
+    #[must_use]
+    pub fn by_id(&self, id: InstanceId) -> Option<(Place, &Process<R>)> {
+        self.live().find(|(_, p)| p.id() == Some(id))
+    }
+
+    /// Draws the time from an instance's start to its first tick.
+    pub fn first_tick_us(&mut self) -> u64 {
+        self.rng.below(TICK_MS * 1000)
+    }
+
+    /// Starts an instance's process at `place`, where none runs; its first tick is `first_us` from now.
+    ///
+    /// # Panics
+    /// If one runs there.
+    pub fn start(&mut self, place: Place, process: (InstanceConfig, R), clock: Clock, life: u64, first_us: u64) {
+        let (config, runner) = process;
+        if self.processes.len() <= place {
+            self.processes.resize_with(place + 1, || None);
+        }
+        assert!(place != GMANAGER && self.processes[place].is_none(), "the place is free");
+        self.kv.start(place, life, &config);
+        self.processes[place] = Some(Process::new(config, runner, clock, life));
+        self.fabric.start(place);
+        self.fabric.connect(place, GMANAGER, &mut self.agenda);
+        self.agenda.after(first_us, Happening::Tick { place, life });
+    }
+
+    /// Starts a gManager without state, which ticks every `tick_us`.
+    ///
+    /// # Panics
+    /// If one runs.
+    pub fn start_gmanager(&mut self, gmanager: GManager, clock: Clock, life: u64, tick_us: u64) {
+        assert!(self.coordinator.is_none(), "a gManager runs");
+        let (registered, paused_until_us) = (Registrations::default(), None);
+        self.coordinator = Some(Coordinator { life, clock, gmanager, tick_us, registered, paused_until_us });
+        self.fabric.start(GMANAGER);
+        self.agenda.after(tick_us, Happening::Tick { place: GMANAGER, life });
+    }
 
     /// Plans one failure of a device.
     pub fn break_device(&mut self, place: Place, fault: DeviceFault) {
@@ -280,11 +286,11 @@ impl<R: SimRunner> World<R> {
         self.touched.clear();
         match self.agenda.pop()? {
             Happening::Call(call) => return Some(Step::Call(call)),
-            Happening::Net(net) => self.on_net(net),
+            Happening::Net(due) => self.on_net(due),
             Happening::Kv(kv) => self.on_kv(kv),
             Happening::Tick { place: GMANAGER, life } => self.on_gmanager_tick(life),
             Happening::Tick { place, life } => self.on_tick(place, life),
-            Happening::Device { place, life } => self.on_device(place, life),
+            Happening::Device { place, life, piece } => self.on_device(place, life, piece),
             Happening::Resume { place, life } => self.on_resume(place, life),
         }
         Some(Step::Handled)
@@ -332,8 +338,7 @@ impl<R: SimRunner> World<R> {
             process.dazed = false;
         }
         if measures {
-            for peer in self.fabric.sessions(place).into_iter().filter(|p| *p != GMANAGER) {
-                let rtt_us = u32::try_from(self.fabric.rtt_us(place, peer)).unwrap_or(u32::MAX);
+            for (peer, rtt_us) in self.fabric.round_trips(place) {
                 self.handle(place, Event::Rtt { peer: PeerKey(peer as u64), rtt_us });
             }
         }
@@ -347,20 +352,20 @@ impl<R: SimRunner> World<R> {
             self.agenda.at(until + 1, again);
             return;
         }
-        self.agenda.after(coordinator.clock.true_us(GMANAGER_TICK_US), again);
+        self.agenda.after(coordinator.clock.true_us(coordinator.tick_us), again);
         coordinator.gmanager.tick(coordinator.clock.now_ms(now));
         self.events += 1;
         self.drain_gmanager();
     }
 
-    fn on_net(&mut self, net: Net) {
+    fn on_net(&mut self, due: N::Due) {
         let mut deliveries = std::mem::take(&mut self.deliveries);
         let processes = &self.processes;
         let accepts = |place: Place, class: usize| {
             let process = processes.get(place).and_then(Option::as_ref);
             class != Class::Bulk.index() || process.is_none_or(|p| p.instance.takes_bulk())
         };
-        self.fabric.happen(net, &mut self.agenda, accepts, &mut deliveries);
+        self.fabric.happen(due, &mut self.agenda, accepts, &mut deliveries);
         for what in deliveries.drain(..) {
             match what {
                 Delivery::Up { at: GMANAGER, .. } | Delivery::Unreachable { at: GMANAGER, .. } => {}
@@ -383,15 +388,15 @@ impl<R: SimRunner> World<R> {
         self.deliveries = deliveries;
     }
 
-    fn on_frame(&mut self, at: Place, from: Place, bytes: Bytes) {
+    fn on_frame(&mut self, at: Place, from: Place, frame: Frame) {
         let peer = (from != GMANAGER).then_some(PeerKey(from as u64));
-        if let Some(event) = shared::event(peer, decode(bytes)) {
+        if let Some(event) = shared::event(peer, frame) {
             self.handle(at, event);
         }
     }
 
-    fn on_gmanager_frame(&mut self, from: Place, bytes: Bytes) {
-        let Frame::Control(Control { body: Some(body) }) = decode(bytes) else { return };
+    fn on_gmanager_frame(&mut self, from: Place, frame: Frame) {
+        let Frame::Control(Control { body: Some(body) }) = frame else { return };
         let now = self.now_us();
         let Some(coordinator) = &mut self.coordinator else { return };
         self.events += 1;
@@ -427,30 +432,45 @@ impl<R: SimRunner> World<R> {
     }
 
     /// Completes a device's piece of work: reports it and starts the next.
-    fn on_device(&mut self, place: Place, life: u64) {
-        let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut).filter(|p| p.life == life) else {
-            return;
-        };
+    fn on_device(&mut self, place: Place, life: u64, piece: u64) {
+        let now = self.now_us();
+        let process = self.processes.get_mut(place).and_then(Option::as_mut);
+        let Some(process) = process.filter(|p| (p.life, p.piece) == (life, piece)) else { return };
         if let Some(until) = process.paused_until_us {
-            self.agenda.at(until + 1, Happening::Device { place, life });
+            self.agenda.at(until + 1, Happening::Device { place, life, piece });
             return;
         }
-        process.busy = false;
+        process.runner.end(now, &mut process.reports);
+        process.piece += 1;
+        // A preemptive device starts anew when all reports have been handled, and at commands.
+        process.busy = R::PREEMPTIVE;
         for report in std::mem::take(&mut process.reports) {
+            let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) else { return };
+            self.bill = process.runner.bill();
             let report = self.maybe_fail(place, report);
             self.handle(place, Event::Runner(report));
+        }
+        self.bill = N::Bill::default();
+        if let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) {
+            process.busy &= !R::PREEMPTIVE;
         }
         self.turn(place);
     }
 
-    /// Starts an idle device's next piece of work.
+    /// Starts the next piece of work of a device that is idle, or preempted by commands.
     fn turn(&mut self, place: Place) {
         let now = self.now_us();
-        let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut).filter(|p| !p.busy) else { return };
-        process.commands.drain(..).for_each(|command| process.runner.push(command));
-        if let Some(us) = process.runner.turn(now, &mut process.reports) {
-            process.busy = true;
-            self.agenda.after(us, Happening::Device { place, life: process.life });
+        let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) else { return };
+        let commands = !process.commands.is_empty();
+        if process.busy && !(R::PREEMPTIVE && commands) {
+            return;
+        }
+        process.piece += u64::from(commands);
+        process.commands.drain(..).for_each(|command| process.runner.push(command, now));
+        let took_us = process.runner.turn(now, &mut process.reports);
+        process.busy |= took_us.is_some();
+        if let Some(us) = took_us {
+            self.agenda.after(us, Happening::Device { place, life: process.life, piece: process.piece });
         }
     }
 
@@ -538,25 +558,11 @@ impl<R: SimRunner> World<R> {
         None
     }
 
-    /// Sends a frame as bytes; it is lost if the sender has no session.
     fn send(&mut self, from: Place, to: Place, frame: Frame) {
-        let class = frame.class();
-        let encoded = lagoon_wire::encode(&frame).unwrap_or_else(|e| panic!("{frame:?} cannot be sent: {e}"));
-        let bytes = Bytes::from(encoded.to_vec());
-        let sent = &mut self.traffic[class.index()];
-        *sent = (sent.0 + 1, sent.1 + bytes.len() as u64);
-        self.fabric.send(from, to, class, bytes.len(), bytes, &mut self.agenda);
+        self.fabric.send(from, to, frame, &self.bill, &mut self.agenda);
     }
 }
 
 fn place_of_key(peer: PeerKey) -> Place {
     usize::try_from(peer.0).unwrap_or(usize::MAX)
-}
-
-/// The frame in `bytes`, as a receiver reads it.
-fn decode(mut bytes: Bytes) -> Frame {
-    let class = bytes.get(5).and_then(|code| Class::ALL.into_iter().find(|c| c.code() == *code));
-    let class = class.expect("what was encoded has a class");
-    let frame = FrameReader::new().next_frame(class, &mut bytes).expect("what was encoded decodes");
-    frame.expect("frames travel whole")
 }

@@ -4,8 +4,8 @@
 
 use lagoon_sim::paper::measure::{Job, Measured, System, run_all};
 use lagoon_sim::paper::mixed::Mix;
+use lagoon_sim::paper::run::Study;
 use lagoon_sim::paper::traces::Request;
-use lagoon_sim::paper::world::Study;
 
 /// Results of each trace: without a pool, with one.
 fn both(mixes: &[Mix], study: Study) -> Vec<[Measured; 2]> {

@@ -46,7 +46,7 @@ fn output(pool: &PoolSpec, seed: u64, request: &GenerateRequest) -> (Vec<u32>, u
         assert_eq!(process.runner.violations, Vec::<String>::new());
         assert_eq!(process.instance.status().blocks_free, process.instance.status().blocks_total);
     }
-    (tokens, world.events(), world.traffic(Class::Control).1, world.traffic(Class::Bulk).0)
+    (tokens, world.events(), world.fabric.traffic(Class::Control).1, world.fabric.traffic(Class::Bulk).0)
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::run::Failure;
 use super::{handed, tables};
-use crate::fabric::Place;
+use crate::network::Place;
 use crate::process::Process;
 use crate::shared;
 use crate::symbolic::Symbolic;

@@ -6,7 +6,7 @@ use super::panics;
 use super::requests::{Asked, End};
 use super::roles::Roles;
 use super::scenario::Scenario;
-use crate::fabric::{GMANAGER, Place};
+use crate::network::{GMANAGER, Place};
 use crate::process::Process;
 use crate::symbolic::Symbolic;
 use crate::world::{Emission, Step, World};
@@ -462,8 +462,8 @@ impl Run<'_> {
             lost: count(|e| *e == End::Lost),
             tokens: self.asked.values().map(|a| u64::from(a.tokens)).sum(),
             switches: self.roles.switches,
-            partials_frames: self.world.traffic(Class::Partials).0,
-            bulk_frames: self.world.traffic(Class::Bulk).0,
+            partials_frames: self.world.fabric.traffic(Class::Partials).0,
+            bulk_frames: self.world.fabric.traffic(Class::Bulk).0,
             ..of
         }
     }

@@ -2,7 +2,8 @@
 
 use super::aim::Aim;
 use super::ops::{Op, What};
-use crate::fabric::{GMANAGER, LinkProfile, Place};
+use crate::fabric::LinkProfile;
+use crate::network::{GMANAGER, Place};
 use crate::pool::{NodeSpec, PoolSpec};
 use crate::rng::Rng;
 use crate::shared::DeviceFault;

@@ -2,7 +2,7 @@
 
 use super::check::{Pool, failure};
 use super::run::Failure;
-use crate::fabric::Place;
+use crate::network::Place;
 use crate::process::Process;
 use crate::symbolic::Symbolic;
 use lagoon_cluster::LentEntry;

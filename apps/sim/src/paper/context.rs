@@ -3,8 +3,8 @@
 
 use super::cluster::{Cluster, SETUPS, Setup};
 use super::measure::{Job, Measured, System, run_all};
+use super::run::Setting;
 use super::traces::Request;
-use super::world::Setting;
 use lagoon_types::limits::SEQUENCE_TOKENS_MAX;
 use std::fmt::Write as _;
 

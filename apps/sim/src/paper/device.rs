@@ -10,11 +10,14 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
 
 use super::hardware::{StepShape, Timing};
-use super::world::{Setting, Study};
+use super::run::{Setting, Study};
+use crate::runner::SimRunner;
 use bytes::Bytes;
 use lagoon_runner::{Command, RemoteQuery, Report, SampleOut, StepWork};
+use lagoon_transfer::Region;
 use lagoon_types::{InstanceId, MicroBatch, SeqId, StepId};
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 /// The query, key and value projections' share of a layer's linear work (12 h² of it with the feed-forward: about 3/12).
 const PROJECTION_SHARE: f64 = 0.25;
@@ -22,7 +25,7 @@ const PROJECTION_SHARE: f64 = 0.25;
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// `bytes` bytes without meaning.
-pub(super) fn zeros(bytes: usize) -> Bytes {
+fn zeros(bytes: usize) -> Bytes {
     if bytes <= ZEROS.len() { Bytes::from_static(&ZEROS[..bytes]) } else { Bytes::from(vec![0; bytes]) }
 }
 
@@ -35,17 +38,13 @@ pub enum Prefill {
     Resident,
 }
 
-/// A report, and the number of its rows that count as network traffic (those of resident prompts do not).
-#[derive(Debug)]
-pub(super) struct BilledReport {
-    pub(super) report: Report,
-    pub(super) billed_rows: BTreeMap<InstanceId, u32>,
-}
-
-impl From<Report> for BilledReport {
-    fn from(report: Report) -> Self {
-        Self { report, billed_rows: BTreeMap::new() }
-    }
+/// Network traffic that a report causes.
+#[derive(Debug, Default)]
+pub(super) struct Bill {
+    /// Rows that count, by creditor, or under 0 for the requester of a partial. Those of resident prompts do not.
+    pub(super) rows: BTreeMap<InstanceId, u32>,
+    /// It is a step's KV.
+    pub(super) written: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,8 +92,8 @@ pub(super) struct Device {
     /// Positions computed so far, by sequence.
     reached: BTreeMap<SeqId, u32>,
     updated_us: f64,
-    /// Raised at every change, which voids events planned for an older version.
-    pub(super) version: u64,
+    /// Bills of the reports that were handed out last.
+    bills: VecDeque<Bill>,
     pub(super) busy_us: f64,
     pub(super) remote_request_us: f64,
     pub(super) copy_us: f64,
@@ -120,7 +119,7 @@ impl Device {
             immediate: Vec::new(),
             reached: BTreeMap::new(),
             updated_us: 0.0,
-            version: 0,
+            bills: VecDeque::new(),
             busy_us: 0.0,
             remote_request_us: 0.0,
             copy_us: 0.0,
@@ -151,38 +150,6 @@ impl Device {
             _ if !self.counts(rows, again) => (0.0, 0.0),
             // A row sees half of its chunk's own keys on average.
             _ => (0.0, f64::from(rows) * (keys - f64::from(rows) / 2.0).max(keys / 2.0)),
-        }
-    }
-
-    pub(super) fn push(&mut self, command: Command, now_us: u64) {
-        self.advance(now_us);
-        self.version += 1;
-        match command {
-            Command::Step(work) => self.start(*work),
-            Command::Part { step, .. } | Command::Fetched { step, .. } => self.on_answer(step),
-            Command::Abort { step } => {
-                for pass in &mut self.passes {
-                    pass.take_if(|p| p.work.step == step);
-                }
-            }
-            Command::RemoteQuery(query) => self.queue(query, now_us as f64),
-            Command::RemoteWrite(write) => {
-                self.copy(write.pieces.iter().map(|(_, n)| n).sum());
-                self.immediate.push(Report::RemoteWritten { bytes: write.kv.len(), tag: write.tag });
-            }
-            Command::RemoteRead(read) => {
-                let tokens: u32 = read.pieces.iter().map(|(_, n)| n).sum();
-                self.copy(tokens);
-                let kv = zeros(tokens as usize * self.kv_bytes);
-                self.immediate.push(Report::RemoteKv { tag: read.tag, kv });
-            }
-            Command::Share { .. } => unreachable!("the papers' systems keep no prefixes"),
-            Command::RemoteSeal { .. } | Command::Map { .. } | Command::Unmap { .. } => {
-                unreachable!("the papers' systems map nobody's memory")
-            }
-            // Slots are host memory here.
-            Command::Stage(_) => unreachable!("the papers' systems stage nothing"),
-            Command::Release { .. } => {}
         }
     }
 
@@ -313,7 +280,7 @@ impl Device {
     }
 
     /// Time of the next completion, without further commands.
-    pub(super) fn next_us(&self, now_us: u64) -> Option<u64> {
+    fn next_us(&self, now_us: u64) -> Option<u64> {
         let now = now_us as f64;
         if !self.immediate.is_empty() {
             return Some(now_us);
@@ -334,28 +301,7 @@ impl Device {
         next.is_finite().then(|| next.ceil() as u64)
     }
 
-    /// Reports of work that has completed by now.
-    pub(super) fn collect(&mut self, now_us: u64) -> Vec<BilledReport> {
-        self.advance(now_us);
-        self.version += 1;
-        let mut reports: Vec<BilledReport> =
-            std::mem::take(&mut self.immediate).into_iter().map(BilledReport::from).collect();
-        let now = now_us as f64;
-        while let Some(at) = self.remote_requests.iter().position(|g| g.left_us <= 0.0 && g.ready_us <= now) {
-            let Some(remote_request) = self.remote_requests.remove(at) else { break };
-            let (out, lse, count) = (Bytes::new(), Bytes::new(), Bytes::new());
-            let report = Report::RemotePartial { tag: remote_request.query.tag, out, lse, count };
-            // The requester is not known here: the caller sends one frame for this report.
-            reports
-                .push(BilledReport { report, billed_rows: BTreeMap::from([(InstanceId(0), remote_request.billed)]) });
-        }
-        for micro_batch in MicroBatch::ALL {
-            self.collect_pass(micro_batch, &mut reports);
-        }
-        reports
-    }
-
-    fn collect_pass(&mut self, micro_batch: MicroBatch, reports: &mut Vec<BilledReport>) {
+    fn collect_pass(&mut self, micro_batch: MicroBatch, reports: &mut Vec<Report>) {
         loop {
             let Some(pass) = &mut self.passes[micro_batch.index()] else { return };
             if pass.left_us > 0.0 {
@@ -378,7 +324,7 @@ impl Device {
                     let samples = samples.map(|s| sample(s.seq)).collect();
                     let step = pass.work.step;
                     self.passes[micro_batch.index()] = None;
-                    reports.push(Report::Done { step, micro_batch, samples }.into());
+                    self.report(Report::Done { step, micro_batch, samples }, Bill::default(), reports);
                     return;
                 }
             }
@@ -386,7 +332,7 @@ impl Device {
     }
 
     /// Reports queries for every creditor, and KV to be written there.
-    fn hand_out(&self, micro_batch: MicroBatch, reports: &mut Vec<BilledReport>) {
+    fn hand_out(&mut self, micro_batch: MicroBatch, reports: &mut Vec<Report>) {
         let Some(pass) = &self.passes[micro_batch.index()] else { return };
         let remote = &pass.work.remote;
         let step = pass.work.step;
@@ -395,17 +341,91 @@ impl Device {
             let rows = s.segments.iter().map(|s| s.rows).filter(|rows| self.counts(*rows, false)).sum();
             (s.creditor, rows)
         };
-        reports.push(BilledReport {
-            report: Report::Queries { step, layer: 0, frames: remote.ships.iter().map(frame).collect() },
-            billed_rows: remote.ships.iter().map(billed).collect(),
-        });
-        if !remote.writes.is_empty() {
-            let kv = remote.writes.iter().map(|w| zeros(w.rows as usize * self.kv_bytes)).collect();
-            reports.push(Report::Written { step, layer: 0, kv }.into());
+        let queries = Report::Queries { step, layer: 0, frames: remote.ships.iter().map(frame).collect() };
+        let rows = remote.ships.iter().map(billed).collect();
+        let kv: Vec<Bytes> = remote.writes.iter().map(|w| zeros(w.rows as usize * self.kv_bytes)).collect();
+        self.report(queries, Bill { rows, written: false }, reports);
+        if !kv.is_empty() {
+            self.report(Report::Written { step, layer: 0, kv }, Bill { written: true, ..Bill::default() }, reports);
         }
     }
 
-    pub(super) fn prefill(&self) -> Prefill {
-        self.prefill
+    fn report(&mut self, report: Report, bill: Bill, reports: &mut Vec<Report>) {
+        reports.push(report);
+        self.bills.push_back(bill);
     }
+}
+
+impl SimRunner for Device {
+    type Bill = Bill;
+    const PREEMPTIVE: bool = true;
+
+    fn push(&mut self, command: Command, now_us: u64) {
+        self.advance(now_us);
+        match command {
+            Command::Step(work) => self.start(*work),
+            Command::Part { step, .. } | Command::Fetched { step, .. } => self.on_answer(step),
+            Command::Abort { step } => {
+                for pass in &mut self.passes {
+                    pass.take_if(|p| p.work.step == step);
+                }
+            }
+            Command::RemoteQuery(query) => self.queue(query, now_us as f64),
+            Command::RemoteWrite(write) => {
+                self.copy(write.pieces.iter().map(|(_, n)| n).sum());
+                self.immediate.push(Report::RemoteWritten { bytes: write.kv.len(), tag: write.tag });
+            }
+            Command::RemoteRead(read) => {
+                let tokens: u32 = read.pieces.iter().map(|(_, n)| n).sum();
+                self.copy(tokens);
+                let kv = zeros(tokens as usize * self.kv_bytes);
+                self.immediate.push(Report::RemoteKv { tag: read.tag, kv });
+            }
+            Command::Share { .. } => unreachable!("the papers' systems keep no prefixes"),
+            Command::RemoteSeal { .. } | Command::Map { .. } | Command::Unmap { .. } => {
+                unreachable!("the papers' systems map nobody's memory")
+            }
+            // Slots are host memory here.
+            Command::Stage(_) => unreachable!("the papers' systems stage nothing"),
+            Command::Release { .. } => {}
+        }
+    }
+
+    fn turn(&mut self, now_us: u64, _: &mut Vec<Report>) -> Option<u64> {
+        Some(self.next_us(now_us)?.saturating_sub(now_us))
+    }
+
+    fn end(&mut self, now_us: u64, reports: &mut Vec<Report>) {
+        self.advance(now_us);
+        for report in std::mem::take(&mut self.immediate) {
+            self.report(report, Bill::default(), reports);
+        }
+        let now = now_us as f64;
+        while let Some(at) = self.remote_requests.iter().position(|g| g.left_us <= 0.0 && g.ready_us <= now) {
+            let Some(remote_request) = self.remote_requests.remove(at) else { break };
+            let (out, lse, count) = (Bytes::new(), Bytes::new(), Bytes::new());
+            let report = Report::RemotePartial { tag: remote_request.query.tag, out, lse, count };
+            // The requester is not known here: the caller sends one frame for this report.
+            let rows = BTreeMap::from([(InstanceId(0), remote_request.billed)]);
+            self.report(report, Bill { rows, written: false }, reports);
+        }
+        for micro_batch in MicroBatch::ALL {
+            self.collect_pass(micro_batch, reports);
+        }
+    }
+
+    fn bill(&mut self) -> Bill {
+        self.bills.pop_front().unwrap_or_default()
+    }
+
+    fn is_staged(&self) -> bool {
+        false
+    }
+
+    /// None: the papers' systems have no transports.
+    fn regions(&self) -> Vec<Arc<dyn Region>> {
+        Vec::new()
+    }
+
+    fn take_regions(&mut self, _: &[Arc<dyn Region>]) {}
 }

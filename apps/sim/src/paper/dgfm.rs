@@ -3,8 +3,8 @@
 use super::cluster::{Cluster, SETUPS};
 use super::hardware::LLAMA2_13B;
 use super::measure::{Job, Measured, run_all};
+use super::run::Setting;
 use super::traces::{Output, Workload, table_2};
-use super::world::Setting;
 use lagoon_plot::{Panel, Series};
 use std::fmt::Write as _;
 

@@ -9,13 +9,34 @@
 //! block of the stand-in is larger than the product's, so a move's whole block is one frame here.)
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
 
-use super::cluster::{Cluster, ETHERNET_LATENCY_US};
+use super::cluster::ETHERNET_LATENCY_US;
+use super::device::{Bill, Prefill};
+use super::run::Setting;
+use crate::agenda::Agenda;
+use crate::network::{Delivery, GMANAGER, Network, Place};
+use crate::world::Happening;
+use lagoon_protocol::{BulkFrame, PartialsFrame};
+use lagoon_types::InstanceId;
 use lagoon_types::limits::{MOVE_BYTES_IN_FLIGHT_MAX, MOVE_WINDOW_MS};
+use lagoon_wire::Frame;
 use std::collections::BTreeMap;
+
+/// One-way latency between an instance and the gManager, and of other control messages.
+const CONTROL_US: u64 = 100;
+/// Modelled bytes of a frame without payload.
+const SMALL_FRAME_BYTES: f64 = 200.0;
+
+/// A frame arrives.
+#[derive(Debug)]
+pub(super) struct Arrival {
+    from: Place,
+    to: Place,
+    frame: Frame,
+}
 
 /// Priority classes, as on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Class {
+enum Class {
     Control,
     Partials,
     /// KV that steps write.
@@ -32,52 +53,58 @@ enum Port {
     NodeIn(usize),
 }
 
+/// The network; see the module's documentation.
 #[derive(Debug)]
 pub(super) struct Fabric {
-    cluster: Cluster,
-    /// Frames take no time.
-    free: bool,
+    setting: Setting,
     /// Time when a port is free again, by class.
     free_us: BTreeMap<(Port, bool), f64>,
     arrived_us: BTreeMap<(usize, usize, Class), u64>,
     /// Modelled bytes between nodes, and within a node.
     pub(super) ethernet_bytes: f64,
     pub(super) nvlink_bytes: f64,
+    /// Total time that frames of queries and partials were in flight.
+    pub(super) exchange_us: u64,
 }
 
 impl Fabric {
-    pub(super) fn new(cluster: Cluster, free: bool) -> Self {
+    pub(super) fn new(setting: Setting) -> Self {
         Self {
-            cluster,
-            free,
+            setting,
             free_us: BTreeMap::new(),
             arrived_us: BTreeMap::new(),
             ethernet_bytes: 0.0,
             nvlink_bytes: 0.0,
+            exchange_us: 0,
         }
     }
 
+    /// The machine of an instance.
+    fn node(&self, place: Place) -> usize {
+        self.setting.cluster.node(place - 1)
+    }
+
     fn near(&self, a: usize, b: usize) -> bool {
-        self.cluster.node(a) == self.cluster.node(b)
+        self.node(a) == self.node(b)
     }
 
     /// One way, in microseconds.
     pub(super) fn latency_us(&self, a: usize, b: usize) -> f64 {
-        if self.near(a, b) { self.cluster.near_latency_us } else { ETHERNET_LATENCY_US }
+        if self.near(a, b) { self.setting.cluster.near_latency_us } else { ETHERNET_LATENCY_US }
     }
 
     /// Bytes per second between two instances. Each GPU sends its own heads' share to its counterpart.
-    pub(super) fn bytes_per_s(&self, a: usize, b: usize) -> f64 {
+    fn bytes_per_s(&self, a: usize, b: usize) -> f64 {
         if self.near(a, b) {
-            self.cluster.near_bytes_per_s * f64::from(self.cluster.parallel.tp)
+            self.setting.cluster.near_bytes_per_s * f64::from(self.setting.cluster.parallel.tp)
         } else {
-            self.cluster.ethernet_bytes_per_s
+            self.setting.cluster.ethernet_bytes_per_s
         }
     }
 
     /// Arrival time of a frame that costs `bytes` and `hops` latencies (one per layer that it stands for).
-    pub(super) fn send(&mut self, from: usize, to: usize, class: Class, bytes: f64, hops: f64, now_us: u64) -> u64 {
-        if self.free {
+    fn carry(&mut self, (from, to): (Place, Place), class: Class, bytes: f64, hops: f64, now_us: u64) -> u64 {
+        if self.setting.study.free_network {
             return now_us;
         }
         let near = self.near(from, to);
@@ -86,7 +113,7 @@ impl Fabric {
             [Port::NvLinkOut(from), Port::NvLinkIn(to)]
         } else {
             self.ethernet_bytes += bytes;
-            [Port::NodeOut(self.cluster.node(from)), Port::NodeIn(self.cluster.node(to))]
+            [Port::NodeOut(self.node(from)), Port::NodeIn(self.node(to))]
         };
         let bulk = class == Class::Bulk;
         let took = bytes / self.bytes_per_s(from, to) * 1e6;
@@ -110,5 +137,93 @@ impl Fabric {
         let last = self.arrived_us.entry((from, to, class)).or_default();
         *last = at.max(*last);
         *last
+    }
+
+    /// Modelled bytes and number of latencies: a frame stands for one frame in every layer, sequentially.
+    fn partials_cost(&self, frame: &PartialsFrame, to: Place, bill: &Bill) -> (f64, f64) {
+        let model = self.setting.timing.model;
+        let (party, row_bytes) = match frame {
+            PartialsFrame::Query { .. } => (to, model.query_row_bytes()),
+            PartialsFrame::Partial { .. } => (0, model.partial_row_bytes()),
+            _ => return (SMALL_FRAME_BYTES, 1.0),
+        };
+        let party = InstanceId(u32::try_from(party).unwrap_or(u32::MAX));
+        let rows = bill.rows.get(&party).copied().unwrap_or(0);
+        let layers = if rows > 0 { f64::from(model.layers) } else { 1.0 };
+        (f64::from(rows) * row_bytes + SMALL_FRAME_BYTES, layers)
+    }
+
+    fn bulk_cost(&self, frame: &BulkFrame, bill: &Bill) -> f64 {
+        let tokens = match frame {
+            // Resident prompts' KV is already there.
+            BulkFrame::Write { tokens, .. }
+                if bill.written && *tokens > 1 && self.setting.prefill == Prefill::Resident =>
+            {
+                0
+            }
+            BulkFrame::Write { tokens, .. } | BulkFrame::Data { tokens, .. } => *tokens,
+            _ => 0,
+        };
+        f64::from(tokens) * self.setting.timing.model.kv_token_bytes() + SMALL_FRAME_BYTES
+    }
+
+    /// Arrival time of a frame that is sent now.
+    fn arrives_us(&mut self, ends: (Place, Place), frame: &Frame, bill: &Bill, now: u64) -> u64 {
+        match frame {
+            _ if ends.0 == GMANAGER || ends.1 == GMANAGER => now + CONTROL_US,
+            Frame::Control(_) => self.carry(ends, Class::Control, SMALL_FRAME_BYTES, 1.0, now + CONTROL_US),
+            Frame::Partials(frame) => {
+                let (bytes, hops) = self.partials_cost(frame, ends.1, bill);
+                let arrives_us = self.carry(ends, Class::Partials, bytes, hops, now);
+                self.exchange_us += if hops > 1.0 { arrives_us - now } else { 0 };
+                arrives_us
+            }
+            Frame::Bulk(frame) => {
+                let class = if bill.written { Class::Growth } else { Class::Bulk };
+                self.carry(ends, class, self.bulk_cost(frame, bill), 1.0, now)
+            }
+        }
+    }
+}
+
+/// Processes run from the start to the end, and are connected throughout.
+impl Network for Fabric {
+    type Due = Arrival;
+    type Bill = Bill;
+
+    fn start(&mut self, _: Place) {}
+
+    fn resume(&mut self, _: Place, _: &mut Agenda<Happening<Arrival>>) {}
+
+    fn connect(&mut self, _: Place, _: Place, _: &mut Agenda<Happening<Arrival>>) {}
+
+    fn release(&mut self, _: Place, _: Place, _: &mut Agenda<Happening<Arrival>>) {}
+
+    fn send(&mut self, from: Place, to: Place, frame: Frame, bill: &Bill, agenda: &mut Agenda<Happening<Arrival>>) {
+        let arrives_us = self.arrives_us((from, to), &frame, bill, agenda.now_us());
+        agenda.at(arrives_us, Arrival { from, to, frame });
+    }
+
+    fn happen(
+        &mut self,
+        Arrival { from, to, frame }: Arrival,
+        _: &mut Agenda<Happening<Arrival>>,
+        _: impl Fn(Place, usize) -> bool,
+        deliveries: &mut Vec<Delivery>,
+    ) {
+        deliveries.push(Delivery::Frame { at: to, peer: from, frame });
+    }
+
+    /// None: an instance learns of them once, when the pool is connected.
+    fn round_trips(&self, _: Place) -> Vec<(Place, u32)> {
+        Vec::new()
+    }
+
+    fn arrival_us(&self, from: Place, to: Place, bytes: usize, now_us: u64) -> u64 {
+        now_us + (self.latency_us(from, to) + bytes as f64 / self.bytes_per_s(from, to) * 1e6).ceil() as u64
+    }
+
+    fn is_silent(&self, _: Place, _: Place, _: u64) -> bool {
+        false
     }
 }

@@ -2,8 +2,8 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "steps are small and not negative")]
 
 use super::cluster::{Cluster, Setup};
+use super::run::{Run, Seen, Setting, WARM_UP_US};
 use super::traces::Request;
-use super::world::{Seen, Setting, WARM_UP_US, World};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -102,7 +102,7 @@ impl Measured {
         let mean = |values: Vec<f64>| values.iter().sum::<f64>() / values.len().max(1) as f64;
         let failed = seen.outcomes.iter().filter(|o| o.failed).count();
         let per_token = |(at, end): &(usize, u64)| since(*at, *end) / f64::from(seen.outcomes[*at].tokens.max(1));
-        let first = |(at, o): (usize, &super::world::Outcome)| Some(since(at, o.first_us?));
+        let first = |(at, o): (usize, &super::run::Outcome)| Some(since(at, o.first_us?));
         Self {
             tokens_per_s: middle_rate(&seen.tokens),
             latency_s_per_token: mean(done.iter().map(per_token).collect()),
@@ -181,9 +181,9 @@ fn over_time(tokens: &[u32]) -> Vec<(f64, f64)> {
 /// Executes one run.
 #[must_use]
 pub fn run_one(job: &Job) -> Measured {
-    let mut world = World::new(job.setting, job.requests.clone());
-    world.run();
-    Measured::of(&world.seen, &job.requests)
+    let mut run = Run::new(job.setting, job.requests.clone());
+    run.run();
+    Measured::of(&run.seen, &job.requests)
 }
 
 /// Executes all runs, one per processor at a time; results in the order of the jobs.

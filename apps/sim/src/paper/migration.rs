@@ -7,8 +7,8 @@
 use super::cluster::{Cluster, ETHERNET_BYTES_PER_S};
 use super::hardware::{LLAMA2_7B, StepShape, Timing};
 use super::measure::{Job, Measured, run_one};
+use super::run::{Setting, Study};
 use super::traces::Request;
-use super::world::{Setting, Study};
 use super::{Prefill, measure::run_all};
 use std::fmt::Write as _;
 

@@ -14,8 +14,8 @@ use super::cluster::Cluster;
 use super::device::Prefill;
 use super::hardware::{Chip, Model};
 use super::measure::System;
+use super::run::Setting;
 use super::traces::Request;
-use super::world::Setting;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -4,8 +4,8 @@
 //! requests at the same rates, shares of the best system's maximum, which gives the curves.
 
 use super::measure::{Job, Measured, System, run_all};
+use super::run::Setting;
 use super::traces::{Output, Workload};
-use super::world::Setting;
 use lagoon_plot::{Panel, Series};
 use std::fmt::Write as _;
 

@@ -3,9 +3,9 @@
 use super::cluster::{Cluster, SETUPS, Setup};
 use super::hardware::LLAMA2_7B;
 use super::measure::System;
+use super::run::{Setting, Study};
 use super::serving::{Compared, Comparison};
 use super::traces::{Output, TABLE_1, Workload, table_2};
-use super::world::{Setting, Study};
 use super::{context, dgfm, migration, model, report, serving};
 use lagoon_cluster::perf::ModelConfig;
 use lagoon_plot::{Panel, Series};

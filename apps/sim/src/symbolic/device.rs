@@ -138,7 +138,10 @@ impl Symbolic {
 }
 
 impl SimRunner for Symbolic {
-    fn push(&mut self, command: Command) {
+    type Bill = ();
+    const PREEMPTIVE: bool = false;
+
+    fn push(&mut self, command: Command, _now_us: u64) {
         match command {
             Command::Step(work) => {
                 let micro_batch = work.micro_batch.index();
@@ -198,6 +201,10 @@ impl SimRunner for Symbolic {
         let advanced = [other, self.last].into_iter().find_map(|micro_batch| self.advance(micro_batch, reports));
         advanced.or_else(|| self.stage(reports))
     }
+
+    fn end(&mut self, _now_us: u64, _reports: &mut Vec<Report>) {}
+
+    fn bill(&mut self) {}
 
     fn is_staged(&self) -> bool {
         !self.beside.is_empty()

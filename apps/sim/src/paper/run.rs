@@ -1,0 +1,440 @@
+//! A run of a paper's cluster: the pool ([`World`]) over modelled devices and the papers' network, with a dispatcher
+//! and the clients of a trace.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "times, counts and indices are small and not negative"
+)]
+
+use super::cluster::{Cluster, ETHERNET_LATENCY_US};
+use super::device::{Device, Prefill};
+use super::fabric::Fabric;
+use super::hardware::Timing;
+use super::traces::Request;
+use crate::clock::Clock;
+use crate::process::{Process, address};
+use crate::rng::Rng;
+use crate::world::{Emission, Step, World};
+use lagoon_cluster::perf::LinkView;
+use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
+use lagoon_instance::{Event, InstanceConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS};
+use lagoon_protocol::{Calibration, Role};
+use lagoon_types::limits::{
+    INSTANCES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, SEQUENCE_TOKENS_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
+};
+use lagoon_types::{AttentionGeometry, DType, GenerateRequest, KvShape, ModelHash, SamplingParams, SeqId, TokenEvent};
+
+/// Time between samples.
+const SAMPLE_US: u64 = 100_000;
+/// The run's own calls: a tick of the gManager is over, the gManager is up, all peers are, round trips are measured. Smaller
+/// ones are requests that arrive.
+const SAMPLE: u64 = 1 << 32;
+const GMANAGER_UP: u64 = 2 << 32;
+const PEERS_UP: u64 = 3 << 32;
+const MEASURED: u64 = 4 << 32;
+/// Head size of the one-layer stand-in.
+const HEAD_DIM: u32 = 8;
+/// Most running sequences of one instance (vLLM's `max_num_seqs`).
+const RUNNING_MAX: usize = 256;
+
+/// Departures from the modelled system, to measure the cost of one part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Study {
+    /// Frames take no time.
+    pub free_network: bool,
+    /// Both micro-batches read the weights once: the cost of one batch of all rows.
+    pub one_batch: bool,
+    /// Peers' queries wait for the end of the current layer, as on a device without priorities.
+    pub layer_borders: bool,
+}
+
+/// Parameters of a simulated system.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Setting {
+    pub cluster: Cluster,
+    pub timing: Timing,
+    /// The instances form a pool. Otherwise each is on its own, like vLLM's replicas.
+    pub pooled: bool,
+    pub block_tokens: u32,
+    pub step_rows: u32,
+    /// Most running sequences of one instance.
+    pub running: usize,
+    pub prefill: Prefill,
+    /// Simulated time after which the run is cut.
+    pub limit_s: u64,
+    /// DGFM clears circular debts (v1 §4.5).
+    pub dgfm: bool,
+    /// The planner moves blocks (v2 §5).
+    pub planner: bool,
+    /// KV capacity of one instance in tokens.
+    pub kv_tokens: u64,
+    pub study: Study,
+}
+
+impl Setting {
+    #[must_use]
+    pub fn new(cluster: Cluster, pooled: bool, block_tokens: u32) -> Self {
+        let timing = cluster.timing();
+        Self {
+            cluster,
+            timing,
+            kv_tokens: timing.kv_tokens(),
+            dgfm: true,
+            planner: true,
+            pooled,
+            block_tokens,
+            step_rows: STEP_ROWS_MAX as u32,
+            running: RUNNING_MAX,
+            prefill: Prefill::Resident,
+            limit_s: 20_000,
+            study: Study::default(),
+        }
+    }
+
+    /// Number of rBlocks of one instance.
+    #[must_use]
+    pub fn blocks(&self) -> u32 {
+        u32::try_from(self.kv_tokens / u64::from(self.block_tokens)).unwrap_or(u32::MAX)
+    }
+}
+
+/// Times of one request.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Outcome {
+    pub first_us: Option<u64>,
+    pub end_us: Option<u64>,
+    pub tokens: u32,
+    pub failed: bool,
+}
+
+/// Observations of a run.
+#[derive(Debug, Default)]
+pub struct Seen {
+    pub outcomes: Vec<Outcome>,
+    /// Generated tokens by [`Seen::BUCKET_US`] of simulated time.
+    pub tokens: Vec<u32>,
+    pub events: u64,
+    pub end_us: u64,
+    pub preemptions: u64,
+    pub recoveries: u64,
+    /// rBlocks moved by the gManager's orders.
+    pub moved_blocks: u64,
+    /// Share of all devices' time: computing, and computing for peers.
+    pub busy: f64,
+    pub remote_request: f64,
+    /// Share of all devices' time: idle while a step waited for peers' partials.
+    pub awaits: f64,
+    /// Steps and their sequences, by micro-batch.
+    pub steps: [u64; 2],
+    pub rows: [u64; 2],
+    pub ethernet_bytes: f64,
+    pub nvlink_bytes: f64,
+    /// Total time that frames of queries and partials were in flight.
+    pub exchange_us: u64,
+    /// Most blocks borrowed at one time, over all instances.
+    pub borrowed_max: u32,
+    /// Samples, one every 100 ms.
+    pub samples: Vec<Sample>,
+}
+
+/// The state of all instances at one time.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sample {
+    pub at_us: u64,
+    pub borrowed: u32,
+    /// Share of rBlocks in use.
+    pub memory_used: f64,
+    pub running: f64,
+}
+
+impl Seen {
+    /// Width of a bucket of [`Seen::tokens`].
+    pub const BUCKET_US: u64 = 100_000;
+}
+
+/// What the dispatcher knows of an instance.
+#[derive(Clone, Debug, Default)]
+struct Load {
+    /// Tokens of requests sent here that have no first token yet.
+    unstarted_tokens: u64,
+    /// Requests with a first token and not all.
+    running: i64,
+}
+
+/// A run; see the module's documentation.
+#[derive(Debug)]
+pub struct Run {
+    setting: Setting,
+    world: World<Device, Fabric>,
+    /// By instance.
+    loads: Vec<Load>,
+    requests: Vec<Request>,
+    open: usize,
+    pub seen: Seen,
+}
+
+/// Configuration of the `index`-th instance, which is at place `index + 1`.
+fn config(setting: &Setting, index: usize) -> InstanceConfig {
+    let model = setting.timing.model;
+    let shape = stand_in();
+    let geometry =
+        AttentionGeometry { heads: model.heads / model.kv_heads, kv_heads: 1, head_dim: HEAD_DIM, latent: false };
+    InstanceConfig {
+        name: format!("sim-{index}"),
+        quic_addr: address(index + 1),
+        http_addr: String::new(),
+        backend: "simulated".to_owned(),
+        role: Role::Instance,
+        tier: lagoon_protocol::MemoryTier::Device,
+        calibration: Some(calibration(setting)),
+        incarnation: index as u64 + 1,
+        model_hash: ModelHash::default(),
+        geometry,
+        kv: shape,
+        window: None,
+        windowed: None,
+        layer_windows: LayerWindows::default(),
+        attention_scale: 1.0,
+        alibi: None,
+        attention_softcap: None,
+        max_positions: SEQUENCE_TOKENS_MAX,
+        vocab: 2,
+        block_tokens: setting.block_tokens,
+        blocks_total: setting.blocks(),
+        lend_blocks_max: setting.blocks(),
+        lend_reserve_blocks: 2,
+        sched: SchedulerConfig { queue: 1 << 20, running: setting.running, step_rows: setting.step_rows },
+        remote: RemotePolicy::Ship,
+        wire: DType::F16,
+        fetch_tokens: 0,
+        link_bytes_per_s: 1e9,
+        attention_flops: 1e15,
+        // The papers' systems have no prefix cache, and prompts here have lengths but no tokens.
+        prefix_cache: false,
+        target_step_ms: None,
+        transfer: None,
+        lent: None,
+        peer_access: None,
+    }
+}
+
+/// An instance's calibration; copies in bytes of the stand-in.
+fn calibration(setting: &Setting) -> Calibration {
+    let measured = setting.timing.calibration();
+    let scale = stand_in_token_bytes() / setting.timing.model.kv_token_bytes();
+    Calibration { copy_bytes_per_s: measured.copy_bytes_per_s * scale, ..measured }
+}
+
+fn stand_in() -> KvShape {
+    KvShape { layers: 1, kv_heads: 1, head_dim: HEAD_DIM, dtype: DType::F16 }
+}
+
+fn stand_in_token_bytes() -> f64 {
+    stand_in().layer_token_bytes() as f64
+}
+
+/// Bytes of the one-layer stand-in per byte of the real model's KV, queries and partials.
+fn scale(setting: &Setting) -> f64 {
+    stand_in_token_bytes() / setting.timing.model.kv_token_bytes()
+}
+
+/// The shipped coordinator. It computes with the registered sizes, those of the stand-in; its default link is scaled
+/// likewise.
+fn gmanager(setting: &Setting) -> GManager {
+    let far = setting.cluster.node(setting.cluster.instances() - 1) > 0;
+    let (bytes_per_s, latency_us) = if far {
+        (setting.cluster.ethernet_bytes_per_s, ETHERNET_LATENCY_US)
+    } else {
+        (setting.cluster.near_bytes_per_s, setting.cluster.near_latency_us)
+    };
+    let rtt_us = 2.0 * latency_us * f64::from(setting.timing.model.layers);
+    let assumed_link = LinkView { rtt_us, bytes_per_s: bytes_per_s * scale(setting) };
+    GManager::with_config(GManagerConfig {
+        planner: setting.planner.then(|| PlannerConfig { assumed_link, ..PlannerConfig::default() }),
+        dgfm: setting.dgfm.then(DgfmConfig::default),
+        ..GManagerConfig::default()
+    })
+}
+
+impl Run {
+    /// A connected idle cluster before the first request of a trace.
+    ///
+    /// # Panics
+    /// If the setting is invalid: a bug of ours.
+    #[must_use]
+    pub fn new(setting: Setting, requests: Vec<Request>) -> Self {
+        let count = setting.cluster.instances();
+        assert!(count < INSTANCES_MAX, "a paper's cluster is small");
+        let mut world = World::over(Fabric::new(setting), Rng::new(0), Rng::new(0));
+        for index in 0..count {
+            let config = config(&setting, index);
+            let q_bytes = config.geometry.q_dim() * config.wire.size();
+            let device = Device::new(&setting, q_bytes, config.kv.layer_token_bytes());
+            let place = index + 1;
+            world.start(place, (config, device), Clock::exact(), 0, index as u64);
+            // One exchange of the stand-in is one in every layer of the model, each with the deadline.
+            let deadline_ms = STEP_DEADLINE_MS * u64::from(setting.timing.model.layers);
+            let bytes = (MOVE_BYTES_IN_FLIGHT_MAX as f64 * scale(&setting)) as u64;
+            world.processes[place].iter_mut().for_each(|process| process.instance.scale_limits(deadline_ms, bytes));
+        }
+        if setting.pooled {
+            world.call_at(0, GMANAGER_UP);
+            world.call_at(10_000, PEERS_UP);
+            world.call_at(20_000, MEASURED);
+        }
+        let mut gmanager = gmanager(&setting);
+        gmanager.tick(0);
+        world.start_gmanager(gmanager, Clock::exact(), 0, TICK_MS * 1000);
+        world.call_at(TICK_MS * 1000, SAMPLE);
+        for (index, request) in requests.iter().enumerate() {
+            world.call_at(WARM_UP_US + request.arrival_us, index as u64);
+        }
+        let seen = Seen { outcomes: vec![Outcome::default(); requests.len()], ..Seen::default() };
+        Self { setting, world, loads: vec![Load::default(); count], open: requests.len(), seen, requests }
+    }
+
+    /// The pool's processes.
+    fn nodes(&self) -> impl Iterator<Item = &Process<Device>> {
+        self.world.live().map(|(_, process)| process)
+    }
+
+    /// Runs until every request has ended or the limit is reached.
+    ///
+    /// # Panics
+    /// If the gManager refuses an instance: a bug of ours.
+    pub fn run(&mut self) {
+        let limit_us = self.setting.limit_s * 1_000_000;
+        while self.open > 0 && self.world.now_us() < limit_us {
+            let Some(step) = self.world.step() else { break };
+            self.seen.events += u64::from(step != Step::Call(SAMPLE));
+            match step {
+                Step::Call(SAMPLE) => self.sample(),
+                Step::Call(call @ (GMANAGER_UP | PEERS_UP | MEASURED)) => self.introduce(call),
+                Step::Call(index) => self.arrive(index as usize),
+                Step::Handled => {}
+            }
+            for emission in std::mem::take(&mut self.world.emitted) {
+                self.emit(&emission);
+            }
+        }
+        self.finish();
+    }
+
+    fn finish(&mut self) {
+        let Self { world, seen, .. } = self;
+        seen.end_us = world.now_us();
+        let wall = seen.end_us.max(1) as f64 * self.loads.len() as f64;
+        for (_, Process { instance, runner, rejected, .. }) in world.live() {
+            assert_eq!(*rejected, None, "the gManager refused a simulated instance");
+            seen.busy += runner.busy_us;
+            seen.remote_request += runner.remote_request_us;
+            seen.awaits += runner.await_us;
+            for micro_batch in 0..2 {
+                seen.steps[micro_batch] += runner.steps[micro_batch];
+                seen.rows[micro_batch] += runner.rows[micro_batch];
+            }
+            seen.preemptions += instance.status().preemptions;
+            seen.recoveries += instance.status().recoveries;
+        }
+        for share in [&mut seen.busy, &mut seen.remote_request, &mut seen.awaits] {
+            *share /= wall;
+        }
+        seen.ethernet_bytes = world.fabric.ethernet_bytes;
+        seen.nvlink_bytes = world.fabric.nvlink_bytes;
+        seen.exchange_us = world.fabric.exchange_us;
+        seen.moved_blocks = world.coordinator.as_ref().map_or(0, |c| c.gmanager.stats().blocks_moved);
+    }
+
+    /// Connects all instances, as in a pool that has run for a while.
+    fn introduce(&mut self, call: u64) {
+        let count = self.loads.len();
+        for place in 1..=count {
+            if call == GMANAGER_UP {
+                self.world.handle(place, Event::GManagerUp);
+                continue;
+            }
+            for other in (1..=count).filter(|other| *other != place) {
+                let peer = PeerKey(other as u64);
+                // One exchange of the stand-in is one in every layer of the model.
+                let layers = f64::from(self.setting.timing.model.layers);
+                let rtt_us = (2.0 * layers * self.world.fabric.latency_us(place, other)) as u32;
+                let event = if call == PEERS_UP { Event::PeerUp { peer } } else { Event::Rtt { peer, rtt_us } };
+                self.world.handle(place, event);
+            }
+        }
+    }
+
+    /// Takes a sample every [`SAMPLE_US`], after a tick of the gManager.
+    fn sample(&mut self) {
+        let now = self.world.now_us();
+        self.world.call_at(now + TICK_MS * 1000, SAMPLE);
+        if now / SAMPLE_US <= self.seen.samples.last().map_or(0, |s| s.at_us / SAMPLE_US) {
+            return;
+        }
+        let mut sample = Sample { at_us: now, ..Sample::default() };
+        let mut free = 0.0;
+        for node in self.nodes() {
+            free += f64::from(node.instance.rmanager().pool.counts().free);
+            sample.borrowed += node.instance.rmanager().debtor.held.blocks();
+        }
+        sample.running = self.loads.iter().map(|load| load.running as f64).sum();
+        sample.memory_used = 1.0 - free / (f64::from(self.setting.blocks()) * self.loads.len() as f64);
+        self.seen.borrowed_max = self.seen.borrowed_max.max(sample.borrowed);
+        self.seen.samples.push(sample);
+    }
+
+    /// Sends a request to the instance with the most free memory (v2 §7.1), minus the tokens that wait there.
+    fn arrive(&mut self, index: usize) {
+        let request = self.requests[index];
+        let tokens = i64::from(self.setting.block_tokens);
+        let free = |(place, n): (usize, &Process<Device>)| {
+            let unstarted = self.loads[place - 1].unstarted_tokens as i64;
+            (i64::from(n.instance.rmanager().pool.counts().free) * tokens - unstarted, std::cmp::Reverse(place))
+        };
+        let Some((_, std::cmp::Reverse(place))) = self.world.live().map(free).max() else { return };
+        self.loads[place - 1].unstarted_tokens += u64::from(request.prompt_tokens);
+        let request = GenerateRequest {
+            prompt: vec![0; request.prompt_tokens as usize],
+            answered: 0,
+            max_tokens: request.output_tokens,
+            sampling: SamplingParams::default(),
+            min_tokens: 0,
+            stop_ids: Vec::new(),
+            return_logits: false,
+        };
+        self.world.handle(place, Event::Submit { seq: SeqId(index as u64), request });
+    }
+
+    fn emit(&mut self, Emission { place, seq, event }: &Emission) {
+        let now = self.world.now_us();
+        let index = seq.0 as usize;
+        let load = &mut self.loads[place - 1];
+        let outcome = &mut self.seen.outcomes[index];
+        let started = outcome.first_us.is_some();
+        match event {
+            TokenEvent::Token { .. } => {
+                load.running += i64::from(!started);
+                outcome.first_us.get_or_insert(now);
+                outcome.tokens += 1;
+                let bucket = (now / Seen::BUCKET_US) as usize;
+                if self.seen.tokens.len() <= bucket {
+                    self.seen.tokens.resize(bucket + 1, 0);
+                }
+                self.seen.tokens[bucket] += 1;
+            }
+            TokenEvent::Finished { .. } => outcome.end_us = Some(now),
+            TokenEvent::Failed(_) => outcome.failed = true,
+        }
+        if !matches!(event, TokenEvent::Token { .. }) {
+            load.running -= i64::from(started);
+            self.open -= 1;
+        }
+        if !started {
+            let prompt = u64::from(self.requests[index].prompt_tokens);
+            load.unstarted_tokens -= prompt.min(load.unstarted_tokens);
+        }
+    }
+}
+
+/// Instances register and meet before the first request comes.
+pub const WARM_UP_US: u64 = 1_000_000;
