@@ -65,6 +65,8 @@ use lagoon_types::DType;
 /// * `embed`, `gather_rows`, `kv_*`, `read`, `write`: exact.
 /// * `matmul`: `(8 + 2 sqrt(k)) u` of the sum of absolute products (`u = 2^-24`; the sum of `k` rounding errors grows
 ///   as `sqrt(k)`). Weights are exact in their type, so the bound is the same for all three.
+/// * `matmul` of packed weights, exact in their format: as `matmul`, and `min(1, 4 / sqrt(k)) 2^-14` of the sum of absolute
+///   products, because activations may be rounded to 16 bits of the largest of 32 (which is a few times their mean).
 /// * `rms_norm`, `silu_mul` of an exact product: a few `u` relative, from the square root, the division and the exponential.
 /// * `layer_norm`: as `rms_norm`, plus the mean's error before the division, some `u` of the row's mean magnitude.
 /// * `head_norm`: as `rms_norm`.

@@ -4,7 +4,7 @@
 use super::dots::Dots;
 use super::multiply::Multiply;
 use super::pack::{Plain, Stored, Transpose, Widen};
-use super::packed::{self, Blocks, Packed, PackedDots};
+use super::packed::{self, Blocks, Packed, PackedDots, Round};
 use super::simd::{Element, Isa};
 use super::threads::{Disjoint, Threads, with_scratch};
 use super::weight::Stretch;
@@ -29,6 +29,8 @@ const STREAM_BYTES: usize = 128 << 10;
 const PANEL: usize = 64;
 /// Inner length of a panel: 64 KiB of f32 with [`PANEL`] columns.
 const DEPTH: usize = 256;
+/// Packed weight rows of a task at least: each task rounds the activations.
+const ROUNDED_FOR: usize = 64;
 /// Packed weight rows that are unpacked together for more rows than [`packed::ROWS_MAX`]; they stay in the first-level cache, or
 /// the second.
 const UNPACKED_ROWS: usize = 4;
@@ -60,7 +62,10 @@ pub(super) fn matmul(
         add: mode == Mode::Add,
     };
     if rows <= STREAMED_ROWS {
-        let chunk = (STREAM_BYTES / weight.row_bytes().max(1)).clamp(4, weight.rows.div_ceil(threads.count()).max(4));
+        // Packed weights are worth rounding `x` for a task.
+        let least = if weight.is_packed() { ROUNDED_FOR } else { 4 };
+        let chunk = (STREAM_BYTES / weight.row_bytes().max(1)).max(least);
+        let chunk = chunk.min(weight.rows.div_ceil(threads.count()).max(4));
         threads.run_chunks(weight.rows, chunk.next_multiple_of(4), |cols| product.streamed(cols));
     } else {
         let panels = weight.rows.div_ceil(PANEL);
@@ -235,22 +240,26 @@ impl Product<'_> {
             return self.unpacked_dots::<P>(part);
         }
         assert_eq!(part.bytes.len(), part.rows.len() * part.row_bytes, "weights of the columns");
-        // SAFETY: the device's instruction set is supported; x holds rows of k, the stretch whole rows of blocks, and only the
-        // stretch's columns, which are this task's, are written.
-        unsafe {
-            self.isa.run(PackedDots::<P> {
-                rows: self.rows.len(),
-                n: part.rows.len(),
-                k: self.k,
-                x: self.x.as_ptr().add(self.rows.start * self.x_stride),
-                x_stride: self.x_stride,
-                weight: part.bytes.as_ptr(),
-                out: self.out_at(part.rows.start),
-                out_stride: self.out_stride,
-                add: self.add,
-                format: PhantomData,
-            });
-        }
+        let (rows, k) = (self.rows.len(), self.k);
+        with_scratch(packed::rounded_len(rows, k), |scratch| {
+            // SAFETY: the device's instruction set is supported; x holds rows of k, the scratch has room for them, the stretch has
+            // whole rows of blocks, and only the stretch's columns, which are this task's, are written.
+            unsafe {
+                let x = self.x.as_ptr().add(self.rows.start * self.x_stride);
+                let x = self.isa.run(Round { rows, k, x, stride: self.x_stride, scratch: scratch.as_mut_ptr() });
+                self.isa.run(PackedDots::<P> {
+                    rows,
+                    n: part.rows.len(),
+                    k,
+                    x,
+                    weight: part.bytes.as_ptr(),
+                    out: self.out_at(part.rows.start),
+                    out_stride: self.out_stride,
+                    add: self.add,
+                    format: PhantomData,
+                });
+            }
+        });
     }
 
     fn unpacked_dots<P: Packed>(&self, part: &Stretch<'_>) {

@@ -1,10 +1,13 @@
 //! Packed weight formats, unpacked in registers: 32 consecutive elements at a time, whatever the block's length.
 //!
-//! Elements are the numbers that [`WeightFormat::decode`](crate::formats::WeightFormat::decode) gives, up to one rounding; sums are
-//! f32, and activations stay f32.
-
+//! A few rows are multiplied in integers ([`PackedDots`]): activations are rounded to 16 bits of the largest of 32
+//! ([`round`]), and products of them with codes are exact. Many rows are multiplied in f32, with the elements that
+//! [`WeightFormat::decode`](crate::formats::WeightFormat::decode) gives, up to one rounding.
 #![allow(clippy::needless_range_loop, reason = "vectors of several arrays have one index")]
-#![allow(clippy::cast_possible_truncation, reason = "parts of a block are fewer than nine")]
+#![allow(
+    clippy::cast_possible_truncation,
+    reason = "parts of a block are fewer than nine; rounded activations are 16 bits"
+)]
 
 use super::pack::Stored;
 use super::simd::{Kernel, Simd};
@@ -12,83 +15,92 @@ use std::marker::PhantomData;
 
 /// Elements that are unpacked together. Blocks have a whole number of them.
 pub(super) const PART: usize = 32;
-/// Vectors of a part for the narrowest vectors, of eight lanes; wider ones use fewer.
-const VECTORS: usize = PART / 8;
-/// Sums of a dot, each of which waits for itself only.
-const SUMS: usize = 4;
 /// Rows of `x` that share what is unpacked.
 pub(super) const ROWS_MAX: usize = 4;
+/// Parts of the longest block.
+const PARTS_MAX: usize = 8;
+/// The largest rounded activation.
+const ROUNDED_MAX: f32 = 32_766.0;
 
-/// A packed format.
+/// A packed format. An element is `scale * code - least`, with a scale for 16 or 32 elements.
 pub(super) trait Packed: Send + Sync + 'static {
     const BLOCK_ELEMENTS: usize;
     const BLOCK_BYTES: usize;
+    /// Whether elements have a least value.
+    const LEAST: bool = false;
+    /// Whether each half of a part has a scale of its own.
+    const HALVES: bool = false;
 
-    /// Elements `part * PART ..` of a block, in the first `PART / LANES` vectors.
+    /// # Safety
+    /// `block` is valid for a block's bytes.
+    unsafe fn scales<S: Simd>(block: *const u8) -> Scales;
+
+    /// Codes `part * PART ..` of a block, in the first `PART / (2 * LANES)` vectors.
     ///
     /// # Safety
     /// The processor has the features of `S`, `block` is valid for a block's bytes, and the part is within the block.
-    unsafe fn unpack<S: Simd>(block: *const u8, part: usize) -> [S::V; VECTORS];
+    unsafe fn codes<S: Simd>(block: *const u8, part: usize) -> [S::W; 2];
 }
 
-/// `scale * code - least` for each vector of codes.
-#[inline(always)]
-unsafe fn affine<S: Simd>(codes: [S::I; VECTORS], scale: S::V, least: S::V) -> [S::V; VECTORS] {
-    // SAFETY: the features are there.
-    unsafe {
-        let mut out = [S::splat(0.0); VECTORS];
-        for v in 0..PART / S::LANES {
-            out[v] = S::fma(S::to_f32(codes[v]), scale, least);
+/// Scales of a block's elements, by parts or, where a format has [`Packed::HALVES`], by halves of parts; least values by parts.
+pub(super) struct Scales {
+    steps: [f32; 2 * PARTS_MAX],
+    leasts: [f32; PARTS_MAX],
+}
+
+impl Scales {
+    /// One scale, of the only part.
+    #[inline(always)]
+    fn one(scale: f32) -> Self {
+        Self { steps: [scale; 2 * PARTS_MAX], leasts: [0.0; PARTS_MAX] }
+    }
+
+    /// Scale of a half of a part.
+    #[inline(always)]
+    fn of<P: Packed>(&self, part: usize, half: usize) -> f32 {
+        self.steps[if P::HALVES { 2 * part + half } else { part }]
+    }
+
+    /// Scales of the sums of pairs in vector `v` of a part's codes, times `x`.
+    #[inline(always)]
+    unsafe fn of_pairs<S: Simd, P: Packed>(&self, part: usize, v: usize, x: f32) -> S::V {
+        let whole = 2 * S::LANES == PART;
+        // SAFETY: the features are there.
+        unsafe {
+            if P::HALVES && whole {
+                S::splat_halves(self.of::<P>(part, 0) * x, self.of::<P>(part, 1) * x)
+            } else {
+                S::splat(self.of::<P>(part, if whole { 0 } else { v }) * x)
+            }
         }
-        out
     }
 }
 
 /// Bytes `p ..` as codes: `bits` bits of each from bit `shift`.
 #[inline(always)]
-unsafe fn codes<S: Simd>(p: *const u8, shift: u32, bits: u32) -> [S::I; VECTORS] {
+unsafe fn bits<S: Simd>(p: *const u8, shift: u32, bits: u32) -> [S::W; 2] {
     // SAFETY: the features are there, and PART bytes are valid.
     unsafe {
-        let mut out = [S::load_u8(p); VECTORS];
-        for v in 0..PART / S::LANES {
-            out[v] = S::and(S::shift_right(S::load_u8(p.add(v * S::LANES)), shift), (1 << bits) - 1);
+        let mut out = [S::load_u8(p); 2];
+        for v in 0..PART / (2 * S::LANES) {
+            out[v] = S::and(S::shift_right(S::load_u8(p.add(v * 2 * S::LANES)), shift), (1 << bits) - 1);
         }
         out
     }
 }
 
-/// Sixteen bytes with two codes each: the low halves are the first 16 elements.
+/// Codes with more bits, from bit `shift` on.
 #[inline(always)]
-unsafe fn halves<S: Simd>(p: *const u8) -> [S::I; VECTORS] {
-    // SAFETY: the features are there, and 16 bytes are valid.
-    unsafe {
-        let mut out = [S::load_u8(p); VECTORS];
-        for v in 0..PART / S::LANES {
-            let (at, shift) = (v * S::LANES % 16, if v * S::LANES < 16 { 0 } else { 4 });
-            out[v] = S::and(S::shift_right(S::load_u8(p.add(at)), shift), 15);
-        }
-        out
-    }
-}
-
-/// Adds the bits of `high`, shifted left by `shift`.
-#[inline(always)]
-unsafe fn with_high<S: Simd>(low: [S::I; VECTORS], high: [S::I; VECTORS], shift: u32) -> [S::I; VECTORS] {
+unsafe fn with_high<S: Simd>(low: [S::W; 2], high: [S::W; 2], shift: u32) -> [S::W; 2] {
     // SAFETY: the features are there.
-    unsafe {
-        let mut out = low;
-        for v in 0..PART / S::LANES {
-            out[v] = S::or(low[v], S::shift_left(high[v], shift));
-        }
-        out
-    }
+    unsafe { [S::or(low[0], S::shift_left(high[0], shift)), S::or(low[1], S::shift_left(high[1], shift))] }
 }
 
-/// The f16 at `at` of a block, in every lane.
+/// The f16 at `at` of a block.
 #[inline(always)]
-unsafe fn half<S: Simd>(block: *const u8, at: usize) -> S::V {
+unsafe fn half<S: Simd>(block: *const u8, at: usize) -> f32 {
     // SAFETY: the features are there, and two bytes are valid; they are read unaligned.
-    unsafe { S::splat_f16(block.add(at).cast()) }
+    unsafe { S::f16(block.add(at).cast()) }
 }
 
 pub(super) struct Q8_0;
@@ -98,15 +110,17 @@ impl Packed for Q8_0 {
     const BLOCK_BYTES: usize = 34;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(block: *const u8, _: usize) -> [S::V; VECTORS] {
+    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
+        // SAFETY: within the block.
+        Scales::one(unsafe { half::<S>(block, 0) })
+    }
+
+    #[inline(always)]
+    unsafe fn codes<S: Simd>(block: *const u8, _: usize) -> [S::W; 2] {
         // SAFETY: within the block.
         unsafe {
-            let scale = half::<S>(block, 0);
-            let mut out = [scale; VECTORS];
-            for v in 0..PART / S::LANES {
-                out[v] = S::mul(S::to_f32(S::load_i8(block.add(2 + v * S::LANES).cast())), scale);
-            }
-            out
+            let codes = block.add(2).cast::<i8>();
+            [S::load_i8(codes), S::load_i8(codes.add(PART - 2 * S::LANES))]
         }
     }
 }
@@ -118,38 +132,36 @@ impl Packed for Q4_0 {
     const BLOCK_BYTES: usize = 18;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(block: *const u8, _: usize) -> [S::V; VECTORS] {
+    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
         // SAFETY: within the block.
-        unsafe {
-            let scale = half::<S>(block, 0);
-            affine::<S>(halves::<S>(block.add(2)), scale, S::mul(scale, S::splat(-8.0)))
-        }
+        Scales::one(unsafe { half::<S>(block, 0) })
+    }
+
+    #[inline(always)]
+    unsafe fn codes<S: Simd>(block: *const u8, _: usize) -> [S::W; 2] {
+        // SAFETY: within the block.
+        unsafe { S::load_nibbles(block.add(2)).map(|codes| S::minus(codes, 8)) }
     }
 }
 
-/// Scale and least value of sub-block `sub` of eight, 6 bits each in 12 bytes.
+/// Scales and least values of a Q4_K or Q5_K block: 6 bits each, packed in 12 bytes.
 #[inline(always)]
-unsafe fn six_bits(scales: *const u8, sub: usize) -> (f32, f32) {
-    // SAFETY: 12 bytes are valid.
-    unsafe {
-        let (scale, least) = if sub < 4 {
-            (*scales.add(sub) & 63, *scales.add(sub + 4) & 63)
-        } else {
-            let both = *scales.add(sub + 4);
-            (both & 15 | *scales.add(sub - 4) >> 6 << 4, both >> 4 | *scales.add(sub) >> 6 << 4)
-        };
-        (f32::from(scale), f32::from(least))
-    }
-}
-
-/// Scale and negative least value of sub-block `sub` of a Q4_K or Q5_K block.
-#[inline(always)]
-unsafe fn step_and_least<S: Simd>(block: *const u8, sub: usize) -> (S::V, S::V) {
+unsafe fn six_bits<S: Simd>(block: *const u8) -> Scales {
     // SAFETY: within the block.
-    unsafe {
-        let (scale, least) = six_bits(block.add(4), sub);
-        (S::mul(half::<S>(block, 0), S::splat(scale)), S::mul(half::<S>(block, 2), S::splat(-least)))
+    let (scale, least, packed) = unsafe {
+        (half::<S>(block, 0), half::<S>(block, 2), block.add(4).cast::<[[u8; 4]; 3]>().read().map(u32::from_le_bytes))
+    };
+    let [a, b, c] = packed;
+    // The lower four of each are in a byte of their own; the upper four have their upper two bits beside the lower ones.
+    let four = |low: u32, high: u32| [low & 0x3f3f_3f3f, high & 0x0f0f_0f0f | (low >> 2) & 0x3030_3030];
+    let (scales, leasts) = (four(a, c), four(b, c >> 4));
+    let mut out = Scales::one(0.0);
+    for i in 0..PARTS_MAX {
+        let byte = |words: [u32; 2]| f32::from(words[i / 4].to_le_bytes()[i % 4]);
+        out.steps[i] = scale * byte(scales);
+        out.leasts[i] = least * byte(leasts);
     }
+    out
 }
 
 pub(super) struct Q4K;
@@ -157,14 +169,18 @@ pub(super) struct Q4K;
 impl Packed for Q4K {
     const BLOCK_ELEMENTS: usize = 256;
     const BLOCK_BYTES: usize = 144;
+    const LEAST: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(block: *const u8, part: usize) -> [S::V; VECTORS] {
+    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
+        // SAFETY: passed on.
+        unsafe { six_bits::<S>(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn codes<S: Simd>(block: *const u8, part: usize) -> [S::W; 2] {
         // SAFETY: within the block.
-        unsafe {
-            let (scale, least) = step_and_least::<S>(block, part);
-            affine::<S>(codes::<S>(block.add(16 + part / 2 * 32), part as u32 % 2 * 4, 4), scale, least)
-        }
+        unsafe { bits::<S>(block.add(16 + part / 2 * 32), part as u32 % 2 * 4, 4) }
     }
 }
 
@@ -173,14 +189,20 @@ pub(super) struct Q5K;
 impl Packed for Q5K {
     const BLOCK_ELEMENTS: usize = 256;
     const BLOCK_BYTES: usize = 176;
+    const LEAST: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(block: *const u8, part: usize) -> [S::V; VECTORS] {
+    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
+        // SAFETY: passed on.
+        unsafe { six_bits::<S>(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn codes<S: Simd>(block: *const u8, part: usize) -> [S::W; 2] {
         // SAFETY: within the block.
         unsafe {
-            let (scale, least) = step_and_least::<S>(block, part);
-            let low = codes::<S>(block.add(48 + part / 2 * 32), part as u32 % 2 * 4, 4);
-            affine::<S>(with_high::<S>(low, codes::<S>(block.add(16), part as u32, 1), 4), scale, least)
+            let low = bits::<S>(block.add(48 + part / 2 * 32), part as u32 % 2 * 4, 4);
+            with_high::<S>(low, bits::<S>(block.add(16), part as u32, 1), 4)
         }
     }
 }
@@ -190,31 +212,30 @@ pub(super) struct Q6K;
 impl Packed for Q6K {
     const BLOCK_ELEMENTS: usize = 256;
     const BLOCK_BYTES: usize = 210;
+    const HALVES: bool = true;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(block: *const u8, part: usize) -> [S::V; VECTORS] {
+    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
+        // SAFETY: within the block.
+        let (scale, codes) = unsafe { (half::<S>(block, 208), block.add(192).cast::<[i8; 2 * PARTS_MAX]>().read()) };
+        Scales { steps: codes.map(|code| scale * f32::from(code)), leasts: [0.0; PARTS_MAX] }
+    }
+
+    #[inline(always)]
+    unsafe fn codes<S: Simd>(block: *const u8, part: usize) -> [S::W; 2] {
         // SAFETY: within the block.
         unsafe {
             let (half_block, quarter) = (part / 4, part % 4);
-            let low = codes::<S>(block.add(half_block * 64 + quarter % 2 * 32), quarter as u32 / 2 * 4, 4);
-            let high = codes::<S>(block.add(128 + half_block * 32), quarter as u32 * 2, 2);
-            let codes = with_high::<S>(low, high, 4);
-            let scale = half::<S>(block, 208);
-            let mut out = [scale; VECTORS];
-            for v in 0..PART / S::LANES {
-                // Sixteen elements have a scale.
-                let sub = f32::from(*block.add(192 + part * 2 + v * S::LANES / 16).cast::<i8>());
-                let step = S::mul(scale, S::splat(sub));
-                out[v] = S::mul(S::sub(S::to_f32(codes[v]), S::splat(32.0)), step);
-            }
-            out
+            let low = bits::<S>(block.add(half_block * 64 + quarter % 2 * 32), quarter as u32 / 2 * 4, 4);
+            let high = bits::<S>(block.add(128 + half_block * 32), quarter as u32 * 2, 2);
+            let [a, b] = with_high::<S>(low, high, 4);
+            [S::minus(a, 32), S::minus(b, 32)]
         }
     }
 }
 
 /// Twice the numbers of E2M1 (OCP MX 1.0).
-const TWICE_E2M1: [f32; 16] =
-    [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
+const TWICE_E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 pub(super) struct Mxfp4;
 
@@ -223,19 +244,19 @@ impl Packed for Mxfp4 {
     const BLOCK_BYTES: usize = 17;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(block: *const u8, _: usize) -> [S::V; VECTORS] {
+    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
+        // SAFETY: within the block.
+        let exponent = u32::from(unsafe { *block });
+        // Half of the scale, whose least two are below the least normal number.
+        Scales::one(f32::from_bits(if exponent < 2 { 0x0020_0000 << exponent } else { (exponent - 1) << 23 }))
+    }
+
+    #[inline(always)]
+    unsafe fn codes<S: Simd>(block: *const u8, _: usize) -> [S::W; 2] {
         // SAFETY: within the block.
         unsafe {
-            // Half of the scale, whose least two are below the least normal number.
-            let exponent = u32::from(*block);
-            let scale =
-                S::splat(f32::from_bits(if exponent < 2 { 0x0020_0000 << exponent } else { (exponent - 1) << 23 }));
-            let codes = halves::<S>(block.add(1));
-            let mut out = [scale; VECTORS];
-            for v in 0..PART / S::LANES {
-                out[v] = S::mul(S::look_up(&TWICE_E2M1, codes[v]), scale);
-            }
-            out
+            let [a, b] = S::load_nibbles(block.add(1));
+            [S::look_up(&TWICE_E2M1, a), S::look_up(&TWICE_E2M1, b)]
         }
     }
 }
@@ -247,27 +268,102 @@ impl<P: Packed> Stored for Blocks<P> {
     #[inline(always)]
     unsafe fn widen<S: Simd>(row: *const u8, at: usize, n: usize, to: *mut f32) {
         debug_assert!(at.is_multiple_of(PART) && n.is_multiple_of(PART), "whole parts");
-        for i in (0..n).step_by(PART) {
-            let (block, within) = ((at + i) / P::BLOCK_ELEMENTS, (at + i) % P::BLOCK_ELEMENTS);
-            // SAFETY: the part is within the row, and `to` has room for it.
+        let mut i = 0;
+        while i < n {
+            let (block, first) = ((at + i) / P::BLOCK_ELEMENTS, (at + i) % P::BLOCK_ELEMENTS);
+            // SAFETY: the parts are within the row, and `to` has room for them.
             unsafe {
-                let part = P::unpack::<S>(row.add(block * P::BLOCK_BYTES), within / PART);
-                for (v, vector) in part[..PART / S::LANES].iter().enumerate() {
-                    S::store(to.add(i + v * S::LANES), *vector);
+                let block = row.add(block * P::BLOCK_BYTES);
+                let scales = P::scales::<S>(block);
+                for part in first / PART..P::BLOCK_ELEMENTS.min(first + n - i) / PART {
+                    let codes = P::codes::<S>(block, part);
+                    let least = S::splat(-scales.leasts[part]);
+                    for v in 0..PART / (2 * S::LANES) {
+                        for (half, codes) in S::wide(codes[v]).into_iter().enumerate() {
+                            let lane = v * 2 * S::LANES + half * S::LANES;
+                            let step = S::splat(scales.of::<P>(part, lane / 16));
+                            let element = if P::LEAST { S::fma(codes, step, least) } else { S::mul(codes, step) };
+                            S::store(to.add(i + lane), element);
+                        }
+                    }
+                    i += PART;
                 }
             }
         }
     }
 }
 
-/// `out[r][j] (=|+=) x[r] · weight[j]` for at most [`ROWS_MAX`] rows of `k` elements of `x`, `x_stride` apart, and `n` weight
-/// rows, one behind the other.
+/// Activations for [`PackedDots`]: of each row `k` codes, and for each part its scale and the sum of its elements.
+#[derive(Clone, Copy)]
+pub(super) struct Rounded {
+    codes: *const i16,
+    scales: *const f32,
+    sums: *const f32,
+}
+
+/// f32 of scratch that `rows` rows of `k` activations take.
+pub(super) const fn rounded_len(rows: usize, k: usize) -> usize {
+    rows * (k / 2 + 2 * (k / PART))
+}
+
+/// Rounds `rows` rows of `k` elements at `x`, `stride` apart, into `scratch` of [`rounded_len`] elements. An element's error is at
+/// most `2^-16` of the largest magnitude of its part.
+pub(super) struct Round {
+    pub(super) rows: usize,
+    pub(super) k: usize,
+    pub(super) x: *const f32,
+    pub(super) stride: usize,
+    pub(super) scratch: *mut f32,
+}
+
+impl Kernel for Round {
+    type Output = Rounded;
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) -> Rounded {
+        let (rows, k, parts) = (self.rows, self.k, self.k / PART);
+        let codes = self.scratch.cast::<i16>();
+        // SAFETY: the scratch has room, by its length.
+        unsafe {
+            let scales = self.scratch.add(rows * k / 2);
+            let sums = scales.add(rows * parts);
+            for row in 0..rows {
+                for part in 0..parts {
+                    let x = self.x.add(row * self.stride + part * PART);
+                    let mut most = S::splat(0.0);
+                    for v in 0..PART / S::LANES {
+                        let x = S::load(x.add(v * S::LANES));
+                        most = S::max(most, S::max(x, S::sub(S::splat(0.0), x)));
+                    }
+                    let largest = S::largest(most);
+                    let inverse = S::splat(if largest > 0.0 { ROUNDED_MAX / largest } else { 0.0 });
+                    let (mut rounded, mut total) = ([0.0f32; PART], S::splat(0.0));
+                    for v in 0..PART / S::LANES {
+                        let x = S::round(S::mul(S::load(x.add(v * S::LANES)), inverse));
+                        S::store(rounded.as_mut_ptr().add(v * S::LANES), x);
+                        total = S::add(total, x);
+                    }
+                    let total = S::sum(total);
+                    // A part with an infinity or NaN has NaN as its products.
+                    let scale = if total.is_finite() { largest / ROUNDED_MAX } else { f32::NAN };
+                    let rounded = rounded.map(|x| x as i16);
+                    codes.add(row * k + part * PART).cast::<[i16; PART]>().write_unaligned(rounded);
+                    *scales.add(row * parts + part) = scale;
+                    *sums.add(row * parts + part) = scale * total;
+                }
+            }
+            Rounded { codes, scales, sums }
+        }
+    }
+}
+
+/// `out[r][j] (=|+=) x[r] · weight[j]` for at most [`ROWS_MAX`] rows of `k` elements of `x`, and `n` weight rows, one behind the
+/// other.
 pub(super) struct PackedDots<P> {
     pub(super) rows: usize,
     pub(super) n: usize,
     pub(super) k: usize,
-    pub(super) x: *const f32,
-    pub(super) x_stride: usize,
+    pub(super) x: Rounded,
     pub(super) weight: *const u8,
     pub(super) out: *mut f32,
     pub(super) out_stride: usize,
@@ -279,42 +375,37 @@ impl<P: Packed> PackedDots<P> {
     /// The dots of `R` rows with the weight row at `weight`.
     #[inline(always)]
     unsafe fn dots<S: Simd, const R: usize>(&self, weight: *const u8) -> [f32; R] {
+        let parts = P::BLOCK_ELEMENTS / PART;
         // SAFETY: the rows are within the product.
         unsafe {
-            let (parts, mut part) = (self.k / PART, 0);
-            let mut sums = [[S::splat(0.0); SUMS]; R];
-            while part + 2 <= parts {
-                self.add_part::<S, R, 0>(weight, part, &mut sums);
-                self.add_part::<S, R, 1>(weight, part + 1, &mut sums);
-                part += 2;
-            }
-            if part < parts {
-                self.add_part::<S, R, 0>(weight, part, &mut sums);
-            }
-            sums.map(|[a, b, c, d]| S::sum(S::add(S::add(a, b), S::add(c, d))))
-        }
-    }
-
-    /// Adds the products of a part of the row at `weight`; an even part and an odd one use different sums of wide vectors.
-    #[inline(always)]
-    unsafe fn add_part<S: Simd, const R: usize, const ODD: usize>(
-        &self,
-        weight: *const u8,
-        part: usize,
-        sums: &mut [[S::V; SUMS]; R],
-    ) {
-        let (block, within) = (part * PART / P::BLOCK_ELEMENTS, part % (P::BLOCK_ELEMENTS / PART));
-        // SAFETY: the part is within the product.
-        unsafe {
-            let weights = P::unpack::<S>(weight.add(block * P::BLOCK_BYTES), within);
-            let x = self.x.add(part * PART);
-            for (r, sums) in sums.iter_mut().enumerate() {
-                for v in 0..PART / S::LANES {
-                    let (x, sum) =
-                        (S::load(x.add(r * self.x_stride + v * S::LANES)), (v + ODD * PART / S::LANES) % SUMS);
-                    sums[sum] = S::fma(x, weights[v], sums[sum]);
+            // Two sums take turns: one would wait for itself.
+            let (mut sums, mut leasts) = ([[S::splat(0.0); 2]; R], [0.0f32; R]);
+            for block in 0..self.k / P::BLOCK_ELEMENTS {
+                let bytes = weight.add(block * P::BLOCK_BYTES);
+                let scales = P::scales::<S>(bytes);
+                for part in 0..parts {
+                    let codes = P::codes::<S>(bytes, part);
+                    let at = block * parts + part;
+                    for r in 0..R {
+                        let of_row = r * (self.k / PART) + at;
+                        let scale = *self.x.scales.add(of_row);
+                        for v in 0..PART / (2 * S::LANES) {
+                            let x = S::load_i16(self.x.codes.add(r * self.k + at * PART + v * 2 * S::LANES));
+                            let dot = S::to_f32(S::dot_pairs(codes[v], x));
+                            let [next, last] = sums[r];
+                            sums[r] = [last, S::fma(dot, scales.of_pairs::<S, P>(part, v, scale), next)];
+                        }
+                        if P::LEAST {
+                            leasts[r] += scales.leasts[part] * *self.x.sums.add(of_row);
+                        }
+                    }
                 }
             }
+            let mut out = [0.0; R];
+            for r in 0..R {
+                out[r] = S::sum(S::add(sums[r][0], sums[r][1])) - leasts[r];
+            }
+            out
         }
     }
 

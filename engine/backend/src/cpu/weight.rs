@@ -93,6 +93,11 @@ impl CpuWeight {
         self.parts[0].format.plain().expect("vectors are stored element by element")
     }
 
+    /// Whether some rows are packed.
+    pub(crate) fn is_packed(&self) -> bool {
+        self.parts.iter().any(|part| part.format.plain().is_none())
+    }
+
     /// Bytes of the longest row.
     pub(crate) fn row_bytes(&self) -> usize {
         self.parts.iter().map(|part| part.row_bytes).max().unwrap_or(0)

@@ -72,6 +72,7 @@ unsafe fn halves(p: *const f32) -> __m256 {
 impl Simd for Avx2 {
     type V = __m256;
     type I = __m256i;
+    type W = __m256i;
     const LANES: usize = 8;
     const TILE_VECTORS: usize = 2;
 
@@ -218,23 +219,54 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn splat_f16(p: *const u16) -> __m256 {
-        unsafe { _mm256_cvtph_ps(_mm_set1_epi16(p.read_unaligned().cast_signed())) }
+    unsafe fn f16(p: *const u16) -> f32 {
+        unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(p.read_unaligned())))) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_halves(a: f32, b: f32) -> __m256 {
+        unsafe { _mm256_blend_ps::<0xf0>(_mm256_set1_ps(a), _mm256_set1_ps(b)) }
+    }
+
+    #[inline(always)]
+    unsafe fn to_f32(a: __m256i) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn wide(a: __m256i) -> [__m256; 2] {
+        unsafe {
+            let (low, high) = (_mm256_castsi256_si128(a), _mm256_extracti128_si256::<1>(a));
+            [_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(high))]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i16(p: *const i16) -> __m256i {
+        unsafe { _mm256_loadu_si256(p.cast()) }
     }
 
     #[inline(always)]
     unsafe fn load_u8(p: *const u8) -> __m256i {
-        unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())) }
+        unsafe { _mm256_cvtepu8_epi16(_mm_loadu_si128(p.cast())) }
     }
 
     #[inline(always)]
     unsafe fn load_i8(p: *const i8) -> __m256i {
-        unsafe { _mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())) }
+        unsafe { _mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())) }
     }
 
     #[inline(always)]
-    unsafe fn and(a: __m256i, mask: u32) -> __m256i {
-        unsafe { _mm256_and_si256(a, _mm256_set1_epi32(mask.cast_signed())) }
+    unsafe fn load_nibbles(p: *const u8) -> [__m256i; 2] {
+        unsafe {
+            let bytes = Self::load_u8(p);
+            [Self::and(bytes, 15), Self::shift_right(bytes, 4)]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn and(a: __m256i, mask: i16) -> __m256i {
+        unsafe { _mm256_and_si256(a, _mm256_set1_epi16(mask)) }
     }
 
     #[inline(always)]
@@ -244,26 +276,30 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn shift_right(a: __m256i, n: u32) -> __m256i {
-        unsafe { _mm256_srlv_epi32(a, _mm256_set1_epi32(n.cast_signed())) }
+        unsafe { _mm256_srl_epi16(a, _mm_cvtsi32_si128(n.cast_signed())) }
     }
 
     #[inline(always)]
     unsafe fn shift_left(a: __m256i, n: u32) -> __m256i {
-        unsafe { _mm256_sllv_epi32(a, _mm256_set1_epi32(n.cast_signed())) }
+        unsafe { _mm256_sll_epi16(a, _mm_cvtsi32_si128(n.cast_signed())) }
     }
 
     #[inline(always)]
-    unsafe fn to_f32(a: __m256i) -> __m256 {
-        unsafe { _mm256_cvtepi32_ps(a) }
+    unsafe fn minus(a: __m256i, n: i16) -> __m256i {
+        unsafe { _mm256_sub_epi16(a, _mm256_set1_epi16(n)) }
     }
 
     #[inline(always)]
-    unsafe fn look_up(table: &[f32; 16], a: __m256i) -> __m256 {
-        // Both halves of the table are looked up by the low three bits; the fourth, as a sign, chooses.
+    unsafe fn look_up(table: &[i8; 16], a: __m256i) -> __m256i {
+        // The low byte of a lane names an element, and becomes the high one to be extended by its sign.
         unsafe {
-            let low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr()), a);
-            let high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr().add(8)), a);
-            _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(a)))
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(_mm256_shuffle_epi8(table, a)))
         }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_pairs(a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_madd_epi16(a, b) }
     }
 }

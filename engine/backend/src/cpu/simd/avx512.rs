@@ -90,6 +90,7 @@ unsafe fn quarters(p: *const f32) -> __m512 {
 impl Simd for Avx512 {
     type V = __m512;
     type I = __m512i;
+    type W = __m512i;
     const LANES: usize = 16;
     const TILE_VECTORS: usize = 4;
 
@@ -235,23 +236,56 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn splat_f16(p: *const u16) -> __m512 {
-        unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(p.read_unaligned().cast_signed())) }
+    unsafe fn f16(p: *const u16) -> f32 {
+        unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(p.read_unaligned())))) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_halves(a: f32, b: f32) -> __m512 {
+        unsafe { _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(a), _mm512_set1_ps(b)) }
+    }
+
+    #[inline(always)]
+    unsafe fn to_f32(a: __m512i) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn wide(a: __m512i) -> [__m512; 2] {
+        unsafe {
+            let (low, high) = (_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64::<1>(a));
+            [_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(low)), _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(high))]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i16(p: *const i16) -> __m512i {
+        unsafe { _mm512_loadu_si512(p.cast()) }
     }
 
     #[inline(always)]
     unsafe fn load_u8(p: *const u8) -> __m512i {
-        unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())) }
+        unsafe { _mm512_cvtepu8_epi16(_mm256_loadu_si256(p.cast())) }
     }
 
     #[inline(always)]
     unsafe fn load_i8(p: *const i8) -> __m512i {
-        unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())) }
+        unsafe { _mm512_cvtepi8_epi16(_mm256_loadu_si256(p.cast())) }
     }
 
     #[inline(always)]
-    unsafe fn and(a: __m512i, mask: u32) -> __m512i {
-        unsafe { _mm512_and_si512(a, _mm512_set1_epi32(mask.cast_signed())) }
+    unsafe fn load_nibbles(p: *const u8) -> [__m512i; 2] {
+        unsafe {
+            let bytes = _mm_loadu_si128(p.cast());
+            let both = _mm256_set_m128i(_mm_srli_epi16::<4>(bytes), bytes);
+            let codes = _mm512_cvtepu8_epi16(_mm256_and_si256(both, _mm256_set1_epi8(15)));
+            [codes, codes]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn and(a: __m512i, mask: i16) -> __m512i {
+        unsafe { _mm512_and_si512(a, _mm512_set1_epi16(mask)) }
     }
 
     #[inline(always)]
@@ -261,21 +295,29 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     unsafe fn shift_right(a: __m512i, n: u32) -> __m512i {
-        unsafe { _mm512_srlv_epi32(a, _mm512_set1_epi32(n.cast_signed())) }
+        unsafe { _mm512_srl_epi16(a, _mm_cvtsi32_si128(n.cast_signed())) }
     }
 
     #[inline(always)]
     unsafe fn shift_left(a: __m512i, n: u32) -> __m512i {
-        unsafe { _mm512_sllv_epi32(a, _mm512_set1_epi32(n.cast_signed())) }
+        unsafe { _mm512_sll_epi16(a, _mm_cvtsi32_si128(n.cast_signed())) }
     }
 
     #[inline(always)]
-    unsafe fn to_f32(a: __m512i) -> __m512 {
-        unsafe { _mm512_cvtepi32_ps(a) }
+    unsafe fn minus(a: __m512i, n: i16) -> __m512i {
+        unsafe { _mm512_sub_epi16(a, _mm512_set1_epi16(n)) }
     }
 
     #[inline(always)]
-    unsafe fn look_up(table: &[f32; 16], a: __m512i) -> __m512 {
-        unsafe { _mm512_permutexvar_ps(a, _mm512_loadu_ps(table.as_ptr())) }
+    unsafe fn look_up(table: &[i8; 16], a: __m512i) -> __m512i {
+        unsafe {
+            let table = _mm512_castsi256_si512(_mm256_cvtepi8_epi16(_mm_loadu_si128(table.as_ptr().cast())));
+            _mm512_permutexvar_epi16(a, table)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_pairs(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_madd_epi16(a, b) }
     }
 }

@@ -23,8 +23,10 @@ use std::fmt;
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A vector.
     type V: Copy;
-    /// A vector of as many 32-bit integers: codes of packed weights.
+    /// A vector of as many 32-bit integers.
     type I: Copy;
+    /// A vector of twice as many 16-bit integers: codes of packed weights, and activations for them.
+    type W: Copy;
     /// Elements of a vector.
     const LANES: usize;
     /// Vectors that are as wide as a tile of the matrix kernel, so that its sums stay in registers.
@@ -65,23 +67,35 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
     /// Prefetches a cache line; any address is valid.
     unsafe fn prefetch(p: *const u8);
-    /// One f16 in every lane.
-    unsafe fn splat_f16(p: *const u16) -> Self::V;
-    /// `LANES` bytes as unsigned integers.
-    unsafe fn load_u8(p: *const u8) -> Self::I;
-    /// `LANES` bytes as signed integers.
-    unsafe fn load_i8(p: *const i8) -> Self::I;
-    /// The bits of every lane that `mask` has.
-    unsafe fn and(a: Self::I, mask: u32) -> Self::I;
-    unsafe fn or(a: Self::I, b: Self::I) -> Self::I;
-    /// Shifts every lane right by `n < 32` bits, with zeros.
-    unsafe fn shift_right(a: Self::I, n: u32) -> Self::I;
-    /// Shifts every lane left by `n < 32` bits.
-    unsafe fn shift_left(a: Self::I, n: u32) -> Self::I;
+    /// One f16.
+    unsafe fn f16(p: *const u16) -> f32;
+    /// `a` in the lower half of the lanes, `b` in the upper half.
+    unsafe fn splat_halves(a: f32, b: f32) -> Self::V;
     /// Lanes below 2^24 in magnitude as f32.
     unsafe fn to_f32(a: Self::I) -> Self::V;
+    /// The lower and the upper half of the lanes as f32.
+    unsafe fn wide(a: Self::W) -> [Self::V; 2];
+    /// `2 * LANES` integers.
+    unsafe fn load_i16(p: *const i16) -> Self::W;
+    /// `2 * LANES` bytes as unsigned integers.
+    unsafe fn load_u8(p: *const u8) -> Self::W;
+    /// `2 * LANES` bytes as signed integers.
+    unsafe fn load_i8(p: *const i8) -> Self::W;
+    /// The lower four bits of sixteen bytes, then their upper four bits, in as many vectors as 32 integers are.
+    unsafe fn load_nibbles(p: *const u8) -> [Self::W; 2];
+    /// The bits of every lane that `mask` has.
+    unsafe fn and(a: Self::W, mask: i16) -> Self::W;
+    unsafe fn or(a: Self::W, b: Self::W) -> Self::W;
+    /// Shifts every lane right by `n < 16` bits, with zeros.
+    unsafe fn shift_right(a: Self::W, n: u32) -> Self::W;
+    /// Shifts every lane left by `n < 16` bits.
+    unsafe fn shift_left(a: Self::W, n: u32) -> Self::W;
+    /// Subtracts `n` from every lane.
+    unsafe fn minus(a: Self::W, n: i16) -> Self::W;
     /// The elements of `table` that lanes below 16 name.
-    unsafe fn look_up(table: &[f32; 16], a: Self::I) -> Self::V;
+    unsafe fn look_up(table: &[i8; 16], a: Self::W) -> Self::W;
+    /// The products of all lanes, added in pairs of neighbours.
+    unsafe fn dot_pairs(a: Self::W, b: Self::W) -> Self::I;
 }
 
 /// Work that is compiled for every instruction set.

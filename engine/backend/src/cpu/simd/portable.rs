@@ -9,6 +9,7 @@ pub(crate) struct Portable;
 
 const LANES: usize = 8;
 type V = [f32; LANES];
+type W = [i16; 2 * LANES];
 
 #[inline(always)]
 fn zip(a: V, b: V, f: impl Fn(f32, f32) -> f32) -> V {
@@ -31,7 +32,8 @@ unsafe fn read(n: usize, f: impl Fn(usize) -> f32) -> V {
 // SAFETY (of the blocks below): pointers are valid for the elements named, by the trait's contract.
 impl Simd for Portable {
     type V = V;
-    type I = [u32; LANES];
+    type I = [i32; LANES];
+    type W = W;
     const LANES: usize = LANES;
     const TILE_VECTORS: usize = 2;
 
@@ -180,50 +182,86 @@ impl Simd for Portable {
     unsafe fn prefetch(_: *const u8) {}
 
     #[inline(always)]
-    unsafe fn splat_f16(p: *const u16) -> V {
+    unsafe fn f16(p: *const u16) -> f32 {
         // SAFETY: one element is valid.
-        [f16::from_bits(unsafe { p.read_unaligned() }).to_f32(); LANES]
+        f16::from_bits(unsafe { p.read_unaligned() }).to_f32()
     }
 
     #[inline(always)]
-    unsafe fn load_u8(p: *const u8) -> [u32; LANES] {
-        // SAFETY: LANES elements are valid.
-        unsafe { p.cast::<[u8; LANES]>().read() }.map(u32::from)
+    unsafe fn splat_halves(a: f32, b: f32) -> V {
+        std::array::from_fn(|i| if i < LANES / 2 { a } else { b })
     }
 
     #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> [u32; LANES] {
-        // SAFETY: LANES elements are valid.
-        unsafe { p.cast::<[i8; LANES]>().read() }.map(|x| i32::from(x).cast_unsigned())
+    unsafe fn to_f32(a: [i32; LANES]) -> V {
+        a.map(|a| a as f32)
     }
 
     #[inline(always)]
-    unsafe fn and(a: [u32; LANES], mask: u32) -> [u32; LANES] {
+    unsafe fn wide(a: W) -> [V; 2] {
+        [std::array::from_fn(|i| f32::from(a[i])), std::array::from_fn(|i| f32::from(a[LANES + i]))]
+    }
+
+    #[inline(always)]
+    unsafe fn load_i16(p: *const i16) -> W {
+        // SAFETY: `2 * LANES` elements are valid.
+        unsafe { p.cast::<W>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> W {
+        // SAFETY: `2 * LANES` elements are valid.
+        unsafe { p.cast::<[u8; 2 * LANES]>().read() }.map(i16::from)
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> W {
+        // SAFETY: `2 * LANES` elements are valid.
+        unsafe { p.cast::<[i8; 2 * LANES]>().read() }.map(i16::from)
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8) -> [W; 2] {
+        // SAFETY: sixteen bytes are valid.
+        unsafe {
+            let bytes = Self::load_u8(p);
+            [Self::and(bytes, 15), Self::shift_right(bytes, 4)]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn and(a: W, mask: i16) -> W {
         a.map(|a| a & mask)
     }
 
     #[inline(always)]
-    unsafe fn or(a: [u32; LANES], b: [u32; LANES]) -> [u32; LANES] {
+    unsafe fn or(a: W, b: W) -> W {
         std::array::from_fn(|i| a[i] | b[i])
     }
 
     #[inline(always)]
-    unsafe fn shift_right(a: [u32; LANES], n: u32) -> [u32; LANES] {
-        a.map(|a| a >> n)
+    unsafe fn shift_right(a: W, n: u32) -> W {
+        a.map(|a| (a.cast_unsigned() >> n).cast_signed())
     }
 
     #[inline(always)]
-    unsafe fn shift_left(a: [u32; LANES], n: u32) -> [u32; LANES] {
+    unsafe fn shift_left(a: W, n: u32) -> W {
         a.map(|a| a << n)
     }
 
     #[inline(always)]
-    unsafe fn to_f32(a: [u32; LANES]) -> V {
-        a.map(|a| a.cast_signed() as f32)
+    unsafe fn minus(a: W, n: i16) -> W {
+        a.map(|a| a.wrapping_sub(n))
     }
 
     #[inline(always)]
-    unsafe fn look_up(table: &[f32; 16], a: [u32; LANES]) -> V {
-        a.map(|a| table[a as usize & 15])
+    unsafe fn look_up(table: &[i8; 16], a: W) -> W {
+        a.map(|a| i16::from(table[usize::from(a.cast_unsigned()) & 15]))
+    }
+
+    #[inline(always)]
+    unsafe fn dot_pairs(a: W, b: W) -> [i32; LANES] {
+        let product = |i: usize| i32::from(a[i]) * i32::from(b[i]);
+        std::array::from_fn(|i| product(2 * i).wrapping_add(product(2 * i + 1)))
     }
 }
