@@ -1,6 +1,6 @@
 //! The backend contract ([`Device`] and its [`capabilities`]), the host CPU backend ([`cpu`]: oracle and default),
-//! the conformance suite ([`conformance`]) that every backend passes, and host and device memory shared between
-//! processes ([`arena`], [`window`], [`xxh3`]).
+//! the conformance suite ([`conformance`]) that every backend passes, formats of stored weights ([`formats`]), and host
+//! and device memory shared between processes ([`arena`], [`window`], [`xxh3`]).
 
 #[cfg(target_os = "linux")]
 pub mod arena;
@@ -8,6 +8,7 @@ pub mod capabilities;
 pub mod conformance;
 pub mod cpu;
 pub mod device;
+pub mod formats;
 pub mod paced;
 pub mod pci;
 #[cfg(target_os = "linux")]
@@ -27,6 +28,7 @@ pub use device::{
     Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
     LatentRow, Mode, Partials, Routing, SWIGLU_ALPHA, SWIGLU_LIMIT, Scoring, WeightSource,
 };
+pub use formats::WeightFormat;
 pub use paced::{Lateness, PaceProfile, Paced};
 pub use pci::{PciAddress, PciAddressError};
 #[cfg(target_os = "linux")]
