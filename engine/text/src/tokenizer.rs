@@ -1,6 +1,7 @@
 //! Tokenizer of a model: `tokenizer.json` or what stands in for it, with `tokenizer_config.json`.
 
 use crate::bounds::token_bytes_max;
+use crate::convert::gguf::GgufVocabulary;
 use crate::convert::{self, Inner};
 use crate::detokenize::Assembly;
 use crate::pieces::Scheme;
@@ -132,6 +133,15 @@ impl Tokenizer {
         special.retain(|(name, _)| config.special(name).is_none());
         config.special.append(&mut special);
         Self::new(&converted.path, converted.inner, &config)
+    }
+
+    /// Makes the tokenizer of a GGUF file's vocabulary.
+    ///
+    /// # Errors
+    /// If the vocabulary is malformed, or of a kind that is not supported.
+    pub fn from_gguf(vocabulary: &GgufVocabulary) -> Result<Self, TextError> {
+        let converted = convert::gguf::convert(vocabulary)?;
+        Self::new(&converted.path, converted.inner, &vocabulary.config())
     }
 
     /// Parses the bytes of a `tokenizer.json`; `path` is only for messages. The file's truncation and padding are ignored:
