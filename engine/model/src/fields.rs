@@ -3,7 +3,7 @@
 use crate::ModelError;
 use serde_json::{Map, Value};
 use std::cell::RefCell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
@@ -20,6 +20,8 @@ pub struct Fields {
     map: Map<String, Value>,
     /// Full names of fields that were asked for, here and in nested objects; the names of those objects end in a full stop.
     asked: Rc<RefCell<BTreeSet<String>>>,
+    /// What messages call a field, by its full name, if the file has it under another one.
+    keys: Rc<BTreeMap<String, String>>,
 }
 
 impl Fields {
@@ -38,9 +40,20 @@ impl Fields {
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, ModelError> {
         let malformed = |problem| ModelError::Malformed { path: path.to_owned(), problem };
         match serde_json::from_slice(bytes).map_err(|e| malformed(e.to_string()))? {
-            Value::Object(map) => Ok(Self { path: path.to_owned(), prefix: String::new(), map, asked: Rc::default() }),
+            Value::Object(map) => Ok(Self::of(path, map, BTreeMap::new())),
             _ => Err(malformed("the top level is not an object".to_owned())),
         }
+    }
+
+    /// Fields that were made of another file's; `keys` are the names that the file has for them.
+    pub(crate) fn of(path: &Path, map: Map<String, Value>, keys: BTreeMap<String, String>) -> Self {
+        Self { path: path.to_owned(), prefix: String::new(), map, asked: Rc::default(), keys: Rc::new(keys) }
+    }
+
+    /// What messages call a field.
+    fn named(&self, field: &str) -> String {
+        let full = format!("{}{field}", self.prefix);
+        self.keys.get(&full).cloned().unwrap_or(full)
     }
 
     /// The object's file.
@@ -102,7 +115,8 @@ impl Fields {
             Some(Value::Object(map)) => {
                 self.ask(&format!("{field}."));
                 let prefix = format!("{}{field}.", self.prefix);
-                Ok(Some(Self { path: self.path.clone(), prefix, map: map.clone(), asked: Rc::clone(&self.asked) }))
+                let (asked, keys) = (Rc::clone(&self.asked), Rc::clone(&self.keys));
+                Ok(Some(Self { path: self.path.clone(), prefix, map: map.clone(), asked, keys }))
             }
             Some(_) => Err(self.invalid(field, "it must be an object")),
         }
@@ -188,7 +202,7 @@ impl Fields {
     #[must_use]
     pub fn missing(&self, field: &str) -> ModelError {
         let hint = "the file may be incomplete; compare it with the model's page on the hub".to_owned();
-        ModelError::MissingField { path: self.path.clone(), field: format!("{}{field}", self.prefix), hint }
+        ModelError::MissingField { path: self.path.clone(), field: self.named(field), hint }
     }
 
     /// The error that `field`'s value is impossible.
@@ -196,7 +210,7 @@ impl Fields {
     pub fn invalid(&self, field: &str, problem: &str) -> ModelError {
         ModelError::InvalidField {
             path: self.path.clone(),
-            field: format!("{}{field}", self.prefix),
+            field: self.named(field),
             value: self.shown(field),
             problem: problem.to_owned(),
         }
@@ -207,7 +221,7 @@ impl Fields {
     pub fn unsupported(&self, field: &str, hint: &str) -> ModelError {
         ModelError::Unsupported {
             path: self.path.clone(),
-            field: format!("{}{field}", self.prefix),
+            field: self.named(field),
             value: self.shown(field),
             hint: hint.to_owned(),
         }

@@ -12,7 +12,7 @@ use lagoon_types::limits::{HEADS_MAX, HIDDEN_MAX, INTERMEDIATE_MAX, LAYERS_MAX, 
 use lagoon_types::{Alibi, AttentionGeometry};
 
 pub(super) const FAMILY: Family =
-    Family { model_type: "bloom", architectures: &["BloomForCausalLM"], models: "BLOOM, BLOOMZ", read };
+    Family { model_type: "bloom", architectures: &["BloomForCausalLM"], models: "BLOOM, BLOOMZ", gguf: None, read };
 
 /// Tokens that the models were trained on; biases by distance go on from there, but files name no limit.
 const POSITIONS_DEFAULT: u32 = 2048;

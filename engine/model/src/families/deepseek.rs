@@ -13,6 +13,7 @@ pub(super) const V2: Family = Family {
     model_type: "deepseek_v2",
     architectures: &["DeepseekV2ForCausalLM"],
     models: "DeepSeek-V2-Lite",
+    gguf: None,
     read: read_v2,
 };
 
@@ -20,6 +21,7 @@ pub(super) const V3: Family = Family {
     model_type: "deepseek_v3",
     architectures: &["DeepseekV3ForCausalLM"],
     models: "DeepSeek-V3 and R1 in bf16, Moonlight",
+    gguf: None,
     read: |fields| read(fields, "deepseek_v3"),
 };
 
@@ -27,6 +29,7 @@ pub(super) const KIMI_K2: Family = Family {
     model_type: "kimi_k2",
     architectures: &["DeepseekV3ForCausalLM"],
     models: "Kimi-K2 in bf16",
+    gguf: None,
     read: |fields| read(fields, "kimi_k2"),
 };
 

@@ -12,6 +12,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "glm4_moe",
     architectures: &["Glm4MoeForCausalLM"],
     models: "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    gguf: None,
     read,
 };
 

@@ -8,8 +8,13 @@ use crate::fields::Fields;
 use crate::{ModelError, ModelSpec};
 use lagoon_backend::Scoring;
 
-pub(super) const FAMILY: Family =
-    Family { model_type: "glm4_moe_lite", architectures: &["Glm4MoeLiteForCausalLM"], models: "GLM-4.7-Flash", read };
+pub(super) const FAMILY: Family = Family {
+    model_type: "glm4_moe_lite",
+    architectures: &["Glm4MoeLiteForCausalLM"],
+    models: "GLM-4.7-Flash",
+    gguf: None,
+    read,
+};
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_other_activations(fields, "hidden_act", &["silu", "swish"])?;

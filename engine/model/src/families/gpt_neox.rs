@@ -12,8 +12,13 @@ use lagoon_backend::Activation;
 use lagoon_types::AttentionGeometry;
 use lagoon_types::limits::{HEADS_MAX, HIDDEN_MAX, INTERMEDIATE_MAX, LAYERS_MAX, VOCAB_MAX};
 
-pub(super) const FAMILY: Family =
-    Family { model_type: "gpt_neox", architectures: &["GPTNeoXForCausalLM"], models: "GPT-NeoX-20B, Pythia", read };
+pub(super) const FAMILY: Family = Family {
+    model_type: "gpt_neox",
+    architectures: &["GPTNeoXForCausalLM"],
+    models: "GPT-NeoX-20B, Pythia",
+    gguf: None,
+    read,
+};
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_quantised(fields)?;

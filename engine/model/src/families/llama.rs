@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, refuse_biases, refuse_other_activations, refuse_unless};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec};
 
@@ -9,6 +10,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "llama",
     architectures: &["LlamaForCausalLM"],
     models: "Llama 2 and 3, Yi, SmolLM2, DeepSeek-R1-Distill-Llama",
+    gguf: Some(Gguf::of("llama", &[gguf::LLAMA_FIELDS], &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::IN_TURNS])),
     read,
 };
 

@@ -14,6 +14,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "minimax_m2",
     architectures: &["MiniMaxM2ForCausalLM"],
     models: "MiniMax-M2 and M2.1 in bf16 (the published files have FP8 weights, which are not read yet)",
+    gguf: None,
     read,
 };
 

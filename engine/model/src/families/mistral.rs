@@ -9,6 +9,7 @@ pub(super) const FAMILY: Family = Family {
     model_type: "mistral",
     architectures: &["MistralForCausalLM"],
     models: "Mistral 7B, Mistral Nemo, Mistral Small (text), Ministral 8B",
+    gguf: None,
     read,
 };
 

@@ -20,8 +20,13 @@ const BIAS_MAX_DEFAULT: f64 = 8.0;
 /// The default of both implementations; files on the hub lack the field.
 const NORM_EPS_DEFAULT: f32 = 1e-5;
 
-pub(super) const FAMILY: Family =
-    Family { model_type: "mpt", architectures: &["MptForCausalLM", "MPTForCausalLM"], models: "MPT 7B and 30B", read };
+pub(super) const FAMILY: Family = Family {
+    model_type: "mpt",
+    architectures: &["MptForCausalLM", "MPTForCausalLM"],
+    models: "MPT 7B and 30B",
+    gguf: None,
+    read,
+};
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_unsupported(fields)?;

@@ -3,11 +3,21 @@
 
 use super::Family;
 use super::common::{Base, refuse_biases, refuse_other_activations};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec};
 
-pub(super) const FAMILY: Family =
-    Family { model_type: "olmo2", architectures: &["Olmo2ForCausalLM"], models: "OLMo 2 (1B, 7B, 13B, 32B)", read };
+pub(super) const FAMILY: Family = Family {
+    model_type: "olmo2",
+    architectures: &["Olmo2ForCausalLM"],
+    models: "OLMo 2 (1B, 7B, 13B, 32B)",
+    gguf: Some(Gguf::of(
+        "olmo2",
+        &[gguf::LLAMA_FIELDS],
+        &[gguf::LLAMA_TENSORS, gguf::HALVES, gguf::HEAD_NORMS, gguf::OUT_NORMS],
+    )),
+    read,
+};
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_biases(fields, &["attention_bias"])?;

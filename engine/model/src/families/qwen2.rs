@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, refuse_biases, refuse_other_activations, refuse_unless, upper_windows};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec};
 
@@ -9,6 +10,11 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen2",
     architectures: &["Qwen2ForCausalLM"],
     models: "Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen",
+    gguf: Some(Gguf::of(
+        "qwen2",
+        &[gguf::LLAMA_FIELDS],
+        &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::HALVES, gguf::QKV_BIASES],
+    )),
     read,
 };
 

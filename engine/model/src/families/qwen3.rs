@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, refuse_biases, refuse_other_activations, upper_windows};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::spec::LayerSpec;
 use crate::{ModelError, ModelSpec};
@@ -10,6 +11,11 @@ pub(super) const FAMILY: Family = Family {
     model_type: "qwen3",
     architectures: &["Qwen3ForCausalLM"],
     models: "Qwen3 (dense), DeepSeek-R1-0528-Qwen3",
+    gguf: Some(Gguf::of(
+        "qwen3",
+        &[gguf::LLAMA_FIELDS],
+        &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::HALVES, gguf::HEAD_NORMS],
+    )),
     read,
 };
 

@@ -2,13 +2,19 @@
 
 use super::Family;
 use super::common::{Base, count, refuse_biases, refuse_other_activations, refuse_unless, windows};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec, RopeSpec};
 use lagoon_types::limits::LAYERS_MAX;
 use serde_json::Value;
 
-pub(super) const FAMILY: Family =
-    Family { model_type: "smollm3", architectures: &["SmolLM3ForCausalLM"], models: "SmolLM3", read };
+pub(super) const FAMILY: Family = Family {
+    model_type: "smollm3",
+    architectures: &["SmolLM3ForCausalLM"],
+    models: "SmolLM3",
+    gguf: Some(Gguf::of("smollm3", &[gguf::LLAMA_FIELDS], &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::IN_TURNS])),
+    read,
+};
 
 /// Rotary tables by index.
 const ROTATED: usize = 0;
