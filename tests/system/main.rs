@@ -7,6 +7,7 @@ mod cuda;
 mod cuda_precision;
 mod disaggregated;
 mod failures;
+mod gguf;
 mod goldens;
 mod hostile;
 mod hostile_frames;

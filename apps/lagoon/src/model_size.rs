@@ -25,6 +25,8 @@ struct Size {
     active_parameters: u64,
     dtype: String,
     weight_bytes: u64,
+    /// Of a GGUF file, whose weights are converted when they are loaded.
+    stored: Option<StoredSize>,
     kv_bytes_per_token: u64,
     /// With --kv-groups=on, if layers differ in that.
     split: Option<SplitSize>,
@@ -32,6 +34,13 @@ struct Size {
     max_positions: u32,
     memory_bytes: u64,
     contexts: Vec<Context>,
+}
+
+/// Weights as a file has them.
+#[derive(Debug, Serialize)]
+struct StoredSize {
+    bytes: u64,
+    formats: Vec<&'static str>,
 }
 
 /// KV of a model whose windowed KV is kept apart.
@@ -53,12 +62,13 @@ struct Context {
 pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::Result<()> {
     let dir = resolve(model)?;
     let spec = ModelSpec::open(&dir)?;
-    let dtype = Checkpoint::open(&dir)?.dtype().context("the checkpoint's weights have no single element type")?;
+    let checkpoint = Checkpoint::open(&dir)?;
+    let dtype = checkpoint.dtype().context("the checkpoint's weights have no single element type")?;
     let memory = match memory_gib {
         Some(gib) => u64::from(gib) << 30,
         None => host_memory()?,
     };
-    let size = size(&spec, dtype, memory);
+    let size = Size { stored: stored(&checkpoint), ..size(&spec, dtype, memory) };
     if json {
         outln!("{}", serde_json::to_string(&size)?);
         return Ok(());
@@ -67,6 +77,9 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
     outln!("family        {}, {} layers, {} of them with a window", size.family, size.layers, size.windowed_layers);
     outln!("parameters    {}, {} for a token", size.parameters, size.active_parameters);
     outln!("weights       {:.2} GiB in {}", gib(size.weight_bytes), size.dtype);
+    if let Some(StoredSize { bytes, formats }) = &size.stored {
+        outln!("              {:.2} GiB in the file, in {}", gib(*bytes), formats.join(", "));
+    }
     outln!("KV            {} bytes a token, in {}", size.kv_bytes_per_token, size.dtype);
     if let Some(split) = &size.split {
         let mib = split.ring_bytes as f64 / f64::from(1 << 20);
@@ -75,7 +88,7 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
             split.kv_bytes_per_token
         );
     }
-    outln!("context       at most {} tokens by config.json", size.max_positions);
+    outln!("context       at most {} tokens by the configuration", size.max_positions);
     for Context { instances, kv_tokens } in &size.contexts {
         let what = if *instances == 1 { "instance " } else { "instances" };
         outln!("{instances:>4} {what} {kv_tokens} tokens of KV, each with {:.1} GiB", gib(size.memory_bytes));
@@ -98,12 +111,20 @@ fn size(spec: &ModelSpec, dtype: DType, memory_bytes: u64) -> Size {
         active_parameters: spec.active_parameters(),
         dtype: dtype.to_string(),
         weight_bytes,
+        stored: None,
         kv_bytes_per_token,
         split: split_size(spec, dtype),
         max_positions: spec.max_positions,
         memory_bytes,
         contexts: INSTANCES.map(|instances| Context { instances, kv_tokens: instances * each }).into(),
     }
+}
+
+fn stored(checkpoint: &Checkpoint) -> Option<StoredSize> {
+    let formats = checkpoint.formats();
+    let bytes = formats.iter().map(|(_, bytes)| bytes).sum();
+    let formats = formats.iter().map(|(format, _)| format.name()).collect();
+    checkpoint.is_mixed().then_some(StoredSize { bytes, formats })
 }
 
 fn split_size(spec: &ModelSpec, dtype: DType) -> Option<SplitSize> {
