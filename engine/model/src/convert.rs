@@ -17,6 +17,8 @@ const CONVERT_ELEMENTS: usize = 1 << 16;
 const _: () = assert!(CONVERT_ELEMENTS.is_multiple_of(BLOCK_ELEMENTS_MAX));
 /// Elements from which on several threads are used.
 const THREADED_ELEMENTS: usize = 1 << 20;
+/// Bytes of a file that are read before their pages are given back.
+const RELEASE_BYTES: usize = 1 << 20;
 /// The least f32 that rounds to infinity in f16.
 const F16_OVERFLOW: f32 = 65_520.0;
 
@@ -131,6 +133,8 @@ impl Rows {
     fn convert(self, pieces: &mut [Piece<'_>], tensor: &LoadedTensor, dtype: DType) -> Result<(), f32> {
         let block = tensor.format.block();
         let (mut wide, mut narrow) = (Vec::with_capacity(CONVERT_ELEMENTS), Vec::new());
+        // Bytes that were read since pages were given back.
+        let mut read: Option<Range<usize>> = None;
         for Piece { first, out } in pieces {
             let blocks = *first / block.elements;
             let count = out.len() / dtype.size() / block.elements;
@@ -146,9 +150,16 @@ impl Rows {
             }
             dtype.encode(&wide, &mut narrow);
             out.copy_from_slice(&narrow);
-            if self.mapped {
-                tensor.origin.release(range);
-            }
+            let span = read.map_or(range.start, |read| read.start)..range.end;
+            read = if self.mapped && span.len() >= RELEASE_BYTES {
+                tensor.origin.release(span);
+                None
+            } else {
+                Some(span)
+            };
+        }
+        if let Some(span) = read.filter(|_| self.mapped) {
+            tensor.origin.release(span);
         }
         Ok(())
     }

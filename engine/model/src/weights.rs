@@ -34,6 +34,9 @@ impl LoadedTensor {
     }
 }
 
+/// Bytes around a page that Linux maps with it, pages that were given back among them (`fault_around_bytes`).
+const FAULT_AROUND_BYTES: usize = 64 << 10;
+
 /// Where a stored tensor lies, if it is in a file.
 #[derive(Clone, Debug, Default)]
 pub struct Origin {
@@ -43,10 +46,11 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// Gives back the pages of bytes `range` of the tensor, which stay valid.
+    /// Gives back the pages of bytes `range` of the tensor, which stay valid, and those that the kernel mapped around them.
     pub(crate) fn release(&self, range: Range<usize>) {
         if let Some(map) = &self.map {
-            map.release(self.start + range.start..self.start + range.end);
+            let start = (self.start + range.start).saturating_sub(FAULT_AROUND_BYTES);
+            map.release(start..self.start + range.end);
         }
     }
 }
