@@ -9,6 +9,7 @@ mod cuda_precision;
 mod disaggregated;
 mod failures;
 mod families;
+mod gguf;
 mod goldens;
 mod hostile;
 mod hostile_frames;

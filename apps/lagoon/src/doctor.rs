@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 /// `lagoon doctor`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct DoctorArgs {
-    /// Print this model's size and how long a context fits (directory or hub name), in place of the machine's findings.
+    /// Print this model's size and how long a context fits (directory, GGUF file or hub name), in place of the machine's findings.
     model: Option<String>,
     /// Free memory of an instance for that, in GiB; by default this machine's.
     #[arg(long, value_name = "GIB", requires = "model", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]

@@ -1,10 +1,14 @@
-//! Opens a model: configuration, tokenizer, template, checkpoint, identity.
+//! Opens a model, in a directory or a GGUF file: configuration, tokenizer, template, checkpoint, identity.
 
+use crate::log;
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
+use lagoon_backend::WeightFormat;
 use lagoon_http::GenerationDefaults;
+use lagoon_model::gguf::{self, Gguf, is_gguf};
 use lagoon_model::hub::{Hub, resolve_model};
 use lagoon_model::{Checkpoint, GenerationConfig, ModelSpec, model_hash};
+use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_types::{DType, ModelHash};
 use std::path::{Path, PathBuf};
 
@@ -31,7 +35,7 @@ pub(crate) fn bytes_bar(what: &str) -> ProgressBar {
     bar
 }
 
-/// The directory of a model; downloads a hub name.
+/// The directory or the GGUF file of a model; downloads a hub name.
 pub(crate) fn resolve(name: &str) -> anyhow::Result<PathBuf> {
     let hub = Hub::from_env()?;
     let bar = bytes_bar("downloading");
@@ -54,13 +58,17 @@ fn read_spec(dir: &Path, context: Option<u32>) -> anyhow::Result<ModelSpec> {
 }
 
 impl OpenModel {
-    /// Opens the model in `dir`, named `id` for clients. `context` limits its context, in tokens.
+    /// Opens the model in `dir` (a directory or a GGUF file), named `id` for clients. `context` limits its context, in tokens.
     pub(crate) fn open(dir: &Path, id: String, dtype: Option<DType>, context: Option<u32>) -> anyhow::Result<Self> {
         let config = read_spec(dir, context)?;
         let checkpoint = Checkpoint::open(dir)?;
         let hash = model_hash(&config, &checkpoint, dtype);
         let stored = checkpoint.dtype().context("the checkpoint's weights have no single element type")?;
-        Ok(Self { id, dtype: dtype.unwrap_or(stored), config, checkpoint: Some(checkpoint), hash })
+        let dtype = dtype.unwrap_or(stored);
+        if let Some(text) = conversion(&id, &config, &checkpoint, dtype) {
+            log::notice(&text);
+        }
+        Ok(Self { id, dtype, config, checkpoint: Some(checkpoint), hash })
     }
 
     /// A copy without the checkpoint.
@@ -78,13 +86,56 @@ impl OpenModel {
         hash: ModelHash,
     ) -> anyhow::Result<Self> {
         let config = read_spec(dir, context)?;
-        let dtype = dtype.or(config.dtype).context("--kv-dtype is needed: config.json names no element type")?;
+        let dtype = dtype.or(config.dtype).context("--kv-dtype is needed: the configuration names no element type")?;
         Ok(Self { id, dtype, config, checkpoint: None, hash })
     }
 }
 
-/// The last part of a path or hub name.
+/// What happens to a GGUF file's weights at loading; `None` if they stay as they are.
+fn conversion(id: &str, config: &ModelSpec, checkpoint: &Checkpoint, dtype: DType) -> Option<String> {
+    let formats = checkpoint.formats();
+    // Vectors are in f32 beside all formats.
+    let converted: Vec<&str> = formats
+        .iter()
+        .filter(|(format, _)| *format != WeightFormat::from(dtype) && *format != WeightFormat::F32)
+        .map(|(format, _)| format.name())
+        .collect();
+    if !checkpoint.is_mixed() || converted.is_empty() {
+        return None;
+    }
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    let stored = gib(formats.iter().map(|(_, bytes)| bytes).sum());
+    let loaded = gib(config.parameters() * dtype.size() as u64);
+    let exact = formats.iter().all(|(format, _)| format.is_exact_in(dtype) || *format == WeightFormat::F32);
+    let how = match dtype {
+        _ if exact => "exactly",
+        DType::BF16 => "rounded to 8 bits; --dtype f32 is exact",
+        DType::F16 | DType::F32 => "rounded to 11 bits; --dtype f32 is exact",
+    };
+    let converted = converted.join(", ");
+    Some(format!(
+        "{id}: weights in {converted} are converted to {dtype} ({how}): {stored:.2} GiB become {loaded:.2} GiB\n"
+    ))
+}
+
+/// Tokenizer and chat template of the model at `path`.
+pub(crate) fn text(path: &Path) -> anyhow::Result<(Tokenizer, Option<ChatTemplate>)> {
+    let opening = "open the tokenizer";
+    if !is_gguf(path) {
+        return Ok((Tokenizer::open(path).context(opening)?, ChatTemplate::open(path)?));
+    }
+    let vocabulary = gguf::vocabulary(Gguf::open(path)?.metadata()).context(opening)?;
+    Ok((Tokenizer::from_gguf(&vocabulary).context(opening)?, ChatTemplate::from_gguf(&vocabulary)?))
+}
+
+/// The last part of a path or hub name; of a GGUF file, without its end.
 pub(crate) fn short_name(name: &str) -> String {
+    let path = Path::new(name);
+    if is_gguf(path) {
+        let stem = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+        // The first file of a split one.
+        return stem.split_once("-00001-of-").map_or(stem.as_str(), |(name, _)| name).to_owned();
+    }
     let trimmed = name.trim_end_matches(['/', '\\']);
     if Path::new(name).is_dir() {
         let dir = Path::new(trimmed).file_name().map(|n| n.to_string_lossy().into_owned());
@@ -104,4 +155,36 @@ pub(crate) fn defaults(dir: &Path, config: &ModelSpec) -> anyhow::Result<Generat
         min_p: generation.min_p,
         eos_ids: generation.eos_ids,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_the_last_part() {
+        for (name, short) in [
+            ("models/passkey.gguf", "passkey"),
+            ("big-Q4_K-00001-of-00003.gguf", "big-Q4_K"),
+            ("org/name@main", "org/name@main"),
+        ] {
+            assert_eq!(short_name(name), short);
+        }
+    }
+
+    /// A packed file says what it becomes; one that is used as it is says nothing.
+    #[test]
+    fn a_conversion_is_announced() {
+        let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/gguf");
+        let said = |name: &str, dtype| {
+            let path = goldens.join(name);
+            let (config, checkpoint) = (ModelSpec::open(&path).unwrap(), Checkpoint::open(&path).unwrap());
+            conversion("m", &config, &checkpoint, dtype)
+        };
+        let text = said("llama-q4_k.gguf", DType::F16).unwrap();
+        assert!(text.contains("Q4_K") && text.contains("converted to f16 (rounded to 11 bits"), "{text}");
+        let exact = said("llama-q4_k.gguf", DType::F32).unwrap();
+        assert!(exact.contains("converted to f32 (exactly)"), "{exact}");
+        assert_eq!(said("qwen2-f16.gguf", DType::F16), None);
+    }
 }

@@ -25,6 +25,8 @@ struct Size {
     active_parameters: u64,
     dtype: String,
     weight_bytes: u64,
+    /// Of a GGUF file, whose weights are converted when they are loaded.
+    stored: Option<StoredSize>,
     kv_bytes_per_token: u64,
     /// With --kv-groups=on, if layers differ in that.
     split: Option<SplitSize>,
@@ -32,6 +34,13 @@ struct Size {
     max_positions: u32,
     memory_bytes: u64,
     contexts: Vec<Context>,
+}
+
+/// Weights as a file has them.
+#[derive(Debug, Serialize)]
+struct StoredSize {
+    bytes: u64,
+    formats: Vec<&'static str>,
 }
 
 /// KV of a model whose windowed KV is kept apart.
@@ -64,12 +73,13 @@ struct Room {
 pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::Result<()> {
     let dir = resolve(model)?;
     let spec = ModelSpec::open(&dir)?;
-    let dtype = Checkpoint::open(&dir)?.dtype().context("the checkpoint's weights have no single element type")?;
+    let checkpoint = Checkpoint::open(&dir)?;
+    let dtype = checkpoint.dtype().context("the checkpoint's weights have no single element type")?;
     let memory = match memory_gib {
         Some(gib) => u64::from(gib) << 30,
         None => host_memory()?,
     };
-    let size = size(&spec, dtype, memory);
+    let size = Size { stored: stored(&checkpoint), ..size(&spec, dtype, memory) };
     if json {
         outln!("{}", serde_json::to_string(&size)?);
         return Ok(());
@@ -78,6 +88,9 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
     outln!("family        {}, {} layers, {} of them with a window", size.family, size.layers, size.windowed_layers);
     outln!("parameters    {}, {} for a token", size.parameters, size.active_parameters);
     outln!("weights       {:.2} GiB in {}", gib(size.weight_bytes), size.dtype);
+    if let Some(StoredSize { bytes, formats }) = &size.stored {
+        outln!("              {:.2} GiB in the file, in {}", gib(*bytes), formats.join(", "));
+    }
     outln!("KV            {} bytes a token, in {}", size.kv_bytes_per_token, size.dtype);
     if let Some(split) = &size.split {
         let mib = split.ring_bytes as f64 / f64::from(1 << 20);
@@ -86,7 +99,7 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
             split.kv_bytes_per_token
         );
     }
-    outln!("context       at most {} tokens by config.json; {:.1} GiB an instance:", size.max_positions, gib(memory));
+    outln!("context       at most {} tokens by the configuration; {:.1} GiB an instance:", size.max_positions, gib(memory));
     for Context { instances, room, split } in &size.contexts {
         let what = if *instances == 1 { "instance " } else { "instances" };
         outln!("{instances:>4} {what} {} tokens of KV, a context of {}", room.kv_tokens, room.context_tokens);
@@ -119,6 +132,7 @@ fn size(spec: &ModelSpec, dtype: DType, memory_bytes: u64) -> Size {
         active_parameters: spec.active_parameters(),
         dtype: dtype.to_string(),
         weight_bytes,
+        stored: None,
         kv_bytes_per_token,
         max_positions: spec.max_positions,
         memory_bytes,
@@ -132,6 +146,13 @@ impl SplitSize {
     fn tokens(&self, bytes: u64) -> u64 {
         bytes.saturating_sub(self.ring_bytes.saturating_mul(RUNNING_DEFAULT as u64)) / self.kv_bytes_per_token
     }
+}
+
+fn stored(checkpoint: &Checkpoint) -> Option<StoredSize> {
+    let formats = checkpoint.formats();
+    let bytes = formats.iter().map(|(_, bytes)| bytes).sum();
+    let formats = formats.iter().map(|(format, _)| format.name()).collect();
+    checkpoint.is_mixed().then_some(StoredSize { bytes, formats })
 }
 
 fn split_size(spec: &ModelSpec, dtype: DType) -> Option<SplitSize> {

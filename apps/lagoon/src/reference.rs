@@ -69,17 +69,22 @@ and with CUDA.
 
 ## Families
 
-| `model_type` | models | architecture | goldens |
-|---|---|---|---|
+Families with a name under GGUF are also read from GGUF files, whose `general.architecture` it is. Formats of a file's tensors may
+be F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS and MXFP4; they are converted when the
+file is loaded, to f16 (bf16 and f32 where files have nothing else) or as `--dtype` says. Mistral's files are called llama, too.
+
+| `model_type` | models | architecture | GGUF | goldens |
+|---|---|---|---|---|
 ";
 
 /// docs/reference/models.md.
 fn models() -> String {
     let mut out = MODELS_HEAD.to_owned();
     for family in lagoon_model::FAMILIES {
+        let gguf = family.gguf_architecture().map_or_else(String::new, |name| format!("`{name}`"));
         let (name, models) = (family.model_type, family.models);
         let (architectures, goldens) = (family.architectures.join(", "), family.goldens.join(", "));
-        let _ = writeln!(out, "| `{name}` | {models} | {architectures} | {goldens} |");
+        let _ = writeln!(out, "| `{name}` | {models} | {architectures} | {gguf} | {goldens} |");
     }
     out
 }

@@ -10,7 +10,7 @@ use crate::lent_memory;
 use crate::log;
 use crate::loop_thread::LoopThread;
 use crate::metrics_table;
-use crate::model::{OpenModel, defaults, resolve, short_name};
+use crate::model::{OpenModel, defaults, resolve, short_name, text};
 use crate::node::{NodeLoop, Pool, Shared};
 use crate::node_status::About;
 use crate::placement::{self, Chosen};
@@ -29,7 +29,6 @@ use lagoon_http::{Bodies, Engine as _, EngineInfo, Limits, ServerState, TextJobs
 use lagoon_instance::{Instance, InstanceConfig, LayerWindows, MovePace, RemotePolicy, SchedulerConfig};
 use lagoon_model::ModelSpec;
 use lagoon_protocol::{MemoryTier, Role};
-use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_transport::{Identity, NodeRole};
 use lagoon_types::ModelHash;
 use std::net::SocketAddr;
@@ -68,7 +67,7 @@ pub(crate) enum TierArg {
 /// `lagoon serve`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ServeArgs {
-    /// A model directory (config.json, safetensors, a tokenizer) or a hub name (org/name[@revision]).
+    /// A model directory (config.json, safetensors, a tokenizer), a GGUF file or a hub name (org/name[@revision]).
     model: String,
     /// Join the pool of this gManager (ip:port of its QUIC endpoint); of several, comma-separated, the one that leads.
     #[arg(long, value_name = "ADDR", value_delimiter = ',')]
@@ -103,7 +102,7 @@ pub(crate) struct ServeArgs {
     /// Name of this instance, for people.
     #[arg(long, default_value = "lagoon")]
     name: String,
-    /// The model's name in requests and responses [default: the directory's or hub name].
+    /// The model's name in requests and responses [default: the directory's, file's or hub name].
     #[arg(long, value_name = "NAME")]
     served_model_name: Option<String>,
     /// Clients must show this key (`Authorization: Bearer KEY`); /health stays open.
@@ -555,10 +554,11 @@ fn router(
     }
     let metrics = lagoon_http::metrics::install(metrics_table::INSTANCE)?;
     let health = args.health.start(&args.port, ready, Some(health_port::recorded(&metrics)), stop)?;
+    let (tokenizer, template) = text(dir)?;
     let state = ServerState {
         engine,
-        tokenizer: Arc::new(Tokenizer::open(dir).context("open the tokenizer")?),
-        template: ChatTemplate::open(dir)?.map(Arc::new),
+        tokenizer: Arc::new(tokenizer),
+        template: template.map(Arc::new),
         defaults: defaults(dir, &model.config)?,
         limits: Limits::default(),
         bodies: Bodies::default(),

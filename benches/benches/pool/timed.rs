@@ -149,7 +149,7 @@ impl Timed {
                 .collect();
             let mut bytes = Vec::new();
             dtype.encode(&values, &mut bytes);
-            Ok(LoadedTensor { dtype, bytes: Bytes::from(bytes) })
+            Ok(LoadedTensor::plain(dtype, Bytes::from(bytes)))
         })
     }
 }

@@ -1,6 +1,6 @@
 //! The backend contract ([`Device`] and its [`capabilities`]), the host CPU backend ([`cpu`]: oracle and default),
-//! the conformance suite ([`conformance`]) that every backend passes, and host and device memory shared between
-//! processes ([`arena`], [`shared_region`], [`xxh3`]).
+//! the conformance suite ([`conformance`]) that every backend passes, formats of stored weights ([`formats`]), and host
+//! and device memory shared between processes ([`arena`], [`shared_region`], [`xxh3`]).
 
 #[cfg(target_os = "linux")]
 pub mod arena;

@@ -1,13 +1,17 @@
-//! A model's tensors: one `model.safetensors` or the shards that `model.safetensors.index.json` lists.
+//! A model's tensors: one `model.safetensors`, the shards that `model.safetensors.index.json` lists, or a GGUF file.
 //!
 //! Files are memory-mapped (see `mapped` for the operator's duty) and checked when they are opened: the header
 //! parses, tensors tile the data exactly, and their sizes follow from shape and element type. A tensor's bytes are a
 //! slice of the map.
 
+use crate::ModelError;
 use crate::error::shown;
 use crate::fields::{Fields, read_bounded};
-use crate::{ModelError, mapped};
+use crate::gguf::{Gguf, is_gguf};
+use crate::mapped::{self, Map};
+use crate::weights::{LoadedTensor, Origin};
 use bytes::Bytes;
+use lagoon_backend::WeightFormat;
 use lagoon_types::DType;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::BTreeMap;
@@ -15,13 +19,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Shards of one checkpoint at most.
-const SHARDS_MAX: usize = 4096;
+pub(crate) const SHARDS_MAX: usize = 4096;
 
-/// One safetensors file.
+/// One file of tensors.
 #[derive(Debug)]
 pub(crate) struct TensorFile {
     pub(crate) path: PathBuf,
-    pub(crate) bytes: Bytes,
+    pub(crate) map: Map,
     /// Start of the tensors' data, behind the header.
     pub(crate) data_start: usize,
 }
@@ -29,8 +33,10 @@ pub(crate) struct TensorFile {
 /// A tensor's type, shape and place, from the header.
 #[derive(Clone, Debug)]
 pub struct TensorInfo {
-    /// Element type as safetensors names it, for example `BF16`.
-    pub stored: Dtype,
+    /// Type as the file's format names it, for example `BF16` or `Q4_K`.
+    pub stored: String,
+    /// The format, if Lagoon reads it.
+    pub format: Option<WeightFormat>,
     pub shape: Vec<usize>,
     file: usize,
     /// Byte range in the file, header included.
@@ -41,12 +47,7 @@ impl TensorInfo {
     /// The element type, if Lagoon computes with it.
     #[must_use]
     pub fn dtype(&self) -> Option<DType> {
-        match self.stored {
-            Dtype::F32 => Some(DType::F32),
-            Dtype::F16 => Some(DType::F16),
-            Dtype::BF16 => Some(DType::BF16),
-            _ => None,
-        }
+        self.format.and_then(WeightFormat::plain)
     }
 
     /// Bytes of the tensor in its file.
@@ -88,14 +89,43 @@ pub(crate) fn shards(path: &Path, index: &[u8]) -> Result<BTreeMap<String, Vec<S
 pub struct Checkpoint {
     files: Vec<TensorFile>,
     tensors: BTreeMap<String, TensorInfo>,
+    /// Whether matrices may have several formats, and are converted to one element type.
+    mixed: bool,
+}
+
+/// The element type that a GGUF file's matrices are computed in: the 16-bit type that has all of them exactly, else f16 if one is
+/// packed or in f16 (see [`Checkpoint::dtype`]), else f32. `None` if there is no matrix.
+pub(crate) fn computed_in(file: &Gguf) -> Option<DType> {
+    let matrices = file.tensors.values().filter(|tensor| tensor.shape.len() > 1);
+    most_exact(matrices.filter_map(|tensor| Some((tensor.stored.format()?, tensor.range.len()))))
+}
+
+/// [`computed_in`] of formats with their bytes.
+fn most_exact(matrices: impl Iterator<Item = (WeightFormat, usize)>) -> Option<DType> {
+    let mut bytes: BTreeMap<WeightFormat, usize> = BTreeMap::new();
+    for (format, len) in matrices {
+        let sum = bytes.entry(format).or_default();
+        *sum = sum.saturating_add(len);
+    }
+    // Routers and learned positions are in f32 beside all formats.
+    let most = bytes.iter().max_by_key(|(_, len)| **len).map(|(format, _)| *format)?;
+    let rounded = bytes.keys().any(|format| format.plain().is_none() && !format.is_exact_in(DType::BF16));
+    Some(match most.plain() {
+        Some(dtype) if dtype == DType::F32 || !rounded => dtype,
+        None if !rounded && !bytes.contains_key(&WeightFormat::F16) => DType::BF16,
+        _ => DType::F16,
+    })
 }
 
 impl Checkpoint {
-    /// Maps and checks the tensors in `dir`.
+    /// Maps and checks the tensors in the directory `dir`, or of the GGUF file that it is.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        if is_gguf(dir) {
+            return Ok(Self::of(Gguf::open(dir)?));
+        }
         let single = dir.join("model.safetensors");
         let index = dir.join("model.safetensors.index.json");
-        let mut checkpoint = Self { files: Vec::new(), tensors: BTreeMap::new() };
+        let mut checkpoint = Self { files: Vec::new(), tensors: BTreeMap::new(), mixed: false };
         if index.exists() {
             checkpoint.open_shards(dir, &index)?;
         } else if single.exists() {
@@ -105,11 +135,43 @@ impl Checkpoint {
             return Err(ModelError::NotAModel {
                 name: dir.display().to_string(),
                 problem: "it has neither model.safetensors nor model.safetensors.index.json".to_owned(),
-                hint: "Lagoon reads safetensors only; convert other formats with transformers' save_pretrained"
-                    .to_owned(),
+                hint: "Lagoon reads safetensors here; a GGUF file is named itself, as MODEL".to_owned(),
             });
         }
         Ok(checkpoint)
+    }
+
+    /// The tensors of a GGUF file.
+    fn of(file: Gguf) -> Self {
+        let tensors = file.tensors.into_iter().map(|(name, tensor)| {
+            let (stored, format) = (tensor.stored.to_string(), tensor.stored.format());
+            (name, TensorInfo { stored, format, shape: tensor.shape, file: tensor.file, range: tensor.range })
+        });
+        let tensors = tensors.collect();
+        let files = file.parts.into_iter().map(|part| TensorFile {
+            path: part.path,
+            map: part.map,
+            data_start: part.data_start,
+        });
+        Self { files: files.collect(), tensors, mixed: true }
+    }
+
+    /// Whether matrices may have several formats, which are converted to [`Checkpoint::dtype`].
+    #[must_use]
+    pub fn is_mixed(&self) -> bool {
+        self.mixed
+    }
+
+    /// Formats of the tensors with the bytes that they have together.
+    #[must_use]
+    pub fn formats(&self) -> Vec<(WeightFormat, u64)> {
+        let mut bytes: BTreeMap<WeightFormat, u64> = BTreeMap::new();
+        for info in self.tensors.values() {
+            if let Some(format) = info.format {
+                *bytes.entry(format).or_default() += info.len() as u64;
+            }
+        }
+        bytes.into_iter().collect()
     }
 
     fn open_shards(&mut self, dir: &Path, index: &Path) -> Result<(), ModelError> {
@@ -130,19 +192,20 @@ impl Checkpoint {
 
     /// Maps one file and returns its tensors.
     fn add_file(&mut self, path: PathBuf) -> Result<BTreeMap<String, TensorInfo>, ModelError> {
-        let bytes = mapped::map(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
-        self.add_bytes(path, bytes)
+        let map = mapped::map(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
+        self.add_map(path, map)
     }
 
     /// A checkpoint of one file with these bytes; `path` is only for messages.
     pub(crate) fn of_bytes(path: &Path, bytes: Bytes) -> Result<Self, ModelError> {
-        let mut checkpoint = Self { files: Vec::new(), tensors: BTreeMap::new() };
-        checkpoint.tensors = checkpoint.add_bytes(path.to_owned(), bytes)?;
+        let mut checkpoint = Self { files: Vec::new(), tensors: BTreeMap::new(), mixed: false };
+        checkpoint.tensors = checkpoint.add_map(path.to_owned(), Map::of(bytes))?;
         Ok(checkpoint)
     }
 
-    fn add_bytes(&mut self, path: PathBuf, bytes: Bytes) -> Result<BTreeMap<String, TensorInfo>, ModelError> {
-        let (header, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| ModelError::Malformed {
+    fn add_map(&mut self, path: PathBuf, map: Map) -> Result<BTreeMap<String, TensorInfo>, ModelError> {
+        let bytes = map.bytes();
+        let (header, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| ModelError::Malformed {
             path: path.clone(),
             problem: format!(
                 "{} (the file has {} bytes; it may be truncated or corrupt)",
@@ -156,10 +219,17 @@ impl Checkpoint {
         let tensors = metadata.offset_keys().into_iter().filter_map(|name| {
             let info = metadata.info(&name)?;
             let range = data_start + info.data_offsets.0..data_start + info.data_offsets.1;
-            Some((name, TensorInfo { stored: info.dtype, shape: info.shape.clone(), file, range }))
+            let format = match info.dtype {
+                Dtype::F32 => Some(WeightFormat::F32),
+                Dtype::F16 => Some(WeightFormat::F16),
+                Dtype::BF16 => Some(WeightFormat::BF16),
+                _ => None,
+            };
+            let stored = format!("{:?}", info.dtype);
+            Some((name, TensorInfo { stored, format, shape: info.shape.clone(), file, range }))
         });
         let tensors = tensors.collect();
-        self.files.push(TensorFile { path, bytes, data_start });
+        self.files.push(TensorFile { path, map, data_start });
         Ok(tensors)
     }
 
@@ -174,27 +244,39 @@ impl Checkpoint {
         self.tensors.get(name)
     }
 
-    /// A tensor's element type and bytes.
+    /// A tensor's format and bytes.
     ///
     /// # Errors
-    /// If it is absent, has another shape, or a type that Lagoon does not compute with.
-    pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<(DType, Bytes), ModelError> {
+    /// If it is absent, has another shape, or a type that Lagoon does not read.
+    pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<LoadedTensor, ModelError> {
         let info = self.info(name).ok_or_else(|| self.error(name, "is missing".to_owned()))?;
         if info.shape != shape {
             let stored = shown(&format!("{:?}", info.shape));
             let problem = format!("has the shape {stored}; the configuration says {shape:?}");
             return Err(self.error(name, problem));
         }
-        let dtype = info.dtype().ok_or_else(|| {
-            self.error(name, format!("has elements of type {:?}; supported are F32, F16 and BF16", info.stored))
+        let format = info.format.ok_or_else(|| {
+            let supported = match self.mixed {
+                true => WeightFormat::ALL.map(WeightFormat::name).join(", "),
+                false => "F32, F16 and BF16".to_owned(),
+            };
+            self.error(name, format!("has elements of type {}; supported are {supported}", info.stored))
         })?;
-        Ok((dtype, self.files[info.file].bytes.slice(info.range.clone())))
+        let map = &self.files[info.file].map;
+        let origin =
+            Origin { path: self.files[info.file].path.clone(), map: Some(map.clone()), start: info.range.start };
+        Ok(LoadedTensor { format, bytes: map.bytes().slice(info.range.clone()), origin })
     }
 
     /// The element type of most elements of matrices, among those that Lagoon can compute with (masks have more dimensions); [`crate::Weights::load`] checks that all
-    /// matrices have the same.
+    /// matrices have the same. Of a GGUF file, the one that they are converted to: where all are exact in the type of most, that;
+    /// with packed ones f16, whose 11 bits of precision are more than their codes have, or f32 where most are in f32.
     #[must_use]
     pub fn dtype(&self) -> Option<DType> {
+        if self.mixed {
+            let matrices = self.tensors.values().filter(|info| info.shape.len() > 1);
+            return most_exact(matrices.filter_map(|info| Some((info.format?, info.len()))));
+        }
         let elements = |dtype| {
             let of = |info: &&TensorInfo| info.dtype() == Some(dtype) && (2..4).contains(&info.shape.len());
             self.tensors.values().filter(of).map(TensorInfo::len).sum::<usize>() / dtype.size()

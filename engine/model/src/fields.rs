@@ -4,7 +4,7 @@ use crate::ModelError;
 use crate::error::shown;
 use serde_json::{Map, Value};
 use std::cell::RefCell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
@@ -32,6 +32,8 @@ pub struct Fields {
     map: Map<String, Value>,
     /// Full names of fields that were asked for, here and in nested objects; the names of those objects end in a full stop.
     asked: Rc<RefCell<BTreeSet<String>>>,
+    /// What messages call a field, by its full name, if the file has it under another one.
+    keys: Rc<BTreeMap<String, String>>,
 }
 
 impl Fields {
@@ -44,9 +46,20 @@ impl Fields {
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, ModelError> {
         let malformed = |problem| ModelError::Malformed { path: path.to_owned(), problem };
         match serde_json::from_slice(bytes).map_err(|e| malformed(e.to_string()))? {
-            Value::Object(map) => Ok(Self { path: path.to_owned(), prefix: String::new(), map, asked: Rc::default() }),
+            Value::Object(map) => Ok(Self::of(path, map, BTreeMap::new())),
             _ => Err(malformed("the top level is not an object".to_owned())),
         }
+    }
+
+    /// Fields that were made of another file's; `keys` are the names that the file has for them.
+    pub(crate) fn of(path: &Path, map: Map<String, Value>, keys: BTreeMap<String, String>) -> Self {
+        Self { path: path.to_owned(), prefix: String::new(), map, asked: Rc::default(), keys: Rc::new(keys) }
+    }
+
+    /// What messages call a field.
+    fn named(&self, field: &str) -> String {
+        let full = format!("{}{field}", self.prefix);
+        self.keys.get(&full).cloned().unwrap_or(full)
     }
 
     /// The object's file.
@@ -108,7 +121,8 @@ impl Fields {
             Some(Value::Object(map)) => {
                 self.ask(&format!("{field}."));
                 let prefix = format!("{}{field}.", self.prefix);
-                Ok(Some(Self { path: self.path.clone(), prefix, map: map.clone(), asked: Rc::clone(&self.asked) }))
+                let (asked, keys) = (Rc::clone(&self.asked), Rc::clone(&self.keys));
+                Ok(Some(Self { path: self.path.clone(), prefix, map: map.clone(), asked, keys }))
             }
             Some(_) => Err(self.invalid(field, "it must be an object")),
         }
@@ -221,7 +235,7 @@ impl Fields {
 
     /// The field's name in messages.
     fn full(&self, field: &str) -> String {
-        shown(&format!("{}{field}", self.prefix))
+        shown(&self.named(field))
     }
 
     /// The value as JSON, cut to a readable length.

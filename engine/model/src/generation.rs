@@ -1,6 +1,7 @@
 //! Generation defaults, from `generation_config.json` merged with `config.json`.
 
 use crate::fields::{Fields, narrow};
+use crate::gguf::is_gguf;
 use crate::{ModelError, ModelSpec};
 use std::path::Path;
 
@@ -20,10 +21,10 @@ pub struct GenerationConfig {
 
 impl GenerationConfig {
     /// Reads `generation_config.json` in `dir`, which may be absent. Its ids take precedence over those of `spec`;
-    /// ids outside the vocabulary are refused.
+    /// ids outside the vocabulary are refused. Beside a GGUF file there is none.
     pub fn open(dir: &Path, spec: &ModelSpec) -> Result<Self, ModelError> {
         let path = dir.join("generation_config.json");
-        if !path.exists() {
+        if is_gguf(dir) || !path.exists() {
             return Ok(spec.generation_defaults());
         }
         Self::from_fields(&Fields::read(&path)?, spec)

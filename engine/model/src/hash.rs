@@ -8,7 +8,7 @@
 //!    are those of that sequence: [`ModelSpec::limit_context`]);
 //! 3. the element type that weights are converted to at loading, or `as stored`;
 //! 4. each tensor's name, element type and shape, by name;
-//! 5. of each safetensors file, in the order of their names: its length, its header, the first and the last 64 KiB of
+//! 5. of each file of tensors, in the order of their names: its length, its header, the first and the last 64 KiB of
 //!    its data, and 64 KiB at every multiple of 64 MiB of its data.
 //!
 //! Directory names, modification times and other files do not count. Two shardings of the same weights hash
@@ -36,7 +36,7 @@ pub fn model_hash(spec: &ModelSpec, checkpoint: &Checkpoint, dtype: Option<DType
         None => writeln!(text, "as stored"),
     };
     for (name, info) in checkpoint.tensors() {
-        let _ = writeln!(text, "{name} {:?} {:?}", info.stored, info.shape);
+        let _ = writeln!(text, "{name} {} {:?}", info.stored, info.shape);
     }
     hasher.update(text.as_bytes());
     for file in checkpoint.files() {
@@ -46,8 +46,9 @@ pub fn model_hash(spec: &ModelSpec, checkpoint: &Checkpoint, dtype: Option<DType
 }
 
 fn hash_file(hasher: &mut blake3::Hasher, file: &TensorFile) {
-    let (header, data) = file.bytes.split_at(file.data_start);
-    hasher.update(&(file.bytes.len() as u64).to_le_bytes());
+    let bytes = file.map.bytes();
+    let (header, data) = bytes.split_at(file.data_start);
+    hasher.update(&(bytes.len() as u64).to_le_bytes());
     hasher.update(header);
     // The first sample is the one at 0; an overlap with the last one is harmless.
     for start in (0..data.len()).step_by(SAMPLE_STRIDE) {

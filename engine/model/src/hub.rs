@@ -8,6 +8,7 @@ use crate::ModelError;
 use crate::checkpoint::shards;
 use crate::download::download;
 use crate::fields::read_bounded;
+use crate::gguf::is_gguf;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -172,7 +173,7 @@ pub(crate) fn tokenizer_file<'a>(files: &[&'a str]) -> Option<&'a str> {
     })
 }
 
-/// The directory of the model that the user named: an existing directory, or a hub name.
+/// The directory or the GGUF file of the model that the user named: an existing one, or that of a hub name.
 pub fn resolve_model(
     name: &str,
     hub: &Hub,
@@ -182,17 +183,23 @@ pub fn resolve_model(
     let refuse = |problem: &str, hint: &str| {
         Err(ModelError::NotAModel { name: name.to_owned(), problem: problem.to_owned(), hint: hint.to_owned() })
     };
-    if path.is_dir() {
+    if path.is_dir() || (is_gguf(path) && path.is_file()) {
         return Ok(path.to_owned());
     }
     if path.exists() {
-        return refuse("it is a file", "pass the directory that holds config.json and the safetensors");
+        return refuse(
+            "it is a file, and not named .gguf",
+            "pass a GGUF file, or the directory that holds config.json and the safetensors",
+        );
+    }
+    if is_gguf(path) {
+        return refuse("there is no such file", "pass the path of a GGUF file");
     }
     match HubName::parse(name) {
         Some(name) => hub.get(&name, progress),
         None => refuse(
             "there is no such directory, and it is not a hub name",
-            "pass a directory that holds config.json and the safetensors, or org/name or org/name@revision",
+            "pass a directory that holds config.json and the safetensors, a GGUF file, or org/name or org/name@revision",
         ),
     }
 }

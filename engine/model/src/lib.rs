@@ -1,6 +1,7 @@
-//! Models as Hugging Face stores them: `config.json`, `generation_config.json`, safetensors, and hub names.
+//! Models as Hugging Face stores them (`config.json`, `generation_config.json`, safetensors, and hub names) and as llama.cpp does
+//! ([`gguf`]).
 //!
-//! This crate turns a directory (or a hub name) into three things: a [`ModelSpec`], the model as data; a
+//! This crate turns a directory, a GGUF file or a hub name into three things: a [`ModelSpec`], the model as data; a
 //! [`Checkpoint`], its tensors, memory-mapped and checked; and [`Weights`], those tensors on a
 //! [`lagoon_backend::Device`]. It computes nothing but rotary angles ([`Rope`]) and the model's identity
 //! ([`model_hash`]).
@@ -9,12 +10,14 @@
 //! by name, never ignored.
 
 pub mod checkpoint;
+mod convert;
 mod download;
 mod error;
 pub mod families;
 pub mod fields;
 pub mod fuzz;
 pub mod generation;
+pub mod gguf;
 pub mod hash;
 pub mod hub;
 mod mapped;

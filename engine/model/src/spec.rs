@@ -5,6 +5,7 @@
 //! the matrices that devices multiply with, without another step.
 
 use crate::fields::Fields;
+use crate::gguf::{Gguf, is_gguf};
 use crate::{GenerationConfig, KvSplit, ModelError, RopeSpec, families};
 use lagoon_backend::{Activation, Routing};
 use lagoon_types::{Alibi, AttentionGeometry, DType};
@@ -370,11 +371,14 @@ pub(crate) const ADAPTER_HINT: &str =
     "adapters such as LoRA are not served; merge it into its base model first, for example by peft's merge_and_unload";
 
 impl ModelSpec {
-    /// Reads `config.json` in `dir`.
+    /// Reads `config.json` in the directory `dir`, or the metadata of the GGUF file that it is.
     ///
     /// # Errors
     /// A [`ModelError`] that names the file, the field and its value.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        if is_gguf(dir) {
+            return families::gguf::read(&Gguf::open(dir)?);
+        }
         let (config, adapter) = (dir.join("config.json"), dir.join(ADAPTER_CONFIG));
         if !config.exists() && adapter.exists() {
             let fields = Fields::read(&adapter)?;

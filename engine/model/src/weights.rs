@@ -2,22 +2,57 @@
 //!
 //! Tensors are looked up by the names of the [`ModelSpec`] and checked against its shapes. q, k and v (and gate and up, and all
 //! experts) go to the device as one weight of stacked parts. Whole tensors and rows of them are not copied on the host
-//! without a conversion; transposed and interleaved ones, and many small parts, are. Unused tensors are refused: a checkpoint
-//! with, say, projection biases would otherwise give wrong results.
+//! without a conversion; transposed and interleaved ones, and many small parts, are. Packed tensors are converted row by row, and
+//! pages of the file that were converted are given back. Unused tensors are refused: a checkpoint with, say, projection biases
+//! would otherwise give wrong results.
 
+use crate::convert::part_in;
+use crate::mapped::Map;
 use crate::spec::{Dense, HeadNorms, LatentSpec, MixtureSpec, Mlp, NormSpec, Part};
 use crate::{Checkpoint, ModelError, ModelSpec, spec};
 use bytes::Bytes;
-use lagoon_backend::{Device, WeightSource};
+use lagoon_backend::{Device, WeightFormat, WeightSource};
 use lagoon_types::DType;
 use std::collections::BTreeSet;
 use std::fmt;
+use std::ops::Range;
+use std::path::PathBuf;
 
-/// A stored tensor's element type and little-endian bytes.
+/// A stored tensor's format and little-endian bytes.
 #[derive(Clone, Debug)]
 pub struct LoadedTensor {
-    pub dtype: DType,
+    pub format: WeightFormat,
     pub bytes: Bytes,
+    pub origin: Origin,
+}
+
+impl LoadedTensor {
+    /// A tensor that is in no file.
+    #[must_use]
+    pub fn plain(dtype: DType, bytes: Bytes) -> Self {
+        Self { format: dtype.into(), bytes, origin: Origin::default() }
+    }
+}
+
+/// Bytes around a page that Linux maps with it, pages that were given back among them (`fault_around_bytes`).
+const FAULT_AROUND_BYTES: usize = 64 << 10;
+
+/// Where a stored tensor lies, if it is in a file.
+#[derive(Clone, Debug, Default)]
+pub struct Origin {
+    pub(crate) path: PathBuf,
+    pub(crate) map: Option<Map>,
+    pub(crate) start: usize,
+}
+
+impl Origin {
+    /// Gives back the pages of bytes `range` of the tensor, which stay valid, and those that the kernel mapped around them.
+    pub(crate) fn release(&self, range: Range<usize>) {
+        if let Some(map) = &self.map {
+            let start = (self.start + range.start).saturating_sub(FAULT_AROUND_BYTES);
+            map.release(start..self.start + range.end);
+        }
+    }
 }
 
 /// A norm's vectors.
@@ -176,8 +211,9 @@ impl<D: Device> Weights<D> {
     }
 
     /// Loads `checkpoint` to `device`. `dtype` converts every tensor (round to nearest even, by way of f32); `None` keeps the
-    /// type of the file's matrices, to which vectors in f32 are converted. Routers in f32 stay so. The bias of experts' choice, and weights of norms
-    /// with an offset or over all heads, are f32.
+    /// type of the file's matrices, to which vectors in f32 are converted, or takes [`Checkpoint::dtype`] where they have several.
+    /// Routers in f32 stay so. The bias of experts' choice, and weights of norms with an offset, over all heads or of a GGUF file,
+    /// are f32.
     /// `progress` is called with the bytes done and the total.
     ///
     /// # Errors
@@ -197,17 +233,19 @@ impl<D: Device> Weights<D> {
         let routers: BTreeSet<&str> = spec.routers().map(|part| stored_name(checkpoint, spec, &part.tensor)).collect();
         let source = &mut |name: &str, shape: &[usize]| {
             let name = stored_name(checkpoint, spec, name);
-            let (stored, bytes) = checkpoint.tensor(name, shape)?;
-            let wide = stored == DType::F32 && (shape.len() == 1 || routers.contains(name));
-            if stored != target && dtype.is_none() && !wide {
+            let tensor = checkpoint.tensor(name, shape)?;
+            let stored = tensor.format;
+            let wide = stored == WeightFormat::F32 && (shape.len() == 1 || routers.contains(name));
+            if stored.plain() != Some(target) && dtype.is_none() && !wide && !checkpoint.is_mixed() {
+                let stored = stored.plain().map_or_else(|| stored.to_string(), |dtype| dtype.to_string());
                 let problem = format!(
                     "has elements of type {stored}, others have {target}\nhint: convert all with --dtype {target}"
                 );
                 return Err(checkpoint.error(name, problem));
             }
-            Ok(LoadedTensor { dtype: stored, bytes })
+            Ok(tensor)
         };
-        Self::build(device, spec, target, progress, source)
+        Self::build_with(device, spec, (target, checkpoint.is_mixed()), progress, source)
     }
 
     /// Builds the weights from the tensors of `source`, called with each name and shape. Matrices are converted to `dtype`.
@@ -225,8 +263,18 @@ impl<D: Device> Weights<D> {
         progress: &mut dyn FnMut(u64, u64),
         source: &mut TensorSource<'_>,
     ) -> Result<Self, ModelError> {
+        Self::build_with(device, spec, (dtype, false), progress, source)
+    }
+
+    fn build_with(
+        device: &mut D,
+        spec: &ModelSpec,
+        (dtype, wide_norms): (DType, bool),
+        progress: &mut dyn FnMut(u64, u64),
+        source: &mut TensorSource<'_>,
+    ) -> Result<Self, ModelError> {
         let total = spec.parameters() * dtype.size() as u64;
-        let mut loader = Loader { device, dtype, source, progress, done: 0, total };
+        let mut loader = Loader { device, dtype, wide_norms, source, progress, done: 0, total };
         let embedding = &spec.embedding;
         let weights = Self {
             embed: loader.matrix(&[&embedding.table])?,
@@ -252,6 +300,8 @@ const PART_BYTES_MIN: usize = 16 << 10;
 struct Loader<'a, 'p, 's, D: Device> {
     device: &'a mut D,
     dtype: DType,
+    /// Whether norms' weights are f32 beside matrices in 16 bits.
+    wide_norms: bool,
     source: &'a mut TensorSource<'s>,
     progress: &'a mut (dyn FnMut(u64, u64) + 'p),
     done: u64,
@@ -371,8 +421,8 @@ impl<D: Device> Loader<'_, '_, '_, D> {
     fn joined(&mut self, parts: &[&Part], rows: usize) -> Result<D::Weight, ModelError> {
         let mut bytes = Vec::new();
         for part in parts {
-            let tensor = self.fetch(part)?;
-            bytes.extend_from_slice(&converted(tensor, self.dtype).bytes);
+            let fetched = self.fetch(part, self.dtype)?;
+            bytes.extend_from_slice(&fetched);
         }
         self.give(self.dtype, parts, rows, bytes)
     }
@@ -387,8 +437,8 @@ impl<D: Device> Loader<'_, '_, '_, D> {
     fn values(&mut self, parts: &[&Part], offset: f32) -> Result<Vec<f32>, ModelError> {
         let mut values = Vec::new();
         for part in parts {
-            let tensor = self.fetch(part)?;
-            tensor.dtype.decode(&tensor.bytes, &mut values);
+            let bytes = self.fetch(part, DType::F32)?;
+            DType::F32.decode(&bytes, &mut values);
         }
         values.iter_mut().for_each(|x| *x += offset);
         Ok(values)
@@ -396,7 +446,7 @@ impl<D: Device> Loader<'_, '_, '_, D> {
 
     /// A norm's weight. A sum would lose too much in 16 bits.
     fn scale(&mut self, parts: &[&Part], offset: f32) -> Result<D::Weight, ModelError> {
-        if offset == 0.0 { self.joined(parts, 1) } else { self.wide(parts, offset) }
+        if offset == 0.0 && !self.wide_norms { self.joined(parts, 1) } else { self.wide(parts, offset) }
     }
 
     fn give(&mut self, dtype: DType, parts: &[&Part], rows: usize, bytes: Vec<u8>) -> Result<D::Weight, ModelError> {
@@ -406,9 +456,9 @@ impl<D: Device> Loader<'_, '_, '_, D> {
 
     /// A router, which stays in f32 if it is: files that have it so choose experts by small differences.
     fn router(&mut self, part: &Part) -> Result<D::Weight, ModelError> {
-        let tensor = self.fetch(part)?;
-        let dtype = if tensor.dtype == DType::F32 { DType::F32 } else { self.dtype };
-        let parts = vec![(part.rows, converted(tensor, dtype).bytes)];
+        let tensor = (self.source)(&part.tensor, &part.shape)?;
+        let dtype = if tensor.format == WeightFormat::F32 { DType::F32 } else { self.dtype };
+        let parts = vec![(part.rows, part_in(part, &tensor, dtype)?)];
         self.pass_on(&[part], WeightSource::plain(dtype, part.cols, parts))
     }
 
@@ -423,8 +473,8 @@ impl<D: Device> Loader<'_, '_, '_, D> {
         let mut stacked: Vec<(usize, Bytes)> = Vec::with_capacity(parts.len());
         for part in parts {
             assert_eq!(part.cols, cols, "columns of {}", part.tensor);
-            let tensor = self.fetch(part)?;
-            stacked.push((part.rows, converted(tensor, self.dtype).bytes));
+            let bytes = self.fetch(part, self.dtype)?;
+            stacked.push((part.rows, bytes));
         }
         let bytes: usize = stacked.iter().map(|(_, bytes)| bytes.len()).sum();
         if stacked.len() > 1 && bytes / stacked.len() < PART_BYTES_MIN && stacked.len() > 3 {
@@ -444,18 +494,10 @@ impl<D: Device> Loader<'_, '_, '_, D> {
         Ok(weight)
     }
 
-    /// A part's elements, in the stored type.
-    fn fetch(&mut self, part: &Part) -> Result<LoadedTensor, ModelError> {
-        let LoadedTensor { dtype, bytes } = (self.source)(&part.tensor, &part.shape)?;
-        let size = dtype.size();
-        let stored = part.shape.iter().product::<usize>() * size;
-        assert_eq!(bytes.len(), stored, "{} is not what was asked for", part.tensor);
-        let bytes = if part.is_contiguous() {
-            bytes.slice(part.offset * size..(part.offset + part.rows * part.cols) * size)
-        } else {
-            gathered(part, &bytes, size).into()
-        };
-        Ok(LoadedTensor { dtype, bytes })
+    /// A part's elements, in `dtype`.
+    fn fetch(&mut self, part: &Part, dtype: DType) -> Result<Bytes, ModelError> {
+        let tensor = (self.source)(&part.tensor, &part.shape)?;
+        part_in(part, &tensor, dtype)
     }
 }
 
@@ -464,68 +506,6 @@ fn vector(values: &[f32]) -> WeightSource {
     let mut bytes = Vec::new();
     DType::F32.encode(values, &mut bytes);
     WeightSource::plain(DType::F32, values.len(), vec![(1, bytes.into())])
-}
-
-/// Rows and columns that are copied together, so that both sides stay in the cache.
-const TILE: usize = 32;
-
-/// The elements of a part that is not contiguous.
-fn gathered(part: &Part, bytes: &[u8], size: usize) -> Vec<u8> {
-    match size {
-        2 => strided::<2>(part, bytes),
-        4 => strided::<4>(part, bytes),
-        _ => unreachable!("elements have 2 or 4 bytes"),
-    }
-}
-
-/// [`gathered`] for elements of `SIZE` bytes, by several threads where there is much to copy.
-fn strided<const SIZE: usize>(part: &Part, bytes: &[u8]) -> Vec<u8> {
-    let (stored, _) = bytes.as_chunks::<SIZE>();
-    let mut out = vec![0; part.rows * part.cols * SIZE];
-    let (elements, _) = out.as_chunks_mut::<SIZE>();
-    let threads =
-        if part.rows * part.cols < 1 << 20 { 1 } else { std::thread::available_parallelism().map_or(1, usize::from) };
-    let rows = part.rows.div_ceil(threads).next_multiple_of(TILE);
-    std::thread::scope(|scope| {
-        for (chunk, out) in elements.chunks_mut(rows * part.cols).enumerate() {
-            scope.spawn(move || copy_tiles(part, stored, chunk * rows, out));
-        }
-    });
-    out
-}
-
-/// Rows from `first` on.
-fn copy_tiles<const SIZE: usize>(part: &Part, stored: &[[u8; SIZE]], first: usize, out: &mut [[u8; SIZE]]) {
-    let cols = part.cols;
-    for (tile, out) in out.chunks_mut(TILE * cols).enumerate() {
-        let start = part.offset + (first + tile * TILE) * part.row_stride;
-        for col0 in (0..cols).step_by(TILE) {
-            for (row, out) in out.chunks_mut(cols).enumerate() {
-                let at = start + row * part.row_stride;
-                for col in col0..cols.min(col0 + TILE) {
-                    out[col] = stored[at + col * part.col_stride];
-                }
-            }
-        }
-    }
-}
-
-/// Elements that are converted at once; bounds the f32 copy.
-const CONVERT_ELEMENTS: usize = 1 << 16;
-
-fn converted(tensor: LoadedTensor, to: DType) -> LoadedTensor {
-    let LoadedTensor { dtype: from, bytes } = tensor;
-    if from == to {
-        return LoadedTensor { dtype: from, bytes };
-    }
-    let mut wide = Vec::with_capacity(CONVERT_ELEMENTS);
-    let mut out = Vec::with_capacity(bytes.len() / from.size() * to.size());
-    for chunk in bytes.chunks(CONVERT_ELEMENTS * from.size()) {
-        wide.clear();
-        from.decode(chunk, &mut wide);
-        to.encode(&wide, &mut out);
-    }
-    LoadedTensor { dtype: to, bytes: out.into() }
 }
 
 /// A tensor's name in this checkpoint, which may leave out a prefix.
@@ -542,7 +522,8 @@ fn check_tied_head(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), Mode
     let heads = ["lm_head.weight", "embed_out.weight"].into_iter().filter(|_| spec.head.is_none());
     for head in heads.filter(|head| checkpoint.info(head).is_some()) {
         let shape = [spec.vocab, spec.hidden];
-        if checkpoint.tensor(head, &shape)? != checkpoint.tensor(table, &shape)? {
+        let (stored, tied) = (checkpoint.tensor(head, &shape)?, checkpoint.tensor(table, &shape)?);
+        if (stored.format, &stored.bytes) != (tied.format, &tied.bytes) {
             let problem = format!(
                 "differs from `{table}`, to which the configuration ties it\nhint: set tie_word_embeddings to false in \
                  config.json"

@@ -43,7 +43,7 @@ fn weights_are_stacked_and_not_copied() {
         assert_eq!(bytes, &written[name].1);
         assert_eq!(*rows, written[name].0[0]);
         // The very bytes of the map: opening the tensor again gives the same address.
-        let again = checkpoint.tensor(name, &written[name].0).unwrap().1;
+        let again = checkpoint.tensor(name, &written[name].0).unwrap().bytes;
         assert_eq!(bytes.as_ptr(), again.as_ptr());
     }
     let MlpWeights::Dense(DenseWeights { up: gate_up, .. }) = &weights.layers[0].mlp else { panic!("a dense layer") };

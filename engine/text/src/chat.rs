@@ -5,6 +5,7 @@
 //! blocks (which only mark text for training and are passed through). They come from the model's directory; each
 //! rendering has a budget of instructions and therefore ends.
 
+use crate::convert::gguf::GgufVocabulary;
 use crate::date::{strftime, unix_seconds};
 use crate::json::dumps;
 use crate::tokenizer::{TextError, TokenizerConfig, read};
@@ -105,6 +106,16 @@ impl ChatTemplate {
         let templates = &config.chat_templates;
         let template = templates.iter().find(|(name, _)| name == "default").or_else(|| templates.first());
         template.map(|(_, source)| Self::new(&path, source, &config)).transpose()
+    }
+
+    /// The template of a GGUF file's vocabulary; `None` if it has none.
+    ///
+    /// # Errors
+    /// If it cannot be parsed.
+    pub fn from_gguf(vocabulary: &GgufVocabulary) -> Result<Option<Self>, TextError> {
+        let config = vocabulary.config();
+        let source = vocabulary.chat_template.as_deref();
+        source.map(|source| Self::new(&vocabulary.path, source, &config)).transpose()
     }
 
     /// Parses a template; `path` is only for messages.

@@ -1,6 +1,7 @@
 //! Tokenizer of a model: `tokenizer.json`, a SentencePiece model or tiktoken ranks, with `tokenizer_config.json`.
 
 use crate::bounds::{text_bytes_a_token, token_bytes_max};
+use crate::convert::gguf::GgufVocabulary;
 use crate::convert::{self, Inner};
 use crate::detokenize::Assembly;
 use crate::pieces::Scheme;
@@ -134,6 +135,15 @@ impl Tokenizer {
         special.retain(|(name, _)| config.special(name).is_none());
         config.special.append(&mut special);
         Self::new(&converted.path, converted.inner, &config)
+    }
+
+    /// Makes the tokenizer of a GGUF file's vocabulary.
+    ///
+    /// # Errors
+    /// If the vocabulary is malformed, or of a kind that is not supported.
+    pub fn from_gguf(vocabulary: &GgufVocabulary) -> Result<Self, TextError> {
+        let converted = convert::gguf::convert(vocabulary)?;
+        Self::new(&converted.path, converted.inner, &vocabulary.config())
     }
 
     /// Parses the bytes of a `tokenizer.json`; `path` is only for messages. The file's truncation and padding are ignored:

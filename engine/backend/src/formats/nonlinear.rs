@@ -17,9 +17,8 @@ pub(super) const MXFP4_BYTES: usize = 1 + ELEMENTS / 2;
 /// Numbers of the codes of IQ4_NL and IQ4_XS.
 const LEVELS: [f32; 16] =
     [-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0];
-/// Twice the numbers of E2M1.
-const TWICE_E2M1: [f32; 16] =
-    [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
+/// Twice the numbers of E2M1; both of its zeros are the same here.
+const TWICE_E2M1: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
 pub(super) fn iq4_nl(block: &[u8; IQ4_NL_BYTES], out: &mut [f32; ELEMENTS]) {
     let scale = half_at(block, 0);

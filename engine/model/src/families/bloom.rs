@@ -16,6 +16,7 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["BloomForCausalLM"],
     models: "BLOOM, BLOOMZ",
     goldens: &["bloom"],
+    gguf: None,
     read,
 };
 

@@ -15,7 +15,7 @@ use serde_json::Value;
 
 /// Most experts, or heads of which parts are rotated, of all layers together. Published models have some 25,000; each is a part of
 /// its own in memory.
-const PIECES_MAX: usize = 1 << 17;
+pub(super) const PIECES_MAX: usize = 1 << 17;
 
 /// Refuses `each` experts or heads of `field` in each of `layers` layers if they are beyond [`PIECES_MAX`].
 pub(super) fn check_pieces(fields: &Fields, field: &str, layers: usize, each: usize) -> Result<(), ModelError> {

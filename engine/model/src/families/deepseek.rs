@@ -15,6 +15,7 @@ pub(super) const V2: Family = Family {
     architectures: &["DeepseekV2ForCausalLM"],
     models: "DeepSeek-V2 and V2.5, V2-Lite, DeepSeek-Coder-V2",
     goldens: &["deepseek_v2", "deepseek_v2_groups"],
+    gguf: None,
     read: read_v2,
 };
 
@@ -23,6 +24,7 @@ pub(super) const V3: Family = Family {
     architectures: &["DeepseekV3ForCausalLM"],
     models: "DeepSeek-V3 and R1 in bf16, Moonlight",
     goldens: &["deepseek_v3"],
+    gguf: None,
     read: |fields| read(fields, "deepseek_v3"),
 };
 
@@ -31,6 +33,7 @@ pub(super) const KIMI_K2: Family = Family {
     architectures: &["DeepseekV3ForCausalLM"],
     models: "Kimi-K2 in bf16",
     goldens: &["kimi_k2"],
+    gguf: None,
     read: |fields| read(fields, "kimi_k2"),
 };
 

@@ -2,6 +2,7 @@
 //! logits, and a window on every other layer.
 
 use super::common::windows;
+use super::gguf::{self, Gguf};
 use super::{Family, gemma3};
 use crate::fields::{Fields, narrow};
 use crate::{ModelError, ModelSpec};
@@ -13,6 +14,23 @@ pub(super) const FAMILY: Family = Family {
     goldens: &["gemma2"],
     read,
 };
+    gguf: Some(Gguf {
+        adds_offsets: true,
+        refine: |config| gemma3::refine_scale(config, LAYERS_OF_27B),
+        ..Gguf::of(
+            "gemma2",
+            &[gguf::LLAMA_FIELDS, GGUF_FIELDS],
+            &[gguf::LLAMA_TENSORS, gguf::HALVES, gguf::OUT_NORMS, gemma3::GGUF_TENSORS],
+        )
+    }),
+
+/// The 27B scales scores by the hidden size of a head, not by the head's size.
+const LAYERS_OF_27B: u64 = 46;
+const GGUF_FIELDS: &[(&str, &str)] = &[
+    gguf::WINDOW,
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+];
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     let base = gemma3::base(fields, FAMILY.model_type)?;

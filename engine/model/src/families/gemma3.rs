@@ -3,20 +3,73 @@
 
 use super::Family;
 use super::common::{Base, count, refuse_biases, refuse_other_activations, refuse_unless, windows};
+use super::gguf::{self, Config, Gguf, Layout};
 use crate::fields::{Fields, narrow};
+use crate::gguf::Value;
 use crate::spec::LayerSpec;
 use crate::{ModelError, ModelSpec, RopeSpec};
 use lagoon_backend::Activation;
 use lagoon_types::limits::LAYERS_MAX;
-use serde_json::Value;
+use serde_json::Value as Json;
 
 pub(super) const FAMILY: Family = Family {
     model_type: "gemma3_text",
     architectures: &["Gemma3ForCausalLM"],
     models: "Gemma 3 1B and 270M, and other text-only Gemma 3",
     goldens: &["gemma3"],
+    gguf: Some(Gguf {
+        adds_offsets: true,
+        // Of the images that other files of the line take.
+        ignored: &["mm.tokens_per_image"],
+        refine: refine_gguf,
+        ..Gguf::of(
+            "gemma3",
+            &[gguf::LLAMA_FIELDS, GGUF_FIELDS],
+            &[gguf::LLAMA_TENSORS, gguf::HALVES, gguf::HEAD_NORMS, gguf::OUT_NORMS, GGUF_TENSORS],
+        )
+    }),
     read,
 };
+
+const LAYERS_OF_27B: u64 = 62;
+const GGUF_FIELDS: &[(&str, &str)] = &[gguf::WINDOW, ("rope.freq_base_swa", "rope_local_base_freq")];
+/// The norm before the feed-forward layer, which Llama's files call by the same name for another of the family's.
+pub(super) const GGUF_TENSORS: &[(&str, &str, Layout)] =
+    &[("model.layers.{}.pre_feedforward_layernorm.weight", "blk.{}.ffn_norm.weight", Layout::Same)];
+
+fn refine_gguf(config: &mut Config<'_>) -> Result<(), ModelError> {
+    let name = "attention.sliding_window_pattern";
+    match config.get(name).cloned() {
+        None => {}
+        Some(Value::List(list)) => {
+            let kind = |windowed| match windowed {
+                Ok(Value::Bool(true)) => Some("sliding_attention"),
+                Ok(Value::Bool(false)) => Some("full_attention"),
+                _ => None,
+            };
+            let kinds: Option<Vec<&str>> = list.values().take(LAYERS_MAX as usize + 1).map(kind).collect();
+            let kinds = kinds.ok_or_else(|| config.unsupported(name, "it must be a number or a list of booleans"))?;
+            config.set("layer_types", kinds.into(), name);
+        }
+        Some(value) => {
+            let pattern = value.unsigned().ok_or_else(|| config.unsupported(name, "it must be a number or a list"))?;
+            config.set("sliding_window_pattern", pattern.into(), name);
+        }
+    }
+    refine_scale(config, LAYERS_OF_27B)
+}
+
+/// The scale of scores, which no key has: models of `layers_of_27b` layers take the hidden size of a head, others its size.
+pub(super) fn refine_scale(config: &mut Config<'_>, layers_of_27b: u64) -> Result<(), ModelError> {
+    let by_hidden = config.field("num_hidden_layers") == Some(layers_of_27b);
+    let hidden = config.field("hidden_size").zip(config.field("num_attention_heads"));
+    let of_head = hidden.filter(|(_, heads)| *heads > 0).map(|(hidden, heads)| hidden / heads);
+    let scalar = if by_hidden { of_head } else { config.field("head_dim").or(of_head) };
+    if let Some(scalar) = scalar {
+        config.set("query_pre_attn_scalar", scalar.into(), "attention.key_length");
+    }
+    Ok(())
+}
 
 /// Rotary tables by index.
 const GLOBAL: usize = 0;
@@ -24,7 +77,7 @@ const LOCAL: usize = 1;
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     for cap in ["attn_logit_softcapping", "final_logit_softcapping"] {
-        refuse_unless(fields, cap, Value::Null, "Gemma 3 has no soft caps")?;
+        refuse_unless(fields, cap, Json::Null, "Gemma 3 has no soft caps")?;
     }
     let base = base(fields, FAMILY.model_type)?;
     let window = window(fields)?;

@@ -13,6 +13,7 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["Glm4MoeForCausalLM"],
     models: "GLM-4.5, GLM-4.5-Air, GLM-4.6",
     goldens: &["glm4_moe"],
+    gguf: None,
     read,
 };
 

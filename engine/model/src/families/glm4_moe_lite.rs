@@ -13,6 +13,7 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["Glm4MoeLiteForCausalLM"],
     models: "GLM-4.7-Flash",
     goldens: &["glm4_moe_lite"],
+    gguf: None,
     read,
 };
 

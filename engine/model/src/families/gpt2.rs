@@ -3,6 +3,7 @@
 
 use super::Family;
 use super::common::{count, divided, dtype, eps, max_positions, plain_gelu, refuse_quantised, refuse_unless, size};
+use super::gguf::{Gguf, Layout};
 use crate::fields::{Fields, narrow};
 use crate::spec::{AttentionSpec, Dense, Embedding, LayerSpec, Mlp, Names, Norm, NormSpec, Part};
 use crate::{ModelError, ModelSpec, RopeSpec};
@@ -15,8 +16,38 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["GPT2LMHeadModel"],
     models: "GPT-2, DistilGPT-2, Cerebras-GPT",
     goldens: &["gpt2"],
+    gguf: Some(Gguf::of("gpt2", &[GGUF_FIELDS], &[GGUF_TENSORS])),
     read,
 };
+
+const GGUF_FIELDS: &[(&str, &str)] = &[
+    ("context_length", "n_positions"),
+    ("embedding_length", "n_embd"),
+    ("block_count", "n_layer"),
+    ("feed_forward_length", "n_inner"),
+    ("attention.head_count", "n_head"),
+    ("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+];
+/// GGUF files store projections `[out][in]`.
+const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
+    ("transformer.wte.weight", "token_embd.weight", Layout::Same),
+    ("transformer.wpe.weight", "position_embd.weight", Layout::Same),
+    ("transformer.ln_f.weight", "output_norm.weight", Layout::Same),
+    ("transformer.ln_f.bias", "output_norm.bias", Layout::Same),
+    ("lm_head.weight", "output.weight", Layout::Same),
+    ("transformer.h.{}.ln_1.weight", "blk.{}.attn_norm.weight", Layout::Same),
+    ("transformer.h.{}.ln_1.bias", "blk.{}.attn_norm.bias", Layout::Same),
+    ("transformer.h.{}.attn.c_attn.weight", "blk.{}.attn_qkv.weight", Layout::Turned),
+    ("transformer.h.{}.attn.c_attn.bias", "blk.{}.attn_qkv.bias", Layout::Same),
+    ("transformer.h.{}.attn.c_proj.weight", "blk.{}.attn_output.weight", Layout::Turned),
+    ("transformer.h.{}.attn.c_proj.bias", "blk.{}.attn_output.bias", Layout::Same),
+    ("transformer.h.{}.ln_2.weight", "blk.{}.ffn_norm.weight", Layout::Same),
+    ("transformer.h.{}.ln_2.bias", "blk.{}.ffn_norm.bias", Layout::Same),
+    ("transformer.h.{}.mlp.c_fc.weight", "blk.{}.ffn_up.weight", Layout::Turned),
+    ("transformer.h.{}.mlp.c_fc.bias", "blk.{}.ffn_up.bias", Layout::Same),
+    ("transformer.h.{}.mlp.c_proj.weight", "blk.{}.ffn_down.weight", Layout::Turned),
+    ("transformer.h.{}.mlp.c_proj.bias", "blk.{}.ffn_down.bias", Layout::Same),
+];
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_quantised(fields)?;

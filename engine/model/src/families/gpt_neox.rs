@@ -17,6 +17,7 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["GPTNeoXForCausalLM"],
     models: "GPT-NeoX-20B, Pythia",
     goldens: &["gpt_neox"],
+    gguf: None,
     read,
 };
 

@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, count, experts, refuse_other_activations, refuse_unless, softmax, windows};
+use super::gguf::{self, Config, Gguf, Layout};
 use crate::fields::Fields;
 use crate::spec::{MixtureSpec, Mlp, Part};
 use crate::{ModelError, ModelSpec};
@@ -12,8 +13,74 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["GptOssForCausalLM"],
     models: "gpt-oss in bf16 (the published files have MXFP4 weights, which are not read yet)",
     goldens: &["gpt_oss"],
+    gguf: Some(Gguf {
+        experts: true,
+        refine: refine_gguf,
+        part: gguf_part,
+        ..Gguf::of(
+            "gpt-oss",
+            &[gguf::LLAMA_FIELDS, GGUF_FIELDS],
+            &[gguf::LLAMA_TENSORS, gguf::HALVES, gguf::QKV_BIASES, GGUF_TENSORS],
+        )
+    }),
     read,
 };
+
+const GGUF_FIELDS: &[(&str, &str)] = &[
+    gguf::WINDOW,
+    ("expert_count", "num_local_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    // An expert's width, which replaces that of dense layers.
+    ("expert_feed_forward_length", "intermediate_size"),
+];
+const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
+    ("model.layers.{}.post_attention_layernorm.weight", "blk.{}.post_attention_norm.weight", Layout::Same),
+    ("model.layers.{}.self_attn.o_proj.bias", "blk.{}.attn_output.bias", Layout::Same),
+    ("model.layers.{}.self_attn.sinks", "blk.{}.attn_sinks.weight", Layout::Same),
+    ("model.layers.{}.mlp.router.weight", "blk.{}.ffn_gate_inp.weight", Layout::Same),
+    ("model.layers.{}.mlp.router.bias", "blk.{}.ffn_gate_inp.bias", Layout::Same),
+    ("model.layers.{}.mlp.experts.down_proj_bias", "blk.{}.ffn_down_exps.bias", Layout::Same),
+];
+
+/// Bounds of YaRN's blend are not rounded in this family, and no key says so.
+fn refine_gguf(config: &mut Config<'_>) -> Result<(), ModelError> {
+    if let Some(scaling) = config.object("rope_scaling") {
+        scaling.insert("truncate".to_owned(), false.into());
+    }
+    Ok(())
+}
+
+/// Experts' projections, which GGUF files store `[expert][out][in]`, gates and ups apart.
+fn gguf_part(part: &Part) -> Option<Part> {
+    let (name, layer) = (part.tensor.strip_prefix("model.layers.")?, part.tensor.split('.').nth(2)?);
+    let stored = |end: &str| format!("blk.{layer}.{end}");
+    let (_, name) = name.split_once(".mlp.experts.")?;
+    let &[count, ..] = part.shape.as_slice() else { return None };
+    let (rows, cols) = (part.rows, part.cols);
+    let matrix = |end: &str, expert: usize| Part {
+        tensor: stored(end),
+        shape: vec![count, rows, cols],
+        offset: expert * rows * cols,
+        row_stride: cols,
+        col_stride: 1,
+        ..part.clone()
+    };
+    match name {
+        // A part is every other column of an expert's, from 0 or 1 on.
+        "gate_up_proj" if part.offset.is_multiple_of(2) => {
+            Some(matrix("ffn_gate_exps.weight", part.offset / (2 * rows * cols)))
+        }
+        "gate_up_proj" => Some(matrix("ffn_up_exps.weight", part.offset / (2 * rows * cols))),
+        "down_proj" => Some(matrix("ffn_down_exps.weight", part.offset / (rows * cols))),
+        "gate_up_proj_bias" => {
+            let (expert, end) = (part.offset / (2 * cols), if part.offset.is_multiple_of(2) { "gate" } else { "up" });
+            let shape = vec![count, cols];
+            let tensor = stored(&format!("ffn_{end}_exps.bias"));
+            Some(Part { tensor, shape, offset: expert * cols, row_stride: cols, col_stride: 1, ..part.clone() })
+        }
+        _ => None,
+    }
+}
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_unless(fields, "attention_bias", true, "projections of this family have biases")?;

@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, refuse_biases, refuse_other_activations, refuse_unless};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec};
 
@@ -20,6 +21,7 @@ pub(super) const FAMILY: Family = Family {
         "tied_sentencepiece",
         "yi",
     ],
+    gguf: Some(Gguf::of("llama", &[gguf::LLAMA_FIELDS], &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::IN_TURNS])),
     read,
 };
 

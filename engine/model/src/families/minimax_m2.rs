@@ -15,6 +15,7 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["MiniMaxM2ForCausalLM"],
     models: "MiniMax-M2 and M2.1 in bf16 (the published files have FP8 weights, which are not read yet)",
     goldens: &["minimax_m2"],
+    gguf: None,
     read,
 };
 

@@ -10,6 +10,7 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["MistralForCausalLM"],
     models: "Mistral 7B, Mistral Nemo, Mistral Small (text), Ministral 8B",
     goldens: &["mistral_window"],
+    gguf: None,
     read,
 };
 

@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, count, experts, refuse_biases, refuse_other_activations, softmax};
+use super::gguf::{self, Gguf, Layout};
 use crate::fields::Fields;
 use crate::spec::Mlp;
 use crate::{ModelError, ModelSpec};
@@ -13,6 +14,23 @@ pub(super) const FAMILY: Family = Family {
     goldens: &["mixtral"],
     read,
 };
+    gguf: Some(Gguf {
+        experts: true,
+        ..Gguf::of(
+            "llama",
+            &[gguf::LLAMA_FIELDS, GGUF_FIELDS],
+            &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::IN_TURNS, GGUF_TENSORS],
+        )
+    }),
+
+const GGUF_FIELDS: &[(&str, &str)] =
+    &[("expert_count", "num_local_experts"), ("expert_used_count", "num_experts_per_tok")];
+const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
+    ("model.layers.{}.block_sparse_moe.gate.weight", "blk.{}.ffn_gate_inp.weight", Layout::Same),
+    ("model.layers.{}.block_sparse_moe.experts.{}.w1.weight", "blk.{}.ffn_gate_exps.weight", Layout::OfExperts),
+    ("model.layers.{}.block_sparse_moe.experts.{}.w3.weight", "blk.{}.ffn_up_exps.weight", Layout::OfExperts),
+    ("model.layers.{}.block_sparse_moe.experts.{}.w2.weight", "blk.{}.ffn_down_exps.weight", Layout::OfExperts),
+];
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_biases(fields, &["attention_bias", "mlp_bias"])?;

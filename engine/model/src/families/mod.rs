@@ -2,7 +2,8 @@
 //! outside of this folder names a family.
 //!
 //! Fields have the names and defaults of transformers' configurations, in both spellings: `rope_theta`, `rope_scaling`
-//! and `torch_dtype` at the top level, or `rope_parameters` and `dtype`. A field that would change the result and that
+//! and `torch_dtype` at the top level, or `rope_parameters` and `dtype`. GGUF files are translated to them by a table in the
+//! family's file ([`gguf`]). A field that would change the result and that
 //! Lagoon does not implement is refused by name, and so is one that a family neither reads nor ignores.
 
 mod bloom;
@@ -10,6 +11,7 @@ mod common;
 mod deepseek;
 mod gemma2;
 mod gemma3;
+pub(crate) mod gguf;
 mod glm4_moe;
 mod glm4_moe_lite;
 mod gpt2;
@@ -44,7 +46,17 @@ pub struct Family {
     pub models: &'static str,
     /// Its goldens: small models with transformers' logits, each a folder of tests/goldens.
     pub goldens: &'static [&'static str],
+    /// How GGUF files spell the family, if they are read.
+    gguf: Option<gguf::Gguf>,
     read: fn(&Fields) -> Result<ModelSpec, ModelError>,
+}
+
+impl Family {
+    /// The family's name in GGUF files, `general.architecture`, if they are read.
+    #[must_use]
+    pub fn gguf_architecture(&self) -> Option<&'static str> {
+        self.gguf.as_ref().map(|gguf| gguf.architecture)
+    }
 }
 
 /// Every supported family, by `model_type`.

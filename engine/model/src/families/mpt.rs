@@ -25,6 +25,7 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["MptForCausalLM", "MPTForCausalLM"],
     models: "MPT 7B and 30B",
     goldens: &["mpt", "mpt_f16"],
+    gguf: None,
     read,
 };
 

@@ -3,6 +3,7 @@
 
 use super::Family;
 use super::common::{Base, refuse_biases, refuse_other_activations};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec};
 
@@ -11,6 +12,11 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["Olmo2ForCausalLM"],
     models: "OLMo 2 (1B, 7B, 13B, 32B)",
     goldens: &["olmo2"],
+    gguf: Some(Gguf::of(
+        "olmo2",
+        &[gguf::LLAMA_FIELDS],
+        &[gguf::LLAMA_TENSORS, gguf::HALVES, gguf::HEAD_NORMS, gguf::OUT_NORMS],
+    )),
     read,
 };
 

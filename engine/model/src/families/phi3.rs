@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, check_pieces, count, refuse_biases, refuse_other_activations, refuse_unless};
+use super::gguf::{self, Config, Gguf, Layout};
 use crate::fields::Fields;
 use crate::spec::{Mlp, Part};
 use crate::{ModelError, ModelSpec, RopeScaling, RopeSpec};
@@ -12,8 +13,26 @@ pub(super) const FAMILY: Family = Family {
     models: "Phi-3 and Phi-3.5 mini and medium, Phi-4, Phi-4-mini (LongRoPE with the factors for the longest context, or for a \
              short one with `--max-model-len`)",
     goldens: &["phi3", "phi3_longrope"],
+    gguf: Some(Gguf {
+        refine: refine_gguf,
+        ..Gguf::of("phi3", &[gguf::LLAMA_FIELDS], &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, GGUF_TENSORS])
+    }),
     read,
 };
+
+const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
+    ("model.layers.{}.self_attn.qkv_proj.weight", "blk.{}.attn_qkv.weight", Layout::Same),
+    ("model.layers.{}.mlp.gate_up_proj.weight", "blk.{}.ffn_up.weight", Layout::Same),
+];
+
+/// Files without a window have 0.
+fn refine_gguf(config: &mut Config<'_>) -> Result<(), ModelError> {
+    let (name, field) = gguf::WINDOW;
+    if let Some(window) = config.number(name)?.filter(|window| *window > 0) {
+        config.set(field, window.into(), name);
+    }
+    Ok(())
+}
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_biases(fields, &["attention_bias", "mlp_bias", "lm_head_bias"])?;

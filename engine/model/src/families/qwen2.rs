@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, refuse_biases, refuse_other_activations, refuse_unless, upper_windows};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec};
 
@@ -10,6 +11,11 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["Qwen2ForCausalLM"],
     models: "Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen",
     goldens: &["qwen2", "qwen2_f16", "qwen2_window"],
+    gguf: Some(Gguf::of(
+        "qwen2",
+        &[gguf::LLAMA_FIELDS],
+        &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::HALVES, gguf::QKV_BIASES],
+    )),
     read,
 };
 

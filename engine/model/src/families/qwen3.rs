@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, refuse_biases, refuse_other_activations, upper_windows};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::spec::LayerSpec;
 use crate::{ModelError, ModelSpec};
@@ -11,6 +12,11 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["Qwen3ForCausalLM"],
     models: "Qwen3 (dense), DeepSeek-R1-0528-Qwen3",
     goldens: &["qwen3"],
+    gguf: Some(Gguf::of(
+        "qwen3",
+        &[gguf::LLAMA_FIELDS],
+        &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::HALVES, gguf::HEAD_NORMS],
+    )),
     read,
 };
 

@@ -1,6 +1,7 @@
 //! Qwen3's mixtures of experts (Yang et al. 2025).
 
 use super::common::{experts, refuse_unless, size, softmax};
+use super::gguf::{self, Config, Gguf, Layout};
 use super::{Family, qwen3};
 use crate::fields::Fields;
 use crate::spec::Mlp;
@@ -13,8 +14,35 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["Qwen3MoeForCausalLM"],
     models: "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
     goldens: &["qwen3_moe"],
+    gguf: Some(Gguf {
+        experts: true,
+        refine: refine_gguf,
+        ..Gguf::of(
+            "qwen3moe",
+            &[gguf::LLAMA_FIELDS, GGUF_FIELDS],
+            &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::HALVES, gguf::HEAD_NORMS, GGUF_TENSORS],
+        )
+    }),
     read,
 };
+
+const GGUF_FIELDS: &[(&str, &str)] = &[
+    ("expert_count", "num_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    ("expert_feed_forward_length", "moe_intermediate_size"),
+];
+const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
+    ("model.layers.{}.mlp.gate.weight", "blk.{}.ffn_gate_inp.weight", Layout::Same),
+    ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "blk.{}.ffn_gate_exps.weight", Layout::OfExperts),
+    ("model.layers.{}.mlp.experts.{}.up_proj.weight", "blk.{}.ffn_up_exps.weight", Layout::OfExperts),
+    ("model.layers.{}.mlp.experts.{}.down_proj.weight", "blk.{}.ffn_down_exps.weight", Layout::OfExperts),
+];
+
+/// All of the line's models divide the shares of a token's experts by their sum, and no key says so.
+fn refine_gguf(config: &mut Config<'_>) -> Result<(), ModelError> {
+    config.set("norm_topk_prob", true.into(), "expert_used_count");
+    Ok(())
+}
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_unless(fields, "use_sliding_window", false, "a window is not implemented for this family")?;

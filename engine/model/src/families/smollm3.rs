@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, count, refuse_biases, refuse_other_activations, refuse_unless, windows};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec, RopeSpec};
 use lagoon_types::limits::LAYERS_MAX;
@@ -12,6 +13,7 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["SmolLM3ForCausalLM"],
     models: "SmolLM3",
     goldens: &["smollm3"],
+    gguf: Some(Gguf::of("smollm3", &[gguf::LLAMA_FIELDS], &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::IN_TURNS])),
     read,
 };
 

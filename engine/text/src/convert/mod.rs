@@ -1,10 +1,13 @@
-//! Tokenizers of models without a `tokenizer.json`: SentencePiece models and tiktoken ranks.
+//! Tokenizers of models without a `tokenizer.json`: SentencePiece models, tiktoken ranks, and vocabularies of GGUF files.
 //!
 //! Each file becomes a tokenizer of the library in memory, and the rest of the crate cannot tell it from one that was read from
 //! a `tokenizer.json`. The files are untrusted: their sizes have limits, and a malformed or unsupported file is an error with
-//! its name. [`Tokenizer::open`](crate::Tokenizer::open) calls this module.
+//! its name. [`Tokenizer::open`](crate::Tokenizer::open) and [`Tokenizer::from_gguf`](crate::Tokenizer::from_gguf) call this
+//! module.
 
+pub(crate) mod gguf;
 mod normalize;
+mod pre;
 mod proto;
 mod sentencepiece;
 mod special;

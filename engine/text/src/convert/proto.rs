@@ -15,6 +15,8 @@ pub(super) enum PieceKind {
     Unknown,
     Control,
     UserDefined,
+    /// Takes an id and stands for no text; only GGUF files have such.
+    Unused,
     Byte,
 }
 

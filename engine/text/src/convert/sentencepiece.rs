@@ -28,8 +28,18 @@ const HINT: &str = "make a tokenizer.json of it with transformers (`save_pretrai
 
 /// Makes a tokenizer of the bytes of a `tokenizer.model`.
 pub(super) fn convert(path: &Path, bytes: &[u8], beside: Beside) -> Result<Converted, TextError> {
+    let parsed = ModelProto::parse(bytes).map_err(|refusal| match refusal {
+        Refusal::Malformed(problem) => Refusal::Malformed(format!(
+            "{problem} (neither a SentencePiece model nor tiktoken ranks can be read from it)"
+        )),
+        unsupported @ Refusal::Unsupported(_) => unsupported,
+    });
+    build(path, parsed.map_err(|refusal| refusal_error(path, refusal))?, beside)
+}
+
+/// Makes a tokenizer of a model; `path` is only for messages.
+pub(super) fn build(path: &Path, model: ModelProto, beside: Beside) -> Result<Converted, TextError> {
     let refused = |refusal| refusal_error(path, refusal);
-    let model = ModelProto::parse(bytes).map_err(refused)?;
     let vocabulary = Vocabulary::new(model, beside).map_err(refused)?;
     let inner_model = match vocabulary.model.algorithm {
         Algorithm::Bpe => vocabulary.bpe().map_err(refused)?,
@@ -58,10 +68,7 @@ pub(super) fn convert(path: &Path, bytes: &[u8], beside: Beside) -> Result<Conve
 
 fn refusal_error(path: &Path, refusal: Refusal) -> TextError {
     match refusal {
-        Refusal::Malformed(problem) => {
-            let problem = format!("{problem} (neither a SentencePiece model nor tiktoken ranks can be read from it)");
-            TextError::Malformed { path: path.to_owned(), problem }
-        }
+        Refusal::Malformed(problem) => TextError::Malformed { path: path.to_owned(), problem },
         Refusal::Unsupported(problem) => {
             TextError::Unsupported { path: path.to_owned(), problem, hint: HINT.to_owned() }
         }
@@ -133,7 +140,7 @@ impl Vocabulary {
         let mut tokens: BTreeMap<u32, AddedToken> = BTreeMap::new();
         for (id, piece) in (0..).zip(&self.model.pieces) {
             let token = match piece.kind {
-                PieceKind::Normal | PieceKind::Byte => continue,
+                PieceKind::Normal | PieceKind::Byte | PieceKind::Unused => continue,
                 PieceKind::Control | PieceKind::Unknown => AddedToken::from(piece.text.clone(), true).normalized(false),
                 PieceKind::UserDefined => AddedToken::from(piece.text.clone(), false).normalized(true),
             };
@@ -264,7 +271,9 @@ fn rename(piece: &mut Piece, id: u32, token: &AddedToken) -> Result<(), Refusal>
     if piece.text == token.content {
         return Ok(());
     }
-    if matches!(piece.kind, PieceKind::Normal | PieceKind::Byte) || token.content.len() > PIECE_BYTES_MAX {
+    if matches!(piece.kind, PieceKind::Normal | PieceKind::Byte | PieceKind::Unused)
+        || token.content.len() > PIECE_BYTES_MAX
+    {
         let problem =
             format!("the id {id} is the piece {:?}, but an added token has it: {:?}", piece.text, token.content);
         return Err(Refusal::Unsupported(problem));

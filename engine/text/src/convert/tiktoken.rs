@@ -42,11 +42,11 @@ const PLAIN_CLASSES: [&str; 7] = [
     "LlamaTokenizerFast",
 ];
 
-const CL100K_SPLIT: &str = concat!(
+pub(super) const CL100K_SPLIT: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}",
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
-const QWEN_SPLIT: &str = concat!(
+pub(super) const QWEN_SPLIT: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}",
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );

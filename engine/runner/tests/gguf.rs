@@ -1,0 +1,436 @@
+//! Models in GGUF files on the host backend, by the plainest forward pass: committed files against logits in float64 on their
+//! dequantised weights (tools/gguf), and the goldens of families, written as GGUF files here, against themselves.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "tests: numbers of small models")]
+#![allow(clippy::print_stdout, reason = "measured differences, for --nocapture")]
+
+#[path = "../../model/tests/gguf_writer/mod.rs"]
+mod gguf_writer;
+
+use gguf_writer::{File, Item};
+use lagoon_backend::CpuDevice;
+use lagoon_model::{Checkpoint, FAMILIES, ModelSpec, Weights};
+use lagoon_runner::{Decoder, Model};
+use lagoon_types::DType;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+fn goldens() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens")
+}
+
+/// Logits of every token, `[tokens][vocab]`, with the weights in `dtype`, or as the file asks for.
+fn logits(path: &Path, tokens: &[u32], dtype: Option<DType>) -> Vec<f32> {
+    let (spec, checkpoint) = (ModelSpec::open(path).unwrap(), Checkpoint::open(path).unwrap());
+    let mut device = CpuDevice::with_threads(1);
+    let weights = Weights::load(&mut device, &checkpoint, &spec, dtype, &mut |_, _| {}).unwrap();
+    Decoder::new(&Model::new(&spec, weights)).plain_logits(&mut device, DType::F32, tokens).unwrap()
+}
+
+fn worst(found: &[f32], expected: &[f32]) -> f32 {
+    let found = &found[found.len() - expected.len()..];
+    found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+/// Logits have a deviation of 1. With the weights in f32 the only difference is rounding of the arithmetic; packed ones in f16
+/// differ by the rounding that the notice at loading states, and plain f16 not at all.
+#[test]
+fn committed_files_give_the_logits_of_their_weights() {
+    let dir = goldens().join("gguf");
+    let cases: Value = serde_json::from_slice(&std::fs::read(dir.join("goldens.json")).unwrap()).unwrap();
+    let cases = cases.as_array().unwrap();
+    assert!(cases.len() >= 5);
+    for case in cases {
+        let path = dir.join(case["file"].as_str().unwrap());
+        let tokens: Vec<u32> = serde_json::from_value(case["tokens"].clone()).unwrap();
+        let mut expected = Vec::new();
+        DType::F32.decode(&std::fs::read(path.with_extension("logits")).unwrap(), &mut expected);
+        let [exact, own] = [Some(DType::F32), None].map(|dtype| worst(&logits(&path, &tokens, dtype), &expected));
+        println!("{}: {exact} in f32, {own} as the file asks", path.display());
+        let packed = Checkpoint::open(&path).unwrap().formats().iter().any(|(format, _)| format.plain().is_none());
+        assert!(exact < 1e-4, "{}: {exact}", path.display());
+        assert!(own < if packed { 2e-2 } else { 1e-4 }, "{}: {own}", path.display());
+        assert!(!packed || own > exact, "{}: weights in f16 are rounded", path.display());
+    }
+}
+
+type Tensors = BTreeMap<String, (Vec<u64>, Vec<f32>)>;
+
+/// A model as Hugging Face has it.
+struct Source {
+    config: Value,
+    tensors: Tensors,
+}
+
+impl Source {
+    fn open(name: &str) -> Self {
+        let dir = goldens().join(name);
+        let config = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
+        let bytes = std::fs::read(dir.join("model.safetensors")).unwrap();
+        let stored = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let tensor = |(name, tensor): (String, safetensors::tensor::TensorView<'_>)| {
+            let mut values = Vec::new();
+            DType::F32.decode(tensor.data(), &mut values);
+            (name, (tensor.shape().iter().map(|size| *size as u64).collect(), values))
+        };
+        Self { config, tensors: stored.tensors().into_iter().map(tensor).collect() }
+    }
+
+    fn number(&self, field: &str) -> Option<u64> {
+        self.config[field].as_u64()
+    }
+
+    /// Writes the model as Hugging Face has it.
+    fn write(&self, dir: &Path) {
+        std::fs::write(dir.join("config.json"), self.config.to_string()).unwrap();
+        let bytes: Vec<(String, Vec<usize>, Vec<u8>)> = self
+            .tensors
+            .iter()
+            .map(|(name, (shape, values))| {
+                let mut bytes = Vec::new();
+                DType::F32.encode(values, &mut bytes);
+                (name.clone(), shape.iter().map(|size| usize::try_from(*size).unwrap()).collect(), bytes)
+            })
+            .collect();
+        let views = bytes.iter().map(|(name, shape, bytes)| {
+            (name, safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes).unwrap())
+        });
+        std::fs::write(dir.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    }
+
+    /// Rows of `heads` heads in turns: row `2 j + s` is row `j` of half `s`.
+    fn turn(&mut self, end: &str, heads: u64) {
+        for (_, (shape, values)) in self.tensors.iter_mut().filter(|(name, _)| name.ends_with(end)) {
+            let [rows, cols] = [shape[0], shape[1]].map(|size| usize::try_from(size).unwrap());
+            let dim = rows / usize::try_from(heads).unwrap();
+            let row = |to: usize| (to / dim * dim) + (to % dim) / 2 + (to % 2) * dim / 2;
+            *values = (0..rows).flat_map(|to| values[row(to) * cols..][..cols].to_vec()).collect();
+        }
+    }
+
+    /// Rows as columns.
+    fn transpose(&mut self, end: &str) {
+        for (_, (shape, values)) in self.tensors.iter_mut().filter(|(name, _)| name.ends_with(end)) {
+            let [rows, cols] = [shape[0], shape[1]].map(|size| usize::try_from(size).unwrap());
+            *values = (0..cols)
+                .flat_map(|col| (0..rows).map(move |row| (row, col)))
+                .map(|(r, c)| values[r * cols + c])
+                .collect();
+            shape.reverse();
+        }
+    }
+
+    /// One tensor of all experts, whose own have `{}` in place of their index.
+    fn stack(&mut self, layer: u64, pattern: &str, name: &str) {
+        let (mut shape, mut all) = (Vec::new(), Vec::new());
+        for expert in 0.. {
+            let of = format!("model.layers.{layer}.{}", pattern.replace("{}", &i32::to_string(&expert)));
+            let Some((of_one, values)) = self.tensors.remove(&of) else { break };
+            shape = [vec![u64::try_from(expert).unwrap() + 1], of_one].concat();
+            all.extend(values);
+        }
+        assert!(!all.is_empty(), "{pattern}");
+        self.tensors.insert(format!("model.layers.{layer}.{name}"), (shape, all));
+    }
+}
+
+/// Pairs of ends of names in a layer.
+const NAMES: &[(&str, &str)] = &[
+    ("self_attn.q_proj.", "attn_q."),
+    ("self_attn.k_proj.", "attn_k."),
+    ("self_attn.v_proj.", "attn_v."),
+    ("self_attn.o_proj.", "attn_output."),
+    ("self_attn.qkv_proj.", "attn_qkv."),
+    ("self_attn.q_norm.", "attn_q_norm."),
+    ("self_attn.k_norm.", "attn_k_norm."),
+    ("self_attn.sinks", "attn_sinks.weight"),
+    ("mlp.gate_proj.", "ffn_gate."),
+    ("mlp.up_proj.", "ffn_up."),
+    ("mlp.gate_up_proj.", "ffn_up."),
+    ("mlp.down_proj.", "ffn_down."),
+    ("mlp.router.", "ffn_gate_inp."),
+    ("mlp.gate.", "ffn_gate_inp."),
+    ("block_sparse_moe.gate.", "ffn_gate_inp."),
+    ("input_layernorm.", "attn_norm."),
+    ("pre_feedforward_layernorm.", "ffn_norm."),
+    ("post_feedforward_layernorm.", "post_ffw_norm."),
+    ("attn.c_attn.", "attn_qkv."),
+    ("attn.c_proj.", "attn_output."),
+    ("mlp.c_fc.", "ffn_up."),
+    ("mlp.c_proj.", "ffn_down."),
+    ("ln_1.", "attn_norm."),
+    ("ln_2.", "ffn_norm."),
+];
+
+/// A tensor's name in a GGUF file.
+fn renamed(name: &str, has_out_norm: bool) -> String {
+    let outer = [
+        ("model.embed_tokens.", "token_embd."),
+        ("model.norm.", "output_norm."),
+        ("lm_head.", "output."),
+        ("transformer.wte.", "token_embd."),
+        ("transformer.wpe.", "position_embd."),
+        ("transformer.ln_f.", "output_norm."),
+    ];
+    if let Some((from, to)) = outer.iter().find(|(from, _)| name.starts_with(from)) {
+        return name.replace(from, to);
+    }
+    let rest = name.strip_prefix("model.layers.").or_else(|| name.strip_prefix("transformer.h."));
+    let Some((layer, rest)) = rest.and_then(|rest| rest.split_once('.')) else { return name.to_owned() };
+    let norm = if has_out_norm { "post_attention_norm." } else { "ffn_norm." };
+    let known =
+        NAMES.iter().copied().chain([("post_attention_layernorm.", norm)]).find(|(from, _)| rest.starts_with(from));
+    let rest = known.map_or_else(|| rest.to_owned(), |(from, to)| rest.replacen(from, to, 1));
+    format!("blk.{layer}.{rest}")
+}
+
+/// Keys behind the architecture, and the fields that they are.
+const KEYS: &[(&str, &[&str])] = &[
+    ("context_length", &["max_position_embeddings", "n_positions"]),
+    ("embedding_length", &["hidden_size", "n_embd"]),
+    ("block_count", &["num_hidden_layers", "n_layer"]),
+    ("feed_forward_length", &["intermediate_size"]),
+    ("attention.head_count", &["num_attention_heads", "n_head"]),
+    ("attention.head_count_kv", &["num_key_value_heads"]),
+    ("attention.key_length", &["head_dim"]),
+    ("attention.value_length", &["head_dim"]),
+    ("attention.sliding_window", &["sliding_window"]),
+    ("expert_count", &["num_experts", "num_local_experts"]),
+    ("expert_used_count", &["num_experts_per_tok"]),
+    ("expert_feed_forward_length", &["moe_intermediate_size"]),
+];
+const FLOATS: &[(&str, &[&str])] = &[
+    ("attention.layer_norm_rms_epsilon", &["rms_norm_eps"]),
+    ("attention.layer_norm_epsilon", &["layer_norm_epsilon"]),
+    ("rope.freq_base", &["rope_theta"]),
+    ("attn_logit_softcapping", &["attn_logit_softcapping"]),
+    ("final_logit_softcapping", &["final_logit_softcapping"]),
+];
+
+/// The file of a model whose tensors are laid out as its architecture wants them; `more` are further keys.
+fn gguf(source: &Source, architecture: &str, more: &[(&str, Item)]) -> Vec<u8> {
+    let mut file = File::new(architecture);
+    for (key, fields) in KEYS {
+        if let Some(number) = fields.iter().find_map(|field| source.number(field)) {
+            file.item(&format!("{architecture}.{key}"), Item::U32(u32::try_from(number).unwrap()));
+        }
+    }
+    let rope = &source.config["rope_parameters"];
+    for (key, fields) in FLOATS {
+        let number = |field: &&str| source.config[*field].as_f64().or(rope[*field].as_f64());
+        if let Some(number) = fields.iter().find_map(number) {
+            let rounded = number.to_string().parse().unwrap();
+            file.item(&format!("{architecture}.{key}"), Item::F32(rounded));
+        }
+    }
+    for (key, item) in more {
+        file.item(&format!("{architecture}.{key}"), item.clone());
+    }
+    let has_out_norm = architecture == "gpt-oss" || source.tensors.keys().any(|name| name.contains("post_feedforward"));
+    for (name, (shape, values)) in &source.tensors {
+        let mut bytes = Vec::new();
+        DType::F32.encode(values, &mut bytes);
+        file.tensor(&renamed(name, has_out_norm), 0, shape, &bytes);
+    }
+    file.bytes()
+}
+
+/// Compares a model's logits with those of its GGUF file.
+fn compare(name: &str, source: &Source, file: &[u8]) {
+    let dir = tempfile::tempdir().unwrap();
+    source.write(dir.path());
+    let path = dir.path().join("m.gguf");
+    std::fs::write(&path, file).unwrap();
+    let tokens: Vec<u32> = (3..60).map(|i| i * 37 % 120).collect();
+    let (expected, found) = (logits(dir.path(), &tokens, None), logits(&path, &tokens, None));
+    let worst = worst(&found, &expected);
+    println!("{name}: {worst}");
+    assert!(worst < 2e-4, "{name}: {worst}");
+    let (of_dir, of_file) = (ModelSpec::open(dir.path()).unwrap(), ModelSpec::open(&path).unwrap());
+    assert_eq!((of_file.family, of_file.max_positions), (of_dir.family, of_dir.max_positions), "{name}");
+}
+
+fn layers(source: &Source) -> u64 {
+    source.number("num_hidden_layers").unwrap()
+}
+
+fn heads(source: &Source) -> (u64, u64) {
+    let heads = source.number("num_attention_heads").unwrap();
+    (heads, source.number("num_key_value_heads").unwrap_or(heads))
+}
+
+/// Queries and keys as llama.cpp's converter stores them for architectures that rotate neighbours.
+fn in_turns(name: &str) -> (Source, Source) {
+    let (source, mut stored) = (Source::open(name), Source::open(name));
+    let (q, k) = heads(&source);
+    stored.turn("self_attn.q_proj.weight", q);
+    stored.turn("self_attn.k_proj.weight", k);
+    (source, stored)
+}
+
+#[test]
+fn llamas_files_have_rows_in_turns() {
+    let (source, stored) = in_turns("llama2_mha");
+    compare("llama2_mha", &source, &gguf(&stored, "llama", &[]));
+    // Divisors of frequencies in place of the scaling that they come from.
+    let (source, mut stored) = in_turns("llama3_new");
+    let scaling = &source.config["rope_parameters"];
+    let of = |field: &str| scaling[field].as_f64().unwrap();
+    let dim = source.number("hidden_size").unwrap() / heads(&source).0;
+    let divisor = |i: u64| {
+        let frequency = of("rope_theta").powf(-(2.0 * i as f64) / dim as f64);
+        let turns = of("original_max_position_embeddings") * frequency / std::f64::consts::TAU;
+        let smooth = (turns - of("low_freq_factor")) / (of("high_freq_factor") - of("low_freq_factor"));
+        let smooth = smooth.clamp(0.0, 1.0);
+        (1.0 / ((1.0 - smooth) / of("factor") + smooth)) as f32
+    };
+    let divisors = (0..dim / 2).map(divisor).collect();
+    stored.tensors.insert("rope_freqs.weight".to_owned(), (vec![dim / 2], divisors));
+    compare("llama3_new", &source, &gguf(&stored, "llama", &[]));
+    let (mut source, stored) = in_turns("smollm3");
+    source.config.as_object_mut().unwrap().remove("no_rope_layers");
+    compare("smollm3", &source, &gguf(&stored, "smollm3", &[]));
+}
+
+#[test]
+fn mixtures_are_one_tensor_of_all_experts() {
+    let (source, mut stored) = in_turns("mixtral");
+    for layer in 0..layers(&source) {
+        for (from, to) in [("w1", "ffn_gate"), ("w3", "ffn_up"), ("w2", "ffn_down")] {
+            let pattern = format!("block_sparse_moe.experts.{{}}.{from}.weight");
+            stored.stack(layer, &pattern, &format!("{to}_exps.weight"));
+        }
+    }
+    compare("mixtral", &source, &gguf(&stored, "llama", &[]));
+    let experts_everywhere = || {
+        let mut source = Source::open("qwen3_moe");
+        source.config["mlp_only_layers"] = json!([]);
+        // Layer 1 is dense in the golden; it gets the experts of layer 0.
+        source.tensors.retain(|name, _| !name.starts_with("model.layers.1.mlp."));
+        let of_first = source.tensors.iter().filter_map(|(name, tensor)| {
+            Some((format!("model.layers.1.mlp.{}", name.strip_prefix("model.layers.0.mlp.")?), tensor.clone()))
+        });
+        let of_first: Tensors = of_first.collect();
+        source.tensors.extend(of_first);
+        source
+    };
+    let (source, mut stored) = (experts_everywhere(), experts_everywhere());
+    for layer in 0..layers(&source) {
+        for part in ["gate", "up", "down"] {
+            let pattern = format!("mlp.experts.{{}}.{part}_proj.weight");
+            stored.stack(layer, &pattern, &format!("ffn_{part}_exps.weight"));
+        }
+    }
+    compare("qwen3_moe", &source, &gguf(&stored, "qwen3moe", &[]));
+}
+
+#[test]
+fn other_families_have_halves() {
+    for (name, architecture) in [("qwen2", "qwen2"), ("qwen3", "qwen3"), ("olmo2", "olmo2")] {
+        let mut source = Source::open(name);
+        // A window that the configuration does not use, which files do not have.
+        source.config.as_object_mut().unwrap().remove("sliding_window");
+        compare(name, &source, &gguf(&source, architecture, &[]));
+    }
+}
+
+#[test]
+fn gemmas_norms_have_their_one_added() {
+    for (name, architecture) in [("gemma2", "gemma2"), ("gemma3", "gemma3")] {
+        let (mut source, mut stored) = (Source::open(name), Source::open(name));
+        // No key has it.
+        source.config["query_pre_attn_scalar"] = source.config["head_dim"].clone();
+        let norms = stored.tensors.iter_mut().filter(|(name, _)| name.ends_with("norm.weight"));
+        norms.for_each(|(_, (_, values))| values.iter_mut().for_each(|x| *x += 1.0));
+        let pattern = Item::Bools(vec![true, false, true]);
+        let more = [("attention.sliding_window_pattern", pattern)];
+        compare(name, &source, &gguf(&stored, architecture, if name == "gemma3" { &more } else { &[] }));
+    }
+}
+
+#[test]
+fn phis_projections_are_fused() {
+    let source = Source::open("phi3");
+    let more = [("rope.dimension_count", Item::U32(12)), ("attention.sliding_window", Item::U32(0))];
+    compare("phi3", &source, &gguf(&source, "phi3", &more));
+    let (source, mut stored) = (Source::open("phi3_longrope"), Source::open("phi3_longrope"));
+    for kind in ["short", "long"] {
+        let list = source.config["rope_scaling"][format!("{kind}_factor")].clone();
+        let values: Vec<f32> = serde_json::from_value(list).unwrap();
+        stored.tensors.insert(format!("rope_factors_{kind}.weight"), (vec![values.len() as u64], values));
+    }
+    // What transformers computes from the two contexts.
+    let attention = (1.0 + 8_f32.ln() / 32_f32.ln()).sqrt();
+    let more = [
+        ("rope.dimension_count", Item::U32(12)),
+        ("rope.scaling.original_context_length", Item::U32(32)),
+        ("rope.scaling.attn_factor", Item::F32(attention)),
+    ];
+    compare("phi3_longrope", &source, &gguf(&stored, "phi3", &more));
+}
+
+#[test]
+fn gpt_oss_has_gates_and_ups_apart() {
+    let (source, mut stored) = (Source::open("gpt_oss"), Source::open("gpt_oss"));
+    let width = usize::try_from(source.number("intermediate_size").unwrap()).unwrap();
+    for layer in 0..layers(&source) {
+        let of = |name: &str| format!("model.layers.{layer}.mlp.experts.{name}");
+        let to = |name: &str| format!("model.layers.{layer}.{name}");
+        // [expert][in][out] to [expert][out][in].
+        let turned = |(shape, values): &(Vec<u64>, Vec<f32>)| {
+            let [_, rows, cols] = [0, 1, 2].map(|i| usize::try_from(shape[i]).unwrap());
+            let one = |expert: &[f32]| {
+                (0..cols)
+                    .flat_map(|col| (0..rows).map(move |row| row * cols + col))
+                    .map(|at| expert[at])
+                    .collect::<Vec<_>>()
+            };
+            (vec![shape[0], shape[2], shape[1]], values.chunks(rows * cols).flat_map(one).collect::<Vec<f32>>())
+        };
+        let fused = turned(&stored.tensors.remove(&of("gate_up_proj")).unwrap());
+        let down = turned(&stored.tensors.remove(&of("down_proj")).unwrap());
+        let (_, biases) = stored.tensors.remove(&of("gate_up_proj_bias")).unwrap();
+        let down_bias = stored.tensors.remove(&of("down_proj_bias")).unwrap();
+        let cols = usize::try_from(fused.0[2]).unwrap();
+        for (odd, name) in ["gate", "up"].iter().enumerate() {
+            let rows: Vec<f32> = fused.1.chunks(cols).skip(odd).step_by(2).flatten().copied().collect();
+            let bias: Vec<f32> = biases.iter().skip(odd).step_by(2).copied().collect();
+            let (experts, width) = (fused.0[0], width as u64);
+            stored.tensors.insert(to(&format!("ffn_{name}_exps.weight")), (vec![experts, width, fused.0[2]], rows));
+            stored.tensors.insert(to(&format!("ffn_{name}_exps.bias")), (vec![experts, width], bias));
+        }
+        stored.tensors.insert(to("ffn_down_exps.weight"), down);
+        stored.tensors.insert(to("ffn_down_exps.bias"), down_bias);
+    }
+    let more = [
+        ("expert_feed_forward_length", Item::U32(u32::try_from(width).unwrap())),
+        ("rope.scaling.type", Item::Text("yarn")),
+        ("rope.scaling.factor", Item::F32(4.0)),
+        ("rope.scaling.original_context_length", Item::U32(32)),
+        ("rope.scaling.yarn_beta_fast", Item::F32(8.0)),
+        ("rope.scaling.yarn_beta_slow", Item::F32(1.0)),
+    ];
+    compare("gpt_oss", &source, &gguf(&stored, "gpt-oss", &more));
+}
+
+#[test]
+fn gpt2s_projections_are_turned() {
+    let (source, mut stored) = (Source::open("gpt2"), Source::open("gpt2"));
+    for end in ["c_attn.weight", "c_proj.weight", "c_fc.weight"] {
+        stored.transpose(end);
+    }
+    let width = Item::U32(4 * 48);
+    compare("gpt2", &source, &gguf(&stored, "gpt2", &[("feed_forward_length", width)]));
+}
+
+/// Every family that reads GGUF files is compared above.
+#[test]
+fn every_architecture_is_tested() {
+    let mut known: Vec<&str> = FAMILIES.iter().filter_map(lagoon_model::Family::gguf_architecture).collect();
+    known.sort_unstable();
+    let tested = [
+        "gemma2", "gemma3", "gpt-oss", "gpt2", "llama", "llama", "olmo2", "phi3", "qwen2", "qwen3", "qwen3moe",
+        "smollm3",
+    ];
+    assert_eq!(known, tested);
+}
