@@ -4,7 +4,8 @@ use crate::args::{CalibrateArg, EngineArgs, PrecisionArg, StageMemoryArg};
 use crate::calibrate::{Subject, calibrate};
 use crate::calibration_cache::{self as cache, Key};
 use crate::cuda_tuning;
-use crate::model::{OpenModel, bytes_bar};
+use crate::log;
+use crate::model::{OpenModel, bytes_bar, conversion};
 use crate::placement::Chosen;
 use anyhow::Context;
 use lagoon_backend::{Device, DeviceInfo, VirtualMemory, cpu::CpuDevice};
@@ -180,6 +181,10 @@ impl<'a> Loading<'a> {
         let Self { args, model, sizes, report, cached, .. } = self;
         let info = device.info();
         let weights = if let Some(checkpoint) = &model.checkpoint {
+            let takes = |format| args.dtype.is_none() && device.takes(format);
+            if let Some(text) = conversion(&model.id, checkpoint, model.dtype, takes) {
+                log::notice(&text);
+            }
             let bar = bytes_bar("loading weights");
             let weights = Weights::load(&mut device, checkpoint, &model.config, args.dtype, &mut |done, all| {
                 bar.set_length(all);

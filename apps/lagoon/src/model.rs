@@ -1,6 +1,5 @@
 //! Opens a model, in a directory or a GGUF file: configuration, tokenizer, template, checkpoint, identity.
 
-use crate::log;
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 use lagoon_backend::WeightFormat;
@@ -65,9 +64,6 @@ impl OpenModel {
         let hash = model_hash(&config, &checkpoint, dtype);
         let stored = checkpoint.dtype().context("the checkpoint's weights have no single element type")?;
         let dtype = dtype.unwrap_or(stored);
-        if let Some(text) = conversion(&id, &config, &checkpoint, dtype) {
-            log::notice(&text);
-        }
         Ok(Self { id, dtype, config, checkpoint: Some(checkpoint), hash })
     }
 
@@ -91,27 +87,37 @@ impl OpenModel {
     }
 }
 
-/// What happens to a GGUF file's weights at loading; `None` if they stay as they are.
-fn conversion(id: &str, config: &ModelSpec, checkpoint: &Checkpoint, dtype: DType) -> Option<String> {
+/// What happens to a GGUF file's weights at loading on a device that takes some packed formats; `None` if they stay as they are.
+pub(crate) fn conversion(
+    id: &str,
+    checkpoint: &Checkpoint,
+    dtype: DType,
+    takes: impl Fn(WeightFormat) -> bool,
+) -> Option<String> {
+    let stays = |format: WeightFormat| format.plain().is_none() && takes(format);
     let formats = checkpoint.formats();
     // Vectors are in f32 beside all formats.
-    let converted: Vec<&str> = formats
+    let converted: Vec<WeightFormat> = formats
         .iter()
-        .filter(|(format, _)| *format != WeightFormat::from(dtype) && *format != WeightFormat::F32)
-        .map(|(format, _)| format.name())
+        .map(|(format, _)| *format)
+        .filter(|format| !stays(*format) && *format != dtype.into() && *format != WeightFormat::F32)
         .collect();
     if !checkpoint.is_mixed() || converted.is_empty() {
         return None;
     }
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let stored = gib(formats.iter().map(|(_, bytes)| bytes).sum());
-    let loaded = gib(config.parameters() * dtype.size() as u64);
-    let exact = formats.iter().all(|(format, _)| format.is_exact_in(dtype) || *format == WeightFormat::F32);
+    let loaded = |(format, bytes): &(WeightFormat, u64)| {
+        let block = format.block();
+        if stays(*format) { *bytes } else { bytes / block.bytes as u64 * (block.elements * dtype.size()) as u64 }
+    };
+    let loaded = gib(formats.iter().map(loaded).sum());
     let how = match dtype {
-        _ if exact => "exactly",
+        _ if converted.iter().all(|format| format.is_exact_in(dtype)) => "exactly",
         DType::BF16 => "rounded to 8 bits; --dtype f32 is exact",
         DType::F16 | DType::F32 => "rounded to 11 bits; --dtype f32 is exact",
     };
+    let converted: Vec<&str> = converted.into_iter().map(WeightFormat::name).collect();
     let converted = converted.join(", ");
     Some(format!(
         "{id}: weights in {converted} are converted to {dtype} ({how}): {stored:.2} GiB become {loaded:.2} GiB\n"
@@ -176,15 +182,17 @@ mod tests {
     #[test]
     fn a_conversion_is_announced() {
         let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/gguf");
-        let said = |name: &str, dtype| {
-            let path = goldens.join(name);
-            let (config, checkpoint) = (ModelSpec::open(&path).unwrap(), Checkpoint::open(&path).unwrap());
-            conversion("m", &config, &checkpoint, dtype)
+        let announced_on = |name: &str, dtype, takes: &dyn Fn(WeightFormat) -> bool| {
+            conversion("m", &Checkpoint::open(&goldens.join(name)).unwrap(), dtype, takes)
         };
-        let text = said("llama-q4_k.gguf", DType::F16).unwrap();
+        let announced = |name: &str, dtype| announced_on(name, dtype, &|_| false);
+        let text = announced("llama-q4_k.gguf", DType::F16).unwrap();
         assert!(text.contains("Q4_K") && text.contains("converted to f16 (rounded to 11 bits"), "{text}");
-        let exact = said("llama-q4_k.gguf", DType::F32).unwrap();
+        let exact = announced("llama-q4_k.gguf", DType::F32).unwrap();
         assert!(exact.contains("converted to f32 (exactly)"), "{exact}");
-        assert_eq!(said("qwen2-f16.gguf", DType::F16), None);
+        assert_eq!(announced("qwen2-f16.gguf", DType::F16), None);
+        assert_eq!(announced_on("llama-q4_k.gguf", DType::F16, &|_| true), None);
+        let some = announced_on("llama-q4_k.gguf", DType::F16, &|format| format != WeightFormat::Q4K).unwrap();
+        assert!(some.starts_with("m: weights in Q4_K are converted"), "{some}");
     }
 }

@@ -99,7 +99,11 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
             split.kv_bytes_per_token
         );
     }
-    outln!("context       at most {} tokens by the configuration; {:.1} GiB an instance:", size.max_positions, gib(memory));
+    outln!(
+        "context       at most {} tokens by the configuration; {:.1} GiB an instance:",
+        size.max_positions,
+        gib(memory)
+    );
     for Context { instances, room, split } in &size.contexts {
         let what = if *instances == 1 { "instance " } else { "instances" };
         outln!("{instances:>4} {what} {} tokens of KV, a context of {}", room.kv_tokens, room.context_tokens);

@@ -67,6 +67,19 @@ pub(crate) fn part_in(part: &Part, tensor: &LoadedTensor, dtype: DType) -> Resul
     whole.converted(&gathered, dtype).map(Bytes::from).map_err(overflow)
 }
 
+/// A packed part's rows as they are stored: a slice of the file, or a copy where rows are not neighbours. `None` if rows are no
+/// whole blocks.
+pub(crate) fn packed_rows(part: &Part, tensor: &LoadedTensor) -> Option<Bytes> {
+    let format = tensor.format;
+    let row = format.bytes(part.cols).filter(|_| part.col_stride == 1)?;
+    let (offset, stride) = (format.bytes(part.offset)?, format.bytes(part.row_stride)?);
+    if part.rows <= 1 || stride == row {
+        return Some(tensor.bytes.slice(offset..offset + part.rows * row));
+    }
+    let rows = (0..part.rows).map(|i| &tensor.bytes[offset + i * stride..][..row]);
+    Some(rows.collect::<Vec<_>>().concat().into())
+}
+
 /// Bytes of a tensor between a part's first and last element of `size` bytes.
 fn spanned(part: &Part, size: usize) -> Range<usize> {
     let last = part.rows.saturating_sub(1) * part.row_stride + part.cols.saturating_sub(1) * part.col_stride;

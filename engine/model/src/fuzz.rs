@@ -6,6 +6,7 @@
 
 use crate::checkpoint::{self, Checkpoint};
 use crate::fields::Fields;
+use crate::weights::LoadedTensor;
 use crate::{GenerationConfig, ModelError, ModelSpec, Rope, families, model_hash};
 use bytes::Bytes;
 use lagoon_types::DType;
@@ -107,8 +108,8 @@ fn safetensors(bytes: Bytes) -> usize {
     };
     for (name, info) in checkpoint.tensors() {
         match checkpoint.tensor(name, &info.shape) {
-            Ok((dtype, bytes)) => {
-                assert_eq!(bytes.len(), info.shape.iter().product::<usize>() * dtype.size(), "{name:?} of {info:?}");
+            Ok(LoadedTensor { format, bytes, .. }) => {
+                assert_eq!(Some(bytes.len()), format.bytes(info.shape.iter().product()), "{name:?} of {info:?}");
             }
             Err(error) => check_error(&error, "dir/model.safetensors"),
         }

@@ -2,16 +2,16 @@
 //!
 //! Tensors are looked up by the names of the [`ModelSpec`] and checked against its shapes. q, k and v (and gate and up, and all
 //! experts) go to the device as one weight of stacked parts. Whole tensors and rows of them are not copied on the host
-//! without a conversion; transposed and interleaved ones, and many small parts, are. Packed tensors are converted row by row, and
-//! pages of the file that were converted are given back. Unused tensors are refused: a checkpoint with, say, projection biases
+//! without a conversion; transposed and interleaved ones, and many small parts, are. Packed matrices stay as they are on devices
+//! that take their format; others are converted row by row, and pages of the file that were converted are given back. Unused tensors are refused: a checkpoint with, say, projection biases
 //! would otherwise give wrong results.
 
-use crate::convert::part_in;
+use crate::convert::{packed_rows, part_in};
 use crate::mapped::Map;
 use crate::spec::{Dense, HeadNorms, LatentSpec, MixtureSpec, Mlp, NormSpec, Part};
 use crate::{Checkpoint, ModelError, ModelSpec, spec};
 use bytes::Bytes;
-use lagoon_backend::{Device, WeightFormat, WeightSource};
+use lagoon_backend::{Device, WeightFormat, WeightPart, WeightSource};
 use lagoon_types::DType;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -211,7 +211,8 @@ impl<D: Device> Weights<D> {
     }
 
     /// Loads `checkpoint` to `device`. `dtype` converts every tensor (round to nearest even, by way of f32); `None` keeps the
-    /// type of the file's matrices, to which vectors in f32 are converted, or takes [`Checkpoint::dtype`] where they have several.
+    /// type of the file's matrices, to which vectors in f32 are converted. Where matrices have several, packed ones stay as they
+    /// are if `device` takes their format, and others are converted to [`Checkpoint::dtype`].
     /// Routers in f32 stay so. The bias of experts' choice, and weights of norms with an offset, over all heads or of a GGUF file,
     /// are f32.
     /// `progress` is called with the bytes done and the total.
@@ -245,7 +246,8 @@ impl<D: Device> Weights<D> {
             }
             Ok(tensor)
         };
-        Self::build_with(device, spec, (target, checkpoint.is_mixed()), progress, source)
+        let keep_packed = dtype.is_none() && checkpoint.is_mixed();
+        Self::build_with(device, spec, (target, checkpoint.is_mixed(), keep_packed), progress, source)
     }
 
     /// Builds the weights from the tensors of `source`, called with each name and shape. Matrices are converted to `dtype`.
@@ -263,20 +265,20 @@ impl<D: Device> Weights<D> {
         progress: &mut dyn FnMut(u64, u64),
         source: &mut TensorSource<'_>,
     ) -> Result<Self, ModelError> {
-        Self::build_with(device, spec, (dtype, false), progress, source)
+        Self::build_with(device, spec, (dtype, false, false), progress, source)
     }
 
     fn build_with(
         device: &mut D,
         spec: &ModelSpec,
-        (dtype, wide_norms): (DType, bool),
+        (dtype, wide_norms, keep_packed): (DType, bool, bool),
         progress: &mut dyn FnMut(u64, u64),
         source: &mut TensorSource<'_>,
     ) -> Result<Self, ModelError> {
         let total = spec.parameters() * dtype.size() as u64;
-        let mut loader = Loader { device, dtype, wide_norms, source, progress, done: 0, total };
+        let mut loader = Loader { device, dtype, wide_norms, keep_packed, source, progress, done: 0, total, bytes: 0 };
         let embedding = &spec.embedding;
-        let weights = Self {
+        let mut weights = Self {
             embed: loader.matrix(&[&embedding.table])?,
             positions: embedding.positions.as_ref().map(|part| loader.matrix(&[part])).transpose()?,
             embed_norm: embedding.norm.as_ref().map(|norm| loader.norm(norm)).transpose()?,
@@ -284,8 +286,9 @@ impl<D: Device> Weights<D> {
             final_norm: loader.norm(&spec.final_norm)?,
             head: spec.head.as_ref().map(|part| loader.matrix(&[part])).transpose()?,
             dtype,
-            bytes: total,
+            bytes: 0,
         };
+        weights.bytes = loader.bytes;
         assert_eq!(loader.done, total, "ModelSpec::parameters counts what is loaded");
         Ok(weights)
     }
@@ -302,10 +305,14 @@ struct Loader<'a, 'p, 's, D: Device> {
     dtype: DType,
     /// Whether norms' weights are f32 beside matrices in 16 bits.
     wide_norms: bool,
+    /// Whether packed matrices stay as they are where the device takes their format.
+    keep_packed: bool,
     source: &'a mut TensorSource<'s>,
     progress: &'a mut (dyn FnMut(u64, u64) + 'p),
     done: u64,
     total: u64,
+    /// Bytes that the device was given.
+    bytes: u64,
 }
 
 impl<D: Device> Loader<'_, '_, '_, D> {
@@ -470,23 +477,39 @@ impl<D: Device> Loader<'_, '_, '_, D> {
     /// Matrices of as many columns, stacked by rows.
     fn matrix(&mut self, parts: &[&Part]) -> Result<D::Weight, ModelError> {
         let cols = parts[0].cols;
-        let mut stacked: Vec<(usize, Bytes)> = Vec::with_capacity(parts.len());
+        let mut stacked: Vec<WeightPart> = Vec::with_capacity(parts.len());
         for part in parts {
             assert_eq!(part.cols, cols, "columns of {}", part.tensor);
-            let bytes = self.fetch(part, self.dtype)?;
-            stacked.push((part.rows, bytes));
+            stacked.push(self.matrix_part(part)?);
         }
-        let bytes: usize = stacked.iter().map(|(_, bytes)| bytes.len()).sum();
-        if stacked.len() > 1 && bytes / stacked.len() < PART_BYTES_MIN && stacked.len() > 3 {
-            let rows = stacked.iter().map(|(rows, _)| rows).sum();
+        let bytes: usize = stacked.iter().map(|part| part.bytes.len()).sum();
+        let format = stacked[0].format;
+        let same = stacked.iter().all(|part| part.format == format);
+        if same && stacked.len() > 3 && bytes / stacked.len() < PART_BYTES_MIN {
+            let rows = stacked.iter().map(|part| part.rows).sum();
             let mut whole = Vec::with_capacity(bytes);
-            stacked.iter().for_each(|(_, bytes)| whole.extend_from_slice(bytes));
-            stacked = vec![(rows, whole.into())];
+            stacked.iter().for_each(|part| whole.extend_from_slice(&part.bytes));
+            stacked = vec![WeightPart { rows, format, bytes: whole.into() }];
         }
-        self.pass_on(parts, WeightSource::plain(self.dtype, cols, stacked))
+        self.pass_on(parts, WeightSource { cols, parts: stacked })
+    }
+
+    /// A matrix as it is stored, if it is packed and stays so, else in the matrices' type.
+    fn matrix_part(&mut self, part: &Part) -> Result<WeightPart, ModelError> {
+        let tensor = (self.source)(&part.tensor, &part.shape)?;
+        let (rows, format) = (part.rows, tensor.format);
+        if self.keep_packed
+            && format.plain().is_none()
+            && self.device.takes(format)
+            && let Some(bytes) = packed_rows(part, &tensor)
+        {
+            return Ok(WeightPart { rows, format, bytes });
+        }
+        Ok(WeightPart { rows, format: self.dtype.into(), bytes: part_in(part, &tensor, self.dtype)? })
     }
 
     fn pass_on(&mut self, parts: &[&Part], source: WeightSource) -> Result<D::Weight, ModelError> {
+        self.bytes += source.parts.iter().map(|part| part.bytes.len() as u64).sum::<u64>();
         let weight = self.device.weight(source)?;
         let elements: u64 = parts.iter().map(|part| (part.rows * part.cols) as u64).sum();
         self.done += elements * self.dtype.size() as u64;

@@ -33,7 +33,7 @@ fn open(bytes: &[u8]) -> Result<Gguf, String> {
     })
 }
 
-/// What is said about a file that is refused.
+/// The error of a file that is refused.
 fn refused(bytes: &[u8], parts: &[&str]) {
     let error = open(bytes).unwrap_err();
     for part in parts {
@@ -101,7 +101,7 @@ fn what_is_inconsistent_is_refused_by_name() {
     refused(&with(&|file| file.tensor("u", 12, &[2, 48], &[0; 100])), &["`u` has rows of 48", "256 (Q4_K)"]);
     refused(&with(&|file| file.tensor_at("u", 0, &[2], &[0; 8], 4)), &["`u` has the offset 4"]);
     refused(&with(&|file| file.tensor_at("u", 0, &[2], &[0; 8], 0)), &["overlaps"]);
-    // A type that is not supported has no size to check; whoever asks for it is told.
+    // A type that is not supported has no size to check; reading it is an error.
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("m.gguf");
     std::fs::write(&path, with(&|file| file.tensor("u", 16, &[2, 256], &[0; 132]))).unwrap();
@@ -163,8 +163,8 @@ fn damaged_files_are_errors() {
             let mut bytes = whole.clone();
             for _ in 0..rng.random_range(1..4) {
                 // Most of the structure is at the beginning.
-                let reach = if rng.random_bool(0.7) { 1500.min(bytes.len()) } else { bytes.len() };
-                let at = rng.random_range(0..reach);
+                let end = if rng.random_bool(0.7) { 1500.min(bytes.len()) } else { bytes.len() };
+                let at = rng.random_range(0..end);
                 match rng.random_range(0..4) {
                     0 => bytes[at] ^= 1 << rng.random_range(0..8),
                     1 => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][rng.random_range(0..5)],

@@ -12,8 +12,6 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["Gemma2ForCausalLM"],
     models: "Gemma 2 2B, 9B and 27B",
     goldens: &["gemma2"],
-    read,
-};
     gguf: Some(Gguf {
         adds_offsets: true,
         refine: |config| gemma3::refine_scale(config, LAYERS_OF_27B),
@@ -23,6 +21,8 @@ pub(super) const FAMILY: Family = Family {
             &[gguf::LLAMA_TENSORS, gguf::HALVES, gguf::OUT_NORMS, gemma3::GGUF_TENSORS],
         )
     }),
+    read,
+};
 
 /// The 27B scales scores by the hidden size of a head, not by the head's size.
 const LAYERS_OF_27B: u64 = 46;

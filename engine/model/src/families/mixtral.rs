@@ -12,8 +12,6 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["MixtralForCausalLM"],
     models: "Mixtral 8x7B and 8x22B",
     goldens: &["mixtral"],
-    read,
-};
     gguf: Some(Gguf {
         experts: true,
         ..Gguf::of(
@@ -22,6 +20,8 @@ pub(super) const FAMILY: Family = Family {
             &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::IN_TURNS, GGUF_TENSORS],
         )
     }),
+    read,
+};
 
 const GGUF_FIELDS: &[(&str, &str)] =
     &[("expert_count", "num_local_experts"), ("expert_used_count", "num_experts_per_tok")];
