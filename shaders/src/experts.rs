@@ -111,9 +111,10 @@ impl Mixture<'_> {
         weight: &WgpuWeight,
         out: &WgpuTensor,
     ) -> Result<(), DeviceError> {
-        self.gpu.begin()?;
         let choices = self.choices;
         for shard in &weight.shards {
+            // There may be more shards than dispatches in a batch: the parts of each expert may differ in format.
+            self.gpu.begin()?;
             // Stretches of rows: one more for each expert, which may start within one.
             let (kernel, outputs, depth) = if choices <= ALONE_MAX {
                 (Kernel::GroupedMatvec(shard.encoding, MatvecRows::One), 4, choices)

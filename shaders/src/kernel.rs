@@ -1,13 +1,13 @@
 //! The kernels: their sources, entry points, permutations and bindings.
 //!
 //! Invariants: one WGSL file an op, under the same stem as the CPU's file (further ones of an op lie in a folder); a
-//! permutation is a choice of the included element type or packed format and of constants. [`Kernel::all`] lists every permutation, so that
-//! tests and tools cover those that users run.
+//! permutation is a choice of the included element type or packed format, and of constants. [`Kernel::all`] lists every
+//! permutation, so that tests and tools cover those that users run.
 
 use lagoon_backend::WeightFormat;
 use lagoon_types::DType;
 
-/// How a weight or KV element is stored and read.
+/// How the elements of a weight or of KV are stored and read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Encoding {
     F32,
@@ -32,10 +32,10 @@ impl Encoding {
 
     /// `None` for formats that no kernel unpacks.
     pub(crate) fn new(format: WeightFormat, native_f16: bool) -> Option<Self> {
+        if let Some(dtype) = format.plain() {
+            return Some(Self::plain(dtype, native_f16));
+        }
         match format {
-            WeightFormat::F32 => Some(Self::plain(DType::F32, native_f16)),
-            WeightFormat::F16 => Some(Self::plain(DType::F16, native_f16)),
-            WeightFormat::BF16 => Some(Self::plain(DType::BF16, native_f16)),
             WeightFormat::Q8_0 => Some(Self::Q8_0),
             WeightFormat::Q4_0 => Some(Self::Q4_0),
             WeightFormat::Q4K => Some(Self::Q4K),
