@@ -1,6 +1,6 @@
 //! Times steps of a Llama-shaped model with made-up weights on an adapter, operation by operation as the engine calls
 //! them: `cargo run --release -p lagoon-shaders --example step_times -- [gpu|software] [passkey|125m|8b] [TOKENS]
-//! [ops]`.
+//! [FORMAT] [ops]`. FORMAT is that of matrices: F16, if not given, or a packed one as Q4_K.
 //!
 //! Prints the time of a prompt of TOKENS tokens in chunks of 512, and of decoding 16 tokens behind it; with `ops`,
 //! also the time of each operation (waiting for each, which slows the whole).
@@ -8,7 +8,8 @@
 #![allow(clippy::unwrap_used, reason = "an example stops at the first error")]
 
 use bytes::Bytes;
-use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, WeightSource};
+use lagoon_backend::conformance::Data;
+use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, WeightFormat, WeightPart, WeightSource};
 use lagoon_shaders::{AdapterChoice, WgpuDevice, WgpuKv, WgpuTensor, WgpuWeight};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 use std::collections::BTreeMap;
@@ -67,29 +68,34 @@ impl Model {
     }
 }
 
-fn weight(device: &mut WgpuDevice, rows: usize, cols: usize) -> WgpuWeight {
-    let bytes = [0x12, 0x20, 0x05, 0xa1].repeat((rows * cols).div_ceil(2));
-    let parts = vec![(rows, Bytes::from(bytes).slice(..rows * cols * 2))];
-    device.weight(WeightSource::plain(DType::F16, cols, parts)).unwrap()
+/// A matrix of equal rows.
+fn weight(device: &mut WgpuDevice, format: WeightFormat, rows: usize, cols: usize) -> WgpuWeight {
+    let mut data = Data::new(1);
+    let (row, _) = match format.plain() {
+        Some(dtype) => data.stored(dtype, cols),
+        None => data.packed(format, cols),
+    };
+    let parts = vec![WeightPart { rows, format, bytes: Bytes::from(row.repeat(rows)) }];
+    device.weight(WeightSource { cols, parts }).unwrap()
 }
 
 const CHUNK: usize = 512;
 
-fn model(device: &mut WgpuDevice, shape: Shape, tokens: usize) -> Model {
+fn model(device: &mut WgpuDevice, shape: Shape, format: WeightFormat, tokens: usize) -> Model {
     let g = shape.geometry;
     let layers = (0..shape.layers)
         .map(|_| Layer {
-            qkv: weight(device, g.qkv_dim(), shape.hidden),
-            o: weight(device, shape.hidden, g.q_dim()),
-            up: weight(device, 2 * shape.inner, shape.hidden),
-            down: weight(device, shape.hidden, shape.inner),
+            qkv: weight(device, format, g.qkv_dim(), shape.hidden),
+            o: weight(device, format, shape.hidden, g.q_dim()),
+            up: weight(device, format, 2 * shape.inner, shape.hidden),
+            down: weight(device, format, shape.hidden, shape.inner),
         })
         .collect();
     let layer_count = u32::try_from(shape.layers).unwrap();
     let kv_shape = KvShape { layers: layer_count, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: DType::F16 };
     Model {
-        norm: weight(device, 1, shape.hidden),
-        embedding: weight(device, shape.vocab, shape.hidden),
+        norm: weight(device, WeightFormat::F16, 1, shape.hidden),
+        embedding: weight(device, format, shape.vocab, shape.hidden),
         layers,
         kv: device.kv(kv_shape, tokens).unwrap(),
         x: device.tensor(CHUNK, shape.hidden).unwrap(),
@@ -152,11 +158,13 @@ fn main() {
     let tokens: u32 = arg(3, "1024").parse().unwrap();
     let mut device = WgpuDevice::open(&choice).unwrap_or_else(|error| panic!("{error}"));
     println!("{}", device.info().name);
-    let mut m = model(&mut device, shape(&arg(2, "passkey")), tokens as usize + 32);
+    let name = arg(4, "F16");
+    let format = WeightFormat::ALL.into_iter().find(|format| format.name() == name).expect("FORMAT is a format's name");
+    let mut m = model(&mut device, shape(&arg(2, "passkey")), format, tokens as usize + 32);
     // Compiles the pipelines.
     step(&mut device, &mut m, 0, 32);
     step(&mut device, &mut m, 32, 1);
-    m.times = args.get(4).map(|_| BTreeMap::new());
+    m.times = args.get(5).map(|_| BTreeMap::new());
     let start = Instant::now();
     let mut pos = 0;
     while pos < tokens {

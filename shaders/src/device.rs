@@ -5,9 +5,10 @@ use crate::experts::{self, Routes};
 use crate::gpu::{Buf, Gpu};
 use crate::kernel::{Encoding, Gated, HeadClass, Kernel, MatvecRows};
 use crate::latent;
-use crate::memory::{WgpuKv, WgpuTensor, WgpuWeight, quads, word};
+use crate::memory::{WgpuKv, WgpuTensor, quads, word};
 use crate::params;
 use crate::plan::{self, Bounds, ITEMS, Plan};
+use crate::weight::WgpuWeight;
 use lagoon_backend::{
     Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
     LatentRow, Mode, Partials, WeightFormat, WeightSource, without,
@@ -149,11 +150,11 @@ impl WgpuDevice {
         out: &WgpuTensor,
     ) -> Result<(), DeviceError> {
         assert!(weight.cols == x.cols && out.cols == x.cols && rows <= x.rows.min(out.rows), "norm shapes");
-        assert_eq!((weight.rows, weight.shards.len()), (1, 1), "a norm's weight is one row");
         self.gpu.begin()?;
+        let weight = weight.vector();
         let params = params::Norm { rows: word(rows), cols: word(x.cols), quads: word(quads(x.cols)), eps };
-        let buffers = [Some(&x.buf), Some(&weight.shards[0].buf), Some(&out.buf)];
-        self.gpu.dispatch(kernel(self.gpu.encoding(weight.dtype)), &params, &buffers, params.rows, 1)
+        let buffers = [Some(&x.buf), Some(&weight.buf), Some(&out.buf)];
+        self.gpu.dispatch(kernel(weight.encoding), &params, &buffers, params.rows, 1)
     }
 
     /// Rows of a table, in place of those of `out` or added to them.
@@ -165,7 +166,6 @@ impl WgpuDevice {
         assert!(ids.iter().all(|id| (*id as usize) < table.rows), "token ids beyond the vocabulary");
         self.gpu.begin()?;
         let at = self.gpu.upload_words(ids)?;
-        let kernel = Kernel::Embed(self.gpu.encoding(table.dtype));
         for shard in &table.shards {
             let params = params::Embed {
                 ids: at,
@@ -177,6 +177,7 @@ impl WgpuDevice {
                 ..Default::default()
             };
             let groups = (params.rows * params.quads).div_ceil(64);
+            let kernel = Kernel::Embed(shard.encoding);
             self.gpu.dispatch(kernel, &params, &[None, Some(&shard.buf), Some(&out.buf)], groups, 1)?;
         }
         Ok(())
@@ -248,7 +249,7 @@ impl Device for WgpuDevice {
     }
 
     fn takes(&self, format: WeightFormat) -> bool {
-        format.plain().is_some()
+        self.gpu.encoding(format).is_some()
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<WgpuWeight, DeviceError> {
@@ -340,14 +341,17 @@ impl Device for WgpuDevice {
     ) -> Result<(), DeviceError> {
         assert!(weight.cols == x.cols && weight.rows == out.cols && rows <= x.rows.min(out.rows), "product shapes");
         self.gpu.begin()?;
-        let encoding = self.gpu.encoding(weight.dtype);
-        let (kernel, outputs, depth) = match rows {
-            0 => return Ok(()),
-            1 => (Kernel::Matvec(encoding, MatvecRows::One), 4, 1),
-            2..=MATVEC_ROWS_MAX => (Kernel::Matvec(encoding, MatvecRows::Four), 4, rows.div_ceil(4)),
-            _ => (Kernel::MatmulTiled(encoding), 64, rows.div_ceil(64)),
-        };
         for shard in &weight.shards {
+            // Tiles begin at whole quads of the output.
+            let before = shard.row0 % 4;
+            let (kernel, groups, depth) = match rows {
+                0 => return Ok(()),
+                1 => (Kernel::Matvec(shard.encoding, MatvecRows::One), shard.rows.div_ceil(4), 1),
+                2..=MATVEC_ROWS_MAX => {
+                    (Kernel::Matvec(shard.encoding, MatvecRows::Four), shard.rows.div_ceil(4), rows.div_ceil(4))
+                }
+                _ => (Kernel::MatmulTiled(shard.encoding), (before + shard.rows).div_ceil(64), rows.div_ceil(64)),
+            };
             let params = params::Matmul {
                 rows: word(rows),
                 quads: word(quads(x.cols)),
@@ -358,7 +362,7 @@ impl Device for WgpuDevice {
                 ..Default::default()
             };
             let buffers = [Some(&x.buf), Some(&shard.buf), Some(&out.buf)];
-            self.gpu.dispatch(kernel, &params, &buffers, params.n.div_ceil(outputs), word(depth))?;
+            self.gpu.dispatch(kernel, &params, &buffers, word(groups), word(depth))?;
         }
         Ok(())
     }
@@ -420,8 +424,10 @@ impl Device for WgpuDevice {
         let dim = geometry.head_dim as usize;
         assert_eq!((q.rows, q.cols, k.rows, k.cols), (1, dim, 1, dim), "weights of a head's norm");
         assert!(qkv.cols == geometry.qkv_dim() && rows <= qkv.rows, "projection shapes");
-        if q.dtype != k.dtype {
-            let text = format!("a head's norm with weights of {} for queries and {} for keys", q.dtype, k.dtype);
+        let (q, k) = (q.vector(), k.vector());
+        if q.encoding != k.encoding {
+            let (q, k) = (q.encoding.name(), k.encoding.name());
+            let text = format!("a head's norm with weights of {q} for queries and {k} for keys");
             return Err(DeviceError::Unsupported(text));
         }
         self.gpu.begin()?;
@@ -434,8 +440,8 @@ impl Device for WgpuDevice {
             eps,
             ..Default::default()
         };
-        let kernel = Kernel::HeadNorm(self.gpu.encoding(q.dtype));
-        let buffers = [Some(&q.shards[0].buf), Some(&k.shards[0].buf), Some(&qkv.buf)];
+        let kernel = Kernel::HeadNorm(q.encoding);
+        let buffers = [Some(&q.buf), Some(&k.buf), Some(&qkv.buf)];
         self.gpu.dispatch(kernel, &params, &buffers, params.rows * (geometry.heads + geometry.kv_heads), 1)
     }
 
@@ -469,7 +475,7 @@ impl Device for WgpuDevice {
         }
         self.gpu.begin()?;
         let at = self.gpu.upload_words(slots)?;
-        let kernel = Kernel::RopeAppend(Encoding::new(kv.shape.dtype, false));
+        let kernel = Kernel::RopeAppend(Encoding::plain(kv.shape.dtype, false));
         for (index, shard) in kv.layers[layer].iter().enumerate() {
             let shard_slot0 = index * kv.shard_slots;
             let params = params::RopeAppend {
@@ -558,7 +564,7 @@ impl Device for WgpuDevice {
             values: if geometry.latent { 0 } else { geometry.kv_heads * word(kv.head_quads()) },
             ..Default::default()
         };
-        let kernel = Kernel::Attention(gpu.encoding(kv.shape.dtype), class);
+        let kernel = Kernel::Attention(gpu.plain(kv.shape.dtype), class);
         let (words, o, lse, parts) = (Some(&kept.words), Some(&out.out.buf), Some(&out.lse.buf), Some(&*scratch));
         for round in &kept.plan.rounds {
             // A call may have many rounds; they read their words from the plan's own buffer, so a batch may end here.
@@ -615,8 +621,8 @@ impl Device for WgpuDevice {
         self.gpu.begin()?;
         let quads = quads(x.cols);
         let params = params::AddBias { all: word(rows * quads), quads: word(quads), ..Default::default() };
-        let kernel = Kernel::AddBias(self.gpu.encoding(bias.dtype));
-        self.gpu.dispatch(kernel, &params, &[Some(&bias.shards[0].buf), Some(&x.buf)], params.all.div_ceil(64), 1)
+        let (bias, groups) = (bias.vector(), params.all.div_ceil(64));
+        self.gpu.dispatch(Kernel::AddBias(bias.encoding), &params, &[Some(&bias.buf), Some(&x.buf)], groups, 1)
     }
 
     fn sink(
@@ -640,8 +646,9 @@ impl Device for WgpuDevice {
             counts: self.gpu.upload_words(&partials.count)?,
             ..Default::default()
         };
-        let kernel = Kernel::Sink(self.gpu.encoding(sinks.dtype));
-        let buffers = [None, Some(&partials.lse.buf), Some(&sinks.shards[0].buf), Some(&partials.out.buf)];
+        let sinks = sinks.vector();
+        let kernel = Kernel::Sink(sinks.encoding);
+        let buffers = [None, Some(&partials.lse.buf), Some(&sinks.buf), Some(&partials.out.buf)];
         self.gpu.dispatch(kernel, &params, &buffers, params.rows * geometry.heads, 1)
     }
 

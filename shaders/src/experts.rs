@@ -6,8 +6,9 @@
 use crate::device::activate;
 use crate::gpu::{Buf, Gpu};
 use crate::kernel::{Encoding, Kernel, MatvecRows};
-use crate::memory::{WgpuTensor, WgpuWeight, quads, word};
+use crate::memory::{WgpuTensor, quads, word};
 use crate::params;
+use crate::weight::WgpuWeight;
 use lagoon_backend::{DeviceError, ExpertBuffers, Experts, Routing, Scoring};
 use lagoon_types::limits::{EXPERTS_MAX, EXPERTS_PER_TOKEN_MAX};
 
@@ -75,7 +76,7 @@ impl Mixture<'_> {
         };
         // Without a bias the kernel reads none.
         let (encoding, bias) = match bias {
-            Some(bias) => (self.gpu.encoding(bias.dtype), &bias.shards[0].buf),
+            Some(bias) => (bias.vector().encoding, &bias.vector().buf),
             None => (Encoding::F32, &logits.buf),
         };
         let buffers = [Some(&logits.buf), Some(bias), Some(self.words)];
@@ -110,17 +111,18 @@ impl Mixture<'_> {
         weight: &WgpuWeight,
         out: &WgpuTensor,
     ) -> Result<(), DeviceError> {
-        self.gpu.begin()?;
-        let (encoding, choices) = (self.gpu.encoding(weight.dtype), self.choices);
-        // Stretches of rows: one more for each expert, which may start within one.
-        let (kernel, outputs, depth) = if choices <= ALONE_MAX {
-            (Kernel::GroupedMatvec(encoding, MatvecRows::One), 4, choices)
-        } else if choices < TILED_MIN * self.count {
-            (Kernel::GroupedMatvec(encoding, MatvecRows::Four), 4, choices / 4 + self.count)
-        } else {
-            (Kernel::GroupedTiled(encoding), 64, choices / 64 + self.count)
-        };
+        let choices = self.choices;
         for shard in &weight.shards {
+            // There may be more shards than dispatches in a batch: the parts of each expert may differ in format.
+            self.gpu.begin()?;
+            // Stretches of rows: one more for each expert, which may start within one.
+            let (kernel, outputs, depth) = if choices <= ALONE_MAX {
+                (Kernel::GroupedMatvec(shard.encoding, MatvecRows::One), 4, choices)
+            } else if choices < TILED_MIN * self.count {
+                (Kernel::GroupedMatvec(shard.encoding, MatvecRows::Four), 4, choices / 4 + self.count)
+            } else {
+                (Kernel::GroupedTiled(shard.encoding), 64, choices / 64 + self.count)
+            };
             let params = params::Grouped {
                 choices: word(choices),
                 count: word(self.count),
@@ -140,12 +142,13 @@ impl Mixture<'_> {
     /// Adds its expert's bias, if there are biases, to the row of each place.
     fn add_biases(&mut self, biases: Option<&WgpuWeight>, x: &WgpuTensor) -> Result<(), DeviceError> {
         let Some(biases) = biases else { return Ok(()) };
-        let kernel = Kernel::AddBiases(self.gpu.encoding(biases.dtype));
         for shard in &biases.shards {
             let params =
                 params::Experts { shard_row0: word(shard.row0), shard_rows: word(shard.rows), ..self.rows_of(x) };
+            assert!(!Encoding::PACKED.contains(&shard.encoding), "biases are plain");
             let groups = (params.choices * params.quads).div_ceil(64);
-            self.gpu.dispatch(kernel, &params, &[Some(self.words), Some(&shard.buf), Some(&x.buf)], groups, 1)?;
+            let buffers = [Some(self.words), Some(&shard.buf), Some(&x.buf)];
+            self.gpu.dispatch(Kernel::AddBiases(shard.encoding), &params, &buffers, groups, 1)?;
         }
         Ok(())
     }

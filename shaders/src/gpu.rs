@@ -9,7 +9,7 @@ use crate::adapter::{AdapterSummary, Opened};
 use crate::device::Options;
 use crate::kernel::{Access, BINDINGS_MAX, Encoding, Kernel};
 use bytemuck::Pod;
-use lagoon_backend::DeviceError;
+use lagoon_backend::{DeviceError, WeightFormat};
 use lagoon_types::DType;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -135,8 +135,14 @@ impl Gpu {
         self.binding_bytes_max
     }
 
-    pub(crate) fn encoding(&self, dtype: DType) -> Encoding {
-        Encoding::new(dtype, self.native_f16)
+    /// Of elements stored one by one.
+    pub(crate) fn plain(&self, dtype: DType) -> Encoding {
+        Encoding::plain(dtype, self.native_f16)
+    }
+
+    /// `None` for formats that no kernel unpacks.
+    pub(crate) fn encoding(&self, format: WeightFormat) -> Option<Encoding> {
+        Encoding::new(format, self.native_f16)
     }
 
     /// A zeroed storage buffer of `bytes` bytes, rounded up to 16.

@@ -1,12 +1,13 @@
 //! The kernels: their sources, entry points, permutations and bindings.
 //!
 //! Invariants: one WGSL file an op, under the same stem as the CPU's file (further ones of an op lie in a folder); a
-//! permutation is a choice of the included element type and of constants. [`Kernel::all`] lists every permutation, so that
-//! tests and tools cover those that users run.
+//! permutation is a choice of the included element type or packed format, and of constants. [`Kernel::all`] lists every
+//! permutation, so that tests and tools cover those that users run.
 
+use lagoon_backend::WeightFormat;
 use lagoon_types::DType;
 
-/// How a weight or KV element is stored and read.
+/// How the elements of a weight or of KV are stored and read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Encoding {
     F32,
@@ -15,12 +16,38 @@ pub(crate) enum Encoding {
     /// Two to a word, widened by the adapter's own f16.
     F16Native,
     Bf16,
+    Q8_0,
+    Q4_0,
+    Q4K,
+    Q5K,
+    Q6K,
+    Mxfp4,
 }
 
 impl Encoding {
-    pub(crate) const ALL: [Self; 4] = [Self::F32, Self::F16, Self::F16Native, Self::Bf16];
+    /// Elements stored one by one: of weights of every kernel, and of KV.
+    pub(crate) const PLAIN: [Self; 4] = [Self::F32, Self::F16, Self::F16Native, Self::Bf16];
+    /// Packed formats of matrices.
+    pub(crate) const PACKED: [Self; 6] = [Self::Q8_0, Self::Q4_0, Self::Q4K, Self::Q5K, Self::Q6K, Self::Mxfp4];
 
-    pub(crate) fn new(dtype: DType, native_f16: bool) -> Self {
+    /// `None` for formats that no kernel unpacks.
+    pub(crate) fn new(format: WeightFormat, native_f16: bool) -> Option<Self> {
+        if let Some(dtype) = format.plain() {
+            return Some(Self::plain(dtype, native_f16));
+        }
+        match format {
+            WeightFormat::Q8_0 => Some(Self::Q8_0),
+            WeightFormat::Q4_0 => Some(Self::Q4_0),
+            WeightFormat::Q4K => Some(Self::Q4K),
+            WeightFormat::Q5K => Some(Self::Q5K),
+            WeightFormat::Q6K => Some(Self::Q6K),
+            WeightFormat::Mxfp4 => Some(Self::Mxfp4),
+            _ => None,
+        }
+    }
+
+    /// Of elements stored one by one.
+    pub(crate) fn plain(dtype: DType, native_f16: bool) -> Self {
         match dtype {
             DType::F32 => Self::F32,
             DType::F16 if native_f16 => Self::F16Native,
@@ -29,12 +56,18 @@ impl Encoding {
         }
     }
 
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
             Self::F16 => "f16",
             Self::F16Native => "f16_native",
             Self::Bf16 => "bf16",
+            Self::Q8_0 => "q8_0",
+            Self::Q4_0 => "q4_0",
+            Self::Q4K => "q4_k",
+            Self::Q5K => "q5_k",
+            Self::Q6K => "q6_k",
+            Self::Mxfp4 => "mxfp4",
         }
     }
 }
@@ -179,27 +212,31 @@ impl Kernel {
         let mut all = vec![Self::Add, Self::Scale, Self::Softcap, Self::Merge, Self::Gelu, Self::GatherRows];
         all.extend(Gated::ALL.map(Self::Gated));
         all.extend([Self::Sort, Self::GatherChoices, Self::Combine, Self::LatentQueries]);
-        for encoding in Encoding::ALL {
+        for encoding in Encoding::PLAIN {
             all.extend([
                 Self::AddBias(encoding),
-                Self::Embed(encoding),
                 Self::RmsNorm(encoding),
                 Self::LayerNorm(encoding),
                 Self::HeadNorm(encoding),
                 Self::Sink(encoding),
+                Self::Route(encoding),
+                Self::AddBiases(encoding),
+            ]);
+            all.extend(HeadClass::ALL.map(|class| Self::Attention(encoding, class)));
+        }
+        for encoding in Encoding::PLAIN.into_iter().chain(Encoding::PACKED) {
+            all.extend([
+                Self::Embed(encoding),
                 Self::Matvec(encoding, MatvecRows::One),
                 Self::Matvec(encoding, MatvecRows::Four),
                 Self::MatmulTiled(encoding),
                 Self::HeadMatvec(encoding, MatvecRows::One),
                 Self::HeadMatvec(encoding, MatvecRows::Four),
                 Self::HeadMatmulTiled(encoding),
-                Self::Route(encoding),
                 Self::GroupedMatvec(encoding, MatvecRows::One),
                 Self::GroupedMatvec(encoding, MatvecRows::Four),
                 Self::GroupedTiled(encoding),
-                Self::AddBiases(encoding),
             ]);
-            all.extend(HeadClass::ALL.map(|class| Self::Attention(encoding, class)));
         }
         let stored = [Encoding::F32, Encoding::F16, Encoding::Bf16];
         all.extend(stored.map(Self::RopeAppend));
@@ -254,7 +291,7 @@ impl Kernel {
         }
     }
 
-    /// Element type of the permutation; kernels without one include f32's.
+    /// Element type or packed format of the permutation; kernels without one include f32's.
     pub(crate) fn encoding(self) -> Encoding {
         match self {
             Self::AddBias(e)
@@ -405,6 +442,15 @@ fn shared_source(name: &str, encoding: Encoding) -> &'static str {
         ("dtype", Encoding::F16) => include_str!("../wgsl/shared/dtype_f16.wgsl"),
         ("dtype", Encoding::F16Native) => include_str!("../wgsl/shared/dtype_f16_native.wgsl"),
         ("dtype", Encoding::Bf16) => include_str!("../wgsl/shared/dtype_bf16.wgsl"),
+        ("bytes", _) => include_str!("../wgsl/shared/bytes.wgsl"),
+        ("six_bits", _) => include_str!("../wgsl/shared/six_bits.wgsl"),
+        ("weight", Encoding::Q8_0) => include_str!("../wgsl/shared/weight_q8_0.wgsl"),
+        ("weight", Encoding::Q4_0) => include_str!("../wgsl/shared/weight_q4_0.wgsl"),
+        ("weight", Encoding::Q4K) => include_str!("../wgsl/shared/weight_q4_k.wgsl"),
+        ("weight", Encoding::Q5K) => include_str!("../wgsl/shared/weight_q5_k.wgsl"),
+        ("weight", Encoding::Q6K) => include_str!("../wgsl/shared/weight_q6_k.wgsl"),
+        ("weight", Encoding::Mxfp4) => include_str!("../wgsl/shared/weight_mxfp4.wgsl"),
+        ("weight", _) => include_str!("../wgsl/shared/weight.wgsl"),
         _ => unreachable!("no shared shader source {name}"),
     }
 }

@@ -4,8 +4,9 @@
 use crate::device::MATVEC_ROWS_MAX;
 use crate::gpu::Gpu;
 use crate::kernel::{Encoding, Kernel, MatvecRows};
-use crate::memory::{WgpuKv, WgpuTensor, WgpuWeight, quads, word};
+use crate::memory::{WgpuKv, WgpuTensor, quads, word};
 use crate::params;
+use crate::weight::WgpuWeight;
 use lagoon_backend::{DeviceError, HeadStrides, LatentRow};
 use lagoon_types::AttentionGeometry;
 
@@ -32,14 +33,13 @@ pub(crate) fn head_matmul(
     assert!(n * heads == weight.rows && n <= out_stride && k <= x_stride, "shapes of a product by head");
     assert!(heads * x_stride <= x.cols && heads * out_stride <= out.cols, "columns of a product by head");
     assert!(rows <= x.rows.min(out.rows), "rows of a product by head");
-    let encoding = gpu.encoding(weight.dtype);
-    let (kernel, outputs, depth) = match rows {
-        0 => return Ok(()),
-        1 => (Kernel::HeadMatvec(encoding, MatvecRows::One), 4, 1),
-        2..=MATVEC_ROWS_MAX => (Kernel::HeadMatvec(encoding, MatvecRows::Four), 4, rows.div_ceil(4)),
-        _ => (Kernel::HeadMatmulTiled(encoding), 64, rows.div_ceil(64)),
-    };
-    for shard in weight.shards.iter().filter(|shard| shard.rows > 0) {
+    for shard in &weight.shards {
+        let (kernel, outputs, depth) = match rows {
+            0 => return Ok(()),
+            1 => (Kernel::HeadMatvec(shard.encoding, MatvecRows::One), 4, 1),
+            2..=MATVEC_ROWS_MAX => (Kernel::HeadMatvec(shard.encoding, MatvecRows::Four), 4, rows.div_ceil(4)),
+            _ => (Kernel::HeadMatmulTiled(shard.encoding), 64, rows.div_ceil(64)),
+        };
         let head0 = shard.row0 / n;
         let params = params::HeadMatmul {
             rows: word(rows),
@@ -99,7 +99,7 @@ pub(crate) fn latent_append(
     let buffers = [Some(&row.queries.buf), Some(&row.rope.buf), Some(&qkv.buf)];
     gpu.dispatch(Kernel::LatentQueries, &params, &buffers, params.rows * geometry.heads, 1)?;
     let at = gpu.upload_words(slots)?;
-    let kernel = Kernel::LatentAppend(Encoding::new(kv.shape.dtype, false));
+    let kernel = Kernel::LatentAppend(Encoding::plain(kv.shape.dtype, false));
     for (index, shard) in kv.layers[layer].iter().enumerate() {
         let shard_slot0 = index * kv.shard_slots;
         let params = params::LatentAppend {

@@ -17,8 +17,10 @@ mod params;
 mod plan;
 #[cfg(test)]
 mod validate;
+mod weight;
 
 pub use adapter::{AdapterChoice, AdapterSummary, list_adapters};
 pub use device::{Options, WgpuDevice};
 pub use kernel::sources;
-pub use memory::{WgpuKv, WgpuTensor, WgpuWeight};
+pub use memory::{WgpuKv, WgpuTensor};
+pub use weight::WgpuWeight;

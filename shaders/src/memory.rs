@@ -1,20 +1,16 @@
-//! Tensors, weights and KV stores in device memory.
+//! Tensors and KV stores in device memory.
 //!
 //! Invariants: rows are padded with zeros to whole quads (four elements), and every kernel keeps the padding zero, so
-//! that kernels load quads without bounds checks at the end of a row. Buffers larger than a binding are split into
-//! shards: weights by rows (each shard starts at a multiple of four rows, so that outputs start at whole quads), KV
-//! by slots.
+//! that kernels load quads without bounds checks at the end of a row. KV larger than a binding is split into shards by slots.
 
 use crate::gpu::{Buf, Gpu};
-use lagoon_backend::{DeviceError, KvPiece, WeightSource};
-use lagoon_types::{DType, KvShape};
+use lagoon_backend::{DeviceError, KvPiece};
+use lagoon_types::KvShape;
 use std::borrow::Cow;
 use std::ops::Range;
 
 /// Largest head, in elements: that of `rope_append.wgsl`.
 const HEAD_DIM_MAX: u32 = 512;
-/// Bytes of a weight that are uploaded at once.
-const WEIGHT_CHUNK_BYTES: usize = 32 << 20;
 
 /// Quads of a row of `cols` elements.
 pub(crate) fn quads(cols: usize) -> usize {
@@ -92,71 +88,8 @@ impl WgpuTensor {
     }
 }
 
-/// Some rows of a weight.
-#[derive(Debug)]
-pub(crate) struct WeightShard {
-    pub(crate) buf: Buf,
-    pub(crate) row0: usize,
-    pub(crate) rows: usize,
-}
-
-/// A weight `[rows][cols]` in its own element type.
-#[derive(Debug)]
-pub struct WgpuWeight {
-    pub(crate) dtype: DType,
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
-    pub(crate) shards: Vec<WeightShard>,
-}
-
-impl WgpuWeight {
-    pub(crate) fn new(gpu: &mut Gpu, source: &WeightSource) -> Result<Self, DeviceError> {
-        let (rows, cols, dtype) = (source.rows(), source.cols, source.dtype()?);
-        let row_bytes = quads(cols) * 4 * dtype.size();
-        let fit = usize::try_from(gpu.binding_bytes_max()).unwrap_or(usize::MAX) / row_bytes.max(1);
-        let shard_rows = if fit >= rows { rows.max(1) } else { fit / 4 * 4 };
-        if shard_rows == 0 {
-            return Err(DeviceError::Unsupported(format!("four rows of a weight take {row_bytes} bytes each")));
-        }
-        let mut shards = Vec::new();
-        for row0 in (0..rows).step_by(shard_rows) {
-            let rows = shard_rows.min(rows - row0);
-            shards.push(WeightShard { buf: gpu.buffer("a weight", (rows * row_bytes) as u64)?, row0, rows });
-        }
-        let weight = Self { dtype, rows, cols, shards };
-        weight.fill(gpu, source, row_bytes)?;
-        Ok(weight)
-    }
-
-    /// Uploads every part, in chunks of whole rows within one shard.
-    fn fill(&self, gpu: &mut Gpu, source: &WeightSource, row_bytes: usize) -> Result<(), DeviceError> {
-        let given = self.cols * self.dtype.size();
-        let chunk_rows = (WEIGHT_CHUNK_BYTES / row_bytes).max(1);
-        let mut row = 0;
-        for part in &source.parts {
-            let bytes = &part.bytes;
-            assert_eq!(bytes.len(), part.rows * given, "a part's bytes match its shape");
-            let end = row + part.rows;
-            let part0 = row;
-            while row < end {
-                let shard = &self.shards[self.shards.partition_point(|s| s.row0 + s.rows <= row)];
-                let rows = chunk_rows.min(end - row).min(shard.row0 + shard.rows - row);
-                let chunk = &bytes[(row - part0) * given..][..rows * given];
-                let at = ((row - shard.row0) * row_bytes) as u64;
-                if given == row_bytes {
-                    gpu.write_now(&shard.buf, at, chunk)?;
-                } else {
-                    gpu.write_now(&shard.buf, at, &pad_rows(chunk, given, row_bytes))?;
-                }
-                row += rows;
-            }
-        }
-        Ok(())
-    }
-}
-
 /// Rows of `from` bytes, each padded with zeros to `to` bytes.
-fn pad_rows(bytes: &[u8], from: usize, to: usize) -> Vec<u8> {
+pub(crate) fn pad_rows(bytes: &[u8], from: usize, to: usize) -> Vec<u8> {
     let mut out = vec![0; bytes.len() / from * to];
     for (to, from) in out.chunks_exact_mut(to).zip(bytes.chunks_exact(from)) {
         to[..from.len()].copy_from_slice(from);

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use lagoon_backend::conformance;
 use lagoon_backend::{
     Activation, AttnBatch, AttnRows, CpuDevice, Device, DeviceError, ExpertBuffers, Experts, GroupScore, HeadStrides,
-    LatentRow, Mode, Partials, Routing, Scoring, WeightSource,
+    LatentRow, Mode, Partials, Routing, Scoring, WeightFormat, WeightPart, WeightSource,
 };
 use lagoon_shaders::{AdapterChoice, Options, WgpuDevice, list_adapters};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
@@ -71,6 +71,69 @@ fn sharded_weights_give_the_same_bits() {
             let want = products(whole, dtype);
             assert_eq!(products(&mut open(options).unwrap(), dtype), want, "{dtype}");
             assert_eq!(products(&mut open(small).unwrap(), dtype), want, "{dtype}");
+        }
+    });
+}
+
+/// A weight of 300 x 512 whose parts have several formats, and the same elements in f32.
+fn several_formats() -> (WeightSource, WeightSource) {
+    use WeightFormat::{BF16, F32, Mxfp4, Q4_0, Q4K, Q5K, Q6K, Q8_0};
+    let (cols, mut data) = (512, conformance::Data::new(5));
+    let (mut parts, mut elements) = (Vec::new(), Vec::new());
+    let formats = [(6, Q4K), (2, Q8_0), (3, Q8_0), (0, Q4K), (7, BF16), (210, Q6K), (9, Mxfp4), (3, Q4_0), (60, Q5K)];
+    for (rows, format) in formats {
+        let (bytes, exact) = match format.plain() {
+            Some(dtype) => data.stored(dtype, rows * cols),
+            None => data.packed(format, rows * cols),
+        };
+        parts.push(WeightPart { rows, format, bytes: bytes.into() });
+        elements.extend(exact);
+    }
+    let mut bytes = Vec::new();
+    DType::F32.encode(&elements, &mut bytes);
+    let same = vec![WeightPart { rows: 300, format: F32, bytes: bytes.into() }];
+    (WeightSource { cols, parts }, WeightSource { cols, parts: same })
+}
+
+/// Products, products by head and embeddings of a weight of 300 x 512.
+fn uses(device: &mut WgpuDevice, source: WeightSource) -> Vec<Vec<f32>> {
+    let weight = device.weight(source).unwrap();
+    let mut results = Vec::new();
+    for rows in [1, 3, 9] {
+        let mut x = device.tensor(rows, 512).unwrap();
+        device.write(&mut x, 0, &values(3, rows * 512)).unwrap();
+        let mut out = device.tensor(rows, 300).unwrap();
+        device.matmul(&x, &weight, rows, Mode::Set, &mut out).unwrap();
+        results.push(read_all(device, &out, rows, 300));
+        device.matmul(&x, &weight, rows, Mode::Add, &mut out).unwrap();
+        results.push(read_all(device, &out, rows, 300));
+        let ids: Vec<u32> = (0..u32::try_from(rows).unwrap()).map(|i| (i * 131 + 299) % 300).collect();
+        device.embed(&weight, &ids, &mut x).unwrap();
+        results.push(read_all(device, &x, rows, 512));
+        let mut x = device.tensor(rows, 4 * 512).unwrap();
+        device.write(&mut x, 0, &values(4, rows * 4 * 512)).unwrap();
+        device
+            .head_matmul(&x, &weight, HeadStrides { heads: 4, x_stride: 512, out_stride: 75 }, rows, &mut out)
+            .unwrap();
+        results.push(read_all(device, &out, rows, 300));
+    }
+    results
+}
+
+#[test]
+fn parts_of_several_formats_are_one_weight() {
+    with_device("parts_of_several_formats_are_one_weight", Options::default(), |whole| {
+        let (several, plain) = several_formats();
+        let want = uses(whole, plain);
+        // The part in Q6_K takes 89,040 bytes.
+        let options = Options { binding_bytes_max: 80_000, ..Options::default() };
+        for got in [uses(whole, several.clone()), uses(&mut open(options).unwrap(), several)] {
+            for (index, (got, want)) in got.iter().zip(&want).enumerate() {
+                for (i, (got, want)) in got.iter().zip(want).enumerate() {
+                    // Sums of 512 products of at most 2, of elements that are rounded once.
+                    assert!((got - want).abs() <= 3e-4, "result {index}, element {i}: {got}, expected {want}");
+                }
+            }
         }
     });
 }

@@ -1,6 +1,6 @@
-// Token embedding: out[i] (=|+=) table[ids[i]], widened. One invocation copies four elements. A table larger than a
+// Token embedding: out[i] (=|+=) weight[ids[i]], widened. One invocation copies four elements. A table larger than a
 // binding lies in several shards; each dispatch serves the ids of one shard.
-//#include dtype
+//#include weight
 //#include grid
 
 struct Params {
@@ -20,7 +20,7 @@ struct Params {
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> words: array<u32>;
-@group(0) @binding(2) var<storage, read> table: array<Quad>;
+@group(0) @binding(2) var<storage, read> weight: array<Quad>;
 @group(0) @binding(3) var<storage, read_write> out: array<vec4<f32>>;
 
 @compute @workgroup_size(64)
@@ -38,6 +38,6 @@ fn main(
     if id >= params.shard_rows {
         return;
     }
-    let row = widen(table[id * params.quads + at % params.quads]);
+    let row = weight_quad(id * params.quads + at % params.quads);
     out[at] = select(row, out[at] + row, params.add == 1u);
 }

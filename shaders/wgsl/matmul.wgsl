@@ -1,7 +1,7 @@
 // out[r] (=|+=) x[r] . weight^T. Two entry points: `matvec` for few rows (each weight is read once per ROWS rows),
 // `tiled` for many (64 x 64 outputs a workgroup, 8 x 8 an invocation). Rows of x and of the weight are padded with
 // zeros to whole quads. A weight larger than a binding lies in several shards of rows; a dispatch serves one.
-//#include dtype
+//#include weight
 //#include grid
 //#include team
 //#include tile
@@ -13,7 +13,7 @@ struct Params {
     quads: u32,
     // Rows of the weight in this shard.
     n: u32,
-    // Floats from one row of the output to the next, and the column of this shard's first weight row. Multiples of 4.
+    // Floats from one row of the output to the next, a multiple of 4, and the column of this shard's first weight row.
     out_stride: u32,
     out_col0: u32,
     // 1: add to the output.
@@ -43,8 +43,8 @@ fn matvec(
         let w0 = n0 * params.quads;
         let w1 = min(n0 + 1u, params.n - 1u) * params.quads;
         for (var k = lane; k < params.quads; k += LANES) {
-            let a = widen(weight[w0 + k]);
-            let b = widen(weight[w1 + k]);
+            let a = weight_quad(w0 + k);
+            let b = weight_quad(w1 + k);
             for (var r = 0u; r < ROWS; r++) {
                 let v = x[min(row0 + r, params.rows - 1u) * params.quads + k];
                 acc[r * SPAN] += dot(a, v);
@@ -75,9 +75,16 @@ fn x_quad(row: u32, k: u32) -> vec4<f32> {
     return vec4<f32>();
 }
 
-fn w_quad(row: u32, k: u32) -> vec4<f32> {
+// Columns of a tile before this shard's first, so that tiles begin at whole quads of the output.
+fn before() -> u32 {
+    return params.out_col0 % 4u;
+}
+
+fn w_quad(col: u32, k: u32) -> vec4<f32> {
+    // Columns before the shard wrap around and fail the same test as those behind it.
+    let row = col - before();
     if row < params.n && k < params.quads {
-        return widen(weight[row * params.quads + k]);
+        return weight_quad(row * params.quads + k);
     }
     return vec4<f32>();
 }
@@ -90,7 +97,7 @@ fn tiled(
 ) {
     let n0 = linear_workgroup(wid, wcount) * 64u;
     let m0 = wid.z * 64u;
-    if n0 >= params.n {
+    if n0 >= params.n + before() {
         return;
     }
     let block = multiply(m0, n0, tid);
@@ -102,15 +109,16 @@ fn tiled(
     store(row + 32u, col + 32u, block.c11);
 }
 
-// Stores 4 x 4 outputs. Shards start at multiples of four columns; weight rows beyond the end gave zeros, which is what
-// padding holds.
+// Stores those of 4 x 4 outputs that are this shard's. Others in their quads stay: those of other shards, and padding.
 fn store(row0: u32, col: u32, block: mat4x4<f32>) {
-    if col >= params.n {
+    if col >= params.n + before() {
         return;
     }
+    let own = vec4<u32>(0u, 1u, 2u, 3u) + vec4<u32>(col - before()) < vec4<u32>(params.n);
     var rows = block;
     for (var i = 0u; i < 4u && row0 + i < params.rows; i++) {
-        let at = (row0 + i) * (params.out_stride / 4u) + (params.out_col0 + col) / 4u;
-        out_quads[at] = select(rows[i], out_quads[at] + rows[i], params.add == 1u);
+        let at = (row0 + i) * (params.out_stride / 4u) + (params.out_col0 - before() + col) / 4u;
+        let old = out_quads[at];
+        out_quads[at] = select(old, select(rows[i], old + rows[i], params.add == 1u), own);
     }
 }

@@ -3,7 +3,7 @@
 // expert; with 1, choices that are not sorted, whose rows of x may be shared. `tiled` for many: 64 x 64 outputs a workgroup.
 // Workgroups of a depth serve one stretch of rows. Rows of x and of the weight are padded with zeros to whole quads. A weight
 // larger than a binding lies in several shards of rows, which may end within an expert; a dispatch serves one.
-//#include dtype
+//#include weight
 //#include grid
 //#include team
 //#include tile
@@ -93,8 +93,8 @@ fn matvec(
         sources[r] = min(rows.first + r, rows.end - 1u) / params.shared_by * params.quads;
     }
     for (var k = lane; k < params.quads; k += LANES) {
-        let a = widen(weight[w0 + k]);
-        let b = widen(weight[w1 + k]);
+        let a = weight_quad(w0 + k);
+        let b = weight_quad(w1 + k);
         for (var r = 0u; r < ROWS; r++) {
             let v = x[sources[r] + k];
             acc[r * SPAN] += dot(a, v);
@@ -128,7 +128,7 @@ fn x_quad(row: u32, k: u32) -> vec4<f32> {
 fn w_quad(row: u32, k: u32) -> vec4<f32> {
     let at = own.row0 + row;
     if row < params.n && at < params.shard_rows && k < params.quads {
-        return widen(weight[at * params.quads + k]);
+        return weight_quad(at * params.quads + k);
     }
     return vec4<f32>();
 }

@@ -2,7 +2,7 @@
 // output stay. Two entry points, as of matmul.wgsl: `matvec` for few rows (each weight is read once per ROWS rows), `tiled` for
 // many. Heads begin anywhere in a row, also within a quad; rows of the weight are padded with zeros to whole quads. A weight
 // larger than a binding lies in several shards of rows, which may cut a head; a dispatch serves one.
-//#include dtype
+//#include weight
 //#include grid
 //#include team
 //#include tile
@@ -63,7 +63,7 @@ fn shard_row(i: u32) -> u32 {
 fn w_quad(i: u32, k: u32) -> vec4<f32> {
     let row = shard_row(i);
     if i < params.n && row < params.shard_rows && k < params.quads {
-        return widen(weight[row * params.quads + k]);
+        return weight_quad(row * params.quads + k);
     }
     return vec4<f32>();
 }
