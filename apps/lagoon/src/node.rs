@@ -344,8 +344,8 @@ impl NodeLoop {
                 () = std::future::ready(()) => turn.network(),
             }
         }
-        if let Some(held) = turn.held() {
-            return self.in_order(held);
+        if let Some((held, waiting)) = turn.held() {
+            return self.in_order(held, Some(waiting));
         }
         let (events, partials, bulk) = match pool {
             Some(Pool { bound: Bound { events, partials, bulk, .. }, .. }) => {
@@ -367,14 +367,16 @@ impl NodeLoop {
             Some(inbound) = recv(bulk), if instance.takes_bulk() => Happened::Bulk(inbound),
             () = tokio::task::yield_now(), if polls => Happened::Nothing,
         };
-        self.in_order(happened)
+        self.in_order(happened, None)
     }
 
-    /// A data frame comes after the events that wait: it may have overtaken its session's announcement.
-    fn in_order(&mut self, happened: Happened) -> Happened {
+    /// A data frame comes after the events that wait as it arrives, `waiting` of which are left: it may have overtaken its session's
+    /// announcement.
+    fn in_order(&mut self, happened: Happened, waiting: Option<usize>) -> Happened {
         match (&happened, &mut self.pool) {
             (Happened::Partials(_) | Happened::Bulk(_), Some(pool)) => {
-                self.turn.in_order(happened, pool.bound.events.try_recv().map(Happened::Net))
+                let events = &mut pool.bound.events;
+                self.turn.in_order(happened, waiting.unwrap_or(events.len()), || events.try_recv().map(Happened::Net))
             }
             _ => happened,
         }
@@ -423,7 +425,11 @@ impl NodeLoop {
 
     /// Admits a peer's control message for the instance. A Hello with a number that is another's waits until it is not.
     fn admit_control(&mut self, peer: PeerId, body: &ControlBody) -> bool {
-        let reached = self.node().is_some_and(|node| node.is_reached(peer));
+        let advised = match body {
+            ControlBody::Hello(hello) => self.numbers.address(hello.instance),
+            _ => None,
+        };
+        let reached = advised.zip(self.node()).is_some_and(|(addr, node)| node.is_reached(peer, addr));
         let Some(session) = self.sessions.get_mut(&peer) else { return false };
         if let Err(reason) = permissions::at_instance(session.subject.roles, body) {
             session.refuse(peer, &reason);
@@ -714,7 +720,7 @@ impl NodeLoop {
             Ok(addr) => {
                 // All classes at once: a query must not wait for a handshake.
                 let peer = pool.bound.node.connect(addr, &[Class::Control, Class::Partials, Class::Bulk]);
-                peer.into_iter().for_each(|peer| self.numbers.advised(instance.0, peer, Instant::now()));
+                peer.into_iter().for_each(|peer| self.numbers.advised(instance.0, (peer, addr), Instant::now()));
             }
             Err(error) => tracing::warn!(%instance, quic_addr, %error, "a candidate has no usable address"),
         }

@@ -9,6 +9,7 @@ use lagoon_types::limits::{
     CONNECT_DEADLINE_MS, INSTANCE_FORGET_MS, INSTANCES_MAX, LAYERS_MAX, LEASE_TTL_MS, TRANSFER_REQUEST_MS,
 };
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,7 +30,7 @@ pub(crate) struct Claim<'a> {
     pub(crate) number: u32,
     pub(crate) peer: PeerId,
     pub(crate) subject: &'a Subject,
-    /// This process has reached the peer at its address itself.
+    /// This process has itself reached the peer at the advised address.
     pub(crate) reached: bool,
 }
 
@@ -50,6 +51,7 @@ struct Kept {
 #[derive(Debug)]
 struct Advised {
     peer: PeerId,
+    addr: SocketAddr,
     awaited: Instant,
 }
 
@@ -71,9 +73,17 @@ impl Numbers {
         self.holders.get(&number).map(|holder| &holder.subject)
     }
 
+    /// Where the gManager says that the instance is.
+    pub(crate) fn address(&self, number: u32) -> Option<SocketAddr> {
+        self.advised.get(&number).map(|advised| advised.addr)
+    }
+
     /// The gManager says that the instance is at an address, which is `peer`'s and is being dialled.
-    pub(crate) fn advised(&mut self, number: u32, peer: PeerId, now: Instant) {
-        self.advised.insert(number, Advised { peer, awaited: now + DIALLED });
+    pub(crate) fn advised(&mut self, number: u32, (peer, addr): (PeerId, SocketAddr), now: Instant) {
+        let before = self.advised.get(&number).filter(|of| of.peer == peer && of.addr == addr);
+        // Advice is repeated; the node is awaited once.
+        let awaited = before.map_or(now + DIALLED, |of| of.awaited);
+        self.advised.insert(number, Advised { peer, addr, awaited });
         if self.advised.len() > INSTANCES_MAX {
             // Numbers grow: the smallest is the oldest process.
             self.advised.pop_first();
@@ -101,7 +111,7 @@ impl Numbers {
         if advised.is_some_and(|advised| !known && advised.peer != peer && advised.awaited > now) {
             return Err(refusal(number, "the gManager says is at an address that is being dialled"));
         }
-        self.holders.retain(|_, of| of.peer != peer);
+        self.keep(peer, now);
         self.kept.remove(&number);
         self.holders.insert(number, Holder { peer, subject: subject.clone(), proven });
         Ok(())
@@ -119,14 +129,25 @@ impl Numbers {
         }
     }
 
-    /// Takes the Hellos that wait.
+    /// Takes the Hellos that wait, but for those whose number another session of their node has.
     pub(crate) fn waiting(&mut self) -> impl Iterator<Item = (PeerId, Hello)> + use<> {
-        std::mem::take(&mut self.waiting).into_iter().map(|(peer, (_, hello))| (peer, hello))
+        let waiting = std::mem::take(&mut self.waiting);
+        let (held, free) = waiting.into_iter().partition(|(_, (node, hello))| {
+            self.holders.get(&hello.instance).is_some_and(|of| of.subject.node == *node)
+        });
+        self.waiting = held;
+        let free: BTreeMap<_, (_, Hello)> = free;
+        free.into_iter().map(|(peer, (_, hello))| (peer, hello))
     }
 
     /// The peer's session is over: its number is kept for its node.
     pub(crate) fn down(&mut self, peer: PeerId, now: Instant) {
         self.waiting.remove(&peer);
+        self.keep(peer, now);
+    }
+
+    /// Keeps the number of a peer that has it no more for its node.
+    fn keep(&mut self, peer: PeerId, now: Instant) {
         self.kept.retain(|_, kept| kept.until > now);
         let ended: Vec<u32> =
             self.holders.iter().filter(|(_, of)| of.peer == peer).map(|(number, _)| *number).collect();
@@ -232,20 +253,27 @@ mod tests {
     fn the_node_at_the_advised_address_has_the_number() {
         let [a, b] = subjects(["a", "b"]);
         let (mut numbers, now) = (Numbers::default(), Instant::now());
+        let addr = "127.0.0.1:7".parse().unwrap();
         numbers.claim(claim(7, 2, &b), now).unwrap();
-        numbers.advised(7, PeerId(1), now);
+        numbers.advised(7, (PeerId(1), addr), now);
         assert!(numbers.claim(claim(7, 1, &a), now).is_err(), "it announces the address, and was not reached there");
         numbers.claim(Claim { reached: true, ..claim(7, 1, &a) }, now).unwrap();
         assert_eq!(numbers.holder(7), Some(&a));
         assert!(numbers.claim(Claim { reached: true, ..claim(7, 2, &b) }, now).is_err(), "reached elsewhere");
 
-        numbers.advised(9, PeerId(1), now);
+        numbers.advised(9, (PeerId(1), addr), now);
         let refused = numbers.claim(claim(9, 2, &b), now).unwrap_err();
         assert!(refused.contains("being dialled"), "{refused}");
+        numbers.advised(9, (PeerId(1), addr), now + DIALLED);
         numbers.claim(claim(9, 2, &b), now + DIALLED).unwrap();
         // Of a node that connects from another address as well.
-        numbers.advised(10, PeerId(1), now);
+        numbers.advised(10, (PeerId(1), addr), now);
         numbers.claim(claim(10, 1, &a), now).unwrap();
         numbers.claim(claim(10, 4, &a), now).unwrap();
+        // A Hello of an older session does not take the number from a newer one of its node.
+        numbers.wait(PeerId(5), &a, &Hello { instance: 10, ..Hello::default() });
+        assert_eq!(numbers.waiting().count(), 0);
+        numbers.down(PeerId(4), now);
+        assert_eq!(numbers.waiting().count(), 1);
     }
 }

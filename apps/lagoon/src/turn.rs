@@ -8,7 +8,8 @@ const TURN_MAX: u32 = 64;
 #[derive(Debug)]
 pub(crate) struct Turn<T> {
     taken: u32,
-    held: Option<T>,
+    /// And how many events are still ahead of it.
+    held: Option<(T, usize)>,
 }
 
 impl<T> Default for Turn<T> {
@@ -30,16 +31,16 @@ impl<T> Turn<T> {
     }
 
     /// The frame that waits, if any; it is next, after [`Turn::in_order`].
-    pub(crate) fn held(&mut self) -> Option<T> {
+    pub(crate) fn held(&mut self) -> Option<(T, usize)> {
         self.held.take()
     }
 
     /// `frame`, or a waiting event that goes ahead of it, as a frame may have overtaken the announcement of its session. Every event
     /// is an input that counts.
-    pub(crate) fn in_order(&mut self, frame: T, event: Option<T>) -> T {
-        match event {
-            Some(event) => {
-                self.held = Some(frame);
+    pub(crate) fn in_order(&mut self, frame: T, waiting: usize, event: impl FnOnce() -> Option<T>) -> T {
+        match waiting.checked_sub(1).zip(event()) {
+            Some((left, event)) => {
+                self.held = Some((frame, left));
                 event
             }
             None => frame,
@@ -62,15 +63,15 @@ mod tests {
     #[test]
     fn a_frame_that_overtook_its_session_keeps_nobody_waiting() {
         const EVENTS: u32 = 1000;
-        let (mut turn, mut waiting, mut happened) = (Turn::default(), 1..=EVENTS, Vec::new());
+        let (mut turn, mut waiting, mut happened) = (Turn::default(), 1.., Vec::new());
         while happened.last() != Some(&Input::Frame) {
             if turn.advance() {
                 turn.network();
                 happened.push(Input::Other);
                 continue;
             }
-            let frame = turn.held().unwrap_or(Input::Frame);
-            happened.push(turn.in_order(frame, waiting.next().map(Input::Event)));
+            let (frame, left) = turn.held().unwrap_or((Input::Frame, EVENTS as usize));
+            happened.push(turn.in_order(frame, left, || waiting.next().map(Input::Event)));
         }
         let events: Vec<Input> = happened.iter().copied().filter(|input| matches!(input, Input::Event(_))).collect();
         assert_eq!(events, (1..=EVENTS).map(Input::Event).collect::<Vec<_>>(), "in order, and all ahead of the frame");

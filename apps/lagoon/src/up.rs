@@ -120,7 +120,12 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let (dir, name) = match &args.model {
         Some(model) => {
             let (resolved, named) = (model.clone(), model.clone());
-            let dir = tokio::task::spawn_blocking(move || model::resolve(&resolved)).await??;
+            let resolving = tokio::task::spawn_blocking(move || model::resolve(&resolved));
+            let dir = tokio::select! {
+                dir = resolving => dir??,
+                // The download ends with the process.
+                () = stop.cancelled() => return Ok(()),
+            };
             (dir, model::short_name(&named))
         }
         None => {
@@ -151,8 +156,15 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     // One key for both: a node has one key while it has a session.
     let identity = ca.identity(own)?;
     let mut client = PoolClient::new(&[pool.gmanager], &identity)?;
-    let state = wait_registered(&mut client, count).await?;
-    wait_acquainted(&pool, &state.instances, keys.admin.or(keys.api)).await?;
+    let acquainted = async {
+        let state = wait_registered(&mut client, count).await?;
+        wait_acquainted(&pool, &state.instances, keys.admin.or(keys.api)).await?;
+        anyhow::Ok(state)
+    };
+    let state = tokio::select! {
+        state = acquainted => state?,
+        () = stop.cancelled() => return Ok(()),
+    };
     let watch = PoolWatch::start(client, state, args.engine.args.block_tokens, stop.clone());
     let gateway = Gateway::new(
         Arc::new(watch.clone()),

@@ -111,7 +111,9 @@ fn most_exact(matrices: impl Iterator<Item = (WeightFormat, usize)>) -> Option<D
     let most = bytes.iter().max_by_key(|(_, len)| **len).map(|(format, _)| *format)?;
     let rounded = bytes.keys().any(|format| format.plain().is_none() && !format.is_exact_in(DType::BF16));
     Some(match most.plain() {
-        Some(dtype) if dtype == DType::F32 || !rounded => dtype,
+        Some(DType::F32) => DType::F32,
+        Some(DType::BF16) if !rounded && bytes.contains_key(&WeightFormat::F16) => DType::F16,
+        Some(dtype) if !rounded => dtype,
         None if !rounded && !bytes.contains_key(&WeightFormat::F16) => DType::BF16,
         _ => DType::F16,
     })

@@ -77,7 +77,9 @@ pub(crate) fn packed_rows(part: &Part, tensor: &LoadedTensor) -> Option<Bytes> {
         return Some(tensor.bytes.slice(offset..offset + part.rows * row));
     }
     let rows = (0..part.rows).map(|i| &tensor.bytes[offset + i * stride..][..row]);
-    Some(rows.collect::<Vec<_>>().concat().into())
+    let rows = rows.collect::<Vec<_>>().concat();
+    tensor.origin.release(offset..offset + (part.rows - 1) * stride + row);
+    Some(rows.into())
 }
 
 /// Bytes of a tensor between a part's first and last element of `size` bytes.

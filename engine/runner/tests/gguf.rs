@@ -7,7 +7,7 @@
 mod gguf_writer;
 
 use gguf_writer::{File, Item};
-use lagoon_backend::CpuDevice;
+use lagoon_backend::{CpuDevice, Device};
 use lagoon_model::{Checkpoint, FAMILIES, ModelSpec, Weights};
 use lagoon_runner::{Decoder, Model};
 use lagoon_types::DType;
@@ -33,7 +33,7 @@ fn worst(found: &[f32], expected: &[f32]) -> f32 {
 }
 
 /// Logits have a deviation of 1. With the weights in f32 the only difference is rounding of the arithmetic; packed ones in f16
-/// differ by the rounding that the notice at loading states, and plain f16 not at all.
+/// differ by the rounding that the notice at loading states, and as they are by that of activations.
 #[test]
 fn committed_files_give_the_logits_of_their_weights() {
     let dir = goldens().join("gguf");
@@ -45,12 +45,20 @@ fn committed_files_give_the_logits_of_their_weights() {
         let tokens: Vec<u32> = serde_json::from_value(case["tokens"].clone()).unwrap();
         let mut expected = Vec::new();
         DType::F32.decode(&std::fs::read(path.with_extension("logits")).unwrap(), &mut expected);
-        let [exact, own] = [Some(DType::F32), None].map(|dtype| worst(&logits(&path, &tokens, dtype), &expected));
-        println!("{}: {exact} in f32, {own} as the file asks", path.display());
-        let packed = Checkpoint::open(&path).unwrap().formats().iter().any(|(format, _)| format.plain().is_none());
+        let [exact, half, own] =
+            [Some(DType::F32), Some(DType::F16), None].map(|dtype| worst(&logits(&path, &tokens, dtype), &expected));
+        println!("{}: {exact} in f32, {half} in f16, {own} as the file has them", path.display());
+        let formats = Checkpoint::open(&path).unwrap().formats();
+        let packed = formats.iter().any(|(format, _)| format.plain().is_none());
+        let taken = formats.iter().all(|(format, _)| CpuDevice::with_threads(1).takes(*format));
         assert!(exact < 1e-4, "{}: {exact}", path.display());
-        assert!(own < if packed { 2e-2 } else { 1e-4 }, "{}: {own}", path.display());
-        assert!(!packed || own > exact, "{}: weights in f16 are rounded", path.display());
+        let own_max = match (packed, taken) {
+            (true, false) => 2e-2,
+            (true, true) => 1e-3,
+            (false, _) => 1e-4,
+        };
+        assert!(own < own_max, "{}: {own}", path.display());
+        assert!(half < 2e-2 && (!packed || half > exact), "{}: {half}, weights in f16 are rounded", path.display());
     }
 }
 

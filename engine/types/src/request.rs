@@ -84,8 +84,8 @@ pub enum TokenEvent {
     Failed(RequestError),
 }
 
-/// The limit of a sequence's length, as [`RequestError::TooLong`] names it: the model's context, or less if that is configured.
-pub const CONTEXT: &str = "the context by config.json and --max-model-len";
+/// The limit of a sequence's length, as [`RequestError::TooLong`] names it: the model's context, or less by --max-model-len.
+pub const CONTEXT: &str = "the served context";
 
 /// Reason of a refused or failed request; each kind has one HTTP status.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -301,10 +301,11 @@ impl Node {
         self.shared().peer(peer)?.rtt()
     }
 
-    /// Whether this node has dialed the peer in the present session: then it is at its address, and does not only announce it.
+    /// Whether this node has dialed the peer at `addr` in the present session: then it is there, and does not only announce the
+    /// address.
     #[must_use]
-    pub fn is_reached(&self, peer: PeerId) -> bool {
-        self.shared().peer(peer).is_some_and(|peer| peer.reached.load(Relaxed))
+    pub fn is_reached(&self, peer: PeerId, addr: SocketAddr) -> bool {
+        self.shared().peer(peer).is_some_and(|peer| peer.addr == addr && peer.reached.load(Relaxed))
     }
 
     /// What was sent to and received from a peer in one class, over all its sessions.

@@ -47,7 +47,9 @@ pub mod cases {
         merge_counts_decide_emptiness, merge_extreme_scores, merge_of_split_alibi, merge_of_split_attention,
         merge_of_split_softcap, sink_joins_the_softmax,
     };
-    pub use super::packed::{embed_packed, experts_packed, matmul_packed, packed_is_taken_or_refused};
+    pub use super::packed::{
+        embed_packed, experts_packed, matmul_packed, matmul_packed_extremes, packed_is_taken_or_refused,
+    };
     pub use super::pointwise::{
         add_bias_adds, embed_widens_rows, gather_copies_rows, gelu_matches, head_norm_matches, layer_norm_matches,
         other_gates_match, rms_norm_matches, rows_add_and_scale, rows_are_capped, silu_mul_matches,
@@ -65,8 +67,8 @@ use lagoon_types::DType;
 /// * `embed`, `gather_rows`, `kv_*`, `read`, `write`: exact.
 /// * `matmul`: `(8 + 2 sqrt(k)) u` of the sum of absolute products (`u = 2^-24`; the sum of `k` rounding errors grows
 ///   as `sqrt(k)`). Weights are exact in their type, so the bound is the same for all three.
-/// * `matmul` of packed weights, exact in their format: as `matmul`, and `min(1, 4 / sqrt(k)) 2^-14` of the sum of absolute
-///   products, because activations may be rounded to 16 bits of the largest of 32 (which is a few times their mean).
+/// * `matmul` of packed weights, exact in their format: as `matmul`, and of each 32 activations, which may be rounded to 16 bits of
+///   the largest of them, `2^-16` of the largest times the sum of their absolute weights.
 /// * `rms_norm`, `silu_mul` of an exact product: a few `u` relative, from the square root, the division and the exponential.
 /// * `layer_norm`: as `rms_norm`, plus the mean's error before the division, some `u` of the row's mean magnitude.
 /// * `head_norm`: as `rms_norm`.
@@ -205,6 +207,7 @@ macro_rules! conformance_names {
             matmul_blocked,
             packed_is_taken_or_refused,
             matmul_packed,
+            matmul_packed_extremes,
             embed_packed,
             experts_packed,
             rope_append_rotates_and_stores,

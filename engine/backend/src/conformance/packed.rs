@@ -1,6 +1,6 @@
 //! Packed weights against f64 on their elements. A device that takes none of a format refuses it.
 
-use super::data::{Data, read};
+use super::data::{Data, read, tensor};
 use super::matmul::{bound, oracle};
 use super::{Tolerance, assert_close};
 use crate::formats::WeightFormat;
@@ -16,9 +16,17 @@ fn taken<D: Device>(device: &D) -> Vec<WeightFormat> {
     packed.filter(|format| device.takes(*format)).collect()
 }
 
-/// The bound of a product, with activations rounded to 16 bits of the largest of 32: see [`Tolerance`].
-fn rounded(k: usize, tolerance: Tolerance) -> f64 {
-    bound(k, DType::F32, tolerance) + (4.0 / (k as f64).sqrt()).min(1.0) * 2f64.powi(-14)
+/// Elements of a part, in which activations may be rounded together.
+const PART: usize = 32;
+
+/// The bound of the product of a row `x` and a weight row, activations rounded to 16 bits of the largest of a part: see
+/// [`Tolerance`]. `sum` is that of absolute products, and of what was in the output.
+fn rounded(x: &[f32], weights: &[f32], sum: f64, tolerance: Tolerance) -> f64 {
+    let parts = x.chunks(PART).zip(weights.chunks(PART)).map(|(x, weights)| {
+        let largest = x.iter().fold(0.0f64, |m, x| m.max(f64::from(x.abs())));
+        largest * weights.iter().map(|w| f64::from(w.abs())).sum::<f64>()
+    });
+    bound(x.len(), DType::F32, tolerance) * sum + 1.01 * 2f64.powi(-16) * parts.sum::<f64>()
 }
 
 /// Plain formats are taken, and a format that is not taken is refused by its name.
@@ -81,8 +89,42 @@ fn product<D: Device>(
     }
     let got = read(device, &out, rows + 1, n);
     let what = format!("matmul {format} {rows}x{k}x{n} {mode:?}");
-    assert_close(&what, &got[..rows * n], &want, |i| rounded(k, tolerance) * sums[i]);
+    let error = |i: usize| {
+        let (row, col) = (i / n, i % n);
+        rounded(&values[row * k..][..k], &exact[col * k..][..k], sums[i], tolerance)
+    };
+    assert_close(&what, &got[..rows * n], &want, error);
     assert_eq!(got[rows * n..], before[rows * n..], "{what}: rows beyond are untouched");
+}
+
+/// Activations with an outlier, with parts that are all but zero, and with an infinity, in few rows and many.
+pub fn matmul_packed_extremes<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for format in taken(device) {
+        for rows in [1, 4, 7] {
+            let (mut data, k, n) = (Data::new(41), 3 * format.block().elements.max(96), 9);
+            let (weight, exact) = data.packed_weight(device, format, (n, k));
+            let mut values = data.values(rows * k);
+            values[5] = 1000.0;
+            for x in &mut values[PART..2 * PART] {
+                *x = if *x > 0.0 { 1e-36 } else { -1e-36 };
+            }
+            values[2 * PART..3 * PART].fill(0.0);
+            let x = tensor(device, k, &values);
+            let mut out = device.tensor(rows, n).expect("tensor");
+            device.matmul(&x, &weight, rows, Mode::Set, &mut out).expect("matmul");
+            let (want, sums) = oracle(&values, rows, k, n, |row, i| exact[row * k + i]);
+            let error = |i: usize| rounded(&values[i / n * k..][..k], &exact[i % n * k..][..k], sums[i], tolerance);
+            assert_close(&format!("extremes {format} {rows}"), &read(device, &out, rows, n), &want, error);
+            values[(rows - 1) * k + 3] = f32::INFINITY;
+            let x = tensor(device, k, &values);
+            device.matmul(&x, &weight, rows, Mode::Set, &mut out).expect("matmul");
+            let got = read(device, &out, rows, n);
+            let (finite, last) = got.split_at((rows - 1) * n);
+            assert!(finite.iter().all(|x| x.is_finite()), "{format}: other rows are as they were");
+            let touched = last.iter().zip(exact.chunks(k)).filter(|(_, weights)| weights[3] != 0.0);
+            assert!(touched.map(|(x, _)| x).all(|x| !x.is_finite()), "{format}: {last:?}");
+        }
+    }
 }
 
 /// Rows of a packed table are its elements, within a rounding.
@@ -138,7 +180,9 @@ pub fn experts_packed<D: Device>(device: &mut D, tolerance: Tolerance) {
             let (got, want) = (mixed(&up, &down), mixed(&plain.0, &plain.1));
             let largest = want.iter().fold(0.0f64, |m, x| m.max(f64::from(x.abs())));
             let want: Vec<f64> = want.into_iter().map(f64::from).collect();
-            let bound = 4.0 * rounded(hidden, tolerance) * (hidden as f64).sqrt() * largest;
+            // Two products and their activations' rounding, with sums that are some times the result.
+            let relative = bound(hidden, DType::F32, tolerance) + 2f64.powi(-14) * 4.0 / (hidden as f64).sqrt();
+            let bound = 4.0 * relative * (hidden as f64).sqrt() * largest;
             assert_close(&format!("experts {format} {rows}"), &got, &want, |_| bound);
         }
     }

@@ -307,7 +307,7 @@ pub(super) const fn rounded_len(rows: usize, k: usize) -> usize {
 }
 
 /// Rounds `rows` rows of `k` elements at `x`, `stride` apart, into `scratch` of [`rounded_len`] elements. An element's error is at
-/// most `2^-16` of the largest magnitude of its part.
+/// most about `2^-16` of the largest magnitude of its part.
 pub(super) struct Round {
     pub(super) rows: usize,
     pub(super) k: usize,
@@ -336,7 +336,9 @@ impl Kernel for Round {
                         most = S::max(most, S::max(x, S::sub(S::splat(0.0), x)));
                     }
                     let largest = S::largest(most);
-                    let inverse = S::splat(if largest > 0.0 { ROUNDED_MAX / largest } else { 0.0 });
+                    // A part that is all but zero is zero: the factor would be infinite.
+                    let inverse = ROUNDED_MAX / largest;
+                    let inverse = S::splat(if inverse.is_finite() { inverse } else { 0.0 });
                     let (mut rounded, mut total) = ([0.0f32; PART], S::splat(0.0));
                     for v in 0..PART / S::LANES {
                         let x = S::round(S::mul(S::load(x.add(v * S::LANES)), inverse));

@@ -1,10 +1,10 @@
-//! Swap out and swap in: preemption that keeps KV. A long sequence's blocks move to a host tier of the pool until it swaps
-//! in; a short sequence is recomputed.
+//! Swap out and swap in: preemption that keeps KV. A long sequence's blocks move to a host tier of the pool, and it
+//! resumes later; a short sequence is recomputed.
 //!
 //! When a running sequence cannot grow, here or in other devices' memory, the youngest sequence for which moving is
 //! cheaper than recomputing stops, and its whole blocks move to a host tier. The rest, as a rule less than a block, is
-//! dropped: a lost range that is recomputed after swap in. So a swapped-out sequence holds no block here. It swaps in, and
-//! reads its KV from the host tier, when there is room for its lost blocks and its growth and no other sequence is short. If
+//! dropped: a lost range that is recomputed after swap in. So a swapped-out sequence holds no block here. It resumes, its
+//! KV staying at the host tier, when there is room for its lost blocks and its growth and no other sequence is short. If
 //! no host tier has room, the short sequence borrows from any tier, and a sequence is preempted only if that fails.
 
 use super::policy::{SwapCandidate, SwapIn, SwapInCandidate};

@@ -371,6 +371,17 @@ fn scaling(config: &mut Config<'_>, rotated: u64) -> Result<Option<serde_json::V
         json!({"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": attention,
                "original_max_position_embeddings": original})
     };
+    if short.is_some() != long.is_some() {
+        let hint = format!("{} and {} are used together", LONG_DIVISORS[0], LONG_DIVISORS[1]);
+        return Err(config.unsupported("rope.scaling.type", &hint));
+    }
+    // Old files have a linear scaling's factor alone.
+    let kind = match factor {
+        Some(factor) if kind.is_none() && short.is_none() && plain.is_none() && factor != 1.0 && factor != 0.0 => {
+            Some("linear")
+        }
+        _ => kind,
+    };
     match (kind, short.zip(long), plain) {
         (None | Some("longrope"), Some((short, long)), None) => {
             let original = original
