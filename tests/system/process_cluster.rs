@@ -197,7 +197,7 @@ fn a_pool_with_a_short_context_refuses_an_instance_with_the_long_one() {
     let answer = first.client().complete(&longest, 2, &json!({})).json();
     assert_eq!(token_ids(&answer).len(), 2, "{answer}");
     let longer = first.client().post("/v1/completions", &json!({"prompt": longest, "max_tokens": 3}));
-    assert!(longer.status == 400 && longer.text.contains("--max-model-len is 32 tokens"), "{longer:?}");
+    assert!(longer.status == 400 && longer.text.contains("the served context is 32 tokens"), "{longer:?}");
 }
 
 #[test]
