@@ -1,7 +1,10 @@
 //! The host backend against the conformance suite, with every instruction set that this processor has.
 
-use lagoon_backend::CpuDevice;
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use lagoon_backend::conformance::Data;
 use lagoon_backend::cpu::Isa;
+use lagoon_backend::{CpuDevice, Device, Mode, WeightFormat};
 
 fn device(isa: Isa) -> Result<CpuDevice, String> {
     CpuDevice::new().with_isa(isa).map_err(|e| e.to_string())
@@ -23,4 +26,32 @@ mod portable {
 mod three_threads {
     lagoon_backend::conformance_suite!(|| Ok::<_, String>(super::CpuDevice::with_threads(3)));
     lagoon_backend::conformance_latent_wide!(|| Ok::<_, String>(super::CpuDevice::with_threads(3)));
+}
+
+/// An infinity or NaN of a row makes the row's products with packed weights no numbers, and no other row's.
+#[test]
+fn what_is_no_number_stays_none_beside_packed_weights() {
+    let devices = [Isa::Portable, Isa::Avx2, Isa::Avx512].into_iter().filter_map(|isa| device(isa).ok());
+    let (rows, k, n) = (3, 512, 5);
+    for mut device in devices {
+        for format in WeightFormat::ALL.into_iter().filter(|format| format.plain().is_none()) {
+            if !device.takes(format) {
+                continue;
+            }
+            let mut data = Data::new(43);
+            let (weight, _) = data.packed_weight(&mut device, format, (n, k));
+            let (mut x, mut out) = (device.tensor(rows, k).unwrap(), device.tensor(rows, n).unwrap());
+            for (at, poison) in [(0, f32::NAN), (k - 1, f32::NAN), (70, f32::INFINITY), (31, f32::NEG_INFINITY)] {
+                let mut values = data.values(rows * k);
+                values[k + at] = poison;
+                device.write(&mut x, 0, &values).unwrap();
+                device.matmul(&x, &weight, rows, Mode::Set, &mut out).unwrap();
+                let mut got = Vec::new();
+                device.read(&out, 0..rows, 0..n, &mut got).unwrap();
+                for (i, value) in got.iter().enumerate() {
+                    assert_eq!(value.is_finite(), i / n != 1, "{format}: {poison} at {at} gave {value} at {i}");
+                }
+            }
+        }
+    }
 }

@@ -270,9 +270,10 @@ impl Checkpoint {
         Ok(LoadedTensor { format, bytes: map.bytes().slice(info.range.clone()), origin })
     }
 
-    /// The element type of most elements of matrices, among those that Lagoon can compute with (masks have more dimensions); [`crate::Weights::load`] checks that all
-    /// matrices have the same. Of a GGUF file, the one that they are converted to: where all are exact in the type of most, that;
-    /// with packed ones f16, whose 11 bits of precision are more than their codes have, or f32 where most are in f32.
+    /// The element type of most elements of matrices, among those that Lagoon can compute with (masks have more dimensions);
+    /// [`crate::Weights::load`] checks that all matrices have the same. Of a GGUF file, the one that matrices are converted to: the
+    /// type of most where all are exact in it; with packed ones f16, whose 11 bits of precision are more than their codes have, or
+    /// f32 where most are in f32.
     #[must_use]
     pub fn dtype(&self) -> Option<DType> {
         if self.mixed {
@@ -298,5 +299,24 @@ impl Checkpoint {
     /// Files in the order of their names.
     pub(crate) fn files(&self) -> &[TensorFile] {
         &self.files
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_type_that_loses_least_is_computed_in() {
+        use WeightFormat::{BF16, F16, F32, Mxfp4, Q4K};
+        let of = |formats: &[(WeightFormat, usize)]| most_exact(formats.iter().copied());
+        assert_eq!(of(&[]), None);
+        assert_eq!(of(&[(BF16, 9), (F32, 1)]), Some(DType::BF16));
+        assert_eq!(of(&[(BF16, 9), (F16, 1)]), Some(DType::F16), "bf16 has three bits less");
+        assert_eq!(of(&[(F16, 9), (BF16, 1)]), Some(DType::F16));
+        assert_eq!(of(&[(F32, 9), (Q4K, 1)]), Some(DType::F32));
+        assert_eq!(of(&[(BF16, 9), (Q4K, 1)]), Some(DType::F16));
+        assert_eq!(of(&[(Mxfp4, 9), (BF16, 1)]), Some(DType::BF16));
+        assert_eq!(of(&[(Mxfp4, 9), (F16, 1)]), Some(DType::F16));
     }
 }

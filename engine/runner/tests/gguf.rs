@@ -356,6 +356,16 @@ fn gemmas_norms_have_their_one_added() {
     }
 }
 
+/// Old files have the factor of a linear scaling and no type.
+#[test]
+fn a_factor_alone_is_a_linear_scaling() {
+    let mut source = Source::open("qwen3");
+    source.config.as_object_mut().unwrap().remove("sliding_window");
+    let theta = source.config["rope_parameters"]["rope_theta"].clone();
+    source.config["rope_parameters"] = json!({"rope_type": "linear", "factor": 4.0, "rope_theta": theta});
+    compare("qwen3", &source, &gguf(&source, "qwen3", &[("rope.scaling.factor", Item::F32(4.0))]));
+}
+
 #[test]
 fn phis_projections_are_fused() {
     let source = Source::open("phi3");
@@ -375,6 +385,12 @@ fn phis_projections_are_fused() {
         ("rope.scaling.attn_factor", Item::F32(attention)),
     ];
     compare("phi3_longrope", &source, &gguf(&stored, "phi3", &more));
+    stored.tensors.remove("rope_factors_long.weight");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.gguf");
+    std::fs::write(&path, gguf(&stored, "phi3", &more)).unwrap();
+    let refused = ModelSpec::open(&path).unwrap_err().to_string();
+    assert!(refused.contains("are used together"), "{refused}");
 }
 
 #[test]

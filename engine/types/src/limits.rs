@@ -290,7 +290,7 @@ pub const TRANSFER_BYTES: u64 = 64 << 20;
 pub const TRANSFER_CONN_REQUESTS_MAX: usize = 1024;
 /// Writers that one reader is connected to, and readers of one writer.
 pub const TRANSFER_CONNS_MAX: usize = INSTANCES_MAX;
-/// Direct connections that one writer accepts.
+/// Direct connections that one process accepts.
 pub const DIRECT_CONNECTIONS_MAX: usize = 4096;
 /// Direct connections of one node (certificate) at one process: of several readers with several each.
 pub const DIRECT_CONNECTIONS_NODE_MAX: usize = DIRECT_CONNECTIONS_MAX / 4;

@@ -90,8 +90,17 @@ async fn an_address_that_was_announced_is_free_when_the_session_is_over() {
     let victim = bind(&identity, None);
     let place = victim.node.local_addr();
     let squatter = bind(&instance("squatter"), Some(place));
-    bound.node.connect(squatter.node.local_addr(), &[Class::Control]).unwrap();
+    let reached = bound.node.connect(squatter.node.local_addr(), &[Class::Control]).unwrap();
     next_up(&mut bound.events).await;
+    // The session is reported before its first connection is adopted.
+    let adopted = async {
+        while !bound.node.is_reached(reached, squatter.node.local_addr()) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(TIMEOUT, adopted).await.expect("it was dialed there");
+    assert_eq!(bound.node.connect(place, &[]).unwrap(), reached, "it announces the address");
+    assert!(!bound.node.is_reached(reached, place), "and was not reached there");
     let peer = victim.node.connect(bound.node.local_addr(), &[]).unwrap();
     victim.node.try_send(peer, &control(1)).unwrap();
     let refused = next_refused(&mut bound).await;

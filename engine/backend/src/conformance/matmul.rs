@@ -195,10 +195,26 @@ fn product<D: Device>(
     let part = |w: &[usize]| (w[1] - w[0], bytes.slice(w[0] * k * dtype.size()..w[1] * k * dtype.size()));
     let source = WeightSource::plain(dtype, k, cuts.windows(2).map(part).collect());
     let weight = device.weight(source).expect("weight");
+    let what = format!("matmul {dtype} {rows}x{k}x{n} {mode:?} in {parts} parts");
+    let bound = bound(k, dtype, tolerance);
+    check_product(device, &what, &mut data, (&weight, &exact), (rows, k, n), mode, |_, _, sum| bound * sum);
+}
+
+/// Compares a product of random activations with f64. `error` is the bound of an element, from the row of activations, the weight
+/// row and the sum of absolute products.
+pub(super) fn check_product<D: Device>(
+    device: &mut D,
+    what: &str,
+    data: &mut Data,
+    (weight, exact): (&D::Weight, &[f32]),
+    (rows, k, n): (usize, usize, usize),
+    mode: Mode,
+    error: impl Fn(&[f32], &[f32], f64) -> f64,
+) {
     // Tensors have more rows than the product works on.
     let (x, values) = data.tensor(device, rows + 2, k);
     let (mut out, before) = data.tensor(device, rows + 1, n);
-    device.matmul(&x, &weight, rows, mode, &mut out).expect("matmul");
+    device.matmul(&x, weight, rows, mode, &mut out).expect("matmul");
     let (mut want, mut sums) = oracle(&values, rows, k, n, |row, i| exact[row * k + i]);
     if mode == Mode::Add {
         for ((want, sum), before) in want.iter_mut().zip(&mut sums).zip(&before) {
@@ -207,7 +223,7 @@ fn product<D: Device>(
         }
     }
     let got = read(device, &out, rows + 1, n);
-    let what = format!("matmul {dtype} {rows}x{k}x{n} {mode:?} in {parts} parts");
-    assert_close(&what, &got[..rows * n], &want, |i| bound(k, dtype, tolerance) * sums[i]);
+    let error = |i: usize| error(&values[i / n * k..][..k], &exact[i % n * k..][..k], sums[i]);
+    assert_close(what, &got[..rows * n], &want, error);
     assert_eq!(got[rows * n..], before[rows * n..], "{what}: rows beyond are untouched");
 }

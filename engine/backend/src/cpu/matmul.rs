@@ -4,21 +4,24 @@
 use super::dots::Dots;
 use super::multiply::Multiply;
 use super::pack::{Plain, Stored, Transpose, Widen};
-use super::packed::{self, Blocks, Packed, PackedDots, Round};
+use super::packed::{self, Blocks, Packed, PackedDots, Round, Work, with_format};
 use super::simd::{Element, Isa};
 use super::threads::{Disjoint, Threads, with_scratch};
 use super::weight::Stretch;
 use super::{CpuTensor, CpuWeight};
 use crate::formats::WeightFormat;
 use crate::{HeadStrides, Mode};
-use half::{bf16, f16};
 use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Whether the kernels read weights in `format` as they are.
 pub(super) fn takes(format: WeightFormat) -> bool {
-    use WeightFormat::{BF16, F16, F32, Mxfp4, Q4_0, Q4K, Q5K, Q6K, Q8_0};
-    matches!(format, F32 | F16 | BF16 | Q8_0 | Q4_0 | Q4K | Q5K | Q6K | Mxfp4)
+    struct Nothing;
+    impl Work for Nothing {
+        fn plain<E: Element + 'static>(self) {}
+        fn packed<P: Packed>(self) {}
+    }
+    with_format(format, Nothing)
 }
 
 /// Up to so many rows the weights are streamed; packing a panel pays for more.
@@ -73,7 +76,7 @@ pub(super) fn matmul(
         let strip = rows.div_ceil(strips);
         threads.run(panels * strips, |task| {
             let (panel, strip0) = (task / strips * PANEL, task % strips * strip);
-            product.packed(panel..weight.rows.min(panel + PANEL), strip0..rows.min(strip0 + strip));
+            product.by_panel(panel..weight.rows.min(panel + PANEL), strip0..rows.min(strip0 + strip));
         });
     }
 }
@@ -121,7 +124,7 @@ pub(super) fn grouped(
             out_at: 0,
             add: false,
         };
-        if rows.len() <= STREAMED_ROWS { product.streamed(cols) } else { product.packed(cols, rows) }
+        if rows.len() <= STREAMED_ROWS { product.streamed(cols) } else { product.by_panel(cols, rows) }
     });
 }
 
@@ -161,7 +164,7 @@ pub(super) fn by_head(
             out_at: head * out_stride,
             add: false,
         };
-        if rows <= STREAMED_ROWS { product.streamed(cols) } else { product.packed(cols, 0..rows) }
+        if rows <= STREAMED_ROWS { product.streamed(cols) } else { product.by_panel(cols, 0..rows) }
     });
 }
 
@@ -187,18 +190,8 @@ impl Product<'_> {
     /// Columns `cols` of the result, streaming their weights.
     fn streamed(&self, cols: Range<usize>) {
         for part in self.weight.stretches(cols) {
-            match part.format {
-                WeightFormat::F32 => self.dots::<f32>(&part),
-                WeightFormat::F16 => self.dots::<f16>(&part),
-                WeightFormat::BF16 => self.dots::<bf16>(&part),
-                WeightFormat::Q8_0 => self.packed_dots::<packed::Q8_0>(&part),
-                WeightFormat::Q4_0 => self.packed_dots::<packed::Q4_0>(&part),
-                WeightFormat::Q4K => self.packed_dots::<packed::Q4K>(&part),
-                WeightFormat::Q5K => self.packed_dots::<packed::Q5K>(&part),
-                WeightFormat::Q6K => self.packed_dots::<packed::Q6K>(&part),
-                WeightFormat::Mxfp4 => self.packed_dots::<packed::Mxfp4>(&part),
-                other => unreachable!("{other} is not taken"),
-            }
+            let taken = with_format(part.format, Streamed { product: self, part: &part });
+            assert!(taken, "{} is not taken", part.format);
         }
     }
 
@@ -285,7 +278,7 @@ impl Product<'_> {
     }
 
     /// Columns `cols`, at most a panel, of rows `rows`.
-    fn packed(&self, cols: Range<usize>, rows: Range<usize>) {
+    fn by_panel(&self, cols: Range<usize>, rows: Range<usize>) {
         if rows.is_empty() {
             return;
         }
@@ -318,19 +311,9 @@ impl Product<'_> {
     /// Widens columns `depth` of weight rows `cols` into `panel[depth][PANEL]`.
     fn pack(&self, cols: Range<usize>, depth: Range<usize>, panel: &mut [f32]) {
         for part in self.weight.stretches(cols.clone()) {
-            let (depth, panel) = (depth.clone(), &mut panel[part.rows.start - cols.start..]);
-            match part.format {
-                WeightFormat::F32 => self.transpose::<Plain<f32>>(&part, depth, panel),
-                WeightFormat::F16 => self.transpose::<Plain<f16>>(&part, depth, panel),
-                WeightFormat::BF16 => self.transpose::<Plain<bf16>>(&part, depth, panel),
-                WeightFormat::Q8_0 => self.transpose::<Blocks<packed::Q8_0>>(&part, depth, panel),
-                WeightFormat::Q4_0 => self.transpose::<Blocks<packed::Q4_0>>(&part, depth, panel),
-                WeightFormat::Q4K => self.transpose::<Blocks<packed::Q4K>>(&part, depth, panel),
-                WeightFormat::Q5K => self.transpose::<Blocks<packed::Q5K>>(&part, depth, panel),
-                WeightFormat::Q6K => self.transpose::<Blocks<packed::Q6K>>(&part, depth, panel),
-                WeightFormat::Mxfp4 => self.transpose::<Blocks<packed::Mxfp4>>(&part, depth, panel),
-                other => unreachable!("{other} is not taken"),
-            }
+            let panel = &mut panel[part.rows.start - cols.start..];
+            let work = Transposed { product: self, part: &part, depth: depth.clone(), panel };
+            assert!(with_format(part.format, work), "{} is not taken", part.format);
         }
     }
 
@@ -350,5 +333,39 @@ impl Product<'_> {
                 stored: PhantomData,
             });
         }
+    }
+}
+
+/// [`Product::streamed`] of one stretch.
+struct Streamed<'a> {
+    product: &'a Product<'a>,
+    part: &'a Stretch<'a>,
+}
+
+impl Work for Streamed<'_> {
+    fn plain<E: Element + 'static>(self) {
+        self.product.dots::<E>(self.part);
+    }
+
+    fn packed<P: Packed>(self) {
+        self.product.packed_dots::<P>(self.part);
+    }
+}
+
+/// [`Product::pack`] of one stretch.
+struct Transposed<'a> {
+    product: &'a Product<'a>,
+    part: &'a Stretch<'a>,
+    depth: Range<usize>,
+    panel: &'a mut [f32],
+}
+
+impl Work for Transposed<'_> {
+    fn plain<E: Element + 'static>(self) {
+        self.product.transpose::<Plain<E>>(self.part, self.depth, self.panel);
+    }
+
+    fn packed<P: Packed>(self) {
+        self.product.transpose::<Blocks<P>>(self.part, self.depth, self.panel);
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A few rows are multiplied in integers ([`PackedDots`]): activations are rounded to 16 bits of the largest of 32
 //! ([`round`]), and products of them with codes are exact. Many rows are multiplied in f32, with the elements that
-//! [`WeightFormat::decode`](crate::formats::WeightFormat::decode) gives, up to one rounding.
+//! [`WeightFormat::decode`] gives, up to one rounding.
 #![allow(clippy::needless_range_loop, reason = "vectors of several arrays have one index")]
 #![allow(
     clippy::cast_possible_truncation,
@@ -10,7 +10,9 @@
 )]
 
 use super::pack::Stored;
-use super::simd::{Kernel, Simd};
+use super::simd::{Element, Kernel, Simd};
+use crate::formats::{Block, WeightFormat};
+use half::{bf16, f16};
 use std::marker::PhantomData;
 
 /// Elements that are unpacked together. Blocks have a whole number of them.
@@ -24,16 +26,22 @@ const ROUNDED_MAX: f32 = 32_766.0;
 
 /// A packed format. An element is `scale * code - least`, with a scale for 16 or 32 elements.
 pub(super) trait Packed: Send + Sync + 'static {
-    const BLOCK_ELEMENTS: usize;
-    const BLOCK_BYTES: usize;
+    const FORMAT: WeightFormat;
+    const BLOCK: Block = Self::FORMAT.block();
     /// Whether elements have a least value.
     const LEAST: bool = false;
     /// Whether each half of a part has a scale of its own.
     const HALVES: bool = false;
 
+    /// A block's scales: an f16 at its start, with six-bit codes where there are least values.
+    ///
     /// # Safety
-    /// `block` is valid for a block's bytes.
-    unsafe fn scales<S: Simd>(block: *const u8) -> Scales;
+    /// The processor has the features of `S`, and `block` is valid for a block's bytes.
+    #[inline(always)]
+    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
+        // SAFETY: within the block.
+        unsafe { if Self::LEAST { six_bits::<S>(block) } else { Scales::one(half::<S>(block, 0)) } }
+    }
 
     /// Codes `part * PART ..` of a block, in the first `PART / (2 * LANES)` vectors.
     ///
@@ -76,6 +84,29 @@ impl Scales {
     }
 }
 
+/// Work on weights of one format.
+pub(super) trait Work {
+    fn plain<E: Element + 'static>(self);
+    fn packed<P: Packed>(self);
+}
+
+/// Does `work` for `format`. False if there are no kernels for it: the device does not take it.
+pub(super) fn with_format(format: WeightFormat, work: impl Work) -> bool {
+    match format {
+        WeightFormat::F32 => work.plain::<f32>(),
+        WeightFormat::F16 => work.plain::<f16>(),
+        WeightFormat::BF16 => work.plain::<bf16>(),
+        WeightFormat::Q8_0 => work.packed::<Q8_0>(),
+        WeightFormat::Q4_0 => work.packed::<Q4_0>(),
+        WeightFormat::Q4K => work.packed::<Q4K>(),
+        WeightFormat::Q5K => work.packed::<Q5K>(),
+        WeightFormat::Q6K => work.packed::<Q6K>(),
+        WeightFormat::Mxfp4 => work.packed::<Mxfp4>(),
+        _ => return false,
+    }
+    true
+}
+
 /// Bytes `p ..` as codes: `bits` bits of each from bit `shift`.
 #[inline(always)]
 unsafe fn bits<S: Simd>(p: *const u8, shift: u32, bits: u32) -> [S::W; 2] {
@@ -106,14 +137,7 @@ unsafe fn half<S: Simd>(block: *const u8, at: usize) -> f32 {
 pub(super) struct Q8_0;
 
 impl Packed for Q8_0 {
-    const BLOCK_ELEMENTS: usize = 32;
-    const BLOCK_BYTES: usize = 34;
-
-    #[inline(always)]
-    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
-        // SAFETY: within the block.
-        Scales::one(unsafe { half::<S>(block, 0) })
-    }
+    const FORMAT: WeightFormat = WeightFormat::Q8_0;
 
     #[inline(always)]
     unsafe fn codes<S: Simd>(block: *const u8, _: usize) -> [S::W; 2] {
@@ -128,14 +152,7 @@ impl Packed for Q8_0 {
 pub(super) struct Q4_0;
 
 impl Packed for Q4_0 {
-    const BLOCK_ELEMENTS: usize = 32;
-    const BLOCK_BYTES: usize = 18;
-
-    #[inline(always)]
-    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
-        // SAFETY: within the block.
-        Scales::one(unsafe { half::<S>(block, 0) })
-    }
+    const FORMAT: WeightFormat = WeightFormat::Q4_0;
 
     #[inline(always)]
     unsafe fn codes<S: Simd>(block: *const u8, _: usize) -> [S::W; 2] {
@@ -167,15 +184,8 @@ unsafe fn six_bits<S: Simd>(block: *const u8) -> Scales {
 pub(super) struct Q4K;
 
 impl Packed for Q4K {
-    const BLOCK_ELEMENTS: usize = 256;
-    const BLOCK_BYTES: usize = 144;
+    const FORMAT: WeightFormat = WeightFormat::Q4K;
     const LEAST: bool = true;
-
-    #[inline(always)]
-    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
-        // SAFETY: passed on.
-        unsafe { six_bits::<S>(block) }
-    }
 
     #[inline(always)]
     unsafe fn codes<S: Simd>(block: *const u8, part: usize) -> [S::W; 2] {
@@ -187,15 +197,8 @@ impl Packed for Q4K {
 pub(super) struct Q5K;
 
 impl Packed for Q5K {
-    const BLOCK_ELEMENTS: usize = 256;
-    const BLOCK_BYTES: usize = 176;
+    const FORMAT: WeightFormat = WeightFormat::Q5K;
     const LEAST: bool = true;
-
-    #[inline(always)]
-    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
-        // SAFETY: passed on.
-        unsafe { six_bits::<S>(block) }
-    }
 
     #[inline(always)]
     unsafe fn codes<S: Simd>(block: *const u8, part: usize) -> [S::W; 2] {
@@ -210,8 +213,7 @@ impl Packed for Q5K {
 pub(super) struct Q6K;
 
 impl Packed for Q6K {
-    const BLOCK_ELEMENTS: usize = 256;
-    const BLOCK_BYTES: usize = 210;
+    const FORMAT: WeightFormat = WeightFormat::Q6K;
     const HALVES: bool = true;
 
     #[inline(always)]
@@ -240,8 +242,7 @@ const TWICE_E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8
 pub(super) struct Mxfp4;
 
 impl Packed for Mxfp4 {
-    const BLOCK_ELEMENTS: usize = 32;
-    const BLOCK_BYTES: usize = 17;
+    const FORMAT: WeightFormat = WeightFormat::Mxfp4;
 
     #[inline(always)]
     unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
@@ -270,12 +271,12 @@ impl<P: Packed> Stored for Blocks<P> {
         debug_assert!(at.is_multiple_of(PART) && n.is_multiple_of(PART), "whole parts");
         let mut i = 0;
         while i < n {
-            let (block, first) = ((at + i) / P::BLOCK_ELEMENTS, (at + i) % P::BLOCK_ELEMENTS);
+            let (block, first) = ((at + i) / P::BLOCK.elements, (at + i) % P::BLOCK.elements);
             // SAFETY: the parts are within the row, and `to` has room for them.
             unsafe {
-                let block = row.add(block * P::BLOCK_BYTES);
+                let block = row.add(block * P::BLOCK.bytes);
                 let scales = P::scales::<S>(block);
-                for part in first / PART..P::BLOCK_ELEMENTS.min(first + n - i) / PART {
+                for part in first / PART..P::BLOCK.elements.min(first + n - i) / PART {
                     let codes = P::codes::<S>(block, part);
                     let least = S::splat(-scales.leasts[part]);
                     for v in 0..PART / (2 * S::LANES) {
@@ -377,13 +378,13 @@ impl<P: Packed> PackedDots<P> {
     /// The dots of `R` rows with the weight row at `weight`.
     #[inline(always)]
     unsafe fn dots<S: Simd, const R: usize>(&self, weight: *const u8) -> [f32; R] {
-        let parts = P::BLOCK_ELEMENTS / PART;
+        let parts = P::BLOCK.elements / PART;
         // SAFETY: the rows are within the product.
         unsafe {
             // Two sums take turns: one would wait for itself.
             let (mut sums, mut leasts) = ([[S::splat(0.0); 2]; R], [0.0f32; R]);
-            for block in 0..self.k / P::BLOCK_ELEMENTS {
-                let bytes = weight.add(block * P::BLOCK_BYTES);
+            for block in 0..self.k / P::BLOCK.elements {
+                let bytes = weight.add(block * P::BLOCK.bytes);
                 let scales = P::scales::<S>(bytes);
                 for part in 0..parts {
                     let codes = P::codes::<S>(bytes, part);
@@ -413,7 +414,7 @@ impl<P: Packed> PackedDots<P> {
 
     #[inline(always)]
     unsafe fn columns<S: Simd, const R: usize>(&self) {
-        let row_bytes = self.k / P::BLOCK_ELEMENTS * P::BLOCK_BYTES;
+        let row_bytes = self.k / P::BLOCK.elements * P::BLOCK.bytes;
         for col in 0..self.n {
             // SAFETY: within the product.
             unsafe {

@@ -11,7 +11,7 @@ use lagoon_backend::{Activation, SWIGLU_ALPHA, SWIGLU_LIMIT};
 pub(super) const FAMILY: Family = Family {
     model_type: "gpt_oss",
     architectures: &["GptOssForCausalLM"],
-    models: "gpt-oss in bf16 (the published files have MXFP4 weights, which are not read yet)",
+    models: "gpt-oss in bf16 or from GGUF (the published safetensors have MXFP4 weights, which are not read yet)",
     goldens: &["gpt_oss"],
     gguf: Some(Gguf {
         experts: true,

@@ -1,6 +1,7 @@
 //! Direct connections that stand, with whom: they belong to no session, and end when a certificate is revoked all the same.
 
 use crate::{Subject, close, event::Window, node::Shared};
+use lagoon_types::limits::DIRECT_CONNECTIONS_MAX;
 use quinn::{Connection, VarInt};
 use std::{
     collections::BTreeMap,
@@ -15,7 +16,7 @@ struct Open {
     accepted: BTreeMap<Arc<str>, usize>,
 }
 
-/// As many as there are connections; those that a node opens are bounded for each.
+/// Those that peers open are bounded for each node, and together.
 #[derive(Debug, Default)]
 pub(crate) struct DirectConnections(Mutex<Open>);
 
@@ -43,9 +44,12 @@ impl DirectConnections {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts one more of a node that may have `max`.
+    /// Counts one more of a node that may have `max`, of all that this process accepts.
     fn count(&self, node: &Arc<str>, max: usize) -> Result<(), String> {
         let mut open = self.lock();
+        if open.accepted.values().sum::<usize>() >= DIRECT_CONNECTIONS_MAX {
+            return Err("too many direct connections".to_owned());
+        }
         let own = open.accepted.entry(Arc::clone(node)).or_default();
         if *own >= max {
             return Err(format!("node {node:?} has {own} direct connections, its most"));
@@ -102,5 +106,21 @@ impl Shared {
             return Err((close::IDENTITY, format!("the certificate of node {:?} is revoked", subject.node)));
         }
         Ok(entry)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_accepts_so_many_of_all_nodes() {
+        let open = DirectConnections::default();
+        let nodes: Vec<Arc<str>> = (0..4).map(|node| format!("node {node}").into()).collect();
+        for node in &nodes {
+            (0..DIRECT_CONNECTIONS_MAX / 4).for_each(|_| open.count(node, DIRECT_CONNECTIONS_MAX / 4).unwrap());
+        }
+        let refused = open.count(&"node 9".into(), DIRECT_CONNECTIONS_MAX / 4).unwrap_err();
+        assert_eq!(refused, "too many direct connections");
     }
 }
