@@ -5,6 +5,8 @@ use super::simd::{Element, Kernel, Simd};
 
 /// Rows of `x` whose sums are held in registers together.
 const GROUP: usize = 4;
+/// How far ahead weights are prefetched, across the ends of rows.
+const AHEAD_BYTES: usize = 2048;
 
 /// `out[r][j] (=|+=) x[r] · weight[j]` for `rows` rows of `k` elements of `x`, `x_stride` apart, and `n` weight rows (`[n][k]`).
 pub(super) struct Dots<E> {
@@ -80,16 +82,20 @@ impl<E: Element> Dots<E> {
         }
     }
 
-    /// The dots of `R` rows of `x` from `row` with one weight row, which is read from memory.
+    /// The dots of the first `R` rows of `x` with one weight row, which is read from memory.
     #[inline(always)]
-    unsafe fn line<S: Simd, const R: usize>(&self, row: usize, col: usize) {
+    unsafe fn line<S: Simd, const R: usize>(&self, col: usize) {
+        // One sum would wait for itself.
         const SUMS: usize = 4;
         // SAFETY: the rows are within the product.
         unsafe {
-            let (x, w) = (self.x.add(row * self.x_stride), self.weight.add(col * self.k));
+            let (x, w) = (self.x, self.weight.add(col * self.k));
             let mut sums = [[S::splat(0.0); SUMS]; R];
             let mut i = 0;
             while i + SUMS * S::LANES <= self.k {
+                for line in (0..SUMS * S::LANES * size_of::<E>()).step_by(64) {
+                    S::prefetch(w.add(i).cast::<u8>().wrapping_add(AHEAD_BYTES + line));
+                }
                 for v in 0..SUMS {
                     let at = i + v * S::LANES;
                     let weight = E::load::<S>(w.add(at));
@@ -112,25 +118,25 @@ impl<E: Element> Dots<E> {
                 i += n;
             }
             for (r, [a, b, c, d]) in sums.into_iter().enumerate() {
-                self.put(row + r, col, S::sum(S::add(S::add(a, b), S::add(c, d))));
+                self.put(r, col, S::sum(S::add(S::add(a, b), S::add(c, d))));
             }
         }
     }
 
     /// `N` weight rows with all rows of `x`.
     ///
-    /// The first group reads the weights from memory, one weight row after the other: the hardware prefetcher follows one
-    /// stream on every processor measured, and four interleaved ones on some. The other groups find them in the cache.
+    /// The first group reads the weights from memory, one weight row after the other: every processor measured follows one
+    /// stream, and not every one four interleaved ones. The other groups find them in the cache.
     #[inline(always)]
     unsafe fn columns<S: Simd, const N: usize>(&self, col: usize) {
         // SAFETY: within the product.
         unsafe {
             for j in 0..N {
                 match self.rows {
-                    1 => self.line::<S, 1>(0, col + j),
-                    2 => self.line::<S, 2>(0, col + j),
-                    3 => self.line::<S, 3>(0, col + j),
-                    _ => self.line::<S, GROUP>(0, col + j),
+                    1 => self.line::<S, 1>(col + j),
+                    2 => self.line::<S, 2>(col + j),
+                    3 => self.line::<S, 3>(col + j),
+                    _ => self.line::<S, GROUP>(col + j),
                 }
             }
             for row in (GROUP..self.rows).step_by(GROUP) {
