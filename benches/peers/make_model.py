@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Write the benchmark's model: a Llama of 125M parameters with random f16 weights.
+"""Write the benchmark's models: Llamas with random f16 weights.
 
     python benches/peers/make_model.py OUT_DIR
 
-OUT_DIR gets a Hugging Face directory (hf/) and the same weights as GGUF (model.gguf). The shape is that of Lagoon's own CPU
-benchmark. The tokenizer splits at spaces; token i is the word `t<i>`, so that a prompt's length is known exactly.
+OUT_DIR gets a dense one of 125M parameters as a Hugging Face directory (hf/) and as GGUF (dense.gguf), with the shape of
+Lagoon's own CPU benchmark; and as GGUF one whose layers have 8 experts, two for a token (experts.gguf, 180M parameters).
+The tokenizer splits at spaces; token i is the word `t<i>` from 15 on, so that a prompt's length is known exactly.
 """
 
 import argparse
@@ -27,7 +28,14 @@ SHAPE = {
     "rope_theta": 500000.0,
 }
 HEAD_DIM = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
+EXPERTS = 8
+EXPERTS_PER_TOKEN = 2
+EXPERT_INNER = 512
 SPECIAL = ["<unk>", "<s>", "</s>"]
+# What the words are made of: a tokenizer of pieces has a piece for each character.
+CHARACTERS = ["\u2581", "t", *"0123456789"]
+# The first token that is a word.
+FIRST_WORD = len(SPECIAL) + len(CHARACTERS)
 
 # Hugging Face's name of a layer's tensor -> GGUF's.
 LAYER_NAMES = {
@@ -44,8 +52,8 @@ LAYER_NAMES = {
 
 
 def words():
-    """The vocabulary: three special tokens, then `t3`, `t4`, …"""
-    return SPECIAL + [f"t{i}" for i in range(len(SPECIAL), SHAPE["vocab_size"])]
+    """The vocabulary: three special tokens, characters, then `t15`, `t16`, …"""
+    return SPECIAL + CHARACTERS + [f"t{i}" for i in range(FIRST_WORD, SHAPE["vocab_size"])]
 
 
 def weights(seed=0):
@@ -111,14 +119,34 @@ def interleave(matrix, heads):
     return matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path, tensors):
-    """The same weights as GGUF: matrices in f16, norms in f32 as llama.cpp wants them."""
+def with_experts(tensors, seed=1):
+    """The dense model's tensors, with experts in place of its feed-forward layers; these are named as in GGUF."""
+    rng = np.random.default_rng(seed)
+    hidden = SHAPE["hidden_size"]
+
+    def matrices(*shape):
+        return (rng.standard_normal(shape, dtype=np.float32) * 0.02).astype(np.float16)
+
+    out = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
+    for layer in range(SHAPE["num_hidden_layers"]):
+        out[f"blk.{layer}.ffn_gate_inp.weight"] = matrices(EXPERTS, hidden).astype(np.float32)
+        out[f"blk.{layer}.ffn_gate_exps.weight"] = matrices(EXPERTS, EXPERT_INNER, hidden)
+        out[f"blk.{layer}.ffn_up_exps.weight"] = matrices(EXPERTS, EXPERT_INNER, hidden)
+        out[f"blk.{layer}.ffn_down_exps.weight"] = matrices(EXPERTS, hidden, EXPERT_INNER)
+    return out
+
+
+def write_gguf(path, tensors, experts=False):
+    """Weights as GGUF: matrices in f16, norms in f32 as llama.cpp wants them."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("lagoon benchmark")
+    if experts:
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(EXPERTS_PER_TOKEN)
     writer.add_context_length(SHAPE["max_position_embeddings"])
     writer.add_embedding_length(SHAPE["hidden_size"])
     writer.add_block_count(SHAPE["num_hidden_layers"])
-    writer.add_feed_forward_length(SHAPE["intermediate_size"])
+    writer.add_feed_forward_length(EXPERT_INNER if experts else SHAPE["intermediate_size"])
     writer.add_head_count(SHAPE["num_attention_heads"])
     writer.add_head_count_kv(SHAPE["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(SHAPE["rms_norm_eps"])
@@ -138,7 +166,9 @@ def write_gguf(path, tensors):
     writer.add_tensor("token_embd.weight", tensors["model.embed_tokens.weight"])
     for layer in range(SHAPE["num_hidden_layers"]):
         for theirs, ours in LAYER_NAMES.items():
-            tensor = tensors[f"model.layers.{layer}.{theirs}.weight"]
+            tensor = tensors.get(f"model.layers.{layer}.{theirs}.weight")
+            if tensor is None:
+                continue  # a feed-forward layer that experts take the place of
             if theirs == "self_attn.q_proj":
                 tensor = interleave(tensor, SHAPE["num_attention_heads"])
             elif theirs == "self_attn.k_proj":
@@ -146,6 +176,9 @@ def write_gguf(path, tensors):
             elif tensor.ndim == 1:
                 tensor = tensor.astype(np.float32)
             writer.add_tensor(f"blk.{layer}.{ours}.weight", tensor)
+    for name, tensor in tensors.items():
+        if name.startswith("blk."):
+            writer.add_tensor(name, tensor)
     writer.add_tensor("output_norm.weight", tensors["model.norm.weight"].astype(np.float32))
     writer.add_tensor("output.weight", tensors["lm_head.weight"])
     writer.write_header_to_file()
@@ -155,13 +188,14 @@ def write_gguf(path, tensors):
 
 
 def make(out):
-    """Write both forms, unless they are there."""
-    if (out / "model.gguf").exists() and (out / "hf" / "tokenizer_config.json").exists():
+    """Write all forms, unless they are there."""
+    if (out / "experts.gguf").exists() and (out / "hf" / "tokenizer_config.json").exists():
         return
     tensors = weights()
     write_hf(out / "hf", tensors)
-    write_gguf(out / "model.gguf.part", tensors)
-    (out / "model.gguf.part").rename(out / "model.gguf")
+    for name, held in (("dense", tensors), ("experts", with_experts(tensors))):
+        write_gguf(out / f"{name}.part", held, experts=name == "experts")
+        (out / f"{name}.part").rename(out / f"{name}.gguf")
 
 
 def main():
