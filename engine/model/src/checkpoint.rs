@@ -9,6 +9,8 @@ use crate::error::shown;
 use crate::fields::{Fields, read_bounded};
 use crate::gguf::{Gguf, is_gguf};
 use crate::mapped::{self, Map};
+use crate::quantised::matrix::Matrix;
+use crate::quantised::{self, Quantisation};
 use crate::weights::{LoadedTensor, Origin};
 use bytes::Bytes;
 use lagoon_backend::WeightFormat;
@@ -17,6 +19,7 @@ use safetensors::{Dtype, SafeTensors};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Shards of one checkpoint at most.
 pub(crate) const SHARDS_MAX: usize = 4096;
@@ -38,9 +41,11 @@ pub struct TensorInfo {
     /// The format, if Lagoon reads it.
     pub format: Option<WeightFormat>,
     pub shape: Vec<usize>,
-    file: usize,
+    pub(crate) file: usize,
     /// Byte range in the file, header included.
-    range: Range<usize>,
+    pub(crate) range: Range<usize>,
+    /// The matrix that several tensors of a quantised checkpoint are, in place of a range.
+    pub(crate) quantised: Option<Arc<Matrix>>,
 }
 
 impl TensorInfo {
@@ -50,16 +55,16 @@ impl TensorInfo {
         self.format.and_then(WeightFormat::plain)
     }
 
-    /// Bytes of the tensor in its file.
+    /// Bytes of the tensor in its file; of a quantised one, of its blocks.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.range.len()
+        self.quantised.as_ref().map_or(self.range.len(), |matrix| matrix.block_bytes())
     }
 
     /// Whether the tensor has no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.range.is_empty()
+        self.len() == 0
     }
 }
 
@@ -89,8 +94,27 @@ pub(crate) fn shards(path: &Path, index: &[u8]) -> Result<BTreeMap<String, Vec<S
 pub struct Checkpoint {
     files: Vec<TensorFile>,
     tensors: BTreeMap<String, TensorInfo>,
-    /// Whether matrices may have several formats, and are converted to one element type.
-    mixed: bool,
+    kind: Kind,
+}
+
+/// What a checkpoint's matrices may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// All of one element type.
+    Plain,
+    /// Plain ones, and quantised ones of safetensors files.
+    Quantised,
+    /// Of several formats.
+    Gguf,
+}
+
+/// Matrices of a quantised checkpoint that are decoded at loading on every device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unpackable {
+    pub tensors: usize,
+    pub elements: u64,
+    /// The name of one of them, and why no format holds it.
+    pub example: (String, String),
 }
 
 /// The element type that a GGUF file's matrices are computed in: the 16-bit type that has all of them exactly, else f16 if one is
@@ -127,7 +151,7 @@ impl Checkpoint {
         }
         let single = dir.join("model.safetensors");
         let index = dir.join("model.safetensors.index.json");
-        let mut checkpoint = Self { files: Vec::new(), tensors: BTreeMap::new(), mixed: false };
+        let mut checkpoint = Self { files: Vec::new(), tensors: BTreeMap::new(), kind: Kind::Plain };
         if index.exists() {
             checkpoint.open_shards(dir, &index)?;
         } else if single.exists() {
@@ -140,14 +164,23 @@ impl Checkpoint {
                 hint: "Lagoon reads safetensors here; a GGUF file is named itself, as MODEL".to_owned(),
             });
         }
+        if let Some(quantisation) = quantised::of_dir(dir)? {
+            checkpoint.assemble(&quantisation)?;
+        }
         Ok(checkpoint)
+    }
+
+    /// Makes matrices of the tensors of quantised ones.
+    pub(crate) fn assemble(&mut self, quantisation: &Quantisation) -> Result<(), ModelError> {
+        self.kind = Kind::Quantised;
+        quantised::assemble(&mut self.tensors, &self.files, quantisation)
     }
 
     /// The tensors of a GGUF file.
     fn of(file: Gguf) -> Self {
         let tensors = file.tensors.into_iter().map(|(name, tensor)| {
             let (stored, format) = (tensor.stored.to_string(), tensor.stored.format());
-            (name, TensorInfo { stored, format, shape: tensor.shape, file: tensor.file, range: tensor.range })
+            (name, TensorInfo { stored, format, shape: tensor.shape, file: tensor.file, range: tensor.range, quantised: None })
         });
         let tensors = tensors.collect();
         let files = file.parts.into_iter().map(|part| TensorFile {
@@ -155,20 +188,45 @@ impl Checkpoint {
             map: part.map,
             data_start: part.data_start,
         });
-        Self { files: files.collect(), tensors, mixed: true }
+        Self { files: files.collect(), tensors, kind: Kind::Gguf }
     }
 
     /// Whether matrices may have several formats, which are converted to [`Checkpoint::dtype`].
     #[must_use]
     pub fn is_mixed(&self) -> bool {
-        self.mixed
+        self.kind != Kind::Plain
     }
 
-    /// Formats of the tensors with the bytes that they have together.
+    /// Whether norms are in f32 beside matrices in 16 bits.
+    #[must_use]
+    pub fn has_wide_norms(&self) -> bool {
+        self.kind == Kind::Gguf
+    }
+
+    /// Quantised matrices that no format holds; `None` if there are none.
+    #[must_use]
+    pub fn unpackable(&self) -> Option<Unpackable> {
+        let all = self.tensors.iter().filter_map(|(name, info)| Some((name, info.quantised.as_ref()?)));
+        let mut all = all.filter_map(|(name, matrix)| Some((name, matrix, matrix.unpackable.as_ref()?)));
+        let (name, matrix, why) = all.next()?;
+        let first = Unpackable {
+            tensors: 1,
+            elements: matrix.elements() as u64,
+            example: (name.clone(), why.clone()),
+        };
+        Some(all.fold(first, |sum, (_, matrix, _)| Unpackable {
+            tensors: sum.tensors + 1,
+            elements: sum.elements + matrix.elements() as u64,
+            ..sum
+        }))
+    }
+
+    /// Formats of the tensors with the bytes that they have together, but for [`Checkpoint::unpackable`] ones.
     #[must_use]
     pub fn formats(&self) -> Vec<(WeightFormat, u64)> {
         let mut bytes: BTreeMap<WeightFormat, u64> = BTreeMap::new();
-        for info in self.tensors.values() {
+        let is_packable = |info: &&TensorInfo| info.quantised.as_ref().is_none_or(|of| of.unpackable.is_none());
+        for info in self.tensors.values().filter(is_packable) {
             if let Some(format) = info.format {
                 *bytes.entry(format).or_default() += info.len() as u64;
             }
@@ -200,7 +258,7 @@ impl Checkpoint {
 
     /// A checkpoint of one file with these bytes; `path` is only for messages.
     pub(crate) fn of_bytes(path: &Path, bytes: Bytes) -> Result<Self, ModelError> {
-        let mut checkpoint = Self { files: Vec::new(), tensors: BTreeMap::new(), mixed: false };
+        let mut checkpoint = Self { files: Vec::new(), tensors: BTreeMap::new(), kind: Kind::Plain };
         checkpoint.tensors = checkpoint.add_map(path.to_owned(), Map::of(bytes))?;
         Ok(checkpoint)
     }
@@ -228,7 +286,7 @@ impl Checkpoint {
                 _ => None,
             };
             let stored = format!("{:?}", info.dtype);
-            Some((name, TensorInfo { stored, format, shape: info.shape.clone(), file, range }))
+            Some((name, TensorInfo { stored, format, shape: info.shape.clone(), file, range, quantised: None }))
         });
         let tensors = tensors.collect();
         self.files.push(TensorFile { path, map, data_start });
@@ -258,25 +316,31 @@ impl Checkpoint {
             return Err(self.error(name, problem));
         }
         let format = info.format.ok_or_else(|| {
-            let supported = match self.mixed {
-                true => WeightFormat::ALL.map(WeightFormat::name).join(", "),
-                false => "F32, F16 and BF16".to_owned(),
+            // Formats from FP8 on are in no GGUF file.
+            let gguf = WeightFormat::ALL.iter().take_while(|format| **format != WeightFormat::Fp8);
+            let supported = match self.kind {
+                Kind::Gguf => gguf.map(|format| format.name()).collect::<Vec<_>>().join(", "),
+                Kind::Plain | Kind::Quantised => "F32, F16 and BF16".to_owned(),
             };
             self.error(name, format!("has elements of type {}; supported are {supported}", info.stored))
         })?;
+        if let Some(matrix) = &info.quantised {
+            let origin = Origin { path: self.files[info.file].path.clone(), ..Origin::default() };
+            return Ok(LoadedTensor { format, bytes: Bytes::new(), origin, quantised: Some(Arc::clone(matrix)) });
+        }
         let map = &self.files[info.file].map;
         let origin =
             Origin { path: self.files[info.file].path.clone(), map: Some(map.clone()), start: info.range.start };
-        Ok(LoadedTensor { format, bytes: map.bytes().slice(info.range.clone()), origin })
+        Ok(LoadedTensor { format, bytes: map.bytes().slice(info.range.clone()), origin, quantised: None })
     }
 
     /// The element type of most elements of matrices, among those that Lagoon can compute with (masks have more dimensions);
     /// [`crate::Weights::load`] checks that all matrices have the same. Of a GGUF file, the one that matrices are converted to: the
     /// type of most where all are exact in it; with packed ones f16, whose 11 bits of precision are more than their codes have, or
-    /// f32 where most are in f32.
+    /// f32 where most are in f32. Of a quantised checkpoint, that of matrices that are not quantised, or bf16.
     #[must_use]
     pub fn dtype(&self) -> Option<DType> {
-        if self.mixed {
+        if self.kind == Kind::Gguf {
             let matrices = self.tensors.values().filter(|info| info.shape.len() > 1);
             return most_exact(matrices.filter_map(|info| Some((info.format?, info.len()))));
         }
@@ -285,7 +349,17 @@ impl Checkpoint {
             self.tensors.values().filter(of).map(TensorInfo::len).sum::<usize>() / dtype.size()
         };
         let counted = [DType::F32, DType::F16, DType::BF16].map(|dtype| (elements(dtype), dtype));
-        counted.into_iter().filter(|(count, _)| *count > 0).max_by_key(|(count, _)| *count).map(|(_, dtype)| dtype)
+        let most = counted.into_iter().filter(|(count, _)| *count > 0).max_by_key(|(count, _)| *count);
+        most.map(|(_, dtype)| dtype).or_else(|| (self.kind == Kind::Quantised).then_some(DType::BF16))
+    }
+
+    /// Whether a tensor is the bias of a quantised matrix, and zero.
+    pub(crate) fn is_zero_bias(&self, name: &str) -> bool {
+        let module = name.strip_suffix(".bias");
+        let of = module.and_then(|module| self.info(&format!("{module}.weight"))).and_then(|info| info.quantised.as_ref());
+        of.is_some() && self.info(name).is_some_and(|info| {
+            self.files[info.file].map.bytes()[info.range.clone()].iter().all(|byte| *byte == 0)
+        })
     }
 
     /// An error that names `tensor` and its file.

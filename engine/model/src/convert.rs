@@ -4,8 +4,9 @@
 //! neighbours, converted by way of f32 in pieces of bounded size otherwise. Pages of a file that were converted are given back.
 
 use crate::ModelError;
+use crate::quantised::matrix::{self, Matrix};
 use crate::spec::Part;
-use crate::weights::LoadedTensor;
+use crate::weights::{LoadedTensor, Origin};
 use bytes::Bytes;
 use lagoon_backend::WeightFormat;
 use lagoon_backend::formats::BLOCK_ELEMENTS_MAX;
@@ -20,7 +21,7 @@ const THREADED_ELEMENTS: usize = 1 << 20;
 /// Bytes of a file that are read before their pages are given back.
 const RELEASE_BYTES: usize = 1 << 20;
 /// The least f32 that rounds to infinity in f16.
-const F16_OVERFLOW: f32 = 65_520.0;
+pub(crate) const F16_OVERFLOW: f32 = 65_520.0;
 
 /// A part's elements in `dtype`, rounded to nearest even.
 ///
@@ -30,6 +31,9 @@ const F16_OVERFLOW: f32 = 65_520.0;
 /// # Panics
 /// If the tensor's bytes are not those of the part's shape.
 pub(crate) fn part_in(part: &Part, tensor: &LoadedTensor, dtype: DType) -> Result<Bytes, ModelError> {
+    if let Some(matrix) = &tensor.quantised {
+        return quantised_part_in(part, matrix, &tensor.origin, dtype);
+    }
     let stored = tensor.format.bytes(part.shape.iter().product());
     assert_eq!(stored, Some(tensor.bytes.len()), "{} is not what was asked for", part.tensor);
     let overflow = |value: f32| {
@@ -67,9 +71,33 @@ pub(crate) fn part_in(part: &Part, tensor: &LoadedTensor, dtype: DType) -> Resul
     whole.converted(&gathered, dtype).map(Bytes::from).map_err(overflow)
 }
 
-/// A packed part's rows as they are stored: a slice of the file, or a copy where rows are not neighbours. `None` if rows are no
-/// whole blocks.
-pub(crate) fn packed_rows(part: &Part, tensor: &LoadedTensor) -> Option<Bytes> {
+/// [`part_in`] of a quantised matrix: of its rows, or of elements of the rows that they are in.
+fn quantised_part_in(part: &Part, matrix: &Matrix, origin: &Origin, dtype: DType) -> Result<Bytes, ModelError> {
+    if let Some(rows) = matrix::Rows::of(part, matrix.cols) {
+        return matrix.converted(rows, dtype).map(Bytes::from);
+    }
+    let rows = matrix::Rows::around(part, matrix.cols);
+    let wide = matrix.converted(rows, DType::F32)?;
+    let offset = part.offset - rows.first * matrix.cols;
+    let part = Part { shape: vec![rows.count, matrix.cols], offset, ..part.clone() };
+    let tensor = LoadedTensor { origin: origin.clone(), ..LoadedTensor::plain(DType::F32, wide.into()) };
+    part_in(&part, &tensor, dtype)
+}
+
+/// A packed part's rows as blocks: a slice of the file, or a copy where rows are not neighbours or are made into blocks. `None` if
+/// rows are no whole blocks.
+///
+/// # Errors
+/// A quantised matrix with codes or scales that are no numbers.
+pub(crate) fn packed_rows(part: &Part, tensor: &LoadedTensor) -> Result<Option<Bytes>, ModelError> {
+    let Some(matrix) = &tensor.quantised else { return Ok(stored_rows(part, tensor)) };
+    match matrix::Rows::of(part, matrix.cols) {
+        Some(rows) => Ok(matrix.packed(rows)?.map(Bytes::from)),
+        None => Ok(None),
+    }
+}
+
+fn stored_rows(part: &Part, tensor: &LoadedTensor) -> Option<Bytes> {
     let format = tensor.format;
     let row = format.bytes(part.cols).filter(|_| part.col_stride == 1)?;
     let (offset, stride) = (format.bytes(part.offset)?, format.bytes(part.row_stride)?);

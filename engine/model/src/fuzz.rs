@@ -6,6 +6,8 @@
 
 use crate::checkpoint::{self, Checkpoint};
 use crate::fields::Fields;
+use crate::quantised::Quantisation;
+use crate::quantised::matrix::Rows;
 use crate::weights::LoadedTensor;
 use crate::{GenerationConfig, ModelError, ModelSpec, Rope, families, model_hash};
 use bytes::Bytes;
@@ -99,15 +101,50 @@ pub fn header(data: &[u8]) -> usize {
 }
 
 fn safetensors(bytes: Bytes) -> usize {
-    let checkpoint = match Checkpoint::of_bytes(Path::new("dir/model.safetensors"), bytes) {
+    let path = Path::new("dir/model.safetensors");
+    let checkpoint = match Checkpoint::of_bytes(path, bytes.clone()) {
         Ok(checkpoint) => checkpoint,
         Err(error) => {
             check_error(&error, "dir/model.safetensors");
             return 0;
         }
     };
+    for config in QUANTISED {
+        let quantised = format!("{{\"quantization_config\":{config}}}");
+        let fields = Fields::parse(path, quantised.as_bytes()).expect("an object");
+        let quantisation = Quantisation::read(&fields).expect("a method").expect("it is there");
+        let mut checkpoint = Checkpoint::of_bytes(path, bytes.clone()).expect("it was read above");
+        match checkpoint.assemble(&quantisation) {
+            Ok(()) => check_tensors(&checkpoint),
+            Err(error) => check_error(&error, "dir/model.safetensors"),
+        }
+    }
+    check_tensors(&checkpoint);
+    checkpoint.tensors().len()
+}
+
+/// Methods that [`header`] reads files with.
+const QUANTISED: [&str; 5] = [
+    r#"{"quant_method":"fp8","weight_block_size":[128,128]}"#,
+    r#"{"quant_method":"gptq","bits":4,"group_size":32}"#,
+    r#"{"quant_method":"awq","bits":4,"group_size":-1}"#,
+    r#"{"quant_method":"mxfp4"}"#,
+    r#"{"quant_method":"compressed-tensors","config_groups":{
+        "a":{"weights":{"num_bits":4,"type":"int","symmetric":false,"strategy":"group","group_size":16}},
+        "b":{"weights":{"num_bits":8,"type":"float","strategy":"channel"}}}}"#,
+];
+
+/// Reads all tensors of a checkpoint, and the first rows of quantised ones.
+fn check_tensors(checkpoint: &Checkpoint) {
     for (name, info) in checkpoint.tensors() {
         match checkpoint.tensor(name, &info.shape) {
+            Ok(LoadedTensor { quantised: Some(matrix), .. }) => {
+                assert_eq!(matrix.elements(), info.shape.iter().product(), "{name:?} of {info:?}");
+                let rows = Rows { first: 0, step: 1, count: matrix.rows.min(4) };
+                for error in [matrix.packed(rows).err(), matrix.converted(rows, DType::F16).err()].into_iter().flatten() {
+                    check_error(&error, "dir/model.safetensors");
+                }
+            }
             Ok(LoadedTensor { format, bytes, .. }) => {
                 assert_eq!(Some(bytes.len()), format.bytes(info.shape.iter().product()), "{name:?} of {info:?}");
             }
@@ -116,11 +153,11 @@ fn safetensors(bytes: Bytes) -> usize {
         let other = [info.shape.as_slice(), &[1]].concat();
         check_error(&checkpoint.tensor(name, &other).expect_err("it has another shape"), "dir/model.safetensors");
     }
-    assert!(checkpoint.dtype().is_none_or(|dtype| checkpoint.tensors().any(|(_, info)| info.dtype() == Some(dtype))));
+    let has = |dtype| checkpoint.tensors().any(|(_, info)| info.dtype() == Some(dtype));
+    assert!(checkpoint.is_mixed() || checkpoint.dtype().is_none_or(has));
     let json = include_str!("../tests/configs/SmolLM2-135M.json");
     let spec = ModelSpec::parse(Path::new("config.json"), json).expect("a configuration");
-    let _ = model_hash(&spec, &checkpoint, None);
-    checkpoint.tensors().len()
+    let _ = model_hash(&spec, checkpoint, None);
 }
 
 /// Checks that an error's text is short and names the file, and the field or tensor where the error has one.

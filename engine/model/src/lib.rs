@@ -21,6 +21,7 @@ pub mod gguf;
 pub mod hash;
 pub mod hub;
 mod mapped;
+mod quantised;
 pub mod rope;
 pub mod spec;
 pub mod split;

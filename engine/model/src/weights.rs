@@ -8,6 +8,7 @@
 
 use crate::convert::{packed_rows, part_in};
 use crate::mapped::Map;
+use crate::quantised::matrix::Matrix;
 use crate::spec::{Dense, HeadNorms, LatentSpec, MixtureSpec, Mlp, NormSpec, Part};
 use crate::{Checkpoint, ModelError, ModelSpec, spec};
 use bytes::Bytes;
@@ -17,20 +18,23 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// A stored tensor's format and little-endian bytes.
 #[derive(Clone, Debug)]
 pub struct LoadedTensor {
     pub format: WeightFormat,
+    /// None of a quantised matrix.
     pub bytes: Bytes,
     pub origin: Origin,
+    pub(crate) quantised: Option<Arc<Matrix>>,
 }
 
 impl LoadedTensor {
     /// A tensor that is in no file.
     #[must_use]
     pub fn plain(dtype: DType, bytes: Bytes) -> Self {
-        Self { format: dtype.into(), bytes, origin: Origin::default() }
+        Self { format: dtype.into(), bytes, origin: Origin::default(), quantised: None }
     }
 }
 
@@ -247,7 +251,7 @@ impl<D: Device> Weights<D> {
             Ok(tensor)
         };
         let keep_packed = dtype.is_none() && checkpoint.is_mixed();
-        Self::build_with(device, spec, (target, checkpoint.is_mixed(), keep_packed), progress, source)
+        Self::build_with(device, spec, (target, checkpoint.has_wide_norms(), keep_packed), progress, source)
     }
 
     /// Builds the weights from the tensors of `source`, called with each name and shape. Matrices are converted to `dtype`.
@@ -501,7 +505,7 @@ impl<D: Device> Loader<'_, '_, '_, D> {
         if self.keep_packed
             && format.plain().is_none()
             && self.device.takes(format)
-            && let Some(bytes) = packed_rows(part, &tensor)
+            && let Some(bytes) = packed_rows(part, &tensor)?
         {
             return Ok(WeightPart { rows, format, bytes });
         }
@@ -546,7 +550,8 @@ fn check_tied_head(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), Mode
     for head in heads.filter(|head| checkpoint.info(head).is_some()) {
         let shape = [spec.vocab, spec.hidden];
         let (stored, tied) = (checkpoint.tensor(head, &shape)?, checkpoint.tensor(table, &shape)?);
-        if (stored.format, &stored.bytes) != (tied.format, &tied.bytes) {
+        let quantised = stored.quantised.is_some() || tied.quantised.is_some();
+        if quantised || (stored.format, &stored.bytes) != (tied.format, &tied.bytes) {
             let problem = format!(
                 "differs from `{table}`, to which the configuration ties it\nhint: set tie_word_embeddings to false in \
                  config.json"
@@ -567,7 +572,9 @@ fn check_no_others(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), Mode
         let index = index.and_then(|(index, _)| index.parse::<usize>().ok());
         index.is_some_and(|index| (spec.layers.len()..spec.layers.len() + count).contains(&index))
     };
-    let redundant = |name: &str| names.redundant.iter().any(|end| name.ends_with(end));
+    // Tools give modules that they quantise biases that are zero.
+    let redundant =
+        |name: &str| names.redundant.iter().any(|end| name.ends_with(end)) || checkpoint.is_zero_bias(name);
     check_tied_head(checkpoint, spec)?;
     match checkpoint.tensors().find(|(name, _)| !used.contains(name) && !redundant(name) && !beyond(name)) {
         None => Ok(()),

@@ -1,6 +1,7 @@
 //! Common parts of families: sizes and their checks, and Llama's tensors, of which most other families are variations.
 
 use crate::fields::{Fields, narrow};
+use crate::quantised::Quantisation;
 use crate::spec::{
     AttentionSpec, Dense, Embedding, HeadNorms, LayerSpec, MixtureSpec, Mlp, Names, Norm, NormSpec, Part,
 };
@@ -54,7 +55,7 @@ impl Base {
         kv_heads: Option<u32>,
         head_dim: Option<u32>,
     ) -> Result<Self, ModelError> {
-        refuse_quantised(fields)?;
+        check_quantised(fields)?;
         refuse_unless(fields, "embedding_multiplier", 1, "only 1 is implemented")?;
         let hidden = size(fields, "hidden_size", HIDDEN_MAX)?;
         let geometry = geometry(fields, hidden, kv_heads, head_dim)?;
@@ -325,6 +326,12 @@ pub(super) fn plain_gelu(fields: &Fields, field: &str, absent: Activation) -> Re
     }
 }
 
+/// Refuses ways of quantising that are not read.
+pub(super) fn check_quantised(fields: &Fields) -> Result<(), ModelError> {
+    Quantisation::read(fields).map(drop)
+}
+
+/// Refuses every way of quantising, in families that are not published so.
 pub(super) fn refuse_quantised(fields: &Fields) -> Result<(), ModelError> {
     for quantised in ["quantization_config", "compression_config"] {
         if fields.get(quantised).is_some() {

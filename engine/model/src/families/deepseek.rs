@@ -22,7 +22,7 @@ pub(super) const V2: Family = Family {
 pub(super) const V3: Family = Family {
     model_type: "deepseek_v3",
     architectures: &["DeepseekV3ForCausalLM"],
-    models: "DeepSeek-V3 and R1 in bf16, Moonlight",
+    models: "DeepSeek-V3 and R1, Moonlight",
     goldens: &["deepseek_v3"],
     gguf: None,
     read: |fields| read(fields, "deepseek_v3"),
@@ -31,7 +31,7 @@ pub(super) const V3: Family = Family {
 pub(super) const KIMI_K2: Family = Family {
     model_type: "kimi_k2",
     architectures: &["DeepseekV3ForCausalLM"],
-    models: "Kimi-K2 in bf16",
+    models: "Kimi-K2",
     goldens: &["kimi_k2"],
     gguf: None,
     read: |fields| read(fields, "kimi_k2"),

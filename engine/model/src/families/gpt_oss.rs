@@ -4,6 +4,7 @@ use super::Family;
 use super::common::{Base, count, experts, refuse_other_activations, refuse_unless, softmax, windows};
 use super::gguf::{self, Config, Gguf, Layout};
 use crate::fields::Fields;
+use crate::quantised::Quantisation;
 use crate::spec::{MixtureSpec, Mlp, Part};
 use crate::{ModelError, ModelSpec};
 use lagoon_backend::{Activation, SWIGLU_ALPHA, SWIGLU_LIMIT};
@@ -11,7 +12,7 @@ use lagoon_backend::{Activation, SWIGLU_ALPHA, SWIGLU_LIMIT};
 pub(super) const FAMILY: Family = Family {
     model_type: "gpt_oss",
     architectures: &["GptOssForCausalLM"],
-    models: "gpt-oss in bf16 or from GGUF (the published safetensors have MXFP4 weights, which are not read yet)",
+    models: "gpt-oss",
     goldens: &["gpt_oss"],
     gguf: Some(Gguf {
         experts: true,
@@ -109,11 +110,32 @@ fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
         layer.attention.out_bias = Some(Part::vector(of("self_attn.o_proj.bias"), base.hidden));
         layer.attention.sinks = Some(Part::vector(of("self_attn.sinks"), base.geometry.heads as usize));
         layer.attention.window = window;
-        layer.mlp = Mlp::Experts(Box::new(mixture(&base, i, sizes)));
+        let mixture = mixture(&base, i, sizes);
+        layer.mlp = Mlp::Experts(Box::new(if packed { in_blocks(mixture) } else { mixture }));
         layer
     };
+    let packed = Quantisation::read(fields)?.is_some_and(|quantisation| quantisation.mxfp4);
     let rope = base.rope(fields, 1.5e5)?;
     base.model(fields, vec![rope], windows.into_iter().enumerate().map(layer).collect())
+}
+
+/// Experts as published files have them: tensors of MXFP4 blocks, `[expert][out][in]`, gates and ups in turns.
+fn in_blocks(mixture: MixtureSpec) -> MixtureSpec {
+    let turned = |part: Part| {
+        let &[count, cols, rows] = part.shape.as_slice() else { unreachable!("it is a tensor of all experts") };
+        let expert = part.offset / (cols * rows);
+        Part {
+            tensor: format!("{}_blocks", part.tensor),
+            shape: vec![count, rows, cols],
+            // The other offset within an expert is 0, or 1 for ups.
+            offset: (expert * rows + part.offset % rows) * cols,
+            row_stride: part.row_stride * cols,
+            col_stride: 1,
+            ..part
+        }
+    };
+    let [up, down] = [mixture.up, mixture.down].map(|parts| parts.into_iter().map(turned).collect());
+    MixtureSpec { up, down, ..mixture }
 }
 
 /// Experts of one tensor a projection, stored `[expert][in][out]`, with gates and ups in turns.

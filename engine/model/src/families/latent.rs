@@ -36,7 +36,7 @@ impl Latent {
         rank: usize,
         interleaved: bool,
     ) -> Result<(Base, Self), ModelError> {
-        common::refuse_quantised(fields)?;
+        common::check_quantised(fields)?;
         // Sizes of heads that follow from others.
         fields.ignore(&["head_dim", "qk_head_dim"]);
         let hidden = size(fields, "hidden_size", HIDDEN_MAX)?;

@@ -13,7 +13,7 @@ use serde_json::Value;
 pub(super) const FAMILY: Family = Family {
     model_type: "minimax_m2",
     architectures: &["MiniMaxM2ForCausalLM"],
-    models: "MiniMax-M2 and M2.1 in bf16 (the published files have FP8 weights, which are not read yet)",
+    models: "MiniMax-M2 and M2.1",
     goldens: &["minimax_m2"],
     gguf: None,
     read,
