@@ -1,5 +1,5 @@
 // A vector added to every row. 8 bytes an element. Accesses are of 128 bits where rows are aligned, a thread's of PARTS parts
-// under way together.
+// in flight together.
 #include "shared/common.cuh"
 
 template <int W>

@@ -14,6 +14,7 @@
 #include "layer_norm.cu"
 #include "matmul.cu"
 #include "merge.cu"
+#include "packed.cu"
 #include "rms_norm.cu"
 #include "rope_append.cu"
 #include "sample.cu"

@@ -1,6 +1,6 @@
 // Root-mean-square normalisation of query and key heads in place (Qwen3), one warp a head. 8 bytes an element: bound by memory with
 // many rows, by latency with one. Accesses are of 128 bits where heads are aligned, and a lane's of its first PARTS parts (heads to
-// 512) are under way together with the weight's. Elements after these are read again from the first-level cache.
+// 512) are in flight together with the weight's. Elements after these are read again from the first-level cache.
 #include "shared/common.cuh"
 
 // The element of a lane's part `i`, where a warp shares a head in turns.

@@ -1,6 +1,6 @@
 // Residual addition and root-mean-square normalisation (Zhang and Sennrich 2019), one block a row. Reads x (and delta) once and
 // writes x (where there is a delta) and out, 8 to 16 bytes an element: bound by memory with many rows, by latency with one.
-// Accesses are of 128 bits, and a thread's of its first PARTS parts (rows to 4,096) are under way together with the weight's: a row
+// Accesses are of 128 bits, and a thread's of its first PARTS parts (rows to 4,096) are in flight together with the weight's: a row
 // of 4,096 is twelve loads and eight stores a thread, where element by element it was 64 and 32. Columns after these are read again
 // from the first-level cache.
 #include "shared/common.cuh"

@@ -276,6 +276,18 @@ inline bf16 narrow<bf16>(float x) {
     return {shim::f32_to_bf16(x)};
 }
 
+inline uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint64_t bytes = low | static_cast<uint64_t>(high) << 32;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; i++) {
+        const uint32_t number = selector >> 4 * i & 15;
+        // The instruction's other mode, which spreads a byte's sign, has no use here.
+        if (number > 7) shim::fail("a selector beyond eight bytes");
+        out |= static_cast<uint32_t>(bytes >> 8 * number & 255) << 8 * i;
+    }
+    return out;
+}
+
 template <typename T>
 uint32_t pack(float low, float high) {
     return narrow<T>(low).bits | static_cast<uint32_t>(narrow<T>(high).bits) << 16;
@@ -424,6 +436,7 @@ inline uint64_t load_8(const void* from) { return shim::load<uint64_t>(from); }
 inline void store_8(void* to, uint64_t x) { shim::store(to, x); }
 inline float4 load_16(const void* from) { return shim::load<float4>(from); }
 inline void store_16(void* to, float4 x) { shim::store(to, x); }
+inline uint4 load_words(const void* from) { return shim::load<uint4>(from); }
 
 // One fiber runs at a time: plain additions are atomic.
 inline uint64_t add_shared(uint64_t* to, uint64_t x) {

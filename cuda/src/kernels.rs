@@ -10,7 +10,7 @@
 //!
 //! * activations are f32, rows `stride` elements apart;
 //! * weights are `[rows][ld]` in their own type, where `ld` is [`weight_ld`] of the columns: rows start at multiples of 16
-//!   bytes, and the elements between `cols` and `ld` are zero;
+//!   bytes, and the elements between `cols` and `ld` are zero; packed ones lie as [`packed`] says;
 //! * a KV store's layer is two planes, K and V, in which the element `d` of KV head `h` of slot `s` lies at `plane +
 //!   (s * token_stride + h * head_stride + d) * size`. Kernels for tensor cores need planes and strides in multiples
 //!   of 16 bytes ([`attention::KvView::is_aligned`]); others take any.
@@ -24,9 +24,11 @@ pub mod boxes;
 pub mod experts;
 pub mod latent;
 pub mod linear;
+pub mod packed;
 pub mod pointwise;
 pub mod sample;
 pub mod tune;
+pub mod weight;
 
 mod names;
 mod pieces;

@@ -12,9 +12,9 @@ mod shim;
 
 use fake::Fake;
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{Device, DeviceError, Mode};
+use lagoon_backend::{Device, DeviceError, Mode, WeightFormat};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
-use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
+use lagoon_cuda::{CudaDevice, CudaOptions, CudaWeight, LinearLayers};
 use lagoon_types::DType;
 use libloading::Library;
 use std::ffi::CString;
@@ -106,14 +106,26 @@ fn check(
 ) {
     let mut data = Data::new(5 + rows as u64);
     let x: Vec<f32> = data.values(rows * k).iter().map(|v| v * scale).collect();
-    let (weight, w) = data.weight(device, dtype, n, k);
+    let weight = data.weight(device, dtype, n, k);
+    compare(device, &mut data, &x, (rows, n, k), &weight, (mode, loss));
+}
+
+/// The product of activations and a weight, whose elements are beside it.
+fn compare(
+    device: &mut CudaDevice,
+    data: &mut Data,
+    x: &[f32],
+    (rows, n, k): (usize, usize, usize),
+    (weight, w): &(CudaWeight, Vec<f32>),
+    (mode, loss): (Mode, f64),
+) {
     // One row more on both sides stays as it is.
     let mut tensor = device.tensor(rows + 1, k).unwrap();
-    device.write(&mut tensor, 0, &x).unwrap();
+    device.write(&mut tensor, 0, x).unwrap();
     let before = data.values((rows + 1) * n);
     let mut out = device.tensor(rows + 1, n).unwrap();
     device.write(&mut out, 0, &before).unwrap();
-    device.matmul(&tensor, &weight, rows, mode, &mut out).unwrap();
+    device.matmul(&tensor, weight, rows, mode, &mut out).unwrap();
     let mut got = Vec::new();
     device.read(&out, 0..rows + 1, 0..n, &mut got).unwrap();
     assert_eq!(got[rows * n..], before[rows * n..], "rows beyond");
@@ -127,7 +139,7 @@ fn check(
                 sum += product.abs();
             }
             let got = f64::from(got[row * n + col]);
-            assert!((got - want).abs() <= loss * sum, "{dtype} {rows} {n} {k}: {row}, {col} is {got}, not {want}");
+            assert!((got - want).abs() <= loss * sum, "{rows} {n} {k}: {row}, {col} is {got}, not {want}");
         }
     }
 }
@@ -164,6 +176,24 @@ fn odd_shapes_against_f64() {
                         assert_eq!(counts().matmuls - before, if unaligned { 0 } else { terms }, "{dtype} {shape:?}");
                     }
                 }
+            }
+        }
+    });
+}
+
+/// Elements of packed weights are multiplied as f16: one product by the library for each of their terms.
+#[test]
+fn packed_weights_are_multiplied_in_f16() {
+    with_library("packed_weights_are_multiplied_in_f16", |file, _| {
+        for (precision, terms, loss) in [(Precision::Exact, 2, 2f64.powi(-20)), (Precision::Fast, 1, 2f64.powi(-10))] {
+            let mut device = CudaDevice::open(b"any image", options(file, precision)).unwrap();
+            for format in [WeightFormat::Q8_0, WeightFormat::Q4K, WeightFormat::Mxfp4] {
+                let (rows, n, k) = (33, 68, 512);
+                let mut data = Data::new(9);
+                let (weight, x) = (data.packed_weight(&mut device, format, (n, k)), data.values(rows * k));
+                let before = counts().matmuls;
+                compare(&mut device, &mut data, &x, (rows, n, k), &weight, (Mode::Add, loss));
+                assert_eq!(counts().matmuls - before, terms, "{format}");
             }
         }
     });

@@ -1,9 +1,11 @@
-//! A GGUF file in place of a model directory: a pool of three, `lagoon serve`, `lagoon up` with a kv node, `lagoon doctor`.
+//! A GGUF file in place of a model directory: pools of three, `lagoon serve`, `lagoon up` with a kv node, `lagoon doctor`.
 
+use crate::cuda::driver;
 use crate::process_cluster::{Cluster, wait_for_pool};
 use crate::process_up::single;
+use lagoon_cuda::kernels::attention::Precision;
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
-use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
+use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::max_diff;
 use lagoon_tests::process::{Server, logits, run, token_ids};
 use lagoon_types::DType;
@@ -24,6 +26,27 @@ fn a_packed_file_pooled_over_three_equals_one() {
     let diff = assert_equals_single("a packed file", &world, &pool);
     println!("largest difference {diff:e}");
     world.check_empty();
+}
+
+/// The same with CUDA instances, over the fake driver: prompts through elements of weights in f16, decoding through packed weights.
+#[test]
+fn a_packed_file_pooled_over_cuda_equals_one() {
+    for (seed, name) in (80..).zip(["llama-q4_k.gguf", "llama-q8_0.gguf"]) {
+        let Some(fake) = driver("a_packed_file_pooled_over_cuda_equals_one", seed) else { return };
+        // An rBlock is a page of a layer's K, or two.
+        let pool = PoolSpec { dir: file(name).into(), kv_dtype: DType::F32, block_tokens: 64, split: false };
+        let exact = |blocks| Spec { step_rows: 24, precision: Precision::Exact, ..Spec::cpu(blocks) };
+        let cuda = |blocks| Spec { backend: Backend::Cuda, ..exact(blocks) };
+        let mut world = World::pool(pool.clone(), None, &[cuda(2), exact(3), cuda(3)]);
+        world.submit(0, greedy(prompt(8, 150, 64), 5));
+        world.run();
+        assert!(world.sent("partial").0 > 0, "{name}");
+        let diff = assert_equals_single(name, &world, &pool);
+        println!("{name}: largest difference {diff:e}");
+        world.check_empty();
+        drop(world);
+        fake.finish();
+    }
 }
 
 /// Tokenizer, chat template and ends of answers come from the file.

@@ -2,7 +2,9 @@
 //! and the server goes on; `lagoon doctor` reports the trial, and cuBLASLt in a Python wheel.
 
 use crate::cuda::{fake, shim};
-use lagoon_tests::process::{Server, lagoon, token_ids};
+use lagoon_tests::golden::max_diff;
+use lagoon_tests::process::{Server, lagoon, logits, token_ids};
+use lagoon_types::DType;
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -103,6 +105,33 @@ fn a_trap_in_the_trial_costs_a_child_and_is_remembered() {
     again(&machine, &[]);
     std::fs::write(&file, kept.to_string()).unwrap();
     again(&machine, &["--calibrate=always"]);
+}
+
+/// A GGUF file's weights stay packed: nothing is converted, and logits are those of its weights.
+#[test]
+fn a_packed_file_is_served_as_it_is() {
+    let Some(machine) = Machine::new("a_packed_file_is_served_as_it_is") else { return };
+    let goldens = lagoon_tests::root().join("tests/goldens/gguf");
+    let cases: Value = serde_json::from_slice(&std::fs::read(goldens.join("goldens.json")).unwrap()).unwrap();
+    let case = cases.as_array().unwrap().iter().find(|case| case["file"] == "llama-q8_0.gguf").unwrap();
+    let tokens: Vec<u32> = serde_json::from_value(case["tokens"].clone()).unwrap();
+    let mut expected = Vec::new();
+    DType::F32.decode(&std::fs::read(goldens.join("llama-q8_0.logits")).unwrap(), &mut expected);
+    let model = goldens.join("llama-q8_0.gguf").to_string_lossy().into_owned();
+    let flags = ["--backend=cuda", "--http=127.0.0.1:0", "--block-tokens=32", "--kv-tokens=256", "--kv-dtype=f32"];
+    let variables: Vec<_> = machine.variables.iter().map(|(name, value)| (*name, value.as_os_str())).collect();
+    let server = Server::start_with(
+        &[&["serve", &model], &flags[..], &["--calibrate=off", "--expose-logits"]].concat(),
+        &variables,
+    );
+    let answer = server.client().complete(&tokens, 1, &json!({ "return_logits": true })).json();
+    let found = &logits(&answer)[0];
+    let diff = max_diff(found, &expected[expected.len() - found.len()..]);
+    println!("largest difference {diff:e}");
+    // Prompts are multiplied in f16: 11 bits of activations and of weights, at a deviation of one.
+    assert!(diff < 2e-2, "{diff}");
+    let log = server.stop().stderr;
+    assert!(!log.contains("converted"), "{log}");
 }
 
 /// Warpgroup kernels take rounded activations only, so exact precision has no trial.

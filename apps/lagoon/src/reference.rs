@@ -70,8 +70,8 @@ and with CUDA.
 ## Families
 
 Families with a name under GGUF are also read from GGUF files, whose `general.architecture` it is. Formats of a file's tensors may
-be F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS and MXFP4. The CPU
-and wgpu compute with Q8_0, Q4_0, Q4_K, Q5_K, Q6_K and MXFP4 as they are; the others, and all on CUDA, are converted when the file
+be F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS and MXFP4. Every
+backend computes with Q8_0, Q4_0, Q4_K, Q5_K, Q6_K and MXFP4 as they are; the others are converted when the file
 is loaded, to f16 (bf16 and f32 where files have nothing else). `--dtype` converts all. Mistral's files are called llama, too.
 
 | `model_type` | models | architecture | GGUF | goldens |

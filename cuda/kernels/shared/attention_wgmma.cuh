@@ -2,7 +2,7 @@
 // FlashAttention-3 (Shah et al. 2024).
 //
 // One warp feeds stages of 128 keys, another one those of their values, to two warpgroups of 64 packed rows. Within a warpgroup the
-// outputs of the tile before are under way while a tile's scores are softened: in the machine code all 66 exponentials of a thread
+// outputs of the tile before are in flight while a tile's scores are softened: in the machine code all 66 exponentials of a thread
 // stand between the start of these products and the wait for them. Between the two, products take turns, so that one multiplies
 // while the other softens.
 //
@@ -239,7 +239,7 @@ struct WgmmaWarp {
         }
     }
 
-    // No product is under way over the loop's back edge, where ptxas may give up and wait after each: an iteration waits for all that
+    // No product is in flight over the loop's back edge, where ptxas may give up and wait after each: an iteration waits for all that
     // it starts.
     DEVICE void run(const PrefillTile& tile) {
         const uint32_t tiles = (tile.item.keys + WGMMA_KEYS - 1) / WGMMA_KEYS;

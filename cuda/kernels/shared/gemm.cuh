@@ -21,7 +21,7 @@ struct Gemm {
     uint32_t m0, n0, k_end;
     float acc[MT][NT][4];
 
-    // Starts copying ROWS rows of 32 columns of a matrix; what lies outside becomes zeros.
+    // Starts copying ROWS rows of 32 columns of a matrix; elements outside of it become zeros.
     template <int ROWS>
     DEVICE void copy_rows(Address matrix, uint32_t row0, uint32_t count, uint32_t ld, uint32_t k, unsigned char* to) const {
         static_assert(ROWS * 4 % THREADS == 0, "every thread copies as much");
@@ -150,7 +150,8 @@ DEVICE void split_rows(const SplitParams& p) {
         // Rows of nothing, of subnormals and of infinities keep their scale.
         if (max > 1e-30f && max < 1e38f) scale = exp2f(floorf(log2f(max)) - 14);
     }
-    if (threadIdx.x == 0) at<float>(p.scale)[blockIdx.x] = scale;
+    // The factor is the weight's, whose elements were divided by it.
+    if (threadIdx.x == 0) at<float>(p.scale)[blockIdx.x] = scale * p.factor;
     for (uint32_t i = threadIdx.x; i < p.ld; i += blockDim.x) {
         const float value = i < p.k ? x[i] / scale : 0.0f;
         const T high = narrow<T>(value);

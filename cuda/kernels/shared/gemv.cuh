@@ -6,19 +6,19 @@
 //
 // * one or two rows, in plain arithmetic: a lane reads 16 bytes of four weight rows and multiplies them by the same
 //   activations. 2 KB cost about 140 instructions with one row and 180 with two (counted in the machine code).
-// * to 16 rows, on tensor cores: 32 weight rows are the left side, 8 or 16 rows of activations the right. Splitting the
+// * up to 16 rows, on tensor cores: 32 weight rows are the left side, 8 or 16 rows of activations the right. Splitting the
 //   activations into terms costs most of the 280 instructions for 4 KB and 8 rows, or of the 450 for 16.
 //
 // In flight: each warp has loaded the next 2 or 4 KB before it multiplies the present ones; 8 warps a block and one to three
 // blocks a multiprocessor make 32 to 64 KB, and latency asks for 29 KB (4.8 TB/s times 0.8 µs over 132).
 //
-// Exactness for nothing: activations enter as the sum of three terms of the weights' type, which is all of an f32.
+// Activations enter as the sum of three terms of the weights' type, which is all of an f32: memory bounds these products, so that
+// exact terms cost no time.
 //
-// An up projection applies its activation to the sums: what else is written, read again and written, 2 n f32 and n f32 a row, is
-// n f32. A gated block's weight rows are half gates and half the ups of the same outputs.
+// An up projection applies its activation to the sums. It writes n f32 a row, where a product and an activation of their own write
+// 2 n, read 2 n and write n. Half of a gated block's weight rows are gates, the others the ups of the same outputs.
 //
-// The first weights are loaded before the grids before have completed (see ptx.cuh): of a launch that begins early, reading the
-// weight does.
+// A launch that begins early (see ptx.cuh) loads its first weights before it waits for the grids before it.
 #pragma once
 #include "activation.cuh"
 
@@ -65,15 +65,18 @@ DEVICE void load_activations(const GemvParams& p, uint32_t row, uint32_t column,
     }
 }
 
-// Where row `j` of a block's BLOCK weight rows begins. Rows beyond the last are read as the last and not written.
+// The weight row that is row `j` of a block's BLOCK ones. Rows beyond the last are read as the last and not written.
+template <uint32_t BLOCK>
+DEVICE uint64_t row_of_block(const GemvParams& p, uint32_t j) {
+    if (p.activation != ACTIVATION_SILU_MUL) return min(blockIdx.x * BLOCK + j, p.n - 1);
+    const uint32_t columns = p.n / 2;
+    return min(blockIdx.x * (BLOCK / 2) + j % (BLOCK / 2), columns - 1) + (j < BLOCK / 2 ? 0 : columns);
+}
+
+// Where that row begins.
 template <typename T, uint32_t BLOCK>
 DEVICE const T* weight_row(const GemvParams& p, uint32_t j) {
-    uint32_t row = min(blockIdx.x * BLOCK + j, p.n - 1);
-    if (p.activation == ACTIVATION_SILU_MUL) {
-        const uint32_t columns = p.n / 2;
-        row = min(blockIdx.x * (BLOCK / 2) + j % (BLOCK / 2), columns - 1) + (j < BLOCK / 2 ? 0 : columns);
-    }
-    return at<const T>(p.w) + static_cast<uint64_t>(row) * p.ldw;
+    return at<const T>(p.w) + row_of_block<BLOCK>(p, j) * p.ldw;
 }
 
 // 16 bytes of a weight row of `ldw`; zeros beyond its end.
@@ -160,8 +163,8 @@ DEVICE void gemv_few(const GemvParams& p) {
 template <typename T>
 struct Terms;
 
-// Multiples of 2^8, of 2^-3 and of 2^-14, each of f16's range: nothing overflows below 2^23, and 2^-39 is what is lost at most
-// of small ones. The scales differ, so each term has sums of its own.
+// Multiples of 2^8, of 2^-3 and of 2^-14, each in f16's range: no activation below 2^23 overflows, and a small one loses 2^-39 at
+// most. The terms' scales differ, so each term has sums of its own.
 template <>
 struct Terms<f16> {
     static constexpr int SUMS = 3;
@@ -197,15 +200,15 @@ struct Terms<bf16> {
 
 constexpr uint32_t GEMV_ROWS = 32, GEMV_STEP = 64;
 
-// The columns of a step are dealt so that fragments are what 16-byte loads bring: lane t of four holds columns 8 t to 8 t + 7
-// of 32, for weights and activations alike; a sum does not mind the order.
+// Columns are assigned to lanes so that a 16-byte load is a fragment: lane t of four has columns 8 t to 8 t + 7 of 32, of weights
+// and of activations. The order of a sum's columns is free.
 template <typename T, int TILES>
 struct GemvWarp {
     static constexpr int SUMS = Terms<T>::SUMS;
     const GemvParams& p;
-    // Of each 16 weight rows: rows lane / 4 and lane / 4 + 8.
+    // Rows lane / 4 and lane / 4 + 8 of each 16 weight rows.
     const T* weights[2][2];
-    // Of 16 weight rows, by 8 rows of activations.
+    // Sums of 16 weight rows by 8 rows of activations.
     float sums[2][TILES][SUMS][4];
 
     DEVICE void find_weights() {
@@ -213,7 +216,7 @@ struct GemvWarp {
         for (uint32_t i = 0; i < 4; i++) weights[i / 2][i % 2] = weight_row<T, GEMV_ROWS>(p, 8 * i + threadIdx.x % 32 / 4);
     }
 
-    // For each half of the columns: of those rows.
+    // Loads those rows' weights, for each half of a step's columns.
     DEVICE void load(uint32_t k, uint4 (&w)[2][2][2]) const {
         const uint32_t lane = threadIdx.x % 32;
 #pragma unroll

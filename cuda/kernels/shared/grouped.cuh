@@ -1,5 +1,5 @@
-// Rows that are sorted by expert, each times its expert's weight, in one launch: a block has a tile of one expert's rows
-// (ExpertTile), and leaves where there is none. Only the weights of experts that have rows are read.
+// Products of rows that are sorted by expert with their experts' weights, in one launch: a block has a tile of one expert's rows
+// (ExpertTile), and ends where there is none. Only the weights of experts that have rows are read.
 //
 // Few rows stream the weights in plain arithmetic, as gemv.cuh does: a lane reads 16 bytes of four weight rows and multiplies them
 // by the same activations, of up to four rows. An up projection applies its activation to the sums: a gated warp's weight rows are two
@@ -8,19 +8,32 @@
 #include "gemm.cuh"
 #include "gemv.cuh"
 
-// The row of activations that belongs to the sorted row.
+// The row of activations of a sorted row.
 DEVICE uint32_t source_row(const GroupedParams& p, uint32_t row) {
     return p.sources ? at<const uint32_t>(p.sources)[row] : row;
 }
 
-// Of the product's column.
+// The bias of a product's column.
 DEVICE float bias_of(const GroupedParams& p, const ExpertTile& tile, uint32_t column) {
     return p.bias ? load_any(p.bias, p.bias_type, static_cast<uint64_t>(tile.expert) * p.ld_bias + column) : 0.0f;
 }
 
 DEVICE void store_grouped(const GroupedParams& p, const ExpertTile& tile, uint32_t row, uint32_t column, float x) {
     if (column >= p.n) return;
-    at<float>(p.out)[static_cast<uint64_t>(row) * p.ldo + column] = x + bias_of(p, tile, column);
+    float* out = at<float>(p.out) + static_cast<uint64_t>(row) * p.ldo + column;
+    x += bias_of(p, tile, column);
+    *out = p.add ? *out + x : x;
+}
+
+// Whether a block has rows, of an expert that the launch is for.
+DEVICE bool is_mine(const GroupedParams& p, const ExpertTile& tile) {
+    return tile.first != tile.end && tile.expert - p.first_expert < p.experts;
+}
+
+// Where the weight of a tile's expert begins.
+template <typename T>
+DEVICE const T* expert_weight(const GroupedParams& p, const ExpertTile& tile) {
+    return reinterpret_cast<const T*>(p.w + (tile.expert - p.first_expert) * p.expert_bytes);
 }
 
 // The sums of COUNT numbers over a warp, COUNT a power of two to 32; a lane gets that of number lane * COUNT / 32.
@@ -57,6 +70,23 @@ DEVICE void load_columns(const float* row, uint32_t column, uint32_t k, float (&
     }
 }
 
+// Adds up a warp's sums of WEIGHTS weight rows with ROWS rows of a tile, and writes them with bias and activation: from column `n0` on.
+template <uint32_t WEIGHTS, uint32_t ROWS>
+DEVICE void store_few(const GroupedParams& p, const ExpertTile& tile, float (&sums)[WEIGHTS * ROWS], uint32_t n0) {
+    constexpr uint32_t EVERY = 32 / (WEIGHTS * ROWS);
+    const bool gated = is_gated(p.activation);
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t width = gated ? WEIGHTS / 2 : WEIGHTS, columns = gated ? p.n / 2 : p.n;
+    float sum = spread_sum(sums);
+    // The ups of a gated warp are in its upper half.
+    float up = shuffle_xor(sum, 16);
+    const uint32_t which = lane / EVERY, row = tile.first + which % ROWS, column = n0 + which / ROWS;
+    if (lane % EVERY != 0 || row >= tile.end || which / ROWS >= width || column >= columns) return;
+    sum += bias_of(p, tile, column);
+    if (gated) up += bias_of(p, tile, column + columns);
+    at<float>(p.out)[static_cast<uint64_t>(row) * p.ldo + column] = activated(p.activation, sum, up);
+}
+
 // ROWS rows at most; those beyond the tile's end are its last row, and not written. A warp has four weight rows.
 template <typename T, int ROWS>
 DEVICE void grouped_few(const GroupedParams& p, const ExpertTile& tile) {
@@ -70,7 +100,7 @@ DEVICE void grouped_few(const GroupedParams& p, const ExpertTile& tile) {
 #pragma unroll
     for (uint32_t i = 0; i < FEW_WEIGHTS; i++) {
         const uint32_t n = min(n0 + i % width, columns - 1) + i / width * columns;
-        weights[i] = at<const T>(p.w) + (static_cast<uint64_t>(tile.expert) * p.n + n) * p.ldw;
+        weights[i] = expert_weight<T>(p, tile) + static_cast<uint64_t>(n) * p.ldw;
     }
     uint4 now[FEW_WEIGHTS], next[FEW_WEIGHTS];
     uint32_t k = lane * EACH;
@@ -100,23 +130,15 @@ DEVICE void grouped_few(const GroupedParams& p, const ExpertTile& tile) {
             now[i] = next[i];
         }
     }
-    constexpr uint32_t EVERY = 32 / (FEW_WEIGHTS * ROWS);
-    float sum = spread_sum(sums);
-    // The ups of a gated warp are in its upper half.
-    float up = shuffle_xor(sum, 16);
-    const uint32_t which = lane / EVERY, row = tile.first + which % ROWS, column = n0 + which / ROWS;
-    if (lane % EVERY != 0 || row >= tile.end || which / ROWS >= width || column >= columns) return;
-    sum += bias_of(p, tile, column);
-    if (gated) up += bias_of(p, tile, column + columns);
-    at<float>(p.out)[static_cast<uint64_t>(row) * p.ldo + column] = activated(p.activation, sum, up);
+    store_few<FEW_WEIGHTS, ROWS>(p, tile, sums, n0);
 }
 
-// Grid: blocks of 16 weight rows, tiles of 4 rows. The only kernel with an activation.
+// Grid: blocks of 16 weight rows, tiles of 4 rows. Applies the activation.
 template <typename T>
 DEVICE void grouped_gemv(const GroupedParams& p) {
     const ExpertTile tile = at<const ExpertTile>(p.tiles)[blockIdx.y];
+    if (!is_mine(p, tile)) return;
     const uint32_t rows = tile.end - tile.first;
-    if (rows == 0) return;
     if (rows == 1) {
         grouped_few<T, 1>(p, tile);
     } else if (rows == 2) {
@@ -132,7 +154,7 @@ struct GroupedGemm : Gemm<T, BM, BN, WM, WN, TERMS, GroupedParams> {
     using Base = Gemm<T, BM, BN, WM, WN, TERMS, GroupedParams>;
     static constexpr uint32_t COPIES = BM * 4 / Base::THREADS;
     const ExpertTile& tile;
-    // Those that this thread copies.
+    // Rows of activations that this thread copies.
     uint32_t rows[COPIES];
 
     DEVICE void find_rows() {
@@ -143,7 +165,7 @@ struct GroupedGemm : Gemm<T, BM, BN, WM, WN, TERMS, GroupedParams> {
         }
     }
 
-    // As Gemm::copy_rows, of one term.
+    // Copies one term's rows, as Gemm::copy_rows does.
     DEVICE void copy_term(Address term, uint32_t k, unsigned char* to) const {
         const uint32_t first = threadIdx.x / 4, column = k + threadIdx.x % 4 * 8;
         const SharedAddress shared_to = shared_address(to) + first * GEMM_ROW + threadIdx.x % 4 * 16;
@@ -159,8 +181,8 @@ struct GroupedGemm : Gemm<T, BM, BN, WM, WN, TERMS, GroupedParams> {
         const GroupedParams& p = this->p;
         copy_term(p.x, k, stage);
         if (TERMS == 2) copy_term(p.lo, k, stage + Base::A);
-        const uint32_t first = tile.expert * p.n;
-        this->template copy_rows<BN>(p.w, first + this->n0, first + p.n, p.ldw, k, stage + TERMS * Base::A);
+        const Address weight = reinterpret_cast<Address>(expert_weight<T>(p, tile));
+        this->template copy_rows<BN>(weight, this->n0, p.n, p.ldw, k, stage + TERMS * Base::A);
     }
 
     DEVICE void store() const {
@@ -190,7 +212,7 @@ template <typename T, int BM, int BN, int WM, int WN, int TERMS>
 DEVICE void grouped_gemm(const GroupedParams& p) {
     DYNAMIC_SHARED(shared);
     const ExpertTile tile = at<const ExpertTile>(p.tiles)[blockIdx.y];
-    if (tile.first == tile.end) return;
+    if (!is_mine(p, tile)) return;
     GroupedGemm<T, BM, BN, WM, WN, TERMS> g = {{p, shared, tile.first, blockIdx.x * BN, p.ldw, {}}, tile, {}};
     g.find_rows();
     multiply_tile(g, 0);
@@ -203,7 +225,7 @@ DEVICE void grouped_plain(const GroupedParams& p) {
     SHARED float a[K][TILE + 1];
     SHARED float b[K][TILE + 1];
     const ExpertTile tile = at<const ExpertTile>(p.tiles)[blockIdx.y];
-    if (tile.first == tile.end) return;
+    if (!is_mine(p, tile)) return;
     const uint32_t n0 = blockIdx.x * TILE, tm = threadIdx.x / 16 * 4, tn = threadIdx.x % 16 * 4;
     const uint32_t column = threadIdx.x % K;
     const float* rows[EACH];
@@ -213,7 +235,7 @@ DEVICE void grouped_plain(const GroupedParams& p) {
         const uint32_t at_row = threadIdx.x / K + i * (256 / K);
         const uint32_t row = source_row(p, min(tile.first + at_row, tile.end - 1)), n = min(n0 + at_row, p.n - 1);
         rows[i] = at<const float>(p.x) + static_cast<uint64_t>(row) * p.ldx + column;
-        weights[i] = at<const float>(p.w) + (static_cast<uint64_t>(tile.expert) * p.n + n) * p.ldw + column;
+        weights[i] = expert_weight<float>(p, tile) + static_cast<uint64_t>(n) * p.ldw + column;
     }
     float acc[4][4] = {};
     for (uint32_t k0 = 0; k0 < p.k; k0 += K) {

@@ -3,7 +3,7 @@
 //
 // * Few rows: eight lanes share a weight row, of as few as 128 elements, and a warp has four rows: each load of it is 512
 //   consecutive bytes where rows have 64 16-bit elements, and whole sectors always. Bytes: the weight once for each ROWS rows of
-//   activations, from the second-level cache after the first time. Four loads of a lane are under way, the next four before
+//   activations, from the second-level cache after the first time. Four loads of a lane are in flight, the next four before
 //   these are multiplied.
 // * Many rows: tiles in shared memory, as of gemm_plain. Bound by arithmetic: heads are few of a model's products.
 #pragma once

@@ -151,7 +151,18 @@ struct HeadProductParams {
 
 struct SplitParams {
     Address x, hi, lo, scale;
-    uint32_t k, x_stride, ld, pad;
+    uint32_t k, x_stride, ld;
+    float factor;
+};
+
+// Of `mode`: what becomes of a packed weight's elements.
+constexpr uint32_t UNPACK_SET = 0, UNPACK_ADD = 1, UNPACK_TERMS = 2, UNPACK_LARGEST = 3;
+
+struct UnpackParams {
+    Address w, ids, out, lo;
+    uint64_t group_bytes;
+    uint32_t rows, cols, row_bytes, group_rows, mode;
+    float factor;
 };
 
 struct GemmParams {
@@ -182,7 +193,8 @@ struct ExpertTile {
 
 struct GroupedParams {
     Address x, lo, scale, sources, w, bias, out, tiles;
-    uint32_t n, k, ldx, ldw, ldo, ld_bias, bias_type, activation;
+    uint64_t expert_bytes;
+    uint32_t n, k, ldx, ldw, ldo, ld_bias, bias_type, activation, first_expert, experts, add, pad;
 };
 
 struct CombineParams {
@@ -210,11 +222,12 @@ static_assert(sizeof(NormParams) == 56 && sizeof(GateParams) == 24 && sizeof(Gel
 static_assert(sizeof(BiasParams) == 24 && sizeof(RopeParams) == 72 && sizeof(KvCopyParams) == 56, "as in Rust");
 static_assert(sizeof(KvCheckParams) == 32 && sizeof(AddParams) == 24 && sizeof(ScaleParams) == 24, "as in Rust");
 static_assert(sizeof(HeadNormParams) == 56 && sizeof(SinkParams) == 48 && sizeof(RouteParams) == 72, "as in Rust");
-static_assert(sizeof(SortParams) == 56 && sizeof(ExpertTile) == 16 && sizeof(GroupedParams) == 96, "as in Rust");
+static_assert(sizeof(SortParams) == 56 && sizeof(ExpertTile) == 16 && sizeof(GroupedParams) == 120, "as in Rust");
 static_assert(sizeof(CombineParams) == 40 && sizeof(LatentParams) == 104 && sizeof(HeadProductParams) == 64, "as in Rust");
 static_assert(sizeof(MergeParams) == 56 && sizeof(KvRun) == 12 && sizeof(AttnItem) == 48, "as in Rust");
 static_assert(sizeof(MergeItem) == 16 && sizeof(AttentionParams) == 128, "as in Rust");
 static_assert(sizeof(TensorMap) == 128 && sizeof(AttentionBoxesParams) == 1152, "as in Rust");
 static_assert(sizeof(AttentionMergeParams) == 48 && sizeof(GemvParams) == 64 && sizeof(SplitParams) == 48, "as in Rust");
+static_assert(sizeof(UnpackParams) == 64, "as in Rust");
 static_assert(sizeof(GemmParams) == 88 && sizeof(GemmReduceParams) == 56, "as in Rust");
 static_assert(sizeof(SampleRow) == 24 && sizeof(SampledRow) == 8 && sizeof(SampleParams) == 32, "as in Rust");

@@ -1,5 +1,5 @@
-// The machine, once: every PTX instruction that a kernel uses is wrapped in one function, here, or in bulk.cuh and wgmma.cuh
-// for what only compute capability 9.0 has. With LAGOON_SHIM the same functions come from cuda/shim/machine.h, which models
+// Every PTX instruction that a kernel uses, wrapped in one function: here, or in bulk.cuh and wgmma.cuh for those that only compute
+// capability 9.0 has. With LAGOON_SHIM the same functions come from cuda/shim/machine.h, which models
 // them on the host; kernels include these files and no other header of a toolkit.
 //
 // Invariants: all 32 lanes of a warp call a warp's function together; all threads of a block call sync_block together; every
@@ -26,7 +26,7 @@
 #else
 
 #define DEVICE __device__ __forceinline__
-// A kernel that waits for the grids before it by itself: every thread calls wait_for_grids. It has one parameter. The launch
+// A kernel whose own code waits for the grids before it: every thread calls wait_for_grids. It has one parameter. The launch
 // bounds give the compiler its register budget.
 #define KERNEL_THAT_WAITS(NAME, THREADS, BLOCKS, PARAMS) \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ PARAMS p)
@@ -99,6 +99,10 @@ DEVICE bf16 narrow<bf16>(float x) {
     return y;
 }
 
+// Four bytes out of eight (those of `low` are 0 to 3, those of `high` 4 to 7): byte i of the result has the number that is in bits
+// 4 i to 4 i + 2 of `selector`.
+DEVICE uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) { return __byte_perm(low, high, selector); }
+
 // Two numbers rounded into one register, `low` in its lower half.
 template <typename T>
 DEVICE uint32_t pack(float low, float high);
@@ -158,7 +162,7 @@ DEVICE void copy_async(SharedAddress to, const void* from, bool valid) {
                  "r"(valid ? 16 : 0)
                  : "memory");
 }
-// Ends a group of this thread's copies; copy_wait<N> waits until at most N groups are under way.
+// Ends a group of this thread's copies; copy_wait<N> waits until at most N groups are in flight.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 DEVICE void copy_wait() {
@@ -204,6 +208,7 @@ DEVICE uint4 load_once(const void* from) {
 DEVICE uint64_t load_8(const void* from) { return *static_cast<const uint64_t*>(from); }
 DEVICE void store_8(void* to, uint64_t x) { *static_cast<uint64_t*>(to) = x; }
 DEVICE float4 load_16(const void* from) { return *static_cast<const float4*>(from); }
+DEVICE uint4 load_words(const void* from) { return *static_cast<const uint4*>(from); }
 // nvcc makes four stores of some assignments of float4.
 DEVICE void store_16(void* to, float4 x) {
     asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "f"(x.x), "f"(x.y), "f"(x.z),

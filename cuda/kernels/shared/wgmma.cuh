@@ -10,7 +10,7 @@
 
 // Orders registers and shared memory before the products that follow.
 DEVICE void warpgroup_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Ends a group of products; warpgroup_wait<N> waits until at most N groups are under way.
+// Ends a group of products; warpgroup_wait<N> waits until at most N groups are in flight.
 DEVICE void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N>
 DEVICE void warpgroup_wait() {
@@ -26,7 +26,7 @@ template <int N>
 DEVICE void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
-// Keeps the compiler from moving accesses to registers across products under way.
+// Keeps the compiler from moving accesses to registers across products in flight.
 template <int N>
 DEVICE void hold(float (&d)[N]) {
 #pragma unroll

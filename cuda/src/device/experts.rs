@@ -5,6 +5,7 @@ use super::work_stream::WorkStream;
 use super::{CudaDevice, CudaTensor, CudaWeight};
 use crate::driver::CudaError;
 use crate::kernels::experts::{Grouped, Mixture, Stored};
+use crate::kernels::packed::UNPACKED_BYTES;
 use lagoon_backend::{DeviceError, ExpertBuffers, Experts};
 use lagoon_types::DType;
 
@@ -30,9 +31,9 @@ impl CudaDevice {
             count: word(experts.count),
             routing: experts.routing,
             activation: experts.activation,
-            up: stored(Some(experts.up)),
+            up: experts.up.layout.of_experts(experts.count)?,
             up_bias: stored(experts.up_bias),
-            down: stored(Some(experts.down)),
+            down: experts.down.layout.of_experts(experts.count)?,
             down_bias: stored(experts.down_bias),
             choice_bias: stored(experts.choice_bias),
             x: x.address(),
@@ -48,23 +49,27 @@ impl CudaDevice {
         let launches = mixture.launches(work_stream.scratch(bytes)?, precision);
         work_stream.launch(&launches.route)?;
         work_stream.launch(&launches.sort)?;
-        grouped(work_stream, &launches.up)?;
+        launches.up.iter().flatten().try_for_each(|product| grouped(work_stream, product))?;
         launches.activate.iter().try_for_each(|launch| work_stream.activate(launch))?;
-        grouped(work_stream, &launches.down)?;
+        launches.down.iter().flatten().try_for_each(|product| grouped(work_stream, product))?;
         Ok(work_stream.launch(&launches.combine)?)
     }
 }
 
 fn grouped(work_stream: &mut WorkStream, product: &Grouped) -> Result<(), CudaError> {
     product.split.iter().try_for_each(|launch| work_stream.launch(launch))?;
-    work_stream.launch(&product.product)
+    let bytes = product.batch_bytes(UNPACKED_BYTES);
+    let elements = work_stream.elements(usize::try_from(bytes).expect("elements fit"))?;
+    for batch in product.batches(elements, UNPACKED_BYTES) {
+        batch.unpack.iter().try_for_each(|launch| work_stream.launch(launch))?;
+        batch.products.iter().flatten().try_for_each(|launch| work_stream.launch(launch))?;
+    }
+    Ok(())
 }
 
 fn stored(weight: Option<&CudaWeight>) -> Stored {
-    weight.map_or(Stored { address: 0, dtype: DType::F32 }, |weight| Stored {
-        address: weight.buffer.address(),
-        dtype: weight.dtype,
-    })
+    let (address, dtype) = weight.map_or((0, DType::F32), |weight| weight.layout.plain());
+    Stored { address, dtype }
 }
 
 /// Asserts the shapes of a mixture.

@@ -2,9 +2,12 @@
 
 use super::memory::word;
 use super::{CudaDevice, CudaKv, CudaTensor, CudaWeight};
+use crate::driver::CudaError;
 use crate::kernels::latent::{HeadProductParams, LatentParams, head_product};
+use crate::kernels::packed::{Encoding, PackedRows, UNPACKED_BYTES};
+use crate::kernels::weight_ld;
 use lagoon_backend::{DeviceError, HeadStrides, LatentRow};
-use lagoon_types::AttentionGeometry;
+use lagoon_types::{AttentionGeometry, DType};
 
 impl CudaDevice {
     /// Ensures memory for the slots that a step's rows are stored in, and gives the slots' address on the device.
@@ -34,14 +37,16 @@ impl CudaDevice {
         if rows == 0 {
             return Ok(());
         }
+        let segment = weight.layout.only()?;
+        let dtype = if matches!(segment.encoding, Encoding::Packed(_)) { DType::F32 } else { segment.encoding.dtype() };
         let params = HeadProductParams {
             x: x.address(),
-            w: weight.buffer.address(),
+            w: segment.address,
             out: out.address(),
             rows: word(rows),
             n: word(n),
             k: word(k),
-            ldw: weight.ld(),
+            ldw: word(weight_ld(k, dtype.size())),
             heads: word(heads),
             x_stride: word(x.cols),
             x_step: word(x_stride),
@@ -49,7 +54,29 @@ impl CudaDevice {
             out_step: word(out_stride),
             pad: 0,
         };
-        Ok(self.work_stream().launch(&head_product(weight.dtype, params))?)
+        match weight.layout.packed(segment) {
+            None => Ok(self.work_stream().launch(&head_product(dtype, params))?),
+            Some(stored) => Ok(self.packed_heads(&stored, params)?),
+        }
+    }
+
+    /// A product by head with a packed weight, whose elements are written in f32 first, some heads' at a time.
+    fn packed_heads(&mut self, stored: &PackedRows, params: HeadProductParams) -> Result<(), CudaError> {
+        let head_bytes = u64::from(params.n) * u64::from(params.k) * 4;
+        let most = u32::try_from(UNPACKED_BYTES / head_bytes).unwrap_or(u32::MAX).clamp(1, params.heads);
+        let bytes = usize::try_from(u64::from(most) * head_bytes).expect("elements fit");
+        let work_stream = self.work_stream();
+        let elements = work_stream.elements(bytes)?;
+        for first in (0..params.heads).step_by(most as usize) {
+            let heads = most.min(params.heads - first);
+            let rows = stored.from_row(first * params.n);
+            work_stream.launch(&rows.rows(0, heads * params.n, false, elements))?;
+            let x = params.x + u64::from(first * params.x_step) * 4;
+            let out = params.out + u64::from(first * params.out_step) * 4;
+            let params = HeadProductParams { x, w: elements, out, heads, ..params };
+            work_stream.launch(&head_product(DType::F32, params))?;
+        }
+        Ok(())
     }
 
     /// See [`lagoon_backend::Device::latent_append`].

@@ -3,7 +3,7 @@
 //! Activations are f32 and enter 16-bit products as one or two terms (see [`crate::kernels::linear`]). The library
 //! multiplies the terms one after the other into the same output, so products in bf16 need no scratch for results. In
 //! f16 each row has a scale, which the library cannot apply: terms are multiplied as one matrix into scratch, and
-//! `gemm_reduce` adds and scales.
+//! `gemm_reduce` adds and scales. Elements of packed weights are f16.
 
 use super::memory::word;
 use super::work_stream::WorkStream;
@@ -12,6 +12,7 @@ use crate::blas::{Blas, CublasLt, Shape};
 use crate::driver::{Context, CudaError};
 use crate::kernels::attention::Precision;
 use crate::kernels::linear::{Launches, Product, is_fused, is_streamed, workspace_bytes};
+use crate::kernels::packed::{self, Encoding, PackedProduct, UNPACKED_BYTES};
 use crate::kernels::pointwise::activate;
 use crate::kernels::weight_ld;
 use lagoon_backend::{Activation, DeviceError};
@@ -59,7 +60,7 @@ impl Linear {
 }
 
 impl CudaDevice {
-    /// `out (=|+=) x · weightᵀ`; an activation is applied only as [`is_fused`] says.
+    /// `out (=|+=) x · weightᵀ`; an activation is applied only if [`applies`] says so.
     pub(super) fn multiply(
         &mut self,
         x: &CudaTensor,
@@ -72,20 +73,28 @@ impl CudaDevice {
         if rows == 0 {
             return Ok(());
         }
-        Ok(self.product(&Product {
-            x: x.address(),
-            x_stride: word(x.cols),
-            w: weight.buffer.address(),
-            dtype: weight.dtype,
-            bias: 0,
-            out: out.address(),
-            out_stride: word(out.cols),
-            rows: word(rows),
-            n: word(weight.rows),
-            k: word(weight.cols),
-            add,
-            activation,
-        })?)
+        for segment in weight.layout.segments() {
+            let product = Product {
+                x: x.address(),
+                x_stride: word(x.cols),
+                w: segment.address,
+                dtype: segment.encoding.dtype(),
+                factor: 1.0,
+                bias: 0,
+                out: out.address() + 4 * segment.row0 as u64,
+                out_stride: word(out.cols),
+                rows: word(rows),
+                n: word(segment.rows),
+                k: word(weight.cols),
+                add,
+                activation,
+            };
+            match weight.layout.packed(segment) {
+                None => self.product(&product)?,
+                Some(rows) => self.packed_product(&PackedProduct { product, rows })?,
+            }
+        }
+        Ok(())
     }
 
     /// See [`lagoon_backend::Device::matmul_activated`]: one kernel if it applies the activation, else two.
@@ -101,7 +110,7 @@ impl CudaDevice {
         let columns = activation.inputs() * out.cols;
         assert!(weight.rows == columns && product.cols == columns, "shapes of an up projection");
         assert!(rows <= product.rows.min(out.rows), "rows of an up projection");
-        if is_fused(word(rows), weight.dtype, activation) {
+        if applies(weight, word(rows), activation) {
             return self.multiply(x, weight, rows, (false, Some(activation)), out);
         }
         self.multiply(x, weight, rows, (false, None), product)?;
@@ -125,8 +134,29 @@ impl CudaDevice {
         Ok(self.work_stream().activate(&launch)?)
     }
 
-    /// One product.
+    /// One product with a packed weight: streamed, or in parts whose elements are written as f16 first.
+    fn packed_product(&mut self, product: &PackedProduct) -> Result<(), CudaError> {
+        let precision = self.tuning.precision;
+        if packed::is_streamed(product.product.rows) {
+            return self.work_stream().launch(&product.stream());
+        }
+        let bytes = product.part_bytes(UNPACKED_BYTES, precision);
+        let elements = self.work_stream().elements(usize::try_from(bytes).expect("elements fit"))?;
+        for part in product.parts(elements, UNPACKED_BYTES, precision) {
+            self.work_stream().launch(&part.unpack)?;
+            for (product, precision) in part.products.iter().flatten() {
+                self.product_with(product, *precision)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One product with a plain weight.
     pub(super) fn product(&mut self, product: &Product) -> Result<(), CudaError> {
+        self.product_with(product, self.tuning.precision)
+    }
+
+    fn product_with(&mut self, product: &Product, precision: Precision) -> Result<(), CudaError> {
         let Self { work_streams, linear, at, tuning, .. } = self;
         let work_stream = &mut work_streams[*at];
         // The library's workspace belongs to the first stream.
@@ -134,12 +164,20 @@ impl CudaDevice {
             && *at == 0
             && product.bias == 0
             && !is_streamed(product.rows, product.dtype)
-            && by_library(work_stream, blas, product, tuning.precision)?
+            && by_library(work_stream, blas, product, precision)?
         {
             return Ok(());
         }
-        by_own_kernels(work_stream, product, tuning.precision, tuning.sms)
+        by_own_kernels(work_stream, product, precision, tuning.sms)
     }
+}
+
+/// Whether a product of `rows` rows applies this activation as it writes. Gates and ups must be stored in one way.
+fn applies(weight: &CudaWeight, rows: u32, activation: Activation) -> bool {
+    weight.layout.only().is_ok_and(|segment| match segment.encoding {
+        Encoding::Plain(dtype) => is_fused(rows, dtype, activation),
+        Encoding::Packed(_) => packed::is_fused(rows, activation),
+    })
 }
 
 fn by_own_kernels(

@@ -1,7 +1,6 @@
-//! Tensors, weights and KV stores on the device.
+//! Tensors and KV stores on the device.
 //!
-//! Invariants: a weight's rows begin at multiples of 16 bytes, with zeros between (`kernels::weight_ld`). A KV
-//! store's slots are addresses in a [`VirtualKv`], contiguous in every plane. A flat store is one row: memory is
+//! Invariants: a KV store's slots are addresses in a [`VirtualKv`], contiguous in every plane. A flat store is one row: memory is
 //! mapped at the first use of a slot, and unwritten slots are zero. A store with address rows ([`KvSpace`]) has
 //! memory behind held rBlocks only.
 
@@ -11,17 +10,13 @@ use super::work_stream::WorkStream;
 use crate::driver::{Buffer, Context, CudaError, encode_boxes, fill_zero};
 use crate::kernels::attention::{KvView, Store};
 use crate::kernels::boxes::KvMaps;
-use crate::kernels::weight_ld;
 use crate::virtual_kv::{VirtualKv, VirtualKvError};
-use lagoon_backend::{DeviceError, KvCounters, WeightPart, WeightSource};
+use lagoon_backend::{DeviceError, KvCounters};
 use lagoon_kv::vmm::{VmmConfig, VmmCounters, VmmError, VmmLayout, VmmShape};
-use lagoon_types::{DType, KvShape, KvSpace};
+use lagoon_types::{KvShape, KvSpace};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
-
-/// Bytes of a weight that are padded and staged at a time.
-const WEIGHT_PIECE_BYTES: usize = 1 << 20;
 
 /// A size or count as kernels see it.
 ///
@@ -60,54 +55,6 @@ impl CudaTensor {
 
     pub(super) fn address(&self) -> u64 {
         self.buffer.address()
-    }
-}
-
-/// A weight `[rows][cols]` in its own element type.
-#[derive(Debug)]
-pub struct CudaWeight {
-    pub(super) buffer: Buffer,
-    pub(super) dtype: DType,
-    pub(super) rows: usize,
-    pub(super) cols: usize,
-}
-
-impl CudaWeight {
-    pub(super) fn new(
-        context: &Arc<Context>,
-        work_stream: &mut WorkStream,
-        source: &WeightSource,
-    ) -> Result<Self, DeviceError> {
-        let (rows, cols, dtype) = (source.rows(), source.cols, source.dtype()?);
-        let (given, stored) = (cols * dtype.size(), weight_ld(cols, dtype.size()) * dtype.size());
-        let buffer = Buffer::new(context, "a weight", rows * stored)?;
-        let mut at = 0;
-        let mut padded = Vec::new();
-        for WeightPart { rows, bytes, .. } in &source.parts {
-            assert_eq!(bytes.len(), rows * given, "a part's bytes match its shape");
-            if given == stored {
-                work_stream.copy(buffer.range(at, bytes.len()), bytes)?;
-                at += bytes.len();
-                continue;
-            }
-            for piece in bytes.chunks((WEIGHT_PIECE_BYTES / stored).max(1) * given) {
-                padded.clear();
-                for row in piece.chunks_exact(given) {
-                    padded.extend_from_slice(row);
-                    padded.resize(padded.len() + stored - given, 0);
-                }
-                work_stream.copy(buffer.range(at, padded.len()), &padded)?;
-                at += padded.len();
-            }
-        }
-        // Another stream may use it first.
-        work_stream.stream.synchronize()?;
-        Ok(Self { buffer, dtype, rows, cols })
-    }
-
-    /// Row stride in elements.
-    pub(super) fn ld(&self) -> u32 {
-        word(weight_ld(self.cols, self.dtype.size()))
     }
 }
 

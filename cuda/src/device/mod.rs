@@ -24,16 +24,20 @@ mod span;
 mod stores;
 mod trial;
 mod tuner;
+mod weight;
 mod work_stream;
 
 pub use linear::LinearLayers;
-pub use memory::{CudaKv, CudaTensor, CudaWeight};
+pub use memory::{CudaKv, CudaTensor};
 pub use trial::Tried;
 pub use tuner::TuneFor;
+pub use weight::CudaWeight;
 
 use crate::driver::{Context, Event, Priority};
 use crate::kernels::attention::{Buffers, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, SHARED_BYTES_RESERVED, Tuning};
+use crate::kernels::packed::Encoding;
 use crate::kernels::pointwise::{self as p, per_row};
+use crate::kernels::weight_ld;
 use bytemuck::Pod;
 use lagoon_backend::{
     Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
@@ -225,15 +229,16 @@ impl CudaDevice {
     ) -> Result<(), DeviceError> {
         assert!(weight.cols == x.cols && out.cols == x.cols && rows <= x.rows.min(out.rows), "norm shapes");
         assert_eq!(weight.rows, 1, "a norm's weight is one row");
+        let (weight, dtype) = weight.layout.plain();
         let params = p::NormParams {
             x: x.address(),
             delta: 0,
-            weight: weight.buffer.address(),
+            weight,
             bias: 0,
             out: out.address(),
             cols: word(x.cols),
             eps,
-            weight_type: u32::from(weight.dtype.code()),
+            weight_type: u32::from(dtype.code()),
             pad: 0,
         };
         self.per_row(name, rows, params)
@@ -243,13 +248,22 @@ impl CudaDevice {
     fn table_rows(&mut self, table: &CudaWeight, ids: &[u32], add: bool, out: &CudaTensor) -> Result<(), DeviceError> {
         assert!(table.cols == out.cols && ids.len() <= out.rows, "embedding rows");
         assert!(ids.iter().all(|id| (*id as usize) < table.rows), "token ids beyond the vocabulary");
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let segment = table.layout.only()?;
+        let (at, rows) = (self.work_stream().upload(bytemuck::cast_slice(ids))?, word(ids.len()));
+        if let Some(stored) = table.layout.packed(segment) {
+            return Ok(self.work_stream().launch(&stored.rows(at, rows, add, out.address()))?);
+        }
+        let dtype = segment.encoding.dtype();
         let params = p::EmbedParams {
-            table: table.buffer.address(),
-            ids: self.work_stream().upload(bytemuck::cast_slice(ids))?,
+            table: segment.address,
+            ids: at,
             out: out.address(),
             cols: word(table.cols),
-            ld: table.ld(),
-            table_type: u32::from(table.dtype.code()),
+            ld: word(weight_ld(table.cols, dtype.size())),
+            table_type: u32::from(dtype.code()),
             add: u32::from(add),
         };
         self.per_row("embed", ids.len(), params)
@@ -307,7 +321,7 @@ impl Device for CudaDevice {
     }
 
     fn takes(&self, format: WeightFormat) -> bool {
-        format.plain().is_some()
+        Encoding::of(format).is_some()
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<CudaWeight, DeviceError> {
@@ -511,16 +525,17 @@ impl Device for CudaDevice {
         if rows == 0 {
             return Ok(());
         }
+        let ((q_weight, q_type), (k_weight, k_type)) = (q.layout.plain(), k.layout.plain());
         let params = p::HeadNormParams {
             qkv: qkv.address(),
-            q_weight: q.buffer.address(),
-            k_weight: k.buffer.address(),
+            q_weight,
+            k_weight,
             heads,
             kv_heads,
             head_dim,
             rows: word(rows),
-            q_type: u32::from(q.dtype.code()),
-            k_type: u32::from(k.dtype.code()),
+            q_type: u32::from(q_type.code()),
+            k_type: u32::from(k_type.code()),
             eps,
             pad: 0,
         };
@@ -556,15 +571,16 @@ impl Device for CudaDevice {
         } else {
             0
         };
+        let (sinks, sink_type) = sinks.layout.plain();
         let params = p::SinkParams {
             out: partials.out.address(),
             lse: partials.lse.address(),
-            sinks: sinks.buffer.address(),
+            sinks,
             count,
             heads: geometry.heads,
             head_dim: word(geometry.query_dim()),
             rows: word(rows),
-            sink_type: u32::from(sinks.dtype.code()),
+            sink_type: u32::from(sink_type.code()),
         };
         Ok(self.work_stream().launch(&p::sink(params))?)
     }
@@ -691,12 +707,8 @@ impl Device for CudaDevice {
 
     fn add_bias(&mut self, x: &mut CudaTensor, bias: &CudaWeight, rows: usize) -> Result<(), DeviceError> {
         assert!((bias.rows, bias.cols) == (1, x.cols) && rows <= x.rows, "shapes of a bias");
-        let params = p::BiasParams {
-            x: x.address(),
-            bias: bias.buffer.address(),
-            cols: word(x.cols),
-            bias_type: u32::from(bias.dtype.code()),
-        };
+        let (bias, bias_type) = bias.layout.plain();
+        let params = p::BiasParams { x: x.address(), bias, cols: word(x.cols), bias_type: u32::from(bias_type.code()) };
         self.per_row("add_bias", rows, params)
     }
 

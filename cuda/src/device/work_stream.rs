@@ -119,6 +119,7 @@ pub(super) struct WorkStream {
     words: Buffer,
     words_filled: usize,
     scratch: Buffer,
+    elements: Buffer,
     reading: Pinned,
     stage: Option<Box<Stage>>,
     /// Whether a step is being recorded, and the number of recorded steps.
@@ -154,6 +155,7 @@ impl WorkStream {
             words: Buffer::new(context, "uploads", WORDS_BYTES)?,
             words_filled: 0,
             scratch: Buffer::new(context, "scratch", 1 << 20)?,
+            elements: Buffer::new(context, "elements of weights", 0)?,
             reading: Pinned::new(context, "pinned staging", CHUNK_BYTES)?,
             stage: None,
             listing: false,
@@ -365,14 +367,29 @@ impl WorkStream {
 
     /// Scratch of at least `bytes` bytes with undefined contents, for this stream's next operation.
     pub(super) fn scratch(&mut self, bytes: usize) -> Result<u64, CudaError> {
-        if bytes > self.scratch.bytes() {
-            let grown = Buffer::new(&self.context, "scratch", bytes.next_power_of_two())?;
-            let old = std::mem::replace(&mut self.scratch, grown);
+        self.grow(|this| &mut this.scratch, "scratch", bytes.next_power_of_two())
+    }
+
+    /// As [`WorkStream::scratch`], beside it: for elements of packed weights.
+    pub(super) fn elements(&mut self, bytes: usize) -> Result<u64, CudaError> {
+        self.grow(|this| &mut this.elements, "elements of weights", bytes)
+    }
+
+    /// The address of a buffer that has `bytes` bytes at least.
+    fn grow(
+        &mut self,
+        buffer: impl Fn(&mut Self) -> &mut Buffer,
+        what: &'static str,
+        bytes: usize,
+    ) -> Result<u64, CudaError> {
+        if bytes > buffer(self).bytes() {
+            let grown = Buffer::new(&self.context, what, bytes)?;
+            let old = std::mem::replace(buffer(self), grown);
             if let Some(stage) = self.stage.as_mut().filter(|_| self.listing) {
                 stage.retired.push(old);
             }
         }
-        Ok(self.scratch.address())
+        Ok(buffer(self).address())
     }
 
     /// Waits for all calls so far.

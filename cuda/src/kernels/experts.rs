@@ -10,10 +10,12 @@
 //! * few: `grouped_gemv_*` stream the weights of chosen experts, in plain f32 arithmetic, for four rows at a time, and apply the
 //!   activation.
 //! * many: `grouped_gemm_*` multiply tiles on tensor cores, with activations as one or two terms, as `gemm_*` do
-//!   ([`super::linear`]); f32 weights in plain f32 arithmetic.
+//!   ([`super::linear`]); f32 weights in plain f32 arithmetic. Packed weights are written as f16 first, some experts at a time
+//!   ([`Grouped::batches`]).
 
 use super::attention::Precision;
 use super::linear::{LARGE, SMALL, SplitParams, Tile, activation_code, gemm_shared_bytes, terms_bytes};
+use super::packed::{Encoding, PackedRows, UnpackParams};
 use super::pointwise::{Activate, activate, row_parts};
 use super::{Launch, WARP, weight_ld};
 use bytemuck::{Pod, Zeroable};
@@ -28,6 +30,8 @@ const _: () = assert!(EXPERTS_MAX == 1024, "EXPERTS_MAX of cuda/kernels/shared/r
 /// Rows of a tile that streams its expert's weights, weight rows of a block, and its threads.
 const FEW_ROWS: u32 = 4;
 const FEW_COLS: u32 = 16;
+/// Weight rows of a block that streams packed ones.
+const PACKED_COLS: u32 = 8;
 const FEW_THREADS: u32 = 128;
 /// Most threads of a block of `sort_choices`.
 const SORT_THREADS_MAX: u32 = 256;
@@ -105,13 +109,14 @@ pub struct GroupedParams {
     pub scale: u64,
     /// u32, rows of `x`; 0 where they are sorted.
     pub sources: u64,
-    /// `[count * n][ldw]` in the kernel's type.
+    /// `[experts][n][ldw]` in the kernel's type, experts `expert_bytes` apart; packed rows are `ldw` bytes apart.
     pub w: u64,
     /// `[count][ld_bias]` in `bias_type`, or 0.
     pub bias: u64,
     /// f32 `[choices][ldo]`.
     pub out: u64,
     pub tiles: u64,
+    pub expert_bytes: u64,
     pub n: u32,
     pub k: u32,
     pub ldx: u32,
@@ -122,6 +127,12 @@ pub struct GroupedParams {
     /// For `grouped_gemv_*`: 0 for none, else [`Activation`]'s place in its list, from 1; the result has `n / 2` columns
     /// where it is gated.
     pub activation: u32,
+    /// The experts whose rows are multiplied; tiles of others are left out.
+    pub first_expert: u32,
+    pub experts: u32,
+    /// 1 for `grouped_gemm_*` to add to `out`.
+    pub add: u32,
+    pub pad: u32,
 }
 
 /// Parameters of `combine`: `out[r] += Σ weights[r][i] * results[places[r][i]]`, in the order of `i`. Grid: rows, blocks
@@ -142,15 +153,32 @@ pub struct CombineParams {
 }
 
 const _: () = assert!(size_of::<RouteParams>() == 72 && size_of::<SortParams>() == 56);
-const _: () = assert!(size_of::<ExpertTile>() == 16 && size_of::<GroupedParams>() == 96);
+const _: () = assert!(size_of::<ExpertTile>() == 16 && size_of::<GroupedParams>() == 120);
 const _: () = assert!(size_of::<CombineParams>() == 40);
 
-/// A weight of all experts, or a bias; address 0 for none.
+/// A bias of all experts; address 0 for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stored {
     pub address: u64,
     pub dtype: DType,
 }
+
+/// Rows of each expert's weight that are stored in one way.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ExpertRows {
+    /// Those of the first expert.
+    pub address: u64,
+    pub encoding: Encoding,
+    /// Rows of an expert.
+    pub rows: u32,
+    /// From an expert's rows to the next one's, in bytes.
+    pub expert_bytes: u64,
+    /// See [`PackedRows::factor`]; 1 for plain rows.
+    pub factor: f32,
+}
+
+/// A weight of all experts: gates may be stored in another way than ups.
+pub type ExpertWeight = [Option<ExpertRows>; 2];
 
 /// One call of [`lagoon_backend::Device::experts`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -162,9 +190,9 @@ pub struct Mixture {
     pub count: u32,
     pub routing: Routing,
     pub activation: Activation,
-    pub up: Stored,
+    pub up: ExpertWeight,
     pub up_bias: Stored,
-    pub down: Stored,
+    pub down: ExpertWeight,
     pub down_bias: Stored,
     pub choice_bias: Stored,
     /// f32 `[rows][hidden]` and `[rows][count]`.
@@ -184,6 +212,69 @@ pub struct Grouped {
     /// Makes terms of the activations, for tiles on tensor cores.
     pub split: Option<Launch<SplitParams>>,
     pub product: Launch<GroupedParams>,
+    /// Where the weight is packed and not streamed.
+    unpacked: Option<Unpacked>,
+}
+
+/// The packed weight of a product of many rows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Unpacked {
+    rows: PackedRows,
+    precision: Precision,
+    tile: Tile,
+}
+
+/// The launches of a grouped product for some experts, in order.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Batch {
+    /// Writes the experts' elements.
+    pub unpack: Option<Launch<UnpackParams>>,
+    /// One for each term of the elements.
+    pub products: [Option<Launch<GroupedParams>>; 2],
+}
+
+impl Grouped {
+    /// Experts of a batch whose elements take at most `room` bytes, one at least.
+    fn batch_experts(&self, unpacked: &Unpacked, room: u64) -> u32 {
+        let one = unpacked.rows.terms_bytes(unpacked.rows.group_rows, unpacked.precision);
+        u32::try_from(room / one).unwrap_or(u32::MAX).clamp(1, self.product.params.experts)
+    }
+
+    /// Bytes for the elements of a batch: `room`, or less, or what an expert needs; 0 if there is nothing to unpack.
+    #[must_use]
+    pub fn batch_bytes(&self, room: u64) -> u64 {
+        self.unpacked.as_ref().map_or(0, |unpacked| {
+            let rows = self.batch_experts(unpacked, room) * unpacked.rows.group_rows;
+            unpacked.rows.terms_bytes(rows, unpacked.precision)
+        })
+    }
+
+    /// The product in batches of experts, with [`Grouped::batch_bytes`] of memory for elements at `to`.
+    pub fn batches(&self, to: u64, room: u64) -> impl Iterator<Item = Batch> {
+        let this = *self;
+        let count = this.product.params.experts;
+        let step = this.unpacked.as_ref().map_or(count, |unpacked| this.batch_experts(unpacked, room));
+        (0..count).step_by(step as usize).map(move |first| match &this.unpacked {
+            None => Batch { unpack: None, products: [Some(this.product), None] },
+            Some(unpacked) => this.batch(unpacked, to, first, step.min(count - first)),
+        })
+    }
+
+    /// The launches for the experts `first..first + experts`.
+    fn batch(&self, unpacked: &Unpacked, to: u64, first: u32, experts: u32) -> Batch {
+        let Unpacked { rows, precision, tile } = *unpacked;
+        let address = rows.address + u64::from(first) * rows.group_bytes;
+        let all = experts * rows.group_rows;
+        let [hi, lo] = rows.terms_at(all, to, precision);
+        let mut product = self.product;
+        product.params = GroupedParams { w: hi, first_expert: first, experts, ..product.params };
+        let second = GroupedParams { w: lo, lo: 0, bias: 0, add: 1, ..product.params };
+        let name = gemm_name(DType::F16, false, tile.m == LARGE.m);
+        let shared_bytes = gemm_shared_bytes(tile, false);
+        let second = Launch { name, shared_bytes, params: second, ..product };
+        let unpack = Some(PackedRows { address, ..rows }.terms(all, [hi, lo]));
+        Batch { unpack, products: [Some(product), (lo != 0).then_some(second)] }
+    }
 }
 
 /// The launches of a mixture, in order.
@@ -191,10 +282,10 @@ pub struct Grouped {
 pub struct Launches {
     pub route: Launch<RouteParams>,
     pub sort: Launch<SortParams>,
-    pub up: Grouped,
+    pub up: [Option<Grouped>; 2],
     /// None where the up projections apply the activation as they write.
     pub activate: Option<Activate>,
-    pub down: Grouped,
+    pub down: [Option<Grouped>; 2],
     pub combine: Launch<CombineParams>,
 }
 
@@ -228,7 +319,7 @@ struct Factors {
     x: u64,
     x_rows: u32,
     sources: u64,
-    weight: Stored,
+    weight: ExpertWeight,
     bias: Stored,
     out: u64,
     n: u32,
@@ -243,7 +334,8 @@ impl Mixture {
     }
 
     fn cut(&self) -> Cut {
-        let (choices, tensor_cores) = (self.choices(), [self.up, self.down].iter().all(|w| w.dtype != DType::F32));
+        let choices = self.choices();
+        let tensor_cores = self.up.iter().chain(&self.down).flatten().all(|rows| rows.encoding.dtype() != DType::F32);
         if choices <= FEW_ROWS * self.count {
             Cut { rows: FEW_ROWS, tile: None }
         } else if choices >= LARGE_ROWS_MIN * self.count && tensor_cores {
@@ -307,7 +399,7 @@ impl Mixture {
     pub fn launches(&self, scratch: u64, precision: Precision) -> Launches {
         assert!(self.count <= EXPERTS_MAX && top_k(&self.routing) <= TOP_K_MAX, "experts of a layer and of a row");
         let s = self.scratch(scratch);
-        let fused = self.cut().tile.is_none().then_some(self.activation);
+        let fused = (self.cut().tile.is_none() && self.up[1].is_none()).then_some(self.activation);
         let up = Factors {
             x: self.x,
             x_rows: self.rows,
@@ -396,8 +488,18 @@ impl Mixture {
         Launch::flat("sort_choices", self.count, threads, params)
     }
 
-    fn grouped(&self, f: &Factors, s: &Scratch, precision: Precision) -> Grouped {
-        let dtype = f.weight.dtype;
+    fn grouped(&self, f: &Factors, s: &Scratch, precision: Precision) -> [Option<Grouped>; 2] {
+        let mut first = 0;
+        f.weight.map(|rows| {
+            let rows = rows?;
+            first += rows.rows;
+            Some(self.grouped_rows(f, &rows, first - rows.rows, s, precision))
+        })
+    }
+
+    /// The product with some rows of each expert's weight, which give the columns from `first` on.
+    fn grouped_rows(&self, f: &Factors, rows: &ExpertRows, first: u32, s: &Scratch, precision: Precision) -> Grouped {
+        let dtype = rows.encoding.dtype();
         let ld = number(weight_ld(f.k as usize, dtype.size()));
         let tile = self.cut().tile;
         let exact = precision == Precision::Exact;
@@ -406,11 +508,12 @@ impl Mixture {
             lo: 0,
             scale: 0,
             sources: f.sources,
-            w: f.weight.address,
-            bias: f.bias.address,
-            out: f.out,
+            w: rows.address,
+            bias: if f.bias.address == 0 { 0 } else { f.bias.address + u64::from(first) * f.bias.dtype.size() as u64 },
+            out: f.out + u64::from(first) * 4,
             tiles: s.tiles,
-            n: f.n,
+            expert_bytes: rows.expert_bytes,
+            n: rows.rows,
             k: f.k,
             ldx: f.k,
             ldw: ld,
@@ -418,6 +521,10 @@ impl Mixture {
             ld_bias: number(weight_ld(f.n as usize, f.bias.dtype.size())),
             bias_type: u32::from(f.bias.dtype.code()),
             activation: f.activation.map_or(0, activation_code),
+            first_expert: 0,
+            experts: self.count,
+            add: 0,
+            pad: 0,
         };
         let mut split = None;
         if tile.is_some() && dtype != DType::F32 {
@@ -425,19 +532,32 @@ impl Mixture {
             (params.x, params.scale, params.ldx) = (f.terms, s.scales, ld);
             params.lo = if exact { f.terms + terms } else { 0 };
             let name = if dtype == DType::F16 { "split_f16" } else { "split_bf16" };
-            let (hi, lo, scale) = (params.x, params.lo, params.scale);
-            let terms = SplitParams { x: f.x, hi, lo, scale, k: f.k, x_stride: f.k, ld, pad: 0 };
+            let (hi, lo, scale, factor) = (params.x, params.lo, params.scale, rows.factor);
+            let terms = SplitParams { x: f.x, hi, lo, scale, k: f.k, x_stride: f.k, ld, factor };
             split = Some(Launch::flat(name, f.x_rows, 256, terms));
         }
+        let mut unpacked = None;
+        if let Encoding::Packed(packed) = rows.encoding {
+            let (address, cols, group_bytes) = (rows.address, f.k, rows.expert_bytes);
+            let stored = PackedRows { packed, address, cols, group_rows: rows.rows, group_bytes, factor: rows.factor };
+            match tile {
+                None => params.ldw = stored.row_bytes(),
+                Some(tile) => {
+                    params.expert_bytes = u64::from(rows.rows) * u64::from(ld) * 2;
+                    unpacked = Some(Unpacked { rows: stored, precision, tile });
+                }
+            }
+        }
         let large = tile.is_some_and(|tile| tile.m == LARGE.m);
+        let streamed = if matches!(rows.encoding, Encoding::Packed(_)) { PACKED_COLS } else { FEW_COLS };
         let (block, columns, shared_bytes) = match tile {
-            None => (FEW_THREADS, FEW_COLS, 0),
+            None => (FEW_THREADS, streamed, 0),
             Some(tile) if dtype == DType::F32 => (256, tile.n, 0),
             Some(tile) => (tile.threads, tile.n, gemm_shared_bytes(tile, exact)),
         };
-        let name = if tile.is_none() { gemv_name(dtype) } else { gemm_name(dtype, exact, large) };
-        let grid = [f.n.div_ceil(columns), self.tiles_max(), 1];
-        Grouped { split, product: Launch { name, grid, block, shared_bytes, params } }
+        let name = if tile.is_none() { gemv_name(rows.encoding) } else { gemm_name(dtype, exact, large) };
+        let grid = [rows.rows.div_ceil(columns), self.tiles_max(), 1];
+        Grouped { split, product: Launch { name, grid, block, shared_bytes, params }, unpacked }
     }
 }
 
@@ -450,11 +570,12 @@ const fn top_k(routing: &Routing) -> u32 {
     routing.top_k as u32
 }
 
-const fn gemv_name(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F32 => "grouped_gemv_f32",
-        DType::F16 => "grouped_gemv_f16",
-        DType::BF16 => "grouped_gemv_bf16",
+const fn gemv_name(encoding: Encoding) -> &'static str {
+    match encoding {
+        Encoding::Plain(DType::F32) => "grouped_gemv_f32",
+        Encoding::Plain(DType::F16) => "grouped_gemv_f16",
+        Encoding::Plain(DType::BF16) => "grouped_gemv_bf16",
+        Encoding::Packed(packed) => packed.grouped,
     }
 }
 

@@ -24,7 +24,7 @@ const GEMV_F32_ROWS_MAX: u32 = 4;
 const GEMV_FEW_COLS: u32 = 16;
 const GEMV_COLS: u32 = 32;
 /// Threads of a `gemv` block.
-const GEMV_THREADS: u32 = 256;
+pub(super) const GEMV_THREADS: u32 = 256;
 /// Shortest part of the inner dimension that justifies a block.
 const SPLIT_K_MIN: u32 = 512;
 /// Most parts of the inner dimension.
@@ -36,7 +36,7 @@ const SPLITS_MAX: u32 = 16;
 pub struct GemvParams {
     /// f32 `[rows][x_stride]`, 16-byte aligned rows are faster.
     pub x: u64,
-    /// `[n][ldw]` in the kernel's type.
+    /// `[n][ldw]` in the kernel's type; packed rows are `ldw` bytes apart.
     pub w: u64,
     /// `[n]` in the weights' type, or 0.
     pub bias: u64,
@@ -54,9 +54,9 @@ pub struct GemvParams {
     pub activation: u32,
 }
 
-/// Parameters of `split_f16`, `split_bf16`: `x[r] * 2^-e = hi + lo` (rounded), `scale[r] = 2^e`. One block a row.
+/// Parameters of `split_f16`, `split_bf16`: `x[r] * 2^-e = hi + lo` (rounded), `scale[r] = 2^e * factor`. One block a row.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 pub struct SplitParams {
     /// f32 `[rows][x_stride]`.
     pub x: u64,
@@ -69,7 +69,8 @@ pub struct SplitParams {
     pub k: u32,
     pub x_stride: u32,
     pub ld: u32,
-    pub pad: u32,
+    /// That of the weight: see [`Product::factor`].
+    pub factor: f32,
 }
 
 /// Parameters of `gemm_*`. Grid: tiles of m, tiles of n, parts of k.
@@ -123,7 +124,7 @@ const _: () = assert!(size_of::<GemvParams>() == 64 && size_of::<SplitParams>() 
 const _: () = assert!(size_of::<GemmParams>() == 88 && size_of::<GemmReduceParams>() == 56);
 
 /// One product of a linear layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Product {
     /// f32 `[rows][x_stride]`.
     pub x: u64,
@@ -131,6 +132,9 @@ pub struct Product {
     /// `[n][weight_ld(k)]` in `dtype`.
     pub w: u64,
     pub dtype: DType,
+    /// The weight is this times what is stored: 1, or a power of two for f16 elements that were unpacked
+    /// ([`super::packed::factor_of`]).
+    pub factor: f32,
     /// `[n]` in `dtype`, or 0.
     pub bias: u64,
     /// f32 `[rows][out_stride]`.
@@ -169,7 +173,7 @@ pub struct Terms {
 }
 
 /// A tile of `gemm_*`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Tile {
     pub(super) m: u32,
     pub(super) n: u32,
@@ -283,7 +287,8 @@ impl Product {
             shared_bytes: if plain { 0 } else { gemm_shared_bytes(cut.tile, exact) },
             params,
         };
-        let split = SplitParams { x: self.x, hi, lo, scale, k: self.k, x_stride: self.x_stride, ld: lda, pad: 0 };
+        let (k, x_stride, factor) = (self.k, self.x_stride, self.factor);
+        let split = SplitParams { x: self.x, hi, lo, scale, k, x_stride, ld: lda, factor };
         let split = (!plain).then_some(Launch::flat(
             if self.dtype == DType::F16 { "split_f16" } else { "split_bf16" },
             self.rows,
@@ -315,7 +320,7 @@ impl Product {
             k: self.k,
             x_stride: self.x_stride,
             ld,
-            pad: 0,
+            factor: self.factor,
         };
         let split = Launch::flat(name, self.rows, 256, params);
         Some(Terms { split, terms, hi: workspace, lo, scale, ld, end: scale + scales })
@@ -339,9 +344,9 @@ impl Product {
         Launch { name: "gemm_reduce", grid: [self.n.div_ceil(256), self.rows, 1], block: 256, shared_bytes: 0, params }
     }
 
-    fn stream(&self, ldw: u32) -> Launch<GemvParams> {
-        assert!(self.activation.is_none_or(|a| is_fused(self.rows, self.dtype, a)), "a kernel of its own");
-        let params = GemvParams {
+    /// Parameters of a kernel that streams the weight, with rows `ldw` apart.
+    pub(super) fn gemv(&self, ldw: u32) -> GemvParams {
+        GemvParams {
             x: self.x,
             w: self.w,
             bias: self.bias,
@@ -354,12 +359,19 @@ impl Product {
             out_stride: self.out_stride,
             add: u32::from(self.add),
             activation: self.activation.map_or(0, activation_code),
-        };
-        // Weight rows of an output column; a block has whole columns.
-        let each = self.activation.map_or(1, |activation| u32::try_from(activation.inputs()).expect("one or two"));
-        let columns = self.n / each;
-        let few = [columns.div_ceil(GEMV_FEW_COLS / each), self.rows.div_ceil(2), 1];
-        let more = [columns.div_ceil(GEMV_COLS / each), 1, 1];
+        }
+    }
+
+    /// Blocks for `n` weight rows where a block has few of them.
+    pub(super) fn few_blocks(n: u32, activation: Option<Activation>) -> u32 {
+        blocks(n, activation, GEMV_FEW_COLS)
+    }
+
+    fn stream(&self, ldw: u32) -> Launch<GemvParams> {
+        assert!(self.activation.is_none_or(|a| is_fused(self.rows, self.dtype, a)), "a kernel of its own");
+        let params = self.gemv(ldw);
+        let few = [Self::few_blocks(self.n, self.activation), self.rows.div_ceil(2), 1];
+        let more = [blocks(self.n, self.activation, GEMV_COLS), 1, 1];
         let (name, grid) = match (self.dtype, self.rows) {
             (DType::F32, 1) => ("gemv_f32_1", few),
             (DType::F32, _) => ("gemv_f32_2", few),
@@ -374,6 +386,12 @@ impl Product {
         };
         Launch { name, grid, block: GEMV_THREADS, shared_bytes: 0, params }
     }
+}
+
+/// Blocks of `each` weight rows, which have whole columns of the output.
+fn blocks(n: u32, activation: Option<Activation>, each: u32) -> u32 {
+    let inputs = activation.map_or(1, |activation| u32::try_from(activation.inputs()).expect("one or two"));
+    (n / inputs).div_ceil(each / inputs)
 }
 
 const fn gemm_name(dtype: DType, exact: bool, large: bool) -> &'static str {

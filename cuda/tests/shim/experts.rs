@@ -3,7 +3,10 @@
 
 use crate::support::device::ShimDevice;
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{Activation, CpuDevice, Device, ExpertBuffers, Experts, GroupScore, Routing, Scoring};
+use lagoon_backend::{
+    Activation, CpuDevice, Device, ExpertBuffers, Experts, GroupScore, Routing, Scoring, WeightFormat, WeightPart,
+    WeightSource,
+};
 use lagoon_cuda::kernels::attention::Precision;
 use lagoon_types::DType;
 
@@ -120,4 +123,67 @@ fn as_many_experts_as_there_may_be() {
         let routing = Routing { group_score: GroupScore::Best, ..routing };
         check(&Case { routing, ..case }, Precision::Exact, ["grouped_gemv_bf16"; 2]);
     }
+}
+
+/// A mixture whose gates, ups and down projections are packed in formats of their own gives what the host's backend gives, whose
+/// sums are as exact; one, few and many rows.
+#[test]
+fn gates_and_ups_of_two_formats() {
+    let (count, wide, activation) = (3, 256, Activation::SiluMul);
+    let routing = Routing { top_k: 2, ..ROUTING };
+    for (rows, precision) in
+        [(1, Precision::Exact), (9, Precision::Exact), (40, Precision::Exact), (40, Precision::Fast)]
+    {
+        let mixture = |device: &mut dyn FnMut(WeightSource, WeightSource, Vec<f32>, Vec<f32>) -> Vec<f32>| {
+            let mut data = Data::new(72);
+            let mut parts = Vec::new();
+            for _ in 0..count {
+                for (format, rows) in [(WeightFormat::Q4K, wide), (WeightFormat::Q6K, wide)] {
+                    parts.push(WeightPart { rows, format, bytes: data.packed(format, rows * wide).0.into() });
+                }
+            }
+            let bytes = data.packed(WeightFormat::Q8_0, count * wide * wide).0.into();
+            let down = vec![WeightPart { rows: count * wide, format: WeightFormat::Q8_0, bytes }];
+            let (x, logits) = (data.values(rows * wide), data.values(rows * count));
+            device(WeightSource { cols: wide, parts }, WeightSource { cols: wide, parts: down }, x, logits)
+        };
+        let mut shim = ShimDevice::open().expect("the shim");
+        shim.tuning.precision = precision;
+        let got =
+            mixture(&mut |up, down, x, logits| mixed(&mut shim, (up, down), &x, &logits, (count, activation, routing)));
+        let mut host = CpuDevice::new();
+        let want =
+            mixture(&mut |up, down, x, logits| mixed(&mut host, (up, down), &x, &logits, (count, activation, routing)));
+        let most = want.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        // The host rounds activations to 16 bits; one term of f16 loses 2^-12 of an activation and of an element.
+        let bound = most * if precision == Precision::Fast { 2e-3 } else { 2e-4 };
+        for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+            assert!((got - want).abs() <= bound, "element {i} of {rows} rows is {got}, not {want} ({precision:?})");
+        }
+    }
+}
+
+fn mixed<D: Device>(
+    device: &mut D,
+    (up, down): (WeightSource, WeightSource),
+    x: &[f32],
+    logits: &[f32],
+    (count, activation, routing): (usize, Activation, Routing),
+) -> Vec<f32> {
+    let (hidden, rows) = (up.cols, logits.len() / count);
+    let (up, down) = (device.weight(up).expect("weight"), device.weight(down).expect("weight"));
+    let mut tensor = |values: &[f32]| {
+        let mut tensor = device.tensor(rows, values.len() / rows).expect("tensor");
+        device.write(&mut tensor, 0, values).expect("write");
+        tensor
+    };
+    let (x, logits) = (tensor(x), tensor(logits));
+    let mut out = device.tensor(rows, hidden).expect("tensor");
+    let mut buffers = ExpertBuffers::new(device, rows, routing.top_k, (hidden, hidden), activation).expect("buffers");
+    let experts =
+        Experts { count, up: &up, up_bias: None, down: &down, down_bias: None, choice_bias: None, activation, routing };
+    device.experts(&x, &logits, &experts, rows, &mut buffers, &mut out).expect("experts");
+    let mut got = Vec::new();
+    device.read(&out, 0..rows, 0..hidden, &mut got).expect("read");
+    got
 }

@@ -60,6 +60,7 @@ fn check(case: &Case) -> Vec<&'static str> {
         x_stride: number(k),
         w: bytes.as_ptr() as u64,
         dtype: case.dtype,
+        factor: 1.0,
         bias: if case.bias { bias_bytes.as_ptr() as u64 } else { 0 },
         out: out.as_mut_ptr() as u64,
         out_stride: number(n),

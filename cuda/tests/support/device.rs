@@ -14,7 +14,9 @@ use lagoon_cuda::kernels::boxes::KvMaps;
 use lagoon_cuda::kernels::experts::{Grouped, Mixture, Stored};
 use lagoon_cuda::kernels::latent::{HeadProductParams, LatentParams, head_product};
 use lagoon_cuda::kernels::linear::{Launches, Product, is_fused, workspace_bytes};
+use lagoon_cuda::kernels::packed::{self, Encoding, PackedProduct, factor_of};
 use lagoon_cuda::kernels::pointwise::Activate;
+use lagoon_cuda::kernels::weight::{WeightLayout, arrange};
 use lagoon_cuda::kernels::{Launch, pointwise, weight_ld};
 use lagoon_types::{AttentionGeometry, DType, KvShape};
 use std::ops::Range;
@@ -25,14 +27,18 @@ pub(crate) struct Tensor {
     pub(crate) cols: usize,
 }
 
-/// Rows padded as [`weight_ld`] says.
+/// Rows as [`WeightLayout`] says.
 #[derive(Debug)]
 pub(crate) struct Weight {
-    data: Vec<u128>,
-    dtype: DType,
+    layout: WeightLayout,
     rows: usize,
     cols: usize,
+    /// What the layout's addresses are of.
+    _data: Vec<u128>,
 }
+
+/// Bytes for elements of packed weights: few, so that products have several parts.
+const ROOM: u64 = 16 << 10;
 
 #[derive(Debug)]
 pub(crate) struct Kv {
@@ -121,12 +127,12 @@ impl ShimDevice {
         let params = pointwise::NormParams {
             x: x.data.as_ptr() as u64,
             delta: 0,
-            weight: weight.data.as_ptr() as u64,
+            weight: weight.layout.plain().0,
             bias: 0,
             out: out.data.as_mut_ptr() as u64,
             cols: number(x.cols),
             eps,
-            weight_type: u32::from(weight.dtype.code()),
+            weight_type: u32::from(weight.layout.plain().1.code()),
             pad: 0,
         };
         self.per_row(name, rows, params);
@@ -146,10 +152,13 @@ impl ShimDevice {
 }
 
 fn stored(weight: Option<&Weight>) -> Stored {
-    weight.map_or(Stored { address: 0, dtype: DType::F32 }, |weight| Stored {
-        address: weight.data.as_ptr() as u64,
-        dtype: weight.dtype,
-    })
+    let (address, dtype) = weight.map_or((0, DType::F32), |weight| weight.layout.plain());
+    Stored { address, dtype }
+}
+
+/// Memory of so many bytes, rounded up to 16.
+fn room(bytes: u64) -> Vec<u128> {
+    vec![u128::MAX; usize::try_from(bytes.div_ceil(16)).expect("fits")]
 }
 
 pub(crate) fn number(n: usize) -> u32 {
@@ -172,18 +181,25 @@ impl Device for ShimDevice {
     }
 
     fn takes(&self, format: WeightFormat) -> bool {
-        format.plain().is_some()
+        Encoding::of(format).is_some()
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {
-        let (rows, dtype) = (source.rows(), source.dtype()?);
-        let size = dtype.size();
-        let (row, ld) = (source.cols * size, weight_ld(source.cols, size) * size);
-        let mut data = vec![0u128; rows * ld / 16];
-        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut data);
-        let from = source.parts.iter().flat_map(|part| part.bytes.chunks_exact(row));
-        bytes.chunks_exact_mut(ld).zip(from).for_each(|(to, from)| to[..row].copy_from_slice(from));
-        Ok(Weight { data, dtype, rows, cols: source.cols })
+        let mut layout = WeightLayout::new(&source)?;
+        let mut bytes = Vec::new();
+        source.parts.iter().for_each(|part| arrange(part.format, source.cols, &part.bytes, &mut bytes));
+        let mut data = vec![0u128; layout.bytes() / 16];
+        bytemuck::cast_slice_mut(&mut data).copy_from_slice(&bytes);
+        layout.place(data.as_ptr() as u64);
+        let mut largest = 0.0f32;
+        for segment in layout.segments() {
+            let Some(rows) = layout.packed(segment) else { continue };
+            let mut found = vec![f32::NAN; segment.rows];
+            self.launch(&rows.largest(number(segment.rows), found.as_mut_ptr() as u64));
+            largest = found.into_iter().fold(largest, f32::max);
+        }
+        layout.set_factor(factor_of(largest));
+        Ok(Weight { layout, rows: source.rows(), cols: source.cols, _data: data })
     }
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Kv, DeviceError> {
@@ -296,7 +312,11 @@ impl Device for ShimDevice {
         product: &mut Tensor,
         out: &mut Tensor,
     ) -> Result<(), DeviceError> {
-        if is_fused(number(rows), weight.dtype, activation) {
+        let fused = weight.layout.only().is_ok_and(|segment| match segment.encoding {
+            Encoding::Plain(dtype) => is_fused(number(rows), dtype, activation),
+            Encoding::Packed(_) => packed::is_fused(number(rows), activation),
+        });
+        if fused {
             self.multiply(x, weight, rows, (false, Some(activation)), out);
             return Ok(());
         }
@@ -351,14 +371,14 @@ impl Device for ShimDevice {
     ) -> Result<(), DeviceError> {
         self.launch(&pointwise::head_norm(pointwise::HeadNormParams {
             qkv: qkv.data.as_mut_ptr() as u64,
-            q_weight: q.data.as_ptr() as u64,
-            k_weight: k.data.as_ptr() as u64,
+            q_weight: q.layout.plain().0,
+            k_weight: k.layout.plain().0,
             heads: geometry.heads,
             kv_heads: geometry.kv_heads,
             head_dim: geometry.head_dim,
             rows: number(rows),
-            q_type: u32::from(q.dtype.code()),
-            k_type: u32::from(k.dtype.code()),
+            q_type: u32::from(q.layout.plain().1.code()),
+            k_type: u32::from(k.layout.plain().1.code()),
             eps,
             pad: 0,
         }));
@@ -384,9 +404,9 @@ impl Device for ShimDevice {
             count: number(experts.count),
             routing: experts.routing,
             activation: experts.activation,
-            up: stored(Some(experts.up)),
+            up: experts.up.layout.of_experts(experts.count)?,
             up_bias: stored(experts.up_bias),
-            down: stored(Some(experts.down)),
+            down: experts.down.layout.of_experts(experts.count)?,
             down_bias: stored(experts.down_bias),
             choice_bias: stored(experts.choice_bias),
             x: x.data.as_ptr() as u64,
@@ -409,12 +429,12 @@ impl Device for ShimDevice {
         self.launch(&pointwise::sink(pointwise::SinkParams {
             out: partials.out.data.as_mut_ptr() as u64,
             lse: partials.lse.data.as_ptr() as u64,
-            sinks: sinks.data.as_ptr() as u64,
+            sinks: sinks.layout.plain().0,
             count: if all_seen { 0 } else { partials.count.as_ptr() as u64 },
             heads: geometry.heads,
             head_dim: number(geometry.query_dim()),
             rows: number(partials.count.len()),
-            sink_type: u32::from(sinks.dtype.code()),
+            sink_type: u32::from(sinks.layout.plain().1.code()),
         }));
         Ok(())
     }
@@ -450,14 +470,23 @@ impl Device for ShimDevice {
         rows: usize,
         out: &mut Tensor,
     ) -> Result<(), DeviceError> {
+        let segment = weight.layout.only()?;
+        let stored = weight.layout.packed(segment);
+        let mut elements = Vec::new();
+        let (mut w, mut dtype) = (segment.address, segment.encoding.dtype());
+        if let Some(stored) = stored {
+            elements.resize(weight.rows * weight.cols, 0.0f32);
+            (w, dtype) = (elements.as_mut_ptr() as u64, DType::F32);
+            self.launch(&stored.rows(0, number(weight.rows), false, w));
+        }
         let params = HeadProductParams {
             x: x.data.as_ptr() as u64,
-            w: weight.data.as_ptr() as u64,
+            w,
             out: out.data.as_mut_ptr() as u64,
             rows: number(rows),
             n: number(weight.rows / strides.heads),
             k: number(weight.cols),
-            ldw: number(weight_ld(weight.cols, weight.dtype.size())),
+            ldw: number(weight_ld(weight.cols, dtype.size())),
             heads: number(strides.heads),
             x_stride: number(x.cols),
             x_step: number(strides.x_stride),
@@ -465,7 +494,8 @@ impl Device for ShimDevice {
             out_step: number(strides.out_stride),
             pad: 0,
         };
-        self.launch(&head_product(weight.dtype, params));
+        self.launch(&head_product(dtype, params));
+        drop(elements);
         Ok(())
     }
 
@@ -533,9 +563,9 @@ impl Device for ShimDevice {
     fn add_bias(&mut self, x: &mut Tensor, bias: &Weight, rows: usize) -> Result<(), DeviceError> {
         let params = pointwise::BiasParams {
             x: x.data.as_mut_ptr() as u64,
-            bias: bias.data.as_ptr() as u64,
+            bias: bias.layout.plain().0,
             cols: number(x.cols),
-            bias_type: u32::from(bias.dtype.code()),
+            bias_type: u32::from(bias.layout.plain().1.code()),
         };
         self.per_row("add_bias", rows, params);
         Ok(())
@@ -608,13 +638,19 @@ impl ShimDevice {
     }
 
     fn table_rows(&mut self, table: &Weight, ids: &[u32], add: bool, out: &mut Tensor) {
+        let segment = table.layout.only().expect("a table of one format");
+        if let Some(stored) = table.layout.packed(segment) {
+            let rows = number(ids.len());
+            return self.launch(&stored.rows(ids.as_ptr() as u64, rows, add, out.data.as_mut_ptr() as u64));
+        }
+        let dtype = segment.encoding.dtype();
         let params = pointwise::EmbedParams {
-            table: table.data.as_ptr() as u64,
+            table: segment.address,
             ids: ids.as_ptr() as u64,
             out: out.data.as_mut_ptr() as u64,
             cols: number(table.cols),
-            ld: number(weight_ld(table.cols, table.dtype.size())),
-            table_type: u32::from(table.dtype.code()),
+            ld: number(weight_ld(table.cols, dtype.size())),
+            table_type: u32::from(dtype.code()),
             add: u32::from(add),
         };
         self.per_row("embed", ids.len(), params);
@@ -633,16 +669,20 @@ impl ShimDevice {
         let launches = mixture.launches(scratch.as_mut_ptr() as u64, self.tuning.precision);
         self.launch(&launches.route);
         self.launch(&launches.sort);
-        self.launch_grouped(&launches.up);
+        launches.up.iter().flatten().for_each(|product| self.launch_grouped(product));
         launches.activate.iter().for_each(|launch| self.launch_activation(launch));
-        self.launch_grouped(&launches.down);
+        launches.down.iter().flatten().for_each(|product| self.launch_grouped(product));
         self.launch(&launches.combine);
-        self.grouped = [launches.up.product.name, launches.down.product.name];
+        self.grouped = [&launches.up, &launches.down].map(|product| product[0].expect("a product").product.name);
     }
 
     fn launch_grouped(&mut self, product: &Grouped) {
         product.split.iter().for_each(|launch| self.launch(launch));
-        self.launch(&product.product);
+        let mut elements = room(product.batch_bytes(ROOM));
+        for batch in product.batches(elements.as_mut_ptr() as u64, ROOM) {
+            batch.unpack.iter().for_each(|launch| self.launch(launch));
+            batch.products.iter().flatten().for_each(|launch| self.launch(launch));
+        }
     }
 
     fn multiply(
@@ -653,28 +693,53 @@ impl ShimDevice {
         (add, activation): (bool, Option<Activation>),
         out: &mut Tensor,
     ) {
-        self.product(&Product {
-            x: x.data.as_ptr() as u64,
-            x_stride: number(x.cols),
-            w: weight.data.as_ptr() as u64,
-            dtype: weight.dtype,
-            bias: 0,
-            out: out.data.as_mut_ptr() as u64,
-            out_stride: number(out.cols),
-            rows: number(rows),
-            n: number(weight.rows),
-            k: number(weight.cols),
-            add,
-            activation,
-        });
+        for segment in weight.layout.segments() {
+            let product = Product {
+                x: x.data.as_ptr() as u64,
+                x_stride: number(x.cols),
+                w: segment.address,
+                dtype: segment.encoding.dtype(),
+                factor: 1.0,
+                bias: 0,
+                out: out.data.as_mut_ptr() as u64 + 4 * segment.row0 as u64,
+                out_stride: number(out.cols),
+                rows: number(rows),
+                n: number(segment.rows),
+                k: number(weight.cols),
+                add,
+                activation,
+            };
+            match weight.layout.packed(segment) {
+                None => self.product(&product),
+                Some(rows) => self.packed_product(&PackedProduct { product, rows }),
+            }
+        }
+    }
+
+    fn packed_product(&mut self, product: &PackedProduct) {
+        let precision = self.tuning.precision;
+        if packed::is_streamed(product.product.rows) {
+            return self.launch(&product.stream());
+        }
+        let mut elements = room(product.part_bytes(ROOM, precision));
+        for part in product.parts(elements.as_mut_ptr() as u64, ROOM, precision) {
+            self.launch(&part.unpack);
+            for (product, precision) in part.products.iter().flatten() {
+                self.product_with(product, *precision);
+            }
+        }
     }
 
     /// Runs a product with scratch of exactly the size that it asks for.
     pub(crate) fn product(&mut self, product: &Product) {
+        self.product_with(product, self.tuning.precision);
+    }
+
+    fn product_with(&mut self, product: &Product, precision: Precision) {
         let sms = self.tuning.sms;
         let bytes = workspace_bytes(product.rows, product.n, product.k, product.dtype, sms);
         let mut workspace = vec![u128::MAX; usize::try_from(bytes.div_ceil(16)).expect("fits")];
-        match product.launches(workspace.as_mut_ptr() as u64, self.tuning.precision, sms) {
+        match product.launches(workspace.as_mut_ptr() as u64, precision, sms) {
             Launches::Stream(launch) => self.launch(&launch),
             Launches::Tiles { split, gemm, reduce } => {
                 split.iter().for_each(|launch| self.launch(launch));

@@ -48,7 +48,8 @@ pub mod cases {
         merge_of_split_softcap, sink_joins_the_softmax,
     };
     pub use super::packed::{
-        embed_packed, experts_packed, matmul_packed, matmul_packed_extremes, packed_is_taken_or_refused,
+        embed_packed, experts_packed, matmul_packed, matmul_packed_extremes, matmul_packed_parts,
+        packed_is_taken_or_refused,
     };
     pub use super::pointwise::{
         add_bias_adds, embed_widens_rows, gather_copies_rows, gelu_matches, head_norm_matches, layer_norm_matches,
@@ -92,6 +93,7 @@ use lagoon_types::DType;
 /// * `matmul`: `min(1, 4 / sqrt(k)) v` of the sum of absolute products. If all `k` roundings go one way, the error is `v`
 ///   of that sum. Independent roundings (0.42 `v` RMS over mantissas) give `0.42 v / sqrt(k)` of it for equal products and
 ///   `0.8 v / sqrt(k)` for unequal ones, so the bound is at least five standard deviations.
+/// * `matmul` of packed weights: twice that of f16, because their elements may be rounded to f16, too.
 /// * `attention`: scores as products with `k = head_dim`, whose absolute errors are relative errors of the weights; and each
 ///   weight is rounded: outputs within `v` of the largest value. Log-sum-exps come from weights before rounding.
 #[derive(Clone, Copy, Debug)]
@@ -208,6 +210,7 @@ macro_rules! conformance_names {
             packed_is_taken_or_refused,
             matmul_packed,
             matmul_packed_extremes,
+            matmul_packed_parts,
             embed_packed,
             experts_packed,
             rope_append_rotates_and_stores,

@@ -1,9 +1,9 @@
 //! Packed weights against f64 on their elements. A device that takes none of a format refuses it.
 
 use super::data::{Data, read, tensor};
-use super::matmul::{bound, check_product, oracle};
+use super::matmul::{activated, bound, check_product, oracle};
 use super::{Tolerance, assert_close};
-use crate::formats::WeightFormat;
+use crate::formats::{BLOCK_ELEMENTS_MAX, WeightFormat};
 use crate::{
     Activation, Device, DeviceError, ExpertBuffers, Experts, GroupScore, Mode, Routing, Scoring, WeightPart,
     WeightSource,
@@ -24,14 +24,15 @@ fn deep(format: WeightFormat) -> usize {
 /// Elements of a part, in which activations may be rounded together.
 const PART: usize = 32;
 
-/// The bound of the product of a row `x` and a weight row, activations rounded to 16 bits of the largest of a part: see
-/// [`Tolerance`]. `sum` is that of absolute products, and of what was in the output.
+/// The bound of the product of a row `x` and a weight row, activations rounded to 16 bits of the largest of a part, or they and the
+/// elements to f16: see [`Tolerance`]. `sum` is that of absolute products, and of what was in the output.
 fn rounded(x: &[f32], weights: &[f32], sum: f64, tolerance: Tolerance) -> f64 {
     let parts = x.chunks(PART).zip(weights.chunks(PART)).map(|(x, weights)| {
         let largest = x.iter().fold(0.0f64, |m, x| m.max(f64::from(x.abs())));
         largest * weights.iter().map(|w| f64::from(w.abs())).sum::<f64>()
     });
-    bound(x.len(), DType::F32, tolerance) * sum + 1.01 * 2f64.powi(-16) * parts.sum::<f64>()
+    let halves = 2.0 * tolerance.rounded_products(x.len(), DType::F16);
+    (bound(x.len(), DType::F32, tolerance) + halves) * sum + 1.01 * 2f64.powi(-16) * parts.sum::<f64>()
 }
 
 /// Plain formats are taken, and a format that is not taken is refused by its name.
@@ -85,6 +86,42 @@ fn product<D: Device>(
     let what = format!("matmul {format} {rows}x{k}x{n} {mode:?}");
     let error = |x: &[f32], weights: &[f32], sum| rounded(x, weights, sum, tolerance);
     check_product(device, &what, &mut data, (&weight, &exact), (rows, k, n), mode, error);
+}
+
+/// Products, and up projections with their activation, with a weight in parts of several formats: packed, f16, packed otherwise.
+pub fn matmul_packed_parts<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let k = 2 * BLOCK_ELEMENTS_MAX;
+    for formats in taken(device).windows(2) {
+        for rows in [1, 5, 33] {
+            let (mut data, n) = (Data::new(rows as u64), 9);
+            let (first, mut exact) = data.packed(formats[0], n * k);
+            let (middle, halves) = data.stored(DType::F16, 4 * k);
+            let (last, others) = data.packed(formats[1], (n - 4) * k);
+            exact.extend(halves.into_iter().chain(others));
+            let part = |rows, format, bytes: Vec<u8>| WeightPart { rows, format, bytes: bytes.into() };
+            let parts =
+                vec![part(n, formats[0], first), part(4, WeightFormat::F16, middle), part(n - 4, formats[1], last)];
+            let weight = device.weight(WeightSource { cols: k, parts }).expect("weight");
+            let what = format!("{} rows by {} and {}", rows, formats[0], formats[1]);
+            let error = |x: &[f32], weights: &[f32], sum| rounded(x, weights, sum, tolerance);
+            check_product(device, &what, &mut data, (&weight, &exact), (rows, k, 2 * n), Mode::Add, error);
+            let (x, values) = data.tensor(device, rows, k);
+            let (mut scratch, mut out) =
+                (device.tensor(rows, 2 * n).expect("tensor"), device.tensor(rows, n).expect("tensor"));
+            let silu = Activation::SiluMul;
+            device.matmul_activated(&x, &weight, rows, silu, &mut scratch, &mut out).expect("matmul_activated");
+            let (product, mut errors) = oracle(&values, rows, k, 2 * n, |row, i| exact[row * k + i]);
+            for (i, sum) in errors.iter_mut().enumerate() {
+                *sum = rounded(&values[i / (2 * n) * k..][..k], &exact[i % (2 * n) * k..][..k], *sum, tolerance);
+            }
+            let wanted = |i: usize| {
+                let row = i / n * 2 * n..(i / n + 1) * 2 * n;
+                activated(silu, &product[row.clone()], &errors[row], i % n, 1.0, tolerance)
+            };
+            let want: Vec<f64> = (0..rows * n).map(|i| wanted(i).0).collect();
+            assert_close(&what, &read(device, &out, rows, n), &want, |i| wanted(i).1);
+        }
+    }
 }
 
 /// Activations with an outlier, and with parts that are all but zero, in few rows and many.

@@ -1,0 +1,405 @@
+//! Packed weights: how their rows lie in device memory, and the kernels that compute with them.
+//!
+//! * Up to [`PACKED_ROWS_MAX`] rows, `gemv_*` and `grouped_gemv_*` of the format stream the weight and unpack it in registers.
+//! * For more rows, `unpack_*` writes elements as f16 to scratch, a part of the weight at a time, and the kernels of f16 weights
+//!   follow: one term of each element for [`Precision::Fast`], two for [`Precision::Exact`].
+//! * `unpack_*` also reads rows of embedding tables, in f32.
+//!
+//! Invariants: a row has its blocks' pieces in planes ([`Packed::arrange`]), all but the last of multiples of 16 bytes, and begins
+//! at a multiple of 16. Nothing is lost or added but up to 15 bytes a row. A format is an entry of [`FORMATS`] and a stem of
+//! `cuda/kernels/shared/weight_*.cuh`.
+
+use super::attention::Precision;
+use super::linear::{GEMV_ROWS_MAX, GEMV_THREADS, GemvParams, Product};
+use super::{Launch, weight_ld};
+use bytemuck::{Pod, Zeroable};
+use lagoon_backend::{Activation, WeightFormat};
+use lagoon_types::DType;
+
+/// Most rows of a product that streams a packed weight: what is unpacked has a factor, which kernels that stream plain weights do not
+/// apply.
+pub const PACKED_ROWS_MAX: u32 = GEMV_ROWS_MAX;
+/// Device memory for elements of weights, in bytes: products of many rows are made for as many weight rows at a time.
+pub const UNPACKED_BYTES: u64 = 64 << 20;
+/// Weight rows of which each part of a product has a multiple, if it has as many: whole tiles.
+const PART_ROWS: u32 = 128;
+/// Rows of a block of `unpack_*`, and its threads.
+const UNPACK_ROWS: u32 = 8;
+const UNPACK_THREADS: u32 = 256;
+
+/// Start and length of a piece of a block, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece(usize, usize);
+
+/// A packed format that kernels compute with.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Packed {
+    pub format: WeightFormat,
+    /// Pieces of a block in the order of a row's planes, codes first.
+    planes: &'static [Piece],
+    /// For one, two and four rows.
+    gemv: [&'static str; 3],
+    pub(super) grouped: &'static str,
+    unpack: &'static str,
+}
+
+macro_rules! packed {
+    ($format:ident, $name:literal, $planes:expr) => {
+        Packed {
+            format: WeightFormat::$format,
+            planes: &$planes,
+            gemv: [concat!("gemv_", $name, "_1"), concat!("gemv_", $name, "_2"), concat!("gemv_", $name, "_4")],
+            grouped: concat!("grouped_gemv_", $name),
+            unpack: concat!("unpack_", $name),
+        }
+    };
+}
+
+/// Every packed format that kernels take.
+pub static FORMATS: [Packed; 10] = [
+    packed!(Q8_0, "q8_0", [Piece(2, 32), Piece(0, 2)]),
+    packed!(Q4_0, "q4_0", [Piece(2, 16), Piece(0, 2)]),
+    packed!(Q4K, "q4_k", [Piece(16, 128), Piece(0, 16)]),
+    packed!(Q5K, "q5_k", [Piece(48, 128), Piece(16, 32), Piece(0, 16)]),
+    packed!(Q6K, "q6_k", [Piece(0, 128), Piece(128, 64), Piece(192, 16), Piece(208, 2)]),
+    packed!(Mxfp4, "mxfp4", [Piece(1, 16), Piece(0, 1)]),
+    packed!(Fp8, "fp8", [Piece(4, 128), Piece(0, 4)]),
+    packed!(Int4G32, "int4_g32", [Piece(4, 16), Piece(0, 4)]),
+    packed!(Int4G64, "int4_g64", [Piece(4, 32), Piece(0, 4)]),
+    packed!(Int4G128, "int4_g128", [Piece(4, 64), Piece(0, 4)]),
+];
+
+impl Packed {
+    /// Bytes of a row of `cols` elements on the device; `None` if they are no whole blocks.
+    #[must_use]
+    pub fn row_bytes(&self, cols: usize) -> Option<usize> {
+        self.format.bytes(cols).map(|bytes| bytes.next_multiple_of(16))
+    }
+
+    /// Appends rows of `row` given bytes to `out`, arranged in planes.
+    ///
+    /// # Panics
+    /// If `rows` are no whole rows.
+    pub fn arrange(&self, rows: &[u8], row: usize, out: &mut Vec<u8>) {
+        assert!(rows.len().is_multiple_of(row), "whole rows");
+        let block = self.format.block().bytes;
+        for row in rows.chunks_exact(row) {
+            for Piece(start, len) in self.planes {
+                row.chunks_exact(block).for_each(|block| out.extend_from_slice(&block[*start..start + len]));
+            }
+            out.resize(out.len() + row.len().next_multiple_of(16) - row.len(), 0);
+        }
+    }
+}
+
+/// How rows of a weight are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encoding {
+    Plain(DType),
+    Packed(&'static Packed),
+}
+
+impl Encoding {
+    /// `None` for a format without kernels.
+    #[must_use]
+    pub fn of(format: WeightFormat) -> Option<Self> {
+        let packed = || FORMATS.iter().find(|packed| packed.format == format).map(Self::Packed);
+        format.plain().map(Self::Plain).or_else(packed)
+    }
+
+    /// Bytes of a row of `cols` elements on the device; `None` if they are no whole blocks.
+    #[must_use]
+    pub fn row_bytes(self, cols: usize) -> Option<usize> {
+        match self {
+            Self::Plain(dtype) => Some(weight_ld(cols, dtype.size()) * dtype.size()),
+            Self::Packed(packed) => packed.row_bytes(cols),
+        }
+    }
+
+    /// The type in which products of many rows have the weight.
+    #[must_use]
+    pub const fn dtype(self) -> DType {
+        match self {
+            Self::Plain(dtype) => dtype,
+            Self::Packed(_) => DType::F16,
+        }
+    }
+}
+
+/// What becomes of elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+enum Mode {
+    Set = 0,
+    Add = 1,
+    Terms = 2,
+    Largest = 3,
+}
+
+/// Parameters of `unpack_*`: elements of `rows` rows of a packed weight. A warp a row.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+pub struct UnpackParams {
+    pub w: u64,
+    /// u32 `[rows]`: rows of the weight; 0 for its first ones.
+    pub ids: u64,
+    /// f32 or f16 `[rows][cols]`; f32 `[rows]` for the largest magnitude of each.
+    pub out: u64,
+    /// f16 `[rows][cols]`, what the first term lacks, or 0.
+    pub lo: u64,
+    /// Groups of `group_rows` rows begin so many bytes apart.
+    pub group_bytes: u64,
+    pub rows: u32,
+    pub cols: u32,
+    pub row_bytes: u32,
+    pub group_rows: u32,
+    /// 0: writes f32; 1: adds f32; 2: writes f16, times `factor`; 3: largest magnitudes.
+    pub mode: u32,
+    pub factor: f32,
+}
+
+const _: () = assert!(size_of::<UnpackParams>() == 64);
+
+/// Rows of a packed weight in device memory: groups of `group_rows` rows, which begin `group_bytes` bytes apart.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PackedRows {
+    pub packed: &'static Packed,
+    pub address: u64,
+    pub cols: u32,
+    pub group_rows: u32,
+    pub group_bytes: u64,
+    /// Elements are divided by it where they become f16: see [`factor_of`].
+    pub factor: f32,
+}
+
+impl PackedRows {
+    /// Rows one behind the other.
+    #[must_use]
+    pub const fn flat(packed: &'static Packed, address: u64, rows: u32, cols: u32, factor: f32) -> Self {
+        Self { packed, address, cols, group_rows: rows, group_bytes: 0, factor }
+    }
+
+    /// The rows from `first` on, which must be one behind the other.
+    #[must_use]
+    pub fn from_row(&self, first: u32) -> Self {
+        Self { address: self.address + u64::from(first) * u64::from(self.row_bytes()), ..*self }
+    }
+
+    /// Bytes of a row.
+    pub(super) fn row_bytes(&self) -> u32 {
+        let bytes = self.packed.row_bytes(self.cols as usize).expect("rows have whole blocks");
+        u32::try_from(bytes).expect("a row's bytes fit u32")
+    }
+
+    fn unpack(&self, mode: Mode, rows: u32, ids: u64, [out, lo]: [u64; 2]) -> Launch<UnpackParams> {
+        let params = UnpackParams {
+            w: self.address,
+            ids,
+            out,
+            lo,
+            group_bytes: self.group_bytes,
+            rows,
+            cols: self.cols,
+            row_bytes: self.row_bytes(),
+            group_rows: self.group_rows,
+            mode: mode as u32,
+            factor: 1.0 / self.factor,
+        };
+        Launch::flat(self.packed.unpack, rows.div_ceil(UNPACK_ROWS), UNPACK_THREADS, params)
+    }
+
+    /// Writes the largest magnitude of each of the first `rows` rows to f32 `[rows]` at `out`.
+    #[must_use]
+    pub fn largest(&self, rows: u32, out: u64) -> Launch<UnpackParams> {
+        self.unpack(Mode::Largest, rows, 0, [out, 0])
+    }
+
+    /// `out[i] (=|+=) row[ids[i]]` in f32, for `rows` ids; the first rows where `ids` is 0.
+    #[must_use]
+    pub fn rows(&self, ids: u64, rows: u32, add: bool, out: u64) -> Launch<UnpackParams> {
+        self.unpack(if add { Mode::Add } else { Mode::Set }, rows, ids, [out, 0])
+    }
+
+    /// Writes the first `rows` rows as one or two f16 terms.
+    pub(super) fn terms(&self, rows: u32, terms: [u64; 2]) -> Launch<UnpackParams> {
+        self.unpack(Mode::Terms, rows, 0, terms)
+    }
+
+    /// Bytes of `rows` rows as terms.
+    pub(super) fn terms_bytes(&self, rows: u32, precision: Precision) -> u64 {
+        let terms = if precision == Precision::Exact { 2 } else { 1 };
+        terms * u64::from(rows) * u64::from(self.cols) * 2
+    }
+
+    /// Addresses of the terms of `rows` rows at `to`; 0 for a second term that is not made.
+    pub(super) fn terms_at(&self, rows: u32, to: u64, precision: Precision) -> [u64; 2] {
+        let second = to + self.terms_bytes(rows, Precision::Fast);
+        [to, if precision == Precision::Exact { second } else { 0 }]
+    }
+}
+
+/// The power of two by which elements are divided before they become f16, where their largest magnitude is this: the quotient is
+/// between 2^13 and 2^14, far from both ends of the type's range.
+#[must_use]
+pub fn factor_of(largest: f32) -> f32 {
+    if largest == 0.0 || !largest.is_finite() {
+        return 1.0;
+    }
+    (largest.log2().floor() - 13.0).clamp(-100.0, 100.0).exp2()
+}
+
+/// A product with a packed weight.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PackedProduct {
+    /// `w`, `dtype` and `factor` are those of the elements in f16, and not read.
+    pub product: Product,
+    pub rows: PackedRows,
+}
+
+/// A part of a product with a packed weight, of some weight rows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PackedPart {
+    /// Writes the weight rows' elements.
+    pub unpack: Launch<UnpackParams>,
+    /// One product for each term of the elements, in order, and their precision.
+    pub products: [Option<(Product, Precision)>; 2],
+}
+
+/// Whether a product of `rows` rows streams a packed weight.
+#[must_use]
+pub const fn is_streamed(rows: u32) -> bool {
+    rows <= PACKED_ROWS_MAX
+}
+
+/// Whether a product of `rows` rows with a packed weight applies this activation as it writes.
+#[must_use]
+pub const fn is_fused(rows: u32, activation: Activation) -> bool {
+    is_streamed(rows) && matches!(activation, Activation::SiluMul | Activation::Gelu)
+}
+
+impl PackedProduct {
+    /// The launch of a product that streams the weight; see [`is_streamed`].
+    #[must_use]
+    pub fn stream(&self) -> Launch<GemvParams> {
+        let Product { rows, n, .. } = self.product;
+        let fused = self.product.activation.is_none_or(|activation| is_fused(rows, activation));
+        assert!(is_streamed(rows) && fused && self.product.bias == 0, "a product of few rows");
+        let params = GemvParams { w: self.rows.address, ..self.product.gemv(self.rows.row_bytes()) };
+        let (name, each) = match rows {
+            1 => (self.rows.packed.gemv[0], 1),
+            2 => (self.rows.packed.gemv[1], 2),
+            _ => (self.rows.packed.gemv[2], 4),
+        };
+        let grid = [Product::few_blocks(n, self.product.activation), rows.div_ceil(each), 1];
+        Launch { name, grid, block: GEMV_THREADS, shared_bytes: 0, params }
+    }
+
+    /// Weight rows of a part whose elements take at most `room` bytes, one at least.
+    fn part_rows(&self, room: u64, precision: Precision) -> u32 {
+        let most = u32::try_from(room / self.rows.terms_bytes(1, precision)).unwrap_or(u32::MAX).max(1);
+        let whole = if most >= PART_ROWS { most / PART_ROWS * PART_ROWS } else { most };
+        whole.min(self.product.n)
+    }
+
+    /// Bytes for the elements of a part: `room`, or less, or what a weight row needs.
+    #[must_use]
+    pub fn part_bytes(&self, room: u64, precision: Precision) -> u64 {
+        self.rows.terms_bytes(self.part_rows(room, precision), precision)
+    }
+
+    /// The product in parts, with [`PackedProduct::part_bytes`] of memory for elements at `to`.
+    pub fn parts(&self, to: u64, room: u64, precision: Precision) -> impl Iterator<Item = PackedPart> {
+        let (this, step) = (*self, self.part_rows(room, precision));
+        (0..self.product.n).step_by(step as usize).map(move |first| {
+            let n = step.min(this.product.n - first);
+            let rows = PackedRows { group_rows: n, ..this.rows.from_row(first) };
+            let [hi, lo] = rows.terms_at(n, to, precision);
+            let out = this.product.out + u64::from(first) * 4;
+            let product = Product { w: hi, n, out, dtype: DType::F16, factor: rows.factor, ..this.product };
+            let second = (lo != 0).then_some((Product { w: lo, add: true, ..product }, Precision::Fast));
+            PackedPart { unpack: rows.terms(n, [hi, lo]), products: [Some((product, precision)), second] }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn planes_cover_each_block_and_begin_at_multiples_of_16_bytes() {
+        for packed in &FORMATS {
+            let block = packed.format.block();
+            let (row, blocks) = (3 * block.bytes, 3);
+            let given: Vec<u8> = (0..2 * row).map(|i| u8::try_from(i * 31 % 251).unwrap()).collect();
+            let mut arranged = Vec::new();
+            packed.arrange(&given, row, &mut arranged);
+            let stored = packed.row_bytes(blocks * block.elements).unwrap();
+            assert_eq!(arranged.len(), 2 * stored, "{}", packed.format);
+            assert!(stored.is_multiple_of(16) && stored - row < 16);
+            let mut seen = vec![false; block.bytes];
+            for (index, given) in given.chunks_exact(row).enumerate() {
+                let mut at = index * stored;
+                for Piece(start, len) in packed.planes {
+                    assert!(at.is_multiple_of(16), "{}: a plane begins at {at}", packed.format);
+                    for block in given.chunks_exact(block.bytes) {
+                        assert_eq!(arranged[at..at + len], block[*start..start + len], "{}", packed.format);
+                        at += len;
+                    }
+                    seen[*start..start + len].fill(true);
+                }
+            }
+            assert!(seen.iter().all(|seen| *seen), "{}: every byte of a block has a plane", packed.format);
+        }
+    }
+
+    #[test]
+    fn factors_bring_the_largest_element_near_the_upper_end_of_f16() {
+        for largest in [1e-20f32, 0.02, 1.0, 3.0, 65504.0, 1e30] {
+            let quotient = largest / factor_of(largest);
+            assert!((8192.0..16384.0).contains(&quotient), "{largest}: {quotient}");
+            assert_eq!(factor_of(largest).log2().fract(), 0.0);
+        }
+        for none in [0.0, f32::INFINITY, f32::NAN] {
+            assert_eq!(factor_of(none), 1.0);
+        }
+    }
+
+    #[test]
+    fn parts_cover_a_product_within_their_room() {
+        let packed = &FORMATS[1];
+        for (n, room, precision) in
+            [(300, 1 << 20, Precision::Fast), (300, 40_000, Precision::Exact), (5, 1, Precision::Fast)]
+        {
+            let rows = PackedRows::flat(packed, 1 << 20, n, 64, 2.0);
+            let product = Product {
+                x: 0,
+                x_stride: 64,
+                w: 0,
+                dtype: DType::F16,
+                factor: 1.0,
+                bias: 0,
+                out: 4096,
+                out_stride: n,
+                rows: 40,
+                n,
+                k: 64,
+                add: false,
+                activation: None,
+            };
+            let all = PackedProduct { product, rows };
+            let bytes = all.part_bytes(room, precision);
+            assert!(bytes <= room.max(rows.terms_bytes(1, precision)));
+            let mut next = 0;
+            for part in all.parts(64, room, precision) {
+                let (first, second) = (part.products[0].unwrap().0, part.products[1]);
+                assert_eq!((first.out, first.w, first.factor), (4096 + u64::from(next) * 4, 64, 2.0));
+                assert_eq!(second.is_some(), precision == Precision::Exact);
+                assert_eq!(part.unpack.params.w, (1 << 20) + u64::from(next) * u64::from(rows.row_bytes()));
+                assert_eq!((part.unpack.params.rows, part.unpack.params.factor), (first.n, 0.5));
+                next += first.n;
+            }
+            assert_eq!(next, n);
+        }
+    }
+}
