@@ -1,4 +1,5 @@
-//! Packed formats against the elements that the Python package gguf gives for the same blocks (tools/gguf/vectors.py).
+//! Packed formats against the elements that the Python package gguf gives for the same blocks (tools/gguf/vectors.py), and FP8
+//! and INT4 against NumPy (tools/quantised/vectors.py).
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use lagoon_backend::WeightFormat;

@@ -1,9 +1,9 @@
 //! Random inputs from fixed seeds.
 
-use crate::formats::WeightFormat;
+use crate::formats::{INT4_ZERO_MAX, WeightFormat, int4_header};
 use crate::{Device, WeightPart, WeightSource};
 use bytes::Bytes;
-use half::f16;
+use half::{bf16, f16};
 use lagoon_types::DType;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -63,7 +63,8 @@ impl Data {
     /// If the format is plain, or `n` elements are no whole blocks.
     pub fn packed(&mut self, format: WeightFormat, n: usize) -> (Vec<u8>, Vec<f32>) {
         use WeightFormat::{
-            BF16, F16, F32, Iq4Nl, Iq4Xs, Mxfp4, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0,
+            BF16, F16, F32, Fp8, Int4G32, Int4G64, Int4G128, Iq4Nl, Iq4Xs, Mxfp4, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0,
+            Q5_1, Q5K, Q6K, Q8_0,
         };
         // Where a block has its 16-bit numbers, and the largest that its elements are of such a number.
         let (numbers, largest): (&[usize], f32) = match format {
@@ -78,7 +79,7 @@ impl Data {
             Q5K => (&[0, 2], 63.0 * 31.0),
             Q6K => (&[208], 32.0 * 127.0),
             Iq4Xs => (&[0], 32.0 * 127.0),
-            Mxfp4 => (&[], 0.0),
+            Mxfp4 | Fp8 | Int4G32 | Int4G64 | Int4G128 => (&[], 0.0),
             F32 | F16 | BF16 => panic!("{format} is plain"),
         };
         let mut bytes = vec![0; format.bytes(n).expect("whole blocks")];
@@ -88,13 +89,27 @@ impl Data {
                 let number = f16::from_f32(self.rng.random_range(0.5..2.0) / largest);
                 block[*at..at + 2].copy_from_slice(&number.to_le_bytes());
             }
-            if format == Mxfp4 {
-                block[0] = self.rng.random_range(123..127);
+            match format {
+                Mxfp4 => block[0] = self.rng.random_range(123..127),
+                Fp8 => self.scale_fp8(block),
+                Int4G32 | Int4G64 | Int4G128 => {
+                    let scale = bf16::from_f32(self.rng.random_range(0.5..2.0) / 8.0).to_f32();
+                    let zero = self.rng.random_range(0..=INT4_ZERO_MAX);
+                    block[..4].copy_from_slice(&int4_header(scale, zero).expect("a scale of 8 bits").to_le_bytes());
+                }
+                _ => {}
             }
         }
         let mut exact = Vec::new();
         format.decode(&bytes, &mut exact);
         (bytes, exact)
+    }
+
+    /// Gives a block of random FP8 codes a scale, and another code to each NaN.
+    fn scale_fp8(&mut self, block: &mut [u8]) {
+        let (scale, codes) = block.split_at_mut(4);
+        scale.copy_from_slice(&(self.rng.random_range(0.5f32..2.0) / 64.0).to_le_bytes());
+        codes.iter_mut().filter(|code| **code & 0x7f == 0x7f).for_each(|code| *code &= 0x87);
     }
 
     /// A weight `[rows][cols]` of random blocks in two parts, and its elements.

@@ -1,12 +1,15 @@
 //! Formats of stored weights ([`WeightFormat`]): sizes of blocks, and their elements in f32.
 //!
-//! A packed format stores a row as blocks of as many elements each, with their scales. Layouts are ggml's and little-endian. A
-//! format is not a [`DType`], which activations, KV and the wire have: a device computes with the types that it knows, and the
+//! A packed format stores a row as blocks of as many elements each, with their scales. Layouts are ggml's, or Lagoon's own for
+//! what safetensors checkpoints have in several tensors ([`WeightFormat::Fp8`] and on), and little-endian. A format is not a [`DType`], which activations, KV and the wire have: a device computes with the types that it knows, and the
 //! loader converts the rest. Names and numbers of formats in files are the business of a file's reader.
 
 mod k_quants;
 mod nonlinear;
 mod round;
+mod scaled;
+
+pub use scaled::{INT4_RUN, INT4_ZERO_MAX, e4m3, int4_header};
 
 use half::f16;
 use lagoon_types::DType;
@@ -31,6 +34,14 @@ pub enum WeightFormat {
     Iq4Nl,
     Iq4Xs,
     Mxfp4,
+    /// E4M3FN codes with a scale in f32 for 128.
+    Fp8,
+    /// 4-bit codes with a scale and a zero point for 32.
+    Int4G32,
+    /// 4-bit codes with a scale and a zero point for 64.
+    Int4G64,
+    /// 4-bit codes with a scale and a zero point for 128.
+    Int4G128,
 }
 
 /// Size of a block.
@@ -50,7 +61,7 @@ pub const BLOCK_ELEMENTS_MAX: usize = SUPER_ELEMENTS;
 
 impl WeightFormat {
     /// Every format.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 20] = [
         Self::F32,
         Self::F16,
         Self::BF16,
@@ -67,6 +78,10 @@ impl WeightFormat {
         Self::Iq4Nl,
         Self::Iq4Xs,
         Self::Mxfp4,
+        Self::Fp8,
+        Self::Int4G32,
+        Self::Int4G64,
+        Self::Int4G128,
     ];
 
     /// The name that files and tools print.
@@ -89,6 +104,10 @@ impl WeightFormat {
             Self::Iq4Nl => "IQ4_NL",
             Self::Iq4Xs => "IQ4_XS",
             Self::Mxfp4 => "MXFP4",
+            Self::Fp8 => "FP8",
+            Self::Int4G32 => "INT4_G32",
+            Self::Int4G64 => "INT4_G64",
+            Self::Int4G128 => "INT4_G128",
         }
     }
 
@@ -111,6 +130,10 @@ impl WeightFormat {
             Self::Iq4Nl => (ELEMENTS, nonlinear::IQ4_NL_BYTES),
             Self::Iq4Xs => (SUPER_ELEMENTS, nonlinear::IQ4_XS_BYTES),
             Self::Mxfp4 => (ELEMENTS, nonlinear::MXFP4_BYTES),
+            Self::Fp8 => (scaled::FP8_ELEMENTS, scaled::FP8_BYTES),
+            Self::Int4G32 => (32, scaled::INT4_G32_BYTES),
+            Self::Int4G64 => (64, scaled::INT4_G64_BYTES),
+            Self::Int4G128 => (128, scaled::INT4_G128_BYTES),
         };
         Block { elements, bytes }
     }
@@ -137,7 +160,7 @@ impl WeightFormat {
     }
 
     /// Whether every element is a number of `dtype`, MXFP4's least scale apart. Other packed elements are products of a scale of
-    /// 11 bits with a small integer, and need f32.
+    /// 11 bits or more with a small number, and need f32.
     #[must_use]
     pub fn is_exact_in(self, dtype: DType) -> bool {
         dtype == DType::F32 || self.plain() == Some(dtype) || (self == Self::Mxfp4 && dtype == DType::BF16)
@@ -179,6 +202,10 @@ impl WeightFormat {
             Self::Iq4Nl => each(blocks, out, nonlinear::iq4_nl),
             Self::Iq4Xs => each(blocks, out, nonlinear::iq4_xs),
             Self::Mxfp4 => each(blocks, out, nonlinear::mxfp4),
+            Self::Fp8 => each(blocks, out, scaled::fp8),
+            Self::Int4G32 => each(blocks, out, scaled::int4::<{ scaled::INT4_G32_BYTES }, 32>),
+            Self::Int4G64 => each(blocks, out, scaled::int4::<{ scaled::INT4_G64_BYTES }, 64>),
+            Self::Int4G128 => each(blocks, out, scaled::int4::<{ scaled::INT4_G128_BYTES }, 128>),
             Self::F32 | Self::F16 | Self::BF16 => unreachable!("they are plain"),
         }
     }
