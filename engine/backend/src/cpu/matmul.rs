@@ -5,6 +5,7 @@ use super::dots::Dots;
 use super::multiply::Multiply;
 use super::pack::{Plain, Stored, Transpose, Widen};
 use super::packed::{self, Blocks, Packed, PackedDots, Round, Work, with_format};
+use super::scaled::{self, Fp8, Fp8Dots};
 use super::simd::{Element, Isa};
 use super::threads::{Disjoint, Threads, with_scratch};
 use super::weight::Stretch;
@@ -20,6 +21,7 @@ pub(super) fn takes(format: WeightFormat) -> bool {
     impl Work for Nothing {
         fn plain<E: Element + 'static>(self) {}
         fn packed<P: Packed>(self) {}
+        fn fp8(self) {}
     }
     with_format(format, Nothing)
 }
@@ -230,7 +232,7 @@ impl Product<'_> {
     /// As [`Self::dots`] of packed weights, which many rows share in f32.
     fn packed_dots<P: Packed>(&self, part: &Stretch<'_>) {
         if self.rows.len() > packed::ROWS_MAX {
-            return self.unpacked_dots::<P>(part);
+            return self.unpacked_dots::<Blocks<P>>(part);
         }
         assert_eq!(part.bytes.len(), part.rows.len() * part.row_bytes, "weights of the columns");
         let (rows, k) = (self.rows.len(), self.k);
@@ -255,14 +257,37 @@ impl Product<'_> {
         });
     }
 
-    fn unpacked_dots<P: Packed>(&self, part: &Stretch<'_>) {
+    /// As [`Self::dots`] of FP8 blocks, which many rows share in f32.
+    fn fp8_dots(&self, part: &Stretch<'_>) {
+        if self.rows.len() > scaled::ROWS_MAX {
+            return self.unpacked_dots::<Fp8>(part);
+        }
+        assert_eq!(part.bytes.len(), part.rows.len() * part.row_bytes, "weights of the columns");
+        // SAFETY: the device's instruction set is supported; x holds rows of k, the stretch has whole rows of blocks, and only the
+        // stretch's columns, which are this task's, are written.
+        unsafe {
+            self.isa.run(Fp8Dots {
+                rows: self.rows.len(),
+                n: part.rows.len(),
+                k: self.k,
+                x: self.x.as_ptr().add(self.rows.start * self.x_stride),
+                x_stride: self.x_stride,
+                weight: part.bytes.as_ptr(),
+                out: self.out_at(part.rows.start),
+                out_stride: self.out_stride,
+                add: self.add,
+            });
+        }
+    }
+
+    fn unpacked_dots<W: Stored>(&self, part: &Stretch<'_>) {
         with_scratch(UNPACKED_ROWS * self.k, |wide| {
             for (i, bytes) in part.bytes.chunks(UNPACKED_ROWS * part.row_bytes).enumerate() {
                 let (first, rows) = (part.rows.start + i * UNPACKED_ROWS, bytes.len() / part.row_bytes);
                 // SAFETY: the device's instruction set is supported; the scratch has room for the rows, whose columns are this
                 // task's.
                 unsafe {
-                    self.isa.run(Widen::<Blocks<P>> {
+                    self.isa.run(Widen::<W> {
                         rows,
                         cols: self.k,
                         from: bytes.as_ptr(),
@@ -350,6 +375,10 @@ impl Work for Streamed<'_> {
     fn packed<P: Packed>(self) {
         self.product.packed_dots::<P>(self.part);
     }
+
+    fn fp8(self) {
+        self.product.fp8_dots(self.part);
+    }
 }
 
 /// [`Product::pack`] of one stretch.
@@ -367,5 +396,9 @@ impl Work for Transposed<'_> {
 
     fn packed<P: Packed>(self) {
         self.product.transpose::<Blocks<P>>(self.part, self.depth, self.panel);
+    }
+
+    fn fp8(self) {
+        self.product.transpose::<Fp8>(self.part, self.depth, self.panel);
     }
 }

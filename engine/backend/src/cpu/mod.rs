@@ -25,6 +25,7 @@ mod pack;
 mod packed;
 mod rms_norm;
 mod rope_append;
+mod scaled;
 pub(crate) mod simd;
 mod sink;
 mod threads;

@@ -10,6 +10,7 @@
 )]
 
 use super::pack::Stored;
+use super::scaled::{Int4G32, Int4G64, Int4G128};
 use super::simd::{Element, Kernel, Simd};
 use crate::formats::{Block, WeightFormat};
 use half::{bf16, f16};
@@ -59,7 +60,7 @@ pub(super) struct Scales {
 impl Scales {
     /// One scale, of the only part.
     #[inline(always)]
-    fn one(scale: f32) -> Self {
+    pub(super) fn one(scale: f32) -> Self {
         Self { steps: [scale; 2 * PARTS_MAX], leasts: [0.0; PARTS_MAX] }
     }
 
@@ -88,6 +89,8 @@ impl Scales {
 pub(super) trait Work {
     fn plain<E: Element + 'static>(self);
     fn packed<P: Packed>(self);
+    /// Of [`WeightFormat::Fp8`].
+    fn fp8(self);
 }
 
 /// Does `work` for `format`. False if there are no kernels for it: the device does not take it.
@@ -102,6 +105,10 @@ pub(super) fn with_format(format: WeightFormat, work: impl Work) -> bool {
         WeightFormat::Q5K => work.packed::<Q5K>(),
         WeightFormat::Q6K => work.packed::<Q6K>(),
         WeightFormat::Mxfp4 => work.packed::<Mxfp4>(),
+        WeightFormat::Int4G32 => work.packed::<Int4G32>(),
+        WeightFormat::Int4G64 => work.packed::<Int4G64>(),
+        WeightFormat::Int4G128 => work.packed::<Int4G128>(),
+        WeightFormat::Fp8 => work.fp8(),
         _ => return false,
     }
     true

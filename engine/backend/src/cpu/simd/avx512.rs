@@ -317,6 +317,15 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> __m512 {
+        // As f16, whose exponent has one bit and a bias of 8 more; that bit is a copy of the sign here, and is cleared.
+        unsafe {
+            let codes = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())));
+            _mm512_cvtph_ps(_mm256_and_si256(codes, _mm256_set1_epi16(!0x4000)))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn dot_pairs(a: __m512i, b: __m512i) -> __m512i {
         unsafe { _mm512_madd_epi16(a, b) }
     }

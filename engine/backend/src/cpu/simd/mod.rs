@@ -94,6 +94,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn minus(a: Self::W, n: i16) -> Self::W;
     /// The elements of `table` that lanes below 16 name.
     unsafe fn look_up(table: &[i8; 16], a: Self::W) -> Self::W;
+    /// `LANES` codes E4M3FN, times `2^-8`; NaN is taken for a number.
+    unsafe fn load_e4m3(p: *const u8) -> Self::V;
     /// The products of all lanes, added in pairs of neighbours.
     unsafe fn dot_pairs(a: Self::W, b: Self::W) -> Self::I;
 }

@@ -260,6 +260,14 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> V {
+        // As f16, whose exponent has one bit and a bias of 8 more.
+        let wide = |code: u8| f16::from_bits(u16::from(code & 0x80) << 8 | u16::from(code & 0x7f) << 7).to_f32();
+        // SAFETY: `LANES` elements are valid.
+        unsafe { p.cast::<[u8; LANES]>().read() }.map(wide)
+    }
+
+    #[inline(always)]
     unsafe fn dot_pairs(a: W, b: W) -> [i32; LANES] {
         let product = |i: usize| i32::from(a[i]) * i32::from(b[i]);
         std::array::from_fn(|i| product(2 * i).wrapping_add(product(2 * i + 1)))

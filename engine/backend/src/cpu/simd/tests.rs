@@ -78,6 +78,7 @@ impl Kernel for Operations {
         }
         parts::<S>(&square);
         halves::<S>(&square);
+        e4m3_codes::<S>();
     }
 }
 
@@ -93,6 +94,19 @@ fn parts<S: Simd>(values: &[f32]) {
             let mut out = vec![9.0; S::LANES];
             S::store_part(out.as_mut_ptr(), S::load(values.as_ptr()), part);
             (0..S::LANES).for_each(|i| assert_eq!(out[i], if i < part { values[i] } else { 9.0 }));
+        }
+    }
+}
+
+#[inline(always)]
+fn e4m3_codes<S: Simd>() {
+    let codes: Vec<u8> = (0..=u8::MAX).filter(|code| code & 0x7f != 0x7f).chain([0, 0x80]).collect();
+    for codes in codes.chunks_exact(S::LANES) {
+        let mut out = vec![9.0; S::LANES];
+        // SAFETY: both are whole vectors.
+        unsafe { S::store(out.as_mut_ptr(), S::load_e4m3(codes.as_ptr())) };
+        for (code, out) in codes.iter().zip(out) {
+            assert_eq!(out.to_bits(), (crate::formats::e4m3(*code) / 256.0).to_bits(), "{code:#x}");
         }
     }
 }
