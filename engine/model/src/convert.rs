@@ -5,7 +5,7 @@
 
 use crate::ModelError;
 use crate::spec::Part;
-use crate::weights::LoadedTensor;
+use crate::weights::{LoadedTensor, Origin};
 use bytes::Bytes;
 use lagoon_backend::WeightFormat;
 use lagoon_backend::formats::BLOCK_ELEMENTS_MAX;
@@ -48,14 +48,7 @@ pub(crate) fn part_in(part: &Part, tensor: &LoadedTensor, dtype: DType) -> Resul
                 return Ok(copy.into());
             }
         }
-        None if Rows::of(part, tensor.format).is_none() => {
-            // No file that is known needs this: rows would be taken apart.
-            let mut wide = Vec::new();
-            tensor.format.decode(&tensor.bytes, &mut wide);
-            let mut bytes = Vec::new();
-            DType::F32.encode(&wide, &mut bytes);
-            return part_in(part, &LoadedTensor::plain(DType::F32, bytes.into()), dtype);
-        }
+        None if Rows::of(part, tensor.format).is_none() => return unpacked(part, tensor, dtype),
         None => {}
     }
     if let Some(rows) = Rows::of(part, tensor.format) {
@@ -65,6 +58,21 @@ pub(crate) fn part_in(part: &Part, tensor: &LoadedTensor, dtype: DType) -> Resul
     let gathered = LoadedTensor { bytes: gathered(part, &tensor.bytes, size).into(), ..tensor.clone() };
     let whole = Rows { rows: 1, cols: part.rows * part.cols, offset: 0, stride: 0, mapped: false };
     whole.converted(&gathered, dtype).map(Bytes::from).map_err(overflow)
+}
+
+/// A packed part whose rows are no whole blocks: keys' projections of older files of DeepSeek's, which are turned. Only the blocks
+/// that the part lies in are unpacked.
+fn unpacked(part: &Part, tensor: &LoadedTensor, dtype: DType) -> Result<Bytes, ModelError> {
+    let (block, elements) = (tensor.format.block(), spanned(part, 1));
+    let blocks = elements.start / block.elements..elements.end.div_ceil(block.elements);
+    let stored = blocks.start * block.bytes..blocks.end * block.bytes;
+    let (mut wide, mut bytes) = (Vec::new(), Vec::new());
+    tensor.format.decode(&tensor.bytes[stored.clone()], &mut wide);
+    tensor.origin.release(stored);
+    DType::F32.encode(&wide, &mut bytes);
+    let part = Part { shape: vec![wide.len()], offset: part.offset - blocks.start * block.elements, ..part.clone() };
+    let origin = Origin { map: None, ..tensor.origin.clone() };
+    part_in(&part, &LoadedTensor { format: DType::F32.into(), bytes: bytes.into(), origin }, dtype)
 }
 
 /// A packed part's rows as they are stored: a slice of the file, or a copy where rows are not neighbours. `None` if rows are no

@@ -20,6 +20,7 @@ pub mod generation;
 pub mod gguf;
 pub mod hash;
 pub mod hub;
+mod hub_gguf;
 mod mapped;
 pub mod rope;
 pub mod spec;

@@ -273,6 +273,49 @@ fn models_that_are_not_served_are_refused_by_name() {
     assert!(odd.contains("`llama.embedding_length` is \"x\""), "{odd}");
 }
 
+/// Files of DeepSeek's line that are older than the keys of groups, or lack the kind of scores, are what was published.
+#[test]
+fn absent_keys_of_experts_are_those_of_published_models() {
+    let routing = |layers: u32, vocab: u32, experts: u32, gating: Option<u32>| {
+        let mut file = File::new("deepseek2");
+        let numbers = [
+            ("context_length", 4096),
+            ("embedding_length", 64),
+            ("block_count", layers),
+            ("feed_forward_length", 64),
+            ("attention.head_count", 2),
+            ("attention.head_count_kv", 1),
+            ("attention.kv_lora_rank", 32),
+            ("attention.key_length", 24),
+            ("attention.value_length", 16),
+            ("rope.dimension_count", 8),
+            ("expert_count", experts),
+            ("expert_used_count", 6),
+            ("expert_feed_forward_length", 32),
+            ("vocab_size", vocab),
+        ];
+        for (name, number) in numbers.into_iter().chain(gating.map(|gating| ("expert_gating_func", gating))) {
+            file.item(&format!("deepseek2.{name}"), Item::U32(number));
+        }
+        file.item("deepseek2.attention.layer_norm_rms_epsilon", Item::F32(1e-6));
+        file.tensor("token_embd.weight", 0, &[2, 64], &[0; 512]);
+        (0..layers).for_each(|layer| file.tensor(&format!("blk.{layer}.attn_norm.weight"), 0, &[1], &[0; 4]));
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.gguf");
+        std::fs::write(&path, file.bytes()).unwrap();
+        let spec = ModelSpec::open(&path).unwrap();
+        match &spec.layers[0].mlp {
+            lagoon_model::spec::Mlp::Experts(of) => (spec.family, of.routing.groups, of.routing.top_groups),
+            lagoon_model::spec::Mlp::Dense(_) => panic!("no layer is dense"),
+        }
+    };
+    assert_eq!(routing(2, 2, 64, None), ("deepseek_v2", 1, 1), "V2-Lite");
+    assert_eq!(routing(2, 2, 160, Some(1)), ("deepseek_v2", 8, 3), "V2");
+    assert_eq!(routing(2, 2, 256, Some(2)), ("deepseek_v3", 8, 4), "V3");
+    assert_eq!(routing(2, 2, 384, Some(2)), ("deepseek_v3", 1, 1), "Kimi-K2");
+    assert_eq!(routing(47, 154_880, 64, None), ("deepseek_v3", 1, 1), "GLM-4.7-Flash");
+}
+
 /// A vocabulary whose way of splitting is unknown is refused with those that are known.
 #[test]
 fn unknown_splits_are_refused_by_name() {

@@ -14,7 +14,6 @@ pub(super) const FAMILY: Family = Family {
     models: "gpt-oss in bf16 or from GGUF (the published safetensors have MXFP4 weights, which are not read yet)",
     goldens: &["gpt_oss"],
     gguf: Some(Gguf {
-        experts: true,
         refine: refine_gguf,
         part: gguf_part,
         ..Gguf::of(

@@ -1,6 +1,6 @@
 //! How byte-level BPE vocabularies of GGUF files split a text into words: the kinds that `tokenizer.ggml.pre` names.
 
-use super::tiktoken::{CL100K_SPLIT, QWEN_SPLIT};
+use super::tiktoken::{CL100K_SPLIT, KIMI_SPLIT, QWEN_SPLIT};
 use serde_json::{Value, json};
 
 /// A kind of splitting.
@@ -23,7 +23,8 @@ enum Split {
     Gpt2,
     /// Every digit apart, then GPT-2's expression.
     DigitsThenGpt2,
-    By(&'static str),
+    /// Expressions, each applied to what the ones before it made.
+    By(&'static [&'static str]),
 }
 
 const O200K_SPLIT: &str = concat!(
@@ -37,19 +38,51 @@ const TEKKEN_SPLIT: &str = concat!(
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
 
+/// DeepSeek-V3's: numbers, Chinese and Japanese, then the rest.
+const DEEPSEEK_V3_SPLITS: [&str; 3] = [
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    concat!(
+        r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"##,
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+];
+/// Letters of scripts that have two cases, as DeepSeek's first tokenizer lists them.
+const DEEPSEEK_LETTERS: &str = concat!(
+    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼ",
+    r"ιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻",
+    r"𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
+);
+const DEEPSEEK_SPLITS: [&str; 6] =
+    [r"[\r\n]", DEEPSEEK_LETTERS, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"];
+const DEEPSEEK_CODER_SPLITS: [&str; 5] = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"];
+const BLOOM_SPLIT: &str = r" ?[^(\s|[.,!?…。，、।۔،])]+";
+
 const fn plain(names: &'static [&'static str], split: Split) -> Pre {
     Pre { names, split, composes: false, ignore_merges: false, adds_bos: false }
 }
 
-const PRES: [Pre; 7] = [
+const PRES: [Pre; 14] = [
     plain(&["gpt-2"], Split::Gpt2),
-    Pre { ignore_merges: true, adds_bos: true, ..plain(&["llama-bpe", "llama3", "llama-v3"], Split::By(CL100K_SPLIT)) },
-    // Llama 3 took cl100k's expression.
-    plain(&["dbrx"], Split::By(CL100K_SPLIT)),
-    Pre { composes: true, ..plain(&["qwen2"], Split::By(QWEN_SPLIT)) },
-    plain(&["gpt-4o"], Split::By(O200K_SPLIT)),
-    Pre { ignore_merges: true, adds_bos: true, ..plain(&["tekken"], Split::By(TEKKEN_SPLIT)) },
+    // GPT-NeoX's tokenizer, which MPT and OLMo took.
+    Pre { composes: true, ..plain(&["olmo", "mpt"], Split::Gpt2) },
+    Pre {
+        ignore_merges: true,
+        adds_bos: true,
+        ..plain(&["llama-bpe", "llama3", "llama-v3"], Split::By(&[CL100K_SPLIT]))
+    },
+    // Llama 3 took cl100k's expression, and so did GLM.
+    plain(&["dbrx", "glm4", "chatglm-bpe"], Split::By(&[CL100K_SPLIT])),
+    Pre { composes: true, ..plain(&["qwen2"], Split::By(&[QWEN_SPLIT])) },
+    plain(&["deepseek-r1-qwen"], Split::By(&[QWEN_SPLIT])),
+    plain(&["gpt-4o", "minimax-m2"], Split::By(&[O200K_SPLIT])),
+    Pre { ignore_merges: true, adds_bos: true, ..plain(&["tekken"], Split::By(&[TEKKEN_SPLIT])) },
     plain(&["smollm"], Split::DigitsThenGpt2),
+    plain(&["deepseek-v3"], Split::By(&DEEPSEEK_V3_SPLITS)),
+    plain(&["deepseek-llm"], Split::By(&DEEPSEEK_SPLITS)),
+    plain(&["deepseek-coder"], Split::By(&DEEPSEEK_CODER_SPLITS)),
+    plain(&["kimi-k2"], Split::By(&[KIMI_SPLIT])),
+    plain(&["bloom"], Split::By(&[BLOOM_SPLIT])),
 ];
 
 impl Pre {
@@ -67,14 +100,59 @@ impl Pre {
     /// The library's pre-tokenizer as a `tokenizer.json` has it.
     pub(super) fn pre_tokenizer(&self) -> Value {
         let bytes = |use_regex| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": use_regex});
-        let first = match self.split {
+        let mut steps: Vec<Value> = match self.split {
             Split::Gpt2 => return bytes(true),
-            Split::DigitsThenGpt2 => json!({"type": "Digits", "individual_digits": true}),
-            Split::By(pattern) => {
-                json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false})
+            Split::DigitsThenGpt2 => vec![json!({"type": "Digits", "individual_digits": true})],
+            Split::By(patterns) => {
+                let step = |pattern: &&str| {
+                    json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false})
+                };
+                patterns.iter().map(step).collect()
             }
         };
-        let second = bytes(matches!(self.split, Split::DigitsThenGpt2));
-        json!({"type": "Sequence", "pretokenizers": [first, second]})
+        steps.push(bytes(matches!(self.split, Split::DigitsThenGpt2)));
+        json!({"type": "Sequence", "pretokenizers": steps})
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer as _, PreTokenizerWrapper};
+
+    /// The pieces that a kind splits a text into.
+    fn pieces(name: &str, text: &str) -> Vec<String> {
+        let pre = Pre::find(name).unwrap().pre_tokenizer();
+        let pre: PreTokenizerWrapper = serde_json::from_value(pre).unwrap();
+        let mut split = PreTokenizedString::from(text);
+        pre.pre_tokenize(&mut split).unwrap();
+        let splits = split.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        splits.into_iter().map(|(_, (start, end), _)| text[start..end].to_owned()).collect()
+    }
+
+    /// Numbers, apostrophes, scripts without spaces, signs and line ends, by hand from the expressions.
+    #[test]
+    fn kinds_split_as_their_expressions_say() {
+        let text = "It's 12345 (x+y)\n\n 世界です!";
+        for (name, expected) in [
+            ("olmo", &["It", "'s", " 12345", " (", "x", "+", "y", ")", "\n\n", " 世界です", "!"][..]),
+            ("glm4", &["It", "'s", " ", "123", "45", " (", "x", "+y", ")\n\n", " 世界です", "!"]),
+            ("deepseek-r1-qwen", &["It", "'s", " ", "1", "2", "3", "4", "5", " (", "x", "+y", ")\n\n", " 世界です", "!"]),
+            ("minimax-m2", &["It's", " ", "123", "45", " (", "x", "+y", ")\n\n", " 世界です", "!"]),
+            ("deepseek-v3", &["It", "'s", " ", "123", "45", " (", "x", "+y", ")\n\n", " ", "世界です", "!"]),
+            (
+                "deepseek-llm",
+                &["It", "'", "s", " ", "1", "2", "3", "4", "5", " (", "x", "+", "y", ")", "\n", "\n", " ", "世界です", "!"],
+            ),
+            (
+                "deepseek-coder",
+                &["It", "'", "s", " ", "1", "2", "3", "4", "5", " (", "x", "+", "y", ")", "\n", "\n", " 世界です", "!"],
+            ),
+            ("kimi-k2", &["It's", " ", "123", "45", " (", "x", "+y", ")\n\n", " ", "世界", "です", "!"]),
+            ("bloom", &["It's", " 12345", " ", "(", "x+y", ")\n\n", " 世界です", "!"]),
+        ] {
+            assert_eq!(pieces(name, text), expected, "{name}");
+        }
+        assert_eq!(pieces("mpt", text), pieces("gpt-2", text));
     }
 }
