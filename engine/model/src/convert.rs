@@ -75,12 +75,19 @@ fn unpacked(part: &Part, tensor: &LoadedTensor, dtype: DType) -> Result<Bytes, M
     part_in(&part, &LoadedTensor { format: DType::F32.into(), bytes: bytes.into(), origin }, dtype)
 }
 
+/// Whether a part's rows are whole blocks of a format.
+pub(crate) fn has_whole_rows(part: &Part, format: WeightFormat) -> bool {
+    part.col_stride == 1 && [part.cols, part.offset, part.row_stride].iter().all(|count| format.bytes(*count).is_some())
+}
+
 /// A packed part's rows as they are stored: a slice of the file, or a copy where rows are not neighbours. `None` if rows are no
 /// whole blocks.
 pub(crate) fn packed_rows(part: &Part, tensor: &LoadedTensor) -> Option<Bytes> {
     let format = tensor.format;
-    let row = format.bytes(part.cols).filter(|_| part.col_stride == 1)?;
-    let (offset, stride) = (format.bytes(part.offset)?, format.bytes(part.row_stride)?);
+    if !has_whole_rows(part, format) {
+        return None;
+    }
+    let (row, offset, stride) = (format.bytes(part.cols)?, format.bytes(part.offset)?, format.bytes(part.row_stride)?);
     if part.rows <= 1 || stride == row {
         return Some(tensor.bytes.slice(offset..offset + part.rows * row));
     }

@@ -48,7 +48,8 @@ pub mod cases {
         merge_of_split_softcap, sink_joins_the_softmax,
     };
     pub use super::packed::{
-        embed_packed, experts_packed, matmul_packed, matmul_packed_extremes, packed_is_taken_or_refused,
+        embed_packed, experts_packed, head_matmul_packed, matmul_packed, matmul_packed_extremes, matmul_packed_mixed,
+        packed_is_taken_or_refused,
     };
     pub use super::pointwise::{
         add_bias_adds, embed_widens_rows, gather_copies_rows, gelu_matches, head_norm_matches, layer_norm_matches,
@@ -208,6 +209,8 @@ macro_rules! conformance_names {
             packed_is_taken_or_refused,
             matmul_packed,
             matmul_packed_extremes,
+            matmul_packed_mixed,
+            head_matmul_packed,
             embed_packed,
             experts_packed,
             rope_append_rotates_and_stores,

@@ -5,8 +5,8 @@ use super::matmul::{bound, check_product, oracle};
 use super::{Tolerance, assert_close};
 use crate::formats::WeightFormat;
 use crate::{
-    Activation, Device, DeviceError, ExpertBuffers, Experts, GroupScore, Mode, Routing, Scoring, WeightPart,
-    WeightSource,
+    Activation, Device, DeviceError, ExpertBuffers, Experts, GroupScore, HeadStrides, Mode, Routing, Scoring,
+    WeightPart, WeightSource,
 };
 use bytes::Bytes;
 use lagoon_types::DType;
@@ -80,6 +80,60 @@ fn product<D: Device>(
     let what = format!("matmul {format} {rows}x{k}x{n} {mode:?}");
     let error = |x: &[f32], weights: &[f32], sum| rounded(x, weights, sum, tolerance);
     check_product(device, &what, &mut data, (&weight, &exact), (rows, k, n), mode, error);
+}
+
+/// Packed formats of published mixtures: queries and keys in one, values in another.
+const MIXED: [WeightFormat; 2] = [WeightFormat::Q4K, WeightFormat::Q6K];
+
+/// Products with a weight whose parts have two packed formats, as queries, keys and values of one file have, in few rows and many.
+pub fn matmul_packed_mixed<D: Device>(device: &mut D, tolerance: Tolerance) {
+    if !MIXED.iter().all(|format| device.takes(*format)) {
+        return;
+    }
+    for (rows, k, sizes) in [(1, 256, [64, 7, 9]), (3, 512, [33, 16, 16]), (9, 512, [130, 40, 40]), (70, 256, [65, 31, 1])] {
+        let (mut data, n) = (Data::new(43 + rows as u64), sizes.iter().sum::<usize>());
+        let [q, k_, v] = sizes;
+        let (mut parts, mut exact) = (Vec::new(), Vec::new());
+        for (rows, format) in [(q, MIXED[0]), (k_, MIXED[0]), (v, MIXED[1])] {
+            let (bytes, values) = data.packed(format, rows * k);
+            parts.push(WeightPart { rows, format, bytes: bytes.into() });
+            exact.extend(values);
+        }
+        let weight = device.weight(WeightSource { cols: k, parts }).expect("weight");
+        let what = format!("matmul of mixed formats {rows}x{k}x{n}");
+        let error = |x: &[f32], weights: &[f32], sum| rounded(x, weights, sum, tolerance);
+        check_product(device, &what, &mut data, (&weight, &exact), (rows, k, n), Mode::Set, error);
+    }
+}
+
+/// Products by head with packed weights, which latent attention's projections of keys and values are: few rows and many, heads that
+/// share a row of blocks with none.
+pub fn head_matmul_packed<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for format in taken(device) {
+        for (rows, heads, n) in [(1, 3, 40), (4, 2, 33), (6, 5, 17), (70, 3, 24)] {
+            let (mut data, k) = (Data::new(47 + rows as u64), format.block().elements.max(64));
+            let (x_stride, out_stride) = (k + 16, n + 3);
+            let (weight, exact) = data.packed_weight(device, format, (heads * n, k));
+            let (x, values) = data.tensor(device, rows, heads * x_stride);
+            let (mut out, before) = data.tensor(device, rows, heads * out_stride);
+            let strides = HeadStrides { heads, x_stride, out_stride };
+            device.head_matmul(&x, &weight, strides, rows, &mut out).expect("head_matmul");
+            let mut want: Vec<f64> = before.iter().map(|v| f64::from(*v)).collect();
+            let mut bounds = vec![0.0; want.len()];
+            for row in 0..rows {
+                for (head, i) in (0..heads).flat_map(|head| (0..n).map(move |i| (head, i))) {
+                    let x = &values[(row * heads + head) * x_stride..][..k];
+                    let weights = &exact[(head * n + i) * k..][..k];
+                    let products = || x.iter().zip(weights).map(|(x, w)| f64::from(*x) * f64::from(*w));
+                    let at = (row * heads + head) * out_stride + i;
+                    want[at] = products().sum();
+                    bounds[at] = rounded(x, weights, products().map(f64::abs).sum(), tolerance);
+                }
+            }
+            let got = read(device, &out, rows, heads * out_stride);
+            assert_close(&format!("head_matmul {format} {rows} rows {strides:?}"), &got, &want, |i| bounds[i]);
+        }
+    }
 }
 
 /// Activations with an outlier, and with parts that are all but zero, in few rows and many.

@@ -89,6 +89,12 @@ pub struct CpuDevice {
 }
 
 impl CpuDevice {
+    /// Whether every device of this backend computes with matrices in `format` as they are ([`crate::Device::takes`]).
+    #[must_use]
+    pub fn reads(format: WeightFormat) -> bool {
+        matmul::takes(format)
+    }
+
     /// A device with as many threads as the process may use.
     #[must_use]
     pub fn new() -> Self {
