@@ -54,11 +54,7 @@ impl HubName {
         };
         let file = |gguf: &str| !gguf.is_empty() && gguf.len() <= FILE_BYTES_MAX && !gguf.contains([':', '\\']);
         let valid = part(org) && part(name) && revision.split('/').all(part) && gguf.is_none_or(file);
-        valid.then(|| Self {
-            repo: repo.to_owned(),
-            revision: revision.to_owned(),
-            gguf: gguf.map(str::to_owned),
-        })
+        valid.then(|| Self { repo: repo.to_owned(), revision: revision.to_owned(), gguf: gguf.map(str::to_owned) })
     }
 }
 

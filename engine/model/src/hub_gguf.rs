@@ -67,7 +67,8 @@ impl GgufModel {
     /// Whether a file is a later part.
     fn takes(&self, file: &str) -> bool {
         let last = self.files.last().and_then(|last| part(last));
-        last.zip(part(file)).is_some_and(|(last, file)| (last.0, last.2) == (file.0, file.2) && last.1 < file.1 && file.1 <= file.2)
+        last.zip(part(file))
+            .is_some_and(|(last, file)| (last.0, last.2) == (file.0, file.2) && last.1 < file.1 && file.1 <= file.2)
     }
 
     /// Whether all parts are there.
@@ -131,7 +132,10 @@ pub(crate) fn choose(models: &[GgufModel], wanted: Option<&str>) -> Result<GgufM
         ([model], _) if model.is_whole() => Ok((*model).clone()),
         ([model], _) => {
             let count = model.files.len();
-            Err((format!("it has {count} of the {} files of {}", model.parts, model.stem()), "ask its author".to_owned()))
+            Err((
+                format!("it has {count} of the {} files of {}", model.parts, model.stem()),
+                "ask its author".to_owned(),
+            ))
         }
         ([], Some(wanted)) => {
             let all = listed(&models.iter().collect::<Vec<_>>());
@@ -211,7 +215,10 @@ mod tests {
     fn what_picks_none_or_several_lists_what_there_is() {
         let (problem, hint) = pick(Some("Q4_K")).unwrap_err();
         assert_eq!(problem, "no GGUF file is named Q4_K, and none has it as a tag");
-        assert!(hint.contains("\n  m-Q4_K_M.gguf\n") && hint.contains("m-Q8_0-00001-of-00002.gguf (2 files)"), "{hint}");
+        assert!(
+            hint.contains("\n  m-Q4_K_M.gguf\n") && hint.contains("m-Q8_0-00001-of-00002.gguf (2 files)"),
+            "{hint}"
+        );
         assert!(!hint.contains("mmproj") && !hint.contains("Q2_K"), "projectors and unsafe names are left out: {hint}");
         let (problem, hint) = pick(None).unwrap_err();
         assert!(problem.contains("GGUF files") && hint.contains("org/name:TAG"), "{problem} {hint}");

@@ -42,6 +42,7 @@ pub fn loaded(
         let sum = bytes.entry((stored, becomes)).or_default();
         *sum = (sum.0 + of(stored), sum.1 + of(becomes));
     }
-    let one = |((stored, becomes), (stored_bytes, loaded_bytes))| Loaded { stored, becomes, stored_bytes, loaded_bytes };
+    let one =
+        |((stored, becomes), (stored_bytes, loaded_bytes))| Loaded { stored, becomes, stored_bytes, loaded_bytes };
     bytes.into_iter().map(one).collect()
 }

@@ -339,12 +339,10 @@ fn what_is_loaded_follows_from_formats() {
     use lagoon_backend::WeightFormat::{F16, F32, Q4_0, Q8_0};
     let found = loaded(&checkpoint, &spec, DType::F16, |format| format == Q8_0);
     let found: Vec<_> = found.iter().map(|of| (of.stored, of.becomes, of.stored_bytes, of.loaded_bytes)).collect();
-    assert_eq!(found, [
-        (F32, F32, 256, 256),
-        (F32, F16, 512, 256),
-        (Q8_0, Q8_0, 32 * 34, 32 * 34),
-        (Q4_0, F16, 32 * 18, 2048),
-    ]);
+    assert_eq!(
+        found,
+        [(F32, F32, 256, 256), (F32, F16, 512, 256), (Q8_0, Q8_0, 32 * 34, 32 * 34), (Q4_0, F16, 32 * 18, 2048),]
+    );
 }
 
 /// A vocabulary whose way of splitting is unknown is refused with those that are known.

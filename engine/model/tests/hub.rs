@@ -432,8 +432,21 @@ fn names_and_directories_are_distinguished() {
     std::fs::write(&file, "").unwrap();
     assert!(resolve(file.to_str().unwrap()).unwrap_err().to_string().contains("it is a file"));
     for bad in [
-        "", "tiny", "./missing", "/no/where", "a/b/c", "org/..", "../x", "org/na me", "org/x@", "org/x@../y", "org/x:",
-        "x.gguf", "./a/x.gguf", "/a/b/x.gguf", "org/x:a:b",
+        "",
+        "tiny",
+        "./missing",
+        "/no/where",
+        "a/b/c",
+        "org/..",
+        "../x",
+        "org/na me",
+        "org/x@",
+        "org/x@../y",
+        "org/x:",
+        "x.gguf",
+        "./a/x.gguf",
+        "/a/b/x.gguf",
+        "org/x:a:b",
     ] {
         let error = resolve(bad).unwrap_err();
         assert!(matches!(error, ModelError::NotAModel { .. }), "{bad}: {error}");
@@ -448,7 +461,10 @@ fn names_and_directories_are_distinguished() {
         ("org/tiny/Q8_0/tiny.gguf", "main", "Q8_0/tiny.gguf"),
     ] {
         let name = HubName::parse(text).unwrap();
-        assert_eq!((name.repo.as_str(), name.revision.as_str(), name.gguf.as_deref()), ("org/tiny", revision, Some(file)));
+        assert_eq!(
+            (name.repo.as_str(), name.revision.as_str(), name.gguf.as_deref()),
+            ("org/tiny", revision, Some(file))
+        );
     }
 }
 

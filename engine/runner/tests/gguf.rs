@@ -134,7 +134,9 @@ impl Source {
         for (_, (shape, values)) in self.tensors.iter_mut().filter(|(name, _)| name.contains(end)) {
             let of_kind = values.len() / heads / 3;
             assert!(shape[0].is_multiple_of(3));
-            let kind = |kind: usize| (0..heads).flat_map(move |head| (3 * head + kind) * of_kind..(3 * head + kind + 1) * of_kind);
+            let kind = |kind: usize| {
+                (0..heads).flat_map(move |head| (3 * head + kind) * of_kind..(3 * head + kind + 1) * of_kind)
+            };
             *values = (0..3).flat_map(kind).map(|at| values[at]).collect();
         }
     }
@@ -291,7 +293,12 @@ fn gguf(source: &Source, architecture: &str, more: &[(&str, Item)]) -> Vec<u8> {
 }
 
 /// The same with some tensors, by their names in the file, in Q8_0.
-fn packed_gguf(source: &Source, architecture: &str, more: &[(&str, Item)], is_packed: impl Fn(&str) -> bool) -> Vec<u8> {
+fn packed_gguf(
+    source: &Source,
+    architecture: &str,
+    more: &[(&str, Item)],
+    is_packed: impl Fn(&str) -> bool,
+) -> Vec<u8> {
     let mut file = File::new(architecture);
     for (key, fields) in KEYS {
         if let Some(number) = fields.iter().find_map(|field| source.number(field)) {
@@ -309,7 +316,8 @@ fn packed_gguf(source: &Source, architecture: &str, more: &[(&str, Item)], is_pa
     for (key, item) in more {
         file.item(&format!("{architecture}.{key}"), item.clone());
     }
-    let has_out_norm = ["gpt-oss", "glm4moe"].contains(&architecture) || source.tensors.keys().any(|name| name.contains("post_feedforward"));
+    let has_out_norm = ["gpt-oss", "glm4moe"].contains(&architecture)
+        || source.tensors.keys().any(|name| name.contains("post_feedforward"));
     for (name, (shape, values)) in &source.tensors {
         let (name, mut bytes) = (renamed(name, has_out_norm), Vec::new());
         if is_packed(&name) {

@@ -90,7 +90,9 @@ pub fn matmul_packed_mixed<D: Device>(device: &mut D, tolerance: Tolerance) {
     if !MIXED.iter().all(|format| device.takes(*format)) {
         return;
     }
-    for (rows, k, sizes) in [(1, 256, [64, 7, 9]), (3, 512, [33, 16, 16]), (9, 512, [130, 40, 40]), (70, 256, [65, 31, 1])] {
+    for (rows, k, sizes) in
+        [(1, 256, [64, 7, 9]), (3, 512, [33, 16, 16]), (9, 512, [130, 40, 40]), (70, 256, [65, 31, 1])]
+    {
         let (mut data, n) = (Data::new(43 + rows as u64), sizes.iter().sum::<usize>());
         let [q, k_, v] = sizes;
         let (mut parts, mut exact) = (Vec::new(), Vec::new());

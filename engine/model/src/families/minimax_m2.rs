@@ -21,14 +21,7 @@ pub(super) const FAMILY: Family = Family {
         ..Gguf::of(
             "minimax-m2",
             &[gguf::LLAMA_FIELDS, GGUF_FIELDS],
-            &[
-                gguf::LLAMA_TENSORS,
-                gguf::MLP_NORM,
-                gguf::HALVES,
-                gguf::HEAD_NORMS,
-                mixtral::GGUF_TENSORS,
-                GGUF_TENSORS,
-            ],
+            &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::HALVES, gguf::HEAD_NORMS, mixtral::GGUF_TENSORS, GGUF_TENSORS],
         )
     }),
     read,

@@ -11,8 +11,8 @@ mod metadata;
 mod types;
 mod vocabulary;
 
-use crate::mapped::{self, Map};
 use crate::error::shown;
+use crate::mapped::{self, Map};
 use crate::{ModelError, checkpoint};
 use cursor::Cursor;
 pub use metadata::{List, Metadata, Value};

@@ -104,9 +104,7 @@ impl Pre {
             Split::Gpt2 => return bytes(true),
             Split::DigitsThenGpt2 => vec![json!({"type": "Digits", "individual_digits": true})],
             Split::By(patterns) => {
-                let step = |pattern: &&str| {
-                    json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false})
-                };
+                let step = |pattern: &&str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
                 patterns.iter().map(step).collect()
             }
         };
@@ -137,12 +135,35 @@ mod tests {
         for (name, expected) in [
             ("olmo", &["It", "'s", " 12345", " (", "x", "+", "y", ")", "\n\n", " 世界です", "!"][..]),
             ("glm4", &["It", "'s", " ", "123", "45", " (", "x", "+y", ")\n\n", " 世界です", "!"]),
-            ("deepseek-r1-qwen", &["It", "'s", " ", "1", "2", "3", "4", "5", " (", "x", "+y", ")\n\n", " 世界です", "!"]),
+            (
+                "deepseek-r1-qwen",
+                &["It", "'s", " ", "1", "2", "3", "4", "5", " (", "x", "+y", ")\n\n", " 世界です", "!"],
+            ),
             ("minimax-m2", &["It's", " ", "123", "45", " (", "x", "+y", ")\n\n", " 世界です", "!"]),
             ("deepseek-v3", &["It", "'s", " ", "123", "45", " (", "x", "+y", ")\n\n", " ", "世界です", "!"]),
             (
                 "deepseek-llm",
-                &["It", "'", "s", " ", "1", "2", "3", "4", "5", " (", "x", "+", "y", ")", "\n", "\n", " ", "世界です", "!"],
+                &[
+                    "It",
+                    "'",
+                    "s",
+                    " ",
+                    "1",
+                    "2",
+                    "3",
+                    "4",
+                    "5",
+                    " (",
+                    "x",
+                    "+",
+                    "y",
+                    ")",
+                    "\n",
+                    "\n",
+                    " ",
+                    "世界です",
+                    "!",
+                ],
             ),
             (
                 "deepseek-coder",
