@@ -31,7 +31,7 @@ mod threads;
 mod weight;
 mod widen;
 
-use crate::{Activation, DeviceError};
+use crate::{Activation, DeviceError, WeightFormat};
 use buffer::Buffer;
 pub use kv::CpuKv;
 pub use simd::Isa;
