@@ -321,6 +321,7 @@ fn what_is_loaded_follows_from_formats() {
         ("block_count", 1),
         ("feed_forward_length", 32),
         ("attention.head_count", 1),
+        ("attention.head_count_kv", 1),
         ("expert_count", 2),
         ("expert_used_count", 1),
     ] {
