@@ -77,6 +77,12 @@ impl PlanOnDevice {
 }
 
 impl WgpuDevice {
+    /// Whether every device of this backend computes with matrices in `format` as they are ([`Device::takes`]).
+    #[must_use]
+    pub fn reads(format: WeightFormat) -> bool {
+        Encoding::new(format, false).is_some()
+    }
+
     /// Opens an adapter.
     ///
     /// # Errors
@@ -249,7 +255,7 @@ impl Device for WgpuDevice {
     }
 
     fn takes(&self, format: WeightFormat) -> bool {
-        self.gpu.encoding(format).is_some()
+        Self::reads(format)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<WgpuWeight, DeviceError> {

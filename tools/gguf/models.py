@@ -168,6 +168,8 @@ def main():
         model("qwen2-f16.gguf", "qwen2", 3, T.F16, vocabularies.qwen, eps=1e-6, theta=1e6),
         model("llama-q8_0.gguf", "llama", 4, T.Q8_0, None, head_dim=16, tied=False),
         model("llama-q4_k.gguf", "llama", 5, mixture, None, **wide),
+        model("qwen2-q8_0.gguf", "qwen2", 6, T.Q8_0, None, head_dim=16, tied=False, eps=1e-6, theta=1e6),
+        model("qwen2-q4_k.gguf", "qwen2", 7, mixture, vocabularies.qwen, **wide | dict(eps=1e-6, theta=1e6)),
     ]
     (OUT / "goldens.json").write_text(json.dumps(goldens, indent=1) + "\n")
     for name, write in {

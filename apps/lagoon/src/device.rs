@@ -8,7 +8,7 @@ use crate::log;
 use crate::model::{OpenModel, bytes_bar, conversion};
 use crate::placement::Chosen;
 use anyhow::Context;
-use lagoon_backend::{Device, DeviceInfo, VirtualMemory, cpu::CpuDevice};
+use lagoon_backend::{Device, DeviceInfo, VirtualMemory, WeightFormat, cpu::CpuDevice};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use lagoon_model::Weights;
@@ -18,6 +18,10 @@ use lagoon_shaders::{AdapterChoice, WgpuDevice};
 use lagoon_types::KvSpace;
 use std::fmt::{self, Debug, Formatter};
 use std::time::{Duration, Instant};
+
+/// The backends by name, and whether each computes with matrices in a format as they are.
+pub(crate) const BACKENDS: [(&str, fn(WeightFormat) -> bool); 3] =
+    [("CPU", CpuDevice::reads), ("wgpu", WgpuDevice::reads), ("CUDA", CudaDevice::reads)];
 
 /// Largest piece of fetched KV, in tokens.
 pub(crate) const FETCH_TOKENS: u32 = 512;
@@ -182,7 +186,7 @@ impl<'a> Loading<'a> {
         let info = device.info();
         let weights = if let Some(checkpoint) = &model.checkpoint {
             let takes = |format| args.dtype.is_none() && device.takes(format);
-            if let Some(text) = conversion(&model.id, checkpoint, model.dtype, takes) {
+            if let Some(text) = conversion(&model.id, checkpoint, &model.config, model.dtype, takes) {
                 log::notice(&text);
             }
             let bar = bytes_bar("loading weights");

@@ -91,27 +91,20 @@ impl OpenModel {
 pub(crate) fn conversion(
     id: &str,
     checkpoint: &Checkpoint,
+    spec: &ModelSpec,
     dtype: DType,
     takes: impl Fn(WeightFormat) -> bool,
 ) -> Option<String> {
-    let stays = |format: WeightFormat| format.plain().is_none() && takes(format);
-    let formats = checkpoint.formats();
-    // Vectors are in f32 beside all formats.
-    let converted: Vec<WeightFormat> = formats
-        .iter()
-        .map(|(format, _)| *format)
-        .filter(|format| !stays(*format) && *format != dtype.into() && *format != WeightFormat::F32)
-        .collect();
+    let loaded = lagoon_model::loaded(checkpoint, spec, dtype, takes);
+    let mut converted: Vec<WeightFormat> =
+        loaded.iter().filter(|of| of.becomes != of.stored).map(|of| of.stored).collect();
+    converted.dedup();
     if !checkpoint.is_mixed() || converted.is_empty() {
         return None;
     }
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-    let stored = gib(formats.iter().map(|(_, bytes)| bytes).sum());
-    let loaded = |(format, bytes): &(WeightFormat, u64)| {
-        let block = format.block();
-        if stays(*format) { *bytes } else { bytes / block.bytes as u64 * (block.elements * dtype.size()) as u64 }
-    };
-    let loaded = gib(formats.iter().map(loaded).sum());
+    let stored = gib(loaded.iter().map(|of| of.stored_bytes).sum());
+    let loaded = gib(loaded.iter().map(|of| of.loaded_bytes).sum());
     let how = match dtype {
         _ if converted.iter().all(|format| format.is_exact_in(dtype)) => "exactly",
         DType::BF16 => "rounded to 8 bits; --dtype f32 is exact",
@@ -183,13 +176,17 @@ mod tests {
     fn a_conversion_is_announced() {
         let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/gguf");
         let announced_on = |name: &str, dtype, takes: &dyn Fn(WeightFormat) -> bool| {
-            conversion("m", &Checkpoint::open(&goldens.join(name)).unwrap(), dtype, takes)
+            let path = goldens.join(name);
+            let (checkpoint, spec) = (Checkpoint::open(&path).unwrap(), ModelSpec::open(&path).unwrap());
+            conversion("m", &checkpoint, &spec, dtype, takes)
         };
         let announced = |name: &str, dtype| announced_on(name, dtype, &|_| false);
         let text = announced("llama-q4_k.gguf", DType::F16).unwrap();
         assert!(text.contains("Q4_K") && text.contains("converted to f16 (rounded to 11 bits"), "{text}");
         let exact = announced("llama-q4_k.gguf", DType::F32).unwrap();
         assert!(exact.contains("converted to f32 (exactly)"), "{exact}");
+        let wide = announced("llama-f32.gguf", DType::F16).unwrap();
+        assert!(wide.starts_with("m: weights in F32 are converted to f16 (rounded to 11 bits"), "{wide}");
         assert_eq!(announced("qwen2-f16.gguf", DType::F16), None);
         assert_eq!(announced_on("llama-q4_k.gguf", DType::F16, &|_| true), None);
         let some = announced_on("llama-q4_k.gguf", DType::F16, &|format| format != WeightFormat::Q4K).unwrap();

@@ -1,9 +1,10 @@
 //! `lagoon doctor MODEL`: parameters and bytes of a model, and how long a context one instance and several hold.
 
+use crate::device::BACKENDS;
 use crate::log::outln;
 use crate::model::resolve;
 use anyhow::Context as _;
-use lagoon_model::{Checkpoint, ModelSpec};
+use lagoon_model::{Checkpoint, Loaded, ModelSpec, loaded};
 use lagoon_types::DType;
 use lagoon_types::limits::{RUNNING_DEFAULT, STEP_ROWS_DEFAULT};
 use serde::Serialize;
@@ -41,6 +42,24 @@ struct Size {
 struct StoredSize {
     bytes: u64,
     formats: Vec<&'static str>,
+    backends: Vec<BackendSize>,
+}
+
+/// A file's matrices as a backend loads them.
+#[derive(Debug, Serialize)]
+struct BackendSize {
+    backend: &'static str,
+    bytes: u64,
+    matrices: Vec<MatricesSize>,
+}
+
+/// Matrices of one format.
+#[derive(Debug, Serialize)]
+struct MatricesSize {
+    format: &'static str,
+    /// The format that they have in memory.
+    loaded_as: &'static str,
+    bytes: u64,
 }
 
 /// KV of a model whose windowed KV is kept apart.
@@ -79,7 +98,7 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
         Some(gib) => u64::from(gib) << 30,
         None => host_memory()?,
     };
-    let size = Size { stored: stored(&checkpoint), ..size(&spec, dtype, memory) };
+    let size = Size { stored: stored(&checkpoint, &spec, dtype), ..size(&spec, dtype, memory) };
     if json {
         outln!("{}", serde_json::to_string(&size)?);
         return Ok(());
@@ -88,8 +107,8 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
     outln!("family        {}, {} layers, {} of them with a window", size.family, size.layers, size.windowed_layers);
     outln!("parameters    {}, {} for a token", size.parameters, size.active_parameters);
     outln!("weights       {:.2} GiB in {}", gib(size.weight_bytes), size.dtype);
-    if let Some(StoredSize { bytes, formats }) = &size.stored {
-        outln!("              {:.2} GiB in the file, in {}", gib(*bytes), formats.join(", "));
+    if let Some(stored) = &size.stored {
+        stored.print();
     }
     outln!("KV            {} bytes a token, in {}", size.kv_bytes_per_token, size.dtype);
     if let Some(split) = &size.split {
@@ -152,11 +171,37 @@ impl SplitSize {
     }
 }
 
-fn stored(checkpoint: &Checkpoint) -> Option<StoredSize> {
+/// A GGUF file's weights, and what each backend makes of its matrices.
+fn stored(checkpoint: &Checkpoint, spec: &ModelSpec, dtype: DType) -> Option<StoredSize> {
     let formats = checkpoint.formats();
     let bytes = formats.iter().map(|(_, bytes)| bytes).sum();
     let formats = formats.iter().map(|(format, _)| format.name()).collect();
-    checkpoint.is_mixed().then_some(StoredSize { bytes, formats })
+    let backends = BACKENDS.map(|(backend, reads)| {
+        let matrices = loaded(checkpoint, spec, dtype, reads);
+        let one = |of: &Loaded| MatricesSize {
+            format: of.stored.name(),
+            loaded_as: of.becomes.name(),
+            bytes: of.loaded_bytes,
+        };
+        let bytes = matrices.iter().map(|of| of.loaded_bytes).sum();
+        BackendSize { backend, bytes, matrices: matrices.iter().map(one).collect() }
+    });
+    checkpoint.is_mixed().then(|| StoredSize { bytes, formats, backends: backends.into() })
+}
+
+impl StoredSize {
+    fn print(&self) {
+        let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+        outln!("              {} in the file, in {}", mib(self.bytes), self.formats.join(", "));
+        for BackendSize { backend, bytes, matrices } in &self.backends {
+            let one = |of: &MatricesSize| match of.format == of.loaded_as {
+                true => format!("{} in {}", mib(of.bytes), of.format),
+                false => format!("{} in {} from {}", mib(of.bytes), of.loaded_as, of.format),
+            };
+            let matrices: Vec<String> = matrices.iter().map(one).collect();
+            outln!("  on {backend:<10}{} of matrices: {}", mib(*bytes), matrices.join(", "));
+        }
+    }
 }
 
 fn split_size(spec: &ModelSpec, dtype: DType) -> Option<SplitSize> {

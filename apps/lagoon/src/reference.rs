@@ -3,8 +3,9 @@
 //! `cargo xtask docs` writes them; a test fails when a page differs from the generated one.
 
 use crate::log::out;
-use crate::{Cli, metrics_table};
+use crate::{Cli, device, metrics_table};
 use clap::{Arg, Command, CommandFactory as _};
+use lagoon_backend::WeightFormat;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
@@ -69,14 +70,40 @@ and with CUDA.
 
 ## Families
 
-Families with a name under GGUF are also read from GGUF files, whose `general.architecture` it is. Formats of a file's tensors may
-be F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS and MXFP4. Every
-backend computes with Q8_0, Q4_0, Q4_K, Q5_K, Q6_K and MXFP4 as they are; the others are converted when the file
-is loaded, to f16 (bf16 and f32 where files have nothing else). `--dtype` converts all. Mistral's files are called llama, too.
+Families with a name under GGUF are also read from GGUF files, whose `general.architecture` it is, in all
+[formats](#weight-formats). Files of Mistral from before that name are called llama, those of Kimi-K2 and GLM-4.7-Flash
+deepseek2; they are read as `llama` and `deepseek_v3`, which compute the same.
 
 | `model_type` | models | architecture | GGUF | goldens |
 |---|---|---|---|---|
 ";
+
+const FORMATS_HEAD: &str = "
+## Weight formats
+
+What each backend does with matrices in a format. *packed*: it computes with them as they are. *converted*: they are converted when
+they are loaded, to f16 (bf16 or f32 where files have nothing else); `--dtype` converts all.
+
+";
+
+/// What each backend does with the formats of files.
+fn formats(out: &mut String) {
+    let titles: Vec<&str> = device::BACKENDS.iter().map(|(name, _)| *name).collect();
+    let _ = write!(out, "{FORMATS_HEAD}| format | bits of a weight | {} |\n|---|---|", titles.join(" | "));
+    let _ = writeln!(out, "{}", "---|".repeat(titles.len()));
+    for format in WeightFormat::ALL {
+        let block = format.block();
+        let bits = 8.0 * block.bytes as f64 / block.elements as f64;
+        let does = device::BACKENDS.map(|(_, reads)| match (reads(format), format.plain()) {
+            (true, Some(_)) => "as stored",
+            (true, None) => "packed",
+            (false, _) => "converted",
+        });
+        let _ = writeln!(out, "| {format} | {} | {} |", (bits * 100.0).round() / 100.0, does.join(" | "));
+    }
+    let refused: Vec<&str> = lagoon_model::gguf::refused_types().collect();
+    let _ = writeln!(out, "\nRefused, by name: {}.", refused.join(", "));
+}
 
 /// docs/reference/models.md.
 fn models() -> String {
@@ -87,6 +114,7 @@ fn models() -> String {
         let (architectures, goldens) = (family.architectures.join(", "), family.goldens.join(", "));
         let _ = writeln!(out, "| `{name}` | {models} | {architectures} | {gguf} | {goldens} |");
     }
+    formats(&mut out);
     out
 }
 

@@ -67,7 +67,8 @@ pub(crate) enum TierArg {
 /// `lagoon serve`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ServeArgs {
-    /// A model directory (config.json, safetensors, a tokenizer), a GGUF file or a hub name (org/name[@revision]).
+    /// A model directory (config.json, safetensors, a tokenizer), a GGUF file or a hub name (org/name[@revision],
+    /// org/name:Q4_K_M or org/name/FILE for a GGUF file).
     model: String,
     /// Join the pool of this gManager (ip:port of its QUIC endpoint); of several, comma-separated, the one that leads.
     #[arg(long, value_name = "ADDR", value_delimiter = ',')]

@@ -25,7 +25,7 @@ const REGISTER_DEADLINE: Duration = Duration::from_secs(10);
 /// `lagoon up`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct UpArgs {
-    /// A model directory, GGUF file or hub name [default: the bundled pass-key model].
+    /// A model directory, GGUF file or hub name (org/name, org/name:Q4_K_M) [default: the bundled pass-key model].
     model: Option<String>,
     /// Instances to start.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]

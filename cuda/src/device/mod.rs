@@ -107,6 +107,12 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
+    /// Whether every device of this backend computes with matrices in `format` as they are ([`Device::takes`]).
+    #[must_use]
+    pub fn reads(format: WeightFormat) -> bool {
+        Encoding::of(format).is_some()
+    }
+
     /// Opens a device with the kernels of this image (a fatbin, see [`crate::kernels`]).
     ///
     /// # Errors
@@ -321,7 +327,7 @@ impl Device for CudaDevice {
     }
 
     fn takes(&self, format: WeightFormat) -> bool {
-        Encoding::of(format).is_some()
+        Self::reads(format)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<CudaWeight, DeviceError> {

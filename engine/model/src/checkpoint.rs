@@ -177,7 +177,7 @@ impl Checkpoint {
     }
 
     /// The tensors of a GGUF file.
-    fn of(file: Gguf) -> Self {
+    pub(crate) fn of(file: Gguf) -> Self {
         let tensors = file.tensors.into_iter().map(|(name, tensor)| {
             let (stored, format) = (tensor.stored.to_string(), tensor.stored.format());
             (name, TensorInfo { stored, format, shape: tensor.shape, file: tensor.file, range: tensor.range, quantised: None })

@@ -52,14 +52,7 @@ pub(crate) fn part_in(part: &Part, tensor: &LoadedTensor, dtype: DType) -> Resul
                 return Ok(copy.into());
             }
         }
-        None if Rows::of(part, tensor.format).is_none() => {
-            // No file that is known needs this: rows would be taken apart.
-            let mut wide = Vec::new();
-            tensor.format.decode(&tensor.bytes, &mut wide);
-            let mut bytes = Vec::new();
-            DType::F32.encode(&wide, &mut bytes);
-            return part_in(part, &LoadedTensor::plain(DType::F32, bytes.into()), dtype);
-        }
+        None if Rows::of(part, tensor.format).is_none() => return unpacked(part, tensor, dtype),
         None => {}
     }
     if let Some(rows) = Rows::of(part, tensor.format) {
@@ -69,6 +62,26 @@ pub(crate) fn part_in(part: &Part, tensor: &LoadedTensor, dtype: DType) -> Resul
     let gathered = LoadedTensor { bytes: gathered(part, &tensor.bytes, size).into(), ..tensor.clone() };
     let whole = Rows { rows: 1, cols: part.rows * part.cols, offset: 0, stride: 0, mapped: false };
     whole.converted(&gathered, dtype).map(Bytes::from).map_err(overflow)
+}
+
+/// A packed part whose rows are no whole blocks: keys' projections of older files of DeepSeek's, which are turned. Only the blocks
+/// that the part lies in are unpacked.
+fn unpacked(part: &Part, tensor: &LoadedTensor, dtype: DType) -> Result<Bytes, ModelError> {
+    let (block, elements) = (tensor.format.block(), spanned(part, 1));
+    let blocks = elements.start / block.elements..elements.end.div_ceil(block.elements);
+    let stored = blocks.start * block.bytes..blocks.end * block.bytes;
+    let (mut wide, mut bytes) = (Vec::new(), Vec::new());
+    tensor.format.decode(&tensor.bytes[stored.clone()], &mut wide);
+    tensor.origin.release(stored);
+    DType::F32.encode(&wide, &mut bytes);
+    let part = Part { shape: vec![wide.len()], offset: part.offset - blocks.start * block.elements, ..part.clone() };
+    let origin = Origin { map: None, ..tensor.origin.clone() };
+    part_in(&part, &LoadedTensor { origin, ..LoadedTensor::plain(DType::F32, bytes.into()) }, dtype)
+}
+
+/// Whether a part's rows are whole blocks of a format.
+pub(crate) fn has_whole_rows(part: &Part, format: WeightFormat) -> bool {
+    part.col_stride == 1 && [part.cols, part.offset, part.row_stride].iter().all(|count| format.bytes(*count).is_some())
 }
 
 /// [`part_in`] of a quantised matrix: of its rows, or of elements of the rows that they are in.
@@ -99,8 +112,10 @@ pub(crate) fn packed_rows(part: &Part, tensor: &LoadedTensor) -> Result<Option<B
 
 fn stored_rows(part: &Part, tensor: &LoadedTensor) -> Option<Bytes> {
     let format = tensor.format;
-    let row = format.bytes(part.cols).filter(|_| part.col_stride == 1)?;
-    let (offset, stride) = (format.bytes(part.offset)?, format.bytes(part.row_stride)?);
+    if !has_whole_rows(part, format) {
+        return None;
+    }
+    let (row, offset, stride) = (format.bytes(part.cols)?, format.bytes(part.offset)?, format.bytes(part.row_stride)?);
     if part.rows <= 1 || stride == row {
         return Some(tensor.bytes.slice(offset..offset + part.rows * row));
     }

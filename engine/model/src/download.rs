@@ -8,6 +8,7 @@ use crate::ModelError;
 use crate::checkpoint::shards;
 use crate::fields::read_bounded;
 use crate::hub::{DownloadProgress, Hub, HubName, TOKENIZER, tokenizer_file};
+use crate::hub_gguf::{GgufModel, choose};
 use crate::spec::{ADAPTER_CONFIG, ADAPTER_HINT};
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
@@ -34,7 +35,7 @@ const SPECIAL_TOKENS: [&str; 2] = ["special_tokens_map.json", "added_tokens.json
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Downloads `name` and returns its directory.
+/// Downloads `name` and returns its directory, or the GGUF file.
 pub(crate) fn download(
     hub: &Hub,
     name: &HubName,
@@ -101,21 +102,40 @@ impl Job {
             return Err(self.error("the list of files", format!("{:?} is not a commit", info.sha), HINT_NETWORK));
         }
         let there: Vec<&str> = info.siblings.iter().map(|sibling| sibling.rfilename.as_str()).collect();
-        let mut files = self.small_files(&there)?;
         let commit = Repo::with_revision(self.name.repo.clone(), RepoType::Model, info.sha.clone());
         let fetch = Fetch { job: self, repo: api.repo(commit.clone()), commit, reports };
-        files.extend(fetch.weights(&there)?);
-        let mut snapshot = None;
+        let gguf = self.gguf(&there)?;
+        let files = match &gguf {
+            Some(model) => model.files.clone(),
+            None => [self.small_files(&there)?, fetch.weights(&there)?].concat(),
+        };
+        let mut first = None;
         for (done, file) in files.iter().enumerate() {
             let path = fetch.file(file, done, files.len())?;
-            snapshot = path.parent().map(PathBuf::from);
+            first.get_or_insert(path);
         }
         let cache = Cache::new(self.hub.cache.clone());
         cache
             .repo(listed)
             .create_ref(&info.sha)
             .map_err(|source| ModelError::Io { path: self.hub.cache.clone(), source })?;
-        snapshot.ok_or_else(|| self.error("the files", "there are none".to_owned(), HINT_NAME))
+        // config.json stands in the snapshot itself.
+        let found = if gguf.is_some() { first } else { first.and_then(|path| path.parent().map(PathBuf::from)) };
+        found.ok_or_else(|| self.error("the files", "there are none".to_owned(), HINT_NAME))
+    }
+
+    /// The GGUF file to download: the one that was asked for, or the only one of a model that has no safetensors.
+    fn gguf(&self, there: &[&str]) -> Result<Option<GgufModel>, ModelError> {
+        let (wanted, models) = (self.name.gguf.as_deref(), GgufModel::all(there.iter().copied()));
+        let others = [SINGLE, INDEX, ADAPTER_CONFIG].iter().any(|file| there.contains(file));
+        if wanted.is_none() && (others || models.is_empty()) {
+            return Ok(None);
+        }
+        if models.is_empty() {
+            let hint = "leave out what follows org/name to take its safetensors";
+            return Err(self.error("a GGUF file", "the model has none".to_owned(), hint));
+        }
+        choose(&models, wanted).map(Some).map_err(|(problem, hint)| self.error("a GGUF file", problem, &hint))
     }
 
     /// The files besides the weights, of those that are `there`.
@@ -233,8 +253,8 @@ impl Fetch<'_> {
             if there.contains(&SINGLE) {
                 return Ok(vec![SINGLE.to_owned()]);
             }
-            let hint = "Lagoon reads safetensors only; look for another version of the model that has them";
-            return Err(self.job.error(SINGLE, "the model has no safetensors".to_owned(), hint));
+            let hint = "Lagoon reads safetensors and GGUF; look for another version of the model that has them";
+            return Err(self.job.error(SINGLE, "the model has no safetensors, and no GGUF file".to_owned(), hint));
         }
         let path = self.file(INDEX, 0, 1)?;
         let mut files: Vec<String> = shards(&path, &read_bounded(&path)?)?.into_keys().collect();

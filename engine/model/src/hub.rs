@@ -9,6 +9,7 @@ use crate::checkpoint::shards;
 use crate::download::download;
 use crate::fields::read_bounded;
 use crate::gguf::is_gguf;
+use crate::hub_gguf::{GgufModel, choose, files_of};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -16,33 +17,44 @@ use std::time::Duration;
 const STALL: Duration = Duration::from_secs(60);
 /// Longest organisation or model name, in bytes.
 const NAME_BYTES_MAX: usize = 96;
+/// Longest name or tag of a GGUF file, in bytes.
+const FILE_BYTES_MAX: usize = 256;
 
 /// The tokenizer's file in the library's format.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 /// Files that hold a tokenizer, the first that is there counts; a single `*.tiktoken` is the last choice.
 const TOKENIZERS: [&str; 3] = [TOKENIZER, "tokenizer.model", "tiktoken.model"];
 
-/// A model on the hub: `org/name`, or `org/name@revision` with a branch, tag or commit.
+/// A model on the hub: `org/name`, or `org/name@revision` with a branch, tag or commit. A GGUF file of the model follows a colon, or
+/// a slash if it is named in full: `org/name:Q4_K_M`, `org/name/file.gguf`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubName {
     /// `org/name`.
     pub repo: String,
     /// `main` unless given.
     pub revision: String,
+    /// A GGUF file, by its name or a tag of it, if one was asked for.
+    pub gguf: Option<String>,
 }
 
 impl HubName {
     /// Parses a name; `None` if it cannot be one.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
+        let slash = || text.match_indices('/').nth(1).filter(|_| is_gguf(Path::new(text)));
+        let (text, gguf) = match text.split_once(':') {
+            Some((text, gguf)) => (text, Some(gguf)),
+            None => slash().map_or((text, None), |(at, _)| (&text[..at], Some(&text[at + 1..]))),
+        };
         let (repo, revision) = text.split_once('@').unwrap_or((text, "main"));
         let (org, name) = repo.split_once('/')?;
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
         let part = |part: &str| {
             !part.is_empty() && part.len() <= NAME_BYTES_MAX && part.chars().all(plain) && !part.starts_with('.')
         };
-        let valid = part(org) && part(name) && revision.split('/').all(part);
-        valid.then(|| Self { repo: repo.to_owned(), revision: revision.to_owned() })
+        let file = |gguf: &str| !gguf.is_empty() && gguf.len() <= FILE_BYTES_MAX && !gguf.contains([':', '\\']);
+        let valid = part(org) && part(name) && revision.split('/').all(part) && gguf.is_none_or(file);
+        valid.then(|| Self { repo: repo.to_owned(), revision: revision.to_owned(), gguf: gguf.map(str::to_owned) })
     }
 }
 
@@ -108,7 +120,8 @@ impl Hub {
         })
     }
 
-    /// The directory of a model that is completely cached; else `None`.
+    /// The directory of a model that is completely cached, or the GGUF file; else `None`. Without a name or tag of a file it is the
+    /// safetensors' directory, or the one GGUF file that is cached.
     #[must_use]
     pub fn cached(&self, name: &HubName) -> Option<PathBuf> {
         let repo = self.cache.join(format!("models--{}", name.repo.replace('/', "--")));
@@ -117,11 +130,17 @@ impl Hub {
             Err(_absent) => name.revision.clone(),
         };
         let snapshot = repo.join("snapshots").join(commit);
-        is_whole(&snapshot).then_some(snapshot)
+        if name.gguf.is_none() && is_whole(&snapshot) {
+            return Some(snapshot);
+        }
+        let files = files_of(&snapshot);
+        let model = choose(&GgufModel::all(files.iter().map(String::as_str)), name.gguf.as_deref()).ok()?;
+        Some(snapshot.join(&model.files[0]))
     }
 
-    /// The directory of a model, downloaded unless cached. Files are `config.json`, the tokenizer's,
-    /// `generation_config.json`, a chat template and the safetensors.
+    /// The directory of a model, or a GGUF file, downloaded unless cached. Files are `config.json`, the tokenizer's,
+    /// `generation_config.json`, a chat template and the safetensors; or all parts of the GGUF file that the name picks, which is the
+    /// only one where the model has no safetensors.
     pub fn get(&self, name: &HubName, progress: &mut dyn FnMut(&DownloadProgress)) -> Result<PathBuf, ModelError> {
         if let Some(dir) = self.cached(name) {
             return Ok(dir);
@@ -192,14 +211,15 @@ pub fn resolve_model(
             "pass a GGUF file, or the directory that holds config.json and the safetensors",
         );
     }
-    if is_gguf(path) {
-        return refuse("there is no such file", "pass the path of a GGUF file");
-    }
     match HubName::parse(name) {
         Some(name) => hub.get(&name, progress),
+        None if is_gguf(path) => {
+            refuse("there is no such file", "pass the path of a GGUF file, or org/name/FILE for one on the hub")
+        }
         None => refuse(
             "there is no such directory, and it is not a hub name",
-            "pass a directory that holds config.json and the safetensors, a GGUF file, or org/name or org/name@revision",
+            "pass a directory that holds config.json and the safetensors, a GGUF file, or a hub name: org/name, \
+             org/name@revision, org/name:Q4_K_M for a GGUF file",
         ),
     }
 }

@@ -536,7 +536,7 @@ fn vector(values: &[f32]) -> WeightSource {
 }
 
 /// A tensor's name in this checkpoint, which may leave out a prefix.
-fn stored_name<'a>(checkpoint: &Checkpoint, spec: &ModelSpec, name: &'a str) -> &'a str {
+pub(crate) fn stored_name<'a>(checkpoint: &Checkpoint, spec: &ModelSpec, name: &'a str) -> &'a str {
     match name.strip_prefix(spec.names.optional_prefix) {
         Some(short) if checkpoint.info(name).is_none() && checkpoint.info(short).is_some() => short,
         _ => name,

@@ -4,7 +4,7 @@
 //! A sample runs with the other tests; `LAGOON_MUTATIONS=100000 cargo test -p lagoon-model --test fuzz` runs more.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use lagoon_model::fuzz;
+use lagoon_model::{fuzz, gguf};
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom as _;
 use rand::{Rng as _, SeedableRng as _};
@@ -155,6 +155,13 @@ fn indexes() {
 #[test]
 fn headers() {
     let accepted = drive(&["fuzz/corpus/header"], 20_000, |data| fuzz::header(data) > 0);
+    assert!(accepted > 50, "{accepted} were accepted");
+}
+
+/// A file is accepted if it has the configuration of a model.
+#[test]
+fn gguf_files() {
+    let accepted = drive(&["fuzz/corpus/gguf"], 5_000, |data| gguf::fuzz::read(data) == gguf::fuzz::Outcome::Model);
     assert!(accepted > 50, "{accepted} were accepted");
 }
 

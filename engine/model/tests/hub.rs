@@ -312,7 +312,79 @@ fn refusals_are_explained() {
     let refused = get(&server.hub(tempfile::tempdir().unwrap().path())).unwrap_err().to_string();
     assert!(refused.contains("it is an adapter\nhint: adapters such as LoRA"), "{refused}");
     assert!(lacks("tokenizer.json").contains("cannot get tokenizer.json of org/tiny"));
-    assert!(lacks("model.safetensors").contains("the model has no safetensors"));
+    assert!(lacks("model.safetensors").contains("the model has no safetensors, and no GGUF file"));
+}
+
+/// A repository of GGUF files, two of which are parts of one, as quantised models are published.
+fn gguf_model(config: bool) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let files = [
+        "README.md",
+        "mmproj-tiny.gguf",
+        "tiny-Q4_K_M.gguf",
+        "tiny-Q8_0.gguf",
+        "tiny-F16-00001-of-00002.gguf",
+        "tiny-F16-00002-of-00002.gguf",
+    ];
+    files.iter().for_each(|file| std::fs::write(dir.path().join(file), format!("the file {file}")).unwrap());
+    if config {
+        std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+    }
+    dir
+}
+
+#[test]
+fn a_gguf_file_is_picked_by_its_tag_or_name() {
+    for config in [false, true] {
+        let (source, cache) = (gguf_model(config), tempfile::tempdir().unwrap());
+        let server = TestHub::start(source.path(), Fault::None);
+        let hub = server.hub(cache.path());
+        let resolve = |hub: &Hub, name: &str| resolve_model(name, hub, &mut |_| {});
+        let file = resolve(&hub, "org/tiny:Q4_K_M").unwrap();
+        assert_eq!(file.file_name().unwrap(), "tiny-Q4_K_M.gguf");
+        let dir = file.parent().unwrap();
+        assert_same(dir, source.path(), "tiny-Q4_K_M.gguf");
+        assert!(!dir.join("tiny-Q8_0.gguf").exists() && !dir.join("config.json").exists());
+        // Again, offline, by its name, and as the only one that is cached.
+        let before = server.requests().len();
+        let offline = Hub { offline: true, ..hub.clone() };
+        for name in ["org/tiny:q4_k_m", "org/tiny/tiny-Q4_K_M.gguf", "org/tiny:tiny-Q4_K_M.gguf", "org/tiny"] {
+            assert_eq!(resolve(&offline, name).unwrap(), file, "{name}");
+        }
+        assert_eq!(server.requests().len(), before);
+        let other = resolve(&offline, "org/tiny:Q8_0").unwrap_err().to_string();
+        assert!(other.contains("HF_HUB_OFFLINE is set"), "{other}");
+        // All parts, of which the first is the model.
+        let split = resolve(&hub, "org/tiny:F16").unwrap();
+        assert_eq!(split.file_name().unwrap(), "tiny-F16-00001-of-00002.gguf");
+        assert_same(dir, source.path(), "tiny-F16-00002-of-00002.gguf");
+        std::fs::remove_file(dir.join("tiny-F16-00002-of-00002.gguf")).unwrap();
+        assert!(resolve(&offline, "org/tiny:F16").is_err(), "a part is missing");
+    }
+}
+
+#[test]
+fn what_picks_no_gguf_file_or_several_lists_them() {
+    let source = gguf_model(false);
+    let fails = |source: &Path, name: &str| {
+        let (server, cache) = (TestHub::start(source, Fault::None), tempfile::tempdir().unwrap());
+        resolve_model(name, &server.hub(cache.path()), &mut |_| {}).unwrap_err().to_string()
+    };
+    let several = fails(source.path(), "org/tiny");
+    assert!(several.contains("cannot get a GGUF file of org/tiny"), "{several}");
+    assert!(several.contains("it has 3 GGUF files") && several.contains("\n  tiny-Q4_K_M.gguf"), "{several}");
+    assert!(several.contains("tiny-F16-00001-of-00002.gguf (2 files)") && !several.contains("mmproj"), "{several}");
+    let none = fails(source.path(), "org/tiny:Q5_K_M");
+    assert!(none.contains("no GGUF file is named Q5_K_M") && none.contains("tiny-Q8_0.gguf"), "{none}");
+    let safetensors = model(false);
+    let none = fails(safetensors.path(), "org/tiny:Q4_K_M");
+    assert!(none.contains("the model has none") && none.contains("safetensors"), "{none}");
+    // The only one needs no tag.
+    std::fs::remove_file(safetensors.path().join("model.safetensors")).unwrap();
+    std::fs::write(safetensors.path().join("tiny-Q8_0.gguf"), "the only one").unwrap();
+    let (server, cache) = (TestHub::start(safetensors.path(), Fault::None), tempfile::tempdir().unwrap());
+    let only = resolve_model("org/tiny", &server.hub(cache.path()), &mut |_| {}).unwrap();
+    assert_eq!(only.file_name().unwrap(), "tiny-Q8_0.gguf");
 }
 
 #[test]
@@ -359,13 +431,41 @@ fn names_and_directories_are_distinguished() {
     let file = cache.path().join("file");
     std::fs::write(&file, "").unwrap();
     assert!(resolve(file.to_str().unwrap()).unwrap_err().to_string().contains("it is a file"));
-    for bad in ["", "tiny", "./missing", "/no/where", "a/b/c", "org/..", "../x", "org/na me", "org/x@", "org/x@../y"] {
+    for bad in [
+        "",
+        "tiny",
+        "./missing",
+        "/no/where",
+        "a/b/c",
+        "org/..",
+        "../x",
+        "org/na me",
+        "org/x@",
+        "org/x@../y",
+        "org/x:",
+        "x.gguf",
+        "./a/x.gguf",
+        "/a/b/x.gguf",
+        "org/x:a:b",
+    ] {
         let error = resolve(bad).unwrap_err();
         assert!(matches!(error, ModelError::NotAModel { .. }), "{bad}: {error}");
     }
     assert!(matches!(resolve("org/tiny"), Err(ModelError::Hub { .. })));
     let name = HubName::parse("meta-llama/Llama-3.1-8B@refs/pr/1").unwrap();
     assert_eq!((name.repo.as_str(), name.revision.as_str()), ("meta-llama/Llama-3.1-8B", "refs/pr/1"));
+    for (text, revision, file) in [
+        ("org/tiny:Q4_K_M", "main", "Q4_K_M"),
+        ("org/tiny@v2:Q4_K_M", "v2", "Q4_K_M"),
+        ("org/tiny/tiny-Q4_K_M.gguf", "main", "tiny-Q4_K_M.gguf"),
+        ("org/tiny/Q8_0/tiny.gguf", "main", "Q8_0/tiny.gguf"),
+    ] {
+        let name = HubName::parse(text).unwrap();
+        assert_eq!(
+            (name.repo.as_str(), name.revision.as_str(), name.gguf.as_deref()),
+            ("org/tiny", revision, Some(file))
+        );
+    }
 }
 
 #[test]

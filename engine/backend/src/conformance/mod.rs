@@ -48,7 +48,7 @@ pub mod cases {
         merge_of_split_softcap, sink_joins_the_softmax,
     };
     pub use super::packed::{
-        embed_packed, experts_packed, matmul_packed, matmul_packed_extremes, matmul_packed_parts,
+        embed_packed, experts_packed, head_matmul_packed, matmul_packed, matmul_packed_extremes, matmul_packed_parts,
         packed_is_taken_or_refused,
     };
     pub use super::pointwise::{
@@ -211,6 +211,7 @@ macro_rules! conformance_names {
             matmul_packed,
             matmul_packed_extremes,
             matmul_packed_parts,
+            head_matmul_packed,
             embed_packed,
             experts_packed,
             rope_append_rotates_and_stores,

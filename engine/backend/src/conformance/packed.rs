@@ -5,8 +5,8 @@ use super::matmul::{activated, bound, check_product, oracle};
 use super::{Tolerance, assert_close};
 use crate::formats::{BLOCK_ELEMENTS_MAX, WeightFormat};
 use crate::{
-    Activation, Device, DeviceError, ExpertBuffers, Experts, GroupScore, Mode, Routing, Scoring, WeightPart,
-    WeightSource,
+    Activation, Device, DeviceError, ExpertBuffers, Experts, GroupScore, HeadStrides, Mode, Routing, Scoring,
+    WeightPart, WeightSource,
 };
 use bytes::Bytes;
 use lagoon_types::DType;
@@ -120,6 +120,36 @@ pub fn matmul_packed_parts<D: Device>(device: &mut D, tolerance: Tolerance) {
             };
             let want: Vec<f64> = (0..rows * n).map(|i| wanted(i).0).collect();
             assert_close(&what, &read(device, &out, rows, n), &want, |i| wanted(i).1);
+        }
+    }
+}
+
+/// Products by head with packed weights, which latent attention's projections of keys and values are: few rows and many, heads that
+/// share a row of blocks with none.
+pub fn head_matmul_packed<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for format in taken(device) {
+        for (rows, heads, n) in [(1, 3, 40), (4, 2, 33), (6, 5, 17), (70, 3, 24)] {
+            let (mut data, k) = (Data::new(47 + rows as u64), format.block().elements.max(64));
+            let (x_stride, out_stride) = (k + 16, n + 3);
+            let (weight, exact) = data.packed_weight(device, format, (heads * n, k));
+            let (x, values) = data.tensor(device, rows, heads * x_stride);
+            let (mut out, before) = data.tensor(device, rows, heads * out_stride);
+            let strides = HeadStrides { heads, x_stride, out_stride };
+            device.head_matmul(&x, &weight, strides, rows, &mut out).expect("head_matmul");
+            let mut want: Vec<f64> = before.iter().map(|v| f64::from(*v)).collect();
+            let mut bounds = vec![0.0; want.len()];
+            for row in 0..rows {
+                for (head, i) in (0..heads).flat_map(|head| (0..n).map(move |i| (head, i))) {
+                    let x = &values[(row * heads + head) * x_stride..][..k];
+                    let weights = &exact[(head * n + i) * k..][..k];
+                    let products = || x.iter().zip(weights).map(|(x, w)| f64::from(*x) * f64::from(*w));
+                    let at = (row * heads + head) * out_stride + i;
+                    want[at] = products().sum();
+                    bounds[at] = rounded(x, weights, products().map(f64::abs).sum(), tolerance);
+                }
+            }
+            let got = read(device, &out, rows, heads * out_stride);
+            assert_close(&format!("head_matmul {format} {rows} rows {strides:?}"), &got, &want, |i| bounds[i]);
         }
     }
 }

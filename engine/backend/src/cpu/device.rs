@@ -59,7 +59,7 @@ impl Device for CpuDevice {
     }
 
     fn takes(&self, format: WeightFormat) -> bool {
-        matmul::takes(format)
+        Self::reads(format)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<CpuWeight, DeviceError> {

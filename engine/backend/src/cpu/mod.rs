@@ -32,7 +32,7 @@ mod threads;
 mod weight;
 mod widen;
 
-use crate::{Activation, DeviceError};
+use crate::{Activation, DeviceError, WeightFormat};
 use buffer::Buffer;
 pub use kv::CpuKv;
 pub use simd::Isa;
@@ -90,6 +90,12 @@ pub struct CpuDevice {
 }
 
 impl CpuDevice {
+    /// Whether every device of this backend computes with matrices in `format` as they are ([`crate::Device::takes`]).
+    #[must_use]
+    pub fn reads(format: WeightFormat) -> bool {
+        matmul::takes(format)
+    }
+
     /// A device with as many threads as the process may use.
     #[must_use]
     pub fn new() -> Self {

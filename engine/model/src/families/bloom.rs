@@ -3,6 +3,7 @@
 
 use super::Family;
 use super::common::{Base, check_pieces, count, divided, dtype, eps, refuse_quantised, refuse_unless, size};
+use super::gguf::{Config, Gguf, Layout};
 use super::gpt_neox::{layer, norm};
 use crate::fields::{Fields, narrow};
 use crate::spec::{Embedding, Names, Part};
@@ -16,9 +17,43 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["BloomForCausalLM"],
     models: "BLOOM, BLOOMZ",
     goldens: &["bloom"],
-    gguf: None,
+    gguf: Some(Gguf { refine: refine_gguf, ..Gguf::of("bloom", &[GGUF_FIELDS], &[GGUF_TENSORS]) }),
     read,
 };
+
+const GGUF_FIELDS: &[(&str, &str)] = &[
+    ("context_length", "seq_length"),
+    ("embedding_length", "hidden_size"),
+    ("block_count", "num_hidden_layers"),
+    ("attention.head_count", "num_attention_heads"),
+    ("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+];
+const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
+    ("transformer.word_embeddings.weight", "token_embd.weight", Layout::Same),
+    ("transformer.word_embeddings_layernorm.weight", "token_embd_norm.weight", Layout::Same),
+    ("transformer.word_embeddings_layernorm.bias", "token_embd_norm.bias", Layout::Same),
+    ("transformer.ln_f.weight", "output_norm.weight", Layout::Same),
+    ("transformer.ln_f.bias", "output_norm.bias", Layout::Same),
+    ("lm_head.weight", "output.weight", Layout::Same),
+    ("transformer.h.{}.input_layernorm.weight", "blk.{}.attn_norm.weight", Layout::Same),
+    ("transformer.h.{}.input_layernorm.bias", "blk.{}.attn_norm.bias", Layout::Same),
+    ("transformer.h.{}.self_attention.query_key_value.weight", "blk.{}.attn_qkv.weight", Layout::ByKind),
+    ("transformer.h.{}.self_attention.query_key_value.bias", "blk.{}.attn_qkv.bias", Layout::ByKind),
+    ("transformer.h.{}.self_attention.dense.weight", "blk.{}.attn_output.weight", Layout::Same),
+    ("transformer.h.{}.self_attention.dense.bias", "blk.{}.attn_output.bias", Layout::Same),
+    ("transformer.h.{}.post_attention_layernorm.weight", "blk.{}.ffn_norm.weight", Layout::Same),
+    ("transformer.h.{}.post_attention_layernorm.bias", "blk.{}.ffn_norm.bias", Layout::Same),
+    ("transformer.h.{}.mlp.dense_h_to_4h.weight", "blk.{}.ffn_up.weight", Layout::Same),
+    ("transformer.h.{}.mlp.dense_h_to_4h.bias", "blk.{}.ffn_up.bias", Layout::Same),
+    ("transformer.h.{}.mlp.dense_4h_to_h.weight", "blk.{}.ffn_down.weight", Layout::Same),
+    ("transformer.h.{}.mlp.dense_4h_to_h.bias", "blk.{}.ffn_down.bias", Layout::Same),
+];
+
+/// Keys that follow from others.
+fn refine_gguf(config: &mut Config<'_>) -> Result<(), ModelError> {
+    config.expect("attention.head_count_kv", config.field("num_attention_heads"))?;
+    config.expect("feed_forward_length", config.field("hidden_size").map(|hidden| hidden.saturating_mul(4)))
+}
 
 /// Tokens that the models were trained on; biases by distance go on from there, but files name no limit.
 const POSITIONS_DEFAULT: u32 = 2048;

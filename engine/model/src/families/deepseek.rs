@@ -3,9 +3,11 @@
 
 use super::Family;
 use super::common::{refuse_other_activations, refuse_unless};
-use super::latent::Latent;
-use super::routed::{Defaults, RoutedExperts};
+use super::gguf::{self, Config, Gguf};
+use super::latent::{self, Latent};
+use super::routed::{self, Defaults, GATING, RoutedExperts, SIGMOID, SOFTMAX};
 use crate::fields::Fields;
+use crate::gguf::Metadata;
 use crate::{ModelError, ModelSpec};
 use lagoon_backend::{GroupScore, Scoring};
 use lagoon_types::limits::EXPERTS_MAX;
@@ -15,7 +17,7 @@ pub(super) const V2: Family = Family {
     architectures: &["DeepseekV2ForCausalLM"],
     models: "DeepSeek-V2 and V2.5, V2-Lite, DeepSeek-Coder-V2",
     goldens: &["deepseek_v2", "deepseek_v2_groups"],
-    gguf: None,
+    gguf: Some(Gguf { matches: |metadata| Ok(!is_sigmoid(metadata)?), refine: refine_v2, ..GGUF }),
     read: read_v2,
 };
 
@@ -24,7 +26,7 @@ pub(super) const V3: Family = Family {
     architectures: &["DeepseekV3ForCausalLM"],
     models: "DeepSeek-V3 and R1, Moonlight",
     goldens: &["deepseek_v3"],
-    gguf: None,
+    gguf: Some(Gguf { matches: is_sigmoid, refine: refine_v3, ..GGUF }),
     read: |fields| read(fields, "deepseek_v3"),
 };
 
@@ -33,9 +35,43 @@ pub(super) const KIMI_K2: Family = Family {
     architectures: &["DeepseekV3ForCausalLM"],
     models: "Kimi-K2",
     goldens: &["kimi_k2"],
+    // Files do not tell it from V3, and it computes the same.
     gguf: None,
     read: |fields| read(fields, "kimi_k2"),
 };
+
+const GGUF: Gguf = Gguf {
+    heads: latent::gguf_heads,
+    ..Gguf::of(
+        "deepseek2",
+        &[latent::GGUF_FIELDS, routed::GGUF_FIELDS],
+        &[latent::GGUF_TENSORS, gguf::MLP_NORM, routed::GGUF_TENSORS],
+    )
+};
+/// Groups of published models by their number of experts, for files that are older than the keys of groups.
+const GROUPS: &[(u64, (u64, u64))] = &[(160, (8, 3)), (256, (8, 4))];
+/// Layers and tokens of GLM-4.7-Flash, whose first files lack the kind of its scores.
+const GLM_FLASH: (u64, u64) = (47, 154_880);
+
+/// Whether a file's scores are sigmoids, as V3's are and those of the models that followed it.
+fn is_sigmoid(metadata: &Metadata) -> Result<bool, ModelError> {
+    let number = |name: &str| metadata.unsigned(&format!("deepseek2.{name}"));
+    let glm = number("block_count")?.zip(number("vocab_size")?) == Some(GLM_FLASH);
+    Ok(number(GATING)?.map_or(glm, |gating| gating == SIGMOID))
+}
+
+fn refine_v3(config: &mut Config<'_>) -> Result<(), ModelError> {
+    routed::sigmoid_gguf(config)?;
+    routed::refine_gguf(config, GROUPS)
+}
+
+fn refine_v2(config: &mut Config<'_>) -> Result<(), ModelError> {
+    config.expect(GATING, Some(SOFTMAX))?;
+    routed::refine_gguf(config, GROUPS)?;
+    let method = if config.field("n_group") == Some(1) { "greedy" } else { "group_limited_greedy" };
+    config.set("topk_method", method.into(), "expert_group_count");
+    Ok(())
+}
 
 fn read(fields: &Fields, family: &'static str) -> Result<ModelSpec, ModelError> {
     refuse_unless(fields, "scoring_func", "sigmoid", "only \"sigmoid\" is implemented for this family")?;

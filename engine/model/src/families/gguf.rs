@@ -2,14 +2,14 @@
 //! the same for all.
 //!
 //! Keys become fields of `config.json`, which the family's own function reads. Its [`Part`]s are then rewritten to the file's
-//! tensors: renamed, taken out of a tensor of all experts, turned where a projection is stored the other way round, and taken in
-//! the order of halves where rows of rotated heads are stored in turns. A rewritten part never cuts a row, so that packed rows
+//! tensors: renamed, taken out of a tensor of all experts or of all heads, turned where a projection is stored the other way
+//! round, and taken in the order of halves where rows of rotated heads are stored in turns. A rewritten part never cuts a row, so that packed rows
 //! stay packed. A key that a family neither reads nor ignores is refused by name.
 
 use super::{FAMILIES, Family};
 use crate::fields::Fields;
 use crate::gguf::{EndTokens, Gguf as File, Metadata, Value};
-use crate::spec::{Embedding, HeadNorms, Mlp, NormSpec, Part};
+use crate::spec::{AttentionSpec, Embedding, HeadNorms, LatentSpec, Mlp, NormSpec, Part};
 use crate::{ModelError, ModelSpec};
 use lagoon_types::limits::{LAYERS_MAX, VOCAB_MAX};
 use serde_json::{Map, json};
@@ -24,8 +24,10 @@ const HEAD: &str = "output.weight";
 const ROPE_DIVISORS: &str = "rope_freqs.weight";
 /// The same of LongRoPE.
 const LONG_DIVISORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
-/// Tensors that are read with the configuration.
-const READ_AS_KEYS: &[&str] = &[ROPE_DIVISORS, LONG_DIVISORS[0], LONG_DIVISORS[1]];
+/// Keys' and values' projections from latents in one tensor, as older files have them.
+const KEYS_AND_VALUES: &str = "attn_kv_b.weight";
+/// Tensors that are read with the configuration, and one that some files have beside its parts.
+const REDUNDANT: &[&str] = &[ROPE_DIVISORS, LONG_DIVISORS[0], LONG_DIVISORS[1], KEYS_AND_VALUES];
 
 /// Keys of all architectures that change nothing.
 const IGNORED: &[&str] = &["tensor_data_layout"];
@@ -35,8 +37,8 @@ const IGNORED: &[&str] = &["tensor_data_layout"];
 pub(super) struct Gguf {
     /// `general.architecture`, which is also the prefix of keys.
     pub(super) architecture: &'static str,
-    /// Whether the file has experts, where two families have the same architecture.
-    pub(super) experts: bool,
+    /// Whether a file is this family's, where several have the architecture.
+    pub(super) matches: fn(&Metadata) -> Result<bool, ModelError>,
     /// Keys without their prefix, and the fields of `config.json` that they are.
     pub(super) fields: &'static [&'static [(&'static str, &'static str)]],
     /// Keys that change nothing.
@@ -46,6 +48,8 @@ pub(super) struct Gguf {
     pub(super) tensors: &'static [&'static [(&'static str, &'static str, Layout)]],
     /// Whether norms' weights are stored with their offset added.
     pub(super) adds_offsets: bool,
+    /// Reads the keys about sizes and rotation of heads.
+    pub(super) heads: fn(&mut Config<'_>) -> Result<(), ModelError>,
     /// Fields that need more than a table.
     pub(super) refine: fn(&mut Config<'_>) -> Result<(), ModelError>,
     /// Parts that need more than a table; `None` where the table has them.
@@ -62,6 +66,10 @@ pub(super) enum Layout {
     Turned,
     /// One tensor of all experts.
     OfExperts,
+    /// All queries, all keys, all values, where the family has those of each head together.
+    ByKind,
+    /// Keys and values of latents apart, each a tensor of all heads, keys turned; in older files as the family has them.
+    KeysApart,
 }
 
 /// Sizes and rotation, by the names of Llama's configuration.
@@ -117,6 +125,17 @@ pub(super) const OUT_NORMS: &[(&str, &str, Layout)] = &[
     ("model.layers.{}.post_feedforward_layernorm.weight", "blk.{}.post_ffw_norm.weight", Layout::Same),
 ];
 
+/// Every file of the architecture.
+pub(super) fn every(_: &Metadata) -> Result<bool, ModelError> {
+    Ok(true)
+}
+
+/// Whether a file has experts.
+pub(super) fn has_experts(metadata: &Metadata) -> Result<bool, ModelError> {
+    let architecture = metadata.text(ARCHITECTURE)?.unwrap_or_default();
+    Ok(metadata.unsigned(&format!("{architecture}.expert_count"))?.unwrap_or(0) > 0)
+}
+
 /// Nothing to refine.
 pub(super) fn as_it_is(_: &mut Config<'_>) -> Result<(), ModelError> {
     Ok(())
@@ -136,11 +155,12 @@ impl Gguf {
     ) -> Self {
         Self {
             architecture,
-            experts: false,
+            matches: every,
             fields,
             ignored: &[],
             tensors,
             adds_offsets: false,
+            heads: whole_heads,
             refine: as_it_is,
             part: in_table,
         }
@@ -191,6 +211,29 @@ impl Config<'_> {
         value.map(Some).ok_or_else(|| self.metadata().invalid(&self.key(name), "it must be a finite number"))
     }
 
+    /// Whether the file has a tensor.
+    pub(super) fn has(&self, tensor: &str) -> bool {
+        self.file.shape(tensor).is_some()
+    }
+
+    /// Sets a field that the file has no key for; `name` is the nearest key.
+    pub(super) fn set_absent(&mut self, field: &str, value: impl Into<serde_json::Value>, name: &str) {
+        if !self.map.contains_key(field) {
+            self.set(field, value.into(), name);
+        }
+    }
+
+    /// Checks that a key, if it is there, says what other keys say already.
+    pub(super) fn expect(&mut self, name: &str, expected: Option<u64>) -> Result<(), ModelError> {
+        match self.number(name)?.filter(|found| Some(*found) != expected) {
+            None => Ok(()),
+            Some(_) => {
+                let expected = expected.map_or_else(|| "absent".to_owned(), |expected| expected.to_string());
+                Err(self.unsupported(name, &format!("it must be {expected} for this family")))
+            }
+        }
+    }
+
     /// A value of a field that was set.
     pub(super) fn field(&self, field: &str) -> Option<u64> {
         self.map.get(field).and_then(serde_json::Value::as_u64)
@@ -200,6 +243,14 @@ impl Config<'_> {
     pub(super) fn set(&mut self, field: &str, value: serde_json::Value, name: &str) {
         self.keys.insert(field.to_owned(), self.key(name));
         self.map.insert(field.to_owned(), value);
+    }
+
+    /// Sets a field of a field that holds an object.
+    pub(super) fn set_inner(&mut self, field: &str, inner: &str, value: serde_json::Value, name: &str) {
+        self.keys.insert(format!("{field}.{inner}"), self.key(name));
+        if let Some(object) = self.map.entry(field).or_insert_with(|| json!({})).as_object_mut() {
+            object.insert(inner.to_owned(), value);
+        }
     }
 
     /// A field that holds an object.
@@ -241,8 +292,7 @@ pub(crate) fn read(file: &File) -> Result<ModelSpec, ModelError> {
     }
     check_layers(&config)?;
     vocabulary(&mut config)?;
-    heads(&mut config)?;
-    rope(&mut config)?;
+    (gguf.heads)(&mut config)?;
     (gguf.refine)(&mut config)?;
     refuse_others(&config, gguf)?;
     let Config { map, keys, .. } = config;
@@ -261,12 +311,14 @@ fn find(file: &File) -> Result<(&'static Family, &'static Gguf), ModelError> {
         return Err(metadata.unsupported(KIND, "adapters and projectors are not served; pass the model's own file"));
     }
     let architecture = metadata.text(ARCHITECTURE)?.ok_or_else(|| metadata.missing(ARCHITECTURE))?;
-    let experts = metadata.unsigned(&format!("{architecture}.expert_count"))?.unwrap_or(0) > 0;
     let spelled = || FAMILIES.iter().filter_map(|family| Some((family, family.gguf.as_ref()?)));
-    let found = spelled().filter(|(_, gguf)| gguf.architecture == architecture);
-    let found: Vec<_> = found.collect();
-    let one = found.iter().find(|(_, gguf)| found.len() == 1 || gguf.experts == experts);
-    one.copied().ok_or_else(|| {
+    let mut one = None;
+    for (family, gguf) in spelled().filter(|(_, gguf)| gguf.architecture == architecture) {
+        if one.is_none() && (gguf.matches)(metadata)? {
+            one = Some((family, gguf));
+        }
+    }
+    one.ok_or_else(|| {
         let mut names: Vec<String> = spelled().map(|(_, gguf)| format!("{:?}", gguf.architecture)).collect();
         names.dedup();
         names.sort_unstable();
@@ -313,8 +365,8 @@ fn vocabulary(config: &mut Config<'_>) -> Result<(), ModelError> {
     Ok(())
 }
 
-/// Checks that keys and values have the same size.
-fn heads(config: &mut Config<'_>) -> Result<(), ModelError> {
+/// Heads whose keys and values have one size, rotated as a whole or in part.
+pub(super) fn whole_heads(config: &mut Config<'_>) -> Result<(), ModelError> {
     let (key, value) = (config.number("attention.key_length")?, config.number("attention.value_length")?);
     if value.is_some() && key != value {
         return Err(config.unsupported("attention.value_length", "it must be attention.key_length"));
@@ -326,6 +378,18 @@ fn heads(config: &mut Config<'_>) -> Result<(), ModelError> {
             config.known.push(key);
         }
     }
+    rope(config)
+}
+
+/// Layers that predict further tokens, which the file counts among its layers.
+pub(super) fn layers_beyond(config: &mut Config<'_>) -> Result<(), ModelError> {
+    let (name, layers) = ("nextn_predict_layers", config.field("num_hidden_layers").unwrap_or(0));
+    let beyond = config.number(name)?.unwrap_or(0);
+    if beyond > 0 && beyond >= layers {
+        return Err(config.metadata().invalid(&config.key(name), &format!("there are {layers} layers")));
+    }
+    config.set("num_hidden_layers", (layers - beyond).into(), "block_count");
+    config.set("num_nextn_predict_layers", beyond.into(), name);
     Ok(())
 }
 
@@ -352,7 +416,7 @@ fn rope(config: &mut Config<'_>) -> Result<(), ModelError> {
 }
 
 /// The scaling of frequencies as an object of `config.json`; `None` for none.
-fn scaling(config: &mut Config<'_>, rotated: u64) -> Result<Option<serde_json::Value>, ModelError> {
+pub(super) fn scaling(config: &mut Config<'_>, rotated: u64) -> Result<Option<serde_json::Value>, ModelError> {
     // Notes that nothing follows from.
     config.get("rope.scaling.finetuned");
     let kind = config.get("rope.scaling.type").cloned();
@@ -430,7 +494,7 @@ fn rewrite(spec: &mut ModelSpec, gguf: &Gguf, file: &File) -> Result<(), ModelEr
         Mlp::Experts(mixture) => Some(mixture.count),
     });
     let (head_dim, experts) = (spec.geometry.head_dim as usize, experts.unwrap_or(0));
-    let rewriter = Rewriter { gguf, file, head_dim, experts };
+    let rewriter = Rewriter { gguf, file, head_dim, heads: spec.geometry.heads as usize, experts };
     let heads = spec.geometry.heads as usize + spec.geometry.kv_heads as usize;
     if 2 * heads * spec.layers.len() > super::common::PIECES_MAX {
         let key = format!("{}.attention.head_count", gguf.architecture);
@@ -443,31 +507,11 @@ fn rewrite(spec: &mut ModelSpec, gguf: &Gguf, file: &File) -> Result<(), ModelEr
         let norms =
             [&mut layer.attention_norm, &mut layer.attention_out_norm, &mut layer.mlp_norm, &mut layer.mlp_out_norm];
         rewriter.norms(norms.into_iter().flatten())?;
-        let attention = &mut layer.attention;
-        rewriter.lists([&mut attention.qkv, &mut attention.qkv_bias])?;
-        rewriter.all([&mut attention.out].into_iter().chain(&mut attention.out_bias).chain(&mut attention.sinks))?;
-        if let Some(HeadNorms { q, k, offset, .. }) = &mut attention.head_norms {
-            rewriter.lists([q, k])?;
-            rewriter.add(offset);
-        }
-        match &mut layer.mlp {
-            Mlp::Dense(dense) => {
-                rewriter.lists([&mut dense.up, &mut dense.up_bias])?;
-                rewriter.all([&mut dense.down].into_iter().chain(&mut dense.down_bias))?;
-            }
-            Mlp::Experts(of) => {
-                let outer = [&mut of.router].into_iter().chain(&mut of.router_bias).chain(&mut of.choice_bias);
-                rewriter.all(outer)?;
-                rewriter.lists([&mut of.up, &mut of.up_bias, &mut of.down, &mut of.down_bias])?;
-                if let Some(shared) = &mut of.shared {
-                    rewriter.lists([&mut shared.up, &mut shared.up_bias])?;
-                    rewriter.all([&mut shared.down].into_iter().chain(&mut shared.down_bias))?;
-                }
-            }
-        }
+        rewriter.attention(&mut layer.attention)?;
+        rewriter.mlp(&mut layer.mlp)?;
     }
     spec.names.optional_prefix = "";
-    spec.names.redundant = READ_AS_KEYS;
+    spec.names.redundant = REDUNDANT;
     spec.names.layers_beyond = ("blk.", spec.names.layers_beyond.1);
     Ok(())
 }
@@ -476,11 +520,48 @@ struct Rewriter<'a> {
     gguf: &'a Gguf,
     file: &'a File,
     head_dim: usize,
+    heads: usize,
     /// Experts of a layer.
     experts: usize,
 }
 
 impl Rewriter<'_> {
+    fn attention(&self, attention: &mut AttentionSpec) -> Result<(), ModelError> {
+        self.lists([&mut attention.qkv, &mut attention.qkv_bias])?;
+        self.all([&mut attention.out].into_iter().chain(&mut attention.out_bias).chain(&mut attention.sinks))?;
+        if let Some(HeadNorms { q, k, offset, .. }) = &mut attention.head_norms {
+            self.lists([q, k])?;
+            self.add(offset);
+        }
+        let Some(latent) = &mut attention.latent else { return Ok(()) };
+        let LatentSpec { low_rank, queries, latent, latent_bias, norm, key, key_bias, absorb, values, .. } =
+            latent.as_mut();
+        if let Some(low) = low_rank {
+            self.all([&mut low.down].into_iter().chain(&mut low.bias))?;
+            self.norms([&mut low.norm])?;
+        }
+        self.all([latent].into_iter().chain(latent_bias))?;
+        self.norms([norm])?;
+        self.lists([queries, key, key_bias, absorb, values])
+    }
+
+    fn mlp(&self, mlp: &mut Mlp) -> Result<(), ModelError> {
+        match mlp {
+            Mlp::Dense(dense) => {
+                self.lists([&mut dense.up, &mut dense.up_bias])?;
+                self.all([&mut dense.down].into_iter().chain(&mut dense.down_bias))
+            }
+            Mlp::Experts(of) => {
+                let outer = [&mut of.router].into_iter().chain(&mut of.router_bias).chain(&mut of.choice_bias);
+                self.all(outer)?;
+                self.lists([&mut of.up, &mut of.up_bias, &mut of.down, &mut of.down_bias])?;
+                let Some(shared) = &mut of.shared else { return Ok(()) };
+                self.lists([&mut shared.up, &mut shared.up_bias])?;
+                self.all([&mut shared.down].into_iter().chain(&mut shared.down_bias))
+            }
+        }
+    }
+
     /// Parts that stay single.
     fn all<'p>(&self, parts: impl IntoIterator<Item = &'p mut Part>) -> Result<(), ModelError> {
         for part in parts {
@@ -542,7 +623,32 @@ impl Rewriter<'_> {
                 let shape = vec![self.experts, part.rows, part.cols];
                 vec![Part { shape, offset: expert * part.rows * part.cols, ..renamed }]
             }
+            Layout::ByKind => vec![self.by_kind(renamed)],
+            Layout::KeysApart => vec![self.keys_apart(renamed)],
         })
+    }
+
+    /// A stretch of a head's queries, keys or values where the file has those of all heads together.
+    fn by_kind(&self, part: Part) -> Part {
+        let cols = part.shape.get(1).copied().unwrap_or(1);
+        let (row, of_head) = (part.offset / cols, 3 * self.head_dim);
+        let (head, kind, first) = (row / of_head, row % of_head / self.head_dim, row % self.head_dim);
+        Part { offset: ((kind * self.heads + head) * self.head_dim + first) * cols, ..part }
+    }
+
+    /// A head's keys or values from latents, in the file's tensor of one or the other if it has them apart. Keys of the family
+    /// have columns for rows.
+    fn keys_apart(&self, part: Part) -> Part {
+        let of = |end| part.tensor.replace(KEYS_AND_VALUES, end);
+        let is_values = part.col_stride == 1;
+        let tensor = of(if is_values { "attn_v_b.weight" } else { "attn_k_b.weight" });
+        if self.file.shape(&tensor).is_none() {
+            return part;
+        }
+        let head = part.offset * self.heads / part.shape.iter().product::<usize>();
+        let (rows, cols) = (part.rows, part.cols);
+        let (shape, offset) = (vec![self.heads, rows, cols], head * rows * cols);
+        Part { tensor, shape, rows, cols, offset, row_stride: cols, col_stride: 1 }
     }
 
     /// Rows of heads in the order of halves.

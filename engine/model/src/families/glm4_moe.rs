@@ -3,7 +3,8 @@
 
 use super::Family;
 use super::common::{Base, check_pieces, refuse_other_activations};
-use super::routed::{Defaults, RoutedExperts, layers_beyond};
+use super::gguf::{self, Config, Gguf, Layout};
+use super::routed::{self, Defaults, RoutedExperts, layers_beyond};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec, RopeSpec};
 use lagoon_backend::Scoring;
@@ -13,9 +14,37 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["Glm4MoeForCausalLM"],
     models: "GLM-4.5, GLM-4.5-Air, GLM-4.6",
     goldens: &["glm4_moe"],
-    gguf: None,
+    gguf: Some(Gguf {
+        refine: refine_gguf,
+        ..Gguf::of(
+            "glm4moe",
+            &[gguf::LLAMA_FIELDS, routed::GGUF_FIELDS],
+            &[
+                gguf::LLAMA_TENSORS,
+                gguf::HALVES,
+                gguf::QKV_BIASES,
+                gguf::HEAD_NORMS,
+                routed::GGUF_TENSORS,
+                GGUF_TENSORS,
+            ],
+        )
+    }),
     read,
 };
+
+/// The norm before the feed-forward layer, by the name that others have for one of attention's output.
+const GGUF_TENSORS: &[(&str, &str, Layout)] =
+    &[("model.layers.{}.post_attention_layernorm.weight", "blk.{}.post_attention_norm.weight", Layout::Same)];
+
+/// Biases and norms of heads are there if the first layer has them.
+fn refine_gguf(config: &mut Config<'_>) -> Result<(), ModelError> {
+    config.set("attention_bias", config.has("blk.0.attn_q.bias").into(), "attention.head_count");
+    config.set("use_qk_norm", config.has("blk.0.attn_q_norm.weight").into(), "attention.head_count");
+    // Heads that are rotated as a whole; the family's default is a half.
+    config.set_absent("partial_rotary_factor", 1.0, "rope.dimension_count");
+    routed::sigmoid_gguf(config)?;
+    routed::refine_gguf(config, &[])
+}
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_other_activations(fields, "hidden_act", &["silu", "swish"])?;

@@ -5,6 +5,7 @@ use super::Family;
 use super::common::{
     Base, check_pieces, count, divided, dtype, eps, max_positions, plain_gelu, refuse_quantised, refuse_unless, size,
 };
+use super::gguf::{Config, Gguf, Layout};
 use crate::fields::{Fields, narrow};
 use crate::spec::{AttentionSpec, Dense, Embedding, LayerSpec, Mlp, Names, Norm, NormSpec, Part};
 use crate::{ModelError, ModelSpec, RopeSpec};
@@ -17,9 +18,49 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["GPTNeoXForCausalLM"],
     models: "GPT-NeoX-20B, Pythia",
     goldens: &["gpt_neox"],
-    gguf: None,
+    gguf: Some(Gguf { refine: refine_gguf, ..Gguf::of("gptneox", &[GGUF_FIELDS], &[GGUF_TENSORS]) }),
     read,
 };
+
+/// GPT-NeoX-20B's activation is GELU by tanh, that of other models is exact; no key says so.
+const LAYERS_OF_20B: u64 = 44;
+const GGUF_FIELDS: &[(&str, &str)] = &[
+    ("context_length", "max_position_embeddings"),
+    ("embedding_length", "hidden_size"),
+    ("block_count", "num_hidden_layers"),
+    ("feed_forward_length", "intermediate_size"),
+    ("attention.head_count", "num_attention_heads"),
+    ("attention.layer_norm_epsilon", "layer_norm_eps"),
+    ("rope.freq_base", "rotary_emb_base"),
+    ("use_parallel_residual", "use_parallel_residual"),
+];
+const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
+    ("gpt_neox.embed_in.weight", "token_embd.weight", Layout::Same),
+    ("gpt_neox.final_layer_norm.weight", "output_norm.weight", Layout::Same),
+    ("gpt_neox.final_layer_norm.bias", "output_norm.bias", Layout::Same),
+    ("embed_out.weight", "output.weight", Layout::Same),
+    ("gpt_neox.layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight", Layout::Same),
+    ("gpt_neox.layers.{}.input_layernorm.bias", "blk.{}.attn_norm.bias", Layout::Same),
+    ("gpt_neox.layers.{}.attention.query_key_value.weight", "blk.{}.attn_qkv.weight", Layout::ByKind),
+    ("gpt_neox.layers.{}.attention.query_key_value.bias", "blk.{}.attn_qkv.bias", Layout::ByKind),
+    ("gpt_neox.layers.{}.attention.dense.weight", "blk.{}.attn_output.weight", Layout::Same),
+    ("gpt_neox.layers.{}.attention.dense.bias", "blk.{}.attn_output.bias", Layout::Same),
+    ("gpt_neox.layers.{}.post_attention_layernorm.weight", "blk.{}.ffn_norm.weight", Layout::Same),
+    ("gpt_neox.layers.{}.post_attention_layernorm.bias", "blk.{}.ffn_norm.bias", Layout::Same),
+    ("gpt_neox.layers.{}.mlp.dense_h_to_4h.weight", "blk.{}.ffn_up.weight", Layout::Same),
+    ("gpt_neox.layers.{}.mlp.dense_h_to_4h.bias", "blk.{}.ffn_up.bias", Layout::Same),
+    ("gpt_neox.layers.{}.mlp.dense_4h_to_h.weight", "blk.{}.ffn_down.weight", Layout::Same),
+    ("gpt_neox.layers.{}.mlp.dense_4h_to_h.bias", "blk.{}.ffn_down.bias", Layout::Same),
+];
+
+fn refine_gguf(config: &mut Config<'_>) -> Result<(), ModelError> {
+    if config.field("num_hidden_layers") == Some(LAYERS_OF_20B) {
+        config.set("hidden_act", "gelu_fast".into(), "block_count");
+    }
+    // Heads that are rotated as a whole; the family's default is a quarter.
+    config.set_absent("partial_rotary_factor", 1.0, "rope.dimension_count");
+    config.expect("attention.head_count_kv", config.field("num_attention_heads"))
+}
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_quantised(fields)?;

@@ -15,7 +15,6 @@ pub(super) const FAMILY: Family = Family {
     models: "gpt-oss",
     goldens: &["gpt_oss"],
     gguf: Some(Gguf {
-        experts: true,
         refine: refine_gguf,
         part: gguf_part,
         ..Gguf::of(

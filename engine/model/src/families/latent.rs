@@ -1,6 +1,7 @@
 //! Latent attention with DeepSeek's tensors (DeepSeek-V2 §2.1).
 
 use super::common::{self, Base, check_pieces, eps, size};
+use super::gguf::{self, Config, Layout};
 use super::routed::{RoutedExperts, layers_beyond};
 use crate::fields::{Fields, narrow};
 use crate::spec::{AttentionSpec, LatentSpec, LowRank, Norm, NormSpec, Part};
@@ -11,6 +12,68 @@ use lagoon_types::limits::{HEAD_DIM_MAX, HEADS_MAX, HIDDEN_MAX, INTERMEDIATE_MAX
 
 /// The epsilon of norms of latents: that of transformers' module, which ignores `rms_norm_eps` there.
 const EPS: f32 = 1e-6;
+
+pub(super) const GGUF_FIELDS: &[(&str, &str)] = &[
+    ("context_length", "max_position_embeddings"),
+    ("embedding_length", "hidden_size"),
+    ("block_count", "num_hidden_layers"),
+    ("feed_forward_length", "intermediate_size"),
+    ("attention.head_count", "num_attention_heads"),
+    ("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+    ("attention.q_lora_rank", "q_lora_rank"),
+    ("attention.kv_lora_rank", "kv_lora_rank"),
+    ("rope.freq_base", "rope_theta"),
+    ("rope.dimension_count", "qk_rope_head_dim"),
+];
+pub(super) const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
+    ("model.embed_tokens.weight", "token_embd.weight", Layout::Same),
+    ("model.norm.weight", "output_norm.weight", Layout::Same),
+    ("lm_head.weight", "output.weight", Layout::Same),
+    ("model.layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight", Layout::Same),
+    ("model.layers.{}.self_attn.q_proj.weight", "blk.{}.attn_q.weight", Layout::Same),
+    ("model.layers.{}.self_attn.q_a_proj.weight", "blk.{}.attn_q_a.weight", Layout::Same),
+    ("model.layers.{}.self_attn.q_a_layernorm.weight", "blk.{}.attn_q_a_norm.weight", Layout::Same),
+    ("model.layers.{}.self_attn.q_b_proj.weight", "blk.{}.attn_q_b.weight", Layout::Same),
+    ("model.layers.{}.self_attn.kv_a_proj_with_mqa.weight", "blk.{}.attn_kv_a_mqa.weight", Layout::Same),
+    ("model.layers.{}.self_attn.kv_a_layernorm.weight", "blk.{}.attn_kv_a_norm.weight", Layout::Same),
+    ("model.layers.{}.self_attn.kv_b_proj.weight", "blk.{}.attn_kv_b.weight", Layout::KeysApart),
+    ("model.layers.{}.self_attn.o_proj.weight", "blk.{}.attn_output.weight", Layout::Same),
+    ("model.layers.{}.mlp.gate_proj.weight", "blk.{}.ffn_gate.weight", Layout::Same),
+    ("model.layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight", Layout::Same),
+    ("model.layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight", Layout::Same),
+];
+/// The logarithm's factor in a GGUF file: a tenth of `mscale_all_dim`.
+const LOG_FACTOR: &str = "rope.scaling.yarn_log_multiplier";
+
+/// Sizes of heads, and the scaling of frequencies. Newer files have the sizes of the latent under the plain keys, and those of
+/// heads under keys of their own.
+pub(super) fn gguf_heads(config: &mut Config<'_>) -> Result<(), ModelError> {
+    let rotated = config.field("qk_rope_head_dim").unwrap_or(0);
+    for (field, apart, plain, minus) in [
+        ("qk_nope_head_dim", "attention.key_length_mla", "attention.key_length", rotated),
+        ("v_head_dim", "attention.value_length_mla", "attention.value_length", 0),
+    ] {
+        let (whole, of_latent) = (config.number(apart)?, config.number(plain)?);
+        let (len, name) = whole.map_or((of_latent, plain), |len| (Some(len), apart));
+        if let Some(len) = len {
+            config.set(field, len.saturating_sub(minus).into(), name);
+        }
+    }
+    // The number of heads, or the one of latents; keys of latent attention are those of all heads.
+    let heads = config.field("num_attention_heads");
+    if config.number("attention.head_count_kv")? != Some(1) {
+        config.expect("attention.head_count_kv", heads)?;
+    }
+    config.set_absent("q_lora_rank", serde_json::Value::Null, "attention.q_lora_rank");
+    let (scaling, factor) = (gguf::scaling(config, rotated)?, config.float(LOG_FACTOR)?);
+    let Some(mut scaling) = scaling else { return Ok(()) };
+    if let Some(factor) = factor {
+        scaling["mscale"] = (10.0 * factor).into();
+        scaling["mscale_all_dim"] = (10.0 * factor).into();
+    }
+    config.set("rope_scaling", scaling, "rope.scaling.type");
+    Ok(())
+}
 
 /// A model's latent attention.
 #[derive(Clone, Debug)]

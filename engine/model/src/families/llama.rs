@@ -21,7 +21,10 @@ pub(super) const FAMILY: Family = Family {
         "tied_sentencepiece",
         "yi",
     ],
-    gguf: Some(Gguf::of("llama", &[gguf::LLAMA_FIELDS], &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::IN_TURNS])),
+    gguf: Some(Gguf {
+        matches: |metadata| Ok(!gguf::has_experts(metadata)?),
+        ..Gguf::of("llama", &[gguf::LLAMA_FIELDS], &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::IN_TURNS])
+    }),
     read,
 };
 

@@ -1,8 +1,9 @@
 //! MiniMax-M2 (MiniMax 2025): norms of queries and keys over all heads, partly rotated heads, a sigmoid router with a bias of
 //! the choice.
 
-use super::Family;
 use super::common::{Base, check_pieces, count, experts, refuse_other_activations, refuse_unless, softmax};
+use super::gguf::{self, Gguf, Layout};
+use super::{Family, mixtral, routed};
 use crate::fields::Fields;
 use crate::spec::{Mlp, Part};
 use crate::{ModelError, ModelSpec, RopeSpec};
@@ -15,9 +16,25 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["MiniMaxM2ForCausalLM"],
     models: "MiniMax-M2 and M2.1",
     goldens: &["minimax_m2"],
-    gguf: None,
+    gguf: Some(Gguf {
+        refine: routed::sigmoid_gguf,
+        ..Gguf::of(
+            "minimax-m2",
+            &[gguf::LLAMA_FIELDS, GGUF_FIELDS],
+            &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::HALVES, gguf::HEAD_NORMS, mixtral::GGUF_TENSORS, GGUF_TENSORS],
+        )
+    }),
     read,
 };
+
+const GGUF_FIELDS: &[(&str, &str)] = &[
+    ("expert_count", "num_local_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    // An expert's width, which the file has twice.
+    ("expert_feed_forward_length", "intermediate_size"),
+];
+const GGUF_TENSORS: &[(&str, &str, Layout)] =
+    &[("model.layers.{}.block_sparse_moe.e_score_correction_bias", "blk.{}.exp_probs_b.bias", Layout::Same)];
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_other_activations(fields, "hidden_act", &["silu", "swish"])?;

@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, count, refuse_biases, refuse_other_activations, windows};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec};
 
@@ -10,7 +11,19 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["MistralForCausalLM"],
     models: "Mistral 7B, Mistral Nemo, Mistral Small (text), Ministral 8B",
     goldens: &["mistral_window"],
-    gguf: None,
+    // Earlier files are called llama.
+    gguf: Some(Gguf {
+        refine: |config| {
+            // An absent field is a window.
+            config.set_absent("sliding_window", serde_json::Value::Null, gguf::WINDOW.0);
+            Ok(())
+        },
+        ..Gguf::of(
+            "mistral3",
+            &[gguf::LLAMA_FIELDS, &[gguf::WINDOW]],
+            &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::IN_TURNS],
+        )
+    }),
     read,
 };
 

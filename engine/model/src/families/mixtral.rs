@@ -13,7 +13,7 @@ pub(super) const FAMILY: Family = Family {
     models: "Mixtral 8x7B and 8x22B",
     goldens: &["mixtral"],
     gguf: Some(Gguf {
-        experts: true,
+        matches: gguf::has_experts,
         ..Gguf::of(
             "llama",
             &[gguf::LLAMA_FIELDS, GGUF_FIELDS],
@@ -25,7 +25,8 @@ pub(super) const FAMILY: Family = Family {
 
 const GGUF_FIELDS: &[(&str, &str)] =
     &[("expert_count", "num_local_experts"), ("expert_used_count", "num_experts_per_tok")];
-const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
+/// Experts of one tensor, by Mixtral's names.
+pub(super) const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
     ("model.layers.{}.block_sparse_moe.gate.weight", "blk.{}.ffn_gate_inp.weight", Layout::Same),
     ("model.layers.{}.block_sparse_moe.experts.{}.w1.weight", "blk.{}.ffn_gate_exps.weight", Layout::OfExperts),
     ("model.layers.{}.block_sparse_moe.experts.{}.w3.weight", "blk.{}.ffn_up_exps.weight", Layout::OfExperts),

@@ -5,6 +5,7 @@
 
 use super::Family;
 use super::common::{count, dtype, eps, max_positions, refuse_quantised, refuse_unless, size};
+use super::gguf::{Config, Gguf, Layout};
 use crate::fields::{Fields, narrow};
 use crate::spec::{AttentionSpec, Dense, Embedding, LayerSpec, Mlp, Names, Norm, NormSpec, Part};
 use crate::{ModelError, ModelSpec, RopeSpec};
@@ -25,9 +26,45 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["MptForCausalLM", "MPTForCausalLM"],
     models: "MPT 7B and 30B",
     goldens: &["mpt", "mpt_f16"],
-    gguf: None,
+    gguf: Some(Gguf { refine: refine_gguf, ..Gguf::of("mpt", &[GGUF_FIELDS], &[GGUF_TENSORS]) }),
     read,
 };
+
+const GGUF_FIELDS: &[(&str, &str)] = &[
+    ("context_length", "max_seq_len"),
+    ("embedding_length", "d_model"),
+    ("block_count", "n_layers"),
+    ("attention.head_count", "n_heads"),
+    ("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+];
+const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
+    ("transformer.wte.weight", "token_embd.weight", Layout::Same),
+    ("transformer.norm_f.weight", "output_norm.weight", Layout::Same),
+    ("lm_head.weight", "output.weight", Layout::Same),
+    ("transformer.blocks.{}.norm_1.weight", "blk.{}.attn_norm.weight", Layout::Same),
+    ("transformer.blocks.{}.attn.Wqkv.weight", "blk.{}.attn_qkv.weight", Layout::Same),
+    ("transformer.blocks.{}.attn.out_proj.weight", "blk.{}.attn_output.weight", Layout::Same),
+    ("transformer.blocks.{}.norm_2.weight", "blk.{}.ffn_norm.weight", Layout::Same),
+    ("transformer.blocks.{}.ffn.up_proj.weight", "blk.{}.ffn_up.weight", Layout::Same),
+    ("transformer.blocks.{}.ffn.down_proj.weight", "blk.{}.ffn_down.weight", Layout::Same),
+];
+
+/// Keys of attention, which config.json has in an object of their own, and keys that follow from others.
+fn refine_gguf(config: &mut Config<'_>) -> Result<(), ModelError> {
+    let (heads, hidden) = (config.field("n_heads"), config.field("d_model"));
+    config.expect("attention.head_count_kv", heads)?;
+    config.expect("feed_forward_length", hidden.map(|hidden| hidden.saturating_mul(EXPANSION as u64)))?;
+    let (bias, clip) = ("attention.max_alibi_bias", "attention.clamp_kqv");
+    match config.float(bias)? {
+        Some(0.0) => return Err(config.unsupported(bias, "learned positions are not implemented")),
+        Some(max) => config.set_inner("attn_config", "alibi_bias_max", max.into(), bias),
+        None => {}
+    }
+    if let Some(limit) = config.float(clip)? {
+        config.set_inner("attn_config", "clip_qkv", limit.into(), clip);
+    }
+    Ok(())
+}
 
 fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     refuse_unsupported(fields)?;

@@ -15,7 +15,6 @@ pub(super) const FAMILY: Family = Family {
     models: "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
     goldens: &["qwen3_moe"],
     gguf: Some(Gguf {
-        experts: true,
         refine: refine_gguf,
         ..Gguf::of(
             "qwen3moe",

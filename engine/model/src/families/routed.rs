@@ -1,6 +1,7 @@
 //! Layers of experts as DeepSeek and GLM have them: experts in groups, experts of every token, and dense first layers.
 
 use super::common::{Base, experts};
+use super::gguf::{self, Config, Layout};
 use crate::ModelError;
 use crate::fields::{Fields, narrow};
 use crate::spec::{Mlp, Part};
@@ -110,6 +111,57 @@ pub(super) fn layers_beyond(fields: &Fields) -> Result<(&'static str, usize), Mo
     // transformers 5 writes the first name.
     let (new, old) = (number("num_mtp_layers")?, number("num_nextn_predict_layers")?);
     Ok(("model.layers.", old.or(new).unwrap_or(0)))
+}
+
+/// Keys of experts, beside those that [`refine_gguf`] reads.
+pub(super) const GGUF_FIELDS: &[(&str, &str)] = &[
+    ("expert_count", "n_routed_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    ("expert_feed_forward_length", "moe_intermediate_size"),
+    ("expert_shared_count", "n_shared_experts"),
+    ("leading_dense_block_count", "first_k_dense_replace"),
+    ("expert_weights_norm", "norm_topk_prob"),
+];
+pub(super) const GGUF_TENSORS: &[(&str, &str, Layout)] = &[
+    ("model.layers.{}.mlp.gate.weight", "blk.{}.ffn_gate_inp.weight", Layout::Same),
+    ("model.layers.{}.mlp.gate.e_score_correction_bias", "blk.{}.exp_probs_b.bias", Layout::Same),
+    ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "blk.{}.ffn_gate_exps.weight", Layout::OfExperts),
+    ("model.layers.{}.mlp.experts.{}.up_proj.weight", "blk.{}.ffn_up_exps.weight", Layout::OfExperts),
+    ("model.layers.{}.mlp.experts.{}.down_proj.weight", "blk.{}.ffn_down_exps.weight", Layout::OfExperts),
+    ("model.layers.{}.mlp.shared_experts.gate_proj.weight", "blk.{}.ffn_gate_shexp.weight", Layout::Same),
+    ("model.layers.{}.mlp.shared_experts.up_proj.weight", "blk.{}.ffn_up_shexp.weight", Layout::Same),
+    ("model.layers.{}.mlp.shared_experts.down_proj.weight", "blk.{}.ffn_down_shexp.weight", Layout::Same),
+];
+/// Numbers of `expert_gating_func`.
+pub(super) const GATING: &str = "expert_gating_func";
+pub(super) const SOFTMAX: u64 = 1;
+pub(super) const SIGMOID: u64 = 2;
+
+/// Experts of a family whose scores are sigmoids in every model.
+pub(super) fn sigmoid_gguf(config: &mut Config<'_>) -> Result<(), ModelError> {
+    config.expect(GATING, Some(SIGMOID))
+}
+
+/// Keys that are absent where they change nothing, which transformers' defaults do not. `groups` are those of models with so many
+/// experts whose files are older than the keys of groups.
+pub(super) fn refine_gguf(config: &mut Config<'_>, groups: &[(u64, (u64, u64))]) -> Result<(), ModelError> {
+    gguf::layers_beyond(config)?;
+    for (field, name) in [("n_shared_experts", "expert_shared_count"), ("first_k_dense_replace", "block_count")] {
+        config.set_absent(field, 0, name);
+    }
+    config.set_absent("norm_topk_prob", false, "expert_weights_norm");
+    let scale = "expert_weights_scale";
+    let factor = config.float(scale)?.filter(|factor| *factor != 0.0).unwrap_or(1.0);
+    config.set("routed_scaling_factor", factor.into(), scale);
+    let names = ["expert_group_count", "expert_group_used_count"];
+    let [all, top] = names.map(|name| config.number(name));
+    let (all, top) = (all?.filter(|groups| *groups > 0), top?.filter(|groups| *groups > 0));
+    let experts = config.field("n_routed_experts");
+    let known = groups.iter().find(|(count, _)| Some(*count) == experts).map_or((1, 1), |(_, groups)| *groups);
+    let (all, top) = all.map_or(known, |all| (all, top.unwrap_or(all)));
+    config.set("n_group", all.into(), names[0]);
+    config.set("topk_group", top.into(), names[1]);
+    Ok(())
 }
 
 fn index(number: u64) -> usize {

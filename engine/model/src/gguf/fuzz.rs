@@ -1,8 +1,16 @@
-//! A function for fuzzing GGUF files: the bounded test drives it (engine/model/tests/gguf.rs).
+//! The entry of the fuzz target for GGUF files (engine/model/fuzz) and of the bounded tests that drive it in CI
+//! (engine/model/tests/fuzz.rs and gguf.rs).
 
 use super::Gguf;
-use crate::{Checkpoint, ModelSpec};
+use crate::mapped::Map;
+use crate::{Checkpoint, families};
+use bytes::Bytes;
 use std::path::Path;
+
+/// Most bytes of an error's text: a few names and values of at most 100 characters, and the names of all families or kinds.
+const MESSAGE_BYTES_MAX: usize = 4096;
+/// What errors call the file. No file has the name: those of a split one are not there.
+const FILE: &str = "dir/m.gguf";
 
 /// What became of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,18 +23,22 @@ pub enum Outcome {
     Model,
 }
 
-/// Opens the file at `path`, checks what an open one promises, and reads configuration and vocabulary from it.
+/// Checks that an error names the file and is short.
+fn check(text: &str) {
+    assert!(text.contains("dir/"), "an error names no file: {text}");
+    assert!(text.len() <= MESSAGE_BYTES_MAX, "{} bytes: {text}", text.len());
+}
+
+/// Reads `data` as a GGUF file, checks what an open one promises, and reads configuration and vocabulary from it.
 ///
 /// # Panics
 /// If an error does not name the file, or a tensor lies outside of it: a bug of the reader.
 #[must_use]
-pub fn open(path: &Path) -> Outcome {
-    let shown = path.display().to_string();
-    let names = |error: String| assert!(error.contains(&shown), "an error names no file: {error}");
-    let file = match Gguf::open(path) {
+pub fn read(data: &[u8]) -> Outcome {
+    let file = match Gguf::of(Path::new(FILE), Map::of(Bytes::copy_from_slice(data))) {
         Ok(file) => file,
         Err(error) => {
-            names(error.to_string());
+            check(&error.to_string());
             return Outcome::Refused;
         }
     };
@@ -43,17 +55,21 @@ pub fn open(path: &Path) -> Outcome {
         }
     }
     match super::vocabulary(file.metadata()) {
-        Ok(vocabulary) => drop(lagoon_text::Tokenizer::from_gguf(&vocabulary).map_err(|e| names(e.to_string()))),
-        Err(error) => names(error.to_string()),
+        Ok(vocabulary) => drop(lagoon_text::Tokenizer::from_gguf(&vocabulary).map_err(|e| check(&e.to_string()))),
+        Err(error) => check(&error.to_string()),
     }
-    match ModelSpec::open(path) {
+    match families::gguf::read(&file) {
         Err(error) => {
-            names(error.to_string());
+            check(&error.to_string());
             Outcome::Read
         }
         Ok(spec) => {
             assert!(spec.kv_shape(lagoon_types::DType::F32).token_bytes() > 0);
-            Checkpoint::open(path).map_err(|e| names(e.to_string())).map_or(Outcome::Read, |_| Outcome::Model)
+            let checkpoint = Checkpoint::of(file);
+            for part in spec.parts() {
+                let _ = checkpoint.tensor(&part.tensor, &part.shape).map_err(|e| check(&e.to_string()));
+            }
+            Outcome::Model
         }
     }
 }

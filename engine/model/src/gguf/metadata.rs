@@ -2,6 +2,7 @@
 
 use super::cursor::Cursor;
 use crate::ModelError;
+use crate::error::shown;
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -209,9 +210,9 @@ impl Metadata {
         for index in 0..count {
             let key = cursor.text(KEY_BYTES_MAX).map_err(|problem| format!("the key {index}: {problem}"))?;
             let value = Kind::parse(cursor.u32()?).and_then(|kind| Value::read(cursor, kind, 0));
-            let value = value.map_err(|problem| format!("the key `{key}`: {problem}"))?;
+            let value = value.map_err(|problem| format!("the key `{}`: {problem}", shown(&key)))?;
             if values.insert(key.clone(), value).is_some() {
-                return Err(format!("the key `{key}` is there twice"));
+                return Err(format!("the key `{}` is there twice", shown(&key)));
             }
         }
         Ok(Self { path: path.to_owned(), values })
@@ -283,7 +284,7 @@ impl Metadata {
     /// The error that a key's value is impossible.
     #[must_use]
     pub fn invalid(&self, key: &str, problem: &str) -> ModelError {
-        let (path, field, value) = (self.path.clone(), key.to_owned(), self.shown(key));
+        let (path, field, value) = (self.path.clone(), shown(key), self.shown(key));
         ModelError::InvalidField { path, field, value, problem: problem.to_owned() }
     }
 
@@ -291,13 +292,13 @@ impl Metadata {
     #[must_use]
     pub fn missing(&self, key: &str) -> ModelError {
         let hint = "the file may be incomplete, or older than this key".to_owned();
-        ModelError::MissingField { path: self.path.clone(), field: key.to_owned(), hint }
+        ModelError::MissingField { path: self.path.clone(), field: shown(key), hint }
     }
 
     /// The error that Lagoon does not implement a key's value.
     #[must_use]
     pub fn unsupported(&self, key: &str, hint: &str) -> ModelError {
-        let (path, field, value) = (self.path.clone(), key.to_owned(), self.shown(key));
+        let (path, field, value) = (self.path.clone(), shown(key), self.shown(key));
         ModelError::Unsupported { path, field, value, hint: hint.to_owned() }
     }
 

@@ -11,6 +11,7 @@ mod metadata;
 mod types;
 mod vocabulary;
 
+use crate::error::shown;
 use crate::mapped::{self, Map};
 use crate::{ModelError, checkpoint};
 use cursor::Cursor;
@@ -19,6 +20,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 pub(crate) use types::Stored;
+pub use types::refused_types;
 pub use vocabulary::{EndTokens, vocabulary};
 
 /// What a file begins with.
@@ -81,8 +83,13 @@ impl Gguf {
     /// # Errors
     /// A [`ModelError`] that names the file and the key or the tensor.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
+        Self::of(path, map(path)?)
+    }
+
+    /// Checks a mapped file; `path` is for messages, and for the other parts of a split one.
+    pub(crate) fn of(path: &Path, map: Map) -> Result<Self, ModelError> {
         let mut tensors = BTreeMap::new();
-        let (metadata, first) = open_part(path, 0, &mut tensors)?;
+        let (metadata, first) = read_part(path, map, 0, &mut tensors)?;
         let mut parts = vec![first];
         let count = metadata.unsigned(SPLIT_COUNT)?.unwrap_or(1);
         if count > SPLITS_MAX {
@@ -92,7 +99,7 @@ impl Gguf {
             let paths = siblings(path, count)?;
             check_number(&metadata, 0, count)?;
             for (index, path) in paths.into_iter().enumerate().skip(1) {
-                let (other, part) = open_part(&path, index, &mut tensors)?;
+                let (other, part) = read_part(&path, self::map(&path)?, index, &mut tensors)?;
                 check_number(&other, index as u64, count)?;
                 parts.push(part);
             }
@@ -166,13 +173,17 @@ fn check_number(metadata: &Metadata, index: u64, count: u64) -> Result<(), Model
     }
 }
 
-/// Maps one file and adds its tensors.
-fn open_part(
+fn map(path: &Path) -> Result<Map, ModelError> {
+    mapped::map(path).map_err(|source| ModelError::Io { path: path.to_owned(), source })
+}
+
+/// Reads one file and adds its tensors.
+fn read_part(
     path: &Path,
+    map: Map,
     file: usize,
     tensors: &mut BTreeMap<String, Tensor>,
 ) -> Result<(Metadata, PartFile), ModelError> {
-    let map = mapped::map(path).map_err(|source| ModelError::Io { path: path.to_owned(), source })?;
     let malformed = |problem| ModelError::Malformed { path: path.to_owned(), problem };
     let mut cursor = Cursor::new(map.bytes().clone());
     let (tensor_count, key_count) = preamble(&mut cursor).map_err(malformed)?;
@@ -189,7 +200,7 @@ fn open_part(
     let mut ends = Vec::with_capacity(infos.len());
     for info in infos {
         let name = info.name.clone();
-        let refuse = |problem| ModelError::Tensor { path: path.to_owned(), tensor: name.clone(), problem };
+        let refuse = |problem| ModelError::Tensor { path: path.to_owned(), tensor: shown(&name), problem };
         let range = info.range(data_start, alignment, map.bytes().len()).map_err(refuse)?;
         ends.push((range.start, range.end, name.clone()));
         let tensor = Tensor { stored: info.stored, shape: info.shape, file, range };
@@ -199,8 +210,8 @@ fn open_part(
     }
     ends.sort_unstable();
     if let Some([before, after]) = ends.array_windows().find(|[before, after]| before.1 > after.0) {
-        let problem = format!("overlaps `{}`", before.2);
-        return Err(ModelError::Tensor { path: path.to_owned(), tensor: after.2.clone(), problem });
+        let problem = format!("overlaps `{}`", shown(&before.2));
+        return Err(ModelError::Tensor { path: path.to_owned(), tensor: shown(&after.2), problem });
     }
     let data_start = usize::try_from(data_start).unwrap_or(usize::MAX).min(map.bytes().len());
     Ok((metadata, PartFile { path: path.to_owned(), map, data_start }))
@@ -235,13 +246,14 @@ impl Info {
         let name = cursor.text(NAME_BYTES_MAX)?;
         let dimensions = cursor.u32()?;
         if !(1..=DIMENSIONS_MAX).contains(&dimensions) {
+            let name = shown(&name);
             return Err(format!("`{name}` has {dimensions} dimensions, not 1 to {DIMENSIONS_MAX}"));
         }
         let mut shape = Vec::new();
         for _ in 0..dimensions {
             let size = cursor.u64()?;
             let valid = usize::try_from(size).ok().filter(|size| *size > 0);
-            shape.push(valid.ok_or_else(|| format!("`{name}` has a dimension of {size}"))?);
+            shape.push(valid.ok_or_else(|| format!("`{}` has a dimension of {size}", shown(&name)))?);
         }
         shape.reverse();
         Ok(Self { name, stored: Stored(cursor.u32()?), shape, offset: cursor.u64()? })

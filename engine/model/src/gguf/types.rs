@@ -29,6 +29,11 @@ const OTHERS: [(u32, &str); 18] = [
     (41, "Q1_0"),
 ];
 
+/// Names of the types that files may have and Lagoon refuses.
+pub fn refused_types() -> impl Iterator<Item = &'static str> {
+    OTHERS.iter().map(|(_, name)| *name)
+}
+
 impl Stored {
     /// The format, if it is supported.
     pub(crate) const fn format(self) -> Option<WeightFormat> {
