@@ -532,7 +532,7 @@ fn vector(values: &[f32]) -> WeightSource {
 }
 
 /// A tensor's name in this checkpoint, which may leave out a prefix.
-fn stored_name<'a>(checkpoint: &Checkpoint, spec: &ModelSpec, name: &'a str) -> &'a str {
+pub(crate) fn stored_name<'a>(checkpoint: &Checkpoint, spec: &ModelSpec, name: &'a str) -> &'a str {
     match name.strip_prefix(spec.names.optional_prefix) {
         Some(short) if checkpoint.info(name).is_none() && checkpoint.info(short).is_some() => short,
         _ => name,
@@ -558,7 +558,7 @@ fn check_tied_head(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), Mode
 }
 
 /// Refuses tensors that the model does not use, except redundant ones and layers behind the last one ([`spec::Names`]).
-fn check_no_others(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), ModelError> {
+pub(crate) fn check_no_others(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), ModelError> {
     let names = &spec.names;
     let used: BTreeSet<&str> = spec.parts().map(|part| stored_name(checkpoint, spec, &part.tensor)).collect();
     let beyond = |name: &str| {

@@ -8,22 +8,23 @@
 
 use super::{FAMILIES, Family};
 use crate::fields::Fields;
-use crate::gguf::{EndTokens, Gguf as File, Metadata, Value};
+use crate::gguf::{EndTokens, Gguf as File, Item, Metadata, Value};
 use crate::spec::{Embedding, HeadNorms, Mlp, NormSpec, Part};
 use crate::{ModelError, ModelSpec};
 use lagoon_types::limits::{LAYERS_MAX, VOCAB_MAX};
 use serde_json::{Map, json};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-const ARCHITECTURE: &str = "general.architecture";
+pub(super) const ARCHITECTURE: &str = "general.architecture";
 const KIND: &str = "general.type";
 /// The embedding table, whose rows are the vocabulary.
 const TABLE: &str = "token_embd.weight";
 const HEAD: &str = "output.weight";
 /// Divisors of rotary frequencies, by the name that Llama 3's files have.
-const ROPE_DIVISORS: &str = "rope_freqs.weight";
+pub(super) const ROPE_DIVISORS: &str = "rope_freqs.weight";
 /// The same of LongRoPE.
-const LONG_DIVISORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
+pub(super) const LONG_DIVISORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
 /// Tensors that are read with the configuration.
 const READ_AS_KEYS: &[&str] = &[ROPE_DIVISORS, LONG_DIVISORS[0], LONG_DIVISORS[1]];
 
@@ -50,6 +51,10 @@ pub(super) struct Gguf {
     pub(super) refine: fn(&mut Config<'_>) -> Result<(), ModelError>,
     /// Parts that need more than a table; `None` where the table has them.
     pub(super) part: fn(&Part) -> Option<Part>,
+    /// Keys without their prefix that files have besides the table's, by the model: what `refine` reads.
+    pub(super) more: fn(&ModelSpec) -> Vec<(&'static str, Item)>,
+    /// Whether files of this architecture are read as this family, and not as another one.
+    pub(super) is_read: bool,
 }
 
 /// How a file stores a tensor, beside the layout that the family knows.
@@ -127,6 +132,11 @@ pub(super) fn in_table(_: &Part) -> Option<Part> {
     None
 }
 
+/// The table has all keys.
+pub(super) fn no_more(_: &ModelSpec) -> Vec<(&'static str, Item)> {
+    Vec::new()
+}
+
 impl Gguf {
     /// A family of Llama's descendants.
     pub(super) const fn of(
@@ -143,6 +153,8 @@ impl Gguf {
             adds_offsets: false,
             refine: as_it_is,
             part: in_table,
+            more: no_more,
+            is_read: true,
         }
     }
 }
@@ -262,7 +274,7 @@ fn find(file: &File) -> Result<(&'static Family, &'static Gguf), ModelError> {
     }
     let architecture = metadata.text(ARCHITECTURE)?.ok_or_else(|| metadata.missing(ARCHITECTURE))?;
     let experts = metadata.unsigned(&format!("{architecture}.expert_count"))?.unwrap_or(0) > 0;
-    let spelled = || FAMILIES.iter().filter_map(|family| Some((family, family.gguf.as_ref()?)));
+    let spelled = || FAMILIES.iter().filter_map(|family| Some((family, family.gguf.as_ref().filter(|gguf| gguf.is_read)?)));
     let found = spelled().filter(|(_, gguf)| gguf.architecture == architecture);
     let found: Vec<_> = found.collect();
     let one = found.iter().find(|(_, gguf)| found.len() == 1 || gguf.experts == experts);
@@ -423,14 +435,20 @@ fn refuse_others(config: &Config<'_>, gguf: &Gguf) -> Result<(), ModelError> {
     }
 }
 
-/// Rewrites a model's parts to the file's tensors.
-fn rewrite(spec: &mut ModelSpec, gguf: &Gguf, file: &File) -> Result<(), ModelError> {
+/// A part of a model, and the parts of a file's tensors that are its rows in this order.
+pub(super) struct Moved {
+    pub(super) from: Part,
+    pub(super) to: Vec<Part>,
+}
+
+/// Rewrites a model's parts to the file's tensors. Returns each with those that it became.
+pub(super) fn rewrite(spec: &mut ModelSpec, gguf: &Gguf, file: &File) -> Result<Vec<Moved>, ModelError> {
     let experts = spec.layers.iter().find_map(|layer| match &layer.mlp {
         Mlp::Dense(_) => None,
         Mlp::Experts(mixture) => Some(mixture.count),
     });
     let (head_dim, experts) = (spec.geometry.head_dim as usize, experts.unwrap_or(0));
-    let rewriter = Rewriter { gguf, file, head_dim, experts };
+    let rewriter = Rewriter { gguf, file, head_dim, experts, moved: RefCell::default() };
     let heads = spec.geometry.heads as usize + spec.geometry.kv_heads as usize;
     if 2 * heads * spec.layers.len() > super::common::PIECES_MAX {
         let key = format!("{}.attention.head_count", gguf.architecture);
@@ -469,7 +487,7 @@ fn rewrite(spec: &mut ModelSpec, gguf: &Gguf, file: &File) -> Result<(), ModelEr
     spec.names.optional_prefix = "";
     spec.names.redundant = READ_AS_KEYS;
     spec.names.layers_beyond = ("blk.", spec.names.layers_beyond.1);
-    Ok(())
+    Ok(rewriter.moved.into_inner())
 }
 
 struct Rewriter<'a> {
@@ -478,6 +496,7 @@ struct Rewriter<'a> {
     head_dim: usize,
     /// Experts of a layer.
     experts: usize,
+    moved: RefCell<Vec<Moved>>,
 }
 
 impl Rewriter<'_> {
@@ -519,8 +538,15 @@ impl Rewriter<'_> {
         ModelError::Tensor { path: self.file.metadata().path().to_owned(), tensor: tensor.to_owned(), problem }
     }
 
-    /// A part of the file's tensors, or several that are it together.
+    /// [`Rewriter::place`], noted.
     fn part(&self, part: &Part) -> Result<Vec<Part>, ModelError> {
+        let to = self.place(part)?;
+        self.moved.borrow_mut().push(Moved { from: part.clone(), to: to.clone() });
+        Ok(to)
+    }
+
+    /// A part of the file's tensors, or several that are it together.
+    fn place(&self, part: &Part) -> Result<Vec<Part>, ModelError> {
         if let Some(own) = (self.gguf.part)(part) {
             return Ok(vec![own]);
         }

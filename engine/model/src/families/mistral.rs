@@ -2,6 +2,7 @@
 
 use super::Family;
 use super::common::{Base, count, refuse_biases, refuse_other_activations, windows};
+use super::gguf::{self, Gguf};
 use crate::fields::Fields;
 use crate::{ModelError, ModelSpec};
 
@@ -10,7 +11,11 @@ pub(super) const FAMILY: Family = Family {
     architectures: &["MistralForCausalLM"],
     models: "Mistral 7B, Mistral Nemo, Mistral Small (text), Ministral 8B",
     goldens: &["mistral_window"],
-    gguf: None,
+    // Without a window, files of this family are called as Llama's, and read as such.
+    gguf: Some(Gguf {
+        is_read: false,
+        ..Gguf::of("llama", &[gguf::LLAMA_FIELDS], &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, gguf::IN_TURNS])
+    }),
     read,
 };
 

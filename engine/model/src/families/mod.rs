@@ -9,6 +9,7 @@
 mod bloom;
 mod common;
 mod deepseek;
+pub(crate) mod export;
 mod gemma2;
 mod gemma3;
 pub(crate) mod gguf;
@@ -55,6 +56,12 @@ impl Family {
     /// The family's name in GGUF files, `general.architecture`, if they are read.
     #[must_use]
     pub fn gguf_architecture(&self) -> Option<&'static str> {
+        self.gguf.as_ref().filter(|gguf| gguf.is_read).map(|gguf| gguf.architecture)
+    }
+
+    /// The same of files that are written (`lagoon quantize`). They may be read as another family's.
+    #[must_use]
+    pub fn written_architecture(&self) -> Option<&'static str> {
         self.gguf.as_ref().map(|gguf| gguf.architecture)
     }
 }
