@@ -55,6 +55,7 @@ mod placement;
 mod pool_client;
 mod pool_watch;
 mod port;
+mod quantize;
 mod quiet;
 mod reference;
 mod registry;
@@ -124,6 +125,8 @@ enum Command {
     Role(role::RoleArgs),
     /// List requests' rBlocks and move them by hand.
     Kv(kv::KvArgs),
+    /// Write a model as a GGUF file with packed weights.
+    Quantize(quantize::QuantizeArgs),
     /// The cluster's certificates.
     Certs(certs::CertsArgs),
     /// Print this machine's adapters, UDP buffers, ports, versions.
@@ -175,6 +178,7 @@ fn dispatch(command: Command, devices: &'static dyn Devices) -> anyhow::Result<E
             Command::Drain(args) => drain::run(args).await.map(done),
             Command::Role(args) => role::run(args).await.map(done),
             Command::Kv(args) => kv::run(args).await.map(done),
+            Command::Quantize(args) => quantize::run(args).await.map(done),
             Command::Certs(args) => certs::run(args).map(done),
             Command::Doctor(args) => shutdown::unless_stopped(doctor::run(args)).await.map(done),
             Command::CudaTrial(args) => cuda_trial::run(&args).map(done),

@@ -36,6 +36,12 @@ pub enum ModelError {
     /// A tensor is absent, has another shape or type than the configuration says, or lies outside its file.
     #[error("{}: the tensor `{tensor}` {problem}", path.display())]
     Tensor { path: PathBuf, tensor: String, problem: String },
+    /// The family has no table of GGUF's names.
+    #[error("{}: {family:?} models are not written as GGUF files\nhint: families that are: {families}", path.display())]
+    NoGguf { path: PathBuf, family: String, families: String },
+    /// A GGUF file of the architecture would be read as another model.
+    #[error("{}: a GGUF file of the architecture {architecture:?} cannot express this model: {problem}", path.display())]
+    NotExpressed { path: PathBuf, architecture: String, problem: String },
     /// A context longer than the model's was asked for.
     #[error(
         "a context of {asked} tokens was asked for, and the model's has {most}\nhint: lower --max-model-len, or leave it out"

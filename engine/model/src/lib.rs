@@ -13,6 +13,7 @@ pub mod checkpoint;
 mod convert;
 mod download;
 mod error;
+pub mod export;
 pub mod families;
 pub mod fields;
 pub mod fuzz;
@@ -31,6 +32,7 @@ pub mod weights;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
 pub use error::ModelError;
+pub use export::Export;
 pub use families::{FAMILIES, Family};
 pub use generation::GenerationConfig;
 pub use hash::model_hash;

@@ -370,6 +370,12 @@ impl Rope {
         &self.inv_freq
     }
 
+    /// Factor on cosines and sines of rotated dimensions.
+    #[must_use]
+    pub fn factor(&self) -> f32 {
+        self.factor
+    }
+
     /// Replaces `table` by one row of `head_dim` values per position, the cosines of the `head_dim / 2` angles and
     /// then their sines, as [`lagoon_backend::Device::rope_append`] takes it. Allocates only if `table` is too small.
     pub fn fill(&self, positions: &[u32], table: &mut Vec<f32>) {

@@ -563,7 +563,7 @@ fn check_tied_head(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), Mode
 }
 
 /// Refuses tensors that the model does not use, except redundant ones and layers behind the last one ([`spec::Names`]).
-fn check_no_others(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), ModelError> {
+pub(crate) fn check_no_others(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), ModelError> {
     let names = &spec.names;
     let used: BTreeSet<&str> = spec.parts().map(|part| stored_name(checkpoint, spec, &part.tensor)).collect();
     let beyond = |name: &str| {

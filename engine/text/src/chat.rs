@@ -14,7 +14,7 @@ use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 /// Instructions that one rendering may take; a message takes some tens.
@@ -96,16 +96,22 @@ impl ChatTemplate {
     /// `default`). `None` if there is none (see [`ChatTemplate::MISSING`]).
     pub fn open(dir: &Path) -> Result<Option<Self>, TextError> {
         let config = TokenizerConfig::open(dir)?;
+        let source = Self::source(dir)?;
+        source.map(|(path, source)| Self::new(&path, &source, &config)).transpose()
+    }
+
+    /// The text of the template in `dir`, and its file.
+    pub(crate) fn source(dir: &Path) -> Result<Option<(PathBuf, String)>, TextError> {
         let path = dir.join("chat_template.jinja");
         if path.exists() {
             let source = String::from_utf8(read(&path)?)
                 .map_err(|e| TextError::Malformed { path: path.clone(), problem: e.to_string() })?;
-            return Self::new(&path, &source, &config).map(Some);
+            return Ok(Some((path, source)));
         }
         let path = dir.join("tokenizer_config.json");
-        let templates = &config.chat_templates;
-        let template = templates.iter().find(|(name, _)| name == "default").or_else(|| templates.first());
-        template.map(|(_, source)| Self::new(&path, source, &config)).transpose()
+        let mut templates = TokenizerConfig::open(dir)?.chat_templates;
+        let default = templates.iter().position(|(name, _)| name == "default").unwrap_or(0);
+        Ok((default < templates.len()).then(|| (path, templates.swap_remove(default).1)))
     }
 
     /// The template of a GGUF file's vocabulary; `None` if it has none.

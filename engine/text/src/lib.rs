@@ -16,6 +16,7 @@ pub mod stop;
 pub mod tokenizer;
 
 pub use chat::{ChatError, ChatMessage, ChatTemplate, Content};
+pub use convert::export::Exported;
 pub use convert::gguf::GgufVocabulary;
 pub use detokenize::IncrementalDetokenizer;
 pub use stop::{StopError, StopStrings};

@@ -142,6 +142,10 @@ impl Tokenizer {
     /// # Errors
     /// If the vocabulary is malformed, or of a kind that is not supported.
     pub fn from_gguf(vocabulary: &GgufVocabulary) -> Result<Self, TextError> {
+        if let Some(json) = &vocabulary.tokenizer_json {
+            let config = TokenizerConfig { add_bos_token: vocabulary.add_bos, ..vocabulary.config() };
+            return Self::parse(&vocabulary.path, json.as_bytes(), &config);
+        }
         let converted = convert::gguf::convert(vocabulary)?;
         Self::new(&converted.path, converted.inner, &vocabulary.config())
     }
@@ -277,6 +281,10 @@ impl Tokenizer {
     #[must_use]
     pub fn eos_id(&self) -> Option<u32> {
         self.eos_id
+    }
+
+    pub(crate) fn inner(&self) -> &Inner {
+        &self.inner
     }
 
     pub(crate) fn scheme(&self) -> &Scheme {

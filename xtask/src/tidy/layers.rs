@@ -17,8 +17,8 @@ enum Floor {
     Tool,
 }
 
-/// `{types, view} <- {protocol, kv, text, backend} <- {cluster, transfer, model} <- runner <- instance`.
-const TIERS: [(&str, u8); 11] = [
+/// `{types, view} <- {protocol, kv, text, backend} <- {cluster, transfer, model} <- runner <- {instance, quantize}`.
+const TIERS: [(&str, u8); 12] = [
     ("types", 0),
     ("view", 0),
     ("protocol", 1),
@@ -30,6 +30,7 @@ const TIERS: [(&str, u8); 11] = [
     ("model", 2),
     ("runner", 3),
     ("instance", 4),
+    ("quantize", 4),
 ];
 
 /// Libraries that only the named directories may depend on.

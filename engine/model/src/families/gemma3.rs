@@ -5,7 +5,7 @@ use super::Family;
 use super::common::{Base, count, refuse_biases, refuse_other_activations, refuse_unless, windows};
 use super::gguf::{self, Config, Gguf, Layout};
 use crate::fields::{Fields, narrow};
-use crate::gguf::Value;
+use crate::gguf::{Item, Value};
 use crate::spec::LayerSpec;
 use crate::{ModelError, ModelSpec, RopeSpec};
 use lagoon_backend::Activation;
@@ -22,6 +22,7 @@ pub(super) const FAMILY: Family = Family {
         // Of the images that other files of the line take.
         ignored: &["mm.tokens_per_image"],
         refine: refine_gguf,
+        more: |spec| pattern(spec).into_iter().map(|item| ("attention.sliding_window_pattern", item)).collect(),
         ..Gguf::of(
             "gemma3",
             &[gguf::LLAMA_FIELDS, GGUF_FIELDS],
@@ -57,6 +58,13 @@ fn refine_gguf(config: &mut Config<'_>) -> Result<(), ModelError> {
         }
     }
     refine_scale(config, LAYERS_OF_27B)
+}
+
+/// Which layers have a window, where it is not all but each sixth.
+fn pattern(spec: &ModelSpec) -> Option<Item> {
+    let windowed: Vec<bool> = spec.layers.iter().map(|layer| layer.attention.window.is_some()).collect();
+    let is_usual = windowed.iter().zip(1_usize..).all(|(windowed, number)| *windowed != number.is_multiple_of(6));
+    (!is_usual).then_some(Item::Bools(windowed))
 }
 
 /// The scale of scores, which no key has: models of `layers_of_27b` layers take the hidden size of a head, others its size.

@@ -8,22 +8,23 @@
 
 use super::{FAMILIES, Family};
 use crate::fields::Fields;
-use crate::gguf::{EndTokens, Gguf as File, Metadata, Value};
+use crate::gguf::{EndTokens, Gguf as File, Item, Metadata, Value};
 use crate::spec::{AttentionSpec, Embedding, HeadNorms, LatentSpec, Mlp, NormSpec, Part};
 use crate::{ModelError, ModelSpec};
 use lagoon_types::limits::{LAYERS_MAX, VOCAB_MAX};
 use serde_json::{Map, json};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-const ARCHITECTURE: &str = "general.architecture";
+pub(super) const ARCHITECTURE: &str = "general.architecture";
 const KIND: &str = "general.type";
 /// The embedding table, whose rows are the vocabulary.
 const TABLE: &str = "token_embd.weight";
 const HEAD: &str = "output.weight";
 /// Divisors of rotary frequencies, by the name that Llama 3's files have.
-const ROPE_DIVISORS: &str = "rope_freqs.weight";
+pub(super) const ROPE_DIVISORS: &str = "rope_freqs.weight";
 /// The same of LongRoPE.
-const LONG_DIVISORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
+pub(super) const LONG_DIVISORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
 /// Keys' and values' projections from latents in one tensor, as older files have them.
 const KEYS_AND_VALUES: &str = "attn_kv_b.weight";
 /// Tensors that are read with the configuration, and one that some files have beside its parts.
@@ -54,6 +55,8 @@ pub(super) struct Gguf {
     pub(super) refine: fn(&mut Config<'_>) -> Result<(), ModelError>,
     /// Parts that need more than a table; `None` where the table has them.
     pub(super) part: fn(&Part) -> Option<Part>,
+    /// Keys without their prefix that files have besides the table's, by the model: what `refine` reads.
+    pub(super) more: fn(&ModelSpec) -> Vec<(&'static str, Item)>,
 }
 
 /// How a file stores a tensor, beside the layout that the family knows.
@@ -146,6 +149,11 @@ pub(super) fn in_table(_: &Part) -> Option<Part> {
     None
 }
 
+/// The table has all keys.
+pub(super) fn no_more(_: &ModelSpec) -> Vec<(&'static str, Item)> {
+    Vec::new()
+}
+
 impl Gguf {
     /// A family of Llama's descendants.
     pub(super) const fn of(
@@ -163,6 +171,7 @@ impl Gguf {
             heads: whole_heads,
             refine: as_it_is,
             part: in_table,
+            more: no_more,
         }
     }
 }
@@ -487,16 +496,23 @@ fn refuse_others(config: &Config<'_>, gguf: &Gguf) -> Result<(), ModelError> {
     }
 }
 
-/// Rewrites a model's parts to the file's tensors.
-fn rewrite(spec: &mut ModelSpec, gguf: &Gguf, file: &File) -> Result<(), ModelError> {
+/// A part of a model, and the parts of a file's tensors that are its rows in this order.
+pub(super) struct Moved {
+    pub(super) from: Part,
+    pub(super) to: Vec<Part>,
+}
+
+/// Rewrites a model's parts to the file's tensors. Returns each with those that it became.
+pub(super) fn rewrite(spec: &mut ModelSpec, gguf: &Gguf, file: &File) -> Result<Vec<Moved>, ModelError> {
     let experts = spec.layers.iter().find_map(|layer| match &layer.mlp {
         Mlp::Dense(_) => None,
         Mlp::Experts(mixture) => Some(mixture.count),
     });
     let (head_dim, experts) = (spec.geometry.head_dim as usize, experts.unwrap_or(0));
-    let rewriter = Rewriter { gguf, file, head_dim, heads: spec.geometry.heads as usize, experts };
-    let heads = spec.geometry.heads as usize + spec.geometry.kv_heads as usize;
-    if 2 * heads * spec.layers.len() > super::common::PIECES_MAX {
+    let heads = spec.geometry.heads as usize;
+    let rewriter = Rewriter { gguf, file, head_dim, heads, experts, moved: RefCell::default() };
+    let all_heads = heads + spec.geometry.kv_heads as usize;
+    if 2 * all_heads * spec.layers.len() > super::common::PIECES_MAX {
         let key = format!("{}.attention.head_count", gguf.architecture);
         return Err(file.metadata().invalid(&key, "all layers together have too many heads"));
     }
@@ -513,7 +529,7 @@ fn rewrite(spec: &mut ModelSpec, gguf: &Gguf, file: &File) -> Result<(), ModelEr
     spec.names.optional_prefix = "";
     spec.names.redundant = REDUNDANT;
     spec.names.layers_beyond = ("blk.", spec.names.layers_beyond.1);
-    Ok(())
+    Ok(rewriter.moved.into_inner())
 }
 
 struct Rewriter<'a> {
@@ -523,6 +539,7 @@ struct Rewriter<'a> {
     heads: usize,
     /// Experts of a layer.
     experts: usize,
+    moved: RefCell<Vec<Moved>>,
 }
 
 impl Rewriter<'_> {
@@ -600,8 +617,15 @@ impl Rewriter<'_> {
         ModelError::Tensor { path: self.file.metadata().path().to_owned(), tensor: tensor.to_owned(), problem }
     }
 
-    /// A part of the file's tensors, or several that are it together.
+    /// [`Rewriter::place`], noted.
     fn part(&self, part: &Part) -> Result<Vec<Part>, ModelError> {
+        let to = self.place(part)?;
+        self.moved.borrow_mut().push(Moved { from: part.clone(), to: to.clone() });
+        Ok(to)
+    }
+
+    /// A part of the file's tensors, or several that are it together.
+    fn place(&self, part: &Part) -> Result<Vec<Part>, ModelError> {
         if let Some(own) = (self.gguf.part)(part) {
             return Ok(vec![own]);
         }

@@ -9,6 +9,7 @@
 mod bloom;
 mod common;
 mod deepseek;
+pub(crate) mod export;
 mod gemma2;
 mod gemma3;
 pub(crate) mod gguf;

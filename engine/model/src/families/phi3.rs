@@ -4,6 +4,7 @@ use super::Family;
 use super::common::{Base, check_pieces, count, refuse_biases, refuse_other_activations, refuse_unless};
 use super::gguf::{self, Config, Gguf, Layout};
 use crate::fields::Fields;
+use crate::gguf::Item;
 use crate::spec::{Mlp, Part};
 use crate::{ModelError, ModelSpec, RopeScaling, RopeSpec};
 
@@ -15,6 +16,7 @@ pub(super) const FAMILY: Family = Family {
     goldens: &["phi3", "phi3_longrope"],
     gguf: Some(Gguf {
         refine: refine_gguf,
+        more: |spec| vec![(gguf::WINDOW.0, Item::U32(spec.window().unwrap_or(0)))],
         ..Gguf::of("phi3", &[gguf::LLAMA_FIELDS], &[gguf::LLAMA_TENSORS, gguf::MLP_NORM, GGUF_TENSORS])
     }),
     read,

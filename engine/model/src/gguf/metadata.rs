@@ -198,6 +198,8 @@ fn skip(cursor: &mut Cursor, kind: Kind, depth: usize) -> Result<(), String> {
 pub struct Metadata {
     path: PathBuf,
     values: BTreeMap<String, Value>,
+    /// Type and value of each key as the file has them.
+    stored: BTreeMap<String, Bytes>,
 }
 
 impl Metadata {
@@ -206,16 +208,23 @@ impl Metadata {
         if count > KEYS_MAX {
             return Err(format!("it has {count} keys, more than {KEYS_MAX}"));
         }
-        let mut values = BTreeMap::new();
+        let (mut values, mut stored) = (BTreeMap::new(), BTreeMap::new());
         for index in 0..count {
             let key = cursor.text(KEY_BYTES_MAX).map_err(|problem| format!("the key {index}: {problem}"))?;
+            let mut ahead = cursor.ahead();
             let value = Kind::parse(cursor.u32()?).and_then(|kind| Value::read(cursor, kind, 0));
             let value = value.map_err(|problem| format!("the key `{}`: {problem}", shown(&key)))?;
+            stored.insert(key.clone(), ahead.take((cursor.position() - ahead.position()) as u64)?);
             if values.insert(key.clone(), value).is_some() {
                 return Err(format!("the key `{}` is there twice", shown(&key)));
             }
         }
-        Ok(Self { path: path.to_owned(), values })
+        Ok(Self { path: path.to_owned(), values, stored })
+    }
+
+    /// All keys with their types and values as the file has them, in the order of the keys.
+    pub(crate) fn stored(&self) -> impl Iterator<Item = (&str, &Bytes)> {
+        self.stored.iter().map(|(key, bytes)| (key.as_str(), bytes))
     }
 
     /// The file.

@@ -2,14 +2,15 @@
 //!
 //! A file is untrusted. Counts, lengths and nesting have limits, every size is checked for overflow and against the file before
 //! it is used, and an error names the file and the key or the tensor. Files are memory-mapped (see `mapped` for the operator's
-//! duty); [`crate::Checkpoint`], [`crate::ModelSpec`] and [`vocabulary`] are made of what this module reads. It never knows a
-//! family of models.
+//! duty); [`crate::Checkpoint`], [`crate::ModelSpec`] and [`vocabulary`] are made of what this module reads, and [`Writer`] writes
+//! a file. It never knows a family of models.
 
 mod cursor;
 pub mod fuzz;
 mod metadata;
 mod types;
 mod vocabulary;
+mod write;
 
 use crate::error::shown;
 use crate::mapped::{self, Map};
@@ -21,7 +22,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 pub(crate) use types::Stored;
 pub use types::refused_types;
-pub use vocabulary::{EndTokens, vocabulary};
+pub use vocabulary::{EndTokens, set_vocabulary, vocabulary};
+pub use write::{Entry, Item, Keys, Writer};
 
 /// What a file begins with.
 const MAGIC: [u8; 4] = *b"GGUF";
@@ -111,6 +113,35 @@ impl Gguf {
             }
         }
         Ok(Self { metadata, parts, tensors })
+    }
+
+    /// A file that is not written yet: its keys, shapes of its tensors, and the vectors that are read with the configuration.
+    ///
+    /// # Errors
+    /// If a key is longer than readers take.
+    pub(crate) fn planned(
+        path: &Path,
+        keys: &Keys,
+        shapes: &[(String, Vec<usize>)],
+        vectors: &[(String, Vec<f32>)],
+    ) -> Result<Self, ModelError> {
+        let malformed = |problem| ModelError::Malformed { path: path.to_owned(), problem };
+        let mut cursor = Cursor::new(keys.bytes().into());
+        let metadata = Metadata::read(path, &mut cursor, keys.len()).map_err(malformed)?;
+        let stored = Stored::of(lagoon_backend::WeightFormat::F32);
+        let planned = |(name, shape): &(String, Vec<usize>)| {
+            (name.clone(), Tensor { stored, shape: shape.clone(), file: 0, range: 0..0 })
+        };
+        let mut tensors: BTreeMap<String, Tensor> = shapes.iter().map(planned).collect();
+        let mut data = Vec::new();
+        for (name, values) in vectors {
+            let start = data.len();
+            lagoon_types::DType::F32.encode(values, &mut data);
+            let tensor = Tensor { stored, shape: vec![values.len()], file: 0, range: start..data.len() };
+            tensors.insert(name.clone(), tensor);
+        }
+        let part = PartFile { path: path.to_owned(), map: Map::of(data.into()), data_start: 0 };
+        Ok(Self { metadata, parts: vec![part], tensors })
     }
 
     /// The first file's metadata.

@@ -57,6 +57,12 @@ impl Stored {
             _ => return None,
         })
     }
+
+    /// The number of a format.
+    pub(crate) fn of(format: WeightFormat) -> Self {
+        let mut numbers = (0..=u8::MAX).map(|number| Self(number.into()));
+        numbers.find(|stored| stored.format() == Some(format)).expect("every format has a number")
+    }
 }
 
 impl fmt::Display for Stored {

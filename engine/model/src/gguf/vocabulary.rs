@@ -1,12 +1,14 @@
 //! A GGUF file's keys about text, as lagoon-text takes them, and the tokens that end an answer.
 
-use super::{Metadata, Value};
+use super::{Item, Keys, Metadata, Value};
 use crate::ModelError;
 use lagoon_text::GgufVocabulary;
 
 /// Prefix of keys about the vocabulary.
 const KEYS: &str = "tokenizer.ggml.";
 const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
+/// A whole tokenizer.json, which is read in place of the other keys where a file has it.
+const TOKENIZER_JSON: &str = "tokenizer.huggingface.json";
 /// Types of tokens that are matched in a text before it is split, and are candidates for ending an answer: control and user-defined.
 const MARKERS: [u64; 2] = [3, 4];
 /// Texts of markers that end an answer although no key names them.
@@ -52,7 +54,11 @@ fn text(value: Value) -> Option<String> {
 /// # Errors
 /// If a key is missing or of the wrong type, naming it.
 pub fn vocabulary(metadata: &Metadata) -> Result<GgufVocabulary, ModelError> {
-    let model = metadata.text(&key("model"))?.ok_or_else(|| metadata.missing(&key("model")))?;
+    let tokenizer_json = metadata.text(TOKENIZER_JSON)?.map(str::to_owned);
+    let model = match metadata.text(&key("model"))? {
+        None if tokenizer_json.is_some() => "",
+        model => model.ok_or_else(|| metadata.missing(&key("model")))?,
+    };
     let strings = |name: &str| metadata.list_of(&key(name), "strings", text);
     let small = |value: Value| value.unsigned().and_then(|value| u32::try_from(value).ok());
     #[allow(clippy::cast_possible_truncation, reason = "files have scores in f32; those in f64 are rounded to it")]
@@ -83,7 +89,55 @@ pub fn vocabulary(metadata: &Metadata) -> Result<GgufVocabulary, ModelError> {
         remove_extra_whitespaces: metadata.flag(&key("remove_extra_whitespaces"))?,
         charsmap,
         chat_template: metadata.text(CHAT_TEMPLATE)?.map(str::to_owned),
+        tokenizer_json,
     })
+}
+
+/// Sets the keys of a vocabulary, and of the tokens that end an answer: `ends`, the first of which is the end of a text. Returns
+/// those that no key and no marker names.
+pub fn set_vocabulary(vocabulary: &GgufVocabulary, ends: &[u32], keys: &mut Keys) -> Vec<u32> {
+    let mut set = |name: &str, item: Option<Item>| {
+        if let Some(item) = item {
+            keys.set(key(name), item);
+        }
+    };
+    let GgufVocabulary { model, pre, tokens, scores, kinds, merges, charsmap, .. } = vocabulary;
+    let text = |text: &String| Item::Text(text.clone());
+    set("model", Some(model).filter(|model| !model.is_empty()).map(text));
+    set("pre", pre.as_ref().map(text));
+    set("tokens", Some(Item::Texts(tokens.clone())));
+    set("scores", Some(scores).filter(|scores| !scores.is_empty()).map(|scores| Item::F32s(scores.clone())));
+    set("token_type", Some(Item::U32s(kinds.clone())));
+    set("merges", Some(merges).filter(|merges| !merges.is_empty()).map(|merges| Item::Texts(merges.clone())));
+    let marker = |id: &u32| {
+        let at = usize::try_from(*id).unwrap_or(usize::MAX);
+        let kind = kinds.get(at).is_some_and(|kind| MARKERS.contains(&u64::from(*kind)));
+        kind && tokens.get(at).is_some_and(|text| ENDS.contains(&text.as_str()))
+    };
+    let mut others = ends.iter().copied().skip(1).filter(|id| !marker(id));
+    let ids = [
+        ("bos_token_id", vocabulary.bos_id),
+        ("eos_token_id", ends.first().copied().or(vocabulary.eos_id)),
+        ("eot_token_id", others.next()),
+        ("eom_token_id", others.next()),
+        ("unknown_token_id", vocabulary.unknown_id),
+        ("padding_token_id", vocabulary.padding_id),
+    ];
+    ids.into_iter().for_each(|(name, id)| set(name, id.map(Item::U32)));
+    let flags = [
+        ("add_bos_token", vocabulary.add_bos),
+        ("add_eos_token", vocabulary.add_eos),
+        ("add_space_prefix", vocabulary.add_space_prefix),
+        ("remove_extra_whitespaces", vocabulary.remove_extra_whitespaces),
+    ];
+    flags.into_iter().for_each(|(name, flag)| set(name, flag.map(Item::Bool)));
+    set("precompiled_charsmap", Some(charsmap).filter(|map| !map.is_empty()).map(|map| Item::Bytes(map.clone())));
+    for (key, value) in [(CHAT_TEMPLATE, &vocabulary.chat_template), (TOKENIZER_JSON, &vocabulary.tokenizer_json)] {
+        if let Some(value) = value {
+            keys.set(key, text(value));
+        }
+    }
+    others.collect()
 }
 
 /// Ids of the first token of a text and of those that end an answer.

@@ -3,6 +3,7 @@
 //! The lists are untrusted; the reader of the file bounds their number and lengths. What is malformed or not supported is an
 //! error with the file's name and the key.
 
+use super::export::{self, Exported};
 use super::pre::Pre;
 use super::proto::{Algorithm, ModelProto, PIECE_BYTES_MAX, Piece, PieceKind};
 use super::special::Beside;
@@ -11,9 +12,14 @@ use crate::TextError;
 use crate::pieces::letters;
 use crate::tokenizer::TokenizerConfig;
 use serde_json::json;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use tokenizers::models::bpe::{BPE, Merges, Vocab};
 use tokenizers::{AddedToken, ModelWrapper, NormalizerWrapper};
+
+/// `tokenizer.ggml.model` of SentencePiece's BPE.
+pub(super) const PIECES: &str = "llama";
+/// The same of byte-level BPE.
+pub(super) const BYTE_LEVEL: &str = "gpt2";
 
 /// A GGUF file's keys about text.
 #[derive(Clone, Debug, Default)]
@@ -43,9 +49,19 @@ pub struct GgufVocabulary {
     /// SentencePiece's character map; empty for none.
     pub charsmap: Vec<u8>,
     pub chat_template: Option<String>,
+    /// A whole tokenizer.json, which decides where it is there.
+    pub tokenizer_json: Option<String>,
 }
 
 impl GgufVocabulary {
+    /// The vocabulary for a GGUF file of the model in `dir`, whose embedding table has `rows` rows.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot be read, or is one that no keys express and that has no tokenizer.json.
+    pub fn of_dir(dir: &Path, rows: usize) -> Result<Exported, TextError> {
+        export::of_dir(dir, rows)
+    }
+
     /// The text of a token.
     fn text(&self, id: Option<u32>) -> Option<&str> {
         let id = usize::try_from(id?).ok()?;
@@ -101,8 +117,8 @@ pub(crate) fn convert(vocabulary: &GgufVocabulary) -> Result<Converted, TextErro
         }
     }
     match vocabulary.model.as_str() {
-        "llama" => sentencepiece_model(vocabulary),
-        "gpt2" => byte_level(vocabulary),
+        PIECES => sentencepiece_model(vocabulary),
+        BYTE_LEVEL => byte_level(vocabulary),
         other => {
             let hint = "supported are \"llama\" (SentencePiece's BPE) and \"gpt2\" (byte-level BPE)".to_owned();
             Err(vocabulary.unsupported("tokenizer.ggml.model", &format!("{other:?}"), hint))

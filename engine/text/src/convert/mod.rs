@@ -5,6 +5,7 @@
 //! its name. [`Tokenizer::open`](crate::Tokenizer::open) and [`Tokenizer::from_gguf`](crate::Tokenizer::from_gguf) call this
 //! module.
 
+pub(crate) mod export;
 pub(crate) mod gguf;
 mod normalize;
 mod pre;

@@ -103,6 +103,18 @@ impl Pre {
         names.join(", ")
     }
 
+    /// The kind that splits as the library's pre-tokenizer does, by its first name. Where it differs in whether texts are composed or
+    /// merges ignored, also what a file cannot express.
+    pub(super) fn of(splits: &Value, composes: bool, ignores: bool) -> Option<(&'static str, Option<&'static str>)> {
+        let wanted = steps(splits);
+        let same = |pre: &&Self| steps(&pre.pre_tokenizer()) == wanted;
+        let exact = |pre: &&Self| (pre.composes, pre.ignore_merges) == (composes, ignores);
+        let found = PRES.iter().filter(same).find(exact);
+        let found = found.map(|pre| (pre, None));
+        let near = || PRES.iter().find(same).map(|pre| (pre, Some("it composes characters or skips merges otherwise")));
+        found.or_else(near).map(|(pre, problem)| (pre.names[0], problem))
+    }
+
     /// The library's pre-tokenizer as a `tokenizer.json` has it.
     pub(super) fn pre_tokenizer(&self) -> Value {
         let bytes = |use_regex| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": use_regex});
@@ -183,4 +195,17 @@ mod tests {
         assert_eq!(pieces("mpt", text), pieces("gpt-2", text));
         assert_eq!(pieces("deepseek-llm", "Ωμέγα жук"), ["Ωμέγα", " жук"]);
     }
+}
+
+/// The steps of a pre-tokenizer in the form of a `tokenizer.json`: each kind with its expression or flag. Flags of offsets change no
+/// token.
+fn steps(splits: &Value) -> Vec<String> {
+    let steps = splits["pretokenizers"].as_array().map_or(std::slice::from_ref(splits), Vec::as_slice);
+    let step = |step: &Value| match step["type"].as_str() {
+        Some("ByteLevel") => format!("bytes {} {}", step["add_prefix_space"], step["use_regex"]),
+        Some("Split") => format!("split {} {} {}", step["pattern"], step["behavior"], step["invert"]),
+        Some("Digits") => format!("digits {}", step["individual_digits"]),
+        _ => step.to_string(),
+    };
+    steps.iter().map(step).collect()
 }
