@@ -6,7 +6,7 @@ use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::max_diff;
 use lagoon_tests::process::{Server, logits, run, token_ids};
-use lagoon_types::DType;
+use lagoon_types::KvDType;
 use serde_json::{Value, json};
 
 fn file(name: &str) -> String {
@@ -16,7 +16,7 @@ fn file(name: &str) -> String {
 /// Packed weights of several formats, pooled: rows of rotated heads in turns, norms in f32 beside matrices in f16.
 #[test]
 fn a_packed_file_pooled_over_three_equals_one() {
-    let pool = PoolSpec { dir: file("llama-q4_k.gguf").into(), kv_dtype: DType::F32, block_tokens: 4, split: false };
+    let pool = PoolSpec { dir: file("llama-q4_k.gguf").into(), kv_dtype: KvDType::F32, block_tokens: 4, split: false };
     let mut world = World::pool(pool.clone(), None, &[Spec::cpu(8), Spec::cpu(16), Spec::cpu(16)]);
     world.submit(0, greedy(prompt(7, 100, 64), 12));
     world.run();

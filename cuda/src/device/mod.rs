@@ -41,7 +41,7 @@ use lagoon_backend::{
 };
 #[cfg(target_os = "linux")]
 use lagoon_backend::{PeerAccess, SharedRegions};
-use lagoon_types::{AttentionGeometry, KvShape};
+use lagoon_types::{AttentionGeometry, KvDType, KvShape};
 use linear::Linear;
 use memory::word;
 use plans::Plans;
@@ -310,12 +310,19 @@ impl Device for CudaDevice {
         format.plain().is_some()
     }
 
+    fn takes_kv(&self, dtype: KvDType) -> bool {
+        dtype.plain().is_some()
+    }
+
     fn weight(&mut self, source: WeightSource) -> Result<CudaWeight, DeviceError> {
         self.work_stream().settle()?;
         CudaWeight::new(&self.context, &mut self.work_streams[self.at], &source)
     }
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<CudaKv, DeviceError> {
+        if !self.takes_kv(shape.dtype) {
+            return Err(DeviceError::Unsupported(format!("KV in {}", shape.dtype)));
+        }
         let group = self.options.layers_per_group.filter(|group| shape.layers.is_multiple_of(*group)).unwrap_or(1);
         CudaKv::new(&self.context, shape, slots, group)
     }
