@@ -311,7 +311,7 @@ impl Device for CudaDevice {
     }
 
     fn takes_kv(&self, dtype: KvDType) -> bool {
-        dtype.plain().is_some()
+        KvDType::ALL.contains(&dtype)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<CudaWeight, DeviceError> {
@@ -320,9 +320,6 @@ impl Device for CudaDevice {
     }
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<CudaKv, DeviceError> {
-        if !self.takes_kv(shape.dtype) {
-            return Err(DeviceError::Unsupported(format!("KV in {}", shape.dtype)));
-        }
         let group = self.options.layers_per_group.filter(|group| shape.layers.is_multiple_of(*group)).unwrap_or(1);
         CudaKv::new(&self.context, shape, slots, group)
     }
