@@ -156,7 +156,12 @@ impl Model {
 
     /// A store of `slots` tokens with data in every page.
     fn kv(&mut self, dtype: DType, slots: usize) -> Result<CpuKv, DeviceError> {
-        let shape = KvShape { layers: LAYERS as u32, kv_heads: GEOMETRY.kv_heads, head_dim: GEOMETRY.head_dim, dtype };
+        let shape = KvShape {
+            layers: LAYERS as u32,
+            kv_heads: GEOMETRY.kv_heads,
+            head_dim: GEOMETRY.head_dim,
+            dtype: dtype.into(),
+        };
         let mut kv = self.device.kv(shape, slots)?;
         let bytes = Random(9).bytes(dtype, slots * 2 * GEOMETRY.kv_dim(), 0);
         for layer in 0..LAYERS {

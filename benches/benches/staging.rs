@@ -28,7 +28,7 @@ mod run {
     use lagoon_model::ModelSpec;
     use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, Report, StageId, StageWork};
     use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
-    use lagoon_types::{AttentionGeometry, DType, KvSpace};
+    use lagoon_types::{AttentionGeometry, DType, KvDType, KvSpace};
     use rand::{SeedableRng, seq::SliceRandom};
     use rand_chacha::ChaCha8Rng;
     use serde_json::{Value, json};
@@ -56,7 +56,7 @@ mod run {
 
     const LAYERS: u32 = 2;
     const BLOCK_TOKENS: u32 = 16;
-    const KV_DTYPE: DType = DType::F16;
+    const KV_DTYPE: KvDType = KvDType::F16;
     /// Size of the square matrices, and number of rows, of one piece of other work.
     const WORK_SIZE: usize = 256;
     /// Duration in seconds, and largest number, of the work pieces queued before a copy.

@@ -11,6 +11,7 @@
 PLAIN_ATTENTION(f32, float)
 PLAIN_ATTENTION(f16, f16)
 PLAIN_ATTENTION(bf16, bf16)
+PLAIN_ATTENTION(fp8, e4m3)
 
 KERNEL(attention_merge, 128, 1, AttentionMergeParams) { attention_merge_rows(p); }
 

@@ -3,7 +3,7 @@
 // rotated or copied, and writes the row in the store's type: its first half to K, its second one to V. Accesses are of 128
 // bits to f32 and of 64 to 16-bit stores where parts and halves are aligned. A thread's PARTS parts are loaded before any is
 // stored: a row of 128 heads with 64 rotated elements and a latent of 512 has 1160 parts, five a thread.
-#include "shared/common.cuh"
+#include "shared/fp8.cuh"
 
 // A row's parts: W pairs of a head's rotated elements each, where the row to store is the last head, then W elements of the latent.
 template <int W>
@@ -23,7 +23,7 @@ struct LatentParts {
         key = at<const float>(p.keys) + row * p.rotated;
         angles = at<const float>(p.rope) + row * p.rotated;
         const uint32_t slot = at<const uint32_t>(p.slots)[row];
-        stored = slot != 0xffffffffu;
+        stored = slot != 0xffffffffu && p.kv_type != TYPE_FP8;
         token = static_cast<uint64_t>(slot) * p.kv.token_stride;
         pairs = (p.heads + 1) * half / W;
         copies = p.latent / W;
@@ -90,4 +90,10 @@ KERNEL(latent_append, 256, 1, LatentParams) {
     } else {
         LatentParts<1>(p).run();
     }
+    const uint32_t slot = at<const uint32_t>(p.slots)[blockIdx.x];
+    if (p.kv_type != TYPE_FP8 || slot == 0xffffffffu) return;
+    // A row's scale follows from all of its elements.
+    sync_block();
+    const uint64_t row = (static_cast<uint64_t>(blockIdx.x) * (p.heads + 1) + p.heads) * 2;
+    store_rows(p.kv, slot, at<const float>(p.qkv) + row * p.head_dim, 1, p.head_dim);
 }

@@ -2,7 +2,7 @@
 // an element of q and k, 4 of v, and writes K and V in the store's type. Accesses are of 128 bits to f32 and of 64 to 16-bit
 // stores where heads and halves of heads are aligned. A thread's PARTS parts are loaded before any is stored: a row of 32 + 2 * 8
 // heads of 128 elements has 896 parts, four a thread.
-#include "shared/common.cuh"
+#include "shared/fp8.cuh"
 
 // A row's parts: W pairs of a rotated head each, then W elements of what is only stored: values, and without a rotation keys.
 template <int W>
@@ -20,7 +20,7 @@ struct RopeRow {
         k = x + p.heads * p.head_dim;
         angles = at<const float>(p.rope) + static_cast<uint64_t>(row) * p.head_dim;
         const uint32_t slot = at<const uint32_t>(p.slots)[row];
-        stored = slot != 0xffffffffu;
+        stored = slot != 0xffffffffu && p.kv_type != TYPE_FP8;
         token = static_cast<uint64_t>(slot) * p.kv.token_stride;
         pairs = p.rope ? rotated * half / W : 0;
         copies = !stored ? 0 : (p.rope ? kv_dim : 2 * kv_dim) / W;
@@ -90,4 +90,10 @@ KERNEL(rope_append, 256, 1, RopeParams) {
     } else {
         RopeRow<1>(p).run();
     }
+    const uint32_t slot = at<const uint32_t>(p.slots)[blockIdx.x];
+    if (p.kv_type != TYPE_FP8 || slot == 0xffffffffu) return;
+    // A row's scale follows from all of its elements.
+    sync_block();
+    const uint64_t row = static_cast<uint64_t>(blockIdx.x) * (p.heads + 2 * p.kv_heads) + p.heads;
+    store_rows(p.kv, slot, at<const float>(p.qkv) + row * p.head_dim, p.kv_heads, p.head_dim);
 }

@@ -17,7 +17,7 @@ use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, DeviceError, Partia
 use lagoon_cuda::kernels::attention::{DecodeClass, Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers, TuneFor};
 use lagoon_kv::vmm::{VmmConfig, VmmLayout, VmmShape};
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvDType, KvRun, KvShape};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -128,7 +128,7 @@ mod fast {
 }
 
 const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false };
-const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: DType::F16 };
+const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: KvDType::F16 };
 
 /// Exhausted memory is an `OutOfMemory` error at every allocation, and leaks nothing.
 #[test]

@@ -18,11 +18,11 @@ use lagoon_backend::{
 };
 use lagoon_cuda::kernels::attention::{DecodeClass, Tuning};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, LinearLayers};
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvDType, KvRun, KvShape};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false };
-const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: DType::F16 };
+const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: KvDType::F16 };
 const HIDDEN: usize = 96;
 /// Columns of the feed-forward layer.
 const INNER: usize = 72;
@@ -442,7 +442,7 @@ impl LatentLayer {
             absorb: data.weight(device, DType::BF16, 4 * latent, PLAIN).0,
             values: data.weight(device, DType::F16, 4 * PLAIN, latent).0,
             o: data.weight(device, DType::F16, HIDDEN, 4 * PLAIN).0,
-            kv: device.kv(KvShape { layers: 1, kv_heads: 1, head_dim: 40, dtype: DType::BF16 }, batch * 300).unwrap(),
+            kv: device.kv(KvShape { layers: 1, kv_heads: 1, head_dim: 40, dtype: KvDType::BF16 }, batch * 300).unwrap(),
             x: device.tensor(batch, HIDDEN).unwrap(),
             parts: parts.map(|cols| device.tensor(batch, cols).unwrap()),
             qkv: device.tensor(batch, LATENT.qkv_dim()).unwrap(),

@@ -17,14 +17,14 @@ use lagoon_backend::{
     AttnBatch, AttnRows, CpuDevice, Device, DeviceError, Partials, PeerAccess, PeerMemory, Queued, SharedRegion,
 };
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, LinearLayers};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{AttentionGeometry, KvDType, KvRun, KvShape};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Child, Command, Stdio};
 
-const SHAPE: KvShape = KvShape { layers: 3, kv_heads: 2, head_dim: 40, dtype: DType::F16 };
+const SHAPE: KvShape = KvShape { layers: 3, kv_heads: 2, head_dim: 40, dtype: KvDType::F16 };
 const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 40, latent: false };
 const BLOCKS: u32 = 9;
 const BLOCK: u32 = 8;
@@ -45,8 +45,7 @@ fn open() -> CudaDevice {
 
 /// A layer's KV of an rBlock, the same in every process.
 fn tokens(seed: u64, layer: u32) -> Vec<u8> {
-    let elements = BLOCK as usize * SHAPE.layer_token_bytes() / SHAPE.dtype.size();
-    Data::new(seed * 64 + u64::from(layer)).stored(SHAPE.dtype, elements).0
+    Data::new(seed * 64 + u64::from(layer)).stored_kv(SHAPE, BLOCK as usize).0
 }
 
 fn write(device: &mut CudaDevice, kv: &mut CudaKv, block: u32, seed: u64) {

@@ -18,7 +18,7 @@ use lagoon_backend::{
     VirtualMemory, Xxh3,
 };
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, LinearLayers};
-use lagoon_types::{DType, KvShape, KvSpace};
+use lagoon_types::{KvDType, KvShape, KvSpace};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -27,7 +27,7 @@ use std::process::{Command, Stdio};
 use std::slice;
 use std::sync::Arc;
 
-const SHAPE: KvShape = KvShape { layers: 3, kv_heads: 2, head_dim: 40, dtype: DType::F16 };
+const SHAPE: KvShape = KvShape { layers: 3, kv_heads: 2, head_dim: 40, dtype: KvDType::F16 };
 const LAYERS: u32 = SHAPE.layers;
 /// Tokens that are handed over.
 const TOKENS: u32 = 20;
@@ -52,8 +52,7 @@ fn open() -> CudaDevice {
 
 /// A layer's KV of some tokens, the same in every process.
 fn tokens(seed: u64, layer: u32, count: u32) -> Vec<u8> {
-    let elements = count as usize * SHAPE.layer_token_bytes() / SHAPE.dtype.size();
-    Data::new(seed * 64 + u64::from(layer)).stored(SHAPE.dtype, elements).0
+    Data::new(seed * 64 + u64::from(layer)).stored_kv(SHAPE, count as usize).0
 }
 
 fn write(device: &mut CudaDevice, kv: &mut CudaKv, slot0: u32, seed: u64) {

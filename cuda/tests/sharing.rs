@@ -14,7 +14,7 @@ use fake::{Fake, OUT_OF_MEMORY, UNKNOWN};
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Partials, Queued, VirtualMemory};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, LinearLayers};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape, KvSpace};
+use lagoon_types::{AttentionGeometry, KvDType, KvRun, KvShape, KvSpace};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,7 +22,7 @@ use std::slice;
 
 const PAGE: u64 = 1 << 12;
 const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false };
-const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: DType::F32 };
+const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: KvDType::F32 };
 const LAYERS: usize = SHAPE.layers as usize;
 /// Tokens of a page group: a layer's K or V.
 const TOKENS: u32 = 8;
@@ -91,8 +91,7 @@ fn a_prefix_is_mapped_and_not_copied() {
         let space = KvSpace::flat(9, TOKENS).with_rows(3, 4);
         let mut kv = device.kv_in(SHAPE, &space).unwrap();
         let mut data = Data::new(seed);
-        let written: Vec<Vec<u8>> =
-            (0..LAYERS).map(|_| data.stored(SHAPE.dtype, 16 * SHAPE.layer_token_bytes() / 4).0).collect();
+        let written: Vec<Vec<u8>> = (0..LAYERS).map(|_| data.stored_kv(SHAPE, 16).0).collect();
         device.kv_hold(&mut kv, &[0..16, 64..80]).unwrap();
         for (layer, bytes) in written.iter().enumerate() {
             device.kv_write(&mut kv, layer, 0, bytes).unwrap();

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, WeightFormat, WeightPart, WeightSource};
 use lagoon_shaders::{AdapterChoice, WgpuDevice, WgpuKv, WgpuTensor, WgpuWeight};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{AttentionGeometry, KvDType, KvRun, KvShape};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -92,7 +92,7 @@ fn model(device: &mut WgpuDevice, shape: Shape, format: WeightFormat, tokens: us
         })
         .collect();
     let layer_count = u32::try_from(shape.layers).unwrap();
-    let kv_shape = KvShape { layers: layer_count, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: DType::F16 };
+    let kv_shape = KvShape { layers: layer_count, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: KvDType::F16 };
     Model {
         norm: weight(device, WeightFormat::F16, 1, shape.hidden),
         embedding: weight(device, format, shape.vocab, shape.hidden),

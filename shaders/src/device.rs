@@ -13,7 +13,7 @@ use lagoon_backend::{
     Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
     LatentRow, Mode, Partials, WeightFormat, WeightSource, without,
 };
-use lagoon_types::{Alibi, AttentionGeometry, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, KvDType, KvRun, KvShape};
 use std::ops::Range;
 
 /// Rows up to which each output row streams the weight (matvec) rather than tiles of it.
@@ -258,6 +258,10 @@ impl Device for WgpuDevice {
         Self::reads(format)
     }
 
+    fn takes_kv(&self, dtype: KvDType) -> bool {
+        KvDType::ALL.contains(&dtype)
+    }
+
     fn weight(&mut self, source: WeightSource) -> Result<WgpuWeight, DeviceError> {
         WgpuWeight::new(&mut self.gpu, &source)
     }
@@ -481,7 +485,7 @@ impl Device for WgpuDevice {
         }
         self.gpu.begin()?;
         let at = self.gpu.upload_words(slots)?;
-        let kernel = Kernel::RopeAppend(Encoding::plain(kv.shape.dtype, false));
+        let kernel = Kernel::RopeAppend(Encoding::kv(kv.shape.dtype, false));
         for (index, shard) in kv.layers[layer].iter().enumerate() {
             let shard_slot0 = index * kv.shard_slots;
             let params = params::RopeAppend {
@@ -566,11 +570,12 @@ impl Device for WgpuDevice {
             scale: batch.scale,
             softcap: batch.softcap.unwrap_or(0.0),
             slopes: kept.plan.slopes,
-            slot_quads: 2 * geometry.kv_heads * word(kv.head_quads()),
-            values: if geometry.latent { 0 } else { geometry.kv_heads * word(kv.head_quads()) },
+            row_quads: word(kv.head_quads()),
+            slot_quads: 2 * geometry.kv_heads * word(kv.row_quads()),
+            values: if geometry.latent { 0 } else { geometry.kv_heads * word(kv.row_quads()) },
             ..Default::default()
         };
-        let kernel = Kernel::Attention(gpu.plain(kv.shape.dtype), class);
+        let kernel = Kernel::Attention(gpu.kv(kv.shape.dtype), class);
         let (words, o, lse, parts) = (Some(&kept.words), Some(&out.out.buf), Some(&out.lse.buf), Some(&*scratch));
         for round in &kept.plan.rounds {
             // A call may have many rounds; they read their words from the plan's own buffer, so a batch may end here.

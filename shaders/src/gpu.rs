@@ -10,7 +10,7 @@ use crate::device::Options;
 use crate::kernel::{Access, BINDINGS_MAX, Encoding, Kernel};
 use bytemuck::Pod;
 use lagoon_backend::{DeviceError, WeightFormat};
-use lagoon_types::DType;
+use lagoon_types::KvDType;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -136,8 +136,8 @@ impl Gpu {
     }
 
     /// Of elements stored one by one.
-    pub(crate) fn plain(&self, dtype: DType) -> Encoding {
-        Encoding::plain(dtype, self.native_f16)
+    pub(crate) fn kv(&self, dtype: KvDType) -> Encoding {
+        Encoding::kv(dtype, self.native_f16)
     }
 
     /// `None` for formats that no kernel unpacks.

@@ -5,7 +5,7 @@
 //! permutation, so that tests and tools cover those that users run.
 
 use lagoon_backend::WeightFormat;
-use lagoon_types::DType;
+use lagoon_types::{DType, KvDType};
 
 /// How the elements of a weight or of KV are stored and read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -16,6 +16,8 @@ pub(crate) enum Encoding {
     /// Two to a word, widened by the adapter's own f16.
     F16Native,
     Bf16,
+    /// KV in 8 bits: codes with a scale for each row.
+    Fp8,
     Q8_0,
     Q4_0,
     Q4K,
@@ -56,12 +58,18 @@ impl Encoding {
         }
     }
 
+    /// Of a KV store.
+    pub(crate) fn kv(dtype: KvDType, native_f16: bool) -> Self {
+        dtype.plain().map_or(Self::Fp8, |dtype| Self::plain(dtype, native_f16))
+    }
+
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
             Self::F16 => "f16",
             Self::F16Native => "f16_native",
             Self::Bf16 => "bf16",
+            Self::Fp8 => "fp8",
             Self::Q8_0 => "q8_0",
             Self::Q4_0 => "q4_0",
             Self::Q4K => "q4_k",
@@ -238,7 +246,8 @@ impl Kernel {
                 Self::GroupedTiled(encoding),
             ]);
         }
-        let stored = [Encoding::F32, Encoding::F16, Encoding::Bf16];
+        all.extend(HeadClass::ALL.map(|class| Self::Attention(Encoding::Fp8, class)));
+        let stored = [Encoding::F32, Encoding::F16, Encoding::Bf16, Encoding::Fp8];
         all.extend(stored.map(Self::RopeAppend));
         all.extend(stored.map(Self::LatentAppend));
         all.extend(HeadClass::ALL.map(Self::AttentionReduce));
@@ -442,6 +451,11 @@ fn shared_source(name: &str, encoding: Encoding) -> &'static str {
         ("dtype", Encoding::F16) => include_str!("../wgsl/shared/dtype_f16.wgsl"),
         ("dtype", Encoding::F16Native) => include_str!("../wgsl/shared/dtype_f16_native.wgsl"),
         ("dtype", Encoding::Bf16) => include_str!("../wgsl/shared/dtype_bf16.wgsl"),
+        ("dtype", Encoding::Fp8) => include_str!("../wgsl/shared/dtype_fp8.wgsl"),
+        ("rows", Encoding::Fp8) => include_str!("../wgsl/shared/rows_fp8.wgsl"),
+        ("rows", _) => include_str!("../wgsl/shared/rows_plain.wgsl"),
+        ("append", Encoding::Fp8) => include_str!("../wgsl/shared/append_fp8.wgsl"),
+        ("append", _) => include_str!("../wgsl/shared/append_plain.wgsl"),
         ("bytes", _) => include_str!("../wgsl/shared/bytes.wgsl"),
         ("six_bits", _) => include_str!("../wgsl/shared/six_bits.wgsl"),
         ("weight", Encoding::Q8_0) => include_str!("../wgsl/shared/weight_q8_0.wgsl"),

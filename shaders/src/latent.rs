@@ -99,7 +99,7 @@ pub(crate) fn latent_append(
     let buffers = [Some(&row.queries.buf), Some(&row.rope.buf), Some(&qkv.buf)];
     gpu.dispatch(Kernel::LatentQueries, &params, &buffers, params.rows * geometry.heads, 1)?;
     let at = gpu.upload_words(slots)?;
-    let kernel = Kernel::LatentAppend(Encoding::plain(kv.shape.dtype, false));
+    let kernel = Kernel::LatentAppend(Encoding::kv(kv.shape.dtype, false));
     for (index, shard) in kv.layers[layer].iter().enumerate() {
         let shard_slot0 = index * kv.shard_slots;
         let params = params::LatentAppend {

@@ -97,7 +97,7 @@ pub(crate) fn pad_rows(bytes: &[u8], from: usize, to: usize) -> Vec<u8> {
     out
 }
 
-/// A KV store: for each layer its shards, each `[slot][k | v][kv_heads][head_quads]` quads.
+/// A KV store: for each layer its shards, each `[slot][k | v][kv_heads][row_quads]` quads.
 #[derive(Debug)]
 pub struct WgpuKv {
     pub(crate) shape: KvShape,
@@ -132,15 +132,19 @@ impl WgpuKv {
         quads(self.shape.head_dim as usize)
     }
 
+    /// Quads of a head's row: of its elements, and of its scale where rows have one.
+    pub(crate) fn row_quads(&self) -> usize {
+        quads(self.shape.dtype.row_elements(self.shape.head_dim))
+    }
+
     /// Bytes of a slot in one layer, padding included.
     fn slot_bytes(&self) -> usize {
-        2 * self.shape.kv_heads as usize * self.head_quads() * 4 * self.shape.dtype.size()
+        2 * self.shape.kv_heads as usize * self.head_bytes().1
     }
 
     /// Bytes of one head, as given and as stored.
     fn head_bytes(&self) -> (usize, usize) {
-        let size = self.shape.dtype.size();
-        (self.shape.head_dim as usize * size, self.head_quads() * 4 * size)
+        (self.shape.row_bytes(), self.row_quads() * 4 * self.shape.dtype.element_bytes())
     }
 
     /// Parts of `slots` by shard: shard, first slot in it, slots.

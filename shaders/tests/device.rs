@@ -9,7 +9,7 @@ use lagoon_backend::{
     LatentRow, Mode, Partials, Routing, Scoring, WeightFormat, WeightPart, WeightSource,
 };
 use lagoon_shaders::{AdapterChoice, Options, WgpuDevice, list_adapters};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{AttentionGeometry, DType, KvDType, KvRun, KvShape};
 
 fn open(options: Options) -> Result<WgpuDevice, String> {
     WgpuDevice::open_with(&AdapterChoice::Software, options).map_err(|error| error.to_string())
@@ -226,7 +226,7 @@ const SLOTS: u32 = 900;
 
 /// Appends, copies and attends over runs that cross shard borders.
 fn attend(device: &mut WgpuDevice, dtype: DType) -> (Vec<f32>, Vec<f32>, Vec<u8>, Vec<u32>) {
-    let shape = KvShape { layers: 2, kv_heads: 2, head_dim: 16, dtype };
+    let shape = KvShape { layers: 2, kv_heads: 2, head_dim: 16, dtype: dtype.into() };
     let mut kv = device.kv(shape, SLOTS as usize).unwrap();
     let mut bytes = Vec::new();
     dtype.encode(&values(5, SLOTS as usize * 2 * GEOMETRY.kv_dim()), &mut bytes);
@@ -286,7 +286,7 @@ fn uploaded<D: Device>(device: &mut D, rows: usize, cols: usize, seed: u32) -> D
 fn append_and_attend<D: Device>(device: &mut D, geometry: AttentionGeometry) -> Result<[Vec<f32>; 3], DeviceError> {
     let (rows, slots_all, dtype) = (20, 2000, DType::F32);
     let AttentionGeometry { heads, kv_heads, head_dim, latent } = geometry;
-    let mut kv = device.kv(KvShape { layers: 2, kv_heads, head_dim, dtype }, slots_all)?;
+    let mut kv = device.kv(KvShape { layers: 2, kv_heads, head_dim, dtype: dtype.into() }, slots_all)?;
     let mut bytes = Vec::new();
     dtype.encode(&values(5, slots_all * 2 * geometry.kv_dim()), &mut bytes);
     device.kv_write(&mut kv, 1, 0, &bytes)?;
@@ -391,7 +391,7 @@ fn stores_round_to_nearest_even() {
         }
         let slots: Vec<u32> = (0..u32::try_from(rows).unwrap()).collect();
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 256, dtype };
+            let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 256, dtype: dtype.into() };
             let mut kv = device.kv(shape, rows).unwrap();
             device.rope_append(&mut qkv, &rope, geometry, &slots, &mut kv, 0).unwrap();
             let mut bytes = Vec::new();
@@ -451,7 +451,7 @@ fn writes_and_operations_keep_their_order() {
 #[test]
 fn what_cannot_be_done_is_an_error() {
     with_device("what_cannot_be_done_is_an_error", Options::default(), |device| {
-        let odd = KvShape { layers: 1, kv_heads: 1, head_dim: 7, dtype: DType::F16 };
+        let odd = KvShape { layers: 1, kv_heads: 1, head_dim: 7, dtype: KvDType::F16 };
         assert!(matches!(device.kv(odd, 4), Err(DeviceError::Unsupported(text)) if text.contains("7 elements")));
         let latent = |head_dim| AttentionGeometry { heads: 2, kv_heads: 1, head_dim, latent: true };
         for (head_dim, named) in [(6, "12 elements"), (290, "580 elements"), (292, "584 elements")] {

@@ -4,6 +4,7 @@
 // whose keys are split over several works leaves normalised partials in `scratch`, which `reduce` then merges.
 // The host plans the works (src/plan.rs), so that nothing is empty and spans stay in one shard of the store.
 //#include dtype
+//#include rows
 //#include grid
 //#include softcap
 
@@ -30,7 +31,8 @@ struct Params {
     // Quads from a slot to the next, and from a key to its value: none where one row is both (latent attention).
     slot_quads: u32,
     values: u32,
-    pad0: u32,
+    // Quads of a stored row's elements, without its scale: with latent attention a key is two rows.
+    row_quads: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -109,7 +111,7 @@ fn load_keys(slot0: u32, count: u32, first: u32, chunk: u32, tid: u32) {
         let quad = chunk * CHUNK + i % CHUNK;
         var v = vec4<f32>();
         if key < count && quad < params.head_quads {
-            v = widen(kv[(slot0 + key) * params.slot_quads + first + quad]);
+            v = widen_row((slot0 + key) * params.slot_quads + first, quad);
         }
         kv_tile[key * (CHUNK + 1u) + i % CHUNK] = v;
     }
@@ -144,7 +146,7 @@ fn partial(
     let kv_head = index % params.kv_heads;
     let items = work.rows * params.group - work.item0;
     let chunks = (params.head_quads + CHUNK - 1u) / CHUNK;
-    let key_quads = kv_head * params.head_quads;
+    let key_quads = kv_head * (params.row_quads + SCALE_QUADS);
     if QUERY_QUADS == HEAD_QUADS {
         load_queries(work, kv_head, 0u, tid);
     }

@@ -2,6 +2,7 @@
 // the last elements of each head's query; `append` makes and stores the latent and the rotated key, which lie behind the heads.
 // Inputs are not overwritten, so that each shard of the store may make its rows again.
 //#include dtype
+//#include append
 //#include grid
 
 struct Params {
@@ -38,6 +39,9 @@ struct Params {
 @group(0) @binding(6) var<storage, read_write> kv: array<Quad>;
 
 const THREADS = 64u;
+
+// The largest of the bits of the elements of the row's halves, without signs.
+var<workgroup> largest: array<atomic<u32>, 2>;
 
 // Where the element that makes a pair with element `e` lies.
 fn partner(e: u32) -> u32 {
@@ -95,14 +99,36 @@ fn append(
     // u32::MAX (store nothing) and slots of other shards fail this test alike.
     let slot = words[params.slots + row] - params.shard_slot0;
     let to = row * params.qkv_stride + params.heads * params.dim;
-    for (var quad = tid; quad < params.dim / 4u; quad += THREADS) {
+    // Each half is stored as a row.
+    let row_quads = params.dim / 8u;
+    if SCALE_QUADS > 0u {
+        if tid < 2u {
+            atomicStore(&largest[tid], 0u);
+        }
+        workgroupBarrier();
+    }
+    for (var quad = tid; quad < 2u * row_quads; quad += THREADS) {
         var v = vec4<f32>();
         for (var i = 0u; i < 4u; i++) {
             v[i] = element(row, quad * 4u + i);
             qkv[to + quad * 4u + i] = v[i];
         }
-        if slot < params.shard_slots {
-            kv[slot * (params.dim / 4u) + quad] = narrow(v);
+        if SCALE_QUADS > 0u {
+            let bits = bitcast<vec4<u32>>(v) & vec4<u32>(0x7fffffffu);
+            atomicMax(&largest[quad / row_quads], max(max(bits.x, bits.y), max(bits.z, bits.w)));
+        }
+    }
+    if SCALE_QUADS > 0u {
+        workgroupBarrier();
+    }
+    for (var quad = tid; slot < params.shard_slots && quad < 2u * row_quads; quad += THREADS) {
+        let half_row = quad / row_quads;
+        let scale = scale_of(atomicLoad(&largest[half_row]));
+        let first = (slot * 2u + half_row) * (row_quads + SCALE_QUADS);
+        let at = to + quad * 4u;
+        kv[first + quad % row_quads] = narrow_scaled(vec4<f32>(qkv[at], qkv[at + 1u], qkv[at + 2u], qkv[at + 3u]), scale);
+        if SCALE_QUADS > 0u && quad % row_quads == 0u {
+            kv[first + row_quads] = scale_quad(scale);
         }
     }
 }

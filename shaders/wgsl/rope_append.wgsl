@@ -2,6 +2,7 @@
 // even. One workgroup per row and head (q heads, then k, then v); an invocation owns quads of the head, so that no two
 // invocations share a word of the store. Heads have at most 512 elements.
 //#include dtype
+//#include append
 //#include grid
 
 struct Params {
@@ -31,6 +32,9 @@ struct Params {
 @group(0) @binding(4) var<storage, read_write> kv: array<Quad>;
 
 const THREADS = 64u;
+
+// The largest of the bits of the row's elements, without signs.
+var<workgroup> largest: atomic<u32>;
 // Quads of an invocation.
 const OWN = 2u;
 
@@ -84,16 +88,31 @@ fn main(
             }
         }
     }
+    if SCALE_QUADS > 0u {
+        if tid == 0u {
+            atomicStore(&largest, 0u);
+        }
+        workgroupBarrier();
+        for (var part = 0u; part < OWN; part++) {
+            let bits = bitcast<vec4<u32>>(own[part]) & vec4<u32>(0x7fffffffu);
+            atomicMax(&largest, max(max(bits.x, bits.y), max(bits.z, bits.w)));
+        }
+        workgroupBarrier();
+    }
+    let scale = scale_of(atomicLoad(&largest));
     // u32::MAX (store nothing) and slots of other shards fail this test alike.
     let slot = words[params.slots + row] - params.shard_slot0;
     if head >= params.heads && slot < params.shard_slots {
         // K's heads and then V's, as in the fused projection.
-        let first = (slot * 2u * params.kv_heads + head - params.heads) * params.head_quads;
+        let first = (slot * 2u * params.kv_heads + head - params.heads) * (params.head_quads + SCALE_QUADS);
         for (var part = 0u; part < OWN; part++) {
             let quad = part * THREADS + tid;
             if quad < params.head_quads {
-                kv[first + quad] = narrow(own[part]);
+                kv[first + quad] = narrow_scaled(own[part], scale);
             }
+        }
+        if SCALE_QUADS > 0u && tid == 0u {
+            kv[first + params.head_quads] = scale_quad(scale);
         }
     }
 }

@@ -5,7 +5,7 @@ use lagoon_model::{Checkpoint, ModelSpec, Weights};
 use lagoon_runner::{
     Command, Executor, ExecutorConfig, Model, RemoteWork, Report, SampleOut, SampleSpec, SeqRows, StepWork,
 };
-use lagoon_types::{DType, KvRun, KvSpace, MicroBatch, SamplingParams, SeqId, StepId};
+use lagoon_types::{KvDType, KvRun, KvSpace, MicroBatch, SamplingParams, SeqId, StepId};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ impl<D: Device> Session<D> {
     /// # Panics
     /// If that fails.
     #[must_use]
-    pub fn open(device: D, dir: &Path, slots: usize, kv_dtype: Option<DType>) -> Self {
+    pub fn open(device: D, dir: &Path, slots: usize, kv_dtype: Option<KvDType>) -> Self {
         Self::of(device, dir, &ModelSpec::open(dir).unwrap(), slots, kv_dtype)
     }
 
@@ -35,9 +35,9 @@ impl<D: Device> Session<D> {
     /// # Panics
     /// If that fails.
     #[must_use]
-    pub fn of(mut device: D, dir: &Path, config: &ModelSpec, slots: usize, kv_dtype: Option<DType>) -> Self {
+    pub fn of(mut device: D, dir: &Path, config: &ModelSpec, slots: usize, kv_dtype: Option<KvDType>) -> Self {
         let checkpoint = Checkpoint::open(dir).unwrap();
-        let kv_dtype = kv_dtype.or(checkpoint.dtype()).unwrap();
+        let kv_dtype = kv_dtype.or(checkpoint.dtype().map(KvDType::from)).unwrap();
         let weights = Weights::load(&mut device, &checkpoint, config, None, &mut |_, _| {}).unwrap();
         let model = Model::new(config, weights);
         let executor_config = ExecutorConfig {
@@ -59,6 +59,15 @@ impl<D: Device> Session<D> {
     /// Starts another sequence.
     pub fn restart(&mut self) {
         self.fed = 0;
+    }
+
+    /// Goes on behind the first `tokens` tokens of those fed.
+    ///
+    /// # Panics
+    /// If fewer were fed.
+    pub fn rewind(&mut self, tokens: usize) {
+        assert!(tokens <= self.fed, "tokens that were fed");
+        self.fed = tokens;
     }
 
     /// Feeds the next tokens in one step; returns the greedy sample with the logits of the last position.

@@ -10,7 +10,7 @@ use lagoon_tests::cluster::compare::{prompt, single};
 use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::{Golden, max_diff};
 use lagoon_tests::single::Session;
-use lagoon_types::DType;
+use lagoon_types::KvDType;
 
 /// The goldens with 16-bit weights, for which precision matters.
 const SIXTEEN_BITS: [&str; 5] = ["bf16", "f16", "gpt_neox", "mpt_f16", "qwen2_f16"];
@@ -73,7 +73,7 @@ fn a_mixed_pool_of_a_16_bit_model_is_near_one_instance() {
         (Backend::Cuda, Backend::Cpu, RemotePolicy::Fetch),
     ];
     // A page of the fake driver is 16 tokens of a layer's K.
-    let pool = PoolSpec { kv_dtype: DType::F16, ..PoolSpec::golden("f16", 16) };
+    let pool = PoolSpec { kv_dtype: KvDType::F16, ..PoolSpec::golden("f16", 16) };
     let noise = Golden::load("f16").description.tolerance;
     let request = greedy(prompt(81, 70, 128), 5);
     let alone = single(&pool, std::slice::from_ref(&request));

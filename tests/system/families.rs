@@ -13,7 +13,7 @@ use lagoon_protocol::Role;
 use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::{Golden, max_diff, models};
 use lagoon_tests::single::Session;
-use lagoon_types::DType;
+use lagoon_types::KvDType;
 
 /// Tokens of the answer on wgpu and CUDA: the first is sampled after the prompt, the others in decode steps.
 const FEW: usize = 3;
@@ -95,7 +95,7 @@ fn assert_alone_on_cuda(name: &str) {
     device.set_tuning(Tuning { precision: Precision::Exact, ..*device.tuning() });
     let golden = Golden::load(name);
     let (tokens, tolerance) = (&golden.description.tokens, golden.description.tolerance_f32);
-    let mut session = Session::open(device, &golden.dir, tokens.len(), Some(DType::F32));
+    let mut session = Session::open(device, &golden.dir, tokens.len(), Some(KvDType::F32));
     let mut compared = 0;
     for (pos, logits) in session.logits(tokens, &[24, tokens.len() - 27, 1, 1, 1]) {
         let diff = max_diff(&logits, golden.at(pos).unwrap());

@@ -12,7 +12,7 @@ use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::max_diff;
 use lagoon_tests::process::{Server, logits, run, token_ids};
 use lagoon_tests::single::Session;
-use lagoon_types::DType;
+use lagoon_types::{DType, KvDType};
 use serde_json::{Value, json};
 
 fn file(name: &str) -> String {
@@ -24,7 +24,7 @@ fn file(name: &str) -> String {
 const PACKED: [&str; 2] = ["llama-q4_k.gguf", "qwen2-q4_k.gguf"];
 
 fn pool_of(name: &str) -> PoolSpec {
-    PoolSpec { dir: file(name).into(), kv_dtype: DType::F32, block_tokens: 4, split: false }
+    PoolSpec { dir: file(name).into(), kv_dtype: KvDType::F32, block_tokens: 4, split: false }
 }
 
 fn pooled_over_three(name: &str, backend: Backend) {
@@ -45,7 +45,7 @@ fn a_packed_file_pooled_over_cuda_equals_one() {
     for (seed, name) in (80..).zip(["llama-q4_k.gguf", "llama-q8_0.gguf"]) {
         let Some(fake) = driver("a_packed_file_pooled_over_cuda_equals_one", seed) else { return };
         // An rBlock is a page of a layer's K, or two.
-        let pool = PoolSpec { dir: file(name).into(), kv_dtype: DType::F32, block_tokens: 64, split: false };
+        let pool = PoolSpec { dir: file(name).into(), kv_dtype: KvDType::F32, block_tokens: 64, split: false };
         let exact = |blocks| Spec { step_rows: 24, precision: Precision::Exact, ..Spec::cpu(blocks) };
         let cuda = |blocks| Spec { backend: Backend::Cuda, ..exact(blocks) };
         let mut world = World::pool(pool.clone(), None, &[cuda(2), exact(3), cuda(3)]);

@@ -5,7 +5,7 @@ use lagoon_backend::{Device, cpu::CpuDevice};
 use lagoon_model::ModelSpec;
 use lagoon_tests::golden::{Golden, max_diff, models};
 use lagoon_tests::single::{STEP_ROWS, Session};
-use lagoon_types::DType;
+use lagoon_types::KvDType;
 
 /// Chunks of at most `STEP_ROWS`, the last `tail` tokens one by one.
 fn chunks(n: usize, tail: usize) -> Vec<usize> {
@@ -24,7 +24,7 @@ fn check<D: Device>(name: &str, device: impl Fn() -> D) {
     let n = tokens.len();
     let output = golden.description.greedy_continuation.len();
     for (kv_dtype, tolerance) in
-        [(Some(DType::F32), golden.description.tolerance_f32), (None, golden.description.tolerance)]
+        [(Some(KvDType::F32), golden.description.tolerance_f32), (None, golden.description.tolerance)]
     {
         let mut spec = ModelSpec::open(&golden.dir).unwrap();
         golden.description.max_model_len.into_iter().for_each(|tokens| spec.limit_context(tokens).unwrap());

@@ -6,7 +6,7 @@ use lagoon_tests::cluster::check::assert_same;
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt, single};
 use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::Golden;
-use lagoon_types::{DType, InstanceId};
+use lagoon_types::{DType, InstanceId, KvDType};
 use std::collections::BTreeMap;
 
 /// Blocks of the first request on its own instance and on creditors.
@@ -321,7 +321,7 @@ fn a_cpu_and_a_wgpu_instance_serve_together() {
 fn sixteen_bits_on_the_wire() {
     for (name, kv_dtype) in [("bf16", DType::BF16), ("f16", DType::F16)] {
         let tolerance = Golden::load(name).description.tolerance;
-        let pool = PoolSpec { kv_dtype, ..PoolSpec::golden(name, 8) };
+        let pool = PoolSpec { kv_dtype: kv_dtype.into(), ..PoolSpec::golden(name, 8) };
         let request = greedy(prompt(90, 100, 128), 8);
         let alone = single(&pool, std::slice::from_ref(&request));
         for (wire, remote) in
@@ -346,7 +346,7 @@ fn a_long_document_on_the_bundled_model() {
     let document = std::fs::read_to_string(dir.join("document.txt")).unwrap();
     let mut tokens = tokenizer.encode(&document, true).unwrap();
     tokens.truncate(2_900);
-    let pool = PoolSpec { dir, kv_dtype: DType::F32, block_tokens: 32, split: false };
+    let pool = PoolSpec { dir, kv_dtype: KvDType::F32, block_tokens: 32, split: false };
     let spec = Spec { remote: RemotePolicy::Auto, step_rows: 256, fetch_tokens: 512, ..Spec::cpu(20) };
     let mut world = World::pool(pool.clone(), None, &vec![spec; 5]);
     world.submit(0, greedy(tokens, 6));

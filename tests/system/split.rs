@@ -76,10 +76,10 @@ fn split_pools_of_wgpu_equal_transformers() {
 fn rblocks_hold_layers_without_a_window_only() {
     let world = World::pool(pool("gpt_oss"), None, &[Spec::cpu(8)]);
     let mut of_all = ModelSpec::open(&pool("gpt_oss").dir).unwrap();
-    let layers = of_all.kv_shape(lagoon_types::DType::F32).layers;
+    let layers = of_all.kv_shape(lagoon_types::KvDType::F32).layers;
     of_all.split_kv().unwrap();
     assert!(world.nodes[0].shape().layers < layers);
-    assert_eq!(world.nodes[0].shape().layers, of_all.kv_shape(lagoon_types::DType::F32).layers);
+    assert_eq!(world.nodes[0].shape().layers, of_all.kv_shape(lagoon_types::KvDType::F32).layers);
 }
 
 /// The ring stays where it was; a lost range is computed after its windows, and then the ring of the next token is filled

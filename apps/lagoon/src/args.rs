@@ -5,8 +5,8 @@ use anyhow::Context;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args as _, Command, FromArgMatches};
 use lagoon_transport::{Identity, NodeRole, Subject};
-use lagoon_types::DType;
 use lagoon_types::limits::DEVICE_STUCK_MS;
+use lagoon_types::{DType, KvDType};
 use std::path::PathBuf;
 
 /// How remote KV is attended to.
@@ -129,9 +129,10 @@ pub(crate) struct EngineArgs {
     /// Convert weights on loading: f32, f16 or bf16 [default: as stored].
     #[arg(long, value_parser = parse_dtype)]
     pub(crate) dtype: Option<DType>,
-    /// Element type of the KV cache [default: that of the weights].
-    #[arg(long, value_parser = parse_dtype)]
-    pub(crate) kv_dtype: Option<DType>,
+    /// Element type of the KV cache: f32, f16, bf16 or fp8, which halves the KV memory and the KV traffic of 16 bits and loses
+    /// some accuracy. The same in the whole pool [default: that of the weights].
+    #[arg(long, value_parser = parse_kv_dtype)]
+    pub(crate) kv_dtype: Option<KvDType>,
     /// KV capacity of each instance, in tokens [default: by the memory there is].
     #[arg(long, value_name = "N")]
     pub(crate) kv_tokens: Option<u32>,
@@ -269,6 +270,10 @@ fn parse_switch(text: &str) -> Result<bool, String> {
         "off" => Ok(false),
         _ => Err(format!("{text:?} is neither on nor off")),
     }
+}
+
+fn parse_kv_dtype(text: &str) -> Result<KvDType, String> {
+    text.parse::<KvDType>().map_err(|e| e.to_string())
 }
 
 pub(crate) fn parse_dtype(text: &str) -> Result<DType, String> {

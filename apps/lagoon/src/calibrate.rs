@@ -291,7 +291,7 @@ mod tests {
         let config = ExecutorConfig {
             rings: 0,
             kv: KvSpace::flat(SLOTS, 1),
-            kv_dtype: model.dtype,
+            kv_dtype: model.dtype.into(),
             step_rows: 32,
             step_seqs: 4,
             fetch_tokens: 0,

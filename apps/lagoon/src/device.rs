@@ -51,7 +51,7 @@ const CALIBRATION_BUDGET: Duration = Duration::from_secs(1);
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     pub(crate) blocks_total: u32,
-    pub(crate) kv_dtype: lagoon_types::DType,
+    pub(crate) kv_dtype: lagoon_types::KvDType,
     /// KV in memory that transports can read and write, where the backend has such; else with a staging buffer of
     /// `stage_blocks`.
     pub(crate) shared: bool,
@@ -163,12 +163,16 @@ impl<'a> Loading<'a> {
             PrecisionArg::Exact => Precision::Exact,
             PrecisionArg::Fast => Precision::Fast,
         };
-        let (geometry, dtype) = (model.config.geometry, sizes.kv_dtype);
-        let attention = cuda_tuning::prepare(ordinal, args.calibrate, precision, geometry, dtype);
+        let geometry = model.config.geometry;
+        // Kernels that are tuned are those of plain types.
+        let tune = |dtype| (dtype, cuda_tuning::prepare(ordinal, args.calibrate, precision, geometry, dtype));
+        let tuned = sizes.kv_dtype.plain().map(tune);
         let options = CudaOptions { ordinal, ..CudaOptions::default() };
         let mut device = CudaDevice::open(kernels::FATBIN, options).context("open the CUDA device")?;
         device.set_tuning(Tuning { precision, ..*device.tuning() });
-        attention.apply(&mut device, geometry, dtype);
+        if let Some((dtype, attention)) = tuned {
+            attention.apply(&mut device, geometry, dtype);
+        }
         let shape = model.config.kv_shape(sizes.kv_dtype);
         let why_flat = (!sizes.lend).then(|| device.why_flat(shape, &requested_space(args, model, *sizes))).flatten();
         if let Some(why) = why_flat {
@@ -184,6 +188,12 @@ impl<'a> Loading<'a> {
     pub fn start_on<D: Device>(self, mut device: D) -> anyhow::Result<Running> {
         let Self { args, model, sizes, report, cached, .. } = self;
         let info = device.info();
+        anyhow::ensure!(
+            device.takes_kv(sizes.kv_dtype),
+            "the backend {} has no KV in {}\nhint: choose another --kv-dtype or --backend",
+            info.backend,
+            sizes.kv_dtype
+        );
         let weights = if let Some(checkpoint) = &model.checkpoint {
             let takes = |format| args.dtype.is_none() && device.takes(format);
             if let Some(text) = conversion(&model.id, checkpoint, &model.config, model.dtype, takes) {

@@ -5,8 +5,8 @@ use crate::log::outln;
 use crate::model::resolve;
 use anyhow::Context as _;
 use lagoon_model::{Checkpoint, Loaded, ModelSpec, loaded};
-use lagoon_types::DType;
 use lagoon_types::limits::{RUNNING_DEFAULT, STEP_ROWS_DEFAULT};
+use lagoon_types::{DType, KvDType};
 use serde::Serialize;
 
 /// Pools whose context is printed, in instances.
@@ -29,6 +29,8 @@ struct Size {
     /// Of a GGUF file, whose weights are converted when they are loaded.
     stored: Option<StoredSize>,
     kv_bytes_per_token: u64,
+    /// With --kv-dtype=fp8.
+    fp8_bytes_per_token: u64,
     /// With --kv-groups=on, if layers differ in that.
     split: Option<SplitSize>,
     /// Longest sequence of the configuration, in tokens.
@@ -76,6 +78,8 @@ struct Context {
     instances: u64,
     #[serde(flatten)]
     room: Room,
+    /// With --kv-dtype=fp8.
+    fp8: Room,
     /// With --kv-groups=on, if layers differ in that.
     split: Option<Room>,
 }
@@ -111,6 +115,7 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
         stored.print();
     }
     outln!("KV            {} bytes a token, in {}", size.kv_bytes_per_token, size.dtype);
+    outln!("              {} bytes a token with --kv-dtype=fp8", size.fp8_bytes_per_token);
     if let Some(split) = &size.split {
         let mib = split.ring_bytes as f64 / f64::from(1 << 20);
         outln!(
@@ -123,9 +128,10 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
         size.max_positions,
         gib(memory)
     );
-    for Context { instances, room, split } in &size.contexts {
+    for Context { instances, room, fp8, split } in &size.contexts {
         let what = if *instances == 1 { "instance " } else { "instances" };
         outln!("{instances:>4} {what} {} tokens of KV, a context of {}", room.kv_tokens, room.context_tokens);
+        outln!("               {} and {} with --kv-dtype=fp8", fp8.kv_tokens, fp8.context_tokens);
         if let Some(room) = split {
             outln!("               {} and {} with --kv-groups=on", room.kv_tokens, room.context_tokens);
         }
@@ -138,13 +144,15 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
 
 fn size(spec: &ModelSpec, dtype: DType, memory_bytes: u64) -> Size {
     let weight_bytes = spec.parameters() * dtype.size() as u64;
-    let kv_bytes_per_token = spec.kv_shape(dtype).token_bytes() as u64;
+    let [kv_bytes_per_token, fp8_bytes_per_token] =
+        [dtype.into(), KvDType::Fp8].map(|dtype| spec.kv_shape(dtype).token_bytes() as u64);
     let left = (memory_bytes / 100 * MEMORY_PERCENT).saturating_sub(weight_bytes);
     let split = split_size(spec, dtype);
     let room = |tokens: u64| Room { kv_tokens: tokens, context_tokens: tokens.min(u64::from(spec.max_positions)) };
     let context = |instances: u64| Context {
         instances,
         room: room(instances * (left / kv_bytes_per_token)),
+        fp8: room(instances * (left / fp8_bytes_per_token)),
         split: split.as_ref().map(|split| room(instances * split.tokens(left))),
     };
     Size {
@@ -157,6 +165,7 @@ fn size(spec: &ModelSpec, dtype: DType, memory_bytes: u64) -> Size {
         weight_bytes,
         stored: None,
         kv_bytes_per_token,
+        fp8_bytes_per_token,
         max_positions: spec.max_positions,
         memory_bytes,
         contexts: INSTANCES.map(context).into(),
@@ -237,6 +246,8 @@ mod tests {
         assert_eq!(size.parameters - size.active_parameters, 2 * 4 * 3 * 48 * 40);
         // Keys and values of two heads of 24, in three layers.
         assert_eq!(size.kv_bytes_per_token, 3 * 2 * 2 * 24 * 4);
+        assert_eq!(size.fp8_bytes_per_token, 3 * 2 * 2 * (24 + 4));
+        assert_eq!(size.contexts[1].fp8.context_tokens, 256);
         assert!(size.split.is_none(), "no layer has a window");
         let left = (1 << 20) / 100 * 90 - size.parameters * 4;
         let tokens = 2 * (left / size.kv_bytes_per_token);
@@ -256,5 +267,6 @@ mod tests {
         let tokens = (left - RUNNING_DEFAULT as u64 * split.ring_bytes) / split.kv_bytes_per_token;
         assert_eq!(size.contexts[0].split, Some(Room { kv_tokens: tokens, context_tokens: 256 }));
         assert_eq!(size.contexts[0].room.kv_tokens, left / size.kv_bytes_per_token);
+        assert_eq!(size.contexts[0].fp8.kv_tokens, left / size.fp8_bytes_per_token);
     }
 }

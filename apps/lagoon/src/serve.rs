@@ -30,7 +30,7 @@ use lagoon_instance::{Instance, InstanceConfig, LayerWindows, MovePace, RemotePo
 use lagoon_model::ModelSpec;
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_transport::{Identity, NodeRole};
-use lagoon_types::ModelHash;
+use lagoon_types::{DType, ModelHash};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
@@ -147,7 +147,11 @@ fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
     let id = args.served_model_name.clone().unwrap_or_else(|| short_name(&args.model));
     let (dtype, context) = (args.engine.dtype, args.engine.max_model_len);
     let mut model = match (args.role, args.model_hash) {
-        (RoleArg::Kv, Some(hash)) => OpenModel::open_shape(dir, id, args.engine.kv_dtype.or(dtype), context, hash),
+        (RoleArg::Kv, Some(hash)) => {
+            // Without weights, their type only stands in for that of KV.
+            let stated = args.engine.kv_dtype.map(|dtype| dtype.plain().unwrap_or(DType::F16));
+            OpenModel::open_shape(dir, id, stated.or(dtype), context, hash)
+        }
         (RoleArg::Kv, None) => {
             let mut model = OpenModel::open(dir, id, dtype, context)
                 .context("a kv node without weights needs --model-hash (the others print it when they start)")?;
@@ -252,7 +256,7 @@ fn start_transfers(args: &ServeArgs, config: &InstanceConfig, running: &Running)
 
 /// Sizes of its KV, in whole rBlocks.
 fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<Sizes> {
-    let kv_dtype = args.engine.kv_dtype.unwrap_or(model.dtype);
+    let kv_dtype = args.engine.kv_dtype.unwrap_or(model.dtype.into());
     let kv = model.config.kv_shape(kv_dtype);
     let shared = shares_kv(args, chosen);
     let kv_tokens = match args.engine.kv_tokens {
@@ -285,7 +289,7 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
 }
 
 /// Bytes of the rings of windowed KV.
-fn ring_bytes(config: &ModelSpec, dtype: lagoon_types::DType, args: &ServeArgs) -> u64 {
+fn ring_bytes(config: &ModelSpec, dtype: lagoon_types::KvDType, args: &ServeArgs) -> u64 {
     let slots = u64::from(config.ring_slots(args.engine.step_tokens)) * args.engine.max_running as u64;
     config.windowed_shape(dtype).map_or(0, |shape| slots * shape.token_bytes() as u64)
 }

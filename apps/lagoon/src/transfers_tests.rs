@@ -6,13 +6,13 @@ use crate::local::EphemeralCa;
 use lagoon_instance::{LayerWindows, RemotePolicy, SchedulerConfig};
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_transfer::{Reader, ReaderConfig, ReaderOutput};
-use lagoon_types::{AttentionGeometry, DType, KvShape, ModelHash};
+use lagoon_types::{AttentionGeometry, DType, KvDType, KvShape, ModelHash};
 
 const WRITER: InstanceId = InstanceId(1);
 const READER: InstanceId = InstanceId(2);
 const BLOCK_TOKENS: u32 = 4;
 const BLOCKS: u32 = 6;
-const KV: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 8, dtype: DType::F32 };
+const KV: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 8, dtype: KvDType::F32 };
 /// No test takes so long.
 const TIMEOUT: Duration = Duration::from_secs(60);
 

@@ -45,13 +45,13 @@ mod tests {
     use super::*;
     use lagoon_instance::TransferConfig;
     use lagoon_transfer::{Writer, WriterConfig};
-    use lagoon_types::{DType, KvShape, ModelHash};
+    use lagoon_types::{KvDType, KvShape, ModelHash};
 
     /// Neither a dropped writer nor another writer's token is found.
     #[test]
     #[allow(clippy::unwrap_used, reason = "tests")]
     fn a_writer_is_known_by_its_token_while_it_lives() {
-        let kv = KvShape { layers: 1, kv_heads: 1, head_dim: 8, dtype: DType::F32 };
+        let kv = KvShape { layers: 1, kv_heads: 1, head_dim: 8, dtype: KvDType::F32 };
         let layout = TransferConfig::new(ModelHash([3; 32]), kv, (4, 4), String::new()).unwrap().layout;
         let server = ExportServer::new(Writer::new(layout, WriterConfig::default()), Vec::new(), || 0);
         let arena = |token: u8| TransferArena { token: vec![token; 32], ..TransferArena::default() };

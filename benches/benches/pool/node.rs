@@ -108,7 +108,7 @@ impl Side {
         let model = Model::new(&config, device.weights(&config, DType::F16)?);
         let sizes = ExecutorConfig {
             kv: KvSpace::flat(blocks, BLOCK_TOKENS_DEFAULT),
-            kv_dtype: DType::F16,
+            kv_dtype: DType::F16.into(),
             step_rows: STEP_ROWS as usize,
             step_seqs: 64,
             rings: 0,

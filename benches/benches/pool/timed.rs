@@ -13,7 +13,7 @@ use lagoon_backend::{
 };
 use lagoon_model::{LoadedTensor, ModelError, ModelSpec, Weights};
 use lagoon_runner::Report;
-use lagoon_types::{AttentionGeometry, DType, KvShape};
+use lagoon_types::{AttentionGeometry, DType, KvDType, KvShape};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -176,6 +176,10 @@ impl Device for Timed {
 
     fn takes(&self, format: WeightFormat) -> bool {
         self.inner.takes(format)
+    }
+
+    fn takes_kv(&self, dtype: KvDType) -> bool {
+        self.inner.takes_kv(dtype)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<CpuWeight, DeviceError> {

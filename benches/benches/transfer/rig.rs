@@ -13,7 +13,7 @@ use lagoon_transport::{
         fetch_arena,
     },
 };
-use lagoon_types::{DType, InstanceId, ModelHash};
+use lagoon_types::{InstanceId, KvDType, ModelHash};
 use serde_json::{Value, json};
 use std::{
     hint::black_box,
@@ -73,7 +73,7 @@ fn layout(block_bytes: u32, blocks: u32) -> Result<Layout> {
         Axis { dim: Dim::Head, size: heads, stride: HEAD_DIM.into() },
         Axis { dim: Dim::Elem, size: HEAD_DIM, stride: 1 },
     ];
-    let plane = Plane { region: 0, base: 0, axes, dtype: DType::BF16, first_layer: 0, part: Part::Both };
+    let plane = Plane { region: 0, base: 0, axes, dtype: KvDType::BF16, first_layer: 0, part: Part::Both };
     Ok(Layout::new(LayoutParts {
         model: ModelHash([1; 32]),
         block_tokens: TOKENS,

@@ -1,9 +1,10 @@
-// Micro attention without tensor cores, for what the other kernels do not take: f32 stores, any head size, any alignment, and
+// Micro attention without tensor cores, for what the other kernels do not take: f32 stores, KV in 8 bits, any head size, any alignment, and
 // latents (DeepSeek-V2 section 2.1), where a row is key and value at once: its first half lies in K, its second one in V.
 // One block serves a query head over an item's rows, one after the other: keys are read again for each row and head. It is
 // bound by the first-level cache (each thread reads a key of its own), several times slower than memory; it exists to be
 // exact and general.
 #pragma once
+#include "fp8.cuh"
 #include "keys.cuh"
 
 constexpr uint32_t ANY_THREADS = 128;
@@ -26,9 +27,18 @@ struct PlainRows {
         : k(at<const T>(p.kv.k) + kv_head), v(at<const T>(p.kv.v) + kv_head), stride(p.kv.token_stride), dim(p.head_dim) {}
 
     DEVICE float score(const float* query, uint32_t slot) const {
-        if constexpr (!LATENT) return dot(query, k + slot * stride, dim);
+        if constexpr (!LATENT) return dot_row(query, k + slot * stride, dim);
         const uint32_t half = dim / 2;
-        return dot(query, k + slot * stride, half) + dot(query + half, v + slot * stride, half);
+        return dot_row(query, k + slot * stride, half) + dot_row(query + half, v + slot * stride, half);
+    }
+    DEVICE static float dot_row(const float* query, const T* row, uint32_t dim) {
+        return dot(query, row, dim) * row_scale(row, dim);
+    }
+
+    // What element `d` of the slot's value is multiplied with.
+    DEVICE float value_scale(uint32_t d, uint32_t slot) const {
+        const uint32_t half = dim / 2;
+        return row_scale((LATENT && d < half ? k : v) + slot * stride, LATENT ? half : dim);
     }
 
     // Element `d` of slot 0's value; those of the others are `stride` apart.
@@ -84,7 +94,10 @@ DEVICE void attention_any(const AttentionParams& p) {
                 const T* values = rows.values(d);
                 for (uint32_t j = 0; j < count; j++) {
                     // What no query sees may be anything, also NaN.
-                    if (weights[j] > 0) a = fmaf(weights[j], widen(values[slots[j] * rows.stride]), a);
+                    if (weights[j] > 0) {
+                        const float value = widen(values[slots[j] * rows.stride]);
+                        a = fmaf(weights[j], value * rows.value_scale(d, slots[j]), a);
+                    }
                 }
                 acc[d] = a;
             }

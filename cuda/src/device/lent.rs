@@ -62,10 +62,11 @@ impl Lent {
     }
 
     pub(super) fn view(&self, layer: usize) -> KvView {
-        let (heads, dim) = (u64::from(self.shape.kv_heads), u64::from(self.shape.head_dim));
+        let KvShape { kv_heads, head_dim, dtype, .. } = self.shape;
+        let (heads, row) = (u64::from(kv_heads), dtype.row_elements(head_dim) as u64);
         let k = self.arena.address() + (layer * self.layer_bytes()) as u64;
-        let v = k + heads * dim * self.shape.dtype.size() as u64;
-        KvView { k, v, token_stride: 2 * heads * dim, head_stride: dim }
+        let v = k + heads * row * dtype.element_bytes() as u64;
+        KvView { k, v, token_stride: 2 * heads * row, head_stride: row }
     }
 
     fn tag_at(&self, block: u32) -> u64 {

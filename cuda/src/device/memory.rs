@@ -197,8 +197,8 @@ fn vmm_shape(context: &Context, shape: KvShape, layers_per_group: u32) -> VmmSha
     VmmShape {
         layers: shape.layers,
         kv_heads: shape.kv_heads,
-        head_dim: shape.head_dim,
-        element_bytes: word(shape.dtype.size()),
+        head_dim: word(shape.dtype.row_elements(shape.head_dim)),
+        element_bytes: word(shape.dtype.element_bytes()),
         page_group_bytes: context.granularity() as u64,
         layers_per_group,
     }
@@ -373,7 +373,9 @@ impl CudaKv {
     /// memory, and is not zeroed.
     pub(super) fn over(shape: KvShape, memory: Arc<VirtualKv>) -> Result<Self, DeviceError> {
         let of = memory.layout().shape();
-        let wanted = (shape.layers, shape.kv_heads, shape.head_dim, word(shape.dtype.size()));
+        let dtype = shape.dtype;
+        let wanted =
+            (shape.layers, shape.kv_heads, word(dtype.row_elements(shape.head_dim)), word(dtype.element_bytes()));
         if (of.layers, of.kv_heads, of.head_dim, of.element_bytes) != wanted {
             return Err(DeviceError::Unsupported(format!("a store of {shape:?} over memory laid out for {of:?}")));
         }
@@ -429,7 +431,8 @@ impl CudaKv {
             Memory::Virtual(memory) => memory,
         };
         let plane = memory.layer(word(layer));
-        KvView { k: plane.k, v: plane.v, token_stride: plane.token_stride, head_stride: u64::from(self.shape.head_dim) }
+        let head_stride = self.shape.dtype.row_elements(self.shape.head_dim) as u64;
+        KvView { k: plane.k, v: plane.v, token_stride: plane.token_stride, head_stride }
     }
 
     /// Properties that all layers share, for the attention plan.

@@ -92,13 +92,13 @@ impl CudaDevice {
         at: u64,
         tokens: usize,
     ) -> Result<(), DeviceError> {
-        let element_bytes = word(kv.shape.dtype.size());
+        let element_bytes = word(kv.shape.dtype.element_bytes());
         let params = p::KvCopyParams {
             kv: kv.view(layer),
             packed: at,
             slot0,
             kv_heads: kv.shape.kv_heads,
-            head_bytes: kv.shape.head_dim * element_bytes,
+            head_bytes: word(kv.shape.row_bytes()),
             element_bytes,
         };
         self.per_row(name, tokens, params)

@@ -246,14 +246,14 @@ impl CudaDevice {
     fn random_store(&mut self, what: &TuneFor, slots: u32) -> Result<CudaKv, DeviceError> {
         let shape = what.shape(what.layers(slots));
         let mut kv = self.kv(shape, slots as usize)?;
-        let elements = shape.layer_token_bytes() / shape.dtype.size();
+        let elements = shape.layer_token_bytes() / what.dtype.size();
         for layer in 0..shape.layers as usize {
             for slot in (0..slots).step_by(WRITTEN as usize) {
                 let tokens = (slots - slot).min(WRITTEN);
                 let (from, to) = (u64::from(slot) * elements as u64, u64::from(slot + tokens) * elements as u64);
                 let values: Vec<f32> = (from..to).map(|i| random(KV_SEED + layer as u64, i)).collect();
                 let mut bytes = Vec::new();
-                shape.dtype.encode(&values, &mut bytes);
+                what.dtype.encode(&values, &mut bytes);
                 self.kv_write(&mut kv, layer, slot, &bytes)?;
             }
         }

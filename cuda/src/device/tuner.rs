@@ -31,7 +31,7 @@ impl TuneFor {
 
     pub(super) fn shape(&self, layers: u32) -> KvShape {
         let AttentionGeometry { kv_heads, head_dim, .. } = self.geometry;
-        KvShape { layers, kv_heads, head_dim, dtype: self.dtype }
+        KvShape { layers, kv_heads, head_dim, dtype: self.dtype.into() }
     }
 
     /// Bytes of `tokens` tokens of one layer.
@@ -124,9 +124,9 @@ impl CudaDevice {
         let shape = what.shape(what.layers(rows * keys));
         let mut kv = self.kv(shape, (rows * keys) as usize)?;
         let token = shape.layer_token_bytes();
-        let (mut bytes, elements) = (Vec::new(), token / shape.dtype.size());
+        let (mut bytes, elements) = (Vec::new(), token / what.dtype.size());
         let count = PERIOD.min(rows * keys) as usize * elements;
-        shape.dtype.encode(&(0..count as u64).map(|i| random(1, i)).collect::<Vec<f32>>(), &mut bytes);
+        what.dtype.encode(&(0..count as u64).map(|i| random(1, i)).collect::<Vec<f32>>(), &mut bytes);
         for layer in 0..shape.layers as usize {
             for slot in (0..rows * keys).step_by(PERIOD as usize) {
                 let tokens = (rows * keys - slot).min(PERIOD) as usize;

@@ -3,7 +3,7 @@
 use super::{CudaError, check};
 use crate::kernels::boxes::{MapShape, TensorMap};
 use cudarc::driver::sys;
-use lagoon_types::DType;
+use lagoon_types::KvDType;
 
 /// A tensor map of a matrix of 16-bit elements, in boxes of 128 bytes of columns, swizzled. Reads and allocates
 /// nothing.
@@ -20,9 +20,9 @@ pub fn encode_boxes(shape: &MapShape) -> Result<TensorMap, CudaError> {
         CUtensorMapSwizzle_enum as Swizzle,
     };
     let dtype = match shape.dtype {
-        DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        DType::BF16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        DType::F32 => panic!("boxes of 16-bit elements"),
+        KvDType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        KvDType::BF16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        KvDType::F32 | KvDType::Fp8 => panic!("boxes of 16-bit elements"),
     };
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     let steps = [1u32; 2];

@@ -25,7 +25,7 @@ use super::{Launch, WARP};
 use bytemuck::{Pod, Zeroable};
 use lagoon_backend::{AttnBatch, AttnRows};
 use lagoon_types::run::visible;
-use lagoon_types::{AttentionGeometry, DType, KvRun};
+use lagoon_types::{AttentionGeometry, KvDType, KvRun};
 use std::ops::Range;
 
 /// Packed query rows of a tile of `attention_decode_*`.
@@ -81,7 +81,7 @@ impl KvView {
 /// Properties of a store's layers that the plan depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Store {
-    pub dtype: DType,
+    pub dtype: KvDType,
     /// [`KvView::is_aligned`].
     pub aligned: bool,
     /// [`KvView::takes_boxes`].
@@ -91,9 +91,9 @@ pub struct Store {
 impl Store {
     /// The store that has this layer, and others of its shape.
     #[must_use]
-    pub const fn of(view: &KvView, dtype: DType, head_dim: u32) -> Self {
-        let boxed = !matches!(dtype, DType::F32) && view.takes_boxes(head_dim);
-        Self { dtype, aligned: view.is_aligned(dtype.size() as u64), boxed }
+    pub const fn of(view: &KvView, dtype: KvDType, head_dim: u32) -> Self {
+        let boxed = matches!(dtype, KvDType::F16 | KvDType::BF16) && view.takes_boxes(head_dim);
+        Self { dtype, aligned: view.is_aligned(dtype.element_bytes() as u64), boxed }
     }
 }
 
@@ -287,29 +287,31 @@ macro_rules! family {
     };
 }
 
-const fn family(dtype: DType, g: AttentionGeometry) -> Option<Family> {
+const fn family(dtype: KvDType, g: AttentionGeometry) -> Option<Family> {
     match (dtype, g.head_dim) {
         _ if g.latent => None,
-        (DType::F16, 64) => family!("f16", "64", wgmma),
-        (DType::F16, 96) => family!("f16", "96"),
-        (DType::F16, 128) => family!("f16", "128", wgmma),
-        (DType::F16, 256) => family!("f16", "256"),
-        (DType::BF16, 64) => family!("bf16", "64", wgmma),
-        (DType::BF16, 96) => family!("bf16", "96"),
-        (DType::BF16, 128) => family!("bf16", "128", wgmma),
-        (DType::BF16, 256) => family!("bf16", "256"),
+        (KvDType::F16, 64) => family!("f16", "64", wgmma),
+        (KvDType::F16, 96) => family!("f16", "96"),
+        (KvDType::F16, 128) => family!("f16", "128", wgmma),
+        (KvDType::F16, 256) => family!("f16", "256"),
+        (KvDType::BF16, 64) => family!("bf16", "64", wgmma),
+        (KvDType::BF16, 96) => family!("bf16", "96"),
+        (KvDType::BF16, 128) => family!("bf16", "128", wgmma),
+        (KvDType::BF16, 256) => family!("bf16", "256"),
         _ => None,
     }
 }
 
-const fn any_kernel(dtype: DType, latent: bool) -> &'static str {
+const fn any_kernel(dtype: KvDType, latent: bool) -> &'static str {
     match (dtype, latent) {
-        (DType::F32, false) => "attention_any_f32",
-        (DType::F16, false) => "attention_any_f16",
-        (DType::BF16, false) => "attention_any_bf16",
-        (DType::F32, true) => "attention_latent_f32",
-        (DType::F16, true) => "attention_latent_f16",
-        (DType::BF16, true) => "attention_latent_bf16",
+        (KvDType::F32, false) => "attention_any_f32",
+        (KvDType::F16, false) => "attention_any_f16",
+        (KvDType::BF16, false) => "attention_any_bf16",
+        (KvDType::Fp8, false) => "attention_any_fp8",
+        (KvDType::F32, true) => "attention_latent_f32",
+        (KvDType::F16, true) => "attention_latent_f16",
+        (KvDType::BF16, true) => "attention_latent_bf16",
+        (KvDType::Fp8, true) => "attention_latent_fp8",
     }
 }
 
@@ -399,7 +401,7 @@ pub struct Plan {
     scale: f32,
     softcap: Option<f32>,
     window: Option<u32>,
-    geometry: Option<(AttentionGeometry, DType)>,
+    geometry: Option<(AttentionGeometry, KvDType)>,
     precision: Option<Precision>,
     prefill_shape: Option<PrefillShape>,
     wgmma: bool,

@@ -8,7 +8,7 @@
 
 use super::attention::{AttentionParams, KvView};
 use bytemuck::{Pod, Zeroable};
-use lagoon_types::DType;
+use lagoon_types::KvDType;
 
 /// Slots of a box, by tensor map.
 pub const BOX_HEIGHTS: [u32; 4] = [64, 16, 4, 1];
@@ -25,7 +25,7 @@ pub struct TensorMap(pub [u64; 16]);
 /// Arguments of a tensor map: a matrix of 16-bit elements, and boxes of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapShape {
-    pub dtype: DType,
+    pub dtype: KvDType,
     pub address: u64,
     /// Columns and rows of the matrix.
     pub dims: [u64; 2],
@@ -70,7 +70,7 @@ impl KvMaps {
     /// Those of `encode`.
     pub fn new<E>(
         view: KvView,
-        dtype: DType,
+        dtype: KvDType,
         kv_heads: u32,
         slots: u64,
         mut encode: impl FnMut(&MapShape) -> Result<TensorMap, E>,

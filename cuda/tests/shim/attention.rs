@@ -193,7 +193,7 @@ pub(crate) fn compare(mut device: ShimDevice, case: &Case) -> Result<(), String>
         lse: Tensor { data: vec![f32::NAN; rows * heads], cols: heads },
         count: Vec::new(),
     };
-    device.attend(&q, &batch, view, case.dtype, case.pad, &mut out);
+    device.attend(&q, &batch, view, case.dtype.into(), case.pad, &mut out);
     let boxes = case.wgmma && case.softcap.is_none();
     assert_eq!(device.plan.has_boxes(), boxes, "boxes where they are asked for, and no score is capped");
     let bound = match (case.precision, case.dtype) {
@@ -324,7 +324,7 @@ fn latents_take_their_own_kernels() {
             AttnBatch { geometry: g, scale: 1.0, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
         let mut plan = Plan::default();
         let tuning = Tuning { wgmma: true, precision: Precision::Fast, ..TUNING };
-        plan.make(&batch, Store { dtype, aligned: true, boxed: true }, &tuning);
+        plan.make(&batch, Store { dtype: dtype.into(), aligned: true, boxed: true }, &tuning);
         let at = Buffers { plan: 0, q: 0, q_stride: 0, slopes: 0, out: 0, lse: 0, piece_out: 0, piece_lse: 0 };
         let stride = u64::from(head_dim);
         let view = KvView { k: 0, v: 0, token_stride: stride, head_stride: stride };
@@ -350,7 +350,7 @@ fn plans_cover_each_visible_key_once() {
         let g = case.geometry;
         let batch = AttnBatch { geometry: g, scale: 1.0, window, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
         let mut plan = Plan::default();
-        plan.make(&batch, Store { dtype: DType::F16, aligned: true, boxed: true }, &TUNING);
+        plan.make(&batch, Store { dtype: DType::F16.into(), aligned: true, boxed: true }, &TUNING);
         let [decode, prefill, any, merges] = plan.counts();
         assert!(decode > 0 && prefill > 0 && any == 0 && (merges > 0 || window.is_some()));
         let at = Buffers { plan: 0, q: 0, q_stride: 0, slopes: 0, out: 0, lse: 0, piece_out: 0, piece_lse: 0 };

@@ -3,7 +3,7 @@
 use crate::support::shim::{ORDERS, SANITIZE, Shim, sanitizer};
 use lagoon_cuda::kernels::boxes::{MapShape, TensorMap};
 use lagoon_cuda::kernels::pointwise::GatherParams;
-use lagoon_types::DType;
+use lagoon_types::KvDType;
 use std::process::{Command, Stdio};
 
 /// What a kernel wrote in each order of turns, or why it failed.
@@ -99,7 +99,7 @@ fn boxes(mistake: u32, row: i64) -> Outcomes {
     let mut matrix = Numbered([[0; 4]; 64]);
     matrix.0.iter_mut().zip(1..).for_each(|(chunk, number)| chunk[0] = number);
     let address = (&raw const matrix) as u64;
-    let shape = MapShape { dtype: DType::F16, address, dims: [64, 8], stride: 128, boxed: [64, 8] };
+    let shape = MapShape { dtype: KvDType::F16, address, dims: [64, 8], stride: 128, boxed: [64, 8] };
     // The second is no map.
     let maps = [Shim::get().expect("the shim").encode(&shape).expect("encoded"), TensorMap::default()];
     let (x, rows) = (maps.as_ptr() as u64, row.cast_unsigned());
@@ -173,7 +173,7 @@ fn mistakes_with_products_are_seen() {
 #[test]
 fn maps_that_the_driver_refuses() {
     let shim = Shim::get().expect("the shim");
-    let good = MapShape { dtype: DType::BF16, address: 1 << 20, dims: [128, 100], stride: 256, boxed: [64, 16] };
+    let good = MapShape { dtype: KvDType::BF16, address: 1 << 20, dims: [128, 100], stride: 256, boxed: [64, 16] };
     assert!(shim.encode(&good).is_some());
     for bad in [
         MapShape { address: (1 << 20) + 16, ..good },

@@ -6,7 +6,7 @@ use crate::support::device::ShimDevice;
 use crate::support::shim::{ORDERS, SANITIZE, SKIPPED_TILE, STALE_STAGE, Shim, library, mutant};
 use lagoon_cuda::kernels::attention::{KvView, Precision};
 use lagoon_cuda::kernels::boxes::{KvMaps, MapShape, TensorMap};
-use lagoon_types::DType;
+use lagoon_types::{DType, KvDType};
 
 /// In each order of turns.
 fn check_orders(case: Case) {
@@ -100,12 +100,12 @@ fn planes_that_take_boxes() {
     }
     assert!(!KvView { head_stride: 96, ..view }.takes_boxes(96));
     let mut shapes: Vec<MapShape> = Vec::new();
-    let maps = KvMaps::new(view, DType::BF16, 4, 100, |shape| {
+    let maps = KvMaps::new(view, KvDType::BF16, 4, 100, |shape| {
         shapes.push(*shape);
         Ok::<_, ()>(TensorMap([shapes.len() as u64; 16]))
     });
     let maps = maps.expect("encoded");
     assert_eq!((maps.k[0].0[0], maps.k[3].0[0], maps.v[0].0[0]), (1, 4, 5));
-    let want = MapShape { dtype: DType::BF16, address: 0x2000, dims: [256, 100], stride: 512, boxed: [64, 16] };
+    let want = MapShape { dtype: KvDType::BF16, address: 0x2000, dims: [256, 100], stride: 512, boxed: [64, 16] };
     assert_eq!((shapes.len(), shapes[5]), (8, want));
 }

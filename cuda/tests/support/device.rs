@@ -18,7 +18,7 @@ use lagoon_cuda::kernels::packed::{self, Encoding, PackedProduct, factor_of};
 use lagoon_cuda::kernels::pointwise::Activate;
 use lagoon_cuda::kernels::weight::{WeightLayout, arrange};
 use lagoon_cuda::kernels::{Launch, pointwise, weight_ld};
-use lagoon_types::{AttentionGeometry, DType, KvShape};
+use lagoon_types::{AttentionGeometry, DType, KvDType, KvShape};
 use std::ops::Range;
 
 #[derive(Debug)]
@@ -49,24 +49,20 @@ pub(crate) struct Kv {
 
 impl Kv {
     fn view(&mut self, layer: usize) -> KvView {
-        let [k, v] = &mut self.layers[layer];
-        KvView {
-            k: k.as_mut_ptr() as u64,
-            v: v.as_mut_ptr() as u64,
-            token_stride: u64::from(self.shape.kv_heads * self.shape.head_dim),
-            head_stride: u64::from(self.shape.head_dim),
-        }
+        let [k, v] = self.layers[layer].each_mut().map(|plane| plane.as_mut_ptr() as u64);
+        KvView { k, v, ..view_of(self, layer) }
     }
 }
 
 /// The planes of a store that is only read.
 fn view_of(kv: &Kv, layer: usize) -> KvView {
     let [k, v] = &kv.layers[layer];
+    let head_stride = kv.shape.dtype.row_elements(kv.shape.head_dim) as u64;
     KvView {
         k: k.as_ptr() as u64,
         v: v.as_ptr() as u64,
-        token_stride: u64::from(kv.shape.kv_heads * kv.shape.head_dim),
-        head_stride: u64::from(kv.shape.head_dim),
+        token_stride: u64::from(kv.shape.kv_heads) * head_stride,
+        head_stride,
     }
 }
 
@@ -144,8 +140,8 @@ impl ShimDevice {
             packed,
             slot0,
             kv_heads: shape.kv_heads,
-            head_bytes: shape.head_dim * number(shape.dtype.size()),
-            element_bytes: number(shape.dtype.size()),
+            head_bytes: number(shape.row_bytes()),
+            element_bytes: number(shape.dtype.element_bytes()),
         };
         self.per_row(name, tokens, params);
     }
@@ -182,6 +178,10 @@ impl Device for ShimDevice {
 
     fn takes(&self, format: WeightFormat) -> bool {
         Encoding::of(format).is_some()
+    }
+
+    fn takes_kv(&self, dtype: KvDType) -> bool {
+        KvDType::ALL.contains(&dtype)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {
@@ -591,7 +591,7 @@ impl ShimDevice {
         q: &Tensor,
         batch: &AttnBatch<'_>,
         view: KvView,
-        dtype: DType,
+        dtype: KvDType,
         pad: Option<(usize, usize)>,
         out: &mut Partials<Tensor>,
     ) {

@@ -8,7 +8,7 @@
 mod compiled;
 
 use lagoon_cuda::kernels::boxes::{MapShape, TensorMap};
-use lagoon_types::DType;
+use lagoon_types::KvDType;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_uint, c_void};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -197,7 +197,7 @@ impl Shim {
     /// A tensor map as the driver would make it; `None` for parameters that the driver would refuse.
     pub(crate) fn encode(&self, shape: &MapShape) -> Option<TensorMap> {
         let mut map = TensorMap::default();
-        let dtype = if shape.dtype == DType::F16 { 6 } else { 9 };
+        let dtype = if shape.dtype == KvDType::F16 { 6 } else { 9 };
         let (address, steps) = (shape.address as *mut c_void, [1u32; 2]);
         // SAFETY: arrays of as many elements as the rank says, and a live map.
         let code = unsafe {

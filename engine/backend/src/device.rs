@@ -16,7 +16,7 @@ use crate::PciAddress;
 use crate::capabilities::{PeerAccess, Queued, Sampling, SharedArenas, SharedRegions, VirtualMemory};
 use crate::formats::WeightFormat;
 use bytes::Bytes;
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvDType, KvRun, KvShape};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
@@ -328,7 +328,7 @@ impl AttnBatch<'_> {
 }
 
 /// Consecutive tokens of one layer of a store. Buffers and shared device regions have them in the canonical layout
-/// `[token][k | v][kv_heads][head_dim]`.
+/// `[token][k | v][kv_heads]` rows (see [`KvShape`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvPiece {
     pub layer: u32,
@@ -375,6 +375,9 @@ pub trait Device: Send + 'static {
     /// stacked in one weight only if every packed one is.
     fn takes(&self, format: WeightFormat) -> bool;
 
+    /// Whether KV can be stored in `dtype`. Plain types always can.
+    fn takes_kv(&self, dtype: KvDType) -> bool;
+
     /// Makes a weight available to operations.
     ///
     /// # Errors
@@ -382,6 +385,9 @@ pub trait Device: Send + 'static {
     fn weight(&mut self, source: WeightSource) -> Result<Self::Weight, DeviceError>;
 
     /// A KV store with `slots` token slots, zeroed.
+    ///
+    /// # Errors
+    /// Out of memory; an element type that the device does not take ([`Device::takes_kv`]).
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Self::Kv, DeviceError>;
 
     /// Shape of a store.

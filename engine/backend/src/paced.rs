@@ -23,7 +23,7 @@ use crate::device::{
     Mode, Partials, WeightSource,
 };
 use crate::formats::WeightFormat;
-use lagoon_types::{AttentionGeometry, KvShape};
+use lagoon_types::{AttentionGeometry, KvDType, KvShape};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -363,6 +363,10 @@ impl<D: Device> Device for Paced<D> {
         self.inner.takes(format)
     }
 
+    fn takes_kv(&self, dtype: KvDType) -> bool {
+        self.inner.takes_kv(dtype)
+    }
+
     fn weight(&mut self, source: WeightSource) -> Result<Self::Weight, DeviceError> {
         let elements = source.rows() * source.cols;
         let bytes = source.parts.iter().map(|part| part.bytes.len()).sum();
@@ -639,7 +643,7 @@ mod tests {
     use super::*;
     use crate::cpu::CpuDevice;
     use bytes::Bytes;
-    use lagoon_types::DType;
+    use lagoon_types::{DType, KvDType};
 
     fn profile() -> PaceProfile {
         PaceProfile {
@@ -707,7 +711,7 @@ mod tests {
         let refused = |error: Result<(), DeviceError>| matches!(error, Err(DeviceError::Unsupported(_)));
         let logits = device.tensor(1, 8).unwrap();
         assert!(refused(device.sample_ahead(0, &logits, &[])) && refused(device.sampled(0, &mut Vec::new())));
-        let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 8, dtype: DType::F32 };
+        let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 8, dtype: KvDType::F32 };
         let mut kv = device.kv(shape, 4).unwrap();
         let region = RegionId(1);
         assert!(refused(device.kv_to_region(&kv, &[], region, 0)));

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "tests")]
 
 use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, Partials};
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape, Partial};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvDType, KvRun, KvShape, Partial};
 use proptest::prelude::*;
 
 const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 8, latent: false };
@@ -126,7 +126,7 @@ proptest! {
         let context = context.max(rows);
         let mut device = CpuDevice::with_threads(1);
         let mut data = lagoon_backend::conformance::Data::new(seed);
-        let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 8, dtype: DType::F32 };
+        let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 8, dtype: KvDType::F32 };
         let mut kv = device.kv(shape, context as usize).unwrap();
         let (bytes, _) = data.stored(DType::F32, context as usize * 16);
         device.kv_write(&mut kv, 0, 0, &bytes).unwrap();

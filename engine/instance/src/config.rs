@@ -56,7 +56,7 @@ impl TransferConfig {
         Ok(Self { stage_blocks, ..Self::new(model, kv, (stage_blocks, block_tokens), host)? })
     }
 
-    /// For a store with one region a layer, each `[slot][k | v][kv_heads][head_dim]`: blocks of `block_tokens` slots.
+    /// For a store with one region a layer, each `[slot][k | v][kv_heads]` rows of KV: blocks of `block_tokens` slots.
     ///
     /// # Errors
     /// For sizes that no layout has.
@@ -66,15 +66,16 @@ impl TransferConfig {
         (blocks, block_tokens): (u32, u32),
         host: String,
     ) -> Result<Self, LayoutError> {
-        let (heads, dim) = (u64::from(kv.kv_heads), u64::from(kv.head_dim));
-        let token = 2 * heads * dim;
+        let elements = kv.dtype.row_elements(kv.head_dim);
+        let (heads, row) = (u64::from(kv.kv_heads), elements as u64);
+        let token = 2 * heads * row;
         let axis = |dim, size, stride| Axis { dim, size, stride };
         let axes = vec![
             axis(Dim::Block, blocks, u64::from(block_tokens) * token),
             axis(Dim::Token, block_tokens, token),
-            axis(Dim::Kv, 2, heads * dim),
-            axis(Dim::Head, kv.kv_heads, dim),
-            axis(Dim::Elem, kv.head_dim, 1),
+            axis(Dim::Kv, 2, heads * row),
+            axis(Dim::Head, kv.kv_heads, row),
+            axis(Dim::Elem, u32::try_from(elements).unwrap_or(u32::MAX), 1),
         ];
         let plane = |layer| Plane {
             region: layer,

@@ -42,7 +42,7 @@ impl KvAccount {
 mod tests {
     use super::*;
     use crate::{Owner, RemoteGrant};
-    use lagoon_types::{DType, Epoch, InstanceId, LeaseId, SeqId};
+    use lagoon_types::{Epoch, InstanceId, KvDType, LeaseId, SeqId};
 
     /// A pool in the worst shape for its metadata: every sequence short, every other block free, as much borrowed as
     /// owned, and a block of every lease half written in every layer.
@@ -75,7 +75,7 @@ mod tests {
 
     #[test]
     fn metadata_stays_under_three_percent_of_the_kv() {
-        let f16 = |layers, kv_heads, head_dim| KvShape { layers, kv_heads, head_dim, dtype: DType::F16 };
+        let f16 = |layers, kv_heads, head_dim| KvShape { layers, kv_heads, head_dim, dtype: KvDType::F16 };
         // The 125M benchmark model, Llama-3-8B, Llama-2-13B, and a small model of four layers.
         for shape in [f16(12, 4, 64), f16(32, 8, 128), f16(40, 40, 128), f16(4, 4, 32)] {
             let account = worst(&shape, 32, 4096);

@@ -4,14 +4,14 @@
 #![allow(clippy::cast_possible_truncation, reason = "small sizes of tests")]
 
 use crate::{Adopted, BlockHash, BlockPool, BlockState, IdentityRoot, Owner};
-use lagoon_types::{DType, KvSpace, LeaseId, ModelHash, PhysBlock, SeqId};
+use lagoon_types::{KvDType, KvSpace, LeaseId, ModelHash, PhysBlock, SeqId};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
 const TOTAL: u32 = 12;
 const BLOCK: u32 = 2;
 const ROOT: IdentityRoot<'_> =
-    IdentityRoot { model: ModelHash([1; 32]), adapter: b"", dtype: DType::F32, rope: b"", block_tokens: BLOCK };
+    IdentityRoot { model: ModelHash([1; 32]), adapter: b"", dtype: KvDType::F32, rope: b"", block_tokens: BLOCK };
 
 #[derive(Clone, Debug)]
 enum Op {

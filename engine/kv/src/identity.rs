@@ -4,7 +4,7 @@
 //! `root = H(model, adapter, dtype, rope, block_tokens)`, `id_i = H(id_{i-1}, tokens of block i)`: a chain, so a block
 //! hash covers the whole prefix. Every field is length-prefixed: no two different inputs hash the same bytes.
 
-use lagoon_types::{DType, ModelHash};
+use lagoon_types::{KvDType, ModelHash};
 
 /// Inputs of the root of a model's prefix chain.
 #[derive(Clone, Copy, Debug)]
@@ -12,7 +12,7 @@ pub struct IdentityRoot<'a> {
     pub model: ModelHash,
     /// Identity of a fine-tuning adapter, empty for none.
     pub adapter: &'a [u8],
-    pub dtype: DType,
+    pub dtype: KvDType,
     /// Canonical description of the rotary embedding and its scaling.
     pub rope: &'a [u8],
     pub block_tokens: u32,
@@ -75,7 +75,7 @@ mod tests {
     const ROOT: IdentityRoot<'_> = IdentityRoot {
         model: ModelHash([7; 32]),
         adapter: b"",
-        dtype: DType::F16,
+        dtype: KvDType::F16,
         rope: b"theta=1e4",
         block_tokens: 4,
     };
@@ -97,7 +97,8 @@ mod tests {
         let others = [
             IdentityRoot { model: ModelHash([8; 32]), ..ROOT },
             IdentityRoot { adapter: b"lora", ..ROOT },
-            IdentityRoot { dtype: DType::BF16, ..ROOT },
+            IdentityRoot { dtype: KvDType::BF16, ..ROOT },
+            IdentityRoot { dtype: KvDType::Fp8, ..ROOT },
             IdentityRoot { rope: b"theta=5e5", ..ROOT },
             IdentityRoot { block_tokens: 8, ..ROOT },
             // Fields do not run into each other.

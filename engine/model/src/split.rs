@@ -1,7 +1,7 @@
 //! Where a layer's KV lives: in the pool, or, in layers with a window, in rings of the debtor's own (ADR 24).
 
 use crate::{ModelError, ModelSpec};
-use lagoon_types::{DType, KvShape, WindowShape};
+use lagoon_types::{KvDType, KvShape, WindowShape};
 
 /// The store of a layer's KV, and the layer's index in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,7 +97,7 @@ impl ModelSpec {
     /// # Panics
     /// Never for a configuration that was parsed: layers are within `LAYERS_MAX`.
     #[must_use]
-    pub fn kv_shape(&self, dtype: DType) -> KvShape {
+    pub fn kv_shape(&self, dtype: impl Into<KvDType>) -> KvShape {
         KvShape {
             layers: match &self.split {
                 Some(split) => split.layers(false),
@@ -105,13 +105,13 @@ impl ModelSpec {
             },
             kv_heads: self.geometry.kv_heads,
             head_dim: self.geometry.head_dim,
-            dtype,
+            dtype: dtype.into(),
         }
     }
 
     /// The shape of one token's windowed KV, if the model is split.
     #[must_use]
-    pub fn windowed_shape(&self, dtype: DType) -> Option<KvShape> {
+    pub fn windowed_shape(&self, dtype: impl Into<KvDType>) -> Option<KvShape> {
         self.split.as_ref().map(|split| KvShape { layers: split.layers(true), ..self.kv_shape(dtype) })
     }
 
@@ -146,13 +146,13 @@ mod tests {
     #[test]
     fn layers_with_a_window_leave_the_pool() {
         let mut spec = golden("gpt_oss");
-        let layers = spec.kv_shape(DType::F32).layers;
+        let layers = spec.kv_shape(KvDType::F32).layers;
         assert_eq!(spec.layers.len(), layers as usize);
-        assert_eq!((spec.windowed_shape(DType::F32), spec.kv_place(1)), (None, KvPlace::Pooled(1)));
+        assert_eq!((spec.windowed_shape(KvDType::F32), spec.kv_place(1)), (None, KvPlace::Pooled(1)));
         spec.split_kv().unwrap();
         let windows: Vec<u32> = spec.layers.iter().filter_map(|layer| layer.attention.window).collect();
-        let pooled = spec.kv_shape(DType::F32).layers;
-        assert_eq!(spec.windowed_shape(DType::F32).unwrap().layers + pooled, layers);
+        let pooled = spec.kv_shape(KvDType::F32).layers;
+        assert_eq!(spec.windowed_shape(KvDType::F32).unwrap().layers + pooled, layers);
         assert_eq!(windows.len() + pooled as usize, layers as usize);
         // gpt-oss begins with a layer that has a window.
         assert_eq!((spec.kv_place(0), spec.kv_place(1)), (KvPlace::Windowed(0), KvPlace::Pooled(0)));

@@ -155,7 +155,7 @@ pub struct PoolShape {
     pub kv_heads: u32,
     #[prost(uint32, tag = "5")]
     pub head_dim: u32,
-    /// `DType::code` of the KV.
+    /// `KvDType::code` of the KV.
     #[prost(uint32, tag = "6")]
     pub kv_dtype: u32,
     #[prost(uint32, tag = "7")]

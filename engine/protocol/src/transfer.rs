@@ -57,7 +57,7 @@ pub struct TransferPlane {
     /// In any order.
     #[prost(message, repeated, tag = "3")]
     pub axes: Vec<TransferAxis>,
-    /// `DType::code`.
+    /// `KvDType::code`.
     #[prost(uint32, tag = "4")]
     pub dtype: u32,
     /// Model layer of index 0 of the layer dimension.

@@ -1,6 +1,6 @@
 //! Sizes of an executor, fixed for its life.
 
-use lagoon_types::{DType, KvSpace};
+use lagoon_types::{KvDType, KvSpace};
 
 /// Sizes and placement of an executor's memory.
 #[derive(Clone, Copy, Debug)]
@@ -8,7 +8,7 @@ pub struct ExecutorConfig {
     /// The KV store's rBlocks.
     pub kv: KvSpace,
     /// Element type of the KV.
-    pub kv_dtype: DType,
+    pub kv_dtype: KvDType,
     /// Rows of the largest step.
     pub step_rows: usize,
     /// Sequences that one step may sample.

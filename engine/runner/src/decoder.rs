@@ -11,7 +11,7 @@ use lagoon_model::weights::{
     ProjectionWeights,
 };
 use lagoon_model::{ModelSpec, Rope, Weights};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{AttentionGeometry, DType, KvDType, KvRun, KvShape};
 use std::collections::BTreeMap;
 
 /// A model on a device.
@@ -406,7 +406,12 @@ impl<'a, D: Device> Decoder<'a, D> {
     ///
     /// # Panics
     /// If there are more tokens than the model's positions.
-    pub fn plain_logits(&self, device: &mut D, kv_dtype: DType, tokens: &[u32]) -> Result<Vec<f32>, DeviceError> {
+    pub fn plain_logits(
+        &self,
+        device: &mut D,
+        kv_dtype: impl Into<KvDType>,
+        tokens: &[u32],
+    ) -> Result<Vec<f32>, DeviceError> {
         let (spec, n) = (&self.model.spec, tokens.len());
         let rows = u32::try_from(n).expect("positions are a u32");
         assert!(rows <= spec.max_positions, "tokens within the model's positions");

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use lagoon_backend::cpu::CpuDevice;
 use lagoon_backend::{AttnRows, PaceProfile, Paced};
 use lagoon_model::{Checkpoint, Weights};
-use lagoon_types::{DType, InstanceId, KvRun, KvSpace, SamplingParams, SeqId, StepId};
+use lagoon_types::{DType, InstanceId, KvDType, KvRun, KvSpace, SamplingParams, SeqId, StepId};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ fn paced(weight_scale: f64) -> Executor<Paced<CpuDevice>> {
     let model = Model::new(&config, weights);
     let sizes = ExecutorConfig {
         kv: KvSpace::flat(64, 1),
-        kv_dtype: DType::F32,
+        kv_dtype: KvDType::F32,
         step_rows: 8,
         step_seqs: 2,
         rings: 0,

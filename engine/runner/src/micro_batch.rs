@@ -16,7 +16,7 @@ impl<D: Device> RemoteBuffers<D> {
     pub(crate) fn new(
         device: &mut D,
         spec: &ModelSpec,
-        kv_dtype: lagoon_types::DType,
+        kv_dtype: lagoon_types::KvDType,
         rows: usize,
         fetch_tokens: usize,
     ) -> Result<Self, DeviceError> {

@@ -328,7 +328,7 @@ impl Pass {
             for write in &self.work.remote.writes {
                 let mut bytes = Vec::with_capacity(write.rows as usize * shared.kv_shape.layer_token_bytes());
                 for r in write.row0..write.row0 + write.rows {
-                    shared.kv_shape.dtype.encode(&row(r as usize)[q_dim..], &mut bytes);
+                    shared.kv_shape.encode(&row(r as usize)[q_dim..], &mut bytes);
                 }
                 shared.device.kv_write(&mut remote.scratch, 0, write.row0, &bytes)?;
                 kv.push(Bytes::from(bytes));

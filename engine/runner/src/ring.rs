@@ -4,7 +4,7 @@ use crate::work::{SavedWindow, SeqRows};
 use lagoon_backend::{AttnRows, Device, DeviceError};
 use lagoon_model::ModelSpec;
 use lagoon_types::run::visible;
-use lagoon_types::{DType, KvRun, RingRows};
+use lagoon_types::{KvDType, KvRun, RingRows};
 use std::ops::Range;
 
 #[cfg(test)]
@@ -31,7 +31,7 @@ impl<D: Device> Rings<D> {
     pub(crate) fn new(
         device: &mut D,
         spec: &ModelSpec,
-        dtype: DType,
+        dtype: KvDType,
         (rings, step_rows): (u32, usize),
     ) -> Result<Option<Self>, DeviceError> {
         let (Some(shape), Some(split)) = (spec.windowed_shape(dtype), &spec.split) else { return Ok(None) };

@@ -5,7 +5,7 @@ use crate::work::{Command, RemoteWork, Report, SampleSpec, StepWork};
 use crate::{Executor, ExecutorConfig, Model};
 use lagoon_backend::cpu::CpuDevice;
 use lagoon_model::{Checkpoint, Weights};
-use lagoon_types::{KvSpace, MicroBatch, RingRows, SamplingParams, SeqId, StepId, WindowShape};
+use lagoon_types::{DType, KvDType, KvSpace, MicroBatch, RingRows, SamplingParams, SeqId, StepId, WindowShape};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ fn split(golden: &str) -> Split {
     let model = Model::new(&spec, whole.weights);
     let config = ExecutorConfig {
         kv: KvSpace::flat(TOKENS + shape.slots(TOKENS), 1),
-        kv_dtype: DType::F32,
+        kv_dtype: KvDType::F32,
         step_rows: ROWS,
         step_seqs: 1,
         rings: 3,

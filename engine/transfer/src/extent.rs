@@ -112,12 +112,12 @@ pub fn packed(len: &Index, grid: &Grid) -> Grid {
 mod tests {
     use super::*;
     use crate::layout::{Axis, Part, Plane};
-    use lagoon_types::DType;
+    use lagoon_types::KvDType;
     use proptest::prelude::*;
 
     fn plane(dims: [(Dim, u32, u64); 5]) -> Plane {
         let axes = dims.map(|(dim, size, stride)| Axis { dim, size, stride }).to_vec();
-        Plane { region: 0, base: 0, axes, dtype: DType::BF16, first_layer: 0, part: Part::Both }
+        Plane { region: 0, base: 0, axes, dtype: KvDType::BF16, first_layer: 0, part: Part::Both }
     }
 
     fn extents(len: &Index, grid: &Grid, first: &Index) -> Vec<(u64, u64)> {

@@ -6,7 +6,7 @@
 //! is in exactly one plane. Arithmetic on it therefore neither overflows nor leaves a region.
 
 use lagoon_protocol::{TransferAxis, TransferDim, TransferLayout, TransferPart, TransferPlane};
-use lagoon_types::{DType, ModelHash, limits};
+use lagoon_types::{KvDType, ModelHash, limits};
 use std::{fmt, ops::Range};
 
 /// Number of dimensions of a plane.
@@ -24,7 +24,7 @@ pub enum Dim {
     Token,
     /// KV heads ("H").
     Head,
-    /// Elements of a head ("D").
+    /// Elements of a head ("D"), and the bytes of their scale where rows have one.
     Elem,
 }
 
@@ -113,7 +113,7 @@ pub struct Plane {
     pub base: u64,
     /// In any order; absent dimensions have size 1.
     pub axes: Vec<Axis>,
-    pub dtype: DType,
+    pub dtype: KvDType,
     /// Model layer of index 0 of the layer dimension.
     pub first_layer: u32,
     pub part: Part,
@@ -150,6 +150,11 @@ impl Plane {
         self.axis(dim).map_or(1, |axis| axis.size)
     }
 
+    /// Elements of a row of `head_dim` elements as the plane stores it ([`KvDType::row_elements`]).
+    fn row_elements(&self, head_dim: u32) -> u32 {
+        u32::try_from(self.dtype.row_elements(head_dim)).unwrap_or(u32::MAX)
+    }
+
     /// Layers that the plane holds.
     #[must_use]
     pub fn layers(&self) -> Range<u32> {
@@ -163,7 +168,7 @@ impl Plane {
         for axis in &self.axes {
             strides[axis.dim.at()] = axis.stride;
         }
-        Grid { region: self.region, base: self.base, strides, elem_bytes: self.dtype.size() as u64 }
+        Grid { region: self.region, base: self.base, strides, elem_bytes: self.dtype.element_bytes() as u64 }
     }
 
     /// Bytes from element 0 to the end of the last one. `None` when that overflows.
@@ -172,7 +177,7 @@ impl Plane {
         for axis in &self.axes {
             last = last.checked_add(u64::from(axis.size.checked_sub(1)?).checked_mul(axis.stride)?)?;
         }
-        last.checked_add(1)?.checked_mul(self.dtype.size() as u64)
+        last.checked_add(1)?.checked_mul(self.dtype.element_bytes() as u64)
     }
 
     /// Whether two indices may share an element: a stride is not larger than the extent of the smaller ones.
@@ -291,12 +296,19 @@ impl Layout {
             }
         }
         let part = plane.part.range();
+        if plane.row_elements(self.head_dim) != self.row_elements() {
+            return Err(value(
+                "a plane's element type",
+                plane.dtype.code().into(),
+                "with a scale in every plane or in none",
+            ));
+        }
         let expected = [
             (Dim::Block, self.blocks),
             (Dim::Kv, part.end - part.start),
             (Dim::Token, self.block_tokens),
             (Dim::Head, self.heads.end - self.heads.start),
-            (Dim::Elem, self.head_dim),
+            (Dim::Elem, self.row_elements()),
         ];
         for (dim, expected) in expected {
             let size = plane.size(dim);
@@ -315,8 +327,8 @@ impl Layout {
         let Some(region_bytes) = bytes else {
             return Err(value("a plane's region", plane.region.into(), format!("below {}", self.region_bytes.len())));
         };
-        if !plane.base.is_multiple_of(plane.dtype.size() as u64) {
-            return Err(value("a plane's base", plane.base, format!("multiples of {}", plane.dtype.size())));
+        if !plane.base.is_multiple_of(plane.dtype.element_bytes() as u64) {
+            return Err(value("a plane's base", plane.base, format!("multiples of {}", plane.dtype.element_bytes())));
         }
         if plane.overlaps() {
             return Err(LayoutError::Overlap { plane: number });
@@ -373,6 +385,12 @@ impl Layout {
     #[must_use]
     pub fn head_dim(&self) -> u32 {
         self.head_dim
+    }
+
+    /// Elements of a head's row in every plane: `head_dim`, and the bytes of its scale where rows have one.
+    #[must_use]
+    pub fn row_elements(&self) -> u32 {
+        self.planes.first().map_or(self.head_dim, |plane| plane.row_elements(self.head_dim))
     }
 
     #[must_use]
@@ -479,13 +497,13 @@ fn plane_from_wire(message: &TransferPlane) -> Result<Plane, LayoutError> {
         let dim = Dim::from_wire(axis.dim).ok_or(value("a dimension", code, "1 to 6"))?;
         Ok(Axis { dim, size: axis.size, stride: axis.stride })
     };
-    let dtype = u8::try_from(message.dtype).ok().and_then(DType::from_code);
+    let dtype = u8::try_from(message.dtype).ok().and_then(KvDType::from_code);
     let part = TransferPart::try_from(message.part).ok();
     Ok(Plane {
         region: message.region,
         base: message.base,
         axes: message.axes.iter().map(axis).collect::<Result<_, _>>()?,
-        dtype: dtype.ok_or(value("an element type", message.dtype.into(), "1 to 3"))?,
+        dtype: dtype.ok_or(value("an element type", message.dtype.into(), "1 to 4"))?,
         first_layer: message.first_layer,
         part: match part.ok_or(value("a part", u64::try_from(message.part).unwrap_or(u64::MAX), "0 to 2"))? {
             TransferPart::Both => Part::Both,

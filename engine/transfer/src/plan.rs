@@ -8,7 +8,7 @@ use crate::{
     extent::{packed, pairs},
     layout::{DIMS, Index, Layout, Plane},
 };
-use lagoon_types::{DType, ModelHash};
+use lagoon_types::{KvDType, ModelHash};
 use std::ops::Range;
 
 /// View: layers and KV heads that reader and writer share.
@@ -65,7 +65,7 @@ pub struct Conversion {
     /// Whether the view covers the reader's layers and heads; otherwise it needs further writers.
     pub covers_reader: bool,
     /// Element types (from, to) of a rounding conversion.
-    pub loss: Option<(DType, DType)>,
+    pub loss: Option<(KvDType, KvDType)>,
 }
 
 /// Error of incompatible layouts of reader and writer.
@@ -86,7 +86,9 @@ pub enum Mismatch {
     #[error(
         "the reader keeps KV in {reader}, the writer in {writer}: {loss}; hint: the reader must allow the conversion's loss"
     )]
-    DType { reader: DType, writer: DType, loss: &'static str },
+    DType { reader: KvDType, writer: KvDType, loss: &'static str },
+    #[error("the reader keeps KV in {reader}, the writer in {writer}; hint: run both with the same --kv-dtype")]
+    Scales { reader: KvDType, writer: KvDType },
 }
 
 /// Extents shorter than this are gathered in a buffer, if that makes them longer.
@@ -97,15 +99,17 @@ fn common(a: &Range<u32>, b: &Range<u32>) -> Option<Range<u32>> {
     (!both.is_empty()).then_some(both)
 }
 
-/// Description of the loss of an element type conversion; `None` if it is exact.
+/// Description of the loss of a conversion between plain element types; `None` if it is exact.
 #[must_use]
-pub fn loss(from: DType, to: DType) -> Option<&'static str> {
+pub fn loss(from: KvDType, to: KvDType) -> Option<&'static str> {
     match (from, to) {
-        (DType::BF16, DType::BF16) | (DType::F16, DType::F16) | (_, DType::F32) => None,
-        (DType::F16, DType::BF16) => Some("3 of 10 mantissa bits are rounded away"),
-        (DType::BF16, DType::F16) => Some("values beyond 65504 cannot be held, those below 6.1e-5 lose precision"),
-        (DType::F32, DType::F16) => Some("13 of 23 mantissa bits are rounded away, values beyond 65504 cannot be held"),
-        (DType::F32, DType::BF16) => Some("16 of 23 mantissa bits are rounded away"),
+        (KvDType::F16, KvDType::BF16) => Some("3 of 10 mantissa bits are rounded away"),
+        (KvDType::BF16, KvDType::F16) => Some("values beyond 65504 cannot be held, those below 6.1e-5 lose precision"),
+        (KvDType::F32, KvDType::F16) => {
+            Some("13 of 23 mantissa bits are rounded away, values beyond 65504 cannot be held")
+        }
+        (KvDType::F32, KvDType::BF16) => Some("16 of 23 mantissa bits are rounded away"),
+        _ => None,
     }
 }
 
@@ -138,6 +142,9 @@ pub fn plan(reader: &Layout, writer: &Layout, loss_allowed: bool) -> Result<Conv
             for theirs in writer.planes_of(layer) {
                 if common(&ours.part.range(), &theirs.part.range()).is_none() {
                     continue;
+                }
+                if ours.dtype != theirs.dtype && ours.dtype.plain().and(theirs.dtype.plain()).is_none() {
+                    return Err(Mismatch::Scales { reader: ours.dtype, writer: theirs.dtype });
                 }
                 if let Some(loss) = loss(theirs.dtype, ours.dtype) {
                     if !loss_allowed {
@@ -188,7 +195,7 @@ fn is_direct((reader, ours): (&Layout, &Plane), (writer, theirs): (&Layout, &Pla
     let Some(kv) = common(&ours.part.range(), &theirs.part.range()) else { return true };
     let tokens = reader.block_tokens().min(writer.block_tokens());
     let heads = view.heads.end - view.heads.start;
-    let len: Index = [1, 1, kv.end - kv.start, tokens, heads, reader.head_dim()];
+    let len: Index = [1, 1, kv.end - kv.start, tokens, heads, writer.row_elements()];
     let first = |layout: &Layout, plane: &Plane| -> Index {
         [0, 0, kv.start - plane.part.range().start, 0, view.heads.start - layout.heads().start, 0]
     };
@@ -196,7 +203,7 @@ fn is_direct((reader, ours): (&Layout, &Plane), (writer, theirs): (&Layout, &Pla
     let (a_first, b_first) = (first(writer, theirs), first(reader, ours));
     let shortest = |a: (&_, &Index), b: (&_, &Index)| {
         let mut bytes = u64::MAX;
-        pairs(&len, a, b, &mut |pair| bytes = bytes.min(pair.elements * theirs.dtype.size() as u64));
+        pairs(&len, a, b, &mut |pair| bytes = bytes.min(pair.elements * theirs.dtype.element_bytes() as u64));
         bytes
     };
     let both = shortest((&a, &a_first), (&b, &b_first));

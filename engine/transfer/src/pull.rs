@@ -11,7 +11,7 @@ use crate::{
     region::{Region, RegionError},
 };
 use half::{bf16, f16};
-use lagoon_types::DType;
+use lagoon_types::{DType, KvDType};
 use std::{ops::Range, sync::Arc};
 
 /// Byte range of the writer's memory.
@@ -46,7 +46,7 @@ pub enum PullError {
 #[derive(Clone, Debug)]
 struct Cell {
     grid: Grid,
-    dtype: DType,
+    dtype: KvDType,
     /// Its part of the kv dimension.
     kv: Range<u32>,
     /// Index of its first element in the grid.
@@ -112,7 +112,7 @@ pub fn check_blocks(
     for layer in view.layers.clone() {
         let of = |(n, block): (u32, &u32)| (cells(layout, view, layer, *block, 0), filled(n));
         let pieces: Vec<(Vec<Cell>, u32)> = (0..).zip(blocks).map(of).collect();
-        let found = check_pieces(&pieces, (heads(view), layout.head_dim()), regions)?;
+        let found = check_pieces(&pieces, (heads(view), layout.row_elements()), regions)?;
         checks.iter_mut().zip(found).for_each(|(block, check)| block.push(check));
     }
     Ok(checks.into_iter().map(Check::combine).collect())
@@ -239,7 +239,7 @@ impl Extent {
 impl Plain {
     fn of(reader: &Layout, writer: &Layout, conversion: &Conversion, layer: u32) -> Option<Self> {
         let view = &conversion.view;
-        let shape = (heads(view), writer.head_dim());
+        let shape = (heads(view), writer.row_elements());
         let cells_of = |layout: &Layout| cells(layout, view, layer, 0, 0);
         let (theirs, ours) = (cells_of(writer), cells_of(reader));
         let same = theirs.first()?.dtype == ours.first()?.dtype && conversion.way == Way::Direct;
@@ -334,7 +334,7 @@ impl Pull {
     }
 
     fn box_of(&self, tokens: u32, kv: &Range<u32>) -> Index {
-        [1, 1, kv.end - kv.start, tokens, heads(&self.conversion.view), self.writer.head_dim()]
+        [1, 1, kv.end - kv.start, tokens, heads(&self.conversion.view), self.writer.row_elements()]
     }
 
     fn remote_cells(&self, n: usize) -> Vec<Cell> {
@@ -480,7 +480,7 @@ impl Pull {
         let mut checker = Checker::default();
         let mut result = Ok(());
         self.local_chunks(n, &mut |tokens, local| {
-            let shape = (heads(&self.conversion.view), self.reader.head_dim());
+            let shape = (heads(&self.conversion.view), self.reader.row_elements());
             if result.is_ok() {
                 result = feed(&mut checker, local, tokens.end - tokens.start, shape, regions);
             }
@@ -494,7 +494,7 @@ impl Pull {
         let (staging, _) = self.staging_cells(n);
         let tokens = self.block_tokens(self.piece(n).0);
         let mut checker = Checker::default();
-        content(&staging, tokens, heads(&self.conversion.view), self.writer.head_dim(), &mut |_, at, bytes| {
+        content(&staging, tokens, heads(&self.conversion.view), self.writer.row_elements(), &mut |_, at, bytes| {
             checker.update(&buffer[span(at, bytes)]);
         });
         checker.finish()
@@ -514,7 +514,7 @@ impl Pull {
         let mut extents = 0;
         let tokens = self.block_tokens(self.piece(n).0);
         let cells = self.remote_cells(n);
-        content(&cells, tokens, heads(&self.conversion.view), self.writer.head_dim(), &mut |_, _, _| extents += 1);
+        content(&cells, tokens, heads(&self.conversion.view), self.writer.row_elements(), &mut |_, _, _| extents += 1);
         reads == 1 && extents == 1
     }
 
@@ -545,12 +545,13 @@ fn span(at: u64, bytes: u64) -> Range<usize> {
 }
 
 /// Writes elements to a region, converted.
-fn copy(from: &[u8], source: DType, region: &dyn Region, offset: u64, target: DType) -> Result<u64, RegionError> {
+fn copy(from: &[u8], source: KvDType, region: &dyn Region, offset: u64, target: KvDType) -> Result<u64, RegionError> {
     if source == target {
         crate::region::write(region, offset, from)?;
         return Ok(0);
     }
     let (mut values, mut out) = (Vec::new(), Vec::new());
+    let [source, target] = [source, target].map(|dtype| dtype.plain().expect("types with scales are not converted"));
     source.decode(from, &mut values);
     let largest = match target {
         DType::F32 => f32::MAX,

@@ -692,7 +692,8 @@ fn readable(layout: &Layout, view: &View, blocks: &[u32]) -> Vec<(u32, Range<u64
         for run in sorted.chunk_by(|a, b| a + 1 == *b) {
             let count = u32::try_from(run.len()).unwrap_or(u32::MAX);
             let layer_count = layers.end - layers.start;
-            let len: Index = [count, layer_count, kv.end - kv.start, layout.block_tokens(), heads, layout.head_dim()];
+            let len: Index =
+                [count, layer_count, kv.end - kv.start, layout.block_tokens(), heads, layout.row_elements()];
             let mut first: Index = [run[0], layers.start - plane.first_layer, 0, 0, 0, 0];
             first[Dim::Head as usize] = view.heads.start - layout.heads().start;
             pairs(&len, (&grid, &first), (&grid, &first), &mut |pair| {

@@ -10,7 +10,7 @@ use lagoon_transfer::{
     Axis, Dim, HeapRegion, Lander, Layout, LayoutAttention, LayoutError, LayoutParts, Mismatch, Part, Plane, Pull,
     PullError, Pulls, Region, Transaction, Way, plan,
 };
-use lagoon_types::{DType, ModelHash};
+use lagoon_types::{KvDType, ModelHash};
 use memory::{HEAD_DIM, HEADS, LAYERS, Memory};
 use proptest::prelude::*;
 use rand::{Rng, SeedableRng, seq::SliceRandom};
@@ -29,10 +29,12 @@ struct Case {
     queue: Queue,
 }
 
-fn case(seed: u64, dtype: DType) -> Case {
+fn case(seed: u64, dtype: KvDType) -> Case {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let writer = memory::draw(&mut rng, BLOCKS, DType::BF16, 0..LAYERS, 0..HEADS);
-    let reader = if rng.random_bool(0.4) && dtype == DType::BF16 {
+    // Types with scales are copied and never converted.
+    let theirs = if dtype.plain().is_some() { KvDType::BF16 } else { dtype };
+    let writer = memory::draw(&mut rng, BLOCKS, theirs, 0..LAYERS, 0..HEADS);
+    let reader = if rng.random_bool(0.4) && dtype == theirs {
         let regions = writer.layout.region_bytes().iter();
         let region = |bytes: &u64| Arc::new(HeapRegion::new(usize::try_from(*bytes).unwrap(), 64)) as Arc<dyn Region>;
         Memory { layout: writer.layout.clone(), regions: regions.map(region).collect() }
@@ -127,7 +129,7 @@ proptest! {
         runs: bool,
         segments in 1usize..20,
     ) {
-        let mut case = case(seed, DType::BF16);
+        let mut case = case(seed, KvDType::BF16);
         let (batches, completes) = batches(&mut case.queue, ReadSizes { bytes: read_bytes, plain, run: if runs { read_bytes } else { 0 } });
         prop_assert_eq!(completes.len(), case.pulls.len(), "one COMPLETE for each request");
         let mut all = Vec::new();
@@ -170,7 +172,7 @@ proptest! {
     }
 
     #[test]
-    fn every_layout_is_converted_exactly(seed: u64, dtype in prop_oneof![Just(DType::F16), Just(DType::F32)]) {
+    fn every_layout_is_converted_exactly(seed: u64, dtype in prop_oneof![Just(KvDType::F16), Just(KvDType::F32), Just(KvDType::Fp8)]) {
         let mut case = case(seed, dtype);
         let (batches, _) = batches(&mut case.queue, same(256));
         for reads in &batches {
@@ -181,7 +183,7 @@ proptest! {
 
     #[test]
     fn a_transaction_without_a_request_has_the_others(seed: u64) {
-        let mut case = case(seed, DType::BF16);
+        let mut case = case(seed, KvDType::BF16);
         let (batches, _) = batches(&mut case.queue, same(64));
         let reads = batches.concat();
         let merged = coalesce(&reads, Bounds { bytes: 1 << 20, segments: 1 << 10 });
@@ -235,7 +237,7 @@ fn parts() -> LayoutParts {
         region: layer,
         base: 0,
         axes: axes.clone(),
-        dtype: DType::BF16,
+        dtype: KvDType::BF16,
         first_layer: layer,
         part: Part::Both,
     };
@@ -262,10 +264,29 @@ fn mismatches_name_both_values() {
     let other = with(&|parts| parts.model = ModelHash([2; 32]));
     let error = plan(&ours, &other, true).unwrap_err();
     assert!(error.to_string().contains("0101010101010101") && error.to_string().contains("0202020202020202"));
-    let other = with(&|parts| parts.planes.iter_mut().for_each(|plane| plane.dtype = DType::F16));
+    let other = with(&|parts| parts.planes.iter_mut().for_each(|plane| plane.dtype = KvDType::F16));
     let error = plan(&ours, &other, false).unwrap_err();
-    assert!(matches!(error, Mismatch::DType { reader: DType::BF16, writer: DType::F16, .. }), "{error}");
-    assert_eq!(plan(&ours, &other, true).unwrap().loss, Some((DType::F16, DType::BF16)));
+    assert!(matches!(error, Mismatch::DType { reader: KvDType::BF16, writer: KvDType::F16, .. }), "{error}");
+    assert_eq!(plan(&ours, &other, true).unwrap().loss, Some((KvDType::F16, KvDType::BF16)));
+    let scaled = with(&|parts| {
+        for plane in &mut parts.planes {
+            plane.dtype = KvDType::Fp8;
+            let row = u32::try_from(KvDType::Fp8.row_elements(HEAD_DIM)).unwrap();
+            for axis in &mut plane.axes {
+                match axis.dim {
+                    Dim::Elem => axis.size = row,
+                    _ => axis.stride = axis.stride / u64::from(HEAD_DIM) * u64::from(row),
+                }
+            }
+        }
+        parts.region_bytes.iter_mut().for_each(|bytes| *bytes *= 8);
+    });
+    let error = plan(&ours, &scaled, true).unwrap_err();
+    assert!(
+        error.to_string().contains("in bf16, the writer in fp8; hint: run both with the same --kv-dtype"),
+        "{error}"
+    );
+    assert!(plan(&scaled, &scaled, false).unwrap().identical);
     let other = with(&|parts| {
         parts.layers = 10..10 + LAYERS;
         parts.planes.iter_mut().for_each(|plane| plane.first_layer += 10);
@@ -321,7 +342,7 @@ fn bad_layouts_are_refused_with_their_values() {
 fn layouts_survive_the_wire() {
     for seed in 0..50 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let layout = memory::draw(&mut rng, BLOCKS, DType::F16, 0..LAYERS, 0..HEADS).layout;
+        let layout = memory::draw(&mut rng, BLOCKS, KvDType::F16, 0..LAYERS, 0..HEADS).layout;
         assert_eq!(Layout::from_wire(&layout.to_wire()).unwrap(), layout);
     }
     let mut message = Layout::new(parts()).unwrap().to_wire();

@@ -7,6 +7,7 @@
 pub mod alibi;
 pub mod dtype;
 pub mod ids;
+pub mod kv_dtype;
 pub mod limits;
 pub mod mutants;
 pub mod partial;
@@ -19,6 +20,7 @@ pub mod step;
 pub use alibi::Alibi;
 pub use dtype::DType;
 pub use ids::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
+pub use kv_dtype::KvDType;
 pub use partial::Partial;
 pub use request::{CONTEXT, FinishReason, GenerateRequest, RequestError, SamplingParams, TokenEvent, TokenLogprobs};
 pub use run::{KvRun, LeaseRun};

@@ -1,6 +1,6 @@
 //! Shapes that instances must agree on before they share KV.
 
-use crate::dtype::DType;
+use crate::kv_dtype::{self, KvDType};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -56,20 +56,48 @@ impl AttentionGeometry {
 }
 
 /// Shape of one token's KV. The canonical layout of `n` consecutive tokens in one layer, on the wire and between
-/// backends, is `[n][k | v][kv_heads][head_dim]` in `dtype`.
+/// backends, is `[n][k | v][kv_heads]` rows of `head_dim` elements in `dtype` (see [`kv_dtype`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct KvShape {
     pub layers: u32,
     pub kv_heads: u32,
     pub head_dim: u32,
-    pub dtype: DType,
+    pub dtype: KvDType,
 }
 
 impl KvShape {
+    /// Bytes of a token's key, or value, of one head in one layer.
+    #[must_use]
+    pub const fn row_bytes(&self) -> usize {
+        self.dtype.row_bytes(self.head_dim)
+    }
+
     /// Bytes of one token in one layer (K and V).
     #[must_use]
     pub const fn layer_token_bytes(&self) -> usize {
-        2 * self.kv_heads as usize * self.head_dim as usize * self.dtype.size()
+        2 * self.kv_heads as usize * self.row_bytes()
+    }
+
+    /// Appends tokens of one layer in the canonical layout. `values` is `[tokens][k | v][kv_heads][head_dim]`.
+    pub fn encode(&self, values: &[f32], out: &mut Vec<u8>) {
+        if let Some(dtype) = self.dtype.plain() {
+            return dtype.encode(values, out);
+        }
+        let (start, dim) = (out.len(), self.head_dim as usize);
+        out.resize(start + values.len() / dim * self.row_bytes(), 0);
+        let rows = out[start..].chunks_exact_mut(self.row_bytes());
+        rows.zip(values.chunks_exact(dim)).for_each(|(row, values)| kv_dtype::encode_row(values, row));
+    }
+
+    /// Appends the values of tokens of one layer: the inverse of [`KvShape::encode`] up to rounding.
+    pub fn decode(&self, bytes: &[u8], out: &mut Vec<f32>) {
+        if let Some(dtype) = self.dtype.plain() {
+            return dtype.decode(bytes, out);
+        }
+        let (start, dim) = (out.len(), self.head_dim as usize);
+        out.resize(start + bytes.len() / self.row_bytes() * dim, 0.0);
+        let rows = bytes.chunks_exact(self.row_bytes());
+        rows.zip(out[start..].chunks_exact_mut(dim)).for_each(|(row, values)| kv_dtype::decode_row(row, values));
     }
 
     /// Bytes of one token in all layers.

@@ -10,7 +10,7 @@ use lagoon_transfer::{
 };
 use lagoon_transport::direct::{ExportServer, Landing, MemoryPath, Path, PathEvent, Probe, ReadJob, StreamsConfig};
 use lagoon_transport::{Bound, Node, TransportConfig};
-use lagoon_types::{DType, InstanceId, ModelHash};
+use lagoon_types::{InstanceId, KvDType, ModelHash};
 use std::{
     collections::BTreeMap,
     sync::{
@@ -40,7 +40,7 @@ fn layout() -> Layout {
         region: layer,
         base: 0,
         axes: axes.clone(),
-        dtype: DType::BF16,
+        dtype: KvDType::BF16,
         first_layer: layer,
         part: Part::Both,
     };

@@ -9,7 +9,7 @@ mod support;
 use lagoon_transfer::{Axis, Dim, Layout, LayoutParts, Part, Plane, Writer, WriterConfig};
 use lagoon_transport::direct::ExportServer;
 use lagoon_transport::{Bound, Class, Event, Identity, Issued, Node, NodeRole, Roles, Subject, TransportConfig};
-use lagoon_types::{DType, ModelHash};
+use lagoon_types::{KvDType, ModelHash};
 use std::{fs, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 use support::*;
 
@@ -288,7 +288,7 @@ fn exports() -> Arc<ExportServer> {
         Axis { dim: Dim::Head, size: 1, stride: 4 },
         Axis { dim: Dim::Elem, size: 4, stride: 1 },
     ];
-    let plane = Plane { region: 0, base: 0, axes, dtype: DType::BF16, first_layer: 0, part: Part::Both };
+    let plane = Plane { region: 0, base: 0, axes, dtype: KvDType::BF16, first_layer: 0, part: Part::Both };
     let layout = Layout::new(LayoutParts {
         model: ModelHash([3; 32]),
         block_tokens: 1,

@@ -7,7 +7,7 @@ use lagoon_backend::{
     Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvCounters, KvPiece,
     LatentRow, Mode, Partials, VirtualMemory, WeightFormat, WeightSource, without,
 };
-use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
+use lagoon_types::{AttentionGeometry, KvDType, KvShape, KvSpace};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -157,6 +157,10 @@ impl Device for MappedDevice {
 
     fn takes(&self, format: WeightFormat) -> bool {
         self.0.takes(format)
+    }
+
+    fn takes_kv(&self, dtype: KvDType) -> bool {
+        self.0.takes_kv(dtype)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {

@@ -11,7 +11,7 @@ use lagoon_model::{Checkpoint, ModelSpec, Weights, model_hash};
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role, TransferArena};
 use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvRegion, Model, Report};
 use lagoon_sim::Registrations;
-use lagoon_types::{DType, InstanceId, KvSpace};
+use lagoon_types::{DType, InstanceId, KvDType, KvSpace};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 
@@ -52,7 +52,7 @@ pub enum Backend {
 #[derive(Clone, Debug)]
 pub struct PoolSpec {
     pub dir: PathBuf,
-    pub kv_dtype: DType,
+    pub kv_dtype: KvDType,
     pub block_tokens: u32,
     /// Windowed KV is kept apart.
     pub split: bool,
@@ -62,7 +62,7 @@ impl PoolSpec {
     /// A golden model with f32 KV.
     #[must_use]
     pub fn golden(name: &str, block_tokens: u32) -> Self {
-        Self { dir: crate::root().join("tests/goldens").join(name), kv_dtype: DType::F32, block_tokens, split: false }
+        Self { dir: crate::root().join("tests/goldens").join(name), kv_dtype: KvDType::F32, block_tokens, split: false }
     }
 
     fn model(&self) -> ModelSpec {

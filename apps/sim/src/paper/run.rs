@@ -22,7 +22,9 @@ use lagoon_protocol::{Calibration, Role};
 use lagoon_types::limits::{
     INSTANCES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, SEQUENCE_TOKENS_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
 };
-use lagoon_types::{AttentionGeometry, DType, GenerateRequest, KvShape, ModelHash, SamplingParams, SeqId, TokenEvent};
+use lagoon_types::{
+    AttentionGeometry, DType, GenerateRequest, KvDType, KvShape, ModelHash, SamplingParams, SeqId, TokenEvent,
+};
 
 /// Time between samples.
 const SAMPLE_US: u64 = 100_000;
@@ -226,7 +228,7 @@ fn calibration(setting: &Setting) -> Calibration {
 }
 
 fn stand_in() -> KvShape {
-    KvShape { layers: 1, kv_heads: 1, head_dim: HEAD_DIM, dtype: DType::F16 }
+    KvShape { layers: 1, kv_heads: 1, head_dim: HEAD_DIM, dtype: KvDType::F16 }
 }
 
 fn stand_in_token_bytes() -> f64 {

@@ -9,7 +9,7 @@
 //! With rings, each of these layers has one with a window before it, whose KV is not in the pool.
 
 use crate::rng::mix;
-use lagoon_types::{AttentionGeometry, DType, KvShape, WindowShape};
+use lagoon_types::{AttentionGeometry, KvDType, KvShape, WindowShape};
 
 pub const LAYERS: u32 = 2;
 /// Numbers of the layers whose KV is in rings: this, and one more for each layer in the pool.
@@ -34,7 +34,7 @@ pub struct Key {
 /// Two layers of one head of four f32: [`KEY_BYTES`] a key.
 #[must_use]
 pub const fn kv_shape() -> KvShape {
-    KvShape { layers: LAYERS, kv_heads: 1, head_dim: 4, dtype: DType::F32 }
+    KvShape { layers: LAYERS, kv_heads: 1, head_dim: 4, dtype: KvDType::F32 }
 }
 
 #[must_use]

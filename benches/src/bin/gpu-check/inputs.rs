@@ -70,13 +70,14 @@ pub(crate) fn tensor<D: Device>(d: &mut D, rows: usize, cols: usize, seed: u64) 
 
 /// Fills the first `tokens` slots of every layer of a store with noise.
 pub(crate) fn fill<D: Device>(d: &mut D, kv: &mut D::Kv, shape: KvShape, tokens: usize) -> anyhow::Result<()> {
+    let dtype = shape.dtype.plain().ok_or_else(|| anyhow::anyhow!("noise in {}", shape.dtype))?;
     // Chunks of 64 MiB.
     let most = ((64 << 20) / shape.layer_token_bytes()).max(1);
     for layer in 0..shape.layers as usize {
         for slot in (0..tokens).step_by(most) {
             let count = most.min(tokens - slot);
             let seed = ((layer as u64) << 32) + slot as u64;
-            let bytes = stored_noise(shape.dtype, count * shape.layer_token_bytes() / shape.dtype.size(), 1.0, seed);
+            let bytes = stored_noise(dtype, count * shape.layer_token_bytes() / dtype.size(), 1.0, seed);
             d.kv_write(kv, layer, u32::try_from(slot)?, &bytes)?;
         }
     }
@@ -85,7 +86,7 @@ pub(crate) fn fill<D: Device>(d: &mut D, kv: &mut D::Kv, shape: KvShape, tokens:
 
 /// A store of noise with this many layers of [`G`]'s shape.
 pub(crate) fn store<D: Device>(d: &mut D, layers: u32, tokens: usize, dtype: DType) -> anyhow::Result<D::Kv> {
-    let shape = KvShape { layers, kv_heads: G.kv_heads, head_dim: G.head_dim, dtype };
+    let shape = KvShape { layers, kv_heads: G.kv_heads, head_dim: G.head_dim, dtype: dtype.into() };
     let mut kv = d.kv(shape, tokens)?;
     fill(d, &mut kv, shape, tokens)?;
     Ok(kv)

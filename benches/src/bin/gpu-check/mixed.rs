@@ -8,7 +8,7 @@ use anyhow::{Context, bail, ensure};
 use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, Mode, Partials};
 use lagoon_cuda::kernels::attention::Precision;
 use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{AttentionGeometry, DType, KvDType, KvRun, KvShape};
 use serde_json::{Value, json};
 use std::process::Command;
 use std::time::Instant;
@@ -119,7 +119,7 @@ fn partial<D: Device>(
     queries: &[f32],
     pos0: u32,
 ) -> anyhow::Result<Part<D::Tensor>> {
-    let shape = KvShape { layers: 1, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: DType::F16 };
+    let shape = KvShape { layers: 1, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: KvDType::F16 };
     let tokens = half.bytes.len() / shape.layer_token_bytes();
     let mut kv = d.kv(shape, tokens)?;
     d.kv_write(&mut kv, 0, 0, &half.bytes)?;

@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, HeadStrides, LatentRow, Mode, Partials};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers, kernels};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{AttentionGeometry, DType, KvDType, KvRun, KvShape};
 use serde_json::json;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -125,7 +125,7 @@ fn linear(d: &mut CudaDevice, rows: usize) -> anyhow::Result<Vec<f32>> {
 fn pointwise(d: &mut CudaDevice) -> anyhow::Result<Vec<f32>> {
     const COLUMNS: usize = 96;
     let (g, rows) = (GEOMETRY, 20);
-    let shape = KvShape { layers: 1, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: DType::BF16 };
+    let shape = KvShape { layers: 1, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: KvDType::BF16 };
     let mut kv = d.kv(shape, 32)?;
     let norm = inputs::weight(d, DType::BF16, 1, g.qkv_dim(), 3)?;
     let x = inputs::tensor(d, rows, g.qkv_dim(), 4)?;
@@ -147,7 +147,7 @@ fn pointwise(d: &mut CudaDevice) -> anyhow::Result<Vec<f32>> {
 fn latents(d: &mut CudaDevice) -> anyhow::Result<Vec<f32>> {
     let (g, rows, rotated, values) = (LATENT, 3, 16, 24);
     let heads = g.heads as usize;
-    let shape = KvShape { layers: 1, kv_heads: 1, head_dim: g.head_dim, dtype: DType::BF16 };
+    let shape = KvShape { layers: 1, kv_heads: 1, head_dim: g.head_dim, dtype: KvDType::BF16 };
     let mut kv = d.kv(shape, 40)?;
     inputs::fill(d, &mut kv, shape, 40)?;
     let mut qkv = inputs::tensor(d, rows, g.qkv_dim(), 3)?;
@@ -173,7 +173,7 @@ fn latents(d: &mut CudaDevice) -> anyhow::Result<Vec<f32>> {
 /// Attention of sequences `(rows, keys before)`, a run each.
 fn attention(d: &mut CudaDevice, sequences: &[(u32, u32)]) -> anyhow::Result<Vec<f32>> {
     let g = GEOMETRY;
-    let shape = KvShape { layers: 1, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: DType::BF16 };
+    let shape = KvShape { layers: 1, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: KvDType::BF16 };
     let (mut seqs, mut runs, mut row0, mut base) = (Vec::new(), Vec::new(), 0, 0);
     for &(rows, before) in sequences {
         let len = rows + before;

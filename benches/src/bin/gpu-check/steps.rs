@@ -18,7 +18,7 @@ use bytes::Bytes;
 use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, Queued, WeightSource};
 use lagoon_cuda::kernels::attention::Precision;
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, kernels};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{AttentionGeometry, DType, KvDType, KvRun, KvShape};
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -129,7 +129,7 @@ impl Steps {
     ) -> anyhow::Result<Self> {
         let (g, rows) = (shape.geometry, batch as usize);
         let layers = u32::try_from(shape.layers)?;
-        let kv_shape = KvShape { layers, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: DType::BF16 };
+        let kv_shape = KvShape { layers, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: KvDType::BF16 };
         let mut kv = d.kv(kv_shape, slots as usize)?;
         inputs::fill(d, &mut kv, kv_shape, slots as usize)?;
         Ok(Self {

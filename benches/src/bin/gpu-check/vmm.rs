@@ -9,7 +9,7 @@ use lagoon_cuda::driver::{Context, Physical, Reservation, Sharing};
 use lagoon_cuda::kernels::attention::Precision;
 use lagoon_cuda::{CudaDevice, CudaKv, VirtualKv};
 use lagoon_kv::vmm::{VmmConfig, VmmLayout, VmmShape};
-use lagoon_types::{DType, KvShape, KvSpace};
+use lagoon_types::{KvDType, KvShape, KvSpace};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -175,7 +175,7 @@ fn prefixes(small: bool) -> anyhow::Result<Value> {
     let mut device = crate::open(Precision::Fast)?;
     let layers = if small { 2 } else { 32 };
     // A page group of one layer's K: 2 MiB.
-    let (shape, tokens) = (KvShape { layers, kv_heads: 8, head_dim: 128, dtype: DType::F16 }, 1024);
+    let (shape, tokens) = (KvShape { layers, kv_heads: 8, head_dim: 128, dtype: KvDType::F16 }, 1024);
     let blocks: u32 = if small { 2 } else { 6 };
     let layers = layers as usize;
     let to = |block: usize| (blocks + u32::try_from(block).unwrap_or(0)) * tokens;

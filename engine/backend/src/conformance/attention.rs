@@ -1,16 +1,16 @@
 //! Micro attention against f64: geometries, element types, windows and runs cut anywhere.
 
 use super::Tolerance;
-use super::data::{DTYPES, Data, read, tensor};
+use super::data::{Data, kv_dtypes, read, tensor};
 use super::oracle::{self, Attention};
 use crate::{AttnBatch, AttnRows, Device, Partials};
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, KvDType, KvRun, KvShape};
 
 /// A random case: sequences whose past lies in runs of random lengths, at permuted places of one store.
 #[derive(Clone)]
 pub(super) struct Case {
     pub(super) geometry: AttentionGeometry,
-    pub(super) dtype: DType,
+    pub(super) dtype: KvDType,
     pub(super) window: Option<u32>,
     /// Soft cap of the case's second run; see [`Case::check`].
     pub(super) softcap: f32,
@@ -30,7 +30,7 @@ impl Default for Case {
     fn default() -> Self {
         Self {
             geometry: geometry(4, 2, 64),
-            dtype: DType::F16,
+            dtype: KvDType::F16,
             window: None,
             softcap: 0.75,
             alibi: None,
@@ -93,7 +93,7 @@ impl Case {
         let layout = self.layout(&mut data);
         let shape = KvShape { layers: 2, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: self.dtype };
         let mut kv = device.kv(shape, layout.slots as usize).expect("kv");
-        let (bytes, stored) = data.stored(self.dtype, layout.slots as usize * 2 * g.kv_dim());
+        let (bytes, stored) = data.stored_kv(shape, layout.slots as usize);
         device.kv_write(&mut kv, 1, 0, &bytes).expect("kv_write");
         let batch = AttnBatch {
             geometry: g,
@@ -118,7 +118,7 @@ impl Case {
 
 /// All element types of the store, decode and a chunk.
 pub fn attention_dtypes<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for dtype in DTYPES {
+    for dtype in kv_dtypes(device) {
         for seqs in [vec![(1, 0)], vec![(1, 77)], vec![(17, 30)], vec![(65, 0)]] {
             Case { dtype, seqs, ..Case::default() }.check(device, tolerance);
         }
@@ -138,9 +138,10 @@ pub fn attention_geometries<D: Device>(device: &mut D, tolerance: Tolerance) {
         (3, 3, 16),
         (16, 2, 256),
     ];
+    let dtypes = kv_dtypes(device);
     for (i, (heads, kv_heads, head_dim)) in geometries.into_iter().enumerate() {
         for seqs in [vec![(1, 50)], vec![(2, 3), (3, 40)], vec![(33, 21)]] {
-            let dtype = DTYPES[i % 3];
+            let dtype = dtypes[i % dtypes.len()];
             let seed = 50 + i as u64;
             Case { geometry: geometry(heads, kv_heads, head_dim), dtype, seqs, seed, ..Case::default() }
                 .check(device, tolerance);
@@ -150,10 +151,12 @@ pub fn attention_geometries<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// Sliding windows smaller and larger than runs and chunks, with runs that begin or end inside the window.
 pub fn attention_windows<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for window in [1, 2, 7, 33, 64, 1000] {
-        for run_max in [1, 9, 100] {
+    for dtype in kv_dtypes(device).into_iter().filter(|dtype| matches!(dtype, KvDType::F16 | KvDType::Fp8)) {
+        for (window, run_max) in
+            [1, 2, 7, 33, 64, 1000].into_iter().flat_map(|window| [1, 9, 100].map(|max| (window, max)))
+        {
             let seqs = vec![(1, 90), (40, 60), (5, 2)];
-            Case { window: Some(window), run_max, seqs, seed: 60 + u64::from(window), ..Case::default() }
+            Case { dtype, window: Some(window), run_max, seqs, seed: 60 + u64::from(window), ..Case::default() }
                 .check(device, tolerance);
         }
     }
@@ -165,8 +168,10 @@ pub fn attention_alibi<D: Device>(device: &mut D, tolerance: Tolerance) {
     let alibi = |bias_max| Some(Alibi { bias_max });
     let geometries =
         [(1, 1, 40), (8, 8, 16), (12, 4, 64), (6, 2, 80), (3, 3, 128), (14, 2, 96), (5, 1, 172), (7, 7, 8)];
+    let dtypes = kv_dtypes(device);
     for (i, (heads, kv_heads, head_dim)) in geometries.into_iter().enumerate() {
-        let base = Case { geometry: geometry(heads, kv_heads, head_dim), dtype: DTYPES[i % 3], ..Case::default() };
+        let base =
+            Case { geometry: geometry(heads, kv_heads, head_dim), dtype: dtypes[i % dtypes.len()], ..Case::default() };
         for (bias_max, window, missing) in [(8.0, None, 0), (8.0, Some(19), 3), (1.0, None, 2), (16.0, Some(50), 0)] {
             let seqs = vec![(1, 150), (40, 60), (1, 0), (3, 200), (70, 0)];
             let seed = 90 + i as u64;
@@ -193,7 +198,7 @@ pub fn attention_missing_runs<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// Many sequences of one row each, of very different lengths.
 pub fn attention_decode_batch<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for dtype in DTYPES {
+    for dtype in kv_dtypes(device) {
         let seqs = vec![(1, 700), (1, 0), (1, 1), (1, 31), (1, 32), (1, 257), (2, 100), (1, 64)];
         Case { dtype, seqs, run_max: 300, geometry: geometry(12, 4, 64), seed: 80, ..Case::default() }
             .check(device, tolerance);
@@ -202,7 +207,7 @@ pub fn attention_decode_batch<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// Chunks in the middle of a sequence, mixed with decoding rows.
 pub fn attention_prefill<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for dtype in DTYPES {
+    for dtype in kv_dtypes(device) {
         let seqs = vec![(130, 200), (1, 90), (66, 0)];
         Case { dtype, seqs, run_max: 120, geometry: geometry(6, 2, 64), seed: 81, ..Case::default() }
             .check(device, tolerance);
@@ -220,7 +225,7 @@ pub fn attention_long_context<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// Scores of several hundred, where one key takes all the weight and unshifted exponentials overflow.
 pub fn attention_steep_scores<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for dtype in DTYPES {
+    for dtype in kv_dtypes(device) {
         for seqs in [vec![(1, 150)], vec![(35, 80)]] {
             Case { dtype, seqs, steepness: 300.0, softcap: 50.0, seed: 83, ..Case::default() }.check(device, tolerance);
         }
@@ -231,6 +236,7 @@ pub fn attention_steep_scores<D: Device>(device: &mut D, tolerance: Tolerance) {
 /// before its bias, and one that is hidden stays so.
 pub fn attention_softcap<D: Device>(device: &mut D, tolerance: Tolerance) {
     let geometries = [(1, 1, 40), (4, 2, 64), (6, 2, 80), (4, 2, 128), (3, 3, 96), (8, 4, 256), (2, 1, 172)];
+    let dtypes = kv_dtypes(device);
     for (i, (heads, kv_heads, head_dim)) in geometries.into_iter().enumerate() {
         let geometry = geometry(heads, kv_heads, head_dim);
         for (softcap, steepness, alibi) in
@@ -239,7 +245,7 @@ pub fn attention_softcap<D: Device>(device: &mut D, tolerance: Tolerance) {
             let alibi = alibi.map(|bias_max| Alibi { bias_max });
             let (window, missing) = if i % 2 == 0 { (None, 3) } else { (Some(19), 0) };
             let seqs = vec![(1, 150), (40, 60), (1, 0), (3, 200), (70, 0)];
-            let (dtype, seed) = (DTYPES[i % 3], 190 + i as u64);
+            let (dtype, seed) = (dtypes[i % dtypes.len()], 190 + i as u64);
             Case { geometry, dtype, window, softcap, alibi, seqs, run_max: 40, missing, steepness, seed }.check_capped(
                 device,
                 Some(softcap),
@@ -253,9 +259,9 @@ pub fn attention_softcap<D: Device>(device: &mut D, tolerance: Tolerance) {
 pub fn attention_leaves_other_rows<D: Device>(device: &mut D, _: Tolerance) {
     let g = geometry(4, 2, 64);
     let mut data = Data::new(84);
-    let shape = KvShape { layers: 1, kv_heads: 2, head_dim: 64, dtype: DType::BF16 };
+    let shape = KvShape { layers: 1, kv_heads: 2, head_dim: 64, dtype: KvDType::BF16 };
     let mut kv = device.kv(shape, 40).expect("kv");
-    let (bytes, _) = data.stored(DType::BF16, 40 * 2 * g.kv_dim());
+    let (bytes, _) = data.stored_kv(shape, 40);
     device.kv_write(&mut kv, 0, 0, &bytes).expect("kv_write");
     let (q, _) = data.tensor(device, 9, g.q_dim());
     for rows in [1, 4] {

@@ -4,13 +4,18 @@ use crate::formats::{INT4_ZERO_MAX, WeightFormat, int4_header};
 use crate::{Device, WeightPart, WeightSource};
 use bytes::Bytes;
 use half::{bf16, f16};
-use lagoon_types::DType;
+use lagoon_types::{DType, KvDType, KvShape};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::ops::Range;
 
 /// All element types.
 pub(super) const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// The element types of KV that the device takes.
+pub(super) fn kv_dtypes<D: Device>(device: &D) -> Vec<KvDType> {
+    KvDType::ALL.into_iter().filter(|dtype| device.takes_kv(*dtype)).collect()
+}
 
 /// A seeded source of inputs.
 #[derive(Debug)]
@@ -54,6 +59,21 @@ impl Data {
         let (mut bytes, mut exact) = (Vec::new(), Vec::new());
         dtype.encode(&self.values(n), &mut bytes);
         dtype.decode(&bytes, &mut exact);
+        (bytes, exact)
+    }
+
+    /// Random tokens of one layer: the bytes, and their widened values. Rows of KV in 8 bits differ in their scales.
+    pub fn stored_kv(&mut self, shape: KvShape, tokens: usize) -> (Vec<u8>, Vec<f32>) {
+        let (row, mut bytes, mut exact) = (shape.head_dim as usize, Vec::new(), Vec::new());
+        let mut values = self.values(tokens * 2 * shape.kv_heads as usize * row);
+        if shape.dtype.plain().is_none() {
+            for row in values.chunks_exact_mut(row) {
+                let factor = self.rng.random_range(0.3..1.5);
+                row.iter_mut().for_each(|value| *value *= factor);
+            }
+        }
+        shape.encode(&values, &mut bytes);
+        shape.decode(&bytes, &mut exact);
         (bytes, exact)
     }
 

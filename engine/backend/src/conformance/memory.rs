@@ -1,9 +1,9 @@
 //! Tensors and KV stores return the written bytes.
 
 use super::Tolerance;
-use super::data::{DTYPES, Data, read};
-use crate::{Device, KvPiece, Queued};
-use lagoon_types::KvShape;
+use super::data::{Data, kv_dtypes, read};
+use crate::{Device, DeviceError, KvPiece, Queued};
+use lagoon_types::{KvDType, KvShape};
 
 /// Tensors start zeroed; writes cover whole rows; reads append any rectangle.
 pub fn tensors_round_trip<D: Device>(device: &mut D, _: Tolerance) {
@@ -56,15 +56,15 @@ pub fn reads_ahead_are_reads<D: Device>(device: &mut D, _: Tolerance) {
 /// KV round trips exactly, slots start zeroed, and neighbours and other layers are untouched.
 pub fn kv_bytes_round_trip<D: Device>(device: &mut D, _: Tolerance) {
     let mut data = Data::new(2);
-    for dtype in DTYPES {
+    for dtype in kv_dtypes(device) {
         for (kv_heads, head_dim) in [(1, 40), (4, 64), (2, 6)] {
             let shape = KvShape { layers: 3, kv_heads, head_dim, dtype };
             let (slots, token) = (37u32, shape.layer_token_bytes());
             let mut kv = device.kv(shape, slots as usize).expect("kv");
             assert_eq!(device.kv_shape(&kv), shape);
-            let (bytes, _) = data.stored(dtype, 5 * token / dtype.size());
+            let (bytes, _) = data.stored_kv(shape, 5);
             device.kv_write(&mut kv, 1, 11, &bytes).expect("kv_write");
-            let (odd, _) = data.stored(dtype, token / dtype.size());
+            let (odd, _) = data.stored_kv(shape, 1);
             device.kv_write(&mut kv, 1, slots - 1, &odd).expect("kv_write of the last slot");
             let mut want = vec![0; slots as usize * token];
             want[11 * token..16 * token].copy_from_slice(&bytes);
@@ -87,6 +87,19 @@ pub fn kv_bytes_round_trip<D: Device>(device: &mut D, _: Tolerance) {
                 device.kv_read(&kv, layer, 3, 20, &mut got).expect("kv_read");
                 assert!(got.len() == 20 * token && got.iter().all(|b| *b == 0), "layer {layer} is untouched");
             }
+        }
+    }
+}
+
+/// A type of KV that the device does not take is refused; plain types are taken.
+pub fn kv_is_taken_or_refused<D: Device>(device: &mut D, _: Tolerance) {
+    for dtype in KvDType::ALL {
+        let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 64, dtype };
+        let (takes, made) = (device.takes_kv(dtype), device.kv(shape, 4));
+        assert!(takes || dtype.plain().is_none(), "{dtype} is plain");
+        match made {
+            Ok(_) => assert!(takes, "a store in {dtype}"),
+            Err(error) => assert!(!takes && matches!(error, DeviceError::Unsupported(_)), "{dtype}: {error}"),
         }
     }
 }

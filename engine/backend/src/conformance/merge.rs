@@ -5,7 +5,7 @@ use super::oracle::{self, Attention};
 use super::{Tolerance, assert_close};
 use crate::{AttnBatch, AttnRows, Device, Partials, WeightSource};
 use bytes::Bytes;
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvDType, KvRun, KvShape};
 
 /// Host values of a partial.
 struct Values {
@@ -135,10 +135,14 @@ fn split_attention<D: Device>(device: &mut D, alibi: Option<Alibi>, softcap: Opt
     let g = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64, latent: false };
     let mut data = Data::new(92);
     let (context, rows) = (200u32, 9u32);
-    for (window, dtype) in [(None, DType::F32), (None, DType::F16), (Some(50), DType::BF16)] {
+    let cases = [(None, KvDType::F32), (None, KvDType::F16), (Some(50), KvDType::BF16), (Some(50), KvDType::Fp8)];
+    for (window, dtype) in cases {
+        if !device.takes_kv(dtype) {
+            continue;
+        }
         let shape = KvShape { layers: 1, kv_heads: 2, head_dim: 64, dtype };
         let mut kv = device.kv(shape, context as usize).expect("kv");
-        let (bytes, stored) = data.stored(dtype, context as usize * 2 * g.kv_dim());
+        let (bytes, stored) = data.stored_kv(shape, context as usize);
         device.kv_write(&mut kv, 0, 0, &bytes).expect("kv_write");
         let (q, queries) = data.tensor(device, rows as usize, g.q_dim());
         let cuts = [0, 3, 150, 151, 196, context];

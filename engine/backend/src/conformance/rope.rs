@@ -1,7 +1,7 @@
 //! Rotation and append.
 #![allow(clippy::cast_possible_truncation, reason = "angles become f32; exponents of f64 fit i32")]
 
-use super::data::{DTYPES, Data, read, tensor};
+use super::data::{Data, kv_dtypes, read, tensor};
 use super::oracle::{self, Attention};
 use super::{Tolerance, assert_close};
 use crate::{AttnBatch, AttnRows, Device, Partials};
@@ -44,7 +44,7 @@ fn rotate(qkv: &[f32], rope: &[f32], geometry: AttentionGeometry) -> Vec<f64> {
 }
 
 /// Half a unit in the last place of `value` in `dtype` (f16 has subnormals from 2^-14 down).
-pub(super) fn half_ulp(dtype: DType, value: f64) -> f64 {
+fn half_ulp(dtype: DType, value: f64) -> f64 {
     let (digits, min_exponent) = match dtype {
         DType::F32 => (24, -126),
         DType::F16 => (11, -14),
@@ -54,10 +54,31 @@ pub(super) fn half_ulp(dtype: DType, value: f64) -> f64 {
     2f64.powi(exponent - digits)
 }
 
+/// Checks one token's stored bytes against its K and V in f64, of which the device's own are `bound` off.
+pub(super) fn check_stored(
+    (what, shape): (&str, KvShape),
+    bytes: &[u8],
+    (want, got): (&[f64], &[f32]),
+    bound: f64,
+    tolerance: Tolerance,
+) {
+    let mut stored = Vec::new();
+    let Some(dtype) = shape.dtype.plain() else {
+        // A row's codes and scale follow from its elements, on every device alike.
+        let mut exact = Vec::new();
+        shape.encode(got, &mut exact);
+        assert_eq!(bytes, exact, "{what}: bytes of the stored token");
+        return;
+    };
+    dtype.decode(bytes, &mut stored);
+    let units = if tolerance.factor > 1.0 { 2.0 } else { 1.0 };
+    assert_close(what, &stored, want, |i| units * half_ulp(dtype, want[i]) + bound);
+}
+
 /// Queries and keys are rotated in place, values left; K and V are stored rounded in their slots and nowhere else.
 pub fn rope_append_rotates_and_stores<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(30);
-    for dtype in DTYPES {
+    for dtype in kv_dtypes(device) {
         for (rows, heads, kv_heads, head_dim) in
             [(1, 4, 2, 64), (3, 1, 1, 40), (17, 6, 2, 80), (65, 12, 4, 16), (5, 8, 1, 172)]
         {
@@ -82,19 +103,15 @@ pub fn rope_append_rotates_and_stores<D: Device>(device: &mut D, tolerance: Tole
             assert_close(&what, &got[..rows * cols], &want, |_| f32_bound);
             assert_eq!(got[rows * cols..], values[rows * cols..], "{what}: rows beyond are untouched");
             let (q_dim, token) = (geometry.q_dim(), 2 * geometry.kv_dim());
-            let mut stored = Vec::new();
             for slot in 0..total {
                 let mut bytes = Vec::new();
                 device.kv_read(&kv, 1, slot, 1, &mut bytes).expect("kv_read");
-                stored.clear();
-                dtype.decode(&bytes, &mut stored);
                 let Some(row) = slots.iter().position(|s| *s == slot) else {
-                    assert!(stored.iter().all(|v| *v == 0.0), "{what}: slot {slot} is untouched");
+                    assert!(bytes.iter().all(|byte| *byte == 0), "{what}: slot {slot} is untouched");
                     continue;
                 };
-                let want = &want[row * cols + q_dim..][..token];
-                let units = if tolerance.factor > 1.0 { 2.0 } else { 1.0 };
-                assert_close(&what, &stored, want, |i| units * half_ulp(dtype, want[i]) + f32_bound);
+                let part = row * cols + q_dim..row * cols + q_dim + token;
+                check_stored((&what, shape), &bytes, (&want[part.clone()], &got[part]), f32_bound, tolerance);
             }
         }
     }
@@ -104,7 +121,7 @@ pub fn rope_append_rotates_and_stores<D: Device>(device: &mut D, tolerance: Tole
 pub fn rope_append_then_attention<D: Device>(device: &mut D, tolerance: Tolerance) {
     let geometry = AttentionGeometry { heads: 6, kv_heads: 2, head_dim: 40, latent: false };
     let mut data = Data::new(31);
-    for dtype in DTYPES {
+    for dtype in kv_dtypes(device) {
         let shape = KvShape { layers: 1, kv_heads: 2, head_dim: 40, dtype };
         let mut kv = device.kv(shape, 64).expect("kv");
         let mut out = Partials::new(device, 40, geometry).expect("partials");
@@ -125,7 +142,7 @@ pub fn rope_append_then_attention<D: Device>(device: &mut D, tolerance: Toleranc
             let mut bytes = Vec::new();
             device.kv_read(&kv, 0, 0, 64, &mut bytes).expect("kv_read");
             let mut stored = Vec::new();
-            dtype.decode(&bytes, &mut stored);
+            shape.decode(&bytes, &mut stored);
             let want = Attention::of(&batch, &queries, geometry.qkv_dim(), &stored);
             let what = format!("attention after {pos} tokens of {dtype}");
             oracle::check(device, &what, &want, &out, (&batch, dtype), tolerance);

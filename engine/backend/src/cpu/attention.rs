@@ -5,6 +5,7 @@
 //! few tasks is split over its context; its pieces are merged at the end. In this module, rows of pieces that saw no
 //! key have negative infinity as their log-sum-exp; outside, the count shows it.
 
+mod fp8;
 mod plan;
 mod row;
 mod tile;
@@ -15,8 +16,7 @@ use super::simd::Isa;
 use super::threads::{Disjoint, Threads};
 use super::{CpuKv, CpuTensor};
 use crate::{AttnBatch, AttnRows, DeviceError, Partials};
-use half::{bf16, f16};
-use lagoon_types::{DType, KvRun};
+use lagoon_types::{KvDType, KvRun};
 use plan::{Plan, Task, Work};
 use std::ops::Range;
 
@@ -67,6 +67,11 @@ impl Call<'_> {
         unsafe { self.store.slots(segment.base, segment.len as usize) }
     }
 
+    /// Elements that a task widens `tokens` tokens of one KV head to, if the store is in 8 bits.
+    fn widened(&self, tokens: usize) -> usize {
+        if self.kv.shape.dtype == KvDType::Fp8 { tokens * fp8::widened(&self.kv.shape) } else { 0 }
+    }
+
     /// Where a task writes, and its first row there.
     fn target(&self, task: &Task) -> (&Target<'_>, usize) {
         match task.piece_row {
@@ -81,13 +86,9 @@ impl Call<'_> {
     }
 
     fn work(&self, task: &Task) {
-        match (task.work, self.kv.shape.dtype) {
-            (Work::Row, DType::F32) => row::attend::<f32>(self, task),
-            (Work::Row, DType::F16) => row::attend::<f16>(self, task),
-            (Work::Row, DType::BF16) => row::attend::<bf16>(self, task),
-            (Work::Tile { kv_head }, DType::F32) => tile::attend::<f32>(self, task, kv_head),
-            (Work::Tile { kv_head }, DType::F16) => tile::attend::<f16>(self, task, kv_head),
-            (Work::Tile { kv_head }, DType::BF16) => tile::attend::<bf16>(self, task, kv_head),
+        match task.work {
+            Work::Row => row::attend(self, task),
+            Work::Tile { kv_head } => tile::attend(self, task, kv_head),
         }
     }
 }

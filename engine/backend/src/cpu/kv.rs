@@ -1,4 +1,4 @@
-//! The KV store of the host backend: one allocation `[slot][k | v][kv_heads][head_dim]` a layer, in the store's
+//! The KV store of the host backend: one allocation `[slot][k | v][kv_heads]` of rows a layer, in the store's
 //! element type. A run of consecutive slots is contiguous, and its canonical layout is a plain copy.
 //!
 //! A layer is private memory of this process, or an arena that transports read and fill beside the device. Invariant:
@@ -6,11 +6,21 @@
 
 use super::buffer::Buffer;
 use super::threads::Disjoint;
+use super::widen::narrow;
 use crate::DeviceError;
 #[cfg(target_os = "linux")]
 use crate::arena::{ArenaError, Locked, SharedArena};
-use lagoon_types::KvShape;
+use lagoon_types::{KvShape, kv_dtype};
 use std::ops::Range;
+
+/// Rounds a token's K and V, `[k | v][kv_heads][head_dim]`, into its place in a layer.
+pub(super) fn store_token(shape: KvShape, values: &[f32], token: &mut [u8]) {
+    if let Some(dtype) = shape.dtype.plain() {
+        return narrow(dtype, values, token);
+    }
+    let rows = token.chunks_exact_mut(shape.row_bytes()).zip(values.chunks_exact(shape.head_dim as usize));
+    rows.for_each(|(row, values)| kv_dtype::encode_row(values, row));
+}
 
 /// A KV store in host memory. The operating system provides pages at the first write to them.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! Rows of latent attention (DeepSeek-V2 §2.1): rotation, and the append of latents to the store.
 
+use super::kv::store_token;
 use super::threads::{Disjoint, Threads};
-use super::widen::narrow;
 use super::{CpuKv, CpuTensor, rope_append};
 use crate::{DeviceError, LatentRow};
 use lagoon_types::AttentionGeometry;
@@ -49,7 +49,7 @@ pub(super) fn latent_append(
                 let start = slots[row] as usize * token_bytes;
                 // SAFETY: the slots of a call are distinct, so each token of the store belongs to one task.
                 let token = unsafe { store.slice(start..start + token_bytes) };
-                narrow(shape.dtype, &x[q_dim..], token);
+                store_token(shape, &x[q_dim..], token);
             }
         }
     });

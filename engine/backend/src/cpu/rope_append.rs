@@ -1,7 +1,7 @@
 //! Rotary position embedding (Su et al. 2021) of queries and keys, and the append of keys and values to the store.
 
+use super::kv::store_token;
 use super::threads::{Disjoint, Threads};
-use super::widen::narrow;
 use super::{CpuKv, CpuTensor};
 use crate::DeviceError;
 use lagoon_types::AttentionGeometry;
@@ -50,7 +50,7 @@ pub(super) fn rope_append(
                 let start = slots[row] as usize * token_bytes;
                 // SAFETY: the slots of a call are distinct, so each token of the store belongs to one task.
                 let token = unsafe { store.slice(start..start + token_bytes) };
-                narrow(shape.dtype, &x[q_dim..], token);
+                store_token(shape, &x[q_dim..], token);
             }
         }
     });

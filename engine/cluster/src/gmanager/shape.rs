@@ -3,7 +3,7 @@
 use super::reject;
 use crate::perf::ModelShape;
 use lagoon_protocol::{PoolShape, Rejected};
-use lagoon_types::{DType, ModelHash, limits};
+use lagoon_types::{DType, KvDType, KvShape, ModelHash, limits};
 
 /// Refuses invalid shapes.
 pub(super) fn check_shape(shape: &PoolShape) -> Result<(), Rejected> {
@@ -41,7 +41,7 @@ pub(super) fn check_shape(shape: &PoolShape) -> Result<(), Rejected> {
     if !(scale(shape).is_finite() && scale(shape) > 0.0) {
         return reject(format!("attention_scale is {}: expected more than 0", scale(shape)));
     }
-    match u8::try_from(shape.kv_dtype).ok().and_then(DType::from_code) {
+    match kv_dtype(shape) {
         Some(_) => Ok(()),
         None => reject(format!("{} is no element type", shape.kv_dtype)),
     }
@@ -81,10 +81,7 @@ fn softcap(shape: &PoolShape) -> f32 {
 /// Refuses an instance that differs from the pool, naming both values of the first field that does.
 pub(super) fn same_shape(pool: &PoolShape, instance: &PoolShape) -> Result<(), Rejected> {
     let hash = |s: &PoolShape| <[u8; 32]>::try_from(&s.model_hash[..]).map(ModelHash).unwrap_or_default().to_string();
-    let dtype = |s: &PoolShape| {
-        let dtype = u8::try_from(s.kv_dtype).ok().and_then(DType::from_code);
-        dtype.map_or_else(|| s.kv_dtype.to_string(), |d| d.to_string())
-    };
+    let dtype = |s: &PoolShape| kv_dtype(s).map_or_else(|| s.kv_dtype.to_string(), |d| d.to_string());
     let number = |of: fn(&PoolShape) -> u32| (of(pool).to_string(), of(instance).to_string());
     let list = |of: fn(&PoolShape) -> &[u32]| (format!("{:?}", of(pool)), format!("{:?}", of(instance)));
     let fields = [
@@ -124,22 +121,23 @@ pub(super) fn block_bytes(shape: &PoolShape) -> u64 {
 }
 
 fn token_bytes(shape: &PoolShape) -> u64 {
-    let width = u64::from(shape.kv_heads) * u64::from(shape.head_dim);
-    u64::from(shape.layers) * 2 * width * element_bytes(shape)
+    let PoolShape { layers, kv_heads, head_dim, .. } = *shape;
+    kv_dtype(shape).map_or(0, |dtype| KvShape { layers, kv_heads, head_dim, dtype }.token_bytes() as u64)
 }
 
-fn element_bytes(shape: &PoolShape) -> u64 {
-    u8::try_from(shape.kv_dtype).ok().and_then(DType::from_code).map_or(0, |d| d.size() as u64)
+fn kv_dtype(shape: &PoolShape) -> Option<KvDType> {
+    u8::try_from(shape.kv_dtype).ok().and_then(KvDType::from_code)
 }
 
-/// Model shape for the planner. Shipped queries and outputs count in the KV's element type, the instances' default.
+/// Model shape for the planner. Shipped queries and outputs count in the KV's element type, or in f32 where KV has scales.
 pub(super) fn model_shape(shape: &PoolShape) -> ModelShape {
     let halves = if shape.latent { 2 } else { 1 };
+    let element_bytes = kv_dtype(shape).map_or(0, |dtype| dtype.plain().unwrap_or(DType::F32).size() as u64);
     let q_dim = u64::from(shape.heads) * u64::from(shape.head_dim) * halves;
     ModelShape {
         layers: shape.layers,
         block_tokens: shape.block_tokens,
         token_bytes: token_bytes(shape),
-        row_bytes: 2 * q_dim * element_bytes(shape) + u64::from(shape.heads) * 4 + 4,
+        row_bytes: 2 * q_dim * element_bytes + u64::from(shape.heads) * 4 + 4,
     }
 }

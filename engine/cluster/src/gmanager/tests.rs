@@ -101,6 +101,7 @@ fn a_mismatch_is_rejected_with_both_values() {
         "the instance's model hash is 0808080808080808, the pool's is 0707070707070707",
     );
     rejects(|r| r.shape.as_mut().unwrap().kv_dtype = 3, "the instance's KV element type is bf16, the pool's is f16");
+    rejects(|r| r.shape.as_mut().unwrap().kv_dtype = 4, "the instance's KV element type is fp8, the pool's is f16");
     rejects(|r| r.shape.as_mut().unwrap().block_tokens = 64, "the instance's block_tokens is 64, the pool's is 32");
     rejects(|r| r.shape.as_mut().unwrap().window = 5, "the instance's window is 5, the pool's is 0");
     rejects(

@@ -6,13 +6,13 @@ mod negotiation;
 use super::*;
 use lagoon_kv::{BlockState, LeaseHasher, Owner};
 use lagoon_protocol::{LeasePurpose, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, RefuseCode};
-use lagoon_types::{DType, Epoch, KvRun, LeaseRun, PhysBlock, SeqId};
+use lagoon_types::{Epoch, KvDType, KvRun, LeaseRun, PhysBlock, SeqId};
 
 const ME: InstanceId = InstanceId(1);
 const A: InstanceId = InstanceId(2);
 const B: InstanceId = InstanceId(3);
 const C: InstanceId = InstanceId(4);
-const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 1, head_dim: 1, dtype: DType::F16 };
+const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 1, head_dim: 1, dtype: KvDType::F16 };
 const TTL: u64 = limits::LEASE_TTL_MS;
 
 fn config() -> RManagerConfig {

@@ -4,14 +4,14 @@
 use crate::{BorrowId, Output, PlacementReport, RManager, RManagerConfig};
 use lagoon_kv::{Freed, LeaseHasher, Owner, Segment, SeqBlocks};
 use lagoon_protocol::{Heartbeat, PlacementEntry, RefuseCode, TierRequest};
-use lagoon_types::{DType, Epoch, InstanceId, KvRun, KvShape, LeaseId, LeaseRun, SeqId};
+use lagoon_types::{Epoch, InstanceId, KvDType, KvRun, KvShape, LeaseId, LeaseRun, SeqId};
 use std::collections::BTreeMap;
 
 pub(super) const BLOCK_TOKENS: u32 = 4;
 pub(super) const BLOCKS: u32 = 40;
 pub(super) const RESERVE: u32 = 3;
 pub(super) const TTL_MS: u64 = lagoon_types::limits::LEASE_TTL_MS;
-pub(super) const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 1, head_dim: 2, dtype: DType::F16 };
+pub(super) const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 1, head_dim: 2, dtype: KvDType::F16 };
 
 /// A token of one sequence of one process: what a slot holds.
 pub(super) type Token = (u64, u32);

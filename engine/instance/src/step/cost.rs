@@ -135,9 +135,10 @@ fn as_f64(n: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lagoon_types::KvDType;
 
     const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 32, kv_heads: 8, head_dim: 128, latent: false };
-    const KV: KvShape = KvShape { layers: 32, kv_heads: 8, head_dim: 128, dtype: DType::BF16 };
+    const KV: KvShape = KvShape { layers: 32, kv_heads: 8, head_dim: 128, dtype: KvDType::BF16 };
 
     fn model() -> CostModel {
         CostModel {

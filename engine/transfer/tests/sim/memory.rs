@@ -1,7 +1,7 @@
 //! Memories of every shape, and what belongs in them.
 
 use lagoon_transfer::{Axis, Dim, HeapRegion, Layout, LayoutParts, Part, Plane, Region, View};
-use lagoon_types::{DType, ModelHash};
+use lagoon_types::{KvDType, ModelHash};
 use rand::{Rng, seq::SliceRandom};
 use rand_chacha::ChaCha8Rng;
 use std::{ops::Range, sync::Arc};
@@ -18,7 +18,7 @@ pub(crate) struct Memory {
 }
 
 /// A plane with its dimensions in a random order, and gaps.
-fn plane(rng: &mut ChaCha8Rng, sizes: [u32; 6], part: Part, first_layer: u32, dtype: DType) -> (Plane, u64) {
+fn plane(rng: &mut ChaCha8Rng, sizes: [u32; 6], part: Part, first_layer: u32, dtype: KvDType) -> (Plane, u64) {
     let mut order = Dim::ALL;
     if rng.random_bool(0.5) {
         order.shuffle(rng);
@@ -37,13 +37,13 @@ fn plane(rng: &mut ChaCha8Rng, sizes: [u32; 6], part: Part, first_layer: u32, dt
             span = stride * u64::from(size);
         }
     }
-    let base = dtype.size() as u64 * rng.random_range(0..3u64);
+    let base = dtype.element_bytes() as u64 * rng.random_range(0..3u64);
     let plane = Plane { region: 0, base, axes, dtype, first_layer, part };
-    (plane, base + span * dtype.size() as u64)
+    (plane, base + span * dtype.element_bytes() as u64)
 }
 
 /// A random memory of `blocks` blocks.
-pub(crate) fn draw(rng: &mut ChaCha8Rng, blocks: u32, dtype: DType, layers: Range<u32>, heads: Range<u32>) -> Memory {
+pub(crate) fn draw(rng: &mut ChaCha8Rng, blocks: u32, dtype: KvDType, layers: Range<u32>, heads: Range<u32>) -> Memory {
     let block_tokens = [2, 3, 4, 8][rng.random_range(0..4)];
     let parts = if rng.random_bool(0.5) { vec![Part::Both] } else { vec![Part::Keys, Part::Values] };
     let sliced = rng.random_bool(0.5);
@@ -54,7 +54,7 @@ pub(crate) fn draw(rng: &mut ChaCha8Rng, blocks: u32, dtype: DType, layers: Rang
         let cuts: Vec<Range<u32>> =
             if sliced { vec![layers.clone()] } else { layers.clone().map(|layer| layer..layer + 1).collect() };
         for cut in cuts {
-            let sizes = [blocks, cut.end - cut.start, kv.end - kv.start, block_tokens, head_count, HEAD_DIM];
+            let sizes = [blocks, cut.end - cut.start, kv.end - kv.start, block_tokens, head_count, row_elements(dtype)];
             let (mut plane, bytes) = plane(rng, sizes, part, cut.start, dtype);
             plane.region = u32::try_from(region_bytes.len()).unwrap();
             planes.push(plane);
@@ -81,6 +81,26 @@ pub(crate) fn value(request: u64, [layer, kv, token, head, elem]: [u32; 5]) -> f
     f32::from(i16::try_from(x % 255).unwrap() - 127)
 }
 
+fn row_elements(dtype: KvDType) -> u32 {
+    u32::try_from(dtype.row_elements(HEAD_DIM)).unwrap()
+}
+
+/// Appends one element; the bytes of rows with scales, which transfers only copy, are numbers here.
+fn encode(plane: &Plane, value: f32, out: &mut Vec<u8>) {
+    match plane.dtype.plain() {
+        Some(dtype) => dtype.encode(&[value], out),
+        #[allow(clippy::cast_possible_truncation, reason = "values are whole numbers of eight bits")]
+        None => out.push((value as i8).cast_unsigned()),
+    }
+}
+
+fn decode(plane: &Plane, bytes: &[u8], out: &mut Vec<f32>) {
+    match plane.dtype.plain() {
+        Some(dtype) => dtype.decode(bytes, out),
+        None => out.extend(bytes.iter().map(|byte| f32::from(byte.cast_signed()))),
+    }
+}
+
 impl Memory {
     /// Every element of tokens, each in the block and slot that `find` says, walked naively: (plane, byte offset,
     /// place).
@@ -97,7 +117,7 @@ impl Memory {
                 for plane in self.layout.planes_of(layer) {
                     for kv in plane.part.range() {
                         for head in view.heads.clone() {
-                            for elem in 0..HEAD_DIM {
+                            for elem in 0..row_elements(plane.dtype) {
                                 let index = [
                                     block,
                                     layer - plane.first_layer,
@@ -127,7 +147,7 @@ impl Memory {
         let find = |token| (blocks[((token - start) / size) as usize], (token - start) % size);
         self.walk(&self.all(), find, tokens, &mut |plane, offset, place| {
             bytes.clear();
-            plane.dtype.encode(&[value(request, place)], &mut bytes);
+            encode(plane, value(request, place), &mut bytes);
             lagoon_transfer::region::write(self.regions[plane.region as usize].as_ref(), offset, &bytes).unwrap();
         });
     }
@@ -138,7 +158,7 @@ impl Memory {
         self.walk(view, |_| place, token..token + 1, &mut |plane, offset, place| {
             values.clear();
             let region = &self.regions[plane.region as usize];
-            region.view(offset, plane.dtype.size(), &mut |bytes| plane.dtype.decode(bytes, &mut values)).unwrap();
+            region.view(offset, plane.dtype.element_bytes(), &mut |bytes| decode(plane, bytes, &mut values)).unwrap();
             let expected = value(request, place);
             if wrong.is_none() && values != [expected] {
                 wrong = Some(format!("request {request}, place {place:?}: {values:?} instead of {expected}"));

@@ -12,7 +12,7 @@ use lagoon_transfer::{
     ConnId, Dim, Failure, FreeReason, GrantId, Landed, Lander, Offer, PullId, Pulls, ReadFailure, Reader, ReaderConfig,
     ReaderOutput, Span, Transaction, View, Writer, WriterConfig, WriterOutput, check_block,
 };
-use lagoon_types::{DType, InstanceId};
+use lagoon_types::{InstanceId, KvDType};
 use memory::{HEADS, LAYERS, Memory};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -192,7 +192,7 @@ impl Memory {
 impl World {
     pub(crate) fn new(seed: u64, faults: bool) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let dtypes = [DType::BF16, DType::BF16, DType::F16, DType::F32];
+        let dtypes = [KvDType::BF16, KvDType::BF16, KvDType::F16, KvDType::F32];
         let draw = |rng: &mut ChaCha8Rng, range: bool| {
             let dtype = dtypes[rng.random_range(0..dtypes.len())];
             let cut = range && rng.random_bool(0.3);

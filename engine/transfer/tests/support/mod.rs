@@ -1,7 +1,7 @@
 //! A layout that tests share.
 
 use lagoon_transfer::{Axis, Dim, Layout, LayoutParts, Part, Plane};
-use lagoon_types::{DType, ModelHash};
+use lagoon_types::{KvDType, ModelHash};
 
 /// One layer of `[slot][k | v][heads][dim]`, 16 bytes a token.
 pub(crate) fn layout(blocks: u32, block_tokens: u32) -> Layout {
@@ -12,7 +12,7 @@ pub(crate) fn layout(blocks: u32, block_tokens: u32) -> Layout {
         Axis { dim: Dim::Head, size: 2, stride: 2 },
         Axis { dim: Dim::Elem, size: 2, stride: 1 },
     ];
-    let plane = Plane { region: 0, base: 0, axes, dtype: DType::BF16, first_layer: 0, part: Part::Both };
+    let plane = Plane { region: 0, base: 0, axes, dtype: KvDType::BF16, first_layer: 0, part: Part::Both };
     Layout::new(LayoutParts {
         model: ModelHash([7; 32]),
         block_tokens,

@@ -3,7 +3,10 @@
 use super::super::simd::math::{add_ramp, exp, scale, softcap, widen_padded};
 use super::super::simd::{Element, Kernel, Simd};
 use super::super::threads::with_scratch;
+use super::fp8::{WidenTokens, widened};
 use super::{Call, Task};
+use half::{bf16, f16};
+use lagoon_types::{KvDType, KvShape};
 
 /// Tokens whose scores are kept before their values are weighted; a multiple of every vector length.
 const TILE: usize = 16;
@@ -13,7 +16,7 @@ const GROUP: usize = 4;
 const MAX_START: f32 = -1e30;
 
 /// Attends one row over `task.span`.
-pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
+pub(super) fn attend(call: &Call<'_>, task: &Task) {
     let g = call.batch.geometry;
     let seq = &call.batch.seqs[task.seq];
     let (heads, dim, q_dim) = (g.heads as usize, g.query_dim(), g.q_dim());
@@ -25,7 +28,9 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
         unsafe { (target.out.slice(row * q_dim..(row + 1) * q_dim), target.lse.slice(row * heads..(row + 1) * heads)) };
     let position = seq.pos0 + u32::try_from(task.rows.start).expect("positions are u32");
     let query = &call.q.data[(seq.row0 as usize + task.rows.start) * call.q.cols..][..q_dim];
-    with_scratch(2 * heads * padded + heads * TILE + GROUP * 16 * 16 + 2 * heads, |scratch| {
+    let wide = call.widened(TILE);
+    with_scratch(wide + 2 * heads * padded + heads * TILE + GROUP * 16 * 16 + 2 * heads, |scratch| {
+        let (wide, scratch) = scratch.split_at_mut(wide);
         let (q, rest) = scratch.split_at_mut(heads * padded);
         let (sums, rest) = rest.split_at_mut(heads * padded);
         let (scores, rest) = rest.split_at_mut(heads * TILE);
@@ -53,9 +58,19 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
         // SAFETY: the device's instruction set is supported; scratch has the sizes that `Row` names.
         unsafe { call.isa.run(Load { row: &mut state, query, scale: call.batch.scale }) };
         for segment in call.segments(seq, &task.span) {
-            let tokens: &[E] = bytemuck::cast_slice(call.bytes(&segment));
+            let (bytes, back) = (call.bytes(&segment), position - segment.first_pos);
             // SAFETY: as above; the segment's tokens are whole.
-            unsafe { call.isa.run(Segment { row: &mut state, tokens, back: position - segment.first_pos }) };
+            unsafe {
+                match call.kv.shape.dtype {
+                    KvDType::F32 => call.isa.run(Segment::<f32>::new(&mut state, bytes, back)),
+                    KvDType::F16 => call.isa.run(Segment::<f16>::new(&mut state, bytes, back)),
+                    KvDType::BF16 => call.isa.run(Segment::<bf16>::new(&mut state, bytes, back)),
+                    KvDType::Fp8 => {
+                        let (row, shape, wide) = (&mut state, call.kv.shape, &mut *wide);
+                        call.isa.run(Segment8 { row, shape, tokens: bytes, wide, back });
+                    }
+                }
+            }
         }
         for head in 0..heads {
             let seen = total[head] > 0.0;
@@ -72,7 +87,7 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
 struct Row<'a> {
     kv_heads: usize,
     group: usize,
-    /// Elements of a token in the store.
+    /// Elements of a token in the store, or of its widened key and value.
     token: usize,
     /// Elements from a key to its value.
     values_at: usize,
@@ -128,6 +143,12 @@ struct Segment<'a, 'r, E> {
     back: u32,
 }
 
+impl<'a, 'r, E: Element> Segment<'a, 'r, E> {
+    fn new(row: &'a mut Row<'r>, bytes: &'a [u8], back: u32) -> Self {
+        Self { row, tokens: bytemuck::cast_slice(bytes), back }
+    }
+}
+
 impl<E: Element> Kernel for Segment<'_, '_, E> {
     type Output = ();
 
@@ -139,21 +160,42 @@ impl<E: Element> Kernel for Segment<'_, '_, E> {
             let n = tile.len() / token;
             let distance = (index * TILE) as f32 - self.back as f32;
             for kv_head in 0..row.kv_heads {
-                let mut head = kv_head * row.group;
-                let end = head + row.group;
-                while head < end {
-                    let heads = GROUP.min(end - head);
-                    // SAFETY: the tile has n tokens with this KV head, the state these heads.
-                    unsafe {
-                        let keys = tile.as_ptr().add(kv_head * row.dim);
-                        match heads {
-                            4 => row.tile::<S, E, 4>(keys, token, n, head, distance),
-                            3 => row.tile::<S, E, 3>(keys, token, n, head, distance),
-                            2 => row.tile::<S, E, 2>(keys, token, n, head, distance),
-                            _ => row.tile::<S, E, 1>(keys, token, n, head, distance),
-                        }
-                    }
-                    head += heads;
+                // SAFETY: the tile has n tokens with this KV head.
+                unsafe { row.heads::<S, E>(tile.as_ptr().add(kv_head * row.dim), n, kv_head, distance) };
+            }
+        }
+    }
+}
+
+/// [`Segment`] of KV in 8 bits.
+struct Segment8<'a, 'r> {
+    row: &'a mut Row<'r>,
+    shape: KvShape,
+    /// `[tokens][k | v][kv_heads]` rows.
+    tokens: &'a [u8],
+    /// Room for `TILE` tokens of one KV head.
+    wide: &'a mut [f32],
+    /// Positions from the first token to the row.
+    back: u32,
+}
+
+impl Kernel for Segment8<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Self { row, shape, wide, .. } = self;
+        let token_bytes = shape.layer_token_bytes();
+        row.token = widened(&shape);
+        row.values_at = row.values_at.min(shape.head_dim as usize);
+        for (index, tokens) in self.tokens.chunks(TILE * token_bytes).enumerate() {
+            let n = tokens.len() / token_bytes;
+            let distance = (index * TILE) as f32 - self.back as f32;
+            for kv_head in 0..row.kv_heads {
+                // SAFETY: `wide` then has n tokens of this KV head.
+                unsafe {
+                    WidenTokens { shape, kv_head, tokens, ahead: TILE, to: &mut *wide }.run::<S>();
+                    row.heads::<S, f32>(wide.as_ptr(), n, kv_head, distance);
                 }
             }
         }
@@ -170,6 +212,26 @@ unsafe fn multiply<S: Simd, const G: usize>(k: S::V, q: *const f32, padded: usiz
 }
 
 impl Row<'_> {
+    /// `n` tokens for all heads of a KV head, whose keys begin at `keys`, `token` elements apart.
+    #[inline(always)]
+    unsafe fn heads<S: Simd, E: Element>(&mut self, keys: *const E, n: usize, kv_head: usize, distance: f32) {
+        let (mut head, token) = (kv_head * self.group, self.token);
+        let end = head + self.group;
+        while head < end {
+            let heads = GROUP.min(end - head);
+            // SAFETY: the state has these heads; the tokens are passed on.
+            unsafe {
+                match heads {
+                    4 => self.tile::<S, E, 4>(keys, token, n, head, distance),
+                    3 => self.tile::<S, E, 3>(keys, token, n, head, distance),
+                    2 => self.tile::<S, E, 2>(keys, token, n, head, distance),
+                    _ => self.tile::<S, E, 1>(keys, token, n, head, distance),
+                }
+            }
+            head += heads;
+        }
+    }
+
     /// `n` tokens for `G` heads from `head`, whose keys begin at `keys`, `stride` elements apart; the first lies at
     /// `distance` from the row's position.
     #[inline(always)]

@@ -6,9 +6,11 @@ use super::super::pack::{Plain, Transpose, Widen};
 use super::super::simd::math::{add_ramp, exp, scale, softcap};
 use super::super::simd::{Element, Kernel, Simd};
 use super::super::threads::with_scratch;
+use super::fp8::{WidenTokens, widened};
 use super::{Call, Task};
-use lagoon_types::KvRun;
+use half::{bf16, f16};
 use lagoon_types::run::visible;
+use lagoon_types::{KvDType, KvRun};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -22,12 +24,14 @@ const BLOCK: usize = 24;
 const MAX_START: f32 = -1e30;
 
 /// Attends `task.rows` of the query heads of `kv_head` over `task.span`.
-pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task, kv_head: usize) {
+pub(super) fn attend(call: &Call<'_>, task: &Task, kv_head: usize) {
     let g = call.batch.geometry;
     let (group, dim) = (g.group() as usize, g.query_dim());
     let padded = dim.next_multiple_of(16);
     let m = task.rows.len() * group;
-    with_scratch(2 * m * padded + 2 * (padded + 16) * TOKENS + BLOCK * TOKENS + 2 * m, |scratch| {
+    let wide = call.widened(TOKENS);
+    with_scratch(wide + 2 * m * padded + 2 * (padded + 16) * TOKENS + BLOCK * TOKENS + 2 * m, |scratch| {
+        let (wide, scratch) = scratch.split_at_mut(wide);
         let (q, rest) = scratch.split_at_mut(m * padded);
         let (sums, rest) = rest.split_at_mut(m * padded);
         let (keys, rest) = rest.split_at_mut((padded + 16) * TOKENS);
@@ -38,11 +42,12 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task, kv_head: usize) {
         max.fill(MAX_START);
         total.fill(0.0);
         load(call, task, kv_head, padded, q);
-        let mut tiles = Tiles { call, task, kv_head, group, dim, padded, q, sums, keys, values, scores, max, total };
+        let mut tiles =
+            Tiles { call, task, kv_head, group, dim, padded, q, sums, keys, values, scores, max, total, wide };
         for segment in call.segments(&call.batch.seqs[task.seq], &task.span) {
             for skip in (0..segment.len).step_by(TOKENS) {
                 let len = TILE_TOKENS.min(segment.len - skip);
-                tiles.tile::<E>(KvRun { base: segment.base + skip, len, first_pos: segment.first_pos + skip });
+                tiles.tile(KvRun { base: segment.base + skip, len, first_pos: segment.first_pos + skip });
             }
         }
         tiles.finish();
@@ -85,6 +90,8 @@ struct Tiles<'a> {
     max: &'a mut [f32],
     /// `[rows]`: sum of the weights so far.
     total: &'a mut [f32],
+    /// `[TOKENS][k | v][head_dim]` of KV in 8 bits; else empty.
+    wide: &'a mut [f32],
 }
 
 impl Tiles<'_> {
@@ -102,14 +109,14 @@ impl Tiles<'_> {
     }
 
     /// Adds up to `TOKENS` tokens to every row that sees some of them.
-    fn tile<E: Element>(&mut self, tile: KvRun) {
+    fn tile(&mut self, tile: KvRun) {
         let rows = self.task.rows.len();
         // The positions that a row sees move forward with its own, so the rows that see any of the tile are
         // consecutive.
         let first = (0..rows).find(|row| !self.seen(*row, &tile).is_empty());
         let Some(first) = first else { return };
         let last = (first..rows).rfind(|row| !self.seen(*row, &tile).is_empty()).unwrap_or(first);
-        self.pack::<E>(&tile);
+        self.pack(&tile);
         let (start, end) = (first * self.group, (last + 1) * self.group);
         for row in (start..end).step_by(BLOCK) {
             self.block(row..end.min(row + BLOCK), &tile);
@@ -117,22 +124,44 @@ impl Tiles<'_> {
     }
 
     /// Widens a tile's keys, transposed, and values.
-    fn pack<E: Element>(&mut self, tile: &KvRun) {
-        let n = tile.len as usize;
-        let g = self.call.batch.geometry;
-        let (stride, values_at) = (2 * g.kv_dim(), g.values_at());
-        let tokens: &[E] = bytemuck::cast_slice(self.call.bytes(tile));
-        assert!(tokens.len() == n * stride && n <= TOKENS, "whole tokens of a tile");
-        let from = &tokens[self.kv_head * self.dim..];
-        // SAFETY: the device's instruction set is supported; each of the n tokens has its keys at `from` and its
-        // values `values_at` further; both targets have room for a vector beyond `dim`.
+    fn pack(&mut self, tile: &KvRun) {
+        let Call { kv, batch, isa, .. } = self.call;
+        let (n, g, shape) = (tile.len as usize, batch.geometry, kv.shape);
+        let tokens = self.call.bytes(tile);
+        assert!(tokens.len() == n * shape.layer_token_bytes() && n <= TOKENS, "whole tokens of a tile");
+        let (key, value) = (self.kv_head * self.dim, g.values_at());
+        // SAFETY: the device's instruction set is supported; keys and values are those of n whole tokens.
+        unsafe {
+            match shape.dtype {
+                KvDType::F32 => self.pack_plain::<f32>(&bytemuck::cast_slice(tokens)[key..], n, 2 * g.kv_dim(), value),
+                KvDType::F16 => self.pack_plain::<f16>(&bytemuck::cast_slice(tokens)[key..], n, 2 * g.kv_dim(), value),
+                KvDType::BF16 => {
+                    self.pack_plain::<bf16>(&bytemuck::cast_slice(tokens)[key..], n, 2 * g.kv_dim(), value)
+                }
+                KvDType::Fp8 => {
+                    let wide = std::mem::take(&mut self.wide);
+                    isa.run(WidenTokens { shape, kv_head: self.kv_head, tokens, ahead: TOKENS, to: &mut *wide });
+                    self.pack_plain::<f32>(wide, n, widened(&shape), value.min(shape.head_dim as usize));
+                    self.wide = wide;
+                }
+            }
+        }
+    }
+
+    /// Of `n` tokens, `stride` elements apart: keys begin at `from`, values `values_at` elements further.
+    ///
+    /// # Safety
+    /// The device's instruction set is supported, and there are as many tokens.
+    unsafe fn pack_plain<E: Element + 'static>(&mut self, from: &[E], n: usize, stride: usize, values_at: usize) {
+        let from_stride = stride * size_of::<E>();
+        // SAFETY: both targets have room for a vector beyond `dim`; the rest is passed on.
         unsafe {
             self.call.isa.run(Transpose::<Plain<E>> {
                 rows: n,
                 first: 0,
                 cols: self.dim,
                 from: from.as_ptr().cast(),
-                from_stride: stride * size_of::<E>(),
+                from_stride,
                 to: self.keys.as_mut_ptr(),
                 to_stride: TOKENS,
                 stored: PhantomData,
@@ -141,7 +170,7 @@ impl Tiles<'_> {
                 rows: n,
                 cols: self.dim,
                 from: from[values_at..].as_ptr().cast(),
-                from_stride: stride * size_of::<E>(),
+                from_stride,
                 to: self.values.as_mut_ptr(),
                 to_stride: self.padded,
                 stored: PhantomData,

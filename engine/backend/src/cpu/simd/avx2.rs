@@ -122,6 +122,16 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> __m256 {
+        unsafe {
+            let codes = _mm_cvtepu8_epi16(_mm_loadl_epi64(p.cast()));
+            let sign = _mm_slli_epi16::<8>(_mm_and_si128(codes, _mm_set1_epi16(0x80)));
+            let magnitude = _mm_slli_epi16::<7>(_mm_and_si128(codes, _mm_set1_epi16(0x7f)));
+            _mm256_cvtph_ps(_mm_or_si128(sign, magnitude))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn add(a: __m256, b: __m256) -> __m256 {
         unsafe { _mm256_add_ps(a, b) }
     }

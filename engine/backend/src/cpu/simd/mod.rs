@@ -43,6 +43,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_f16_part(p: *const u16, n: usize) -> Self::V;
     unsafe fn load_bf16(p: *const u16) -> Self::V;
     unsafe fn load_bf16_part(p: *const u16, n: usize) -> Self::V;
+    /// E4M3 codes, times 2^-8: the f16 with a code's sign, exponent and mantissa.
+    unsafe fn load_e4m3(p: *const u8) -> Self::V;
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;

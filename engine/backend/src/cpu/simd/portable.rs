@@ -2,6 +2,7 @@
 
 use super::Simd;
 use half::{bf16, f16};
+use lagoon_types::kv_dtype::decode_code;
 
 /// No features needed.
 #[derive(Clone, Copy, Debug)]
@@ -88,6 +89,12 @@ impl Simd for Portable {
     unsafe fn load_bf16_part(p: *const u16, n: usize) -> V {
         // SAFETY: n elements are valid.
         unsafe { read(n, |i| bf16::from_bits(*p.add(i)).to_f32()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> V {
+        // SAFETY: LANES codes are valid.
+        unsafe { read(LANES, |i| decode_code(*p.add(i)) / 256.0) }
     }
 
     #[inline(always)]

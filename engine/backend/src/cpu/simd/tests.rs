@@ -136,3 +136,35 @@ fn operations_match_plain_loops() {
         unsafe { isa.run(Operations) };
     }
 }
+
+/// Loads codes.
+struct Codes<'a>(&'a [u8], &'a mut [f32]);
+
+impl Kernel for Codes<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for (from, to) in self.0.chunks_exact(S::LANES).zip(self.1.chunks_exact_mut(S::LANES)) {
+            // SAFETY: chunks are whole vectors.
+            unsafe { S::store(to.as_mut_ptr(), S::load_e4m3(from.as_ptr())) };
+        }
+    }
+}
+
+#[test]
+fn e4m3_codes_are_loaded_as_they_are_defined() {
+    let codes: Vec<u8> = (0..=255).collect();
+    for isa in supported() {
+        let mut got = vec![0.0; codes.len()];
+        // SAFETY: supported.
+        unsafe { isa.run(Codes(&codes, &mut got)) };
+        for (code, got) in codes.iter().zip(&got) {
+            assert_eq!(
+                got.to_bits(),
+                (lagoon_types::kv_dtype::decode_code(*code) / 256.0).to_bits(),
+                "{isa}: {code:#x}"
+            );
+        }
+    }
+}

@@ -10,8 +10,8 @@ use lagoon_protocol::{
 use lagoon_runner::{Command, Report, SampleOut};
 use lagoon_types::limits::FREEZE_MS_MAX;
 use lagoon_types::{
-    AttentionGeometry, DType, GenerateRequest, InstanceId, KvShape, MicroBatch, ModelHash, SamplingParams, SeqId,
-    StepId, TokenEvent,
+    AttentionGeometry, DType, GenerateRequest, InstanceId, KvDType, KvShape, MicroBatch, ModelHash, SamplingParams,
+    SeqId, StepId, TokenEvent,
 };
 
 const SEQ: SeqId = SeqId(7);
@@ -30,7 +30,7 @@ pub(crate) fn config() -> InstanceConfig {
         incarnation: 11,
         model_hash: ModelHash::default(),
         geometry: AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 2, latent: false },
-        kv: KvShape { layers: 1, kv_heads: 1, head_dim: 2, dtype: DType::F32 },
+        kv: KvShape { layers: 1, kv_heads: 1, head_dim: 2, dtype: KvDType::F32 },
         window: None,
         windowed: None,
         layer_windows: LayerWindows::default(),
