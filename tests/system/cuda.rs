@@ -46,7 +46,7 @@ fn spec(backend: Backend, blocks: u32, remote: RemotePolicy) -> Spec {
 /// Asserts that every local block of a sequence with an address row is at its place there, so that local KV is one
 /// run except where a middle block is remote.
 fn assert_rows(world: &World, node: usize) {
-    for (seq, blocks) in world.nodes[node].live().tables() {
+    for (seq, blocks) in world.live(node).tables() {
         let local = (0u32..).zip(blocks).filter_map(|(i, place)| match place {
             Placement::Local(block) => Some(block.0.checked_sub(i)),
             _ => None,
@@ -81,8 +81,8 @@ fn a_cuda_and_a_cpu_instance_serve_together() {
         let diff = assert_equals_single(&format!("{debtor:?} and {creditor:?}"), &world, &pool);
         println!("{debtor:?} and {creditor:?}: largest difference {diff:e}");
         world.check_empty();
-        for node in world.nodes.iter_mut().filter(|node| node.spec.backend == Backend::Cuda) {
-            let counters = node.kv_counters().unwrap();
+        for node in world.nodes().filter(|node| [debtor, creditor][*node] == Backend::Cuda) {
+            let counters = world.kv_counters(node).unwrap();
             assert!(counters.in_step + counters.ahead + counters.eager > 0, "{counters:?}");
             println!("{counters:?}");
         }
@@ -154,7 +154,7 @@ fn sequences_come_and_go_on_mapped_memory() {
         assert_rows(&world, 0);
     }
     let diff = assert_equals_single("requests in turn", &world, &pool);
-    let counters = world.nodes[0].kv_counters().unwrap();
+    let counters = world.kv_counters(0).unwrap();
     println!("largest difference {diff:e}; {counters:?}");
     assert!(counters.reused > 0, "{counters:?}");
     world.check_empty();
@@ -177,7 +177,7 @@ fn a_device_that_is_full_preempts() {
         }
         world.run();
         assert_equals_single(&format!("no memory for map {nth}"), &world, &pool);
-        preempted += world.nodes[0].live().status().preemptions;
+        preempted += world.live(0).status().preemptions;
         world.check_empty();
         drop(world);
         fake.finish();
@@ -196,7 +196,7 @@ fn memory_is_mapped_one_iteration_ahead() {
     world.submit(0, greedy(prompt(96, 5, 128), 2));
     world.run();
     assert_equals_single("one after the other", &world, &pool);
-    let counters = world.nodes[0].kv_counters().unwrap();
+    let counters = world.kv_counters(0).unwrap();
     let of = counters.groups_per_block;
     // The first sequence's three blocks: one in its first step, two ahead. The second reuses the first one's memory.
     assert_eq!((counters.in_step, counters.ahead, counters.refused), (of, 2 * of, 0), "{counters:?}");
@@ -224,10 +224,10 @@ fn a_prefix_is_found_in_its_row() {
         }
         assert_rows(&world, 0);
     }
-    let prefix = world.nodes[0].live().status().prefix;
+    let prefix = world.live(0).status().prefix;
     assert_eq!((prefix.hit_tokens, prefix.shared_blocks), (64, 2), "{prefix:?}");
     let diff = assert_equals_single("a prefix in its row", &world, &pool);
-    let counters = world.nodes[0].kv_counters().unwrap();
+    let counters = world.kv_counters(0).unwrap();
     println!("largest difference {diff:e}; {counters:?}");
     assert_eq!(counters.shared, 2 * counters.groups_per_block, "{counters:?}");
     world.check_empty();
@@ -261,8 +261,8 @@ fn shared_prefixes_come_and_go() {
         world.run();
         fake.fail("", 0, 0);
         assert_equals_single(&format!("shared prefixes, {fail:?}"), &world, &pool);
-        for node in &mut world.nodes {
-            let counters = node.kv_counters().unwrap();
+        for node in world.nodes() {
+            let counters = world.kv_counters(node).unwrap();
             assert_eq!(counters.shared % counters.groups_per_block, 0, "{counters:?}");
             shared += counters.shared;
         }

@@ -67,10 +67,8 @@ in_all_modes! {
 /// A pool whose decode workers have connected to the prefill workers.
 fn pool(spec: &PoolSpec, seed: Option<u64>, specs: &[Spec], workers: usize) -> World {
     let mut world = World::pool(spec.clone(), seed, specs);
-    let decodes = |w: &World, n: usize| w.nodes[n].spec.role == lagoon_protocol::Role::Decode;
-    let ready = |w: &World| {
-        (0..w.nodes.len()).filter(|n| decodes(w, *n)).all(|n| w.nodes[n].live().status().prefill.workers == workers)
-    };
+    let decodes = |w: &World, n: usize| w.spec(n).role == lagoon_protocol::Role::Decode;
+    let ready = |w: &World| w.nodes().filter(|n| decodes(w, *n)).all(|n| w.live(n).status().prefill.workers == workers);
     world.run_until(ready);
     world
 }
@@ -84,7 +82,7 @@ fn a_prompt_is_computed_elsewhere_and_read(mode: Mode) {
     world.run();
     let diff = assert_equals_single("disaggregated", &world, &spec);
     println!("largest difference {diff:e}");
-    let (worker, decoder) = (world.nodes[0].live().status(), world.nodes[1].live().status());
+    let (worker, decoder) = (world.live(0).status(), world.live(1).status());
     assert_eq!((worker.prefill.jobs_done, decoder.prefill.pulled, decoder.prefill.own), (3, 2, 0));
     assert!(decoder.prefill.bytes > 0 && decoder.prefill.transactions < decoder.prefill.reads, "{decoder:?}");
     assert_eq!((world.sent("partial").0, world.sent("write").0), (0, 0), "nothing was lent but what was handed over");
@@ -106,7 +104,7 @@ fn every_model_equals_transformers(mode: Mode) {
         let diff = max_diff(&log.logits[0], golden.at(last).unwrap());
         assert!(diff <= golden.description.tolerance_f32, "{name}: {diff}");
         assert_eq!(log.tokens, golden.description.greedy_continuation, "{name}");
-        assert_eq!(world.nodes[1].live().status().prefill.pulled, 1, "{name}");
+        assert_eq!(world.live(1).status().prefill.pulled, 1, "{name}");
         world.check_empty();
     }
 }
@@ -131,7 +129,7 @@ fn the_last_window_comes_with_its_prompt(mode: Mode) {
             assert!(diff <= golden.description.tolerance_f32, "{name}: {diff}");
             assert_eq!(log.tokens, golden.description.greedy_continuation, "{name}");
             assert_equals_single(name, &world, &PoolSpec::golden(name, 4));
-            let status = world.nodes[1].live().status();
+            let status = world.live(1).status();
             assert_eq!(status.prefill.pulled, if room == 60 { 2 } else { 1 }, "{name}");
             assert_eq!(status.warm_up_tokens == 0, room == 60, "{name}, {room} rBlocks: {status:?}");
             world.check_empty();
@@ -141,10 +139,10 @@ fn the_last_window_comes_with_its_prompt(mode: Mode) {
 
 /// Runs until part of a request's KV has arrived.
 fn run_into_transfer(world: &mut World, node: usize) {
-    world.run_until(|w| w.nodes[node].live().status().prefill.pulling > 0);
-    let before = world.reads;
-    world.run_until(|w| w.reads > before);
-    assert_eq!(world.nodes[node].live().status().prefill.away, 1, "all of it came at once");
+    world.run_until(|w| w.live(node).status().prefill.pulling > 0);
+    let before = world.reads();
+    world.run_until(|w| w.reads() > before);
+    assert_eq!(world.live(node).status().prefill.away, 1, "all of it came at once");
 }
 
 /// A decode worker reads slowly, one read after the other and each almost up to its path's timeout, for longer than a
@@ -157,24 +155,24 @@ fn a_slow_reader_keeps_its_leases_and_delays_nobody_else() {
     for n in 0..4 {
         world.submit(1, greedy(prompt(n, 60, 128), 8));
     }
-    world.run_until(|w| w.nodes[1].live().status().prefill.pulling == 4);
-    let (begun_ms, mut served) = (world.now_ms, 0);
+    world.run_until(|w| w.live(1).status().prefill.pulling == 4);
+    let (begun_ms, mut served) = (world.now_ms(), 0);
     loop {
         let other = world.submit(2, greedy(prompt(10 + served, 80, 128), 4));
         world.run_until(|w| w.requests[other].is_over());
-        let pulling = world.nodes[1].live().status().prefill.pulling;
+        let pulling = world.live(1).status().prefill.pulling;
         if pulling == 0 {
             break;
         }
         served += 1;
-        let lent = world.nodes[0].live().status().blocks_lent as usize;
+        let lent = world.live(0).status().blocks_lent as usize;
         assert!(lent >= 15 * pulling, "{lent} blocks are lent and {pulling} prompts are read");
         world.run_for(1_000);
     }
-    let took_ms = world.now_ms - begun_ms;
+    let took_ms = world.now_ms() - begun_ms;
     assert!(took_ms > LEASE_TTL_MS && served > 10, "{took_ms} ms, {served} requests meanwhile");
     world.run();
-    let status = world.nodes[1].live().status().prefill;
+    let status = world.live(1).status().prefill;
     assert_eq!((status.pulled, status.retried, status.own), (4, 0, 0), "{status:?}");
     assert_equals_single("a slow reader", &world, &spec);
     world.check_empty();
@@ -189,17 +187,17 @@ fn a_read_that_never_ends_is_aborted_at_its_deadline() {
     let mut world = pool(&spec, None, &[Spec::prefill(60), Spec::decode(60), Spec::decode(60)], 1);
     world.slow_reads(1, Some(TRANSFER_READ_MS + 200));
     world.submit(1, greedy(prompt(1, 120, 128), 8));
-    world.run_until(|w| w.nodes[1].live().status().prefill.pulling > 0);
-    let begun_ms = world.now_ms;
+    world.run_until(|w| w.live(1).status().prefill.pulling > 0);
+    let begun_ms = world.now_ms();
     let other = world.submit(2, greedy(prompt(2, 80, 128), 4));
     world.run_until(|w| w.requests[other].is_over());
-    assert_eq!(world.nodes[1].live().status().prefill.pulling, 1, "the other one waited for it");
-    world.run_until(|w| w.nodes[1].live().status().prefill.pulls_failed > 0);
-    assert_eq!((world.now_ms - begun_ms) / 1_000, TRANSFER_REQUEST_MS / 1_000);
+    assert_eq!(world.live(1).status().prefill.pulling, 1, "the other one waited for it");
+    world.run_until(|w| w.live(1).status().prefill.pulls_failed > 0);
+    assert_eq!((world.now_ms() - begun_ms) / 1_000, TRANSFER_REQUEST_MS / 1_000);
     world.slow_reads(1, None);
-    world.run_until(|w| w.nodes[0].live().status().blocks_lent == 0);
+    world.run_until(|w| w.live(0).status().blocks_lent == 0);
     world.run();
-    let status = world.nodes[1].live().status().prefill;
+    let status = world.live(1).status().prefill;
     assert_eq!((status.pulled, status.retried, status.own), (1, 1, 0), "{status:?}");
     assert_equals_single("a reader that never ends", &world, &spec);
     world.check_empty();
@@ -213,15 +211,15 @@ fn reads_proceed_while_the_prefill_workers_loop_stands_still(mode: Mode) {
     world.submit(1, greedy(prompt(1, 60, 128), 8));
     run_into_transfer(&mut world, 1);
     // The loop announces pushed KV while it is prefilled.
-    world.run_until(|w| w.requests[0].tokens.len() == 1 && w.nodes[1].live().status().prefill.pulling > 0);
-    let (begun_ms, reads) = (world.now_ms, world.reads);
+    world.run_until(|w| w.requests[0].tokens.len() == 1 && w.live(1).status().prefill.pulling > 0);
+    let (begun_ms, reads) = (world.now_ms(), world.reads());
     world.pause(0, 1_000);
     world.run();
-    assert!(world.reads > reads, "nothing was read");
-    assert!(world.now_ms < begun_ms + 900, "it waited for the loop until {} ms", world.now_ms - begun_ms);
+    assert!(world.reads() > reads, "nothing was read");
+    assert!(world.now_ms() < begun_ms + 900, "it waited for the loop until {} ms", world.now_ms() - begun_ms);
     assert_equals_single("while the loop stands still", &world, &spec);
     // COMPLETE and the lease's release wait for the loop.
-    assert!(world.nodes[0].live().status().blocks_lent > 0);
+    assert!(world.live(0).status().blocks_lent > 0);
     world.run_for(1_000);
     world.check_empty();
 }
@@ -233,7 +231,7 @@ fn what_does_not_fit_the_decode_worker_stays_where_it_was_computed(mode: Mode) {
         let mut world = pool(&spec, None, &[mode.prefill(40), mode.decode(16)], 1);
         world.submit(1, greedy(prompt(1, 110, 128), 10));
         world.run_until(|w| w.requests[0].tokens.len() >= 2);
-        let status = world.nodes[1].live().status();
+        let status = world.live(1).status();
         if name != "mistral_window" {
             let remote: u32 = status.sequences[0].remote_blocks.values().sum();
             assert!(remote >= 12 && status.prefill.blocks_left == u64::from(remote), "{status:?}");
@@ -254,9 +252,9 @@ fn damage_and_broken_paths_cost_a_second_read(mode: Mode) {
     world.run();
     world.submit(1, greedy(prompt(2, 60, 150), 4));
     run_into_transfer(&mut world, 1);
-    world.break_paths_to(0);
+    world.break_paths_of(0);
     world.run();
-    let status = world.nodes[1].live().status().prefill;
+    let status = world.live(1).status().prefill;
     assert_eq!((status.damaged_blocks, status.retried, status.pulled), (1, 0, 2), "{status:?}");
     assert_equals_single("damaged and broken", &world, &spec);
     world.check_empty();
@@ -273,7 +271,7 @@ fn prefill_workers_die_at_every_stage(mode: Mode) {
             world.run_until(|w| w.requests[first].tokens.len() > 2);
         }
         let request = world.submit(2, greedy(prompt(1, 60, 128), 8));
-        let worker = |w: &World| (0..2).find(|n| w.nodes[*n].live().status().prefill.jobs > 0);
+        let worker = |w: &World| (0..2).find(|n| w.live(*n).status().prefill.jobs > 0);
         world.run_until(|w| worker(w).is_some());
         let worker = worker(&world).unwrap();
         match stage {
@@ -284,7 +282,7 @@ fn prefill_workers_die_at_every_stage(mode: Mode) {
         }
         world.kill(worker);
         world.run();
-        let status = world.nodes[2].live().status();
+        let status = world.live(2).status();
         let retried = status.prefill.retried;
         assert_eq!(retried > 0, stage != "decoding", "{stage}: {status:?}");
         assert_eq!((status.prefill.own, status.recoveries), (0, 0), "{stage}");
@@ -304,7 +302,7 @@ fn a_decode_worker_without_workers_computes_prompts_itself(mode: Mode) {
     world.kill(0);
     world.submit(1, greedy(prompt(2, 10, 128), 4));
     world.run();
-    assert_eq!(world.nodes[1].live().status().prefill.own, 2);
+    assert_eq!(world.live(1).status().prefill.own, 2);
     assert_equals_single("alone", &world, &spec);
     world.check_empty();
 }
@@ -317,7 +315,7 @@ fn decode_workers_die_at_every_stage(mode: Mode) {
         let mut world = pool(&spec, None, &[mode.prefill(60), mode.decode(blocks)], 1);
         world.submit(1, greedy(prompt(1, 90, 128), 30));
         match stage {
-            "asked" => world.run_until(|w| w.nodes[0].live().status().prefill.jobs > 0),
+            "asked" => world.run_until(|w| w.live(0).status().prefill.jobs > 0),
             "pulling" => run_into_transfer(&mut world, 1),
             _ => world.run_until(|w| w.requests[0].tokens.len() > 3),
         }
@@ -334,7 +332,7 @@ fn cancelled_requests_leave_nothing_at_any_stage(mode: Mode) {
         let mut world = pool(&spec, None, &[mode.prefill(60), mode.decode(40)], 1);
         let request = world.submit(1, greedy(prompt(1, 90, 128), 30));
         match stage {
-            "asked" => world.run_until(|w| w.nodes[0].live().status().prefill.jobs > 0),
+            "asked" => world.run_until(|w| w.live(0).status().prefill.jobs > 0),
             "ready" => world.run_until(|w| w.requests[request].tokens.len() == 1),
             "pulling" => run_into_transfer(&mut world, 1),
             "decoding" => world.run_until(|w| w.requests[request].tokens.len() > 3),
@@ -356,13 +354,13 @@ fn workers_serve_on_without_a_gmanager(mode: Mode) {
     world.kill_gmanager();
     world.submit(1, greedy(prompt(2, 40, 128), 8));
     world.run();
-    assert_eq!(world.nodes[1].live().status().prefill.pulled, 2);
+    assert_eq!(world.live(1).status().prefill.pulled, 2);
     world.start_gmanager();
     world.add(mode.prefill(60));
-    world.run_until(|w| w.nodes[1].live().status().prefill.workers == 2);
+    world.run_until(|w| w.live(1).status().prefill.workers == 2);
     world.submit(1, greedy(prompt(3, 200, 128), 2));
     world.run();
-    assert_eq!(world.nodes[2].live().status().prefill.jobs_done, 1, "only the new one has room for it");
+    assert_eq!(world.live(2).status().prefill.jobs_done, 1, "only the new one has room for it");
     assert_equals_single("without a gManager", &world, &spec);
     world.check_empty();
 }
@@ -374,13 +372,13 @@ fn broken_sessions_repeat_what_was_not_answered(mode: Mode) {
         let mut world = pool(&spec, None, &[mode.prefill(60), mode.decode(40)], 1);
         let request = world.submit(1, greedy(prompt(1, 90, 128), 6));
         match stage {
-            "asked" => world.run_until(|w| w.nodes[0].live().status().prefill.jobs > 0),
+            "asked" => world.run_until(|w| w.live(0).status().prefill.jobs > 0),
             "ready" => world.run_until(|w| w.requests[request].tokens.len() == 1),
             _ => run_into_transfer(&mut world, 1),
         }
         world.cut(0, 1, 500);
         world.run();
-        let status = world.nodes[1].live().status().prefill;
+        let status = world.live(1).status().prefill;
         // Pushed KV is read before the worker has reported the end of prefill.
         let unreported = stage == "asked" || (stage == "pulling" && mode.push);
         assert_eq!((status.retried > 0, status.own), (unreported, 0), "{stage}: {status:?}");
@@ -405,9 +403,9 @@ fn shuffled_pools_give_the_same_tokens_and_leave_nothing(mode: Mode) {
             match rng.below(8) {
                 0 => world.cancel(request),
                 1 => world.cut(rng.below(2) as usize, node, rng.below(300)),
-                2 if world.nodes[0].instance.is_some() => world.kill(0),
-                3 if world.nodes[0].instance.is_none() => world.restart(0),
-                4 => world.break_paths_to(1),
+                2 if world.is_alive(0) => world.kill(0),
+                3 if !world.is_alive(0) => world.restart(0),
+                4 => world.break_paths_of(1),
                 _ => {}
             }
         }
@@ -437,14 +435,14 @@ fn pushed_kv_arrives_while_the_prompt_is_computed() {
         let worker = Spec { step_rows, step_ms: 40, ..Spec::prefill(40) };
         let mut world = pool(&spec, None, &[worker, mode.decode(40)], 1);
         world.submit(1, greedy(prompt(1, 60, 128), 8));
-        world.run_until(|w| w.nodes[0].live().status().prefill.queued_tokens > 0);
-        let reserved = |w: &World| w.nodes[1].live().status().sequences[0].reserved_blocks;
+        world.run_until(|w| w.live(0).status().prefill.queued_tokens > 0);
+        let reserved = |w: &World| w.live(1).status().sequences[0].reserved_blocks;
         // 60 tokens, and one for the next token.
         assert_eq!(reserved(&world), if mode.push { 16 } else { 0 });
         world.run_until(|w| !w.requests[0].tokens.is_empty());
-        let early = world.nodes[1].live().status().prefill.bytes;
+        let early = world.live(1).status().prefill.bytes;
         world.run();
-        let all = world.nodes[1].live().status().prefill.bytes;
+        let all = world.live(1).status().prefill.bytes;
         let layers = all / (60 * LAYER_TOKEN_BYTES);
         assert_eq!(all, layers * 60 * LAYER_TOKEN_BYTES);
         // All layers of the last step but the last one are reported before it ends.
@@ -468,7 +466,7 @@ fn a_full_decode_worker_keeps_pushed_prompts_back() {
         world.run_until(|w| w.requests[0].tokens.len() > 15);
         let pulled = !mode.push;
         assert_eq!(world.requests[second].tokens.len(), usize::from(pulled), "{mode:?}");
-        assert_eq!(world.nodes[0].live().status().prefill.jobs_done, 1 + u64::from(pulled), "{mode:?}");
+        assert_eq!(world.live(0).status().prefill.jobs_done, 1 + u64::from(pulled), "{mode:?}");
         world.run();
         assert_equals_single("after a full worker", &world, &spec);
         world.check_empty();
@@ -485,7 +483,7 @@ fn a_failed_step_ends_what_was_pushed_of_it() {
     run_into_transfer(&mut world, 1);
     world.break_device(0, Fault::Step);
     world.run();
-    let (worker, decoder) = (world.nodes[0].live().status().prefill, world.nodes[1].live().status().prefill);
+    let (worker, decoder) = (world.live(0).status().prefill, world.live(1).status().prefill);
     assert_eq!((worker.jobs_refused, worker.jobs_done, decoder.pulled, decoder.own), (1, 1, 1, 0), "{worker:?}");
     assert_equals_single("after a failed step", &world, &spec);
     world.check_empty();
@@ -505,7 +503,7 @@ fn a_worker_draws_nothing_that_may_not_come_yet() {
     world.run();
     let output = &world.requests[held].tokens;
     assert!(output.len() >= 2 && !output[..2].contains(&first), "{first}: {output:?}");
-    let status = world.nodes[1].live().status().prefill;
+    let status = world.live(1).status().prefill;
     assert_eq!((status.pulled, status.own, status.retried), (2, 0, 0), "the worker computed both prompts");
     world.check_empty();
 }
@@ -520,6 +518,6 @@ fn a_worker_adds_the_biases_of_a_request() {
     let biased = world.submit(1, request);
     world.run();
     assert_eq!(world.requests[biased].tokens, [7; 4]);
-    assert_eq!(world.nodes[1].live().status().prefill.pulled, 1, "the worker drew the first");
+    assert_eq!(world.live(1).status().prefill.pulled, 1, "the worker drew the first");
     world.check_empty();
 }

@@ -24,8 +24,8 @@ fn rest_without_dead(world: &mut World) {
 
 /// The node that lends most.
 fn creditor(world: &World) -> usize {
-    let lent = |n: &usize| world.nodes[*n].live().status().blocks_lent;
-    let node = (0..world.nodes.len()).max_by_key(lent).unwrap();
+    let lent = |n: &usize| world.live(*n).status().blocks_lent;
+    let node = world.nodes().max_by_key(lent).unwrap();
     assert!(lent(&node) > 0);
     node
 }
@@ -52,7 +52,7 @@ fn cancelling_at_any_time_frees_everything() {
     let first = world.submit(0, greedy(prompt(61, 100, 128), 20));
     let second = world.submit(0, greedy(prompt(62, 90, 128), 20));
     run_to_token(&mut world, first, 1);
-    assert_eq!(world.nodes[0].live().status().waiting, 1);
+    assert_eq!(world.live(0).status().waiting, 1);
     world.cancel(second);
     world.cancel(first);
     world.check_empty();
@@ -65,10 +65,10 @@ fn a_killed_creditor_costs_time_and_nothing_else() {
         let request = world.submit(0, greedy(prompt(63, 80, 128), 12));
         let other = world.submit(3, greedy(prompt(64, 20, 128), 12));
         // From the first borrowed blocks, through prefill, into decoding.
-        world.run_until(|w| w.nodes[1..].iter().any(|n| n.live().status().blocks_lent > 0));
+        world.run_until(|w| w.nodes().skip(1).any(|n| w.live(n).status().blocks_lent > 0));
         (0..when * 8).for_each(|_| world.step());
         assert!(!world.requests[request].is_over(), "killed too late");
-        let victim = (1..3).max_by_key(|n| world.nodes[*n].live().status().blocks_lent).unwrap();
+        let victim = (1..3).max_by_key(|n| world.live(*n).status().blocks_lent).unwrap();
         world.kill(victim);
         world.run();
         let log = &world.requests[other];
@@ -88,7 +88,7 @@ fn a_creditor_that_comes_back_lends_again() {
     assert!(!world.requests[request].is_over());
     world.restart(1);
     world.run();
-    assert_eq!(world.nodes[0].live().status().recoveries, 1);
+    assert_eq!(world.live(0).status().recoveries, 1);
     assert_equals_single("restarted", &world, &pool());
     rest_without_dead(&mut world);
 }
@@ -119,7 +119,7 @@ fn a_killed_debtor_leaves_nothing_at_its_creditors() {
     world.kill(0);
     world.run();
     assert!(world.requests[other].end.as_ref().is_some_and(Result::is_ok));
-    assert!(world.nodes[1].live().status().blocks_lent > 0, "leases outlive a connection");
+    assert!(world.live(1).status().blocks_lent > 0, "leases outlive a connection");
     world.run_for(16_000);
     world.check_empty();
 }
@@ -149,7 +149,7 @@ fn what_runs_goes_on_without_a_gmanager() {
     world.run();
     world.start_gmanager();
     world.run_for(600);
-    assert!(world.nodes.iter().all(|n| n.live().status().registered));
+    assert!(world.nodes().all(|n| world.live(n).status().registered));
     // A request that must borrow meanwhile waits for the next gManager.
     let request = world.submit(0, greedy(prompt(73, 80, 128), 12));
     run_to_token(&mut world, request, 2);
@@ -171,7 +171,7 @@ fn borrowing_waits_for_a_gmanager() {
         run_to_token(world, requests[1], 2);
         world.kill_gmanager();
         world.run_for(20_000);
-        let status = world.nodes[0].live().status();
+        let status = world.live(0).status();
         assert_eq!(
             (status.preemptions, status.blocks_free, status.running),
             (0, 0, 2),
@@ -183,20 +183,20 @@ fn borrowing_waits_for_a_gmanager() {
     grows(&mut world);
     world.start_gmanager();
     world.run();
-    let status = world.nodes[0].live().status();
+    let status = world.live(0).status();
     assert!(status.preemptions == 0 && world.sent("partial").0 > 0, "it borrowed");
     assert_equals_single("in time", &world, &pool());
     world.check_empty();
 
     // No gManager comes: the younger request is preempted, as on a lone instance.
     let mut world = World::pool(pool(), None, &specs);
-    let start = world.now_ms;
+    let start = world.now_ms();
     let requests = grows(&mut world);
     let large = world.submit(0, greedy(prompt(79, 80, 128), 2));
     world.run();
-    let waited = world.now_ms - start;
+    let waited = world.now_ms() - start;
     assert!((30_000..36_000).contains(&waited), "{waited} ms");
-    let status = world.nodes[0].live().status();
+    let status = world.live(0).status();
     assert!(status.preemptions > 0 && status.preempted_tokens >= 24 && status.recomputed_tokens == 0, "{status:?}");
     let error = error_of(&world.requests[large]);
     assert!(matches!(error, RequestError::Unavailable(_)) && error.to_string().contains("no gManager"), "{error}");
@@ -241,9 +241,9 @@ fn an_instance_of_another_model_is_refused() {
     let mut world = World::pool(pool(), None, &[Spec::cpu(8)]);
     let other = world.add(Spec { other_model: true, ..Spec::cpu(8) });
     world.run_for(500);
-    let reason = world.nodes[other].rejected.clone().unwrap();
+    let reason = world.rejected(other).unwrap();
     assert!(reason.contains("model hash"), "{reason}");
-    assert!(!world.nodes[other].live().status().registered);
+    assert!(!world.live(other).status().registered);
 
     // A peer that connects anyway is refused at its Hello, also one whose config.json is stale.
     let changes: [(fn(&mut _), _); 3] = [
@@ -252,15 +252,13 @@ fn an_instance_of_another_model_is_refused() {
         (|shape| shape.windows = vec![7; shape.layers as usize], "windows differs"),
     ];
     for (number, (change, why)) in (77..).zip(changes) {
-        let mut shape = world.nodes[0].shape();
+        let mut shape = world.shape(0);
         change(&mut shape);
         let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);
         let hello = Hello { version_min, version_max, instance: 9, incarnation: 9, shape: Some(shape), lent: None };
-        let now_ms = world.now_ms;
-        let instance = world.nodes[0].instance.as_mut().unwrap();
         let peer = PeerKey(number);
-        instance.handle(Event::PeerUp { peer }, now_ms);
-        let effects = instance.handle(Event::Control { peer, body: ControlBody::Hello(hello) }, now_ms);
+        world.inject(0, Event::PeerUp { peer });
+        let effects = world.inject(0, Event::Control { peer, body: ControlBody::Hello(hello) });
         let refused =
             |e: &Effect| matches!(e, Effect::Control { body: ControlBody::Rejected(r), .. } if r.reason.contains(why));
         assert!(effects.iter().any(refused), "{effects:?}");

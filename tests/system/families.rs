@@ -55,7 +55,7 @@ fn assert_pooled(name: &str, backends: [Backend; 3], remote: RemotePolicy, block
     let mut world = World::pool(pool, None, &specs);
     world.submit(0, greedy(prompt, tokens as u32));
     world.run_until(|w| w.requests[0].tokens.len() == 1 || w.requests[0].is_over());
-    let at = world.nodes[0].live().status().sequences[0].clone();
+    let at = world.live(0).status().sequences[0].clone();
     let away: u32 = at.remote_blocks.values().sum();
     // Under a window the oldest blocks are freed by now.
     assert!(windowed || away >= at.local_blocks, "{what}: {at:?}");
@@ -65,7 +65,7 @@ fn assert_pooled(name: &str, backends: [Backend; 3], remote: RemotePolicy, block
     assert_says(&what, &world, &golden, tokens);
     world.check_empty();
     if backends[0] == Backend::Cuda && block_tokens == PAGE_BLOCK {
-        let counters = world.nodes[0].kv_counters().unwrap();
+        let counters = world.kv_counters(0).unwrap();
         assert!(counters.in_step + counters.ahead + counters.eager > 0, "{what}: no address row: {counters:?}");
     }
 }
@@ -79,10 +79,10 @@ fn assert_prefilled_apart(name: &str, [from, to]: [Backend; 2], push: bool, toke
     let prefill = Spec { role: Role::Prefill, ..spec(from, blocks, BLOCK) };
     let decode = Spec { role: Role::Decode, push, stage_on_device: !push, ..spec(to, blocks, BLOCK) };
     let mut world = World::pool(PoolSpec::golden(name, BLOCK), None, &[prefill, decode]);
-    world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+    world.run_until(|w| w.live(1).status().prefill.workers == 1);
     world.submit(1, greedy(prompt, tokens as u32));
     world.run();
-    let status = world.nodes[1].live().status().prefill;
+    let status = world.live(1).status().prefill;
     assert_eq!((status.pulled, status.own, status.retried), (1, 0, 0), "{what}: {status:?}");
     assert_says(&what, &world, &golden, tokens);
     world.check_empty();

@@ -31,13 +31,13 @@ fn a_silent_creditor_times_out_and_its_kv_is_recomputed() {
         world.submit(0, greedy(prompt(101, 80, 128), 12));
         world.run_until(|w| w.sent("query").0 + w.sent("read").0 > 0);
         assert!(!world.requests[local].is_over());
-        let creditor = (1..3).max_by_key(|n| world.nodes[*n].live().status().blocks_lent).unwrap();
+        let creditor = (1..3).max_by_key(|n| world.live(*n).status().blocks_lent).unwrap();
         world.stall(0, creditor, silence_ms);
-        let start_ms = world.now_ms;
+        let start_ms = world.now_ms();
         world.run_until(|w| w.requests[local].is_over());
-        assert!(world.now_ms < start_ms + 1_000, "local rows waited for a creditor");
+        assert!(world.now_ms() < start_ms + 1_000, "local rows waited for a creditor");
         world.run();
-        assert!(world.now_ms >= start_ms + 9_000 && world.nodes[0].live().status().recoveries > 0);
+        assert!(world.now_ms() >= start_ms + 9_000 && world.live(0).status().recoveries > 0);
         assert_equals_single(&format!("{silence_ms} ms, {remote:?}"), &world, &pool());
         world.run_for(silence_ms + 16_000);
         world.check_empty();
@@ -51,7 +51,7 @@ fn damaged_kv_is_noticed_and_computed_again() {
     world.run_until(|w| w.sent("write").0 > 2);
     world.corrupt_next_write();
     run_to_token(&mut world, request, 1);
-    assert_eq!((world.nodes[0].live().status().recoveries, world.sent("bulk refused").0 > 0), (1, true));
+    assert_eq!((world.live(0).status().recoveries, world.sent("bulk refused").0 > 0), (1, true));
     world.run();
     assert_equals_single("damaged", &world, &pool());
     world.check_empty();
@@ -66,7 +66,7 @@ fn a_failing_device_fails_what_ran_on_it() {
     run_to_token(&mut world, request, 2);
     world.break_device(1, Fault::RemoteRequest);
     world.run();
-    assert_eq!(world.nodes[0].live().status().recoveries, 1);
+    assert_eq!(world.live(0).status().recoveries, 1);
     assert!(world.requests[beside].end.as_ref().is_some_and(Result::is_ok));
     assert_equals_single("a remote request's failure", &world, &pool());
     // The debtor's own device fails: the request ends in an error.
@@ -89,15 +89,15 @@ fn an_aborted_step_costs_its_other_sequences_nothing() {
         let mut world = World::pool(pool(), None, &[debtor, Spec::cpu(16), Spec::cpu(20)]);
         // Blocks of the first are on node 2, which has more to lend; those of the second on node 1.
         let first = world.submit(0, greedy(prompt(110, 74, 128), 5));
-        world.run_until(|w| w.nodes[2].live().status().blocks_lent > 0);
+        world.run_until(|w| w.live(2).status().blocks_lent > 0);
         let second = world.submit(0, greedy(prompt(111, 60, 128), 5));
         run_to_token(&mut world, first, 1);
-        assert!(world.nodes[1].live().status().blocks_lent > 0, "{}", world.describe());
+        assert!(world.live(1).status().blocks_lent > 0, "{}", world.describe());
         (0..turns).for_each(|_| world.step());
         world.break_device(2, Fault::RemoteRequest);
         world.run();
         assert!(world.requests[second].end.is_some());
-        assert_eq!(world.nodes[0].live().status().recoveries, 1, "after {turns} steps: {}", world.describe());
+        assert_eq!(world.live(0).status().recoveries, 1, "after {turns} steps: {}", world.describe());
         assert_equals_single("an aborted step", &world, &pool());
         world.check_empty();
     }
@@ -112,12 +112,12 @@ fn refused(effects: Vec<Effect>) -> Option<RefuseCode> {
     })
 }
 
-/// A pool in which node 1 lends to node 0, the lease, and its end in tokens. Node 0 is peer 0 of node 1.
+/// A pool in which node 1 lends to node 0, the lease, and its end in tokens. Node 0 is peer 1 of node 1.
 fn lending() -> (World, LeaseRun, u32) {
     let mut world = World::pool(pool(), None, &[Spec::cpu(8), Spec::cpu(20)]);
     let request = world.submit(0, greedy(prompt(107, 80, 128), 8));
     run_to_token(&mut world, request, 2);
-    let (_, lease, epoch, _, end) = world.nodes[1].live().rmanager().creditor.iter().next().unwrap();
+    let (_, lease, epoch, _, end) = world.live(1).rmanager().creditor.iter().next().unwrap();
     (world, LeaseRun { lease, epoch, offset: 0, len: 4, first_pos: 0 }, end * 4)
 }
 
@@ -132,7 +132,7 @@ fn goes_on(mut world: World) {
 #[test]
 fn bad_tickets_and_queries_are_refused() {
     let (mut world, run, end) = lending();
-    let peer = PeerKey(0);
+    let peer = PeerKey(1);
     let step = StepId(1 << 40);
     let seq = |runs: Vec<LeaseRun>| TicketSeq { seq: SeqId(1), rows: 1, pos0: 80, runs };
     let ticket = |seqs| PartialsFrame::Ticket(StepTicket { step, deadline_ms: 1_000, dtype: DType::F32, seqs });
@@ -169,7 +169,7 @@ fn bad_tickets_and_queries_are_refused() {
 #[test]
 fn bad_writes_seals_and_reads_are_refused() {
     let (mut world, LeaseRun { lease, epoch, .. }, end) = lending();
-    let peer = PeerKey(0);
+    let peer = PeerKey(1);
     let write = |lease, epoch, offset, tokens: u32, bytes: usize| BulkFrame::Write {
         lease,
         epoch,
@@ -223,13 +223,13 @@ fn a_dropped_frame_is_recovered_from() {
         assert_equals_single(&format!("{kind} of node {node} is dropped"), &world, &pool());
         world.run_for(16_000);
         world.check_empty();
-        let failed = world.nodes[0].live().status().recoveries;
+        let failed = world.live(0).status().recoveries;
         assert!(failed <= 1 && (kind == "control" || failed == 1), "{kind} of node {node}: {failed} recoveries");
         // The two peers are still connected.
         world.submit(0, greedy(prompt(113, 80, 128), 2));
-        let before = world.now_ms;
+        let before = world.now_ms();
         world.run();
-        assert!(world.now_ms < before + 1_000, "{kind}: the peers do not find each other");
+        assert!(world.now_ms() < before + 1_000, "{kind}: the peers do not find each other");
     }
 }
 
@@ -241,7 +241,7 @@ fn sampling_survives_recovery_and_ends_at_stop_ids() {
     let mut world = World::pool(pool(), None, &[Spec::cpu(8), Spec::cpu(20), Spec::cpu(20)]);
     let first = world.submit(0, request.clone());
     run_to_token(&mut world, first, 5);
-    let creditor = (1..3).max_by_key(|n| world.nodes[*n].live().status().blocks_lent).unwrap();
+    let creditor = (1..3).max_by_key(|n| world.live(*n).status().blocks_lent).unwrap();
     world.cut(0, creditor, 100);
     world.run();
     assert_equals_single("sampled", &world, &pool());

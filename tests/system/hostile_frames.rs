@@ -486,7 +486,7 @@ fn nobody_answers_for_another() {
             }
         }
         assert_equals_single(&format!("{remote:?}"), &world, &pool());
-        assert_eq!(world.nodes[0].live().status().recoveries, 0, "nothing was lost");
+        assert_eq!(world.live(0).status().recoveries, 0, "nothing was lost");
     }
 }
 

@@ -3,7 +3,7 @@
 
 use crate::moves::{moved, placed, run_to_token};
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig};
-use lagoon_protocol::{AdminBody, AdminDrain, AdminQuery, ControlBody, Role};
+use lagoon_protocol::{AdminBody, AdminDrain, Role};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
 
@@ -14,10 +14,10 @@ fn spec() -> PoolSpec {
 /// A prefill worker, a decode worker and a lender, and a request with part of its KV left at the first.
 fn left(decode: Spec, tokens: u32) -> (World, usize) {
     let mut world = World::pool(spec(), None, &[Spec::prefill(60), decode, Spec::cpu(60)]);
-    world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+    world.run_until(|w| w.live(1).status().prefill.workers == 1);
     let request = world.submit(1, greedy(prompt(1, 110, 128), tokens));
     run_to_token(&mut world, request, 2);
-    let left = world.nodes[1].live().status().prefill.blocks_left;
+    let left = world.live(1).status().prefill.blocks_left;
     assert!(left >= 12 && u64::from(placed(&world, request)[&0]) >= left);
     (world, request)
 }
@@ -34,7 +34,7 @@ fn what_stays_with_a_prefill_worker_moves_to_another_creditor() {
         // Blocks copied with the prefill worker's hashes get hashes of their own.
         moved(&mut world, request, 2, 2, 0);
         assert_eq!(placed(&world, request)[&0], 2);
-        let status = world.nodes[1].live().status().moves;
+        let status = world.live(1).status().moves;
         assert_eq!((status.blocks_between, status.damaged), (u64::from(before) + 2, 0), "{status:?}");
         world.run();
         assert_equals_single("moved", &world, &spec());
@@ -51,7 +51,7 @@ fn what_stays_with_a_prefill_worker_comes_home() {
         let there = placed(&world, request)[&0];
         moved(&mut world, request, there, 0, 1);
         assert_eq!(placed(&world, request).len(), 1, "all of it is home");
-        world.run_until(|w| w.nodes[0].live().status().blocks_lent == 0);
+        world.run_until(|w| w.live(0).status().blocks_lent == 0);
         world.run();
         assert_equals_single("home", &world, &spec());
         world.check_empty();
@@ -65,9 +65,9 @@ fn damage_on_the_way_is_found() {
         let (mut world, request) = left(Spec { push, ..Spec::decode(16) }, 20);
         world.corrupt_next_data();
         moved(&mut world, request, 5, 0, 2);
-        assert_eq!(world.nodes[1].live().status().moves.damaged, 1);
+        assert_eq!(world.live(1).status().moves.damaged, 1);
         world.run();
-        assert!(world.nodes[1].live().status().recoveries > 0);
+        assert!(world.live(1).status().recoveries > 0);
         assert_equals_single("damaged", &world, &spec());
         world.check_empty();
     }
@@ -78,13 +78,10 @@ fn damage_on_the_way_is_found() {
 fn a_drained_prefill_worker_is_emptied_while_requests_go_on() {
     for push in [false, true] {
         let (mut world, request) = left(Spec { push, step_ms: 200, ..Spec::decode(16) }, 60);
-        let drain = AdminDrain { instance: world.nodes[0].id().unwrap().0, cancel: false, stop: true };
-        let query = AdminQuery { query: 1, body: Some(AdminBody::Drain(drain)) };
-        let now_ms = world.now_ms;
-        let gm = &mut world.coordinator.as_mut().unwrap().gmanager;
-        gm.on_control(None, &ControlBody::AdminQuery(query), now_ms);
-        world.run_until(|w| w.nodes[0].drained || w.requests[request].is_over());
-        assert!(world.nodes[0].drained && !world.requests[request].is_over(), "{}", world.describe());
+        let drain = AdminDrain { instance: world.id(0).unwrap().0, cancel: false, stop: true };
+        world.admin(AdminBody::Drain(drain));
+        world.run_until(|w| w.is_drained(0) || w.requests[request].is_over());
+        assert!(world.is_drained(0) && !world.requests[request].is_over(), "{}", world.describe());
         assert_eq!(placed(&world, request).get(&0), None);
         world.run();
         assert_equals_single("drained", &world, &spec());
@@ -99,12 +96,12 @@ fn what_stays_is_swapped_around_a_circle_of_debts() {
         let mut world = World::new(spec(), None);
         let dgfm = Some(DgfmConfig { blocks_min: 2, period_ms: 500, ..DgfmConfig::default() });
         let config = GManagerConfig { dgfm, ..GManagerConfig::default() };
-        world.coordinator.as_mut().unwrap().gmanager = GManager::with_config(config);
+        *world.gmanager_mut() = GManager::with_config(config);
         let slow = |spec: Spec| Spec { step_ms: 400, ..spec };
         world.add(slow(Spec { share: true, ..Spec::cpu(37) }));
         world.add(slow(Spec { push, ..Spec::decode(22) }));
         world.add(slow(Spec::cpu(16)));
-        world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+        world.run_until(|w| w.live(1).status().prefill.workers == 1);
         world.run_for(600);
         let left = world.submit(1, greedy(prompt(1, 110, 128), 60));
         run_to_token(&mut world, left, 2);
@@ -115,12 +112,12 @@ fn what_stays_is_swapped_around_a_circle_of_debts() {
         run_to_token(&mut world, owes, 1);
         assert!(placed(&world, owes)[&1] >= 2, "{}", world.describe());
         world.run_until(|w| {
-            let stats = w.coordinator.as_ref().unwrap().gmanager.dgfm_stats().unwrap();
+            let stats = w.gmanager().dgfm_stats().unwrap();
             stats.completed > 0 || w.requests[left].is_over()
         });
         assert!(!world.requests[owes].is_over() && !world.requests[left].is_over(), "{}", world.describe());
-        for node in &world.nodes[..2] {
-            let moves = node.live().status().moves;
+        for node in 0..2 {
+            let moves = world.live(node).status().moves;
             let home = moves.by_reason.rows().find(|row| (row.0, row.1) == ("swap", "home")).unwrap().2;
             assert!(home >= 2 && moves.damaged == 0, "{moves:?}");
         }

@@ -30,7 +30,7 @@ fn world(weights_ms: f64, remote_request_ms: u64) -> (World, usize, usize) {
 }
 
 fn is_one_batch(world: &World) -> bool {
-    world.nodes[0].live().is_one_batch()
+    world.live(0).is_one_batch()
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn a_creditor_that_is_slow_does_not_hold_up_rows_that_do_not_need_it() {
     assert!(merged, "it was not known before that the creditor is slow");
     assert!(!world.requests[remote].is_over() && world.requests[remote].tokens.len() <= 8);
     world.run();
-    assert_eq!(world.nodes[0].live().status().recoveries, 0, "nothing was lost by breaking up");
+    assert_eq!(world.live(0).status().recoveries, 0, "nothing was lost by breaking up");
     assert_equals_single("broken up", &world, &pool());
     world.check_empty();
 }

@@ -11,15 +11,15 @@ fn pool() -> PoolSpec {
 }
 
 fn moves(world: &World, node: usize) -> MoveStatus {
-    world.nodes[node].live().status().moves
+    world.live(node).status().moves
 }
 
 /// Number of blocks of a request at each node, its own included.
 pub(crate) fn placed(world: &World, request: usize) -> BTreeMap<usize, u32> {
     let node = world.requests[request].node;
-    let status = world.nodes[node].live().status();
+    let status = world.live(node).status();
     let seq = status.sequences.iter().find(|s| s.seq.0 == request as u64 + 1).unwrap();
-    let at = |id| (0..world.nodes.len()).find(|n| world.nodes[*n].id() == Some(id)).unwrap();
+    let at = |id| world.nodes().find(|n| world.id(*n) == Some(id)).unwrap();
     let mut all: BTreeMap<usize, u32> = seq.remote_blocks.iter().map(|(id, n)| (at(*id), *n)).collect();
     all.insert(node, seq.local_blocks);
     all
@@ -110,7 +110,7 @@ fn blocks_leave_the_middle_of_a_run() {
                 "twice there were fewer than nine"
             );
             world.run();
-            let of = world.nodes[0].live().status();
+            let of = world.live(0).status();
             let again = (of.recomputed_tokens, of.warm_up_tokens, of.preempted_tokens);
             assert_eq!(again, (0, 0, 0), "a move computes nothing again: {of:?}");
             assert_equals_single(&format!("{}, {remote:?}", pool.dir.display()), &world, &pool);
@@ -212,7 +212,7 @@ fn a_damaged_copy_is_not_switched_to() {
     assert_eq!(placed(&world, request).len(), 1);
     moved(&mut world, request, 3, 0, 1);
     assert_eq!(placed(&world, request)[&1], 3);
-    assert_eq!(world.nodes[0].live().status().recoveries, 0);
+    assert_eq!(world.live(0).status().recoveries, 0);
     world.run();
     assert_equals_single("damaged", &world, &pool());
     world.check_empty();
@@ -228,7 +228,7 @@ fn a_creditor_whose_kv_is_not_what_was_written_there_is_not_believed() {
         moved(&mut world, request, 4, 0, 1);
         world.corrupt_next_data();
         moved(&mut world, request, 2, 1, target);
-        let status = world.nodes[0].live().status();
+        let status = world.live(0).status();
         assert_eq!((status.moves.damaged, status.recoveries), (1, 1), "to {target}");
         world.run();
         assert_equals_single("damaged source", &world, &pool());
@@ -248,7 +248,7 @@ fn a_creditor_revokes_blocks_that_no_debtor_returns() {
         world.stall(0, 1, 5_000);
         let own = world.submit(1, greedy(prompt(214, 40, 128), 24));
         world.run();
-        let (debtor, creditor) = (world.nodes[0].live().status(), world.nodes[1].live().status());
+        let (debtor, creditor) = (world.live(0).status(), world.live(1).status());
         assert!(debtor.moves.recalls_received > 0 && creditor.moves.blocks_revoked > 0, "{debtor:?} {creditor:?}");
         assert_eq!(creditor.preemptions, 0, "growth goes before lending");
         // A step in flight to the revoked entries is refused, which may count as a further loss.
@@ -274,7 +274,7 @@ fn a_revocation_is_repeated_after_a_reconnect() {
     world.run_until(|w| w.sent("lease revoked").0 > reported);
     world.run();
     assert_eq!(world.sent("lease revoked").0 % reported, 0, "all of it is reported again, each time");
-    let (debtor, creditor) = (world.nodes[0].live().status(), world.nodes[1].live().status());
+    let (debtor, creditor) = (world.live(0).status(), world.live(1).status());
     assert!(debtor.recoveries <= 1 && debtor.recomputed_tokens > 0, "{debtor:?}");
     assert_eq!(creditor.preemptions, 0);
     assert_equals_single("reported again", &world, &pool());
@@ -336,7 +336,7 @@ fn a_creditor_gets_its_blocks_back_to_grow() {
         let (debtor, creditor) = (moves(&world, 0), moves(&world, 1));
         assert!(debtor.recalls_received > 0 && creditor.recalls_met > 0, "{debtor:?} {creditor:?}");
         assert!(debtor.blocks_home > 0 && creditor.blocks_revoked == 0, "{debtor:?} {creditor:?}");
-        assert_eq!(world.nodes[0].live().status().recoveries, 0);
+        assert_eq!(world.live(0).status().recoveries, 0);
         assert!(world.requests[own].tokens.len() == 20);
         assert_equals_single("recall", &world, &pool);
         world.check_empty();

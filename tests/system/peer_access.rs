@@ -28,7 +28,7 @@ fn lender(blocks: u32) -> Spec {
 }
 
 fn peer_access(world: &World, node: usize) -> PeerAccessStatus {
-    world.nodes[node].live().status().peer_access
+    world.live(node).status().peer_access
 }
 
 /// A debtor and a lender; a request that outgrows the debtor has its first tokens, and all its lent blocks are
@@ -38,7 +38,7 @@ fn outgrown(blocks: u32, remote: RemotePolicy, others: &[Spec]) -> World {
     let mut world = World::pool(pool, None, &[&[debtor(blocks, remote), lender(8)], others].concat());
     world.submit(0, greedy(prompt(81, 70, 128), 24));
     world.run_until(|w| w.requests[0].tokens.len() >= 4);
-    assert!(world.nodes[0].live().status().blocks_borrowed > 0);
+    assert!(world.live(0).status().blocks_borrowed > 0);
     world
 }
 
@@ -79,11 +79,11 @@ fn a_creditors_memory_is_attended_to_where_it_lies() {
 fn reused_memory_is_a_lost_range_and_is_recomputed() {
     let Some(fake) = driver("reused_memory_is_a_lost_range_and_is_recomputed", 43) else { return };
     let mut world = outgrown(3, RemotePolicy::Auto, &[]);
-    let (_, lease, ..) = world.nodes[1].live().rmanager().creditor.iter().next().map(|l| (l.0, l.1)).unwrap();
-    let block = world.nodes[1].live().rmanager().creditor.entry(lease, 1).unwrap().block;
+    let (_, lease, ..) = world.live(1).rmanager().creditor.iter().next().map(|l| (l.0, l.1)).unwrap();
+    let block = world.live(1).rmanager().creditor.entry(lease, 1).unwrap().block;
     world.overwrite(1, block);
     world.run();
-    let status = world.nodes[0].live().status();
+    let status = world.live(0).status();
     assert_eq!((status.peer_access.reused, status.recoveries), (1, 1), "{status:?}");
     assert!(status.recomputed_tokens > 0);
     assert_equals_single("overwritten", &world, &PoolSpec::golden("head_dim_64", BLOCK));
@@ -99,10 +99,10 @@ fn a_lender_that_dies_takes_what_it_lent() {
     let Some(fake) = driver("a_lender_that_dies_takes_what_it_lent", 44) else { return };
     let host = Spec { role: Role::Kv, tier: MemoryTier::Host, ..Spec::cpu(12) };
     let mut world = outgrown(3, RemotePolicy::Auto, &[host]);
-    assert_eq!(world.nodes[2].live().status().blocks_lent, 0, "host memory is lent last");
+    assert_eq!(world.live(2).status().blocks_lent, 0, "host memory is lent last");
     world.kill(1);
     world.run();
-    let status = world.nodes[0].live().status();
+    let status = world.live(0).status();
     assert_eq!((status.peer_access.mapped, status.peer_access.reused), (0, 0), "{status:?}");
     assert!(status.recoveries > 0 && status.recomputed_tokens > 0, "{status:?}");
     assert_equals_single("killed", &world, &PoolSpec::golden("head_dim_64", BLOCK));
@@ -127,7 +127,7 @@ fn memory_of_a_debtor_that_dies_is_lent_again() {
     let mut world = outgrown(3, RemotePolicy::Auto, &[debtor(3, RemotePolicy::Auto)]);
     let sealed = peer_access(&world, 1).sealed;
     world.kill(0);
-    world.run_until(|w| w.nodes[1].live().status().blocks_lent == 0);
+    world.run_until(|w| w.live(1).status().blocks_lent == 0);
     for seed in [83, 84] {
         world.submit(2, greedy(prompt(seed, 70, 128), 9));
         world.run();

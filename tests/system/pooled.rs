@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 /// Blocks of the first request on its own instance and on creditors.
 fn placement(world: &World, node: usize) -> (u32, BTreeMap<InstanceId, u32>) {
-    let status = world.nodes[node].live().status();
+    let status = world.live(node).status();
     let seq = &status.sequences[0];
     (seq.local_blocks, seq.remote_blocks.clone())
 }
@@ -104,7 +104,7 @@ fn a_layer_asks_only_those_whose_keys_it_sees() {
         world.run();
         // Long before a ticket that stays would expire.
         world.run_for(50);
-        assert_eq!(world.nodes[1].live().status().remote_steps, 0, "{name}");
+        assert_eq!(world.live(1).status().remote_steps, 0, "{name}");
         assert_equals_single(name, &world, &pool);
         world.check_empty();
     }
@@ -120,14 +120,14 @@ fn a_window_is_cut_across_creditors_and_frees_what_is_behind_it() {
         // Two blocks are local, the oldest 24 are lent. From the first token on, lent and local blocks are the window
         // (4 or 5 blocks), the growing block, and one more that was borrowed with it; a release may be in flight for
         // a step of the network.
-        let lent = |w: &World| w.nodes[1..].iter().map(|n| n.live().status().blocks_lent).sum::<u32>();
+        let lent = |w: &World| w.nodes().skip(1).map(|n| w.live(n).status().blocks_lent).sum::<u32>();
         let (mut cut, mut late) = (0, 0);
         world.run_until(|w| lent(w) == 24);
         while !world.requests[0].is_over() {
             world.step();
-            let Some(status) = world.nodes[0].live().status().sequences.first().cloned() else { continue };
+            let Some(status) = world.live(0).status().sequences.first().cloned() else { continue };
             if !world.requests[0].tokens.is_empty() {
-                let held = world.nodes[0].live().status().blocks_borrowed + status.local_blocks;
+                let held = world.live(0).status().blocks_borrowed + status.local_blocks;
                 assert!(held <= 7, "{held} blocks are held under a window of 4");
                 cut += u32::from(status.local_blocks > 0 && lent(&world) > 0);
                 late += u32::from(lent(&world) + status.local_blocks > 7);
@@ -173,8 +173,8 @@ fn two_debtors_lend_to_each_other() {
         run_to_token(&mut world, a, 1);
         let b = world.submit(1, greedy(prompt(22, 75, 128), 30));
         run_to_token(&mut world, b, 2);
-        for node in &world.nodes {
-            let status = node.live().status();
+        for node in world.nodes() {
+            let status = world.live(node).status();
             assert!(status.blocks_lent > 0 && status.blocks_borrowed > 0, "{}", world.describe());
         }
         world.run();
@@ -259,7 +259,7 @@ fn preempted_requests_give_the_same_tokens() {
         world.submit(0, greedy(prompt(50 + seed, 10, 128), 20));
     }
     world.run();
-    assert!(world.nodes[0].live().status().preemptions > 0, "nothing was preempted");
+    assert!(world.live(0).status().preemptions > 0, "nothing was preempted");
     assert_equals_single("preempted", &world, &pool);
     world.check_empty();
 

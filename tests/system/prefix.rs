@@ -6,7 +6,7 @@ use lagoon_tests::cluster::{Backend, Fault, PoolSpec, Rng, Spec, World, greedy};
 use lagoon_tests::golden::{Golden, max_diff, models};
 
 fn prefix(world: &World, node: usize) -> PrefixStatus {
-    world.nodes[node].live().status().prefix
+    world.live(node).status().prefix
 }
 
 fn joined(parts: &[&[u32]]) -> Vec<u32> {
@@ -35,7 +35,7 @@ fn every_model_equals_transformers_with_cached_blocks() {
                 // A row in use caches nothing, so blocks behind the window are gone.
                 found = 0;
             }
-            let of = world.nodes[0].live().status();
+            let of = world.live(0).status();
             assert_eq!((of.prefix.hit_tokens, of.recomputed_tokens, of.warm_up_tokens), (found, 0, 0), "{what}");
             for log in &world.requests[1..] {
                 let diff = max_diff(&log.logits[0], golden.at(last).unwrap());
@@ -100,7 +100,7 @@ fn what_a_preempted_sequence_had_is_found_again() {
     world.submit(0, greedy(prompt(1, 40, 128), 24));
     world.submit(0, greedy(prompt(2, 40, 128), 24));
     world.run();
-    let status = world.nodes[0].live().status();
+    let status = world.live(0).status();
     assert!(status.preemptions > 0 && status.prefix.hit_tokens > 0, "{status:?}");
     assert_equals_single("preempted", &world, &spec);
     world.check_empty();
@@ -127,7 +127,7 @@ fn what_others_are_using_is_shared() {
             world.submit(0, greedy(joined(&[&beginning, &prompt(2, 30, 128)]), 9));
             world.submit(0, greedy(joined(&[&beginning, &prompt(3, 3, 128)]), 9));
             world.run();
-            let status = world.nodes[0].live().status();
+            let status = world.live(0).status();
             assert_eq!((status.prefix.shared_blocks, status.prefix.saved_blocks), (6, 0), "{what}");
             assert_eq!(status.preempted_tokens, if fails { 12 } else { 0 }, "{what}");
             assert_equals_single(&what, &world, &spec);
@@ -152,12 +152,12 @@ fn assert_shares(kind: &str, of: &Spec) {
         let (mut most, mut saved) = (0, 0);
         while !world.requests.iter().all(|r| r.is_over()) {
             world.step();
-            let status = world.nodes[0].live().status();
+            let status = world.live(0).status();
             most = most.max(status.running);
             saved = saved.max(status.prefix.saved_blocks);
         }
         assert_eq!((most, saved), if prefix_cache { (4, 30) } else { (1, 0) }, "{what}");
-        assert_eq!(world.nodes[0].live().status().preemptions, 0, "{what}");
+        assert_eq!(world.live(0).status().preemptions, 0, "{what}");
         let diff = assert_equals_single(&what, &world, &spec);
         println!("{what}: largest difference {diff:e}");
         world.check_empty();
@@ -191,7 +191,7 @@ fn what_comes_at_once_is_in_memory_once() {
             let mut saved = 0;
             while !world.requests.iter().all(|r| r.is_over()) {
                 world.step();
-                saved = saved.max(world.nodes[0].live().status().prefix.saved_blocks);
+                saved = saved.max(world.live(0).status().prefix.saved_blocks);
             }
             // Blocks that were mapped and prefilled in the same step stay.
             let expected = if kind == "rows" { 24..=30 } else { 30..=30 };
@@ -225,10 +225,10 @@ fn what_is_shared_stays_while_its_owners_move() {
         let mut moved = 0;
         while !world.requests.iter().all(|r| r.is_over()) {
             world.step();
-            let status = world.nodes[0].live().status();
+            let status = world.live(0).status();
             moved = moved.max(status.moves.blocks_out + u64::from(status.blocks_borrowed));
         }
-        let status = world.nodes[0].live().status();
+        let status = world.live(0).status();
         assert!(moved > 0 && status.prefix.shared_blocks == 20, "{status:?}");
         assert_equals_single(&format!("shared and elsewhere, rows {rows}"), &world, &spec);
         world.check_empty();
@@ -271,10 +271,10 @@ fn nothing_is_kept_where_that_is_off() {
 fn a_prefill_worker_keeps_what_it_handed_over() {
     let spec = PoolSpec::golden("llama3_old", 4);
     let mut world = World::pool(spec.clone(), None, &[Spec::prefill(40), Spec::decode(60)]);
-    world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+    world.run_until(|w| w.live(1).status().prefill.workers == 1);
     let first = prompt(1, 50, 128);
     world.submit(1, greedy(first.clone(), 6));
-    world.run_until(|w| w.nodes[1].live().status().prefill.pulling > 0);
+    world.run_until(|w| w.live(1).status().prefill.pulling > 0);
     assert_eq!(prefix(&world, 0).blocks, 0, "what is read is not free");
     world.run();
     world.run_for(2_500);
@@ -291,7 +291,7 @@ fn a_prefill_worker_keeps_what_it_handed_over() {
     assert!(of.hit_tokens > 48 && of.evicted_blocks > 0, "{of:?}");
     let diff = assert_equals_single("disaggregated", &world, &spec);
     println!("largest difference {diff:e}");
-    assert_eq!(world.nodes[1].live().status().prefill.own, 0);
+    assert_eq!(world.live(1).status().prefill.own, 0);
     world.check_empty();
     assert_eq!(world.exports(0), 0);
 }
@@ -300,7 +300,7 @@ fn a_prefill_worker_keeps_what_it_handed_over() {
 fn disaggregated(spec: &PoolSpec, workers: &[Spec]) -> World {
     let specs = [workers, &[Spec::decode(120)]].concat();
     let mut world = World::pool(spec.clone(), None, &specs);
-    world.run_until(|w| w.nodes[workers.len()].live().status().prefill.workers == workers.len());
+    world.run_until(|w| w.live(workers.len()).status().prefill.workers == workers.len());
     world
 }
 
@@ -311,7 +311,7 @@ fn a_conversation_stays_with_its_prefill_worker() {
     let spec = PoolSpec::golden("llama3_old", 4);
     let mut world = disaggregated(&spec, &[Spec::prefill(120), Spec::prefill(120)]);
     let mut output: Vec<Vec<u32>> = (0..2).map(|n| prompt(n, 33, 128)).collect();
-    let done = |w: &World, n: usize| w.nodes[n].live().status().prefill.jobs_done;
+    let done = |w: &World, n: usize| w.live(n).status().prefill.jobs_done;
     for turn in 0..4 {
         // Both at once, so that the first turns are divided.
         let ids: Vec<usize> = output.iter().map(|output| world.submit(2, greedy(output.clone(), 8))).collect();
@@ -323,7 +323,7 @@ fn a_conversation_stays_with_its_prefill_worker() {
         // From now on the other one comes first.
         output.reverse();
     }
-    let status = world.nodes[2].live().status().prefill;
+    let status = world.live(2).status().prefill;
     assert_eq!(status.affine, 6, "{status:?}");
     // Hits equal the expected ones, except for blocks beyond the last remembered one.
     let found = prefix(&world, 0).hit_tokens + prefix(&world, 1).hit_tokens;
@@ -347,20 +347,20 @@ fn a_busy_or_dead_worker_is_not_preferred() {
         world.run();
         if !dead {
             (0..4).for_each(|n| _ = world.submit(1, greedy(prompt(10 + n, 100, 128), 2)));
-            world.run_until(|w| w.nodes[0].live().status().prefill.queued_tokens > 0);
+            world.run_until(|w| w.live(0).status().prefill.queued_tokens > 0);
         }
         world.add(worker);
-        world.run_until(|w| w.nodes[1].live().status().prefill.workers == 2);
+        world.run_until(|w| w.live(1).status().prefill.workers == 2);
         if dead {
             world.kill(0);
             world.run_for(1_000);
         } else {
-            assert!(world.nodes[0].live().status().prefill.queued_tokens > 100, "it is busy");
+            assert!(world.live(0).status().prefill.queued_tokens > 100, "it is busy");
         }
         world.submit(1, greedy(joined(&[&beginning, &prompt(2, 20, 128)]), 2));
         world.run();
-        assert_eq!(world.nodes[2].live().status().prefill.jobs_done, 1, "dead: {dead}");
-        let status = world.nodes[1].live().status().prefill;
+        assert_eq!(world.live(2).status().prefill.jobs_done, 1, "dead: {dead}");
+        let status = world.live(1).status().prefill;
         assert_eq!((status.affine, status.own), (0, 0), "dead: {dead}, {status:?}");
         assert_equals_single("elsewhere", &world, &spec);
         world.run_for(20_000);
@@ -373,9 +373,9 @@ fn a_busy_or_dead_worker_is_not_preferred() {
 pub(crate) fn assert_reads_the_rest(what: &str, spec: &PoolSpec, prefill: Spec, decode: Spec) {
     let (block, push) = (spec.block_tokens, decode.push);
     let mut world = World::pool(spec.clone(), None, &[prefill, decode]);
-    world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+    world.run_until(|w| w.live(1).status().prefill.workers == 1);
     let beginning = prompt(40, (2 * block + block / 2) as usize, 128);
-    let mut before = world.nodes[1].live().status().prefill;
+    let mut before = world.live(1).status().prefill;
     for (n, (own, answer)) in [(3, 40), (7, 24), (5, 6)].into_iter().enumerate() {
         if n == 2 {
             // No sequence uses it any more.
@@ -385,7 +385,7 @@ pub(crate) fn assert_reads_the_rest(what: &str, spec: &PoolSpec, prefill: Spec, 
         let len = tokens.len() as u64;
         let request = world.submit(1, greedy(tokens, answer));
         world.run_until(|w| w.requests[request].tokens.len() > 2);
-        let now = world.nodes[1].live().status().prefill;
+        let now = world.live(1).status().prefill;
         let (found, bytes) = (now.found_tokens - before.found_tokens, now.bytes - before.bytes);
         assert_eq!(found, if n == 0 { 0 } else { u64::from(2 * block) }, "{what}, push: {push}: {now:?}");
         let token = if n == 0 { bytes / len } else { (now.found_bytes - before.found_bytes) / found };
@@ -424,7 +424,7 @@ fn decode_workers_share_what_they_read_at_any_time() {
         let stage_blocks = [None, Some(12), Some(30)][seed as usize % 3];
         let decode = Spec { push: seed % 2 == 1, stage_blocks, step_ms: seed % 4, ..Spec::decode(24) };
         let mut world = World::pool(spec.clone(), Some(seed), &[Spec::prefill(40), decode]);
-        world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+        world.run_until(|w| w.live(1).status().prefill.workers == 1);
         let mut rng = Rng::new(seed);
         let beginnings = [prompt(50, 22, 128), prompt(51, 9, 128)];
         for n in 0..14 {
@@ -439,7 +439,7 @@ fn decode_workers_share_what_they_read_at_any_time() {
             }
         }
         world.run();
-        let status = world.nodes[1].live().status();
+        let status = world.live(1).status();
         (found, preempted) = (found + status.prefill.found_tokens, preempted + status.preemptions);
         world.requests.retain(|request| !request.cancelled);
         assert_equals_single(&format!("seed {seed}"), &world, &spec);

@@ -3,7 +3,7 @@
 use lagoon_instance::RemotePolicy;
 use lagoon_tests::cluster::check::{assert_prefix, assert_same};
 use lagoon_tests::cluster::compare::{self, f32_tolerance, single};
-use lagoon_tests::cluster::{Fault, Node, PoolSpec, Rng, Spec, World, greedy};
+use lagoon_tests::cluster::{Fault, PoolSpec, Rng, Spec, World, greedy};
 use lagoon_types::RequestError;
 use std::time::{Duration, Instant};
 
@@ -32,8 +32,8 @@ fn run(seed: u64) -> Totals {
             ..Spec::cpu((80 + rng.below(64) as u32).div_ceil(pool.block_tokens))
         })
         .collect();
-    let mut world = World::pool(pool.clone(), Some(seed), &specs);
-    world.delay_ms = [0, 2, 10][rng.below(3) as usize];
+    let delay_ms = [0, 2, 10][rng.below(3) as usize];
+    let mut world = World::delayed(pool.clone(), (Some(seed), delay_ms), &specs);
     let faults = rng.below(2) == 0;
     for _ in 0..2 + rng.below(5) {
         let n = match rng.below(3) {
@@ -126,7 +126,7 @@ fn fault(world: &mut World, rng: &mut Rng) {
         0 => world.kill(rng.below(3) as usize),
         1 => world.stall(a, b, rng.below(16_000)),
         2 => world.cut(a, b, rng.below(3_000)),
-        3 if world.coordinator.is_some() => world.kill_gmanager(),
+        3 if world.has_gmanager() => world.kill_gmanager(),
         3 => world.start_gmanager(),
         4 => world.break_device(a, Fault::RemoteRequest),
         5 => world.fill_queue(rng.below(3) as usize, kinds[rng.below(8) as usize]),
@@ -150,14 +150,14 @@ fn chaos(seed: u64) -> Totals {
         let node = rng.below(3) as usize;
         let n = if rng.below(2) == 0 { 60 + rng.below(60) } else { 3 + rng.below(50) };
         let request = greedy(prompt(&mut rng, n as usize), 1 + rng.below(12) as u32);
-        if world.nodes[node].instance.is_some() {
+        if world.is_alive(node) {
             world.submit(node, request);
         }
         // Most faults come while blocks are lent.
         for _ in 0..rng.below(2_000) {
             world.step();
-            let lends = |n: &Node| n.instance.as_ref().is_some_and(|i| i.status().blocks_lent > 0);
-            if world.nodes.iter().any(lends) && rng.below(60) == 0 {
+            let lends = |n| world.instance(n).is_some_and(|i| i.status().blocks_lent > 0);
+            if world.nodes().any(lends) && rng.below(60) == 0 {
                 break;
             }
         }
@@ -166,13 +166,13 @@ fn chaos(seed: u64) -> Totals {
         if rng.below(3) == 0 {
             world.run_for(rng.below(4_000));
         }
-        if let Some(dead) = (0..3).find(|n| world.nodes[*n].instance.is_none()).filter(|_| rng.below(2) == 0) {
+        if let Some(dead) = (0..3).find(|n| !world.is_alive(*n)).filter(|_| rng.below(2) == 0) {
             world.restart(dead);
         }
     }
-    let dead: Vec<usize> = (0..3).filter(|n| world.nodes[*n].instance.is_none()).collect();
+    let dead: Vec<usize> = (0..3).filter(|n| !world.is_alive(*n)).collect();
     dead.into_iter().for_each(|node| world.restart(node));
-    if world.coordinator.is_none() {
+    if !world.has_gmanager() {
         world.start_gmanager();
     }
     world.run();
@@ -194,6 +194,6 @@ fn chaos(seed: u64) -> Totals {
     }
     world.run_for(40_000);
     world.check_empty();
-    let recoveries = world.nodes.iter().map(|n| n.live().status().recoveries).sum();
+    let recoveries = world.nodes().map(|n| world.live(n).status().recoveries).sum();
     Totals { runs: 1, partials: world.sent("partial").0, data: world.sent("data").0, recoveries }
 }

@@ -10,7 +10,7 @@ const BLOCK: u32 = 4;
 const MODEL: &str = "llama3_old";
 
 fn status(world: &World) -> InstanceStatus {
-    world.nodes[0].live().status()
+    world.live(0).status()
 }
 
 /// The first request on the first node.
@@ -50,7 +50,7 @@ fn world_of(
 }
 
 fn node_of(world: &World, id: InstanceId) -> usize {
-    (0..world.nodes.len()).find(|n| world.nodes[*n].id() == Some(id)).unwrap()
+    world.nodes().find(|n| world.id(*n) == Some(id)).unwrap()
 }
 
 /// Kills a creditor of the first request and runs until its debtor knows. Returns the number of lost tokens.
@@ -107,7 +107,7 @@ fn a_creditor_may_die_inside_a_layer() {
             (0..when).for_each(|_| world.step());
             let creditors = seq(&world).remote_blocks;
             let dead = node_of(&world, *creditors.keys().nth(when % creditors.len()).unwrap());
-            inside += u32::from(world.nodes[0].live().expects_frames());
+            inside += u32::from(world.live(0).expects_frames());
             let lost = kill(&mut world, dead);
             lossy += u32::from(lost > 0);
             finish(&mut world, &format!("killed after {when} steps, {seed:?}"), lost);
@@ -212,10 +212,10 @@ fn a_silent_creditor_loses_its_own_blocks_only() {
         let mut world = world(prompt(207, 84, 128), 8, remote, None, &[16]);
         run_to_token(&mut world, 0, 2);
         let (&creditor, &blocks) = seq(&world).remote_blocks.iter().next().unwrap();
-        let (silent, start) = (node_of(&world, creditor), world.now_ms);
+        let (silent, start) = (node_of(&world, creditor), world.now_ms());
         world.stall(0, silent, 25_000);
         world.run();
-        assert!(world.now_ms < start + 13_000, "a step's deadline, no more");
+        assert!(world.now_ms() < start + 13_000, "a step's deadline, no more");
         let lost = u64::from(blocks * BLOCK);
         assert_eq!((status(&world).recomputed_tokens, status(&world).recoveries), (lost, 1), "{remote:?}");
         assert_equals_single("silent", &world, &PoolSpec::golden(MODEL, BLOCK));

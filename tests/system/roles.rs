@@ -10,13 +10,13 @@ use lagoon_types::RequestError;
 use lagoon_types::limits::{ROLE_GRACE_MS, TRANSFER_READ_MS};
 
 fn role_of(world: &World, node: usize) -> (Role, Option<Role>) {
-    let status = world.nodes[node].live().status();
+    let status = world.live(node).status();
     (status.role, status.becoming)
 }
 
 /// The gManager's reply to `lagoon role`.
 fn ask(world: &mut World, node: usize, role: Role) -> AdminReply {
-    let instance = world.nodes[node].id().unwrap().0;
+    let instance = world.id(node).unwrap().0;
     world.admin(AdminBody::Role(AdminRole { instance, role: role.into() }))
 }
 
@@ -31,8 +31,8 @@ fn order(world: &mut World, node: usize, role: Role) {
 
 /// A node's role and target role as the gManager knows them.
 fn known(world: &World, node: usize) -> (Role, Option<Role>) {
-    let id = world.nodes[node].id().unwrap().0;
-    let rows = world.coordinator.as_ref().unwrap().gmanager.status(world.now_ms);
+    let id = world.id(node).unwrap().0;
+    let rows = world.gmanager().status(world.now_ms());
     let row = rows.iter().find(|row| row.instance == id).unwrap();
     let becoming = row.heartbeat.as_ref().and_then(|h| h.role.as_deref()?.becoming);
     (row.role(), becoming.map(|role| Role::try_from(role).unwrap()))
@@ -44,7 +44,7 @@ fn wait_role(world: &mut World, node: usize, role: Role) {
 
 /// Waits until a node can read the KV of `workers` workers.
 fn wait_workers(world: &mut World, node: usize, workers: usize) {
-    world.run_until(|w| w.nodes[node].live().status().prefill.workers == workers);
+    world.run_until(|w| w.live(node).status().prefill.workers == workers);
 }
 
 fn pool(spec: &PoolSpec, seed: Option<u64>, specs: &[Spec]) -> World {
@@ -57,7 +57,7 @@ fn pool(spec: &PoolSpec, seed: Option<u64>, specs: &[Spec]) -> World {
 
 fn leaves_nothing(world: &mut World) {
     world.check_empty();
-    assert!((0..world.nodes.len()).all(|node| world.exports(node) == 0));
+    assert!(world.nodes().all(|node| world.exports(node) == 0));
 }
 
 /// A prefill worker decodes for a while and then prefills again, under constant load.
@@ -75,26 +75,26 @@ fn there_and_back(push: bool) {
         }
     };
     traffic(&mut world, &[2], 4);
-    world.run_until(|w| w.nodes[0].live().status().prefill.jobs > 0);
+    world.run_until(|w| w.live(0).status().prefill.jobs > 0);
     order(&mut world, 0, Role::Decode);
     traffic(&mut world, &[2], 4);
     wait_role(&mut world, 0, Role::Decode);
     wait_workers(&mut world, 0, 1);
     wait_workers(&mut world, 2, 1);
     traffic(&mut world, &[0, 2], 10);
-    let decoded = world.nodes[0].live().status().prefill;
+    let decoded = world.live(0).status().prefill;
     assert!(decoded.pulled > 0 && decoded.own == 0, "{decoded:?}");
     let computed = decoded.jobs_done;
     order(&mut world, 0, Role::Prefill);
     traffic(&mut world, &[2], 4);
     wait_role(&mut world, 0, Role::Prefill);
     wait_workers(&mut world, 2, 2);
-    assert_eq!(world.nodes[0].live().status().prefill.workers, 0, "it reads nobody any more");
+    assert_eq!(world.live(0).status().prefill.workers, 0, "it reads nobody any more");
     traffic(&mut world, &[2], 8);
     world.run();
-    let done = world.nodes[0].live().status().prefill;
+    let done = world.live(0).status().prefill;
     assert!(done.jobs_done > computed && done.away == 0, "{done:?}");
-    assert_eq!(world.nodes[2].live().status().prefill.own, 0);
+    assert_eq!(world.live(2).status().prefill.own, 0);
     assert_equals_single("there and back", &world, &spec);
     leaves_nothing(&mut world);
 }
@@ -117,17 +117,17 @@ fn a_prompt_in_progress_is_finished_before_the_role_changes() {
     // The other one is too small for the prompt.
     let mut world = pool(&spec, None, &[slow, Spec::prefill(12), Spec::decode(60)]);
     world.submit(2, greedy(prompt(1, 90, 128), 8));
-    world.run_until(|w| w.nodes[0].live().status().prefill.queued_tokens > 0);
+    world.run_until(|w| w.live(0).status().prefill.queued_tokens > 0);
     order(&mut world, 0, Role::Decode);
     assert_eq!(role_of(&world, 0), (Role::Prefill, Some(Role::Decode)));
     world.submit(2, greedy(prompt(2, 30, 128), 8));
     world.run_until(|w| w.requests[1].is_over());
-    assert_eq!(world.nodes[1].live().status().prefill.jobs_done, 1, "it goes to the other one");
+    assert_eq!(world.live(1).status().prefill.jobs_done, 1, "it goes to the other one");
     wait_role(&mut world, 0, Role::Decode);
-    let left = world.nodes[0].live().status().prefill;
+    let left = world.live(0).status().prefill;
     assert_eq!((left.jobs_done, left.jobs), (1, 0), "{left:?}");
     world.run();
-    let status = world.nodes[2].live().status().prefill;
+    let status = world.live(2).status().prefill;
     assert_eq!((status.pulled, status.own, status.retried), (2, 0, 0), "{status:?}");
     assert_equals_single("finished", &world, &spec);
     leaves_nothing(&mut world);
@@ -140,18 +140,18 @@ fn exports_are_read_to_the_end_whatever_their_owner_is_by_then() {
     let mut world = pool(&spec, None, &[Spec::prefill(60), Spec::prefill(60), Spec::decode(60)]);
     world.slow_reads(2, Some(TRANSFER_READ_MS / 8));
     world.submit(2, greedy(prompt(1, 60, 128), 8));
-    world.run_until(|w| w.nodes[2].live().status().prefill.pulling > 0);
+    world.run_until(|w| w.live(2).status().prefill.pulling > 0);
     let worker = (0..2).find(|n| world.exports(*n) > 0).unwrap();
     order(&mut world, worker, Role::Decode);
     wait_role(&mut world, worker, Role::Decode);
-    assert_eq!(world.nodes[2].live().status().prefill.pulling, 1, "it was read already");
+    assert_eq!(world.live(2).status().prefill.pulling, 1, "it was read already");
     // It decodes meanwhile, beside the memory that is read.
     wait_workers(&mut world, worker, 1);
     let own = world.submit(worker, greedy(prompt(2, 40, 128), 6));
     world.run_until(|w| w.requests[own].is_over());
-    assert!(world.exports(worker) > 0 && world.nodes[worker].live().status().blocks_lent > 0);
+    assert!(world.exports(worker) > 0 && world.live(worker).status().blocks_lent > 0);
     world.run();
-    let status = world.nodes[2].live().status().prefill;
+    let status = world.live(2).status().prefill;
     assert_eq!((status.pulled, status.retried), (1, 0), "{status:?}");
     assert_equals_single("read to the end", &world, &spec);
     leaves_nothing(&mut world);
@@ -205,7 +205,7 @@ fn a_decode_worker_finishes_its_requests_before_it_computes_prompts() {
         world.submit(2, greedy(prompt(10 + n, 60, 128), 4));
     }
     world.run();
-    assert!(world.nodes[1].live().status().prefill.jobs_done > 0);
+    assert!(world.live(1).status().prefill.jobs_done > 0);
     let done: Vec<usize> =
         (0..world.requests.len()).filter(|n| matches!(world.requests[*n].end, Some(Ok(_)))).collect();
     assert_eq!(done.len(), world.requests.len() - 2);
@@ -231,13 +231,13 @@ fn a_change_goes_on_over_gmanagers() {
     let mut world = pool(&spec, None, &[slow, Spec::prefill(60), Spec::decode(60)]);
     world.submit(2, greedy(prompt(1, 100, 128), 8));
     world.submit(2, greedy(prompt(2, 100, 128), 8));
-    world.run_until(|w| w.nodes[0].live().status().prefill.queued_tokens > 0);
+    world.run_until(|w| w.live(0).status().prefill.queued_tokens > 0);
     order(&mut world, 0, Role::Decode);
     world.kill_gmanager();
     world.start_gmanager();
-    world.run_until(|w| (0..3).all(|n| w.nodes[n].live().status().registered));
+    world.run_until(|w| (0..3).all(|n| w.live(n).status().registered));
     world.run_for(50);
-    let row = &world.coordinator.as_ref().unwrap().gmanager.status(world.now_ms)[0];
+    let row = &world.gmanager().status(world.now_ms())[0];
     let becoming = row.heartbeat.as_ref().and_then(|h| h.role.as_deref()?.becoming);
     assert_eq!((row.role(), becoming), (Role::Prefill, Some(Role::Decode.into())));
     wait_role(&mut world, 0, Role::Decode);
@@ -267,7 +267,7 @@ fn an_instance_that_does_both_becomes_either() {
         world.run();
     };
     serve(&mut world, &[0, 1, 2], 0);
-    assert!(world.nodes.iter().all(|n| n.live().status().prefill.pulled == 0));
+    assert!(world.nodes().all(|n| world.live(n).status().prefill.pulled == 0));
     order(&mut world, 0, Role::Prefill);
     wait_role(&mut world, 0, Role::Prefill);
     order(&mut world, 1, Role::Decode);
@@ -275,9 +275,9 @@ fn an_instance_that_does_both_becomes_either() {
     // Two workers: the dedicated one comes first.
     wait_workers(&mut world, 1, 2);
     serve(&mut world, &[1, 2], 10);
-    let pulled = |world: &World, node: usize| world.nodes[node].live().status().prefill.pulled;
+    let pulled = |world: &World, node: usize| world.live(node).status().prefill.pulled;
     assert_eq!((pulled(&world, 1), pulled(&world, 2)), (1, 0));
-    assert_eq!(world.nodes[0].live().status().prefill.jobs_done, 1);
+    assert_eq!(world.live(0).status().prefill.jobs_done, 1);
     order(&mut world, 1, Role::Instance);
     wait_role(&mut world, 1, Role::Instance);
     order(&mut world, 0, Role::Instance);
@@ -337,14 +337,14 @@ fn the_balancer_moves_an_instance_there_and_back() {
     let balancer = BalancerConfig { sustain_ms: 1_000, dwell_ms: 3_000, window_ms: 1_000, spare_load: 0.5 };
     let mut world = World::new(spec.clone(), None);
     let config = GManagerConfig { balancer: Some(balancer), ..GManagerConfig::default() };
-    world.coordinator.as_mut().unwrap().gmanager = GManager::with_config(config);
+    *world.gmanager_mut() = GManager::with_config(config);
     let with = |of: Spec| Spec { step_ms: 20, running: 4, queue: 64, ..of };
     for spec in [Spec::prefill(60), Spec::prefill(60), Spec::decode(60)] {
         world.add(with(spec));
     }
     wait_workers(&mut world, 2, 2);
     let switches = |w: &World| {
-        let gmanager = &w.coordinator.as_ref().unwrap().gmanager;
+        let gmanager = w.gmanager();
         gmanager.role_switches().collect::<Vec<_>>()
     };
     let mut sent = 0;
@@ -355,7 +355,7 @@ fn the_balancer_moves_an_instance_there_and_back() {
     // Short prompts and long answers, more than the batch holds.
     (0..24).for_each(|_| _ = submit(&mut world, 2, 8, 80));
     world.run_until(|w| !switches(w).is_empty());
-    assert!(world.now_ms > 3_000, "it had seen too little");
+    assert!(world.now_ms() > 3_000, "it had seen too little");
     let by = SwitchedBy::Balancer;
     assert_eq!(switches(&world), [(Role::Prefill, Role::Decode, by, 1)]);
     world.run_until(|w| (0..2).any(|n| role_of(w, n) == (Role::Decode, None)));

@@ -22,7 +22,7 @@ fn warm_up(name: &str) -> u64 {
 }
 
 fn status(world: &World, node: usize) -> InstanceStatus {
-    world.nodes[node].live().status()
+    world.live(node).status()
 }
 
 fn run_to_token(world: &mut World, request: usize, tokens: usize) {
@@ -78,8 +78,8 @@ fn rblocks_hold_layers_without_a_window_only() {
     let mut of_all = ModelSpec::open(&pool("gpt_oss").dir).unwrap();
     let layers = of_all.kv_shape(lagoon_types::KvDType::F32).layers;
     of_all.split_kv().unwrap();
-    assert!(world.nodes[0].shape().layers < layers);
-    assert_eq!(world.nodes[0].shape().layers, of_all.kv_shape(lagoon_types::KvDType::F32).layers);
+    assert!(world.shape(0).layers < layers);
+    assert_eq!(world.shape(0).layers, of_all.kv_shape(lagoon_types::KvDType::F32).layers);
 }
 
 /// The ring stays where it was; a lost range is computed after its windows, and then the ring of the next token is filled
@@ -93,7 +93,7 @@ fn what_a_dead_creditor_had_is_computed_after_its_windows() {
         run_to_token(&mut world, 0, 3);
         world.add(Spec::cpu(16));
         let (dead, blocks) = status(&world, 0).sequences[0].remote_blocks.iter().next().map(|(c, b)| (*c, *b)).unwrap();
-        let dead = (0..world.nodes.len()).find(|n| world.nodes[*n].id() == Some(dead)).unwrap();
+        let dead = world.nodes().find(|n| world.id(*n) == Some(dead)).unwrap();
         world.kill(dead);
         world.run();
         let status = status(&world, 0);

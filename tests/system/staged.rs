@@ -12,7 +12,7 @@ fn worker(backend: Backend, role: Role, push: bool) -> Spec {
 fn pool(spec: &PoolSpec, specs: &[Spec]) -> World {
     let mut world = World::pool(spec.clone(), None, specs);
     let decoder = specs.len() - 1;
-    world.run_until(|w| w.nodes[decoder].live().status().prefill.workers == specs.len() - 1);
+    world.run_until(|w| w.live(decoder).status().prefill.workers == specs.len() - 1);
     world
 }
 
@@ -29,7 +29,7 @@ pub(crate) fn assert_serves(pool_of: &PoolSpec, prefill: Spec, decode: Spec) {
     world.requests.pop();
     let diff = assert_equals_single(&what, &world, pool_of);
     println!("{what}: largest difference {diff:e}");
-    let status = world.nodes[1].live().status().prefill;
+    let status = world.live(1).status().prefill;
     assert_eq!((status.pulled, status.own, status.retried), (3, 0, 0), "{what}: {status:?}");
     world.check_empty();
     assert_eq!(world.exports(0), 0, "{what}");
@@ -66,11 +66,11 @@ fn prompts_wait_for_memory_beside_the_store() {
             world.submit(1, greedy(prompt(n, 40, 128), 6));
         }
         world.run();
-        let worker = world.nodes[0].live().status().prefill;
+        let worker = world.live(0).status().prefill;
         assert!(worker.stage_waits > 0 && worker.jobs_done == 4, "{worker:?}");
         world.submit(1, greedy(prompt(9, 65, 128), 2));
         world.run();
-        let (worker, decoder) = (world.nodes[0].live().status().prefill, world.nodes[1].live().status().prefill);
+        let (worker, decoder) = (world.live(0).status().prefill, world.live(1).status().prefill);
         assert!(worker.jobs_refused > 0 && decoder.own == 1, "{worker:?} {decoder:?}");
         assert_equals_single("with little room", &world, &spec);
         world.check_empty();
@@ -87,7 +87,7 @@ fn what_cannot_arrive_at_once_stays_behind() {
         world.submit(1, greedy(prompt(1, 110, 128), 8));
         world.submit(1, greedy(prompt(2, 40, 128), 8));
         world.run();
-        let status = world.nodes[1].live().status().prefill;
+        let status = world.live(1).status().prefill;
         // 28 blocks, or with the next token's place the first 17 of them.
         assert!(status.blocks_left >= 16 && status.pulled == 2, "{status:?}");
         assert!(world.sent("partial").0 > 0);
@@ -105,18 +105,18 @@ fn aborted_copies_leave_nothing() {
         let mut world = pool(&spec, &[staged(Role::Prefill, 60, 60), staged(Role::Prefill, 60, 60), decode]);
         let request = world.submit(2, greedy(prompt(1, 60, 128), 8));
         world.run_until(|w| {
-            let status = w.nodes[2].live().status().prefill;
+            let status = w.live(2).status().prefill;
             status.away == 1 && status.pulling == 0 && status.transactions > 0 && w.requests[0].tokens.len() == 1
         });
-        assert!(world.nodes[2].live().status().prefill.stage_blocks_used > 0, "{what}");
+        assert!(world.live(2).status().prefill.stage_blocks_used > 0, "{what}");
         match what {
             "cancelled" => world.cancel(request),
-            "killed" => world.kill((0..2).find(|n| world.nodes[*n].live().status().prefill.jobs_done > 0).unwrap()),
+            "killed" => world.kill((0..2).find(|n| world.live(*n).status().prefill.jobs_done > 0).unwrap()),
             _ => world.break_device(2, Fault::RemoteRequest),
         }
         world.run();
         if what == "failed" {
-            assert_eq!(world.nodes[2].live().status().prefill.retried, 1);
+            assert_eq!(world.live(2).status().prefill.retried, 1);
         }
         if what != "cancelled" {
             assert_equals_single(what, &world, &spec);
@@ -136,7 +136,7 @@ fn a_copy_out_of_the_store_that_fails_costs_another_prefill() {
         world.break_device(0, Fault::RemoteRequest);
         world.submit(1, greedy(prompt(1, 60, 128), 8));
         world.run();
-        let status = world.nodes[1].live().status().prefill;
+        let status = world.live(1).status().prefill;
         assert_eq!((status.pulled, status.own), (1, 0), "{status:?}");
         assert_equals_single("not copied", &world, &spec);
         world.run_for(20_000);

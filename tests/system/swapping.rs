@@ -29,12 +29,12 @@ fn world_of(pool: PoolSpec, step_ms: u64, host_blocks: u32) -> World {
 }
 
 fn offloads(world: &World) -> u64 {
-    world.nodes[0].live().status().offloads
+    world.live(0).status().offloads
 }
 
 /// Tokens of each sequence on the first instance whose KV is lost.
 fn lost(world: &World) -> BTreeMap<SeqId, u32> {
-    world.nodes[0].live().status().sequences.iter().map(|s| (s.seq, s.lost_tokens)).collect()
+    world.live(0).status().sequences.iter().map(|s| (s.seq, s.lost_tokens)).collect()
 }
 
 /// Also with windows on some layers, and with one row a token: nothing is computed again but the rest of a partly filled
@@ -56,7 +56,7 @@ fn a_long_sequence_that_is_preempted_moves_to_host_memory_and_goes_on() {
             }
         }
         world.run();
-        let status = world.nodes[0].live().status();
+        let status = world.live(0).status();
         assert!(status.offloads > 0 && status.moves.blocks_out >= 4, "{model}: {status:?}");
         assert_eq!((status.preemptions, status.swapped_out), (0, 0), "{model}: {status:?}");
         assert_eq!(status.recomputed_tokens, dropped, "{model}: {status:?}");
@@ -82,7 +82,7 @@ fn a_short_sequence_is_not_moved() {
 fn without_room_there_nothing_is_swapped_out() {
     let mut world = world(40, 3);
     world.run();
-    let status = world.nodes[0].live().status();
+    let status = world.live(0).status();
     assert!(status.offloads == 0 && status.preemptions > 0, "{status:?}");
     assert_equals_single("no room", &world, &pool());
     world.check_empty();
@@ -94,7 +94,7 @@ fn a_host_tier_that_dies_costs_what_it_had() {
     world.run_until(|w| offloads(w) > 0);
     world.kill(1);
     world.run();
-    assert!(world.nodes[0].live().status().recoveries > 0);
+    assert!(world.live(0).status().recoveries > 0);
     assert_equals_single("died", &world, &pool());
     world.run_for(16_000);
     world.check_empty();
@@ -104,9 +104,7 @@ fn a_host_tier_that_dies_costs_what_it_had() {
 fn cancelling_while_blocks_move_or_are_swapped_out_frees_them() {
     for swapped_out in [false, true] {
         let mut world = world(40, 24);
-        world.run_until(
-            |w| if swapped_out { offloads(w) > 0 } else { w.nodes[0].live().status().moves.in_progress > 0 },
-        );
+        world.run_until(|w| if swapped_out { offloads(w) > 0 } else { w.live(0).status().moves.in_progress > 0 });
         (0..2).for_each(|request| world.cancel(request));
         world.check_empty();
     }

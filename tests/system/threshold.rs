@@ -19,16 +19,16 @@ fn a_busy_instance_lends_nothing_until_it_has_time() {
     let mut world = World::pool(pool(), None, &[Spec::cpu(8), busy]);
     world.submit(1, greedy(prompt(300, 10, 128), 100));
     run_to_token(&mut world, 0, 20);
-    let start = world.now_ms;
+    let start = world.now_ms();
     let remote_request = world.submit(0, greedy(prompt(301, 60, 128), 6));
     world.run_until(|w| w.requests[0].is_over());
-    let status = world.nodes[1].live().status();
-    assert!(world.now_ms > start + 2_000 && status.blocks_lent == 0, "it lent over its target");
+    let status = world.live(1).status();
+    assert!(world.now_ms() > start + 2_000 && status.blocks_lent == 0, "it lent over its target");
     assert!(world.requests[remote_request].tokens.is_empty() && world.sent("ticket").0 == 0);
     // It decodes no more, and lends again.
     world.run();
     assert!(world.sent("ticket").0 > 0);
-    assert_eq!(world.nodes[1].live().status().steps_shed, 0);
+    assert_eq!(world.live(1).status().steps_shed, 0);
     assert_equals_single("busy", &world, &pool());
     world.check_empty();
 }
@@ -44,20 +44,20 @@ fn a_remote_request_that_breaks_the_target_is_sent_away_once() {
     let mut world = World::pool(pool(), None, &[Spec::cpu(8), creditor]);
     let remote_request = world.submit(0, greedy(prompt(302, 80, 128), 60));
     run_to_token(&mut world, remote_request, 1);
-    assert!(world.nodes[1].live().status().blocks_lent >= 13);
+    assert!(world.live(1).status().blocks_lent >= 13);
     world.add(Spec::cpu(60));
     let own = world.submit(1, greedy(prompt(303, 10, 128), 140));
-    world.run_until(|w| w.nodes[1].live().status().steps_shed > 0);
+    world.run_until(|w| w.live(1).status().steps_shed > 0);
     assert!(!world.requests[remote_request].is_over());
-    let (shed_ms, output) = (world.now_ms, world.requests[own].tokens.len());
+    let (shed_ms, output) = (world.now_ms(), world.requests[own].tokens.len());
     assert!(output >= 20, "sent away after {output} steps");
     // A remote request that was sent away does not come back while this instance is busy.
     world.run_until(|w| w.requests[own].is_over() || w.requests[own].tokens.len() >= output + 60);
-    let per_token = (world.now_ms - shed_ms) / 60;
+    let per_token = (world.now_ms() - shed_ms) / 60;
     assert!(per_token <= 14, "{per_token} ms a token, and 10 are its own");
-    assert_eq!(world.nodes[1].live().status().blocks_lent, 0);
+    assert_eq!(world.live(1).status().blocks_lent, 0);
     world.run();
-    let (debtor, creditor) = (world.nodes[0].live().status(), world.nodes[1].live().status());
+    let (debtor, creditor) = (world.live(0).status(), world.live(1).status());
     assert_eq!((debtor.recoveries, debtor.preemptions, creditor.steps_shed), (1, 0, 1));
     let lost = debtor.recomputed_tokens;
     assert!((48..80).contains(&lost), "{lost} tokens were lost");

@@ -88,6 +88,8 @@ struct Link {
     dial_until_us: u64,
     /// Interval in which no frame passes.
     blocked_us: (u64, u64),
+    /// No session is established before.
+    closed_until_us: u64,
     /// Extra latency of frames, and until when.
     slow_us: u64,
     slow_until_us: u64,
@@ -135,6 +137,7 @@ impl Fabric {
             failures: 0,
             dial_until_us: 0,
             blocked_us: (0, 0),
+            closed_until_us: 0,
             slow_us: 0,
             slow_until_us: 0,
         })
@@ -173,6 +176,13 @@ impl Fabric {
     #[must_use]
     pub fn connected(&self, a: Place, b: Place) -> bool {
         self.links.get(&pair(a, b)).is_some_and(|l| l.standing && l.view == [Some(l.generation); 2])
+    }
+
+    /// Whether a frame sent now has a session.
+    #[must_use]
+    pub fn is_up(&self, at: Place, peer: Place) -> bool {
+        let up = |link: &Link| link.standing && link.view[end(at, peer)] == Some(link.generation);
+        self.links.get(&pair(at, peer)).is_some_and(up)
     }
 
     /// Frames of a class sent, and their bytes.
@@ -214,14 +224,25 @@ impl Fabric {
         }
     }
 
+    /// As [`Self::cut`]; no new session for a while.
+    pub fn cut_for(&mut self, a: Place, b: Place, us: u64, agenda: &mut Agenda<Happening<Net>>) {
+        let link = self.link(a, b);
+        link.closed_until_us = link.closed_until_us.max(agenda.now_us() + us);
+        self.cut(a, b, agenda);
+    }
+
+    /// Blocks all frames between two processes for a while, without notice. They arrive afterwards.
+    pub fn stall(&mut self, a: Place, b: Place, us: u64, now_us: u64) {
+        let link = self.link(a, b);
+        let from = if link.blocked_us.1 > now_us { link.blocked_us.0 } else { now_us };
+        link.blocked_us = (from, link.blocked_us.1.max(now_us + us));
+    }
+
     /// Blocks all frames between two processes for a while. They arrive afterwards, unless a side has timed out by
     /// then.
     pub fn partition(&mut self, a: Place, b: Place, us: u64, agenda: &mut Agenda<Happening<Net>>) {
-        let now = agenda.now_us();
-        let link = self.link(a, b);
-        let from = if link.blocked_us.1 > now { link.blocked_us.0 } else { now };
-        link.blocked_us = (from, link.blocked_us.1.max(now + us));
-        let generation = link.generation;
+        self.stall(a, b, us, agenda.now_us());
+        let generation = self.link(a, b).generation;
         for (at, peer) in [(a, b), (b, a)] {
             let after = SILENCE_US + self.rng.below(500_000);
             agenda.after(after, Net::Silent { at, peer, generation });
@@ -236,13 +257,18 @@ impl Fabric {
 
     /// Stops a process (as by SIGSTOP) until then; the caller holds back its other events.
     pub fn pause(&mut self, place: Place, until_us: u64, agenda: &mut Agenda<Happening<Net>>) {
-        let from = self.paused.get(&place).map_or(agenda.now_us(), |p| p.0);
-        self.paused.insert(place, (from, until_us));
+        self.hold(place, until_us, agenda.now_us());
         for peer in self.peers_of(place) {
             let generation = self.link(place, peer).generation;
             let after = SILENCE_US + self.rng.below(500_000);
             agenda.after(after, Net::Silent { at: peer, peer: place, generation });
         }
+    }
+
+    /// As [`Self::pause`], and peers do not notice.
+    pub fn hold(&mut self, place: Place, until_us: u64, now_us: u64) {
+        let from = self.paused.get(&place).map_or(now_us, |p| p.0);
+        self.paused.insert(place, (from, until_us));
     }
 
     fn paused_until(&self, place: Place) -> Option<u64> {
@@ -253,8 +279,8 @@ impl Fabric {
         self.paused.get(&place).copied()
     }
 
-    /// Sends a frame in the session in which the sender believes; it is lost if there is none.
-    fn put(&mut self, from: Place, to: Place, class: Class, frame: Bytes, agenda: &mut Agenda<Happening<Net>>) {
+    /// Sends an encoded frame in the session in which the sender believes; it is lost if there is none.
+    pub fn put(&mut self, from: Place, to: Place, class: Class, frame: Bytes, agenda: &mut Agenda<Happening<Net>>) {
         let now = agenda.now_us();
         let jitter = self.link(from, to).profile.jitter_us;
         let jitter = if jitter == 0 { 0 } else { self.rng.below(jitter + 1) };
@@ -359,7 +385,7 @@ impl Fabric {
         if link.standing || !link.wanted[end(from, to)] || !live {
             return;
         }
-        if !reachable || paused.is_some() || link.blocked_us.1 > now {
+        if !reachable || paused.is_some() || link.blocked_us.1.max(link.closed_until_us) > now {
             link.failures += 1;
             let failures = link.failures;
             if from != GMANAGER && to != GMANAGER && now >= link.dial_until_us {
@@ -444,6 +470,12 @@ impl Fabric {
                 stream.items.retain(|(_, g, _)| *g > generation);
             }
         }
+    }
+}
+
+impl AsMut<Self> for Fabric {
+    fn as_mut(&mut self) -> &mut Self {
+        self
     }
 }
 

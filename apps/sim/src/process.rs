@@ -26,12 +26,16 @@ pub struct Process<R> {
     pub(crate) ticks: u64,
     /// End of the pause, if stopped.
     pub paused_until_us: Option<u64>,
+    /// Only its loop is stopped: its transports go on.
+    pub(crate) transports_run: bool,
     /// Was stopped and has not read its clock since.
     pub dazed: bool,
     /// Reasons for closed connections.
     pub closed: Vec<String>,
     /// The gManager's reason for a refusal.
     pub rejected: Option<String>,
+    /// It reported that its drain is done.
+    pub drained: bool,
 }
 
 impl<R> Process<R> {
@@ -52,9 +56,11 @@ impl<R> Process<R> {
             piece: 0,
             ticks: 0,
             paused_until_us: None,
+            transports_run: false,
             dazed: false,
             closed: Vec::new(),
             rejected: None,
+            drained: false,
         }
     }
 

@@ -1,7 +1,7 @@
 //! [`SimRunner`]: a device's interface in simulated time. It takes an instance's commands and reports after modelled
 //! time.
 
-use lagoon_runner::{Command, Report};
+use lagoon_runner::{Command, PeerMemory, Report};
 use lagoon_transfer::Region;
 use std::sync::Arc;
 
@@ -35,4 +35,7 @@ pub trait SimRunner {
 
     /// Replaces the store or staging buffers by such a copy, after a transport wrote to it.
     fn take_regions(&mut self, regions: &[Arc<dyn Region>]);
+
+    /// Its store as others map it, if it has peer access under this name.
+    fn peer_memory(&self, socket: &str) -> Option<PeerMemory>;
 }

@@ -20,7 +20,8 @@ use lagoon_transfer::{
 };
 use lagoon_types::limits::CONNECT_DEADLINE_MS;
 use lagoon_types::{InstanceId, PhysBlock, SeqId};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A timed event of transfers.
@@ -48,6 +49,64 @@ pub enum Kv {
     Lost { path: u64 },
 }
 
+/// A random time in microseconds: one in so many is of the rare ones.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Spread {
+    pub usual_us: Range<u64>,
+    pub rare_us: Range<u64>,
+    pub rare_one_in: u64,
+}
+
+impl Spread {
+    fn draw(&self, rng: &mut Rng) -> u64 {
+        let us = if rng.once_in(self.rare_one_in) { &self.rare_us } else { &self.usual_us };
+        us.start + rng.below(us.end - us.start)
+    }
+}
+
+/// Delays of transfers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Delays {
+    /// Between two threads of a process.
+    pub thread: Spread,
+    /// In queues and threads of connections.
+    pub connection: Spread,
+    /// From a read's admission until its bytes leave.
+    pub read: Spread,
+    /// Until an end learns that the process at the other end has died.
+    pub death: Spread,
+    /// Until an end learns that a path has broken, at most.
+    pub broken_us: u64,
+}
+
+impl Delays {
+    /// The simulator's.
+    pub const CHAOS: Self = Self {
+        thread: Spread { usual_us: 0..100, rare_us: 0..5_000, rare_one_in: 10 },
+        connection: Spread { usual_us: 0..300, rare_us: 0..50_000, rare_one_in: 20 },
+        // One in so many readers is slow.
+        read: Spread { usual_us: 0..1_000, rare_us: 0..3_000_000, rare_one_in: 100 },
+        death: Spread { usual_us: 0..20_000, rare_us: SILENCE_US..SILENCE_US + 20_000, rare_one_in: 4 },
+        broken_us: 20_000,
+    };
+
+    /// All of them up to `us`.
+    #[must_use]
+    pub fn up_to(us: u64) -> Self {
+        let spread = Spread { usual_us: 0..us + 1, rare_us: 0..us + 1, rare_one_in: 1 };
+        let (thread, connection, read, death) = (spread.clone(), spread.clone(), spread.clone(), spread);
+        Self { thread, connection, read, death, broken_us: us + 1 }
+    }
+}
+
+/// Reads of a process that take a time each, one after the other.
+#[derive(Clone, Copy, Debug)]
+struct SlowReads {
+    each_us: u64,
+    /// When the last one leaves.
+    until_us: u64,
+}
+
 /// A part to be exported: see [`TransferEffect::Export`].
 #[derive(Debug)]
 struct Part {
@@ -70,6 +129,7 @@ struct Endpoint {
     parts: BTreeMap<u64, Part>,
     /// Exports whose end the loop has not learnt of: the sequence that was prefilled, and its blocks.
     exports: BTreeMap<u64, (SeqId, Vec<u32>)>,
+    slow: Option<SlowReads>,
 }
 
 /// A read in progress.
@@ -115,14 +175,41 @@ pub struct Transfers {
     endpoints: BTreeMap<Place, Endpoint>,
     paths: BTreeMap<u64, Path>,
     issued: u64,
+    delays: Delays,
+    /// Readers whose next bytes are damaged.
+    damaged: BTreeSet<Place>,
+    /// Number of reads whose bytes have arrived.
+    pub arrived: u64,
     /// Violations: reads that were unauthorised, or believed to be over.
     pub violations: Vec<String>,
 }
 
 impl Transfers {
-    pub(crate) fn new(rng: Rng) -> Self {
-        let (endpoints, paths) = (BTreeMap::new(), BTreeMap::new());
-        Self { rng, endpoints, paths, issued: 0, violations: Vec::new() }
+    /// Transfers of no process; `rng` draws their delays.
+    #[must_use]
+    pub fn new(rng: Rng, delays: Delays) -> Self {
+        Self {
+            rng,
+            endpoints: BTreeMap::new(),
+            paths: BTreeMap::new(),
+            issued: 0,
+            delays,
+            damaged: BTreeSet::new(),
+            arrived: 0,
+            violations: Vec::new(),
+        }
+    }
+
+    /// Corrupts the last byte of the next read that reaches a process.
+    pub fn damage_next_read(&mut self, place: Place) {
+        self.damaged.insert(place);
+    }
+
+    /// Makes each later read of a process take a time, one after the other; `None` ends that.
+    pub fn slow_reads(&mut self, place: Place, each_us: Option<u64>) {
+        if let Some(of) = self.endpoints.get_mut(&place) {
+            of.slow = each_us.map(|each_us| SlowReads { each_us, until_us: 0 });
+        }
     }
 
     fn issue(&mut self) -> u64 {
@@ -143,6 +230,7 @@ impl Transfers {
             armed: false,
             parts: BTreeMap::new(),
             exports: BTreeMap::new(),
+            slow: None,
         };
         self.endpoints.insert(place, endpoint);
     }
@@ -226,17 +314,30 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
 
     /// Delay between two threads of a process.
     fn local_us(&mut self) -> u64 {
-        let most = if self.kv.rng.once_in(10) { 5_000 } else { 100 };
-        self.kv.rng.below(most)
+        self.kv.delays.thread.draw(&mut self.kv.rng)
     }
 
     /// Carries a read or its reply from one process to another.
     fn carry(&mut self, from: Place, to: Place, bytes: usize, what: Kv) {
-        // Delay in queues and threads of connections.
-        let most = if self.kv.rng.once_in(20) { 50_000 } else { 300 };
-        let later = self.kv.rng.below(most);
-        let at_us = self.fabric.arrival_us(from, to, bytes, self.now_us() + later);
+        self.carry_at(self.now_us(), (from, to), bytes, what);
+    }
+
+    /// As [`Self::carry`], from a later time on.
+    fn carry_at(&mut self, at_us: u64, (from, to): (Place, Place), bytes: usize, what: Kv) {
+        let later = self.kv.delays.connection.draw(&mut self.kv.rng);
+        let at_us = self.fabric.arrival_us(from, to, bytes, at_us + later);
         self.agenda.at(at_us, Happening::Kv(what));
+    }
+
+    /// Carries a read from its reader to the writer.
+    fn carry_read(&mut self, (from, to): (Place, Place), path: u64, read: u64) {
+        let now = self.now_us();
+        let slow = self.kv.endpoints.get_mut(&from).and_then(|of| of.slow.as_mut());
+        let at_us = slow.map_or(now, |slow| {
+            slow.until_us = slow.until_us.max(now) + slow.each_us;
+            slow.until_us
+        });
+        self.carry_at(at_us, (from, to), 0, Kv::Asked { path, read });
     }
 
     fn deliver(&mut self, place: Place, event: TransferEvent) {
@@ -280,7 +381,9 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
     }
 
     fn open_path(&mut self, place: Place, conn: ConnId, id: InstanceId, addr: &str, epoch: u64) {
-        let Some(writer) = crate::process::place_of(addr) else { panic!("{addr} is nobody's") };
+        let Some(writer) = crate::process::place_of(addr) else {
+            return self.deliver(place, TransferEvent::Down { conn });
+        };
         let path = self.kv.issue();
         let Some(endpoint) = self.kv.endpoints.get_mut(&place) else { return };
         endpoint.paths.insert(conn, path);
@@ -305,7 +408,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
     /// Breaks a path; both ends learn of it separately.
     fn break_path(&mut self, path: u64) {
         for what in [Kv::Down { path }, Kv::Lost { path }] {
-            let after = self.kv.rng.below(20_000);
+            let after = self.kv.rng.below(self.kv.delays.broken_us);
             self.agenda.after(after, Happening::Kv(what));
         }
     }
@@ -327,7 +430,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
     pub(crate) fn kill_paths(&mut self, place: Place) {
         self.kv.endpoints.remove(&place);
         for path in self.kv.paths_at(place, None) {
-            let after = if self.kv.rng.once_in(4) { SILENCE_US } else { 0 } + self.kv.rng.below(20_000);
+            let after = self.kv.delays.death.draw(&mut self.kv.rng);
             let Some(of) = self.kv.paths.get_mut(&path) else { continue };
             if of.reader.0 == place {
                 of.open = false;
@@ -349,7 +452,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         of.reads.insert(read, Read { transaction, pulls, owner });
         if of.life.is_some() {
             let writer = of.writer;
-            self.carry(reader, writer, 0, Kv::Asked { path, read });
+            self.carry_read((reader, writer), path, read);
         }
     }
 
@@ -370,8 +473,10 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
     fn stopped(&self, path: u64, what: Kv) -> Option<u64> {
         let of = self.kv.paths.get(&path)?;
         match what {
-            Kv::Arrived { .. } | Kv::Down { .. } | Kv::Late { .. } => self.paused(of.reader.0),
-            Kv::Opened { .. } | Kv::Asked { .. } | Kv::Served { .. } | Kv::Lost { .. } => self.paused(of.writer),
+            Kv::Arrived { .. } | Kv::Down { .. } | Kv::Late { .. } => self.transports_paused(of.reader.0),
+            Kv::Opened { .. } | Kv::Asked { .. } | Kv::Served { .. } | Kv::Lost { .. } => {
+                self.transports_paused(of.writer)
+            }
             Kv::Silent { .. } | Kv::Released { .. } | Kv::Checked { .. } => None,
         }
     }
@@ -455,7 +560,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         }
         let reads: Vec<u64> = of.reads.keys().copied().collect();
         for read in reads {
-            self.carry(place, writer, 0, Kv::Asked { path, read });
+            self.carry_read((place, writer), path, read);
         }
     }
 
@@ -475,9 +580,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         match admitted {
             Ok(grant) => {
                 of.grants.insert(read, grant);
-                // One in so many readers is slow.
-                let most = if self.kv.rng.once_in(100) { 3_000_000 } else { 1_000 };
-                let after = self.kv.rng.below(most);
+                let after = self.kv.delays.read.draw(&mut self.kv.rng);
                 self.agenda.after(after, Happening::Kv(Kv::Served { path, read }));
             }
             Err(code) => {
@@ -521,9 +624,13 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         let (conn, place) = (of.conn, of.reader.0);
         let result = match answer {
             Err(code) => Err(ReadFailure::Refused(code)),
-            Ok(bytes) => {
+            Ok(mut bytes) => {
                 if self.owner_of(place, &asked.transaction) != asked.owner {
                     self.kv.violations.push(format!("node {place}: a read arrives in memory that was given back"));
+                }
+                self.kv.arrived += 1;
+                if self.kv.damaged.remove(&place) {
+                    bytes.last_mut().into_iter().for_each(|byte| *byte ^= 1);
                 }
                 let regions = self.regions(place);
                 let mut lander = Lander::new(&asked.transaction, &asked.pulls, &regions, true);
@@ -545,6 +652,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         let Some(endpoint) = self.kv.endpoints.get_mut(&place).filter(|e| e.life == life) else { return };
         if endpoint.paths.get(&conn) == Some(&path) {
             endpoint.paths.remove(&conn);
+            endpoint.slow.iter_mut().for_each(|slow| slow.until_us = 0);
             self.deliver(place, TransferEvent::Down { conn });
         }
     }

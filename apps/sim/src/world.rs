@@ -6,20 +6,24 @@
 
 use crate::agenda::Agenda;
 use crate::clock::Clock;
-use crate::fabric::{Fabric, LinkProfile};
+use crate::fabric::{Fabric, LinkProfile, Net};
 use crate::network::{Delivery, GMANAGER, Network, Place};
 use crate::process::{Coordinator, Process, place_of};
 use crate::rng::Rng;
 use crate::runner::SimRunner;
 use crate::shared::{self, DeviceFault, Registrations};
-use crate::transfers::{Kv, Transfers};
+use crate::transfers::{Delays, Kv, Transfers};
+use lagoon_backend::DeviceError;
 use lagoon_cluster::GManager;
 use lagoon_instance::{Effect, Event, InstanceConfig, PeerKey, TICK_MS};
-use lagoon_protocol::{AdminBody, AdminQuery, Control, ControlBody};
-use lagoon_runner::Report;
+use lagoon_protocol::{AdminBody, AdminQuery, AdminReply, Control, ControlBody};
+use lagoon_runner::{Command, MapId, Report};
 use lagoon_types::{InstanceId, SeqId, TokenEvent};
 use lagoon_wire::{Class, Frame};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// Which frames a planned full queue is for.
+pub type FrameFilter = Box<dyn Fn(&Frame) -> bool>;
 
 /// Ticks between measurements of round trips, as in the shell.
 const RTT_TICKS: u64 = 25;
@@ -111,8 +115,8 @@ pub struct World<R, N: Network = Fabric> {
     pub touched: Vec<Place>,
     /// Planned failures of devices.
     faulty: BTreeMap<Place, DeviceFault>,
-    /// Planned full queues, by class.
-    full: BTreeMap<Place, Class>,
+    /// Planned full queues.
+    full: BTreeMap<Place, FrameFilter>,
     /// Incarnations that the gManager declared dead.
     pub fenced: BTreeSet<u64>,
     /// Time of the last device failure or full queue: such faults wait for their occasion.
@@ -138,13 +142,16 @@ impl<R: SimRunner<Bill = ()>> World<R> {
     pub fn new(profile: LinkProfile, mut rng: Rng) -> Self {
         // A generator of its own: transfers' draws change nothing in pools without transfers.
         let transfers = Rng::new(rng.clone().draw() ^ 0x4b56);
-        Self::over(Fabric::new(profile, rng.split()), rng, transfers)
+        Self::over(Fabric::new(profile, rng.split()), rng, Transfers::new(transfers, Delays::CHAOS))
     }
+}
 
+/// Faults of processes and of a network that is, or has, a [`Fabric`].
+impl<R: SimRunner<Bill = ()>, N: Network<Due = Net, Bill = ()> + AsMut<Fabric>> World<R, N> {
     /// Ends an instance's process; its state is lost.
     pub fn kill(&mut self, place: Place) -> Option<Process<R>> {
         let process = self.processes.get_mut(place)?.take()?;
-        self.fabric.stop(place, &mut self.agenda);
+        self.fabric.as_mut().stop(place, &mut self.agenda);
         self.kill_paths(place);
         Some(process)
     }
@@ -152,7 +159,7 @@ impl<R: SimRunner<Bill = ()>> World<R> {
     /// Ends the gManager's process.
     pub fn kill_gmanager(&mut self) {
         if self.coordinator.take().is_some() {
-            self.fabric.stop(GMANAGER, &mut self.agenda);
+            self.fabric.as_mut().stop(GMANAGER, &mut self.agenda);
         }
     }
 
@@ -164,31 +171,44 @@ impl<R: SimRunner<Bill = ()>> World<R> {
             coordinator.paused_until_us = Some(until);
             coordinator.life
         } else {
-            let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) else { return };
-            process.paused_until_us = Some(until);
-            process.dazed = true;
-            process.life
+            let Some(life) = self.stop_loop(place, until, false) else { return };
+            life
         };
-        self.fabric.pause(place, until, &mut self.agenda);
+        self.fabric.as_mut().pause(place, until, &mut self.agenda);
         self.silence_paths(place, None);
         self.agenda.at(until, Happening::Resume { place, life });
     }
 
+    /// Stops an instance's loop for a while, as by a slow call. Its peers do not notice, and its transports go on.
+    pub fn pause_loop(&mut self, place: Place, us: u64) {
+        let until = self.now_us() + us;
+        let Some(life) = self.stop_loop(place, until, true) else { return };
+        self.fabric.as_mut().hold(place, until, self.agenda.now_us());
+        self.agenda.at(until, Happening::Resume { place, life });
+    }
+
+    fn stop_loop(&mut self, place: Place, until_us: u64, transports_run: bool) -> Option<u64> {
+        let process = self.processes.get_mut(place)?.as_mut()?;
+        (process.paused_until_us, process.transports_run) = (Some(until_us), transports_run);
+        process.dazed = true;
+        Some(process.life)
+    }
+
     /// Blocks all frames between two processes for a while.
     pub fn partition(&mut self, a: Place, b: Place, us: u64) {
-        self.fabric.partition(a, b, us, &mut self.agenda);
+        self.fabric.as_mut().partition(a, b, us, &mut self.agenda);
         self.silence_paths(a, Some(b));
     }
 }
 
 impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
-    /// A world without processes. `rng` draws the first ticks, `transfers` the delays of KV transfer.
+    /// A world without processes. `rng` draws the first ticks.
     #[must_use]
-    pub fn over(fabric: N, rng: Rng, transfers: Rng) -> Self {
+    pub fn over(fabric: N, rng: Rng, kv: Transfers) -> Self {
         Self {
             agenda: Agenda::default(),
             fabric,
-            kv: Transfers::new(transfers),
+            kv,
             processes: vec![None],
             coordinator: None,
             emitted: Vec::new(),
@@ -271,9 +291,9 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         self.faulty.insert(place, fault);
     }
 
-    /// Plans a full queue for the next frame of a class to a peer.
-    pub fn fill_queue(&mut self, place: Place, class: Class) {
-        self.full.insert(place, class);
+    /// Plans a full queue for the next of these frames to a peer.
+    pub fn fill_queue(&mut self, place: Place, frames: FrameFilter) {
+        self.full.insert(place, frames);
     }
 
     /// Plans a [`Step::Call`].
@@ -302,6 +322,12 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
             GMANAGER => self.coordinator.as_ref()?.paused_until_us,
             _ => self.process(place)?.paused_until_us,
         }
+    }
+
+    /// As [`Self::paused`], for the process's transports.
+    pub(crate) fn transports_paused(&self, place: Place) -> Option<u64> {
+        let run = self.process(place).is_some_and(|process| process.transports_run);
+        self.paused(place).filter(|_| !run)
     }
 
     fn on_resume(&mut self, place: Place, life: u64) {
@@ -407,15 +433,14 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         self.drain_gmanager();
     }
 
-    /// Sends an operator's request to the gManager. Returns whether it was accepted; false if the gManager does not
-    /// run.
-    pub fn admin(&mut self, body: AdminBody) -> bool {
+    /// Sends an operator's request to the gManager. `None` if it does not run.
+    pub fn admin(&mut self, body: AdminBody) -> Option<AdminReply> {
         let now = self.now_us();
-        let Some(coordinator) = self.coordinator.as_mut().filter(|c| c.paused_until_us.is_none()) else { return false };
-        let query = ControlBody::AdminQuery(AdminQuery { query: 1, body: Some(body) });
-        let reply = coordinator.gmanager.on_control(None, &query, coordinator.clock.now_ms(now));
+        let coordinator = self.coordinator.as_mut().filter(|c| c.paused_until_us.is_none())?;
+        let query = AdminQuery { query: 1, body: Some(body) };
+        let reply = coordinator.gmanager.on_admin(&query, coordinator.clock.now_ms(now));
         self.drain_gmanager();
-        matches!(reply, Some(ControlBody::AdminReply(reply)) if reply.error.is_empty())
+        Some(reply)
     }
 
     /// Sends the gManager's messages to connected instances.
@@ -538,9 +563,12 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
                 self.transfer(place, effect);
                 None
             }
-            Effect::Map { .. } => unreachable!("simulated devices map nobody's memory"),
+            Effect::Map { map, blocks, memory } => self.map(place, (map, blocks), &memory.socket),
             // Its process would exit; the scenario decides when.
-            Effect::Drained => None,
+            Effect::Drained => {
+                self.processes[place].as_mut()?.drained = true;
+                None
+            }
             Effect::Rejected { reason } => {
                 self.processes[place].as_mut()?.rejected = Some(reason);
                 None
@@ -548,8 +576,19 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         }
     }
 
+    /// Maps another process's memory on a device, by its name, where the shell uses a socket.
+    fn map(&mut self, place: Place, (map, blocks): (MapId, u32), socket: &str) -> Option<Event> {
+        let found = self.live().find_map(|(_, process)| process.runner.peer_memory(socket));
+        let Some(memory) = found else {
+            let error = Some(DeviceError::Unsupported("nobody lends that".to_owned()));
+            return Some(Event::Runner(Report::Mapped { map, error }));
+        };
+        self.processes[place].as_mut()?.commands.push_back(Command::Map { map, blocks, memory });
+        None
+    }
+
     fn send_to_peer(&mut self, place: Place, peer: PeerKey, frame: Frame) -> Option<Event> {
-        if self.full.get(&place) == Some(&frame.class()) {
+        if self.full.get(&place).is_some_and(|full| full(&frame)) {
             self.full.remove(&place);
             self.fired_us = Some(self.now_us());
             return Some(Event::SendFailed { peer });

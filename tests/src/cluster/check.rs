@@ -1,52 +1,31 @@
 //! Checkers of a pool: after every event, at rest, and of every answer.
 
-use super::{Log, Node, STRANGER_ID, World};
+use super::{Log, World};
 use crate::golden::max_diff;
-use lagoon_cluster::Revoked;
 use lagoon_kv::Owner;
-use lagoon_sim::shared;
 use lagoon_types::{PhysBlock, RequestError};
 use std::collections::BTreeSet;
 
 impl World {
-    /// Checks that blocks add up, and that creditors lend all that debtors hold.
-    pub(super) fn check(&self) {
-        for (index, node) in self.nodes.iter().enumerate() {
-            let Some(instance) = &node.instance else { continue };
-            let (rm, status) = (instance.rmanager(), instance.status());
-            shared::blocks(instance).unwrap_or_else(|why| panic!("node {index}: {why}"));
-            assert!(status.running + status.waiting == status.sequences.len(), "node {index}: {status:?}");
-            let me = status.instance;
-            // Skips a fenced instance that does not know it yet: peers may have freed its blocks.
-            if self.fenced.get(&index).is_some_and(|fences| status.fences <= *fences) {
-                continue;
-            }
-            for (creditor, lease, epoch, first, end) in rm.debtor.held.iter() {
-                if creditor == STRANGER_ID || self.dead_leases.contains(&lease) {
-                    continue;
-                }
-                let home = self.nodes.iter().find(|n| n.id() == Some(creditor));
-                let taken = |r: &&Revoked| r.lease == lease && r.entries.start < end && first < r.entries.end;
-                if home.is_some_and(|n| n.live().rmanager().creditor.revoked().any(|r| taken(&r))) {
-                    continue;
-                }
-                let has = |l: &(_, _, _, u32, u32)| l.1 == lease && l.3 <= first && end <= l.4;
-                let lent = home.and_then(|n| n.live().rmanager().creditor.iter().find(has));
-                let Some((debtor, _, lent_epoch, _, _)) = lent else {
-                    panic!("node {index} holds {creditor}'s {lease}, which is not lent");
-                };
-                assert_eq!((Some(debtor), lent_epoch), (me, epoch));
-            }
+    /// Checks the blocks, leases and block tables of the instances that an event has touched, and their reads.
+    pub(super) fn check(&mut self) {
+        let touched = std::mem::take(&mut self.sim.touched);
+        for place in touched {
+            self.leases.check(&self.sim, place).unwrap_or_else(|(checker, why)| panic!("{checker}: {why}"));
+            let Some(process) = self.sim.process(place) else { continue };
+            let status = process.instance.status();
+            assert!(status.running + status.waiting == status.sequences.len(), "place {place}: {status:?}");
         }
+        assert_eq!(self.sim.kv.violations, [""; 0]);
     }
 
     /// Waits until nothing moves, and checks that no memory is used.
     pub fn check_empty(&mut self) {
         self.run_for(2_500);
         self.check_rest();
-        let counters: Vec<_> = self.nodes.iter_mut().map(Node::kv_counters).collect();
-        for (index, (node, counters)) in self.nodes.iter().zip(counters).enumerate() {
-            let Some(instance) = &node.instance else { continue };
+        let counters: Vec<_> = self.nodes().map(|node| self.kv_counters(node)).collect();
+        for (index, counters) in counters.into_iter().enumerate() {
+            let Some(instance) = self.instance(index) else { continue };
             let status = instance.status();
             let free = (status.blocks_free, status.blocks_lent, status.blocks_borrowed, status.remote_request_frames);
             assert_eq!(free, (status.blocks_total, 0, 0, 0), "node {index} is not empty: {}", self.describe());
@@ -59,7 +38,7 @@ impl World {
             let pool = &instance.rmanager().pool;
             assert!((0..status.blocks_total).all(|b| pool.owner(PhysBlock(b)) == Owner::Free));
             pool.check();
-            if let Some(counters) = counters.filter(|_| node.spec.rows) {
+            if let Some(counters) = counters.filter(|_| self.specs[index].rows) {
                 // Cached blocks are free in the pool but not on the device. They are unshared here: a shared block
                 // that is released is not cached.
                 let free = u64::from(status.blocks_total - pool.cached()) * counters.groups_per_block;
@@ -71,8 +50,8 @@ impl World {
     /// Checks at rest, without negotiations in progress, that leases lent and held are equal.
     pub fn check_rest(&self) {
         let (mut lent, mut held) = (BTreeSet::new(), BTreeSet::new());
-        for node in self.nodes.iter().filter(|n| n.instance.is_some()) {
-            let (rm, me) = (node.live().rmanager(), node.id());
+        for (_, process) in self.sim.live() {
+            let (rm, me) = (process.instance.rmanager(), process.id());
             assert_eq!((rm.debtor.borrowing(), rm.debtor.held.releasing()), (0, 0), "{}", self.describe());
             lent.extend(
                 rm.creditor.iter().map(|(peer, lease, epoch, first, end)| (me, Some(peer), lease, epoch, first, end)),

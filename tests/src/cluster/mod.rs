@@ -1,8 +1,8 @@
-//! A whole pool in one thread and in virtual time ([`World`]): the shipped instances, executors, gManager and codec,
-//! without sockets.
+//! A whole pool in one thread and in virtual time: the simulator's [`lagoon_sim::World`] over real executors.
 //!
-//! Time passes only when nothing else can happen (in shuffled runs also at random), so a wait that never ends shows
-//! as runaway virtual time, and equal seeds give equal runs. The checkers of [`check`] run after every event.
+//! Devices work at once, and their work takes little virtual time ([`Spec::piece_us`]); frames take none, or in shuffled
+//! runs random times. Equal seeds give equal runs, and a wait that never ends shows as runaway virtual time. The
+//! checkers of [`check`] run after every event.
 
 pub mod check;
 pub mod compare;
@@ -10,29 +10,42 @@ mod mapped;
 mod net;
 pub mod node;
 mod stranger;
-mod transfer;
 
 pub use lagoon_sim::{DeviceFault as Fault, Rng};
-pub use net::GMANAGER;
-pub use node::{Backend, Coordinator, Node, PoolSpec, Spec};
+pub use node::{Backend, PoolSpec, Spec};
 pub use stranger::{STRANGER, STRANGER_ID};
 
+use lagoon_backend::KvCounters;
 use lagoon_cluster::GManager;
-use lagoon_instance::{Effect, Event, PeerKey, TICK_MS};
-use lagoon_protocol::{AdminBody, AdminQuery, AdminReply, Control, ControlBody, MoveKvCache};
-use lagoon_runner::{Command, RemoteWrite, Report};
-use lagoon_sim::shared;
+use lagoon_instance::{Effect, Event, Instance};
+use lagoon_protocol::{AdminBody, AdminReply, ControlBody, MoveKvCache, PoolShape};
+use lagoon_runner::{Command, RemoteWrite};
+use lagoon_sim::leases::Leases;
+use lagoon_sim::process::address;
+use lagoon_sim::rng::mix;
+use lagoon_sim::{Clock, Delays, Emission, Fabric, LinkProfile, Place, Process, SimRunner, Transfers};
 use lagoon_types::{
-    FinishReason, GenerateRequest, LeaseId, PhysBlock, RequestError, SamplingParams, SeqId, TokenEvent,
+    FinishReason, GenerateRequest, InstanceId, PhysBlock, RequestError, SamplingParams, SeqId, TokenEvent,
 };
-use lagoon_wire::Frame;
-use net::{Key, Network, Payload, SESSION};
-use std::collections::{BTreeMap, BTreeSet};
+use net::Net;
+use node::TimedExecutor;
+use std::ops::Range;
 
+/// The gManager, where a node is named.
+pub const GMANAGER: usize = usize::MAX;
 /// Virtual time after which a run counts as hanging, in milliseconds.
 const RUN_MS_MAX: u64 = 120_000;
 /// Events after which a run counts as a livelock.
 const RUN_STEPS_MAX: u64 = 5_000_000;
+/// Largest delay of a frame in shuffled runs.
+const DELAY_MS: u64 = 3;
+/// The gManager's tick.
+const GMANAGER_TICK_US: u64 = 20_000;
+
+/// A node's place: nodes follow the gManager, which has the first.
+fn place(node: usize) -> Place {
+    node.wrapping_add(1)
+}
 
 /// State and result of a request.
 #[derive(Debug)]
@@ -58,34 +71,18 @@ impl Log {
 /// A pool under test; see the module's documentation.
 #[derive(Debug)]
 pub struct World {
-    pub now_ms: u64,
     pool: PoolSpec,
-    pub nodes: Vec<Node>,
-    pub coordinator: Option<Coordinator>,
+    sim: lagoon_sim::World<TimedExecutor, Net>,
+    /// By node.
+    specs: Vec<Spec>,
+    /// Processes that each node has had.
+    lives: Vec<u64>,
     pub requests: Vec<Log>,
-    net: Network,
-    /// Generator that shuffles deliveries between streams and delays them, in shuffled runs.
-    shuffle: Option<Rng>,
-    /// Largest delay of a frame in shuffled runs.
-    pub delay_ms: u64,
+    leases: Leases,
+    /// Seed of shuffled runs.
+    seed: Option<u64>,
     steps: u64,
-    /// Number of gManagers after the first.
     gmanagers: u32,
-    /// Pairs of nodes with a silent stall: frames wait until that time, without notice.
-    stalled: Vec<(usize, usize, u64)>,
-    /// The node and kind of the next frame that finds a full queue.
-    full: Option<(usize, &'static str)>,
-    /// The node and kind of the next device failure.
-    faulty: Option<(usize, Fault)>,
-    /// Leases of killed creditors.
-    dead_leases: BTreeSet<LeaseId>,
-    /// Nodes that were declared dead, and their number of fences before.
-    fenced: BTreeMap<usize, u64>,
-    /// Nodes whose loops are paused, and until when.
-    paused: BTreeMap<usize, u64>,
-    /// Number of served memory reads.
-    pub reads: u64,
-    stranger: stranger::Stranger,
 }
 
 /// A request for `max_tokens` greedy tokens with their logits.
@@ -104,41 +101,51 @@ pub fn greedy(prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
 }
 
 impl World {
+    /// No process yet. With a seed, frames, reads and devices' work take random times, of up to `delay_ms`.
+    fn empty(pool: PoolSpec, seed: Option<u64>, delay_ms: u64) -> Self {
+        let delay_us = seed.map_or(0, |_| delay_ms * 1000);
+        let profile = LinkProfile { latency_us: delay_us / 2, jitter_us: delay_us / 2, bytes_per_us: 0 };
+        let mut rng = Rng::new(seed.unwrap_or(0));
+        let fabric = Net::new(Fabric::new(profile, rng.split()));
+        let transfers = Transfers::new(rng.split(), Delays::up_to(delay_us));
+        Self {
+            pool,
+            sim: lagoon_sim::World::over(fabric, rng, transfers),
+            specs: Vec::new(),
+            lives: Vec::new(),
+            requests: Vec::new(),
+            leases: Leases::default(),
+            seed,
+            steps: 0,
+            gmanagers: 0,
+        }
+    }
+
     /// A gManager without instances. With a seed, deliveries are shuffled and delayed.
     #[must_use]
     pub fn new(pool: PoolSpec, seed: Option<u64>) -> Self {
-        Self {
-            now_ms: 1,
-            pool,
-            nodes: Vec::new(),
-            coordinator: Some(Coordinator::default()),
-            requests: Vec::new(),
-            net: Network::default(),
-            shuffle: seed.map(Rng::new),
-            delay_ms: 3,
-            steps: 0,
-            gmanagers: 0,
-            stalled: Vec::new(),
-            full: None,
-            faulty: None,
-            dead_leases: BTreeSet::new(),
-            fenced: BTreeMap::new(),
-            paused: BTreeMap::new(),
-            reads: 0,
-            stranger: stranger::Stranger::default(),
-        }
+        let mut world = Self::empty(pool, seed, DELAY_MS);
+        world.start_gmanager();
+        world
     }
 
     /// A pool of `specs` whose instances have all connected.
     #[must_use]
     pub fn pool(pool: PoolSpec, seed: Option<u64>, specs: &[Spec]) -> Self {
-        let mut world = Self::new(pool, seed);
+        Self::delayed(pool, (seed, DELAY_MS), specs)
+    }
+
+    /// As [`Self::pool`], with another largest delay of a frame in shuffled runs.
+    #[must_use]
+    pub fn delayed(pool: PoolSpec, (seed, delay_ms): (Option<u64>, u64), specs: &[Spec]) -> Self {
+        let mut world = Self::empty(pool, seed, delay_ms);
+        world.start_gmanager();
         for spec in specs {
             world.add(spec.clone());
         }
         world.run_for(600);
-        for node in &world.nodes {
-            assert!(node.live().status().registered, "{node:?} did not register");
+        for node in world.nodes() {
+            assert!(world.live(node).status().registered, "node {node} did not register");
         }
         world
     }
@@ -146,21 +153,142 @@ impl World {
     /// One instance alone, without a gManager.
     #[must_use]
     pub fn single(pool: PoolSpec, spec: Spec) -> Self {
-        let mut world = Self::new(pool, None);
-        world.coordinator = None;
+        let mut world = Self::empty(pool, None, 0);
         world.add(spec);
         world
     }
 
     /// Starts an instance.
     pub fn add(&mut self, spec: Spec) -> usize {
-        let index = self.nodes.len();
-        self.nodes.push(Node::new(&self.pool, spec, index, 0));
-        self.nodes[index].next_tick_ms = self.now_ms;
-        if self.coordinator.is_some() {
-            self.handle(index, Event::GManagerUp);
+        self.specs.push(spec);
+        self.lives.push(0);
+        let node = self.specs.len() - 1;
+        self.start(node);
+        node
+    }
+
+    fn start(&mut self, node: usize) {
+        let (spec, life) = (&self.specs[node], self.lives[node]);
+        let shuffle = self.seed.map(|seed| Rng::new(mix(seed ^ (node as u64) << 32 ^ life)));
+        let config = node::config(&self.pool, spec, node, life);
+        let (device, kv) = node::device(&self.pool, spec, (node, life), shuffle);
+        self.sim.start(place(node), (config, device), Clock::exact(), life, 0);
+        if kv.rows > 0 {
+            self.process_mut(node).instance.address_kv(kv).unwrap();
         }
-        index
+    }
+
+    /// All nodes, also dead ones.
+    #[must_use]
+    pub fn nodes(&self) -> Range<usize> {
+        0..self.specs.len()
+    }
+
+    #[must_use]
+    pub fn spec(&self, node: usize) -> &Spec {
+        &self.specs[node]
+    }
+
+    fn process(&self, node: usize) -> &Process<TimedExecutor> {
+        self.sim.process(place(node)).unwrap()
+    }
+
+    fn process_mut(&mut self, node: usize) -> &mut Process<TimedExecutor> {
+        self.sim.processes[place(node)].as_mut().unwrap()
+    }
+
+    /// A node's instance, unless it is dead.
+    #[must_use]
+    pub fn instance(&self, node: usize) -> Option<&Instance> {
+        self.sim.process(place(node)).map(|process| &process.instance)
+    }
+
+    #[must_use]
+    pub fn is_alive(&self, node: usize) -> bool {
+        self.instance(node).is_some()
+    }
+
+    /// A node's instance.
+    ///
+    /// # Panics
+    /// If the node is dead.
+    #[must_use]
+    pub fn live(&self, node: usize) -> &Instance {
+        &self.process(node).instance
+    }
+
+    /// A node's number, once registered.
+    #[must_use]
+    pub fn id(&self, node: usize) -> Option<InstanceId> {
+        self.instance(node)?.status().instance
+    }
+
+    /// The shape that a node registers.
+    #[must_use]
+    pub fn shape(&self, node: usize) -> PoolShape {
+        node::config(&self.pool, &self.specs[node], node, self.lives[node]).pool_shape()
+    }
+
+    /// Virtual memory counters of a node's store.
+    pub fn kv_counters(&mut self, node: usize) -> Option<KvCounters> {
+        self.sim.processes[place(node)].as_mut()?.runner.engine.kv_counters()
+    }
+
+    /// Whether a node has reported that its drain is done.
+    #[must_use]
+    pub fn is_drained(&self, node: usize) -> bool {
+        self.process(node).drained
+    }
+
+    /// The gManager's reason for its refusal of a node.
+    #[must_use]
+    pub fn rejected(&self, node: usize) -> Option<&str> {
+        self.process(node).rejected.as_deref()
+    }
+
+    /// The gManager.
+    ///
+    /// # Panics
+    /// If it is dead.
+    #[must_use]
+    pub fn gmanager(&self) -> &GManager {
+        &self.sim.coordinator.as_ref().unwrap().gmanager
+    }
+
+    /// As [`Self::gmanager`].
+    ///
+    /// # Panics
+    /// If it is dead.
+    pub fn gmanager_mut(&mut self) -> &mut GManager {
+        &mut self.sim.coordinator.as_mut().unwrap().gmanager
+    }
+
+    #[must_use]
+    pub fn has_gmanager(&self) -> bool {
+        self.sim.coordinator.is_some()
+    }
+
+    #[must_use]
+    pub fn now_ms(&self) -> u64 {
+        self.sim.now_us() / 1000
+    }
+
+    /// Number of memory reads whose bytes have arrived.
+    #[must_use]
+    pub fn reads(&self) -> u64 {
+        self.sim.kv.arrived
+    }
+
+    /// Number of exports that a node's transports serve.
+    #[must_use]
+    pub fn exports(&self, node: usize) -> usize {
+        self.sim.kv.kept(place(node))
+    }
+
+    /// Frames and bytes of a kind sent so far.
+    #[must_use]
+    pub fn sent(&self, kind: &str) -> (u64, u64) {
+        self.sim.fabric.sent.get(kind).copied().unwrap_or_default()
     }
 
     /// Submits a request to an instance; returns its number.
@@ -175,31 +303,14 @@ impl World {
 
     /// Cancels a request, as a client that disconnects.
     pub fn cancel(&mut self, id: usize) {
-        let node = self.requests[id].node;
-        if self.nodes[node].instance.is_some() {
-            self.handle(node, Event::Cancel { seq: SeqId(id as u64 + 1) });
-        }
+        self.handle(self.requests[id].node, Event::Cancel { seq: SeqId(id as u64 + 1) });
         self.requests[id].cancelled = true;
     }
 
     /// Kills an instance's process: its peers' connections break, its requests are lost.
     pub fn kill(&mut self, node: usize) {
-        let Some(instance) = self.nodes[node].instance.take() else { return };
-        self.dead_leases.extend(instance.rmanager().creditor.iter().map(|l| l.1));
-        self.nodes[node].engine = None;
-        self.nodes[node].transport = None;
-        self.nodes[node].lent = None;
-        self.nodes[node].reports.clear();
-        self.nodes[node].busy = false;
-        for peer in (0..self.nodes.len()).filter(|p| *p != node) {
-            let delays = [self.delay(), self.delay()];
-            self.net.cut(node, peer, self.now_ms, 0, delays);
-        }
-        self.net.forget(node);
-        self.net.queues.remove(&(node, GMANAGER, 0));
-        if let Some(coordinator) = &mut self.coordinator {
-            coordinator.registered.lose(node);
-        }
+        let Some(process) = self.sim.kill(place(node)) else { return };
+        self.leases.died(&process);
         for log in self.requests.iter_mut().filter(|l| l.node == node && l.end.is_none()) {
             log.lost = true;
         }
@@ -207,48 +318,56 @@ impl World {
 
     /// Starts a new process in place of a killed one.
     pub fn restart(&mut self, node: usize) {
-        assert!(self.nodes[node].instance.is_none(), "it lives");
-        let (spec, life) = (self.nodes[node].spec.clone(), self.nodes[node].life + 1);
-        self.nodes[node] = Node::new(&self.pool, spec, node, life);
-        self.nodes[node].next_tick_ms = self.now_ms;
-        if self.coordinator.is_some() {
-            self.handle(node, Event::GManagerUp);
-        }
+        self.lives[node] += 1;
+        self.start(node);
     }
 
     /// Cuts the connection of two nodes; no new one for `blocked_ms`.
     pub fn cut(&mut self, a: usize, b: usize, blocked_ms: u64) {
-        let delays = [self.delay(), self.delay()];
-        self.net.cut(a, b, self.now_ms, blocked_ms, delays);
+        self.sim.fabric.fabric.cut_for(place(a), place(b), blocked_ms * 1000, &mut self.sim.agenda);
     }
 
     /// Stalls all frames between two nodes for a while, without notice. They arrive afterwards.
     pub fn stall(&mut self, a: usize, b: usize, ms: u64) {
-        self.stalled.push((a, b, self.now_ms + ms));
+        let now_us = self.sim.now_us();
+        self.sim.fabric.fabric.stall(place(a), place(b), ms * 1000, now_us);
     }
 
     /// Pauses a node's loop: its instance receives nothing. Its transports go on.
     pub fn pause(&mut self, node: usize, ms: u64) {
-        self.paused.insert(node, self.now_ms + ms);
-    }
-
-    fn is_paused(&self, node: usize) -> bool {
-        self.paused.get(&node).is_some_and(|until_ms| self.now_ms < *until_ms)
+        self.sim.pause_loop(place(node), ms * 1000);
     }
 
     /// Corrupts the last byte of the next KV write.
     pub fn corrupt_next_write(&mut self) {
-        self.net.corrupt_next = Some("write");
+        self.sim.fabric.corrupt_next = Some("write");
     }
 
     /// Corrupts the last byte of the next KV read from a creditor.
     pub fn corrupt_next_data(&mut self) {
-        self.net.corrupt_next = Some("data");
+        self.sim.fabric.corrupt_next = Some("data");
+    }
+
+    /// Corrupts the bytes of a node's next read of memory.
+    pub fn damage_next_read(&mut self, node: usize) {
+        self.sim.kv.damage_next_read(place(node));
+    }
+
+    /// Makes each later read of a node take `each_ms`, one after the other; `None` ends that.
+    pub fn slow_reads(&mut self, node: usize, each_ms: Option<u64>) {
+        self.sim.kv.slow_reads(place(node), each_ms.map(|ms| ms * 1000));
+    }
+
+    /// Breaks all transfer paths of a node; its process goes on.
+    pub fn break_paths_of(&mut self, node: usize) {
+        for other in self.nodes().filter(|other| *other != node) {
+            self.sim.cut_paths(place(node), place(other));
+        }
     }
 
     /// Drops the next frame of a kind that a node sends, as by a full queue, and reports that to the node.
     pub fn fill_queue(&mut self, node: usize, kind: &'static str) {
-        self.full = Some((node, kind));
+        self.sim.fill_queue(place(node), Box::new(move |frame| net::kind(frame) == kind));
     }
 
     /// Overwrites a block on a node's device, as a later owner would while the former one does not know yet that it
@@ -257,23 +376,20 @@ impl World {
     /// # Panics
     /// If the node is dead.
     pub fn overwrite(&mut self, node: usize, block: PhysBlock) {
-        let (shape, tokens) = (self.nodes[node].live().rmanager().config().shape, self.pool.block_tokens);
-        let engine = self.nodes[node].engine.as_mut().unwrap();
+        let (now_us, tokens) = (self.sim.now_us(), self.pool.block_tokens);
+        let Process { instance, runner, .. } = self.process_mut(node);
+        let shape = instance.rmanager().config().shape;
         for layer in 0..shape.layers {
             let kv = vec![0x3e; tokens as usize * shape.layer_token_bytes()].into();
-            engine.push(Command::RemoteWrite(RemoteWrite {
-                tag: None,
-                layer,
-                pieces: vec![(block.0 * tokens, tokens)],
-                kv,
-            }));
+            let pieces = vec![(block.0 * tokens, tokens)];
+            runner.push(Command::RemoteWrite(RemoteWrite { tag: None, layer, pieces, kv }), now_us);
         }
-        while engine.turn(&mut |_nobody_asked| {}) {}
+        while runner.engine.turn(&mut |_nobody_asked| {}) {}
     }
 
     /// Makes a node's device fail once.
     pub fn break_device(&mut self, node: usize, fault: Fault) {
-        self.faulty = Some((node, fault));
+        self.sim.break_device(place(node), fault);
     }
 
     /// Sends an operator's request to the gManager.
@@ -281,10 +397,7 @@ impl World {
     /// # Panics
     /// If there is none.
     pub fn admin(&mut self, body: AdminBody) -> AdminReply {
-        let (now_ms, query) = (self.now_ms, AdminQuery { query: 1, body: Some(body) });
-        let reply = self.coordinator.as_mut().unwrap().gmanager.on_admin(&query, now_ms);
-        self.drain_gmanager();
-        reply
+        self.sim.admin(body).unwrap()
     }
 
     /// Orders a move of a request's blocks between nodes, as the gManager.
@@ -294,14 +407,14 @@ impl World {
 
     /// As [`Self::order`], for blocks from `first` on.
     pub fn order_from(&mut self, request: usize, first: Option<u32>, blocks: u32, source: usize, target: usize) {
-        let id = |node: usize| self.nodes[node].id().map_or(0, |id| id.0);
+        let id = |node: usize| self.id(node).map_or(0, |id| id.0);
         let order = MoveKvCache {
             order: self.steps,
             seq: request as u64 + 1,
             blocks,
             source: id(source),
             target: id(target),
-            target_addr: node::address(target),
+            target_addr: address(place(target)),
             deadline_ms: 10_000,
             first,
             ..MoveKvCache::default()
@@ -312,38 +425,21 @@ impl World {
 
     /// Injects a frame that no peer sent; returns the instance's effects.
     pub fn inject(&mut self, node: usize, event: Event) -> Vec<Effect> {
-        let now_ms = self.now_ms;
-        self.nodes[node].instance.as_mut().unwrap().handle(event, now_ms)
+        let now_ms = self.now_ms();
+        self.process_mut(node).instance.handle(event, now_ms)
     }
 
     /// Kills the gManager's process.
     pub fn kill_gmanager(&mut self) {
-        self.coordinator = None;
-        self.net.queues.retain(|(from, to, _), _| *from != GMANAGER && *to != GMANAGER);
-        for node in 0..self.nodes.len() {
-            if self.nodes[node].instance.is_some() {
-                self.handle(node, Event::GManagerDown);
-            }
-        }
+        self.sim.kill_gmanager();
     }
 
     /// Starts a gManager without state.
     pub fn start_gmanager(&mut self) {
         // As in the shell: a new gManager does not reuse another one's numbers.
-        self.gmanagers += 1;
         let gmanager = GManager::new(1 + 1_000 * self.gmanagers);
-        self.coordinator = Some(Coordinator { gmanager, ..Coordinator::default() });
-        for node in 0..self.nodes.len() {
-            if self.nodes[node].instance.is_some() {
-                self.handle(node, Event::GManagerUp);
-            }
-        }
-    }
-
-    /// Frames and bytes of a kind sent so far.
-    #[must_use]
-    pub fn sent(&self, kind: &str) -> (u64, u64) {
-        self.net.sent.get(kind).copied().unwrap_or_default()
+        self.sim.start_gmanager(gmanager, Clock::exact(), u64::from(self.gmanagers), GMANAGER_TICK_US);
+        self.gmanagers += 1;
     }
 
     /// Runs until every request has ended.
@@ -353,8 +449,9 @@ impl World {
 
     /// Runs for `ms` milliseconds of virtual time.
     pub fn run_for(&mut self, ms: u64) {
-        let end = self.now_ms + ms;
-        self.run_until(|world| world.now_ms >= end);
+        let end_us = self.sim.now_us() + ms * 1000;
+        self.sim.call_at(end_us, 0);
+        self.run_until(|world| world.sim.now_us() >= end_us);
     }
 
     /// Runs until `done`.
@@ -362,10 +459,10 @@ impl World {
     /// # Panics
     /// If it exceeds `RUN_MS_MAX` or `RUN_STEPS_MAX`.
     pub fn run_until(&mut self, done: impl Fn(&Self) -> bool) {
-        let (end_ms, end_steps) = (self.now_ms + RUN_MS_MAX, self.steps + RUN_STEPS_MAX);
+        let (end_ms, end_steps) = (self.now_ms() + RUN_MS_MAX, self.steps + RUN_STEPS_MAX);
         while !done(self) {
             self.step();
-            assert!(self.now_ms <= end_ms, "the run hangs: {}", self.describe());
+            assert!(self.now_ms() <= end_ms, "the run hangs: {}", self.describe());
             assert!(self.steps <= end_steps, "the run does not end: {}", self.describe());
         }
     }
@@ -373,299 +470,40 @@ impl World {
     /// State of all instances, for messages of failed tests.
     #[must_use]
     pub fn describe(&self) -> String {
-        let live = self.nodes.iter().filter_map(|n| n.instance.as_ref());
-        let status: Vec<String> = live.map(|i| format!("{:?}", i.status())).collect();
+        let status: Vec<String> = self.sim.live().map(|(_, p)| format!("{:?}", p.instance.status())).collect();
         let ends: Vec<String> =
             self.requests.iter().map(|l| format!("{} tokens, {:?}", l.tokens.len(), l.end)).collect();
-        format!("at {} ms\n{}\n{}\nsent {:?}", self.now_ms, status.join("\n"), ends.join("\n"), self.net.sent)
+        let sent = &self.sim.fabric.sent;
+        format!("at {} ms\n{}\n{}\nsent {sent:?}", self.now_ms(), status.join("\n"), ends.join("\n"))
     }
 
-    fn delay(&mut self) -> u64 {
-        let max = self.delay_ms;
-        self.shuffle.as_mut().map_or(0, |rng| rng.below(max + 1))
-    }
-
-    /// Handles one event that is due now, or advances the time.
+    /// Handles the next event.
+    ///
+    /// # Panics
+    /// If a checker finds something.
     pub fn step(&mut self) {
         self.steps += 1;
-        let ready = self.ready();
-        let busy: Vec<usize> = (0..self.nodes.len()).filter(|n| self.nodes[*n].busy).collect();
-        let reports = |n: &usize| {
-            let due = self.nodes[*n].reports.front().is_some_and(|(at, _)| *at <= self.now_ms);
-            due && !self.is_paused(*n)
-        };
-        let reporting: Vec<usize> = (0..self.nodes.len()).filter(reports).collect();
-        let transfers =
-            |n: &usize| self.nodes[*n].transport.as_ref().is_some_and(|t| t.is_due(self.now_ms, self.is_paused(*n)));
-        let transferring: Vec<usize> = (0..self.nodes.len()).filter(transfers).collect();
-        let choices = ready.len() + busy.len() + reporting.len() + transferring.len();
-        if choices == 0 {
-            self.pass_time();
-            return;
-        }
-        match &mut self.shuffle {
-            None => {
-                for key in ready {
-                    self.deliver(key);
-                }
-                busy.into_iter().for_each(|node| self.turn(node));
-                for node in reporting {
-                    while self.report(node) {}
-                }
-                for node in transferring {
-                    self.transfer_step(node);
-                }
-            }
-            Some(rng) => {
-                let (at, passes) = (rng.below(choices as u64) as usize, rng.below(64) == 0);
-                match (ready.get(at), busy.get(at.wrapping_sub(ready.len()))) {
-                    (Some(key), _) => self.deliver(*key),
-                    (None, Some(node)) => self.turn(*node),
-                    (None, None) => match reporting.get(at - ready.len() - busy.len()) {
-                        Some(node) => drop(self.report(*node)),
-                        None => {
-                            let at = at - ready.len() - busy.len() - reporting.len();
-                            self.transfer_step(transferring[at]);
-                        }
-                    },
-                }
-                if passes {
-                    self.set_time(self.now_ms + 1);
-                }
-            }
-        }
+        self.sim.step().expect("processes tick");
+        self.after();
     }
 
-    /// Streams with a deliverable item.
-    fn ready(&mut self) -> Vec<Key> {
-        let now_ms = self.now_ms;
-        self.stalled.retain(|(_, _, until_ms)| *until_ms > now_ms);
-        let (nodes, stalled, paused) = (&self.nodes, &self.stalled, &self.paused);
-        self.net.queues.retain(|_, queue| !queue.is_empty());
-        let ready = self.net.queues.iter().filter(|((from, to, stream), queue)| {
-            let item = &queue[0];
-            // A frame waits until its receiver knows the session.
-            let introduced = *stream == SESSION
-                || *from == GMANAGER
-                || *to == GMANAGER
-                || nodes[*to].view.get(from).is_some_and(|g| *g >= item.generation);
-            let stalls = stalled.iter().any(|(a, b, _)| (*a, *b) == (*from, *to) || (*b, *a) == (*from, *to));
-            let stands = paused.get(to).is_some_and(|until_ms| now_ms < *until_ms);
-            item.ready_ms <= now_ms && introduced && !stalls && !stands
-        });
-        ready.map(|(key, _)| *key).collect()
-    }
-
-    fn deliver(&mut self, key: Key) {
-        // An earlier delivery of this round may have ended the session.
-        let Some(item) = self.net.queues.get_mut(&key).and_then(std::collections::VecDeque::pop_front) else { return };
-        let (from, to, _) = key;
-        match item.payload {
-            Payload::Frame(class, bytes) => {
-                let mut frame = net::decode(class, bytes);
-                if from == GMANAGER {
-                    self.stranger.recommend(&mut frame);
-                }
-                if to == GMANAGER {
-                    self.deliver_gmanager(from, frame);
-                } else if from == GMANAGER || self.nodes[to].view.get(&from) == Some(&item.generation) {
-                    let peer = (from != GMANAGER).then_some(PeerKey(from as u64));
-                    self.handle(to, shared::event(peer, frame).expect("a known message"));
-                }
-            }
-            Payload::Up => {
-                self.nodes[to].view.insert(from, item.generation);
-                self.handle(to, Event::PeerUp { peer: PeerKey(from as u64) });
-            }
-            Payload::Down => {
-                if self.nodes[to].view.get(&from) == Some(&item.generation) {
-                    self.nodes[to].view.remove(&from);
-                    self.handle(to, Event::PeerDown { peer: PeerKey(from as u64) });
-                }
-            }
-            Payload::Close => self.cut(from, to, 0),
-        }
-    }
-
-    fn deliver_gmanager(&mut self, from: usize, frame: Frame) {
-        let Some(coordinator) = &mut self.coordinator else { return };
-        let Frame::Control(Control { body: Some(body) }) = frame else { panic!("a known message") };
-        let Coordinator { gmanager, registered } = coordinator;
-        if let Some(reply) = registered.receive(gmanager, from, &body, self.now_ms) {
-            let ready_ms = self.now_ms + self.delay();
-            self.net.send(GMANAGER, from, reply.into(), ready_ms, 0);
-        }
-        self.drain_gmanager();
-    }
-
-    /// Sends the gManager's messages to connected instances.
-    fn drain_gmanager(&mut self) {
-        while let Some(Coordinator { gmanager, registered }) = &mut self.coordinator {
-            let Some((to, body)) = registered.next_order(gmanager) else { return };
-            if let ControlBody::Fenced(fenced) = &body {
-                let id = Some(lagoon_types::InstanceId(fenced.instance));
-                let node = self.nodes.iter().position(|n| n.id() == id);
-                self.fenced.extend(node.map(|n| (n, self.nodes[n].live().status().fences)));
-            }
-            if let Some(node) = to {
-                let ready_ms = self.now_ms + self.delay();
-                self.net.send(GMANAGER, node, body.into(), ready_ms, 0);
-            }
-        }
-    }
-
-    /// Lets an executor do one piece of work.
-    fn turn(&mut self, node: usize) {
-        let Node { engine, commands, .. } = &mut self.nodes[node];
-        let Some(engine) = engine else {
-            self.nodes[node].busy = false;
-            return;
-        };
-        let mut reports = Vec::new();
-        commands.drain(..).for_each(|command| engine.push(command));
-        let busy = engine.turn(&mut |report| reports.push(report));
-        self.nodes[node].busy = busy;
-        let Node { spec, reports: queue, device_free_ms, .. } = &mut self.nodes[node];
-        for report in reports {
-            let takes_ms = match report {
-                Report::Done { .. } => spec.step_ms,
-                Report::RemotePartial { .. } => spec.remote_request_ms,
-                _ => 0,
-            };
-            *device_free_ms = (*device_free_ms).max(self.now_ms) + takes_ms;
-            queue.push_back((*device_free_ms, report));
-        }
-    }
-
-    /// Delivers an executor's next report to its instance; false if there is none.
-    fn report(&mut self, node: usize) -> bool {
-        let now_ms = self.now_ms;
-        let Some((_, report)) = self.nodes[node].reports.pop_front_if(|(at, _)| *at <= now_ms) else { return false };
-        let report = self.maybe_fail(node, report);
-        self.handle(node, Event::Runner(report));
-        true
-    }
-
-    fn maybe_fail(&mut self, node: usize, report: Report) -> Report {
-        let struck = self.faulty.filter(|(n, _)| *n == node).and_then(|(_, fault)| fault.strike(&report));
-        self.faulty = self.faulty.filter(|_| struck.is_none());
-        struck.unwrap_or(report)
-    }
-
-    /// Advances the time to the next event.
-    fn pass_time(&mut self) {
-        let ready = self.net.queues.values().filter_map(|q| q.front()).map(|item| item.ready_ms);
-        let ticks = self.nodes.iter().filter(|n| n.instance.is_some()).map(|n| n.next_tick_ms);
-        let stalls = self.stalled.iter().map(|s| s.2);
-        let devices = self.nodes.iter().filter_map(|n| n.reports.front()).map(|(at, _)| *at);
-        let transfers = self.nodes.iter().filter_map(|n| n.transport.as_ref()?.next_due_ms());
-        let pauses = self.paused.values().copied();
-        let next = ready
-            .chain(ticks)
-            .chain(stalls)
-            .chain(devices)
-            .chain(transfers)
-            .chain(pauses)
-            .filter(|at| *at > self.now_ms)
-            .min();
-        self.set_time(next.unwrap_or(self.now_ms + TICK_MS));
-    }
-
-    fn set_time(&mut self, now_ms: u64) {
-        self.now_ms = now_ms;
-        self.net.redial(now_ms);
-        if let Some(coordinator) = &mut self.coordinator {
-            coordinator.gmanager.tick(now_ms);
-        }
-        self.drain_gmanager();
-        for node in 0..self.nodes.len() {
-            let stands = self.is_paused(node);
-            if self.nodes[node].instance.is_some() && self.nodes[node].next_tick_ms <= now_ms && !stands {
-                self.nodes[node].next_tick_ms = now_ms + TICK_MS;
-                self.handle(node, Event::Tick);
-                self.tick_writer(node);
-            }
-        }
-    }
-
-    /// Hands an event to an instance and carries out its effects.
+    /// Hands an event to an instance, if it lives.
     fn handle(&mut self, node: usize, event: Event) {
-        let Some(instance) = &mut self.nodes[node].instance else { return };
-        // An instance that learns of its own fence forgets its leases.
-        if matches!(&event, Event::GManager(ControlBody::HeartbeatAck(ack)) if ack.fenced) {
-            self.dead_leases.extend(instance.rmanager().creditor.iter().map(|l| l.1));
-        }
-        let effects = instance.handle(event, self.now_ms);
-        for effect in effects {
-            self.apply(node, effect);
+        self.sim.handle(place(node), event);
+        self.after();
+    }
+
+    fn after(&mut self) {
+        for emission in std::mem::take(&mut self.sim.emitted) {
+            self.emitted(emission);
         }
         self.check();
-        while let Some(peer) = self.nodes[node].refused_sends.pop() {
-            self.handle(node, Event::SendFailed { peer });
-        }
-    }
-
-    fn apply(&mut self, node: usize, effect: Effect) {
-        let ready_ms = self.now_ms + self.delay();
-        match effect {
-            Effect::ToGManager(body) => {
-                if self.coordinator.is_some() {
-                    self.net.send(node, GMANAGER, body.into(), ready_ms, 0);
-                }
-            }
-            Effect::Connect { quic_addr, .. } => {
-                let peer = (0..self.nodes.len()).find(|n| node::address(*n) == quic_addr);
-                if let Some(peer) = peer.filter(|p| self.nodes[*p].instance.is_some()) {
-                    self.net.connect(node, peer, self.now_ms);
-                }
-            }
-            Effect::Control { peer, body } => self.send(node, peer, body.into(), ready_ms),
-            Effect::Partials { peer, frame } => self.send(node, peer, frame.into(), ready_ms),
-            Effect::Bulk { peer, frame } => self.send(node, peer, frame.into(), ready_ms),
-            Effect::Close { peer, reason } => {
-                self.nodes[node].closed.push(reason);
-                let peer = peer.0 as usize;
-                if let Some(generation) = self.session(node, peer) {
-                    self.net.send_close(node, peer, ready_ms, generation);
-                }
-            }
-            Effect::Runner(command) => {
-                self.nodes[node].commands.push_back(command);
-                self.nodes[node].busy = true;
-            }
-            Effect::Transfer(effect) => self.transfer(node, effect),
-            Effect::Map { map, blocks, memory } => self.map(node, map, blocks, &memory),
-            Effect::Emit { seq, event } => self.emitted(node, seq, event),
-            Effect::Drained => self.nodes[node].drained = true,
-            Effect::Rejected { reason } => self.nodes[node].rejected = Some(reason),
-        }
-    }
-
-    /// The session in which a node may send to a peer: the one it knows, if that is up.
-    fn session(&self, node: usize, peer: usize) -> Option<u64> {
-        let standing = self.net.standing(node, peer)?;
-        self.nodes[node].view.get(&peer).copied().filter(|known| *known == standing)
-    }
-
-    fn send(&mut self, node: usize, peer: PeerKey, frame: Frame, ready_ms: u64) {
-        if peer == STRANGER {
-            self.stranger.receive(node, frame);
-            return;
-        }
-        let index = peer.0 as usize;
-        let Some(generation) = self.session(node, index) else { return };
-        if self.full == Some((node, net::kind(&frame))) {
-            self.full = None;
-            self.nodes[node].refused_sends.push(peer);
-        } else {
-            self.net.send(node, index, frame, ready_ms, generation);
-        }
     }
 
     /// Checks that a request ends once, with no event after its end or cancellation.
-    fn emitted(&mut self, node: usize, seq: SeqId, event: TokenEvent) {
+    fn emitted(&mut self, Emission { place: from, seq, event }: Emission) {
         let log = &mut self.requests[seq.0 as usize - 1];
-        assert_eq!(log.node, node, "{seq} is another instance's");
+        assert_eq!(place(log.node), from, "{seq} is another instance's");
         assert!(log.end.is_none() && !log.cancelled, "{seq} is over: {event:?}");
         match event {
             TokenEvent::Token { id, logits, .. } => {

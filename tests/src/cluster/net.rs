@@ -1,133 +1,68 @@
-//! The network of a pool under test: frames as bytes in ordered queues, sessions, delays, cuts.
-//!
-//! As in lagoon-transport, frames of one class between two peers arrive in order and without gaps within a session;
-//! classes are not ordered among each other; a session ends as a whole. Every frame is encoded and decoded by
-//! lagoon-wire.
+//! The network of a pool under test: the simulator's [`Fabric`], with counts of frames by kind, damage, and a stranger.
 
-use bytes::Bytes;
+use super::stranger::{STRANGER, Stranger};
 use lagoon_protocol::{Control, ControlBody};
-use lagoon_types::limits::CONNECT_DEADLINE_MS;
-use lagoon_wire::{Class, Frame, FrameReader};
-use std::collections::{BTreeMap, VecDeque};
+use lagoon_sim::agenda::Agenda;
+use lagoon_sim::world::Happening;
+use lagoon_sim::{Delivery, Fabric, GMANAGER, Network, Place, fabric};
+use lagoon_wire::Frame;
+use std::collections::BTreeMap;
 
-/// The gManager's address.
-pub const GMANAGER: usize = usize::MAX;
+type Events = Agenda<Happening<fabric::Net>>;
 
-/// Sender, receiver and stream: 0 to 2 are the classes, 3 is the session's own events.
-pub(super) type Key = (usize, usize, usize);
-pub(super) const SESSION: usize = 3;
-
+/// See the module's documentation.
 #[derive(Debug)]
-pub(super) enum Payload {
-    Frame(Class, Vec<u8>),
-    Up,
-    Down,
-    /// The sender closes the connection after all earlier frames.
-    Close,
-}
-
-#[derive(Debug)]
-pub(super) struct Item {
-    pub(super) ready_ms: u64,
-    pub(super) generation: u64,
-    pub(super) payload: Payload,
-}
-
-/// A connection between two nodes.
-#[derive(Clone, Copy, Debug, Default)]
-struct Link {
-    generation: u64,
-    up: bool,
-    blocked_until_ms: u64,
-}
-
-/// All connections and streams of a pool; see the module's documentation.
-#[derive(Debug, Default)]
-pub(super) struct Network {
-    links: BTreeMap<(usize, usize), Link>,
-    pub(super) queues: BTreeMap<Key, VecDeque<Item>>,
+pub(super) struct Net {
+    pub(super) fabric: Fabric,
     /// Frames and bytes sent, by kind.
     pub(super) sent: BTreeMap<&'static str, (u64, u64)>,
     /// Kind of the next frame that is corrupted in its last byte.
     pub(super) corrupt_next: Option<&'static str>,
-    /// Pending connection attempts between cut nodes, repeated until this time.
-    dials: Vec<(usize, usize, u64)>,
+    pub(super) stranger: Stranger,
 }
 
-fn pair(a: usize, b: usize) -> (usize, usize) {
-    (a.min(b), a.max(b))
+impl Net {
+    pub(super) fn new(fabric: Fabric) -> Self {
+        Self { fabric, sent: BTreeMap::new(), corrupt_next: None, stranger: Stranger::default() }
+    }
 }
 
-impl Network {
-    fn link(&mut self, a: usize, b: usize) -> &mut Link {
-        self.links.entry(pair(a, b)).or_default()
+impl AsMut<Fabric> for Net {
+    fn as_mut(&mut self) -> &mut Fabric {
+        &mut self.fabric
+    }
+}
+
+impl Network for Net {
+    type Due = fabric::Net;
+    type Bill = ();
+
+    fn start(&mut self, place: Place) {
+        self.fabric.start(place);
     }
 
-    /// Generation of the connection, if it is up.
-    pub(super) fn standing(&self, a: usize, b: usize) -> Option<u64> {
-        self.links.get(&pair(a, b)).filter(|l| l.up).map(|l| l.generation)
+    fn resume(&mut self, place: Place, agenda: &mut Events) {
+        self.fabric.resume(place, agenda);
     }
 
-    fn put(&mut self, key: Key, ready_ms: u64, generation: u64, payload: Payload) {
-        self.queues.entry(key).or_default().push_back(Item { ready_ms, generation, payload });
+    fn connect(&mut self, from: Place, to: Place, agenda: &mut Events) {
+        self.fabric.connect(from, to, agenda);
     }
 
-    /// Connects two nodes unless connected or cut.
-    pub(super) fn connect(&mut self, a: usize, b: usize, now_ms: u64) {
-        let link = self.link(a, b);
-        if link.up {
+    fn release(&mut self, at: Place, peer: Place, agenda: &mut Events) {
+        self.fabric.release(at, peer, agenda);
+    }
+
+    fn send(&mut self, from: Place, to: Place, mut frame: Frame, _: &(), agenda: &mut Events) {
+        if to as u64 == STRANGER.0 {
+            return self.stranger.receive(from - 1, frame);
+        }
+        if !self.fabric.is_up(from, to) {
             return;
         }
-        if link.blocked_until_ms > now_ms {
-            self.dials.push((a, b, now_ms + CONNECT_DEADLINE_MS));
-            return;
+        if from == GMANAGER {
+            self.stranger.recommend(&mut frame);
         }
-        link.up = true;
-        link.generation += 1;
-        let generation = link.generation;
-        for (from, to) in [(a, b), (b, a)] {
-            self.put((from, to, SESSION), now_ms, generation, Payload::Up);
-        }
-    }
-
-    /// Repeats pending connection attempts.
-    pub(super) fn redial(&mut self, now_ms: u64) {
-        for (a, b, until_ms) in std::mem::take(&mut self.dials) {
-            if until_ms < now_ms || self.standing(a, b).is_some() {
-                continue;
-            }
-            if self.link(a, b).blocked_until_ms > now_ms {
-                self.dials.push((a, b, until_ms));
-            } else {
-                self.connect(a, b, now_ms);
-            }
-        }
-    }
-
-    /// Cuts the connection of two nodes: frames in flight are lost, and each node learns of it after its delay. No
-    /// new connection for `blocked_ms`.
-    pub(super) fn cut(&mut self, a: usize, b: usize, now_ms: u64, blocked_ms: u64, delays_ms: [u64; 2]) {
-        let link = self.link(a, b);
-        link.blocked_until_ms = link.blocked_until_ms.max(now_ms + blocked_ms);
-        if !std::mem::take(&mut link.up) {
-            return;
-        }
-        let generation = link.generation;
-        for ((from, to), delay) in [(a, b), (b, a)].into_iter().zip(delays_ms) {
-            Class::ALL.iter().for_each(|c| drop(self.queues.remove(&(from, to, c.index()))));
-            self.put((from, to, SESSION), now_ms + delay, generation, Payload::Down);
-        }
-    }
-
-    /// Removes a dead node; [`Network::cut`] informs its peers.
-    pub(super) fn forget(&mut self, node: usize) {
-        self.queues.retain(|(_, to, _), _| *to != node);
-        self.dials.retain(|(a, b, _)| *a != node && *b != node);
-    }
-
-    /// Queues a frame. `generation` is the session in which the sender believes.
-    pub(super) fn send(&mut self, from: usize, to: usize, frame: Frame, ready_ms: u64, generation: u64) {
-        let class = frame.class();
         let kind = kind(&frame);
         let mut bytes = lagoon_wire::encode(&frame).unwrap_or_else(|e| panic!("{kind}: {e}")).to_vec();
         if self.corrupt_next.take_if(|wanted| *wanted == kind).is_some() {
@@ -135,25 +70,31 @@ impl Network {
         }
         let sent = self.sent.entry(kind).or_default();
         *sent = (sent.0 + 1, sent.1 + bytes.len() as u64);
-        self.put((from, to, class.index()), ready_ms, generation, Payload::Frame(class, bytes));
+        self.fabric.put(from, to, frame.class(), bytes.into(), agenda);
     }
 
-    pub(super) fn send_close(&mut self, from: usize, to: usize, ready_ms: u64, generation: u64) {
-        self.put((from, to, Class::Control.index()), ready_ms, generation, Payload::Close);
+    fn happen(
+        &mut self,
+        due: fabric::Net,
+        agenda: &mut Events,
+        accepts: impl Fn(Place, usize) -> bool,
+        deliveries: &mut Vec<Delivery>,
+    ) {
+        self.fabric.happen(due, agenda, accepts, deliveries);
     }
-}
 
-/// The frame in `bytes`, through the codec's reader, in two chunks.
-pub(super) fn decode(class: Class, bytes: Vec<u8>) -> Frame {
-    let mut second = Bytes::from(bytes);
-    let mut first = second.split_to(second.len() / 2);
-    let mut reader = FrameReader::new();
-    let frame = match reader.next_frame(class, &mut first).unwrap() {
-        Some(frame) => frame,
-        None => reader.next_frame(class, &mut second).unwrap().unwrap(),
-    };
-    assert!(reader.at_boundary() && second.is_empty());
-    frame
+    /// None: these links have no speed of their own.
+    fn round_trips(&self, _: Place) -> Vec<(Place, u32)> {
+        Vec::new()
+    }
+
+    fn arrival_us(&self, from: Place, to: Place, bytes: usize, now_us: u64) -> u64 {
+        self.fabric.arrival_us(from, to, bytes, now_us)
+    }
+
+    fn is_silent(&self, a: Place, b: Place, now_us: u64) -> bool {
+        self.fabric.is_silent(a, b, now_us)
+    }
 }
 
 pub(super) fn kind(frame: &Frame) -> &'static str {

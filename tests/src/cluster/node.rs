@@ -1,22 +1,22 @@
-//! One instance of a pool under test: the state machine, its executor, and their configuration.
+//! One instance of a pool under test: its configuration, and its executor as a device in virtual time.
 
 use super::mapped::MappedDevice;
-use super::transfer::Transport;
 use lagoon_backend::{Device, KvCounters, cpu::CpuDevice};
-use lagoon_cluster::GManager;
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
-use lagoon_instance::{Instance, InstanceConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TransferConfig};
+use lagoon_instance::{InstanceConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig};
 use lagoon_model::{Checkpoint, ModelSpec, Weights, model_hash};
-use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role, TransferArena};
-use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvRegion, Model, Report};
-use lagoon_sim::Registrations;
-use lagoon_types::{DType, InstanceId, KvDType, KvSpace};
-use std::collections::{BTreeMap, VecDeque};
+use lagoon_protocol::{Calibration, LentMemory, MemoryTier, Role, TransferArena};
+use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvRegion, Model, PeerMemory, Report};
+use lagoon_sim::process::address;
+use lagoon_sim::{Rng, SimRunner};
+use lagoon_transfer::{DeviceRegion, Region};
+use lagoon_types::{DType, KvDType, KvSpace};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// An executor on any backend.
-pub trait Engine {
+pub(super) trait Engine {
     fn push(&mut self, command: Command);
     /// See [`Executor::turn`].
     fn turn(&mut self, reports: &mut dyn FnMut(Report)) -> bool;
@@ -99,7 +99,9 @@ pub struct Spec {
     pub prefix_cache: bool,
     /// Calibration that the instance pretends to have measured.
     pub calibration: Option<Calibration>,
-    /// Virtual time of the device for a step of the instance, and for one layer of a peer's step.
+    /// Virtual time of the device for a piece of work, and besides for a step of the instance, and for one layer of a
+    /// peer's step.
+    pub piece_us: u64,
     pub step_ms: u64,
     pub remote_request_ms: u64,
     /// Sequences have address rows, as with virtual memory. Ignored if the store is shared.
@@ -172,6 +174,7 @@ impl Spec {
             target_step_ms: None,
             prefix_cache: true,
             calibration: None,
+            piece_us: 10,
             step_ms: 0,
             remote_request_ms: 0,
             rows: true,
@@ -185,54 +188,81 @@ impl Spec {
     }
 }
 
-/// A process of the pool. Its address is its index; `life` counts its restarts.
-pub struct Node {
-    pub spec: Spec,
-    pub life: u64,
-    shape: PoolShape,
-    /// `None` while it is dead.
-    pub instance: Option<Instance>,
-    pub(super) engine: Option<Box<dyn Engine>>,
-    /// Commands to the engine's thread that are not delivered yet.
-    pub(super) commands: VecDeque<Command>,
-    /// Reports, each delivered when the device's virtual time has passed.
-    pub(super) reports: VecDeque<(u64, Report)>,
-    /// Virtual time at which the device will be idle.
-    pub(super) device_free_ms: u64,
-    /// Commands were pushed since the engine was last idle.
-    pub(super) busy: bool,
-    /// Generation of the connection to each node that this node knows to be up.
-    pub(super) view: BTreeMap<usize, u64>,
-    /// The memory that transports read, if it takes part in KV transfer.
-    pub(super) transport: Option<Transport>,
-    /// The store's name and region, if it has peer access.
-    pub(super) lent: Option<(String, KvRegion)>,
-    /// Peers to which a frame could not be queued.
-    pub(super) refused_sends: Vec<PeerKey>,
-    pub(super) next_tick_ms: u64,
-    /// The gManager's reason for a refusal.
-    pub rejected: Option<String>,
-    /// It reported that its drain is done.
-    pub drained: bool,
-    /// Reasons for closed connections.
-    pub closed: Vec<String>,
+/// Virtual time of a device's work.
+#[derive(Clone, Copy, Debug)]
+struct Cost {
+    /// Each piece of work, a layer at most; in shuffled runs a random time up to eight times as long.
+    piece_us: u64,
+    /// A step of the instance, and one layer of a peer's step, besides.
+    step_us: u64,
+    remote_request_us: u64,
 }
 
-impl std::fmt::Debug for Node {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Node").field("life", &self.life).field("spec", &self.spec).finish_non_exhaustive()
+/// A device in virtual time: a real executor, whose work is done at once and takes its [`Cost`].
+pub(super) struct TimedExecutor {
+    pub(super) engine: Box<dyn Engine>,
+    /// The memory that transports read, if it takes part in KV transfer.
+    regions: Vec<Arc<dyn Region>>,
+    is_staged: bool,
+    /// The store's name and region, if it has peer access.
+    lent: Option<(String, KvRegion)>,
+    cost: Cost,
+    /// Draws the times of pieces in shuffled runs.
+    shuffle: Option<Rng>,
+}
+
+impl SimRunner for TimedExecutor {
+    type Bill = ();
+    const PREEMPTIVE: bool = false;
+
+    fn push(&mut self, command: Command, _: u64) {
+        self.engine.push(command);
+    }
+
+    fn turn(&mut self, _: u64, reports: &mut Vec<Report>) -> Option<u64> {
+        let worked = self.engine.turn(&mut |report| reports.push(report));
+        if !worked && reports.is_empty() {
+            return None;
+        }
+        let Cost { piece_us, step_us, remote_request_us } = self.cost;
+        let took_us = |report: &Report| match report {
+            Report::Done { .. } => step_us,
+            Report::RemotePartial { .. } => remote_request_us,
+            _ => 0,
+        };
+        let piece_us = self.shuffle.as_mut().map_or(piece_us, |rng| rng.below(8 * piece_us + 1));
+        Some(piece_us + reports.iter().map(took_us).sum::<u64>())
+    }
+
+    fn end(&mut self, _: u64, _: &mut Vec<Report>) {}
+
+    fn bill(&mut self) {}
+
+    fn is_staged(&self) -> bool {
+        self.is_staged
+    }
+
+    fn regions(&self) -> Vec<Arc<dyn Region>> {
+        self.regions.clone()
+    }
+
+    /// They are the memory itself.
+    fn take_regions(&mut self, _: &[Arc<dyn Region>]) {}
+
+    fn peer_memory(&self, socket: &str) -> Option<PeerMemory> {
+        let (_, region) = self.lent.as_ref().filter(|(name, _)| name == socket)?;
+        let descriptor = region.descriptor().unwrap();
+        Some(PeerMemory { device: region.device(), bytes: region.bytes(), descriptor })
     }
 }
 
-/// The gManager process, and the registered connections.
-#[derive(Debug, Default)]
-pub struct Coordinator {
-    pub gmanager: GManager,
-    pub(super) registered: Registrations,
-}
-
-pub(super) fn address(node: usize) -> String {
-    format!("10.0.0.{}:7000", node + 1)
+fn regions(memory: &KvMemory) -> Vec<Arc<dyn Region>> {
+    match memory {
+        KvMemory::Host(arenas) => arenas.iter().map(|arena| Arc::new(arena.clone()) as Arc<dyn Region>).collect(),
+        KvMemory::Device { region, layers, layer_bytes } => {
+            DeviceRegion::consecutive(region, *layers, *layer_bytes as u64)
+        }
+    }
 }
 
 /// The one host of all nodes.
@@ -248,104 +278,73 @@ fn lent_memory(spec: &Spec, socket: String) -> LentMemory {
     LentMemory { memory, host: HOST.to_owned(), blocks: spec.blocks }
 }
 
-impl Node {
-    pub(super) fn new(pool: &PoolSpec, spec: Spec, index: usize, life: u64) -> Self {
-        let (config, checkpoint) = (pool.model(), Checkpoint::open(&pool.dir).unwrap());
-        let mut hash = model_hash(&config, &checkpoint, None);
-        hash.0[0] ^= u8::from(spec.other_model);
-        let instance_config = InstanceConfig {
-            name: format!("node {index}"),
-            quic_addr: address(index),
-            http_addr: String::new(),
-            backend: format!("{:?}", spec.backend),
-            role: spec.role,
-            tier: spec.tier,
-            calibration: spec.calibration.clone(),
-            incarnation: 0x1000 * (index as u64 + 1) + life,
-            model_hash: hash,
-            geometry: config.geometry,
-            kv: config.kv_shape(pool.kv_dtype),
-            window: config.window(),
-            windowed: config.window_shape(),
-            layer_windows: layer_windows(&config),
-            attention_scale: config.attention_scale,
-            alibi: config.alibi,
-            attention_softcap: config.attention_softcap,
-            max_positions: config.max_positions,
-            vocab: config.vocab as u32,
-            block_tokens: pool.block_tokens,
-            blocks_total: spec.blocks,
-            lend_blocks_max: spec.lend_blocks_max,
-            lend_reserve_blocks: spec.lend_reserve_blocks,
-            sched: SchedulerConfig { queue: spec.queue, running: spec.running, step_rows: spec.step_rows },
-            remote: spec.remote,
-            wire: spec.wire,
-            fetch_tokens: spec.fetch_tokens,
-            link_bytes_per_s: 1e9,
-            attention_flops: spec.attention_flops,
-            prefix_cache: spec.prefix_cache,
-            target_step_ms: spec.target_step_ms,
-            transfer: None,
-            lent: spec.lends.then(|| lent_memory(&spec, lent_name(index, life))),
-            peer_access: spec.peer_access.then(|| HOST.to_owned()),
-        };
-        let instance_config =
-            InstanceConfig { transfer: transfer_config(pool, &spec, &instance_config), ..instance_config };
-        let shape = instance_config.pool_shape();
-        let (engine, memory, lent) = engine(pool, &spec, &config, &checkpoint);
-        let transport = Transport::new(&instance_config, &memory);
-        let mut instance = Instance::new(instance_config).unwrap();
-        let kv = space(pool, &spec, &config);
-        if kv.rows > 0 {
-            instance.address_kv(kv).unwrap();
-        }
-        Self {
-            spec,
-            life,
-            shape,
-            instance: Some(instance),
-            engine: Some(engine),
-            commands: VecDeque::new(),
-            reports: VecDeque::new(),
-            device_free_ms: 0,
-            busy: false,
-            view: BTreeMap::new(),
-            transport,
-            lent: lent.map(|region| (lent_name(index, life), region)),
-            refused_sends: Vec::new(),
-            next_tick_ms: 0,
-            rejected: None,
-            drained: false,
-            closed: Vec::new(),
-        }
-    }
+/// Configuration of the `life`-th process of a node.
+pub(super) fn config(pool: &PoolSpec, spec: &Spec, index: usize, life: u64) -> InstanceConfig {
+    let (config, checkpoint) = (pool.model(), Checkpoint::open(&pool.dir).unwrap());
+    let mut hash = model_hash(&config, &checkpoint, None);
+    hash.0[0] ^= u8::from(spec.other_model);
+    let instance_config = InstanceConfig {
+        name: format!("node {index}"),
+        quic_addr: address(super::place(index)),
+        http_addr: String::new(),
+        backend: format!("{:?}", spec.backend),
+        role: spec.role,
+        tier: spec.tier,
+        calibration: spec.calibration.clone(),
+        incarnation: 0x1000 * (index as u64 + 1) + life,
+        model_hash: hash,
+        geometry: config.geometry,
+        kv: config.kv_shape(pool.kv_dtype),
+        window: config.window(),
+        windowed: config.window_shape(),
+        layer_windows: layer_windows(&config),
+        attention_scale: config.attention_scale,
+        alibi: config.alibi,
+        attention_softcap: config.attention_softcap,
+        max_positions: config.max_positions,
+        vocab: config.vocab as u32,
+        block_tokens: pool.block_tokens,
+        blocks_total: spec.blocks,
+        lend_blocks_max: spec.lend_blocks_max,
+        lend_reserve_blocks: spec.lend_reserve_blocks,
+        sched: SchedulerConfig { queue: spec.queue, running: spec.running, step_rows: spec.step_rows },
+        remote: spec.remote,
+        wire: spec.wire,
+        fetch_tokens: spec.fetch_tokens,
+        link_bytes_per_s: 1e9,
+        attention_flops: spec.attention_flops,
+        prefix_cache: spec.prefix_cache,
+        target_step_ms: spec.target_step_ms,
+        transfer: None,
+        lent: spec.lends.then(|| lent_memory(spec, lent_name(index, life))),
+        peer_access: spec.peer_access.then(|| HOST.to_owned()),
+    };
+    InstanceConfig { transfer: transfer_config(pool, spec, &instance_config), ..instance_config }
+}
 
-    /// The shape that the instance registers.
-    #[must_use]
-    pub fn shape(&self) -> PoolShape {
-        self.shape.clone()
-    }
-
-    /// The instance.
-    ///
-    /// # Panics
-    /// If the node is dead.
-    #[must_use]
-    pub fn live(&self) -> &Instance {
-        self.instance.as_ref().unwrap()
-    }
-
-    /// Virtual memory counters of the executor's store.
-    #[must_use]
-    pub fn kv_counters(&mut self) -> Option<KvCounters> {
-        self.engine.as_mut().and_then(|engine| engine.kv_counters())
-    }
-
-    /// The instance's number, once registered.
-    #[must_use]
-    pub fn id(&self) -> Option<InstanceId> {
-        self.instance.as_ref().and_then(|i| i.status().instance)
-    }
+/// The device of the `life`-th process of a node, and the address space of its KV.
+pub(super) fn device(
+    pool: &PoolSpec,
+    spec: &Spec,
+    (index, life): (usize, u64),
+    shuffle: Option<Rng>,
+) -> (TimedExecutor, KvSpace) {
+    let (config, checkpoint) = (pool.model(), Checkpoint::open(&pool.dir).unwrap());
+    let (engine, memory, lent) = engine(pool, spec, &config, &checkpoint);
+    let cost = Cost {
+        piece_us: spec.piece_us,
+        step_us: spec.step_ms * 1000,
+        remote_request_us: spec.remote_request_ms * 1000,
+    };
+    let device = TimedExecutor {
+        engine,
+        regions: regions(&memory),
+        is_staged: spec.stages() > 0,
+        lent: lent.map(|region| (lent_name(index, life), region)),
+        cost,
+        shuffle,
+    };
+    (device, space(pool, spec, &config))
 }
 
 /// Windows of the model's layers.

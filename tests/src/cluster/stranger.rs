@@ -1,11 +1,12 @@
 //! A peer of a pool under test without a process: the test sends its frames and reads those sent to it.
 
-use super::{World, net};
+use super::World;
+use bytes::Bytes;
 use lagoon_instance::{Event, PeerKey};
 use lagoon_protocol::{Candidate, Control, ControlBody, Hello, Role, VERSION_MAX, VERSION_MIN, Worker};
 use lagoon_sim::shared;
 use lagoon_types::InstanceId;
-use lagoon_wire::Frame;
+use lagoon_wire::{Class, Frame, FrameReader};
 use std::collections::VecDeque;
 
 /// The stranger, as every node numbers its peers.
@@ -50,9 +51,9 @@ impl Stranger {
 impl World {
     /// The stranger connects to every node and says Hello.
     pub fn let_stranger_in(&mut self, recommended: bool) {
-        self.stranger.recommended = recommended;
-        for node in 0..self.nodes.len() {
-            let shape = self.nodes[node].shape();
+        self.sim.fabric.stranger.recommended = recommended;
+        for node in self.nodes() {
+            let shape = self.shape(node);
             self.handle(node, Event::PeerUp { peer: STRANGER });
             self.hostile(
                 node,
@@ -70,8 +71,8 @@ impl World {
 
     /// Its connections break, and nobody names it any more.
     pub fn cut_stranger(&mut self) {
-        self.stranger = Stranger::default();
-        for node in 0..self.nodes.len() {
+        self.sim.fabric.stranger = Stranger::default();
+        for node in self.nodes() {
             self.handle(node, Event::PeerDown { peer: STRANGER });
         }
     }
@@ -80,7 +81,7 @@ impl World {
     pub fn hostile(&mut self, node: usize, frame: impl Into<Frame>) -> bool {
         let frame = frame.into();
         let Ok(bytes) = lagoon_wire::encode(&frame) else { return false };
-        let decoded = net::decode(frame.class(), bytes.to_vec());
+        let decoded = decode(frame.class(), bytes.to_vec());
         let event = shared::event(Some(STRANGER), decoded);
         let sent = event.is_some();
         event.into_iter().for_each(|event| self.handle(node, event));
@@ -89,6 +90,19 @@ impl World {
 
     /// What a node sent to it, oldest first.
     pub fn received(&mut self) -> Option<(usize, Frame)> {
-        self.stranger.received.pop_front()
+        self.sim.fabric.stranger.received.pop_front()
     }
+}
+
+/// The frame in `bytes`, through the codec's reader, in two chunks.
+fn decode(class: Class, bytes: Vec<u8>) -> Frame {
+    let mut second = Bytes::from(bytes);
+    let mut first = second.split_to(second.len() / 2);
+    let mut reader = FrameReader::new();
+    let frame = match reader.next_frame(class, &mut first).unwrap() {
+        Some(frame) => frame,
+        None => reader.next_frame(class, &mut second).unwrap().unwrap(),
+    };
+    assert!(reader.at_boundary() && second.is_empty());
+    frame
 }

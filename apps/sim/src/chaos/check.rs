@@ -1,16 +1,15 @@
 //! Checkers: invariants after every event, and at rest.
 
 use super::run::Failure;
-use super::{handed, tables};
+use super::{handed, unreported};
+use crate::leases::{self, Leases, Violation};
 use crate::network::Place;
 use crate::process::Process;
 use crate::shared;
 use crate::symbolic::Symbolic;
 use crate::world::World;
-use lagoon_kv::Placement;
-use lagoon_types::{Epoch, InstanceId, LeaseId, limits};
-use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
+use lagoon_types::{LeaseId, limits};
+use std::collections::BTreeMap;
 
 pub(super) type Pool = World<Symbolic>;
 
@@ -26,27 +25,28 @@ pub(super) const FORGOTTEN_US: u64 = (limits::LEASE_TTL_MS + limits::LEASE_TTL_M
 /// State of the checkers.
 #[derive(Debug, Default)]
 pub(super) struct Checkers {
-    /// Leases of processes that died.
-    dead: BTreeSet<LeaseId>,
+    leases: Leases,
     /// Counts of a process's blocks at its last check.
     seen: Vec<[u64; 6]>,
-    /// Leases that their debtor has held.
-    held: BTreeSet<LeaseId>,
-    /// Leases, and the incarnation of their creditor.
-    lent: BTreeMap<LeaseId, u64>,
     /// Leases that are lent and not held, with the time since when.
     orphans: BTreeMap<(Place, LeaseId), u64>,
-    unacknowledged: tables::Unreported,
+    unacknowledged: unreported::Unreported,
 }
 
 pub(super) fn failure<T>(checker: &'static str, detail: String) -> Result<T, Failure> {
     Err(Failure::new(checker, detail))
 }
 
+impl From<Violation> for Failure {
+    fn from((checker, detail): Violation) -> Self {
+        Self::new(checker, detail)
+    }
+}
+
 impl Checkers {
     /// Notes the death of a process, and of its leases.
     pub(super) fn died(&mut self, process: &Process<Symbolic>) {
-        self.dead.extend(process.instance.rmanager().creditor.iter().map(|l| l.1));
+        self.leases.died(process);
     }
 
     /// Checks after an event of the process at `place`.
@@ -69,22 +69,21 @@ impl Checkers {
         if std::mem::replace(&mut self.seen[place], now) == now {
             return Ok(());
         }
-        let incarnation = rm.config().incarnation;
-        self.lent.extend(rm.creditor.iter().map(|lent| (lent.1, incarnation)));
-        tables::own(place, process)?;
+        self.leases.note(process);
+        leases::own(place, process)?;
         self.blocks(place, process)?;
         handed::exports(world, place, process)?;
-        self.pairs(world, Some(place))
+        Ok(self.leases.pairs(world, Some(place))?)
     }
 
     /// Checks everything, including changes that counts do not show.
     pub(super) fn all(&mut self, world: &Pool) -> Result<(), Failure> {
         for (place, process) in world.live() {
-            tables::own(place, process)?;
+            leases::own(place, process)?;
             self.blocks(place, process)?;
             handed::exports(world, place, process)?;
         }
-        self.pairs(world, None)
+        Ok(self.leases.pairs(world, None)?)
     }
 
     /// Checks that blocks add up, and that KV read by other instances had not changed.
@@ -94,67 +93,6 @@ impl Checkers {
             return failure("export", format!("node {place} read {damaged} blocks that had changed meanwhile"));
         }
         shared::blocks(&process.instance).or_else(|why| failure("blocks", format!("node {place}: {why}")))
-    }
-
-    /// Checks that creditors lend all that debtors hold and attend to; for all pairs, or those of one place.
-    fn pairs(&mut self, world: &Pool, of: Option<Place>) -> Result<(), Failure> {
-        let ids: BTreeMap<InstanceId, (Place, &Process<Symbolic>)> =
-            world.live().filter_map(|(place, p)| Some((p.id()?, (place, p)))).collect();
-        for (id, (debtor, process)) in &ids {
-            // A paused process learns of expired leases when it reads its clock. One declared dead has lost its
-            // loans, and learns of that later.
-            if process.dazed || world.fenced.contains(&process.instance.rmanager().config().incarnation) {
-                continue;
-            }
-            let home =
-                |creditor| ids.get(&creditor).filter(|(place, _)| of.is_none_or(|of| of == *debtor || of == *place));
-            for (creditor, lease, epoch, first, end) in process.instance.rmanager().debtor.held.iter() {
-                let Some((place, home)) = home(creditor) else { continue };
-                self.held.insert(lease);
-                if self.is_excused(home, lease, &(first..end)) {
-                    continue;
-                }
-                // Returned entries may lie between held ones.
-                let covers = |&(to, l, e, from, until): &(InstanceId, LeaseId, Epoch, u32, u32)| {
-                    (to, l, e) == (*id, lease, epoch) && from <= first && end <= until
-                };
-                if !home.instance.rmanager().creditor.iter().any(|lent| covers(&lent)) {
-                    let held = format!("{epoch}, entries {first} to {end}");
-                    let lent: Vec<_> = home.instance.rmanager().creditor.iter().filter(|l| l.1 == lease).collect();
-                    return failure(
-                        "leases",
-                        format!("node {debtor} holds {lease} ({held}), node {place} lends {lent:?}"),
-                    );
-                }
-            }
-            for (seq, placements) in process.instance.tables() {
-                for placement in placements {
-                    let Placement::Remote(block) = placement else { continue };
-                    let Some(home) = home(block.creditor) else { continue };
-                    self.held.insert(block.lease);
-                    if !self.is_excused(home.1, block.lease, &(block.entry..block.entry + 1)) {
-                        tables::lent((*id, seq, block), *home)?;
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether a fault explains that a creditor does not lend entries that a debtor believes to hold.
-    fn is_excused(&self, home: &Process<Symbolic>, lease: LeaseId, entries: &Range<u32>) -> bool {
-        let rm = home.instance.rmanager();
-        let incarnation = rm.config().incarnation;
-        // A fenced creditor has forgotten its leases; its debtors learn of that later, also for leases granted
-        // meanwhile.
-        let former = self.lent.get(&lease).is_some_and(|lent| *lent != incarnation);
-        if former || self.dead.contains(&lease) {
-            return true;
-        }
-        // Recalled entries of which the debtor does not know yet.
-        rm.creditor
-            .revoked()
-            .any(|r| r.lease == lease && r.entries.start < entries.end && entries.start < r.entries.end)
     }
 
     /// Checks that every lease that is lent and not held is being returned, or that a fault explains it. A release is
@@ -172,7 +110,7 @@ impl Checkers {
                 if unacknowledged || rm.debtor.borrowing() > 0 || rm.debtor.held.iter().any(|held| held.1 == lease) {
                     continue;
                 }
-                let released = self.held.contains(&lease) && calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US;
+                let released = self.leases.was_held(lease) && calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US;
                 let calm = released || calm_us[0] > FORGOTTEN_US;
                 let since = self.orphans.get(&(place, lease)).copied().unwrap_or(now);
                 if calm && now - since > ORPHAN_US {

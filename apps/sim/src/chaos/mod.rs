@@ -14,7 +14,7 @@ mod run;
 mod scenario;
 mod shrink;
 mod sweep;
-mod tables;
+mod unreported;
 
 pub use aim::Aim;
 pub use ops::{Op, What};

@@ -80,7 +80,8 @@ impl Roles {
     /// Orders a role for an instance, as an operator.
     pub(super) fn order(&mut self, world: &mut Pool, place: Place, role: Role) {
         let Some(id) = world.process(place).and_then(Process::id) else { return };
-        if world.admin(AdminBody::Role(AdminRole { instance: id.0, role: role.into() })) {
+        let reply = world.admin(AdminBody::Role(AdminRole { instance: id.0, role: role.into() }));
+        if reply.is_some_and(|reply| reply.error.is_empty()) {
             self.ordered.insert(place, role);
         }
     }

@@ -337,7 +337,7 @@ impl Run<'_> {
             What::Drain { place, us } => self.drain(place, us),
             What::Move { id, to, blocks } => self.move_blocks(id, to, blocks),
             What::Role { place, role } => self.roles.order(&mut self.world, place, role),
-            What::Full { place, class } => self.world.fill_queue(place, class),
+            What::Full { place, class } => self.world.fill_queue(place, Box::new(move |frame| frame.class() == class)),
         }
     }
 

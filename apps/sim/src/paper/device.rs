@@ -13,7 +13,7 @@ use super::hardware::{StepShape, Timing};
 use super::run::{Setting, Study};
 use crate::runner::SimRunner;
 use bytes::Bytes;
-use lagoon_runner::{Command, RemoteQuery, Report, SampleOut, StepWork};
+use lagoon_runner::{Command, PeerMemory, RemoteQuery, Report, SampleOut, StepWork};
 use lagoon_transfer::Region;
 use lagoon_types::{InstanceId, MicroBatch, SeqId, StepId};
 use std::collections::{BTreeMap, VecDeque};
@@ -428,4 +428,8 @@ impl SimRunner for Device {
     }
 
     fn take_regions(&mut self, _: &[Arc<dyn Region>]) {}
+
+    fn peer_memory(&self, _: &str) -> Option<PeerMemory> {
+        None
+    }
 }

@@ -14,6 +14,7 @@ use super::traces::Request;
 use crate::clock::Clock;
 use crate::process::{Process, address};
 use crate::rng::Rng;
+use crate::transfers::{Delays, Transfers};
 use crate::world::{Emission, Step, World};
 use lagoon_cluster::perf::LinkView;
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
@@ -267,7 +268,7 @@ impl Run {
     pub fn new(setting: Setting, requests: Vec<Request>) -> Self {
         let count = setting.cluster.instances();
         assert!(count < INSTANCES_MAX, "a paper's cluster is small");
-        let mut world = World::over(Fabric::new(setting), Rng::new(0), Rng::new(0));
+        let mut world = World::over(Fabric::new(setting), Rng::new(0), Transfers::new(Rng::new(0), Delays::up_to(0)));
         for index in 0..count {
             let config = config(&setting, index);
             let q_bytes = config.geometry.q_dim() * config.wire.size();

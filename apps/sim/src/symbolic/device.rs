@@ -5,7 +5,7 @@ use super::model::{KEY_BYTES, Key, LAYERS, Windows};
 use super::pass::{Pass, Progress};
 use super::remote_request::{self, RemoteRequest};
 use crate::runner::SimRunner;
-use lagoon_runner::{Command, PassError, Report, StageWork};
+use lagoon_runner::{Command, PassError, PeerMemory, Report, StageWork};
 use lagoon_transfer::{HeapRegion, Region, region};
 use lagoon_types::{MicroBatch, StepId};
 use std::collections::VecDeque;
@@ -229,5 +229,9 @@ impl SimRunner for Symbolic {
                 slot[layer] = Key::from_bytes(key);
             }
         }
+    }
+
+    fn peer_memory(&self, _: &str) -> Option<PeerMemory> {
+        None
     }
 }
