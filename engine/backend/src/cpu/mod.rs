@@ -27,6 +27,7 @@ mod rms_norm;
 mod rope_append;
 pub(crate) mod simd;
 mod sink;
+mod streams;
 mod threads;
 mod weight;
 mod widen;
@@ -84,6 +85,7 @@ fn activate(on: (&Threads, Isa), activation: Activation, product: &CpuTensor, ro
 pub struct CpuDevice {
     threads: Threads,
     isa: Isa,
+    streams: streams::Streams,
     attention: attention::Scratch,
     routes: experts::Routes,
 }
@@ -101,9 +103,14 @@ impl CpuDevice {
         Self {
             threads: Threads::new(threads.max(1)),
             isa: Isa::best(),
+            streams: streams::Streams::default(),
             attention: attention::Scratch::default(),
             routes: experts::Routes::default(),
         }
+    }
+
+    fn on(&self) -> matmul::On<'_> {
+        matmul::On { threads: &self.threads, isa: self.isa, streams: &self.streams }
     }
 
     /// The same device with another instruction set, to test and to compare.
