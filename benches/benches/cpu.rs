@@ -3,6 +3,8 @@
 //!
 //! * decode at batch 1: bytes of weights and KV per second, over what a plain parallel sum of a large buffer reads per
 //!   second in the same run;
+//! * products of 1 to 32 rows with the vocabulary's weight: its bytes per second over the same read, and floating-point operations
+//!   per second;
 //! * prefill in chunks of 512: floating-point operations per second (projections and attention), over those of the
 //!   `gemm` crate on f32 matrices of the same projections in the same run.
 //!
@@ -10,7 +12,7 @@
 //! heavily loaded machine `ratio` is noise, because schedulers favour short bursts over long sums; read `cpu_ratio`
 //! there. It divides by processor time instead of elapsed time, so that waiting for a processor does not count (Linux
 //! only). Run with `cargo bench -p lagoon-benches --bench cpu -- [--json] [--quick] [--threads N] [--format
-//! F16|Q4_K|…] [--only decode|prefill]`.
+//! F16|Q4_K|…] [--only decode|rows|prefill] [--context N]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
 #![allow(
     clippy::cast_possible_truncation,
@@ -53,6 +55,9 @@ const FORMATS: [WeightFormat; 6] = [
 /// Inner and outer dimension of a layer's projections.
 const PROJECTIONS: [(usize, usize); 4] =
     [(HIDDEN, GEOMETRY.qkv_dim()), (GEOMETRY.q_dim(), HIDDEN), (HIDDEN, 2 * INTERMEDIATE), (INTERMEDIATE, HIDDEN)];
+
+/// Rows of products: below and above what streams the weights.
+const ROWS: [usize; 12] = [1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 32];
 
 struct Layer {
     norms: [CpuWeight; 2],
@@ -310,6 +315,46 @@ fn decode(
     }))
 }
 
+/// Products of a few rows with the vocabulary's weight.
+fn products(
+    threads: usize,
+    format: WeightFormat,
+    pairs: usize,
+    stream: &[u64],
+    note: &mut impl FnMut(Value),
+) -> Result<(), DeviceError> {
+    let pool = pool(threads);
+    let mut model = Model::new(threads, format)?;
+    let bytes = format.bytes(VOCAB * HIDDEN).expect("whole blocks");
+    let rows_max = ROWS[ROWS.len() - 1];
+    let mut x = model.device.tensor(rows_max, HIDDEN)?;
+    let mut logits = model.device.tensor(rows_max, VOCAB)?;
+    let mut random = Random(13);
+    let values: Vec<f32> = (0..rows_max * HIDDEN).map(|_| (random.next() % 2001) as f32 / 1000.0 - 1.0).collect();
+    model.device.write(&mut x, 0, &values)?;
+    for rows in ROWS {
+        let (mut times, mut reads, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        for pair in 0..pairs + 2 {
+            let read = streaming_read(&pool, stream);
+            let time = seconds(|| {
+                model.device.matmul(&x, &model.head, rows, Mode::Set, &mut logits).expect("a product");
+            });
+            if pair >= 2 {
+                times.push(time);
+                reads.push(read);
+                ratios.push(bytes as f64 / time / read);
+            }
+        }
+        let time = median(&mut times);
+        note(json!({
+            "kind": "rows", "format": format.name(), "rows": rows, "pairs": pairs, "ms": time * 1e3,
+            "gb_per_s": bytes as f64 / time / 1e9, "streaming_gb_per_s": median(&mut reads) / 1e9,
+            "gflop_per_s": 2.0 * (rows * VOCAB * HIDDEN) as f64 / time / 1e9, "ratio": median(&mut ratios),
+        }));
+    }
+    Ok(())
+}
+
 /// KV of a model whose weights are in `format`.
 fn kv_dtype(format: WeightFormat) -> DType {
     format.plain().unwrap_or(DType::F16)
@@ -453,10 +498,14 @@ fn main() {
     let named = |name: &str| WeightFormat::ALL.into_iter().find(|format| format.name().eq_ignore_ascii_case(name));
     let formats = option("--format").map_or(FORMATS.to_vec(), |name| vec![named(&name).expect("a format's name")]);
     let wanted = |kind: &str| only.as_deref().is_none_or(|o| o == kind);
+    let context: Option<usize> = option("--context").map(|n| n.parse().expect("--context takes a number"));
+    let seen = |n: usize| context.is_none_or(|context| context == n);
     let stream: Vec<u64> = (0..STREAM_BYTES as u64 / 8).collect();
     let mut results = Vec::new();
     let mut note = |result: Value| {
-        if !json {
+        if !json && result["kind"] == "rows" {
+            println!("{result}");
+        } else if !json {
             println!(
                 "{} {} {:>6}: {:8.1} tok/s, ratio {:.2}, per processor second {:.2}  {result}",
                 result["kind"].as_str().unwrap_or_default(),
@@ -471,12 +520,15 @@ fn main() {
     };
     for format in formats {
         for context in [512, 4096, 16_384] {
-            if wanted("decode") {
+            if wanted("decode") && seen(context) {
                 note(decode(threads, format, context, if quick { 15 } else { 60 }, &stream).expect("memory"));
             }
         }
+        if wanted("rows") {
+            products(threads, format, if quick { 9 } else { 30 }, &stream, &mut note).expect("memory");
+        }
         for (context, repeats) in [(512, 12), (4096, 5), (16_384, 3)] {
-            if wanted("prefill") {
+            if wanted("prefill") && seen(context) {
                 note(prefill(threads, format, context, if quick { 1 + repeats / 6 } else { repeats }).expect("memory"));
             }
         }

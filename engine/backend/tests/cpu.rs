@@ -10,6 +10,10 @@ fn device(isa: Isa) -> Result<CpuDevice, String> {
     CpuDevice::new().with_isa(isa).map_err(|e| e.to_string())
 }
 
+mod avx512_vnni {
+    lagoon_backend::conformance_suite!(|| super::device(super::Isa::Avx512Vnni));
+}
+
 mod avx512 {
     lagoon_backend::conformance_suite!(|| super::device(super::Isa::Avx512));
     lagoon_backend::conformance_large_weight!(|| super::device(super::Isa::Avx512));
@@ -17,6 +21,10 @@ mod avx512 {
 
 mod avx2 {
     lagoon_backend::conformance_suite!(|| super::device(super::Isa::Avx2));
+}
+
+mod avx2_vnni {
+    lagoon_backend::conformance_suite!(|| super::device(super::Isa::Avx2Vnni));
 }
 
 mod portable {
@@ -31,7 +39,7 @@ mod three_threads {
 /// An infinity or NaN of a row makes the row's products with packed weights no numbers, and no other row's.
 #[test]
 fn what_is_no_number_stays_none_beside_packed_weights() {
-    let devices = [Isa::Portable, Isa::Avx2, Isa::Avx512].into_iter().filter_map(|isa| device(isa).ok());
+    let devices = Isa::ALL.into_iter().filter_map(|isa| device(isa).ok());
     let (rows, k, n) = (3, 512, 5);
     for mut device in devices {
         for format in WeightFormat::ALL.into_iter().filter(|format| format.plain().is_none()) {

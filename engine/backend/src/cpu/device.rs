@@ -169,7 +169,7 @@ impl Device for CpuDevice {
         mode: Mode,
         out: &mut CpuTensor,
     ) -> Result<(), DeviceError> {
-        matmul::matmul((&self.threads, self.isa), x, weight, rows, mode, out);
+        matmul::matmul(self.on(), x, weight, rows, mode, out);
         Ok(())
     }
 
@@ -182,7 +182,7 @@ impl Device for CpuDevice {
         product: &mut CpuTensor,
         out: &mut CpuTensor,
     ) -> Result<(), DeviceError> {
-        matmul::matmul((&self.threads, self.isa), x, weight, rows, Mode::Set, product);
+        matmul::matmul(self.on(), x, weight, rows, Mode::Set, product);
         activate((&self.threads, self.isa), activation, product, rows, out);
         Ok(())
     }
@@ -208,8 +208,9 @@ impl Device for CpuDevice {
         buffers: &mut ExpertBuffers<CpuTensor>,
         out: &mut CpuTensor,
     ) -> Result<(), DeviceError> {
-        let Self { threads, isa, routes, .. } = self;
-        super::experts::experts((threads, *isa), routes, (x, logits), experts, rows, buffers, out);
+        let Self { threads, isa, streams, routes, .. } = self;
+        let on = matmul::On { threads, isa: *isa, streams };
+        super::experts::experts(on, routes, (x, logits), experts, rows, buffers, out);
         Ok(())
     }
 
@@ -233,7 +234,7 @@ impl Device for CpuDevice {
         rows: usize,
         out: &mut CpuTensor,
     ) -> Result<(), DeviceError> {
-        matmul::by_head((&self.threads, self.isa), x, weight, heads, rows, out);
+        matmul::by_head(self.on(), x, weight, heads, rows, out);
         Ok(())
     }
 

@@ -19,6 +19,8 @@ pub(super) struct Dots<E> {
     pub(super) out: *mut f32,
     pub(super) out_stride: usize,
     pub(super) add: bool,
+    /// Whether weights are prefetched.
+    pub(super) prefetch: bool,
 }
 
 impl<E: Element> Dots<E> {
@@ -93,8 +95,10 @@ impl<E: Element> Dots<E> {
             let mut sums = [[S::splat(0.0); SUMS]; R];
             let mut i = 0;
             while i + SUMS * S::LANES <= self.k {
-                for line in (0..SUMS * S::LANES * size_of::<E>()).step_by(64) {
-                    S::prefetch(w.add(i).cast::<u8>().wrapping_add(AHEAD_BYTES + line));
+                if self.prefetch {
+                    for line in (0..SUMS * S::LANES * size_of::<E>()).step_by(64) {
+                        S::prefetch(w.add(i).cast::<u8>().wrapping_add(AHEAD_BYTES + line));
+                    }
                 }
                 for v in 0..SUMS {
                     let at = i + v * S::LANES;

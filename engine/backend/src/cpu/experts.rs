@@ -1,7 +1,6 @@
 //! A mixture of experts: rows are sorted by expert and multiplied in groups.
 
-use super::matmul::{Group, grouped};
-use super::simd::Isa;
+use super::matmul::{Group, On, grouped};
 use super::threads::{Disjoint, Threads, with_scratch};
 use super::widen::widen;
 use super::{CpuTensor, CpuWeight, activate};
@@ -174,7 +173,7 @@ fn drop_groups(keys: &mut [f32], best: &mut [f32], routing: Routing) {
 
 /// See [`crate::Device::experts`].
 pub(super) fn experts(
-    (threads, isa): (&Threads, Isa),
+    on: On<'_>,
     routes: &mut Routes,
     (x, logits): (&CpuTensor, &CpuTensor),
     experts: &Experts<'_, CpuWeight>,
@@ -187,6 +186,7 @@ pub(super) fn experts(
     let columns = activation.inputs() * n;
     assert_eq!((up.rows, up.cols, down.rows), (count * columns, hidden, count * hidden), "shapes of experts");
     assert_eq!((logits.cols, out.cols, buffers.act.cols), (count, hidden, n), "shapes of a mixture's tensors");
+    let On { threads, isa, .. } = on;
     routes.choose(threads, logits.head(rows), count, choice_bias, routing);
     routes.sort(count);
     let (input, sorted) = (x.head(rows), Disjoint::new(buffers.hidden.head_mut(rows * top_k)));
@@ -200,12 +200,12 @@ pub(super) fn experts(
             }
         }
     });
-    grouped((threads, isa), &buffers.hidden, up, routes.groups(columns), &mut buffers.product);
+    grouped(on, &buffers.hidden, up, routes.groups(columns), &mut buffers.product);
     if let Some(bias) = up_bias {
         routes.add_biases(threads, bias, &mut buffers.product);
     }
     activate((threads, isa), activation, &buffers.product, rows * top_k, &mut buffers.act);
-    grouped((threads, isa), &buffers.act, down, routes.groups(hidden), &mut buffers.hidden);
+    grouped(on, &buffers.act, down, routes.groups(hidden), &mut buffers.hidden);
     if let Some(bias) = down_bias {
         routes.add_biases(threads, bias, &mut buffers.hidden);
     }

@@ -3,10 +3,11 @@
 
 use super::dots::Dots;
 use super::multiply::Multiply;
-use super::pack::{Plain, Stored, Transpose, Widen};
-use super::packed::{self, Blocks, Packed, PackedDots, Round, Work, with_format};
-use super::scaled::{self, Fp8, Fp8Dots};
+use super::pack::{Plain, Stored, Transpose};
+use super::packed::{Blocks, Packed, PackedDots, Round, Rounded, Work, with_format};
+use super::scaled::Fp8Dots;
 use super::simd::{Element, Isa};
+use super::streams::Streams;
 use super::threads::{Disjoint, Threads, with_scratch};
 use super::weight::Stretch;
 use super::{CpuTensor, CpuWeight};
@@ -34,27 +35,26 @@ const STREAM_BYTES: usize = 128 << 10;
 const PANEL: usize = 64;
 /// Inner length of a panel: 64 KiB of f32 with [`PANEL`] columns.
 const DEPTH: usize = 256;
-/// Packed weight rows of a task at least: each task rounds the activations.
+/// Packed weight rows of a task at least, for a few rows: each task rounds the activations.
 const ROUNDED_FOR: usize = 64;
-/// Packed weight rows that are unpacked together for more rows than [`packed::ROWS_MAX`]; they stay in the first-level cache, or
-/// the second.
-const UNPACKED_ROWS: usize = 4;
 /// Rows that are worth a panel of their own when there are fewer panels than threads.
 const ROWS_MIN: usize = 48;
 
+/// What products run on.
+#[derive(Clone, Copy)]
+pub(super) struct On<'a> {
+    pub(super) threads: &'a Threads,
+    pub(super) isa: Isa,
+    pub(super) streams: &'a Streams,
+}
+
 /// See [`crate::Device::matmul`].
-pub(super) fn matmul(
-    (threads, isa): (&Threads, Isa),
-    x: &CpuTensor,
-    weight: &CpuWeight,
-    rows: usize,
-    mode: Mode,
-    out: &mut CpuTensor,
-) {
+pub(super) fn matmul(on: On<'_>, x: &CpuTensor, weight: &CpuWeight, rows: usize, mode: Mode, out: &mut CpuTensor) {
     assert_eq!((x.cols, out.cols), (weight.cols, weight.rows), "shapes of a product");
-    let out_stride = out.cols;
+    let (out_stride, threads) = (out.cols, on.threads);
     let product = Product {
-        isa,
+        isa: on.isa,
+        prefetch: on.streams.prefetch(weight.format()),
         rows: 0..rows,
         k: weight.cols,
         x: x.head(rows),
@@ -68,10 +68,19 @@ pub(super) fn matmul(
     };
     if rows <= STREAMED_ROWS {
         // Packed weights are worth rounding `x` for a task.
-        let least = if weight.is_packed() { ROUNDED_FOR } else { 4 };
-        let chunk = (STREAM_BYTES / weight.row_bytes().max(1)).max(least);
-        let chunk = chunk.min(weight.rows.div_ceil(threads.count()).max(4));
-        threads.run_chunks(weight.rows, chunk.next_multiple_of(4), |cols| product.streamed(cols));
+        let least = if weight.is_packed() { ROUNDED_FOR * rows.div_ceil(4) } else { 4 };
+        // As many tasks for every thread, of about as many rows.
+        let tasks = (weight.rows * weight.row_bytes()).div_ceil(STREAM_BYTES).next_multiple_of(threads.count());
+        let chunk = weight.rows.div_ceil(tasks.max(1)).max(least).min(weight.rows.div_ceil(threads.count()).max(4));
+        let chunk = chunk.next_multiple_of(4);
+        if rows == 1 {
+            on.streams.measure(weight.format(), weight.rows * weight.row_bytes(), |prefetch| {
+                let product = Product { prefetch, ..product };
+                threads.run_chunks(weight.rows, chunk, |cols| product.streamed(cols));
+            });
+        } else {
+            threads.run_chunks(weight.rows, chunk, |cols| product.streamed(cols));
+        }
     } else {
         let panels = weight.rows.div_ceil(PANEL);
         let strips = (3 * threads.count()).div_ceil(panels).min(rows / ROWS_MIN).max(1);
@@ -92,13 +101,7 @@ pub(super) struct Group {
 
 /// `out[r] = x[r] · wᵀ` where `w` are the weight rows of `r`'s group. All groups have as many weight rows as `out` has
 /// columns; rows of no group are untouched.
-pub(super) fn grouped(
-    (threads, isa): (&Threads, Isa),
-    x: &CpuTensor,
-    weight: &CpuWeight,
-    groups: &[Group],
-    out: &mut CpuTensor,
-) {
+pub(super) fn grouped(on: On<'_>, x: &CpuTensor, weight: &CpuWeight, groups: &[Group], out: &mut CpuTensor) {
     let n = out.cols;
     assert!(
         x.cols == weight.cols && groups.iter().all(|group| group.weights.len() == n),
@@ -107,14 +110,16 @@ pub(super) fn grouped(
     let rows = groups.iter().map(|group| group.rows.end).max().unwrap_or(0);
     let (x, out) = (x.head(rows), Disjoint::new(out.head_mut(rows)));
     let panels = n.div_ceil(PANEL);
-    threads.run(groups.len() * panels, |task| {
+    let prefetch = on.streams.prefetch(weight.format());
+    on.threads.run(groups.len() * panels, |task| {
         let Group { rows, weights } = groups[task / panels].clone();
         let (first, k) = (weights.start, weight.cols);
         let panel = first + task % panels * PANEL;
         let cols = panel..weights.end.min(panel + PANEL);
         let (x_stride, out_stride) = (k, n);
         let product = Product {
-            isa,
+            isa: on.isa,
+            prefetch,
             rows: rows.clone(),
             k,
             x,
@@ -132,7 +137,7 @@ pub(super) fn grouped(
 
 /// See [`crate::Device::head_matmul`].
 pub(super) fn by_head(
-    (threads, isa): (&Threads, Isa),
+    on: On<'_>,
     x: &CpuTensor,
     weight: &CpuWeight,
     strides: HeadStrides,
@@ -149,12 +154,14 @@ pub(super) fn by_head(
     let (x_cols, out_cols) = (x.cols, out.cols);
     let (x, out) = (x.head(rows), Disjoint::new(out.head_mut(rows)));
     let panels = n.div_ceil(PANEL);
-    threads.run(heads * panels, |task| {
+    let prefetch = on.streams.prefetch(weight.format());
+    on.threads.run(heads * panels, |task| {
         let head = task / panels;
         let panel = head * n + task % panels * PANEL;
         let cols = panel..(head * n + n).min(panel + PANEL);
         let product = Product {
-            isa,
+            isa: on.isa,
+            prefetch,
             rows: 0..rows,
             k,
             x: &x[head * x_stride..],
@@ -173,6 +180,8 @@ pub(super) fn by_head(
 /// A product in flight.
 struct Product<'a> {
     isa: Isa,
+    /// Whether streamed weights are prefetched.
+    prefetch: bool,
     rows: Range<usize>,
     k: usize,
     /// From the first element on; so are `out`'s.
@@ -200,25 +209,20 @@ impl Product<'_> {
     fn dots<E: Element>(&self, part: &Stretch<'_>) {
         let weights: &[E] = bytemuck::cast_slice(part.bytes);
         assert_eq!(weights.len(), part.rows.len() * self.k, "weights of the columns");
-        // SAFETY: the stretch has the weights of its columns.
-        unsafe { self.dots_at(weights.as_ptr(), part.rows.clone()) }
-    }
-
-    /// # Safety
-    /// `weights` is valid for `cols.len()` rows of `k` elements, and the columns `cols` are this task's.
-    unsafe fn dots_at<E: Element>(&self, weights: *const E, cols: Range<usize>) {
-        // SAFETY: the device's instruction set is supported; x holds rows of k, and only the columns `cols` are written.
+        // SAFETY: the device's instruction set is supported; x holds rows of k, the stretch has the weights of its columns, which
+        // are this task's, and only they are written.
         unsafe {
             self.isa.run(Dots {
                 rows: self.rows.len(),
-                n: cols.len(),
+                n: part.rows.len(),
                 k: self.k,
                 x: self.x.as_ptr().add(self.rows.start * self.x_stride),
                 x_stride: self.x_stride,
-                weight: weights,
-                out: self.out_at(cols.start),
+                weight: weights.as_ptr(),
+                out: self.out_at(part.rows.start),
                 out_stride: self.out_stride,
                 add: self.add,
+                prefetch: self.prefetch,
             });
         }
     }
@@ -229,39 +233,35 @@ impl Product<'_> {
         unsafe { self.out.as_ptr().add(self.rows.start * self.out_stride + self.out_at + col - self.first) }
     }
 
-    /// As [`Self::dots`] of packed weights, which many rows share in f32.
+    /// As [`Self::dots`] of packed weights.
     fn packed_dots<P: Packed>(&self, part: &Stretch<'_>) {
-        if self.rows.len() > packed::ROWS_MAX {
-            return self.unpacked_dots::<Blocks<P>>(part);
-        }
         assert_eq!(part.bytes.len(), part.rows.len() * part.row_bytes, "weights of the columns");
         let (rows, k) = (self.rows.len(), self.k);
-        with_scratch(packed::rounded_len(rows, k), |scratch| {
-            // SAFETY: the device's instruction set is supported; x holds rows of k, the scratch has room for them, the stretch has
-            // whole rows of blocks, and only the stretch's columns, which are this task's, are written.
+        with_scratch(Rounded::scratch(rows, k), |scratch| {
+            let to = scratch.as_mut_ptr().cast::<Rounded>();
+            // SAFETY: the device's instruction set is supported; x holds rows of k, the scratch has room for them and is aligned
+            // to cache lines, the stretch has whole rows of blocks, and only its columns, which are this task's, are written.
             unsafe {
                 let x = self.x.as_ptr().add(self.rows.start * self.x_stride);
-                let x = self.isa.run(Round { rows, k, x, stride: self.x_stride, scratch: scratch.as_mut_ptr() });
-                self.isa.run(PackedDots::<P> {
+                self.isa.run(Round::<P> { rows, k, x, stride: self.x_stride, to, format: PhantomData });
+                self.isa.run_bytes(PackedDots::<P> {
                     rows,
                     n: part.rows.len(),
                     k,
-                    x,
+                    x: to,
                     weight: part.bytes.as_ptr(),
                     out: self.out_at(part.rows.start),
                     out_stride: self.out_stride,
                     add: self.add,
+                    prefetch: self.prefetch,
                     format: PhantomData,
                 });
             }
         });
     }
 
-    /// As [`Self::dots`] of FP8 blocks, which many rows share in f32.
+    /// As [`Self::dots`] of FP8 blocks.
     fn fp8_dots(&self, part: &Stretch<'_>) {
-        if self.rows.len() > scaled::ROWS_MAX {
-            return self.unpacked_dots::<Fp8>(part);
-        }
         assert_eq!(part.bytes.len(), part.rows.len() * part.row_bytes, "weights of the columns");
         // SAFETY: the device's instruction set is supported; x holds rows of k, the stretch has whole rows of blocks, and only the
         // stretch's columns, which are this task's, are written.
@@ -276,30 +276,9 @@ impl Product<'_> {
                 out: self.out_at(part.rows.start),
                 out_stride: self.out_stride,
                 add: self.add,
+                prefetch: self.prefetch,
             });
         }
-    }
-
-    fn unpacked_dots<W: Stored>(&self, part: &Stretch<'_>) {
-        with_scratch(UNPACKED_ROWS * self.k, |wide| {
-            for (i, bytes) in part.bytes.chunks(UNPACKED_ROWS * part.row_bytes).enumerate() {
-                let (first, rows) = (part.rows.start + i * UNPACKED_ROWS, bytes.len() / part.row_bytes);
-                // SAFETY: the device's instruction set is supported; the scratch has room for the rows, whose columns are this
-                // task's.
-                unsafe {
-                    self.isa.run(Widen::<W> {
-                        rows,
-                        cols: self.k,
-                        from: bytes.as_ptr(),
-                        from_stride: part.row_bytes,
-                        to: wide.as_mut_ptr(),
-                        to_stride: self.k,
-                        stored: PhantomData,
-                    });
-                    self.dots_at(wide.as_ptr(), first..first + rows);
-                }
-            }
-        });
     }
 
     /// Columns `cols`, at most a panel, of rows `rows`.

@@ -28,6 +28,7 @@ mod rope_append;
 mod scaled;
 pub(crate) mod simd;
 mod sink;
+mod streams;
 mod threads;
 mod weight;
 mod widen;
@@ -85,6 +86,7 @@ fn activate(on: (&Threads, Isa), activation: Activation, product: &CpuTensor, ro
 pub struct CpuDevice {
     threads: Threads,
     isa: Isa,
+    streams: streams::Streams,
     attention: attention::Scratch,
     routes: experts::Routes,
 }
@@ -108,9 +110,14 @@ impl CpuDevice {
         Self {
             threads: Threads::new(threads.max(1)),
             isa: Isa::best(),
+            streams: streams::Streams::default(),
             attention: attention::Scratch::default(),
             routes: experts::Routes::default(),
         }
+    }
+
+    fn on(&self) -> matmul::On<'_> {
+        matmul::On { threads: &self.threads, isa: self.isa, streams: &self.streams }
     }
 
     /// The same device with another instruction set, to test and to compare.

@@ -1,12 +1,16 @@
-//! Packed weight formats, unpacked in registers: 32 consecutive elements at a time, whatever the block's length.
+//! Packed weight formats, unpacked in registers: a vector of byte codes at a time, whatever the block's length.
 //!
-//! A few rows are multiplied in integers ([`PackedDots`]): activations are rounded to 16 bits of the largest of 32
-//! ([`round`]), and products of them with codes are exact. Many rows are multiplied in f32, with the elements that
-//! [`WeightFormat::decode`] gives, up to one rounding.
+//! A few rows are multiplied in integers ([`PackedDots`]): activations are rounded to 16 bits of the largest of 32, kept as two
+//! planes of bytes ([`Rounded`]), and products of them with codes are exact. Many rows are multiplied in f32, with the elements
+//! that [`WeightFormat::decode`] gives, up to one rounding.
+//!
+//! Rows are walked in stretches of [`SUPER`] elements: one block of a long format, eight of a short one. The rest of a row of
+//! short blocks is copied to a stretch of its own, with zeros.
 #![allow(clippy::needless_range_loop, reason = "vectors of several arrays have one index")]
 #![allow(
     clippy::cast_possible_truncation,
-    reason = "parts of a block are fewer than nine; rounded activations are 16 bits"
+    clippy::cast_possible_wrap,
+    reason = "parts of a stretch are eight; rounded activations are 16 bits"
 )]
 
 use super::pack::Stored;
@@ -16,72 +20,73 @@ use crate::formats::{Block, WeightFormat};
 use half::{bf16, f16};
 use std::marker::PhantomData;
 
-/// Elements that are unpacked together. Blocks have a whole number of them.
+/// Elements that are rounded with one scale. Blocks have a whole number of them.
 pub(super) const PART: usize = 32;
-/// Rows of `x` that share what is unpacked.
-pub(super) const ROWS_MAX: usize = 4;
-/// Parts of the longest block.
-const PARTS_MAX: usize = 8;
-/// The largest rounded activation.
-const ROUNDED_MAX: f32 = 32_766.0;
+/// Elements whose scales are unpacked together.
+const SUPER: usize = 256;
+pub(super) const PARTS: usize = SUPER / PART;
+/// Bytes of eight of the longest short blocks.
+const SHORT_SUPER_BYTES_MAX: usize = 8 * 34;
+/// Rows of `x` whose sums are held in registers together.
+const GROUP: usize = 4;
+/// The largest rounded activation: both of its planes are signed bytes.
+const ROUNDED_MAX: f32 = 32_639.0;
+/// How far ahead weights are prefetched, across the ends of rows.
+const AHEAD_BYTES: usize = 2048;
 
-/// A packed format. An element is `scale * code - least`, with a scale for 16 or 32 elements.
+/// A packed format. An element is `scale * (code - OFFSET) - least`, with a scale for 16 or 32 elements.
+///
+/// # Safety
+/// Of all functions: the processor has the features of `S`, and `blocks` is valid for a stretch of [`SUPER`] elements.
 pub(super) trait Packed: Send + Sync + 'static {
     const FORMAT: WeightFormat;
     const BLOCK: Block = Self::FORMAT.block();
+    /// Bytes of a stretch.
+    const SUPER_BYTES: usize = SUPER / Self::BLOCK.elements * Self::BLOCK.bytes;
     /// Whether elements have a least value.
     const LEAST: bool = false;
     /// Whether each half of a part has a scale of its own.
     const HALVES: bool = false;
+    /// The code of zero.
+    const OFFSET: u8 = 0;
 
-    /// A block's scales: an f16 at its start, with six-bit codes where there are least values.
-    ///
-    /// # Safety
-    /// The processor has the features of `S`, and `block` is valid for a block's bytes.
+    /// Scales of a stretch: an f16 at the start of every short block.
     #[inline(always)]
-    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
-        // SAFETY: within the block.
-        unsafe { if Self::LEAST { six_bits::<S>(block) } else { Scales::one(half::<S>(block, 0)) } }
+    unsafe fn scales<S: Simd>(blocks: *const u8) -> Scales<S> {
+        // SAFETY: within the stretch.
+        unsafe { Scales::of_parts(S::f16_strided(blocks, Self::BLOCK.bytes)) }
     }
 
-    /// Codes `part * PART ..` of a block, in the first `PART / (2 * LANES)` vectors.
-    ///
-    /// # Safety
-    /// The processor has the features of `S`, `block` is valid for a block's bytes, and the part is within the block.
-    unsafe fn codes<S: Simd>(block: *const u8, part: usize) -> [S::W; 2];
+    /// Codes of parts `part ..`, as many as a vector has.
+    unsafe fn codes<S: Simd>(blocks: *const u8, part: usize) -> S::B;
 }
 
-/// Scales of a block's elements, by parts or, where a format has [`Packed::HALVES`], by halves of parts; least values by parts.
-pub(super) struct Scales {
-    steps: [f32; 2 * PARTS_MAX],
-    leasts: [f32; PARTS_MAX],
+/// Scales of a stretch.
+pub(super) struct Scales<S: Simd> {
+    /// By parts in the first eight lanes, or by [`Packed::HALVES`] in sixteen.
+    steps: [S::V; 2],
+    /// Least values by parts.
+    leasts: S::V,
 }
 
-impl Scales {
-    /// One scale, of the only part.
+impl<S: Simd> Scales<S> {
     #[inline(always)]
-    pub(super) fn one(scale: f32) -> Self {
-        Self { steps: [scale; 2 * PARTS_MAX], leasts: [0.0; PARTS_MAX] }
-    }
-
-    /// Scale of a half of a part.
-    #[inline(always)]
-    fn of<P: Packed>(&self, part: usize, half: usize) -> f32 {
-        self.steps[if P::HALVES { 2 * part + half } else { part }]
-    }
-
-    /// Scales of the sums of pairs in vector `v` of a part's codes, times `x`.
-    #[inline(always)]
-    unsafe fn of_pairs<S: Simd, P: Packed>(&self, part: usize, v: usize, x: f32) -> S::V {
-        let whole = 2 * S::LANES == PART;
+    unsafe fn of_parts(steps: S::V) -> Self {
         // SAFETY: the features are there.
-        unsafe {
-            if P::HALVES && whole {
-                S::splat_halves(self.of::<P>(part, 0) * x, self.of::<P>(part, 1) * x)
-            } else {
-                S::splat(self.of::<P>(part, if whole { 0 } else { v }) * x)
-            }
-        }
+        unsafe { Self { steps: [steps, S::splat(0.0)], leasts: S::splat(0.0) } }
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn with_leasts(steps: S::V, leasts: S::V) -> Self {
+        // SAFETY: the features are there.
+        unsafe { Self { steps: [steps, S::splat(0.0)], leasts } }
+    }
+
+    /// The steps of parts `first ..`, for the sums of four neighbours.
+    #[inline(always)]
+    unsafe fn spread(steps: [S::V; 2], halves: bool, first: usize) -> S::V {
+        // SAFETY: the features are there.
+        unsafe { if halves { S::spread_halves(steps, first) } else { S::spread_parts(steps[0], first) } }
     }
 }
 
@@ -114,26 +119,6 @@ pub(super) fn with_format(format: WeightFormat, work: impl Work) -> bool {
     true
 }
 
-/// Bytes `p ..` as codes: `bits` bits of each from bit `shift`.
-#[inline(always)]
-unsafe fn bits<S: Simd>(p: *const u8, shift: u32, bits: u32) -> [S::W; 2] {
-    // SAFETY: the features are there, and PART bytes are valid.
-    unsafe {
-        let mut out = [S::load_u8(p); 2];
-        for v in 0..PART / (2 * S::LANES) {
-            out[v] = S::and(S::shift_right(S::load_u8(p.add(v * 2 * S::LANES)), shift), (1 << bits) - 1);
-        }
-        out
-    }
-}
-
-/// Codes with more bits, from bit `shift` on.
-#[inline(always)]
-unsafe fn with_high<S: Simd>(low: [S::W; 2], high: [S::W; 2], shift: u32) -> [S::W; 2] {
-    // SAFETY: the features are there.
-    unsafe { [S::or(low[0], S::shift_left(high[0], shift)), S::or(low[1], S::shift_left(high[1], shift))] }
-}
-
 /// The f16 at `at` of a block.
 #[inline(always)]
 unsafe fn half<S: Simd>(block: *const u8, at: usize) -> f32 {
@@ -141,18 +126,24 @@ unsafe fn half<S: Simd>(block: *const u8, at: usize) -> f32 {
     unsafe { S::f16(block.add(at).cast()) }
 }
 
+/// Eight elements in the first lanes.
+#[inline(always)]
+pub(super) unsafe fn eight<S: Simd>(p: *const f32) -> S::V {
+    // SAFETY: the features are there, and the elements are valid.
+    unsafe { if S::LANES == 8 { S::load(p) } else { S::load_part(p, 8) } }
+}
+
 pub(super) struct Q8_0;
 
 impl Packed for Q8_0 {
     const FORMAT: WeightFormat = WeightFormat::Q8_0;
+    const OFFSET: u8 = 128;
 
     #[inline(always)]
-    unsafe fn codes<S: Simd>(block: *const u8, _: usize) -> [S::W; 2] {
-        // SAFETY: within the block.
-        unsafe {
-            let codes = block.add(2).cast::<i8>();
-            [S::load_i8(codes), S::load_i8(codes.add(PART - 2 * S::LANES))]
-        }
+    unsafe fn codes<S: Simd>(blocks: *const u8, part: usize) -> S::B {
+        let bytes = Self::BLOCK.bytes;
+        // SAFETY: within the stretch. The upper bit turned, signed codes have 128 added.
+        unsafe { S::xor(S::load_parts(blocks.add(part * bytes + 2), bytes), 0x80) }
     }
 }
 
@@ -160,32 +151,40 @@ pub(super) struct Q4_0;
 
 impl Packed for Q4_0 {
     const FORMAT: WeightFormat = WeightFormat::Q4_0;
+    const OFFSET: u8 = 8;
 
     #[inline(always)]
-    unsafe fn codes<S: Simd>(block: *const u8, _: usize) -> [S::W; 2] {
-        // SAFETY: within the block.
-        unsafe { S::load_nibbles(block.add(2)).map(|codes| S::minus(codes, 8)) }
+    unsafe fn codes<S: Simd>(blocks: *const u8, part: usize) -> S::B {
+        let bytes = Self::BLOCK.bytes;
+        // SAFETY: within the stretch.
+        unsafe { S::load_nibbles(blocks.add(part * bytes + 2), bytes) }
     }
 }
 
 /// Scales and least values of a Q4_K or Q5_K block: 6 bits each, packed in 12 bytes.
 #[inline(always)]
-unsafe fn six_bits<S: Simd>(block: *const u8) -> Scales {
+unsafe fn six_bits<S: Simd>(block: *const u8) -> Scales<S> {
     // SAFETY: within the block.
-    let (scale, least, packed) = unsafe {
-        (half::<S>(block, 0), half::<S>(block, 2), block.add(4).cast::<[[u8; 4]; 3]>().read().map(u32::from_le_bytes))
-    };
-    let [a, b, c] = packed;
-    // The lower four of each are in a byte of their own; the upper four have their upper two bits beside the lower ones.
-    let four = |low: u32, high: u32| [low & 0x3f3f_3f3f, high & 0x0f0f_0f0f | (low >> 2) & 0x3030_3030];
-    let (scales, leasts) = (four(a, c), four(b, c >> 4));
-    let mut out = Scales::one(0.0);
-    for i in 0..PARTS_MAX {
-        let byte = |words: [u32; 2]| f32::from(words[i / 4].to_le_bytes()[i % 4]);
-        out.steps[i] = scale * byte(scales);
-        out.leasts[i] = least * byte(leasts);
+    unsafe {
+        let (scale, least) = (half::<S>(block, 0), half::<S>(block, 2));
+        let [a, b, c] = block.add(4).cast::<[[u8; 4]; 3]>().read().map(u32::from_le_bytes);
+        // The lower four of each are in a byte of their own; the upper four have their upper two bits beside the lower ones.
+        let eight = |low: u32, high: u32| {
+            u64::from(low & 0x3f3f_3f3f) | u64::from(high & 0x0f0f_0f0f | (low >> 2) & 0x3030_3030) << 32
+        };
+        let (steps, leasts) = (eight(a, c), eight(b, c >> 4));
+        Scales {
+            steps: [S::mul(S::bytes_to_f32(steps), S::splat(scale)), S::splat(0.0)],
+            leasts: S::mul(S::bytes_to_f32(leasts), S::splat(least)),
+        }
     }
-    out
+}
+
+/// Codes of four bits of parts `part ..`: 32 bytes have two parts.
+#[inline(always)]
+unsafe fn four_bits<S: Simd>(p: *const u8, part: usize) -> S::B {
+    // SAFETY: the features are there, and the bytes are valid.
+    unsafe { S::and(S::move_bits(S::load_parts(p.add(part / 2 * 32), 0), part as i32 % 2 * -4, -4), 15) }
 }
 
 pub(super) struct Q4K;
@@ -195,9 +194,15 @@ impl Packed for Q4K {
     const LEAST: bool = true;
 
     #[inline(always)]
-    unsafe fn codes<S: Simd>(block: *const u8, part: usize) -> [S::W; 2] {
+    unsafe fn scales<S: Simd>(blocks: *const u8) -> Scales<S> {
+        // SAFETY: passed on.
+        unsafe { six_bits(blocks) }
+    }
+
+    #[inline(always)]
+    unsafe fn codes<S: Simd>(blocks: *const u8, part: usize) -> S::B {
         // SAFETY: within the block.
-        unsafe { bits::<S>(block.add(16 + part / 2 * 32), part as u32 % 2 * 4, 4) }
+        unsafe { four_bits::<S>(blocks.add(16), part) }
     }
 }
 
@@ -208,11 +213,17 @@ impl Packed for Q5K {
     const LEAST: bool = true;
 
     #[inline(always)]
-    unsafe fn codes<S: Simd>(block: *const u8, part: usize) -> [S::W; 2] {
-        // SAFETY: within the block.
+    unsafe fn scales<S: Simd>(blocks: *const u8) -> Scales<S> {
+        // SAFETY: passed on.
+        unsafe { six_bits(blocks) }
+    }
+
+    #[inline(always)]
+    unsafe fn codes<S: Simd>(blocks: *const u8, part: usize) -> S::B {
+        // SAFETY: within the block. Bit `part` of 32 bytes is the fifth.
         unsafe {
-            let low = bits::<S>(block.add(48 + part / 2 * 32), part as u32 % 2 * 4, 4);
-            with_high::<S>(low, bits::<S>(block.add(16), part as u32, 1), 4)
+            let fifth = S::move_bits(S::load_parts(blocks.add(16), 0), 4 - part as i32, -1);
+            S::or(four_bits::<S>(blocks.add(48), part), S::and(fifth, 0x10))
         }
     }
 }
@@ -222,213 +233,365 @@ pub(super) struct Q6K;
 impl Packed for Q6K {
     const FORMAT: WeightFormat = WeightFormat::Q6K;
     const HALVES: bool = true;
+    const OFFSET: u8 = 32;
 
     #[inline(always)]
-    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
+    unsafe fn scales<S: Simd>(blocks: *const u8) -> Scales<S> {
         // SAFETY: within the block.
-        let (scale, codes) = unsafe { (half::<S>(block, 208), block.add(192).cast::<[i8; 2 * PARTS_MAX]>().read()) };
-        Scales { steps: codes.map(|code| scale * f32::from(code)), leasts: [0.0; PARTS_MAX] }
+        unsafe {
+            let (scale, codes) = (S::splat(half::<S>(blocks, 208)), blocks.add(192).cast::<i8>());
+            let second = if S::LANES == 8 { S::load_i8(codes.add(8)) } else { S::splat(0.0) };
+            Scales { steps: [S::mul(S::load_i8(codes), scale), S::mul(second, scale)], leasts: S::splat(0.0) }
+        }
     }
 
     #[inline(always)]
-    unsafe fn codes<S: Simd>(block: *const u8, part: usize) -> [S::W; 2] {
+    unsafe fn codes<S: Simd>(blocks: *const u8, part: usize) -> S::B {
         // SAFETY: within the block.
         unsafe {
-            let (half_block, quarter) = (part / 4, part % 4);
-            let low = bits::<S>(block.add(half_block * 64 + quarter % 2 * 32), quarter as u32 / 2 * 4, 4);
-            let high = bits::<S>(block.add(128 + half_block * 32), quarter as u32 * 2, 2);
-            let [a, b] = with_high::<S>(low, high, 4);
-            [S::minus(a, 32), S::minus(b, 32)]
+            let (half_block, quarter) = (part / 4, part as i32 % 4);
+            let low = S::load_parts(blocks.add(half_block * 64 + part % 2 * 32), 32);
+            let high = S::load_parts(blocks.add(128 + half_block * 32), 0);
+            let high = S::and(S::move_bits(high, 4 - 2 * quarter, -2), 0x30);
+            S::or(S::and(S::move_bits(low, quarter / 2 * -4, 0), 15), high)
         }
     }
 }
 
-/// Twice the numbers of E2M1 (OCP MX 1.0).
-const TWICE_E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+/// Twice the numbers of E2M1 (OCP MX 1.0), with 12 added.
+const TWICE_E2M1: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
 
 pub(super) struct Mxfp4;
 
 impl Packed for Mxfp4 {
     const FORMAT: WeightFormat = WeightFormat::Mxfp4;
+    const OFFSET: u8 = 12;
 
     #[inline(always)]
-    unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
-        // SAFETY: within the block.
-        let exponent = u32::from(unsafe { *block });
-        // Half of the scale, whose least two are below the least normal number.
-        Scales::one(f32::from_bits(if exponent < 2 { 0x0020_0000 << exponent } else { (exponent - 1) << 23 }))
-    }
-
-    #[inline(always)]
-    unsafe fn codes<S: Simd>(block: *const u8, _: usize) -> [S::W; 2] {
-        // SAFETY: within the block.
-        unsafe {
-            let [a, b] = S::load_nibbles(block.add(1));
-            [S::look_up(&TWICE_E2M1, a), S::look_up(&TWICE_E2M1, b)]
+    unsafe fn scales<S: Simd>(blocks: *const u8) -> Scales<S> {
+        let mut steps = [0.0; PARTS];
+        for (part, step) in steps.iter_mut().enumerate() {
+            // SAFETY: within the stretch.
+            let exponent = u32::from(unsafe { *blocks.add(part * Self::BLOCK.bytes) });
+            // Half of the scale, whose least two are below the least normal number.
+            *step = f32::from_bits(if exponent < 2 { 0x0020_0000 << exponent } else { (exponent - 1) << 23 });
         }
+        // SAFETY: the features are there.
+        unsafe { Scales::of_parts(eight::<S>(steps.as_ptr())) }
     }
+
+    #[inline(always)]
+    unsafe fn codes<S: Simd>(blocks: *const u8, part: usize) -> S::B {
+        let bytes = Self::BLOCK.bytes;
+        // SAFETY: within the stretch.
+        unsafe { S::look_up(&TWICE_E2M1, S::load_nibbles(blocks.add(part * bytes + 1), bytes)) }
+    }
+}
+
+/// A stretch of which parts `0 .. parts`, of whole blocks, are at `blocks`; the other elements are zero.
+#[inline(always)]
+unsafe fn rest<P: Packed>(blocks: *const u8, parts: usize) -> [u8; SHORT_SUPER_BYTES_MAX] {
+    const { assert!(P::BLOCK.elements == SUPER || P::SUPER_BYTES <= SHORT_SUPER_BYTES_MAX) };
+    debug_assert!(P::BLOCK.elements < SUPER && parts < PARTS, "only rows of short blocks have a rest");
+    let mut out = [0; SHORT_SUPER_BYTES_MAX];
+    let bytes = (parts * PART).div_ceil(P::BLOCK.elements) * P::BLOCK.bytes;
+    // SAFETY: the parts' blocks are valid.
+    unsafe { std::ptr::copy_nonoverlapping(blocks, out.as_mut_ptr(), bytes) };
+    out
 }
 
 /// Rows of blocks, for [`super::pack`].
 pub(super) struct Blocks<P>(PhantomData<P>);
 
-impl<P: Packed> Stored for Blocks<P> {
+impl<P: Packed> Blocks<P> {
+    /// Widens parts `parts` of a stretch into `to`.
     #[inline(always)]
-    unsafe fn widen<S: Simd>(row: *const u8, at: usize, n: usize, to: *mut f32) {
-        debug_assert!(at.is_multiple_of(PART) && n.is_multiple_of(PART), "whole parts");
-        let mut i = 0;
-        while i < n {
-            let (block, first) = ((at + i) / P::BLOCK.elements, (at + i) % P::BLOCK.elements);
-            // SAFETY: the parts are within the row, and `to` has room for them.
-            unsafe {
-                let block = row.add(block * P::BLOCK.bytes);
-                let scales = P::scales::<S>(block);
-                for part in first / PART..P::BLOCK.elements.min(first + n - i) / PART {
-                    let codes = P::codes::<S>(block, part);
-                    let least = S::splat(-scales.leasts[part]);
-                    for v in 0..PART / (2 * S::LANES) {
-                        for (half, codes) in S::wide(codes[v]).into_iter().enumerate() {
-                            let lane = v * 2 * S::LANES + half * S::LANES;
-                            let step = S::splat(scales.of::<P>(part, lane / 16));
-                            let element = if P::LEAST { S::fma(codes, step, least) } else { S::mul(codes, step) };
-                            S::store(to.add(i + lane), element);
-                        }
+    unsafe fn widen_parts<S: Simd>(blocks: *const u8, parts: std::ops::Range<usize>, to: *mut f32) {
+        let per_vector = 4 * S::LANES / PART;
+        // SAFETY: the features are there; the parts are within the stretch, and `to` has room for them.
+        unsafe {
+            let scales = P::scales::<S>(blocks);
+            let (mut steps, mut leasts) = ([0.0f32; 2 * 16], [0.0f32; 16]);
+            S::store(steps.as_mut_ptr(), scales.steps[0]);
+            S::store(steps.as_mut_ptr().add(S::LANES), scales.steps[1]);
+            S::store(leasts.as_mut_ptr(), scales.leasts);
+            for first in parts.clone().step_by(per_vector) {
+                for (v, codes) in S::widen_bytes(P::codes::<S>(blocks, first)).into_iter().enumerate() {
+                    let at = v * S::LANES;
+                    let part = first + at / PART;
+                    if part < parts.end {
+                        let step = S::splat(steps[if P::HALVES { 2 * part + at / 16 % 2 } else { part }]);
+                        let code = S::sub(codes, S::splat(f32::from(P::OFFSET)));
+                        let element =
+                            if P::LEAST { S::fma(code, step, S::splat(-leasts[part])) } else { S::mul(code, step) };
+                        S::store(to.add((first - parts.start) * PART + at), element);
                     }
-                    i += PART;
                 }
             }
         }
     }
 }
 
-/// Activations for [`PackedDots`]: of each row `k` codes, and for each part its scale and the sum of its elements.
-#[derive(Clone, Copy)]
+impl<P: Packed> Stored for Blocks<P> {
+    #[inline(always)]
+    unsafe fn widen<S: Simd>(row: *const u8, at: usize, n: usize, to: *mut f32) {
+        debug_assert!(at.is_multiple_of(2 * PART) && n.is_multiple_of(PART), "whole parts, from an even one");
+        let mut i = 0;
+        while i < n {
+            let (index, first) = ((at + i) / SUPER, (at + i) % SUPER / PART);
+            let parts = first..PARTS.min(first + (n - i) / PART);
+            // SAFETY: the parts are within the row, and `to` has room for them.
+            unsafe {
+                let (to, blocks) = (to.add(i), row.add(index * P::SUPER_BYTES));
+                if P::BLOCK.elements == SUPER || parts.end == PARTS {
+                    Self::widen_parts::<S>(blocks, parts.clone(), to);
+                } else {
+                    let copy = rest::<P>(blocks, parts.end);
+                    Self::widen_parts::<S>(copy.as_ptr(), parts.clone(), to);
+                }
+            }
+            i += parts.len() * PART;
+        }
+    }
+}
+
+/// A stretch of a row of activations, rounded for one format: element `i` of part `p` is about
+/// `scale[p] * (256 * high[i] + low[i])`. Elements beyond the row are zero.
+#[repr(C, align(64))]
 pub(super) struct Rounded {
-    codes: *const i16,
-    scales: *const f32,
-    sums: *const f32,
+    high: [i8; SUPER],
+    low: [i8; SUPER],
+    /// The sums of four neighbours, times minus [`Packed::OFFSET`].
+    offsets: [i32; SUPER / 4],
+    /// By parts, or by halves as [`Packed::HALVES`].
+    scales: [f32; 2 * PARTS],
+    /// Sums of the parts' elements.
+    sums: [f32; PARTS],
 }
 
-/// f32 of scratch that `rows` rows of `k` activations take.
-pub(super) const fn rounded_len(rows: usize, k: usize) -> usize {
-    rows * (k / 2 + 2 * (k / PART))
+impl Rounded {
+    /// Stretches of a row of `k` elements.
+    const fn of_row(k: usize) -> usize {
+        k.div_ceil(SUPER)
+    }
+
+    /// f32 of scratch, aligned to cache lines, that `rows` rows of `k` activations take.
+    pub(super) const fn scratch(rows: usize, k: usize) -> usize {
+        rows * Self::of_row(k) * (size_of::<Self>() / size_of::<f32>())
+    }
 }
 
-/// Rounds `rows` rows of `k` elements at `x`, `stride` apart, into `scratch` of [`rounded_len`] elements. An element's error is at
-/// most about `2^-16` of the largest magnitude of its part.
-pub(super) struct Round {
+/// Rounds `rows` rows of `k` elements at `x`, `stride` apart, into [`Rounded::scratch`]. An element's error is at most about `2^-16`
+/// of the largest magnitude of its part.
+pub(super) struct Round<P> {
     pub(super) rows: usize,
     pub(super) k: usize,
     pub(super) x: *const f32,
     pub(super) stride: usize,
-    pub(super) scratch: *mut f32,
+    pub(super) to: *mut Rounded,
+    pub(super) format: PhantomData<P>,
 }
 
-impl Kernel for Round {
-    type Output = Rounded;
+impl<P: Packed> Round<P> {
+    /// Rounds part `part` of a stretch.
+    #[inline(always)]
+    unsafe fn part<S: Simd>(x: *const f32, to: &mut Rounded, part: usize) {
+        // SAFETY: the features are there, and x has a part.
+        let (scale, rounded, total) = unsafe {
+            let mut most = S::splat(0.0);
+            for v in 0..PART / S::LANES {
+                let x = S::load(x.add(v * S::LANES));
+                most = S::max(most, S::max(x, S::sub(S::splat(0.0), x)));
+            }
+            let largest = S::largest(most);
+            // A part that is all but zero is zero: the factor would be infinite.
+            let inverse = ROUNDED_MAX / largest;
+            let inverse = S::splat(if inverse.is_finite() { inverse } else { 0.0 });
+            let (mut rounded, mut total) = ([0.0f32; PART], S::splat(0.0));
+            for v in 0..PART / S::LANES {
+                let x = S::round(S::mul(S::load(x.add(v * S::LANES)), inverse));
+                S::store(rounded.as_mut_ptr().add(v * S::LANES), x);
+                total = S::add(total, x);
+            }
+            let total = S::sum(total);
+            // A part with an infinity or NaN has NaN as its products.
+            (if total.is_finite() { largest / ROUNDED_MAX } else { f32::NAN }, rounded, total)
+        };
+        let ints = rounded.map(|x| i32::from(x as i16));
+        for i in 0..PART {
+            let low = ints[i] as i8;
+            to.low[part * PART + i] = low;
+            to.high[part * PART + i] = (ints[i] - i32::from(low) >> 8) as i8;
+        }
+        for i in 0..PART / 4 {
+            let sum = ints[4 * i] + ints[4 * i + 1] + ints[4 * i + 2] + ints[4 * i + 3];
+            to.offsets[part * (PART / 4) + i] = -i32::from(P::OFFSET) * sum;
+        }
+        if P::HALVES {
+            to.scales[2 * part..2 * part + 2].fill(scale);
+        } else {
+            to.scales[part] = scale;
+        }
+        to.sums[part] = scale * total;
+    }
+}
+
+impl<P: Packed> Kernel for Round<P> {
+    type Output = ();
 
     #[inline(always)]
-    unsafe fn run<S: Simd>(self) -> Rounded {
-        let (rows, k, parts) = (self.rows, self.k, self.k / PART);
-        let codes = self.scratch.cast::<i16>();
-        // SAFETY: the scratch has room, by its length.
-        unsafe {
-            let scales = self.scratch.add(rows * k / 2);
-            let sums = scales.add(rows * parts);
-            for row in 0..rows {
-                for part in 0..parts {
-                    let x = self.x.add(row * self.stride + part * PART);
-                    let mut most = S::splat(0.0);
-                    for v in 0..PART / S::LANES {
-                        let x = S::load(x.add(v * S::LANES));
-                        most = S::max(most, S::max(x, S::sub(S::splat(0.0), x)));
+    unsafe fn run<S: Simd>(self) {
+        let supers = Rounded::of_row(self.k);
+        for row in 0..self.rows {
+            for index in 0..supers {
+                let parts = PARTS.min((self.k - index * SUPER) / PART);
+                // SAFETY: the scratch has the stretches, of which any bytes are values, and x the parts.
+                unsafe {
+                    let to = &mut *self.to.add(row * supers + index);
+                    if parts < PARTS {
+                        std::ptr::write_bytes(to, 0, 1);
                     }
-                    let largest = S::largest(most);
-                    // A part that is all but zero is zero: the factor would be infinite.
-                    let inverse = ROUNDED_MAX / largest;
-                    let inverse = S::splat(if inverse.is_finite() { inverse } else { 0.0 });
-                    let (mut rounded, mut total) = ([0.0f32; PART], S::splat(0.0));
-                    for v in 0..PART / S::LANES {
-                        let x = S::round(S::mul(S::load(x.add(v * S::LANES)), inverse));
-                        S::store(rounded.as_mut_ptr().add(v * S::LANES), x);
-                        total = S::add(total, x);
+                    for part in 0..parts {
+                        Self::part::<S>(self.x.add(row * self.stride + index * SUPER + part * PART), to, part);
                     }
-                    let total = S::sum(total);
-                    // A part with an infinity or NaN has NaN as its products.
-                    let scale = if total.is_finite() { largest / ROUNDED_MAX } else { f32::NAN };
-                    let rounded = rounded.map(|x| x as i16);
-                    codes.add(row * k + part * PART).cast::<[i16; PART]>().write_unaligned(rounded);
-                    *scales.add(row * parts + part) = scale;
-                    *sums.add(row * parts + part) = scale * total;
                 }
             }
-            Rounded { codes, scales, sums }
         }
     }
 }
 
-/// `out[r][j] (=|+=) x[r] · weight[j]` for at most [`ROWS_MAX`] rows of `k` elements of `x`, and `n` weight rows, one behind the
-/// other.
+/// `out[r][j] (=|+=) x[r] · weight[j]` for `rows` rows of `k` elements of `x`, and `n` weight rows, one behind the other.
+///
+/// The first rows read a weight row from memory, as a stream; the others find it in the cache.
 pub(super) struct PackedDots<P> {
     pub(super) rows: usize,
     pub(super) n: usize,
     pub(super) k: usize,
-    pub(super) x: Rounded,
+    pub(super) x: *const Rounded,
     pub(super) weight: *const u8,
     pub(super) out: *mut f32,
     pub(super) out_stride: usize,
     pub(super) add: bool,
+    /// Whether weights are prefetched.
+    pub(super) prefetch: bool,
     pub(super) format: PhantomData<P>,
 }
 
-impl<P: Packed> PackedDots<P> {
-    /// The dots of `R` rows with the weight row at `weight`.
+/// The sums of `R` rows with a weight row. Two sums of a row take turns: one would wait for itself.
+struct Sums<S: Simd, const R: usize> {
+    dots: [[S::V; 2]; R],
+    leasts: [S::V; R],
+}
+
+impl<S: Simd, const R: usize> Sums<S, R> {
+    /// Adds the products of the vector of parts from `part` on; `steps` are of each row.
     #[inline(always)]
-    unsafe fn dots<S: Simd, const R: usize>(&self, weight: *const u8) -> [f32; R] {
-        let parts = P::BLOCK.elements / PART;
-        // SAFETY: the rows are within the product.
+    unsafe fn add<P: Packed>(
+        &mut self,
+        blocks: *const u8,
+        x: [*const Rounded; R],
+        steps: &[[S::V; 2]; R],
+        part: usize,
+    ) {
+        // SAFETY: the features are there, and the stretches are valid.
         unsafe {
-            // Two sums take turns: one would wait for itself.
-            let (mut sums, mut leasts) = ([[S::splat(0.0); 2]; R], [0.0f32; R]);
-            for block in 0..self.k / P::BLOCK.elements {
-                let bytes = weight.add(block * P::BLOCK.bytes);
-                let scales = P::scales::<S>(bytes);
-                for part in 0..parts {
-                    let codes = P::codes::<S>(bytes, part);
-                    let at = block * parts + part;
-                    for r in 0..R {
-                        let of_row = r * (self.k / PART) + at;
-                        let scale = *self.x.scales.add(of_row);
-                        for v in 0..PART / (2 * S::LANES) {
-                            let x = S::load_i16(self.x.codes.add(r * self.k + at * PART + v * 2 * S::LANES));
-                            let dot = S::to_f32(S::dot_pairs(codes[v], x));
-                            let [next, last] = sums[r];
-                            sums[r] = [last, S::fma(dot, scales.of_pairs::<S, P>(part, v, scale), next)];
-                        }
-                        if P::LEAST {
-                            leasts[r] += scales.leasts[part] * *self.x.sums.add(of_row);
-                        }
-                    }
-                }
-            }
-            let mut out = [0.0; R];
+            let codes = P::codes::<S>(blocks, part);
             for r in 0..R {
-                out[r] = S::sum(S::add(sums[r][0], sums[r][1])) - leasts[r];
+                let x = &*x[r];
+                let high = S::load_bytes(x.high.as_ptr().add(part * PART).cast());
+                let low = S::load_bytes(x.low.as_ptr().add(part * PART).cast());
+                let mut dot = S::dot_planes(codes, high, low, P::OFFSET > 64);
+                if P::OFFSET > 0 {
+                    dot = S::add_ints(dot, S::load_ints(x.offsets.as_ptr().add(part * (PART / 4))));
+                }
+                let step = Scales::<S>::spread(steps[r], P::HALVES, part);
+                let [next, last] = self.dots[r];
+                self.dots[r] = [last, S::fma(S::to_f32(dot), step, next)];
             }
-            out
         }
     }
 
+    /// Adds the products of a stretch.
     #[inline(always)]
-    unsafe fn columns<S: Simd, const R: usize>(&self) {
-        let row_bytes = self.k / P::BLOCK.elements * P::BLOCK.bytes;
-        for col in 0..self.n {
-            // SAFETY: within the product.
-            unsafe {
-                for (row, dot) in self.dots::<S, R>(self.weight.add(col * row_bytes)).into_iter().enumerate() {
-                    let out = self.out.add(row * self.out_stride + col);
-                    *out = if self.add { *out + dot } else { dot };
+    unsafe fn add_super<P: Packed>(&mut self, blocks: *const u8, x: [*const Rounded; R]) {
+        // SAFETY: the features are there, and the stretches are valid.
+        unsafe {
+            let scales = P::scales::<S>(blocks);
+            let mut steps = [scales.steps; R];
+            for r in 0..R {
+                let x = &*x[r];
+                if P::HALVES {
+                    steps[r][0] = S::mul(steps[r][0], S::load(x.scales.as_ptr()));
+                    if S::LANES == 8 {
+                        steps[r][1] = S::mul(steps[r][1], S::load(x.scales.as_ptr().add(8)));
+                    }
+                } else {
+                    steps[r][0] = S::mul(steps[r][0], eight::<S>(x.scales.as_ptr()));
                 }
+                if P::LEAST {
+                    self.leasts[r] = S::fma(scales.leasts, eight::<S>(x.sums.as_ptr()), self.leasts[r]);
+                }
+            }
+            // Not a loop: numbers of parts are constants, as those of shifts.
+            let every = S::LANES == 8;
+            self.add::<P>(blocks, x, &steps, 0);
+            if every {
+                self.add::<P>(blocks, x, &steps, 1);
+            }
+            self.add::<P>(blocks, x, &steps, 2);
+            if every {
+                self.add::<P>(blocks, x, &steps, 3);
+            }
+            self.add::<P>(blocks, x, &steps, 4);
+            if every {
+                self.add::<P>(blocks, x, &steps, 5);
+            }
+            self.add::<P>(blocks, x, &steps, 6);
+            if every {
+                self.add::<P>(blocks, x, &steps, 7);
+            }
+        }
+    }
+}
+
+impl<P: Packed> PackedDots<P> {
+    const WHOLE: bool = P::BLOCK.elements == SUPER;
+
+    /// The dots of `R` rows from `row` with weight row `col`.
+    #[inline(always)]
+    unsafe fn dots<S: Simd, const R: usize>(&self, row: usize, col: usize) {
+        let (supers, whole) = (Rounded::of_row(self.k), self.k / SUPER);
+        // SAFETY: the rows are within the product.
+        unsafe {
+            let weight = self.weight.add(col * (self.k / P::BLOCK.elements * P::BLOCK.bytes));
+            let zero = S::splat(0.0);
+            let mut sums = Sums::<S, R> { dots: [[zero; 2]; R], leasts: [zero; R] };
+            let mut x = [self.x; R];
+            for r in 0..R {
+                x[r] = self.x.add((row + r) * supers);
+            }
+            for index in 0..whole {
+                let blocks = weight.add(index * P::SUPER_BYTES);
+                if self.prefetch && row == 0 {
+                    for line in (0..P::SUPER_BYTES).step_by(64) {
+                        S::prefetch(blocks.wrapping_add(AHEAD_BYTES + line));
+                    }
+                }
+                sums.add_super::<P>(blocks, x);
+                for r in 0..R {
+                    x[r] = x[r].add(1);
+                }
+            }
+            if !Self::WHOLE && whole < supers {
+                let rest = rest::<P>(weight.add(whole * P::SUPER_BYTES), (self.k - whole * SUPER) / PART);
+                sums.add_super::<P>(rest.as_ptr(), x);
+            }
+            for r in 0..R {
+                let [a, b] = sums.dots[r];
+                let dots = S::add(a, b);
+                let dot = S::sum(if P::LEAST { S::sub(dots, sums.leasts[r]) } else { dots });
+                let out = self.out.add((row + r) * self.out_stride + col);
+                *out = if self.add { *out + dot } else { dot };
             }
         }
     }
@@ -439,15 +602,17 @@ impl<P: Packed> Kernel for PackedDots<P> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: within the product.
-        unsafe {
-            match self.rows {
-                0 => {}
-                1 => self.columns::<S, 1>(),
-                2 => self.columns::<S, 2>(),
-                3 => self.columns::<S, 3>(),
-                ROWS_MAX => self.columns::<S, ROWS_MAX>(),
-                rows => unreachable!("{rows} rows of at most {ROWS_MAX}"),
+        for col in 0..self.n {
+            for row in (0..self.rows).step_by(GROUP) {
+                // SAFETY: within the product.
+                unsafe {
+                    match self.rows - row {
+                        1 => self.dots::<S, 1>(row, col),
+                        2 => self.dots::<S, 2>(row, col),
+                        3 => self.dots::<S, 3>(row, col),
+                        _ => self.dots::<S, GROUP>(row, col),
+                    }
+                }
             }
         }
     }

@@ -3,31 +3,50 @@
 //! activations are not rounded.
 
 use super::pack::Stored;
-use super::packed::{Packed, Scales};
+use super::packed::{PART, PARTS, Packed, Scales, eight};
 use super::simd::{Kernel, Simd};
 use crate::formats::WeightFormat;
 
-/// 4-bit codes of a block of `G32`, `G64` or `G128`.
+/// Bytes of a block before its codes, and of the codes of a part.
+const HEADER_BYTES: usize = 4;
+const PART_BYTES: usize = 16;
+
+/// 4-bit codes of blocks of `G32`, `G64` or `G128`; the zero point is a least value of as many steps.
 macro_rules! int4 {
     ($($name:ident),*) => {$(
         pub(super) struct $name;
 
+        impl $name {
+            const PARTS: usize = Self::BLOCK.elements / PART;
+        }
+
         impl Packed for $name {
             const FORMAT: WeightFormat = WeightFormat::$name;
+            const LEAST: bool = true;
 
             #[inline(always)]
-            unsafe fn scales<S: Simd>(block: *const u8) -> Scales {
-                // SAFETY: within the block, and read unaligned.
-                let header = u32::from_le(unsafe { block.cast::<u32>().read_unaligned() });
-                Scales::one(f32::from_bits(header & !0xff))
+            unsafe fn scales<S: Simd>(blocks: *const u8) -> Scales<S> {
+                let (mut steps, mut leasts) = ([0.0; PARTS], [0.0; PARTS]);
+                for part in 0..PARTS {
+                    let header = blocks.wrapping_add(part / Self::PARTS * Self::BLOCK.bytes).cast::<u32>();
+                    // SAFETY: within the stretch, and read unaligned.
+                    let header = u32::from_le(unsafe { header.read_unaligned() });
+                    steps[part] = f32::from_bits(header & !0xff);
+                    // The zero point is at most 16, as the reader of a block's formats has it.
+                    leasts[part] = (header & 0xff) as f32 * steps[part];
+                }
+                // SAFETY: the features are there.
+                unsafe { Scales::with_leasts(eight::<S>(steps.as_ptr()), eight::<S>(leasts.as_ptr())) }
             }
 
             #[inline(always)]
-            unsafe fn codes<S: Simd>(block: *const u8, part: usize) -> [S::W; 2] {
-                // SAFETY: within the block.
+            unsafe fn codes<S: Simd>(blocks: *const u8, part: usize) -> S::B {
+                let (block, within) = (part / Self::PARTS, part % Self::PARTS);
+                let stride = if Self::PARTS == 1 { Self::BLOCK.bytes } else { PART_BYTES };
+                // SAFETY: within the stretch; the two parts of a vector are of one block, or their blocks have one part.
                 unsafe {
-                    let zero = i16::from(*block);
-                    S::load_nibbles(block.add(4 + part * 16)).map(|codes| S::minus(codes, zero))
+                    let codes = blocks.add(block * Self::BLOCK.bytes + HEADER_BYTES + within * PART_BYTES);
+                    S::load_nibbles(codes, stride)
                 }
             }
         }
@@ -43,7 +62,7 @@ const SCALE_BYTES: usize = 4;
 /// What [`Simd::load_e4m3`] leaves out of its elements.
 const FACTOR: f32 = 256.0;
 /// Rows of `x` that share what is widened.
-pub(super) const ROWS_MAX: usize = 4;
+const GROUP: usize = 4;
 /// How far ahead weights are prefetched, across the ends of rows.
 const AHEAD_BYTES: usize = 2048;
 
@@ -81,8 +100,8 @@ impl Stored for Fp8 {
     }
 }
 
-/// `out[r][j] (=|+=) x[r] · weight[j]` for at most [`ROWS_MAX`] rows of `k` elements of `x`, `x_stride` apart, and `n` weight rows of
-/// FP8 blocks, one behind the other.
+/// `out[r][j] (=|+=) x[r] · weight[j]` for `rows` rows of `k` elements of `x`, `x_stride` apart, and `n` weight rows of FP8 blocks,
+/// one behind the other. The first rows read a weight row from memory, as a stream; the others find it in the cache.
 pub(super) struct Fp8Dots {
     pub(super) rows: usize,
     pub(super) n: usize,
@@ -93,27 +112,32 @@ pub(super) struct Fp8Dots {
     pub(super) out: *mut f32,
     pub(super) out_stride: usize,
     pub(super) add: bool,
+    /// Whether weights are prefetched.
+    pub(super) prefetch: bool,
 }
 
 impl Fp8Dots {
-    /// The dots of `R` rows with the weight row at `weight`.
+    /// The dots of `R` rows from `row` with weight row `col`.
     #[inline(always)]
-    unsafe fn dots<S: Simd, const R: usize>(&self, weight: *const u8) -> [f32; R] {
+    unsafe fn dots<S: Simd, const R: usize>(&self, row: usize, col: usize) {
         // One sum would wait for itself.
         const SUMS: usize = 2;
         // SAFETY: the rows are within the product; any address may be prefetched.
         unsafe {
+            let weight = self.weight.add(col * (self.k / ELEMENTS * BYTES));
             let mut sums = [S::splat(0.0); R];
             for block in 0..self.k / ELEMENTS {
                 let bytes = weight.add(block * BYTES);
-                for line in (0..BYTES).step_by(64) {
-                    S::prefetch(bytes.wrapping_add(AHEAD_BYTES + line));
+                if self.prefetch && row == 0 {
+                    for line in (0..BYTES).step_by(64) {
+                        S::prefetch(bytes.wrapping_add(AHEAD_BYTES + line));
+                    }
                 }
                 let mut parts = [[S::splat(0.0); SUMS]; R];
                 for v in 0..ELEMENTS / S::LANES {
                     let codes = S::load_e4m3(bytes.add(SCALE_BYTES + v * S::LANES));
                     for (r, parts) in parts.iter_mut().enumerate() {
-                        let x = S::load(self.x.add(r * self.x_stride + block * ELEMENTS + v * S::LANES));
+                        let x = S::load(self.x.add((row + r) * self.x_stride + block * ELEMENTS + v * S::LANES));
                         parts[v % SUMS] = S::fma(x, codes, parts[v % SUMS]);
                     }
                 }
@@ -122,20 +146,9 @@ impl Fp8Dots {
                     *sum = S::fma(S::add(a, b), scale, *sum);
                 }
             }
-            sums.map(|sum| S::sum(sum))
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn columns<S: Simd, const R: usize>(&self) {
-        let row_bytes = self.k / ELEMENTS * BYTES;
-        for col in 0..self.n {
-            // SAFETY: within the product.
-            unsafe {
-                for (row, dot) in self.dots::<S, R>(self.weight.add(col * row_bytes)).into_iter().enumerate() {
-                    let out = self.out.add(row * self.out_stride + col);
-                    *out = if self.add { *out + dot } else { dot };
-                }
+            for (r, sum) in sums.into_iter().enumerate() {
+                let (out, dot) = (self.out.add((row + r) * self.out_stride + col), S::sum(sum));
+                *out = if self.add { *out + dot } else { dot };
             }
         }
     }
@@ -146,15 +159,17 @@ impl Kernel for Fp8Dots {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: within the product.
-        unsafe {
-            match self.rows {
-                0 => {}
-                1 => self.columns::<S, 1>(),
-                2 => self.columns::<S, 2>(),
-                3 => self.columns::<S, 3>(),
-                ROWS_MAX => self.columns::<S, ROWS_MAX>(),
-                rows => unreachable!("{rows} rows of at most {ROWS_MAX}"),
+        for col in 0..self.n {
+            for row in (0..self.rows).step_by(GROUP) {
+                // SAFETY: within the product.
+                unsafe {
+                    match self.rows - row {
+                        1 => self.dots::<S, 1>(row, col),
+                        2 => self.dots::<S, 2>(row, col),
+                        3 => self.dots::<S, 3>(row, col),
+                        _ => self.dots::<S, GROUP>(row, col),
+                    }
+                }
             }
         }
     }

@@ -93,6 +93,11 @@ impl CpuWeight {
         self.parts[0].format.plain().expect("vectors are stored element by element")
     }
 
+    /// Format of the first rows.
+    pub(crate) fn format(&self) -> WeightFormat {
+        self.parts[0].format
+    }
+
     /// Whether some rows are packed.
     pub(crate) fn is_packed(&self) -> bool {
         self.parts.iter().any(|part| part.format.plain().is_none())

@@ -7,9 +7,9 @@
 use super::{Kernel, Simd};
 use std::arch::x86_64::*;
 
-/// Needs AVX2, FMA and F16C.
+/// Needs AVX2, FMA and F16C; AVX-VNNI where it says so.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Avx2;
+pub(crate) struct Avx2<const VNNI: bool>;
 
 /// Runs the kernel compiled with these features.
 ///
@@ -18,7 +18,17 @@ pub(crate) struct Avx2;
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
     // SAFETY: passed on.
-    unsafe { kernel.run::<Avx2>() }
+    unsafe { kernel.run::<Avx2<false>>() }
+}
+
+/// As [`run`], with AVX-VNNI.
+///
+/// # Safety
+/// The same.
+#[target_feature(enable = "avxvnni,avx2,fma,f16c")]
+pub(super) unsafe fn run_vnni<K: Kernel>(kernel: K) -> K::Output {
+    // SAFETY: passed on.
+    unsafe { kernel.run::<Avx2<true>>() }
 }
 
 /// Lanes below `n`.
@@ -69,10 +79,38 @@ unsafe fn halves(p: *const f32) -> __m256 {
     }
 }
 
-impl Simd for Avx2 {
+/// Eight f16, `stride` bytes apart.
+#[inline(always)]
+pub(super) unsafe fn eight_f16(p: *const u8, stride: usize) -> __m256 {
+    // SAFETY: the features are there, and the elements are valid; they are read unaligned.
+    unsafe {
+        let at = |i: usize| p.add(i * stride).cast::<i16>().read_unaligned();
+        let [a, b, c, d, e, f, g, h] = [at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)];
+        _mm256_cvtph_ps(_mm_setr_epi16(a, b, c, d, e, f, g, h))
+    }
+}
+
+/// `factor` times [`Simd::dot_planes`] of codes of at most seven bits.
+#[inline(always)]
+unsafe fn planes(codes: __m256i, high: __m256i, low: __m256i, factor: i16) -> __m256i {
+    // SAFETY: the features are there.
+    unsafe {
+        let high = _mm256_madd_epi16(_mm256_maddubs_epi16(codes, high), _mm256_set1_epi16(256 * factor));
+        _mm256_add_epi32(high, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, low), _mm256_set1_epi16(factor)))
+    }
+}
+
+/// Lane numbers are below 8.
+#[inline(always)]
+#[allow(clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "below 8")]
+fn index(lane: usize) -> i32 {
+    lane as i32
+}
+
+impl<const VNNI: bool> Simd for Avx2<VNNI> {
     type V = __m256;
     type I = __m256i;
-    type W = __m256i;
+    type B = __m256i;
     const LANES: usize = 8;
     const TILE_VECTORS: usize = 2;
 
@@ -234,8 +272,18 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn splat_halves(a: f32, b: f32) -> __m256 {
-        unsafe { _mm256_blend_ps::<0xf0>(_mm256_set1_ps(a), _mm256_set1_ps(b)) }
+    unsafe fn f16_strided(p: *const u8, stride: usize) -> __m256 {
+        unsafe { eight_f16(p, stride) }
+    }
+
+    #[inline(always)]
+    unsafe fn bytes_to_f32(word: u64) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(word.cast_signed()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
     }
 
     #[inline(always)]
@@ -244,39 +292,61 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn wide(a: __m256i) -> [__m256; 2] {
-        unsafe {
-            let (low, high) = (_mm256_castsi256_si128(a), _mm256_extracti128_si256::<1>(a));
-            [_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(high))]
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load_i16(p: *const i16) -> __m256i {
+    unsafe fn load_ints(p: *const i32) -> __m256i {
         unsafe { _mm256_loadu_si256(p.cast()) }
     }
 
     #[inline(always)]
-    unsafe fn load_u8(p: *const u8) -> __m256i {
-        unsafe { _mm256_cvtepu8_epi16(_mm_loadu_si128(p.cast())) }
+    unsafe fn add_ints(a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_add_epi32(a, b) }
     }
 
     #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> __m256i {
-        unsafe { _mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())) }
+    unsafe fn spread_parts(scales: __m256, first: usize) -> __m256 {
+        unsafe { _mm256_permutevar8x32_ps(scales, _mm256_set1_epi32(index(first))) }
     }
 
     #[inline(always)]
-    unsafe fn load_nibbles(p: *const u8) -> [__m256i; 2] {
+    unsafe fn spread_halves(scales: [__m256; 2], first: usize) -> __m256 {
+        let lane = index(2 * (first % 4));
         unsafe {
-            let bytes = Self::load_u8(p);
-            [Self::and(bytes, 15), Self::shift_right(bytes, 4)]
+            let lanes = _mm256_setr_epi32(lane, lane, lane, lane, lane + 1, lane + 1, lane + 1, lane + 1);
+            _mm256_permutevar8x32_ps(scales[first / 4], lanes)
         }
     }
 
     #[inline(always)]
-    unsafe fn and(a: __m256i, mask: i16) -> __m256i {
-        unsafe { _mm256_and_si256(a, _mm256_set1_epi16(mask)) }
+    unsafe fn load_bytes(p: *const u8) -> __m256i {
+        unsafe { _mm256_loadu_si256(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_parts(p: *const u8, _: usize) -> __m256i {
+        unsafe { _mm256_loadu_si256(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8, _: usize) -> __m256i {
+        unsafe {
+            let bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
+            Self::and(_mm256_srlv_epi64(bytes, _mm256_setr_epi64x(0, 0, 4, 4)), 15)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn move_bits(a: __m256i, left: i32, _: i32) -> __m256i {
+        unsafe {
+            match left {
+                0 => a,
+                1.. => _mm256_sll_epi16(a, _mm_cvtsi32_si128(left)),
+                _ => _mm256_srl_epi16(a, _mm_cvtsi32_si128(-left)),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn and(a: __m256i, mask: u8) -> __m256i {
+        unsafe { _mm256_and_si256(a, _mm256_set1_epi8(mask.cast_signed())) }
     }
 
     #[inline(always)]
@@ -285,40 +355,41 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn shift_right(a: __m256i, n: u32) -> __m256i {
-        unsafe { _mm256_srl_epi16(a, _mm_cvtsi32_si128(n.cast_signed())) }
+    unsafe fn xor(a: __m256i, mask: u8) -> __m256i {
+        unsafe { _mm256_xor_si256(a, _mm256_set1_epi8(mask.cast_signed())) }
     }
 
     #[inline(always)]
-    unsafe fn shift_left(a: __m256i, n: u32) -> __m256i {
-        unsafe { _mm256_sll_epi16(a, _mm_cvtsi32_si128(n.cast_signed())) }
+    unsafe fn look_up(table: &[u8; 16], a: __m256i) -> __m256i {
+        unsafe { _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())), a) }
     }
 
     #[inline(always)]
-    unsafe fn minus(a: __m256i, n: i16) -> __m256i {
-        unsafe { _mm256_sub_epi16(a, _mm256_set1_epi16(n)) }
-    }
-
-    #[inline(always)]
-    unsafe fn look_up(table: &[i8; 16], a: __m256i) -> __m256i {
-        // The low byte of a lane names an element, and becomes the high one to be extended by its sign.
+    unsafe fn widen_bytes(a: __m256i) -> [__m256; 4] {
         unsafe {
-            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
-            _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(_mm256_shuffle_epi8(table, a)))
+            let (low, high) = (_mm256_castsi256_si128(a), _mm256_extracti128_si256::<1>(a));
+            let eights = [low, _mm_unpackhi_epi64(low, low), high, _mm_unpackhi_epi64(high, high)];
+            let mut out = [_mm256_setzero_ps(); 4];
+            for (out, eight) in out.iter_mut().zip(eights) {
+                *out = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight));
+            }
+            out
         }
     }
 
     #[inline(always)]
-    unsafe fn load_e4m3(p: *const u8) -> __m256 {
-        // As f16, whose exponent has one bit and a bias of 8 more; that bit is a copy of the sign here, and is cleared.
+    unsafe fn dot_planes(codes: __m256i, high: __m256i, low: __m256i, wide: bool) -> __m256i {
         unsafe {
-            let codes = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(_mm_loadl_epi64(p.cast())));
-            _mm256_cvtph_ps(_mm_and_si128(codes, _mm_set1_epi16(!0x4000)))
+            if VNNI {
+                let high = _mm256_slli_epi32::<8>(_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), codes, high));
+                return _mm256_dpbusd_avx_epi32(high, codes, low);
+            }
+            if !wide {
+                return planes(codes, high, low, 1);
+            }
+            // Pairs of products of eight bits do not fit 16 bits: the lowest bit is multiplied apart.
+            let upper = Self::and(_mm256_srli_epi16::<1>(codes), 0x7f);
+            _mm256_add_epi32(planes(upper, high, low, 2), planes(Self::and(codes, 1), high, low, 1))
         }
-    }
-
-    #[inline(always)]
-    unsafe fn dot_pairs(a: __m256i, b: __m256i) -> __m256i {
-        unsafe { _mm256_madd_epi16(a, b) }
     }
 }

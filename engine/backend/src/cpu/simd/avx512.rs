@@ -4,12 +4,13 @@
 //! by way of [`run`], and the pointers, which are valid for a vector or the part named.
 #![allow(clippy::undocumented_unsafe_blocks, reason = "one contract for all, stated above and in `Simd`")]
 
+use super::avx2::eight_f16;
 use super::{Kernel, Simd};
 use std::arch::x86_64::*;
 
-/// Needs AVX-512 F, BW, DQ, VL, and AVX2, FMA, F16C.
+/// Needs AVX-512 F, BW, DQ, VL, and AVX2, FMA, F16C; VNNI where it says so.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Avx512;
+pub(crate) struct Avx512<const VNNI: bool>;
 
 /// Runs the kernel compiled with these features.
 ///
@@ -18,7 +19,17 @@ pub(crate) struct Avx512;
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
     // SAFETY: passed on.
-    unsafe { kernel.run::<Avx512>() }
+    unsafe { kernel.run::<Avx512<false>>() }
+}
+
+/// As [`run`], with VNNI.
+///
+/// # Safety
+/// The same.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub(super) unsafe fn run_vnni<K: Kernel>(kernel: K) -> K::Output {
+    // SAFETY: passed on.
+    unsafe { kernel.run::<Avx512<true>>() }
 }
 
 #[inline(always)]
@@ -87,10 +98,10 @@ unsafe fn quarters(p: *const f32) -> __m512 {
     }
 }
 
-impl Simd for Avx512 {
+impl<const VNNI: bool> Simd for Avx512<VNNI> {
     type V = __m512;
     type I = __m512i;
-    type W = __m512i;
+    type B = __m512i;
     const LANES: usize = 16;
     const TILE_VECTORS: usize = 4;
 
@@ -251,8 +262,18 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn splat_halves(a: f32, b: f32) -> __m512 {
-        unsafe { _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(a), _mm512_set1_ps(b)) }
+    unsafe fn f16_strided(p: *const u8, stride: usize) -> __m512 {
+        unsafe { _mm512_zextps256_ps512(eight_f16(p, stride)) }
+    }
+
+    #[inline(always)]
+    unsafe fn bytes_to_f32(word: u64) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_cvtsi64_si128(word.cast_signed()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
     }
 
     #[inline(always)]
@@ -261,41 +282,60 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn wide(a: __m512i) -> [__m512; 2] {
-        unsafe {
-            let (low, high) = (_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64::<1>(a));
-            [_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(low)), _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(high))]
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load_i16(p: *const i16) -> __m512i {
+    unsafe fn load_ints(p: *const i32) -> __m512i {
         unsafe { _mm512_loadu_si512(p.cast()) }
     }
 
     #[inline(always)]
-    unsafe fn load_u8(p: *const u8) -> __m512i {
-        unsafe { _mm512_cvtepu8_epi16(_mm256_loadu_si256(p.cast())) }
+    unsafe fn add_ints(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_add_epi32(a, b) }
     }
 
     #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> __m512i {
-        unsafe { _mm512_cvtepi8_epi16(_mm256_loadu_si256(p.cast())) }
+    unsafe fn spread_parts(scales: __m512, first: usize) -> __m512 {
+        let lane = index(first);
+        unsafe { _mm512_permutexvar_ps(_mm512_mask_set1_epi32(_mm512_set1_epi32(lane), 0xff00, lane + 1), scales) }
     }
 
     #[inline(always)]
-    unsafe fn load_nibbles(p: *const u8) -> [__m512i; 2] {
+    unsafe fn spread_halves(scales: [__m512; 2], first: usize) -> __m512 {
         unsafe {
-            let bytes = _mm_loadu_si128(p.cast());
-            let both = _mm256_set_m128i(_mm_srli_epi16::<4>(bytes), bytes);
-            let codes = _mm512_cvtepu8_epi16(_mm256_and_si256(both, _mm256_set1_epi8(15)));
-            [codes, codes]
+            let lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+            _mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(index(2 * first))), scales[0])
         }
     }
 
     #[inline(always)]
-    unsafe fn and(a: __m512i, mask: i16) -> __m512i {
-        unsafe { _mm512_and_si512(a, _mm512_set1_epi16(mask)) }
+    unsafe fn load_bytes(p: *const u8) -> __m512i {
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_parts(p: *const u8, stride: usize) -> __m512i {
+        unsafe {
+            let first = _mm512_castsi256_si512(_mm256_loadu_si256(p.cast()));
+            _mm512_inserti64x4::<1>(first, _mm256_loadu_si256(p.add(stride).cast()))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8, stride: usize) -> __m512i {
+        unsafe {
+            let first = _mm512_broadcast_i32x4(_mm_loadu_si128(p.cast()));
+            let bytes = _mm512_mask_broadcast_i32x4(first, 0xff00, _mm_loadu_si128(p.add(stride).cast()));
+            Self::and(_mm512_srlv_epi64(bytes, _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4)), 15)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn move_bits(a: __m512i, left: i32, step: i32) -> __m512i {
+        // Rotated within words of 32 bits: to the right by their size less.
+        unsafe { _mm512_rolv_epi32(a, _mm512_mask_set1_epi32(_mm512_set1_epi32(left), 0xff00, left + step)) }
+    }
+
+    #[inline(always)]
+    unsafe fn and(a: __m512i, mask: u8) -> __m512i {
+        unsafe { _mm512_and_si512(a, _mm512_set1_epi8(mask.cast_signed())) }
     }
 
     #[inline(always)]
@@ -304,39 +344,62 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn shift_right(a: __m512i, n: u32) -> __m512i {
-        unsafe { _mm512_srl_epi16(a, _mm_cvtsi32_si128(n.cast_signed())) }
+    unsafe fn xor(a: __m512i, mask: u8) -> __m512i {
+        unsafe { _mm512_xor_si512(a, _mm512_set1_epi8(mask.cast_signed())) }
     }
 
     #[inline(always)]
-    unsafe fn shift_left(a: __m512i, n: u32) -> __m512i {
-        unsafe { _mm512_sll_epi16(a, _mm_cvtsi32_si128(n.cast_signed())) }
+    unsafe fn look_up(table: &[u8; 16], a: __m512i) -> __m512i {
+        unsafe { _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), a) }
     }
 
     #[inline(always)]
-    unsafe fn minus(a: __m512i, n: i16) -> __m512i {
-        unsafe { _mm512_sub_epi16(a, _mm512_set1_epi16(n)) }
-    }
-
-    #[inline(always)]
-    unsafe fn look_up(table: &[i8; 16], a: __m512i) -> __m512i {
+    unsafe fn widen_bytes(a: __m512i) -> [__m512; 4] {
         unsafe {
-            let table = _mm512_castsi256_si512(_mm256_cvtepi8_epi16(_mm_loadu_si128(table.as_ptr().cast())));
-            _mm512_permutexvar_epi16(a, table)
+            let quarters = [
+                _mm512_castsi512_si128(a),
+                _mm512_extracti32x4_epi32::<1>(a),
+                _mm512_extracti32x4_epi32::<2>(a),
+                _mm512_extracti32x4_epi32::<3>(a),
+            ];
+            let mut out = [_mm512_setzero_ps(); 4];
+            for (out, quarter) in out.iter_mut().zip(quarters) {
+                *out = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(quarter));
+            }
+            out
         }
     }
 
     #[inline(always)]
-    unsafe fn load_e4m3(p: *const u8) -> __m512 {
-        // As f16, whose exponent has one bit and a bias of 8 more; that bit is a copy of the sign here, and is cleared.
+    unsafe fn dot_planes(codes: __m512i, high: __m512i, low: __m512i, wide: bool) -> __m512i {
         unsafe {
-            let codes = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())));
-            _mm512_cvtph_ps(_mm256_and_si256(codes, _mm256_set1_epi16(!0x4000)))
+            if VNNI {
+                let high = _mm512_slli_epi32::<8>(_mm512_dpbusd_epi32(_mm512_setzero_si512(), codes, high));
+                return _mm512_dpbusd_epi32(high, codes, low);
+            }
+            if !wide {
+                return planes(codes, high, low, 1);
+            }
+            // Pairs of products of eight bits do not fit 16 bits: the lowest bit is multiplied apart.
+            let upper = Self::and(_mm512_srli_epi16::<1>(codes), 0x7f);
+            _mm512_add_epi32(planes(upper, high, low, 2), planes(Self::and(codes, 1), high, low, 1))
         }
     }
+}
 
-    #[inline(always)]
-    unsafe fn dot_pairs(a: __m512i, b: __m512i) -> __m512i {
-        unsafe { _mm512_madd_epi16(a, b) }
+/// `factor` times [`Simd::dot_planes`] of codes of at most seven bits.
+#[inline(always)]
+unsafe fn planes(codes: __m512i, high: __m512i, low: __m512i, factor: i16) -> __m512i {
+    // SAFETY: the features are there.
+    unsafe {
+        let high = _mm512_madd_epi16(_mm512_maddubs_epi16(codes, high), _mm512_set1_epi16(256 * factor));
+        _mm512_add_epi32(high, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, low), _mm512_set1_epi16(factor)))
     }
+}
+
+/// Lane numbers are below 16.
+#[inline(always)]
+#[allow(clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "below 16")]
+fn index(lane: usize) -> i32 {
+    lane as i32
 }

@@ -25,8 +25,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     type V: Copy;
     /// A vector of as many 32-bit integers.
     type I: Copy;
-    /// A vector of twice as many 16-bit integers: codes of packed weights, and activations for them.
-    type W: Copy;
+    /// A vector of four times as many bytes: codes of packed weights, or a plane of activations for them. A *part* is 32 bytes.
+    type B: Copy;
     /// Elements of a vector.
     const LANES: usize;
     /// Vectors that are as wide as a tile of the matrix kernel, so that its sums stay in registers.
@@ -71,35 +71,40 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn prefetch(p: *const u8);
     /// One f16.
     unsafe fn f16(p: *const u16) -> f32;
-    /// `a` in the lower half of the lanes, `b` in the upper half.
-    unsafe fn splat_halves(a: f32, b: f32) -> Self::V;
+    /// Eight f16, `stride` bytes apart, in the first lanes.
+    unsafe fn f16_strided(p: *const u8, stride: usize) -> Self::V;
+    /// The bytes of `word` as unsigned integers in the first eight lanes.
+    unsafe fn bytes_to_f32(word: u64) -> Self::V;
+    /// `LANES` signed integers.
+    unsafe fn load_i8(p: *const i8) -> Self::V;
     /// Lanes below 2^24 in magnitude as f32.
     unsafe fn to_f32(a: Self::I) -> Self::V;
-    /// The lower and the upper half of the lanes as f32.
-    unsafe fn wide(a: Self::W) -> [Self::V; 2];
-    /// `2 * LANES` integers.
-    unsafe fn load_i16(p: *const i16) -> Self::W;
-    /// `2 * LANES` bytes as unsigned integers.
-    unsafe fn load_u8(p: *const u8) -> Self::W;
-    /// `2 * LANES` bytes as signed integers.
-    unsafe fn load_i8(p: *const i8) -> Self::W;
-    /// The lower four bits of sixteen bytes, then their upper four bits, in as many vectors as 32 integers are.
-    unsafe fn load_nibbles(p: *const u8) -> [Self::W; 2];
-    /// The bits of every lane that `mask` has.
-    unsafe fn and(a: Self::W, mask: i16) -> Self::W;
-    unsafe fn or(a: Self::W, b: Self::W) -> Self::W;
-    /// Shifts every lane right by `n < 16` bits, with zeros.
-    unsafe fn shift_right(a: Self::W, n: u32) -> Self::W;
-    /// Shifts every lane left by `n < 16` bits.
-    unsafe fn shift_left(a: Self::W, n: u32) -> Self::W;
-    /// Subtracts `n` from every lane.
-    unsafe fn minus(a: Self::W, n: i16) -> Self::W;
-    /// The elements of `table` that lanes below 16 name.
-    unsafe fn look_up(table: &[i8; 16], a: Self::W) -> Self::W;
-    /// `LANES` codes E4M3FN, times `2^-8`; NaN is taken for a number.
-    unsafe fn load_e4m3(p: *const u8) -> Self::V;
-    /// The products of all lanes, added in pairs of neighbours.
-    unsafe fn dot_pairs(a: Self::W, b: Self::W) -> Self::I;
+    unsafe fn load_ints(p: *const i32) -> Self::I;
+    unsafe fn add_ints(a: Self::I, b: Self::I) -> Self::I;
+    /// Eight lanes of `scales` from `first`, each for eight lanes.
+    unsafe fn spread_parts(scales: Self::V, first: usize) -> Self::V;
+    /// Of sixteen lanes of `scales`, those from `2 * first` on, each for four lanes.
+    unsafe fn spread_halves(scales: [Self::V; 2], first: usize) -> Self::V;
+    /// `4 * LANES` bytes.
+    unsafe fn load_bytes(p: *const u8) -> Self::B;
+    /// 32 bytes of every part, `stride` bytes apart.
+    unsafe fn load_parts(p: *const u8, stride: usize) -> Self::B;
+    /// Of every part, `stride` bytes apart, the lower four bits of sixteen bytes, then their upper four bits.
+    unsafe fn load_nibbles(p: *const u8, stride: usize) -> Self::B;
+    /// Moves the bits of bytes in part `i` left by `left + i * step`, to the right where that is negative. Bits that come from
+    /// other bytes are undefined.
+    unsafe fn move_bits(a: Self::B, left: i32, step: i32) -> Self::B;
+    /// The bits of every byte that `mask` has.
+    unsafe fn and(a: Self::B, mask: u8) -> Self::B;
+    unsafe fn or(a: Self::B, b: Self::B) -> Self::B;
+    unsafe fn xor(a: Self::B, mask: u8) -> Self::B;
+    /// The elements of `table` that bytes below 16 name.
+    unsafe fn look_up(table: &[u8; 16], a: Self::B) -> Self::B;
+    /// Unsigned bytes as f32, in order.
+    unsafe fn widen_bytes(a: Self::B) -> [Self::V; 4];
+    /// Unsigned `codes` times `256 * high + low`, both signed; exact sums of four neighbours. `wide` where codes have more than
+    /// seven bits.
+    unsafe fn dot_planes(codes: Self::B, high: Self::B, low: Self::B, wide: bool) -> Self::I;
 }
 
 /// Work that is compiled for every instruction set.
@@ -119,8 +124,12 @@ pub enum Isa {
     Portable,
     /// AVX2 with FMA and F16C.
     Avx2,
+    /// AVX2 with products of bytes (AVX-VNNI).
+    Avx2Vnni,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
+    /// AVX-512 with products of bytes (VNNI).
+    Avx512Vnni,
 }
 
 impl fmt::Display for Isa {
@@ -128,16 +137,31 @@ impl fmt::Display for Isa {
         f.write_str(match self {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
+            Self::Avx2Vnni => "avx2-vnni",
             Self::Avx512 => "avx512",
+            Self::Avx512Vnni => "avx512-vnni",
         })
     }
 }
 
 impl Isa {
+    /// All instruction sets, the best first.
+    pub const ALL: [Self; 5] = [Self::Avx512Vnni, Self::Avx512, Self::Avx2Vnni, Self::Avx2, Self::Portable];
+
     /// The widest instruction set of this processor.
     #[must_use]
     pub fn best() -> Self {
-        [Self::Avx512, Self::Avx2].into_iter().find(|isa| isa.is_supported()).unwrap_or(Self::Portable)
+        Self::ALL.into_iter().find(|isa| isa.is_supported()).unwrap_or(Self::Portable)
+    }
+
+    /// The instruction set without products of bytes.
+    #[must_use]
+    pub fn base(self) -> Self {
+        match self {
+            Self::Avx2Vnni => Self::Avx2,
+            Self::Avx512Vnni => Self::Avx512,
+            Self::Portable | Self::Avx2 | Self::Avx512 => self,
+        }
     }
 
     /// Whether this processor has the instruction set.
@@ -150,6 +174,8 @@ impl Isa {
                 is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
             }
             #[cfg(target_arch = "x86_64")]
+            Self::Avx2Vnni => Self::Avx2.is_supported() && is_x86_feature_detected!("avxvnni"),
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512 => {
                 Self::Avx2.is_supported()
                     && is_x86_feature_detected!("avx512f")
@@ -157,24 +183,44 @@ impl Isa {
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
             }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vnni => Self::Avx512.is_supported() && is_x86_feature_detected!("avx512vnni"),
             #[cfg(not(target_arch = "x86_64"))]
             _ => false,
         }
     }
 
-    /// Runs the kernel compiled for this instruction set.
+    /// Runs the kernel compiled for this instruction set, without products of bytes.
     ///
     /// # Safety
     /// `self` is supported, and the kernel's own requirements hold.
     pub(crate) unsafe fn run<K: Kernel>(self, kernel: K) -> K::Output {
         // SAFETY: passed on; a device is only made with an instruction set that is supported.
         unsafe {
-            match self {
+            match self.base() {
                 #[cfg(target_arch = "x86_64")]
                 Self::Avx512 => avx512::run(kernel),
                 #[cfg(target_arch = "x86_64")]
                 Self::Avx2 => avx2::run(kernel),
                 _ => kernel.run::<portable::Portable>(),
+            }
+        }
+    }
+
+    /// Runs the kernel compiled for this instruction set with its products of bytes, where it has them: for the few kernels that
+    /// gain by another copy.
+    ///
+    /// # Safety
+    /// As for [`Self::run`].
+    pub(crate) unsafe fn run_bytes<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: passed on.
+        unsafe {
+            match self {
+                #[cfg(target_arch = "x86_64")]
+                Self::Avx512Vnni => avx512::run_vnni(kernel),
+                #[cfg(target_arch = "x86_64")]
+                Self::Avx2Vnni => avx2::run_vnni(kernel),
+                _ => self.run(kernel),
             }
         }
     }

@@ -10,7 +10,7 @@ pub(crate) struct Portable;
 
 const LANES: usize = 8;
 type V = [f32; LANES];
-type W = [i16; 2 * LANES];
+type B = [u8; 4 * LANES];
 
 #[inline(always)]
 fn zip(a: V, b: V, f: impl Fn(f32, f32) -> f32) -> V {
@@ -34,7 +34,7 @@ unsafe fn read(n: usize, f: impl Fn(usize) -> f32) -> V {
 impl Simd for Portable {
     type V = V;
     type I = [i32; LANES];
-    type W = W;
+    type B = B;
     const LANES: usize = LANES;
     const TILE_VECTORS: usize = 2;
 
@@ -195,8 +195,20 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    unsafe fn splat_halves(a: f32, b: f32) -> V {
-        std::array::from_fn(|i| if i < LANES / 2 { a } else { b })
+    unsafe fn f16_strided(p: *const u8, stride: usize) -> V {
+        // SAFETY: eight elements are valid.
+        unsafe { read(LANES, |i| Self::f16(p.add(i * stride).cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn bytes_to_f32(word: u64) -> V {
+        word.to_le_bytes().map(f32::from)
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> V {
+        // SAFETY: LANES elements are valid.
+        unsafe { p.cast::<[i8; LANES]>().read() }.map(f32::from)
     }
 
     #[inline(always)]
@@ -205,78 +217,79 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    unsafe fn wide(a: W) -> [V; 2] {
-        [std::array::from_fn(|i| f32::from(a[i])), std::array::from_fn(|i| f32::from(a[LANES + i]))]
+    unsafe fn load_ints(p: *const i32) -> [i32; LANES] {
+        // SAFETY: LANES elements are valid.
+        unsafe { p.cast::<[i32; LANES]>().read_unaligned() }
     }
 
     #[inline(always)]
-    unsafe fn load_i16(p: *const i16) -> W {
-        // SAFETY: `2 * LANES` elements are valid.
-        unsafe { p.cast::<W>().read_unaligned() }
+    unsafe fn add_ints(a: [i32; LANES], b: [i32; LANES]) -> [i32; LANES] {
+        std::array::from_fn(|i| a[i].wrapping_add(b[i]))
     }
 
     #[inline(always)]
-    unsafe fn load_u8(p: *const u8) -> W {
-        // SAFETY: `2 * LANES` elements are valid.
-        unsafe { p.cast::<[u8; 2 * LANES]>().read() }.map(i16::from)
+    unsafe fn spread_parts(scales: V, first: usize) -> V {
+        [scales[first]; LANES]
     }
 
     #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> W {
-        // SAFETY: `2 * LANES` elements are valid.
-        unsafe { p.cast::<[i8; 2 * LANES]>().read() }.map(i16::from)
+    unsafe fn spread_halves(scales: [V; 2], first: usize) -> V {
+        std::array::from_fn(|i| scales[first / 4][2 * (first % 4) + i / 4])
     }
 
     #[inline(always)]
-    unsafe fn load_nibbles(p: *const u8) -> [W; 2] {
+    unsafe fn load_bytes(p: *const u8) -> B {
+        // SAFETY: `4 * LANES` bytes are valid.
+        unsafe { p.cast::<B>().read() }
+    }
+
+    #[inline(always)]
+    unsafe fn load_parts(p: *const u8, _: usize) -> B {
+        // SAFETY: 32 bytes are valid.
+        unsafe { p.cast::<B>().read() }
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8, _: usize) -> B {
         // SAFETY: sixteen bytes are valid.
-        unsafe {
-            let bytes = Self::load_u8(p);
-            [Self::and(bytes, 15), Self::shift_right(bytes, 4)]
-        }
+        let bytes = unsafe { p.cast::<[u8; 16]>().read() };
+        std::array::from_fn(|i| bytes[i % 16] >> (i / 16 * 4) & 15)
     }
 
     #[inline(always)]
-    unsafe fn and(a: W, mask: i16) -> W {
+    unsafe fn move_bits(a: B, left: i32, _: i32) -> B {
+        a.map(|a| if left < 0 { a >> -left } else { a << left })
+    }
+
+    #[inline(always)]
+    unsafe fn and(a: B, mask: u8) -> B {
         a.map(|a| a & mask)
     }
 
     #[inline(always)]
-    unsafe fn or(a: W, b: W) -> W {
+    unsafe fn or(a: B, b: B) -> B {
         std::array::from_fn(|i| a[i] | b[i])
     }
 
     #[inline(always)]
-    unsafe fn shift_right(a: W, n: u32) -> W {
-        a.map(|a| (a.cast_unsigned() >> n).cast_signed())
+    unsafe fn xor(a: B, mask: u8) -> B {
+        a.map(|a| a ^ mask)
     }
 
     #[inline(always)]
-    unsafe fn shift_left(a: W, n: u32) -> W {
-        a.map(|a| a << n)
+    unsafe fn look_up(table: &[u8; 16], a: B) -> B {
+        a.map(|a| table[usize::from(a & 15)])
     }
 
     #[inline(always)]
-    unsafe fn minus(a: W, n: i16) -> W {
-        a.map(|a| a.wrapping_sub(n))
+    unsafe fn widen_bytes(a: B) -> [V; 4] {
+        std::array::from_fn(|v| std::array::from_fn(|i| f32::from(a[v * LANES + i])))
     }
 
     #[inline(always)]
-    unsafe fn look_up(table: &[i8; 16], a: W) -> W {
-        a.map(|a| i16::from(table[usize::from(a.cast_unsigned()) & 15]))
-    }
-
-    #[inline(always)]
-    unsafe fn load_e4m3(p: *const u8) -> V {
-        // As f16, whose exponent has one bit and a bias of 8 more.
-        let wide = |code: u8| f16::from_bits(u16::from(code & 0x80) << 8 | u16::from(code & 0x7f) << 7).to_f32();
-        // SAFETY: `LANES` elements are valid.
-        unsafe { p.cast::<[u8; LANES]>().read() }.map(wide)
-    }
-
-    #[inline(always)]
-    unsafe fn dot_pairs(a: W, b: W) -> [i32; LANES] {
-        let product = |i: usize| i32::from(a[i]) * i32::from(b[i]);
-        std::array::from_fn(|i| product(2 * i).wrapping_add(product(2 * i + 1)))
+    unsafe fn dot_planes(codes: B, high: B, low: B, _: bool) -> [i32; LANES] {
+        let product =
+            |i: usize| i32::from(codes[i]) * (256 * i32::from(high[i].cast_signed()) + i32::from(low[i].cast_signed()));
+        std::array::from_fn(|i| (4 * i..4 * i + 4).map(product).sum())
     }
 }

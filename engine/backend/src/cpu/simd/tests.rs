@@ -4,7 +4,7 @@ use super::*;
 use half::{bf16, f16};
 
 fn supported() -> impl Iterator<Item = Isa> {
-    [Isa::Portable, Isa::Avx2, Isa::Avx512].into_iter().filter(|isa| isa.is_supported())
+    Isa::ALL.into_iter().filter(|isa| isa.is_supported())
 }
 
 struct Exp<'a>(&'a mut [f32]);
@@ -78,7 +78,7 @@ impl Kernel for Operations {
         }
         parts::<S>(&square);
         halves::<S>(&square);
-        e4m3_codes::<S>();
+        bytes::<S>();
     }
 }
 
@@ -94,19 +94,6 @@ fn parts<S: Simd>(values: &[f32]) {
             let mut out = vec![9.0; S::LANES];
             S::store_part(out.as_mut_ptr(), S::load(values.as_ptr()), part);
             (0..S::LANES).for_each(|i| assert_eq!(out[i], if i < part { values[i] } else { 9.0 }));
-        }
-    }
-}
-
-#[inline(always)]
-fn e4m3_codes<S: Simd>() {
-    let codes: Vec<u8> = (0..=u8::MAX).filter(|code| code & 0x7f != 0x7f).chain([0, 0x80]).collect();
-    for codes in codes.chunks_exact(S::LANES) {
-        let mut out = vec![9.0; S::LANES];
-        // SAFETY: both are whole vectors.
-        unsafe { S::store(out.as_mut_ptr(), S::load_e4m3(codes.as_ptr())) };
-        for (code, out) in codes.iter().zip(out) {
-            assert_eq!(out.to_bits(), (crate::formats::e4m3(*code) / 256.0).to_bits(), "{code:#x}");
         }
     }
 }
@@ -129,11 +116,43 @@ fn halves<S: Simd>(values: &[f32]) {
     }
 }
 
+/// Codes and planes with every extreme, and scales of parts and halves.
+#[inline(always)]
+fn bytes<S: Simd>() {
+    let n = S::LANES;
+    let codes: Vec<u8> = (0..4 * n).map(|i| [255, 127, 0, 128, 200][i % 5]).collect();
+    let plane = |k: usize| -> Vec<i8> { (0..4 * n).map(|i| [-128, 127, 1, -1, 64, -77, 0][(i * k) % 7]).collect() };
+    let (high, low) = (plane(1), plane(3));
+    let (small, ints): (Vec<u8>, Vec<i32>) = codes.iter().zip(&high).map(|(c, h)| (c & 127, i32::from(*h) - 5)).unzip();
+    let mut out = vec![0.0; n];
+    // SAFETY: vectors are whole.
+    unsafe {
+        let (vh, vl) = (S::load_bytes(high.as_ptr().cast()), S::load_bytes(low.as_ptr().cast()));
+        for (codes, wide) in [(&codes, true), (&small, false)] {
+            let dot = S::dot_planes(S::load_bytes(codes.as_ptr()), vh, vl, wide);
+            S::store(out.as_mut_ptr(), S::to_f32(S::add_ints(dot, S::load_ints(ints.as_ptr()))));
+            for lane in 0..n {
+                let x = |i: usize| 256 * i32::from(high[i]) + i32::from(low[i]);
+                let want: i32 = (4 * lane..4 * lane + 4).map(|i| i32::from(codes[i]) * x(i)).sum();
+                assert_eq!(out[lane], (want + ints[lane]) as f32, "lane {lane}, wide {wide}");
+            }
+        }
+        let scales: Vec<f32> = (0..16).map(|i| i as f32 + 0.5).collect();
+        let vectors = [S::load(scales.as_ptr()), S::load(scales.as_ptr().add(16 - n))];
+        for first in (0..8).step_by(n / 8) {
+            S::store(out.as_mut_ptr(), S::spread_parts(vectors[0], first));
+            (0..n).for_each(|i| assert_eq!(out[i], scales[first + i / 8]));
+            S::store(out.as_mut_ptr(), S::spread_halves(vectors, first));
+            (0..n).for_each(|i| assert_eq!(out[i], scales[2 * first + i / 4]));
+        }
+    }
+}
+
 #[test]
 fn operations_match_plain_loops() {
     for isa in supported() {
         // SAFETY: supported.
-        unsafe { isa.run(Operations) };
+        unsafe { isa.run_bytes(Operations) };
     }
 }
 
