@@ -59,7 +59,11 @@ impl Rows {
     pub(crate) fn of(part: &Part, cols: usize) -> Option<Self> {
         let whole = part.col_stride == 1 && part.cols == cols && part.offset.is_multiple_of(cols);
         let step = part.row_stride / cols;
-        (whole && part.row_stride.is_multiple_of(cols)).then(|| Self { first: part.offset / cols, step, count: part.rows })
+        (whole && part.row_stride.is_multiple_of(cols)).then(|| Self {
+            first: part.offset / cols,
+            step,
+            count: part.rows,
+        })
     }
 
     /// The rows of a matrix of `cols` in which a part's elements are.
@@ -74,10 +78,18 @@ impl Rows {
 #[derive(Clone, Debug)]
 pub(super) enum Codes {
     /// A code a byte; a scale for `per` rows and columns, `across` of them for a row.
-    Fp8 { codes: Bytes, scales: Floats, per: [usize; 2], across: usize },
+    Fp8 {
+        codes: Bytes,
+        scales: Floats,
+        per: [usize; 2],
+        across: usize,
+    },
     Int4(Int4Codes),
     /// Half a byte a code, neighbours in a byte, and an exponent for 32.
-    Mxfp4 { codes: Bytes, exponents: Bytes },
+    Mxfp4 {
+        codes: Bytes,
+        exponents: Bytes,
+    },
 }
 
 /// A tensor of the file.
@@ -172,7 +184,7 @@ impl Matrix {
         let done = std::thread::scope(|scope| {
             let chunks = out.chunks_mut((each * row_bytes).max(1)).enumerate();
             if threads == 1 {
-                return chunks.map(|(i, out)| tiles(i * each, out)).collect();
+                return chunks.map(|(i, out)| tiles(i * each, out)).collect::<Result<(), String>>();
             }
             let tiles = &tiles;
             let running: Vec<_> = chunks.map(|(i, out)| scope.spawn(move || tiles(i * each, out))).collect();
