@@ -169,7 +169,7 @@ fn fp8(random: &mut Random, name: &str, shape: &[usize]) -> (Tensors, (Vec<usize
         (0..rows.div_ceil(128) * across).map(|_| (1.2 + random.number()) / 12.0 / (cols as f32).sqrt()).collect();
     // Magnitudes up to 30.
     let codes: Vec<u8> =
-        (0..rows * cols).map(|_| (random.bits() % 0x60) as u8 | (random.bits() % 2 << 7) as u8).collect();
+        (0..rows * cols).map(|_| (random.bits() % 0x60) as u8 | ((random.bits() % 2) << 7) as u8).collect();
     let element = |(i, code): (usize, &u8)| e4m3(*code) * scales[i / cols / 128 * across + i % cols / 128];
     let elements = codes.iter().enumerate().map(element).collect();
     let scale = f32s(&[rows.div_ceil(128), across], &scales);

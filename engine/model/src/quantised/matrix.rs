@@ -92,6 +92,9 @@ pub(super) enum Codes {
     },
 }
 
+/// Fills the place of some rows, or says what is wrong with one.
+type Work<'a> = dyn Fn(Rows, &mut [u8]) -> Result<(), String> + Sync + 'a;
+
 /// A tensor of the file.
 #[derive(Clone, Debug)]
 pub(super) struct Source {
@@ -163,12 +166,7 @@ impl Matrix {
     }
 
     /// Calls `work` with tiles of rows and their places in the result, from several threads where there is much to do.
-    fn fill(
-        &self,
-        rows: Rows,
-        row_bytes: usize,
-        work: &(dyn Fn(Rows, &mut [u8]) -> Result<(), String> + Sync),
-    ) -> Result<Vec<u8>, ModelError> {
+    fn fill(&self, rows: Rows, row_bytes: usize, work: &Work<'_>) -> Result<Vec<u8>, ModelError> {
         let mut out = vec![0; rows.count * row_bytes];
         let tiles = |first: usize, out: &mut [u8]| {
             for (i, out) in out.chunks_mut((TILE * row_bytes).max(1)).enumerate() {
@@ -182,9 +180,9 @@ impl Matrix {
         };
         let each = rows.count.div_ceil(threads).next_multiple_of(TILE);
         let done = std::thread::scope(|scope| {
-            let chunks = out.chunks_mut((each * row_bytes).max(1)).enumerate();
+            let mut chunks = out.chunks_mut((each * row_bytes).max(1)).enumerate();
             if threads == 1 {
-                return chunks.map(|(i, out)| tiles(i * each, out)).collect::<Result<(), String>>();
+                return chunks.try_for_each(|(i, out)| tiles(i * each, out));
             }
             let tiles = &tiles;
             let running: Vec<_> = chunks.map(|(i, out)| scope.spawn(move || tiles(i * each, out))).collect();

@@ -269,7 +269,7 @@ fn groups_in_the_order_of_activations_are_decoded() {
     let neighbours: Vec<usize> = (0..64).map(|col| col / 32).collect();
     let opened = open(&gptq, &order(&neighbours)).unwrap();
     check(&opened, &[8, 64], Some(WeightFormat::Int4G32), |row, col| plain.element(row, col, Plain::zero));
-    let error = open(&gptq, &order(&vec![2; 64])).unwrap_err().to_string();
+    let error = open(&gptq, &order(&[2; 64])).unwrap_err().to_string();
     assert!(error.contains("the tensor `m.g_idx` names the group 2 of 2"), "{error}");
 }
 
@@ -293,7 +293,7 @@ fn fp8_scales_are_those_of_blocks_rows_or_the_matrix() {
         (of_rows, "_scale", [1, 100], (9, 100), None),
         (of_all, "_scale", [9, 128], (9, 128), packed),
     ] {
-        let shape = [rows.div_ceil(per[0]), cols.div_ceil(per[1])];
+        let shape: [usize; 2] = [usize::div_ceil(rows, per[0]), usize::div_ceil(cols, per[1])];
         let stored = if shape == [1, 1] { vec![1] } else { shape.to_vec() };
         let scales: Vec<f32> = (0..shape[0] * shape[1]).map(|i| 0.001 + i as f32 / 512.0).collect();
         let codes = fp8_codes(rows, cols);
