@@ -4,6 +4,7 @@ use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 use lagoon_backend::WeightFormat;
 use lagoon_http::GenerationDefaults;
+use lagoon_model::checkpoint::Unpackable;
 use lagoon_model::gguf::{self, Gguf, is_gguf};
 use lagoon_model::hub::{Hub, resolve_model};
 use lagoon_model::{Checkpoint, GenerationConfig, ModelSpec, model_hash};
@@ -87,7 +88,7 @@ impl OpenModel {
     }
 }
 
-/// What happens to a GGUF file's weights at loading on a device that takes some packed formats; `None` if they stay as they are.
+/// What happens to packed weights at loading on a device that takes some packed formats; `None` if they stay as they are.
 pub(crate) fn conversion(
     id: &str,
     checkpoint: &Checkpoint,
@@ -99,10 +100,10 @@ pub(crate) fn conversion(
     let mut converted: Vec<WeightFormat> =
         loaded.iter().filter(|of| of.becomes != of.stored).map(|of| of.stored).collect();
     converted.dedup();
+    let decoded = decoded(id, checkpoint, dtype);
     if !checkpoint.is_mixed() || converted.is_empty() {
-        return None;
+        return decoded;
     }
-    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let stored = gib(loaded.iter().map(|of| of.stored_bytes).sum());
     let loaded = gib(loaded.iter().map(|of| of.loaded_bytes).sum());
     let how = match dtype {
@@ -113,8 +114,20 @@ pub(crate) fn conversion(
     let converted: Vec<&str> = converted.into_iter().map(WeightFormat::name).collect();
     let converted = converted.join(", ");
     Some(format!(
-        "{id}: weights in {converted} are converted to {dtype} ({how}): {stored:.2} GiB become {loaded:.2} GiB\n"
+        "{id}: weights in {converted} are converted to {dtype} ({how}): {stored:.2} GiB become {loaded:.2} GiB\n{}",
+        decoded.unwrap_or_default()
     ))
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
+}
+
+/// Which quantised matrices no device takes; `None` if there are none.
+fn decoded(id: &str, checkpoint: &Checkpoint, dtype: DType) -> Option<String> {
+    let Unpackable { tensors, elements, example: (name, why) } = checkpoint.unpackable()?;
+    let size = gib(elements * dtype.size() as u64);
+    Some(format!("{id}: {tensors} quantised matrices are converted to {dtype}, {size:.2} GiB; of `{name}`, {why}\n"))
 }
 
 /// Tokenizer and chat template of the model at `path`.
@@ -191,5 +204,14 @@ mod tests {
         assert_eq!(announced_on("llama-q4_k.gguf", DType::F16, &|_| true), None);
         let some = announced_on("llama-q4_k.gguf", DType::F16, &|format| format != WeightFormat::Q4K).unwrap();
         assert!(some.starts_with("m: weights in Q4_K are converted"), "{some}");
+        let awq = announced_on("../quantised/awq", DType::F16, &|_| false).unwrap();
+        assert!(awq.starts_with("m: weights in INT4_G64 are converted to f16 (rounded to 11 bits"), "{awq}");
+        assert_eq!(announced_on("../quantised/awq", DType::F16, &|_| true), None);
+        let order = announced_on("../quantised/gptq-order", DType::F16, &|_| true).unwrap();
+        assert!(
+            order.starts_with("m: 7 quantised matrices are converted to f16, 0.00 GiB; of `model.layers.0."),
+            "{order}"
+        );
+        assert!(order.ends_with("desc_act, actorder)\n"), "{order}");
     }
 }

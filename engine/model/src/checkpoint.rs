@@ -180,7 +180,17 @@ impl Checkpoint {
     pub(crate) fn of(file: Gguf) -> Self {
         let tensors = file.tensors.into_iter().map(|(name, tensor)| {
             let (stored, format) = (tensor.stored.to_string(), tensor.stored.format());
-            (name, TensorInfo { stored, format, shape: tensor.shape, file: tensor.file, range: tensor.range, quantised: None })
+            (
+                name,
+                TensorInfo {
+                    stored,
+                    format,
+                    shape: tensor.shape,
+                    file: tensor.file,
+                    range: tensor.range,
+                    quantised: None,
+                },
+            )
         });
         let tensors = tensors.collect();
         let files = file.parts.into_iter().map(|part| TensorFile {
@@ -209,11 +219,7 @@ impl Checkpoint {
         let all = self.tensors.iter().filter_map(|(name, info)| Some((name, info.quantised.as_ref()?)));
         let mut all = all.filter_map(|(name, matrix)| Some((name, matrix, matrix.unpackable.as_ref()?)));
         let (name, matrix, why) = all.next()?;
-        let first = Unpackable {
-            tensors: 1,
-            elements: matrix.elements() as u64,
-            example: (name.clone(), why.clone()),
-        };
+        let first = Unpackable { tensors: 1, elements: matrix.elements() as u64, example: (name.clone(), why.clone()) };
         Some(all.fold(first, |sum, (_, matrix, _)| Unpackable {
             tensors: sum.tensors + 1,
             elements: sum.elements + matrix.elements() as u64,
@@ -356,10 +362,12 @@ impl Checkpoint {
     /// Whether a tensor is the bias of a quantised matrix, and zero.
     pub(crate) fn is_zero_bias(&self, name: &str) -> bool {
         let module = name.strip_suffix(".bias");
-        let of = module.and_then(|module| self.info(&format!("{module}.weight"))).and_then(|info| info.quantised.as_ref());
-        of.is_some() && self.info(name).is_some_and(|info| {
-            self.files[info.file].map.bytes()[info.range.clone()].iter().all(|byte| *byte == 0)
-        })
+        let of =
+            module.and_then(|module| self.info(&format!("{module}.weight"))).and_then(|info| info.quantised.as_ref());
+        of.is_some()
+            && self
+                .info(name)
+                .is_some_and(|info| self.files[info.file].map.bytes()[info.range.clone()].iter().all(|byte| *byte == 0))
     }
 
     /// An error that names `tensor` and its file.

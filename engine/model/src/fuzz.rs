@@ -139,9 +139,10 @@ fn check_tensors(checkpoint: &Checkpoint) {
     for (name, info) in checkpoint.tensors() {
         match checkpoint.tensor(name, &info.shape) {
             Ok(LoadedTensor { quantised: Some(matrix), .. }) => {
-                assert_eq!(matrix.elements(), info.shape.iter().product(), "{name:?} of {info:?}");
+                assert_eq!(matrix.elements(), info.shape.iter().product::<usize>(), "{name:?} of {info:?}");
                 let rows = Rows { first: 0, step: 1, count: matrix.rows.min(4) };
-                for error in [matrix.packed(rows).err(), matrix.converted(rows, DType::F16).err()].into_iter().flatten() {
+                for error in [matrix.packed(rows).err(), matrix.converted(rows, DType::F16).err()].into_iter().flatten()
+                {
                     check_error(&error, "dir/model.safetensors");
                 }
             }

@@ -573,8 +573,7 @@ pub(crate) fn check_no_others(checkpoint: &Checkpoint, spec: &ModelSpec) -> Resu
         index.is_some_and(|index| (spec.layers.len()..spec.layers.len() + count).contains(&index))
     };
     // Tools give modules that they quantise biases that are zero.
-    let redundant =
-        |name: &str| names.redundant.iter().any(|end| name.ends_with(end)) || checkpoint.is_zero_bias(name);
+    let redundant = |name: &str| names.redundant.iter().any(|end| name.ends_with(end)) || checkpoint.is_zero_bias(name);
     check_tied_head(checkpoint, spec)?;
     match checkpoint.tensors().find(|(name, _)| !used.contains(name) && !redundant(name) && !beyond(name)) {
         None => Ok(()),

@@ -35,7 +35,7 @@ fn what_would_change_a_family_is_refused_by_name() {
         ("gpt_oss", json!({"swiglu_limit": 8.0}), "`swiglu_limit` is 8.0"),
         ("gpt_oss", json!({"swiglu_alpha": 1.5}), "`swiglu_alpha` is 1.5"),
         ("gpt_oss", json!({"attention_bias": false}), "`attention_bias` is false"),
-        ("gpt_oss", json!({"quantization_config": {"quant_method": "mxfp4"}}), "`quantization_config` is"),
+        ("gpt_oss", json!({"quantization_config": {"quant_method": "mxfp8"}}), "`quantization_config.quant_method` is"),
         ("gpt_oss", json!({"layer_types": ["chunked_attention", "full_attention"]}), "`layer_types` is"),
         ("gemma3", json!({"final_logit_softcapping": 30.0}), "`final_logit_softcapping` is 30.0"),
         ("gemma2", json!({"hidden_activation": "gelu"}), "`hidden_activation` is \"gelu\""),

@@ -102,6 +102,7 @@ fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
     // Without a list, every other layer has the window, the first one among them.
     let alternating = || (0..base.layers).map(|i| (i % 2 == 0).then_some(window)).collect();
     let windows = windows(fields, base.layers, Some(window))?.unwrap_or_else(alternating);
+    let packed = Quantisation::read(fields)?.is_some_and(|quantisation| quantisation.mxfp4);
     let layer = |(i, window): (usize, Option<u32>)| {
         let of = |name: &str| format!("model.layers.{i}.{name}");
         let mut layer = base.layer(i);
@@ -113,7 +114,6 @@ fn read(fields: &Fields) -> Result<ModelSpec, ModelError> {
         layer.mlp = Mlp::Experts(Box::new(if packed { in_blocks(mixture) } else { mixture }));
         layer
     };
-    let packed = Quantisation::read(fields)?.is_some_and(|quantisation| quantisation.mxfp4);
     let rope = base.rope(fields, 1.5e5)?;
     base.model(fields, vec![rope], windows.into_iter().enumerate().map(layer).collect())
 }

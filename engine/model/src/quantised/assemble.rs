@@ -45,17 +45,16 @@ pub(crate) fn assemble(
     let names: Vec<String> = tensors.keys().cloned().collect();
     for name in names {
         let stored = tensors.get(&name).map_or("", |info| info.stored.as_str());
-        let (module, logical, work) = if let (Some(module), "F8_E4M3", Some(of)) =
-            (name.strip_suffix(".weight"), stored, quantisation.fp8)
-        {
-            (module, name.clone(), Work::Fp8(of))
-        } else if let (Some(module), Some(of)) = (name.strip_suffix(codes_end), quantisation.int4) {
-            (module, format!("{module}.weight"), Work::Int4(of))
-        } else if let (Some(module), true) = (name.strip_suffix("_blocks"), quantisation.mxfp4) {
-            (module, name.clone(), Work::Mxfp4)
-        } else {
-            continue;
-        };
+        let (module, logical, work) =
+            if let (Some(module), "F8_E4M3", Some(of)) = (name.strip_suffix(".weight"), stored, quantisation.fp8) {
+                (module, name.clone(), Work::Fp8(of))
+            } else if let (Some(module), Some(of)) = (name.strip_suffix(codes_end), quantisation.int4) {
+                (module, format!("{module}.weight"), Work::Int4(of))
+            } else if let (Some(module), true) = (name.strip_suffix("_blocks"), quantisation.mxfp4) {
+                (module, name.clone(), Work::Mxfp4)
+            } else {
+                continue;
+            };
         let mut parts = Module { tensors: &mut *tensors, files, module, name: &name };
         if quantisation.plain.contains(module) {
             return Err(parts.error(&name, "is quantised; quantization_config says that its module is not".to_owned()));
@@ -96,6 +95,18 @@ impl Taken {
         };
         Floats { dtype, bytes: self.bytes.clone() }
     }
+}
+
+/// A matrix, and how it is stored.
+struct Made {
+    rows: usize,
+    cols: usize,
+    /// Of the tensor that takes the place of the stored ones.
+    shape: Vec<usize>,
+    format: WeightFormat,
+    unpackable: Option<String>,
+    codes: Codes,
+    stored: String,
 }
 
 /// The tensors of a quantised module.
@@ -160,20 +171,11 @@ impl Module<'_> {
         self.optional(end, types, shapes)?.ok_or_else(missing)
     }
 
-    /// Takes the module's tensors out of the map, and gives the matrix of their place. `stored` says how they are stored.
-    fn finish(
-        &mut self,
-        (rows, cols, shape): (usize, usize, Vec<usize>),
-        format: WeightFormat,
-        unpackable: Option<String>,
-        codes: Codes,
-        taken: &[&Taken],
-        stored: String,
-        ends: &[&str],
-    ) -> TensorInfo {
+    /// Takes the module's tensors out of the map, and gives the matrix of their place.
+    fn finish(&mut self, made: Made, taken: &[&Taken], ends: &[&str]) -> TensorInfo {
+        let Made { rows, cols, shape, format, unpackable, codes, stored } = made;
         let sources = taken.iter().map(|taken| taken.source()).collect();
-        let (first, path) = (&taken[0].info, taken[0].origin.path.clone());
-        let file = first.file;
+        let (file, path) = (taken[0].info.file, taken[0].origin.path.clone());
         let name = shown(self.name);
         let matrix = Matrix { rows, cols, format, unpackable, codes, sources, name, path };
         self.tensors.remove(self.name);
@@ -216,10 +218,9 @@ impl Module<'_> {
         };
         let stored = format!("F8_E4M3 with {} scales of {}x{}", scales.info.stored, per[0], per[1]);
         let kinds = Codes::Fp8 { codes: codes.bytes.clone(), scales: scales.floats(), per, across };
-        let shape = (rows, cols, codes.info.shape.clone());
+        let made = Made { rows, cols, shape: vec![rows, cols], format, unpackable, codes: kinds, stored };
         // A zero point of codes that have none.
-        let ends = [end, ".weight_zero_point"];
-        Ok(self.finish(shape, format, unpackable, kinds, &[&codes, &scales], stored, &ends))
+        Ok(self.finish(made, &[&codes, &scales], &[end, ".weight_zero_point"]))
     }
 
     fn mxfp4(&mut self) -> Result<TensorInfo, ModelError> {
@@ -233,9 +234,11 @@ impl Module<'_> {
         let exponents = self.required("_scales", &["U8"], &[outer])?;
         let (&blocks, high) = outer.split_last().expect("it has three dimensions or more");
         let (rows, cols) = (codes.bytes.len() / bytes / blocks, blocks * elements);
-        let shape = (rows, cols, [high, &[cols]].concat());
+        let shape = [high, &[cols]].concat();
         let kinds = Codes::Mxfp4 { codes: codes.bytes.clone(), exponents: exponents.bytes.clone() };
-        Ok(self.finish(shape, format, None, kinds, &[&codes, &exponents], "MXFP4".to_owned(), &["_scales"]))
+        let stored = "MXFP4".to_owned();
+        let made = Made { rows, cols, shape, format, unpackable: None, codes: kinds, stored };
+        Ok(self.finish(made, &[&codes, &exponents], &["_scales"]))
     }
 
     fn int4(&mut self, of: Int4) -> Result<TensorInfo, ModelError> {
@@ -292,7 +295,9 @@ impl Module<'_> {
             false => [".scales", ".qzeros", ".g_idx", ".qweight"],
         };
         let format = format.unwrap_or(WeightFormat::Int4G32);
-        Ok(self.finish((rows, cols, vec![rows, cols]), format, unpackable, Codes::Int4(kinds), &taken, stored, &ends))
+        let shape = vec![rows, cols];
+        let made = Made { rows, cols, shape, format, unpackable, codes: Codes::Int4(kinds), stored };
+        Ok(self.finish(made, &taken, &ends))
     }
 
     /// Columns of a pack-quantized matrix of `wide` words a row, by its `weight_shape`.

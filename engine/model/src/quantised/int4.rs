@@ -115,7 +115,8 @@ impl Int4Codes {
             (Zeros::Signed(bytes), _) => {
                 let zero = bytes[row * self.groups + group].cast_signed();
                 let zero = zero.checked_add_unsigned(MIDDLE).and_then(|zero| u8::try_from(zero).ok());
-                zero.filter(|zero| *zero <= INT4_ZERO_MAX).ok_or_else(|| format!("has another zero point in row {row}"))?
+                zero.filter(|zero| *zero <= INT4_ZERO_MAX)
+                    .ok_or_else(|| format!("has another zero point in row {row}"))?
             }
         };
         Ok((scale, zero))
@@ -126,7 +127,10 @@ impl Int4Codes {
         let block = format.block();
         let mut codes = vec![0; rows.count * self.cols];
         self.unpack(rows, &mut codes);
-        let each = rows.iter().zip(codes.chunks_exact(self.cols)).zip(out.chunks_exact_mut(self.cols / block.elements * block.bytes));
+        let each = rows
+            .iter()
+            .zip(codes.chunks_exact(self.cols))
+            .zip(out.chunks_exact_mut(self.cols / block.elements * block.bytes));
         for ((row, codes), out) in each {
             let blocks = codes.chunks_exact(block.elements).zip(out.chunks_exact_mut(block.bytes));
             for (i, (codes, out)) in blocks.enumerate() {

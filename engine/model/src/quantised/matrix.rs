@@ -59,7 +59,11 @@ impl Rows {
     pub(crate) fn of(part: &Part, cols: usize) -> Option<Self> {
         let whole = part.col_stride == 1 && part.cols == cols && part.offset.is_multiple_of(cols);
         let step = part.row_stride / cols;
-        (whole && part.row_stride.is_multiple_of(cols)).then(|| Self { first: part.offset / cols, step, count: part.rows })
+        (whole && part.row_stride.is_multiple_of(cols)).then(|| Self {
+            first: part.offset / cols,
+            step,
+            count: part.rows,
+        })
     }
 
     /// The rows of a matrix of `cols` in which a part's elements are.
@@ -74,11 +78,22 @@ impl Rows {
 #[derive(Clone, Debug)]
 pub(super) enum Codes {
     /// A code a byte; a scale for `per` rows and columns, `across` of them for a row.
-    Fp8 { codes: Bytes, scales: Floats, per: [usize; 2], across: usize },
+    Fp8 {
+        codes: Bytes,
+        scales: Floats,
+        per: [usize; 2],
+        across: usize,
+    },
     Int4(Int4Codes),
     /// Half a byte a code, neighbours in a byte, and an exponent for 32.
-    Mxfp4 { codes: Bytes, exponents: Bytes },
+    Mxfp4 {
+        codes: Bytes,
+        exponents: Bytes,
+    },
 }
+
+/// Fills the place of some rows, or says what is wrong with one.
+type Work<'a> = dyn Fn(Rows, &mut [u8]) -> Result<(), String> + Sync + 'a;
 
 /// A tensor of the file.
 #[derive(Clone, Debug)]
@@ -151,12 +166,7 @@ impl Matrix {
     }
 
     /// Calls `work` with tiles of rows and their places in the result, from several threads where there is much to do.
-    fn fill(
-        &self,
-        rows: Rows,
-        row_bytes: usize,
-        work: &(dyn Fn(Rows, &mut [u8]) -> Result<(), String> + Sync),
-    ) -> Result<Vec<u8>, ModelError> {
+    fn fill(&self, rows: Rows, row_bytes: usize, work: &Work<'_>) -> Result<Vec<u8>, ModelError> {
         let mut out = vec![0; rows.count * row_bytes];
         let tiles = |first: usize, out: &mut [u8]| {
             for (i, out) in out.chunks_mut((TILE * row_bytes).max(1)).enumerate() {
@@ -170,9 +180,9 @@ impl Matrix {
         };
         let each = rows.count.div_ceil(threads).next_multiple_of(TILE);
         let done = std::thread::scope(|scope| {
-            let chunks = out.chunks_mut((each * row_bytes).max(1)).enumerate();
+            let mut chunks = out.chunks_mut((each * row_bytes).max(1)).enumerate();
             if threads == 1 {
-                return chunks.map(|(i, out)| tiles(i * each, out)).collect();
+                return chunks.try_for_each(|(i, out)| tiles(i * each, out));
             }
             let tiles = &tiles;
             let running: Vec<_> = chunks.map(|(i, out)| scope.spawn(move || tiles(i * each, out))).collect();
