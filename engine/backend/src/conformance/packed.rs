@@ -16,6 +16,11 @@ fn taken<D: Device>(device: &D) -> Vec<WeightFormat> {
     packed.filter(|format| device.takes(*format)).collect()
 }
 
+/// Elements of whole blocks, at least 96.
+fn deep(format: WeightFormat) -> usize {
+    96usize.next_multiple_of(format.block().elements)
+}
+
 /// Elements of a part, in which activations may be rounded together.
 const PART: usize = 32;
 
@@ -62,7 +67,7 @@ pub fn matmul_packed<D: Device>(device: &mut D, tolerance: Tolerance) {
         ] {
             for mode in [Mode::Set, Mode::Add] {
                 // More than a panel's depth, also of short blocks.
-                let k = blocks * format.block().elements.max(96);
+                let k = blocks * deep(format);
                 product(device, format, (rows, k, n), mode, tolerance);
             }
         }
@@ -123,7 +128,7 @@ pub fn matmul_packed_parts<D: Device>(device: &mut D, tolerance: Tolerance) {
 pub fn matmul_packed_extremes<D: Device>(device: &mut D, tolerance: Tolerance) {
     for format in taken(device) {
         for rows in [1, 4, 7] {
-            let (mut data, k, n) = (Data::new(41), 3 * format.block().elements.max(96), 9);
+            let (mut data, k, n) = (Data::new(41), 3 * deep(format), 9);
             let (weight, exact) = data.packed_weight(device, format, (n, k));
             let mut values = data.values(rows * k);
             values[5] = 1000.0;
