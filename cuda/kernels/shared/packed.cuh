@@ -7,13 +7,13 @@
 //
 //   format     bytes  instructions  share of the bandwidth  times f16 weights at all of it
 //   Q8_0       1,088           143                    1.00                             1.9
-//   FP8        1,056           199                    0.99                             1.9
+//   FP8        1,056           169                    1.00                             1.9
 //   Q6_K       1,680           366                    0.86                             2.1
 //   Q4_0       1,152           260                    0.83                             2.9
 //   INT4_G128  1,056           271                    0.73                             2.8
-//   Q5_K       1,408           464                    0.57                             1.6
-//   MXFP4      1,088           369                    0.55                             2.1
-//   Q4_K       1,152           396                    0.54                             1.9
+//   MXFP4      1,088           309                    0.66                             2.5
+//   Q5_K       1,408           437                    0.60                             1.8
+//   Q4_K       1,152           373                    0.58                             2.1
 //
 // Products of integers (dp4a) take fewer instructions, for activations rounded to 8 bits: 2^-8 of the largest of 32, 256 times what
 // the host's backend allows itself. Two 8-bit terms would be as exact as the host's 16 bits.
@@ -78,15 +78,16 @@ DEVICE void multiply_run(const typename W::Unit (&units)[PACKED_WEIGHTS], uint32
 template <typename W, uint32_t ROWS, bool WAITS>
 DEVICE void multiply_rows(const unsigned char* const (&weights)[PACKED_WEIGHTS], const float* const (&rows)[ROWS], uint32_t k,
                           float (&sums)[PACKED_WEIGHTS * ROWS]) {
-    // More rows take the registers, and as many products hide the loads of other warps.
+    // More rows take the registers of units ahead and of a second run; their products hide other warps' loads.
     constexpr bool AHEAD = ROWS <= 2;
+    [[maybe_unused]] constexpr uint32_t TOGETHER = AHEAD ? W::RUNS : 1;
     const uint32_t lane = threadIdx.x % 32, blocks = k / W::BLOCK;
     typename W::Unit now[PACKED_WEIGHTS], next[PACKED_WEIGHTS];
     load_units<W>(weights, blocks, lane, now);
     if (WAITS) wait_for_grids();
     for (uint32_t unit = lane; unit < blocks * W::UNITS; unit += 32) {
         if (AHEAD) load_units<W>(weights, blocks, unit + 32, next);
-#pragma unroll
+#pragma unroll TOGETHER
         for (uint32_t run = 0; run < W::RUNS; run++) multiply_run<W, ROWS>(now, unit, run, rows, sums);
         if (!AHEAD) load_units<W>(weights, blocks, unit + 32, next);
 #pragma unroll
