@@ -30,11 +30,13 @@ pub struct Options {
     pub binding_bytes_max: u64,
     /// Use f16 in shaders where the adapter has it.
     pub native_f16: bool,
+    /// Use subgroups where the adapter has them.
+    pub subgroups: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { binding_bytes_max: u64::MAX, native_f16: true }
+        Self { binding_bytes_max: u64::MAX, native_f16: true, subgroups: true }
     }
 }
 
@@ -249,7 +251,7 @@ impl Device for WgpuDevice {
     }
 
     fn takes(&self, format: WeightFormat) -> bool {
-        self.gpu.encoding(format).is_some()
+        Encoding::new(format).is_some()
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<WgpuWeight, DeviceError> {
@@ -344,11 +346,12 @@ impl Device for WgpuDevice {
         for shard in &weight.shards {
             // Tiles begin at whole quads of the output.
             let before = shard.row0 % 4;
+            let outputs = self.gpu.matvec_outputs();
             let (kernel, groups, depth) = match rows {
                 0 => return Ok(()),
-                1 => (Kernel::Matvec(shard.encoding, MatvecRows::One), shard.rows.div_ceil(4), 1),
+                1 => (Kernel::Matvec(shard.encoding, MatvecRows::One), shard.rows.div_ceil(outputs), 1),
                 2..=MATVEC_ROWS_MAX => {
-                    (Kernel::Matvec(shard.encoding, MatvecRows::Four), shard.rows.div_ceil(4), rows.div_ceil(4))
+                    (Kernel::Matvec(shard.encoding, MatvecRows::Four), shard.rows.div_ceil(outputs), rows.div_ceil(4))
                 }
                 _ => (Kernel::MatmulTiled(shard.encoding), (before + shard.rows).div_ceil(64), rows.div_ceil(64)),
             };
