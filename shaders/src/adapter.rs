@@ -31,6 +31,8 @@ pub struct AdapterSummary {
     pub software: bool,
     /// Shaders may use f16.
     pub f16: bool,
+    /// Invocations of the largest subgroup, if shaders may use subgroups.
+    pub subgroup: Option<u32>,
     /// Largest buffer, and largest binding of one to a kernel, in bytes; larger weights are sharded.
     pub buffer_bytes_max: u64,
     pub binding_bytes_max: u64,
@@ -75,6 +77,7 @@ fn summary(adapter: &Adapter) -> AdapterSummary {
         backend: info.backend.to_string(),
         driver,
         f16: adapter.features().contains(Features::SHADER_F16),
+        subgroup: adapter.features().contains(Features::SUBGROUP).then_some(info.subgroup_max_size),
         buffer_bytes_max: limits.max_buffer_size,
         binding_bytes_max: limits.max_storage_buffer_binding_size,
         workgroup_bytes: limits.max_compute_workgroup_storage_size,
@@ -123,7 +126,7 @@ pub(crate) fn open(choice: &AdapterChoice) -> Result<Opened, DeviceError> {
     let limits = adapter.limits();
     let descriptor = wgpu::DeviceDescriptor {
         label: Some("lagoon"),
-        required_features: adapter.features() & Features::SHADER_F16,
+        required_features: adapter.features() & (Features::SHADER_F16 | Features::SUBGROUP),
         required_limits: limits.clone(),
         ..Default::default()
     };

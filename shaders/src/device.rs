@@ -30,11 +30,13 @@ pub struct Options {
     pub binding_bytes_max: u64,
     /// Use f16 in shaders where the adapter has it.
     pub native_f16: bool,
+    /// Use subgroups where the adapter has them.
+    pub subgroups: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { binding_bytes_max: u64::MAX, native_f16: true }
+        Self { binding_bytes_max: u64::MAX, native_f16: true, subgroups: true }
     }
 }
 
@@ -80,7 +82,7 @@ impl WgpuDevice {
     /// Whether every device of this backend computes with matrices in `format` as they are ([`Device::takes`]).
     #[must_use]
     pub fn reads(format: WeightFormat) -> bool {
-        Encoding::new(format, false).is_some()
+        Encoding::new(format).is_some()
     }
 
     /// Opens an adapter.
@@ -354,11 +356,12 @@ impl Device for WgpuDevice {
         for shard in &weight.shards {
             // Tiles begin at whole quads of the output.
             let before = shard.row0 % 4;
+            let outputs = self.gpu.matvec_outputs();
             let (kernel, groups, depth) = match rows {
                 0 => return Ok(()),
-                1 => (Kernel::Matvec(shard.encoding, MatvecRows::One), shard.rows.div_ceil(4), 1),
+                1 => (Kernel::Matvec(shard.encoding, MatvecRows::One), shard.rows.div_ceil(outputs), 1),
                 2..=MATVEC_ROWS_MAX => {
-                    (Kernel::Matvec(shard.encoding, MatvecRows::Four), shard.rows.div_ceil(4), rows.div_ceil(4))
+                    (Kernel::Matvec(shard.encoding, MatvecRows::Four), shard.rows.div_ceil(outputs), rows.div_ceil(4))
                 }
                 _ => (Kernel::MatmulTiled(shard.encoding), (before + shard.rows).div_ceil(64), rows.div_ceil(64)),
             };

@@ -116,10 +116,11 @@ impl Mixture<'_> {
             // There may be more shards than dispatches in a batch: the parts of each expert may differ in format.
             self.gpu.begin()?;
             // Stretches of rows: one more for each expert, which may start within one.
+            let few = self.gpu.matvec_outputs();
             let (kernel, outputs, depth) = if choices <= ALONE_MAX {
-                (Kernel::GroupedMatvec(shard.encoding, MatvecRows::One), 4, choices)
+                (Kernel::GroupedMatvec(shard.encoding, MatvecRows::One), few, choices)
             } else if choices < TILED_MIN * self.count {
-                (Kernel::GroupedMatvec(shard.encoding, MatvecRows::Four), 4, choices / 4 + self.count)
+                (Kernel::GroupedMatvec(shard.encoding, MatvecRows::Four), few, choices / 4 + self.count)
             } else {
                 (Kernel::GroupedTiled(shard.encoding), 64, choices / 64 + self.count)
             };
@@ -134,7 +135,7 @@ impl Mixture<'_> {
                 shared_by: word(shared_by),
             };
             let buffers = [Some(self.words), Some(&x.buf), Some(&shard.buf), Some(&out.buf)];
-            self.gpu.dispatch(kernel, &params, &buffers, params.n.div_ceil(outputs), word(depth))?;
+            self.gpu.dispatch(kernel, &params, &buffers, params.n.div_ceil(word(outputs)), word(depth))?;
         }
         Ok(())
     }

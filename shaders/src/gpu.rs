@@ -7,9 +7,9 @@
 
 use crate::adapter::{AdapterSummary, Opened};
 use crate::device::Options;
-use crate::kernel::{Access, BINDINGS_MAX, Encoding, Kernel};
+use crate::kernel::{Access, BINDINGS_MAX, Encoding, Kernel, Teams};
 use bytemuck::Pod;
-use lagoon_backend::{DeviceError, WeightFormat};
+use lagoon_backend::DeviceError;
 use lagoon_types::KvDType;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -78,6 +78,7 @@ pub(crate) struct Gpu {
     summary: AdapterSummary,
     binding_bytes_max: u64,
     native_f16: bool,
+    teams: Teams,
     shared: Arc<Shared>,
     next_id: u64,
     pipelines: HashMap<Kernel, Pipeline>,
@@ -108,6 +109,10 @@ impl Gpu {
                 .min(limits.max_storage_buffer_binding_size)
                 .min(limits.max_buffer_size),
             native_f16: summary.f16 && options.native_f16,
+            teams: match summary.subgroup {
+                Some(most) if options.subgroups => Teams::Subgroup { most },
+                _ => Teams::Workgroup,
+            },
             device,
             queue,
             summary,
@@ -140,9 +145,9 @@ impl Gpu {
         Encoding::kv(dtype, self.native_f16)
     }
 
-    /// `None` for formats that no kernel unpacks.
-    pub(crate) fn encoding(&self, format: WeightFormat) -> Option<Encoding> {
-        Encoding::new(format, self.native_f16)
+    /// Outputs of a workgroup in a product of few rows, at least.
+    pub(crate) fn matvec_outputs(&self) -> usize {
+        self.teams.outputs() as usize
     }
 
     /// A zeroed storage buffer of `bytes` bytes, rounded up to 16.
@@ -280,7 +285,7 @@ impl Gpu {
             return Ok(found.pipeline.clone());
         }
         let scope = self.device.push_error_scope(wgpu::ErrorFilter::Validation);
-        let made = compile(&self.device, kernel);
+        let made = compile(&self.device, kernel, self.teams);
         if let Some(error) = pollster::block_on(scope.pop()) {
             return Err(DeviceError::Unsupported(format!("the kernel {} does not compile: {error}", kernel.name())));
         }
@@ -405,7 +410,7 @@ fn create(device: &wgpu::Device, what: &str, bytes: u64, usage: BufferUsages) ->
     }
 }
 
-fn compile(device: &wgpu::Device, kernel: Kernel) -> Pipeline {
+fn compile(device: &wgpu::Device, kernel: Kernel, teams: Teams) -> Pipeline {
     let storage = |(binding, access): &(u32, Access)| {
         let ty = wgpu::BufferBindingType::Storage { read_only: *access == Access::Read };
         layout_entry(*binding, ty, false)
@@ -417,7 +422,7 @@ fn compile(device: &wgpu::Device, kernel: Kernel) -> Pipeline {
         .create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(name.as_str()), entries: &entries });
     let descriptor = wgpu::ShaderModuleDescriptor {
         label: Some(name.as_str()),
-        source: wgpu::ShaderSource::Wgsl(kernel.source().into()),
+        source: wgpu::ShaderSource::Wgsl(kernel.source(teams).into()),
     };
     let checks = wgpu::ShaderRuntimeChecks { force_loop_bounding: false, ..wgpu::ShaderRuntimeChecks::checked() };
     // SAFETY: only the bound on loops is disabled, as it keeps drivers from unrolling; every loop of our shaders

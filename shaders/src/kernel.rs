@@ -13,29 +13,44 @@ pub(crate) enum Encoding {
     F32,
     /// Two to a word, widened by `unpack2x16float`.
     F16,
-    /// Two to a word, widened by the adapter's own f16.
+    /// Two to a word, widened by the adapter's own f16: of KV only, as weights are read in whole words.
     F16Native,
     Bf16,
     /// KV in 8 bits: codes with a scale for each row.
-    Fp8,
+    KvFp8,
     Q8_0,
     Q4_0,
     Q4K,
     Q5K,
     Q6K,
     Mxfp4,
+    Fp8,
+    Int4G32,
+    Int4G64,
+    Int4G128,
 }
 
 impl Encoding {
     /// Elements stored one by one: of weights of every kernel, and of KV.
-    pub(crate) const PLAIN: [Self; 4] = [Self::F32, Self::F16, Self::F16Native, Self::Bf16];
+    pub(crate) const PLAIN: [Self; 3] = [Self::F32, Self::F16, Self::Bf16];
     /// Packed formats of matrices.
-    pub(crate) const PACKED: [Self; 6] = [Self::Q8_0, Self::Q4_0, Self::Q4K, Self::Q5K, Self::Q6K, Self::Mxfp4];
+    pub(crate) const PACKED: [Self; 10] = [
+        Self::Q8_0,
+        Self::Q4_0,
+        Self::Q4K,
+        Self::Q5K,
+        Self::Q6K,
+        Self::Mxfp4,
+        Self::Fp8,
+        Self::Int4G32,
+        Self::Int4G64,
+        Self::Int4G128,
+    ];
 
     /// `None` for formats that no kernel unpacks.
-    pub(crate) fn new(format: WeightFormat, native_f16: bool) -> Option<Self> {
+    pub(crate) fn new(format: WeightFormat) -> Option<Self> {
         if let Some(dtype) = format.plain() {
-            return Some(Self::plain(dtype, native_f16));
+            return Some(Self::plain(dtype, false));
         }
         match format {
             WeightFormat::Q8_0 => Some(Self::Q8_0),
@@ -44,6 +59,10 @@ impl Encoding {
             WeightFormat::Q5K => Some(Self::Q5K),
             WeightFormat::Q6K => Some(Self::Q6K),
             WeightFormat::Mxfp4 => Some(Self::Mxfp4),
+            WeightFormat::Fp8 => Some(Self::Fp8),
+            WeightFormat::Int4G32 => Some(Self::Int4G32),
+            WeightFormat::Int4G64 => Some(Self::Int4G64),
+            WeightFormat::Int4G128 => Some(Self::Int4G128),
             _ => None,
         }
     }
@@ -60,7 +79,7 @@ impl Encoding {
 
     /// Of a KV store.
     pub(crate) fn kv(dtype: KvDType, native_f16: bool) -> Self {
-        dtype.plain().map_or(Self::Fp8, |dtype| Self::plain(dtype, native_f16))
+        dtype.plain().map_or(Self::KvFp8, |dtype| Self::plain(dtype, native_f16))
     }
 
     pub(crate) fn name(self) -> &'static str {
@@ -69,14 +88,51 @@ impl Encoding {
             Self::F16 => "f16",
             Self::F16Native => "f16_native",
             Self::Bf16 => "bf16",
-            Self::Fp8 => "fp8",
+            Self::KvFp8 => "kv_fp8",
             Self::Q8_0 => "q8_0",
             Self::Q4_0 => "q4_0",
             Self::Q4K => "q4_k",
             Self::Q5K => "q5_k",
             Self::Q6K => "q6_k",
             Self::Mxfp4 => "mxfp4",
+            Self::Fp8 => "fp8",
+            Self::Int4G32 => "int4_g32",
+            Self::Int4G64 => "int4_g64",
+            Self::Int4G128 => "int4_g128",
         }
+    }
+
+    /// Runs of 32 elements of an INT4 block.
+    fn runs(self) -> u32 {
+        match self {
+            Self::Int4G64 => 2,
+            Self::Int4G128 => 4,
+            _ => 1,
+        }
+    }
+}
+
+/// What adds up a product of few rows: a subgroup, or a part of a workgroup through its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Teams {
+    Subgroup {
+        /// Invocations of the largest subgroup.
+        most: u32,
+    },
+    Workgroup,
+}
+
+/// Outputs of a team, as in `shared/products.wgsl`.
+const SPAN: u32 = 4;
+
+impl Teams {
+    /// Outputs of a workgroup for one row, at least.
+    pub(crate) fn outputs(self) -> u32 {
+        let teams = match self {
+            Self::Subgroup { most } => 64 / most.clamp(1, 64),
+            Self::Workgroup => 2,
+        };
+        SPAN * teams
     }
 }
 
@@ -232,6 +288,7 @@ impl Kernel {
             ]);
             all.extend(HeadClass::ALL.map(|class| Self::Attention(encoding, class)));
         }
+        all.extend(HeadClass::ALL.map(|class| Self::Attention(Encoding::F16Native, class)));
         for encoding in Encoding::PLAIN.into_iter().chain(Encoding::PACKED) {
             all.extend([
                 Self::Embed(encoding),
@@ -246,8 +303,8 @@ impl Kernel {
                 Self::GroupedTiled(encoding),
             ]);
         }
-        all.extend(HeadClass::ALL.map(|class| Self::Attention(Encoding::Fp8, class)));
-        let stored = [Encoding::F32, Encoding::F16, Encoding::Bf16, Encoding::Fp8];
+        all.extend(HeadClass::ALL.map(|class| Self::Attention(Encoding::KvFp8, class)));
+        let stored = [Encoding::F32, Encoding::F16, Encoding::Bf16, Encoding::KvFp8];
         all.extend(stored.map(Self::RopeAppend));
         all.extend(stored.map(Self::LatentAppend));
         all.extend(HeadClass::ALL.map(Self::AttentionReduce));
@@ -357,7 +414,7 @@ impl Kernel {
     }
 
     /// Constants of the source, as `${NAME}`.
-    fn constants(self) -> [(&'static str, u32); 3] {
+    fn constants(self) -> [(&'static str, u32); 4] {
         let rows = match self {
             Self::Matvec(_, rows) | Self::GroupedMatvec(_, rows) | Self::HeadMatvec(_, rows) => rows.count(),
             _ => 1,
@@ -366,7 +423,8 @@ impl Kernel {
             Self::Attention(_, class) | Self::AttentionReduce(class) => class,
             _ => HeadClass::D64,
         };
-        [("ROWS", rows), ("HEAD_QUADS", class.quads()), ("QUERY_QUADS", class.query_quads())]
+        let runs = self.encoding().runs();
+        [("ROWS", rows), ("HEAD_QUADS", class.quads()), ("QUERY_QUADS", class.query_quads()), ("RUNS", runs)]
     }
 
     /// For people and file names: `matmul.tiled.bf16`, `attention.partial.f16.q32`.
@@ -393,12 +451,12 @@ impl Kernel {
     }
 
     /// The composed WGSL.
-    pub(crate) fn source(self) -> String {
+    pub(crate) fn source(self, teams: Teams) -> String {
         let mut out = String::new();
         if self.encoding() == Encoding::F16Native {
             out.push_str("enable f16;\n");
         }
-        include(op_source(self.stem()), self.encoding(), &mut out);
+        include(op_source(self.stem()), self.encoding(), teams, &mut out);
         for (name, value) in self.constants() {
             out = out.replace(&format!("${{{name}}}"), &value.to_string());
         }
@@ -406,10 +464,10 @@ impl Kernel {
     }
 }
 
-/// Every composed permutation, by name, as the device compiles it: for validators such as `tint`.
+/// Every composed permutation, by name, as the device compiles it, without subgroups: for validators such as `tint`.
 #[must_use]
 pub fn sources() -> Vec<(String, String)> {
-    Kernel::all().into_iter().map(|kernel| (kernel.name(), kernel.source())).collect()
+    Kernel::all().into_iter().map(|kernel| (kernel.name(), kernel.source(Teams::Workgroup))).collect()
 }
 
 fn op_source(stem: &str) -> &'static str {
@@ -437,43 +495,69 @@ fn op_source(stem: &str) -> &'static str {
     }
 }
 
-fn shared_source(name: &str, encoding: Encoding) -> &'static str {
-    match (name, encoding) {
-        ("grid", _) => include_str!("../wgsl/shared/grid.wgsl"),
-        ("choices", _) => include_str!("../wgsl/shared/choices.wgsl"),
-        ("team", _) => include_str!("../wgsl/shared/team.wgsl"),
-        ("tile", _) => include_str!("../wgsl/shared/tile.wgsl"),
-        ("total", _) => include_str!("../wgsl/shared/total.wgsl"),
-        ("softcap", _) => include_str!("../wgsl/shared/softcap.wgsl"),
-        ("norm", _) => include_str!("../wgsl/shared/norm.wgsl"),
-        ("round_f16", _) => include_str!("../wgsl/shared/round_f16.wgsl"),
-        ("dtype", Encoding::F32) => include_str!("../wgsl/shared/dtype_f32.wgsl"),
-        ("dtype", Encoding::F16) => include_str!("../wgsl/shared/dtype_f16.wgsl"),
-        ("dtype", Encoding::F16Native) => include_str!("../wgsl/shared/dtype_f16_native.wgsl"),
-        ("dtype", Encoding::Bf16) => include_str!("../wgsl/shared/dtype_bf16.wgsl"),
-        ("dtype", Encoding::Fp8) => include_str!("../wgsl/shared/dtype_fp8.wgsl"),
-        ("rows", Encoding::Fp8) => include_str!("../wgsl/shared/rows_fp8.wgsl"),
-        ("rows", _) => include_str!("../wgsl/shared/rows_plain.wgsl"),
-        ("append", Encoding::Fp8) => include_str!("../wgsl/shared/append_fp8.wgsl"),
-        ("append", _) => include_str!("../wgsl/shared/append_plain.wgsl"),
-        ("bytes", _) => include_str!("../wgsl/shared/bytes.wgsl"),
-        ("six_bits", _) => include_str!("../wgsl/shared/six_bits.wgsl"),
-        ("weight", Encoding::Q8_0) => include_str!("../wgsl/shared/weight_q8_0.wgsl"),
-        ("weight", Encoding::Q4_0) => include_str!("../wgsl/shared/weight_q4_0.wgsl"),
-        ("weight", Encoding::Q4K) => include_str!("../wgsl/shared/weight_q4_k.wgsl"),
-        ("weight", Encoding::Q5K) => include_str!("../wgsl/shared/weight_q5_k.wgsl"),
-        ("weight", Encoding::Q6K) => include_str!("../wgsl/shared/weight_q6_k.wgsl"),
-        ("weight", Encoding::Mxfp4) => include_str!("../wgsl/shared/weight_mxfp4.wgsl"),
-        ("weight", _) => include_str!("../wgsl/shared/weight.wgsl"),
+fn shared_source(name: &str, encoding: Encoding, teams: Teams) -> &'static str {
+    match name {
+        "grid" => include_str!("../wgsl/shared/grid.wgsl"),
+        "choices" => include_str!("../wgsl/shared/choices.wgsl"),
+        "team" => match teams {
+            Teams::Subgroup { .. } => include_str!("../wgsl/shared/team_subgroup.wgsl"),
+            Teams::Workgroup => include_str!("../wgsl/shared/team.wgsl"),
+        },
+        "products" => include_str!("../wgsl/shared/products.wgsl"),
+        "tile" => include_str!("../wgsl/shared/tile.wgsl"),
+        "total" => include_str!("../wgsl/shared/total.wgsl"),
+        "softcap" => include_str!("../wgsl/shared/softcap.wgsl"),
+        "norm" => include_str!("../wgsl/shared/norm.wgsl"),
+        "round_f16" => include_str!("../wgsl/shared/round_f16.wgsl"),
+        "bytes" => include_str!("../wgsl/shared/bytes.wgsl"),
+        "runs" => include_str!("../wgsl/shared/runs.wgsl"),
+        "six_bits" => include_str!("../wgsl/shared/six_bits.wgsl"),
+        "dtype" => dtype_source(encoding),
+        "weight" => weight_source(encoding),
+        "rows" => match encoding {
+            Encoding::KvFp8 => include_str!("../wgsl/shared/rows_fp8.wgsl"),
+            _ => include_str!("../wgsl/shared/rows_plain.wgsl"),
+        },
+        "append" => match encoding {
+            Encoding::KvFp8 => include_str!("../wgsl/shared/append_fp8.wgsl"),
+            _ => include_str!("../wgsl/shared/append_plain.wgsl"),
+        },
         _ => unreachable!("no shared shader source {name}"),
     }
 }
 
+fn dtype_source(encoding: Encoding) -> &'static str {
+    match encoding {
+        Encoding::F32 => include_str!("../wgsl/shared/dtype_f32.wgsl"),
+        Encoding::F16 => include_str!("../wgsl/shared/dtype_f16.wgsl"),
+        Encoding::F16Native => include_str!("../wgsl/shared/dtype_f16_native.wgsl"),
+        Encoding::Bf16 => include_str!("../wgsl/shared/dtype_bf16.wgsl"),
+        Encoding::KvFp8 => include_str!("../wgsl/shared/dtype_fp8.wgsl"),
+        _ => unreachable!("no element type {}", encoding.name()),
+    }
+}
+
+fn weight_source(encoding: Encoding) -> &'static str {
+    match encoding {
+        Encoding::Q8_0 => include_str!("../wgsl/shared/weight_q8_0.wgsl"),
+        Encoding::Q4_0 => include_str!("../wgsl/shared/weight_q4_0.wgsl"),
+        Encoding::Q4K => include_str!("../wgsl/shared/weight_q4_k.wgsl"),
+        Encoding::Q5K => include_str!("../wgsl/shared/weight_q5_k.wgsl"),
+        Encoding::Q6K => include_str!("../wgsl/shared/weight_q6_k.wgsl"),
+        Encoding::Mxfp4 => include_str!("../wgsl/shared/weight_mxfp4.wgsl"),
+        Encoding::Fp8 => include_str!("../wgsl/shared/weight_fp8.wgsl"),
+        Encoding::Int4G32 | Encoding::Int4G64 | Encoding::Int4G128 => include_str!("../wgsl/shared/weight_int4.wgsl"),
+        Encoding::F32 | Encoding::F16 | Encoding::F16Native | Encoding::Bf16 => {
+            include_str!("../wgsl/shared/weight.wgsl")
+        }
+    }
+}
+
 /// Appends `source` with its `//#include NAME` lines replaced by the shared file's text.
-fn include(source: &str, encoding: Encoding, out: &mut String) {
+fn include(source: &str, encoding: Encoding, teams: Teams, out: &mut String) {
     for line in source.lines() {
         match line.strip_prefix("//#include ") {
-            Some(name) => include(shared_source(name.trim(), encoding), encoding, out),
+            Some(name) => include(shared_source(name.trim(), encoding, teams), encoding, teams, out),
             None => {
                 out.push_str(line);
                 out.push('\n');

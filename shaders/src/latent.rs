@@ -34,10 +34,11 @@ pub(crate) fn head_matmul(
     assert!(heads * x_stride <= x.cols && heads * out_stride <= out.cols, "columns of a product by head");
     assert!(rows <= x.rows.min(out.rows), "rows of a product by head");
     for shard in &weight.shards {
+        let few = gpu.matvec_outputs();
         let (kernel, outputs, depth) = match rows {
             0 => return Ok(()),
-            1 => (Kernel::HeadMatvec(shard.encoding, MatvecRows::One), 4, 1),
-            2..=MATVEC_ROWS_MAX => (Kernel::HeadMatvec(shard.encoding, MatvecRows::Four), 4, rows.div_ceil(4)),
+            1 => (Kernel::HeadMatvec(shard.encoding, MatvecRows::One), few, 1),
+            2..=MATVEC_ROWS_MAX => (Kernel::HeadMatvec(shard.encoding, MatvecRows::Four), few, rows.div_ceil(4)),
             _ => (Kernel::HeadMatmulTiled(shard.encoding), 64, rows.div_ceil(64)),
         };
         let head0 = shard.row0 / n;
@@ -56,7 +57,7 @@ pub(crate) fn head_matmul(
             shard_rows: word(shard.rows),
         };
         let buffers = [Some(&x.buf), Some(&shard.buf), Some(&out.buf)];
-        gpu.dispatch(kernel, &params, &buffers, params.heads * params.n.div_ceil(outputs), word(depth))?;
+        gpu.dispatch(kernel, &params, &buffers, params.heads * params.n.div_ceil(word(outputs)), word(depth))?;
     }
     Ok(())
 }

@@ -1,22 +1,35 @@
 //! Tests of every composed shader, without a device: naga validates it, its uniform block is compared with the Rust
 //! struct, its bindings with the kernel's, and it is translated to MSL, HLSL and SPIR-V.
 
-use crate::kernel::{Access, Encoding, Kernel};
+use crate::kernel::{Access, Encoding, Kernel, Teams};
 use crate::params;
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 use naga::{AddressSpace, Module, TypeInner};
 
-fn parse(kernel: Kernel) -> (Module, ModuleInfo) {
-    let source = kernel.source();
+/// Every kernel, by subgroups and without.
+fn composed() -> impl Iterator<Item = (Kernel, Module, ModuleInfo)> {
+    let teams = [Teams::Workgroup, Teams::Subgroup { most: 64 }];
+    let all = Kernel::all().into_iter().flat_map(move |kernel| teams.map(|teams| (kernel, teams)));
+    // The same text for both is checked once.
+    let differ = |(kernel, teams): &(Kernel, Teams)| {
+        *teams == Teams::Workgroup || kernel.source(*teams) != kernel.source(Teams::Workgroup)
+    };
+    all.filter(differ).map(|(kernel, teams)| {
+        let (module, info) = parse(kernel, teams);
+        (kernel, module, info)
+    })
+}
+
+fn parse(kernel: Kernel, teams: Teams) -> (Module, ModuleInfo) {
+    let source = kernel.source(teams);
     let name = kernel.name();
     let module = naga::front::wgsl::parse_str(&source)
         .unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(&source)));
     // unpack2x16float is missing on OpenGL only, which is not among our backends.
     let everywhere = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
-    let capabilities = match kernel.encoding() {
-        Encoding::F16Native => everywhere | Capabilities::SHADER_FLOAT16,
-        _ => everywhere,
-    };
+    let mut capabilities = everywhere;
+    capabilities.set(Capabilities::SHADER_FLOAT16, kernel.encoding() == Encoding::F16Native);
+    capabilities.set(Capabilities::SUBGROUP, teams != Teams::Workgroup);
     let info = Validator::new(ValidationFlags::all(), capabilities)
         .validate(&module)
         .unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(&source)));
@@ -66,8 +79,7 @@ fn scalar_name(module: &Module, ty: naga::Handle<naga::Type>) -> &'static str {
 
 #[test]
 fn uniform_layouts_match_the_rust_structs() {
-    for kernel in Kernel::all() {
-        let (module, _) = parse(kernel);
+    for (kernel, module, _) in composed() {
         let (_, uniform) =
             module.global_variables.iter().find(|(_, global)| global.space == AddressSpace::Uniform).unwrap();
         assert_eq!(uniform.binding.map(|b| (b.group, b.binding)), Some((0, 0)));
@@ -86,8 +98,7 @@ fn uniform_layouts_match_the_rust_structs() {
 
 #[test]
 fn entry_points_use_exactly_the_bindings_of_their_kernel() {
-    for kernel in Kernel::all() {
-        let (module, info) = parse(kernel);
+    for (kernel, module, info) in composed() {
         let index = module.entry_points.iter().position(|entry| entry.name == kernel.entry()).unwrap();
         let entry = info.get_entry_point(index);
         let mut found: Vec<(u32, Access)> = Vec::new();
@@ -105,8 +116,7 @@ fn entry_points_use_exactly_the_bindings_of_their_kernel() {
 
 #[test]
 fn workgroups_fit_what_adapters_are_asked_for() {
-    for kernel in Kernel::all() {
-        let (module, info) = parse(kernel);
+    for (kernel, module, info) in composed() {
         let index = module.entry_points.iter().position(|entry| entry.name == kernel.entry()).unwrap();
         let entry = &module.entry_points[index];
         let invocations: u32 = entry.workgroup_size.iter().product();
@@ -128,8 +138,7 @@ fn workgroups_fit_what_adapters_are_asked_for() {
 #[test]
 fn shaders_translate_to_metal_direct3d_and_spirv() {
     use naga::back::{hlsl, msl, spv};
-    for kernel in Kernel::all() {
-        let (module, info) = parse(kernel);
+    for (kernel, module, info) in composed() {
         let name = kernel.name();
         let msl_options = msl::Options { lang_version: (2, 4), fake_missing_bindings: true, ..Default::default() };
         let (text, translated) =
@@ -143,7 +152,9 @@ fn shaders_translate_to_metal_direct3d_and_spirv() {
         let reflected = hlsl::Writer::new(&mut text, &hlsl_options, &pipeline).write(&module, &info, None).unwrap();
         assert!(text.contains("numthreads") && reflected.entry_point_names.iter().all(Result::is_ok), "{name}: HLSL");
 
-        let words = spv::write_vec(&module, &info, &spv::Options::default(), None).unwrap();
+        // What subgroups need.
+        let spv_options = spv::Options { lang_version: (1, 3), ..Default::default() };
+        let words = spv::write_vec(&module, &info, &spv_options, None).unwrap();
         assert!(!words.is_empty(), "{name}: SPIR-V");
     }
 }

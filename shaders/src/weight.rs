@@ -1,9 +1,9 @@
 //! Weights in device memory, in the format of their file.
 //!
 //! Invariants: a weight is a list of shards by rows, each in one format and no larger than a binding. Consecutive parts of one format
-//! share shards. Rows of plain elements are padded with zeros to whole quads; packed blocks are arranged in words
-//! ([`Arrangement`]) without loss. Shards of one format start at multiples of four rows of it, so that they begin with whole
-//! groups of blocks.
+//! share shards. Rows of plain elements are padded with zeros to whole quads; packed blocks are arranged in groups of whole 16 bytes
+//! ([`Arrangement`]) without loss, so that kernels load 16 bytes at once. Shards of one format start at multiples of 16 rows of it, so
+//! that they begin with whole groups.
 
 use crate::gpu::{Buf, Gpu};
 use crate::kernel::Encoding;
@@ -15,7 +15,7 @@ use std::ops::Range;
 /// Bytes of a weight that are arranged and uploaded at once.
 const CHUNK_BYTES: usize = 32 << 20;
 /// Rows of which each shard and each chunk has a multiple, but for the last.
-const ROWS_STEP: usize = 4;
+const ROWS_STEP: usize = 16;
 
 /// Some rows of a weight.
 #[derive(Debug)]
@@ -57,7 +57,7 @@ impl WgpuWeight {
     /// Appends rows of one format.
     fn push(&mut self, gpu: &mut Gpu, parts: &[&WeightPart]) -> Result<(), DeviceError> {
         let format = parts[0].format;
-        let Some(encoding) = gpu.encoding(format) else {
+        let Some(encoding) = Encoding::new(format) else {
             return Err(DeviceError::Unsupported(format!("a weight in {format}")));
         };
         let rows = parts.iter().map(|part| part.rows).sum();
@@ -66,7 +66,7 @@ impl WgpuWeight {
         let shard_rows = stored.rows_within(most, rows);
         if shard_rows == 0 {
             let bytes = stored.bytes(1);
-            return Err(DeviceError::Unsupported(format!("four rows of a weight take {bytes} bytes each")));
+            return Err(DeviceError::Unsupported(format!("{ROWS_STEP} rows of a weight take {bytes} bytes each")));
         }
         let row0 = self.rows;
         for first in (0..rows).step_by(shard_rows) {
@@ -151,50 +151,63 @@ fn gather<'a>(parts: &[&'a WeightPart], rows: Range<usize>, row_bytes: usize) ->
     gathered
 }
 
-/// How packed blocks lie in words: in groups, first the heads of a group's blocks, then the rest of each block. See
+/// How packed blocks lie in groups of whole 16 bytes: first the heads of a group's blocks, then the rest of each block. See
 /// `shared/weight_*.wgsl`.
 #[derive(Clone, Copy, Debug)]
 struct Arrangement {
-    /// Blocks of a group.
+    /// Blocks of a group: the heads of so many, and the rest of each, are whole 16 bytes.
     blocks: usize,
-    /// Bytes of a block that come first: its scale, if that is at its beginning and no whole word.
-    head: usize,
+    /// Where a block has its head: a scale, unless that lies in 16 bytes of its own.
+    head: Head,
     block_bytes: usize,
+}
+
+/// Bytes of a block.
+#[derive(Clone, Copy, Debug)]
+struct Head {
+    at: usize,
+    len: usize,
 }
 
 impl Arrangement {
     /// `None` for plain elements.
     fn of(format: WeightFormat) -> Option<Self> {
-        let (blocks, head) = match format {
-            WeightFormat::Q8_0 | WeightFormat::Q4_0 => (2, 2),
-            WeightFormat::Mxfp4 => (4, 1),
+        let block_bytes = format.block().bytes;
+        let (at, len) = match format {
+            WeightFormat::Q8_0 | WeightFormat::Q4_0 => (0, 2),
+            WeightFormat::Mxfp4 => (0, 1),
+            WeightFormat::Q6K => (block_bytes - 2, 2),
+            WeightFormat::Fp8 | WeightFormat::Int4G32 | WeightFormat::Int4G64 | WeightFormat::Int4G128 => (0, 4),
             _ if format.plain().is_some() => return None,
-            _ => (1, 0),
+            _ => (0, 0),
         };
-        Some(Self { blocks, head, block_bytes: format.block().bytes })
+        let blocks = if len == 0 { 1 } else { 16 / len };
+        Some(Self { blocks, head: Head { at, len }, block_bytes })
     }
 
     fn group_bytes(self) -> usize {
-        (self.blocks * self.block_bytes).next_multiple_of(4)
+        self.blocks * self.block_bytes
     }
 
     /// Bytes that so many given bytes take.
     fn bytes(self, given: usize) -> usize {
-        (given / self.block_bytes).div_ceil(self.blocks) * self.group_bytes()
+        given.next_multiple_of(self.group_bytes())
     }
 
     fn arrange(self, given: &[u8]) -> Cow<'_, [u8]> {
         let Self { blocks, head, block_bytes } = self;
-        if blocks == 1 && self.group_bytes() == block_bytes {
+        if blocks == 1 {
             return Cow::Borrowed(given);
         }
         let mut out = vec![0; self.bytes(given.len())];
-        for (to, from) in out.chunks_exact_mut(self.group_bytes()).zip(given.chunks(blocks * block_bytes)) {
-            let (heads, rest) = to.split_at_mut(blocks * head);
+        for (to, from) in out.chunks_exact_mut(self.group_bytes()).zip(given.chunks(self.group_bytes())) {
+            let (heads, rest) = to.split_at_mut(blocks * head.len);
             for (index, block) in from.chunks_exact(block_bytes).enumerate() {
-                let (first, last) = block.split_at(head);
-                heads[index * head..][..head].copy_from_slice(first);
-                rest[index * last.len()..][..last.len()].copy_from_slice(last);
+                heads[index * head.len..][..head.len].copy_from_slice(&block[head.at..][..head.len]);
+                let (before, behind) = (&block[..head.at], &block[head.at + head.len..]);
+                let rest = &mut rest[index * (block_bytes - head.len)..];
+                rest[..before.len()].copy_from_slice(before);
+                rest[before.len()..][..behind.len()].copy_from_slice(behind);
             }
         }
         Cow::Owned(out)
@@ -206,21 +219,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arranged_blocks_keep_every_byte_and_take_at_most_seven_percent_more() {
-        for format in WeightFormat::ALL.into_iter().filter(|format| Encoding::new(*format, false).is_some()) {
+    fn arranged_blocks_keep_every_byte_in_whole_groups_of_16_bytes() {
+        for format in WeightFormat::ALL.into_iter().filter(|format| Encoding::new(*format).is_some()) {
             let Some(arrangement) = Arrangement::of(format) else { continue };
-            let (blocks, size) = (12, arrangement.block_bytes);
-            let given: Vec<u8> = (0..blocks * size).map(|i| u8::try_from(i * 31 % 251).unwrap()).collect();
-            let arranged = arrangement.arrange(&given);
-            assert_eq!(arranged.len(), arrangement.bytes(given.len()), "{format}");
-            assert!(arranged.len() * 100 <= given.len() * 107, "{format}: {} bytes", arranged.len());
-            assert!(arrangement.group_bytes().is_multiple_of(4) && ROWS_STEP.is_multiple_of(arrangement.blocks));
-            let (group, head) = (arrangement.group_bytes(), arrangement.head);
-            for (index, block) in given.chunks_exact(size).enumerate() {
-                let (at, within) = (index / arrangement.blocks * group, index % arrangement.blocks);
-                let rest = at + arrangement.blocks * head + within * (size - head);
-                assert_eq!(&arranged[at + within * head..][..head], &block[..head], "{format}");
-                assert_eq!(&arranged[rest..][..size - head], &block[head..], "{format}");
+            let Arrangement { blocks, head, block_bytes: size } = arrangement;
+            let group = arrangement.group_bytes();
+            assert!(group.is_multiple_of(16) && ROWS_STEP.is_multiple_of(blocks), "{format}");
+            assert!((size - head.len).is_multiple_of(16) && (blocks * head.len).is_multiple_of(16), "{format}");
+            // Whole groups, and one that is not.
+            for given in [3 * blocks, 3 * blocks + 1] {
+                let given: Vec<u8> = (0..given * size).map(|i| u8::try_from(i * 31 % 251).unwrap()).collect();
+                let arranged = arrangement.arrange(&given);
+                assert_eq!(arranged.len(), arrangement.bytes(given.len()), "{format}");
+                assert!(arranged.len() < given.len() + group, "{format}: {} bytes", arranged.len());
+                for (index, block) in given.chunks_exact(size).enumerate() {
+                    let (at, within) = (index / blocks * group, index % blocks);
+                    let rest = &arranged[at + blocks * head.len + within * (size - head.len)..][..size - head.len];
+                    let end = head.at + head.len;
+                    assert_eq!(&arranged[at + within * head.len..][..head.len], &block[head.at..end], "{format}");
+                    assert_eq!(rest, [&block[..head.at], &block[end..]].concat(), "{format}");
+                }
             }
         }
     }

@@ -23,13 +23,33 @@ mod without_f16 {
     lagoon_backend::conformance_cases!(
         device,
         Tolerance::STRICT,
-        embed_widens_rows,
-        matmul_f16,
-        experts_match,
         rope_append_rotates_and_stores,
         latent_append_rotates_and_stores,
         attention_dtypes,
         attention_latent,
+        head_matmul_matches,
+    );
+}
+
+/// As on an adapter without subgroups.
+mod without_subgroups {
+    use super::{AdapterChoice, Options, WgpuDevice};
+    use lagoon_backend::conformance::Tolerance;
+
+    fn device() -> Result<WgpuDevice, String> {
+        let options = Options { subgroups: false, ..Options::default() };
+        WgpuDevice::open_with(&AdapterChoice::Software, options).map_err(|error| error.to_string())
+    }
+
+    lagoon_backend::conformance_cases!(
+        device,
+        Tolerance::STRICT,
+        matmul_f32,
+        matmul_bf16,
+        matmul_parts,
+        matmul_packed,
+        experts_match,
+        experts_packed,
         head_matmul_matches,
     );
 }

@@ -1,4 +1,4 @@
-// out[r] (=|+=) x[r] . weight^T. Two entry points: `matvec` for few rows (each weight is read once per ROWS rows),
+// out[r] (=|+=) x[r] . weight^T. Two entry points: `matvec` for few rows (shared/products.wgsl),
 // `tiled` for many (64 x 64 outputs a workgroup, 8 x 8 an invocation). Rows of x and of the weight are padded with
 // zeros to whole quads. A weight larger than a binding lies in several shards of rows; a dispatch serves one.
 //#include weight
@@ -28,42 +28,35 @@ struct Params {
 @group(0) @binding(3) var<storage, read_write> out: array<f32>;
 @group(0) @binding(3) var<storage, read_write> out_quads: array<vec4<f32>>;
 
+fn x_at(source: u32, k: u32) -> vec4<f32> {
+    return x[source + k];
+}
+
 @compute @workgroup_size(64)
-fn matvec(
-    @builtin(workgroup_id) wid: vec3<u32>,
-    @builtin(num_workgroups) wcount: vec3<u32>,
-    @builtin(local_invocation_index) tid: u32,
-) {
-    let lane = tid % LANES;
-    let n0 = linear_workgroup(wid, wcount) * BLOCK + (tid / LANES) * SPAN;
-    let row0 = wid.z * ROWS;
-    var acc: array<f32, SPAN * ROWS>;
-    if n0 < params.n {
-        // The second output of the last team may not exist: it then repeats the first and is not stored.
-        let w0 = n0 * params.quads;
-        let w1 = min(n0 + 1u, params.n - 1u) * params.quads;
-        for (var k = lane; k < params.quads; k += LANES) {
-            let a = weight_quad(w0 + k);
-            let b = weight_quad(w1 + k);
-            for (var r = 0u; r < ROWS; r++) {
-                let v = x[min(row0 + r, params.rows - 1u) * params.quads + k];
-                acc[r * SPAN] += dot(a, v);
-                acc[r * SPAN + 1u] += dot(b, v);
-            }
-        }
+fn matvec(own: Invocation) {
+    let team = team_of(own);
+    let n0 = (linear_workgroup(own.wid, own.wcount) * team.count + team.index) * SPAN;
+    let row0 = own.wid.z * ROWS;
+    // Outputs that do not exist repeat the last row and are not stored.
+    let items = params.quads / ITEM;
+    var weights: array<u32, SPAN>;
+    for (var s = 0u; s < SPAN; s++) {
+        weights[s] = min(n0 + s, params.n - 1u) * items;
     }
-    for (var i = 0u; i < SPAN * ROWS; i++) {
-        sums[i * 64u + tid] = acc[i];
+    var sources: array<u32, ROWS>;
+    for (var r = 0u; r < ROWS; r++) {
+        sources[r] = min(row0 + r, params.rows - 1u) * params.quads;
     }
-    add_up(lane, tid);
-    // Lane i of a team stores the team's output i.
-    if lane < SPAN * ROWS {
-        let row = row0 + lane / SPAN;
-        let n = n0 + lane % SPAN;
+    var totals = add_up(products(weights, sources, items, team), own);
+    if team.lane > 0u {
+        return;
+    }
+    for (var i = 0u; i < OUTPUTS; i++) {
+        let row = row0 + i / SPAN;
+        let n = n0 + i % SPAN;
         if row < params.rows && n < params.n {
             let at = row * params.out_stride + params.out_col0 + n;
-            let sum = sums[lane * 64u + (tid - lane)];
-            out[at] = select(sum, out[at] + sum, params.add == 1u);
+            out[at] = select(totals[i], out[at] + totals[i], params.add == 1u);
         }
     }
 }

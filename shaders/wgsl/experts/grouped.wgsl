@@ -66,67 +66,60 @@ fn outside(row: u32, rows: u32) -> bool {
     return row >= params.shard_rows && 0u - row >= rows;
 }
 
+fn x_at(source: u32, k: u32) -> vec4<f32> {
+    return x[source + k];
+}
+
 @compute @workgroup_size(64)
-fn matvec(
-    @builtin(workgroup_id) wid: vec3<u32>,
-    @builtin(num_workgroups) wcount: vec3<u32>,
-    @builtin(local_invocation_index) tid: u32,
-) {
-    let lane = tid % LANES;
-    let block = linear_workgroup(wid, wcount) * BLOCK;
-    let n0 = block + (tid / LANES) * SPAN;
+fn matvec(own: Invocation) {
+    let team = team_of(own);
+    let block = team.count * SPAN;
+    let block0 = linear_workgroup(own.wid, own.wcount) * block;
+    let n0 = block0 + team.index * SPAN;
     var rows: Stretch;
     if ROWS == 1u {
-        rows = Stretch(wid.z, wid.z + 1u, words[expert_at(wid.z)] * params.n - params.shard_row0);
+        rows = Stretch(own.wid.z, own.wid.z + 1u, words[expert_at(own.wid.z)] * params.n - params.shard_row0);
     } else {
-        rows = stretch(wid.z, ROWS);
+        rows = stretch(own.wid.z, ROWS);
     }
-    if block >= params.n || rows.first >= rows.end || outside(rows.row0 + block, BLOCK) {
+    if block0 >= params.n || rows.first >= rows.end || outside(rows.row0 + block0, block) {
         return;
     }
-    var acc: array<f32, SPAN * ROWS>;
     // Outputs that do not exist repeat the shard's last row and are not stored.
-    let w0 = min(rows.row0 + n0, params.shard_rows - 1u) * params.quads;
-    let w1 = min(rows.row0 + n0 + 1u, params.shard_rows - 1u) * params.quads;
+    let items = params.quads / ITEM;
+    var weights: array<u32, SPAN>;
+    for (var s = 0u; s < SPAN; s++) {
+        weights[s] = min(rows.row0 + n0 + s, params.shard_rows - 1u) * items;
+    }
     var sources: array<u32, ROWS>;
     for (var r = 0u; r < ROWS; r++) {
         sources[r] = min(rows.first + r, rows.end - 1u) / params.shared_by * params.quads;
     }
-    for (var k = lane; k < params.quads; k += LANES) {
-        let a = weight_quad(w0 + k);
-        let b = weight_quad(w1 + k);
-        for (var r = 0u; r < ROWS; r++) {
-            let v = x[sources[r] + k];
-            acc[r * SPAN] += dot(a, v);
-            acc[r * SPAN + 1u] += dot(b, v);
-        }
+    var totals = add_up(products(weights, sources, items, team), own);
+    if team.lane > 0u {
+        return;
     }
-    for (var i = 0u; i < SPAN * ROWS; i++) {
-        sums[i * 64u + tid] = acc[i];
-    }
-    add_up(lane, tid);
-    // Lane i of a team stores the team's output i.
-    if lane < SPAN * ROWS {
-        let row = rows.first + lane / SPAN;
-        let n = n0 + lane % SPAN;
+    for (var i = 0u; i < OUTPUTS; i++) {
+        let row = rows.first + i / SPAN;
+        let n = n0 + i % SPAN;
         if row < rows.end && n < params.n && rows.row0 + n < params.shard_rows {
-            out[row * params.out_stride + n] = sums[lane * 64u + (tid - lane)];
+            out[row * params.out_stride + n] = totals[i];
         }
     }
 }
 
-// The stretch of this workgroup.
-var<private> own: Stretch;
+// The stretch of this workgroup of `tiled`.
+var<private> tile_rows: Stretch;
 
 fn x_quad(row: u32, k: u32) -> vec4<f32> {
-    if row < own.end && k < params.quads {
+    if row < tile_rows.end && k < params.quads {
         return x[row * params.quads + k];
     }
     return vec4<f32>();
 }
 
 fn w_quad(row: u32, k: u32) -> vec4<f32> {
-    let at = own.row0 + row;
+    let at = tile_rows.row0 + row;
     if row < params.n && at < params.shard_rows && k < params.quads {
         return weight_quad(at * params.quads + k);
     }
@@ -144,7 +137,7 @@ fn tiled(
     if n0 >= params.n || rows.first >= rows.end || outside(rows.row0 + n0, 64u) {
         return;
     }
-    own = rows;
+    tile_rows = rows;
     let block = multiply(rows.first, n0, tid);
     let row = rows.first + tid / 8u * 4u;
     let col = n0 + tid % 8u * 4u;
@@ -157,10 +150,10 @@ fn tiled(
 // Stores those of 4 x 4 outputs that exist.
 fn store(row0: u32, col0: u32, block: mat4x4<f32>) {
     var rows = block;
-    for (var i = 0u; i < 4u && row0 + i < own.end; i++) {
+    for (var i = 0u; i < 4u && row0 + i < tile_rows.end; i++) {
         for (var j = 0u; j < 4u; j++) {
             let col = col0 + j;
-            if col < params.n && own.row0 + col < params.shard_rows {
+            if col < params.n && tile_rows.row0 + col < params.shard_rows {
                 out[(row0 + i) * params.out_stride + col] = rows[i][j];
             }
         }

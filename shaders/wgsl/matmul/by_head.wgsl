@@ -1,6 +1,5 @@
 // A product a head: out[r][h * out_step + i] = weight[h * n + i] . x[r][h * x_step ..][.. k], where other elements of the
-// output stay. Two entry points, as of matmul.wgsl: `matvec` for few rows (each weight is read once per ROWS rows), `tiled` for
-// many. Heads begin anywhere in a row, also within a quad; rows of the weight are padded with zeros to whole quads. A weight
+// output stay. Two entry points, as of matmul.wgsl: `matvec` for few rows (shared/products.wgsl), `tiled` for many. Heads begin anywhere in a row, also within a quad; rows of the weight are padded with zeros to whole quads. A weight
 // larger than a binding lies in several shards of rows, which may cut a head; a dispatch serves one.
 //#include weight
 //#include grid
@@ -35,12 +34,9 @@ struct Params {
 // The head of this workgroup.
 var<private> head: u32;
 
-// Quad k of a head's inputs: zero beyond its end, where the next head's begin.
-fn x_quad(row: u32, k: u32) -> vec4<f32> {
-    if row >= params.rows || k >= params.quads {
-        return vec4<f32>();
-    }
-    let at = row * params.x_stride + head * params.x_step + k * 4u;
+// Quad k of the inputs of a head, whose first float is at `source`: zero beyond its end, where the next head's begin.
+fn x_at(source: u32, k: u32) -> vec4<f32> {
+    let at = source + k * 4u;
     let shift = at % 4u;
     var v = x[at / 4u];
     if shift > 0u {
@@ -53,6 +49,17 @@ fn x_quad(row: u32, k: u32) -> vec4<f32> {
     }
     let left = vec4<u32>(params.k - k * 4u);
     return select(vec4<f32>(), v, vec4<u32>(0u, 1u, 2u, 3u) < left);
+}
+
+fn source_of(row: u32) -> u32 {
+    return row * params.x_stride + head * params.x_step;
+}
+
+fn x_quad(row: u32, k: u32) -> vec4<f32> {
+    if row < params.rows && k < params.quads {
+        return x_at(source_of(row), k);
+    }
+    return vec4<f32>();
 }
 
 // Output `i` of this head as a row of the shard: beyond its rows, if the shard lacks it.
@@ -75,37 +82,33 @@ fn store(row: u32, i: u32, value: f32) {
 }
 
 @compute @workgroup_size(64)
-fn matvec(
-    @builtin(workgroup_id) wid: vec3<u32>,
-    @builtin(num_workgroups) wcount: vec3<u32>,
-    @builtin(local_invocation_index) tid: u32,
-) {
-    let blocks = (params.n + BLOCK - 1u) / BLOCK;
-    let at = linear_workgroup(wid, wcount);
+fn matvec(own: Invocation) {
+    let team = team_of(own);
+    let block = team.count * SPAN;
+    let blocks = (params.n + block - 1u) / block;
+    let at = linear_workgroup(own.wid, own.wcount);
     if at >= params.heads * blocks {
         return;
     }
     head = params.head0 + at / blocks;
-    let lane = tid % LANES;
-    let n0 = at % blocks * BLOCK + (tid / LANES) * SPAN;
-    let row0 = wid.z * ROWS;
-    var acc: array<f32, SPAN * ROWS>;
-    for (var k = lane; k < params.quads; k += LANES) {
-        let a = w_quad(n0, k);
-        let b = w_quad(n0 + 1u, k);
-        for (var r = 0u; r < ROWS; r++) {
-            let v = x_quad(row0 + r, k);
-            acc[r * SPAN] += dot(a, v);
-            acc[r * SPAN + 1u] += dot(b, v);
-        }
+    let n0 = at % blocks * block + team.index * SPAN;
+    let row0 = own.wid.z * ROWS;
+    // Outputs that do not exist, or are in other shards, repeat the shard's last row and are not stored.
+    let items = params.quads / ITEM;
+    var weights: array<u32, SPAN>;
+    for (var s = 0u; s < SPAN; s++) {
+        weights[s] = min(shard_row(n0 + s), params.shard_rows - 1u) * items;
     }
-    for (var i = 0u; i < SPAN * ROWS; i++) {
-        sums[i * 64u + tid] = acc[i];
+    var sources: array<u32, ROWS>;
+    for (var r = 0u; r < ROWS; r++) {
+        sources[r] = source_of(min(row0 + r, params.rows - 1u));
     }
-    add_up(lane, tid);
-    // Lane i of a team stores the team's output i.
-    if lane < SPAN * ROWS {
-        store(row0 + lane / SPAN, n0 + lane % SPAN, sums[lane * 64u + (tid - lane)]);
+    var totals = add_up(products(weights, sources, items, team), own);
+    if team.lane > 0u {
+        return;
+    }
+    for (var i = 0u; i < OUTPUTS; i++) {
+        store(row0 + i / SPAN, n0 + i % SPAN, totals[i]);
     }
 }
 

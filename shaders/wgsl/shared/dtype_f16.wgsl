@@ -1,4 +1,4 @@
-// Four f16 elements, two to a word, for adapters without f16 in shaders.
+// Four f16 elements, two to a word.
 alias Quad = vec2<u32>;
 
 fn widen(q: Quad) -> vec4<f32> {

@@ -1,0 +1,37 @@
+// FP8, four blocks of 128 elements in 33 quads: their scales (f32), then the blocks' codes (E4M3).
+//#include bytes
+//#include runs
+struct Item {
+    first: vec4<u32>,
+    second: vec4<u32>,
+    scale: f32,
+}
+
+// A sign, 4 bits of exponent with bias 7, 3 bits of fraction. Those below the least normal number are eighths of it.
+fn e4m3(word: u32) -> vec4<f32> {
+    let magnitude = bits_of(word, 0u, 127u);
+    let normal = bitcast<vec4<f32>>((magnitude << vec4<u32>(20u)) + vec4<u32>(120u << 23u));
+    let value = select(normal, vec4<f32>(magnitude) / 512.0, magnitude < vec4<u32>(8u));
+    return select(value, -value, bits_of(word, 7u, 1u) > vec4<u32>(0u));
+}
+
+fn item(i: u32) -> Item {
+    let base = i / 16u * 33u;
+    let at = base + 1u + i % 16u * 2u;
+    return Item(weight[at], weight[at + 1u], bitcast<f32>(weight[base][i / 4u % 4u]));
+}
+
+fn item_dot(own: Item, x: array<vec4<f32>, ITEM>) -> f32 {
+    var v = x;
+    var sum = vec4<f32>();
+    for (var j = 0u; j < 4u; j++) {
+        sum = fma(e4m3(own.first[j]), v[j], sum);
+        sum = fma(e4m3(own.second[j]), v[j + 4u], sum);
+    }
+    return own.scale * total_of(sum);
+}
+
+fn weight_quad(i: u32) -> vec4<f32> {
+    let base = i / 128u * 33u;
+    return bitcast<f32>(weight[base][i / 32u % 4u]) * e4m3(weight[base + 1u + i / 4u % 32u][i % 4u]);
+}
