@@ -19,8 +19,10 @@ use lagoon_types::KvSpace;
 use std::fmt::{self, Debug, Formatter};
 use std::time::{Duration, Instant};
 
-/// The backends by name, and whether each computes with matrices in a format as they are.
-pub(crate) const BACKENDS: [(&str, fn(WeightFormat) -> bool); 3] =
+/// Whether a backend computes with matrices in a format as they are.
+pub(crate) type Reads = fn(WeightFormat) -> bool;
+/// The backends by name.
+pub(crate) const BACKENDS: [(&str, Reads); 3] =
     [("CPU", CpuDevice::reads), ("wgpu", WgpuDevice::reads), ("CUDA", CudaDevice::reads)];
 
 /// Largest piece of fetched KV, in tokens.

@@ -102,7 +102,9 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
         Some(gib) => u64::from(gib) << 30,
         None => host_memory()?,
     };
-    let size = Size { stored: stored(&checkpoint, &spec, dtype), ..size(&spec, dtype, memory) };
+    let stored = stored(&checkpoint, &spec, dtype);
+    let loaded = stored.as_ref().map(|stored| stored.backends[0].bytes);
+    let size = Size { stored, ..size(&spec, dtype, memory, loaded) };
     if json {
         outln!("{}", serde_json::to_string(&size)?);
         return Ok(());
@@ -124,9 +126,10 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
         );
     }
     outln!(
-        "context       at most {} tokens by the configuration; {:.1} GiB an instance:",
+        "context       at most {} tokens by the configuration; {:.1} GiB an instance{}:",
         size.max_positions,
-        gib(memory)
+        gib(memory),
+        if size.stored.is_some() { ", weights as on the CPU" } else { "" }
     );
     for Context { instances, room, fp8, split } in &size.contexts {
         let what = if *instances == 1 { "instance " } else { "instances" };
@@ -142,11 +145,12 @@ pub(crate) fn run(model: &str, memory_gib: Option<u32>, json: bool) -> anyhow::R
     Ok(())
 }
 
-fn size(spec: &ModelSpec, dtype: DType, memory_bytes: u64) -> Size {
+/// `loaded` are the bytes of weights in memory where they are not all in `dtype`.
+fn size(spec: &ModelSpec, dtype: DType, memory_bytes: u64, loaded: Option<u64>) -> Size {
     let weight_bytes = spec.parameters() * dtype.size() as u64;
     let [kv_bytes_per_token, fp8_bytes_per_token] =
         [dtype.into(), KvDType::Fp8].map(|dtype| spec.kv_shape(dtype).token_bytes() as u64);
-    let left = (memory_bytes / 100 * MEMORY_PERCENT).saturating_sub(weight_bytes);
+    let left = (memory_bytes / 100 * MEMORY_PERCENT).saturating_sub(loaded.unwrap_or(weight_bytes));
     let split = split_size(spec, dtype);
     let room = |tokens: u64| Room { kv_tokens: tokens, context_tokens: tokens.min(u64::from(spec.max_positions)) };
     let context = |instances: u64| Context {
@@ -241,7 +245,7 @@ mod tests {
     fn experts_count_as_parameters_and_a_token_uses_some() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/qwen3_moe");
         let spec = ModelSpec::open(&golden).unwrap();
-        let size = size(&spec, DType::F32, 1 << 20);
+        let size = size(&spec, DType::F32, 1 << 20, None);
         // Two of the three layers have six experts of 3 * 48 * 40 parameters, of which a token uses two.
         assert_eq!(size.parameters - size.active_parameters, 2 * 4 * 3 * 48 * 40);
         // Keys and values of two heads of 24, in three layers.
@@ -258,7 +262,7 @@ mod tests {
     #[test]
     fn windowed_layers_are_counted_apart() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/gemma3");
-        let size = size(&ModelSpec::open(&golden).unwrap(), DType::F16, 64 << 20);
+        let size = size(&ModelSpec::open(&golden).unwrap(), DType::F16, 64 << 20, None);
         let split = size.split.unwrap();
         // One layer of three sees everything; two have windows of 12.
         assert_eq!(split.kv_bytes_per_token * 3, size.kv_bytes_per_token);

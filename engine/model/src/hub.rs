@@ -212,11 +212,19 @@ pub fn resolve_model(
         );
     }
     match HubName::parse(name) {
-        Some(name) => hub.get(&name, progress),
-        None if is_gguf(path) => {
+        // Repositories are not named as files.
+        Some(name) if name.gguf.is_some() || !is_gguf(path) => hub.get(&name, progress).map_err(|mut error| {
+            if let ModelError::Hub { hint, .. } = &mut error
+                && is_gguf(path)
+            {
+                *hint = format!("there is no such file here, so that it was looked for on the hub; {hint}");
+            }
+            error
+        }),
+        _ if is_gguf(path) => {
             refuse("there is no such file", "pass the path of a GGUF file, or org/name/FILE for one on the hub")
         }
-        None => refuse(
+        _ => refuse(
             "there is no such directory, and it is not a hub name",
             "pass a directory that holds config.json and the safetensors, a GGUF file, or a hub name: org/name, \
              org/name@revision, org/name:Q4_K_M for a GGUF file",

@@ -444,6 +444,7 @@ fn names_and_directories_are_distinguished() {
         "org/x@../y",
         "org/x:",
         "x.gguf",
+        "a/x.gguf",
         "./a/x.gguf",
         "/a/b/x.gguf",
         "org/x:a:b",
@@ -452,6 +453,8 @@ fn names_and_directories_are_distinguished() {
         assert!(matches!(error, ModelError::NotAModel { .. }), "{bad}: {error}");
     }
     assert!(matches!(resolve("org/tiny"), Err(ModelError::Hub { .. })));
+    let absent = resolve("org/tiny/x.gguf").unwrap_err().to_string();
+    assert!(absent.contains("hint: there is no such file here, so that it was looked for on the hub"), "{absent}");
     let name = HubName::parse("meta-llama/Llama-3.1-8B@refs/pr/1").unwrap();
     assert_eq!((name.repo.as_str(), name.revision.as_str()), ("meta-llama/Llama-3.1-8B", "refs/pr/1"));
     for (text, revision, file) in [
