@@ -55,7 +55,9 @@ pub mod cases {
         add_bias_adds, embed_widens_rows, gather_copies_rows, gelu_matches, head_norm_matches, layer_norm_matches,
         other_gates_match, rms_norm_matches, rows_add_and_scale, rows_are_capped, silu_mul_matches,
     };
-    pub use super::rope::{rope_append_rotates_and_stores, rope_append_then_attention};
+    pub use super::rope::{
+        rope_append_in_chunks_stores_the_same_bytes, rope_append_rotates_and_stores, rope_append_then_attention,
+    };
 }
 
 pub use data::Data;
@@ -215,6 +217,7 @@ macro_rules! conformance_names {
             head_matmul_packed,
             embed_packed,
             experts_packed,
+            rope_append_in_chunks_stores_the_same_bytes,
             rope_append_rotates_and_stores,
             rope_append_then_attention,
             attention_dtypes,

@@ -117,6 +117,32 @@ pub fn rope_append_rotates_and_stores<D: Device>(device: &mut D, tolerance: Tole
     }
 }
 
+/// Stored bytes do not depend on the rows of a call: a prompt in chunks of any size is stored as the whole one is.
+pub fn rope_append_in_chunks_stores_the_same_bytes<D: Device>(device: &mut D, _: Tolerance) {
+    let geometry = AttentionGeometry { heads: 3, kv_heads: 2, head_dim: 40, latent: false };
+    let (rows, cols) = (23u32, geometry.qkv_dim());
+    let mut data = Data::new(33);
+    let (values, rope) = (data.values(rows as usize * cols), angles(rows as usize, 40, 9));
+    for dtype in kv_dtypes(device) {
+        let [single, chunked, whole] = [1, 7, rows].map(|chunk| {
+            let shape = KvShape { layers: 1, kv_heads: 2, head_dim: 40, dtype };
+            let mut kv = device.kv(shape, rows as usize).expect("kv");
+            for from in (0..rows).step_by(chunk as usize) {
+                let to = rows.min(from + chunk);
+                let part = |values: &[f32], cols: usize| values[from as usize * cols..to as usize * cols].to_vec();
+                let mut qkv = tensor(device, cols, &part(&values, cols));
+                let rope = tensor(device, 40, &part(&rope, 40));
+                let slots: Vec<u32> = (from..to).collect();
+                device.rope_append(&mut qkv, &rope, geometry, &slots, &mut kv, 0).expect("rope_append");
+            }
+            let mut bytes = Vec::new();
+            device.kv_read(&kv, 0, 0, rows, &mut bytes).expect("kv_read");
+            bytes
+        });
+        assert!(single == whole && chunked == whole, "chunks in {dtype}");
+    }
+}
+
 /// A few chunks of one sequence, appended and attended to as a model does.
 pub fn rope_append_then_attention<D: Device>(device: &mut D, tolerance: Tolerance) {
     let geometry = AttentionGeometry { heads: 6, kv_heads: 2, head_dim: 40, latent: false };
