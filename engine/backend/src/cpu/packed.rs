@@ -115,6 +115,13 @@ unsafe fn half<S: Simd>(block: *const u8, at: usize) -> f32 {
     unsafe { S::f16(block.add(at).cast()) }
 }
 
+/// Eight elements in the first lanes.
+#[inline(always)]
+unsafe fn eight<S: Simd>(p: *const f32) -> S::V {
+    // SAFETY: the features are there, and the elements are valid.
+    unsafe { if S::LANES == 8 { S::load(p) } else { S::load_part(p, 8) } }
+}
+
 pub(super) struct Q8_0;
 
 impl Packed for Q8_0 {
@@ -251,15 +258,15 @@ impl Packed for Mxfp4 {
 
     #[inline(always)]
     unsafe fn scales<S: Simd>(blocks: *const u8) -> Scales<S> {
-        let mut steps = [0.0; 2 * PARTS];
-        for (part, step) in steps[..PARTS].iter_mut().enumerate() {
+        let mut steps = [0.0; PARTS];
+        for (part, step) in steps.iter_mut().enumerate() {
             // SAFETY: within the stretch.
             let exponent = u32::from(unsafe { *blocks.add(part * Self::BLOCK.bytes) });
             // Half of the scale, whose least two are below the least normal number.
             *step = f32::from_bits(if exponent < 2 { 0x0020_0000 << exponent } else { (exponent - 1) << 23 });
         }
         // SAFETY: the features are there.
-        unsafe { Scales::of_parts(S::load(steps.as_ptr())) }
+        unsafe { Scales::of_parts(eight::<S>(steps.as_ptr())) }
     }
 
     #[inline(always)]
