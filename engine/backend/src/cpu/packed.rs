@@ -29,6 +29,8 @@ pub(super) const PARTS: usize = SUPER / PART;
 const SHORT_SUPER_BYTES_MAX: usize = 8 * 34;
 /// Rows of `x` whose sums are held in registers together.
 const GROUP: usize = 4;
+/// Elements of the longest vector.
+const LANES_MAX: usize = 16;
 /// The largest rounded activation: both of its planes are signed bytes.
 const ROUNDED_MAX: f32 = 32_639.0;
 /// How far ahead weights are prefetched, across the ends of rows.
@@ -365,8 +367,8 @@ pub(super) struct Rounded {
     offsets: [i32; SUPER / 4],
     /// By parts, or by halves as [`Packed::HALVES`].
     scales: [f32; 2 * PARTS],
-    /// Sums of the parts' elements.
-    sums: [f32; PARTS],
+    /// Sums of the parts' elements, then zeros up to a whole vector.
+    sums: [f32; 2 * PARTS],
 }
 
 impl Rounded {
@@ -417,7 +419,11 @@ impl<P: Packed> Round<P> {
             // A part with an infinity or NaN has NaN as its products.
             (if total.is_finite() { largest / ROUNDED_MAX } else { f32::NAN }, rounded, total)
         };
-        let ints = rounded.map(|x| i32::from(x as i16));
+        // Not `map`, which is compiled without the features where it is not inlined.
+        let mut ints = [0i32; PART];
+        for i in 0..PART {
+            ints[i] = rounded[i] as i32;
+        }
         for i in 0..PART {
             let low = ints[i] as i8;
             to.low[part * PART + i] = low;
@@ -451,6 +457,7 @@ impl<P: Packed> Kernel for Round<P> {
                     if parts < PARTS {
                         std::ptr::write_bytes(to, 0, 1);
                     }
+                    to.sums = [0.0; 2 * PARTS];
                     for part in 0..parts {
                         Self::part::<S>(self.x.add(row * self.stride + index * SUPER + part * PART), to, part);
                     }
@@ -520,16 +527,12 @@ impl<S: Simd, const R: usize> Sums<S, R> {
             let mut steps = [scales.steps; R];
             for r in 0..R {
                 let x = &*x[r];
-                if P::HALVES {
-                    steps[r][0] = S::mul(steps[r][0], S::load(x.scales.as_ptr()));
-                    if S::LANES == 8 {
-                        steps[r][1] = S::mul(steps[r][1], S::load(x.scales.as_ptr().add(8)));
-                    }
-                } else {
-                    steps[r][0] = S::mul(steps[r][0], eight::<S>(x.scales.as_ptr()));
+                steps[r][0] = S::mul(steps[r][0], S::load(x.scales.as_ptr()));
+                if P::HALVES && S::LANES == 8 {
+                    steps[r][1] = S::mul(steps[r][1], S::load(x.scales.as_ptr().add(8)));
                 }
                 if P::LEAST {
-                    self.leasts[r] = S::fma(scales.leasts, eight::<S>(x.sums.as_ptr()), self.leasts[r]);
+                    self.leasts[r] = S::fma(scales.leasts, S::load(x.sums.as_ptr()), self.leasts[r]);
                 }
             }
             // Not a loop: numbers of parts are constants, as those of shifts.
@@ -557,9 +560,9 @@ impl<S: Simd, const R: usize> Sums<S, R> {
 impl<P: Packed> PackedDots<P> {
     const WHOLE: bool = P::BLOCK.elements == SUPER;
 
-    /// The dots of `R` rows from `row` with weight row `col`.
+    /// The dots of `R` rows from `row` with weight row `col`, each in parts that remain to be summed.
     #[inline(always)]
-    unsafe fn dots<S: Simd, const R: usize>(&self, row: usize, col: usize) {
+    unsafe fn dots<S: Simd, const R: usize>(&self, row: usize, col: usize) -> [S::V; R] {
         let (supers, whole) = (Rounded::of_row(self.k), self.k / SUPER);
         // SAFETY: the rows are within the product.
         unsafe {
@@ -586,12 +589,35 @@ impl<P: Packed> PackedDots<P> {
                 let rest = rest::<P>(weight.add(whole * P::SUPER_BYTES), (self.k - whole * SUPER) / PART);
                 sums.add_super::<P>(rest.as_ptr(), x);
             }
+            let mut out = [zero; R];
             for r in 0..R {
                 let [a, b] = sums.dots[r];
-                let dots = S::add(a, b);
-                let dot = S::sum(if P::LEAST { S::sub(dots, sums.leasts[r]) } else { dots });
+                out[r] = if P::LEAST { S::sub(S::add(a, b), sums.leasts[r]) } else { S::add(a, b) };
+            }
+            out
+        }
+    }
+
+    /// `R` rows from `row` with a vector of weight rows, of which `n` are there, from `col`.
+    #[inline(always)]
+    unsafe fn columns<S: Simd, const R: usize>(&self, row: usize, col: usize, n: usize) {
+        let mut parts = [[0.0f32; LANES_MAX * LANES_MAX]; R];
+        // SAFETY: the rows are within the product, and vectors of at most LANES_MAX elements.
+        unsafe {
+            for j in 0..n {
+                let dots = self.dots::<S, R>(row, col + j);
+                for r in 0..R {
+                    S::store(parts[r].as_mut_ptr().add(j * S::LANES), dots[r]);
+                }
+            }
+            for r in 0..R {
+                let dots = S::sums(parts[r].as_ptr());
                 let out = self.out.add((row + r) * self.out_stride + col);
-                *out = if self.add { *out + dot } else { dot };
+                if n == S::LANES {
+                    S::store(out, if self.add { S::add(S::load(out), dots) } else { dots });
+                } else {
+                    S::store_part(out, if self.add { S::add(S::load_part(out, n), dots) } else { dots }, n);
+                }
             }
         }
     }
@@ -602,15 +628,16 @@ impl<P: Packed> Kernel for PackedDots<P> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        for col in 0..self.n {
+        for col in (0..self.n).step_by(S::LANES) {
+            let n = S::LANES.min(self.n - col);
             for row in (0..self.rows).step_by(GROUP) {
                 // SAFETY: within the product.
                 unsafe {
                     match self.rows - row {
-                        1 => self.dots::<S, 1>(row, col),
-                        2 => self.dots::<S, 2>(row, col),
-                        3 => self.dots::<S, 3>(row, col),
-                        _ => self.dots::<S, GROUP>(row, col),
+                        1 => self.columns::<S, 1>(row, col, n),
+                        2 => self.columns::<S, 2>(row, col, n),
+                        3 => self.columns::<S, 3>(row, col, n),
+                        _ => self.columns::<S, GROUP>(row, col, n),
                     }
                 }
             }
