@@ -550,6 +550,7 @@ fn weight_source(encoding: Encoding) -> &'static str {
         Encoding::F32 | Encoding::F16 | Encoding::F16Native | Encoding::Bf16 => {
             include_str!("../wgsl/shared/weight.wgsl")
         }
+        Encoding::KvFp8 => unreachable!("weights are not in KV's encoding"),
     }
 }
 

@@ -5,7 +5,7 @@ use super::dots::Dots;
 use super::multiply::Multiply;
 use super::pack::{Plain, Stored, Transpose};
 use super::packed::{Blocks, Packed, PackedDots, Round, Rounded, Work, with_format};
-use super::scaled::Fp8Dots;
+use super::scaled::{Fp8, Fp8Dots};
 use super::simd::{Element, Isa};
 use super::streams::Streams;
 use super::threads::{Disjoint, Threads, with_scratch};
