@@ -184,3 +184,29 @@ fn doctor_tells_what_a_file_becomes() {
     let missing = run(&["doctor", "nowhere.gguf"]);
     assert!(missing.stderr.contains("there is no such file") && missing.stderr.contains("hint:"), "{missing:?}");
 }
+
+/// The bundled model becomes a file that is served: its answer is the model's own.
+#[test]
+fn a_quantised_model_is_served() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("passkey.gguf").to_string_lossy().into_owned();
+    let model = lagoon_tests::root().join("models/passkey").to_string_lossy().into_owned();
+    let done = run(&["quantize", &model, &out, "--format=q8_0", "--json"]);
+    assert_eq!(done.code, Some(0), "{done:?}");
+    let done: Value = serde_json::from_str(&done.stdout).unwrap();
+    assert_eq!((&done["format"], &done["calibration_tokens"]), (&json!("q8_0"), &Value::Null));
+    let number = |field: &str| done[field].as_f64().unwrap_or_else(|| panic!("{field}: {done}"));
+    assert!((8.0..9.0).contains(&number("bits_per_weight")) && number("relative_rms_error") < 0.01, "{done}");
+    assert!(number("bytes") < number("bytes_before"), "{done}");
+    let again = run(&["quantize", &model, &out, "--format=q4_k"]);
+    assert!(again.code == Some(1) && again.stderr.contains("hint: --force replaces it"), "{again:?}");
+    let format = run(&["quantize", &model, &out, "--format=q3"]);
+    assert!(format.stderr.contains("q4_k") && format.stderr.contains("mxfp4"), "{format:?}");
+
+    let [packed, own] = [&out, &model].map(|model| {
+        let server = single(model, "2048");
+        let body = json!({"prompt": "The pass key is 71432. Remember it. The pass key is", "max_tokens": 8, "temperature": 0});
+        server.client().post("/v1/completions", &body).json()["choices"][0]["text"].clone()
+    });
+    assert_eq!(packed, own);
+}

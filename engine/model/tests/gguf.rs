@@ -5,7 +5,8 @@
 mod gguf_writer;
 
 use gguf_writer::{File, Item};
-use lagoon_model::gguf::{EndTokens, Gguf, Value, fuzz, vocabulary};
+use lagoon_backend::WeightFormat;
+use lagoon_model::gguf::{self, EndTokens, Entry, Gguf, Keys, Value, Writer, fuzz, vocabulary};
 use lagoon_model::{Checkpoint, GenerationConfig, ModelSpec, loaded};
 use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_types::DType;
@@ -73,6 +74,58 @@ fn values_of_every_type_are_read() {
     assert_eq!((file.shape("t"), file.tensor_count()), (Some([2, 3].as_slice()), 1));
     let wrong = metadata.flag("a.u8").unwrap_err().to_string();
     assert!(wrong.contains("`a.u8` is 7") && wrong.contains("true or false"), "{wrong}");
+}
+
+/// What the writer writes is what the reader reads.
+#[test]
+fn written_files_are_read() {
+    let mut keys = Keys::default();
+    keys.set("general.architecture", gguf::Item::Text("none".to_owned()));
+    keys.set("a.u32", gguf::Item::U32(1));
+    keys.set("a.f32", gguf::Item::F32(-0.25));
+    keys.set("a.bool", gguf::Item::Bool(false));
+    keys.set("a.bytes", gguf::Item::Bytes(vec![7, 8]));
+    keys.set("a.numbers", gguf::Item::U32s(vec![3, 4, 5]));
+    keys.set("a.floats", gguf::Item::F32s(vec![0.5]));
+    keys.set("a.flags", gguf::Item::Bools(vec![true, false]));
+    keys.set("a.texts", gguf::Item::Texts(vec![String::new(), "ü".to_owned()]));
+    keys.set("a.u32", gguf::Item::U32(2));
+    assert_eq!(keys.get("a.u32"), Some(&gguf::Item::U32(2)));
+    let entry = |name: &str, shape: &[usize], format| Entry { name: name.to_owned(), shape: shape.to_vec(), format };
+    let entries = [
+        entry("t", &[3], WeightFormat::F32),
+        entry("packed", &[2, 1, 64], WeightFormat::Q8_0),
+        entry("last", &[1, 5], WeightFormat::F16),
+    ];
+    let mut writer = Writer::begin(Vec::new(), &keys, &entries).unwrap();
+    for entry in &entries {
+        let bytes: Vec<u8> = (0..entry.bytes()).map(|i| (i % 251) as u8).collect();
+        let (first, rest) = bytes.split_at(5);
+        writer.data(first).unwrap();
+        writer.data(rest).unwrap();
+    }
+    let bytes = writer.finish().unwrap();
+    assert!(bytes.len().is_multiple_of(32));
+    let file = open(&bytes).unwrap();
+    let metadata = file.metadata();
+    assert_eq!((metadata.unsigned("a.u32").unwrap(), metadata.flag("a.bool").unwrap()), (Some(2), Some(false)));
+    assert_eq!(metadata.get("a.f32"), Some(&Value::Float(-0.25)));
+    let list = |key: &str| metadata.list(key).unwrap().unwrap().values().map(Result::unwrap).collect::<Vec<_>>();
+    assert_eq!(list("a.bytes"), [Value::Unsigned(7), Value::Unsigned(8)]);
+    assert_eq!(list("a.numbers"), [Value::Signed(3), Value::Signed(4), Value::Signed(5)]);
+    assert_eq!(list("a.floats"), [Value::Float(0.5)]);
+    assert_eq!(list("a.flags"), [Value::Bool(true), Value::Bool(false)]);
+    assert_eq!(list("a.texts"), [Value::Text(String::new()), Value::Text("ü".to_owned())]);
+    assert_eq!((file.shape("packed"), file.tensor_count()), (Some([2, 1, 64].as_slice()), 3));
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.gguf");
+    std::fs::write(&path, &bytes).unwrap();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    for Entry { name, shape, format } in &entries {
+        let tensor = checkpoint.tensor(name, shape).unwrap();
+        assert_eq!(tensor.format, *format);
+        assert!(tensor.bytes.iter().zip(0_usize..).all(|(byte, i)| usize::from(*byte) == i % 251), "{name}");
+    }
 }
 
 #[test]

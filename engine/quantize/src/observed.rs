@@ -303,3 +303,31 @@ impl Device for Observed {
         self.inner.gather_rows(x, rows, out)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lagoon_types::DType;
+
+    #[test]
+    fn squares_of_watched_products_are_summed() {
+        let mut device = Observed::new(1);
+        let mut bytes = Vec::new();
+        DType::F32.encode(&[1.0; 12], &mut bytes);
+        let [watched, other] =
+            [0; 2].map(|_| device.weight(WeightSource::plain(DType::F32, 3, vec![(4, bytes.clone().into())])).unwrap());
+        device.watch(vec![(&watched, Site::Head, 3)]);
+        let (mut x, mut out) = (device.tensor(5, 3).unwrap(), device.tensor(5, 4).unwrap());
+        device.write(&mut x, 0, &[1.0, 2.0, 0.5, -3.0, 0.0, 0.5, 9.0, 9.0, 9.0]).unwrap();
+        device.matmul(&x, &other, 2, Mode::Set, &mut out).unwrap();
+        assert!(device.squares().is_empty());
+        // The third row is no part of the product.
+        device.matmul(&x, &watched, 2, Mode::Set, &mut out).unwrap();
+        device.matmul(&x, &watched, 1, Mode::Set, &mut out).unwrap();
+        let squares = &device.squares()[&Site::Head];
+        assert_eq!((squares.sums.as_slice(), squares.rows), (&[11.0, 8.0, 0.75][..], 3));
+        let mut product = Vec::new();
+        device.read(&out, 0..1, 0..4, &mut product).unwrap();
+        assert_eq!(product, [3.5; 4]);
+    }
+}

@@ -10,7 +10,8 @@ use lagoon_backend::WeightFormat;
 use lagoon_backend::formats::BLOCK_ELEMENTS_MAX;
 use lagoon_model::export::{ExportTensor, Kind, Role, Rows};
 use lagoon_model::gguf::{Entry, Item, Keys, Writer, is_gguf};
-use std::io::{BufWriter, Write as _};
+use std::fs::File;
+use std::io::BufWriter;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -99,23 +100,13 @@ impl Source {
     ) -> Result<Summary, QuantizeError> {
         let io = |source| QuantizeError::Io { path: out.to_owned(), source };
         check_place(out, options.force)?;
-        let entries: Vec<Entry> = self.export.tensors.iter().map(|tensor| self.entry(tensor, options.target)).collect();
         let dir = out.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let mut file = tempfile::Builder::new();
         file.prefix(".lagoon-").suffix(".partial");
         #[cfg(unix)]
         file.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
         let mut file = file.tempfile_in(dir).map_err(io)?;
-        let writer = Writer::begin(BufWriter::with_capacity(1 << 20, file.as_file_mut()), &self.keys(options), &entries);
-        let total = entries.iter().map(|entry| entry.bytes() as u64).sum();
-        let mut run = Run { source: self, options, out, writer: writer.map_err(io)?, done: 0, total, progress };
-        let mut kinds: Vec<KindSummary> = Vec::new();
-        for (tensor, entry) in self.export.tensors.iter().zip(&entries) {
-            let sums = run.tensor(tensor, entry)?;
-            self.count(tensor, entry, options.target, sums, &mut kinds);
-        }
-        let buffered = run.writer.finish().map_err(io)?;
-        buffered.into_inner().map_err(|error| io(error.into_error()))?.flush().map_err(io)?;
+        let kinds = self.fill(file.as_file_mut(), (out, options), progress)?;
         file.as_file().sync_all().map_err(io)?;
         let bytes = file.as_file().metadata().map_err(io)?.len();
         let kept = if options.force { file.persist(out) } else { file.persist_noclobber(out) };
@@ -124,6 +115,27 @@ impl Source {
             _ => io(error.error),
         })?;
         Ok(self.summary(bytes, kinds))
+    }
+
+    /// Writes keys and tensors to `file`, which will be `out`.
+    fn fill(
+        &self,
+        file: &mut File,
+        (out, options): (&Path, Options<'_>),
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Vec<KindSummary>, QuantizeError> {
+        let io = |source| QuantizeError::Io { path: out.to_owned(), source };
+        let entries: Vec<Entry> = self.export.tensors.iter().map(|tensor| self.entry(tensor, options.target)).collect();
+        let writer = Writer::begin(BufWriter::with_capacity(1 << 20, file), &self.keys(options), &entries);
+        let total = entries.iter().map(|entry| entry.bytes() as u64).sum();
+        let mut run = Run { source: self, options, out, writer: writer.map_err(io)?, done: 0, total, progress };
+        let mut kinds = Vec::new();
+        for (tensor, entry) in self.export.tensors.iter().zip(&entries) {
+            let sums = run.tensor(tensor, entry)?;
+            self.count(tensor, entry, options.target, sums, &mut kinds);
+        }
+        run.writer.finish().map_err(io)?;
+        Ok(kinds)
     }
 
     fn has_experts(&self) -> bool {

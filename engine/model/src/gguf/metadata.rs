@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 const KEYS_MAX: u64 = 1 << 16;
 /// Longest key, in bytes (the format's own bound).
 const KEY_BYTES_MAX: u64 = (1 << 16) - 1;
-/// Longest string, in bytes. Chat templates have some 10,000.
-const TEXT_BYTES_MAX: u64 = 16 << 20;
+/// Longest string, in bytes. Chat templates have some 10,000, a whole tokenizer.json some 30 million.
+const TEXT_BYTES_MAX: u64 = 64 << 20;
 /// Longest list. The longest of published files are merges, some 500,000.
 const LIST_MAX: u64 = 4 << 20;
 /// Lists within lists at most.

@@ -26,6 +26,9 @@ const BYTE: u32 = 6;
 /// Added tokens that are compared within texts.
 const ADDED_COMPARED: usize = 64;
 
+/// Largest tokenizer.json that a file keeps, in bytes: readers bound strings.
+const WHOLE_BYTES_MAX: usize = 64 << 20;
+
 /// Texts on which both tokenizers must agree: cases, contractions, numbers, runs of spaces and lines, scripts, composed and decomposed
 /// accents, emoji, control characters, code.
 const TEXTS: [&str; 22] = [
@@ -94,7 +97,12 @@ pub(crate) fn of_dir(dir: &Path, rows: usize) -> Result<Exported, TextError> {
         if !path.exists() {
             return Err(refuse(format!("no keys of a GGUF file express its tokenizer: {problem}")));
         }
-        let text = String::from_utf8(read(&path)?);
+        let bytes = read(&path)?;
+        if bytes.len() > WHOLE_BYTES_MAX {
+            let problem = format!("tokenizer.json has {} bytes, more than {WHOLE_BYTES_MAX}: {problem}", bytes.len());
+            return Err(refuse(problem));
+        }
+        let text = String::from_utf8(bytes);
         let text = text.map_err(|error| TextError::Malformed { path, problem: error.to_string() })?;
         vocabulary.tokenizer_json = Some(text);
         // With a whole tokenizer the flag corrects it, as in tokenizer_config.json.
@@ -141,9 +149,10 @@ impl Tokens {
         Ok(Self { texts: named.collect(), kinds, ids })
     }
 
-    fn set(&mut self, id: u32, kind: u32) {
-        if let Some(slot) = usize::try_from(id).ok().and_then(|id| self.kinds.get_mut(id)) {
-            *slot = kind;
+    fn set(&mut self, id: u32, text: String, kind: u32) {
+        let id = usize::try_from(id).unwrap_or(usize::MAX);
+        if let (Some(of), Some(slot)) = (self.texts.get_mut(id), self.kinds.get_mut(id)) {
+            (*of, *slot) = (text, kind);
         }
     }
 }
@@ -223,12 +232,16 @@ fn pieces(
     }
     for byte in 0..=u8::MAX {
         let text = format!("<0x{byte:02X}>");
-        let id = *tokens.ids.get(&text).ok_or_else(|| format!("{text} is no token"))?;
-        tokens.set(id, BYTE);
+        // Where a character is no piece, its byte's piece stands for it under its name.
+        let letter = char::from(byte).to_string();
+        let id = tokens.ids.get(&text).or_else(|| tokens.ids.get(&letter)).copied();
+        let id = id.ok_or_else(|| format!("{text} is no token"))?;
+        tokens.set(id, text, BYTE);
     }
     let unknown = model["unk_token"].as_str().and_then(|text| tokens.ids.get(text)).copied();
     let unknown = unknown.ok_or("it has no unknown token")?;
-    tokens.set(unknown, UNKNOWN);
+    let name = tokens.texts.get(usize::try_from(unknown).unwrap_or(usize::MAX)).cloned().unwrap_or_default();
+    tokens.set(unknown, name, UNKNOWN);
     let mut order: HashMap<String, usize> = HashMap::new();
     for (a, b) in merges {
         let next = order.len();
