@@ -276,7 +276,10 @@ fn prefill_workers_die_at_every_stage(mode: Mode) {
         let worker = worker(&world).unwrap();
         match stage {
             "ready" => world.run_until(|w| w.requests[request].tokens.len() == 1),
-            "pulling" => run_into_transfer(&mut world, 2),
+            "pulling" => {
+                world.slow_reads(2, Some(1));
+                run_into_transfer(&mut world, 2);
+            }
             "decoding" => world.run_until(|w| w.requests[request].tokens.len() > 2),
             _ => {}
         }

@@ -62,6 +62,8 @@ fn prompts_wait_for_memory_beside_the_store() {
         let spec = PoolSpec::golden("llama3_old", 4);
         let decode = Spec { push, ..staged(Role::Decode, 80, 80) };
         let mut world = pool(&spec, &[staged(Role::Prefill, 80, 16), decode]);
+        // Prompts are prefilled faster than their KV is read.
+        world.slow_reads(1, Some(1));
         for n in 0..4 {
             world.submit(1, greedy(prompt(n, 40, 128), 6));
         }

@@ -1,38 +1,15 @@
 //! The event queue ([`Agenda`]): ordered by time, then by insertion.
 
-use std::cmp::Ordering;
+use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-
-struct Entry<T> {
-    at_us: u64,
-    seq: u64,
-    what: T,
-}
-
-impl<T> PartialEq for Entry<T> {
-    fn eq(&self, other: &Self) -> bool {
-        self.seq == other.seq
-    }
-}
-
-impl<T> Eq for Entry<T> {}
-
-impl<T> PartialOrd for Entry<T> {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl<T> Ord for Entry<T> {
-    /// Reversed: the heap's greatest entry is the next event.
-    fn cmp(&self, other: &Self) -> Ordering {
-        (other.at_us, other.seq).cmp(&(self.at_us, self.seq))
-    }
-}
 
 /// A queue of timed events. Time is in microseconds and never goes back.
 pub struct Agenda<T> {
-    heap: BinaryHeap<Entry<T>>,
+    /// Time, number in the order of insertion, and slot.
+    heap: BinaryHeap<Reverse<(u64, u64, usize)>>,
+    /// The events stay in place while the heap moves their keys.
+    slots: Vec<Option<T>>,
+    free: Vec<usize>,
     planned: u64,
     now_us: u64,
 }
@@ -45,7 +22,7 @@ impl<T> std::fmt::Debug for Agenda<T> {
 
 impl<T> Default for Agenda<T> {
     fn default() -> Self {
-        Self { heap: BinaryHeap::new(), planned: 0, now_us: 0 }
+        Self { heap: BinaryHeap::new(), slots: Vec::new(), free: Vec::new(), planned: 0, now_us: 0 }
     }
 }
 
@@ -58,7 +35,12 @@ impl<T> Agenda<T> {
     /// Plans an event at `at_us`, or now if that is past.
     pub fn at(&mut self, at_us: u64, what: impl Into<T>) {
         self.planned += 1;
-        self.heap.push(Entry { at_us: at_us.max(self.now_us), seq: self.planned, what: what.into() });
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(None);
+            self.slots.len() - 1
+        });
+        self.slots[slot] = Some(what.into());
+        self.heap.push(Reverse((at_us.max(self.now_us), self.planned, slot)));
     }
 
     /// Plans an event `us` from now.
@@ -68,9 +50,10 @@ impl<T> Agenda<T> {
 
     /// Removes the next event and advances the time to it.
     pub fn pop(&mut self) -> Option<T> {
-        let entry = self.heap.pop()?;
-        self.now_us = entry.at_us;
-        Some(entry.what)
+        let Reverse((at_us, _, slot)) = self.heap.pop()?;
+        self.now_us = at_us;
+        self.free.push(slot);
+        self.slots[slot].take()
     }
 }
 

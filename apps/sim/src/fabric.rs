@@ -19,6 +19,8 @@ pub const SILENCE_US: u64 = 2_500_000;
 /// First delay before a lost connection is redialled; doubled by each failure.
 const REDIAL_US: u64 = 20_000;
 const REDIAL_MAX_US: u64 = 1_000_000;
+/// Time in which the ends learn that their session was cut, beside round trips.
+const NOTICE_US: u64 = 20_000;
 
 /// Sender, receiver, class.
 pub type StreamKey = (Place, Place, usize);
@@ -99,6 +101,7 @@ struct Link {
 #[derive(Debug)]
 pub struct Fabric {
     profile: LinkProfile,
+    notice_us: u64,
     links: BTreeMap<(Place, Place), Link>,
     streams: BTreeMap<StreamKey, Stream>,
     /// Stopped processes, with begin and end of the stop.
@@ -122,7 +125,14 @@ impl Fabric {
     #[must_use]
     pub fn new(profile: LinkProfile, rng: Rng) -> Self {
         let (links, streams, paused) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { profile, links, streams, paused, live: Vec::new(), rng, traffic: [(0, 0); 3] }
+        let (live, traffic, notice_us) = (Vec::new(), [(0, 0); 3], NOTICE_US);
+        Self { profile, notice_us, links, streams, paused, live, rng, traffic }
+    }
+
+    /// Both ends learn of a cut within this time, beside round trips.
+    #[must_use]
+    pub fn with_notice(self, notice_us: u64) -> Self {
+        Self { notice_us, ..self }
     }
 
     fn link(&mut self, a: Place, b: Place) -> &mut Link {
@@ -207,11 +217,12 @@ impl Fabric {
     /// Cuts the connection of two processes: some frames in flight still arrive, and each side learns of the loss
     /// separately.
     pub fn cut(&mut self, a: Place, b: Place, agenda: &mut Agenda<Happening<Net>>) {
+        let notice_us = self.notice_us;
         let link = self.link(a, b);
         if !std::mem::take(&mut link.standing) {
             return;
         }
-        let (generation, spread) = (link.generation, 4 * link.profile.latency_us + 20_000);
+        let (generation, spread) = (link.generation, 4 * link.profile.latency_us + notice_us);
         for (at, peer) in [(a, b), (b, a)] {
             for class in Class::ALL {
                 if let Some(stream) = self.streams.get_mut(&(at, peer, class.index())) {
@@ -219,7 +230,7 @@ impl Fabric {
                     stream.items.truncate(kept);
                 }
             }
-            let after = self.rng.below(spread);
+            let after = self.rng.below(spread.max(1));
             agenda.after(after, Net::Down { at, peer, generation });
         }
     }

@@ -123,7 +123,9 @@ pub struct World<R, N: Network = Fabric> {
     pub fired_us: Option<u64>,
     /// Trace of events, if set.
     pub trace: Option<Trace>,
+    /// Memory for deliveries, and for reports, that are being handled.
     deliveries: Vec<Delivery>,
+    reports: Vec<Report>,
     /// Bill of the report that is being handled.
     bill: N::Bill,
     rng: Rng,
@@ -219,6 +221,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
             fired_us: None,
             trace: None,
             deliveries: Vec::new(),
+            reports: Vec::new(),
             bill: N::Bill::default(),
             rng,
             events: 0,
@@ -469,7 +472,9 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         process.piece += 1;
         // A preemptive device starts anew when all reports have been handled, and at commands.
         process.busy = R::PREEMPTIVE;
-        for report in std::mem::take(&mut process.reports) {
+        // The next piece of work may begin, and report, while these are handled.
+        let mut reports = std::mem::replace(&mut process.reports, std::mem::take(&mut self.reports));
+        for report in reports.drain(..) {
             let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) else { return };
             self.bill = process.runner.bill();
             let report = self.maybe_fail(place, report);
@@ -479,6 +484,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         if let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) {
             process.busy &= !R::PREEMPTIVE;
         }
+        self.reports = reports;
         self.turn(place);
     }
 
@@ -509,8 +515,8 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
     /// Hands an event to an instance and carries out its effects, including the consequences of failures.
     pub fn handle(&mut self, place: Place, event: Event) {
         let now = self.now_us();
-        let mut pending = vec![event];
-        while let Some(event) = pending.pop() {
+        let (mut next, mut pending) = (Some(event), Vec::new());
+        while let Some(event) = next.take().or_else(|| pending.pop()) {
             let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) else { return };
             self.events += 1;
             if let Some(trace) = self.trace.as_mut().filter(|_| !matches!(event, Event::Tick)) {

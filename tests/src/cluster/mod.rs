@@ -106,7 +106,7 @@ impl World {
         let delay_us = seed.map_or(0, |_| delay_ms * 1000);
         let profile = LinkProfile { latency_us: delay_us / 2, jitter_us: delay_us / 2, bytes_per_us: 0 };
         let mut rng = Rng::new(seed.unwrap_or(0));
-        let fabric = Net::new(Fabric::new(profile, rng.split()));
+        let fabric = Net::new(Fabric::new(profile, rng.split()).with_notice(0));
         let transfers = Transfers::new(rng.split(), Delays::up_to(delay_us));
         Self {
             pool,
