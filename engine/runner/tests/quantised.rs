@@ -59,7 +59,11 @@ fn committed_checkpoints_give_the_logits_of_their_weights() {
             [Some(DType::F32), Some(DType::F16), None].map(|dtype| worst(&logits(&path, &tokens, dtype), &expected));
         println!("{name}: {exact} in f32, {half} in f16, {own} as the files have them");
         assert!(exact < 1e-4, "{name}: {exact}");
-        assert!(half < 2e-2 && half > exact, "{name}: {half}, weights in f16 are rounded");
+        // bf16 scales times symmetric codes are exact in f16.
+        assert!(
+            half < 2e-2 && (half > exact || name.starts_with("packed")),
+            "{name}: {half}, weights in f16 are rounded"
+        );
         assert!(own < if format.is_some() { 1e-3 } else { 2e-2 }, "{name}: {own}");
         let checkpoint = Checkpoint::open(&path).unwrap();
         let packed: Vec<WeightFormat> =

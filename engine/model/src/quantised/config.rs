@@ -174,7 +174,7 @@ fn compressed(object: &Fields) -> Result<Quantisation, ModelError> {
     for name in groups.names() {
         let of = groups.object(name)?.ok_or_else(|| groups.missing(name))?;
         one_of(&of, "format", &formats)?;
-        // Which modules a group is about is told by their tensors; activations are not quantised.
+        // Tensors show which modules a group is about; activations are not quantised.
         of.ignore(&["targets", "input_activations", "output_activations"]);
         let weights = of.object("weights")?.ok_or_else(|| of.missing("weights"))?;
         let other = || groups.unsupported(name, "groups with weights of one kind must agree in all but their modules");
