@@ -28,7 +28,7 @@ const PLANS_KEPT: usize = 16;
 pub struct Options {
     /// Largest buffer in bytes: larger weights and stores are sharded. The adapter's own limit also holds.
     pub binding_bytes_max: u64,
-    /// Use f16 in shaders where the adapter has it.
+    /// Read KV in f16 by the adapter's own f16, where it has that.
     pub native_f16: bool,
     /// Use subgroups where the adapter has them.
     pub subgroups: bool,

@@ -202,8 +202,10 @@ fn adapters(gpus: &mut Vec<Gpu>) -> Vec<Check> {
     let row = |(number, a): (usize, &lagoon_shaders::AdapterSummary)| {
         let kind = if a.software { "software, used only when asked for" } else { "GPU" };
         let f16 = if a.f16 { "f16" } else { "no f16" };
-        let mib = a.binding_bytes_max >> 20;
-        let text = format!("{number}: {} ({}, {}; {kind}; {f16}; bindings of {mib} MiB)", a.name, a.backend, a.driver);
+        let subgroups = a.subgroup.map_or("no subgroups".to_owned(), |most| format!("subgroups of {most}"));
+        let (features, mib) = (format!("{f16}, {subgroups}"), a.binding_bytes_max >> 20);
+        let text =
+            format!("{number}: {} ({}, {}; {kind}; {features}; bindings of {mib} MiB)", a.name, a.backend, a.driver);
         match &a.unusable {
             Some(reason) => check("wgpu", false, format!("{text}: {reason}"), ""),
             None => check("wgpu", true, text, ""),

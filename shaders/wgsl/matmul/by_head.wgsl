@@ -1,6 +1,7 @@
 // A product a head: out[r][h * out_step + i] = weight[h * n + i] . x[r][h * x_step ..][.. k], where other elements of the
-// output stay. Two entry points, as of matmul.wgsl: `matvec` for few rows (shared/products.wgsl), `tiled` for many. Heads begin anywhere in a row, also within a quad; rows of the weight are padded with zeros to whole quads. A weight
-// larger than a binding lies in several shards of rows, which may cut a head; a dispatch serves one.
+// output stay. Two entry points, as of matmul.wgsl: `matvec` for few rows (shared/products.wgsl), `tiled` for many. Heads begin
+// anywhere in a row, also within a quad; rows of the weight are padded with zeros to whole quads. A weight larger than a binding
+// lies in several shards of rows, which may cut a head; a dispatch serves one.
 //#include weight
 //#include grid
 //#include team
