@@ -140,7 +140,7 @@ fn a_prefix_is_found() {
         world.submit(0, request.clone());
         world.run();
     }
-    assert_eq!(world.nodes[0].live().status().prefix.hit_tokens, 48);
+    assert_eq!(world.live(0).status().prefix.hit_tokens, 48);
     let alone = single(&pool, &[request]);
     for log in &world.requests {
         assert_same("found", log, &alone[0], tolerance());
@@ -156,13 +156,13 @@ fn a_prompt_is_computed_elsewhere_and_read() {
         let stage = |spec: Spec| Spec { stage_blocks: staged.then_some(spec.blocks), ..spec };
         let specs = [stage(Spec::prefill(40)), stage(Spec { push, ..Spec::decode(40) })];
         let mut world = World::pool(pool.clone(), None, &specs);
-        world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+        world.run_until(|w| w.live(1).status().prefill.workers == 1);
         let request = greedy(prompt(1, 50, 128), 12);
         world.submit(1, request.clone());
         world.run();
         let alone = single(&pool, std::slice::from_ref(&request));
         assert_same("disaggregated", &world.requests[0], &alone[0], tolerance());
-        let status = world.nodes[1].live().status().prefill;
+        let status = world.live(1).status().prefill;
         assert_eq!((status.pulled, status.own), (1, 0), "{status:?}");
         // The last token of a prompt is computed by the decode worker.
         let bytes = kv_shape(&pool).token_bytes() as u64;

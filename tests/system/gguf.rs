@@ -65,10 +65,10 @@ fn prefilled_apart(name: &str, backend: Backend, push: bool) {
     let prefill = Spec { role: Role::Prefill, backend, ..Spec::cpu(40) };
     let decode = Spec { role: Role::Decode, backend, push, ..Spec::cpu(40) };
     let mut world = World::pool(pool.clone(), None, &[prefill, decode]);
-    world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+    world.run_until(|w| w.live(1).status().prefill.workers == 1);
     world.submit(1, greedy(prompt(9, 60, 64), 8));
     world.run();
-    let status = world.nodes[1].live().status().prefill;
+    let status = world.live(1).status().prefill;
     assert_eq!((status.pulled, status.own, status.retried), (1, 0, 0), "{name}, push {push}: {status:?}");
     assert_equals_single(name, &world, &pool);
     world.check_empty();

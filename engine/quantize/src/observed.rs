@@ -7,7 +7,7 @@ use lagoon_backend::{
     Activation, AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
     LatentRow, Mode, Partials, WeightFormat, WeightSource, without,
 };
-use lagoon_types::{AttentionGeometry, KvShape};
+use lagoon_types::{AttentionGeometry, KvDType, KvShape};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -74,6 +74,10 @@ impl Device for Observed {
 
     fn info(&self) -> DeviceInfo {
         self.inner.info()
+    }
+
+    fn takes_kv(&self, dtype: KvDType) -> bool {
+        self.inner.takes_kv(dtype)
     }
 
     without!(queued, sampling, virtual_memory, shared_arenas, shared_regions, peer_access);
