@@ -4,9 +4,9 @@ use crate::cuda::driver;
 use crate::process_cluster::{Cluster, wait_for_pool};
 use crate::process_up::single;
 use lagoon_backend::Device as _;
+use lagoon_cuda::kernels::attention::Precision;
 use lagoon_model::Checkpoint;
 use lagoon_protocol::Role;
-use lagoon_cuda::kernels::attention::Precision;
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::max_diff;
@@ -103,7 +103,7 @@ fn wgpu_serves_files() {
         let formats = Checkpoint::open(&path).unwrap().formats();
         // Formats that wgpu does not unpack are rounded to f16.
         let bound = if formats.iter().all(|(format, _)| device.takes(*format)) { 1e-4 } else { 5e-3 };
-        let mut session = Session::open(device, &path, tokens.len(), Some(DType::F32));
+        let mut session = Session::open(device, &path, tokens.len(), Some(KvDType::F32));
         let (pos, logits) = session.logits(&tokens, &[30, tokens.len() - 31, 1]).pop().unwrap();
         assert_eq!(pos, tokens.len() - 1);
         let diff = max_diff(&logits, &expected[expected.len() - logits.len()..]);
@@ -205,7 +205,8 @@ fn a_quantised_model_is_served() {
 
     let [packed, own] = [&out, &model].map(|model| {
         let server = single(model, "2048");
-        let body = json!({"prompt": "The pass key is 71432. Remember it. The pass key is", "max_tokens": 8, "temperature": 0});
+        let body =
+            json!({"prompt": "The pass key is 71432. Remember it. The pass key is", "max_tokens": 8, "temperature": 0});
         server.client().post("/v1/completions", &body).json()["choices"][0]["text"].clone()
     });
     assert_eq!(packed, own);

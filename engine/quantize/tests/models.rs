@@ -116,15 +116,23 @@ fn a_quantised_model_is_near_its_own() {
     let tokenizer = Tokenizer::open(&passkey).unwrap();
     let tokens = tokenizer.encode(&text[..2000], true).unwrap();
     let expected = logits(&passkey, &tokens);
-    let targets =
-        [(Target::F16, 1e-3), (Target::Q8_0, 2e-2), (Target::Q6K, 6e-2), (Target::Q5K, 1e-1), (Target::Q4K, 2e-1), (Target::Q4_0, 3e-1), (Target::Mxfp4, 3e-1)];
+    let targets = [
+        (Target::F16, 1e-3),
+        (Target::Q8_0, 2e-2),
+        (Target::Q6K, 6e-2),
+        (Target::Q5K, 1e-1),
+        (Target::Q4K, 2e-1),
+        (Target::Q4_0, 3e-1),
+        (Target::Mxfp4, 3e-1),
+    ];
     for (target, bound) in targets {
         let out = dir.path().join(format!("{target:?}.gguf"));
         let summary = write(&passkey, &out, options(target)).unwrap();
         let found = distance(&logits(&out, &tokens), &expected);
         println!("{target:?}: logits {found:.5}, weights {:.5}, {:.2} bits", summary.relative_rms, summary.bits);
         assert!(found < bound, "{target:?}: {found}");
-        let formats: Vec<WeightFormat> = Checkpoint::open(&out).unwrap().formats().into_iter().map(|(f, _)| f).collect();
+        let formats: Vec<WeightFormat> =
+            Checkpoint::open(&out).unwrap().formats().into_iter().map(|(f, _)| f).collect();
         assert!(formats.contains(&target.format()), "{target:?}: {formats:?}");
         let (spec, own) = (ModelSpec::open(&out).unwrap(), ModelSpec::open(&passkey).unwrap());
         assert_eq!((spec.max_positions, spec.parameters()), (own.max_positions, own.parameters()));
@@ -180,7 +188,8 @@ fn a_text_lessens_errors_of_products() {
     });
     let importance = importance.unwrap();
     assert_eq!((importance.tokens(), steps), (2048, 5));
-    let tokens = source.tokenizer().unwrap().encode(&std::fs::read_to_string(&text).unwrap()[20_000..23_000], true).unwrap();
+    let tokens =
+        source.tokenizer().unwrap().encode(&std::fs::read_to_string(&text).unwrap()[20_000..23_000], true).unwrap();
     let expected = logits(&passkey, &tokens);
     let measured = |name: &str, importance: Option<&Importance>| {
         let out = dir.path().join(name);
@@ -267,7 +276,10 @@ fn what_cannot_be_written_is_refused_by_name() {
     let large = error("llama2_mha", &as_it_is, Some(1e9));
     assert!(large.contains("`blk.1.ffn_up.weight`") && large.contains("cannot hold"), "{large}");
     let family = error("bloom", &as_it_is, None);
-    assert!(family.contains("\"bloom\"") && family.contains("hint: families that are:") && family.contains("llama"), "{family}");
+    assert!(
+        family.contains("\"bloom\"") && family.contains("hint: families that are:") && family.contains("llama"),
+        "{family}"
+    );
     let window = error("mistral_window", &as_it_is, None);
     assert!(window.contains("windows of layers"), "{window}");
     let dense = error("qwen3_moe", &as_it_is, None);
