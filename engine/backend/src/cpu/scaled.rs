@@ -40,6 +40,7 @@ macro_rules! int4 {
             }
 
             #[inline(always)]
+            #[allow(clippy::modulo_one, reason = "blocks of the shortest format have one part")]
             unsafe fn codes<S: Simd>(blocks: *const u8, part: usize) -> S::B {
                 let (block, within) = (part / Self::PARTS, part % Self::PARTS);
                 let stride = if Self::PARTS == 1 { Self::BLOCK.bytes } else { PART_BYTES };

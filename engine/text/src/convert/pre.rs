@@ -131,6 +131,19 @@ impl Pre {
     }
 }
 
+/// The steps of a pre-tokenizer in the form of a `tokenizer.json`: each kind with its expression or flag. Flags of offsets change no
+/// token.
+fn steps(splits: &Value) -> Vec<String> {
+    let steps = splits["pretokenizers"].as_array().map_or(std::slice::from_ref(splits), Vec::as_slice);
+    let step = |step: &Value| match step["type"].as_str() {
+        Some("ByteLevel") => format!("bytes {} {}", step["add_prefix_space"], step["use_regex"]),
+        Some("Split") => format!("split {} {} {}", step["pattern"], step["behavior"], step["invert"]),
+        Some("Digits") => format!("digits {}", step["individual_digits"]),
+        _ => step.to_string(),
+    };
+    steps.iter().map(step).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -215,17 +228,4 @@ mod tests {
         assert_eq!(pieces("mpt", text), pieces("gpt-2", text));
         assert_eq!(pieces("deepseek-llm", "Ωμέγα жук"), ["Ωμέγα", " жук"]);
     }
-}
-
-/// The steps of a pre-tokenizer in the form of a `tokenizer.json`: each kind with its expression or flag. Flags of offsets change no
-/// token.
-fn steps(splits: &Value) -> Vec<String> {
-    let steps = splits["pretokenizers"].as_array().map_or(std::slice::from_ref(splits), Vec::as_slice);
-    let step = |step: &Value| match step["type"].as_str() {
-        Some("ByteLevel") => format!("bytes {} {}", step["add_prefix_space"], step["use_regex"]),
-        Some("Split") => format!("split {} {} {}", step["pattern"], step["behavior"], step["invert"]),
-        Some("Digits") => format!("digits {}", step["individual_digits"]),
-        _ => step.to_string(),
-    };
-    steps.iter().map(step).collect()
 }
