@@ -181,7 +181,7 @@ impl Arrangement {
             _ if format.plain().is_some() => return None,
             _ => (0, 0),
         };
-        let blocks = if len == 0 { 1 } else { 16 / len };
+        let blocks = 16usize.checked_div(len).unwrap_or(1);
         Some(Self { blocks, head: Head { at, len }, block_bytes })
     }
 
