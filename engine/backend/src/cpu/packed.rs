@@ -413,7 +413,7 @@ impl<P: Packed> Round<P> {
         for i in 0..PART {
             let low = ints[i] as i8;
             to.low[part * PART + i] = low;
-            to.high[part * PART + i] = (ints[i] - i32::from(low) >> 8) as i8;
+            to.high[part * PART + i] = ((ints[i] - i32::from(low)) >> 8) as i8;
         }
         for i in 0..PART / 4 {
             let sum = ints[4 * i] + ints[4 * i + 1] + ints[4 * i + 2] + ints[4 * i + 3];
