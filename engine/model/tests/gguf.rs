@@ -99,7 +99,7 @@ fn written_files_are_read() {
     ];
     let mut writer = Writer::begin(Vec::new(), &keys, &entries).unwrap();
     for entry in &entries {
-        let bytes: Vec<u8> = (0..entry.bytes()).map(|i| (i % 251) as u8).collect();
+        let bytes: Vec<u8> = (0..=250).cycle().take(entry.bytes()).collect();
         let (first, rest) = bytes.split_at(5);
         writer.data(first).unwrap();
         writer.data(rest).unwrap();
