@@ -422,7 +422,7 @@ fn decode_workers_share_what_they_read_at_any_time() {
     let (mut found, mut preempted) = (0, 0);
     for seed in 0..24 {
         let stage_blocks = [None, Some(12), Some(30)][seed as usize % 3];
-        let decode = Spec { push: seed % 2 == 1, stage_blocks, step_ms: seed % 4, ..Spec::decode(24) };
+        let decode = Spec { push: seed % 2 == 1, stage_blocks, step_ms: seed % 4, ..Spec::decode(18) };
         let mut world = World::pool(spec.clone(), Some(seed), &[Spec::prefill(40), decode]);
         world.run_until(|w| w.live(1).status().prefill.workers == 1);
         let mut rng = Rng::new(seed);
