@@ -113,11 +113,11 @@ fn a_packed_file_is_served_as_it_is() {
     let Some(machine) = Machine::new("a_packed_file_is_served_as_it_is") else { return };
     let goldens = lagoon_tests::root().join("tests/goldens/gguf");
     let cases: Value = serde_json::from_slice(&std::fs::read(goldens.join("goldens.json")).unwrap()).unwrap();
-    let case = cases.as_array().unwrap().iter().find(|case| case["file"] == "llama-q8_0.gguf").unwrap();
+    let case = cases.as_array().unwrap().iter().find(|case| case["file"] == "qwen2-q4_k.gguf").unwrap();
     let tokens: Vec<u32> = serde_json::from_value(case["tokens"].clone()).unwrap();
     let mut expected = Vec::new();
-    DType::F32.decode(&std::fs::read(goldens.join("llama-q8_0.logits")).unwrap(), &mut expected);
-    let model = goldens.join("llama-q8_0.gguf").to_string_lossy().into_owned();
+    DType::F32.decode(&std::fs::read(goldens.join("qwen2-q4_k.logits")).unwrap(), &mut expected);
+    let model = goldens.join("qwen2-q4_k.gguf").to_string_lossy().into_owned();
     let flags = ["--backend=cuda", "--http=127.0.0.1:0", "--block-tokens=32", "--kv-tokens=256", "--kv-dtype=f32"];
     let variables: Vec<_> = machine.variables.iter().map(|(name, value)| (*name, value.as_os_str())).collect();
     let server = Server::start_with(
