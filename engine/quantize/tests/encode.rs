@@ -84,6 +84,9 @@ fn plain(format: WeightFormat, row: &[f32]) -> Vec<f32> {
         }
         Mxfp4 => by_block(32, &|x| {
             let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+            if extreme(x) == 0.0 {
+                return x.to_vec();
+            }
             let scale = 2_f32.powi(extreme(x).abs().log2().floor() as i32 - 2);
             let nearest = |x: f32| {
                 let far = |m: &f32| (x.abs() / scale - m).abs();

@@ -138,6 +138,16 @@ fn stored(scale: f32) -> f32 {
     if rounded == 0.0 && scale != 0.0 { f16::from_bits(1).to_f32().copysign(scale) } else { rounded }
 }
 
+/// [`stored`], and where steps of scales are coarse also the next scale away from 0: the largest code would be cut off.
+fn stored_or_next(scale: f32) -> impl Iterator<Item = f32> + Clone {
+    /// Scales as multiples of the least one above 0, below which steps are coarse.
+    const COARSE: u16 = 64;
+    let nearest = stored(scale);
+    let bits = f16::from_f32(nearest).to_bits();
+    let is_coarse = (1..COARSE).contains(&(bits & 0x7fff));
+    std::iter::once(nearest).chain(is_coarse.then(|| f16::from_bits(bits + 1).to_f32()))
+}
+
 /// Writes a scale that [`stored`] gave.
 fn put_half(scale: f32, out: &mut [u8]) {
     out.copy_from_slice(&f16::from_f32(scale).to_le_bytes());

@@ -1,6 +1,6 @@
 //! Blocks whose elements are a scale times a code of both signs: Q8_0, Q4_0 and Q6_K.
 
-use super::{LEAST, best, magnitude, nearest, put_half, stored};
+use super::{LEAST, best, magnitude, nearest, put_half, stored, stored_or_next};
 use half::f16;
 
 /// Codes of a format, from the least to the largest.
@@ -128,9 +128,23 @@ struct Scales {
 }
 
 impl Scales {
+    /// Scales of sub-blocks as multiples of a block's, of which some are tried.
+    fn candidates(
+        x: &[[f32; 16]],
+        w: &[[f32; 16]],
+        wanted: &[f32; SUBS],
+        search: bool,
+    ) -> impl Iterator<Item = (Self, f32)> {
+        stored_or_next(extreme(wanted) / -128.0).map(move |scale| Self::of(x, w, (scale, wanted), search))
+    }
+
     /// Rounds scales of sub-blocks to multiples of the block's. With `search` a neighbour is taken where it has a smaller error.
-    fn of(x: &[[f32; 16]], w: &[[f32; 16]], wanted: &[f32; SUBS], search: bool) -> (Self, f32) {
-        let scale = stored(extreme(wanted) / -128.0);
+    fn of(
+        x: &[[f32; 16]],
+        w: &[[f32; 16]],
+        (scale, wanted): (f32, &[f32; SUBS]),
+        search: bool,
+    ) -> (Self, f32) {
         let (mut subs, mut sum) = ([0; SUBS], 0.0);
         for (((x, w), wanted), sub) in x.iter().zip(w).zip(wanted).zip(&mut subs) {
             let code = nearest((wanted * inverse(scale)).clamp(-128.0, 127.0));
@@ -158,7 +172,7 @@ pub(super) fn q6k(x: &[f32; 256], w: &[f32; 256], out: &mut [u8; 210]) {
             searched[i] = SIX_BITS.search(x, w, extreme);
         }
     }
-    let candidates = [Scales::of(x, w, &plain, false), Scales::of(x, w, &searched, true)];
+    let candidates = Scales::candidates(x, w, &plain, false).chain(Scales::candidates(x, w, &searched, true));
     let Some(((scales, _), _)) = best(candidates, |(_, error)| error) else { return };
     let (codes, rest) = out.split_at_mut(128);
     let (upper, rest) = rest.split_at_mut(64);
