@@ -117,7 +117,7 @@ fn a_quantised_model_is_near_its_own() {
     let tokens = tokenizer.encode(&text[..2000], true).unwrap();
     let expected = logits(&passkey, &tokens);
     let targets =
-        [(Target::F16, 1e-3), (Target::Q8_0, 2e-2), (Target::Q6K, 6e-2), (Target::Q5K, 1e-1), (Target::Q4K, 2e-1), (Target::Q4_0, 3e-1), (Target::Mxfp4, 3e-1)];
+        [(Target::F16, 1e-6), (Target::Q8_0, 1e-2), (Target::Q6K, 3e-2), (Target::Q5K, 5e-2), (Target::Q4K, 1e-1), (Target::Q4_0, 1.3e-1), (Target::Mxfp4, 1.8e-1)];
     for (target, bound) in targets {
         let out = dir.path().join(format!("{target:?}.gguf"));
         let summary = write(&passkey, &out, options(target)).unwrap();
@@ -137,8 +137,10 @@ fn a_quantised_model_is_near_its_own() {
         assert_eq!(again.encode(&text, special).unwrap(), tokenizer.encode(&text, special).unwrap());
     }
     let message = serde_json::from_str(r#"{"role": "user", "content": "hi"}"#).unwrap();
-    let rendered = |template: ChatTemplate| template.render(&[message], true, std::time::UNIX_EPOCH).unwrap();
-    assert_eq!(rendered(ChatTemplate::from_gguf(&vocabulary).unwrap().unwrap()), "hi\nAnswer:");
+    let messages = [message];
+    let rendered = |template: ChatTemplate| template.render(&messages, true, std::time::UNIX_EPOCH).unwrap();
+    let own = ChatTemplate::open(&passkey).unwrap().unwrap();
+    assert_eq!(rendered(ChatTemplate::from_gguf(&vocabulary).unwrap().unwrap()), rendered(own));
     let ends = |path: &Path| GenerationConfig::open(path, &ModelSpec::open(path).unwrap()).unwrap().eos_ids;
     assert_eq!(ends(&dir.path().join("Q4K.gguf")), ends(&passkey));
 }
@@ -150,7 +152,7 @@ fn a_file_is_quantised_as_a_directory_is() {
     let dir = tempfile::tempdir().unwrap();
     let tokens: Vec<u32> = (3..90).map(|i| i * 37 % 500).collect();
     let expected = logits(&model, &tokens);
-    for (target, bound) in [(Target::F16, 1e-6), (Target::Q8_0, 2e-2), (Target::Q4K, 2e-1)] {
+    for (target, bound) in [(Target::F16, 1e-6), (Target::Q8_0, 5e-2), (Target::Q4K, 5e-1)] {
         let out = dir.path().join(format!("{target:?}.gguf"));
         write(&model, &out, options(target)).unwrap();
         let found = distance(&logits(&out, &tokens), &expected);

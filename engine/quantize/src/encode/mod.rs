@@ -52,6 +52,8 @@ pub fn largest(format: WeightFormat) -> f32 {
         WeightFormat::Q6K => HALF_MAX * 127.0 * 31.0,
         // The largest number of bf16, which half of the next step rounds up from.
         WeightFormat::BF16 => f32::from_bits(0x7f7f_7fff),
+        // The largest float of 4 bits times a power of two that f32 holds.
+        WeightFormat::Mxfp4 => 6.0 * (1_u128 << 125) as f32,
         _ => f32::MAX,
     }
 }
