@@ -100,7 +100,8 @@ fn a_quantised_model_is_served() {
 
     let [packed, own] = [&out, &model].map(|model| {
         let server = single(model, "2048");
-        let body = json!({"prompt": "The pass key is 71432. Remember it. The pass key is", "max_tokens": 8, "temperature": 0});
+        let body =
+            json!({"prompt": "The pass key is 71432. Remember it. The pass key is", "max_tokens": 8, "temperature": 0});
         server.client().post("/v1/completions", &body).json()["choices"][0]["text"].clone()
     });
     assert_eq!(packed, own);

@@ -104,8 +104,7 @@ impl Export {
         let mut tensors = Vec::new();
         for (name, info) in checkpoint.tensors() {
             if info.dtype().is_none() {
-                let problem =
-                    format!("has elements of type {}\nhint: pass a model in F32, F16 or BF16", info.stored);
+                let problem = format!("has elements of type {}\nhint: pass a model in F32, F16 or BF16", info.stored);
                 return Err(checkpoint.error(name, problem));
             }
             let cols = info.shape.last().copied().unwrap_or(1);
@@ -172,7 +171,11 @@ impl Export {
         for (index, piece) in pieces.iter().enumerate() {
             let to = &piece.to;
             let is_whole = to.cols == cols && to.col_stride == 1 && to.offset.is_multiple_of(cols);
-            assert!(is_whole && (to.rows < 2 || to.row_stride.is_multiple_of(cols)), "rows of `{}` are cut", tensor.name);
+            assert!(
+                is_whole && (to.rows < 2 || to.row_stride.is_multiple_of(cols)),
+                "rows of `{}` are cut",
+                tensor.name
+            );
             for row in 0..to.rows {
                 let place = &mut places[(to.offset + row * to.row_stride) / cols];
                 assert!(place.is_none(), "`{}` has a row twice", tensor.name);

@@ -5,9 +5,9 @@
 mod gguf_writer;
 
 use gguf_writer::{File, Item};
+use lagoon_backend::WeightFormat;
 use lagoon_model::gguf::{self, EndTokens, Entry, Gguf, Keys, Value, Writer, fuzz, vocabulary};
 use lagoon_model::{Checkpoint, GenerationConfig, ModelSpec};
-use lagoon_backend::WeightFormat;
 use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_types::DType;
 use rand::rngs::SmallRng;

@@ -21,7 +21,9 @@ pub enum QuantizeError {
     #[error("{} must end in .gguf", path.display())]
     NotGguf { path: PathBuf },
     /// An element is NaN or infinite.
-    #[error("the tensor `{tensor}` has {value} in row {row}: it cannot be quantised\nhint: the weights are damaged, or overflowed in f16")]
+    #[error(
+        "the tensor `{tensor}` has {value} in row {row}: it cannot be quantised\nhint: the weights are damaged, or overflowed in f16"
+    )]
     NotFinite { tensor: String, row: usize, value: f32 },
     /// An element is too large for the format's scales.
     #[error("the tensor `{tensor}` has {value} in row {row}, which {format} cannot hold\nhint: --format bf16")]

@@ -116,7 +116,14 @@ impl Device for Observed {
         self.inner.kv_write(kv, layer, slot0, bytes)
     }
 
-    fn kv_read(&mut self, kv: &Kv, layer: usize, slot0: u32, tokens: u32, out: &mut Vec<u8>) -> Result<(), DeviceError> {
+    fn kv_read(
+        &mut self,
+        kv: &Kv,
+        layer: usize,
+        slot0: u32,
+        tokens: u32,
+        out: &mut Vec<u8>,
+    ) -> Result<(), DeviceError> {
         self.inner.kv_read(kv, layer, slot0, tokens, out)
     }
 

@@ -36,7 +36,8 @@ impl Source {
             if let Some(why) = exported.kept_whole {
                 let others =
                     if exported.is_portable { "others may give other tokens" } else { "other programs do not" };
-                notices.push(format!("the file keeps tokenizer.json as a whole, which Lagoon reads and {others}: {why}"));
+                notices
+                    .push(format!("the file keeps tokenizer.json as a whole, which Lagoon reads and {others}: {why}"));
             }
         }
         Ok(Self { path: path.to_owned(), export, notices })

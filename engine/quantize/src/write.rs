@@ -273,7 +273,11 @@ impl<W: std::io::Write> Run<'_, W> {
     fn put(&mut self, bytes: &[u8]) -> Result<(), QuantizeError> {
         self.writer.data(bytes).map_err(|source| QuantizeError::Io { path: self.out.to_owned(), source })?;
         self.done += bytes.len() as u64;
-        if (self.progress)(Progress { done: self.done, total: self.total }) { Ok(()) } else { Err(QuantizeError::Stopped) }
+        if (self.progress)(Progress { done: self.done, total: self.total }) {
+            Ok(())
+        } else {
+            Err(QuantizeError::Stopped)
+        }
     }
 }
 
@@ -287,7 +291,13 @@ struct Place<'a> {
 
 impl Place<'_> {
     /// Quantises rows by several threads into `bytes`, in place of what is there.
-    fn stretch(self, rows: &Rows<'_>, range: Range<usize>, threads: usize, bytes: &mut Vec<u8>) -> Result<Sums, QuantizeError> {
+    fn stretch(
+        self,
+        rows: &Rows<'_>,
+        range: Range<usize>,
+        threads: usize,
+        bytes: &mut Vec<u8>,
+    ) -> Result<Sums, QuantizeError> {
         let cols = rows.cols();
         let row_bytes = self.format.bytes(cols).expect("rows are whole blocks");
         bytes.clear();
@@ -339,4 +349,3 @@ impl Place<'_> {
         Ok(sums)
     }
 }
-

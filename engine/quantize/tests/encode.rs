@@ -139,7 +139,8 @@ fn no_row_is_worse_than_rounded() {
             let importance: Vec<f32> = (0..COLS).map(|_| 10_f32.powf(rng.random_range(-1.0..1.0))).collect();
             let rounded = plain(format, &row);
             for (weights, share) in [None, Some(importance.as_slice())].into_iter().zip(&mut shares) {
-                let (found, most) = (error(&row, &round_trip(format, &row, weights), weights), error(&row, &rounded, weights));
+                let (found, most) =
+                    (error(&row, &round_trip(format, &row, weights), weights), error(&row, &rounded, weights));
                 // The weight of a column is the share of its block's mean plus a ten-thousandth of it.
                 assert!(found <= most * 1.002 + 1e-12, "{format}, seed {seed}: {found} of {most}");
                 *share += if most > 0.0 { found / most } else { 1.0 };
@@ -159,7 +160,8 @@ fn errors_of_normal_rows_are_those_of_the_format() {
     for (format, bound) in bounds {
         let mut rng = SmallRng::seed_from_u64(5);
         let rows: Vec<f32> = (0..64 * COLS).map(|_| normal(&mut rng)).collect();
-        let (found, rounded) = (relative(&rows, &round_trip(format, &rows, None)), relative(&rows, &plain(format, &rows)));
+        let (found, rounded) =
+            (relative(&rows, &round_trip(format, &rows, None)), relative(&rows, &plain(format, &rows)));
         println!("{format}: {found:.5}, rounded {rounded:.5}");
         assert!(found < bound && found > 0.5 * bound, "{format}: {found} of {bound}");
     }
@@ -185,7 +187,8 @@ fn exact_rows_are_kept() {
         check(Q4_0, &signed(&mut rng, 32, -8, 7).iter().map(|x| x * scale).collect::<Vec<_>>());
         let mut subs: Vec<f32> = (0..16).map(|_| f32::from(rng.random_range(1_i16..=127))).collect();
         subs[rng.random_range(0..16)] = -128.0;
-        let six: Vec<f32> = subs.iter().flat_map(|s| signed(&mut rng, 16, -32, 31).into_iter().map(move |x| x * s)).collect();
+        let six: Vec<f32> =
+            subs.iter().flat_map(|s| signed(&mut rng, 16, -32, 31).into_iter().map(move |x| x * s)).collect();
         check(Q6K, &six.iter().map(|x| x * scale).collect::<Vec<_>>());
         for (format, top) in [(Q4K, 15), (Q5K, 31)] {
             let offset = half(0.0345);
@@ -232,7 +235,10 @@ fn odd_rows_are_near() {
         let huge: Vec<f32> = (0..COLS).map(|i| most * (i as f32 * 0.7).sin()).collect();
         let read = round_trip(format, &huge, None);
         assert!(read.iter().all(|x| x.is_finite()), "{format}");
-        let found = relative(&huge.iter().map(|x| x / most).collect::<Vec<_>>(), &read.iter().map(|x| x / most).collect::<Vec<_>>());
+        let found = relative(
+            &huge.iter().map(|x| x / most).collect::<Vec<_>>(),
+            &read.iter().map(|x| x / most).collect::<Vec<_>>(),
+        );
         assert!(found < 0.15, "{format}: {found}");
         // Near the least scale: an error is at most half of that.
         for scale in [1e-6, 1e-7, 3e-8, 1e-9, 1e-30, f32::from_bits(1)] {

@@ -116,15 +116,23 @@ fn a_quantised_model_is_near_its_own() {
     let tokenizer = Tokenizer::open(&passkey).unwrap();
     let tokens = tokenizer.encode(&text[..2000], true).unwrap();
     let expected = logits(&passkey, &tokens);
-    let targets =
-        [(Target::F16, 1e-6), (Target::Q8_0, 1e-2), (Target::Q6K, 3e-2), (Target::Q5K, 5e-2), (Target::Q4K, 1e-1), (Target::Q4_0, 1.3e-1), (Target::Mxfp4, 1.8e-1)];
+    let targets = [
+        (Target::F16, 1e-6),
+        (Target::Q8_0, 1e-2),
+        (Target::Q6K, 3e-2),
+        (Target::Q5K, 5e-2),
+        (Target::Q4K, 1e-1),
+        (Target::Q4_0, 1.3e-1),
+        (Target::Mxfp4, 1.8e-1),
+    ];
     for (target, bound) in targets {
         let out = dir.path().join(format!("{target:?}.gguf"));
         let summary = write(&passkey, &out, options(target)).unwrap();
         let found = distance(&logits(&out, &tokens), &expected);
         println!("{target:?}: logits {found:.5}, weights {:.5}, {:.2} bits", summary.relative_rms, summary.bits);
         assert!(found < bound, "{target:?}: {found}");
-        let formats: Vec<WeightFormat> = Checkpoint::open(&out).unwrap().formats().into_iter().map(|(f, _)| f).collect();
+        let formats: Vec<WeightFormat> =
+            Checkpoint::open(&out).unwrap().formats().into_iter().map(|(f, _)| f).collect();
         assert!(formats.contains(&target.format()), "{target:?}: {formats:?}");
         let (spec, own) = (ModelSpec::open(&out).unwrap(), ModelSpec::open(&passkey).unwrap());
         assert_eq!((spec.max_positions, spec.parameters()), (own.max_positions, own.parameters()));
@@ -167,7 +175,8 @@ fn a_file_is_quantised_as_a_directory_is() {
     assert!(error.to_string().contains("hint: pass a model in F32, F16 or BF16"), "{error}");
 }
 
-/// Weighed by a text, errors are smaller where that text has its energy.
+/// Weighed by a text, errors of logits are smaller: by 5 to 8 percent on this model (Q8_0, Q6_K, Q5_K), measured on five other
+/// stretches; by 1 to 6 percent with Q4_K.
 #[test]
 fn a_text_lessens_errors_of_products() {
     let passkey = root().join("models/passkey");
@@ -175,18 +184,19 @@ fn a_text_lessens_errors_of_products() {
     let source = Source::open(&passkey, "passkey").unwrap();
     let mut steps = 0;
     let text = passkey.join("document.txt");
-    let importance = calibrate(&source, &text, (2048, 2), &mut |done, all| {
+    let importance = calibrate(&source, &text, (4096, 2), &mut |done, all| {
         steps += 1;
         assert!(done <= all);
         true
     });
     let importance = importance.unwrap();
-    assert_eq!((importance.tokens(), steps), (2048, 5));
-    let tokens = source.tokenizer().unwrap().encode(&std::fs::read_to_string(&text).unwrap()[20_000..23_000], true).unwrap();
+    assert_eq!((importance.tokens(), steps), (4096, 9));
+    let tokens =
+        source.tokenizer().unwrap().encode(&std::fs::read_to_string(&text).unwrap()[20_000..23_000], true).unwrap();
     let expected = logits(&passkey, &tokens);
     let measured = |name: &str, importance: Option<&Importance>| {
         let out = dir.path().join(name);
-        source.write(&out, Options { importance, ..options(Target::Q4K) }, &mut |_| true).unwrap();
+        source.write(&out, Options { importance, ..options(Target::Q5K) }, &mut |_| true).unwrap();
         distance(&logits(&out, &tokens), &expected)
     };
     let (even, weighed) = (measured("even.gguf", None), measured("weighed.gguf", Some(&importance)));
@@ -269,7 +279,10 @@ fn what_cannot_be_written_is_refused_by_name() {
     let large = error("llama2_mha", &as_it_is, Some(1e9));
     assert!(large.contains("`blk.1.ffn_up.weight`") && large.contains("cannot hold"), "{large}");
     let family = error("bloom", &as_it_is, None);
-    assert!(family.contains("\"bloom\"") && family.contains("hint: families that are:") && family.contains("llama"), "{family}");
+    assert!(
+        family.contains("\"bloom\"") && family.contains("hint: families that are:") && family.contains("llama"),
+        "{family}"
+    );
     let window = error("mistral_window", &as_it_is, None);
     assert!(window.contains("windows of layers"), "{window}");
     let dense = error("qwen3_moe", &as_it_is, None);

@@ -43,7 +43,10 @@ fn keys_express_published_kinds() {
         assert_eq!((vocabulary.model.as_str(), vocabulary.pre.as_deref()), (model, pre), "{name}");
         // Rows of the table that no token has are unused tokens.
         assert_eq!((vocabulary.tokens.len(), vocabulary.kinds.len()), (rows, rows));
-        assert_eq!((vocabulary.tokens[rows - 1].as_str(), vocabulary.kinds[rows - 1]), (&*format!("[PAD{}]", rows - 1), 5));
+        assert_eq!(
+            (vocabulary.tokens[rows - 1].as_str(), vocabulary.kinds[rows - 1]),
+            (&*format!("[PAD{}]", rows - 1), 5)
+        );
         compare(&dir, &vocabulary);
     }
 }

@@ -67,7 +67,8 @@ pub(crate) fn translate(path: &Path, spec: &ModelSpec) -> Result<Translated, Mod
         }
     }
     let shapes: Vec<_> = tensors.iter().map(|(name, shape, _)| (name.clone(), shape.clone())).collect();
-    let again = gguf::read(&File::planned(path, &keys, &shapes, &vectors)?).map_err(|error| refuse(error.to_string()))?;
+    let again =
+        gguf::read(&File::planned(path, &keys, &shapes, &vectors)?).map_err(|error| refuse(error.to_string()))?;
     if let Some(what) = difference(&rewritten, &again) {
         return Err(refuse(format!("its {what} would be read back as another one")));
     }
@@ -173,9 +174,7 @@ fn value(spec: &ModelSpec, fields: &Fields, field: &str) -> Option<Item> {
         "head_dim" => Some(Item::U32(spec.geometry.head_dim)),
         // A model may serve more than the field says (YaRN).
         "max_position_embeddings" | "n_positions" => Some(Item::U32(written().unwrap_or(spec.max_positions))),
-        "intermediate_size" | "n_inner" => {
-            written().map(Item::U32).or_else(|| dense().map(|dense| count(dense.width)))
-        }
+        "intermediate_size" | "n_inner" => written().map(Item::U32).or_else(|| dense().map(|dense| count(dense.width))),
         "moe_intermediate_size" => mixture().map(|mixture| count(mixture.width)),
         "num_experts" | "num_local_experts" => mixture().map(|mixture| count(mixture.count)),
         "num_experts_per_tok" => mixture().map(|mixture| count(mixture.routing.top_k)),

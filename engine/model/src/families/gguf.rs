@@ -274,7 +274,8 @@ fn find(file: &File) -> Result<(&'static Family, &'static Gguf), ModelError> {
     }
     let architecture = metadata.text(ARCHITECTURE)?.ok_or_else(|| metadata.missing(ARCHITECTURE))?;
     let experts = metadata.unsigned(&format!("{architecture}.expert_count"))?.unwrap_or(0) > 0;
-    let spelled = || FAMILIES.iter().filter_map(|family| Some((family, family.gguf.as_ref().filter(|gguf| gguf.is_read)?)));
+    let spelled =
+        || FAMILIES.iter().filter_map(|family| Some((family, family.gguf.as_ref().filter(|gguf| gguf.is_read)?)));
     let found = spelled().filter(|(_, gguf)| gguf.architecture == architecture);
     let found: Vec<_> = found.collect();
     let one = found.iter().find(|(_, gguf)| found.len() == 1 || gguf.experts == experts);

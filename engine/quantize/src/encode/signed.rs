@@ -139,12 +139,7 @@ impl Scales {
     }
 
     /// Rounds scales of sub-blocks to multiples of the block's. With `search` a neighbour is taken where it has a smaller error.
-    fn of(
-        x: &[[f32; 16]],
-        w: &[[f32; 16]],
-        (scale, wanted): (f32, &[f32; SUBS]),
-        search: bool,
-    ) -> (Self, f32) {
+    fn of(x: &[[f32; 16]], w: &[[f32; 16]], (scale, wanted): (f32, &[f32; SUBS]), search: bool) -> (Self, f32) {
         let (mut subs, mut sum) = ([0; SUBS], 0.0);
         for (((x, w), wanted), sub) in x.iter().zip(w).zip(wanted).zip(&mut subs) {
             let code = nearest((wanted * inverse(scale)).clamp(-128.0, 127.0));

@@ -177,8 +177,7 @@ fn expressed(tokenizer: &Tokenizer, tokens: &mut Tokens) -> Result<(GgufVocabula
     if around.len() != usize::from(add_bos) + usize::from(add_eos) {
         return Err(format!("it puts the tokens {around:?} around a text"));
     }
-    let flags =
-        GgufVocabulary { add_bos: Some(add_bos), add_eos: Some(add_eos), ..GgufVocabulary::default() };
+    let flags = GgufVocabulary { add_bos: Some(add_bos), add_eos: Some(add_eos), ..GgufVocabulary::default() };
     match tokenizer.scheme() {
         Scheme::ByteLevel => byte_level(tokenizer, &model, merges, flags),
         Scheme::Pieces(_) => pieces(tokenizer, &model, &merges, flags, tokens),
@@ -214,8 +213,7 @@ fn byte_level(
     let ignores = model["ignore_merges"] == true;
     let (pre, problem) = Pre::of(&splits, composes, ignores).ok_or("how it splits a text into words has no name")?;
     let merges = merges.into_iter().map(|(a, b)| format!("{a} {b}")).collect();
-    let vocabulary =
-        GgufVocabulary { model: BYTE_LEVEL.to_owned(), pre: Some(pre.to_owned()), merges, ..flags };
+    let vocabulary = GgufVocabulary { model: BYTE_LEVEL.to_owned(), pre: Some(pre.to_owned()), merges, ..flags };
     Ok((vocabulary, problem.map(str::to_owned)))
 }
 
