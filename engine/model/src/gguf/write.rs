@@ -3,7 +3,7 @@
 use super::{ALIGNMENT_DEFAULT, MAGIC, Stored};
 use bytes::Bytes;
 use lagoon_backend::WeightFormat;
-use std::io::{self, Write};
+use std::io::{self, Read as _, Write};
 
 const VERSION: u32 = 3;
 
@@ -233,6 +233,5 @@ impl<W: Write> Writer<W> {
 }
 
 fn pad(out: &mut impl Write, count: u64) -> io::Result<()> {
-    let zeros = [0; ALIGNMENT_DEFAULT as usize];
-    out.write_all(&zeros[..usize::try_from(count).expect("padding is less than the alignment")])
+    io::copy(&mut io::repeat(0).take(count), out).map(drop)
 }
