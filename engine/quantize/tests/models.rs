@@ -123,13 +123,13 @@ fn a_quantised_model_is_near_its_own() {
     let tokens = tokenizer.encode(&text[..2000], true).unwrap();
     let expected = logits(&passkey, &tokens);
     let targets = [
-        (Target::F16, 1e-3),
-        (Target::Q8_0, 2e-2),
-        (Target::Q6K, 6e-2),
-        (Target::Q5K, 1e-1),
-        (Target::Q4K, 2e-1),
-        (Target::Q4_0, 3e-1),
-        (Target::Mxfp4, 3e-1),
+        (Target::F16, 1e-6),
+        (Target::Q8_0, 1e-2),
+        (Target::Q6K, 3e-2),
+        (Target::Q5K, 5e-2),
+        (Target::Q4K, 1e-1),
+        (Target::Q4_0, 1.3e-1),
+        (Target::Mxfp4, 1.8e-1),
     ];
     for (target, bound) in targets {
         let out = dir.path().join(format!("{target:?}.gguf"));
@@ -151,8 +151,10 @@ fn a_quantised_model_is_near_its_own() {
         assert_eq!(again.encode(&text, special).unwrap(), tokenizer.encode(&text, special).unwrap());
     }
     let message = serde_json::from_str(r#"{"role": "user", "content": "hi"}"#).unwrap();
-    let rendered = |template: ChatTemplate| template.render(&[message], true, std::time::UNIX_EPOCH).unwrap();
-    assert_eq!(rendered(ChatTemplate::from_gguf(&vocabulary).unwrap().unwrap()), "<|bos|>hi\nAnswer:");
+    let messages = [message];
+    let rendered = |template: ChatTemplate| template.render(&messages, true, std::time::UNIX_EPOCH).unwrap();
+    let own = ChatTemplate::open(&passkey).unwrap().unwrap();
+    assert_eq!(rendered(ChatTemplate::from_gguf(&vocabulary).unwrap().unwrap()), rendered(own));
     let ends = |path: &Path| GenerationConfig::open(path, &ModelSpec::open(path).unwrap()).unwrap().eos_ids;
     assert_eq!(ends(&dir.path().join("Q4K.gguf")), ends(&passkey));
 }
@@ -164,7 +166,7 @@ fn a_file_is_quantised_as_a_directory_is() {
     let dir = tempfile::tempdir().unwrap();
     let tokens: Vec<u32> = (3..90).map(|i| i * 37 % 500).collect();
     let expected = logits(&model, &tokens);
-    for (target, bound) in [(Target::F16, 1e-6), (Target::Q8_0, 5e-2), (Target::Q4K, 3e-1)] {
+    for (target, bound) in [(Target::F16, 1e-6), (Target::Q8_0, 5e-2), (Target::Q4K, 5e-1)] {
         let out = dir.path().join(format!("{target:?}.gguf"));
         write(&model, &out, options(target)).unwrap();
         let found = distance(&logits(&out, &tokens), &expected);
@@ -211,13 +213,13 @@ fn a_text_lessens_errors_of_products() {
     let source = Source::open(&passkey, "passkey").unwrap();
     let mut steps = 0;
     let text = passkey.join("document.txt");
-    let importance = calibrate(&source, &text, (2048, 2), &mut |done, all| {
+    let importance = calibrate(&source, &text, (4096, 2), &mut |done, all| {
         steps += 1;
         assert!(done <= all);
         true
     });
     let importance = importance.unwrap();
-    assert_eq!((importance.tokens(), steps), (2048, 5));
+    assert_eq!((importance.tokens(), steps), (4096, 9));
     let measured = |name: &str, of: Option<&Importance>| {
         let out = dir.path().join(name);
         source.write(&out, Options { importance: of, ..options(Target::Q4K) }, &mut |_| true).unwrap();

@@ -3,7 +3,7 @@
 //! A sub-block's scale and offset are fitted by weighted least squares to the codes of several steps. Both are then rounded to six
 //! bits, and of the roundings around them the pair stays whose codes have the least error.
 
-use super::{LEAST, best, magnitude, nearest, put_half, stored};
+use super::{LEAST, best, magnitude, nearest, put_half, stored_or_next};
 
 /// Elements of a sub-block.
 const LEN: usize = 32;
@@ -110,10 +110,28 @@ struct Scales {
 }
 
 impl Scales {
+    /// Scales of lines as multiples of a block's, of which some are tried.
+    fn candidates(
+        x: &[[f32; LEN]],
+        w: &[[f32; LEN]],
+        lines: &[Line; SUBS],
+        top: f32,
+        search: bool,
+    ) -> impl Iterator<Item = (Self, f32)> {
+        let most = |of: fn(&Line) -> f32| stored_or_next(lines.iter().map(of).fold(0.0, f32::max) / SIX_BITS);
+        let (steps, offsets) = (most(|line| line.step), most(|line| line.offset));
+        let units = steps.flat_map(move |step| offsets.clone().map(move |offset| (step, offset)));
+        units.map(move |units| Self::of(x, w, (units, lines), top, search))
+    }
+
     /// Rounds lines to multiples of the block's scales. With `search` neighbours are taken where they have a smaller error.
-    fn of(x: &[[f32; LEN]], w: &[[f32; LEN]], lines: &[Line; SUBS], top: f32, search: bool) -> (Self, f32) {
-        let most = |of: fn(&Line) -> f32| stored(lines.iter().map(of).fold(0.0, f32::max) / SIX_BITS);
-        let (step, offset) = (most(|line| line.step), most(|line| line.offset));
+    fn of(
+        x: &[[f32; LEN]],
+        w: &[[f32; LEN]],
+        ((step, offset), lines): ((f32, f32), &[Line; SUBS]),
+        top: f32,
+        search: bool,
+    ) -> (Self, f32) {
         let multiple = |of: f32, unit: f32| if unit > 0.0 { nearest((of / unit).min(SIX_BITS)) } else { 0.0 };
         let near = if search { -1_i8..=1 } else { 0..=0 };
         let around = |code: f32| near.clone().map(move |by| (code + f32::from(by)).clamp(0.0, SIX_BITS));
@@ -165,7 +183,7 @@ fn pack(x: &[f32; 256], w: &[f32; 256], top: f32) -> Option<(Scales, [u8; 256])>
         searched[i] = Line::search(x, w, top);
     }
     let candidates = [(&plain, false), (&searched, false), (&searched, true)];
-    let candidates = candidates.map(|(lines, search)| Scales::of(x, w, lines, top, search));
+    let candidates = candidates.into_iter().flat_map(|(lines, search)| Scales::candidates(x, w, lines, top, search));
     let ((scales, _), _) = best(candidates, |(_, error)| error)?;
     let mut codes = [0; 256];
     for (sub, (x, codes)) in x.iter().zip(codes.chunks_exact_mut(LEN)).enumerate() {

@@ -52,6 +52,8 @@ pub fn largest(format: WeightFormat) -> f32 {
         WeightFormat::Q6K => HALF_MAX * 127.0 * 31.0,
         // The largest number of bf16, which half of the next step rounds up from.
         WeightFormat::BF16 => f32::from_bits(0x7f7f_7fff),
+        // The largest float of 4 bits times a power of two that f32 holds.
+        WeightFormat::Mxfp4 => 6.0 * (1_u128 << 125) as f32,
         _ => f32::MAX,
     }
 }
@@ -136,6 +138,16 @@ fn magnitude(x: &[f32]) -> f32 {
 fn stored(scale: f32) -> f32 {
     let rounded = f16::from_f32(scale.clamp(-HALF_MAX, HALF_MAX)).to_f32();
     if rounded == 0.0 && scale != 0.0 { f16::from_bits(1).to_f32().copysign(scale) } else { rounded }
+}
+
+/// [`stored`], and where steps of scales are coarse also the next scale away from 0: the largest code would be cut off.
+fn stored_or_next(scale: f32) -> impl Iterator<Item = f32> + Clone {
+    /// Scales as multiples of the least one above 0, below which steps are coarse.
+    const COARSE: u16 = 64;
+    let nearest = stored(scale);
+    let bits = f16::from_f32(nearest).to_bits();
+    let is_coarse = (1..COARSE).contains(&(bits & 0x7fff));
+    std::iter::once(nearest).chain(is_coarse.then(|| f16::from_bits(bits + 1).to_f32()))
 }
 
 /// Writes a scale that [`stored`] gave.

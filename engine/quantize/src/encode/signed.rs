@@ -1,6 +1,6 @@
 //! Blocks whose elements are a scale times a code of both signs: Q8_0, Q4_0 and Q6_K.
 
-use super::{LEAST, best, magnitude, nearest, put_half, stored};
+use super::{LEAST, best, magnitude, nearest, put_half, stored, stored_or_next};
 use half::f16;
 
 /// Codes of a format, from the least to the largest.
@@ -128,18 +128,18 @@ struct Scales {
 }
 
 impl Scales {
-    /// Rounds scales of sub-blocks to multiples of the block's, and of its next larger one: below f16's normal numbers the nearest may
-    /// be much too small.
-    fn of(x: &[[f32; 16]], w: &[[f32; 16]], wanted: &[f32; SUBS], search: bool) -> (Self, f32) {
-        let scale = stored(extreme(wanted) / -128.0);
-        let next = f16::from_bits(f16::from_f32(scale).to_bits().saturating_add(1)).to_f32();
-        let near = Self::under(x, w, wanted, search, scale);
-        let far = if next.is_finite() { Self::under(x, w, wanted, search, next) } else { near };
-        if far.1 < near.1 { far } else { near }
+    /// Scales of sub-blocks as multiples of a block's, of which some are tried.
+    fn candidates(
+        x: &[[f32; 16]],
+        w: &[[f32; 16]],
+        wanted: &[f32; SUBS],
+        search: bool,
+    ) -> impl Iterator<Item = (Self, f32)> {
+        stored_or_next(extreme(wanted) / -128.0).map(move |scale| Self::of(x, w, (scale, wanted), search))
     }
 
-    /// Rounds scales of sub-blocks to multiples of `scale`. With `search` a neighbour is taken where it has a smaller error.
-    fn under(x: &[[f32; 16]], w: &[[f32; 16]], wanted: &[f32; SUBS], search: bool, scale: f32) -> (Self, f32) {
+    /// Rounds scales of sub-blocks to multiples of the block's. With `search` a neighbour is taken where it has a smaller error.
+    fn of(x: &[[f32; 16]], w: &[[f32; 16]], (scale, wanted): (f32, &[f32; SUBS]), search: bool) -> (Self, f32) {
         let (mut subs, mut sum) = ([0; SUBS], 0.0);
         for (((x, w), wanted), sub) in x.iter().zip(w).zip(wanted).zip(&mut subs) {
             let code = nearest((wanted * inverse(scale)).clamp(-128.0, 127.0));
@@ -167,7 +167,7 @@ pub(super) fn q6k(x: &[f32; 256], w: &[f32; 256], out: &mut [u8; 210]) {
             searched[i] = SIX_BITS.search(x, w, extreme);
         }
     }
-    let candidates = [Scales::of(x, w, &plain, false), Scales::of(x, w, &searched, true)];
+    let candidates = Scales::candidates(x, w, &plain, false).chain(Scales::candidates(x, w, &searched, true));
     let Some(((scales, _), _)) = best(candidates, |(_, error)| error) else { return };
     let (codes, rest) = out.split_at_mut(128);
     let (upper, rest) = rest.split_at_mut(64);
