@@ -130,8 +130,9 @@ fn a_packed_file_is_served_as_it_is() {
     println!("largest difference {diff:e}");
     // Prompts are multiplied in f16: 11 bits of activations and of weights, at a deviation of one.
     assert!(diff < 2e-2, "{diff}");
+    // Some of its matrices are in Q5_0, which no backend computes with; the others stay as they are.
     let log = server.stop().stderr;
-    assert!(!log.contains("converted"), "{log}");
+    assert!(log.contains("weights in Q5_0 are converted"), "{log}");
 }
 
 /// Warpgroup kernels take rounded activations only, so exact precision has no trial.
