@@ -82,11 +82,10 @@ fn matvec(own: Invocation) {
     } else {
         rows = stretch(own.wid.z, ROWS);
     }
-    if block0 >= params.n || rows.first >= rows.end || outside(rows.row0 + block0, block) {
-        return;
-    }
+    // A workgroup without outputs reads and stores nothing; all lanes meet at the barriers of add_up.
+    let idle = block0 >= params.n || rows.first >= rows.end || outside(rows.row0 + block0, block);
     // Outputs that do not exist repeat the shard's last row and are not stored.
-    let items = params.quads / ITEM;
+    let items = select(params.quads / ITEM, 0u, idle);
     var weights: array<u32, SPAN>;
     for (var s = 0u; s < SPAN; s++) {
         weights[s] = min(rows.row0 + n0 + s, params.shard_rows - 1u) * items;
@@ -96,7 +95,7 @@ fn matvec(own: Invocation) {
         sources[r] = min(rows.first + r, rows.end - 1u) / params.shared_by * params.quads;
     }
     var totals = add_up(products(weights, sources, items, team), own);
-    if team.lane > 0u {
+    if idle || team.lane > 0u {
         return;
     }
     for (var i = 0u; i < OUTPUTS; i++) {

@@ -88,14 +88,13 @@ fn matvec(own: Invocation) {
     let block = team.count * SPAN;
     let blocks = (params.n + block - 1u) / block;
     let at = linear_workgroup(own.wid, own.wcount);
-    if at >= params.heads * blocks {
-        return;
-    }
+    // A workgroup of no head reads and stores nothing; all lanes meet at the barriers of add_up.
+    let idle = at >= params.heads * blocks;
     head = params.head0 + at / blocks;
     let n0 = at % blocks * block + team.index * SPAN;
     let row0 = own.wid.z * ROWS;
     // Outputs that do not exist, or are in other shards, repeat the shard's last row and are not stored.
-    let items = params.quads / ITEM;
+    let items = select(params.quads / ITEM, 0u, idle);
     var weights: array<u32, SPAN>;
     for (var s = 0u; s < SPAN; s++) {
         weights[s] = min(shard_row(n0 + s), params.shard_rows - 1u) * items;
@@ -105,7 +104,7 @@ fn matvec(own: Invocation) {
         sources[r] = source_of(min(row0 + r, params.rows - 1u));
     }
     var totals = add_up(products(weights, sources, items, team), own);
-    if team.lane > 0u {
+    if idle || team.lane > 0u {
         return;
     }
     for (var i = 0u; i < OUTPUTS; i++) {
