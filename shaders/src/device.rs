@@ -13,7 +13,7 @@ use lagoon_backend::{
     Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
     LatentRow, Mode, Partials, WeightFormat, WeightSource, without,
 };
-use lagoon_types::{Alibi, AttentionGeometry, KvDType, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, KvRun, KvShape};
 use std::ops::Range;
 
 /// Rows up to which each output row streams the weight (matvec) rather than tiles of it.
@@ -258,10 +258,6 @@ impl Device for WgpuDevice {
 
     fn takes(&self, format: WeightFormat) -> bool {
         Self::reads(format)
-    }
-
-    fn takes_kv(&self, dtype: KvDType) -> bool {
-        KvDType::ALL.contains(&dtype)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<WgpuWeight, DeviceError> {

@@ -190,12 +190,6 @@ impl<'a> Loading<'a> {
     pub fn start_on<D: Device>(self, mut device: D) -> anyhow::Result<Running> {
         let Self { args, model, sizes, report, cached, .. } = self;
         let info = device.info();
-        anyhow::ensure!(
-            device.takes_kv(sizes.kv_dtype),
-            "the backend {} has no KV in {}\nhint: choose another --kv-dtype or --backend",
-            info.backend,
-            sizes.kv_dtype
-        );
         let weights = if let Some(checkpoint) = &model.checkpoint {
             let takes = |format| args.dtype.is_none() && device.takes(format);
             if let Some(text) = conversion(&model.id, checkpoint, &model.config, model.dtype, takes) {

@@ -8,13 +8,12 @@
 use bytes::Bytes;
 use lagoon_backend::cpu::{CpuKv, CpuTensor, CpuWeight};
 use lagoon_backend::{
-    Activation, AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
-    LatentRow, Mode, Partials, WeightFormat, WeightSource, without,
+    Activation, AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, LatentRow,
+    Mode, Partials, forward, without,
 };
 use lagoon_model::{LoadedTensor, ModelError, ModelSpec, Weights};
 use lagoon_runner::Report;
-use lagoon_types::{AttentionGeometry, DType, KvDType, KvShape};
-use std::ops::Range;
+use lagoon_types::{AttentionGeometry, DType};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -163,6 +162,10 @@ impl Device for Timed {
     type Weight = CpuWeight;
     type Kv = CpuKv;
 
+    forward!(
+        inner: takes, tensor, weight, kv, kv_shape, read, kv_write, kv_read, kv_read_pieces, sync, embed, embed_add, sink, gather_rows
+    );
+
     fn info(&self) -> DeviceInfo {
         self.inner.info()
     }
@@ -170,70 +173,9 @@ impl Device for Timed {
     // The host's capabilities without shared arenas: no transport reads this KV.
     without!(queued, sampling, virtual_memory, shared_arenas, shared_regions, peer_access);
 
-    fn tensor(&mut self, rows: usize, cols: usize) -> Result<CpuTensor, DeviceError> {
-        self.inner.tensor(rows, cols)
-    }
-
-    fn takes(&self, format: WeightFormat) -> bool {
-        self.inner.takes(format)
-    }
-
-    fn takes_kv(&self, dtype: KvDType) -> bool {
-        self.inner.takes_kv(dtype)
-    }
-
-    fn weight(&mut self, source: WeightSource) -> Result<CpuWeight, DeviceError> {
-        self.inner.weight(source)
-    }
-
-    fn kv(&mut self, shape: KvShape, slots: usize) -> Result<CpuKv, DeviceError> {
-        self.inner.kv(shape, slots)
-    }
-
-    fn kv_shape(&self, kv: &CpuKv) -> KvShape {
-        self.inner.kv_shape(kv)
-    }
-
     fn write(&mut self, tensor: &mut CpuTensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
         self.clock.on_write();
         self.inner.write(tensor, row0, data)
-    }
-
-    fn read(
-        &mut self,
-        tensor: &CpuTensor,
-        rows: Range<usize>,
-        cols: Range<usize>,
-        out: &mut Vec<f32>,
-    ) -> Result<(), DeviceError> {
-        self.inner.read(tensor, rows, cols, out)
-    }
-
-    fn kv_write(&mut self, kv: &mut CpuKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
-        self.inner.kv_write(kv, layer, slot0, bytes)
-    }
-
-    fn kv_read(
-        &mut self,
-        kv: &CpuKv,
-        layer: usize,
-        slot0: u32,
-        tokens: u32,
-        out: &mut Vec<u8>,
-    ) -> Result<(), DeviceError> {
-        self.inner.kv_read(kv, layer, slot0, tokens, out)
-    }
-
-    fn kv_read_pieces(&mut self, kv: &CpuKv, pieces: &[KvPiece], out: &mut Vec<u8>) -> Result<(), DeviceError> {
-        self.inner.kv_read_pieces(kv, pieces, out)
-    }
-
-    fn sync(&mut self) -> Result<(), DeviceError> {
-        self.inner.sync()
-    }
-
-    fn embed(&mut self, table: &CpuWeight, ids: &[u32], out: &mut CpuTensor) -> Result<(), DeviceError> {
-        self.inner.embed(table, ids, out)
     }
 
     fn rms_norm(
@@ -346,10 +288,6 @@ impl Device for Timed {
         self.inner.merge(acc, other, geometry)
     }
 
-    fn embed_add(&mut self, table: &CpuWeight, ids: &[u32], out: &mut CpuTensor) -> Result<(), DeviceError> {
-        self.inner.embed_add(table, ids, out)
-    }
-
     fn head_norm(
         &mut self,
         qkv: &mut CpuTensor,
@@ -395,20 +333,7 @@ impl Device for Timed {
         if skipped(rows) { Ok(()) } else { self.inner.softcap(x, cap, rows) }
     }
 
-    fn sink(
-        &mut self,
-        partials: &mut Partials<CpuTensor>,
-        sinks: &CpuWeight,
-        geometry: AttentionGeometry,
-    ) -> Result<(), DeviceError> {
-        self.inner.sink(partials, sinks, geometry)
-    }
-
     fn add_bias(&mut self, x: &mut CpuTensor, bias: &CpuWeight, rows: usize) -> Result<(), DeviceError> {
         if skipped(rows) { Ok(()) } else { self.inner.add_bias(x, bias, rows) }
-    }
-
-    fn gather_rows(&mut self, x: &CpuTensor, rows: &[u32], out: &mut CpuTensor) -> Result<(), DeviceError> {
-        self.inner.gather_rows(x, rows, out)
     }
 }

@@ -45,7 +45,7 @@ use lagoon_backend::{
 };
 #[cfg(target_os = "linux")]
 use lagoon_backend::{PeerAccess, SharedRegions};
-use lagoon_types::{AttentionGeometry, KvDType, KvShape};
+use lagoon_types::{AttentionGeometry, KvShape};
 use linear::Linear;
 use memory::word;
 use plans::Plans;
@@ -328,10 +328,6 @@ impl Device for CudaDevice {
 
     fn takes(&self, format: WeightFormat) -> bool {
         Self::reads(format)
-    }
-
-    fn takes_kv(&self, dtype: KvDType) -> bool {
-        KvDType::ALL.contains(&dtype)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<CudaWeight, DeviceError> {

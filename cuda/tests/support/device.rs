@@ -180,10 +180,6 @@ impl Device for ShimDevice {
         Encoding::of(format).is_some()
     }
 
-    fn takes_kv(&self, dtype: KvDType) -> bool {
-        KvDType::ALL.contains(&dtype)
-    }
-
     fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {
         let mut layout = WeightLayout::new(&source)?;
         let mut bytes = Vec::new();

@@ -16,7 +16,7 @@ use crate::PciAddress;
 use crate::capabilities::{PeerAccess, Queued, Sampling, SharedArenas, SharedRegions, VirtualMemory};
 use crate::formats::WeightFormat;
 use bytes::Bytes;
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvDType, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
@@ -375,9 +375,6 @@ pub trait Device: Send + 'static {
     /// stacked in one weight only if every packed one is.
     fn takes(&self, format: WeightFormat) -> bool;
 
-    /// Whether KV can be stored in `dtype`. Plain types always can.
-    fn takes_kv(&self, dtype: KvDType) -> bool;
-
     /// Makes a weight available to operations.
     ///
     /// # Errors
@@ -387,7 +384,7 @@ pub trait Device: Send + 'static {
     /// A KV store with `slots` token slots, zeroed.
     ///
     /// # Errors
-    /// Out of memory; an element type that the device does not take ([`Device::takes_kv`]).
+    /// Out of memory.
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Self::Kv, DeviceError>;
 
     /// Shape of a store.

@@ -9,6 +9,7 @@ pub mod conformance;
 pub mod cpu;
 pub mod device;
 pub mod formats;
+mod forward;
 pub mod paced;
 pub mod pci;
 #[cfg(target_os = "linux")]

@@ -22,8 +22,7 @@ use crate::device::{
     Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
     Mode, Partials, WeightSource,
 };
-use crate::formats::WeightFormat;
-use lagoon_types::{AttentionGeometry, KvDType, KvShape};
+use lagoon_types::AttentionGeometry;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -325,6 +324,8 @@ impl<D: Device> Device for Paced<D> {
     type Weight = PacedWeight<D::Weight>;
     type Kv = D::Kv;
 
+    crate::forward!(inner: takes, tensor, kv, kv_shape, write);
+
     fn info(&self) -> DeviceInfo {
         let info = self.inner.info();
         DeviceInfo { name: format!("{}, paced", info.name), ..info }
@@ -355,34 +356,10 @@ impl<D: Device> Device for Paced<D> {
     // A profile has no rate for attention over another device's memory.
     crate::without!(peer_access);
 
-    fn tensor(&mut self, rows: usize, cols: usize) -> Result<Self::Tensor, DeviceError> {
-        self.inner.tensor(rows, cols)
-    }
-
-    fn takes(&self, format: WeightFormat) -> bool {
-        self.inner.takes(format)
-    }
-
-    fn takes_kv(&self, dtype: KvDType) -> bool {
-        self.inner.takes_kv(dtype)
-    }
-
     fn weight(&mut self, source: WeightSource) -> Result<Self::Weight, DeviceError> {
         let elements = source.rows() * source.cols;
         let bytes = source.parts.iter().map(|part| part.bytes.len()).sum();
         Ok(PacedWeight { inner: self.inner.weight(source)?, elements, bytes })
-    }
-
-    fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Self::Kv, DeviceError> {
-        self.inner.kv(shape, slots)
-    }
-
-    fn kv_shape(&self, kv: &Self::Kv) -> KvShape {
-        self.inner.kv_shape(kv)
-    }
-
-    fn write(&mut self, tensor: &mut Self::Tensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
-        self.inner.write(tensor, row0, data)
     }
 
     fn read(
@@ -643,6 +620,7 @@ mod tests {
     use super::*;
     use crate::cpu::CpuDevice;
     use bytes::Bytes;
+    use lagoon_types::KvShape;
     use lagoon_types::{DType, KvDType};
 
     fn profile() -> PaceProfile {

@@ -3,13 +3,8 @@
 //! Every operation is the CPU's own. Rows of activations are read before a product with a weight that is watched.
 
 use crate::Site;
-use lagoon_backend::{
-    Activation, AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
-    LatentRow, Mode, Partials, WeightFormat, WeightSource, without,
-};
-use lagoon_types::{AttentionGeometry, KvDType, KvShape};
+use lagoon_backend::{Activation, CpuDevice, Device, DeviceError, ExpertBuffers, Experts, Mode, forward, without};
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 type Tensor = <CpuDevice as Device>::Tensor;
 type Weight = <CpuDevice as Device>::Weight;
@@ -72,102 +67,13 @@ impl Device for Observed {
     type Weight = Weight;
     type Kv = Kv;
 
-    fn info(&self) -> DeviceInfo {
-        self.inner.info()
-    }
-
-    fn takes_kv(&self, dtype: KvDType) -> bool {
-        self.inner.takes_kv(dtype)
-    }
+    forward!(
+        inner: info, takes, tensor, weight, kv, kv_shape, write, read, kv_write, kv_read, kv_read_pieces, sync, embed,
+        embed_add, rms_norm, layer_norm, activate, add, scale, softcap, add_bias, head_norm, rope_append,
+        head_matmul, latent_append, attention, merge, sink, gather_rows
+    );
 
     without!(queued, sampling, virtual_memory, shared_arenas, shared_regions, peer_access);
-
-    fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor, DeviceError> {
-        self.inner.tensor(rows, cols)
-    }
-
-    fn takes(&self, format: WeightFormat) -> bool {
-        self.inner.takes(format)
-    }
-
-    fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {
-        self.inner.weight(source)
-    }
-
-    fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Kv, DeviceError> {
-        self.inner.kv(shape, slots)
-    }
-
-    fn kv_shape(&self, kv: &Kv) -> KvShape {
-        self.inner.kv_shape(kv)
-    }
-
-    fn write(&mut self, tensor: &mut Tensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
-        self.inner.write(tensor, row0, data)
-    }
-
-    fn read(
-        &mut self,
-        tensor: &Tensor,
-        rows: Range<usize>,
-        cols: Range<usize>,
-        out: &mut Vec<f32>,
-    ) -> Result<(), DeviceError> {
-        self.inner.read(tensor, rows, cols, out)
-    }
-
-    fn kv_write(&mut self, kv: &mut Kv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
-        self.inner.kv_write(kv, layer, slot0, bytes)
-    }
-
-    fn kv_read(
-        &mut self,
-        kv: &Kv,
-        layer: usize,
-        slot0: u32,
-        tokens: u32,
-        out: &mut Vec<u8>,
-    ) -> Result<(), DeviceError> {
-        self.inner.kv_read(kv, layer, slot0, tokens, out)
-    }
-
-    fn kv_read_pieces(&mut self, kv: &Kv, pieces: &[KvPiece], out: &mut Vec<u8>) -> Result<(), DeviceError> {
-        self.inner.kv_read_pieces(kv, pieces, out)
-    }
-
-    fn sync(&mut self) -> Result<(), DeviceError> {
-        self.inner.sync()
-    }
-
-    fn embed(&mut self, table: &Weight, ids: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
-        self.inner.embed(table, ids, out)
-    }
-
-    fn embed_add(&mut self, table: &Weight, ids: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
-        self.inner.embed_add(table, ids, out)
-    }
-
-    fn rms_norm(
-        &mut self,
-        x: &Tensor,
-        weight: &Weight,
-        eps: f32,
-        rows: usize,
-        out: &mut Tensor,
-    ) -> Result<(), DeviceError> {
-        self.inner.rms_norm(x, weight, eps, rows, out)
-    }
-
-    fn layer_norm(
-        &mut self,
-        x: &Tensor,
-        weight: &Weight,
-        eps: f32,
-        rows: usize,
-        out: &mut Tensor,
-    ) -> Result<(), DeviceError> {
-        self.inner.layer_norm(x, weight, eps, rows, out)
-    }
 
     fn matmul(
         &mut self,
@@ -194,43 +100,6 @@ impl Device for Observed {
         self.inner.matmul_activated(x, weight, rows, activation, product, out)
     }
 
-    fn activate(
-        &mut self,
-        product: &Tensor,
-        rows: usize,
-        activation: Activation,
-        out: &mut Tensor,
-    ) -> Result<(), DeviceError> {
-        self.inner.activate(product, rows, activation, out)
-    }
-
-    fn add(&mut self, x: &mut Tensor, y: &Tensor, rows: usize) -> Result<(), DeviceError> {
-        self.inner.add(x, y, rows)
-    }
-
-    fn scale(&mut self, x: &mut Tensor, factor: f32, rows: usize) -> Result<(), DeviceError> {
-        self.inner.scale(x, factor, rows)
-    }
-
-    fn softcap(&mut self, x: &mut Tensor, cap: f32, rows: usize) -> Result<(), DeviceError> {
-        self.inner.softcap(x, cap, rows)
-    }
-
-    fn add_bias(&mut self, x: &mut Tensor, bias: &Weight, rows: usize) -> Result<(), DeviceError> {
-        self.inner.add_bias(x, bias, rows)
-    }
-
-    fn head_norm(
-        &mut self,
-        qkv: &mut Tensor,
-        weights: (&Weight, &Weight),
-        eps: f32,
-        geometry: AttentionGeometry,
-        rows: usize,
-    ) -> Result<(), DeviceError> {
-        self.inner.head_norm(qkv, weights, eps, geometry, rows)
-    }
-
     /// The CPU leaves the activations of all chosen experts in the buffers, which is what the down projections multiply.
     fn experts(
         &mut self,
@@ -245,79 +114,12 @@ impl Device for Observed {
         self.inner.experts(x, logits, experts, rows, buffers, out)?;
         self.observe(&buffers.act, experts.down, rows * experts.routing.top_k)
     }
-
-    fn rope_append(
-        &mut self,
-        qkv: &mut Tensor,
-        rope: &Tensor,
-        geometry: AttentionGeometry,
-        slots: &[u32],
-        kv: &mut Kv,
-        layer: usize,
-    ) -> Result<(), DeviceError> {
-        self.inner.rope_append(qkv, rope, geometry, slots, kv, layer)
-    }
-
-    fn head_matmul(
-        &mut self,
-        x: &Tensor,
-        weight: &Weight,
-        heads: HeadStrides,
-        rows: usize,
-        out: &mut Tensor,
-    ) -> Result<(), DeviceError> {
-        self.inner.head_matmul(x, weight, heads, rows, out)
-    }
-
-    fn latent_append(
-        &mut self,
-        qkv: &mut Tensor,
-        row: LatentRow<'_, Tensor>,
-        geometry: AttentionGeometry,
-        slots: &[u32],
-        kv: &mut Kv,
-        layer: usize,
-    ) -> Result<(), DeviceError> {
-        self.inner.latent_append(qkv, row, geometry, slots, kv, layer)
-    }
-
-    fn attention(
-        &mut self,
-        q: &Tensor,
-        batch: &AttnBatch<'_>,
-        kv: &Kv,
-        layer: usize,
-        out: &mut Partials<Tensor>,
-    ) -> Result<(), DeviceError> {
-        self.inner.attention(q, batch, kv, layer, out)
-    }
-
-    fn merge(
-        &mut self,
-        acc: &mut Partials<Tensor>,
-        other: &Partials<Tensor>,
-        geometry: AttentionGeometry,
-    ) -> Result<(), DeviceError> {
-        self.inner.merge(acc, other, geometry)
-    }
-
-    fn sink(
-        &mut self,
-        partials: &mut Partials<Tensor>,
-        sinks: &Weight,
-        geometry: AttentionGeometry,
-    ) -> Result<(), DeviceError> {
-        self.inner.sink(partials, sinks, geometry)
-    }
-
-    fn gather_rows(&mut self, x: &Tensor, rows: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
-        self.inner.gather_rows(x, rows, out)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lagoon_backend::WeightSource;
     use lagoon_types::DType;
 
     #[test]

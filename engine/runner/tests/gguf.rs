@@ -5,32 +5,16 @@
 
 #[path = "../../model/tests/gguf_writer/mod.rs"]
 mod gguf_writer;
+mod plain;
 
 use gguf_writer::{File, Item};
 use lagoon_backend::{CpuDevice, Device, WeightFormat};
-use lagoon_model::{Checkpoint, FAMILIES, ModelSpec, Weights};
-use lagoon_runner::{Decoder, Model};
+use lagoon_model::{Checkpoint, FAMILIES, ModelSpec};
 use lagoon_types::DType;
+use plain::{goldens, logits, worst};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-
-fn goldens() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens")
-}
-
-/// Logits of every token, `[tokens][vocab]`, with the weights in `dtype`, or as the file asks for.
-fn logits(path: &Path, tokens: &[u32], dtype: Option<DType>) -> Vec<f32> {
-    let (spec, checkpoint) = (ModelSpec::open(path).unwrap(), Checkpoint::open(path).unwrap());
-    let mut device = CpuDevice::with_threads(1);
-    let weights = Weights::load(&mut device, &checkpoint, &spec, dtype, &mut |_, _| {}).unwrap();
-    Decoder::new(&Model::new(&spec, weights)).plain_logits(&mut device, DType::F32, tokens).unwrap()
-}
-
-fn worst(found: &[f32], expected: &[f32]) -> f32 {
-    let found = &found[found.len() - expected.len()..];
-    found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
-}
+use std::path::Path;
 
 /// Logits have a deviation of 1. With the weights in f32 the only difference is rounding of the arithmetic; packed ones in f16
 /// differ by the rounding that the notice at loading states, and as they are by that of activations.

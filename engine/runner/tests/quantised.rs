@@ -3,33 +3,17 @@
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "tests: numbers of small models")]
 #![allow(clippy::print_stdout, reason = "measured differences, for --nocapture")]
 
-use lagoon_backend::formats::e4m3;
+mod plain;
+
 use lagoon_backend::{CpuDevice, Device, WeightFormat};
-use lagoon_model::{Checkpoint, ModelSpec, Weights};
-use lagoon_runner::{Decoder, Model};
-use lagoon_types::DType;
+use lagoon_model::{Checkpoint, ModelSpec};
+use lagoon_types::{DType, e4m3};
+use plain::{goldens, logits, worst};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-
-fn goldens() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens")
-}
-
-/// Logits of every token, `[tokens][vocab]`, with the weights in `dtype`, or as the files have them.
-fn logits(dir: &Path, tokens: &[u32], dtype: Option<DType>) -> Vec<f32> {
-    let (spec, checkpoint) = (ModelSpec::open(dir).unwrap(), Checkpoint::open(dir).unwrap());
-    let mut device = CpuDevice::with_threads(1);
-    let weights = Weights::load(&mut device, &checkpoint, &spec, dtype, &mut |_, _| {}).unwrap();
-    Decoder::new(&Model::new(&spec, weights)).plain_logits(&mut device, DType::F32, tokens).unwrap()
-}
-
-fn worst(found: &[f32], expected: &[f32]) -> f32 {
-    let found = &found[found.len() - expected.len()..];
-    found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
-}
+use std::path::Path;
 
 /// Logits have a deviation of 1. With the weights in f32 the only difference is rounding of the arithmetic; packed ones differ by
 /// the rounding of activations, and converted ones by that of weights to 16 bits.
@@ -174,7 +158,7 @@ fn fp8(random: &mut Random, name: &str, shape: &[usize]) -> (Tensors, (Vec<usize
     // Magnitudes up to 30.
     let codes: Vec<u8> =
         (0..rows * cols).map(|_| (random.bits() % 0x60) as u8 | ((random.bits() % 2) << 7) as u8).collect();
-    let element = |(i, code): (usize, &u8)| e4m3(*code) * scales[i / cols / 128 * across + i % cols / 128];
+    let element = |(i, code): (usize, &u8)| e4m3::decode(*code) * scales[i / cols / 128 * across + i % cols / 128];
     let elements = codes.iter().enumerate().map(element).collect();
     let scale = f32s(&[rows.div_ceil(128), across], &scales);
     let tensors =

@@ -8,6 +8,7 @@
 //!   elements equally.
 
 use crate::dtype::{DType, UnknownDType};
+use crate::e4m3;
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 
@@ -29,9 +30,6 @@ const CODES_ALIGN: usize = 4;
 /// Biased exponent of the smallest scale, 2^-100: scaled elements and decoded values are never subnormal, which some
 /// devices flush to zero.
 const SCALE_EXPONENT_MIN: u32 = 27;
-/// Bits of an f32 that exceed those of an E4M3: a shift of its mantissa, and the difference of the exponents' biases.
-const MANTISSA_SHIFT: u32 = 20;
-const BIAS_DIFFERENCE: u32 = 120;
 /// The mantissa of 464 = 1.8125 * 2^8, the largest number that rounds to E4M3's largest, 448.
 const LARGEST_MANTISSA: u32 = 0x68_0000;
 
@@ -132,31 +130,6 @@ impl FromStr for KvDType {
     }
 }
 
-/// The code of `x`, of magnitude at most 464, rounded to nearest even.
-#[inline]
-fn encode_code(x: f32) -> u8 {
-    // The last bit of a number between 2^14 and 2^15 is worth 2^-9, as that of a subnormal code is.
-    const SUBNORMAL: f32 = 16_384.0;
-    let (sign, magnitude) = ((x.to_bits() >> 24) & 0x80, x.to_bits() & 0x7fff_ffff);
-    let even = (magnitude >> MANTISSA_SHIFT) & 1;
-    let normal =
-        ((magnitude + (1 << (MANTISSA_SHIFT - 1)) - 1 + even) >> MANTISSA_SHIFT).wrapping_sub(BIAS_DIFFERENCE << 3);
-    let subnormal = (x.abs() + SUBNORMAL).to_bits() - SUBNORMAL.to_bits();
-    let code = if magnitude < (BIAS_DIFFERENCE + 1) << 23 { subnormal } else { normal };
-    (code | sign).to_le_bytes()[0]
-}
-
-/// The value of a code, without its scale. The code that E4M3 has for NaN is never written and counts as 480.
-#[must_use]
-#[inline]
-pub fn decode_code(code: u8) -> f32 {
-    let magnitude = u32::from(code & 0x7f);
-    let normal = f32::from_bits((magnitude << MANTISSA_SHIFT) + (BIAS_DIFFERENCE << 23));
-    // Subnormals are multiples of 2^-9.
-    let value = if magnitude < 8 { magnitude as f32 / 512.0 } else { normal };
-    if code & 0x80 == 0 { value } else { -value }
-}
-
 /// Writes a row: its codes, zeros, and the smallest power of two as its scale with which all elements round to a number of E4M3.
 /// Elements that are not finite make the scale NaN, and so the whole row.
 ///
@@ -180,7 +153,7 @@ pub fn encode_row(values: &[f32], out: &mut [u8]) {
     if factor == 0.0 {
         codes.fill(0);
     } else {
-        codes.iter_mut().zip(values).for_each(|(code, value)| *code = encode_code(value * factor));
+        codes.iter_mut().zip(values).for_each(|(code, value)| *code = e4m3::encode(value * factor));
     }
     scale.copy_from_slice(&of_row.to_le_bytes());
 }
@@ -193,7 +166,7 @@ pub fn decode_row(row: &[u8], out: &mut [f32]) {
     let (codes, scale) = row.split_at(row.len() - SCALE_BYTES);
     assert!(codes.len() >= out.len(), "a row's length");
     let scale = f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]);
-    out.iter_mut().zip(codes).for_each(|(value, code)| *value = decode_code(*code) * scale);
+    out.iter_mut().zip(codes).for_each(|(value, code)| *value = e4m3::decode(*code) * scale);
 }
 
 #[cfg(test)]
@@ -210,35 +183,6 @@ mod tests {
         let mut values = vec![0.0; n];
         decode_row(row, &mut values);
         values
-    }
-
-    /// The magnitudes of E4M3, from its definition: `2^(e-7) * (1 + m/8)`, and `2^-6 * m/8` where `e` is 0.
-    fn magnitudes() -> Vec<f32> {
-        let number = |code: u8| {
-            let (e, m) = (i32::from(code >> 3), f32::from(code & 7));
-            if e == 0 { 2f32.powi(-6) * m / 8.0 } else { 2f32.powi(e - 7) * (1.0 + m / 8.0) }
-        };
-        (0..127).map(number).collect()
-    }
-
-    #[test]
-    fn codes_are_the_numbers_of_e4m3() {
-        for (code, magnitude) in (0u8..).zip(magnitudes()) {
-            assert_eq!(decode_code(code), magnitude, "{code:#x}");
-            assert_eq!(decode_code(code | 0x80), -magnitude, "{code:#x}");
-            assert_eq!((encode_code(magnitude), encode_code(-magnitude)), (code, code | 0x80));
-        }
-        assert_eq!(decode_code(126), 448.0, "the largest");
-    }
-
-    #[test]
-    fn codes_are_rounded_to_nearest_even() {
-        for (code, pair) in (0u8..).zip(magnitudes().windows(2)) {
-            let middle = f32::midpoint(pair[0], pair[1]);
-            assert_eq!(encode_code(middle), code + (code & 1), "the middle of {pair:?}");
-            assert_eq!(encode_code(middle.next_down()), code, "below the middle of {pair:?}");
-            assert_eq!(encode_code(middle.next_up()), code + 1, "above the middle of {pair:?}");
-        }
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 pub mod alibi;
 pub mod dtype;
+pub mod e4m3;
 pub mod ids;
 pub mod kv_dtype;
 pub mod limits;

@@ -4,10 +4,9 @@
 
 use lagoon_backend::cpu::CpuDevice;
 use lagoon_backend::{
-    Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvCounters, KvPiece,
-    LatentRow, Mode, Partials, VirtualMemory, WeightFormat, WeightSource, without,
+    AttnBatch, Device, DeviceError, KvCounters, KvPiece, LatentRow, Partials, VirtualMemory, forward, without,
 };
-use lagoon_types::{AttentionGeometry, KvDType, KvShape, KvSpace};
+use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -140,9 +139,11 @@ impl Device for MappedDevice {
     type Weight = Weight;
     type Kv = MappedKv;
 
-    fn info(&self) -> DeviceInfo {
-        self.0.info()
-    }
+    forward!(
+        0: info, takes, tensor, weight, write, read, sync, embed, embed_add, rms_norm, layer_norm, matmul,
+        matmul_activated, activate, add, scale, softcap, add_bias, head_norm, experts, head_matmul, merge,
+        sink, gather_rows
+    );
 
     fn virtual_memory(&mut self) -> Option<&mut (impl VirtualMemory<Kv = MappedKv> + ?Sized)> {
         Some(self)
@@ -151,42 +152,12 @@ impl Device for MappedDevice {
     // Stores in address rows have no arenas: transports use staging buffers, as on a device with virtual memory.
     without!(queued, sampling, shared_arenas, shared_regions, peer_access);
 
-    fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor, DeviceError> {
-        self.0.tensor(rows, cols)
-    }
-
-    fn takes(&self, format: WeightFormat) -> bool {
-        self.0.takes(format)
-    }
-
-    fn takes_kv(&self, dtype: KvDType) -> bool {
-        self.0.takes_kv(dtype)
-    }
-
-    fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {
-        self.0.weight(source)
-    }
-
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<MappedKv, DeviceError> {
         self.kv_in(shape, &KvSpace::flat(slots as u32, 1))
     }
 
     fn kv_shape(&self, kv: &MappedKv) -> KvShape {
         kv.shape
-    }
-
-    fn write(&mut self, tensor: &mut Tensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
-        self.0.write(tensor, row0, data)
-    }
-
-    fn read(
-        &mut self,
-        tensor: &Tensor,
-        rows: Range<usize>,
-        cols: Range<usize>,
-        out: &mut Vec<f32>,
-    ) -> Result<(), DeviceError> {
-        self.0.read(tensor, rows, cols, out)
     }
 
     fn kv_write(&mut self, kv: &mut MappedKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
@@ -210,52 +181,6 @@ impl Device for MappedDevice {
         pieces.iter().try_for_each(|p| self.kv_read(kv, p.layer as usize, p.slot0, p.tokens, out))
     }
 
-    fn sync(&mut self) -> Result<(), DeviceError> {
-        self.0.sync()
-    }
-
-    fn embed(&mut self, table: &Weight, ids: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
-        self.0.embed(table, ids, out)
-    }
-
-    fn rms_norm(&mut self, x: &Tensor, w: &Weight, eps: f32, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
-        self.0.rms_norm(x, w, eps, rows, out)
-    }
-
-    fn layer_norm(
-        &mut self,
-        x: &Tensor,
-        w: &Weight,
-        eps: f32,
-        rows: usize,
-        out: &mut Tensor,
-    ) -> Result<(), DeviceError> {
-        self.0.layer_norm(x, w, eps, rows, out)
-    }
-
-    fn matmul(
-        &mut self,
-        x: &Tensor,
-        weight: &Weight,
-        rows: usize,
-        mode: Mode,
-        out: &mut Tensor,
-    ) -> Result<(), DeviceError> {
-        self.0.matmul(x, weight, rows, mode, out)
-    }
-
-    fn matmul_activated(
-        &mut self,
-        x: &Tensor,
-        weight: &Weight,
-        rows: usize,
-        activation: Activation,
-        product: &mut Tensor,
-        out: &mut Tensor,
-    ) -> Result<(), DeviceError> {
-        self.0.matmul_activated(x, weight, rows, activation, product, out)
-    }
-
     fn rope_append(
         &mut self,
         qkv: &mut Tensor,
@@ -267,17 +192,6 @@ impl Device for MappedDevice {
     ) -> Result<(), DeviceError> {
         slots.iter().filter(|slot| **slot != u32::MAX).for_each(|slot| kv.assert_own("a step", *slot..*slot + 1));
         self.0.rope_append(qkv, rope, geometry, slots, &mut kv.inner, layer)
-    }
-
-    fn head_matmul(
-        &mut self,
-        x: &Tensor,
-        weight: &Weight,
-        heads: HeadStrides,
-        rows: usize,
-        out: &mut Tensor,
-    ) -> Result<(), DeviceError> {
-        self.0.head_matmul(x, weight, heads, rows, out)
     }
 
     fn latent_append(
@@ -303,80 +217,5 @@ impl Device for MappedDevice {
     ) -> Result<(), DeviceError> {
         batch.runs.iter().for_each(|run| kv.assert_held("attention", run.base..run.base + run.len));
         self.0.attention(q, batch, &kv.inner, layer, out)
-    }
-
-    fn merge(
-        &mut self,
-        acc: &mut Partials<Tensor>,
-        other: &Partials<Tensor>,
-        geometry: AttentionGeometry,
-    ) -> Result<(), DeviceError> {
-        self.0.merge(acc, other, geometry)
-    }
-
-    fn embed_add(&mut self, table: &Weight, ids: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
-        self.0.embed_add(table, ids, out)
-    }
-
-    fn head_norm(
-        &mut self,
-        qkv: &mut Tensor,
-        weights: (&Weight, &Weight),
-        eps: f32,
-        geometry: AttentionGeometry,
-        rows: usize,
-    ) -> Result<(), DeviceError> {
-        self.0.head_norm(qkv, weights, eps, geometry, rows)
-    }
-
-    fn experts(
-        &mut self,
-        x: &Tensor,
-        logits: &Tensor,
-        experts: &Experts<'_, Weight>,
-        rows: usize,
-        buffers: &mut ExpertBuffers<Tensor>,
-        out: &mut Tensor,
-    ) -> Result<(), DeviceError> {
-        self.0.experts(x, logits, experts, rows, buffers, out)
-    }
-
-    fn activate(
-        &mut self,
-        product: &Tensor,
-        rows: usize,
-        activation: Activation,
-        out: &mut Tensor,
-    ) -> Result<(), DeviceError> {
-        self.0.activate(product, rows, activation, out)
-    }
-
-    fn add(&mut self, x: &mut Tensor, y: &Tensor, rows: usize) -> Result<(), DeviceError> {
-        self.0.add(x, y, rows)
-    }
-
-    fn scale(&mut self, x: &mut Tensor, factor: f32, rows: usize) -> Result<(), DeviceError> {
-        self.0.scale(x, factor, rows)
-    }
-
-    fn softcap(&mut self, x: &mut Tensor, cap: f32, rows: usize) -> Result<(), DeviceError> {
-        self.0.softcap(x, cap, rows)
-    }
-
-    fn sink(
-        &mut self,
-        partials: &mut Partials<Tensor>,
-        sinks: &Weight,
-        geometry: AttentionGeometry,
-    ) -> Result<(), DeviceError> {
-        self.0.sink(partials, sinks, geometry)
-    }
-
-    fn add_bias(&mut self, x: &mut Tensor, bias: &Weight, rows: usize) -> Result<(), DeviceError> {
-        self.0.add_bias(x, bias, rows)
-    }
-
-    fn gather_rows(&mut self, x: &Tensor, rows: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
-        self.0.gather_rows(x, rows, out)
     }
 }

@@ -1,7 +1,7 @@
 //! Micro attention against f64: geometries, element types, windows and runs cut anywhere.
 
 use super::Tolerance;
-use super::data::{Data, kv_dtypes, read, tensor};
+use super::data::{Data, read, tensor};
 use super::oracle::{self, Attention};
 use crate::{AttnBatch, AttnRows, Device, Partials};
 use lagoon_types::{Alibi, AttentionGeometry, KvDType, KvRun, KvShape};
@@ -118,7 +118,7 @@ impl Case {
 
 /// All element types of the store, decode and a chunk.
 pub fn attention_dtypes<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for dtype in kv_dtypes(device) {
+    for dtype in KvDType::ALL {
         for seqs in [vec![(1, 0)], vec![(1, 77)], vec![(17, 30)], vec![(65, 0)]] {
             Case { dtype, seqs, ..Case::default() }.check(device, tolerance);
         }
@@ -138,7 +138,7 @@ pub fn attention_geometries<D: Device>(device: &mut D, tolerance: Tolerance) {
         (3, 3, 16),
         (16, 2, 256),
     ];
-    let dtypes = kv_dtypes(device);
+    let dtypes = KvDType::ALL;
     for (i, (heads, kv_heads, head_dim)) in geometries.into_iter().enumerate() {
         for seqs in [vec![(1, 50)], vec![(2, 3), (3, 40)], vec![(33, 21)]] {
             let dtype = dtypes[i % dtypes.len()];
@@ -151,7 +151,7 @@ pub fn attention_geometries<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// Sliding windows smaller and larger than runs and chunks, with runs that begin or end inside the window.
 pub fn attention_windows<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for dtype in kv_dtypes(device).into_iter().filter(|dtype| matches!(dtype, KvDType::F16 | KvDType::Fp8)) {
+    for dtype in KvDType::ALL.into_iter().filter(|dtype| matches!(dtype, KvDType::F16 | KvDType::Fp8)) {
         for (window, run_max) in
             [1, 2, 7, 33, 64, 1000].into_iter().flat_map(|window| [1, 9, 100].map(|max| (window, max)))
         {
@@ -168,7 +168,7 @@ pub fn attention_alibi<D: Device>(device: &mut D, tolerance: Tolerance) {
     let alibi = |bias_max| Some(Alibi { bias_max });
     let geometries =
         [(1, 1, 40), (8, 8, 16), (12, 4, 64), (6, 2, 80), (3, 3, 128), (14, 2, 96), (5, 1, 172), (7, 7, 8)];
-    let dtypes = kv_dtypes(device);
+    let dtypes = KvDType::ALL;
     for (i, (heads, kv_heads, head_dim)) in geometries.into_iter().enumerate() {
         let base =
             Case { geometry: geometry(heads, kv_heads, head_dim), dtype: dtypes[i % dtypes.len()], ..Case::default() };
@@ -198,7 +198,7 @@ pub fn attention_missing_runs<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// Many sequences of one row each, of very different lengths.
 pub fn attention_decode_batch<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for dtype in kv_dtypes(device) {
+    for dtype in KvDType::ALL {
         let seqs = vec![(1, 700), (1, 0), (1, 1), (1, 31), (1, 32), (1, 257), (2, 100), (1, 64)];
         Case { dtype, seqs, run_max: 300, geometry: geometry(12, 4, 64), seed: 80, ..Case::default() }
             .check(device, tolerance);
@@ -207,7 +207,7 @@ pub fn attention_decode_batch<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// Chunks in the middle of a sequence, mixed with decoding rows.
 pub fn attention_prefill<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for dtype in kv_dtypes(device) {
+    for dtype in KvDType::ALL {
         let seqs = vec![(130, 200), (1, 90), (66, 0)];
         Case { dtype, seqs, run_max: 120, geometry: geometry(6, 2, 64), seed: 81, ..Case::default() }
             .check(device, tolerance);
@@ -225,7 +225,7 @@ pub fn attention_long_context<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// Scores of several hundred, where one key takes all the weight and unshifted exponentials overflow.
 pub fn attention_steep_scores<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for dtype in kv_dtypes(device) {
+    for dtype in KvDType::ALL {
         for seqs in [vec![(1, 150)], vec![(35, 80)]] {
             Case { dtype, seqs, steepness: 300.0, softcap: 50.0, seed: 83, ..Case::default() }.check(device, tolerance);
         }
@@ -236,7 +236,7 @@ pub fn attention_steep_scores<D: Device>(device: &mut D, tolerance: Tolerance) {
 /// before its bias, and one that is hidden stays so.
 pub fn attention_softcap<D: Device>(device: &mut D, tolerance: Tolerance) {
     let geometries = [(1, 1, 40), (4, 2, 64), (6, 2, 80), (4, 2, 128), (3, 3, 96), (8, 4, 256), (2, 1, 172)];
-    let dtypes = kv_dtypes(device);
+    let dtypes = KvDType::ALL;
     for (i, (heads, kv_heads, head_dim)) in geometries.into_iter().enumerate() {
         let geometry = geometry(heads, kv_heads, head_dim);
         for (softcap, steepness, alibi) in

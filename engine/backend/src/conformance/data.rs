@@ -4,18 +4,13 @@ use crate::formats::{INT4_ZERO_MAX, WeightFormat, int4_header};
 use crate::{Device, WeightPart, WeightSource};
 use bytes::Bytes;
 use half::{bf16, f16};
-use lagoon_types::{DType, KvDType, KvShape};
+use lagoon_types::{DType, KvShape};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::ops::Range;
 
 /// All element types.
 pub(super) const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-
-/// The element types of KV that the device takes.
-pub(super) fn kv_dtypes<D: Device>(device: &D) -> Vec<KvDType> {
-    KvDType::ALL.into_iter().filter(|dtype| device.takes_kv(*dtype)).collect()
-}
 
 /// A seeded source of inputs.
 #[derive(Debug)]

@@ -1,11 +1,11 @@
 //! Latent attention: products by head, rows that are keys and values at once, and micro attention over them.
 
 use super::attention::Case;
-use super::data::{DTYPES, Data, kv_dtypes, read, tensor};
+use super::data::{DTYPES, Data, read, tensor};
 use super::rope::{angles, check_stored, rotate_head};
 use super::{Tolerance, assert_close, matmul};
 use crate::{Device, HeadStrides, LatentRow};
-use lagoon_types::{AttentionGeometry, KvShape};
+use lagoon_types::{AttentionGeometry, KvDType, KvShape};
 
 /// Geometries of latents of `head_dim` stored elements twice: small and odd numbers of heads, many heads.
 const fn geometry(heads: u32, head_dim: u32) -> AttentionGeometry {
@@ -55,7 +55,7 @@ pub fn head_matmul_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
 /// The rotated part of queries and keys comes last, latents are copied; rows are stored rounded in their slots and nowhere else.
 pub fn latent_append_rotates_and_stores<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(111);
-    for dtype in kv_dtypes(device) {
+    for dtype in KvDType::ALL {
         for (rows, heads, latent, rotated, other) in
             [(1, 4, 32, 8, 16), (3, 1, 64, 16, 24), (17, 5, 24, 8, 4), (65, 16, 96, 32, 40), (5, 3, 8, 64, 0)]
         {
@@ -115,7 +115,7 @@ pub fn latent_append_rotates_and_stores<D: Device>(device: &mut D, tolerance: To
 
 /// Decode, chunks and mixed batches over latents of any size up to 256 elements, with windows, soft caps and missing runs.
 pub fn attention_latent<D: Device>(device: &mut D, tolerance: Tolerance) {
-    let dtypes = kv_dtypes(device);
+    let dtypes = KvDType::ALL;
     for (i, (heads, head_dim)) in [(1, 20), (3, 12), (16, 36), (5, 64), (24, 48), (9, 128)].into_iter().enumerate() {
         for seqs in [vec![(1, 50)], vec![(2, 3), (3, 40)], vec![(33, 21), (1, 300)], vec![(1, 0), (65, 10)]] {
             let (dtype, seed) = (dtypes[i % dtypes.len()], 120 + i as u64);
@@ -128,7 +128,7 @@ pub fn attention_latent<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// The sizes of DeepSeek-V3 and Kimi-K2: 576 elements, 512 of which are the latent.
 pub fn attention_latent_wide<D: Device>(device: &mut D, tolerance: Tolerance) {
-    for (dtype, heads) in kv_dtypes(device).into_iter().zip([16, 64, 128, 16]) {
+    for (dtype, heads) in KvDType::ALL.into_iter().zip([16, 64, 128, 16]) {
         for seqs in [vec![(1, 700), (1, 40)], vec![(19, 90)]] {
             Case { geometry: geometry(heads, 288), dtype, seqs, seed: 130, run_max: 300, ..Case::default() }
                 .check(device, tolerance);

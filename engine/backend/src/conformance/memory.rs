@@ -1,8 +1,8 @@
 //! Tensors and KV stores return the written bytes.
 
 use super::Tolerance;
-use super::data::{Data, kv_dtypes, read};
-use crate::{Device, DeviceError, KvPiece, Queued};
+use super::data::{Data, read};
+use crate::{Device, KvPiece, Queued};
 use lagoon_types::{KvDType, KvShape};
 
 /// Tensors start zeroed; writes cover whole rows; reads append any rectangle.
@@ -56,7 +56,7 @@ pub fn reads_ahead_are_reads<D: Device>(device: &mut D, _: Tolerance) {
 /// KV round trips exactly, slots start zeroed, and neighbours and other layers are untouched.
 pub fn kv_bytes_round_trip<D: Device>(device: &mut D, _: Tolerance) {
     let mut data = Data::new(2);
-    for dtype in kv_dtypes(device) {
+    for dtype in KvDType::ALL {
         for (kv_heads, head_dim) in [(1, 40), (4, 64), (2, 6)] {
             let shape = KvShape { layers: 3, kv_heads, head_dim, dtype };
             let (slots, token) = (37u32, shape.layer_token_bytes());
@@ -87,19 +87,6 @@ pub fn kv_bytes_round_trip<D: Device>(device: &mut D, _: Tolerance) {
                 device.kv_read(&kv, layer, 3, 20, &mut got).expect("kv_read");
                 assert!(got.len() == 20 * token && got.iter().all(|b| *b == 0), "layer {layer} is untouched");
             }
-        }
-    }
-}
-
-/// A type of KV that the device does not take is refused; plain types are taken.
-pub fn kv_is_taken_or_refused<D: Device>(device: &mut D, _: Tolerance) {
-    for dtype in KvDType::ALL {
-        let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 64, dtype };
-        let (takes, made) = (device.takes_kv(dtype), device.kv(shape, 4));
-        assert!(takes || dtype.plain().is_none(), "{dtype} is plain");
-        match made {
-            Ok(_) => assert!(takes, "a store in {dtype}"),
-            Err(error) => assert!(!takes && matches!(error, DeviceError::Unsupported(_)), "{dtype}: {error}"),
         }
     }
 }

@@ -42,7 +42,7 @@ pub mod cases {
         matmul_activated, matmul_add, matmul_bf16, matmul_blocked, matmul_f16, matmul_f32, matmul_large_weight,
         matmul_parts,
     };
-    pub use super::memory::{kv_bytes_round_trip, kv_is_taken_or_refused, reads_ahead_are_reads, tensors_round_trip};
+    pub use super::memory::{kv_bytes_round_trip, reads_ahead_are_reads, tensors_round_trip};
     pub use super::merge::{
         merge_counts_decide_emptiness, merge_extreme_scores, merge_of_split_alibi, merge_of_split_attention,
         merge_of_split_softcap, sink_joins_the_softmax,
@@ -189,7 +189,6 @@ macro_rules! conformance_names {
             $($args)*
             tensors_round_trip,
             kv_bytes_round_trip,
-            kv_is_taken_or_refused,
             reads_ahead_are_reads,
             embed_widens_rows,
             gather_copies_rows,

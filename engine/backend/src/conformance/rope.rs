@@ -1,11 +1,11 @@
 //! Rotation and append.
 #![allow(clippy::cast_possible_truncation, reason = "angles become f32; exponents of f64 fit i32")]
 
-use super::data::{Data, kv_dtypes, read, tensor};
+use super::data::{Data, read, tensor};
 use super::oracle::{self, Attention};
 use super::{Tolerance, assert_close};
 use crate::{AttnBatch, AttnRows, Device, Partials};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{AttentionGeometry, DType, KvDType, KvRun, KvShape};
 
 /// `[rows][head_dim]`: cosines then sines, for positions from `pos0`.
 pub(super) fn angles(rows: usize, dim: usize, pos0: usize) -> Vec<f32> {
@@ -78,7 +78,7 @@ pub(super) fn check_stored(
 /// Queries and keys are rotated in place, values left; K and V are stored rounded in their slots and nowhere else.
 pub fn rope_append_rotates_and_stores<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(30);
-    for dtype in kv_dtypes(device) {
+    for dtype in KvDType::ALL {
         for (rows, heads, kv_heads, head_dim) in
             [(1, 4, 2, 64), (3, 1, 1, 40), (17, 6, 2, 80), (65, 12, 4, 16), (5, 8, 1, 172)]
         {
@@ -123,7 +123,7 @@ pub fn rope_append_in_chunks_stores_the_same_bytes<D: Device>(device: &mut D, _:
     let (rows, cols) = (23u32, geometry.qkv_dim());
     let mut data = Data::new(33);
     let (values, rope) = (data.values(rows as usize * cols), angles(rows as usize, 40, 9));
-    for dtype in kv_dtypes(device) {
+    for dtype in KvDType::ALL {
         let [single, chunked, whole] = [1, 7, rows].map(|chunk| {
             let shape = KvShape { layers: 1, kv_heads: 2, head_dim: 40, dtype };
             let mut kv = device.kv(shape, rows as usize).expect("kv");
@@ -147,7 +147,7 @@ pub fn rope_append_in_chunks_stores_the_same_bytes<D: Device>(device: &mut D, _:
 pub fn rope_append_then_attention<D: Device>(device: &mut D, tolerance: Tolerance) {
     let geometry = AttentionGeometry { heads: 6, kv_heads: 2, head_dim: 40, latent: false };
     let mut data = Data::new(31);
-    for dtype in kv_dtypes(device) {
+    for dtype in KvDType::ALL {
         let shape = KvShape { layers: 1, kv_heads: 2, head_dim: 40, dtype };
         let mut kv = device.kv(shape, 64).expect("kv");
         let mut out = Partials::new(device, 40, geometry).expect("partials");

@@ -11,7 +11,7 @@ use crate::{
 };
 #[cfg(target_os = "linux")]
 use crate::{SharedArenas, SharedKv};
-use lagoon_types::{AttentionGeometry, KvDType, KvShape};
+use lagoon_types::{AttentionGeometry, KvShape};
 use std::ops::Range;
 
 #[cfg(target_os = "linux")]
@@ -60,10 +60,6 @@ impl Device for CpuDevice {
 
     fn takes(&self, format: WeightFormat) -> bool {
         Self::reads(format)
-    }
-
-    fn takes_kv(&self, dtype: KvDType) -> bool {
-        KvDType::ALL.contains(&dtype)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<CpuWeight, DeviceError> {

@@ -9,7 +9,7 @@ mod nonlinear;
 mod round;
 mod scaled;
 
-pub use scaled::{INT4_RUN, INT4_ZERO_MAX, e4m3, int4_header};
+pub use scaled::{INT4_RUN, INT4_ZERO_MAX, int4_header};
 
 use half::f16;
 use lagoon_types::DType;

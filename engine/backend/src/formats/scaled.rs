@@ -11,6 +11,7 @@
 //! elements: byte `j` of 16 has element `j` of the run in its low half and element `j + 16` in its high half.
 
 use super::nibbles;
+use lagoon_types::e4m3;
 
 pub(super) const FP8_ELEMENTS: usize = 128;
 pub(super) const FP8_BYTES: usize = 4 + FP8_ELEMENTS;
@@ -25,19 +26,6 @@ pub const INT4_ZERO_MAX: u8 = 16;
 /// Bits of a header that are not the scale.
 const ZERO_BITS: u32 = 0xff;
 
-/// The element of an E4M3FN code: a sign, 4 bits of exponent with bias 7, 3 bits of fraction.
-#[must_use]
-pub fn e4m3(code: u8) -> f32 {
-    let (sign, magnitude) = (u32::from(code & 0x80) << 24, u32::from(code & 0x7f));
-    let value = match magnitude {
-        0x7f => f32::NAN,
-        // Below the least normal number, 2^-6: eighths of it.
-        0..8 => f32::from(code & 7) * (1.0 / 512.0),
-        _ => f32::from_bits((magnitude << 20) + ((127 - 7) << 23)),
-    };
-    f32::from_bits(value.to_bits() | sign)
-}
-
 /// The header of a block of 4-bit codes; `None` if the scale has more than 16 significant bits or is not finite, or the zero point
 /// is above [`INT4_ZERO_MAX`].
 #[must_use]
@@ -51,7 +39,7 @@ pub(super) fn fp8(block: &[u8; FP8_BYTES], out: &mut [f32; FP8_ELEMENTS]) {
     let (scale, codes) = block.split_at(4);
     let scale = f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]);
     for (code, out) in codes.iter().zip(out) {
-        *out = e4m3(*code) * scale;
+        *out = e4m3::decode(*code) * scale;
     }
 }
 
@@ -72,30 +60,13 @@ mod tests {
     use half::{bf16, f16};
 
     #[test]
-    fn e4m3_codes_are_the_standards_numbers() {
-        for code in 0..=u8::MAX {
-            let (exponent, fraction) = (i32::from(code >> 3 & 15), f64::from(code & 7) / 8.0);
-            let magnitude = match (exponent, code & 7) {
-                (15, 7) => f64::NAN,
-                (0, _) => fraction * 2f64.powi(-6),
-                _ => (1.0 + fraction) * 2f64.powi(exponent - 7),
-            };
-            let value = if code & 0x80 == 0 { magnitude } else { -magnitude };
-            let found = f64::from(e4m3(code));
-            assert!(found == value || (found.is_nan() && value.is_nan()), "{code:#x} is {value}, not {found}");
-            assert_eq!(e4m3(code).is_sign_negative(), code >= 0x80, "{code:#x}");
-        }
-        assert_eq!((e4m3(0x7e), e4m3(0x01), e4m3(0x08)), (448.0, 2f32.powi(-9), 2f32.powi(-6)));
-    }
-
-    #[test]
     fn an_fp8_block_is_its_codes_times_its_scale() {
         let scale = 0.003_1f32;
         let codes: Vec<u8> = (0..128).map(|i: u8| i.wrapping_mul(37) & 0xfe).collect();
         let block = [&scale.to_le_bytes()[..], &codes].concat();
         let mut found = Vec::new();
         WeightFormat::Fp8.decode(&block, &mut found);
-        let expected: Vec<f32> = codes.iter().map(|code| e4m3(*code) * scale).collect();
+        let expected: Vec<f32> = codes.iter().map(|code| e4m3::decode(*code) * scale).collect();
         assert_eq!(found, expected);
     }
 

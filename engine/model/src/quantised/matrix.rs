@@ -11,8 +11,7 @@ use crate::weights::Origin;
 use bytes::Bytes;
 use half::{bf16, f16};
 use lagoon_backend::WeightFormat;
-use lagoon_backend::formats::e4m3;
-use lagoon_types::DType;
+use lagoon_types::{DType, e4m3};
 use std::path::PathBuf;
 
 /// Rows that are unpacked together.
@@ -253,7 +252,7 @@ impl Matrix {
                     let codes = checked_fp8(&codes[row * self.cols..][..self.cols], row)?;
                     for (i, (codes, out)) in codes.chunks(per[1]).zip(out.chunks_mut(per[1])).enumerate() {
                         let scale = fp8_scale(scales, row, row / per[0] * across + i)?;
-                        codes.iter().zip(out).for_each(|(code, out)| *out = e4m3(*code) * scale);
+                        codes.iter().zip(out).for_each(|(code, out)| *out = e4m3::decode(*code) * scale);
                     }
                 }
             }

@@ -304,7 +304,7 @@ fn fp8_scales_are_those_of_blocks_rows_or_the_matrix() {
         ];
         check(&open(&config, &tensors).unwrap(), &[rows, cols], format, |row, col| {
             let scale = scales[row / per[0] * shape[1] + col / per[1]];
-            lagoon_backend::formats::e4m3(codes[row * cols + col]) * scale
+            lagoon_types::e4m3::decode(codes[row * cols + col]) * scale
         });
     }
 }

@@ -6,7 +6,7 @@ use lagoon_backend::{
     Mode, Partials, WeightFormat, WeightSource, without,
 };
 use lagoon_model::{Checkpoint, ModelError, ModelSpec};
-use lagoon_types::{AttentionGeometry, DType, KvDType, KvShape};
+use lagoon_types::{AttentionGeometry, DType, KvShape};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use std::collections::BTreeMap;
@@ -100,10 +100,6 @@ impl Device for RecordingDevice {
 
     fn takes(&self, _: WeightFormat) -> bool {
         true
-    }
-
-    fn takes_kv(&self, dtype: KvDType) -> bool {
-        dtype.plain().is_some()
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<WeightSource, DeviceError> {

@@ -1,8 +1,8 @@
 //! KV in 8 bits, widened to f32 a few tokens at a time; attention then goes on as over KV in f32.
 
 use super::super::simd::{Kernel, Simd};
-use lagoon_types::KvShape;
-use lagoon_types::kv_dtype::{SCALE_BYTES, decode_code};
+use lagoon_types::kv_dtype::SCALE_BYTES;
+use lagoon_types::{KvShape, e4m3};
 
 /// Codes are loaded as this fraction of their values ([`Simd::load_e4m3`]).
 const LOADED: f32 = 1.0 / 256.0;
@@ -63,5 +63,5 @@ unsafe fn widen_row<S: Simd>(row: &[u8], to: &mut [f32]) {
             S::store(to.as_mut_ptr().add(at), S::mul(values, factor));
         }
     }
-    to[whole..].iter_mut().zip(&codes[whole..]).for_each(|(to, code)| *to = decode_code(*code) * scale);
+    to[whole..].iter_mut().zip(&codes[whole..]).for_each(|(to, code)| *to = e4m3::decode(*code) * scale);
 }

@@ -2,7 +2,7 @@
 
 use super::Simd;
 use half::{bf16, f16};
-use lagoon_types::kv_dtype::decode_code;
+use lagoon_types::e4m3;
 
 /// No features needed.
 #[derive(Clone, Copy, Debug)]
@@ -94,7 +94,7 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> V {
         // SAFETY: LANES codes are valid.
-        unsafe { read(LANES, |i| decode_code(*p.add(i)) / 256.0) }
+        unsafe { read(LANES, |i| e4m3::decode(*p.add(i)) / 256.0) }
     }
 
     #[inline(always)]
