@@ -569,7 +569,7 @@ impl Device for WgpuDevice {
             scale: batch.scale,
             softcap: batch.softcap.unwrap_or(0.0),
             slopes: kept.plan.slopes,
-            row_quads: word(kv.head_quads()),
+            code_quads: word(kv.head_quads()),
             slot_quads: 2 * geometry.kv_heads * word(kv.row_quads()),
             values: if geometry.latent { 0 } else { geometry.kv_heads * word(kv.row_quads()) },
             ..Default::default()

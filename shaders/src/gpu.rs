@@ -140,7 +140,7 @@ impl Gpu {
         self.binding_bytes_max
     }
 
-    /// Of elements stored one by one.
+    /// Of a KV store.
     pub(crate) fn kv(&self, dtype: KvDType) -> Encoding {
         Encoding::kv(dtype, self.native_f16)
     }

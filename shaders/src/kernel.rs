@@ -509,6 +509,7 @@ fn shared_source(name: &str, encoding: Encoding, teams: Teams) -> &'static str {
         "softcap" => include_str!("../wgsl/shared/softcap.wgsl"),
         "norm" => include_str!("../wgsl/shared/norm.wgsl"),
         "round_f16" => include_str!("../wgsl/shared/round_f16.wgsl"),
+        "e4m3" => include_str!("../wgsl/shared/e4m3.wgsl"),
         "bytes" => include_str!("../wgsl/shared/bytes.wgsl"),
         "runs" => include_str!("../wgsl/shared/runs.wgsl"),
         "six_bits" => include_str!("../wgsl/shared/six_bits.wgsl"),

@@ -92,6 +92,6 @@ params! {
     Attention: 64 {
         kv_heads: u32, group: u32, head_dim: u32, head_quads: u32, q_stride: u32, out_stride: u32, lse_stride: u32,
         window: u32, scale: f32, works: u32, work_count: u32, slopes: u32, softcap: f32, slot_quads: u32,
-        values: u32, row_quads: u32,
+        values: u32, code_quads: u32,
     }
 }

@@ -32,7 +32,7 @@ struct Params {
     slot_quads: u32,
     values: u32,
     // Quads of a stored row's elements, without its scale: with latent attention a key is two rows.
-    row_quads: u32,
+    code_quads: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -146,7 +146,7 @@ fn partial(
     let kv_head = index % params.kv_heads;
     let items = work.rows * params.group - work.item0;
     let chunks = (params.head_quads + CHUNK - 1u) / CHUNK;
-    let key_quads = kv_head * (params.row_quads + SCALE_QUADS);
+    let key_quads = kv_head * (params.code_quads + SCALE_QUADS);
     if QUERY_QUADS == HEAD_QUADS {
         load_queries(work, kv_head, 0u, tid);
     }

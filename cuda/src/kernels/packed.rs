@@ -3,7 +3,7 @@
 //! * Up to [`PACKED_ROWS_MAX`] rows, `gemv_*` and `grouped_gemv_*` of the format stream the weight and unpack it in registers.
 //! * For more rows, `unpack_*` writes elements as f16 to scratch, a part of the weight at a time, and the kernels of f16 weights
 //!   follow: one term of each element for [`Precision::Fast`], two for [`Precision::Exact`].
-//! * `unpack_*` also reads rows of embedding tables, in f32.
+//! * `unpack_*` also reads rows of embedding tables, and all rows of products by head, in f32.
 //!
 //! Invariants: a row has its blocks' pieces in planes ([`Packed::arrange`]), all but the last of multiples of 16 bytes, and begins
 //! at a multiple of 16. Nothing is lost or added but up to 15 bytes a row. A format is an entry of [`FORMATS`] and a stem of
@@ -19,7 +19,8 @@ use lagoon_types::DType;
 /// Most rows of a product that streams a packed weight: what is unpacked has a factor, which kernels that stream plain weights do not
 /// apply.
 pub const PACKED_ROWS_MAX: u32 = GEMV_ROWS_MAX;
-/// Device memory for elements of weights, in bytes: products of many rows are made for as many weight rows at a time.
+/// Device memory for elements of weights, in bytes: products of many rows are made for as many weight rows at a time, or for an
+/// expert where that is more.
 pub const UNPACKED_BYTES: u64 = 64 << 20;
 /// Weight rows of which each part of a product has a multiple, if it has as many: whole tiles.
 const PART_ROWS: u32 = 128;

@@ -3,8 +3,8 @@ const SCALE_QUADS = 1u;
 
 // Quad `quad` of the rows that begin at `at`: of the second one, if it lies beyond the first one (latent attention).
 fn widen_row(at: u32, quad: u32) -> vec4<f32> {
-    let second = quad >= params.row_quads;
-    let row = at + select(0u, params.row_quads + 1u, second);
-    let scale = bitcast<f32>(kv[row + params.row_quads]);
-    return widen(kv[row + select(quad, quad - params.row_quads, second)]) * scale;
+    let second = quad >= params.code_quads;
+    let row = at + select(0u, params.code_quads + 1u, second);
+    let scale = bitcast<f32>(kv[row + params.code_quads]);
+    return widen(kv[row + select(quad, quad - params.code_quads, second)]) * scale;
 }

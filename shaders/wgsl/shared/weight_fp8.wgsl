@@ -1,18 +1,11 @@
 // FP8, four blocks of 128 elements in 33 quads: their scales (f32), then the blocks' codes (E4M3).
 //#include bytes
+//#include e4m3
 //#include runs
 struct Item {
     first: vec4<u32>,
     second: vec4<u32>,
     scale: f32,
-}
-
-// A sign, 4 bits of exponent with bias 7, 3 bits of fraction. Those below the least normal number are eighths of it.
-fn e4m3(word: u32) -> vec4<f32> {
-    let magnitude = bits_of(word, 0u, 127u);
-    let normal = bitcast<vec4<f32>>((magnitude << vec4<u32>(20u)) + vec4<u32>(120u << 23u));
-    let value = select(normal, vec4<f32>(magnitude) / 512.0, magnitude < vec4<u32>(8u));
-    return select(value, -value, bits_of(word, 7u, 1u) > vec4<u32>(0u));
 }
 
 fn item(i: u32) -> Item {

@@ -2,11 +2,10 @@
 //! while groups of rows are multiplied with it.
 
 use super::simd::{Element, Kernel, Simd};
+use super::streams::AHEAD_BYTES;
 
 /// Rows of `x` whose sums are held in registers together.
 const GROUP: usize = 4;
-/// How far ahead weights are prefetched, across the ends of rows.
-const AHEAD_BYTES: usize = 2048;
 
 /// `out[r][j] (=|+=) x[r] · weight[j]` for `rows` rows of `k` elements of `x`, `x_stride` apart, and `n` weight rows (`[n][k]`).
 pub(super) struct Dots<E> {

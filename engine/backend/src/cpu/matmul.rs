@@ -67,8 +67,9 @@ pub(super) fn matmul(on: On<'_>, x: &CpuTensor, weight: &CpuWeight, rows: usize,
         add: mode == Mode::Add,
     };
     if rows <= STREAMED_ROWS {
-        // Packed weights are worth rounding `x` for a task.
-        let least = if weight.is_packed() { ROUNDED_FOR * rows.div_ceil(4) } else { 4 };
+        // Codes that are multiplied in integers are worth rounding `x` for a task.
+        let least =
+            if weight.is_packed() && weight.format() != WeightFormat::Fp8 { ROUNDED_FOR * rows.div_ceil(4) } else { 4 };
         // As many tasks for every thread, of about as many rows.
         let tasks = (weight.rows * weight.row_bytes()).div_ceil(STREAM_BYTES).next_multiple_of(threads.count());
         let chunk = weight.rows.div_ceil(tasks.max(1)).max(least).min(weight.rows.div_ceil(threads.count()).max(4));

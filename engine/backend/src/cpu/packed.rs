@@ -16,6 +16,7 @@
 use super::pack::Stored;
 use super::scaled::{Int4G32, Int4G64, Int4G128};
 use super::simd::{Element, Kernel, Simd};
+use super::streams::AHEAD_BYTES;
 use crate::formats::{Block, WeightFormat};
 use half::{bf16, f16};
 use std::marker::PhantomData;
@@ -33,8 +34,6 @@ const GROUP: usize = 4;
 const LANES_MAX: usize = 16;
 /// The largest rounded activation: both of its planes are signed bytes.
 const ROUNDED_MAX: f32 = 32_639.0;
-/// How far ahead weights are prefetched, across the ends of rows.
-const AHEAD_BYTES: usize = 2048;
 
 /// A packed format. An element is `scale * (code - OFFSET) - least`, with a scale for 16 or 32 elements.
 ///
@@ -419,6 +418,7 @@ impl<P: Packed> Round<P> {
             // A part with an infinity or NaN has NaN as its products.
             (if total.is_finite() { largest / ROUNDED_MAX } else { f32::NAN }, rounded, total)
         };
+        // Integers wrap where a part has an infinity or NaN, whose scale makes all of its products NaN.
         // Not `map`, which is compiled without the features where it is not inlined.
         let mut ints = [0i32; PART];
         for i in 0..PART {
@@ -427,11 +427,11 @@ impl<P: Packed> Round<P> {
         for i in 0..PART {
             let low = ints[i] as i8;
             to.low[part * PART + i] = low;
-            to.high[part * PART + i] = ((ints[i] - i32::from(low)) >> 8) as i8;
+            to.high[part * PART + i] = (ints[i].wrapping_sub(i32::from(low)) >> 8) as i8;
         }
         for i in 0..PART / 4 {
-            let sum = ints[4 * i] + ints[4 * i + 1] + ints[4 * i + 2] + ints[4 * i + 3];
-            to.offsets[part * (PART / 4) + i] = -i32::from(P::OFFSET) * sum;
+            let sum = (0..4).fold(0i32, |sum, j| sum.wrapping_add(ints[4 * i + j]));
+            to.offsets[part * (PART / 4) + i] = sum.wrapping_mul(-i32::from(P::OFFSET));
         }
         if P::HALVES {
             to.scales[2 * part..2 * part + 2].fill(scale);

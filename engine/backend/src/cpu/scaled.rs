@@ -4,7 +4,8 @@
 
 use super::pack::Stored;
 use super::packed::{PART, PARTS, Packed, Scales, eight};
-use super::simd::{Kernel, Simd};
+use super::simd::{E4M3_DIVISOR, Kernel, Simd};
+use super::streams::AHEAD_BYTES;
 use crate::formats::WeightFormat;
 
 /// Bytes of a block before its codes, and of the codes of a part.
@@ -60,12 +61,8 @@ int4!(Int4G32, Int4G64, Int4G128);
 const ELEMENTS: usize = WeightFormat::Fp8.block().elements;
 const BYTES: usize = WeightFormat::Fp8.block().bytes;
 const SCALE_BYTES: usize = 4;
-/// What [`Simd::load_e4m3`] leaves out of its elements.
-const FACTOR: f32 = 256.0;
 /// Rows of `x` that share what is widened.
 const GROUP: usize = 4;
-/// How far ahead weights are prefetched, across the ends of rows.
-const AHEAD_BYTES: usize = 2048;
 
 /// Rows of FP8 blocks, for [`super::pack`].
 pub(super) struct Fp8;
@@ -75,7 +72,7 @@ impl Fp8 {
     #[inline(always)]
     unsafe fn scale(block: *const u8) -> f32 {
         // SAFETY: the block begins with its scale, which is read unaligned.
-        FACTOR * unsafe { block.cast::<f32>().read_unaligned() }
+        E4M3_DIVISOR * unsafe { block.cast::<f32>().read_unaligned() }
     }
 }
 

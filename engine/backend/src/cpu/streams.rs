@@ -12,6 +12,15 @@ const MEASURED: u32 = 16;
 /// Smaller weights may be in a cache.
 const BYTES_MIN: usize = 4 << 20;
 
+/// How far ahead weights are prefetched, across the ends of rows.
+pub(super) const AHEAD_BYTES: usize = 2048;
+
+/// The form of a turn: half of the turns have each, in the order of Thue and Morse, so that a layer's products, which follow each
+/// other in a fixed order, are measured in both.
+const fn has_prefetch(turn: u32) -> bool {
+    turn.count_ones().is_multiple_of(2)
+}
+
 /// The forms for all formats, of one device.
 #[derive(Debug, Default)]
 pub(super) struct Streams([Stream; WeightFormat::ALL.len()]);
@@ -49,7 +58,7 @@ impl Streams {
         if turn >= MEASURED || bytes < BYTES_MIN {
             return work(self.prefetch(format));
         }
-        let prefetch = turn.is_multiple_of(2);
+        let prefetch = has_prefetch(turn);
         let start = Instant::now();
         work(prefetch);
         let cost = start.elapsed().as_nanos() * 1000 / bytes as u128;
@@ -77,7 +86,14 @@ mod tests {
         let (small, rest) = forms.split_at(2);
         let (turns, kept) = rest.split_at(MEASURED as usize);
         assert_eq!(small, [true, true]);
-        assert!(turns.chunks(2).all(|turn| turn == [true, false]), "{turns:?}");
+        assert!(turns.chunks(2).all(|turn| turn[0] != turn[1]), "half of them with prefetches: {turns:?}");
+        for product in 0..4 {
+            let of_product: Vec<bool> = turns.iter().skip(product).step_by(4).copied().collect();
+            assert!(
+                of_product.contains(&true) && of_product.contains(&false),
+                "product {product} of a layer: {turns:?}"
+            );
+        }
         assert!(kept.iter().all(|form| *form == streams.prefetch(format)), "{kept:?}");
         assert!(streams.prefetch(WeightFormat::F16), "other formats are not measured");
     }

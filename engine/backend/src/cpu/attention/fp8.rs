@@ -1,11 +1,8 @@
 //! KV in 8 bits, widened to f32 a few tokens at a time; attention then goes on as over KV in f32.
 
-use super::super::simd::{Kernel, Simd};
+use super::super::simd::{E4M3_DIVISOR, Kernel, Simd};
 use lagoon_types::kv_dtype::SCALE_BYTES;
 use lagoon_types::{KvShape, e4m3};
-
-/// Codes are loaded as this fraction of their values ([`Simd::load_e4m3`]).
-const LOADED: f32 = 1.0 / 256.0;
 
 /// Elements of a token's key and value of one KV head, widened.
 pub(super) const fn widened(shape: &KvShape) -> usize {
@@ -57,7 +54,7 @@ unsafe fn widen_row<S: Simd>(row: &[u8], to: &mut [f32]) {
     assert!(codes.len() >= to.len(), "a row's length");
     // SAFETY: whole vectors of codes and of elements.
     unsafe {
-        let (unloaded, factor) = (S::splat(1.0 / LOADED), S::splat(scale));
+        let (unloaded, factor) = (S::splat(E4M3_DIVISOR), S::splat(scale));
         for at in (0..whole).step_by(S::LANES) {
             let values = S::mul(S::load_e4m3(codes.as_ptr().add(at)), unloaded);
             S::store(to.as_mut_ptr().add(at), S::mul(values, factor));

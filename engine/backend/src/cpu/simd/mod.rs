@@ -15,6 +15,9 @@ mod portable;
 pub(crate) use element::Element;
 use std::fmt;
 
+/// What [`Simd::load_e4m3`] divides elements by: the exponents of an f16 and of an E4M3 with the same bits differ by 8.
+pub(super) const E4M3_DIVISOR: f32 = 256.0;
+
 /// Operations on a vector of f32.
 ///
 /// # Safety
@@ -43,7 +46,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_f16_part(p: *const u16, n: usize) -> Self::V;
     unsafe fn load_bf16(p: *const u16) -> Self::V;
     unsafe fn load_bf16_part(p: *const u16, n: usize) -> Self::V;
-    /// E4M3 codes, times 2^-8: the f16 with a code's sign, exponent and mantissa.
+    /// E4M3 codes, over [`E4M3_DIVISOR`]: the f16 with a code's sign, exponent and mantissa.
     unsafe fn load_e4m3(p: *const u8) -> Self::V;
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;

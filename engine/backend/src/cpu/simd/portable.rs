@@ -94,7 +94,7 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> V {
         // SAFETY: LANES codes are valid.
-        unsafe { read(LANES, |i| e4m3::decode(*p.add(i)) / 256.0) }
+        unsafe { read(LANES, |i| e4m3::decode(*p.add(i)) / super::E4M3_DIVISOR) }
     }
 
     #[inline(always)]
