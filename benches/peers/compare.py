@@ -124,11 +124,12 @@ def complete(port, prompt, tokens):
         raise RuntimeError(response.read().decode())
     times = []
     for line in response:
-        if line.startswith(b"data: {") and json.loads(line[6:])["choices"]:
+        choices = json.loads(line[6:])["choices"] if line.startswith(b"data: {") else []
+        if choices and choices[0]["finish_reason"] is None:  # the last chunk has no token
             times.append(time.perf_counter())
     connection.close()
-    if len(times) < tokens:
-        raise RuntimeError(f"{len(times)} of {tokens} tokens came")
+    if len(times) != tokens:
+        raise RuntimeError(f"{len(times)} of {tokens} tokens came one by one")
     return times[0] - start, [b - a for a, b in zip(times, times[1:])]
 
 
@@ -137,7 +138,7 @@ def lagoon(file, args):
     port = free_port()
     room = 2 * (max(args.contexts) + args.decode_tokens + WARM_UP_TOKENS + 64)
     command = [args.lagoon, "serve", file, "--http", f"127.0.0.1:{port}", "--threads", args.threads]
-    command += ["--kv-tokens", room, "--prefix-cache", "off"]
+    command += ["--kv-tokens", room, "--prefix-cache", "off", "--backend", "cpu"]
     server = subprocess.Popen([str(part) for part in command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         wait_until_ready(server, port)
@@ -184,7 +185,8 @@ def machine():
         ]
         model = names[0] if names else model
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return {"cpu": model, "cores": os.cpu_count(), "commit": git.stdout.strip()}
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {"cpu": model, "cores": os.cpu_count(), "commit": git.stdout.strip() + ("-changed" if changed else "")}
 
 
 def pack(directory, model, form):
@@ -248,8 +250,8 @@ def ratios(sides):
     """Lagoon's rates over those of llama.cpp's better form, for each context."""
     ours = sides.get("lagoon", {}).get("contexts", {})
     theirs = [side["contexts"] for name, side in sides.items() if name.startswith("llama.cpp") and "contexts" in side]
-    if not theirs:
-        return {}
+    if not theirs or len(theirs) < sum(name.startswith("llama.cpp") for name in sides):
+        return {}  # a form failed: what is left may not be the better one
     return {
         context: {
             kind.removesuffix("_tokens_per_s"): round(rate / max(side[context][kind] for side in theirs), 2)
@@ -316,7 +318,8 @@ def main():
     runs = {f"{model} {form}": {} for model, form in cases}
     for i in range(args.rounds):
         for model, form in cases:
-            for side in args.sides.split(","):
+            sides = args.sides.split(",")
+            for side in sides[i % len(sides) :] + sides[: i % len(sides)]:  # each goes first in some round
                 if side == "mistral.rs" and (model, form) != ("dense", "F16"):
                     continue
                 found = run_apart(side, model, form, args)

@@ -50,16 +50,18 @@ def measure(lagoon, model, flags):
             except OSError:
                 return
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    ready = json.loads(process.stdout.readline())
-    seconds, at_ready = time.monotonic() - started, status(process.pid)["VmHWM"]
-    complete(ready["http"])
-    after = status(process.pid)["VmHWM"]
-    over.set()
-    watcher.join()
-    process.terminate()
-    process.wait()
+    try:
+        ready = json.loads(process.stdout.readline())
+        seconds, at_ready = time.monotonic() - started, status(process.pid)["VmHWM"]
+        complete(ready["http"])
+        after = status(process.pid)["VmHWM"]
+    finally:
+        over.set()
+        watcher.join()
+        process.terminate()
+        process.wait()
     return {"ready_s": seconds, "peak_ready_mib": at_ready, "peak_prompt_mib": after, "peak_anonymous_mib": anonymous[0]}
 
 

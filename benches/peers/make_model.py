@@ -189,8 +189,10 @@ def write_gguf(path, tensors, experts=False):
 
 def make(out):
     """Write all forms, unless they are there."""
-    if (out / "experts.gguf").exists() and (out / "hf" / "tokenizer_config.json").exists():
+    if all((out / name).exists() for name in ("dense.gguf", "experts.gguf", "hf/tokenizer_config.json")):
         return
+    for packed in out.glob("*-*.gguf"):
+        packed.unlink()
     tensors = weights()
     write_hf(out / "hf", tensors)
     for name, held in (("dense", tensors), ("experts", with_experts(tensors))):

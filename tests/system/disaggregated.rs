@@ -139,6 +139,7 @@ fn the_last_window_comes_with_its_prompt(mode: Mode) {
 
 /// Runs until part of a request's KV has arrived.
 fn run_into_transfer(world: &mut World, node: usize) {
+    world.slow_reads(node, Some(1));
     world.run_until(|w| w.live(node).status().prefill.pulling > 0);
     let before = world.reads();
     world.run_until(|w| w.reads() > before);
@@ -276,10 +277,7 @@ fn prefill_workers_die_at_every_stage(mode: Mode) {
         let worker = worker(&world).unwrap();
         match stage {
             "ready" => world.run_until(|w| w.requests[request].tokens.len() == 1),
-            "pulling" => {
-                world.slow_reads(2, Some(1));
-                run_into_transfer(&mut world, 2);
-            }
+            "pulling" => run_into_transfer(&mut world, 2),
             "decoding" => world.run_until(|w| w.requests[request].tokens.len() > 2),
             _ => {}
         }

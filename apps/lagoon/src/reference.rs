@@ -83,7 +83,8 @@ const FORMATS_HEAD: &str = "
 ## Weight formats
 
 What each backend does with matrices in a format. *packed*: it computes with them as they are. *converted*: they are converted when
-they are loaded, to f16 (bf16 or f32 where files have nothing else); `--dtype` converts all.
+they are loaded, to f16 (bf16 or f32 where files have nothing else; the type of the model's other matrices from quantised
+safetensors); `--dtype` converts all. FP8 and INT4 come from quantised safetensors, the other packed formats from GGUF files.
 
 ";
 

@@ -374,7 +374,7 @@ impl Fabric {
             return;
         }
         if let Some((_, _, frame)) = stream.items.pop_front() {
-            reported.push(Delivery::Frame { at: to, peer: from, frame: decode(class, frame) });
+            reported.push(Delivery::Frame { at: to, peer: from, frame: decode(Class::ALL[class], frame) });
         }
         if let Some((ready_us, _, _)) = stream.items.front() {
             stream.armed = true;
@@ -584,8 +584,17 @@ impl Network for Fabric {
     }
 }
 
-/// The frame in `bytes`, as a receiver reads it.
-fn decode(class: usize, mut bytes: Bytes) -> Frame {
-    let frame = FrameReader::new().next_frame(Class::ALL[class], &mut bytes).expect("what was encoded decodes");
+/// The frame in `bytes`, as a receiver reads it that gets them in two chunks.
+///
+/// # Panics
+/// If they are no whole frame.
+#[must_use]
+pub fn decode(class: Class, bytes: Bytes) -> Frame {
+    let mut second = bytes;
+    let mut first = second.split_to(second.len() / 2);
+    let mut reader = FrameReader::new();
+    let frame = reader.next_frame(class, &mut first).expect("what was encoded decodes");
+    let frame = frame.or_else(|| reader.next_frame(class, &mut second).expect("what was encoded decodes"));
+    assert!(reader.at_boundary() && second.is_empty(), "frames travel whole");
     frame.expect("frames travel whole")
 }

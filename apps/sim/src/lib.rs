@@ -27,7 +27,7 @@ pub mod world;
 
 pub use agenda::Agenda;
 pub use clock::Clock;
-pub use fabric::{Fabric, LinkProfile};
+pub use fabric::{Fabric, LinkProfile, decode};
 pub use network::{Delivery, GMANAGER, Network, Place};
 pub use pool::{NodeSpec, PoolSpec};
 pub use process::{Coordinator, Process};

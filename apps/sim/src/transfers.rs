@@ -207,9 +207,8 @@ impl Transfers {
 
     /// Makes each later read of a process take a time, one after the other; `None` ends that.
     pub fn slow_reads(&mut self, place: Place, each_us: Option<u64>) {
-        if let Some(of) = self.endpoints.get_mut(&place) {
-            of.slow = each_us.map(|each_us| SlowReads { each_us, until_us: 0 });
-        }
+        let of = self.endpoints.get_mut(&place).expect("the process reads KV of others");
+        of.slow = each_us.map(|each_us| SlowReads { each_us, until_us: 0 });
     }
 
     fn issue(&mut self) -> u64 {
@@ -433,6 +432,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
     /// Removes a process and all its paths and exports.
     pub(crate) fn kill_paths(&mut self, place: Place) {
         self.kv.endpoints.remove(&place);
+        self.kv.damaged.remove(&place);
         for path in self.kv.paths_at(place, None) {
             let after = self.kv.delays.death.draw(&mut self.kv.rng);
             let Some(of) = self.kv.paths.get_mut(&path) else { continue };

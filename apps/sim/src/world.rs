@@ -2,7 +2,7 @@
 //! queue.
 //!
 //! [`World::step`] handles the next event. Clients' events are in [`World::emitted`]; calls planned by the caller
-//! come back as [`Step::Call`]. The world checks nothing: checkers look at it between steps.
+//! come back as [`Step::Call`]. The world notes violations of transfers; checkers look at it between steps.
 
 use crate::agenda::Agenda;
 use crate::clock::Clock;

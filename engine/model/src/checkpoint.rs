@@ -7,7 +7,7 @@
 use crate::ModelError;
 use crate::error::shown;
 use crate::fields::{Fields, read_bounded};
-use crate::gguf::{Gguf, is_gguf};
+use crate::gguf::{Gguf, Stored, is_gguf};
 use crate::mapped::{self, Map};
 use crate::quantised::matrix::Matrix;
 use crate::quantised::{self, Quantisation};
@@ -322,8 +322,7 @@ impl Checkpoint {
             return Err(self.error(name, problem));
         }
         let format = info.format.ok_or_else(|| {
-            // Formats from FP8 on are in no GGUF file.
-            let gguf = WeightFormat::ALL.iter().take_while(|format| **format != WeightFormat::Fp8);
+            let gguf = WeightFormat::ALL.iter().filter(|format| Stored::of(**format).is_some());
             let supported = match self.kind {
                 Kind::Gguf => gguf.map(|format| format.name()).collect::<Vec<_>>().join(", "),
                 Kind::Plain | Kind::Quantised => "F32, F16 and BF16".to_owned(),

@@ -7,9 +7,9 @@ use crate::families::export::{Content, Piece, translate};
 use crate::gguf::{Gguf, Item, Keys, is_gguf};
 use crate::spec::{AttentionSpec, Mlp, Part};
 use crate::weights::{LoadedTensor, check_no_others, stored_name};
-use crate::{Checkpoint, ModelError, ModelSpec};
+use crate::{Checkpoint, ModelError, ModelSpec, TensorInfo};
 use lagoon_types::DType;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 
@@ -78,11 +78,19 @@ impl Export {
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let (spec, checkpoint) = (ModelSpec::open(path)?, Checkpoint::open(path)?);
         check_no_others(&checkpoint, &spec)?;
+        if let Some(of) = spec.layers.iter().find_map(|layer| layer.attention.latent.as_ref()) {
+            let problem = "is of latent attention, which is not written\nhint: families without it are";
+            return Err(checkpoint.error(stored_name(&checkpoint, &spec, &of.latent.tensor), problem.to_owned()));
+        }
         if is_gguf(path) { Self::of_file(path, spec, checkpoint) } else { Self::of_dir(path, spec, checkpoint) }
     }
 
     fn of_dir(path: &Path, spec: ModelSpec, checkpoint: Checkpoint) -> Result<Self, ModelError> {
         let translated = translate(&path.join("config.json"), &spec)?;
+        for piece in translated.tensors.iter().filter_map(|(_, _, content)| content.pieces()).flatten() {
+            let name = stored_name(&checkpoint, &spec, &piece.from.tensor);
+            checkpoint.info(name).map_or(Ok(()), |info| check_plain(&checkpoint, name, info))?;
+        }
         let roles = roles(&translated.spec);
         let tensors = translated.tensors.into_iter().map(|(name, shape, content)| {
             let role = roles.get(name.as_str()).copied().unwrap_or(Role::Wide);
@@ -101,11 +109,14 @@ impl Export {
             keys.set(key, Item::Stored(stored.clone()));
         }
         let roles = roles(&spec);
+        let used: BTreeSet<&str> = spec.parts().map(|part| part.tensor.as_str()).collect();
         let mut tensors = Vec::new();
         for (name, info) in checkpoint.tensors() {
-            if info.dtype().is_none() {
-                let problem = format!("has elements of type {}\nhint: pass a model in F32, F16 or BF16", info.stored);
-                return Err(checkpoint.error(name, problem));
+            check_plain(&checkpoint, name, info)?;
+            if info.shape.len() > 1 && !used.contains(name) {
+                let problem =
+                    "is no part of the model as it is served (a layer for tokens further ahead): it is not written";
+                return Err(checkpoint.error(name, problem.to_owned()));
             }
             let cols = info.shape.last().copied().unwrap_or(1);
             let whole = Part {
@@ -265,6 +276,17 @@ fn gather<'b>(
         }
     }
     dtype.decode(&bytes, out);
+}
+
+/// A tensor that is to be packed has plain elements.
+fn check_plain(checkpoint: &Checkpoint, name: &str, info: &TensorInfo) -> Result<(), ModelError> {
+    match info.dtype() {
+        Some(_) => Ok(()),
+        None => {
+            let problem = format!("has elements of type {}\nhint: pass a model in F32, F16 or BF16", info.stored);
+            Err(checkpoint.error(name, problem))
+        }
+    }
 }
 
 /// What tensors are to a model, by name; those that are left out are [`Role::Wide`].

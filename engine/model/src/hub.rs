@@ -9,7 +9,7 @@ use crate::checkpoint::shards;
 use crate::download::download;
 use crate::fields::read_bounded;
 use crate::gguf::is_gguf;
-use crate::hub_gguf::{GgufModel, choose, files_of};
+use crate::hub_gguf::{FILE_BYTES_MAX, GgufModel, choose, files_of};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -17,8 +17,6 @@ use std::time::Duration;
 const STALL: Duration = Duration::from_secs(60);
 /// Longest organisation or model name, in bytes.
 const NAME_BYTES_MAX: usize = 96;
-/// Longest name or tag of a GGUF file, in bytes.
-const FILE_BYTES_MAX: usize = 256;
 
 /// The tokenizer's file in the library's format.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
@@ -121,7 +119,7 @@ impl Hub {
     }
 
     /// The directory of a model that is completely cached, or the GGUF file; else `None`. Without a name or tag of a file it is the
-    /// safetensors' directory, or the one GGUF file that is cached.
+    /// safetensors' directory, or offline the one GGUF file that is cached.
     #[must_use]
     pub fn cached(&self, name: &HubName) -> Option<PathBuf> {
         let repo = self.cache.join(format!("models--{}", name.repo.replace('/', "--")));
@@ -132,6 +130,10 @@ impl Hub {
         let snapshot = repo.join("snapshots").join(commit);
         if name.gguf.is_none() && is_whole(&snapshot) {
             return Some(snapshot);
+        }
+        if name.gguf.is_none() && !self.offline {
+            // The repository may have safetensors that were never asked for.
+            return None;
         }
         let files = files_of(&snapshot);
         let model = choose(&GgufModel::all(files.iter().map(String::as_str)), name.gguf.as_deref()).ok()?;

@@ -9,7 +9,7 @@ const END: &str = ".gguf";
 /// Files that a message lists at most.
 const LISTED_MAX: usize = 40;
 /// Longest name of a file, in bytes.
-const FILE_BYTES_MAX: usize = 256;
+pub(crate) const FILE_BYTES_MAX: usize = 256;
 /// Folders within each other that are looked into.
 const DEPTH_MAX: usize = 3;
 /// Files of a snapshot that are looked at.
@@ -35,10 +35,12 @@ fn part(file: &str) -> Option<(&str, usize, usize)> {
     Some((stem, number, count))
 }
 
-/// Whether a path within a repository has plain components only.
+/// Whether a path within a repository has plain components only, which are the same in a URL.
 fn is_plain(file: &str) -> bool {
     let component = |part: &str| {
-        !part.is_empty() && !part.starts_with('.') && part.chars().all(|c| !c.is_control() && !matches!(c, '\\' | ':'))
+        !part.is_empty()
+            && !part.starts_with('.')
+            && part.chars().all(|c| !c.is_control() && !matches!(c, '\\' | ':' | '%' | '?' | '#'))
     };
     file.len() <= FILE_BYTES_MAX && file.split('/').count() <= DEPTH_MAX + 1 && file.split('/').all(component)
 }

@@ -28,10 +28,11 @@ pub fn loaded(
     let routers: BTreeSet<&str> = spec.routers().map(|part| part.tensor.as_str()).collect();
     let mut bytes: BTreeMap<(WeightFormat, WeightFormat), (u64, u64)> = BTreeMap::new();
     for part in spec.parts().filter(|part| part.shape.len() > 1) {
-        let info = checkpoint.info(stored_name(checkpoint, spec, &part.tensor));
-        let Some(stored) = info.and_then(|info| info.format) else { continue };
+        let Some(info) = checkpoint.info(stored_name(checkpoint, spec, &part.tensor)) else { continue };
+        let Some(stored) = info.format else { continue };
+        let is_packable = info.quantised.as_ref().is_none_or(|matrix| matrix.unpackable.is_none());
         let stays = match stored.plain() {
-            None => keeps(stored) && has_whole_rows(part, stored),
+            None => is_packable && keeps(stored) && has_whole_rows(part, stored),
             Some(plain) => plain == DType::F32 && routers.contains(part.tensor.as_str()),
         };
         let becomes = if stays { stored } else { dtype.into() };

@@ -5,14 +5,14 @@
 
 use crate::observed::{Observed, Squares};
 use crate::{QuantizeError, Source};
-use lagoon_backend::{AttnBatch, AttnRows, Device};
+use lagoon_backend::Device;
+use lagoon_model::Weights;
 use lagoon_model::export::{Kind, Role};
 use lagoon_model::spec::Mlp;
 use lagoon_model::weights::{MlpWeights, ProjectionWeights};
-use lagoon_model::{ModelSpec, Weights};
 use lagoon_runner::{Activations, Decoder, Model};
 use lagoon_text::Tokenizer;
-use lagoon_types::{KvRun, KvShape};
+use lagoon_types::KvShape;
 use std::collections::BTreeMap;
 use std::io::Read as _;
 use std::path::Path;
@@ -144,6 +144,10 @@ fn sites(model: &Model<Observed>) -> Vec<(&<Observed as Device>::Weight, Site, u
             (Mlp::Experts(of), MlpWeights::Experts(experts)) => {
                 sites.push((&experts.up, Site::ExpertsUp(i), spec.hidden));
                 sites.push((&experts.down, Site::ExpertsDown(i), of.width));
+                if let (Some(of), Some(shared)) = (&of.shared, &experts.shared) {
+                    sites.push((&shared.up, Site::Up(i), spec.hidden));
+                    sites.push((&shared.down, Site::Down(i), of.width));
+                }
             }
             _ => unreachable!("weights are built from their spec"),
         }
@@ -158,7 +162,7 @@ fn run(
     (first, tokens): (Option<u32>, &[u32]),
     progress: &mut dyn FnMut(usize, usize) -> bool,
 ) -> Result<(), QuantizeError> {
-    let spec = &model.spec;
+    let (spec, decoder) = (&model.spec, Decoder::new(model));
     let rows = STRETCH_TOKENS.min(spec.max_positions as usize);
     let mut activations = Activations::new(device, spec, rows, HEAD_ROWS)?;
     let layers = u32::try_from(spec.layers.len()).expect("layers are within LAYERS_MAX");
@@ -168,46 +172,14 @@ fn run(
     let mut done = 0;
     for stretch in tokens.chunks(each) {
         let stretch: Vec<u32> = first.into_iter().chain(stretch.iter().copied()).take(rows).collect();
-        pass(device, model, &stretch, &mut activations, &mut kv)?;
+        decoder.plain_pass(device, &stretch, &mut activations, &mut kv)?;
+        let some = (0..u32::try_from(stretch.len()).expect("a stretch is short")).step_by(rows.div_ceil(HEAD_ROWS));
+        decoder.logits(device, &some.collect::<Vec<u32>>(), &mut activations)?;
         done = (done + each).min(tokens.len());
         if !progress(done, tokens.len()) {
             return Err(QuantizeError::Stopped);
         }
     }
-    Ok(())
-}
-
-/// One forward pass over tokens without a past.
-fn pass(
-    device: &mut Observed,
-    model: &Model<Observed>,
-    tokens: &[u32],
-    activations: &mut Activations<Observed>,
-    kv: &mut <Observed as Device>::Kv,
-) -> Result<(), QuantizeError> {
-    let (spec, decoder): (&ModelSpec, _) = (&model.spec, Decoder::new(model));
-    let rows = u32::try_from(tokens.len()).expect("a stretch is short");
-    let positions: Vec<u32> = (0..rows).collect();
-    let seqs = [AttnRows { row0: 0, rows, pos0: 0, run0: 0, runs: 1 }];
-    let runs = [KvRun { base: 0, len: rows, first_pos: 0 }];
-    decoder.embed(device, tokens, &positions, activations)?;
-    for (i, layer) in spec.layers.iter().enumerate() {
-        decoder.project(device, i, tokens.len(), activations, (&positions, kv, i))?;
-        let batch = AttnBatch {
-            geometry: spec.geometry,
-            scale: spec.attention_scale,
-            window: layer.attention.window,
-            softcap: spec.attention_softcap,
-            alibi: spec.alibi,
-            seqs: &seqs,
-            runs: &runs,
-        };
-        device.attention(&activations.qkv, &batch, kv, i, &mut activations.attention)?;
-        decoder.finish(device, i, tokens.len(), activations)?;
-    }
-    let step = tokens.len().div_ceil(HEAD_ROWS);
-    let some: Vec<u32> = positions.iter().copied().step_by(step).collect();
-    decoder.logits(device, &some, activations)?;
     Ok(())
 }
 

@@ -419,11 +419,35 @@ impl<'a, D: Device> Decoder<'a, D> {
         let mut a = Activations::new(device, spec, n, n)?;
         let layers = u32::try_from(spec.layers.len()).expect("layers are within LAYERS_MAX");
         let mut kv = device.kv(KvShape { layers, ..spec.kv_shape(kv_dtype) }, n)?;
+        self.plain_pass(device, tokens, &mut a, &mut kv)?;
+        self.logits(device, &positions, &mut a)?;
+        let mut logits = Vec::with_capacity(n * spec.vocab);
+        device.read(&a.logits, 0..n, 0..spec.vocab, &mut logits)?;
+        Ok(logits)
+    }
+
+    /// All layers over tokens without a past, whose KV becomes one run in `kv`.
+    ///
+    /// # Errors
+    /// Those of the device.
+    ///
+    /// # Panics
+    /// If the activations or the store have no room for the tokens.
+    pub fn plain_pass(
+        &self,
+        device: &mut D,
+        tokens: &[u32],
+        a: &mut Activations<D>,
+        kv: &mut D::Kv,
+    ) -> Result<(), DeviceError> {
+        let (spec, n) = (&self.model.spec, tokens.len());
+        let rows = u32::try_from(n).expect("positions are a u32");
+        let positions: Vec<u32> = (0..rows).collect();
         let seqs = [AttnRows { row0: 0, rows, pos0: 0, run0: 0, runs: 1 }];
         let runs = [KvRun { base: 0, len: rows, first_pos: 0 }];
-        self.embed(device, tokens, &positions, &mut a)?;
+        self.embed(device, tokens, &positions, a)?;
         for (i, layer) in spec.layers.iter().enumerate() {
-            self.project(device, i, n, &mut a, (&positions, &mut kv, i))?;
+            self.project(device, i, n, a, (&positions, kv, i))?;
             let batch = AttnBatch {
                 geometry: spec.geometry,
                 scale: spec.attention_scale,
@@ -433,13 +457,10 @@ impl<'a, D: Device> Decoder<'a, D> {
                 seqs: &seqs,
                 runs: &runs,
             };
-            device.attention(&a.qkv, &batch, &kv, i, &mut a.attention)?;
-            self.finish(device, i, n, &mut a)?;
+            device.attention(&a.qkv, &batch, kv, i, &mut a.attention)?;
+            self.finish(device, i, n, a)?;
         }
-        self.logits(device, &positions, &mut a)?;
-        let mut logits = Vec::with_capacity(n * spec.vocab);
-        device.read(&a.logits, 0..n, 0..spec.vocab, &mut logits)?;
-        Ok(logits)
+        Ok(())
     }
 }
 

@@ -101,7 +101,8 @@ pub fn greedy(prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
 }
 
 impl World {
-    /// No process yet. With a seed, frames, reads and devices' work take random times, of up to `delay_ms`.
+    /// No process yet. With a seed, frames and reads take random times of up to `delay_ms`, and devices' work up to
+    /// eight times its own.
     fn empty(pool: PoolSpec, seed: Option<u64>, delay_ms: u64) -> Self {
         let delay_us = seed.map_or(0, |_| delay_ms * 1000);
         let profile = LinkProfile { latency_us: delay_us / 2, jitter_us: delay_us / 2, bytes_per_us: 0 };

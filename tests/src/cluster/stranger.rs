@@ -6,7 +6,7 @@ use lagoon_instance::{Event, PeerKey};
 use lagoon_protocol::{Candidate, Control, ControlBody, Hello, Role, VERSION_MAX, VERSION_MIN, Worker};
 use lagoon_sim::shared;
 use lagoon_types::InstanceId;
-use lagoon_wire::{Class, Frame, FrameReader};
+use lagoon_wire::Frame;
 use std::collections::VecDeque;
 
 /// The stranger, as every node numbers its peers.
@@ -81,7 +81,7 @@ impl World {
     pub fn hostile(&mut self, node: usize, frame: impl Into<Frame>) -> bool {
         let frame = frame.into();
         let Ok(bytes) = lagoon_wire::encode(&frame) else { return false };
-        let decoded = decode(frame.class(), bytes.to_vec());
+        let decoded = lagoon_sim::decode(frame.class(), Bytes::from(bytes.to_vec()));
         let event = shared::event(Some(STRANGER), decoded);
         let sent = event.is_some();
         event.into_iter().for_each(|event| self.handle(node, event));
@@ -92,17 +92,4 @@ impl World {
     pub fn received(&mut self) -> Option<(usize, Frame)> {
         self.sim.fabric.stranger.received.pop_front()
     }
-}
-
-/// The frame in `bytes`, through the codec's reader, in two chunks.
-fn decode(class: Class, bytes: Vec<u8>) -> Frame {
-    let mut second = Bytes::from(bytes);
-    let mut first = second.split_to(second.len() / 2);
-    let mut reader = FrameReader::new();
-    let frame = match reader.next_frame(class, &mut first).unwrap() {
-        Some(frame) => frame,
-        None => reader.next_frame(class, &mut second).unwrap().unwrap(),
-    };
-    assert!(reader.at_boundary() && second.is_empty());
-    frame
 }

@@ -35,6 +35,15 @@ pub(crate) enum Content {
     Vector(Vec<f32>),
 }
 
+impl Content {
+    pub(crate) fn pieces(&self) -> Option<&[Piece]> {
+        match self {
+            Self::Pieces(pieces) => Some(pieces),
+            Self::Vector(_) => None,
+        }
+    }
+}
+
 /// A model as a file has it, without its vocabulary.
 #[derive(Debug)]
 pub(crate) struct Translated {

@@ -128,7 +128,7 @@ impl Gguf {
         let malformed = |problem| ModelError::Malformed { path: path.to_owned(), problem };
         let mut cursor = Cursor::new(keys.bytes().into());
         let metadata = Metadata::read(path, &mut cursor, keys.len()).map_err(malformed)?;
-        let stored = Stored::of(lagoon_backend::WeightFormat::F32);
+        let stored = Stored::of(lagoon_backend::WeightFormat::F32).expect("GGUF files have F32");
         let planned = |(name, shape): &(String, Vec<usize>)| {
             (name.clone(), Tensor { stored, shape: shape.clone(), file: 0, range: 0..0 })
         };

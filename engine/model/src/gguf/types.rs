@@ -58,10 +58,10 @@ impl Stored {
         })
     }
 
-    /// The number of a format.
-    pub(crate) fn of(format: WeightFormat) -> Self {
+    /// The number of a format; `None` for those that no GGUF file has.
+    pub(crate) fn of(format: WeightFormat) -> Option<Self> {
         let mut numbers = (0..=u8::MAX).map(|number| Self(number.into()));
-        numbers.find(|stored| stored.format() == Some(format)).expect("every format has a number")
+        numbers.find(|stored| stored.format() == Some(format))
     }
 }
 

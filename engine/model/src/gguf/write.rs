@@ -186,7 +186,7 @@ impl<W: Write> Writer<W> {
             text(&mut head, &entry.name);
             number(&mut head, u32::try_from(entry.shape.len()).expect("a tensor has few dimensions"));
             entry.shape.iter().rev().for_each(|size| length(&mut head, *size));
-            number(&mut head, Stored::of(entry.format).0);
+            number(&mut head, Stored::of(entry.format).expect("a format that GGUF files have").0);
             head.extend_from_slice(&u64::to_le_bytes(offset));
             offset += entry.bytes() as u64;
             offset += padding(offset);
