@@ -137,9 +137,14 @@ fn the_last_window_comes_with_its_prompt(mode: Mode) {
     }
 }
 
-/// Runs until part of a request's KV has arrived.
+/// Runs until part of a request's KV has arrived, the rest of which takes time.
 fn run_into_transfer(world: &mut World, node: usize) {
     world.slow_reads(node, Some(1));
+    run_into_reads(world, node);
+}
+
+/// Runs until KV of a request has arrived.
+fn run_into_reads(world: &mut World, node: usize) {
     world.run_until(|w| w.live(node).status().prefill.pulling > 0);
     let before = world.reads();
     world.run_until(|w| w.reads() > before);
@@ -375,6 +380,7 @@ fn broken_sessions_repeat_what_was_not_answered(mode: Mode) {
         match stage {
             "asked" => world.run_until(|w| w.live(0).status().prefill.jobs > 0),
             "ready" => world.run_until(|w| w.requests[request].tokens.len() == 1),
+            _ if mode.push => run_into_reads(&mut world, 1),
             _ => run_into_transfer(&mut world, 1),
         }
         world.cut(0, 1, 500);

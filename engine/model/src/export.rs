@@ -78,10 +78,6 @@ impl Export {
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let (spec, checkpoint) = (ModelSpec::open(path)?, Checkpoint::open(path)?);
         check_no_others(&checkpoint, &spec)?;
-        if let Some(of) = spec.layers.iter().find_map(|layer| layer.attention.latent.as_ref()) {
-            let problem = "is of latent attention, which is not written\nhint: families without it are";
-            return Err(checkpoint.error(stored_name(&checkpoint, &spec, &of.latent.tensor), problem.to_owned()));
-        }
         if is_gguf(path) { Self::of_file(path, spec, checkpoint) } else { Self::of_dir(path, spec, checkpoint) }
     }
 
@@ -102,6 +98,10 @@ impl Export {
 
     /// Keys as they are, and tensors in the order of their names.
     fn of_file(path: &Path, spec: ModelSpec, checkpoint: Checkpoint) -> Result<Self, ModelError> {
+        if let Some(of) = spec.layers.iter().find_map(|layer| layer.attention.latent.as_ref()) {
+            let problem = "is of latent attention, which is not written\nhint: families without it are";
+            return Err(checkpoint.error(stored_name(&checkpoint, &spec, &of.latent.tensor), problem.to_owned()));
+        }
         let file = Gguf::open(path)?;
         let mut keys = Keys::default();
         let kept = |key: &str| !OF_ONE_FILE.contains(&key) && !key.starts_with(OF_SPLIT);

@@ -176,7 +176,7 @@ pub(crate) fn files_of(snapshot: &Path) -> Vec<String> {
 mod tests {
     use super::*;
 
-    const FILES: [&str; 12] = [
+    const FILES: [&str; 14] = [
         "README.md",
         "mmproj-model-f16.gguf",
         "m-Q4_K_M.gguf",
@@ -189,6 +189,8 @@ mod tests {
         "m-F16-00003-of-00003.gguf",
         "../m-Q2_K.gguf",
         "a/.b/m-Q2_K.gguf",
+        "%2e%2e/m-Q2_K.gguf",
+        "m-Q2_K.gguf?download=1.gguf",
     ];
 
     fn pick(wanted: Option<&str>) -> Result<Vec<String>, (String, String)> {

@@ -65,6 +65,9 @@ pub(crate) fn translate(path: &Path, spec: &ModelSpec) -> Result<Translated, Mod
         let architecture = table.architecture.to_owned();
         ModelError::NotExpressed { path: path.to_owned(), architecture, problem }
     };
+    if spec.layers.iter().any(|layer| layer.attention.latent.is_some()) {
+        return Err(refuse("its latent attention is read, and not written".to_owned()));
+    }
     let (keys, vectors) = keys(spec, table, &fields);
     let mut rewritten = spec.clone();
     let moved = gguf::rewrite(&mut rewritten, table, &File::planned(path, &keys, &[], &[])?)?;
