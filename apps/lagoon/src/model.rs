@@ -7,7 +7,7 @@ use lagoon_http::GenerationDefaults;
 use lagoon_model::checkpoint::Unpackable;
 use lagoon_model::gguf::{self, Gguf, is_gguf};
 use lagoon_model::hub::{Hub, resolve_model};
-use lagoon_model::{Checkpoint, GenerationConfig, ModelSpec, model_hash};
+use lagoon_model::{Checkpoint, GenerationConfig, Loaded, ModelSpec, loaded, model_hash};
 use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_types::{DType, ModelHash};
 use std::path::{Path, PathBuf};
@@ -96,9 +96,9 @@ pub(crate) fn conversion(
     dtype: DType,
     takes: impl Fn(WeightFormat) -> bool,
 ) -> Option<String> {
-    let loaded = lagoon_model::loaded(checkpoint, spec, dtype, takes);
-    let mut converted: Vec<WeightFormat> =
-        loaded.iter().filter(|of| of.becomes != of.stored).map(|of| of.stored).collect();
+    let loaded = loaded(checkpoint, spec, dtype, takes);
+    let is_converted = |of: &&Loaded| of.becomes != of.stored && !of.unpackable;
+    let mut converted: Vec<WeightFormat> = loaded.iter().filter(is_converted).map(|of| of.stored).collect();
     converted.dedup();
     let decoded = decoded(id, checkpoint, dtype);
     if !checkpoint.is_mixed() || converted.is_empty() {

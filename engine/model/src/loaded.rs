@@ -13,6 +13,8 @@ use std::collections::{BTreeMap, BTreeSet};
 pub struct Loaded {
     pub stored: WeightFormat,
     pub becomes: WeightFormat,
+    /// Whether these are the matrices of [`Checkpoint::unpackable`], which no device takes as they are stored.
+    pub unpackable: bool,
     pub stored_bytes: u64,
     pub loaded_bytes: u64,
 }
@@ -26,13 +28,13 @@ pub fn loaded(
     keeps: impl Fn(WeightFormat) -> bool,
 ) -> Vec<Loaded> {
     let routers: BTreeSet<&str> = spec.routers().map(|part| part.tensor.as_str()).collect();
-    let mut bytes: BTreeMap<(WeightFormat, WeightFormat), (u64, u64)> = BTreeMap::new();
+    let mut bytes: BTreeMap<(WeightFormat, WeightFormat, bool), (u64, u64)> = BTreeMap::new();
     for part in spec.parts().filter(|part| part.shape.len() > 1) {
         let Some(info) = checkpoint.info(stored_name(checkpoint, spec, &part.tensor)) else { continue };
         let Some(stored) = info.format else { continue };
-        let is_packable = info.quantised.as_ref().is_none_or(|matrix| matrix.unpackable.is_none());
+        let unpackable = info.quantised.as_ref().is_some_and(|matrix| matrix.unpackable.is_some());
         let stays = match stored.plain() {
-            None => is_packable && keeps(stored) && has_whole_rows(part, stored),
+            None => !unpackable && keeps(stored) && has_whole_rows(part, stored),
             Some(plain) => plain == DType::F32 && routers.contains(part.tensor.as_str()),
         };
         let becomes = if stays { stored } else { dtype.into() };
@@ -40,10 +42,15 @@ pub fn loaded(
             let block = format.block();
             (part.rows * part.cols) as u64 * block.bytes as u64 / block.elements as u64
         };
-        let sum = bytes.entry((stored, becomes)).or_default();
+        let sum = bytes.entry((stored, becomes, unpackable)).or_default();
         *sum = (sum.0 + of(stored), sum.1 + of(becomes));
     }
-    let one =
-        |((stored, becomes), (stored_bytes, loaded_bytes))| Loaded { stored, becomes, stored_bytes, loaded_bytes };
+    let one = |((stored, becomes, unpackable), (stored_bytes, loaded_bytes))| Loaded {
+        stored,
+        becomes,
+        unpackable,
+        stored_bytes,
+        loaded_bytes,
+    };
     bytes.into_iter().map(one).collect()
 }
