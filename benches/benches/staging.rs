@@ -89,7 +89,7 @@ mod run {
                 kv: KvSpace::flat(blocks, BLOCK_TOKENS),
                 kv_dtype: KV_DTYPE,
                 step_rows: 16,
-                step_seqs: 1,
+                sampled_rows: 1,
                 rings: 0,
                 fetch_tokens: 0,
                 share_blocks: Some(BLOCK_TOKENS),

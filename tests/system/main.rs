@@ -7,6 +7,7 @@ mod active_experts;
 mod cuda;
 mod cuda_precision;
 mod disaggregated;
+mod drafts;
 mod eight_bits;
 mod failures;
 mod families;

@@ -15,7 +15,12 @@ const RUNS_MIN: u64 = 6;
 fn prompt(rng: &mut Rng, n: usize) -> Vec<u32> {
     let shared = if rng.below(2) == 0 { rng.below(n as u64 + 1) as usize } else { 0 };
     let (beginning, rest) = (rng.below(2), rng.draw());
-    [compare::prompt(beginning, shared, 128), compare::prompt(rest, n - shared, 128)].concat()
+    let mut tokens = [compare::prompt(beginning, shared, 128), compare::prompt(rest, n - shared, 128)].concat();
+    // Some end with what was there before, and have drafts at once.
+    if n > 8 && rng.below(3) == 0 {
+        tokens.copy_within(..4, n - 4);
+    }
+    tokens
 }
 
 fn run(seed: u64) -> Totals {
@@ -33,6 +38,8 @@ fn run(seed: u64) -> Totals {
         })
         .collect();
     let delay_ms = [0, 2, 10][rng.below(3) as usize];
+    let drafts = [0, 0, 2, 9][rng.below(4) as usize];
+    let specs: Vec<Spec> = specs.into_iter().map(|spec| Spec { drafts, ..spec }).collect();
     let mut world = World::delayed(pool.clone(), (Some(seed), delay_ms), &specs);
     let faults = rng.below(2) == 0;
     for _ in 0..2 + rng.below(5) {
@@ -142,6 +149,7 @@ fn chaos(seed: u64) -> Totals {
         .map(|_| Spec {
             step_rows: 8 + rng.below(12) as u32,
             remote: [RemotePolicy::Ship, RemotePolicy::Fetch][rng.below(2) as usize],
+            drafts: [0, 4][rng.below(2) as usize],
             ..Spec::cpu(28)
         })
         .collect();

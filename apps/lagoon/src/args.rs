@@ -5,7 +5,7 @@ use anyhow::Context;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args as _, Command, FromArgMatches};
 use lagoon_transport::{Identity, NodeRole, Subject};
-use lagoon_types::limits::DEVICE_STUCK_MS;
+use lagoon_types::limits::{DEVICE_STUCK_MS, DRAFT_ROWS_MAX};
 use lagoon_types::{DType, KvDType};
 use std::path::PathBuf;
 
@@ -169,6 +169,10 @@ pub(crate) struct EngineArgs {
     /// Sequences that run at once.
     #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::RUNNING_DEFAULT)]
     pub(crate) max_running: usize,
+    /// Speculative decoding: tokens drafted for a sequence in one step, at most, by looking up what followed its newest tokens
+    /// before; 0 for none. Answers stay the same, but for rounding. Pays where text repeats, most where KV is remote.
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=i64::from(DRAFT_ROWS_MAX)))]
+    pub(crate) draft_tokens: u32,
     /// Requests that wait at most; more are refused with 429.
     #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::QUEUE_DEFAULT)]
     pub(crate) max_queue: usize,
@@ -219,6 +223,14 @@ pub(crate) struct EngineArgs {
     /// newer); other backends compute in f32.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) cuda_precision: PrecisionArg,
+}
+
+impl EngineArgs {
+    /// Rows of one step whose logits are wanted.
+    pub(crate) fn sampled_rows(&self) -> usize {
+        let drafts = if self.draft_tokens > 0 { DRAFT_ROWS_MAX as usize } else { 0 };
+        (self.max_running + drafts).min(self.step_tokens as usize)
+    }
 }
 
 /// [`EngineArgs`] of a command that starts instances as child processes.

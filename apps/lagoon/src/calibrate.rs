@@ -166,7 +166,18 @@ impl<D: Device> Bench<'_, D> {
         let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
         let sample = Some(SampleSpec { params, index: 0, return_logits: false, banned: Arc::default() });
         let ring = self.subject.rings.then_some(RingRows { ring: number, from: 0, warm_up: false, load: false });
-        SeqRows { seq: SeqId(number.into()), row0: 0, rows: 0, pos0: 0, run0: 0, runs: 0, ring, window: None, sample }
+        SeqRows {
+            seq: SeqId(number.into()),
+            row0: 0,
+            rows: 0,
+            drafts: 0,
+            pos0: 0,
+            run0: 0,
+            runs: 0,
+            ring,
+            window: None,
+            sample,
+        }
     }
 
     fn forward(&mut self, rows: u32, seqs: Vec<SeqRows>, runs: Vec<KvRun>) -> anyhow::Result<()> {

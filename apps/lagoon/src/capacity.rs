@@ -17,6 +17,8 @@ pub(crate) struct Beside {
     /// Rows of one step, and sequences in it.
     pub(crate) step_rows: u64,
     pub(crate) step_seqs: u64,
+    /// Rows of a step whose logits are wanted.
+    pub(crate) sampled_rows: u64,
     /// Whether the staging buffer is in the same memory, with `stage_tokens` or its default size.
     pub(crate) stages: bool,
     pub(crate) stage_tokens: Option<u64>,
@@ -100,7 +102,7 @@ const MICRO_BATCHES: u64 = 2;
 /// out of the unassigned percentage.
 fn buffer_bytes(config: &ModelSpec, beside: &Beside) -> u64 {
     let (row, sequence) = activation_elements(config);
-    4 * MICRO_BATCHES * (beside.step_rows * row + beside.step_seqs * sequence)
+    4 * MICRO_BATCHES * (beside.step_rows * row + beside.sampled_rows * sequence)
 }
 
 #[cfg(test)]
@@ -124,6 +126,7 @@ mod tests {
             ring_bytes: 0,
             step_rows: 512,
             step_seqs: 64,
+            sampled_rows: 64,
             stages: false,
             stage_tokens: None,
             lent_tokens: 0,

@@ -220,7 +220,7 @@ impl<'a> Loading<'a> {
             kv: space,
             kv_dtype: sizes.kv_dtype,
             step_rows: args.step_tokens as usize,
-            step_seqs: args.max_running.min(args.step_tokens as usize),
+            sampled_rows: args.sampled_rows(),
             rings,
             fetch_tokens: FETCH_TOKENS as usize,
             share_blocks: sizes.shared.then_some(args.block_tokens),
@@ -238,7 +238,7 @@ impl<'a> Loading<'a> {
             slots: sizes.blocks_total * args.block_tokens,
             positions: model.config.max_positions,
             step_rows: u32::try_from(config.step_rows).unwrap_or(u32::MAX),
-            step_seqs: u32::try_from(config.step_seqs).unwrap_or(u32::MAX),
+            step_seqs: u32::try_from(args.max_running.min(config.step_rows)).unwrap_or(u32::MAX),
             runs_requests,
             rings: config.rings > 0,
         };

@@ -110,6 +110,8 @@ const REQUESTS: &[Metric] = &[
         "Times that a sequence lost KV on a creditor and recovered.",
     ),
     Metric::counter("lagoon_recomputed_tokens_total", "tokens", &[], "Tokens recomputed because their KV was lost."),
+    Metric::counter("lagoon_drafted_tokens_total", "tokens", &[], "Tokens drafted by speculative decoding."),
+    Metric::counter("lagoon_accepted_tokens_total", "tokens", &[], "Drafted tokens that were sampled."),
     Metric::counter(
         "lagoon_warm_up_tokens_total",
         "tokens",

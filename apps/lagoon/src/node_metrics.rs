@@ -61,6 +61,8 @@ impl NodeMetrics {
         counter!("lagoon_preempted_tokens_total").absolute(of.preempted_tokens);
         counter!("lagoon_recoveries_total").absolute(of.recoveries);
         counter!("lagoon_recomputed_tokens_total").absolute(of.recomputed_tokens);
+        counter!("lagoon_drafted_tokens_total").absolute(of.drafted_tokens);
+        counter!("lagoon_accepted_tokens_total").absolute(of.accepted_tokens);
         counter!("lagoon_warm_up_tokens_total").absolute(of.warm_up_tokens);
         counter!("lagoon_fences_total").absolute(of.fences);
         counter!("lagoon_remote_steps_shed_total").absolute(of.steps_shed);

@@ -269,6 +269,7 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
                 weight_bytes,
                 step_rows: u64::from(args.engine.step_tokens),
                 step_seqs: args.engine.max_running as u64,
+                sampled_rows: args.engine.sampled_rows() as u64,
                 stages: shared && args.engine.stage_memory == StageMemoryArg::Device,
                 stage_tokens: args.engine.stage_kv_tokens.map(u64::from),
                 lent_tokens: u64::from(args.engine.lend_device_tokens),
@@ -511,7 +512,12 @@ fn instance_config(
             RoleArg::Kv => 0,
             _ => lend_reserve_blocks(sizes.blocks_total),
         },
-        sched: SchedulerConfig { queue: engine.max_queue, running: engine.max_running, step_rows: engine.step_tokens },
+        sched: SchedulerConfig {
+            queue: engine.max_queue,
+            running: engine.max_running,
+            step_rows: engine.step_tokens,
+            drafts: engine.draft_tokens,
+        },
         remote: match engine.remote_attention {
             RemoteArg::Auto => RemotePolicy::Auto,
             RemoteArg::Ship => RemotePolicy::Ship,

@@ -82,7 +82,7 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         blocks_total: blocks,
         lend_blocks_max: blocks,
         lend_reserve_blocks: 0,
-        sched: SchedulerConfig { queue: 64, running: 64, step_rows: STEP_ROWS },
+        sched: SchedulerConfig { queue: 64, running: 64, step_rows: STEP_ROWS, drafts: 0 },
         remote: match scenario.policy {
             PolicyArg::Ship => RemotePolicy::Ship,
             PolicyArg::Fetch => RemotePolicy::Fetch,
@@ -110,7 +110,7 @@ impl Side {
             kv: KvSpace::flat(blocks, BLOCK_TOKENS_DEFAULT),
             kv_dtype: DType::F16.into(),
             step_rows: STEP_ROWS as usize,
-            step_seqs: 64,
+            sampled_rows: 64,
             rings: 0,
             fetch_tokens: FETCH_TOKENS as usize,
             share_blocks: None,

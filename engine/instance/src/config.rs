@@ -14,6 +14,8 @@ pub struct SchedulerConfig {
     pub running: usize,
     /// Maximum of rows in one step.
     pub step_rows: u32,
+    /// Speculative decoding: tokens drafted for a sequence in one step, at most; 0 without.
+    pub drafts: u32,
 }
 
 /// Whether remote attention ships queries or fetches KV.

@@ -61,6 +61,9 @@ pub struct InstanceStatus {
     pub recoveries: u64,
     /// Tokens recomputed because their KV was lost.
     pub recomputed_tokens: u64,
+    /// Tokens that were drafted (speculative decoding), and those of them that were sampled.
+    pub drafted_tokens: u64,
+    pub accepted_tokens: u64,
     /// Tokens computed again for windowed KV alone.
     pub warm_up_tokens: u64,
     /// Peers' steps refused because own steps were far over the latency target.
@@ -241,6 +244,8 @@ impl Instance {
             swapped_out: self.batch.seqs().filter(|s| s.is_swapped_out()).count(),
             recoveries: self.batch.counts().recoveries,
             recomputed_tokens: self.batch.counts().recomputed_tokens,
+            drafted_tokens: self.batch.counts().drafted_tokens,
+            accepted_tokens: self.batch.counts().accepted_tokens,
             warm_up_tokens: self.batch.counts().warm_up_tokens,
             steps_shed: self.creditor.shed_steps(),
             moves: self.look().moves(&self.cx),

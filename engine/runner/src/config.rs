@@ -11,8 +11,8 @@ pub struct ExecutorConfig {
     pub kv_dtype: KvDType,
     /// Rows of the largest step.
     pub step_rows: usize,
-    /// Sequences that one step may sample.
-    pub step_seqs: usize,
+    /// Rows that one step may sample: one of each sequence, and drafts.
+    pub sampled_rows: usize,
     /// Rings of windowed KV, one a running sequence, if the model keeps it apart; 0 on kv nodes.
     pub rings: u32,
     /// Largest piece of remote KV fetched at once, in tokens; 0 if nothing is ever fetched.

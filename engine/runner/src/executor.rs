@@ -174,8 +174,8 @@ impl<D: Device> Executor<D> {
             None => None,
             Some(model) => Some(Forward {
                 micro_batches: [
-                    Activations::new(&mut device, shape, config.step_rows, config.step_seqs)?,
-                    Activations::new(&mut device, shape, config.step_rows, config.step_seqs)?,
+                    Activations::new(&mut device, shape, config.step_rows, config.sampled_rows)?,
+                    Activations::new(&mut device, shape, config.step_rows, config.sampled_rows)?,
                 ],
                 remote: RemoteBuffers::new(&mut device, shape, config.kv_dtype, config.step_rows, config.fetch_tokens)?,
                 model,

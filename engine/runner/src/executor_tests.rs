@@ -34,7 +34,7 @@ fn paced(weight_scale: f64) -> Executor<Paced<CpuDevice>> {
         kv: KvSpace::flat(64, 1),
         kv_dtype: KvDType::F32,
         step_rows: 8,
-        step_seqs: 2,
+        sampled_rows: 2,
         rings: 0,
         fetch_tokens: 0,
         share_blocks: None,
@@ -48,8 +48,18 @@ fn paced(weight_scale: f64) -> Executor<Paced<CpuDevice>> {
 fn step(number: u64, micro_batch: MicroBatch, slot: u32, remote: RemoteWork) -> Command {
     let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
     let sample = Some(SampleSpec { params, index: 0, return_logits: false, banned: Arc::default() });
-    let seq =
-        SeqRows { seq: SeqId(number), row0: 0, rows: 1, pos0: 0, run0: 0, runs: 1, ring: None, window: None, sample };
+    let seq = SeqRows {
+        seq: SeqId(number),
+        row0: 0,
+        rows: 1,
+        drafts: 0,
+        pos0: 0,
+        run0: 0,
+        runs: 1,
+        ring: None,
+        window: None,
+        sample,
+    };
     Command::Step(Box::new(StepWork {
         step: StepId(number),
         micro_batch,

@@ -15,15 +15,15 @@ use crate::queue;
 use crate::ring::RingWork;
 use crate::sampling::{SampleError, Sampler};
 use crate::work::{
-    Fetch, MappedKv, PassError, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, Ship,
-    ShipSegment, StepWork,
+    Fetch, MappedKv, PassError, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SealedBlock, Ship, ShipSegment,
+    StepWork,
 };
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, Device, PeerAccess, Sampling, VirtualMemory};
 use lagoon_model::KvPlace;
 use lagoon_types::limits::SEQUENCE_TOKENS_MAX;
 use lagoon_types::run::visible_len;
-use lagoon_types::{DType, KvRun, MicroBatch, StepId};
+use lagoon_types::{DType, KvRun, MicroBatch, SeqId, StepId};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -48,6 +48,14 @@ enum Phase {
     Await,
     /// The head is queued.
     Sample,
+}
+
+/// A row that is sampled.
+struct Wanted<'a> {
+    seq: SeqId,
+    row: u32,
+    spec: &'a SampleSpec,
+    index: u64,
 }
 
 /// A step in flight. See the module's documentation.
@@ -491,9 +499,13 @@ impl Pass {
         Ok(())
     }
 
-    /// Sequences that are sampled in this step.
-    fn wanted(&self) -> impl Iterator<Item = (&SeqRows, &SampleSpec)> {
-        self.work.seqs.iter().filter_map(|s| s.sample.as_ref().map(|spec| (s, spec)))
+    /// The rows that are sampled in this step: of each sequence the last one before its drafts, and these. Each with the number
+    /// of tokens that the sequence has generated before it.
+    fn wanted(&self) -> impl Iterator<Item = Wanted<'_>> {
+        self.work.seqs.iter().filter_map(|seq| Some((seq, seq.sample.as_ref()?))).flat_map(|(seq, spec)| {
+            let rows = seq.row0 + seq.rows - 1 - seq.drafts..seq.row0 + seq.rows;
+            rows.zip(spec.index..).map(move |(row, index)| Wanted { seq: seq.seq, row, spec, index })
+        })
     }
 
     /// The device's sampling, if it has it and no sequence needs logits on the host.
@@ -503,14 +515,14 @@ impl Pass {
     ) -> Option<&'a mut (impl Sampling<Tensor = D::Tensor> + ?Sized + use<'a, D>)> {
         let is_plain =
             |spec: &SampleSpec| spec.params.fits_device_sampling() && !spec.return_logits && spec.banned.is_empty();
-        if self.wanted().all(|(_, spec)| is_plain(spec)) { device.sampling() } else { None }
+        if self.wanted().all(|wanted| is_plain(wanted.spec)) { device.sampling() } else { None }
     }
 
     /// Queues the logits of the sampled rows, and the device's draws if it samples.
     fn head<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
         let Forward { model, micro_batches, draws, .. } = &mut *shared.forward;
         let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
-        let last: Vec<u32> = self.wanted().map(|(s, _)| s.row0 + s.rows - 1).collect();
+        let last: Vec<u32> = self.wanted().map(|wanted| wanted.row).collect();
         let device = &mut *shared.device;
         if last.is_empty() {
             queue::mark(device, self.micro_batch())?;
@@ -518,8 +530,8 @@ impl Pass {
             Decoder::new(model).logits(device, &last, micro_batch)?;
             if let Some(sampler) = self.drawer(device) {
                 draws.0.clear();
-                for (_, spec) in self.wanted() {
-                    draws.0.push(Sampler::row(&spec.params, spec.index).map_err(sampling)?);
+                for Wanted { spec, index, .. } in self.wanted() {
+                    draws.0.push(Sampler::row(&spec.params, index).map_err(sampling)?);
                 }
                 sampler.sample_ahead(self.micro_batch(), &micro_batch.logits, &draws.0)?;
             } else {
@@ -542,9 +554,9 @@ impl Pass {
         if let Some(sampler) = self.drawer(shared.device) {
             draws.1.clear();
             sampler.sampled(self.micro_batch(), &mut draws.1)?;
-            let tokens = self.wanted().zip(&draws.1).map(|((seq, _), drawn)| {
+            let tokens = self.wanted().zip(&draws.1).map(|(wanted, drawn)| {
                 let token = Sampler::drawn(*drawn).map_err(sampling)?;
-                Ok(SampleOut { seq: seq.seq, token, logprobs: None, logits: None })
+                Ok(SampleOut { seq: wanted.seq, token, logprobs: None, logits: None })
             });
             return Ok(Progress::Done(tokens.collect::<Result<_, PassError>>()?));
         }
@@ -558,10 +570,10 @@ impl Pass {
             host,
         )?;
         let mut samples = Vec::with_capacity(rows);
-        for ((seq, spec), logits) in self.wanted().zip(host.chunks_exact(vocab)) {
-            let sampled = sampler.sample(logits, &spec.params, spec.index, &spec.banned).map_err(sampling)?;
+        for (Wanted { seq, spec, index, .. }, logits) in self.wanted().zip(host.chunks_exact(vocab)) {
+            let sampled = sampler.sample(logits, &spec.params, index, &spec.banned).map_err(sampling)?;
             samples.push(SampleOut {
-                seq: seq.seq,
+                seq,
                 token: sampled.id,
                 logprobs: sampled.logprobs,
                 logits: spec.return_logits.then(|| logits.to_vec()),

@@ -36,6 +36,8 @@ pub struct SeqRows {
     pub seq: SeqId,
     pub row0: u32,
     pub rows: u32,
+    /// How many of the rows, the last ones, are drafts: with `sample`, they are sampled, too, as the tokens that follow.
+    pub drafts: u32,
     pub pos0: u32,
     pub run0: u32,
     pub runs: u32,
@@ -43,7 +45,7 @@ pub struct SeqRows {
     pub ring: Option<RingRows>,
     /// The last window in rBlocks, before the rows if the ring loads it, or with them, to be saved.
     pub window: Option<SavedWindow>,
-    /// Set if the last row's logits choose the next token.
+    /// Set if the logits of the last row before the drafts choose the next token.
     pub sample: Option<SampleSpec>,
 }
 
@@ -363,7 +365,7 @@ pub enum Report {
     Launches(LaunchCounters),
 }
 
-/// A sampled token.
+/// A sampled token; of a sequence with drafts, one for each row that is sampled, in their order.
 #[derive(Clone, Debug)]
 pub struct SampleOut {
     pub seq: SeqId,

@@ -242,6 +242,10 @@ pub const PREFILL_TOKENS_MAX: usize = 128 << 10;
 pub const PREFILL_ASKED_MAX: usize = 64;
 /// Maximum of tokens that end a sequence: a model's own, and a request's.
 pub const STOP_IDS_MAX: usize = 512;
+/// Rows of drafts in one step.
+pub const DRAFT_ROWS_MAX: u32 = 64;
+/// Newest tokens of a sequence in which drafts are looked up.
+pub const LOOKUP_TOKENS_MAX: usize = 1 << 16;
 /// Entries of a request's `logit_bias`.
 pub const LOGIT_BIAS_MAX: usize = 1024;
 /// Prefill jobs that one worker computes or keeps for others; further ones are refused.

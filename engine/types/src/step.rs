@@ -26,20 +26,28 @@ impl MicroBatch {
     }
 }
 
-/// Tokens of one sequence that a step computes: positions `[start, start + len)`.
+/// Tokens of one sequence that a step computes: positions `[start, start + len)`. With drafts, the last of them are guesses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
     pub seq: SeqId,
     pub start: u32,
-    /// At least 1; 1 for decoding.
+    /// At least 1; 1 and the drafts for decoding.
     pub len: u32,
     /// The chunk contains the sequence's last known token: its logits give the next token.
     pub last: bool,
+    /// Rows behind that token, of tokens that are expected to follow it (speculative decoding). Theirs are logits, too.
+    pub drafts: u32,
     /// Set where windowed KV is kept apart.
     pub ring: Option<RingRows>,
 }
 
 impl Chunk {
+    /// Whether it generates: it computes the last known token, and drafts behind it.
+    #[must_use]
+    pub fn decodes(&self) -> bool {
+        self.last && self.len == 1 + self.drafts
+    }
+
     /// Whether its rows only fill the ring again: their pooled KV is there already.
     #[must_use]
     pub fn warms_up(&self) -> bool {

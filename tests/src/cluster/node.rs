@@ -11,6 +11,7 @@ use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvRegion, Model
 use lagoon_sim::process::address;
 use lagoon_sim::{Rng, SimRunner};
 use lagoon_transfer::{DeviceRegion, Region};
+use lagoon_types::limits::DRAFT_ROWS_MAX;
 use lagoon_types::{DType, KvDType, KvSpace};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -87,6 +88,8 @@ pub struct Spec {
     pub lend_reserve_blocks: u32,
     pub step_rows: u32,
     pub running: usize,
+    /// Tokens drafted for a sequence in one step, at most.
+    pub drafts: u32,
     pub queue: usize,
     pub remote: RemotePolicy,
     pub wire: DType,
@@ -165,6 +168,7 @@ impl Spec {
             lend_reserve_blocks: 0,
             step_rows: 16,
             running: 8,
+            drafts: 0,
             queue: 16,
             remote: RemotePolicy::Ship,
             wire: DType::F32,
@@ -307,7 +311,12 @@ pub(super) fn config(pool: &PoolSpec, spec: &Spec, index: usize, life: u64) -> I
         blocks_total: spec.blocks,
         lend_blocks_max: spec.lend_blocks_max,
         lend_reserve_blocks: spec.lend_reserve_blocks,
-        sched: SchedulerConfig { queue: spec.queue, running: spec.running, step_rows: spec.step_rows },
+        sched: SchedulerConfig {
+            queue: spec.queue,
+            running: spec.running,
+            step_rows: spec.step_rows,
+            drafts: spec.drafts,
+        },
         remote: spec.remote,
         wire: spec.wire,
         fetch_tokens: spec.fetch_tokens,
@@ -416,7 +425,7 @@ fn executor<D: Device>(
         kv: space(pool, spec, config),
         kv_dtype: pool.kv_dtype,
         step_rows: spec.step_rows as usize,
-        step_seqs: spec.running,
+        sampled_rows: spec.running + if spec.drafts > 0 { DRAFT_ROWS_MAX as usize } else { 0 },
         rings: config.split.as_ref().map_or(0, |_| spec.running as u32),
         fetch_tokens: spec.fetch_tokens as usize,
         share_blocks: spec.takes_part().then_some(pool.block_tokens),

@@ -206,7 +206,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         blocks_total: setting.blocks(),
         lend_blocks_max: setting.blocks(),
         lend_reserve_blocks: 2,
-        sched: SchedulerConfig { queue: 1 << 20, running: setting.running, step_rows: setting.step_rows },
+        sched: SchedulerConfig { queue: 1 << 20, running: setting.running, step_rows: setting.step_rows, drafts: 0 },
         remote: RemotePolicy::Ship,
         wire: DType::F16,
         fetch_tokens: 0,

@@ -6,7 +6,7 @@ use super::remote_request::{Attended, attend};
 use bytes::Bytes;
 use lagoon_runner::{PassError, RemotePart, Report, SampleOut, SavedWindow, SeqRows, ShipSegment, StepWork};
 use lagoon_types::run::visible_len;
-use lagoon_types::{KvRun, MicroBatch, RingRows, StepId};
+use lagoon_types::{KvRun, MicroBatch, RingRows, SeqId, StepId};
 
 #[derive(Debug)]
 pub(super) enum Progress {
@@ -289,13 +289,14 @@ impl Pass {
 
     fn samples(&self) -> Vec<SampleOut> {
         let wanted = self.work.seqs.iter().filter(|s| s.sample.is_some());
-        let sample = |s: &SeqRows| SampleOut {
-            seq: s.seq,
-            token: token_of(self.hidden[(s.row0 + s.rows - 1) as usize]),
+        let rows = wanted.flat_map(|s| rows_of(s).skip((s.rows - 1 - s.drafts) as usize).map(|row| (s.seq, row)));
+        let sample = |(seq, row): (SeqId, u32)| SampleOut {
+            seq,
+            token: token_of(self.hidden[row as usize]),
             logprobs: None,
             logits: None,
         };
-        wanted.map(sample).collect()
+        rows.map(sample).collect()
     }
 }
 

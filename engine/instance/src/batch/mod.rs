@@ -7,6 +7,7 @@
 mod admission;
 mod borrowing;
 pub(crate) mod changes;
+mod drafts;
 mod due;
 pub(crate) mod freeze;
 mod growth;
@@ -66,6 +67,9 @@ pub(crate) struct BatchCounts {
     pub(crate) borrowed_blocks: u64,
     /// Sequences that were swapped out.
     pub(crate) offloads: u64,
+    /// Tokens that were drafted, and those of them that were sampled.
+    pub(crate) drafted_tokens: u64,
+    pub(crate) accepted_tokens: u64,
 }
 
 /// Other machines that the batch reads.
@@ -355,9 +359,11 @@ impl Batch {
     }
 
     /// Plans the next step of a micro-batch from its sequences that are ready.
-    pub(crate) fn plan(&mut self, micro_batch: MicroBatch) -> StepPlan {
-        let seqs = &self.seqs;
-        self.sched.plan(micro_batch, |seq| seqs.get(&seq).is_some_and(Sequence::is_ready))
+    pub(crate) fn plan(&mut self, cx: &Cx, micro_batch: MicroBatch) -> StepPlan {
+        self.draft(micro_batch, cx.config.sched.drafts, cx.config.max_positions);
+        let drafts = |seq: &Sequence| u32::try_from(seq.drafts.tokens().len()).unwrap_or(u32::MAX);
+        let ready = |seq| self.seqs.get(&seq).filter(|seq| seq.is_ready()).map(drafts);
+        self.sched.plan(micro_batch, ready)
     }
 
     /// Completes a planned chunk. With `sampled`, the sequence has one token more.

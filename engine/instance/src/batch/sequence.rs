@@ -1,5 +1,6 @@
 //! A sequence on its debtor: its tokens, its block table and leases, and its state in the batch.
 
+use super::drafts::Drafts;
 use lagoon_cluster::BorrowId;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{BlockHash, LeaseHasher, RemoteEntries, SeqBlocks};
@@ -107,6 +108,7 @@ pub(crate) struct Sequence {
     pub(crate) for_others: Option<u64>,
     /// With `for_others`: whether the decode worker takes the last window, too.
     pub(crate) saves_window: bool,
+    pub(crate) drafts: Drafts,
     pub(crate) blocks: SeqBlocks,
     pub(crate) leases: BTreeMap<(InstanceId, LeaseId), HeldLease>,
     /// The mapping of shared blocks at its addresses that is in progress; until it ends the sequence joins no step.
@@ -156,6 +158,7 @@ impl Sequence {
             return_logits: request.return_logits,
             for_others: None,
             saves_window: false,
+            drafts: Drafts::default(),
             blocks: SeqBlocks::new(block_tokens),
             leases: BTreeMap::new(),
             sharing: None,

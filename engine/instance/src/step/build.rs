@@ -40,10 +40,11 @@ impl Builder {
         Self { work, tickets: BTreeMap::new(), ships: BTreeMap::new(), writes: Vec::new(), row0: 0 }
     }
 
-    /// Adds a chunk's rows and where their KV goes.
-    pub(super) fn rows(&mut self, chunk: &Chunk, tokens: &[u32], segments: &[Segment]) {
+    /// Adds a chunk's rows, of known tokens and of drafts, and where their KV goes.
+    pub(super) fn rows(&mut self, chunk: &Chunk, known: &[u32], drafts: &[u32], segments: &[Segment]) {
         self.row0 = as_u32(self.work.tokens.len());
-        self.work.tokens.extend_from_slice(tokens);
+        self.work.tokens.extend_from_slice(known);
+        self.work.tokens.extend_from_slice(drafts);
         for segment in segments {
             match segment {
                 Segment::Local(run) => self.work.slots.extend(run.base..run.base + run.len),
@@ -67,6 +68,7 @@ impl Builder {
             seq: chunk.seq,
             row0: self.row0,
             rows: chunk.len,
+            drafts: chunk.drafts,
             pos0: chunk.start,
             run0: as_u32(run0),
             runs: as_u32(self.work.runs.len() - run0),

@@ -45,6 +45,8 @@ pub(crate) struct InFlight {
     asked_layer: u32,
     /// Writes, each with its sequence.
     writes: Vec<(SeqId, WriteSegment)>,
+    /// Layers' KV of writes with drafts, by index of the write: it is sent when the drafts are known to count.
+    held: Vec<(u32, usize, Bytes)>,
     /// The step fails at this time without progress. Only steps with creditors have a deadline.
     deadline_ms: Option<u64>,
     /// When the last queries left, and the sum of earlier answers' times, in milliseconds.
@@ -225,9 +227,14 @@ impl InFlight {
         self.creditors.contains(&creditor) || self.fetches.iter().any(|fetch| fetch.creditor == creditor)
     }
 
+    /// Whether a sequence has drafts in the step.
+    fn has_drafts(&self, seq: SeqId) -> bool {
+        self.chunks.iter().any(|chunk| chunk.seq == seq && chunk.drafts > 0)
+    }
+
     /// Whether every sequence of the step generates a token.
     pub(crate) fn decodes(&self) -> bool {
-        self.chunks.iter().all(|c| c.len == 1 && c.last)
+        self.chunks.iter().all(Chunk::decodes)
     }
 
     /// Since when creditors have a layer's queries and have not all answered.
@@ -249,7 +256,7 @@ impl Steps {
         if self.flights[micro_batch.index()].is_some() {
             return;
         }
-        let plan = batch.plan(micro_batch);
+        let plan = batch.plan(cx, micro_batch);
         if plan.chunks.is_empty() {
             return;
         }
@@ -282,6 +289,7 @@ impl Steps {
             unanswered: BTreeSet::new(),
             asked_layer: 0,
             writes,
+            held: Vec::new(),
             deadline_ms: remote.then_some(cx.now_ms + cx.step_deadline_ms),
             asked_ms: cx.now_ms,
             remote_ms: 0,
@@ -300,7 +308,7 @@ impl Steps {
         for chunk in &plan.chunks {
             let seq = batch.expect_seq(chunk.seq);
             let end = chunk.start + chunk.len;
-            let span = chunk.start as usize..end as usize;
+            let span = chunk.start as usize..(end - chunk.drafts) as usize;
             let sample = chunk.last.then(|| SampleSpec {
                 params: seq.sampling.clone(),
                 index: seq.for_others.unwrap_or_else(|| u64::from(seq.generated())),
@@ -316,7 +324,7 @@ impl Steps {
                 seq.blocks.segments(chunk.start..end, &mut segments);
                 chunk.start
             };
-            builder.rows(chunk, &seq.tokens[span], &segments);
+            builder.rows(chunk, &seq.tokens[span], seq.drafted(chunk), &segments);
             let run0 = builder.work.runs.len();
             seq.blocks.local_runs(end, window_start, &mut builder.work.runs);
             let loads = chunk.ring.is_some_and(|ring| ring.load) && !mutants::is(Mutant::WindowUnread);
@@ -402,18 +410,16 @@ impl Steps {
     /// Sends a layer's new KV to creditors. A range that an aborted step has sent already is not repeated: the creditor
     /// has it.
     fn on_written(&mut self, cx: &mut Cx, batch: &mut Batch, step: StepId, layer: u32, kv: Vec<Bytes>) {
-        let token_bytes = cx.config.kv.layer_token_bytes();
-        let Some(flight) = self.flights.iter().flatten().find(|f| f.step == step) else { return };
-        for ((seq, write), kv) in flight.writes.iter().zip(kv) {
-            let Some(peer) = cx.peers.key(write.creditor) else { continue };
-            let Some(written) = batch.hash_written(*seq, write, (layer, token_bytes), &kv) else { continue };
-            let Written { offset, tokens, kv, complete } = written;
-            let &WriteSegment { lease, epoch, .. } = write;
-            cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Write { lease, epoch, layer, offset, tokens, kv } });
-            for (entry, hash) in complete {
-                cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Seal { lease, epoch, entry, hash } });
+        let Some(flight) = self.flight(step) else { return };
+        let mut held = Vec::new();
+        for (index, ((seq, write), kv)) in flight.writes.iter().zip(kv).enumerate() {
+            if flight.has_drafts(*seq) {
+                held.push((layer, index, kv));
+            } else {
+                send_written(cx, batch, *seq, write, layer, &kv);
             }
         }
+        flight.held.append(&mut held);
     }
 
     fn on_partial(&mut self, cx: &mut Cx, step: StepId, layer: u32, part: RemotePart) {
@@ -472,8 +478,9 @@ impl Steps {
         let Some(flight) = self.flights[micro_batch.index()].take_if(|f| f.step == step) else { return };
         cancel_tickets(cx, step, &flight.open);
         let ms = cx.now_ms - flight.started_ms;
-        let growing = flight.chunks.iter().filter(|c| c.len == 1 && !c.warms_up()).count();
-        let prompt_rows = flight.chunks.iter().filter(|c| c.len > 1).map(|c| c.len).sum();
+        let grows = |c: &&Chunk| c.len == 1 + c.drafts && !c.warms_up();
+        let growing = flight.chunks.iter().filter(grows).count();
+        let prompt_rows = flight.chunks.iter().filter(|c| !grows(c)).map(|c| c.len).sum();
         let own = micro_batch == MicroBatch::Local && growing == flight.chunks.len();
         cx.emit(Outcome::StepDone {
             ms,
@@ -493,34 +500,14 @@ impl Steps {
         if growing == 0 {
             batch.prompt_step_took(ms, prompt_rows);
         }
-        let mut samples = samples.into_iter();
+        let (mut samples, mut row0) = (samples.into_iter(), 0);
         for chunk in &flight.chunks {
             if chunk.warms_up() {
                 batch.warmed_up(cx, others.prefills, chunk);
-                continue;
+            } else {
+                complete(cx, batch, others, &flight, (chunk, row0), &mut samples);
             }
-            if !batch.note_computed(cx, others, chunk) {
-                continue;
-            }
-            let Some(seq) = batch.seq(chunk.seq) else { continue };
-            let sample = if chunk.last { samples.next() } else { None };
-            if seq.is_ending() {
-                batch.remove(cx, others.prefills, chunk.seq);
-                continue;
-            }
-            assert!(sample.as_ref().is_none_or(|s| s.seq == chunk.seq), "samples come in the order of the plan");
-            if seq.for_others.is_some() {
-                cx.emit(Outcome::Chunk { seq: chunk.seq });
-                sample.into_iter().for_each(|sample| cx.emit(Outcome::Prefilled { seq: chunk.seq, sample }));
-                continue;
-            }
-            let Some(sample) = sample else { continue };
-            let end = batch.push_token(cx, chunk.seq, sample.token);
-            let event = TokenEvent::Token { id: sample.token, logprobs: sample.logprobs, logits: sample.logits };
-            cx.effects.push(Effect::Emit { seq: chunk.seq, event });
-            if let Some(reason) = end {
-                batch.finish(cx, others.prefills, chunk.seq, reason);
-            }
+            row0 += chunk.len;
         }
     }
 
@@ -640,6 +627,86 @@ impl Steps {
                 &missing,
                 &format!("a step made no progress for {timeout_ms} ms"),
             );
+        }
+    }
+}
+
+/// Completes a chunk, whose first row is `row0` of the step: drafts that were sampled count as tokens.
+fn complete(
+    cx: &mut Cx,
+    batch: &mut Batch,
+    others: Others<'_>,
+    flight: &InFlight,
+    (planned, row0): (&Chunk, u32),
+    samples: &mut std::vec::IntoIter<SampleOut>,
+) {
+    let sampled = if planned.last { 1 + planned.drafts as usize } else { 0 };
+    let chunk = &batch.accept_drafts(planned, &samples.as_slice()[..sampled], cx.config.sched.drafts);
+    if planned.drafts > 0 {
+        send_held(cx, batch, flight, chunk, row0);
+    }
+    let mut sampled = samples.by_ref().take(sampled).inspect(|s| {
+        assert!(s.seq == planned.seq, "samples come in the order of the plan");
+    });
+    if batch.note_computed(cx, others, chunk) {
+        emit(cx, batch, others, chunk, &mut sampled);
+    }
+    // Those behind the first draft that does not count.
+    sampled.for_each(drop);
+}
+
+/// Emits what was sampled from a chunk's rows that count.
+fn emit(
+    cx: &mut Cx,
+    batch: &mut Batch,
+    others: Others<'_>,
+    chunk: &Chunk,
+    sampled: &mut impl Iterator<Item = SampleOut>,
+) {
+    let Some(seq) = batch.seq(chunk.seq) else { return };
+    if seq.is_ending() {
+        return batch.remove(cx, others.prefills, chunk.seq);
+    }
+    if seq.for_others.is_some() {
+        cx.emit(Outcome::Chunk { seq: chunk.seq });
+        sampled.for_each(|sample| cx.emit(Outcome::Prefilled { seq: chunk.seq, sample }));
+        return;
+    }
+    let mut end = None;
+    for (index, SampleOut { token, logprobs, logits, .. }) in (0..).zip(sampled.take(1 + chunk.drafts as usize)) {
+        // Drafts that count are tokens already.
+        if index == chunk.drafts {
+            end = batch.push_token(cx, chunk.seq, token);
+        }
+        cx.effects.push(Effect::Emit { seq: chunk.seq, event: TokenEvent::Token { id: token, logprobs, logits } });
+    }
+    if let Some(reason) = end {
+        batch.finish(cx, others.prefills, chunk.seq, reason);
+    }
+}
+
+/// Sends new KV of one layer to its creditor, without what an aborted step has sent already: the creditor has it.
+fn send_written(cx: &mut Cx, batch: &mut Batch, seq: SeqId, write: &WriteSegment, layer: u32, kv: &Bytes) {
+    let Some(peer) = cx.peers.key(write.creditor) else { return };
+    let token_bytes = cx.config.kv.layer_token_bytes();
+    let Some(written) = batch.hash_written(seq, write, (layer, token_bytes), kv) else { return };
+    let Written { offset, tokens, kv, complete } = written;
+    let &WriteSegment { lease, epoch, .. } = write;
+    cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Write { lease, epoch, layer, offset, tokens, kv } });
+    for (entry, hash) in complete {
+        cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Seal { lease, epoch, entry, hash } });
+    }
+}
+
+/// Sends the KV of a chunk with drafts that was held back: the rows that count.
+fn send_held(cx: &mut Cx, batch: &mut Batch, flight: &InFlight, chunk: &Chunk, row0: u32) {
+    let token_bytes = cx.config.kv.layer_token_bytes();
+    for (layer, index, kv) in &flight.held {
+        let Some((seq, write)) = flight.writes.get(*index).filter(|(seq, _)| *seq == chunk.seq) else { continue };
+        let rows = (row0 + chunk.len).saturating_sub(write.row0).min(write.rows);
+        if rows > 0 {
+            let kv = kv.slice(..rows as usize * token_bytes);
+            send_written(cx, batch, *seq, &WriteSegment { rows, ..*write }, *layer, &kv);
         }
     }
 }
