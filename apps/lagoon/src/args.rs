@@ -4,6 +4,7 @@ use crate::placement::{BackendArg, DeviceArg};
 use anyhow::Context;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args as _, Command, FromArgMatches};
+use lagoon_instance::SchedulerConfig;
 use lagoon_transport::{Identity, NodeRole, Subject};
 use lagoon_types::limits::{DEVICE_STUCK_MS, DRAFT_ROWS_MAX};
 use lagoon_types::{DType, KvDType};
@@ -226,6 +227,11 @@ pub(crate) struct EngineArgs {
 }
 
 impl EngineArgs {
+    pub(crate) fn scheduler(&self) -> SchedulerConfig {
+        let &Self { max_queue: queue, max_running: running, step_tokens: step_rows, draft_tokens: drafts, .. } = self;
+        SchedulerConfig { queue, running, step_rows, drafts }
+    }
+
     /// Rows of one step whose logits are wanted.
     pub(crate) fn sampled_rows(&self) -> usize {
         let drafts = if self.draft_tokens > 0 { DRAFT_ROWS_MAX as usize } else { 0 };

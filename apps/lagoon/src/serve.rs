@@ -26,7 +26,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use futures::future::join_all;
 use lagoon_http::{Bodies, Engine as _, EngineInfo, Limits, ServerState, TextJobs};
-use lagoon_instance::{Instance, InstanceConfig, LayerWindows, MovePace, RemotePolicy, SchedulerConfig};
+use lagoon_instance::{Instance, InstanceConfig, LayerWindows, MovePace, RemotePolicy};
 use lagoon_model::ModelSpec;
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_transport::{Identity, NodeRole};
@@ -512,12 +512,7 @@ fn instance_config(
             RoleArg::Kv => 0,
             _ => lend_reserve_blocks(sizes.blocks_total),
         },
-        sched: SchedulerConfig {
-            queue: engine.max_queue,
-            running: engine.max_running,
-            step_rows: engine.step_tokens,
-            drafts: engine.draft_tokens,
-        },
+        sched: engine.scheduler(),
         remote: match engine.remote_attention {
             RemoteArg::Auto => RemotePolicy::Auto,
             RemoteArg::Ship => RemotePolicy::Ship,
