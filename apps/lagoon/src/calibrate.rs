@@ -304,7 +304,7 @@ mod tests {
             kv: KvSpace::flat(SLOTS, 1),
             kv_dtype: model.dtype.into(),
             step_rows: 32,
-            step_seqs: 4,
+            sampled_rows: 4,
             fetch_tokens: 0,
             share_blocks: None,
             stage_blocks: 0,
