@@ -59,6 +59,13 @@ impl Parts {
     pub fn is_empty(&self) -> bool {
         self.content.is_empty() && self.reasoning.is_empty() && self.calls.is_empty()
     }
+
+    /// Adds the parts that follow.
+    pub fn append(&mut self, after: Self) {
+        self.content.push_str(&after.content);
+        self.reasoning.push_str(&after.reasoning);
+        self.calls.extend(after.calls);
+    }
 }
 
 /// How a model writes tool calls.

@@ -137,7 +137,7 @@ fn text_that_is_no_call_and_broken_calls_are_content() {
 #[test]
 fn a_call_over_the_limit_is_content() {
     let text = format!("<tool_call>{}</tool_call>", "é".repeat(CALL_BYTES_MAX));
-    let pieces = text.as_bytes().len() / 1000;
+    let pieces = text.len() / 1000;
     let split = text.split_inclusive("é").collect::<Vec<_>>();
     let joined = split.chunks(pieces).map(|piece| piece.concat()).collect::<Vec<_>>();
     let parts = parse(with(ToolFormat::Hermes), "", joined.iter().map(String::as_str));
