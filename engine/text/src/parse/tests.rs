@@ -1,3 +1,5 @@
+//! Every format, whole and split at every character: the same parts, and no text lost.
+
 use super::*;
 use proptest::prelude::*;
 use serde_json::json;
