@@ -87,14 +87,14 @@ pub enum ToolFormat {
     Glm,
 }
 
-/// The formats by the names of `--tool-parser`, which are vLLM's where it has one.
+/// The formats by the names of `--tool-parser`.
 pub const TOOL_FORMATS: &[(&str, ToolFormat)] = &[
     ("hermes", ToolFormat::Hermes),
     ("llama3_json", ToolFormat::Llama3),
-    ("mistral", ToolFormat::Mistral),
+    ("mistral_json", ToolFormat::Mistral),
     ("qwen3_coder", ToolFormat::QwenCoder),
-    ("gpt_oss", ToolFormat::Harmony),
-    ("deepseek_v3", ToolFormat::DeepSeek),
+    ("openai", ToolFormat::Harmony),
+    ("deepseek", ToolFormat::DeepSeek),
     ("glm45", ToolFormat::Glm),
 ];
 
@@ -141,12 +141,11 @@ pub enum ReasoningFormat {
     Harmony,
 }
 
-/// The formats by the names of `--reasoning-parser`, which are vLLM's where it has one.
+/// The formats by the names of `--reasoning-parser`.
 pub const REASONING_FORMATS: &[(&str, ReasoningFormat)] = &[
     ("deepseek_r1", ReasoningFormat::Think),
-    ("qwen3", ReasoningFormat::Think),
     ("glm45", ReasoningFormat::Think),
-    ("gpt_oss", ReasoningFormat::Harmony),
+    ("openai_gptoss", ReasoningFormat::Harmony),
 ];
 
 impl ReasoningFormat {
