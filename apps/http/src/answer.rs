@@ -34,6 +34,8 @@ pub(crate) struct Answer {
     pub(crate) n: usize,
     pub(crate) include_usage: bool,
     pub(crate) return_token_ids: bool,
+    /// Whether ids of tool calls have nine letters.
+    pub(crate) short_call_ids: bool,
     pub(crate) logprobs: bool,
     pub(crate) logits: bool,
     /// Per sequence.
@@ -64,13 +66,13 @@ impl Answer {
     /// Collects all pieces into one object. All sequences are drained together, so that none fills its channel.
     pub(crate) async fn whole(mut self, mut pieces: Pieces) -> Result<Response, ApiError> {
         let sequences = self.prompts.len() * self.n;
-        let mut all: Vec<Piece> = (0..sequences)
-            .map(|index| Piece { index, text: String::new(), tokens: Vec::new(), finish: None })
-            .collect();
+        let mut all: Vec<Piece> = (0..sequences).map(|index| Piece { index, ..Piece::default() }).collect();
         while let Some(piece) = pieces.next().await {
             let piece = piece?;
             let into = &mut all[piece.index];
             into.text.push_str(&piece.text);
+            into.reasoning.push_str(&piece.reasoning);
+            into.calls.extend(piece.calls);
             into.tokens.extend(piece.tokens);
             into.finish = piece.finish;
         }
@@ -145,7 +147,25 @@ impl Answer {
         to_json(&reply)
     }
 
-    fn choice(&mut self, piece: Piece, chunk: bool) -> Choice {
+    /// The calls of a piece. Their ids follow from the answer's, so that another server goes on with the same ones.
+    fn calls(&self, piece: &mut Piece, chunk: bool) -> Vec<reply::ToolCall> {
+        let (sequence, id) = (piece.index, &self.id);
+        let calls = std::mem::take(&mut piece.calls).into_iter();
+        let reported = calls.map(|(index, call)| {
+            let hash = blake3::hash(format!("{id} {sequence} {index}").as_bytes()).to_hex();
+            reply::ToolCall {
+                index: chunk.then_some(index),
+                id: if self.short_call_ids { hash[..9].to_owned() } else { format!("call_{}", &hash[..24]) },
+                r#type: "function",
+                function: reply::Call { name: call.name, arguments: call.arguments },
+            }
+        });
+        reported.collect()
+    }
+
+    fn choice(&mut self, mut piece: Piece, chunk: bool) -> Choice {
+        let tool_calls = self.calls(&mut piece, chunk);
+        let reasoning_content = Some(std::mem::take(&mut piece.reasoning)).filter(|text| !text.is_empty());
         let progress = &mut self.progress[piece.index];
         let first = !progress.started;
         progress.started = true;
@@ -156,10 +176,15 @@ impl Answer {
         let prompt_ids = self.return_token_ids && self.endpoint == Endpoint::Completions && first;
         let content = match (self.endpoint, chunk) {
             (Endpoint::Completions, _) => Content::Text(piece.text),
-            (Endpoint::Chat, false) => Content::Message { role: ASSISTANT, content: piece.text },
+            (Endpoint::Chat, false) => {
+                let content = (tool_calls.is_empty() || !piece.text.is_empty()).then_some(piece.text);
+                Content::Message { role: ASSISTANT, content, reasoning_content, tool_calls }
+            }
             (Endpoint::Chat, true) => {
-                let content = (first || !piece.text.is_empty() || piece.finish.is_none()).then_some(piece.text);
-                Content::Delta(Delta { role: first.then_some(ASSISTANT), content })
+                let alone = reasoning_content.is_none() && tool_calls.is_empty();
+                let empty = alone && (first || piece.finish.is_none());
+                let content = (empty || !piece.text.is_empty()).then_some(piece.text);
+                Content::Delta(Delta { role: first.then_some(ASSISTANT), content, reasoning_content, tool_calls })
             }
         };
         Choice {

@@ -4,9 +4,12 @@
 //! reason, or with an error; a stop string is never sent, not even in part; dropping the stream cancels the running
 //! sequences.
 
-use crate::{engine::Generation, error::ApiError, limits::Limits, metrics};
+use crate::{engine::Generation, error::ApiError, limits::Limits, metrics, reply::Finish};
 use futures::stream::{self, BoxStream, SelectAll, StreamExt};
-use lagoon_text::{IncrementalDetokenizer, StopStrings};
+use lagoon_text::{
+    IncrementalDetokenizer, StopStrings,
+    parse::{AnswerParser, Call, Parts},
+};
 use lagoon_types::{FinishReason, RequestError, TokenEvent, TokenLogprobs};
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
@@ -21,14 +24,17 @@ pub(crate) struct Token {
 
 /// A piece of one sequence: usually one token and its text. Text that may still change (an incomplete character, a
 /// possible stop string) is held back for a later piece.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Piece {
     /// Index of the sequence in its request.
     pub(crate) index: usize,
     pub(crate) text: String,
+    pub(crate) reasoning: String,
+    /// Tool calls, with their places in the answer.
+    pub(crate) calls: Vec<(usize, Call)>,
     pub(crate) tokens: Vec<Token>,
     /// Set in the sequence's last piece.
-    pub(crate) finish: Option<FinishReason>,
+    pub(crate) finish: Option<Finish>,
 }
 
 /// Why a sequence failed.
@@ -49,6 +55,8 @@ impl From<Failure> for ApiError {
 pub(crate) struct TextRules {
     pub(crate) decoder: IncrementalDetokenizer,
     pub(crate) stop_strings: StopStrings,
+    /// Finds tool calls and reasoning in the text, which is else all content.
+    pub(crate) parser: Option<AnswerParser>,
     /// Tokens that end the sequence without text of their own, sorted.
     pub(crate) stop_ids: Vec<u32>,
     /// Tokens, of those still to come, in whose text no stop string is looked for.
@@ -58,8 +66,20 @@ pub(crate) struct TextRules {
 }
 
 impl TextRules {
-    /// Adds a token. Returns the text that can be sent now, and whether a stop string ended the sequence.
-    fn push(&mut self, id: u32) -> (String, bool) {
+    /// Adds a token. Returns the parts that can be sent now, and whether a stop string or the last call ended the sequence.
+    fn push(&mut self, id: u32) -> (Parts, bool) {
+        let (text, stopped) = self.text(id);
+        match &mut self.parser {
+            None => (Parts { content: text, ..Parts::default() }, stopped),
+            Some(parser) => {
+                let parts = parser.push(&text);
+                (parts, stopped || parser.is_over())
+            }
+        }
+    }
+
+    /// Adds a token. Returns the text that is certain, and whether a stop string ended the sequence.
+    fn text(&mut self, id: u32) -> (String, bool) {
         let (mut new, mut certain) = (String::new(), String::new());
         if self.stop_ids.binary_search(&id).is_err() {
             self.decoder.push(id, &mut new);
@@ -81,7 +101,8 @@ impl TextRules {
     /// goes on.
     pub(crate) fn is_over(&self, output: &[u32], tokens_max: usize) -> Option<FinishReason> {
         let stopped = output.last().is_some_and(|id| self.stop_ids.binary_search(id).is_ok());
-        if stopped || self.stop_strings.stopped() {
+        let over = self.parser.as_ref().is_some_and(AnswerParser::is_over);
+        if stopped || over || self.stop_strings.stopped() {
             Some(FinishReason::Stop)
         } else {
             (output.len() >= tokens_max).then_some(FinishReason::Length)
@@ -180,15 +201,15 @@ impl Sequence {
     /// Adds a token; returns a piece if there is something to report.
     fn token(&mut self, token: Token) -> Option<Piece> {
         self.observe_token();
-        let (certain, stopped) = self.rules.push(token.id);
+        let (parts, stopped) = self.rules.push(token.id);
         self.held.push(token);
         if stopped {
             // Only text before the match is sent; `end` drops the generation, which cancels it.
             self.end(metrics::Outcome::Stop);
-            return Some(self.piece(certain, Some(FinishReason::Stop)));
+            return Some(self.last_piece(parts, FinishReason::Stop));
         }
-        let news = !certain.is_empty() || self.rules.every_token;
-        news.then(|| self.piece(certain, None))
+        let news = !parts.is_empty() || self.rules.every_token;
+        news.then(|| self.piece(parts, None))
     }
 
     /// Ends the sequence after the engine: sends the text held back, unless it completes a stop string.
@@ -202,11 +223,27 @@ impl Sequence {
             FinishReason::Stop => metrics::Outcome::Stop,
             FinishReason::Length => metrics::Outcome::Length,
         });
-        self.piece(text, Some(reason))
+        let parts = match &mut self.rules.parser {
+            None => Parts { content: text, ..Parts::default() },
+            Some(parser) => parser.push(&text),
+        };
+        self.last_piece(parts, reason)
     }
 
-    fn piece(&mut self, text: String, finish: Option<FinishReason>) -> Piece {
-        Piece { index: self.index, text, tokens: std::mem::take(&mut self.held), finish }
+    /// The last piece: with `parts` and what the parser held back.
+    fn last_piece(&mut self, mut parts: Parts, reason: FinishReason) -> Piece {
+        if let Some(parser) = self.rules.parser.as_mut().filter(|parser| !parser.is_over()) {
+            parts.append(parser.finish());
+        }
+        let called = self.rules.parser.as_ref().is_some_and(|parser| parser.calls() > 0);
+        self.piece(parts, Some(Finish::new(reason, called)))
+    }
+
+    fn piece(&mut self, parts: Parts, finish: Option<Finish>) -> Piece {
+        let Parts { content: text, reasoning, calls } = parts;
+        let first = self.rules.parser.as_ref().map_or(0, |parser| parser.calls() - calls.len());
+        let calls = calls.into_iter().enumerate().map(|(at, call)| (first + at, call)).collect();
+        Piece { index: self.index, text, reasoning, calls, tokens: std::mem::take(&mut self.held), finish }
     }
 
     fn observe_token(&mut self) {

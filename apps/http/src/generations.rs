@@ -14,6 +14,7 @@ use crate::{
     reply::{Endpoint, token_text},
     state::{ServerState, unix_seconds},
     text_jobs::Asker,
+    tools::{ChatParser, ToolFields},
 };
 use axum::{
     body::Bytes,
@@ -21,7 +22,7 @@ use axum::{
     http::HeaderMap,
     response::Response,
 };
-use lagoon_text::IncrementalDetokenizer;
+use lagoon_text::{IncrementalDetokenizer, parse::ToolFormat};
 use lagoon_types::{CONTEXT, FinishReason, GenerateRequest, RequestError, TokenEvent};
 use rand::Rng;
 use std::sync::Arc;
@@ -31,21 +32,16 @@ use tokio::sync::mpsc;
 const COMPLETION_TOKENS_DEFAULT: u32 = 16;
 
 const CHAT_UNSUPPORTED: &[(&str, Neutral)] = &[
-    ("tools", Neutral::Empty),
-    ("tool_choice", Neutral::Text(&["none", "auto"])),
-    ("parallel_tool_calls", Neutral::Any),
     ("functions", Neutral::Empty),
     ("function_call", Neutral::Text(&["none", "auto"])),
     ("modalities", Neutral::TextModality),
     ("audio", Neutral::Null),
     ("store", Neutral::Bool(false)),
     ("service_tier", Neutral::Text(&["auto", "default"])),
-    ("reasoning_effort", Neutral::Null),
     ("verbosity", Neutral::Null),
     ("prediction", Neutral::Null),
     ("web_search_options", Neutral::Null),
     ("chat_template", Neutral::Null),
-    ("chat_template_kwargs", Neutral::Empty),
     ("continue_final_message", Neutral::Bool(false)),
     ("add_special_tokens", Neutral::Bool(false)),
     ("echo", Neutral::Bool(false)),
@@ -76,6 +72,7 @@ fn chat_prompt(
     let mut params = Params::take(&mut fields, state.rules())?;
     let messages = messages::take(&mut fields)?;
     let open_answer = fields.bool("add_generation_prompt", true)?;
+    let tools = ToolFields::take(&mut fields, state.template.as_deref())?;
     let logprobs = fields.bool("logprobs", false)?;
     let top = fields.u32("top_logprobs", (0, state.limits.logprobs_max))?;
     if top.is_some_and(|top| top > 0) && !logprobs {
@@ -89,14 +86,15 @@ fn chat_prompt(
 
     drop(body);
     asker.check()?;
-    let prompt = state.render_chat(&messages, open_answer)?;
+    let prompt = state.render_chat(&messages, &tools.rendering(open_answer))?;
     drop(messages);
+    let parser = tools.parser(state.formats, &prompt);
     // Chat templates write the beginning-of-sequence token themselves.
     let prompt = state.encode(&prompt, false, asker)?;
     let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
     let room = limit.saturating_sub(u32::try_from(prompt.len()).unwrap_or(u32::MAX)).max(1);
     let max_tokens = params.max_tokens.unwrap_or(room);
-    let ask = Ask { endpoint: Endpoint::Chat, prompts: vec![prompt], max_tokens, journal, meter };
+    let ask = Ask { endpoint: Endpoint::Chat, prompts: vec![prompt], parser, max_tokens, journal, meter };
     Ok(Ready { ask, params, info })
 }
 
@@ -138,7 +136,7 @@ fn prompts(
             Prompt::Tokens(ids) => ids,
         });
     }
-    let ask = Ask { endpoint: Endpoint::Completions, prompts, max_tokens, journal, meter };
+    let ask = Ask { endpoint: Endpoint::Completions, prompts, parser: None, max_tokens, journal, meter };
     Ok(Ready { ask, params, info })
 }
 
@@ -202,6 +200,8 @@ fn wants_journal(headers: &HeaderMap) -> bool {
 struct Ask {
     endpoint: Endpoint,
     prompts: Vec<Vec<u32>>,
+    /// Of every sequence's text.
+    parser: Option<ChatParser>,
     /// Maximum of tokens of one sequence.
     max_tokens: u32,
     journal: bool,
@@ -258,7 +258,9 @@ fn submit(
     for (index, output) in output.iter().enumerate().filter(|(_, output)| !output.finished) {
         let prompt = &ask.prompts[index / params.n];
         let mut rules = TextRules {
-            decoder: IncrementalDetokenizer::new(Arc::clone(&state.tokenizer), params.skip_special),
+            decoder: IncrementalDetokenizer::new(Arc::clone(&state.tokenizer), params.skip_special)
+                .showing(ask.parser.as_ref().map_or_else(Vec::new, |parser| parser.marks(&state.tokenizer))),
+            parser: ask.parser.as_ref().map(|parser| parser.answer.clone()),
             stop_strings: params.stop_strings.clone(),
             stop_ids: params.stop_ids.clone(),
             min_tokens: params.min_tokens,
@@ -319,6 +321,7 @@ fn answer(state: &ServerState, ask: Ask, params: Params, output: &[SentTokens], 
         created: began.created,
         tokenizer: Arc::clone(&state.tokenizer),
         progress: output.iter().map(|output| Progress::after(output, offset(output))).collect(),
+        short_call_ids: ask.parser.is_some_and(|parser| parser.formats.tools.is_some_and(ToolFormat::has_short_ids)),
         prompts: ask.prompts,
         n: params.n,
         include_usage: params.include_usage,

@@ -54,6 +54,11 @@ impl<'a> Json<'a> {
         }
     }
 
+    /// Length of its text.
+    pub(crate) fn bytes(self) -> usize {
+        self.0.len()
+    }
+
     /// The value as type `T`.
     pub(crate) fn read<T: Deserialize<'a>>(self) -> Result<T, serde_json::Error> {
         serde_json::from_str(self.0)

@@ -36,6 +36,7 @@ mod tests;
 pub mod text_jobs;
 pub mod tls;
 mod tokens;
+mod tools;
 
 pub use bodies::{Bodies, Holder, Share};
 pub use client_addr::ClientAddr;

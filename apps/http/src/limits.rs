@@ -47,6 +47,12 @@ impl Default for Limits {
 pub const SEQUENCES_MAX: usize = 128;
 /// Maximum of messages in one chat.
 pub const MESSAGES_MAX: usize = 16 << 10;
+/// Maximum of tools in one chat.
+pub const TOOLS_MAX: usize = 128;
+/// Maximum of tool calls in one message.
+pub const MESSAGE_CALLS_MAX: usize = 128;
+/// Maximum bytes of `tools` and of `chat_template_kwargs`, and of one call's arguments: they are read into trees.
+pub const TEMPLATE_FIELD_BYTES_MAX: usize = 1 << 20;
 /// Maximum of open connections per listener; further ones wait in the kernel's backlog.
 pub const CONNECTIONS_MAX: usize = 1024;
 /// Maximum of these from one address. (All clients of a reverse proxy share its address.)

@@ -4,10 +4,12 @@ use crate::{
     error::ApiError,
     fields::{Fields, Neutral, text, wrong_type},
     json::{Json, Kind},
-    limits::MESSAGES_MAX,
+    limits::{MESSAGE_CALLS_MAX, MESSAGES_MAX, TEMPLATE_FIELD_BYTES_MAX},
     params::{required, too_many},
+    tools::{function_name_of, function_type},
 };
-use lagoon_text::{ChatMessage, Content};
+use lagoon_text::{ChatMessage, Content, ToolCall};
+use serde_json::{Map, Value};
 
 /// Unsupported fields of an assistant message that clients send back, with the values that change nothing.
 const UNSUPPORTED: &[(&str, Neutral)] = &[
@@ -15,6 +17,7 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("audio", Neutral::Null),
     ("annotations", Neutral::Empty),
     ("tool_calls", Neutral::Empty),
+    ("tool_call_id", Neutral::Null),
     ("function_call", Neutral::Null),
     ("reasoning_content", Neutral::Null),
     ("reasoning", Neutral::Null),
@@ -40,21 +43,83 @@ fn message(path: &str, item: Json<'_>) -> Result<ChatMessage, ApiError> {
     let mut fields = Fields::nested(path, item)?;
     let role = required(&mut fields, "role")?;
     let role = match text(&fields.name("role"), role)? {
-        role if matches!(role.as_str(), "system" | "user" | "assistant") => role,
+        role if matches!(role.as_str(), "system" | "user" | "assistant" | "tool") => role,
         // OpenAI's newer name of the system role; chat templates know only the older one.
         role if role == "developer" => "system".to_owned(),
         role => {
             let name = fields.name("role");
-            let message = format!("the field `{name}` is `{role}`, but must be system, developer, user or assistant");
+            let message =
+                format!("the field `{name}` is `{role}`, but must be system, developer, user, assistant or tool");
             return Err(ApiError::field(name, "invalid_value", message));
         }
     };
-    let content = required(&mut fields, "content")?;
-    let content = content_text(&fields.name("content"), content)?;
-    let name = fields.string("name")?;
+    let mut message = ChatMessage { role, ..ChatMessage::default() };
+    if message.role == "assistant" {
+        if let Some(calls) = fields.take("tool_calls") {
+            message.tool_calls = tool_calls(&fields.name("tool_calls"), calls)?;
+        }
+        // vLLM calls it `reasoning` as well.
+        let reasoning = fields.string("reasoning")?;
+        message.reasoning_content = fields.string("reasoning_content")?.or(reasoning);
+    } else if message.role == "tool" {
+        let id = required(&mut fields, "tool_call_id")?;
+        message.tool_call_id = Some(text(&fields.name("tool_call_id"), id)?);
+    }
+    let content = fields.take("content");
+    if let Some(content) = content {
+        message.content = Content(content_text(&fields.name("content"), content)?);
+    } else if message.tool_calls.is_empty() && message.reasoning_content.is_none() {
+        return Err(crate::fields::missing(&fields.name("content")));
+    }
+    message.name = fields.string("name")?;
     fields.neutral(UNSUPPORTED)?;
     fields.finish()?;
-    Ok(ChatMessage { role, content: Content(content), name })
+    Ok(message)
+}
+
+fn tool_calls(name: &str, list: Json<'_>) -> Result<Vec<ToolCall>, ApiError> {
+    if list.kind() != Kind::List {
+        return Err(wrong_type(name, "a list of tool calls", list));
+    }
+    let count = list.items().count();
+    if count > MESSAGE_CALLS_MAX {
+        return Err(too_many(name, count, MESSAGE_CALLS_MAX));
+    }
+    list.items().enumerate().map(|(index, item)| tool_call(&format!("{name}[{index}]"), item)).collect()
+}
+
+fn tool_call(path: &str, item: Json<'_>) -> Result<ToolCall, ApiError> {
+    let mut fields = Fields::nested(path, item)?;
+    function_type(&mut fields)?;
+    let id = required(&mut fields, "id")?;
+    let id = text(&fields.name("id"), id)?;
+    // Clients that collect a stream send its indexes back.
+    fields.integer("index", (0, i64::MAX))?;
+    let function = required(&mut fields, "function")?;
+    let mut function = Fields::nested(&fields.name("function"), function)?;
+    fields.finish()?;
+    let name = function_name_of(&mut function)?;
+    let arguments = required(&mut function, "arguments")?;
+    let path = function.name("arguments");
+    let arguments = text(&path, arguments)?;
+    function.finish()?;
+    Ok(ToolCall { id, name, arguments: arguments_of(&path, &arguments)? })
+}
+
+/// The arguments of a call: a JSON object in a string, or an empty string.
+fn arguments_of(path: &str, arguments: &str) -> Result<Value, ApiError> {
+    let wrong = |problem: String| ApiError::field(path, "invalid_value", format!("the field `{path}` {problem}"));
+    if arguments.len() > TEMPLATE_FIELD_BYTES_MAX {
+        return Err(wrong(format!(
+            "has {} bytes, but at most {TEMPLATE_FIELD_BYTES_MAX} are allowed",
+            arguments.len()
+        )));
+    }
+    if arguments.trim().is_empty() {
+        return Ok(Value::Object(Map::new()));
+    }
+    let object: Result<Map<String, Value>, _> = serde_json::from_str(arguments);
+    object.map(Value::Object).map_err(|error| wrong(format!("must be a JSON object in a string: {error}")))
 }
 
 /// The text of a message's content; the texts of parts are joined by line breaks.

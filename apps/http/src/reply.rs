@@ -37,13 +37,49 @@ pub(crate) struct Reply<'a> {
     pub(crate) usage: Option<Option<Usage>>,
 }
 
+/// Reason of a sequence's end, as clients see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Finish {
+    Stop,
+    Length,
+    ToolCalls,
+}
+
+impl Finish {
+    /// The end for `reason` of an answer with or without tool calls.
+    pub(crate) fn new(reason: FinishReason, called: bool) -> Self {
+        match reason {
+            FinishReason::Stop if called => Self::ToolCalls,
+            FinishReason::Stop => Self::Stop,
+            FinishReason::Length => Self::Length,
+        }
+    }
+}
+
+/// A tool call; `index` only in chunks. A chunk has whole calls: a resumed stream cannot repeat half of one.
+#[derive(Debug, Serialize)]
+pub(crate) struct ToolCall {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) index: Option<usize>,
+    pub(crate) id: String,
+    pub(crate) r#type: &'static str,
+    pub(crate) function: Call,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct Call {
+    pub(crate) name: String,
+    pub(crate) arguments: String,
+}
+
 #[derive(Debug, Serialize)]
 pub(crate) struct Choice {
     pub(crate) index: usize,
     #[serde(flatten)]
     pub(crate) content: Content,
     pub(crate) logprobs: Option<Logprobs>,
-    pub(crate) finish_reason: Option<FinishReason>,
+    pub(crate) finish_reason: Option<Finish>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_token_ids: Option<Vec<u32>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -58,7 +94,15 @@ pub(crate) struct Choice {
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Content {
     Text(String),
-    Message { role: &'static str, content: String },
+    Message {
+        role: &'static str,
+        /// `null` where there are only calls.
+        content: Option<String>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        reasoning_content: Option<String>,
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        tool_calls: Vec<ToolCall>,
+    },
     Delta(Delta),
 }
 
@@ -68,6 +112,10 @@ pub(crate) struct Delta {
     pub(crate) role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) content: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) reasoning_content: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) tool_calls: Vec<ToolCall>,
 }
 
 #[derive(Debug, Serialize)]

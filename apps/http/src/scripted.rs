@@ -272,6 +272,7 @@ pub fn state(engine: Arc<dyn Engine>) -> ServerState {
     ServerState {
         engine,
         tokenizer: Arc::new(byte_tokenizer()),
+        formats: template.formats(),
         template: Some(Arc::new(template)),
         defaults: GenerationDefaults { eos_ids: vec![EOS], ..GenerationDefaults::default() },
         limits: Limits::default(),

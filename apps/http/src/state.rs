@@ -9,7 +9,7 @@ use crate::{
     text_jobs::{Asker, TextJobs},
 };
 use axum::{body::Bytes, extract::Request, http::StatusCode};
-use lagoon_text::{ChatMessage, ChatTemplate, Tokenizer};
+use lagoon_text::{ChatMessage, ChatTemplate, Rendering, Tokenizer, parse::Formats};
 use lagoon_types::CONTEXT;
 use metrics_exporter_prometheus::PrometheusHandle;
 use std::{
@@ -25,6 +25,8 @@ pub struct ServerState {
     pub tokenizer: Arc<Tokenizer>,
     /// `None` if the model has no template: chat is refused.
     pub template: Option<Arc<ChatTemplate>>,
+    /// How the model writes tool calls and reasoning in chats.
+    pub formats: Formats,
     pub defaults: GenerationDefaults,
     pub limits: Limits,
     /// Memory budget for request bodies.
@@ -80,11 +82,11 @@ impl ServerState {
     }
 
     /// The prompt for `messages`.
-    pub(crate) fn render_chat(&self, messages: &[ChatMessage], open_answer: bool) -> Result<String, ApiError> {
+    pub(crate) fn render_chat(&self, messages: &[ChatMessage], rendering: &Rendering) -> Result<String, ApiError> {
         let Some(template) = &self.template else {
             return Err(ApiError::field("messages", "no_chat_template", ChatTemplate::MISSING));
         };
-        let rendered = template.render(messages, open_answer, SystemTime::now());
+        let rendered = template.render_with(messages, rendering, SystemTime::now());
         rendered.map_err(|error| ApiError::field("messages", "invalid_value", error.to_string()))
     }
 

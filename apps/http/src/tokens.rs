@@ -7,6 +7,7 @@ use crate::{
     params::{check_vocabulary, required, token_ids},
     state::ServerState,
     text_jobs::Asker,
+    tools::ToolFields,
 };
 use axum::{
     Json,
@@ -51,13 +52,9 @@ fn tokens_of(state: &ServerState, body: Bytes, asker: &Asker<'_>) -> Result<Toke
         None => {
             let messages = messages::take(&mut fields)?;
             let open_answer = fields.bool("add_generation_prompt", true)?;
-            fields.neutral(&[
-                ("continue_final_message", Neutral::Bool(false)),
-                ("chat_template", Neutral::Null),
-                ("chat_template_kwargs", Neutral::Empty),
-                ("tools", Neutral::Empty),
-            ])?;
-            state.render_chat(&messages, open_answer)?
+            fields.neutral(&[("continue_final_message", Neutral::Bool(false)), ("chat_template", Neutral::Null)])?;
+            let tools = ToolFields::take(&mut fields, state.template.as_deref())?;
+            state.render_chat(&messages, &tools.rendering(open_answer))?
         }
     };
     fields.finish()?;

@@ -1,5 +1,6 @@
 //! Flags shared by several commands.
 
+use crate::parsers::{self, ReasoningParser, ToolParser};
 use crate::placement::{BackendArg, DeviceArg};
 use anyhow::Context;
 use clap::parser::ValueSource;
@@ -188,6 +189,13 @@ pub(crate) struct EngineArgs {
     /// another client sent the same prefix before.
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     pub(crate) prefix_cache: bool,
+    /// How the model writes tool calls: hermes, llama3_json, mistral_json, qwen3_coder, openai, deepseek, glm45 or none [default:
+    /// as its chat template shows].
+    #[arg(long, value_name = "NAME", value_parser = parsers::tool_parser)]
+    pub(crate) tool_parser: Option<ToolParser>,
+    /// How the model writes its reasoning: deepseek_r1, glm45, openai_gptoss or none [default: as its chat template shows].
+    #[arg(long, value_name = "NAME", value_parser = parsers::reasoning_parser)]
+    pub(crate) reasoning_parser: Option<ReasoningParser>,
     /// Threads of the CPU backend [default: all cores].
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,

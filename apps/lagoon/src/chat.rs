@@ -171,10 +171,18 @@ impl Conversation {
         let mut request = self.request.clone();
         request["messages"] = Value::from(self.messages.clone());
         let mut events = self.client.events("/v1/chat/completions", &request).await?;
-        let mut ending = Ending::Complete;
+        let (mut ending, mut reasoned) = (Ending::Complete, false);
         while let Some(event) = events.next().await? {
             let choice = &event["choices"][0];
+            // Shown, but no part of the conversation.
+            if let Some(text) = choice["delta"]["reasoning_content"].as_str() {
+                reasoned = true;
+                out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("write the reasoning")?;
+            }
             if let Some(text) = choice["delta"]["content"].as_str() {
+                if std::mem::take(&mut reasoned) {
+                    out.write_all(b"\n\n").context("write the answer")?;
+                }
                 // Models often begin with a space or line break: trimmed for display.
                 let text = if answer.is_empty() { text.trim_start() } else { text };
                 answer.push_str(text);

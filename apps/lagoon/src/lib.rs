@@ -48,6 +48,7 @@ mod node;
 mod node_metrics;
 mod node_status;
 mod numbers;
+mod parsers;
 mod partial_waits;
 mod path_probe;
 mod permissions;

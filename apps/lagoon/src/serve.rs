@@ -13,6 +13,7 @@ use crate::metrics_table;
 use crate::model::{OpenModel, defaults, resolve, short_name, text};
 use crate::node::{NodeLoop, Pool, Shared};
 use crate::node_status::About;
+use crate::parsers;
 use crate::placement::{self, Chosen};
 use crate::port::{self, PortArgs};
 use crate::shutdown::{self, Ending};
@@ -564,6 +565,7 @@ fn router(
     let state = ServerState {
         engine,
         tokenizer: Arc::new(tokenizer),
+        formats: parsers::formats(&args.engine, template.as_ref()),
         template: template.map(Arc::new),
         defaults: defaults(dir, &model.config)?,
         limits: Limits::default(),

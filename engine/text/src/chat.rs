@@ -8,6 +8,7 @@
 use crate::convert::gguf::GgufVocabulary;
 use crate::date::{strftime, unix_seconds};
 use crate::json::dumps;
+use crate::parse::{Formats, ReasoningFormat, ToolFormat};
 use crate::tokenizer::{TextError, TokenizerConfig, read};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Kwargs;
@@ -25,7 +26,7 @@ const NAME: &str = "chat_template";
 const NOW: &str = "lagoon_now";
 
 /// Chat message. Parsing refuses unknown fields by name.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ChatMessage {
     /// `system`, `user`, `assistant` or another role of the template.
@@ -33,13 +34,62 @@ pub struct ChatMessage {
     pub content: Content,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
+    /// Calls of an assistant.
+    #[serde(skip)]
+    pub tool_calls: Vec<ToolCall>,
+    /// The call that a message of the role `tool` answers.
+    #[serde(skip)]
+    pub tool_call_id: Option<String>,
+    /// Reasoning of an assistant.
+    #[serde(skip)]
+    pub reasoning_content: Option<String>,
+}
+
+/// A tool call of an assistant's message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ToolCall {
+    pub id: String,
+    pub name: String,
+    /// A JSON object: templates get it as transformers gives it, not as text.
+    pub arguments: serde_json::Value,
 }
 
 impl ChatMessage {
+    /// The message as templates get it. Content is none where there are only calls.
     fn to_value(&self) -> Value {
-        let fields = [("role", Some(&self.role)), ("content", Some(&self.content.0)), ("name", self.name.as_ref())];
-        Value::from_pairs(fields.into_iter().filter_map(|(key, text)| Some((key, text?.as_str()))))
+        let optional = [
+            ("name", self.name.as_ref()),
+            ("tool_call_id", self.tool_call_id.as_ref()),
+            ("reasoning_content", self.reasoning_content.as_ref()),
+        ];
+        let only_calls = self.content.0.is_empty() && !self.tool_calls.is_empty();
+        let content = if only_calls { Value::from(()) } else { Value::from(self.content.0.as_str()) };
+        let fields = [("role", Value::from(self.role.as_str())), ("content", content)];
+        let optional = optional.into_iter().filter_map(|(key, text)| Some((key, Value::from(text?.as_str()))));
+        let calls = (!self.tool_calls.is_empty())
+            .then(|| ("tool_calls", self.tool_calls.iter().map(ToolCall::to_value).collect::<Value>()));
+        Value::from_pairs(fields.into_iter().chain(optional).chain(calls))
     }
+}
+
+impl ToolCall {
+    fn to_value(&self) -> Value {
+        let arguments = of_json(&self.arguments);
+        let function = Value::from_pairs([("name", Value::from(self.name.as_str())), ("arguments", arguments)]);
+        let head = [("id", Value::from(self.id.as_str())), ("type", Value::from("function"))];
+        Value::from_pairs(head.into_iter().chain([("function", function)]))
+    }
+}
+
+/// What a rendering depends on besides the messages.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rendering {
+    /// End where the assistant's answer begins.
+    pub add_generation_prompt: bool,
+    /// Tools as the request has them; none are none for the template, too.
+    pub tools: Vec<serde_json::Value>,
+    /// Further variables of the template.
+    pub variables: Vec<(String, serde_json::Value)>,
 }
 
 /// Text of a message. As JSON it is a string or a list of `{"type": "text", "text": "…"}`, joined by line breaks; other
@@ -85,6 +135,7 @@ pub enum ChatError {
 pub struct ChatTemplate {
     environment: Environment<'static>,
     special: Vec<(&'static str, String)>,
+    source: String,
 }
 
 impl ChatTemplate {
@@ -138,7 +189,7 @@ impl ChatTemplate {
         environment
             .add_template_owned(NAME, pass_generation_blocks(source))
             .map_err(|e| TextError::Template { path: path.to_owned(), problem: describe(&e) })?;
-        Ok(Self { environment, special: config.special.clone() })
+        Ok(Self { environment, special: config.special.clone(), source: source.to_owned() })
     }
 
     /// Renders `messages` to text. With `add_generation_prompt` it ends where the assistant's answer begins. `now` is the
@@ -149,21 +200,56 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         now: SystemTime,
     ) -> Result<String, ChatError> {
+        self.render_with(messages, &Rendering { add_generation_prompt, ..Rendering::default() }, now)
+    }
+
+    /// Whether the template's text has the variable `name`.
+    #[must_use]
+    pub fn mentions(&self, name: &str) -> bool {
+        let part = |c: char| c.is_alphanumeric() || c == '_';
+        self.source
+            .match_indices(name)
+            .any(|(at, _)| !self.source[..at].ends_with(part) && !self.source[at + name.len()..].starts_with(part))
+    }
+
+    /// How the template writes tool calls and reasoning, as far as its text shows.
+    #[must_use]
+    pub fn formats(&self) -> Formats {
+        Formats { tools: ToolFormat::of_template(&self.source), reasoning: ReasoningFormat::of_template(&self.source) }
+    }
+
+    /// [`ChatTemplate::render`] with tools and further variables. The template's own variables win over those of the same name.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn render_with(
+        &self,
+        messages: &[ChatMessage],
+        rendering: &Rendering,
+        now: SystemTime,
+    ) -> Result<String, ChatError> {
         let special = self.special.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
+        let tools =
+            if rendering.tools.is_empty() { Value::from(()) } else { rendering.tools.iter().map(of_json).collect() };
         let own = [
             ("messages", messages.iter().map(ChatMessage::to_value).collect()),
-            ("add_generation_prompt", Value::from(add_generation_prompt)),
-            ("tools", Value::from(())),
+            ("add_generation_prompt", Value::from(rendering.add_generation_prompt)),
+            ("tools", tools),
             ("documents", Value::from(())),
             (NOW, Value::from(unix_seconds(now))),
         ];
-        let context = Value::from_pairs(special.chain(own));
+        let variables = rendering.variables.iter().map(|(name, value)| (name.as_str(), of_json(value)));
+        let context = Value::from_pairs(variables.chain(special).chain(own));
         let template = self.environment.get_template(NAME).map_err(|e| ChatError::Failed(describe(&e)))?;
         template.render(context).map_err(|e| match find_raised(&e) {
             Some(message) => ChatError::Refused(message),
             None => ChatError::Failed(describe(&e)),
         })
     }
+}
+
+fn of_json(value: &serde_json::Value) -> Value {
+    Value::deserialize(value).expect("every JSON value is a value of a template")
 }
 
 /// Message of a template's `raise_exception`.

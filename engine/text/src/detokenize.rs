@@ -90,6 +90,8 @@ impl Assembly {
 pub struct IncrementalDetokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special: bool,
+    /// Special tokens that give text even so, ascending.
+    shown: Arc<[u32]>,
     assembly: Assembly,
 }
 
@@ -98,12 +100,21 @@ impl IncrementalDetokenizer {
     #[must_use]
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Self {
         let assembly = Assembly::new(&tokenizer);
-        Self { tokenizer, skip_special, assembly }
+        Self { tokenizer, skip_special, shown: Arc::default(), assembly }
+    }
+
+    /// Gives the text of these special tokens even where special tokens are skipped.
+    #[must_use]
+    pub fn showing(mut self, mut special: Vec<u32>) -> Self {
+        special.sort_unstable();
+        self.shown = special.into();
+        self
     }
 
     /// Appends the text that the token completes, possibly empty.
     pub fn push(&mut self, id: u32, out: &mut String) {
-        self.assembly.push(&self.tokenizer, id, self.skip_special, out);
+        let skip = self.skip_special && self.shown.binary_search(&id).is_err();
+        self.assembly.push(&self.tokenizer, id, skip, out);
     }
 
     /// Appends the text held back. Call it once, after the last token.

@@ -1,4 +1,4 @@
-//! Text to tokens and back: tokenizer, chat template, incremental detokenizer, stop strings.
+//! Text to tokens and back: tokenizer, chat template, incremental detokenizer, stop strings, tool calls and reasoning.
 //!
 //! The HTTP server calls it; below it there are tokens only. It must never know weights, requests or sockets. The
 //! streaming types ([`IncrementalDetokenizer`], [`StopStrings`]) give the same result however their input is split.
@@ -11,11 +11,12 @@ mod convert;
 mod date;
 pub mod detokenize;
 mod json;
+pub mod parse;
 mod pieces;
 pub mod stop;
 pub mod tokenizer;
 
-pub use chat::{ChatError, ChatMessage, ChatTemplate, Content};
+pub use chat::{ChatError, ChatMessage, ChatTemplate, Content, Rendering, ToolCall};
 pub use convert::export::Exported;
 pub use convert::gguf::GgufVocabulary;
 pub use detokenize::IncrementalDetokenizer;

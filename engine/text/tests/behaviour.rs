@@ -86,7 +86,7 @@ fn template(source: &str) -> Result<ChatTemplate, TextError> {
 }
 
 fn message(role: &str, content: &str) -> ChatMessage {
-    ChatMessage { role: role.to_owned(), content: Content(content.to_owned()), name: None }
+    ChatMessage { role: role.to_owned(), content: Content(content.to_owned()), ..ChatMessage::default() }
 }
 
 fn render(source: &str, messages: &[ChatMessage]) -> Result<String, ChatError> {

@@ -45,7 +45,7 @@ async fn requests_that_are_wrong() {
         ("/v1/chat/completions", json!({"messages": []})),
         ("/v1/chat/completions", json!({"messages": "hi"})),
         ("/v1/chat/completions", json!({"messages": [{"role": "user"}]})),
-        ("/v1/chat/completions", json!({"messages": [{"role": "tool", "content": "a"}]})),
+        ("/v1/chat/completions", json!({"messages": [{"role": "robot", "content": "a"}]})),
         ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "refuse me"}]})),
         ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})),
         ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]})),

@@ -34,7 +34,7 @@ fn refused() -> Vec<(&'static str, Value)> {
 
 fn refused_in_chat() -> Vec<(&'static str, Value)> {
     vec![
-        ("tools", json!([{"type": "function"}])),
+        ("tools", json!([{"type": "function", "function": {"name": "f"}}])),
         ("tool_choice", json!("required")),
         ("functions", json!([{}])),
         ("function_call", json!({"name": "f"})),

@@ -4,6 +4,7 @@ mod cancel;
 mod errors;
 mod fields;
 mod streams;
+mod tools;
 mod whole;
 
 use crate::scripted;

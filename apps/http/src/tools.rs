@@ -1,0 +1,246 @@
+//! Fields of a chat about tools and about what its template gets: `tools`, `tool_choice`, `parallel_tool_calls`,
+//! `reasoning_effort`, `chat_template_kwargs`.
+
+use crate::{
+    error::ApiError,
+    fields::{Fields, missing, text, wrong_type},
+    json::{Json, Kind},
+    limits::{TEMPLATE_FIELD_BYTES_MAX, TOOLS_MAX},
+    params::{required, too_many},
+};
+use lagoon_text::{
+    ChatTemplate, Rendering, Tokenizer,
+    parse::{AnswerParser, Formats, Tool},
+};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// Variables of a template that a request may not set by `chat_template_kwargs`.
+const RESERVED: &[&str] = &["messages", "tools", "documents", "add_generation_prompt", "lagoon_now"];
+const EFFORT: &str = "reasoning_effort";
+const VARIABLES: &str = "chat_template_kwargs";
+
+/// What a chat asks of its template and of the parser of its answer.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ToolFields {
+    /// Tools that may be called: none with `tool_choice` none.
+    pub(crate) tools: Arc<[Tool]>,
+    pub(crate) parallel: bool,
+    /// Further variables of the template.
+    pub(crate) variables: Vec<(String, Value)>,
+}
+
+impl ToolFields {
+    /// Takes the fields; refuses variables that the template does not have.
+    pub(crate) fn take(fields: &mut Fields<'_>, template: Option<&ChatTemplate>) -> Result<Self, ApiError> {
+        let tools = fields.take("tools").map_or(Ok(Vec::new()), tool_list)?;
+        let called = take_choice(fields, &tools)?;
+        let parallel = fields.bool("parallel_tool_calls", true)?;
+        let mut variables = Vec::new();
+        if let Some(value) = fields.take(VARIABLES) {
+            take_variables(value, &mut variables)?;
+        }
+        if let Some(effort) = fields.string(EFFORT)? {
+            if !["none", "minimal", "low", "medium", "high", "xhigh"].contains(&effort.as_str()) {
+                let message = format!(
+                    "the field `{EFFORT}` is `{effort}`, but must be none, minimal, low, medium, high or xhigh"
+                );
+                return Err(ApiError::field(EFFORT, "invalid_value", message));
+            }
+            variables.retain(|(name, _)| name != EFFORT);
+            variables.push((EFFORT.to_owned(), Value::from(effort)));
+        }
+        let tools = if called { tools.into() } else { Arc::default() };
+        let all = Self { tools, parallel, variables };
+        template.map_or(Ok(()), |template| all.check(template))?;
+        Ok(all)
+    }
+
+    pub(crate) fn rendering(&self, add_generation_prompt: bool) -> Rendering {
+        let tools = self.tools.iter().map(|tool| tool.definition.clone()).collect();
+        Rendering { add_generation_prompt, tools, variables: self.variables.clone() }
+    }
+
+    /// The parser of answers to `prompt`, where the model's `formats` or the request leave anything to find.
+    pub(crate) fn parser(&self, formats: Formats, prompt: &str) -> Option<ChatParser> {
+        let formats = Formats { tools: formats.tools.filter(|_| !self.tools.is_empty()), ..formats };
+        if formats == Formats::default() {
+            return None;
+        }
+        let calls_max = if self.parallel { usize::MAX } else { 1 };
+        Some(ChatParser { formats, answer: AnswerParser::new(formats, &self.tools, prompt, calls_max) })
+    }
+
+    /// Refuses by name what the template would ignore.
+    fn check(&self, template: &ChatTemplate) -> Result<(), ApiError> {
+        let name = self.variables.iter().map(|(name, _)| name.as_str()).find(|name| !template.mentions(name));
+        if let Some(name) = name {
+            let field = if name == EFFORT { EFFORT } else { VARIABLES };
+            let message = format!("the field `{field}` is not supported: the model's chat template has no `{name}`");
+            return Err(ApiError::field(field, "unsupported_parameter", message));
+        }
+        if !self.tools.is_empty() && !template.mentions("tools") {
+            let message = "the field `tools` is not supported: the model's chat template has no tools";
+            return Err(ApiError::field("tools", "unsupported_parameter", message));
+        }
+        Ok(())
+    }
+}
+
+/// Parser of a chat's answers; each sequence takes a clone.
+#[derive(Clone, Debug)]
+pub(crate) struct ChatParser {
+    pub(crate) formats: Formats,
+    pub(crate) answer: AnswerParser,
+}
+
+impl ChatParser {
+    /// Special tokens that the parser must see.
+    pub(crate) fn marks(&self, tokenizer: &Tokenizer) -> Vec<u32> {
+        self.formats.marks().filter_map(|mark| tokenizer.id(mark)).filter(|id| tokenizer.is_special(*id)).collect()
+    }
+}
+
+fn tool_list(value: Json<'_>) -> Result<Vec<Tool>, ApiError> {
+    if value.kind() != Kind::List {
+        return Err(wrong_type("tools", "a list of tools", value));
+    }
+    check_size("tools", value)?;
+    let count = value.items().count();
+    if count > TOOLS_MAX {
+        return Err(too_many("tools", count, TOOLS_MAX));
+    }
+    let tools: Vec<Tool> = value
+        .items()
+        .enumerate()
+        .map(|(index, item)| tool(&format!("tools[{index}]"), item))
+        .collect::<Result<_, _>>()?;
+    let repeated = tools.iter().enumerate().find(|(at, tool)| tools[..*at].iter().any(|other| other.name == tool.name));
+    match repeated {
+        None => Ok(tools),
+        Some((_, tool)) => {
+            let message = format!("the field `tools` has two functions of the name `{}`", tool.name);
+            Err(ApiError::field("tools", "invalid_value", message))
+        }
+    }
+}
+
+fn tool(path: &str, item: Json<'_>) -> Result<Tool, ApiError> {
+    let mut fields = Fields::nested(path, item)?;
+    function_type(&mut fields)?;
+    let function_name = fields.name("function");
+    let mut function = Fields::nested(&function_name, required(&mut fields, "function")?)?;
+    fields.finish()?;
+    let name = function_name_of(&mut function)?;
+    let description = function.string("description")?;
+    let parameters = match function.take("parameters") {
+        None => Value::Null,
+        Some(value) if value.kind() == Kind::Object => tree(&function.name("parameters"), value)?,
+        Some(value) => return Err(wrong_type(&function.name("parameters"), "a JSON schema", value)),
+    };
+    if function.bool("strict", false)? {
+        let name = function.name("strict");
+        let message = format!("the field `{name}` is not supported: calls are not held to their schema");
+        return Err(ApiError::field(name, "unsupported_parameter", message));
+    }
+    function.finish()?;
+    let mut definition = json!({"type": "function", "function": {"name": name}});
+    let written = [("description", description.map(Value::from)), ("parameters", Some(parameters.clone()))];
+    for (key, value) in written {
+        if let Some(value) = value.filter(|value| !value.is_null()) {
+            definition["function"][key] = value;
+        }
+    }
+    Ok(Tool { name, parameters, definition })
+}
+
+/// A function's name: letters, digits, `_`, `-` and `.`, at most 64 of them (more than OpenAI's, which has no dot).
+pub(crate) fn function_name_of(function: &mut Fields<'_>) -> Result<String, ApiError> {
+    let path = function.name("name");
+    let name = text(&path, required(function, "name")?)?;
+    let letter = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+    if name.is_empty() || name.len() > 64 || !name.chars().all(letter) {
+        let message = format!("the field `{path}` must have 1 to 64 letters, digits, `_`, `-` or `.`");
+        return Err(ApiError::field(path, "invalid_value", message));
+    }
+    Ok(name)
+}
+
+/// Takes `type`, which must be `function`.
+pub(crate) fn function_type(fields: &mut Fields<'_>) -> Result<(), ApiError> {
+    let name = fields.name("type");
+    match fields.string("type")?.as_deref() {
+        Some("function") => Ok(()),
+        Some(other) => {
+            let message = format!("the field `{name}` is `{other}`, but only `function` is supported");
+            Err(ApiError::field(name, "unsupported_parameter", message))
+        }
+        None => Err(missing(&name)),
+    }
+}
+
+/// Whether tools may be called. A choice that a grammar would have to enforce is refused.
+fn take_choice(fields: &mut Fields<'_>, tools: &[Tool]) -> Result<bool, ApiError> {
+    const NAME: &str = "tool_choice";
+    let Some(value) = fields.take(NAME) else { return Ok(true) };
+    let choice = match value.kind() {
+        Kind::Text => text(NAME, value)?,
+        Kind::Object => {
+            let mut choice = Fields::nested(NAME, value)?;
+            function_type(&mut choice)?;
+            let path = choice.name("function");
+            let mut function = Fields::nested(&path, required(&mut choice, "function")?)?;
+            choice.finish()?;
+            let name = function_name_of(&mut function)?;
+            function.finish()?;
+            if tools.iter().all(|tool| tool.name != name) {
+                let message = format!("the field `{path}.name` is `{name}`, which is none of `tools`");
+                return Err(ApiError::field(format!("{path}.name"), "invalid_value", message));
+            }
+            name
+        }
+        _ => return Err(wrong_type(NAME, "a string or an object", value)),
+    };
+    match (value.kind(), choice.as_str()) {
+        (Kind::Text, "auto") => Ok(true),
+        (Kind::Text, "none") => Ok(false),
+        (Kind::Text, other) if other != "required" => {
+            let message = format!("the field `{NAME}` is `{other}`, but must be none, auto, required or a function");
+            Err(ApiError::field(NAME, "invalid_value", message))
+        }
+        _ => {
+            let message = format!("the field `{NAME}` is only supported as none and auto: a call is not enforced");
+            Err(ApiError::field(NAME, "unsupported_parameter", message))
+        }
+    }
+}
+
+fn take_variables(value: Json<'_>, variables: &mut Vec<(String, Value)>) -> Result<(), ApiError> {
+    if value.kind() != Kind::Object {
+        return Err(wrong_type(VARIABLES, "an object", value));
+    }
+    check_size(VARIABLES, value)?;
+    let Value::Object(map) = tree(VARIABLES, value)? else { return Err(wrong_type(VARIABLES, "an object", value)) };
+    if let Some(name) = map.keys().find(|name| RESERVED.contains(&name.as_str())) {
+        let field = format!("{VARIABLES}.{name}");
+        let message = format!("the field `{field}` is not supported: the server sets this variable");
+        return Err(ApiError::field(field, "unsupported_parameter", message));
+    }
+    variables.extend(map);
+    Ok(())
+}
+
+fn check_size(name: &str, value: Json<'_>) -> Result<(), ApiError> {
+    let bytes = value.bytes();
+    if bytes <= TEMPLATE_FIELD_BYTES_MAX {
+        return Ok(());
+    }
+    let message = format!("the field `{name}` has {bytes} bytes, but at most {TEMPLATE_FIELD_BYTES_MAX} are allowed");
+    Err(ApiError::field(name, "invalid_value", message))
+}
+
+fn tree(name: &str, value: Json<'_>) -> Result<Value, ApiError> {
+    value
+        .read()
+        .map_err(|error| ApiError::field(name, "invalid_value", format!("the field `{name}` cannot be read: {error}")))
+}
