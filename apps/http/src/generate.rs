@@ -7,7 +7,7 @@
 use crate::{engine::Generation, error::ApiError, limits::Limits, metrics};
 use futures::stream::{self, BoxStream, SelectAll, StreamExt};
 use lagoon_text::{IncrementalDetokenizer, StopStrings};
-use lagoon_types::{FinishReason, RequestError, TokenEvent, TokenLogprobs};
+use lagoon_types::{FinishReason, PromptLogprob, RequestError, TokenEvent, TokenLogprobs};
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
 
@@ -19,6 +19,15 @@ pub(crate) struct Token {
     pub(crate) logits: Option<Vec<f32>>,
 }
 
+/// What the engine reports of a sequence's prompt.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PromptPart {
+    /// Tokens whose KV was in the prefix cache.
+    pub(crate) cached_tokens: usize,
+    /// Of all tokens but the first, if requested.
+    pub(crate) logprobs: Vec<PromptLogprob>,
+}
+
 /// A piece of one sequence: usually one token and its text. Text that may still change (an incomplete character, a
 /// possible stop string) is held back for a later piece.
 #[derive(Clone, Debug)]
@@ -27,6 +36,8 @@ pub(crate) struct Piece {
     pub(crate) index: usize,
     pub(crate) text: String,
     pub(crate) tokens: Vec<Token>,
+    /// In the sequence's first piece, if there is something to say.
+    pub(crate) prompt: PromptPart,
     /// Set in the sequence's last piece.
     pub(crate) finish: Option<FinishReason>,
 }
@@ -55,13 +66,15 @@ pub(crate) struct TextRules {
     pub(crate) min_tokens: u32,
     /// Report a token at once even when it adds no text yet.
     pub(crate) every_token: bool,
+    /// Whether a token that ends the sequence has its text in the answer.
+    pub(crate) include_stop: bool,
 }
 
 impl TextRules {
     /// Adds a token. Returns the text that can be sent now, and whether a stop string ended the sequence.
     fn push(&mut self, id: u32) -> (String, bool) {
         let (mut new, mut certain) = (String::new(), String::new());
-        if self.stop_ids.binary_search(&id).is_err() {
+        if self.include_stop || self.stop_ids.binary_search(&id).is_err() {
             self.decoder.push(id, &mut new);
         }
         if let Some(left) = self.min_tokens.checked_sub(1) {
@@ -116,6 +129,8 @@ pub(crate) struct Sequence {
     last_token: Option<Instant>,
     /// Tokens whose text is held back.
     held: Vec<Token>,
+    /// Reported with the first piece.
+    prompt: PromptPart,
 }
 
 impl Sequence {
@@ -131,6 +146,7 @@ impl Sequence {
             submitted: Instant::now(),
             last_token: None,
             held: Vec::new(),
+            prompt: PromptPart::default(),
         }
     }
 
@@ -139,6 +155,10 @@ impl Sequence {
         loop {
             let event = self.event().await?;
             let outcome = match event {
+                Ok(TokenEvent::Prompt { cached_tokens, logprobs }) => {
+                    self.prompt = PromptPart { cached_tokens: cached_tokens as usize, logprobs };
+                    Ok(None)
+                }
                 Ok(TokenEvent::Token { id, logprobs, logits }) => Ok(self.token(Token { id, logprobs, logits })),
                 Ok(TokenEvent::Finished { reason, .. }) => Ok(Some(self.finished(reason))),
                 Ok(TokenEvent::Failed(error)) => Err(Failure {
@@ -206,7 +226,8 @@ impl Sequence {
     }
 
     fn piece(&mut self, text: String, finish: Option<FinishReason>) -> Piece {
-        Piece { index: self.index, text, tokens: std::mem::take(&mut self.held), finish }
+        let (tokens, prompt) = (std::mem::take(&mut self.held), std::mem::take(&mut self.prompt));
+        Piece { index: self.index, text, tokens, prompt, finish }
     }
 
     fn observe_token(&mut self) {

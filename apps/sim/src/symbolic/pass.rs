@@ -294,6 +294,7 @@ impl Pass {
             token: token_of(self.hidden[(s.row0 + s.rows - 1) as usize]),
             logprobs: None,
             logits: None,
+            excluded: false,
         };
         wanted.map(sample).collect()
     }

@@ -21,10 +21,11 @@ use cost::{CostModel, LinkCost, OwnCost};
 use lagoon_backend::{DeviceError, LaunchCounters};
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{BulkFrame, LentMemory, PartialsFrame, RefuseCode, StepTicket};
+use lagoon_runner::sampling::SampleError;
 use lagoon_runner::{Command, Fetch, MapId, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
 use lagoon_types::run::visible;
 use lagoon_types::{
-    Chunk, InstanceId, LeaseId, LeaseRun, MicroBatch, RequestError, SeqId, StepId, StepPlan, TokenEvent,
+    Chunk, InstanceId, LeaseId, LeaseRun, MicroBatch, PromptLogprob, RequestError, SeqId, StepId, StepPlan, TokenEvent,
 };
 use mapped::Mapped;
 use std::collections::{BTreeMap, BTreeSet};
@@ -95,6 +96,11 @@ pub(crate) enum StepEvent {
         micro_batch: MicroBatch,
         samples: Vec<SampleOut>,
     },
+    /// Log-probabilities of prompts' tokens, by sequence, from a position on.
+    Scores {
+        step: StepId,
+        scores: Vec<(SeqId, u32, Vec<PromptLogprob>)>,
+    },
     Failed {
         step: StepId,
         micro_batch: MicroBatch,
@@ -152,6 +158,11 @@ impl Steps {
             StepEvent::Queries { step, layer, frames } => self.on_queries(cx, step, layer, frames),
             StepEvent::Written { step, layer, kv } => self.on_written(cx, batch, step, layer, kv),
             StepEvent::Layer { step, layer } => self.on_layer(cx, step, layer),
+            StepEvent::Scores { step, scores } => {
+                if self.flight(step).is_some() {
+                    scores.into_iter().for_each(|(seq, first, scores)| batch.add_scores(seq, first, scores));
+                }
+            }
             StepEvent::Done { step, micro_batch, samples } => {
                 self.on_done(cx, batch, others, step, micro_batch, samples);
             }
@@ -306,6 +317,7 @@ impl Steps {
                 index: seq.for_others.unwrap_or_else(|| u64::from(seq.generated())),
                 return_logits: seq.return_logits,
                 banned: seq.banned(),
+                seen: seq.seen.clone(),
             });
             let window_start = visible(chunk.start, cx.config.window).start;
             let mut segments = Vec::new();
@@ -317,6 +329,7 @@ impl Steps {
                 chunk.start
             };
             builder.rows(chunk, &seq.tokens[span], &segments);
+            builder.score(chunk, seq);
             let run0 = builder.work.runs.len();
             seq.blocks.local_runs(end, window_start, &mut builder.work.runs);
             let loads = chunk.ring.is_some_and(|ring| ring.load) && !mutants::is(Mutant::WindowUnread);
@@ -509,12 +522,18 @@ impl Steps {
                 continue;
             }
             assert!(sample.as_ref().is_none_or(|s| s.seq == chunk.seq), "samples come in the order of the plan");
-            if seq.for_others.is_some() {
+            if seq.for_others.is_some() && !sample.as_ref().is_some_and(|sample| sample.excluded) {
                 cx.emit(Outcome::Chunk { seq: chunk.seq });
                 sample.into_iter().for_each(|sample| cx.emit(Outcome::Prefilled { seq: chunk.seq, sample }));
                 continue;
             }
             let Some(sample) = sample else { continue };
+            if sample.excluded {
+                batch.fail(cx, others.prefills, chunk.seq, excluded());
+                continue;
+            }
+            let prompt = batch.report_prompt(chunk.seq);
+            cx.effects.extend(prompt.map(|event| Effect::Emit { seq: chunk.seq, event }));
             let end = batch.push_token(cx, chunk.seq, sample.token);
             let event = TokenEvent::Token { id: sample.token, logprobs: sample.logprobs, logits: sample.logits };
             cx.effects.push(Effect::Emit { seq: chunk.seq, event });
@@ -650,6 +669,11 @@ fn cancel_tickets<'a>(cx: &mut Cx, step: StepId, creditors: impl IntoIterator<It
             cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::StepCancel { step } });
         }
     }
+}
+
+/// The error of a request that excludes every token.
+fn excluded() -> RequestError {
+    RequestError::Invalid(SampleError::Excluded.to_string())
 }
 
 fn as_u32(n: usize) -> u32 {

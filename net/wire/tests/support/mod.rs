@@ -273,6 +273,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     };
     let (banned, window) = (vec![2, 300], true);
     let logit_bias = vec![LogitBias { token: 300, bias: -2.5 }];
+    let penalties = Some(PrefillPenalties { presence: 0.5, frequency: -0.25, repetition: Some(1.5) });
     let ready = PrefillReady {
         request: 12,
         lease: 77,
@@ -289,6 +290,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         prefill_ms: 222,
         queued_tokens: 3333,
         window_blocks: 0,
+        cached_tokens: 0,
     };
     let state = RoleState { now: Role::Instance.into(), becoming: Some(Role::Decode.into()), order_received: 0 };
     let order_received =
@@ -301,7 +303,16 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         ("prefill_request", ControlBody::PrefillRequest(request.clone())),
         ("prefill_request_banned", ControlBody::PrefillRequest(PrefillRequest { banned, ..request.clone() })),
         ("prefill_request_windowed", ControlBody::PrefillRequest(PrefillRequest { window, ..request.clone() })),
-        ("prefill_request_biased", ControlBody::PrefillRequest(PrefillRequest { logit_bias, ..request })),
+        ("prefill_request_biased", ControlBody::PrefillRequest(PrefillRequest { logit_bias, ..request.clone() })),
+        ("prefill_request_penalised", ControlBody::PrefillRequest(PrefillRequest { penalties, ..request.clone() })),
+        (
+            "prefill_request_salted",
+            ControlBody::PrefillRequest(PrefillRequest {
+                allowed: vec![2, 300],
+                cache_salt: "tenant".into(),
+                ..request
+            }),
+        ),
         ("prefill_ready", ControlBody::PrefillReady(ready.clone())),
         ("prefill_ready_windowed", ControlBody::PrefillReady(PrefillReady { blocks: 3, window_blocks: 2, ..ready })),
         (
