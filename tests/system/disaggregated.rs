@@ -419,7 +419,7 @@ fn shuffled_pools_give_the_same_tokens_and_leave_nothing(mode: Mode) {
         world.run();
         let done: Vec<usize> = (0..world.requests.len()).filter(|n| !world.requests[*n].cancelled).collect();
         let requests: Vec<_> = done.iter().map(|n| world.requests[*n].request.clone()).collect();
-        let single = lagoon_tests::cluster::compare::single(&spec, &requests);
+        let single = single(&spec, &requests);
         let tolerance = lagoon_tests::cluster::compare::f32_tolerance(&single);
         for (n, single) in done.iter().zip(&single) {
             let log = &world.requests[*n];

@@ -202,3 +202,31 @@ fn a_lower_priority_number_is_admitted_first() {
     assert_eq!(ends, [ids[0], ids[3], ids[2], ids[1]]);
     assert_equals_single("by priority", &world, &pool);
 }
+
+/// With `--batch-invariant` the logits of a request are the same bits alone and beside others, however its prompt is cut into
+/// chunks and wherever its rBlocks lie.
+#[test]
+fn logits_do_not_depend_on_what_else_runs() {
+    for name in ["llama3_old", "mistral_window", "head_dim_64"] {
+        let pool = PoolSpec::golden(name, 16);
+        let spec = |step_rows| Spec { step_rows, batch_invariant: true, rows: false, ..Spec::cpu(40) };
+        let request = greedy(prompt(1, 75, 128), 24);
+        let mut alone = World::single(pool.clone(), spec(128));
+        alone.submit(0, request.clone());
+        alone.run();
+        let mut beside = World::single(pool.clone(), spec(29));
+        let early: Vec<_> =
+            (2..5).map(|seed| beside.submit(0, greedy(prompt(seed, 20 * seed as usize, 128), 9))).collect();
+        beside.run_until(|w| w.requests[early[0]].tokens.len() == 3);
+        let id = beside.submit(0, request);
+        beside.run_until(|w| w.requests[id].tokens.len() == 5);
+        (5..8).for_each(|seed| _ = beside.submit(0, greedy(prompt(seed, 31, 128), 12)));
+        beside.run();
+        let (alone, beside) = (&alone.requests[0], &beside.requests[id]);
+        assert_eq!(alone.tokens, beside.tokens, "{name}");
+        for (at, (a, b)) in alone.logits.iter().zip(&beside.logits).enumerate() {
+            let differs = a.iter().zip(b).position(|(a, b)| a.to_bits() != b.to_bits());
+            assert_eq!(differs, None, "{name}, token {at}");
+        }
+    }
+}

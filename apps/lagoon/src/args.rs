@@ -183,6 +183,10 @@ pub(crate) struct EngineArgs {
     /// another client sent the same prefix before.
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     pub(crate) prefix_cache: bool,
+    /// At temperature 0, an answer is the same, bit by bit, whatever else runs on the instance, as long as it borrows no memory.
+    /// The CPU backend only, and not with --kv-groups=on; packed weights are converted, and prompts computed more slowly.
+    #[arg(long)]
+    pub(crate) batch_invariant: bool,
     /// Threads of the CPU backend [default: all cores].
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,

