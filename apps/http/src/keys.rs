@@ -266,11 +266,17 @@ impl Meter {
         HeaderValue::from_bytes(self.tenant.as_bytes()).ok().filter(|name| !name.is_empty())
     }
 
+    /// The tenant with this name, without a rate limit.
+    #[must_use]
+    pub fn of_tenant(name: &str) -> Self {
+        Self { rate: None, tenant: name.into() }
+    }
+
     /// The tenant that the gateway names, of a request that needs no key here.
     fn passed_on(headers: &HeaderMap) -> Self {
         let name = headers.get(TENANT_HEADER).and_then(|name| std::str::from_utf8(name.as_bytes()).ok());
         let name = name.filter(|name| name.len() <= NAME_BYTES_MAX).unwrap_or_default();
-        Self { rate: None, tenant: name.into() }
+        Self::of_tenant(name)
     }
 
     /// Counts tokens of the request, prompt or answer.

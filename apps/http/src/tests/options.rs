@@ -17,7 +17,7 @@ async fn complete(text: &'static str, extra: Value) -> Value {
 }
 
 #[tokio::test]
-async fn sampling_fields_reach_the_engine() {
+async fn sampling_fields_arrive_at_the_engine() {
     let engine = ScriptedEngine::saying("ok");
     let client = Client::of(engine.clone()).await;
     let body = json!({

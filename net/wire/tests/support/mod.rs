@@ -259,6 +259,16 @@ fn sampling() -> PrefillSampling {
     }
 }
 
+fn penalised(request: PrefillRequest) -> ControlBody {
+    let penalties = Some(PrefillPenalties { presence: 0.5, frequency: -0.25, repetition: Some(1.5) });
+    ControlBody::PrefillRequest(PrefillRequest { penalties, ..request })
+}
+
+fn salted(request: PrefillRequest) -> ControlBody {
+    let (allowed, cache_salt) = (vec![2, 300], "tenant".into());
+    ControlBody::PrefillRequest(PrefillRequest { allowed, cache_salt, ..request })
+}
+
 fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     let worker =
         Worker { instance: 4, quic_addr: "10.0.0.4:7000".into(), role: Role::Prefill.into(), blocks_total: 900 };
@@ -273,7 +283,6 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     };
     let (banned, window) = (vec![2, 300], true);
     let logit_bias = vec![LogitBias { token: 300, bias: -2.5 }];
-    let penalties = Some(PrefillPenalties { presence: 0.5, frequency: -0.25, repetition: Some(1.5) });
     let ready = PrefillReady {
         request: 12,
         lease: 77,
@@ -304,15 +313,8 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         ("prefill_request_banned", ControlBody::PrefillRequest(PrefillRequest { banned, ..request.clone() })),
         ("prefill_request_windowed", ControlBody::PrefillRequest(PrefillRequest { window, ..request.clone() })),
         ("prefill_request_biased", ControlBody::PrefillRequest(PrefillRequest { logit_bias, ..request.clone() })),
-        ("prefill_request_penalised", ControlBody::PrefillRequest(PrefillRequest { penalties, ..request.clone() })),
-        (
-            "prefill_request_salted",
-            ControlBody::PrefillRequest(PrefillRequest {
-                allowed: vec![2, 300],
-                cache_salt: "tenant".into(),
-                ..request
-            }),
-        ),
+        ("prefill_request_penalised", penalised(request.clone())),
+        ("prefill_request_salted", salted(request)),
         ("prefill_ready", ControlBody::PrefillReady(ready.clone())),
         ("prefill_ready_windowed", ControlBody::PrefillReady(PrefillReady { blocks: 3, window_blocks: 2, ..ready })),
         (
