@@ -95,7 +95,8 @@ fn chat_prompt(
     // Chat templates write the beginning-of-sequence token themselves.
     let mut prompt = state.encode(&prompt, false, asker)?;
     check_max_tokens(params.max_tokens, false)?;
-    params.options.truncate(&mut prompt, info.max_model_tokens.saturating_sub(1));
+    let room = info.max_model_tokens.saturating_sub(params.max_tokens.unwrap_or(1));
+    params.options.truncate(&mut prompt, room);
     params.sampling.bad_words = params.options.encode_bad_words(state, asker)?.into();
     let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
     let room = limit.saturating_sub(u32::try_from(prompt.len()).unwrap_or(u32::MAX)).max(1);
