@@ -21,7 +21,7 @@ use plan::{Plan, Task, Work};
 use std::ops::Range;
 
 /// Positions at multiples of which tiles of keys begin, for results that do not depend on where runs end.
-pub(super) const ALIGNED: u32 = row::TILE as u32;
+pub(super) const ALIGNED: u32 = 16;
 
 /// Memory that attention keeps between calls.
 #[derive(Debug, Default)]
