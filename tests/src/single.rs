@@ -100,6 +100,7 @@ impl<D: Device> Session<D> {
             remote: RemoteWork::default(),
             next_row: None,
             watched: false,
+            scores: Vec::new(),
         };
         self.executor.push(Command::Step(Box::new(work)));
         let mut done = None;
@@ -147,5 +148,6 @@ pub fn greedy() -> SampleSpec {
         index: 0,
         return_logits: true,
         banned: Arc::default(),
+        seen: None,
     }
 }

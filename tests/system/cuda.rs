@@ -303,8 +303,9 @@ fn the_device_draws_what_the_host_draws() {
             let params = (0..count as u64).map(|row| some(round * 8 + row * 2 + micro_batch as u64));
             let draws: Vec<_> = params.clone().map(|p| Sampler::row(&p, round).unwrap()).collect();
             device.sample_ahead(micro_batch, tensor, &draws).unwrap();
-            let drawn =
-                params.zip(logits.chunks(vocab)).map(|(p, logits)| sampler.sample(logits, &p, round, &[]).unwrap().id);
+            let drawn = params
+                .zip(logits.chunks(vocab))
+                .map(|(p, logits)| sampler.sample(logits, &p, round, &[], None).unwrap().id);
             expected[micro_batch].extend(drawn);
         }
         for (micro_batch, expected) in expected.iter().enumerate() {

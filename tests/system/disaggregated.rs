@@ -1,7 +1,7 @@
 //! Prompts prefilled by one instance and decoded by another give a single instance's answers, and leave nothing
 //! behind: KV read after prefill (pull), and during it (push).
 
-use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
+use lagoon_tests::cluster::compare::{assert_equals_single, prompt, single};
 use lagoon_tests::cluster::{Fault, PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::{Golden, max_diff, models};
 use lagoon_types::GenerateRequest;
@@ -419,7 +419,7 @@ fn shuffled_pools_give_the_same_tokens_and_leave_nothing(mode: Mode) {
         world.run();
         let done: Vec<usize> = (0..world.requests.len()).filter(|n| !world.requests[*n].cancelled).collect();
         let requests: Vec<_> = done.iter().map(|n| world.requests[*n].request.clone()).collect();
-        let single = lagoon_tests::cluster::compare::single(&spec, &requests);
+        let single = single(&spec, &requests);
         let tolerance = lagoon_tests::cluster::compare::f32_tolerance(&single);
         for (n, single) in done.iter().zip(&single) {
             let log = &world.requests[*n];
@@ -526,5 +526,30 @@ fn a_worker_adds_the_biases_of_a_request() {
     world.run();
     assert_eq!(world.requests[biased].tokens, [7; 4]);
     assert_eq!(world.live(1).status().prefill.pulled, 1, "the worker drew the first");
+    world.check_empty();
+}
+
+/// The worker draws the first token with the request's penalties, over the prompt and what was generated before, and of the
+/// allowed tokens only; bad words come as tokens that it may not draw.
+#[test]
+fn a_worker_draws_by_all_rules_of_a_request() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = pool(&spec, None, &[Mode::PULL.prefill(60), Mode::PULL.decode(60)], 1);
+    let mut requests = vec![greedy(prompt(1, 50, 128), 6); 4];
+    requests[0].sampling.repetition_penalty = 50.0;
+    requests[1].sampling.allowed_token_ids = [3, 9, 70].into();
+    let first = single(&spec, &requests[..1])[0].tokens[0];
+    requests[2].sampling.repetition_penalty = 50.0;
+    requests[2].sampling.bad_words = [Box::from([first])].into();
+    // Part of the answer comes with the prompt.
+    requests[3].sampling.frequency_penalty = 2.0;
+    requests[3].prompt.extend([first; 5]);
+    requests[3].answered = 5;
+    requests[3].max_tokens = 8;
+    requests.into_iter().for_each(|request| _ = world.submit(1, request));
+    world.run();
+    assert_equals_single("drawn elsewhere", &world, &spec);
+    assert_eq!(world.live(1).status().prefill.pulled, 4);
+    assert_ne!(world.requests[0].tokens[0], world.requests[2].tokens[0]);
     world.check_empty();
 }

@@ -154,6 +154,13 @@ impl Hostile {
                     token: of.rng.below(200) as u32,
                     bias: of.rng.pick(&[0.5, -100.0, f32::NAN, 1e30]),
                 }),
+                penalties: self.yes().then(|| p::PrefillPenalties {
+                    presence: self.rng.pick(&[0.0, 0.5, f32::NAN, 1e30]),
+                    frequency: self.rng.pick(&[0.0, -2.0, f32::INFINITY]),
+                    repetition: self.yes().then(|| self.rng.pick(&[1.5, 0.0, -1.0, f32::NAN])),
+                }),
+                allowed: self.many(4, |of| of.rng.below(200) as u32),
+                cache_salt: if self.yes() { "tenant".to_owned() } else { String::new() },
             }),
         }
     }
@@ -244,6 +251,7 @@ impl Hostile {
                 prefill_ms: self.n(),
                 queued_tokens: self.n(),
                 window_blocks: self.n32(),
+                cached_tokens: self.n32(),
             }),
         }
     }

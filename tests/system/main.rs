@@ -47,6 +47,7 @@ mod process_up;
 mod random;
 mod recovery;
 mod roles;
+mod sampling;
 mod split;
 mod staged;
 mod swapping;

@@ -5,10 +5,11 @@
 
 use crate::{
     error::ApiError,
-    generate::{Failure, Piece, Pieces},
+    generate::{Failure, Piece, Pieces, PromptPart},
     journal::{self, Began, Entry, SentTokens},
     keys::Meter,
-    reply::{self, Choice, Content, Delta, Endpoint, Reply, Usage},
+    params::UsageWanted,
+    reply::{self, Choice, Content, Delta, Endpoint, PromptTokensDetails, Reply, Usage},
 };
 use axum::{
     body::{Body, Bytes},
@@ -17,6 +18,7 @@ use axum::{
 };
 use futures::{StreamExt, stream};
 use lagoon_text::Tokenizer;
+use lagoon_types::{FinishReason, PromptLogprob};
 use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
 
 const ASSISTANT: &str = "assistant";
@@ -32,7 +34,16 @@ pub(crate) struct Answer {
     /// One per prompt; sequence `i` belongs to prompt `i / n`.
     pub(crate) prompts: Vec<Vec<u32>>,
     pub(crate) n: usize,
-    pub(crate) include_usage: bool,
+    pub(crate) usage: UsageWanted,
+    /// Tokens of each prompt whose KV was cached.
+    pub(crate) cached: Vec<usize>,
+    /// Log-probabilities of each prompt's tokens but the first, as far as they are known.
+    pub(crate) scores: Vec<Vec<PromptLogprob>>,
+    /// Alternatives to report per token of the prompts.
+    pub(crate) prompt_logprobs: Option<u32>,
+    /// Alternatives in `logprobs`.
+    pub(crate) logprobs_top: usize,
+    pub(crate) echo: Option<Echo>,
     pub(crate) return_token_ids: bool,
     /// Whether ids of tool calls have nine letters.
     pub(crate) short_call_ids: bool,
@@ -44,6 +55,14 @@ pub(crate) struct Answer {
     pub(crate) journal: Option<Began>,
     /// The rate limit to which generated tokens are charged.
     pub(crate) meter: Meter,
+}
+
+/// The prompts' texts, which their answers begin with.
+#[derive(Debug)]
+pub(crate) struct Echo {
+    pub(crate) texts: Vec<String>,
+    /// Whether the prompt is all that was asked for: what was generated is dropped.
+    pub(crate) prompt_only: bool,
 }
 
 /// Sent part of one sequence.
@@ -68,7 +87,8 @@ impl Answer {
         let sequences = self.prompts.len() * self.n;
         let mut all: Vec<Piece> = (0..sequences).map(|index| Piece { index, ..Piece::default() }).collect();
         while let Some(piece) = pieces.next().await {
-            let piece = piece?;
+            let mut piece = piece?;
+            self.keep_prompt(piece.index, std::mem::take(&mut piece.prompt));
             let into = &mut all[piece.index];
             into.text.push_str(&piece.text);
             into.reasoning.push_str(&piece.reasoning);
@@ -131,16 +151,22 @@ impl Answer {
             model: &self.model,
             choices,
             prompt_token_ids: whole_chat.then(|| self.prompts[0].clone()),
-            usage: (chunk && self.include_usage).then_some(None),
+            prompt_logprobs: (chat && !chunk).then(|| self.prompt_scores(0)).flatten(),
+            usage: (chunk && self.usage != UsageWanted::Never).then_some(None),
         }
     }
 
     /// One chunk with one piece.
-    fn chunk(&mut self, piece: Piece) -> String {
+    fn chunk(&mut self, mut piece: Piece) -> String {
         let index = piece.index;
+        self.keep_prompt(index, std::mem::take(&mut piece.prompt));
         let first = !self.progress[index].started;
         let choice = self.choice(piece, true);
+        let usage = self.usage();
         let mut reply = self.reply(vec![choice], true);
+        if self.usage == UsageWanted::Every {
+            reply.usage = Some(Some(usage));
+        }
         if first && self.return_token_ids && self.endpoint == Endpoint::Chat {
             reply.prompt_token_ids = Some(self.prompts[index / self.n].clone());
         }
@@ -164,6 +190,12 @@ impl Answer {
     }
 
     fn choice(&mut self, mut piece: Piece, chunk: bool) -> Choice {
+        let prompt = piece.index / self.n;
+        if self.echo.as_ref().is_some_and(|echo| echo.prompt_only) {
+            piece.text.clear();
+            piece.tokens.clear();
+            piece.finish = piece.finish.map(|_| Finish::new(FinishReason::Length, false));
+        }
         let tool_calls = self.calls(&mut piece, chunk);
         let reasoning_content = Some(std::mem::take(&mut piece.reasoning)).filter(|text| !text.is_empty());
         let progress = &mut self.progress[piece.index];
@@ -171,8 +203,15 @@ impl Answer {
         progress.started = true;
         progress.completion_tokens += piece.tokens.len();
         self.meter.charge(piece.tokens.len() as u64);
-        let logprobs = (self.logprobs && !piece.tokens.is_empty())
-            .then(|| reply::logprobs(self.endpoint, &self.tokenizer, &piece.tokens, &mut progress.offset));
+        let echo = self.echo.as_ref().filter(|_| first);
+        let mut logprobs = reply::Positions::default();
+        if let Some(echo) = echo {
+            piece.text.insert_str(0, &echo.texts[prompt]);
+            let scores = &self.scores[prompt];
+            logprobs.prompt(&self.tokenizer, &self.prompts[prompt], scores, self.logprobs_top);
+        }
+        let logprobs = (self.logprobs && (echo.is_some() || !piece.tokens.is_empty()))
+            .then(|| reply::logprobs(self.endpoint, &self.tokenizer, &piece.tokens, logprobs, &mut progress.offset));
         let prompt_ids = self.return_token_ids && self.endpoint == Endpoint::Completions && first;
         let content = match (self.endpoint, chunk) {
             (Endpoint::Completions, _) => Content::Text(piece.text),
@@ -192,7 +231,8 @@ impl Answer {
             content,
             logprobs,
             finish_reason: piece.finish,
-            prompt_token_ids: prompt_ids.then(|| self.prompts[piece.index / self.n].clone()),
+            prompt_token_ids: prompt_ids.then(|| self.prompts[prompt].clone()),
+            prompt_logprobs: (self.endpoint == Endpoint::Completions).then(|| self.prompt_scores(prompt)).flatten(),
             token_ids: self.return_token_ids.then(|| piece.tokens.iter().map(|token| token.id).collect()),
             logits_b64: self.logits.then(|| {
                 piece.tokens.iter().filter_map(|token| token.logits.as_deref().map(reply::logits_b64)).collect()
@@ -200,10 +240,29 @@ impl Answer {
         }
     }
 
+    /// Keeps what the first of a prompt's sequences reports of it.
+    fn keep_prompt(&mut self, index: usize, part: PromptPart) {
+        let prompt = index / self.n;
+        if index.is_multiple_of(self.n) {
+            self.cached[prompt] += part.cached_tokens;
+        }
+        if self.scores[prompt].is_empty() {
+            self.scores[prompt] = part.logprobs;
+        }
+    }
+
+    /// A prompt's log-probabilities, if they were requested.
+    fn prompt_scores(&self, prompt: usize) -> Option<reply::PromptScores> {
+        let top = self.prompt_logprobs? as usize;
+        Some(reply::prompt_scores(&self.tokenizer, &self.scores[prompt], top))
+    }
+
     fn usage(&self) -> Usage {
         let prompt_tokens = self.prompts.iter().map(Vec::len).sum();
         let completion_tokens = self.progress.iter().map(|progress| progress.completion_tokens).sum();
-        Usage { prompt_tokens, completion_tokens, total_tokens: prompt_tokens + completion_tokens }
+        let prompt_tokens_details = PromptTokensDetails { cached_tokens: self.cached.iter().sum() };
+        let total_tokens = prompt_tokens + completion_tokens;
+        Usage { prompt_tokens, completion_tokens, total_tokens, prompt_tokens_details }
     }
 
     fn usage_chunk(&self) -> String {
@@ -240,7 +299,8 @@ impl Frames {
                 (self.lines(&Entry::Failed { again }) + &frame(&error.body()), None)
             }
             None => {
-                let usage = self.answer.include_usage.then(|| frame(&self.answer.usage_chunk()));
+                let wanted = self.answer.usage != UsageWanted::Never;
+                let usage = wanted.then(|| frame(&self.answer.usage_chunk()));
                 (self.lines(&Entry::Ended) + &usage.unwrap_or_default() + &frame("[DONE]"), None)
             }
         }

@@ -10,7 +10,7 @@ use lagoon_text::{
     IncrementalDetokenizer, StopStrings,
     parse::{AnswerParser, Call, Parts},
 };
-use lagoon_types::{FinishReason, RequestError, TokenEvent, TokenLogprobs};
+use lagoon_types::{FinishReason, PromptLogprob, RequestError, TokenEvent, TokenLogprobs};
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
 
@@ -20,6 +20,15 @@ pub(crate) struct Token {
     pub(crate) id: u32,
     pub(crate) logprobs: Option<TokenLogprobs>,
     pub(crate) logits: Option<Vec<f32>>,
+}
+
+/// What the engine reports of a sequence's prompt.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PromptPart {
+    /// Tokens whose KV was in the prefix cache.
+    pub(crate) cached_tokens: usize,
+    /// Of all tokens but the first, if requested.
+    pub(crate) logprobs: Vec<PromptLogprob>,
 }
 
 /// A piece of one sequence: usually one token and its text. Text that may still change (an incomplete character, a
@@ -33,6 +42,8 @@ pub(crate) struct Piece {
     /// Tool calls, with their places in the answer.
     pub(crate) calls: Vec<(usize, Call)>,
     pub(crate) tokens: Vec<Token>,
+    /// In the sequence's first piece, if there is something to say.
+    pub(crate) prompt: PromptPart,
     /// Set in the sequence's last piece.
     pub(crate) finish: Option<Finish>,
 }
@@ -63,6 +74,8 @@ pub(crate) struct TextRules {
     pub(crate) min_tokens: u32,
     /// Report a token at once even when it adds no text yet.
     pub(crate) every_token: bool,
+    /// Whether a token that ends the sequence has its text in the answer.
+    pub(crate) include_stop: bool,
 }
 
 impl TextRules {
@@ -81,7 +94,7 @@ impl TextRules {
     /// Adds a token. Returns the text that is certain, and whether a stop string ended the sequence.
     fn text(&mut self, id: u32) -> (String, bool) {
         let (mut new, mut certain) = (String::new(), String::new());
-        if self.stop_ids.binary_search(&id).is_err() {
+        if self.include_stop || self.stop_ids.binary_search(&id).is_err() {
             self.decoder.push(id, &mut new);
         }
         if let Some(left) = self.min_tokens.checked_sub(1) {
@@ -137,6 +150,8 @@ pub(crate) struct Sequence {
     last_token: Option<Instant>,
     /// Tokens whose text is held back.
     held: Vec<Token>,
+    /// Reported with the first piece.
+    prompt: PromptPart,
 }
 
 impl Sequence {
@@ -152,6 +167,7 @@ impl Sequence {
             submitted: Instant::now(),
             last_token: None,
             held: Vec::new(),
+            prompt: PromptPart::default(),
         }
     }
 
@@ -160,6 +176,10 @@ impl Sequence {
         loop {
             let event = self.event().await?;
             let outcome = match event {
+                Ok(TokenEvent::Prompt { cached_tokens, logprobs }) => {
+                    self.prompt = PromptPart { cached_tokens: cached_tokens as usize, logprobs };
+                    Ok(None)
+                }
                 Ok(TokenEvent::Token { id, logprobs, logits }) => Ok(self.token(Token { id, logprobs, logits })),
                 Ok(TokenEvent::Finished { reason, .. }) => Ok(Some(self.finished(reason))),
                 Ok(TokenEvent::Failed(error)) => Err(Failure {
@@ -243,7 +263,8 @@ impl Sequence {
         let Parts { content: text, reasoning, calls } = parts;
         let first = self.rules.parser.as_ref().map_or(0, |parser| parser.calls() - calls.len());
         let calls = calls.into_iter().enumerate().map(|(at, call)| (first + at, call)).collect();
-        Piece { index: self.index, text, reasoning, calls, tokens: std::mem::take(&mut self.held), finish }
+        let (tokens, prompt) = (std::mem::take(&mut self.held), std::mem::take(&mut self.prompt));
+        Piece { index: self.index, text, reasoning, calls, tokens, prompt, finish }
     }
 
     fn observe_token(&mut self) {

@@ -1,7 +1,7 @@
 //! `POST /v1/chat/completions` and `POST /v1/completions`.
 
 use crate::{
-    answer::{Answer, Progress},
+    answer::{Answer, Echo, Progress},
     engine::{CancelGuard, EngineInfo, Generation},
     error::ApiError,
     fields::{Fields, Neutral, text, wrong_type},
@@ -10,6 +10,7 @@ use crate::{
     json::{Json, Kind},
     keys::Meter,
     messages, metrics,
+    options::check_max_tokens,
     params::{Params, check_vocabulary, required, token_ids, too_many},
     reply::{Endpoint, token_text},
     state::{ServerState, unix_seconds},
@@ -23,7 +24,7 @@ use axum::{
     response::Response,
 };
 use lagoon_text::{IncrementalDetokenizer, parse::ToolFormat};
-use lagoon_types::{CONTEXT, FinishReason, GenerateRequest, RequestError, TokenEvent};
+use lagoon_types::{CONTEXT, FinishReason, GenerateRequest, RequestError, RequestOptions, TokenEvent};
 use rand::Rng;
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -47,7 +48,7 @@ const CHAT_UNSUPPORTED: &[(&str, Neutral)] = &[
     ("echo", Neutral::Bool(false)),
 ];
 
-const COMPLETION_UNSUPPORTED: &[(&str, Neutral)] = &[("echo", Neutral::Bool(false)), ("suffix", Neutral::Empty)];
+const COMPLETION_UNSUPPORTED: &[(&str, Neutral)] = &[("suffix", Neutral::Empty)];
 
 /// `POST /v1/chat/completions`.
 pub(crate) async fn chat(
@@ -90,11 +91,15 @@ fn chat_prompt(
     drop(messages);
     let parser = tools.parser(state.formats, &prompt);
     // Chat templates write the beginning-of-sequence token themselves.
-    let prompt = state.encode(&prompt, false, asker)?;
+    let mut prompt = state.encode(&prompt, false, asker)?;
+    check_max_tokens(params.max_tokens, false)?;
+    let room = info.max_model_tokens.saturating_sub(params.max_tokens.unwrap_or(1));
+    params.options.truncate(&mut prompt, room);
+    params.sampling.bad_words = params.options.encode_bad_words(state, asker)?.into();
     let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
     let room = limit.saturating_sub(u32::try_from(prompt.len()).unwrap_or(u32::MAX)).max(1);
     let max_tokens = params.max_tokens.unwrap_or(room);
-    let ask = Ask { endpoint: Endpoint::Chat, prompts: vec![prompt], parser, max_tokens, journal, meter };
+    let ask = Ask { endpoint: Endpoint::Chat, prompts: vec![prompt], parser, max_tokens, echo: None, journal, meter };
     Ok(Ready { ask, params, info })
 }
 
@@ -120,23 +125,36 @@ fn prompts(
     let mut params = Params::take(&mut fields, state.rules())?;
     params.sampling.logprobs = fields.u32("logprobs", (0, state.limits.logprobs_max))?;
     let special = fields.bool("add_special_tokens", true)?;
+    let echo = fields.bool("echo", false)?;
+    check_max_tokens(params.max_tokens, echo)?;
     let prompt = required(&mut fields, "prompt")?;
     fields.neutral(COMPLETION_UNSUPPORTED)?;
     fields.finish()?;
     let info = state.check_model(params.model.as_deref())?;
 
-    let max_tokens = params.max_tokens.unwrap_or(COMPLETION_TOKENS_DEFAULT);
+    let prompt_only = params.max_tokens == Some(0);
+    let max_tokens = params.max_tokens.unwrap_or(COMPLETION_TOKENS_DEFAULT).max(1);
     let longest = Longest { prompt: info.max_model_tokens, answer: max_tokens };
     let list = prompt_list(prompt, state.limits.sequences_max, longest)?;
     drop(body);
-    let mut prompts = Vec::with_capacity(list.len());
+    let (mut prompts, mut texts) = (Vec::with_capacity(list.len()), Vec::new());
     for prompt in list {
-        prompts.push(match prompt {
-            Prompt::Text(text) => state.encode(&text, special, asker)?,
-            Prompt::Tokens(ids) => ids,
-        });
+        let (mut tokens, text) = match prompt {
+            Prompt::Text(text) => (state.encode(&text, special, asker)?, Some(text)),
+            Prompt::Tokens(ids) => (ids, None),
+        };
+        let cut = params.options.truncate(&mut tokens, info.max_model_tokens.saturating_sub(max_tokens));
+        let text = text.filter(|_| !cut);
+        texts.extend(echo.then(|| text.unwrap_or_else(|| state.tokenizer.decode(&tokens, params.skip_special))));
+        prompts.push(tokens);
     }
-    let ask = Ask { endpoint: Endpoint::Completions, prompts, parser: None, max_tokens, journal, meter };
+    params.sampling.bad_words = params.options.encode_bad_words(state, asker)?.into();
+    if echo {
+        let logprobs = params.options.prompt_logprobs.max(params.sampling.logprobs);
+        params.options.scored = params.sampling.logprobs.and(logprobs);
+    }
+    let echo = echo.then_some(Echo { texts, prompt_only });
+    let ask = Ask { endpoint: Endpoint::Completions, prompts, parser: None, max_tokens, echo, journal, meter };
     Ok(Ready { ask, params, info })
 }
 
@@ -204,6 +222,8 @@ struct Ask {
     parser: Option<ChatParser>,
     /// Maximum of tokens of one sequence.
     max_tokens: u32,
+    /// The prompts' texts, if they are part of the answer.
+    echo: Option<Echo>,
     journal: bool,
     meter: Meter,
 }
@@ -265,6 +285,7 @@ fn submit(
             stop_ids: params.stop_ids.clone(),
             min_tokens: params.min_tokens,
             every_token: params.return_token_ids,
+            include_stop: params.options.include_stop,
         };
         rules.catch_up(&output.tokens);
         let room = (max_model_tokens as usize).saturating_sub(prompt.len()).min(ask.max_tokens as usize);
@@ -279,6 +300,7 @@ fn submit(
                     min_tokens: params.min_tokens.min(ask.max_tokens),
                     stop_ids: params.stop_ids.clone(),
                     return_logits: params.return_logits,
+                    options: request_options(params, ask, index, output),
                 };
                 let submitted = state.engine.submit(request);
                 submitted.map_err(|error| ApiError::from_request_error(&error, state.limits.retry_after_s))?
@@ -290,6 +312,18 @@ fn submit(
     metrics::prompt_tokens(prompt_tokens);
     ask.meter.charge(prompt_tokens as u64);
     Ok(pieces(sequences))
+}
+
+/// How sequence `index` is served, of which another server has sent `output`. Its prompt's log-probabilities are computed once
+/// a prompt, unless each sequence sends them itself: in the first chunk of a stream.
+fn request_options(params: &Params, ask: &Ask, index: usize, output: &SentTokens) -> RequestOptions {
+    let once = params.stream || index.is_multiple_of(params.n);
+    let scored = params.options.scored.or(params.options.prompt_logprobs);
+    RequestOptions {
+        priority: params.options.priority,
+        cache_salt: params.options.salt(ask.meter.tenant()).into(),
+        prompt_logprobs: scored.filter(|_| once && output.tokens.is_empty()),
+    }
 }
 
 /// A generation that only reports its end.
@@ -312,7 +346,15 @@ fn answer(state: &ServerState, ask: Ask, params: Params, output: &[SentTokens], 
     );
     let logprobs = params.sampling.logprobs.is_some();
     let characters = |id: &u32| token_text(&state.tokenizer, *id).chars().count();
-    let offset = |output: &SentTokens| if logprobs { output.tokens.iter().map(characters).sum() } else { 0 };
+    let count = |tokens: &[u32]| tokens.iter().map(characters).sum::<usize>();
+    let before = |index: usize| if ask.echo.is_some() { count(&ask.prompts[index / params.n]) } else { 0 };
+    let offset = |index: usize, output: &SentTokens| {
+        // The prompt's characters are counted when it is sent.
+        if logprobs && !output.tokens.is_empty() { before(index) + count(&output.tokens) } else { 0 }
+    };
+    let progress = output.iter().enumerate().map(|(index, output)| Progress::after(output, offset(index, output)));
+    let progress = progress.collect();
+    let prompts = ask.prompts.len();
     Answer {
         endpoint: ask.endpoint,
         journal: ask.journal.then(|| began.clone()),
@@ -320,11 +362,16 @@ fn answer(state: &ServerState, ask: Ask, params: Params, output: &[SentTokens], 
         model,
         created: began.created,
         tokenizer: Arc::clone(&state.tokenizer),
-        progress: output.iter().map(|output| Progress::after(output, offset(output))).collect(),
+        progress,
         short_call_ids: ask.parser.is_some_and(|parser| parser.formats.tools.is_some_and(ToolFormat::has_short_ids)),
         prompts: ask.prompts,
         n: params.n,
-        include_usage: params.include_usage,
+        usage: params.usage,
+        cached: vec![0; prompts],
+        scores: vec![Vec::new(); prompts],
+        prompt_logprobs: params.options.prompt_logprobs,
+        logprobs_top: params.sampling.logprobs.unwrap_or(0) as usize,
+        echo: ask.echo,
         return_token_ids: params.return_token_ids,
         logprobs,
         logits: params.return_logits,

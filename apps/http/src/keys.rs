@@ -33,6 +33,10 @@ use subtle::ConstantTimeEq as _;
 
 /// Maximum of entries in a key file.
 const KEYS_MAX: usize = 4096;
+/// Longest name of a key, in bytes.
+const NAME_BYTES_MAX: usize = 128;
+/// The name of a request's key, from the gateway that has checked the key.
+pub const TENANT_HEADER: HeaderName = HeaderName::from_static("x-lagoon-tenant");
 /// Headers that a proxy adds: then the connection's address is not the client's.
 const PROXY_HEADERS: [HeaderName; 3] = [header::FORWARDED, header::VIA, HeaderName::from_static("x-forwarded-for")];
 
@@ -171,7 +175,7 @@ impl Keys {
     /// # Errors
     /// 401 without a key that is known, 403 for another scope or from another address, 429 over a rate limit.
     fn admit(&self, scope: Scope, client: &Client<'_>) -> Result<Meter, ApiError> {
-        let free = Meter::default();
+        let free = Meter::passed_on(client.headers);
         if scope == Scope::Inference && client.of_pool {
             return Ok(free);
         }
@@ -197,7 +201,7 @@ impl Keys {
         if scope == Scope::Inference {
             entry.rate.request(Instant::now()).map_err(|over| over.error(&entry.name))?;
         }
-        Ok(Meter(Some(Arc::clone(&entry.rate))))
+        Ok(Meter { rate: Some(Arc::clone(&entry.rate)), tenant: entry.name.as_str().into() })
     }
 }
 
@@ -242,21 +246,49 @@ fn is_this_machine(host: &str) -> bool {
     addr.map_or(name.eq_ignore_ascii_case("localhost"), |addr| addr.to_canonical().is_loopback())
 }
 
-/// The rate limit that a request's tokens are charged to; none for keys without a limit.
+/// The tenant of a request, by its key, and the rate limit that its tokens are charged to; none for keys without a limit.
 #[derive(Clone, Debug, Default)]
-pub struct Meter(Option<Arc<RateLimit>>);
+pub struct Meter {
+    rate: Option<Arc<RateLimit>>,
+    tenant: Arc<str>,
+}
 
 impl Meter {
+    /// The name of the request's key; empty where no key is needed.
+    #[must_use]
+    pub fn tenant(&self) -> &str {
+        &self.tenant
+    }
+
+    /// The header that names the tenant to an instance behind a gateway that has checked the key.
+    #[must_use]
+    pub fn header(&self) -> Option<HeaderValue> {
+        HeaderValue::from_bytes(self.tenant.as_bytes()).ok().filter(|name| !name.is_empty())
+    }
+
+    /// The tenant with this name, without a rate limit.
+    #[must_use]
+    pub fn of_tenant(name: &str) -> Self {
+        Self { rate: None, tenant: name.into() }
+    }
+
+    /// The tenant that the gateway names, of a request that needs no key here.
+    fn passed_on(headers: &HeaderMap) -> Self {
+        let name = headers.get(TENANT_HEADER).and_then(|name| std::str::from_utf8(name.as_bytes()).ok());
+        let name = name.filter(|name| name.len() <= NAME_BYTES_MAX).unwrap_or_default();
+        Self::of_tenant(name)
+    }
+
     /// Counts tokens of the request, prompt or answer.
     pub fn charge(&self, tokens: u64) {
-        if let Some(rate) = &self.0 {
+        if let Some(rate) = &self.rate {
             rate.tokens(tokens, Instant::now());
         }
     }
 
     /// Returns `tokens` of the charged ones: the request did not use them.
     pub fn give_back(&self, tokens: u64) {
-        if let Some(rate) = &self.0 {
+        if let Some(rate) = &self.rate {
             rate.give_back(tokens, Instant::now());
         }
     }
@@ -378,6 +410,9 @@ impl Listed {
             (None, Some(hex)) => unhex(&hex).ok_or("sha256 is not 64 hexadecimal digits")?,
             _ => return Err("it needs one of `key` and `sha256`"),
         };
+        if self.name.len() > NAME_BYTES_MAX || self.name.chars().any(char::is_control) {
+            return Err("the name is longer than 128 bytes or has control characters");
+        }
         let scopes = self.scopes.unwrap_or_else(|| vec![Scope::Inference]);
         if scopes.is_empty() || self.requests_per_minute == Some(0) || self.tokens_per_minute == Some(0) {
             return Err("it is good for nothing: `scopes` is empty, or a rate is 0");

@@ -21,6 +21,7 @@ pub mod keys;
 pub mod limits;
 mod messages;
 pub mod metrics;
+mod options;
 mod params;
 mod rate;
 mod reload;

@@ -6,6 +6,7 @@ use crate::{
     journal::{self, Resume},
     json::{Json, Kind},
     limits::Limits,
+    options::{self, Options},
 };
 use lagoon_text::{StopError, StopStrings, stop::STOPS_MAX};
 use lagoon_types::{SamplingParams, limits::LOGIT_BIAS_MAX};
@@ -40,11 +41,23 @@ pub(crate) struct Params {
     pub(crate) stop_strings: StopStrings,
     pub(crate) skip_special: bool,
     pub(crate) stream: bool,
-    pub(crate) include_usage: bool,
+    pub(crate) usage: UsageWanted,
+    pub(crate) options: Options,
     pub(crate) return_token_ids: bool,
     pub(crate) return_logits: bool,
     /// A response that another server began.
     pub(crate) resume: Option<Resume>,
+}
+
+/// The events of a stream that have the usage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum UsageWanted {
+    #[default]
+    Never,
+    /// A last chunk of its own.
+    Last,
+    /// Every chunk, and that one.
+    Every,
 }
 
 /// The server's limits and defaults.
@@ -63,20 +76,19 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("request_id", Neutral::Any),
     ("safety_identifier", Neutral::Any),
     ("prompt_cache_key", Neutral::Any),
-    ("priority", Neutral::Number(0.0)),
-    ("presence_penalty", Neutral::Number(0.0)),
-    ("frequency_penalty", Neutral::Number(0.0)),
-    ("repetition_penalty", Neutral::Number(1.0)),
+    // Where another server keeps a prompt's KV, and for how long: here it stays cached while its memory lasts.
+    ("cache_prompt", Neutral::Any),
+    ("id_slot", Neutral::Any),
+    ("slot_id", Neutral::Any),
+    ("keep_alive", Neutral::Any),
+    ("prompt_cache_retention", Neutral::Any),
+    ("session_id", Neutral::Any),
+    ("rid", Neutral::Any),
     ("length_penalty", Neutral::Number(1.0)),
     ("best_of", Neutral::Number(1.0)),
     ("use_beam_search", Neutral::Bool(false)),
     ("early_stopping", Neutral::Bool(false)),
-    ("include_stop_str_in_output", Neutral::Bool(false)),
     ("spaces_between_special_tokens", Neutral::Bool(true)),
-    ("allowed_token_ids", Neutral::Null),
-    ("bad_words", Neutral::Empty),
-    ("prompt_logprobs", Neutral::Null),
-    ("truncate_prompt_tokens", Neutral::Null),
     ("response_format", Neutral::TextFormat),
     ("structured_outputs", Neutral::Null),
     ("guided_json", Neutral::Null),
@@ -89,7 +101,7 @@ impl Params {
     /// Takes the shared fields. `logprobs` differs between the endpoints: the caller takes it.
     pub(crate) fn take(fields: &mut Fields<'_>, rules: Rules<'_>) -> Result<Self, ApiError> {
         fields.neutral(UNSUPPORTED)?;
-        let max_tokens = fields.u32("max_tokens", (1, u32::MAX))?;
+        let max_tokens = fields.u32("max_tokens", (0, u32::MAX))?;
         let max_completion = fields.u32("max_completion_tokens", (1, u32::MAX))?;
         let max_tokens = max_completion.or(max_tokens);
         let min_tokens = fields.u32("min_tokens", (0, max_tokens.unwrap_or(u32::MAX)))?.unwrap_or(0);
@@ -104,6 +116,8 @@ impl Params {
         let resume = take_resume(fields, stream, rules)?;
         let mut sampling = take_sampling(fields, rules.defaults)?;
         sampling.logit_bias = take_logit_bias(fields, rules.vocab_size)?.into();
+        options::take_penalties(fields, rules, &mut sampling)?;
+        let options = Options::take(fields, rules, stream)?;
         sampling.seed = resume.as_ref().map_or(sampling.seed, |resume| resume.began.seed);
         Ok(Self {
             model: fields.string("model")?,
@@ -112,10 +126,11 @@ impl Params {
             sampling,
             n: usize::try_from(n).expect("usize holds u32"),
             stop_ids,
-            stop_strings: take_stop_strings(fields)?,
+            stop_strings: take_stop_strings(fields)?.including(options.include_stop),
             skip_special: fields.bool("skip_special_tokens", true)?,
             stream,
-            include_usage: take_include_usage(fields, stream)?,
+            usage: take_usage_wanted(fields, stream)?,
+            options,
             return_token_ids: fields.bool("return_token_ids", false)?,
             return_logits: take_return_logits(fields, rules.expose_logits)?,
             resume,
@@ -218,18 +233,23 @@ fn take_stop_strings(fields: &mut Fields<'_>) -> Result<StopStrings, ApiError> {
     stops(StopStrings::new(strings))
 }
 
-fn take_include_usage(fields: &mut Fields<'_>, stream: bool) -> Result<bool, ApiError> {
-    let Some(value) = fields.take("stream_options") else { return Ok(false) };
+fn take_usage_wanted(fields: &mut Fields<'_>, stream: bool) -> Result<UsageWanted, ApiError> {
+    let Some(value) = fields.take("stream_options") else { return Ok(UsageWanted::Never) };
     if !stream {
         let message = "the field `stream_options` is only allowed when `stream` is true";
         return Err(ApiError::field("stream_options", "invalid_value", message));
     }
     let mut options = Fields::nested("stream_options", value)?;
     let include = options.bool("include_usage", false)?;
-    options
-        .neutral(&[("continuous_usage_stats", Neutral::Bool(false)), ("include_obfuscation", Neutral::Bool(false))])?;
+    let every = options.bool("continuous_usage_stats", false)?;
+    options.neutral(&[("include_obfuscation", Neutral::Bool(false))])?;
     options.finish()?;
-    Ok(include)
+    // As in vLLM, which reads it with `include_usage` only.
+    Ok(match (include, every) {
+        (false, _) => UsageWanted::Never,
+        (true, false) => UsageWanted::Last,
+        (true, true) => UsageWanted::Every,
+    })
 }
 
 /// Takes the gateway's field with a response that another server began.

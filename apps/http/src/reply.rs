@@ -3,7 +3,7 @@
 use crate::generate::Token;
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use lagoon_text::Tokenizer;
-use lagoon_types::{FinishReason, TokenLogprobs};
+use lagoon_types::{FinishReason, PromptLogprob, TokenLogprobs};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -19,6 +19,13 @@ pub(crate) struct Usage {
     pub(crate) prompt_tokens: usize,
     pub(crate) completion_tokens: usize,
     pub(crate) total_tokens: usize,
+    pub(crate) prompt_tokens_details: PromptTokensDetails,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct PromptTokensDetails {
+    /// Tokens of prompts whose KV was in the prefix cache.
+    pub(crate) cached_tokens: usize,
 }
 
 /// A whole response or one chunk of a stream.
@@ -32,6 +39,9 @@ pub(crate) struct Reply<'a> {
     /// Chat only: completions have it in the choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_token_ids: Option<Vec<u32>>,
+    /// Chat only, as above.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prompt_logprobs: Option<PromptScores>,
     /// `Some(None)` is an explicit `null`, in chunks when usage was requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) usage: Option<Option<Usage>>,
@@ -83,6 +93,8 @@ pub(crate) struct Choice {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_token_ids: Option<Vec<u32>>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prompt_logprobs: Option<PromptScores>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) token_ids: Option<Vec<u32>>,
     /// One entry a token: the logits over the vocabulary, f32 little-endian, base64.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -121,15 +133,72 @@ pub(crate) struct Delta {
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub(crate) enum Logprobs {
-    Chat {
-        content: Vec<ChatLogprob>,
-    },
-    Completions {
-        tokens: Vec<String>,
-        token_logprobs: Vec<f32>,
-        top_logprobs: Vec<BTreeMap<String, f32>>,
-        text_offset: Vec<usize>,
-    },
+    Chat { content: Vec<ChatLogprob> },
+    Completions(Positions),
+}
+
+/// Log-probabilities of consecutive tokens in the shape of completions. The first token of a prompt has none.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct Positions {
+    tokens: Vec<String>,
+    token_logprobs: Vec<Option<f32>>,
+    top_logprobs: Vec<Option<BTreeMap<String, f32>>>,
+    text_offset: Vec<usize>,
+}
+
+impl Positions {
+    /// Adds an echoed prompt, with up to `top` alternatives a token.
+    pub(crate) fn prompt(&mut self, tokenizer: &Tokenizer, prompt: &[u32], scores: &[PromptLogprob], top: usize) {
+        let scores = std::iter::once(None).chain(scores.iter().map(Some));
+        for (id, score) in prompt.iter().zip(scores) {
+            let known = score.map(|score| (score.logprob, &score.top[..score.top.len().min(top)]));
+            self.push(tokenizer, *id, known);
+        }
+    }
+
+    fn push(&mut self, tokenizer: &Tokenizer, id: u32, known: Option<(f32, &[(u32, f32)])>) {
+        let token = token_text(tokenizer, id);
+        let last = self.text_offset.last().zip(self.tokens.last());
+        self.text_offset.push(last.map_or(0, |(offset, token)| offset + token.chars().count()));
+        self.token_logprobs.push(known.map(|(logprob, _)| finite(logprob)));
+        self.top_logprobs.push(known.map(|(logprob, top)| {
+            let mut alternatives: BTreeMap<_, _> =
+                top.iter().map(|(id, logprob)| (token_text(tokenizer, *id), finite(*logprob))).collect();
+            // vLLM and OpenAI always list the chosen token too.
+            alternatives.insert(token.clone(), finite(logprob));
+            alternatives
+        }));
+        self.tokens.push(token);
+    }
+
+    /// Moves the offsets behind `from`; returns where the text ends.
+    fn shift(&mut self, from: usize) -> usize {
+        self.text_offset.iter_mut().for_each(|offset| *offset += from);
+        let last = self.text_offset.last().zip(self.tokens.last());
+        last.map_or(from, |(offset, token)| offset + token.chars().count())
+    }
+}
+
+/// Log-probabilities of a prompt in vLLM's shape: for each token, it and the likeliest ones by id. The first has none.
+pub(crate) type PromptScores = Vec<Option<BTreeMap<u32, PromptScore>>>;
+
+#[derive(Debug, Serialize)]
+pub(crate) struct PromptScore {
+    logprob: f32,
+    rank: u32,
+    decoded_token: String,
+}
+
+/// A prompt's log-probabilities with up to `top` alternatives a token.
+pub(crate) fn prompt_scores(tokenizer: &Tokenizer, scores: &[PromptLogprob], top: usize) -> PromptScores {
+    let score = |id: u32, logprob: f32, rank: u32| {
+        (id, PromptScore { logprob: finite(logprob), rank, decoded_token: token_text(tokenizer, id) })
+    };
+    let position = |of: &PromptLogprob| {
+        let likeliest = of.top.iter().take(top).zip(1..).map(|((id, logprob), rank)| score(*id, *logprob, rank));
+        Some(likeliest.chain([score(of.token, of.logprob, of.rank)]).collect())
+    };
+    std::iter::once(None).chain(scores.iter().map(position)).collect()
 }
 
 #[derive(Debug, Serialize)]
@@ -163,29 +232,26 @@ fn finite(logprob: f32) -> f32 {
     logprob.max(-9999.0)
 }
 
-/// Log-probabilities of `tokens` in the endpoint's shape; `offset`: where their text begins, in characters; is
-/// advanced.
-pub(crate) fn logprobs(endpoint: Endpoint, tokenizer: &Tokenizer, tokens: &[Token], offset: &mut usize) -> Logprobs {
+/// Log-probabilities of `tokens` in the endpoint's shape, behind those of an echoed prompt; `offset`: where their text begins,
+/// in characters; is advanced.
+pub(crate) fn logprobs(
+    endpoint: Endpoint,
+    tokenizer: &Tokenizer,
+    tokens: &[Token],
+    mut echoed: Positions,
+    offset: &mut usize,
+) -> Logprobs {
     let known = tokens.iter().filter_map(|token| token.logprobs.as_ref().map(|logprobs| (token.id, logprobs)));
     match endpoint {
         Endpoint::Chat => {
             Logprobs::Chat { content: known.map(|(id, logprobs)| chat_logprob(tokenizer, id, logprobs)).collect() }
         }
         Endpoint::Completions => {
-            let (mut strings, mut chosen, mut top, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
             for (id, logprobs) in known {
-                let token = token_text(tokenizer, id);
-                let mut alternatives: BTreeMap<_, _> =
-                    logprobs.top.iter().map(|(id, logprob)| (token_text(tokenizer, *id), finite(*logprob))).collect();
-                // vLLM and OpenAI always list the chosen token too.
-                alternatives.insert(token.clone(), finite(logprobs.chosen));
-                offsets.push(*offset);
-                *offset += token.chars().count();
-                strings.push(token);
-                chosen.push(finite(logprobs.chosen));
-                top.push(alternatives);
+                echoed.push(tokenizer, id, Some((logprobs.chosen, &logprobs.top)));
             }
-            Logprobs::Completions { tokens: strings, token_logprobs: chosen, top_logprobs: top, text_offset: offsets }
+            *offset = echoed.shift(*offset);
+            Logprobs::Completions(echoed)
         }
     }
 }

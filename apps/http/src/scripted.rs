@@ -4,7 +4,7 @@ use crate::{
     Bodies, CancelGuard, Engine, EngineInfo, Generation, GenerationDefaults, Keys, Limits, Port, ServerState, TextJobs,
 };
 use lagoon_text::{ChatTemplate, Tokenizer, TokenizerConfig};
-use lagoon_types::{FinishReason, GenerateRequest, RequestError, TokenEvent, TokenLogprobs};
+use lagoon_types::{FinishReason, GenerateRequest, PromptLogprob, RequestError, TokenEvent, TokenLogprobs};
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::{Map, Value, json};
 use std::{
@@ -30,6 +30,8 @@ const WAIT_MAX: Duration = Duration::from_secs(30);
 /// One step of a script.
 #[derive(Clone, Debug)]
 pub enum Step {
+    /// So many tokens of the prompt were cached; anywhere.
+    Cached(u32),
     Token(u32),
     Wait(Duration),
     Finish(FinishReason),
@@ -162,12 +164,22 @@ impl Engine for ScriptedEngine {
 
 async fn play(steps: Vec<Step>, request: GenerateRequest, sender: mpsc::Sender<TokenEvent>, counts: Arc<Counts>) {
     let mut completion_tokens = 0;
+    let cached_tokens =
+        steps.iter().find_map(|step| if let Step::Cached(tokens) = step { Some(*tokens) } else { None });
+    let logprobs: Vec<_> = request.options.prompt_logprobs.map_or_else(Vec::new, |top| scores(&request.prompt, top));
+    if cached_tokens.is_some() || !logprobs.is_empty() {
+        let prompt = TokenEvent::Prompt { cached_tokens: cached_tokens.unwrap_or(0), logprobs };
+        if sender.send(prompt).await.is_err() {
+            return;
+        }
+    }
     for step in steps {
         let event = match step {
             Step::Wait(duration) => {
                 tokio::time::sleep(duration).await;
                 continue;
             }
+            Step::Cached(_) => continue,
             Step::Hang => std::future::pending().await,
             Step::Token(id) => {
                 completion_tokens += 1;
@@ -185,6 +197,15 @@ async fn play(steps: Vec<Step>, request: GenerateRequest, sender: mpsc::Sender<T
         }
         counts.tokens.fetch_add(usize::from(is_token), Ordering::SeqCst);
     }
+}
+
+fn scores(prompt: &[u32], top: u32) -> Vec<PromptLogprob> {
+    let score = |token: &u32| {
+        let likeliest = [(u32::from(b'?'), -0.125), (*token, -2.5)];
+        let top = likeliest.into_iter().take(usize::try_from(top).unwrap_or(0)).collect();
+        PromptLogprob { token: *token, logprob: -2.5, rank: 2, top }
+    };
+    prompt.iter().skip(1).map(score).collect()
 }
 
 fn token(id: u32, request: &GenerateRequest) -> TokenEvent {

@@ -196,6 +196,10 @@ pub(crate) struct EngineArgs {
     /// How the model writes its reasoning: deepseek_r1, glm45, openai_gptoss or none [default: as its chat template shows].
     #[arg(long, value_name = "NAME", value_parser = parsers::reasoning_parser)]
     pub(crate) reasoning_parser: Option<ReasoningParser>,
+    /// At temperature 0, an answer is the same, bit by bit, whatever else runs on the instance, as long as it borrows no memory.
+    /// The CPU backend only, and not with --kv-groups=on; packed weights are converted, and prompts computed more slowly.
+    #[arg(long)]
+    pub(crate) batch_invariant: bool,
     /// Threads of the CPU backend [default: all cores].
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,

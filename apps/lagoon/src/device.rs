@@ -93,10 +93,12 @@ impl Devices for OwnDevices {
                 loading.start_on(device)
             }
             Chosen::Cuda { ordinal, .. } => {
+                loading.check_batch_invariant()?;
                 let device = loading.cuda(ordinal)?;
                 loading.start_on(device)
             }
             Chosen::Wgpu { adapter, .. } => {
+                loading.check_batch_invariant()?;
                 let device = WgpuDevice::open(&AdapterChoice::Numbered(adapter)).context("open the wgpu adapter")?;
                 loading.start_on(device)
             }
@@ -139,7 +141,27 @@ impl<'a> Loading<'a> {
     pub fn cpu(&self) -> anyhow::Result<CpuDevice> {
         let chosen = self.chosen;
         anyhow::ensure!(chosen == Chosen::Cpu, "{} is not the CPU\nhint: --backend=cpu", chosen.name());
-        Ok(self.args.threads.map_or_else(CpuDevice::new, CpuDevice::with_threads))
+        let device = self.args.threads.map_or_else(CpuDevice::new, CpuDevice::with_threads);
+        if !self.args.batch_invariant {
+            return Ok(device);
+        }
+        let (tokens, aligned) = (self.args.block_tokens, CpuDevice::INVARIANT_RUNS);
+        anyhow::ensure!(
+            tokens.is_multiple_of(aligned),
+            "--batch-invariant needs rBlocks of a multiple of {aligned} tokens, not of {tokens}\nhint: --block-tokens=32"
+        );
+        anyhow::ensure!(!self.args.kv_groups, "--batch-invariant does not go with --kv-groups=on");
+        Ok(device.batch_invariant())
+    }
+
+    /// Refuses `--batch-invariant` on a backend whose kernels depend on the number of rows.
+    fn check_batch_invariant(&self) -> anyhow::Result<()> {
+        let name = self.chosen.name();
+        anyhow::ensure!(
+            !self.args.batch_invariant,
+            "--batch-invariant is not supported on {name}: its kernels depend on the number of rows\nhint: --backend=cpu"
+        );
+        Ok(())
     }
 
     /// Disables the calibration cache, which may have numbers of the machine's own device.

@@ -44,7 +44,7 @@ pub(crate) async fn node_status(inputs: &mpsc::Sender<Input>) -> Option<NodeStat
 impl Engine for NodeEngine {
     fn submit(&self, request: GenerateRequest) -> Result<Generation, RequestError> {
         let seq = SeqId(self.next.fetch_add(1, Relaxed));
-        let room = (request.max_tokens as usize).saturating_add(2).min(EVENTS_MAX);
+        let room = (request.max_tokens as usize).saturating_add(3).min(EVENTS_MAX);
         let (events, receiver) = mpsc::channel(room);
         self.inputs.try_send(Input::Submit { seq, request, events }).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => {

@@ -18,6 +18,7 @@ use futures::{Stream, StreamExt};
 use lagoon_http::client::{Response, SendError};
 use lagoon_http::error::{ERROR_HEADER, RATE_LIMIT_EXCEEDED};
 use lagoon_http::journal::{self, Journal, Read, Resume};
+use lagoon_http::keys::TENANT_HEADER;
 use lagoon_http::{ApiError, Bodies, Holder, Limits, Meter, Share};
 use rand::Rng as _;
 use std::convert::Infallible;
@@ -84,6 +85,9 @@ impl Repeatable {
         let (body, share) = bodies.read(holder, body, body_bytes_max, body_deadline).await?;
         let pure = body.is_empty() || generates;
         let mut headers = end_to_end(&head.headers);
+        headers.remove(TENANT_HEADER);
+        let tenant = head.extensions.get::<Meter>().and_then(Meter::header);
+        tenant.into_iter().for_each(|tenant| _ = headers.insert(TENANT_HEADER, tenant));
         if generates {
             headers.insert(journal::HEADER, HeaderValue::from_static("1"));
         }

@@ -90,6 +90,12 @@ async fn a_stream_that_is_cut_at_any_event_has_the_same_text() {
             json!({"messages": [{"role": "user", "content": "hi"}], "stream": true, "n": 2,
             "max_tokens": 3, "return_token_ids": true, "stream_options": {"include_usage": true}}),
         ),
+        (
+            "/v1/completions",
+            json!({"prompt": "ab", "echo": true, "logprobs": 1, "max_tokens": 40, "stream": true, "presence_penalty": 0.5,
+            "bad_words": ["x"], "stop": "nd", "include_stop_str_in_output": true,
+            "stream_options": {"include_usage": true, "continuous_usage_stats": true}}),
+        ),
     ];
     for (route, ask) in asks {
         let (first, second) = (ScriptedEngine::saying(TEXT), ScriptedEngine::saying(TEXT));
@@ -421,5 +427,26 @@ async fn the_rate_of_a_key_is_no_rest_of_the_instance() {
         let (_, answer) = lost_with(&upstreams, 0).await.respond(None).await.unwrap();
         assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(upstreams.retries().is_resting(full.http_addr, Instant::now()), rests, "{header:?}");
+    }
+}
+
+/// The key that the gateway has checked is the tenant, whatever the client's header says.
+#[tokio::test]
+async fn an_instance_has_its_tenant_from_the_gateway_alone() {
+    use lagoon_http::keys::TENANT_HEADER;
+    let engine = ScriptedEngine::saying("ok");
+    let server = scripted::spawn(scripted::state(engine.clone())).await;
+    let backends = upstreams(vec![backend("i1", &server, 1)]);
+    for (key, tenant) in [(None, ""), (Some("alice"), "alice\0")] {
+        let body = json!({"prompt": "a"}).to_string();
+        let mut request =
+            http::Request::post("/v1/completions").header(TENANT_HEADER, "mallory").body(body.into()).unwrap();
+        if let Some(key) = key {
+            request.extensions_mut().insert(Meter::of_tenant(key));
+        }
+        let request = Repeatable::read(&Bodies::default(), request).await.unwrap();
+        let mut attempts = Attempts::new(Arc::clone(&backends), limits(), request, Meter::default());
+        assert_eq!(attempts.respond(None).await.unwrap().1.status(), StatusCode::OK);
+        assert_eq!(*engine.requests().pop().unwrap().options.cache_salt, *tenant);
     }
 }

@@ -4,7 +4,7 @@
 use lagoon_instance::{Event, RemotePolicy};
 use lagoon_sim::symbolic::{Oracle, Symbolic, Windows};
 use lagoon_sim::{NodeSpec, PoolSpec, Rng, World};
-use lagoon_types::{GenerateRequest, SamplingParams, SeqId, TokenEvent};
+use lagoon_types::{GenerateRequest, RequestOptions, SamplingParams, SeqId, TokenEvent};
 use lagoon_wire::Class;
 
 fn request(rng: &mut Rng, tokens: usize, max_tokens: u32) -> GenerateRequest {
@@ -18,6 +18,7 @@ fn request(rng: &mut Rng, tokens: usize, max_tokens: u32) -> GenerateRequest {
         min_tokens: 0,
         stop_ids: Vec::new(),
         return_logits: false,
+        options: RequestOptions::default(),
     }
 }
 
@@ -36,6 +37,7 @@ fn output(pool: &PoolSpec, seed: u64, request: &GenerateRequest) -> (Vec<u32>, u
     let (mut tokens, mut ended) = (Vec::new(), false);
     for emission in world.emitted.drain(..) {
         match emission.event {
+            TokenEvent::Prompt { .. } => {}
             TokenEvent::Token { id, .. } => tokens.push(id),
             TokenEvent::Finished { .. } => ended = true,
             TokenEvent::Failed(error) => panic!("{error}"),

@@ -20,7 +20,9 @@ use lagoon_transport::{
     Bound, Class, Event as NetEvent, Frame, Identity, Inbound, Inbox, Node, PeerId, TransportConfig,
 };
 use lagoon_types::limits::{BLOCK_TOKENS_DEFAULT, HEARTBEAT_MS};
-use lagoon_types::{DType, GenerateRequest, InstanceId, KvSpace, ModelHash, SamplingParams, SeqId, TokenEvent};
+use lagoon_types::{
+    DType, GenerateRequest, InstanceId, KvSpace, ModelHash, RequestOptions, SamplingParams, SeqId, TokenEvent,
+};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
@@ -173,6 +175,7 @@ impl Side {
                 min_tokens: 0,
                 stop_ids: Vec::new(),
                 return_logits: false,
+                options: RequestOptions::default(),
             };
             self.step(Event::Submit { seq: SeqId(u64::from(seq)), request });
         }

@@ -23,6 +23,7 @@ pub struct IdentityRoot<'a> {
 pub struct BlockHash(pub [u8; 32]);
 
 const ROOT_CONTEXT: &str = "lagoon 2026-11 block identity root";
+const SALT_CONTEXT: &str = "lagoon 2026-11 block identity salt";
 const BLOCK_CONTEXT: &str = "lagoon 2026-11 block identity";
 
 fn field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
@@ -40,6 +41,18 @@ impl BlockHash {
         field(&mut hasher, &[root.dtype.code()]);
         field(&mut hasher, root.rope);
         field(&mut hasher, &root.block_tokens.to_le_bytes());
+        Self(*hasher.finalize().as_bytes())
+    }
+
+    /// The root of a tenant's chain: no block hash under it is one under another salt. An empty salt changes nothing.
+    #[must_use]
+    pub fn salted(&self, salt: &str) -> Self {
+        if salt.is_empty() {
+            return *self;
+        }
+        let mut hasher = blake3::Hasher::new_derive_key(SALT_CONTEXT);
+        field(&mut hasher, &self.0);
+        field(&mut hasher, salt.as_bytes());
         Self(*hasher.finalize().as_bytes())
     }
 
@@ -89,6 +102,14 @@ mod tests {
         assert_ne!(a[1], b[1]);
         let c = BlockHash::chain(&ROOT, &[0, 2, 3, 4, 5, 6, 7, 8]);
         assert_ne!(a[1], c[1], "the same tokens after another prefix are another block");
+    }
+
+    #[test]
+    fn a_salt_separates_chains() {
+        let root = BlockHash::root(&ROOT);
+        let salted = [root, root.salted("a"), root.salted("b"), root.then(&[]), root.salted("ab")];
+        let distinct: std::collections::BTreeSet<_> = salted.iter().map(|root| root.then(&[1, 2, 3, 4])).collect();
+        assert_eq!((distinct.len(), root.salted("")), (salted.len(), root));
     }
 
     #[test]

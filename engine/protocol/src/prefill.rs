@@ -85,6 +85,28 @@ pub struct PrefillRequest {
     /// Biases added to tokens' logits before sampling. In the first message only.
     #[prost(message, repeated, tag = "10")]
     pub logit_bias: Vec<LogitBias>,
+    /// Penalties of tokens that prompt and answer have; none if absent. In the first message only, as the fields below.
+    #[prost(message, optional, tag = "12")]
+    pub penalties: Option<PrefillPenalties>,
+    /// The next token is one of these; any if there are none.
+    #[prost(uint32, repeated, tag = "13")]
+    pub allowed: Vec<u32>,
+    /// The tenant in the prefix cache: only requests with the same salt share cached KV.
+    #[prost(string, tag = "14")]
+    pub cache_salt: String,
+}
+
+/// Penalties of tokens that prompt and answer have, as in `SamplingParams`. The answer's tokens are the request's last
+/// `PrefillSampling::index`.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub struct PrefillPenalties {
+    #[prost(float, tag = "1")]
+    pub presence: f32,
+    #[prost(float, tag = "2")]
+    pub frequency: f32,
+    /// 1 if absent.
+    #[prost(float, optional, tag = "3")]
+    pub repetition: Option<f32>,
 }
 
 /// Number that is added to one token's logit.
@@ -148,6 +170,9 @@ pub struct PrefillReady {
     /// The last of `blocks`, behind the tokens: the last window of layers whose KV is not in the pool. 0 if it is not there.
     #[prost(uint32, tag = "15")]
     pub window_blocks: u32,
+    /// The request's tokens whose KV was in the worker's prefix cache.
+    #[prost(uint32, tag = "16")]
+    pub cached_tokens: u32,
 }
 
 /// Refusal of a [`PrefillRequest`].

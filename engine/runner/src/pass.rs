@@ -14,6 +14,7 @@ use crate::memory::{hold, no_peer_access};
 use crate::queue;
 use crate::ring::RingWork;
 use crate::sampling::{SampleError, Sampler};
+use crate::scores::Scores;
 use crate::work::{
     Fetch, MappedKv, PassError, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SealedBlock, Ship, ShipSegment,
     StepWork,
@@ -46,6 +47,8 @@ enum Phase {
     HandOut,
     Attend,
     Await,
+    /// Logits of a prompt's rows are queued.
+    Score,
     /// The head is queued.
     Sample,
 }
@@ -77,10 +80,12 @@ pub(crate) struct Pass {
     /// KV for the current and the next layer, by index of fetch.
     fetched: [Vec<Option<Bytes>>; 2],
     fetches_done: usize,
+    scores: Scores,
 }
 
 impl Pass {
-    pub(crate) fn new(work: StepWork) -> Self {
+    pub(crate) fn new(mut work: StepWork) -> Self {
+        let scores = Scores::new(std::mem::take(&mut work.scores));
         let local = work
             .seqs
             .iter()
@@ -92,6 +97,7 @@ impl Pass {
             parts: vec![None; work.remote.ships.len()],
             fetched: [vec![None; fetches], vec![None; fetches]],
             fetches_done: 0,
+            scores,
             layer: 0,
             pooled: 0,
             ring: RingWork::default(),
@@ -127,6 +133,11 @@ impl Pass {
 
     fn is_remote(&self) -> bool {
         self.work.micro_batch == MicroBatch::Remote
+    }
+
+    /// Whether it computes one token of each sequence and no more.
+    fn decodes(&self) -> bool {
+        self.scores.is_empty() && self.work.seqs.iter().all(|s| s.rows == 1 && s.window.is_none())
     }
 
     fn rows(&self) -> usize {
@@ -176,10 +187,21 @@ impl Pass {
                 Ok(Progress::Advanced)
             }
             Phase::Await => self.collect(shared),
+            Phase::Score => {
+                if let Some(left) = queue::reached(shared.device, self.micro_batch())? {
+                    return Ok(Progress::Queued(left));
+                }
+                self.scores.reduce(shared, self.work.micro_batch.index())?;
+                self.head(shared)
+            }
             Phase::Sample => match queue::reached(shared.device, self.micro_batch())? {
                 Some(left) => Ok(Progress::Queued(left)),
                 None => {
                     self.check_mapped(shared)?;
+                    let scores = self.scores.take();
+                    if !scores.is_empty() {
+                        reports(Report::Scores { step: self.work.step, scores });
+                    }
                     self.sample(shared)
                 }
             },
@@ -220,7 +242,7 @@ impl Pass {
         let positions: Vec<u32> = self.work.seqs.iter().flat_map(|s| s.pos0..s.pos0 + s.rows).collect();
         assert_eq!(positions.len(), self.rows(), "sequences cover the rows");
         // Decoding without remote KV: the next step has the same shapes. In the remote micro-batch every layer waits.
-        if !self.is_remote() && self.work.seqs.iter().all(|s| s.rows == 1 && s.window.is_none()) {
+        if !self.is_remote() && self.decodes() {
             queue::begin_repeatable(shared.device)?;
         }
         Ok(Decoder::new(model).embed(shared.device, &self.work.tokens, &positions, activations)?)
@@ -518,8 +540,13 @@ impl Pass {
         if self.wanted().all(|wanted| is_plain(wanted.spec)) { device.sampling() } else { None }
     }
 
-    /// Queues the logits of the sampled rows, and the device's draws if it samples.
+    /// Queues the logits of prompts' rows that are scored, in parts, then those of the sampled rows, and the device's draws if
+    /// it samples.
     fn head<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
+        if self.scores.queue(shared, self.work.micro_batch.index())? {
+            self.phase = Phase::Score;
+            return Ok(Progress::Advanced);
+        }
         let Forward { model, micro_batches, draws, .. } = &mut *shared.forward;
         let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
         let last: Vec<u32> = self.wanted().map(|wanted| wanted.row).collect();
@@ -556,7 +583,7 @@ impl Pass {
             sampler.sampled(self.micro_batch(), &mut draws.1)?;
             let tokens = self.wanted().zip(&draws.1).map(|(wanted, drawn)| {
                 let token = Sampler::drawn(*drawn).map_err(sampling)?;
-                Ok(SampleOut { seq: wanted.seq, token, logprobs: None, logits: None })
+                Ok(SampleOut { seq: wanted.seq, token, logprobs: None, logits: None, excluded: false })
             });
             return Ok(Progress::Done(tokens.collect::<Result<_, PassError>>()?));
         }
@@ -571,12 +598,16 @@ impl Pass {
         )?;
         let mut samples = Vec::with_capacity(rows);
         for (Wanted { seq, spec, index, .. }, logits) in self.wanted().zip(host.chunks_exact(vocab)) {
-            let sampled = sampler.sample(logits, &spec.params, index, &spec.banned).map_err(sampling)?;
+            let SampleSpec { params, banned, seen, .. } = spec;
+            let sampled = sampler.sample(logits, params, index, banned, seen.as_deref());
+            let excluded = sampled == Err(SampleError::Excluded);
+            let sampled = if excluded { None } else { Some(sampled.map_err(sampling)?) };
             samples.push(SampleOut {
                 seq,
-                token: sampled.id,
-                logprobs: sampled.logprobs,
+                token: sampled.as_ref().map_or(0, |sampled| sampled.id),
+                logprobs: sampled.and_then(|sampled| sampled.logprobs),
                 logits: spec.return_logits.then(|| logits.to_vec()),
+                excluded,
             });
         }
         Ok(Progress::Done(samples))

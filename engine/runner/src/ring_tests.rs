@@ -59,7 +59,7 @@ impl Split {
     fn feed(&mut self, start: u32, rows: u32, ring: RingRows) -> Vec<f32> {
         self.steps += 1;
         let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
-        let sample = SampleSpec { params, index: 0, return_logits: true, banned: Arc::default() };
+        let sample = SampleSpec { params, index: 0, return_logits: true, banned: Arc::default(), seen: None };
         let (seq, end) = (SeqId(1), start + rows);
         let (ring, sample, warm_up, window) = (Some(ring), Some(sample), ring.warm_up, self.window.take());
         self.executor.push(Command::Step(Box::new(StepWork {
@@ -72,6 +72,7 @@ impl Split {
             remote: RemoteWork::default(),
             next_row: None,
             watched: false,
+            scores: Vec::new(),
         })));
         let mut logits = None;
         while logits.is_none() {

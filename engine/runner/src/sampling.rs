@@ -1,7 +1,7 @@
 //! Sampling: logits to a token.
 //!
-//! The order is vLLM's: logit bias, temperature, min-p, top-k, top-p, then one draw from the rest, each step renormalised over
-//! the tokens that the step before kept. (Hugging Face has min-p last; the two differ only if min-p and top-p are
+//! The order is vLLM's: what may not be drawn, logit bias, penalties (repetition, frequency, presence), temperature, min-p,
+//! top-k, top-p, then one draw from the rest, each step renormalised over the tokens that the step before kept. (Hugging Face has min-p last; the two differ only if min-p and top-p are
 //! both used.) Two rules are stricter than vLLM's, for reproducible results: ties go to the lower token id, so that
 //! top-k keeps exactly `k` tokens; and the draw walks the kept tokens in the order of their ids, so that rounding
 //! errors in logits change the token only if the draw falls within the rounding error of a boundary.
@@ -15,9 +15,10 @@
     reason = "token ids are below VOCAB_MAX; f64 intermediates are rounded once, by design"
 )]
 
+use crate::seen::Seen;
 use lagoon_backend::{SampleRow, SampledRow};
-use lagoon_types::limits::VOCAB_MAX;
-use lagoon_types::{SamplingParams, TokenLogprobs};
+use lagoon_types::limits::{PENALTY_MAX, REPETITION_PENALTY_RANGE, VOCAB_MAX};
+use lagoon_types::{PromptLogprob, SamplingParams, TokenLogprobs};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use std::cmp::Ordering;
@@ -34,6 +35,9 @@ pub enum SampleError {
     /// All logits are negative infinity, or there are none.
     #[error("no token is possible")]
     Nothing,
+    /// The request's own rules leave none of the tokens that the model can generate.
+    #[error("allowed_token_ids, bad_words and min_tokens leave no token that may come next")]
+    Excluded,
     /// A parameter is outside its range. Callers check with [`check_params`] before they start a sequence.
     #[error("{name} is {value}: it must be {range}")]
     BadParameter { name: &'static str, value: String, range: &'static str },
@@ -47,7 +51,8 @@ pub struct Sampled {
     pub logprobs: Option<TokenLogprobs>,
 }
 
-/// Checks that `params` are in range: temperature at least 0, `top_p` in (0, 1], `min_p` in [0, 1], biases finite.
+/// Checks that `params` are in range: temperature at least 0, `top_p` in (0, 1], `min_p` in [0, 1], biases finite, penalties
+/// within [`PENALTY_MAX`] and [`REPETITION_PENALTY_RANGE`].
 pub fn check_params(params: &SamplingParams) -> Result<(), SampleError> {
     let bad = |name, value: f32, range| Err(SampleError::BadParameter { name, value: value.to_string(), range });
     let SamplingParams { temperature, top_p, min_p, .. } = *params;
@@ -63,6 +68,16 @@ pub fn check_params(params: &SamplingParams) -> Result<(), SampleError> {
     if let Some((_, bias)) = params.logit_bias.iter().find(|(_, bias)| !bias.is_finite()) {
         return bad("logit_bias", *bias, "a finite number");
     }
+    let SamplingParams { presence_penalty, frequency_penalty, repetition_penalty, .. } = *params;
+    for (name, penalty) in [("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)] {
+        if !(-PENALTY_MAX..=PENALTY_MAX).contains(&penalty) {
+            return bad(name, penalty, "from -2 to 2");
+        }
+    }
+    let (least, largest) = REPETITION_PENALTY_RANGE;
+    if !(least..=largest).contains(&repetition_penalty) {
+        return bad("repetition_penalty", repetition_penalty, "from 0.01 to 100");
+    }
     Ok(())
 }
 
@@ -71,8 +86,8 @@ pub fn check_params(params: &SamplingParams) -> Result<(), SampleError> {
 pub struct Sampler {
     /// Tokens not yet excluded, with their logits at first and their weights later.
     kept: Vec<Candidate>,
-    /// Logits with a request's biases.
-    biased: Vec<f32>,
+    /// Logits with a request's biases and penalties, and negative infinity for what may not be drawn.
+    adjusted: Vec<f32>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -96,44 +111,40 @@ impl Sampler {
     }
 
     /// Samples from `logits` (one per token id), none of `banned`. `index` is the number of tokens that the sequence generated
-    /// before. Log-probabilities are those of all tokens, banned ones too.
+    /// before; `seen`, its tokens, for penalties. Log-probabilities are those of all tokens, banned ones too.
     ///
     /// # Panics
-    /// If there are more than `VOCAB_MAX` logits.
+    /// If there are more than `VOCAB_MAX` logits, or penalties without `seen`.
     pub fn sample(
         &mut self,
         logits: &[f32],
         params: &SamplingParams,
         index: u64,
         banned: &[u32],
+        seen: Option<&Seen>,
     ) -> Result<Sampled, SampleError> {
         assert!(logits.len() <= VOCAB_MAX as usize, "{} logits", logits.len());
         check_params(params)?;
         let best = likeliest(logits)?;
-        let id = if params.logit_bias.is_empty() {
-            self.choose(logits, banned, best, params, index)?
+        let SamplingParams { logit_bias, allowed_token_ids, .. } = params;
+        let plain = logit_bias.is_empty() && allowed_token_ids.is_empty() && banned.is_empty();
+        let id = if plain && !params.has_penalties() {
+            self.choose(logits, best, params, index)
         } else {
-            let mut biased = std::mem::take(&mut self.biased);
-            add_biases(logits, &params.logit_bias, &mut biased);
-            let chosen = likeliest(&biased).and_then(|best| self.choose(&biased, banned, best, params, index));
-            self.biased = biased;
-            chosen?
+            let mut adjusted = std::mem::take(&mut self.adjusted);
+            adjust(logits, params, banned, seen, &mut adjusted);
+            let chosen = likeliest(&adjusted).map(|best| self.choose(&adjusted, best, params, index));
+            self.adjusted = adjusted;
+            // The model's own logits have a likeliest token.
+            chosen.map_err(|error| if error == SampleError::Nothing { SampleError::Excluded } else { error })?
         };
         let logprobs = params.logprobs.map(|n| self.logprobs(logits, best, id, n as usize));
         Ok(Sampled { id, logprobs })
     }
 
     /// The token that is taken from `logits`, whose likeliest is `best`.
-    fn choose(
-        &mut self,
-        logits: &[f32],
-        banned: &[u32],
-        best: Candidate,
-        params: &SamplingParams,
-        index: u64,
-    ) -> Result<u32, SampleError> {
-        let allowed = if banned.contains(&best.id) { likeliest_but(logits, banned)? } else { best };
-        if params.temperature == 0.0 { Ok(allowed.id) } else { Ok(self.draw((logits, banned), allowed, params, index)) }
+    fn choose(&mut self, logits: &[f32], best: Candidate, params: &SamplingParams, index: u64) -> u32 {
+        if params.temperature == 0.0 { best.id } else { self.draw(logits, best, params, index) }
     }
 
     /// The parameters with which a device draws the token that [`Sampler::sample`] would, but for rounding.
@@ -156,14 +167,8 @@ impl Sampler {
         }
     }
 
-    /// `best`: the likeliest token that is not banned.
-    fn draw(
-        &mut self,
-        (logits, banned): (&[f32], &[u32]),
-        best: Candidate,
-        params: &SamplingParams,
-        index: u64,
-    ) -> u32 {
+    /// `best`: the likeliest token.
+    fn draw(&mut self, logits: &[f32], best: Candidate, params: &SamplingParams, index: u64) -> u32 {
         let temperature = f64::from(params.temperature);
         let max = f64::from(best.logit);
         let weight = |candidate: &Candidate| ((f64::from(candidate.logit) - max) / temperature).exp();
@@ -171,7 +176,7 @@ impl Sampler {
         let all = logits.iter().zip(0..).map(|(&logit, id)| Candidate { id, logit });
         self.kept.clear();
         // The likeliest token has weight 1, so the weights are relative to it as min-p asks.
-        let possible = |c: &Candidate| c.logit > f32::NEG_INFINITY && !banned.contains(&c.id);
+        let possible = |c: &Candidate| c.logit > f32::NEG_INFINITY;
         self.kept.extend(all.filter(|c| possible(c) && (floor == 0.0 || weight(c) >= floor)));
         let top_k = params.top_k as usize;
         if top_k > 0 && top_k < self.kept.len() {
@@ -219,6 +224,15 @@ impl Sampler {
         }
     }
 
+    /// The log-probability of `token`, which follows the row of `logits`, its rank (the number of tokens that are as likely or
+    /// likelier), and the `top` likeliest tokens.
+    pub(crate) fn score(&mut self, logits: &[f32], token: u32, top: usize) -> Result<PromptLogprob, SampleError> {
+        let best = likeliest(logits)?;
+        let TokenLogprobs { chosen, top } = self.logprobs(logits, best, token, top);
+        let rank = logits.iter().filter(|logit| **logit >= logits[token as usize]).count();
+        Ok(PromptLogprob { token, logprob: chosen, rank: rank as u32, top })
+    }
+
     /// Natural logarithms of the softmax of the logits as they are.
     fn logprobs(&mut self, logits: &[f32], best: Candidate, id: u32, top: usize) -> TokenLogprobs {
         let max = f64::from(best.logit);
@@ -240,14 +254,46 @@ impl Sampler {
     }
 }
 
-/// Writes `logits` with `biases` added into `out`. Ids beyond the logits are ignored.
-fn add_biases(logits: &[f32], biases: &[(u32, f32)], out: &mut Vec<f32>) {
+/// Writes `logits` into `out`, those that may not be drawn as negative infinity, the others with biases and penalties. Ids
+/// beyond the logits are ignored.
+fn adjust(logits: &[f32], params: &SamplingParams, banned: &[u32], seen: Option<&Seen>, out: &mut Vec<f32>) {
     out.clear();
-    out.extend_from_slice(logits);
-    for &(id, bias) in biases {
-        if let Some(logit) = out.get_mut(id as usize) {
-            *logit += bias;
+    let allowed = &params.allowed_token_ids;
+    if allowed.is_empty() {
+        out.extend_from_slice(logits);
+    } else {
+        out.resize(logits.len(), f32::NEG_INFINITY);
+        for &id in allowed.iter().filter(|id| (**id as usize) < logits.len()) {
+            out[id as usize] = logits[id as usize];
         }
+    }
+    change(out, banned, |_| f32::NEG_INFINITY);
+    for &(id, bias) in params.logit_bias.iter() {
+        change(out, &[id], |logit| logit + bias);
+    }
+    if params.has_penalties() {
+        penalise(out, params, seen.expect("a sequence with penalties keeps its tokens"));
+    }
+}
+
+fn change(logits: &mut [f32], ids: &[u32], to: impl Fn(f32) -> f32) {
+    for id in ids {
+        if let Some(logit) = logits.get_mut(*id as usize) {
+            *logit = to(*logit);
+        }
+    }
+}
+
+/// Repetition over prompt and answer, then frequency and presence over the answer: vLLM's definitions, and for repetition
+/// that of transformers' `RepetitionPenaltyLogitsProcessor`.
+fn penalise(logits: &mut [f32], params: &SamplingParams, seen: &Seen) {
+    let &SamplingParams { presence_penalty, frequency_penalty, repetition_penalty, .. } = params;
+    if repetition_penalty != 1.0 {
+        let repeat = |logit: f32| if logit < 0.0 { logit * repetition_penalty } else { logit / repetition_penalty };
+        seen.all().for_each(|id| change(logits, &[id], repeat));
+    }
+    for &(id, count) in seen.generated() {
+        change(logits, &[id], |logit| logit - frequency_penalty * count as f32 - presence_penalty);
     }
 }
 
@@ -268,13 +314,6 @@ fn likeliest(logits: &[f32]) -> Result<Candidate, SampleError> {
         return Err(SampleError::BadLogit { token, value: value.to_string() });
     }
     if best.logit == f32::NEG_INFINITY { Err(SampleError::Nothing) } else { Ok(best) }
-}
-
-/// The first of the largest logits of tokens that are not banned. All are numbers.
-fn likeliest_but(logits: &[f32], banned: &[u32]) -> Result<Candidate, SampleError> {
-    let all = logits.iter().zip(0..).map(|(&logit, id)| Candidate { id, logit });
-    let allowed = all.filter(|c| c.logit > f32::NEG_INFINITY && !banned.contains(&c.id));
-    allowed.min_by(Candidate::rank).ok_or(SampleError::Nothing)
 }
 
 /// A number in [0, 1) for the `index`-th token under `seed`: the first of ChaCha8's stream `index` under that seed.

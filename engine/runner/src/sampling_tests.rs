@@ -11,7 +11,7 @@ fn histogram(logits: &[f32], params: &SamplingParams, n: u64) -> Vec<u64> {
     let mut sampler = Sampler::new();
     let mut counts = vec![0; logits.len()];
     for index in 0..n {
-        counts[sampler.sample(logits, params, index, &[]).unwrap().id as usize] += 1;
+        counts[sampler.sample(logits, params, index, &[], None).unwrap().id as usize] += 1;
     }
     counts
 }
@@ -43,7 +43,7 @@ fn softmax(logits: &[f32], temperature: f64, keep: impl Fn(usize) -> bool) -> Ve
 fn greedy_takes_the_first_of_the_largest() {
     let greedy = SamplingParams { temperature: 0.0, ..params() };
     let mut sampler = Sampler::new();
-    let mut pick = |logits: &[f32]| sampler.sample(logits, &greedy, 3, &[]).unwrap().id;
+    let mut pick = |logits: &[f32]| sampler.sample(logits, &greedy, 3, &[], None).unwrap().id;
     assert_eq!(pick(&[1.0, 5.0, 5.0, 2.0]), 1);
     assert_eq!(pick(&[-3.0]), 0);
     assert_eq!(pick(&[f32::NEG_INFINITY, f32::MIN, f32::NEG_INFINITY]), 1);
@@ -126,7 +126,7 @@ fn top_p_over_a_large_vocabulary_matches_a_plain_sort() {
         };
         let expected: Vec<usize> = order.iter().take_while(reached).copied().collect();
         let mut sampler = Sampler::new();
-        sampler.sample(&logits, &SamplingParams { top_p, ..params() }, 0, &[]).unwrap();
+        sampler.sample(&logits, &SamplingParams { top_p, ..params() }, 0, &[], None).unwrap();
         let mut kept: Vec<usize> = sampler.kept.iter().map(|candidate| candidate.id as usize).collect();
         let mut expected_ids = expected.clone();
         kept.sort_unstable();
@@ -141,7 +141,7 @@ fn a_draw_depends_on_seed_and_index_alone() {
     let draw = |seed, indices: &mut dyn Iterator<Item = u64>| -> Vec<u32> {
         let params = SamplingParams { seed, top_k: 40, top_p: 0.95, ..params() };
         let mut sampler = Sampler::new();
-        indices.map(|index| sampler.sample(&logits, &params, index, &[]).unwrap().id).collect()
+        indices.map(|index| sampler.sample(&logits, &params, index, &[], None).unwrap().id).collect()
     };
     let forward = draw(1, &mut (0..64));
     let mut backward = draw(1, &mut (0..64).rev());
@@ -158,8 +158,9 @@ fn rounding_of_the_logits_does_not_change_draws() {
     let rounded: Vec<f32> = logits.iter().zip(0..).map(|(l, i)| l + [1e-6, -1e-6][i % 2]).collect();
     let params = SamplingParams { temperature: 0.8, top_k: 0, top_p: 1.0, ..params() };
     let (mut a, mut b) = (Sampler::new(), Sampler::new());
-    let same =
-        |i: &u64| a.sample(&logits, &params, *i, &[]).unwrap().id == b.sample(&rounded, &params, *i, &[]).unwrap().id;
+    let same = |i: &u64| {
+        a.sample(&logits, &params, *i, &[], None).unwrap().id == b.sample(&rounded, &params, *i, &[], None).unwrap().id
+    };
     assert_eq!((0..2000).filter(same).count(), 2000);
 }
 
@@ -172,7 +173,7 @@ fn logprobs_are_of_the_raw_logits() {
     };
     let ask = |n, temperature| {
         let params = SamplingParams { logprobs: Some(n), temperature, top_k: 1, ..params() };
-        Sampler::new().sample(&logits, &params, 0, &[]).unwrap().logprobs.unwrap()
+        Sampler::new().sample(&logits, &params, 0, &[], None).unwrap().logprobs.unwrap()
     };
     for temperature in [0.0, 0.3, 5.0] {
         let found = ask(3, temperature);
@@ -185,13 +186,13 @@ fn logprobs_are_of_the_raw_logits() {
     assert!(ask(0, 1.0).top.is_empty());
     // Impossible tokens are not alternatives.
     assert_eq!(ask(20, 1.0).top.len(), 4);
-    assert_eq!(Sampler::new().sample(&logits, &params(), 0, &[]).unwrap().logprobs, None);
+    assert_eq!(Sampler::new().sample(&logits, &params(), 0, &[], None).unwrap().logprobs, None);
 }
 
 #[test]
 fn nonsense_is_an_error() {
     let mut sampler = Sampler::new();
-    let mut sample = |logits: &[f32], params: &SamplingParams| sampler.sample(logits, params, 0, &[]);
+    let mut sample = |logits: &[f32], params: &SamplingParams| sampler.sample(logits, params, 0, &[], None);
     let nan = sample(&[0.0, f32::NAN, 1.0], &params());
     assert_eq!(nan, Err(SampleError::BadLogit { token: 1, value: "NaN".to_owned() }));
     let infinite = sample(&[0.0, 1.0, f32::INFINITY], &SamplingParams { temperature: 0.0, ..params() });
@@ -205,6 +206,9 @@ fn nonsense_is_an_error() {
         SamplingParams { top_p: 1.5, ..params() },
         SamplingParams { min_p: -0.1, ..params() },
         SamplingParams { min_p: f32::NAN, ..params() },
+        SamplingParams { presence_penalty: 2.5, ..params() },
+        SamplingParams { frequency_penalty: f32::NAN, ..params() },
+        SamplingParams { repetition_penalty: 0.0, ..params() },
     ] {
         assert!(matches!(sample(&[0.0, 1.0], &bad), Err(SampleError::BadParameter { .. })), "{bad:?}");
     }
@@ -216,7 +220,7 @@ fn banned_tokens_are_never_drawn_and_count_for_log_probabilities() {
     let logits = [0.5, 3.0, 2.0, 2.0];
     let mut sampler = Sampler::new();
     let greedy = SamplingParams { temperature: 0.0, logprobs: Some(4), ..params() };
-    let picked = |sampler: &mut Sampler, banned: &[u32]| sampler.sample(&logits, &greedy, 0, banned).unwrap();
+    let picked = |sampler: &mut Sampler, banned: &[u32]| sampler.sample(&logits, &greedy, 0, banned, None).unwrap();
     assert_eq!(
         [picked(&mut sampler, &[]).id, picked(&mut sampler, &[1]).id, picked(&mut sampler, &[1, 2]).id],
         [1, 2, 3]
@@ -226,7 +230,7 @@ fn banned_tokens_are_never_drawn_and_count_for_log_probabilities() {
     let draw = |params: &SamplingParams| {
         let mut counts = [0; 4];
         for index in 0..20_000 {
-            counts[Sampler::new().sample(&logits, params, index, &[1]).unwrap().id as usize] += 1;
+            counts[Sampler::new().sample(&logits, params, index, &[1], None).unwrap().id as usize] += 1;
         }
         counts
     };
@@ -237,7 +241,7 @@ fn banned_tokens_are_never_drawn_and_count_for_log_probabilities() {
     {
         assert_eq!(draw(&params), histogram(&without, &params, 20_000)[..], "{params:?}");
     }
-    assert_eq!(sampler.sample(&logits, &greedy, 0, &[0, 1, 2, 3]), Err(SampleError::Nothing));
+    assert_eq!(sampler.sample(&logits, &greedy, 0, &[0, 1, 2, 3], None), Err(SampleError::Excluded));
 }
 
 /// As if the logits had the biases in them; log-probabilities are those of the model.
@@ -255,18 +259,81 @@ fn biases_are_added_before_anything_else() {
         let with = SamplingParams { logit_bias: logit_bias.clone(), ..params.clone() };
         for banned in [&[][..], &[3]] {
             for index in 0..2_000 {
-                let expected = sampler.sample(&biased, &params, index, banned).unwrap();
-                assert_eq!(sampler.sample(&logits, &with, index, banned).unwrap(), expected, "{with:?}");
+                let expected = sampler.sample(&biased, &params, index, banned, None).unwrap();
+                assert_eq!(sampler.sample(&logits, &with, index, banned, None).unwrap(), expected, "{with:?}");
             }
         }
         assert!(params.fits_device_sampling() && !with.fits_device_sampling());
     }
     let greedy = SamplingParams { temperature: 0.0, logprobs: Some(4), ..params() };
-    let plain = sampler.sample(&logits, &greedy, 0, &[]).unwrap();
-    let shifted = sampler.sample(&logits, &SamplingParams { logit_bias, ..greedy.clone() }, 0, &[]).unwrap();
+    let plain = sampler.sample(&logits, &greedy, 0, &[], None).unwrap();
+    let shifted = sampler.sample(&logits, &SamplingParams { logit_bias, ..greedy.clone() }, 0, &[], None).unwrap();
     assert_eq!((plain.id, shifted.id), (1, 3));
     let (plain, shifted) = (plain.logprobs.unwrap(), shifted.logprobs.unwrap());
     assert_eq!((&shifted.top, shifted.chosen), (&plain.top, plain.top[2].1));
     let bad = SamplingParams { logit_bias: [(1, f32::NAN)].into(), ..greedy };
-    assert!(matches!(sampler.sample(&logits, &bad, 0, &[]), Err(SampleError::BadParameter { name: "logit_bias", .. })));
+    assert!(matches!(
+        sampler.sample(&logits, &bad, 0, &[], None),
+        Err(SampleError::BadParameter { name: "logit_bias", .. })
+    ));
+}
+
+/// The numbers are by hand from the definitions of vLLM (`apply_penalties`) and transformers
+/// (`RepetitionPenaltyLogitsProcessor`): a prompt of tokens 0 and 1, an answer of 1, 2, 2.
+#[test]
+fn penalties_are_those_of_vllm_and_transformers() {
+    let logits = [4.0, -2.0, 3.0, 1.0];
+    let seen = Seen::new(&[1, 0, 0], &[1, 2, 2]);
+    let adjusted = |params: &SamplingParams| {
+        let mut out = Vec::new();
+        adjust(&logits, params, &[], Some(&seen), &mut out);
+        out
+    };
+    let repetition = SamplingParams { repetition_penalty: 2.0, ..params() };
+    // Prompt and answer, each token once: positive logits are divided, negative ones multiplied.
+    assert_eq!(adjusted(&repetition), [2.0, -4.0, 1.5, 1.0]);
+    // The answer alone: token 2 came twice, token 1 once; the prompt's 1 and 0 do not count.
+    let frequency = SamplingParams { frequency_penalty: 0.5, ..params() };
+    assert_eq!(adjusted(&frequency), [4.0, -2.5, 2.0, 1.0]);
+    let presence = SamplingParams { presence_penalty: -0.25, ..params() };
+    assert_eq!(adjusted(&presence), [4.0, -1.75, 3.25, 1.0]);
+    // Together, and after the bias: (3 + 1) / 2 - 2 * 0.5 - 0.25 for token 2.
+    let all = SamplingParams {
+        logit_bias: [(2, 1.0)].into(),
+        presence_penalty: 0.25,
+        frequency_penalty: 0.5,
+        ..repetition.clone()
+    };
+    assert_eq!(adjusted(&all), [2.0, -4.75, 0.75, 1.0]);
+    for params in [repetition, frequency, presence, all] {
+        assert!(!params.fits_device_sampling(), "{params:?}");
+    }
+}
+
+#[test]
+fn a_penalised_draw_is_the_draw_from_adjusted_logits() {
+    let logits = [0.5, 3.0, 2.0, 2.5];
+    let mut seen = Seen::new(&[3], &[]);
+    [1, 1, 2].iter().for_each(|token| seen.push(*token));
+    assert_eq!(seen, Seen::new(&[3], &[1, 1, 2]));
+    let params = SamplingParams { frequency_penalty: 1.0, presence_penalty: 0.5, logprobs: Some(1), ..params() };
+    let plain = SamplingParams { frequency_penalty: 0.0, presence_penalty: 0.0, ..params.clone() };
+    let mut sampler = Sampler::new();
+    for index in 0..2_000 {
+        let penalised = sampler.sample(&logits, &params, index, &[], Some(&seen)).unwrap();
+        assert_eq!(penalised.id, sampler.sample(&[0.5, 0.5, 0.5, 2.5], &plain, index, &[], None).unwrap().id);
+        // Log-probabilities are the model's.
+        assert_eq!(penalised.logprobs.unwrap().top[0].0, 1);
+    }
+}
+
+#[test]
+fn only_allowed_tokens_are_drawn() {
+    let logits = [0.5, 3.0, 2.0, 2.5];
+    let params = SamplingParams { allowed_token_ids: [0, 2, 9].into(), ..params() };
+    let kept = [0.5, f32::NEG_INFINITY, 2.0, f32::NEG_INFINITY];
+    assert_eq!(histogram(&logits, &params, 20_000), histogram(&kept, &self::params(), 20_000));
+    assert!(!params.fits_device_sampling());
+    let none = SamplingParams { allowed_token_ids: [9].into(), ..params };
+    assert_eq!(Sampler::new().sample(&logits, &none, 0, &[], None), Err(SampleError::Excluded));
 }

@@ -1,12 +1,13 @@
 //! Commands to the runner and its reports: plain data.
 
 use crate::memory::PeerMemory;
+use crate::seen::Seen;
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError, KvCounters, LaunchCounters};
 use lagoon_types::run::visible;
 use lagoon_types::{
-    DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, MicroBatch, RingRows, SamplingParams, SeqId, StepId,
-    TokenLogprobs,
+    DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, MicroBatch, PromptLogprob, RingRows, SamplingParams, SeqId,
+    StepId, TokenLogprobs,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,6 +29,21 @@ pub struct StepWork {
     pub next_row: Option<u32>,
     /// Report each layer but the last when its KV is in the store ([`Report::Layer`]).
     pub watched: bool,
+    /// Rows whose logits are reduced to log-probabilities of a prompt ([`Report::Scores`]).
+    pub scores: Vec<ScoreRows>,
+}
+
+/// Consecutive rows of one sequence whose logits give log-probabilities of the prompt's next tokens.
+#[derive(Clone, Debug)]
+pub struct ScoreRows {
+    pub seq: SeqId,
+    pub row0: u32,
+    /// Position of the first of `targets`: one behind the first row's.
+    pub first: u32,
+    /// The token behind each row.
+    pub targets: Vec<u32>,
+    /// Likeliest tokens to report with each.
+    pub top: u32,
 }
 
 /// Rows of one sequence in a step.
@@ -66,6 +82,8 @@ pub struct SampleSpec {
     pub return_logits: bool,
     /// Tokens that are not drawn. Log-probabilities are those of all tokens.
     pub banned: Arc<[u32]>,
+    /// The sequence's tokens, if its parameters have penalties.
+    pub seen: Option<Arc<Seen>>,
 }
 
 /// A step's work with creditors; empty in the local micro-batch.
@@ -349,6 +367,11 @@ pub enum Report {
         map: MapId,
         error: Option<DeviceError>,
     },
+    /// Log-probabilities of prompts' tokens, by sequence, from the position of the first on. Comes before [`Report::Done`].
+    Scores {
+        step: StepId,
+        scores: Vec<(SeqId, u32, Vec<PromptLogprob>)>,
+    },
     /// All blocks of a share are mapped, or the first error.
     Shared {
         share: ShareId,
@@ -372,6 +395,8 @@ pub struct SampleOut {
     pub token: u32,
     pub logprobs: Option<TokenLogprobs>,
     pub logits: Option<Vec<f32>>,
+    /// The request's own rules leave no token: `token` is none, and the request fails.
+    pub excluded: bool,
 }
 
 /// Reason why a pass ended without a result.

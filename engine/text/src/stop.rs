@@ -27,6 +27,8 @@ pub struct StopStrings {
     /// Text that may be the beginning of a stop string.
     held: String,
     stopped: bool,
+    /// The text ends behind the stop string, not before it.
+    included: bool,
 }
 
 impl StopStrings {
@@ -41,7 +43,13 @@ impl StopStrings {
         if let Some(long) = stops.iter().find(|stop| stop.len() > STOP_BYTES_MAX) {
             return Err(StopError::TooLong { bytes: long.len() });
         }
-        Ok(Self { stops, held: String::new(), stopped: false })
+        Ok(Self { stops, held: String::new(), stopped: false, included: false })
+    }
+
+    /// With `included`, the stop string that ends the text is its last part.
+    #[must_use]
+    pub fn including(self, included: bool) -> Self {
+        Self { included, ..self }
     }
 
     /// Takes the next piece and appends the text that cannot be part of a stop string to `out`. Returns whether a stop
@@ -53,8 +61,8 @@ impl StopStrings {
         self.held.push_str(piece);
         // The end that comes first wins; of stop strings with that end, the longest, which begins first.
         let find = |stop: &String| self.held.find(stop.as_str()).map(|start| (start + stop.len(), start));
-        if let Some((_, start)) = self.stops.iter().filter_map(find).min() {
-            out.push_str(&self.held[..start]);
+        if let Some((end, start)) = self.stops.iter().filter_map(find).min() {
+            out.push_str(&self.held[..if self.included { end } else { start }]);
             self.held.clear();
             self.stopped = true;
             return true;

@@ -23,7 +23,10 @@ pub use dtype::DType;
 pub use ids::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
 pub use kv_dtype::KvDType;
 pub use partial::Partial;
-pub use request::{CONTEXT, FinishReason, GenerateRequest, RequestError, SamplingParams, TokenEvent, TokenLogprobs};
+pub use request::{
+    CONTEXT, FinishReason, GenerateRequest, PromptLogprob, RequestError, RequestOptions, SamplingParams, TokenEvent,
+    TokenLogprobs,
+};
 pub use run::{KvRun, LeaseRun};
 pub use shape::{AttentionGeometry, KvShape, ModelHash};
 pub use space::KvSpace;

@@ -248,6 +248,24 @@ pub const DRAFT_ROWS_MAX: u32 = 64;
 pub const LOOKUP_TOKENS_MAX: usize = 1 << 16;
 /// Entries of a request's `logit_bias`.
 pub const LOGIT_BIAS_MAX: usize = 1024;
+/// Entries of a request's `allowed_token_ids`.
+pub const ALLOWED_TOKENS_MAX: usize = 4096;
+/// Token sequences of a request's `bad_words`: two a word, with and without a space before it.
+pub const BAD_WORDS_MAX: usize = 256;
+/// Tokens of one of them.
+pub const BAD_WORD_TOKENS_MAX: usize = 64;
+/// Waiting time that a unit of a request's priority counts for.
+pub const PRIORITY_STEP_MS: u64 = 1_000;
+/// Largest priority that counts, of either sign: a request overtakes none that came two minutes before.
+pub const PRIORITY_MAX: i32 = 60;
+/// Bytes of a request's `cache_salt`, or of a key's name as one.
+pub const CACHE_SALT_BYTES_MAX: usize = 512;
+/// Tokens that one draw excludes: those that would end the sequence too early, and last tokens of bad words.
+pub const BANNED_MAX: usize = STOP_IDS_MAX + BAD_WORDS_MAX;
+/// Least and largest repetition penalty.
+pub const REPETITION_PENALTY_RANGE: (f32, f32) = (0.01, 100.0);
+/// Largest presence and frequency penalty, of either sign.
+pub const PENALTY_MAX: f32 = 2.0;
 /// Prefill jobs that one worker computes or keeps for others; further ones are refused.
 pub const PREFILL_JOBS_MAX: usize = 4096;
 /// Time that a request waits for a worker before its own instance computes the prompt.

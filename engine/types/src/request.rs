@@ -21,6 +21,16 @@ pub struct SamplingParams {
     /// Pairs of token id and bias, added to the logits before all other sampling; each id once. Log-probabilities do not
     /// include the bias.
     pub logit_bias: Arc<[(u32, f32)]>,
+    /// Subtracted from the logit of every token that was generated before; 0 changes nothing.
+    pub presence_penalty: f32,
+    /// Subtracted from a token's logit for each time that it was generated before; 0 changes nothing.
+    pub frequency_penalty: f32,
+    /// Divides the positive logits of tokens of prompt and answer, and multiplies the negative ones; 1 changes nothing.
+    pub repetition_penalty: f32,
+    /// Only these tokens are drawn, ascending; empty allows all.
+    pub allowed_token_ids: Arc<[u32]>,
+    /// Token sequences, none empty, that the answer does not contain: the last token is not drawn after the others.
+    pub bad_words: Arc<[Box<[u32]>]>,
 }
 
 impl SamplingParams {
@@ -28,14 +38,47 @@ impl SamplingParams {
     /// A field that is added here must be listed here: such devices know no other.
     #[must_use]
     pub fn fits_device_sampling(&self) -> bool {
-        let Self { temperature: _, top_k: _, top_p: _, min_p: _, seed: _, logprobs, logit_bias } = self;
-        logprobs.is_none() && logit_bias.is_empty()
+        let Self {
+            temperature: _,
+            top_k: _,
+            top_p: _,
+            min_p: _,
+            seed: _,
+            logprobs,
+            logit_bias,
+            presence_penalty: _,
+            frequency_penalty: _,
+            repetition_penalty: _,
+            allowed_token_ids,
+            // Those that are banned now are among the step's banned tokens.
+            bad_words: _,
+        } = self;
+        logprobs.is_none() && logit_bias.is_empty() && !self.has_penalties() && allowed_token_ids.is_empty()
+    }
+
+    /// Whether a draw depends on which tokens prompt and answer have.
+    #[must_use]
+    pub fn has_penalties(&self) -> bool {
+        self.presence_penalty != 0.0 || self.frequency_penalty != 0.0 || self.repetition_penalty != 1.0
     }
 }
 
 impl Default for SamplingParams {
     fn default() -> Self {
-        Self { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0, logprobs: None, logit_bias: Arc::default() }
+        Self {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: 0,
+            logprobs: None,
+            logit_bias: Arc::default(),
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            allowed_token_ids: Arc::default(),
+            bad_words: Arc::default(),
+        }
     }
 }
 
@@ -56,6 +99,18 @@ pub struct GenerateRequest {
     pub stop_ids: Vec<u32>,
     /// Report the logits of every generated token (costly; for comparisons).
     pub return_logits: bool,
+    pub options: RequestOptions,
+}
+
+/// How a request is served, beside its sampling.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RequestOptions {
+    /// Of waiting requests, one with a lower number is admitted first: each unit counts as `PRIORITY_STEP_MS` of waiting.
+    pub priority: i32,
+    /// The tenant in the prefix cache: only requests with the same salt share cached KV.
+    pub cache_salt: Arc<str>,
+    /// Alternatives to report per token of the prompt; `None` reports no log-probabilities of the prompt.
+    pub prompt_logprobs: Option<u32>,
 }
 
 /// Reason of a sequence's regular end.
@@ -76,11 +131,36 @@ pub struct TokenLogprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// Event of one request, in order: tokens, then exactly one `Finished` or `Failed`.
+/// Log-probability of one token of a prompt, after the tokens before it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PromptLogprob {
+    pub token: u32,
+    pub logprob: f32,
+    /// Place among all tokens by likelihood, from 1.
+    pub rank: u32,
+    /// The likeliest tokens, best first.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Event of one request, in order: at most one `Prompt`, tokens, then exactly one `Finished` or `Failed`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenEvent {
-    Token { id: u32, logprobs: Option<TokenLogprobs>, logits: Option<Vec<f32>> },
-    Finished { reason: FinishReason, prompt_tokens: u32, completion_tokens: u32 },
+    /// Comes if there is something to say: tokens of the prompt whose KV was cached, and the log-probabilities of all of its
+    /// tokens but the first, if they were requested.
+    Prompt {
+        cached_tokens: u32,
+        logprobs: Vec<PromptLogprob>,
+    },
+    Token {
+        id: u32,
+        logprobs: Option<TokenLogprobs>,
+        logits: Option<Vec<f32>>,
+    },
+    Finished {
+        reason: FinishReason,
+        prompt_tokens: u32,
+        completion_tokens: u32,
+    },
     Failed(RequestError),
 }
 

@@ -25,7 +25,8 @@ use lagoon_sim::process::address;
 use lagoon_sim::rng::mix;
 use lagoon_sim::{Clock, Delays, Emission, Fabric, LinkProfile, Place, Process, SimRunner, Transfers};
 use lagoon_types::{
-    FinishReason, GenerateRequest, InstanceId, PhysBlock, RequestError, SamplingParams, SeqId, TokenEvent,
+    FinishReason, GenerateRequest, InstanceId, PhysBlock, PromptLogprob, RequestError, RequestOptions, SamplingParams,
+    SeqId, TokenEvent,
 };
 use net::Net;
 use node::TimedExecutor;
@@ -54,6 +55,8 @@ pub struct Log {
     pub request: GenerateRequest,
     pub tokens: Vec<u32>,
     pub logits: Vec<Vec<f32>>,
+    /// Cached tokens and log-probabilities of the prompt.
+    pub prompt: (u32, Vec<PromptLogprob>),
     pub end: Option<Result<FinishReason, RequestError>>,
     pub cancelled: bool,
     /// Its instance was killed.
@@ -97,6 +100,7 @@ pub fn greedy(prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
         min_tokens: 0,
         stop_ids: Vec::new(),
         return_logits: true,
+        options: RequestOptions::default(),
     }
 }
 
@@ -296,7 +300,9 @@ impl World {
     pub fn submit(&mut self, node: usize, request: GenerateRequest) -> usize {
         let id = self.requests.len();
         let (tokens, logits) = (Vec::new(), Vec::new());
-        let log = Log { node, request: request.clone(), tokens, logits, end: None, cancelled: false, lost: false };
+        let prompt = (0, Vec::new());
+        let log =
+            Log { node, request: request.clone(), tokens, logits, prompt, end: None, cancelled: false, lost: false };
         self.requests.push(log);
         self.handle(node, Event::Submit { seq: SeqId(id as u64 + 1), request });
         id
@@ -507,14 +513,19 @@ impl World {
         assert_eq!(place(log.node), from, "{seq} is another instance's");
         assert!(log.end.is_none() && !log.cancelled, "{seq} is over: {event:?}");
         match event {
+            TokenEvent::Prompt { cached_tokens, logprobs } => {
+                assert!(log.tokens.is_empty(), "{seq} reports its prompt first");
+                log.prompt = (cached_tokens, logprobs);
+            }
             TokenEvent::Token { id, logits, .. } => {
                 log.tokens.push(id);
                 log.logits.extend(logits);
                 assert!(log.tokens.len() <= log.request.max_tokens as usize, "{seq} says too much");
             }
             TokenEvent::Finished { reason, prompt_tokens, completion_tokens } => {
-                assert_eq!(prompt_tokens as usize, log.request.prompt.len());
-                assert_eq!(completion_tokens as usize, log.tokens.len());
+                let answered = log.request.answered;
+                assert_eq!((prompt_tokens + answered) as usize, log.request.prompt.len());
+                assert_eq!(completion_tokens as usize, log.tokens.len() + answered as usize);
                 log.end = Some(Ok(reason));
             }
             TokenEvent::Failed(error) => log.end = Some(Err(error)),

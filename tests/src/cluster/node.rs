@@ -100,6 +100,8 @@ pub struct Spec {
     pub attention_flops: f64,
     pub target_step_ms: Option<u32>,
     pub prefix_cache: bool,
+    /// The CPU's results of a row do not depend on other rows.
+    pub batch_invariant: bool,
     /// Calibration that the instance pretends to have measured.
     pub calibration: Option<Calibration>,
     /// Virtual time of the device for a piece of work, and besides for a step of the instance, and for one layer of a
@@ -177,6 +179,7 @@ impl Spec {
             attention_flops: 1e12,
             target_step_ms: None,
             prefix_cache: true,
+            batch_invariant: false,
             calibration: None,
             piece_us: 10,
             step_ms: 0,
@@ -386,11 +389,10 @@ fn engine(
         let (memory, lent) = (executor.memory().clone(), executor.lent().cloned());
         (Box::new(executor), memory, lent)
     }
+    let cpu = || if spec.batch_invariant { CpuDevice::new().batch_invariant() } else { CpuDevice::new() };
     match spec.backend {
-        Backend::Cpu if spec.has_rows() => {
-            boxed(executor(MappedDevice::new(CpuDevice::new()), pool, spec, config, checkpoint))
-        }
-        Backend::Cpu => boxed(executor(CpuDevice::new(), pool, spec, config, checkpoint)),
+        Backend::Cpu if spec.has_rows() => boxed(executor(MappedDevice::new(cpu()), pool, spec, config, checkpoint)),
+        Backend::Cpu => boxed(executor(cpu(), pool, spec, config, checkpoint)),
         Backend::Cuda => {
             let options = CudaOptions { linear: LinearLayers::Own, ..CudaOptions::default() };
             let mut device = CudaDevice::open(lagoon_cuda::kernels::FATBIN, options).unwrap();

@@ -3,6 +3,7 @@
 mod cancel;
 mod errors;
 mod fields;
+mod options;
 mod streams;
 mod tools;
 mod whole;

@@ -4,7 +4,7 @@ use crate::network::{GMANAGER, Place};
 use crate::rng::Rng;
 use crate::shared::DeviceFault;
 use lagoon_protocol::Role;
-use lagoon_types::{GenerateRequest, SamplingParams};
+use lagoon_types::{GenerateRequest, RequestOptions, SamplingParams};
 use lagoon_wire::Class;
 use std::fmt;
 
@@ -124,6 +124,7 @@ pub(super) fn request(prompt: u32, max_tokens: u32, seed: u64) -> GenerateReques
         min_tokens: 0,
         stop_ids: Vec::new(),
         return_logits: false,
+        options: RequestOptions::default(),
     }
 }
 

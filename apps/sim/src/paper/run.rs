@@ -24,7 +24,8 @@ use lagoon_types::limits::{
     INSTANCES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, SEQUENCE_TOKENS_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
 };
 use lagoon_types::{
-    AttentionGeometry, DType, GenerateRequest, KvDType, KvShape, ModelHash, SamplingParams, SeqId, TokenEvent,
+    AttentionGeometry, DType, GenerateRequest, KvDType, KvShape, ModelHash, RequestOptions, SamplingParams, SeqId,
+    TokenEvent,
 };
 
 /// Time between samples.
@@ -404,6 +405,7 @@ impl Run {
             min_tokens: 0,
             stop_ids: Vec::new(),
             return_logits: false,
+            options: RequestOptions::default(),
         };
         self.world.handle(place, Event::Submit { seq: SeqId(index as u64), request });
     }
@@ -415,6 +417,7 @@ impl Run {
         let outcome = &mut self.seen.outcomes[index];
         let started = outcome.first_us.is_some();
         match event {
+            TokenEvent::Prompt { .. } => return,
             TokenEvent::Token { .. } => {
                 load.running += i64::from(!started);
                 outcome.first_us.get_or_insert(now);

@@ -295,6 +295,7 @@ impl Pass {
             token: token_of(self.hidden[row as usize]),
             logprobs: None,
             logits: None,
+            excluded: false,
         };
         rows.map(sample).collect()
     }

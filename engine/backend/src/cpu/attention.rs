@@ -20,6 +20,9 @@ use lagoon_types::{KvDType, KvRun};
 use plan::{Plan, Task, Work};
 use std::ops::Range;
 
+/// Positions at multiples of which tiles of keys begin, for results that do not depend on where runs end.
+pub(super) const ALIGNED: u32 = 16;
+
 /// Memory that attention keeps between calls.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
@@ -32,6 +35,7 @@ pub(super) struct Scratch {
 /// State shared by all tasks of a call.
 struct Call<'a> {
     isa: Isa,
+    invariant: bool,
     batch: &'a AttnBatch<'a>,
     q: &'a CpuTensor,
     kv: &'a CpuKv,
@@ -54,10 +58,16 @@ impl Call<'_> {
     /// The runs' parts within `span`: first slot, first position and length.
     fn segments(&self, seq: &AttnRows, span: &Range<u32>) -> impl Iterator<Item = KvRun> {
         let span = span.clone();
-        self.batch.runs[seq.run0 as usize..][..seq.runs as usize].iter().filter_map(move |run| {
+        let invariant = self.invariant;
+        self.batch.runs[seq.run0 as usize..][..seq.runs as usize].iter().flat_map(move |run| {
             let own = run.positions();
             let (from, to) = (own.start.max(span.start), own.end.min(span.end));
-            (from < to).then(|| KvRun { base: run.base + (from - own.start), len: to - from, first_pos: from })
+            // Tiles of keys begin at the same positions, wherever the run or the span does.
+            let cut = if invariant { from.next_multiple_of(ALIGNED).min(to) } else { from };
+            let part = move |from: u32, to: u32| {
+                (from < to).then(|| KvRun { base: run.base + (from - own.start), len: to - from, first_pos: from })
+            };
+            part(from, cut).into_iter().chain(part(cut, to))
         })
     }
 
@@ -95,7 +105,7 @@ impl Call<'_> {
 
 /// See [`crate::Device::attention`]; counts are filled by the caller.
 pub(super) fn attention(
-    (threads, isa): (&Threads, Isa),
+    (threads, isa, invariant): (&Threads, Isa, bool),
     scratch: &mut Scratch,
     q: &CpuTensor,
     batch: &AttnBatch<'_>,
@@ -108,7 +118,11 @@ pub(super) fn attention(
     assert_eq!((kv.shape.kv_heads, kv.shape.head_dim), (g.kv_heads, g.head_dim), "shape of the store");
     assert!(!g.latent || g.kv_heads == 1, "all heads read a latent row");
     assert!(rows <= q.rows, "rows within the queries");
-    scratch.plan.make(batch, threads.count());
+    if invariant {
+        scratch.plan.make_by_row(batch);
+    } else {
+        scratch.plan.make(batch, threads.count());
+    }
     let piece_rows = scratch.plan.piece_rows;
     let wanted = piece_rows * (q_dim + heads);
     if scratch.pieces.as_ref().is_none_or(|p| p.len() < wanted) {
@@ -120,6 +134,7 @@ pub(super) fn attention(
     let (piece_out, piece_lse) = pieces.split_at_mut(piece_rows * q_dim);
     let call = Call {
         isa,
+        invariant,
         batch,
         q,
         kv,

@@ -59,7 +59,7 @@ impl Device for CpuDevice {
     }
 
     fn takes(&self, format: WeightFormat) -> bool {
-        Self::reads(format)
+        Self::reads(format) && (!self.invariant || format.plain().is_some())
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<CpuWeight, DeviceError> {
@@ -204,8 +204,8 @@ impl Device for CpuDevice {
         buffers: &mut ExpertBuffers<CpuTensor>,
         out: &mut CpuTensor,
     ) -> Result<(), DeviceError> {
-        let Self { threads, isa, streams, routes, .. } = self;
-        let on = matmul::On { threads, isa: *isa, streams };
+        let Self { threads, isa, streams, routes, invariant, .. } = self;
+        let on = matmul::On { threads, isa: *isa, streams, invariant: *invariant };
         super::experts::experts(on, routes, (x, logits), experts, rows, buffers, out);
         Ok(())
     }
@@ -255,7 +255,8 @@ impl Device for CpuDevice {
         out: &mut Partials<CpuTensor>,
     ) -> Result<(), DeviceError> {
         batch.fill_counts(&mut out.count);
-        attention::attention((&self.threads, self.isa), &mut self.attention, q, batch, (kv, layer), out)
+        let on = (&self.threads, self.isa, self.invariant);
+        attention::attention(on, &mut self.attention, q, batch, (kv, layer), out)
     }
 
     fn merge(

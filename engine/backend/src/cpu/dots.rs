@@ -5,7 +5,7 @@ use super::simd::{Element, Kernel, Simd};
 use super::streams::AHEAD_BYTES;
 
 /// Rows of `x` whose sums are held in registers together.
-const GROUP: usize = 4;
+pub(super) const GROUP: usize = 4;
 
 /// `out[r][j] (=|+=) x[r] · weight[j]` for `rows` rows of `k` elements of `x`, `x_stride` apart, and `n` weight rows (`[n][k]`).
 pub(super) struct Dots<E> {

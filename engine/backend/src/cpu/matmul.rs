@@ -29,6 +29,8 @@ pub(super) fn takes(format: WeightFormat) -> bool {
 
 /// Up to so many rows the weights are streamed; packing a panel pays for more.
 const STREAMED_ROWS: usize = 24;
+/// Rows whose sums are added up in the same order, whether they are one or all: those that [`Dots`] reads a weight row once for.
+const INVARIANT_ROWS: usize = super::dots::GROUP;
 /// Bytes of weights that one task streams.
 const STREAM_BYTES: usize = 128 << 10;
 /// Weight rows of a panel: the width of a register tile, and a multiple of it for narrower vectors.
@@ -46,6 +48,19 @@ pub(super) struct On<'a> {
     pub(super) threads: &'a Threads,
     pub(super) isa: Isa,
     pub(super) streams: &'a Streams,
+    /// A row's products do not depend on the number of rows.
+    pub(super) invariant: bool,
+}
+
+impl On<'_> {
+    /// Whether the weights are streamed for `rows` rows.
+    fn streams_rows(&self, rows: usize) -> bool {
+        rows <= STREAMED_ROWS || self.invariant
+    }
+
+    fn strip(&self) -> usize {
+        if self.invariant { INVARIANT_ROWS } else { usize::MAX }
+    }
 }
 
 /// See [`crate::Device::matmul`].
@@ -65,8 +80,9 @@ pub(super) fn matmul(on: On<'_>, x: &CpuTensor, weight: &CpuWeight, rows: usize,
         out_stride,
         out_at: 0,
         add: mode == Mode::Add,
+        strip: on.strip(),
     };
-    if rows <= STREAMED_ROWS {
+    if on.streams_rows(rows) {
         // Codes that are multiplied in integers are worth rounding `x` for a task.
         let least =
             if weight.is_packed() && weight.format() != WeightFormat::Fp8 { ROUNDED_FOR * rows.div_ceil(4) } else { 4 };
@@ -131,8 +147,9 @@ pub(super) fn grouped(on: On<'_>, x: &CpuTensor, weight: &CpuWeight, groups: &[G
             out_stride,
             out_at: 0,
             add: false,
+            strip: on.strip(),
         };
-        if rows.len() <= STREAMED_ROWS { product.streamed(cols) } else { product.by_panel(cols, rows) }
+        if on.streams_rows(rows.len()) { product.streamed(cols) } else { product.by_panel(cols, rows) }
     });
 }
 
@@ -173,8 +190,9 @@ pub(super) fn by_head(
             out_stride: out_cols,
             out_at: head * out_stride,
             add: false,
+            strip: on.strip(),
         };
-        if rows <= STREAMED_ROWS { product.streamed(cols) } else { product.by_panel(cols, 0..rows) }
+        if on.streams_rows(rows) { product.streamed(cols) } else { product.by_panel(cols, 0..rows) }
     });
 }
 
@@ -196,14 +214,19 @@ struct Product<'a> {
     /// Column of `out` that `first` gives.
     out_at: usize,
     add: bool,
+    /// Rows that are streamed together.
+    strip: usize,
 }
 
 impl Product<'_> {
     /// Columns `cols` of the result, streaming their weights.
     fn streamed(&self, cols: Range<usize>) {
         for part in self.weight.stretches(cols) {
-            let taken = with_format(part.format, Streamed { product: self, part: &part });
-            assert!(taken, "{} is not taken", part.format);
+            for row in self.rows.clone().step_by(self.strip) {
+                let product = Self { rows: row..self.rows.end.min(row.saturating_add(self.strip)), ..*self };
+                let taken = with_format(part.format, Streamed { product: &product, part: &part });
+                assert!(taken, "{} is not taken", part.format);
+            }
         }
     }
 

@@ -89,6 +89,8 @@ pub struct CpuDevice {
     streams: streams::Streams,
     attention: attention::Scratch,
     routes: experts::Routes,
+    /// See [`CpuDevice::batch_invariant`].
+    invariant: bool,
 }
 
 impl CpuDevice {
@@ -113,11 +115,23 @@ impl CpuDevice {
             streams: streams::Streams::default(),
             attention: attention::Scratch::default(),
             routes: experts::Routes::default(),
+            invariant: false,
         }
     }
 
+    /// The same device, on which a row's results do not depend on the other rows of a call, nor on where runs end, if they end
+    /// at multiples of [`CpuDevice::INVARIANT_RUNS`] positions. Prompts are computed more slowly, and the attention of one row
+    /// on one thread. Packed weights are converted.
+    #[must_use]
+    pub fn batch_invariant(self) -> Self {
+        Self { invariant: true, ..self }
+    }
+
+    /// Positions at multiples of which runs end, for results that do not depend on them.
+    pub const INVARIANT_RUNS: u32 = attention::ALIGNED;
+
     fn on(&self) -> matmul::On<'_> {
-        matmul::On { threads: &self.threads, isa: self.isa, streams: &self.streams }
+        matmul::On { threads: &self.threads, isa: self.isa, streams: &self.streams, invariant: self.invariant }
     }
 
     /// The same device with another instruction set, to test and to compare.

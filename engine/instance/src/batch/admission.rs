@@ -84,18 +84,18 @@ impl Batch {
             let room = u32::try_from(pool - prompt_tokens).unwrap_or(u32::MAX);
             request.max_tokens = request.max_tokens.min(room);
         }
-        let tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
         let full = |limit| RequestError::QueueFull { queued: limit, limit };
-        let away = cx.sends_away();
+        // Log-probabilities of a prompt are computed where they are reported.
+        let away = cx.sends_away() && request.options.prompt_logprobs.is_none();
+        let sequence = Sequence::new(seq, request, cx.config.block_tokens, cx.now_ms);
         if !away {
-            self.enqueue(seq, tokens, cx.now_ms).map_err(|queue| full(queue.limit))?;
-        } else if self.waiting_len(prefills) >= cx.config.sched.queue {
+            return self.enqueue(seq, sequence, cx.now_ms).map_err(|queue| full(queue.limit));
+        }
+        if self.waiting_len(prefills) >= cx.config.sched.queue {
             return Err(full(cx.config.sched.queue));
         }
-        self.add(seq, Sequence::new(seq, request, cx.config.block_tokens, cx.now_ms));
-        if away {
-            cx.emit(Outcome::SentAway { seq });
-        }
+        self.add(seq, sequence);
+        cx.emit(Outcome::SentAway { seq });
         Ok(())
     }
 

@@ -1,7 +1,7 @@
 //! Changes of a sequence that other machines report: steps that have computed chunks or sent KV, prompts read from a
 //! prefill worker, blocks that moved. Each is one method, so that no other machine writes a sequence's fields.
 
-use super::sequence::{HeldLease, LayerChecks, Window};
+use super::sequence::{HeldLease, LayerChecks, Sequence, Window};
 use super::{Batch, Others};
 use crate::cx::Cx;
 use bytes::Bytes;
@@ -9,7 +9,7 @@ use lagoon_cluster::BorrowedLease;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{Placement, RemoteEntries, RemoteGrant};
 use lagoon_runner::WriteSegment;
-use lagoon_types::{Chunk, FinishReason, PhysBlock, SeqId};
+use lagoon_types::{Chunk, FinishReason, PhysBlock, PromptLogprob, SeqId, TokenEvent};
 use std::collections::BTreeMap;
 
 /// A layer's KV that goes to a creditor, and the entries that it completes.
@@ -69,6 +69,24 @@ impl Batch {
         self.free_loaded(cx, chunk.seq);
         self.register_hashes(cx, others, chunk.seq);
         true
+    }
+
+    /// The event about a sequence's prompt, before its first token.
+    pub(crate) fn report_prompt(&mut self, id: SeqId) -> Option<TokenEvent> {
+        self.seqs.get_mut(&id).and_then(Sequence::report_prompt)
+    }
+
+    /// [`Batch::report_prompt`] of a prompt that a worker computed, which had `cached` tokens of it.
+    pub(crate) fn report_prompt_of(&mut self, id: SeqId, cached: u32) -> Option<TokenEvent> {
+        self.seqs.entry(id).and_modify(|seq| seq.prompt.cached = seq.prompt.cached.max(cached));
+        self.report_prompt(id)
+    }
+
+    /// Adds log-probabilities of a prompt's tokens, from the one at position `first` on.
+    pub(crate) fn add_scores(&mut self, id: SeqId, first: u32, scores: Vec<PromptLogprob>) {
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        assert_eq!(seq.prompt.next_row() + 1, first, "{id}: every position once, in order");
+        seq.prompt.logprobs.extend(scores);
     }
 
     /// Appends a generated token. Returns why the sequence ends, if that token is the last.

@@ -90,7 +90,9 @@ impl Sequence {
     /// Tokens that may be drafted: there is memory for them, and none of them is the last.
     fn draft_limit(&self, drafts: u32, max_positions: u32) -> u32 {
         let decodes = self.for_others.is_none() && self.blocks.written() + 1 == self.len();
-        if drafts == 0 || !decodes || !self.is_ready() || !self.banned().is_empty() {
+        // What the next tokens may be, or weigh, depends on those before them.
+        let depends = self.generated() < self.min_tokens || !self.sampling.bad_words.is_empty() || self.seen.is_some();
+        if drafts == 0 || !decodes || !self.is_ready() || depends {
             return 0;
         }
         let room = self.blocks.capacity_tokens() - self.len();
@@ -117,7 +119,11 @@ impl Batch {
     pub(crate) fn accept_drafts(&mut self, chunk: &Chunk, samples: &[SampleOut], most: u32) -> Chunk {
         let Some(seq) = self.seqs.get_mut(&chunk.seq).filter(|_| chunk.drafts > 0) else { return *chunk };
         let drafted = seq.drafted(chunk);
-        let counted = drafted.iter().zip(samples).take_while(|(draft, sample)| **draft == sample.token).count();
+        let counted = drafted
+            .iter()
+            .zip(samples)
+            .take_while(|(draft, sample)| !sample.excluded && **draft == sample.token)
+            .count();
         let sampled = samples[..counted].iter().map(|sample| sample.token);
         seq.tokens.extend(sampled);
         let counted = u32::try_from(counted).unwrap_or(u32::MAX);

@@ -260,9 +260,11 @@ impl Batch {
         self.sched.in_step(id)
     }
 
-    /// Puts a new sequence at the end of the queue, if the queue has room.
-    pub(crate) fn enqueue(&mut self, id: SeqId, tokens: u32, now_ms: u64) -> Result<(), QueueFull> {
-        self.sched.enqueue(id, tokens, now_ms)
+    /// Queues a new sequence by its priority, if the queue has room, and adds it.
+    pub(crate) fn enqueue(&mut self, id: SeqId, seq: Sequence, now_ms: u64) -> Result<(), QueueFull> {
+        self.sched.enqueue(id, seq.len(), now_ms, seq.turn_ms(now_ms))?;
+        self.add(id, seq);
+        Ok(())
     }
 
     /// Puts a sequence at the end of the queue, beyond its bound if need be: its prompt is no longer a prefill
@@ -272,7 +274,7 @@ impl Batch {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         seq.come_back();
         seq.admit_by_ms = now_ms + ADMISSION_DEADLINE_MS;
-        self.sched.enqueue_accepted(id, seq.len(), now_ms);
+        self.sched.enqueue_accepted(id, seq.len(), now_ms, seq.turn_ms(now_ms));
     }
 
     /// Takes a waiting sequence out of the queue: a prefill worker computes its prompt.
@@ -335,7 +337,7 @@ impl Batch {
             self.set_life(id, Life::Running(Need::Met));
         } else {
             seq.admit_by_ms = cx.now_ms + ADMISSION_DEADLINE_MS;
-            self.sched.enqueue_accepted(id, tokens, cx.now_ms);
+            self.sched.enqueue_accepted(id, tokens, cx.now_ms, seq.turn_ms(cx.now_ms));
             self.set_life(id, Life::Waiting(Need::Met));
         }
         self.changed();

@@ -29,6 +29,8 @@ impl Batch {
     pub(crate) fn hash_tokens(&mut self, cx: &Cx, id: SeqId, blocks: u32) {
         let (Some(root), Some(seq)) = (cx.memory.prefix.root(), self.seqs.get_mut(&id)) else { return };
         let (block_tokens, blocks) = (cx.config.block_tokens as usize, blocks as usize);
+        // Only the first block needs the root.
+        let root = if seq.block_hashes.is_empty() { root.salted(&seq.options.cache_salt) } else { root };
         for block in seq.block_hashes.len()..blocks {
             let tokens = &seq.tokens[block * block_tokens..(block + 1) * block_tokens];
             let tokens: &[u32] = if mutants::is(Mutant::TokensUnhashed) { &[] } else { tokens };
@@ -80,7 +82,13 @@ impl Batch {
         let (next, whole) = (seq.blocks.next_position(), (seq.len() - 1) / tokens);
         let (free, first) = (seq.may_change_memory(), next / tokens);
         let known = seq.blocks.lost().is_empty() && seq.blocks.lost_blocks() == 0 && seq.hashed == first;
-        if !free || !known || seq.sharing.is_some() || first >= whole.min(seq.blocks.blocks()) {
+        // Log-probabilities of a prompt need every one of its positions computed.
+        if !free
+            || !known
+            || seq.scores_prompt().is_some()
+            || seq.sharing.is_some()
+            || first >= whole.min(seq.blocks.blocks())
+        {
             return;
         }
         self.hash_tokens(cx, id, whole);
@@ -97,6 +105,7 @@ impl Batch {
             advance.mark(&mut cx.memory.rm.pool);
             self.sched.skip(id, known);
             cx.memory.prefix.note_hit(known);
+            seq.prompt.cached = seq.prompt.cached.saturating_add(known);
             cx.memory.prefix.note_shared(1);
             match joined.mapped {
                 Some(from) => mapped.push((from, joined.block)),
@@ -110,7 +119,8 @@ impl Batch {
 
     /// Computes the hashes of all blocks of a waiting sequence before its last token. Returns their number.
     fn hash_wanted(&mut self, cx: &Cx, id: SeqId) -> usize {
-        let waits = |seq: &&Sequence| cx.memory.prefix.root().is_some() && seq.blocks.blocks() == 0;
+        let hits = |seq: &Sequence| seq.blocks.blocks() == 0 && seq.scores_prompt().is_none();
+        let waits = |seq: &&Sequence| cx.memory.prefix.root().is_some() && hits(seq);
         let Some(seq) = self.seqs.get(&id).filter(waits) else { return 0 };
         let whole = (seq.len() - 1) / cx.config.block_tokens;
         self.hash_tokens(cx, id, whole);
@@ -161,6 +171,7 @@ impl Batch {
         cx.memory.prefix.note_lookup(len);
         cx.memory.prefix.note_hit(known * tokens);
         cx.memory.prefix.note_shared(shared);
+        self.seqs.entry(id).and_modify(|seq| seq.prompt.cached = known * tokens);
         if !mapped.is_empty() {
             self.map_blocks(cx, id, &mapped, &left);
         }

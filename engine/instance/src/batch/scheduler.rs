@@ -1,4 +1,4 @@
-//! The iteration-level scheduler: bounded first-come-first-served admission, and continuous batching with chunked
+//! The iteration-level scheduler: bounded admission, first come first served among equal priorities, and continuous batching with chunked
 //! prefill.
 //!
 //! It decides *which tokens* the next step computes; the instance and the rManager decide where their KV lives.
@@ -31,6 +31,8 @@ pub(crate) struct Waiting {
     pub(crate) tokens: u32,
     /// When it was queued, in the caller's milliseconds.
     pub(crate) since_ms: u64,
+    /// Its place in the queue, ascending: a fixed number, so that no request is overtaken for ever.
+    turn_ms: i64,
 }
 
 #[derive(Clone, Debug)]
@@ -109,21 +111,22 @@ impl Scheduler {
         }
     }
 
-    /// Puts a new sequence at the end of the queue.
+    /// Puts a new sequence into the queue, behind those whose turn is not later.
     ///
     /// # Errors
     /// [`QueueFull`] when the queue has reached its bound.
-    pub(crate) fn enqueue(&mut self, seq: SeqId, tokens: u32, now_ms: u64) -> Result<(), QueueFull> {
+    pub(crate) fn enqueue(&mut self, seq: SeqId, tokens: u32, now_ms: u64, turn_ms: i64) -> Result<(), QueueFull> {
         if self.waiting.len() >= self.config.queue {
             return Err(QueueFull { limit: self.config.queue });
         }
-        self.enqueue_accepted(seq, tokens, now_ms);
+        self.enqueue_accepted(seq, tokens, now_ms, turn_ms);
         Ok(())
     }
 
     /// As [`Scheduler::enqueue`], without the bound, for a sequence that was accepted before and waited for a prefill worker.
-    pub(crate) fn enqueue_accepted(&mut self, seq: SeqId, tokens: u32, now_ms: u64) {
-        self.waiting.push_back(Waiting { seq, tokens, since_ms: now_ms });
+    pub(crate) fn enqueue_accepted(&mut self, seq: SeqId, tokens: u32, now_ms: u64, turn_ms: i64) {
+        let before = self.waiting.iter().rposition(|waiting| waiting.turn_ms <= turn_ms);
+        self.waiting.insert(before.map_or(0, |at| at + 1), Waiting { seq, tokens, since_ms: now_ms, turn_ms });
     }
 
     /// Takes a running sequence out of the batch and puts it at the front of the queue, to be recomputed. The queue's
@@ -136,7 +139,7 @@ impl Scheduler {
         assert!(!entry.in_step, "{seq} is in a step");
         let tokens = entry.tokens;
         self.stop(seq);
-        self.waiting.push_front(Waiting { seq, tokens, since_ms: now_ms });
+        self.waiting.push_front(Waiting { seq, tokens, since_ms: now_ms, turn_ms: i64::MIN });
     }
 
     /// The next sequence to admit, if the batch has room for one.
@@ -145,7 +148,7 @@ impl Scheduler {
         (self.running.len() < self.config.running).then(|| self.waiting.front().copied()).flatten()
     }
 
-    /// Waiting sequences, oldest first.
+    /// Waiting sequences, in their turn.
     pub(crate) fn waiting(&self) -> impl ExactSizeIterator<Item = &Waiting> {
         self.waiting.iter()
     }
@@ -318,8 +321,24 @@ mod tests {
     }
 
     fn admit(s: &mut Scheduler, seq: u64, tokens: u32) {
-        s.enqueue(SeqId(seq), tokens, 0).unwrap();
+        s.enqueue(SeqId(seq), tokens, 0, 0).unwrap();
         s.admit(SeqId(seq), MicroBatch::Local, 0);
+    }
+
+    #[test]
+    fn a_priority_moves_a_request_by_a_fixed_time() {
+        let mut s = scheduler(16);
+        // The one at 5 ms has a priority of 10 ms, the last one came when that no longer counts.
+        for (seq, now_ms, turn_ms) in [(0, 0, 0), (1, 1, 1), (2, 5, -5), (3, 6, 6), (4, 20, 10), (5, 30, 30)] {
+            s.enqueue(SeqId(seq), 3, now_ms, turn_ms).unwrap();
+        }
+        let order = |s: &Scheduler| s.waiting().map(|w| w.seq.0).collect::<Vec<_>>();
+        assert_eq!(order(&s), [2, 0, 1, 3, 4, 5]);
+        // A preempted one stays in front of all.
+        s.admit(SeqId(5), MicroBatch::Local, 0);
+        s.preempt(SeqId(5), 40);
+        s.enqueue(SeqId(6), 3, 41, i64::MIN + 1).unwrap();
+        assert_eq!(order(&s), [5, 6, 2, 0, 1, 3, 4]);
     }
 
     #[test]
@@ -338,7 +357,7 @@ mod tests {
     #[test]
     fn steps_with_remote_kv_have_a_limit_of_their_own() {
         let mut s = Scheduler::new(SchedulerConfig { queue: 8, running: 4, step_rows: 16, drafts: 0 }, 8, None);
-        s.enqueue(SeqId(1), 100, 0).unwrap();
+        s.enqueue(SeqId(1), 100, 0, 0).unwrap();
         s.admit(SeqId(1), MicroBatch::Remote, 0);
         let plan = s.plan(MicroBatch::Remote, |_| Some(0));
         assert_eq!(plan.chunks, [Chunk { seq: SeqId(1), start: 0, len: 8, last: false, drafts: 0, ring: None }]);
@@ -348,18 +367,18 @@ mod tests {
     fn the_queue_is_bounded_and_first_come_first_served() {
         let mut s = scheduler(16);
         for seq in 0..8 {
-            s.enqueue(SeqId(seq), 3, 0).unwrap();
+            s.enqueue(SeqId(seq), 3, 0, 0).unwrap();
         }
-        assert_eq!(s.enqueue(SeqId(9), 3, 0), Err(QueueFull { limit: 8 }));
+        assert_eq!(s.enqueue(SeqId(9), 3, 0, 0), Err(QueueFull { limit: 8 }));
         assert_eq!(s.next_waiting().map(|w| w.seq), Some(SeqId(0)));
-        s.enqueue_accepted(SeqId(10), 3, 0);
+        s.enqueue_accepted(SeqId(10), 3, 0, 0);
         assert_eq!(s.waiting().last().map(|w| w.seq), Some(SeqId(10)), "it was counted before");
         for seq in 0..4 {
             s.admit(SeqId(seq), MicroBatch::Local, 0);
         }
         assert_eq!(s.next_waiting(), None, "the batch is full");
         s.preempt(SeqId(3), 7);
-        assert_eq!(s.next_waiting(), Some(Waiting { seq: SeqId(3), tokens: 3, since_ms: 7 }));
+        assert_eq!(s.next_waiting(), Some(Waiting { seq: SeqId(3), tokens: 3, since_ms: 7, turn_ms: i64::MIN }));
     }
 
     #[test]
@@ -479,7 +498,7 @@ mod tests {
             let mut computed = BTreeMap::<SeqId, u32>::new();
             let mut left = BTreeMap::<SeqId, u32>::new();
             for (seq, (tokens, generate)) in (0u64..).zip(&prompts) {
-                s.enqueue(SeqId(seq), *tokens, 0).unwrap();
+                s.enqueue(SeqId(seq), *tokens, 0, 0).unwrap();
                 left.insert(SeqId(seq), *generate);
             }
             for turn in 0..10_000 {

@@ -4,10 +4,15 @@ use super::drafts::Drafts;
 use lagoon_cluster::BorrowId;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{BlockHash, LeaseHasher, RemoteEntries, SeqBlocks};
-use lagoon_runner::ShareId;
+use lagoon_runner::{Seen, ShareId};
 use lagoon_transfer::Check;
-use lagoon_types::limits::{ADMISSION_DEADLINE_MS, RECOVERIES_MAX, RECOVERIES_WINDOW_MS};
-use lagoon_types::{FinishReason, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
+use lagoon_types::limits::{
+    ADMISSION_DEADLINE_MS, PRIORITY_MAX, PRIORITY_STEP_MS, RECOVERIES_MAX, RECOVERIES_WINDOW_MS,
+};
+use lagoon_types::{
+    FinishReason, GenerateRequest, InstanceId, LeaseId, PhysBlock, PromptLogprob, RequestOptions, SamplingParams,
+    SeqId, TokenEvent,
+};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -89,6 +94,23 @@ pub(crate) enum Life {
     Frozen,
 }
 
+/// What a sequence's prompt gives beside its KV.
+#[derive(Debug, Default)]
+pub(crate) struct PromptReport {
+    /// Tokens whose KV was cached when the sequence began.
+    pub(crate) cached: u32,
+    /// Log-probabilities of its second token and those behind, as far as computed.
+    pub(crate) logprobs: Vec<PromptLogprob>,
+    pub(crate) reported: bool,
+}
+
+impl PromptReport {
+    /// Position of the first token whose logits are missing.
+    pub(crate) fn next_row(&self) -> u32 {
+        if self.reported { u32::MAX - 1 } else { u32::try_from(self.logprobs.len()).unwrap_or(u32::MAX) }
+    }
+}
+
 /// A sequence of this instance, from its acceptance to its end.
 #[derive(Debug)]
 pub(crate) struct Sequence {
@@ -100,6 +122,10 @@ pub(crate) struct Sequence {
     pub(crate) prompt_len: u32,
     pub(crate) max_tokens: u32,
     pub(crate) sampling: Arc<SamplingParams>,
+    /// Its tokens for penalties, if it has any.
+    pub(crate) seen: Option<Arc<Seen>>,
+    pub(crate) options: RequestOptions,
+    pub(crate) prompt: PromptReport,
     /// Tokens before which none of `stop_ids` is generated.
     pub(crate) min_tokens: u32,
     pub(crate) stop_ids: Arc<[u32]>,
@@ -146,13 +172,16 @@ pub(crate) struct Sequence {
 
 impl Sequence {
     pub(crate) fn new(id: SeqId, request: GenerateRequest, block_tokens: u32, since_ms: u64) -> Self {
-        Self {
+        let mut seq = Self {
             id,
             since_ms,
             prompt_len: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX).saturating_sub(request.answered),
             tokens: request.prompt,
             max_tokens: request.max_tokens,
             sampling: Arc::new(request.sampling),
+            seen: None,
+            options: request.options,
+            prompt: PromptReport::default(),
             min_tokens: request.min_tokens,
             stop_ids: request.stop_ids.into(),
             return_logits: request.return_logits,
@@ -176,7 +205,43 @@ impl Sequence {
             admit_by_ms: since_ms + ADMISSION_DEADLINE_MS,
             pulled_ms: None,
             began_ms: None,
+        };
+        seq.count_seen(request.answered);
+        seq
+    }
+
+    /// Counts its tokens for penalties, if it has any; the last `generated` of them were generated.
+    pub(crate) fn count_seen(&mut self, generated: u32) {
+        let prompt = self.tokens.len().saturating_sub(generated as usize);
+        let (prompt, generated) = self.tokens.split_at(prompt);
+        self.seen = self.sampling.has_penalties().then(|| Arc::new(Seen::new(prompt, generated)));
+    }
+
+    /// Its place among requests queued at `now_ms`: the lower, the earlier.
+    pub(crate) fn turn_ms(&self, now_ms: u64) -> i64 {
+        let priority = i64::from(self.options.priority.clamp(-PRIORITY_MAX, PRIORITY_MAX));
+        now_ms.cast_signed() + priority * PRIORITY_STEP_MS.cast_signed()
+    }
+
+    /// Alternatives to report per token of its prompt, while log-probabilities of some are missing.
+    pub(crate) fn scores_prompt(&self) -> Option<u32> {
+        self.options.prompt_logprobs.filter(|_| self.prompt.next_row() + 1 < self.prompt_len)
+    }
+
+    /// Positions of a chunk whose logits give log-probabilities of the prompt that are missing: those of the tokens behind.
+    pub(crate) fn scored_rows(&self, chunk: Range<u32>) -> Range<u32> {
+        let end = chunk.end.min(self.prompt_len.saturating_sub(1));
+        chunk.start.max(self.prompt.next_row()).min(end)..end
+    }
+
+    /// The event about its prompt, once, if there is something to say.
+    pub(crate) fn report_prompt(&mut self) -> Option<TokenEvent> {
+        if std::mem::replace(&mut self.prompt.reported, true) {
+            return None;
         }
+        let cached_tokens = self.prompt.cached.min(self.prompt_len);
+        let logprobs = std::mem::take(&mut self.prompt.logprobs);
+        (cached_tokens > 0 || !logprobs.is_empty()).then_some(TokenEvent::Prompt { cached_tokens, logprobs })
     }
 
     /// Own blocks beside its table.
@@ -284,12 +349,25 @@ impl Sequence {
 
     /// Tokens that must not be generated next.
     pub(crate) fn banned(&self) -> Arc<[u32]> {
-        if self.generated() < self.min_tokens { Arc::clone(&self.stop_ids) } else { Arc::default() }
+        let early = self.generated() < self.min_tokens;
+        if !self.sampling.bad_words.is_empty() {
+            let stops = if early { &self.stop_ids[..] } else { &[] };
+            return stops.iter().copied().chain(self.ends_of_bad_words()).collect();
+        }
+        if early { Arc::clone(&self.stop_ids) } else { Arc::default() }
+    }
+
+    /// Last tokens of bad words whose other tokens end the answer, as in vLLM.
+    fn ends_of_bad_words(&self) -> impl Iterator<Item = u32> {
+        let answer = &self.tokens[self.prompt_len as usize..];
+        let words = self.sampling.bad_words.iter().filter_map(|word| word.split_last());
+        words.filter(|(_, before)| answer.ends_with(before)).map(|(last, _)| *last)
     }
 
     /// Appends a generated token. Returns why the sequence ends, if that token is the last.
     pub(crate) fn push(&mut self, token: u32, max_positions: u32) -> Option<FinishReason> {
         self.tokens.push(token);
+        self.seen.iter_mut().for_each(|seen| Arc::make_mut(seen).push(token));
         if self.stop_ids.contains(&token) {
             Some(FinishReason::Stop)
         } else if self.generated() >= self.max_tokens || self.len() >= max_positions {
@@ -313,8 +391,46 @@ mod tests {
             min_tokens: 0,
             stop_ids: Vec::new(),
             return_logits: false,
+            options: RequestOptions::default(),
         };
         Sequence::new(SeqId(1), request, 4, 0)
+    }
+
+    #[test]
+    fn bad_words_ban_their_last_token_behind_the_others() {
+        let mut seq = sequence();
+        let words = [Box::from([7]), Box::from([8, 9]), Box::from([3, 5])];
+        seq.sampling = Arc::new(SamplingParams { bad_words: words.into(), ..SamplingParams::default() });
+        // The prompt ends with 3: only the answer counts.
+        assert_eq!(seq.banned()[..], [7]);
+        seq.push(8, 100);
+        assert_eq!(seq.banned()[..], [7, 9]);
+        (seq.min_tokens, seq.stop_ids) = (4, [2].into());
+        seq.push(3, 100);
+        assert_eq!(seq.banned()[..], [2, 7, 5]);
+    }
+
+    #[test]
+    fn tokens_for_penalties_are_counted_from_the_answer_on() {
+        let sampling = SamplingParams { presence_penalty: 1.0, ..SamplingParams::default() };
+        let request = |prompt, answered| GenerateRequest {
+            prompt,
+            answered,
+            max_tokens: 9,
+            sampling: sampling.clone(),
+            min_tokens: 0,
+            stop_ids: Vec::new(),
+            return_logits: false,
+            options: RequestOptions::default(),
+        };
+        let mut whole = Sequence::new(SeqId(1), request(vec![1, 2, 3], 0), 4, 0);
+        [8, 9, 8].iter().for_each(|token| _ = whole.push(*token, 100));
+        // As a gateway replays it, and as a decode worker sends it to a prefill worker.
+        let replayed = Sequence::new(SeqId(1), request(vec![1, 2, 3, 8, 9, 8], 3), 4, 0);
+        let mut elsewhere = Sequence::new(SeqId(1), request(vec![1, 2, 3, 8, 9, 8], 0), 4, 0);
+        elsewhere.count_seen(3);
+        assert_eq!((&whole.seen, &whole.seen), (&replayed.seen, &elsewhere.seen));
+        assert_eq!(whole.seen, Some(Arc::new(Seen::new(&[1, 2, 3], &[8, 9, 8]))));
     }
 
     #[test]
@@ -355,6 +471,7 @@ mod tests {
             min_tokens: 0,
             stop_ids: Vec::new(),
             return_logits: false,
+            options: RequestOptions::default(),
         };
         let mut seq = Sequence::new(SeqId(1), request, 4, 0);
         assert_eq!((seq.prompt_len, seq.generated(), seq.len()), (3, 2, 5));

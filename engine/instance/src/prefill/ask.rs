@@ -15,15 +15,15 @@ use crate::event::Effect;
 use lagoon_cluster::BorrowedLease;
 use lagoon_kv::{Owner, RemoteEntries};
 use lagoon_protocol::{
-    ControlBody, LogitBias, PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest,
-    PrefillSampling, Role, Workers,
+    ControlBody, LogitBias, PrefillCancel, PrefillPenalties, PrefillReady, PrefillRefused, PrefillRenew,
+    PrefillRenewed, PrefillRequest, PrefillSampling, Role, Workers,
 };
 use lagoon_transfer::Offer;
 use lagoon_types::limits::{
     ADMISSION_DEADLINE_MS, CONNECT_DEADLINE_MS, LEASE_RENEW_MS, LEASE_TTL_MS, PREFILL_ASKED_MAX, PREFILL_GRACE_MS,
     PREFILL_REST_MS, PREFILL_TOKENS_MAX, PREFILL_TRIES_MAX, PREFILL_WAIT_MS, WORKERS_MAX,
 };
-use lagoon_types::{Epoch, InstanceId, LeaseId, RequestError, SeqId, TokenEvent, TokenLogprobs};
+use lagoon_types::{Epoch, InstanceId, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent, TokenLogprobs};
 use std::collections::BTreeMap;
 
 /// A prompt's last window is read with it if it takes at most one part in so many of the KV memory.
@@ -286,7 +286,8 @@ impl Prefills {
         let may = |seq: &SeqId| batch.seq(*seq).is_some_and(|seq| !Batch::gives_way(cx, seq.since_ms));
         let waiting = |seq: &SeqId, away: &Away| matches!(away.stage, Stage::Waiting) && may(seq);
         let waiting = self.away.iter().filter(|(seq, away)| waiting(seq, away));
-        let ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
+        let mut ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
+        ids.sort_by_key(|seq| batch.seq(*seq).map(|seq| seq.turn_ms(seq.since_ms)));
         for seq in ids {
             match self.choose_worker(cx, batch, seq) {
                 Some((worker, known)) if self.pushes(cx) => {
@@ -379,6 +380,7 @@ impl Prefills {
             index: u64::from(seq.generated()),
             return_logits: seq.return_logits,
         };
+        let penalties = penalties(seq);
         let (total, now_ms) = (seq.len(), cx.now_ms);
         let mut first = 0;
         let mut messages = Vec::new();
@@ -388,6 +390,7 @@ impl Prefills {
             let banned = if first == 0 { seq.banned().to_vec() } else { Vec::new() };
             let biases = if first == 0 { &seq.sampling.logit_bias[..] } else { &[] };
             let logit_bias = biases.iter().map(|&(token, bias)| LogitBias { token, bias }).collect();
+            let (allowed, cache_salt) = if first == 0 { of_first(seq) } else { Default::default() };
             let tokens = tokens.to_vec();
             let window = first == 0 && takes_window(cx, total).is_some();
             messages.push(PrefillRequest {
@@ -401,6 +404,9 @@ impl Prefills {
                 banned,
                 window,
                 logit_bias,
+                penalties: penalties.filter(|_| first == 0),
+                allowed,
+                cache_salt,
             });
             first += len;
         }
@@ -507,6 +513,8 @@ impl Prefills {
     /// Emits the worker's token to the client; it may be the last.
     fn emit_first_token(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, m: &PrefillReady) {
         let Some(return_logits) = batch.seq(id).map(|seq| seq.return_logits) else { return };
+        let prompt = batch.report_prompt_of(id, m.cached_tokens);
+        cx.effects.extend(prompt.map(|event| Effect::Emit { seq: id, event }));
         let end = batch.push_token(cx, id, m.token);
         let logits = return_logits.then(|| m.logits.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect());
         let top = || m.top.iter().map(|top| (top.id, top.logprob)).collect();
@@ -692,6 +700,20 @@ impl Prefills {
     }
 }
 
+/// Allowed tokens and the salt of a sequence.
+fn of_first(seq: &Sequence) -> (Vec<u32>, String) {
+    (seq.sampling.allowed_token_ids.to_vec(), seq.options.cache_salt.to_string())
+}
+
+fn penalties(seq: &Sequence) -> Option<PrefillPenalties> {
+    let SamplingParams { presence_penalty, frequency_penalty, repetition_penalty, .. } = *seq.sampling;
+    seq.sampling.has_penalties().then_some(PrefillPenalties {
+        presence: presence_penalty,
+        frequency: frequency_penalty,
+        repetition: Some(repetition_penalty),
+    })
+}
+
 /// Whether a worker's reply has a token of the vocabulary that may come next, with the requested log-probabilities and logits
 /// and no others.
 fn is_first_token(m: &PrefillReady, seq: &Sequence, vocab: u32) -> bool {
@@ -699,6 +721,7 @@ fn is_first_token(m: &PrefillReady, seq: &Sequence, vocab: u32) -> bool {
     let logits = !seq.return_logits || m.logits.len() == vocab as usize * size_of::<f32>();
     m.token < vocab
         && !seq.banned().contains(&m.token)
+        && (seq.sampling.allowed_token_ids.is_empty() || seq.sampling.allowed_token_ids.contains(&m.token))
         && m.top.len() <= top_max
         && m.top.iter().all(|top| top.id < vocab)
         && logits

@@ -4,6 +4,7 @@
 use super::publish::{Publication, local};
 use super::{Key, Prefills};
 use crate::batch::Batch;
+use crate::batch::scheduler::QueueFull;
 use crate::batch::sequence::Sequence;
 use crate::cx::Cx;
 use crate::event::{Effect, TransferEffect};
@@ -14,9 +15,13 @@ use lagoon_protocol::{
 };
 use lagoon_runner::SampleOut;
 use lagoon_runner::sampling::check_params;
-use lagoon_types::limits::{EXPORT_BLOCKS_MAX, LEASE_TTL_MS, LOGIT_BIAS_MAX, PREFILL_JOBS_MAX, STOP_IDS_MAX};
-use lagoon_types::{Epoch, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
+use lagoon_types::limits::{
+    ALLOWED_TOKENS_MAX, BANNED_MAX, CACHE_SALT_BYTES_MAX, EXPORT_BLOCKS_MAX, LEASE_TTL_MS, LOGIT_BIAS_MAX,
+    PREFILL_JOBS_MAX,
+};
+use lagoon_types::{Epoch, GenerateRequest, InstanceId, LeaseId, PhysBlock, RequestOptions, SamplingParams, SeqId};
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// Prompts of one asker of which not all messages are here. It sends one after the other.
 const GATHERING_MAX: usize = 8;
@@ -25,7 +30,14 @@ const GATHERING_MAX: usize = 8;
 #[derive(Debug)]
 enum Stage {
     /// Messages with the prompt's tokens arrive.
-    Gathering { total: u32, tokens: Vec<u32>, sampling: SamplingParams, return_logits: bool, banned: Vec<u32> },
+    Gathering {
+        total: u32,
+        tokens: Vec<u32>,
+        sampling: SamplingParams,
+        return_logits: bool,
+        banned: Vec<u32>,
+        cache_salt: Arc<str>,
+    },
     /// Waits or runs, as this sequence.
     Running(SeqId),
     /// Its blocks (formerly sequence `of`'s) are the decode worker's lease; exports are in progress.
@@ -143,6 +155,7 @@ impl Prefills {
                     sampling,
                     return_logits,
                     banned: std::mem::take(&mut m.banned),
+                    cache_salt: m.cache_salt.as_str().into(),
                 },
                 since_ms: cx.now_ms,
                 renewed_ms: cx.now_ms,
@@ -186,8 +199,12 @@ impl Prefills {
                 "the prompt needs {needed} rBlocks of host memory to be read from, there are {beside}"
             ));
         }
-        if m.banned.len() > STOP_IDS_MAX {
-            return Err(format!("{} tokens are banned, at most {STOP_IDS_MAX} may be", m.banned.len()));
+        let (banned, allowed, salt) = (m.banned.len(), m.allowed.len(), m.cache_salt.len());
+        if banned > BANNED_MAX {
+            return Err(format!("{banned} tokens are banned, at most {BANNED_MAX} may be"));
+        }
+        if allowed > ALLOWED_TOKENS_MAX || salt > CACHE_SALT_BYTES_MAX {
+            return Err(format!("{allowed} allowed tokens and a salt of {salt} bytes are too many"));
         }
         let gathering = |(_, job): &(&Key, &Job)| matches!(job.stage, Stage::Gathering { .. });
         if self.jobs.range((from, 0)..=(from, u64::MAX)).filter(gathering).count() >= GATHERING_MAX {
@@ -207,7 +224,7 @@ impl Prefills {
         let Some(job) = self.jobs.get_mut(&key) else { return };
         self.next_job += 1;
         let id = SeqId(self.next_job);
-        let Stage::Gathering { tokens, sampling, return_logits, banned, .. } =
+        let Stage::Gathering { tokens, sampling, return_logits, banned, cache_salt, .. } =
             std::mem::replace(&mut job.stage, Stage::Running(id))
         else {
             return;
@@ -215,17 +232,8 @@ impl Prefills {
         let (asker, push, total, index) = (job.seq, job.push, as_u32(tokens.len()), job.index);
         let window = job.window;
         let vocab = cx.config.vocab;
-        let refused = match tokens.iter().find(|token| **token >= vocab) {
-            Some(token) => Some(format!("token {token} is not in a vocabulary of {vocab}")),
-            None => {
-                let queued = batch.enqueue(id, total, cx.now_ms);
-                queued.err().map(|full| format!("{} requests wait here", full.limit))
-            }
-        };
-        if let Some(reason) = refused {
-            self.jobs.remove(&key);
-            return self.refuse_job(cx, batch, key, reason);
-        }
+        let unknown = tokens.iter().find(|token| **token >= vocab);
+        let unknown = unknown.map(|token| format!("token {token} is not in a vocabulary of {vocab}"));
         let request = GenerateRequest {
             prompt: tokens,
             answered: 0,
@@ -235,10 +243,17 @@ impl Prefills {
             min_tokens: 1,
             stop_ids: banned,
             return_logits,
+            options: RequestOptions { cache_salt, ..RequestOptions::default() },
         };
         let mut seq = Sequence::new(id, request, cx.config.block_tokens, cx.now_ms);
+        seq.count_seen(u32::try_from(index).unwrap_or(u32::MAX));
         (seq.for_others, seq.saves_window) = (Some(index), window);
-        batch.add(id, seq);
+        let full = |full: QueueFull| format!("{} requests wait here", full.limit);
+        let queued = unknown.map_or_else(|| batch.enqueue(id, seq, cx.now_ms).map_err(full), Err);
+        if let Err(reason) = queued {
+            self.jobs.remove(&key);
+            return self.refuse_job(cx, batch, key, reason);
+        }
         self.by_seq.insert(id, key);
         let exported = cx.config.windowed.filter(|_| window).map(|of| of.exported(total, cx.config.block_tokens));
         self.published.insert(id, Publication::new(key, asker, push, (total, exported)));
@@ -281,6 +296,7 @@ impl Prefills {
             prefill_ms: cx.now_ms - began_ms,
             queued_tokens: 0,
             window_blocks: as_u32(window.len()),
+            cached_tokens: seq.prompt.cached,
         };
         if let Some(job) = self.jobs.get_mut(&key) {
             job.stage = Stage::Exporting { of: id, lease, epoch, ready: Box::new(ready) };
@@ -428,7 +444,22 @@ fn sampling_of(m: &PrefillRequest) -> SamplingParams {
     let PrefillSampling { temperature, top_k, top_p, min_p, seed, logprobs, index: _, return_logits: _ } =
         m.sampling.unwrap_or_default();
     let logit_bias = m.logit_bias.iter().map(|b| (b.token, b.bias)).collect();
-    SamplingParams { temperature, top_k, top_p, min_p, seed, logprobs, logit_bias }
+    let known = m.penalties.unwrap_or_default();
+    SamplingParams {
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        logprobs,
+        logit_bias,
+        presence_penalty: known.presence,
+        frequency_penalty: known.frequency,
+        repetition_penalty: known.repetition.unwrap_or(1.0),
+        allowed_token_ids: m.allowed.as_slice().into(),
+        // The decode worker's banned tokens have them.
+        bad_words: Arc::default(),
+    }
 }
 
 fn as_u32(n: usize) -> u32 {

@@ -9,7 +9,7 @@ use lagoon_protocol::{
 };
 use lagoon_runner::{Command, Report, SampleOut};
 use lagoon_types::limits::LEASE_TTL_MS;
-use lagoon_types::{GenerateRequest, SamplingParams, SeqId};
+use lagoon_types::{GenerateRequest, RequestOptions, SamplingParams, SeqId};
 
 const PEER: PeerKey = PeerKey(3);
 
@@ -84,6 +84,7 @@ fn request(tokens: usize) -> GenerateRequest {
         min_tokens: 0,
         stop_ids: Vec::new(),
         return_logits: false,
+        options: RequestOptions::default(),
     }
 }
 
@@ -107,7 +108,7 @@ fn computed() -> (Side, Vec<ControlBody>) {
         _ => None,
     });
     let step = step.expect("the prompt is computed");
-    let sample = SampleOut { seq: step.seqs[0].seq, token: 3, logprobs: None, logits: None };
+    let sample = SampleOut { seq: step.seqs[0].seq, token: 3, logprobs: None, logits: None, excluded: false };
     let done = Report::Done { step: step.step, micro_batch: step.micro_batch, samples: vec![sample] };
     let job = side.on(Event::Runner(done)).into_iter().find_map(|effect| match effect {
         Effect::Transfer(TransferEffect::Export { job, .. }) => Some(job),

@@ -2,11 +2,13 @@
 
 use super::as_u32;
 use super::mapped::MappedRuns;
+use crate::batch::sequence::Sequence;
 use lagoon_backend::AttnRows;
 use lagoon_kv::Segment;
 use lagoon_protocol::TicketSeq;
 use lagoon_runner::{
-    Fetch, MapId, MappedKv, RemoteWork, SampleSpec, SavedWindow, SeqRows, Ship, ShipSegment, StepWork, WriteSegment,
+    Fetch, MapId, MappedKv, RemoteWork, SampleSpec, SavedWindow, ScoreRows, SeqRows, Ship, ShipSegment, StepWork,
+    WriteSegment,
 };
 use lagoon_types::{Chunk, InstanceId, LeaseRun, MicroBatch, SeqId, StepId};
 use std::collections::BTreeMap;
@@ -36,6 +38,7 @@ impl Builder {
             remote,
             next_row: None,
             watched: false,
+            scores: Vec::new(),
         };
         Self { work, tickets: BTreeMap::new(), ships: BTreeMap::new(), writes: Vec::new(), row0: 0 }
     }
@@ -61,6 +64,18 @@ impl Builder {
             self.work.slots.resize(self.work.tokens.len(), u32::MAX);
         }
         assert_eq!(self.work.slots.len(), self.work.tokens.len(), "a chunk's rows all have a place");
+    }
+
+    /// Adds the rows of the chunk just added whose logits give log-probabilities of the prompt.
+    pub(super) fn score(&mut self, chunk: &Chunk, seq: &Sequence) {
+        let Some(top) = seq.scores_prompt().filter(|_| !chunk.warms_up()) else { return };
+        let rows = seq.scored_rows(chunk.start..chunk.start + chunk.len);
+        if rows.is_empty() {
+            return;
+        }
+        let (first, row0) = (rows.start + 1, self.row0 + rows.start - chunk.start);
+        let targets = seq.tokens[first as usize..rows.end as usize + 1].to_vec();
+        self.work.scores.push(ScoreRows { seq: chunk.seq, row0, first, targets, top });
     }
 
     pub(super) fn seq(&mut self, chunk: &Chunk, run0: usize, window: Option<SavedWindow>, sample: Option<SampleSpec>) {

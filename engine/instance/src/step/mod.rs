@@ -21,10 +21,11 @@ use cost::{CostModel, LinkCost, OwnCost};
 use lagoon_backend::{DeviceError, LaunchCounters};
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{BulkFrame, LentMemory, PartialsFrame, RefuseCode, StepTicket};
+use lagoon_runner::sampling::SampleError;
 use lagoon_runner::{Command, Fetch, MapId, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
 use lagoon_types::run::visible;
 use lagoon_types::{
-    Chunk, InstanceId, LeaseId, LeaseRun, MicroBatch, RequestError, SeqId, StepId, StepPlan, TokenEvent,
+    Chunk, InstanceId, LeaseId, LeaseRun, MicroBatch, PromptLogprob, RequestError, SeqId, StepId, StepPlan, TokenEvent,
 };
 use mapped::Mapped;
 use std::collections::{BTreeMap, BTreeSet};
@@ -97,6 +98,11 @@ pub(crate) enum StepEvent {
         micro_batch: MicroBatch,
         samples: Vec<SampleOut>,
     },
+    /// Log-probabilities of prompts' tokens, by sequence, from a position on.
+    Scores {
+        step: StepId,
+        scores: Vec<(SeqId, u32, Vec<PromptLogprob>)>,
+    },
     Failed {
         step: StepId,
         micro_batch: MicroBatch,
@@ -154,6 +160,11 @@ impl Steps {
             StepEvent::Queries { step, layer, frames } => self.on_queries(cx, step, layer, frames),
             StepEvent::Written { step, layer, kv } => self.on_written(cx, batch, step, layer, kv),
             StepEvent::Layer { step, layer } => self.on_layer(cx, step, layer),
+            StepEvent::Scores { step, scores } => {
+                if self.flight(step).is_some() {
+                    scores.into_iter().for_each(|(seq, first, scores)| batch.add_scores(seq, first, scores));
+                }
+            }
             StepEvent::Done { step, micro_batch, samples } => {
                 self.on_done(cx, batch, others, step, micro_batch, samples);
             }
@@ -314,6 +325,7 @@ impl Steps {
                 index: seq.for_others.unwrap_or_else(|| u64::from(seq.generated())),
                 return_logits: seq.return_logits,
                 banned: seq.banned(),
+                seen: seq.seen.clone(),
             });
             let window_start = visible(chunk.start, cx.config.window).start;
             let mut segments = Vec::new();
@@ -325,6 +337,7 @@ impl Steps {
                 chunk.start
             };
             builder.rows(chunk, &seq.tokens[span], seq.drafted(chunk), &segments);
+            builder.score(chunk, seq);
             let run0 = builder.work.runs.len();
             seq.blocks.local_runs(end, window_start, &mut builder.work.runs);
             let loads = chunk.ring.is_some_and(|ring| ring.load) && !mutants::is(Mutant::WindowUnread);
@@ -667,13 +680,20 @@ fn emit(
     if seq.is_ending() {
         return batch.remove(cx, others.prefills, chunk.seq);
     }
-    if seq.for_others.is_some() {
+    let for_others = seq.for_others.is_some();
+    let mut sampled = sampled.take(1 + chunk.drafts as usize).peekable();
+    if for_others && sampled.peek().is_none_or(|sample| !sample.excluded) {
         cx.emit(Outcome::Chunk { seq: chunk.seq });
         sampled.for_each(|sample| cx.emit(Outcome::Prefilled { seq: chunk.seq, sample }));
         return;
     }
     let mut end = None;
-    for (index, SampleOut { token, logprobs, logits, .. }) in (0..).zip(sampled.take(1 + chunk.drafts as usize)) {
+    for (index, SampleOut { token, logprobs, logits, excluded: fails, .. }) in (0..).zip(sampled) {
+        if fails {
+            return batch.fail(cx, others.prefills, chunk.seq, excluded());
+        }
+        let prompt = batch.report_prompt(chunk.seq);
+        cx.effects.extend(prompt.map(|event| Effect::Emit { seq: chunk.seq, event }));
         // Drafts that count are tokens already.
         if index == chunk.drafts {
             end = batch.push_token(cx, chunk.seq, token);
@@ -717,6 +737,11 @@ fn cancel_tickets<'a>(cx: &mut Cx, step: StepId, creditors: impl IntoIterator<It
             cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::StepCancel { step } });
         }
     }
+}
+
+/// The error of a request that excludes every token.
+fn excluded() -> RequestError {
+    RequestError::Invalid(SampleError::Excluded.to_string())
 }
 
 fn as_u32(n: usize) -> u32 {

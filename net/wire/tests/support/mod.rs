@@ -259,6 +259,16 @@ fn sampling() -> PrefillSampling {
     }
 }
 
+fn penalised(request: PrefillRequest) -> ControlBody {
+    let penalties = Some(PrefillPenalties { presence: 0.5, frequency: -0.25, repetition: Some(1.5) });
+    ControlBody::PrefillRequest(PrefillRequest { penalties, ..request })
+}
+
+fn salted(request: PrefillRequest) -> ControlBody {
+    let (allowed, cache_salt) = (vec![2, 300], "tenant".into());
+    ControlBody::PrefillRequest(PrefillRequest { allowed, cache_salt, ..request })
+}
+
 fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     let worker =
         Worker { instance: 4, quic_addr: "10.0.0.4:7000".into(), role: Role::Prefill.into(), blocks_total: 900 };
@@ -289,6 +299,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         prefill_ms: 222,
         queued_tokens: 3333,
         window_blocks: 0,
+        cached_tokens: 0,
     };
     let state = RoleState { now: Role::Instance.into(), becoming: Some(Role::Decode.into()), order_received: 0 };
     let order_received =
@@ -301,7 +312,9 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         ("prefill_request", ControlBody::PrefillRequest(request.clone())),
         ("prefill_request_banned", ControlBody::PrefillRequest(PrefillRequest { banned, ..request.clone() })),
         ("prefill_request_windowed", ControlBody::PrefillRequest(PrefillRequest { window, ..request.clone() })),
-        ("prefill_request_biased", ControlBody::PrefillRequest(PrefillRequest { logit_bias, ..request })),
+        ("prefill_request_biased", ControlBody::PrefillRequest(PrefillRequest { logit_bias, ..request.clone() })),
+        ("prefill_request_penalised", penalised(request.clone())),
+        ("prefill_request_salted", salted(request)),
         ("prefill_ready", ControlBody::PrefillReady(ready.clone())),
         ("prefill_ready_windowed", ControlBody::PrefillReady(PrefillReady { blocks: 3, window_blocks: 2, ..ready })),
         (

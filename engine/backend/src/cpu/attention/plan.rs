@@ -74,6 +74,22 @@ impl Plan {
         self.tasks.sort_unstable_by_key(|t| std::cmp::Reverse(t.rows.len() * (t.span.end - t.span.start) as usize));
     }
 
+    /// Plans every row by itself and whole: its result depends on nothing else of the batch.
+    pub(super) fn make_by_row(&mut self, batch: &AttnBatch<'_>) {
+        self.tasks.clear();
+        self.merges.clear();
+        self.piece_rows = 0;
+        for (seq, rows) in batch.seqs.iter().enumerate() {
+            self.tasks.extend((0..rows.rows).map(|row| Task {
+                seq,
+                work: Work::Row,
+                rows: row as usize..row as usize + 1,
+                span: visible(rows.pos0 + row, batch.window),
+                piece_row: None,
+            }));
+        }
+    }
+
     /// Adds the tasks of one sequence, its context split into `pieces` of about as many of its `tokens`.
     fn sequence(&mut self, batch: &AttnBatch<'_>, seq: usize, pieces: usize, tokens: usize) {
         let rows = &batch.seqs[seq];

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use lagoon_types::{KvDType, KvShape};
 
 /// Tokens whose scores are kept before their values are weighted; a multiple of every vector length.
-const TILE: usize = 16;
+const TILE: usize = super::ALIGNED as usize;
 /// Query heads whose sums are held in registers together.
 const GROUP: usize = 4;
 /// The running maximum before any score.

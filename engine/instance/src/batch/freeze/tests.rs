@@ -10,8 +10,8 @@ use lagoon_protocol::{
 use lagoon_runner::{Command, Report, SampleOut};
 use lagoon_types::limits::FREEZE_MS_MAX;
 use lagoon_types::{
-    AttentionGeometry, DType, GenerateRequest, InstanceId, KvDType, KvShape, MicroBatch, ModelHash, SamplingParams,
-    SeqId, StepId, TokenEvent,
+    AttentionGeometry, DType, GenerateRequest, InstanceId, KvDType, KvShape, MicroBatch, ModelHash, RequestOptions,
+    SamplingParams, SeqId, StepId, TokenEvent,
 };
 
 const SEQ: SeqId = SeqId(7);
@@ -98,6 +98,7 @@ impl Scene {
             min_tokens: 0,
             stop_ids: Vec::new(),
             return_logits: false,
+            options: RequestOptions::default(),
         };
         let effects = scene.on(Event::Submit { seq: SEQ, request });
         let query = effects.iter().find_map(|e| match e {
@@ -128,7 +129,7 @@ impl Scene {
     /// The step in flight gives its token.
     fn finish_step(&mut self) -> Vec<Effect> {
         let (step, micro_batch) = self.step.take().expect("a step is in progress");
-        let sample = SampleOut { seq: SEQ, token: 3, logprobs: None, logits: None };
+        let sample = SampleOut { seq: SEQ, token: 3, logprobs: None, logits: None, excluded: false };
         self.on(Event::Runner(Report::Done { step, micro_batch, samples: vec![sample] }))
     }
 
