@@ -194,7 +194,7 @@ impl Answer {
         if self.echo.as_ref().is_some_and(|echo| echo.prompt_only) {
             piece.text.clear();
             piece.tokens.clear();
-            piece.finish = piece.finish.map(|_| Finish::new(FinishReason::Length, false));
+            piece.finish = piece.finish.map(|_| reply::Finish::new(FinishReason::Length, false));
         }
         let tool_calls = self.calls(&mut piece, chunk);
         let reasoning_content = Some(std::mem::take(&mut piece.reasoning)).filter(|text| !text.is_empty());

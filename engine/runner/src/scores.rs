@@ -48,7 +48,8 @@ impl Scores {
         shared: &mut Shared<'_, D>,
         micro_batch: usize,
     ) -> Result<bool, PassError> {
-        let rows: Vec<u32> = self.all().map(|(_, row, _)| row).skip(self.done).take(shared.config.step_seqs).collect();
+        let rows: Vec<u32> =
+            self.all().map(|(_, row, _)| row).skip(self.done).take(shared.config.sampled_rows).collect();
         self.queued = rows.len();
         if rows.is_empty() {
             return Ok(false);
