@@ -40,6 +40,8 @@ DEVICE void head_gemv(const HeadProductParams& p) {
     // Rows beyond the last are read as the last and not written.
     const uint32_t index = min(own, all - 1), head = index / p.n;
     const T* weights = at<const T>(p.w) + static_cast<uint64_t>(index) * p.ldw;
+    // Weights that a grid before has just unpacked are no constants.
+    if (p.unpacked) wait_for_grids();
     uint4 now[HEAD_STEPS], next[HEAD_STEPS];
     uint32_t k = lane * EACH;
 #pragma unroll

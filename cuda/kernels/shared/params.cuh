@@ -146,7 +146,7 @@ struct GemvParams {
 
 struct HeadProductParams {
     Address x, w, out;
-    uint32_t rows, n, k, ldw, heads, x_stride, x_step, out_stride, out_step, pad;
+    uint32_t rows, n, k, ldw, heads, x_stride, x_step, out_stride, out_step, unpacked;
 };
 
 struct SplitParams {

@@ -9,7 +9,8 @@
 // that changes no result:
 //
 // * Accesses. Every kernel calls wait_for_grids in every thread, and nothing but parameters, indices and weights comes before
-//   it. Weights are written when a model is loaded, by copies that the host has waited for, and freed after the device was.
+//   it. Weights are written when a model is loaded, by copies that the host has waited for, and freed after the device was;
+//   those that a kernel ahead has unpacked are read behind the wait (HeadProductParams).
 // * Order. The wait returns when the grid before has completed and its writes are visible; launch_dependents only lets blocks
 //   become resident, so it may stand first. A grid completes when all of its threads have ended, hence after their waits, hence
 //   after the grid before it: kernels of a stream complete in order, and a wait for one is a wait for all. Memory that steps

@@ -52,7 +52,7 @@ impl CudaDevice {
             x_step: word(x_stride),
             out_stride: word(out.cols),
             out_step: word(out_stride),
-            pad: 0,
+            unpacked: 0,
         };
         match weight.layout.packed(segment) {
             None => Ok(self.work_stream().launch(&head_product(dtype, params))?),
@@ -73,7 +73,7 @@ impl CudaDevice {
             work_stream.launch(&rows.rows(0, heads * params.n, false, elements))?;
             let x = params.x + u64::from(first * params.x_step) * 4;
             let out = params.out + u64::from(first * params.out_step) * 4;
-            let params = HeadProductParams { x, w: elements, out, heads, ..params };
+            let params = HeadProductParams { x, w: elements, out, heads, unpacked: 1, ..params };
             work_stream.launch(&head_product(DType::F32, params))?;
         }
         Ok(())

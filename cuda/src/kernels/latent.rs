@@ -57,7 +57,8 @@ pub struct HeadProductParams {
     pub x_step: u32,
     pub out_stride: u32,
     pub out_step: u32,
-    pub pad: u32,
+    /// 1 if a kernel ahead writes `w`: the product waits for it before it reads any weight.
+    pub unpacked: u32,
 }
 
 const _: () = assert!(size_of::<LatentParams>() == 104 && size_of::<HeadProductParams>() == 64);

@@ -329,7 +329,7 @@ fn products_by_head() {
                 x_step: number(k + gap),
                 out_stride: number(heads * n),
                 out_step: number(n),
-                pad: 0,
+                unpacked: 0,
             };
             device.launch(&head_product(dtype, params));
             out.floats()

@@ -488,7 +488,7 @@ impl Device for ShimDevice {
             x_step: number(strides.x_stride),
             out_stride: number(out.cols),
             out_step: number(strides.out_stride),
-            pad: 0,
+            unpacked: 0,
         };
         self.launch(&head_product(dtype, params));
         drop(elements);
