@@ -130,10 +130,10 @@ impl<D: Device> Session<D> {
     /// The next `n` tokens, sampled greedily.
     pub fn continuation(&mut self, tokens: &[u32], n: usize) -> Vec<u32> {
         self.restart();
-        let mut token = tokens.chunks(STEP_ROWS).map(|chunk| self.feed(chunk).token).last().unwrap();
+        let mut token = tokens.chunks(STEP_ROWS).map(|chunk| self.feed(chunk).token.unwrap()).last().unwrap();
         let mut output = vec![token];
         while output.len() < n {
-            token = self.feed(&[token]).token;
+            token = self.feed(&[token]).token.unwrap();
             output.push(token);
         }
         output
@@ -148,6 +148,6 @@ pub fn greedy() -> SampleSpec {
         index: 0,
         return_logits: true,
         banned: Arc::default(),
-        seen: None,
+        token_counts: None,
     }
 }

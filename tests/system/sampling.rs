@@ -156,6 +156,7 @@ fn a_prompt_has_the_same_log_probabilities_wherever_its_kv_is() {
     let id = short.submit(0, request);
     short.run();
     assert_scores("short of memory", &short.requests[id], &expected, tolerance);
+    assert!(short.live(0).status().preemptions > 0);
     assert!(others.iter().all(|other| short.requests[*other].prompt.1.len() == 29));
     short.check_empty();
 }

@@ -172,7 +172,8 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::RUNNING_DEFAULT)]
     pub(crate) max_running: usize,
     /// Speculative decoding: tokens drafted for a sequence in one step, at most, by looking up what followed its newest tokens
-    /// before; 0 for none. Answers stay the same, but for rounding. Pays where text repeats, most where KV is remote.
+    /// before; 0 for none. Answers stay the same, but for rounding. Pays where text repeats, most where KV is remote. Not with
+    /// --kv-groups=on.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=i64::from(DRAFT_ROWS_MAX)))]
     pub(crate) draft_tokens: u32,
     /// Requests that wait at most; more are refused with 429.

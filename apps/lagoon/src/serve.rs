@@ -162,6 +162,11 @@ fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
         (RoleArg::Instance | RoleArg::Prefill | RoleArg::Decode, _) => OpenModel::open(dir, id, dtype, context),
     }?;
     if args.engine.kv_groups {
+        anyhow::ensure!(
+            args.engine.draft_tokens == 0,
+            "--draft-tokens does not go with --kv-groups=on: the windowed KV of a draft that is rejected cannot be taken back\n\
+             hint: --kv-groups=off"
+        );
         model.config.split_kv()?;
     }
     Ok(model)

@@ -329,7 +329,7 @@ fn products_by_head() {
                 x_step: number(k + gap),
                 out_stride: number(heads * n),
                 out_step: number(n),
-                unpacked: 0,
+                unpacked: u32::from(shift == 0),
             };
             device.launch(&head_product(dtype, params));
             out.floats()

@@ -450,7 +450,7 @@ impl Instance {
             Outcome::Layers { seq, layers } => self.prefill(PrefillEvent::Layers { seq, layers }),
             Outcome::Chunk { seq } => self.prefill(PrefillEvent::Chunk(seq)),
             Outcome::ChunkLeft { seq } => self.prefill(PrefillEvent::ChunkLeft(seq)),
-            Outcome::Prefilled { seq, sample } => self.prefill(PrefillEvent::Prefilled { seq, sample }),
+            Outcome::Prefilled { seq, first } => self.prefill(PrefillEvent::Prefilled { seq, first }),
             Outcome::NewLife => self.prefill(PrefillEvent::NewLife),
             Outcome::Introduced { peer, hello } => self.membership(MembershipEvent::Introduced { peer, hello }),
             Outcome::Lost(lost) => self.on_lost(lost),
@@ -459,8 +459,8 @@ impl Instance {
                 outcomes.extend(self.prefill(PrefillEvent::Released(seq)));
                 outcomes
             }
-            Outcome::StepDone { ms, growing, prompt_rows, decodes, own } => {
-                let mut outcomes = self.moves(MoveEvent::Step { growing, prompt_rows, ms });
+            Outcome::StepDone { ms, growing, other_rows, decodes, own } => {
+                let mut outcomes = self.moves(MoveEvent::Step { growing, other_rows, ms });
                 let own = own.map(|remote_requests_us| CreditorEvent::OwnStep { ms, remote_requests_us });
                 outcomes.extend(own.into_iter().flat_map(|own| self.creditor(own)));
                 if decodes {

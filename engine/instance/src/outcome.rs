@@ -3,9 +3,16 @@
 use crate::event::PeerKey;
 use lagoon_cluster::LeaseEnded;
 use lagoon_protocol::{Hello, LentMemory, Role};
-use lagoon_runner::SampleOut;
-use lagoon_types::{Chunk, InstanceId, LeaseId, PhysBlock, SeqId};
+use lagoon_types::{Chunk, InstanceId, LeaseId, PhysBlock, SeqId, TokenLogprobs};
 use std::ops::Range;
+
+/// The token behind a prompt that was computed for another instance.
+#[derive(Debug)]
+pub(crate) struct FirstToken {
+    pub(crate) token: u32,
+    pub(crate) logprobs: Option<TokenLogprobs>,
+    pub(crate) logits: Option<Vec<f32>>,
+}
 
 /// An outcome, for other machines. Each starts with the machine that reports it.
 #[derive(Debug)]
@@ -51,10 +58,10 @@ pub(crate) enum Outcome {
     /// Step: a sequence's chunk was not computed.
     ChunkLeft { seq: SeqId },
     /// Step: a prompt for another instance is computed.
-    Prefilled { seq: SeqId, sample: SampleOut },
-    /// Step: a step ended well; `growing` sequences grew. `own`: for a step of the local micro-batch in which every
+    Prefilled { seq: SeqId, first: FirstToken },
+    /// Step: a step ended well; `growing` sequences grew, and `other_rows` rows were of prompts or accepted drafts. `own`: for a step of the local micro-batch in which every
     /// sequence grew, the remote requests' time before it.
-    StepDone { ms: u64, growing: u32, prompt_rows: u32, decodes: bool, own: Option<f64> },
+    StepDone { ms: u64, growing: u32, other_rows: u32, decodes: bool, own: Option<f64> },
     /// Membership: leases have ended.
     LeasesEnded(Vec<LeaseEnded>),
     /// Membership: a peer's Hello is valid, and the connection that it replaces is closed.

@@ -30,10 +30,11 @@ pub use transfer::*;
 /// Versions of this protocol that this build speaks. Peers agree on the highest common one in their handshake.
 ///
 /// Version 2: pool shapes and transfer layouts name the attention scale, the windows of layers and latent attention. A
-/// version 1 process sends none of them, so differences to it would go unnoticed.
-pub const VERSION_MIN: u32 = 2;
+/// version 1 process sends none of them, so differences to it would go unnoticed. Version 3: requests for prompts name penalties,
+/// allowed tokens and a tenant, which an older worker would ignore.
+pub const VERSION_MIN: u32 = 3;
 /// See [`VERSION_MIN`].
-pub const VERSION_MAX: u32 = 2;
+pub const VERSION_MAX: u32 = 3;
 
 /// Why a process that speaks the versions `min` to `max` cannot be served; `None` if it speaks a version of this build.
 /// `peer` and `own` name the two processes, such as "the instance" and "the gManager".
@@ -67,10 +68,10 @@ mod tests {
         assert_eq!(refusal((VERSION_MIN, VERSION_MAX)), None);
         assert_eq!(refusal((1, VERSION_MAX + 5)), None);
         let older = refusal((1, 1)).unwrap_or_default();
-        assert!(older.contains("the instance speaks protocol version 1, the gManager version 2"), "{older}");
+        assert!(older.contains("the instance speaks protocol version 1, the gManager version 3"), "{older}");
         assert!(older.contains("the instance is older; hint: upgrade"), "{older}");
-        let newer = refusal((3, 4)).unwrap_or_default();
-        assert!(newer.contains("versions 3 to 4, the gManager version 2"), "{newer}");
+        let newer = refusal((4, 5)).unwrap_or_default();
+        assert!(newer.contains("versions 4 to 5, the gManager version 3"), "{newer}");
         assert!(newer.contains("the gManager is older"), "{newer}");
     }
 }

@@ -21,17 +21,17 @@ mod remote_query;
 mod ring;
 pub mod sampling;
 mod scores;
-mod seen;
 mod stage;
 mod thread;
+mod token_counts;
 mod work;
 
 pub use config::ExecutorConfig;
 pub use decoder::{Activations, Decoder, Model, activation_elements};
 pub use executor::{Executor, Turn};
 pub use memory::{KvArena, KvMemory, KvRegion, PeerMemory};
-pub use seen::Seen;
 pub use thread::{ExecutorThread, spawn};
+pub use token_counts::TokenCounts;
 pub use work::{
     Command, Fetch, MapId, MappedKv, PassError, RemotePart, RemoteQuery, RemoteRead, RemoteTag, RemoteWork,
     RemoteWrite, Report, SampleOut, SampleSpec, SavedWindow, ScoreRows, SealedBlock, SeqRows, ShareId, Ship,

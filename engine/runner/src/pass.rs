@@ -135,8 +135,8 @@ impl Pass {
         self.work.micro_batch == MicroBatch::Remote
     }
 
-    /// Whether it computes one token of each sequence and no more.
-    fn decodes(&self) -> bool {
+    /// Whether the next step may have the same shapes: it computes one token of each sequence and no more.
+    fn is_repeatable(&self) -> bool {
         self.scores.is_empty() && self.work.seqs.iter().all(|s| s.rows == 1 && s.window.is_none())
     }
 
@@ -241,8 +241,8 @@ impl Pass {
         let activations = &mut micro_batches[self.work.micro_batch.index()];
         let positions: Vec<u32> = self.work.seqs.iter().flat_map(|s| s.pos0..s.pos0 + s.rows).collect();
         assert_eq!(positions.len(), self.rows(), "sequences cover the rows");
-        // Decoding without remote KV: the next step has the same shapes. In the remote micro-batch every layer waits.
-        if !self.is_remote() && self.decodes() {
+        // In the remote micro-batch every layer waits.
+        if !self.is_remote() && self.is_repeatable() {
             queue::begin_repeatable(shared.device)?;
         }
         Ok(Decoder::new(model).embed(shared.device, &self.work.tokens, &positions, activations)?)
@@ -583,7 +583,7 @@ impl Pass {
             sampler.sampled(self.micro_batch(), &mut draws.1)?;
             let tokens = self.wanted().zip(&draws.1).map(|(wanted, drawn)| {
                 let token = Sampler::drawn(*drawn).map_err(sampling)?;
-                Ok(SampleOut { seq: wanted.seq, token, logprobs: None, logits: None, excluded: false })
+                Ok(SampleOut { seq: wanted.seq, token: Some(token), logprobs: None, logits: None })
             });
             return Ok(Progress::Done(tokens.collect::<Result<_, PassError>>()?));
         }
@@ -598,16 +598,17 @@ impl Pass {
         )?;
         let mut samples = Vec::with_capacity(rows);
         for (Wanted { seq, spec, index, .. }, logits) in self.wanted().zip(host.chunks_exact(vocab)) {
-            let SampleSpec { params, banned, seen, .. } = spec;
-            let sampled = sampler.sample(logits, params, index, banned, seen.as_deref());
-            let excluded = sampled == Err(SampleError::Excluded);
-            let sampled = if excluded { None } else { Some(sampled.map_err(sampling)?) };
+            let SampleSpec { params, banned, token_counts, .. } = spec;
+            let sampled = sampler.sample(logits, params, index, banned, token_counts.as_deref());
+            let sampled = match sampled {
+                Err(SampleError::Excluded) => None,
+                sampled => Some(sampled.map_err(sampling)?),
+            };
             samples.push(SampleOut {
                 seq,
-                token: sampled.as_ref().map_or(0, |sampled| sampled.id),
+                token: sampled.as_ref().map(|sampled| sampled.id),
                 logprobs: sampled.and_then(|sampled| sampled.logprobs),
                 logits: spec.return_logits.then(|| logits.to_vec()),
-                excluded,
             });
         }
         Ok(Progress::Done(samples))

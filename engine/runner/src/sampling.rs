@@ -15,7 +15,7 @@
     reason = "token ids are below VOCAB_MAX; f64 intermediates are rounded once, by design"
 )]
 
-use crate::seen::Seen;
+use crate::token_counts::TokenCounts;
 use lagoon_backend::{SampleRow, SampledRow};
 use lagoon_types::limits::{PENALTY_MAX, REPETITION_PENALTY_RANGE, VOCAB_MAX};
 use lagoon_types::{PromptLogprob, SamplingParams, TokenLogprobs};
@@ -111,17 +111,17 @@ impl Sampler {
     }
 
     /// Samples from `logits` (one per token id), none of `banned`. `index` is the number of tokens that the sequence generated
-    /// before; `seen`, its tokens, for penalties. Log-probabilities are those of all tokens, banned ones too.
+    /// before; `counts`, its tokens, for penalties. Log-probabilities are those of all tokens, banned ones too.
     ///
     /// # Panics
-    /// If there are more than `VOCAB_MAX` logits, or penalties without `seen`.
+    /// If there are more than `VOCAB_MAX` logits, or penalties without `counts`.
     pub fn sample(
         &mut self,
         logits: &[f32],
         params: &SamplingParams,
         index: u64,
         banned: &[u32],
-        seen: Option<&Seen>,
+        counts: Option<&TokenCounts>,
     ) -> Result<Sampled, SampleError> {
         assert!(logits.len() <= VOCAB_MAX as usize, "{} logits", logits.len());
         check_params(params)?;
@@ -132,7 +132,7 @@ impl Sampler {
             self.choose(logits, best, params, index)
         } else {
             let mut adjusted = std::mem::take(&mut self.adjusted);
-            adjust(logits, params, banned, seen, &mut adjusted);
+            adjust(logits, params, banned, counts, &mut adjusted);
             let chosen = likeliest(&adjusted).map(|best| self.choose(&adjusted, best, params, index));
             self.adjusted = adjusted;
             // The model's own logits have a likeliest token.
@@ -256,7 +256,7 @@ impl Sampler {
 
 /// Writes `logits` into `out`, those that may not be drawn as negative infinity, the others with biases and penalties. Ids
 /// beyond the logits are ignored.
-fn adjust(logits: &[f32], params: &SamplingParams, banned: &[u32], seen: Option<&Seen>, out: &mut Vec<f32>) {
+fn adjust(logits: &[f32], params: &SamplingParams, banned: &[u32], counts: Option<&TokenCounts>, out: &mut Vec<f32>) {
     out.clear();
     let allowed = &params.allowed_token_ids;
     if allowed.is_empty() {
@@ -269,11 +269,16 @@ fn adjust(logits: &[f32], params: &SamplingParams, banned: &[u32], seen: Option<
     }
     change(out, banned, |_| f32::NEG_INFINITY);
     for &(id, bias) in params.logit_bias.iter() {
-        change(out, &[id], |logit| logit + bias);
+        change(out, &[id], |logit| finite(logit, logit + bias));
     }
     if params.has_penalties() {
-        penalise(out, params, seen.expect("a sequence with penalties keeps its tokens"));
+        penalise(out, params, counts.expect("a sequence with penalties keeps its tokens"));
     }
+}
+
+/// What became of a logit: no infinity of a number, as a peer's request may ask for any bias.
+fn finite(logit: f32, changed: f32) -> f32 {
+    if logit.is_finite() { changed.clamp(f32::MIN, f32::MAX) } else { changed }
 }
 
 fn change(logits: &mut [f32], ids: &[u32], to: impl Fn(f32) -> f32) {
@@ -286,14 +291,16 @@ fn change(logits: &mut [f32], ids: &[u32], to: impl Fn(f32) -> f32) {
 
 /// Repetition over prompt and answer, then frequency and presence over the answer: vLLM's definitions, and for repetition
 /// that of transformers' `RepetitionPenaltyLogitsProcessor`.
-fn penalise(logits: &mut [f32], params: &SamplingParams, seen: &Seen) {
+fn penalise(logits: &mut [f32], params: &SamplingParams, counts: &TokenCounts) {
     let &SamplingParams { presence_penalty, frequency_penalty, repetition_penalty, .. } = params;
     if repetition_penalty != 1.0 {
-        let repeat = |logit: f32| if logit < 0.0 { logit * repetition_penalty } else { logit / repetition_penalty };
-        seen.all().for_each(|id| change(logits, &[id], repeat));
+        let repeat = |logit: f32| {
+            finite(logit, if logit < 0.0 { logit * repetition_penalty } else { logit / repetition_penalty })
+        };
+        counts.all().for_each(|id| change(logits, &[id], repeat));
     }
-    for &(id, count) in seen.generated() {
-        change(logits, &[id], |logit| logit - frequency_penalty * count as f32 - presence_penalty);
+    for &(id, count) in counts.generated() {
+        change(logits, &[id], |logit| finite(logit, logit - frequency_penalty * count as f32 - presence_penalty));
     }
 }
 

@@ -283,10 +283,10 @@ fn biases_are_added_before_anything_else() {
 #[test]
 fn penalties_are_those_of_vllm_and_transformers() {
     let logits = [4.0, -2.0, 3.0, 1.0];
-    let seen = Seen::new(&[1, 0, 0], &[1, 2, 2]);
+    let counts = TokenCounts::new(&[1, 0, 0], &[1, 2, 2]);
     let adjusted = |params: &SamplingParams| {
         let mut out = Vec::new();
-        adjust(&logits, params, &[], Some(&seen), &mut out);
+        adjust(&logits, params, &[], Some(&counts), &mut out);
         out
     };
     let repetition = SamplingParams { repetition_penalty: 2.0, ..params() };
@@ -305,6 +305,15 @@ fn penalties_are_those_of_vllm_and_transformers() {
         ..repetition.clone()
     };
     assert_eq!(adjusted(&all), [2.0, -4.75, 0.75, 1.0]);
+    // Any finite bias of a peer, with the strongest penalty: an extreme logit, and no failure of the step.
+    let extreme = SamplingParams {
+        logit_bias: [(2, f32::MAX), (1, -f32::MAX)].into(),
+        repetition_penalty: 0.01,
+        temperature: 0.0,
+        ..params()
+    };
+    assert_eq!(adjusted(&extreme)[2], f32::MAX);
+    assert_eq!(Sampler::new().sample(&logits, &extreme, 0, &[], Some(&counts)).unwrap().id, 2);
     for params in [repetition, frequency, presence, all] {
         assert!(!params.fits_device_sampling(), "{params:?}");
     }
@@ -313,14 +322,14 @@ fn penalties_are_those_of_vllm_and_transformers() {
 #[test]
 fn a_penalised_draw_is_the_draw_from_adjusted_logits() {
     let logits = [0.5, 3.0, 2.0, 2.5];
-    let mut seen = Seen::new(&[3], &[]);
-    [1, 1, 2].iter().for_each(|token| seen.push(*token));
-    assert_eq!(seen, Seen::new(&[3], &[1, 1, 2]));
+    let mut counts = TokenCounts::new(&[3], &[]);
+    [1, 1, 2].iter().for_each(|token| counts.push(*token));
+    assert_eq!(counts, TokenCounts::new(&[3], &[1, 1, 2]));
     let params = SamplingParams { frequency_penalty: 1.0, presence_penalty: 0.5, logprobs: Some(1), ..params() };
     let plain = SamplingParams { frequency_penalty: 0.0, presence_penalty: 0.0, ..params.clone() };
     let mut sampler = Sampler::new();
     for index in 0..2_000 {
-        let penalised = sampler.sample(&logits, &params, index, &[], Some(&seen)).unwrap();
+        let penalised = sampler.sample(&logits, &params, index, &[], Some(&counts)).unwrap();
         assert_eq!(penalised.id, sampler.sample(&[0.5, 0.5, 0.5, 2.5], &plain, index, &[], None).unwrap().id);
         // Log-probabilities are the model's.
         assert_eq!(penalised.logprobs.unwrap().top[0].0, 1);

@@ -36,10 +36,10 @@ impl Scores {
 
     /// Every row in order: its index among `rows`, its row in the step, and its token.
     fn all(&self) -> impl Iterator<Item = (usize, u32, u32)> {
-        let rows = |(at, of): (usize, &ScoreRows)| {
-            (of.row0..).zip(of.targets.clone()).map(move |(row, token)| (at, row, token))
-        };
-        self.rows.iter().enumerate().flat_map(rows)
+        self.rows
+            .iter()
+            .enumerate()
+            .flat_map(|(at, of)| (of.row0..).zip(&of.targets).map(move |(row, token)| (at, row, *token)))
     }
 
     /// Queues the next rows' logits. False if none are left.

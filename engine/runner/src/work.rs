@@ -1,7 +1,7 @@
 //! Commands to the runner and its reports: plain data.
 
 use crate::memory::PeerMemory;
-use crate::seen::Seen;
+use crate::token_counts::TokenCounts;
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError, KvCounters, LaunchCounters};
 use lagoon_types::run::visible;
@@ -83,7 +83,7 @@ pub struct SampleSpec {
     /// Tokens that are not drawn. Log-probabilities are those of all tokens.
     pub banned: Arc<[u32]>,
     /// The sequence's tokens, if its parameters have penalties.
-    pub seen: Option<Arc<Seen>>,
+    pub token_counts: Option<Arc<TokenCounts>>,
 }
 
 /// A step's work with creditors; empty in the local micro-batch.
@@ -392,11 +392,10 @@ pub enum Report {
 #[derive(Clone, Debug)]
 pub struct SampleOut {
     pub seq: SeqId,
-    pub token: u32,
+    /// `None`: the request's own rules leave no token, and it fails.
+    pub token: Option<u32>,
     pub logprobs: Option<TokenLogprobs>,
     pub logits: Option<Vec<f32>>,
-    /// The request's own rules leave no token: `token` is none, and the request fails.
-    pub excluded: bool,
 }
 
 /// Reason why a pass ended without a result.

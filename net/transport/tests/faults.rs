@@ -106,11 +106,11 @@ async fn bad_prefaces_are_refused_with_their_reason() {
     let cases = [
         (
             encoded(&future),
-            "versions 9 to 10, this process version 2: no common version, this process is older; hint: upgrade",
+            "versions 9 to 10, this process version 3: no common version, this process is older; hint: upgrade",
         ),
         (
             encoded(&past),
-            "the peer speaks protocol version 1, this process version 2: no common version, the peer is older",
+            "the peer speaks protocol version 1, this process version 3: no common version, the peer is older",
         ),
         (encoded(&class), "class 8"),
         (encoded(&addr), "nowhere"),

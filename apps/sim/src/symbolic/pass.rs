@@ -292,10 +292,9 @@ impl Pass {
         let rows = wanted.flat_map(|s| rows_of(s).skip((s.rows - 1 - s.drafts) as usize).map(|row| (s.seq, row)));
         let sample = |(seq, row): (SeqId, u32)| SampleOut {
             seq,
-            token: token_of(self.hidden[row as usize]),
+            token: Some(token_of(self.hidden[row as usize])),
             logprobs: None,
             logits: None,
-            excluded: false,
         };
         rows.map(sample).collect()
     }

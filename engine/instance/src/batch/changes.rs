@@ -78,15 +78,17 @@ impl Batch {
 
     /// [`Batch::report_prompt`] of a prompt that a worker computed, which had `cached` tokens of it.
     pub(crate) fn report_prompt_of(&mut self, id: SeqId, cached: u32) -> Option<TokenEvent> {
-        self.seqs.entry(id).and_modify(|seq| seq.prompt.cached = seq.prompt.cached.max(cached));
+        let prompt = self.seqs.get_mut(&id).and_then(|seq| seq.prompt.as_mut());
+        prompt.into_iter().for_each(|prompt| prompt.cached = cached);
         self.report_prompt(id)
     }
 
     /// Adds log-probabilities of a prompt's tokens, from the one at position `first` on.
     pub(crate) fn add_scores(&mut self, id: SeqId, first: u32, scores: Vec<PromptLogprob>) {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
-        assert_eq!(seq.prompt.next_row() + 1, first, "{id}: every position once, in order");
-        seq.prompt.logprobs.extend(scores);
+        let Some(prompt) = &mut seq.prompt else { return };
+        assert_eq!(prompt.next_row() + 1, first, "{id}: every position once, in order");
+        prompt.logprobs.extend(scores);
     }
 
     /// Appends a generated token. Returns why the sequence ends, if that token is the last.

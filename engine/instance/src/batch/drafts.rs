@@ -1,48 +1,45 @@
-//! Speculative decoding by prompt lookup: what followed the last occurrence of a sequence's newest tokens is expected to follow
-//! again. A step computes these drafts behind the last known token; those that are sampled count, the others are forgotten.
+//! Speculative decoding by n-gram lookup: what followed the last occurrence of a sequence's newest tokens is proposed to follow
+//! again. A step computes these drafts as rows behind the last known token, and accepts those that are sampled.
 //!
 //! Sampling is a function of logits, seed and index ([`lagoon_runner`]), so the answer is that of one token a step, but for the
-//! rounding of steps with more rows. A forgotten draft leaves nothing: its place is written again by the next step, and KV goes to
-//! a creditor when its rows count. Prompt lookup: <https://github.com/apoorvumang/prompt-lookup-decoding>.
+//! rounding of steps with more rows. A rejected draft leaves nothing: the next step writes its place again, and KV goes to a
+//! creditor only when its rows are accepted. Source: <https://github.com/apoorvumang/prompt-lookup-decoding>.
 
 use super::Batch;
 use super::sequence::Sequence;
+use crate::cx::Cx;
 use lagoon_runner::SampleOut;
 use lagoon_types::limits::LOOKUP_TOKENS_MAX;
-use lagoon_types::{Chunk, MicroBatch};
+use lagoon_types::{Chunk, MicroBatch, StepPlan};
 
-/// Newest tokens that are looked up: so many, else fewer.
-const LOOKUP: [usize; 2] = [3, 2];
+/// Sizes of the n-grams that are looked up, in this order.
+const NGRAM_SIZES: [usize; 2] = [3, 2];
 /// Drafts of a sequence's first step with drafts.
-const FIRST: u32 = 2;
-/// Steps without drafts after drafts that were all refused, at most.
+const FIRST_DRAFTS: u32 = 2;
+/// Steps without drafts after drafts that were all rejected, at most.
 const PAUSE_MAX: u32 = 32;
 
 /// The drafts of one sequence.
 #[derive(Debug)]
 pub(crate) struct Drafts {
-    /// Of the next step, or the step that the sequence is in.
+    /// Of the step that the sequence is in.
     tokens: Vec<u32>,
-    /// How many to draft: twice as many when all counted, one more than counted otherwise.
+    /// How many to propose: twice as many when all were accepted, one more than accepted otherwise.
     wanted: u32,
-    /// Steps until the next drafts, and the pause after the next refusal.
+    /// Steps until the next proposal, and the pause after the next rejection.
     pause: u32,
     next_pause: u32,
 }
 
 impl Default for Drafts {
     fn default() -> Self {
-        Self { tokens: Vec::new(), wanted: FIRST, pause: 0, next_pause: 1 }
+        Self { tokens: Vec::new(), wanted: FIRST_DRAFTS, pause: 0, next_pause: 1 }
     }
 }
 
 impl Drafts {
-    pub(crate) fn tokens(&self) -> &[u32] {
-        &self.tokens
-    }
-
-    /// Drafts up to `limit` tokens behind `known`, none of them in `ends`.
-    fn draft(&mut self, known: &[u32], limit: u32, ends: &[u32]) {
+    /// Proposes up to `limit` tokens to follow `known`, none of them in `stop_ids`.
+    fn propose(&mut self, known: &[u32], limit: u32, stop_ids: &[u32]) {
         self.tokens.clear();
         if self.pause > 0 {
             self.pause -= 1;
@@ -53,16 +50,17 @@ impl Drafts {
         for at in from..from + limit {
             // A copy may reach into itself: what repeats goes on.
             let token = known.get(at).or_else(|| self.tokens.get(at - known.len())).copied();
-            let Some(token) = token.filter(|token| !ends.contains(token)) else { return };
+            let Some(token) = token.filter(|token| !stop_ids.contains(token)) else { return };
             self.tokens.push(token);
         }
     }
 
-    /// Notes that `counted` of `drafted` tokens counted.
-    fn learn(&mut self, drafted: u32, counted: u32, most: u32) {
+    /// Notes that `accepted` of `drafted` tokens were sampled.
+    fn note_accepted(&mut self, drafted: u32, accepted: u32, drafts_max: u32) {
         self.tokens.clear();
-        self.wanted = if counted == drafted { drafted.saturating_mul(2) } else { counted + 1 }.clamp(1, most.max(1));
-        if counted > 0 {
+        let wanted = if accepted == drafted { drafted.saturating_mul(2) } else { accepted + 1 };
+        self.wanted = wanted.clamp(1, drafts_max.max(1));
+        if accepted > 0 {
             self.next_pause = 1;
         } else {
             self.pause = self.next_pause;
@@ -74,7 +72,7 @@ impl Drafts {
 /// Where the text goes on behind the last occurrence of its newest tokens.
 fn look_up(known: &[u32]) -> Option<usize> {
     let from = known.len().saturating_sub(LOOKUP_TOKENS_MAX);
-    LOOKUP.into_iter().filter(|n| known.len() > *n).find_map(|n| {
+    NGRAM_SIZES.into_iter().filter(|n| known.len() > *n).find_map(|n| {
         let (before, newest) = (&known[from..known.len() - 1], &known[known.len() - n..]);
         let at = before.windows(n).rposition(|tokens| tokens == newest)?;
         Some(from + at + n)
@@ -82,55 +80,58 @@ fn look_up(known: &[u32]) -> Option<usize> {
 }
 
 impl Sequence {
-    /// The drafts of a planned chunk.
+    /// The drafts of its planned chunk.
     pub(crate) fn drafted(&self, chunk: &Chunk) -> &[u32] {
-        &self.drafts.tokens()[..chunk.drafts as usize]
+        &self.drafts.tokens[..chunk.drafts as usize]
     }
 
-    /// Tokens that may be drafted: there is memory for them, and none of them is the last.
-    fn draft_limit(&self, drafts: u32, max_positions: u32) -> u32 {
-        let decodes = self.for_others.is_none() && self.blocks.written() + 1 == self.len();
+    /// Most drafts that a decoding sequence may have: there is memory for them, and none of them is the last token.
+    fn draft_limit(&self, max_positions: u32) -> u32 {
         // What the next tokens may be, or weigh, depends on those before them.
-        let depends = self.generated() < self.min_tokens || !self.sampling.bad_words.is_empty() || self.seen.is_some();
-        if drafts == 0 || !decodes || !self.is_ready() || depends {
+        let depends =
+            self.generated() < self.min_tokens || !self.sampling.bad_words.is_empty() || self.token_counts.is_some();
+        if depends || self.for_others.is_some() {
             return 0;
         }
         let room = self.blocks.capacity_tokens() - self.len();
         let left = (self.max_tokens - self.generated()).min(max_positions - self.len());
-        drafts.min(room).min(left.saturating_sub(1))
+        room.min(left.saturating_sub(1))
     }
 }
 
 impl Batch {
-    /// Drafts tokens of the sequences that the next step of `micro_batch` may compute.
-    pub(super) fn draft(&mut self, micro_batch: MicroBatch, drafts: u32, max_positions: u32) {
-        if drafts == 0 {
-            return;
-        }
-        for (id, _) in self.sched.idle(micro_batch) {
-            let Some(seq) = self.seqs.get_mut(&id) else { continue };
-            let limit = seq.draft_limit(drafts, max_positions);
-            seq.drafts.draft(&seq.tokens, limit, &seq.stop_ids);
+    /// Adds drafts to the decoding chunks of a plan, in rows that no sequence needs. None where windowed KV is kept apart: a ring
+    /// does not go back.
+    pub(super) fn add_drafts(&mut self, cx: &Cx, plan: &mut StepPlan, micro_batch: MicroBatch) {
+        let drafts_max = cx.config.sched.drafts;
+        let mut rows = if drafts_max > 0 { self.sched.draft_rows(micro_batch, plan) } else { 0 };
+        for chunk in plan.chunks.iter_mut().filter(|chunk| chunk.decodes() && chunk.ring.is_none()) {
+            let Some(seq) = self.seqs.get_mut(&chunk.seq).filter(|_| rows > 0) else { return };
+            let limit = seq.draft_limit(cx.config.max_positions).min(drafts_max).min(rows);
+            seq.drafts.propose(&seq.tokens, limit, &seq.stop_ids);
+            chunk.drafts = u32::try_from(seq.drafts.tokens.len()).unwrap_or(u32::MAX);
+            chunk.len += chunk.drafts;
+            rows -= chunk.drafts;
         }
     }
 
-    /// The rows of a chunk that count: those of known tokens, and of drafts up to the first that was not sampled. `samples`:
-    /// the chunk's. The sequence has the drafts that count as tokens from now on.
-    pub(crate) fn accept_drafts(&mut self, chunk: &Chunk, samples: &[SampleOut], most: u32) -> Chunk {
+    /// How many drafts of a chunk were sampled, up to the first that was not. `samples`: the chunk's.
+    pub(crate) fn accepted(&self, chunk: &Chunk, samples: &[SampleOut]) -> u32 {
+        let Some(seq) = self.seqs.get(&chunk.seq) else { return 0 };
+        let pairs = seq.drafted(chunk).iter().zip(samples);
+        let accepted = pairs.take_while(|(draft, sample)| sample.token == Some(**draft)).count();
+        u32::try_from(accepted).unwrap_or(u32::MAX)
+    }
+
+    /// Makes the accepted drafts of a chunk tokens of its sequence. Returns the chunk without the rejected ones.
+    pub(crate) fn accept_drafts(&mut self, chunk: &Chunk, samples: &[SampleOut], drafts_max: u32) -> Chunk {
+        let accepted = self.accepted(chunk, samples);
         let Some(seq) = self.seqs.get_mut(&chunk.seq).filter(|_| chunk.drafts > 0) else { return *chunk };
-        let drafted = seq.drafted(chunk);
-        let counted = drafted
-            .iter()
-            .zip(samples)
-            .take_while(|(draft, sample)| !sample.excluded && **draft == sample.token)
-            .count();
-        let sampled = samples[..counted].iter().map(|sample| sample.token);
-        seq.tokens.extend(sampled);
-        let counted = u32::try_from(counted).unwrap_or(u32::MAX);
-        seq.drafts.learn(chunk.drafts, counted, most);
+        seq.tokens.extend_from_slice(&seq.drafts.tokens[..accepted as usize]);
+        seq.drafts.note_accepted(chunk.drafts, accepted, drafts_max);
         self.counts.drafted_tokens += u64::from(chunk.drafts);
-        self.counts.accepted_tokens += u64::from(counted);
-        Chunk { len: 1 + counted, drafts: counted, ..*chunk }
+        self.counts.accepted_tokens += u64::from(accepted);
+        Chunk { len: 1 + accepted, drafts: accepted, ..*chunk }
     }
 }
 
@@ -142,12 +143,12 @@ mod tests {
 
     fn drafted(known: &[u32], limit: u32, ends: &[u32]) -> Vec<u32> {
         let mut drafts = Drafts { wanted: 16, ..Drafts::default() };
-        drafts.draft(known, limit, ends);
+        drafts.propose(known, limit, ends);
         drafts.tokens
     }
 
     #[test]
-    fn what_followed_the_newest_tokens_is_drafted() {
+    fn what_followed_the_newest_tokens_is_proposed() {
         assert_eq!(drafted(&[1, 2, 3, 4, 5, 6, 1, 2, 3], 2, &[]), [4, 5]);
         assert_eq!(drafted(&[7, 2, 3, 4, 1, 2, 3, 9, 8, 2, 3], 2, &[]), [9, 8], "the last occurrence of two");
         assert_eq!(drafted(&[5, 6, 5, 6, 5, 6], 5, &[]), [5, 6, 5, 6, 5], "what repeats goes on");
@@ -168,27 +169,27 @@ mod tests {
     }
 
     #[test]
-    fn drafts_grow_while_they_count_and_pause_after_refusals() {
+    fn drafts_grow_while_they_are_accepted_and_pause_after_rejections() {
         let mut drafts = Drafts::default();
         let known = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3];
-        drafts.draft(&known, 16, &[]);
-        assert_eq!(drafts.tokens(), [4, 5]);
-        drafts.learn(2, 2, 16);
-        drafts.draft(&known, 16, &[]);
-        assert_eq!(drafts.tokens().len(), 4);
-        drafts.learn(4, 1, 16);
+        drafts.propose(&known, 16, &[]);
+        assert_eq!(drafts.tokens, [4, 5]);
+        drafts.note_accepted(2, 2, 16);
+        drafts.propose(&known, 16, &[]);
+        assert_eq!(drafts.tokens.len(), 4);
+        drafts.note_accepted(4, 1, 16);
         assert_eq!((drafts.wanted, drafts.pause), (2, 0));
         for pause in [1, 2, 4, 8, 16, 32, 32] {
-            drafts.draft(&known, 16, &[]);
-            assert!(!drafts.tokens().is_empty());
-            drafts.learn(1, 0, 16);
+            drafts.propose(&known, 16, &[]);
+            assert!(!drafts.tokens.is_empty());
+            drafts.note_accepted(1, 0, 16);
             assert_eq!(drafts.pause, pause);
             (0..pause).for_each(|_| {
-                drafts.draft(&known, 16, &[]);
-                assert_eq!(drafts.tokens(), NONE);
+                drafts.propose(&known, 16, &[]);
+                assert_eq!(drafts.tokens, NONE);
             });
         }
-        drafts.learn(1, 1, 1);
+        drafts.note_accepted(1, 1, 1);
         assert_eq!((drafts.wanted, drafts.next_pause), (1, 1), "never more than the most");
     }
 }

@@ -243,7 +243,7 @@ impl Batch {
         self.seqs.remove(&id)
     }
 
-    /// Waiting sequences, oldest first.
+    /// Waiting sequences, in their turn.
     pub(crate) fn waiting(&self) -> impl ExactSizeIterator<Item = &Waiting> {
         self.sched.waiting()
     }
@@ -262,19 +262,19 @@ impl Batch {
 
     /// Queues a new sequence by its priority, if the queue has room, and adds it.
     pub(crate) fn enqueue(&mut self, id: SeqId, seq: Sequence, now_ms: u64) -> Result<(), QueueFull> {
-        self.sched.enqueue(id, seq.len(), now_ms, seq.turn_ms(now_ms))?;
+        self.sched.enqueue(id, seq.len(), now_ms, seq.turn_ms())?;
         self.add(id, seq);
         Ok(())
     }
 
-    /// Puts a sequence at the end of the queue, beyond its bound if need be: its prompt is no longer a prefill
+    /// Puts a sequence into the queue, beyond its bound if need be: its prompt is no longer a prefill
     /// worker's.
     pub(crate) fn compute_here(&mut self, id: SeqId, now_ms: u64) {
         self.due.touch();
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         seq.come_back();
         seq.admit_by_ms = now_ms + ADMISSION_DEADLINE_MS;
-        self.sched.enqueue_accepted(id, seq.len(), now_ms, seq.turn_ms(now_ms));
+        self.sched.enqueue_accepted(id, seq.len(), now_ms, seq.turn_ms());
     }
 
     /// Takes a waiting sequence out of the queue: a prefill worker computes its prompt.
@@ -337,7 +337,7 @@ impl Batch {
             self.set_life(id, Life::Running(Need::Met));
         } else {
             seq.admit_by_ms = cx.now_ms + ADMISSION_DEADLINE_MS;
-            self.sched.enqueue_accepted(id, tokens, cx.now_ms, seq.turn_ms(cx.now_ms));
+            self.sched.enqueue_accepted(id, tokens, cx.now_ms, seq.turn_ms());
             self.set_life(id, Life::Waiting(Need::Met));
         }
         self.changed();
@@ -362,13 +362,13 @@ impl Batch {
 
     /// Plans the next step of a micro-batch from its sequences that are ready.
     pub(crate) fn plan(&mut self, cx: &Cx, micro_batch: MicroBatch) -> StepPlan {
-        self.draft(micro_batch, cx.config.sched.drafts, cx.config.max_positions);
-        let drafts = |seq: &Sequence| u32::try_from(seq.drafts.tokens().len()).unwrap_or(u32::MAX);
-        let ready = |seq| self.seqs.get(&seq).filter(|seq| seq.is_ready()).map(drafts);
-        self.sched.plan(micro_batch, ready)
+        let seqs = &self.seqs;
+        let mut plan = self.sched.plan(micro_batch, |seq| seqs.get(&seq).is_some_and(Sequence::is_ready));
+        self.add_drafts(cx, &mut plan, micro_batch);
+        plan
     }
 
-    /// Completes a planned chunk. With `sampled`, the sequence has one token more.
+    /// Completes a planned chunk. With `sampled`, the sequence has one token more, and its accepted drafts.
     pub(crate) fn complete(&mut self, chunk: &Chunk, sampled: bool) {
         self.due.touch();
         self.sched.complete(chunk, sampled);

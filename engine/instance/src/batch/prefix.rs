@@ -105,7 +105,7 @@ impl Batch {
             advance.mark(&mut cx.memory.rm.pool);
             self.sched.skip(id, known);
             cx.memory.prefix.note_hit(known);
-            seq.prompt.cached = seq.prompt.cached.saturating_add(known);
+            seq.prompt.iter_mut().for_each(|prompt| prompt.cached = prompt.cached.saturating_add(known));
             cx.memory.prefix.note_shared(1);
             match joined.mapped {
                 Some(from) => mapped.push((from, joined.block)),
@@ -171,7 +171,9 @@ impl Batch {
         cx.memory.prefix.note_lookup(len);
         cx.memory.prefix.note_hit(known * tokens);
         cx.memory.prefix.note_shared(shared);
-        self.seqs.entry(id).and_modify(|seq| seq.prompt.cached = known * tokens);
+        // A preempted sequence finds its own blocks.
+        let prompt = self.seqs.get_mut(&id).filter(|seq| seq.began_ms.is_none()).and_then(|seq| seq.prompt.as_mut());
+        prompt.into_iter().for_each(|prompt| prompt.cached = known * tokens);
         if !mapped.is_empty() {
             self.map_blocks(cx, id, &mapped, &left);
         }

@@ -215,30 +215,20 @@ impl Scheduler {
     }
 
     /// The next step of `micro_batch`: one row per decoding sequence, then chunks of prompts and lost ranges, within
-    /// the row budget. A chunk whose windowed KV is missing is preceded by those that compute it. `ready` gives the drafts of
-    /// a sequence that has memory for its tokens and for them; others sit out. Drafts take rows that no other sequence needs,
-    /// and none where windowed KV is kept apart: a ring does not go back.
-    pub(crate) fn plan(&mut self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> Option<u32>) -> StepPlan {
-        let mut budget = match micro_batch {
-            MicroBatch::Local => self.config.step_rows,
-            MicroBatch::Remote => self.remote_rows,
-        };
+    /// the row budget. A chunk whose windowed KV is missing is preceded by those that compute it. `ready` says whether a
+    /// sequence has memory for its tokens; others sit out.
+    pub(crate) fn plan(&mut self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> bool) -> StepPlan {
+        let mut budget = self.rows_max(micro_batch);
         let warm_up = self.rings.as_ref().map_or(0, Rings::warm_up);
-        let others = u32::try_from(self.running.len()).unwrap_or(u32::MAX);
-        let mut draft_rows = DRAFT_ROWS_MAX.min(budget.saturating_sub(others));
         let mut plan = StepPlan::default();
         for prefill in [false, true] {
             for entry in self.running.iter_mut().filter(|r| r.micro_batch == micro_batch && !r.in_step) {
-                let Some(drafts) = ready(entry.seq).filter(|_| budget > 0) else { continue };
-                let (mut chunk, ring) = entry.next(budget, warm_up);
-                let decodes = chunk.last && entry.tokens - entry.computed == 1;
-                if decodes == prefill {
+                if budget == 0 || !ready(entry.seq) {
                     continue;
                 }
-                if decodes && ring.is_none() {
-                    chunk.drafts = drafts.min(draft_rows);
-                    chunk.len += chunk.drafts;
-                    draft_rows -= chunk.drafts;
+                let (chunk, ring) = entry.next(budget, warm_up);
+                if chunk.decodes() == prefill {
+                    continue;
                 }
                 budget -= chunk.len;
                 (entry.in_step, entry.ring) = (true, ring);
@@ -248,8 +238,22 @@ impl Scheduler {
         plan
     }
 
-    /// Completes a planned chunk, without the drafts that were refused. With `sampled`, the sequence has one token more, and
-    /// the drafts.
+    /// Maximum of rows in a step of `micro_batch`.
+    fn rows_max(&self, micro_batch: MicroBatch) -> u32 {
+        match micro_batch {
+            MicroBatch::Local => self.config.step_rows,
+            MicroBatch::Remote => self.remote_rows,
+        }
+    }
+
+    /// Rows of `plan` that no sequence needs: drafts may take them.
+    pub(crate) fn draft_rows(&self, micro_batch: MicroBatch, plan: &StepPlan) -> u32 {
+        let taken: u32 = plan.chunks.iter().map(|chunk| chunk.len).sum();
+        self.rows_max(micro_batch).saturating_sub(taken).min(DRAFT_ROWS_MAX)
+    }
+
+    /// Completes a planned chunk, without its rejected drafts. With `sampled`, the sequence has one token more, and its accepted
+    /// drafts.
     pub(crate) fn complete(&mut self, chunk: &Chunk, sampled: bool) {
         let entry = self.entry_mut(chunk.seq);
         let planned = if chunk.warms_up() { entry.ring.map(Ring::head) } else { Some(entry.due().0.start) };
@@ -345,11 +349,11 @@ mod tests {
     fn decoding_goes_before_a_long_prompt() {
         let mut s = scheduler(16);
         admit(&mut s, 1, 5);
-        let plan = s.plan(MicroBatch::Local, |_| Some(0));
+        let plan = s.plan(MicroBatch::Local, |_| true);
         assert_eq!(plan.chunks, [Chunk { seq: SeqId(1), start: 0, len: 5, last: true, drafts: 0, ring: None }]);
         s.complete(&plan.chunks[0], true);
         admit(&mut s, 2, 100);
-        let plan = s.plan(MicroBatch::Local, |_| Some(0));
+        let plan = s.plan(MicroBatch::Local, |_| true);
         assert_eq!(plan.chunks[0], Chunk { seq: SeqId(1), start: 5, len: 1, last: true, drafts: 0, ring: None });
         assert_eq!(plan.chunks[1], Chunk { seq: SeqId(2), start: 0, len: 15, last: false, drafts: 0, ring: None });
     }
@@ -359,8 +363,26 @@ mod tests {
         let mut s = Scheduler::new(SchedulerConfig { queue: 8, running: 4, step_rows: 16, drafts: 0 }, 8, None);
         s.enqueue(SeqId(1), 100, 0, 0).unwrap();
         s.admit(SeqId(1), MicroBatch::Remote, 0);
-        let plan = s.plan(MicroBatch::Remote, |_| Some(0));
+        let plan = s.plan(MicroBatch::Remote, |_| true);
         assert_eq!(plan.chunks, [Chunk { seq: SeqId(1), start: 0, len: 8, last: false, drafts: 0, ring: None }]);
+    }
+
+    #[test]
+    fn drafts_have_the_rows_that_nobody_needs() {
+        let mut s = scheduler(16);
+        admit(&mut s, 1, 5);
+        let plan = s.plan(MicroBatch::Local, |_| true);
+        s.complete(&plan.chunks[0], true);
+        let plan = s.plan(MicroBatch::Local, |_| true);
+        assert_eq!(s.draft_rows(MicroBatch::Local, &plan), 15);
+        // Three drafts, of which two are accepted.
+        let accepted = Chunk { len: 3, drafts: 2, ..plan.chunks[0] };
+        s.complete(&accepted, true);
+        assert_eq!(s.idle(MicroBatch::Local).collect::<Vec<_>>(), [(SeqId(1), 9)]);
+        admit(&mut s, 2, 100);
+        let plan = s.plan(MicroBatch::Local, |_| true);
+        assert_eq!(plan.chunks[0], Chunk { seq: SeqId(1), start: 8, len: 1, last: true, drafts: 0, ring: None });
+        assert_eq!((plan.chunks[1].len, s.draft_rows(MicroBatch::Local, &plan)), (15, 0), "the prompt has them all");
     }
 
     #[test]
@@ -385,31 +407,31 @@ mod tests {
     fn what_was_lost_is_computed_first_in_chunks_beside_others_that_decode() {
         let mut s = scheduler(8);
         admit(&mut s, 1, 30);
-        while let Some(&chunk) = s.plan(MicroBatch::Local, |_| Some(0)).chunks.first() {
+        while let Some(&chunk) = s.plan(MicroBatch::Local, |_| true).chunks.first() {
             s.complete(&chunk, chunk.last);
             if chunk.last {
                 break;
             }
         }
         admit(&mut s, 2, 2);
-        let plan = s.plan(MicroBatch::Local, |seq| (seq == SeqId(2)).then_some(0));
+        let plan = s.plan(MicroBatch::Local, |seq| seq == SeqId(2));
         s.complete(&plan.chunks[0], true);
         s.set_lost(SeqId(1), &[4..5, 12..24]);
         let decode = |start| Chunk { seq: SeqId(2), start, len: 1, last: true, drafts: 0, ring: None };
         let again = |start, len| Chunk { seq: SeqId(1), start, len, last: false, drafts: 0, ring: None };
         for (turn, expected) in (2..).zip([again(4, 1), again(12, 7), again(19, 5)]) {
-            let plan = s.plan(MicroBatch::Local, |_| Some(0));
+            let plan = s.plan(MicroBatch::Local, |_| true);
             assert_eq!(plan.chunks, [decode(turn), expected], "a range of one row does not decode either");
             plan.chunks.iter().for_each(|c| s.complete(c, c.last));
         }
-        let plan = s.plan(MicroBatch::Local, |_| Some(0));
+        let plan = s.plan(MicroBatch::Local, |_| true);
         assert_eq!(plan.chunks[0], Chunk { seq: SeqId(1), start: 30, len: 1, last: true, drafts: 0, ring: None });
         plan.chunks.iter().for_each(|c| s.abandon(c.seq));
         // What is computed again as a whole has lost nothing in particular.
         s.set_lost(SeqId(1), &[0..8, 9..30]);
         s.preempt(SeqId(1), 1);
         s.admit(SeqId(1), MicroBatch::Remote, 0);
-        assert_eq!(s.plan(MicroBatch::Remote, |_| Some(0)).chunks, [again(0, 8)]);
+        assert_eq!(s.plan(MicroBatch::Remote, |_| true).chunks, [again(0, 8)]);
     }
 
     #[test]
@@ -418,7 +440,7 @@ mod tests {
         let mut s = Scheduler::new(config, 8, Some(5));
         admit(&mut s, 1, 40);
         let next = |s: &mut Scheduler| {
-            let plan = s.plan(MicroBatch::Local, |_| Some(0));
+            let plan = s.plan(MicroBatch::Local, |_| true);
             let chunk = plan.chunks[0];
             s.complete(&chunk, chunk.last);
             (chunk.start..chunk.start + chunk.len, chunk.ring.unwrap().from, chunk.warms_up())
@@ -473,7 +495,7 @@ mod tests {
                     }
                     s.set_lost(SeqId(1), &lost);
                 }
-                let chunk = s.plan(MicroBatch::Local, |_| Some(0)).chunks[0];
+                let chunk = s.plan(MicroBatch::Local, |_| true).chunks[0];
                 prop_assert_eq!(due.first(), Some(&chunk.start));
                 (chunk.start..chunk.start + chunk.len).for_each(|pos| assert!(due.remove(&pos)));
                 prop_assert_eq!(chunk.last, due.is_empty());
@@ -509,7 +531,7 @@ mod tests {
                     computed.insert(w.seq, known);
                     s.admit(w.seq, micro_batch, known);
                 }
-                let plan = s.plan(MicroBatch::ALL[turn % 2], |_| Some(0));
+                let plan = s.plan(MicroBatch::ALL[turn % 2], |_| true);
                 prop_assert!(plan.chunks.iter().map(|c| c.len).sum::<u32>() <= rows);
                 for chunk in &plan.chunks {
                     let done = computed.entry(chunk.seq).or_default();

@@ -4,7 +4,7 @@ use super::drafts::Drafts;
 use lagoon_cluster::BorrowId;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{BlockHash, LeaseHasher, RemoteEntries, SeqBlocks};
-use lagoon_runner::{Seen, ShareId};
+use lagoon_runner::{ShareId, TokenCounts};
 use lagoon_transfer::Check;
 use lagoon_types::limits::{
     ADMISSION_DEADLINE_MS, PRIORITY_MAX, PRIORITY_STEP_MS, RECOVERIES_MAX, RECOVERIES_WINDOW_MS,
@@ -97,17 +97,16 @@ pub(crate) enum Life {
 /// What a sequence's prompt gives beside its KV.
 #[derive(Debug, Default)]
 pub(crate) struct PromptReport {
-    /// Tokens whose KV was cached when the sequence began.
+    /// Tokens whose KV other sequences had computed.
     pub(crate) cached: u32,
     /// Log-probabilities of its second token and those behind, as far as computed.
     pub(crate) logprobs: Vec<PromptLogprob>,
-    pub(crate) reported: bool,
 }
 
 impl PromptReport {
     /// Position of the first token whose logits are missing.
     pub(crate) fn next_row(&self) -> u32 {
-        if self.reported { u32::MAX - 1 } else { u32::try_from(self.logprobs.len()).unwrap_or(u32::MAX) }
+        u32::try_from(self.logprobs.len()).unwrap_or(u32::MAX)
     }
 }
 
@@ -123,9 +122,10 @@ pub(crate) struct Sequence {
     pub(crate) max_tokens: u32,
     pub(crate) sampling: Arc<SamplingParams>,
     /// Its tokens for penalties, if it has any.
-    pub(crate) seen: Option<Arc<Seen>>,
+    pub(crate) token_counts: Option<Arc<TokenCounts>>,
     pub(crate) options: RequestOptions,
-    pub(crate) prompt: PromptReport,
+    /// Until it is reported.
+    pub(crate) prompt: Option<PromptReport>,
     /// Tokens before which none of `stop_ids` is generated.
     pub(crate) min_tokens: u32,
     pub(crate) stop_ids: Arc<[u32]>,
@@ -179,9 +179,9 @@ impl Sequence {
             tokens: request.prompt,
             max_tokens: request.max_tokens,
             sampling: Arc::new(request.sampling),
-            seen: None,
+            token_counts: None,
             options: request.options,
-            prompt: PromptReport::default(),
+            prompt: Some(PromptReport::default()),
             min_tokens: request.min_tokens,
             stop_ids: request.stop_ids.into(),
             return_logits: request.return_logits,
@@ -206,41 +206,40 @@ impl Sequence {
             pulled_ms: None,
             began_ms: None,
         };
-        seq.count_seen(request.answered);
+        seq.count_tokens(request.answered);
         seq
     }
 
     /// Counts its tokens for penalties, if it has any; the last `generated` of them were generated.
-    pub(crate) fn count_seen(&mut self, generated: u32) {
+    pub(crate) fn count_tokens(&mut self, generated: u32) {
         let prompt = self.tokens.len().saturating_sub(generated as usize);
         let (prompt, generated) = self.tokens.split_at(prompt);
-        self.seen = self.sampling.has_penalties().then(|| Arc::new(Seen::new(prompt, generated)));
+        self.token_counts = self.sampling.has_penalties().then(|| Arc::new(TokenCounts::new(prompt, generated)));
     }
 
-    /// Its place among requests queued at `now_ms`: the lower, the earlier.
-    pub(crate) fn turn_ms(&self, now_ms: u64) -> i64 {
+    /// Its place in the queue, by its arrival and priority: the lower, the earlier.
+    pub(crate) fn turn_ms(&self) -> i64 {
         let priority = i64::from(self.options.priority.clamp(-PRIORITY_MAX, PRIORITY_MAX));
-        now_ms.cast_signed() + priority * PRIORITY_STEP_MS.cast_signed()
+        self.since_ms.cast_signed() + priority * PRIORITY_STEP_MS.cast_signed()
     }
 
     /// Alternatives to report per token of its prompt, while log-probabilities of some are missing.
     pub(crate) fn scores_prompt(&self) -> Option<u32> {
-        self.options.prompt_logprobs.filter(|_| self.prompt.next_row() + 1 < self.prompt_len)
+        let is_missing = |prompt: &PromptReport| prompt.next_row() + 1 < self.prompt_len;
+        self.options.prompt_logprobs.filter(|_| self.prompt.as_ref().is_some_and(is_missing))
     }
 
     /// Positions of a chunk whose logits give log-probabilities of the prompt that are missing: those of the tokens behind.
     pub(crate) fn scored_rows(&self, chunk: Range<u32>) -> Range<u32> {
         let end = chunk.end.min(self.prompt_len.saturating_sub(1));
-        chunk.start.max(self.prompt.next_row()).min(end)..end
+        let next = self.prompt.as_ref().map_or(end, PromptReport::next_row);
+        chunk.start.max(next).min(end)..end
     }
 
     /// The event about its prompt, once, if there is something to say.
     pub(crate) fn report_prompt(&mut self) -> Option<TokenEvent> {
-        if std::mem::replace(&mut self.prompt.reported, true) {
-            return None;
-        }
-        let cached_tokens = self.prompt.cached.min(self.prompt_len);
-        let logprobs = std::mem::take(&mut self.prompt.logprobs);
+        let PromptReport { cached, logprobs } = self.prompt.take()?;
+        let cached_tokens = cached.min(self.prompt_len);
         (cached_tokens > 0 || !logprobs.is_empty()).then_some(TokenEvent::Prompt { cached_tokens, logprobs })
     }
 
@@ -367,7 +366,7 @@ impl Sequence {
     /// Appends a generated token. Returns why the sequence ends, if that token is the last.
     pub(crate) fn push(&mut self, token: u32, max_positions: u32) -> Option<FinishReason> {
         self.tokens.push(token);
-        self.seen.iter_mut().for_each(|seen| Arc::make_mut(seen).push(token));
+        self.token_counts.iter_mut().for_each(|counts| Arc::make_mut(counts).push(token));
         if self.stop_ids.contains(&token) {
             Some(FinishReason::Stop)
         } else if self.generated() >= self.max_tokens || self.len() >= max_positions {
@@ -428,9 +427,9 @@ mod tests {
         // As a gateway replays it, and as a decode worker sends it to a prefill worker.
         let replayed = Sequence::new(SeqId(1), request(vec![1, 2, 3, 8, 9, 8], 3), 4, 0);
         let mut elsewhere = Sequence::new(SeqId(1), request(vec![1, 2, 3, 8, 9, 8], 0), 4, 0);
-        elsewhere.count_seen(3);
-        assert_eq!((&whole.seen, &whole.seen), (&replayed.seen, &elsewhere.seen));
-        assert_eq!(whole.seen, Some(Arc::new(Seen::new(&[1, 2, 3], &[8, 9, 8]))));
+        elsewhere.count_tokens(3);
+        assert_eq!((&whole.token_counts, &whole.token_counts), (&replayed.token_counts, &elsewhere.token_counts));
+        assert_eq!(whole.token_counts, Some(Arc::new(TokenCounts::new(&[1, 2, 3], &[8, 9, 8]))));
     }
 
     #[test]

@@ -232,7 +232,7 @@ mod tests {
     fn an_older_peer_is_refused_by_its_version() {
         let reason = rejected(|_, hello| (hello.version_min, hello.version_max) = (1, 1));
         let expected =
-            "the peer speaks protocol version 1, this instance version 2: no common version, the peer is older";
+            "the peer speaks protocol version 1, this instance version 3: no common version, the peer is older";
         assert!(reason.starts_with(expected) && reason.contains("hint: upgrade"), "{reason}");
     }
 }

@@ -84,10 +84,10 @@ pub(crate) enum MoveEvent {
         seq: SeqId,
         blocks: u32,
     },
-    /// A step ended in which `growing` sequences grew and `prompt_rows` rows of prompts were computed.
+    /// A step ended in which `growing` sequences grew and `other_rows` rows were of prompts or accepted drafts.
     Step {
         growing: u32,
-        prompt_rows: u32,
+        other_rows: u32,
         ms: u64,
     },
     /// Steps may have ended: switch sequences to verified copies.
@@ -122,7 +122,7 @@ impl Moves {
             MoveEvent::BehindWindow(seq) => self.end_moves_behind_window(cx, batch, seq),
             MoveEvent::RoomNeeded => self.end_a_move_home(cx, batch),
             MoveEvent::SwapOut { seq, blocks } => self.start_swap_out(cx, batch, seq, blocks),
-            MoveEvent::Step { growing, prompt_rows, ms } => self.pace.on_step(growing, prompt_rows, ms),
+            MoveEvent::Step { growing, other_rows, ms } => self.pace.on_step(growing, other_rows, ms),
             MoveEvent::Switch => self.switch_moves(cx, batch),
             MoveEvent::Pump { busy } => self.pump_moves(cx, batch, busy),
             MoveEvent::Tick => self.expire_moves(cx, batch),

@@ -106,16 +106,16 @@ impl Pace {
         self.credit = (self.credit + granted).min(most);
     }
 
-    /// Grants the credit of a step that ended: sequences that grew, prompt rows computed, and its time.
-    pub(crate) fn on_step(&mut self, growing: u32, prompt_rows: u32, step_ms: u64) {
+    /// Grants the credit of a step that ended: sequences that grew, other rows (of prompts, and accepted drafts), and its time.
+    pub(crate) fn on_step(&mut self, growing: u32, other_rows: u32, step_ms: u64) {
         if self.set.tokens_per_step.is_some() {
             return self.grant(growing.saturating_mul(self.tokens));
         }
-        if prompt_rows == 0 && growing > 0 {
+        if other_rows == 0 && growing > 0 {
             self.measure(f64::from(u32::try_from(step_ms).unwrap_or(u32::MAX)));
         }
         let probing = self.baseline.is_none() && self.since_probe >= PROBE_EVERY;
-        self.grant(if probing { growing } else { growing.saturating_mul(self.tokens) + prompt_rows });
+        self.grant(if probing { growing } else { growing.saturating_mul(self.tokens) + other_rows });
     }
 
     fn measure(&mut self, step_ms: f64) {

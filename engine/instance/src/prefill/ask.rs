@@ -287,7 +287,7 @@ impl Prefills {
         let waiting = |seq: &SeqId, away: &Away| matches!(away.stage, Stage::Waiting) && may(seq);
         let waiting = self.away.iter().filter(|(seq, away)| waiting(seq, away));
         let mut ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
-        ids.sort_by_key(|seq| batch.seq(*seq).map(|seq| seq.turn_ms(seq.since_ms)));
+        ids.sort_by_key(|seq| batch.seq(*seq).map(|seq| seq.turn_ms()));
         for seq in ids {
             match self.choose_worker(cx, batch, seq) {
                 Some((worker, known)) if self.pushes(cx) => {
@@ -342,18 +342,18 @@ impl Prefills {
         candidates.into_iter().min_by_key(rank).map(|(id, _)| (id, known(id)))
     }
 
-    /// The oldest prompt without a worker waits for memory here, and all others behind it: workers' deadlines do not
+    /// The first prompt in its turn that has no worker waits for memory here, and all others behind it: workers' deadlines do not
     /// count.
-    fn wait_for_memory(&mut self, cx: &mut Cx, batch: &mut Batch, oldest: SeqId) {
+    fn wait_for_memory(&mut self, cx: &mut Cx, batch: &mut Batch, first: SeqId) {
         let now_ms = cx.now_ms;
         let waiting = |away: &&mut Away| matches!(away.stage, Stage::Waiting);
         self.away.values_mut().filter(waiting).for_each(|away| away.wait_by_ms = now_ms + PREFILL_WAIT_MS);
         // The deadline moves with time.
         batch.wake_at(now_ms + 1);
-        if self.away.get(&oldest).is_some_and(|away| now_ms > away.asked_ms + ADMISSION_DEADLINE_MS) {
+        if self.away.get(&first).is_some_and(|away| now_ms > away.asked_ms + ADMISSION_DEADLINE_MS) {
             let message = format!("no memory became free within {} s", ADMISSION_DEADLINE_MS / 1000);
-            batch.fail(cx, self, oldest, RequestError::Unavailable(message));
-            self.cancel_away(cx, batch, oldest);
+            batch.fail(cx, self, first, RequestError::Unavailable(message));
+            self.cancel_away(cx, batch, first);
         }
     }
 
@@ -390,7 +390,7 @@ impl Prefills {
             let banned = if first == 0 { seq.banned().to_vec() } else { Vec::new() };
             let biases = if first == 0 { &seq.sampling.logit_bias[..] } else { &[] };
             let logit_bias = biases.iter().map(|&(token, bias)| LogitBias { token, bias }).collect();
-            let (allowed, cache_salt) = if first == 0 { of_first(seq) } else { Default::default() };
+            let (allowed, cache_salt) = if first == 0 { allowed_and_salt(seq) } else { Default::default() };
             let tokens = tokens.to_vec();
             let window = first == 0 && takes_window(cx, total).is_some();
             messages.push(PrefillRequest {
@@ -590,7 +590,9 @@ impl Prefills {
 
     /// Sends a preempted sequence to prefill workers, if there are any, to be recomputed there.
     pub(crate) fn send_preempted_away(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
-        if !cx.sends_away() || !self.workers.keys().any(|worker| self.is_readable(*worker)) {
+        // Log-probabilities of a prompt are computed where they are reported, as at admission.
+        let scored = batch.seq(id).is_some_and(|seq| seq.scores_prompt().is_some());
+        if scored || !cx.sends_away() || !self.workers.keys().any(|worker| self.is_readable(*worker)) {
             return;
         }
         self.send_away(cx, batch, id);
@@ -700,8 +702,7 @@ impl Prefills {
     }
 }
 
-/// Allowed tokens and the salt of a sequence.
-fn of_first(seq: &Sequence) -> (Vec<u32>, String) {
+fn allowed_and_salt(seq: &Sequence) -> (Vec<u32>, String) {
     (seq.sampling.allowed_token_ids.to_vec(), seq.options.cache_salt.to_string())
 }
 

@@ -30,13 +30,13 @@ use crate::batch::Batch;
 use crate::config::InstanceConfig;
 use crate::cx::Cx;
 use crate::event::TransferEvent;
-use crate::outcome::Outcomes;
+use crate::outcome::{FirstToken, Outcomes};
 use affinity::Affinity;
 use ask::{Away, WorkerState};
 use lagoon_backend::DeviceError;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{ControlBody, Workers};
-use lagoon_runner::{SampleOut, StageId};
+use lagoon_runner::StageId;
 use lagoon_transfer::{ConnId, Reader, ReaderConfig};
 use lagoon_types::{Chunk, InstanceId, PhysBlock, SeqId};
 use landing::Settling;
@@ -131,7 +131,7 @@ pub(crate) enum PrefillEvent {
     /// A prompt for another instance is computed.
     Prefilled {
         seq: SeqId,
-        sample: SampleOut,
+        first: FirstToken,
     },
     /// A peer has sent its Hello.
     PeerUp(InstanceId),
@@ -190,7 +190,7 @@ impl Prefills {
             PrefillEvent::Layers { seq, layers } => self.on_layers(cx, batch, seq, layers),
             PrefillEvent::Chunk(seq) => self.on_chunk(cx, batch, seq),
             PrefillEvent::ChunkLeft(seq) => self.on_chunk_left(cx, batch, seq),
-            PrefillEvent::Prefilled { seq, sample } => self.prefilled(cx, batch, seq, &sample),
+            PrefillEvent::Prefilled { seq, first } => self.prefilled(cx, batch, seq, &first),
             PrefillEvent::PeerUp(peer) => self.on_worker_up(cx, batch, peer),
             PrefillEvent::PeerGone(peer) => {
                 self.drop_jobs_of(cx, batch, peer);

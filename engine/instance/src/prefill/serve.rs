@@ -8,12 +8,12 @@ use crate::batch::scheduler::QueueFull;
 use crate::batch::sequence::Sequence;
 use crate::cx::Cx;
 use crate::event::{Effect, TransferEffect};
+use crate::outcome::FirstToken;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{
     ControlBody, PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest,
     PrefillSampling, PrefillTop, TransferRefused,
 };
-use lagoon_runner::SampleOut;
 use lagoon_runner::sampling::check_params;
 use lagoon_types::limits::{
     ALLOWED_TOKENS_MAX, BANNED_MAX, CACHE_SALT_BYTES_MAX, EXPORT_BLOCKS_MAX, LEASE_TTL_MS, LOGIT_BIAS_MAX,
@@ -246,7 +246,7 @@ impl Prefills {
             options: RequestOptions { cache_salt, ..RequestOptions::default() },
         };
         let mut seq = Sequence::new(id, request, cx.config.block_tokens, cx.now_ms);
-        seq.count_seen(u32::try_from(index).unwrap_or(u32::MAX));
+        seq.count_tokens(u32::try_from(index).unwrap_or(u32::MAX));
         (seq.for_others, seq.saves_window) = (Some(index), window);
         let full = |full: QueueFull| format!("{} requests wait here", full.limit);
         let queued = unknown.map_or_else(|| batch.enqueue(id, seq, cx.now_ms).map_err(full), Err);
@@ -260,7 +260,7 @@ impl Prefills {
     }
 
     /// A prompt for another instance is computed: its blocks become the decode worker's lease.
-    pub(crate) fn prefilled(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, sample: &SampleOut) {
+    pub(crate) fn prefilled(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, first: &FirstToken) {
         let Some(key) = self.by_seq.remove(&id) else { return };
         let (Some(mut seq), Some(job)) = (batch.take(id), self.jobs.get(&key)) else { return };
         let tokens = seq.blocks.written();
@@ -279,24 +279,24 @@ impl Prefills {
         );
         let began_ms = seq.began_ms.unwrap_or(job.since_ms);
         let (lease, epoch) = (LeaseId(grant.lease), Epoch(grant.epoch));
-        let logprobs = sample.logprobs.as_ref();
+        let logprobs = first.logprobs.as_ref();
         let ready = PrefillReady {
             request: key.1,
             lease: grant.lease,
             epoch: grant.epoch,
             blocks: grant.blocks,
             ttl_ms: grant.ttl_ms,
-            token: sample.token,
+            token: first.token,
             logprob: logprobs.map(|l| l.chosen),
             top: logprobs.iter().flat_map(|l| &l.top).map(|&(id, logprob)| PrefillTop { id, logprob }).collect(),
-            logits: sample.logits.iter().flatten().flat_map(|x| x.to_le_bytes()).collect(),
+            logits: first.logits.iter().flatten().flat_map(|x| x.to_le_bytes()).collect(),
             export: 0,
             why: String::new(),
             queued_ms: began_ms - job.since_ms,
             prefill_ms: cx.now_ms - began_ms,
             queued_tokens: 0,
             window_blocks: as_u32(window.len()),
-            cached_tokens: seq.prompt.cached,
+            cached_tokens: seq.prompt.as_ref().map_or(0, |prompt| prompt.cached),
         };
         if let Some(job) = self.jobs.get_mut(&key) {
             job.stage = Stage::Exporting { of: id, lease, epoch, ready: Box::new(ready) };
@@ -444,7 +444,7 @@ fn sampling_of(m: &PrefillRequest) -> SamplingParams {
     let PrefillSampling { temperature, top_k, top_p, min_p, seed, logprobs, index: _, return_logits: _ } =
         m.sampling.unwrap_or_default();
     let logit_bias = m.logit_bias.iter().map(|b| (b.token, b.bias)).collect();
-    let known = m.penalties.unwrap_or_default();
+    let penalties = m.penalties.unwrap_or_default();
     SamplingParams {
         temperature,
         top_k,
@@ -453,9 +453,9 @@ fn sampling_of(m: &PrefillRequest) -> SamplingParams {
         seed,
         logprobs,
         logit_bias,
-        presence_penalty: known.presence,
-        frequency_penalty: known.frequency,
-        repetition_penalty: known.repetition.unwrap_or(1.0),
+        presence_penalty: penalties.presence,
+        frequency_penalty: penalties.frequency,
+        repetition_penalty: penalties.repetition.unwrap_or(1.0),
         allowed_token_ids: m.allowed.as_slice().into(),
         // The decode worker's banned tokens have them.
         bad_words: Arc::default(),

@@ -13,7 +13,7 @@ use crate::config::RemotePolicy;
 use crate::cx::Cx;
 use crate::cx::tags::{ReadId, ReadOwner};
 use crate::event::Effect;
-use crate::outcome::{Lost, LostPart, Outcome, Outcomes};
+use crate::outcome::{FirstToken, Lost, LostPart, Outcome, Outcomes};
 use crate::prefill::Prefills;
 use build::{Builder, Built};
 use bytes::Bytes;
@@ -46,7 +46,7 @@ pub(crate) struct InFlight {
     asked_layer: u32,
     /// Writes, each with its sequence.
     writes: Vec<(SeqId, WriteSegment)>,
-    /// Layers' KV of writes with drafts, by index of the write: it is sent when the drafts are known to count.
+    /// Layers' KV of writes with drafts, by index of the write: it is sent when the drafts are accepted.
     held: Vec<(u32, usize, Bytes)>,
     /// The step fails at this time without progress. Only steps with creditors have a deadline.
     deadline_ms: Option<u64>,
@@ -238,6 +238,17 @@ impl InFlight {
         self.creditors.contains(&creditor) || self.fetches.iter().any(|fetch| fetch.creditor == creditor)
     }
 
+    /// Drafts of the step that were sampled.
+    fn accepted(&self, batch: &Batch, mut samples: &[SampleOut]) -> u32 {
+        let mut accepted = 0;
+        for chunk in &self.chunks {
+            let (own, others) = samples.split_at(samples_of(chunk));
+            accepted += batch.accepted(chunk, own);
+            samples = others;
+        }
+        accepted
+    }
+
     /// Whether a sequence has drafts in the step.
     fn has_drafts(&self, seq: SeqId) -> bool {
         self.chunks.iter().any(|chunk| chunk.seq == seq && chunk.drafts > 0)
@@ -325,7 +336,7 @@ impl Steps {
                 index: seq.for_others.unwrap_or_else(|| u64::from(seq.generated())),
                 return_logits: seq.return_logits,
                 banned: seq.banned(),
-                seen: seq.seen.clone(),
+                token_counts: seq.token_counts.clone(),
             });
             let window_start = visible(chunk.start, cx.config.window).start;
             let mut segments = Vec::new();
@@ -491,14 +502,15 @@ impl Steps {
         let Some(flight) = self.flights[micro_batch.index()].take_if(|f| f.step == step) else { return };
         cancel_tickets(cx, step, &flight.open);
         let ms = cx.now_ms - flight.started_ms;
-        let grows = |c: &&Chunk| c.len == 1 + c.drafts && !c.warms_up();
+        let grows = |c: &&Chunk| c.decodes() && !c.warms_up();
         let growing = flight.chunks.iter().filter(grows).count();
         let prompt_rows = flight.chunks.iter().filter(|c| !grows(c)).map(|c| c.len).sum();
+        let accepted = flight.accepted(batch, &samples);
         let own = micro_batch == MicroBatch::Local && growing == flight.chunks.len();
         cx.emit(Outcome::StepDone {
             ms,
             growing: as_u32(growing),
-            prompt_rows,
+            other_rows: prompt_rows + accepted,
             decodes: flight.decodes(),
             own: own.then_some(flight.remote_requests_us),
         });
@@ -644,7 +656,7 @@ impl Steps {
     }
 }
 
-/// Completes a chunk, whose first row is `row0` of the step: drafts that were sampled count as tokens.
+/// Completes a chunk, whose first row is `row0` of the step: its accepted drafts become tokens.
 fn complete(
     cx: &mut Cx,
     batch: &mut Batch,
@@ -653,7 +665,7 @@ fn complete(
     (planned, row0): (&Chunk, u32),
     samples: &mut std::vec::IntoIter<SampleOut>,
 ) {
-    let sampled = if planned.last { 1 + planned.drafts as usize } else { 0 };
+    let sampled = samples_of(planned);
     let chunk = &batch.accept_drafts(planned, &samples.as_slice()[..sampled], cx.config.sched.drafts);
     if planned.drafts > 0 {
         send_held(cx, batch, flight, chunk, row0);
@@ -664,11 +676,16 @@ fn complete(
     if batch.note_computed(cx, others, chunk) {
         emit(cx, batch, others, chunk, &mut sampled);
     }
-    // Those behind the first draft that does not count.
+    // Those behind the first rejected draft.
     sampled.for_each(drop);
 }
 
-/// Emits what was sampled from a chunk's rows that count.
+/// Rows of a chunk that are sampled.
+fn samples_of(chunk: &Chunk) -> usize {
+    if chunk.last { 1 + chunk.drafts as usize } else { 0 }
+}
+
+/// Emits what was sampled from a chunk's rows, without rejected drafts.
 fn emit(
     cx: &mut Cx,
     batch: &mut Batch,
@@ -682,19 +699,22 @@ fn emit(
     }
     let for_others = seq.for_others.is_some();
     let mut sampled = sampled.take(1 + chunk.drafts as usize).peekable();
-    if for_others && sampled.peek().is_none_or(|sample| !sample.excluded) {
-        cx.emit(Outcome::Chunk { seq: chunk.seq });
-        sampled.for_each(|sample| cx.emit(Outcome::Prefilled { seq: chunk.seq, sample }));
-        return;
+    if for_others && sampled.peek().is_none() {
+        return cx.emit(Outcome::Chunk { seq: chunk.seq });
     }
     let mut end = None;
-    for (index, SampleOut { token, logprobs, logits, excluded: fails, .. }) in (0..).zip(sampled) {
-        if fails {
-            return batch.fail(cx, others.prefills, chunk.seq, excluded());
+    for (index, SampleOut { token, logprobs, logits, .. }) in (0..).zip(sampled) {
+        let Some(token) = token else {
+            let error = RequestError::Invalid(SampleError::Excluded.to_string());
+            return batch.fail(cx, others.prefills, chunk.seq, error);
+        };
+        if for_others {
+            cx.emit(Outcome::Chunk { seq: chunk.seq });
+            return cx.emit(Outcome::Prefilled { seq: chunk.seq, first: FirstToken { token, logprobs, logits } });
         }
         let prompt = batch.report_prompt(chunk.seq);
         cx.effects.extend(prompt.map(|event| Effect::Emit { seq: chunk.seq, event }));
-        // Drafts that count are tokens already.
+        // Accepted drafts are tokens already.
         if index == chunk.drafts {
             end = batch.push_token(cx, chunk.seq, token);
         }
@@ -718,7 +738,7 @@ fn send_written(cx: &mut Cx, batch: &mut Batch, seq: SeqId, write: &WriteSegment
     }
 }
 
-/// Sends the KV of a chunk with drafts that was held back: the rows that count.
+/// Sends the KV of a chunk with drafts that was held back, without rejected drafts.
 fn send_held(cx: &mut Cx, batch: &mut Batch, flight: &InFlight, chunk: &Chunk, row0: u32) {
     let token_bytes = cx.config.kv.layer_token_bytes();
     for (layer, index, kv) in &flight.held {
@@ -737,11 +757,6 @@ fn cancel_tickets<'a>(cx: &mut Cx, step: StepId, creditors: impl IntoIterator<It
             cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::StepCancel { step } });
         }
     }
-}
-
-/// The error of a request that excludes every token.
-fn excluded() -> RequestError {
-    RequestError::Invalid(SampleError::Excluded.to_string())
 }
 
 fn as_u32(n: usize) -> u32 {

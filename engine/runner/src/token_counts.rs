@@ -3,23 +3,23 @@
 
 /// Distinct tokens of a prompt and of its answer so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Seen {
+pub struct TokenCounts {
     /// Ascending.
     prompt: Vec<u32>,
     /// Ascending, each with the times that it was generated.
     generated: Vec<(u32, u32)>,
 }
 
-impl Seen {
+impl TokenCounts {
     /// The tokens of a prompt and of what was generated so far.
     #[must_use]
     pub fn new(prompt: &[u32], generated: &[u32]) -> Self {
         let mut distinct = prompt.to_vec();
         distinct.sort_unstable();
         distinct.dedup();
-        let mut seen = Self { prompt: distinct, generated: Vec::new() };
-        generated.iter().for_each(|token| seen.push(*token));
-        seen
+        let mut counts = Self { prompt: distinct, generated: Vec::new() };
+        generated.iter().for_each(|token| counts.push(*token));
+        counts
     }
 
     /// Counts a generated token.
