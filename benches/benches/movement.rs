@@ -16,7 +16,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use lagoon_backend::PaceProfile;
-use lagoon_benches::cluster::{Lagoon, Process, TIMEOUT, Times, late_share, listen, number, status};
+use lagoon_benches::cluster::{Lagoon, Process, TIMEOUT, Times, late_share, listen, number, status, wait_for_others};
 use lagoon_benches::measure::{mean, median};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -179,10 +179,7 @@ fn measure(bench: &Bench, args: &Args, tokens: u32, overlap: bool) -> Result<Run
     let _other = bench.instance("other", quic, args.context, (tokens, overlap))?;
     let http = debtor.announced("http")?;
     let since = Instant::now();
-    while number(&status(http)?, "/pool_blocks_total")? <= number(&status(http)?, "/blocks_total")? {
-        ensure!(since.elapsed() < TIMEOUT, "the other instance does not come");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_for_others(http)?;
     let times = listen(http, args.context, length)?;
     let watch = Watch { http, times: &times };
     watch.wait_until("decoding", |_| Ok(watch.received()? > 2))?;

@@ -20,7 +20,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use lagoon_backend::PaceProfile;
-use lagoon_benches::cluster::{Lagoon, Process, TIMEOUT, Times, late_share, listen, number, status};
+use lagoon_benches::cluster::{Lagoon, Process, TIMEOUT, Times, late_share, listen, number, status, wait_for_others};
 use lagoon_benches::measure::median;
 use lagoon_cluster::perf::{LinkView, ModelConfig, ModelShape};
 use lagoon_plot::{Panel, Series};
@@ -192,10 +192,7 @@ impl Cluster {
         let creditor = instance(lagoon, "creditor", &quic, args)?;
         let this = Self { _gmanager: gmanager, quic, debtor, creditor };
         let http = this.debtor.announced("http")?;
-        wait_until("two in the pool", || {
-            let status = status(http)?;
-            Ok(number(&status, "/pool_blocks_total")? > number(&status, "/blocks_total")?)
-        })?;
+        wait_for_others(http)?;
         Ok(this)
     }
 

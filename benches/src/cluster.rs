@@ -239,6 +239,19 @@ pub fn number(status: &Value, pointer: &str) -> Result<u64> {
     status.pointer(pointer).and_then(Value::as_u64).with_context(|| format!("{pointer} is missing in {status}"))
 }
 
+/// Waits until an instance's pool has memory of other instances.
+pub fn wait_for_others(http: &str) -> Result<()> {
+    let since = Instant::now();
+    loop {
+        let status = status(http)?;
+        if number(&status, "/pool_blocks_total")? > number(&status, "/blocks_total")? {
+            return Ok(());
+        }
+        ensure!(since.elapsed() < TIMEOUT, "no other instance comes");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 /// Arrival times of a stream's tokens, recorded by a thread of its own; an error ends the stream.
 pub type Times = Arc<Mutex<(Vec<Instant>, Option<String>)>>;
 

@@ -150,14 +150,15 @@ fn a_prompt_has_the_same_log_probabilities_wherever_its_kv_is() {
         }
     }
 
-    // Preempted between two chunks or after: every position once.
-    let mut short = World::single(pool.clone(), spec(24));
-    let others: Vec<_> = (2..4).map(|seed| short.submit(0, scored(seed, 30))).collect();
+    // Preempted between two chunks, as an older request grows: every position once.
+    let mut short = World::single(pool.clone(), spec(26));
+    let older = short.submit(0, GenerateRequest { max_tokens: 30, ..scored(2, 30) });
     let id = short.submit(0, request);
+    short.run_until(|world| world.live(0).status().preemptions > 0);
+    assert!(short.requests[id].tokens.is_empty(), "its prompt is not computed yet");
     short.run();
     assert_scores("short of memory", &short.requests[id], &expected, tolerance);
-    assert!(short.live(0).status().preemptions > 0);
-    assert!(others.iter().all(|other| short.requests[*other].prompt.1.len() == 29));
+    assert_eq!(short.requests[older].prompt.1.len(), 29);
     short.check_empty();
 }
 

@@ -7,7 +7,7 @@ use crate::{
     error::ApiError,
     generate::{Failure, Piece, Pieces, PromptPart},
     journal::{self, Began, Entry, SentTokens},
-    keys::Meter,
+    keys::Caller,
     params::UsageWanted,
     reply::{self, Choice, Content, Delta, Endpoint, PromptTokensDetails, Reply, Usage},
 };
@@ -54,14 +54,14 @@ pub(crate) struct Answer {
     /// Set if the stream's events carry journal lines; the journal begins with it.
     pub(crate) journal: Option<Began>,
     /// The rate limit to which generated tokens are charged.
-    pub(crate) meter: Meter,
+    pub(crate) caller: Caller,
 }
 
 /// The prompts' texts, which their answers begin with.
 #[derive(Debug)]
 pub(crate) struct Echo {
     pub(crate) texts: Vec<String>,
-    /// Whether the prompt is all that was asked for: what was generated is dropped.
+    /// Whether only the prompt is returned (`max_tokens` 0): what was generated is dropped.
     pub(crate) prompt_only: bool,
 }
 
@@ -202,7 +202,7 @@ impl Answer {
         let first = !progress.started;
         progress.started = true;
         progress.completion_tokens += piece.tokens.len();
-        self.meter.charge(piece.tokens.len() as u64);
+        self.caller.charge(piece.tokens.len() as u64);
         let echo = self.echo.as_ref().filter(|_| first);
         let mut logprobs = reply::Positions::default();
         if let Some(echo) = echo {

@@ -1,8 +1,8 @@
 //! Turns the engine's token events into pieces of text, for all sequences of one request.
 //!
 //! Invariants: every token is reported exactly once, in order; a sequence ends with exactly one piece that has a finish
-//! reason, or with an error; a stop string is never sent, not even in part; dropping the stream cancels the running
-//! sequences.
+//! reason, or with an error; a stop string is never sent, not even in part, unless it was asked for; dropping the stream cancels the
+//! running sequences.
 
 use crate::{engine::Generation, error::ApiError, limits::Limits, metrics, reply::Finish};
 use futures::stream::{self, BoxStream, SelectAll, StreamExt};
@@ -42,7 +42,7 @@ pub(crate) struct Piece {
     /// Tool calls, with their places in the answer.
     pub(crate) calls: Vec<(usize, Call)>,
     pub(crate) tokens: Vec<Token>,
-    /// In the sequence's first piece, if there is something to say.
+    /// In the sequence's first piece, if anything of the prompt is reported.
     pub(crate) prompt: PromptPart,
     /// Set in the sequence's last piece.
     pub(crate) finish: Option<Finish>,

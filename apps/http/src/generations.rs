@@ -8,10 +8,10 @@ use crate::{
     generate::{Pieces, Sequence, TextRules, pieces},
     journal::{self, Began, SentTokens},
     json::{Json, Kind},
-    keys::Meter,
+    keys::Caller,
     messages, metrics,
     options::check_max_tokens,
-    params::{Params, check_vocabulary, required, token_ids, too_many},
+    params::{Params, check_vocabulary, last_token_ids, required, token_ids, too_many},
     reply::{Endpoint, token_text},
     state::{ServerState, unix_seconds},
     text_jobs::Asker,
@@ -53,12 +53,12 @@ const COMPLETION_UNSUPPORTED: &[(&str, Neutral)] = &[("suffix", Neutral::Empty)]
 /// `POST /v1/chat/completions`.
 pub(crate) async fn chat(
     State(state): State<Arc<ServerState>>,
-    meter: Meter,
+    caller: Caller,
     request: Request,
 ) -> Result<Response, ApiError> {
     let journal = wants_journal(request.headers());
     let ready =
-        state.with_body(request, move |state, body, asker| chat_prompt(state, body, journal, meter, asker)).await?;
+        state.with_body(request, move |state, body, asker| chat_prompt(state, body, journal, caller, asker)).await?;
     generate(&state, ready).await
 }
 
@@ -66,7 +66,7 @@ fn chat_prompt(
     state: &ServerState,
     body: Bytes,
     journal: bool,
-    meter: Meter,
+    caller: Caller,
     asker: &Asker<'_>,
 ) -> Result<Ready, ApiError> {
     let mut fields = Fields::parse(&body)?;
@@ -94,23 +94,24 @@ fn chat_prompt(
     let mut prompt = state.encode(&prompt, false, asker)?;
     check_max_tokens(params.max_tokens, false)?;
     let room = info.max_model_tokens.saturating_sub(params.max_tokens.unwrap_or(1));
-    params.options.truncate(&mut prompt, room);
+    params.options.truncate(&mut prompt, room)?;
     params.sampling.bad_words = params.options.encode_bad_words(state, asker)?.into();
     let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
     let room = limit.saturating_sub(u32::try_from(prompt.len()).unwrap_or(u32::MAX)).max(1);
     let max_tokens = params.max_tokens.unwrap_or(room);
-    let ask = Ask { endpoint: Endpoint::Chat, prompts: vec![prompt], parser, max_tokens, echo: None, journal, meter };
+    let ask = Ask { endpoint: Endpoint::Chat, prompts: vec![prompt], parser, max_tokens, echo: None, journal, caller };
     Ok(Ready { ask, params, info })
 }
 
 /// `POST /v1/completions`.
 pub(crate) async fn completions(
     State(state): State<Arc<ServerState>>,
-    meter: Meter,
+    caller: Caller,
     request: Request,
 ) -> Result<Response, ApiError> {
     let journal = wants_journal(request.headers());
-    let ready = state.with_body(request, move |state, body, asker| prompts(state, body, journal, meter, asker)).await?;
+    let ready =
+        state.with_body(request, move |state, body, asker| prompts(state, body, journal, caller, asker)).await?;
     generate(&state, ready).await
 }
 
@@ -118,7 +119,7 @@ fn prompts(
     state: &ServerState,
     body: Bytes,
     journal: bool,
-    meter: Meter,
+    caller: Caller,
     asker: &Asker<'_>,
 ) -> Result<Ready, ApiError> {
     let mut fields = Fields::parse(&body)?;
@@ -134,7 +135,7 @@ fn prompts(
 
     let prompt_only = params.max_tokens == Some(0);
     let max_tokens = params.max_tokens.unwrap_or(COMPLETION_TOKENS_DEFAULT).max(1);
-    let longest = Longest { prompt: info.max_model_tokens, answer: max_tokens };
+    let longest = Longest { prompt: info.max_model_tokens, answer: max_tokens, truncates: params.options.truncates() };
     let list = prompt_list(prompt, state.limits.sequences_max, longest)?;
     drop(body);
     let (mut prompts, mut texts) = (Vec::with_capacity(list.len()), Vec::new());
@@ -143,7 +144,7 @@ fn prompts(
             Prompt::Text(text) => (state.encode(&text, special, asker)?, Some(text)),
             Prompt::Tokens(ids) => (ids, None),
         };
-        let cut = params.options.truncate(&mut tokens, info.max_model_tokens.saturating_sub(max_tokens));
+        let cut = params.options.truncate(&mut tokens, info.max_model_tokens.saturating_sub(max_tokens))?;
         let text = text.filter(|_| !cut);
         texts.extend(echo.then(|| text.unwrap_or_else(|| state.tokenizer.decode(&tokens, params.skip_special))));
         prompts.push(tokens);
@@ -154,7 +155,7 @@ fn prompts(
         params.options.scored = params.sampling.logprobs.and(logprobs);
     }
     let echo = echo.then_some(Echo { texts, prompt_only });
-    let ask = Ask { endpoint: Endpoint::Completions, prompts, parser: None, max_tokens, echo, journal, meter };
+    let ask = Ask { endpoint: Endpoint::Completions, prompts, parser: None, max_tokens, echo, journal, caller };
     Ok(Ready { ask, params, info })
 }
 
@@ -169,6 +170,8 @@ enum Prompt {
 struct Longest {
     prompt: u32,
     answer: u32,
+    /// Only the last tokens of a longer prompt are kept.
+    truncates: bool,
 }
 
 /// The four shapes of `prompt`: text, token ids, a list of texts, a list of lists of token ids.
@@ -194,8 +197,11 @@ fn prompt_list(value: Json<'_>, count_max: usize, longest: Longest) -> Result<Ve
     }
 }
 
-/// A prompt of token ids; one longer than the model's context is counted, not kept.
+/// A prompt of token ids; of one longer than the model's context, the last ones if that is wanted, else none.
 fn prompt_tokens(value: Json<'_>, longest: Longest) -> Result<Prompt, ApiError> {
+    if longest.truncates {
+        return Ok(Prompt::Tokens(last_token_ids("prompt", value, longest.prompt as usize)?));
+    }
     let (ids, count) = token_ids("prompt", value, longest.prompt as usize)?;
     if count <= ids.len() {
         return Ok(Prompt::Tokens(ids));
@@ -225,7 +231,7 @@ struct Ask {
     /// The prompts' texts, if they are part of the answer.
     echo: Option<Echo>,
     journal: bool,
-    meter: Meter,
+    caller: Caller,
 }
 
 /// A request ready to be submitted.
@@ -310,7 +316,7 @@ fn submit(
     }
     let prompt_tokens = ask.prompts.iter().map(Vec::len).sum();
     metrics::prompt_tokens(prompt_tokens);
-    ask.meter.charge(prompt_tokens as u64);
+    ask.caller.charge(prompt_tokens as u64);
     Ok(pieces(sequences))
 }
 
@@ -321,7 +327,7 @@ fn request_options(params: &Params, ask: &Ask, index: usize, output: &SentTokens
     let scored = params.options.scored.or(params.options.prompt_logprobs);
     RequestOptions {
         priority: params.options.priority,
-        cache_salt: params.options.salt(ask.meter.tenant()).into(),
+        cache_salt: params.options.salt(ask.caller.tenant()).into(),
         prompt_logprobs: scored.filter(|_| once && output.tokens.is_empty()),
     }
 }
@@ -375,6 +381,6 @@ fn answer(state: &ServerState, ask: Ask, params: Params, output: &[SentTokens], 
         return_token_ids: params.return_token_ids,
         logprobs,
         logits: params.return_logits,
-        meter: ask.meter,
+        caller: ask.caller,
     }
 }

@@ -170,12 +170,12 @@ impl Keys {
         }
     }
 
-    /// Admits a request for `scope`; returns the rate limit to charge its tokens to.
+    /// Admits a request for `scope`; returns its tenant, with the rate limit to charge its tokens to.
     ///
     /// # Errors
     /// 401 without a key that is known, 403 for another scope or from another address, 429 over a rate limit.
-    fn admit(&self, scope: Scope, client: &Client<'_>) -> Result<Meter, ApiError> {
-        let free = Meter::passed_on(client.headers);
+    fn admit(&self, scope: Scope, client: &Client<'_>) -> Result<Caller, ApiError> {
+        let free = Caller::passed_on(client.headers);
         if scope == Scope::Inference && client.of_pool {
             return Ok(free);
         }
@@ -201,7 +201,7 @@ impl Keys {
         if scope == Scope::Inference {
             entry.rate.request(Instant::now()).map_err(|over| over.error(&entry.name))?;
         }
-        Ok(Meter { rate: Some(Arc::clone(&entry.rate)), tenant: entry.name.as_str().into() })
+        Ok(Caller { rate: Some(Arc::clone(&entry.rate)), tenant: entry.name.as_str().into() })
     }
 }
 
@@ -248,12 +248,12 @@ fn is_this_machine(host: &str) -> bool {
 
 /// The tenant of a request, by its key, and the rate limit that its tokens are charged to; none for keys without a limit.
 #[derive(Clone, Debug, Default)]
-pub struct Meter {
+pub struct Caller {
     rate: Option<Arc<RateLimit>>,
     tenant: Arc<str>,
 }
 
-impl Meter {
+impl Caller {
     /// The name of the request's key; empty where no key is needed.
     #[must_use]
     pub fn tenant(&self) -> &str {
@@ -294,7 +294,7 @@ impl Meter {
     }
 }
 
-impl<S: Sync> FromRequestParts<S> for Meter {
+impl<S: Sync> FromRequestParts<S> for Caller {
     type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
@@ -317,7 +317,7 @@ async fn check(State(keys): State<Arc<Keys>>, mut request: Request, next: Next) 
             of_pool: extensions.get::<PoolPeer>().is_some(),
         };
         match keys.admit(scope, &client) {
-            Ok(meter) => drop(request.extensions_mut().insert(meter)),
+            Ok(caller) => drop(request.extensions_mut().insert(caller)),
             Err(error) => return error.into_response(),
         }
     }

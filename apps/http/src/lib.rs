@@ -43,7 +43,7 @@ pub use bodies::{Bodies, Holder, Share};
 pub use client_addr::ClientAddr;
 pub use engine::{CancelGuard, Engine, EngineInfo, Generation};
 pub use error::ApiError;
-pub use keys::{Keys, Meter};
+pub use keys::{Caller, Keys};
 pub use limits::Limits;
 pub use params::GenerationDefaults;
 pub use serve::{Port, serve};

@@ -36,10 +36,13 @@ pub(crate) fn take(fields: &mut Fields<'_>) -> Result<Vec<ChatMessage>, ApiError
     if count > MESSAGES_MAX {
         return Err(too_many("messages", count, MESSAGES_MAX));
     }
-    list.items().enumerate().map(|(index, item)| message(&format!("messages[{index}]"), item)).collect()
+    // Of the arguments of all calls together: as a tree they take several times their bytes.
+    let mut bytes_left = TEMPLATE_FIELD_BYTES_MAX;
+    let one = |(index, item)| message(&format!("messages[{index}]"), item, &mut bytes_left);
+    list.items().enumerate().map(one).collect()
 }
 
-fn message(path: &str, item: Json<'_>) -> Result<ChatMessage, ApiError> {
+fn message(path: &str, item: Json<'_>, bytes_left: &mut usize) -> Result<ChatMessage, ApiError> {
     let mut fields = Fields::nested(path, item)?;
     let role = required(&mut fields, "role")?;
     let role = match text(&fields.name("role"), role)? {
@@ -56,7 +59,7 @@ fn message(path: &str, item: Json<'_>) -> Result<ChatMessage, ApiError> {
     let mut message = ChatMessage { role, ..ChatMessage::default() };
     if message.role == "assistant" {
         if let Some(calls) = fields.take("tool_calls") {
-            message.tool_calls = tool_calls(&fields.name("tool_calls"), calls)?;
+            message.tool_calls = tool_calls(&fields.name("tool_calls"), calls, bytes_left)?;
         }
         // vLLM calls it `reasoning` as well.
         let reasoning = fields.string("reasoning")?;
@@ -77,7 +80,7 @@ fn message(path: &str, item: Json<'_>) -> Result<ChatMessage, ApiError> {
     Ok(message)
 }
 
-fn tool_calls(name: &str, list: Json<'_>) -> Result<Vec<ToolCall>, ApiError> {
+fn tool_calls(name: &str, list: Json<'_>, bytes_left: &mut usize) -> Result<Vec<ToolCall>, ApiError> {
     if list.kind() != Kind::List {
         return Err(wrong_type(name, "a list of tool calls", list));
     }
@@ -85,10 +88,11 @@ fn tool_calls(name: &str, list: Json<'_>) -> Result<Vec<ToolCall>, ApiError> {
     if count > MESSAGE_CALLS_MAX {
         return Err(too_many(name, count, MESSAGE_CALLS_MAX));
     }
-    list.items().enumerate().map(|(index, item)| tool_call(&format!("{name}[{index}]"), item)).collect()
+    let one = |(index, item)| tool_call(&format!("{name}[{index}]"), item, bytes_left);
+    list.items().enumerate().map(one).collect()
 }
 
-fn tool_call(path: &str, item: Json<'_>) -> Result<ToolCall, ApiError> {
+fn tool_call(path: &str, item: Json<'_>, bytes_left: &mut usize) -> Result<ToolCall, ApiError> {
     let mut fields = Fields::nested(path, item)?;
     function_type(&mut fields)?;
     let id = required(&mut fields, "id")?;
@@ -103,18 +107,15 @@ fn tool_call(path: &str, item: Json<'_>) -> Result<ToolCall, ApiError> {
     let path = function.name("arguments");
     let arguments = text(&path, arguments)?;
     function.finish()?;
-    Ok(ToolCall { id, name, arguments: arguments_of(&path, &arguments)? })
+    Ok(ToolCall { id, name, arguments: arguments_of(&path, &arguments, bytes_left)? })
 }
 
 /// The arguments of a call: a JSON object in a string, or an empty string.
-fn arguments_of(path: &str, arguments: &str) -> Result<Value, ApiError> {
+fn arguments_of(path: &str, arguments: &str, bytes_left: &mut usize) -> Result<Value, ApiError> {
     let wrong = |problem: String| ApiError::field(path, "invalid_value", format!("the field `{path}` {problem}"));
-    if arguments.len() > TEMPLATE_FIELD_BYTES_MAX {
-        return Err(wrong(format!(
-            "has {} bytes, but at most {TEMPLATE_FIELD_BYTES_MAX} are allowed",
-            arguments.len()
-        )));
-    }
+    *bytes_left = bytes_left.checked_sub(arguments.len()).ok_or_else(|| {
+        wrong(format!("is too long: the arguments of all calls have at most {TEMPLATE_FIELD_BYTES_MAX} bytes"))
+    })?;
     if arguments.trim().is_empty() {
         return Ok(Value::Object(Map::new()));
     }

@@ -30,7 +30,7 @@ pub(crate) struct Options {
     cache_salt: String,
     /// Alternatives to report per token of the prompt.
     pub(crate) prompt_logprobs: Option<u32>,
-    /// As many alternatives of the prompt as the answer needs beside: `logprobs` of an echoed prompt.
+    /// Alternatives to compute per token of an echoed prompt, for its `logprobs`.
     pub(crate) scored: Option<u32>,
 }
 
@@ -58,13 +58,22 @@ impl Options {
         })
     }
 
-    /// Cuts a prompt to its last tokens; `room`: as many as the model takes. Whether any went.
-    pub(crate) fn truncate(&self, prompt: &mut Vec<u32>, room: u32) -> bool {
-        let Some(kept) = self.truncate else { return false };
+    /// Whether only the last tokens of prompts are used.
+    pub(crate) fn truncates(&self) -> bool {
+        self.truncate.is_some()
+    }
+
+    /// Cuts a prompt to its last tokens; `room`: as many as the model takes beside the answer. Returns whether tokens were removed.
+    pub(crate) fn truncate(&self, prompt: &mut Vec<u32>, room: u32) -> Result<bool, ApiError> {
+        let Some(kept) = self.truncate else { return Ok(false) };
         let kept = if kept < 0 { room as usize } else { usize::try_from(kept).unwrap_or(usize::MAX) };
-        let gone = prompt.len().saturating_sub(kept);
-        prompt.drain(..gone);
-        gone > 0
+        if kept == 0 {
+            let message = "the field `max_tokens` leaves no room for a prompt\nhint: lower it";
+            return Err(ApiError::field("max_tokens", "context_length_exceeded", message));
+        }
+        let removed = prompt.len().saturating_sub(kept);
+        prompt.drain(..removed);
+        Ok(removed > 0)
     }
 
     /// The salt of the prefix cache: no other tenant (by its key) has it, whatever `cache_salt` it sends.

@@ -11,7 +11,7 @@ use crate::{
 use lagoon_text::{StopError, StopStrings, stop::STOPS_MAX};
 use lagoon_types::{SamplingParams, limits::LOGIT_BIAS_MAX};
 use rand::Rng;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 /// Defaults of a model, from its generation_config.json.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -285,14 +285,29 @@ pub(crate) fn token_ids(name: &str, value: Json<'_>, kept_max: usize) -> Result<
     }
     let (mut ids, mut count) = (Vec::new(), 0);
     for item in value.items() {
-        let wrong = |_| wrong_type(name, "a list of token ids (whole numbers from 0)", item);
-        let id = item.read::<u32>().map_err(wrong)?;
+        let id = token_id(name, item)?;
         count += 1;
         if count <= kept_max {
             ids.push(id);
         }
     }
     Ok((ids, count))
+}
+
+fn token_id(name: &str, item: Json<'_>) -> Result<u32, ApiError> {
+    item.read::<u32>().map_err(|_| wrong_type(name, "a list of token ids (whole numbers from 0)", item))
+}
+
+/// The last `kept_max` of a list of token ids.
+pub(crate) fn last_token_ids(name: &str, value: Json<'_>, kept_max: usize) -> Result<Vec<u32>, ApiError> {
+    let mut ids = VecDeque::new();
+    for item in value.items() {
+        if ids.len() == kept_max {
+            ids.pop_front();
+        }
+        ids.push_back(token_id(name, item)?);
+    }
+    Ok(ids.into())
 }
 
 /// Refuses ids outside the vocabulary.

@@ -10,7 +10,7 @@ use crate::{
 };
 use lagoon_text::{
     ChatTemplate, Rendering, Tokenizer,
-    parse::{AnswerParser, Formats, Tool},
+    parse::{AnswerParser, Formats, Tool, is_function_name},
 };
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ const RESERVED: &[&str] = &["messages", "tools", "documents", "add_generation_pr
 const EFFORT: &str = "reasoning_effort";
 const VARIABLES: &str = "chat_template_kwargs";
 
-/// What a chat asks of its template and of the parser of its answer.
+/// The fields of a chat for its template and for the parser of its answer.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ToolFields {
     /// Tools that may be called: none with `tool_choice` none.
@@ -73,6 +73,10 @@ impl ToolFields {
 
     /// Refuses by name what the template would ignore.
     fn check(&self, template: &ChatTemplate) -> Result<(), ApiError> {
+        let special = self.variables.iter().map(|(name, _)| name).find(|name| template.has_special(name));
+        if let Some(name) = special {
+            return Err(reserved(name));
+        }
         let name = self.variables.iter().map(|(name, _)| name.as_str()).find(|name| !template.mentions(name));
         if let Some(name) = name {
             let field = if name == EFFORT { EFFORT } else { VARIABLES };
@@ -154,12 +158,11 @@ fn tool(path: &str, item: Json<'_>) -> Result<Tool, ApiError> {
     Ok(Tool { name, parameters, definition })
 }
 
-/// A function's name: letters, digits, `_`, `-` and `.`, at most 64 of them (more than OpenAI's, which has no dot).
+/// Takes a function's name.
 pub(crate) fn function_name_of(function: &mut Fields<'_>) -> Result<String, ApiError> {
     let path = function.name("name");
     let name = text(&path, required(function, "name")?)?;
-    let letter = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
-    if name.is_empty() || name.len() > 64 || !name.chars().all(letter) {
+    if !is_function_name(&name) {
         let message = format!("the field `{path}` must have 1 to 64 letters, digits, `_`, `-` or `.`");
         return Err(ApiError::field(path, "invalid_value", message));
     }
@@ -222,12 +225,17 @@ fn take_variables(value: Json<'_>, variables: &mut Vec<(String, Value)>) -> Resu
     check_size(VARIABLES, value)?;
     let Value::Object(map) = tree(VARIABLES, value)? else { return Err(wrong_type(VARIABLES, "an object", value)) };
     if let Some(name) = map.keys().find(|name| RESERVED.contains(&name.as_str())) {
-        let field = format!("{VARIABLES}.{name}");
-        let message = format!("the field `{field}` is not supported: the server sets this variable");
-        return Err(ApiError::field(field, "unsupported_parameter", message));
+        return Err(reserved(name));
     }
     variables.extend(map);
     Ok(())
+}
+
+/// The refusal of a variable that the server sets.
+fn reserved(name: &str) -> ApiError {
+    let field = format!("{VARIABLES}.{name}");
+    let message = format!("the field `{field}` is not supported: the server sets this variable");
+    ApiError::field(field, "unsupported_parameter", message)
 }
 
 fn check_size(name: &str, value: Json<'_>) -> Result<(), ApiError> {

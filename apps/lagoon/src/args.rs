@@ -190,11 +190,12 @@ pub(crate) struct EngineArgs {
     /// another client sent the same prefix before.
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     pub(crate) prefix_cache: bool,
-    /// How the model writes tool calls: hermes, llama3_json, mistral_json, qwen3_coder, openai, deepseek, glm45 or none [default:
-    /// as its chat template shows].
-    #[arg(long, value_name = "NAME", value_parser = parsers::tool_parser)]
+    /// How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, openai, deepseek_v3, deepseek_v31, glm45 or
+    /// none [default: as its chat template shows].
+    #[arg(long, alias = "tool-call-parser", value_name = "NAME", value_parser = parsers::tool_parser)]
     pub(crate) tool_parser: Option<ToolParser>,
-    /// How the model writes its reasoning: deepseek_r1, glm45, openai_gptoss or none [default: as its chat template shows].
+    /// How the model writes its reasoning: deepseek_r1, qwen3, glm45, openai_gptoss or none [default: as its chat template
+    /// shows].
     #[arg(long, value_name = "NAME", value_parser = parsers::reasoning_parser)]
     pub(crate) reasoning_parser: Option<ReasoningParser>,
     /// At temperature 0, an answer is the same, bit by bit, whatever else runs on the instance, as long as it borrows no memory.

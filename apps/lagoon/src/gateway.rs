@@ -24,7 +24,7 @@ use axum::{
 };
 use lagoon_http::client::Response as Answer;
 use lagoon_http::tls::ClientTls;
-use lagoon_http::{ApiError, Bodies, Meter, journal, server};
+use lagoon_http::{ApiError, Bodies, Caller, journal, server};
 use lagoon_transport::NodeRole;
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::json;
@@ -94,9 +94,9 @@ async fn show_metrics(State(gateway): State<Arc<Gateway>>) -> impl IntoResponse 
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], gateway.shown()())
 }
 
-async fn proxy(State(gateway): State<Arc<Gateway>>, meter: Meter, request: Request) -> Result<Response, ApiError> {
+async fn proxy(State(gateway): State<Arc<Gateway>>, caller: Caller, request: Request) -> Result<Response, ApiError> {
     let request = Repeatable::read(&gateway.bodies, request).await?;
-    let mut attempts = Attempts::new(Arc::clone(&gateway.upstreams), gateway.limits, request, meter);
+    let mut attempts = Attempts::new(Arc::clone(&gateway.upstreams), gateway.limits, request, caller);
     let (backend, response) = attempts.respond(None).await?;
     Ok(forward(attempts, backend, response))
 }

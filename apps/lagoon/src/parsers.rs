@@ -32,10 +32,46 @@ fn format_named<F: Copy>(name: &str, formats: &[(&str, F)]) -> Result<Option<F>,
 }
 
 /// The formats of the answers: as the flags say, else as the template shows.
-pub(crate) fn formats(args: &EngineArgs, template: Option<&ChatTemplate>) -> Formats {
+///
+/// # Errors
+/// For gpt-oss's format of one and another model's of the other: its messages are parsed as a whole.
+pub(crate) fn formats(args: &EngineArgs, template: Option<&ChatTemplate>) -> anyhow::Result<Formats> {
     let shown = template.map(ChatTemplate::formats).unwrap_or_default();
-    Formats {
-        tools: args.tool_parser.map_or(shown.tools, |ToolParser(format)| format),
-        reasoning: args.reasoning_parser.map_or(shown.reasoning, |ReasoningParser(format)| format),
+    let tools = args.tool_parser.map_or(shown.tools, |ToolParser(format)| format);
+    let reasoning = args.reasoning_parser.map_or(shown.reasoning, |ReasoningParser(format)| format);
+    let is_mixed = |tools: ToolFormat, reasoning: ReasoningFormat| {
+        (tools == ToolFormat::Harmony) != (reasoning == ReasoningFormat::Harmony)
+    };
+    anyhow::ensure!(
+        !tools.zip(reasoning).is_some_and(|(tools, reasoning)| is_mixed(tools, reasoning)),
+        "a parser of gpt-oss does not go with one of another model\n\
+         hint: --tool-parser=openai with --reasoning-parser=openai_gptoss, or none for one of them"
+    );
+    Ok(Formats { tools, reasoning })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Flags {
+        #[command(flatten)]
+        engine: EngineArgs,
+    }
+
+    fn of(flags: &[&str]) -> anyhow::Result<Formats> {
+        formats(&Flags::parse_from(["lagoon"].iter().chain(flags)).engine, None)
+    }
+
+    #[test]
+    fn flags_name_the_parsers_and_those_of_gpt_oss_stand_alone() {
+        let both = of(&["--tool-call-parser=hermes", "--reasoning-parser=qwen3"]).unwrap();
+        assert_eq!(both, Formats { tools: Some(ToolFormat::Hermes), reasoning: Some(ReasoningFormat::Think) });
+        assert!(of(&["--tool-parser=openai", "--reasoning-parser=openai_gptoss"]).is_ok());
+        assert!(of(&["--tool-parser=openai", "--reasoning-parser=none"]).is_ok());
+        assert!(of(&["--tool-parser=openai", "--reasoning-parser=qwen3"]).unwrap_err().to_string().contains("hint: "));
+        assert!(tool_parser("qwen").unwrap_err().contains("hermes"));
     }
 }

@@ -19,7 +19,7 @@ use lagoon_http::client::{Response, SendError};
 use lagoon_http::error::{ERROR_HEADER, RATE_LIMIT_EXCEEDED};
 use lagoon_http::journal::{self, Journal, Read, Resume};
 use lagoon_http::keys::TENANT_HEADER;
-use lagoon_http::{ApiError, Bodies, Holder, Limits, Meter, Share};
+use lagoon_http::{ApiError, Bodies, Caller, Holder, Limits, Share};
 use rand::Rng as _;
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -86,7 +86,7 @@ impl Repeatable {
         let pure = body.is_empty() || generates;
         let mut headers = end_to_end(&head.headers);
         headers.remove(TENANT_HEADER);
-        let tenant = head.extensions.get::<Meter>().and_then(Meter::header);
+        let tenant = head.extensions.get::<Caller>().and_then(Caller::header);
         tenant.into_iter().for_each(|tenant| _ = headers.insert(TENANT_HEADER, tenant));
         if generates {
             headers.insert(journal::HEADER, HeaderValue::from_static("1"));
@@ -114,7 +114,7 @@ pub(crate) struct Attempts {
     limits: ReplayLimits,
     request: Repeatable,
     /// The rate limit to charge its tokens to.
-    meter: Meter,
+    caller: Caller,
     /// Tokens that were charged so far, but for those of events.
     charged: u64,
     /// Instances that were lost under it, and when the last one was.
@@ -130,13 +130,13 @@ pub(crate) struct Attempts {
 
 impl Attempts {
     /// Charges an estimate of the prompt: a client that leaves before the answer begins has had it computed.
-    pub(crate) fn new(upstreams: Arc<Upstreams>, limits: ReplayLimits, request: Repeatable, meter: Meter) -> Self {
+    pub(crate) fn new(upstreams: Arc<Upstreams>, limits: ReplayLimits, request: Repeatable, caller: Caller) -> Self {
         upstreams.retries().deposit();
         let generates = request.headers.contains_key(journal::HEADER);
         let charged = if generates { request.tokens() } else { 0 };
-        meter.charge(charged);
+        caller.charge(charged);
         let (lost, lost_at, barred) = (Vec::new(), Instant::now(), Vec::new());
-        Self { upstreams, limits, request, meter, charged, lost, lost_at, fruitless: 0, barred, streaming: false }
+        Self { upstreams, limits, request, caller, charged, lost, lost_at, fruitless: 0, barred, streaming: false }
     }
 
     /// Counts a response, and corrects the charge by its headers; a stream's events correct it further.
@@ -152,8 +152,8 @@ impl Attempts {
     }
 
     fn correct_charge(&mut self, tokens: u64) {
-        self.meter.charge(tokens.saturating_sub(self.charged));
-        self.meter.give_back(self.charged.saturating_sub(tokens));
+        self.caller.charge(tokens.saturating_sub(self.charged));
+        self.caller.give_back(self.charged.saturating_sub(tokens));
         self.charged = tokens;
     }
 
@@ -343,7 +343,7 @@ impl Events {
                     self.attempts.fruitless = 0;
                     // Without a journal, an event counts as a token.
                     let tokens = if self.journal.is_whole() { self.journal.tokens() - before } else { 1 };
-                    self.attempts.meter.charge(tokens as u64);
+                    self.attempts.caller.charge(tokens as u64);
                     return Some((event.into(), Some(self)));
                 }
                 Some(Read::Error { event, again }) if !again || !self.journal.is_whole() => {

@@ -363,7 +363,7 @@ async fn lost_with(upstreams: &Arc<Upstreams>, losses: usize) -> Attempts {
     let body = json!({"prompt": "a", "max_tokens": 40, "stream": true}).to_string();
     let request = http::Request::post("/v1/completions").header("content-type", "application/json").body(body.into());
     let request = Repeatable::read(&Bodies::default(), request.unwrap()).await.unwrap();
-    let mut attempts = Attempts::new(Arc::clone(upstreams), limits(), request, Meter::default());
+    let mut attempts = Attempts::new(Arc::clone(upstreams), limits(), request, Caller::default());
     for n in 0..losses {
         attempts.lose(&backend(&format!("lost{n}"), &dead(), 0), "it was killed").unwrap();
     }
@@ -442,10 +442,10 @@ async fn an_instance_has_its_tenant_from_the_gateway_alone() {
         let mut request =
             http::Request::post("/v1/completions").header(TENANT_HEADER, "mallory").body(body.into()).unwrap();
         if let Some(key) = key {
-            request.extensions_mut().insert(Meter::of_tenant(key));
+            request.extensions_mut().insert(Caller::of_tenant(key));
         }
         let request = Repeatable::read(&Bodies::default(), request).await.unwrap();
-        let mut attempts = Attempts::new(Arc::clone(&backends), limits(), request, Meter::default());
+        let mut attempts = Attempts::new(Arc::clone(&backends), limits(), request, Caller::default());
         assert_eq!(attempts.respond(None).await.unwrap().1.status(), StatusCode::OK);
         assert_eq!(*engine.requests().pop().unwrap().options.cache_salt, *tenant);
     }

@@ -570,7 +570,7 @@ fn router(
     let state = ServerState {
         engine,
         tokenizer: Arc::new(tokenizer),
-        formats: parsers::formats(&args.engine, template.as_ref()),
+        formats: parsers::formats(&args.engine, template.as_ref())?,
         template: template.map(Arc::new),
         defaults: defaults(dir, &model.config)?,
         limits: Limits::default(),

@@ -86,7 +86,7 @@ impl ToolCall {
 pub struct Rendering {
     /// End where the assistant's answer begins.
     pub add_generation_prompt: bool,
-    /// Tools as the request has them; none are none for the template, too.
+    /// Definitions of the tools; the template's `tools` is none if there are none.
     pub tools: Vec<serde_json::Value>,
     /// Further variables of the template.
     pub variables: Vec<(String, serde_json::Value)>,
@@ -212,16 +212,22 @@ impl ChatTemplate {
             .any(|(at, _)| !self.source[..at].ends_with(part) && !self.source[at + name.len()..].starts_with(part))
     }
 
+    /// Whether `name` is that of a special token, which the tokenizer's configuration sets.
+    #[must_use]
+    pub fn has_special(&self, name: &str) -> bool {
+        self.special.iter().any(|(special, _)| *special == name)
+    }
+
     /// How the template writes tool calls and reasoning, as far as its text shows.
     #[must_use]
     pub fn formats(&self) -> Formats {
         Formats { tools: ToolFormat::of_template(&self.source), reasoning: ReasoningFormat::of_template(&self.source) }
     }
 
-    /// [`ChatTemplate::render`] with tools and further variables. The template's own variables win over those of the same name.
+    /// [`ChatTemplate::render`] with tools and further variables. The server's variables win over those of the same name.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`ChatTemplate::render`].
     pub fn render_with(
         &self,
         messages: &[ChatMessage],

@@ -1,6 +1,7 @@
 //! Stop strings in a stream of text.
 //!
-//! The text ends before the stop string that is completed first (before the longest, if several are completed at once).
+//! The text ends before the stop string that is completed first (before the longest, if several are completed at once), or
+//! behind it where it is to be included.
 //! This depends on the text alone, not on how it is split into pieces. Text is released as soon as it cannot be the
 //! beginning of a stop string.
 

@@ -145,8 +145,8 @@ pub struct PromptLogprob {
 /// Event of one request, in order: at most one `Prompt`, tokens, then exactly one `Finished` or `Failed`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenEvent {
-    /// Comes if there is something to say: tokens of the prompt whose KV was cached, and the log-probabilities of all of its
-    /// tokens but the first, if they were requested.
+    /// Tokens of the prompt whose KV was cached, and the log-probabilities of all of its tokens but the first, if they were
+    /// requested; absent without both.
     Prompt {
         cached_tokens: u32,
         logprobs: Vec<PromptLogprob>,

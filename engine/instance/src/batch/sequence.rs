@@ -236,7 +236,7 @@ impl Sequence {
         chunk.start.max(next).min(end)..end
     }
 
-    /// The event about its prompt, once, if there is something to say.
+    /// The event about its prompt, once; `None` without cached tokens and log-probabilities.
     pub(crate) fn report_prompt(&mut self) -> Option<TokenEvent> {
         let PromptReport { cached, logprobs } = self.prompt.take()?;
         let cached_tokens = cached.min(self.prompt_len);

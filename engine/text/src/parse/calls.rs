@@ -1,7 +1,7 @@
 //! Finds tool calls in content: all formats but gpt-oss's.
 
 use super::{
-    CALL_BYTES_MAX, CALLS_MAX, Call, Parts, Tool, ToolFormat, deepseek, find, glm, held, hermes, llama, mistral,
+    CALL_BYTES_MAX, Call, Parts, Tool, ToolFormat, deepseek, find, glm, held, hermes, is_function_name, llama, mistral,
     qwen_coder,
 };
 use std::sync::Arc;
@@ -17,17 +17,20 @@ pub(super) struct CallParser {
     open: Option<Scan>,
     /// White space since the start or the last call, which is content only before other content; `None` once there is some.
     gap: Option<String>,
-    calls: usize,
+    called: bool,
 }
 
 impl CallParser {
     pub(super) fn new(format: ToolFormat, tools: Arc<[Tool]>) -> Self {
-        Self { format, tools, text: String::new(), open: None, gap: Some(String::new()), calls: 0 }
+        Self { format, tools, text: String::new(), open: None, gap: Some(String::new()), called: false }
     }
 
-    pub(super) fn push(&mut self, text: &str, out: &mut Parts) {
+    /// Adds text; stops behind the last of `calls_left` calls.
+    pub(super) fn push(&mut self, text: &str, calls_left: usize, out: &mut Parts) {
         self.text.push_str(text);
-        while if self.open.is_some() { self.end_of_call(out) } else { self.start_of_call(out) } {}
+        while out.calls.len() < calls_left
+            && if self.open.is_some() { self.close_call(out) } else { self.open_call(out) }
+        {}
     }
 
     pub(super) fn finish(&mut self, out: &mut Parts) {
@@ -37,17 +40,17 @@ impl CallParser {
         } else {
             self.content(&rest, out);
         }
-        if self.calls == 0
+        if !self.called
             && let Some(gap) = self.gap.take()
         {
             out.content.push_str(&gap);
         }
     }
 
-    /// Looks for the start of a call. Returns whether it was found.
-    fn start_of_call(&mut self, out: &mut Parts) -> bool {
+    /// Reads up to the start of a call. Returns whether there is one.
+    fn open_call(&mut self, out: &mut Parts) -> bool {
         if self.format == ToolFormat::Llama3 && self.gap.is_some() {
-            let separator = |c: char| c.is_whitespace() || (c == ';' && self.calls > 0);
+            let separator = |c: char| c.is_whitespace() || (c == ';' && self.called);
             let white = self.text.len() - self.text.trim_start_matches(separator).len();
             let white: String = self.text.drain(..white).collect();
             self.gap.get_or_insert_default().push_str(&white);
@@ -65,8 +68,8 @@ impl CallParser {
         self.open.is_some()
     }
 
-    /// Looks for the end of the open call. Returns whether it was found.
-    fn end_of_call(&mut self, out: &mut Parts) -> bool {
+    /// Reads up to the end of the open call. Returns whether it is there.
+    fn close_call(&mut self, out: &mut Parts) -> bool {
         let Some(scan) = &mut self.open else { return false };
         let end = match self.format.end() {
             Some(mark) => scan.mark(&self.text, mark),
@@ -94,10 +97,10 @@ impl CallParser {
         match self
             .format
             .parse(&block, &self.tools)
-            .filter(|calls| !calls.is_empty() && self.calls + calls.len() <= CALLS_MAX)
+            .filter(|calls| !calls.is_empty() && calls.iter().all(|call| is_function_name(&call.name)))
         {
             Some(calls) => {
-                self.calls += calls.len();
+                self.called = true;
                 self.gap = Some(String::new());
                 out.calls.extend(calls);
             }

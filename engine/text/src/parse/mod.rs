@@ -2,7 +2,7 @@
 //!
 //! A parser is given the text of an answer piece by piece and gives the same [`Parts`] however the text is split. It holds
 //! back at most [`CALL_BYTES_MAX`] bytes: a call is given when it is complete. Text that is no call is content, and so is a
-//! broken call; only white space around calls and reasoning is dropped.
+//! broken call; only marks, headers of messages and white space around calls and reasoning are dropped.
 
 mod calls;
 mod deepseek;
@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 /// Longest tool call, in bytes; a longer one is content.
 pub const CALL_BYTES_MAX: usize = 256 << 10;
-/// Most tool calls of one answer; further ones are content.
+/// Most tool calls of one answer, which ends with the last of them.
 pub const CALLS_MAX: usize = 128;
 
 /// One function that a model may call.
@@ -34,7 +34,7 @@ pub struct Tool {
     pub name: String,
     /// JSON schema of the arguments; `null` if there is none.
     pub parameters: Value,
-    /// The whole tool as the request has it, for the template.
+    /// The tool for the template: type, name, description and parameters.
     pub definition: Value,
 }
 
@@ -68,6 +68,14 @@ impl Parts {
     }
 }
 
+/// Whether a function may have this name: 1 to 64 ASCII letters, digits, `_`, `-` and `.` (more than OpenAI's, which has no dot). A
+/// call of another name is content.
+#[must_use]
+pub fn is_function_name(name: &str) -> bool {
+    let letter = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+    !name.is_empty() && name.len() <= 64 && name.chars().all(letter)
+}
+
 /// How a model writes tool calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToolFormat {
@@ -87,14 +95,15 @@ pub enum ToolFormat {
     Glm,
 }
 
-/// The formats by the names of `--tool-parser`.
+/// The formats by vLLM's names, of `--tool-parser`.
 pub const TOOL_FORMATS: &[(&str, ToolFormat)] = &[
     ("hermes", ToolFormat::Hermes),
     ("llama3_json", ToolFormat::Llama3),
-    ("mistral_json", ToolFormat::Mistral),
+    ("mistral", ToolFormat::Mistral),
     ("qwen3_coder", ToolFormat::QwenCoder),
     ("openai", ToolFormat::Harmony),
-    ("deepseek", ToolFormat::DeepSeek),
+    ("deepseek_v3", ToolFormat::DeepSeek),
+    ("deepseek_v31", ToolFormat::DeepSeek),
     ("glm45", ToolFormat::Glm),
 ];
 
@@ -141,9 +150,10 @@ pub enum ReasoningFormat {
     Harmony,
 }
 
-/// The formats by the names of `--reasoning-parser`.
+/// The formats by vLLM's names, of `--reasoning-parser`.
 pub const REASONING_FORMATS: &[(&str, ReasoningFormat)] = &[
     ("deepseek_r1", ReasoningFormat::Think),
+    ("qwen3", ReasoningFormat::Think),
     ("glm45", ReasoningFormat::Think),
     ("openai_gptoss", ReasoningFormat::Harmony),
 ];
@@ -199,7 +209,8 @@ enum Stage {
 
 impl AnswerParser {
     /// A parser of the answer to `prompt`, the rendered text, of which only the end matters. At most `calls_max` calls are
-    /// given; then the answer is over (see [`AnswerParser::is_over`]).
+    /// given; then the answer is over (see [`AnswerParser::is_over`]), and what follows is dropped. Either both formats are
+    /// [`ToolFormat::Harmony`] and [`ReasoningFormat::Harmony`], or none is, or one is not looked for.
     #[must_use]
     pub fn new(formats: Formats, tools: &Arc<[Tool]>, prompt: &str, calls_max: usize) -> Self {
         let harmony = formats.tools == Some(ToolFormat::Harmony) || formats.reasoning == Some(ReasoningFormat::Harmony);
@@ -216,9 +227,10 @@ impl AnswerParser {
 
     /// Adds text; returns the parts that are certain now.
     pub fn push(&mut self, text: &str) -> Parts {
-        let mut out = Parts::default();
+        let (mut out, calls_left) = (Parts::default(), self.calls_max - self.calls);
         match &mut self.stage {
-            Stage::Harmony(harmony) => harmony.push(text, &mut out),
+            _ if calls_left == 0 => {}
+            Stage::Harmony(harmony) => harmony.push(text, calls_left, &mut out),
             Stage::Plain { reasoning, calls } => {
                 let mut rest = String::new();
                 match reasoning {
@@ -226,7 +238,7 @@ impl AnswerParser {
                     None => rest.push_str(text),
                 }
                 match calls {
-                    Some(calls) => calls.push(&rest, &mut out),
+                    Some(calls) => calls.push(&rest, calls_left, &mut out),
                     None => out.content.push_str(&rest),
                 }
             }
@@ -236,8 +248,9 @@ impl AnswerParser {
 
     /// The parts held back. Call it once, after the last text.
     pub fn finish(&mut self) -> Parts {
-        let mut out = Parts::default();
+        let (mut out, calls_left) = (Parts::default(), self.calls_max - self.calls);
         match &mut self.stage {
+            _ if calls_left == 0 => {}
             Stage::Harmony(harmony) => harmony.finish(&mut out),
             Stage::Plain { reasoning, calls } => {
                 let mut rest = String::new();
@@ -246,8 +259,10 @@ impl AnswerParser {
                 }
                 match calls {
                     Some(calls) => {
-                        calls.push(&rest, &mut out);
-                        calls.finish(&mut out);
+                        calls.push(&rest, calls_left, &mut out);
+                        if out.calls.len() < calls_left {
+                            calls.finish(&mut out);
+                        }
                     }
                     None => out.content.push_str(&rest),
                 }

@@ -146,6 +146,35 @@ fn a_call_over_the_limit_is_content() {
     assert_eq!(parts.content, text);
 }
 
+/// Headers that never end are content, and every push ends.
+#[test]
+fn a_header_over_the_limit_is_content() {
+    for start in ["<|start|>", " <|start|>assistant", "<|channel|>", "to=functions.weather "] {
+        let text = format!("{start}{}<|end|>x", "é".repeat(1100));
+        let content = all_ways(with(ToolFormat::Harmony), "", &text).content;
+        assert_eq!(content, text.replace("<|end|>", ""), "{start}");
+    }
+}
+
+#[test]
+fn a_call_of_a_name_that_no_function_has_is_content() {
+    let long = "a".repeat(65);
+    for name in ["", "two words", &long, "é"] {
+        let text = format!("<tool_call>{{\"name\": \"{name}\", \"arguments\": {{}}}}</tool_call>");
+        assert_eq!(all_ways(with(ToolFormat::Hermes), "", &text).content, text);
+    }
+}
+
+#[test]
+fn messages_of_a_kind_are_parted_and_a_header_at_the_end_is_dropped() {
+    let harmony = Formats { tools: Some(ToolFormat::Harmony), reasoning: Some(ReasoningFormat::Harmony) };
+    let text = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>\
+        <|start|>assistant<|channel|>commentary<|message|>c<|end|><|start|>assistant<|channel|>final<|message|>d<|end|>\
+        <|start|>assistant<|chan";
+    let parts = all_ways(harmony, "", text);
+    assert_eq!((parts.reasoning.as_str(), parts.content.as_str()), ("a\nb", "c\nd"));
+}
+
 #[test]
 fn reasoning_is_split_from_the_answer() {
     let think = Formats { tools: Some(ToolFormat::Hermes), reasoning: Some(ReasoningFormat::Think) };
@@ -174,10 +203,15 @@ fn reasoning_is_split_from_the_answer() {
 
 #[test]
 fn an_answer_is_over_after_the_most_calls() {
-    let text = "<tool_call>{\"name\": \"time\"}</tool_call><tool_call>{\"name\": \"weather\"}</tool_call>";
-    let mut parser = AnswerParser::new(with(ToolFormat::Hermes), &tools(), "", 1);
-    assert_eq!(parser.push(text).calls, calls(&[("time", "{}")]));
-    assert!(parser.is_over() && parser.calls() == 1);
+    let text = "ok<tool_call>{\"name\": \"time\"}</tool_call> tail <tool_call>{\"name\": \"weather\"}</tool_call>";
+    for at in 0..text.len() {
+        let mut parser = AnswerParser::new(with(ToolFormat::Hermes), &tools(), "", 1);
+        let mut parts = parser.push(&text[..at]);
+        parts.append(parser.push(&text[at..]));
+        assert!(parser.is_over() && parser.calls() == 1);
+        parts.append(parser.finish());
+        assert_eq!((parts.calls, parts.content.as_str()), (calls(&[("time", "{}")]), "ok"));
+    }
 }
 
 const FORMATS: [ToolFormat; 7] = [
