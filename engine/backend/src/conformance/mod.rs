@@ -56,7 +56,8 @@ pub mod cases {
         other_gates_match, rms_norm_matches, rows_add_and_scale, rows_are_capped, silu_mul_matches,
     };
     pub use super::rope::{
-        rope_append_in_chunks_stores_the_same_bytes, rope_append_rotates_and_stores, rope_append_then_attention,
+        rope_append_in_chunks_stores_the_same_bytes, rope_append_of_extremes_in_8_bits, rope_append_rotates_and_stores,
+        rope_append_then_attention,
     };
 }
 
@@ -217,6 +218,7 @@ macro_rules! conformance_names {
             embed_packed,
             experts_packed,
             rope_append_in_chunks_stores_the_same_bytes,
+            rope_append_of_extremes_in_8_bits,
             rope_append_rotates_and_stores,
             rope_append_then_attention,
             attention_dtypes,

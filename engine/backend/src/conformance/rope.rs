@@ -143,6 +143,45 @@ pub fn rope_append_in_chunks_stores_the_same_bytes<D: Device>(device: &mut D, _:
     }
 }
 
+/// Rows of 8 bits whose values are all zero, tiny, at the border of a scale, or not finite: the same bytes on every device, and NaN
+/// where a value is not finite.
+pub fn rope_append_of_extremes_in_8_bits<D: Device>(device: &mut D, _: Tolerance) {
+    const DIM: usize = 40;
+    let geometry = AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 40, latent: false };
+    let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 40, dtype: KvDType::Fp8 };
+    let finite = [0.0, -0.0, 1e-44, -1e-38, 3e-36, 464.0, -464.000_03, 465.0, 1.062_5, 3.4e38, f32::MAX];
+    let rows: Vec<f32> = finite.into_iter().chain([f32::NAN, f32::INFINITY, f32::NEG_INFINITY]).collect();
+    let mut data = Data::new(34);
+    let mut values = data.values(rows.len() * geometry.qkv_dim());
+    for (row, extreme) in values.chunks_exact_mut(geometry.qkv_dim()).zip(&rows) {
+        let v = &mut row[2 * DIM..];
+        // The extreme is the largest of its row.
+        let limit = if extreme.is_finite() { extreme.abs() / 4.0 } else { 1.0 };
+        v.iter_mut().for_each(|value| *value *= limit);
+        v[17] = *extreme;
+    }
+    let mut qkv = tensor(device, geometry.qkv_dim(), &values);
+    let rope = tensor(device, DIM, &angles(rows.len(), DIM, 0));
+    let slots: Vec<u32> = (0..rows.len() as u32).collect();
+    let mut kv = device.kv(shape, rows.len()).expect("kv");
+    device.rope_append(&mut qkv, &rope, geometry, &slots, &mut kv, 0).expect("rope_append");
+    let mut bytes = Vec::new();
+    device.kv_read(&kv, 0, 0, rows.len() as u32, &mut bytes).expect("kv_read");
+    let stored = bytes.chunks_exact(shape.layer_token_bytes());
+    for ((stored, row), extreme) in stored.zip(values.chunks_exact(geometry.qkv_dim())).zip(rows) {
+        let mut want = Vec::new();
+        shape.encode(&row[DIM..], &mut want);
+        let (got, want) = (&stored[stored.len() / 2..], &want[want.len() / 2..]);
+        if extreme.is_finite() {
+            assert_eq!(got, want, "a row whose largest is {extreme:e}");
+        } else {
+            let mut decoded = Vec::new();
+            shape.decode(stored, &mut decoded);
+            assert!(decoded[DIM..].iter().all(|value| value.is_nan()), "a row with {extreme}: {decoded:?}");
+        }
+    }
+}
+
 /// A few chunks of one sequence, appended and attended to as a model does.
 pub fn rope_append_then_attention<D: Device>(device: &mut D, tolerance: Tolerance) {
     let geometry = AttentionGeometry { heads: 6, kv_heads: 2, head_dim: 40, latent: false };
