@@ -196,3 +196,50 @@ fn preempted_and_cached() {
     });
     assert_eq!(answers[0], answers[1]);
 }
+
+/// The draft model is the model itself, which is always right, or another one, which hardly ever is; on prompts without repetition.
+#[test]
+fn a_draft_model_changes_no_answer() {
+    for (name, model, delay_ms) in
+        [("llama3_old", "llama3_old", 0), ("llama3_old", "yi", 0), ("mistral_window", "llama3_old", 3)]
+    {
+        let pool = PoolSpec::golden(name, 4);
+        // Three sequences grow beyond the first instance's memory, and more wait.
+        let of = Spec { drafts: 6, draft_model: Some((model, 1000)), step_rows: 24, running: 3, ..Spec::cpu(24) };
+        let mut world = World::delayed(pool.clone(), (Some(7), delay_ms), &[of, Spec::cpu(40)]);
+        for seed in 0..5 {
+            world.submit(0, greedy(prompt(seed, 20 + 9 * seed as usize, 120), 30));
+        }
+        world.run();
+        assert_equals_single(&format!("{name} with {model}"), &world, &pool);
+        assert!(world.sent("write").0 > 0, "{name}: nothing was borrowed");
+        let (drafted, accepted) = drafted(&world);
+        println!("{name} with {model}: {accepted} of {drafted} drafts were accepted");
+        assert!(drafted > 20, "{name} with {model}: {drafted}");
+        assert!(model != name || accepted * 10 > drafted * 9, "{name} with {model}: {accepted} of {drafted}");
+        world.run_for(20_000);
+        world.check_empty();
+    }
+}
+
+/// Its memory holds one sequence in three: the others get no drafts from it, and their answers stay. What it forgot it computes again.
+#[test]
+fn a_draft_model_with_little_memory_drafts_for_some() {
+    let pool = PoolSpec::golden("llama3_old", 4);
+    for (kv_tokens, all) in [(72, false), (4, false), (400, true)] {
+        let of = Spec { drafts: 4, draft_model: Some(("llama3_old", kv_tokens)), step_rows: 24, ..Spec::cpu(120) };
+        let mut world = World::single(pool.clone(), of);
+        for round in 0..2 {
+            for seed in 0..3 {
+                world.submit(0, greedy(prompt(3 * round + seed, 30, 120), 24));
+            }
+            world.run();
+        }
+        assert_equals_single(&format!("{kv_tokens} tokens"), &world, &pool);
+        let (drafted, accepted) = drafted(&world);
+        println!("{kv_tokens} tokens: {accepted} of {drafted} drafts were accepted");
+        assert_eq!(accepted > 6 * 10, all, "{accepted} of {drafted}");
+        assert!(kv_tokens < 70 || accepted > 10, "{accepted} of {drafted}");
+        world.check_empty();
+    }
+}

@@ -164,3 +164,30 @@ fn text_goes_in_and_out() {
     assert_eq!(chat.json()["usage"]["completion_tokens"], 4);
     assert!(client.get("/version").json()["version"].is_string());
 }
+
+/// The model drafts for itself, and is always right; another tokenizer is refused.
+#[test]
+fn a_draft_model_is_checked_and_its_drafts_are_counted() {
+    let (model, prompt) = golden_prompt();
+    let own = format!("--draft={model}");
+    let plain = server(&[]).0.client().complete(&prompt[..20], 20, &json!({"temperature": 0})).json();
+    let (server, _) = server(&[&own, "--draft-tokens=3"]);
+    let client = server.client();
+    let drafted = client.complete(&prompt[..20], 20, &json!({"temperature": 0})).json();
+    assert_eq!(token_ids(&drafted), token_ids(&plain));
+    let status = client.get("/lagoon/status").json();
+    let [drafted, accepted] = ["drafted_tokens", "accepted_tokens"].map(|field| status[field].as_u64().unwrap());
+    assert!(drafted > 6 && drafted == accepted, "{status}");
+    let passkey = lagoon_tests::root().join("models/passkey");
+    let other = format!("--draft={}", passkey.to_string_lossy());
+    for (flags, words) in [
+        (vec![other.as_str()], ["cannot draft: token", "hint: "]),
+        (vec![&own, "--draft-tokens=0"], ["drafts nothing", "hint: "]),
+        (vec![&own, "--kv-groups=on"], ["--kv-groups=on", "hint: "]),
+        (vec!["--draft=/nowhere/at-all"], ["/nowhere/at-all", "hint: "]),
+    ] {
+        let arguments = [&["serve", model.as_str(), "--backend=cpu", "--http=127.0.0.1:0"], &flags[..]].concat();
+        let ended = Server::try_start(&arguments).expect_err("it is refused");
+        assert!(words.iter().all(|word| ended.stderr.contains(word)), "{flags:?}: {}", ended.stderr);
+    }
+}

@@ -39,7 +39,8 @@ fn run(seed: u64) -> Totals {
         .collect();
     let delay_ms = [0, 2, 10][rng.below(3) as usize];
     let drafts = [0, 0, 2, 9][rng.below(4) as usize];
-    let specs: Vec<Spec> = specs.into_iter().map(|spec| Spec { drafts, ..spec }).collect();
+    let draft_model = [None, Some((model, 200)), Some(("llama3_old", 60))][rng.below(3) as usize];
+    let specs: Vec<Spec> = specs.into_iter().map(|spec| Spec { drafts, draft_model, ..spec }).collect();
     let mut world = World::delayed(pool.clone(), (Some(seed), delay_ms), &specs);
     let faults = rng.below(2) == 0;
     for _ in 0..2 + rng.below(5) {

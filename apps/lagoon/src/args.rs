@@ -171,11 +171,18 @@ pub(crate) struct EngineArgs {
     /// Sequences that run at once.
     #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::RUNNING_DEFAULT)]
     pub(crate) max_running: usize,
-    /// Speculative decoding: tokens drafted for a sequence in one step, at most, by looking up what followed its newest tokens
-    /// before; 0 for none. Answers stay the same, but for rounding. Pays where text repeats, most where KV is remote. Not with
-    /// --kv-groups=on.
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=i64::from(DRAFT_ROWS_MAX)))]
-    pub(crate) draft_tokens: u32,
+    /// Speculative decoding: tokens drafted for a sequence in one step, at most, by the model of --draft or by looking up what
+    /// followed the newest tokens before; 0 for none. Answers stay the same, but for rounding. Without --draft it pays where text
+    /// repeats; with either, most where KV is remote. Not with --kv-groups=on [default: 4 with --draft, else 0].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=i64::from(DRAFT_ROWS_MAX)))]
+    pub(crate) draft_tokens: Option<u32>,
+    /// Draft model of speculative decoding: a small model with the same tokenizer (a directory, GGUF file or hub name), run on the
+    /// same device.
+    #[arg(long, value_name = "MODEL")]
+    pub(crate) draft: Option<String>,
+    /// Tokens of KV for the draft model, beside --kv-tokens.
+    #[arg(long, value_name = "N", default_value_t = 32_768, requires = "draft", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) draft_kv_tokens: u32,
     /// Requests that wait at most; more are refused with 429.
     #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::QUEUE_DEFAULT)]
     pub(crate) max_queue: usize,
@@ -240,15 +247,23 @@ pub(crate) struct EngineArgs {
     pub(crate) cuda_precision: PrecisionArg,
 }
 
+/// Tokens that a draft model proposes at a time, by default.
+const DRAFT_MODEL_TOKENS: u32 = 4;
+
 impl EngineArgs {
     pub(crate) fn scheduler(&self) -> SchedulerConfig {
-        let &Self { max_queue: queue, max_running: running, step_tokens: step_rows, draft_tokens: drafts, .. } = self;
-        SchedulerConfig { queue, running, step_rows, drafts }
+        let &Self { max_queue: queue, max_running: running, step_tokens: step_rows, .. } = self;
+        SchedulerConfig { queue, running, step_rows, drafts: self.drafts(), draft_model: self.draft.is_some() }
+    }
+
+    /// Tokens drafted for a sequence in one step, at most.
+    pub(crate) fn drafts(&self) -> u32 {
+        self.draft_tokens.unwrap_or(if self.draft.is_some() { DRAFT_MODEL_TOKENS } else { 0 })
     }
 
     /// Rows of one step whose logits are wanted.
     pub(crate) fn sampled_rows(&self) -> usize {
-        let drafts = if self.draft_tokens > 0 { DRAFT_ROWS_MAX as usize } else { 0 };
+        let drafts = if self.drafts() > 0 { DRAFT_ROWS_MAX as usize } else { 0 };
         (self.max_running + drafts).min(self.step_tokens as usize)
     }
 }

@@ -24,6 +24,8 @@ pub(crate) struct Beside {
     pub(crate) stage_tokens: Option<u64>,
     /// Tokens of KV lent there in addition (`--lend-device-tokens`).
     pub(crate) lent_tokens: u64,
+    /// Bytes of the draft model: weights, KV and buffers.
+    pub(crate) draft_bytes: u64,
 }
 
 /// Default tokens of KV on this device, within the instance's percentage of the device's memory.
@@ -66,11 +68,11 @@ fn in_host_memory(config: &ModelSpec, beside: &Beside) -> anyhow::Result<u64> {
 /// sequence for each running one.
 fn on_device(budget: u64, config: &ModelSpec, beside: &Beside) -> anyhow::Result<u64> {
     let weights = config.parameters() * beside.weight_bytes;
-    let taken = weights + beside.ring_bytes + buffer_bytes(config, beside);
+    let taken = weights + beside.ring_bytes + beside.draft_bytes + buffer_bytes(config, beside);
     let tokens = budget.saturating_sub(taken) / beside.token_bytes;
     ensure!(
         tokens > 0,
-        "weights of {} MiB and {} MiB of buffers leave no room for KV in {} MiB of the device's memory\n\
+        "weights of {} MiB and {} MiB of buffers (and the draft model, if any) leave no room for KV in {} MiB of the device's memory\n\
          hint: raise --memory-percent, lower --step-tokens or --max-running, or choose a smaller --dtype",
         weights >> 20,
         (taken - weights) >> 20,
@@ -101,8 +103,13 @@ const MICRO_BATCHES: u64 = 2;
 /// Approximate bytes of a step's buffers: activations in f32, and logits. Memory of the driver and its libraries comes
 /// out of the unassigned percentage.
 fn buffer_bytes(config: &ModelSpec, beside: &Beside) -> u64 {
+    step_bytes(config, beside.step_rows, beside.sampled_rows)
+}
+
+/// Approximate bytes of a step's buffers, of `rows` rows of which `sampled` have logits.
+pub(crate) fn step_bytes(config: &ModelSpec, rows: u64, sampled: u64) -> u64 {
     let (row, sequence) = activation_elements(config);
-    4 * MICRO_BATCHES * (beside.step_rows * row + beside.sampled_rows * sequence)
+    4 * MICRO_BATCHES * (rows * row + sampled * sequence)
 }
 
 #[cfg(test)]
@@ -130,6 +137,7 @@ mod tests {
             stages: false,
             stage_tokens: None,
             lent_tokens: 0,
+            draft_bytes: 0,
         }
     }
 

@@ -4,6 +4,7 @@ use crate::args::{CalibrateArg, EngineArgs, PrecisionArg, StageMemoryArg};
 use crate::calibrate::{Subject, calibrate};
 use crate::calibration_cache::{self as cache, Key};
 use crate::cuda_tuning;
+use crate::draft::DraftModel;
 use crate::log;
 use crate::model::{OpenModel, bytes_bar, conversion};
 use crate::placement::Chosen;
@@ -88,19 +89,15 @@ pub struct OwnDevices;
 impl Devices for OwnDevices {
     fn start(&self, loading: Loading<'_>) -> anyhow::Result<Running> {
         match loading.chosen {
-            Chosen::Cpu => {
-                let device = loading.cpu()?;
-                loading.start_on(device)
-            }
+            Chosen::Cpu => loading.start_on(Loading::cpu),
             Chosen::Cuda { ordinal, .. } => {
                 loading.check_batch_invariant()?;
-                let device = loading.cuda(ordinal)?;
-                loading.start_on(device)
+                loading.start_on(|loading| loading.cuda(ordinal))
             }
             Chosen::Wgpu { adapter, .. } => {
                 loading.check_batch_invariant()?;
-                let device = WgpuDevice::open(&AdapterChoice::Numbered(adapter)).context("open the wgpu adapter")?;
-                loading.start_on(device)
+                let adapter = AdapterChoice::Numbered(adapter);
+                loading.start_on(|_| WgpuDevice::open(&adapter).context("open the wgpu adapter"))
             }
         }
     }
@@ -111,6 +108,7 @@ pub struct Loading<'a> {
     chosen: Chosen,
     args: &'a EngineArgs,
     model: &'a OpenModel,
+    draft: Option<&'a DraftModel>,
     sizes: Sizes,
     report: Box<dyn FnMut(Report) + Send>,
     /// Whether its calibration may come from the cache and is stored there.
@@ -131,7 +129,12 @@ impl<'a> Loading<'a> {
         sizes: Sizes,
         report: impl FnMut(Report) + Send + 'static,
     ) -> Self {
-        Self { chosen, args, model, sizes, report: Box::new(report), cached: true }
+        Self { chosen, args, model, draft: None, sizes, report: Box::new(report), cached: true }
+    }
+
+    /// Adds the draft model of speculative decoding.
+    pub(crate) fn drafting(self, draft: Option<&'a DraftModel>) -> Self {
+        Self { draft, ..self }
     }
 
     /// The host CPU, with the threads that the flags ask for.
@@ -205,28 +208,16 @@ impl<'a> Loading<'a> {
         Ok(device)
     }
 
-    /// Loads the weights onto `device` and starts the device thread.
+    /// Opens a device by `open`, loads the weights onto it and starts its thread. The draft model gets a device of its own.
     ///
     /// # Errors
-    /// If the device's memory does not hold weights, KV and buffers, or it cannot be measured.
-    pub fn start_on<D: Device>(self, mut device: D) -> anyhow::Result<Running> {
+    /// If it cannot be opened, its memory does not hold weights, KV and buffers, or it cannot be measured.
+    pub fn start_on<D: Device>(self, open: impl Fn(&Self) -> anyhow::Result<D>) -> anyhow::Result<Running> {
+        let mut device = open(&self)?;
+        let drafter = self.draft.map(|draft| draft.load(open(&self)?, self.args)).transpose()?;
         let Self { args, model, sizes, report, cached, .. } = self;
         let info = device.info();
-        let weights = if let Some(checkpoint) = &model.checkpoint {
-            let takes = |format| args.dtype.is_none() && device.takes(format);
-            if let Some(text) = conversion(&model.id, checkpoint, &model.config, model.dtype, takes) {
-                log::notice(&text);
-            }
-            let bar = bytes_bar("loading weights");
-            let weights = Weights::load(&mut device, checkpoint, &model.config, args.dtype, &mut |done, all| {
-                bar.set_length(all);
-                bar.set_position(done);
-            })?;
-            bar.finish_and_clear();
-            Some(Model::new(&model.config, weights))
-        } else {
-            None
-        };
+        let weights = load(&mut device, model, args)?;
         // KV that debtors map has flat addresses, as on devices without virtual memory.
         let space = match device.virtual_memory() {
             Some(memory) if !sizes.lend => {
@@ -268,9 +259,33 @@ impl<'a> Loading<'a> {
         let memory = executor.memory().clone();
         let (lent, peer_access) = (executor.lent().cloned(), executor.maps_peers());
         let stage_blocks = if executor.stages() { sizes.stage_blocks } else { 0 };
+        let executor = match drafter {
+            Some(drafter) => executor.with_drafter(drafter),
+            None => executor,
+        };
         let thread = lagoon_runner::spawn(executor, report);
         Ok(Running { thread, info, space, memory, stage_blocks, lent, peer_access, calibration })
     }
+}
+
+/// Loads a model's weights onto a device; `None` if it has none.
+pub(crate) fn load<D: Device>(
+    device: &mut D,
+    model: &OpenModel,
+    args: &EngineArgs,
+) -> anyhow::Result<Option<Model<D>>> {
+    let Some(checkpoint) = &model.checkpoint else { return Ok(None) };
+    let takes = |format| args.dtype.is_none() && device.takes(format);
+    if let Some(text) = conversion(&model.id, checkpoint, &model.config, model.dtype, takes) {
+        log::notice(&text);
+    }
+    let bar = bytes_bar("loading weights");
+    let weights = Weights::load(device, checkpoint, &model.config, args.dtype, &mut |done, all| {
+        bar.set_length(all);
+        bar.set_position(done);
+    })?;
+    bar.finish_and_clear();
+    Ok(Some(Model::new(&model.config, weights)))
 }
 
 /// The executor's calibration: cached, or measured now, by the flag.

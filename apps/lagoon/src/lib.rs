@@ -22,6 +22,7 @@ mod cuda_tuning;
 mod demo;
 mod device;
 mod doctor;
+mod draft;
 mod drain;
 mod election;
 mod engine;

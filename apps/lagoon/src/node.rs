@@ -388,6 +388,9 @@ impl NodeLoop {
             Report::Queries { step, layer, frames } => self.waits.sent(*step, *layer, frames.len(), self.last),
             Report::Done { step, .. } => drop(self.waits.done(*step)),
             Report::Failed { step, .. } => self.waits.failed(*step),
+            Report::Drafted { error: Some(why), .. } => {
+                tracing::warn!("the draft model failed and starts again: {why}")
+            }
             Report::Mapped { error: Some(why), .. } => tracing::warn!(
                 "queries are sent to a creditor on this host: its device memory cannot be mapped: {why}\n\
                  hint: both need the same GPU or GPUs with peer access, and one user and mount namespace"

@@ -4,6 +4,7 @@ use crate::args::{EngineArgs, RemoteArg, StageMemoryArg, TlsArgs};
 use crate::beside::{Tier, TierStatus};
 use crate::capacity::{Beside, default_kv_tokens};
 use crate::device::{Devices, FETCH_TOKENS, Loading, Running, Sizes};
+use crate::draft::DraftModel;
 use crate::engine::NodeEngine;
 use crate::health_port::{self, HealthArgs};
 use crate::lent_memory;
@@ -163,8 +164,8 @@ fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
     }?;
     if args.engine.kv_groups {
         anyhow::ensure!(
-            args.engine.draft_tokens == 0,
-            "--draft-tokens does not go with --kv-groups=on: the windowed KV of a draft that is rejected cannot be taken back\n\
+            args.engine.drafts() == 0,
+            "--draft-tokens and --draft do not go with --kv-groups=on: the windowed KV of a draft that is rejected cannot be taken back\n\
              hint: --kv-groups=off"
         );
         model.config.split_kv()?;
@@ -261,7 +262,7 @@ fn start_transfers(args: &ServeArgs, config: &InstanceConfig, running: &Running)
 }
 
 /// Sizes of its KV, in whole rBlocks.
-fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<Sizes> {
+fn sizes(args: &ServeArgs, model: &OpenModel, draft: Option<&DraftModel>, chosen: Chosen) -> anyhow::Result<Sizes> {
     let kv_dtype = args.engine.kv_dtype.unwrap_or(model.dtype.into());
     let kv = model.config.kv_shape(kv_dtype);
     let shared = shares_kv(args, chosen);
@@ -279,6 +280,7 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
                 stages: shared && args.engine.stage_memory == StageMemoryArg::Device,
                 stage_tokens: args.engine.stage_kv_tokens.map(u64::from),
                 lent_tokens: u64::from(args.engine.lend_device_tokens),
+                draft_bytes: draft.map_or(0, |draft| draft.bytes(&args.engine)),
             };
             default_kv_tokens(chosen, &model.config, &beside, args.engine.memory_percent)?
         }
@@ -374,12 +376,20 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     };
     let model = open(&args, &dir)?;
     let chosen = placement::choose(args.engine.backend, &args.engine.device)?;
-    let sizes = sizes(&args, &model, chosen)?;
+    let draft = match args.role {
+        RoleArg::Kv => None,
+        RoleArg::Instance | RoleArg::Prefill | RoleArg::Decode => {
+            let (engine, dir) = (args.engine.clone(), dir.clone());
+            tokio::task::spawn_blocking(move || DraftModel::open(&engine, &dir)).await??
+        }
+    };
+    let sizes = sizes(&args, &model, draft.as_ref(), chosen)?;
     let (report, reports) = mpsc::unbounded_channel();
-    let running = devices.start(Loading::new(chosen, &args.engine, &model, sizes, move |r| {
+    let loading = Loading::new(chosen, &args.engine, &model, sizes, move |r| {
         // The loop ends before the device thread; later reports are not needed.
         let _ = report.send(r);
-    }))?;
+    });
+    let running = devices.start(loading.drafting(draft.as_ref()))?;
     let (listener, http_addr) = bind(args.http).await?;
     let loop_thread = LoopThread::spawn(stop.clone())?;
     let pool = match &args.gmanager[..] {

@@ -44,7 +44,7 @@ fn config(incarnation: u64) -> InstanceConfig {
         blocks_total: BLOCKS,
         lend_blocks_max: 0,
         lend_reserve_blocks: 0,
-        sched: SchedulerConfig { queue: 1, running: 1, step_rows: 1, drafts: 0 },
+        sched: SchedulerConfig { queue: 1, running: 1, step_rows: 1, drafts: 0, draft_model: false },
         remote: RemotePolicy::Ship,
         wire: DType::F32,
         fetch_tokens: 1,

@@ -11,6 +11,7 @@ use anyhow::Context;
 use lagoon::{Devices, Loading, Running};
 use lagoon_backend::{PaceProfile, Paced};
 use metrics::counter;
+use std::cell::Cell;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -38,7 +39,10 @@ impl Devices for PacedCpu {
             counter!("lagoon_paced_modelled_us_total").absolute(modelled_us);
         });
         // A modelled device's calibration must not be cached as this machine's.
-        loading.without_cache().start_on(device)
+        let device = Cell::new(Some(device));
+        let open =
+            |_: &Loading<'_>| device.take().context("a modelled device has no draft model\nhint: leave out --draft");
+        loading.without_cache().start_on(open)
     }
 }
 

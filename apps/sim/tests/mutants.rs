@@ -203,6 +203,18 @@ fn a_window_that_is_not_copied_to_its_ring_is_found() {
 }
 
 #[test]
+fn drafts_that_are_sent_before_they_count_are_found() {
+    let (_, failure) = hunt(Mutant::DraftsUnheld);
+    assert!(["answer", "hash"].contains(&failure.checker.as_str()), "{failure}");
+}
+
+#[test]
+fn a_draft_that_is_accepted_unchecked_is_found() {
+    let (_, failure) = hunt(Mutant::DraftUnchecked);
+    assert_eq!(failure.checker, "answer", "{failure}");
+}
+
+#[test]
 fn a_completion_before_its_reads_is_found() {
     let (_, failure) = hunt_read(transfer::Mutant::CompleteBeforeLast);
     assert_eq!(failure.checker, "transfer");

@@ -84,7 +84,7 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         blocks_total: blocks,
         lend_blocks_max: blocks,
         lend_reserve_blocks: 0,
-        sched: SchedulerConfig { queue: 64, running: 64, step_rows: STEP_ROWS, drafts: 0 },
+        sched: SchedulerConfig { queue: 64, running: 64, step_rows: STEP_ROWS, drafts: 0, draft_model: false },
         remote: match scenario.policy {
             PolicyArg::Ship => RemotePolicy::Ship,
             PolicyArg::Fetch => RemotePolicy::Fetch,

@@ -45,4 +45,8 @@ lagoon_types::mutants! {
     RingLate,
     /// A prompt's last window is read, and its ring goes on without it.
     WindowUnread,
+    /// A debtor sends a creditor the KV of drafts before they are accepted.
+    DraftsUnheld,
+    /// The first draft that was not sampled is accepted, too.
+    DraftUnchecked,
 }

@@ -16,6 +16,8 @@ pub struct SchedulerConfig {
     pub step_rows: u32,
     /// Speculative decoding: tokens drafted for a sequence in one step, at most; 0 without.
     pub drafts: u32,
+    /// The runner has a draft model, which proposes them; else only what was there before is looked up.
+    pub draft_model: bool,
 }
 
 /// Whether remote attention ships queries or fetches KV.

@@ -365,6 +365,7 @@ impl Instance {
             Report::Scores { step, scores } => self.step(StepEvent::Scores { step, scores }),
             Report::Done { step, micro_batch, samples } => self.step(StepEvent::Done { step, micro_batch, samples }),
             Report::Failed { step, micro_batch, error } => self.step(StepEvent::Failed { step, micro_batch, error }),
+            Report::Drafted { draft, seqs, error: _ } => self.batch(BatchEvent::Drafted { draft, seqs }),
             Report::Shared { share, error } => self.batch(BatchEvent::Shared { share, error }),
             Report::Staged { stage, error } => self.prefill(PrefillEvent::Staged { stage, error }),
             Report::Memory(counters) => {

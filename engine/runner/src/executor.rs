@@ -2,6 +2,7 @@
 
 use crate::config::ExecutorConfig;
 use crate::decoder::{Activations, Model};
+use crate::drafter::Drafter;
 use crate::forward::{Forward, Shared};
 use crate::memory::{KvArena, KvMemory, KvRegion, PeerMemory, hold, no_peer_access, without};
 use crate::micro_batch::RemoteBuffers;
@@ -121,6 +122,9 @@ pub struct Executor<D: Device> {
     /// A peer's KV could not be stored: all later requests of peers fail, because the store has lost blocks.
     remote_request_fault: Option<DeviceError>,
     passes: [Option<Pass>; 2],
+    drafter: Option<Box<Drafter<D>>>,
+    /// The last turn was the drafter's, if it had work: drafting and passes alternate.
+    drafted_last: bool,
     /// The micro-batch that advanced last; micro-batches alternate.
     last: MicroBatch,
     /// Commands came since the last look at the device's counters, and the counters last reported.
@@ -202,10 +206,28 @@ impl<D: Device> Executor<D> {
             remote_requests: VecDeque::new(),
             remote_request_fault: None,
             passes: [None, None],
+            drafter: None,
+            drafted_last: false,
             last: MicroBatch::Remote,
             worked: false,
             reported: Default::default(),
         })
+    }
+
+    /// Adds a draft model, for [`Command::Draft`].
+    #[must_use]
+    pub fn with_drafter(self, drafter: Drafter<D>) -> Self {
+        Self { drafter: Some(Box::new(drafter)), ..self }
+    }
+
+    /// Address space of the KV store.
+    pub(crate) fn kv_space(&self) -> &KvSpace {
+        &self.config.kv
+    }
+
+    /// Rows of the largest step.
+    pub(crate) fn step_rows(&self) -> usize {
+        self.config.step_rows
     }
 
     /// Maps memory behind slots outside of any command, for measurements on an idle executor.
@@ -249,8 +271,8 @@ impl<D: Device> Executor<D> {
     /// Queues a command.
     ///
     /// # Panics
-    /// If a step comes while its micro-batch is busy, or to a kv node, or KV is to be staged without staging buffers:
-    /// bugs of the caller.
+    /// If a step comes while its micro-batch is busy, or to a kv node, or KV is to be staged without staging buffers, or
+    /// tokens drafted without a draft model: bugs of the caller.
     pub fn push(&mut self, command: Command) {
         self.worked = true;
         match command {
@@ -290,6 +312,7 @@ impl<D: Device> Executor<D> {
             }
             Command::Stage(work) => self.stages.as_mut().expect("there is memory beside the store").push(work),
             Command::Release { slots } => self.remote_requests.push_back(CreditorWork::Release(slots)),
+            Command::Draft(work) => self.drafter.as_mut().expect("there is a draft model").push(work),
         }
     }
 
@@ -326,6 +349,10 @@ impl<D: Device> Executor<D> {
         if self.staged_last && self.stage(reports) {
             return Turn::Worked;
         }
+        self.drafted_last = !self.drafted_last;
+        if self.drafted_last && matches!(self.draft(reports), Turn::Worked) {
+            return Turn::Worked;
+        }
         let other = match self.last {
             MicroBatch::Local => MicroBatch::Remote,
             MicroBatch::Remote => MicroBatch::Local,
@@ -341,10 +368,19 @@ impl<D: Device> Executor<D> {
         if !matches!(turn, Turn::Worked) && self.stage(reports) {
             return Turn::Worked;
         }
-        if matches!(turn, Turn::Idle) {
-            self.report_counters(reports);
+        match (turn, if matches!(turn, Turn::Worked) { turn } else { self.draft(reports) }) {
+            (Turn::Queued(a), Turn::Queued(b)) => Turn::Queued(a.min(b)),
+            (Turn::Queued(_), Turn::Idle) => turn,
+            (_, Turn::Idle) => {
+                self.report_counters(reports);
+                Turn::Idle
+            }
+            (_, drafting) => drafting,
         }
-        turn
+    }
+
+    fn draft(&mut self, reports: &mut dyn FnMut(Report)) -> Turn {
+        self.drafter.as_mut().map_or(Turn::Idle, |drafter| drafter.try_turn(reports))
     }
 
     /// Copies a piece between the store and its staging buffer, between layers of passes and while they wait for the

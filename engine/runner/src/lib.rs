@@ -10,6 +10,7 @@
 mod biased;
 mod config;
 pub mod decoder;
+mod drafter;
 mod executor;
 mod forward;
 mod latent;
@@ -28,12 +29,13 @@ mod work;
 
 pub use config::ExecutorConfig;
 pub use decoder::{Activations, Decoder, Model, activation_elements};
+pub use drafter::Drafter;
 pub use executor::{Executor, Turn};
 pub use memory::{KvArena, KvMemory, KvRegion, PeerMemory};
 pub use thread::{ExecutorThread, spawn};
 pub use token_counts::TokenCounts;
 pub use work::{
-    Command, Fetch, MapId, MappedKv, PassError, RemotePart, RemoteQuery, RemoteRead, RemoteTag, RemoteWork,
-    RemoteWrite, Report, SampleOut, SampleSpec, SavedWindow, ScoreRows, SealedBlock, SeqRows, ShareId, Ship,
-    ShipSegment, StageId, StageWork, StepWork, WriteSegment,
+    Command, DraftId, DraftSeq, DraftWork, Drafted, Fetch, MapId, MappedKv, PassError, RemotePart, RemoteQuery,
+    RemoteRead, RemoteTag, RemoteWork, RemoteWrite, Report, SampleOut, SampleSpec, SavedWindow, ScoreRows, SealedBlock,
+    SeqRows, ShareId, Ship, ShipSegment, StageId, StageWork, StepWork, WriteSegment,
 };

@@ -254,8 +254,44 @@ pub struct StageWork {
     pub pieces: Vec<(u32, u32, u32)>,
 }
 
-/// Commands to the executor, executed in order, with two exceptions: peers' work overtakes passes, and staging runs
-/// between their layers.
+/// Number of a [`Command::Draft`]; the instance chooses it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DraftId(pub u64);
+
+/// Sequences for which the draft model is to propose tokens.
+#[derive(Clone, Debug)]
+pub struct DraftWork {
+    pub draft: DraftId,
+    pub seqs: Vec<DraftSeq>,
+}
+
+/// New tokens of one sequence for the draft model.
+#[derive(Clone, Debug)]
+pub struct DraftSeq {
+    pub seq: SeqId,
+    /// Tokens that the draft model has, by its last [`Drafted`]; 0 at first.
+    pub from: u32,
+    /// The tokens behind those, at least one.
+    pub tokens: Vec<u32>,
+    /// Tokens of the sequence, sent or not.
+    pub len: u32,
+    /// How many tokens to propose behind the last one; 0 only computes KV.
+    pub drafts: u32,
+}
+
+/// The draft model's result for one sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Drafted {
+    pub seq: SeqId,
+    /// Tokens of the sequence that the draft model has now; `None` if it has no room for the sequence, or the sequence is too long
+    /// for it.
+    pub known: Option<u32>,
+    /// Proposed to follow the known tokens.
+    pub tokens: Vec<u32>,
+}
+
+/// Commands to the executor, executed in order, with three exceptions: peers' work overtakes passes, and staging and drafting
+/// run between their layers.
 #[derive(Debug)]
 pub enum Command {
     Step(Box<StepWork>),
@@ -307,6 +343,8 @@ pub enum Command {
     Release {
         slots: Vec<Range<u32>>,
     },
+    /// Proposes tokens with the draft model. Ends in one [`Report::Drafted`].
+    Draft(DraftWork),
 }
 
 /// Reports of the executor.
@@ -381,6 +419,12 @@ pub enum Report {
     Staged {
         stage: StageId,
         error: Option<DeviceError>,
+    },
+    /// The draft model's proposals, and the error that cost it all its KV, if there was one.
+    Drafted {
+        draft: DraftId,
+        seqs: Vec<Drafted>,
+        error: Option<PassError>,
     },
     /// Virtual memory counters, when they changed and the executor is idle.
     Memory(KvCounters),

@@ -244,6 +244,8 @@ pub const PREFILL_ASKED_MAX: usize = 64;
 pub const STOP_IDS_MAX: usize = 512;
 /// Rows of drafts in one step.
 pub const DRAFT_ROWS_MAX: u32 = 64;
+/// Longest wait of a step for the draft model's proposals, in milliseconds.
+pub const DRAFT_DEADLINE_MS: u64 = 1000;
 /// Newest tokens of a sequence in which drafts are looked up.
 pub const LOOKUP_TOKENS_MAX: usize = 1 << 16;
 /// Entries of a request's `logit_bias`.

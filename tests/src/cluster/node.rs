@@ -7,7 +7,7 @@ use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_instance::{InstanceConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig};
 use lagoon_model::{Checkpoint, ModelSpec, Weights, model_hash};
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, Role, TransferArena};
-use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvRegion, Model, PeerMemory, Report};
+use lagoon_runner::{Command, Drafter, Executor, ExecutorConfig, KvMemory, KvRegion, Model, PeerMemory, Report};
 use lagoon_sim::process::address;
 use lagoon_sim::{Rng, SimRunner};
 use lagoon_transfer::{DeviceRegion, Region};
@@ -90,6 +90,8 @@ pub struct Spec {
     pub running: usize,
     /// Tokens drafted for a sequence in one step, at most.
     pub drafts: u32,
+    /// The golden model that proposes drafts, and tokens of its KV store.
+    pub draft_model: Option<(&'static str, u32)>,
     pub queue: usize,
     pub remote: RemotePolicy,
     pub wire: DType,
@@ -171,6 +173,7 @@ impl Spec {
             step_rows: 16,
             running: 8,
             drafts: 0,
+            draft_model: None,
             queue: 16,
             remote: RemotePolicy::Ship,
             wire: DType::F32,
@@ -319,6 +322,7 @@ pub(super) fn config(pool: &PoolSpec, spec: &Spec, index: usize, life: u64) -> I
             running: spec.running,
             step_rows: spec.step_rows,
             drafts: spec.drafts,
+            draft_model: spec.draft_model.is_some(),
         },
         remote: spec.remote,
         wire: spec.wire,
@@ -390,16 +394,17 @@ fn engine(
         (Box::new(executor), memory, lent)
     }
     let cpu = || if spec.batch_invariant { CpuDevice::new().batch_invariant() } else { CpuDevice::new() };
+    let cuda = || {
+        let options = CudaOptions { linear: LinearLayers::Own, ..CudaOptions::default() };
+        let mut device = CudaDevice::open(lagoon_cuda::kernels::FATBIN, options).unwrap();
+        device.set_tuning(Tuning { precision: spec.precision, ..*device.tuning() });
+        device
+    };
     match spec.backend {
-        Backend::Cpu if spec.has_rows() => boxed(executor(MappedDevice::new(cpu()), pool, spec, config, checkpoint)),
-        Backend::Cpu => boxed(executor(cpu(), pool, spec, config, checkpoint)),
-        Backend::Cuda => {
-            let options = CudaOptions { linear: LinearLayers::Own, ..CudaOptions::default() };
-            let mut device = CudaDevice::open(lagoon_cuda::kernels::FATBIN, options).unwrap();
-            device.set_tuning(Tuning { precision: spec.precision, ..*device.tuning() });
-            boxed(executor(device, pool, spec, config, checkpoint))
-        }
-        Backend::Wgpu => boxed(executor(crate::wgpu().unwrap(), pool, spec, config, checkpoint)),
+        Backend::Cpu if spec.has_rows() => boxed(executor(|| MappedDevice::new(cpu()), pool, spec, config, checkpoint)),
+        Backend::Cpu => boxed(executor(cpu, pool, spec, config, checkpoint)),
+        Backend::Cuda => boxed(executor(cuda, pool, spec, config, checkpoint)),
+        Backend::Wgpu => boxed(executor(|| crate::wgpu().unwrap(), pool, spec, config, checkpoint)),
     }
 }
 
@@ -413,12 +418,13 @@ fn space(pool: &PoolSpec, spec: &Spec, config: &ModelSpec) -> KvSpace {
 }
 
 fn executor<D: Device>(
-    mut device: D,
+    open: impl Fn() -> D,
     pool: &PoolSpec,
     spec: &Spec,
     config: &ModelSpec,
     checkpoint: &Checkpoint,
 ) -> Executor<D> {
+    let mut device = open();
     let model = spec
         .role
         .runs()
@@ -437,5 +443,29 @@ fn executor<D: Device>(
     };
     let executor = Executor::new(device, config, model, executor_config).unwrap();
     assert_eq!(executor.stages(), spec.stages() > 0, "only the host's stores are shared, unless they have rows");
-    executor
+    match spec.draft_model.filter(|_| spec.role.runs()) {
+        Some((name, kv_tokens)) => executor.with_drafter(drafter(open(), spec, name, kv_tokens)),
+        None => executor,
+    }
+}
+
+fn drafter<D: Device>(mut device: D, spec: &Spec, name: &str, kv_tokens: u32) -> Drafter<D> {
+    let pool = PoolSpec::golden(name, 4);
+    let (config, checkpoint) = (pool.model(), Checkpoint::open(&pool.dir).unwrap());
+    let weights = Weights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
+    let sizes = ExecutorConfig {
+        kv: KvSpace::flat(kv_tokens / pool.block_tokens, pool.block_tokens),
+        kv_dtype: pool.kv_dtype,
+        step_rows: spec.step_rows as usize,
+        sampled_rows: spec.running,
+        rings: 0,
+        fetch_tokens: 0,
+        share_blocks: None,
+        stage_blocks: 0,
+        stage_on_device: false,
+        lend: false,
+    };
+    let model = Model::new(&config, weights);
+    let executor = Executor::new(device, &config, Some(model), sizes).unwrap();
+    Drafter::new(executor, config.max_positions, config.vocab as u32)
 }

@@ -69,6 +69,7 @@ impl Scenario {
             draw_stages(&mut Rng::new(seed ^ 0x7374_6167_6564), &mut pool);
         }
         draw_rings(&mut Rng::new(seed ^ 0x7269_6e67), &mut pool);
+        draw_drafts(&mut Rng::new(seed ^ 0x6472_6166_7473), &mut pool);
         let span_us = match limits.seconds {
             0 => 1_000_000 * rng.pick(&[2, 4, 8, 20]),
             seconds => seconds * 1_000_000,
@@ -95,6 +96,15 @@ impl Scenario {
     /// Whether roles may change in the scenario.
     pub(super) fn changes_roles(&self) -> bool {
         self.pool.balancer.is_some() || self.ops.iter().any(|op| matches!(op.what, What::Role { .. }))
+    }
+}
+
+/// Half of the pools draft tokens, with a draft model or without.
+fn draw_drafts(rng: &mut Rng, pool: &mut PoolSpec) {
+    if rng.once_in(2) {
+        for node in &mut pool.nodes {
+            (node.drafts, node.draft_model) = (rng.pick(&[0, 2, 9]), !rng.once_in(4));
+        }
     }
 }
 

@@ -388,6 +388,7 @@ impl SimRunner for Device {
             // Slots are host memory here.
             Command::Stage(_) => unreachable!("the papers' systems stage nothing"),
             Command::Release { .. } => {}
+            Command::Draft(_) => unreachable!("the papers' systems draft nothing"),
         }
     }
 

@@ -1,6 +1,7 @@
 //! The symbolic device: a store of keys, passes in two micro-batches, peers' work first. Work is ordered as in the
 //! shipped executor; its time is a linear model.
 
+use super::drafter::Drafter;
 use super::model::{KEY_BYTES, Key, LAYERS, Windows};
 use super::pass::{Pass, Progress};
 use super::remote_request::{self, RemoteRequest};
@@ -49,6 +50,7 @@ pub struct Symbolic {
     speed: Speed,
     pub(super) remote_requests: VecDeque<RemoteRequest>,
     passes: [Option<Pass>; 2],
+    drafter: Drafter,
     /// The micro-batch that advanced last; micro-batches alternate.
     last: MicroBatch,
     /// Violations: wrong keys in a completed step.
@@ -71,6 +73,7 @@ impl Symbolic {
             speed,
             remote_requests: VecDeque::new(),
             passes: [None, None],
+            drafter: Drafter::default(),
             last: MicroBatch::Remote,
             violations: Vec::new(),
         }
@@ -180,6 +183,7 @@ impl SimRunner for Symbolic {
                 unreachable!("no memory is mapped here")
             }
             Command::Release { .. } => {}
+            Command::Draft(work) => self.drafter.push(work),
         }
     }
 
@@ -193,6 +197,9 @@ impl SimRunner for Symbolic {
             && let Some(us) = self.stage(reports)
         {
             return Some(us);
+        }
+        if let Some(rows) = self.drafter.turn(self.windows, reports) {
+            return Some(self.time_us(rows, 0));
         }
         let other = match self.last {
             MicroBatch::Local => MicroBatch::Remote,

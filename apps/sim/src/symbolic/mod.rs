@@ -5,6 +5,7 @@
 //! missing or doubly counted KV gives another token than the oracle's.
 
 pub mod device;
+mod drafter;
 pub mod model;
 mod pass;
 mod remote_request;

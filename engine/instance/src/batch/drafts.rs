@@ -1,13 +1,16 @@
-//! Speculative decoding by n-gram lookup: what followed the last occurrence of a sequence's newest tokens is proposed to follow
-//! again. A step computes these drafts as rows behind the last known token, and accepts those that are sampled.
+//! Speculative decoding: tokens are proposed to follow a sequence's last one, by the draft model (`draft_model.rs`) or, without its
+//! proposal, by n-gram lookup: what followed the last occurrence of the newest tokens. A step computes these drafts as rows behind
+//! the last known token, and accepts those that are sampled.
 //!
 //! Sampling is a function of logits, seed and index ([`lagoon_runner`]), so the answer is that of one token a step, but for the
 //! rounding of steps with more rows. A rejected draft leaves nothing: the next step writes its place again, and KV goes to a
 //! creditor only when its rows are accepted. Source: <https://github.com/apoorvumang/prompt-lookup-decoding>.
 
 use super::Batch;
+use super::draft_model::ModelDrafts;
 use super::sequence::Sequence;
 use crate::cx::Cx;
+use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_runner::SampleOut;
 use lagoon_types::limits::LOOKUP_TOKENS_MAX;
 use lagoon_types::{Chunk, MicroBatch, StepPlan};
@@ -17,7 +20,7 @@ const NGRAM_SIZES: [usize; 2] = [3, 2];
 /// Drafts of a sequence's first step with drafts.
 const FIRST_DRAFTS: u32 = 2;
 /// Steps without drafts after drafts that were all rejected, at most.
-const PAUSE_MAX: u32 = 32;
+pub(super) const PAUSE_MAX: u32 = 32;
 
 /// The drafts of one sequence.
 #[derive(Debug)]
@@ -25,15 +28,16 @@ pub(crate) struct Drafts {
     /// Of the step that the sequence is in.
     tokens: Vec<u32>,
     /// How many to propose: twice as many when all were accepted, one more than accepted otherwise.
-    wanted: u32,
+    pub(super) wanted: u32,
     /// Steps until the next proposal, and the pause after the next rejection.
-    pause: u32,
+    pub(super) pause: u32,
     next_pause: u32,
+    pub(super) model: ModelDrafts,
 }
 
 impl Default for Drafts {
     fn default() -> Self {
-        Self { tokens: Vec::new(), wanted: FIRST_DRAFTS, pause: 0, next_pause: 1 }
+        Self { tokens: Vec::new(), wanted: FIRST_DRAFTS, pause: 0, next_pause: 1, model: ModelDrafts::default() }
     }
 }
 
@@ -46,6 +50,11 @@ impl Drafts {
             return;
         }
         let limit = limit.min(self.wanted) as usize;
+        let of_model = self.model.take(known.len());
+        self.tokens.extend(of_model.into_iter().take(limit).take_while(|token| !stop_ids.contains(token)));
+        if !self.tokens.is_empty() {
+            return;
+        }
         let Some(from) = (limit > 0).then(|| look_up(known)).flatten() else { return };
         for at in from..from + limit {
             // A copy may reach into itself: what repeats goes on.
@@ -87,15 +96,19 @@ impl Sequence {
 
     /// Most drafts that a decoding sequence may have: there is memory for them, and none of them is the last token.
     fn draft_limit(&self, max_positions: u32) -> u32 {
+        self.drafts_left(max_positions).min(self.blocks.capacity_tokens() - self.len())
+    }
+
+    /// As [`Sequence::draft_limit`], whatever memory there is.
+    pub(super) fn drafts_left(&self, max_positions: u32) -> u32 {
         // What the next tokens may be, or weigh, depends on those before them.
         let depends =
             self.generated() < self.min_tokens || !self.sampling.bad_words.is_empty() || self.token_counts.is_some();
         if depends || self.for_others.is_some() {
             return 0;
         }
-        let room = self.blocks.capacity_tokens() - self.len();
         let left = (self.max_tokens - self.generated()).min(max_positions - self.len());
-        room.min(left.saturating_sub(1))
+        left.saturating_sub(1)
     }
 }
 
@@ -120,7 +133,8 @@ impl Batch {
         let Some(seq) = self.seqs.get(&chunk.seq) else { return 0 };
         let pairs = seq.drafted(chunk).iter().zip(samples);
         let accepted = pairs.take_while(|(draft, sample)| sample.token == Some(**draft)).count();
-        u32::try_from(accepted).unwrap_or(u32::MAX)
+        let unchecked = u32::from(mutants::is(Mutant::DraftUnchecked));
+        u32::try_from(accepted).unwrap_or(u32::MAX).saturating_add(unchecked).min(chunk.drafts)
     }
 
     /// Makes the accepted drafts of a chunk tokens of its sequence. Returns the chunk without the rejected ones.

@@ -7,6 +7,7 @@
 mod admission;
 mod borrowing;
 pub(crate) mod changes;
+mod draft_model;
 mod drafts;
 mod due;
 pub(crate) mod freeze;
@@ -27,12 +28,13 @@ use crate::event::Effect;
 use crate::moves::Moves;
 use crate::outcome::{Lost, Outcome, Outcomes};
 use crate::prefill::Prefills;
+use draft_model::DraftRequests;
 use due::Due;
 use freeze::FrozenDebt;
 use lagoon_backend::DeviceError;
 use lagoon_cluster::{BorrowFailure, BorrowedLease};
 use lagoon_protocol::Freeze;
-use lagoon_runner::ShareId;
+use lagoon_runner::{DraftId, Drafted, ShareId};
 use lagoon_types::limits::ADMISSION_DEADLINE_MS;
 use lagoon_types::{Chunk, GenerateRequest, InstanceId, MicroBatch, SeqId, StepPlan, TokenEvent};
 use micro_batches::MicroBatches;
@@ -51,6 +53,7 @@ pub(crate) struct Batch {
     frozen: Option<FrozenDebt>,
     counts: BatchCounts,
     due: Due,
+    draft_requests: DraftRequests,
     /// Measured time of one row of a prompt, in microseconds; 0 before the first measurement.
     prefill_us: f64,
 }
@@ -109,6 +112,11 @@ pub(crate) enum BatchEvent {
         creditor: InstanceId,
         why: &'static str,
     },
+    /// The draft model's proposals.
+    Drafted {
+        draft: DraftId,
+        seqs: Vec<Drafted>,
+    },
     /// The device has mapped shared blocks, or failed to.
     Shared {
         share: ShareId,
@@ -147,6 +155,7 @@ impl Batch {
             BatchEvent::BorrowFailed { seq, reason } => self.on_borrow_failed(cx, prefills, seq, &reason),
             BatchEvent::Lost(lost) => self.lose(cx, prefills, lost),
             BatchEvent::CreditorGone { creditor, why } => self.lose_creditor(cx, creditor, why),
+            BatchEvent::Drafted { draft, seqs } => self.on_drafted(cx, draft, seqs),
             BatchEvent::Shared { share, error } => self.on_shared(cx, others, share, error.as_ref()),
             BatchEvent::SwappedOut { seq, all } => self.end_swap_out(cx, seq, all),
             BatchEvent::StepsEnded => self.end_preempt_after_step(cx, prefills),
@@ -176,6 +185,7 @@ impl Batch {
             frozen: None,
             counts: BatchCounts::default(),
             due: Due::new(),
+            draft_requests: DraftRequests::default(),
             prefill_us: 0.0,
         }
     }

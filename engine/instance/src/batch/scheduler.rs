@@ -321,7 +321,11 @@ mod tests {
     use std::collections::BTreeMap;
 
     fn scheduler(step_rows: u32) -> Scheduler {
-        Scheduler::new(SchedulerConfig { queue: 8, running: 4, step_rows, drafts: 0 }, step_rows, None)
+        Scheduler::new(
+            SchedulerConfig { queue: 8, running: 4, step_rows, drafts: 0, draft_model: false },
+            step_rows,
+            None,
+        )
     }
 
     fn admit(s: &mut Scheduler, seq: u64, tokens: u32) {
@@ -360,7 +364,11 @@ mod tests {
 
     #[test]
     fn steps_with_remote_kv_have_a_limit_of_their_own() {
-        let mut s = Scheduler::new(SchedulerConfig { queue: 8, running: 4, step_rows: 16, drafts: 0 }, 8, None);
+        let mut s = Scheduler::new(
+            SchedulerConfig { queue: 8, running: 4, step_rows: 16, drafts: 0, draft_model: false },
+            8,
+            None,
+        );
         s.enqueue(SeqId(1), 100, 0, 0).unwrap();
         s.admit(SeqId(1), MicroBatch::Remote, 0);
         let plan = s.plan(MicroBatch::Remote, |_| true);
@@ -436,7 +444,7 @@ mod tests {
 
     #[test]
     fn what_windows_need_is_computed_before_a_lost_range_and_before_new_tokens() {
-        let config = SchedulerConfig { queue: 8, running: 4, step_rows: 8, drafts: 0 };
+        let config = SchedulerConfig { queue: 8, running: 4, step_rows: 8, drafts: 0, draft_model: false };
         let mut s = Scheduler::new(config, 8, Some(5));
         admit(&mut s, 1, 40);
         let next = |s: &mut Scheduler| {

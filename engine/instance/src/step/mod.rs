@@ -278,6 +278,9 @@ impl Steps {
         if self.flights[micro_batch.index()].is_some() {
             return;
         }
+        if batch.awaits_drafts(micro_batch, cx.now_ms) {
+            return batch.wake_for_drafts(cx.now_ms);
+        }
         let plan = batch.plan(cx, micro_batch);
         if plan.chunks.is_empty() {
             return;
@@ -437,7 +440,7 @@ impl Steps {
         let Some(flight) = self.flight(step) else { return };
         let mut held = Vec::new();
         for (index, ((seq, write), kv)) in flight.writes.iter().zip(kv).enumerate() {
-            if flight.has_drafts(*seq) {
+            if flight.has_drafts(*seq) && !mutants::is(Mutant::DraftsUnheld) {
                 held.push((layer, index, kv));
             } else {
                 send_written(cx, batch, *seq, write, layer, &kv);
@@ -534,6 +537,7 @@ impl Steps {
             }
             row0 += chunk.len;
         }
+        batch.ask_draft_model(cx, micro_batch, &flight.chunks);
     }
 
     /// Ends a step that the runner could not finish: the device or a peer's answer failed.

@@ -43,7 +43,7 @@ pub(crate) fn config() -> InstanceConfig {
         blocks_total: 4,
         lend_blocks_max: 0,
         lend_reserve_blocks: 1,
-        sched: SchedulerConfig { queue: 4, running: 4, step_rows: 64, drafts: 0 },
+        sched: SchedulerConfig { queue: 4, running: 4, step_rows: 64, drafts: 0, draft_model: false },
         remote: RemotePolicy::Ship,
         wire: DType::F32,
         fetch_tokens: 0,
