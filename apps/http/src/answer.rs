@@ -94,7 +94,7 @@ impl Answer {
             into.reasoning.push_str(&piece.reasoning);
             into.calls.extend(piece.calls);
             into.tokens.extend(piece.tokens);
-            into.finish = piece.finish;
+            (into.finish, into.stop) = (piece.finish, piece.stop);
         }
         let choices = all.into_iter().map(|piece| self.choice(piece, false)).collect();
         let reply = Reply { usage: Some(Some(self.usage())), ..self.reply(choices, false) };
@@ -231,6 +231,7 @@ impl Answer {
             content,
             logprobs,
             finish_reason: piece.finish,
+            stop_reason: piece.stop,
             prompt_token_ids: prompt_ids.then(|| self.prompts[prompt].clone()),
             prompt_logprobs: (self.endpoint == Endpoint::Completions).then(|| self.prompt_scores(prompt)).flatten(),
             token_ids: self.return_token_ids.then(|| piece.tokens.iter().map(|token| token.id).collect()),

@@ -156,6 +156,20 @@ pub(crate) enum Neutral {
 }
 
 impl Neutral {
+    /// The neutral values, for pages; `None` if there is only `null`.
+    pub(crate) fn shown(self) -> Option<String> {
+        match self {
+            Self::Null => None,
+            Self::Any => Some("any value".to_owned()),
+            Self::Number(neutral) => Some(format!("`{neutral}`")),
+            Self::Bool(neutral) => Some(format!("`{neutral}`")),
+            Self::Text(neutral) => Some(neutral.iter().map(|text| format!("`{text}`")).collect::<Vec<_>>().join(", ")),
+            Self::Empty => Some("an empty value".to_owned()),
+            Self::TextFormat => Some("`{\"type\": \"text\"}`".to_owned()),
+            Self::TextModality => Some("`[\"text\"]`".to_owned()),
+        }
+    }
+
     fn accepts(self, value: Json<'_>) -> bool {
         let is = |value: Json<'_>, wanted: &str| value.read::<&str>().is_ok_and(|text| text == wanted);
         match self {

@@ -46,6 +46,8 @@ pub(crate) struct Piece {
     pub(crate) prompt: PromptPart,
     /// Set in the sequence's last piece.
     pub(crate) finish: Option<Finish>,
+    /// Beside it, the stop string that ended the sequence.
+    pub(crate) stop: Option<String>,
 }
 
 /// Why a sequence failed.
@@ -264,7 +266,8 @@ impl Sequence {
         let first = self.rules.parser.as_ref().map_or(0, |parser| parser.calls() - calls.len());
         let calls = calls.into_iter().enumerate().map(|(at, call)| (first + at, call)).collect();
         let (tokens, prompt) = (std::mem::take(&mut self.held), std::mem::take(&mut self.prompt));
-        Piece { index: self.index, text, reasoning, calls, tokens, prompt, finish }
+        let stop = finish.and_then(|_| self.rules.stop_strings.found().map(str::to_owned));
+        Piece { index: self.index, text, reasoning, calls, tokens, prompt, finish, stop }
     }
 
     fn observe_token(&mut self) {

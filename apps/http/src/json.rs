@@ -54,6 +54,11 @@ impl<'a> Json<'a> {
         }
     }
 
+    /// Its text, as it is written.
+    pub(crate) fn text(self) -> &'a str {
+        self.0
+    }
+
     /// Length of its text.
     pub(crate) fn bytes(self) -> usize {
         self.0.len()

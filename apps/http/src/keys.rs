@@ -37,6 +37,8 @@ const KEYS_MAX: usize = 4096;
 const NAME_BYTES_MAX: usize = 128;
 /// The name of a request's key, from the gateway that has checked the key.
 pub const TENANT_HEADER: HeaderName = HeaderName::from_static("x-lagoon-tenant");
+/// Header with the key of Anthropic's clients.
+const API_KEY_HEADER: HeaderName = HeaderName::from_static("x-api-key");
 /// Headers that a proxy adds: then the connection's address is not the client's.
 const PROXY_HEADERS: [HeaderName; 3] = [header::FORWARDED, header::VIA, HeaderName::from_static("x-forwarded-for")];
 
@@ -324,8 +326,11 @@ async fn check(State(keys): State<Arc<Keys>>, mut request: Request, next: Next) 
     next.run(request).await
 }
 
-/// The token of `Authorization: Bearer TOKEN`.
+/// The token of `Authorization: Bearer TOKEN`, or that of `x-api-key`, where Anthropic's clients send it.
 fn bearer(headers: &HeaderMap) -> Option<&str> {
+    if !headers.contains_key(header::AUTHORIZATION) {
+        return headers.get(API_KEY_HEADER)?.to_str().ok().map(str::trim);
+    }
     let (scheme, token) = headers.get(header::AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
     scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
 }
@@ -337,7 +342,7 @@ fn sha256(key: &str) -> [u8; 32] {
 /// The 401 for a request without a valid key.
 #[must_use]
 pub fn unauthorized() -> ApiError {
-    let message = "a valid API key is required: send it as `Authorization: Bearer KEY`";
+    let message = "a valid API key is required: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`";
     ApiError::new(StatusCode::UNAUTHORIZED, Some("invalid_api_key"), message)
 }
 

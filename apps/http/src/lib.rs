@@ -38,6 +38,7 @@ pub mod text_jobs;
 pub mod tls;
 mod tokens;
 mod tools;
+mod translate;
 
 pub use bodies::{Bodies, Holder, Share};
 pub use client_addr::ClientAddr;
@@ -50,3 +51,4 @@ pub use serve::{Port, serve};
 pub use server::router;
 pub use state::{ServerState, unix_seconds};
 pub use text_jobs::TextJobs;
+pub use translate::{fields_page, translated};

@@ -90,6 +90,9 @@ pub(crate) struct Choice {
     pub(crate) content: Content,
     pub(crate) logprobs: Option<Logprobs>,
     pub(crate) finish_reason: Option<Finish>,
+    /// The stop string that ended the sequence, as in vLLM.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) stop_reason: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_token_ids: Option<Vec<u32>>,
     #[serde(skip_serializing_if = "Option::is_none")]

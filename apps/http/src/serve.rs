@@ -12,6 +12,7 @@ use crate::{
     },
     stalls::Stalls,
     tls::{Io, PoolConnection, PoolPeer, ServerTls},
+    translate::shape_errors,
 };
 use axum::{Extension, Router};
 use hyper::server::conn::http1;
@@ -111,6 +112,8 @@ async fn serve_beside(
         Some(keys) => guard(router, keys),
         None => router,
     };
+    // Errors of keys have the interface's shape, too.
+    let router = shape_errors(router);
     listener.local_addr()?;
     let slots = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let (stop, stopped) = watch::channel(false);

@@ -6,6 +6,7 @@ use crate::{
     generations, metrics,
     state::{ServerState, model_not_found},
     tokens,
+    translate::translated,
 };
 use axum::{
     Json, Router,
@@ -21,6 +22,12 @@ use std::{sync::Arc, time::Instant};
 /// The router of the OpenAI-compatible server. [`crate::keys::guard`] checks keys before it.
 pub fn router(state: ServerState) -> Router {
     metrics::export_at_start();
+    let (bodies, text_jobs, limits) = (state.bodies.clone(), state.text_jobs.clone(), state.limits.clone());
+    let state = Arc::new(state);
+    let chat = Router::new()
+        .route("/v1/chat/completions", post(generations::chat))
+        .route("/tokenize", post(tokens::tokenize))
+        .with_state(Arc::clone(&state));
     Router::new()
         .route("/v1/chat/completions", post(generations::chat))
         .route("/v1/completions", post(generations::completions))
@@ -31,10 +38,11 @@ pub fn router(state: ServerState) -> Router {
         .route("/health", get(health))
         .route("/metrics", get(show_metrics))
         .route("/version", get(version))
+        .with_state(state)
+        .merge(translated(chat, bodies, text_jobs, limits))
         .fallback(no_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn(observe))
-        .with_state(Arc::new(state))
 }
 
 async fn observe(request: Request, next: Next) -> Response {

@@ -1,5 +1,5 @@
 //! Fields of a chat about tools and about what its template gets: `tools`, `tool_choice`, `parallel_tool_calls`,
-//! `reasoning_effort`, `chat_template_kwargs`.
+//! `reasoning_effort`, `chat_template_kwargs`, `thinking`.
 
 use crate::{
     error::ApiError,
@@ -19,6 +19,7 @@ use std::sync::Arc;
 const RESERVED: &[&str] = &["messages", "tools", "documents", "add_generation_prompt", "lagoon_now"];
 const EFFORT: &str = "reasoning_effort";
 const VARIABLES: &str = "chat_template_kwargs";
+const THINKING: &str = "thinking";
 
 /// The fields of a chat for its template and for the parser of its answer.
 #[derive(Clone, Debug, Default)]
@@ -49,6 +50,11 @@ impl ToolFields {
             }
             variables.retain(|(name, _)| name != EFFORT);
             variables.push((EFFORT.to_owned(), Value::from(effort)));
+        }
+        if let Some(value) = fields.take(THINKING) {
+            let variable = thinking_variable(value, template)?;
+            variables.retain(|(name, _)| variable.as_ref().is_none_or(|(other, _)| name != other));
+            variables.extend(variable);
         }
         let tools = if called { tools.into() } else { Arc::default() };
         let all = Self { tools, parallel, variables };
@@ -216,6 +222,33 @@ fn take_choice(fields: &mut Fields<'_>, tools: &[Tool]) -> Result<bool, ApiError
             Err(ApiError::field(NAME, "unsupported_parameter", message))
         }
     }
+}
+
+/// `thinking`, as DeepSeek, GLM and Anthropic have it: the template's variable for it. A template without one either always
+/// or never opens reasoning: only that is accepted.
+fn thinking_variable(value: Json<'_>, template: Option<&ChatTemplate>) -> Result<Option<(String, Value)>, ApiError> {
+    let mut fields = Fields::nested(THINKING, value)?;
+    let name = fields.name("type");
+    let kind = text(&name, required(&mut fields, "type")?)?;
+    fields.finish()?;
+    let enabled = match kind.as_str() {
+        "enabled" => true,
+        "disabled" => false,
+        _ => {
+            let message = format!("the field `{name}` is `{kind}`, but must be enabled or disabled");
+            return Err(ApiError::field(name, "invalid_value", message));
+        }
+    };
+    let Some(template) = template else { return Ok(None) };
+    if let Some(variable) = ["enable_thinking", THINKING].into_iter().find(|name| template.mentions(name)) {
+        return Ok(Some((variable.to_owned(), enabled.into())));
+    }
+    if template.formats().reasoning.is_some() == enabled {
+        return Ok(None);
+    }
+    let cannot = if enabled { "has no reasoning" } else { "cannot turn reasoning off" };
+    let message = format!("the field `{name}` is `{kind}`, but the model's chat template {cannot}");
+    Err(ApiError::field(name, "unsupported_parameter", message))
 }
 
 fn take_variables(value: Json<'_>, variables: &mut Vec<(String, Value)>) -> Result<(), ApiError> {

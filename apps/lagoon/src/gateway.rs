@@ -24,7 +24,7 @@ use axum::{
 };
 use lagoon_http::client::Response as Answer;
 use lagoon_http::tls::ClientTls;
-use lagoon_http::{ApiError, Bodies, Caller, journal, server};
+use lagoon_http::{ApiError, Bodies, Caller, Limits, TextJobs, journal, server};
 use lagoon_transport::NodeRole;
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::json;
@@ -68,12 +68,17 @@ impl Gateway {
     /// The gateway's routes: `/health` and `/metrics` are its own; all others go to an instance. Keys are checked
     /// before.
     pub(crate) fn router(self) -> Router {
+        let (bodies, gateway) = (self.bodies.clone(), Arc::new(self));
+        // Replay sees chat requests only.
+        let chat = Router::new().fallback(proxy).with_state(Arc::clone(&gateway));
+        let translated = lagoon_http::translated(chat, bodies, TextJobs::default(), Limits::default());
         Router::new()
             .route("/health", get(health))
             .route("/metrics", get(show_metrics))
             .fallback(proxy)
+            .with_state(gateway)
+            .merge(translated)
             .method_not_allowed_fallback(server::wrong_method)
-            .with_state(Arc::new(self))
     }
 }
 

@@ -76,6 +76,8 @@ mod transfers;
 #[cfg(not(target_os = "linux"))]
 #[path = "transfers_none.rs"]
 mod transfers;
+#[cfg(test)]
+mod translated_tests;
 mod turn;
 mod up;
 mod upstreams;

@@ -25,6 +25,8 @@ enum Page {
     Metrics,
     /// docs/reference/models.md
     Models,
+    /// docs/reference/fields.md
+    Fields,
 }
 
 /// Prints a page.
@@ -33,6 +35,7 @@ pub(crate) fn run(args: &ReferenceArgs) {
         Page::Flags => flags(),
         Page::Metrics => metrics(),
         Page::Models => models(),
+        Page::Fields => lagoon_http::fields_page(),
     };
     out!("{text}");
 }

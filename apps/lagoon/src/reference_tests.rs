@@ -11,7 +11,12 @@ fn page(name: &str) -> String {
 
 #[test]
 fn the_pages_are_what_the_program_prints() {
-    for (name, text) in [("flags.md", flags()), ("metrics.md", metrics()), ("models.md", models())] {
+    for (name, text) in [
+        ("flags.md", flags()),
+        ("metrics.md", metrics()),
+        ("models.md", models()),
+        ("fields.md", lagoon_http::fields_page()),
+    ] {
         assert!(page(name) == text, "docs/reference/{name} is stale\nhint: cargo xtask docs");
     }
 }

@@ -438,4 +438,4 @@ impl Pending {
 
 #[cfg(test)]
 #[path = "replay_tests.rs"]
-mod tests;
+pub(crate) mod tests;

@@ -11,16 +11,16 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
 /// Characters of one to four bytes, each byte a token.
-const TEXT: &str = "aé漢🌊b — ünd §";
+pub(crate) const TEXT: &str = "aé漢🌊b — ünd §";
 
-fn limits() -> ReplayLimits {
+pub(crate) fn limits() -> ReplayLimits {
     let (deadline, pause) = (Duration::from_millis(300), Duration::from_millis(5));
     ReplayLimits { replays_max: 4, fruitless_max: usize::MAX, deadline, pause, silence: Duration::from_millis(50) }
 }
 
 /// Passes requests on to `server` and its answers back, and breaks the connection after so many of an answer's events,
 /// in the middle of the next.
-async fn cut_after(server: &str, events: usize) -> String {
+pub(crate) async fn cut_after(server: &str, events: usize) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let server: SocketAddr = server.trim_start_matches("http://").parse().unwrap();

@@ -27,7 +27,8 @@ pub struct StopStrings {
     stops: Vec<String>,
     /// Text that may be the beginning of a stop string.
     held: String,
-    stopped: bool,
+    /// The stop string that was found.
+    found: Option<usize>,
     /// The text ends behind the stop string, not before it.
     included: bool,
 }
@@ -44,7 +45,7 @@ impl StopStrings {
         if let Some(long) = stops.iter().find(|stop| stop.len() > STOP_BYTES_MAX) {
             return Err(StopError::TooLong { bytes: long.len() });
         }
-        Ok(Self { stops, held: String::new(), stopped: false, included: false })
+        Ok(Self { stops, held: String::new(), found: None, included: false })
     }
 
     /// With `included`, the stop string that ends the text is its last part.
@@ -56,16 +57,18 @@ impl StopStrings {
     /// Takes the next piece and appends the text that cannot be part of a stop string to `out`. Returns whether a stop
     /// string is complete; from then on it appends nothing.
     pub fn push(&mut self, piece: &str, out: &mut String) -> bool {
-        if self.stopped {
+        if self.found.is_some() {
             return true;
         }
         self.held.push_str(piece);
         // The end that comes first wins; of stop strings with that end, the longest, which begins first.
-        let find = |stop: &String| self.held.find(stop.as_str()).map(|start| (start + stop.len(), start));
-        if let Some((end, start)) = self.stops.iter().filter_map(find).min() {
+        let find = |(index, stop): (usize, &String)| {
+            self.held.find(stop.as_str()).map(|start| (start + stop.len(), start, index))
+        };
+        if let Some((end, start, index)) = self.stops.iter().enumerate().filter_map(find).min() {
             out.push_str(&self.held[..if self.included { end } else { start }]);
             self.held.clear();
-            self.stopped = true;
+            self.found = Some(index);
             return true;
         }
         let keep_from = self.undecided_from();
@@ -83,7 +86,13 @@ impl StopStrings {
     /// Whether a stop string was found.
     #[must_use]
     pub fn stopped(&self) -> bool {
-        self.stopped
+        self.found.is_some()
+    }
+
+    /// The stop string that was found.
+    #[must_use]
+    pub fn found(&self) -> Option<&str> {
+        self.found.map(|index| self.stops[index].as_str())
     }
 
     /// Start of the longest suffix of `held` that is a prefix of a stop string.

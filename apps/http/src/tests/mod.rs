@@ -1,9 +1,11 @@
 //! The server seen by its clients, over real sockets, with a scripted engine.
 
+mod anthropic;
 mod cancel;
 mod errors;
 mod fields;
 mod options;
+mod responses;
 mod streams;
 mod tools;
 mod whole;
@@ -64,6 +66,21 @@ impl Client {
 
     async fn post(&self, path: &str, body: Value) -> Reply {
         Reply::of(self.http.post(self.url(path)).json(&body).send().await.unwrap()).await
+    }
+
+    /// The request's events: names and data.
+    async fn events(&self, path: &str, body: Value) -> Vec<(String, Value)> {
+        let reply = self.post(path, body).await;
+        assert_eq!(reply.status, 200, "{}", reply.text);
+        assert_eq!(reply.headers["content-type"], "text/event-stream; charset=utf-8");
+        let event = |text: &str| {
+            let (name, data) = text.split_once('\n').unwrap();
+            let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
+            let name = name.strip_prefix("event: ").unwrap().to_owned();
+            assert_eq!(data["type"], name);
+            (name, data)
+        };
+        reply.text.split_terminator("\n\n").map(event).collect()
     }
 
     async fn raw(&self, path: &str, body: impl Into<reqwest::Body>) -> Reply {

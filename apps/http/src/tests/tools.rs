@@ -10,9 +10,9 @@ use std::{path::Path, sync::Arc};
 const TEMPLATE: &str = r#"{% if tools %}{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}{% endif %}{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{% if m.content is not none %}{{ m.content }}{% endif %}{% for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}
 {% endfor %}{{ reasoning_effort }}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% elif add_generation_prompt %}<think>{% endif %}"#;
-const CALL: &str = r#"<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>"#;
+pub(super) const CALL: &str = r#"<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>"#;
 
-async fn client(engine: &Arc<ScriptedEngine>) -> Client {
+pub(super) async fn client(engine: &Arc<ScriptedEngine>) -> Client {
     let template = ChatTemplate::new(Path::new("scripted"), TEMPLATE, &TokenizerConfig::default()).unwrap();
     let state = scripted::state(engine.clone());
     Client::new(crate::ServerState { formats: template.formats(), template: Some(Arc::new(template)), ..state }).await
