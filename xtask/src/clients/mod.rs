@@ -183,7 +183,6 @@ fn run_client(place: &Place<'_>, client: &Client, python: &Path, pool: &Pool) ->
         .envs(pool.variables())
         .env("LAGOON_SCRATCH", &scratch)
         .env("PYTHONUNBUFFERED", "1")
-        .env("PYTHONDONTWRITEBYTECODE", "1")
         // No proxy stands between this machine and itself.
         .env("NO_PROXY", "127.0.0.1")
         .env("no_proxy", "127.0.0.1")
