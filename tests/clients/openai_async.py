@@ -73,9 +73,9 @@ async def a_cancelled_request_frees_its_memory():
     messages, expected = pool.long_chat()
     async with client() as openai_client:
         request = asyncio.create_task(openai_client.chat.completions.create(
-            model=pool.MODEL, messages=messages, max_tokens=600, extra_body={"ignore_eos": True}
+            model=pool.MODEL, messages=messages, max_tokens=1500, extra_body={"ignore_eos": True}
         ))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
         request.cancel()
         try:
             await request
