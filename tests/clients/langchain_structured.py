@@ -9,7 +9,8 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 chat = ChatOpenAI(
-    base_url=f"{pool.URL}/v1", api_key=pool.KEY, model=pool.MODEL, temperature=0, max_retries=0, max_tokens=200
+    base_url=f"{pool.URL}/v1", api_key=pool.KEY, model=pool.MODEL, temperature=0, max_retries=0, max_tokens=200,
+    logit_bias={int(id): bias for id, bias in pool.no_white_space().items()},
 )
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 OPTIONS = {"base_url": f"{pool.URL}/v1", "api_key": pool.KEY, "max_retries": 0, "timeout": pool.TIMEOUT_S}
 client = OpenAI(**OPTIONS)
+DENSE = pool.no_white_space()
 
 
 class State(str, Enum):
@@ -36,7 +37,7 @@ FUNCTION = {"name": "report", "description": "Reports.", "parameters": SCHEMA, "
 def ask(**extra):
     messages, _ = pool.long_chat()
     return client.chat.completions.create(
-        model=pool.MODEL, messages=messages, temperature=0, **{"max_tokens": 200, **extra}
+        model=pool.MODEL, messages=messages, temperature=0, **{"max_tokens": 200, "logit_bias": DENSE, **extra}
     )
 
 
@@ -61,7 +62,7 @@ def json_schema():
 def parsed():
     messages, _ = pool.long_chat("lamp room")
     answer = client.chat.completions.parse(
-        model=pool.MODEL, messages=messages, temperature=0, max_tokens=200, response_format=Report
+        model=pool.MODEL, messages=messages, temperature=0, max_tokens=200, logit_bias=DENSE, response_format=Report
     )
     report = answer.choices[0].message.parsed
     assert isinstance(report, Report) and isinstance(report.gate, State), answer
@@ -96,7 +97,7 @@ def asynchronous():
         async with AsyncOpenAI(**OPTIONS) as other:
             messages, _ = pool.long_chat("stone pantry")
             answer = await other.chat.completions.parse(
-                model=pool.MODEL, messages=messages, temperature=0, max_tokens=200, response_format=Report
+                model=pool.MODEL, messages=messages, temperature=0, max_tokens=200, logit_bias=DENSE, response_format=Report
             )
             assert isinstance(answer.choices[0].message.parsed, Report), answer
     asyncio.run(one())

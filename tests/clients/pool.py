@@ -107,6 +107,14 @@ def tokens(**body):
     return ask("/tokenize", **body)["count"]
 
 
+def no_white_space():
+    """A `logit_bias` against tokens of white space only: a grammar that allows it everywhere may not be left in it."""
+    tokenizer = json.loads((Path(MODEL_DIR) / "tokenizer.json").read_text(encoding="utf-8"))
+    # As byte-level BPE writes a space, a line break, a tab and a carriage return.
+    blank = set("\u0120\u010a\u0109\u010d")
+    return {str(id): -100 for token, id in tokenizer["model"]["vocab"].items() if set(token) <= blank}
+
+
 def instances():
     """Rows of the pool's instances."""
     status, _, value = request("/lagoon/status")
