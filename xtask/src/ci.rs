@@ -28,7 +28,9 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     }
     let clients = good(clients::run(root, &clients::Options::default()));
     // The numbers of tests and the failures come last, where they are seen at the end of a long log.
-    for (name, _) in checks.iter().chain([&("gpu-rehearse", rehearsal), &("clients", clients)]).filter(|(_, good)| !good) {
+    for (name, _) in
+        checks.iter().chain([&("gpu-rehearse", rehearsal), &("clients", clients)]).filter(|(_, good)| !good)
+    {
         println!("error: {name} failed");
     }
     println!("{tests}");

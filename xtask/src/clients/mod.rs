@@ -289,7 +289,10 @@ mod tests {
         assert_eq!(outcome_before(heavy, &plain), Some(Outcome::Left));
         assert_eq!(outcome_before(heavy, &Options { all: true, ..Options::default() }), None);
         for name in NOT_YET {
-            assert_eq!(outcome_before(named(name), &Options { all: true, ..Options::default() }), Some(Outcome::NotYet));
+            assert_eq!(
+                outcome_before(named(name), &Options { all: true, ..Options::default() }),
+                Some(Outcome::NotYet)
+            );
             let only = Options { only: vec![(*name).to_owned()], ..Options::default() };
             assert_eq!((outcome_before(named(name), &only), outcome_before(sync, &only)), (None, Some(Outcome::Left)));
         }

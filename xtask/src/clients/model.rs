@@ -22,7 +22,9 @@ pub(super) fn write(source: &Path, dir: &Path) -> Result<()> {
     for name in ["config.json", "generation_config.json", "model.safetensors"] {
         std::fs::copy(source.join(name), dir.join(name)).with_context(|| format!("copy {name}"))?;
     }
-    for (name, change) in [("tokenizer.json", rename as fn(&mut Value) -> Result<()>), ("tokenizer_config.json", retell)] {
+    for (name, change) in
+        [("tokenizer.json", rename as fn(&mut Value) -> Result<()>), ("tokenizer_config.json", retell)]
+    {
         let text = std::fs::read(source.join(name)).with_context(|| format!("read {name}"))?;
         let mut value = serde_json::from_slice(&text).with_context(|| format!("parse {name}"))?;
         change(&mut value).context(name)?;
@@ -72,7 +74,8 @@ mod tests {
         rename(&mut tokenizer).unwrap();
         let vocab = tokenizer["model"]["vocab"].as_object().unwrap();
         assert_eq!((vocab.len(), &vocab["7"], &vocab[RENAMED[0].1]), (3, &json!(1), &json!(2)));
-        let ids: Vec<u64> = tokenizer["added_tokens"].as_array().unwrap().iter().filter_map(|t| t["id"].as_u64()).collect();
+        let ids: Vec<u64> =
+            tokenizer["added_tokens"].as_array().unwrap().iter().filter_map(|t| t["id"].as_u64()).collect();
         assert_eq!(ids, [2, 3, 4]);
         assert!(rename(&mut tokenizer).is_err(), "they are gone");
     }
