@@ -1,5 +1,5 @@
 //! `cargo xtask ci`, called by .ci/run: cargo-deny and tint if installed, the CUDA kernels' hash and budget, the test
-//! command, the rehearsal of the commands for a GPU, then the demo.
+//! command, the rehearsal of the commands for a GPU, the demo, then clients from PyPI.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::{deny, gpu_rehearse, kernels, test, wgsl};
+use crate::{clients, deny, gpu_rehearse, kernels, test, wgsl};
 
 /// Time limit of the demo's answer, after the build, as the README promises.
 const DEMO_SECONDS_MAX: u64 = 60;
@@ -26,12 +26,15 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
         Ok(line) => println!("demo: ok: {line}"),
         Err(error) => println!("error: the demo failed: {error:#}"),
     }
+    let clients = good(clients::run(root, &clients::Options::default()));
     // The numbers of tests and the failures come last, where they are seen at the end of a long log.
-    for (name, _) in checks.iter().chain([&("gpu-rehearse", rehearsal)]).filter(|(_, good)| !good) {
+    for (name, _) in
+        checks.iter().chain([&("gpu-rehearse", rehearsal), &("clients", clients)]).filter(|(_, good)| !good)
+    {
         println!("error: {name} failed");
     }
     println!("{tests}");
-    Ok(tests.good() && demo.is_ok() && rehearsal && checks.iter().all(|(_, good)| *good))
+    Ok(tests.good() && demo.is_ok() && rehearsal && clients && checks.iter().all(|(_, good)| *good))
 }
 
 /// Whether a check passed; prints the error of one that could not run, so that the others still do.

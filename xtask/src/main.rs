@@ -12,6 +12,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 mod ci;
+mod clients;
 mod deny;
 mod docs;
 mod environment;
@@ -73,7 +74,10 @@ enum Command {
     Deny,
     /// Rewrite the hash in WIRE.md after the protocol's page was brought up to date
     WireLock,
-    /// What CI runs: `test`, the rehearsal of the GPU's commands, the demo
+    /// Run clients from PyPI (openai, LangChain, anthropic, lm-eval) against a pool whose requests borrow; pip installs them
+    /// below the target folder on first use
+    Clients(clients::Options),
+    /// What CI runs: `test`, the rehearsal of the GPU's commands, the demo, the clients
     Ci,
 }
 
@@ -100,6 +104,7 @@ fn run(command: &Command) -> Result<bool> {
         Command::Docs => docs::run(&root),
         Command::Deny => deny::run(&root),
         Command::WireLock => tidy::wire::lock(&root),
+        Command::Clients(options) => clients::run(&root, options),
         Command::Ci => ci::run(&root),
     }
 }

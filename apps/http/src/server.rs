@@ -35,6 +35,7 @@ pub fn router(state: ServerState) -> Router {
         .route("/v1/models/{*id}", get(model))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
+        .route("/tokenizer_info", get(tokens::tokenizer_info))
         .route("/health", get(health))
         .route("/metrics", get(show_metrics))
         .route("/version", get(version))

@@ -218,6 +218,18 @@ impl ChatTemplate {
         self.special.iter().any(|(special, _)| *special == name)
     }
 
+    /// Special tokens by the names that templates use.
+    #[must_use]
+    pub fn special_tokens(&self) -> &[(&'static str, String)] {
+        &self.special
+    }
+
+    /// The template's text.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        &self.source
+    }
+
     /// How the template writes tool calls and reasoning, as far as its text shows.
     #[must_use]
     pub fn formats(&self) -> Formats {
