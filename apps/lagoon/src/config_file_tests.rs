@@ -115,7 +115,7 @@ fn clap_checks_what_the_file_says() {
     let given = ["lagoon".into(), "serve".into(), "m".into(), "--config".into(), file.path().as_os_str().to_owned()];
     let Err(Refused::Message(text)) = command_line::read(given.to_vec()) else { panic!("it was read") };
     assert!(text.contains("invalid value 'many' for '--kv-tokens <N>'"), "{text}");
-    assert!(text.contains(" adds --kv-tokens, --api-key\n") && !text.contains("secret"), "{text}");
+    assert!(text.contains(" adds --api-key, --kv-tokens\n") && !text.contains("secret"), "{text}");
 }
 
 /// No list of keys stands beside the flags: each flag of each command is one.

@@ -217,10 +217,9 @@ fn find(flag: &str) -> Option<Lagoon> {
 
 /// The foreign flag that clap's error is about: as it stands on the command line, for `-ngl 99` is `-n` to clap.
 fn flag<'a>(unknown: &str, arguments: &'a [String]) -> Option<&'a str> {
-    let names = arguments.iter().map(|argument| argument.split_once('=').map_or(argument.as_str(), |(name, _)| name));
-    names
-        .filter(|name| *name == unknown || (unknown.len() == 2 && !name.starts_with("--") && name.starts_with(unknown)))
-        .next()
+    let mut names =
+        arguments.iter().map(|argument| argument.split_once('=').map_or(argument.as_str(), |(name, _)| name));
+    names.find(|name| *name == unknown || (unknown.len() == 2 && !name.starts_with("--") && name.starts_with(unknown)))
 }
 
 /// The message for a command line that clap refused because of a foreign flag; `None` for any other.

@@ -75,10 +75,10 @@ fn look_up(
 /// `--host` and `--port`: parts of an address that another flag gives whole.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub(crate) struct HostPortArgs {
-    /// The host of the HTTP endpoint's address, in place of the one in ADDR.
+    /// Host of the HTTP endpoint, in place of the one in --http or --listen.
     #[arg(long, value_name = "HOST", value_parser = host)]
     host: Option<IpAddr>,
-    /// The port of the HTTP endpoint's address, in place of the one in ADDR.
+    /// Port of the HTTP endpoint, in place of the one in --http or --listen.
     #[arg(long, value_name = "PORT")]
     port: Option<u16>,
 }

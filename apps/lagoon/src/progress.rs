@@ -23,7 +23,7 @@ impl Unit {
     fn numbers(self) -> &'static str {
         match self {
             Self::Bytes => "{bytes}/{total_bytes} {bytes_per_sec}",
-            Self::Tokens => "{pos}/{len} tokens {per_sec}",
+            Self::Tokens => "{pos}/{len} tokens {elapsed}",
             Self::Requests => "{pos}/{len} requests {elapsed}",
             Self::Instances => "{pos}/{len} instances",
         }
@@ -56,7 +56,9 @@ mod tests {
     use super::*;
     use indicatif::InMemoryTerm;
 
-    const UNITS: [Unit; 4] = [Unit::Bytes, Unit::Tokens, Unit::Requests, Unit::Instances];
+    /// The units, with the largest numbers that there are of them.
+    const UNITS: [(Unit, u64); 4] =
+        [(Unit::Bytes, 999_999_999_999), (Unit::Tokens, 1 << 22), (Unit::Requests, 1_000_000), (Unit::Instances, 64)];
 
     /// A bar halfway, on a terminal with so many columns.
     fn halfway(columns: u16, what: &str, total: u64, unit: Unit) -> (InMemoryTerm, ProgressBar) {
@@ -70,9 +72,9 @@ mod tests {
     #[test]
     fn a_bar_is_one_line_of_the_terminal() {
         for columns in [80, 120] {
-            for unit in UNITS {
+            for (unit, total) in UNITS {
                 for what in ["downloading", "model-00001-of-00030.safetensors (17/30)"] {
-                    let (terminal, _bar) = halfway(columns, what, 123_456_789_012, unit);
+                    let (terminal, _bar) = halfway(columns, what, total, unit);
                     let text = terminal.contents();
                     assert_eq!(text.lines().count(), 1, "{unit:?} at {columns} columns:\n{text}");
                     assert!(text.starts_with(&what[..11]) && text.contains("=>"), "{unit:?}: {text}");
@@ -84,7 +86,7 @@ mod tests {
 
     #[test]
     fn a_bar_is_gone_when_it_is_done() {
-        for unit in UNITS {
+        for (unit, _) in UNITS {
             let (terminal, bar) = halfway(80, "quantizing", 100, unit);
             assert!(terminal.contents().contains("quantizing"));
             bar.finish_and_clear();

@@ -3,7 +3,7 @@
 use crate::Cli;
 use crate::log::{out, outln};
 use anyhow::Context;
-use clap::CommandFactory as _;
+use clap::{Command, CommandFactory as _};
 use clap_complete::Shell;
 use std::path::PathBuf;
 
@@ -17,9 +17,20 @@ pub(crate) struct CompletionsArgs {
 
 /// Prints the completions of a shell.
 pub(crate) fn completions(args: &CompletionsArgs) {
+    out!("{}", text(args.shell));
+}
+
+fn text(shell: Shell) -> String {
     let mut text = Vec::new();
-    clap_complete::generate(args.shell, &mut Cli::command(), "lagoon", &mut text);
-    out!("{}", String::from_utf8_lossy(&text));
+    clap_complete::generate(shell, &mut shown(), "lagoon", &mut text);
+    String::from_utf8_lossy(&text).into_owned()
+}
+
+/// The commands that people use: generators of some shells list hidden ones, too.
+fn shown() -> Command {
+    let cli = Cli::command();
+    let commands = cli.get_subcommands().filter(|command| !command.is_hide_set()).cloned();
+    Command::new("lagoon").version(env!("CARGO_PKG_VERSION")).args(cli.get_arguments().cloned()).subcommands(commands)
 }
 
 /// `lagoon man`.
@@ -49,9 +60,7 @@ mod tests {
     #[test]
     fn every_shell_has_the_commands_and_flags() {
         for shell in Shell::value_variants() {
-            let mut text = Vec::new();
-            clap_complete::generate(*shell, &mut Cli::command(), "lagoon", &mut text);
-            let text = String::from_utf8(text).unwrap();
+            let text = text(*shell);
             for word in ["gmanager", "quantize", "kv-tokens", "completions"] {
                 assert!(text.contains(word), "{shell}: {word}");
             }
