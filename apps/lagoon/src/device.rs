@@ -6,8 +6,9 @@ use crate::calibration_cache::{self as cache, Key};
 use crate::cuda_tuning;
 use crate::draft::DraftModel;
 use crate::log;
-use crate::model::{OpenModel, bytes_bar, conversion};
+use crate::model::{OpenModel, conversion};
 use crate::placement::Chosen;
+use crate::progress::{self, Unit};
 use anyhow::Context;
 use lagoon_backend::{Device, DeviceInfo, VirtualMemory, WeightFormat, cpu::CpuDevice};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
@@ -279,7 +280,7 @@ pub(crate) fn load<D: Device>(
     if let Some(text) = conversion(&model.id, checkpoint, &model.config, model.dtype, takes) {
         log::notice(&text);
     }
-    let bar = bytes_bar("loading weights");
+    let bar = progress::bar("loading weights", 0, Unit::Bytes);
     let weights = Weights::load(device, checkpoint, &model.config, args.dtype, &mut |done, all| {
         bar.set_length(all);
         bar.set_position(done);

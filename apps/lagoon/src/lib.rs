@@ -9,6 +9,8 @@ mod admin;
 mod api_client;
 mod args;
 mod bench;
+mod bench_dataset;
+mod bench_page;
 mod bench_trace;
 mod beside;
 mod bundled;
@@ -17,6 +19,10 @@ mod calibration_cache;
 mod capacity;
 mod certs;
 mod chat;
+mod chat_input;
+mod chat_screen;
+mod command_line;
+mod config_file;
 mod cuda_trial;
 mod cuda_tuning;
 mod demo;
@@ -28,11 +34,13 @@ mod election;
 mod engine;
 mod etcd;
 mod file_limit;
+mod foreign_flags;
 mod gateway;
 mod gateway_counts;
 mod gmanager;
 mod gmanager_metrics;
 mod health_port;
+mod hosts;
 mod interfaces;
 mod jitter;
 mod kv;
@@ -41,6 +49,7 @@ mod lent_memory;
 mod local;
 mod log;
 mod loop_thread;
+mod markdown;
 mod metrics_table;
 mod model;
 mod model_size;
@@ -57,6 +66,8 @@ mod placement;
 mod pool_client;
 mod pool_watch;
 mod port;
+mod progress;
+mod pull;
 mod quantize;
 mod quiet;
 mod reference;
@@ -66,6 +77,7 @@ mod retry_budget;
 mod role;
 mod scratch;
 mod serve;
+mod shell;
 mod shutdown;
 mod status;
 mod table;
@@ -80,6 +92,7 @@ mod transfers;
 mod translated_tests;
 mod turn;
 mod up;
+mod up_choices;
 mod upstreams;
 mod watch;
 #[cfg(target_os = "linux")]
@@ -88,6 +101,7 @@ mod writers_here;
 pub use device::{Devices, Loading, OwnDevices, Running};
 
 use clap::{Parser, Subcommand};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -96,13 +110,16 @@ const BACKGROUND_WAIT: Duration = Duration::from_millis(500);
 
 /// Serve long-context LLMs from a pool of instances that lend each other KV cache.
 #[derive(Debug, Parser)]
-#[command(name = "lagoon", version, propagate_version = true)]
+#[command(name = "lagoon", version, propagate_version = true, max_term_width = 120)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
     /// Log filter (tracing syntax), on standard error.
     #[arg(long, global = true, default_value = "warn", env = "LAGOON_LOG")]
     log: String,
+    /// Read flags from this TOML file, which has a table for each command; the command line and the environment win over it.
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -129,12 +146,18 @@ enum Command {
     Role(role::RoleArgs),
     /// List requests' rBlocks and move them by hand.
     Kv(kv::KvArgs),
+    /// Download a model from the hub, or what is missing of it, and verify it.
+    Pull(pull::PullArgs),
     /// Write a model as a GGUF file with packed weights.
     Quantize(quantize::QuantizeArgs),
     /// The cluster's certificates.
     Certs(certs::CertsArgs),
     /// Print this machine's adapters, UDP buffers, ports, versions.
     Doctor(doctor::DoctorArgs),
+    /// Print completions for a shell.
+    Completions(shell::CompletionsArgs),
+    /// Write manual pages, one for each command.
+    Man(shell::ManArgs),
     /// Trial of a CUDA device's kernels for `serve`, in a process of its own, as it may crash.
     #[command(hide = true)]
     CudaTrial(cuda_trial::CudaTrialArgs),
@@ -152,7 +175,7 @@ impl Command {
 
 /// Runs this process's command line; instances run on `devices`.
 pub fn main(devices: &'static dyn Devices) -> ExitCode {
-    let cli = Cli::parse();
+    let cli = command_line::parse();
     quiet::restart_without_display_probe();
     // Dropped last: flushes the command's log lines.
     let _logging = log::start(&cli.log);
@@ -169,7 +192,7 @@ pub fn main(devices: &'static dyn Devices) -> ExitCode {
 fn dispatch(command: Command, devices: &'static dyn Devices) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let done = |()| ExitCode::SUCCESS;
-    let result = runtime.block_on(async {
+    let run = async {
         match command {
             Command::Demo(args) => shutdown::unless_stopped(demo::run(args)).await,
             Command::Up(args) => up::run(*args).await.map(done),
@@ -182,14 +205,28 @@ fn dispatch(command: Command, devices: &'static dyn Devices) -> anyhow::Result<E
             Command::Drain(args) => drain::run(args).await.map(done),
             Command::Role(args) => role::run(args).await.map(done),
             Command::Kv(args) => kv::run(args).await.map(done),
+            Command::Pull(args) => pull::run(args).await.map(done),
             Command::Quantize(args) => quantize::run(args).await.map(done),
             Command::Certs(args) => certs::run(args).map(done),
             Command::Doctor(args) => shutdown::unless_stopped(doctor::run(args)).await.map(done),
+            Command::Completions(args) => {
+                shell::completions(&args);
+                Ok(ExitCode::SUCCESS)
+            }
+            Command::Man(args) => shell::man(&args).map(done),
             Command::CudaTrial(args) => cuda_trial::run(&args).map(done),
             Command::Reference(args) => {
                 reference::run(&args);
                 Ok(ExitCode::SUCCESS)
             }
+        }
+    };
+    let result = runtime.block_on(async {
+        tokio::select! {
+            biased;
+            result = run => result,
+            // `lagoon demo | head -1`: the reader has enough. Dropping the command ends its processes and removes its files.
+            () = log::closed() => Ok(ExitCode::SUCCESS),
         }
     });
     // Work on other threads (tokenising a long prompt) is not waited for.
