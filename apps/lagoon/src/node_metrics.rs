@@ -34,13 +34,13 @@ impl NodeMetrics {
         let of = &status.instance;
         match self.beside {
             Some(TierKind::Host) => {
-                gauge!("lagoon_host_kv_blocks_total").set(of.blocks_total);
+                gauge!("lagoon_host_kv_blocks").set(of.blocks_total);
                 gauge!("lagoon_host_kv_blocks_free").set(of.blocks_free);
                 gauge!("lagoon_host_kv_blocks_lent").set(of.blocks_lent);
                 return;
             }
             Some(TierKind::Lent) => {
-                gauge!("lagoon_lent_kv_blocks_total").set(of.blocks_total);
+                gauge!("lagoon_lent_kv_blocks").set(of.blocks_total);
                 gauge!("lagoon_lent_kv_blocks_free").set(of.blocks_free);
                 gauge!("lagoon_lent_kv_blocks_lent").set(of.blocks_lent);
                 counter!("lagoon_lent_kv_blocks_sealed_total").absolute(of.peer_access.sealed);
@@ -48,11 +48,11 @@ impl NodeMetrics {
             }
             None => {}
         }
-        gauge!("lagoon_kv_blocks_total").set(of.blocks_total);
+        gauge!("lagoon_kv_blocks").set(of.blocks_total);
         gauge!("lagoon_kv_blocks_free").set(of.blocks_free);
         gauge!("lagoon_kv_blocks_lent").set(of.blocks_lent);
         gauge!("lagoon_kv_blocks_borrowed").set(of.blocks_borrowed);
-        counter!("lagoon_kv_blocks_borrowed_total").absolute(of.blocks_borrowed_total);
+        counter!("lagoon_kv_borrowed_blocks_total").absolute(of.blocks_borrowed_total);
         gauge!("lagoon_requests_running").set(as_f64(of.running));
         gauge!("lagoon_requests_waiting").set(as_f64(of.waiting));
         counter!("lagoon_preemptions_total", "kind" => "recompute").absolute(of.preemptions);
