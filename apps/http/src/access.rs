@@ -21,8 +21,8 @@ use std::{
 
 /// Response header with the [`Report`] of an instance, for a gateway.
 pub const REPORT_HEADER: HeaderName = HeaderName::from_static("x-lagoon-report");
-/// Longest path in the log, in bytes.
-const PATH_BYTES_MAX: usize = 128;
+/// Longest path in the log, in characters.
+const PATH_LEN_MAX: usize = 128;
 /// Outcome of a request whose client left before the end of the response.
 const CLIENT_LEFT: &str = "client_left";
 
@@ -108,8 +108,9 @@ impl Default for Record {
 
 impl Record {
     pub(crate) fn new(id: &str, method: &Method, path: &str) -> Self {
-        let path = path.get(..PATH_BYTES_MAX).unwrap_or(path);
-        let line = Line { id: id.to_owned(), method: method.to_string(), path: path.to_owned(), ..Line::default() };
+        let shown = |c: char| if c.is_ascii_graphic() { c } else { '?' };
+        let path = path.chars().take(PATH_LEN_MAX).map(shown).collect();
+        let line = Line { id: id.to_owned(), method: method.to_string(), path, ..Line::default() };
         Self(Arc::new(Mutex::new(Known { begun: Instant::now(), line, error: None })))
     }
 

@@ -87,7 +87,7 @@ impl ScriptedEngine {
     ) -> Arc<Self> {
         let info = EngineInfo {
             model_id: "lagoon/scripted".to_owned(),
-            aliases: ["scripted".to_owned()].into(),
+            aliases: Arc::default(),
             max_model_tokens: 512,
             capacity_tokens: Some(256),
             vocab_size: VOCAB,
@@ -100,6 +100,18 @@ impl ScriptedEngine {
     #[must_use]
     pub fn saying(text: &'static str) -> Arc<Self> {
         Self::new(move |request| Ok(say(text, request)))
+    }
+
+    /// As [`Self::saying`], of a model with another name or more.
+    ///
+    /// # Panics
+    /// Never.
+    #[must_use]
+    pub fn named(text: &'static str, aliases: &[&str]) -> Arc<Self> {
+        let mut engine = Self::saying(text);
+        let info = &mut Arc::get_mut(&mut engine).expect("a new engine has one owner").info;
+        info.aliases = aliases.iter().map(|&name| name.to_owned()).collect();
+        engine
     }
 
     /// The requests that came in, in order.

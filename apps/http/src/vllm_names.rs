@@ -51,12 +51,12 @@ fn gauges(of: &Exposition) -> Vec<Derived> {
 fn counters(of: &Exposition) -> Vec<Derived> {
     // Our outcomes by vLLM's reasons.
     let reasons = [("stop", &["stop"][..]), ("length", &["length", "kv_capacity"]), ("abort", &["cancelled"]), ("error", &["failed"])];
-    let ended = |outcomes: &[&str]| {
-        let of = samples(of, "lagoon_sequences_total");
-        of.filter(|sample| sample.label("outcome").is_some_and(|outcome| outcomes.contains(&outcome))).map(Sample::number)
+    let ended = |outcomes: &[&str]| -> f64 {
+        let is_of = |sample: &&Sample| sample.label("outcome").is_some_and(|outcome| outcomes.contains(&outcome));
+        samples(of, "lagoon_sequences_total").filter(is_of).map(Sample::number).sum()
     };
     let ended = reasons.map(|(reason, outcomes)| {
-        Sample::new(vec![("finished_reason".to_owned(), reason.to_owned())], ended(outcomes).sum::<f64>())
+        Sample::new(vec![("finished_reason".to_owned(), reason.to_owned())], ended(outcomes))
     });
     let preemptions: Vec<f64> = samples(of, "lagoon_preemptions_total").map(Sample::number).collect();
     let preemptions = (!preemptions.is_empty()).then(|| Sample::new(Vec::new(), preemptions.iter().sum::<f64>()));
