@@ -255,7 +255,7 @@ const PREFILL: &[Metric] = &[
         "Requests whose prompt is computed on a prefill worker or waits to be read from there.",
     ),
     Metric::gauge(
-        "lagoon_prefill_jobs",
+        "lagoon_prefill_jobs_held",
         "requests",
         &[],
         "Prompts that this prefill worker computes or holds for decode workers.",

@@ -143,7 +143,7 @@ pub(crate) fn record_prefill_times(times: &LastTimes) {
 fn record_prefill(of: &PrefillStatus) {
     gauge!("lagoon_prefill_workers").set(as_f64(of.workers));
     gauge!("lagoon_prefill_away").set(as_f64(of.away));
-    gauge!("lagoon_prefill_jobs").set(as_f64(of.jobs));
+    gauge!("lagoon_prefill_jobs_held").set(as_f64(of.jobs));
     gauge!("lagoon_prefill_queued_tokens").set(f64::from(u32::try_from(of.queued_tokens).unwrap_or(u32::MAX)));
     let states = [("pulled", of.pulled), ("retried", of.retried), ("own", of.own)];
     states.iter().for_each(|(state, n)| counter!("lagoon_prefill_prompts_total", "state" => *state).absolute(*n));
