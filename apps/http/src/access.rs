@@ -23,6 +23,8 @@ use std::{
 pub const REPORT_HEADER: HeaderName = HeaderName::from_static("x-lagoon-report");
 /// Longest path in the log, in characters.
 const PATH_LEN_MAX: usize = 128;
+/// Longest name, reason or code in the log, in characters: servers behind a gateway may send any.
+const WORD_LEN_MAX: usize = 256;
 /// Outcome of a request whose client left before the end of the response.
 const CLIENT_LEFT: &str = "client_left";
 
@@ -162,7 +164,7 @@ impl Record {
 
     /// The response failed after it had begun.
     pub fn failed(&self, code: &str) {
-        self.known().error.get_or_insert_with(|| code.to_owned());
+        self.known().error.get_or_insert_with(|| short(code));
     }
 
     /// The instance that answers.
@@ -174,7 +176,9 @@ impl Record {
     pub fn learn(&self, of: Report) {
         let report = &mut self.known().line.report;
         let Report { output_tokens, ttft_ms, .. } = *report;
-        *report = Report { output_tokens: output_tokens.or(of.output_tokens), ttft_ms: ttft_ms.or(of.ttft_ms), ..of };
+        let (model, finish) = (of.model.as_deref().map(short), of.finish.as_deref().map(short));
+        let (output_tokens, ttft_ms) = (output_tokens.or(of.output_tokens), ttft_ms.or(of.ttft_ms));
+        *report = Report { model, finish, output_tokens, ttft_ms, ..of };
     }
 
     /// What is known of the generation.
@@ -196,6 +200,10 @@ impl Record {
         };
         Line { outcome: outcome.to_owned(), total_ms: millis(known.begun.elapsed()), ..known.line.clone() }
     }
+}
+
+fn short(text: &str) -> String {
+    text.chars().take(WORD_LEN_MAX).collect()
 }
 
 fn millis(elapsed: Duration) -> u64 {

@@ -46,12 +46,15 @@ impl FamilyKind {
     }
 }
 
+/// Labels of a series: names with values.
+pub type Labels = Vec<(String, String)>;
+
 /// One line with a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
     /// Behind the family's name.
     pub suffix: &'static str,
-    pub labels: Vec<(String, String)>,
+    pub labels: Labels,
     /// As written: a number, `+Inf`, `-Inf` or `NaN`.
     pub value: String,
 }
@@ -59,7 +62,7 @@ pub struct Sample {
 impl Sample {
     /// A sample without a suffix.
     #[must_use]
-    pub fn new(labels: Vec<(String, String)>, value: impl ToString) -> Self {
+    pub fn new(labels: Labels, value: impl ToString) -> Self {
         Self { suffix: "", labels, value: value.to_string() }
     }
 
@@ -213,7 +216,7 @@ struct Parser {
     help: Option<String>,
     samples: Vec<Sample>,
     /// Names and labels of its samples.
-    seen: BTreeSet<(&'static str, Vec<(String, String)>)>,
+    seen: BTreeSet<(&'static str, Labels)>,
 }
 
 impl Parser {
@@ -296,7 +299,7 @@ impl Parser {
             None => {
                 // Without a type, or of the next family.
                 self.begin(name)?;
-                if self.kind.is_some_and(|kind| kind.suffixes()[0] != "") {
+                if self.kind.is_some_and(|kind| !kind.suffixes()[0].is_empty()) {
                     return Err(format!("{name} is no sample of its family"));
                 }
                 ""
@@ -313,8 +316,8 @@ impl Parser {
 }
 
 /// Labels up to the closing brace, and what is behind it.
-fn labels(text: &str) -> Result<(Vec<(String, String)>, &str), String> {
-    let (mut labels, mut rest): (Vec<(String, String)>, &str) = (Vec::new(), text);
+fn labels(text: &str) -> Result<(Labels, &str), String> {
+    let (mut labels, mut rest) = (Labels::new(), text);
     loop {
         rest = rest.trim_start_matches([' ', '\t']);
         if let Some(rest) = rest.strip_prefix('}') {

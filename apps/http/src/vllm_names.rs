@@ -53,7 +53,7 @@ fn counters(of: &Exposition) -> Vec<Derived> {
     let reasons = [("stop", &["stop"][..]), ("length", &["length", "kv_capacity"]), ("abort", &["cancelled"]), ("error", &["failed"])];
     let ended = |outcomes: &[&str]| -> f64 {
         let is_of = |sample: &&Sample| sample.label("outcome").is_some_and(|outcome| outcomes.contains(&outcome));
-        samples(of, "lagoon_sequences_total").filter(is_of).map(Sample::number).sum()
+        samples(of, "lagoon_sequences_total").filter(is_of).map(Sample::number).fold(0.0, |sum, count| sum + count)
     };
     let ended = reasons.map(|(reason, outcomes)| {
         Sample::new(vec![("finished_reason".to_owned(), reason.to_owned())], ended(outcomes))

@@ -1,8 +1,8 @@
 //! One OpenAI endpoint over several instances: a reverse proxy that picks an instance per request.
 //!
-//! It knows no model: a request's body is kept until it is answered, responses stream through, and when a client
-//! disconnects, the connection to the instance closes with it, which cancels the request there. When an instance is
-//! lost, another one goes on with its requests ([`crate::replay`]).
+//! It knows no model, but for the name in a request where it has several pools ([`crate::pools`]): a request's body is kept until
+//! it is answered, responses stream through, and when a client disconnects, the connection to the instance closes with it, which
+//! cancels the request there. When an instance is lost, another one goes on with its requests ([`crate::replay`]).
 
 use crate::args::TlsArgs;
 use crate::front_args::FrontArgs;

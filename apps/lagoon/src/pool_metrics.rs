@@ -53,7 +53,7 @@ impl PoolMetrics {
         self.own.clone()
     }
 
-    /// The text of `/metrics`. Instances get `authorization`, if there is one.
+    /// The text of `/metrics`. Servers outside of a pool get `authorization`, if there is one.
     ///
     /// # Errors
     /// 503 while others have read them for too long.
@@ -139,7 +139,8 @@ async fn read(
     deadline: Duration,
 ) -> Result<String, String> {
     let mut request = Request::get(upstreams.url(backend, METRICS_PATH));
-    if let Some(key) = authorization {
+    // In a pool, the gateway's certificate is enough.
+    if let Some(key) = authorization.filter(|_| !upstreams.is_pool()) {
         request = request.header(header::AUTHORIZATION, key);
     }
     let request = request.body(Body::empty()).map_err(|error| error.to_string())?;

@@ -23,7 +23,7 @@ async fn get(url: &str) -> (u16, Value) {
     (response.status().as_u16(), response.json().await.unwrap())
 }
 
-/// Servers of the same model, told apart by another name of the second.
+/// Servers of the same model, distinguished by their other names.
 async fn servers() -> [String; 2] {
     let one = scripted::spawn(scripted::state(ScriptedEngine::named("one", &["first/model"]))).await;
     let two = scripted::spawn(scripted::state(ScriptedEngine::named("two", &["second/model"]))).await;
@@ -65,7 +65,7 @@ async fn models_are_those_of_all_pools_each_once() {
     assert_eq!(get(&format!("{url}/v1/models/second%2Fmodel")).await.1["id"], "second/model");
     assert_eq!(get(&format!("{url}/v1/models/other")).await.0, 404);
     assert_eq!(get(&format!("{url}/health")).await.1["instances"], 2);
-    // Series of instances with one name in two pools are told apart.
+    // Series of instances with one name in two pools have different labels.
     let metrics = reqwest::get(format!("{url}/metrics")).await.unwrap().text().await.unwrap();
     lagoon_http::exposition::Exposition::parse(&metrics).unwrap_or_else(|error| panic!("{error} in {metrics}"));
     let scraped = metrics.lines().filter(|line| line.starts_with("lagoon_gateway_instance_scraped{instance=\"instance-0@"));

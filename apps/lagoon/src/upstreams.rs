@@ -130,6 +130,11 @@ impl Upstreams {
         }
     }
 
+    /// Whether instances know this gateway by its certificate.
+    pub(crate) fn is_pool(&self) -> bool {
+        self.scheme == "https"
+    }
+
     /// The URL of `target` at an instance.
     pub(crate) fn url(&self, backend: &Backend, target: &str) -> String {
         format!("{}://{}{target}", self.scheme, backend.http_addr)
