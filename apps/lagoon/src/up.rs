@@ -2,6 +2,7 @@
 
 use crate::api_client::ApiClient;
 use crate::args::PassedArgs;
+use crate::front_args::FrontArgs;
 use crate::gateway::Gateway;
 use crate::hosts;
 use crate::local::{ChildKeys, ChildNode, Common, EphemeralCa, LocalPool, Wanted, start_pool};
@@ -12,6 +13,7 @@ use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use crate::pool_watch::PoolWatch;
 use crate::port::{self, PortArgs};
 use crate::progress::{self, Unit};
+use crate::serve::model_name;
 use crate::up_choices::{Choices, Count};
 use crate::{bundled, model};
 use anyhow::Context;
@@ -55,8 +57,14 @@ pub(crate) struct UpArgs {
     /// Clients must show this key (`Authorization: Bearer KEY`); /health stays open.
     #[arg(long, value_name = "KEY", env = "LAGOON_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
+    /// The model's name in requests and responses; of several (repeatable or comma-separated) each is accepted, and responses have
+    /// the one that was asked for [default: the directory's, file's or hub name].
+    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = model_name)]
+    served_model_name: Vec<String>,
     #[command(flatten)]
     guard: PortArgs,
+    #[command(flatten)]
+    front: FrontArgs,
     /// Allow `return_logits` in requests.
     #[arg(long)]
     expose_logits: bool,
@@ -129,6 +137,7 @@ impl UpArgs {
 
 /// Runs until Ctrl-C.
 pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
+    let front = args.front.front()?;
     let stop = crate::shutdown::token(args.exit_with_stdin)?;
     let devices = placement::spread(args.engine.args.backend, &args.engine.args.device)?;
     let wanted = args.wanted(&devices);
@@ -150,6 +159,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
             (dir, bundled::NAME.to_owned())
         }
     };
+    let names = if args.served_model_name.is_empty() { name } else { args.served_model_name.join(",") };
     // Bound before the instances start, so that a port in use fails at once.
     let address = SocketAddr::new(args.host, args.port);
     let listener = tokio::net::TcpListener::bind(address).await.with_context(|| {
@@ -158,10 +168,15 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let (count, keys) = (wanted.len(), args.child_keys());
     // Before the port, whose certificate is a metric.
     let metrics = lagoon_http::metrics::install(metrics_table::OF_GATEWAY)?;
-    let port = args.guard.port(listener, args.api_key.as_deref(), None)?;
+    let port = args.guard.port(listener, args.api_key.as_deref(), None, front)?;
     let bar = progress::bar("starting", count as u64, Unit::Instances);
-    let common =
-        Common { ca: &ca, model: &dir.to_string_lossy(), served_name: &name, keys: &keys, auto_roles: args.auto_roles };
+    let common = Common {
+        ca: &ca,
+        model: &dir.to_string_lossy(),
+        served_name: &names,
+        keys: &keys,
+        auto_roles: args.auto_roles,
+    };
     let pool = tokio::select! {
         pool = start_pool(common, &wanted, |n| bar.set_position(n as u64)) => pool?,
         () = stop.cancelled() => return Ok(()),
@@ -186,10 +201,12 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
         Arc::new(watch.clone()),
         metrics,
         port::pool_client(Some(ca.files("gateway", NodeRole::Gateway, port::is_instance)?))?,
-    );
+    )
+    .with_compat(args.front.compat());
     let operator = PoolClient::new(&[pool.gmanager], &identity)?;
     let router = watch.router(operator).fallback_service(gateway.router());
-    let choices = args.choices(&name, &devices, &pool, devices_of(&pool, &wanted));
+    let name = names.split(',').next().unwrap_or(&names);
+    let choices = args.choices(name, &devices, &pool, devices_of(&pool, &wanted));
     announce(&args, &choices, port.listener.local_addr()?, &pool)?;
     tokio::select! {
         served = lagoon_http::serve(port, router, stop.cancelled_owned()) => served.context("serve HTTP"),

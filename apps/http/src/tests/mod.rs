@@ -4,6 +4,7 @@ mod anthropic;
 mod cancel;
 mod errors;
 mod fields;
+mod front;
 mod options;
 mod responses;
 mod streams;
