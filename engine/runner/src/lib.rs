@@ -12,6 +12,7 @@ mod config;
 pub mod decoder;
 mod executor;
 mod forward;
+mod hidden;
 mod latent;
 mod memory;
 mod micro_batch;
@@ -33,7 +34,7 @@ pub use memory::{KvArena, KvMemory, KvRegion, PeerMemory};
 pub use thread::{ExecutorThread, spawn};
 pub use token_counts::TokenCounts;
 pub use work::{
-    Command, Fetch, MapId, MappedKv, PassError, RemotePart, RemoteQuery, RemoteRead, RemoteTag, RemoteWork,
-    RemoteWrite, Report, SampleOut, SampleSpec, SavedWindow, ScoreRows, SealedBlock, SeqRows, ShareId, Ship,
-    ShipSegment, StageId, StageWork, StepWork, WriteSegment,
+    Command, Fetch, HiddenRows, HiddenSum, MapId, MappedKv, PassError, RemotePart, RemoteQuery, RemoteRead, RemoteTag,
+    RemoteWork, RemoteWrite, Report, SampleOut, SampleSpec, SavedWindow, ScoreRows, SealedBlock, SeqRows, ShareId,
+    Ship, ShipSegment, StageId, StageWork, StepWork, WriteSegment,
 };

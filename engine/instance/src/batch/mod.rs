@@ -9,6 +9,7 @@ mod borrowing;
 pub(crate) mod changes;
 mod drafts;
 mod due;
+mod embedding;
 pub(crate) mod freeze;
 mod growth;
 pub(crate) mod micro_batches;
