@@ -1,9 +1,10 @@
 //! Routes, and the responses outside of them.
 
 use crate::{
+    embeddings,
     engine::EngineInfo,
     error::ApiError,
-    generations, metrics,
+    generations, metrics, native, openapi,
     state::{ServerState, model_not_found},
     tokens,
 };
@@ -13,28 +14,45 @@ use axum::{
     http::{StatusCode, Uri, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    routing::{get, post},
+    routing::{MethodRouter, get, post},
 };
+use schemars::JsonSchema;
 use serde::Serialize;
 use std::{sync::Arc, time::Instant};
 
 /// The router of the OpenAI-compatible server. [`crate::keys::guard`] checks keys before it.
 pub fn router(state: ServerState) -> Router {
     metrics::export_at_start();
-    Router::new()
-        .route("/v1/chat/completions", post(generations::chat))
-        .route("/v1/completions", post(generations::completions))
-        .route("/v1/models", get(models))
-        .route("/v1/models/{*id}", get(model))
-        .route("/tokenize", post(tokens::tokenize))
-        .route("/detokenize", post(tokens::detokenize))
-        .route("/health", get(health))
-        .route("/metrics", get(show_metrics))
-        .route("/version", get(version))
+    routes()
+        .into_iter()
+        .fold(Router::new(), |router, (path, route)| router.route(path, route))
         .fallback(no_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn(observe))
         .with_state(Arc::new(state))
+}
+
+/// Every route.
+pub(crate) fn routes() -> Vec<(&'static str, MethodRouter<Arc<ServerState>>)> {
+    vec![
+        ("/v1/chat/completions", post(generations::chat)),
+        ("/v1/completions", post(generations::completions)),
+        ("/v1/embeddings", post(embeddings::embeddings)),
+        ("/v1/models", get(models)),
+        ("/v1/models/{*id}", get(model)),
+        ("/models", get(models)),
+        ("/completion", post(native::completion)),
+        ("/completions", post(native::completion)),
+        ("/props", get(native::props)),
+        ("/slots", get(native::slots)),
+        ("/apply-template", post(native::apply_template)),
+        ("/tokenize", post(tokens::tokenize)),
+        ("/detokenize", post(tokens::detokenize)),
+        ("/health", get(health)),
+        ("/metrics", get(show_metrics)),
+        ("/version", get(version)),
+        ("/openapi.json", get(openapi::openapi)),
+    ]
 }
 
 async fn observe(request: Request, next: Next) -> Response {
@@ -60,14 +78,14 @@ pub async fn wrong_method(request: Request) -> ApiError {
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, Some("method_not_allowed"), message)
 }
 
-#[derive(Serialize)]
-struct ModelList {
+#[derive(Serialize, JsonSchema)]
+pub(crate) struct ModelList {
     object: &'static str,
     data: Vec<Model>,
 }
 
-#[derive(Serialize)]
-struct Model {
+#[derive(Serialize, JsonSchema)]
+pub(crate) struct Model {
     id: String,
     object: &'static str,
     created: u64,

@@ -25,6 +25,8 @@ enum Page {
     Metrics,
     /// docs/reference/models.md
     Models,
+    /// docs/reference/requests.md
+    Requests,
 }
 
 /// Prints a page.
@@ -33,6 +35,7 @@ pub(crate) fn run(args: &ReferenceArgs) {
         Page::Flags => flags(),
         Page::Metrics => metrics(),
         Page::Models => models(),
+        Page::Requests => lagoon_http::openapi::page(),
     };
     out!("{text}");
 }

@@ -11,7 +11,10 @@ fn page(name: &str) -> String {
 
 #[test]
 fn the_pages_are_what_the_program_prints() {
-    for (name, text) in [("flags.md", flags()), ("metrics.md", metrics()), ("models.md", models())] {
+    let requests = lagoon_http::openapi::page();
+    for (name, text) in
+        [("flags.md", flags()), ("metrics.md", metrics()), ("models.md", models()), ("requests.md", requests)]
+    {
         assert!(page(name) == text, "docs/reference/{name} is stale\nhint: cargo xtask docs");
     }
 }

@@ -10,7 +10,7 @@ use crate::lent_memory;
 use crate::log;
 use crate::loop_thread::LoopThread;
 use crate::metrics_table;
-use crate::model::{OpenModel, defaults, resolve, short_name, text};
+use crate::model::{OpenModel, defaults, embeddings, resolve, short_name, text};
 use crate::node::{NodeLoop, Pool, Shared};
 use crate::node_status::About;
 use crate::parsers;
@@ -333,12 +333,13 @@ fn start_beside(
     [TierKind::Host, TierKind::Lent].into_iter().filter_map(start).collect()
 }
 
-fn engine_info(model: &OpenModel) -> EngineInfo {
+fn engine_info(model: &OpenModel, running: usize) -> EngineInfo {
     EngineInfo {
         model_id: model.id.clone(),
         max_model_tokens: model.config.max_positions,
         capacity_tokens: None,
         vocab_size: u32::try_from(model.config.vocab).unwrap_or(u32::MAX),
+        slots: u32::try_from(running).unwrap_or(u32::MAX),
         ready: true,
     }
 }
@@ -410,7 +411,7 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     instance.set_move_pace(MovePace { tokens_per_step, overlap });
     let shared = Arc::new(Shared::new(&instance));
     let (input, inputs) = mpsc::channel(args.engine.max_queue.max(64) * 2);
-    let engine = Arc::new(NodeEngine::new(input, shared.clone(), engine_info(&model)));
+    let engine = Arc::new(NodeEngine::new(input, shared.clone(), engine_info(&model, args.engine.max_running)));
     let node = NodeLoop::new(about, instance, running.thread, reports, inputs, pool, shared)
         .polling(Duration::from_micros(args.engine.poll_us))
         .with_device_timeout(Duration::from_secs(args.engine.device_timeout_s))
@@ -573,6 +574,7 @@ fn router(
         formats: parsers::formats(&args.engine, template.as_ref())?,
         template: template.map(Arc::new),
         defaults: defaults(dir, &model.config)?,
+        embeddings: embeddings(dir, model),
         limits: Limits::default(),
         bodies: Bodies::default(),
         text_jobs: TextJobs::default(),

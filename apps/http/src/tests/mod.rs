@@ -1,8 +1,10 @@
 //! The server seen by its clients, over real sockets, with a scripted engine.
 
 mod cancel;
+mod embeddings;
 mod errors;
 mod fields;
+mod native;
 mod options;
 mod streams;
 mod tools;
