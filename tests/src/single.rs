@@ -101,6 +101,7 @@ impl<D: Device> Session<D> {
             next_row: None,
             watched: false,
             scores: Vec::new(),
+            hidden: Vec::new(),
         };
         self.executor.push(Command::Step(Box::new(work)));
         let mut done = None;

@@ -9,6 +9,7 @@ mod cuda_precision;
 mod disaggregated;
 mod drafts;
 mod eight_bits;
+mod embeddings;
 mod failures;
 mod families;
 mod gguf;

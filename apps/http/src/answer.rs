@@ -17,7 +17,7 @@ use axum::{
     http::{HeaderValue, header},
     response::{IntoResponse, Response},
 };
-use futures::{StreamExt, stream};
+use futures::{Stream, StreamExt, stream};
 use lagoon_text::Tokenizer;
 use lagoon_types::{FinishReason, PromptLogprob};
 use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
@@ -124,12 +124,7 @@ impl Answer {
             let (frame, state) = state?.next().await;
             Some((Ok::<_, Infallible>(Bytes::from(frame)), state))
         });
-        *response.body_mut() = Body::from_stream(frames);
-        let headers = response.headers_mut();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
-        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-        Ok(response)
+        Ok(event_stream(response, frames))
     }
 
     /// Adds the headers with the tokens known so far, for a gateway to charge, and with the report for its access log; the
@@ -345,7 +340,20 @@ impl Frames {
     }
 }
 
-fn frame(data: &str) -> String {
+/// `response` with a body of server-sent events.
+pub(crate) fn event_stream(
+    mut response: Response,
+    frames: impl Stream<Item = Result<Bytes, Infallible>> + Send + 'static,
+) -> Response {
+    *response.body_mut() = Body::from_stream(frames);
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    response
+}
+
+pub(crate) fn frame(data: &str) -> String {
     format!("data: {data}\n\n")
 }
 

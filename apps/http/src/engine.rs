@@ -35,6 +35,8 @@ pub struct EngineInfo {
     pub capacity_tokens: Option<u32>,
     /// Number of token ids: all ids are below it.
     pub vocab_size: u32,
+    /// Sequences that run at a time.
+    pub slots: u32,
     /// Whether requests are accepted now.
     pub ready: bool,
 }

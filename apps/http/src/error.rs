@@ -5,6 +5,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use lagoon_types::RequestError;
+use schemars::JsonSchema;
 use serde::Serialize;
 
 /// Header with the code of an error response: a gateway need not parse the body.
@@ -27,12 +28,14 @@ pub struct ApiError {
     pub retry_after_s: Option<u32>,
 }
 
-#[derive(Serialize)]
-struct Body<'a> {
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "Error")]
+pub(crate) struct Body<'a> {
     error: Detail<'a>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "ErrorDetail")]
 struct Detail<'a> {
     message: &'a str,
     r#type: &'a str,

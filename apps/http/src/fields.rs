@@ -19,6 +19,8 @@ pub(crate) struct Fields<'a> {
     fields: Vec<(String, Json<'a>)>,
     /// Prefix of names in messages, such as `stream_options.`.
     path: String,
+    /// Fields that are read by another name, and what the request calls them.
+    renamed: Vec<(&'static str, &'static str)>,
 }
 
 impl<'a> Fields<'a> {
@@ -55,16 +57,42 @@ impl<'a> Fields<'a> {
                 None => fields.push((name, value)),
             }
         }
-        Ok(Self { fields, path })
+        Ok(Self { fields, path, renamed: Vec::new() })
     }
 
     /// The full name of `name` in messages.
     pub(crate) fn name(&self, name: &str) -> String {
-        format!("{}{name}", self.path)
+        let own = self.renamed.iter().find(|(to, _)| *to == name);
+        format!("{}{}", self.path, own.map_or(name, |(_, from)| from))
+    }
+
+    /// Reads the field `from` as `to` from now on, if it is there; messages call it `from`.
+    pub(crate) fn rename(&mut self, from: &'static str, to: &'static str) {
+        if let Some(value) = self.take(from) {
+            self.put(to, value);
+            self.renamed.push((to, from));
+        }
+    }
+
+    /// Drops a field whose value is `number`, by which clients of llama.cpp say that there is none.
+    pub(crate) fn drop_number(&mut self, name: &str, number: i64) {
+        if let Some(value) = self.take(name)
+            && value.read::<i64>().ok() != Some(number)
+        {
+            self.put(name, value);
+        }
+    }
+
+    /// Puts a field back that was taken.
+    pub(crate) fn put(&mut self, name: &str, value: Json<'a>) {
+        _ = self.take(name);
+        self.fields.push((name.to_owned(), value));
     }
 
     /// Takes a field; `null` counts as absent.
     pub(crate) fn take(&mut self, name: &str) -> Option<Json<'a>> {
+        #[cfg(test)]
+        asked::note(&self.path, name);
         let at = self.fields.iter().position(|(known, _)| known == name)?;
         let (_, value) = self.fields.remove(at);
         (value.kind() != Kind::Null).then_some(value)
@@ -72,6 +100,10 @@ impl<'a> Fields<'a> {
 
     pub(crate) fn bool(&mut self, name: &str, default: bool) -> Result<bool, ApiError> {
         self.take(name).map_or(Ok(default), |value| self.read(name, "a boolean", value))
+    }
+
+    pub(crate) fn optional_bool(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
+        self.take(name).map(|value| self.read(name, "a boolean", value)).transpose()
     }
 
     pub(crate) fn string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
@@ -224,4 +256,28 @@ pub(crate) fn missing(name: &str) -> ApiError {
 pub(crate) fn out_of_range<T: std::fmt::Display>(name: &str, got: &T, low: &T, high: &T) -> ApiError {
     let message = format!("the field `{name}` is {got}, but must be between {low} and {high}");
     ApiError::field(name, "invalid_value", message)
+}
+
+/// Names of fields of whole requests that this thread has asked for.
+#[cfg(test)]
+pub(crate) mod asked {
+    use std::{cell::RefCell, collections::BTreeSet};
+
+    thread_local! {
+        static NAMES: RefCell<BTreeSet<String>> = RefCell::default();
+    }
+
+    pub(super) fn note(path: &str, name: &str) {
+        if path.is_empty() {
+            NAMES.with_borrow_mut(|names| names.insert(name.to_owned()));
+        }
+    }
+
+    pub(crate) fn forget() {
+        NAMES.with_borrow_mut(BTreeSet::clear);
+    }
+
+    pub(crate) fn names() -> BTreeSet<String> {
+        NAMES.with_borrow(BTreeSet::clone)
+    }
 }

@@ -186,6 +186,8 @@ impl Sequence {
                     self.prompt = PromptPart { cached_tokens: cached_tokens as usize, queue_ms, logprobs };
                     Ok(None)
                 }
+                // Of another kind of request.
+                Ok(TokenEvent::Embedding { .. }) => Ok(None),
                 Ok(TokenEvent::Token { id, logprobs, logits }) => Ok(self.token(Token { id, logprobs, logits })),
                 Ok(TokenEvent::Finished { reason, .. }) => Ok(Some(self.finished(reason))),
                 Ok(TokenEvent::Failed(error)) => Err(Failure {

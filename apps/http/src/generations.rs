@@ -32,7 +32,7 @@ use tokio::sync::mpsc;
 /// Default length of a completion, in tokens, as in vLLM and OpenAI's API.
 const COMPLETION_TOKENS_DEFAULT: u32 = 16;
 
-const CHAT_UNSUPPORTED: &[(&str, Neutral)] = &[
+pub(crate) const CHAT_UNSUPPORTED: &[(&str, Neutral)] = &[
     ("functions", Neutral::Empty),
     ("function_call", Neutral::Text(&["none", "auto"])),
     ("modalities", Neutral::TextModality),
@@ -48,7 +48,7 @@ const CHAT_UNSUPPORTED: &[(&str, Neutral)] = &[
     ("echo", Neutral::Bool(false)),
 ];
 
-const COMPLETION_UNSUPPORTED: &[(&str, Neutral)] = &[("suffix", Neutral::Empty)];
+pub(crate) const COMPLETION_UNSUPPORTED: &[(&str, Neutral)] = &[("suffix", Neutral::Empty)];
 
 /// `POST /v1/chat/completions`.
 pub(crate) async fn chat(
@@ -62,7 +62,7 @@ pub(crate) async fn chat(
     generate(&state, ready).await
 }
 
-fn chat_prompt(
+pub(crate) fn chat_prompt(
     state: &ServerState,
     body: Bytes,
     journal: bool,
@@ -70,6 +70,9 @@ fn chat_prompt(
     asker: &Asker<'_>,
 ) -> Result<Ready, ApiError> {
     let mut fields = Fields::parse(&body)?;
+    // As llama.cpp's web page says that nothing limits the answer.
+    fields.drop_number("max_tokens", -1);
+    fields.neutral(&[("timings_per_token", Neutral::Any)])?;
     let mut params = Params::take(&mut fields, state.rules())?;
     let messages = messages::take(&mut fields)?;
     let open_answer = fields.bool("add_generation_prompt", true)?;
@@ -115,7 +118,7 @@ pub(crate) async fn completions(
     generate(&state, ready).await
 }
 
-fn prompts(
+pub(crate) fn prompts(
     state: &ServerState,
     body: Bytes,
     journal: bool,
@@ -136,7 +139,7 @@ fn prompts(
     let prompt_only = params.max_tokens == Some(0);
     let max_tokens = params.max_tokens.unwrap_or(COMPLETION_TOKENS_DEFAULT).max(1);
     let longest = Longest { prompt: info.max_model_tokens, answer: max_tokens, truncates: params.options.truncates() };
-    let list = prompt_list(prompt, state.limits.sequences_max, longest)?;
+    let list = prompt_list("prompt", prompt, state.limits.sequences_max, longest)?;
     drop(body);
     let (mut prompts, mut texts) = (Vec::with_capacity(list.len()), Vec::new());
     for prompt in list {
@@ -160,49 +163,56 @@ fn prompts(
 }
 
 /// One prompt of a completion request.
-enum Prompt {
+pub(crate) enum Prompt {
     Text(String),
     Tokens(Vec<u32>),
 }
 
 /// Maximum tokens of a prompt and of a response.
 #[derive(Clone, Copy)]
-struct Longest {
-    prompt: u32,
-    answer: u32,
+pub(crate) struct Longest {
+    pub(crate) prompt: u32,
+    pub(crate) answer: u32,
     /// Only the last tokens of a longer prompt are kept.
-    truncates: bool,
+    pub(crate) truncates: bool,
 }
 
-/// The four shapes of `prompt`: text, token ids, a list of texts, a list of lists of token ids.
-fn prompt_list(value: Json<'_>, count_max: usize, longest: Longest) -> Result<Vec<Prompt>, ApiError> {
+/// The four shapes of the field `name`: text, token ids, a list of texts, a list of lists of token ids.
+pub(crate) fn prompt_list(
+    name: &str,
+    value: Json<'_>,
+    count_max: usize,
+    longest: Longest,
+) -> Result<Vec<Prompt>, ApiError> {
     const EXPECTED: &str = "a string, a list of strings, a list of token ids or a list of such lists";
     match (value.kind(), value.items().next().map(Json::kind)) {
-        (Kind::Text, _) => Ok(vec![Prompt::Text(text("prompt", value)?)]),
-        (Kind::List, None) => Err(ApiError::field("prompt", "invalid_value", "the field `prompt` must not be empty")),
-        (Kind::List, Some(Kind::Number)) => Ok(vec![prompt_tokens(value, longest)?]),
+        (Kind::Text, _) => Ok(vec![Prompt::Text(text(name, value)?)]),
+        (Kind::List, None) => {
+            Err(ApiError::field(name, "invalid_value", format!("the field `{name}` must not be empty")))
+        }
+        (Kind::List, Some(Kind::Number)) => Ok(vec![prompt_tokens(name, value, longest)?]),
         (Kind::List, Some(_)) => {
             let count = value.items().count();
             if count > count_max {
-                return Err(too_many("prompt", count, count_max));
+                return Err(too_many(name, count, count_max));
             }
             let prompt = |item: Json<'_>| match item.kind() {
-                Kind::Text => Ok(Prompt::Text(text("prompt", item)?)),
-                Kind::List => prompt_tokens(item, longest),
-                _ => Err(wrong_type("prompt", EXPECTED, item)),
+                Kind::Text => Ok(Prompt::Text(text(name, item)?)),
+                Kind::List => prompt_tokens(name, item, longest),
+                _ => Err(wrong_type(name, EXPECTED, item)),
             };
             value.items().map(prompt).collect()
         }
-        _ => Err(wrong_type("prompt", EXPECTED, value)),
+        _ => Err(wrong_type(name, EXPECTED, value)),
     }
 }
 
 /// A prompt of token ids; of one longer than the model's context, the last ones if that is wanted, else none.
-fn prompt_tokens(value: Json<'_>, longest: Longest) -> Result<Prompt, ApiError> {
+fn prompt_tokens(name: &str, value: Json<'_>, longest: Longest) -> Result<Prompt, ApiError> {
     if longest.truncates {
-        return Ok(Prompt::Tokens(last_token_ids("prompt", value, longest.prompt as usize)?));
+        return Ok(Prompt::Tokens(last_token_ids(name, value, longest.prompt as usize)?));
     }
-    let (ids, count) = token_ids("prompt", value, longest.prompt as usize)?;
+    let (ids, count) = token_ids(name, value, longest.prompt as usize)?;
     if count <= ids.len() {
         return Ok(Prompt::Tokens(ids));
     }
@@ -216,33 +226,42 @@ fn prompt_tokens(value: Json<'_>, longest: Longest) -> Result<Prompt, ApiError> 
     Err(ApiError::from_request_error(&error, 0))
 }
 
-fn wants_journal(headers: &HeaderMap) -> bool {
+pub(crate) fn wants_journal(headers: &HeaderMap) -> bool {
     headers.contains_key(journal::HEADER)
 }
 
 /// A request's prompts in tokens, with its limits.
-struct Ask {
-    endpoint: Endpoint,
-    prompts: Vec<Vec<u32>>,
+pub(crate) struct Ask {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) prompts: Vec<Vec<u32>>,
     /// Of every sequence's text.
-    parser: Option<ChatParser>,
+    pub(crate) parser: Option<ChatParser>,
     /// Maximum of tokens of one sequence.
-    max_tokens: u32,
+    pub(crate) max_tokens: u32,
     /// The prompts' texts, if they are part of the answer.
-    echo: Option<Echo>,
-    journal: bool,
-    caller: Caller,
+    pub(crate) echo: Option<Echo>,
+    pub(crate) journal: bool,
+    pub(crate) caller: Caller,
 }
 
 /// A request ready to be submitted.
-struct Ready {
-    ask: Ask,
-    params: Params,
-    info: EngineInfo,
+pub(crate) struct Ready {
+    pub(crate) ask: Ask,
+    pub(crate) params: Params,
+    pub(crate) info: EngineInfo,
 }
 
 /// Submits all sequences and builds the response.
 async fn generate(state: &ServerState, ready: Ready) -> Result<Response, ApiError> {
+    let (output, running) = start(state, &ready)?;
+    let Ready { ask, params, info } = ready;
+    let stream = params.stream;
+    let answer = answer(state, ask, params, &output, info.model_id);
+    if stream { answer.stream(running, state.limits.headers_hold).await } else { answer.whole(running).await }
+}
+
+/// Checks a request and submits all of its sequences. Returns their tokens that another server has sent, and the rest.
+pub(crate) fn start(state: &ServerState, ready: &Ready) -> Result<(Vec<SentTokens>, Pieces), ApiError> {
     let Ready { ask, params, info } = ready;
     let name = if ask.endpoint == Endpoint::Chat { "messages" } else { "prompt" };
     let sequences = ask.prompts.len() * params.n;
@@ -260,11 +279,9 @@ async fn generate(state: &ServerState, ready: Ready) -> Result<Response, ApiErro
         return Err(too_many(journal::FIELD, output.len(), sequences));
     }
     output.resize(sequences, SentTokens::default());
-    let running = submit(state, &params, &ask, &output, info.max_model_tokens)?;
+    let running = submit(state, params, ask, &output, info.max_model_tokens)?;
     ask.caller.record().begins(&info.model_id, ask.prompts.iter().map(Vec::len).sum());
-    let stream = params.stream;
-    let answer = answer(state, ask, params, &output, info.model_id);
-    if stream { answer.stream(running, state.limits.headers_hold).await } else { answer.whole(running).await }
+    Ok((output, running))
 }
 
 fn too_many_sequences(sequences: usize, limit: usize) -> ApiError {
@@ -330,6 +347,7 @@ fn request_options(params: &Params, ask: &Ask, index: usize, output: &SentTokens
         priority: params.options.priority,
         cache_salt: params.options.salt(ask.caller.tenant()).into(),
         prompt_logprobs: scored.filter(|_| once && output.tokens.is_empty()),
+        embedding: None,
     }
 }
 

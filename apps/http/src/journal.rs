@@ -53,6 +53,8 @@ pub enum Entry {
     SentTokens { index: usize, tokens: Vec<u32>, finished: bool },
     /// Everything was sent; only the end mark follows.
     Ended,
+    /// Everything was sent, and no end mark follows.
+    Over,
     /// The event is the response's error. `again`: another server may succeed.
     Failed { again: bool },
 }
@@ -132,9 +134,14 @@ impl Journal {
                 Ok(Entry::Began(began)) => self.began = Some(began),
                 Ok(Entry::SentTokens { index, tokens, finished }) => self.note(index, SentTokens { tokens, finished }),
                 Ok(Entry::Ended) => self.ended = true,
+                Ok(Entry::Over) => (self.ended, self.done) = (true, true),
                 Ok(Entry::Failed { again }) => error = Some(again),
                 Err(_) => self.gap = true,
             }
+        }
+        if kept.trim_ascii().is_empty() {
+            // Entries alone: nothing for the client.
+            kept.clear();
         }
         if kept.starts_with(b"data: [DONE]") {
             self.done = true;

@@ -45,6 +45,12 @@ impl Default for Limits {
 
 /// Default of [`Limits::sequences_max`].
 pub const SEQUENCES_MAX: usize = 128;
+/// Maximum of inputs in one request for embeddings, as in OpenAI's API.
+pub const EMBEDDING_INPUTS_MAX: usize = 2048;
+/// Maximum of numbers in its response.
+pub const EMBEDDING_NUMBERS_MAX: usize = 4 << 20;
+/// Maximum of its inputs that the engine has at a time.
+pub const EMBEDDINGS_IN_FLIGHT_MAX: usize = 16;
 /// Maximum of messages in one chat.
 pub const MESSAGES_MAX: usize = 16 << 10;
 /// Maximum of tools in one chat.

@@ -11,7 +11,10 @@ use axum::{
 };
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle};
-use std::time::Duration;
+use std::{
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    time::Duration,
+};
 
 /// The declaration of one metric.
 #[derive(Clone, Copy, Debug)]
@@ -231,7 +234,15 @@ pub(crate) fn prompt_tokens(tokens: usize) {
     counter!(PROMPT_TOKENS).increment(u64::try_from(tokens).unwrap_or(u64::MAX));
 }
 
+/// Sequences of this process that were submitted and have not ended.
+static RUNNING_NOW: AtomicU64 = AtomicU64::new(0);
+
+pub(crate) fn running() -> u64 {
+    RUNNING_NOW.load(Relaxed)
+}
+
 pub(crate) fn sequence_started() {
+    RUNNING_NOW.fetch_add(1, Relaxed);
     gauge!(RUNNING).increment(1.0);
 }
 
@@ -247,6 +258,7 @@ pub(crate) fn sequence_ended(outcome: Outcome, elapsed: Duration) {
         Outcome::Failed => "failed",
         Outcome::Cancelled => "cancelled",
     };
+    RUNNING_NOW.fetch_sub(1, Relaxed);
     gauge!(RUNNING).decrement(1.0);
     counter!(ENDED, "outcome" => outcome).increment(1);
 }

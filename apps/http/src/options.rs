@@ -24,8 +24,7 @@ pub(crate) struct Options {
     bad_words: Vec<String>,
     /// Whether what ends an answer is part of it.
     pub(crate) include_stop: bool,
-    /// Only the last so many tokens of a prompt are used; -1: as many as the model takes.
-    truncate: Option<i64>,
+    truncation: Truncation,
     pub(crate) priority: i32,
     cache_salt: String,
     /// Alternatives to report per token of the prompt.
@@ -36,22 +35,17 @@ pub(crate) struct Options {
 
 impl Options {
     pub(crate) fn take(fields: &mut Fields<'_>, rules: Rules<'_>, stream: bool) -> Result<Self, ApiError> {
-        let truncate = fields.integer("truncate_prompt_tokens", (-1, i64::from(u32::MAX)))?;
-        if truncate == Some(0) {
-            let message = "the field `truncate_prompt_tokens` must be -1 or at least 1";
-            return Err(ApiError::field("truncate_prompt_tokens", "invalid_value", message));
-        }
+        let truncation = Truncation::take(fields)?;
         let prompt_logprobs = fields.u32("prompt_logprobs", (0, rules.limits.logprobs_max))?;
         if stream && prompt_logprobs.is_some() {
             let message = "the field `prompt_logprobs` is not available when `stream` is true";
             return Err(ApiError::field("prompt_logprobs", "invalid_value", message));
         }
-        let priority = fields.integer("priority", (i64::from(i32::MIN), i64::from(i32::MAX)))?.unwrap_or(0);
         Ok(Self {
             bad_words: take_bad_words(fields)?,
             include_stop: fields.bool("include_stop_str_in_output", false)?,
-            truncate,
-            priority: i32::try_from(priority).expect("bounded above"),
+            truncation,
+            priority: take_priority(fields)?,
             cache_salt: take_cache_salt(fields)?,
             prompt_logprobs,
             scored: None,
@@ -60,30 +54,17 @@ impl Options {
 
     /// Whether only the last tokens of prompts are used.
     pub(crate) fn truncates(&self) -> bool {
-        self.truncate.is_some()
+        self.truncation.truncates()
     }
 
     /// Cuts a prompt to its last tokens; `room`: as many as the model takes beside the answer. Returns whether tokens were removed.
     pub(crate) fn truncate(&self, prompt: &mut Vec<u32>, room: u32) -> Result<bool, ApiError> {
-        let Some(kept) = self.truncate else { return Ok(false) };
-        let kept = if kept < 0 { room as usize } else { usize::try_from(kept).unwrap_or(usize::MAX) };
-        if kept == 0 {
-            let message = "the field `max_tokens` leaves no room for a prompt\nhint: lower it";
-            return Err(ApiError::field("max_tokens", "context_length_exceeded", message));
-        }
-        let removed = prompt.len().saturating_sub(kept);
-        prompt.drain(..removed);
-        Ok(removed > 0)
+        self.truncation.apply(prompt, room)
     }
 
     /// The salt of the prefix cache: no other tenant (by its key) has it, whatever `cache_salt` it sends.
     pub(crate) fn salt(&self, tenant: &str) -> String {
-        if tenant.is_empty() && self.cache_salt.is_empty() {
-            String::new()
-        } else {
-            // A key's name has no control characters.
-            format!("{tenant}\0{}", self.cache_salt)
-        }
+        salt(tenant, &self.cache_salt)
     }
 
     /// The token sequences of `bad_words`, by vLLM's rule: each word's tokens, and those behind a space where they differ in
@@ -103,6 +84,53 @@ impl Options {
         }
         sequences.retain(|sequence| !sequence.is_empty());
         Ok(sequences)
+    }
+}
+
+/// Only the last so many tokens of a prompt are used; -1: as many as the model takes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Truncation(Option<i64>);
+
+impl Truncation {
+    pub(crate) fn take(fields: &mut Fields<'_>) -> Result<Self, ApiError> {
+        let kept = fields.integer("truncate_prompt_tokens", (-1, i64::from(u32::MAX)))?;
+        if kept == Some(0) {
+            let message = "the field `truncate_prompt_tokens` must be -1 or at least 1";
+            return Err(ApiError::field("truncate_prompt_tokens", "invalid_value", message));
+        }
+        Ok(Self(kept))
+    }
+
+    pub(crate) fn truncates(self) -> bool {
+        self.0.is_some()
+    }
+
+    /// See [`Options::truncate`].
+    pub(crate) fn apply(self, prompt: &mut Vec<u32>, room: u32) -> Result<bool, ApiError> {
+        let Some(kept) = self.0 else { return Ok(false) };
+        let kept = if kept < 0 { room as usize } else { usize::try_from(kept).unwrap_or(usize::MAX) };
+        if kept == 0 {
+            let message = "the field `max_tokens` leaves no room for a prompt\nhint: lower it";
+            return Err(ApiError::field("max_tokens", "context_length_exceeded", message));
+        }
+        let removed = prompt.len().saturating_sub(kept);
+        prompt.drain(..removed);
+        Ok(removed > 0)
+    }
+}
+
+pub(crate) fn take_priority(fields: &mut Fields<'_>) -> Result<i32, ApiError> {
+    let priority = fields.integer("priority", (i64::from(i32::MIN), i64::from(i32::MAX)))?.unwrap_or(0);
+    Ok(i32::try_from(priority).expect("bounded above"))
+}
+
+/// The salt of the prefix cache: see [`Options::salt`].
+pub(crate) fn salt(tenant: &str, cache_salt: &str) -> String {
+    if tenant.is_empty() && cache_salt.is_empty() {
+        String::new()
+    } else {
+        // A key's name has no control characters.
+        format!("{tenant}\0{cache_salt}")
     }
 }
 
@@ -158,7 +186,7 @@ fn take_bad_words(fields: &mut Fields<'_>) -> Result<Vec<String>, ApiError> {
     value.items().map(word).collect()
 }
 
-fn take_cache_salt(fields: &mut Fields<'_>) -> Result<String, ApiError> {
+pub(crate) fn take_cache_salt(fields: &mut Fields<'_>) -> Result<String, ApiError> {
     const NAME: &str = "cache_salt";
     let salt = fields.string(NAME)?.unwrap_or_default();
     if salt.len() > CACHE_SALT_BYTES_MAX / 2 {

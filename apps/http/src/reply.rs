@@ -4,6 +4,7 @@ use crate::generate::Token;
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use lagoon_text::Tokenizer;
 use lagoon_types::{FinishReason, PromptLogprob, TokenLogprobs};
+use schemars::JsonSchema;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -14,7 +15,7 @@ pub(crate) enum Endpoint {
     Completions,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub(crate) struct Usage {
     pub(crate) prompt_tokens: usize,
     pub(crate) completion_tokens: usize,
@@ -22,14 +23,14 @@ pub(crate) struct Usage {
     pub(crate) prompt_tokens_details: PromptTokensDetails,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub(crate) struct PromptTokensDetails {
     /// Tokens of prompts whose KV was in the prefix cache.
     pub(crate) cached_tokens: usize,
 }
 
 /// A whole response or one chunk of a stream.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Reply<'a> {
     pub(crate) id: &'a str,
     pub(crate) object: &'static str,
@@ -48,7 +49,7 @@ pub(crate) struct Reply<'a> {
 }
 
 /// Reason of a sequence's end, as clients see it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Finish {
     Stop,
@@ -77,7 +78,7 @@ impl Finish {
 }
 
 /// A tool call; `index` only in chunks. A chunk has whole calls: a resumed stream cannot repeat half of one.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct ToolCall {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) index: Option<usize>,
@@ -86,13 +87,13 @@ pub(crate) struct ToolCall {
     pub(crate) function: Call,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Call {
     pub(crate) name: String,
     pub(crate) arguments: String,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Choice {
     pub(crate) index: usize,
     #[serde(flatten)]
@@ -114,7 +115,7 @@ pub(crate) struct Choice {
 }
 
 /// Text of a choice, in the shape of its endpoint.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Content {
     Text(String),
@@ -130,7 +131,7 @@ pub(crate) enum Content {
     Delta(Delta),
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Delta {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) role: Option<&'static str>,
@@ -142,7 +143,7 @@ pub(crate) struct Delta {
     pub(crate) tool_calls: Vec<ToolCall>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 #[serde(untagged)]
 pub(crate) enum Logprobs {
     Chat { content: Vec<ChatLogprob> },
@@ -150,7 +151,7 @@ pub(crate) enum Logprobs {
 }
 
 /// Log-probabilities of consecutive tokens in the shape of completions. The first token of a prompt has none.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, JsonSchema)]
 pub(crate) struct Positions {
     tokens: Vec<String>,
     token_logprobs: Vec<Option<f32>>,
@@ -194,7 +195,7 @@ impl Positions {
 /// Log-probabilities of a prompt in vLLM's shape: for each token, it and the likeliest ones by id. The first has none.
 pub(crate) type PromptScores = Vec<Option<BTreeMap<u32, PromptScore>>>;
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct PromptScore {
     logprob: f32,
     rank: u32,
@@ -213,14 +214,14 @@ pub(crate) fn prompt_scores(tokenizer: &Tokenizer, scores: &[PromptLogprob], top
     std::iter::once(None).chain(scores.iter().map(position)).collect()
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct ChatLogprob {
     #[serde(flatten)]
     chosen: Alternative,
     top_logprobs: Vec<Alternative>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct Alternative {
     token: String,
     logprob: f32,

@@ -1,10 +1,11 @@
 //! A test double of [`Engine`] that plays a script, with a tokenizer whose tokens are bytes. Built only for tests (of this crate, and of the binary through the `scripted` feature).
 
 use crate::{
-    Bodies, CancelGuard, Engine, EngineInfo, Generation, GenerationDefaults, Keys, Limits, Port, ServerState, TextJobs,
+    Bodies, CancelGuard, EmbeddingRules, Engine, EngineInfo, Generation, GenerationDefaults, Keys, Limits, Port,
+    ServerState, TextJobs,
 };
 use lagoon_text::{ChatTemplate, Tokenizer, TokenizerConfig};
-use lagoon_types::{FinishReason, GenerateRequest, PromptLogprob, RequestError, TokenEvent, TokenLogprobs};
+use lagoon_types::{FinishReason, GenerateRequest, Pooling, PromptLogprob, RequestError, TokenEvent, TokenLogprobs};
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::{Map, Value, json};
 use std::{
@@ -33,6 +34,7 @@ pub enum Step {
     /// So many tokens of the prompt were cached; anywhere.
     Cached(u32),
     Token(u32),
+    Embedding(Vec<f32>),
     Wait(Duration),
     Finish(FinishReason),
     Fail(RequestError),
@@ -91,6 +93,7 @@ impl ScriptedEngine {
             max_model_tokens: 512,
             capacity_tokens: Some(256),
             vocab_size: VOCAB,
+            slots: 3,
             ready: true,
         };
         Arc::new(Self { script: Box::new(script), info, counts: Arc::default(), requests: Mutex::default() })
@@ -198,6 +201,7 @@ async fn play(steps: Vec<Step>, request: GenerateRequest, sender: mpsc::Sender<T
                 completion_tokens += 1;
                 token(id, &request)
             }
+            Step::Embedding(hidden) => TokenEvent::Embedding { hidden },
             Step::Finish(reason) => {
                 let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
                 TokenEvent::Finished { reason, prompt_tokens, completion_tokens }
@@ -309,6 +313,7 @@ pub fn state(engine: Arc<dyn Engine>) -> ServerState {
         formats: template.formats(),
         template: Some(Arc::new(template)),
         defaults: GenerationDefaults { eos_ids: vec![EOS], ..GenerationDefaults::default() },
+        embeddings: EmbeddingRules { pooling: Ok(Pooling::Last), normalised: true, dimensions: 4 },
         limits: Limits::default(),
         bodies: Bodies::default(),
         text_jobs: TextJobs::default(),

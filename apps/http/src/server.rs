@@ -1,9 +1,10 @@
 //! Routes, and the responses outside of them.
 
 use crate::{
+    embeddings,
     engine::EngineInfo,
     error::ApiError,
-    generations, metrics,
+    generations, metrics, native, openapi,
     state::{ServerState, model_not_found},
     tokens,
     translate::translated,
@@ -14,8 +15,9 @@ use axum::{
     http::{StatusCode, Uri},
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    routing::{get, post},
+    routing::{MethodRouter, get, post},
 };
+use schemars::JsonSchema;
 use serde::Serialize;
 use std::{sync::Arc, time::Instant};
 
@@ -24,26 +26,43 @@ pub fn router(state: ServerState) -> Router {
     metrics::export_at_start(&state.engine.info().model_id);
     let (bodies, text_jobs, limits) = (state.bodies.clone(), state.text_jobs.clone(), state.limits.clone());
     let state = Arc::new(state);
+    // What translated requests become.
     let chat = Router::new()
         .route("/v1/chat/completions", post(generations::chat))
         .route("/tokenize", post(tokens::tokenize))
         .with_state(Arc::clone(&state));
-    Router::new()
-        .route("/v1/chat/completions", post(generations::chat))
-        .route("/v1/completions", post(generations::completions))
-        .route("/v1/models", get(models))
-        .route("/v1/models/{*id}", get(model))
-        .route("/tokenize", post(tokens::tokenize))
-        .route("/detokenize", post(tokens::detokenize))
-        .route("/tokenizer_info", get(tokens::tokenizer_info))
-        .route("/health", get(health))
-        .route("/metrics", get(show_metrics))
-        .route("/version", get(version))
+    routes()
+        .into_iter()
+        .fold(Router::new(), |router, (path, route)| router.route(path, route))
         .with_state(state)
         .merge(translated(chat, bodies, text_jobs, limits))
         .fallback(no_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn(observe))
+}
+
+/// Every route.
+pub(crate) fn routes() -> Vec<(&'static str, MethodRouter<Arc<ServerState>>)> {
+    vec![
+        ("/v1/chat/completions", post(generations::chat)),
+        ("/v1/completions", post(generations::completions)),
+        ("/v1/embeddings", post(embeddings::embeddings)),
+        ("/v1/models", get(models)),
+        ("/v1/models/{*id}", get(model)),
+        ("/models", get(models)),
+        ("/completion", post(native::completion)),
+        ("/completions", post(native::completion)),
+        ("/props", get(native::props)),
+        ("/slots", get(native::slots)),
+        ("/apply-template", post(native::apply_template)),
+        ("/tokenize", post(tokens::tokenize)),
+        ("/detokenize", post(tokens::detokenize)),
+        ("/tokenizer_info", get(tokens::tokenizer_info)),
+        ("/health", get(health)),
+        ("/metrics", get(show_metrics)),
+        ("/version", get(version)),
+        ("/openapi.json", get(openapi::openapi)),
+    ]
 }
 
 async fn observe(request: Request, next: Next) -> Response {
@@ -69,14 +88,14 @@ pub async fn wrong_method(request: Request) -> ApiError {
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, Some("method_not_allowed"), message)
 }
 
-#[derive(Serialize)]
-struct ModelList {
+#[derive(Serialize, JsonSchema)]
+pub(crate) struct ModelList {
     object: &'static str,
     data: Vec<Model>,
 }
 
-#[derive(Serialize)]
-struct Model {
+#[derive(Serialize, JsonSchema)]
+pub(crate) struct Model {
     id: String,
     object: &'static str,
     created: u64,

@@ -2,6 +2,7 @@
 
 use crate::{
     bodies::{Bodies, Holder, Share},
+    embeddings::EmbeddingRules,
     engine::{Engine, EngineInfo},
     error::ApiError,
     limits::Limits,
@@ -29,6 +30,7 @@ pub struct ServerState {
     /// How the model writes tool calls and reasoning in chats.
     pub formats: Formats,
     pub defaults: GenerationDefaults,
+    pub embeddings: EmbeddingRules,
     pub limits: Limits,
     /// Memory budget for request bodies.
     pub bodies: Bodies,
@@ -51,8 +53,9 @@ impl fmt::Debug for ServerState {
 
 impl ServerState {
     pub(crate) fn rules(&self) -> Rules<'_> {
-        let vocab_size = self.engine.info().vocab_size;
-        Rules { limits: &self.limits, defaults: &self.defaults, expose_logits: self.expose_logits, vocab_size }
+        let EngineInfo { vocab_size, max_model_tokens, .. } = self.engine.info();
+        let (limits, defaults, expose_logits) = (&self.limits, &self.defaults, self.expose_logits);
+        Rules { limits, defaults, expose_logits, vocab_size, max_model_tokens }
     }
 
     /// Reads a request's body within the limits, and runs `work` on it off the runtime's threads.

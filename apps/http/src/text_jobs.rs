@@ -47,6 +47,12 @@ struct Class {
 pub(crate) struct Asker<'a>(&'a dyn Fn() -> bool);
 
 impl Asker<'_> {
+    /// A client that does not go away.
+    #[cfg(test)]
+    pub(crate) fn staying() -> Self {
+        Self(&|| false)
+    }
+
     /// An error once the client has disconnected.
     pub(crate) fn check(&self) -> Result<(), ApiError> {
         let gone = || ApiError::new(StatusCode::REQUEST_TIMEOUT, Some("client_gone"), "the client went away");

@@ -1,4 +1,4 @@
-//! `POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`, in vLLM's shapes.
+//! `POST /tokenize` and `POST /detokenize`, in the shapes of vLLM and, with `content`, of llama.cpp; `GET /tokenizer_info`, in vLLM's.
 
 use crate::{
     error::ApiError,
@@ -17,11 +17,35 @@ use axum::{
 };
 use lagoon_text::ChatTemplate;
 use lagoon_types::CONTEXT;
+use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
-#[derive(Debug, Serialize)]
+/// The tokens of a text in one of two shapes.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(untagged)]
+pub(crate) enum Tokens {
+    Tokenized(Tokenized),
+    Content { tokens: Vec<u32> },
+    Pieces { tokens: Vec<TokenPiece> },
+}
+
+/// A token with its text, or its bytes where they are no text.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct TokenPiece {
+    id: u32,
+    piece: TokenText,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(untagged)]
+enum TokenText {
+    Text(String),
+    Bytes(Vec<u8>),
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Tokenized {
     count: usize,
     max_model_len: u32,
@@ -29,9 +53,11 @@ pub(crate) struct Tokenized {
     token_strs: Option<Vec<String>>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct Detokenized {
+    /// As vLLM names it, and as llama.cpp does.
     prompt: String,
+    content: String,
 }
 
 /// `GET /tokenizer_info`: the special tokens and the chat template. lm-eval tokenises at a server that has it.
@@ -50,8 +76,40 @@ pub(crate) async fn tokenizer_info(State(state): State<Arc<ServerState>>) -> Jso
 pub(crate) async fn tokenize(
     State(state): State<Arc<ServerState>>,
     request: Request,
-) -> Result<Json<Tokenized>, ApiError> {
-    state.with_body(request, tokens_of).await.map(Json)
+) -> Result<Json<Tokens>, ApiError> {
+    state.with_body(request, any_tokens_of).await.map(Json)
+}
+
+pub(crate) fn any_tokens_of(state: &ServerState, body: Bytes, asker: &Asker<'_>) -> Result<Tokens, ApiError> {
+    let mut fields = Fields::parse(&body)?;
+    match fields.take("content") {
+        Some(content) => content_tokens(state, text("content", content)?, fields, asker),
+        None => tokens_of(state, body, asker).map(Tokens::Tokenized),
+    }
+}
+
+/// The tokens of `content`.
+fn content_tokens(
+    state: &ServerState,
+    content: String,
+    mut fields: Fields<'_>,
+    asker: &Asker<'_>,
+) -> Result<Tokens, ApiError> {
+    let special = fields.bool("add_special", false)?;
+    let pieces = fields.bool("with_pieces", false)?;
+    fields.neutral(&[("parse_special", Neutral::Bool(true))])?;
+    fields.finish()?;
+    let tokens = state.encode(&content, special, asker)?;
+    if !pieces {
+        return Ok(Tokens::Content { tokens });
+    }
+    check_context("the field `content`", tokens.len(), state.engine.info().max_model_tokens)?;
+    let piece = |id: u32| {
+        let bytes = state.tokenizer.token_bytes(id);
+        let piece = String::from_utf8(bytes).map_or_else(|bytes| TokenText::Bytes(bytes.into_bytes()), TokenText::Text);
+        TokenPiece { id, piece }
+    };
+    Ok(Tokens::Pieces { tokens: tokens.into_iter().map(piece).collect() })
 }
 
 fn tokens_of(state: &ServerState, body: Bytes, asker: &Asker<'_>) -> Result<Tokenized, ApiError> {
@@ -100,7 +158,7 @@ pub(crate) async fn detokenize(
     state.with_body(request, |state, body, asker| text_of(state, &body, asker)).await.map(Json)
 }
 
-fn text_of(state: &ServerState, body: &[u8], asker: &Asker<'_>) -> Result<Detokenized, ApiError> {
+pub(crate) fn text_of(state: &ServerState, body: &[u8], asker: &Asker<'_>) -> Result<Detokenized, ApiError> {
     let mut fields = Fields::parse(body)?;
     let info = state.check_model(fields.string("model")?.as_deref())?;
     let limit = info.max_model_tokens;
@@ -109,5 +167,6 @@ fn text_of(state: &ServerState, body: &[u8], asker: &Asker<'_>) -> Result<Detoke
     check_context("the field `tokens`", count, limit)?;
     check_vocabulary("tokens", &ids, info.vocab_size)?;
     asker.check()?;
-    Ok(Detokenized { prompt: state.tokenizer.decode(&ids, false) })
+    let prompt = state.tokenizer.decode(&ids, false);
+    Ok(Detokenized { content: prompt.clone(), prompt })
 }

@@ -194,6 +194,7 @@ impl<D: Device> Bench<'_, D> {
             next_row: None,
             watched: false,
             scores: Vec::new(),
+            hidden: Vec::new(),
         };
         match self.run(Command::Step(Box::new(work)))? {
             Report::Done { .. } => Ok(()),

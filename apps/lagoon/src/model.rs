@@ -3,11 +3,11 @@
 use crate::progress::{self, Unit};
 use anyhow::Context;
 use lagoon_backend::WeightFormat;
-use lagoon_http::GenerationDefaults;
+use lagoon_http::{EmbeddingRules, GenerationDefaults};
 use lagoon_model::checkpoint::Unpackable;
 use lagoon_model::gguf::{self, Gguf, is_gguf};
 use lagoon_model::hub::{Hub, resolve_model};
-use lagoon_model::{Checkpoint, GenerationConfig, Loaded, ModelSpec, loaded, model_hash};
+use lagoon_model::{Checkpoint, EmbeddingConfig, GenerationConfig, Loaded, ModelSpec, loaded, model_hash};
 use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_types::{DType, ModelHash};
 use std::path::{Path, PathBuf};
@@ -157,6 +157,19 @@ pub(crate) fn defaults(dir: &Path, config: &ModelSpec) -> anyhow::Result<Generat
         min_p: generation.min_p,
         eos_ids: generation.eos_ids,
     })
+}
+
+/// How the model in `dir` is pooled, for the HTTP server. A model that asks for another pooling has no embeddings.
+pub(crate) fn embeddings(dir: &Path, model: &OpenModel) -> EmbeddingRules {
+    let found = EmbeddingConfig::open(dir).map_err(|error| error.to_string());
+    if let Err(why) = &found {
+        tracing::warn!(model = model.id, why, "the model is served without /v1/embeddings");
+    }
+    EmbeddingRules {
+        normalised: found.as_ref().map_or(true, |config| config.normalised),
+        pooling: found.map(|config| config.pooling),
+        dimensions: u32::try_from(model.config.hidden).unwrap_or(u32::MAX),
+    }
 }
 
 #[cfg(test)]

@@ -27,6 +27,8 @@ enum Page {
     Models,
     /// docs/reference/fields.md
     Fields,
+    /// docs/reference/requests.md
+    Requests,
 }
 
 /// Prints a page.
@@ -36,6 +38,7 @@ pub(crate) fn run(args: &ReferenceArgs) {
         Page::Metrics => metrics(),
         Page::Models => models(),
         Page::Fields => lagoon_http::fields_page(),
+        Page::Requests => lagoon_http::openapi::page(),
     };
     out!("{text}");
 }

@@ -16,6 +16,7 @@ fn the_pages_are_what_the_program_prints() {
         ("metrics.md", metrics()),
         ("models.md", models()),
         ("fields.md", lagoon_http::fields_page()),
+        ("requests.md", lagoon_http::openapi::page()),
     ] {
         assert!(page(name) == text, "docs/reference/{name} is stale\nhint: cargo xtask docs");
     }

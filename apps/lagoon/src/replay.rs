@@ -33,6 +33,9 @@ const EVENT_BYTES_MAX: usize = 64 << 20;
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
 /// Bytes of a request body that count as one token.
 const BYTES_PER_TOKEN: u64 = 4;
+/// Paths whose requests only compute a response, and whose streams have a journal.
+const GENERATE: [&str; 5] =
+    ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/completion", "/completions"];
 /// The end mark of a stream.
 const DONE: &[u8] = b"data: [DONE]\n\n";
 
@@ -80,7 +83,7 @@ impl Repeatable {
     pub(crate) async fn read(bodies: &Bodies, request: Request) -> Result<Self, ApiError> {
         let (head, body) = request.into_parts();
         let target = head.uri.path_and_query().map_or("/", |target| target.as_str()).to_owned();
-        let generates = matches!(head.uri.path(), "/v1/completions" | "/v1/chat/completions");
+        let generates = GENERATE.contains(&head.uri.path());
         let holder = Holder::of(&head.extensions);
         let Limits { body_bytes_max, body_deadline, .. } = Limits::default();
         let (body, share) = bodies.read(holder, body, body_bytes_max, body_deadline).await?;

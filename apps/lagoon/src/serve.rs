@@ -13,7 +13,7 @@ use crate::lent_memory;
 use crate::log;
 use crate::loop_thread::LoopThread;
 use crate::metrics_table;
-use crate::model::{OpenModel, defaults, resolve, short_name, text};
+use crate::model::{OpenModel, defaults, embeddings, resolve, short_name, text};
 use crate::node::{NodeLoop, Pool, Shared};
 use crate::node_status::About;
 use crate::parsers;
@@ -374,6 +374,7 @@ fn engine_info(args: &ServeArgs, model: &OpenModel) -> EngineInfo {
         max_model_tokens: model.config.max_positions,
         capacity_tokens: None,
         vocab_size: u32::try_from(model.config.vocab).unwrap_or(u32::MAX),
+        slots: u32::try_from(args.engine.max_running).unwrap_or(u32::MAX),
         ready: true,
     }
 }
@@ -617,6 +618,7 @@ fn router(
         formats: parsers::formats(&args.engine, template.as_ref())?,
         template: template.map(Arc::new),
         defaults: defaults(dir, &model.config)?,
+        embeddings: embeddings(dir, model),
         limits: Limits::default(),
         bodies: Bodies::default(),
         text_jobs: TextJobs::default(),

@@ -37,7 +37,7 @@ fn output(pool: &PoolSpec, seed: u64, request: &GenerateRequest) -> (Vec<u32>, u
     let (mut tokens, mut ended) = (Vec::new(), false);
     for emission in world.emitted.drain(..) {
         match emission.event {
-            TokenEvent::Prompt { .. } => {}
+            TokenEvent::Prompt { .. } | TokenEvent::Embedding { .. } => {}
             TokenEvent::Token { id, .. } => tokens.push(id),
             TokenEvent::Finished { .. } => ended = true,
             TokenEvent::Failed(error) => panic!("{error}"),

@@ -362,7 +362,7 @@ impl Instance {
             Report::Queries { step, layer, frames } => self.step(StepEvent::Queries { step, layer, frames }),
             Report::Written { step, layer, kv } => self.step(StepEvent::Written { step, layer, kv }),
             Report::Layer { step, layer } => self.step(StepEvent::Layer { step, layer }),
-            Report::Scores { step, scores } => self.step(StepEvent::Scores { step, scores }),
+            Report::Prompts { step, scores, sums } => self.step(StepEvent::Prompts { step, scores, sums }),
             Report::Done { step, micro_batch, samples } => self.step(StepEvent::Done { step, micro_batch, samples }),
             Report::Failed { step, micro_batch, error } => self.step(StepEvent::Failed { step, micro_batch, error }),
             Report::Drafted { draft, seqs, error: _ } => self.batch(BatchEvent::Drafted { draft, seqs }),

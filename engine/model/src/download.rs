@@ -9,6 +9,7 @@ use crate::checkpoint::shards;
 use crate::fields::read_bounded;
 use crate::hub::{DownloadProgress, Hub, HubName, TOKENIZER, tokenizer_file};
 use crate::hub_gguf::{GgufModel, choose};
+use crate::pooling::{MODULES, POOLING};
 use crate::spec::{ADAPTER_CONFIG, ADAPTER_HINT};
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
@@ -29,7 +30,8 @@ const REPORTS: usize = 64;
 
 const CONFIG: &str = "config.json";
 /// Files besides the weights that a model may lack.
-const OPTIONAL: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
+const OPTIONAL: [&str; 5] =
+    ["tokenizer_config.json", "generation_config.json", "chat_template.jinja", MODULES, POOLING];
 /// Files with special tokens, used only without a `tokenizer.json`.
 const SPECIAL_TOKENS: [&str; 2] = ["special_tokens_map.json", "added_tokens.json"];
 const SINGLE: &str = "model.safetensors";

@@ -81,7 +81,8 @@ pub struct Activations<D: Device> {
     mixtures: Vec<MixtureTensors<D::Tensor>>,
     /// Last rows, `[seqs][hidden]`.
     last: D::Tensor,
-    last_normed: D::Tensor,
+    /// Their hidden states after the final norm, `[seqs][hidden]`.
+    pub hidden: D::Tensor,
     /// `[seqs][vocab]`.
     pub logits: D::Tensor,
     /// Host staging buffer.
@@ -186,7 +187,7 @@ impl<D: Device> Activations<D> {
             dense,
             mixtures,
             last: device.tensor(seqs, hidden)?,
-            last_normed: device.tensor(seqs, hidden)?,
+            hidden: device.tensor(seqs, hidden)?,
             logits: device.tensor(seqs, spec.vocab)?,
             host: Vec::new(),
         })
@@ -384,15 +385,23 @@ impl<'a, D: Device> Decoder<'a, D> {
         }
     }
 
+    /// Hidden states of the rows `last` of the residual stream after the final norm, in [`Activations::hidden`].
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn hidden(&self, device: &mut D, last: &[u32], a: &mut Activations<D>) -> Result<(), DeviceError> {
+        device.gather_rows(&a.x, last, &mut a.last)?;
+        let weights = &self.model.weights.final_norm;
+        norm(device, &self.model.spec.final_norm, weights, &a.last, last.len(), &mut a.hidden)
+    }
+
     /// Logits of the rows `last` of the residual stream, in [`Activations::logits`].
     ///
     /// # Errors
     /// Those of the device.
     pub fn logits(&self, device: &mut D, last: &[u32], a: &mut Activations<D>) -> Result<(), DeviceError> {
-        device.gather_rows(&a.x, last, &mut a.last)?;
-        let weights = &self.model.weights;
-        norm(device, &self.model.spec.final_norm, &weights.final_norm, &a.last, last.len(), &mut a.last_normed)?;
-        device.matmul(&a.last_normed, weights.output(), last.len(), Mode::Set, &mut a.logits)?;
+        self.hidden(device, last, a)?;
+        device.matmul(&a.hidden, self.model.weights.output(), last.len(), Mode::Set, &mut a.logits)?;
         match self.model.spec.logits_softcap {
             Some(cap) => device.softcap(&mut a.logits, cap, last.len()),
             None => Ok(()),

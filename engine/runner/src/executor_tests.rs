@@ -72,6 +72,7 @@ fn step(number: u64, micro_batch: MicroBatch, slot: u32, remote: RemoteWork) -> 
         next_row: None,
         watched: false,
         scores: Vec::new(),
+        hidden: Vec::new(),
     }))
 }
 

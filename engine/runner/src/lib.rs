@@ -13,6 +13,7 @@ pub mod decoder;
 mod drafter;
 mod executor;
 mod forward;
+mod hidden;
 mod latent;
 mod memory;
 mod micro_batch;
@@ -35,7 +36,8 @@ pub use memory::{KvArena, KvMemory, KvRegion, PeerMemory};
 pub use thread::{ExecutorThread, spawn};
 pub use token_counts::TokenCounts;
 pub use work::{
-    Command, DraftId, DraftSeq, DraftWork, Drafted, Fetch, MapId, MappedKv, PassError, RemotePart, RemoteQuery,
-    RemoteRead, RemoteTag, RemoteWork, RemoteWrite, Report, SampleOut, SampleSpec, SavedWindow, ScoreRows, SealedBlock,
-    SeqRows, ShareId, Ship, ShipSegment, StageId, StageWork, StepWork, WriteSegment,
+    Command, DraftId, DraftSeq, DraftWork, Drafted, Fetch, HiddenRows, HiddenSum, MapId, MappedKv, PassError,
+    RemotePart, RemoteQuery, RemoteRead, RemoteTag, RemoteWork, RemoteWrite, Report, SampleOut, SampleSpec,
+    SavedWindow, ScoreRows, SealedBlock, SeqRows, ShareId, Ship, ShipSegment, StageId, StageWork, StepWork,
+    WriteSegment,
 };

@@ -10,6 +10,7 @@
 
 use crate::decoder::Decoder;
 use crate::forward::{Forward, Shared};
+use crate::hidden::HiddenSums;
 use crate::memory::{hold, no_peer_access};
 use crate::queue;
 use crate::ring::RingWork;
@@ -47,8 +48,8 @@ enum Phase {
     HandOut,
     Attend,
     Await,
-    /// Logits of a prompt's rows are queued.
-    Score,
+    /// Logits or hidden states of prompts' rows are queued.
+    Reduce,
     /// The head is queued.
     Sample,
 }
@@ -81,11 +82,13 @@ pub(crate) struct Pass {
     fetched: [Vec<Option<Bytes>>; 2],
     fetches_done: usize,
     scores: Scores,
+    hidden: HiddenSums,
 }
 
 impl Pass {
     pub(crate) fn new(mut work: StepWork) -> Self {
         let scores = Scores::new(std::mem::take(&mut work.scores));
+        let hidden = HiddenSums::new(std::mem::take(&mut work.hidden));
         let local = work
             .seqs
             .iter()
@@ -98,6 +101,7 @@ impl Pass {
             fetched: [vec![None; fetches], vec![None; fetches]],
             fetches_done: 0,
             scores,
+            hidden,
             layer: 0,
             pooled: 0,
             ring: RingWork::default(),
@@ -137,7 +141,9 @@ impl Pass {
 
     /// Whether the next step may have the same shapes: it computes one token of each sequence and no more.
     fn is_repeatable(&self) -> bool {
-        self.scores.is_empty() && self.work.seqs.iter().all(|s| s.rows == 1 && s.window.is_none())
+        self.scores.is_empty()
+            && self.hidden.is_empty()
+            && self.work.seqs.iter().all(|s| s.rows == 1 && s.window.is_none())
     }
 
     fn rows(&self) -> usize {
@@ -187,21 +193,19 @@ impl Pass {
                 Ok(Progress::Advanced)
             }
             Phase::Await => self.collect(shared),
-            Phase::Score => {
+            Phase::Reduce => {
                 if let Some(left) = queue::reached(shared.device, self.micro_batch())? {
                     return Ok(Progress::Queued(left));
                 }
                 self.scores.reduce(shared, self.work.micro_batch.index())?;
+                self.hidden.reduce(shared, self.work.micro_batch.index())?;
                 self.head(shared)
             }
             Phase::Sample => match queue::reached(shared.device, self.micro_batch())? {
                 Some(left) => Ok(Progress::Queued(left)),
                 None => {
                     self.check_mapped(shared)?;
-                    let scores = self.scores.take();
-                    if !scores.is_empty() {
-                        reports(Report::Scores { step: self.work.step, scores });
-                    }
+                    self.report_prompts(reports);
                     self.sample(shared)
                 }
             },
@@ -540,11 +544,20 @@ impl Pass {
         if self.wanted().all(|wanted| is_plain(wanted.spec)) { device.sampling() } else { None }
     }
 
-    /// Queues the logits of prompts' rows that are scored, in parts, then those of the sampled rows, and the device's draws if
-    /// it samples.
+    /// Reports what was computed of prompts' rows.
+    fn report_prompts(&mut self, reports: &mut dyn FnMut(Report)) {
+        let (step, scores, sums) = (self.work.step, self.scores.take(), self.hidden.take());
+        if !(scores.is_empty() && sums.is_empty()) {
+            reports(Report::Prompts { step, scores, sums });
+        }
+    }
+
+    /// Queues the logits of prompts' rows that are scored, in parts, then the hidden states that are added up, then the logits of
+    /// the sampled rows, and the device's draws if it samples.
     fn head<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
-        if self.scores.queue(shared, self.work.micro_batch.index())? {
-            self.phase = Phase::Score;
+        let micro_batch = self.work.micro_batch.index();
+        if self.scores.queue(shared, micro_batch)? || self.hidden.queue(shared, micro_batch)? {
+            self.phase = Phase::Reduce;
             return Ok(Progress::Advanced);
         }
         let Forward { model, micro_batches, draws, .. } = &mut *shared.forward;

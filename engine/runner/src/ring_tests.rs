@@ -73,6 +73,7 @@ impl Split {
             next_row: None,
             watched: false,
             scores: Vec::new(),
+            hidden: Vec::new(),
         })));
         let mut logits = None;
         while logits.is_none() {

@@ -61,14 +61,18 @@ impl Scores {
         Ok(true)
     }
 
-    /// Reduces the logits that were queued.
+    /// Reduces the logits that were queued, if any.
     pub(crate) fn reduce<D: Device>(
         &mut self,
         shared: &mut Shared<'_, D>,
         micro_batch: usize,
     ) -> Result<(), PassError> {
+        let rows = std::mem::take(&mut self.queued);
+        if rows == 0 {
+            return Ok(());
+        }
         let Forward { model, micro_batches, sampler, host, .. } = &mut *shared.forward;
-        let (vocab, rows) = (model.spec.vocab, self.queued);
+        let vocab = model.spec.vocab;
         host.clear();
         queue::read_staged(shared.device, micro_batch, &micro_batches[micro_batch].logits, 0..rows, 0..vocab, host)?;
         let tokens: Vec<_> = self.all().map(|(at, _, token)| (at, token)).skip(self.done).take(rows).collect();
@@ -77,7 +81,6 @@ impl Scores {
             self.scores[at].2.push(score.map_err(|error| PassError::Sampling(error.to_string()))?);
         }
         self.done += rows;
-        self.queued = 0;
         Ok(())
     }
 }

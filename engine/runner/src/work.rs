@@ -29,8 +29,10 @@ pub struct StepWork {
     pub next_row: Option<u32>,
     /// Report each layer but the last when its KV is in the store ([`Report::Layer`]).
     pub watched: bool,
-    /// Rows whose logits are reduced to log-probabilities of a prompt ([`Report::Scores`]).
+    /// Rows whose logits are reduced to log-probabilities of a prompt ([`Report::Prompts`]).
     pub scores: Vec<ScoreRows>,
+    /// Rows whose hidden states are added up ([`Report::Prompts`]).
+    pub hidden: Vec<HiddenRows>,
 }
 
 /// Consecutive rows of one sequence whose logits give log-probabilities of the prompt's next tokens.
@@ -44,6 +46,31 @@ pub struct ScoreRows {
     pub targets: Vec<u32>,
     /// Likeliest tokens to report with each.
     pub top: u32,
+}
+
+/// Consecutive rows of one sequence whose hidden states, after the final norm, are added up.
+#[derive(Clone, Debug)]
+pub struct HiddenRows {
+    pub seq: SeqId,
+    pub row0: u32,
+    /// A row each; not empty.
+    pub positions: Range<u32>,
+}
+
+impl HiddenRows {
+    /// The rows in the step.
+    #[must_use]
+    pub const fn rows(&self) -> Range<u32> {
+        self.row0..self.row0 + (self.positions.end - self.positions.start)
+    }
+}
+
+/// The sum of a sequence's hidden states at some positions.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HiddenSum {
+    pub seq: SeqId,
+    pub positions: Range<u32>,
+    pub sum: Vec<f64>,
 }
 
 /// Rows of one sequence in a step.
@@ -405,10 +432,12 @@ pub enum Report {
         map: MapId,
         error: Option<DeviceError>,
     },
-    /// Log-probabilities of prompts' tokens, by sequence, from the position of the first on. Comes before [`Report::Done`].
-    Scores {
+    /// Log-probabilities of prompts' tokens, by sequence, from the position of the first on, and sums of hidden states. Comes
+    /// before [`Report::Done`].
+    Prompts {
         step: StepId,
         scores: Vec<(SeqId, u32, Vec<PromptLogprob>)>,
+        sums: Vec<HiddenSum>,
     },
     /// All blocks of a share are mapped, or the first error.
     Shared {

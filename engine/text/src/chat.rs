@@ -203,6 +203,12 @@ impl ChatTemplate {
         self.render_with(messages, &Rendering { add_generation_prompt, ..Rendering::default() }, now)
     }
 
+    /// The template's text.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        &self.source
+    }
+
     /// Whether the template's text has the variable `name`.
     #[must_use]
     pub fn mentions(&self, name: &str) -> bool {

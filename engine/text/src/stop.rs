@@ -54,6 +54,12 @@ impl StopStrings {
         Self { included, ..self }
     }
 
+    /// The stop strings.
+    #[must_use]
+    pub fn strings(&self) -> &[String] {
+        &self.stops
+    }
+
     /// Takes the next piece and appends the text that cannot be part of a stop string to `out`. Returns whether a stop
     /// string is complete; from then on it appends nothing.
     pub fn push(&mut self, piece: &str, out: &mut String) -> bool {

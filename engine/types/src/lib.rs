@@ -24,8 +24,8 @@ pub use ids::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
 pub use kv_dtype::KvDType;
 pub use partial::Partial;
 pub use request::{
-    CONTEXT, FinishReason, GenerateRequest, PromptLogprob, RequestError, RequestOptions, SamplingParams, TokenEvent,
-    TokenLogprobs,
+    CONTEXT, FinishReason, GenerateRequest, Pooling, PromptLogprob, RequestError, RequestOptions, SamplingParams,
+    TokenEvent, TokenLogprobs,
 };
 pub use run::{KvRun, LeaseRun};
 pub use shape::{AttentionGeometry, KvShape, ModelHash};

@@ -1,6 +1,7 @@
 //! Generation requests in tokens, and the events that answer them.
 
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Sampling parameters of the next token.
@@ -90,7 +91,7 @@ pub struct GenerateRequest {
     /// Number of `prompt`'s last tokens that a lost instance already generated and reported. They are not reported again, and
     /// count as generated for `max_tokens` and for the token index that sampling depends on.
     pub answered: u32,
-    /// At least 1, and more than `answered`.
+    /// At least 1, and more than `answered`; 0 with [`RequestOptions::embedding`].
     pub max_tokens: u32,
     pub sampling: SamplingParams,
     /// Tokens before which none of `stop_ids` is generated; at most `max_tokens`.
@@ -111,6 +112,32 @@ pub struct RequestOptions {
     pub cache_salt: Arc<str>,
     /// Alternatives to report per token of the prompt; `None` reports no log-probabilities of the prompt.
     pub prompt_logprobs: Option<u32>,
+    /// The prompt's embedding is wanted, and no answer.
+    pub embedding: Option<Pooling>,
+}
+
+/// Which positions of a prompt have the hidden states whose mean is its embedding, as sentence-transformers names them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pooling {
+    /// The first one (`cls`).
+    First,
+    /// The last one (`lasttoken`).
+    #[default]
+    Last,
+    /// All of them (`mean`).
+    Mean,
+}
+
+impl Pooling {
+    /// The positions, of a prompt of `len` tokens, at least 1.
+    #[must_use]
+    pub const fn positions(self, len: u32) -> Range<u32> {
+        match self {
+            Self::First => 0..1,
+            Self::Last => len - 1..len,
+            Self::Mean => 0..len,
+        }
+    }
 }
 
 /// Reason of a sequence's regular end.
@@ -144,7 +171,7 @@ pub struct PromptLogprob {
     pub top: Vec<(u32, f32)>,
 }
 
-/// Event of one request, in order: at most one `Prompt`, tokens, then exactly one `Finished` or `Failed`.
+/// Event of one request, in order: at most one `Prompt`, tokens or one `Embedding`, then exactly one `Finished` or `Failed`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenEvent {
     /// Tokens of the prompt whose KV was cached, how long it waited to join the batch, and the log-probabilities of all of its tokens
@@ -158,6 +185,10 @@ pub enum TokenEvent {
         id: u32,
         logprobs: Option<TokenLogprobs>,
         logits: Option<Vec<f32>>,
+    },
+    /// The mean of the model's hidden states, after its final norm, at the positions of the request's [`Pooling`].
+    Embedding {
+        hidden: Vec<f32>,
     },
     Finished {
         reason: FinishReason,

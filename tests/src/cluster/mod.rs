@@ -57,6 +57,7 @@ pub struct Log {
     pub logits: Vec<Vec<f32>>,
     /// Cached tokens and log-probabilities of the prompt.
     pub prompt: (u32, Vec<PromptLogprob>),
+    pub embedding: Option<Vec<f32>>,
     pub end: Option<Result<FinishReason, RequestError>>,
     pub cancelled: bool,
     /// Its instance was killed.
@@ -301,8 +302,8 @@ impl World {
         let id = self.requests.len();
         let (tokens, logits) = (Vec::new(), Vec::new());
         let prompt = (0, Vec::new());
-        let log =
-            Log { node, request: request.clone(), tokens, logits, prompt, end: None, cancelled: false, lost: false };
+        let (embedding, end, cancelled, lost) = (None, None, false, false);
+        let log = Log { node, request: request.clone(), tokens, logits, prompt, embedding, end, cancelled, lost };
         self.requests.push(log);
         self.handle(node, Event::Submit { seq: SeqId(id as u64 + 1), request });
         id
@@ -521,6 +522,9 @@ impl World {
                 log.tokens.push(id);
                 log.logits.extend(logits);
                 assert!(log.tokens.len() <= log.request.max_tokens as usize, "{seq} says too much");
+            }
+            TokenEvent::Embedding { hidden } => {
+                assert!(log.embedding.replace(hidden).is_none(), "{seq} has one embedding");
             }
             TokenEvent::Finished { reason, prompt_tokens, completion_tokens } => {
                 let answered = log.request.answered;

@@ -83,7 +83,7 @@ async fn what_the_engine_refuses() {
 async fn routes_and_methods_that_do_not_exist() {
     let client = Client::saying("ok").await;
     let mut out = String::new();
-    for path in ["/", "/v1/embeddings", "/v1/completions", "/tokenize"] {
+    for path in ["/", "/v1/edits", "/v1/completions", "/tokenize"] {
         writeln!(out, "GET {path}\n{}", client.get(path).await.stable()).unwrap();
     }
     writeln!(out, "POST /v1/models\n{}", client.post("/v1/models", json!({})).await.stable()).unwrap();

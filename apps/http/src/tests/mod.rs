@@ -2,9 +2,11 @@
 
 mod anthropic;
 mod cancel;
+mod embeddings;
 mod errors;
 mod fields;
 mod front;
+mod native;
 mod options;
 mod responses;
 mod streams;

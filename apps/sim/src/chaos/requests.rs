@@ -57,7 +57,7 @@ impl Asked {
             return Err(self.failure(&format!("{event:?} after its end, {end:?}")));
         }
         match event {
-            TokenEvent::Prompt { .. } => {}
+            TokenEvent::Prompt { .. } | TokenEvent::Embedding { .. } => {}
             TokenEvent::Token { id, .. } => {
                 let expected = self.oracle.next_token();
                 if id != expected {

@@ -423,7 +423,7 @@ impl Run {
         let outcome = &mut self.seen.outcomes[index];
         let started = outcome.first_us.is_some();
         match event {
-            TokenEvent::Prompt { .. } => return,
+            TokenEvent::Prompt { .. } | TokenEvent::Embedding { .. } => return,
             TokenEvent::Token { .. } => {
                 load.running += i64::from(!started);
                 outcome.first_us.get_or_insert(now);

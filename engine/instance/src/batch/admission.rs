@@ -11,7 +11,7 @@ use crate::outcome::Outcome;
 use crate::prefill::Prefills;
 use lagoon_protocol::{Role, TierRequest};
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GMANAGER_WAIT_MS, QUEUE_DEFAULT};
-use lagoon_types::{CONTEXT, GenerateRequest, RequestError, SeqId};
+use lagoon_types::{CONTEXT, GenerateRequest, RequestError, RequestOptions, SeqId};
 
 impl Batch {
     /// Whether this instance's role accepts clients' requests; an error for the client if not.
@@ -44,9 +44,11 @@ impl Batch {
         if cx.standing.drained {
             return Err(RequestError::Unavailable("this instance was drained and stops".to_owned()));
         }
-        if request.prompt.is_empty() || request.max_tokens == 0 {
+        let is_embedded = request.options.embedding.is_some();
+        if request.prompt.is_empty() || (request.max_tokens == 0) != is_embedded {
             return Err(RequestError::Invalid(
-                "a request needs a prompt and at least one token to generate".to_owned(),
+                "a request needs a prompt, and at least one token to generate unless it asks for an embedding"
+                    .to_owned(),
             ));
         }
         if let Some(id) = request.prompt.iter().find(|id| **id >= cx.config.vocab) {
@@ -55,7 +57,7 @@ impl Batch {
                 cx.config.vocab
             )));
         }
-        if request.answered as usize >= request.prompt.len() || request.answered >= request.max_tokens {
+        if request.answered as usize >= request.prompt.len() || request.answered >= request.max_tokens.max(1) {
             let GenerateRequest { answered, max_tokens, .. } = request;
             return Err(RequestError::Invalid(format!(
                 "an answer of at most {max_tokens} tokens cannot continue after {answered}, or has no prompt"
@@ -86,8 +88,9 @@ impl Batch {
             request.max_tokens = room;
         }
         let full = |limit| RequestError::QueueFull { queued: limit, limit };
-        // Log-probabilities of a prompt are computed where they are reported.
-        let away = cx.sends_away() && request.options.prompt_logprobs.is_none();
+        // Log-probabilities of a prompt and embeddings are computed where they are reported.
+        let RequestOptions { prompt_logprobs, embedding, .. } = &request.options;
+        let away = cx.sends_away() && prompt_logprobs.is_none() && embedding.is_none();
         let sequence = Sequence { fills_pool, ..Sequence::new(seq, request, cx.config.block_tokens, cx.now_ms) };
         if !away {
             return self.enqueue(seq, sequence, cx.now_ms).map_err(|queue| full(queue.limit));

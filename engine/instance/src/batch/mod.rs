@@ -10,6 +10,7 @@ pub(crate) mod changes;
 mod draft_model;
 mod drafts;
 mod due;
+mod embedding;
 pub(crate) mod freeze;
 mod growth;
 pub(crate) mod micro_batches;

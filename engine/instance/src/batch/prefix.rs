@@ -82,12 +82,7 @@ impl Batch {
         let (next, whole) = (seq.blocks.next_position(), (seq.len() - 1) / tokens);
         let (free, first) = (seq.may_change_memory(), next / tokens);
         let known = seq.blocks.lost().is_empty() && seq.blocks.lost_blocks() == 0 && seq.hashed == first;
-        // Log-probabilities of a prompt need every one of its positions computed.
-        if !free
-            || !known
-            || seq.scores_prompt().is_some()
-            || seq.sharing.is_some()
-            || first >= whole.min(seq.blocks.blocks())
+        if !free || !known || seq.needs_positions() || seq.sharing.is_some() || first >= whole.min(seq.blocks.blocks())
         {
             return;
         }
@@ -119,7 +114,7 @@ impl Batch {
 
     /// Computes the hashes of all blocks of a waiting sequence before its last token. Returns their number.
     fn hash_wanted(&mut self, cx: &Cx, id: SeqId) -> usize {
-        let hits = |seq: &Sequence| seq.blocks.blocks() == 0 && seq.scores_prompt().is_none();
+        let hits = |seq: &Sequence| seq.blocks.blocks() == 0 && !seq.needs_positions();
         let waits = |seq: &&Sequence| cx.memory.prefix.root().is_some() && hits(seq);
         let Some(seq) = self.seqs.get(&id).filter(waits) else { return 0 };
         let whole = (seq.len() - 1) / cx.config.block_tokens;

@@ -1,6 +1,7 @@
 //! A sequence on its debtor: its tokens, its block table and leases, and its state in the batch.
 
 use super::drafts::Drafts;
+use super::embedding::Embedding;
 use lagoon_cluster::BorrowId;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{BlockHash, LeaseHasher, RemoteEntries, SeqBlocks};
@@ -128,6 +129,8 @@ pub(crate) struct Sequence {
     pub(crate) options: RequestOptions,
     /// Until it is reported.
     pub(crate) prompt: Option<PromptReport>,
+    /// Its embedding, if that is wanted and no answer.
+    pub(crate) embedding: Option<Embedding>,
     /// Tokens before which none of `stop_ids` is generated.
     pub(crate) min_tokens: u32,
     pub(crate) stop_ids: Arc<[u32]>,
@@ -174,15 +177,17 @@ pub(crate) struct Sequence {
 
 impl Sequence {
     pub(crate) fn new(id: SeqId, request: GenerateRequest, block_tokens: u32, since_ms: u64) -> Self {
+        let prompt_len = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX).saturating_sub(request.answered);
         let mut seq = Self {
             id,
             since_ms,
-            prompt_len: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX).saturating_sub(request.answered),
+            prompt_len,
             tokens: request.prompt,
             max_tokens: request.max_tokens,
             fills_pool: false,
             sampling: Arc::new(request.sampling),
             token_counts: None,
+            embedding: request.options.embedding.map(|pooling| Embedding::new(pooling, prompt_len)),
             options: request.options,
             prompt: Some(PromptReport::default()),
             min_tokens: request.min_tokens,

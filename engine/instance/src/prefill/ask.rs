@@ -590,9 +590,9 @@ impl Prefills {
 
     /// Sends a preempted sequence to prefill workers, if there are any, to be recomputed there.
     pub(crate) fn send_preempted_away(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId) {
-        // Log-probabilities of a prompt are computed where they are reported, as at admission.
-        let scored = batch.seq(id).is_some_and(|seq| seq.scores_prompt().is_some());
-        if scored || !cx.sends_away() || !self.workers.keys().any(|worker| self.is_readable(*worker)) {
+        // Log-probabilities of a prompt and embeddings are computed where they are reported, as at admission.
+        let stays = batch.seq(id).is_some_and(|seq| seq.scores_prompt().is_some() || seq.embedding.is_some());
+        if stays || !cx.sends_away() || !self.workers.keys().any(|worker| self.is_readable(*worker)) {
             return;
         }
         self.send_away(cx, batch, id);

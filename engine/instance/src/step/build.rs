@@ -7,8 +7,8 @@ use lagoon_backend::AttnRows;
 use lagoon_kv::Segment;
 use lagoon_protocol::TicketSeq;
 use lagoon_runner::{
-    Fetch, MapId, MappedKv, RemoteWork, SampleSpec, SavedWindow, ScoreRows, SeqRows, Ship, ShipSegment, StepWork,
-    WriteSegment,
+    Fetch, HiddenRows, MapId, MappedKv, RemoteWork, SampleSpec, SavedWindow, ScoreRows, SeqRows, Ship, ShipSegment,
+    StepWork, WriteSegment,
 };
 use lagoon_types::{Chunk, InstanceId, LeaseRun, MicroBatch, SeqId, StepId};
 use std::collections::BTreeMap;
@@ -39,6 +39,7 @@ impl Builder {
             next_row: None,
             watched: false,
             scores: Vec::new(),
+            hidden: Vec::new(),
         };
         Self { work, tickets: BTreeMap::new(), ships: BTreeMap::new(), writes: Vec::new(), row0: 0 }
     }
@@ -76,6 +77,16 @@ impl Builder {
         let (first, row0) = (rows.start + 1, self.row0 + rows.start - chunk.start);
         let targets = seq.tokens[first as usize..rows.end as usize + 1].to_vec();
         self.work.scores.push(ScoreRows { seq: chunk.seq, row0, first, targets, top });
+    }
+
+    /// Adds the rows of the chunk just added whose hidden states are part of an embedding.
+    pub(super) fn embed(&mut self, chunk: &Chunk, seq: &Sequence) {
+        let Some(embedding) = seq.embedding.as_ref().filter(|_| !chunk.warms_up()) else { return };
+        let positions = embedding.rows(chunk.start..chunk.start + chunk.len);
+        if !positions.is_empty() {
+            let row0 = self.row0 + positions.start - chunk.start;
+            self.work.hidden.push(HiddenRows { seq: chunk.seq, row0, positions });
+        }
     }
 
     pub(super) fn seq(&mut self, chunk: &Chunk, run0: usize, window: Option<SavedWindow>, sample: Option<SampleSpec>) {

@@ -22,7 +22,7 @@ use lagoon_backend::{DeviceError, LaunchCounters};
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{BulkFrame, LentMemory, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::sampling::SampleError;
-use lagoon_runner::{Command, Fetch, MapId, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
+use lagoon_runner::{Command, Fetch, HiddenSum, MapId, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
 use lagoon_types::run::visible;
 use lagoon_types::{
     Chunk, InstanceId, LeaseId, LeaseRun, MicroBatch, PromptLogprob, RequestError, SeqId, StepId, StepPlan, TokenEvent,
@@ -98,10 +98,11 @@ pub(crate) enum StepEvent {
         micro_batch: MicroBatch,
         samples: Vec<SampleOut>,
     },
-    /// Log-probabilities of prompts' tokens, by sequence, from a position on.
-    Scores {
+    /// Log-probabilities of prompts' tokens, by sequence, from a position on, and sums of hidden states.
+    Prompts {
         step: StepId,
         scores: Vec<(SeqId, u32, Vec<PromptLogprob>)>,
+        sums: Vec<HiddenSum>,
     },
     Failed {
         step: StepId,
@@ -160,8 +161,9 @@ impl Steps {
             StepEvent::Queries { step, layer, frames } => self.on_queries(cx, step, layer, frames),
             StepEvent::Written { step, layer, kv } => self.on_written(cx, batch, step, layer, kv),
             StepEvent::Layer { step, layer } => self.on_layer(cx, step, layer),
-            StepEvent::Scores { step, scores } => {
+            StepEvent::Prompts { step, scores, sums } => {
                 if self.flight(step).is_some() {
+                    sums.into_iter().for_each(|sum| batch.add_hidden(sum));
                     scores.into_iter().for_each(|(seq, first, scores)| batch.add_scores(seq, first, scores));
                 }
             }
@@ -242,7 +244,7 @@ impl InFlight {
     fn accepted(&self, batch: &Batch, mut samples: &[SampleOut]) -> u32 {
         let mut accepted = 0;
         for chunk in &self.chunks {
-            let (own, others) = samples.split_at(samples_of(chunk));
+            let (own, others) = samples.split_at(samples_of(chunk, samples));
             accepted += batch.accepted(chunk, own);
             samples = others;
         }
@@ -334,7 +336,7 @@ impl Steps {
             let seq = batch.expect_seq(chunk.seq);
             let end = chunk.start + chunk.len;
             let span = chunk.start as usize..(end - chunk.drafts) as usize;
-            let sample = chunk.last.then(|| SampleSpec {
+            let sample = (chunk.last && seq.embedding.is_none()).then(|| SampleSpec {
                 params: seq.sampling.clone(),
                 index: seq.for_others.unwrap_or_else(|| u64::from(seq.generated())),
                 return_logits: seq.return_logits,
@@ -352,6 +354,7 @@ impl Steps {
             };
             builder.rows(chunk, &seq.tokens[span], seq.drafted(chunk), &segments);
             builder.score(chunk, seq);
+            builder.embed(chunk, seq);
             let run0 = builder.work.runs.len();
             seq.blocks.local_runs(end, window_start, &mut builder.work.runs);
             let loads = chunk.ring.is_some_and(|ring| ring.load) && !mutants::is(Mutant::WindowUnread);
@@ -537,6 +540,7 @@ impl Steps {
             }
             row0 += chunk.len;
         }
+        assert!(samples.next().is_none(), "samples come in the order of the plan");
         batch.ask_draft_model(cx, micro_batch, &flight.chunks);
     }
 
@@ -669,14 +673,12 @@ fn complete(
     (planned, row0): (&Chunk, u32),
     samples: &mut std::vec::IntoIter<SampleOut>,
 ) {
-    let sampled = samples_of(planned);
+    let sampled = samples_of(planned, samples.as_slice());
     let chunk = &batch.accept_drafts(planned, &samples.as_slice()[..sampled], cx.config.sched.drafts);
     if planned.drafts > 0 {
         send_held(cx, batch, flight, chunk, row0);
     }
-    let mut sampled = samples.by_ref().take(sampled).inspect(|s| {
-        assert!(s.seq == planned.seq, "samples come in the order of the plan");
-    });
+    let mut sampled = samples.by_ref().take(sampled);
     if batch.note_computed(cx, others, chunk) {
         emit(cx, batch, others, chunk, &mut sampled);
     }
@@ -684,9 +686,9 @@ fn complete(
     sampled.for_each(drop);
 }
 
-/// Rows of a chunk that are sampled.
-fn samples_of(chunk: &Chunk) -> usize {
-    if chunk.last { 1 + chunk.drafts as usize } else { 0 }
+/// How many of the next samples are the chunk's.
+fn samples_of(chunk: &Chunk, samples: &[SampleOut]) -> usize {
+    samples.iter().take_while(|sample| sample.seq == chunk.seq).count()
 }
 
 /// Emits what was sampled from a chunk's rows, without rejected drafts.
@@ -702,6 +704,9 @@ fn emit(
         return batch.remove(cx, others.prefills, chunk.seq);
     }
     let for_others = seq.for_others.is_some();
+    if chunk.last && seq.embedding.is_some() {
+        return batch.finish_embedding(cx, others.prefills, chunk.seq);
+    }
     let mut sampled = sampled.take(1 + chunk.drafts as usize).peekable();
     if for_others && sampled.peek().is_none() {
         return cx.emit(Outcome::Chunk { seq: chunk.seq });

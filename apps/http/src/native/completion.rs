@@ -1,0 +1,318 @@
+//! `POST /completion`.
+
+use super::{
+    fields::{self, Wanted},
+    reply::{Completion, End, Settings, StopType, Timings, probabilities},
+};
+use crate::{
+    answer::{event_stream, frame},
+    error::ApiError,
+    fields::Fields,
+    generate::{Failure, Piece, Pieces, Token},
+    generations::{Ask, Longest, Ready, start, wants_journal},
+    journal::{self, Began, Entry, SentTokens},
+    keys::Caller,
+    params::{Params, required},
+    reply::{Endpoint, Finish},
+    state::{ServerState, unix_seconds},
+    text_jobs::Asker,
+};
+use axum::{
+    body::Bytes,
+    extract::{Request, State},
+    http::{HeaderValue, header},
+    response::{IntoResponse, Response},
+};
+use futures::{StreamExt, stream};
+use lagoon_text::Tokenizer;
+use rand::Rng;
+use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Instant};
+
+/// A request in tokens.
+pub(crate) struct Asked {
+    ready: Ready,
+    prompt_only: bool,
+    return_tokens: bool,
+    timings: bool,
+}
+
+/// `POST /completion`.
+pub(crate) async fn completion(
+    State(state): State<Arc<ServerState>>,
+    caller: Caller,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let journal = wants_journal(request.headers());
+    let asked = state.with_body(request, move |state, body, asker| ask(state, body, journal, caller, asker)).await?;
+    let (output, pieces) = start(&state, &asked.ready)?;
+    let stream = asked.ready.params.stream;
+    let answer = Answer::new(&state, asked, &output);
+    if stream { answer.stream(pieces, state.limits.headers_hold).await } else { answer.whole(pieces).await }
+}
+
+pub(crate) fn ask(
+    state: &ServerState,
+    body: Bytes,
+    journal: bool,
+    caller: Caller,
+    asker: &Asker<'_>,
+) -> Result<Asked, ApiError> {
+    let mut of = Fields::parse(&body)?;
+    let Wanted { params, prompt_only, return_tokens, timings } = fields::take(state, &mut of)?;
+    let prompt = required(&mut of, "prompt")?;
+    of.finish()?;
+    let info = state.check_model(params.model.as_deref())?;
+    let answer = params.max_tokens.unwrap_or(1).max(1);
+    let longest = Longest { prompt: info.max_model_tokens, answer, truncates: params.options.truncates() };
+    let mut prompts = fields::prompts(state, prompt, longest, asker)?;
+    drop(body);
+    for prompt in &mut prompts {
+        params.options.truncate(prompt, info.max_model_tokens.saturating_sub(answer))?;
+    }
+    let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let room = limit.saturating_sub(u32::try_from(longest).unwrap_or(u32::MAX)).max(1);
+    let max_tokens = params.max_tokens.unwrap_or(room).max(1);
+    let ask = Ask { endpoint: Endpoint::Completions, prompts, parser: None, max_tokens, echo: None, journal, caller };
+    Ok(Asked { ready: Ready { ask, params, info }, prompt_only, return_tokens, timings })
+}
+
+/// One sequence's response so far.
+#[derive(Debug, Default)]
+struct Sequence {
+    predicted: usize,
+    cached: usize,
+    first: Option<Instant>,
+    /// The last token, and whether the text has a line break.
+    last: Option<u32>,
+    has_new_line: bool,
+}
+
+/// The response to one request.
+struct Answer {
+    tokenizer: Arc<Tokenizer>,
+    model: String,
+    prompts: Vec<Vec<u32>>,
+    params: Params,
+    settings: Settings,
+    prompt_only: bool,
+    return_tokens: bool,
+    timings: bool,
+    began: Instant,
+    sequences: Vec<Sequence>,
+    /// Set if the stream's events carry journal lines.
+    journal: Option<Began>,
+    caller: Caller,
+}
+
+impl Answer {
+    fn new(state: &ServerState, asked: Asked, output: &[SentTokens]) -> Self {
+        let Asked { ready: Ready { ask, params, info }, prompt_only, return_tokens, timings } = asked;
+        let sequence = |sent: &SentTokens| Sequence {
+            predicted: sent.tokens.len(),
+            last: sent.tokens.last().copied(),
+            ..Sequence::default()
+        };
+        let began = || Began {
+            id: format!("native-{:032x}", rand::rng().random::<u128>()),
+            created: unix_seconds(),
+            seed: params.sampling.seed,
+        };
+        let began = params.resume.as_ref().map_or_else(began, |resume| resume.began.clone());
+        Self {
+            tokenizer: Arc::clone(&state.tokenizer),
+            model: info.model_id,
+            prompts: ask.prompts,
+            settings: settings(&params),
+            params,
+            prompt_only,
+            return_tokens,
+            timings,
+            began: Instant::now(),
+            sequences: output.iter().map(sequence).collect(),
+            journal: ask.journal.then_some(began),
+            caller: ask.caller,
+        }
+    }
+
+    /// Collects all pieces: one object, or a list of several.
+    async fn whole(mut self, mut pieces: Pieces) -> Result<Response, ApiError> {
+        let mut all: Vec<Piece> = (0..self.sequences.len()).map(|index| Piece { index, ..Piece::default() }).collect();
+        while let Some(piece) = pieces.next().await {
+            let mut piece = piece?;
+            self.note(&piece);
+            let into = &mut all[piece.index];
+            into.text.push_str(&piece.text);
+            into.tokens.append(&mut piece.tokens);
+            into.finish = piece.finish;
+        }
+        let mut replies: Vec<Completion> = all.into_iter().map(|piece| self.reply(piece)).collect();
+        let body = match replies.len() {
+            1 => replies.pop().map(|reply| to_json(&reply)).unwrap_or_default(),
+            _ => serde_json::to_string(&replies).expect("replies serialise: numbers are finite"),
+        };
+        let mut response = ([(header::CONTENT_TYPE, "application/json")], body).into_response();
+        self.count(&mut response);
+        Ok(response)
+    }
+
+    /// Streams the pieces; see [`crate::answer::Answer::stream`].
+    async fn stream(self, mut pieces: Pieces, hold: std::time::Duration) -> Result<Response, ApiError> {
+        let mut ready = VecDeque::new();
+        let mut response = Response::default();
+        self.count(&mut response);
+        if let Ok(Some(piece)) = tokio::time::timeout(hold, pieces.next()).await {
+            ready.push_back(piece?);
+        }
+        let journal = self.journal.is_some();
+        let frames = stream::unfold(Some(Frames { answer: self, pieces, ready, journal }), |frames| async move {
+            let (frame, frames) = frames?.next().await?;
+            Some((Ok::<_, Infallible>(Bytes::from(frame)), frames))
+        });
+        Ok(event_stream(response, frames))
+    }
+
+    fn count(&self, response: &mut Response) {
+        if self.journal.is_some() {
+            let prompts: usize = self.prompts.iter().map(Vec::len).sum();
+            let predicted: usize = self.sequences.iter().map(|sequence| sequence.predicted).sum();
+            response.headers_mut().insert(journal::TOKENS_HEADER, HeaderValue::from(prompts + predicted));
+        }
+    }
+
+    /// Counts a piece.
+    fn note(&mut self, piece: &Piece) {
+        let sequence = &mut self.sequences[piece.index];
+        sequence.cached += piece.prompt.cached_tokens;
+        sequence.has_new_line |= piece.text.contains('\n');
+        if let Some(token) = piece.tokens.last() {
+            sequence.first.get_or_insert_with(Instant::now);
+            sequence.last = Some(token.id);
+        }
+        sequence.predicted += piece.tokens.len();
+        self.caller.charge(piece.tokens.len() as u64);
+    }
+
+    /// The object of a piece that was counted; a whole response is a last piece.
+    fn reply(&self, mut piece: Piece) -> Completion {
+        if self.prompt_only {
+            (piece.text, piece.tokens) = (String::new(), Vec::new());
+        }
+        let sequence = &self.sequences[piece.index];
+        let prompt = &self.prompts[piece.index / self.params.n];
+        let predicted = if self.prompt_only { 0 } else { sequence.predicted };
+        let end = piece.finish.map(|finish| self.end(finish, &mut piece, predicted));
+        let counts = (sequence.cached, prompt.len().saturating_sub(sequence.cached), predicted);
+        let timings = (end.is_some() || self.timings).then(|| Timings::new(counts, self.began, sequence.first));
+        let ids = |tokens: &[Token]| tokens.iter().map(|token| token.id).collect();
+        Completion {
+            index: piece.index,
+            content: piece.text,
+            tokens: if self.return_tokens || self.params.stream { ids(&piece.tokens) } else { Vec::new() },
+            id_slot: -1,
+            stop: end.is_some(),
+            tokens_predicted: predicted,
+            tokens_evaluated: prompt.len(),
+            timings,
+            completion_probabilities: probabilities(&self.tokenizer, &piece.tokens),
+            end,
+        }
+    }
+
+    /// The fields of a sequence's end. Takes the stop string off the text.
+    fn end(&self, finish: Finish, piece: &mut Piece, predicted: usize) -> End {
+        let sequence = &self.sequences[piece.index];
+        let prompt = &self.prompts[piece.index / self.params.n];
+        let by_token = sequence.last.is_some_and(|id| self.params.stop_ids.binary_search(&id).is_ok());
+        let stop_type = match finish {
+            _ if self.prompt_only => StopType::Limit,
+            Finish::Length => StopType::Limit,
+            _ if by_token => StopType::Eos,
+            _ => StopType::Word,
+        };
+        let mut stopping_word = String::new();
+        if stop_type == StopType::Word {
+            let ends = self.params.stop_strings.strings().iter().filter(|stop| piece.text.ends_with(stop.as_str()));
+            stopping_word = ends.max_by_key(|stop| stop.len()).cloned().unwrap_or_default();
+            piece.text.truncate(piece.text.len() - stopping_word.len());
+        }
+        End {
+            model: self.model.clone(),
+            generation_settings: self.settings.clone(),
+            prompt: self.tokenizer.decode(prompt, false),
+            has_new_line: sequence.has_new_line,
+            truncated: false,
+            stop_type,
+            stopping_word,
+            tokens_cached: prompt.len() + predicted,
+        }
+    }
+}
+
+/// What a request samples by.
+pub(super) fn settings(params: &Params) -> Settings {
+    let max_tokens = params.max_tokens.map_or(-1, i64::from);
+    let sampling = &params.sampling;
+    Settings {
+        n_predict: max_tokens,
+        max_tokens,
+        seed: sampling.seed,
+        temperature: sampling.temperature,
+        top_k: sampling.top_k,
+        top_p: sampling.top_p,
+        min_p: sampling.min_p,
+        repeat_penalty: sampling.repetition_penalty,
+        repeat_last_n: -1,
+        presence_penalty: sampling.presence_penalty,
+        frequency_penalty: sampling.frequency_penalty,
+        stop: params.stop_strings.strings().to_vec(),
+        n_probs: sampling.logprobs.unwrap_or(0),
+        stream: params.stream,
+    }
+}
+
+/// A streamed response in flight.
+struct Frames {
+    answer: Answer,
+    pieces: Pieces,
+    ready: VecDeque<Piece>,
+    journal: bool,
+}
+
+impl Frames {
+    /// The next frame, and the rest of the stream unless it was the last one. There is no end mark.
+    async fn next(mut self) -> Option<(String, Option<Self>)> {
+        let piece = match self.ready.pop_front() {
+            Some(piece) => Some(Ok(piece)),
+            None => self.pieces.next().await,
+        };
+        match piece {
+            Some(Ok(piece)) => {
+                let tokens = piece.tokens.iter().map(|token| token.id).collect();
+                let entry = Entry::SentTokens { index: piece.index, tokens, finished: piece.finish.is_some() };
+                self.answer.note(&piece);
+                let reply = self.answer.reply(piece);
+                Some((self.lines(&entry) + &frame(&to_json(&reply)), Some(self)))
+            }
+            Some(Err(Failure { error, again })) => {
+                tracing::warn!(%error, "a stream failed");
+                Some((self.lines(&Entry::Failed { again }) + &frame(&error.body()), None))
+            }
+            None if self.journal => Some((self.lines(&Entry::Over) + "\n", None)),
+            None => None,
+        }
+    }
+
+    /// The journal lines of the next event; empty without a journal.
+    fn lines(&mut self, entry: &Entry) -> String {
+        if !self.journal {
+            return String::new();
+        }
+        let began = self.answer.journal.take().map(|began| Entry::Began(began).line());
+        began.unwrap_or_default() + &entry.line()
+    }
+}
+
+fn to_json(reply: &Completion) -> String {
+    serde_json::to_string(reply).expect("replies serialise: numbers are finite")
+}

@@ -1,0 +1,132 @@
+//! The description has every route of the router and every field that its handlers ask for, and no other.
+
+use super::{OPERATIONS, document, tables};
+use crate::{
+    Caller, embeddings,
+    fields::asked,
+    generations, native,
+    scripted::{self, ScriptedEngine},
+    server,
+    state::ServerState,
+    text_jobs::Asker,
+    tokens,
+};
+use axum::body::Bytes;
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+
+#[tokio::test]
+async fn every_route_is_described_with_its_method() {
+    let described: BTreeSet<String> = OPERATIONS.iter().map(|of| of.path.replace("{id}", "{*id}")).collect();
+    let routed: BTreeSet<String> = server::routes().into_iter().map(|(path, _)| path.to_owned()).collect();
+    assert_eq!(described, routed);
+    let base = scripted::spawn(scripted::state(ScriptedEngine::saying("ok"))).await;
+    let http = reqwest::Client::new();
+    for of in OPERATIONS {
+        let url = format!("{base}{}", of.path.replace("{id}", "lagoon/scripted"));
+        let (get, post) = (http.get(&url).send().await.unwrap(), http.post(&url).body("{}").send().await.unwrap());
+        let (own, other) = if of.method == "get" { (get, post) } else { (post, get) };
+        assert_eq!(other.status(), 405, "{}", of.path);
+        assert!(own.status() == 200 || of.method == "post" && own.status() == 400, "{}: {}", of.path, own.status());
+    }
+    let served: Value = http.get(format!("{base}/openapi.json")).send().await.unwrap().json().await.unwrap();
+    assert_eq!(served, document());
+}
+
+/// Requests that reach every field of their route, which need not be right.
+fn requests(path: &str) -> Vec<Value> {
+    let chat = json!([{"role": "user", "content": "a"}]);
+    match path {
+        "/v1/chat/completions" | "/apply-template" => vec![json!({"messages": chat})],
+        "/v1/completions" | "/completion" | "/completions" => vec![json!({"prompt": "a"})],
+        "/v1/embeddings" => vec![json!({"input": "a"})],
+        "/tokenize" => vec![json!({"prompt": "a"}), json!({"messages": chat}), json!({"content": "a"})],
+        "/detokenize" => vec![json!({"tokens": [97]})],
+        _ => panic!("{path}"),
+    }
+}
+
+/// Runs the part of a handler that takes the fields.
+fn take(state: &ServerState, path: &str, body: Bytes) {
+    let (asker, caller) = (Asker::staying(), Caller::default());
+    let error = match path {
+        "/v1/chat/completions" => generations::chat_prompt(state, body, false, caller, &asker).err(),
+        "/v1/completions" => generations::prompts(state, body, false, caller, &asker).err(),
+        "/v1/embeddings" => embeddings::ask_of(state, body, "", &asker).err(),
+        "/completion" | "/completions" => native::ask(state, body, false, caller, &asker).err(),
+        "/tokenize" => tokens::any_tokens_of(state, body, &asker).err(),
+        "/detokenize" => tokens::text_of(state, &body, &asker).err(),
+        "/apply-template" => native::applied(state, body, &asker).err(),
+        _ => panic!("{path}"),
+    };
+    assert_eq!(error, None, "{path}");
+}
+
+#[tokio::test]
+async fn every_field_that_a_handler_asks_for_is_described() {
+    let state = scripted::state(ScriptedEngine::saying("ok"));
+    for body in tables::BODIES {
+        asked::forget();
+        for request in requests(body.path) {
+            take(&state, body.path, request.to_string().into());
+        }
+        let asked = asked::names();
+        let fields = body.supported().map(|field| field.name).chain(body.neutral().map(|(name, _)| name));
+        let described: BTreeSet<String> = fields.map(str::to_owned).collect();
+        let missing: Vec<_> = asked.difference(&described).collect();
+        let unknown: Vec<_> = described.difference(&asked).collect();
+        assert!(missing.is_empty() && unknown.is_empty(), "{}: missing {missing:?}, unknown {unknown:?}", body.path);
+        let mut all: BTreeMap<&str, usize> = BTreeMap::new();
+        body.supported().for_each(|field| *all.entry(field.name).or_default() += 1);
+        assert!(all.values().all(|n| *n == 1), "{}: {all:?}", body.path);
+        assert!(body.required.iter().all(|name| described.contains(*name)), "{}", body.path);
+    }
+}
+
+#[tokio::test]
+async fn fields_listed_as_refused_are() {
+    let base = scripted::spawn(scripted::state(ScriptedEngine::saying("ok"))).await;
+    let http = reqwest::Client::new();
+    for body in tables::BODIES {
+        for name in body.refused {
+            assert!(!body.supported().any(|field| field.name == *name), "{}: {name}", body.path);
+            let mut request = requests(body.path).remove(0);
+            request[*name] = json!({"a": 1});
+            let reply = http.post(format!("{base}{}", body.path)).json(&request).send().await.unwrap();
+            let error: Value = reply.json().await.unwrap();
+            assert_eq!(error["error"]["code"], "unsupported_parameter", "{} {name}: {error}", body.path);
+            assert_eq!(error["error"]["param"], *name, "{}", body.path);
+        }
+    }
+}
+
+fn references(value: &Value, found: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(map) => {
+            found.extend(map.get("$ref").and_then(Value::as_str).map(str::to_owned));
+            map.values().for_each(|value| references(value, found));
+        }
+        Value::Array(list) => list.iter().for_each(|value| references(value, found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn references_lead_somewhere_and_operations_have_names_of_their_own() {
+    let document = document();
+    let mut found = BTreeSet::new();
+    references(&document, &mut found);
+    assert!(found.len() > 10);
+    for reference in found {
+        let path = reference.strip_prefix('#').unwrap();
+        assert!(document.pointer(path).is_some(), "{reference}");
+    }
+    let ids: BTreeSet<String> = document["paths"]
+        .as_object()
+        .unwrap()
+        .values()
+        .flat_map(|path| path.as_object().unwrap().values())
+        .map(|of| of["operationId"].as_str().unwrap().to_owned())
+        .collect();
+    assert_eq!(ids.len(), OPERATIONS.len());
+}
