@@ -36,6 +36,7 @@ pub mod state;
 mod tests;
 pub mod text_jobs;
 pub mod tls;
+mod tokenizer_info;
 mod tokens;
 mod tools;
 

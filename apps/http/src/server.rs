@@ -5,7 +5,7 @@ use crate::{
     error::ApiError,
     generations, metrics,
     state::{ServerState, model_not_found},
-    tokens,
+    tokenizer_info, tokens,
 };
 use axum::{
     Json, Router,
@@ -28,7 +28,7 @@ pub fn router(state: ServerState) -> Router {
         .route("/v1/models/{*id}", get(model))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
-        .route("/tokenizer_info", get(tokens::tokenizer_info))
+        .route("/tokenizer_info", get(tokenizer_info::tokenizer_info))
         .route("/health", get(health))
         .route("/metrics", get(show_metrics))
         .route("/version", get(version))

@@ -1,4 +1,4 @@
-//! `POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`, in vLLM's shapes.
+//! `POST /tokenize` and `POST /detokenize`, in vLLM's shapes.
 
 use crate::{
     error::ApiError,
@@ -15,10 +15,8 @@ use axum::{
     extract::{Request, State},
     http::StatusCode,
 };
-use lagoon_text::ChatTemplate;
 use lagoon_types::CONTEXT;
 use serde::Serialize;
-use serde_json::{Map, Value};
 use std::sync::Arc;
 
 #[derive(Debug, Serialize)]
@@ -32,18 +30,6 @@ pub(crate) struct Tokenized {
 #[derive(Debug, Serialize)]
 pub(crate) struct Detokenized {
     prompt: String,
-}
-
-/// `GET /tokenizer_info`: the special tokens and the chat template. lm-eval tokenises at a server that has it.
-pub(crate) async fn tokenizer_info(State(state): State<Arc<ServerState>>) -> Json<Map<String, Value>> {
-    let template = state.template.as_deref();
-    let special = template.map_or(&[][..], ChatTemplate::special_tokens);
-    let mut info: Map<String, Value> =
-        special.iter().map(|(name, text)| ((*name).to_owned(), Value::from(text.as_str()))).collect();
-    let end = state.defaults.eos_ids.first().and_then(|id| state.tokenizer.token(*id));
-    info.entry("eos_token").or_insert_with(|| end.into());
-    info.insert("chat_template".to_owned(), template.map(ChatTemplate::text).into());
-    Json(info)
 }
 
 /// `POST /tokenize`: tokenises a `prompt`, or `messages` through the chat template.

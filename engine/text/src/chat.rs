@@ -203,6 +203,12 @@ impl ChatTemplate {
         self.render_with(messages, &Rendering { add_generation_prompt, ..Rendering::default() }, now)
     }
 
+    /// The template's text.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        &self.source
+    }
+
     /// Whether the template's text has the variable `name`.
     #[must_use]
     pub fn mentions(&self, name: &str) -> bool {
@@ -222,12 +228,6 @@ impl ChatTemplate {
     #[must_use]
     pub fn special_tokens(&self) -> &[(&'static str, String)] {
         &self.special
-    }
-
-    /// The template's text.
-    #[must_use]
-    pub fn text(&self) -> &str {
-        &self.source
     }
 
     /// How the template writes tool calls and reasoning, as far as its text shows.
