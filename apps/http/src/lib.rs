@@ -42,6 +42,7 @@ pub mod state;
 mod tests;
 pub mod text_jobs;
 pub mod tls;
+mod tokenizer_info;
 mod tokens;
 mod tools;
 mod translate;

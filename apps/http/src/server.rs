@@ -6,7 +6,7 @@ use crate::{
     error::ApiError,
     generations, metrics, native, openapi,
     state::{ServerState, model_not_found},
-    tokens,
+    tokenizer_info, tokens,
     translate::translated,
 };
 use axum::{
@@ -57,7 +57,7 @@ pub(crate) fn routes() -> Vec<(&'static str, MethodRouter<Arc<ServerState>>)> {
         ("/apply-template", post(native::apply_template)),
         ("/tokenize", post(tokens::tokenize)),
         ("/detokenize", post(tokens::detokenize)),
-        ("/tokenizer_info", get(tokens::tokenizer_info)),
+        ("/tokenizer_info", get(tokenizer_info::tokenizer_info)),
         ("/health", get(health)),
         ("/metrics", get(show_metrics)),
         ("/version", get(version)),

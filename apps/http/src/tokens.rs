@@ -1,4 +1,4 @@
-//! `POST /tokenize` and `POST /detokenize`, in the shapes of vLLM and, with `content`, of llama.cpp; `GET /tokenizer_info`, in vLLM's.
+//! `POST /tokenize` and `POST /detokenize`, in the shapes of vLLM and, with `content`, of llama.cpp.
 
 use crate::{
     error::ApiError,
@@ -15,11 +15,9 @@ use axum::{
     extract::{Request, State},
     http::StatusCode,
 };
-use lagoon_text::ChatTemplate;
 use lagoon_types::CONTEXT;
 use schemars::JsonSchema;
 use serde::Serialize;
-use serde_json::{Map, Value};
 use std::sync::Arc;
 
 /// The tokens of a text in one of two shapes.
@@ -58,18 +56,6 @@ pub(crate) struct Detokenized {
     /// As vLLM names it, and as llama.cpp does.
     prompt: String,
     content: String,
-}
-
-/// `GET /tokenizer_info`: the special tokens and the chat template. lm-eval tokenises at a server that has it.
-pub(crate) async fn tokenizer_info(State(state): State<Arc<ServerState>>) -> Json<Map<String, Value>> {
-    let template = state.template.as_deref();
-    let special = template.map_or(&[][..], ChatTemplate::special_tokens);
-    let mut info: Map<String, Value> =
-        special.iter().map(|(name, text)| ((*name).to_owned(), Value::from(text.as_str()))).collect();
-    let end = state.defaults.eos_ids.first().and_then(|id| state.tokenizer.token(*id));
-    info.entry("eos_token").or_insert_with(|| end.into());
-    info.insert("chat_template".to_owned(), template.map(ChatTemplate::text).into());
-    Json(info)
 }
 
 /// `POST /tokenize`: tokenises a `prompt`, or `messages` through the chat template.

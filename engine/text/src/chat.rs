@@ -230,12 +230,6 @@ impl ChatTemplate {
         &self.special
     }
 
-    /// The template's text.
-    #[must_use]
-    pub fn text(&self) -> &str {
-        &self.source
-    }
-
     /// How the template writes tool calls and reasoning, as far as its text shows.
     #[must_use]
     pub fn formats(&self) -> Formats {

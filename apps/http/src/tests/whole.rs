@@ -196,14 +196,3 @@ async fn a_model_without_a_template_refuses_chat_only() {
     insta::assert_snapshot!(client.post("/v1/chat/completions", chat(json!({}))).await.stable());
     assert_eq!(client.post("/v1/completions", json!({"prompt": "a"})).await.status, 200);
 }
-
-#[tokio::test]
-async fn the_tokenizer_is_described() {
-    let client = Client::saying("ok").await;
-    let info = client.get("/tokenizer_info").await.json();
-    assert_eq!((&info["eos_token"], &info["bos_token"]), (&json!("<eos>"), &Value::Null));
-    assert!(info["chat_template"].as_str().is_some_and(|text| text.contains("messages")), "{info}");
-    let bare = crate::ServerState { template: None, ..state(ScriptedEngine::saying("ok")) };
-    let info = Client::new(bare).await.get("/tokenizer_info").await.json();
-    assert_eq!((&info["eos_token"], &info["chat_template"]), (&json!("<eos>"), &Value::Null));
-}
