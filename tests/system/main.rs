@@ -29,6 +29,7 @@ mod process_disaggregated;
 mod process_drain;
 mod process_ends;
 mod process_faults;
+mod process_front;
 mod process_health;
 mod process_host_tier;
 mod process_hostile;

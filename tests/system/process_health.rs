@@ -41,7 +41,7 @@ fn probes_are_answered_when_the_api_has_no_connection_left() {
         assert_eq!((answer.status, answer.json()), (200, json!({"status": "ok"})), "{path}");
     }
     // No key is asked for. The first tick records it.
-    wait(|| probes.get("/metrics").text.contains("lagoon_kv_blocks_total"));
+    wait(|| probes.get("/metrics").text.contains("lagoon_kv_blocks"));
     assert_eq!(probes.get("/v1/models").status, 404);
     drop(held);
 }

@@ -37,7 +37,7 @@ fn an_instance_with_host_memory_serves_what_its_device_cannot_hold() {
     client.wait_until("/lagoon/status", "lent by the host", |s| s["host"]["blocks_lent"].as_u64() >= Some(5));
     drop(events);
     client.wait_until("/lagoon/status", "given back", |s| s["host"]["blocks_free"] == 16 && s["blocks_free"] == 8);
-    client.wait_for_text("/metrics", "lagoon_host_kv_blocks_total 16");
+    client.wait_for_text("/metrics", "lagoon_host_kv_blocks 16");
 
     let [a, b, c] = certificates(&cluster.ca, "looker");
     let status = run(&["status", "--json", "--gmanager", &cluster.gmanager.announced("quic"), &a, &b, &c]);

@@ -78,10 +78,16 @@ fn look_at(pool: &Server, client: &Client) {
         assert!(table.stdout.contains(word), "{word}: {table:?}");
     }
 
+    // Its own 8 rBlocks and 7 that the other lends, not one instance's.
+    assert_eq!(client.get("/v1/models").json()["data"][0]["max_model_len"], 15 * 8);
     let metrics = client.get("/metrics").text;
     assert!(metrics.contains("lagoon_gateway_requests_total{instance=\"instance-0\",status=\"200\"}"), "{metrics}");
+    for instance in ["instance-0", "instance-1"] {
+        let line = format!("\nlagoon_kv_blocks{{instance=\"{instance}\"}} 8\n");
+        assert!(metrics.contains(&line), "{line} in {metrics}");
+    }
     let instance = Client::new(rows[0]["http_addr"].as_str().unwrap().parse().unwrap());
-    for name in ["lagoon_kv_blocks_total 8", "lagoon_wire_bytes_sent_total{class=\"partials\"}"] {
+    for name in ["lagoon_kv_blocks 8", "lagoon_wire_bytes_sent_total{class=\"partials\"}"] {
         instance.wait_for_text("/metrics", name);
     }
 }

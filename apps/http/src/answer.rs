@@ -4,6 +4,7 @@
 //! last one, which has no text unless some was held back.
 
 use crate::{
+    access::REPORT_HEADER,
     error::ApiError,
     generate::{Failure, Piece, Pieces, PromptPart},
     journal::{self, Began, Entry, SentTokens},
@@ -22,6 +23,8 @@ use lagoon_types::{FinishReason, PromptLogprob};
 use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
 
 const ASSISTANT: &str = "assistant";
+/// `stop_reason` of an answer that the pool's memory ended, with the finish reason `length`.
+const KV_CAPACITY: &str = "kv_capacity";
 
 /// The response to one request: its properties, and the progress of its sequences.
 pub(crate) struct Answer {
@@ -88,6 +91,7 @@ impl Answer {
         let mut all: Vec<Piece> = (0..sequences).map(|index| Piece { index, ..Piece::default() }).collect();
         while let Some(piece) = pieces.next().await {
             let mut piece = piece?;
+            self.note(&piece);
             self.keep_prompt(piece.index, std::mem::take(&mut piece.prompt));
             let into = &mut all[piece.index];
             into.text.push_str(&piece.text);
@@ -95,6 +99,7 @@ impl Answer {
             into.calls.extend(piece.calls);
             into.tokens.extend(piece.tokens);
             into.finish = piece.finish;
+            into.kv_full = piece.kv_full;
         }
         let choices = all.into_iter().map(|piece| self.choice(piece, false)).collect();
         let reply = Reply { usage: Some(Some(self.usage())), ..self.reply(choices, false) };
@@ -128,11 +133,27 @@ impl Answer {
         Ok(response)
     }
 
-    /// Adds the header with the tokens known so far, for a gateway to charge; the journal of a stream has the rest.
+    /// Adds the headers with the tokens known so far, for a gateway to charge, and with the report for its access log; the
+    /// journal of a stream has the rest.
     fn count(&self, response: &mut Response) {
         if self.journal.is_some() {
             let tokens = self.usage().total_tokens;
             response.headers_mut().insert(journal::TOKENS_HEADER, HeaderValue::from(tokens));
+            let report = self.caller.record().report().header();
+            report.into_iter().for_each(|report| drop(response.headers_mut().insert(REPORT_HEADER, report)));
+        }
+    }
+
+    /// Writes a piece down in the request's record.
+    fn note(&self, piece: &Piece) {
+        let record = self.caller.record();
+        let PromptPart { cached_tokens, queue_ms, .. } = piece.prompt;
+        if (cached_tokens, queue_ms) != (0, 0) {
+            record.prompt(if piece.index.is_multiple_of(self.n) { cached_tokens } else { 0 }, queue_ms);
+        }
+        record.output(piece.tokens.len());
+        if let Some(finish) = piece.finish {
+            record.finished(if piece.kv_full { KV_CAPACITY } else { finish.name() });
         }
     }
 
@@ -159,6 +180,7 @@ impl Answer {
     /// One chunk with one piece.
     fn chunk(&mut self, mut piece: Piece) -> String {
         let index = piece.index;
+        self.note(&piece);
         self.keep_prompt(index, std::mem::take(&mut piece.prompt));
         let first = !self.progress[index].started;
         let choice = self.choice(piece, true);
@@ -195,6 +217,7 @@ impl Answer {
             piece.text.clear();
             piece.tokens.clear();
             piece.finish = piece.finish.map(|_| reply::Finish::new(FinishReason::Length, false));
+            piece.kv_full = false;
         }
         let tool_calls = self.calls(&mut piece, chunk);
         let reasoning_content = Some(std::mem::take(&mut piece.reasoning)).filter(|text| !text.is_empty());
@@ -231,6 +254,7 @@ impl Answer {
             content,
             logprobs,
             finish_reason: piece.finish,
+            stop_reason: piece.kv_full.then_some(KV_CAPACITY),
             prompt_token_ids: prompt_ids.then(|| self.prompts[prompt].clone()),
             prompt_logprobs: (self.endpoint == Endpoint::Completions).then(|| self.prompt_scores(prompt)).flatten(),
             token_ids: self.return_token_ids.then(|| piece.tokens.iter().map(|token| token.id).collect()),
@@ -292,10 +316,13 @@ impl Frames {
             Some(Ok(piece)) => {
                 let tokens = piece.tokens.iter().map(|token| token.id).collect();
                 let entry = Entry::SentTokens { index: piece.index, tokens, finished: piece.finish.is_some() };
-                (self.lines(&entry) + &frame(&self.answer.chunk(piece)), Some(self))
+                // First: the report has its tokens.
+                let chunk = frame(&self.answer.chunk(piece));
+                (self.lines(&entry) + &chunk, Some(self))
             }
             Some(Err(Failure { error, again })) => {
                 tracing::warn!(id = %self.answer.id, %error, "a stream failed");
+                self.answer.caller.record().failed(error.code.unwrap_or("error"));
                 (self.lines(&Entry::Failed { again }) + &frame(&error.body()), None)
             }
             None => {
@@ -312,7 +339,10 @@ impl Frames {
             return String::new();
         }
         let began = self.began.take().map(|began| Entry::Began(began).line());
-        began.unwrap_or_default() + &entry.line()
+        // With the first event, for a client that leaves before the last one, and with that.
+        let reports = began.is_some() || matches!(entry, Entry::Ended);
+        let report = reports.then(|| journal::report_line(&self.answer.caller.record().report()));
+        began.unwrap_or_default() + &report.unwrap_or_default() + &entry.line()
     }
 }
 

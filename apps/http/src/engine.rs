@@ -1,7 +1,7 @@
 //! The trait between HTTP and a token generator. This crate knows no instance, pool or device.
 
 use lagoon_types::{GenerateRequest, RequestError, TokenEvent};
-use std::fmt;
+use std::{fmt, sync::Arc};
 use tokio::sync::mpsc;
 
 /// A token generator.
@@ -26,15 +26,29 @@ pub trait Engine: Send + Sync + 'static {
 pub struct EngineInfo {
     /// The name that clients put in `model`.
     pub model_id: String,
+    /// Other names that clients may put there.
+    pub aliases: Arc<[String]>,
     /// Longest sequence (prompt and output) that the model supports, in tokens.
     pub max_model_tokens: u32,
-    /// Longest sequence that memory can hold now, the whole pool counted; `None` if unknown. It only bounds the default
-    /// of `max_tokens`: the engine itself refuses requests that do not fit.
+    /// Longest sequence that memory can hold now, the whole pool counted; `None` if unknown. It only bounds what `/v1/models` shows:
+    /// the engine itself refuses prompts that do not fit, and ends answers where memory does.
     pub capacity_tokens: Option<u32>,
     /// Number of token ids: all ids are below it.
     pub vocab_size: u32,
     /// Whether requests are accepted now.
     pub ready: bool,
+}
+
+impl EngineInfo {
+    /// All names of the model, the first one first.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        std::iter::once(self.model_id.as_str()).chain(self.aliases.iter().map(String::as_str))
+    }
+
+    /// Longest sequence that can be served now, in tokens.
+    pub(crate) fn context_tokens(&self) -> u32 {
+        self.max_model_tokens.min(self.capacity_tokens.unwrap_or(u32::MAX))
+    }
 }
 
 /// An accepted request: its events, and the guard that cancels it when dropped.

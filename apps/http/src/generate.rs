@@ -27,6 +27,8 @@ pub(crate) struct Token {
 pub(crate) struct PromptPart {
     /// Tokens whose KV was in the prefix cache.
     pub(crate) cached_tokens: usize,
+    /// Time until it joined the batch.
+    pub(crate) queue_ms: u64,
     /// Of all tokens but the first, if requested.
     pub(crate) logprobs: Vec<PromptLogprob>,
 }
@@ -46,6 +48,8 @@ pub(crate) struct Piece {
     pub(crate) prompt: PromptPart,
     /// Set in the sequence's last piece.
     pub(crate) finish: Option<Finish>,
+    /// Whether the pool's memory ended it.
+    pub(crate) kv_full: bool,
 }
 
 /// Why a sequence failed.
@@ -176,8 +180,8 @@ impl Sequence {
         loop {
             let event = self.event().await?;
             let outcome = match event {
-                Ok(TokenEvent::Prompt { cached_tokens, logprobs }) => {
-                    self.prompt = PromptPart { cached_tokens: cached_tokens as usize, logprobs };
+                Ok(TokenEvent::Prompt { cached_tokens, queue_ms, logprobs }) => {
+                    self.prompt = PromptPart { cached_tokens: cached_tokens as usize, queue_ms, logprobs };
                     Ok(None)
                 }
                 Ok(TokenEvent::Token { id, logprobs, logits }) => Ok(self.token(Token { id, logprobs, logits })),
@@ -242,6 +246,7 @@ impl Sequence {
         self.end(match reason {
             FinishReason::Stop => metrics::Outcome::Stop,
             FinishReason::Length => metrics::Outcome::Length,
+            FinishReason::KvCapacity => metrics::Outcome::KvCapacity,
         });
         let parts = match &mut self.rules.parser {
             None => Parts { content: text, ..Parts::default() },
@@ -256,7 +261,8 @@ impl Sequence {
             parts.append(parser.finish());
         }
         let called = self.rules.parser.as_ref().is_some_and(|parser| parser.calls() > 0);
-        self.piece(parts, Some(Finish::new(reason, called)))
+        let kv_full = reason == FinishReason::KvCapacity;
+        Piece { kv_full, ..self.piece(parts, Some(Finish::new(reason, called))) }
     }
 
     fn piece(&mut self, parts: Parts, finish: Option<Finish>) -> Piece {
@@ -264,7 +270,7 @@ impl Sequence {
         let first = self.rules.parser.as_ref().map_or(0, |parser| parser.calls() - calls.len());
         let calls = calls.into_iter().enumerate().map(|(at, call)| (first + at, call)).collect();
         let (tokens, prompt) = (std::mem::take(&mut self.held), std::mem::take(&mut self.prompt));
-        Piece { index: self.index, text, reasoning, calls, tokens, prompt, finish }
+        Piece { index: self.index, text, reasoning, calls, tokens, prompt, finish, kv_full: false }
     }
 
     fn observe_token(&mut self) {
@@ -278,7 +284,7 @@ impl Sequence {
 
     fn end(&mut self, outcome: metrics::Outcome) {
         if self.generation.take().is_some() {
-            metrics::sequence_ended(outcome);
+            metrics::sequence_ended(outcome, self.submitted.elapsed());
         }
     }
 }

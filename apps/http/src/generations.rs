@@ -96,8 +96,8 @@ fn chat_prompt(
     let room = info.max_model_tokens.saturating_sub(params.max_tokens.unwrap_or(1));
     params.options.truncate(&mut prompt, room)?;
     params.sampling.bad_words = params.options.encode_bad_words(state, asker)?.into();
-    let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
-    let room = limit.saturating_sub(u32::try_from(prompt.len()).unwrap_or(u32::MAX)).max(1);
+    // The engine ends the answer earlier where the pool's memory does.
+    let room = info.max_model_tokens.saturating_sub(u32::try_from(prompt.len()).unwrap_or(u32::MAX)).max(1);
     let max_tokens = params.max_tokens.unwrap_or(room);
     let ask = Ask { endpoint: Endpoint::Chat, prompts: vec![prompt], parser, max_tokens, echo: None, journal, caller };
     Ok(Ready { ask, params, info })
@@ -261,6 +261,7 @@ async fn generate(state: &ServerState, ready: Ready) -> Result<Response, ApiErro
     }
     output.resize(sequences, SentTokens::default());
     let running = submit(state, &params, &ask, &output, info.max_model_tokens)?;
+    ask.caller.record().begins(&info.model_id, ask.prompts.iter().map(Vec::len).sum());
     let stream = params.stream;
     let answer = answer(state, ask, params, &output, info.model_id);
     if stream { answer.stream(running, state.limits.headers_hold).await } else { answer.whole(running).await }

@@ -6,6 +6,7 @@
 //! prompt and previous tokens as a prompt, and streams the rest under the same id: tokens at their places in the
 //! response, text from the same character on.
 
+use crate::access::Report;
 use axum::http::HeaderName;
 use serde::{Deserialize, Serialize};
 
@@ -15,6 +16,8 @@ pub const HEADER: &str = "x-lagoon-journal";
 pub const TOKENS_HEADER: HeaderName = HeaderName::from_static("x-lagoon-tokens");
 /// Request field with a response that another server began.
 pub const FIELD: &str = "lagoon_resume";
+/// Start of a line with a [`Report`]. Gateways that do not know it pass it on, a comment, to the client.
+const REPORT_LINE: &str = ": lagoon-report ";
 /// Start of a journal line: a comment in server-sent events.
 const LINE: &str = ": lagoon ";
 /// Maximum of tokens remembered of one response, over all sequences: 16 MiB.
@@ -61,6 +64,11 @@ impl Entry {
     }
 }
 
+/// The line of a report, with line break.
+pub(crate) fn report_line(report: &Report) -> String {
+    format!("{REPORT_LINE}{}\n", serde_json::to_string(report).expect("reports serialise"))
+}
+
 /// A response that another server began.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -87,6 +95,8 @@ pub struct Journal {
     began: Option<Began>,
     sequences: Vec<SentTokens>,
     tokens: usize,
+    /// The latest report that was not taken.
+    report: Option<Report>,
     /// Whether an event had no entry: then the state is unknown.
     gap: bool,
     /// Whether everything but the end mark was sent; and the end mark, too.
@@ -109,6 +119,10 @@ impl Journal {
         let mut kept = Vec::with_capacity(event.len());
         let (mut explained, mut error) = (false, None);
         for line in event.split_inclusive(|byte| *byte == b'\n') {
+            if let Some(report) = line.strip_prefix(REPORT_LINE.as_bytes()) {
+                self.report = serde_json::from_slice(report).ok().or(self.report.take());
+                continue;
+            }
             let Some(entry) = line.strip_prefix(LINE.as_bytes()) else {
                 kept.extend_from_slice(line);
                 continue;
@@ -146,6 +160,11 @@ impl Journal {
         let sequence = &mut self.sequences[index];
         sequence.tokens.extend(output.tokens);
         sequence.finished |= output.finished;
+    }
+
+    /// The latest report of the instance, once.
+    pub fn take_report(&mut self) -> Option<Report> {
+        self.report.take()
     }
 
     /// Tokens of the answer so far.
@@ -208,6 +227,12 @@ mod tests {
         let event = format!("{}data: {{\"usage\":1}}\n\n", Entry::Ended.line());
         assert_eq!(journal.read(event.as_bytes()), Read::Event(b"data: {\"usage\":1}\n\n".to_vec()));
         assert!(journal.has_ended() && !journal.is_done());
+        let report = Report { model: Some("m".to_owned()), prompt_tokens: Some(3), ..Report::default() };
+        assert_eq!(
+            journal.read(format!("{}data: x\n\n", report_line(&report)).as_bytes()),
+            Read::Event(b"data: x\n\n".to_vec())
+        );
+        assert_eq!([journal.take_report(), journal.take_report()], [Some(report), None]);
         let event = format!("{}data: x\n\n", Entry::Failed { again: true }.line());
         assert_eq!(journal.read(event.as_bytes()), Read::Error { event: b"data: x\n\n".to_vec(), again: true });
     }

@@ -7,10 +7,11 @@
 //! * Administration takes a key of its scope. Where none is configured, and no key file, it is for clients on loopback only that
 //!   name this machine (`Host`), with `--api-key` if there is one, and not for requests that a proxy passed on or a page of
 //!   another host sends (`Origin`).
-//! * A connection with a certificate of the pool is the gateway's, which has checked the key: it needs none for inference.
+//! * A connection with a certificate of the pool is the gateway's, which has checked the key: it needs none for inference, nor to
+//!   read metrics.
 //! * Keys are kept as SHA-256 and compared in constant time. None is logged or part of an error.
 
-use crate::{client_addr::ClientAddr, error::ApiError, rate::RateLimit, reload::Reload, tls::PoolPeer};
+use crate::{access::Record, client_addr::ClientAddr, error::ApiError, rate::RateLimit, reload::Reload, tls::PoolPeer};
 use axum::{
     Router,
     extract::{FromRequestParts, Request, State},
@@ -37,6 +38,8 @@ const KEYS_MAX: usize = 4096;
 const NAME_BYTES_MAX: usize = 128;
 /// The name of a request's key, from the gateway that has checked the key.
 pub const TENANT_HEADER: HeaderName = HeaderName::from_static("x-lagoon-tenant");
+/// Where every process shows its metrics.
+pub const METRICS_PATH: &str = "/metrics";
 /// Headers that a proxy adds: then the connection's address is not the client's.
 const PROXY_HEADERS: [HeaderName; 3] = [header::FORWARDED, header::VIA, HeaderName::from_static("x-forwarded-for")];
 
@@ -55,7 +58,7 @@ pub enum Scope {
 pub fn scope_of(path: &str) -> Option<Scope> {
     match path {
         "/health" => None,
-        "/metrics" | "/lagoon" => Some(Scope::Admin),
+        METRICS_PATH | "/lagoon" => Some(Scope::Admin),
         _ if path.starts_with("/lagoon/") => Some(Scope::Admin),
         _ => Some(Scope::Inference),
     }
@@ -201,7 +204,8 @@ impl Keys {
         if scope == Scope::Inference {
             entry.rate.request(Instant::now()).map_err(|over| over.error(&entry.name))?;
         }
-        Ok(Caller { rate: Some(Arc::clone(&entry.rate)), tenant: entry.name.as_str().into() })
+        let rate = Some(Arc::clone(&entry.rate));
+        Ok(Caller { rate, tenant: entry.name.as_str().into(), ..Caller::default() })
     }
 }
 
@@ -246,11 +250,13 @@ fn is_this_machine(host: &str) -> bool {
     addr.map_or(name.eq_ignore_ascii_case("localhost"), |addr| addr.to_canonical().is_loopback())
 }
 
-/// The tenant of a request, by its key, and the rate limit that its tokens are charged to; none for keys without a limit.
+/// The tenant of a request, by its key, and the rate limit that its tokens are charged to; none for keys without a limit. With the
+/// request's record for the access log.
 #[derive(Clone, Debug, Default)]
 pub struct Caller {
     rate: Option<Arc<RateLimit>>,
     tenant: Arc<str>,
+    record: Record,
 }
 
 impl Caller {
@@ -258,6 +264,12 @@ impl Caller {
     #[must_use]
     pub fn tenant(&self) -> &str {
         &self.tenant
+    }
+
+    /// What is known of the request, for the access log.
+    #[must_use]
+    pub fn record(&self) -> &Record {
+        &self.record
     }
 
     /// The header that names the tenant to an instance behind a gateway that has checked the key.
@@ -269,7 +281,7 @@ impl Caller {
     /// The tenant with this name, without a rate limit.
     #[must_use]
     pub fn of_tenant(name: &str) -> Self {
-        Self { rate: None, tenant: name.into() }
+        Self { tenant: name.into(), ..Self::default() }
     }
 
     /// The tenant that the gateway names, of a request that needs no key here.
@@ -298,7 +310,10 @@ impl<S: Sync> FromRequestParts<S> for Caller {
     type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
-        Ok(parts.extensions.get::<Self>().cloned().unwrap_or_default())
+        let caller = parts.extensions.get::<Self>().cloned().unwrap_or_default();
+        let record = parts.extensions.get::<Record>().cloned().unwrap_or_default();
+        record.of_key(&caller.tenant);
+        Ok(Self { record, ..caller })
     }
 }
 
@@ -308,7 +323,8 @@ pub fn guard(router: Router, keys: Arc<Keys>) -> Router {
 }
 
 async fn check(State(keys): State<Arc<Keys>>, mut request: Request, next: Next) -> Response {
-    if let Some(scope) = scope_of(request.uri().path()) {
+    let reads_metrics = request.uri().path() == METRICS_PATH && request.extensions().get::<PoolPeer>().is_some();
+    if let Some(scope) = scope_of(request.uri().path()).filter(|_| !reads_metrics) {
         let extensions = request.extensions();
         let client = Client {
             headers: request.headers(),

@@ -6,13 +6,16 @@
 //! cancelled.
 #![forbid(unsafe_code)]
 
+pub mod access;
 mod answer;
 pub mod bodies;
 pub mod client;
 mod client_addr;
 pub mod engine;
 pub mod error;
+pub mod exposition;
 mod fields;
+pub mod front;
 mod generate;
 mod generations;
 pub mod journal;
@@ -38,11 +41,13 @@ pub mod text_jobs;
 pub mod tls;
 mod tokens;
 mod tools;
+pub mod vllm_names;
 
 pub use bodies::{Bodies, Holder, Share};
 pub use client_addr::ClientAddr;
 pub use engine::{CancelGuard, Engine, EngineInfo, Generation};
 pub use error::ApiError;
+pub use front::Front;
 pub use keys::{Caller, Keys};
 pub use limits::Limits;
 pub use params::GenerationDefaults;

@@ -4,7 +4,11 @@
 //! generated from it. A process calls [`install`] with its tables and passes the handle to the server, so that
 //! `/metrics` also shows the process's other metrics.
 
-use axum::http::StatusCode;
+use crate::{exposition::Exposition, vllm_names};
+use axum::{
+    http::{StatusCode, header},
+    response::{IntoResponse as _, Response},
+};
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle};
 use std::time::Duration;
@@ -73,6 +77,9 @@ impl Kind {
     }
 }
 
+/// Names the model: 1.
+pub(crate) const MODEL_INFO: &str = "lagoon_model_info";
+const SEQUENCE_SECONDS: &str = "lagoon_sequence_seconds";
 const REQUESTS: &str = "lagoon_http_requests_total";
 pub(crate) const HTTPS_EXPIRES: &str = "lagoon_https_certificate_expires_timestamp_seconds";
 const REQUEST_SECONDS: &str = "lagoon_http_request_seconds";
@@ -102,6 +109,7 @@ pub const HTTPS: &[Metric] = &[Metric::gauge(
 
 /// The HTTP server's metrics.
 pub const METRICS: &[Metric] = &[
+    Metric::gauge(MODEL_INFO, "", &[("model", &[])], "1, with the name of the served model."),
     Metric::counter(
         REQUESTS,
         "requests",
@@ -118,11 +126,17 @@ pub const METRICS: &[Metric] = &[
     Metric::counter(
         ENDED,
         "sequences",
-        &[("outcome", &["stop", "length", "failed", "cancelled"])],
+        &[("outcome", &["stop", "length", "kv_capacity", "failed", "cancelled"])],
         "Sequences that have ended, by outcome.",
     ),
     Metric::seconds(FIRST_TOKEN_SECONDS, SECONDS, &[], "Time from submission to the first token of a sequence (TTFT)."),
     Metric::seconds(NEXT_TOKEN_SECONDS, SECONDS, &[], "Time between two consecutive tokens of a sequence (TBT)."),
+    Metric::seconds(
+        SEQUENCE_SECONDS,
+        SECONDS,
+        &[],
+        "Time from submission to the end of a sequence that was neither cancelled nor failed.",
+    ),
     Metric::counter(PROMPT_TOKENS, "tokens", &[], "Prompt tokens of accepted requests."),
     Metric::counter(GENERATION_TOKENS, "tokens", &[], "Generated tokens."),
 ];
@@ -132,6 +146,8 @@ pub const METRICS: &[Metric] = &[
 pub(crate) enum Outcome {
     Stop,
     Length,
+    /// At the pool's capacity.
+    KvCapacity,
     Failed,
     /// The client disconnected, or another sequence of the same request failed.
     Cancelled,
@@ -169,8 +185,37 @@ fn describe(metric: &Metric) {
     }
 }
 
-/// Exports the metrics without labels at 0 before the first request.
-pub(crate) fn export_at_start() {
+/// Another server whose names of metrics are exported, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compat {
+    /// vLLM ([`vllm_names`]).
+    Vllm,
+}
+
+/// The response to a request for metrics.
+pub fn response(text: String) -> Response {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+}
+
+/// The recorder's metrics in the text format: families by name, series by labels.
+#[must_use]
+pub fn render(handle: &PrometheusHandle, compat: Option<Compat>) -> String {
+    let text = handle.render();
+    match Exposition::parse(&text) {
+        Ok(mut metrics) => {
+            compat.into_iter().for_each(|Compat::Vllm| vllm_names::add(&mut metrics));
+            metrics.text()
+        }
+        Err(error) => {
+            tracing::error!(%error, "the recorder's text breaks a rule of its format");
+            text
+        }
+    }
+}
+
+/// Exports the model's name, and the metrics without labels at 0 before the first request.
+pub(crate) fn export_at_start(model: &str) {
+    gauge!(MODEL_INFO, "model" => model.to_owned()).set(1.0);
     gauge!(RUNNING).increment(0.0);
     counter!(PROMPT_TOKENS).increment(0);
     counter!(GENERATION_TOKENS).increment(0);
@@ -190,10 +235,15 @@ pub(crate) fn sequence_started() {
     gauge!(RUNNING).increment(1.0);
 }
 
-pub(crate) fn sequence_ended(outcome: Outcome) {
+/// `elapsed`: since submission.
+pub(crate) fn sequence_ended(outcome: Outcome, elapsed: Duration) {
+    if !matches!(outcome, Outcome::Failed | Outcome::Cancelled) {
+        histogram!(SEQUENCE_SECONDS).record(elapsed);
+    }
     let outcome = match outcome {
         Outcome::Stop => "stop",
         Outcome::Length => "length",
+        Outcome::KvCapacity => "kv_capacity",
         Outcome::Failed => "failed",
         Outcome::Cancelled => "cancelled",
     };

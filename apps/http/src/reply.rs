@@ -62,7 +62,16 @@ impl Finish {
         match reason {
             FinishReason::Stop if called => Self::ToolCalls,
             FinishReason::Stop => Self::Stop,
-            FinishReason::Length => Self::Length,
+            FinishReason::Length | FinishReason::KvCapacity => Self::Length,
+        }
+    }
+
+    /// Its name in responses.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::ToolCalls => "tool_calls",
         }
     }
 }
@@ -90,6 +99,9 @@ pub(crate) struct Choice {
     pub(crate) content: Content,
     pub(crate) logprobs: Option<Logprobs>,
     pub(crate) finish_reason: Option<Finish>,
+    /// What ended the answer, where `finish_reason` does not tell.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) stop_reason: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_token_ids: Option<Vec<u32>>,
     #[serde(skip_serializing_if = "Option::is_none")]

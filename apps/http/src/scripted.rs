@@ -87,6 +87,7 @@ impl ScriptedEngine {
     ) -> Arc<Self> {
         let info = EngineInfo {
             model_id: "lagoon/scripted".to_owned(),
+            aliases: Arc::default(),
             max_model_tokens: 512,
             capacity_tokens: Some(256),
             vocab_size: VOCAB,
@@ -99,6 +100,18 @@ impl ScriptedEngine {
     #[must_use]
     pub fn saying(text: &'static str) -> Arc<Self> {
         Self::new(move |request| Ok(say(text, request)))
+    }
+
+    /// As [`Self::saying`], of a model with another name or more.
+    ///
+    /// # Panics
+    /// Never.
+    #[must_use]
+    pub fn named(text: &'static str, aliases: &[&str]) -> Arc<Self> {
+        let mut engine = Self::saying(text);
+        let info = &mut Arc::get_mut(&mut engine).expect("a new engine has one owner").info;
+        info.aliases = aliases.iter().map(|&name| name.to_owned()).collect();
+        engine
     }
 
     /// The requests that came in, in order.
@@ -168,7 +181,7 @@ async fn play(steps: Vec<Step>, request: GenerateRequest, sender: mpsc::Sender<T
         steps.iter().find_map(|step| if let Step::Cached(tokens) = step { Some(*tokens) } else { None });
     let logprobs: Vec<_> = request.options.prompt_logprobs.map_or_else(Vec::new, |top| scores(&request.prompt, top));
     if cached_tokens.is_some() || !logprobs.is_empty() {
-        let prompt = TokenEvent::Prompt { cached_tokens: cached_tokens.unwrap_or(0), logprobs };
+        let prompt = TokenEvent::Prompt { cached_tokens: cached_tokens.unwrap_or(0), queue_ms: 0, logprobs };
         if sender.send(prompt).await.is_err() {
             return;
         }
@@ -301,6 +314,7 @@ pub fn state(engine: Arc<dyn Engine>) -> ServerState {
         text_jobs: TextJobs::default(),
         expose_logits: true,
         metrics: recorder(),
+        compat: None,
         created: 1_700_000_000,
     }
 }

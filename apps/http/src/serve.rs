@@ -5,6 +5,7 @@
 
 use crate::{
     client_addr::ClientAddr,
+    front::{Front, before},
     keys::{Keys, guard},
     limits::{
         ADDRESS_CONNECTIONS_MAX, CONNECTIONS_MAX, DRAIN_DEADLINE, HEADER_BYTES_MAX, HEADERS_DEADLINE, HEADERS_MAX,
@@ -72,7 +73,7 @@ impl Drop for Place {
     }
 }
 
-/// A listener with its keys and its TLS.
+/// A listener with its front, its keys and its TLS.
 #[derive(Debug)]
 pub struct Port {
     pub listener: TcpListener,
@@ -80,13 +81,14 @@ pub struct Port {
     pub keys: Option<Arc<Keys>>,
     /// `None`: plain HTTP.
     pub tls: Option<Arc<ServerTls>>,
+    pub front: Front,
 }
 
 impl Port {
     /// Plain HTTP.
     #[must_use]
     pub fn plain(listener: TcpListener, keys: Arc<Keys>) -> Self {
-        Self { listener, keys: Some(keys), tls: None }
+        Self { listener, keys: Some(keys), tls: None, front: Front::default() }
     }
 }
 
@@ -106,11 +108,12 @@ async fn serve_beside(
     shutdown: impl Future<Output = ()>,
     addresses: Addresses,
 ) -> io::Result<()> {
-    let Port { listener, keys, tls } = port;
+    let Port { listener, keys, tls, front } = port;
     let router = match keys {
         Some(keys) => guard(router, keys),
         None => router,
     };
+    let router = before(router, front);
     listener.local_addr()?;
     let slots = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let (stop, stopped) = watch::channel(false);
@@ -234,7 +237,7 @@ mod tests {
         let client = ClientAddr(Ipv4Addr::LOCALHOST.into());
         let mut places: Vec<Place> = (0..ADDRESS_CONNECTIONS_MAX).filter_map(|_| addresses.enter(client)).collect();
         let router = Router::new().route("/", axum::routing::get(|| async { "answered" }));
-        let port = Port { listener, keys: None, tls: None };
+        let port = Port { listener, keys: None, tls: None, front: Front::default() };
         let serving = tokio::spawn(serve_beside(port, router, std::future::pending(), addresses));
         let ask = || async {
             let mut stream = TcpStream::connect(server).await.unwrap();

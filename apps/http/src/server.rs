@@ -10,7 +10,7 @@ use crate::{
 use axum::{
     Json, Router,
     extract::{MatchedPath, Path, Request, State},
-    http::{StatusCode, Uri, header},
+    http::{StatusCode, Uri},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post},
@@ -20,7 +20,7 @@ use std::{sync::Arc, time::Instant};
 
 /// The router of the OpenAI-compatible server. [`crate::keys::guard`] checks keys before it.
 pub fn router(state: ServerState) -> Router {
-    metrics::export_at_start();
+    metrics::export_at_start(&state.engine.info().model_id);
     Router::new()
         .route("/v1/chat/completions", post(generations::chat))
         .route("/v1/completions", post(generations::completions))
@@ -78,29 +78,32 @@ struct Model {
 }
 
 impl Model {
-    fn new(info: EngineInfo, created: u64) -> Self {
+    /// The model under one of its names.
+    fn new(name: &str, info: &EngineInfo, created: u64) -> Self {
         Self {
-            id: info.model_id.clone(),
+            id: name.to_owned(),
             object: "model",
             created,
             owned_by: "lagoon",
-            root: info.model_id,
+            root: info.model_id.clone(),
             parent: None,
-            max_model_len: info.max_model_tokens,
+            max_model_len: info.context_tokens(),
         }
     }
 }
 
 async fn models(State(state): State<Arc<ServerState>>) -> impl IntoResponse {
-    Json(ModelList { object: "list", data: vec![Model::new(state.engine.info(), state.created)] })
+    let info = state.engine.info();
+    let data = info.names().map(|name| Model::new(name, &info, state.created)).collect();
+    Json(ModelList { object: "list", data })
 }
 
 async fn model(State(state): State<Arc<ServerState>>, Path(id): Path<String>) -> Result<impl IntoResponse, ApiError> {
     let info = state.engine.info();
-    if info.model_id != id {
-        return Err(model_not_found(&id, &info.model_id));
+    if !info.names().any(|name| name == id) {
+        return Err(model_not_found(&id, &info));
     }
-    Ok(Json(Model::new(info, state.created)))
+    Ok(Json(Model::new(&id, &info, state.created)))
 }
 
 async fn health(State(state): State<Arc<ServerState>>) -> Result<impl IntoResponse, ApiError> {
@@ -112,7 +115,7 @@ async fn health(State(state): State<Arc<ServerState>>) -> Result<impl IntoRespon
 }
 
 async fn show_metrics(State(state): State<Arc<ServerState>>) -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], state.metrics.render())
+    metrics::response(metrics::render(&state.metrics, state.compat))
 }
 
 async fn version() -> impl IntoResponse {

@@ -5,6 +5,7 @@ use crate::{
     engine::{Engine, EngineInfo},
     error::ApiError,
     limits::Limits,
+    metrics::Compat,
     params::{GenerationDefaults, Rules},
     text_jobs::{Asker, TextJobs},
 };
@@ -36,6 +37,8 @@ pub struct ServerState {
     pub expose_logits: bool,
     /// Renders `/metrics`: see [`crate::metrics::install`].
     pub metrics: PrometheusHandle,
+    /// Whose names `/metrics` has, too.
+    pub compat: Option<Compat>,
     /// Seconds since 1970 at which the model was loaded, as `/v1/models` shows it.
     pub created: u64,
 }
@@ -72,12 +75,15 @@ impl ServerState {
         self.text_jobs.run(bytes, work).await
     }
 
-    /// Checks that the requested model is the served one; none means the served one.
+    /// Checks that the requested model is the served one; none means the served one. The result has the name that was asked for.
     pub(crate) fn check_model(&self, model: Option<&str>) -> Result<EngineInfo, ApiError> {
         let info = self.engine.info();
         match model {
-            Some(model) if model != info.model_id => Err(model_not_found(model, &info.model_id)),
-            _ => Ok(info),
+            Some(model) if info.names().any(|name| name == model) => {
+                Ok(EngineInfo { model_id: model.to_owned(), ..info })
+            }
+            Some(model) => Err(model_not_found(model, &info)),
+            None => Ok(info),
         }
     }
 
@@ -109,8 +115,9 @@ impl ServerState {
     }
 }
 
-pub(crate) fn model_not_found(model: &str, served: &str) -> ApiError {
-    let message = format!("the model `{model}` does not exist; this server serves `{served}`");
+pub(crate) fn model_not_found(model: &str, info: &EngineInfo) -> ApiError {
+    let served: Vec<String> = info.names().map(|name| format!("`{name}`")).collect();
+    let message = format!("the model `{model}` does not exist; this server serves {}", served.join(", "));
     ApiError {
         param: Some("model".to_owned()),
         ..ApiError::new(StatusCode::NOT_FOUND, Some("model_not_found"), message)

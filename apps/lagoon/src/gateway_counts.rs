@@ -1,7 +1,8 @@
 //! The gateway's counters by instance. They are dropped once the pool does not know the instance any more: instances
 //! come and go while a gateway stays.
 
-use crate::metrics_table::{GATEWAY_REQUESTS, GATEWAY_RETRIES};
+use crate::metrics_table::{GATEWAY_REQUESTS, GATEWAY_RETRIES, GATEWAY_SCRAPE_FAILURES};
+use lagoon_http::exposition::escaped;
 use lagoon_http::metrics::Metric;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -19,6 +20,7 @@ struct Counts {
     /// By the response's status, or the request's failure.
     requests: BTreeMap<String, u64>,
     retries: u64,
+    scrape_failures: u64,
 }
 
 impl GatewayCounts {
@@ -39,22 +41,33 @@ impl GatewayCounts {
         self.change(instance, |counts| counts.retries += 1);
     }
 
+    /// Counts metrics of an instance that could not be read.
+    pub(crate) fn scrape_failure(&self, instance: &str) {
+        self.change(instance, |counts| counts.scrape_failures += 1);
+    }
+
     /// Drops instances that are not `known`; returns the rest in Prometheus' text format.
     pub(crate) fn render(&self, known: impl Fn(&str) -> bool) -> String {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|instance, _| known(instance));
-        let (mut requests, mut retries) = (String::new(), String::new());
+        let (mut requests, mut retries, mut failures) = (String::new(), String::new(), String::new());
         for (instance, counts) in all.iter() {
             let instance = escaped(instance);
             for (status, count) in &counts.requests {
                 let labels = format!("instance=\"{instance}\",status=\"{}\"", escaped(status));
                 let _ = writeln!(requests, "{}{{{labels}}} {count}", GATEWAY_REQUESTS.name);
             }
-            if counts.retries > 0 {
-                let _ = writeln!(retries, "{}{{instance=\"{instance}\"}} {}", GATEWAY_RETRIES.name, counts.retries);
+            let lines = [
+                (&mut retries, &GATEWAY_RETRIES, counts.retries),
+                (&mut failures, &GATEWAY_SCRAPE_FAILURES, counts.scrape_failures),
+            ];
+            for (text, Metric { name, .. }, count) in lines.into_iter().filter(|(.., count)| *count > 0) {
+                let _ = writeln!(text, "{name}{{instance=\"{instance}\"}} {count}");
             }
         }
-        [family(&GATEWAY_REQUESTS, &requests), family(&GATEWAY_RETRIES, &retries)].concat()
+        let families =
+            [(&GATEWAY_REQUESTS, requests), (&GATEWAY_RETRIES, retries), (&GATEWAY_SCRAPE_FAILURES, failures)];
+        families.map(|(metric, samples)| family(metric, &samples)).concat()
     }
 }
 
@@ -64,10 +77,6 @@ fn family(metric: &Metric, samples: &str) -> String {
     }
     let Metric { name, kind, help, .. } = metric;
     format!("# HELP {name} {help}\n# TYPE {name} {}\n{samples}\n", kind.name())
-}
-
-fn escaped(value: &str) -> String {
-    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 #[cfg(test)]

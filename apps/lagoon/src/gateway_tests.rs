@@ -1,10 +1,12 @@
 //! The gateway before real servers with scripted engines.
 
 use super::*;
+use lagoon_http::access::Line;
 use lagoon_http::scripted::{self, ScriptedEngine, Step};
-use lagoon_http::{Keys, Port};
+use lagoon_http::{Front, Keys, Port};
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::sync::Mutex;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -267,6 +269,70 @@ impl Backends for Old {
 
     fn silent_for(&self) -> Option<Duration> {
         Some(Duration::from_secs(12))
+    }
+}
+
+/// A gateway whose access log is the second value.
+async fn logged_gateway(backends: Vec<Backend>) -> (String, Arc<Mutex<Vec<Line>>>) {
+    let lines: Arc<Mutex<Vec<Line>>> = Arc::default();
+    let into = Arc::clone(&lines);
+    let front =
+        Front { access_log: Some(Arc::new(move |line| into.lock().unwrap().push(line.clone()))), ..Front::default() };
+    let gateway = Gateway::new(Arc::new(backends), scripted::recorder(), None);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let port = Port { front, ..Port::plain(listener, Keys::none()) };
+    tokio::spawn(lagoon_http::serve(port, gateway.router(), std::future::pending()));
+    (url, lines)
+}
+
+#[tokio::test]
+async fn an_instance_gets_the_id_that_the_client_gets() {
+    let echo = Router::new().fallback(|headers: HeaderMap| async move {
+        headers.get_all("x-request-id").iter().map(|id| id.to_str().unwrap().to_owned()).collect::<Vec<_>>().join(" ")
+    });
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let server = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(lagoon_http::serve(Port::plain(listener, Keys::none()), echo, std::future::pending()));
+    let url = gateway(vec![backend("i1", &server, 1)]).await;
+    for given in [Some("mine"), Some("no id"), None] {
+        let request = reqwest::Client::new().get(format!("{url}/version"));
+        let request = if let Some(given) = given { request.header("x-request-id", given) } else { request };
+        let response = request.send().await.unwrap();
+        let id = response.headers()["x-request-id"].to_str().unwrap().to_owned();
+        assert_eq!(id == "mine", given == Some("mine"));
+        assert_eq!(response.text().await.unwrap(), id);
+    }
+}
+
+#[tokio::test]
+async fn the_log_has_what_the_instance_reports_and_the_instance_gets_the_id() {
+    let engine = ScriptedEngine::new(|request| {
+        let mut steps = scripted::say("abc", request);
+        steps.insert(0, Step::Cached(2));
+        Ok(steps)
+    });
+    let server = scripted::spawn(scripted::state(engine)).await;
+    let (url, lines) = logged_gateway(vec![backend("gone", &dead(), 9), backend("i2", &server, 1)]).await;
+    for stream in [false, true] {
+        let request = reqwest::Client::new().post(format!("{url}/v1/completions")).header("x-request-id", "mine");
+        let response = request.json(&json!({"prompt": "xyz", "stream": stream})).send().await.unwrap();
+        assert_eq!(response.headers().get_all("x-request-id").iter().collect::<Vec<_>>(), ["mine"]);
+        assert!(!response.headers().contains_key("x-lagoon-report"));
+        let text = response.text().await.unwrap();
+        assert!(!text.contains(": lagoon"), "{text}");
+        let wait = async {
+            while lines.lock().unwrap().is_empty() {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        tokio::time::timeout(LONG, wait).await.expect("a line");
+        let found = std::mem::take(&mut *lines.lock().unwrap());
+        let [Line { id, status, report, outcome, instance, .. }] = &found[..] else { panic!("{found:?}") };
+        assert_eq!((id.as_str(), *status, outcome.as_str()), ("mine", Some(200), "stop"));
+        assert_eq!((instance.as_deref(), report.model.as_deref()), (Some("i2"), Some("lagoon/scripted")));
+        assert_eq!([report.prompt_tokens, report.cached_tokens, report.output_tokens], [Some(4), Some(2), Some(4)]);
+        assert!(report.ttft_ms.is_some() && report.queue_ms == Some(0), "{report:?}");
     }
 }
 

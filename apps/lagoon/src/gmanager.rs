@@ -13,8 +13,8 @@ use crate::node_metrics::record_certificate;
 use crate::port::PortArgs;
 use crate::registry::Registry;
 use anyhow::Context;
-use axum::http::header;
 use lagoon_cluster::{BalancerConfig, DgfmConfig, GManager, GManagerConfig, PlannerConfig};
+use lagoon_http::Front;
 use lagoon_protocol::{AdminReply, ControlBody, NotLeader, Rejected};
 use lagoon_transport::{Bound, Event, Frame, Node, NodeRole, PeerId, Subject, TransportConfig};
 use metrics_exporter_prometheus::PrometheusHandle;
@@ -140,10 +140,10 @@ async fn serve_metrics(
         .with_context(|| format!("listen on {addr}\nhint: choose another port with --metrics-port"))?;
     let served = listener.local_addr()?;
     let text = axum::routing::get(move || async move {
-        ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], handle.render())
+        lagoon_http::metrics::response(lagoon_http::metrics::render(&handle, None))
     });
     let router = axum::Router::new().route("/metrics", text);
-    let port = args.port.port(listener, None, None)?;
+    let port = args.port.port(listener, None, None, Front::default())?;
     tokio::spawn(async move {
         if let Err(error) = lagoon_http::serve(port, router, stop.cancelled_owned()).await {
             tracing::error!(%error, "metrics are not served any more");

@@ -5,13 +5,8 @@
 
 use crate::port::PortArgs;
 use anyhow::Context;
-use axum::{
-    Json, Router,
-    http::{StatusCode, header},
-    response::IntoResponse,
-    routing::get,
-};
-use lagoon_http::Port;
+use axum::{Json, Router, http::StatusCode, response::IntoResponse, routing::get};
+use lagoon_http::{Front, Port};
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::json;
 use std::net::{SocketAddr, TcpListener};
@@ -33,7 +28,7 @@ pub(crate) type Metrics = Arc<dyn Fn() -> String + Send + Sync>;
 /// The metrics of the process's recorder.
 pub(crate) fn recorded(metrics: &PrometheusHandle) -> Metrics {
     let metrics = metrics.clone();
-    Arc::new(move || metrics.render())
+    Arc::new(move || lagoon_http::metrics::render(&metrics, None))
 }
 
 /// Whether the process is ready; why not, if it is not.
@@ -79,7 +74,12 @@ impl HealthArgs {
         };
         let serve = async move {
             let listener = tokio::net::TcpListener::from_std(listener)?;
-            lagoon_http::serve(Port { listener, keys: None, tls }, router, stop.cancelled_owned()).await
+            lagoon_http::serve(
+                Port { listener, keys: None, tls, front: Front::default() },
+                router,
+                stop.cancelled_owned(),
+            )
+            .await
         };
         std::thread::Builder::new().name("health".to_owned()).spawn(move || {
             if let Err(error) = runtime.block_on(serve) {
@@ -111,7 +111,7 @@ fn router(ready: Ready, metrics: Option<Metrics>) -> Router {
     let Some(metrics) = metrics else { return router };
     let text = move || {
         let text = metrics();
-        async move { ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text) }
+        async move { lagoon_http::metrics::response(text) }
     };
     router.route("/metrics", get(text))
 }

@@ -360,6 +360,8 @@ impl LocalPool {
 /// Numbers the instances of a pool's first gManager from 1.
 const FIRST_INSTANCE: &str = "--first-instance=1";
 
+const NO_ACCESS_LOG: &str = "--access-log=off";
+
 /// An instance to be started.
 #[derive(Clone, Debug)]
 pub(crate) struct Wanted {
@@ -429,6 +431,8 @@ async fn start_instance(
         format!("--name={name}"),
         format!("--role={role}"),
         format!("--served-model-name={}", common.served_name),
+        // The endpoint over them has the log.
+        NO_ACCESS_LOG.to_owned(),
     ];
     let may = if role == "kv" { NodeRole::Kv } else { NodeRole::Instance };
     command.extend(common.ca.flags(&name, may)?);
@@ -443,6 +447,7 @@ pub(crate) async fn start_single(model: &str, served_name: &str, flags: &[String
         model.to_owned(),
         "--http=127.0.0.1:0".to_owned(),
         format!("--served-model-name={served_name}"),
+        NO_ACCESS_LOG.to_owned(),
     ];
     command.extend_from_slice(flags);
     Launch { name: "the single instance".to_owned(), flags: command, keys: ChildKeys::default() }.start().await

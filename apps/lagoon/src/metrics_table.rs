@@ -53,7 +53,7 @@ pub(crate) const TLS: &[Metric] = &[Metric::gauge(
 
 /// KV memory of an instance.
 const KV: &[Metric] = &[
-    Metric::gauge("lagoon_kv_blocks_total", "blocks", &[], "rBlocks of this instance."),
+    Metric::gauge("lagoon_kv_blocks", "blocks", &[], "rBlocks of this instance."),
     Metric::gauge("lagoon_kv_blocks_free", "blocks", &[], "rBlocks without an owner; free rBlocks may hold cached KV."),
     Metric::gauge(
         "lagoon_kv_blocks_lent",
@@ -68,7 +68,7 @@ const KV: &[Metric] = &[
         "rBlocks that the sequences of this instance have on creditors now.",
     ),
     Metric::counter(
-        "lagoon_kv_blocks_borrowed_total",
+        "lagoon_kv_borrowed_blocks_total",
         "blocks",
         &[],
         "rBlocks that creditors have lent to sequences of this instance.",
@@ -255,7 +255,7 @@ const PREFILL: &[Metric] = &[
         "Requests whose prompt is computed on a prefill worker or waits to be read from there.",
     ),
     Metric::gauge(
-        "lagoon_prefill_jobs",
+        "lagoon_prefill_jobs_held",
         "requests",
         &[],
         "Prompts that this prefill worker computes or holds for decode workers.",
@@ -382,7 +382,7 @@ const CUDA: &[Metric] = &[
 
 /// Host memory tier (--host-kv-tokens).
 const HOST: &[Metric] = &[
-    Metric::gauge("lagoon_host_kv_blocks_total", "blocks", &[], "rBlocks in host memory."),
+    Metric::gauge("lagoon_host_kv_blocks", "blocks", &[], "rBlocks in host memory."),
     Metric::gauge("lagoon_host_kv_blocks_free", "blocks", &[], "rBlocks in host memory without an owner."),
     Metric::gauge(
         "lagoon_host_kv_blocks_lent",
@@ -394,7 +394,7 @@ const HOST: &[Metric] = &[
 
 /// Device memory lent to be mapped (--lend-device-tokens).
 const LENT: &[Metric] = &[
-    Metric::gauge("lagoon_lent_kv_blocks_total", "blocks", &[], "rBlocks that debtors on this host may map."),
+    Metric::gauge("lagoon_lent_kv_blocks", "blocks", &[], "rBlocks that debtors on this host may map."),
     Metric::gauge("lagoon_lent_kv_blocks_free", "blocks", &[], "rBlocks of these without an owner."),
     Metric::gauge(
         "lagoon_lent_kv_blocks_lent",
@@ -424,10 +424,26 @@ pub(crate) const GATEWAY_RETRIES: Metric = Metric::counter(
     "Attempts that did not reach the instance.",
 );
 
+pub(crate) const GATEWAY_SCRAPE_FAILURES: Metric = Metric::counter(
+    "lagoon_gateway_scrape_failures_total",
+    "scrapes",
+    &[("instance", &[])],
+    "Times that the metrics of an instance were left out of this page: no answer in time, or no valid one.",
+);
+
+pub(crate) const GATEWAY_SCRAPED: Metric = Metric::gauge(
+    "lagoon_gateway_instance_scraped",
+    "",
+    &[("instance", &[])],
+    "1 if this page has the metrics of the instance, 0 if they are left out.",
+);
+
 /// The gateway (`lagoon up`, `lagoon gateway`).
 pub(crate) const GATEWAY: &[Metric] = &[
     GATEWAY_REQUESTS,
     GATEWAY_RETRIES,
+    GATEWAY_SCRAPE_FAILURES,
+    GATEWAY_SCRAPED,
     Metric::counter(
         "lagoon_gateway_replays_total",
         "requests",

@@ -34,13 +34,13 @@ impl NodeMetrics {
         let of = &status.instance;
         match self.beside {
             Some(TierKind::Host) => {
-                gauge!("lagoon_host_kv_blocks_total").set(of.blocks_total);
+                gauge!("lagoon_host_kv_blocks").set(of.blocks_total);
                 gauge!("lagoon_host_kv_blocks_free").set(of.blocks_free);
                 gauge!("lagoon_host_kv_blocks_lent").set(of.blocks_lent);
                 return;
             }
             Some(TierKind::Lent) => {
-                gauge!("lagoon_lent_kv_blocks_total").set(of.blocks_total);
+                gauge!("lagoon_lent_kv_blocks").set(of.blocks_total);
                 gauge!("lagoon_lent_kv_blocks_free").set(of.blocks_free);
                 gauge!("lagoon_lent_kv_blocks_lent").set(of.blocks_lent);
                 counter!("lagoon_lent_kv_blocks_sealed_total").absolute(of.peer_access.sealed);
@@ -48,11 +48,11 @@ impl NodeMetrics {
             }
             None => {}
         }
-        gauge!("lagoon_kv_blocks_total").set(of.blocks_total);
+        gauge!("lagoon_kv_blocks").set(of.blocks_total);
         gauge!("lagoon_kv_blocks_free").set(of.blocks_free);
         gauge!("lagoon_kv_blocks_lent").set(of.blocks_lent);
         gauge!("lagoon_kv_blocks_borrowed").set(of.blocks_borrowed);
-        counter!("lagoon_kv_blocks_borrowed_total").absolute(of.blocks_borrowed_total);
+        counter!("lagoon_kv_borrowed_blocks_total").absolute(of.blocks_borrowed_total);
         gauge!("lagoon_requests_running").set(as_f64(of.running));
         gauge!("lagoon_requests_waiting").set(as_f64(of.waiting));
         counter!("lagoon_preemptions_total", "kind" => "recompute").absolute(of.preemptions);
@@ -143,7 +143,7 @@ pub(crate) fn record_prefill_times(times: &LastTimes) {
 fn record_prefill(of: &PrefillStatus) {
     gauge!("lagoon_prefill_workers").set(as_f64(of.workers));
     gauge!("lagoon_prefill_away").set(as_f64(of.away));
-    gauge!("lagoon_prefill_jobs").set(as_f64(of.jobs));
+    gauge!("lagoon_prefill_jobs_held").set(as_f64(of.jobs));
     gauge!("lagoon_prefill_queued_tokens").set(f64::from(u32::try_from(of.queued_tokens).unwrap_or(u32::MAX)));
     let states = [("pulled", of.pulled), ("retried", of.retried), ("own", of.own)];
     states.iter().for_each(|(state, n)| counter!("lagoon_prefill_prompts_total", "state" => *state).absolute(*n));

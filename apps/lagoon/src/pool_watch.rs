@@ -103,6 +103,17 @@ impl PoolWatch {
         self.known().state
     }
 
+    /// An instance; none for a kv node, which has no HTTP server for clients.
+    fn backend(&self, row: &PoolRow) -> Option<Backend> {
+        Some(Backend {
+            name: row.name.clone(),
+            http_addr: row.http_addr.parse().ok()?,
+            free_tokens: u64::from(row.blocks_free) * self.block_tokens,
+            running: u64::from(row.requests_running),
+            waiting: u64::from(row.requests_waiting),
+        })
+    }
+
     /// As [`admin::state_json`], with the time without an answer.
     fn status(&self) -> serde_json::Value {
         let Known { state, silent_since, .. } = self.known();
@@ -128,19 +139,14 @@ impl Backends for PoolWatch {
     }
 
     fn serving(&self) -> Vec<Backend> {
-        let backend = |row: &PoolRow| {
-            Some(Backend {
-                name: row.name.clone(),
-                http_addr: row.http_addr.parse().ok()?,
-                free_tokens: u64::from(row.blocks_free) * self.block_tokens,
-                running: u64::from(row.requests_running),
-                waiting: u64::from(row.requests_waiting),
-            })
-        };
         // During a role change, both roles must take requests.
         let takes = |role: &str| role == "instance" || role == "decode";
         let serves = |r: &&PoolRow| r.alive && !r.draining && takes(&r.role) && r.becoming.as_deref().is_none_or(takes);
-        self.state().instances.iter().filter(serves).filter_map(backend).collect()
+        self.state().instances.iter().filter(serves).filter_map(|row| self.backend(row)).collect()
+    }
+
+    fn scraped(&self) -> Vec<Backend> {
+        self.state().instances.iter().filter(|row| row.alive).filter_map(|row| self.backend(row)).collect()
     }
 
     fn knows(&self, name: &str) -> bool {

@@ -3,7 +3,7 @@
 use crate::args::TlsArgs;
 use anyhow::Context;
 use lagoon_http::tls::{ClientTls, HttpsFiles, PoolFiles, ServerTls};
-use lagoon_http::{Keys, Port};
+use lagoon_http::{Front, Keys, Port};
 use lagoon_transport::{NodeRole, SERVER_NAME, Subject};
 use rustls_pki_types::CertificateDer;
 use std::path::PathBuf;
@@ -42,10 +42,11 @@ impl PortArgs {
         listener: TcpListener,
         api_key: Option<&str>,
         pool: Option<PoolFiles>,
+        front: Front,
     ) -> anyhow::Result<Port> {
         let keys = Arc::new(Keys::new(api_key, self.admin_key.as_deref(), self.key_file.clone())?);
         keys.watch();
-        Ok(Port { listener, keys: Some(keys), tls: self.tls(pool)? })
+        Ok(Port { listener, keys: Some(keys), tls: self.tls(pool)?, front })
     }
 
     /// The HTTPS configuration of the flags. Call inside the runtime of the port.
@@ -97,7 +98,11 @@ mod tests {
 
     /// The status of an answer; none without a connection.
     async fn ask(tls: Option<Arc<ClientTls>>, url: &str, key: Option<&str>) -> Option<u16> {
-        let mut request = Request::builder().uri(format!("{url}/v1/models"));
+        ask_for("/v1/models", tls, url, key).await
+    }
+
+    async fn ask_for(path: &str, tls: Option<Arc<ClientTls>>, url: &str, key: Option<&str>) -> Option<u16> {
+        let mut request = Request::builder().uri(format!("{url}{path}"));
         if let Some(key) = key {
             request = request.header("authorization", format!("Bearer {key}"));
         }
@@ -109,7 +114,7 @@ mod tests {
     async fn instance(args: PortArgs, pool: Option<PoolFiles>) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
-        let port = args.port(listener, Some("inner"), pool).unwrap();
+        let port = args.port(listener, Some("inner"), pool, Front::default()).unwrap();
         let router = lagoon_http::router(scripted::state(ScriptedEngine::saying("ok")));
         tokio::spawn(lagoon_http::serve(port, router, std::future::pending()));
         addr.to_string()
@@ -134,6 +139,11 @@ mod tests {
         assert_eq!(ask(gateway(&ca), &tls, None).await, Some(200));
         // The gateway's clients have other keys than the instance's.
         assert_eq!(ask(gateway(&ca), &tls, Some("outer")).await, Some(200));
+        // The gateway reads metrics, and does not administer.
+        for (path, status) in [("/metrics", 200), ("/lagoon/status", 401), ("/lagoon/admin", 401)] {
+            assert_eq!(ask_for(path, gateway(&ca), &tls, None).await, Some(status), "{path}");
+        }
+        assert_eq!(ask_for("/metrics", None, &plain, None).await, Some(401));
         assert_eq!([ask(None, &plain, None).await, ask(None, &plain, Some("outer")).await], [Some(401); 2]);
         assert_eq!(ask(None, &plain, Some("inner")).await, Some(200));
         // A certificate of another CA, verifying servers by the pool's CA, then by its own.

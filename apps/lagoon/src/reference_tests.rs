@@ -26,6 +26,23 @@ fn no_metric_is_declared_twice() {
     }
 }
 
+/// Prometheus' parsers count `x_total` as the counter `x`, and `x_sum` as part of the histogram `x`.
+#[test]
+fn no_name_is_of_two_kinds() {
+    let all = || metrics_table::ALL.iter().flat_map(|(_, table)| *table);
+    let mut bases = BTreeSet::new();
+    for metric in all() {
+        let total = metric.name.strip_suffix("_total");
+        assert_eq!(total.is_some(), metric.kind.name() == "counter", "{} is a {}", metric.name, metric.kind.name());
+        assert!(bases.insert(total.unwrap_or(metric.name)), "{} is there twice", metric.name);
+    }
+    for metric in all() {
+        for part in ["_bucket", "_sum", "_count"] {
+            assert!(metric.name.strip_suffix(part).is_none_or(|base| !bases.contains(base)), "{}", metric.name);
+        }
+    }
+}
+
 /// Kind and name of every metric that a source file records by a literal name.
 fn recorded(text: &str) -> Vec<(&'static str, String)> {
     let mut out = Vec::new();
@@ -49,7 +66,12 @@ fn the_table_is_what_this_crate_records() {
         }
     }
     // The gateway's counts by instance are rendered from the table's entries themselves.
-    let by_instance = [&metrics_table::GATEWAY_REQUESTS, &metrics_table::GATEWAY_RETRIES];
+    let by_instance = [
+        &metrics_table::GATEWAY_REQUESTS,
+        &metrics_table::GATEWAY_RETRIES,
+        &metrics_table::GATEWAY_SCRAPE_FAILURES,
+        &metrics_table::GATEWAY_SCRAPED,
+    ];
     found.extend(by_instance.map(|metric| (metric.kind.name(), metric.name.to_owned())));
     let http = [lagoon_http::metrics::METRICS, lagoon_http::metrics::HTTPS].map(|table| table[0].name);
     let own = metrics_table::ALL.iter().filter(|(_, table)| !http.contains(&table[0].name));

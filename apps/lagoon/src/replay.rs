@@ -15,6 +15,7 @@ use axum::extract::Request;
 use axum::http::{self, HeaderMap, HeaderValue, Method, StatusCode, header};
 use futures::stream::{self, BoxStream};
 use futures::{Stream, StreamExt};
+use lagoon_http::access::{REPORT_HEADER, Report};
 use lagoon_http::client::{Response, SendError};
 use lagoon_http::error::{ERROR_HEADER, RATE_LIMIT_EXCEEDED};
 use lagoon_http::journal::{self, Journal, Read, Resume};
@@ -94,6 +95,11 @@ impl Repeatable {
         Ok(Self { method: head.method, target, headers, body, pure, _share: share })
     }
 
+    /// The request's body.
+    pub(crate) fn body(&self) -> Bytes {
+        self.body.clone()
+    }
+
     fn tokens(&self) -> u64 {
         u64::try_from(self.body.len()).unwrap_or(u64::MAX) / BYTES_PER_TOKEN
     }
@@ -142,6 +148,9 @@ impl Attempts {
     /// Counts a response, and corrects the charge by its headers; a stream's events correct it further.
     pub(crate) fn count(&mut self, backend: &Backend, response: &Response) {
         self.upstreams.counts.request(&backend.name, response.status().as_str());
+        self.caller.record().answered_by(&backend.name);
+        let report = response.headers().get(REPORT_HEADER).and_then(Report::of_header);
+        report.into_iter().for_each(|report| self.caller.record().learn(report));
         if response.status() != StatusCode::OK {
             self.correct_charge(0);
         } else if self.charged > 0 {
@@ -341,19 +350,21 @@ impl Events {
             let why = match self.pending.next().map(|event| self.journal.read(&event)) {
                 Some(Read::Event(event)) => {
                     self.attempts.fruitless = 0;
+                    self.note(self.journal.tokens() - before);
                     // Without a journal, an event counts as a token.
                     let tokens = if self.journal.is_whole() { self.journal.tokens() - before } else { 1 };
                     self.attempts.caller.charge(tokens as u64);
                     return Some((event.into(), Some(self)));
                 }
                 Some(Read::Error { event, again }) if !again || !self.journal.is_whole() => {
+                    self.attempts.caller.record().failed(code_of(&event).as_deref().unwrap_or("error"));
                     return Some((event.into(), None));
                 }
                 Some(Read::Error { event, .. }) => String::from_utf8_lossy(&event).into_owned(),
                 None => match self.attempts.unless_dead(self.addr, self.chunks.next()).await {
                     Some(Some(Ok(chunk))) => match self.pending.push(&chunk) {
                         Ok(()) => continue,
-                        Err(error) => return Some((last_words(&error), None)),
+                        Err(error) => return Some((self.last_words(&error), None)),
                     },
                     _ if self.journal.is_done() => return None,
                     Some(None) if !self.journal.is_whole() => return self.pending.rest().map(|rest| (rest, None)),
@@ -366,9 +377,24 @@ impl Events {
                 return Some((Bytes::from_static(DONE), None));
             }
             if let Err(error) = self.go_on(&why).await {
-                return Some((last_words(&error), None));
+                return Some((self.last_words(&error), None));
             }
         }
+    }
+
+    /// Writes down what an event tells, for the access log.
+    fn note(&mut self, tokens: usize) {
+        let record = self.attempts.caller.record();
+        if tokens > 0 {
+            record.output(tokens);
+        }
+        self.journal.take_report().into_iter().for_each(|report| record.learn(report));
+    }
+
+    /// The last event of a stream that fails.
+    fn last_words(&self, error: &ApiError) -> Bytes {
+        self.attempts.caller.record().failed(error.code.unwrap_or("error"));
+        Bytes::from(format!("data: {}\n\n", error.body()))
     }
 
     /// Has another instance continue the stream.
@@ -386,14 +412,17 @@ impl Events {
         self.attempts.upstreams.counts.request(&backend.name, "went_on");
         metrics::counter!("lagoon_gateway_replays_total", "state" => "done").increment(1);
         self.addr = backend.http_addr;
+        self.attempts.caller.record().answered_by(&backend.name);
         self.backend = backend;
         self.chunks = response.chunks().boxed();
         Ok(())
     }
 }
 
-fn last_words(error: &ApiError) -> Bytes {
-    Bytes::from(format!("data: {}\n\n", error.body()))
+/// The code in an event with an error.
+fn code_of(event: &[u8]) -> Option<String> {
+    let error: serde_json::Value = serde_json::from_slice(event.trim_ascii().strip_prefix(b"data:")?).ok()?;
+    error["error"]["code"].as_str().map(str::to_owned)
 }
 
 /// Received bytes that are no whole event yet.

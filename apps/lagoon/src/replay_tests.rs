@@ -31,12 +31,14 @@ async fn cut_after(server: &str, events: usize) -> String {
             let (mut answer, mut request) = TcpStream::connect(server).await.unwrap().into_split();
             let asking = tokio::spawn(async move { tokio::io::copy(&mut from, &mut request).await });
             tokio::spawn(async move {
-                let (mut ends, mut last) = (0, 0);
-                while ends < events || last != b'{' {
+                let (mut ends, mut last, mut line, mut in_head) = (0, 0, 0, true);
+                while in_head || ends < events || last != b'{' {
                     // The end of the answer, or the gateway's.
                     let Ok(byte) = answer.read_u8().await else { break };
                     ends += usize::from(byte == b'\n' && last == b'\n');
                     last = byte;
+                    in_head &= byte != b'\n' || line > 0;
+                    line = if byte == b'\n' { 0 } else { line + usize::from(byte != b'\r') };
                     if to.write_u8(byte).await.is_err() {
                         break;
                     }

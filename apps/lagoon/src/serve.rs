@@ -5,6 +5,7 @@ use crate::beside::{Tier, TierStatus};
 use crate::capacity::{Beside, default_kv_tokens};
 use crate::device::{Devices, FETCH_TOKENS, Loading, Running, Sizes};
 use crate::engine::NodeEngine;
+use crate::front_args::FrontArgs;
 use crate::health_port::{self, HealthArgs};
 use crate::lent_memory;
 use crate::log;
@@ -104,14 +105,17 @@ pub(crate) struct ServeArgs {
     /// Name of this instance, for people.
     #[arg(long, default_value = "lagoon")]
     name: String,
-    /// The model's name in requests and responses [default: the directory's, file's or hub name].
-    #[arg(long, value_name = "NAME")]
-    served_model_name: Option<String>,
+    /// The model's name in requests and responses; of several (repeatable or comma-separated) each is accepted, and responses have
+    /// the one that was asked for [default: the directory's, file's or hub name].
+    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = model_name)]
+    served_model_name: Vec<String>,
     /// Clients must show this key (`Authorization: Bearer KEY`); /health stays open.
     #[arg(long, value_name = "KEY", env = "LAGOON_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
     #[command(flatten)]
     port: PortArgs,
+    #[command(flatten)]
+    front: FrontArgs,
     /// Allow `return_logits` in requests (for comparisons).
     #[arg(long)]
     expose_logits: bool,
@@ -145,7 +149,7 @@ fn parse_hash(text: &str) -> Result<ModelHash, String> {
 }
 
 fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
-    let id = args.served_model_name.clone().unwrap_or_else(|| short_name(&args.model));
+    let id = args.served_model_name.first().cloned().unwrap_or_else(|| short_name(&args.model));
     let (dtype, context) = (args.engine.dtype, args.engine.max_model_len);
     let mut model = match (args.role, args.model_hash) {
         (RoleArg::Kv, Some(hash)) => {
@@ -333,9 +337,27 @@ fn start_beside(
     [TierKind::Host, TierKind::Lent].into_iter().filter_map(start).collect()
 }
 
-fn engine_info(model: &OpenModel) -> EngineInfo {
+/// A name of the model.
+pub(crate) fn model_name(text: &str) -> Result<String, String> {
+    match text.is_empty() || text.len() > MODEL_NAME_BYTES_MAX || text.chars().any(char::is_control) {
+        true => Err(format!("a name is a text of 1 to {MODEL_NAME_BYTES_MAX} bytes without control characters")),
+        false => Ok(text.to_owned()),
+    }
+}
+
+/// Longest name of a model, in bytes.
+const MODEL_NAME_BYTES_MAX: usize = 256;
+
+fn engine_info(args: &ServeArgs, model: &OpenModel) -> EngineInfo {
+    let mut aliases: Vec<String> = Vec::new();
+    for name in &args.served_model_name {
+        if *name != model.id && !aliases.contains(name) {
+            aliases.push(name.clone());
+        }
+    }
     EngineInfo {
         model_id: model.id.clone(),
+        aliases: aliases.into(),
         max_model_tokens: model.config.max_positions,
         capacity_tokens: None,
         vocab_size: u32::try_from(model.config.vocab).unwrap_or(u32::MAX),
@@ -366,6 +388,7 @@ fn check_frames(config: &InstanceConfig, pooled: bool) -> anyhow::Result<()> {
 /// Runs until Ctrl-C, SIGTERM, or with --exit-with-stdin the end of standard input.
 pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Result<()> {
     check(&args)?;
+    let front = args.front.front()?;
     let ending = shutdown::graceful(args.exit_with_stdin, Duration::from_secs(args.drain_timeout_s))?;
     let stop = ending.stop.clone();
     let dir = {
@@ -410,7 +433,7 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     instance.set_move_pace(MovePace { tokens_per_step, overlap });
     let shared = Arc::new(Shared::new(&instance));
     let (input, inputs) = mpsc::channel(args.engine.max_queue.max(64) * 2);
-    let engine = Arc::new(NodeEngine::new(input, shared.clone(), engine_info(&model)));
+    let engine = Arc::new(NodeEngine::new(input, shared.clone(), engine_info(&args, &model)));
     let node = NodeLoop::new(about, instance, running.thread, reports, inputs, pool, shared)
         .polling(Duration::from_micros(args.engine.poll_us))
         .with_device_timeout(Duration::from_secs(args.engine.device_timeout_s))
@@ -427,7 +450,7 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
         Addrs { http: http_addr, quic: quic_addr, transfer: transfer_addr, health },
     )?;
     let of_pool = port::pool_files(&args.tls, port::is_gateway).filter(|_| !args.gmanager.is_empty());
-    let port = args.port.port(listener, args.api_key.as_deref(), of_pool)?;
+    let port = args.port.port(listener, args.api_key.as_deref(), of_pool, front)?;
     let server = lagoon_http::serve(port, router, stop.cancelled_owned());
     let loops = run_loops((loop_thread, node), beside, ending);
     let (served, looped) = tokio::join!(server, loops);
@@ -578,6 +601,7 @@ fn router(
         text_jobs: TextJobs::default(),
         expose_logits: args.expose_logits,
         metrics,
+        compat: args.front.compat(),
         created: lagoon_http::unix_seconds(),
     };
     let router = axum::Router::new().route("/lagoon/status", status).fallback_service(lagoon_http::router(state));

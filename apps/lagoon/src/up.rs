@@ -2,6 +2,7 @@
 
 use crate::api_client::ApiClient;
 use crate::args::PassedArgs;
+use crate::front_args::FrontArgs;
 use crate::gateway::Gateway;
 use crate::local::{ChildKeys, ChildNode, Common, EphemeralCa, LocalPool, Wanted, start_pool};
 use crate::log;
@@ -10,6 +11,7 @@ use crate::placement::{self, Chosen};
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use crate::pool_watch::PoolWatch;
 use crate::port::{self, PortArgs};
+use crate::serve::model_name;
 use crate::{bundled, model};
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -51,8 +53,14 @@ pub(crate) struct UpArgs {
     /// Clients must show this key (`Authorization: Bearer KEY`); /health stays open.
     #[arg(long, value_name = "KEY", env = "LAGOON_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
+    /// The model's name in requests and responses; of several (repeatable or comma-separated) each is accepted, and responses have
+    /// the one that was asked for [default: the directory's, file's or hub name].
+    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = model_name)]
+    served_model_name: Vec<String>,
     #[command(flatten)]
     guard: PortArgs,
+    #[command(flatten)]
+    front: FrontArgs,
     /// Allow `return_logits` in requests.
     #[arg(long)]
     expose_logits: bool,
@@ -114,6 +122,7 @@ pub(crate) fn instances_bar(count: usize) -> ProgressBar {
 
 /// Runs until Ctrl-C.
 pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
+    let front = args.front.front()?;
     let stop = crate::shutdown::token(args.exit_with_stdin)?;
     let wanted = args.wanted(&placement::spread(args.engine.args.backend, &args.engine.args.device)?);
     let ca = EphemeralCa::new()?;
@@ -134,6 +143,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
             (dir, bundled::NAME.to_owned())
         }
     };
+    let names = if args.served_model_name.is_empty() { name } else { args.served_model_name.join(",") };
     // Bound before the instances start, so that a port in use fails at once.
     let address = SocketAddr::new(args.host, args.port);
     let listener = tokio::net::TcpListener::bind(address).await.with_context(|| {
@@ -142,10 +152,15 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let (count, keys) = (wanted.len(), args.child_keys());
     // Before the port, whose certificate is a metric.
     let metrics = lagoon_http::metrics::install(metrics_table::OF_GATEWAY)?;
-    let port = args.guard.port(listener, args.api_key.as_deref(), None)?;
+    let port = args.guard.port(listener, args.api_key.as_deref(), None, front)?;
     let bar = instances_bar(count);
-    let common =
-        Common { ca: &ca, model: &dir.to_string_lossy(), served_name: &name, keys: &keys, auto_roles: args.auto_roles };
+    let common = Common {
+        ca: &ca,
+        model: &dir.to_string_lossy(),
+        served_name: &names,
+        keys: &keys,
+        auto_roles: args.auto_roles,
+    };
     let pool = tokio::select! {
         pool = start_pool(common, &wanted, |n| bar.set_position(n as u64)) => pool?,
         () = stop.cancelled() => return Ok(()),
@@ -170,10 +185,17 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
         Arc::new(watch.clone()),
         metrics,
         port::pool_client(Some(ca.files("gateway", NodeRole::Gateway, port::is_instance)?))?,
-    );
+    )
+    .with_compat(args.front.compat());
     let operator = PoolClient::new(&[pool.gmanager], &identity)?;
     let router = watch.router(operator).fallback_service(gateway.router());
-    announce(&args, &name, port.listener.local_addr()?, &pool, &devices_of(&pool, &wanted))?;
+    announce(
+        &args,
+        names.split(',').next().unwrap_or(&names),
+        port.listener.local_addr()?,
+        &pool,
+        &devices_of(&pool, &wanted),
+    )?;
     tokio::select! {
         served = lagoon_http::serve(port, router, stop.cancelled_owned()) => served.context("serve HTTP"),
         ended = pool.watch() => ended,

@@ -50,6 +50,11 @@ pub(crate) trait Backends: Send + Sync {
     /// Instances that take requests.
     fn serving(&self) -> Vec<Backend>;
 
+    /// Instances whose metrics are read: also those that take no requests.
+    fn scraped(&self) -> Vec<Backend> {
+        self.serving()
+    }
+
     /// Whether the instance at this address is known to be dead; false if unknown.
     fn is_dead(&self, http_addr: SocketAddr) -> bool;
 
@@ -86,7 +91,7 @@ pub(crate) struct Upstreams {
     scheme: &'static str,
     dispatch: Mutex<Dispatch>,
     retries: Mutex<RetryBudget>,
-    pub(crate) counts: GatewayCounts,
+    pub(crate) counts: Arc<GatewayCounts>,
 }
 
 impl std::fmt::Debug for Upstreams {
@@ -109,13 +114,25 @@ impl Upstreams {
             scheme,
             dispatch: Mutex::default(),
             retries,
-            counts: GatewayCounts::default(),
+            counts: Arc::default(),
         }
     }
 
-    /// Counters by instance, in Prometheus' text format.
-    pub(crate) fn render_counts(&self) -> String {
-        self.counts.render(|name| self.backends.knows(name))
+    /// Another pool's instances, with the same client and counters.
+    pub(crate) fn beside(&self, backends: Arc<dyn Backends>) -> Self {
+        Self {
+            backends,
+            http: self.http.clone(),
+            scheme: self.scheme,
+            dispatch: Mutex::default(),
+            retries: Mutex::new(RetryBudget::new(Instant::now())),
+            counts: Arc::clone(&self.counts),
+        }
+    }
+
+    /// Whether instances know this gateway by its certificate.
+    pub(crate) fn is_pool(&self) -> bool {
+        self.scheme == "https"
     }
 
     /// The URL of `target` at an instance.
@@ -130,6 +147,11 @@ impl Upstreams {
     /// Instances that take requests.
     pub(crate) fn serving(&self) -> Vec<Backend> {
         self.backends.serving()
+    }
+
+    /// See [`Backends::scraped`].
+    pub(crate) fn scraped(&self) -> Vec<Backend> {
+        self.backends.scraped()
     }
 
     /// See [`Backends::silent_for`].
@@ -203,6 +225,12 @@ impl Dispatch {
         backends.truncate(ATTEMPTS_MAX);
         backends
     }
+}
+
+/// Counters by instance of pools that share them, in Prometheus' text format.
+pub(crate) fn render_counts(pools: &[Arc<Upstreams>]) -> String {
+    let knows = |name: &str| pools.iter().any(|pool| pool.backends.knows(name));
+    pools.first().map(|pool| pool.counts.render(knows)).unwrap_or_default()
 }
 
 pub(crate) fn none_alive() -> ApiError {

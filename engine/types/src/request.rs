@@ -121,6 +121,8 @@ pub enum FinishReason {
     Stop,
     /// `max_tokens` or the model's maximum length.
     Length,
+    /// The KV capacity of the whole pool, before `max_tokens`.
+    KvCapacity,
 }
 
 /// Log-probabilities (natural log, of the model's distribution before temperature and truncation) of one token.
@@ -145,10 +147,11 @@ pub struct PromptLogprob {
 /// Event of one request, in order: at most one `Prompt`, tokens, then exactly one `Finished` or `Failed`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenEvent {
-    /// Tokens of the prompt whose KV was cached, and the log-probabilities of all of its tokens but the first, if they were
-    /// requested; absent without both.
+    /// Tokens of the prompt whose KV was cached, how long it waited to join the batch, and the log-probabilities of all of its tokens
+    /// but the first, if they were requested; absent without all of these.
     Prompt {
         cached_tokens: u32,
+        queue_ms: u64,
         logprobs: Vec<PromptLogprob>,
     },
     Token {

@@ -513,7 +513,7 @@ impl World {
         assert_eq!(place(log.node), from, "{seq} is another instance's");
         assert!(log.end.is_none() && !log.cancelled, "{seq} is over: {event:?}");
         match event {
-            TokenEvent::Prompt { cached_tokens, logprobs } => {
+            TokenEvent::Prompt { cached_tokens, logprobs, .. } => {
                 assert!(log.tokens.is_empty(), "{seq} reports its prompt first");
                 log.prompt = (cached_tokens, logprobs);
             }

@@ -3,6 +3,7 @@
 mod cancel;
 mod errors;
 mod fields;
+mod front;
 mod options;
 mod streams;
 mod tools;

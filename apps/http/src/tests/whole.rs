@@ -61,8 +61,8 @@ async fn lengths_default_to_16_and_to_what_fits() {
     client.post("/v1/chat/completions", chat(json!({}))).await;
     client.post("/v1/chat/completions", chat(json!({"max_tokens": 5, "max_completion_tokens": 6}))).await;
     let lengths: Vec<_> = engine.requests().iter().map(|request| request.max_tokens).collect();
-    // "user: hi\nassistant:" has 19 bytes; the pool holds 256 tokens.
-    assert_eq!(lengths, [16, 256 - 19, 6]);
+    // "user: hi\nassistant:" has 19 bytes; the model takes 512 tokens. The engine ends it where memory does.
+    assert_eq!(lengths, [16, 512 - 19, 6]);
 }
 
 #[tokio::test]

@@ -72,8 +72,8 @@ impl Asked {
                 if (prompt_tokens as usize, completion_tokens) != (self.request.prompt.len(), self.tokens) {
                     return Err(self.failure(&format!("{prompt_tokens} and {completion_tokens} tokens were counted")));
                 }
-                let expected = self.expected(pool);
-                if (reason, u64::from(self.tokens)) != (FinishReason::Length, expected) {
+                let (expected, why) = self.expected(pool);
+                if (reason, u64::from(self.tokens)) != (why, expected) {
                     return Err(self.failure(&format!("it finished ({reason:?}) and not after {expected}")));
                 }
                 self.end = Some(End::Finished);
@@ -88,16 +88,17 @@ impl Asked {
         Ok(())
     }
 
-    /// Number of tokens that an undisturbed run generates.
-    fn expected(&self, pool: &PoolSpec) -> u64 {
+    /// Number of tokens that an undisturbed run generates, and why it ends.
+    fn expected(&self, pool: &PoolSpec) -> (u64, FinishReason) {
         let prompt = self.request.prompt.len() as u64;
         let positions = u64::from(pool.max_positions).saturating_sub(prompt);
         let wanted = u64::from(self.request.max_tokens).min(positions);
         let held = pool.windows.pooled.map(|w| u64::from(w) + 2 * u64::from(pool.block_tokens));
-        if held.is_none_or(|held| held > self.pool_tokens) {
-            wanted.min(self.pool_tokens.saturating_sub(prompt))
+        let room = self.pool_tokens.saturating_sub(prompt);
+        if held.is_none_or(|held| held > self.pool_tokens) && room < wanted {
+            (room, FinishReason::KvCapacity)
         } else {
-            wanted
+            (wanted, FinishReason::Length)
         }
     }
 

@@ -78,16 +78,17 @@ impl Batch {
         if known_tokens + 1 > pool {
             return Err(too_long(known_tokens + 1, pool, "the KV capacity of the whole pool"));
         }
-        // The answer ends (`Length`) where the pool is full. Under a window that fits the pool it never is.
+        // The answer ends (`KvCapacity`) where the pool is full. Under a window that fits the pool it never is.
         let held = cx.config.window.map(|w| u64::from(w) + 2 * u64::from(cx.config.block_tokens));
-        if held.is_none_or(|held| held > pool) {
-            let room = u32::try_from(pool - prompt_tokens).unwrap_or(u32::MAX);
-            request.max_tokens = request.max_tokens.min(room);
+        let room = u32::try_from(pool - prompt_tokens).unwrap_or(u32::MAX);
+        let fills_pool = held.is_none_or(|held| held > pool) && request.max_tokens > room;
+        if fills_pool {
+            request.max_tokens = room;
         }
         let full = |limit| RequestError::QueueFull { queued: limit, limit };
         // Log-probabilities of a prompt are computed where they are reported.
         let away = cx.sends_away() && request.options.prompt_logprobs.is_none();
-        let sequence = Sequence::new(seq, request, cx.config.block_tokens, cx.now_ms);
+        let sequence = Sequence { fills_pool, ..Sequence::new(seq, request, cx.config.block_tokens, cx.now_ms) };
         if !away {
             return self.enqueue(seq, sequence, cx.now_ms).map_err(|queue| full(queue.limit));
         }

@@ -120,6 +120,8 @@ pub(crate) struct Sequence {
     pub(crate) tokens: Vec<u32>,
     pub(crate) prompt_len: u32,
     pub(crate) max_tokens: u32,
+    /// Whether the pool's KV capacity, not the request, sets `max_tokens`.
+    pub(crate) fills_pool: bool,
     pub(crate) sampling: Arc<SamplingParams>,
     /// Its tokens for penalties, if it has any.
     pub(crate) token_counts: Option<Arc<TokenCounts>>,
@@ -178,6 +180,7 @@ impl Sequence {
             prompt_len: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX).saturating_sub(request.answered),
             tokens: request.prompt,
             max_tokens: request.max_tokens,
+            fills_pool: false,
             sampling: Arc::new(request.sampling),
             token_counts: None,
             options: request.options,
@@ -236,11 +239,13 @@ impl Sequence {
         chunk.start.max(next).min(end)..end
     }
 
-    /// The event about its prompt, once; `None` without cached tokens and log-probabilities.
+    /// The event about its prompt, once; `None` without cached tokens, waiting time and log-probabilities.
     pub(crate) fn report_prompt(&mut self) -> Option<TokenEvent> {
         let PromptReport { cached, logprobs } = self.prompt.take()?;
         let cached_tokens = cached.min(self.prompt_len);
-        (cached_tokens > 0 || !logprobs.is_empty()).then_some(TokenEvent::Prompt { cached_tokens, logprobs })
+        let queue_ms = self.began_ms.map_or(0, |began_ms| began_ms.saturating_sub(self.since_ms));
+        let is_news = cached_tokens > 0 || queue_ms > 0 || !logprobs.is_empty();
+        is_news.then_some(TokenEvent::Prompt { cached_tokens, queue_ms, logprobs })
     }
 
     /// Own blocks beside its table.
@@ -369,8 +374,10 @@ impl Sequence {
         self.token_counts.iter_mut().for_each(|counts| Arc::make_mut(counts).push(token));
         if self.stop_ids.contains(&token) {
             Some(FinishReason::Stop)
-        } else if self.generated() >= self.max_tokens || self.len() >= max_positions {
+        } else if self.len() >= max_positions {
             Some(FinishReason::Length)
+        } else if self.generated() >= self.max_tokens {
+            Some(if self.fills_pool { FinishReason::KvCapacity } else { FinishReason::Length })
         } else {
             None
         }
@@ -476,5 +483,7 @@ mod tests {
         assert_eq!((seq.prompt_len, seq.generated(), seq.len()), (3, 2, 5));
         assert_eq!(seq.push(7, 100), None);
         assert_eq!((seq.push(7, 100), seq.generated()), (Some(FinishReason::Length), 4));
+        seq.fills_pool = true;
+        assert_eq!([seq.push(7, 100), seq.push(7, 8)], [Some(FinishReason::KvCapacity), Some(FinishReason::Length)]);
     }
 }
