@@ -206,6 +206,7 @@ struct Addrs {
 
 /// Refuses contradicting flags.
 fn check(args: &ServeArgs) -> anyhow::Result<()> {
+    args.front.front()?;
     anyhow::ensure!(
         args.tier == TierArg::Device || args.role == RoleArg::Kv,
         "--tier is for kv nodes\nhint: an instance gets host memory besides its own with --host-kv-tokens"
@@ -388,7 +389,6 @@ fn check_frames(config: &InstanceConfig, pooled: bool) -> anyhow::Result<()> {
 /// Runs until Ctrl-C, SIGTERM, or with --exit-with-stdin the end of standard input.
 pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Result<()> {
     check(&args)?;
-    let front = args.front.front()?;
     let ending = shutdown::graceful(args.exit_with_stdin, Duration::from_secs(args.drain_timeout_s))?;
     let stop = ending.stop.clone();
     let dir = {
@@ -450,7 +450,7 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
         Addrs { http: http_addr, quic: quic_addr, transfer: transfer_addr, health },
     )?;
     let of_pool = port::pool_files(&args.tls, port::is_gateway).filter(|_| !args.gmanager.is_empty());
-    let port = args.port.port(listener, args.api_key.as_deref(), of_pool, front)?;
+    let port = args.port.port(listener, args.api_key.as_deref(), of_pool, args.front.front()?)?;
     let server = lagoon_http::serve(port, router, stop.cancelled_owned());
     let loops = run_loops((loop_thread, node), beside, ending);
     let (served, looped) = tokio::join!(server, loops);
