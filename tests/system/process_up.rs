@@ -78,6 +78,8 @@ fn look_at(pool: &Server, client: &Client) {
         assert!(table.stdout.contains(word), "{word}: {table:?}");
     }
 
+    // Its own 8 rBlocks and 7 that the other lends, not one instance's.
+    assert_eq!(client.get("/v1/models").json()["data"][0]["max_model_len"], 15 * 8);
     let metrics = client.get("/metrics").text;
     assert!(metrics.contains("lagoon_gateway_requests_total{instance=\"instance-0\",status=\"200\"}"), "{metrics}");
     for instance in ["instance-0", "instance-1"] {

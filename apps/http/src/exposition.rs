@@ -1,4 +1,4 @@
-//! Prometheus' text format (version 0.0.4): strict parsing, joining the metrics of several processes, and writing in a stable order.
+//! Prometheus' text format (version 0.0.4): strict parsing, joining metrics of several processes, writing in a stable order.
 //!
 //! Invariants of an [`Exposition`], which [`Exposition::parse`] checks: names are valid; a family has one kind and its samples
 //! stand together; no two samples have the same name and labels; the buckets of a histogram grow up to its count.

@@ -582,9 +582,17 @@ impl NodeLoop {
                 self.outputs.remove(&seq);
                 self.step(Event::Cancel { seq });
             }
-            // The receiver may be dropped.
-            Input::Status { reply } => drop(reply.send(self.status())),
+            Input::Status { reply } => {
+                self.share_pool_size();
+                // The receiver may be dropped.
+                drop(reply.send(self.status()));
+            }
         }
+    }
+
+    /// Lets handlers know what the pool can hold.
+    fn share_pool_size(&self) {
+        *self.shared.pool_tokens.lock().unwrap_or_else(PoisonError::into_inner) = self.instance.pool_tokens();
     }
 
     fn status(&self) -> NodeStatus {
@@ -618,6 +626,7 @@ impl NodeLoop {
             self.instance.set_reading_us(transfers.reading_us());
         }
         self.step(Event::Tick);
+        self.share_pool_size();
         self.choose_leader();
         if !ticks.is_multiple_of(25) {
             return;
@@ -634,7 +643,6 @@ impl NodeLoop {
             let rtt_us = u32::try_from(rtt.as_micros()).unwrap_or(u32::MAX);
             self.step(Event::Rtt { peer: PeerKey(peer.0), rtt_us });
         }
-        *self.shared.pool_tokens.lock().unwrap_or_else(PoisonError::into_inner) = self.instance.pool_tokens();
         let status = self.status();
         let InstanceStatus { draining, role, becoming, .. } = status.instance;
         self.shared.leaving.store(draining || becoming.is_some_and(|to| role.serves() && !to.serves()), Relaxed);

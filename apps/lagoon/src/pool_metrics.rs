@@ -1,7 +1,7 @@
-//! `/metrics` of an endpoint over a pool: this process's metrics, and those of every instance with its name in the label `instance`.
+//! `/metrics` of an endpoint over a pool: this process's metrics, and those of every instance, whose name is the label `instance`.
 //!
-//! Instances are read at once, within a deadline and in bounded memory. One that does not answer, or whose text breaks a rule of the
-//! format, is left out and counted.
+//! Instances are read at once, within a deadline and in bounded memory. One that does not answer, or whose text breaks a rule of
+//! the format, is left out and counted.
 
 use crate::metrics_table::GATEWAY_SCRAPED;
 use crate::upstreams::{Backend, Upstreams, render_counts};

@@ -111,8 +111,8 @@ async fn a_gateways_page_is_valid_in_stable_order_and_every_family_has_help() {
         let text = reqwest::get(format!("{url}/metrics")).await.unwrap().text().await.unwrap();
         let parsed = Exposition::parse(&text).unwrap_or_else(|error| panic!("{error} in {text}"));
         for (name, family) in &parsed.families {
-            // The recorder of the tests has no descriptions of this crate's own metrics.
-            let is_described = !family.help.is_empty() || family.samples.iter().all(|s| s.label("instance").is_none());
+            // The recorder of the tests, which the servers share, has no descriptions of the gateway's own metrics.
+            let is_described = !family.help.is_empty() || name.starts_with("lagoon_gateway_");
             assert!(is_described && family.kind != FamilyKind::Untyped, "{name}");
             assert_eq!(name.ends_with("_total"), family.kind == FamilyKind::Counter, "{name}");
         }

@@ -212,6 +212,7 @@ struct Addrs {
 
 /// Refuses contradicting flags.
 fn check(args: &ServeArgs) -> anyhow::Result<()> {
+    args.front.front()?;
     anyhow::ensure!(
         args.tier == TierArg::Device || args.role == RoleArg::Kv,
         "--tier is for kv nodes\nhint: an instance gets host memory besides its own with --host-kv-tokens"

@@ -20,6 +20,7 @@ use anyhow::Context;
 use lagoon_transport::{NodeRole, Roles};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -135,6 +136,17 @@ impl UpArgs {
     }
 }
 
+/// The folder or file of the model, and its name.
+async fn find_model(model: Option<&String>, ca: &EphemeralCa) -> anyhow::Result<(PathBuf, String)> {
+    let Some(model) = model.cloned() else {
+        let dir = ca.dir().join(bundled::NAME);
+        bundled::extract(&dir)?;
+        return Ok((dir, bundled::NAME.to_owned()));
+    };
+    let name = model::short_name(&model);
+    Ok((tokio::task::spawn_blocking(move || model::resolve(&model)).await??, name))
+}
+
 /// Runs until Ctrl-C.
 pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let front = args.front.front()?;
@@ -142,22 +154,10 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let devices = placement::spread(args.engine.args.backend, &args.engine.args.device)?;
     let wanted = args.wanted(&devices);
     let ca = EphemeralCa::new()?;
-    let (dir, name) = match &args.model {
-        Some(model) => {
-            let (resolved, named) = (model.clone(), model.clone());
-            let resolving = tokio::task::spawn_blocking(move || model::resolve(&resolved));
-            let dir = tokio::select! {
-                dir = resolving => dir??,
-                // The download ends with the process.
-                () = stop.cancelled() => return Ok(()),
-            };
-            (dir, model::short_name(&named))
-        }
-        None => {
-            let dir = ca.dir().join(bundled::NAME);
-            bundled::extract(&dir)?;
-            (dir, bundled::NAME.to_owned())
-        }
+    let (dir, name) = tokio::select! {
+        found = find_model(args.model.as_ref(), &ca) => found?,
+        // The download ends with the process.
+        () = stop.cancelled() => return Ok(()),
     };
     let names = if args.served_model_name.is_empty() { name } else { args.served_model_name.join(",") };
     // Bound before the instances start, so that a port in use fails at once.
