@@ -289,6 +289,22 @@ fn an_operator_changes_roles_under_traffic() {
     pool.wait_empty();
 }
 
+/// The endpoint of `lagoon up` once showed a state from before the order, and the command reported that its order was lost.
+#[test]
+fn a_role_that_is_ordered_over_http_is_followed_to_its_end() {
+    let model = passkey().to_string_lossy().into_owned();
+    let sizes = ["up", &model, "--prefill=2", "--decode=1", "--kv-tokens=1024"];
+    let flags = ["--backend=cpu", "--threads=1", "--calibrate=off", "--port=0"];
+    let pool = Server::start(&[&sizes[..], &flags[..]].concat());
+    let url = format!("http://{}", pool.announced("http"));
+    for role in ["decode", "prefill", "decode"] {
+        let done = lagoon_tests::process::run(&["role", "prefill-1", role, "--wait", "--json", "--url", &url]);
+        assert_eq!(done.code, Some(0), "{done:?}");
+        let done: Value = serde_json::from_str(&done.stdout).unwrap();
+        assert_eq!((&done["role"], &done["done"]), (&json!(role), &json!(true)), "{done}");
+    }
+}
+
 /// Prompts queue at the only prefill worker, and two decode workers are idle: the balancer switches one of them,
 /// reports that in its metrics, and every answer equals a single instance's.
 #[test]

@@ -3,7 +3,9 @@
 
 use crate::api_client::ApiClient;
 use crate::args::TlsArgs;
+use crate::hosts;
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
+use crate::pool_watch::PoolWatch;
 use anyhow::Context;
 use axum::Json;
 use axum::extract::State;
@@ -42,9 +44,9 @@ pub(crate) struct PoolArgs {
     /// The authority of an https:// server's certificate.
     #[arg(long, global = true, value_name = "PEM", env = "LAGOON_CA")]
     pub(crate) ca: Option<PathBuf>,
-    /// Ask the gManager itself (ip:port of its QUIC endpoint; needs a certificate); of several, comma-separated, the one
+    /// Ask the gManager itself (host:port of its QUIC endpoint; needs a certificate); of several, comma-separated, the one
     /// that leads.
-    #[arg(long, global = true, value_name = "ADDR", value_delimiter = ',')]
+    #[arg(long, global = true, value_name = "ADDR", value_delimiter = ',', value_parser = hosts::address)]
     pub(crate) gmanager: Vec<SocketAddr>,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
@@ -320,9 +322,24 @@ impl Operator {
     }
 }
 
-/// Serves [`Operator::Http`] in `lagoon up`: `POST /lagoon/admin`.
-pub(crate) async fn serve(State(client): State<Arc<Mutex<PoolClient>>>, Json(order): Json<Order>) -> Response {
+impl Order {
+    /// Whether it changes rows of the pool's status.
+    fn changes_status(self) -> bool {
+        matches!(self, Self::Drain { .. } | Self::Role { .. })
+    }
+}
+
+/// Serves [`Operator::Http`] in `lagoon up`: `POST /lagoon/admin`. After the reply, `/lagoon/status` shows the order.
+pub(crate) async fn serve(
+    State((client, watch)): State<(Arc<Mutex<PoolClient>>, PoolWatch)>,
+    Json(order): Json<Order>,
+) -> Response {
     let reply = client.lock().await.admin(order.into()).await;
+    if reply.is_ok() && order.changes_status() && !watch.has_learned_since(Instant::now()).await {
+        tracing::warn!(
+            "an order was accepted, and the gManager has not answered since: the status does not show it yet"
+        );
+    }
     match reply {
         Ok(reply) => Json(Answer::from(reply)).into_response(),
         Err(error) => {

@@ -26,6 +26,17 @@ pub(crate) struct Beside {
     pub(crate) lent_tokens: u64,
 }
 
+/// A default KV capacity.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct DefaultKv {
+    pub(crate) tokens: u32,
+    /// What limits it, for people.
+    pub(crate) because: String,
+}
+
+/// Longest contexts of the model that the default holds in host memory, at most.
+const HOST_CONTEXTS: u64 = 4;
+
 /// Default tokens of KV on this device, within the instance's percentage of the device's memory.
 ///
 /// # Errors
@@ -35,17 +46,27 @@ pub(crate) fn default_kv_tokens(
     config: &ModelSpec,
     beside: &Beside,
     memory_percent: u32,
-) -> anyhow::Result<u32> {
-    let tokens = match chosen {
-        Chosen::Cuda { memory_bytes, .. } => on_device(memory_bytes / 100 * u64::from(memory_percent), config, beside)?,
-        Chosen::Cpu | Chosen::Wgpu { .. } => in_host_memory(config, beside)?,
+) -> anyhow::Result<DefaultKv> {
+    let (fits, contexts, of_memory) = match chosen {
+        Chosen::Cuda { memory_bytes, .. } => {
+            let fits = on_device(memory_bytes / 100 * u64::from(memory_percent), config, beside)?;
+            let of_memory = format!("what weights and buffers leave of {memory_percent}% of the device's memory");
+            (fits, beside.step_seqs, of_memory)
+        }
+        Chosen::Cpu | Chosen::Wgpu { .. } => {
+            (in_host_memory(beside)?, HOST_CONTEXTS, "a quarter of the free host memory".to_owned())
+        }
     };
-    Ok(u32::try_from(tokens).unwrap_or(u32::MAX))
+    let enough = contexts * u64::from(config.max_positions);
+    let because = match fits < enough {
+        true => of_memory,
+        false => format!("{contexts} contexts of {} tokens", config.max_positions),
+    };
+    Ok(DefaultKv { tokens: u32::try_from(fits.min(enough)).unwrap_or(u32::MAX), because })
 }
 
-/// Default in host memory: a quarter of the free memory, at most four of the longest sequences. Also for adapters:
-/// WebGPU does not report their memory size.
-fn in_host_memory(config: &ModelSpec, beside: &Beside) -> anyhow::Result<u64> {
+/// Tokens that fit into a quarter of the free host memory. Also for adapters: WebGPU does not report their memory size.
+fn in_host_memory(beside: &Beside) -> anyhow::Result<u64> {
     const BUDGET_BYTES: u64 = 4 << 30;
     let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
         let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;
@@ -59,11 +80,10 @@ fn in_host_memory(config: &ModelSpec, beside: &Beside) -> anyhow::Result<u64> {
         beside.ring_bytes >> 20,
         budget >> 20,
     );
-    Ok(((budget - beside.ring_bytes) / beside.token_bytes).min(4 * u64::from(config.max_positions)))
+    Ok((budget - beside.ring_bytes) / beside.token_bytes)
 }
 
-/// Default KV tokens in `budget` bytes of device memory: the memory that weights and buffers leave free, at most one longest
-/// sequence for each running one.
+/// Tokens of KV in `budget` bytes of device memory: the memory that weights and buffers leave free.
 fn on_device(budget: u64, config: &ModelSpec, beside: &Beside) -> anyhow::Result<u64> {
     let weights = config.parameters() * beside.weight_bytes;
     let taken = weights + beside.ring_bytes + buffer_bytes(config, beside);
@@ -92,7 +112,7 @@ fn on_device(budget: u64, config: &ModelSpec, beside: &Beside) -> anyhow::Result
         staged < tokens,
         "--stage-kv-tokens {staged} leaves no room for KV: there is memory for {tokens} tokens in all\nhint: lower it"
     );
-    Ok((tokens - staged).min(beside.step_seqs * u64::from(config.max_positions)))
+    Ok(tokens - staged)
 }
 
 /// Micro-batches of an instance, each with its activations.
@@ -134,7 +154,23 @@ mod tests {
     }
 
     fn tokens(gib: u64, percent: u32, beside: &Beside) -> anyhow::Result<u32> {
-        default_kv_tokens(Chosen::Cuda { ordinal: 0, memory_bytes: gib << 30 }, &config(), beside, percent)
+        let chosen = Chosen::Cuda { ordinal: 0, memory_bytes: gib << 30 };
+        default_kv_tokens(chosen, &config(), beside, percent).map(|kv| kv.tokens)
+    }
+
+    #[test]
+    fn the_limit_is_named() {
+        let kv = |gib: u64, beside: &Beside| {
+            let chosen = Chosen::Cuda { ordinal: 0, memory_bytes: gib << 30 };
+            default_kv_tokens(chosen, &config(), beside, 90).unwrap()
+        };
+        let DefaultKv { because, .. } = kv(80, &beside());
+        assert_eq!(because, "what weights and buffers leave of 90% of the device's memory");
+        let few = kv(80, &Beside { step_seqs: 2, ..beside() });
+        assert_eq!(few, DefaultKv { tokens: 2 * 131_072, because: "2 contexts of 131072 tokens".to_owned() });
+        let tiny = Beside { token_bytes: 1, ..beside() };
+        let host = default_kv_tokens(Chosen::Cpu, &config(), &tiny, 90).unwrap();
+        assert_eq!(host, DefaultKv { tokens: 4 * 131_072, because: "4 contexts of 131072 tokens".to_owned() });
     }
 
     #[test]

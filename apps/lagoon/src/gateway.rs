@@ -6,6 +6,7 @@
 
 use crate::args::TlsArgs;
 use crate::health_port::{HealthArgs, Metrics};
+use crate::hosts::{self, HostPortArgs};
 use crate::log;
 use crate::metrics_table;
 use crate::pool_client::PoolClient;
@@ -123,14 +124,17 @@ fn forward(mut attempts: Attempts, backend: Backend, response: Answer) -> Respon
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct GatewayArgs {
     /// Where to listen.
-    #[arg(long, default_value = "127.0.0.1:8000")]
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8000", value_parser = hosts::address)]
     listen: SocketAddr,
+    #[command(flatten)]
+    host_port: HostPortArgs,
     /// A server to dispatch to (repeatable). Their load is unknown, so dispatch is round-robin.
-    #[arg(long = "backend", value_name = "ADDR", required_unless_present = "gmanager", conflicts_with = "gmanager")]
+    #[arg(long = "backend", value_name = "ADDR", required_unless_present = "gmanager", conflicts_with = "gmanager",
+          value_parser = hosts::address)]
     backends: Vec<SocketAddr>,
-    /// Dispatch to this pool's instances by their free memory (ip:port of the gManager's QUIC endpoint; of several,
+    /// Dispatch to this pool's instances by their free memory (host:port of the gManager's QUIC endpoint; of several,
     /// comma-separated, the one that leads).
-    #[arg(long, value_name = "ADDR", value_delimiter = ',')]
+    #[arg(long, value_name = "ADDR", value_delimiter = ',', value_parser = hosts::address)]
     gmanager: Vec<SocketAddr>,
     /// Tokens in an rBlock of the pool.
     #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::BLOCK_TOKENS_DEFAULT, requires = "gmanager")]
@@ -188,8 +192,9 @@ pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<()> {
         health = args.health.start(&args.port, ready, Some(gateway.shown()), &stop)?;
         operator.fallback_service(gateway.router())
     };
-    let listener = TcpListener::bind(args.listen).await.with_context(|| {
-        format!("listen on {}\nhint: another program may use the port; `--listen` names another", args.listen)
+    let listen = args.host_port.at(args.listen);
+    let listener = TcpListener::bind(listen).await.with_context(|| {
+        format!("listen on {listen}\nhint: another program may use the port; `--port` names another")
     })?;
     announce(&listener, args.port.scheme(), health, args.json)?;
     let port = args.port.port(listener, args.api_key.as_deref(), None)?;

@@ -7,6 +7,7 @@ use crate::args::TlsArgs;
 use crate::election::{Election, ElectionArgs, Standing};
 use crate::gmanager_metrics;
 use crate::health_port::{self, HealthArgs};
+use crate::hosts;
 use crate::log;
 use crate::metrics_table;
 use crate::node_metrics::record_certificate;
@@ -32,10 +33,10 @@ const RECORD_EVERY: Duration = Duration::from_millis(500);
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct GManagerArgs {
     /// Where instances connect (QUIC, UDP).
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7600")]
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7600", value_parser = hosts::address)]
     listen: SocketAddr,
     /// Address at which instances reach this gManager, if not the one listened on.
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = hosts::address)]
     advertise: Option<SocketAddr>,
     /// Serve Prometheus metrics on this TCP port of the same address.
     #[arg(long, value_name = "PORT")]

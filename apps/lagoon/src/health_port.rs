@@ -3,6 +3,7 @@
 //! The listener has its own thread, runtime and connection limits, so that probes work while the API port is full or
 //! busy.
 
+use crate::hosts;
 use crate::port::PortArgs;
 use anyhow::Context;
 use axum::{
@@ -23,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 pub(crate) struct HealthArgs {
     /// Also answer /health, /ready and /metrics here, without a key, on a thread of their own: probes are answered when the API's
     /// port is full or busy. HTTPS with --https-cert.
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = hosts::address)]
     health_listen: Option<SocketAddr>,
 }
 

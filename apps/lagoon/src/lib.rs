@@ -16,6 +16,8 @@ mod calibrate;
 mod calibration_cache;
 mod capacity;
 mod certs;
+mod command_line;
+mod config_file;
 mod chat;
 mod cuda_trial;
 mod cuda_tuning;
@@ -24,10 +26,12 @@ mod device;
 mod doctor;
 mod drain;
 mod election;
+mod foreign_flags;
 mod engine;
 mod etcd;
 mod file_limit;
 mod gateway;
+mod hosts;
 mod gateway_counts;
 mod gmanager;
 mod gmanager_metrics;
@@ -60,6 +64,7 @@ mod quantize;
 mod quiet;
 mod reference;
 mod registry;
+mod shell;
 mod replay;
 mod retry_budget;
 mod role;
@@ -71,6 +76,7 @@ mod table;
 mod tier_kind;
 mod transfer_addr;
 #[cfg(target_os = "linux")]
+mod up_choices;
 mod transfers;
 #[cfg(not(target_os = "linux"))]
 #[path = "transfers_none.rs"]
@@ -78,6 +84,7 @@ mod transfers;
 mod turn;
 mod up;
 mod upstreams;
+use std::path::PathBuf;
 mod watch;
 #[cfg(target_os = "linux")]
 mod writers_here;
@@ -92,8 +99,11 @@ use std::time::Duration;
 const BACKGROUND_WAIT: Duration = Duration::from_millis(500);
 
 /// Serve long-context LLMs from a pool of instances that lend each other KV cache.
+    /// Read flags from this TOML file, which has a table for each command; the command line and the environment win over it.
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
 #[derive(Debug, Parser)]
-#[command(name = "lagoon", version, propagate_version = true)]
+#[command(name = "lagoon", version, propagate_version = true, max_term_width = 120)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -121,6 +131,10 @@ enum Command {
     /// Instances, blocks and requests of a pool.
     Status(status::StatusArgs),
     /// Move everything away from an instance, to stop it without losing a request.
+    /// Print completions for a shell.
+    Completions(shell::CompletionsArgs),
+    /// Write manual pages, one for each command.
+    Man(shell::ManArgs),
     Drain(drain::DrainArgs),
     /// Give an instance another role (prefill, decode, both) while it serves.
     Role(role::RoleArgs),
@@ -149,7 +163,7 @@ impl Command {
 
 /// Runs this process's command line; instances run on `devices`.
 pub fn main(devices: &'static dyn Devices) -> ExitCode {
-    let cli = Cli::parse();
+    let cli = command_line::parse();
     quiet::restart_without_display_probe();
     // Dropped last: flushes the command's log lines.
     let _logging = log::start(&cli.log);
@@ -166,8 +180,21 @@ pub fn main(devices: &'static dyn Devices) -> ExitCode {
 fn dispatch(command: Command, devices: &'static dyn Devices) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let done = |()| ExitCode::SUCCESS;
-    let result = runtime.block_on(async {
+    let run = async {
+            Command::Completions(args) => {
+                shell::completions(&args);
+                Ok(ExitCode::SUCCESS)
+            }
+            Command::Man(args) => shell::man(&args).map(done),
         match command {
+    };
+    let result = runtime.block_on(async {
+        tokio::select! {
+            biased;
+            result = run => result,
+            // `lagoon demo | head -1`: the reader has enough. Dropping the command ends its processes and removes its files.
+            () = log::closed() => Ok(ExitCode::SUCCESS),
+        }
             Command::Demo(args) => shutdown::unless_stopped(demo::run(args)).await,
             Command::Up(args) => up::run(*args).await.map(done),
             Command::Serve(args) => serve::run(*args, devices).await.map(done),

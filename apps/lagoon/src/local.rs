@@ -155,6 +155,16 @@ impl ChildNode {
         self.ready["device"].as_str().unwrap_or("unknown")
     }
 
+    /// Tokens of its KV.
+    pub(crate) fn kv_tokens(&self) -> u64 {
+        self.ready["kv_tokens"].as_u64().unwrap_or(0)
+    }
+
+    /// Why so many, for people.
+    pub(crate) fn kv_because(&self) -> &str {
+        self.ready["kv_because"].as_str().unwrap_or("unknown")
+    }
+
     /// The child's process id, while it runs.
     pub(crate) fn pid(&self) -> Option<u32> {
         self.process.child.id()

@@ -9,12 +9,15 @@ use std::fmt::{Arguments, Display};
 use std::io::{self, IsTerminal as _, Write as _, stderr, stdout};
 use std::panic::{self, PanicHookInfo};
 use std::sync::{Mutex, OnceLock, PoisonError};
+use tokio::sync::Notify;
 use tracing_appender::non_blocking::{NonBlocking, NonBlockingBuilder, WorkerGuard};
 
 /// Maximum of lines that wait for standard error.
 const LINES_MAX: usize = 4096;
 
 static WRITER: OnceLock<NonBlocking> = OnceLock::new();
+/// Notified when standard output was found closed.
+static CLOSED: Notify = Notify::const_new();
 static GUARD: Mutex<Option<WorkerGuard>> = Mutex::new(None);
 
 /// Ends logging when it is dropped; see [`end`].
@@ -81,19 +84,20 @@ pub(crate) fn announce(line: impl Display) {
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
-/// Prints a command's result on standard output. A closed output (`lagoon status | head -1`) is no error; others (a
-/// full disk) are reported on standard error.
+/// Prints a command's result on standard output. A closed output (`lagoon status | head -1`) is no error and ends the command
+/// ([`closed`]); other errors (a full disk) are reported on standard error.
 pub(crate) fn answer(text: Arguments<'_>) {
     let mut out = stdout().lock();
-    let written = out.write_fmt(text).and_then(|()| out.flush());
-    if let Err(error) = written.map_or_else(unless_closed, Ok) {
-        notice(&format!("error: the answer was not written: {error}\n"));
+    match out.write_fmt(text).and_then(|()| out.flush()) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => CLOSED.notify_one(),
+        Err(error) => notice(&format!("error: the answer was not written: {error}\n")),
     }
 }
 
-/// Turns a broken pipe into success.
-pub(crate) fn unless_closed(error: io::Error) -> io::Result<()> {
-    if error.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(error) }
+/// Resolves when an answer was not written because standard output is closed.
+pub(crate) async fn closed() {
+    CLOSED.notified().await;
 }
 
 /// As `print!`, through [`answer`].

@@ -104,6 +104,21 @@ impl Chosen {
     }
 }
 
+/// Why instances run on this device, for people.
+pub(crate) fn because(backend: BackendArg, devices: &[DeviceArg], chosen: Chosen) -> &'static str {
+    match (backend, chosen) {
+        (BackendArg::Cpu, _) => "as --backend says",
+        (BackendArg::Auto, Chosen::Cpu) => "wgpu found no GPU, and CUDA is used only when asked for",
+        (BackendArg::Auto, _) if devices.is_empty() => "the first GPU that wgpu found",
+        (BackendArg::Cuda, _) if devices.is_empty() => "as --backend says, all of its devices",
+        (_, Chosen::Wgpu { software: true, .. }) if devices.is_empty() => {
+            "as --backend says; there is only a software adapter"
+        }
+        (_, _) if devices.is_empty() => "as --backend says",
+        _ => "as --device says",
+    }
+}
+
 /// The device of one instance: the requested one, or the best. A software adapter is chosen only on request, and so is
 /// CUDA while no GPU has proved it.
 pub(crate) fn choose(backend: BackendArg, devices: &[DeviceArg]) -> anyhow::Result<Chosen> {

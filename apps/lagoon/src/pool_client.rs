@@ -246,7 +246,7 @@ enum Outcome {
 impl PoolClient {
     /// A client. Call within a tokio runtime. It connects with the first query.
     pub(crate) fn new(gmanagers: &[SocketAddr], identity: &Identity) -> anyhow::Result<Self> {
-        let first = gmanagers.first().context("no gManager is named\nhint: --gmanager IP:PORT")?;
+        let first = gmanagers.first().context("no gManager is named\nhint: --gmanager HOST:PORT")?;
         let any = if first.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
         let bound = Node::bind(any.parse()?, identity, TransportConfig::default()).context("open a UDP socket")?;
         let peers = gmanagers.iter().map(|addr| bound.node.connect(*addr, &[Class::Control]));

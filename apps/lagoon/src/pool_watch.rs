@@ -18,6 +18,10 @@ use tokio_util::sync::CancellationToken;
 
 /// Interval of queries for the instances' loads.
 const WATCH_EVERY: Duration = Duration::from_millis(250);
+/// Deadline for a query that was sent after an order to be answered.
+const LEARN_DEADLINE: Duration = Duration::from_secs(5);
+/// Interval of checks for that answer.
+const LEARN_LOOK: Duration = Duration::from_millis(10);
 
 /// The latest state of a pool.
 #[derive(Clone, Debug)]
@@ -30,6 +34,8 @@ pub(crate) struct PoolWatch {
 #[derive(Clone, Debug)]
 struct Known {
     state: PoolState,
+    /// When the query was sent that `state` answers.
+    asked: Instant,
     /// When the first unanswered query was sent, since the last answer.
     silent_since: Option<Instant>,
     /// Rows of earlier terms in `state`, whose instances have not registered in the present term.
@@ -63,12 +69,13 @@ impl Held {
 impl PoolWatch {
     /// Queries `client` until `stop`; `state` is the first state.
     pub(crate) fn start(mut client: PoolClient, state: PoolState, block_tokens: u32, stop: CancellationToken) -> Self {
-        let known = Known { state, silent_since: None, held: Held::default() };
+        let known = Known { state, asked: Instant::now(), silent_since: None, held: Held::default() };
         let watch = Self { known: Arc::new(RwLock::new(known)), block_tokens: block_tokens.into() };
         let asking = watch.clone();
         tokio::spawn(async move {
             while !stop.is_cancelled() {
-                asking.learn(client.state().await, Instant::now());
+                let asked = Instant::now();
+                asking.learn(client.state().await, asked);
                 record_certificate(client.node());
                 tokio::time::sleep(jittered(WATCH_EVERY)).await;
             }
@@ -76,6 +83,7 @@ impl PoolWatch {
         watch
     }
 
+    /// Takes the answer to a query that was sent at `now`.
     fn learn(&self, answer: anyhow::Result<PoolState>, now: Instant) {
         let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
         match (answer, known.silent_since) {
@@ -83,8 +91,9 @@ impl PoolWatch {
                 if let Some(since) = since {
                     tracing::warn!("a gManager answers again, after {} s", since.elapsed().as_secs());
                 }
-                let Known { state: before, held, .. } = &mut *known;
+                let Known { state: before, held, asked, .. } = &mut *known;
                 *before = held.complete(state, before, now);
+                *asked = now;
                 known.silent_since = None;
             }
             (Err(error), None) => {
@@ -93,6 +102,17 @@ impl PoolWatch {
             }
             (Err(_), Some(_)) => {}
         }
+    }
+
+    /// Waits until the state answers a query that was sent after `since`; false if none is answered within [`LEARN_DEADLINE`].
+    ///
+    /// An order that the gManager has accepted is in its answers from then on, and not in a state that was queried before.
+    pub(crate) async fn has_learned_since(&self, since: Instant) -> bool {
+        let learned = || self.known.read().unwrap_or_else(PoisonError::into_inner).asked > since;
+        while !learned() && since.elapsed() < LEARN_DEADLINE {
+            tokio::time::sleep(LEARN_LOOK).await;
+        }
+        learned()
     }
 
     fn known(&self) -> Known {
@@ -117,7 +137,7 @@ impl PoolWatch {
     pub(crate) fn router(&self, operator: PoolClient) -> axum::Router {
         let watch = self.clone();
         let status = get(move || async move { Json(watch.status()) });
-        let orders = post(admin::serve).with_state(Arc::new(Mutex::new(operator)));
+        let orders = post(admin::serve).with_state((Arc::new(Mutex::new(operator)), self.clone()));
         axum::Router::new().route("/lagoon/status", status).route("/lagoon/admin", orders)
     }
 }
@@ -188,7 +208,7 @@ mod tests {
     #[test]
     fn instances_serve_on_while_they_register_with_a_new_gmanager() {
         let first = state(1, vec![row(1, true), row(2, true), row(3, false)]);
-        let known = Known { state: first, silent_since: None, held: Held::default() };
+        let known = Known { state: first, asked: Instant::now(), silent_since: None, held: Held::default() };
         let watch = PoolWatch { known: Arc::new(RwLock::new(known)), block_tokens: 16 };
         let (start, hold) = (Instant::now(), Duration::from_millis(POOL_HOLD_MS));
         watch.learn(Err(anyhow::anyhow!("no answer")), start);
@@ -211,5 +231,22 @@ mod tests {
         watch.learn(Ok(state(3, vec![])), start + hold / 2 + hold);
         assert!(serving(&watch).is_empty(), "who has not registered by now is gone");
         assert!(!watch.knows("instance-2"));
+    }
+
+    /// `lagoon role --wait --url` once read a state from before its order, and reported that the order was lost.
+    #[tokio::test]
+    async fn a_state_from_before_an_order_is_not_taken_for_one_after() {
+        let known = Known { state: state(1, vec![]), asked: Instant::now(), silent_since: None, held: Held::default() };
+        let watch = PoolWatch { known: Arc::new(RwLock::new(known)), block_tokens: 16 };
+        let ordered = Instant::now();
+        // This query was in flight when the order was accepted.
+        watch.learn(Ok(state(1, vec![row(1, true)])), ordered);
+        let (looking, learning) = (watch.clone(), watch.clone());
+        let looked = tokio::spawn(async move { (looking.has_learned_since(ordered).await, looking.state()) });
+        tokio::task::yield_now().await;
+        assert!(!looked.is_finished());
+        learning.learn(Ok(state(1, vec![row(1, true), row(2, true)])), ordered + Duration::from_millis(1));
+        let (learned, state) = looked.await.unwrap();
+        assert!(learned && state.instances.len() == 2, "{state:?}");
     }
 }

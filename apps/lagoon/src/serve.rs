@@ -2,10 +2,11 @@
 
 use crate::args::{EngineArgs, RemoteArg, StageMemoryArg, TlsArgs};
 use crate::beside::{Tier, TierStatus};
-use crate::capacity::{Beside, default_kv_tokens};
+use crate::capacity::{Beside, DefaultKv, default_kv_tokens};
 use crate::device::{Devices, FETCH_TOKENS, Loading, Running, Sizes};
 use crate::engine::NodeEngine;
 use crate::health_port::{self, HealthArgs};
+use crate::hosts::{self, HostPortArgs};
 use crate::lent_memory;
 use crate::log;
 use crate::loop_thread::LoopThread;
@@ -71,8 +72,8 @@ pub(crate) struct ServeArgs {
     /// A model directory (config.json, safetensors, a tokenizer), a GGUF file or a hub name (org/name[@revision],
     /// org/name:Q4_K_M or org/name/FILE for a GGUF file).
     model: String,
-    /// Join the pool of this gManager (ip:port of its QUIC endpoint); of several, comma-separated, the one that leads.
-    #[arg(long, value_name = "ADDR", value_delimiter = ',')]
+    /// Join the pool of this gManager (host:port of its QUIC endpoint); of several, comma-separated, the one that leads.
+    #[arg(long, value_name = "ADDR", value_delimiter = ',', value_parser = hosts::address)]
     gmanager: Vec<SocketAddr>,
     #[arg(long, value_enum, default_value_t)]
     role: RoleArg,
@@ -80,22 +81,24 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_enum, default_value_t)]
     tier: TierArg,
     /// Where the OpenAI endpoint listens.
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8000")]
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8000", value_parser = hosts::address)]
     http: SocketAddr,
+    #[command(flatten)]
+    host_port: HostPortArgs,
     /// Where peers are accepted (QUIC, UDP).
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0")]
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", value_parser = hosts::address)]
     quic: SocketAddr,
     /// Address at which peers reach this instance, if not the one listened on.
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = hosts::address)]
     advertise: Option<SocketAddr>,
     /// Where peers reach the host memory tier (QUIC, UDP) [default: a free port beside --quic].
-    #[arg(long, value_name = "ADDR", requires = "host_kv_tokens")]
+    #[arg(long, value_name = "ADDR", requires = "host_kv_tokens", value_parser = hosts::address)]
     host_quic: Option<SocketAddr>,
     /// Where peers reach the device memory of --lend-device-tokens (QUIC, UDP) [default: a free port beside --quic].
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = hosts::address)]
     lend_quic: Option<SocketAddr>,
     /// Where decode workers read KV (QUIC, UDP) [default: a free port beside --quic].
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = hosts::address)]
     transfer_quic: Option<SocketAddr>,
     /// The network interface by which KV is read and served: a name, `auto` (of several network cards the one next to the GPU) or
     /// `none` (whichever has the address of --transfer-quic or --quic).
@@ -189,6 +192,8 @@ struct Ready<'a> {
     model: &'a str,
     model_hash: String,
     kv_tokens: u64,
+    /// Why so many.
+    kv_because: &'a str,
 }
 
 /// Addresses of a node.
@@ -260,13 +265,13 @@ fn start_transfers(args: &ServeArgs, config: &InstanceConfig, running: &Running)
     Transfers::start(config, &running.memory, &endpoint, &args.identity()?).map(Some)
 }
 
-/// Sizes of its KV, in whole rBlocks.
-fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<Sizes> {
+/// Sizes of its KV, in whole rBlocks, and the reason for people.
+fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<(Sizes, String)> {
     let kv_dtype = args.engine.kv_dtype.unwrap_or(model.dtype.into());
     let kv = model.config.kv_shape(kv_dtype);
     let shared = shares_kv(args, chosen);
-    let kv_tokens = match args.engine.kv_tokens {
-        Some(tokens) => tokens,
+    let DefaultKv { tokens: kv_tokens, because } = match args.engine.kv_tokens {
+        Some(tokens) => DefaultKv { tokens, because: "as --kv-tokens says".to_owned() },
         None => {
             let weight_bytes = model.checkpoint.as_ref().map_or(0, |_| model.dtype.size() as u64);
             let beside = Beside {
@@ -292,7 +297,8 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
     // Room for one prompt that is read while another one arrives.
     let enough = (2 * model.config.max_positions.div_ceil(block_tokens)).min(blocks_total);
     let stage_blocks = args.engine.stage_kv_tokens.map_or(enough, |tokens| tokens.div_ceil(block_tokens)).max(1);
-    Ok(Sizes { blocks_total, kv_dtype, shared, stage_blocks: if shared { stage_blocks } else { 0 }, lend: false })
+    let stage_blocks = if shared { stage_blocks } else { 0 };
+    Ok((Sizes { blocks_total, kv_dtype, shared, stage_blocks, lend: false }, because))
 }
 
 /// Bytes of the rings of windowed KV.
@@ -347,7 +353,7 @@ fn engine_info(model: &OpenModel) -> EngineInfo {
 async fn bind(addr: SocketAddr) -> anyhow::Result<(TcpListener, SocketAddr)> {
     let listener = TcpListener::bind(addr)
         .await
-        .with_context(|| format!("listen on {addr}\nhint: choose another address with --http"))?;
+        .with_context(|| format!("listen on {addr}\nhint: choose another address with --http, or --port"))?;
     let addr = listener.local_addr()?;
     Ok((listener, addr))
 }
@@ -374,13 +380,13 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     };
     let model = open(&args, &dir)?;
     let chosen = placement::choose(args.engine.backend, &args.engine.device)?;
-    let sizes = sizes(&args, &model, chosen)?;
+    let (sizes, kv_because) = sizes(&args, &model, chosen)?;
     let (report, reports) = mpsc::unbounded_channel();
     let running = devices.start(Loading::new(chosen, &args.engine, &model, sizes, move |r| {
         // The loop ends before the device thread; later reports are not needed.
         let _ = report.send(r);
     }))?;
-    let (listener, http_addr) = bind(args.http).await?;
+    let (listener, http_addr) = bind(args.host_port.at(args.http)).await?;
     let loop_thread = LoopThread::spawn(stop.clone())?;
     let pool = match &args.gmanager[..] {
         [] => None,
@@ -423,7 +429,7 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
         &args,
         &model,
         &running.info,
-        sizes,
+        (sizes, &kv_because),
         Addrs { http: http_addr, quic: quic_addr, transfer: transfer_addr, health },
     )?;
     let of_pool = port::pool_files(&args.tls, port::is_gateway).filter(|_| !args.gmanager.is_empty());
@@ -600,7 +606,7 @@ fn announce(
     args: &ServeArgs,
     model: &OpenModel,
     info: &lagoon_backend::DeviceInfo,
-    sizes: Sizes,
+    (sizes, kv_because): (Sizes, &str),
     addrs: Addrs,
 ) -> anyhow::Result<()> {
     let ready = Ready {
@@ -614,6 +620,7 @@ fn announce(
         model: &model.id,
         model_hash: model.hash.0.iter().map(|b| format!("{b:02x}")).collect(),
         kv_tokens: u64::from(sizes.blocks_total) * u64::from(args.engine.block_tokens),
+        kv_because,
     };
     if args.json {
         log::announce(serde_json::to_string(&ready)?);

@@ -2,6 +2,7 @@
 
 use crate::api_client::ApiClient;
 use crate::args::PassedArgs;
+use crate::hosts;
 use crate::gateway::Gateway;
 use crate::local::{ChildKeys, ChildNode, Common, EphemeralCa, LocalPool, Wanted, start_pool};
 use crate::log;
@@ -17,6 +18,8 @@ use lagoon_transport::{NodeRole, Roles};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+/// The fewest instances that lend to each other.
+const INSTANCES_DEFAULT: u16 = 2;
 use std::time::Duration;
 
 /// Deadline for ready instances to register.
@@ -27,9 +30,9 @@ const REGISTER_DEADLINE: Duration = Duration::from_secs(10);
 pub(crate) struct UpArgs {
     /// A model directory, GGUF file or hub name (org/name, org/name:Q4_K_M) [default: the bundled pass-key model].
     model: Option<String>,
-    /// Instances to start.
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
-    instances: u16,
+    /// Instances to start [default: 2].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    instances: Option<u16>,
     /// Prefill workers to start, instead of --instances.
     #[arg(long, value_name = "N", requires = "decode", conflicts_with = "instances",
           value_parser = clap::value_parser!(u16).range(1..=32))]
@@ -43,10 +46,10 @@ pub(crate) struct UpArgs {
           default_missing_value = "30", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     auto_roles: Option<u64>,
     /// Port of the OpenAI endpoint.
-    #[arg(long, default_value_t = 8000)]
+    #[arg(long, value_name = "PORT", default_value_t = 8000)]
     port: u16,
-    /// Address of the OpenAI endpoint.
-    #[arg(long, default_value = "127.0.0.1")]
+    /// Host of the OpenAI endpoint.
+    #[arg(long, value_name = "HOST", default_value = "127.0.0.1", value_parser = hosts::host)]
     host: std::net::IpAddr,
     /// Clients must show this key (`Authorization: Bearer KEY`); /health stays open.
     #[arg(long, value_name = "KEY", env = "LAGOON_API_KEY", hide_env_values = true)]
@@ -73,7 +76,27 @@ impl UpArgs {
             (Some(prefill), Some(decode)) => {
                 [vec!["prefill"; usize::from(prefill)], vec!["decode"; usize::from(decode)]].concat()
             }
-            _ => vec!["both"; usize::from(self.instances)],
+            _ => vec!["both"; usize::from(self.instances.unwrap_or(INSTANCES_DEFAULT))],
+        }
+    }
+
+    /// What was chosen and why.
+    fn choices<'a>(&self, model: &'a str, on: &[Chosen], pool: &'a LocalPool, devices: Vec<String>) -> Choices<'a> {
+        let engine = &self.engine.args;
+        Choices {
+            model,
+            backend: on.first().map_or("", |chosen| chosen.name()),
+            backend_because: on
+                .first()
+                .map_or("", |chosen| placement::because(engine.backend, &engine.device, *chosen)),
+            devices,
+            kv_tokens: pool.instances.iter().map(ChildNode::kv_tokens).collect(),
+            kv_because: pool.instances.first().map_or("", ChildNode::kv_because),
+            count: match (self.prefill, self.decode, self.instances) {
+                (Some(prefill), Some(decode), _) => Count::Workers { prefill, decode },
+                (_, _, Some(_)) => Count::Given,
+                (_, _, None) => Count::Default,
+            },
         }
     }
 
@@ -115,7 +138,8 @@ pub(crate) fn instances_bar(count: usize) -> ProgressBar {
 /// Runs until Ctrl-C.
 pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let stop = crate::shutdown::token(args.exit_with_stdin)?;
-    let wanted = args.wanted(&placement::spread(args.engine.args.backend, &args.engine.args.device)?);
+    let devices = placement::spread(args.engine.args.backend, &args.engine.args.device)?;
+    let wanted = args.wanted(&devices);
     let ca = EphemeralCa::new()?;
     let (dir, name) = match &args.model {
         Some(model) => {
@@ -173,14 +197,16 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     );
     let operator = PoolClient::new(&[pool.gmanager], &identity)?;
     let router = watch.router(operator).fallback_service(gateway.router());
-    announce(&args, &name, port.listener.local_addr()?, &pool, &devices_of(&pool, &wanted))?;
+    let choices = args.choices(&name, &devices, &pool, devices_of(&pool, &wanted));
+    announce(&args, &choices, port.listener.local_addr()?, &pool)?;
     tokio::select! {
         served = lagoon_http::serve(port, router, stop.cancelled_owned()) => served.context("serve HTTP"),
         ended = pool.watch() => ended,
     }
 }
 
-fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &LocalPool, devices: &[String]) -> anyhow::Result<()> {
+fn announce(args: &UpArgs, choices: &Choices<'_>, http: SocketAddr, pool: &LocalPool) -> anyhow::Result<()> {
+    let Choices { model, devices, .. } = choices;
     if args.json {
         let pids: Vec<Option<u32>> = pool.instances.iter().map(ChildNode::pid).collect();
         let ready = serde_json::json!({
@@ -191,8 +217,7 @@ fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &LocalPool, devi
         log::announce(ready);
     } else {
         let scheme = args.guard.scheme();
-        let several = if devices.len() > 1 { format!("{} devices: ", devices.len()) } else { String::new() };
-        log::announce(format_args!("{} instances of {model} on {several}{}", pool.instances.len(), devices.join(", ")));
+        choices.lines().iter().for_each(log::announce);
         log::announce(format_args!("OpenAI endpoint {scheme}://{http}/v1"));
         log::announce(format_args!(
             "try: lagoon chat --url {scheme}://{http}    lagoon status --url {scheme}://{http}"
