@@ -10,8 +10,8 @@ use crate::bundled::{self, Question};
 use crate::local::{ChildKeys, Common, EphemeralCa, LocalPool, Wanted, start_pool, start_single};
 use crate::log::{out, outln};
 use crate::placement::{self, BackendArg, Chosen};
+use crate::progress::{self, Unit};
 use crate::serve::lend_reserve_blocks;
-use crate::up;
 use anyhow::{Context, ensure};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use clap::ValueEnum as _;
@@ -21,7 +21,6 @@ use lagoon_types::limits;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io::IsTerminal;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -134,7 +133,7 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     ));
     let creditors = args.creditor_backend.map_or(Ok(chosen), |backend| placement::choose(backend, &[]))?;
     let count = usize::from(args.instances);
-    let bar = up::instances_bar(count);
+    let bar = progress::bar("starting", count as u64, Unit::Instances);
     let wanted = |index: usize| {
         let device = if index == 0 { chosen } else { creditors };
         let flags = flags(&args, args.kv_tokens as usize, device);
@@ -409,12 +408,7 @@ impl Show {
     }
 
     fn spinner(&self, what: &'static str) -> indicatif::ProgressBar {
-        if self.quiet || !std::io::stderr().is_terminal() {
-            return indicatif::ProgressBar::hidden();
-        }
-        let spinner = indicatif::ProgressBar::new_spinner().with_message(what);
-        spinner.enable_steady_tick(WATCH_EVERY);
-        spinner
+        if self.quiet { indicatif::ProgressBar::hidden() } else { progress::spinner(what) }
     }
 
     fn outcome(&self, o: &Outcome) -> anyhow::Result<()> {

@@ -5,8 +5,9 @@ use crate::calibrate::{Subject, calibrate};
 use crate::calibration_cache::{self as cache, Key};
 use crate::cuda_tuning;
 use crate::log;
-use crate::model::{OpenModel, bytes_bar, conversion};
+use crate::model::{OpenModel, conversion};
 use crate::placement::Chosen;
+use crate::progress::{self, Unit};
 use anyhow::Context;
 use lagoon_backend::{Device, DeviceInfo, VirtualMemory, WeightFormat, cpu::CpuDevice};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
@@ -217,7 +218,7 @@ impl<'a> Loading<'a> {
             if let Some(text) = conversion(&model.id, checkpoint, &model.config, model.dtype, takes) {
                 log::notice(&text);
             }
-            let bar = bytes_bar("loading weights");
+            let bar = progress::bar("loading weights", 0, Unit::Bytes);
             let weights = Weights::load(&mut device, checkpoint, &model.config, args.dtype, &mut |done, all| {
                 bar.set_length(all);
                 bar.set_position(done);

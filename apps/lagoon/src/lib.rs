@@ -59,6 +59,7 @@ mod permissions;
 mod placement;
 mod pool_client;
 mod pool_watch;
+mod progress;
 mod port;
 mod quantize;
 mod quiet;

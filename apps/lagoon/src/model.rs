@@ -1,7 +1,7 @@
 //! Opens a model, in a directory or a GGUF file: configuration, tokenizer, template, checkpoint, identity.
 
+use crate::progress::{self, Unit};
 use anyhow::Context;
-use indicatif::{ProgressBar, ProgressStyle};
 use lagoon_backend::WeightFormat;
 use lagoon_http::GenerationDefaults;
 use lagoon_model::checkpoint::Unpackable;
@@ -25,20 +25,10 @@ pub(crate) struct OpenModel {
     pub(crate) dtype: DType,
 }
 
-/// A progress bar in bytes on standard error; hidden if that is no terminal.
-pub(crate) fn bytes_bar(what: &str) -> ProgressBar {
-    let bar = ProgressBar::new(0);
-    if let Ok(style) = ProgressStyle::with_template("{msg} [{bar:32}] {bytes}/{total_bytes} {bytes_per_sec}") {
-        bar.set_style(style.progress_chars("=> "));
-    }
-    bar.set_message(what.to_owned());
-    bar
-}
-
 /// The directory or the GGUF file of a model; downloads a hub name.
 pub(crate) fn resolve(name: &str) -> anyhow::Result<PathBuf> {
     let hub = Hub::from_env()?;
-    let bar = bytes_bar("downloading");
+    let bar = progress::bar("downloading", 0, Unit::Bytes);
     let dir = resolve_model(name, &hub, &mut |p| {
         bar.set_message(format!("{} ({}/{})", p.file, p.files_done + 1, p.files));
         bar.set_length(p.total_bytes);

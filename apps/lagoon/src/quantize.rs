@@ -1,12 +1,13 @@
 //! `lagoon quantize`: a model in 16 or 32 bits becomes a GGUF file with packed weights.
 
 use crate::log::{notice, outln};
-use crate::model::{bytes_bar, resolve, short_name};
+use crate::model::{resolve, short_name};
+use crate::progress::{self, Unit};
 use crate::shutdown;
 use anyhow::Context as _;
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
-use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
+use indicatif::HumanBytes;
 use lagoon_quantize::{Importance, KindSummary, Options, Source, Summary, Target, calibrate};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -90,7 +91,7 @@ fn quantize(args: &QuantizeArgs, stop: &CancellationToken) -> anyhow::Result<()>
         Some(text) => Some(measure(&source, text, (args.calibration_tokens as usize, threads), stop)?),
         None => None,
     };
-    let bar = bytes_bar("quantizing");
+    let bar = progress::bar("quantizing", 0, Unit::Bytes);
     let Format(target, _) = args.format;
     let options = Options { target, importance: importance.as_ref(), threads, force: args.force };
     let summary = source.write(&args.out, options, &mut |progress| {
@@ -117,11 +118,7 @@ fn measure(
     limits: (usize, usize),
     stop: &CancellationToken,
 ) -> anyhow::Result<Importance> {
-    let bar = ProgressBar::new(0);
-    if let Ok(style) = ProgressStyle::with_template("{msg} [{bar:32}] {pos}/{len} tokens {per_sec}") {
-        bar.set_style(style.progress_chars("=> "));
-    }
-    bar.set_message("calibrating");
+    let bar = progress::bar("calibrating", 0, Unit::Tokens);
     let importance = calibrate(source, text, limits, &mut |done, all| {
         bar.set_length(all as u64);
         bar.set_position(done as u64);

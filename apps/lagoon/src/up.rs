@@ -10,10 +10,11 @@ use crate::metrics_table;
 use crate::placement::{self, Chosen};
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use crate::pool_watch::PoolWatch;
+use crate::progress::{self, Unit};
+use crate::up_choices::{Choices, Count};
 use crate::port::{self, PortArgs};
 use crate::{bundled, model};
 use anyhow::Context;
-use indicatif::{ProgressBar, ProgressStyle};
 use lagoon_transport::{NodeRole, Roles};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -126,15 +127,6 @@ impl UpArgs {
     }
 }
 
-/// A progress bar of ready instances.
-pub(crate) fn instances_bar(count: usize) -> ProgressBar {
-    let bar = ProgressBar::new(count as u64);
-    if let Ok(style) = ProgressStyle::with_template("starting instances [{bar:32}] {pos}/{len}") {
-        bar.set_style(style.progress_chars("=> "));
-    }
-    bar
-}
-
 /// Runs until Ctrl-C.
 pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let stop = crate::shutdown::token(args.exit_with_stdin)?;
@@ -167,7 +159,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     // Before the port, whose certificate is a metric.
     let metrics = lagoon_http::metrics::install(metrics_table::OF_GATEWAY)?;
     let port = args.guard.port(listener, args.api_key.as_deref(), None)?;
-    let bar = instances_bar(count);
+    let bar = progress::bar("starting", count as u64, Unit::Instances);
     let common =
         Common { ca: &ca, model: &dir.to_string_lossy(), served_name: &name, keys: &keys, auto_roles: args.auto_roles };
     let pool = tokio::select! {
