@@ -1,21 +1,24 @@
 //! `lagoon chat`: a conversation in the terminal with any OpenAI-compatible server.
 //!
-//! The response streams to stdout; prompts, notes and errors go to stderr. With a PROMPT, or if stdin is no terminal,
-//! it asks once and exits.
+//! The response streams to stdout, on a terminal as Markdown; notes and errors go to stderr. With a PROMPT, or if stdin is no
+//! terminal, it asks once and exits.
 
 use crate::api_client::{ApiClient, ClientError};
+use crate::chat_input::{Input, Terminal, Typed, history_file};
+use crate::chat_screen::{Look, Screen};
 use anyhow::{Context, bail};
 use serde_json::{Value, json};
-use std::io::{self, BufRead, IsTerminal, Read, Write};
+use std::io::{self, IsTerminal, Read, Write};
 use std::path::PathBuf;
-use tokio::{signal, sync::mpsc};
+use std::time::{Duration, Instant};
+use tokio::signal;
 
 /// Longest prompt that is read from a pipe, in bytes.
 const PIPE_BYTES_MAX: u64 = 32 << 20;
-/// Maximum of lines typed ahead.
-const LINES_MAX: usize = 64;
 
-const HELP: &str = "/exit or Ctrl-D leaves, /reset forgets the conversation, /help shows this; Ctrl-C ends an answer";
+const HELP: &str = "/exit or Ctrl-D leaves, /reset forgets the conversation, /help shows this;\n\
+                    Ctrl-C ends an answer; a line goes on after \\ or with Alt-Enter;\n\
+                    arrows edit and find earlier prompts";
 
 /// Chat in the terminal with an OpenAI-compatible server.
 #[derive(Clone, Debug, clap::Args)]
@@ -47,6 +50,12 @@ pub(crate) struct ChatArgs {
     /// Makes sampling repeatable.
     #[arg(long)]
     seed: Option<u64>,
+    /// Show answers as they are, not as Markdown (which needs a terminal).
+    #[arg(long)]
+    plain: bool,
+    /// Neither read nor write the history of prompts ($XDG_STATE_HOME/lagoon/chat_history, or under ~/.local/state).
+    #[arg(long)]
+    no_history: bool,
     /// Ask this once and leave. Without it, stdin is the prompt if it is no terminal.
     prompt: Option<String>,
 }
@@ -68,9 +77,17 @@ pub(crate) async fn run(args: ChatArgs) -> anyhow::Result<()> {
         None => Some(piped()?),
     };
     let mut out = io::stdout();
+    let look = if args.plain || !out.is_terminal() { Look::Plain } else { Look::Markdown(None) };
     let ended = match prompt {
-        Some(prompt) => once(&mut chat, prompt, &mut out).await,
-        None => interactive(&mut chat, typed_lines(), &mut out, &mut io::stderr()).await,
+        Some(prompt) => {
+            let notes = io::stderr().is_terminal().then(io::stderr);
+            once(&mut chat, prompt, &mut Screen::new(&mut out, look), notes).await
+        }
+        None => {
+            let file = history_file(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()));
+            let mut terminal = Terminal::open(file.filter(|_| !args.no_history))?;
+            interactive(&mut chat, &mut terminal, (&mut out, look), &mut io::stderr()).await
+        }
     };
     // A closed stdout is no error: its reader has enough.
     ended.or_else(|error| match error.downcast_ref::<io::Error>() {
@@ -86,20 +103,6 @@ fn piped() -> anyhow::Result<String> {
         bail!("the prompt on stdin is empty\nhint: give it as an argument: lagoon chat \"PROMPT\"");
     }
     Ok(text)
-}
-
-/// Lines typed at the terminal. Their thread ends with the process: a read from a terminal cannot be cancelled.
-fn typed_lines() -> mpsc::Receiver<String> {
-    let (sender, receiver) = mpsc::channel(LINES_MAX);
-    std::thread::spawn(move || {
-        for line in io::stdin().lock().lines() {
-            let Ok(line) = line else { return };
-            if sender.blocking_send(line).is_err() {
-                return;
-            }
-        }
-    });
-    receiver
 }
 
 /// The messages so far, and the parameters of the next request.
@@ -120,9 +123,45 @@ enum Ending {
     Interrupted,
 }
 
+/// Speed of an answer.
+#[derive(Clone, Copy, Debug, Default)]
+struct Speed {
+    tokens: u64,
+    /// When the first came, and the last.
+    first: Option<Duration>,
+    last: Duration,
+}
+
+impl Speed {
+    /// Counts a token that arrived; the server's own count, if it sends one, replaces the sum.
+    fn count(&mut self, since: Instant) {
+        self.tokens += 1;
+        self.last = since.elapsed();
+        self.first.get_or_insert(self.last);
+    }
+
+    /// `(57 tokens, 23.1 tokens/s, the first after 0.31 s)`.
+    #[allow(clippy::cast_precision_loss, reason = "token counts")]
+    fn in_words(self) -> Option<String> {
+        let first = self.first?;
+        let decoding = (self.last - first).as_secs_f64();
+        let rate = if self.tokens > 1 && decoding > 0.0 {
+            format!(", {:.1} tokens/s", (self.tokens - 1) as f64 / decoding)
+        } else {
+            String::new()
+        };
+        Some(format!(
+            "({} {}{rate}, the first after {:.2} s)",
+            self.tokens,
+            if self.tokens == 1 { "token" } else { "tokens" },
+            first.as_secs_f64()
+        ))
+    }
+}
+
 impl Conversation {
     fn new(client: ApiClient, model: String, args: &ChatArgs) -> Self {
-        let mut request = json!({ "model": model, "stream": true });
+        let mut request = json!({ "model": model, "stream": true, "stream_options": { "include_usage": true } });
         for (field, value) in [
             ("temperature", args.temperature.map(Value::from)),
             ("top_p", args.top_p.map(Value::from)),
@@ -142,51 +181,56 @@ impl Conversation {
         self.messages = self.system.iter().map(|text| json!({ "role": "system", "content": text })).collect();
     }
 
-    /// Sends a prompt and writes the response as it arrives. A failed prompt is dropped; an interrupted response is
+    /// Sends a prompt and shows the response as it arrives. A failed prompt is dropped; an interrupted response is
     /// kept so far. `interrupt` resolves when the user interrupts the response.
     async fn ask(
         &mut self,
         prompt: &str,
-        out: &mut impl Write,
+        screen: &mut Screen<'_, impl Write>,
         interrupt: impl Future<Output = ()>,
-    ) -> anyhow::Result<Ending> {
+    ) -> anyhow::Result<(Ending, Speed)> {
         self.messages.push(json!({ "role": "user", "content": prompt }));
-        let mut answer = String::new();
+        let (mut answer, mut speed) = (String::new(), Speed::default());
         let ending = tokio::select! {
-            ending = self.answer(&mut answer, out) => ending,
+            ending = self.answer(&mut answer, &mut speed, screen) => ending,
             () = interrupt => Ok(Ending::Interrupted),
         };
-        if !answer.ends_with('\n') && !answer.is_empty() {
-            writeln!(out)?;
-        }
+        screen.end()?;
         if ending.is_err() || answer.is_empty() {
             self.messages.pop();
         } else {
             self.messages.push(json!({ "role": "assistant", "content": answer }));
         }
-        ending
+        Ok((ending?, speed))
     }
 
-    async fn answer(&self, answer: &mut String, out: &mut impl Write) -> anyhow::Result<Ending> {
+    async fn answer(
+        &self,
+        answer: &mut String,
+        speed: &mut Speed,
+        screen: &mut Screen<'_, impl Write>,
+    ) -> anyhow::Result<Ending> {
+        let sent = Instant::now();
         let mut request = self.request.clone();
         request["messages"] = Value::from(self.messages.clone());
         let mut events = self.client.events("/v1/chat/completions", &request).await?;
-        let (mut ending, mut reasoned) = (Ending::Complete, false);
+        let mut ending = Ending::Complete;
         while let Some(event) = events.next().await? {
             let choice = &event["choices"][0];
             // Shown, but no part of the conversation.
             if let Some(text) = choice["delta"]["reasoning_content"].as_str() {
-                reasoned = true;
-                out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("write the reasoning")?;
+                speed.count(sent);
+                screen.reason(text).context("write the reasoning")?;
             }
             if let Some(text) = choice["delta"]["content"].as_str() {
-                if std::mem::take(&mut reasoned) {
-                    out.write_all(b"\n\n").context("write the answer")?;
-                }
                 // Models often begin with a space or line break: trimmed for display.
                 let text = if answer.is_empty() { text.trim_start() } else { text };
+                speed.count(sent);
                 answer.push_str(text);
-                out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("write the answer")?;
+                screen.say(text).context("write the answer")?;
+            }
+            if let Some(tokens) = event["usage"]["completion_tokens"].as_u64() {
+                speed.tokens = tokens;
             }
             if choice["finish_reason"] == "length" {
                 ending = Ending::Cut;
@@ -204,8 +248,18 @@ async fn ctrl_c() {
     }
 }
 
-async fn once(chat: &mut Conversation, prompt: String, out: &mut impl Write) -> anyhow::Result<()> {
-    match chat.ask(&prompt, out, ctrl_c()).await? {
+/// Asks once; the speed goes to `notes`.
+async fn once(
+    chat: &mut Conversation,
+    prompt: String,
+    screen: &mut Screen<'_, impl Write>,
+    notes: Option<impl Write>,
+) -> anyhow::Result<()> {
+    let (ending, speed) = chat.ask(&prompt, screen, ctrl_c()).await?;
+    if let (Some(mut notes), Some(speed)) = (notes, speed.in_words()) {
+        writeln!(notes, "{speed}")?;
+    }
+    match ending {
         Ending::Complete | Ending::Cut => Ok(()),
         Ending::Interrupted => bail!("interrupted"),
     }
@@ -213,27 +267,24 @@ async fn once(chat: &mut Conversation, prompt: String, out: &mut impl Write) -> 
 
 async fn interactive(
     chat: &mut Conversation,
-    mut lines: mpsc::Receiver<String>,
-    out: &mut impl Write,
+    input: &mut impl Input,
+    (out, look): (&mut impl Write, Look),
     notes: &mut impl Write,
 ) -> anyhow::Result<()> {
     writeln!(notes, "{} at {}\n{HELP}", chat.request["model"].as_str().unwrap_or("?"), chat.client.base())?;
     let mut leaving = false;
     loop {
-        write!(notes, "\n> ")?;
-        notes.flush()?;
-        let line = tokio::select! {
-            line = lines.recv() => line,
-            () = ctrl_c() => {
-                if std::mem::replace(&mut leaving, true) {
-                    return Ok(());
-                }
-                write!(notes, "\n(Ctrl-C again leaves)")?;
+        writeln!(notes)?;
+        let line = match input.next().await? {
+            Typed::Text(line) => line,
+            Typed::Interrupt if std::mem::replace(&mut leaving, true) => return Ok(()),
+            Typed::Interrupt => {
+                write!(notes, "(Ctrl-C again leaves)")?;
                 continue;
             }
+            Typed::End => return Ok(()),
         };
         leaving = false;
-        let Some(line) = line else { return Ok(()) };
         match line.trim() {
             "" => {}
             "/exit" | "/quit" => return Ok(()),
@@ -243,10 +294,15 @@ async fn interactive(
             }
             "/help" => writeln!(notes, "{HELP}")?,
             command if command.starts_with('/') => writeln!(notes, "there is no command {command}\nhint: {HELP}")?,
-            prompt => match chat.ask(prompt, out, ctrl_c()).await {
-                Ok(Ending::Complete) => {}
-                Ok(Ending::Cut) => writeln!(notes, "(cut at the length limit)")?,
-                Ok(Ending::Interrupted) => writeln!(notes, "(interrupted)")?,
+            prompt => match chat.ask(prompt, &mut Screen::new(&mut *out, look), ctrl_c()).await {
+                Ok((ending, speed)) => {
+                    let cut = match ending {
+                        Ending::Complete => "",
+                        Ending::Cut => "(cut at the length limit) ",
+                        Ending::Interrupted => "(interrupted) ",
+                    };
+                    writeln!(notes, "{cut}{}", speed.in_words().unwrap_or_default())?;
+                }
                 // A server's error ends this response only; others (stdout closed) end the program.
                 Err(error) if error.is::<ClientError>() => writeln!(notes, "error: {error}")?,
                 Err(error) => return Err(error),
@@ -268,6 +324,21 @@ mod tests {
         args: ChatArgs,
     }
 
+    /// What is typed in a test.
+    struct Script(std::vec::IntoIter<Typed>);
+
+    impl Script {
+        fn new(lines: &[&str]) -> Self {
+            Self(lines.iter().map(|line| Typed::Text((*line).to_owned())).collect::<Vec<_>>().into_iter())
+        }
+    }
+
+    impl Input for Script {
+        async fn next(&mut self) -> anyhow::Result<Typed> {
+            Ok(self.0.next().unwrap_or(Typed::End))
+        }
+    }
+
     async fn conversation(engine: Arc<ScriptedEngine>, extra: &[&str]) -> Conversation {
         let url = scripted::spawn(scripted::state(engine)).await;
         let args = Cli::parse_from([&["chat", "--url", &url], extra].concat()).args;
@@ -286,8 +357,11 @@ mod tests {
         let extra = ["--system", "be brief", "--temperature", "0.5", "--top-p", "0.25", "--seed", "9"];
         let mut chat = conversation(engine.clone(), &extra).await;
         let mut out = Vec::new();
-        once(&mut chat, "sky?".to_owned(), &mut out).await.unwrap();
+        let mut notes = Vec::new();
+        once(&mut chat, "sky?".to_owned(), &mut Screen::new(&mut out, Look::Plain), Some(&mut notes)).await.unwrap();
         assert_eq!(String::from_utf8(out).unwrap(), "blue\n");
+        let notes = String::from_utf8(notes).unwrap();
+        assert!(notes.contains(" tokens") && notes.contains("the first after "), "{notes}");
         assert_eq!(prompt_of(&engine, 0), "system: be brief\nuser: sky?\nassistant:");
         let sampling = &engine.requests()[0].sampling;
         assert_eq!((sampling.temperature, sampling.top_p, sampling.seed), (0.5, 0.25, 9));
@@ -297,12 +371,9 @@ mod tests {
     async fn a_conversation_remembers_until_it_is_reset() {
         let engine = ScriptedEngine::saying("ok");
         let mut chat = conversation(engine.clone(), &[]).await;
-        let (sender, lines) = mpsc::channel(8);
-        for line in ["a", "b", "/nonsense", "/reset", "c", "/exit", "never"] {
-            sender.send(line.to_owned()).await.unwrap();
-        }
+        let mut input = Script::new(&["a", "b", "/nonsense", "/reset", "c", "/exit", "never"]);
         let (mut out, mut notes) = (Vec::new(), Vec::new());
-        interactive(&mut chat, lines, &mut out, &mut notes).await.unwrap();
+        interactive(&mut chat, &mut input, (&mut out, Look::Plain), &mut notes).await.unwrap();
         assert_eq!(out, b"ok\nok\nok\n");
         let prompts: Vec<_> = (0..engine.requests().len()).map(|index| prompt_of(&engine, index)).collect();
         let second = "user: a\nassistant: ok\nuser: b\nassistant:";
@@ -318,13 +389,9 @@ mod tests {
             _ => Ok(say("fine", request)),
         });
         let mut chat = conversation(engine.clone(), &[]).await;
-        let (sender, lines) = mpsc::channel(8);
-        for line in ["short", "a question that is long enough"] {
-            sender.send(line.to_owned()).await.unwrap();
-        }
-        drop(sender);
+        let mut input = Script::new(&["short", "a question that is long enough"]);
         let (mut out, mut notes) = (Vec::new(), Vec::new());
-        interactive(&mut chat, lines, &mut out, &mut notes).await.unwrap();
+        interactive(&mut chat, &mut input, (&mut out, Look::Plain), &mut notes).await.unwrap();
         let notes = String::from_utf8(notes).unwrap();
         assert!(
             notes.contains("error: the server answered 429") && notes.contains("hint: the server is full"),
@@ -342,12 +409,39 @@ mod tests {
         let waiting = engine.clone();
         let interrupt = async move {
             waiting.wait_submitted(1).await;
-            tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+            tokio::time::sleep(Duration::from_millis(200)).await;
         };
-        assert_eq!(chat.ask("q", &mut out, interrupt).await.unwrap(), Ending::Interrupted);
+        let asked = chat.ask("q", &mut Screen::new(&mut out, Look::Plain), interrupt).await.unwrap();
+        assert_eq!((asked.0, asked.1.tokens), (Ending::Interrupted, 2));
         assert_eq!(out, b"hi\n");
         assert_eq!(chat.messages.last().unwrap()["content"], "hi");
         engine.wait_cancelled(1).await;
+    }
+
+    #[test]
+    fn speed_is_of_the_tokens_after_the_first() {
+        let speed = Speed { tokens: 11, first: Some(Duration::from_millis(500)), last: Duration::from_millis(2500) };
+        assert_eq!(speed.in_words().unwrap(), "(11 tokens, 5.0 tokens/s, the first after 0.50 s)");
+        let one = Speed { tokens: 1, first: Some(Duration::from_millis(500)), last: Duration::from_millis(500) };
+        assert_eq!(one.in_words().unwrap(), "(1 token, the first after 0.50 s)");
+        assert_eq!(Speed::default().in_words(), None);
+    }
+
+    #[tokio::test]
+    async fn ctrl_c_twice_leaves() {
+        let mut chat = conversation(ScriptedEngine::saying("ok"), &[]).await;
+        let typed = [
+            Typed::Interrupt,
+            Typed::Text("a".to_owned()),
+            Typed::Interrupt,
+            Typed::Interrupt,
+            Typed::Text("b".to_owned()),
+        ];
+        let (mut out, mut notes) = (Vec::new(), Vec::new());
+        let mut input = Script(Vec::from(typed).into_iter());
+        interactive(&mut chat, &mut input, (&mut out, Look::Plain), &mut notes).await.unwrap();
+        assert_eq!(out, b"ok\n");
+        assert_eq!(String::from_utf8(notes).unwrap().matches("(Ctrl-C again leaves)").count(), 2);
     }
 
     #[tokio::test]
