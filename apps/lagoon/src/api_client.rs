@@ -114,6 +114,13 @@ impl ApiClient {
         id.ok_or_else(|| ClientError::Protocol("/v1/models lists no model".to_owned()))
     }
 
+    /// Longest context of a model that the server lists, in tokens, if it says.
+    pub(crate) async fn context_of(&self, model: &str) -> Result<Option<u32>, ClientError> {
+        let list = self.get("/v1/models").await?;
+        let found = list["data"].as_array().into_iter().flatten().find(|entry| entry["id"] == model);
+        Ok(found.and_then(|entry| entry["max_model_len"].as_u64()).map(|len| u32::try_from(len).unwrap_or(u32::MAX)))
+    }
+
     /// Gets JSON. Retries [`RETRIES_MAX`] times if the server requests a short pause.
     pub(crate) async fn get(&self, path: &str) -> Result<Value, ClientError> {
         let mut retries = 0;

@@ -3,15 +3,17 @@
 //! Every request has its own prompt of an exact length, drawn with the seed from the server's own tokens, and asks for
 //! an exact number of output tokens (`ignore_eos`). Closed loop (`--concurrency`): a new request starts when one ends.
 //! Open loop (`--rate`): requests start at random times with that mean rate, whether or not others have ended. A trace
-//! (`--trace`) gives each request's start and lengths.
+//! (`--trace`) gives each request's start and lengths, a file of conversations (`--dataset`) texts and lengths.
 
 use crate::api_client::{ApiClient, ClientError};
-use crate::bench_trace::{self, Planned};
+use crate::bench_dataset::{self, Lengths};
+use crate::bench_page;
+use crate::bench_trace::{self, Planned, Prompt};
 use crate::log::{out, outln};
+use crate::progress::{self, Unit};
 use anyhow::{Context, bail, ensure};
 use futures::{StreamExt, stream};
 use hdrhistogram::Histogram;
-use indicatif::{ProgressBar, ProgressStyle};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -53,15 +55,22 @@ pub(crate) struct BenchArgs {
     /// Requests that are open at once (closed loop).
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4096), conflicts_with = "rate")]
     concurrency: u32,
-    /// Requests per second on average, with exponential gaps (open loop).
-    #[arg(long, value_parser = positive)]
+    /// Requests per second on average, with exponential gaps (a Poisson process; open loop).
+    #[arg(long, value_name = "R", visible_alias = "request-rate", value_parser = positive)]
     rate: Option<f64>,
     /// Tokens of each prompt.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=2_000_000))]
     prompt_tokens: u32,
-    /// Tokens that each request generates.
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
-    max_tokens: u32,
+    /// Tokens that each request generates [default: 64; with --dataset as many as the answer there has].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: Option<u32>,
+    /// How the lengths of prompts and answers are drawn.
+    #[arg(long, value_enum, default_value_t, conflicts_with_all = ["trace", "dataset"])]
+    lengths: Lengths,
+    /// Prompts and lengths from a file of conversations, as of ShareGPT (JSON with `conversations`) or OpenAI (`messages`): the first
+    /// question of each. Replaces --prompt-tokens; --max-tokens then limits answers.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["trace", "prompt_tokens"])]
+    dataset: Option<PathBuf>,
     /// A CSV file with columns arrival_s, prompt_tokens and output_tokens (`lagoon-sim trace` writes such): replaces
     /// --requests, --prompt-tokens, --max-tokens and --rate.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["rate", "requests", "prompt_tokens", "max_tokens", "concurrency"])]
@@ -69,6 +78,15 @@ pub(crate) struct BenchArgs {
     /// Factor by which requests arrive faster than in the trace.
     #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = positive, requires = "trace")]
     speed: f64,
+    /// Objective of the time to the first token, in milliseconds: goodput counts requests that meet all objectives.
+    #[arg(long, value_name = "MS", value_parser = positive)]
+    slo_ttft: Option<f64>,
+    /// Objective of a request's mean time between tokens, in milliseconds.
+    #[arg(long, value_name = "MS", value_parser = positive)]
+    slo_tpot: Option<f64>,
+    /// Write the report with figures to this HTML file.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     /// Sampling temperature.
     #[arg(long, default_value_t = 0.0)]
     temperature: f32,
@@ -95,7 +113,10 @@ fn positive(text: &str) -> Result<f64, String> {
 /// # Errors
 /// When the server cannot be reached, or no request succeeded.
 pub(crate) async fn run(args: BenchArgs) -> anyhow::Result<()> {
-    let report = measure(&args).await?;
+    let (report, rows) = measure(&args).await?;
+    if let Some(path) = &args.html {
+        bench_page::write(path, &report, &rows)?;
+    }
     if args.json {
         outln!("{}", serde_json::to_string(&report)?);
     } else {
@@ -105,42 +126,67 @@ pub(crate) async fn run(args: BenchArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Tokens of an answer without --max-tokens.
+const MAX_TOKENS: u32 = 64;
+
+/// A request that succeeded.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Row {
+    /// From the beginning of the run.
+    pub(crate) start_s: f64,
+    pub(crate) ttft_ms: f64,
+    /// Mean time between tokens; `None` with one token.
+    pub(crate) tpot_ms: Option<f64>,
+    pub(crate) e2e_ms: f64,
+    pub(crate) prompt_tokens: u64,
+    pub(crate) completion_tokens: u64,
+}
+
 /// Results of a run. Times are in milliseconds.
-#[derive(Clone, Debug, Serialize)]
-struct Report {
-    url: String,
-    model: String,
-    requests: u64,
-    ok: u64,
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Report {
+    pub(crate) url: String,
+    pub(crate) model: String,
+    pub(crate) requests: u64,
+    pub(crate) ok: u64,
     /// Errors by kind: `http_429`, `connect`, `midway`, `broken`, `timeout`, `length` (fewer or more tokens than
     /// requested).
-    errors: BTreeMap<String, u64>,
-    last_error: Option<String>,
-    concurrency: Option<u32>,
-    rate: Option<f64>,
-    seed: u64,
-    duration_s: f64,
-    prompt_tokens: u64,
-    completion_tokens: u64,
-    requests_per_s: f64,
-    output_tokens_per_s: f64,
-    total_tokens_per_s: f64,
+    pub(crate) errors: BTreeMap<String, u64>,
+    pub(crate) last_error: Option<String>,
+    pub(crate) concurrency: Option<u32>,
+    pub(crate) rate: Option<f64>,
+    pub(crate) dataset: Option<PathBuf>,
+    pub(crate) slo_ttft_ms: Option<f64>,
+    pub(crate) slo_tpot_ms: Option<f64>,
+    /// Requests that met the objectives, by second; `None` without objectives.
+    pub(crate) goodput_requests_per_s: Option<f64>,
+    /// Their share of all requests.
+    pub(crate) goodput_share: Option<f64>,
+    pub(crate) seed: u64,
+    pub(crate) duration_s: f64,
+    pub(crate) prompt_tokens: u64,
+    pub(crate) completion_tokens: u64,
+    pub(crate) requests_per_s: f64,
+    pub(crate) output_tokens_per_s: f64,
+    pub(crate) total_tokens_per_s: f64,
     /// Time to the first token.
-    ttft_ms: Summary,
+    pub(crate) ttft_ms: Summary,
     /// Time between tokens.
-    tbt_ms: Summary,
+    pub(crate) tbt_ms: Summary,
+    /// Mean time between tokens of each request.
+    pub(crate) tpot_ms: Summary,
     /// From sending a request to the end of its response.
-    e2e_ms: Summary,
+    pub(crate) e2e_ms: Summary,
 }
 
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-struct Summary {
+pub(crate) struct Summary {
     count: u64,
-    mean: f64,
-    p50: f64,
-    p90: f64,
-    p99: f64,
-    max: f64,
+    pub(crate) mean: f64,
+    pub(crate) p50: f64,
+    pub(crate) p90: f64,
+    pub(crate) p99: f64,
+    pub(crate) max: f64,
 }
 
 #[allow(clippy::cast_precision_loss, reason = "microseconds under 2^52 are exact in f64")]
@@ -170,7 +216,9 @@ struct Tally {
     completion_tokens: u64,
     ttft: Histogram<u64>,
     tbt: Histogram<u64>,
+    tpot: Histogram<u64>,
     e2e: Histogram<u64>,
+    rows: Vec<Row>,
 }
 
 impl Tally {
@@ -184,7 +232,9 @@ impl Tally {
             completion_tokens: 0,
             ttft: histogram(),
             tbt: histogram(),
+            tpot: histogram(),
             e2e: histogram(),
+            rows: Vec::new(),
         }
     }
 
@@ -196,6 +246,17 @@ impl Tally {
                 self.completion_tokens += sample.completion_tokens;
                 self.ttft.saturating_record(microseconds(sample.ttft));
                 self.e2e.saturating_record(microseconds(sample.e2e));
+                let tpot = sample.tpot();
+                tpot.iter().for_each(|tpot| self.tpot.saturating_record(microseconds(*tpot)));
+                let ms = |time: Duration| time.as_secs_f64() * 1e3;
+                self.rows.push(Row {
+                    start_s: sample.start.as_secs_f64(),
+                    ttft_ms: ms(sample.ttft),
+                    tpot_ms: tpot.map(ms),
+                    e2e_ms: ms(sample.e2e),
+                    prompt_tokens: sample.prompt_tokens,
+                    completion_tokens: sample.completion_tokens,
+                });
                 for (gap, tokens) in sample.gaps {
                     self.tbt.saturating_record_n(microseconds(gap), tokens);
                 }
@@ -214,12 +275,24 @@ fn microseconds(duration: Duration) -> u64 {
 
 /// Measurements of one successful request.
 struct Sample {
+    /// From the beginning of the run.
+    start: Duration,
     ttft: Duration,
+    /// From the first token to the last.
+    decoding: Duration,
     /// Time per token of each later chunk, and the chunk's tokens.
     gaps: Vec<(Duration, u64)>,
     e2e: Duration,
     prompt_tokens: u64,
     completion_tokens: u64,
+}
+
+impl Sample {
+    /// Mean time between tokens.
+    fn tpot(&self) -> Option<Duration> {
+        let gaps = u32::try_from(self.completion_tokens.saturating_sub(1)).unwrap_or(u32::MAX);
+        (gaps > 0).then(|| self.decoding / gaps)
+    }
 }
 
 struct Failure {
@@ -233,18 +306,33 @@ impl From<ClientError> for Failure {
     }
 }
 
-async fn measure(args: &BenchArgs) -> anyhow::Result<Report> {
+/// The requests to send.
+async fn plan(args: &BenchArgs, client: &ApiClient, model: &str) -> anyhow::Result<Vec<Planned>> {
+    if let Some(path) = &args.trace {
+        return bench_trace::read(path, args.speed);
+    }
+    let output_tokens = args.max_tokens.unwrap_or(MAX_TOKENS);
+    let mut planned = bench_trace::drawn(args.requests, args.prompt_tokens, output_tokens, args.rate, args.seed);
+    match (&args.dataset, args.lengths) {
+        (Some(path), _) => {
+            let limits = (client.context_of(model).await?, args.max_tokens);
+            bench_dataset::fill(&mut planned, path, (client, model), limits, args.seed).await?;
+        }
+        (None, Lengths::LongTail) => bench_dataset::stretch(&mut planned, client.context_of(model).await?, args.seed),
+        (None, Lengths::Fixed) => {}
+    }
+    Ok(planned)
+}
+
+async fn measure(args: &BenchArgs) -> anyhow::Result<(Report, Vec<Row>)> {
     let client = ApiClient::new(&args.url, args.api_key.clone(), args.ca.as_deref())?;
     let model = match &args.model {
         Some(model) => model.clone(),
         None => client.first_model().await?,
     };
     let pool = token_pool(&client, &model).await?;
-    let planned = match &args.trace {
-        Some(path) => bench_trace::read(path, args.speed)?,
-        None => bench_trace::drawn(args.requests, args.prompt_tokens, args.max_tokens, args.rate, args.seed),
-    };
-    let bar = progress(planned.len() as u64);
+    let planned = plan(args, &client, &model).await?;
+    let bar = progress::bar("measuring", planned.len() as u64, Unit::Requests);
     let mut tally = Tally::new();
     let open = if args.rate.is_some() || args.trace.is_some() { OPEN_MAX } else { usize::try_from(args.concurrency)? };
     let begun = Instant::now();
@@ -254,8 +342,9 @@ async fn measure(args: &BenchArgs) -> anyhow::Result<Report> {
             tokio::time::sleep_until((begun + planned.start).into()).await;
             let limit = Duration::from_secs(args.timeout_s);
             let timed_out = || Failure { kind: "timeout".to_owned(), message: format!("no end within {limit:?}") };
+            let start = begun.elapsed();
             match tokio::time::timeout(limit, one(client, &request, planned.output_tokens)).await {
-                Ok(outcome) => outcome,
+                Ok(outcome) => outcome.map(|sample| Sample { start, ..sample }),
                 Err(_elapsed) => Err(timed_out()),
             }
         }
@@ -264,11 +353,15 @@ async fn measure(args: &BenchArgs) -> anyhow::Result<Report> {
     while let Some(outcome) = outcomes.next().await {
         tally.add(outcome);
         bar.inc(1);
-        bar.set_message(format!("{} tokens, {} failed", tally.completion_tokens, tally.errors.values().sum::<u64>()));
+        match tally.errors.values().sum::<u64>() {
+            0 => {}
+            failed => bar.set_message(format!("measuring, {failed} failed")),
+        }
     }
     let elapsed = begun.elapsed();
     bar.finish_and_clear();
-    Ok(report(args, &model, planned.len() as u64, tally, elapsed))
+    let rows = std::mem::take(&mut tally.rows);
+    Ok((report(args, &model, planned.len() as u64, (tally, &rows), elapsed), rows))
 }
 
 /// Token ids to draw prompts from: the server's tokenisation of [`TEXT`].
@@ -287,7 +380,12 @@ async fn token_pool(client: &ApiClient, model: &str) -> anyhow::Result<Vec<u64>>
 fn request(args: &BenchArgs, model: &str, pool: &[u64], index: u32, planned: &Planned) -> Value {
     let mut random =
         StdRng::seed_from_u64(args.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(u64::from(index)));
-    let prompt: Vec<u64> = (0..planned.prompt_tokens).map(|_| pool[random.random_range(0..pool.len())]).collect();
+    let prompt = match &planned.prompt {
+        Prompt::Tokens(tokens) => {
+            (0..*tokens).map(|_| pool[random.random_range(0..pool.len())]).collect::<Vec<u64>>().into()
+        }
+        Prompt::Text(text) => Value::from(text.as_str()),
+    };
     json!({
         "model": model, "prompt": prompt, "max_tokens": planned.output_tokens, "temperature": args.temperature,
         "seed": index, "ignore_eos": true, "stream": true, "stream_options": { "include_usage": true },
@@ -326,7 +424,9 @@ async fn one(client: &ApiClient, request: &Value, max_tokens: u32) -> Result<Sam
     let completion_tokens = completion_tokens.unwrap_or(seen);
     match first {
         Some(ttft) if completion_tokens == u64::from(max_tokens) => {
-            Ok(Sample { ttft, gaps, e2e, prompt_tokens: prompt_tokens.unwrap_or(0), completion_tokens })
+            let decoding = (last - sent).saturating_sub(ttft);
+            let prompt_tokens = prompt_tokens.unwrap_or(0);
+            Ok(Sample { start: Duration::ZERO, ttft, decoding, gaps, e2e, prompt_tokens, completion_tokens })
         }
         _ => {
             let message = format!("the answer has {completion_tokens} tokens, not the {max_tokens} asked for");
@@ -335,16 +435,13 @@ async fn one(client: &ApiClient, request: &Value, max_tokens: u32) -> Result<Sam
     }
 }
 
-fn progress(requests: u64) -> ProgressBar {
-    // indicatif hides it if stderr is no terminal.
-    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {elapsed}, {msg}");
-    ProgressBar::new(requests).with_style(style.expect("the template is valid"))
-}
-
 #[allow(clippy::cast_precision_loss, reason = "counts under 2^52 are exact in f64")]
-fn report(args: &BenchArgs, model: &str, requests: u64, tally: Tally, elapsed: Duration) -> Report {
+fn report(args: &BenchArgs, model: &str, requests: u64, (tally, rows): (Tally, &[Row]), elapsed: Duration) -> Report {
     let duration_s = elapsed.as_secs_f64().max(f64::MIN_POSITIVE);
     let per_s = |count: u64| count as f64 / duration_s;
+    let has_objective = args.slo_ttft.is_some() || args.slo_tpot.is_some();
+    let good =
+        has_objective.then(|| rows.iter().filter(|row| is_good(row, args.slo_ttft, args.slo_tpot)).count() as u64);
     Report {
         url: args.url.clone(),
         model: model.to_owned(),
@@ -354,6 +451,11 @@ fn report(args: &BenchArgs, model: &str, requests: u64, tally: Tally, elapsed: D
         last_error: tally.last_error,
         concurrency: (args.rate.is_none() && args.trace.is_none()).then_some(args.concurrency),
         rate: args.rate,
+        dataset: args.dataset.clone(),
+        slo_ttft_ms: args.slo_ttft,
+        slo_tpot_ms: args.slo_tpot,
+        goodput_requests_per_s: good.map(per_s),
+        goodput_share: good.map(|good| good as f64 / requests.max(1) as f64),
         seed: args.seed,
         duration_s,
         prompt_tokens: tally.prompt_tokens,
@@ -363,13 +465,30 @@ fn report(args: &BenchArgs, model: &str, requests: u64, tally: Tally, elapsed: D
         total_tokens_per_s: per_s(tally.prompt_tokens + tally.completion_tokens),
         ttft_ms: Summary::of(&tally.ttft),
         tbt_ms: Summary::of(&tally.tbt),
+        tpot_ms: Summary::of(&tally.tpot),
         e2e_ms: Summary::of(&tally.e2e),
     }
 }
 
+/// Whether a request met the objectives.
+fn is_good(row: &Row, ttft_ms: Option<f64>, tpot_ms: Option<f64>) -> bool {
+    let within = |value: f64, objective: Option<f64>| objective.is_none_or(|objective| value <= objective);
+    within(row.ttft_ms, ttft_ms) && within(row.tpot_ms.unwrap_or(0.0), tpot_ms)
+}
+
 impl Report {
+    /// The latencies by name.
+    pub(crate) fn latencies(&self) -> [(&'static str, Summary); 4] {
+        [
+            ("time to first token", self.ttft_ms),
+            ("time between tokens", self.tbt_ms),
+            ("mean of a request", self.tpot_ms),
+            ("end to end", self.e2e_ms),
+        ]
+    }
+
     /// The report as text.
-    fn table(&self) -> String {
+    pub(crate) fn table(&self) -> String {
         let load = match (self.rate, self.concurrency) {
             (Some(rate), _) => format!("{rate} requests/s"),
             (None, Some(concurrency)) => format!("concurrency {concurrency}"),
@@ -397,11 +516,15 @@ impl Report {
             "p99",
             "max",
         );
-        for (name, s) in
-            [("time to first token", self.ttft_ms), ("time between tokens", self.tbt_ms), ("end to end", self.e2e_ms)]
-        {
+        for (name, s) in self.latencies() {
             text +=
                 &format!("{name:<24}{:>10.2}{:>10.2}{:>10.2}{:>10.2}{:>10.2}\n", s.mean, s.p50, s.p90, s.p99, s.max);
+        }
+        if let (Some(rate), Some(share)) = (self.goodput_requests_per_s, self.goodput_share) {
+            let objective = |name: &str, ms: Option<f64>| ms.map(|ms| format!("{name} within {ms} ms"));
+            let objectives = [objective("first token", self.slo_ttft_ms), objective("tokens", self.slo_tpot_ms)];
+            let objectives = objectives.into_iter().flatten().collect::<Vec<_>>().join(", ");
+            text += &format!("goodput: {rate:.2} requests/s, {:.1}% of all ({objectives})\n", 100.0 * share);
         }
         for (kind, count) in &self.errors {
             text += &format!("error {kind}: {count}\n");

@@ -18,7 +18,7 @@ struct Cli {
 async fn bench(engine: Arc<ScriptedEngine>, flags: &str) -> Report {
     let url = scripted::spawn(scripted::state(engine)).await;
     let args = format!("bench --url {url} {flags}");
-    measure(&Cli::parse_from(args.split_whitespace()).args).await.unwrap()
+    measure(&Cli::parse_from(args.split_whitespace()).args).await.unwrap().0
 }
 
 #[tokio::test]
@@ -100,7 +100,7 @@ async fn nothing_that_succeeds_is_an_error_and_json_has_its_fields() {
     let args = Cli::parse_from(["bench", "--url", &url, "--requests", "1", "--json"]).args;
     let error = run(args.clone()).await.unwrap_err().to_string();
     assert!(error.contains("no request succeeded") && error.contains("no device"), "{error}");
-    let report = serde_json::to_value(measure(&args).await.unwrap()).unwrap();
+    let report = serde_json::to_value(measure(&args).await.unwrap().0).unwrap();
     let fields: Vec<_> = report.as_object().unwrap().keys().map(String::as_str).collect();
     for field in ["ok", "errors", "output_tokens_per_s", "requests_per_s", "ttft_ms", "tbt_ms", "e2e_ms"] {
         assert!(fields.contains(&field), "{field} in {fields:?}");
@@ -108,4 +108,63 @@ async fn nothing_that_succeeds_is_an_error_and_json_has_its_fields() {
     for flags in [&["--rate", "0"][..], &["--rate", "2", "--concurrency", "3"], &["--requests", "0"]] {
         assert!(Cli::try_parse_from([&["bench"], flags].concat()).is_err(), "{flags:?}");
     }
+}
+
+#[tokio::test]
+async fn goodput_counts_requests_within_the_objectives() {
+    // Every other request is late with its first token.
+    let count = AtomicUsize::new(0);
+    let engine = ScriptedEngine::new(move |request| {
+        let late = count.fetch_add(1, Ordering::SeqCst) % 2 == 1;
+        let mut steps = vec![Step::Wait(Duration::from_millis(if late { 1500 } else { 0 }))];
+        steps.extend((0..request.max_tokens).map(|_| Step::Token(97)));
+        steps.push(Step::Finish(FinishReason::Length));
+        Ok(steps)
+    });
+    let dir = tempfile::tempdir().unwrap();
+    let page = dir.path().join("report.html");
+    let flags = format!("--requests 8 --concurrency 1 --max-tokens 4 --slo-ttft 1000 --html {}", page.display());
+    let url = scripted::spawn(scripted::state(engine)).await;
+    let args = format!("bench --url {url} {flags}");
+    run(Cli::parse_from(args.split_whitespace()).args).await.unwrap();
+    let page = std::fs::read_to_string(page).unwrap();
+    assert!(page.contains("50.0% of all (first token within 1000 ms)") && page.contains("<svg"), "{page}");
+}
+
+#[tokio::test]
+async fn a_dataset_gives_prompts_and_lengths() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("chats.json");
+    let chat =
+        |q: &str, a: &str| json!({"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]});
+    // One token a character; the last has too few.
+    let chats = json!([chat("what is it?", "a pool"), chat("and where?", "in the sea, I think"), chat("x", "y")]);
+    std::fs::write(&file, chats.to_string()).unwrap();
+    let engine = ScriptedEngine::new(|request| {
+        let tokens = (0..request.max_tokens).map(|_| Step::Token(97));
+        Ok(tokens.chain([Step::Finish(FinishReason::Length)]).collect())
+    });
+    let flags = format!("--requests 4 --concurrency 1 --max-tokens 9 --dataset {}", file.display());
+    let report = bench(engine.clone(), &flags).await;
+    assert_eq!(report.ok, 4, "{report:?}");
+    let asked: std::collections::BTreeSet<(String, u32)> = engine
+        .requests()
+        .into_iter()
+        .map(|r| (r.prompt.iter().filter_map(|id| u8::try_from(*id).ok()).map(char::from).collect(), r.max_tokens))
+        .collect();
+    // The scripted tokenizer adds a token to the answer's length, too.
+    let asked: Vec<_> = asked.into_iter().collect();
+    assert_eq!(asked, [("and where?".to_owned(), 9), ("what is it?".to_owned(), 7)]);
+}
+
+#[tokio::test]
+async fn a_long_tail_stays_within_the_context() {
+    let engine = ScriptedEngine::new(|request| {
+        let tokens = (0..request.max_tokens).map(|_| Step::Token(97));
+        Ok(tokens.chain([Step::Finish(FinishReason::Length)]).collect())
+    });
+    let report = bench(engine.clone(), "--requests 64 --prompt-tokens 100 --max-tokens 8 --lengths long-tail").await;
+    assert_eq!(report.ok, 64, "{report:?}");
+    let lengths: std::collections::BTreeSet<usize> = engine.requests().iter().map(|r| r.prompt.len()).collect();
+    assert!(lengths.len() > 30 && lengths.iter().all(|length| *length <= 512), "{lengths:?}");
 }

@@ -8,12 +8,20 @@ use std::time::Duration;
 /// Maximum of requests in a trace.
 const REQUESTS_MAX: usize = 1_000_000;
 
+/// What a request asks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Prompt {
+    /// So many tokens, drawn with the seed.
+    Tokens(u32),
+    Text(String),
+}
+
 /// One request of a run, with its start time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Planned {
     /// Start, from the beginning of the run.
     pub(crate) start: Duration,
-    pub(crate) prompt_tokens: u32,
+    pub(crate) prompt: Prompt,
     /// Tokens to generate.
     pub(crate) output_tokens: u32,
 }
@@ -34,7 +42,7 @@ pub(crate) fn drawn(
             // The uniform number is below 1, so the logarithm is finite.
             at += -(1.0 - random.random::<f64>()).ln() / rate;
         }
-        Planned { start, prompt_tokens, output_tokens }
+        Planned { start, prompt: Prompt::Tokens(prompt_tokens), output_tokens }
     };
     (0..requests).map(one).collect()
 }
@@ -69,7 +77,7 @@ fn parse(text: &str, speed: f64) -> anyhow::Result<Vec<Planned>> {
         ensure!((0.0..1e9).contains(&seconds), "line {}: arrival_s is {seconds}", number + 1);
         ensure!(planned.len() < REQUESTS_MAX, "it has more than {REQUESTS_MAX} requests");
         let start = Duration::from_secs_f64(seconds / speed);
-        planned.push(Planned { start, prompt_tokens: whole(prompt)?, output_tokens: whole(output)? });
+        planned.push(Planned { start, prompt: Prompt::Tokens(whole(prompt)?), output_tokens: whole(output)? });
     }
     planned.sort_by_key(|p| p.start);
     Ok(planned)
@@ -85,7 +93,7 @@ mod tests {
         let planned = parse(text, 2.0).unwrap();
         let one = |ms, prompt_tokens, output_tokens| Planned {
             start: Duration::from_millis(ms),
-            prompt_tokens,
+            prompt: Prompt::Tokens(prompt_tokens),
             output_tokens,
         };
         assert_eq!(planned, [one(500, 200, 7), one(1000, 100, 5)]);

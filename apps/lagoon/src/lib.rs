@@ -8,6 +8,8 @@
 mod admin;
 mod api_client;
 mod args;
+mod bench_dataset;
+mod bench_page;
 mod bench;
 mod bench_trace;
 mod beside;
