@@ -30,8 +30,23 @@ fn helps_name_every_command_and_flag() {
     let help = run(&["--help"]);
     assert_eq!(help.code, Some(0));
     let commands = [
-        "demo", "up", "serve", "gmanager", "gateway", "chat", "bench", "status", "drain", "role", "kv", "quantize",
-        "certs", "doctor",
+        "demo",
+        "up",
+        "serve",
+        "gmanager",
+        "gateway",
+        "chat",
+        "bench",
+        "status",
+        "drain",
+        "role",
+        "kv",
+        "pull",
+        "quantize",
+        "certs",
+        "doctor",
+        "completions",
+        "man",
     ];
     for command in commands {
         assert!(help.stdout.lines().any(|l| l.trim_start().starts_with(command)), "{command}: {}", help.stdout);

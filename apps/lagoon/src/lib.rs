@@ -8,21 +8,21 @@
 mod admin;
 mod api_client;
 mod args;
+mod bench;
 mod bench_dataset;
 mod bench_page;
-mod bench;
 mod bench_trace;
 mod beside;
 mod bundled;
 mod calibrate;
 mod calibration_cache;
 mod capacity;
+mod certs;
+mod chat;
 mod chat_input;
 mod chat_screen;
-mod certs;
 mod command_line;
 mod config_file;
-mod chat;
 mod cuda_trial;
 mod cuda_tuning;
 mod demo;
@@ -30,25 +30,25 @@ mod device;
 mod doctor;
 mod drain;
 mod election;
-mod foreign_flags;
 mod engine;
 mod etcd;
 mod file_limit;
+mod foreign_flags;
 mod gateway;
-mod hosts;
 mod gateway_counts;
 mod gmanager;
 mod gmanager_metrics;
 mod health_port;
+mod hosts;
 mod interfaces;
 mod jitter;
 mod kv;
 mod leader;
 mod lent_memory;
-mod markdown;
 mod local;
 mod log;
 mod loop_thread;
+mod markdown;
 mod metrics_table;
 mod model;
 mod model_size;
@@ -64,33 +64,33 @@ mod permissions;
 mod placement;
 mod pool_client;
 mod pool_watch;
-mod progress;
 mod port;
+mod progress;
+mod pull;
 mod quantize;
 mod quiet;
 mod reference;
 mod registry;
-mod shell;
 mod replay;
 mod retry_budget;
 mod role;
 mod scratch;
 mod serve;
+mod shell;
 mod shutdown;
 mod status;
 mod table;
 mod tier_kind;
 mod transfer_addr;
 #[cfg(target_os = "linux")]
-mod up_choices;
 mod transfers;
 #[cfg(not(target_os = "linux"))]
 #[path = "transfers_none.rs"]
 mod transfers;
 mod turn;
 mod up;
+mod up_choices;
 mod upstreams;
-use std::path::PathBuf;
 mod watch;
 #[cfg(target_os = "linux")]
 mod writers_here;
@@ -98,6 +98,7 @@ mod writers_here;
 pub use device::{Devices, Loading, OwnDevices, Running};
 
 use clap::{Parser, Subcommand};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -105,9 +106,6 @@ use std::time::Duration;
 const BACKGROUND_WAIT: Duration = Duration::from_millis(500);
 
 /// Serve long-context LLMs from a pool of instances that lend each other KV cache.
-    /// Read flags from this TOML file, which has a table for each command; the command line and the environment win over it.
-    #[arg(long, global = true, value_name = "FILE")]
-    config: Option<PathBuf>,
 #[derive(Debug, Parser)]
 #[command(name = "lagoon", version, propagate_version = true, max_term_width = 120)]
 struct Cli {
@@ -116,6 +114,9 @@ struct Cli {
     /// Log filter (tracing syntax), on standard error.
     #[arg(long, global = true, default_value = "warn", env = "LAGOON_LOG")]
     log: String,
+    /// Read flags from this TOML file, which has a table for each command; the command line and the environment win over it.
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -137,21 +138,23 @@ enum Command {
     /// Instances, blocks and requests of a pool.
     Status(status::StatusArgs),
     /// Move everything away from an instance, to stop it without losing a request.
-    /// Print completions for a shell.
-    Completions(shell::CompletionsArgs),
-    /// Write manual pages, one for each command.
-    Man(shell::ManArgs),
     Drain(drain::DrainArgs),
     /// Give an instance another role (prefill, decode, both) while it serves.
     Role(role::RoleArgs),
     /// List requests' rBlocks and move them by hand.
     Kv(kv::KvArgs),
+    /// Download a model from the hub, or what is missing of it, and verify it.
+    Pull(pull::PullArgs),
     /// Write a model as a GGUF file with packed weights.
     Quantize(quantize::QuantizeArgs),
     /// The cluster's certificates.
     Certs(certs::CertsArgs),
     /// Print this machine's adapters, UDP buffers, ports, versions.
     Doctor(doctor::DoctorArgs),
+    /// Print completions for a shell.
+    Completions(shell::CompletionsArgs),
+    /// Write manual pages, one for each command.
+    Man(shell::ManArgs),
     /// Trial of a CUDA device's kernels for `serve`, in a process of its own, as it may crash.
     #[command(hide = true)]
     CudaTrial(cuda_trial::CudaTrialArgs),
@@ -187,20 +190,7 @@ fn dispatch(command: Command, devices: &'static dyn Devices) -> anyhow::Result<E
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let done = |()| ExitCode::SUCCESS;
     let run = async {
-            Command::Completions(args) => {
-                shell::completions(&args);
-                Ok(ExitCode::SUCCESS)
-            }
-            Command::Man(args) => shell::man(&args).map(done),
         match command {
-    };
-    let result = runtime.block_on(async {
-        tokio::select! {
-            biased;
-            result = run => result,
-            // `lagoon demo | head -1`: the reader has enough. Dropping the command ends its processes and removes its files.
-            () = log::closed() => Ok(ExitCode::SUCCESS),
-        }
             Command::Demo(args) => shutdown::unless_stopped(demo::run(args)).await,
             Command::Up(args) => up::run(*args).await.map(done),
             Command::Serve(args) => serve::run(*args, devices).await.map(done),
@@ -212,14 +202,28 @@ fn dispatch(command: Command, devices: &'static dyn Devices) -> anyhow::Result<E
             Command::Drain(args) => drain::run(args).await.map(done),
             Command::Role(args) => role::run(args).await.map(done),
             Command::Kv(args) => kv::run(args).await.map(done),
+            Command::Pull(args) => pull::run(args).await.map(done),
             Command::Quantize(args) => quantize::run(args).await.map(done),
             Command::Certs(args) => certs::run(args).map(done),
             Command::Doctor(args) => shutdown::unless_stopped(doctor::run(args)).await.map(done),
+            Command::Completions(args) => {
+                shell::completions(&args);
+                Ok(ExitCode::SUCCESS)
+            }
+            Command::Man(args) => shell::man(&args).map(done),
             Command::CudaTrial(args) => cuda_trial::run(&args).map(done),
             Command::Reference(args) => {
                 reference::run(&args);
                 Ok(ExitCode::SUCCESS)
             }
+        }
+    };
+    let result = runtime.block_on(async {
+        tokio::select! {
+            biased;
+            result = run => result,
+            // `lagoon demo | head -1`: the reader has enough. Dropping the command ends its processes and removes its files.
+            () = log::closed() => Ok(ExitCode::SUCCESS),
         }
     });
     // Work on other threads (tokenising a long prompt) is not waited for.

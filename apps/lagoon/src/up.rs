@@ -2,27 +2,27 @@
 
 use crate::api_client::ApiClient;
 use crate::args::PassedArgs;
-use crate::hosts;
 use crate::gateway::Gateway;
+use crate::hosts;
 use crate::local::{ChildKeys, ChildNode, Common, EphemeralCa, LocalPool, Wanted, start_pool};
 use crate::log;
 use crate::metrics_table;
 use crate::placement::{self, Chosen};
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use crate::pool_watch::PoolWatch;
+use crate::port::{self, PortArgs};
 use crate::progress::{self, Unit};
 use crate::up_choices::{Choices, Count};
-use crate::port::{self, PortArgs};
 use crate::{bundled, model};
 use anyhow::Context;
 use lagoon_transport::{NodeRole, Roles};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
-/// The fewest instances that lend to each other.
-const INSTANCES_DEFAULT: u16 = 2;
 use std::time::Duration;
 
+/// The fewest instances that lend to each other.
+const INSTANCES_DEFAULT: u16 = 2;
 /// Deadline for ready instances to register.
 const REGISTER_DEADLINE: Duration = Duration::from_secs(10);
 

@@ -28,6 +28,7 @@ mod quantised;
 pub mod rope;
 pub mod spec;
 pub mod split;
+mod verify;
 pub mod weights;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
@@ -41,4 +42,5 @@ pub use loaded::{Loaded, loaded};
 pub use rope::{Rope, RopeScaling, RopeSpec};
 pub use spec::{ModelSpec, Norm};
 pub use split::{KvPlace, KvSplit};
+pub use verify::{Reading, Verified, verify};
 pub use weights::{Layer, LoadedTensor, Weights};

@@ -4,8 +4,11 @@
 mod common;
 
 use common::{tensors, write, write_config, write_sharded};
-use lagoon_model::{Checkpoint, DownloadProgress, Hub, HubName, ModelError, ModelSpec, resolve_model};
+use lagoon_model::{
+    Checkpoint, DownloadProgress, Hub, HubName, ModelError, ModelSpec, Verified, resolve_model, verify,
+};
 use lagoon_types::DType;
+use ring::digest::{SHA1_FOR_LEGACY_USE_ONLY, SHA256, digest};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -114,8 +117,8 @@ impl Served {
         }
         let part = &content[from..to.map_or(content.len(), |to| content.len().min(to + 1))];
         let headers = format!(
-            "ETag: \"{:x}\"\r\nX-Repo-Commit: {COMMIT}\r\nContent-Range: bytes {from}-{}/{}\r\n",
-            name.bytes().fold(7u64, |hash, b| hash.wrapping_mul(31).wrapping_add(b.into())),
+            "ETag: \"{}\"\r\nX-Repo-Commit: {COMMIT}\r\nContent-Range: bytes {from}-{}/{}\r\n",
+            etag(name, content),
             from + part.len() - 1,
             content.len()
         );
@@ -144,6 +147,16 @@ impl Served {
         write!(stream, "HTTP/1.1 {status}\r\n{headers}Content-Length: {}\r\n\r\n", body.len()).ok()?;
         stream.write_all(body).ok()
     }
+}
+
+/// As on the hub: SHA-256 of large files, git's hash of others.
+fn etag(name: &str, content: &[u8]) -> String {
+    let hash = if name.ends_with(".safetensors") || name.ends_with(".gguf") {
+        digest(&SHA256, content)
+    } else {
+        digest(&SHA1_FOR_LEGACY_USE_ONLY, &[format!("blob {}\0", content.len()).as_bytes(), content].concat())
+    };
+    hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A model with its tokenizer.
@@ -258,6 +271,36 @@ fn a_download_that_breaks_off_is_resumed() {
     assert_same(&dir, source.path(), "model.safetensors");
     let resumed = format!("/org/tiny/resolve/{COMMIT}/model.safetensors Some((2000, None))");
     assert!(server.requests().contains(&resumed), "{:?}", server.requests());
+}
+
+#[test]
+fn what_was_downloaded_is_verified_by_its_hashes() {
+    let (source, cache) = (model(false), tempfile::tempdir().unwrap());
+    let server = TestHub::start(source.path(), Fault::BreakOff { bytes: 1000, times: 2 });
+    let (dir, _) = get(&server.hub(cache.path())).unwrap();
+    let mut last = (0, 0);
+    let verified = verify(&dir, &mut |reading| last = reading).unwrap();
+    // The configuration, three files of the tokenizer and generation, the weights.
+    assert_eq!((verified.files, verified.unnamed, last), (5, 0, (verified.bytes, verified.bytes)));
+    assert!(verified.bytes > std::fs::metadata(dir.join("model.safetensors")).unwrap().len());
+    // One bit of any file; the next download gets only that file and the configuration.
+    for file in ["model.safetensors", "generation_config.json", "config.json"] {
+        let blob = std::fs::canonicalize(dir.join(file)).unwrap();
+        let mut bytes = std::fs::read(&blob).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        std::fs::write(&blob, bytes).unwrap();
+        let error = verify(&dir, &mut |_| {}).unwrap_err().to_string();
+        assert!(error.contains(file) && error.contains("\nhint: `lagoon pull`"), "{error}");
+        let before = server.requests().len();
+        let (again, _) = get(&server.hub(cache.path())).unwrap();
+        assert_same(&again, source.path(), file);
+        assert_eq!(verify(&again, &mut |_| {}).unwrap(), verified);
+        let tokenizer = format!("resolve/{COMMIT}/tokenizer.json");
+        assert!(server.requests()[before..].iter().all(|request| !request.contains(&tokenizer)));
+    }
+    // What is no link into the cache has no hash to compare with.
+    assert_eq!(verify(source.path(), &mut |_| {}).unwrap(), Verified { unnamed: 6, ..Verified::default() });
 }
 
 #[test]
