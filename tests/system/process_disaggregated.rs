@@ -292,7 +292,8 @@ fn an_operator_changes_roles_under_traffic() {
 /// The endpoint of `lagoon up` once showed a state from before the order, and the command reported that its order was lost.
 #[test]
 fn a_role_that_is_ordered_over_http_is_followed_to_its_end() {
-    let sizes = ["up", &passkey(), "--prefill=2", "--decode=1", "--kv-tokens=1024"];
+    let model = passkey().to_string_lossy().into_owned();
+    let sizes = ["up", &model, "--prefill=2", "--decode=1", "--kv-tokens=1024"];
     let flags = ["--backend=cpu", "--threads=1", "--calibrate=off", "--port=0"];
     let pool = Server::start(&[&sizes[..], &flags[..]].concat());
     let url = format!("http://{}", pool.announced("http"));

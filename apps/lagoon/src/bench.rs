@@ -313,12 +313,12 @@ async fn plan(args: &BenchArgs, client: &ApiClient, model: &str) -> anyhow::Resu
     }
     let output_tokens = args.max_tokens.unwrap_or(MAX_TOKENS);
     let mut planned = bench_trace::drawn(args.requests, args.prompt_tokens, output_tokens, args.rate, args.seed);
-    let context = client.context_of(model).await?;
     match (&args.dataset, args.lengths) {
         (Some(path), _) => {
-            bench_dataset::fill(&mut planned, path, (client, model), (context, args.max_tokens), args.seed).await?;
+            let limits = (client.context_of(model).await?, args.max_tokens);
+            bench_dataset::fill(&mut planned, path, (client, model), limits, args.seed).await?;
         }
-        (None, Lengths::LongTail) => bench_dataset::stretch(&mut planned, context, args.seed),
+        (None, Lengths::LongTail) => bench_dataset::stretch(&mut planned, client.context_of(model).await?, args.seed),
         (None, Lengths::Fixed) => {}
     }
     Ok(planned)

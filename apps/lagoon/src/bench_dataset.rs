@@ -129,8 +129,8 @@ fn pair(entry: &Value) -> Option<Pair> {
     let turns = entry["conversations"].as_array().or_else(|| entry["messages"].as_array())?;
     let text = |turn: &Value, speakers: &[&str]| {
         let speaker = turn["from"].as_str().or_else(|| turn["role"].as_str())?;
-        let said = turn["value"].as_str().or_else(|| turn["content"].as_str())?;
-        speakers.contains(&speaker).then(|| said.to_owned())
+        let content = turn["value"].as_str().or_else(|| turn["content"].as_str())?;
+        speakers.contains(&speaker).then(|| content.to_owned())
     };
     let asked = turns.iter().position(|turn| text(turn, &["human", "user"]).is_some())?;
     let prompt = text(&turns[asked], &["human", "user"])?;

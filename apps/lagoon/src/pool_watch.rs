@@ -245,7 +245,7 @@ mod tests {
         let known = Known { state: state(1, vec![]), asked: Instant::now(), silent_since: None, held: Held::default() };
         let watch = PoolWatch { known: Arc::new(RwLock::new(known)), block_tokens: 16 };
         let ordered = Instant::now();
-        // It was under way when the order was accepted.
+        // This query was in flight when the order was accepted.
         watch.learn(Ok(state(1, vec![row(1, true)])), ordered);
         let (looking, learning) = (watch.clone(), watch.clone());
         let looked = tokio::spawn(async move { (looking.has_learned_since(ordered).await, looking.state()) });

@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn every_command_has_a_page() {
-        fn names(command: &clap::Command, prefix: &str, out: &mut Vec<String>) {
+        fn names(command: &Command, prefix: &str, out: &mut Vec<String>) {
             let name = if prefix.is_empty() {
                 command.get_name().to_owned()
             } else {

@@ -1,4 +1,5 @@
 //! The program as people see it: its screens, and its output into a closed pipe.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod pipes;
 mod screens;
