@@ -49,7 +49,7 @@ const PROXY_HEADERS: [HeaderName; 3] = [header::FORWARDED, header::VIA, HeaderNa
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scope {
-    /// The OpenAI routes, `/tokenize`, `/detokenize`, `/version`.
+    /// The routes of OpenAI, vLLM and llama.cpp, `/version`, `/openapi.json`.
     Inference,
     /// `/lagoon/…` and `/metrics`.
     Admin,

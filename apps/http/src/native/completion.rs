@@ -58,7 +58,7 @@ pub(crate) fn ask(
     asker: &Asker<'_>,
 ) -> Result<Asked, ApiError> {
     let mut of = Fields::parse(&body)?;
-    let Wanted { params, prompt_only, return_tokens, timings } = fields::take(state, &mut of)?;
+    let Wanted { mut params, prompt_only, return_tokens, timings } = fields::take(state, &mut of)?;
     let prompt = required(&mut of, "prompt")?;
     of.finish()?;
     let info = state.check_model(params.model.as_deref())?;
@@ -69,6 +69,8 @@ pub(crate) fn ask(
     for prompt in &mut prompts {
         params.options.truncate(prompt, info.max_model_tokens.saturating_sub(answer))?;
     }
+    let words = params.options.encode_bad_words(state, asker)?;
+    params.sampling.bad_words = words.into_iter().chain(params.sampling.bad_words.iter().cloned()).collect();
     let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let room = limit.saturating_sub(u32::try_from(longest).unwrap_or(u32::MAX)).max(1);

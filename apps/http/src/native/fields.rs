@@ -51,6 +51,14 @@ pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("return_progress", Neutral::Any),
 ];
 
+/// Reports that `/completion` has no place for.
+pub(crate) const UNREPORTED: &[(&str, Neutral)] = &[
+    ("stream_options", Neutral::Null),
+    ("include_stop_str_in_output", Neutral::Bool(false)),
+    ("prompt_logprobs", Neutral::Null),
+    ("return_logits", Neutral::Bool(false)),
+];
+
 /// What a request wants beside [`Params`].
 pub(crate) struct Wanted {
     pub(crate) params: Params,
@@ -62,6 +70,7 @@ pub(crate) struct Wanted {
 
 /// Takes all fields but the prompt.
 pub(crate) fn take(state: &ServerState, fields: &mut Fields<'_>) -> Result<Wanted, ApiError> {
+    fields.neutral(UNREPORTED)?;
     let most = i64::from(u32::MAX);
     // Negative: until the model ends the answer.
     let max_tokens = fields.integer("max_tokens", (-2, most))?;
@@ -83,6 +92,7 @@ pub(crate) fn take(state: &ServerState, fields: &mut Fields<'_>) -> Result<Wante
     }
     // The stop string is removed from the text again: the response names it.
     params.stop_strings = params.stop_strings.including(true);
+    let return_tokens = return_tokens || params.return_token_ids;
     Ok(Wanted { prompt_only: params.max_tokens == Some(0), params, return_tokens, timings })
 }
 

@@ -165,13 +165,16 @@ fn request(of: &Body) -> Value {
     json!({ "type": "object", "properties": properties, "required": of.required, "additionalProperties": false })
 }
 
+/// A schema that takes null, too.
 fn or_null(mut schema: Value) -> Value {
-    match schema.get("type").cloned() {
-        Some(Value::String(kind)) if schema.get("enum").is_none() && schema.get("const").is_none() => {
+    match schema.get("type").and_then(Value::as_str) {
+        Some("null") => schema,
+        Some(kind) if schema.get("enum").is_none() => {
             schema["type"] = json!([kind, "null"]);
             schema
         }
-        _ if schema == json!({}) => schema,
+        // A schema without a rule takes all.
+        None if schema == json!({}) => schema,
         _ => json!({ "anyOf": [schema, { "type": "null" }] }),
     }
 }

@@ -44,7 +44,6 @@ const COMMON: &[Field] = &[
     field("min_tokens", Of::Integer(0, U32), "tokens before which only the length ends the answer"),
     field("n", Of::Integer(1, 128), "answers for each prompt"),
     field("stream", Of::Bool, "server-sent events"),
-    field("stream_options", Of::Object, "`include_usage`, `continuous_usage_stats`; with `stream`"),
     field("temperature", Of::Number(0.0, 100.0), "0 is greedy"),
     field("top_p", Of::Number(0.0, 1.0), "nucleus sampling; above 0"),
     field("top_k", Of::Integer(-1, U32), "-1 and 0 keep all tokens"),
@@ -53,7 +52,6 @@ const COMMON: &[Field] = &[
     field("stop", Of::Texts, "up to 16 texts that end the answer"),
     field("stop_token_ids", Of::Ids, "up to 256 tokens that end the answer"),
     field("ignore_eos", Of::Bool, "the model's own ends do not end the answer"),
-    field("include_stop_str_in_output", Of::Bool, "the stop string is part of the answer"),
     field("skip_special_tokens", Of::Bool, "special tokens have no text; true by default"),
     field("presence_penalty", Of::Number(-2.0, 2.0), "on tokens that the answer has"),
     field("frequency_penalty", Of::Number(-2.0, 2.0), "on tokens for each time that the answer has them"),
@@ -64,12 +62,18 @@ const COMMON: &[Field] = &[
     field("allowed_token_ids", Of::Ids, "only these tokens are drawn"),
     field("bad_words", Of::TextList, "texts that the answer does not contain"),
     field("truncate_prompt_tokens", Of::Integer(-1, U32), "only the last tokens of the prompt are used"),
-    field("prompt_logprobs", Of::Integer(0, 20), "log-probabilities of the prompt's tokens"),
     field("priority", Of::Integer(i32::MIN as i64, i32::MAX as i64), "lower numbers are admitted first"),
     field("cache_salt", Of::Text, "only equal salts share cached KV"),
     field("return_token_ids", Of::Bool, "token ids beside the texts"),
-    field("return_logits", Of::Bool, "logits of each token; needs --expose-logits"),
     field("lagoon_resume", Of::Object, "between a gateway and instances: an answer that another instance began"),
+];
+
+/// Reports of chat and completions.
+const REPORTS: &[Field] = &[
+    field("stream_options", Of::Object, "`include_usage`, `continuous_usage_stats`; with `stream`"),
+    field("include_stop_str_in_output", Of::Bool, "the stop string is part of the answer"),
+    field("prompt_logprobs", Of::Integer(0, 20), "log-probabilities of the prompt's tokens"),
+    field("return_logits", Of::Bool, "logits of each token; needs --expose-logits"),
 ];
 
 const TOOLS: &[Field] = &[
@@ -218,14 +222,14 @@ const REFUSED_EMBEDDINGS: &[&str] = &[
 pub(crate) const BODIES: &[Body] = &[
     Body {
         path: "/v1/chat/completions",
-        fields: &[CHAT, COMMON, TOOLS],
+        fields: &[CHAT, COMMON, REPORTS, TOOLS],
         neutral: &[params::UNSUPPORTED, native::UNSUPPORTED, generations::CHAT_UNSUPPORTED, CHAT_TIMINGS],
         required: &["messages"],
         refused: REFUSED_CHAT,
     },
     Body {
         path: "/v1/completions",
-        fields: &[COMPLETIONS, COMMON],
+        fields: &[COMPLETIONS, COMMON, REPORTS],
         neutral: &[params::UNSUPPORTED, native::UNSUPPORTED, generations::COMPLETION_UNSUPPORTED],
         required: &["prompt"],
         refused: REFUSED_COMPLETIONS,
@@ -240,14 +244,14 @@ pub(crate) const BODIES: &[Body] = &[
     Body {
         path: "/completion",
         fields: &[NATIVE, COMMON],
-        neutral: &[params::UNSUPPORTED, native::UNSUPPORTED],
+        neutral: &[params::UNSUPPORTED, native::UNSUPPORTED, native::UNREPORTED],
         required: &["prompt"],
         refused: REFUSED,
     },
     Body {
         path: "/completions",
         fields: &[NATIVE, COMMON],
-        neutral: &[params::UNSUPPORTED, native::UNSUPPORTED],
+        neutral: &[params::UNSUPPORTED, native::UNSUPPORTED, native::UNREPORTED],
         required: &["prompt"],
         refused: REFUSED,
     },

@@ -104,6 +104,10 @@ fn references(value: &Value, found: &mut BTreeSet<String>) {
     match value {
         Value::Object(map) => {
             found.extend(map.get("$ref").and_then(Value::as_str).map(str::to_owned));
+            if let Some(types) = map.get("type").and_then(Value::as_array) {
+                let once: BTreeSet<_> = types.iter().filter_map(Value::as_str).collect();
+                assert_eq!(once.len(), types.len(), "{types:?}");
+            }
             map.values().for_each(|value| references(value, found));
         }
         Value::Array(list) => list.iter().for_each(|value| references(value, found)),

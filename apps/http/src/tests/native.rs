@@ -55,7 +55,7 @@ async fn fields_have_llama_cpps_names() {
     let body = json!({
         "prompt": ["ab", 5, "c"], "n_predict": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.125,
         "repeat_penalty": 1.5, "repeat_last_n": -1, "presence_penalty": 0.5, "frequency_penalty": 0.25, "seed": 11,
-        "logit_bias": [[65, 2.5], [66, false]], "mirostat": 0, "mirostat_tau": 5, "dry_multiplier": 0.0, "typical_p": 1,
+        "logit_bias": [[65, 2.5], [66, false]], "bad_words": ["q"], "mirostat": 0, "mirostat_tau": 5, "dry_multiplier": 0.0, "typical_p": 1,
         "n_keep": 0, "id_slot": -1, "samplers": [], "grammar": "", "ignore_eos": true,
     });
     let reply = client.post("/completion", body).await;
@@ -65,7 +65,10 @@ async fn fields_have_llama_cpps_names() {
     assert_eq!((sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p), (0.5, 3, 0.75, 0.125));
     let penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty);
     assert_eq!((penalties, sampling.seed), ((1.5, 0.5, 0.25), 11));
-    assert_eq!((&sampling.logit_bias[..], &sampling.bad_words[..]), (&[(65, 2.5)][..], &[Box::from([66])][..]));
+    assert_eq!(
+        (&sampling.logit_bias[..], &sampling.bad_words[..]),
+        (&[(65, 2.5)][..], &[Box::from([113]), Box::from([66])][..])
+    );
 
     // A seed of -1 is none.
     let seed = async || {
@@ -81,6 +84,9 @@ async fn fields_have_llama_cpps_names() {
         ("n_predict", json!(-3)),
         ("repeat_penalty", json!(0)),
         ("json_schema", json!({})),
+        ("prompt_logprobs", json!(1)),
+        ("include_stop_str_in_output", json!(true)),
+        ("return_logits", json!(true)),
         ("not_a_field", json!(1)),
     ] {
         let mut body = json!({"prompt": "a", "repeat_penalty": 1.1});
