@@ -30,7 +30,7 @@ use lagoon_types::{GenerateRequest, Pooling, RequestOptions, SamplingParams, Tok
 use rand::Rng;
 use schemars::JsonSchema;
 use serde::Serialize;
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 use tokio::time::timeout;
 
 /// How the model's hidden states become embeddings.
@@ -183,9 +183,11 @@ fn take_encoding(fields: &mut Fields<'_>) -> Result<Encoding, ApiError> {
 async fn answer(state: &ServerState, ask: Ask, caller: &Caller) -> Result<EmbeddingList, ApiError> {
     let prompt_tokens = ask.inputs.iter().map(Vec::len).sum();
     let Ask { inputs, encoding, dimensions, normalised, pooling, priority, salt, model } = ask;
+    caller.record().begins(&model, prompt_tokens);
     let options = RequestOptions { priority, cache_salt: salt, embedding: Some(pooling), ..RequestOptions::default() };
     let embed = |prompt: Vec<u32>| embed(state, caller, prompt, options.clone());
     let pooled: Vec<_> = stream::iter(inputs).map(embed).buffered(EMBEDDINGS_IN_FLIGHT_MAX).try_collect().await?;
+    caller.record().finished("stop");
     let cached_tokens = pooled.iter().map(|(cached, _)| *cached as usize).sum();
     let embedding = |(index, (_, hidden)): (usize, (u32, Vec<f32>))| {
         let numbers = shape(hidden, dimensions, normalised)?;
@@ -260,12 +262,12 @@ async fn embed(
 }
 
 /// A request to the engine that is counted until it ends.
-struct Running(Option<Generation>);
+struct Running(Option<Generation>, Instant);
 
 impl Running {
     fn new(generation: Generation) -> Self {
         metrics::sequence_started();
-        Self(Some(generation))
+        Self(Some(generation), Instant::now())
     }
 
     /// Cached tokens, and the pooled hidden state.
@@ -293,7 +295,7 @@ impl Running {
 
     fn end(&mut self, outcome: metrics::Outcome) {
         if self.0.take().is_some() {
-            metrics::sequence_ended(outcome);
+            metrics::sequence_ended(outcome, self.1.elapsed());
         }
     }
 }

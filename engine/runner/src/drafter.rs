@@ -206,6 +206,7 @@ impl<D: Device> Drafter<D> {
             next_row: None,
             watched: false,
             scores: Vec::new(),
+            hidden: Vec::new(),
         };
         for proposal in &request.passing {
             let held = self.held.get_mut(&proposal.seq).expect("it holds KV");
