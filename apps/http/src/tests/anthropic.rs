@@ -174,7 +174,9 @@ async fn blocks_become_the_messages_of_a_chat() {
     // The same prompt is counted.
     let mut counted = ask(&extra);
     let fields = counted.as_object_mut().unwrap();
-    ["max_tokens", "metadata", "temperature", "top_p", "top_k", "service_tier"].map(|name| fields.remove(name));
+    for name in ["max_tokens", "metadata", "temperature", "top_p", "top_k", "service_tier"] {
+        fields.remove(name);
+    }
     let count = client.post("/v1/messages/count_tokens", counted).await.json();
     assert_eq!(count, json!({"input_tokens": engine.requests()[0].prompt.len()}));
 }
