@@ -92,7 +92,7 @@ fn on_device(budget: u64, config: &ModelSpec, beside: &Beside) -> anyhow::Result
     let tokens = budget.saturating_sub(taken) / beside.token_bytes;
     ensure!(
         tokens > 0,
-        "weights of {} MiB and {} MiB of buffers (and the draft model, if any) leave no room for KV in {} MiB of the device's memory\n\
+        "weights of {} MiB and {} MiB of buffers leave no room for KV in {} MiB of the device's memory\n\
          hint: raise --memory-percent, lower --step-tokens or --max-running, or choose a smaller --dtype",
         weights >> 20,
         (taken - weights) >> 20,

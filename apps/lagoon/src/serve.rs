@@ -400,6 +400,24 @@ fn check_frames(config: &InstanceConfig, pooled: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Opens the draft model of an instance that computes tokens, if there is one.
+async fn open_draft(args: &ServeArgs, dir: &Path) -> anyhow::Result<Option<DraftModel>> {
+    if args.role == RoleArg::Kv {
+        return Ok(None);
+    }
+    let (engine, dir) = (args.engine.clone(), dir.to_owned());
+    tokio::task::spawn_blocking(move || DraftModel::open(&engine, &dir)).await?
+}
+
+/// Opens the endpoint in the pool that the flags name, on the loop's thread.
+fn join_pool(args: &ServeArgs, loop_thread: &LoopThread) -> anyhow::Result<Option<Pool>> {
+    if args.gmanager.is_empty() {
+        return Ok(None);
+    }
+    let _network = loop_thread.handle().enter();
+    Pool::join(args.quic, args.advertise, &args.identity()?, &args.gmanager).map(Some)
+}
+
 /// Runs until Ctrl-C, SIGTERM, or with --exit-with-stdin the end of standard input.
 pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Result<()> {
     check(&args)?;
@@ -412,13 +430,7 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     };
     let model = open(&args, &dir)?;
     let chosen = placement::choose(args.engine.backend, &args.engine.device)?;
-    let draft = match args.role {
-        RoleArg::Kv => None,
-        RoleArg::Instance | RoleArg::Prefill | RoleArg::Decode => {
-            let (engine, dir) = (args.engine.clone(), dir.clone());
-            tokio::task::spawn_blocking(move || DraftModel::open(&engine, &dir)).await??
-        }
-    };
+    let draft = open_draft(&args, &dir).await?;
     let (sizes, kv_because) = sizes(&args, &model, draft.as_ref(), chosen)?;
     let (report, reports) = mpsc::unbounded_channel();
     let loading = Loading::new(chosen, &args.engine, &model, sizes, move |r| {
@@ -428,13 +440,7 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     let running = devices.start(loading.drafting(draft.as_ref()))?;
     let (listener, http_addr) = bind(args.host_port.at(args.http)).await?;
     let loop_thread = LoopThread::spawn(stop.clone())?;
-    let pool = match &args.gmanager[..] {
-        [] => None,
-        gmanagers => {
-            let _network = loop_thread.handle().enter();
-            Some(Pool::join(args.quic, args.advertise, &args.identity()?, gmanagers)?)
-        }
-    };
+    let pool = join_pool(&args, &loop_thread)?;
     let quic_addr = pool.as_ref().map(Pool::addr);
     let config = InstanceConfig {
         calibration: running.calibration.clone(),

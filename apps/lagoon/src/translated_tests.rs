@@ -36,7 +36,8 @@ async fn a_translated_answer_that_is_cut_at_any_event_is_the_same() {
     for (route, mut body) in
         [("/v1/messages", message), ("/v1/responses", json!({"input": "hi", "max_output_tokens": 40}))]
     {
-        let servers = [ScriptedEngine::saying(TEXT), ScriptedEngine::saying(TEXT)].map(|engine| scripted::state(engine));
+        let servers =
+            [ScriptedEngine::saying(TEXT), ScriptedEngine::saying(TEXT)].map(|engine| scripted::state(engine));
         let [first, second] = servers.map(scripted::spawn);
         let (first, second) = (first.await, second.await);
         for stream in [true, false] {

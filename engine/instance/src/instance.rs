@@ -114,7 +114,7 @@ impl Instance {
         self.hand_on(outcomes);
         let due = self.is_due();
         if due {
-            self.batch.begin_look(self.cx.memory.rm.pool.changes());
+            self.batch.begin_look(self.cx.memory.rm.pool.changes(), self.cx.now_ms);
             // Growth before admission: a preempted sequence must not get its freed memory back.
             self.grow();
             let outcomes = self.batch(BatchEvent::Admit);

@@ -51,8 +51,7 @@ const CLIENTS: [Client; 11] = [
 ];
 
 /// Scripts of what the server does not have yet: run only by `--only`.
-const NOT_YET: &[&str] =
-    &["openai_structured", "openai_responses", "openai_embeddings", "langchain_structured", "anthropic_messages"];
+const NOT_YET: &[&str] = &["openai_structured", "langchain_structured"];
 
 /// Which clients run, and what is printed.
 #[derive(Clone, Debug, Default, clap::Args)]

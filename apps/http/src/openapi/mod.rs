@@ -51,6 +51,7 @@ const OPERATIONS: &[Operation] = &[
     operation("get", "/models", Response::Json(schema::<server::ModelList>), "Lists the served model (llama.cpp)."),
     operation("post", "/tokenize", Response::Json(schema::<tokens::Tokens>), "Tokenises a text or a chat."),
     operation("post", "/detokenize", Response::Json(schema::<tokens::Detokenized>), "The text of tokens."),
+    operation("get", "/tokenizer_info", Response::Object, "Special tokens and chat template, as in vLLM."),
     operation("post", "/completion", Response::Stream(schema::<native::Completion>), "Continues prompts (llama.cpp)."),
     operation("post", "/completions", Response::Stream(schema::<native::Completion>), "Continues prompts (llama.cpp)."),
     operation(
@@ -67,6 +68,15 @@ const OPERATIONS: &[Operation] = &[
     operation("get", "/openapi.json", Response::Object, "This description."),
 ];
 
+/// What is translated to chat requests. Its fields are data of their own: [`crate::fields_page`].
+const TRANSLATED: &[Operation] = &[
+    operation("post", "/v1/messages", Response::Object, "Answers a chat (Anthropic)."),
+    operation("post", "/v1/messages/count_tokens", Response::Object, "Tokens of a chat (Anthropic)."),
+    operation("post", "/v1/responses", Response::Object, "Answers a chat, which is kept for the next one."),
+    operation("get", "/v1/responses/{id}", Response::Object, "A kept answer."),
+    operation("delete", "/v1/responses/{id}", Response::Object, "Drops a kept answer."),
+];
+
 /// `GET /openapi.json`.
 pub(crate) async fn openapi() -> Json<Value> {
     Json(document())
@@ -80,7 +90,7 @@ fn document() -> Value {
     let mut schemas = settings.into_generator();
     let error = schema::<error::Body<'static>>(&mut schemas);
     let mut paths = Map::new();
-    for of in OPERATIONS {
+    for of in OPERATIONS.iter().chain(TRANSLATED) {
         let path = paths.entry(of.path).or_insert_with(|| json!({}));
         path[of.method] = describe(of, &error, &mut schemas);
     }
@@ -131,6 +141,10 @@ fn describe(of: &Operation, error: &schemars::Schema, schemas: &mut SchemaGenera
     if body(of.path).is_some() {
         let schema = json!({ "$ref": format!("#/components/schemas/{}", request_name(of.path)) });
         shown["requestBody"] = json!({ "required": true, "content": { "application/json": { "schema": schema } } });
+    }
+    if of.method == "post" && TRANSLATED.iter().any(|translated| translated.path == of.path) {
+        shown["requestBody"] =
+            json!({ "required": true, "content": { "application/json": { "schema": { "type": "object" } } } });
     }
     shown
 }

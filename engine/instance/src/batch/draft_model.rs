@@ -85,13 +85,13 @@ impl Batch {
         cx.effects.push(Effect::Runner(Command::Draft(DraftWork { draft, seqs })));
     }
 
-    /// Whether a micro-batch waits for the draft model. If so, the batch is due at the end of the wait.
+    /// Whether a micro-batch waits for the draft model.
     pub(crate) fn awaits_drafts(&self, micro_batch: MicroBatch, now_ms: u64) -> bool {
         self.draft_requests.open[micro_batch.index()].is_some_and(|open| now_ms < open.until_ms)
     }
 
     /// The batch is due when its waits for the draft model end.
-    pub(crate) fn wake_for_drafts(&mut self, now_ms: u64) {
+    pub(super) fn wake_for_drafts(&mut self, now_ms: u64) {
         let ends = self.draft_requests.open.iter().flatten().map(|open| open.until_ms).filter(|until| now_ms < *until);
         ends.min().into_iter().for_each(|until_ms| self.due.wake_at(until_ms));
     }

@@ -215,9 +215,10 @@ impl Batch {
         self.due.is_due(pool_changes, now_ms)
     }
 
-    /// Starts a look at the batch: later changes count for the next one.
-    pub(crate) fn begin_look(&mut self, pool_changes: u64) {
+    /// Starts a look at the batch: later changes count for the next one, which is due when a wait for the draft model ends.
+    pub(crate) fn begin_look(&mut self, pool_changes: u64, now_ms: u64) {
         self.due.begin(pool_changes);
+        self.wake_for_drafts(now_ms);
     }
 
     /// The sequence `id`.

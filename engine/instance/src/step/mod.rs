@@ -277,11 +277,8 @@ impl Steps {
         micro_batch: MicroBatch,
         remote_requests_us: f64,
     ) {
-        if self.flights[micro_batch.index()].is_some() {
+        if self.flights[micro_batch.index()].is_some() || batch.awaits_drafts(micro_batch, cx.now_ms) {
             return;
-        }
-        if batch.awaits_drafts(micro_batch, cx.now_ms) {
-            return batch.wake_for_drafts(cx.now_ms);
         }
         let plan = batch.plan(cx, micro_batch);
         if plan.chunks.is_empty() {
