@@ -81,6 +81,7 @@ const TOOLS: &[Field] = &[
     field("tool_choice", Of::Any, "`auto` or `none`"),
     field("parallel_tool_calls", Of::Bool, "false ends the answer behind one call"),
     field("reasoning_effort", Of::Text, "for templates that have it"),
+    field("thinking", Of::Object, "`type` enabled or disabled, for templates that have it"),
     field("chat_template_kwargs", Of::Object, "further variables of the template"),
     field("add_generation_prompt", Of::Bool, "the prompt opens the answer; true by default"),
 ];
