@@ -24,7 +24,7 @@ use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration}
 
 const ASSISTANT: &str = "assistant";
 /// `stop_reason` of an answer that the pool's memory ended, with the finish reason `length`.
-const KV_CAPACITY: &str = "kv_capacity";
+pub(crate) const KV_CAPACITY: &str = "kv_capacity";
 
 /// The response to one request: its properties, and the progress of its sequences.
 pub(crate) struct Answer {
@@ -140,15 +140,7 @@ impl Answer {
 
     /// Writes a piece down in the request's record.
     fn note(&self, piece: &Piece) {
-        let record = self.caller.record();
-        let PromptPart { cached_tokens, queue_ms, .. } = piece.prompt;
-        if (cached_tokens, queue_ms) != (0, 0) {
-            record.prompt(if piece.index.is_multiple_of(self.n) { cached_tokens } else { 0 }, queue_ms);
-        }
-        record.output(piece.tokens.len());
-        if let Some(finish) = piece.finish {
-            record.finished(if piece.kv_full { KV_CAPACITY } else { finish.name() });
-        }
+        piece.note_in(self.caller.record(), piece.index.is_multiple_of(self.n));
     }
 
     fn reply(&self, choices: Vec<Choice>, chunk: bool) -> Reply<'_> {

@@ -4,6 +4,7 @@
 //! fails ends the others.
 
 use crate::{
+    access::REPORT_HEADER,
     engine::Generation,
     error::ApiError,
     fields::{Fields, Neutral},
@@ -116,6 +117,8 @@ pub(crate) async fn embeddings(
     let mut response = ([(header::CONTENT_TYPE, "application/json")], body).into_response();
     if journal {
         response.headers_mut().insert(journal::TOKENS_HEADER, HeaderValue::from(list.usage.total_tokens));
+        let report = caller.record().report().header();
+        report.into_iter().for_each(|report| drop(response.headers_mut().insert(REPORT_HEADER, report)));
     }
     Ok(response)
 }
@@ -187,6 +190,7 @@ async fn answer(state: &ServerState, ask: Ask, caller: &Caller) -> Result<Embedd
     let options = RequestOptions { priority, cache_salt: salt, embedding: Some(pooling), ..RequestOptions::default() };
     let embed = |prompt: Vec<u32>| embed(state, caller, prompt, options.clone());
     let pooled: Vec<_> = stream::iter(inputs).map(embed).buffered(EMBEDDINGS_IN_FLIGHT_MAX).try_collect().await?;
+    pooled.iter().for_each(|(cached, _)| caller.record().prompt(*cached as usize, 0));
     caller.record().finished("stop");
     let cached_tokens = pooled.iter().map(|(cached, _)| *cached as usize).sum();
     let embedding = |(index, (_, hidden)): (usize, (u32, Vec<f32>))| {

@@ -4,7 +4,9 @@
 //! reason, or with an error; a stop string is never sent, not even in part, unless it was asked for; dropping the stream cancels the
 //! running sequences.
 
-use crate::{engine::Generation, error::ApiError, limits::Limits, metrics, reply::Finish};
+use crate::{
+    access::Record, answer::KV_CAPACITY, engine::Generation, error::ApiError, limits::Limits, metrics, reply::Finish,
+};
 use futures::stream::{self, BoxStream, SelectAll, StreamExt};
 use lagoon_text::{
     IncrementalDetokenizer, StopStrings,
@@ -52,6 +54,20 @@ pub(crate) struct Piece {
     pub(crate) stop: Option<String>,
     /// Whether the pool's memory ended it.
     pub(crate) kv_full: bool,
+}
+
+impl Piece {
+    /// Writes the piece down in its request's record. `first`: it is of the first answer to its prompt.
+    pub(crate) fn note_in(&self, record: &Record, first: bool) {
+        let PromptPart { cached_tokens, queue_ms, .. } = self.prompt;
+        if (cached_tokens, queue_ms) != (0, 0) {
+            record.prompt(if first { cached_tokens } else { 0 }, queue_ms);
+        }
+        record.output(self.tokens.len());
+        if let Some(finish) = self.finish {
+            record.finished(if self.kv_full { KV_CAPACITY } else { finish.name() });
+        }
+    }
 }
 
 /// Why a sequence failed.

@@ -335,7 +335,10 @@ async fn check(State(keys): State<Arc<Keys>>, mut request: Request, next: Next) 
             of_pool: extensions.get::<PoolPeer>().is_some(),
         };
         match keys.admit(scope, &client) {
-            Ok(caller) => drop(request.extensions_mut().insert(caller)),
+            Ok(caller) => {
+                extensions.get::<Record>().into_iter().for_each(|record| record.of_key(caller.tenant()));
+                drop(request.extensions_mut().insert(caller));
+            }
             Err(error) => return error.into_response(),
         }
     }

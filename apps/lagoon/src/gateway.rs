@@ -98,7 +98,10 @@ impl Gateway {
         // Replay sees chat requests only.
         let chat = Router::new().fallback(proxy).with_state(Arc::clone(&gateway));
         let translated = lagoon_http::translated(chat, bodies, TextJobs::default(), Limits::default());
-        let several = Router::new().route("/v1/models", get(models)).route("/v1/models/{*id}", get(model));
+        let several = Router::new()
+            .route("/v1/models", get(models))
+            .route("/models", get(models))
+            .route("/v1/models/{*id}", get(model));
         let router = Router::new().route("/health", get(health)).route(METRICS_PATH, get(show_metrics));
         let router = if gateway.pools.are_several() { router.merge(several) } else { router };
         router.fallback(proxy).with_state(gateway).merge(translated).method_not_allowed_fallback(server::wrong_method)
@@ -212,8 +215,7 @@ pub(crate) struct GatewayArgs {
 type GManagers = Arc<[SocketAddr]>;
 
 fn gmanagers(text: &str) -> Result<GManagers, String> {
-    let addr = |addr: &str| addr.trim().parse().map_err(|error| format!("{addr:?}: {error}"));
-    text.split(',').map(addr).collect()
+    text.split(',').map(|addr| hosts::address(addr.trim())).collect()
 }
 
 /// Runs a gateway over a fixed list of servers, or the instances of a pool, until Ctrl-C.

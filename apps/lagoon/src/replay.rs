@@ -36,6 +36,8 @@ const BYTES_PER_TOKEN: u64 = 4;
 /// Paths whose requests only compute a response, and whose streams have a journal.
 const GENERATE: [&str; 5] =
     ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/completion", "/completions"];
+/// Paths whose requests only compute a response, whole.
+const COMPUTE: [&str; 3] = ["/tokenize", "/detokenize", "/apply-template"];
 /// The end mark of a stream.
 const DONE: &[u8] = b"data: [DONE]\n\n";
 
@@ -87,7 +89,7 @@ impl Repeatable {
         let holder = Holder::of(&head.extensions);
         let Limits { body_bytes_max, body_deadline, .. } = Limits::default();
         let (body, share) = bodies.read(holder, body, body_bytes_max, body_deadline).await?;
-        let pure = body.is_empty() || generates;
+        let pure = body.is_empty() || generates || COMPUTE.contains(&head.uri.path());
         let mut headers = end_to_end(&head.headers);
         headers.remove(TENANT_HEADER);
         let tenant = head.extensions.get::<Caller>().and_then(Caller::header);

@@ -12,7 +12,7 @@ use crate::{
     generations::{Ask, Longest, Ready, start, wants_journal},
     journal::{self, Began, Entry, SentTokens},
     keys::Caller,
-    params::{Params, required},
+    params::{Params, required, too_many},
     reply::{Endpoint, Finish},
     state::{ServerState, unix_seconds},
     text_jobs::Asker,
@@ -25,6 +25,7 @@ use axum::{
 };
 use futures::{StreamExt, stream};
 use lagoon_text::Tokenizer;
+use lagoon_types::limits::BAD_WORDS_MAX;
 use rand::Rng;
 use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Instant};
 
@@ -71,6 +72,9 @@ pub(crate) fn ask(
     }
     let words = params.options.encode_bad_words(state, asker)?;
     params.sampling.bad_words = words.into_iter().chain(params.sampling.bad_words.iter().cloned()).collect();
+    if params.sampling.bad_words.len() > BAD_WORDS_MAX {
+        return Err(too_many("logit_bias", params.sampling.bad_words.len(), BAD_WORDS_MAX));
+    }
     let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let room = limit.saturating_sub(u32::try_from(longest).unwrap_or(u32::MAX)).max(1);
@@ -193,6 +197,7 @@ impl Answer {
         }
         sequence.predicted += piece.tokens.len();
         self.caller.charge(piece.tokens.len() as u64);
+        piece.note_in(self.caller.record(), true);
     }
 
     /// The object of a piece that was counted; a whole response is a last piece.

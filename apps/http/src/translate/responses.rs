@@ -187,6 +187,9 @@ pub(super) fn read(body: &[u8]) -> Result<Asked, ApiError> {
         }
     }
     if let Some(metadata) = fields.take("metadata") {
+        if metadata.kind() != Kind::Object {
+            return Err(wrong_type("metadata", "an object", metadata));
+        }
         repeated.insert("metadata".to_owned(), tree("metadata", metadata)?);
     }
     let store = fields.bool("store", true)?;

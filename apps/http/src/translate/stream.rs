@@ -5,6 +5,7 @@
 //! is written exactly once, as the last thing; dropping the stream drops the chat's body, which cancels the chat.
 
 use super::errors::ErrorBody;
+use crate::state::unix_seconds;
 use axum::body::{Body, BodyDataStream, Bytes};
 use futures::StreamExt as _;
 use serde::Deserialize;
@@ -176,6 +177,11 @@ impl<S: Shape> Translation<S> {
                     Step::More => return Some((Ok::<_, Infallible>(Bytes::from(out)), Some(translation))),
                     Step::Ended => return Some((Ok(out.into()), None)),
                     Step::Failed(error) => {
+                        // Clients expect a beginning before an end.
+                        if translation.answer.created == 0 {
+                            translation.answer.created = unix_seconds();
+                        }
+                        translation.begin(&mut out);
                         translation.shape.fail(&translation.answer, &error, &mut out);
                         return Some((Ok(out.into()), None));
                     }
