@@ -49,9 +49,8 @@ fn one_gateway_serves_two_pools_by_model_and_logs_each_request_once() {
     assert_eq!((&choice["finish_reason"], &choice["stop_reason"]), (&json!("length"), &json!("kv_capacity")));
     let unknown = client.post("/v1/completions", &completion(&prompt[..20], 4, &json!({"model": "third"})));
     assert_eq!((unknown.status, &unknown.json()["error"]["code"]), (404, &json!("model_not_found")));
-    let metrics = client.get("/metrics").text;
     for name in ["one", "two"] {
-        assert!(metrics.contains(&format!("\nlagoon_kv_blocks{{instance=\"{name}\"}} 8\n")), "{metrics}");
+        client.wait_for_text("/metrics", &format!("\nlagoon_kv_blocks{{instance=\"{name}\"}} 8\n"));
     }
     assert_eq!(client.get("/lagoon/status").status, 404);
 

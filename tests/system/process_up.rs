@@ -83,8 +83,7 @@ fn look_at(pool: &Server, client: &Client) {
     let metrics = client.get("/metrics").text;
     assert!(metrics.contains("lagoon_gateway_requests_total{instance=\"instance-0\",status=\"200\"}"), "{metrics}");
     for instance in ["instance-0", "instance-1"] {
-        let line = format!("\nlagoon_kv_blocks{{instance=\"{instance}\"}} 8\n");
-        assert!(metrics.contains(&line), "{line} in {metrics}");
+        client.wait_for_text("/metrics", &format!("\nlagoon_kv_blocks{{instance=\"{instance}\"}} 8\n"));
     }
     let instance = Client::new(rows[0]["http_addr"].as_str().unwrap().parse().unwrap());
     for name in ["lagoon_kv_blocks 8", "lagoon_wire_bytes_sent_total{class=\"partials\"}"] {

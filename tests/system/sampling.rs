@@ -151,7 +151,7 @@ fn a_prompt_has_the_same_log_probabilities_wherever_its_kv_is() {
     }
 
     // Preempted between two chunks, as an older request grows: every position once.
-    let mut short = World::single(pool.clone(), spec(26));
+    let mut short = World::single(pool.clone(), spec(27));
     let older = short.submit(0, GenerateRequest { max_tokens: 30, ..scored(2, 30) });
     let id = short.submit(0, request);
     short.run_until(|world| world.live(0).status().preemptions > 0);
