@@ -127,7 +127,7 @@ def borrowed_rblocks():
     total = 0
     for row in instances():
         _, _, text = request("/metrics", base=f"http://{row['http_addr']}")
-        lines = [line for line in text.splitlines() if line.startswith("lagoon_kv_blocks_borrowed_total ")]
+        lines = [line for line in text.splitlines() if line.startswith("lagoon_kv_borrowed_blocks_total ")]
         total += sum(int(float(line.split()[1])) for line in lines)
     return total
 

@@ -192,8 +192,10 @@ async fn a_request_that_is_lost_before_its_answer_is_given_to_another_instance()
         let (status, instance, text) = complete(&url, &json!({"prompt": "a", "stream": stream})).await;
         assert_eq!((status, instance.as_str()), (200, "i2"), "{text}");
         assert_eq!(other.requests().len(), 1);
-        // What may have done something is not done twice.
-        let response = reqwest::Client::new().post(format!("{url}/tokenize")).json(&json!({"prompt": "a"}));
+        // What only computes is repeated; what may have done something is not done twice.
+        let tokenized = reqwest::Client::new().post(format!("{url}/tokenize")).json(&json!({"prompt": "a"}));
+        assert_eq!(tokenized.send().await.unwrap().status(), 200);
+        let response = reqwest::Client::new().post(format!("{url}/else")).json(&json!({"prompt": "a"}));
         let response = response.send().await.unwrap();
         assert_eq!(response.status(), 503);
         assert_eq!(response.json::<Value>().await.unwrap()["error"]["code"], "instance_lost");
