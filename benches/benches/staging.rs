@@ -86,16 +86,9 @@ mod run {
         fn new(device: D, tokens: u32) -> Result<Self> {
             let blocks = tokens / BLOCK_TOKENS;
             let config = ExecutorConfig {
-                kv: KvSpace::flat(blocks, BLOCK_TOKENS),
-                kv_dtype: KV_DTYPE,
-                step_rows: 16,
-                sampled_rows: 1,
-                rings: 0,
-                fetch_tokens: 0,
                 share_blocks: Some(BLOCK_TOKENS),
                 stage_blocks: blocks,
-                stage_on_device: false,
-                lend: false,
+                ..ExecutorConfig::alone(KvSpace::flat(blocks, BLOCK_TOKENS), KV_DTYPE, 16)
             };
             let executor = Executor::new(device, &model(), None, config)?;
             ensure!(executor.stages(), "the store itself can be read: nothing is staged");

@@ -40,18 +40,7 @@ impl<D: Device> Session<D> {
         let kv_dtype = kv_dtype.or(checkpoint.dtype().map(KvDType::from)).unwrap();
         let weights = Weights::load(&mut device, &checkpoint, config, None, &mut |_, _| {}).unwrap();
         let model = Model::new(config, weights);
-        let executor_config = ExecutorConfig {
-            kv: KvSpace::flat(slots as u32, 1),
-            kv_dtype,
-            step_rows: STEP_ROWS,
-            sampled_rows: 1,
-            rings: 0,
-            fetch_tokens: 0,
-            share_blocks: None,
-            stage_blocks: 0,
-            stage_on_device: false,
-            lend: false,
-        };
+        let executor_config = ExecutorConfig::alone(KvSpace::flat(slots as u32, 1), kv_dtype, STEP_ROWS);
         let executor = Executor::new(device, config, Some(model), executor_config).unwrap();
         Self { executor, steps: 0, fed: 0 }
     }

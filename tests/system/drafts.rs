@@ -243,3 +243,33 @@ fn a_draft_model_with_little_memory_drafts_for_some() {
         world.check_empty();
     }
 }
+
+/// A sequence that the draft model refuses has lookups all the same.
+#[test]
+fn text_is_looked_up_where_the_draft_model_has_no_room() {
+    let pool = PoolSpec::golden("llama3_old", 4);
+    let of = Spec { drafts: 4, draft_model: Some(("llama3_old", 4)), step_rows: 24, ..Spec::cpu(80) };
+    let mut world = World::single(pool.clone(), of);
+    for seed in 0..3 {
+        world.submit(0, greedy(repeated(seed, 30, 120), 40));
+    }
+    world.run();
+    assert_equals_single("no room", &world, &pool);
+    assert!(drafted(&world).1 > 10, "{:?}", drafted(&world));
+}
+
+/// The draft model's memory holds one sequence: that of one that has ended is free for the next.
+#[test]
+fn an_ended_sequence_leaves_its_place_in_the_draft_model() {
+    let pool = PoolSpec::golden("llama3_old", 4);
+    let of = Spec { drafts: 4, draft_model: Some(("llama3_old", 72)), step_rows: 24, ..Spec::cpu(80) };
+    let mut world = World::single(pool.clone(), of);
+    let mut accepted = vec![0];
+    for seed in 0..4 {
+        world.submit(0, greedy(prompt(seed, 30, 120), 24));
+        world.run();
+        accepted.push(drafted(&world).1);
+    }
+    assert_equals_single("one after the other", &world, &pool);
+    assert!(accepted.windows(2).all(|pair| pair[1] > pair[0] + 8), "{accepted:?}");
+}

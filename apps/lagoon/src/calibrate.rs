@@ -303,16 +303,8 @@ mod tests {
             Model::new(&model.config, weights)
         });
         let config = ExecutorConfig {
-            rings: 0,
-            kv: KvSpace::flat(SLOTS, 1),
-            kv_dtype: model.dtype.into(),
-            step_rows: 32,
             sampled_rows: 4,
-            fetch_tokens: 0,
-            share_blocks: None,
-            stage_blocks: 0,
-            stage_on_device: false,
-            lend: false,
+            ..ExecutorConfig::alone(KvSpace::flat(SLOTS, 1), model.dtype.into(), 32)
         };
         let executor = Executor::new(device, &model.config, weights, config).unwrap();
         let subject = Subject {

@@ -64,16 +64,12 @@ impl DraftModel {
     pub(crate) fn load<D: Device>(&self, mut device: D, args: &EngineArgs) -> anyhow::Result<Drafter<D>> {
         let (model, spec) = (load(&mut device, &self.model, args)?, &self.model.config);
         let config = ExecutorConfig {
-            kv: KvSpace::flat(self.blocks(args.block_tokens), args.block_tokens),
-            kv_dtype: self.kv_dtype(),
-            step_rows: args.step_tokens as usize,
             sampled_rows: args.max_running.min(args.step_tokens as usize),
-            rings: 0,
-            fetch_tokens: 0,
-            share_blocks: None,
-            stage_blocks: 0,
-            stage_on_device: false,
-            lend: false,
+            ..ExecutorConfig::alone(
+                KvSpace::flat(self.blocks(args.block_tokens), args.block_tokens),
+                self.kv_dtype(),
+                args.step_tokens as usize,
+            )
         };
         let executor = Executor::new(device, spec, model, config)
             .context("allocate the draft model's KV and buffers\nhint: choose a smaller --draft-kv-tokens")?;

@@ -151,6 +151,8 @@ pub(crate) struct NodeLoop {
     /// Time of the last input, ticks excluded.
     last: Instant,
     fatal: Option<String>,
+    /// Whether an error of the draft model was logged.
+    draft_failed: bool,
     drain: Drain,
     turn: Turn<Happened>,
 }
@@ -199,6 +201,7 @@ impl NodeLoop {
             device_timeout: Duration::from_millis(DEVICE_STUCK_MS),
             last: Instant::now(),
             fatal: None,
+            draft_failed: false,
             drain: Drain::default(),
             turn: Turn::default(),
         }
@@ -388,8 +391,10 @@ impl NodeLoop {
             Report::Queries { step, layer, frames } => self.waits.sent(*step, *layer, frames.len(), self.last),
             Report::Done { step, .. } => drop(self.waits.done(*step)),
             Report::Failed { step, .. } => self.waits.failed(*step),
-            Report::Drafted { error: Some(why), .. } => {
-                tracing::warn!("the draft model failed and starts again: {why}")
+            Report::Drafted { error: Some(why), .. } if !std::mem::replace(&mut self.draft_failed, true) => {
+                tracing::warn!(
+                    "the draft model fails, and is tried again now and then; text is looked up instead: {why}"
+                );
             }
             Report::Mapped { error: Some(why), .. } => tracing::warn!(
                 "queries are sent to a creditor on this host: its device memory cannot be mapped: {why}\n\

@@ -109,16 +109,9 @@ impl Side {
         let mut device = Timed::new(1, clock.clone());
         let model = Model::new(&config, device.weights(&config, DType::F16)?);
         let sizes = ExecutorConfig {
-            kv: KvSpace::flat(blocks, BLOCK_TOKENS_DEFAULT),
-            kv_dtype: DType::F16.into(),
-            step_rows: STEP_ROWS as usize,
             sampled_rows: 64,
-            rings: 0,
             fetch_tokens: FETCH_TOKENS as usize,
-            share_blocks: None,
-            stage_blocks: 0,
-            stage_on_device: false,
-            lend: false,
+            ..ExecutorConfig::alone(KvSpace::flat(blocks, BLOCK_TOKENS_DEFAULT), DType::F16.into(), STEP_ROWS as usize)
         };
         let executor = Executor::new(device, &config, Some(model), sizes)?;
         let (report, reports) = mpsc::unbounded_channel();

@@ -365,7 +365,9 @@ impl Instance {
             Report::Prompts { step, scores, sums } => self.step(StepEvent::Prompts { step, scores, sums }),
             Report::Done { step, micro_batch, samples } => self.step(StepEvent::Done { step, micro_batch, samples }),
             Report::Failed { step, micro_batch, error } => self.step(StepEvent::Failed { step, micro_batch, error }),
-            Report::Drafted { draft, seqs, error: _ } => self.batch(BatchEvent::Drafted { draft, seqs }),
+            Report::Drafted { draft, seqs, error } => {
+                self.batch(BatchEvent::Drafted { draft, seqs, failed: error.is_some() })
+            }
             Report::Shared { share, error } => self.batch(BatchEvent::Shared { share, error }),
             Report::Staged { stage, error } => self.prefill(PrefillEvent::Staged { stage, error }),
             Report::Memory(counters) => {

@@ -27,3 +27,22 @@ pub struct ExecutorConfig {
     /// The staging buffer is device memory that other processes can map; else host memory.
     pub stage_on_device: bool,
 }
+
+impl ExecutorConfig {
+    /// An executor that only computes: no rings, nothing remote, nothing shared, staged or lent. It samples one row of a step.
+    #[must_use]
+    pub const fn alone(kv: KvSpace, kv_dtype: KvDType, step_rows: usize) -> Self {
+        Self {
+            kv,
+            kv_dtype,
+            step_rows,
+            sampled_rows: 1,
+            rings: 0,
+            fetch_tokens: 0,
+            share_blocks: None,
+            stage_blocks: 0,
+            stage_on_device: false,
+            lend: false,
+        }
+    }
+}

@@ -125,6 +125,7 @@ impl<D: Device> Drafter<D> {
 
     fn begin(&mut self, work: DraftWork) {
         self.begun += 1;
+        work.ended.into_iter().for_each(|seq| self.free_blocks(seq));
         let (mut passing, mut done) = (Vec::new(), Vec::new());
         let mut rows_left = self.executor.step_rows();
         for of in work.seqs {

@@ -30,18 +30,7 @@ fn paced(weight_scale: f64) -> Executor<Paced<CpuDevice>> {
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let weights = Weights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
     let model = Model::new(&config, weights);
-    let sizes = ExecutorConfig {
-        kv: KvSpace::flat(64, 1),
-        kv_dtype: KvDType::F32,
-        step_rows: 8,
-        sampled_rows: 2,
-        rings: 0,
-        fetch_tokens: 0,
-        share_blocks: None,
-        stage_blocks: 0,
-        stage_on_device: false,
-        lend: false,
-    };
+    let sizes = ExecutorConfig { sampled_rows: 2, ..ExecutorConfig::alone(KvSpace::flat(64, 1), KvDType::F32, 8) };
     Executor::new(device, &config, Some(model), sizes).unwrap()
 }
 

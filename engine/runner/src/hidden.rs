@@ -4,16 +4,16 @@
 use crate::decoder::Decoder;
 use crate::forward::{Forward, Shared};
 use crate::queue;
+use crate::row_parts::RowParts;
 use crate::work::{HiddenRows, HiddenSum, PassError};
 use lagoon_backend::Device;
 
 /// A step's rows whose hidden states are added up, and how far that is.
 #[derive(Debug)]
 pub(crate) struct HiddenSums {
-    rows: Vec<HiddenRows>,
-    /// Rows whose hidden states were added, and those whose hidden states are being computed behind them.
-    done: usize,
-    queued: usize,
+    parts: RowParts,
+    /// Of each row: its index among `sums`.
+    of: Vec<usize>,
     sums: Vec<HiddenSum>,
 }
 
@@ -21,22 +21,18 @@ impl HiddenSums {
     pub(crate) fn new(rows: Vec<HiddenRows>) -> Self {
         let sum = |of: &HiddenRows| HiddenSum { seq: of.seq, positions: of.positions.clone(), sum: Vec::new() };
         let sums = rows.iter().map(sum).collect();
-        Self { rows, done: 0, queued: 0, sums }
+        let of = rows.iter().enumerate().flat_map(|(at, of)| of.rows().map(move |_| at)).collect();
+        Self { parts: RowParts::new(rows.iter().flat_map(HiddenRows::rows).collect()), of, sums }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.rows.is_empty()
+        self.parts.is_empty()
     }
 
     /// All sums, once.
     pub(crate) fn take(&mut self) -> Vec<HiddenSum> {
-        self.rows.clear();
+        self.parts.clear();
         std::mem::take(&mut self.sums)
-    }
-
-    /// Every row in order: its index among `rows`, and its row in the step.
-    fn all(&self) -> impl Iterator<Item = (usize, u32)> {
-        self.rows.iter().enumerate().flat_map(|(at, of)| of.rows().map(move |row| (at, row)))
     }
 
     /// Queues the next rows' hidden states. False if none are left.
@@ -45,14 +41,13 @@ impl HiddenSums {
         shared: &mut Shared<'_, D>,
         micro_batch: usize,
     ) -> Result<bool, PassError> {
-        let rows: Vec<u32> = self.all().map(|(_, row)| row).skip(self.done).take(shared.config.sampled_rows).collect();
-        self.queued = rows.len();
+        let rows = self.parts.queue(shared.config.sampled_rows);
         if rows.is_empty() {
             return Ok(false);
         }
         let Forward { model, micro_batches, .. } = &mut *shared.forward;
         let activations = &mut micro_batches[micro_batch];
-        Decoder::new(model).hidden(shared.device, &rows, activations)?;
+        Decoder::new(model).hidden(shared.device, rows, activations)?;
         queue::read_ahead(shared.device, micro_batch, &activations.hidden, 0..rows.len(), 0..model.spec.hidden)?;
         Ok(true)
     }
@@ -63,21 +58,26 @@ impl HiddenSums {
         shared: &mut Shared<'_, D>,
         micro_batch: usize,
     ) -> Result<(), PassError> {
-        let rows = std::mem::take(&mut self.queued);
-        if rows == 0 {
+        let part = self.parts.finish();
+        if part.is_empty() {
             return Ok(());
         }
         let Forward { model, micro_batches, host, .. } = &mut *shared.forward;
         let columns = model.spec.hidden;
         host.clear();
-        queue::read_staged(shared.device, micro_batch, &micro_batches[micro_batch].hidden, 0..rows, 0..columns, host)?;
-        let of: Vec<usize> = self.all().map(|(at, _)| at).skip(self.done).take(rows).collect();
-        for (at, hidden) in of.into_iter().zip(host.chunks_exact(columns)) {
-            let sum = &mut self.sums[at].sum;
+        queue::read_staged(
+            shared.device,
+            micro_batch,
+            &micro_batches[micro_batch].hidden,
+            0..part.len(),
+            0..columns,
+            host,
+        )?;
+        for (at, hidden) in self.of[part].iter().zip(host.chunks_exact(columns)) {
+            let sum = &mut self.sums[*at].sum;
             sum.resize(columns, 0.0);
             sum.iter_mut().zip(hidden).for_each(|(sum, x)| *sum += f64::from(*x));
         }
-        self.done += rows;
         Ok(())
     }
 }

@@ -21,6 +21,7 @@ mod pass;
 mod queue;
 mod remote_query;
 mod ring;
+mod row_parts;
 pub mod sampling;
 mod scores;
 mod stage;

@@ -39,16 +39,8 @@ fn split(golden: &str) -> Split {
     let shape = spec.window_shape().unwrap();
     let model = Model::new(&spec, whole.weights);
     let config = ExecutorConfig {
-        kv: KvSpace::flat(TOKENS + shape.slots(TOKENS), 1),
-        kv_dtype: KvDType::F32,
-        step_rows: ROWS,
-        sampled_rows: 1,
         rings: 3,
-        fetch_tokens: 0,
-        share_blocks: None,
-        stage_blocks: 0,
-        stage_on_device: false,
-        lend: false,
+        ..ExecutorConfig::alone(KvSpace::flat(TOKENS + shape.slots(TOKENS), 1), KvDType::F32, ROWS)
     };
     let executor = Executor::new(device, &spec, Some(model), config).unwrap();
     Split { executor, expected, tokens, warm_up: shape.warm_up, shape, window: None, steps: 0 }

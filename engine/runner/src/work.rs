@@ -290,6 +290,8 @@ pub struct DraftId(pub u64);
 pub struct DraftWork {
     pub draft: DraftId,
     pub seqs: Vec<DraftSeq>,
+    /// Sequences of earlier requests that have ended.
+    pub ended: Vec<SeqId>,
 }
 
 /// New tokens of one sequence for the draft model.

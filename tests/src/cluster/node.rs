@@ -454,16 +454,12 @@ fn drafter<D: Device>(mut device: D, spec: &Spec, name: &str, kv_tokens: u32) ->
     let (config, checkpoint) = (pool.model(), Checkpoint::open(&pool.dir).unwrap());
     let weights = Weights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
     let sizes = ExecutorConfig {
-        kv: KvSpace::flat(kv_tokens / pool.block_tokens, pool.block_tokens),
-        kv_dtype: pool.kv_dtype,
-        step_rows: spec.step_rows as usize,
         sampled_rows: spec.running,
-        rings: 0,
-        fetch_tokens: 0,
-        share_blocks: None,
-        stage_blocks: 0,
-        stage_on_device: false,
-        lend: false,
+        ..ExecutorConfig::alone(
+            KvSpace::flat(kv_tokens / pool.block_tokens, pool.block_tokens),
+            pool.kv_dtype,
+            spec.step_rows as usize,
+        )
     };
     let model = Model::new(&config, weights);
     let executor = Executor::new(device, &config, Some(model), sizes).unwrap();

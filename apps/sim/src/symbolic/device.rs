@@ -187,7 +187,7 @@ impl SimRunner for Symbolic {
         }
     }
 
-    fn turn(&mut self, _now_us: u64, reports: &mut Vec<Report>) -> Option<u64> {
+    fn turn(&mut self, now_us: u64, reports: &mut Vec<Report>) -> Option<u64> {
         if let Some(work) = self.remote_requests.pop_front() {
             let (rows, keys) = remote_request::serve(self, work, reports);
             return Some(self.time_us(rows, keys));
@@ -198,7 +198,7 @@ impl SimRunner for Symbolic {
         {
             return Some(us);
         }
-        if let Some(rows) = self.drafter.turn(self.windows, reports) {
+        if let Some(rows) = self.drafter.turn(self.windows, now_us, reports) {
             return Some(self.time_us(rows, 0));
         }
         let other = match self.last {

@@ -1,9 +1,11 @@
-//! The symbolic draft model: it knows what the symbolic model will sample, and is wrong, forgets or stays silent now and then.
+//! The symbolic draft model: it knows what the symbolic model will sample, and is wrong, forgets, fails or answers too late now and
+//! then.
 
 use super::model::{Oracle, VOCAB, Windows};
 use crate::rng::mix;
-use lagoon_runner::{DraftSeq, DraftWork, Drafted, Report};
+use lagoon_runner::{DraftSeq, DraftWork, Drafted, PassError, Report};
 use lagoon_types::SeqId;
+use lagoon_types::limits::DRAFT_DEADLINE_MS;
 use std::collections::{BTreeMap, VecDeque};
 
 /// Sequences and tokens of requests, not yet answered.
@@ -11,6 +13,8 @@ use std::collections::{BTreeMap, VecDeque};
 pub(super) struct Drafter {
     requests: VecDeque<DraftWork>,
     tokens: BTreeMap<SeqId, Vec<u32>>,
+    /// An answer that comes at its time, in microseconds, behind which others wait.
+    late: Option<(u64, Report)>,
 }
 
 impl Drafter {
@@ -18,16 +22,35 @@ impl Drafter {
         self.requests.push_back(work);
     }
 
-    /// Answers the next request, or loses it. Returns the rows that it computed.
-    pub(super) fn turn(&mut self, windows: Windows, reports: &mut Vec<Report>) -> Option<u64> {
-        let work = self.requests.pop_front()?;
-        let rows = work.seqs.iter().map(|of| of.tokens.len() + of.drafts as usize).sum::<usize>() as u64;
-        let chance = mix(work.draft.0 ^ 0x6472_6166);
-        let seqs = work.seqs.into_iter().map(|of| self.draft(of, windows, chance)).collect();
-        if !chance.is_multiple_of(16) {
-            reports.push(Report::Drafted { draft: work.draft, seqs, error: None });
+    /// Answers the next request. Returns the rows that it computed; `None` if there was nothing to do.
+    pub(super) fn turn(&mut self, windows: Windows, now_us: u64, reports: &mut Vec<Report>) -> Option<u64> {
+        if let Some((_, report)) = self.late.take_if(|(due_us, _)| *due_us <= now_us) {
+            reports.push(report);
+            return Some(0);
+        }
+        if self.late.is_some() {
+            return None;
+        }
+        let DraftWork { draft, seqs, ended } = self.requests.pop_front()?;
+        ended.iter().for_each(|seq| _ = self.tokens.remove(seq));
+        let rows = seqs.iter().map(|of| of.tokens.len() + of.drafts as usize).sum::<usize>() as u64;
+        let chance = mix(draft.0 ^ 0x6472_6166);
+        let failed = chance.is_multiple_of(29);
+        let seqs = seqs.into_iter().map(|of| if failed { self.lose(of.seq) } else { self.draft(of, windows, chance) });
+        let seqs = seqs.collect();
+        let error = failed.then(|| PassError::Sampling("the symbolic draft model fails".to_owned()));
+        let report = Report::Drafted { draft, seqs, error };
+        if chance.is_multiple_of(16) {
+            self.late = Some((now_us + 1500 * DRAFT_DEADLINE_MS, report));
+        } else {
+            reports.push(report);
         }
         Some(rows)
+    }
+
+    fn lose(&mut self, seq: SeqId) -> Drafted {
+        self.tokens.clear();
+        Drafted { seq, known: None, tokens: Vec::new() }
     }
 
     fn draft(&mut self, of: DraftSeq, windows: Windows, chance: u64) -> Drafted {

@@ -94,6 +94,14 @@ impl Sequence {
         &self.drafts.tokens[..chunk.drafts as usize]
     }
 
+    /// Whether drafts may be of use to the sequence, now or later.
+    pub(super) fn may_draft(&self) -> bool {
+        // What the next tokens may be, or weigh, depends on those before them.
+        let depends = !self.sampling.bad_words.is_empty() || self.token_counts.is_some();
+        let generates = self.for_others.is_none() && self.embedding.is_none() && !self.is_ending();
+        generates && !depends && self.max_tokens > self.generated() + 1
+    }
+
     /// Most drafts that a decoding sequence may have: there is memory for them, and none of them is the last token.
     fn draft_limit(&self, max_positions: u32) -> u32 {
         self.drafts_left(max_positions).min(self.blocks.capacity_tokens() - self.len())
@@ -101,10 +109,7 @@ impl Sequence {
 
     /// As [`Sequence::draft_limit`], whatever memory there is.
     pub(super) fn drafts_left(&self, max_positions: u32) -> u32 {
-        // What the next tokens may be, or weigh, depends on those before them.
-        let depends =
-            self.generated() < self.min_tokens || !self.sampling.bad_words.is_empty() || self.token_counts.is_some();
-        if depends || self.for_others.is_some() {
+        if !self.may_draft() || self.generated() < self.min_tokens {
             return 0;
         }
         let left = (self.max_tokens - self.generated()).min(max_positions - self.len());
@@ -130,7 +135,7 @@ impl Batch {
 
     /// How many drafts of a chunk were sampled, up to the first that was not. `samples`: the chunk's.
     pub(crate) fn accepted(&self, chunk: &Chunk, samples: &[SampleOut]) -> u32 {
-        let Some(seq) = self.seqs.get(&chunk.seq) else { return 0 };
+        let Some(seq) = self.seqs.get(&chunk.seq).filter(|_| chunk.drafts > 0) else { return 0 };
         let pairs = seq.drafted(chunk).iter().zip(samples);
         let accepted = pairs.take_while(|(draft, sample)| sample.token == Some(**draft)).count();
         let unchecked = u32::from(mutants::is(Mutant::DraftUnchecked));
@@ -140,7 +145,10 @@ impl Batch {
     /// Makes the accepted drafts of a chunk tokens of its sequence. Returns the chunk without the rejected ones.
     pub(crate) fn accept_drafts(&mut self, chunk: &Chunk, samples: &[SampleOut], drafts_max: u32) -> Chunk {
         let accepted = self.accepted(chunk, samples);
-        let Some(seq) = self.seqs.get_mut(&chunk.seq).filter(|_| chunk.drafts > 0) else { return *chunk };
+        if chunk.drafts == 0 {
+            return *chunk;
+        }
+        let Some(seq) = self.seqs.get_mut(&chunk.seq) else { return *chunk };
         seq.tokens.extend_from_slice(&seq.drafts.tokens[..accepted as usize]);
         seq.drafts.note_accepted(chunk.drafts, accepted, drafts_max);
         self.counts.drafted_tokens += u64::from(chunk.drafts);

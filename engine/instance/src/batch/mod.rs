@@ -117,6 +117,7 @@ pub(crate) enum BatchEvent {
     Drafted {
         draft: DraftId,
         seqs: Vec<Drafted>,
+        failed: bool,
     },
     /// The device has mapped shared blocks, or failed to.
     Shared {
@@ -156,7 +157,7 @@ impl Batch {
             BatchEvent::BorrowFailed { seq, reason } => self.on_borrow_failed(cx, prefills, seq, &reason),
             BatchEvent::Lost(lost) => self.lose(cx, prefills, lost),
             BatchEvent::CreditorGone { creditor, why } => self.lose_creditor(cx, creditor, why),
-            BatchEvent::Drafted { draft, seqs } => self.on_drafted(cx, draft, seqs),
+            BatchEvent::Drafted { draft, seqs, failed } => self.on_drafted(cx, draft, seqs, failed),
             BatchEvent::Shared { share, error } => self.on_shared(cx, others, share, error.as_ref()),
             BatchEvent::SwappedOut { seq, all } => self.end_swap_out(cx, seq, all),
             BatchEvent::StepsEnded => self.end_preempt_after_step(cx, prefills),
@@ -252,7 +253,9 @@ impl Batch {
     pub(crate) fn take(&mut self, id: SeqId) -> Option<Sequence> {
         self.due.touch();
         self.sched.remove(id);
-        self.seqs.remove(&id)
+        let seq = self.seqs.remove(&id);
+        seq.iter().for_each(|seq| self.end_drafts(seq));
+        seq
     }
 
     /// Waiting sequences, in their turn.

@@ -3,6 +3,7 @@
 
 mod build;
 pub(crate) mod cost;
+mod flight;
 pub(crate) mod mapped;
 #[cfg(test)]
 mod tests;
@@ -18,45 +19,20 @@ use crate::prefill::Prefills;
 use build::{Builder, Built};
 use bytes::Bytes;
 use cost::{CostModel, LinkCost, OwnCost};
+pub(crate) use flight::InFlight;
 use lagoon_backend::{DeviceError, LaunchCounters};
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{BulkFrame, LentMemory, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::sampling::SampleError;
-use lagoon_runner::{Command, Fetch, HiddenSum, MapId, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
+use lagoon_runner::{
+    Command, Fetch, HiddenSum, MapId, PassError, RemotePart, SampleOut, SampleSpec, SeqRows, WriteSegment,
+};
 use lagoon_types::run::visible;
 use lagoon_types::{
     Chunk, InstanceId, LeaseId, LeaseRun, MicroBatch, PromptLogprob, RequestError, SeqId, StepId, StepPlan, TokenEvent,
 };
 use mapped::Mapped;
 use std::collections::{BTreeMap, BTreeSet};
-
-/// A step on the runner.
-#[derive(Debug)]
-pub(crate) struct InFlight {
-    pub(crate) step: StepId,
-    chunks: Vec<Chunk>,
-    /// Creditors with a ticket.
-    creditors: Vec<InstanceId>,
-    /// Those of them that have no queries of the last layer, with which a ticket ends.
-    open: BTreeSet<InstanceId>,
-    fetches: Vec<Fetch>,
-    /// Creditors with a layer's queries that have not answered yet.
-    pub(crate) unanswered: BTreeSet<InstanceId>,
-    /// The layer of those queries.
-    asked_layer: u32,
-    /// Writes, each with its sequence.
-    writes: Vec<(SeqId, WriteSegment)>,
-    /// Layers' KV of writes with drafts, by index of the write: it is sent when the drafts are accepted.
-    held: Vec<(u32, usize, Bytes)>,
-    /// The step fails at this time without progress. Only steps with creditors have a deadline.
-    deadline_ms: Option<u64>,
-    /// When the last queries left, and the sum of earlier answers' times, in milliseconds.
-    asked_ms: u64,
-    remote_ms: u64,
-    started_ms: u64,
-    /// Estimated time of remote requests before the step, in microseconds.
-    remote_requests_us: f64,
-}
 
 /// Steps in flight of this instance as debtor, by micro-batch.
 #[derive(Debug)]
@@ -234,39 +210,6 @@ impl Steps {
     }
 }
 
-impl InFlight {
-    /// Whether a creditor computes or sends something for this step.
-    fn asks(&self, creditor: InstanceId) -> bool {
-        self.creditors.contains(&creditor) || self.fetches.iter().any(|fetch| fetch.creditor == creditor)
-    }
-
-    /// Drafts of the step that were sampled.
-    fn accepted(&self, batch: &Batch, mut samples: &[SampleOut]) -> u32 {
-        let mut accepted = 0;
-        for chunk in &self.chunks {
-            let (own, others) = samples.split_at(samples_of(chunk, samples));
-            accepted += batch.accepted(chunk, own);
-            samples = others;
-        }
-        accepted
-    }
-
-    /// Whether a sequence has drafts in the step.
-    fn has_drafts(&self, seq: SeqId) -> bool {
-        self.chunks.iter().any(|chunk| chunk.seq == seq && chunk.drafts > 0)
-    }
-
-    /// Whether every sequence of the step generates a token.
-    pub(crate) fn decodes(&self) -> bool {
-        self.chunks.iter().all(Chunk::decodes)
-    }
-
-    /// Since when creditors have a layer's queries and have not all answered.
-    pub(crate) fn waits_since(&self) -> Option<u64> {
-        (!self.unanswered.is_empty()).then_some(self.asked_ms)
-    }
-}
-
 impl Steps {
     /// Plans and starts the next step of a micro-batch that is idle.
     fn start_micro_batch(
@@ -307,6 +250,7 @@ impl Steps {
         self.flights[micro_batch.index()] = Some(InFlight {
             step,
             chunks: plan.chunks,
+            samples: work.seqs.iter().map(samples_of).collect(),
             open: creditors.iter().copied().collect(),
             creditors,
             fetches: work.remote.fetches.clone(),
@@ -529,15 +473,17 @@ impl Steps {
             batch.prompt_step_took(ms, prompt_rows);
         }
         let (mut samples, mut row0) = (samples.into_iter(), 0);
-        for chunk in &flight.chunks {
+        for (chunk, n) in flight.chunks.iter().zip(&flight.samples) {
+            let own = samples.as_slice().get(..*n);
+            let in_order = own.is_some_and(|own| own.iter().all(|sample| sample.seq == chunk.seq));
+            assert!(in_order, "samples come in the order of the plan");
             if chunk.warms_up() {
                 batch.warmed_up(cx, others.prefills, chunk);
             } else {
-                complete(cx, batch, others, &flight, (chunk, row0), &mut samples);
+                complete(cx, batch, others, &flight, (chunk, row0), (&mut samples, *n));
             }
             row0 += chunk.len;
         }
-        assert!(samples.next().is_none(), "samples come in the order of the plan");
         batch.ask_draft_model(cx, micro_batch, &flight.chunks);
     }
 
@@ -668,14 +614,13 @@ fn complete(
     others: Others<'_>,
     flight: &InFlight,
     (planned, row0): (&Chunk, u32),
-    samples: &mut std::vec::IntoIter<SampleOut>,
+    (samples, n): (&mut std::vec::IntoIter<SampleOut>, usize),
 ) {
-    let sampled = samples_of(planned, samples.as_slice());
-    let chunk = &batch.accept_drafts(planned, &samples.as_slice()[..sampled], cx.config.sched.drafts);
+    let chunk = &batch.accept_drafts(planned, &samples.as_slice()[..n], cx.config.sched.drafts);
     if planned.drafts > 0 {
         send_held(cx, batch, flight, chunk, row0);
     }
-    let mut sampled = samples.by_ref().take(sampled);
+    let mut sampled = samples.by_ref().take(n);
     if batch.note_computed(cx, others, chunk) {
         emit(cx, batch, others, chunk, &mut sampled);
     }
@@ -683,9 +628,9 @@ fn complete(
     sampled.for_each(drop);
 }
 
-/// How many of the next samples are the chunk's.
-fn samples_of(chunk: &Chunk, samples: &[SampleOut]) -> usize {
-    samples.iter().take_while(|sample| sample.seq == chunk.seq).count()
+/// Samples of a sequence's rows: of the last row, and of its drafts.
+fn samples_of(rows: &SeqRows) -> usize {
+    if rows.sample.is_some() { 1 + rows.drafts as usize } else { 0 }
 }
 
 /// Emits what was sampled from a chunk's rows, without rejected drafts.
