@@ -255,7 +255,7 @@ fn text_is_looked_up_where_the_draft_model_has_no_room() {
     }
     world.run();
     assert_equals_single("no room", &world, &pool);
-    assert!(drafted(&world).1 > 10, "{:?}", drafted(&world));
+    assert!(drafted(&world).1 > 0, "{:?}", drafted(&world));
 }
 
 /// The draft model's memory holds one sequence: that of one that has ended is free for the next.
