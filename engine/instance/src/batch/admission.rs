@@ -77,9 +77,8 @@ impl Batch {
             return Err(too_long(needed, positions, CONTEXT));
         }
         // Under a window only the window is held, but memory is taken for the whole prompt: the bound is the same.
-        let least_tokens = known_tokens + u64::from(request.options.embedding.is_none());
-        if least_tokens > pool {
-            return Err(too_long(least_tokens, pool, "the KV capacity of the whole pool"));
+        if known_tokens + 1 > pool {
+            return Err(too_long(known_tokens + 1, pool, "the KV capacity of the whole pool"));
         }
         // The answer ends (`KvCapacity`) where the pool is full. Under a window that fits the pool it never is.
         let held = cx.config.window.map(|w| u64::from(w) + 2 * u64::from(cx.config.block_tokens));
