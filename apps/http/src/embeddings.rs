@@ -4,12 +4,11 @@
 //! fails ends the others.
 
 use crate::{
-    access::REPORT_HEADER,
     engine::Generation,
     error::ApiError,
     fields::{Fields, Neutral},
+    frames::add_headers,
     generations::{Longest, Prompt, prompt_list, wants_journal},
-    journal,
     keys::Caller,
     limits::{EMBEDDING_INPUTS_MAX, EMBEDDING_NUMBERS_MAX, EMBEDDINGS_IN_FLIGHT_MAX},
     metrics,
@@ -22,7 +21,7 @@ use crate::{
 use axum::{
     body::Bytes,
     extract::{Request, State},
-    http::{HeaderValue, header},
+    http::header,
     response::{IntoResponse, Response},
 };
 use base64::{Engine as _, engine::general_purpose::STANDARD};
@@ -116,9 +115,7 @@ pub(crate) async fn embeddings(
     let body = serde_json::to_vec(&list).expect("embeddings serialise: numbers are finite");
     let mut response = ([(header::CONTENT_TYPE, "application/json")], body).into_response();
     if journal {
-        response.headers_mut().insert(journal::TOKENS_HEADER, HeaderValue::from(list.usage.total_tokens));
-        let report = caller.record().report().header();
-        report.into_iter().for_each(|report| drop(response.headers_mut().insert(REPORT_HEADER, report)));
+        add_headers(&mut response, list.usage.total_tokens, &caller);
     }
     Ok(response)
 }

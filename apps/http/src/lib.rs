@@ -16,6 +16,7 @@ pub mod engine;
 pub mod error;
 pub mod exposition;
 mod fields;
+mod frames;
 pub mod front;
 mod generate;
 mod generations;
