@@ -62,4 +62,4 @@ pub use serve::{Port, serve};
 pub use server::router;
 pub use state::{ServerState, unix_seconds};
 pub use text_jobs::TextJobs;
-pub use translate::{fields_page, translated};
+pub use translate::translated;

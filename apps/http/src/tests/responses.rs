@@ -252,7 +252,7 @@ async fn what_is_not_supported_is_refused_by_name() {
 #[tokio::test]
 async fn the_table_of_fields_is_what_the_endpoint_does() {
     let client = Client::saying("ok").await;
-    let [takes, ignores, refuses] = names(PATH);
+    let [takes, ignores, refuses, required] = names(PATH);
     let unsupported = |text: &str, name: &str| text.contains(&format!("`{name}` is not supported"));
     for name in takes {
         let reply = client.post(PATH, ask(&json!({name: {"x": [1]}}))).await;
@@ -266,4 +266,8 @@ async fn the_table_of_fields_is_what_the_endpoint_does() {
         let reply = client.post(PATH, ask(&json!({name: {"x": [1]}}))).await;
         assert!(reply.status == 400 && unsupported(&reply.text, name), "{}", reply.text);
     }
+    assert_eq!(client.post(PATH, json!({"input": "hi"})).await.status, 200);
+    assert_eq!(required, ["input"]);
+    let error = client.post(PATH, json!({})).await.json();
+    assert_eq!(error["error"]["code"], "missing_required_parameter", "{error}");
 }

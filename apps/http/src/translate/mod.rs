@@ -40,9 +40,9 @@ use serde_json::{Value, json};
 use std::{sync::Arc, time::Instant};
 use stored::Stored;
 use stream::{Shape, Translation};
-pub use table::fields_page;
 #[cfg(test)]
 pub(crate) use table::tests::names;
+pub(crate) use table::{ENDPOINTS, Field, Support};
 use tower_service::Service as _;
 
 /// Bytes read of `/tokenize`'s reply: it lists the tokens, each of at most 11 bytes.
