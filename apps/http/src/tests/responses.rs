@@ -6,6 +6,7 @@ use super::{
 };
 use crate::{
     Keys,
+    bodies::Bodies,
     scripted::{self, ScriptedEngine, Step},
     translate::names,
 };
@@ -171,6 +172,31 @@ async fn a_conversation_goes_on_from_the_stored_response() {
     assert_eq!((gone.status, &gone.json()["error"]["code"]), (400, &json!("previous_response_not_found")));
     let unstored = client.post(PATH, ask(&json!({"store": false}))).await.json();
     assert_eq!(client.get(&format!("{PATH}/{}", unstored["id"].as_str().unwrap())).await.status, 404);
+}
+
+/// A short request may refer to a long conversation: its turns count as what it sends.
+#[tokio::test]
+async fn a_conversation_is_bounded_and_held_like_a_request() {
+    let engine = ScriptedEngine::saying("sixty letters, so that a turn is longer than its own request");
+    let long = json!({"input": "a".repeat(60)});
+    for (body_bytes_max, bodies, status, code) in [
+        (600, Bodies::default(), 200, None),
+        (230, Bodies::default(), 400, Some("conversation_too_large")),
+        // It is held until the chat's handler has read it.
+        (600, Bodies::with_limits(400, 400), 503, Some("unavailable")),
+    ] {
+        let mut state = scripted::state(engine.clone());
+        (state.limits.body_bytes_max, state.bodies) = (body_bytes_max, bodies);
+        let client = Client::new(state).await;
+        let mut previous = client.post(PATH, long.clone()).await.json();
+        assert_eq!(previous["status"], "completed", "{previous}");
+        let next = json!({"input": "b".repeat(10), "previous_response_id": previous["id"].take()});
+        let reply = client.post(PATH, next).await;
+        assert_eq!((reply.status, reply.json()["error"]["code"].as_str()), (status, code), "{}", reply.text);
+        if status == 400 {
+            assert_eq!(reply.json()["error"]["param"], "previous_response_id");
+        }
+    }
 }
 
 #[tokio::test]
