@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 
 /// Pages below docs/reference, and the argument of `lagoon reference` that prints each.
-const PAGES: [&str; 5] = ["flags", "metrics", "models", "fields", "requests"];
+const PAGES: [&str; 4] = ["flags", "metrics", "models", "requests"];
 
 /// Builds the program and writes the pages.
 pub(crate) fn run(root: &Path) -> Result<bool> {

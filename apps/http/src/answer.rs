@@ -4,23 +4,22 @@
 //! last one, which has no text unless some was held back.
 
 use crate::{
-    access::REPORT_HEADER,
     error::ApiError,
-    generate::{Failure, Piece, Pieces, PromptPart},
-    journal::{self, Began, Entry, SentTokens},
+    frames::{self, Streamed, frame},
+    generate::{Piece, Pieces, PromptPart},
+    journal::{Began, Entry, SentTokens},
     keys::Caller,
     params::UsageWanted,
     reply::{self, Choice, Content, Delta, Endpoint, PromptTokensDetails, Reply, Usage},
 };
 use axum::{
-    body::{Body, Bytes},
-    http::{HeaderValue, header},
+    http::header,
     response::{IntoResponse, Response},
 };
-use futures::{Stream, StreamExt, stream};
+use futures::StreamExt;
 use lagoon_text::Tokenizer;
 use lagoon_types::{FinishReason, PromptLogprob};
-use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
+use std::sync::Arc;
 
 const ASSISTANT: &str = "assistant";
 /// `stop_reason` of an answer that the pool's memory ended, with the finish reason `length`.
@@ -103,39 +102,8 @@ impl Answer {
         let choices = all.into_iter().map(|piece| self.choice(piece, false)).collect();
         let reply = Reply { usage: Some(Some(self.usage())), ..self.reply(choices, false) };
         let mut response = ([(header::CONTENT_TYPE, "application/json")], to_json(&reply)).into_response();
-        self.count(&mut response);
+        frames::report(&self, &mut response);
         Ok(response)
-    }
-
-    /// Streams the pieces. The headers wait up to `hold` for the first piece, so that an early failure has its own
-    /// status.
-    pub(crate) async fn stream(self, mut pieces: Pieces, hold: Duration) -> Result<Response, ApiError> {
-        let mut ready = VecDeque::new();
-        let mut response = Response::default();
-        self.count(&mut response);
-        // Dropping `next` loses nothing: the sequences keep their place inside `pieces`. There is no piece if another
-        // server has sent all but the end.
-        if let Ok(Some(piece)) = tokio::time::timeout(hold, pieces.next()).await {
-            ready.push_back(piece?);
-        }
-        let (began, journal) = (self.journal.clone(), self.journal.is_some());
-        let state = Some(Frames { answer: self, pieces, ready, journal, began });
-        let frames = stream::unfold(state, |state| async move {
-            let (frame, state) = state?.next().await;
-            Some((Ok::<_, Infallible>(Bytes::from(frame)), state))
-        });
-        Ok(event_stream(response, frames))
-    }
-
-    /// Adds the headers with the tokens known so far, for a gateway to charge, and with the report for its access log; the
-    /// journal of a stream has the rest.
-    fn count(&self, response: &mut Response) {
-        if self.journal.is_some() {
-            let tokens = self.usage().total_tokens;
-            response.headers_mut().insert(journal::TOKENS_HEADER, HeaderValue::from(tokens));
-            let report = self.caller.record().report().header();
-            report.into_iter().for_each(|report| drop(response.headers_mut().insert(REPORT_HEADER, report)));
-        }
     }
 
     /// Writes a piece down in the request's record.
@@ -161,24 +129,6 @@ impl Answer {
             prompt_logprobs: (chat && !chunk).then(|| self.prompt_scores(0)).flatten(),
             usage: (chunk && self.usage != UsageWanted::Never).then_some(None),
         }
-    }
-
-    /// One chunk with one piece.
-    fn chunk(&mut self, mut piece: Piece) -> String {
-        let index = piece.index;
-        self.note(&piece);
-        self.keep_prompt(index, std::mem::take(&mut piece.prompt));
-        let first = !self.progress[index].started;
-        let choice = self.choice(piece, true);
-        let usage = self.usage();
-        let mut reply = self.reply(vec![choice], true);
-        if self.usage == UsageWanted::Every {
-            reply.usage = Some(Some(usage));
-        }
-        if first && self.return_token_ids && self.endpoint == Endpoint::Chat {
-            reply.prompt_token_ids = Some(self.prompts[index / self.n].clone());
-        }
-        to_json(&reply)
     }
 
     /// The calls of a piece. Their ids follow from the answer's, so that another server goes on with the same ones.
@@ -280,73 +230,48 @@ impl Answer {
     }
 }
 
-/// A streamed answer in flight.
-struct Frames {
-    answer: Answer,
-    pieces: Pieces,
-    /// Pieces that arrived before the headers were sent.
-    ready: VecDeque<Piece>,
-    journal: bool,
-    /// Taken once its journal line is sent.
-    began: Option<Began>,
-}
+impl Streamed for Answer {
+    const LAST: Entry = Entry::Ended;
 
-impl Frames {
-    /// The next frame, and the rest of the stream unless it was the last one.
-    async fn next(mut self) -> (String, Option<Self>) {
-        let piece = match self.ready.pop_front() {
-            Some(piece) => Some(Ok(piece)),
-            None => self.pieces.next().await,
-        };
-        match piece {
-            Some(Ok(piece)) => {
-                let tokens = piece.tokens.iter().map(|token| token.id).collect();
-                let entry = Entry::SentTokens { index: piece.index, tokens, finished: piece.finish.is_some() };
-                // First: the report has its tokens.
-                let chunk = frame(&self.answer.chunk(piece));
-                (self.lines(&entry) + &chunk, Some(self))
-            }
-            Some(Err(Failure { error, again })) => {
-                tracing::warn!(id = %self.answer.id, %error, "a stream failed");
-                self.answer.caller.record().failed(error.code.unwrap_or("error"));
-                (self.lines(&Entry::Failed { again }) + &frame(&error.body()), None)
-            }
-            None => {
-                let wanted = self.answer.usage != UsageWanted::Never;
-                let usage = wanted.then(|| frame(&self.answer.usage_chunk()));
-                (self.lines(&Entry::Ended) + &usage.unwrap_or_default() + &frame("[DONE]"), None)
-            }
-        }
+    fn id(&self) -> &str {
+        &self.id
     }
 
-    /// The journal lines of the next event; empty without a journal.
-    fn lines(&mut self, entry: &Entry) -> String {
-        if !self.journal {
-            return String::new();
-        }
-        let began = self.began.take().map(|began| Entry::Began(began).line());
-        // With the first event, for a client that leaves before the last one, and with that.
-        let reports = began.is_some() || matches!(entry, Entry::Ended);
-        let report = reports.then(|| journal::report_line(&self.answer.caller.record().report()));
-        began.unwrap_or_default() + &report.unwrap_or_default() + &entry.line()
+    fn caller(&self) -> &Caller {
+        &self.caller
     }
-}
 
-/// `response` with a body of server-sent events.
-pub(crate) fn event_stream(
-    mut response: Response,
-    frames: impl Stream<Item = Result<Bytes, Infallible>> + Send + 'static,
-) -> Response {
-    *response.body_mut() = Body::from_stream(frames);
-    let headers = response.headers_mut();
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-    response
-}
+    fn journal(&self) -> Option<&Began> {
+        self.journal.as_ref()
+    }
 
-pub(crate) fn frame(data: &str) -> String {
-    format!("data: {data}\n\n")
+    fn tokens(&self) -> usize {
+        self.usage().total_tokens
+    }
+
+    /// One chunk with one piece.
+    fn event(&mut self, mut piece: Piece) -> String {
+        let index = piece.index;
+        self.note(&piece);
+        self.keep_prompt(index, std::mem::take(&mut piece.prompt));
+        let first = !self.progress[index].started;
+        let choice = self.choice(piece, true);
+        let usage = self.usage();
+        let mut reply = self.reply(vec![choice], true);
+        if self.usage == UsageWanted::Every {
+            reply.usage = Some(Some(usage));
+        }
+        if first && self.return_token_ids && self.endpoint == Endpoint::Chat {
+            reply.prompt_token_ids = Some(self.prompts[index / self.n].clone());
+        }
+        to_json(&reply)
+    }
+
+    fn end(&self) -> String {
+        let wanted = self.usage != UsageWanted::Never;
+        let usage = wanted.then(|| frame(&self.usage_chunk()));
+        usage.unwrap_or_default() + &frame("[DONE]")
+    }
 }
 
 fn to_json(reply: &Reply<'_>) -> String {

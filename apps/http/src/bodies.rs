@@ -69,7 +69,7 @@ pub struct Share {
 }
 
 impl Bodies {
-    fn with_limits(bytes_max: usize, address_bytes_max: usize) -> Self {
+    pub(crate) fn with_limits(bytes_max: usize, address_bytes_max: usize) -> Self {
         Self { taken: Arc::default(), bytes_max, address_bytes_max }
     }
 
@@ -88,6 +88,16 @@ impl Bodies {
         let bytes = read_body(body, limit, deadline, |bytes| share.grow(bytes)).await?;
         Ok((bytes, share))
     }
+
+    /// Takes `bytes` of the budgets of the holder and of the server, for a text that is made here.
+    ///
+    /// # Errors
+    /// 503 when there is no room.
+    pub(crate) fn hold(&self, holder: Holder, bytes: usize) -> Result<Share, ApiError> {
+        let mut share = Share { bodies: self.clone(), holder, bytes: 0 };
+        share.grow(bytes)?;
+        Ok(share)
+    }
 }
 
 impl Default for Bodies {
@@ -98,6 +108,18 @@ impl Default for Bodies {
 }
 
 impl Share {
+    /// `text`, which takes the share until its last part is dropped.
+    pub(crate) fn keep(self, text: Vec<u8>) -> Bytes {
+        struct Kept(Vec<u8>, Share);
+        impl AsRef<[u8]> for Kept {
+            fn as_ref(&self) -> &[u8] {
+                let Self(text, _share) = self;
+                text
+            }
+        }
+        Bytes::from_owner(Kept(text, self))
+    }
+
     fn grow(&mut self, bytes: usize) -> Result<(), ApiError> {
         let Bodies { taken, bytes_max, address_bytes_max } = &self.bodies;
         let mut taken = taken.lock().unwrap_or_else(PoisonError::into_inner);

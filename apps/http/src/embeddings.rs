@@ -4,12 +4,11 @@
 //! fails ends the others.
 
 use crate::{
-    access::REPORT_HEADER,
     engine::Generation,
     error::ApiError,
     fields::{Fields, Neutral},
+    frames::add_headers,
     generations::{Longest, Prompt, prompt_list, wants_journal},
-    journal,
     keys::Caller,
     limits::{EMBEDDING_INPUTS_MAX, EMBEDDING_NUMBERS_MAX, EMBEDDINGS_IN_FLIGHT_MAX},
     metrics,
@@ -22,7 +21,7 @@ use crate::{
 use axum::{
     body::Bytes,
     extract::{Request, State},
-    http::{HeaderValue, header},
+    http::header,
     response::{IntoResponse, Response},
 };
 use base64::{Engine as _, engine::general_purpose::STANDARD};
@@ -63,6 +62,17 @@ pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[
 enum Encoding {
     Float,
     Base64,
+}
+
+impl Encoding {
+    fn of(self, numbers: Vec<f32>) -> Numbers {
+        match self {
+            Self::Float => Numbers::Float(numbers),
+            Self::Base64 => {
+                Numbers::Base64(STANDARD.encode(numbers.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()))
+            }
+        }
+    }
 }
 
 /// A request's inputs in tokens, and what is wanted of their embeddings.
@@ -116,9 +126,7 @@ pub(crate) async fn embeddings(
     let body = serde_json::to_vec(&list).expect("embeddings serialise: numbers are finite");
     let mut response = ([(header::CONTENT_TYPE, "application/json")], body).into_response();
     if journal {
-        response.headers_mut().insert(journal::TOKENS_HEADER, HeaderValue::from(list.usage.total_tokens));
-        let report = caller.record().report().header();
-        report.into_iter().for_each(|report| drop(response.headers_mut().insert(REPORT_HEADER, report)));
+        add_headers(&mut response, list.usage.total_tokens, &caller);
     }
     Ok(response)
 }
@@ -188,22 +196,17 @@ async fn answer(state: &ServerState, ask: Ask, caller: &Caller) -> Result<Embedd
     let Ask { inputs, encoding, dimensions, normalised, pooling, priority, salt, model } = ask;
     caller.record().begins(&model, prompt_tokens);
     let options = RequestOptions { priority, cache_salt: salt, embedding: Some(pooling), ..RequestOptions::default() };
-    let embed = |prompt: Vec<u32>| embed(state, caller, prompt, options.clone());
-    let pooled: Vec<_> = stream::iter(inputs).map(embed).buffered(EMBEDDINGS_IN_FLIGHT_MAX).try_collect().await?;
-    pooled.iter().for_each(|(cached, _)| caller.record().prompt(*cached as usize, 0));
-    caller.record().finished("stop");
-    let cached_tokens = pooled.iter().map(|(cached, _)| *cached as usize).sum();
-    let embedding = |(index, (_, hidden)): (usize, (u32, Vec<f32>))| {
-        let numbers = shape(hidden, dimensions, normalised)?;
-        let embedding = match encoding {
-            Encoding::Float => Numbers::Float(numbers),
-            Encoding::Base64 => {
-                Numbers::Base64(STANDARD.encode(numbers.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()))
-            }
-        };
-        Ok(Embedding { object: "embedding", index, embedding })
+    // Shaped one by one: the bound of a response counts the numbers that are asked for, not those of whole hidden states.
+    let embed = async |prompt: Vec<u32>| {
+        let (cached, hidden) = embed(state, caller, prompt, options.clone()).await?;
+        Ok::<_, ApiError>((cached, encoding.of(shape(hidden, dimensions, normalised)?)))
     };
-    let data = pooled.into_iter().enumerate().map(embedding).collect::<Result<_, ApiError>>()?;
+    let embedded: Vec<_> = stream::iter(inputs).map(embed).buffered(EMBEDDINGS_IN_FLIGHT_MAX).try_collect().await?;
+    embedded.iter().for_each(|(cached, _)| caller.record().prompt(*cached as usize, 0));
+    caller.record().finished("stop");
+    let cached_tokens = embedded.iter().map(|(cached, _)| *cached as usize).sum();
+    let embedding = |(index, (_, embedding))| Embedding { object: "embedding", index, embedding };
+    let data = embedded.into_iter().enumerate().map(embedding).collect();
     let prompt_tokens_details = PromptTokensDetails { cached_tokens };
     Ok(EmbeddingList {
         id: format!("embd-{:032x}", rand::rng().random::<u128>()),
@@ -218,6 +221,7 @@ async fn answer(state: &ServerState, ask: Ask, caller: &Caller) -> Result<Embedd
 /// The first `dimensions` numbers of a hidden state, of length 1 if `normalised`.
 fn shape(mut hidden: Vec<f32>, dimensions: usize, normalised: bool) -> Result<Vec<f32>, ApiError> {
     hidden.truncate(dimensions);
+    hidden.shrink_to_fit();
     let length = hidden.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     if !length.is_finite() {
         return Err(ApiError::internal("the model's hidden state is not finite"));
@@ -307,5 +311,16 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.end(metrics::Outcome::Cancelled);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_embedding_takes_the_memory_of_its_numbers_only() {
+        let shaped = shape(vec![1.0; 4096], 8, false).unwrap();
+        assert!(shaped.len() == 8 && shaped.capacity() < 4096, "{}", shaped.capacity());
     }
 }

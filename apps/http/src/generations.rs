@@ -5,6 +5,7 @@ use crate::{
     engine::{CancelGuard, EngineInfo, Generation},
     error::ApiError,
     fields::{Fields, Neutral, text, wrong_type},
+    frames,
     generate::{Pieces, Sequence, TextRules, pieces},
     journal::{self, Began, SentTokens},
     json::{Json, Kind},
@@ -257,7 +258,7 @@ async fn generate(state: &ServerState, ready: Ready) -> Result<Response, ApiErro
     let Ready { ask, params, info } = ready;
     let stream = params.stream;
     let answer = answer(state, ask, params, &output, info.model_id);
-    if stream { answer.stream(running, state.limits.headers_hold).await } else { answer.whole(running).await }
+    if stream { frames::respond(answer, running, state.limits.headers_hold).await } else { answer.whole(running).await }
 }
 
 /// Checks a request and submits all of its sequences. Returns their tokens that another server has sent, and the rest.

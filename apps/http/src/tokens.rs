@@ -81,6 +81,7 @@ fn content_tokens(
     mut fields: Fields<'_>,
     asker: &Asker<'_>,
 ) -> Result<Tokens, ApiError> {
+    let info = state.check_model(fields.string("model")?.as_deref())?;
     let special = fields.bool("add_special", false)?;
     let pieces = fields.bool("with_pieces", false)?;
     fields.neutral(&[("parse_special", Neutral::Bool(true))])?;
@@ -89,7 +90,7 @@ fn content_tokens(
     if !pieces {
         return Ok(Tokens::Content { tokens });
     }
-    check_context("the field `content`", tokens.len(), state.engine.info().max_model_tokens)?;
+    check_context("the field `content`", tokens.len(), info.max_model_tokens)?;
     let piece = |id: u32| {
         let bytes = state.tokenizer.token_bytes(id);
         let piece = String::from_utf8(bytes).map_or_else(|bytes| TokenText::Bytes(bytes.into_bytes()), TokenText::Text);
@@ -108,11 +109,8 @@ fn tokens_of(state: &ServerState, body: Bytes, asker: &Asker<'_>) -> Result<Toke
     let text = match prompt {
         Some(prompt) => text("prompt", prompt)?,
         None => {
-            let messages = messages::take(&mut fields)?;
-            let open_answer = fields.bool("add_generation_prompt", true)?;
-            fields.neutral(&[("continue_final_message", Neutral::Bool(false)), ("chat_template", Neutral::Null)])?;
-            let tools = ToolFields::take(&mut fields, state.template.as_deref())?;
-            state.render_chat(&messages, &tools.rendering(open_answer))?
+            asker.check()?;
+            chat_text(state, &mut fields)?
         }
     };
     fields.finish()?;
@@ -125,6 +123,15 @@ fn tokens_of(state: &ServerState, body: Bytes, asker: &Asker<'_>) -> Result<Toke
     let spell = |id: &u32| state.tokenizer.token(*id).unwrap_or_default();
     let token_strs = strings.then(|| tokens.iter().map(spell).collect());
     Ok(Tokenized { count: tokens.len(), max_model_len: info.max_model_tokens, tokens, token_strs })
+}
+
+/// The prompt of a chat, from the fields of a request.
+pub(crate) fn chat_text(state: &ServerState, fields: &mut Fields<'_>) -> Result<String, ApiError> {
+    let messages = messages::take(fields)?;
+    let open_answer = fields.bool("add_generation_prompt", true)?;
+    fields.neutral(&[("continue_final_message", Neutral::Bool(false)), ("chat_template", Neutral::Null)])?;
+    let tools = ToolFields::take(fields, state.template.as_deref())?;
+    state.render_chat(&messages, &tools.rendering(open_answer))
 }
 
 /// Refuses more tokens than the model's context: their texts take many times the bytes of the request.

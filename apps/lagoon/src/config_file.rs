@@ -41,6 +41,10 @@ impl Added {
 /// # Errors
 /// If the file cannot be read, or if a table or key of it is not a command or flag of `cli`; with a hint.
 pub(crate) fn added(cli: &Command, given: &[OsString]) -> anyhow::Result<Added> {
+    // Reading the command line may take a while: it looks host names up.
+    if !given.iter().any(|argument| argument.as_encoded_bytes().starts_with(b"--config")) {
+        return Ok(Added::default());
+    }
     let Ok(matches) = cli.clone().ignore_errors(true).try_get_matches_from(given) else {
         // Help or the version was asked for.
         return Ok(Added::default());

@@ -5,6 +5,8 @@ use crate::Cli;
 use crate::command_line::{self, Refused};
 use clap::{ArgAction, CommandFactory as _};
 use std::io::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Arguments that a file with `text` adds to `line`.
 fn added_to(line: &str, text: &str) -> anyhow::Result<Vec<String>> {
@@ -64,6 +66,23 @@ fn the_command_line_wins_over_the_file() {
     let added = Added { file: PathBuf::new(), arguments: vec!["--json".to_owned()] };
     let words = |line: &str| line.split(' ').map(OsString::from).collect::<Vec<_>>();
     assert_eq!(added.to(words("lagoon serve -- m")), words("lagoon serve --json -- m"));
+}
+
+/// Some values take a while to read: host names are looked up.
+#[test]
+fn without_a_file_no_value_is_read() {
+    let reads = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&reads);
+    let slow = move |text: &str| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        Ok::<_, String>(text.to_owned())
+    };
+    let cli = Command::new("lagoon").arg(Arg::new("config").long("config").value_parser(clap::value_parser!(PathBuf)));
+    let cli = cli.arg(Arg::new("peer").long("peer").value_parser(slow));
+    assert!(added(&cli, &["lagoon", "--peer=a"].map(OsString::from)).unwrap().arguments.is_empty());
+    assert_eq!(reads.load(Ordering::SeqCst), 0);
+    assert!(added(&cli, &["lagoon", "--peer=a", "--config=no/such/file"].map(OsString::from)).is_err());
+    assert_eq!(reads.load(Ordering::SeqCst), 1);
 }
 
 #[test]

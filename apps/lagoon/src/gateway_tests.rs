@@ -314,8 +314,9 @@ async fn the_log_has_what_the_instance_reports_and_the_instance_gets_the_id() {
     });
     let server = scripted::spawn(scripted::state(engine)).await;
     let (url, lines) = logged_gateway(vec![backend("gone", &dead(), 9), backend("i2", &server, 1)]).await;
-    for stream in [false, true] {
-        let request = reqwest::Client::new().post(format!("{url}/v1/completions")).header("x-request-id", "mine");
+    let paths = ["/v1/completions", "/completion"];
+    for (path, stream) in paths.into_iter().flat_map(|path| [(path, false), (path, true)]) {
+        let request = reqwest::Client::new().post(format!("{url}{path}")).header("x-request-id", "mine");
         let response = request.json(&json!({"prompt": "xyz", "stream": stream})).send().await.unwrap();
         assert_eq!(response.headers().get_all("x-request-id").iter().collect::<Vec<_>>(), ["mine"]);
         assert!(!response.headers().contains_key("x-lagoon-report"));
@@ -329,7 +330,7 @@ async fn the_log_has_what_the_instance_reports_and_the_instance_gets_the_id() {
         tokio::time::timeout(LONG, wait).await.expect("a line");
         let found = std::mem::take(&mut *lines.lock().unwrap());
         let [Line { id, status, report, outcome, instance, .. }] = &found[..] else { panic!("{found:?}") };
-        assert_eq!((id.as_str(), *status, outcome.as_str()), ("mine", Some(200), "stop"));
+        assert_eq!((id.as_str(), *status, outcome.as_str()), ("mine", Some(200), "stop"), "{path}");
         assert_eq!((instance.as_deref(), report.model.as_deref()), (Some("i2"), Some("lagoon/scripted")));
         assert_eq!([report.prompt_tokens, report.cached_tokens, report.output_tokens], [Some(4), Some(2), Some(4)]);
         assert!(report.ttft_ms.is_some() && report.queue_ms == Some(0), "{report:?}");

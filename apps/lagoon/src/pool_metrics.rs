@@ -69,12 +69,12 @@ impl PoolMetrics {
         let deadline = self.deadline;
         let reading = targets.iter().map(|(name, (upstreams, backend))| async move {
             let read = timeout_at(until, read(upstreams, backend, authorization, deadline)).await;
-            (name, upstreams, backend, read.unwrap_or_else(|_elapsed| Err("the deadline has passed".to_owned())))
+            (name, upstreams, read.unwrap_or_else(|_elapsed| Err("the deadline has passed".to_owned())))
         });
         let reading: Vec<_> = reading.collect();
         let mut results = stream::iter(reading).buffer_unordered(AT_ONCE);
         let (mut all, mut scraped, mut bytes) = (Exposition::default(), BTreeMap::new(), 0);
-        while let Some((name, upstreams, backend, result)) = results.next().await {
+        while let Some((name, upstreams, result)) = results.next().await {
             let result = result.and_then(|text| {
                 bytes += text.len();
                 if bytes > POOL_BYTES_MAX {
@@ -84,7 +84,7 @@ impl PoolMetrics {
             });
             if let Err(why) = &result {
                 tracing::warn!(instance = %name, why, "the metrics of an instance are left out");
-                upstreams.counts.scrape_failure(&backend.name);
+                upstreams.counts.scrape_failure(name);
             }
             scraped.insert(name.as_str(), result.is_ok());
         }

@@ -93,6 +93,20 @@ async fn each_instance_has_its_series_once_and_those_that_do_not_answer_are_coun
     assert_eq!(help, "Sequences in the batch.");
 }
 
+/// A failure is counted under the label that the page shows.
+#[tokio::test]
+async fn one_of_two_with_a_name_that_does_not_answer_is_counted_under_its_own_label() {
+    let gone = backend("b", &dead(), 1);
+    let pools = pool(vec![gone.clone(), backend("b", &server(instance(1), None).await, 1)]);
+    let metrics = PoolMetrics::new(scripted::recorder(), None);
+    let expected: BTreeMap<_, _> = [(format!("b@{}", gone.http_addr), 2.0)].into();
+    metrics.text(&pools, None).await.unwrap();
+    let parsed = Exposition::parse(&metrics.text(&pools, None).await.unwrap()).unwrap();
+    assert_eq!(values(&parsed, "lagoon_gateway_scrape_failures_total", ""), expected);
+    let scraped = values(&parsed, "lagoon_gateway_instance_scraped", "");
+    assert!(scraped.len() == 2 && expected.keys().all(|label| scraped[label] == 0.0), "{scraped:?}");
+}
+
 /// Names, labels, HELP and TYPE of everything that a gateway shows, over servers of the real router.
 #[tokio::test]
 async fn a_gateways_page_is_valid_in_stable_order_and_every_family_has_help() {

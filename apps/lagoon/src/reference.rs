@@ -25,8 +25,6 @@ enum Page {
     Metrics,
     /// docs/reference/models.md
     Models,
-    /// docs/reference/fields.md
-    Fields,
     /// docs/reference/requests.md
     Requests,
 }
@@ -37,7 +35,6 @@ pub(crate) fn run(args: &ReferenceArgs) {
         Page::Flags => flags(),
         Page::Metrics => metrics(),
         Page::Models => models(),
-        Page::Fields => lagoon_http::fields_page(),
         Page::Requests => lagoon_http::openapi::page(),
     };
     out!("{text}");

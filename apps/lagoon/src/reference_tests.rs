@@ -15,7 +15,6 @@ fn the_pages_are_what_the_program_prints() {
         ("flags.md", flags()),
         ("metrics.md", metrics()),
         ("models.md", models()),
-        ("fields.md", lagoon_http::fields_page()),
         ("requests.md", lagoon_http::openapi::page()),
     ] {
         assert!(page(name) == text, "docs/reference/{name} is stale\nhint: cargo xtask docs");

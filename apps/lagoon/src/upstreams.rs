@@ -229,7 +229,13 @@ impl Dispatch {
 
 /// Counters by instance of pools that share them, in Prometheus' text format.
 pub(crate) fn render_counts(pools: &[Arc<Upstreams>]) -> String {
-    let knows = |name: &str| pools.iter().any(|pool| pool.backends.knows(name));
+    let is_known = |name: &str| pools.iter().any(|pool| pool.backends.knows(name));
+    // Of several instances with one name, `name@address`.
+    let unlabelled = |label: &str| match label.rsplit_once('@') {
+        Some((name, addr)) if addr.parse::<SocketAddr>().is_ok() => name.to_owned(),
+        _ => label.to_owned(),
+    };
+    let knows = |label: &str| is_known(label) || is_known(&unlabelled(label));
     pools.first().map(|pool| pool.counts.render(knows)).unwrap_or_default()
 }
 

@@ -5,12 +5,12 @@ use super::{
     reply::{Completion, End, Settings, StopType, Timings, probabilities},
 };
 use crate::{
-    answer::{event_stream, frame},
     error::ApiError,
     fields::Fields,
-    generate::{Failure, Piece, Pieces, Token},
+    frames::{self, Streamed},
+    generate::{Piece, Pieces, Token},
     generations::{Ask, Longest, Ready, start, wants_journal},
-    journal::{self, Began, Entry, SentTokens},
+    journal::{Began, Entry, SentTokens},
     keys::Caller,
     params::{Params, required, too_many},
     reply::{Endpoint, Finish},
@@ -20,14 +20,14 @@ use crate::{
 use axum::{
     body::Bytes,
     extract::{Request, State},
-    http::{HeaderValue, header},
+    http::header,
     response::{IntoResponse, Response},
 };
-use futures::{StreamExt, stream};
+use futures::StreamExt;
 use lagoon_text::Tokenizer;
 use lagoon_types::limits::BAD_WORDS_MAX;
 use rand::Rng;
-use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Instant};
+use std::{sync::Arc, time::Instant};
 
 /// A request in tokens.
 pub(crate) struct Asked {
@@ -48,7 +48,7 @@ pub(crate) async fn completion(
     let (output, pieces) = start(&state, &asked.ready)?;
     let stream = asked.ready.params.stream;
     let answer = Answer::new(&state, asked, &output);
-    if stream { answer.stream(pieces, state.limits.headers_hold).await } else { answer.whole(pieces).await }
+    if stream { frames::respond(answer, pieces, state.limits.headers_hold).await } else { answer.whole(pieces).await }
 }
 
 pub(crate) fn ask(
@@ -96,6 +96,7 @@ struct Sequence {
 
 /// The response to one request.
 struct Answer {
+    id: String,
     tokenizer: Arc<Tokenizer>,
     model: String,
     prompts: Vec<Vec<u32>>,
@@ -126,6 +127,7 @@ impl Answer {
         };
         let began = params.resume.as_ref().map_or_else(began, |resume| resume.began.clone());
         Self {
+            id: began.id.clone(),
             tokenizer: Arc::clone(&state.tokenizer),
             model: info.model_id,
             prompts: ask.prompts,
@@ -158,32 +160,8 @@ impl Answer {
             _ => serde_json::to_string(&replies).expect("replies serialise: numbers are finite"),
         };
         let mut response = ([(header::CONTENT_TYPE, "application/json")], body).into_response();
-        self.count(&mut response);
+        frames::report(&self, &mut response);
         Ok(response)
-    }
-
-    /// Streams the pieces; see [`crate::answer::Answer::stream`].
-    async fn stream(self, mut pieces: Pieces, hold: std::time::Duration) -> Result<Response, ApiError> {
-        let mut ready = VecDeque::new();
-        let mut response = Response::default();
-        self.count(&mut response);
-        if let Ok(Some(piece)) = tokio::time::timeout(hold, pieces.next()).await {
-            ready.push_back(piece?);
-        }
-        let journal = self.journal.is_some();
-        let frames = stream::unfold(Some(Frames { answer: self, pieces, ready, journal }), |frames| async move {
-            let (frame, frames) = frames?.next().await?;
-            Some((Ok::<_, Infallible>(Bytes::from(frame)), frames))
-        });
-        Ok(event_stream(response, frames))
-    }
-
-    fn count(&self, response: &mut Response) {
-        if self.journal.is_some() {
-            let prompts: usize = self.prompts.iter().map(Vec::len).sum();
-            let predicted: usize = self.sequences.iter().map(|sequence| sequence.predicted).sum();
-            response.headers_mut().insert(journal::TOKENS_HEADER, HeaderValue::from(prompts + predicted));
-        }
     }
 
     /// Counts a piece.
@@ -197,7 +175,7 @@ impl Answer {
         }
         sequence.predicted += piece.tokens.len();
         self.caller.charge(piece.tokens.len() as u64);
-        piece.note_in(self.caller.record(), true);
+        piece.note_in(self.caller.record(), piece.index.is_multiple_of(self.params.n));
     }
 
     /// The object of a piece that was counted; a whole response is a last piece.
@@ -278,45 +256,34 @@ pub(super) fn settings(params: &Params) -> Settings {
     }
 }
 
-/// A streamed response in flight.
-struct Frames {
-    answer: Answer,
-    pieces: Pieces,
-    ready: VecDeque<Piece>,
-    journal: bool,
-}
+impl Streamed for Answer {
+    /// There is no end mark.
+    const LAST: Entry = Entry::Over;
 
-impl Frames {
-    /// The next frame, and the rest of the stream unless it was the last one. There is no end mark.
-    async fn next(mut self) -> Option<(String, Option<Self>)> {
-        let piece = match self.ready.pop_front() {
-            Some(piece) => Some(Ok(piece)),
-            None => self.pieces.next().await,
-        };
-        match piece {
-            Some(Ok(piece)) => {
-                let tokens = piece.tokens.iter().map(|token| token.id).collect();
-                let entry = Entry::SentTokens { index: piece.index, tokens, finished: piece.finish.is_some() };
-                self.answer.note(&piece);
-                let reply = self.answer.reply(piece);
-                Some((self.lines(&entry) + &frame(&to_json(&reply)), Some(self)))
-            }
-            Some(Err(Failure { error, again })) => {
-                tracing::warn!(%error, "a stream failed");
-                Some((self.lines(&Entry::Failed { again }) + &frame(&error.body()), None))
-            }
-            None if self.journal => Some((self.lines(&Entry::Over) + "\n", None)),
-            None => None,
-        }
+    fn id(&self) -> &str {
+        &self.id
     }
 
-    /// The journal lines of the next event; empty without a journal.
-    fn lines(&mut self, entry: &Entry) -> String {
-        if !self.journal {
-            return String::new();
-        }
-        let began = self.answer.journal.take().map(|began| Entry::Began(began).line());
-        began.unwrap_or_default() + &entry.line()
+    fn caller(&self) -> &Caller {
+        &self.caller
+    }
+
+    fn journal(&self) -> Option<&Began> {
+        self.journal.as_ref()
+    }
+
+    fn tokens(&self) -> usize {
+        let prompts: usize = self.prompts.iter().map(Vec::len).sum();
+        prompts + self.sequences.iter().map(|sequence| sequence.predicted).sum::<usize>()
+    }
+
+    fn event(&mut self, piece: Piece) -> String {
+        self.note(&piece);
+        to_json(&self.reply(piece))
+    }
+
+    fn end(&self) -> String {
+        String::new()
     }
 }
 

@@ -5,13 +5,7 @@
 
 use super::{completion::settings, reply::Settings};
 use crate::{
-    error::ApiError,
-    fields::{Fields, Neutral},
-    messages, metrics,
-    params::Params,
-    state::ServerState,
-    text_jobs::Asker,
-    tools::ToolFields,
+    error::ApiError, fields::Fields, metrics, params::Params, state::ServerState, text_jobs::Asker, tokens::chat_text,
 };
 use axum::{
     Json,
@@ -111,11 +105,8 @@ pub(crate) async fn apply_template(
 pub(crate) fn applied(state: &ServerState, body: Bytes, asker: &Asker<'_>) -> Result<Applied, ApiError> {
     let mut fields = Fields::parse(&body)?;
     state.check_model(fields.string("model")?.as_deref())?;
-    let messages = messages::take(&mut fields)?;
-    let open_answer = fields.bool("add_generation_prompt", true)?;
-    let tools = ToolFields::take(&mut fields, state.template.as_deref())?;
-    fields.neutral(&[("continue_final_message", Neutral::Bool(false)), ("chat_template", Neutral::Null)])?;
-    fields.finish()?;
     asker.check()?;
-    Ok(Applied { prompt: state.render_chat(&messages, &tools.rendering(open_answer))? })
+    let prompt = chat_text(state, &mut fields)?;
+    fields.finish()?;
+    Ok(Applied { prompt })
 }

@@ -6,7 +6,12 @@ mod tables;
 #[cfg(test)]
 mod tests;
 
-use crate::{embeddings, error, fields::Neutral, native, reply, server, tokens};
+use crate::{
+    embeddings, error,
+    fields::Neutral,
+    native, reply, server, tokens,
+    translate::{ENDPOINTS, Field, Support},
+};
 use axum::Json;
 use schemars::{JsonSchema, SchemaGenerator, generate::SchemaSettings};
 use serde_json::{Map, Value, json};
@@ -68,7 +73,7 @@ const OPERATIONS: &[Operation] = &[
     operation("get", "/openapi.json", Response::Object, "This description."),
 ];
 
-/// What is translated to chat requests. Its fields are data of their own: [`crate::fields_page`].
+/// What is translated to chat requests, with its own tables of fields: [`ENDPOINTS`].
 const TRANSLATED: &[Operation] = &[
     operation("post", "/v1/messages", Response::Object, "Answers a chat (Anthropic)."),
     operation("post", "/v1/messages/count_tokens", Response::Object, "Tokens of a chat (Anthropic)."),
@@ -97,6 +102,9 @@ fn document() -> Value {
     let mut components: Map<String, Value> = schemas.take_definitions(true);
     for of in tables::BODIES {
         components.insert(request_name(of.path), request(of));
+    }
+    for (route, _) in ENDPOINTS {
+        components.insert(request_name(route), translated(own_fields(route)));
     }
     json!({
         "openapi": "3.1.0",
@@ -138,13 +146,9 @@ fn describe(of: &Operation, error: &schemars::Schema, schemas: &mut SchemaGenera
     if of.path.contains("{id}") {
         shown["parameters"] = json!([{ "name": "id", "in": "path", "required": true, "schema": { "type": "string" } }]);
     }
-    if body(of.path).is_some() {
+    if body(of.path).is_some() || ENDPOINTS.iter().any(|(route, _)| *route == of.path) {
         let schema = json!({ "$ref": format!("#/components/schemas/{}", request_name(of.path)) });
         shown["requestBody"] = json!({ "required": true, "content": { "application/json": { "schema": schema } } });
-    }
-    if of.method == "post" && TRANSLATED.iter().any(|translated| translated.path == of.path) {
-        shown["requestBody"] =
-            json!({ "required": true, "content": { "application/json": { "schema": { "type": "object" } } } });
     }
     shown
 }
@@ -168,15 +172,41 @@ fn request(of: &Body) -> Value {
         properties.entry(field.name).or_insert(schema);
     }
     for (name, neutral) in of.neutral() {
-        let mut schema = or_null(neutral_values(neutral));
-        schema["description"] = match neutral {
-            Neutral::Any => "Accepted without effect.",
-            _ => "Not supported: only the value that changes nothing is accepted.",
-        }
-        .into();
-        properties.entry(name).or_insert(schema);
+        properties.entry(name).or_insert_with(|| unsupported(neutral, ""));
     }
     json!({ "type": "object", "properties": properties, "required": of.required, "additionalProperties": false })
+}
+
+/// The fields of a translated request itself.
+fn own_fields(route: &str) -> impl Iterator<Item = &'static Field> {
+    let objects = ENDPOINTS.iter().filter(move |(known, _)| *known == route).flat_map(|(_, objects)| *objects);
+    objects.filter(|(path, _)| path.is_empty()).flat_map(|(_, fields)| *fields)
+}
+
+/// The schema of a translated request.
+fn translated(fields: impl Iterator<Item = &'static Field>) -> Value {
+    let (mut properties, mut required) = (Map::new(), Vec::new());
+    for Field { name, support, note } in fields {
+        let schema = match support {
+            Support::Required | Support::Supported => json!({ "description": note }),
+            Support::WithoutEffect => unsupported(Neutral::Any, note),
+            Support::Refused(neutral) => unsupported(*neutral, note),
+        };
+        properties.insert((*name).to_owned(), schema);
+        required.extend(matches!(support, Support::Required).then_some(*name));
+    }
+    json!({ "type": "object", "properties": properties, "required": required, "additionalProperties": false })
+}
+
+/// The schema of a field that changes no answer.
+fn unsupported(neutral: Neutral, note: &str) -> Value {
+    let mut schema = or_null(neutral_values(neutral));
+    let what = match neutral {
+        Neutral::Any => "Accepted without effect.",
+        _ => "Not supported: only the value that changes nothing is accepted.",
+    };
+    schema["description"] = if note.is_empty() { what.into() } else { format!("{what} {note}").into() };
+    schema
 }
 
 /// A schema that takes null, too.

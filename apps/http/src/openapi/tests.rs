@@ -10,6 +10,7 @@ use crate::{
     state::ServerState,
     text_jobs::Asker,
     tokens,
+    translate::names,
 };
 use axum::body::Bytes;
 use serde_json::{Value, json};
@@ -103,6 +104,28 @@ async fn fields_listed_as_refused_are() {
             let error: Value = reply.json().await.unwrap();
             assert_eq!(error["error"]["code"], "unsupported_parameter", "{} {name}: {error}", body.path);
             assert_eq!(error["error"]["param"], *name, "{}", body.path);
+        }
+    }
+}
+
+#[test]
+fn translated_requests_are_described_by_their_tables() {
+    let document = document();
+    for (route, required) in [
+        ("/v1/messages", json!(["messages", "max_tokens"])),
+        ("/v1/messages/count_tokens", json!(["messages"])),
+        ("/v1/responses", json!(["input"])),
+    ] {
+        let body = &document["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"];
+        let schema = document.pointer(body.as_str().unwrap().trim_start_matches('#')).unwrap();
+        assert_eq!(schema["required"], required, "{route}");
+        let properties = schema["properties"].as_object().unwrap();
+        let described: BTreeSet<&str> = properties.keys().map(String::as_str).collect();
+        let [takes, ignores, refuses, _] = names(route);
+        assert_eq!(described, [takes, ignores, refuses].concat().into_iter().collect(), "{route}");
+        for (name, property) in properties {
+            let note = property["description"].as_str().unwrap_or_default();
+            assert!(!note.is_empty() && !name.contains('.'), "{route}: {name}: {property}");
         }
     }
 }

@@ -241,7 +241,7 @@ async fn what_is_not_supported_is_refused_by_name_in_anthropics_shape() {
 async fn the_table_of_fields_is_what_the_endpoint_does() {
     let client = Client::saying("ok").await;
     for path in [PATH, "/v1/messages/count_tokens"] {
-        let [takes, ignores, refuses] = names(path);
+        let [takes, ignores, refuses, required] = names(path);
         let base = |name: &str, value: Value| {
             let mut body = ask(&json!({}));
             if path != PATH {
@@ -267,6 +267,16 @@ async fn the_table_of_fields_is_what_the_endpoint_does() {
                 "{}",
                 reply.text
             );
+        }
+        let whole = json!({"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]});
+        let mut least = json!({});
+        required.iter().for_each(|name| least[name] = whole[name].clone());
+        assert_eq!(client.post(path, least.clone()).await.status, 200, "{least}");
+        for name in required {
+            let mut body = least.clone();
+            body.as_object_mut().unwrap().remove(name);
+            let reply = client.post(path, body).await;
+            assert!(reply.status == 400 && reply.text.contains(&format!("`{name}` is required")), "{}", reply.text);
         }
     }
 }

@@ -140,14 +140,14 @@ async fn a_failure_has_its_status_and_ends_the_others() {
     for (input, status, code) in [
         (json!([[2], [1]]), 503, "unavailable"),
         (json!([[3], [1]]), 429, "queue_full"),
-        (json!([[4]]), 500, "internal_error"),
+        (json!([[4], [1]]), 500, "internal_error"),
         (json!([[5]]), 500, "internal_error"),
     ] {
         let reply = client.post(PATH, json!({"input": input})).await;
         assert_eq!((reply.status, &reply.json()["error"]["code"]), (status, &json!(code)), "{}", reply.text);
         assert_eq!(reply.headers.contains_key("retry-after"), status == 429);
     }
-    engine.wait_cancelled(1).await;
+    engine.wait_cancelled(2).await;
 }
 
 #[tokio::test]

@@ -93,13 +93,15 @@ async fn a_request_has_one_line_when_its_response_has_ended() {
         Ok(steps)
     });
     let server = Logged::new(engine, Keys::none(), &[]).await;
-    for stream in [false, true] {
+    let paths = ["/v1/completions", "/completion"];
+    for (path, stream) in paths.into_iter().flat_map(|path| [(path, false), (path, true)]) {
         let body = json!({"prompt": "xyz", "stream": stream, "n": 2, "model": "lagoon/scripted"});
-        let response = server.post("/v1/completions?a=b", &body).header(REQUEST_ID, "mine").send().await.unwrap();
+        let request = server.post(&format!("{path}?a=b"), &body).header(REQUEST_ID, "mine");
+        let response = request.send().await.unwrap();
         assert_eq!(response.status(), 200);
         response.bytes().await.unwrap();
         let line = server.line().await;
-        assert_eq!((line.id.as_str(), line.method.as_str(), line.path.as_str()), ("mine", "POST", "/v1/completions"));
+        assert_eq!((line.id.as_str(), line.method.as_str(), line.path.as_str()), ("mine", "POST", path));
         assert_eq!((line.status, line.outcome.as_str(), line.instance), (Some(200), "stop", None));
         let report = line.report;
         assert_eq!(report.model.as_deref(), Some("lagoon/scripted"));
@@ -127,10 +129,16 @@ async fn a_line_names_the_error_that_ended_a_response() {
     let fails = || RequestError::Unavailable("the device is gone".to_owned());
     let engine = ScriptedEngine::new(move |_| Ok(vec![Step::Token(97), Step::Fail(fails())]));
     let server = Logged::new(engine, Keys::none(), &[]).await;
-    let response = server.post("/v1/completions", &json!({"prompt": "a", "stream": true})).send().await.unwrap();
-    response.bytes().await.unwrap();
-    let line = server.line().await;
-    assert_eq!((line.status, line.outcome.as_str(), line.report.output_tokens), (Some(200), "unavailable", Some(1)));
+    for path in ["/v1/completions", "/completion"] {
+        let response = server.post(path, &json!({"prompt": "a", "stream": true})).send().await.unwrap();
+        response.bytes().await.unwrap();
+        let line = server.line().await;
+        assert_eq!(
+            (line.status, line.outcome.as_str(), line.report.output_tokens),
+            (Some(200), "unavailable", Some(1)),
+            "{path}"
+        );
+    }
 }
 
 #[tokio::test]

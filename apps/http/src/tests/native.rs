@@ -207,6 +207,9 @@ async fn a_template_is_applied_and_texts_are_tokenised() {
     let tokens = async |body: Value| client.post("/tokenize", body).await.json();
     assert_eq!(tokens(json!({"content": "hi"})).await, json!({"tokens": [104, 105]}));
     assert_eq!(tokens(json!({"content": "h", "add_special": true})).await, json!({"tokens": [BOS, 104]}));
+    assert_eq!(tokens(json!({"content": "h", "model": "lagoon/scripted"})).await, json!({"tokens": [104]}));
+    let other = client.post("/tokenize", json!({"content": "h", "model": "gpt-5"})).await;
+    assert_eq!((other.status, &other.json()["error"]["code"]), (404, &json!("model_not_found")));
     let pieces = tokens(json!({"content": "hé", "with_pieces": true})).await;
     assert_eq!(pieces["tokens"][0], json!({"id": 104, "piece": "h"}));
     assert_eq!(pieces["tokens"][1], json!({"id": 195, "piece": [195]}));

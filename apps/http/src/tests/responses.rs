@@ -6,6 +6,7 @@ use super::{
 };
 use crate::{
     Keys,
+    bodies::Bodies,
     scripted::{self, ScriptedEngine, Step},
     translate::names,
 };
@@ -173,6 +174,31 @@ async fn a_conversation_goes_on_from_the_stored_response() {
     assert_eq!(client.get(&format!("{PATH}/{}", unstored["id"].as_str().unwrap())).await.status, 404);
 }
 
+/// A short request may refer to a long conversation: its turns count as what it sends.
+#[tokio::test]
+async fn a_conversation_is_bounded_and_held_like_a_request() {
+    let engine = ScriptedEngine::saying("sixty letters, so that a turn is longer than its own request");
+    let long = json!({"input": "a".repeat(60)});
+    for (body_bytes_max, bodies, status, code) in [
+        (600, Bodies::default(), 200, None),
+        (230, Bodies::default(), 400, Some("conversation_too_large")),
+        // It is held until the chat's handler has read it.
+        (600, Bodies::with_limits(400, 400), 503, Some("unavailable")),
+    ] {
+        let mut state = scripted::state(engine.clone());
+        (state.limits.body_bytes_max, state.bodies) = (body_bytes_max, bodies);
+        let client = Client::new(state).await;
+        let mut previous = client.post(PATH, long.clone()).await.json();
+        assert_eq!(previous["status"], "completed", "{previous}");
+        let next = json!({"input": "b".repeat(10), "previous_response_id": previous["id"].take()});
+        let reply = client.post(PATH, next).await;
+        assert_eq!((reply.status, reply.json()["error"]["code"].as_str()), (status, code), "{}", reply.text);
+        if status == 400 {
+            assert_eq!(reply.json()["error"]["param"], "previous_response_id");
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_stored_response_is_its_keys_own() {
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -252,7 +278,7 @@ async fn what_is_not_supported_is_refused_by_name() {
 #[tokio::test]
 async fn the_table_of_fields_is_what_the_endpoint_does() {
     let client = Client::saying("ok").await;
-    let [takes, ignores, refuses] = names(PATH);
+    let [takes, ignores, refuses, required] = names(PATH);
     let unsupported = |text: &str, name: &str| text.contains(&format!("`{name}` is not supported"));
     for name in takes {
         let reply = client.post(PATH, ask(&json!({name: {"x": [1]}}))).await;
@@ -266,4 +292,8 @@ async fn the_table_of_fields_is_what_the_endpoint_does() {
         let reply = client.post(PATH, ask(&json!({name: {"x": [1]}}))).await;
         assert!(reply.status == 400 && unsupported(&reply.text, name), "{}", reply.text);
     }
+    assert_eq!(client.post(PATH, json!({"input": "hi"})).await.status, 200);
+    assert_eq!(required, ["input"]);
+    let error = client.post(PATH, json!({})).await.json();
+    assert_eq!(error["error"]["code"], "missing_required_parameter", "{error}");
 }

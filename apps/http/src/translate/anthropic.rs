@@ -6,7 +6,7 @@ use super::{
         Call, ChatRequest, Message, Messages, append, items, joined_text, kind_of, object_text, required_text, tree,
         unsupported_kind,
     },
-    table::{Field, finish, ignores, refuses, takes},
+    table::{Field, finish, ignores, needs, refuses, takes},
 };
 use crate::{
     error::ApiError,
@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 pub(super) const NAMES: Names = &[
     ("messages", "messages"),
     ("stop", "stop_sequences"),
+    ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
     ("reasoning_effort", "output_config.effort"),
     ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
@@ -29,19 +30,19 @@ pub(super) const NAMES: Names = &[
 ];
 
 const MESSAGES: &[Field] = &[
-    takes("model", ""),
-    takes("messages", "roles user and assistant; consecutive texts of one role are one message"),
+    takes("model", "the served model's name; without it, the served one"),
+    needs("messages", "roles user and assistant; consecutive texts of one role are one message"),
     takes("system", "a text or a list of text blocks"),
-    takes("max_tokens", ""),
-    takes("stop_sequences", ""),
-    takes("temperature", ""),
-    takes("top_p", ""),
-    takes("top_k", ""),
+    needs("max_tokens", "most tokens of the answer"),
+    takes("stop_sequences", "texts that end the answer"),
+    takes("temperature", "0 is greedy"),
+    takes("top_p", "nucleus sampling"),
+    takes("top_k", "only so many likeliest tokens are drawn"),
     takes("tools", "client tools; others are refused by their `type`"),
     takes("tool_choice", "as the chat's `tool_choice`: auto, any (required), tool (a function), none"),
     takes("thinking", "`disabled` and `enabled` set the template's variable; `adaptive` leaves the template's default"),
-    takes("output_config", ""),
-    takes("stream", ""),
+    takes("output_config", "`effort` and `format`"),
+    takes("stream", "server-sent events"),
     ignores("metadata", ""),
     ignores("cache_control", "a prompt's KV stays cached anyway while its memory lasts"),
     refuses("service_tier", Neutral::Text(&["auto", "standard_only"])),
@@ -56,14 +57,14 @@ const MESSAGES: &[Field] = &[
 ];
 
 const COUNT: &[Field] = &[
-    takes("model", ""),
-    takes("messages", "as above, and all objects inside of it"),
-    takes("system", ""),
-    takes("tools", ""),
-    takes("tool_choice", ""),
-    takes("thinking", ""),
-    takes("output_config", ""),
-    ignores("cache_control", ""),
+    takes("model", "the served model's name; without it, the served one"),
+    needs("messages", "as in `/v1/messages`, and all objects inside of it"),
+    takes("system", "as in `/v1/messages`"),
+    takes("tools", "as in `/v1/messages`"),
+    takes("tool_choice", "as in `/v1/messages`"),
+    takes("thinking", "as in `/v1/messages`"),
+    takes("output_config", "as in `/v1/messages`"),
+    ignores("cache_control", "as in `/v1/messages`"),
     refuses("speed", Neutral::Text(&["standard"])),
     refuses("context_management", Neutral::Null),
     refuses("mcp_servers", Neutral::Empty),
@@ -71,22 +72,22 @@ const COUNT: &[Field] = &[
     refuses("workspace_id", Neutral::Null),
 ];
 
-const TEXT: &[Field] = &[takes("text", ""), ignores("cache_control", ""), refuses("citations", Neutral::Empty)];
+const TEXT: &[Field] = &[needs("text", ""), ignores("cache_control", ""), refuses("citations", Neutral::Empty)];
 
 const THINKING: &[Field] =
-    &[takes("thinking", "the template decides whether it is part of the prompt"), ignores("signature", "")];
+    &[needs("thinking", "the template decides whether it is part of the prompt"), ignores("signature", "")];
 
 const TOOL_USE: &[Field] = &[
-    takes("id", ""),
-    takes("name", ""),
-    takes("input", ""),
+    needs("id", ""),
+    needs("name", ""),
+    needs("input", ""),
     ignores("cache_control", ""),
     refuses("caller", Neutral::Null),
     refuses("toolset_name", Neutral::Null),
 ];
 
 const TOOL_RESULT: &[Field] = &[
-    takes("tool_use_id", ""),
+    needs("tool_use_id", ""),
     takes("content", "a text or a list of text blocks"),
     takes("is_error", "the result begins with a line `Error:`: chat templates have no place for it"),
     ignores("cache_control", ""),
@@ -95,9 +96,9 @@ const TOOL_RESULT: &[Field] = &[
 
 const TOOL: &[Field] = &[
     takes("type", "`custom` only"),
-    takes("name", ""),
+    needs("name", ""),
     takes("description", ""),
-    takes("input_schema", ""),
+    needs("input_schema", ""),
     takes("strict", "as the chat's `strict`"),
     ignores("cache_control", ""),
     ignores("eager_input_streaming", "a call is given when it is complete"),
@@ -107,10 +108,10 @@ const TOOL: &[Field] = &[
 ];
 
 const CHOICE: &[Field] =
-    &[takes("type", ""), takes("name", ""), takes("disable_parallel_tool_use", "the answer ends after its first call")];
+    &[needs("type", ""), takes("name", ""), takes("disable_parallel_tool_use", "the answer ends after its first call")];
 
 const THINKING_CONFIG: &[Field] = &[
-    takes("type", "enabled, disabled or adaptive"),
+    needs("type", "enabled, disabled or adaptive"),
     ignores("budget_tokens", "a target, not a limit: nothing here steers a model towards it"),
     refuses("display", Neutral::Null),
 ];
@@ -118,7 +119,7 @@ const THINKING_CONFIG: &[Field] = &[
 const OUTPUT_CONFIG: &[Field] =
     &[takes("effort", "the template's `reasoning_effort`"), takes("format", "the chat's `response_format`")];
 
-const FORMAT: &[Field] = &[takes("type", "`json_schema`"), takes("schema", "")];
+const FORMAT: &[Field] = &[needs("type", "`json_schema`"), needs("schema", "")];
 
 /// The reference page's tables.
 pub(super) const MESSAGES_OBJECTS: &[(&str, &[Field])] = &[

@@ -142,3 +142,27 @@ async fn shape_error(request: Request, next: Next) -> Response {
     let body = anthropic(&error, Some(head.status)).to_string();
     Response::from_parts(head, Body::from(body))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::translate::{anthropic, responses};
+
+    /// A schema has no object of its own in the other interfaces.
+    #[test]
+    fn fields_of_a_chat_have_the_interfaces_own_names() {
+        for (param, of_responses, of_anthropic) in [
+            ("response_format", "text.format", "output_config.format"),
+            ("response_format.type", "text.format.type", "output_config.format.type"),
+            ("response_format.json_schema.schema", "text.format.schema", "output_config.format.schema"),
+            ("response_format.json_schema", "text.format", "output_config.format"),
+            ("messages[3].content", "input", "messages"),
+            ("tools[0].function.name", "tools[0].name", "tools[0].name"),
+            ("tools[0].function.parameters", "tools[0].parameters", "tools[0].input_schema"),
+            ("seed", "seed", "seed"),
+        ] {
+            assert_eq!(own_name(param, responses::NAMES), of_responses);
+            assert_eq!(own_name(param, anthropic::NAMES), of_anthropic);
+        }
+    }
+}

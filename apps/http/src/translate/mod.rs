@@ -26,7 +26,7 @@ use crate::{
 };
 use axum::{
     Json, Router,
-    body::{Body, to_bytes},
+    body::{Body, Bytes, to_bytes},
     extract::{Path, Request, State},
     http::{HeaderValue, Method, StatusCode, Uri, header, request::Parts},
     response::{IntoResponse as _, Response},
@@ -34,15 +34,16 @@ use axum::{
 };
 use errors::Names;
 pub(crate) use errors::shape_errors;
+use request::ChatRequest;
 use responses_reply::{ResponseShape, Storing};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Instant};
-use stored::Stored;
+use stored::{Stored, Turn};
 use stream::{Shape, Translation};
-pub use table::fields_page;
 #[cfg(test)]
 pub(crate) use table::tests::names;
+pub(crate) use table::{ENDPOINTS, Field, Support};
 use tower_service::Service as _;
 
 /// Bytes read of `/tokenize`'s reply: it lists the tokens, each of at most 11 bytes.
@@ -74,24 +75,45 @@ impl Endpoints {
     async fn read<T: Send + 'static>(
         &self,
         request: Request,
-        work: impl FnOnce(&[u8], &Caller) -> Result<T, ApiError> + Send + 'static,
+        work: impl FnOnce(&[u8]) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<(Parts, T), ApiError> {
         let (head, body) = request.into_parts();
         let holder = Holder::of(&head.extensions);
         let Limits { body_bytes_max, body_deadline, .. } = self.limits;
         let (body, share) = self.bodies.read(holder, body, body_bytes_max, body_deadline).await?;
-        let caller = head.extensions.get::<Caller>().cloned().unwrap_or_default();
         let job = self.text_jobs.run(body.len(), move |asker| {
             asker.check()?;
-            let made = work(&body, &caller);
+            let made = work(&body);
             drop(share);
             made
         });
         Ok((head, job.await?))
     }
 
+    /// The body of a request of `bytes` bytes with `own` messages after those of `turns`, joined off the runtime's threads; with both.
+    async fn join(
+        &self,
+        holder: Holder,
+        chat: ChatRequest,
+        turns: Vec<Arc<Turn>>,
+        own: String,
+        bytes: usize,
+    ) -> Result<(Vec<Arc<Turn>>, String, Bytes), ApiError> {
+        let bytes = turns.iter().fold(bytes, |bytes, turn| bytes + turn.messages.len());
+        if bytes > self.limits.body_bytes_max {
+            return Err(conversation_too_large(bytes, self.limits.body_bytes_max));
+        }
+        let share = self.bodies.hold(holder, bytes)?;
+        let job = self.text_jobs.run(bytes, move |asker| {
+            asker.check()?;
+            let body = share.keep(chat.body_after(&turns, &own));
+            Ok((turns, own, body))
+        });
+        job.await
+    }
+
     /// The reply of the chat's routes to a translated request.
-    async fn ask(&self, mut head: Parts, route: &'static str, body: Vec<u8>) -> Response {
+    async fn ask(&self, mut head: Parts, route: &'static str, body: Bytes) -> Response {
         head.uri = Uri::from_static(route);
         head.method = Method::POST;
         for name in [header::CONTENT_LENGTH, header::TRANSFER_ENCODING, header::CONTENT_ENCODING] {
@@ -104,7 +126,7 @@ impl Endpoints {
     }
 
     /// The answer to a translated request in its interface's shape.
-    async fn answer<S: Shape>(&self, head: Parts, body: Vec<u8>, stream: bool, shape: S, names: Names) -> Response {
+    async fn answer<S: Shape>(&self, head: Parts, body: Bytes, stream: bool, shape: S, names: Names) -> Response {
         let response = self.ask(head, "/v1/chat/completions", body).await;
         if response.status() != StatusCode::OK {
             return errors::renamed(response, names).await;
@@ -126,10 +148,10 @@ impl Endpoints {
 
 /// `POST /v1/messages`.
 async fn messages(State(endpoints): State<Arc<Endpoints>>, request: Request) -> Result<Response, ApiError> {
-    let work = |body: &[u8], _: &Caller| anthropic::read(body).map(|(chat, stream)| (chat.body(&[]), stream));
+    let work = |body: &[u8]| anthropic::read(body).map(|(chat, stream)| (chat.body(), stream));
     let (head, (body, stream)) = endpoints.read(request, work).await?;
     let shape = anthropic_reply::MessageShape::new();
-    Ok(endpoints.answer(head, body, stream, shape, anthropic::NAMES).await)
+    Ok(endpoints.answer(head, body.into(), stream, shape, anthropic::NAMES).await)
 }
 
 #[derive(Deserialize)]
@@ -139,9 +161,9 @@ struct Count {
 
 /// `POST /v1/messages/count_tokens`.
 async fn count_tokens(State(endpoints): State<Arc<Endpoints>>, request: Request) -> Result<Response, ApiError> {
-    let work = |body: &[u8], _: &Caller| anthropic::read_count(body).map(|chat| chat.body(&[]));
+    let work = |body: &[u8]| anthropic::read_count(body).map(|chat| chat.body());
     let (head, body) = endpoints.read(request, work).await?;
-    let response = endpoints.ask(head, "/tokenize", body).await;
+    let response = endpoints.ask(head, "/tokenize", body.into()).await;
     if response.status() != StatusCode::OK {
         return Ok(errors::renamed(response, anthropic::NAMES).await);
     }
@@ -152,26 +174,30 @@ async fn count_tokens(State(endpoints): State<Arc<Endpoints>>, request: Request)
 }
 
 /// `POST /v1/responses`.
-async fn create_response(State(endpoints): State<Arc<Endpoints>>, request: Request) -> Result<Response, ApiError> {
-    let stored = Arc::clone(&endpoints.stored);
-    let work = move |body: &[u8], caller: &Caller| response_of(body, caller, stored);
-    let (head, (body, stream, shape)) = endpoints.read(request, work).await?;
-    Ok(endpoints.answer(head, body, stream, shape, responses::NAMES).await)
-}
-
-/// The chat request for a response, whether it is streamed, and the response's shape.
-fn response_of(body: &[u8], caller: &Caller, stored: Arc<Stored>) -> Result<(Vec<u8>, bool, ResponseShape), ApiError> {
-    let responses::Asked { chat, stream, store, previous, repeated } = responses::read(body)?;
-    let turns = match &previous {
-        None => Vec::new(),
-        Some(id) => stored.get(id, caller.tenant(), Instant::now()).ok_or_else(|| previous_not_found(id))?.turns,
+async fn create_response(
+    State(endpoints): State<Arc<Endpoints>>,
+    caller: Caller,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let work = |body: &[u8]| {
+        let asked = responses::read(body)?;
+        let own = request::join(&asked.chat.messages);
+        let whole = asked.previous.is_none().then(|| asked.chat.body_after(&[], &own));
+        Ok((asked, own, whole, body.len()))
     };
-    let before: Vec<Arc<str>> = turns.iter().map(|turn| Arc::clone(&turn.messages)).collect();
-    let body = chat.body(&before);
-    let owner = caller.tenant().into();
-    let storing = store.then(|| Storing { stored, owner, turns, input: request::join(&chat.messages) });
-    let number = rand::random();
-    Ok((body, stream, ResponseShape { number, previous, repeated, storing, events: 0 }))
+    let (head, (asked, own, whole, bytes)) = endpoints.read(request, work).await?;
+    let responses::Asked { chat, stream, store, previous, repeated } = asked;
+    let stored = Arc::clone(&endpoints.stored);
+    let (turns, own, body) = match (&previous, whole) {
+        (None, whole) => (Vec::new(), own, whole.unwrap_or_default().into()),
+        (Some(id), _) => {
+            let found = stored.get(id, caller.tenant(), Instant::now()).ok_or_else(|| previous_not_found(id))?;
+            endpoints.join(Holder::of(&head.extensions), chat, found.turns, own, bytes).await?
+        }
+    };
+    let storing = store.then(|| Storing { stored, owner: caller.tenant().into(), turns, input: own });
+    let shape = ResponseShape { number: rand::random(), previous, repeated, storing, events: 0 };
+    Ok(endpoints.answer(head, body, stream, shape, responses::NAMES).await)
 }
 
 fn previous_not_found(id: &str) -> ApiError {
@@ -180,6 +206,14 @@ fn previous_not_found(id: &str) -> ApiError {
          hint: send the whole conversation as `input`"
     );
     ApiError::field("previous_response_id", "previous_response_not_found", message)
+}
+
+fn conversation_too_large(bytes: usize, limit: usize) -> ApiError {
+    let message = format!(
+        "the conversation of `previous_response_id` and this request have {bytes} bytes, but at most {limit} are taken\n\
+         hint: begin a new conversation with a shorter `input`"
+    );
+    ApiError::field("previous_response_id", "conversation_too_large", message)
 }
 
 fn not_found(id: &str) -> ApiError {

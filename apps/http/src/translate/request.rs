@@ -1,5 +1,6 @@
 //! The chat request that a translated request becomes.
 
+use super::stored::Turn;
 use crate::{
     error::ApiError,
     fields::{Fields, missing, text, wrong_type},
@@ -128,17 +129,26 @@ impl ChatRequest {
         self.set("stream_options", json!({"include_usage": true, "continuous_usage_stats": true}));
     }
 
-    /// The request's body; `before`: messages of earlier turns, in JSON with commas between them.
-    pub(super) fn body(&self, before: &[Arc<str>]) -> Vec<u8> {
+    /// The request's body.
+    pub(super) fn body(&self) -> Vec<u8> {
+        self.body_after(&[], &join(&self.messages))
+    }
+
+    /// The body of a request with `own` messages after those of earlier turns, in JSON with commas between them.
+    pub(super) fn body_after(&self, before: &[Arc<Turn>], own: &str) -> Vec<u8> {
         let system = self.system.as_ref().map(|message| join(std::slice::from_ref(message)));
-        let earlier = before.iter().map(|turn| &**turn);
-        let own = join(&self.messages);
-        let all: Vec<&str> = system.as_deref().into_iter().chain(earlier).chain([&*own]).collect();
-        let all = all.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(",");
         let fields = serde_json::to_string(&self.fields).expect("strings serialise");
-        let fields = fields.trim_start_matches('{');
-        let comma = if self.fields.is_empty() { "" } else { "," };
-        format!("{{\"messages\":[{all}]{comma}{fields}").into_bytes()
+        let earlier = before.iter().map(|turn| &*turn.messages);
+        let messages = system.as_deref().into_iter().chain(earlier).chain([own]).filter(|part| !part.is_empty());
+        let mut body = String::from("{\"messages\":[");
+        body.reserve_exact(fields.len() + 2 + messages.clone().map(|part| part.len() + 1).sum::<usize>());
+        for (index, part) in messages.enumerate() {
+            body.push_str(if index == 0 { "" } else { "," });
+            body.push_str(part);
+        }
+        body.push_str(if self.fields.is_empty() { "]" } else { "]," });
+        body.push_str(&fields[1..]);
+        body.into_bytes()
     }
 }
 

@@ -6,7 +6,7 @@ use super::{
         Call, ChatRequest, Message, Messages, append, items, joined_text, kind_of, required_text, tree,
         unsupported_kind,
     },
-    table::{Field, finish, ignores, refuses, takes},
+    table::{Field, finish, ignores, needs, refuses, takes},
 };
 use crate::{
     error::ApiError,
@@ -21,28 +21,29 @@ use serde_json::{Map, Value, json};
 pub(super) const NAMES: Names = &[
     ("messages", "input"),
     ("max_completion_tokens", "max_output_tokens"),
+    ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
     ("tool_choice.function", "tool_choice"),
 ];
 
 const REQUEST: &[Field] = &[
-    takes("model", ""),
-    takes("input", "a text or a list of items: message, function_call, function_call_output, reasoning"),
+    takes("model", "the served model's name; without it, the served one"),
+    needs("input", "a text or a list of items: message, function_call, function_call_output, reasoning"),
     takes("instructions", "a system message before all others; not kept for the next response"),
-    takes("max_output_tokens", ""),
-    takes("temperature", ""),
-    takes("top_p", ""),
+    takes("max_output_tokens", "most tokens of the answer"),
+    takes("temperature", "0 is greedy"),
+    takes("top_p", "nucleus sampling"),
     takes("tools", "of type `function`; others are refused by their `type`"),
     takes("tool_choice", "as the chat's: auto, none, required, a function"),
-    takes("parallel_tool_calls", ""),
-    takes("reasoning", ""),
-    takes("text", ""),
+    takes("parallel_tool_calls", "false ends the answer behind one call"),
+    takes("reasoning", "`effort`"),
+    takes("text", "`format`"),
     takes("store", "true by default; in memory, bounded in bytes, number and age"),
     takes("previous_response_id", "of the same API key"),
     takes("include", "`reasoning.encrypted_content` changes nothing: reasoning is plain text; others are refused"),
-    takes("stream", ""),
-    takes("stream_options", ""),
+    takes("stream", "server-sent events"),
+    takes("stream_options", "with values that change nothing"),
     takes("metadata", "is part of the response"),
     ignores("user", ""),
     ignores("safety_identifier", ""),
@@ -68,7 +69,7 @@ const TEXT: &[Field] = &[
 ];
 
 const FORMAT: &[Field] =
-    &[takes("type", ""), takes("name", ""), takes("description", ""), takes("schema", ""), takes("strict", "")];
+    &[needs("type", ""), takes("name", ""), takes("description", ""), takes("schema", ""), takes("strict", "")];
 
 const REASONING: &[Field] = &[
     takes("effort", "the template's `reasoning_effort`"),
@@ -77,8 +78,8 @@ const REASONING: &[Field] = &[
 ];
 
 const TOOL: &[Field] = &[
-    takes("type", "`function` only"),
-    takes("name", ""),
+    needs("type", "`function` only"),
+    needs("name", ""),
     takes("description", ""),
     takes("parameters", ""),
     takes("strict", "as the chat's `strict`"),
@@ -86,24 +87,24 @@ const TOOL: &[Field] = &[
 
 const MESSAGE: &[Field] = &[
     takes("type", ""),
-    takes("role", "user, assistant, system or developer"),
-    takes("content", "a text or a list of text parts"),
+    needs("role", "user, assistant, system or developer"),
+    needs("content", "a text or a list of text parts"),
     ignores("id", ""),
     ignores("status", ""),
     refuses("phase", Neutral::Null),
 ];
 
 const PART: &[Field] = &[
-    takes("type", "input_text or output_text"),
-    takes("text", ""),
+    needs("type", "input_text or output_text"),
+    needs("text", ""),
     ignores("annotations", ""),
     ignores("logprobs", ""),
 ];
 
 const CALL: &[Field] = &[
-    takes("call_id", ""),
-    takes("name", ""),
-    takes("arguments", ""),
+    needs("call_id", ""),
+    needs("name", ""),
+    needs("arguments", ""),
     ignores("id", ""),
     ignores("status", ""),
     refuses("caller", Neutral::Null),
@@ -111,8 +112,8 @@ const CALL: &[Field] = &[
 ];
 
 const CALL_OUTPUT: &[Field] = &[
-    takes("call_id", ""),
-    takes("output", "a text or a list of text parts"),
+    needs("call_id", ""),
+    needs("output", "a text or a list of text parts"),
     ignores("id", ""),
     ignores("name", ""),
     ignores("status", ""),
@@ -128,7 +129,7 @@ const REASONING_ITEM: &[Field] = &[
     refuses("encrypted_content", Neutral::Empty),
 ];
 
-const REASONING_PART: &[Field] = &[takes("type", ""), takes("text", "")];
+const REASONING_PART: &[Field] = &[needs("type", ""), needs("text", "")];
 
 /// The reference page's tables.
 pub(super) const OBJECTS: &[(&str, &[Field])] = &[

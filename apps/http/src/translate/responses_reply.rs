@@ -146,7 +146,7 @@ impl ResponseShape {
         let Storing { stored, owner, mut turns, input } = storing;
         let answered = join(&[message(answer)]);
         let both = if input.is_empty() { answered } else { format!("{input},{answered}") };
-        turns.push(stored.turn(both));
+        turns.push(stored.turn(&owner, both));
         stored.insert(&id, Response { owner, turns, json: response.to_string().into() }, Instant::now());
     }
 }

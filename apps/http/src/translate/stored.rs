@@ -1,11 +1,12 @@
 //! Responses that later requests refer to, in bounded memory.
 //!
 //! Each has its JSON and the messages of its conversation, turn by turn; responses of one conversation share their turns.
-//! Bounds: bytes, number, age; the oldest responses go first. An owner (an API key's name) sees its own responses only.
+//! Bounds: bytes, number, age. When the store is full, an owner (an API key's name) with more than its share loses its own oldest
+//! responses first, then the oldest of all go. An owner sees its own responses only.
 //! Responses are stored where requests arrive: at the gateway, not at instances.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -19,6 +20,8 @@ const BYTES_MAX: usize = 64 << 20;
 const COUNT_MAX: usize = 16 << 10;
 /// After this time a response is dropped.
 const AGE_MAX: Duration = Duration::from_secs(24 * 3600);
+/// The share of an owner in a full store is this part of its bytes and number.
+const OWNER_PART: usize = 4;
 /// Bytes that a response takes beside its texts.
 const ENTRY_BYTES: usize = 512;
 
@@ -26,13 +29,13 @@ const ENTRY_BYTES: usize = 512;
 #[derive(Debug)]
 pub(super) struct Turn {
     pub(super) messages: Arc<str>,
-    /// Bytes of all turns that are held.
-    held: Arc<AtomicUsize>,
+    /// Bytes of all turns that are held, and of the owner's.
+    held: [Arc<AtomicUsize>; 2],
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        self.held.fetch_sub(self.messages.len(), Ordering::Relaxed);
+        self.held.iter().for_each(|held| _ = held.fetch_sub(self.messages.len(), Ordering::Relaxed));
     }
 }
 
@@ -67,31 +70,67 @@ pub(super) struct Stored {
     entries: Mutex<Entries>,
 }
 
+/// What an owner has in the store.
+#[derive(Debug, Default)]
+struct Owned {
+    numbers: BTreeSet<u64>,
+    /// Bytes beside those of its turns.
+    bytes: usize,
+    turn_bytes: Arc<AtomicUsize>,
+}
+
+impl Owned {
+    fn count(&self) -> usize {
+        self.numbers.len()
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes + self.turn_bytes.load(Ordering::Relaxed)
+    }
+}
+
 #[derive(Debug, Default)]
 struct Entries {
     /// In the order in which they were stored.
     by_age: BTreeMap<u64, (String, Instant, Response)>,
     by_id: HashMap<String, u64>,
+    owners: BTreeMap<Arc<str>, Owned>,
     next: u64,
     bytes: usize,
 }
 
 impl Entries {
     fn remove(&mut self, number: u64) {
-        if let Some((id, _, response)) = self.by_age.remove(&number) {
-            self.by_id.remove(&id);
-            self.bytes -= response.bytes();
+        let Some((id, _, response)) = self.by_age.remove(&number) else { return };
+        self.by_id.remove(&id);
+        self.bytes -= response.bytes();
+        let owner = Arc::clone(&response.owner);
+        if let Some(owned) = self.owners.get_mut(&owner) {
+            owned.numbers.remove(&number);
+            owned.bytes -= response.bytes();
+            drop(response);
+            // A response that is not stored yet may have turns of it.
+            if owned.numbers.is_empty() && Arc::strong_count(&owned.turn_bytes) == 1 {
+                self.owners.remove(&owner);
+            }
         }
     }
 
-    /// Drops the oldest responses while there are too many or too old ones.
+    /// Drops responses while there are too many or too old ones.
     fn trim(&mut self, bounds: Bounds, turn_bytes: &AtomicUsize, now: Instant) {
         while let Some((number, (_, at, _))) = self.by_age.first_key_value() {
             let bytes = self.bytes + turn_bytes.load(Ordering::Relaxed);
             let old = now.saturating_duration_since(*at) >= bounds.age_max;
+            let (size, most): (fn(&Owned) -> usize, usize) = match bytes > bounds.bytes_max {
+                true => (Owned::bytes, bounds.bytes_max),
+                false => (Owned::count, bounds.count_max),
+            };
             if !old && bytes <= bounds.bytes_max && self.by_age.len() <= bounds.count_max {
                 return;
             }
+            let above = self.owners.values().filter(|owned| !old && size(owned) > most / OWNER_PART);
+            let largest = above.filter(|owned| owned.count() > 0).max_by_key(|owned| size(owned));
+            let number = largest.and_then(|owned| owned.numbers.first()).unwrap_or(number);
             let number = *number;
             self.remove(number);
         }
@@ -109,10 +148,13 @@ impl Stored {
         Self { bounds, turn_bytes: Arc::default(), entries: Mutex::default() }
     }
 
-    /// A turn, whose bytes count as long as a response has it.
-    pub(super) fn turn(&self, messages: String) -> Arc<Turn> {
-        self.turn_bytes.fetch_add(messages.len(), Ordering::Relaxed);
-        Arc::new(Turn { messages: messages.into(), held: Arc::clone(&self.turn_bytes) })
+    /// A turn of an owner, whose bytes count as long as a response has it.
+    pub(super) fn turn(&self, owner: &Arc<str>, messages: String) -> Arc<Turn> {
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_owner = Arc::clone(&entries.owners.entry(Arc::clone(owner)).or_default().turn_bytes);
+        let held = [Arc::clone(&self.turn_bytes), of_owner];
+        held.iter().for_each(|held| _ = held.fetch_add(messages.len(), Ordering::Relaxed));
+        Arc::new(Turn { messages: messages.into(), held })
     }
 
     pub(super) fn insert(&self, id: &str, response: Response, now: Instant) {
@@ -120,6 +162,9 @@ impl Stored {
         let number = entries.next;
         entries.next += 1;
         entries.bytes += response.bytes();
+        let owned = entries.owners.entry(Arc::clone(&response.owner)).or_default();
+        owned.numbers.insert(number);
+        owned.bytes += response.bytes();
         entries.by_id.insert(id.to_owned(), number);
         entries.by_age.insert(number, (id.to_owned(), now, response));
         entries.trim(self.bounds, &self.turn_bytes, now);
@@ -150,8 +195,9 @@ mod tests {
     const BOUNDS: Bounds = Bounds { bytes_max: 8 * ENTRY_BYTES, count_max: 4, age_max: Duration::from_secs(60) };
 
     fn add(stored: &Stored, id: &str, owner: &str, before: &[Arc<Turn>], text: usize, now: Instant) {
-        let turns = before.iter().cloned().chain([stored.turn("m".repeat(text))]).collect();
-        stored.insert(id, Response { owner: owner.into(), turns, json: "{}".into() }, now);
+        let owner: Arc<str> = owner.into();
+        let turns = before.iter().cloned().chain([stored.turn(&owner, "m".repeat(text))]).collect();
+        stored.insert(id, Response { owner, turns, json: "{}".into() }, now);
     }
 
     fn present(stored: &Stored, ids: &[&str], now: Instant) -> Vec<bool> {
@@ -195,7 +241,28 @@ mod tests {
         assert_eq!(stored.turn_bytes.load(Ordering::Relaxed), 24);
         assert_eq!(stored.remove("2", "a", now), Some(()));
         assert_eq!(stored.turn_bytes.load(Ordering::Relaxed), 0);
-        assert_eq!(stored.entries.lock().unwrap().bytes, 0);
+        let entries = stored.entries.lock().unwrap();
+        assert!(entries.bytes == 0 && entries.owners.is_empty(), "{entries:?}");
+    }
+
+    #[test]
+    fn in_a_full_store_an_owner_above_its_share_loses_its_own_oldest_first() {
+        let now = Instant::now();
+        let roomy = Bounds { bytes_max: 40 * ENTRY_BYTES, count_max: 100, ..BOUNDS };
+        let few = Bounds { bytes_max: 1 << 20, count_max: 12, ..BOUNDS };
+        for (bounds, text) in [(roomy, 2 * ENTRY_BYTES), (few, 8)] {
+            let stored = Stored::with(bounds);
+            add(&stored, "first", "a", &[], text, now);
+            (0..20).for_each(|i| add(&stored, &format!("b{i}"), "b", &[], text, now));
+            add(&stored, "last", "a", &[], text, now);
+            assert_eq!(present(&stored, &["first", "last"], now), [true, true]);
+            let of_b = |i: usize| stored.get(&format!("b{i}"), "b", now).is_some();
+            // It has all that others do not need.
+            assert!(!of_b(0) && of_b(19) && (0..20).filter(|i| of_b(*i)).count() >= 10);
+            // Below their shares all are equal: the oldest goes.
+            (0..20).for_each(|i| add(&stored, &format!("c{i}"), &format!("c{i}"), &[], text, now));
+            assert_eq!(present(&stored, &["first", "last"], now), [false, false]);
+        }
     }
 
     #[test]
