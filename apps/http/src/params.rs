@@ -6,7 +6,7 @@ use crate::{
     journal::{self, Resume},
     json::{Json, Kind},
     limits::Limits,
-    native,
+    llama_cpp,
     options::{self, Options},
 };
 use lagoon_text::{StopError, StopStrings, stop::STOPS_MAX};
@@ -103,7 +103,7 @@ impl Params {
     /// Takes the shared fields. `logprobs` differs between the endpoints: the caller takes it.
     pub(crate) fn take(fields: &mut Fields<'_>, rules: Rules<'_>) -> Result<Self, ApiError> {
         fields.neutral(UNSUPPORTED)?;
-        fields.neutral(native::UNSUPPORTED)?;
+        fields.neutral(llama_cpp::UNSUPPORTED)?;
         fields.rename("repeat_penalty", "repetition_penalty");
         let repeat_last = fields.integer("repeat_last_n", (-1, i64::from(u32::MAX)))?;
         let max_tokens = fields.u32("max_tokens", (0, u32::MAX))?;
@@ -122,7 +122,7 @@ impl Params {
         let mut sampling = take_sampling(fields, rules.defaults)?;
         sampling.logit_bias = take_logit_bias(fields, rules.vocab_size)?.into();
         options::take_penalties(fields, rules, &mut sampling)?;
-        native::check_repeat_last(repeat_last, &sampling, rules.max_model_tokens)?;
+        llama_cpp::check_repeat_last(repeat_last, &sampling, rules.max_model_tokens)?;
         let options = Options::take(fields, rules, stream)?;
         sampling.seed = resume.as_ref().map_or(sampling.seed, |resume| resume.began.seed);
         Ok(Self {

@@ -9,7 +9,7 @@ mod tests;
 use crate::{
     embeddings, error,
     fields::Neutral,
-    native, reply, server, tokens,
+    llama_cpp, reply, server, tokens,
     translate::{ENDPOINTS, Field, Support},
 };
 use axum::Json;
@@ -57,16 +57,26 @@ const OPERATIONS: &[Operation] = &[
     operation("post", "/tokenize", Response::Json(schema::<tokens::Tokens>), "Tokenises a text or a chat."),
     operation("post", "/detokenize", Response::Json(schema::<tokens::Detokenized>), "The text of tokens."),
     operation("get", "/tokenizer_info", Response::Object, "Special tokens and chat template, as in vLLM."),
-    operation("post", "/completion", Response::Stream(schema::<native::Completion>), "Continues prompts (llama.cpp)."),
-    operation("post", "/completions", Response::Stream(schema::<native::Completion>), "Continues prompts (llama.cpp)."),
+    operation(
+        "post",
+        "/completion",
+        Response::Stream(schema::<llama_cpp::Completion>),
+        "Continues prompts (llama.cpp).",
+    ),
+    operation(
+        "post",
+        "/completions",
+        Response::Stream(schema::<llama_cpp::Completion>),
+        "Continues prompts (llama.cpp).",
+    ),
     operation(
         "post",
         "/apply-template",
-        Response::Json(schema::<native::Applied>),
+        Response::Json(schema::<llama_cpp::Applied>),
         "The prompt of a chat (llama.cpp).",
     ),
-    operation("get", "/props", Response::Json(schema::<native::Props>), "The server's properties (llama.cpp)."),
-    operation("get", "/slots", Response::Json(schema::<Vec<native::Slot>>), "Places of the batch (llama.cpp)."),
+    operation("get", "/props", Response::Json(schema::<llama_cpp::Props>), "The server's properties (llama.cpp)."),
+    operation("get", "/slots", Response::Json(schema::<Vec<llama_cpp::Slot>>), "Places of the batch (llama.cpp)."),
     operation("get", "/health", Response::Object, "Whether requests are accepted."),
     operation("get", "/metrics", Response::Text, "Metrics in Prometheus' text format."),
     operation("get", "/version", Response::Object, "The program's version."),

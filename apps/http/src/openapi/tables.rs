@@ -1,7 +1,7 @@
 //! Every field of every request, as data: what `/openapi.json` and the reference page show. A test holds these tables against the
 //! names that the handlers ask for.
 
-use crate::{embeddings, fields::Neutral, generations, native, params};
+use crate::{embeddings, fields::Neutral, generations, llama_cpp, params};
 
 /// A field that is honoured.
 #[derive(Debug)]
@@ -224,14 +224,14 @@ pub(crate) const BODIES: &[Body] = &[
     Body {
         path: "/v1/chat/completions",
         fields: &[CHAT, COMMON, REPORTS, TOOLS],
-        neutral: &[params::UNSUPPORTED, native::UNSUPPORTED, generations::CHAT_UNSUPPORTED, CHAT_TIMINGS],
+        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, generations::CHAT_UNSUPPORTED, CHAT_TIMINGS],
         required: &["messages"],
         refused: REFUSED_CHAT,
     },
     Body {
         path: "/v1/completions",
         fields: &[COMPLETIONS, COMMON, REPORTS],
-        neutral: &[params::UNSUPPORTED, native::UNSUPPORTED, generations::COMPLETION_UNSUPPORTED],
+        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, generations::COMPLETION_UNSUPPORTED],
         required: &["prompt"],
         refused: REFUSED_COMPLETIONS,
     },
@@ -245,14 +245,14 @@ pub(crate) const BODIES: &[Body] = &[
     Body {
         path: "/completion",
         fields: &[NATIVE, COMMON],
-        neutral: &[params::UNSUPPORTED, native::UNSUPPORTED, native::UNREPORTED],
+        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, llama_cpp::UNREPORTED],
         required: &["prompt"],
         refused: REFUSED,
     },
     Body {
         path: "/completions",
         fields: &[NATIVE, COMMON],
-        neutral: &[params::UNSUPPORTED, native::UNSUPPORTED, native::UNREPORTED],
+        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, llama_cpp::UNREPORTED],
         required: &["prompt"],
         refused: REFUSED,
     },

@@ -4,7 +4,7 @@ use super::{OPERATIONS, TRANSLATED, document, tables};
 use crate::{
     Caller, embeddings,
     fields::asked,
-    generations, native,
+    generations, llama_cpp,
     scripted::{self, ScriptedEngine},
     server,
     state::ServerState,
@@ -61,10 +61,10 @@ fn take(state: &ServerState, path: &str, body: Bytes) {
         "/v1/chat/completions" => generations::chat_prompt(state, body, false, caller, &asker).err(),
         "/v1/completions" => generations::prompts(state, body, false, caller, &asker).err(),
         "/v1/embeddings" => embeddings::ask_of(state, body, "", &asker).err(),
-        "/completion" | "/completions" => native::ask(state, body, false, caller, &asker).err(),
+        "/completion" | "/completions" => llama_cpp::ask(state, body, false, caller, &asker).err(),
         "/tokenize" => tokens::any_tokens_of(state, body, &asker).err(),
         "/detokenize" => tokens::text_of(state, &body, &asker).err(),
-        "/apply-template" => native::applied(state, body, &asker).err(),
+        "/apply-template" => llama_cpp::applied(state, body, &asker).err(),
         _ => panic!("{path}"),
     };
     assert_eq!(error, None, "{path}");

@@ -6,7 +6,7 @@ mod embeddings;
 mod errors;
 mod fields;
 mod front;
-mod native;
+mod llama_cpp;
 mod options;
 mod responses;
 mod streams;
