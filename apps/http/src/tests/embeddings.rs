@@ -6,6 +6,8 @@ use base64::{Engine as _, engine::general_purpose::STANDARD};
 use lagoon_types::{FinishReason, GenerateRequest, Pooling, RequestError};
 use serde_json::{Value, json};
 use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::timeout;
 
 const PATH: &str = "/v1/embeddings";
 
@@ -143,7 +145,8 @@ async fn a_failure_has_its_status_and_ends_the_others() {
         (json!([[4], [1]]), 500, "internal_error"),
         (json!([[5]]), 500, "internal_error"),
     ] {
-        let reply = client.post(PATH, json!({"input": input})).await;
+        let reply = timeout(Duration::from_secs(30), client.post(PATH, json!({"input": input}))).await;
+        let reply = reply.expect("a failure does not wait for the other inputs");
         assert_eq!((reply.status, &reply.json()["error"]["code"]), (status, &json!(code)), "{}", reply.text);
         assert_eq!(reply.headers.contains_key("retry-after"), status == 429);
     }
