@@ -16,7 +16,7 @@ use lagoon_types::{Chunk, MicroBatch, SeqId};
 
 /// Rows of catching up in a request that a micro-batch waits for.
 const CATCH_UP_ROWS: u32 = 128;
-/// Ended sequences whose KV the model is told to free with the next request; it frees others when it needs their memory.
+/// Ended sequences that the next request names, so that the model frees their KV; it frees others when it needs their memory.
 const ENDED_MAX: usize = 256;
 /// Pause of the model after an error; it doubles up to `FAILED_PAUSE_MAX_MS` while errors follow each other.
 const FAILED_PAUSE_MS: u64 = 1000;
