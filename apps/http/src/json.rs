@@ -54,6 +54,11 @@ impl<'a> Json<'a> {
         }
     }
 
+    /// Its text.
+    pub(crate) fn source(self) -> &'a str {
+        self.0
+    }
+
     /// Length of its text.
     pub(crate) fn bytes(self) -> usize {
         self.0.len()

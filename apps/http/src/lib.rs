@@ -10,6 +10,7 @@ mod answer;
 pub mod bodies;
 pub mod client;
 mod client_addr;
+mod constraints;
 pub mod engine;
 pub mod error;
 mod fields;

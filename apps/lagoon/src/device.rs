@@ -11,6 +11,7 @@ use anyhow::Context;
 use lagoon_backend::{Device, DeviceInfo, VirtualMemory, WeightFormat, cpu::CpuDevice};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
+use lagoon_grammar::Grammars;
 use lagoon_model::Weights;
 use lagoon_protocol::Calibration;
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvRegion, Model, Report};
@@ -113,6 +114,8 @@ pub struct Loading<'a> {
     model: &'a OpenModel,
     sizes: Sizes,
     report: Box<dyn FnMut(Report) + Send>,
+    /// Grammars of constrained answers; `None` without a tokenizer.
+    grammars: Option<Grammars>,
     /// Whether its calibration may come from the cache and is stored there.
     cached: bool,
 }
@@ -131,7 +134,12 @@ impl<'a> Loading<'a> {
         sizes: Sizes,
         report: impl FnMut(Report) + Send + 'static,
     ) -> Self {
-        Self { chosen, args, model, sizes, report: Box::new(report), cached: true }
+        Self { chosen, args, model, sizes, report: Box::new(report), grammars: None, cached: true }
+    }
+
+    /// Compiles the grammars of constrained answers with `grammars`.
+    pub(crate) fn with_grammars(self, grammars: Option<Grammars>) -> Self {
+        Self { grammars, ..self }
     }
 
     /// The host CPU, with the threads that the flags ask for.
@@ -210,7 +218,7 @@ impl<'a> Loading<'a> {
     /// # Errors
     /// If the device's memory does not hold weights, KV and buffers, or it cannot be measured.
     pub fn start_on<D: Device>(self, mut device: D) -> anyhow::Result<Running> {
-        let Self { args, model, sizes, report, cached, .. } = self;
+        let Self { args, model, sizes, report, grammars, cached, .. } = self;
         let info = device.info();
         let weights = if let Some(checkpoint) = &model.checkpoint {
             let takes = |format| args.dtype.is_none() && device.takes(format);
@@ -268,6 +276,9 @@ impl<'a> Loading<'a> {
         let memory = executor.memory().clone();
         let (lent, peer_access) = (executor.lent().cloned(), executor.maps_peers());
         let stage_blocks = if executor.stages() { sizes.stage_blocks } else { 0 };
+        if let Some(grammars) = grammars {
+            executor = executor.with_grammars(grammars);
+        }
         let thread = lagoon_runner::spawn(executor, report);
         Ok(Running { thread, info, space, memory, stage_blocks, lent, peer_access, calibration })
     }
