@@ -1,6 +1,7 @@
 //! Matchers: grammars of every kind, where answers may end, drafts, aborted steps, reasoning, bounds.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+#[allow(dead_code, reason = "each test uses a part")]
 mod common;
 
 use common::{Model, constraint, models};

@@ -3,6 +3,7 @@
 //! `LAGOON_SCHEMAS` is the number of schemas.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+#[allow(dead_code, reason = "each test uses a part")]
 mod common;
 
 use common::{constraint, models};

@@ -5,6 +5,7 @@ mod errors;
 mod fields;
 mod options;
 mod streams;
+mod structured;
 mod tools;
 mod whole;
 

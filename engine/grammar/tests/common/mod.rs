@@ -1,9 +1,10 @@
 //! Tokenizers of the tests, and answers drawn at random from what a matcher allows.
 
 use lagoon_grammar::{AnswerMatcher, Grammars, Next};
-use lagoon_text::Tokenizer;
+use lagoon_text::{Tokenizer, TokenizerConfig};
 use lagoon_types::{Constraint, Grammar};
 use rand::Rng;
+use serde_json::{Map, Value, json};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -31,6 +32,31 @@ pub fn models() -> [Model; 2] {
         let grammars = Grammars::new(Arc::clone(&tokenizer), vocab, &[end]);
         Model { tokenizer, grammars, vocab, end }
     })
+}
+
+/// A byte-level tokenizer whose tokens are bytes, these special ones and one at the end.
+pub fn model(special: &[&str]) -> Model {
+    let letters = (0..0x144_u32).filter_map(char::from_u32);
+    let is_letter = |c: &char| matches!(u32::from(*c), 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff | 0x100..=0x143);
+    let vocab: Map<String, Value> = letters.filter(is_letter).zip(0u32..).map(|(c, id)| (c.to_string(), json!(id))).collect();
+    let first = u32::try_from(vocab.len()).unwrap();
+    let added: Vec<Value> = special
+        .iter()
+        .chain(&["<end>"])
+        .zip(first..)
+        .map(|(text, id)| json!({"id": id, "content": text, "special": true, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false}))
+        .collect();
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let file = json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "added_tokens": added,
+        "pre_tokenizer": byte_level, "decoder": byte_level, "post_processor": null,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
+    });
+    let config = TokenizerConfig { special: vec![("eos_token", "<end>".to_owned())], ..TokenizerConfig::default() };
+    let tokenizer = Arc::new(Tokenizer::parse(Path::new("bytes"), file.to_string().as_bytes(), &config).unwrap());
+    let (vocab, end) = (u32::try_from(tokenizer.vocab_size()).unwrap(), tokenizer.eos_id().unwrap());
+    Model { grammars: Grammars::new(Arc::clone(&tokenizer), vocab, &[end]), tokenizer, vocab, end }
 }
 
 pub fn constraint(grammar: Grammar) -> Arc<Constraint> {
