@@ -93,7 +93,18 @@ impl Runner {
             micro_batch: MicroBatch::Local,
             tokens: tokens.to_vec(),
             slots: (pos0..pos0 + rows).collect(),
-            seqs: vec![SeqRows { seq, row0, rows, drafts, pos0, run0, runs, ring: None, window: None, sample: Some(sample) }],
+            seqs: vec![SeqRows {
+                seq,
+                row0,
+                rows,
+                drafts,
+                pos0,
+                run0,
+                runs,
+                ring: None,
+                window: None,
+                sample: Some(sample),
+            }],
             runs: vec![KvRun { base: 0, len: pos0 + rows, first_pos: 0 }],
             remote: RemoteWork::default(),
             next_row: None,
@@ -173,7 +184,9 @@ fn matcher_alone() -> Result<Value> {
     let mean = times.iter().sum::<f64>() / times.len() as f64;
     times.sort_by(f64::total_cmp);
     let at = |share: usize| times[times.len() * share / 100];
-    Ok(json!({"tokens": times.len(), "mean_us": mean, "median_us": at(50), "p99_us": at(99), "trie_ms": trie_ms, "schema_ms": schema_ms}))
+    Ok(
+        json!({"tokens": times.len(), "mean_us": mean, "median_us": at(50), "p99_us": at(99), "trie_ms": trie_ms, "schema_ms": schema_ms}),
+    )
 }
 
 fn main() -> Result<()> {

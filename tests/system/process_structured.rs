@@ -43,7 +43,9 @@ fn a_schema_holds_over_a_pool_a_prefill_worker_and_a_killed_instance() {
         body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
         client.post("/v1/chat/completions", &body)
     };
-    let answer = ask(json!({"response_format": {"type": "json_schema", "json_schema": {"name": "words", "schema": schema()}}})).json();
+    let answer =
+        ask(json!({"response_format": {"type": "json_schema", "json_schema": {"name": "words", "schema": schema()}}}))
+            .json();
     let choice = &answer["choices"][0];
     assert_eq!(choice["finish_reason"], json!(FinishReason::Stop), "{answer}");
     let words: Vec<String> = serde_json::from_str(choice["message"]["content"].as_str().unwrap()).unwrap();

@@ -143,7 +143,8 @@ fn reasoning_is_free_before_the_grammar() {
     let free = single(&pool, &[greedy(prompt(4, 20, 127), 12)]).remove(0).tokens;
     let close = free[5];
     let behind = free.iter().position(|token| *token == close).unwrap() + 1;
-    let mut request = constrained(greedy(prompt(4, 20, 127), 40), Grammar::Choice(vec!["[yes]".to_owned(), "[no]".to_owned()]));
+    let mut request =
+        constrained(greedy(prompt(4, 20, 127), 40), Grammar::Choice(vec!["[yes]".to_owned(), "[no]".to_owned()]));
     request.sampling.logit_bias = Arc::default();
     let reasoning = Reasoning { is_open: true, ends: vec![close], ..Reasoning::default() };
     let constraint = request.sampling.constraint.take().unwrap();

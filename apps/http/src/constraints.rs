@@ -39,12 +39,9 @@ pub(crate) fn take(fields: &mut Fields<'_>) -> Result<Option<Asked>, ApiError> {
     if let Some(value) = fields.take(STRUCTURED) {
         asked.push(structured(value)?);
     }
-    for (name, of) in [
-        ("guided_json", json as Take),
-        ("guided_regex", regex),
-        ("guided_choice", choice),
-        ("guided_grammar", lark),
-    ] {
+    for (name, of) in
+        [("guided_json", json as Take), ("guided_regex", regex), ("guided_choice", choice), ("guided_grammar", lark)]
+    {
         if let Some(value) = fields.take(name) {
             asked.push(of(name, value)?);
         }
@@ -61,7 +58,8 @@ fn one(mut asked: Vec<Asked>) -> Result<Option<Asked>, ApiError> {
         None => Ok(Some(last)),
         Some(first) => {
             let (first, second) = (&first.field, &last.field);
-            let message = format!("the fields `{first}` and `{second}` both ask for a form of the answer\nhint: leave out one");
+            let message =
+                format!("the fields `{first}` and `{second}` both ask for a form of the answer\nhint: leave out one");
             Err(ApiError::field(second.clone(), "invalid_value", message))
         }
     }
@@ -165,10 +163,7 @@ fn sized(name: &str, text: String) -> Result<String, ApiError> {
 }
 
 /// The constraint of a completion's answers, compiled.
-pub(crate) fn of_completion(
-    state: &ServerState,
-    asked: Option<Asked>,
-) -> Result<Option<Arc<Constraint>>, ApiError> {
+pub(crate) fn of_completion(state: &ServerState, asked: Option<Asked>) -> Result<Option<Arc<Constraint>>, ApiError> {
     asked.map(|asked| compiled(state, asked, None)).transpose()
 }
 
@@ -183,7 +178,8 @@ pub(crate) fn of_chat(
     let constrained = tools.constrained(asked, formats, &state.tokenizer)?;
     let Some((asked, has_reasoning)) = constrained else { return Ok(None) };
     let may_end = !tools.tools.is_empty();
-    let reasoning = formats.reasoning.filter(|_| !has_reasoning).map(|format| format.tokens(&state.tokenizer, prompt)).transpose();
+    let reasoning =
+        formats.reasoning.filter(|_| !has_reasoning).map(|format| format.tokens(&state.tokenizer, prompt)).transpose();
     let reasoning = reasoning.map_err(|mark| {
         let field = &asked.field;
         let message = format!(

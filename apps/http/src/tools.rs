@@ -85,17 +85,22 @@ impl ToolFields {
             let message = format!("the field `{field}` is not supported with these tools: {why}");
             Err(ApiError::field(field, "unsupported_parameter", message))
         };
-        let Some(format) = formats.tools else { return refused("the model has no parser of calls\nhint: --tool-parser") };
+        let Some(format) = formats.tools else {
+            return refused("the model has no parser of calls\nhint: --tool-parser");
+        };
         let beside = match &asked {
             Some(asked) if self.is_required => {
-                let message = format!("the fields `tool_choice` and `{}` both ask for a form of the answer", asked.field);
+                let message =
+                    format!("the fields `tool_choice` and `{}` both ask for a form of the answer", asked.field);
                 return Err(ApiError::field("tool_choice", "invalid_value", message));
             }
             // Calls stand in a channel before the answer, which the grammar leaves free.
             Some(asked) if format == ToolFormat::Harmony && !is_strict => return Ok(Some((asked.clone(), false))),
             Some(asked) => match expression(&asked.grammar) {
                 Some(form) => Beside::Instead(form),
-                None => return refused("a grammar of your own\nhint: tool_choice none, or a grammar that has the calls"),
+                None => {
+                    return refused("a grammar of your own\nhint: tool_choice none, or a grammar that has the calls");
+                }
             },
             None if self.is_required => Beside::Nothing,
             None => Beside::Text,
@@ -264,7 +269,8 @@ fn take_choice(fields: &mut Fields<'_>, tools: &[Tool]) -> Result<Choice, ApiErr
             }
             "required" => Ok(Choice::Required),
             other => {
-                let message = format!("the field `{NAME}` is `{other}`, but must be none, auto, required or a function");
+                let message =
+                    format!("the field `{NAME}` is `{other}`, but must be none, auto, required or a function");
                 Err(ApiError::field(NAME, "invalid_value", message))
             }
         },

@@ -2,10 +2,10 @@
 
 use crate::error::GrammarError;
 use lagoon_text::Tokenizer;
+use llguidance::ParserFactory;
 use llguidance::api::ParserLimits;
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, SimpleVob, TokEnv, TokRxInfo, TokTrie};
-use llguidance::ParserFactory;
 use std::sync::Arc;
 
 /// Longest token, in bytes, that a grammar may have; longer ones are never drawn. The trie takes 1,024.

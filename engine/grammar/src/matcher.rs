@@ -5,8 +5,8 @@
 //! tokens alone count.
 
 use crate::environment::Environment;
-use crate::grammars::{Compilation, Compiled, Grammars, lock};
 use crate::error::GrammarError;
+use crate::grammars::{Compilation, Compiled, Grammars, lock};
 use crate::reasoning::Place;
 use lagoon_types::Constraint;
 use llguidance::Matcher;
@@ -223,7 +223,11 @@ impl Live {
             return Next::Of(mask);
         }
         // A grammar that may end here, of a model without a token for it.
-        if mask.is_zero() { Next::Failed("no token of this model goes on in the grammar".to_owned()) } else { Next::Nothing }
+        if mask.is_zero() {
+            Next::Failed("no token of this model goes on in the grammar".to_owned())
+        } else {
+            Next::Nothing
+        }
     }
 
     /// The rows behind the answer and behind each of `drafts`; goes back to the answer's end.

@@ -29,7 +29,11 @@ impl Place {
         match self {
             Self::Begin if last == of.opens => Self::Reasoning,
             Self::Reasoning if taken.ends_with(&of.ends) => {
-                if of.until.is_some() { Self::Header } else { Self::Content }
+                if of.until.is_some() {
+                    Self::Header
+                } else {
+                    Self::Content
+                }
             }
             Self::Header if last == of.until => Self::Content,
             Self::Begin | Self::Content => Self::Content,

@@ -67,7 +67,9 @@ fn of(keyword: &str, value: &Value, path: &mut Vec<String>) -> Result<(), Gramma
         return Err(unsupported(path, name, hint));
     }
     match (keyword, value) {
-        ("uniqueItems", Value::Bool(true)) => Err(unsupported(path, keyword, "leave it out, and check the answer for it")),
+        ("uniqueItems", Value::Bool(true)) => {
+            Err(unsupported(path, keyword, "leave it out, and check the answer for it"))
+        }
         ("$ref", Value::String(to)) if to == "#" || to.starts_with("#/") => Ok(()),
         ("$ref", _) => Err(unsupported(path, keyword, "only a place in the same schema (#/...) can be referred to")),
         ("format", Value::String(name)) if !FORMATS.contains(&name.as_str()) => {

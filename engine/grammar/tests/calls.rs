@@ -14,8 +14,19 @@ use std::sync::Arc;
 
 /// Marks that are special tokens of the test's tokenizer.
 const SPECIAL: &[&str] = &[
-    "[TOOL_CALLS]", "[ARGS]", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "<|channel|>",
+    "<|message|>",
+    "<|start|>",
+    "<|end|>",
+    "<|call|>",
+    "<|constrain|>",
 ];
 
 fn tools() -> Arc<[Tool]> {
@@ -23,7 +34,12 @@ fn tools() -> Arc<[Tool]> {
         "city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 14},
         "unit": {"type": "string", "enum": ["C", "F"]}, "places": {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 2}},
         "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}, "required": ["lat"], "additionalProperties": false}}});
-    let tool = |name: &str, parameters: Value| Tool { name: name.to_owned(), parameters, definition: Value::Null, strict: true };
+    let tool = |name: &str, parameters: Value| Tool {
+        name: name.to_owned(),
+        parameters,
+        definition: Value::Null,
+        strict: true,
+    };
     [tool("weather", weather), tool("now", Value::Null)].into()
 }
 
@@ -36,7 +52,10 @@ fn every_call_is_parsed_and_has_arguments_of_its_schema() {
     let tools = tools();
     let validators: Vec<_> = tools
         .iter()
-        .map(|tool| jsonschema::validator_for(if tool.parameters.is_null() { &Value::Bool(true) } else { &tool.parameters }).unwrap())
+        .map(|tool| {
+            jsonschema::validator_for(if tool.parameters.is_null() { &Value::Bool(true) } else { &tool.parameters })
+                .unwrap()
+        })
         .collect();
     let mut rng = ChaCha8Rng::seed_from_u64(5);
     for special in [true, false] {
@@ -83,7 +102,8 @@ fn calls_stand_beside_a_form_or_text() {
     let mut rng = ChaCha8Rng::seed_from_u64(6);
     let special = model(SPECIAL);
     let form = Beside::Instead(r#"%json {"const": 7}"#.to_owned());
-    let constraint = |beside: &Beside| constraint(Grammar::Lark(grammar(&special, ToolFormat::Mistral, beside, true).unwrap()));
+    let constraint =
+        |beside: &Beside| constraint(Grammar::Lark(grammar(&special, ToolFormat::Mistral, beside, true).unwrap()));
     let (mut forms, mut calls) = (0, 0);
     for _ in 0..40 {
         let text = special.tokenizer.decode(&special.draw(&constraint(&form), &mut rng), false);
@@ -112,7 +132,11 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
     for (format, parameters, why) in [
         (ToolFormat::Hermes, json!({"type": "array"}), "not an object"),
         (ToolFormat::Glm, json!({"anyOf": []}), "`anyOf`"),
-        (ToolFormat::QwenCoder, json!({"properties": {"a": {"type": "string", "pattern": "b"}}}), "`pattern` of the text `a`"),
+        (
+            ToolFormat::QwenCoder,
+            json!({"properties": {"a": {"type": "string", "pattern": "b"}}}),
+            "`pattern` of the text `a`",
+        ),
         (ToolFormat::QwenCoder, json!({"required": ["b"]}), "`b`, which is none"),
     ] {
         let calls = Calls { tools: &[of(parameters)], many: false };

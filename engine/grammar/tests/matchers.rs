@@ -168,7 +168,9 @@ fn reasoning_is_free_and_what_follows_is_not() {
 
     // A header of two tokens, then the mark behind it; the answer may end before.
     let header = of(Reasoning { is_open: true, opens: None, ends: vec![close, 3], until: Some(until), may_end: true });
-    for (answer, is_content) in [(&[close][..], false), (&[close, 3], false), (&[close, 3, 8], false), (&[close, 3, 8, until], true)] {
+    for (answer, is_content) in
+        [(&[close][..], false), (&[close, 3], false), (&[close, 3, 8], false), (&[close, 3, 8, until], true)]
+    {
         let next = model.next(&model.matcher(&header, answer), &[]).remove(0);
         match next {
             Next::Any => assert!(!is_content, "{answer:?}"),

@@ -10,12 +10,17 @@ use lagoon_types::{Constraint, Grammar};
 use serde_json::{Value, json};
 use std::{path::Path, sync::Arc};
 
-const TEMPLATE: &str = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}";
+const TEMPLATE: &str =
+    "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}";
 
 async fn constraint_of(path: &str, extra: Value) -> Option<Arc<Constraint>> {
     let engine = ScriptedEngine::saying("{}");
     let mut body = json!({"max_tokens": 9});
-    let prompt = if path.ends_with("/chat/completions") { ("messages", json!([{"role": "user", "content": "a"}])) } else { ("prompt", json!("a")) };
+    let prompt = if path.ends_with("/chat/completions") {
+        ("messages", json!([{"role": "user", "content": "a"}]))
+    } else {
+        ("prompt", json!("a"))
+    };
     body[prompt.0] = prompt.1;
     body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
     let template = ChatTemplate::new(Path::new("scripted"), TEMPLATE, &TokenizerConfig::default()).unwrap();
@@ -59,14 +64,26 @@ async fn what_cannot_be_enforced_is_refused_by_name() {
     let client = Client::saying("ok").await;
     let of = |schema: Value| json!({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}});
     for (extra, param, code) in [
-        (of(json!({"properties": {"a": {"not": {}}}})), "response_format.json_schema.schema.properties.a", "unsupported_parameter"),
+        (
+            of(json!({"properties": {"a": {"not": {}}}})),
+            "response_format.json_schema.schema.properties.a",
+            "unsupported_parameter",
+        ),
         (of(json!({"type": 3})), "response_format.json_schema.schema", "invalid_value"),
-        (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema", "missing_required_parameter"),
+        (
+            json!({"response_format": {"type": "json_schema"}}),
+            "response_format.json_schema",
+            "missing_required_parameter",
+        ),
         (json!({"response_format": {"type": "xml"}}), "response_format.type", "unsupported_parameter"),
         (json!({"response_format": {"type": "json_object", "x": 1}}), "response_format.x", "unsupported_parameter"),
         (json!({"structured_outputs": {}}), "structured_outputs", "invalid_value"),
         (json!({"structured_outputs": {"regex": "a", "choice": ["a"]}}), "structured_outputs.choice", "invalid_value"),
-        (json!({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}), "structured_outputs.whitespace_pattern", "unsupported_parameter"),
+        (
+            json!({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}),
+            "structured_outputs.whitespace_pattern",
+            "unsupported_parameter",
+        ),
         (json!({"guided_regex": "a", "response_format": {"type": "json_object"}}), "guided_regex", "invalid_value"),
         (json!({"guided_regex": "("}), "guided_regex", "invalid_value"),
         (json!({"guided_regex": "a".repeat(200_000)}), "guided_regex", "invalid_value"),
@@ -80,13 +97,20 @@ async fn what_cannot_be_enforced_is_refused_by_name() {
         body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
         let reply = client.post("/v1/completions", body).await;
         let error = &reply.json()["error"];
-        assert_eq!((reply.status, error["param"].as_str(), error["code"].as_str()), (400, Some(param), Some(code)), "{}", reply.text);
+        assert_eq!(
+            (reply.status, error["param"].as_str(), error["code"].as_str()),
+            (400, Some(param), Some(code)),
+            "{}",
+            reply.text
+        );
     }
 }
 
 fn tools(strict: bool) -> Value {
-    let of = |name: &str| json!({"type": "function", "function": {"name": name, "strict": strict,
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}});
+    let of = |name: &str| {
+        json!({"type": "function", "function": {"name": name, "strict": strict,
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}})
+    };
     json!([of("weather"), of("time")])
 }
 

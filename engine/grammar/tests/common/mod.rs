@@ -38,7 +38,8 @@ pub fn models() -> [Model; 2] {
 pub fn model(special: &[&str]) -> Model {
     let letters = (0..0x144_u32).filter_map(char::from_u32);
     let is_letter = |c: &char| matches!(u32::from(*c), 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff | 0x100..=0x143);
-    let vocab: Map<String, Value> = letters.filter(is_letter).zip(0u32..).map(|(c, id)| (c.to_string(), json!(id))).collect();
+    let vocab: Map<String, Value> =
+        letters.filter(is_letter).zip(0u32..).map(|(c, id)| (c.to_string(), json!(id))).collect();
     let first = u32::try_from(vocab.len()).unwrap();
     let added: Vec<Value> = special
         .iter()

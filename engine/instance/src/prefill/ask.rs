@@ -23,7 +23,9 @@ use lagoon_types::limits::{
     ADMISSION_DEADLINE_MS, CONNECT_DEADLINE_MS, LEASE_RENEW_MS, LEASE_TTL_MS, PREFILL_ASKED_MAX, PREFILL_GRACE_MS,
     PREFILL_REST_MS, PREFILL_TOKENS_MAX, PREFILL_TRIES_MAX, PREFILL_WAIT_MS, WORKERS_MAX,
 };
-use lagoon_types::{Epoch, FinishReason, InstanceId, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent, TokenLogprobs};
+use lagoon_types::{
+    Epoch, FinishReason, InstanceId, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent, TokenLogprobs,
+};
 use std::collections::BTreeMap;
 
 /// A prompt's last window is read with it if it takes at most one part in so many of the KV memory.

@@ -25,8 +25,8 @@ use lagoon_runner::sampling::SampleError;
 use lagoon_runner::{Command, Fetch, MapId, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
 use lagoon_types::run::visible;
 use lagoon_types::{
-    Chunk, FinishReason, InstanceId, LeaseId, LeaseRun, MicroBatch, PromptLogprob, RequestError, SeqId, StepId, StepPlan,
-    TokenEvent,
+    Chunk, FinishReason, InstanceId, LeaseId, LeaseRun, MicroBatch, PromptLogprob, RequestError, SeqId, StepId,
+    StepPlan, TokenEvent,
 };
 use mapped::Mapped;
 use std::collections::{BTreeMap, BTreeSet};
@@ -716,7 +716,8 @@ fn emit(
         };
         if for_others {
             cx.emit(Outcome::Chunk { seq: chunk.seq });
-            return cx.emit(Outcome::Prefilled { seq: chunk.seq, first: FirstToken { token, logprobs, logits, has_ended } });
+            return cx
+                .emit(Outcome::Prefilled { seq: chunk.seq, first: FirstToken { token, logprobs, logits, has_ended } });
         }
         let prompt = batch.report_prompt(chunk.seq);
         cx.effects.extend(prompt.map(|event| Effect::Emit { seq: chunk.seq, event }));

@@ -25,8 +25,17 @@ pub struct Calls<'a> {
 }
 
 /// Keywords of a schema that say nothing about a text, or that arguments one by one express.
-const EXPRESSED: &[&str] =
-    &["type", "title", "description", "default", "examples", "$schema", "additionalProperties", "properties", "required"];
+const EXPRESSED: &[&str] = &[
+    "type",
+    "title",
+    "description",
+    "default",
+    "examples",
+    "$schema",
+    "additionalProperties",
+    "properties",
+    "required",
+];
 
 impl ToolFormat {
     /// The grammar of answers with `calls`.
@@ -111,7 +120,9 @@ impl Rules<'_> {
                     ToolFormat::Mistral => mistral::CALLS,
                     ToolFormat::DeepSeek => deepseek::BEGIN,
                     ToolFormat::Hermes | ToolFormat::QwenCoder | ToolFormat::Glm => "<tool_call>",
-                    ToolFormat::Llama3 | ToolFormat::Harmony => return Err("its calls cannot be told from other text".to_owned()),
+                    ToolFormat::Llama3 | ToolFormat::Harmony => {
+                        return Err("its calls cannot be told from other text".to_owned());
+                    }
                 };
                 if self.mark(first).starts_with('"') {
                     return Err(format!("`{first}` is no special token of this model"));
@@ -185,8 +196,11 @@ impl Rules<'_> {
         for (number, (name, property)) in properties.iter().enumerate() {
             let rule = format!("argument_{at}_{number}");
             let value = self.value(&rule, tool, name, property)?;
-            let key =
-                if is_glm { format!("<arg_key>{name}</arg_key>\n<arg_value>") } else { format!("<parameter={name}>\n") };
+            let key = if is_glm {
+                format!("<arg_key>{name}</arg_key>\n<arg_value>")
+            } else {
+                format!("<parameter={name}>\n")
+            };
             self.rule(&rule, &format!("{} {value}", literal(&key)));
             let optional = if required.contains(&name.as_str()) { "" } else { "?" };
             write!(body, " {rule}{optional}").expect("a string takes all");
