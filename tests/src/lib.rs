@@ -5,6 +5,7 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "small sizes of tests")]
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "tests print what they skip and what they measured")]
 
+pub mod ascii;
 pub mod cluster;
 pub mod etcd;
 pub mod faults;

@@ -139,5 +139,6 @@ pub fn greedy() -> SampleSpec {
         return_logits: true,
         banned: Arc::default(),
         token_counts: None,
+        matcher: None,
     }
 }

@@ -161,7 +161,24 @@ impl Hostile {
                 }),
                 allowed: self.many(4, |of| of.rng.below(200) as u32),
                 cache_salt: if self.yes() { "tenant".to_owned() } else { String::new() },
+                constraint: if self.yes() { None } else { Some(self.constraint()) },
             }),
+        }
+    }
+
+    fn constraint(&mut self) -> p::PrefillConstraint {
+        let text = |of: &mut Self| of.rng.pick(&["{}", "a+", "start: \"a\"", "[", ""]).to_owned();
+        let reasoning = |of: &mut Self| p::PrefillReasoning {
+            is_open: of.yes(),
+            opens: of.yes().then(|| of.n32()),
+            ends: of.many(40, Self::n32),
+            until: of.yes().then(|| of.n32()),
+            may_end: of.yes(),
+        };
+        p::PrefillConstraint {
+            kind: self.rng.below(6) as u32,
+            texts: self.many(3, text),
+            reasoning: if self.yes() { Some(reasoning(self)) } else { None },
         }
     }
 
@@ -242,6 +259,7 @@ impl Hostile {
                 blocks: self.n32(),
                 ttl_ms: self.n(),
                 token: self.n32(),
+                has_ended: self.yes(),
                 logprob: self.yes().then_some(f32::NAN),
                 top: self.many(3, |h| p::PrefillTop { id: h.n32(), logprob: 0.5 }),
                 logits: self.bytes(512).to_vec(),

@@ -181,8 +181,6 @@ pub(crate) enum Neutral {
     Text(&'static [&'static str]),
     /// An empty list, object or string.
     Empty,
-    /// `{"type": "text"}`.
-    TextFormat,
     /// `["text"]`.
     TextModality,
 }
@@ -197,7 +195,6 @@ impl Neutral {
             Self::Bool(neutral) => Some(format!("`{neutral}`")),
             Self::Text(neutral) => Some(neutral.iter().map(|text| format!("`{text}`")).collect::<Vec<_>>().join(", ")),
             Self::Empty => Some("an empty value".to_owned()),
-            Self::TextFormat => Some("`{\"type\": \"text\"}`".to_owned()),
             Self::TextModality => Some("`[\"text\"]`".to_owned()),
         }
     }
@@ -211,11 +208,6 @@ impl Neutral {
             Self::Bool(neutral) => value.read::<bool>().is_ok_and(|flag| flag == neutral),
             Self::Text(neutral) => neutral.iter().any(|text| is(value, text)),
             Self::Empty => value.is_empty(),
-            Self::TextFormat => {
-                let mut members = value.members();
-                let only = members.next().is_some_and(|(name, value)| is(name, "type") && is(value, "text"));
-                only && members.next().is_none()
-            }
             Self::TextModality => {
                 let mut items = value.items();
                 items.next().is_some_and(|item| is(item, "text")) && items.next().is_none()

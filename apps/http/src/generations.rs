@@ -2,6 +2,7 @@
 
 use crate::{
     answer::{Answer, Echo, Progress},
+    constraints,
     engine::{CancelGuard, EngineInfo, Generation},
     error::ApiError,
     fields::{Fields, Neutral, text, wrong_type},
@@ -94,6 +95,8 @@ pub(crate) fn chat_prompt(
     let prompt = state.render_chat(&messages, &tools.rendering(open_answer))?;
     drop(messages);
     let parser = tools.parser(state.formats, &prompt);
+    asker.check()?;
+    params.sampling.constraint = constraints::of_chat(state, params.form.take(), &tools, state.formats, &prompt)?;
     // Chat templates write the beginning-of-sequence token themselves.
     let mut prompt = state.encode(&prompt, false, asker)?;
     check_max_tokens(params.max_tokens, false)?;
@@ -137,6 +140,7 @@ pub(crate) fn prompts(
     fields.finish()?;
     let info = state.check_model(params.model.as_deref())?;
 
+    params.sampling.constraint = constraints::of_completion(state, params.form.take())?;
     let prompt_only = params.max_tokens == Some(0);
     let max_tokens = params.max_tokens.unwrap_or(COMPLETION_TOKENS_DEFAULT).max(1);
     let longest = Longest { prompt: info.max_model_tokens, answer: max_tokens, truncates: params.options.truncates() };

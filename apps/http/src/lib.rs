@@ -11,6 +11,7 @@ mod answer;
 pub mod bodies;
 pub mod client;
 mod client_addr;
+mod constraints;
 mod embeddings;
 pub mod engine;
 pub mod error;

@@ -1,6 +1,7 @@
 //! Fields that chat and completions share: sampling, lengths, stop conditions, reported values.
 
 use crate::{
+    constraints::{self, Asked},
     error::ApiError,
     fields::{Fields, Neutral, missing, text, wrong_type},
     journal::{self, Resume},
@@ -36,6 +37,8 @@ pub(crate) struct Params {
     /// Tokens before which nothing ends a sequence but its length.
     pub(crate) min_tokens: u32,
     pub(crate) sampling: SamplingParams,
+    /// The form that answers have.
+    pub(crate) form: Option<Asked>,
     /// Sequences per prompt.
     pub(crate) n: usize,
     pub(crate) stop_ids: Vec<u32>,
@@ -91,12 +94,6 @@ pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("use_beam_search", Neutral::Bool(false)),
     ("early_stopping", Neutral::Bool(false)),
     ("spaces_between_special_tokens", Neutral::Bool(true)),
-    ("response_format", Neutral::TextFormat),
-    ("structured_outputs", Neutral::Null),
-    ("guided_json", Neutral::Null),
-    ("guided_regex", Neutral::Null),
-    ("guided_choice", Neutral::Null),
-    ("guided_grammar", Neutral::Null),
 ];
 
 impl Params {
@@ -130,6 +127,7 @@ impl Params {
             max_tokens,
             min_tokens,
             sampling,
+            form: constraints::take(fields)?,
             n: usize::try_from(n).expect("usize holds u32"),
             stop_ids,
             stop_strings: take_stop_strings(fields)?.including(options.include_stop),

@@ -4,6 +4,7 @@ use crate::{
     Bodies, CancelGuard, EmbeddingRules, Engine, EngineInfo, Generation, GenerationDefaults, Keys, Limits, Port,
     ServerState, TextJobs,
 };
+use lagoon_grammar::Grammars;
 use lagoon_text::{ChatTemplate, Tokenizer, TokenizerConfig};
 use lagoon_types::{FinishReason, GenerateRequest, Pooling, PromptLogprob, RequestError, TokenEvent, TokenLogprobs};
 use metrics_exporter_prometheus::PrometheusHandle;
@@ -307,9 +308,11 @@ pub fn recorder() -> PrometheusHandle {
 pub fn state(engine: Arc<dyn Engine>) -> ServerState {
     let template = ChatTemplate::new(Path::new("scripted"), TEMPLATE, &TokenizerConfig::default());
     let template = template.expect("the template is valid");
+    let tokenizer = Arc::new(byte_tokenizer());
     ServerState {
+        grammars: Grammars::new(Arc::clone(&tokenizer), engine.info().vocab_size, &[EOS]),
         engine,
-        tokenizer: Arc::new(byte_tokenizer()),
+        tokenizer,
         formats: template.formats(),
         template: Some(Arc::new(template)),
         defaults: GenerationDefaults { eos_ids: vec![EOS], ..GenerationDefaults::default() },

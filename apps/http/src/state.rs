@@ -11,6 +11,7 @@ use crate::{
     text_jobs::{Asker, TextJobs},
 };
 use axum::{body::Bytes, extract::Request, http::StatusCode};
+use lagoon_grammar::Grammars;
 use lagoon_text::{ChatMessage, ChatTemplate, Rendering, Tokenizer, parse::Formats};
 use lagoon_types::CONTEXT;
 use metrics_exporter_prometheus::PrometheusHandle;
@@ -25,6 +26,8 @@ use std::{
 pub struct ServerState {
     pub engine: Arc<dyn Engine>,
     pub tokenizer: Arc<Tokenizer>,
+    /// Checks the grammars of requests.
+    pub grammars: Grammars,
     /// `None` if the model has no template: chat is refused.
     pub template: Option<Arc<ChatTemplate>>,
     /// How the model writes tool calls and reasoning in chats.

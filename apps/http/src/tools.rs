@@ -2,6 +2,7 @@
 //! `reasoning_effort`, `chat_template_kwargs`, `thinking`.
 
 use crate::{
+    constraints::Asked,
     error::ApiError,
     fields::{Fields, missing, text, wrong_type},
     json::{Json, Kind},
@@ -10,8 +11,9 @@ use crate::{
 };
 use lagoon_text::{
     ChatTemplate, Rendering, Tokenizer,
-    parse::{AnswerParser, Formats, Tool, is_function_name},
+    parse::{AnswerParser, Beside, Calls, Formats, Tool, ToolFormat, is_function_name},
 };
+use lagoon_types::Grammar;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -27,6 +29,8 @@ pub(crate) struct ToolFields {
     /// Tools that may be called: none with `tool_choice` none.
     pub(crate) tools: Arc<[Tool]>,
     pub(crate) parallel: bool,
+    /// Whether the answer must be calls: then `tools` are those that it may call.
+    is_required: bool,
     /// Further variables of the template.
     pub(crate) variables: Vec<(String, Value)>,
 }
@@ -35,7 +39,7 @@ impl ToolFields {
     /// Takes the fields; refuses variables that the template does not have.
     pub(crate) fn take(fields: &mut Fields<'_>, template: Option<&ChatTemplate>) -> Result<Self, ApiError> {
         let tools = fields.take("tools").map_or(Ok(Vec::new()), tool_list)?;
-        let called = take_choice(fields, &tools)?;
+        let choice = take_choice(fields, &tools)?;
         let parallel = fields.bool("parallel_tool_calls", true)?;
         let mut variables = Vec::new();
         if let Some(value) = fields.take(VARIABLES) {
@@ -56,10 +60,65 @@ impl ToolFields {
             variables.retain(|(name, _)| variable.as_ref().is_none_or(|(other, _)| name != other));
             variables.extend(variable);
         }
-        let tools = if called { tools.into() } else { Arc::default() };
-        let all = Self { tools, parallel, variables };
+        let is_required = matches!(choice, Choice::Required | Choice::Named(_));
+        let parallel = parallel && !matches!(choice, Choice::Named(_));
+        let tools: Arc<[Tool]> = match choice {
+            Choice::None => Arc::default(),
+            Choice::Auto | Choice::Required => tools.into(),
+            Choice::Named(name) => tools.into_iter().filter(|tool| tool.name == name).collect(),
+        };
+        let all = Self { tools, parallel, is_required, variables };
         template.map_or(Ok(()), |template| all.check(template))?;
         Ok(all)
+    }
+
+    /// The grammar of the answer, if it has one, and whether the reasoning is a part of it: calls that must be made, calls with
+    /// strict arguments, or what is `asked`, or calls instead.
+    pub(crate) fn constrained(
+        &self,
+        asked: Option<Asked>,
+        formats: Formats,
+        tokenizer: &Tokenizer,
+    ) -> Result<Option<(Asked, bool)>, ApiError> {
+        let is_strict = self.tools.iter().any(|tool| tool.strict);
+        let field = match &asked {
+            _ if self.is_required => "tool_choice",
+            None if is_strict => "tools",
+            Some(asked) if !self.tools.is_empty() => &asked.field,
+            _ => return Ok(asked.map(|asked| (asked, false))),
+        };
+        let refused = |why: &str| {
+            let message = format!("the field `{field}` is not supported with these tools: {why}");
+            Err(ApiError::field(field, "unsupported_parameter", message))
+        };
+        let Some(format) = formats.tools else {
+            return refused("the model has no parser of calls\nhint: --tool-parser");
+        };
+        let beside = match &asked {
+            Some(asked) if self.is_required => {
+                let message =
+                    format!("the fields `tool_choice` and `{}` both ask for a form of the answer", asked.field);
+                return Err(ApiError::field("tool_choice", "invalid_value", message));
+            }
+            // Calls stand in a channel before the answer, which the grammar leaves free.
+            Some(asked) if format == ToolFormat::Harmony && !is_strict => return Ok(Some((asked.clone(), false))),
+            Some(asked) => match expression(&asked.grammar) {
+                Some(form) => Beside::Instead(form),
+                None => {
+                    return refused("a grammar of your own\nhint: tool_choice none, or a grammar that has the calls");
+                }
+            },
+            None if self.is_required => Beside::Nothing,
+            None => Beside::Text,
+        };
+        let calls = Calls { tools: &self.tools, many: self.parallel };
+        match format.grammar(calls, &beside, tokenizer) {
+            Ok(lark) => {
+                let asked = Asked { grammar: Grammar::Lark(lark), field: field.to_owned() };
+                Ok(Some((asked, format == ToolFormat::Harmony)))
+            }
+            Err(why) => refused(&why),
+        }
     }
 
     pub(crate) fn rendering(&self, add_generation_prompt: bool) -> Rendering {
@@ -148,11 +207,7 @@ fn tool(path: &str, item: Json<'_>) -> Result<Tool, ApiError> {
         Some(value) if value.kind() == Kind::Object => tree(&function.name("parameters"), value)?,
         Some(value) => return Err(wrong_type(&function.name("parameters"), "a JSON schema", value)),
     };
-    if function.bool("strict", false)? {
-        let name = function.name("strict");
-        let message = format!("the field `{name}` is not supported: calls are not held to their schema");
-        return Err(ApiError::field(name, "unsupported_parameter", message));
-    }
+    let strict = function.bool("strict", false)?;
     function.finish()?;
     let mut definition = json!({"type": "function", "function": {"name": name}});
     let written = [("description", description.map(Value::from)), ("parameters", Some(parameters.clone()))];
@@ -161,7 +216,7 @@ fn tool(path: &str, item: Json<'_>) -> Result<Tool, ApiError> {
             definition["function"][key] = value;
         }
     }
-    Ok(Tool { name, parameters, definition })
+    Ok(Tool { name, parameters, definition, strict })
 }
 
 /// Takes a function's name.
@@ -188,39 +243,13 @@ pub(crate) fn function_type(fields: &mut Fields<'_>) -> Result<(), ApiError> {
     }
 }
 
-/// Whether tools may be called. A choice that a grammar would have to enforce is refused.
-fn take_choice(fields: &mut Fields<'_>, tools: &[Tool]) -> Result<bool, ApiError> {
-    const NAME: &str = "tool_choice";
-    let Some(value) = fields.take(NAME) else { return Ok(true) };
-    let choice = match value.kind() {
-        Kind::Text => text(NAME, value)?,
-        Kind::Object => {
-            let mut choice = Fields::nested(NAME, value)?;
-            function_type(&mut choice)?;
-            let path = choice.name("function");
-            let mut function = Fields::nested(&path, required(&mut choice, "function")?)?;
-            choice.finish()?;
-            let name = function_name_of(&mut function)?;
-            function.finish()?;
-            if tools.iter().all(|tool| tool.name != name) {
-                let message = format!("the field `{path}.name` is `{name}`, which is none of `tools`");
-                return Err(ApiError::field(format!("{path}.name"), "invalid_value", message));
-            }
-            name
-        }
-        _ => return Err(wrong_type(NAME, "a string or an object", value)),
-    };
-    match (value.kind(), choice.as_str()) {
-        (Kind::Text, "auto") => Ok(true),
-        (Kind::Text, "none") => Ok(false),
-        (Kind::Text, other) if other != "required" => {
-            let message = format!("the field `{NAME}` is `{other}`, but must be none, auto, required or a function");
-            Err(ApiError::field(NAME, "invalid_value", message))
-        }
-        _ => {
-            let message = format!("the field `{NAME}` is only supported as none and auto: a call is not enforced");
-            Err(ApiError::field(NAME, "unsupported_parameter", message))
-        }
+/// A grammar as an expression in another one.
+fn expression(grammar: &Grammar) -> Option<String> {
+    let literal = |text: &String| Value::from(text.as_str()).to_string();
+    match grammar {
+        Grammar::JsonSchema(schema) => Some(format!("%json {schema}")),
+        Grammar::Choice(texts) => Some(texts.iter().map(literal).collect::<Vec<_>>().join(" | ")),
+        Grammar::Regex(_) | Grammar::Lark(_) => None,
     }
 }
 
@@ -249,6 +278,54 @@ fn thinking_variable(value: Json<'_>, template: Option<&ChatTemplate>) -> Result
     let cannot = if enabled { "has no reasoning" } else { "cannot turn reasoning off" };
     let message = format!("the field `{name}` is `{kind}`, but the model's chat template {cannot}");
     Err(ApiError::field(name, "unsupported_parameter", message))
+}
+
+/// What of the tools must be called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Choice {
+    None,
+    Auto,
+    Required,
+    Named(String),
+}
+
+fn take_choice(fields: &mut Fields<'_>, tools: &[Tool]) -> Result<Choice, ApiError> {
+    const NAME: &str = "tool_choice";
+    let Some(value) = fields.take(NAME) else { return Ok(Choice::Auto) };
+    match value.kind() {
+        Kind::Text => match text(NAME, value)?.as_str() {
+            "auto" => Ok(Choice::Auto),
+            "none" => Ok(Choice::None),
+            "required" if tools.is_empty() => {
+                let message = format!("the field `{NAME}` is `required`, but there are no `tools`");
+                Err(ApiError::field(NAME, "invalid_value", message))
+            }
+            "required" => Ok(Choice::Required),
+            other => {
+                let message =
+                    format!("the field `{NAME}` is `{other}`, but must be none, auto, required or a function");
+                Err(ApiError::field(NAME, "invalid_value", message))
+            }
+        },
+        Kind::Object => named_choice(NAME, value, tools).map(Choice::Named),
+        _ => Err(wrong_type(NAME, "a string or an object", value)),
+    }
+}
+
+/// The function that must be called.
+fn named_choice(name: &str, value: Json<'_>, tools: &[Tool]) -> Result<String, ApiError> {
+    let mut choice = Fields::nested(name, value)?;
+    function_type(&mut choice)?;
+    let path = choice.name("function");
+    let mut function = Fields::nested(&path, required(&mut choice, "function")?)?;
+    choice.finish()?;
+    let name = function_name_of(&mut function)?;
+    function.finish()?;
+    if tools.iter().all(|tool| tool.name != name) {
+        let message = format!("the field `{path}.name` is `{name}`, which is none of `tools`");
+        return Err(ApiError::field(format!("{path}.name"), "invalid_value", message));
+    }
+    Ok(name)
 }
 
 fn take_variables(value: Json<'_>, variables: &mut Vec<(String, Value)>) -> Result<(), ApiError> {

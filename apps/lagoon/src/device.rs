@@ -13,6 +13,7 @@ use anyhow::Context;
 use lagoon_backend::{Device, DeviceInfo, VirtualMemory, WeightFormat, cpu::CpuDevice};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
+use lagoon_grammar::Grammars;
 use lagoon_model::Weights;
 use lagoon_protocol::Calibration;
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvRegion, Model, Report};
@@ -112,6 +113,8 @@ pub struct Loading<'a> {
     draft: Option<&'a DraftModel>,
     sizes: Sizes,
     report: Box<dyn FnMut(Report) + Send>,
+    /// Grammars of constrained answers; `None` without a tokenizer.
+    grammars: Option<Grammars>,
     /// Whether its calibration may come from the cache and is stored there.
     cached: bool,
 }
@@ -130,12 +133,17 @@ impl<'a> Loading<'a> {
         sizes: Sizes,
         report: impl FnMut(Report) + Send + 'static,
     ) -> Self {
-        Self { chosen, args, model, draft: None, sizes, report: Box::new(report), cached: true }
+        Self { chosen, args, model, draft: None, sizes, report: Box::new(report), grammars: None, cached: true }
     }
 
     /// Adds the draft model of speculative decoding.
     pub(crate) fn drafting(self, draft: Option<&'a DraftModel>) -> Self {
         Self { draft, ..self }
+    }
+
+    /// Compiles the grammars of constrained answers with `grammars`.
+    pub(crate) fn with_grammars(self, grammars: Option<Grammars>) -> Self {
+        Self { grammars, ..self }
     }
 
     /// The host CPU, with the threads that the flags ask for.
@@ -216,7 +224,7 @@ impl<'a> Loading<'a> {
     pub fn start_on<D: Device>(self, open: impl Fn(&Self) -> anyhow::Result<D>) -> anyhow::Result<Running> {
         let mut device = open(&self)?;
         let drafter = self.draft.map(|draft| draft.load(open(&self)?, self.args)).transpose()?;
-        let Self { args, model, sizes, report, cached, .. } = self;
+        let Self { args, model, sizes, report, grammars, cached, .. } = self;
         let info = device.info();
         let weights = load(&mut device, model, args)?;
         // KV that debtors map has flat addresses, as on devices without virtual memory.
@@ -260,10 +268,13 @@ impl<'a> Loading<'a> {
         let memory = executor.memory().clone();
         let (lent, peer_access) = (executor.lent().cloned(), executor.maps_peers());
         let stage_blocks = if executor.stages() { sizes.stage_blocks } else { 0 };
-        let executor = match drafter {
+        let mut executor = match drafter {
             Some(drafter) => executor.with_drafter(drafter),
             None => executor,
         };
+        if let Some(grammars) = grammars {
+            executor = executor.with_grammars(grammars);
+        }
         let thread = lagoon_runner::spawn(executor, report);
         Ok(Running { thread, info, space, memory, stage_blocks, lent, peer_access, calibration })
     }

@@ -29,10 +29,12 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use futures::future::join_all;
-use lagoon_http::{Bodies, Engine as _, EngineInfo, Limits, ServerState, TextJobs};
+use lagoon_grammar::Grammars;
+use lagoon_http::{Bodies, EmbeddingRules, Engine as _, EngineInfo, GenerationDefaults, Limits, ServerState, TextJobs};
 use lagoon_instance::{Instance, InstanceConfig, LayerWindows, MovePace, RemotePolicy};
 use lagoon_model::ModelSpec;
 use lagoon_protocol::{MemoryTier, Role};
+use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_transport::{Identity, NodeRole};
 use lagoon_types::{DType, ModelHash};
 use std::net::SocketAddr;
@@ -432,12 +434,14 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     let chosen = placement::choose(args.engine.backend, &args.engine.device)?;
     let draft = open_draft(&args, &dir).await?;
     let (sizes, kv_because) = sizes(&args, &model, draft.as_ref(), chosen)?;
+    let texts = (args.role != RoleArg::Kv).then(|| Texts::open(&dir, &model)).transpose()?;
     let (report, reports) = mpsc::unbounded_channel();
     let loading = Loading::new(chosen, &args.engine, &model, sizes, move |r| {
         // The loop ends before the device thread; later reports are not needed.
         let _ = report.send(r);
     });
-    let running = devices.start(loading.drafting(draft.as_ref()))?;
+    let loading = loading.drafting(draft.as_ref()).with_grammars(texts.as_ref().map(|texts| texts.grammars.clone()));
+    let running = devices.start(loading)?;
     let (listener, http_addr) = bind(args.host_port.at(args.http)).await?;
     let loop_thread = LoopThread::spawn(stop.clone())?;
     let pool = join_pool(&args, &loop_thread)?;
@@ -469,7 +473,7 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
         .transferring(transfers.map(|transfers| transfers.announcing(!args.json)))
         .draining_on(ending.drain.clone());
     let source = StatusSource { engine, beside: beside.iter().map(Tier::status).collect() };
-    let (router, health) = router(&args, &dir, &model, source, &stop)?;
+    let (router, health) = router(&args, texts, source, &stop)?;
     ending.serves();
     announce(
         &args,
@@ -600,10 +604,29 @@ struct StatusSource {
     beside: Vec<TierStatus>,
 }
 
+/// The parts of a model that make texts of its tokens.
+struct Texts {
+    tokenizer: Arc<Tokenizer>,
+    template: Option<ChatTemplate>,
+    grammars: Grammars,
+    defaults: GenerationDefaults,
+    embeddings: EmbeddingRules,
+}
+
+impl Texts {
+    fn open(dir: &Path, model: &OpenModel) -> anyhow::Result<Self> {
+        let (tokenizer, template) = text(dir)?;
+        let (tokenizer, defaults) = (Arc::new(tokenizer), defaults(dir, &model.config)?);
+        let vocab = u32::try_from(model.config.vocab).unwrap_or(u32::MAX);
+        let grammars = Grammars::new(Arc::clone(&tokenizer), vocab, &defaults.eos_ids);
+        let embeddings = embeddings(dir, model);
+        Ok(Self { tokenizer, template, grammars, defaults, embeddings })
+    }
+}
+
 fn router(
     args: &ServeArgs,
-    dir: &Path,
-    model: &OpenModel,
+    texts: Option<Texts>,
     source: StatusSource,
     stop: &CancellationToken,
 ) -> anyhow::Result<(axum::Router, Option<SocketAddr>)> {
@@ -611,21 +634,21 @@ fn router(
     let probed = engine.clone();
     let ready = move || if probed.info().ready { Ok(()) } else { Err("it is drained or has ended".to_owned()) };
     let status = axum::routing::get(status).with_state(source);
-    if args.role == RoleArg::Kv {
+    let Some(Texts { tokenizer, template, grammars, defaults, embeddings }) = texts else {
         let health = axum::routing::get(|| async { "ok" });
         let router = axum::Router::new().route("/health", health).route("/lagoon/status", status);
         return Ok((router, args.health.start(&args.port, ready, None, stop)?));
-    }
+    };
     let metrics = lagoon_http::metrics::install(metrics_table::INSTANCE)?;
     let health = args.health.start(&args.port, ready, Some(health_port::recorded(&metrics)), stop)?;
-    let (tokenizer, template) = text(dir)?;
     let state = ServerState {
         engine,
-        tokenizer: Arc::new(tokenizer),
+        tokenizer,
+        grammars,
         formats: parsers::formats(&args.engine, template.as_ref())?,
         template: template.map(Arc::new),
-        defaults: defaults(dir, &model.config)?,
-        embeddings: embeddings(dir, model),
+        defaults,
+        embeddings,
         limits: Limits::default(),
         bodies: Bodies::default(),
         text_jobs: TextJobs::default(),

@@ -12,6 +12,8 @@ pub(crate) struct FirstToken {
     pub(crate) token: u32,
     pub(crate) logprobs: Option<TokenLogprobs>,
     pub(crate) logits: Option<Vec<f32>>,
+    /// The answer's grammar has ended with it.
+    pub(crate) has_ended: bool,
 }
 
 /// An outcome, for other machines. Each starts with the machine that reports it.

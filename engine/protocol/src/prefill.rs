@@ -94,6 +94,43 @@ pub struct PrefillRequest {
     /// The tenant in the prefix cache: only requests with the same salt share cached KV.
     #[prost(string, tag = "14")]
     pub cache_salt: String,
+    /// The grammar of the answer, whose tokens are the request's last `PrefillSampling::index`; none if absent.
+    #[prost(message, optional, tag = "15")]
+    pub constraint: Option<PrefillConstraint>,
+}
+
+/// Grammar of an answer.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PrefillConstraint {
+    /// 1: a JSON schema; 2: a regular expression; 3: one of several texts; 4: a grammar in llguidance's variant of Lark.
+    #[prost(uint32, tag = "1")]
+    pub kind: u32,
+    /// One text, or those of a choice.
+    #[prost(string, repeated, tag = "2")]
+    pub texts: Vec<String>,
+    /// Reasoning before it; none if absent.
+    #[prost(message, optional, tag = "3")]
+    pub reasoning: Option<PrefillReasoning>,
+}
+
+/// Reasoning before the grammar of an answer begins, by its tokens.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PrefillReasoning {
+    /// The answer begins within it.
+    #[prost(bool, tag = "1")]
+    pub is_open: bool,
+    /// The token that opens it at the answer's beginning.
+    #[prost(uint32, optional, tag = "2")]
+    pub opens: Option<u32>,
+    /// The tokens at its end.
+    #[prost(uint32, repeated, tag = "3")]
+    pub ends: Vec<u32>,
+    /// The token behind them with which the grammar begins; behind `ends` if absent.
+    #[prost(uint32, optional, tag = "4")]
+    pub until: Option<u32>,
+    /// The answer may end within it.
+    #[prost(bool, tag = "5")]
+    pub may_end: bool,
 }
 
 /// Penalties of tokens that prompt and answer have, as in `SamplingParams`. The answer's tokens are the request's last
@@ -173,6 +210,9 @@ pub struct PrefillReady {
     /// The request's tokens whose KV was in the worker's prefix cache.
     #[prost(uint32, tag = "16")]
     pub cached_tokens: u32,
+    /// The request's grammar has ended with `token`.
+    #[prost(bool, tag = "17")]
+    pub has_ended: bool,
 }
 
 /// Refusal of a [`PrefillRequest`].

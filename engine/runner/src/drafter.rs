@@ -250,7 +250,14 @@ impl<D: Device> Drafter<D> {
 }
 
 fn spec(greedy: &Arc<SamplingParams>) -> SampleSpec {
-    SampleSpec { params: greedy.clone(), index: 0, return_logits: false, banned: Arc::default(), token_counts: None }
+    SampleSpec {
+        params: greedy.clone(),
+        index: 0,
+        return_logits: false,
+        banned: Arc::default(),
+        token_counts: None,
+        matcher: None,
+    }
 }
 
 /// Adds a proposal's rows to a pass; their tokens get KV.

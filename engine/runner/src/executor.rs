@@ -16,6 +16,7 @@ use crate::work::{Command, MapId, RemoteQuery, RemoteRead, RemoteTag, RemoteWrit
 use lagoon_backend::{
     Device, DeviceError, KvCounters, LaunchCounters, PeerAccess, Queued, SharedArenas, SharedRegions, VirtualMemory,
 };
+use lagoon_grammar::Grammars;
 use lagoon_model::ModelSpec;
 use lagoon_types::{Epoch, KvShape, KvSpace, MicroBatch};
 use std::collections::{BTreeMap, VecDeque};
@@ -186,6 +187,7 @@ impl<D: Device> Executor<D> {
                 sampler: Sampler::new(),
                 draws: (Vec::new(), Vec::new()),
                 host: Vec::new(),
+                grammars: None,
             }),
         };
         let remote_request = RemoteQueryBuffers::new(&mut device, shape.geometry, 64)?;
@@ -334,6 +336,13 @@ impl<D: Device> Executor<D> {
                 Turn::Queued(left) => std::thread::sleep(left),
             }
         }
+    }
+
+    /// Compiles the grammars of constrained sequences from now on; without, such sequences fail.
+    #[must_use]
+    pub fn with_grammars(mut self, grammars: Grammars) -> Self {
+        self.forward.iter_mut().for_each(|forward| forward.grammars = Some(grammars.clone()));
+        self
     }
 
     /// Does one bounded piece of work: a remote request's frame if one waits, else up to a layer of a pass. Waits for

@@ -9,6 +9,7 @@ use crate::ring::Rings;
 use crate::sampling::Sampler;
 use crate::work::MapId;
 use lagoon_backend::{Device, SampleRow, SampledRow};
+use lagoon_grammar::Grammars;
 use lagoon_types::KvShape;
 use std::collections::BTreeMap;
 
@@ -23,6 +24,8 @@ pub(crate) struct Forward<D: Device> {
     pub(crate) draws: (Vec<SampleRow>, Vec<SampledRow>),
     /// Host staging buffer, kept between calls.
     pub(crate) host: Vec<f32>,
+    /// Grammars of constrained sequences; `None` without a tokenizer.
+    pub(crate) grammars: Option<Grammars>,
 }
 
 /// All that passes share, borrowed by [`crate::pass::Pass::advance`].

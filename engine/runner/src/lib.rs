@@ -9,6 +9,7 @@
 
 mod biased;
 mod config;
+mod constrained;
 pub mod decoder;
 mod drafter;
 mod executor;

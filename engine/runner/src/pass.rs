@@ -8,13 +8,14 @@
 //! A pass never blocks on a device that queues work: it returns [`Progress::Queued`]. If the other micro-batch has a
 //! pass, it queues one layer at a time, so that the other's next layer is at most one layer away.
 
+use crate::constrained::Constrained;
 use crate::decoder::Decoder;
 use crate::forward::{Forward, Shared};
 use crate::hidden::HiddenSums;
 use crate::memory::{hold, no_peer_access};
 use crate::queue;
 use crate::ring::RingWork;
-use crate::sampling::{SampleError, Sampler};
+use crate::sampling::{SampleError, Sampled, Sampler};
 use crate::scores::Scores;
 use crate::work::{
     Fetch, MappedKv, PassError, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SealedBlock, Ship, ShipSegment,
@@ -22,12 +23,16 @@ use crate::work::{
 };
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, Device, PeerAccess, Sampling, VirtualMemory};
+use lagoon_grammar::Next;
 use lagoon_model::KvPlace;
 use lagoon_types::limits::SEQUENCE_TOKENS_MAX;
 use lagoon_types::run::visible_len;
 use lagoon_types::{DType, KvRun, MicroBatch, SeqId, StepId};
 use std::ops::Range;
 use std::time::Duration;
+
+/// Time between two looks for a grammar that is being compiled.
+const COMPILE_POLL: Duration = Duration::from_millis(1);
 
 /// Result of one call of [`Pass::advance`].
 #[derive(Debug)]
@@ -83,6 +88,7 @@ pub(crate) struct Pass {
     fetches_done: usize,
     scores: Scores,
     hidden: HiddenSums,
+    constrained: Constrained,
 }
 
 impl Pass {
@@ -102,6 +108,7 @@ impl Pass {
             fetches_done: 0,
             scores,
             hidden,
+            constrained: Constrained::default(),
             layer: 0,
             pooled: 0,
             ring: RingWork::default(),
@@ -201,7 +208,7 @@ impl Pass {
                 self.hidden.reduce(shared, self.work.micro_batch.index())?;
                 self.head(shared)
             }
-            Phase::Sample => match queue::reached(shared.device, self.micro_batch())? {
+            Phase::Sample => match self.sampled_in(shared)? {
                 Some(left) => Ok(Progress::Queued(left)),
                 None => {
                     self.check_mapped(shared)?;
@@ -210,6 +217,14 @@ impl Pass {
                 }
             },
         }
+    }
+
+    /// Time until the device has the logits, and matchers know what may come next; `None` when both are there. Matchers are asked
+    /// while the device computes.
+    fn sampled_in<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Option<Duration>, PassError> {
+        let is_asked = self.constrained.ask(&self.work, shared.forward.grammars.as_ref());
+        let reached = queue::reached(shared.device, self.micro_batch())?;
+        Ok(reached.or_else(|| (!is_asked).then_some(COMPILE_POLL)))
     }
 
     fn micro_batch(&self) -> usize {
@@ -241,7 +256,8 @@ impl Pass {
             let slots: Vec<_> = window.pieces.iter().map(|(slot, n)| *slot..slot + n).collect();
             hold(shared.device, shared.kv, &slots)?;
         }
-        let Forward { model, micro_batches, .. } = &mut *shared.forward;
+        let Forward { model, micro_batches, grammars, .. } = &mut *shared.forward;
+        Constrained::prepare(&self.work, grammars.as_ref());
         let activations = &mut micro_batches[self.work.micro_batch.index()];
         let positions: Vec<u32> = self.work.seqs.iter().flat_map(|s| s.pos0..s.pos0 + s.rows).collect();
         assert_eq!(positions.len(), self.rows(), "sequences cover the rows");
@@ -583,7 +599,7 @@ impl Pass {
     }
 
     /// Samples the tokens.
-    fn sample<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
+    fn sample<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
         let Forward { model, micro_batches, sampler, host, draws, .. } = &mut *shared.forward;
         let vocab = model.spec.vocab;
         let rows = self.wanted().count();
@@ -596,7 +612,7 @@ impl Pass {
             sampler.sampled(self.micro_batch(), &mut draws.1)?;
             let tokens = self.wanted().zip(&draws.1).map(|(wanted, drawn)| {
                 let token = Sampler::drawn(*drawn).map_err(sampling)?;
-                Ok(SampleOut { seq: wanted.seq, token: Some(token), logprobs: None, logits: None })
+                Ok(SampleOut { seq: wanted.seq, token: Some(token), ..SampleOut::default() })
             });
             return Ok(Progress::Done(tokens.collect::<Result<_, PassError>>()?));
         }
@@ -609,22 +625,41 @@ impl Pass {
             0..vocab,
             host,
         )?;
+        let mut constrained = std::mem::take(&mut self.constrained);
         let mut samples = Vec::with_capacity(rows);
-        for (Wanted { seq, spec, index, .. }, logits) in self.wanted().zip(host.chunks_exact(vocab)) {
-            let SampleSpec { params, banned, token_counts, .. } = spec;
-            let sampled = sampler.sample(logits, params, index, banned, token_counts.as_deref());
-            let sampled = match sampled {
-                Err(SampleError::Excluded) => None,
-                sampled => Some(sampled.map_err(sampling)?),
-            };
-            samples.push(SampleOut {
-                seq,
-                token: sampled.as_ref().map(|sampled| sampled.id),
-                logprobs: sampled.and_then(|sampled| sampled.logprobs),
-                logits: spec.return_logits.then(|| logits.to_vec()),
-            });
+        for (at, (wanted, logits)) in self.wanted().zip(host.chunks_exact(vocab)).enumerate() {
+            samples.push(self.draw(sampler, (&mut constrained, at), &wanted, logits)?);
         }
         Ok(Progress::Done(samples))
+    }
+
+    /// Draws the token behind the `at`-th of the sampled rows, on the host.
+    fn draw(
+        &self,
+        sampler: &mut Sampler,
+        (constrained, at): (&mut Constrained, usize),
+        &Wanted { seq, row, spec, index }: &Wanted<'_>,
+        logits: &[f32],
+    ) -> Result<SampleOut, PassError> {
+        let SampleSpec { params, banned, token_counts, .. } = spec;
+        let next = constrained.row(at);
+        let mut out = SampleOut { seq, logits: spec.return_logits.then(|| logits.to_vec()), ..SampleOut::default() };
+        match next {
+            Next::Nothing => return Ok(SampleOut { has_ended: true, ..out }),
+            Next::Failed(why) => return Ok(SampleOut { failure: Some(why.clone()), ..out }),
+            Next::Any | Next::Of(_) => {}
+        }
+        let rules = (&banned[..], token_counts.as_deref());
+        match sampler.sample_masked(logits, params, index, rules, next.mask()) {
+            Err(SampleError::Excluded) => {}
+            sampled => {
+                let Sampled { id, logprobs } = sampled.map_err(sampling)?;
+                let own = (self.work.tokens[row as usize], index > spec.index);
+                out.has_ended = constrained.drew(seq, spec, own, id);
+                (out.token, out.logprobs) = (Some(id), logprobs);
+            }
+        }
+        Ok(out)
     }
 }
 

@@ -36,7 +36,7 @@ pub enum SampleError {
     #[error("no token is possible")]
     Nothing,
     /// The request's own rules leave none of the tokens that the model can generate.
-    #[error("allowed_token_ids, bad_words and min_tokens leave no token that may come next")]
+    #[error("allowed_token_ids, bad_words, min_tokens and the grammar leave no token that may come next")]
     Excluded,
     /// A parameter is outside its range. Callers check with [`check_params`] before they start a sequence.
     #[error("{name} is {value}: it must be {range}")]
@@ -123,16 +123,31 @@ impl Sampler {
         banned: &[u32],
         counts: Option<&TokenCounts>,
     ) -> Result<Sampled, SampleError> {
+        self.sample_masked(logits, params, index, (banned, counts), None)
+    }
+
+    /// As [`Sampler::sample`]; with a `mask`, of the tokens whose bits are set, 32 a word.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn sample_masked(
+        &mut self,
+        logits: &[f32],
+        params: &SamplingParams,
+        index: u64,
+        (banned, counts): (&[u32], Option<&TokenCounts>),
+        mask: Option<&[u32]>,
+    ) -> Result<Sampled, SampleError> {
         assert!(logits.len() <= VOCAB_MAX as usize, "{} logits", logits.len());
         check_params(params)?;
         let best = likeliest(logits)?;
         let SamplingParams { logit_bias, allowed_token_ids, .. } = params;
-        let plain = logit_bias.is_empty() && allowed_token_ids.is_empty() && banned.is_empty();
+        let plain = logit_bias.is_empty() && allowed_token_ids.is_empty() && banned.is_empty() && mask.is_none();
         let id = if plain && !params.has_penalties() {
             self.choose(logits, best, params, index)
         } else {
             let mut adjusted = std::mem::take(&mut self.adjusted);
-            adjust(logits, params, banned, counts, &mut adjusted);
+            adjust(logits, params, (banned, mask), counts, &mut adjusted);
             let chosen = likeliest(&adjusted).map(|best| self.choose(&adjusted, best, params, index));
             self.adjusted = adjusted;
             // The model's own logits have a likeliest token.
@@ -256,7 +271,13 @@ impl Sampler {
 
 /// Writes `logits` into `out`, those that may not be drawn as negative infinity, the others with biases and penalties. Ids
 /// beyond the logits are ignored.
-fn adjust(logits: &[f32], params: &SamplingParams, banned: &[u32], counts: Option<&TokenCounts>, out: &mut Vec<f32>) {
+fn adjust(
+    logits: &[f32],
+    params: &SamplingParams,
+    (banned, mask): (&[u32], Option<&[u32]>),
+    counts: Option<&TokenCounts>,
+    out: &mut Vec<f32>,
+) {
     out.clear();
     let allowed = &params.allowed_token_ids;
     if allowed.is_empty() {
@@ -268,11 +289,24 @@ fn adjust(logits: &[f32], params: &SamplingParams, banned: &[u32], counts: Optio
         }
     }
     change(out, banned, |_| f32::NEG_INFINITY);
+    mask.iter().for_each(|mask| keep(out, mask));
     for &(id, bias) in params.logit_bias.iter() {
         change(out, &[id], |logit| finite(logit, logit + bias));
     }
     if params.has_penalties() {
         penalise(out, params, counts.expect("a sequence with penalties keeps its tokens"));
+    }
+}
+
+/// Makes the logits of tokens whose bits are not set negative infinity.
+fn keep(logits: &mut [f32], mask: &[u32]) {
+    let words = mask.iter().copied().chain(std::iter::repeat(0));
+    for (logits, word) in logits.chunks_mut(32).zip(words).filter(|(_, word)| *word != u32::MAX) {
+        for (bit, logit) in logits.iter_mut().enumerate() {
+            if word >> bit & 1 == 0 {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
     }
 }
 

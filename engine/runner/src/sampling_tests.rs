@@ -286,7 +286,7 @@ fn penalties_are_those_of_vllm_and_transformers() {
     let counts = TokenCounts::new(&[1, 0, 0], &[1, 2, 2]);
     let adjusted = |params: &SamplingParams| {
         let mut out = Vec::new();
-        adjust(&logits, params, &[], Some(&counts), &mut out);
+        adjust(&logits, params, (&[], None), Some(&counts), &mut out);
         out
     };
     let repetition = SamplingParams { repetition_penalty: 2.0, ..params() };

@@ -4,6 +4,7 @@ use crate::memory::PeerMemory;
 use crate::token_counts::TokenCounts;
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError, KvCounters, LaunchCounters};
+use lagoon_grammar::AnswerMatcher;
 use lagoon_types::run::visible;
 use lagoon_types::{
     DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, MicroBatch, PromptLogprob, RingRows, SamplingParams, SeqId,
@@ -111,6 +112,8 @@ pub struct SampleSpec {
     pub banned: Arc<[u32]>,
     /// The sequence's tokens, if its parameters have penalties.
     pub token_counts: Option<Arc<TokenCounts>>,
+    /// The answer's matcher, if it is constrained.
+    pub matcher: Option<Arc<AnswerMatcher>>,
 }
 
 /// A step's work with creditors; empty in the local micro-batch.
@@ -464,13 +467,17 @@ pub enum Report {
 }
 
 /// A sampled token; of a sequence with drafts, one for each row that is sampled, in their order.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct SampleOut {
     pub seq: SeqId,
-    /// `None`: the request's own rules leave no token, and it fails.
+    /// `None`: the request's own rules leave no token. It fails, unless its grammar has ended.
     pub token: Option<u32>,
     pub logprobs: Option<TokenLogprobs>,
     pub logits: Option<Vec<f32>>,
+    /// The answer's grammar has ended, with this token or before: nothing may follow.
+    pub has_ended: bool,
+    /// Why there is no token, if its grammar is the reason.
+    pub failure: Option<String>,
 }
 
 /// Reason why a pass ended without a result.

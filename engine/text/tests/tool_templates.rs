@@ -57,7 +57,7 @@ const FAMILIES: &[(ToolFormat, &str)] = &[
 fn each_family_parses_the_calls_that_its_template_writes() {
     let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}});
     let definition = json!({"type": "function", "function": {"name": "weather", "parameters": parameters}});
-    let tools: Arc<[Tool]> = [Tool { name: "weather".to_owned(), parameters, definition }].into();
+    let tools: Arc<[Tool]> = [Tool { name: "weather".to_owned(), parameters, definition, strict: false }].into();
     let arguments = json!({"city": "Zürich \"7\"", "days": 3});
     let call = ToolCall { id: "abcdefghi".to_owned(), name: "weather".to_owned(), arguments: arguments.clone() };
     for (format, calls) in FAMILIES {

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod alibi;
+pub mod constraint;
 pub mod dtype;
 pub mod e4m3;
 pub mod ids;
@@ -19,6 +20,7 @@ pub mod space;
 pub mod step;
 
 pub use alibi::Alibi;
+pub use constraint::{Constraint, Grammar, Reasoning};
 pub use dtype::DType;
 pub use ids::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
 pub use kv_dtype::KvDType;

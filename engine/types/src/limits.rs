@@ -262,6 +262,12 @@ pub const PRIORITY_STEP_MS: u64 = 1_000;
 pub const PRIORITY_MAX: i32 = 60;
 /// Bytes of a request's `cache_salt`, or of a key's name as one.
 pub const CACHE_SALT_BYTES_MAX: usize = 512;
+/// Bytes of a constraint's grammar.
+pub const GRAMMAR_BYTES_MAX: usize = 128 << 10;
+/// Texts of a constraint that allows one of several.
+pub const CHOICES_MAX: usize = 4096;
+/// Tokens at the end of reasoning before a constrained answer.
+pub const REASONING_END_MAX: usize = 16;
 /// Tokens that one draw excludes: those that would end the sequence too early, and last tokens of bad words.
 pub const BANNED_MAX: usize = STOP_IDS_MAX + BAD_WORDS_MAX;
 /// Least and largest repetition penalty.
@@ -289,6 +295,7 @@ pub const PUSH_PARTS: u32 = 8;
 
 // A worker takes at most 72 bytes, a token 4.
 const _: () = assert!(WORKERS_MAX * 72 < CONTROL_FRAME_BYTES_MAX && PREFILL_TOKENS_MAX * 4 < CONTROL_FRAME_BYTES_MAX);
+const _: () = assert!(PREFILL_TOKENS_MAX * 4 + GRAMMAR_BYTES_MAX + 16 * CHOICES_MAX < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(PREFILL_WAIT_MS < ADMISSION_DEADLINE_MS && PREFILL_GRACE_MS < LEASE_TTL_MS);
 
 // KV transfer (KVDirect §4).

@@ -1,5 +1,6 @@
 //! Generation requests in tokens, and the events that answer them.
 
+use crate::constraint::Constraint;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,6 +33,8 @@ pub struct SamplingParams {
     pub allowed_token_ids: Arc<[u32]>,
     /// Token sequences, none empty, that the answer does not contain: the last token is not drawn after the others.
     pub bad_words: Arc<[Box<[u32]>]>,
+    /// The answer is a sentence of a grammar.
+    pub constraint: Option<Arc<Constraint>>,
 }
 
 impl SamplingParams {
@@ -53,8 +56,10 @@ impl SamplingParams {
             allowed_token_ids,
             // Those that are banned now are among the step's banned tokens.
             bad_words: _,
+            constraint,
         } = self;
-        logprobs.is_none() && logit_bias.is_empty() && !self.has_penalties() && allowed_token_ids.is_empty()
+        let is_free = allowed_token_ids.is_empty() && constraint.is_none();
+        logprobs.is_none() && logit_bias.is_empty() && !self.has_penalties() && is_free
     }
 
     /// Whether a draw depends on which tokens prompt and answer have.
@@ -79,6 +84,7 @@ impl Default for SamplingParams {
             repetition_penalty: 1.0,
             allowed_token_ids: Arc::default(),
             bad_words: Arc::default(),
+            constraint: None,
         }
     }
 }

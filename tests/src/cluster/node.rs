@@ -442,6 +442,7 @@ fn executor<D: Device>(
         lend: spec.lends,
     };
     let executor = Executor::new(device, config, model, executor_config).unwrap();
+    let executor = executor.with_grammars(crate::ascii::grammars(config.vocab));
     assert_eq!(executor.stages(), spec.stages() > 0, "only the host's stores are shared, unless they have rows");
     match spec.draft_model.filter(|_| spec.role.runs()) {
         Some((name, kv_tokens)) => executor.with_drafter(drafter(open(), spec, name, kv_tokens)),

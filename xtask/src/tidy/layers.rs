@@ -17,8 +17,8 @@ enum Floor {
     Tool,
 }
 
-/// `{types, view} <- {protocol, kv, text, backend} <- {cluster, transfer, model} <- runner <- {instance, quantize}`.
-const TIERS: [(&str, u8); 12] = [
+/// `{types, view} <- {protocol, kv, text, backend} <- {cluster, transfer, model, grammar} <- runner <- {instance, quantize}`.
+const TIERS: [(&str, u8); 13] = [
     ("types", 0),
     ("view", 0),
     ("protocol", 1),
@@ -28,13 +28,15 @@ const TIERS: [(&str, u8); 12] = [
     ("cluster", 2),
     ("transfer", 2),
     ("model", 2),
+    ("grammar", 2),
     ("runner", 3),
     ("instance", 4),
     ("quantize", 4),
 ];
 
 /// Libraries that only the named directories may depend on.
-const OWNERS: [(&str, &[&str]); 5] = [
+const OWNERS: [(&str, &[&str]); 6] = [
+    ("llguidance", &["engine/grammar"]),
     ("cudarc", &["cuda"]),
     ("wgpu", &["shaders"]),
     ("naga", &["shaders"]),

@@ -30,7 +30,6 @@ pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("t_max_predict_ms", Neutral::Number(0.0)),
     ("samplers", Neutral::Empty),
     ("grammar", Neutral::Empty),
-    ("json_schema", Neutral::Null),
     ("lora", Neutral::Empty),
     ("image_data", Neutral::Empty),
     ("response_fields", Neutral::Empty),

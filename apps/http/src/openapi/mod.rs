@@ -261,7 +261,6 @@ fn neutral_values(neutral: Neutral) -> Value {
         Neutral::Bool(flag) => json!({ "const": flag }),
         Neutral::Text(of) => json!({ "enum": of }),
         Neutral::Empty => json!({ "enum": ["", [], {}] }),
-        Neutral::TextFormat => json!({ "const": { "type": "text" } }),
         Neutral::TextModality => json!({ "const": ["text"] }),
     }
 }

@@ -64,6 +64,13 @@ const COMMON: &[Field] = &[
     field("truncate_prompt_tokens", Of::Integer(-1, U32), "only the last tokens of the prompt are used"),
     field("priority", Of::Integer(i32::MIN as i64, i32::MAX as i64), "lower numbers are admitted first"),
     field("cache_salt", Of::Text, "only equal salts share cached KV"),
+    field("response_format", Of::Object, "`type` text, json_object, or json_schema with its `schema`"),
+    field("structured_outputs", Of::Object, "one of `json`, `regex`, `choice`, `grammar`, `json_object`"),
+    field("guided_json", Of::Any, "the answer has this JSON schema"),
+    field("guided_regex", Of::Text, "the answer matches this regular expression"),
+    field("guided_choice", Of::TextList, "the answer is one of these texts"),
+    field("guided_grammar", Of::Text, "the answer is in this grammar, in llguidance's Lark"),
+    field("json_schema", Of::Any, "as `guided_json`"),
     field("return_token_ids", Of::Bool, "token ids beside the texts"),
     field("lagoon_resume", Of::Object, "between a gateway and instances: an answer that another instance began"),
 ];
@@ -78,7 +85,7 @@ const REPORTS: &[Field] = &[
 
 const TOOLS: &[Field] = &[
     field("tools", Of::ObjectList, "functions that may be called"),
-    field("tool_choice", Of::Any, "`auto` or `none`"),
+    field("tool_choice", Of::Any, "`auto`, `none`, `required`, or the function that must be called"),
     field("parallel_tool_calls", Of::Bool, "false ends the answer behind one call"),
     field("reasoning_effort", Of::Text, "for templates that have it"),
     field("thinking", Of::Object, "`type` enabled or disabled, for templates that have it"),

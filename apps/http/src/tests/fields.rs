@@ -11,12 +11,6 @@ fn refused() -> Vec<(&'static str, Value)> {
         ("use_beam_search", json!(true)),
         ("early_stopping", json!(true)),
         ("spaces_between_special_tokens", json!(false)),
-        ("response_format", json!({"type": "json_object"})),
-        ("structured_outputs", json!({"json": {}})),
-        ("guided_json", json!({})),
-        ("guided_regex", json!("a*")),
-        ("guided_choice", json!(["a"])),
-        ("guided_grammar", json!("root ::= a")),
         ("not_a_field", json!(null)),
         ("Stream", json!(true)),
     ]
@@ -25,7 +19,6 @@ fn refused() -> Vec<(&'static str, Value)> {
 fn refused_in_chat() -> Vec<(&'static str, Value)> {
     vec![
         ("tools", json!([{"type": "function", "function": {"name": "f"}}])),
-        ("tool_choice", json!("required")),
         ("functions", json!([{}])),
         ("function_call", json!({"name": "f"})),
         ("modalities", json!(["text", "audio"])),

@@ -10,6 +10,7 @@ mod llama_cpp;
 mod options;
 mod responses;
 mod streams;
+mod structured;
 mod tools;
 mod whole;
 

@@ -147,7 +147,7 @@ async fn wrong_tool_fields_are_refused_by_name() {
         (json!({"tool_choice": "often"}), "tool_choice"),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
         (function(json!({"name": "a b"})), "tools[0].function.name"),
-        (function(json!({"name": "a", "strict": true})), "tools[0].function.strict"),
+        (function(json!({"name": "a", "strict": true})), "tools"),
         (function(json!({"name": "a", "parameters": []})), "tools[0].function.parameters"),
         (json!({"chat_template_kwargs": {"messages": []}}), "chat_template_kwargs.messages"),
         (json!({"chat_template_kwargs": {"unknown": 1}}), "chat_template_kwargs"),

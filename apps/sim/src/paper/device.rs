@@ -320,7 +320,7 @@ impl Device {
                 Phase::Await => return,
                 Phase::Rest => {
                     let samples = pass.work.seqs.iter().filter(|s| s.sample.is_some());
-                    let sample = |seq| SampleOut { seq, token: Some(0), logprobs: None, logits: None };
+                    let sample = |seq| SampleOut { seq, token: Some(0), ..SampleOut::default() };
                     let samples = samples.map(|s| sample(s.seq)).collect();
                     let step = pass.work.step;
                     self.passes[micro_batch.index()] = None;

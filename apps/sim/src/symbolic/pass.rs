@@ -293,8 +293,7 @@ impl Pass {
         let sample = |(seq, row): (SeqId, u32)| SampleOut {
             seq,
             token: Some(token_of(self.hidden[row as usize])),
-            logprobs: None,
-            logits: None,
+            ..SampleOut::default()
         };
         rows.map(sample).collect()
     }

@@ -149,7 +149,9 @@ impl Batch {
             return *chunk;
         }
         let Some(seq) = self.seqs.get_mut(&chunk.seq) else { return *chunk };
-        seq.tokens.extend_from_slice(&seq.drafts.tokens[..accepted as usize]);
+        let tokens = &seq.drafts.tokens[..accepted as usize];
+        seq.tokens.extend_from_slice(tokens);
+        seq.matcher.iter().for_each(|matcher| matcher.push(tokens));
         seq.drafts.note_accepted(chunk.drafts, accepted, drafts_max);
         self.counts.drafted_tokens += u64::from(chunk.drafts);
         self.counts.accepted_tokens += u64::from(accepted);

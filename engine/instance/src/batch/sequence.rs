@@ -3,6 +3,7 @@
 use super::drafts::Drafts;
 use super::embedding::Embedding;
 use lagoon_cluster::BorrowId;
+use lagoon_grammar::AnswerMatcher;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{BlockHash, LeaseHasher, RemoteEntries, SeqBlocks};
 use lagoon_runner::{ShareId, TokenCounts};
@@ -126,6 +127,8 @@ pub(crate) struct Sequence {
     pub(crate) sampling: Arc<SamplingParams>,
     /// Its tokens for penalties, if it has any.
     pub(crate) token_counts: Option<Arc<TokenCounts>>,
+    /// Tells which tokens its grammar allows, if it has one.
+    pub(crate) matcher: Option<Arc<AnswerMatcher>>,
     pub(crate) options: RequestOptions,
     /// Until it is reported.
     pub(crate) prompt: Option<PromptReport>,
@@ -188,6 +191,7 @@ impl Sequence {
             sampling: Arc::new(request.sampling),
             token_counts: None,
             embedding: request.options.embedding.map(|pooling| Embedding::new(pooling, prompt_len)),
+            matcher: None,
             options: request.options,
             prompt: Some(PromptReport::default()),
             min_tokens: request.min_tokens,
@@ -218,11 +222,13 @@ impl Sequence {
         seq
     }
 
-    /// Counts its tokens for penalties, if it has any; the last `generated` of them were generated.
+    /// Counts its tokens for penalties, if it has any, and gives its grammar's matcher the answer: the last `generated` of them.
     pub(crate) fn count_tokens(&mut self, generated: u32) {
         let prompt = self.tokens.len().saturating_sub(generated as usize);
         let (prompt, generated) = self.tokens.split_at(prompt);
         self.token_counts = self.sampling.has_penalties().then(|| Arc::new(TokenCounts::new(prompt, generated)));
+        let matcher = |constraint| Arc::new(AnswerMatcher::new(Arc::clone(constraint), generated));
+        self.matcher = self.sampling.constraint.as_ref().map(matcher);
     }
 
     /// Its place in the queue, by its arrival and priority: the lower, the earlier.
@@ -377,6 +383,7 @@ impl Sequence {
     pub(crate) fn push(&mut self, token: u32, max_positions: u32) -> Option<FinishReason> {
         self.tokens.push(token);
         self.token_counts.iter_mut().for_each(|counts| Arc::make_mut(counts).push(token));
+        self.matcher.iter().for_each(|matcher| matcher.push(&[token]));
         if self.stop_ids.contains(&token) {
             Some(FinishReason::Stop)
         } else if self.len() >= max_positions {

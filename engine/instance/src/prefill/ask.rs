@@ -7,7 +7,7 @@
 //! while, this instance computes it itself.
 
 use super::landing::Landing;
-use super::{Key, Prefills};
+use super::{Key, Prefills, constraint};
 use crate::batch::Batch;
 use crate::batch::sequence::Sequence;
 use crate::cx::Cx;
@@ -23,7 +23,9 @@ use lagoon_types::limits::{
     ADMISSION_DEADLINE_MS, CONNECT_DEADLINE_MS, LEASE_RENEW_MS, LEASE_TTL_MS, PREFILL_ASKED_MAX, PREFILL_GRACE_MS,
     PREFILL_REST_MS, PREFILL_TOKENS_MAX, PREFILL_TRIES_MAX, PREFILL_WAIT_MS, WORKERS_MAX,
 };
-use lagoon_types::{Epoch, InstanceId, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent, TokenLogprobs};
+use lagoon_types::{
+    Epoch, FinishReason, InstanceId, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent, TokenLogprobs,
+};
 use std::collections::BTreeMap;
 
 /// A prompt's last window is read with it if it takes at most one part in so many of the KV memory.
@@ -407,6 +409,7 @@ impl Prefills {
                 penalties: penalties.filter(|_| first == 0),
                 allowed,
                 cache_salt,
+                constraint: seq.sampling.constraint.as_ref().filter(|_| first == 0).map(|of| constraint::write(of)),
             });
             first += len;
         }
@@ -515,7 +518,7 @@ impl Prefills {
         let Some(return_logits) = batch.seq(id).map(|seq| seq.return_logits) else { return };
         let prompt = batch.report_prompt_of(id, m.cached_tokens);
         cx.effects.extend(prompt.map(|event| Effect::Emit { seq: id, event }));
-        let end = batch.push_token(cx, id, m.token);
+        let end = batch.push_token(cx, id, m.token).or(m.has_ended.then_some(FinishReason::Stop));
         let logits = return_logits.then(|| m.logits.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect());
         let top = || m.top.iter().map(|top| (top.id, top.logprob)).collect();
         let logprobs = m.logprob.map(|chosen| TokenLogprobs { chosen, top: top() });

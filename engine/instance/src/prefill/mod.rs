@@ -14,6 +14,7 @@
 
 mod affinity;
 mod ask;
+mod constraint;
 mod landing;
 mod publish;
 mod pull;

@@ -2,7 +2,7 @@
 //! after their first token. Their blocks then become a lease of the decode worker, readable by transports.
 
 use super::publish::{Publication, local};
-use super::{Key, Prefills};
+use super::{Key, Prefills, constraint};
 use crate::batch::Batch;
 use crate::batch::scheduler::QueueFull;
 use crate::batch::sequence::Sequence;
@@ -206,6 +206,7 @@ impl Prefills {
         if allowed > ALLOWED_TOKENS_MAX || salt > CACHE_SALT_BYTES_MAX {
             return Err(format!("{allowed} allowed tokens and a salt of {salt} bytes are too many"));
         }
+        m.constraint.as_ref().map_or(Ok(()), constraint::check)?;
         let gathering = |(_, job): &(&Key, &Job)| matches!(job.stage, Stage::Gathering { .. });
         if self.jobs.range((from, 0)..=(from, u64::MAX)).filter(gathering).count() >= GATHERING_MAX {
             return Err(format!("{GATHERING_MAX} prompts of this asker are incomplete"));
@@ -297,6 +298,7 @@ impl Prefills {
             queued_tokens: 0,
             window_blocks: as_u32(window.len()),
             cached_tokens: seq.prompt.as_ref().map_or(0, |prompt| prompt.cached),
+            has_ended: first.has_ended,
         };
         if let Some(job) = self.jobs.get_mut(&key) {
             job.stage = Stage::Exporting { of: id, lease, epoch, ready: Box::new(ready) };
@@ -459,6 +461,7 @@ fn sampling_of(m: &PrefillRequest) -> SamplingParams {
         allowed_token_ids: m.allowed.as_slice().into(),
         // The decode worker's banned tokens have them.
         bad_words: Arc::default(),
+        constraint: m.constraint.as_ref().and_then(constraint::read).map(Arc::new),
     }
 }
 

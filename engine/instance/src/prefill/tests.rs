@@ -108,7 +108,7 @@ fn computed() -> (Side, Vec<ControlBody>) {
         _ => None,
     });
     let step = step.expect("the prompt is computed");
-    let sample = SampleOut { seq: step.seqs[0].seq, token: Some(3), logprobs: None, logits: None };
+    let sample = SampleOut { seq: step.seqs[0].seq, token: Some(3), ..SampleOut::default() };
     let done = Report::Done { step: step.step, micro_batch: step.micro_batch, samples: vec![sample] };
     let job = side.on(Event::Runner(done)).into_iter().find_map(|effect| match effect {
         Effect::Transfer(TransferEffect::Export { job, .. }) => Some(job),

@@ -29,7 +29,8 @@ use lagoon_runner::{
 };
 use lagoon_types::run::visible;
 use lagoon_types::{
-    Chunk, InstanceId, LeaseId, LeaseRun, MicroBatch, PromptLogprob, RequestError, SeqId, StepId, StepPlan, TokenEvent,
+    Chunk, FinishReason, InstanceId, LeaseId, LeaseRun, MicroBatch, PromptLogprob, RequestError, SeqId, StepId,
+    StepPlan, TokenEvent,
 };
 use mapped::Mapped;
 use std::collections::{BTreeMap, BTreeSet};
@@ -283,6 +284,7 @@ impl Steps {
                 return_logits: seq.return_logits,
                 banned: seq.banned(),
                 token_counts: seq.token_counts.clone(),
+                matcher: seq.matcher.clone(),
             });
             let window_start = visible(chunk.start, cx.config.window).start;
             let mut segments = Vec::new();
@@ -654,20 +656,25 @@ fn emit(
         return cx.emit(Outcome::Chunk { seq: chunk.seq });
     }
     let mut end = None;
-    for (index, SampleOut { token, logprobs, logits, .. }) in (0..).zip(sampled) {
+    for (index, SampleOut { token, logprobs, logits, has_ended, failure, .. }) in (0..).zip(sampled) {
         let Some(token) = token else {
-            let error = RequestError::Invalid(SampleError::Excluded.to_string());
+            if has_ended && !for_others {
+                end = Some(FinishReason::Stop);
+                break;
+            }
+            let error = RequestError::Invalid(failure.unwrap_or_else(|| SampleError::Excluded.to_string()));
             return batch.fail(cx, others.prefills, chunk.seq, error);
         };
         if for_others {
             cx.emit(Outcome::Chunk { seq: chunk.seq });
-            return cx.emit(Outcome::Prefilled { seq: chunk.seq, first: FirstToken { token, logprobs, logits } });
+            return cx
+                .emit(Outcome::Prefilled { seq: chunk.seq, first: FirstToken { token, logprobs, logits, has_ended } });
         }
         let prompt = batch.report_prompt(chunk.seq);
         cx.effects.extend(prompt.map(|event| Effect::Emit { seq: chunk.seq, event }));
         // Accepted drafts are tokens already.
         if index == chunk.drafts {
-            end = batch.push_token(cx, chunk.seq, token);
+            end = batch.push_token(cx, chunk.seq, token).or(has_ended.then_some(FinishReason::Stop));
         }
         cx.effects.push(Effect::Emit { seq: chunk.seq, event: TokenEvent::Token { id: token, logprobs, logits } });
     }

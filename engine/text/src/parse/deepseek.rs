@@ -5,9 +5,9 @@ use super::{Call, values};
 
 pub(super) const BEGIN: &str = "<｜tool▁calls▁begin｜>";
 pub(super) const END: &str = "<｜tool▁calls▁end｜>";
-const CALL_BEGIN: &str = "<｜tool▁call▁begin｜>";
-const CALL_END: &str = "<｜tool▁call▁end｜>";
-const SEPARATOR: &str = "<｜tool▁sep｜>";
+pub(super) const CALL_BEGIN: &str = "<｜tool▁call▁begin｜>";
+pub(super) const CALL_END: &str = "<｜tool▁call▁end｜>";
+pub(super) const SEPARATOR: &str = "<｜tool▁sep｜>";
 const FENCE: &str = "```";
 pub(super) const MARKS: &[&str] = &[BEGIN, END, CALL_BEGIN, CALL_END, SEPARATOR];
 

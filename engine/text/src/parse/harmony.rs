@@ -3,11 +3,13 @@
 
 use super::{CALL_BYTES_MAX, Call, Formats, Parts, ToolFormat, find, held, is_function_name, values};
 
-const CHANNEL: &str = "<|channel|>";
-const MESSAGE: &str = "<|message|>";
-const START: &str = "<|start|>";
-const ENDS: &[&str] = &["<|end|>", "<|call|>", "<|return|>", START];
-pub(super) const MARKS: &[&str] = &[CHANNEL, MESSAGE, START, "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"];
+pub(super) const CHANNEL: &str = "<|channel|>";
+pub(super) const MESSAGE: &str = "<|message|>";
+pub(super) const START: &str = "<|start|>";
+pub(super) const END: &str = "<|end|>";
+pub(super) const CONSTRAIN: &str = "<|constrain|>";
+const ENDS: &[&str] = &[END, "<|call|>", "<|return|>", START];
+pub(super) const MARKS: &[&str] = &[CHANNEL, MESSAGE, START, END, "<|call|>", "<|return|>", CONSTRAIN];
 /// Longest header, in bytes; a longer one is content.
 const HEADER_BYTES_MAX: usize = 1024;
 

@@ -5,7 +5,7 @@ use super::{Call, values};
 use serde_json::Value;
 
 pub(super) const CALLS: &str = "[TOOL_CALLS]";
-const ARGS: &str = "[ARGS]";
+pub(super) const ARGS: &str = "[ARGS]";
 const ID: &str = "[CALL_ID]";
 pub(super) const MARKS: &[&str] = &[CALLS, ARGS, ID];
 

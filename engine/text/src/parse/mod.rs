@@ -9,17 +9,21 @@ mod deepseek;
 mod glm;
 mod harmony;
 mod hermes;
+mod lark;
 mod llama;
 mod mistral;
 mod qwen_coder;
 mod reasoning;
+mod reasoning_tokens;
 #[cfg(test)]
 mod tests;
 mod values;
 
 use calls::CallParser;
 use harmony::Harmony;
+pub use lark::{Beside, Calls};
 use reasoning::Think;
+pub use reasoning_tokens::ReasoningTokens;
 use serde_json::Value;
 use std::sync::Arc;
 
@@ -36,6 +40,8 @@ pub struct Tool {
     pub parameters: Value,
     /// The tool for the template: type, name, description and parameters.
     pub definition: Value,
+    /// Arguments of its calls must be those of `parameters`.
+    pub strict: bool,
 }
 
 /// One tool call of an answer.

@@ -7,7 +7,12 @@ use serde_json::json;
 fn tools() -> Arc<[Tool]> {
     let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}});
     ["weather", "time"]
-        .map(|name| Tool { name: name.to_owned(), parameters: parameters.clone(), definition: json!(null) })
+        .map(|name| Tool {
+            name: name.to_owned(),
+            parameters: parameters.clone(),
+            definition: json!(null),
+            strict: false,
+        })
         .into()
 }
 

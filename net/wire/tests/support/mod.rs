@@ -269,6 +269,13 @@ fn salted(request: PrefillRequest) -> ControlBody {
     ControlBody::PrefillRequest(PrefillRequest { allowed, cache_salt, ..request })
 }
 
+fn constrained(request: PrefillRequest) -> ControlBody {
+    let reasoning =
+        Some(PrefillReasoning { is_open: true, opens: Some(7), ends: vec![8, 300], until: Some(9), may_end: true });
+    let constraint = Some(PrefillConstraint { kind: 3, texts: vec!["yes".into(), "no".into()], reasoning });
+    ControlBody::PrefillRequest(PrefillRequest { constraint, ..request })
+}
+
 fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     let worker =
         Worker { instance: 4, quic_addr: "10.0.0.4:7000".into(), role: Role::Prefill.into(), blocks_total: 900 };
@@ -300,6 +307,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         queued_tokens: 3333,
         window_blocks: 0,
         cached_tokens: 0,
+        has_ended: false,
     };
     let state = RoleState { now: Role::Instance.into(), becoming: Some(Role::Decode.into()), order_received: 0 };
     let order_received =
@@ -314,8 +322,10 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         ("prefill_request_windowed", ControlBody::PrefillRequest(PrefillRequest { window, ..request.clone() })),
         ("prefill_request_biased", ControlBody::PrefillRequest(PrefillRequest { logit_bias, ..request.clone() })),
         ("prefill_request_penalised", penalised(request.clone())),
-        ("prefill_request_salted", salted(request)),
+        ("prefill_request_salted", salted(request.clone())),
+        ("prefill_request_constrained", constrained(request)),
         ("prefill_ready", ControlBody::PrefillReady(ready.clone())),
+        ("prefill_ready_ended", ControlBody::PrefillReady(PrefillReady { has_ended: true, ..ready.clone() })),
         ("prefill_ready_windowed", ControlBody::PrefillReady(PrefillReady { blocks: 3, window_blocks: 2, ..ready })),
         (
             "prefill_refused",

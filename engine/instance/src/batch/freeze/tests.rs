@@ -129,7 +129,7 @@ impl Scene {
     /// The step in flight gives its token.
     fn finish_step(&mut self) -> Vec<Effect> {
         let (step, micro_batch) = self.step.take().expect("a step is in progress");
-        let sample = SampleOut { seq: SEQ, token: Some(3), logprobs: None, logits: None };
+        let sample = SampleOut { seq: SEQ, token: Some(3), ..SampleOut::default() };
         self.on(Event::Runner(Report::Done { step, micro_batch, samples: vec![sample] }))
     }
 

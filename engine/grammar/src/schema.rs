@@ -1,0 +1,156 @@
+//! What of a JSON schema no grammar stands for, by its path.
+//!
+//! Keywords for validation that the compiler does not take are in [`REFUSED`]; annotations and unknown keywords
+//! change nothing, as JSON Schema has it.
+
+use crate::error::GrammarError;
+use serde_json::{Map, Value};
+
+/// Deepest nesting of a schema.
+const DEPTH_MAX: usize = 64;
+
+/// Keywords that hold a schema, or a list of schemas.
+const SCHEMAS: &[&str] =
+    &["items", "additionalItems", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"];
+/// Keywords that hold an object of schemas.
+const MAPS: &[&str] = &["properties", "patternProperties", "$defs", "definitions"];
+/// Values of `format`.
+const FORMATS: &[&str] =
+    &["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"];
+/// Keywords that no grammar stands for, with what to do instead.
+const REFUSED: &[(&str, &str)] = &[
+    ("not", "describe what is allowed instead"),
+    ("if", "use anyOf with one schema a case"),
+    ("then", "use anyOf with one schema a case"),
+    ("else", "use anyOf with one schema a case"),
+    ("contains", "describe every item with items or prefixItems"),
+    ("minContains", "describe every item with items or prefixItems"),
+    ("maxContains", "describe every item with items or prefixItems"),
+    ("propertyNames", "use patternProperties with additionalProperties: false"),
+    ("dependentRequired", "use anyOf with one schema a case"),
+    ("dependentSchemas", "use anyOf with one schema a case"),
+    ("dependencies", "use anyOf with one schema a case"),
+    ("unevaluatedItems", "use items"),
+    ("unevaluatedProperties", "use additionalProperties"),
+    ("$dynamicRef", "use $ref to a place in the same schema (#/...)"),
+    ("$recursiveRef", "use $ref to a place in the same schema (#/...)"),
+    // The compiler's own options, which may switch these checks off.
+    ("x-guidance", "leave it out"),
+];
+
+/// Refuses what the compiler would not honour. `schema` is one JSON text.
+pub(crate) fn check(schema: &Value) -> Result<(), GrammarError> {
+    at(schema, &mut Vec::new())
+}
+
+fn unsupported(path: &[String], what: &str, hint: &'static str) -> GrammarError {
+    GrammarError::Unsupported { path: path.join("."), what: what.to_owned(), hint }
+}
+
+fn at(schema: &Value, path: &mut Vec<String>) -> Result<(), GrammarError> {
+    if path.len() > DEPTH_MAX {
+        return Err(GrammarError::Invalid(format!("the schema is nested more than {DEPTH_MAX} deep")));
+    }
+    match schema {
+        Value::Bool(_) => Ok(()),
+        Value::Object(keywords) => keywords.iter().try_for_each(|(keyword, value)| of(keyword, value, path)),
+        _ => Err(GrammarError::Invalid(format!("`{}` of the schema is neither an object nor a boolean", place(path)))),
+    }
+}
+
+fn place(path: &[String]) -> String {
+    if path.is_empty() { "#".to_owned() } else { path.join(".") }
+}
+
+fn of(keyword: &str, value: &Value, path: &mut Vec<String>) -> Result<(), GrammarError> {
+    if let Some((name, hint)) = REFUSED.iter().find(|(name, _)| *name == keyword) {
+        return Err(unsupported(path, name, hint));
+    }
+    match (keyword, value) {
+        ("uniqueItems", Value::Bool(true)) => {
+            Err(unsupported(path, keyword, "leave it out, and check the answer for it"))
+        }
+        ("$ref", Value::String(to)) if to == "#" || to.starts_with("#/") => Ok(()),
+        ("$ref", _) => Err(unsupported(path, keyword, "only a place in the same schema (#/...) can be referred to")),
+        ("format", Value::String(name)) if !FORMATS.contains(&name.as_str()) => {
+            Err(unsupported(path, &format!("format: {name}"), "use pattern, or leave it out"))
+        }
+        _ if MAPS.contains(&keyword) => {
+            let empty = Map::new();
+            let members = value.as_object().unwrap_or(&empty);
+            members.iter().try_for_each(|(name, schema)| within(schema, path, &[keyword, name]))
+        }
+        (_, Value::Array(list)) if SCHEMAS.contains(&keyword) => {
+            list.iter().enumerate().try_for_each(|(n, schema)| within(schema, path, &[&format!("{keyword}[{n}]")]))
+        }
+        _ if SCHEMAS.contains(&keyword) => within(value, path, &[keyword]),
+        _ => Ok(()),
+    }
+}
+
+fn within(schema: &Value, path: &mut Vec<String>, steps: &[&str]) -> Result<(), GrammarError> {
+    let before = path.len();
+    path.extend(steps.iter().map(|step| (*step).to_owned()));
+    let checked = at(schema, path);
+    path.truncate(before);
+    checked
+}
+
+/// The schema without keywords that change nothing but that the compiler would refuse: `uniqueItems: false`.
+pub(crate) fn prepared(mut schema: Value) -> Value {
+    strip(&mut schema);
+    schema
+}
+
+fn strip(schema: &mut Value) {
+    let Value::Object(keywords) = schema else { return };
+    if keywords.get("uniqueItems") == Some(&Value::Bool(false)) {
+        keywords.remove("uniqueItems");
+    }
+    for (keyword, value) in keywords {
+        match value {
+            Value::Object(members) if MAPS.contains(&keyword.as_str()) => members.values_mut().for_each(strip),
+            Value::Array(list) if SCHEMAS.contains(&keyword.as_str()) => list.iter_mut().for_each(strip),
+            value if SCHEMAS.contains(&keyword.as_str()) => strip(value),
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn what_no_grammar_stands_for_is_refused_with_its_path() {
+        for (schema, message) in [
+            (json!({"not": {}}), "`not` at `#` is not supported"),
+            (json!({"properties": {"a": {"items": {"uniqueItems": true}}}}), "`uniqueItems` at `properties.a.items`"),
+            (json!({"$defs": {"x": {"if": {}}}, "$ref": "#/$defs/x"}), "`if` at `$defs.x`"),
+            (json!({"anyOf": [{}, {"format": "regex"}]}), "`format: regex` at `anyOf[1]`"),
+            (json!({"prefixItems": [{"$ref": "https://example.com"}]}), "`$ref` at `prefixItems[0]`"),
+            (json!({"x-guidance": {"lenient": true}}), "`x-guidance` at `#`"),
+            (json!({"items": 3}), "`items` of the schema is neither"),
+        ] {
+            let error = check(&schema).unwrap_err().to_string();
+            assert!(error.contains(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn annotations_and_names_of_properties_are_no_keywords() {
+        let schema = json!({
+            "title": "t", "x-order": 1, "deprecated": true, "type": "object",
+            "properties": {"not": {"type": "string", "uniqueItems": false}, "if": true}, "required": ["not"],
+        });
+        assert_eq!(check(&schema), Ok(()));
+        assert_eq!(prepared(schema)["properties"]["not"], json!({"type": "string"}));
+    }
+
+    #[test]
+    fn deep_schemas_are_refused() {
+        let deep = (0..100).fold(json!({}), |inner, _| json!({"items": inner}));
+        assert!(check(&deep).unwrap_err().to_string().contains("nested"));
+    }
+}

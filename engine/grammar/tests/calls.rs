@@ -1,0 +1,146 @@
+//! Grammars of tool calls: what they allow, the format's parser takes as calls with arguments of the schema.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+#[allow(dead_code, reason = "each test uses a part")]
+mod common;
+
+use common::{Model, constraint, model};
+use lagoon_text::parse::{AnswerParser, Beside, Calls, Formats, Tool, ToolFormat};
+use lagoon_types::Grammar;
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// Marks that are special tokens of the test's tokenizer.
+const SPECIAL: &[&str] = &[
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "<|channel|>",
+    "<|message|>",
+    "<|start|>",
+    "<|end|>",
+    "<|call|>",
+    "<|constrain|>",
+];
+
+fn tools() -> Arc<[Tool]> {
+    let weather = json!({"type": "object", "required": ["city", "days"], "additionalProperties": false, "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"type": "string", "enum": ["C", "F"]}, "places": {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 2}},
+        "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}, "required": ["lat"], "additionalProperties": false}}});
+    let tool = |name: &str, parameters: Value| Tool {
+        name: name.to_owned(),
+        parameters,
+        definition: Value::Null,
+        strict: true,
+    };
+    [tool("weather", weather), tool("now", Value::Null)].into()
+}
+
+fn grammar(model: &Model, format: ToolFormat, beside: &Beside, many: bool) -> Result<String, String> {
+    format.grammar(Calls { tools: &tools(), many }, beside, &model.tokenizer)
+}
+
+#[test]
+fn every_call_is_parsed_and_has_arguments_of_its_schema() {
+    let tools = tools();
+    let validators: Vec<_> = tools
+        .iter()
+        .map(|tool| {
+            jsonschema::validator_for(if tool.parameters.is_null() { &Value::Bool(true) } else { &tool.parameters })
+                .unwrap()
+        })
+        .collect();
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    for special in [true, false] {
+        let model = model(if special { SPECIAL } else { &[] });
+        for format in [
+            ToolFormat::Hermes,
+            ToolFormat::Llama3,
+            ToolFormat::Mistral,
+            ToolFormat::DeepSeek,
+            ToolFormat::QwenCoder,
+            ToolFormat::Glm,
+            ToolFormat::Harmony,
+        ] {
+            if format == ToolFormat::Harmony && !special {
+                continue;
+            }
+            for many in [true, false] {
+                let lark = grammar(&model, format, &Beside::Nothing, many).unwrap();
+                let constraint = constraint(Grammar::Lark(lark.clone()));
+                model.grammars.check(&constraint.grammar).unwrap_or_else(|error| panic!("{format:?}: {error}\n{lark}"));
+                for _ in 0..6 {
+                    let text = model.tokenizer.decode(&model.draw(&constraint, &mut rng), false);
+                    let formats = Formats { tools: Some(format), reasoning: None };
+                    let mut parser = AnswerParser::new(formats, &tools, "", 200);
+                    let mut parts = parser.push(&text);
+                    parts.append(parser.finish());
+                    let content = if format == ToolFormat::Harmony { "" } else { parts.content.trim() };
+                    assert!(content.is_empty() && !parts.calls.is_empty(), "{format:?}: {text:?} gives {parts:?}");
+                    assert!(many || parts.calls.len() == 1, "{format:?}: {text}");
+                    for call in &parts.calls {
+                        let at = tools.iter().position(|tool| tool.name == call.name).unwrap();
+                        let arguments: Value = serde_json::from_str(&call.arguments).unwrap();
+                        assert!(validators[at].is_valid(&arguments), "{format:?}: {arguments} of {text:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A form or calls; text or calls, where calls begin with a token of their own.
+#[test]
+fn calls_stand_beside_a_form_or_text() {
+    let mut rng = ChaCha8Rng::seed_from_u64(6);
+    let special = model(SPECIAL);
+    let form = Beside::Instead(r#"%json {"const": 7}"#.to_owned());
+    let constraint =
+        |beside: &Beside| constraint(Grammar::Lark(grammar(&special, ToolFormat::Mistral, beside, true).unwrap()));
+    let (mut forms, mut calls) = (0, 0);
+    for _ in 0..40 {
+        let text = special.tokenizer.decode(&special.draw(&constraint(&form), &mut rng), false);
+        forms += usize::from(text.trim() == "7");
+        calls += usize::from(text.starts_with("[TOOL_CALLS]"));
+    }
+    assert!(forms > 0 && calls > 0 && forms + calls == 40, "{forms} and {calls}");
+    let text = constraint(&Beside::Text);
+    special.grammars.check(&text.grammar).unwrap();
+    let matcher = special.matcher(&text, &special.tokenizer.encode("see ", false).unwrap());
+    let allowed = special.allowed(&special.next(&matcher, &[])[0]);
+    let begin = special.tokenizer.id("[TOOL_CALLS]").unwrap();
+    assert!(allowed.contains(&begin) && allowed.contains(&special.end) && allowed.len() > 100);
+    matcher.push(&[begin]);
+    assert!(special.allowed(&special.next(&matcher, &[])[0]).len() < 10, "now a name");
+}
+
+#[test]
+fn what_a_format_cannot_hold_is_refused_by_name() {
+    let plain = model(&[]);
+    for (format, why) in [(ToolFormat::Llama3, "other text"), (ToolFormat::Hermes, "no special token")] {
+        let error = grammar(&plain, format, &Beside::Text, true).unwrap_err();
+        assert!(error.contains(why), "{error}");
+    }
+    let of = |parameters: Value| Tool { name: "f".to_owned(), parameters, definition: Value::Null, strict: false };
+    for (format, parameters, why) in [
+        (ToolFormat::Hermes, json!({"type": "array"}), "not an object"),
+        (ToolFormat::Glm, json!({"anyOf": []}), "`anyOf`"),
+        (
+            ToolFormat::QwenCoder,
+            json!({"properties": {"a": {"type": "string", "pattern": "b"}}}),
+            "`pattern` of the text `a`",
+        ),
+        (ToolFormat::QwenCoder, json!({"required": ["b"]}), "`b`, which is none"),
+    ] {
+        let calls = Calls { tools: &[of(parameters)], many: false };
+        let error = format.grammar(calls, &Beside::Nothing, &plain.tokenizer).unwrap_err();
+        assert!(error.contains(why), "{error}");
+    }
+}

@@ -1,0 +1,254 @@
+//! Grammars of the formats' calls, in llguidance's variant of Lark: what they allow, the format's parser takes as calls.
+
+use super::{Tool, ToolFormat, deepseek, harmony, mistral};
+use crate::Tokenizer;
+use serde_json::{Map, Value, json};
+use std::fmt::Write;
+
+/// What an answer with calls has beside them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Beside {
+    /// Nothing: the answer is calls.
+    Nothing,
+    /// Text before calls, or no call.
+    Text,
+    /// Either calls, or what this expression describes.
+    Instead(String),
+}
+
+/// The calls that an answer may have.
+#[derive(Clone, Copy, Debug)]
+pub struct Calls<'a> {
+    pub tools: &'a [Tool],
+    /// Whether there may be several.
+    pub many: bool,
+}
+
+/// Keywords of a schema that say nothing about a text, or that arguments one by one express.
+const EXPRESSED: &[&str] = &[
+    "type",
+    "title",
+    "description",
+    "default",
+    "examples",
+    "$schema",
+    "additionalProperties",
+    "properties",
+    "required",
+];
+
+impl ToolFormat {
+    /// The grammar of answers with `calls`.
+    ///
+    /// # Errors
+    /// What of it no grammar stands for.
+    pub fn grammar(self, calls: Calls<'_>, beside: &Beside, tokenizer: &Tokenizer) -> Result<String, String> {
+        let mut rules = Rules { format: self, tokenizer, text: String::new() };
+        for (at, tool) in calls.tools.iter().enumerate() {
+            let call = rules.call(at, tool)?;
+            rules.rule(&format!("call_{at}"), &call);
+        }
+        let one: Vec<String> = (0..calls.tools.len()).map(|at| format!("call_{at}")).collect();
+        rules.rule("one", &one.join(" | "));
+        let (begin, separator, end) = rules.around();
+        let more = if calls.many && self != Self::Harmony { format!(" ({separator} one)*") } else { String::new() };
+        rules.rule("calls", &format!("{begin} one{more} {end}"));
+        let start = rules.start(beside)?;
+        Ok(format!("start: {start}\n{}", rules.text))
+    }
+}
+
+struct Rules<'a> {
+    format: ToolFormat,
+    tokenizer: &'a Tokenizer,
+    text: String,
+}
+
+/// A text as Lark writes it.
+fn literal(text: &str) -> String {
+    Value::from(text).to_string()
+}
+
+impl Rules<'_> {
+    fn rule(&mut self, name: &str, body: &str) {
+        writeln!(self.text, "{name}: {body}").expect("a string takes all");
+    }
+
+    /// A mark of the format: a special token by its id, or its text.
+    fn mark(&self, mark: &str) -> String {
+        match self.tokenizer.id(mark).filter(|id| self.tokenizer.is_special(*id)) {
+            Some(id) => format!("<[{id}]>"),
+            None => literal(mark),
+        }
+    }
+
+    /// What stands before the first call, between two, and behind the last.
+    fn around(&self) -> (String, String, String) {
+        let nothing = String::new;
+        match self.format {
+            ToolFormat::Mistral if !self.has_arguments_mark() => {
+                (format!("{} \"[\"", self.mark(mistral::CALLS)), literal(", "), literal("]"))
+            }
+            ToolFormat::Llama3 => (nothing(), literal("; "), nothing()),
+            ToolFormat::DeepSeek => (self.mark(deepseek::BEGIN), literal("\n"), self.mark(deepseek::END)),
+            ToolFormat::Hermes | ToolFormat::QwenCoder | ToolFormat::Glm => (nothing(), literal("\n"), nothing()),
+            ToolFormat::Mistral | ToolFormat::Harmony => (nothing(), nothing(), nothing()),
+        }
+    }
+
+    /// Whether the model writes `[TOOL_CALLS]NAME[ARGS]{…}` for each call, and not a list.
+    fn has_arguments_mark(&self) -> bool {
+        self.tokenizer.id(mistral::ARGS).is_some()
+    }
+
+    fn start(&mut self, beside: &Beside) -> Result<String, String> {
+        match beside {
+            Beside::Nothing if self.format == ToolFormat::Harmony => {
+                let [channel, message, end, start] =
+                    [harmony::CHANNEL, harmony::MESSAGE, harmony::END, harmony::START].map(|mark| self.mark(mark));
+                self.rule("THOUGHT", "/(?s:.*)/");
+                self.rule("analysis", &format!("{channel} \"analysis\" {message} THOUGHT {end} {start} \"assistant\""));
+                Ok("analysis? calls".to_owned())
+            }
+            Beside::Nothing => Ok("calls".to_owned()),
+            Beside::Instead(form) => {
+                self.rule("form", form);
+                Ok("form | calls".to_owned())
+            }
+            Beside::Text => {
+                let first = match self.format {
+                    ToolFormat::Mistral => mistral::CALLS,
+                    ToolFormat::DeepSeek => deepseek::BEGIN,
+                    ToolFormat::Hermes | ToolFormat::QwenCoder | ToolFormat::Glm => "<tool_call>",
+                    ToolFormat::Llama3 | ToolFormat::Harmony => {
+                        return Err("its calls cannot be told from other text".to_owned());
+                    }
+                };
+                if self.mark(first).starts_with('"') {
+                    return Err(format!("`{first}` is no special token of this model"));
+                }
+                // No special token is in a text.
+                self.rule("TEXT", "/(?s:.+)/");
+                Ok("TEXT? calls | TEXT".to_owned())
+            }
+        }
+    }
+
+    /// One call of the `at`-th tool.
+    fn call(&mut self, at: usize, tool: &Tool) -> Result<String, String> {
+        let name = &tool.name;
+        if matches!(self.format, ToolFormat::QwenCoder | ToolFormat::Glm) {
+            return self.pairs(at, tool);
+        }
+        let arguments = format!("arguments_{at}");
+        self.rule(&arguments, &format!("%json {}", object_schema(tool)?));
+        let object = |key: &str| {
+            let head = literal(&format!("{{\"name\": {}, \"{key}\": ", literal(name)));
+            format!("{head} {arguments} \"}}\"")
+        };
+        Ok(match self.format {
+            ToolFormat::Llama3 => object("parameters"),
+            ToolFormat::Mistral if self.has_arguments_mark() => {
+                format!("{} {} {} {arguments}", self.mark(mistral::CALLS), literal(name), self.mark(mistral::ARGS))
+            }
+            ToolFormat::Mistral => object("arguments"),
+            ToolFormat::DeepSeek => {
+                let [begin, end, separator] =
+                    [deepseek::CALL_BEGIN, deepseek::CALL_END, deepseek::SEPARATOR].map(|mark| self.mark(mark));
+                let name = literal(name);
+                // The form of V3 and R1, and that of V3.1: the model knows its own.
+                let fenced = format!("\"function\" {separator} {name} \"\\n```json\\n\" {arguments} \"\\n```\"");
+                format!("{begin} ({fenced} | {name} {separator} {arguments}) {end}")
+            }
+            ToolFormat::Harmony => {
+                let [channel, message, constrain] =
+                    [harmony::CHANNEL, harmony::MESSAGE, harmony::CONSTRAIN].map(|mark| self.mark(mark));
+                let after = literal(&format!("commentary to=functions.{name} "));
+                let before = literal(&format!(" to=functions.{name}"));
+                let header = format!("({channel} {after} | {before} {channel} \"commentary \")");
+                format!("{header} {constrain} \"json\" {message} {arguments}")
+            }
+            ToolFormat::Hermes | ToolFormat::QwenCoder | ToolFormat::Glm => {
+                let (open, close) = (self.mark("<tool_call>"), self.mark("</tool_call>"));
+                format!("{open} \"\\n\" {} \"\\n\" {close}", object("arguments"))
+            }
+        })
+    }
+
+    /// A call whose arguments stand one by one, texts without quotes.
+    fn pairs(&mut self, at: usize, tool: &Tool) -> Result<String, String> {
+        let is_glm = self.format == ToolFormat::Glm;
+        let (open, close) = (self.mark("<tool_call>"), self.mark("</tool_call>"));
+        let empty = Map::new();
+        let schema = tool.parameters.as_object().unwrap_or(&empty);
+        let is_expressed = |key: &str| EXPRESSED.contains(&key) || ["$defs", "definitions"].contains(&key);
+        if let Some(key) = schema.keys().find(|key| !is_expressed(key)) {
+            return Err(format!("`{key}` in the parameters of `{}`, whose arguments stand one by one", tool.name));
+        }
+        let required = tool.parameters["required"].as_array().into_iter().flatten().filter_map(Value::as_str);
+        let required: Vec<&str> = required.collect();
+        let properties = tool.parameters["properties"].as_object().unwrap_or(&empty);
+        if let Some(name) = required.iter().find(|name| !properties.contains_key(**name)) {
+            return Err(format!("`required` of `{}` names `{name}`, which is none of its properties", tool.name));
+        }
+        let head = if is_glm { format!("{}\n", tool.name) } else { format!("\n<function={}>\n", tool.name) };
+        let mut body = format!("{open} {}", literal(&head));
+        for (number, (name, property)) in properties.iter().enumerate() {
+            let rule = format!("argument_{at}_{number}");
+            let value = self.value(&rule, tool, name, property)?;
+            let key = if is_glm {
+                format!("<arg_key>{name}</arg_key>\n<arg_value>")
+            } else {
+                format!("<parameter={name}>\n")
+            };
+            self.rule(&rule, &format!("{} {value}", literal(&key)));
+            let optional = if required.contains(&name.as_str()) { "" } else { "?" };
+            write!(body, " {rule}{optional}").expect("a string takes all");
+        }
+        let foot = if is_glm { String::new() } else { literal("</function>\n") };
+        Ok(format!("{body} {foot} {close}"))
+    }
+
+    /// The value of an argument, with the mark behind it.
+    fn value(&mut self, rule: &str, tool: &Tool, name: &str, property: &Value) -> Result<String, String> {
+        let end = literal(if self.format == ToolFormat::Glm { "</arg_value>\n" } else { "\n</parameter>\n" });
+        if property["type"] != "string" {
+            let mut schema = property.clone();
+            for defs in ["$defs", "definitions"] {
+                if let (Some(map), Some(of)) = (schema.as_object_mut(), tool.parameters.get(defs)) {
+                    map.entry(defs).or_insert_with(|| of.clone());
+                }
+            }
+            self.rule(&format!("{rule}_value"), &format!("%json {schema}"));
+            return Ok(format!("{rule}_value {end}"));
+        }
+        let mut keys = property.as_object().into_iter().flat_map(Map::keys);
+        if let Some(key) = keys.find(|key| !EXPRESSED.contains(&key.as_str()) && *key != "enum") {
+            return Err(format!("`{key}` of the text `{name}` of `{}`, which is written without quotes", tool.name));
+        }
+        match property["enum"].as_array() {
+            Some(texts) => {
+                let texts: Option<Vec<String>> = texts.iter().map(|text| text.as_str().map(literal)).collect();
+                let texts = texts.ok_or_else(|| format!("`enum` of the text `{name}` has other values"))?;
+                Ok(format!("({}) {end}", texts.join(" | ")))
+            }
+            None => {
+                self.rule(&format!("{rule}_text[suffix={end}]"), "/(?s:.*)/");
+                Ok(format!("{rule}_text"))
+            }
+        }
+    }
+}
+
+/// The schema of a tool's arguments, which are an object.
+fn object_schema(tool: &Tool) -> Result<Value, String> {
+    let mut schema = if tool.parameters.is_null() { json!({}) } else { tool.parameters.clone() };
+    let is_object = schema["type"].is_null() || schema["type"] == "object";
+    match schema.as_object_mut().filter(|_| is_object) {
+        Some(map) => {
+            map.insert("type".to_owned(), Value::from("object"));
+            Ok(schema)
+        }
+        None => Err(format!("the parameters of `{}` are not an object", tool.name)),
+    }
+}
