@@ -22,6 +22,8 @@ const COMPILE_MS_MAX: u64 = 10_000;
 const STACK_BYTES: usize = 256 << 20;
 /// Brackets of a grammar's text, nested or not, that the stack has room for.
 const BRACKETS_MAX: usize = 8192;
+/// Lines of a grammar's text: the compiler's time for the error of a long chain of rules grows with their square.
+const LINES_MAX: usize = 2000;
 /// Characters of the compiler's own message that are passed on.
 const MESSAGE_MAX: usize = 600;
 
@@ -159,9 +161,10 @@ impl Shared {
     fn run(&self, of: &Compilation) {
         let made = catch_unwind(AssertUnwindSafe(|| self.compile(&of.grammar)));
         let result = made.unwrap_or_else(|_panicked| Err(GrammarError::Invalid("the compiler failed".to_owned())));
+        // First: whoever waits for the result may begin another one.
+        lock(&self.cache).running -= 1;
         *lock(&of.result) = Some(result);
         of.done.notify_all();
-        lock(&self.cache).running -= 1;
     }
 
     fn environment(&self) -> Result<Arc<Environment>, GrammarError> {
@@ -219,6 +222,10 @@ fn top_level(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
         ),
         Grammar::Lark(text) => {
             check_brackets(text)?;
+            let lines = text.lines().count();
+            if lines > LINES_MAX {
+                return invalid(format!("the grammar has {lines} lines, but at most {LINES_MAX} are allowed"));
+            }
             Ok(TopLevelGrammar::from_lark(text.clone()))
         }
     }

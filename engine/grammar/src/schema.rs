@@ -4,7 +4,7 @@
 //! change nothing, as JSON Schema has it.
 
 use crate::error::GrammarError;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 /// Deepest nesting of a schema.
 const DEPTH_MAX: usize = 64;
@@ -17,6 +17,8 @@ const MAPS: &[&str] = &["properties", "patternProperties", "$defs", "definitions
 /// Values of `format`.
 const FORMATS: &[&str] =
     &["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"];
+/// A time with at most 60 seconds in its minute.
+const SECONDS: &str = "^[^:]*:[0-9]{2}:[0-5]";
 /// Keywords that no grammar stands for, with what to do instead.
 const REFUSED: &[(&str, &str)] = &[
     ("not", "describe what is allowed instead"),
@@ -96,22 +98,27 @@ fn within(schema: &Value, path: &mut Vec<String>, steps: &[&str]) -> Result<(), 
     checked
 }
 
-/// The schema without keywords that change nothing but that the compiler would refuse: `uniqueItems: false`.
+/// The schema as the compiler is given it: without keywords that change nothing but that it would refuse (`uniqueItems: false`),
+/// and with times as validators have them (it takes a 61st second in any minute).
 pub(crate) fn prepared(mut schema: Value) -> Value {
-    strip(&mut schema);
+    prepare(&mut schema);
     schema
 }
 
-fn strip(schema: &mut Value) {
+fn prepare(schema: &mut Value) {
     let Value::Object(keywords) = schema else { return };
     if keywords.get("uniqueItems") == Some(&Value::Bool(false)) {
         keywords.remove("uniqueItems");
     }
+    if keywords.get("format").is_some_and(|format| format == "time" || format == "date-time") {
+        let all = keywords.entry("allOf").or_insert_with(|| Value::Array(Vec::new()));
+        all.as_array_mut().into_iter().for_each(|all| all.push(json!({"pattern": SECONDS})));
+    }
     for (keyword, value) in keywords {
         match value {
-            Value::Object(members) if MAPS.contains(&keyword.as_str()) => members.values_mut().for_each(strip),
-            Value::Array(list) if SCHEMAS.contains(&keyword.as_str()) => list.iter_mut().for_each(strip),
-            value if SCHEMAS.contains(&keyword.as_str()) => strip(value),
+            Value::Object(members) if MAPS.contains(&keyword.as_str()) => members.values_mut().for_each(prepare),
+            Value::Array(list) if SCHEMAS.contains(&keyword.as_str()) => list.iter_mut().for_each(prepare),
+            value if SCHEMAS.contains(&keyword.as_str()) => prepare(value),
             _ => {}
         }
     }
@@ -120,7 +127,6 @@ fn strip(schema: &mut Value) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn what_no_grammar_stands_for_is_refused_with_its_path() {

@@ -59,7 +59,7 @@ fn every_call_is_parsed_and_has_arguments_of_its_schema() {
         .collect();
     let mut rng = ChaCha8Rng::seed_from_u64(5);
     for special in [true, false] {
-        let model = model(if special { SPECIAL } else { &[] });
+        let mut model = model(if special { SPECIAL } else { &[] });
         for format in [
             ToolFormat::Hermes,
             ToolFormat::Llama3,
@@ -72,6 +72,11 @@ fn every_call_is_parsed_and_has_arguments_of_its_schema() {
             if format == ToolFormat::Harmony && !special {
                 continue;
             }
+            model.mark = match format {
+                ToolFormat::QwenCoder => Some("\n</parameter>\n"),
+                ToolFormat::Glm => Some("</arg_value>\n"),
+                _ => None,
+            };
             for many in [true, false] {
                 let lark = grammar(&model, format, &Beside::Nothing, many).unwrap();
                 let constraint = constraint(Grammar::Lark(lark.clone()));

@@ -9,20 +9,22 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Tokens of an answer above which a test fails: every grammar of the tests can end long before.
-const ANSWER_MAX: usize = 3000;
+const ANSWER_MAX: usize = 6000;
 /// Tokens after which an answer ends as soon as it may.
 const HURRY: usize = 40;
 
 /// A model's tokenizer with the grammars of its vocabulary.
-pub struct Model {
-    pub tokenizer: Arc<Tokenizer>,
-    pub grammars: Grammars,
-    pub vocab: u32,
-    pub end: u32,
+pub(crate) struct Model {
+    pub(crate) tokenizer: Arc<Tokenizer>,
+    pub(crate) grammars: Grammars,
+    pub(crate) vocab: u32,
+    pub(crate) end: u32,
+    /// What ends a text without quotes: by chance it would take long to come.
+    pub(crate) mark: Option<&'static str>,
 }
 
 /// A byte-level tokenizer, and a SentencePiece one with byte fallback.
-pub fn models() -> [Model; 2] {
+pub(crate) fn models() -> [Model; 2] {
     ["models/passkey", "tests/goldens/tied_sentencepiece"].map(|dir| {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(dir);
         let tokenizer = Arc::new(Tokenizer::open(&dir).unwrap());
@@ -30,12 +32,12 @@ pub fn models() -> [Model; 2] {
         let vocab = u32::try_from(tokenizer.vocab_size()).unwrap() + 5;
         let end = tokenizer.eos_id().unwrap();
         let grammars = Grammars::new(Arc::clone(&tokenizer), vocab, &[end]);
-        Model { tokenizer, grammars, vocab, end }
+        Model { tokenizer, grammars, vocab, end, mark: None }
     })
 }
 
 /// A byte-level tokenizer whose tokens are bytes, these special ones and one at the end.
-pub fn model(special: &[&str]) -> Model {
+pub(crate) fn model(special: &[&str]) -> Model {
     let letters = (0..0x144_u32).filter_map(char::from_u32);
     let is_letter = |c: &char| matches!(u32::from(*c), 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff | 0x100..=0x143);
     let vocab: Map<String, Value> =
@@ -57,16 +59,16 @@ pub fn model(special: &[&str]) -> Model {
     let config = TokenizerConfig { special: vec![("eos_token", "<end>".to_owned())], ..TokenizerConfig::default() };
     let tokenizer = Arc::new(Tokenizer::parse(Path::new("bytes"), file.to_string().as_bytes(), &config).unwrap());
     let (vocab, end) = (u32::try_from(tokenizer.vocab_size()).unwrap(), tokenizer.eos_id().unwrap());
-    Model { grammars: Grammars::new(Arc::clone(&tokenizer), vocab, &[end]), tokenizer, vocab, end }
+    Model { grammars: Grammars::new(Arc::clone(&tokenizer), vocab, &[end]), tokenizer, vocab, end, mark: None }
 }
 
-pub fn constraint(grammar: Grammar) -> Arc<Constraint> {
+pub(crate) fn constraint(grammar: Grammar) -> Arc<Constraint> {
     Arc::new(Constraint { grammar, reasoning: None })
 }
 
 impl Model {
     /// A matcher that can be asked.
-    pub fn matcher(&self, constraint: &Arc<Constraint>, answer: &[u32]) -> AnswerMatcher {
+    pub(crate) fn matcher(&self, constraint: &Arc<Constraint>, answer: &[u32]) -> AnswerMatcher {
         let matcher = AnswerMatcher::new(Arc::clone(constraint), answer);
         while !matcher.poll(Some(&self.grammars)) {
             std::thread::yield_now();
@@ -74,14 +76,14 @@ impl Model {
         matcher
     }
 
-    pub fn next(&self, matcher: &AnswerMatcher, drafts: &[u32]) -> Vec<Next> {
+    pub(crate) fn next(&self, matcher: &AnswerMatcher, drafts: &[u32]) -> Vec<Next> {
         let mut out = Vec::new();
         matcher.next(drafts, &mut out);
         out
     }
 
     /// Tokens that may come next, ascending.
-    pub fn allowed(&self, next: &Next) -> Vec<u32> {
+    pub(crate) fn allowed(&self, next: &Next) -> Vec<u32> {
         match next.mask() {
             Some(mask) => (0..self.vocab).filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1).collect(),
             None => panic!("{next:?}"),
@@ -90,7 +92,7 @@ impl Model {
 
     /// Draws an answer; ends of texts, objects and lists are likelier than they would be by chance. Returns its tokens
     /// without the one at the end.
-    pub fn draw(&self, constraint: &Arc<Constraint>, rng: &mut impl Rng) -> Vec<u32> {
+    pub(crate) fn draw(&self, constraint: &Arc<Constraint>, rng: &mut impl Rng) -> Vec<u32> {
         let matcher = self.matcher(constraint, &[]);
         let mut answer = Vec::new();
         loop {
@@ -98,7 +100,12 @@ impl Model {
             let next = self.next(&matcher, &[]).remove(0);
             let token = match next {
                 Next::Nothing => return answer,
-                next => self.choose(&self.allowed(&next), answer.len(), rng),
+                next => {
+                    let allowed = self.allowed(&next);
+                    let mark = self.mark.filter(|_| answer.len() > HURRY && !allowed.contains(&self.end));
+                    let closing = mark.and_then(|mark| self.closing(mark, &answer, &allowed));
+                    closing.unwrap_or_else(|| self.choose(&allowed, answer.len(), rng))
+                }
             };
             let ended = matcher.take(token);
             matcher.push(&[token]);
@@ -112,6 +119,14 @@ impl Model {
         }
     }
 
+    /// The token that goes on with the mark, or begins it.
+    fn closing(&self, mark: &str, answer: &[u32], allowed: &[u32]) -> Option<u32> {
+        let text = self.tokenizer.decode(answer, false);
+        let begun = (0..mark.len()).rev().find(|n| text.ends_with(&mark[..*n]))?;
+        let is_next = |id: &&u32| self.tokenizer.token_bytes(**id) == mark.as_bytes()[begun..=begun];
+        allowed.iter().find(is_next).copied()
+    }
+
     fn choose(&self, allowed: &[u32], at: usize, rng: &mut impl Rng) -> u32 {
         assert!(!allowed.is_empty(), "nothing is allowed");
         let hurries = at > HURRY || rng.random_bool(0.2);
@@ -123,7 +138,7 @@ impl Model {
             bytes.len() == 1 && b"\"}]".contains(&bytes[0])
         };
         let closing: Vec<u32> = allowed.iter().filter(closes).copied().collect();
-        if hurries && !closing.is_empty() {
+        if hurries && !closing.is_empty() && rng.random_bool(0.7) {
             return closing[rng.random_range(0..closing.len())];
         }
         allowed[rng.random_range(0..allowed.len())]

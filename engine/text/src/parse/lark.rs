@@ -211,7 +211,8 @@ impl Rules<'_> {
 
     /// The value of an argument, with the mark behind it.
     fn value(&mut self, rule: &str, tool: &Tool, name: &str, property: &Value) -> Result<String, String> {
-        let end = literal(if self.format == ToolFormat::Glm { "</arg_value>\n" } else { "\n</parameter>\n" });
+        let is_glm = self.format == ToolFormat::Glm;
+        let end = literal(if is_glm { "</arg_value>\n" } else { "\n</parameter>\n" });
         if property["type"] != "string" {
             let mut schema = property.clone();
             for defs in ["$defs", "definitions"] {
@@ -233,8 +234,10 @@ impl Rules<'_> {
                 Ok(format!("({}) {end}", texts.join(" | ")))
             }
             None => {
-                self.rule(&format!("{rule}_text[suffix={end}]"), "/(?s:.*)/");
-                Ok(format!("{rule}_text"))
+                // The first mark ends the text, as it does for the parser.
+                let mark = literal(if is_glm { "</arg_value>" } else { "</parameter>" });
+                self.rule(&format!("{rule}_text[suffix={mark}]"), "/(?s:.*)/");
+                Ok(format!("{rule}_text {}", literal("\n")))
             }
         }
     }
