@@ -7,6 +7,7 @@
 #include "shared/common.cuh"
 
 constexpr uint32_t SAMPLE_THREADS = 512;
+constexpr uint32_t UNMASKED = 0xffffffffu;  // A row without a mask.
 constexpr double WEIGHT_ONE = 1099511627776.0;  // 2^40
 
 // The inverse of `ordered`.
@@ -181,7 +182,10 @@ struct Sampler {
 
 KERNEL(sample, 512, 1, SampleParams) {
     SHARED SampleShared shared;
-    const float* logits = at<const float>(p.logits) + static_cast<uint64_t>(blockIdx.x) * p.stride;
+    float* logits = at<float>(p.logits) + static_cast<uint64_t>(blockIdx.x) * p.stride;
+    const uint32_t first_word = at<const SampleRow>(p.rows)[blockIdx.x].mask;
+    const bool masked = first_word != UNMASKED;
+    const uint32_t* allowed = at<const uint32_t>(p.masks) + (masked ? first_word : 0);
     if (threadIdx.x == 0) {
         shared.best = 0;
         shared.bad = 0xffffffffu;
@@ -189,8 +193,9 @@ KERNEL(sample, 512, 1, SampleParams) {
     sync_block();
     uint64_t best = 0;
     for (uint32_t i = threadIdx.x; i < p.vocab; i += SAMPLE_THREADS) {
-        const float x = logits[i];
+        float x = logits[i];
         if (isnan(x) || x == INFINITY) min_shared(&shared.bad, i);
+        if (masked && !(allowed[i / 32] >> (i % 32) & 1)) logits[i] = x = NEGATIVE_INFINITY;
         // The largest logit, and of equal ones the lowest id.
         const uint64_t candidate = static_cast<uint64_t>(ordered(x)) << 32 | (0xffffffffu - i);
         best = candidate > best ? candidate : best;

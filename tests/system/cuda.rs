@@ -12,7 +12,7 @@ use crate::process_up::{golden_prompt, single};
 use crate::split::equals_transformers;
 use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{Device, Sampling};
+use lagoon_backend::{Device, SampleRow, Sampling};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_instance::RemotePolicy;
 use lagoon_kv::Placement;
@@ -301,28 +301,40 @@ fn the_device_draws_what_the_host_draws() {
             let logits: Vec<f32> = data.values(rows * vocab).iter().map(|x| x * 3.0).collect();
             device.write(tensor, 0, &logits).unwrap();
             let params = (0..count as u64).map(|row| some(round * 8 + row * 2 + micro_batch as u64));
-            let draws: Vec<_> = params.clone().map(|p| Sampler::row(&p, round).unwrap()).collect();
-            device.sample_ahead(micro_batch, tensor, &draws).unwrap();
-            let drawn = params
-                .zip(logits.chunks(vocab))
-                .map(|(p, logits)| sampler.sample(logits, &p, round, &[], None).unwrap().id);
+            // Every second row has a mask, and the last of them allows nothing.
+            let words = vocab.div_ceil(32);
+            let mut masks: Vec<u32> = (0..count / 2 * words).map(|_| data.number(0..1 << 31)).collect();
+            let is_none = |row: usize| round == 11 && row == 3;
+            masks.iter_mut().skip(words).filter(|_| is_none(3)).for_each(|word| *word = 0);
+            let mask_of = |row: usize| (row % 2 == 1).then_some(row / 2 * words);
+            let rows = params.clone().map(|p| Sampler::row(&p, round).unwrap()).enumerate();
+            let draws: Vec<_> = rows
+                .map(|(row, of)| SampleRow { mask: mask_of(row).map_or(SampleRow::UNMASKED, |at| at as u32), ..of })
+                .collect();
+            device.sample_ahead(micro_batch, tensor, &draws, &masks).unwrap();
+            let drawn = params.zip(logits.chunks(vocab)).enumerate().map(|(row, (p, logits))| {
+                let mask = mask_of(row).map(|at| &masks[at..at + words]);
+                sampler.sample_masked(logits, &p, round, (&[], None), mask).map(|sampled| sampled.id)
+            });
             expected[micro_batch].extend(drawn);
+            assert!((0..count).all(|row| is_none(row) == (expected[micro_batch][row] == Err(SampleError::Excluded))));
         }
         for (micro_batch, expected) in expected.iter().enumerate() {
             let mut drawn = Vec::new();
             device.sampled(micro_batch, &mut drawn).unwrap();
-            let drawn: Vec<u32> = drawn.into_iter().map(|row| Sampler::drawn(row).unwrap()).collect();
+            let drawn: Vec<_> =
+                drawn.into_iter().enumerate().map(|(at, row)| Sampler::drawn(row, at % 2 == 1)).collect();
             assert_eq!(&drawn, expected, "round {round}, micro_batch {micro_batch}");
         }
     }
     let mut logits = vec![0.0; vocab];
     logits[7] = f32::NAN;
     device.write(&mut micro_batches[0], 0, &logits).unwrap();
-    device.sample_ahead(0, &micro_batches[0], &[Sampler::row(&some(0), 0).unwrap()]).unwrap();
+    device.sample_ahead(0, &mut micro_batches[0], &[Sampler::row(&some(0), 0).unwrap()], &[]).unwrap();
     let mut drawn = Vec::new();
     device.sampled(0, &mut drawn).unwrap();
     let bad = SampleError::BadLogit { token: 7, value: "not finite".to_owned() };
-    assert_eq!(Sampler::drawn(drawn[0]), Err(bad));
+    assert_eq!(Sampler::drawn(drawn[0], false), Err(bad));
     drop((micro_batches, device));
     fake.finish();
 }

@@ -205,7 +205,7 @@ struct CombineParams {
 struct SampleRow {
     double uniform;
     float temperature, top_p, min_p;
-    uint32_t top_k;
+    uint32_t top_k, mask, reserved;
 };
 
 struct SampledRow {
@@ -213,7 +213,7 @@ struct SampledRow {
 };
 
 struct SampleParams {
-    Address logits, rows, out;
+    Address logits, rows, out, masks;
     uint32_t vocab, stride;
 };
 
@@ -230,4 +230,4 @@ static_assert(sizeof(TensorMap) == 128 && sizeof(AttentionBoxesParams) == 1152, 
 static_assert(sizeof(AttentionMergeParams) == 48 && sizeof(GemvParams) == 64 && sizeof(SplitParams) == 48, "as in Rust");
 static_assert(sizeof(UnpackParams) == 64, "as in Rust");
 static_assert(sizeof(GemmParams) == 88 && sizeof(GemmReduceParams) == 56, "as in Rust");
-static_assert(sizeof(SampleRow) == 24 && sizeof(SampledRow) == 8 && sizeof(SampleParams) == 32, "as in Rust");
+static_assert(sizeof(SampleRow) == 32 && sizeof(SampledRow) == 8 && sizeof(SampleParams) == 40, "as in Rust");

@@ -106,7 +106,13 @@ impl Queued for CudaDevice {
 impl Sampling for CudaDevice {
     type Tensor = CudaTensor;
 
-    fn sample_ahead(&mut self, micro_batch: usize, logits: &CudaTensor, rows: &[SampleRow]) -> Result<(), DeviceError> {
+    fn sample_ahead(
+        &mut self,
+        micro_batch: usize,
+        logits: &mut CudaTensor,
+        rows: &[SampleRow],
+        masks: &[u32],
+    ) -> Result<(), DeviceError> {
         assert!(rows.len() <= logits.rows, "a row for each draw");
         let staged = &mut self.staged[micro_batch];
         staged.bytes = size_of_val(rows) / size_of::<SampleRow>() * size_of::<SampledRow>();
@@ -123,11 +129,16 @@ impl Sampling for CudaDevice {
         }
         let (Some(drawn), Some(pinned)) = (&staged.drawn, &mut staged.pinned) else { unreachable!("made above") };
         let own = &mut self.work_streams[self.at];
-        let at = own.upload(bytemuck::cast_slice(rows))?;
+        // In one upload: a second one might take the first one's place.
+        staged.rules.clear();
+        staged.rules.extend_from_slice(bytemuck::cast_slice(rows));
+        staged.rules.extend_from_slice(bytemuck::cast_slice(masks));
+        let at = own.upload(&staged.rules)?;
         let params = SampleParams {
             logits: logits.buffer.address(),
             rows: at,
             out: drawn.address(),
+            masks: at + size_of_val(rows) as u64,
             vocab: word(logits.cols),
             stride: word(logits.cols),
         };

@@ -13,6 +13,8 @@ pub(super) struct Staged {
     pub(super) pinned: Option<Pinned>,
     /// Sampled tokens, on the device.
     pub(super) drawn: Option<Buffer>,
+    /// Rows and masks of a draw, as they are uploaded.
+    pub(super) rules: Vec<u8>,
     /// Size of the read; 0 if none was begun.
     pub(super) bytes: usize,
 }

@@ -13,12 +13,14 @@ pub use lagoon_backend::{SampleRow, SampledRow};
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct SampleParams {
-    /// f32 `[rows][stride]`.
+    /// f32 `[rows][stride]`; those that a mask excludes become negative infinity.
     pub logits: u64,
     /// [`SampleRow`] `[rows]`.
     pub rows: u64,
     /// [`SampledRow`] `[rows]`.
     pub out: u64,
+    /// Words of all masks; see [`SampleRow::mask`].
+    pub masks: u64,
     pub vocab: u32,
     pub stride: u32,
 }
@@ -32,5 +34,5 @@ pub const fn sample(rows: u32, params: SampleParams) -> Launch<SampleParams> {
     Launch::flat("sample", rows, THREADS, params)
 }
 
-const _: () = assert!(size_of::<SampleRow>() == 24 && size_of::<SampledRow>() == 8);
-const _: () = assert!(size_of::<SampleParams>() == 32);
+const _: () = assert!(size_of::<SampleRow>() == 32 && size_of::<SampledRow>() == 8);
+const _: () = assert!(size_of::<SampleParams>() == 40);

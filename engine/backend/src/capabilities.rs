@@ -64,6 +64,15 @@ pub struct SampleRow {
     pub min_p: f32,
     /// 0 keeps all tokens.
     pub top_k: u32,
+    /// First word of the row's mask among all masks; [`SampleRow::UNMASKED`]: every token may be drawn.
+    pub mask: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+impl SampleRow {
+    /// As [`SampleRow::mask`], where the row has none.
+    pub const UNMASKED: u32 = u32::MAX;
 }
 
 /// Result of sampling one row of logits.
@@ -172,13 +181,17 @@ pub trait Sampling {
     /// Draws a token from each leading row of `logits` (one for each of `rows`) by the rules of `lagoon_runner::sampling`,
     /// and sets the mark of the micro-batch ([`Queued::mark`]) behind the draws.
     ///
+    /// `masks`: of each row that names one ([`SampleRow::mask`]), one bit for each token of the vocabulary, 32 a word, the lowest
+    /// first. Logits of tokens whose bits are not set become negative infinity; status 2 where none is left.
+    ///
     /// # Errors
     /// If the device failed.
     fn sample_ahead(
         &mut self,
         micro_batch: usize,
-        logits: &Self::Tensor,
+        logits: &mut Self::Tensor,
         rows: &[SampleRow],
+        masks: &[u32],
     ) -> Result<(), DeviceError>;
 
     /// Appends the draws of the last [`Sampling::sample_ahead`] of this micro-batch, in the order of its rows. Waits.

@@ -268,11 +268,12 @@ impl<D: Device> Sampling for Paced<D> {
     fn sample_ahead(
         &mut self,
         micro_batch: usize,
-        logits: &Self::Tensor,
+        logits: &mut Self::Tensor,
         rows: &[SampleRow],
+        masks: &[u32],
     ) -> Result<(), DeviceError> {
         self.queue(0.0);
-        self.inner.sampling().ok_or_else(|| refused("sampling"))?.sample_ahead(micro_batch, logits, rows)?;
+        self.inner.sampling().ok_or_else(|| refused("sampling"))?.sample_ahead(micro_batch, logits, rows, masks)?;
         self.mark(micro_batch)
     }
 
@@ -687,8 +688,8 @@ mod tests {
         assert!(device.sampling().is_none() && device.virtual_memory().is_none() && device.shared_regions().is_none());
         assert_eq!((device.shared_arenas().is_some(), device.peer_access().is_some()), (arenas, false));
         let refused = |error: Result<(), DeviceError>| matches!(error, Err(DeviceError::Unsupported(_)));
-        let logits = device.tensor(1, 8).unwrap();
-        assert!(refused(device.sample_ahead(0, &logits, &[])) && refused(device.sampled(0, &mut Vec::new())));
+        let mut logits = device.tensor(1, 8).unwrap();
+        assert!(refused(device.sample_ahead(0, &mut logits, &[], &[])) && refused(device.sampled(0, &mut Vec::new())));
         let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 8, dtype: KvDType::F32 };
         let mut kv = device.kv(shape, 4).unwrap();
         let region = RegionId(1);

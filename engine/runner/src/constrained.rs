@@ -1,6 +1,7 @@
 //! A step's constrained sequences: what may come next in each row that is sampled, and what was drawn.
 
 use crate::work::{SampleSpec, SeqRows, StepWork};
+use lagoon_backend::SampleRow;
 use lagoon_grammar::{Grammars, Next};
 use lagoon_types::SeqId;
 
@@ -51,6 +52,14 @@ impl Constrained {
     /// What may come in the `at`-th sampled row.
     pub(crate) fn row(&self, at: usize) -> &Next {
         self.rows.get(at).unwrap_or(&Next::Any)
+    }
+
+    /// Adds the mask of the `at`-th sampled row of `vocab` logits to `masks`, if it has one. Returns the mask's first word.
+    pub(crate) fn mask(&self, at: usize, vocab: usize, masks: &mut Vec<u32>) -> u32 {
+        let Some(mask) = self.row(at).mask() else { return SampleRow::UNMASKED };
+        let (first, words) = (masks.len(), vocab.div_ceil(32));
+        masks.extend(mask.iter().copied().chain(std::iter::repeat(0)).take(words));
+        u32::try_from(first).expect("masks of one step are short")
     }
 
     /// Notes the token drawn behind a row, whose own token is `known`, unless that is a draft that was not drawn. True if the

@@ -3,7 +3,7 @@
 use crate::config::ExecutorConfig;
 use crate::decoder::{Activations, Model};
 use crate::drafter::Drafter;
-use crate::forward::{Forward, Shared};
+use crate::forward::{Draws, Forward, Shared};
 use crate::memory::{KvArena, KvMemory, KvRegion, PeerMemory, hold, no_peer_access, without};
 use crate::micro_batch::RemoteBuffers;
 use crate::pass::{Pass, Progress};
@@ -185,7 +185,7 @@ impl<D: Device> Executor<D> {
                 remote: RemoteBuffers::new(&mut device, shape, config.kv_dtype, config.step_rows, config.fetch_tokens)?,
                 model,
                 sampler: Sampler::new(),
-                draws: (Vec::new(), Vec::new()),
+                draws: Draws::default(),
                 host: Vec::new(),
                 grammars: None,
             }),

@@ -20,12 +20,19 @@ pub(crate) struct Forward<D: Device> {
     pub(crate) micro_batches: [Activations<D>; 2],
     pub(crate) remote: RemoteBuffers<D>,
     pub(crate) sampler: Sampler,
-    /// Rows for sampling on the device, and its draws.
-    pub(crate) draws: (Vec<SampleRow>, Vec<SampledRow>),
+    pub(crate) draws: Draws,
     /// Host staging buffer, kept between calls.
     pub(crate) host: Vec<f32>,
     /// Grammars of constrained sequences; `None` without a tokenizer.
     pub(crate) grammars: Option<Grammars>,
+}
+
+/// Buffers of sampling on the device, kept between steps.
+#[derive(Debug, Default)]
+pub(crate) struct Draws {
+    pub(crate) rows: Vec<SampleRow>,
+    pub(crate) masks: Vec<u32>,
+    pub(crate) drawn: Vec<SampledRow>,
 }
 
 /// All that passes share, borrowed by [`crate::pass::Pass::advance`].

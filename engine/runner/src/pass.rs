@@ -10,7 +10,7 @@
 
 use crate::constrained::Constrained;
 use crate::decoder::Decoder;
-use crate::forward::{Forward, Shared};
+use crate::forward::{Draws, Forward, Shared};
 use crate::hidden::HiddenSums;
 use crate::memory::{hold, no_peer_access};
 use crate::queue;
@@ -22,7 +22,7 @@ use crate::work::{
     StepWork,
 };
 use bytes::Bytes;
-use lagoon_backend::{AttnRows, Device, PeerAccess, Sampling, VirtualMemory};
+use lagoon_backend::{AttnRows, Device, PeerAccess, SampleRow, Sampling, VirtualMemory};
 use lagoon_grammar::Next;
 use lagoon_model::KvPlace;
 use lagoon_types::limits::SEQUENCE_TOKENS_MAX;
@@ -208,7 +208,7 @@ impl Pass {
                 self.hidden.reduce(shared, self.work.micro_batch.index())?;
                 self.head(shared)
             }
-            Phase::Sample => match self.sampled_in(shared)? {
+            Phase::Sample => match queue::reached(shared.device, self.micro_batch())? {
                 Some(left) => Ok(Progress::Queued(left)),
                 None => {
                     self.check_mapped(shared)?;
@@ -217,14 +217,6 @@ impl Pass {
                 }
             },
         }
-    }
-
-    /// Time until the device has the logits, and matchers know what may come next; `None` when both are there. Matchers are asked
-    /// while the device computes.
-    fn sampled_in<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Option<Duration>, PassError> {
-        let is_asked = self.constrained.ask(&self.work, shared.forward.grammars.as_ref());
-        let reached = queue::reached(shared.device, self.micro_batch())?;
-        Ok(reached.or_else(|| (!is_asked).then_some(COMPILE_POLL)))
     }
 
     fn micro_batch(&self) -> usize {
@@ -576,7 +568,11 @@ impl Pass {
             self.phase = Phase::Reduce;
             return Ok(Progress::Advanced);
         }
-        let Forward { model, micro_batches, draws, .. } = &mut *shared.forward;
+        let Forward { model, micro_batches, draws, grammars, .. } = &mut *shared.forward;
+        // While the device computes the layers.
+        if !self.constrained.ask(&self.work, grammars.as_ref()) {
+            return Ok(Progress::Queued(COMPILE_POLL));
+        }
         let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
         let last: Vec<u32> = self.wanted().map(|wanted| wanted.row).collect();
         let device = &mut *shared.device;
@@ -585,11 +581,13 @@ impl Pass {
         } else {
             Decoder::new(model).logits(device, &last, micro_batch)?;
             if let Some(sampler) = self.drawer(device) {
-                draws.0.clear();
-                for Wanted { spec, index, .. } in self.wanted() {
-                    draws.0.push(Sampler::row(&spec.params, index).map_err(sampling)?);
+                let Draws { rows, masks, .. } = draws;
+                (rows.clear(), masks.clear());
+                for (at, Wanted { spec, index, .. }) in self.wanted().enumerate() {
+                    let row = Sampler::row(&spec.params, index).map_err(sampling)?;
+                    rows.push(SampleRow { mask: self.constrained.mask(at, model.spec.vocab, masks), ..row });
                 }
-                sampler.sample_ahead(self.micro_batch(), &micro_batch.logits, &draws.0)?;
+                sampler.sample_ahead(self.micro_batch(), &mut micro_batch.logits, rows, masks)?;
             } else {
                 queue::read_ahead(device, self.micro_batch(), &micro_batch.logits, 0..last.len(), 0..model.spec.vocab)?;
             }
@@ -607,14 +605,17 @@ impl Pass {
             shared.device.sync()?;
             return Ok(Progress::Done(Vec::new()));
         }
-        if let Some(sampler) = self.drawer(shared.device) {
-            draws.1.clear();
-            sampler.sampled(self.micro_batch(), &mut draws.1)?;
-            let tokens = self.wanted().zip(&draws.1).map(|(wanted, drawn)| {
-                let token = Sampler::drawn(*drawn).map_err(sampling)?;
-                Ok(SampleOut { seq: wanted.seq, token: Some(token), ..SampleOut::default() })
-            });
-            return Ok(Progress::Done(tokens.collect::<Result<_, PassError>>()?));
+        let mut constrained = std::mem::take(&mut self.constrained);
+        let mut samples = Vec::with_capacity(rows);
+        if let Some(device) = self.drawer(shared.device) {
+            draws.drawn.clear();
+            device.sampled(self.micro_batch(), &mut draws.drawn)?;
+            for (at, (wanted, drawn)) in self.wanted().zip(&draws.drawn).enumerate() {
+                samples.push(self.outcome((&mut constrained, at), &wanted, None, |mask| {
+                    Ok(Sampled { id: Sampler::drawn(*drawn, mask.is_some())?, logprobs: None })
+                })?);
+            }
+            return Ok(Progress::Done(samples));
         }
         host.clear();
         queue::read_staged(
@@ -625,35 +626,36 @@ impl Pass {
             0..vocab,
             host,
         )?;
-        let mut constrained = std::mem::take(&mut self.constrained);
-        let mut samples = Vec::with_capacity(rows);
         for (at, (wanted, logits)) in self.wanted().zip(host.chunks_exact(vocab)).enumerate() {
-            samples.push(self.draw(sampler, (&mut constrained, at), &wanted, logits)?);
+            let SampleSpec { params, banned, token_counts, .. } = wanted.spec;
+            let rules = (&banned[..], token_counts.as_deref());
+            samples.push(self.outcome((&mut constrained, at), &wanted, Some(logits), |mask| {
+                sampler.sample_masked(logits, params, wanted.index, rules, mask)
+            })?);
         }
         Ok(Progress::Done(samples))
     }
 
-    /// Draws the token behind the `at`-th of the sampled rows, on the host.
-    fn draw(
+    /// What comes of the `at`-th sampled row, of whose tokens `draw` draws one.
+    fn outcome(
         &self,
-        sampler: &mut Sampler,
         (constrained, at): (&mut Constrained, usize),
         &Wanted { seq, row, spec, index }: &Wanted<'_>,
-        logits: &[f32],
+        logits: Option<&[f32]>,
+        draw: impl FnOnce(Option<&[u32]>) -> Result<Sampled, SampleError>,
     ) -> Result<SampleOut, PassError> {
-        let SampleSpec { params, banned, token_counts, .. } = spec;
+        let logits = logits.filter(|_| spec.return_logits).map(<[f32]>::to_vec);
+        let mut out = SampleOut { seq, logits, ..SampleOut::default() };
         let next = constrained.row(at);
-        let mut out = SampleOut { seq, logits: spec.return_logits.then(|| logits.to_vec()), ..SampleOut::default() };
         match next {
             Next::Nothing => return Ok(SampleOut { has_ended: true, ..out }),
             Next::Failed(why) => return Ok(SampleOut { failure: Some(why.clone()), ..out }),
             Next::Any | Next::Of(_) => {}
         }
-        let rules = (&banned[..], token_counts.as_deref());
-        match sampler.sample_masked(logits, params, index, rules, next.mask()) {
+        match draw(next.mask()) {
             Err(SampleError::Excluded) => {}
-            sampled => {
-                let Sampled { id, logprobs } = sampled.map_err(sampling)?;
+            drawn => {
+                let Sampled { id, logprobs } = drawn.map_err(sampling)?;
                 let own = (self.work.tokens[row as usize], index > spec.index);
                 out.has_ended = constrained.drew(seq, spec, own, id);
                 (out.token, out.logprobs) = (Some(id), logprobs);

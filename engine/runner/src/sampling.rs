@@ -167,16 +167,18 @@ impl Sampler {
         check_params(params)?;
         let SamplingParams { temperature, top_p, min_p, top_k, seed, .. } = *params;
         let uniform = if temperature == 0.0 { 0.0 } else { uniform(seed, index) };
-        Ok(SampleRow { uniform, temperature, top_p, min_p, top_k })
+        let (mask, reserved) = (SampleRow::UNMASKED, 0);
+        Ok(SampleRow { uniform, temperature, top_p, min_p, top_k, mask, reserved })
     }
 
-    /// The token that a device drew.
+    /// The token that a device drew, from the tokens of a mask if the row `is_masked`.
     ///
     /// # Errors
-    /// Those of [`Sampler::sample`], from the row's status.
-    pub fn drawn(row: SampledRow) -> Result<u32, SampleError> {
+    /// Those of [`Sampler::sample_masked`], from the row's status.
+    pub fn drawn(row: SampledRow, is_masked: bool) -> Result<u32, SampleError> {
         match row {
             SampledRow { token, status: 0 } => Ok(token),
+            SampledRow { status: 2, .. } if is_masked => Err(SampleError::Excluded),
             SampledRow { token, status: 1 } => Err(SampleError::BadLogit { token, value: "not finite".to_owned() }),
             _ => Err(SampleError::Nothing),
         }

@@ -56,10 +56,10 @@ impl SamplingParams {
             allowed_token_ids,
             // Those that are banned now are among the step's banned tokens.
             bad_words: _,
-            constraint,
+            // A mask.
+            constraint: _,
         } = self;
-        let is_free = allowed_token_ids.is_empty() && constraint.is_none();
-        logprobs.is_none() && logit_bias.is_empty() && !self.has_penalties() && is_free
+        logprobs.is_none() && logit_bias.is_empty() && allowed_token_ids.is_empty() && !self.has_penalties()
     }
 
     /// Whether a draw depends on which tokens prompt and answer have.

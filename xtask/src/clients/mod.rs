@@ -50,16 +50,13 @@ const CLIENTS: [Client; 11] = [
     Client { name: "aiperf_profile", set: &AIPERF },
 ];
 
-/// Scripts of what the server does not have yet: run only by `--only`.
-const NOT_YET: &[&str] = &["openai_structured", "langchain_structured"];
-
 /// Which clients run, and what is printed.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(crate) struct Options {
     /// Run the clients with large packages (guidellm, aiperf), too
     #[arg(long)]
     all: bool,
-    /// Run these scripts only, also those of what the server does not have yet
+    /// Run these scripts only
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
     /// Print one JSON object
@@ -79,8 +76,6 @@ struct Report {
 enum Outcome {
     Ok,
     Failed,
-    /// Waits for the server: [`NOT_YET`].
-    NotYet,
     /// Runs with `--all` only.
     Left,
 }
@@ -138,9 +133,6 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<bool> {
 fn outcome_before(client: &Client, options: &Options) -> Option<Outcome> {
     if !options.only.is_empty() {
         return (!options.only.iter().any(|name| name == client.name)).then_some(Outcome::Left);
-    }
-    if NOT_YET.contains(&client.name) {
-        return Some(Outcome::NotYet);
     }
     (client.set.folder != LIGHT.folder && !options.all).then_some(Outcome::Left)
 }
@@ -245,7 +237,6 @@ fn table(rows: &[Row]) -> String {
         let outcome = match row.outcome {
             Outcome::Ok => "ok",
             Outcome::Failed => "failed",
-            Outcome::NotYet => "not yet served",
             Outcome::Left => "left out",
         };
         out += &match row.outcome {
@@ -277,7 +268,6 @@ mod tests {
         let mut listed = CLIENTS.map(|client| client.name).to_vec();
         listed.sort_unstable();
         assert_eq!(scripts, listed);
-        assert!(NOT_YET.iter().all(|name| listed.contains(name)), "{NOT_YET:?}");
     }
 
     #[test]
@@ -287,14 +277,8 @@ mod tests {
         assert_eq!(outcome_before(sync, &plain), None);
         assert_eq!(outcome_before(heavy, &plain), Some(Outcome::Left));
         assert_eq!(outcome_before(heavy, &Options { all: true, ..Options::default() }), None);
-        for name in NOT_YET {
-            assert_eq!(
-                outcome_before(named(name), &Options { all: true, ..Options::default() }),
-                Some(Outcome::NotYet)
-            );
-            let only = Options { only: vec![(*name).to_owned()], ..Options::default() };
-            assert_eq!((outcome_before(named(name), &only), outcome_before(sync, &only)), (None, Some(Outcome::Left)));
-        }
+        let only = Options { only: vec![heavy.name.to_owned()], ..Options::default() };
+        assert_eq!((outcome_before(heavy, &only), outcome_before(sync, &only)), (None, Some(Outcome::Left)));
     }
 
     #[test]
@@ -312,11 +296,11 @@ mod tests {
     #[test]
     fn the_table_has_a_line_a_client() {
         let row = Row { client: "a", outcome: Outcome::Ok, checks: 3, borrowed_rblocks: 17, seconds: 1.25 };
-        let text = table(&[row, Row::left_out(named("openai_sync"), Outcome::NotYet)]);
+        let text = table(&[row, Row::left_out(named("openai_sync"), Outcome::Left)]);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 3);
         assert_eq!(lines[1].split_whitespace().collect::<Vec<_>>(), ["a", "3", "17", "1.2", "ok"]);
-        assert!(lines[2].ends_with("not yet served"), "{text}");
+        assert!(lines[2].ends_with("left out"), "{text}");
         assert_eq!(tail("a\nb"), "a\nb");
         assert_eq!(tail(&"a\n".repeat(100)).lines().count(), LINES_SHOWN);
     }

@@ -5,6 +5,7 @@ use super::{
     reply::{Completion, End, Settings, StopType, Timings, probabilities},
 };
 use crate::{
+    constraints,
     error::ApiError,
     fields::Fields,
     frames::{self, Streamed},
@@ -63,6 +64,7 @@ pub(crate) fn ask(
     let prompt = required(&mut of, "prompt")?;
     of.finish()?;
     let info = state.check_model(params.model.as_deref())?;
+    params.sampling.constraint = constraints::of_completion(state, params.form.take())?;
     let answer = params.max_tokens.unwrap_or(1).max(1);
     let longest = Longest { prompt: info.max_model_tokens, answer, truncates: params.options.truncates() };
     let mut prompts = fields::prompts(state, prompt, longest, asker)?;

@@ -37,7 +37,7 @@ fn schema(text: &str) -> Option<Grammar> {
 
 #[tokio::test]
 async fn every_field_becomes_a_constraint() {
-    for path in ["/v1/chat/completions", "/v1/completions"] {
+    for path in ["/v1/chat/completions", "/v1/completions", "/completion"] {
         for (extra, grammar) in [
             (json!({"response_format": {"type": "text"}}), None),
             (json!({"response_format": {"type": "json_object"}}), schema(r#"{"type":"object"}"#)),
@@ -49,6 +49,7 @@ async fn every_field_becomes_a_constraint() {
             (json!({"structured_outputs": {"json_object": true}}), schema(r#"{"type":"object"}"#)),
             (json!({"structured_outputs": {"regex": "a+"}}), Some(Grammar::Regex("a+".to_owned()))),
             (json!({"guided_json": "{\"type\":\"string\"}"}), schema(r#"{"type":"string"}"#)),
+            (json!({"json_schema": {"type": "integer"}}), schema(r#"{"type":"integer"}"#)),
             (json!({"guided_regex": "b"}), Some(Grammar::Regex("b".to_owned()))),
             (json!({"guided_choice": ["x", "y"]}), Some(Grammar::Choice(vec!["x".to_owned(), "y".to_owned()]))),
             (json!({"guided_grammar": "start: \"a\""}), Some(Grammar::Lark("start: \"a\"".to_owned()))),
