@@ -156,7 +156,7 @@ impl Default for PlannerConfig {
 #[derive(Debug)]
 pub struct Planner {
     config: PlannerConfig,
-    recent: BTreeMap<(InstanceId, SeqId), Recent>,
+    recent: BTreeMap<(InstanceId, SeqId, Towards), u64>,
 }
 
 impl Planner {
@@ -185,34 +185,40 @@ impl Planner {
         let mut round = Round::new(view, &self.config);
         round.plan.tokens_per_s = round.tokens_per_s();
         let ids: Vec<InstanceId> = round.nodes.iter().map(|n| n.id).collect();
-        let held = |away: bool| {
+        let held = |towards: Towards| {
             let ids = &ids;
             move |debtor: usize, seq: SeqId| {
-                let recent = self.recent.get(&(ids[debtor], seq));
-                recent.is_some_and(|r| r.away != away && view.now_ms < r.at_ms + self.config.hold_ms)
+                let recent = self.recent.get(&(ids[debtor], seq, towards));
+                recent.is_some_and(|at_ms| view.now_ms < at_ms + self.config.hold_ms)
             }
         };
         reclaim::plan(&mut round);
-        retrieve::plan(&mut round, &held(false));
-        offload::plan(&mut round, &held(true));
+        retrieve::plan(&mut round, &held(Towards::Creditor));
+        offload::plan(&mut round, &held(Towards::Debtor));
         round.plan
     }
 
     /// Records the orders sent at `now_ms`, so that they are not undone within [`PlannerConfig::hold_ms`].
     pub fn commit(&mut self, orders: &[Order], now_ms: u64) {
         let hold = self.config.hold_ms;
-        self.recent.retain(|_, r| now_ms < r.at_ms + hold);
-        let recent = |o: &Order| Recent { at_ms: now_ms, away: o.target != o.debtor };
-        self.recent.extend(orders.iter().map(|o| ((o.debtor, o.seq), recent(o))));
+        self.recent.retain(|_, at_ms| now_ms < *at_ms + hold);
+        // Moves between creditors undo nothing.
+        let towards = |o: &Order| match (o.source == o.debtor, o.target == o.debtor) {
+            (true, _) => Some(Towards::Creditor),
+            (_, true) => Some(Towards::Debtor),
+            (false, false) => None,
+        };
+        self.recent.extend(orders.iter().filter_map(|o| Some(((o.debtor, o.seq, towards(o)?), now_ms))));
     }
 }
 
-/// The last order for a request.
-#[derive(Clone, Copy, Debug)]
-struct Recent {
-    at_ms: u64,
-    /// Whether it moved blocks away from the debtor, rather than home.
-    away: bool,
+/// Where blocks of a request were moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Towards {
+    /// Home.
+    Debtor,
+    /// From the debtor to a creditor.
+    Creditor,
 }
 
 /// Dispatch of a new request: the instance with most free memory beyond its queue's needs, the lowest number of equals;

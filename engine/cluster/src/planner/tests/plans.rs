@@ -204,28 +204,41 @@ proptest! {
 
     #[test]
     fn no_plan_undoes_another_within_the_hold_and_planning_settles(pool in pools()) {
-        let config = PlannerConfig { order_blocks_max: u32::MAX, order_ms_max: u64::MAX, ..PlannerConfig::default() };
-        let mut view = pool.view();
-        let mut planner = Planner::new(config);
-        let mut given: Vec<(u64, Order)> = Vec::new();
-        let mut last = Vec::new();
-        // Rounds of a second for a minute, in which nothing changes but by orders.
-        for _ in 0..60 {
-            view.now_ms += 1_000;
-            last = planner.plan(&view).orders;
-            planner.commit(&last, view.now_ms);
-            for order in &last {
-                let undone = given.iter().find(|(at, o)| {
-                    view.now_ms < at + planner.config().hold_ms
-                        && (o.debtor, o.seq) == (order.debtor, order.seq)
-                        && (o.source == order.debtor, o.target == order.debtor)
-                            == (order.target == order.debtor, order.source == order.debtor)
-                });
-                prop_assert!(undone.is_none() || order.why == Why::Reclaim, "{order:?} undoes {undone:?}");
-                apply(&mut view, order);
-            }
-            given.extend(last.iter().map(|o| (view.now_ms, *o)));
-        }
-        prop_assert!(last.is_empty(), "after a minute it still orders {last:?}");
+        settles(&pool)?;
     }
+}
+
+/// A creditor gives blocks of one request to their debtor and to another creditor in one round.
+#[test]
+fn a_split_reclaim_is_not_undone() {
+    let (instances, requests, blocks, long_every, kv_every, remote_every) = (8, 4, 454, 2, 2, 4);
+    let seed = 10521418437638180825;
+    settles(&Synthetic { instances, requests, blocks, long_every, kv_every, remote_every, seed }).unwrap();
+}
+
+fn settles(pool: &Synthetic) -> Result<(), TestCaseError> {
+    let config = PlannerConfig { order_blocks_max: u32::MAX, order_ms_max: u64::MAX, ..PlannerConfig::default() };
+    let mut view = pool.view();
+    let mut planner = Planner::new(config);
+    let mut given: Vec<(u64, Order)> = Vec::new();
+    let mut last = Vec::new();
+    // Rounds of a second for a minute, in which nothing changes but by orders.
+    for _ in 0..60 {
+        view.now_ms += 1_000;
+        last = planner.plan(&view).orders;
+        planner.commit(&last, view.now_ms);
+        for order in &last {
+            let undone = given.iter().find(|(at, o)| {
+                view.now_ms < at + planner.config().hold_ms
+                    && (o.debtor, o.seq) == (order.debtor, order.seq)
+                    && (o.source == order.debtor, o.target == order.debtor)
+                        == (order.target == order.debtor, order.source == order.debtor)
+            });
+            prop_assert!(undone.is_none() || order.why == Why::Reclaim, "{order:?} undoes {undone:?}");
+            apply(&mut view, order);
+        }
+        given.extend(last.iter().map(|o| (view.now_ms, *o)));
+    }
+    prop_assert!(last.is_empty(), "after a minute it still orders {last:?}");
+    Ok(())
 }
