@@ -661,9 +661,11 @@ impl NodeLoop {
         let mut pending = vec![event];
         while let Some(event) = pending.pop() {
             let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
-            for effect in self.instance.handle(event, now) {
+            let mut effects = self.instance.handle(event, now);
+            for effect in effects.drain(..) {
                 pending.extend(self.apply(effect));
             }
+            self.instance.reuse(effects);
         }
     }
 
