@@ -522,13 +522,16 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
             if let Some(trace) = self.trace.as_mut().filter(|_| !matches!(event, Event::Tick)) {
                 trace.add(now, place, &format!("<- {event:?}"));
             }
-            let effects = process.instance.handle(event, process.clock.now_ms(now));
+            let mut effects = process.instance.handle(event, process.clock.now_ms(now));
             crate::effects::note(place, &effects);
-            for effect in effects {
+            for effect in effects.drain(..) {
                 if let Some(trace) = &mut self.trace {
                     trace.add(now, place, &format!("-> {effect:?}"));
                 }
                 pending.extend(self.apply(place, effect));
+            }
+            if let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) {
+                process.instance.reuse(effects);
             }
         }
         if self.touched.last() != Some(&place) {

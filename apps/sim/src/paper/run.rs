@@ -323,9 +323,9 @@ impl Run {
                 Step::Call(index) => self.arrive(index as usize),
                 Step::Handled => {}
             }
-            for emission in std::mem::take(&mut self.world.emitted) {
-                self.emit(&emission);
-            }
+            let mut emitted = std::mem::take(&mut self.world.emitted);
+            emitted.drain(..).for_each(|emission| self.emit(&emission));
+            self.world.emitted = emitted;
         }
         self.finish();
     }
