@@ -273,6 +273,7 @@ impl Steps {
     fn build(&self, cx: &Cx, batch: &Batch, step: StepId, micro_batch: MicroBatch, plan: &StepPlan) -> Built {
         let mut builder = Builder::new(step, micro_batch, cx.config.wire);
         builder.work.next_row = cx.memory.rm.pool.next_row().map(|block| block.0 * cx.config.block_tokens);
+        let mut segments = Vec::new();
         for chunk in &plan.chunks {
             let seq = batch.expect_seq(chunk.seq);
             let end = chunk.start + chunk.len;
@@ -285,7 +286,7 @@ impl Steps {
                 token_counts: seq.token_counts.clone(),
             });
             let window_start = visible(chunk.start, cx.config.window).start;
-            let mut segments = Vec::new();
+            segments.clear();
             // Warm-up rows read the pooled KV of their own positions, too, and write none of it.
             let remote_end = if chunk.warms_up() {
                 end
