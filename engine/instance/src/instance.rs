@@ -93,7 +93,7 @@ impl Instance {
 
     fn on_event(&mut self, event: Event) -> Outcomes {
         match event {
-            Event::Submit { seq, request } => self.batch(BatchEvent::Submit { seq, request }),
+            Event::Submit { seq, request } => self.batch(BatchEvent::Submit { seq, request: *request }),
             Event::Cancel { seq } => self.batch(BatchEvent::Cancel(seq)),
             Event::GManagerUp => self.membership(MembershipEvent::GManagerUp),
             Event::GManagerDown => self.membership(MembershipEvent::GManagerDown),
@@ -265,7 +265,7 @@ impl Instance {
     fn on_control(&mut self, peer: PeerKey, body: ControlBody) -> Outcomes {
         let close = |reason: String| Effect::Close { peer, reason };
         let body = match body {
-            ControlBody::Hello(hello) => return self.membership(MembershipEvent::Hello { peer, hello }),
+            ControlBody::Hello(hello) => return self.membership(MembershipEvent::Hello { peer, hello: *hello }),
             ControlBody::Rejected(rejected) => {
                 self.cx.effects.push(close(rejected.reason));
                 return Outcomes::new();

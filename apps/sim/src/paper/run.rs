@@ -413,7 +413,7 @@ impl Run {
             return_logits: false,
             options: RequestOptions::default(),
         };
-        self.world.handle(place, Event::Submit { seq: SeqId(index as u64), request });
+        self.world.handle(place, Event::Submit { seq: SeqId(index as u64), request: Box::new(request) });
     }
 
     fn emit(&mut self, Emission { place, seq, event }: &Emission) {
