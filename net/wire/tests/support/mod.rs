@@ -259,14 +259,22 @@ fn sampling() -> PrefillSampling {
     }
 }
 
+fn prefill(request: PrefillRequest) -> ControlBody {
+    ControlBody::PrefillRequest(Box::new(request))
+}
+
+fn ready(reply: PrefillReady) -> ControlBody {
+    ControlBody::PrefillReady(Box::new(reply))
+}
+
 fn penalised(request: PrefillRequest) -> ControlBody {
     let penalties = Some(PrefillPenalties { presence: 0.5, frequency: -0.25, repetition: Some(1.5) });
-    ControlBody::PrefillRequest(Box::new(PrefillRequest { penalties, ..request }))
+    prefill(PrefillRequest { penalties, ..request })
 }
 
 fn salted(request: PrefillRequest) -> ControlBody {
     let (allowed, cache_salt) = (vec![2, 300], "tenant".into());
-    ControlBody::PrefillRequest(Box::new(PrefillRequest { allowed, cache_salt, ..request }))
+    prefill(PrefillRequest { allowed, cache_salt, ..request })
 }
 
 fn disaggregated() -> Vec<(&'static str, ControlBody)> {
@@ -283,7 +291,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     };
     let (banned, window) = (vec![2, 300], true);
     let logit_bias = vec![LogitBias { token: 300, bias: -2.5 }];
-    let ready = PrefillReady {
+    let reply = PrefillReady {
         request: 12,
         lease: 77,
         epoch: 88,
@@ -309,23 +317,14 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     let asked = AdminQuery { query: 7, body: Some(AdminBody::Role(role)) };
     vec![
         ("workers", ControlBody::Workers(Workers { version: 0xabc, workers: vec![worker] })),
-        ("prefill_request", ControlBody::PrefillRequest(Box::new(request.clone()))),
-        ("prefill_request_banned", ControlBody::PrefillRequest(Box::new(PrefillRequest { banned, ..request.clone() }))),
-        (
-            "prefill_request_windowed",
-            ControlBody::PrefillRequest(Box::new(PrefillRequest { window, ..request.clone() })),
-        ),
-        (
-            "prefill_request_biased",
-            ControlBody::PrefillRequest(Box::new(PrefillRequest { logit_bias, ..request.clone() })),
-        ),
+        ("prefill_request", prefill(request.clone())),
+        ("prefill_request_banned", prefill(PrefillRequest { banned, ..request.clone() })),
+        ("prefill_request_windowed", prefill(PrefillRequest { window, ..request.clone() })),
+        ("prefill_request_biased", prefill(PrefillRequest { logit_bias, ..request.clone() })),
         ("prefill_request_penalised", penalised(request.clone())),
         ("prefill_request_salted", salted(request)),
-        ("prefill_ready", ControlBody::PrefillReady(Box::new(ready.clone()))),
-        (
-            "prefill_ready_windowed",
-            ControlBody::PrefillReady(Box::new(PrefillReady { blocks: 3, window_blocks: 2, ..ready })),
-        ),
+        ("prefill_ready", ready(reply.clone())),
+        ("prefill_ready_windowed", ready(PrefillReady { blocks: 3, window_blocks: 2, ..reply })),
         (
             "prefill_refused",
             ControlBody::PrefillRefused(PrefillRefused { request: 12, reason: "full".into(), queued_tokens: 5 }),
