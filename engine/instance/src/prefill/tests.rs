@@ -121,7 +121,7 @@ fn computed() -> (Side, Vec<ControlBody>) {
 
 fn ready(messages: &[ControlBody]) -> Option<&PrefillReady> {
     messages.iter().find_map(|body| match body {
-        ControlBody::PrefillReady(ready) => Some(ready),
+        ControlBody::PrefillReady(ready) => Some(&**ready),
         _ => None,
     })
 }
