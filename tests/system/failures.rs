@@ -258,7 +258,7 @@ fn an_instance_of_another_model_is_refused() {
         let hello = Hello { version_min, version_max, instance: 9, incarnation: 9, shape: Some(shape), lent: None };
         let peer = PeerKey(number);
         world.inject(0, Event::PeerUp { peer });
-        let effects = world.inject(0, Event::Control { peer, body: ControlBody::Hello(hello) });
+        let effects = world.inject(0, Event::Control { peer, body: ControlBody::Hello(Box::new(hello)) });
         let refused =
             |e: &Effect| matches!(e, Effect::Control { body: ControlBody::Rejected(r), .. } if r.reason.contains(why));
         assert!(effects.iter().any(refused), "{effects:?}");

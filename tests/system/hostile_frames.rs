@@ -140,7 +140,7 @@ impl Hostile {
         match self.rng.below(3) {
             0 => C::PrefillRenew(p::PrefillRenew { seq: self.n(), requests: self.many(4, Self::n) }),
             1 => C::PrefillCancel(p::PrefillCancel { requests: self.many(4, Self::n) }),
-            _ => C::PrefillRequest(p::PrefillRequest {
+            _ => C::PrefillRequest(Box::new(p::PrefillRequest {
                 request: self.rng.below(16),
                 seq: self.n(),
                 total,
@@ -162,7 +162,7 @@ impl Hostile {
                 allowed: self.many(4, |of| of.rng.below(200) as u32),
                 cache_salt: if self.yes() { "tenant".to_owned() } else { String::new() },
                 constraint: if self.yes() { None } else { Some(self.constraint()) },
-            }),
+            })),
         }
     }
 
@@ -252,7 +252,7 @@ impl Hostile {
                 unknown: self.many(4, Self::n),
                 queued_tokens: self.n(),
             }),
-            _ => C::PrefillReady(p::PrefillReady {
+            _ => C::PrefillReady(Box::new(p::PrefillReady {
                 request: self.n(),
                 lease: self.n(),
                 epoch: self.n(),
@@ -270,22 +270,22 @@ impl Hostile {
                 queued_tokens: self.n(),
                 window_blocks: self.n32(),
                 cached_tokens: self.n32(),
-            }),
+            })),
         }
     }
 
     /// What readers and writers of KV say.
     fn transfers(&mut self) -> C {
         match self.rng.below(8) {
-            0 => C::TransferConnect(p::TransferConnect {
+            0 => C::TransferConnect(Box::new(p::TransferConnect {
                 conn: self.n(),
                 incarnation: self.rng.pick(&[900, 901]),
                 attempt: self.n(),
                 layout: self.layout(),
                 loss_allowed: self.yes(),
                 host: String::new(),
-            }),
-            1 => C::TransferConnected(p::TransferConnected {
+            })),
+            1 => C::TransferConnected(Box::new(p::TransferConnected {
                 conn: self.n(),
                 attempt: self.n(),
                 incarnation: self.n(),
@@ -296,7 +296,7 @@ impl Hostile {
                 ttl_ms: self.n(),
                 arenas: Vec::new(),
                 addr: "10.9.9.9:9".to_owned(),
-            }),
+            })),
             2 => C::TransferRefused(p::TransferRefused { conn: self.n(), attempt: self.n(), reason: String::new() }),
             3 => C::TransferExport(p::TransferExport {
                 conn: self.n(),
@@ -332,7 +332,11 @@ impl Hostile {
             2 => C::MoveKvCache(p::MoveKvCache { seq: self.n(), blocks: self.n32(), ..Default::default() }),
             3 => C::Freeze(p::Freeze { cycle: 1, creditor: self.n32(), blocks: self.n32(), ttl_ms: self.n32() }),
             4 => C::RoleOrder(p::RoleOrder { role: self.n32() as i32, number: self.n() }),
-            _ => C::Heartbeat(p::Heartbeat { instance: self.n32(), incarnation: self.n(), ..Default::default() }),
+            _ => C::Heartbeat(Box::new(p::Heartbeat {
+                instance: self.n32(),
+                incarnation: self.n(),
+                ..Default::default()
+            })),
         }
     }
 
@@ -409,17 +413,19 @@ impl Hostile {
                 let (lease, epoch) = (self.n(), self.n());
                 C::LeaseGrant(p::LeaseGrant { request: m.request, lease, epoch, blocks, ttl_ms: 15_000 }).into()
             }
-            Frame::Control(Control { body: Some(C::PrefillRequest(m)) }) => C::PrefillReady(p::PrefillReady {
-                request: m.request,
-                lease: self.n(),
-                epoch: self.n(),
-                blocks: if self.yes() { m.total.div_ceil(4) } else { self.n32() },
-                ttl_ms: 15_000,
-                token: self.n32(),
-                logits: self.bytes(512).to_vec(),
-                ..Default::default()
-            })
-            .into(),
+            Frame::Control(Control { body: Some(C::PrefillRequest(m)) }) => {
+                C::PrefillReady(Box::new(p::PrefillReady {
+                    request: m.request,
+                    lease: self.n(),
+                    epoch: self.n(),
+                    blocks: if self.yes() { m.total.div_ceil(4) } else { self.n32() },
+                    ttl_ms: 15_000,
+                    token: self.n32(),
+                    logits: self.bytes(512).to_vec(),
+                    ..Default::default()
+                }))
+                .into()
+            }
             Frame::Control(Control { body: Some(C::LeaseRelease(m)) }) => {
                 C::LeaseReleased(p::LeaseReleased { lease: m.lease, entries: m.entries, first: m.first }).into()
             }
@@ -526,7 +532,14 @@ fn one_number_for_a_lease_and_a_prefill_is_refused() {
         // One token is missing, so that the prompt is still gathered when the lease's request comes.
         let (tokens, total) = (vec![1, 2, 3, 4, 5], 6);
         let sampling = Some(p::PrefillSampling { top_p: 1.0, ..Default::default() });
-        C::PrefillRequest(p::PrefillRequest { request, seq: 1, total, tokens, sampling, ..Default::default() })
+        C::PrefillRequest(Box::new(p::PrefillRequest {
+            request,
+            seq: 1,
+            total,
+            tokens,
+            sampling,
+            ..Default::default()
+        }))
     };
     let mut world = World::pool(pool(), None, &specs(false));
     world.let_stranger_in(false);

@@ -225,7 +225,7 @@ impl Stranger {
         let mut stranger = Self { bound, peer, runtime };
         let hello = stranger.until(|event| match event {
             Event::Control { message, .. } => match message.body {
-                Some(C::Hello(hello)) => Some(hello),
+                Some(C::Hello(hello)) => Some(*hello),
                 _ => None,
             },
             _ => None,
@@ -285,7 +285,7 @@ fn nobody_else_takes_an_instances_number() {
 
     let (mut thief, hello) = Stranger::new(&identity(&certificates(&ca, "three")), two);
     for (request, instance) in [(1, number), (2, number + 70)] {
-        thief.say(C::Hello(p::Hello { instance, ..hello.clone() }));
+        thief.say(C::Hello(Box::new(p::Hello { instance, ..hello.clone() })));
         thief.asks_for_a_block(request);
     }
     assert_eq!(thief.granted().request, 2, "the first one is not even answered");
@@ -417,7 +417,7 @@ fn a_flood_of_one_peer_stops_nobody_else() {
     let victim: SocketAddr = instances[1].announced("quic").parse().unwrap();
     let (mut stranger, hello) = Stranger::new(&three, victim);
     let shape = hello.shape.clone().unwrap();
-    stranger.say(C::Hello(p::Hello { instance: 77, ..hello }));
+    stranger.say(C::Hello(Box::new(p::Hello { instance: 77, ..hello })));
     stranger.asks_for_a_block(1);
     let grant = stranger.granted();
     let run = LeaseRun { lease: LeaseId(grant.lease), epoch: Epoch(grant.epoch), offset: 0, len: 1, first_pos: 0 };

@@ -261,7 +261,7 @@ impl Shell {
             ControlBody::AdminQuery(query) => {
                 let (error, hint) = reason.split_once("\nhint: ").unwrap_or((&reason, ""));
                 let (query, error, hint) = (query.query, error.to_owned(), hint.to_owned());
-                Some(ControlBody::AdminReply(AdminReply { query, error, hint, ..AdminReply::default() }))
+                Some(ControlBody::AdminReply(Box::new(AdminReply { query, error, hint, ..AdminReply::default() })))
             }
             ControlBody::Register(_) | ControlBody::StatusQuery(_) => Some(ControlBody::Rejected(Rejected { reason })),
             _ => None,

@@ -456,7 +456,7 @@ impl NodeLoop {
     /// Handles Hellos that were refused, where their numbers are free now.
     fn claim_again(&mut self) {
         for (peer, hello) in self.numbers.waiting() {
-            let body = ControlBody::Hello(hello);
+            let body = ControlBody::Hello(Box::new(hello));
             if self.admit_control(peer, &body) {
                 self.step(Event::Control { peer: PeerKey(peer.0), body });
             }
@@ -581,7 +581,7 @@ impl NodeLoop {
         match input {
             Input::Submit { seq, request, events } => {
                 self.outputs.insert(seq, events);
-                self.step(Event::Submit { seq, request });
+                self.step(Event::Submit { seq, request: Box::new(request) });
             }
             Input::Cancel { seq } => {
                 self.outputs.remove(&seq);
@@ -661,9 +661,11 @@ impl NodeLoop {
         let mut pending = vec![event];
         while let Some(event) = pending.pop() {
             let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
-            for effect in self.instance.handle(event, now) {
+            let mut effects = self.instance.handle(event, now);
+            for effect in effects.drain(..) {
                 pending.extend(self.apply(effect));
             }
+            self.instance.reuse(effects);
         }
     }
 

@@ -1,6 +1,6 @@
 //! Permissions of peers by the roles in their certificates: other messages are dropped, and logged once per session.
 
-use lagoon_protocol::{AdminBody, AdminQuery, BulkFrame, ControlBody, PartialsFrame, Register, Role};
+use lagoon_protocol::{AdminBody, AdminQuery, BulkFrame, ControlBody, PartialsFrame, Role};
 use lagoon_transport::{NodeRole, Roles};
 use lagoon_types::InstanceId;
 use std::fmt::{self, Write};
@@ -20,7 +20,7 @@ pub(crate) fn at_gmanager(roles: Roles, own: Option<InstanceId>, body: &ControlB
             &[Operator, Instance, Kv]
         }
         ControlBody::AdminQuery(_) => &[Operator],
-        ControlBody::Register(Register { role, .. }) if *role == Role::Kv as i32 => &[Instance, Kv],
+        ControlBody::Register(register) if register.role == Role::Kv as i32 => &[Instance, Kv],
         ControlBody::Heartbeat(_) | ControlBody::Deregister(_) => &[Instance, Kv],
         _ => &[Instance],
     };
@@ -94,7 +94,7 @@ impl Write for Name {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lagoon_protocol as p;
+    use lagoon_protocol::{self as p, Register};
 
     fn roles(of: &[NodeRole]) -> Roles {
         of.iter().copied().collect()
@@ -109,8 +109,9 @@ mod tests {
     #[test]
     fn a_kv_node_lends_and_does_nothing_else() {
         let kv = roles(&[NodeRole::Kv]);
-        let register = |role: Role| ControlBody::Register(Register { role: role as i32, ..Register::default() });
-        for body in [register(Role::Kv), ControlBody::Heartbeat(p::Heartbeat::default()), drain(3)] {
+        let register =
+            |role: Role| ControlBody::Register(Box::new(Register { role: role as i32, ..Register::default() }));
+        for body in [register(Role::Kv), ControlBody::Heartbeat(Box::new(p::Heartbeat::default())), drain(3)] {
             at_gmanager(kv, Some(InstanceId(3)), &body).unwrap();
         }
         for body in [
@@ -129,9 +130,9 @@ mod tests {
         at_instance(kv, &ControlBody::LeaseGrant(p::LeaseGrant::default())).unwrap();
         for body in [
             ControlBody::LeaseRequest(p::LeaseRequest::default()),
-            ControlBody::PrefillRequest(p::PrefillRequest::default()),
-            ControlBody::TransferConnect(p::TransferConnect::default()),
-            ControlBody::PrefillReady(p::PrefillReady::default()),
+            ControlBody::PrefillRequest(Box::new(p::PrefillRequest::default())),
+            ControlBody::TransferConnect(Box::new(p::TransferConnect::default())),
+            ControlBody::PrefillReady(Box::new(p::PrefillReady::default())),
         ] {
             assert!(at_instance(kv, &body).is_err(), "{body:?}");
             at_instance(roles(&[NodeRole::Instance]), &body).unwrap();
@@ -156,14 +157,14 @@ mod tests {
     #[test]
     fn gateways_ask_and_operators_order() {
         let status = ControlBody::StatusQuery(p::StatusQuery::default());
-        let register = ControlBody::Register(Register::default());
+        let register = ControlBody::Register(Box::new(Register::default()));
         let (gateway, operator) = (roles(&[NodeRole::Gateway]), roles(&[NodeRole::Operator]));
         at_gmanager(gateway, None, &status).unwrap();
         at_gmanager(operator, None, &drain(1)).unwrap();
         assert!(at_gmanager(gateway, None, &drain(1)).is_err());
         for peer in [gateway, operator, roles(&[NodeRole::GManager])] {
             assert!(at_gmanager(peer, None, &register).is_err());
-            assert!(at_instance(peer, &ControlBody::Hello(p::Hello::default())).is_err());
+            assert!(at_instance(peer, &ControlBody::Hello(Box::new(p::Hello::default()))).is_err());
         }
     }
 }

@@ -303,7 +303,7 @@ impl PoolClient {
         let ControlBody::AdminReply(reply) = answer else { bail!("no answer to an order") };
         let hint = if reply.hint.is_empty() { String::new() } else { format!("\nhint: {}", reply.hint) };
         ensure!(reply.error.is_empty(), "{}{hint}", reply.error);
-        Ok(reply)
+        Ok(*reply)
     }
 
     /// Asks until the leading gManager answers, within the deadline; asks standbys again.

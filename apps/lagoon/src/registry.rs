@@ -30,7 +30,7 @@ const PLACE_WAIT_MS: u64 = INSTANCE_FORGET_MS + FENCE_MS;
 #[derive(Debug)]
 struct Waiting {
     subject: Subject,
-    register: Register,
+    register: Box<Register>,
     until_ms: u64,
 }
 
@@ -278,7 +278,7 @@ mod tests {
             attention_scale: 0.125f32.to_bits(),
             ..PoolShape::default()
         };
-        ControlBody::Register(Register {
+        ControlBody::Register(Box::new(Register {
             version_min: VERSION_MIN,
             version_max: VERSION_MAX,
             quic_addr: ADDR.to_owned(),
@@ -286,7 +286,7 @@ mod tests {
             shape: Some(Box::new(shape)),
             blocks_total: 100,
             ..Register::default()
-        })
+        }))
     }
 
     fn subjects() -> [Subject; 2] {

@@ -15,7 +15,6 @@ pub const GMANAGER: Place = 0;
 
 /// A delivery to a process.
 #[derive(Debug)]
-#[allow(clippy::large_enum_variant, reason = "nearly all deliveries are frames, and they are handled at once")]
 pub enum Delivery {
     Up { at: Place, peer: Place },
     Down { at: Place, peer: Place },

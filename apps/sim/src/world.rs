@@ -514,27 +514,39 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
 
     /// Hands an event to an instance and carries out its effects, including the consequences of failures.
     pub fn handle(&mut self, place: Place, event: Event) {
-        let now = self.now_us();
-        let (mut next, mut pending) = (Some(event), Vec::new());
-        while let Some(event) = next.take().or_else(|| pending.pop()) {
-            let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) else { return };
-            self.events += 1;
-            if let Some(trace) = self.trace.as_mut().filter(|_| !matches!(event, Event::Tick)) {
-                trace.add(now, place, &format!("<- {event:?}"));
-            }
-            let effects = process.instance.handle(event, process.clock.now_ms(now));
-            crate::effects::note(place, &effects);
-            for effect in effects {
-                if let Some(trace) = &mut self.trace {
-                    trace.add(now, place, &format!("-> {effect:?}"));
-                }
-                pending.extend(self.apply(place, effect));
-            }
+        if self.process(place).is_none() {
+            return;
+        }
+        let mut pending = Vec::new();
+        self.handle_one(place, event, &mut pending);
+        while let Some(event) = pending.pop() {
+            self.handle_one(place, event, &mut pending);
         }
         if self.touched.last() != Some(&place) {
             self.touched.push(place);
         }
         self.turn(place);
+    }
+
+    /// Handles one event; adds those of failed effects to `failures`.
+    fn handle_one(&mut self, place: Place, event: Event, failures: &mut Vec<Event>) {
+        let now = self.now_us();
+        let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) else { return };
+        self.events += 1;
+        if let Some(trace) = self.trace.as_mut().filter(|_| !matches!(event, Event::Tick)) {
+            trace.add(now, place, &format!("<- {event:?}"));
+        }
+        let mut effects = process.instance.handle(event, process.clock.now_ms(now));
+        crate::effects::note(place, &effects);
+        for effect in effects.drain(..) {
+            if let Some(trace) = &mut self.trace {
+                trace.add(now, place, &format!("-> {effect:?}"));
+            }
+            failures.extend(self.apply(place, effect));
+        }
+        if let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) {
+            process.instance.reuse(effects);
+        }
     }
 
     fn apply(&mut self, place: Place, effect: Effect) -> Option<Event> {

@@ -32,7 +32,7 @@ fn run(world: &mut World<Symbolic>, us: u64) {
 fn output(pool: &PoolSpec, seed: u64, request: &GenerateRequest) -> (Vec<u32>, u64, u64, u64) {
     let mut world = pool.world(seed);
     run(&mut world, 2_000_000);
-    world.handle(1, Event::Submit { seq: SeqId(1), request: request.clone() });
+    world.handle(1, Event::Submit { seq: SeqId(1), request: Box::new(request.clone()) });
     run(&mut world, 20_000_000);
     let (mut tokens, mut ended) = (Vec::new(), false);
     for emission in world.emitted.drain(..) {

@@ -170,7 +170,7 @@ impl Side {
                 return_logits: false,
                 options: RequestOptions::default(),
             };
-            self.step(Event::Submit { seq: SeqId(u64::from(seq)), request });
+            self.step(Event::Submit { seq: SeqId(u64::from(seq)), request: Box::new(request) });
         }
     }
 

@@ -65,7 +65,7 @@ pub enum Event {
     /// A client's request. `seq` is new.
     Submit {
         seq: SeqId,
-        request: GenerateRequest,
+        request: Box<GenerateRequest>,
     },
     /// The client went away, or a stop string was found. Unknown sequences are ignored.
     Cancel {

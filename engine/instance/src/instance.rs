@@ -85,9 +85,15 @@ impl Instance {
         std::mem::take(&mut self.cx.effects)
     }
 
+    /// Takes the memory of effects that were carried out, for the next event's.
+    pub fn reuse(&mut self, mut effects: Vec<Effect>) {
+        effects.clear();
+        self.cx.effects = effects;
+    }
+
     fn on_event(&mut self, event: Event) -> Outcomes {
         match event {
-            Event::Submit { seq, request } => self.batch(BatchEvent::Submit { seq, request }),
+            Event::Submit { seq, request } => self.batch(BatchEvent::Submit { seq, request: *request }),
             Event::Cancel { seq } => self.batch(BatchEvent::Cancel(seq)),
             Event::GManagerUp => self.membership(MembershipEvent::GManagerUp),
             Event::GManagerDown => self.membership(MembershipEvent::GManagerDown),
@@ -108,8 +114,10 @@ impl Instance {
     /// Starts all work that can start.
     fn pump(&mut self) {
         self.drain_rmanager();
-        let outcomes = self.moves(MoveEvent::Switch);
-        self.hand_on(outcomes);
+        if !self.moves.is_empty() {
+            let outcomes = self.moves(MoveEvent::Switch);
+            self.hand_on(outcomes);
+        }
         let outcomes = self.batch(BatchEvent::StepsEnded);
         self.hand_on(outcomes);
         let due = self.is_due();
@@ -157,6 +165,9 @@ impl Instance {
     }
 
     fn pump_moves(&mut self) {
+        if self.moves.is_empty() {
+            return;
+        }
         let outcomes = self.moves(MoveEvent::Pump { busy: self.step.is_busy() });
         self.hand_on(outcomes);
     }
@@ -254,7 +265,7 @@ impl Instance {
     fn on_control(&mut self, peer: PeerKey, body: ControlBody) -> Outcomes {
         let close = |reason: String| Effect::Close { peer, reason };
         let body = match body {
-            ControlBody::Hello(hello) => return self.membership(MembershipEvent::Hello { peer, hello }),
+            ControlBody::Hello(hello) => return self.membership(MembershipEvent::Hello { peer, hello: *hello }),
             ControlBody::Rejected(rejected) => {
                 self.cx.effects.push(close(rejected.reason));
                 return Outcomes::new();

@@ -38,14 +38,14 @@ impl From<ControlBody> for Control {
 #[derive(Clone, PartialEq, Oneof)]
 pub enum ControlBody {
     // Instance and gManager.
-    #[prost(message, tag = "1")]
-    Register(Register),
+    #[prost(message, boxed, tag = "1")]
+    Register(Box<Register>),
     #[prost(message, tag = "2")]
     Registered(Registered),
     #[prost(message, tag = "3")]
     Rejected(Rejected),
-    #[prost(message, tag = "4")]
-    Heartbeat(Heartbeat),
+    #[prost(message, boxed, tag = "4")]
+    Heartbeat(Box<Heartbeat>),
     #[prost(message, tag = "5")]
     BorrowQuery(BorrowQuery),
     #[prost(message, tag = "6")]
@@ -61,8 +61,8 @@ pub enum ControlBody {
     #[prost(message, tag = "11")]
     HeartbeatAck(HeartbeatAck),
     // Between instances.
-    #[prost(message, tag = "12")]
-    Hello(Hello),
+    #[prost(message, boxed, tag = "12")]
+    Hello(Box<Hello>),
     #[prost(message, tag = "13")]
     LeaseRequest(LeaseRequest),
     #[prost(message, tag = "14")]
@@ -103,13 +103,13 @@ pub enum ControlBody {
     // Operators and gManager.
     #[prost(message, tag = "31")]
     AdminQuery(AdminQuery),
-    #[prost(message, tag = "32")]
-    AdminReply(AdminReply),
+    #[prost(message, boxed, tag = "32")]
+    AdminReply(Box<AdminReply>),
     // KV transfer (KVDirect §4): decode and prefill worker.
-    #[prost(message, tag = "33")]
-    TransferConnect(TransferConnect),
-    #[prost(message, tag = "34")]
-    TransferConnected(TransferConnected),
+    #[prost(message, boxed, tag = "33")]
+    TransferConnect(Box<TransferConnect>),
+    #[prost(message, boxed, tag = "34")]
+    TransferConnected(Box<TransferConnected>),
     #[prost(message, tag = "35")]
     TransferRefused(TransferRefused),
     #[prost(message, tag = "36")]
@@ -125,10 +125,10 @@ pub enum ControlBody {
     // Disaggregated serving: gManager and decode worker, decode and prefill worker.
     #[prost(message, tag = "41")]
     Workers(Workers),
-    #[prost(message, tag = "42")]
-    PrefillRequest(PrefillRequest),
-    #[prost(message, tag = "43")]
-    PrefillReady(PrefillReady),
+    #[prost(message, boxed, tag = "42")]
+    PrefillRequest(Box<PrefillRequest>),
+    #[prost(message, boxed, tag = "43")]
+    PrefillReady(Box<PrefillReady>),
     #[prost(message, tag = "44")]
     PrefillRefused(PrefillRefused),
     #[prost(message, tag = "45")]

@@ -466,7 +466,7 @@ impl Writer {
             arenas: if near { self.config.arenas.clone() } else { Vec::new() },
             addr: self.config.addr.clone(),
         };
-        self.send(from, ControlBody::TransferConnected(connected));
+        self.send(from, ControlBody::TransferConnected(Box::new(connected)));
         if !repeated {
             self.out.push_back(WriterOutput::Connected { reader: from, epoch });
         }

@@ -30,8 +30,8 @@ impl World {
         let Some(ReaderOutput::Send { body: ControlBody::TransferConnect(connect), .. }) = reader.poll() else {
             panic!("it connects")
         };
-        let connect = TransferConnect { conn, ..connect };
-        self.writer.on_control(READER, &ControlBody::TransferConnect(connect), 0);
+        let connect = TransferConnect { conn, ..*connect };
+        self.writer.on_control(READER, &ControlBody::TransferConnect(Box::new(connect)), 0);
         while let Some(output) = self.writer.poll() {
             if let WriterOutput::Connected { epoch, .. } = output {
                 self.epoch = epoch;

@@ -35,7 +35,7 @@ fn connected(change: impl FnOnce(&mut TransferConnected)) -> (Reader, ConnId, Ve
         addr: String::new(),
     };
     change(&mut m);
-    reader.on_control(WRITER, &ControlBody::TransferConnected(m), 0);
+    reader.on_control(WRITER, &ControlBody::TransferConnected(Box::new(m)), 0);
     let outputs = std::iter::from_fn(|| reader.poll()).collect();
     (reader, conn, outputs)
 }

@@ -2,9 +2,9 @@
 
 use crate::{
     Event, NodeRole, Subject, close,
-    direct::Opened,
     incoming::{Entry, Place},
     node::{Shared, read_preface},
+    open_direct::Opened,
     peer::Remote,
     session::{Verdict, Wires},
 };

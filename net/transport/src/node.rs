@@ -6,11 +6,12 @@ use crate::{
     answer::Answers,
     close,
     config::FIRST_WINDOW_BYTES,
-    direct::{DirectConnections, ExportServer},
     event::{Outlet, inbox},
+    exports::ExportServer,
     identity::Stamps,
     incoming::{Door, IncomingStats},
     link::Queued,
+    open_direct::{DirectConnections, OpenDirect, Opened},
     peer::Peer,
     pins::Pins,
 };
@@ -436,6 +437,28 @@ impl Shared {
 
     pub(crate) fn is_revoked(&self, subject: &Subject) -> bool {
         self.tls.read().unwrap_or_else(PoisonError::into_inner).identity.is_revoked(subject)
+    }
+
+    /// Remembers a direct connection, until the entry is dropped, and lets it hold up to `window` bytes unread.
+    ///
+    /// # Errors
+    /// When the node has its share of them, or the certificate was revoked since the handshake: the code to close it with, and why.
+    pub(crate) fn enter_direct(
+        &self,
+        subject: &Subject,
+        opened: Opened,
+        connection: &Connection,
+        window: u32,
+    ) -> Result<OpenDirect, (u32, String)> {
+        let widened = || self.pins.shares(subject, &self.config).widen(connection, window);
+        let (max, numbered) = (self.config.direct_node_max, (self.next_number(), connection));
+        let entered = self.direct_connections.enter((subject, opened), max, numbered, widened);
+        let entry = entered.map_err(|reason| (close::LIMIT, reason))?;
+        // After it was entered: a list that is loaded from here on finds it.
+        if self.is_revoked(subject) {
+            return Err((close::IDENTITY, format!("the certificate of node {:?} is revoked", subject.node)));
+        }
+        Ok(entry)
     }
 
     /// Handshakes from now on are made with this identity. Sessions and direct connections go on, but those with peers whose

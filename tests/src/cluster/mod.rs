@@ -305,7 +305,7 @@ impl World {
         let (embedding, end, cancelled, lost) = (None, None, false, false);
         let log = Log { node, request: request.clone(), tokens, logits, prompt, embedding, end, cancelled, lost };
         self.requests.push(log);
-        self.handle(node, Event::Submit { seq: SeqId(id as u64 + 1), request });
+        self.handle(node, Event::Submit { seq: SeqId(id as u64 + 1), request: Box::new(request) });
         id
     }
 

@@ -57,14 +57,14 @@ impl World {
             self.handle(node, Event::PeerUp { peer: STRANGER });
             self.hostile(
                 node,
-                ControlBody::Hello(Hello {
+                ControlBody::Hello(Box::new(Hello {
                     version_min: VERSION_MIN,
                     version_max: VERSION_MAX,
                     instance: STRANGER_ID.0,
                     incarnation: 900,
                     shape: Some(shape),
                     lent: None,
-                }),
+                })),
             );
         }
     }

@@ -10,6 +10,7 @@ use anyhow::{Context, Result};
 use crate::finding::Finding;
 use crate::{deny, skips, workspace};
 
+mod circles;
 mod docs;
 mod exceptions;
 mod families;
@@ -24,6 +25,7 @@ mod words;
 pub(crate) fn run(root: &Path) -> Result<bool> {
     let graph = workspace::graph(root)?;
     let mut findings = layers::check(&graph.members);
+    findings.extend(circles::check(root, &graph.members)?);
     findings.extend(files::check(root)?);
     findings.extend(files::op_parity(root)?);
     findings.extend(predicates::check(root)?);

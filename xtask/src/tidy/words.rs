@@ -60,6 +60,7 @@ const REGIONS: &[&str] = &[
     "engine/backend/src/shared_region.rs",
     "net/transport/src/direct/memory.rs",
     "net/transport/src/direct/serve.rs",
+    "net/transport/src/exports.rs",
 ];
 
 /// Where a name would be a block hash.

@@ -362,7 +362,7 @@ impl Run<'_> {
         }
         self.asked.insert(id, asked);
         let seq = SeqId(id as u64 + 1);
-        self.world.handle(place, Event::Submit { seq, request });
+        self.world.handle(place, Event::Submit { seq, request: Box::new(request) });
         let refused = |e: &Emission| (e.place, e.seq) == (place, seq) && matches!(e.event, TokenEvent::Failed(_));
         if !takes && let Some(at) = self.world.emitted.iter().position(refused) {
             self.world.emitted.remove(at);

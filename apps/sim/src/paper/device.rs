@@ -22,7 +22,7 @@ use std::sync::Arc;
 /// The query, key and value projections' share of a layer's linear work (12 h² of it with the feed-forward: about 3/12).
 const PROJECTION_SHARE: f64 = 0.25;
 /// Zeros in place of queries and KV, enough for the largest step.
-static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
 
 /// `bytes` bytes without meaning.
 fn zeros(bytes: usize) -> Bytes {
@@ -42,7 +42,7 @@ pub enum Prefill {
 #[derive(Debug, Default)]
 pub(super) struct Bill {
     /// Rows that count, by creditor, or under 0 for the requester of a partial. Those of resident prompts do not.
-    pub(super) rows: BTreeMap<InstanceId, u32>,
+    pub(super) rows: Vec<(InstanceId, u32)>,
     /// It is a step's KV.
     pub(super) written: bool,
 }
@@ -407,7 +407,7 @@ impl SimRunner for Device {
             let (out, lse, count) = (Bytes::new(), Bytes::new(), Bytes::new());
             let report = Report::RemotePartial { tag: remote_request.query.tag, out, lse, count };
             // The requester is not known here: the caller sends one frame for this report.
-            let rows = BTreeMap::from([(InstanceId(0), remote_request.billed)]);
+            let rows = vec![(InstanceId(0), remote_request.billed)];
             self.report(report, Bill { rows, written: false }, reports);
         }
         for micro_batch in MicroBatch::ALL {

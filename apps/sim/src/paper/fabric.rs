@@ -19,7 +19,6 @@ use lagoon_protocol::{BulkFrame, PartialsFrame};
 use lagoon_types::InstanceId;
 use lagoon_types::limits::{MOVE_BYTES_IN_FLIGHT_MAX, MOVE_WINDOW_MS};
 use lagoon_wire::Frame;
-use std::collections::BTreeMap;
 
 /// One-way latency between an instance and the gManager, and of other control messages.
 const CONTROL_US: u64 = 100;
@@ -35,7 +34,7 @@ pub(super) struct Arrival {
 }
 
 /// Priority classes, as on the wire.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
     Control,
     Partials,
@@ -44,22 +43,32 @@ enum Class {
     Bulk,
 }
 
-/// An egress or ingress port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Port {
-    NvLinkOut(usize),
-    NvLinkIn(usize),
-    NodeOut(usize),
-    NodeIn(usize),
+impl Class {
+    const COUNT: usize = Self::Bulk as usize + 1;
+}
+
+/// Kinds of ports, by number.
+const NVLINK_OUT: usize = 0;
+const NVLINK_IN: usize = 1;
+const NODE_OUT: usize = 2;
+const NODE_IN: usize = 3;
+const PORT_KINDS: usize = 4;
+
+/// Number of an egress or ingress port among all, by its kind and instance or node.
+fn port(kind: usize, of: usize) -> usize {
+    of * PORT_KINDS + kind
 }
 
 /// The network; see the module's documentation.
 #[derive(Debug)]
 pub(super) struct Fabric {
     setting: Setting,
-    /// Time when a port is free again, by class.
-    free_us: BTreeMap<(Port, bool), f64>,
-    arrived_us: BTreeMap<(usize, usize, Class), u64>,
+    /// Time when a port is free again: without bulk, and with it.
+    free_us: Vec<[f64; 2]>,
+    /// Last arrival between two instances, by class.
+    arrived_us: Vec<[u64; Class::COUNT]>,
+    /// Instances, and the gManager.
+    places: usize,
     /// Modelled bytes between nodes, and within a node.
     pub(super) ethernet_bytes: f64,
     pub(super) nvlink_bytes: f64,
@@ -69,10 +78,12 @@ pub(super) struct Fabric {
 
 impl Fabric {
     pub(super) fn new(setting: Setting) -> Self {
+        let places = setting.cluster.instances() + 1;
         Self {
             setting,
-            free_us: BTreeMap::new(),
-            arrived_us: BTreeMap::new(),
+            free_us: vec![[0.0; 2]; places * PORT_KINDS],
+            arrived_us: vec![[0; Class::COUNT]; places * places],
+            places,
             ethernet_bytes: 0.0,
             nvlink_bytes: 0.0,
             exchange_us: 0,
@@ -110,31 +121,31 @@ impl Fabric {
         let near = self.near(from, to);
         let ports = if near {
             self.nvlink_bytes += bytes;
-            [Port::NvLinkOut(from), Port::NvLinkIn(to)]
+            [port(NVLINK_OUT, from), port(NVLINK_IN, to)]
         } else {
             self.ethernet_bytes += bytes;
-            [Port::NodeOut(self.node(from)), Port::NodeIn(self.node(to))]
+            [port(NODE_OUT, self.node(from)), port(NODE_IN, self.node(to))]
         };
         let bulk = class == Class::Bulk;
+        let kind = usize::from(bulk);
         let took = bytes / self.bytes_per_s(from, to) * 1e6;
-        let free = |port: &Port| self.free_us.get(&(*port, bulk)).copied().unwrap_or(0.0);
-        let mut start = ports.iter().map(free).fold(now_us as f64, f64::max);
+        let mut start = ports.iter().map(|port| self.free_us[*port][kind]).fold(now_us as f64, f64::max);
         if class == Class::Growth {
-            let before = ports.iter().filter_map(|p| self.free_us.get(&(*p, true))).copied().fold(0.0, f64::max);
+            let before = ports.iter().map(|port| self.free_us[*port][1]).fold(0.0, f64::max);
             let window =
                 (MOVE_BYTES_IN_FLIGHT_MAX as f64 / self.bytes_per_s(from, to) * 1e6).min(MOVE_WINDOW_MS as f64 * 1e3);
             start = start.max(before.min(now_us as f64 + window));
         }
         for port in ports {
             // Bulk behind moves does not delay later partials.
-            let until = self.free_us.entry((port, bulk)).or_insert(0.0);
-            *until = took + if class == Class::Growth { until.max(now_us as f64) } else { start };
-            if !bulk && let Some(waits) = self.free_us.get_mut(&(port, true)).filter(|f| **f > now_us as f64) {
-                *waits += took;
+            let until = &mut self.free_us[port];
+            until[kind] = took + if class == Class::Growth { until[kind].max(now_us as f64) } else { start };
+            if !bulk && until[1] > now_us as f64 {
+                until[1] += took;
             }
         }
         let at = (start + took + hops * self.latency_us(from, to)).ceil() as u64;
-        let last = self.arrived_us.entry((from, to, class)).or_default();
+        let last = &mut self.arrived_us[from * self.places + to][class as usize];
         *last = at.max(*last);
         *last
     }
@@ -148,7 +159,7 @@ impl Fabric {
             _ => return (SMALL_FRAME_BYTES, 1.0),
         };
         let party = InstanceId(u32::try_from(party).unwrap_or(u32::MAX));
-        let rows = bill.rows.get(&party).copied().unwrap_or(0);
+        let rows = bill.rows.iter().find(|(billed, _)| *billed == party).map_or(0, |(_, rows)| *rows);
         let layers = if rows > 0 { f64::from(model.layers) } else { 1.0 };
         (f64::from(rows) * row_bytes + SMALL_FRAME_BYTES, layers)
     }

@@ -323,9 +323,9 @@ impl Run {
                 Step::Call(index) => self.arrive(index as usize),
                 Step::Handled => {}
             }
-            for emission in std::mem::take(&mut self.world.emitted) {
-                self.emit(&emission);
-            }
+            let mut emitted = std::mem::take(&mut self.world.emitted);
+            emitted.drain(..).for_each(|emission| self.emit(&emission));
+            self.world.emitted = emitted;
         }
         self.finish();
     }
@@ -413,7 +413,7 @@ impl Run {
             return_logits: false,
             options: RequestOptions::default(),
         };
-        self.world.handle(place, Event::Submit { seq: SeqId(index as u64), request });
+        self.world.handle(place, Event::Submit { seq: SeqId(index as u64), request: Box::new(request) });
     }
 
     fn emit(&mut self, Emission { place, seq, event }: &Emission) {

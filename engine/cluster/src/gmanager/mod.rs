@@ -227,7 +227,7 @@ impl GManager {
                 instances: self.status(now_ms),
                 term: self.config.term,
             })),
-            ControlBody::AdminQuery(m) => Some(ControlBody::AdminReply(self.on_admin(m, now_ms))),
+            ControlBody::AdminQuery(m) => Some(ControlBody::AdminReply(Box::new(self.on_admin(m, now_ms)))),
             _ => None,
         }
     }

@@ -390,7 +390,7 @@ fn nobody_speaks_in_anothers_name() {
     assert!(matches!(say(Some(1), query()), Some(ControlBody::BorrowAdvice(_))));
     assert_eq!(say(Some(2), query()), None);
     assert_eq!(say(None, query()), None);
-    assert_eq!(say(Some(1), ControlBody::Heartbeat(heartbeat(2, 5, 0))), None);
+    assert_eq!(say(Some(1), ControlBody::Heartbeat(Box::new(heartbeat(2, 5, 0)))), None);
     assert_eq!(say(Some(1), ControlBody::Deregister(lagoon_protocol::Deregister { instance: 2 })), None);
     assert_eq!(say(None, ControlBody::Refusal(Refusal { creditor: 2, blocks_lendable: 0 })), None);
     let status = say(None, ControlBody::StatusQuery(lagoon_protocol::StatusQuery { query: 3 }));

@@ -6,6 +6,7 @@
 //! * a debtor has at most one lease per request number, so that a repeated request lends nothing twice.
 
 use super::RManagerConfig;
+use super::lent_blocks::{LentBlocks, WritePiece};
 use super::recall::{Recalls, Revoked};
 use crate::mutants::{self, Mutant};
 use lagoon_kv::hash::ContentHash;
@@ -36,16 +37,6 @@ pub struct LentEntry {
     pub purpose: LeasePurpose,
 }
 
-/// Part of a write that goes to consecutive slots.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WritePiece {
-    /// First token, counted from the start of the write.
-    pub token0: u32,
-    /// Its slot in the store.
-    pub slot0: u32,
-    pub tokens: u32,
-}
-
 #[derive(Debug)]
 struct Lease {
     debtor: InstanceId,
@@ -53,8 +44,7 @@ struct Lease {
     seq: SeqId,
     epoch: Epoch,
     request: u64,
-    /// By entry; `None` once released.
-    blocks: Vec<Option<PhysBlock>>,
+    blocks: LentBlocks,
     /// Number of unreleased entries.
     lent: u32,
     renewed_ms: u64,
@@ -68,11 +58,11 @@ struct Lease {
 
 impl Lease {
     fn entries(&self) -> u32 {
-        u32::try_from(self.blocks.len()).expect("a lease has at most the pool's blocks")
+        self.blocks.len()
     }
 
     fn is_lent(&self, entry: u32) -> bool {
-        self.blocks.get(entry as usize).is_some_and(Option::is_some)
+        self.blocks.get(entry).is_some()
     }
 
     /// Maximal ranges of unreleased entries, ascending.
@@ -88,7 +78,7 @@ impl Lease {
 
     /// As [`Lease::ranges`], of entries that are not shared.
     fn ranges_alone(&self, pool: &BlockPool) -> Vec<Range<u32>> {
-        let alone = |entry: &u32| self.blocks[*entry as usize].is_some_and(|block| !pool.is_shared(block));
+        let alone = |entry: &u32| self.blocks.get(*entry).is_some_and(|block| !pool.is_shared(block));
         let entries: Vec<u32> = (0..self.entries()).filter(alone).collect();
         entries.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[run.len() - 1] + 1).collect()
     }
@@ -100,21 +90,17 @@ impl Lease {
 
     /// Turns a lease for a move into an ordinary one once its remaining entries are all sealed.
     fn settle(&mut self, pool: &BlockPool) {
-        if self.blocks.iter().flatten().all(|b| pool.state(*b) == BlockState::Sealed) {
+        if self.blocks.lent().all(|block| pool.state(block) == BlockState::Sealed) {
             self.reserved_ms = None;
         }
     }
 
     /// Removes entries and returns their blocks; entries released already are left out.
     fn take(&mut self, entries: Range<u32>) -> Vec<PhysBlock> {
-        let entries = entries.start.min(self.entries())..entries.end.min(self.entries());
-        let taken: Vec<PhysBlock> = self.blocks[entries.start as usize..entries.end.max(entries.start) as usize]
-            .iter_mut()
-            .filter_map(Option::take)
-            .collect();
+        let taken = self.blocks.take(entries);
         self.lent -= u32::try_from(taken.len()).expect("at most a lease");
         let blocks = &self.blocks;
-        let lent = |entry: u32| blocks.get(entry as usize).is_some_and(Option::is_some);
+        let lent = |entry: u32| blocks.get(entry).is_some();
         self.hasher.retain(lent);
         self.whole.retain(|entry, _| lent(*entry));
         taken
@@ -253,7 +239,7 @@ impl Creditor {
             epoch,
             request,
             lent: u32::try_from(blocks.len()).expect("at most the pool's blocks"),
-            blocks: blocks.into_iter().map(Some).collect(),
+            blocks: LentBlocks::new(blocks),
             renewed_ms: now_ms,
             hasher,
             whole: BTreeMap::new(),
@@ -334,15 +320,15 @@ impl Creditor {
         self.issued += 1;
         let lease = LeaseId(self.lease_base + self.issued);
         let epoch = Epoch(self.epoch_base.wrapping_add(self.issued));
-        let again = |l: &&Lease| mutants::is(Mutant::DoubleGrant) && l.blocks.len() >= blocks as usize;
-        let again = self.leases.values().find(again).map(|l| l.blocks.iter().flatten().copied().collect());
+        let again = |l: &&Lease| mutants::is(Mutant::DoubleGrant) && l.blocks.len() >= blocks;
+        let again = self.leases.values().find(again).map(|l| l.blocks.lent().collect());
         let new = || pool.allocate(Owner::Lent(lease), blocks, None).expect("lendable blocks are free");
         let blocks: Vec<PhysBlock> = again.unwrap_or_else(new);
         let hasher = LeaseHasher::new(self.layers as usize, self.block_tokens, self.layer_token_bytes);
         let (debtor, seq, request) = (from, SeqId(request.seq), request.request);
         let (renewed_ms, whole) = (now_ms, BTreeMap::new());
         let lent = u32::try_from(blocks.len()).expect("at most the pool's blocks");
-        let blocks = blocks.into_iter().map(Some).collect();
+        let blocks = LentBlocks::new(blocks);
         let reserved_ms = (purpose != LeasePurpose::Growth).then_some(now_ms);
         let entry =
             Lease { debtor, seq, epoch, request, blocks, lent, renewed_ms, hasher, whole, purpose, reserved_ms };
@@ -438,7 +424,7 @@ impl Creditor {
         for id in ids {
             let Some(lease) = self.leases.get_mut(&id) else { continue };
             for entry in 0..lease.entries() {
-                if lease.blocks[entry as usize].is_some_and(|b| pool.state(b) != BlockState::Sealed) {
+                if lease.blocks.get(entry).is_some_and(|b| pool.state(b) != BlockState::Sealed) {
                     pool.free(Owner::Lent(id), &lease.take(entry..entry + 1));
                 }
             }
@@ -527,8 +513,8 @@ impl Creditor {
         let mut rows: BTreeMap<(u32, u64), (u32, usize)> = BTreeMap::new();
         for lease in self.leases.values() {
             let left = lease.purpose == LeasePurpose::Handover && lease.lent < lease.entries();
-            let sealed = |block: &&PhysBlock| pool.state(**block) == BlockState::Sealed;
-            let whole = if left { lease.blocks.iter().flatten().filter(sealed).count() } else { lease.whole.len() };
+            let sealed = |block: &PhysBlock| pool.state(*block) == BlockState::Sealed;
+            let whole = if left { lease.blocks.lent().filter(sealed).count() } else { lease.whole.len() };
             let row = rows.entry((lease.debtor.0, lease.seq.0)).or_default();
             *row = (row.0 + lease.lent, row.1 + whole);
         }
@@ -569,7 +555,7 @@ impl Creditor {
     /// A lent, unreleased entry.
     pub fn entry(&self, lease: LeaseId, entry: u32) -> Option<LentEntry> {
         let l = self.leases.get(&lease)?;
-        let block = l.blocks.get(entry as usize).copied().flatten()?;
+        let block = l.blocks.get(entry)?;
         Some(LentEntry { debtor: l.debtor, seq: l.seq, epoch: l.epoch, block, purpose: l.purpose })
     }
 
@@ -592,26 +578,15 @@ impl Creditor {
     }
 
     /// Tokens `[offset, offset + tokens)` of a lease, less those of freed entries, as physically consecutive pieces.
-    fn pieces(&self, lease: &Lease, offset: u32, tokens: u32) -> Result<Vec<WritePiece>, RefuseCode> {
+    fn pieces<'a>(
+        &self,
+        lease: &'a Lease,
+        offset: u32,
+        tokens: u32,
+    ) -> Result<impl Iterator<Item = WritePiece> + use<'a>, RefuseCode> {
         let bt = self.block_tokens;
         let end = offset.checked_add(tokens).filter(|end| tokens > 0 && end.div_ceil(bt) <= lease.entries());
-        let end = end.ok_or(RefuseCode::OutOfRange)?;
-        let mut pieces: Vec<WritePiece> = Vec::new();
-        let (mut at, mut within) = (offset, offset % bt);
-        for block in &lease.blocks[(offset / bt) as usize..end.div_ceil(bt) as usize] {
-            let (tokens, token0) = ((bt - within).min(end - at), at - offset);
-            if let Some(block) = block {
-                let slot0 = block.0 * bt + within;
-                match pieces.last_mut() {
-                    Some(last) if (last.slot0 + last.tokens, last.token0 + last.tokens) == (slot0, token0) => {
-                        last.tokens += tokens;
-                    }
-                    _ => pieces.push(WritePiece { token0, slot0, tokens }),
-                }
-            }
-            (at, within) = (at + tokens, 0);
-        }
-        Ok(pieces)
+        Ok(lease.blocks.pieces(offset..end.ok_or(RefuseCode::OutOfRange)?, bt))
     }
 
     /// Appends the runs in own slots of a debtor's lease run; nothing on an error. Freed entries are
@@ -621,12 +596,15 @@ impl Creditor {
         if run.first_pos.checked_add(run.len).is_none_or(|end| end > limits::SEQUENCE_TOKENS_MAX) {
             return Err(RefuseCode::OutOfRange);
         }
-        let pieces = self.pieces(lease, run.offset, run.len)?;
-        if pieces.iter().map(|p| p.tokens).sum::<u32>() != run.len {
+        let (before, mut found) = (out.len(), 0);
+        for WritePiece { token0, slot0, tokens } in self.pieces(lease, run.offset, run.len)? {
+            found += tokens;
+            out.push(KvRun { base: slot0, len: tokens, first_pos: run.first_pos + token0 });
+        }
+        if found != run.len {
+            out.truncate(before);
             return Err(RefuseCode::OutOfRange);
         }
-        let run_of = |p: WritePiece| KvRun { base: p.slot0, len: p.tokens, first_pos: run.first_pos + p.token0 };
-        out.extend(pieces.into_iter().map(run_of));
         Ok(())
     }
 
@@ -652,7 +630,7 @@ impl Creditor {
         if self.written(from, key, layer)? != offset {
             return Err(RefuseCode::OutOfRange);
         }
-        self.pieces(self.find(from, key)?, offset, tokens)
+        Ok(self.pieces(self.find(from, key)?, offset, tokens)?.collect())
     }
 
     /// Tokens written in `layer` of a lease of `from`, from its first entry on.
@@ -672,9 +650,9 @@ impl Creditor {
         lease.hasher.write(layer as usize, bytes, &mut whole);
         let end = lease.hasher.written(layer as usize).div_ceil(self.block_tokens);
         let blocks = &lease.blocks;
-        let lent = |entry: u32| blocks[entry as usize].is_some();
+        let lent = |entry: u32| blocks.get(entry).is_some();
         lease.hasher.retain(lent);
-        for block in blocks[first.min(end) as usize..end as usize].iter().flatten() {
+        for block in blocks.entries()[first.min(end) as usize..end as usize].iter().flatten() {
             if pool.state(*block) == BlockState::Reserved {
                 pool.mark(*block, BlockState::Filling);
             }
@@ -694,7 +672,7 @@ impl Creditor {
         pool: &mut BlockPool,
     ) -> Result<bool, RefuseCode> {
         let lease = self.find(from, key)?;
-        let block = *lease.blocks.get(entry as usize).ok_or(RefuseCode::OutOfRange)?;
+        let block = *lease.blocks.entries().get(entry as usize).ok_or(RefuseCode::OutOfRange)?;
         let Some(block) = block else { return Ok(false) };
         let own = lease.whole.get(&entry).ok_or(RefuseCode::OutOfRange)?;
         if own != hash {

@@ -18,6 +18,7 @@ mod creditor;
 mod debtor;
 mod fence;
 mod held;
+mod lent_blocks;
 mod output;
 mod recall;
 mod report;
@@ -25,7 +26,8 @@ mod report;
 mod tests;
 mod watched;
 
-pub use creditor::{LeaseEnded, LentEntry, WritePiece};
+pub use creditor::{LeaseEnded, LentEntry};
+pub use lent_blocks::WritePiece;
 pub use output::{BorrowFailure, BorrowId, BorrowedLease, Output};
 pub use recall::{Revoked, Unmet};
 pub use report::PlacementReport;

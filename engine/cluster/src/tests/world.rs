@@ -265,7 +265,7 @@ impl World {
         if now_ms >= self.nodes[node].next_heartbeat_ms {
             self.nodes[node].next_heartbeat_ms = now_ms + limits::HEARTBEAT_MS;
             let heartbeat = self.nodes[node].heartbeat();
-            self.send_gmanager(node, ControlBody::Heartbeat(heartbeat));
+            self.send_gmanager(node, ControlBody::Heartbeat(Box::new(heartbeat)));
         }
         self.drain(node);
     }
@@ -286,7 +286,7 @@ impl World {
             instance: self.nodes[node].remembers.map_or(0, |i| i.0),
             ..Register::default()
         };
-        self.send_gmanager(node, ControlBody::Register(register));
+        self.send_gmanager(node, ControlBody::Register(Box::new(register)));
     }
 
     fn is_alive(&self, node: usize, life: u64) -> bool {

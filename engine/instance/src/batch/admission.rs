@@ -3,12 +3,12 @@
 //! The newest rBlocks of a prompt stay local so that decoding grows in local memory; the oldest go to creditors. A
 //! sequence that cannot be placed completely waits and holds no memory.
 
+use super::others::PrefillQueries;
 use super::policy::{Attempt, Short, Sources};
 use super::sequence::{Need, Sequence};
 use super::{Batch, policy};
 use crate::cx::Cx;
 use crate::outcome::Outcome;
-use crate::prefill::Prefills;
 use lagoon_protocol::{Role, TierRequest};
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GMANAGER_WAIT_MS, QUEUE_DEFAULT};
 use lagoon_types::{CONTEXT, GenerateRequest, RequestError, RequestOptions, SeqId};
@@ -36,7 +36,7 @@ impl Batch {
     pub(crate) fn accept(
         &mut self,
         cx: &mut Cx,
-        prefills: &Prefills,
+        prefills: &dyn PrefillQueries,
         seq: SeqId,
         mut request: GenerateRequest,
     ) -> Result<(), RequestError> {
@@ -104,19 +104,19 @@ impl Batch {
     }
 
     /// Number of requests that wait for admission or for a prefill worker.
-    pub(crate) fn waiting_len(&self, prefills: &Prefills) -> usize {
+    pub(crate) fn waiting_len(&self, prefills: &dyn PrefillQueries) -> usize {
         self.sched.waiting().len() + prefills.away()
     }
 
     /// Admits waiting sequences while there is memory.
-    pub(crate) fn admit(&mut self, cx: &mut Cx, prefills: &Prefills) {
+    pub(crate) fn admit(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries) {
         self.admit_in_turn(cx, prefills);
         self.admit_pushed(cx, prefills);
     }
 
     /// Admits pushed prompts (the decode worker has allocated their memory) that fit in local memory, ahead of a queue
     /// head that needs borrowed memory (maybe the decode worker's) or waits for the oldest waiting pool-sized request.
-    fn admit_pushed(&mut self, cx: &mut Cx, prefills: &Prefills) {
+    fn admit_pushed(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries) {
         let head = self.sched.next_waiting().and_then(|head| self.seqs.get(&head.seq));
         let yields = |head: &Sequence| {
             let needed = head.blocks.shortfall(head.len() + 1);
@@ -138,7 +138,7 @@ impl Batch {
     }
 
     /// Admits from the head of the queue while there is memory.
-    fn admit_in_turn(&mut self, cx: &mut Cx, prefills: &Prefills) {
+    fn admit_in_turn(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries) {
         self.admit_placed(cx);
         while let Some(head) = self.sched.next_waiting() {
             let Some(seq) = self.seqs.get(&head.seq) else { return };
@@ -208,7 +208,7 @@ impl Batch {
     }
 
     /// Allocates memory for a whole waiting sequence. True if it has all; false if it borrows or must retry.
-    fn place(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId) -> bool {
+    fn place(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) -> bool {
         let Some(seq) = self.seqs.get(&id) else { return false };
         let since_ms = seq.since_ms;
         // One slot more than known tokens: the next token needs one. A prompt for a decode worker needs none, and lies
@@ -264,7 +264,7 @@ impl Batch {
 
     /// True if a waiting sequence of `needed` rBlocks, which must borrow, can. False if no gManager can be asked: it
     /// retries later, or has failed.
-    fn borrow_or_wait(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId, needed: u32) -> bool {
+    fn borrow_or_wait(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId, needed: u32) -> bool {
         let pool_sized = policy::is_pool_sized(needed, cx.config.blocks_total);
         match policy::admission_short(cx.standing.lending(cx.now_ms), cx.standing.id.is_some(), pool_sized) {
             Short::Borrow => return true,
@@ -283,7 +283,7 @@ impl Batch {
     }
 
     /// Fails sequences whose admission deadline has passed.
-    pub(crate) fn expire_waiting(&mut self, cx: &mut Cx, prefills: &Prefills) {
+    pub(crate) fn expire_waiting(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries) {
         let now = cx.now_ms;
         let late = |w: &&super::scheduler::Waiting| self.seqs.get(&w.seq).is_some_and(|s| s.admit_by_ms <= now);
         let late: Vec<SeqId> = self.sched.waiting().filter(late).map(|w| w.seq).take(QUEUE_DEFAULT).collect();

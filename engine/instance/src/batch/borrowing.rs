@@ -1,11 +1,11 @@
 //! The rManager's replies to borrows: for admission, for growth, and for lost ranges.
 
+use super::others::PrefillQueries;
 use super::policy::GrowthFailed;
 use super::sequence::{HeldLease, Need};
 use super::{Batch, policy};
 use crate::cx::Cx;
 use crate::outcome::{Lost, LostPart, Outcome};
-use crate::prefill::Prefills;
 use lagoon_cluster::{BorrowFailure, BorrowedLease};
 use lagoon_kv::{LeaseHasher, RemoteEntries, RemoteGrant};
 use lagoon_types::limits::ADMISSION_RETRY_MS;
@@ -56,7 +56,13 @@ impl Batch {
         }
     }
 
-    pub(crate) fn on_borrow_failed(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId, reason: &BorrowFailure) {
+    pub(crate) fn on_borrow_failed(
+        &mut self,
+        cx: &mut Cx,
+        prefills: &dyn PrefillQueries,
+        id: SeqId,
+        reason: &BorrowFailure,
+    ) {
         let Some(seq) = self.seqs.get(&id) else { return };
         if seq.blocks.lost_blocks() > 0 {
             self.on_restore_failed(cx, prefills, id, reason);
@@ -80,7 +86,7 @@ impl Batch {
     }
 
     /// Handles a failed borrow for a running sequence's growth.
-    fn on_growth_failed(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId) {
+    fn on_growth_failed(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         match policy::growth_failed(seq.frugal, cx.memory.rm.creditor.recallable(&cx.memory.rm.pool)) {
             GrowthFailed::AskFrugally => {
@@ -98,7 +104,7 @@ impl Batch {
 
     /// Fails a request that a pool of `capacity` blocks cannot hold: the pool has shrunk since it was accepted, or the
     /// sequence outgrew the pool under a window and was preempted.
-    pub(crate) fn fail_outgrown(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId, capacity: u64) {
+    pub(crate) fn fail_outgrown(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId, capacity: u64) {
         let Some(seq) = self.seqs.get(&id) else { return };
         let (needed, limit) = (seq.len() + 1, capacity.saturating_mul(cx.config.block_tokens.into()));
         let message = format!("the request needs room for {needed} tokens and the pool now has room for {limit}");

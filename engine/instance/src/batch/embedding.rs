@@ -3,10 +3,10 @@
 //! Invariant: every position of the pooling is added once, in order, however often its KV is computed.
 
 use super::Batch;
+use super::others::PrefillQueries;
 use super::sequence::Sequence;
 use crate::cx::Cx;
 use crate::event::Effect;
-use crate::prefill::Prefills;
 use lagoon_runner::HiddenSum;
 use lagoon_types::{FinishReason, Pooling, SeqId, TokenEvent};
 use std::ops::Range;
@@ -70,7 +70,7 @@ impl Batch {
     }
 
     /// Emits the embedding of a sequence whose prompt is computed, and ends the sequence.
-    pub(crate) fn finish_embedding(&mut self, cx: &mut Cx, prefills: &Prefills, seq: SeqId) {
+    pub(crate) fn finish_embedding(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, seq: SeqId) {
         let prompt = self.report_prompt(seq);
         let embedding = self.seqs.get_mut(&seq).and_then(|of| of.embedding.take());
         let embedding = embedding.map(|embedding| TokenEvent::Embedding { hidden: embedding.mean() });

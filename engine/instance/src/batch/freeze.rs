@@ -8,10 +8,10 @@
 //! then finds no frozen debt and is refused.
 
 use super::Batch;
+use super::others::PrefillQueries;
 use super::sequence::Sequence;
 use crate::cx::Cx;
 use crate::event::Effect;
-use crate::prefill::Prefills;
 use lagoon_kv::Placement;
 use lagoon_protocol::{ControlBody, Freeze, Frozen};
 use lagoon_types::limits::FREEZE_MS_MAX;
@@ -66,7 +66,7 @@ impl Batch {
 
     /// Thaws the frozen debt if `over` says that its swap or its time is over, and removes its sequence if that has
     /// ended.
-    pub(super) fn thaw_if(&mut self, cx: &mut Cx, prefills: &Prefills, over: impl Fn(&FrozenDebt) -> bool) {
+    pub(super) fn thaw_if(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, over: impl Fn(&FrozenDebt) -> bool) {
         if let Some(seq) = self.frozen.as_ref().is_some_and(over).then(|| self.thaw()).flatten() {
             self.remove(cx, prefills, seq);
         }

@@ -13,6 +13,7 @@
 //! * one batch that waits for a creditor much longer than usual is split for a while: a hanging creditor stops the
 //!   local rows for [`TIMEOUT_MS`] or a few usual waits, not for a step's deadline.
 
+use super::sequence::Sequence;
 use crate::cx::Cx;
 use lagoon_cluster::perf::Rates;
 use lagoon_types::{InstanceId, MicroBatch, SeqId};
@@ -50,18 +51,21 @@ struct Batch {
     tokens: f64,
 }
 
-/// Adds leases, in rBlocks by creditor, to `there`, for creditors that compute the attention. Returns the rBlocks of
-/// mapped creditors: mapped KV costs its creditor no compute and no round trip.
+/// A sequence's leases: creditor and rBlocks of each.
+fn leases(seq: &Sequence) -> impl Iterator<Item = (InstanceId, u32)> {
+    seq.leases.iter().map(|((creditor, _), held)| (*creditor, held.blocks))
+}
+
+/// rBlocks of leases by creditor, of creditors that compute the attention: mapped KV costs its creditor no compute and no round trip.
 fn attended_elsewhere(
     leases: impl Iterator<Item = (InstanceId, u32)>,
     maps: impl Fn(InstanceId) -> bool,
-    there: &mut BTreeMap<InstanceId, u32>,
-) -> u32 {
-    let mut mapped = 0;
-    for (creditor, blocks) in leases {
-        *if maps(creditor) { &mut mapped } else { there.entry(creditor).or_default() } += blocks;
+) -> BTreeMap<InstanceId, u32> {
+    let mut there = BTreeMap::new();
+    for (creditor, blocks) in leases.filter(|(creditor, _)| !maps(*creditor)) {
+        *there.entry(creditor).or_default() += blocks;
     }
-    mapped
+    there
 }
 
 /// The useful share of the device's time, in one batch and in two. A token is worth its attention and its share of one
@@ -131,7 +135,6 @@ impl super::Batch {
     fn one_batch_is_better(&self, cx: &Cx, has_target: bool, maps: impl Fn(InstanceId) -> bool) -> bool {
         let block_tokens = f64::from(cx.config.block_tokens);
         let (mut local, mut remote) = (Batch::default(), Batch::default());
-        let mut there: BTreeMap<InstanceId, u32> = BTreeMap::new();
         for id in self.sched.running() {
             let Some(seq) = self.seqs.get(&id) else { continue };
             let away = seq.blocks.remote_blocks() > 0;
@@ -142,8 +145,7 @@ impl super::Batch {
             batch.rows += 1;
             batch.tokens += f64::from(seq.blocks.local_blocks()) * block_tokens;
             if away {
-                let leases = seq.leases.iter().map(|((creditor, _), held)| (*creditor, held.blocks));
-                let mapped = attended_elsewhere(leases, &maps, &mut there);
+                let mapped: u32 = leases(seq).filter(|(creditor, _)| maps(*creditor)).map(|(_, blocks)| blocks).sum();
                 batch.tokens += f64::from(mapped) * block_tokens;
             }
         }
@@ -151,7 +153,11 @@ impl super::Batch {
             return false;
         }
         let Some(rates) = cx.config.calibration.as_ref().and_then(|c| Rates::new(c, true)) else { return false };
-        let remote_us = self.micro.remote_us.unwrap_or_else(|| remote_estimate_us(cx, &rates, &there));
+        let remote_us = self.micro.remote_us.unwrap_or_else(|| {
+            let running = self.sched.running().filter_map(|id| self.seqs.get(&id));
+            let away = running.filter(|seq| seq.blocks.remote_blocks() > 0);
+            remote_estimate_us(cx, &rates, &attended_elsewhere(away.flat_map(leases), &maps))
+        });
         let (one, two) = predict(&rates, local, remote, remote_us);
         let gain = if self.micro.merged { 1.0 - GAIN_MIN } else { 1.0 + GAIN_MIN };
         one > two * gain
@@ -236,8 +242,7 @@ mod tests {
     #[test]
     fn mapped_leases_are_the_own_devices_work() {
         let leases = [(InstanceId(2), 5), (InstanceId(3), 7), (InstanceId(2), 1)];
-        let mut there = BTreeMap::new();
-        assert_eq!(attended_elsewhere(leases.into_iter(), |creditor| creditor == InstanceId(2), &mut there), 6);
+        let there = attended_elsewhere(leases.into_iter(), |creditor| creditor == InstanceId(2));
         assert_eq!(there, BTreeMap::from([(InstanceId(3), 7)]));
     }
 

@@ -14,6 +14,7 @@ mod embedding;
 pub(crate) mod freeze;
 mod growth;
 pub(crate) mod micro_batches;
+pub(crate) mod others;
 mod policy;
 mod preempt;
 pub(crate) mod prefix;
@@ -26,9 +27,7 @@ mod swap;
 use crate::config::InstanceConfig;
 use crate::cx::Cx;
 use crate::event::Effect;
-use crate::moves::Moves;
 use crate::outcome::{Lost, Outcome, Outcomes};
-use crate::prefill::Prefills;
 use draft_model::DraftRequests;
 use due::Due;
 use freeze::FrozenDebt;
@@ -39,6 +38,8 @@ use lagoon_runner::{DraftId, Drafted, ShareId};
 use lagoon_types::limits::ADMISSION_DEADLINE_MS;
 use lagoon_types::{Chunk, GenerateRequest, InstanceId, MicroBatch, SeqId, StepPlan, TokenEvent};
 use micro_batches::MicroBatches;
+pub(crate) use others::Others;
+use others::PrefillQueries;
 use scheduler::{QueueFull, Scheduler, Waiting};
 use sequence::{Life, Need, Sequence};
 use std::collections::BTreeMap;
@@ -74,13 +75,6 @@ pub(crate) struct BatchCounts {
     /// Tokens that were drafted, and those of them that were sampled.
     pub(crate) drafted_tokens: u64,
     pub(crate) accepted_tokens: u64,
-}
-
-/// Other machines that the batch reads.
-#[derive(Clone, Copy)]
-pub(crate) struct Others<'a> {
-    pub(crate) prefills: &'a Prefills,
-    pub(crate) moves: &'a Moves,
 }
 
 /// Events of the batch.
@@ -390,7 +384,7 @@ impl Batch {
     }
 
     /// Completes a chunk that filled a ring again; the sequence may be ending.
-    pub(crate) fn warmed_up(&mut self, cx: &mut Cx, prefills: &Prefills, chunk: &Chunk) {
+    pub(crate) fn warmed_up(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, chunk: &Chunk) {
         if !self.has(chunk.seq) {
             return;
         }

@@ -1,12 +1,12 @@
 //! Preemption by recomputation, and the end of a sequence; both free its memory.
 
 use super::Batch;
+use super::others::PrefillQueries;
 use super::policy::{self, Candidate, Preemption};
 use super::sequence::{Life, Need, Sequence};
 use crate::cx::Cx;
 use crate::event::Effect;
 use crate::outcome::Outcome;
-use crate::prefill::Prefills;
 use lagoon_kv::{Freed, Owner};
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, ADMISSION_RETRY_MS};
 use lagoon_types::{Chunk, FinishReason, RequestError, SeqId, TokenEvent};
@@ -25,7 +25,7 @@ impl Batch {
 
     /// Preempts a sequence because `id` can neither grow nor borrow; `id` gets the freed memory first. Waits instead
     /// if recomputing takes long and other sequences advance.
-    pub(crate) fn preempt_for(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId) {
+    pub(crate) fn preempt_for(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) {
         let victim = self.victim(id);
         let row_us = cx.config.calibration.as_ref().map_or(self.prefill_us, |c| c.prefill_us_per_token);
         let recompute_us = self.seqs.get(&victim).map_or(0.0, |s| f64::from(s.blocks.written())) * row_us;
@@ -49,14 +49,14 @@ impl Batch {
 
     /// Preempts a sequence of a step that overfilled the device although blocks were free; the step's others are
     /// planned again.
-    pub(crate) fn on_device_full(&mut self, cx: &mut Cx, prefills: &Prefills, step: &[Chunk]) {
+    pub(crate) fn on_device_full(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, step: &[Chunk]) {
         let running = step.iter().map(|chunk| (chunk.seq, self.is_running(chunk.seq)));
         let Some(victim) = policy::device_full_victim(running) else { return };
         self.preempt_and_retry(cx, prefills, victim);
     }
 
     /// Preempts a sequence, which tries again after a pause.
-    fn preempt_and_retry(&mut self, cx: &mut Cx, prefills: &Prefills, victim: SeqId) {
+    fn preempt_and_retry(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, victim: SeqId) {
         self.preempt(cx, prefills, victim);
         self.counts.preemptions += 1;
         self.retry_later(cx, victim);
@@ -76,7 +76,7 @@ impl Batch {
         policy::victim(self.sched.running().map(candidate)).unwrap_or(id)
     }
 
-    fn preempt_now_for(&mut self, cx: &mut Cx, prefills: &Prefills, victim: SeqId, id: SeqId) {
+    fn preempt_now_for(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, victim: SeqId, id: SeqId) {
         self.preempt_and_retry(cx, prefills, victim);
         if victim == id {
             return;
@@ -86,7 +86,7 @@ impl Batch {
     }
 
     /// Preempts the victim that waited for its step to end, if its memory is still needed.
-    pub(crate) fn end_preempt_after_step(&mut self, cx: &mut Cx, prefills: &Prefills) {
+    pub(crate) fn end_preempt_after_step(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries) {
         let Some((victim, id)) = self.preempt_after_step.take_if(|(victim, _)| !self.sched.in_step(*victim)) else {
             return;
         };
@@ -98,7 +98,7 @@ impl Batch {
     }
 
     /// Takes a sequence that is in no step out of the batch and requeues it, to be recomputed.
-    pub(crate) fn preempt(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId) {
+    pub(crate) fn preempt(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) {
         if prefills.has_parts(id) {
             cx.emit(Outcome::JobFailed { seq: id, reason: "its memory was needed".to_owned() });
             return self.cancel(cx, prefills, id);
@@ -117,7 +117,7 @@ impl Batch {
     }
 
     /// Frees all memory of a sequence and cancels its borrow.
-    pub(crate) fn release_memory(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId) {
+    pub(crate) fn release_memory(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) {
         self.due.touch();
         // The KV that a freeze protects is dropped: no block is left to swap.
         self.unfreeze(id);
@@ -149,7 +149,7 @@ impl Batch {
         self.due.wake_at(cx.now_ms + pause_ms);
     }
 
-    pub(crate) fn cancel(&mut self, cx: &mut Cx, prefills: &Prefills, seq: SeqId) {
+    pub(crate) fn cancel(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, seq: SeqId) {
         let Some(entry) = self.seqs.get_mut(&seq) else { return };
         if self.sched.in_step(seq) {
             entry.life = Life::Leaving;
@@ -159,7 +159,7 @@ impl Batch {
     }
 
     /// Ends a sequence with `reason`.
-    pub(crate) fn finish(&mut self, cx: &mut Cx, prefills: &Prefills, seq: SeqId, reason: FinishReason) {
+    pub(crate) fn finish(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, seq: SeqId, reason: FinishReason) {
         if let Some(entry) = self.seqs.get(&seq) {
             let event =
                 TokenEvent::Finished { reason, prompt_tokens: entry.prompt_len, completion_tokens: entry.generated() };
@@ -172,7 +172,7 @@ impl Batch {
     }
 
     /// Ends a sequence with an error.
-    pub(crate) fn fail(&mut self, cx: &mut Cx, prefills: &Prefills, seq: SeqId, error: RequestError) {
+    pub(crate) fn fail(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, seq: SeqId, error: RequestError) {
         // A prompt computed for another instance has no client here: its decode worker gets a message.
         if self.seqs.get(&seq).is_some_and(|s| s.for_others.is_some()) {
             cx.emit(Outcome::JobFailed { seq, reason: error.to_string() });
@@ -183,7 +183,7 @@ impl Batch {
     }
 
     /// Removes a sequence that is in no step and frees its memory; a frozen one at the thaw.
-    pub(crate) fn remove(&mut self, cx: &mut Cx, prefills: &Prefills, seq: SeqId) {
+    pub(crate) fn remove(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, seq: SeqId) {
         if self.defer_end(cx, seq) {
             return;
         }

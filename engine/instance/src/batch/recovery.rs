@@ -6,12 +6,12 @@
 //! a sequence that cannot grow. It is recomputed as a whole only if it is the victim itself, or if a window has freed
 //! KV that the lost positions attend to.
 
+use super::others::PrefillQueries;
 use super::policy::{Attempt, Short};
 use super::sequence::{Life, Need, Sequence};
 use super::{Batch, Others, policy};
 use crate::cx::Cx;
 use crate::outcome::{Lost, LostPart, Outcome};
-use crate::prefill::Prefills;
 use lagoon_cluster::BorrowFailure;
 use lagoon_kv::RemoteBlock;
 use lagoon_protocol::TierRequest;
@@ -44,7 +44,7 @@ impl Batch {
     }
 
     /// Marks KV of a sequence lost at a creditor. The sequence must be in no step.
-    pub(crate) fn lose(&mut self, cx: &mut Cx, prefills: &Prefills, lost: Lost) {
+    pub(crate) fn lose(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, lost: Lost) {
         let Lost { seq: id, creditor, part, why } = lost;
         if let Some(over) = self.lose_frozen(id, creditor) {
             return self.remove(cx, prefills, over);
@@ -72,7 +72,13 @@ impl Batch {
     }
 
     /// Takes lost blocks out of the table of a running sequence that is in no step.
-    fn mark_lost(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId, is_lost: impl Fn(&RemoteBlock) -> bool) {
+    fn mark_lost(
+        &mut self,
+        cx: &mut Cx,
+        prefills: &dyn PrefillQueries,
+        id: SeqId,
+        is_lost: impl Fn(&RemoteBlock) -> bool,
+    ) {
         let swapped_out = self.seqs.get(&id).is_some_and(Sequence::is_swapped_out);
         self.stop_waiting(cx, id);
         let (now, window) = (cx.now_ms, cx.config.window);
@@ -146,7 +152,13 @@ impl Batch {
     }
 
     /// Retries a failed borrow for lost blocks, until the sequence's deadline or until the pool is too small for it.
-    pub(crate) fn on_restore_failed(&mut self, cx: &mut Cx, prefills: &Prefills, id: SeqId, reason: &BorrowFailure) {
+    pub(crate) fn on_restore_failed(
+        &mut self,
+        cx: &mut Cx,
+        prefills: &dyn PrefillQueries,
+        id: SeqId,
+        reason: &BorrowFailure,
+    ) {
         self.stop_waiting(cx, id);
         let late = self.seqs.get(&id).and_then(|s| s.restore_by_ms).is_none_or(|at| at <= cx.now_ms);
         match policy::restore_failed(late, matches!(reason, BorrowFailure::PoolTooSmall { .. })) {

@@ -7,13 +7,13 @@
 //! KV staying at the host tier, when there is room for its lost blocks and its growth and no other sequence is short. If
 //! no host tier has room, the short sequence borrows from any tier, and a sequence is preempted only if that fails.
 
+use super::others::PrefillQueries;
 use super::policy::{SwapCandidate, SwapIn, SwapInCandidate};
 use super::sequence::{Life, Need, Sequence};
 use super::{Batch, Others, policy};
 use crate::cx::Cx;
 use crate::cx::standing::Lending;
 use crate::outcome::Outcome;
-use crate::prefill::Prefills;
 use lagoon_kv::Owner;
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GROWTH_BLOCKS, RESTORE_DEADLINE_MS, SWAP_OUT_RETRY_MS};
 use lagoon_types::{RequestError, SeqId};
@@ -109,7 +109,7 @@ impl Batch {
     }
 
     /// Swaps in sequences, oldest first, when there is room and no other is short; fails those past their deadline.
-    pub(crate) fn swap_in(&mut self, cx: &mut Cx, prefills: &Prefills) {
+    pub(crate) fn swap_in(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries) {
         if !self.seqs.values().any(Sequence::is_swapped_out) {
             return;
         }

@@ -240,7 +240,10 @@ impl Creditor {
         if rows == 0 || rows > STEP_ROWS_MAX as u64 {
             return refuse(RefuseCode::Malformed, format!("a step has {rows} rows, not 1 to {STEP_ROWS_MAX}"));
         }
-        let (mut seqs, mut runs, mut needs) = (Vec::new(), Vec::new(), Vec::<Need>::new());
+        // A lease's run is one piece of memory as a rule.
+        let count: usize = ticket.seqs.iter().map(|seq| seq.runs.len()).sum();
+        let mut seqs = Vec::with_capacity(ticket.seqs.len());
+        let (mut runs, mut needs) = (Vec::with_capacity(count), Vec::with_capacity(count));
         let (mut row0, mut row_keys) = (0, 0);
         for seq in &ticket.seqs {
             if seq.runs.is_empty() {

@@ -38,7 +38,7 @@ impl Scene {
                 lent: None,
             };
             scene.on(Event::PeerUp { peer });
-            scene.on(Event::Control { peer, body: ControlBody::Hello(hello) });
+            scene.on(Event::Control { peer, body: ControlBody::Hello(Box::new(hello)) });
         }
         scene
     }
@@ -224,7 +224,7 @@ fn a_peer_with_this_instances_number_is_refused() {
         lent: None,
     };
     scene.on(Event::PeerUp { peer });
-    let effects = scene.on(Event::Control { peer, body: ControlBody::Hello(hello) });
+    let effects = scene.on(Event::Control { peer, body: ControlBody::Hello(Box::new(hello)) });
     let closed = |effect: &Effect| matches!(effect, Effect::Close { peer: of, reason } if *of == peer && reason.contains("hint:"));
     assert!(effects.iter().any(closed), "{effects:?}");
 }

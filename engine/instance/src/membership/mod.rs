@@ -229,7 +229,7 @@ impl Membership {
         let own = batch.seqs().filter(|s| s.for_others.is_none());
         let own = own.map(|s| own_row(me, s, as_u32(look.prefills.landing(s.id)), &cx.memory.rm.pool));
         self.report.fill(&mut heartbeat, own.chain(remote_requests));
-        cx.effects.push(Effect::ToGManager(ControlBody::Heartbeat(heartbeat)));
+        cx.effects.push(Effect::ToGManager(ControlBody::Heartbeat(Box::new(heartbeat))));
     }
 
     /// Load of batch and queue, for the planner's model.
@@ -285,7 +285,7 @@ fn register(cx: &mut Cx) {
     }
     let config = &cx.config;
     let lend_blocks_max = config.lend_blocks_max.min(config.blocks_total.saturating_sub(config.lend_reserve_blocks));
-    cx.effects.push(Effect::ToGManager(ControlBody::Register(Register {
+    cx.effects.push(Effect::ToGManager(ControlBody::Register(Box::new(Register {
         version_min: VERSION_MIN,
         version_max: VERSION_MAX,
         name: config.name.clone(),
@@ -300,7 +300,7 @@ fn register(cx: &mut Cx) {
         calibration: config.calibration.clone().map(Box::new),
         tier: config.tier.into(),
         lend_blocks_max: Some(lend_blocks_max),
-    })));
+    }))));
 }
 
 fn as_u32(n: usize) -> u32 {

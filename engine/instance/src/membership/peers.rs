@@ -106,14 +106,14 @@ impl Membership {
 
 fn hello(cx: &Cx) -> Option<ControlBody> {
     let instance = cx.standing.id?;
-    Some(ControlBody::Hello(Hello {
+    Some(ControlBody::Hello(Box::new(Hello {
         version_min: VERSION_MIN,
         version_max: VERSION_MAX,
         instance: instance.0,
         incarnation: cx.standing.incarnation,
         shape: Some(cx.config.pool_shape()),
         lent: cx.config.lent.clone().map(Box::new),
-    }))
+    })))
 }
 
 fn check_hello(cx: &Cx, hello: &Hello) -> Result<(), String> {
@@ -206,7 +206,7 @@ mod tests {
         hello.shape = Some(theirs.pool_shape());
         let mut instance = Instance::new(ours).unwrap();
         instance.handle(Event::PeerUp { peer: PEER }, 1_000);
-        let effects = instance.handle(Event::Control { peer: PEER, body: ControlBody::Hello(hello) }, 1_000);
+        let effects = instance.handle(Event::Control { peer: PEER, body: ControlBody::Hello(Box::new(hello)) }, 1_000);
         let reason = effects.into_iter().find_map(|effect| match effect {
             Effect::Control { body: ControlBody::Rejected(rejected), .. } => Some(rejected.reason),
             _ => None,

@@ -21,6 +21,7 @@ pub use pace::MovePace;
 pub use status::{MoveStatus, MovedBlocks};
 
 use crate::batch::Batch;
+use crate::batch::others::MoveQueries;
 use crate::batch::sequence::Sequence;
 use crate::cx::Cx;
 use crate::cx::tags::ReadId;
@@ -140,6 +141,29 @@ pub(crate) struct Moves {
     status: MoveStatus,
 }
 
+impl MoveQueries for Moves {
+    fn is_full(&self) -> bool {
+        self.moves.len() >= INSTANCE_MOVES_MAX
+    }
+
+    fn is_moving(&self, seq: SeqId) -> bool {
+        self.moves.values().any(|m| m.seq == seq)
+    }
+
+    fn is_moving_home(&self) -> bool {
+        self.moves.values().any(Move::comes_home)
+    }
+
+    fn is_swapping_out(&self) -> bool {
+        self.moves.values().any(|m| m.why == Why::SwapOut)
+    }
+
+    fn whole_blocks_here(&self, cx: &Cx, batch: &Batch, seq: SeqId) -> (u32, u32) {
+        let count = |all| u32::try_from(self.candidates(cx, batch, seq, Place::Here, all).len()).unwrap_or(u32::MAX);
+        (count(true), count(false))
+    }
+}
+
 impl Moves {
     pub(crate) fn new(layers: u32, block_tokens: u32) -> Self {
         Self {
@@ -173,16 +197,6 @@ impl Moves {
         self.moves.is_empty()
     }
 
-    /// Whether there are [`INSTANCE_MOVES_MAX`] moves.
-    pub(crate) fn is_full(&self) -> bool {
-        self.moves.len() >= INSTANCE_MOVES_MAX
-    }
-
-    /// Whether a move home has blocks reserved here and is not complete.
-    pub(crate) fn is_moving_home(&self) -> bool {
-        self.moves.values().any(Move::comes_home)
-    }
-
     /// Whether steps go on while KV is copied.
     pub(crate) fn overlaps(&self) -> bool {
         self.pace.overlaps()
@@ -191,16 +205,6 @@ impl Moves {
     /// Sets the pace of moves beside decoding.
     pub(crate) fn set_pace(&mut self, pace: MovePace) {
         self.pace.set(pace);
-    }
-
-    /// Whether a swap out is in progress, even of a sequence that has ended.
-    pub(crate) fn is_swapping_out(&self) -> bool {
-        self.moves.values().any(|m| m.why == Why::SwapOut)
-    }
-
-    /// Whether a sequence has a move.
-    pub(crate) fn is_moving(&self, seq: SeqId) -> bool {
-        self.moves.values().any(|m| m.seq == seq)
     }
 
     /// Hashing state of leases that moves write, for memory accounting.
@@ -312,12 +316,6 @@ impl Moves {
             Place::At(_) => drop(blocks.drain(..blocks.len().saturating_sub(n as usize))),
         }
         blocks
-    }
-
-    /// Whole local blocks of a sequence that could move, and those of them that are not shared.
-    pub(crate) fn whole_blocks_here(&self, cx: &Cx, batch: &Batch, seq: SeqId) -> (u32, u32) {
-        let count = |all| u32::try_from(self.candidates(cx, batch, seq, Place::Here, all).len()).unwrap_or(u32::MAX);
-        (count(true), count(false))
     }
 
     /// Starts to move a sequence's whole blocks to host memory. Ends in an [`Outcome::SwappedOut`].

@@ -413,7 +413,7 @@ impl Prefills {
             });
             first += len;
         }
-        messages.into_iter().for_each(|m| cx.send_if_connected(worker, ControlBody::PrefillRequest(m)));
+        messages.into_iter().for_each(|m| cx.send_if_connected(worker, ControlBody::PrefillRequest(Box::new(m))));
         if let Some(worker) = self.workers.get_mut(&worker) {
             worker.queued_tokens = worker.queued_tokens.saturating_add(u64::from(total - known));
         }

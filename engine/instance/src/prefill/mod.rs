@@ -28,6 +28,7 @@ pub use staging::StageUser;
 pub use status::{LastTimes, PrefillStatus, PrefillTimes};
 
 use crate::batch::Batch;
+use crate::batch::others::PrefillQueries;
 use crate::config::InstanceConfig;
 use crate::cx::Cx;
 use crate::event::TransferEvent;
@@ -151,6 +152,24 @@ pub(crate) enum PrefillEvent {
     Tick,
 }
 
+impl PrefillQueries for Prefills {
+    fn away(&self) -> usize {
+        self.away.len()
+    }
+
+    fn is_pushed(&self, seq: SeqId) -> bool {
+        self.published.get(&seq).is_some_and(Publication::is_pushed)
+    }
+
+    fn has_parts(&self, seq: SeqId) -> bool {
+        self.published.get(&seq).is_some_and(|p| p.push)
+    }
+
+    fn is_exported(&self, seq: SeqId) -> bool {
+        self.published.get(&seq).is_some_and(Publication::is_exported)
+    }
+}
+
 impl Prefills {
     /// Whether a message belongs to prefill elsewhere or its reads.
     pub(crate) fn takes(body: &ControlBody) -> bool {
@@ -250,11 +269,6 @@ impl Prefills {
         self.version
     }
 
-    /// Number of own sequences whose prompts prefill workers compute.
-    pub(crate) fn away(&self) -> usize {
-        self.away.len()
-    }
-
     /// Whether nothing is read or requested from workers, and all completions were sent.
     pub(crate) fn reads_nothing(&self) -> bool {
         let completing = self.reader.as_ref().map_or(0, Reader::completing);
@@ -269,11 +283,6 @@ impl Prefills {
     /// Takes the times of requests since the last call.
     pub(crate) fn take_times(&mut self) -> LastTimes {
         std::mem::take(&mut self.status.last)
-    }
-
-    /// Whether a sequence's KV is pushed: read while it is computed, into memory that the decode worker has allocated.
-    pub(crate) fn is_pushed(&self, seq: SeqId) -> bool {
-        self.published.get(&seq).is_some_and(Publication::is_pushed)
     }
 
     /// Number of own blocks in a sequence's landing.

@@ -30,7 +30,7 @@ pub(super) struct Publication {
     /// The decode worker's sequence.
     seq: SeqId,
     /// Push: exported in parts during the computation.
-    push: bool,
+    pub(super) push: bool,
     /// Tokens to export: the prompt's, and those of its last window if that goes with it.
     pub(super) total: u32,
     prompt: u32,
@@ -106,7 +106,7 @@ impl Publication {
     }
 
     /// Whether transports may read some of it.
-    fn is_exported(&self) -> bool {
+    pub(super) fn is_exported(&self) -> bool {
         self.making || !self.live.is_empty()
     }
 
@@ -155,16 +155,6 @@ impl Prefills {
         if left == Some(true) {
             self.end_job(cx, batch, id, "one of its steps was aborted");
         }
-    }
-
-    /// Whether a sequence is a pushed prefill, whose parts the decode worker has: it cannot be recomputed.
-    pub(crate) fn has_parts(&self, id: SeqId) -> bool {
-        self.published.get(&id).is_some_and(|p| p.push)
-    }
-
-    /// Whether transports may read blocks of a sequence.
-    pub(crate) fn is_exported(&self, id: SeqId) -> bool {
-        self.published.get(&id).is_some_and(Publication::is_exported)
     }
 
     /// Exports the next part of a prompt, if there is one.

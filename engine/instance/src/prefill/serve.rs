@@ -93,7 +93,7 @@ impl Prefills {
     /// Handles a control message of prefill elsewhere or of its reads.
     pub(super) fn on_prefill_control(&mut self, cx: &mut Cx, batch: &mut Batch, from: InstanceId, body: ControlBody) {
         match body {
-            ControlBody::PrefillRequest(m) => self.on_prefill_request(cx, batch, from, m),
+            ControlBody::PrefillRequest(m) => self.on_prefill_request(cx, batch, from, *m),
             ControlBody::PrefillRenew(m) => self.on_prefill_renew(cx, batch, from, &m),
             ControlBody::PrefillCancel(PrefillCancel { requests }) => {
                 requests.into_iter().for_each(|request| self.drop_job(cx, batch, (from, request), true));
@@ -321,7 +321,7 @@ impl Prefills {
         let message = PrefillReady::clone(&ready);
         job.stage = Stage::Ready { of: id, lease, epoch, ready };
         self.status.jobs_done += 1;
-        cx.send_if_connected(key.0, ControlBody::PrefillReady(message));
+        cx.send_if_connected(key.0, ControlBody::PrefillReady(Box::new(message)));
     }
 
     /// Drops a prefill that is not wanted any more. With `unheld`, the decode worker does not hold its lease either.
@@ -392,7 +392,7 @@ impl Prefills {
             return;
         }
         for ready in unacknowledged {
-            cx.send_if_connected(from, ControlBody::PrefillReady(PrefillReady { queued_tokens, ..ready }));
+            cx.send_if_connected(from, ControlBody::PrefillReady(Box::new(PrefillReady { queued_tokens, ..ready })));
         }
     }
 

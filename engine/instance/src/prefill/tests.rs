@@ -39,7 +39,7 @@ impl Side {
             lent: None,
         };
         side.on(Event::PeerUp { peer: PEER });
-        side.receive(ControlBody::Hello(hello));
+        side.receive(ControlBody::Hello(Box::new(hello)));
         side
     }
 
@@ -67,7 +67,7 @@ impl Side {
         let tokens = vec![1; arrive];
         let known = PrefillRequest { request: 6, seq: 9, ..PrefillRequest::default() };
         let body = PrefillRequest { total, tokens, sampling, push, ..known };
-        self.on(Event::Control { peer: PEER, body: ControlBody::PrefillRequest(body) })
+        self.on(Event::Control { peer: PEER, body: ControlBody::PrefillRequest(Box::new(body)) })
     }
 
     fn renew(&mut self) -> Vec<ControlBody> {
@@ -121,7 +121,7 @@ fn computed() -> (Side, Vec<ControlBody>) {
 
 fn ready(messages: &[ControlBody]) -> Option<&PrefillReady> {
     messages.iter().find_map(|body| match body {
-        ControlBody::PrefillReady(ready) => Some(ready),
+        ControlBody::PrefillReady(ready) => Some(&**ready),
         _ => None,
     })
 }
@@ -166,7 +166,7 @@ fn asking(push: bool) -> (Side, u64) {
         });
     let connect = connect.expect("it connects to what it is to read");
     side.conn = connect.conn;
-    side.receive(ControlBody::TransferConnected(TransferConnected {
+    side.receive(ControlBody::TransferConnected(Box::new(TransferConnected {
         conn: connect.conn,
         attempt: connect.attempt,
         incarnation: 5,
@@ -177,19 +177,18 @@ fn asking(push: bool) -> (Side, u64) {
         ttl_ms: LEASE_TTL_MS,
         arenas: Vec::new(),
         addr: String::new(),
-    }));
-    let asked =
-        reported(side.on(Event::Submit { seq: SeqId(1), request: request(7) })).into_iter().find_map(
-            |body| match body {
-                ControlBody::PrefillRequest(m) => Some(m.request),
-                _ => None,
-            },
-        );
+    })));
+    let asked = reported(side.on(Event::Submit { seq: SeqId(1), request: Box::new(request(7)) })).into_iter().find_map(
+        |body| match body {
+            ControlBody::PrefillRequest(m) => Some(m.request),
+            _ => None,
+        },
+    );
     (side, asked.expect("the worker is asked"))
 }
 
 fn answer(request: u64) -> ControlBody {
-    ControlBody::PrefillReady(PrefillReady {
+    ControlBody::PrefillReady(Box::new(PrefillReady {
         request,
         lease: 70,
         epoch: 2,
@@ -198,7 +197,7 @@ fn answer(request: u64) -> ControlBody {
         token: 3,
         export: 40,
         ..PrefillReady::default()
-    })
+    }))
 }
 
 fn releases(messages: &[ControlBody]) -> usize {
@@ -287,10 +286,12 @@ fn a_pushed_prompt_is_not_behind_what_waits_for_others_memory() {
         let mut side = Side::new(Role::Instance);
         let ack = HeartbeatAck { known: true, pool_blocks_total: 100, ..HeartbeatAck::default() };
         side.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
-        let query = side.on(Event::Submit { seq: SeqId(1), request: request(18) }).into_iter().find_map(|e| match e {
-            Effect::ToGManager(ControlBody::BorrowQuery(query)) => Some(query.query),
-            _ => None,
-        });
+        let query = side.on(Event::Submit { seq: SeqId(1), request: Box::new(request(18)) }).into_iter().find_map(
+            |e| match e {
+                Effect::ToGManager(ControlBody::BorrowQuery(query)) => Some(query.query),
+                _ => None,
+            },
+        );
         let query = query.expect("a head that needs more than this instance has");
         let nobody = BorrowAdvice { query, pool_blocks_total: 100, ..BorrowAdvice::default() };
         side.on(Event::GManager(ControlBody::BorrowAdvice(nobody)));
@@ -314,7 +315,7 @@ fn refusals(messages: &[ControlBody]) -> usize {
 
 fn prompt(request: u64, arrive: usize, sampling: PrefillSampling) -> ControlBody {
     let tokens = vec![1; arrive];
-    ControlBody::PrefillRequest(PrefillRequest {
+    ControlBody::PrefillRequest(Box::new(PrefillRequest {
         request,
         seq: 9,
         total: 7,
@@ -322,7 +323,7 @@ fn prompt(request: u64, arrive: usize, sampling: PrefillSampling) -> ControlBody
         tokens,
         sampling: Some(sampling),
         ..PrefillRequest::default()
-    })
+    }))
 }
 
 /// It would fail all requests of the step in which its token is sampled.
@@ -353,7 +354,7 @@ fn an_answer_names_tokens_of_the_vocabulary_and_no_more_than_were_asked_for() {
     for top in [vec![PrefillTop { id: 99, logprob: 0.0 }], vec![PrefillTop { id: 1, logprob: 0.0 }; 1_000]] {
         let (mut side, request) = asking(false);
         let ControlBody::PrefillReady(sensible) = answer(request) else { panic!("it is an answer") };
-        let output = side.receive(ControlBody::PrefillReady(PrefillReady { top, ..sensible }));
+        let output = side.receive(ControlBody::PrefillReady(Box::new(PrefillReady { top, ..*sensible })));
         assert_eq!((side.instance.cx.memory.rm.debtor.held.iter().count(), releases(&output)), (0, 1), "{output:?}");
     }
 }
@@ -363,10 +364,10 @@ fn an_answer_with_the_largest_numbers_is_one_like_others() {
     let (mut side, number) = asking(false);
     let ControlBody::PrefillReady(sensible) = answer(number) else { panic!("it is an answer") };
     let (ttl_ms, queued_ms, prefill_ms, queued_tokens) = (u64::MAX, u64::MAX, u64::MAX, u64::MAX);
-    let answer = PrefillReady { ttl_ms, queued_ms, prefill_ms, queued_tokens, ..sensible };
-    side.receive(ControlBody::PrefillReady(answer));
+    let answer = PrefillReady { ttl_ms, queued_ms, prefill_ms, queued_tokens, ..*sensible };
+    side.receive(ControlBody::PrefillReady(Box::new(answer)));
     assert_eq!(side.instance.cx.memory.rm.debtor.held.iter().count(), 1);
-    side.on(Event::Submit { seq: SeqId(2), request: request(7) });
+    side.on(Event::Submit { seq: SeqId(2), request: Box::new(request(7)) });
     (0..LEASE_TTL_MS / TICK_MS).for_each(|_| drop(side.tick(TICK_MS)));
     assert_eq!(side.instance.cx.memory.rm.debtor.held.iter().count(), 0);
 }

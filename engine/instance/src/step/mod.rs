@@ -9,13 +9,13 @@ pub(crate) mod mapped;
 mod tests;
 
 use crate::batch::changes::Written;
+use crate::batch::others::PrefillQueries;
 use crate::batch::{Batch, Others};
 use crate::config::RemotePolicy;
 use crate::cx::Cx;
 use crate::cx::tags::{ReadId, ReadOwner};
 use crate::event::Effect;
 use crate::outcome::{FirstToken, Lost, LostPart, Outcome, Outcomes};
-use crate::prefill::Prefills;
 use build::{Builder, Built};
 use bytes::Bytes;
 use cost::{CostModel, LinkCost, OwnCost};
@@ -217,7 +217,7 @@ impl Steps {
         &mut self,
         cx: &mut Cx,
         batch: &mut Batch,
-        prefills: &Prefills,
+        prefills: &dyn PrefillQueries,
         micro_batch: MicroBatch,
         remote_requests_us: f64,
     ) {
@@ -274,6 +274,7 @@ impl Steps {
     fn build(&self, cx: &Cx, batch: &Batch, step: StepId, micro_batch: MicroBatch, plan: &StepPlan) -> Built {
         let mut builder = Builder::new(step, micro_batch, cx.config.wire);
         builder.work.next_row = cx.memory.rm.pool.next_row().map(|block| block.0 * cx.config.block_tokens);
+        let mut segments = Vec::new();
         for chunk in &plan.chunks {
             let seq = batch.expect_seq(chunk.seq);
             let end = chunk.start + chunk.len;
@@ -287,7 +288,7 @@ impl Steps {
                 matcher: seq.matcher.clone(),
             });
             let window_start = visible(chunk.start, cx.config.window).start;
-            let mut segments = Vec::new();
+            segments.clear();
             // Warm-up rows read the pooled KV of their own positions, too, and write none of it.
             let remote_end = if chunk.warms_up() {
                 end
@@ -494,7 +495,7 @@ impl Steps {
         &mut self,
         cx: &mut Cx,
         batch: &mut Batch,
-        prefills: &Prefills,
+        prefills: &dyn PrefillQueries,
         step: StepId,
         micro_batch: MicroBatch,
         error: &PassError,
@@ -532,7 +533,7 @@ impl Steps {
 
     /// Aborts the step that a sequence is in; all its sequences leave it unchanged. The runner drops the step before it
     /// sees any later command, so their memory may be freed at once.
-    fn abort_micro_batch_of(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &Prefills, seq: SeqId) {
+    fn abort_micro_batch_of(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &dyn PrefillQueries, seq: SeqId) {
         let holds = |f: &InFlight| f.chunks.iter().any(|c| c.seq == seq);
         for micro_batch in MicroBatch::ALL {
             if self.flights[micro_batch.index()].as_ref().is_some_and(holds) {
@@ -542,7 +543,13 @@ impl Steps {
     }
 
     /// Aborts the step of a micro-batch, if there is one.
-    fn abort_micro_batch(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &Prefills, micro_batch: MicroBatch) {
+    fn abort_micro_batch(
+        &mut self,
+        cx: &mut Cx,
+        batch: &mut Batch,
+        prefills: &dyn PrefillQueries,
+        micro_batch: MicroBatch,
+    ) {
         if let Some(flight) = self.flights[micro_batch.index()].take() {
             cx.effects.push(Effect::Runner(Command::Abort { step: flight.step }));
             self.cancel(cx, &flight);
@@ -551,7 +558,7 @@ impl Steps {
     }
 
     /// Takes the sequences out of a step that did not finish, unchanged; cancelled ones end.
-    fn leave(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &Prefills, flight: &InFlight) {
+    fn leave(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &dyn PrefillQueries, flight: &InFlight) {
         for chunk in &flight.chunks {
             batch.abandon(chunk.seq);
             if batch.seq(chunk.seq).is_some_and(|s| s.is_ending()) {
@@ -566,7 +573,7 @@ impl Steps {
         &mut self,
         cx: &mut Cx,
         batch: &mut Batch,
-        prefills: &Prefills,
+        prefills: &dyn PrefillQueries,
         step: StepId,
         creditors: &BTreeSet<InstanceId>,
         why: &str,
@@ -582,7 +589,7 @@ impl Steps {
     }
 
     /// Fails steps whose creditors are late. A step that waits only for this instance's own device gets a new deadline.
-    fn expire_steps(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &Prefills) {
+    fn expire_steps(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &dyn PrefillQueries) {
         let (now, timeout_ms) = (cx.now_ms, cx.step_deadline_ms);
         let mut late = Vec::new();
         for flight in self.flights.iter_mut().flatten().filter(|f| f.deadline_ms.is_some_and(|at| at <= now)) {

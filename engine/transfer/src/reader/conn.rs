@@ -142,7 +142,8 @@ impl Reader {
             loss_allowed: self.config.loss_allowed,
             host: self.config.host.clone(),
         };
-        self.out.push_back(ReaderOutput::Send { to: conn.writer, body: ControlBody::TransferConnect(message) });
+        self.out
+            .push_back(ReaderOutput::Send { to: conn.writer, body: ControlBody::TransferConnect(Box::new(message)) });
     }
 
     fn conn_of(&mut self, from: InstanceId, id: u64) -> Option<&mut Conn> {

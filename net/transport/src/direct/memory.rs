@@ -1,6 +1,7 @@
 //! The reader's side within one process, on one host and on one device: copies, by threads of the path's own.
 
-use super::{Landing, LastBreath, Path, ReadJob, jobs::Jobs, memory_failure, serve::ExportServer};
+use super::{Landing, LastBreath, Path, ReadJob, jobs::Jobs, memory_failure};
+use crate::exports::ExportServer;
 use lagoon_transfer::{Landed, ReadFailure};
 use lagoon_types::InstanceId;
 use std::{fmt, io, sync::Arc, thread};

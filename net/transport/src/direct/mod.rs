@@ -15,17 +15,15 @@
 mod host;
 mod jobs;
 mod memory;
-mod open;
 mod probe;
 mod serve;
 mod streams;
 
+pub use crate::exports::ExportServer;
 #[cfg(target_os = "linux")]
 pub use host::{ArenaServer, HostError, fetch_arena, fetch_memory, fetch_region, host_identity};
 pub use memory::MemoryPath;
-pub(crate) use open::{DirectConnections, OpenDirect, Opened};
 pub use probe::Probe;
-pub use serve::ExportServer;
 pub use streams::{QuicPath, StreamsConfig};
 
 use lagoon_transfer::{Landed, Lander, Pulls, ReadFailure, Region, RegionError, Transaction};

@@ -1,9 +1,7 @@
 //! How fast a path is, measured when it is opened: bounded in bytes and in time.
 
-use super::Opened;
-use super::serve::ExportServer;
 use super::streams::{StreamsConfig, dial};
-use crate::{Node, Subject};
+use crate::{Node, Subject, exports::ExportServer, open_direct::Opened};
 use lagoon_protocol::DirectFrame;
 use lagoon_wire::direct::{DirectItem, DirectReader, encode};
 use std::{

@@ -1,9 +1,10 @@
 //! The reader's side over QUIC: several connections to one writer, reads spread over them.
 
-use super::{Landing, LastBreath, Opened, Path, ReadJob, memory_failure};
+use super::{Landing, LastBreath, Path, ReadJob, memory_failure};
 use crate::{
     Node, Subject,
     node::{Shared, read_preface},
+    open_direct::Opened,
 };
 use bytes::Bytes;
 use lagoon_protocol::{DirectFrame, DirectSegment};

@@ -95,15 +95,15 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
     };
     let candidate = Candidate { instance: 9, quic_addr: "10.0.0.9:7000".into(), blocks_lendable: 77 };
     vec![
-        ("register", ControlBody::Register(register)),
-        ("register_latent", ControlBody::Register(latent)),
-        ("register_windows", ControlBody::Register(windows)),
+        ("register", ControlBody::Register(Box::new(register))),
+        ("register_latent", ControlBody::Register(Box::new(latent))),
+        ("register_windows", ControlBody::Register(Box::new(windows))),
         (
             "registered",
             ControlBody::Registered(Registered { version: 1, instance: 3, heartbeat_ms: 250, ..Default::default() }),
         ),
         ("rejected", ControlBody::Rejected(Rejected { reason: "another model: 0303 and 0a0a".into() })),
-        ("heartbeat", ControlBody::Heartbeat(heartbeat())),
+        ("heartbeat", ControlBody::Heartbeat(Box::new(heartbeat()))),
         (
             "heartbeat_ack",
             ControlBody::HeartbeatAck(HeartbeatAck { known: true, pool_blocks_total: 3000, ..Default::default() }),
@@ -153,8 +153,8 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
     let lent = LentMemory { memory: Some(window()), host: "boot/mnt/1000".into(), blocks: 640 };
     let lender = Hello { lent: Some(Box::new(lent)), ..hello.clone() };
     vec![
-        ("hello", ControlBody::Hello(hello)),
-        ("hello_of_a_lender", ControlBody::Hello(lender)),
+        ("hello", ControlBody::Hello(Box::new(hello))),
+        ("hello_of_a_lender", ControlBody::Hello(Box::new(lender))),
         (
             "lease_request",
             ControlBody::LeaseRequest(LeaseRequest {
@@ -259,21 +259,29 @@ fn sampling() -> PrefillSampling {
     }
 }
 
+fn prefill(request: PrefillRequest) -> ControlBody {
+    ControlBody::PrefillRequest(Box::new(request))
+}
+
+fn ready(reply: PrefillReady) -> ControlBody {
+    ControlBody::PrefillReady(Box::new(reply))
+}
+
 fn penalised(request: PrefillRequest) -> ControlBody {
     let penalties = Some(PrefillPenalties { presence: 0.5, frequency: -0.25, repetition: Some(1.5) });
-    ControlBody::PrefillRequest(PrefillRequest { penalties, ..request })
+    prefill(PrefillRequest { penalties, ..request })
 }
 
 fn salted(request: PrefillRequest) -> ControlBody {
     let (allowed, cache_salt) = (vec![2, 300], "tenant".into());
-    ControlBody::PrefillRequest(PrefillRequest { allowed, cache_salt, ..request })
+    prefill(PrefillRequest { allowed, cache_salt, ..request })
 }
 
 fn constrained(request: PrefillRequest) -> ControlBody {
     let reasoning =
         Some(PrefillReasoning { is_open: true, opens: Some(7), ends: vec![8, 300], until: Some(9), may_end: true });
     let constraint = Some(PrefillConstraint { kind: 3, texts: vec!["yes".into(), "no".into()], reasoning });
-    ControlBody::PrefillRequest(PrefillRequest { constraint, ..request })
+    prefill(PrefillRequest { constraint, ..request })
 }
 
 fn disaggregated() -> Vec<(&'static str, ControlBody)> {
@@ -290,7 +298,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     };
     let (banned, window) = (vec![2, 300], true);
     let logit_bias = vec![LogitBias { token: 300, bias: -2.5 }];
-    let ready = PrefillReady {
+    let reply = PrefillReady {
         request: 12,
         lease: 77,
         epoch: 88,
@@ -317,16 +325,16 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     let asked = AdminQuery { query: 7, body: Some(AdminBody::Role(role)) };
     vec![
         ("workers", ControlBody::Workers(Workers { version: 0xabc, workers: vec![worker] })),
-        ("prefill_request", ControlBody::PrefillRequest(request.clone())),
-        ("prefill_request_banned", ControlBody::PrefillRequest(PrefillRequest { banned, ..request.clone() })),
-        ("prefill_request_windowed", ControlBody::PrefillRequest(PrefillRequest { window, ..request.clone() })),
-        ("prefill_request_biased", ControlBody::PrefillRequest(PrefillRequest { logit_bias, ..request.clone() })),
+        ("prefill_request", prefill(request.clone())),
+        ("prefill_request_banned", prefill(PrefillRequest { banned, ..request.clone() })),
+        ("prefill_request_windowed", prefill(PrefillRequest { window, ..request.clone() })),
+        ("prefill_request_biased", prefill(PrefillRequest { logit_bias, ..request.clone() })),
         ("prefill_request_penalised", penalised(request.clone())),
         ("prefill_request_salted", salted(request.clone())),
         ("prefill_request_constrained", constrained(request)),
-        ("prefill_ready", ControlBody::PrefillReady(ready.clone())),
-        ("prefill_ready_ended", ControlBody::PrefillReady(PrefillReady { has_ended: true, ..ready.clone() })),
-        ("prefill_ready_windowed", ControlBody::PrefillReady(PrefillReady { blocks: 3, window_blocks: 2, ..ready })),
+        ("prefill_ready", ready(reply.clone())),
+        ("prefill_ready_ended", ready(PrefillReady { has_ended: true, ..reply.clone() })),
+        ("prefill_ready_windowed", ready(PrefillReady { blocks: 3, window_blocks: 2, ..reply })),
         (
             "prefill_refused",
             ControlBody::PrefillRefused(PrefillRefused { request: 12, reason: "full".into(), queued_tokens: 5 }),
@@ -339,8 +347,8 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         ("prefill_cancel", ControlBody::PrefillCancel(PrefillCancel { requests: vec![12] })),
         ("role_order", ControlBody::RoleOrder(RoleOrder { role: Role::Decode.into(), number: 0 })),
         ("role_order_numbered", ControlBody::RoleOrder(RoleOrder { role: Role::Decode.into(), number: 7 })),
-        ("role_heartbeat_heard", ControlBody::Heartbeat(order_received)),
-        ("role_heartbeat", ControlBody::Heartbeat(changing)),
+        ("role_heartbeat_heard", ControlBody::Heartbeat(Box::new(order_received))),
+        ("role_heartbeat", ControlBody::Heartbeat(Box::new(changing))),
         ("admin_role", ControlBody::AdminQuery(asked)),
     ]
 }
@@ -424,10 +432,10 @@ fn transfer() -> Vec<(&'static str, ControlBody)> {
         incarnation: 0xbeef,
     };
     vec![
-        ("transfer_connect_windows", ControlBody::TransferConnect(windows)),
-        ("transfer_connect", ControlBody::TransferConnect(connect)),
-        ("transfer_connected", ControlBody::TransferConnected(connected)),
-        ("transfer_connected_window", ControlBody::TransferConnected(connected_window)),
+        ("transfer_connect_windows", ControlBody::TransferConnect(Box::new(windows))),
+        ("transfer_connect", ControlBody::TransferConnect(Box::new(connect))),
+        ("transfer_connected", ControlBody::TransferConnected(Box::new(connected))),
+        ("transfer_connected_window", ControlBody::TransferConnected(Box::new(connected_window))),
         (
             "transfer_refused",
             ControlBody::TransferRefused(TransferRefused { conn: 5, attempt: 2, reason: "f16 is not f32".into() }),

@@ -87,7 +87,7 @@ impl Scene {
             lent: None,
         };
         scene.on(Event::PeerUp { peer: PEER });
-        scene.on(Event::Control { peer: PEER, body: ControlBody::Hello(hello) });
+        scene.on(Event::Control { peer: PEER, body: ControlBody::Hello(Box::new(hello)) });
         let ack = lagoon_protocol::HeartbeatAck { known: true, pool_blocks_total: 100, ..Default::default() };
         scene.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
         let request = GenerateRequest {
@@ -100,7 +100,7 @@ impl Scene {
             return_logits: false,
             options: RequestOptions::default(),
         };
-        let effects = scene.on(Event::Submit { seq: SEQ, request });
+        let effects = scene.on(Event::Submit { seq: SEQ, request: Box::new(request) });
         let query = effects.iter().find_map(|e| match e {
             Effect::ToGManager(ControlBody::BorrowQuery(q)) => Some(q.clone()),
             _ => None,

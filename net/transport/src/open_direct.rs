@@ -1,6 +1,6 @@
 //! Direct connections that stand, with whom: they belong to no session, and end when a certificate is revoked all the same.
 
-use crate::{Subject, close, event::Window, node::Shared};
+use crate::{Subject, close, event::Window};
 use lagoon_types::limits::DIRECT_CONNECTIONS_MAX;
 use quinn::{Connection, VarInt};
 use std::{
@@ -58,6 +58,23 @@ impl DirectConnections {
         Ok(())
     }
 
+    /// Remembers a direct connection of a node that may open `max` here, until the entry is dropped. The entry holds `window`.
+    ///
+    /// # Errors
+    /// When the node, or all nodes together, have their share of them.
+    pub(crate) fn enter(
+        self: &Arc<Self>,
+        (subject, opened): (&Subject, Opened),
+        max: usize,
+        (key, connection): (u64, &Connection),
+        window: impl FnOnce() -> Window,
+    ) -> Result<OpenDirect, String> {
+        let counted = (opened == Opened::There).then(|| Arc::clone(&subject.node));
+        counted.iter().try_for_each(|node| self.count(node, max))?;
+        self.lock().connections.insert(key, (subject.clone(), connection.clone()));
+        Ok(OpenDirect { of: Arc::clone(self), key, counted, _window: window() })
+    }
+
     /// Closes the connections with whom `ends` says so.
     pub(crate) fn cut(&self, ends: impl Fn(&Subject) -> bool) {
         for (subject, connection) in self.lock().connections.values().filter(|(subject, _)| ends(subject)) {
@@ -79,33 +96,6 @@ impl Drop for OpenDirect {
                 open.accepted.remove(node);
             }
         }
-    }
-}
-
-impl Shared {
-    /// Remembers a direct connection, until the entry is dropped, and lets it hold up to `window` bytes unread.
-    ///
-    /// # Errors
-    /// When the node has its share of them, or the certificate was revoked since the handshake: the code to close it with, and why.
-    pub(crate) fn enter_direct(
-        &self,
-        subject: &Subject,
-        opened: Opened,
-        connection: &Connection,
-        window: u32,
-    ) -> Result<OpenDirect, (u32, String)> {
-        let (of, key) = (Arc::clone(&self.direct_connections), self.next_number());
-        let counted = (opened == Opened::There).then(|| Arc::clone(&subject.node));
-        let counts = counted.iter().try_for_each(|node| of.count(node, self.config.direct_node_max));
-        counts.map_err(|reason| (close::LIMIT, reason))?;
-        of.lock().connections.insert(key, (subject.clone(), connection.clone()));
-        let _window = self.pins.shares(subject, &self.config).widen(connection, window);
-        let entry = OpenDirect { of, key, counted, _window };
-        // After it was entered: a list that is loaded from here on finds it.
-        if self.is_revoked(subject) {
-            return Err((close::IDENTITY, format!("the certificate of node {:?} is revoked", subject.node)));
-        }
-        Ok(entry)
     }
 }
 
