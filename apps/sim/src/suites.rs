@@ -1,7 +1,7 @@
 //! `lagoon-sim paper` and `lagoon-sim trace`: the papers' figures in simulation, and their workloads as files.
 
 use anyhow::Context as _;
-use lagoon_sim::paper::serving;
+use lagoon_sim::paper::{report, serving};
 use lagoon_sim::paper::suite::{self, Size};
 use lagoon_sim::paper::traces::{Output, TABLE_1, Workload, table_2, to_csv};
 use std::path::PathBuf;
@@ -28,6 +28,9 @@ pub(crate) struct PaperArgs {
     /// Only panels whose figure and name contain this, as "v2 10a: trace 0" or "8xtp1"; they go to chosen.csv.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
+    /// Only goodput against vLLM-multi under both readings of dispatch, of the panels named by --only; to readings.md.
+    #[arg(long)]
+    readings: bool,
     /// Where the files go.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -82,6 +85,19 @@ fn paper(args: &PaperArgs) -> anyhow::Result<()> {
             what.clone_into(&mut last);
         }
     };
+    if args.readings {
+        let all = suite::run_readings(size, args.only.as_deref().unwrap_or_default(), &say);
+        anyhow::ensure!(!all.is_empty(), "no panel's name contains {:?}", args.only.as_deref().unwrap_or_default());
+        let mut text = String::new();
+        report::readings(&mut text, &all);
+        let path = args.out.join("readings.md");
+        std::fs::create_dir_all(&args.out)
+            .and_then(|()| std::fs::write(args.out.join("readings.csv"), report::readings_csv(&all)))
+            .and_then(|()| std::fs::write(&path, text))
+            .with_context(|| format!("write {}", path.display()))?;
+        println!("{}", path.display());
+        return Ok(());
+    }
     if let Some(wanted) = &args.only {
         let chosen = suite::run_only(size, wanted, &say);
         anyhow::ensure!(!chosen.is_empty(), "no panel's figure and name contain {wanted:?}");
