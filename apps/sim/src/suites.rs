@@ -1,7 +1,8 @@
 //! `lagoon-sim paper` and `lagoon-sim trace`: the papers' figures in simulation, and their workloads as files.
 
 use anyhow::Context as _;
-use lagoon_sim::paper::{report, serving};
+use lagoon_sim::conversation::{self, Statistics};
+use lagoon_sim::paper::{longtail, report, serving};
 use lagoon_sim::paper::suite::{self, Size};
 use lagoon_sim::paper::traces::{Output, TABLE_1, Workload, table_2, to_csv};
 use std::path::PathBuf;
@@ -15,6 +16,37 @@ pub(crate) enum Suite {
     Paper(PaperArgs),
     /// The papers' workloads as files: arrival, prompt and output of every request.
     Trace(TraceArgs),
+    /// Goodput of four instances on a trace of conversations, as a pool and alone: a Markdown table.
+    Longtail(LongtailArgs),
+    /// A trace of conversations with a production trace's statistics: JSON lines, and the statistics on stderr.
+    Conversation(ConversationArgs),
+}
+
+/// `lagoon-sim longtail`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct LongtailArgs {
+    /// A trace of the form of Mooncake's [default: a synthetic one].
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Requests of a part of the trace, and the first of each part.
+    #[arg(long, value_name = "N", default_value_t = 800)]
+    requests: usize,
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "0,800,1600")]
+    offsets: Vec<usize>,
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+}
+
+/// `lagoon-sim conversation`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct ConversationArgs {
+    #[arg(long, value_name = "N", default_value_t = 12_031, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    requests: u32,
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    /// Print the statistics of this trace instead.
+    #[arg(long, value_name = "FILE")]
+    statistics_of: Option<PathBuf>,
 }
 
 /// `lagoon-sim paper`.
@@ -70,6 +102,8 @@ pub(crate) fn run(command: &Suite) -> anyhow::Result<()> {
     match command {
         Suite::Paper(args) => paper(args),
         Suite::Trace(args) => trace(args),
+        Suite::Longtail(args) => longtail(args),
+        Suite::Conversation(args) => written(args),
     }
 }
 
@@ -132,5 +166,39 @@ fn trace(args: &TraceArgs) -> anyhow::Result<()> {
         std::fs::write(&path, to_csv(&requests)).with_context(|| format!("write {}", path.display()))?;
         println!("{}", path.display());
     }
+    Ok(())
+}
+
+#[allow(clippy::print_stdout, clippy::print_stderr, reason = "a command's answer and its progress")]
+fn longtail(args: &LongtailArgs) -> anyhow::Result<()> {
+    let most = args.offsets.iter().max().copied().unwrap_or(0) + args.requests;
+    let entries = match &args.trace {
+        Some(path) => conversation::read(path)?,
+        None => conversation::synthetic(most, args.seed),
+    };
+    let part = |at: &usize| {
+        let part = entries.get(*at..*at + args.requests);
+        part.with_context(|| format!("the trace has {} requests, fewer than {most}", entries.len()))
+    };
+    let parts = args.offsets.iter().map(part).collect::<anyhow::Result<Vec<_>>>()?;
+    let begun = Instant::now();
+    let rows = longtail::run(&parts, &|at, of| {
+        eprintln!("{:5.0} s  {} of {of}", begun.elapsed().as_secs_f64(), at + 1);
+    });
+    let names: Vec<String> = args.offsets.iter().map(|at| format!("from {at}")).collect();
+    print!("{}", longtail::table(&rows, &names));
+    Ok(())
+}
+
+#[allow(clippy::print_stdout, clippy::print_stderr, reason = "a command's answer and what it says of it")]
+fn written(args: &ConversationArgs) -> anyhow::Result<()> {
+    let entries = match &args.statistics_of {
+        Some(path) => conversation::read(path)?,
+        None => conversation::synthetic(args.requests as usize, args.seed),
+    };
+    if args.statistics_of.is_none() {
+        print!("{}", conversation::to_jsonl(&entries));
+    }
+    eprintln!("{}", serde_json::to_string(&Statistics::of(&entries)).context("encode the statistics")?);
     Ok(())
 }

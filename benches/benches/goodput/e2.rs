@@ -43,7 +43,7 @@ fn systems() -> [System; 5] {
         System { name: "pool", kind: Kind::Pool { instances: INSTANCES } },
         alone("4x1", &[(1, 1.0); 4]),
         alone("two pairs", &[(2, PAIR); 2]),
-        alone("a pair and two, by length", &[(2, PAIR), (1, 1.0), (1, 1.0)]),
+        alone("a pair and two singles", &[(2, PAIR), (1, 1.0), (1, 1.0)]),
         alone("pipeline of four", &[(4, PIPELINE)]),
     ]
 }

@@ -201,12 +201,9 @@ impl Route for Router {
         let now = Instant::now();
         state.recent.retain(|(sent, _, _)| now.duration_since(*sent) < Duration::from_micros(CHARGE_US));
         let tokens = u64::from(request.context_tokens());
-        // By length: of the processes that hold a request, the smallest ones are for it.
-        let least = state.servers.iter().map(|s| s.kv_tokens).filter(|kv| *kv >= tokens).min();
-        let smallest = |at: &usize| least.is_none_or(|least| state.servers[*at].kv_tokens == least);
-        let places: Vec<usize> = (0..state.servers.len()).filter(smallest).collect();
-        let views: Vec<View> = places.iter().map(|place| self.view(&state, *place)).collect();
-        let server = choose(self.dispatch, &views, tokens, state.turn).map_or(0, |chosen| places[chosen]);
+        // By length first: only a process that holds the request gets it.
+        let views: Vec<View> = (0..state.servers.len()).map(|place| self.view(&state, place)).collect();
+        let server = choose(self.dispatch, &views, tokens, state.turn).unwrap_or(0);
         state.turn += 1;
         state.recent.push((now, server, i64::from(request.context_tokens())));
         state.open.insert(at, Open { server, request: *request, generated: 0 });

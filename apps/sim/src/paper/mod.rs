@@ -9,6 +9,7 @@ mod fabric;
 pub mod goodput;
 pub mod hardware;
 mod lengths;
+pub mod longtail;
 pub mod measure;
 pub mod migration;
 pub mod mixed;

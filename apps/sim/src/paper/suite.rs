@@ -61,7 +61,7 @@ impl Size {
             over_time: 400,
             goodput_panels: 6,
             goodput_seeds: &[1, 2, 3],
-            goodput_factors: [1, 3, 8],
+            goodput_factors: [1, 3, 6],
         }
     }
 
@@ -78,9 +78,9 @@ impl Size {
             shares,
             bar: 600,
             over_time: 120,
-            goodput_panels: 6,
+            goodput_panels: 3,
             goodput_seeds: &[1, 2, 3],
-            goodput_factors: [1, 3, 8],
+            goodput_factors: [1, 3, 6],
         }
     }
 
