@@ -125,7 +125,8 @@ pub fn synthetic(requests: usize, seed: u64) -> Vec<Entry> {
         let input_length = quantile(&INPUTS, random.random(), true) as u32;
         let output_length = quantile(&OUTPUTS, random.random(), false) as u32;
         let blocks = input_length.div_ceil(HASHED_TOKENS) as usize;
-        let mut hash_ids = if random.random_bool(CONTINUES) { longest(&entries, blocks, &mut random) } else { Vec::new() };
+        let mut hash_ids =
+            if random.random_bool(CONTINUES) { longest(&entries, blocks, &mut random) } else { Vec::new() };
         if hash_ids.is_empty() {
             // Every prompt begins with the same instructions.
             hash_ids.push(0);
@@ -181,7 +182,7 @@ impl Statistics {
         for entry in entries {
             reused += entry.hash_ids.iter().take_while(|id| seen.contains(id)).count();
             blocks += entry.hash_ids.len();
-                seen.extend(&entry.hash_ids);
+            seen.extend(&entry.hash_ids);
         }
         let mut ticks = vec![0.0; (seconds * 1e3 / TICK_MS as f64) as usize + 1];
         entries.iter().for_each(|e| ticks[(e.timestamp / TICK_MS) as usize] += 1.0);

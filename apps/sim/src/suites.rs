@@ -2,9 +2,9 @@
 
 use anyhow::Context as _;
 use lagoon_sim::conversation::{self, Statistics};
-use lagoon_sim::paper::{longtail, report, serving};
 use lagoon_sim::paper::suite::{self, Size};
 use lagoon_sim::paper::traces::{Output, TABLE_1, Workload, table_2, to_csv};
+use lagoon_sim::paper::{longtail, report, serving};
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Instant;

@@ -2,8 +2,8 @@
 //! this machine's speed.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests")]
 
-use lagoon_sim::paper::measure::{Job, Measured, System, run_all};
 use lagoon_sim::paper::dispatch::Dispatch;
+use lagoon_sim::paper::measure::{Job, Measured, System, run_all};
 use lagoon_sim::paper::mixed::{Mix, TOKEN_STANDS_FOR};
 use lagoon_sim::paper::run::Study;
 use lagoon_sim::paper::traces::Request;

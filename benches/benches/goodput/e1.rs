@@ -65,7 +65,11 @@ impl Part<'_> {
         let goodput = highest(START, self.args.precision(), |rate| -> Result<bool> {
             let ran = self.run(started, rate, Until::Missed(slo))?;
             let good = !ran.is_cut && ran.met(&slo) >= SHARE;
-            eprintln!("    {rate:.3} requests/s: {:.1} % met{}", 100.0 * ran.met(&slo), if ran.is_cut { ", cut" } else { "" });
+            eprintln!(
+                "    {rate:.3} requests/s: {:.1} % met{}",
+                100.0 * ran.met(&slo),
+                if ran.is_cut { ", cut" } else { "" }
+            );
             points.push((rate, ran));
             Ok(good)
         })?;
@@ -83,9 +87,7 @@ impl Part<'_> {
 
 fn described(part: &Part<'_>, system: &System, searched: &Searched, common: &Ran, late: f64) -> Value {
     let slo = part.setup.slo;
-    let point = |(rate, ran): &(f64, Ran)| {
-        json!({ "rate": rate, "met": ran.met(&slo), "cut": ran.is_cut, "seconds": ran.seconds, "failures": ran.failures() })
-    };
+    let point = |(rate, ran): &(f64, Ran)| json!({ "rate": rate, "met": ran.met(&slo), "cut": ran.is_cut, "seconds": ran.seconds, "failures": ran.failures() });
     let gaps: Vec<f64> = common.answers.iter().flat_map(|a| a.gaps_s.iter().map(|s| s * 1e3)).collect();
     let errors: std::collections::BTreeSet<&str> =
         common.answers.iter().filter_map(|a| a.error.as_deref()).map(|e| e.split(':').next().unwrap_or(e)).collect();
@@ -134,23 +136,43 @@ fn offset(lagoon: &Lagoon, part: &Part<'_>, panels: &mut Vec<Panel>) -> Result<V
         searches.iter().map(one).collect()
     };
     let slo = part.setup.slo;
-    panels.push(crate::panel(&title("within the objective"), "requests/s", "share of requests", series(&|searched, _| {
-        searched.points.iter().filter(|(_, ran)| !ran.is_cut).map(|(rate, ran)| (*rate, ran.met(&slo))).collect()
-    })));
-    panels.push(crate::panel(&title("first token of long prompts"), "ms", "share of them", series(&|_, common| {
-        share_points(part.long_first_ms(common))
-    })));
-    panels.push(crate::panel(&title("time between tokens"), "ms", "share of tokens", series(&|_, common| {
-        points(share_points(common.answers.iter().flat_map(|a| a.gaps_s.iter().map(|s| s * 1e3)).collect()))
-    })));
-    Ok(searches.iter().map(|(system, searched, common, late)| described(part, system, searched, common, *late)).collect())
+    panels.push(crate::panel(
+        &title("within the objective"),
+        "requests/s",
+        "share of requests",
+        series(&|searched, _| {
+            searched.points.iter().filter(|(_, ran)| !ran.is_cut).map(|(rate, ran)| (*rate, ran.met(&slo))).collect()
+        }),
+    ));
+    panels.push(crate::panel(
+        &title("first token of long prompts"),
+        "ms",
+        "share of them",
+        series(&|_, common| share_points(part.long_first_ms(common))),
+    ));
+    panels.push(crate::panel(
+        &title("time between tokens"),
+        "ms",
+        "share of tokens",
+        series(&|_, common| {
+            points(share_points(common.answers.iter().flat_map(|a| a.gaps_s.iter().map(|s| s * 1e3)).collect()))
+        }),
+    ));
+    Ok(searches
+        .iter()
+        .map(|(system, searched, common, late)| described(part, system, searched, common, *late))
+        .collect())
 }
 
 /// The trace, where it comes from, and its offsets.
 fn trace(args: &Args) -> Result<(Vec<Entry>, String, Vec<usize>)> {
     let offsets = if args.quick { &args.offsets[..1] } else { &args.offsets[..] };
     match &args.trace {
-        Some(path) => Ok((conversation::read(path)?, path.file_name().unwrap_or_default().to_string_lossy().into_owned(), offsets.to_vec())),
+        Some(path) => Ok((
+            conversation::read(path)?,
+            path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            offsets.to_vec(),
+        )),
         None => {
             let most = offsets.iter().max().copied().unwrap_or(0) + args.requests();
             Ok((conversation::synthetic(most, args.seed), format!("synthetic, seed {}", args.seed), offsets.to_vec()))
@@ -206,16 +228,23 @@ pub(crate) fn print(result: &Value) {
     for run in result["runs"].as_array().into_iter().flatten() {
         let number = |pointer: &str| run.pointer(pointer).and_then(Value::as_f64).unwrap_or(f64::NAN);
         let values = ["/goodput", "/common/met"].map(|p| format!("{:>14.3}", number(p))).concat();
-        let rest = ["/common/long_first_ms_median", "/common/tbt_ms_p99"].map(|p| format!("{:>14.1}", number(p))).concat();
+        let rest =
+            ["/common/long_first_ms_median", "/common/tbt_ms_p99"].map(|p| format!("{:>14.1}", number(p))).concat();
         let (offset, failed, late) = (number("/offset"), number("/common/failures"), number("/devices_late_share"));
-        println!("{:<30}{offset:>14.0}{values}{failed:>14.0}{rest}{late:>14.3}", run["system"].as_str().unwrap_or_default());
+        println!(
+            "{:<30}{offset:>14.0}{values}{failed:>14.0}{rest}{late:>14.3}",
+            run["system"].as_str().unwrap_or_default()
+        );
     }
     for ratio in result["ratios"].as_array().into_iter().flatten() {
         let number = |name: &str| ratio[name].as_f64().unwrap_or(f64::NAN);
         println!(
             "pool over {}: goodput {:.2} {}, median first token of long prompts {:.2} {}",
-            ratio["over"].as_str().unwrap_or_default(), number("goodput_mean"), ratio["goodput"],
-            number("long_first_mean"), ratio["long_first"]
+            ratio["over"].as_str().unwrap_or_default(),
+            number("goodput_mean"),
+            ratio["goodput"],
+            number("long_first_mean"),
+            ratio["long_first"]
         );
     }
 }

@@ -163,7 +163,8 @@ pub(crate) fn run(lagoon: &Lagoon, setup: &Setup, args: &Args) -> Result<(Value,
     for system in systems() {
         eprintln!("  {}", system.name);
         let started = system.start(lagoon, &setup.sizes)?;
-        let ran = replay(&requests, &started.route, setup.next_run(), Until::End).with_context(|| system.name.to_owned())?;
+        let ran =
+            replay(&requests, &started.route, setup.next_run(), Until::End).with_context(|| system.name.to_owned())?;
         met.push(series(system.name, met_over_time(setup, &drawn, &ran)));
         let short = drawn.iter().zip(&ran.answers).filter(|(d, _)| !d.is_long);
         let short = share_points(short.flat_map(|(_, a)| a.gaps_s.iter().map(|s| s * 1e3)).collect());
@@ -190,13 +191,26 @@ pub(crate) fn print(result: &Value) {
         let (met, served) = (number("met"), format!("{} of {}", run["long_served"], run["long_requests"]));
         println!(
             "{:<28}{:>15.3}{met:>15.0}{:>15}{served:>15}{:>15.0}{:>15.0}{:>15.1}{:>15.3}",
-            run["system"].as_str().unwrap_or_default(), number("goodput"), run["met_by_phase"].to_string(),
-            number("long_met"), number("failures"), number("short_tbt_ms_p99"), number("devices_late_share")
+            run["system"].as_str().unwrap_or_default(),
+            number("goodput"),
+            run["met_by_phase"].to_string(),
+            number("long_met"),
+            number("failures"),
+            number("short_tbt_ms_p99"),
+            number("devices_late_share")
         );
     }
     for over in result["ratios"]["over"].as_array().into_iter().flatten() {
-        println!("pool over {}: {:.2}", over["system"].as_str().unwrap_or_default(), over["goodput"].as_f64().unwrap_or(f64::NAN));
+        println!(
+            "pool over {}: {:.2}",
+            over["system"].as_str().unwrap_or_default(),
+            over["goodput"].as_f64().unwrap_or(f64::NAN)
+        );
     }
     let number = |name: &str| result["ratios"][name].as_f64().unwrap_or(f64::NAN);
-    println!("pool over the best split: {:.2}; of 4x1 in the phases without long requests: {:.3}", number("over_best"), number("of_4x1_without_long"));
+    println!(
+        "pool over the best split: {:.2}; of 4x1 in the phases without long requests: {:.3}",
+        number("over_best"),
+        number("of_4x1_without_long")
+    );
 }

@@ -45,11 +45,7 @@ impl Slo {
 ///
 /// # Errors
 /// The first of `good`.
-pub fn highest<E>(
-    start: f64,
-    precision: f64,
-    mut good: impl FnMut(f64) -> Result<bool, E>,
-) -> Result<Option<f64>, E> {
+pub fn highest<E>(start: f64, precision: f64, mut good: impl FnMut(f64) -> Result<bool, E>) -> Result<Option<f64>, E> {
     let most = 64.0;
     let (mut low, mut high);
     if good(start)? {

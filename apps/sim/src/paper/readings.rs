@@ -67,7 +67,8 @@ pub fn readings(panels: &[Comparison], seeds: &[u64], done: &(dyn Fn(usize, usiz
     let at: Vec<_> = ones.iter().map(|one| |rate: f64| requests(one, rate)).collect();
     let start = |one: &One<'_>| {
         let setting = &one.panel.systems[one.system].1;
-        let work = |r: &Request| work_us(&setting.timing, setting.kv_tokens, r, 0, setting.prefill == Prefill::Computed);
+        let work =
+            |r: &Request| work_us(&setting.timing, setting.kv_tokens, r, 0, setting.prefill == Prefill::Computed);
         let all = requests(one, 1.0);
         // What all instances could serve if they were always busy.
         setting.cluster.instances() as f64 * 1e6 * all.len() as f64 / all.iter().map(work).sum::<f64>()

@@ -127,8 +127,7 @@ pub struct Results {
 }
 
 /// Both systems under both readings of dispatch.
-const AGAINST_MULTI: [System; 4] =
-    [System::Lagoon, System::Multi, System::LagoonFreeMemory, System::MultiFreeMemory];
+const AGAINST_MULTI: [System; 4] = [System::Lagoon, System::Multi, System::LagoonFreeMemory, System::MultiFreeMemory];
 
 fn against_multi(output: Output, requests: usize) -> Vec<Comparison> {
     let panels = [4_u32, 8].into_iter().flat_map(|gpus| (0..3).map(move |trace| (gpus, trace)));
