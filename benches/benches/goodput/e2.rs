@@ -68,7 +68,8 @@ fn draw(setup: &Setup, args: &Args) -> Vec<Drawn> {
     let rate = LOAD * f64::from(INSTANCES) * 1e6 / mean_us;
     let mut random = ChaCha8Rng::seed_from_u64(args.seed);
     let mut at_s = 0.0;
-    let mut owed = 0.0;
+    // A small run has one, too.
+    let mut owed: f64 = 0.5;
     let mut out = Vec::new();
     for (at, short) in shorts.iter().enumerate() {
         at_s += -(1.0 - random.random::<f64>()).ln() / rate;
