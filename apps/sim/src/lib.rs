@@ -11,7 +11,6 @@
 pub mod agenda;
 pub mod chaos;
 pub mod clock;
-pub mod conversation;
 pub mod effects;
 pub mod fabric;
 pub mod leases;

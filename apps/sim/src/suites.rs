@@ -1,7 +1,7 @@
 //! `lagoon-sim paper` and `lagoon-sim trace`: the papers' figures in simulation, and their workloads as files.
 
 use anyhow::Context as _;
-use lagoon_sim::conversation::{self, Statistics};
+use lagoon_sim::paper::conversation::{self, Statistics};
 use lagoon_sim::paper::suite::{self, Size};
 use lagoon_sim::paper::traces::{Output, TABLE_1, Workload, table_2, to_csv};
 use lagoon_sim::paper::{longtail, report, serving};

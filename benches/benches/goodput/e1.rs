@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use lagoon_benches::cluster::Lagoon;
 use lagoon_benches::measure::median;
 use lagoon_plot::{Panel, Series};
-use lagoon_sim::conversation::{self, Entry, Scale, Statistics};
+use lagoon_sim::paper::conversation::{self, Entry, Scale, Statistics};
 use lagoon_sim::paper::dispatch::Dispatch;
 use lagoon_sim::paper::goodput::{SHARE, Slo, highest};
 use lagoon_sim::paper::traces::Request;

@@ -7,7 +7,7 @@ use crate::{Args, Setup, points, share_points};
 use anyhow::{Context, Result};
 use lagoon_benches::cluster::Lagoon;
 use lagoon_plot::{Panel, Series};
-use lagoon_sim::conversation::{self, Scale};
+use lagoon_sim::paper::conversation::{self, Scale};
 use lagoon_sim::paper::dispatch::{Dispatch, work_us};
 use lagoon_sim::paper::goodput::Slo;
 use lagoon_sim::paper::hardware::StepShape;

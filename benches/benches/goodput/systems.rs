@@ -252,7 +252,7 @@ impl Drop for Reader {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            // It has not panicked, or said so.
+            // A panic of it has been printed.
             let _ = thread.join();
         }
     }

@@ -4,6 +4,7 @@
 //! Prompts are computed, in chunks of 2,048 rows; prefixes are not kept.
 
 use super::cluster::Cluster;
+use super::conversation::{Entry, Scale, requests};
 use super::device::Prefill;
 use super::dispatch::Dispatch;
 use super::goodput::{Found, Search, search};
@@ -11,7 +12,6 @@ use super::hardware::LLAMA2_7B;
 use super::measure::{Job, Measured, run_all};
 use super::run::{Setting, Study};
 use super::traces::Request;
-use crate::conversation::{Entry, Scale, requests};
 use std::fmt::Write as _;
 
 const INSTANCES: u32 = 4;
@@ -108,8 +108,8 @@ pub fn table(rows: &[Row], parts: &[String]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::conversation::synthetic;
     use super::*;
-    use crate::conversation::synthetic;
 
     #[test]
     fn every_system_gets_the_same_requests_and_the_pool_refuses_none() {

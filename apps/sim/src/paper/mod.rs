@@ -2,6 +2,7 @@
 
 pub mod cluster;
 pub mod context;
+pub mod conversation;
 mod device;
 pub mod dgfm;
 pub mod dispatch;

@@ -9,7 +9,7 @@
     reason = "lengths and times are small, not negative"
 )]
 
-use crate::paper::traces::Request;
+use super::traces::Request;
 use anyhow::{Context, ensure};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
