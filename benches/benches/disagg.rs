@@ -129,6 +129,8 @@ fn profile(model: &Path, kv_tokens: u32) -> Result<PaceProfile> {
         launch_us: 3.0,
         weight_scale,
         kv_scale: CACHE_S * 1e12 / (TOKEN_BYTES * f64::from(kv_tokens)),
+        prompt_scale: 1.0,
+        prompt_row_us: 0.0,
     })
 }
 

@@ -86,6 +86,8 @@ fn profile(model: &Path) -> Result<PaceProfile> {
         launch_us: 3.0,
         weight_scale,
         kv_scale: f64::from(512 * 1024) / TOKEN_BYTES,
+        prompt_scale: 1.0,
+        prompt_row_us: 0.0,
     })
 }
 

@@ -100,6 +100,8 @@ fn profile(model: &Path, capacity: u32) -> Result<PaceProfile> {
         launch_us: 3.0,
         weight_scale,
         kv_scale: CACHE_S * 1e12 / (TOKEN_BYTES as f64 * f64::from(capacity)),
+        prompt_scale: 1.0,
+        prompt_row_us: 0.0,
     })
 }
 

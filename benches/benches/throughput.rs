@@ -3,7 +3,8 @@
 //! The instances are real processes with the bundled model, real arithmetic and real QUIC. Each device is *paced*
 //! (`lagoon_backend::Paced`): a step takes the time of a roofline model, so that instances on this machine's cores do
 //! not slow each other down. The modelled device reads its weights in 10 ms a step and a full KV cache in 30 ms, the
-//! proportions of LLaMA2-7B on an A100; one token of the trace stands for many of that model's.
+//! proportions of LLaMA2-7B on an A100. One token of KV stands for 54.5 of that model's, one step for one of its steps:
+//! rows of prompts are scaled separately (`--prompt-scale`), or a prompt would cost a fiftieth of what it should.
 //!
 //! `off` is the same cluster without lending (the papers' vLLM-multi): same instances, same dispatch. The trace is
 //! Poisson with short requests and some that take most of an instance, all small enough for one instance.
@@ -15,13 +16,12 @@
 
 use anyhow::Result;
 use clap::Parser;
-use lagoon_backend::PaceProfile;
 use lagoon_benches::cluster::Lagoon;
 use lagoon_benches::measure::median;
-use lagoon_sim::paper::mixed::{CACHE_S, Mix, ROWS_BALANCE, WEIGHTS_S};
+use lagoon_benches::pace::Pace;
+use lagoon_sim::paper::mixed::{CACHE_S, Mix, ROWS_BALANCE, TOKEN_STANDS_FOR, WEIGHTS_S};
 use lagoon_sim::paper::traces::to_csv;
 use serde_json::{Value, json};
-use std::path::Path;
 
 #[derive(Parser)]
 struct Args {
@@ -38,6 +38,10 @@ struct Args {
     /// Requests per second; both clusters get the same arrivals. High: the clusters are never idle.
     #[arg(long, default_value_t = 40.0)]
     rate: f64,
+    /// Rows of the modelled prompt that one row of a prompt stands for: a token of KV stands for as many, a step for one
+    /// step. 1: prompts cost next to nothing.
+    #[arg(long, default_value_t = TOKEN_STANDS_FOR)]
+    prompt_scale: f64,
     /// Share of requests that are long, in percent.
     #[arg(long, default_value_t = 12)]
     long_percent: u32,
@@ -56,25 +60,15 @@ struct Args {
     bench: bool,
 }
 
-/// The bundled model: 2.6M parameters, 4 layers, 2 KV heads of 64, f16.
-fn profile(model: &Path, kv_tokens: u32) -> Result<PaceProfile> {
-    let bytes = std::fs::metadata(model.join("model.safetensors"))?.len();
-    let elements = bytes as f64 / 2.0;
-    let token_bytes = f64::from(4 * 2 * 2 * 64 * 2);
-    Ok(PaceProfile {
-        bytes_per_s: 1e12,
-        // Balanced at so many rows: 2 * rows * elements operations take as long as the bytes.
-        flops: 2.0 * ROWS_BALANCE * elements * (WEIGHTS_S * 1e12 / bytes as f64) / WEIGHTS_S,
-        copy_bytes_per_s: 1e11,
-        launch_us: 3.0,
-        weight_scale: WEIGHTS_S * 1e12 / bytes as f64,
-        kv_scale: CACHE_S * 1e12 / (token_bytes * f64::from(kv_tokens)),
-    })
+fn pace(args: &Args) -> Pace {
+    let (kv_tokens, prompt_scale) = (args.kv_tokens, args.prompt_scale);
+    let (weights_s, cache_s, rows_balance) = (WEIGHTS_S, CACHE_S, ROWS_BALANCE);
+    Pace { weights_s, cache_s, kv_tokens, rows_balance, prompt_scale, instances: 1.0, efficiency: 1.0 }
 }
 
 fn mix(args: &Args) -> Mix {
-    let &Args { instances, kv_tokens, requests, rate, long_percent, seed, .. } = args;
-    Mix { instances, kv_tokens, requests, rate, long_percent, seed, ..Mix::default() }
+    let &Args { instances, kv_tokens, requests, rate, long_percent, prompt_scale, seed, .. } = args;
+    Mix { instances, kv_tokens, requests, rate, long_percent, prompt_scale, seed, ..Mix::default() }
 }
 
 /// The load generator's report of one cluster.
@@ -85,7 +79,8 @@ fn run(args: &Args, lagoon: &Lagoon, on: bool) -> Result<Value> {
         format!("--kv-tokens={}", args.kv_tokens),
         format!("--lend-percent={}", if on { 100 } else { 0 }),
     ];
-    let sizes = ["--step-tokens=128", "--max-running=64", "--max-queue=4096", "--block-tokens=16"].map(str::to_owned);
+    let rows = format!("--step-tokens={}", mix(args).step_rows());
+    let sizes = [&rows, "--max-running=64", "--max-queue=4096", "--block-tokens=16"].map(str::to_owned);
     let flags = if on { &args.flag[..] } else { &[] };
     lagoon.replay(&[&own[..], &sizes[..], flags].concat(), args.port, &dir.join("trace.csv"))
 }
@@ -98,7 +93,7 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let _ = args.bench;
     let lagoon = Lagoon::new("throughput")?;
-    let profile = profile(&lagoon.model, args.kv_tokens)?;
+    let profile = pace(&args).profile(&lagoon.model)?;
     let lagoon = lagoon.paced(&profile)?;
     std::fs::write(lagoon.dir.join("trace.csv"), to_csv(&mix(&args).trace()))?;
     let (mut off, mut on) = (Vec::new(), Vec::new());
@@ -124,7 +119,7 @@ fn main() -> Result<()> {
     if args.json {
         let result = json!({
             "instances": args.instances, "kv_tokens": args.kv_tokens, "requests": args.requests, "rate": args.rate,
-            "long_percent": args.long_percent, "seed": args.seed, "profile": profile,
+            "long_percent": args.long_percent, "prompt_scale": args.prompt_scale, "seed": args.seed, "profile": profile,
             "throughput_on_over_off": ratio, "off": off, "on": on,
         });
         println!("{}", serde_json::to_string_pretty(&result)?);

@@ -115,21 +115,48 @@ impl Lagoon {
 }
 
 impl Lagoon {
-    /// Starts a whole pool with these flags of `lagoon up` behind `port`, replays a trace on it, and stops it.
-    /// Returns the load generator's report, with `devices_late_share` and `devices_modelled_s` of paced devices, and
-    /// `stages`: mean times of the requests whose prompt another instance prefilled, and their number (`pulled`).
-    pub fn replay(&self, flags: &[String], port: u16, trace: &Path) -> Result<Value> {
+    /// Starts a whole pool with these flags of `lagoon up` behind `port`.
+    ///
+    /// # Errors
+    /// If it does not start; with what it printed.
+    pub fn up(&self, flags: &[String], port: u16) -> Result<Up> {
         let log = self.dir.join("up.log");
         let mut up = self.command();
         up.args(["up", "--json", "--exit-with-stdin", "--backend=cpu", "--threads=1", "--kv-dtype=f16"]);
         up.arg(&self.model).arg(format!("--port={port}")).args(flags);
         up.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(std::fs::File::create(&log)?);
-        let mut up = Process { child: up.spawn().context("start lagoon up")?, ready: Value::Null };
+        let mut up = Up(Process { child: up.spawn().context("start lagoon up")?, ready: Value::Null });
         let mut line = String::new();
-        BufReader::new(up.child.stdout.take().context("no stdout")?).read_line(&mut line)?;
+        BufReader::new(up.0.child.stdout.take().context("no stdout")?).read_line(&mut line)?;
         let reply = || std::fs::read_to_string(&log).unwrap_or_default();
         ensure!(!line.is_empty(), "the cluster did not start: {}", reply());
-        up.ready = serde_json::from_str(&line).with_context(|| format!("lagoon up printed {line:?}"))?;
+        up.0.ready = serde_json::from_str(&line).with_context(|| format!("lagoon up printed {line:?}"))?;
+        Ok(up)
+    }
+
+    /// Starts an instance of no pool with these flags of `lagoon serve`, on the modelled device of the profile `pace`.
+    ///
+    /// # Errors
+    /// If it does not start; with what it printed.
+    pub fn alone(&self, pace: &Path, flags: &[String]) -> Result<Process> {
+        let log = self.dir.join("serve.log");
+        let mut serve = Command::new(&self.binary);
+        serve.env("LAGOON_PACE", pace).arg("serve").arg(&self.model);
+        serve.args(["--json", "--http=127.0.0.1:0", "--backend=cpu", "--threads=1", "--kv-dtype=f16"]).args(flags);
+        serve.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(std::fs::File::create(&log)?);
+        let mut process = Process { child: serve.spawn().context("start lagoon serve")?, ready: Value::Null };
+        let mut line = String::new();
+        BufReader::new(process.child.stdout.take().context("no stdout")?).read_line(&mut line)?;
+        let reply = || std::fs::read_to_string(&log).unwrap_or_default();
+        process.ready = serde_json::from_str(&line).with_context(|| format!("it did not start: {}", reply()))?;
+        Ok(process)
+    }
+
+    /// Starts a pool (see [`Lagoon::up`]), replays a trace on it, and stops it.
+    /// Returns the load generator's report, with `devices_late_share` and `devices_modelled_s` of paced devices, and
+    /// `stages`: mean times of the requests whose prompt another instance prefilled, and their number (`pulled`).
+    pub fn replay(&self, flags: &[String], port: u16, trace: &Path) -> Result<Value> {
+        let up = self.up(flags, port)?;
         let bench = self
             .command()
             .args(["bench", "--json", &format!("--url=http://127.0.0.1:{port}")])
@@ -138,15 +165,26 @@ impl Lagoon {
             .output()?;
         let (late_us, modelled_us) = paced_us(&format!("127.0.0.1:{port}"))?;
         let stages = stages(&format!("127.0.0.1:{port}"))?;
-        // Closed first: its children watch this pipe.
-        drop(up.child.stdin.take());
-        up.child.wait()?;
+        drop(up);
         let mut report: Value = serde_json::from_slice(&bench.stdout)
             .with_context(|| format!("lagoon bench printed {:?}", String::from_utf8_lossy(&bench.stdout)))?;
         report["devices_late_share"] = json!(late_us / f64::max(modelled_us, 1.0));
         report["devices_modelled_s"] = json!(modelled_us * 1e-6);
         report["stages"] = stages;
         Ok(report)
+    }
+}
+
+/// A pool started by `lagoon up`; it ends with all its processes when dropped.
+#[derive(Debug)]
+pub struct Up(Process);
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        // Its children watch this pipe.
+        drop(self.0.child.stdin.take());
+        // A failed wait: the process is killed by the next drop.
+        let _ = self.0.child.wait();
     }
 }
 

@@ -6,5 +6,6 @@ pub mod gpu;
 pub mod gpu_page;
 pub mod measure;
 pub mod model;
+pub mod pace;
 pub mod quic;
 pub mod traces;

@@ -108,6 +108,8 @@ pub fn pace_profile(dir: &Path, model: &Path, step: Duration) -> PathBuf {
         launch_us: 0.0,
         weight_scale: 1.0,
         kv_scale: 1e-6,
+        prompt_scale: 1.0,
+        prompt_row_us: 0.0,
     };
     let path = dir.join("pace.json");
     std::fs::write(&path, serde_json::to_vec(&profile).unwrap()).unwrap();

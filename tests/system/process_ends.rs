@@ -79,6 +79,8 @@ fn a_device_thread_that_panics_ends_its_process_and_no_other() {
         launch_us: 0.0,
         weight_scale: 1.0,
         kv_scale: 1e-6,
+        prompt_scale: 1.0,
+        prompt_row_us: 0.0,
     };
     let pace = cluster.ca.path().join("panics.json");
     fs::write(&pace, serde_json::to_vec(&profile).unwrap()).unwrap();

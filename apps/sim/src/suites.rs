@@ -1,9 +1,10 @@
 //! `lagoon-sim paper` and `lagoon-sim trace`: the papers' figures in simulation, and their workloads as files.
 
 use anyhow::Context as _;
-use lagoon_sim::paper::serving;
+use lagoon_sim::paper::conversation::{self, Statistics};
 use lagoon_sim::paper::suite::{self, Size};
 use lagoon_sim::paper::traces::{Output, TABLE_1, Workload, table_2, to_csv};
+use lagoon_sim::paper::{longtail, report, serving};
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Instant;
@@ -15,6 +16,37 @@ pub(crate) enum Suite {
     Paper(PaperArgs),
     /// The papers' workloads as files: arrival, prompt and output of every request.
     Trace(TraceArgs),
+    /// Goodput of four instances on a trace of conversations, as a pool and alone: a Markdown table.
+    Longtail(LongtailArgs),
+    /// A trace of conversations with a production trace's statistics: JSON lines, and the statistics on stderr.
+    Conversation(ConversationArgs),
+}
+
+/// `lagoon-sim longtail`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct LongtailArgs {
+    /// A trace of the form of Mooncake's [default: a synthetic one].
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Requests of a part of the trace, and the first of each part.
+    #[arg(long, value_name = "N", default_value_t = 800)]
+    requests: usize,
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "0,800,1600")]
+    offsets: Vec<usize>,
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+}
+
+/// `lagoon-sim conversation`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct ConversationArgs {
+    #[arg(long, value_name = "N", default_value_t = 12_031, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    requests: u32,
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    /// Print the statistics of this trace instead.
+    #[arg(long, value_name = "FILE")]
+    statistics_of: Option<PathBuf>,
 }
 
 /// `lagoon-sim paper`.
@@ -28,6 +60,9 @@ pub(crate) struct PaperArgs {
     /// Only panels whose figure and name contain this, as "v2 10a: trace 0" or "8xtp1"; they go to chosen.csv.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
+    /// Only goodput against vLLM-multi under both readings of dispatch, of the panels named by --only; to readings.md.
+    #[arg(long)]
+    readings: bool,
     /// Where the files go.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -67,6 +102,8 @@ pub(crate) fn run(command: &Suite) -> anyhow::Result<()> {
     match command {
         Suite::Paper(args) => paper(args),
         Suite::Trace(args) => trace(args),
+        Suite::Longtail(args) => longtail(args),
+        Suite::Conversation(args) => written(args),
     }
 }
 
@@ -82,6 +119,19 @@ fn paper(args: &PaperArgs) -> anyhow::Result<()> {
             what.clone_into(&mut last);
         }
     };
+    if args.readings {
+        let all = suite::run_readings(size, args.only.as_deref().unwrap_or_default(), &say);
+        anyhow::ensure!(!all.is_empty(), "no panel's name contains {:?}", args.only.as_deref().unwrap_or_default());
+        let mut text = String::new();
+        report::readings(&mut text, &all);
+        let path = args.out.join("readings.md");
+        std::fs::create_dir_all(&args.out)
+            .and_then(|()| std::fs::write(args.out.join("readings.csv"), report::readings_csv(&all)))
+            .and_then(|()| std::fs::write(&path, text))
+            .with_context(|| format!("write {}", path.display()))?;
+        println!("{}", path.display());
+        return Ok(());
+    }
     if let Some(wanted) = &args.only {
         let chosen = suite::run_only(size, wanted, &say);
         anyhow::ensure!(!chosen.is_empty(), "no panel's figure and name contain {wanted:?}");
@@ -116,5 +166,39 @@ fn trace(args: &TraceArgs) -> anyhow::Result<()> {
         std::fs::write(&path, to_csv(&requests)).with_context(|| format!("write {}", path.display()))?;
         println!("{}", path.display());
     }
+    Ok(())
+}
+
+#[allow(clippy::print_stdout, clippy::print_stderr, reason = "a command's answer and its progress")]
+fn longtail(args: &LongtailArgs) -> anyhow::Result<()> {
+    let most = args.offsets.iter().max().copied().unwrap_or(0) + args.requests;
+    let entries = match &args.trace {
+        Some(path) => conversation::read(path)?,
+        None => conversation::synthetic(most, args.seed),
+    };
+    let part = |at: &usize| {
+        let part = entries.get(*at..*at + args.requests);
+        part.with_context(|| format!("the trace has {} requests, fewer than {most}", entries.len()))
+    };
+    let parts = args.offsets.iter().map(part).collect::<anyhow::Result<Vec<_>>>()?;
+    let begun = Instant::now();
+    let rows = longtail::run(&parts, &|at, of| {
+        eprintln!("{:5.0} s  {} of {of}", begun.elapsed().as_secs_f64(), at + 1);
+    });
+    let names: Vec<String> = args.offsets.iter().map(|at| format!("from {at}")).collect();
+    print!("{}", longtail::table(&rows, &names));
+    Ok(())
+}
+
+#[allow(clippy::print_stdout, clippy::print_stderr, reason = "a command's answer and what it says of it")]
+fn written(args: &ConversationArgs) -> anyhow::Result<()> {
+    let entries = match &args.statistics_of {
+        Some(path) => conversation::read(path)?,
+        None => conversation::synthetic(args.requests as usize, args.seed),
+    };
+    if args.statistics_of.is_none() {
+        print!("{}", conversation::to_jsonl(&entries));
+    }
+    eprintln!("{}", serde_json::to_string(&Statistics::of(&entries)).context("encode the statistics")?);
     Ok(())
 }

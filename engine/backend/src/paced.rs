@@ -44,6 +44,16 @@ pub struct PaceProfile {
     pub weight_scale: f64,
     /// Modelled KV of a token over the real one, in bytes and in attention operations.
     pub kv_scale: f64,
+    /// Modelled rows of a prompt over real ones, in attention: a sequence with several rows in a step is a prompt's chunk.
+    #[serde(default = "one")]
+    pub prompt_scale: f64,
+    /// Time of each row of a prompt's chunk in a layer beside its matrix products', in microseconds.
+    #[serde(default)]
+    pub prompt_row_us: f64,
+}
+
+fn one() -> f64 {
+    1.0
 }
 
 impl PaceProfile {
@@ -58,13 +68,15 @@ impl PaceProfile {
             ("copy_bytes_per_s", self.copy_bytes_per_s),
             ("weight_scale", self.weight_scale),
             ("kv_scale", self.kv_scale),
+            ("prompt_scale", self.prompt_scale),
         ];
         match fields.iter().find(|(_, v)| !v.is_finite() || *v <= 0.0) {
             Some((name, value)) => Err(format!("{name} is {value}: expected a positive number")),
-            None if !self.launch_us.is_finite() || self.launch_us < 0.0 => {
-                Err(format!("launch_us is {}: expected 0 or more", self.launch_us))
+            None => {
+                let least = [("launch_us", self.launch_us), ("prompt_row_us", self.prompt_row_us)];
+                let wrong = least.iter().find(|(_, v)| !v.is_finite() || *v < 0.0);
+                wrong.map_or(Ok(()), |(name, value)| Err(format!("{name} is {value}: expected 0 or more")))
             }
-            None => Ok(()),
         }
     }
 
@@ -81,11 +93,12 @@ impl PaceProfile {
         bytes as f64 * self.kv_scale / self.copy_bytes_per_s
     }
 
-    /// Seconds that attention of `rows` rows, `q_dim` wide, takes over `keys` keys of `token_bytes` bytes in one
-    /// layer.
+    /// Seconds that attention of `rows` rows of one sequence, `q_dim` wide, takes over `keys` keys of `token_bytes` bytes
+    /// in one layer.
     #[must_use]
     pub fn attention_s(&self, rows: usize, q_dim: usize, keys: usize, token_bytes: usize) -> f64 {
-        let operations = 4.0 * rows as f64 * q_dim as f64 * keys as f64 * self.kv_scale;
+        let scale = if rows > 1 { self.prompt_scale } else { 1.0 };
+        let operations = 4.0 * rows as f64 * q_dim as f64 * keys as f64 * self.kv_scale * scale;
         (keys as f64 * token_bytes as f64 * self.kv_scale / self.bytes_per_s).max(operations / self.flops)
     }
 }
@@ -119,6 +132,8 @@ pub struct Paced<D> {
     fresh: [bool; 2],
     /// Something was queued since the last wait.
     queued: bool,
+    /// A layer's KV was appended since the last attention of a pass.
+    appended: bool,
     lateness: Arc<Lateness>,
 }
 
@@ -148,6 +163,7 @@ impl<D: Device> Paced<D> {
             marks: [now; 2],
             fresh: [false; 2],
             queued: false,
+            appended: false,
             lateness: Arc::default(),
         }
     }
@@ -191,6 +207,11 @@ impl<D: Device> Paced<D> {
             None => add(&self.lateness.late_us, now - until),
         }
     }
+}
+
+/// Rows of prompts' chunks.
+fn prompt_rows(batch: &AttnBatch<'_>) -> u32 {
+    batch.seqs.iter().map(|seq| seq.rows).filter(|rows| *rows > 1).sum()
 }
 
 fn add(counter: &AtomicU64, time: Duration) {
@@ -507,6 +528,7 @@ impl<D: Device> Device for Paced<D> {
         layer: usize,
     ) -> Result<(), DeviceError> {
         self.queue(0.0);
+        self.appended = true;
         self.inner.rope_append(qkv, rope, geometry, slots, kv, layer)
     }
 
@@ -532,6 +554,7 @@ impl<D: Device> Device for Paced<D> {
         layer: usize,
     ) -> Result<(), DeviceError> {
         self.queue(0.0);
+        self.appended = true;
         self.inner.latent_append(qkv, row, geometry, slots, kv, layer)
     }
 
@@ -549,8 +572,10 @@ impl<D: Device> Device for Paced<D> {
             let keys = runs.iter().map(|run| run.len as usize).sum();
             self.profile.attention_s(seq.rows as usize, q_dim, keys, token_bytes)
         });
-        let seconds = seconds.sum();
-        self.queue(seconds);
+        let seconds: f64 = seconds.sum();
+        // Once a layer: a pass may attend to several stores, and peers' rows have had their products elsewhere.
+        let rows = if !self.urgent && std::mem::take(&mut self.appended) { prompt_rows(batch) } else { 0 };
+        self.queue(seconds + f64::from(rows) * self.profile.prompt_row_us * 1e-6);
         self.inner.attention(q, batch, kv, layer, out)
     }
 
@@ -619,10 +644,10 @@ impl<D: Device> Device for Paced<D> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::AttnRows;
     use crate::cpu::CpuDevice;
     use bytes::Bytes;
-    use lagoon_types::KvShape;
-    use lagoon_types::{DType, KvDType};
+    use lagoon_types::{DType, KvDType, KvRun, KvShape};
 
     fn profile() -> PaceProfile {
         PaceProfile {
@@ -632,6 +657,8 @@ mod tests {
             launch_us: 0.0,
             weight_scale: 1000.0,
             kv_scale: 1.0,
+            prompt_scale: 1.0,
+            prompt_row_us: 0.0,
         }
     }
 
@@ -641,6 +668,38 @@ mod tests {
         assert_eq!(p.matmul_s(1, 1000, 4000), 4000.0 * 1000.0 / 1e9);
         assert_eq!(p.matmul_s(100_000, 1000, 4000), 2.0 * 1e5 * 1e3 * 1e3 / 1e12);
         assert_eq!(p.attention_s(1, 64, 100, 512), 100.0 * 512.0 / 1e9);
+    }
+
+    /// A row that decodes costs the same whatever prompts cost.
+    #[test]
+    fn prompts_have_a_scale_of_their_own() {
+        let (p, scaled) = (profile(), PaceProfile { prompt_scale: 50.0, ..profile() });
+        assert_eq!(scaled.attention_s(1, 64, 100_000, 8), p.attention_s(1, 64, 100_000, 8));
+        let (rows, keys) = (512, 100_000);
+        assert_eq!(scaled.attention_s(rows, 64, keys, 8), 4.0 * 512.0 * 64.0 * 1e5 * 50.0 / 1e12);
+    }
+
+    /// Time of the rows beside the products: once a layer, for prompts' rows only, never for peers' rows.
+    #[test]
+    fn a_prompts_rows_take_their_time_once_a_layer() {
+        let per_row = PaceProfile { bytes_per_s: 1e15, flops: 1e18, prompt_row_us: 1000.0, ..profile() };
+        let mut device = Paced::new(CpuDevice::new(), per_row);
+        let g = AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 8, latent: false };
+        let kv = device.kv(KvShape { layers: 1, kv_heads: 1, head_dim: 8, dtype: KvDType::F32 }, 8).unwrap();
+        let q = device.tensor(4, 8).unwrap();
+        let mut out = Partials::new(&mut device, 4, g).unwrap();
+        let runs = [KvRun { base: 0, len: 4, first_pos: 0 }];
+        let mut attend = |rows: u32, appended: bool, urgent: bool| {
+            let seqs = [AttnRows { row0: 0, rows, pos0: 4 - rows, run0: 0, runs: 1 }];
+            let (window, alibi, softcap) = (None, None, None);
+            let batch = AttnBatch { geometry: g, scale: 1.0, window, alibi, softcap, seqs: &seqs, runs: &runs };
+            (device.appended, device.urgent) = (appended, urgent);
+            let before = device.lateness.micros().1;
+            device.attention(&q, &batch, &kv, 0, &mut out).unwrap();
+            device.lateness.micros().1 - before
+        };
+        assert_eq!(attend(4, true, false), 4000);
+        assert_eq!([attend(4, false, false), attend(4, true, true), attend(1, true, false)], [0, 0, 0]);
     }
 
     #[test]

@@ -24,6 +24,8 @@ fn paced(weight_scale: f64) -> Executor<Paced<CpuDevice>> {
         launch_us: 0.0,
         weight_scale,
         kv_scale: 1.0,
+        prompt_scale: 1.0,
+        prompt_row_us: 0.0,
     };
     let mut device = Paced::new(CpuDevice::new(), profile);
     let config = ModelSpec::open(&dir).unwrap();

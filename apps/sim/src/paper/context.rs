@@ -9,8 +9,6 @@ use lagoon_types::limits::SEQUENCE_TOKENS_MAX;
 use std::fmt::Write as _;
 
 const OUTPUT: u32 = 64;
-/// Blocks that a creditor reserves for its own growth (`lend_reserve_blocks`), and room for the output.
-const RESERVE_BLOCKS: u64 = 2;
 
 /// One bar of the figure.
 #[derive(Clone, Debug)]
@@ -40,11 +38,8 @@ impl Contexts {
 }
 
 fn tokens(setting: &Setting) -> u32 {
-    let blocks = u64::from(setting.blocks());
-    let instances = setting.cluster.instances() as u64;
-    let lent = if setting.pooled { (instances - 1) * blocks.saturating_sub(RESERVE_BLOCKS) } else { 0 };
-    let all = (blocks + lent) * u64::from(setting.block_tokens);
-    u32::try_from(all.min(u64::from(SEQUENCE_TOKENS_MAX))).unwrap_or(u32::MAX) - 1
+    let all = setting.holds_tokens().min(u64::from(SEQUENCE_TOKENS_MAX));
+    u32::try_from(all).unwrap_or(u32::MAX) - 1
 }
 
 /// Block size for a setup: large pools hold long contexts, and large blocks are cheaper to simulate.

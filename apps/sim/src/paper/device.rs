@@ -1,9 +1,10 @@
 //! The modelled device, in place of the runner: takes an instance's commands and reports after modelled time.
 //!
 //! The instance runs a model of one layer (small and few frames); the time is that of all layers of the real model.
-//! Peers' micro attention goes before passes, as on streams of a higher priority. (The study `layer_borders`: only at
-//! the end of a layer; on average half a layer's time in every layer, so half a step's time over all layers.) Passes
-//! of the two micro-batches alternate and so share the device evenly.
+//! Peers' micro attention goes before passes at the end of a layer: on average half a layer's time in every layer, so
+//! half a step's time over all layers. (The study `overtaking`: at once, as on streams of a higher priority.) Passes
+//! of the two micro-batches alternate and so share the device evenly. Copies of KV for moves and for peers take the
+//! device's time.
 //!
 //! A remote pass computes the projections first (their share of a layer); then queries leave and local attention
 //! runs; the pass waits for partials, then computes the rest: v2 Figure 6 (a).
@@ -153,11 +154,10 @@ impl Device {
         }
     }
 
-    /// Queues a copy. Free if prompts are resident: copies of their KV look like other moves.
+    /// Queues a copy for a move or a peer. That of a resident prompt's KV into a creditor's store looks like a move's and
+    /// takes as long.
     fn copy(&mut self, tokens: u32) {
-        if self.prefill == Prefill::Computed {
-            self.copies_us += self.timing.copy_us(f64::from(tokens));
-        }
+        self.copies_us += self.timing.copy_us(f64::from(tokens));
     }
 
     fn start(&mut self, work: StepWork) {
@@ -169,8 +169,10 @@ impl Device {
             let (decode, prefill) = self.attention(seq.rows, again, keys as f64);
             shape.decode_keys += decode;
             shape.prefill_pairs += prefill;
+            shape.longest_us = shape.longest_us.max(self.timing.attention_us(decode, prefill));
             if self.counts(seq.rows, again) {
                 shape.rows += f64::from(seq.rows);
+                shape.prompt_rows += if seq.rows > 1 { f64::from(seq.rows) } else { 0.0 };
                 shape.seqs += 1.0;
                 shape.sampled += f64::from(u32::from(seq.sample.is_some()));
             }
@@ -199,11 +201,16 @@ impl Device {
     /// Linear work that a pass adds to the other micro-batch's.
     fn joined_us(&self, shape: &StepShape) -> f64 {
         let beside = self.passes.iter().flatten().next().map(|p| p.shape).unwrap_or_default();
-        let linear = |rows: f64, sampled: f64, seqs: f64| {
-            self.timing.step(&StepShape { rows, sampled, seqs, ..StepShape::default() }).linear_us
+        let linear = |shape: StepShape| self.timing.step(&shape).linear_us;
+        let only = |of: &StepShape| StepShape { decode_keys: 0.0, prefill_pairs: 0.0, longest_us: 0.0, ..*of };
+        let both = StepShape {
+            rows: shape.rows + beside.rows,
+            prompt_rows: shape.prompt_rows + beside.prompt_rows,
+            sampled: shape.sampled + beside.sampled,
+            seqs: shape.seqs + beside.seqs,
+            ..StepShape::default()
         };
-        let both = linear(shape.rows + beside.rows, shape.sampled + beside.sampled, shape.seqs + beside.seqs);
-        (both - linear(beside.rows, beside.sampled, beside.seqs)).max(0.0)
+        (linear(both) - linear(only(&beside))).max(0.0)
     }
 
     fn on_answer(&mut self, step: StepId) {
@@ -228,7 +235,7 @@ impl Device {
         let left_us = if billed == 0 { 0.0 } else { self.timing.remote_request_us(keys, pairs) };
         let computing = |p: &&Pass| p.phase != Phase::Await;
         let layer_wait = self.passes.iter().flatten().filter(computing).map(|p| p.whole_us / 2.0).fold(0.0, f64::max);
-        let wait = if billed > 0 && self.study.layer_borders { layer_wait } else { 0.0 };
+        let wait = if billed > 0 && !self.study.overtaking { layer_wait } else { 0.0 };
         self.remote_requests.push_back(RemoteRequest { query, ready_us: now_us + wait, left_us, billed });
     }
 

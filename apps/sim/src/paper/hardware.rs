@@ -14,6 +14,7 @@
 //! | all-reduce, bus bandwidth | 230 GB/s | nccl-tests on DGX A100 |
 //! | all-reduce, small message | 10, 14, 20 µs at 2, 4, 8 GPUs | nccl-tests on DGX A100 |
 //! | memory for weights and KV | 90 % of 80 GB | vLLM's `gpu_memory_utilization` |
+//! | host, per step and per sequence | 500 and 10 µs | assumed: a tenth of vLLM 0.5's, see [`HOST_STEP_US`] |
 //!
 //! Times are in microseconds, sizes in bytes, as f64.
 #![allow(
@@ -47,6 +48,8 @@ pub struct Chip {
     pub kernel_gap_us: f64,
     /// Memory for weights and KV.
     pub memory_bytes: f64,
+    /// Tokens of the modelled prompt that one row of a prompt stands for, where lengths are scaled and steps are not.
+    pub prompt_scale: f64,
 }
 
 /// The A100 by the table above.
@@ -58,8 +61,14 @@ pub const A100: Chip = Chip {
     copy_bytes_per_s: HBM_BYTES_PER_S * GEMV_SHARE / 2.0,
     kernel_gap_us: 4.0,
     memory_bytes: GPU_BYTES * MEMORY_SHARE,
+    prompt_scale: 1.0,
 };
 
+/// Time of the host between two steps, which the GPUs wait for, and its part per sequence: schedule, build inputs, read
+/// results. Assumed, the same for every system. vLLM 0.5.3 spent 0.76 of the GPU's time on it (29 % of all against 38 %,
+/// LLaMA3-8B on an H100; vLLM's report on 0.6.0, September 2024), which is about ten times as much.
+pub const HOST_STEP_US: f64 = 500.0;
+pub const HOST_SEQ_US: f64 = 10.0;
 const KERNELS_PER_LAYER: f64 = 10.0;
 /// Kernels of a remote request in a layer: the attention and its reduction.
 const KERNELS_PER_REMOTE_REQUEST_LAYER: f64 = 2.0;
@@ -174,8 +183,9 @@ impl Parallel {
 /// Size of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepShape {
-    /// Rows through the linear layers.
+    /// Rows through the linear layers, and those of them that are rows of prompts.
     pub rows: f64,
+    pub prompt_rows: f64,
     /// Rows whose logits are needed.
     pub sampled: f64,
     /// Sequences in the step.
@@ -184,6 +194,8 @@ pub struct StepShape {
     pub decode_keys: f64,
     /// Query-key pairs of prefill rows.
     pub prefill_pairs: f64,
+    /// Attention of the sequence that has the most, in microseconds: a pipeline cannot divide it.
+    pub longest_us: f64,
 }
 
 /// Times of the two parts of a step, without communication with creditors.
@@ -206,7 +218,7 @@ pub struct Timing {
     pub model: Model,
     pub parallel: Parallel,
     pub chip: Chip,
-    /// Host time per step, and per sequence of a step, that the GPUs wait for: 0 for the hardware alone.
+    /// Host time per step, and per sequence of a step, that the GPUs wait for.
     pub host_step_us: f64,
     pub host_seq_us: f64,
 }
@@ -214,7 +226,7 @@ pub struct Timing {
 impl Timing {
     #[must_use]
     pub const fn new(model: Model, parallel: Parallel) -> Self {
-        Self { model, parallel, chip: A100, host_step_us: 0.0, host_seq_us: 0.0 }
+        Self { model, parallel, chip: A100, host_step_us: HOST_STEP_US, host_seq_us: HOST_SEQ_US }
     }
 
     /// KV capacity of the instance in tokens.
@@ -257,7 +269,8 @@ impl Timing {
     pub fn attention_us(&self, decode_keys: f64, prefill_pairs: f64) -> f64 {
         let tp = f64::from(self.parallel.tp);
         let read = decode_keys * self.model.kv_token_bytes() / tp / self.chip.attention_bytes_per_s;
-        let flops = 4.0 * self.model.q_dim() * f64::from(self.model.layers) * prefill_pairs;
+        let pairs = prefill_pairs * self.chip.prompt_scale;
+        let flops = 4.0 * self.model.q_dim() * f64::from(self.model.layers) * pairs;
         (read + flops / tp / self.chip.attention_flops) * MICRO
     }
 
@@ -282,20 +295,23 @@ impl Timing {
         }
         let attention = self.attention_us(shape.decode_keys, shape.prefill_pairs);
         let host = self.host_step_us + self.host_seq_us * shape.seqs;
-        let pp = f64::from(self.parallel.pp);
+        let rows = shape.rows + shape.prompt_rows * (self.chip.prompt_scale - 1.0);
         if self.parallel.pp == 1 {
-            return StepTime { linear_us: host + self.linear_us(shape.rows, shape.sampled), attention_us: attention };
+            return StepTime { linear_us: host + self.linear_us(rows, shape.sampled), attention_us: attention };
         }
+        let pp = f64::from(self.parallel.pp);
         let micro = if self.parallel.pipelined { pp.min(shape.seqs.max(1.0)) } else { 1.0 };
-        let transfer = shape.rows / micro * f64::from(self.model.hidden) * ELEMENT_BYTES;
+        let transfer = rows / micro * f64::from(self.model.hidden) * ELEMENT_BYTES;
         let transfer_us = self.parallel.stage_latency_us + transfer / self.parallel.stage_bytes_per_s * MICRO;
         // A stage's time for one micro-batch. Stages work in parallel on different micro-batches: a full pipeline's
         // round takes one stage time for each stage.
-        let linear_us = self.linear_us(shape.rows / micro, shape.sampled / micro) / pp;
-        let stage_us = linear_us + attention / micro / pp;
-        let round_us = if micro > 1.0 { pp * stage_us.max(transfer_us) } else { pp * (stage_us + transfer_us) };
-        let attention_us = attention / micro;
-        StepTime { linear_us: host + round_us - attention_us, attention_us }
+        let linear_us = self.linear_us(rows / micro, shape.sampled / micro) / pp;
+        let filled_us = pp * (linear_us + attention / micro / pp).max(transfer_us);
+        // No round is shorter than the way of the slowest micro-batch through all stages: that of the longest sequence,
+        // whose attention no other micro-batch can take over.
+        let slowest = (attention / micro).max(shape.longest_us.min(attention));
+        let round_us = filled_us.max(pp * (linear_us + transfer_us) + slowest);
+        StepTime { linear_us: host + round_us - slowest, attention_us: slowest }
     }
 
     /// The calibration that an instance with this timing would measure.
@@ -307,7 +323,7 @@ impl Timing {
             let shape = StepShape { rows, sampled: rows, seqs: rows, ..StepShape::default() };
             BatchPoint { batch, step_us: self.step(&shape).linear_us }
         };
-        let chunk = StepShape { rows: 2048.0, seqs: 1.0, ..StepShape::default() };
+        let chunk = StepShape { rows: 2048.0, prompt_rows: 2048.0, seqs: 1.0, ..StepShape::default() };
         Calibration {
             batches: batches.into_iter().map(point).collect(),
             attention_us_per_ktoken: self.attention_us(1024.0, 0.0),
@@ -339,7 +355,9 @@ mod tests {
         assert!((one.kv_tokens() as f64 / 108_000.0 - 1.0).abs() < 0.05, "{}", one.kv_tokens());
         let eight = Timing::new(LLAMA2_7B, Parallel::tp(8));
         let shape = StepShape { rows: 1.0, sampled: 1.0, seqs: 1.0, ..StepShape::default() };
-        let efficiency = one.step(&shape).linear_us / 8.0 / eight.step(&shape).linear_us;
+        // The layers alone: the published figure is the GPUs' efficiency.
+        let layers = |timing: Timing| Timing { host_step_us: 0.0, host_seq_us: 0.0, ..timing }.step(&shape).linear_us;
+        let efficiency = layers(one) / 8.0 / layers(eight);
         assert!((0.25..0.45).contains(&efficiency), "{efficiency}");
     }
 
@@ -351,12 +369,47 @@ mod tests {
             sampled: seqs,
             seqs,
             decode_keys: 400_000.0 * seqs,
-            prefill_pairs: 0.0,
+            ..StepShape::default()
         };
         let filled = Timing::new(LLAMA2_7B, stage);
         let alone = Timing::new(LLAMA2_7B, Parallel { pipelined: false, ..stage });
         assert_eq!(filled.step(&shape(1.0)), alone.step(&shape(1.0)));
         let ratio = alone.step(&shape(8.0)).total_us() / filled.step(&shape(8.0)).total_us();
         assert!((2.0..4.0).contains(&ratio), "{ratio}");
+    }
+
+    /// Seven short sequences and a long one: a pipeline of four cannot give the long one's attention to other stages at
+    /// the same time.
+    #[test]
+    fn a_pipeline_does_not_divide_one_sequence() {
+        let stage = Parallel { tp: 8, pp: 4, pipelined: true, stage_bytes_per_s: 125e6, stage_latency_us: 50.0 };
+        let timing = Timing::new(LLAMA2_7B, stage);
+        let (short, long) = (1_000.0, 800_000.0);
+        let shape = StepShape {
+            rows: 8.0,
+            sampled: 8.0,
+            seqs: 8.0,
+            decode_keys: 7.0 * short + long,
+            longest_us: timing.attention_us(long, 0.0),
+            ..StepShape::default()
+        };
+        let divided = timing.step(&StepShape { longest_us: 0.0, ..shape });
+        let whole = timing.step(&shape);
+        assert!(whole.attention_us >= timing.attention_us(long, 0.0), "{whole:?}");
+        assert!(whole.total_us() > 2.0 * divided.total_us(), "{whole:?}, not {divided:?}");
+    }
+
+    #[test]
+    fn a_step_has_host_time_and_rows_of_prompts_have_their_own_scale() {
+        let timing = Timing::new(LLAMA2_7B, Parallel::tp(1));
+        let bare = Timing { host_step_us: 0.0, host_seq_us: 0.0, ..timing };
+        let shape = StepShape { rows: 64.0, sampled: 64.0, seqs: 64.0, decode_keys: 64e3, ..StepShape::default() };
+        let host_us = timing.step(&shape).total_us() - bare.step(&shape).total_us();
+        assert!((host_us - HOST_STEP_US - 64.0 * HOST_SEQ_US).abs() < 1e-6, "{host_us}");
+        let scaled = Timing { chip: Chip { prompt_scale: 10.0, ..bare.chip }, ..bare };
+        assert_eq!(scaled.step(&shape), bare.step(&shape), "decoding has none");
+        let prompt = StepShape { rows: 1e3, prompt_rows: 1e3, seqs: 1.0, prefill_pairs: 5e5, ..StepShape::default() };
+        let ten = StepShape { rows: 1e4, prompt_rows: 1e4, prefill_pairs: 5e6, ..prompt };
+        assert!((scaled.step(&prompt).total_us() / bare.step(&ten).total_us() - 1.0).abs() < 1e-9);
     }
 }

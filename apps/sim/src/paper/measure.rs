@@ -2,6 +2,8 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "steps are small and not negative")]
 
 use super::cluster::{Cluster, Setup};
+use super::dispatch::Dispatch;
+use super::goodput::Slo;
 use super::run::{Run, Seen, Setting, WARM_UP_US};
 use super::traces::Request;
 use std::sync::Mutex;
@@ -10,10 +12,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// A system to compare.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum System {
-    /// The shipped instances as a pool.
+    /// The shipped instances as a pool, dispatched by predicted work.
     Lagoon,
-    /// The same instances without pooling.
+    /// The same instances without pooling, dispatched by predicted work.
     Multi,
+    /// Both as v2 §7.1 wrote them: to the most free memory, whatever waits there.
+    LagoonFreeMemory,
+    MultiFreeMemory,
     /// One instance over all GPUs; a pipeline, if any, is kept full.
     Single,
     /// The same with one batch in flight: an engine with one step at a time, on a pipeline.
@@ -26,6 +31,8 @@ impl System {
         match self {
             Self::Lagoon => "Lagoon",
             Self::Multi => "vLLM-multi",
+            Self::LagoonFreeMemory => "Lagoon, free memory",
+            Self::MultiFreeMemory => "vLLM-multi, free memory",
             Self::Single => "vLLM-single",
             Self::SingleUnpipelined => "vLLM-single, one batch in flight",
         }
@@ -35,11 +42,16 @@ impl System {
     #[must_use]
     pub fn setting(self, setup: &Setup, block_tokens: u32) -> Setting {
         let cluster = match self {
-            Self::Lagoon | Self::Multi => setup.multi(),
+            Self::Lagoon | Self::Multi | Self::LagoonFreeMemory | Self::MultiFreeMemory => setup.multi(),
             Self::Single => Cluster::single(setup.model, setup.gpus, true),
             Self::SingleUnpipelined => Cluster::single(setup.model, setup.gpus, false),
         };
-        Setting::new(cluster, self == Self::Lagoon, block_tokens)
+        let pooled = matches!(self, Self::Lagoon | Self::LagoonFreeMemory);
+        let dispatch = match self {
+            Self::LagoonFreeMemory | Self::MultiFreeMemory => Dispatch::FreeMemory,
+            _ => Dispatch::LeastWork,
+        };
+        Setting { dispatch, ..Setting::new(cluster, pooled, block_tokens) }
     }
 }
 
@@ -53,8 +65,14 @@ pub struct Job {
 /// Results of a run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measured {
-    /// Generated tokens per second over the middle 80 % of the tokens, without filling and draining the cluster.
+    /// Generated tokens per second over the whole run: all tokens of finished requests over the makespan.
     pub tokens_per_s: f64,
+    /// From the first arrival to the last end of a request, or to the cut of the run.
+    pub makespan_s: f64,
+    /// Share of all requests that met [`Slo::default`].
+    pub met: f64,
+    /// Times to the first token in the order of the requests; none where there was no token.
+    pub first_tokens_s: Vec<Option<f64>>,
     /// Mean over finished requests of latency per generated token, in seconds (the papers' normalized latency).
     pub latency_s_per_token: f64,
     pub first_token_s: f64,
@@ -101,10 +119,18 @@ impl Measured {
             seen.outcomes.iter().enumerate().filter_map(|(at, o)| Some((at, o.end_us?))).collect();
         let mean = |values: Vec<f64>| values.iter().sum::<f64>() / values.len().max(1) as f64;
         let failed = seen.outcomes.iter().filter(|o| o.failed).count();
+        let begun = requests.iter().map(|r| WARM_UP_US + r.arrival_us).min().unwrap_or(0);
+        let last = done.iter().map(|(_, end)| *end).max().unwrap_or(seen.end_us);
+        let makespan_s = seconds((if done.len() + failed < requests.len() { seen.end_us } else { last }) - begun);
+        let tokens: f64 = done.iter().map(|(at, _)| f64::from(seen.outcomes[*at].tokens)).sum();
+        let met = (0..requests.len()).filter(|at| Slo::default().is_met(&seen.outcomes[*at], arrived(*at))).count();
         let per_token = |(at, end): &(usize, u64)| since(*at, *end) / f64::from(seen.outcomes[*at].tokens.max(1));
         let first = |(at, o): (usize, &super::run::Outcome)| Some(since(at, o.first_us?));
         Self {
-            tokens_per_s: middle_rate(&seen.tokens),
+            tokens_per_s: tokens / makespan_s.max(f64::MIN_POSITIVE),
+            makespan_s,
+            met: met as f64 / requests.len().max(1) as f64,
+            first_tokens_s: seen.outcomes.iter().enumerate().map(first).collect(),
             latency_s_per_token: mean(done.iter().map(per_token).collect()),
             first_token_s: mean(seen.outcomes.iter().enumerate().filter_map(first).collect()),
             finished: done.len(),
@@ -151,24 +177,6 @@ fn seconds(us: u64) -> f64 {
 
 const BUCKET_S: f64 = Seen::BUCKET_US as f64 / 1e6;
 
-/// Tokens per second between the 10th and the 90th percent of tokens.
-fn middle_rate(tokens: &[u32]) -> f64 {
-    let total: f64 = tokens.iter().map(|t| f64::from(*t)).sum();
-    let when = |share: f64| {
-        let mut sum = 0.0;
-        for (at, t) in tokens.iter().enumerate() {
-            let t = f64::from(*t);
-            if t > 0.0 && sum + t >= share * total {
-                return (at as f64 + (share * total - sum) / t) * BUCKET_S;
-            }
-            sum += t;
-        }
-        tokens.len() as f64 * BUCKET_S
-    };
-    let span = when(0.9) - when(0.1);
-    if span > 0.0 { 0.8 * total / span } else { 0.0 }
-}
-
 fn over_time(tokens: &[u32]) -> Vec<(f64, f64)> {
     let step = (Measured::STEP_S / BUCKET_S).round() as usize;
     let rate = |(at, chunk): (usize, &[u32])| {
@@ -189,24 +197,65 @@ pub fn run_one(job: &Job) -> Measured {
 /// Executes all runs, one per processor at a time; results in the order of the jobs.
 #[must_use]
 pub fn run_all(jobs: &[Job], done: &(dyn Fn(usize) + Sync)) -> Vec<Measured> {
+    each(jobs, &|at, job| {
+        let measured = run_one(job);
+        done(at);
+        measured
+    })
+}
+
+/// `of` of each item, one per processor at a time; results in the order of the items.
+#[must_use]
+pub fn each<T: Sync, R: Send>(items: &[T], of: &(dyn Fn(usize, &T) -> R + Sync)) -> Vec<R> {
     let next = AtomicUsize::new(0);
-    let results: Vec<Mutex<Option<Measured>>> = jobs.iter().map(|_| Mutex::new(None)).collect();
+    let results: Vec<Mutex<Option<R>>> = items.iter().map(|_| Mutex::new(None)).collect();
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     std::thread::scope(|scope| {
-        for _ in 0..threads.min(jobs.len()) {
+        for _ in 0..threads.min(items.len()) {
             scope.spawn(|| {
-                while let Some((at, job)) =
-                    Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|at| Some((at, jobs.get(at)?)))
+                while let Some((at, item)) =
+                    Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|at| Some((at, items.get(at)?)))
                 {
-                    let measured = run_one(job);
-                    *results[at].lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(measured);
-                    done(at);
+                    let result = of(at, item);
+                    *results[at].lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(result);
                 }
             });
         }
     });
-    let take = |slot: Mutex<Option<Measured>>| {
-        slot.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).unwrap_or_default()
-    };
-    results.into_iter().map(take).collect()
+    let take = |slot: Mutex<Option<R>>| slot.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    results.into_iter().filter_map(take).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::hardware::LLAMA2_7B;
+    use super::*;
+
+    fn measured(requests: &[Request]) -> Measured {
+        let setting = Setting::new(Cluster::multi(LLAMA2_7B, 2, 1), false, 256);
+        run_one(&Job { setting, requests: requests.to_vec() })
+    }
+
+    /// The makespan ends with the last request, however few tokens it has: a straggler counts.
+    #[test]
+    fn throughput_is_that_of_the_whole_run() {
+        let request = |arrival_us, output_tokens| Request { arrival_us, prompt_tokens: 500, output_tokens };
+        let quick: Vec<Request> = (0..40).map(|n| request(n * 1000, 100)).collect();
+        let straggler: Vec<Request> = quick.iter().copied().chain([request(40_000, 2_000)]).collect();
+        let (without, with) = (measured(&quick), measured(&straggler));
+        assert_eq!((without.finished, with.finished), (40, 41));
+        assert!((without.tokens_per_s * without.makespan_s - 4_000.0).abs() < 1.0, "{without:?}");
+        assert!((with.tokens_per_s * with.makespan_s - 6_000.0).abs() < 1.0);
+        assert!(with.makespan_s > 5.0 * without.makespan_s, "{} s, {} s", with.makespan_s, without.makespan_s);
+        assert!(with.tokens_per_s < without.tokens_per_s / 2.0, "the middle of the run would not show it");
+        assert_eq!((without.met, with.met), (1.0, 1.0));
+    }
+
+    #[test]
+    fn a_refused_request_meets_no_objective() {
+        let request = |prompt_tokens| Request { arrival_us: 0, prompt_tokens, output_tokens: 10 };
+        let got = measured(&[request(500), request(500_000)]);
+        assert_eq!((got.finished, got.failed, got.met), (1, 1, 0.5));
+        assert_eq!(got.first_tokens_s.iter().map(Option::is_some).collect::<Vec<_>>(), [true, false]);
+    }
 }

@@ -62,7 +62,7 @@ pub fn migration_s(context: u32) -> f64 {
 fn prefill_s(timing: &Timing, context: u32) -> f64 {
     let rows = f64::from(CHUNK);
     let chunks = f64::from(context.div_ceil(CHUNK));
-    let linear = timing.step(&StepShape { rows, seqs: 1.0, ..StepShape::default() }).linear_us;
+    let linear = timing.step(&StepShape { rows, prompt_rows: rows, seqs: 1.0, ..StepShape::default() }).linear_us;
     let pairs = f64::from(context) * f64::from(context) / 2.0;
     (chunks * linear + timing.attention_us(0.0, pairs)) / 1e6
 }
@@ -70,7 +70,7 @@ fn prefill_s(timing: &Timing, context: u32) -> f64 {
 /// Seconds to decode `tokens` tokens of one request from `context` on.
 fn decode_s(timing: &Timing, context: u32, tokens: u32) -> f64 {
     let mean = f64::from(context) + f64::from(tokens) / 2.0;
-    let shape = StepShape { rows: 1.0, sampled: 1.0, seqs: 1.0, decode_keys: mean, prefill_pairs: 0.0 };
+    let shape = StepShape { rows: 1.0, sampled: 1.0, seqs: 1.0, decode_keys: mean, ..StepShape::default() };
     f64::from(tokens) * timing.step(&shape).total_us() / 1e6
 }
 

@@ -2,8 +2,9 @@
 //! `benches/benches/throughput.rs` in simulation, with the same trace from the same generator.
 //!
 //! The instances' device reads its weights in 10 ms a step and a full KV cache in 30 ms, the proportions of LLaMA2-7B
-//! on an A100, and computes 150 prompt rows in the same time. The model is the bundled one (4 layers): a step has an
-//! eighth of LLaMA2-7B's exchanges, and each weighs more.
+//! on an A100, and computes 150 rows in the same time. A token of KV stands for 54.5 of that model's, but a step for one
+//! of its steps: rows of prompts have a scale of their own ([`Mix::prompt_scale`]). The model is the bundled one (4
+//! layers): a step has an eighth of LLaMA2-7B's exchanges, and each weighs more.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -23,6 +24,8 @@ use rand_chacha::ChaCha8Rng;
 pub const WEIGHTS_S: f64 = 10e-3;
 pub const CACHE_S: f64 = 30e-3;
 pub const ROWS_BALANCE: f64 = 150.0;
+/// Tokens of LLaMA2-7B on an A100 that a token of KV stands for: 111,615 over [`Mix::kv_tokens`]' default.
+pub const TOKEN_STANDS_FOR: f64 = 54.5;
 
 /// The bundled model.
 const PASSKEY: Model = Model {
@@ -52,12 +55,23 @@ pub struct Mix {
     pub long_percent: u32,
     /// A long request's prompt, as shares of an instance's capacity.
     pub long: (f64, f64),
+    /// Rows of the modelled prompt that one row of a prompt stands for; 1: prompts cost next to nothing.
+    pub prompt_scale: f64,
     pub seed: u64,
 }
 
 impl Default for Mix {
     fn default() -> Self {
-        Self { instances: 4, kv_tokens: 2048, requests: 160, rate: 40.0, long_percent: 12, long: (0.55, 0.85), seed: 1 }
+        Self {
+            instances: 4,
+            kv_tokens: 2048,
+            requests: 160,
+            rate: 40.0,
+            long_percent: 12,
+            long: (0.55, 0.85),
+            prompt_scale: TOKEN_STANDS_FOR,
+            seed: 1,
+        }
     }
 }
 
@@ -97,11 +111,19 @@ impl Mix {
             attention_bytes_per_s,
             copy_bytes_per_s: attention_bytes_per_s / 10.0,
             kernel_gap_us: 3.0,
+            prompt_scale: self.prompt_scale,
             ..setting.timing.chip
         };
         setting.kv_tokens = u64::from(self.kv_tokens);
         setting.prefill = Prefill::Computed;
-        (setting.step_rows, setting.running) = (128, 64);
+        (setting.step_rows, setting.running) = (self.step_rows(), 64);
         setting
+    }
+
+    /// Rows of a step: 128 of the modelled device's, fewer where a prompt's row stands for many, and always more than a
+    /// full batch of short requests.
+    #[must_use]
+    pub fn step_rows(&self) -> u32 {
+        if self.prompt_scale > 2.0 { 48 } else { 128 }
     }
 }

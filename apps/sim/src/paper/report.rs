@@ -5,6 +5,7 @@ use super::context::contexts;
 use super::measure::System;
 use super::migration::{PUBLISHED, PUBLISHED_OVERHEADS};
 use super::model::{CurvePoint, FIGURE_7_BEST, FIGURE_7_START};
+use super::readings::Readings;
 use super::serving::Compared;
 use super::suite::Results;
 use std::fmt::Write as _;
@@ -27,6 +28,7 @@ pub fn tables(results: &Results) -> String {
         size.seed, size.short, size.grown, size.long, size.dataset, results.seconds
     );
     longest(&mut text);
+    readings(&mut text, &results.readings);
     ratios(&mut text, "Lagoon over vLLM-multi, outputs of at most 512 tokens", AGAINST_MULTI, &results.against_multi);
     ratios(
         &mut text,
@@ -92,6 +94,79 @@ fn ratios(text: &mut String, title: &str, published: &str, all: &[Compared]) {
         }
     }
     text.push('\n');
+}
+
+/// What is compared under each reading of dispatch.
+const READINGS: [(&str, System, System); 3] = [
+    ("as the papers wrote it, for both", System::LagoonFreeMemory, System::MultiFreeMemory),
+    ("ours over the papers' vLLM-multi", System::Lagoon, System::MultiFreeMemory),
+    ("ours, for both", System::Lagoon, System::Multi),
+];
+
+/// Their mean, and each in brackets if there are several.
+fn mean_of(ratios: &[f64]) -> String {
+    let mean = (ratios.iter().map(|r| r.ln()).sum::<f64>() / ratios.len().max(1) as f64).exp();
+    match ratios {
+        [_] => format!("{mean:.2}"),
+        _ => format!("{mean:.2} ({})", ratios.iter().map(|r| format!("{r:.2}")).collect::<Vec<_>>().join(", ")),
+    }
+}
+
+/// The tables of v2 Figure 10 (a) under both readings of dispatch.
+pub fn readings(text: &mut String, all: &[Readings]) {
+    let _ = writeln!(text, "### Lagoon over vLLM-multi by dispatch (published: {AGAINST_MULTI})\n");
+    let _ = writeln!(text, "| workload | dispatch | goodput | throughput under load |\n|---|---|---:|---:|");
+    for panel in all {
+        for (name, over, under) in READINGS {
+            let goodput = mean_of(&panel.goodput_ratios(over, under));
+            let throughput = mean_of(&panel.throughput_ratios(over, under));
+            let _ = writeln!(text, "| {} | {name} | {goodput} | {throughput} |", panel.name);
+        }
+    }
+    let _ = writeln!(text, "\n| workload | system | goodput, requests/s | tokens/s under load | met there | failed |");
+    let _ = writeln!(text, "|---|---|---:|---:|---:|---:|");
+    let join = |values: Vec<String>| values.join(" / ");
+    for panel in all {
+        for ((system, found), (_, loaded)) in panel.found.iter().zip(&panel.loaded) {
+            let rates = join(found.iter().map(|f| format!("{:.2}", f.rate)).collect());
+            let tokens = join(loaded.iter().map(|m| format!("{:.0}", m.tokens_per_s)).collect());
+            let met = join(loaded.iter().map(|m| format!("{:.0} %", 100.0 * m.met)).collect());
+            let failed: usize = loaded.iter().map(|m| m.failed + m.cut).sum();
+            let _ = writeln!(text, "| {} | {} | {rates} | {tokens} | {met} | {failed} |", panel.name, system.name());
+        }
+    }
+    text.push('\n');
+}
+
+/// Every search and loaded run as CSV.
+#[must_use]
+pub fn readings_csv(all: &[Readings]) -> String {
+    let mut text = String::from(
+        "workload,system,seed_number,goodput_requests_per_s,first_token_s_there,loaded_tokens_per_s,loaded_met,\
+         loaded_preemptions,loaded_moved_blocks,loaded_busy,loaded_memory_used\n",
+    );
+    for panel in all {
+        for ((system, found), (_, loaded)) in panel.found.iter().zip(&panel.loaded) {
+            for (at, (f, m)) in found.iter().zip(loaded).enumerate() {
+                let _ = writeln!(
+                    text,
+                    "\"{}\",\"{}\",{},{:.4},{:.3},{:.2},{:.4},{},{},{:.3},{:.3}",
+                    panel.name,
+                    system.name(),
+                    at + 1,
+                    f.rate,
+                    f.at.first_token_s,
+                    m.tokens_per_s,
+                    m.met,
+                    m.preemptions,
+                    m.moved_blocks,
+                    m.busy,
+                    m.memory_used
+                );
+            }
+        }
+    }
+    text
 }
 
 fn studies(text: &mut String, results: &Results) {

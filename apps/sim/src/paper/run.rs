@@ -8,6 +8,7 @@
 
 use super::cluster::{Cluster, ETHERNET_LATENCY_US};
 use super::device::{Device, Prefill};
+use super::dispatch::{CHARGE_US, Dispatch, View, choose, work_us};
 use super::fabric::Fabric;
 use super::hardware::Timing;
 use super::traces::Request;
@@ -27,6 +28,7 @@ use lagoon_types::{
     AttentionGeometry, DType, GenerateRequest, KvDType, KvShape, ModelHash, RequestOptions, SamplingParams, SeqId,
     TokenEvent,
 };
+use std::collections::{BTreeSet, VecDeque};
 
 /// Time between samples.
 const SAMPLE_US: u64 = 100_000;
@@ -38,6 +40,8 @@ const PEERS_UP: u64 = 3 << 32;
 const MEASURED: u64 = 4 << 32;
 /// Head size of the one-layer stand-in.
 const HEAD_DIM: u32 = 8;
+/// Blocks that a creditor reserves for its own growth.
+pub(super) const LEND_RESERVE_BLOCKS: u64 = 2;
 /// Most running sequences of one instance (vLLM's `max_num_seqs`).
 const RUNNING_MAX: usize = 256;
 
@@ -48,8 +52,8 @@ pub struct Study {
     pub free_network: bool,
     /// Both micro-batches read the weights once: the cost of one batch of all rows.
     pub one_batch: bool,
-    /// Peers' queries wait for the end of the current layer, as on a device without priorities.
-    pub layer_borders: bool,
+    /// Peers' queries overtake the current layer, as on a device with priorities.
+    pub overtaking: bool,
 }
 
 /// Parameters of a simulated system.
@@ -59,6 +63,7 @@ pub struct Setting {
     pub timing: Timing,
     /// The instances form a pool. Otherwise each is on its own, like vLLM's replicas.
     pub pooled: bool,
+    pub dispatch: Dispatch,
     pub block_tokens: u32,
     pub step_rows: u32,
     /// Most running sequences of one instance.
@@ -86,6 +91,7 @@ impl Setting {
             dgfm: true,
             planner: true,
             pooled,
+            dispatch: Dispatch::default(),
             block_tokens,
             step_rows: STEP_ROWS_MAX as u32,
             running: RUNNING_MAX,
@@ -93,6 +99,14 @@ impl Setting {
             limit_s: 20_000,
             study: Study::default(),
         }
+    }
+
+    /// The longest context that one instance can serve, in tokens: of its own memory, and of the pool's.
+    #[must_use]
+    pub fn holds_tokens(&self) -> u64 {
+        let (blocks, instances) = (u64::from(self.blocks()), self.cluster.instances() as u64);
+        let lent = if self.pooled { (instances - 1) * blocks.saturating_sub(LEND_RESERVE_BLOCKS) } else { 0 };
+        (blocks + lent) * u64::from(self.block_tokens)
     }
 
     /// Number of rBlocks of one instance.
@@ -159,10 +173,12 @@ impl Seen {
 /// What the dispatcher knows of an instance.
 #[derive(Clone, Debug, Default)]
 struct Load {
-    /// Tokens of requests sent here that have no first token yet.
-    unstarted_tokens: u64,
+    /// Time and context of requests sent here lately.
+    recent: VecDeque<(u64, i64)>,
     /// Requests with a first token and not all.
     running: i64,
+    /// Requests sent here that have not ended.
+    open: BTreeSet<usize>,
 }
 
 /// A run; see the module's documentation.
@@ -174,6 +190,8 @@ pub struct Run {
     loads: Vec<Load>,
     requests: Vec<Request>,
     open: usize,
+    /// Requests dispatched so far.
+    turn: usize,
     pub seen: Seen,
 }
 
@@ -206,7 +224,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         block_tokens: setting.block_tokens,
         blocks_total: setting.blocks(),
         lend_blocks_max: setting.blocks(),
-        lend_reserve_blocks: 2,
+        lend_reserve_blocks: u32::try_from(LEND_RESERVE_BLOCKS).unwrap_or(u32::MAX),
         sched: SchedulerConfig {
             queue: 1 << 20,
             running: setting.running,
@@ -300,7 +318,7 @@ impl Run {
             world.call_at(WARM_UP_US + request.arrival_us, index as u64);
         }
         let seen = Seen { outcomes: vec![Outcome::default(); requests.len()], ..Seen::default() };
-        Self { setting, world, loads: vec![Load::default(); count], open: requests.len(), seen, requests }
+        Self { setting, world, loads: vec![Load::default(); count], open: requests.len(), turn: 0, seen, requests }
     }
 
     /// The pool's processes.
@@ -393,16 +411,36 @@ impl Run {
         self.seen.samples.push(sample);
     }
 
-    /// Sends a request to the instance with the most free memory (v2 §7.1), minus the tokens that wait there.
-    fn arrive(&mut self, index: usize) {
-        let request = self.requests[index];
-        let tokens = i64::from(self.setting.block_tokens);
-        let free = |(place, n): (usize, &Process<Device>)| {
-            let unstarted = self.loads[place - 1].unstarted_tokens as i64;
-            (i64::from(n.instance.rmanager().pool.counts().free) * tokens - unstarted, std::cmp::Reverse(place))
+    /// What the dispatcher knows of the instance at a place, now.
+    fn view(&self, place: usize, node: &Process<Device>) -> View {
+        let Setting { timing, kv_tokens, prefill, dispatch, .. } = &self.setting;
+        let load = &self.loads[place - 1];
+        let work = |at: &usize| {
+            let generated = self.seen.outcomes[*at].tokens;
+            work_us(timing, *kv_tokens, &self.requests[*at], generated, *prefill == Prefill::Computed)
         };
-        let Some((_, std::cmp::Reverse(place))) = self.world.live().map(free).max() else { return };
-        self.loads[place - 1].unstarted_tokens += u64::from(request.prompt_tokens);
+        let work_us = if *dispatch == Dispatch::LeastWork { load.open.iter().map(work).sum() } else { 0.0 };
+        View {
+            free_tokens: i64::from(node.instance.rmanager().pool.counts().free) * i64::from(self.setting.block_tokens),
+            recent_tokens: load.recent.iter().map(|(_, tokens)| tokens).sum(),
+            work_us,
+            holds_tokens: self.setting.holds_tokens(),
+        }
+    }
+
+    /// Sends a request to the instance that the setting's dispatch chooses.
+    fn arrive(&mut self, index: usize) {
+        let (request, now) = (self.requests[index], self.world.now_us());
+        for load in &mut self.loads {
+            load.recent.retain(|(at, _)| now - at < CHARGE_US);
+        }
+        let (places, views): (Vec<usize>, Vec<View>) =
+            self.world.live().map(|(place, node)| (place, self.view(place, node))).unzip();
+        let tokens = u64::from(request.context_tokens());
+        let Some(place) = choose(self.setting.dispatch, &views, tokens, self.turn).map(|at| places[at]) else { return };
+        self.turn += 1;
+        self.loads[place - 1].open.insert(index);
+        self.loads[place - 1].recent.push_back((now, tokens as i64));
         let request = GenerateRequest {
             prompt: vec![0; request.prompt_tokens as usize],
             answered: 0,
@@ -439,11 +477,8 @@ impl Run {
         }
         if !matches!(event, TokenEvent::Token { .. }) {
             load.running -= i64::from(started);
+            load.open.remove(&index);
             self.open -= 1;
-        }
-        if !started {
-            let prompt = u64::from(self.requests[index].prompt_tokens);
-            load.unstarted_tokens -= prompt.min(load.unstarted_tokens);
         }
     }
 }

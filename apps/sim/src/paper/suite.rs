@@ -3,10 +3,11 @@
 use super::cluster::{Cluster, SETUPS, Setup};
 use super::hardware::LLAMA2_7B;
 use super::measure::System;
+use super::readings::Readings;
 use super::run::{Setting, Study};
 use super::serving::{Compared, Comparison};
 use super::traces::{Output, TABLE_1, Workload, table_2};
-use super::{context, dgfm, migration, model, report, serving};
+use super::{context, dgfm, migration, model, readings, report, serving};
 use lagoon_cluster::perf::ModelConfig;
 use lagoon_plot::{Panel, Series};
 use std::path::Path;
@@ -37,6 +38,11 @@ pub struct Size {
     pub bar: usize,
     /// Requests of the run over time.
     pub over_time: usize,
+    /// Panels of v2 Figure 10 (a) whose goodput is searched, and the seeds of that.
+    pub goodput_panels: usize,
+    pub goodput_seeds: &'static [u64],
+    /// Factors on the requests of traces 0 to 2 there.
+    pub goodput_factors: [usize; 3],
 }
 
 impl Size {
@@ -53,6 +59,9 @@ impl Size {
             shares,
             bar: 4_000,
             over_time: 400,
+            goodput_panels: 6,
+            goodput_seeds: &[1, 2, 3],
+            goodput_factors: [1, 3, 6],
         }
     }
 
@@ -69,13 +78,29 @@ impl Size {
             shares,
             bar: 600,
             over_time: 120,
+            goodput_panels: 3,
+            goodput_seeds: &[1, 2, 3],
+            goodput_factors: [1, 3, 6],
         }
     }
 
     /// A size for tests, whose figures mean little.
     #[must_use]
     pub const fn tiny(seed: u64) -> Self {
-        Self { seed, short: 60, grown: 0, grown_panels: 0, long: 5, dataset: 6, shares: &[0.8], bar: 4, over_time: 8 }
+        Self {
+            seed,
+            short: 60,
+            grown: 0,
+            grown_panels: 0,
+            long: 5,
+            dataset: 6,
+            shares: &[0.8],
+            bar: 4,
+            over_time: 8,
+            goodput_panels: 1,
+            goodput_seeds: &[1],
+            goodput_factors: [1; 3],
+        }
     }
 }
 
@@ -88,6 +113,8 @@ pub struct Results {
     /// v2 Figure 10 (a), with bounded outputs (curves) and with grown ones (maxima).
     pub against_multi: Vec<Compared>,
     pub against_multi_grown: Vec<Compared>,
+    /// The same under both readings of dispatch, by goodput.
+    pub readings: Vec<Readings>,
     /// v2 Figure 10 (b).
     pub against_single: Vec<Compared>,
     /// v1 Figure 8: maxima.
@@ -99,6 +126,9 @@ pub struct Results {
     pub dgfm: dgfm::OverTime,
 }
 
+/// Both systems under both readings of dispatch.
+const AGAINST_MULTI: [System; 4] = [System::Lagoon, System::Multi, System::LagoonFreeMemory, System::MultiFreeMemory];
+
 fn against_multi(output: Output, requests: usize) -> Vec<Comparison> {
     let panels = [4_u32, 8].into_iter().flat_map(|gpus| (0..3).map(move |trace| (gpus, trace)));
     let comparison = |(gpus, trace): (u32, usize)| {
@@ -107,7 +137,7 @@ fn against_multi(output: Output, requests: usize) -> Vec<Comparison> {
             figure: "v2 10a",
             name: format!("trace {trace}, {}", setup.multi().name()),
             workload: TABLE_1[trace],
-            systems: [System::Lagoon, System::Multi].map(|s| (s, s.setting(&setup, 32))).to_vec(),
+            systems: AGAINST_MULTI.map(|s| (s, s.setting(&setup, 32))).to_vec(),
             requests: requests * gpus as usize / 4,
             output,
             flood: FLOOD,
@@ -165,12 +195,12 @@ fn studied(size: &Size) -> Vec<Comparison> {
     [&multi[3], &single[2], &single[3]].map(lagoon).to_vec()
 }
 
-/// The studied departures from the shipped engine.
+/// The studied departures from the modelled system.
 pub const STUDIES: [(&str, Study); 4] = [
-    ("no departure", Study { free_network: false, one_batch: false, layer_borders: false }),
-    ("the two micro-batches read weights once", Study { free_network: false, one_batch: true, layer_borders: false }),
-    ("peers' queries wait for a layer", Study { free_network: false, one_batch: false, layer_borders: true }),
-    ("one batch, and a network without cost", Study { free_network: true, one_batch: true, layer_borders: false }),
+    ("no departure", Study { free_network: false, one_batch: false, overtaking: false }),
+    ("the two micro-batches read weights once", Study { free_network: false, one_batch: true, overtaking: false }),
+    ("peers' queries wait for no layer", Study { free_network: false, one_batch: false, overtaking: true }),
+    ("both, and a network without cost", Study { free_network: true, one_batch: true, overtaking: true }),
 ];
 
 /// Runs everything. `say` reports progress.
@@ -197,6 +227,7 @@ pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
     Results {
         size,
         against_multi: compare("against vLLM-multi", &bounded, size.shares),
+        readings: run_readings(size, "", say),
         against_multi_grown: compare("against vLLM-multi, generated contexts", &grown, &[]),
         against_single: compare("against vLLM-single", &against_single(&size), size.shares),
         datasets: compare("datasets of v1", &datasets(&size), &[0.9]),
@@ -207,6 +238,19 @@ pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
         bars,
         seconds: begun.elapsed().as_secs_f64(),
     }
+}
+
+/// Runs only the readings of dispatch of the panels of v2 Figure 10 (a) whose name contains `wanted`.
+#[must_use]
+pub fn run_readings(size: Size, wanted: &str, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Vec<Readings> {
+    let mut panels = against_multi(Output::AtMost(SHORT_OUTPUT), size.short);
+    // Traces 1 and 2 are served several times as fast: as many requests would be over before a queue has formed.
+    for (at, panel) in panels.iter_mut().enumerate() {
+        panel.requests *= size.goodput_factors[at % size.goodput_factors.len()];
+    }
+    panels.truncate(size.goodput_panels);
+    panels.retain(|c| c.name.contains(wanted));
+    readings::readings(&panels, size.goodput_seeds, &|at, of| say("goodput against vLLM-multi", at + 1, of))
 }
 
 /// Runs only the panels whose figure and name contain `wanted` (`v2 10a: trace 0, LLaMA2-7B, 8xtp1`), with the size's
@@ -239,6 +283,7 @@ pub fn write(results: &Results, out: &Path) -> std::io::Result<()> {
         results.against_multi.iter().chain(&results.against_multi_grown).cloned().collect();
     put("against-multi.csv", serving::to_csv(&against_multi))?;
     put("against-multi.svg", figure("Lagoon and vLLM-multi (v2 Figure 10a)", &panels(&results.against_multi), 3)?)?;
+    put("readings.csv", report::readings_csv(&results.readings))?;
     put("against-single.csv", serving::to_csv(&results.against_single))?;
     put("against-single.svg", figure("Lagoon and vLLM-single (v2 Figure 10b)", &panels(&results.against_single), 3)?)?;
     put("datasets.csv", serving::to_csv(&results.datasets))?;

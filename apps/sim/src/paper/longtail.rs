@@ -1,0 +1,129 @@
+//! Long-tail goodput in simulation: a trace of conversations on four instances of LLaMA2-7B on an A100 each, as a pool and on
+//! their own (the experiment `e1` of `benches/benches/goodput`, at full scale and without a gateway).
+//!
+//! Prompts are computed, in chunks of 2,048 rows; prefixes are not kept.
+
+use super::cluster::Cluster;
+use super::conversation::{Entry, Scale, requests};
+use super::device::Prefill;
+use super::dispatch::Dispatch;
+use super::goodput::{Found, Search, search};
+use super::hardware::LLAMA2_7B;
+use super::measure::{Job, Measured, run_all};
+use super::run::{Setting, Study};
+use super::traces::Request;
+use std::fmt::Write as _;
+
+const INSTANCES: u32 = 4;
+const BLOCK_TOKENS: u32 = 64;
+const CHUNK: u32 = 2_048;
+/// Prompts longer than this are long, in tokens.
+const LONG: u32 = 32_000;
+/// Requests per second at which searches begin.
+const START: f64 = 0.8;
+
+/// The compared systems; the first is what the others are compared with: its goodput is their common rate.
+#[must_use]
+pub fn systems() -> Vec<(&'static str, Setting)> {
+    let cluster = Cluster::multi(LLAMA2_7B, INSTANCES, 1);
+    let setting = |pooled, dispatch, overtaking| Setting {
+        dispatch,
+        prefill: Prefill::Computed,
+        step_rows: CHUNK,
+        study: Study { overtaking, ..Study::default() },
+        ..Setting::new(cluster, pooled, BLOCK_TOKENS)
+    };
+    vec![
+        ("alone, least predicted work", setting(false, Dispatch::LeastWork, false)),
+        ("alone, most free memory less the last second's", setting(false, Dispatch::FreeLessRecent, false)),
+        ("alone, most free memory", setting(false, Dispatch::FreeMemory, false)),
+        ("pool, most free memory less the last second's", setting(true, Dispatch::FreeLessRecent, false)),
+        ("pool, least predicted work", setting(true, Dispatch::LeastWork, false)),
+        ("pool, least predicted work, peers' queries wait for no layer", setting(true, Dispatch::LeastWork, true)),
+    ]
+}
+
+/// A system's results on one part of the trace.
+#[derive(Clone, Debug)]
+pub struct Row {
+    pub part: usize,
+    pub system: &'static str,
+    pub found: Found,
+    /// All requests at the common rate.
+    pub common: Measured,
+    /// Median time to the first token of the long prompts there; infinite if most got none.
+    pub long_first_s: f64,
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Measures all systems on each part.
+#[must_use]
+pub fn run(parts: &[&[Entry]], done: &(dyn Fn(usize, usize) + Sync)) -> Vec<Row> {
+    let systems = systems();
+    let at = |part: usize| move |rate| requests(parts[part], Scale { prompts: 1.0, outputs: 1.0, rate });
+    let at: Vec<_> = (0..parts.len()).map(at).collect();
+    let all = || (0..parts.len()).flat_map(|part| systems.iter().map(move |(name, setting)| (part, *name, *setting)));
+    let searches: Vec<Search<'_>> =
+        all().map(|(part, _, setting)| Search { setting, requests: &at[part], start: START }).collect();
+    let found = search(&searches, &|n| done(n, 2 * searches.len()));
+    let common = |part: usize| found[part * systems.len()].rate;
+    let jobs: Vec<Job> = all().map(|(part, _, setting)| Job { setting, requests: at[part](common(part)) }).collect();
+    let measured = run_all(&jobs, &|n| done(searches.len() + n, 2 * searches.len()));
+    let row = |(((part, system, _), found), (job, common)): (((usize, _, _), Found), (&Job, Measured))| {
+        let long = |(request, _): &(&Request, _)| request.prompt_tokens > LONG;
+        let first = |(_, first): (_, &Option<f64>)| first.unwrap_or(f64::INFINITY);
+        let long_first_s = median(job.requests.iter().zip(&common.first_tokens_s).filter(long).map(first).collect());
+        Row { part, system, found, common, long_first_s }
+    };
+    all().zip(found).zip(jobs.iter().zip(measured)).map(row).collect()
+}
+
+/// The rows as a Markdown table; `parts` names the parts.
+#[must_use]
+pub fn table(rows: &[Row], parts: &[String]) -> String {
+    let mut text = String::from(
+        "| part | system | goodput, requests/s | over the first | met at its rate | long prompts' first token there, s | failed |\n\
+         |---|---|---:|---:|---:|---:|---:|\n",
+    );
+    for row in rows {
+        let base = rows.iter().find(|other| other.part == row.part).map_or(f64::NAN, |other| other.found.rate);
+        let _ = writeln!(
+            text,
+            "| {} | {} | {:.2} | {:.2} | {:.1} % | {:.1} | {} |",
+            parts[row.part],
+            row.system,
+            row.found.rate,
+            row.found.rate / base,
+            100.0 * row.common.met,
+            row.long_first_s,
+            row.common.failed + row.common.cut
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::conversation::synthetic;
+    use super::*;
+
+    #[test]
+    fn every_system_gets_the_same_requests_and_the_pool_refuses_none() {
+        let mut entries = synthetic(40, 3);
+        // No instance holds it.
+        entries[20].input_length = 124_000;
+        let rows = run(&[&entries], &|_, _| ());
+        assert_eq!(rows.len(), systems().len());
+        for row in &rows {
+            let alone = row.system.starts_with("alone");
+            assert_eq!(row.common.failed, usize::from(alone), "{}: {:?}", row.system, row.common);
+            assert!(row.found.rate > 0.1, "{}: {}", row.system, row.found.rate);
+        }
+        let text = table(&rows, &["all".to_owned()]);
+        assert_eq!(text.lines().count(), 2 + rows.len());
+    }
+}
