@@ -212,7 +212,7 @@ fn compiled(state: &ServerState, asked: Asked, reasoning: Option<Reasoning>) -> 
     }
 }
 
-fn refusal(field: &str, error: &GrammarError) -> ApiError {
+pub(crate) fn refusal(field: &str, error: &GrammarError) -> ApiError {
     let message = format!("the field `{field}` cannot be used: {error}");
     match error {
         GrammarError::Unsupported { path, .. } => {

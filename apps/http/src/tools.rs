@@ -2,7 +2,7 @@
 //! `reasoning_effort`, `chat_template_kwargs`, `thinking`.
 
 use crate::{
-    constraints::Asked,
+    constraints::{Asked, refusal},
     error::ApiError,
     fields::{Fields, missing, text, wrong_type},
     json::{Json, Kind},
@@ -31,6 +31,8 @@ pub(crate) struct ToolFields {
     pub(crate) parallel: bool,
     /// Whether the answer must be calls: then `tools` are those that it may call.
     is_required: bool,
+    /// Place in the request of the first of `tools`.
+    first: usize,
     /// Further variables of the template.
     pub(crate) variables: Vec<(String, Value)>,
 }
@@ -62,12 +64,14 @@ impl ToolFields {
         }
         let is_required = matches!(choice, Choice::Required | Choice::Named(_));
         let parallel = parallel && !matches!(choice, Choice::Named(_));
+        let named = |tool: &Tool| matches!(&choice, Choice::Named(name) if tool.name == *name);
+        let first = tools.iter().position(named).unwrap_or(0);
         let tools: Arc<[Tool]> = match choice {
             Choice::None => Arc::default(),
             Choice::Auto | Choice::Required => tools.into(),
             Choice::Named(name) => tools.into_iter().filter(|tool| tool.name == name).collect(),
         };
-        let all = Self { tools, parallel, is_required, variables };
+        let all = Self { tools, parallel, is_required, first, variables };
         template.map_or(Ok(()), |template| all.check(template))?;
         Ok(all)
     }
@@ -102,7 +106,7 @@ impl ToolFields {
             }
             // Calls stand in a channel before the answer, which the grammar leaves free.
             Some(asked) if format == ToolFormat::Harmony && !is_strict => return Ok(Some((asked.clone(), false))),
-            Some(asked) => match expression(&asked.grammar) {
+            Some(asked) => match expression(asked)? {
                 Some(form) => Beside::Instead(form),
                 None => {
                     return refused("a grammar of your own\nhint: tool_choice none, or a grammar that has the calls");
@@ -111,7 +115,8 @@ impl ToolFields {
             None if self.is_required => Beside::Nothing,
             None => Beside::Text,
         };
-        let calls = Calls { tools: &self.tools, many: self.parallel };
+        let tools = self.compilable()?;
+        let calls = Calls { tools: &tools, many: self.parallel };
         match format.grammar(calls, &beside, tokenizer) {
             Ok(lark) => {
                 let asked = Asked { grammar: Grammar::Lark(lark), field: field.to_owned() };
@@ -119,6 +124,17 @@ impl ToolFields {
             }
             Err(why) => refused(&why),
         }
+    }
+
+    /// The tools with schemas that the compiler takes.
+    fn compilable(&self) -> Result<Vec<Tool>, ApiError> {
+        let of = |(at, tool): (usize, &Tool)| {
+            let schema = if tool.parameters.is_null() { json!({}) } else { tool.parameters.clone() };
+            let field = format!("tools[{at}].function.parameters");
+            let parameters = lagoon_grammar::compilable(schema).map_err(|error| refusal(&field, &error))?;
+            Ok(Tool { parameters, ..tool.clone() })
+        };
+        (self.first..).zip(self.tools.iter()).map(of).collect()
     }
 
     pub(crate) fn rendering(&self, add_generation_prompt: bool) -> Rendering {
@@ -243,14 +259,21 @@ pub(crate) fn function_type(fields: &mut Fields<'_>) -> Result<(), ApiError> {
     }
 }
 
-/// A grammar as an expression in another one.
-fn expression(grammar: &Grammar) -> Option<String> {
+/// A grammar as an expression in another one, if it can be that.
+fn expression(asked: &Asked) -> Result<Option<String>, ApiError> {
     let literal = |text: &String| Value::from(text.as_str()).to_string();
-    match grammar {
-        Grammar::JsonSchema(schema) => Some(format!("%json {schema}")),
+    Ok(match &asked.grammar {
+        Grammar::JsonSchema(text) => {
+            let schema = serde_json::from_str(text).map_err(|error| {
+                let message = format!("the field `{}` is not JSON: {error}", asked.field);
+                ApiError::field(asked.field.clone(), "invalid_value", message)
+            })?;
+            let schema = lagoon_grammar::compilable(schema).map_err(|error| refusal(&asked.field, &error))?;
+            Some(format!("%json {schema}"))
+        }
         Grammar::Choice(texts) => Some(texts.iter().map(literal).collect::<Vec<_>>().join(" | ")),
         Grammar::Regex(_) | Grammar::Lark(_) => None,
-    }
+    })
 }
 
 /// `thinking`, as DeepSeek, GLM and Anthropic have it: the template's variable for it. A template without one either always

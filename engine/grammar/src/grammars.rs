@@ -202,8 +202,7 @@ fn top_level(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
         Grammar::JsonSchema(text) => {
             let schema = serde_json::from_str(text);
             let schema = schema.map_err(|error| GrammarError::Invalid(format!("the schema is not JSON: {error}")))?;
-            schema::check(&schema)?;
-            Ok(TopLevelGrammar::from_json_schema(schema::prepared(schema)))
+            Ok(TopLevelGrammar::from_json_schema(schema::compilable(schema)?))
         }
         Grammar::Regex(text) => {
             check_brackets(text)?;

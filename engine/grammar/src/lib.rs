@@ -17,3 +17,4 @@ mod schema;
 pub use error::GrammarError;
 pub use grammars::Grammars;
 pub use matcher::{AnswerMatcher, Next};
+pub use schema::compilable;

@@ -17,6 +17,10 @@ const MAPS: &[&str] = &["properties", "patternProperties", "$defs", "definitions
 /// Values of `format`.
 const FORMATS: &[&str] =
     &["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"];
+/// The keyword of the compiler's own options.
+const OPTIONS: &str = "x-guidance";
+/// White space between two parts of JSON: an empty line, and the indentation of deeply nested parts.
+const WHITE_SPACE: &str = "(\r?\n){1,2}[ \t]{0,64}|[ \t]{1,64}";
 /// A time with at most 60 seconds in its minute.
 const SECONDS: &str = "^[^:]*:[0-9]{2}:[0-5]";
 /// Keywords that no grammar stands for, with what to do instead.
@@ -37,11 +41,29 @@ const REFUSED: &[(&str, &str)] = &[
     ("$dynamicRef", "use $ref to a place in the same schema (#/...)"),
     ("$recursiveRef", "use $ref to a place in the same schema (#/...)"),
     // The compiler's own options, which may switch these checks off.
-    ("x-guidance", "leave it out"),
+    (OPTIONS, "leave it out"),
 ];
 
-/// Refuses what the compiler would not honour. `schema` is one JSON text.
-pub(crate) fn check(schema: &Value) -> Result<(), GrammarError> {
+/// A schema as the compiler is given it: without keywords that change nothing but that it would refuse (`uniqueItems: false`),
+/// with times as validators have them (it takes a 61st second in any minute), and with an end of white space between two parts,
+/// which a weak model would go on with for ever.
+///
+/// # Errors
+/// [`GrammarError::Unsupported`] for what the compiler would not honour, with its path; [`GrammarError::Invalid`] for what is no
+/// schema.
+pub fn compilable(mut schema: Value) -> Result<Value, GrammarError> {
+    check(&schema)?;
+    prepare(&mut schema);
+    if schema == true {
+        schema = json!({});
+    }
+    if let Some(keywords) = schema.as_object_mut() {
+        keywords.insert(OPTIONS.to_owned(), json!({"whitespace_pattern": WHITE_SPACE}));
+    }
+    Ok(schema)
+}
+
+fn check(schema: &Value) -> Result<(), GrammarError> {
     at(schema, &mut Vec::new())
 }
 
@@ -98,13 +120,6 @@ fn within(schema: &Value, path: &mut Vec<String>, steps: &[&str]) -> Result<(), 
     checked
 }
 
-/// The schema as the compiler is given it: without keywords that change nothing but that it would refuse (`uniqueItems: false`),
-/// and with times as validators have them (it takes a 61st second in any minute).
-pub(crate) fn prepared(mut schema: Value) -> Value {
-    prepare(&mut schema);
-    schema
-}
-
 fn prepare(schema: &mut Value) {
     let Value::Object(keywords) = schema else { return };
     if keywords.get("uniqueItems") == Some(&Value::Bool(false)) {
@@ -151,7 +166,7 @@ mod tests {
             "properties": {"not": {"type": "string", "uniqueItems": false}, "if": true}, "required": ["not"],
         });
         assert_eq!(check(&schema), Ok(()));
-        assert_eq!(prepared(schema)["properties"]["not"], json!({"type": "string"}));
+        assert_eq!(compilable(schema).unwrap()["properties"]["not"], json!({"type": "string"}));
     }
 
     #[test]

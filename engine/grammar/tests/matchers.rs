@@ -4,7 +4,7 @@
 #[allow(dead_code, reason = "each test uses a part")]
 mod common;
 
-use common::{Model, constraint, models};
+use common::{Model, constraint, model, models};
 use lagoon_grammar::{AnswerMatcher, Next};
 use lagoon_types::{Constraint, Grammar, Reasoning};
 use rand::{Rng, SeedableRng};
@@ -246,4 +246,22 @@ fn grammars_that_are_too_complex_are_refused_or_fail_their_answer() {
         }
     }
     assert_eq!(model.grammars.check(&Grammar::Regex("ab".to_owned())), Ok(()));
+}
+
+/// White space between the parts of JSON ends: a model that prefers it goes on nevertheless.
+#[test]
+fn white_space_between_parts_ends() {
+    let model = model(&[]);
+    let newline = model.tokenizer.encode("\n", false).unwrap()[0];
+    let constraint = constraint(Grammar::JsonSchema(r#"{"type": "array", "items": {"type": "null"}}"#.to_owned()));
+    let matcher = model.matcher(&constraint, &model.tokenizer.encode("[", false).unwrap());
+    let mut lines = 0;
+    while model.allowed(&model.next(&matcher, &[])[0]).contains(&newline) {
+        matcher.push(&[newline]);
+        lines += 1;
+        assert!(lines < 10, "endless");
+    }
+    assert_eq!(lines, 2);
+    matcher.push(&model.tokenizer.encode(&format!("{}null]", " ".repeat(64)), false).unwrap());
+    assert!(!matches!(model.next(&matcher, &[])[0], Next::Failed(_)));
 }

@@ -137,3 +137,20 @@ async fn calls_that_must_be_made_are_a_grammar() {
     assert_eq!(constraint_of(CHAT, none).await.unwrap().grammar, Grammar::Regex("a".to_owned()));
     assert_eq!(constraint_of(CHAT, json!({"tools": tools(false)})).await, None, "calls are the model's choice");
 }
+
+#[tokio::test]
+async fn what_of_a_tool_no_grammar_stands_for_is_refused_with_its_path() {
+    let of = |name: &str, schema: Value| json!({"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"a": schema}}}});
+    let tools = json!([of("first", json!({"type": "string"})), of("second", json!({"not": {}}))]);
+    let template = ChatTemplate::new(Path::new("scripted"), TEMPLATE, &TokenizerConfig::default()).unwrap();
+    let formats = Formats { tools: Some(ToolFormat::Hermes), reasoning: None };
+    let engine = ScriptedEngine::saying("{}");
+    let state = crate::ServerState { template: Some(Arc::new(template)), formats, ..scripted::state(engine) };
+    let client = Client::new(state).await;
+    for choice in [json!("required"), json!({"type": "function", "function": {"name": "second"}})] {
+        let body = json!({"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": choice});
+        let reply = client.post("/v1/chat/completions", body).await;
+        let param = "tools[1].function.parameters.properties.a";
+        assert_eq!((reply.status, reply.json()["error"]["param"].as_str()), (400, Some(param)), "{}", reply.text);
+    }
+}

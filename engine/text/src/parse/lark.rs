@@ -37,6 +37,9 @@ const EXPRESSED: &[&str] = &[
     "required",
 ];
 
+/// Keywords of a tool's schema that hold for the schema of each argument: what it refers to, and the compiler's options.
+const SHARED: &[&str] = &["$defs", "definitions", "x-guidance"];
+
 impl ToolFormat {
     /// The grammar of answers with `calls`.
     ///
@@ -181,7 +184,7 @@ impl Rules<'_> {
         let (open, close) = (self.mark("<tool_call>"), self.mark("</tool_call>"));
         let empty = Map::new();
         let schema = tool.parameters.as_object().unwrap_or(&empty);
-        let is_expressed = |key: &str| EXPRESSED.contains(&key) || ["$defs", "definitions"].contains(&key);
+        let is_expressed = |key: &str| EXPRESSED.contains(&key) || SHARED.contains(&key);
         if let Some(key) = schema.keys().find(|key| !is_expressed(key)) {
             return Err(format!("`{key}` in the parameters of `{}`, whose arguments stand one by one", tool.name));
         }
@@ -215,9 +218,9 @@ impl Rules<'_> {
         let end = literal(if is_glm { "</arg_value>\n" } else { "\n</parameter>\n" });
         if property["type"] != "string" {
             let mut schema = property.clone();
-            for defs in ["$defs", "definitions"] {
-                if let (Some(map), Some(of)) = (schema.as_object_mut(), tool.parameters.get(defs)) {
-                    map.entry(defs).or_insert_with(|| of.clone());
+            for key in SHARED {
+                if let (Some(map), Some(of)) = (schema.as_object_mut(), tool.parameters.get(*key)) {
+                    map.entry(*key).or_insert_with(|| of.clone());
                 }
             }
             self.rule(&format!("{rule}_value"), &format!("%json {schema}"));
