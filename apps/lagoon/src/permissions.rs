@@ -111,7 +111,7 @@ mod tests {
         let kv = roles(&[NodeRole::Kv]);
         let register =
             |role: Role| ControlBody::Register(Box::new(Register { role: role as i32, ..Register::default() }));
-        for body in [register(Role::Kv), ControlBody::Heartbeat(Box::new(p::Heartbeat::default())), drain(3)] {
+        for body in [register(Role::Kv), ControlBody::Heartbeat(Box::default()), drain(3)] {
             at_gmanager(kv, Some(InstanceId(3)), &body).unwrap();
         }
         for body in [
@@ -130,9 +130,9 @@ mod tests {
         at_instance(kv, &ControlBody::LeaseGrant(p::LeaseGrant::default())).unwrap();
         for body in [
             ControlBody::LeaseRequest(p::LeaseRequest::default()),
-            ControlBody::PrefillRequest(Box::new(p::PrefillRequest::default())),
-            ControlBody::TransferConnect(Box::new(p::TransferConnect::default())),
-            ControlBody::PrefillReady(Box::new(p::PrefillReady::default())),
+            ControlBody::PrefillRequest(Box::default()),
+            ControlBody::TransferConnect(Box::default()),
+            ControlBody::PrefillReady(Box::default()),
         ] {
             assert!(at_instance(kv, &body).is_err(), "{body:?}");
             at_instance(roles(&[NodeRole::Instance]), &body).unwrap();
@@ -157,14 +157,14 @@ mod tests {
     #[test]
     fn gateways_ask_and_operators_order() {
         let status = ControlBody::StatusQuery(p::StatusQuery::default());
-        let register = ControlBody::Register(Box::new(Register::default()));
+        let register = ControlBody::Register(Box::default());
         let (gateway, operator) = (roles(&[NodeRole::Gateway]), roles(&[NodeRole::Operator]));
         at_gmanager(gateway, None, &status).unwrap();
         at_gmanager(operator, None, &drain(1)).unwrap();
         assert!(at_gmanager(gateway, None, &drain(1)).is_err());
         for peer in [gateway, operator, roles(&[NodeRole::GManager])] {
             assert!(at_gmanager(peer, None, &register).is_err());
-            assert!(at_instance(peer, &ControlBody::Hello(Box::new(p::Hello::default()))).is_err());
+            assert!(at_instance(peer, &ControlBody::Hello(Box::default())).is_err());
         }
     }
 }
