@@ -108,7 +108,7 @@ pub fn table(rows: &[Row], parts: &[String]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::conversation::synthetic;
+    use crate::paper::conversation::synthetic;
     use super::*;
 
     #[test]
