@@ -38,7 +38,7 @@ use tokio_util::sync::CancellationToken;
 /// Inputs from HTTP handlers to the loop.
 #[derive(Debug)]
 pub(crate) enum Input {
-    Submit { seq: SeqId, request: GenerateRequest, events: mpsc::Sender<TokenEvent> },
+    Submit { seq: SeqId, request: Box<GenerateRequest>, events: mpsc::Sender<TokenEvent> },
     Cancel { seq: SeqId },
     Status { reply: oneshot::Sender<NodeStatus> },
 }
@@ -581,7 +581,7 @@ impl NodeLoop {
         match input {
             Input::Submit { seq, request, events } => {
                 self.outputs.insert(seq, events);
-                self.step(Event::Submit { seq, request: Box::new(request) });
+                self.step(Event::Submit { seq, request });
             }
             Input::Cancel { seq } => {
                 self.outputs.remove(&seq);

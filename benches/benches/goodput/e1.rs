@@ -35,6 +35,9 @@ fn part(entries: &[Entry], offset: usize, requests: usize) -> Result<&[Entry]> {
     })
 }
 
+/// A line of a plot.
+type Points = Vec<(f64, f64)>;
+
 /// A search and its runs.
 struct Searched {
     goodput: Option<f64>,
@@ -128,7 +131,7 @@ fn offset(lagoon: &Lagoon, part: &Part<'_>, panels: &mut Vec<Panel>) -> Result<V
         searches.push((system, searched, common, late));
     }
     let title = |what: &str| format!("{what}, from request {}", part.offset);
-    let series = |of: &dyn Fn(&Searched, &Ran) -> Vec<(f64, f64)>| -> Vec<Series> {
+    let series = |of: &dyn Fn(&Searched, &Ran) -> Points| -> Vec<Series> {
         let one = |(system, searched, common, _): &(System, Searched, Ran, f64)| Series {
             name: system.name.to_owned(),
             points: of(searched, common),

@@ -171,10 +171,7 @@ impl Live {
         if !answer.starts_with(&self.taken) {
             *self = Self::new(self.compiled.clone(), constraint);
         }
-        for at in self.taken.len()..answer.len() {
-            self.take(constraint, answer[at])?;
-        }
-        Ok(())
+        answer[self.taken.len()..].iter().try_for_each(|token| self.take(constraint, *token))
     }
 
     /// Goes behind one more token.

@@ -582,7 +582,8 @@ impl Pass {
             Decoder::new(model).logits(device, &last, micro_batch)?;
             if let Some(sampler) = self.drawer(device) {
                 let Draws { rows, masks, .. } = draws;
-                (rows.clear(), masks.clear());
+                rows.clear();
+                masks.clear();
                 for (at, Wanted { spec, index, .. }) in self.wanted().enumerate() {
                     let row = Sampler::row(&spec.params, index).map_err(sampling)?;
                     rows.push(SampleRow { mask: self.constrained.mask(at, model.spec.vocab, masks), ..row });
