@@ -1,7 +1,7 @@
 //! The matcher of one answer.
 //!
-//! A sequence owns it and adds its tokens; the runner asks it which tokens may come next, before it draws, and tells it what it
-//! drew. What it was told beyond the answer's tokens (a step that was aborted) is taken back when it is asked again: the answer's
+//! A sequence owns it and adds its tokens; the runner asks it which tokens may come next, before it draws, and gives it what it
+//! drew. What it was given beyond the answer's tokens (a step that was aborted) is taken back when it is asked again: the answer's
 //! tokens alone count.
 
 use crate::environment::Environment;

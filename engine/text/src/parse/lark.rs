@@ -124,7 +124,7 @@ impl Rules<'_> {
                     ToolFormat::DeepSeek => deepseek::BEGIN,
                     ToolFormat::Hermes | ToolFormat::QwenCoder | ToolFormat::Glm => "<tool_call>",
                     ToolFormat::Llama3 | ToolFormat::Harmony => {
-                        return Err("its calls cannot be told from other text".to_owned());
+                        return Err("its calls cannot be distinguished from other text".to_owned());
                     }
                 };
                 if self.mark(first).starts_with('"') {
