@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import openai
 import pool
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
@@ -50,10 +51,14 @@ def function_calling():
 
 
 def json_mode():
-    answer = chat.with_structured_output(None, method="json_mode", include_raw=True).invoke(messages())
-    # Any object: one that max_tokens cuts is reported as an error of the parser.
-    finish = answer["raw"].response_metadata["finish_reason"]
-    assert finish == "length" or isinstance(answer["parsed"], dict), answer
+    try:
+        answer = chat.with_structured_output(None, method="json_mode", include_raw=True).invoke(messages())
+    except openai.LengthFinishReasonError as error:
+        # Any object: this model's may have no end.
+        text = error.completion.choices[0].message.content
+        assert text.lstrip().startswith("{"), text
+    else:
+        assert isinstance(answer["parsed"], dict), answer
 
 
 def enforced_tools():

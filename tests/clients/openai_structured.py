@@ -37,7 +37,7 @@ FUNCTION = {"name": "report", "description": "Reports.", "parameters": SCHEMA, "
 def ask(**extra):
     messages, _ = pool.long_chat()
     return client.chat.completions.create(
-        model=pool.MODEL, messages=messages, temperature=0, **{"max_tokens": 200, "logit_bias": DENSE, **extra}
+        model=pool.MODEL, messages=messages, **{"temperature": 0, "max_tokens": 200, "logit_bias": DENSE, **extra}
     )
 
 

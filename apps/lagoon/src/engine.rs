@@ -46,12 +46,14 @@ impl Engine for NodeEngine {
         let seq = SeqId(self.next.fetch_add(1, Relaxed));
         let room = (request.max_tokens as usize).saturating_add(3).min(EVENTS_MAX);
         let (events, receiver) = mpsc::channel(room);
-        self.inputs.try_send(Input::Submit { seq, request: Box::new(request), events }).map_err(|error| match error {
-            mpsc::error::TrySendError::Full(_) => {
-                RequestError::QueueFull { queued: self.inputs.max_capacity(), limit: self.inputs.max_capacity() }
-            }
-            mpsc::error::TrySendError::Closed(_) => gone(),
-        })?;
+        self.inputs.try_send(Input::Submit { seq, request: Box::new(request), events }).map_err(
+            |error| match error {
+                mpsc::error::TrySendError::Full(_) => {
+                    RequestError::QueueFull { queued: self.inputs.max_capacity(), limit: self.inputs.max_capacity() }
+                }
+                mpsc::error::TrySendError::Closed(_) => gone(),
+            },
+        )?;
         let inputs = self.inputs.clone();
         let guard = CancelGuard::new(move || {
             // A full queue must not lose the cancellation; a guard is dropped outside of async code.

@@ -45,8 +45,9 @@ const REFUSED: &[(&str, &str)] = &[
 ];
 
 /// A schema as the compiler is given it: without keywords that change nothing but that it would refuse (`uniqueItems: false`),
-/// with times as validators have them (it takes a 61st second in any minute), and with an end of white space between two parts,
-/// which a weak model would go on with for ever.
+/// with times as validators have them (it takes a 61st second in any minute), and with an end to what a weak model would go on with
+/// for ever: white space between two parts, and properties that nobody named. Objects with `properties` have no others, unless
+/// `additionalProperties` says so, or schemas are composed of several.
 ///
 /// # Errors
 /// [`GrammarError::Unsupported`] for what the compiler would not honour, with its path; [`GrammarError::Invalid`] for what is no
@@ -54,6 +55,9 @@ const REFUSED: &[(&str, &str)] = &[
 pub fn compilable(mut schema: Value) -> Result<Value, GrammarError> {
     check(&schema)?;
     prepare(&mut schema);
+    if !is_composed(&schema) {
+        close(&mut schema);
+    }
     if schema == true {
         schema = json!({});
     }
@@ -139,6 +143,44 @@ fn prepare(schema: &mut Value) {
     }
 }
 
+/// Whether an object may be described by several schemas at once.
+fn is_composed(schema: &Value) -> bool {
+    let Value::Object(keywords) = schema else { return false };
+    let beside = ["$ref", "anyOf", "oneOf"].iter().any(|key| keywords.contains_key(*key));
+    keywords.contains_key("allOf")
+        || (beside && keywords.contains_key("properties"))
+        || parts(keywords).any(is_composed)
+}
+
+/// Allows objects with `properties` no others, where the schema does not say.
+fn close(schema: &mut Value) {
+    let Value::Object(keywords) = schema else { return };
+    let is_open = ["additionalProperties", "patternProperties"].iter().all(|key| !keywords.contains_key(*key));
+    if is_open && keywords.contains_key("properties") {
+        keywords.insert("additionalProperties".to_owned(), Value::Bool(false));
+    }
+    for (keyword, value) in keywords {
+        match value {
+            Value::Object(members) if MAPS.contains(&keyword.as_str()) => members.values_mut().for_each(close),
+            Value::Array(list) if SCHEMAS.contains(&keyword.as_str()) => list.iter_mut().for_each(close),
+            value if SCHEMAS.contains(&keyword.as_str()) => close(value),
+            _ => {}
+        }
+    }
+}
+
+/// The schemas that a schema's keywords hold.
+fn parts(keywords: &Map<String, Value>) -> impl Iterator<Item = &Value> {
+    keywords.iter().flat_map(|(keyword, value)| -> Vec<&Value> {
+        match value {
+            Value::Object(members) if MAPS.contains(&keyword.as_str()) => members.values().collect(),
+            Value::Array(list) if SCHEMAS.contains(&keyword.as_str()) => list.iter().collect(),
+            value if SCHEMAS.contains(&keyword.as_str()) => vec![value],
+            _ => Vec::new(),
+        }
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -167,6 +209,21 @@ mod tests {
         });
         assert_eq!(check(&schema), Ok(()));
         assert_eq!(compilable(schema).unwrap()["properties"]["not"], json!({"type": "string"}));
+    }
+
+    #[test]
+    fn objects_have_the_properties_that_they_name() {
+        let open = |schema: Value| compilable(schema).unwrap().get("additionalProperties").is_none();
+        let inner = json!({"properties": {"b": {}}});
+        assert!(!open(inner.clone()) && open(json!({"type": "object"})));
+        assert_eq!(compilable(json!({"items": inner})).unwrap()["items"]["additionalProperties"], json!(false));
+        assert_eq!(
+            compilable(json!({"properties": {}, "additionalProperties": true})).unwrap()["additionalProperties"],
+            true
+        );
+        let of = |key: &str| json!({"properties": {"a": {}}, key: [{"properties": {"b": {}}}]});
+        assert!(open(of("allOf")) && open(of("anyOf")));
+        assert!(open(json!({"properties": {"a": {}}, "$ref": "#/$defs/x", "$defs": {"x": {"properties": {"b": {}}}}})));
     }
 
     #[test]
