@@ -133,7 +133,7 @@ fn a_mismatch_is_rejected_with_both_values() {
     );
     rejects(
         |r| (r.version_min, r.version_max) = (VERSION_MAX + 1, VERSION_MAX + 2),
-        "versions 3 to 4, the gManager version 3: no common version, the gManager is older",
+        "versions 4 to 5, the gManager version 3: no common version, the gManager is older",
     );
     rejects(|r| r.shape = None, "no pool shape");
     rejects(|r| r.shape.as_mut().unwrap().model_hash = vec![8; 31], "32 bytes, not 31");
