@@ -108,8 +108,8 @@ pub fn table(rows: &[Row], parts: &[String]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use crate::paper::conversation::synthetic;
     use super::*;
+    use crate::paper::conversation::synthetic;
 
     #[test]
     fn every_system_gets_the_same_requests_and_the_pool_refuses_none() {
