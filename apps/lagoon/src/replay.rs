@@ -8,6 +8,8 @@
 //! Invariants: only whole events reach the client, and none twice; a request runs at one instance at a time as far as
 //! the gateway knows (dropping a connection cancels there); when the client disconnects, everything here is dropped.
 
+use crate::asked::Asked;
+use crate::dispatch_queue::Ticket;
 use crate::retry_budget::retry_after;
 use crate::upstreams::{Backend, Upstreams, end_to_end, lost, none_alive};
 use axum::body::{Body, Bytes};
@@ -77,6 +79,8 @@ pub(crate) struct Repeatable {
     body: Bytes,
     /// Whether it only computes a response: a duplicate does no harm.
     pure: bool,
+    /// Its sizes, for dispatch; nothing for a request that generates nothing.
+    asked: Asked,
     _share: Share,
 }
 
@@ -97,12 +101,19 @@ impl Repeatable {
         if generates {
             headers.insert(journal::HEADER, HeaderValue::from_static("1"));
         }
-        Ok(Self { method: head.method, target, headers, body, pure, _share: share })
+        let tenant = head.extensions.get::<Caller>().map_or("", Caller::tenant);
+        let asked = if generates { Asked::read(&body, tenant).await } else { Asked::default() };
+        Ok(Self { method: head.method, target, headers, body, pure, asked, _share: share })
     }
 
     /// The request's body.
     pub(crate) fn body(&self) -> Bytes {
         self.body.clone()
+    }
+
+    /// Whether it generates: it waits for its turn, and its stream has a journal.
+    fn generates(&self) -> bool {
+        self.headers.contains_key(journal::HEADER)
     }
 
     fn tokens(&self) -> u64 {
@@ -124,6 +135,8 @@ pub(crate) struct Attempts {
     upstreams: Arc<Upstreams>,
     limits: ReplayLimits,
     request: Repeatable,
+    /// Its place in the queue, and then at its instance, once it has one.
+    ticket: Option<Ticket>,
     /// The rate limit to charge its tokens to.
     caller: Caller,
     /// Tokens that were charged so far, but for those of events.
@@ -143,11 +156,21 @@ impl Attempts {
     /// Charges an estimate of the prompt: a client that leaves before the answer begins has had it computed.
     pub(crate) fn new(upstreams: Arc<Upstreams>, limits: ReplayLimits, request: Repeatable, caller: Caller) -> Self {
         upstreams.retries().deposit();
-        let generates = request.headers.contains_key(journal::HEADER);
-        let charged = if generates { request.tokens() } else { 0 };
+        let charged = if request.generates() { request.tokens() } else { 0 };
         caller.charge(charged);
-        let (lost, lost_at, barred) = (Vec::new(), Instant::now(), Vec::new());
-        Self { upstreams, limits, request, caller, charged, lost, lost_at, fruitless: 0, barred, streaming: false }
+        Self {
+            upstreams,
+            limits,
+            request,
+            ticket: None,
+            caller,
+            charged,
+            lost: Vec::new(),
+            lost_at: Instant::now(),
+            fruitless: 0,
+            barred: Vec::new(),
+            streaming: false,
+        }
     }
 
     /// Counts a response, and corrects the charge by its headers; a stream's events correct it further.
@@ -185,11 +208,12 @@ impl Attempts {
         // None has refused since the last loss.
         let (mut refused, mut is_first) = (None, true);
         loop {
-            for backend in self.upstreams.candidates(self.request.tokens(), &self.lost) {
+            for backend in self.candidates().await? {
                 let is_free = is_first || self.lost.is_empty();
                 if !self.may_send(&backend, is_free) {
                     continue;
                 }
+                self.ticket.iter().for_each(|ticket| ticket.sent(backend.http_addr));
                 let sent = self.send(&backend, body.clone()).await;
                 if let Ok(response) = &sent {
                     self.note_rest(&backend, response);
@@ -234,6 +258,21 @@ impl Attempts {
             let pause = limits.pause.mul_f64(rand::rng().random_range(0.5..1.5));
             tokio::time::sleep(pause).await;
         }
+    }
+
+    /// Instances to try, the best first. A request that generates waits for its turn first, unless it lost an instance: what its client
+    /// has begun to read goes on at once.
+    async fn candidates(&mut self) -> Result<Vec<Backend>, ApiError> {
+        let Repeatable { asked, body, .. } = &self.request;
+        if self.ticket.is_none() && self.request.generates() {
+            self.ticket = Some(self.upstreams.queue.enter(asked, &self.caller, body.len()));
+        }
+        let bound = match &mut self.ticket {
+            Some(ticket) if self.lost.is_empty() => ticket.bound().await,
+            _ => Ok(None),
+        };
+        let bound = bound.inspect_err(|_| self.correct_charge(0))?;
+        Ok(self.upstreams.candidates(&self.request.asked, bound, &self.lost))
     }
 
     async fn send(&self, backend: &Backend, body: Bytes) -> Result<Response, Unanswered> {
@@ -355,6 +394,7 @@ impl Events {
             let why = match self.pending.next().map(|event| self.journal.read(&event)) {
                 Some(Read::Event(event)) => {
                     self.attempts.fruitless = 0;
+                    self.attempts.ticket.iter_mut().for_each(Ticket::began);
                     self.note(self.journal.tokens() - before);
                     // Without a journal, an event counts as a token.
                     let tokens = if self.journal.is_whole() { self.journal.tokens() - before } else { 1 };

@@ -3,6 +3,7 @@
 use super::*;
 use crate::gateway::tests::{backend, broken_server, complete, dead, gateway_with, reserve_address};
 use crate::upstreams::Backends;
+use lagoon_cluster::dispatch::Mode;
 use lagoon_http::scripted::{self, ScriptedEngine, Step};
 use lagoon_types::{FinishReason, GenerateRequest, RequestError};
 use serde_json::{Value, json};
@@ -400,7 +401,7 @@ async fn lost_with(upstreams: &Arc<Upstreams>, losses: usize) -> Attempts {
 }
 
 fn upstreams(backends: Vec<Backend>) -> Arc<Upstreams> {
-    Arc::new(Upstreams::new(Arc::new(backends), None))
+    Arc::new(Upstreams::new(Arc::new(backends), None, Mode::default()))
 }
 
 /// Spends all retries but `left`.
