@@ -1,7 +1,7 @@
 //! A gateway over two pools of scripted servers.
 
 use super::*;
-use crate::gateway::Gateway;
+use crate::gateway::{DispatchArgs, Gateway};
 use crate::gateway::tests::{backend, complete, dead};
 use crate::upstreams::Backends;
 use lagoon_http::scripted::{self, ScriptedEngine};

@@ -258,6 +258,12 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         }
     }
 
+    /// The head of the queue while it cannot start, and the instance whose memory it waits for; `None`: the pool's.
+    #[must_use]
+    pub fn head(&self) -> Option<(RequestId, Option<K>)> {
+        self.head.map(|head| (head.id, head.reserved))
+    }
+
     /// Whether an instance may give a request back, rather than keep it.
     #[must_use]
     pub fn may_hand_back(&self, id: RequestId) -> bool {

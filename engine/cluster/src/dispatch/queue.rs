@@ -85,10 +85,13 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     pub(super) fn note_head(&mut self, id: RequestId) {
         let reserved = self.reserved(id);
         let before = self.head.filter(|head| head.id == id);
+        let Some(head) = before else {
+            self.head = Some(Head { id, since_ms: self.now_ms, reserved, passes: 0 });
+            return;
+        };
         // It keeps its instance, unless that is gone.
-        let kept = before.filter(|head| head.reserved.is_none_or(|key| self.listed.contains(&key)));
-        let fresh = || Head { id, since_ms: before.map_or(self.now_ms, |head| head.since_ms), reserved, passes: 0 };
-        self.head = Some(kept.unwrap_or_else(fresh));
+        let keeps = head.reserved.is_none_or(|key| self.listed.contains(&key));
+        self.head = Some(if keeps { head } else { Head { reserved, ..head } });
     }
 
     /// The instance that is predicted to have the request's memory first; `None` if none is large enough.
