@@ -275,3 +275,7 @@ fn refused(why: Refusal) -> ApiError {
     let message = format!("{}\nhint: send it again later, or add instances", error.message);
     ApiError { message, retry_after_s: Some(RETRY_AFTER_S), ..error }
 }
+
+#[cfg(test)]
+#[path = "dispatch_queue_tests.rs"]
+mod tests;
