@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_read_is_estimated_from_its_size() {
-        for body in ["", "{", "[1]", r#"{"prompt": "a", "prompt": "b"}"#, r#"{"max_tokens": "many"}"#] {
+        for body in ["", "{", r#"{"prompt": "a", "prompt": "b"}"#, r#"{"max_tokens": "many"}"#] {
             let asked = Asked::parse(body.as_bytes(), "");
             assert_eq!(asked, Asked::unread(body.len()), "{body}");
             assert_eq!(asked.ask(4.0).sequences, 1);

@@ -38,7 +38,7 @@ struct State {
     /// Requests that wait, to be woken.
     waiters: BTreeMap<RequestId, oneshot::Sender<Result<SocketAddr, Refusal>>>,
     next: u64,
-    /// Instances of equal rank take turns.
+    /// Requests so far, of any kind: instances of equal rank take turns.
     round: usize,
     /// Whether a task sends ticks.
     ticks: bool,
@@ -103,7 +103,6 @@ impl Queue {
             backends.retain(works);
         }
         drop(retries);
-        state.round = state.round.wrapping_add(1);
         if !backends.is_empty() {
             let turn = state.round % backends.len();
             backends.rotate_left(turn);
@@ -119,8 +118,10 @@ impl Queue {
     }
 
     /// Instances for a request, the best first, whether they can start it now or not.
-    pub(crate) fn ranked(&self, asked: &Asked) -> Vec<SocketAddr> {
+    pub(crate) fn ranked(&self, asked: &Asked, is_bound: bool) -> Vec<SocketAddr> {
         let mut state = self.state();
+        // A request that was bound has had its turn.
+        state.round = state.round.wrapping_add(usize::from(!is_bound));
         self.look(&mut state);
         let bytes_per_token = state.bytes_per_token;
         state.core.ranked(&asked.ask(bytes_per_token), &asked.prefix(bytes_per_token))
@@ -130,6 +131,7 @@ impl Queue {
     pub(crate) fn enter(self: &Arc<Self>, asked: &Asked, caller: &Caller, bytes: usize) -> Ticket {
         let (waiter, bound) = oneshot::channel();
         let mut state = self.state();
+        state.round = state.round.wrapping_add(1);
         self.look(&mut state);
         let (id, bytes_per_token) = (RequestId(state.next), state.bytes_per_token);
         state.next += 1;
@@ -204,6 +206,28 @@ impl Ticket {
             Ok(Err(why)) => Err(refused(why)),
             Err(_dropped) => Err(ApiError::internal("the queue forgot a request")),
         }
+    }
+
+    /// Whether it waits.
+    pub(crate) fn waits(&self) -> bool {
+        self.bound.is_some()
+    }
+
+    /// Whether the queue takes the request back if the instance cannot start it soon.
+    pub(crate) fn may_hand_back(&self) -> bool {
+        self.queue.state().core.may_hand_back(self.id)
+    }
+
+    /// The instance gave the request back: it waits again.
+    pub(crate) fn handed_back(&mut self) {
+        metrics::counter!("lagoon_gateway_handed_back_total").increment(1);
+        let (waiter, bound) = oneshot::channel();
+        self.bound = Some(bound);
+        let mut state = self.queue.state();
+        state.waiters.insert(self.id, waiter);
+        self.queue.look(&mut state);
+        self.queue.handle(&mut state, Event::HandedBack { id: self.id });
+        self.queue.tick(&mut state);
     }
 
     /// The request is sent to this instance.

@@ -459,6 +459,12 @@ pub(crate) const GATEWAY: &[Metric] = &[
         "Requests that the queue refused.",
     ),
     Metric::counter(
+        "lagoon_gateway_handed_back_total",
+        "requests",
+        &[],
+        "Requests that an instance gave back before it began them.",
+    ),
+    Metric::counter(
         "lagoon_gateway_passes_total",
         "requests",
         &[],

@@ -19,8 +19,8 @@ use futures::stream::{self, BoxStream};
 use futures::{Stream, StreamExt};
 use lagoon_http::access::{REPORT_HEADER, Report};
 use lagoon_http::client::{Response, SendError};
-use lagoon_http::error::{ERROR_HEADER, RATE_LIMIT_EXCEEDED};
-use lagoon_http::journal::{self, Journal, Read, Resume};
+use lagoon_http::error::{ERROR_HEADER, HANDED_BACK, RATE_LIMIT_EXCEEDED};
+use lagoon_http::journal::{self, HAND_BACK_HEADER, Journal, Read, Resume};
 use lagoon_http::keys::TENANT_HEADER;
 use lagoon_http::{ApiError, Bodies, Caller, Holder, Limits, Share};
 use rand::Rng as _;
@@ -96,6 +96,7 @@ impl Repeatable {
         let pure = body.is_empty() || generates || COMPUTE.contains(&head.uri.path());
         let mut headers = end_to_end(&head.headers);
         headers.remove(TENANT_HEADER);
+        headers.remove(HAND_BACK_HEADER);
         let tenant = head.extensions.get::<Caller>().and_then(Caller::header);
         tenant.into_iter().for_each(|tenant| _ = headers.insert(TENANT_HEADER, tenant));
         if generates {
@@ -219,6 +220,10 @@ impl Attempts {
                     self.note_rest(&backend, response);
                 }
                 match sent {
+                    Ok(response) if is_handed_back(&response) && self.queue_again() => {
+                        (refused, is_first) = (None, true);
+                        break;
+                    }
                     Ok(response) if !self.streaming || is_event_stream(&response) => return Ok((backend, response)),
                     Ok(response) => match self.refusal(&backend, response).await {
                         error if passes(error.status) => (refused, is_first) = (Some(error), false),
@@ -241,6 +246,9 @@ impl Attempts {
                         break;
                     }
                 }
+            }
+            if self.waits() {
+                continue;
             }
             let Some(last) = self.lost.last() else {
                 self.correct_charge(0);
@@ -275,12 +283,32 @@ impl Attempts {
         Ok(self.upstreams.candidates(&self.request.asked, bound, &self.lost))
     }
 
+    /// Whether an instance may give the request back: nothing of it was lost, and not too often.
+    fn may_hand_back(&self) -> bool {
+        self.lost.is_empty() && self.ticket.as_ref().is_some_and(Ticket::may_hand_back)
+    }
+
+    /// Whether the request waits for its turn.
+    fn waits(&self) -> bool {
+        self.ticket.as_ref().is_some_and(Ticket::waits)
+    }
+
+    /// Queues a request again that its instance gave back; false if that may not be.
+    fn queue_again(&mut self) -> bool {
+        let may = self.may_hand_back();
+        self.ticket.iter_mut().filter(|_| may).for_each(Ticket::handed_back);
+        may
+    }
+
     async fn send(&self, backend: &Backend, body: Bytes) -> Result<Response, Unanswered> {
         let Repeatable { method, target, headers, .. } = &self.request;
         let request = http::Request::builder().method(method).uri(self.upstreams.url(backend, target));
         let request = request.body(Body::from(body));
         let mut request = request.map_err(|error| Unanswered::Unreachable(error.to_string()))?;
         *request.headers_mut() = headers.clone();
+        if self.may_hand_back() {
+            request.headers_mut().insert(HAND_BACK_HEADER, HeaderValue::from_static("1"));
+        }
         match self.unless_dead(backend.http_addr, self.upstreams.http.send(request)).await {
             Some(Ok(response)) => Ok(response),
             Some(Err(SendError::Connect(why))) => Err(Unanswered::Unreachable(why)),
@@ -366,6 +394,11 @@ fn passes(status: StatusCode) -> bool {
     status == StatusCode::TOO_MANY_REQUESTS || status.is_server_error()
 }
 
+/// Whether an instance gave the request back that it answers so.
+fn is_handed_back(response: &Response) -> bool {
+    response.headers().get(ERROR_HEADER).is_some_and(|code| code == HANDED_BACK)
+}
+
 fn replay_failed(error: ApiError) -> ApiError {
     metrics::counter!("lagoon_gateway_replays_total", "state" => "failed").increment(1);
     error
@@ -405,7 +438,16 @@ impl Events {
                     self.attempts.caller.record().failed(code_of(&event).as_deref().unwrap_or("error"));
                     return Some((event.into(), None));
                 }
-                Some(Read::Error { event, .. }) => String::from_utf8_lossy(&event).into_owned(),
+                Some(Read::Error { event, .. }) => {
+                    let is_back = code_of(&event).as_deref() == Some(HANDED_BACK) && self.journal.tokens() == 0;
+                    if is_back && self.attempts.queue_again() {
+                        if let Err(error) = self.take_up().await {
+                            return Some((self.last_words(&error), None));
+                        }
+                        continue;
+                    }
+                    String::from_utf8_lossy(&event).into_owned()
+                }
                 None => match self.attempts.unless_dead(self.addr, self.chunks.next()).await {
                     Some(Some(Ok(chunk))) => match self.pending.push(&chunk) {
                         Ok(()) => continue,
@@ -442,6 +484,24 @@ impl Events {
         Bytes::from(format!("data: {}\n\n", error.body()))
     }
 
+    /// Has the instance that the queue chooses begin a stream that another gave back.
+    async fn take_up(&mut self) -> Result<(), ApiError> {
+        self.chunks = stream::empty().boxed();
+        self.pending = Pending::default();
+        let resume = self.journal.resume();
+        let (backend, response) = self.attempts.respond(resume.as_ref()).await?;
+        self.follow(backend, response);
+        Ok(())
+    }
+
+    /// Goes on with the response of `backend`.
+    fn follow(&mut self, backend: Backend, response: Response) {
+        self.addr = backend.http_addr;
+        self.attempts.caller.record().answered_by(&backend.name);
+        self.backend = backend;
+        self.chunks = response.chunks().boxed();
+    }
+
     /// Has another instance continue the stream.
     async fn go_on(&mut self, why: &str) -> Result<(), ApiError> {
         // Closing the connection cancels what may still run there.
@@ -456,10 +516,7 @@ impl Events {
         tracing::info!(lost = %self.backend.name, instance = %backend.name, "another instance continues a request");
         self.attempts.upstreams.counts.request(&backend.name, "went_on");
         metrics::counter!("lagoon_gateway_replays_total", "state" => "done").increment(1);
-        self.addr = backend.http_addr;
-        self.attempts.caller.record().answered_by(&backend.name);
-        self.backend = backend;
-        self.chunks = response.chunks().boxed();
+        self.follow(backend, response);
         Ok(())
     }
 }

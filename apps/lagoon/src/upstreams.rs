@@ -162,7 +162,7 @@ impl Upstreams {
 
     /// Instances to try: `bound`, then the others by rank; those that requested a pause and those in `last` at the end.
     pub(crate) fn candidates(&self, asked: &Asked, bound: Option<SocketAddr>, last: &[Backend]) -> Vec<Backend> {
-        let ranked = self.queue.ranked(asked);
+        let ranked = self.queue.ranked(asked, bound.is_some());
         let mut backends = self.backends.serving();
         let place = |backend: &Backend| {
             let addr = backend.http_addr;

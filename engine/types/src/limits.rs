@@ -363,6 +363,8 @@ pub const DISPATCH_LAG_MS: u64 = 100;
 pub const DISPATCH_POOL_MS: u64 = 10_000;
 /// Interval of a gateway's looks at its queue while requests wait.
 pub const DISPATCH_TICK_MS: u64 = 25;
+/// Time after which an instance gives a waiting request back to a gateway that takes it.
+pub const HAND_BACK_MS: u64 = 1_000;
 /// Times that instances may give one request back; then it stays where it is.
 pub const HAND_BACKS_MAX: u32 = 3;
 /// Time for which a request that an instance gave back does not go there again.

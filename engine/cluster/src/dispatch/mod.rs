@@ -179,6 +179,8 @@ struct Bound<K> {
     waiting: Waiting<K>,
     /// Work that its tenant was charged.
     work: f64,
+    /// Whether the instance held it whole; else it borrows there, and gains nothing by going back.
+    is_whole: bool,
 }
 
 /// The head of the queue while it cannot start.
@@ -267,7 +269,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     /// Whether an instance may give a request back, rather than keep it.
     #[must_use]
     pub fn may_hand_back(&self, id: RequestId) -> bool {
-        self.bound.get(&id).is_some_and(|bound| bound.waiting.hand_backs < HAND_BACKS_MAX)
+        self.bound.get(&id).is_some_and(|bound| bound.is_whole && bound.waiting.hand_backs < HAND_BACKS_MAX)
     }
 
     /// Instances for `ask`, the best first, whether they can start it or not.
@@ -357,7 +359,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         self.instances.get(&key).map(|of| of.room(&self.policy, self.now_ms))
     }
 
-    fn bind(&mut self, id: RequestId, instance: K) {
+    fn bind(&mut self, id: RequestId, instance: K, is_whole: bool) {
         let Some(waiting) = self.waiting.remove(&id) else { return };
         let Waiting { arrival, turn, .. } = &waiting;
         let expected = self.policy.expected(&arrival.ask);
@@ -370,18 +372,19 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             of.send(id, Sent { at_ms: self.now_ms, ask: arrival.ask, cached, expected, began: false });
         }
         self.head = self.head.filter(|head| head.id != id);
-        self.bound.insert(id, Bound { instance, waiting, work });
+        self.bound.insert(id, Bound { instance, waiting, work, is_whole });
         self.effects.push(Effect::Bind { id, instance });
     }
 
     /// Starts what can start: from the head on, and then what may pass it.
     fn start_all(&mut self) {
         while let Some(id) = self.head.map(|head| head.id).or_else(|| self.turns.next()) {
-            let Some(instance) = self.whole(id).or_else(|| self.start_of_head(id)) else {
+            let whole = self.whole(id);
+            let Some(instance) = whole.or_else(|| self.start_of_head(id)) else {
                 self.note_head(id);
                 break;
             };
-            self.bind(id, instance);
+            self.bind(id, instance, whole.is_some());
         }
         while let Some(head) = self.head {
             let Some((id, instance)) = self.passing(&head) else { return };
@@ -389,7 +392,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
                 self.passes += 1;
                 self.head = Some(Head { passes: head.passes + 1, ..head });
             }
-            self.bind(id, instance);
+            self.bind(id, instance, true);
         }
     }
 

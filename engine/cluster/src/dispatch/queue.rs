@@ -51,7 +51,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
 
     /// Queues a bound request again, in its old turn; the queue's bounds do not apply.
     pub(super) fn take_back(&mut self, id: RequestId) {
-        let Some(Bound { instance, mut waiting, work }) = self.bound.remove(&id) else { return };
+        let Some(Bound { instance, mut waiting, work, .. }) = self.bound.remove(&id) else { return };
         self.instances.get_mut(&instance).into_iter().for_each(|of| of.withdraw(id));
         self.handed_back += 1;
         self.turns.give_back(&waiting.arrival.tenant, work);

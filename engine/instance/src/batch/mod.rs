@@ -13,6 +13,7 @@ mod due;
 mod embedding;
 pub(crate) mod freeze;
 mod growth;
+mod hand_back;
 pub(crate) mod micro_batches;
 mod policy;
 mod preempt;
@@ -69,6 +70,8 @@ pub(crate) struct BatchCounts {
     pub(crate) preempted_tokens: u64,
     /// Blocks lent to its sequences, moves left out.
     pub(crate) borrowed_blocks: u64,
+    /// Waiting requests that were given back to a gateway.
+    pub(crate) handed_back: u64,
     /// Sequences that were swapped out.
     pub(crate) offloads: u64,
     /// Tokens that were drafted, and those of them that were sampled.
@@ -173,6 +176,7 @@ impl Batch {
                     cx.emit(Outcome::BrokenUp);
                 }
                 self.expire_waiting(cx, prefills);
+                self.hand_back(cx, prefills);
             }
         }
         cx.take_outcomes()
