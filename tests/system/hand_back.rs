@@ -57,7 +57,12 @@ fn a_request_that_a_gateway_takes_back_does_not_borrow() {
         let short = world.submit(0, request);
         world.run_until(|world| world.requests[short].is_over() || world.requests[runs].is_over());
         let borrowed = world.live(0).status().blocks_borrowed_total;
-        assert_eq!((is_handed_back(&world, short), borrowed == 0), (may_hand_back, may_hand_back), "{}", world.describe());
+        assert_eq!(
+            (is_handed_back(&world, short), borrowed == 0),
+            (may_hand_back, may_hand_back),
+            "{}",
+            world.describe()
+        );
         world.run();
         world.check_empty();
     }

@@ -12,8 +12,8 @@
 //! * Keys are kept as SHA-256 and compared in constant time. None is logged or part of an error.
 
 use crate::{
-    access::Record, client_addr::ClientAddr, error::ApiError, journal::HAND_BACK_HEADER, rate::RateLimit, reload::Reload,
-    tls::PoolPeer,
+    access::Record, client_addr::ClientAddr, error::ApiError, journal::HAND_BACK_HEADER, rate::RateLimit,
+    reload::Reload, tls::PoolPeer,
 };
 use axum::{
     Router,

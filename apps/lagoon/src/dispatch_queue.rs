@@ -4,9 +4,7 @@ use crate::asked::{Asked, BYTES_PER_TOKEN};
 use crate::retry_budget::RetryBudget;
 use crate::upstreams::{Backend, Backends, none_alive};
 use axum::http::StatusCode;
-use lagoon_cluster::dispatch::{
-    Arrival, Dispatcher, Effect, Event, Learned, Mode, Refusal, Report, RequestId,
-};
+use lagoon_cluster::dispatch::{Arrival, Dispatcher, Effect, Event, Learned, Mode, Refusal, Report, RequestId};
 use lagoon_http::access::Record;
 use lagoon_http::{ApiError, Caller};
 use lagoon_types::limits::{DISPATCH_TICK_MS, GATEWAY_QUEUE_MAX, GATEWAY_QUEUE_MS};
@@ -149,7 +147,14 @@ impl Queue {
         self.tick(&mut state);
         drop(state);
         let text_bytes = asked.text_alone();
-        Ticket { queue: Arc::clone(self), id, bound: Some(bound), began: false, text_bytes, record: caller.record().clone() }
+        Ticket {
+            queue: Arc::clone(self),
+            id,
+            bound: Some(bound),
+            began: false,
+            text_bytes,
+            record: caller.record().clone(),
+        }
     }
 
     /// Sends ticks for as long as requests wait.
@@ -290,7 +295,9 @@ fn refused(why: Refusal) -> ApiError {
     let full = |message: String| ApiError::new(StatusCode::TOO_MANY_REQUESTS, Some("queue_full"), message);
     let error = match why {
         Refusal::Full => full(format!("the gateway's queue is full ({GATEWAY_QUEUE_MAX} requests, or their bytes)")),
-        Refusal::TenantFull => full("requests of this key or cache_salt fill its share of the gateway's queue".to_owned()),
+        Refusal::TenantFull => {
+            full("requests of this key or cache_salt fill its share of the gateway's queue".to_owned())
+        }
         Refusal::Expired => {
             ApiError::unavailable(format!("no instance could start the request within {} s", GATEWAY_QUEUE_MS / 1000))
         }

@@ -450,7 +450,12 @@ pub(crate) const GATEWAY: &[Metric] = &[
         &[("state", &["begun", "done", "failed"])],
         "Streams continued on another instance; failed: the client got an error.",
     ),
-    Metric::gauge("lagoon_gateway_requests_waiting", "requests", &[], "Requests that wait for an instance that can start them."),
+    Metric::gauge(
+        "lagoon_gateway_requests_waiting",
+        "requests",
+        &[],
+        "Requests that wait for an instance that can start them.",
+    ),
     Metric::seconds("lagoon_gateway_wait_seconds", SECONDS, &[], "Time that a request waited for that."),
     Metric::counter(
         "lagoon_gateway_refused_total",

@@ -6,8 +6,8 @@ use crate::jitter::jittered;
 use crate::leader::Terms;
 use anyhow::{Context, bail, ensure};
 use lagoon_protocol::{
-    AdminBody, AdminQuery, AdminReply, BatchPoint, Calibration, ControlBody, InstanceStatus, Load, MemoryTier, MoveCounts,
-    PrefillCounts, Role, StatusQuery, StatusReply,
+    AdminBody, AdminQuery, AdminReply, BatchPoint, Calibration, ControlBody, InstanceStatus, Load, MemoryTier,
+    MoveCounts, PrefillCounts, Role, StatusQuery, StatusReply,
 };
 use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, NodeRole, PeerId, TransportConfig};
 use serde::{Deserialize, Serialize};

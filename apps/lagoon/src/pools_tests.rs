@@ -1,8 +1,8 @@
 //! A gateway over two pools of scripted servers.
 
 use super::*;
-use crate::gateway::{DispatchArgs, Gateway};
 use crate::gateway::tests::{backend, complete, dead};
+use crate::gateway::{DispatchArgs, Gateway};
 use crate::upstreams::Backends;
 use lagoon_http::scripted::{self, ScriptedEngine};
 use lagoon_http::{Keys, Port};

@@ -149,8 +149,7 @@ impl<K: Copy> Instance<K> {
         let us = policy.prefill_us(&self.report.load);
         let mut at_ms = self.report.at_ms;
         let mut ahead = crate::perf::as_f64(self.report.load.prefill_tokens()) * us;
-        let mut sent: Vec<&Sent> =
-            self.sent.values().filter(|sent| !self.is_reported(sent) && !sent.began).collect();
+        let mut sent: Vec<&Sent> = self.sent.values().filter(|sent| !self.is_reported(sent) && !sent.began).collect();
         sent.sort_by_key(|sent| sent.at_ms);
         for sent in sent {
             ahead = worked_off(ahead, at_ms, sent.at_ms);

@@ -12,7 +12,8 @@ impl Batch {
     /// Gives waiting requests back that have not begun, hold no memory, and fit an instance; a pool-sized one stays, as the pool keeps
     /// memory for it where it waits. A draining instance gives back at once.
     pub(super) fn hand_back(&mut self, cx: &mut Cx, prefills: &Prefills) {
-        let late: Vec<SeqId> = self.sched.waiting().map(|waiting| waiting.seq).filter(|seq| self.is_late(cx, *seq)).collect();
+        let late: Vec<SeqId> =
+            self.sched.waiting().map(|waiting| waiting.seq).filter(|seq| self.is_late(cx, *seq)).collect();
         for seq in late.into_iter().take(QUEUE_DEFAULT) {
             self.counts.handed_back += 1;
             self.fail(cx, prefills, seq, RequestError::HandedBack);

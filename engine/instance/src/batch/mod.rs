@@ -7,6 +7,7 @@
 mod admission;
 mod borrowing;
 pub(crate) mod changes;
+mod chunks;
 mod draft_model;
 mod drafts;
 mod due;
@@ -381,6 +382,7 @@ impl Batch {
 
     /// Plans the next step of a micro-batch from its sequences that are ready.
     pub(crate) fn plan(&mut self, cx: &Cx, micro_batch: MicroBatch) -> StepPlan {
+        self.sched.limit_chunks(self.chunk_rows(cx, micro_batch));
         let seqs = &self.seqs;
         let mut plan = self.sched.plan(micro_batch, |seq| seqs.get(&seq).is_some_and(Sequence::is_ready));
         self.add_drafts(cx, &mut plan, micro_batch);
