@@ -7,6 +7,7 @@
 
 use axum::body::Bytes;
 use lagoon_cluster::dispatch::{Ask, PrefixHashes};
+use lagoon_http::limits::EMBEDDINGS_IN_FLIGHT_MAX;
 use lagoon_types::limits::{CACHE_SALT_BYTES_MAX, PREFIX_HASHES_MAX};
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -53,6 +54,9 @@ struct Fields<'a> {
     max_tokens: Option<u64>,
     #[serde(default)]
     max_completion_tokens: Option<u64>,
+    /// llama.cpp's; negative without a limit.
+    #[serde(default)]
+    n_predict: Option<i64>,
     #[serde(default)]
     n: Option<u32>,
     #[serde(default)]
@@ -70,6 +74,20 @@ impl Asked {
         let (shared, owner) = (body.clone(), tenant.to_owned());
         let read = tokio::task::spawn_blocking(move || Self::parse(&shared, &owner)).await;
         read.unwrap_or_else(|_panicked| Self::unread(body.len()))
+    }
+
+    /// The same for a request for embeddings: it has no answers, and a few of its inputs at a time in memory.
+    pub(crate) fn of_embeddings(self) -> Self {
+        let most = u32::try_from(EMBEDDINGS_IN_FLIGHT_MAX).unwrap_or(u32::MAX);
+        let at_once = self.sequences.clamp(1, most);
+        let share = self.sequences.max(1).div_ceil(at_once);
+        Self {
+            text_bytes: self.text_bytes / share as usize,
+            ids: self.ids / u64::from(share),
+            answer_tokens: 0,
+            sequences: at_once,
+            ..self
+        }
     }
 
     /// A request of which only the size is known.
@@ -97,7 +115,8 @@ impl Asked {
             answer_tokens: 0,
             hashes: hashes(texts.flat_map(|raw| raw.get().as_bytes().chunks(HASH_BYTES)), hasher),
         };
-        let each = fields.max_completion_tokens.or(fields.max_tokens).unwrap_or(ANSWER_TOKENS_MAX);
+        let predicted = fields.n_predict.and_then(|n| u64::try_from(n).ok());
+        let each = fields.max_completion_tokens.or(fields.max_tokens).or(predicted).unwrap_or(ANSWER_TOKENS_MAX);
         asked.answer_tokens = each.saturating_mul(asked.sequences.into());
         asked
     }
@@ -186,7 +205,19 @@ mod tests {
         assert_eq!(sizes(json!({"input": ["abcdefg", "h, i"], "max_tokens": 1})).2, 2);
         let chat = json!({"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9});
         assert_eq!(sizes(chat), (8, 9, 1));
-        assert_eq!(sizes(json!({"prompt": "a"})), (0, ANSWER_TOKENS_MAX, 1));
+        assert_eq!(sizes(json!({"prompt": "a", "n_predict": 3})), (0, 3, 1));
+        assert_eq!(sizes(json!({"prompt": "a", "n_predict": -1})), (0, ANSWER_TOKENS_MAX, 1));
+    }
+
+    #[test]
+    fn embeddings_have_no_answers_and_are_computed_a_few_at_a_time() {
+        let sizes = |inputs: Vec<[u32; 4]>| {
+            let Ask { prompt_tokens, answer_tokens, sequences } =
+                asked(&json!({"input": inputs})).of_embeddings().ask(4.0);
+            (prompt_tokens, answer_tokens, sequences)
+        };
+        assert_eq!(sizes(vec![[1; 4]; 2]), (8, 0, 2));
+        assert_eq!(sizes(vec![[1; 4]; 160]), (64, 0, 16));
     }
 
     #[test]

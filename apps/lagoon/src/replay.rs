@@ -36,8 +36,8 @@ const REFUSAL_BYTES_MAX: usize = 64 << 10;
 /// Bytes of a request body that count as one token.
 const BYTES_PER_TOKEN: u64 = 4;
 /// Paths whose requests only compute a response, and whose streams have a journal.
-const GENERATE: [&str; 5] =
-    ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/completion", "/completions"];
+const GENERATE: [&str; 5] = ["/v1/completions", "/v1/chat/completions", EMBEDDINGS, "/completion", "/completions"];
+const EMBEDDINGS: &str = "/v1/embeddings";
 /// Paths whose requests only compute a response, whole.
 const COMPUTE: [&str; 3] = ["/tokenize", "/detokenize", "/apply-template"];
 /// The end mark of a stream.
@@ -103,7 +103,11 @@ impl Repeatable {
             headers.insert(journal::HEADER, HeaderValue::from_static("1"));
         }
         let tenant = head.extensions.get::<Caller>().map_or("", Caller::tenant);
-        let asked = if generates { Asked::read(&body, tenant).await } else { Asked::default() };
+        let asked = match head.uri.path() {
+            EMBEDDINGS => Asked::read(&body, tenant).await.of_embeddings(),
+            _ if generates => Asked::read(&body, tenant).await,
+            _ => Asked::default(),
+        };
         Ok(Self { method: head.method, target, headers, body, pure, asked, _share: share })
     }
 
@@ -220,7 +224,8 @@ impl Attempts {
                     self.note_rest(&backend, response);
                 }
                 match sent {
-                    Ok(response) if is_handed_back(&response) && self.queue_again() => {
+                    Ok(response) if is_handed_back(&response) && self.may_hand_back() => {
+                        self.queue_again();
                         (refused, is_first) = (None, true);
                         break;
                     }
@@ -288,16 +293,14 @@ impl Attempts {
         self.lost.is_empty() && self.ticket.as_ref().is_some_and(Ticket::may_hand_back)
     }
 
-    /// Whether the request waits for its turn.
+    /// Whether the request waits for its turn again.
     fn waits(&self) -> bool {
-        self.ticket.as_ref().is_some_and(Ticket::waits)
+        self.lost.is_empty() && self.ticket.as_ref().is_some_and(Ticket::waits)
     }
 
-    /// Queues a request again that its instance gave back; false if that may not be.
-    fn queue_again(&mut self) -> bool {
-        let may = self.may_hand_back();
-        self.ticket.iter_mut().filter(|_| may).for_each(Ticket::handed_back);
-        may
+    /// Queues a request again that its instance gave back.
+    fn queue_again(&mut self) {
+        self.ticket.iter_mut().for_each(Ticket::handed_back);
     }
 
     async fn send(&self, backend: &Backend, body: Bytes) -> Result<Response, Unanswered> {
@@ -440,7 +443,8 @@ impl Events {
                 }
                 Some(Read::Error { event, .. }) => {
                     let is_back = code_of(&event).as_deref() == Some(HANDED_BACK) && self.journal.tokens() == 0;
-                    if is_back && self.attempts.queue_again() {
+                    if is_back && self.attempts.may_hand_back() {
+                        self.attempts.queue_again();
                         if let Err(error) = self.take_up().await {
                             return Some((self.last_words(&error), None));
                         }

@@ -202,6 +202,8 @@ impl World {
             if self.core.may_hand_back(RequestId(id)) {
                 self.outcome.handed_back += 1;
                 self.states.insert(id, State::Waiting);
+                // It waits anew.
+                self.passed.remove(&id);
                 self.handle(Event::HandedBack { id: RequestId(id) })?;
             } else {
                 self.instances[number].queue.push_back(id);
