@@ -430,10 +430,10 @@ impl Events {
             let why = match self.pending.next().map(|event| self.journal.read(&event)) {
                 Some(Read::Event(event)) => {
                     self.attempts.fruitless = 0;
-                    self.attempts.ticket.iter_mut().for_each(Ticket::began);
                     self.note(self.journal.tokens() - before);
                     // Without a journal, an event counts as a token.
                     let tokens = if self.journal.is_whole() { self.journal.tokens() - before } else { 1 };
+                    self.attempts.ticket.iter_mut().filter(|_| tokens > 0).for_each(Ticket::began);
                     self.attempts.caller.charge(tokens as u64);
                     return Some((event.into(), Some(self)));
                 }

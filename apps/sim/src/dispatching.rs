@@ -177,9 +177,9 @@ impl World {
     /// Hands on reports that were made up to now; some instances have not reported anew.
     fn report(&mut self) -> Result<(), String> {
         for number in 0..self.instances.len() {
-            let is_heard = !self.rng.once_in(5);
+            let is_fresh = !self.rng.once_in(5);
             let of = &mut self.instances[number];
-            if is_heard || of.report.is_none() {
+            if is_fresh || of.report.is_none() {
                 of.report = Some(of.reported(small(number as u64), self.now_ms, &self.asks));
             }
         }
