@@ -12,9 +12,9 @@ fn returnable(prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
     request
 }
 
-/// Instances of 16 rBlocks of 4 tokens, whose steps take 40 ms.
+/// Instances of 16 rBlocks of 4 tokens, whose steps take 100 ms.
 fn world(instances: usize) -> World {
-    let spec = Spec { step_ms: 40, ..Spec::cpu(16) };
+    let spec = Spec { step_ms: 100, ..Spec::cpu(16) };
     World::pool(PoolSpec::golden("llama3_old", 4), None, &vec![spec; instances])
 }
 
