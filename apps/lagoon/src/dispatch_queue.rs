@@ -1,8 +1,8 @@
 //! The queue of a gateway's requests for one pool: drives [`Dispatcher`], which decides, and wakes the requests that it binds.
 
 use crate::asked::{Asked, BYTES_PER_TOKEN};
+use crate::backends::{Backend, Backends, none_alive};
 use crate::retry_budget::RetryBudget;
-use crate::upstreams::{Backend, Backends, none_alive};
 use axum::http::StatusCode;
 use lagoon_cluster::dispatch::{Arrival, Dispatcher, Effect, Event, Learned, Mode, Refusal, Report, RequestId};
 use lagoon_http::access::Record;

@@ -9,6 +9,7 @@ mod admin;
 mod api_client;
 mod args;
 mod asked;
+mod backends;
 mod bench;
 mod bench_dataset;
 mod bench_page;

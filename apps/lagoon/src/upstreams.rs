@@ -1,11 +1,12 @@
 //! The instances behind a gateway: dispatch of requests, and whether a silent instance is dead.
 
 use crate::asked::Asked;
+pub(crate) use crate::backends::{Backend, Backends, none_alive};
 use crate::dispatch_queue::Queue;
 use crate::gateway_counts::GatewayCounts;
 use crate::retry_budget::RetryBudget;
 use axum::http::{HeaderMap, HeaderName, StatusCode, header};
-use lagoon_cluster::dispatch::{Elsewhere, InstanceLoad, Mode};
+use lagoon_cluster::dispatch::Mode;
 use lagoon_http::ApiError;
 use lagoon_http::client::{Client, ClientConfig};
 use lagoon_http::tls::ClientTls;
@@ -32,61 +33,6 @@ const HOP_HEADERS: [HeaderName; 9] = [
     header::HOST,
     header::CONTENT_LENGTH,
 ];
-
-/// An instance's HTTP server, and its last reported load.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Backend {
-    /// Its name in `x-lagoon-instance`: letters, digits and signs.
-    pub(crate) name: String,
-    pub(crate) http_addr: SocketAddr,
-    pub(crate) load: InstanceLoad,
-    /// When it reported that.
-    pub(crate) reported: Instant,
-}
-
-/// The present instances. Called for every request; must not block.
-pub(crate) trait Backends: Send + Sync {
-    /// Instances that take requests.
-    fn serving(&self) -> Vec<Backend>;
-
-    /// Instances whose metrics are read: also those that take no requests.
-    fn scraped(&self) -> Vec<Backend> {
-        self.serving()
-    }
-
-    /// Memory of nodes that take no requests, and lend.
-    fn elsewhere(&self) -> Elsewhere {
-        Elsewhere::default()
-    }
-
-    /// Whether the instance at this address is known to be dead; false if unknown.
-    fn is_dead(&self, http_addr: SocketAddr) -> bool;
-
-    /// Whether an instance of this name is in the pool; it may have been lost lately.
-    fn knows(&self, name: &str) -> bool;
-
-    /// For how long no state has arrived, if so; the last state is used.
-    fn silent_for(&self) -> Option<Duration>;
-}
-
-/// A fixed list of servers, without further state.
-impl Backends for Vec<Backend> {
-    fn serving(&self) -> Vec<Backend> {
-        self.clone()
-    }
-
-    fn is_dead(&self, _http_addr: SocketAddr) -> bool {
-        false
-    }
-
-    fn knows(&self, name: &str) -> bool {
-        self.iter().any(|backend| backend.name == name)
-    }
-
-    fn silent_for(&self) -> Option<Duration> {
-        None
-    }
-}
 
 /// Instances, their HTTP client, and the queue of requests for them.
 pub(crate) struct Upstreams {
@@ -203,10 +149,6 @@ pub(crate) fn render_counts(pools: &[Arc<Upstreams>]) -> String {
     };
     let knows = |label: &str| is_known(label) || is_known(&unlabelled(label));
     pools.first().map(|pool| pool.counts.render(knows)).unwrap_or_default()
-}
-
-pub(crate) fn none_alive() -> ApiError {
-    ApiError::unavailable("no instance is alive")
 }
 
 /// The error of a request that was lost with an instance.
