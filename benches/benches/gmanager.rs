@@ -184,6 +184,8 @@ impl Pool {
                 batch_max: 256,
                 step_us: 30_000,
                 head_waits_ms: 0,
+                prefill_tokens: None,
+                answer_tokens_max: None,
             }),
             ..Heartbeat::default()
         }

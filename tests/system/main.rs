@@ -14,6 +14,7 @@ mod failures;
 mod families;
 mod gguf;
 mod goldens;
+mod hand_back;
 mod hostile;
 mod hostile_frames;
 mod left_behind;

@@ -100,3 +100,34 @@ fn a_killed_instance_costs_the_client_time_only() {
     assert_eq!(token_ids(&answer), undisturbed.tokens(&prompt(62, 200, VOCAB), 100));
     pool.wait_empty();
 }
+
+/// More requests than the pool has places, when an instance is killed: those that ran there continue elsewhere, those that wait at the
+/// gateway stay, and each is answered once.
+#[test]
+fn requests_that_wait_at_the_gateway_outlive_a_killed_instance() {
+    const REQUESTS: u64 = 9;
+    let mut pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", Some(STEP));
+    let names = ["i0", "i1", "i2"];
+    let places = names.map(|name| (name, 80, Place::default().with("--max-running=1")));
+    pool.start(&places);
+    let undisturbed = pool.undisturbed(160);
+    let gateway = pool.gateway();
+    let streams: Vec<Watched> =
+        (0..REQUESTS).map(|n| watch(&gateway, &prompt(70 + n, 100, VOCAB), 40, &json!({}))).collect();
+    let runs = runs(&pool, &names, &streams[0]);
+    let waiting = || {
+        let metrics = gateway.client().get("/metrics").text;
+        let line = metrics.lines().find(|line| line.starts_with("lagoon_gateway_requests_waiting "));
+        line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).unwrap_or(0.0)
+    };
+    let all_over = || streams.iter().all(Watched::is_over);
+    while waiting() < 2.0 {
+        assert!(!all_over(), "nothing waited at the gateway");
+    }
+    pool.kill(runs);
+    for (n, stream) in streams.into_iter().enumerate() {
+        stream.finish(&format!("request {n} of a pool with a killed instance"), &undisturbed);
+    }
+    assert_eq!(waiting(), 0.0);
+    pool.wait_empty();
+}

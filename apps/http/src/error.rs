@@ -12,6 +12,8 @@ use serde::Serialize;
 pub const ERROR_HEADER: HeaderName = HeaderName::from_static("x-lagoon-error");
 /// Error code of a request beyond its key's rate; no sign of the server's load.
 pub const RATE_LIMIT_EXCEEDED: &str = "rate_limit_exceeded";
+/// Error code of a request that an instance gives back to the gateway that offered to take it. No client sees it.
+pub const HANDED_BACK: &str = "handed_back";
 
 /// One refused or failed request. Clients tell errors apart by `status` and `code`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -89,6 +91,7 @@ impl ApiError {
                 ..Self::new(StatusCode::TOO_MANY_REQUESTS, Some("queue_full"), message)
             },
             RequestError::Unavailable(_) => Self::unavailable(message),
+            RequestError::HandedBack => Self::new(StatusCode::SERVICE_UNAVAILABLE, Some(HANDED_BACK), message),
             RequestError::Internal(_) => Self::internal(message),
         }
     }

@@ -207,7 +207,7 @@ impl Sequence {
                 Ok(TokenEvent::Token { id, logprobs, logits }) => Ok(self.token(Token { id, logprobs, logits })),
                 Ok(TokenEvent::Finished { reason, .. }) => Ok(Some(self.finished(reason))),
                 Ok(TokenEvent::Failed(error)) => Err(Failure {
-                    again: matches!(error, RequestError::Unavailable(_)),
+                    again: matches!(error, RequestError::Unavailable(_) | RequestError::HandedBack),
                     error: ApiError::from_request_error(&error, self.retry_after_s),
                 }),
                 Err(error) => Err(Failure { error, again: false }),

@@ -353,6 +353,7 @@ fn request_options(params: &Params, ask: &Ask, index: usize, output: &SentTokens
         cache_salt: params.options.salt(ask.caller.tenant()).into(),
         prompt_logprobs: scored.filter(|_| once && output.tokens.is_empty()),
         embedding: None,
+        may_hand_back: ask.caller.takes_back() && ask.prompts.len() * params.n == 1 && output.tokens.is_empty(),
     }
 }
 

@@ -12,6 +12,8 @@ use serde::{Deserialize, Serialize};
 
 /// Request header that asks for the journal of a stream.
 pub const HEADER: &str = "x-lagoon-journal";
+/// Request header of a gateway that takes the request back if the instance cannot start it soon.
+pub const HAND_BACK_HEADER: HeaderName = HeaderName::from_static("x-lagoon-hand-back");
 /// Response header with the tokens of prompts and response known so far, when a journal was requested.
 pub const TOKENS_HEADER: HeaderName = HeaderName::from_static("x-lagoon-tokens");
 /// Request field with a response that another server began.

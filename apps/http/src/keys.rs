@@ -11,7 +11,10 @@
 //!   read metrics.
 //! * Keys are kept as SHA-256 and compared in constant time. None is logged or part of an error.
 
-use crate::{access::Record, client_addr::ClientAddr, error::ApiError, rate::RateLimit, reload::Reload, tls::PoolPeer};
+use crate::{
+    access::Record, client_addr::ClientAddr, error::ApiError, journal::HAND_BACK_HEADER, rate::RateLimit,
+    reload::Reload, tls::PoolPeer,
+};
 use axum::{
     Router,
     extract::{FromRequestParts, Request, State},
@@ -258,6 +261,8 @@ fn is_this_machine(host: &str) -> bool {
 pub struct Caller {
     rate: Option<Arc<RateLimit>>,
     tenant: Arc<str>,
+    /// It is a gateway that takes the request back if that cannot start soon.
+    takes_back: bool,
     record: Record,
 }
 
@@ -266,6 +271,12 @@ impl Caller {
     #[must_use]
     pub fn tenant(&self) -> &str {
         &self.tenant
+    }
+
+    /// Whether a gateway takes the request back if it cannot start soon.
+    #[must_use]
+    pub fn takes_back(&self) -> bool {
+        self.takes_back
     }
 
     /// What is known of the request, for the access log.
@@ -290,7 +301,7 @@ impl Caller {
     fn passed_on(headers: &HeaderMap) -> Self {
         let name = headers.get(TENANT_HEADER).and_then(|name| std::str::from_utf8(name.as_bytes()).ok());
         let name = name.filter(|name| name.len() <= NAME_BYTES_MAX).unwrap_or_default();
-        Self::of_tenant(name)
+        Self { takes_back: headers.contains_key(HAND_BACK_HEADER), ..Self::of_tenant(name) }
     }
 
     /// Counts tokens of the request, prompt or answer.

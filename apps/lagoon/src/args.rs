@@ -189,8 +189,8 @@ pub(crate) struct EngineArgs {
     /// Share of the KV capacity that may be lent, in percent.
     #[arg(long, value_name = "PERCENT", default_value_t = 100, value_parser = clap::value_parser!(u32).range(0..=100))]
     pub(crate) lend_percent: u32,
-    /// Latency target of an instance's decode steps, in milliseconds: it lends only as much memory as the target leaves
-    /// time for [default: no limit].
+    /// Latency target of an instance's decode steps, in milliseconds: it lends only as much memory, and computes prompts beside them
+    /// only in such chunks, as the target leaves time for [default: no limit].
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
     pub(crate) target_tbt_ms: Option<u32>,
     /// Keep KV in free memory and share it among requests with a common prefix. The time to first token then shows whether

@@ -26,6 +26,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{any, get},
 };
+use lagoon_cluster::dispatch::{InstanceLoad, Mode};
 use lagoon_http::access::REPORT_HEADER;
 use lagoon_http::client::Response as Answer;
 use lagoon_http::keys::METRICS_PATH;
@@ -35,7 +36,7 @@ use lagoon_http::{ApiError, Bodies, Caller, Limits, TextJobs, journal, server};
 use lagoon_transport::NodeRole;
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::json;
-use std::{net::SocketAddr, sync::Arc};
+use std::{net::SocketAddr, sync::Arc, time::Instant};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
@@ -57,17 +58,28 @@ impl std::fmt::Debug for Gateway {
 
 impl Gateway {
     /// A gateway over `backends`, by TLS with `tls`, else plain HTTP.
-    pub(crate) fn new(backends: Arc<dyn Backends>, metrics: PrometheusHandle, tls: Option<Arc<ClientTls>>) -> Self {
-        Self::over(vec![backends], metrics, tls)
+    pub(crate) fn new(
+        backends: Arc<dyn Backends>,
+        metrics: PrometheusHandle,
+        tls: Option<Arc<ClientTls>>,
+        dispatch: DispatchArgs,
+    ) -> Self {
+        Self::over(vec![backends], metrics, tls, dispatch)
     }
 
     /// A gateway over several pools, at least one.
-    pub(crate) fn over(pools: Vec<Arc<dyn Backends>>, metrics: PrometheusHandle, tls: Option<Arc<ClientTls>>) -> Self {
+    pub(crate) fn over(
+        pools: Vec<Arc<dyn Backends>>,
+        metrics: PrometheusHandle,
+        tls: Option<Arc<ClientTls>>,
+        dispatch: DispatchArgs,
+    ) -> Self {
+        let mode = dispatch.mode();
         let mut upstreams: Vec<Arc<Upstreams>> = Vec::new();
         for backends in pools {
             upstreams.push(Arc::new(match upstreams.first() {
-                Some(first) => first.beside(backends),
-                None => Upstreams::new(backends, tls.clone()),
+                Some(first) => first.beside(backends, mode),
+                None => Upstreams::new(backends, tls.clone(), mode),
             }));
         }
         let metrics = PoolMetrics::new(metrics, None);
@@ -177,11 +189,11 @@ pub(crate) struct GatewayArgs {
     listen: SocketAddr,
     #[command(flatten)]
     host_port: HostPortArgs,
-    /// A server to dispatch to (repeatable). Their load is unknown, so dispatch is round-robin.
+    /// A server to dispatch to (repeatable). Their load is unknown: the one with the fewest requests of this gateway is next.
     #[arg(long = "backend", value_name = "ADDR", required_unless_present_any = ["gmanager", "pools"],
           conflicts_with_all = ["gmanager", "pools"], value_parser = hosts::address)]
     backends: Vec<SocketAddr>,
-    /// Dispatch to this pool's instances by their free memory (host:port of the gManager's QUIC endpoint; of several,
+    /// Dispatch to this pool's instances by their load (host:port of the gManager's QUIC endpoint; of several,
     /// comma-separated, the one that leads).
     #[arg(long, value_name = "ADDR", value_delimiter = ',', value_parser = hosts::address)]
     gmanager: Vec<SocketAddr>,
@@ -203,12 +215,41 @@ pub(crate) struct GatewayArgs {
     port: PortArgs,
     #[command(flatten)]
     front: FrontArgs,
+    #[command(flatten)]
+    dispatch: DispatchArgs,
     /// Print one JSON object when ready.
     #[arg(long)]
     json: bool,
     /// Stop when standard input ends.
     #[arg(long, hide = true)]
     exit_with_stdin: bool,
+}
+
+/// How requests are dispatched, in `lagoon gateway` and `lagoon up`.
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
+pub(crate) struct DispatchArgs {
+    /// Where requests go, and when.
+    #[arg(long, value_enum, default_value_t)]
+    dispatch: DispatchArg,
+}
+
+/// A dispatch policy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum DispatchArg {
+    /// To the instance with the least predicted work, when one can start them; until then they wait at the endpoint.
+    #[default]
+    LeastWork,
+    /// To the instance with the most free memory, at once.
+    FreeMemory,
+}
+
+impl DispatchArgs {
+    fn mode(self) -> Mode {
+        match self.dispatch {
+            DispatchArg::LeastWork => Mode::LeastWork,
+            DispatchArg::FreeMemory => Mode::FreeMemory,
+        }
+    }
 }
 
 /// The gManagers of a pool.
@@ -252,12 +293,11 @@ fn over_servers(
     let backend = |addr: &SocketAddr| Backend {
         name: addr.to_string(),
         http_addr: *addr,
-        free_tokens: 0,
-        running: 0,
-        waiting: 0,
+        load: InstanceLoad::default(),
+        reported: Instant::now(),
     };
     let backends: Vec<_> = args.backends.iter().map(backend).collect();
-    let gateway = Gateway::new(Arc::new(backends), metrics, None).with_compat(args.front.compat());
+    let gateway = Gateway::new(Arc::new(backends), metrics, None, args.dispatch).with_compat(args.front.compat());
     let health = args.health.start(&args.port, || Ok(()), Some(gateway.shown()), stop)?;
     Ok((gateway.router(), health))
 }
@@ -288,7 +328,7 @@ async fn over_pools(
     };
     let tls = port::pool_client(port::pool_files(&args.tls, port::is_instance))?;
     let backends = watches.into_iter().map(|watch| Arc::new(watch) as Arc<dyn Backends>).collect();
-    let gateway = Gateway::over(backends, metrics, tls).with_compat(args.front.compat());
+    let gateway = Gateway::over(backends, metrics, tls, args.dispatch).with_compat(args.front.compat());
     if gateway.pools.are_several() {
         gateway.pools.watch(stop.clone());
     }

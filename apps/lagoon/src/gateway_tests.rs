@@ -14,7 +14,10 @@ const LONG: Duration = Duration::from_secs(10);
 
 pub(crate) fn backend(name: &str, url: &str, free_tokens: u64) -> Backend {
     let http_addr = url.trim_start_matches("http://").parse().unwrap();
-    Backend { name: name.to_owned(), http_addr, free_tokens, running: 0, waiting: 0 }
+    // Of unknown load: requests do not wait, and of equals the one with most free memory is next.
+    let blocks_free = u32::try_from(free_tokens).unwrap();
+    let load = InstanceLoad { blocks_total: blocks_free, blocks_free, block_tokens: 1, ..InstanceLoad::default() };
+    Backend { name: name.to_owned(), http_addr, load, reported: Instant::now() }
 }
 
 async fn gateway(backends: Vec<Backend>) -> String {
@@ -31,7 +34,7 @@ async fn keyed_gateway(source: Arc<dyn Backends>, limits: ReplayLimits, key: Opt
 }
 
 async fn guarded_gateway(source: Arc<dyn Backends>, limits: ReplayLimits, keys: Arc<Keys>) -> String {
-    let gateway = Gateway::new(source, scripted::recorder(), None).with_limits(limits);
+    let gateway = Gateway::new(source, scripted::recorder(), None, DispatchArgs::default()).with_limits(limits);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(lagoon_http::serve(Port::plain(listener, keys), gateway.router(), std::future::pending()));
@@ -278,7 +281,7 @@ async fn logged_gateway(backends: Vec<Backend>) -> (String, Arc<Mutex<Vec<Line>>
     let into = Arc::clone(&lines);
     let front =
         Front { access_log: Some(Arc::new(move |line| into.lock().unwrap().push(line.clone()))), ..Front::default() };
-    let gateway = Gateway::new(Arc::new(backends), scripted::recorder(), None);
+    let gateway = Gateway::new(Arc::new(backends), scripted::recorder(), None, DispatchArgs::default());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let port = Port { front, ..Port::plain(listener, Keys::none()) };

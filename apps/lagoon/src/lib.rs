@@ -8,6 +8,8 @@
 mod admin;
 mod api_client;
 mod args;
+mod asked;
+mod backends;
 mod bench;
 mod bench_dataset;
 mod bench_page;
@@ -27,6 +29,7 @@ mod cuda_trial;
 mod cuda_tuning;
 mod demo;
 mod device;
+mod dispatch_queue;
 mod doctor;
 mod draft;
 mod drain;

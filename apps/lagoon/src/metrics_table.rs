@@ -450,6 +450,31 @@ pub(crate) const GATEWAY: &[Metric] = &[
         &[("state", &["begun", "done", "failed"])],
         "Streams continued on another instance; failed: the client got an error.",
     ),
+    Metric::gauge(
+        "lagoon_gateway_requests_waiting",
+        "requests",
+        &[],
+        "Requests that wait for an instance that can start them.",
+    ),
+    Metric::seconds("lagoon_gateway_wait_seconds", SECONDS, &[], "Time that a request waited for that."),
+    Metric::counter(
+        "lagoon_gateway_refused_total",
+        "requests",
+        &[("reason", &["full", "tenant_full", "expired", "no_instance"])],
+        "Requests that the queue refused.",
+    ),
+    Metric::counter(
+        "lagoon_gateway_handed_back_total",
+        "requests",
+        &[],
+        "Requests that an instance gave back before it began them.",
+    ),
+    Metric::counter(
+        "lagoon_gateway_passes_total",
+        "requests",
+        &[],
+        "Requests started on memory for which one ahead of them waited.",
+    ),
 ];
 
 /// The gManager (`--metrics-port`).

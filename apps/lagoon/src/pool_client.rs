@@ -6,8 +6,8 @@ use crate::jitter::jittered;
 use crate::leader::Terms;
 use anyhow::{Context, bail, ensure};
 use lagoon_protocol::{
-    AdminBody, AdminQuery, AdminReply, BatchPoint, Calibration, ControlBody, InstanceStatus, MemoryTier, MoveCounts,
-    PrefillCounts, Role, StatusQuery, StatusReply,
+    AdminBody, AdminQuery, AdminReply, BatchPoint, Calibration, ControlBody, InstanceStatus, Load, MemoryTier,
+    MoveCounts, PrefillCounts, Role, StatusQuery, StatusReply,
 };
 use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, NodeRole, PeerId, TransportConfig};
 use serde::{Deserialize, Serialize};
@@ -53,6 +53,9 @@ pub(crate) struct PoolRow {
     pub(crate) prefill: Option<PrefillRow>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) calibration: Option<CalibrationRow>,
+    /// Batch and queue of its last heartbeat, for dispatch.
+    #[serde(skip)]
+    pub(crate) load: Option<Load>,
 }
 
 /// rBlocks moved for an instance's requests, with the fields of its own status.
@@ -203,6 +206,7 @@ impl From<InstanceStatus> for PoolRow {
             moves: h.moves.as_deref().copied().map(MovesRow::from),
             prefill: h.prefill.as_deref().map(PrefillRow::from),
             calibration: row.calibration.as_ref().map(CalibrationRow::from),
+            load: h.load,
         }
     }
 }

@@ -30,7 +30,7 @@ fn instance(running: u32) -> String {
 }
 
 fn pool(backends: Vec<Backend>) -> [Arc<Upstreams>; 1] {
-    [Arc::new(Upstreams::new(Arc::new(backends), None))]
+    [Arc::new(Upstreams::new(Arc::new(backends), None, lagoon_cluster::dispatch::Mode::default()))]
 }
 
 /// The values of a family's samples with this suffix, by instance.

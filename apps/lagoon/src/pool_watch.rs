@@ -5,10 +5,12 @@
 use crate::admin;
 use crate::jitter::jittered;
 use crate::node_metrics::record_certificate;
-use crate::pool_client::{PoolClient, PoolRow, PoolState};
+use crate::pool_client::{PoolClient, PoolRow, PoolState, role_name};
 use crate::upstreams::{Backend, Backends};
 use axum::Json;
 use axum::routing::{get, post};
+use lagoon_cluster::dispatch::{Elsewhere, InstanceLoad, Unreported};
+use lagoon_protocol::{Calibration, Role};
 use lagoon_types::limits::POOL_HOLD_MS;
 use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -28,7 +30,7 @@ const LEARN_LOOK: Duration = Duration::from_millis(10);
 pub(crate) struct PoolWatch {
     known: Arc<RwLock<Known>>,
     /// Tokens in an rBlock of the pool.
-    block_tokens: u64,
+    block_tokens: u32,
 }
 
 #[derive(Clone, Debug)]
@@ -70,7 +72,7 @@ impl PoolWatch {
     /// Queries `client` until `stop`; `state` is the first state.
     pub(crate) fn start(mut client: PoolClient, state: PoolState, block_tokens: u32, stop: CancellationToken) -> Self {
         let known = Known { state, asked: Instant::now(), silent_since: None, held: Held::default() };
-        let watch = Self { known: Arc::new(RwLock::new(known)), block_tokens: block_tokens.into() };
+        let watch = Self { known: Arc::new(RwLock::new(known)), block_tokens };
         let asking = watch.clone();
         tokio::spawn(async move {
             while !stop.is_cancelled() {
@@ -124,14 +126,31 @@ impl PoolWatch {
     }
 
     /// An instance; none for a kv node, which has no HTTP server for clients.
-    fn backend(&self, row: &PoolRow) -> Option<Backend> {
+    /// `asked`: when the query was sent that the row answers.
+    fn backend(&self, row: &PoolRow, asked: Instant) -> Option<Backend> {
+        let age = Duration::from_millis(row.heartbeat_age_ms);
         Some(Backend {
             name: row.name.clone(),
             http_addr: row.http_addr.parse().ok()?,
-            free_tokens: u64::from(row.blocks_free) * self.block_tokens,
-            running: u64::from(row.requests_running),
-            waiting: u64::from(row.requests_waiting),
+            load: InstanceLoad {
+                calibration: row.calibration.as_ref().map(Calibration::from),
+                load: row.load.clone(),
+                prefills: row.role == role_name(Role::Instance),
+                block_tokens: self.block_tokens,
+                blocks_total: row.blocks_total,
+                blocks_free: row.blocks_free,
+                running: row.requests_running,
+                waiting: row.requests_waiting,
+                unreported: Unreported::default(),
+            },
+            reported: asked.checked_sub(age).unwrap_or(asked),
         })
+    }
+
+    /// Whether an instance takes clients' requests. During a role change, both roles must.
+    fn serves(row: &PoolRow) -> bool {
+        let takes = |role: &str| role == "instance" || role == "decode";
+        row.alive && !row.draining && takes(&row.role) && row.becoming.as_deref().is_none_or(takes)
     }
 
     /// As [`admin::state_json`], with the time without an answer.
@@ -159,14 +178,23 @@ impl Backends for PoolWatch {
     }
 
     fn serving(&self) -> Vec<Backend> {
-        // During a role change, both roles must take requests.
-        let takes = |role: &str| role == "instance" || role == "decode";
-        let serves = |r: &&PoolRow| r.alive && !r.draining && takes(&r.role) && r.becoming.as_deref().is_none_or(takes);
-        self.state().instances.iter().filter(serves).filter_map(|row| self.backend(row)).collect()
+        let Known { state, asked, .. } = self.known();
+        state.instances.iter().filter(|row| Self::serves(row)).filter_map(|row| self.backend(row, asked)).collect()
+    }
+
+    fn elsewhere(&self) -> Elsewhere {
+        let state = self.state();
+        let lenders = || state.instances.iter().filter(|row| row.alive && !row.draining && !Self::serves(row));
+        let lendable = |row: &PoolRow| row.blocks_lend_max.saturating_sub(row.blocks_lent).min(row.blocks_free);
+        Elsewhere {
+            blocks_total: lenders().map(|row| u64::from(row.blocks_lend_max)).sum(),
+            blocks_lendable: lenders().map(|row| u64::from(lendable(row))).sum(),
+        }
     }
 
     fn scraped(&self) -> Vec<Backend> {
-        self.state().instances.iter().filter(|row| row.alive).filter_map(|row| self.backend(row)).collect()
+        let Known { state, asked, .. } = self.known();
+        state.instances.iter().filter(|row| row.alive).filter_map(|row| self.backend(row, asked)).collect()
     }
 
     fn knows(&self, name: &str) -> bool {

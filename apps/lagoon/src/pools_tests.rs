@@ -1,8 +1,8 @@
 //! A gateway over two pools of scripted servers.
 
 use super::*;
-use crate::gateway::Gateway;
 use crate::gateway::tests::{backend, complete, dead};
+use crate::gateway::{DispatchArgs, Gateway};
 use crate::upstreams::Backends;
 use lagoon_http::scripted::{self, ScriptedEngine};
 use lagoon_http::{Keys, Port};
@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 /// A gateway over pools of these servers.
 async fn gateway(pools: &[&str]) -> String {
     let pool = |url: &&str| Arc::new(vec![backend("instance-0", url, 1)]) as Arc<dyn Backends>;
-    let gateway = Gateway::over(pools.iter().map(pool).collect(), scripted::recorder(), None);
+    let gateway = Gateway::over(pools.iter().map(pool).collect(), scripted::recorder(), None, DispatchArgs::default());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(lagoon_http::serve(Port::plain(listener, Keys::none()), gateway.router(), std::future::pending()));

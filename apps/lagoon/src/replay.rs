@@ -8,6 +8,8 @@
 //! Invariants: only whole events reach the client, and none twice; a request runs at one instance at a time as far as
 //! the gateway knows (dropping a connection cancels there); when the client disconnects, everything here is dropped.
 
+use crate::asked::Asked;
+use crate::dispatch_queue::Ticket;
 use crate::retry_budget::retry_after;
 use crate::upstreams::{Backend, Upstreams, end_to_end, lost, none_alive};
 use axum::body::{Body, Bytes};
@@ -17,8 +19,8 @@ use futures::stream::{self, BoxStream};
 use futures::{Stream, StreamExt};
 use lagoon_http::access::{REPORT_HEADER, Report};
 use lagoon_http::client::{Response, SendError};
-use lagoon_http::error::{ERROR_HEADER, RATE_LIMIT_EXCEEDED};
-use lagoon_http::journal::{self, Journal, Read, Resume};
+use lagoon_http::error::{ERROR_HEADER, HANDED_BACK, RATE_LIMIT_EXCEEDED};
+use lagoon_http::journal::{self, HAND_BACK_HEADER, Journal, Read, Resume};
 use lagoon_http::keys::TENANT_HEADER;
 use lagoon_http::{ApiError, Bodies, Caller, Holder, Limits, Share};
 use rand::Rng as _;
@@ -34,8 +36,8 @@ const REFUSAL_BYTES_MAX: usize = 64 << 10;
 /// Bytes of a request body that count as one token.
 const BYTES_PER_TOKEN: u64 = 4;
 /// Paths whose requests only compute a response, and whose streams have a journal.
-const GENERATE: [&str; 5] =
-    ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/completion", "/completions"];
+const GENERATE: [&str; 5] = ["/v1/completions", "/v1/chat/completions", EMBEDDINGS, "/completion", "/completions"];
+const EMBEDDINGS: &str = "/v1/embeddings";
 /// Paths whose requests only compute a response, whole.
 const COMPUTE: [&str; 3] = ["/tokenize", "/detokenize", "/apply-template"];
 /// The end mark of a stream.
@@ -77,6 +79,8 @@ pub(crate) struct Repeatable {
     body: Bytes,
     /// Whether it only computes a response: a duplicate does no harm.
     pure: bool,
+    /// Its sizes, for dispatch; nothing for a request that generates nothing.
+    asked: Asked,
     _share: Share,
 }
 
@@ -92,17 +96,29 @@ impl Repeatable {
         let pure = body.is_empty() || generates || COMPUTE.contains(&head.uri.path());
         let mut headers = end_to_end(&head.headers);
         headers.remove(TENANT_HEADER);
+        headers.remove(HAND_BACK_HEADER);
         let tenant = head.extensions.get::<Caller>().and_then(Caller::header);
         tenant.into_iter().for_each(|tenant| _ = headers.insert(TENANT_HEADER, tenant));
         if generates {
             headers.insert(journal::HEADER, HeaderValue::from_static("1"));
         }
-        Ok(Self { method: head.method, target, headers, body, pure, _share: share })
+        let tenant = head.extensions.get::<Caller>().map_or("", Caller::tenant);
+        let asked = match head.uri.path() {
+            EMBEDDINGS => Asked::read(&body, tenant).await.of_embeddings(),
+            _ if generates => Asked::read(&body, tenant).await,
+            _ => Asked::default(),
+        };
+        Ok(Self { method: head.method, target, headers, body, pure, asked, _share: share })
     }
 
     /// The request's body.
     pub(crate) fn body(&self) -> Bytes {
         self.body.clone()
+    }
+
+    /// Whether it generates: it waits for its turn, and its stream has a journal.
+    fn generates(&self) -> bool {
+        self.headers.contains_key(journal::HEADER)
     }
 
     fn tokens(&self) -> u64 {
@@ -124,6 +140,8 @@ pub(crate) struct Attempts {
     upstreams: Arc<Upstreams>,
     limits: ReplayLimits,
     request: Repeatable,
+    /// Its place in the queue, and then at its instance, once it has one.
+    ticket: Option<Ticket>,
     /// The rate limit to charge its tokens to.
     caller: Caller,
     /// Tokens that were charged so far, but for those of events.
@@ -143,11 +161,21 @@ impl Attempts {
     /// Charges an estimate of the prompt: a client that leaves before the answer begins has had it computed.
     pub(crate) fn new(upstreams: Arc<Upstreams>, limits: ReplayLimits, request: Repeatable, caller: Caller) -> Self {
         upstreams.retries().deposit();
-        let generates = request.headers.contains_key(journal::HEADER);
-        let charged = if generates { request.tokens() } else { 0 };
+        let charged = if request.generates() { request.tokens() } else { 0 };
         caller.charge(charged);
-        let (lost, lost_at, barred) = (Vec::new(), Instant::now(), Vec::new());
-        Self { upstreams, limits, request, caller, charged, lost, lost_at, fruitless: 0, barred, streaming: false }
+        Self {
+            upstreams,
+            limits,
+            request,
+            ticket: None,
+            caller,
+            charged,
+            lost: Vec::new(),
+            lost_at: Instant::now(),
+            fruitless: 0,
+            barred: Vec::new(),
+            streaming: false,
+        }
     }
 
     /// Counts a response, and corrects the charge by its headers; a stream's events correct it further.
@@ -185,16 +213,22 @@ impl Attempts {
         // None has refused since the last loss.
         let (mut refused, mut is_first) = (None, true);
         loop {
-            for backend in self.upstreams.candidates(self.request.tokens(), &self.lost) {
+            for backend in self.candidates().await? {
                 let is_free = is_first || self.lost.is_empty();
                 if !self.may_send(&backend, is_free) {
                     continue;
                 }
+                self.ticket.iter().for_each(|ticket| ticket.sent(backend.http_addr));
                 let sent = self.send(&backend, body.clone()).await;
                 if let Ok(response) = &sent {
                     self.note_rest(&backend, response);
                 }
                 match sent {
+                    Ok(response) if is_handed_back(&response) && self.may_hand_back() => {
+                        self.queue_again();
+                        (refused, is_first) = (None, true);
+                        break;
+                    }
                     Ok(response) if !self.streaming || is_event_stream(&response) => return Ok((backend, response)),
                     Ok(response) => match self.refusal(&backend, response).await {
                         error if passes(error.status) => (refused, is_first) = (Some(error), false),
@@ -218,6 +252,9 @@ impl Attempts {
                     }
                 }
             }
+            if self.waits() {
+                continue;
+            }
             let Some(last) = self.lost.last() else {
                 self.correct_charge(0);
                 return Err(refused.unwrap_or_else(none_alive));
@@ -236,12 +273,45 @@ impl Attempts {
         }
     }
 
+    /// Instances to try, the best first. A request that generates waits for its turn first, unless it lost an instance: what its client
+    /// has begun to read goes on at once.
+    async fn candidates(&mut self) -> Result<Vec<Backend>, ApiError> {
+        let Repeatable { asked, body, .. } = &self.request;
+        if self.ticket.is_none() && self.request.generates() {
+            self.ticket = Some(self.upstreams.queue.enter(asked, &self.caller, body.len()));
+        }
+        let bound = match &mut self.ticket {
+            Some(ticket) if self.lost.is_empty() => ticket.bound().await,
+            _ => Ok(None),
+        };
+        let bound = bound.inspect_err(|_| self.correct_charge(0))?;
+        Ok(self.upstreams.candidates(&self.request.asked, bound, &self.lost))
+    }
+
+    /// Whether an instance may give the request back: nothing of it was lost, and not too often.
+    fn may_hand_back(&self) -> bool {
+        self.lost.is_empty() && self.ticket.as_ref().is_some_and(Ticket::may_hand_back)
+    }
+
+    /// Whether the request waits for its turn again.
+    fn waits(&self) -> bool {
+        self.lost.is_empty() && self.ticket.as_ref().is_some_and(Ticket::waits)
+    }
+
+    /// Queues a request again that its instance gave back.
+    fn queue_again(&mut self) {
+        self.ticket.iter_mut().for_each(Ticket::handed_back);
+    }
+
     async fn send(&self, backend: &Backend, body: Bytes) -> Result<Response, Unanswered> {
         let Repeatable { method, target, headers, .. } = &self.request;
         let request = http::Request::builder().method(method).uri(self.upstreams.url(backend, target));
         let request = request.body(Body::from(body));
         let mut request = request.map_err(|error| Unanswered::Unreachable(error.to_string()))?;
         *request.headers_mut() = headers.clone();
+        if self.may_hand_back() {
+            request.headers_mut().insert(HAND_BACK_HEADER, HeaderValue::from_static("1"));
+        }
         match self.unless_dead(backend.http_addr, self.upstreams.http.send(request)).await {
             Some(Ok(response)) => Ok(response),
             Some(Err(SendError::Connect(why))) => Err(Unanswered::Unreachable(why)),
@@ -327,6 +397,11 @@ fn passes(status: StatusCode) -> bool {
     status == StatusCode::TOO_MANY_REQUESTS || status.is_server_error()
 }
 
+/// Whether an instance gave the request back that it answers so.
+fn is_handed_back(response: &Response) -> bool {
+    response.headers().get(ERROR_HEADER).is_some_and(|code| code == HANDED_BACK)
+}
+
 fn replay_failed(error: ApiError) -> ApiError {
     metrics::counter!("lagoon_gateway_replays_total", "state" => "failed").increment(1);
     error
@@ -358,6 +433,7 @@ impl Events {
                     self.note(self.journal.tokens() - before);
                     // Without a journal, an event counts as a token.
                     let tokens = if self.journal.is_whole() { self.journal.tokens() - before } else { 1 };
+                    self.attempts.ticket.iter_mut().filter(|_| tokens > 0).for_each(Ticket::began);
                     self.attempts.caller.charge(tokens as u64);
                     return Some((event.into(), Some(self)));
                 }
@@ -365,7 +441,17 @@ impl Events {
                     self.attempts.caller.record().failed(code_of(&event).as_deref().unwrap_or("error"));
                     return Some((event.into(), None));
                 }
-                Some(Read::Error { event, .. }) => String::from_utf8_lossy(&event).into_owned(),
+                Some(Read::Error { event, .. }) => {
+                    let is_back = code_of(&event).as_deref() == Some(HANDED_BACK) && self.journal.tokens() == 0;
+                    if is_back && self.attempts.may_hand_back() {
+                        self.attempts.queue_again();
+                        if let Err(error) = self.take_up().await {
+                            return Some((self.last_words(&error), None));
+                        }
+                        continue;
+                    }
+                    String::from_utf8_lossy(&event).into_owned()
+                }
                 None => match self.attempts.unless_dead(self.addr, self.chunks.next()).await {
                     Some(Some(Ok(chunk))) => match self.pending.push(&chunk) {
                         Ok(()) => continue,
@@ -402,6 +488,24 @@ impl Events {
         Bytes::from(format!("data: {}\n\n", error.body()))
     }
 
+    /// Has the instance that the queue chooses begin a stream that another gave back.
+    async fn take_up(&mut self) -> Result<(), ApiError> {
+        self.chunks = stream::empty().boxed();
+        self.pending = Pending::default();
+        let resume = self.journal.resume();
+        let (backend, response) = self.attempts.respond(resume.as_ref()).await?;
+        self.follow(backend, response);
+        Ok(())
+    }
+
+    /// Goes on with the response of `backend`.
+    fn follow(&mut self, backend: Backend, response: Response) {
+        self.addr = backend.http_addr;
+        self.attempts.caller.record().answered_by(&backend.name);
+        self.backend = backend;
+        self.chunks = response.chunks().boxed();
+    }
+
     /// Has another instance continue the stream.
     async fn go_on(&mut self, why: &str) -> Result<(), ApiError> {
         // Closing the connection cancels what may still run there.
@@ -416,10 +520,7 @@ impl Events {
         tracing::info!(lost = %self.backend.name, instance = %backend.name, "another instance continues a request");
         self.attempts.upstreams.counts.request(&backend.name, "went_on");
         metrics::counter!("lagoon_gateway_replays_total", "state" => "done").increment(1);
-        self.addr = backend.http_addr;
-        self.attempts.caller.record().answered_by(&backend.name);
-        self.backend = backend;
-        self.chunks = response.chunks().boxed();
+        self.follow(backend, response);
         Ok(())
     }
 }

@@ -3,6 +3,7 @@
 use super::*;
 use crate::gateway::tests::{backend, broken_server, complete, dead, gateway_with, reserve_address};
 use crate::upstreams::Backends;
+use lagoon_cluster::dispatch::Mode;
 use lagoon_http::scripted::{self, ScriptedEngine, Step};
 use lagoon_types::{FinishReason, GenerateRequest, RequestError};
 use serde_json::{Value, json};
@@ -400,7 +401,7 @@ async fn lost_with(upstreams: &Arc<Upstreams>, losses: usize) -> Attempts {
 }
 
 fn upstreams(backends: Vec<Backend>) -> Arc<Upstreams> {
-    Arc::new(Upstreams::new(Arc::new(backends), None))
+    Arc::new(Upstreams::new(Arc::new(backends), None, Mode::default()))
 }
 
 /// Spends all retries but `left`.
@@ -477,4 +478,58 @@ async fn an_instance_has_its_tenant_from_the_gateway_alone() {
         assert_eq!(attempts.respond(None).await.unwrap().1.status(), StatusCode::OK);
         assert_eq!(*engine.requests().pop().unwrap().options.cache_salt, *tenant);
     }
+}
+
+/// A request that an instance gives back waits again, and goes to another; its client sees one answer, whole or streamed.
+#[tokio::test]
+async fn a_request_that_is_handed_back_goes_elsewhere_and_is_answered_once() {
+    for stream in [false, true] {
+        let (behind, well) =
+            (ScriptedEngine::new(|_| Ok(vec![Step::Fail(RequestError::HandedBack)])), ScriptedEngine::saying("ok"));
+        let one = scripted::spawn(scripted::state(behind.clone())).await;
+        let two = scripted::spawn(scripted::state(well.clone())).await;
+        let url = gateway_with(Arc::new(vec![backend("behind", &one, 1000), backend("well", &two, 1)]), limits()).await;
+        let (status, instance, text) = complete(&url, &json!({"prompt": "a", "stream": stream})).await;
+        assert_eq!((status, instance.as_str()), (200, "well"), "{text}");
+        let ends = text.matches("\"finish_reason\":\"stop\"").count();
+        assert!(!text.contains("handed_back") && ends == 1, "{text}");
+        let offered =
+            |engine: &ScriptedEngine| engine.requests().iter().map(|r| r.options.may_hand_back).collect::<Vec<_>>();
+        assert_eq!((offered(&behind), offered(&well)), (vec![true], vec![true]));
+    }
+}
+
+/// The last of the times, it is not offered any more; and an instance that gives back all the same has refused.
+#[tokio::test]
+async fn a_request_is_handed_back_a_bounded_number_of_times() {
+    let behind = ScriptedEngine::new(|_| Ok(vec![Step::Fail(RequestError::HandedBack)]));
+    let server = scripted::spawn(scripted::state(behind.clone())).await;
+    let url = gateway_with(Arc::new(vec![backend("behind", &server, 1)]), limits()).await;
+    let (status, _, text) = complete(&url, &json!({"prompt": "a"})).await;
+    assert_eq!(status, 503, "{text}");
+    let offered: Vec<bool> = behind.requests().iter().map(|r| r.options.may_hand_back).collect();
+    assert_eq!(offered, [true, true, true, false]);
+    // A client cannot offer it.
+    let request = reqwest::Client::new().post(format!("{url}/v1/completions")).header("x-lagoon-hand-back", "1");
+    let several = request.json(&json!({"prompt": ["a", "b"]})).send().await.unwrap();
+    assert_eq!(several.status(), 503);
+    assert!(behind.requests()[4..].iter().all(|request| !request.options.may_hand_back));
+}
+
+/// Its headers are sent by then.
+#[tokio::test]
+async fn a_stream_that_is_handed_back_before_its_first_token_begins_elsewhere() {
+    let reply = concat!(
+        "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n",
+        ": lagoon {\"began\":{\"id\":\"cmpl-7\",\"created\":7,\"seed\":7}}\n: lagoon {\"failed\":{\"again\":true}}\n",
+        "data: {\"error\":{\"message\":\"back\",\"code\":\"handed_back\"}}\n\n"
+    );
+    let well = ScriptedEngine::saying("ok");
+    let two = scripted::spawn(scripted::state(well.clone())).await;
+    let backends = vec![backend("behind", &broken_server(reply).await, 1000), backend("well", &two, 1)];
+    let url = gateway_with(Arc::new(backends), limits()).await;
+    let (status, _, text) = complete(&url, &json!({"prompt": "a", "stream": true})).await;
+    assert!(status == 200 && text.ends_with("data: [DONE]\n\n") && !text.contains("error"), "{text}");
+    assert!(text.contains("\"id\":\"cmpl-7\""), "it is the response that began: {text}");
+    assert_eq!(well.requests().len(), 1);
 }

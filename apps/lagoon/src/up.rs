@@ -3,7 +3,7 @@
 use crate::api_client::ApiClient;
 use crate::args::PassedArgs;
 use crate::front_args::FrontArgs;
-use crate::gateway::Gateway;
+use crate::gateway::{DispatchArgs, Gateway};
 use crate::hosts;
 use crate::local::{ChildKeys, ChildNode, Common, EphemeralCa, LocalPool, Wanted, start_pool};
 use crate::log;
@@ -66,6 +66,8 @@ pub(crate) struct UpArgs {
     guard: PortArgs,
     #[command(flatten)]
     front: FrontArgs,
+    #[command(flatten)]
+    dispatch: DispatchArgs,
     /// Allow `return_logits` in requests.
     #[arg(long)]
     expose_logits: bool,
@@ -201,6 +203,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
         Arc::new(watch.clone()),
         metrics,
         port::pool_client(Some(ca.files("gateway", NodeRole::Gateway, port::is_instance)?))?,
+        args.dispatch,
     )
     .with_compat(args.front.compat());
     let operator = PoolClient::new(&[pool.gmanager], &identity)?;

@@ -1,12 +1,15 @@
 //! The instances behind a gateway: dispatch of requests, and whether a silent instance is dead.
 
+use crate::asked::Asked;
+pub(crate) use crate::backends::{Backend, Backends, none_alive};
+use crate::dispatch_queue::Queue;
 use crate::gateway_counts::GatewayCounts;
 use crate::retry_budget::RetryBudget;
 use axum::http::{HeaderMap, HeaderName, StatusCode, header};
+use lagoon_cluster::dispatch::Mode;
 use lagoon_http::ApiError;
 use lagoon_http::client::{Client, ClientConfig};
 use lagoon_http::tls::ClientTls;
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,8 +21,6 @@ const CONNECT_DEADLINE: Duration = Duration::from_secs(2);
 const SILENCE_DEADLINE: Duration = Duration::from_secs(3700);
 /// Maximum of instances tried for one request.
 const ATTEMPTS_MAX: usize = 4;
-/// How long a request counts against its instance here; then the instance's own reports include it.
-const CHARGE_LIFETIME: Duration = Duration::from_secs(1);
 /// Headers of one connection only (RFC 9110, section 7.6.1), and those set anew.
 const HOP_HEADERS: [HeaderName; 9] = [
     header::CONNECTION,
@@ -33,101 +34,47 @@ const HOP_HEADERS: [HeaderName; 9] = [
     header::CONTENT_LENGTH,
 ];
 
-/// An instance's HTTP server, and its last reported load.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Backend {
-    /// Its name in `x-lagoon-instance`: letters, digits and signs.
-    pub(crate) name: String,
-    pub(crate) http_addr: SocketAddr,
-    /// Free tokens of its KV memory.
-    pub(crate) free_tokens: u64,
-    pub(crate) running: u64,
-    pub(crate) waiting: u64,
-}
-
-/// The present instances. Called for every request; must not block.
-pub(crate) trait Backends: Send + Sync {
-    /// Instances that take requests.
-    fn serving(&self) -> Vec<Backend>;
-
-    /// Instances whose metrics are read: also those that take no requests.
-    fn scraped(&self) -> Vec<Backend> {
-        self.serving()
-    }
-
-    /// Whether the instance at this address is known to be dead; false if unknown.
-    fn is_dead(&self, http_addr: SocketAddr) -> bool;
-
-    /// Whether an instance of this name is in the pool; it may have been lost lately.
-    fn knows(&self, name: &str) -> bool;
-
-    /// For how long no state has arrived, if so; the last state is used.
-    fn silent_for(&self) -> Option<Duration>;
-}
-
-/// A fixed list of servers, without further state.
-impl Backends for Vec<Backend> {
-    fn serving(&self) -> Vec<Backend> {
-        self.clone()
-    }
-
-    fn is_dead(&self, _http_addr: SocketAddr) -> bool {
-        false
-    }
-
-    fn knows(&self, name: &str) -> bool {
-        self.iter().any(|backend| backend.name == name)
-    }
-
-    fn silent_for(&self) -> Option<Duration> {
-        None
-    }
-}
-
-/// Instances, their HTTP client, and recent dispatches.
+/// Instances, their HTTP client, and the queue of requests for them.
 pub(crate) struct Upstreams {
     backends: Arc<dyn Backends>,
     pub(crate) http: Client,
     scheme: &'static str,
-    dispatch: Mutex<Dispatch>,
-    retries: Mutex<RetryBudget>,
+    pub(crate) queue: Arc<Queue>,
+    retries: Arc<Mutex<RetryBudget>>,
     pub(crate) counts: Arc<GatewayCounts>,
 }
 
 impl std::fmt::Debug for Upstreams {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Upstreams").field("dispatch", &self.dispatch).finish_non_exhaustive()
+        f.debug_struct("Upstreams").field("queue", &self.queue).finish_non_exhaustive()
     }
 }
 
 impl Upstreams {
     /// Reaches instances over TLS with `tls`, else plain HTTP.
-    pub(crate) fn new(backends: Arc<dyn Backends>, tls: Option<Arc<ClientTls>>) -> Self {
+    pub(crate) fn new(backends: Arc<dyn Backends>, tls: Option<Arc<ClientTls>>, mode: Mode) -> Self {
         // No kept connections: one may turn out dead after part of a request was sent; a new one costs microseconds,
         // with TLS a round trip and a signature.
         let config = ClientConfig { connect: CONNECT_DEADLINE, silence: SILENCE_DEADLINE, idle_max: 0 };
         let scheme = if tls.is_some() { "https" } else { "http" };
-        let retries = Mutex::new(RetryBudget::new(Instant::now()));
-        Self {
-            backends,
-            http: Client::new(config, tls),
-            scheme,
-            dispatch: Mutex::default(),
-            retries,
-            counts: Arc::default(),
-        }
+        Self::of(backends, Client::new(config, tls), scheme, Arc::default(), mode)
     }
 
     /// Another pool's instances, with the same client and counters.
-    pub(crate) fn beside(&self, backends: Arc<dyn Backends>) -> Self {
-        Self {
-            backends,
-            http: self.http.clone(),
-            scheme: self.scheme,
-            dispatch: Mutex::default(),
-            retries: Mutex::new(RetryBudget::new(Instant::now())),
-            counts: Arc::clone(&self.counts),
-        }
+    pub(crate) fn beside(&self, backends: Arc<dyn Backends>, mode: Mode) -> Self {
+        Self::of(backends, self.http.clone(), self.scheme, Arc::clone(&self.counts), mode)
+    }
+
+    fn of(
+        backends: Arc<dyn Backends>,
+        http: Client,
+        scheme: &'static str,
+        counts: Arc<GatewayCounts>,
+        mode: Mode,
+    ) -> Self {
+        let retries = Arc::new(Mutex::new(RetryBudget::new(Instant::now())));
+        let queue = Arc::new(Queue::new(Arc::clone(&backends), Arc::clone(&retries), mode));
+        Self { backends, http, scheme, queue, retries, counts }
     }
 
     /// Whether instances know this gateway by its certificate.
@@ -159,17 +106,19 @@ impl Upstreams {
         self.backends.silent_for()
     }
 
-    /// Instances to try, best first; those in `last` and those that requested a pause at the end. Charges the first
-    /// one.
-    pub(crate) fn candidates(&self, tokens: u64, last: &[Backend]) -> Vec<Backend> {
-        let backends = self.backends.serving();
-        let now = Instant::now();
-        let retries = self.retries();
-        let rests = backends.iter().filter(|backend| retries.is_resting(backend.http_addr, now)).cloned();
-        let last: Vec<Backend> = rests.chain(last.iter().cloned()).collect();
-        drop(retries);
-        let mut dispatch = self.dispatch.lock().unwrap_or_else(PoisonError::into_inner);
-        dispatch.candidates(backends, &last, tokens, now)
+    /// Instances to try: `bound`, then the others by rank; those that requested a pause and those in `last` at the end.
+    pub(crate) fn candidates(&self, asked: &Asked, bound: Option<SocketAddr>, last: &[Backend]) -> Vec<Backend> {
+        let ranked = self.queue.ranked(asked, bound.is_some());
+        let mut backends = self.backends.serving();
+        let place = |backend: &Backend| {
+            let addr = backend.http_addr;
+            let is_last = last.iter().any(|other| other.http_addr == addr);
+            // The ranking leaves out those that rest.
+            (Some(addr) != bound, is_last, ranked.iter().position(|ranked| *ranked == addr).unwrap_or(usize::MAX))
+        };
+        backends.sort_by_cached_key(place);
+        backends.truncate(ATTEMPTS_MAX);
+        backends
     }
 
     /// Waits for `answer` of an instance; `None` if it was silent for `silence` and the pool counts it as dead.
@@ -190,43 +139,6 @@ impl Upstreams {
     }
 }
 
-/// Recent dispatches, which the instances' reports may not include yet: without them, a burst between two reports would
-/// go to one instance.
-#[derive(Debug, Default)]
-struct Dispatch {
-    /// By instance: time and tokens of each.
-    charges: BTreeMap<SocketAddr, Vec<(Instant, u64)>>,
-    round: usize,
-}
-
-impl Dispatch {
-    /// Sorts by most free memory, then fewest requests, then round-robin.
-    fn candidates(&mut self, mut backends: Vec<Backend>, last: &[Backend], tokens: u64, now: Instant) -> Vec<Backend> {
-        let alive = |at: &Instant| now.saturating_duration_since(*at) < CHARGE_LIFETIME;
-        self.charges.retain(|_, charges| {
-            charges.retain(|(at, _)| alive(at));
-            !charges.is_empty()
-        });
-        if backends.is_empty() {
-            return backends;
-        }
-        self.round = self.round.wrapping_add(1);
-        let turn = self.round % backends.len();
-        backends.rotate_left(turn);
-        backends.sort_by_cached_key(|backend| {
-            let charges = self.charges.get(&backend.http_addr).map_or(&[][..], Vec::as_slice);
-            let charged: u64 = charges.iter().map(|(_, tokens)| tokens).sum();
-            let recent = u64::try_from(charges.len()).unwrap_or(u64::MAX);
-            let free = backend.free_tokens.saturating_sub(charged);
-            let last = last.iter().any(|other| other.http_addr == backend.http_addr);
-            (last, std::cmp::Reverse(free), backend.running + backend.waiting + recent)
-        });
-        self.charges.entry(backends[0].http_addr).or_default().push((now, tokens));
-        backends.truncate(ATTEMPTS_MAX);
-        backends
-    }
-}
-
 /// Counters by instance of pools that share them, in Prometheus' text format.
 pub(crate) fn render_counts(pools: &[Arc<Upstreams>]) -> String {
     let is_known = |name: &str| pools.iter().any(|pool| pool.backends.knows(name));
@@ -237,10 +149,6 @@ pub(crate) fn render_counts(pools: &[Arc<Upstreams>]) -> String {
     };
     let knows = |label: &str| is_known(label) || is_known(&unlabelled(label));
     pools.first().map(|pool| pool.counts.render(knows)).unwrap_or_default()
-}
-
-pub(crate) fn none_alive() -> ApiError {
-    ApiError::unavailable("no instance is alive")
 }
 
 /// The error of a request that was lost with an instance.
@@ -256,49 +164,4 @@ pub(crate) fn end_to_end(headers: &HeaderMap) -> HeaderMap {
         kept.remove(name);
     }
     kept
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_freest_instance_is_first_and_bursts_spread() {
-        let at = |port: u16, free_tokens, running| Backend {
-            name: port.to_string(),
-            http_addr: SocketAddr::from(([127, 0, 0, 1], port)),
-            free_tokens,
-            running,
-            waiting: 0,
-        };
-        let mut dispatch = Dispatch::default();
-        let mut now = Instant::now();
-        let mut first = |backends: &[Backend], tokens, wait| {
-            now += wait;
-            dispatch.candidates(backends.to_vec(), &[], tokens, now)[0].http_addr.port()
-        };
-        let long = CHARGE_LIFETIME * 2;
-        // Memory decides, whatever runs.
-        let unequal = [at(1, 500, 0), at(2, 1000, 9)];
-        assert_eq!(first(&unequal, 100, Duration::ZERO), 2);
-        // Until the next report, what was sent there counts.
-        assert_eq!([first(&unequal, 600, Duration::ZERO), first(&unequal, 100, Duration::ZERO)], [2, 1]);
-        assert_eq!(first(&unequal, 100, long), 2);
-        // One under which a request was lost is tried last.
-        now += long;
-        let last = dispatch.candidates(unequal.to_vec(), &unequal[1..], 100, now);
-        assert_eq!(last.iter().map(|b| b.http_addr.port()).collect::<Vec<_>>(), [1, 2]);
-        let mut first = |backends: &[Backend], tokens, wait| {
-            now += wait;
-            dispatch.candidates(backends.to_vec(), &[], tokens, now)[0].http_addr.port()
-        };
-        // At equal memory the fewest requests, then in turn.
-        let busy = [at(1, 500, 2), at(2, 500, 1), at(3, 500, 2)];
-        assert_eq!(first(&busy, 0, long), 2);
-        let equal = [at(1, 500, 0), at(2, 500, 0), at(3, 500, 0)];
-        let mut turns: Vec<_> = (0..6).map(|_| first(&equal, 100, long)).collect();
-        turns.sort_unstable();
-        assert_eq!(turns, [1, 1, 2, 2, 3, 3]);
-        assert!(Dispatch::default().candidates(Vec::new(), &[], 1, now).is_empty());
-    }
 }

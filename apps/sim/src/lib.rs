@@ -11,6 +11,7 @@
 pub mod agenda;
 pub mod chaos;
 pub mod clock;
+pub mod dispatching;
 pub mod effects;
 pub mod fabric;
 pub mod leases;

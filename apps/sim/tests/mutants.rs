@@ -224,3 +224,33 @@ fn a_completion_before_its_reads_is_found() {
 fn memory_that_is_given_back_under_a_read_is_found() {
     hunt_read(transfer::Mutant::ReleasedUnderReads);
 }
+
+/// The first seed whose dispatcher shows a mutant; the same seed passes without it.
+fn hunt_dispatched(mutant: Mutant) -> String {
+    for seed in 0..SEEDS {
+        choose(Some(mutant));
+        let found = lagoon_sim::dispatching::run(seed).err();
+        choose(None);
+        if let Some(why) = found {
+            println!("{mutant:?}: seed {seed}: {why}");
+            assert!(lagoon_sim::dispatching::run(seed).is_ok(), "seed {seed} fails without the mistake, too");
+            return why;
+        }
+    }
+    panic!("{mutant:?} was not found in {SEEDS} seeds");
+}
+
+#[test]
+fn a_lost_hand_back_is_found() {
+    assert!(hunt_dispatched(Mutant::HandBackLost).contains("wait and"));
+}
+
+#[test]
+fn a_double_binding_is_found() {
+    hunt_dispatched(Mutant::BoundTwice);
+}
+
+#[test]
+fn a_starved_head_is_found() {
+    assert!(hunt_dispatched(Mutant::HeadStarved).contains("passed the head"));
+}

@@ -7,6 +7,7 @@
 //! * [`GManager`], one per pool, registers instances, keeps the global debt ledger from their heartbeats, and
 //!   recommends creditors (v1 §4.4). It holds soft state only.
 //! * The [`Balancer`] decides which instance changes between prefill and decode worker.
+//! * The [`dispatch::Dispatcher`], one per gateway, decides which instance a request goes to, and when.
 //! * [`Dgfm`] resolves circular debts by swaps (v1 §4.5).
 //! * [`perf`] predicts throughput (v2 Eq. 5 to 7); the [`Planner`] decides by it which blocks move (v2 Algorithm 1).
 //!
@@ -17,6 +18,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 
 pub mod dgfm;
+pub mod dispatch;
 pub mod gmanager;
 mod lives;
 pub mod mutants;

@@ -49,4 +49,10 @@ lagoon_types::mutants! {
     DraftsUnheld,
     /// The first draft that was not sampled is accepted, too.
     DraftUnchecked,
+    /// A dispatcher forgets a request that an instance gave back.
+    HandBackLost,
+    /// A dispatcher queues requests of an instance that left the reports again, as their callers do.
+    BoundTwice,
+    /// A dispatcher lets any number of requests pass a waiting head.
+    HeadStarved,
 }

@@ -53,6 +53,8 @@ pub struct InstanceStatus {
     pub preemptions: u64,
     /// Tokens whose KV preempted sequences had and must recompute.
     pub preempted_tokens: u64,
+    /// Waiting requests given back to their gateway.
+    pub handed_back: u64,
     /// Running sequences swapped out to host memory.
     pub offloads: u64,
     /// Sequences swapped out now.
@@ -240,6 +242,7 @@ impl Instance {
             remote_steps: self.creditor.open_steps(),
             preemptions: self.batch.counts().preemptions,
             preempted_tokens: self.batch.counts().preempted_tokens,
+            handed_back: self.batch.counts().handed_back,
             offloads: self.batch.counts().offloads,
             swapped_out: self.batch.seqs().filter(|s| s.is_swapped_out()).count(),
             recoveries: self.batch.counts().recoveries,

@@ -78,6 +78,13 @@ pub struct Load {
     /// Age of the first waiting request, in milliseconds, if it needs more blocks than the instance has; else 0.
     #[prost(uint32, tag = "8")]
     pub head_waits_ms: u32,
+    /// Tokens of prompts that it computes itself and whose KV is missing, of running and waiting requests; absent in heartbeats of
+    /// older versions.
+    #[prost(uint64, optional, tag = "9")]
+    pub prefill_tokens: Option<u64>,
+    /// Tokens that running and waiting requests may still generate, by their own limits; absent as above.
+    #[prost(uint64, optional, tag = "10")]
+    pub answer_tokens_max: Option<u64>,
 }
 
 /// Reason of a move.

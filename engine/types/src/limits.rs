@@ -344,3 +344,46 @@ const _: () = assert!(TRANSFER_READ_MS < LEASE_TTL_MS && LEASE_TTL_MS < TRANSFER
 const _: () = assert!(TRANSFER_REQUEST_MS <= EXPORT_MS_MAX);
 // Renewals name every export of a reader.
 const _: () = assert!(TRANSFER_EXPORTS_MAX * 11 < CONTROL_FRAME_BYTES_MAX);
+
+// Dispatch by a gateway (engine/cluster/src/dispatch).
+/// Requests that wait in one gateway's queue.
+pub const GATEWAY_QUEUE_MAX: usize = 4096;
+/// Bytes of their bodies.
+pub const GATEWAY_QUEUE_BYTES_MAX: usize = 512 << 20;
+/// Of both, what one tenant may hold: so many quarters.
+pub const GATEWAY_TENANT_QUARTERS: usize = 3;
+/// Longest wait in a gateway's queue.
+pub const GATEWAY_QUEUE_MS: u64 = ADMISSION_DEADLINE_MS;
+/// Prefill that an instance may have ahead of it and get another request all the same: it must not run dry before its next
+/// heartbeat is known.
+pub const DISPATCH_AHEAD_MS: u64 = 500;
+/// Requests that may be started on memory for which the head of the queue waits.
+pub const DISPATCH_PASSES_MAX: u32 = 8;
+/// Requests behind a waiting head, in their turn, of which those that pass are chosen.
+pub const DISPATCH_LOOK_MAX: usize = 64;
+/// A head waits so long for an instance that holds it whole; then it is started where it has to borrow.
+pub const DISPATCH_SOON_MS: u64 = 5_000;
+/// Time from a dispatch until the instance's heartbeats include it.
+pub const DISPATCH_LAG_MS: u64 = 100;
+/// A head whose passes are used up and that waits for the pool's memory goes to an instance after so long: there the pool keeps
+/// memory for it.
+pub const DISPATCH_POOL_MS: u64 = 10_000;
+/// Interval of a gateway's looks at its queue while requests wait.
+pub const DISPATCH_TICK_MS: u64 = 25;
+/// Time after which an instance gives a waiting request back to a gateway that takes it.
+pub const HAND_BACK_MS: u64 = 1_000;
+/// Times that instances may give one request back; then it stays where it is.
+pub const HAND_BACKS_MAX: u32 = 3;
+/// Time for which a request that an instance gave back does not go there again.
+pub const HAND_BACK_REST_MS: u64 = 2_000;
+/// Time that queued requests wait for an instance when none is there.
+pub const DISPATCH_NONE_MS: u64 = 30_000;
+/// Prefix hashes of one prompt that a gateway computes.
+pub const PREFIX_HASHES_MAX: usize = 128;
+/// Prefix hashes of which a gateway remembers the instance.
+pub const PREFIX_PLACES_MAX: usize = 1 << 16;
+/// Tenants whose past share a gateway remembers.
+pub const DISPATCH_TENANTS_MAX: usize = 4096;
+
+const _: () = assert!(2 * HEARTBEAT_MS <= DISPATCH_AHEAD_MS && DISPATCH_LAG_MS < HEARTBEAT_MS);
+const _: () = assert!(DISPATCH_POOL_MS < GATEWAY_QUEUE_MS && DISPATCH_NONE_MS < GATEWAY_QUEUE_MS);

@@ -120,6 +120,8 @@ pub struct RequestOptions {
     pub prompt_logprobs: Option<u32>,
     /// The prompt's embedding is wanted, and no answer.
     pub embedding: Option<Pooling>,
+    /// While it waits, the instance may give it back ([`RequestError::HandedBack`]): a gateway takes it.
+    pub may_hand_back: bool,
 }
 
 /// Which positions of a prompt have the hidden states whose mean is its embedding, as sentence-transformers names them.
@@ -224,6 +226,9 @@ pub enum RequestError {
     /// 503: a creditor, the gManager or the device failed, or a deadline passed.
     #[error("{0}")]
     Unavailable(String),
+    /// 503, for a gateway only: the instance gave the request back before it began ([`RequestOptions::may_hand_back`]).
+    #[error("the instance gave the request back, as it could not start it soon")]
+    HandedBack,
     /// 500: a bug of ours.
     #[error("internal error: {0}")]
     Internal(String),

@@ -110,7 +110,8 @@ impl Asked {
 
     fn may_fail(&self, error: &RequestError, pool: &PoolSpec, disturbed: bool) -> bool {
         match error {
-            RequestError::Invalid(_) | RequestError::Internal(_) => false,
+            // None offers to take a request back.
+            RequestError::Invalid(_) | RequestError::Internal(_) | RequestError::HandedBack => false,
             RequestError::TooLong { .. } | RequestError::QueueFull { .. } => self.tokens == 0,
             RequestError::Unavailable(_) => disturbed || self.outgrew(pool),
         }

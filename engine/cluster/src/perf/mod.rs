@@ -57,6 +57,22 @@ impl LinkView {
     }
 }
 
+/// Whether the local work of a step covers its remote part (v2 Fig. 6a): a batch of `batch` sequences with `local_tokens` tokens of KV
+/// here, and the slowest creditor's round trip per layer and attention to `remote_tokens`, at this instance's rates.
+#[must_use]
+pub fn covers(
+    rates: &Rates<'_>,
+    batch: u32,
+    local_tokens: u64,
+    remote_tokens: u64,
+    layers: u32,
+    link: Option<LinkView>,
+) -> bool {
+    let local_us = rates.other_us(batch) + as_f64(local_tokens) * rates.attention_us;
+    let trips_us = link.map_or(0.0, |link| link.rtt_us) * f64::from(layers);
+    trips_us + as_f64(remote_tokens) * rates.attention_us <= local_us
+}
+
 /// Engine variant that the model describes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelConfig {

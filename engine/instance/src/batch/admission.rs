@@ -233,6 +233,10 @@ impl Batch {
                 return false;
             }
         };
+        if local < needed && self.waits_for_whole(cx, id, needed - local) {
+            self.retry_later(cx, id);
+            return false;
+        }
         cx.standing.note_lending_needed(cx.now_ms);
         if local < needed && !self.borrow_or_wait(cx, prefills, id, needed) {
             return false;

@@ -7,12 +7,14 @@
 mod admission;
 mod borrowing;
 pub(crate) mod changes;
+mod chunks;
 mod draft_model;
 mod drafts;
 mod due;
 mod embedding;
 pub(crate) mod freeze;
 mod growth;
+mod hand_back;
 pub(crate) mod micro_batches;
 pub(crate) mod others;
 mod policy;
@@ -70,6 +72,8 @@ pub(crate) struct BatchCounts {
     pub(crate) preempted_tokens: u64,
     /// Blocks lent to its sequences, moves left out.
     pub(crate) borrowed_blocks: u64,
+    /// Waiting requests that were given back to a gateway.
+    pub(crate) handed_back: u64,
     /// Sequences that were swapped out.
     pub(crate) offloads: u64,
     /// Tokens that were drafted, and those of them that were sampled.
@@ -167,6 +171,7 @@ impl Batch {
                     cx.emit(Outcome::BrokenUp);
                 }
                 self.expire_waiting(cx, prefills);
+                self.hand_back(cx, prefills);
             }
         }
         cx.take_outcomes()
@@ -371,6 +376,7 @@ impl Batch {
 
     /// Plans the next step of a micro-batch from its sequences that are ready.
     pub(crate) fn plan(&mut self, cx: &Cx, micro_batch: MicroBatch) -> StepPlan {
+        self.sched.limit_chunks(self.chunk_rows(cx, micro_batch));
         let seqs = &self.seqs;
         let mut plan = self.sched.plan(micro_batch, |seq| seqs.get(&seq).is_some_and(Sequence::is_ready));
         self.add_drafts(cx, &mut plan, micro_batch);

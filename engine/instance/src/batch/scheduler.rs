@@ -75,6 +75,8 @@ pub(crate) struct Scheduler {
     config: SchedulerConfig,
     /// Maximum of rows in a step of the remote micro-batch; at most `config.step_rows`.
     remote_rows: u32,
+    /// Maximum of rows of prompts in the next step.
+    chunk_rows: u32,
     waiting: VecDeque<Waiting>,
     /// In order of admission.
     running: Vec<Running>,
@@ -86,7 +88,7 @@ impl Scheduler {
     #[must_use]
     pub(crate) fn new(config: SchedulerConfig, remote_rows: u32, warm_up: Option<u32>) -> Self {
         let rings = warm_up.map(|warm_up| Rings::new(config.running, warm_up));
-        Self { config, remote_rows, waiting: VecDeque::new(), running: Vec::new(), rings }
+        Self { config, remote_rows, chunk_rows: u32::MAX, waiting: VecDeque::new(), running: Vec::new(), rings }
     }
 
     fn run(&mut self, seq: SeqId, micro_batch: MicroBatch, tokens: u32, computed: u32) {
@@ -214,14 +216,20 @@ impl Scheduler {
         self.running.iter().filter(move |r| r.micro_batch == micro_batch && !r.in_step).map(|r| (r.seq, r.tokens))
     }
 
+    /// Bounds the rows of prompts in the next steps; at least 1.
+    pub(crate) fn limit_chunks(&mut self, rows: u32) {
+        self.chunk_rows = rows.max(1);
+    }
+
     /// The next step of `micro_batch`: one row per decoding sequence, then chunks of prompts and lost ranges, within
     /// the row budget. A chunk whose windowed KV is missing is preceded by those that compute it. `ready` says whether a
     /// sequence has memory for its tokens; others sit out.
     pub(crate) fn plan(&mut self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> bool) -> StepPlan {
-        let mut budget = self.rows_max(micro_batch);
+        let (mut budget, chunk_rows) = (self.rows_max(micro_batch), self.chunk_rows);
         let warm_up = self.rings.as_ref().map_or(0, Rings::warm_up);
         let mut plan = StepPlan::default();
         for prefill in [false, true] {
+            budget = if prefill { budget.min(chunk_rows) } else { budget };
             for entry in self.running.iter_mut().filter(|r| r.micro_batch == micro_batch && !r.in_step) {
                 if budget == 0 || !ready(entry.seq) {
                     continue;
@@ -331,6 +339,24 @@ mod tests {
     fn admit(s: &mut Scheduler, seq: u64, tokens: u32) {
         s.enqueue(SeqId(seq), tokens, 0, 0).unwrap();
         s.admit(SeqId(seq), MicroBatch::Local, 0);
+    }
+
+    /// Without the limit, a long prompt filled every step.
+    #[test]
+    fn chunks_of_prompts_are_limited_and_decoding_rows_are_not() {
+        let mut s = scheduler(64);
+        for seq in 0..4 {
+            s.enqueue(SeqId(seq), 100, 0, 0).unwrap();
+            s.admit(SeqId(seq), MicroBatch::Local, if seq < 2 { 99 } else { 0 });
+        }
+        s.limit_chunks(10);
+        let plan = s.plan(MicroBatch::Local, |_| true);
+        let rows: Vec<(u64, u32)> = plan.chunks.iter().map(|chunk| (chunk.seq.0, chunk.len)).collect();
+        assert_eq!(rows, [(0, 1), (1, 1), (2, 10)]);
+        plan.chunks.iter().for_each(|chunk| s.complete(chunk, chunk.last));
+        s.limit_chunks(u32::MAX);
+        let rows: u32 = s.plan(MicroBatch::Local, |_| true).chunks.iter().map(|chunk| chunk.len).sum();
+        assert_eq!(rows, 64);
     }
 
     #[test]

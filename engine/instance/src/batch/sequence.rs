@@ -237,6 +237,23 @@ impl Sequence {
         self.since_ms.cast_signed() + priority * PRIORITY_STEP_MS.cast_signed()
     }
 
+    /// Tokens that this instance has to compute before the sequence decodes: its prompt, or what a preemption or a loss left of it.
+    pub(crate) fn prefill_left(&self) -> u64 {
+        let left = self.len().saturating_sub(self.blocks.written());
+        match self.life {
+            Life::Waiting(_) => u64::from(left),
+            // The next token's row is decoding.
+            Life::Running(_) if left > 1 => u64::from(left),
+            _ => 0,
+        }
+    }
+
+    /// Tokens that it may still generate; none if it computes a prompt for another instance or has ended.
+    pub(crate) fn answer_left(&self) -> u64 {
+        let is_over = self.for_others.is_some() || matches!(self.life, Life::Leaving | Life::Frozen);
+        if is_over { 0 } else { u64::from(self.max_tokens.saturating_sub(self.generated())) }
+    }
+
     /// Alternatives to report per token of its prompt, while log-probabilities of some are missing.
     pub(crate) fn scores_prompt(&self) -> Option<u32> {
         let is_missing = |prompt: &PromptReport| prompt.next_row() + 1 < self.prompt_len;

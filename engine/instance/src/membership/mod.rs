@@ -249,6 +249,8 @@ impl Membership {
             batch_max: as_u32(cx.config.sched.running),
             step_us: u32::try_from(self.step_us).unwrap_or(u32::MAX),
             head_waits_ms: head_waits_ms(cx, batch),
+            prefill_tokens: Some(batch.seqs().map(Sequence::prefill_left).sum()),
+            answer_tokens_max: Some(batch.seqs().map(Sequence::answer_left).sum()),
         }
     }
 

@@ -163,5 +163,7 @@ fn settle(view: &mut PoolView, id: InstanceId) {
         batch_max: 256,
         step_us: 0,
         head_waits_ms: 0,
+        prefill_tokens: None,
+        answer_tokens_max: None,
     };
 }

@@ -1,0 +1,20 @@
+//! The gateway's dispatcher before random pools: see [`lagoon_sim::dispatching`].
+
+use lagoon_sim::dispatching::{Outcome, run};
+
+const SEEDS: u64 = 60;
+
+#[test]
+fn every_request_is_bound_once_and_answered_or_refused() {
+    let mut all = Outcome::default();
+    for seed in 0..SEEDS {
+        let outcome = run(seed).unwrap_or_else(|why| panic!("seed {seed}: {why}"));
+        assert_eq!(outcome.answered + outcome.refused, outcome.requests, "seed {seed}");
+        assert!(seed % 10 > 0 || run(seed) == Ok(outcome), "seed {seed} replays");
+        all.answered += outcome.answered;
+        all.handed_back += outcome.handed_back;
+        all.passes += outcome.passes;
+    }
+    // What is checked happens.
+    assert!(all.answered > 50 * SEEDS && all.handed_back > SEEDS && all.passes > SEEDS / 2, "{all:?}");
+}

@@ -1,0 +1,115 @@
+//! The queue's bounds, and requests that wait: how they come, leave, expire and come back.
+
+use super::{
+    Arrival, Bound, DISPATCH_NONE_MS, Dispatcher, Effect, GATEWAY_QUEUE_BYTES_MAX, GATEWAY_QUEUE_MAX, GATEWAY_QUEUE_MS,
+    GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, Head, Instance, Refusal, RequestId, Waiting, turn,
+};
+use crate::mutants::{self, Mutant};
+use lagoon_types::limits::{DISPATCH_PASSES_MAX, DISPATCH_POOL_MS};
+use std::fmt::Debug;
+
+impl<K: Copy + Ord + Debug> Dispatcher<K> {
+    pub(super) fn arrive(&mut self, arrival: Arrival) {
+        let id = arrival.id;
+        let is_known = self.waiting.contains_key(&id) || self.bound.contains_key(&id);
+        assert!(!is_known, "{id:?} arrives twice");
+        if let Some(why) = self.refusal(&arrival) {
+            self.effects.push(Effect::Refuse { id, why });
+            return;
+        }
+        let turn = turn(self.now_ms, arrival.priority, id);
+        self.enqueue(Waiting { arrival, since_ms: self.now_ms, turn, hand_backs: 0, barred: None });
+    }
+
+    /// Why a request cannot wait here.
+    fn refusal(&self, arrival: &Arrival) -> Option<Refusal> {
+        let bytes = self.waiting_bytes.saturating_add(arrival.bytes);
+        if self.listed.is_empty() {
+            Some(Refusal::NoInstance)
+        } else if self.waiting.len() >= GATEWAY_QUEUE_MAX || bytes > GATEWAY_QUEUE_BYTES_MAX {
+            Some(Refusal::Full)
+        } else if self.turns.waiting(&arrival.tenant) >= GATEWAY_QUEUE_MAX / 4 * GATEWAY_TENANT_QUARTERS {
+            Some(Refusal::TenantFull)
+        } else {
+            None
+        }
+    }
+
+    fn enqueue(&mut self, waiting: Waiting<K>) {
+        self.turns.add(&waiting.arrival.tenant, waiting.turn);
+        self.waiting_bytes += waiting.arrival.bytes;
+        self.waiting.insert(waiting.arrival.id, waiting);
+    }
+
+    /// Takes a request out of the queue, unbound.
+    pub(super) fn leave_queue(&mut self, id: RequestId) {
+        let Some(waiting) = self.waiting.remove(&id) else { return };
+        self.waiting_bytes -= waiting.arrival.bytes;
+        self.turns.remove(&waiting.arrival.tenant, waiting.turn);
+        self.head = self.head.filter(|head| head.id != id);
+    }
+
+    /// Queues a bound request again, in its old turn; the queue's bounds do not apply.
+    pub(super) fn take_back(&mut self, id: RequestId) {
+        let Some(Bound { instance, mut waiting, work, .. }) = self.bound.remove(&id) else { return };
+        self.instances.get_mut(&instance).into_iter().for_each(|of| of.withdraw(id));
+        self.handed_back += 1;
+        self.turns.give_back(&waiting.arrival.tenant, work);
+        waiting.hand_backs += 1;
+        waiting.barred = Some((instance, self.now_ms + HAND_BACK_REST_MS));
+        if !mutants::is(Mutant::HandBackLost) {
+            self.enqueue(waiting);
+        }
+    }
+
+    /// Refuses requests that have waited too long.
+    pub(super) fn expire(&mut self) {
+        let none = self.none_since_ms.is_some_and(|since_ms| self.now_ms >= since_ms + DISPATCH_NONE_MS);
+        let late = |waiting: &Waiting<K>| self.now_ms >= waiting.since_ms + GATEWAY_QUEUE_MS;
+        let expired: Vec<(RequestId, Refusal)> = self
+            .waiting
+            .iter()
+            .filter_map(|(id, waiting)| match (late(waiting), none) {
+                (true, _) => Some((*id, Refusal::Expired)),
+                (false, true) => Some((*id, Refusal::NoInstance)),
+                (false, false) => None,
+            })
+            .collect();
+        for (id, why) in expired {
+            self.leave_queue(id);
+            self.effects.push(Effect::Refuse { id, why });
+        }
+    }
+
+    /// Notes that the head cannot start, and what it waits for.
+    pub(super) fn note_head(&mut self, id: RequestId) {
+        let reserved = self.reserved(id);
+        let before = self.head.filter(|head| head.id == id);
+        let Some(head) = before else {
+            self.head = Some(Head { id, since_ms: self.now_ms, reserved, passes: 0 });
+            return;
+        };
+        // It keeps its instance, unless that is gone.
+        let keeps = head.reserved.is_none_or(|key| self.listed.contains(&key));
+        self.head = Some(if keeps { head } else { Head { reserved, ..head } });
+    }
+
+    /// The instance that is predicted to have the request's memory first; `None` if none is large enough.
+    fn reserved(&self, id: RequestId) -> Option<K> {
+        let waiting = self.waiting.get(&id)?;
+        let Arrival { ask, prefix, .. } = &waiting.arrival;
+        let large = |key: &K| {
+            self.instances.get(key).is_some_and(|of| ask.blocks(of.block_tokens()) <= Instance::blocks_total(of))
+        };
+        let wait_us = |key: &K| {
+            let load = self.instances.get(key).map(Instance::load).unwrap_or_default();
+            self.policy.predict(&load, ask, self.prefixes.cached_tokens(prefix, *key)).memory_us
+        };
+        self.allowed(waiting).filter(large).min_by(|a, b| wait_us(a).total_cmp(&wait_us(b)))
+    }
+
+    /// Whether a pool-sized head has waited here for as long as it may.
+    pub(super) fn has_waited_for_pool(&self, head: &Head<K>) -> bool {
+        head.passes >= DISPATCH_PASSES_MAX || self.now_ms.saturating_sub(head.since_ms) >= DISPATCH_POOL_MS
+    }
+}

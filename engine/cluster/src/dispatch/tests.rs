@@ -1,0 +1,307 @@
+//! The dispatcher against a scripted pool: what starts where, who passes whom, and what is refused.
+
+use super::*;
+use lagoon_protocol::{BatchPoint, Calibration, Load};
+use lagoon_types::limits::{DISPATCH_POOL_MS, GATEWAY_QUEUE_MS};
+
+const BLOCK_TOKENS: u32 = 16;
+
+/// An instance with these free blocks of 1,000, and so many running requests of at most 64.
+fn report(instance: u32, at_ms: u64, free: u32, running: u32) -> Report<u32> {
+    let calibration = Calibration {
+        batches: vec![BatchPoint { batch: 1, step_us: 10_000.0 }],
+        attention_us_per_ktoken: 1.0,
+        prefill_us_per_token: 10.0,
+        copy_bytes_per_s: 0.0,
+    };
+    let load = InstanceLoad {
+        calibration: Some(calibration),
+        load: Some(Load { batch_max: 64, ..Load::default() }),
+        prefills: true,
+        block_tokens: BLOCK_TOKENS,
+        blocks_total: 1_000,
+        blocks_free: free,
+        running,
+        ..InstanceLoad::default()
+    };
+    Report { instance, load, at_ms }
+}
+
+/// A dispatcher, and what it did.
+struct Gateway {
+    core: Dispatcher<u32>,
+    at_ms: u64,
+    next: u64,
+}
+
+impl Gateway {
+    fn new(mode: Mode) -> Self {
+        Self { core: Dispatcher::new(mode), at_ms: 10_000, next: 0 }
+    }
+
+    /// Instances by number, free blocks and running requests, reported now.
+    fn report(&mut self, of: &[(u32, u32, u32)]) -> Vec<(u64, u32)> {
+        let reports = of.iter().map(|(n, free, running)| report(*n, self.at_ms, *free, *running)).collect();
+        self.handle(Event::Reports { reports, elsewhere: Elsewhere::default() })
+    }
+
+    fn arrival(&mut self, blocks: u64) -> Arrival {
+        self.next += 1;
+        let prompt_tokens = blocks * u64::from(BLOCK_TOKENS) - 1;
+        let ask = Ask { prompt_tokens, answer_tokens: 32, sequences: 1 };
+        let prefix = PrefixHashes::default();
+        Arrival { id: RequestId(self.next), ask, tenant: "".into(), priority: 0, bytes: 100, prefix }
+    }
+
+    /// Has a request of so many blocks arrive; returns its number and what starts.
+    fn arrive(&mut self, blocks: u64) -> (u64, Vec<(u64, u32)>) {
+        let arrival = self.arrival(blocks);
+        (arrival.id.0, self.handle(Event::Arrived(arrival)))
+    }
+
+    fn handle(&mut self, event: Event<u32>) -> Vec<(u64, u32)> {
+        self.core.handle(self.at_ms, event).into_iter().map(bound).collect()
+    }
+
+    fn pass(&mut self, ms: u64) -> Vec<(u64, u32)> {
+        self.at_ms += ms;
+        self.handle(Event::Tick)
+    }
+}
+
+fn bound(effect: Effect<u32>) -> (u64, u32) {
+    match effect {
+        Effect::Bind { id, instance } => (id.0, instance),
+        Effect::Refuse { id, why } => panic!("{id:?} was refused: {why:?}"),
+    }
+}
+
+fn ended(id: u64) -> Event<u32> {
+    Event::Ended { id: RequestId(id), learned: Learned::default() }
+}
+
+#[test]
+fn a_request_goes_to_the_least_work_and_waits_where_none_can_start_it() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 900, 9), (2, 500, 1)]);
+    let (first, started) = gateway.arrive(10);
+    assert_eq!(started, [(first, 2)], "most free memory, and a longer queue");
+    gateway.report(&[(1, 900, 64), (2, 500, 64)]);
+    let (second, started) = gateway.arrive(10);
+    assert_eq!(started, [], "both batches are full");
+    let (third, started) = gateway.arrive(10);
+    assert_eq!((started, gateway.core.stats().waiting), (vec![], 2));
+    assert_eq!(gateway.handle(ended(first)), []);
+    gateway.at_ms += 1_000;
+    assert_eq!(gateway.report(&[(1, 900, 63), (2, 500, 64)]), [(second, 1)], "bound when there is a place, and once");
+    assert_eq!(gateway.report(&[(1, 900, 63), (2, 500, 64)]), [], "which the report does not know of yet");
+    assert_eq!(gateway.handle(ended(second)), [(third, 1)], "its own end is known at once");
+    assert_eq!(gateway.core.stats(), DispatchStats { bound: 1, ..DispatchStats::default() });
+}
+
+#[test]
+fn the_old_policy_binds_at_once_by_memory_alone() {
+    let mut gateway = Gateway::new(Mode::FreeMemory);
+    gateway.report(&[(1, 900, 64), (2, 500, 0)]);
+    let (first, started) = gateway.arrive(10);
+    assert_eq!(started, [(first, 1)]);
+    let (second, started) = gateway.arrive(2_000);
+    assert_eq!(started, [(second, 1)]);
+}
+
+#[test]
+fn a_bounded_number_passes_a_head_that_waits_for_memory() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 400, 4), (2, 100, 4)]);
+    let (head, started) = gateway.arrive(600);
+    assert_eq!(started, []);
+    let mut there = 0;
+    for _ in 0..3 * DISPATCH_PASSES_MAX {
+        let (_, started) = gateway.arrive(1);
+        there += started.iter().filter(|(_, instance)| *instance == 1).count();
+        // The head waits, and so does nothing else at the instance that it has reserved.
+        assert!(started.iter().all(|(id, _)| *id != head));
+    }
+    assert_eq!((there, gateway.core.stats().passes), (8, 8), "{DISPATCH_PASSES_MAX} at the reserved instance");
+    assert!(gateway.core.stats().bound > 8, "and others elsewhere");
+    gateway.at_ms += 200;
+    let started = gateway.report(&[(1, 700, 4), (2, 60, 30)]);
+    assert_eq!(started.first(), Some(&(head, 1)), "it is first when its memory is there");
+}
+
+#[test]
+fn the_most_useful_passes_first() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 100, 64)]);
+    let (head, _) = gateway.arrive(600);
+    let [long, short] = [gateway.arrive(62).0, gateway.arrive(1).0];
+    let started = gateway.report(&[(1, 70, 4)]);
+    assert_eq!(started, [(short, 1)], "{long} and {head} wait");
+}
+
+#[test]
+fn a_head_borrows_when_no_instance_holds_it_soon() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    let pool = [(1, 400, 4), (2, 350, 4)];
+    gateway.report(&pool);
+    let (head, started) = gateway.arrive(600);
+    assert_eq!(started, [], "one of them may hold it whole soon");
+    assert_eq!(gateway.pass(DISPATCH_SOON_MS - 1), []);
+    assert_eq!(gateway.pass(1), [(head, 1)], "where it borrows the least");
+}
+
+#[test]
+fn a_pool_sized_head_starts_where_the_pool_has_memory_and_is_kept_memory_for_otherwise() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 800, 4), (2, 700, 4)]);
+    let (head, started) = gateway.arrive(1_400);
+    assert_eq!(started, [(head, 1)]);
+    gateway.at_ms += 200;
+    gateway.report(&[(1, 300, 4), (2, 200, 4)]);
+    let (head, started) = gateway.arrive(1_400);
+    assert_eq!(started, []);
+    assert_eq!(gateway.pass(DISPATCH_POOL_MS - 1), []);
+    assert_eq!(gateway.pass(1), [(head, 1)], "there it becomes the oldest waiting request");
+    // A lender's memory counts, too.
+    let reports = vec![report(1, gateway.at_ms, 900, 0), report(2, gateway.at_ms, 0, 4)];
+    gateway.handle(Event::Reports { reports, elsewhere: Elsewhere { blocks_total: 900, blocks_lendable: 900 } });
+    gateway.at_ms += 200;
+    let reports = vec![report(1, gateway.at_ms, 900, 0), report(2, gateway.at_ms, 0, 4)];
+    gateway.handle(Event::Reports { reports, elsewhere: Elsewhere { blocks_total: 900, blocks_lendable: 900 } });
+    let (lent, started) = gateway.arrive(1_500);
+    assert_eq!(started, [(lent, 1)]);
+}
+
+/// Only an instance can tell why it cannot be served.
+#[test]
+fn a_request_that_nothing_can_ever_hold_does_not_wait() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 100, 4), (2, 100, 4)]);
+    let (id, started) = gateway.arrive(2_001);
+    assert_eq!(started, [(id, 1)]);
+    // An estimate may be wrong: an idle pool tries.
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 100, 0), (2, 90, 0)]);
+    let (id, started) = gateway.arrive(900);
+    assert_eq!(started, [(id, 1)]);
+}
+
+#[test]
+fn a_prefix_draws_a_request_to_where_it_is_cached() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 1_000, 0), (2, 1_000, 0)]);
+    let with_prefix = |gateway: &mut Gateway, hashes: &[u64]| {
+        let prefix = PrefixHashes { hashes: hashes.to_vec(), tokens_per_hash: 256.0 };
+        let arrival = Arrival { prefix, ..gateway.arrival(64) };
+        gateway.handle(Event::Arrived(arrival))[0].1
+    };
+    let first = with_prefix(&mut gateway, &[1, 2, 3, 4]);
+    let other = with_prefix(&mut gateway, &[9]);
+    assert_ne!(first, other);
+    gateway.at_ms += 200;
+    gateway.report(&[(1, 1_000, 1), (2, 1_000, 1)]);
+    assert_eq!(with_prefix(&mut gateway, &[9, 8]), other);
+    assert_eq!(with_prefix(&mut gateway, &[1, 2, 3, 5]), first);
+}
+
+#[test]
+fn a_request_that_is_given_back_is_bound_elsewhere_once() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 900, 0), (2, 900, 1)]);
+    let (first, started) = gateway.arrive(10);
+    assert_eq!(started, [(first, 1)]);
+    gateway.at_ms += 200;
+    gateway.report(&[(1, 900, 64), (2, 900, 64)]);
+    let (second, _) = gateway.arrive(10);
+    let back = |id| Event::HandedBack { id: RequestId(id) };
+    assert!(gateway.core.may_hand_back(RequestId(first)) && !gateway.core.may_hand_back(RequestId(second)));
+    assert_eq!(gateway.handle(back(first)), []);
+    assert_eq!(gateway.handle(back(first)), [], "once");
+    assert_eq!(gateway.core.stats().waiting, 2);
+    gateway.at_ms += 200;
+    assert_eq!(gateway.report(&[(1, 900, 0), (2, 900, 62)]), [(second, 1), (first, 2)], "not where it was");
+    // Alone in the pool, that instance gets it all the same.
+    assert_eq!(gateway.handle(back(second)), [(second, 2)]);
+    gateway.report(&[(1, 900, 64)]);
+    assert_eq!(gateway.handle(back(first)), []);
+    gateway.at_ms += 200;
+    assert_eq!(gateway.report(&[(1, 900, 0)]), [(first, 1)]);
+}
+
+#[test]
+fn a_request_that_moved_counts_where_it_is() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 900, 0), (2, 900, 63)]);
+    let (first, started) = gateway.arrive(10);
+    assert_eq!(started, [(first, 1)]);
+    gateway.handle(Event::Sent { id: RequestId(first), instance: 2 });
+    gateway.report(&[(1, 900, 64), (2, 900, 63)]);
+    let (second, started) = gateway.arrive(10);
+    assert_eq!(started, [], "the last place at 2 is taken");
+    assert_eq!(gateway.handle(ended(first)), [(second, 2)]);
+}
+
+#[test]
+fn the_queue_is_bounded_in_requests_by_tenant_in_bytes_and_in_age() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    let refusal = |gateway: &mut Gateway, arrival: Arrival| {
+        let effects = gateway.core.handle(gateway.at_ms, Event::Arrived(arrival));
+        effects.first().map(|effect| match effect {
+            Effect::Refuse { why, .. } => *why,
+            Effect::Bind { .. } => panic!("{effect:?}"),
+        })
+    };
+    let arrival = gateway.arrival(1);
+    assert_eq!(refusal(&mut gateway, arrival), Some(Refusal::NoInstance));
+    gateway.report(&[(1, 900, 64)]);
+    let mut arrival = gateway.arrival(1);
+    arrival.bytes = GATEWAY_QUEUE_BYTES_MAX + 1;
+    assert_eq!(refusal(&mut gateway, arrival), Some(Refusal::Full));
+    let mut count = |tenant: &str, why| {
+        let mut waiting = 0;
+        loop {
+            let arrival = Arrival { tenant: tenant.into(), ..gateway.arrival(1) };
+            match refusal(&mut gateway, arrival) {
+                None => waiting += 1,
+                refused => return assert_eq!((waiting, refused), why),
+            }
+        }
+    };
+    let share = GATEWAY_QUEUE_MAX / 4 * GATEWAY_TENANT_QUARTERS;
+    count("one", (share, Some(Refusal::TenantFull)));
+    count("two", (GATEWAY_QUEUE_MAX - share, Some(Refusal::Full)));
+    let waiting = gateway.core.stats().waiting;
+    assert_eq!(gateway.core.handle(gateway.at_ms + GATEWAY_QUEUE_MS - 1, Event::Tick), []);
+    let expired = gateway.core.handle(gateway.at_ms + GATEWAY_QUEUE_MS, Event::Tick);
+    assert_eq!(expired.len(), waiting);
+    assert!(expired.iter().all(|effect| matches!(effect, Effect::Refuse { why: Refusal::Expired, .. })));
+    assert_eq!(gateway.core.stats(), DispatchStats::default());
+}
+
+#[test]
+fn queued_requests_outlive_a_pool_that_is_gone_for_a_while() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 900, 64)]);
+    let (first, _) = gateway.arrive(1);
+    gateway.report(&[]);
+    assert_eq!(gateway.pass(DISPATCH_NONE_MS - 1), []);
+    assert_eq!(gateway.report(&[(3, 900, 0)]), [(first, 3)]);
+    gateway.report(&[(3, 900, 64)]);
+    let (second, _) = gateway.arrive(1);
+    gateway.report(&[]);
+    let gone = gateway.core.handle(gateway.at_ms + DISPATCH_NONE_MS, Event::Tick);
+    assert_eq!(gone, [Effect::Refuse { id: RequestId(second), why: Refusal::NoInstance }]);
+}
+
+#[test]
+fn a_client_that_leaves_the_queue_is_forgotten_and_a_head_with_it() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 400, 4)]);
+    let (head, _) = gateway.arrive(600);
+    for _ in 0..2 * DISPATCH_PASSES_MAX {
+        gateway.arrive(1);
+    }
+    assert_eq!(gateway.core.stats().waiting, 9);
+    assert_eq!(gateway.handle(ended(head)).len(), 8, "nothing stands in their way any more");
+    assert_eq!(gateway.core.stats().waiting_bytes, 0);
+}

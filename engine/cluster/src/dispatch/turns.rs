@@ -1,0 +1,177 @@
+//! The order of the queue: tenants by their share, and a tenant's requests by priority and age.
+//!
+//! Start-time fair queueing: a tenant's work is charged when a request of it is started, and the tenant with the least charged
+//! work is next. One that comes back begins at the charge of the one that was started last, not at what it missed meanwhile. Within a
+//! tenant a lower `priority` stands further ahead by a fixed time, so that nobody is overtaken for ever.
+
+use super::RequestId;
+use lagoon_types::limits::{DISPATCH_TENANTS_MAX, PRIORITY_MAX, PRIORITY_STEP_MS};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// A request's place among its tenant's.
+pub(super) type Turn = (i64, RequestId);
+
+/// The turn of a request that arrived at `since_ms`.
+pub(super) fn turn(since_ms: u64, priority: i32, id: RequestId) -> Turn {
+    let priority = i64::from(priority.clamp(-PRIORITY_MAX, PRIORITY_MAX));
+    (since_ms.cast_signed().saturating_add(priority * PRIORITY_STEP_MS.cast_signed()), id)
+}
+
+#[derive(Debug, Default)]
+struct Tenant {
+    /// Work charged to it.
+    charged: f64,
+    waiting: BTreeSet<Turn>,
+}
+
+/// See the module's documentation.
+#[derive(Debug, Default)]
+pub(super) struct Turns {
+    tenants: BTreeMap<Arc<str>, Tenant>,
+    /// Charge of the tenant that was started last, before that.
+    floor: f64,
+}
+
+impl Turns {
+    pub(super) fn add(&mut self, tenant: &Arc<str>, turn: Turn) {
+        let floor = self.floor;
+        let tenant = self.tenants.entry(Arc::clone(tenant)).or_default();
+        if tenant.waiting.is_empty() {
+            tenant.charged = tenant.charged.max(floor);
+        }
+        tenant.waiting.insert(turn);
+    }
+
+    /// Takes a request out without a charge: it left.
+    pub(super) fn remove(&mut self, tenant: &Arc<str>, turn: Turn) {
+        if let Some(tenant) = self.tenants.get_mut(tenant) {
+            tenant.waiting.remove(&turn);
+        }
+        self.forget();
+    }
+
+    /// Takes a request out: it is started, and costs `work`.
+    pub(super) fn start(&mut self, tenant: &Arc<str>, turn: Turn, work: f64) {
+        if let Some(tenant) = self.tenants.get_mut(tenant) {
+            tenant.waiting.remove(&turn);
+            self.floor = self.floor.max(tenant.charged);
+            tenant.charged += work;
+        }
+        self.forget();
+    }
+
+    /// Takes the charge for a request back that did not run after all.
+    pub(super) fn give_back(&mut self, tenant: &Arc<str>, work: f64) {
+        if let Some(tenant) = self.tenants.get_mut(tenant) {
+            tenant.charged -= work;
+        }
+    }
+
+    /// Drops tenants that would begin at the floor anyway, and the least charged beyond the bound.
+    fn forget(&mut self) {
+        let floor = self.floor;
+        self.tenants.retain(|_, tenant| !tenant.waiting.is_empty() || tenant.charged > floor);
+        while self.tenants.len() > DISPATCH_TENANTS_MAX {
+            let idle = self.tenants.iter().filter(|(_, tenant)| tenant.waiting.is_empty());
+            let least = idle.min_by(|a, b| a.1.charged.total_cmp(&b.1.charged)).map(|(name, _)| Arc::clone(name));
+            let Some(least) = least else { return };
+            self.tenants.remove(&least);
+        }
+    }
+
+    /// Waiting requests of a tenant.
+    pub(super) fn waiting(&self, tenant: &Arc<str>) -> usize {
+        self.tenants.get(tenant).map_or(0, |tenant| tenant.waiting.len())
+    }
+
+    /// The next request: of the least charged tenant, of equals the one with the earliest turn.
+    pub(super) fn next(&self) -> Option<RequestId> {
+        let first = |tenant: &Tenant| tenant.waiting.first().map(|turn| (tenant.charged, *turn));
+        let least = self.tenants.values().filter_map(first);
+        let least = least.min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        least.map(|(_, (_, id))| id)
+    }
+
+    /// Up to `count` waiting requests, tenant by tenant in the order of their charges.
+    pub(super) fn first(&self, count: usize) -> Vec<RequestId> {
+        let mut tenants: Vec<&Tenant> = self.tenants.values().filter(|tenant| !tenant.waiting.is_empty()).collect();
+        tenants.sort_by(|a, b| a.charged.total_cmp(&b.charged).then(a.waiting.first().cmp(&b.waiting.first())));
+        let share = count.div_ceil(tenants.len().max(1));
+        let of_each = tenants.iter().flat_map(|tenant| tenant.waiting.iter().take(share));
+        of_each.take(count).map(|(_, id)| *id).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn started(turns: &mut Turns, all: &BTreeMap<RequestId, (Arc<str>, Turn, f64)>) -> Option<u64> {
+        let id = turns.next()?;
+        let (tenant, turn, work) = &all[&id];
+        turns.start(tenant, *turn, *work);
+        Some(id.0)
+    }
+
+    #[test]
+    fn a_tenant_with_many_requests_does_not_shut_out_one_with_few() {
+        let (mut turns, mut all) = (Turns::default(), BTreeMap::new());
+        let (many, few): (Arc<str>, Arc<str>) = ("many".into(), "few".into());
+        for n in 0..10 {
+            let (tenant, at) = if n < 8 { (&many, n) } else { (&few, n) };
+            let turn = turn(at, 0, RequestId(n));
+            turns.add(tenant, turn);
+            all.insert(RequestId(n), (Arc::clone(tenant), turn, 10.0));
+        }
+        let order: Vec<u64> = std::iter::from_fn(|| started(&mut turns, &all)).collect();
+        assert_eq!(order, [0, 8, 1, 9, 2, 3, 4, 5, 6, 7]);
+    }
+
+    #[test]
+    fn the_past_is_neither_saved_nor_forgotten_while_it_counts() {
+        let (mut turns, mut all) = (Turns::default(), BTreeMap::new());
+        let (old, new): (Arc<str>, Arc<str>) = ("old".into(), "new".into());
+        let mut add = |turns: &mut Turns, n: u64, tenant: &Arc<str>, work| {
+            let turn = turn(n, 0, RequestId(n));
+            turns.add(tenant, turn);
+            all.insert(RequestId(n), (Arc::clone(tenant), turn, work));
+            all.clone()
+        };
+        for n in 0..4 {
+            let all = add(&mut turns, n, &old, 100.0);
+            assert_eq!(started(&mut turns, &all), Some(n));
+        }
+        // `old` was charged last, and is behind; `new` does not get what it missed.
+        let _ = add(&mut turns, 4, &old, 1.0);
+        let _ = add(&mut turns, 5, &new, 60.0);
+        let all = add(&mut turns, 6, &new, 60.0);
+        assert_eq!([started(&mut turns, &all), started(&mut turns, &all)], [Some(5), Some(6)]);
+        let all = add(&mut turns, 7, &new, 1.0);
+        assert_eq!(started(&mut turns, &all), Some(4));
+    }
+
+    #[test]
+    fn priorities_are_a_tenants_own_and_count_as_time() {
+        let mut turns = Turns::default();
+        let tenant: Arc<str> = "".into();
+        turns.add(&tenant, turn(0, 0, RequestId(1)));
+        turns.add(&tenant, turn(10, -5, RequestId(2)));
+        turns.add(&tenant, turn(6_000, -5, RequestId(3)));
+        assert_eq!(turns.first(9), [RequestId(2), RequestId(1), RequestId(3)]);
+        assert_eq!(turn(5, i32::MIN, RequestId(0)).0, 5 - i64::from(PRIORITY_MAX) * PRIORITY_STEP_MS.cast_signed());
+    }
+
+    #[test]
+    fn tenants_that_came_once_are_forgotten() {
+        let mut turns = Turns::default();
+        for n in 0..2 * DISPATCH_TENANTS_MAX as u64 {
+            let tenant: Arc<str> = n.to_string().into();
+            let turn = turn(n, 0, RequestId(n));
+            turns.add(&tenant, turn);
+            turns.start(&tenant, turn, 1.0);
+        }
+        assert!(turns.tenants.len() <= DISPATCH_TENANTS_MAX);
+        assert_eq!(turns.next(), None);
+    }
+}
