@@ -1,9 +1,10 @@
 //! Hand-back: a request that waits too long here goes back to its gateway, which gives it to an instance that can start it.
 
+use super::others::PrefillQueries;
 use super::sequence::{Life, Need, Sequence};
 use super::{Batch, policy};
 use crate::cx::Cx;
-use crate::prefill::Prefills;
+
 use lagoon_cluster::perf::{LinkView, Rates, covers};
 use lagoon_types::limits::{HAND_BACK_MS, QUEUE_DEFAULT};
 use lagoon_types::{RequestError, SeqId};
@@ -11,7 +12,7 @@ use lagoon_types::{RequestError, SeqId};
 impl Batch {
     /// Gives waiting requests back that have not begun, hold no memory, and fit an instance; a pool-sized one stays, as the pool keeps
     /// memory for it where it waits. A draining instance gives back at once.
-    pub(super) fn hand_back(&mut self, cx: &mut Cx, prefills: &Prefills) {
+    pub(super) fn hand_back(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries) {
         let late: Vec<SeqId> =
             self.sched.waiting().map(|waiting| waiting.seq).filter(|seq| self.is_late(cx, *seq)).collect();
         for seq in late.into_iter().take(QUEUE_DEFAULT) {
