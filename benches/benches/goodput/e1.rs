@@ -35,9 +35,6 @@ fn part(entries: &[Entry], offset: usize, requests: usize) -> Result<&[Entry]> {
     })
 }
 
-/// A line of a plot.
-type Points = Vec<(f64, f64)>;
-
 /// A search and its runs.
 struct Searched {
     goodput: Option<f64>,
@@ -111,6 +108,9 @@ fn finite(value: f64) -> Option<f64> {
     value.is_finite().then_some(value)
 }
 
+/// The points of a system's line: from its search, or from its run at the common rate.
+type Points<'a> = dyn Fn(&Searched, &Ran) -> Vec<(f64, f64)> + 'a;
+
 /// One offset: every system's search, and its run at the goodput of the one that Lagoon is compared with.
 fn offset(lagoon: &Lagoon, part: &Part<'_>, panels: &mut Vec<Panel>) -> Result<Vec<Value>> {
     let mut searches = Vec::new();
@@ -131,7 +131,7 @@ fn offset(lagoon: &Lagoon, part: &Part<'_>, panels: &mut Vec<Panel>) -> Result<V
         searches.push((system, searched, common, late));
     }
     let title = |what: &str| format!("{what}, from request {}", part.offset);
-    let series = |of: &dyn Fn(&Searched, &Ran) -> Points| -> Vec<Series> {
+    let series = |of: &Points<'_>| -> Vec<Series> {
         let one = |(system, searched, common, _): &(System, Searched, Ran, f64)| Series {
             name: system.name.to_owned(),
             points: of(searched, common),
