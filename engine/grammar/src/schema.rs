@@ -20,7 +20,7 @@ const FORMATS: &[&str] =
 /// The keyword of the compiler's own options.
 const OPTIONS: &str = "x-guidance";
 /// White space between two parts of JSON: an empty line, and the indentation of deeply nested parts.
-const WHITE_SPACE: &str = "(\r?\n){1,2}[ \t]{0,64}|[ \t]{1,64}";
+const WHITE_SPACE: &str = "(\r?\n){1,2}[ \t]{0,32}|[ \t]{1,32}";
 /// A time with at most 60 seconds in its minute.
 const SECONDS: &str = "^[^:]*:[0-9]{2}:[0-5]";
 /// Keywords that no grammar stands for, with what to do instead.

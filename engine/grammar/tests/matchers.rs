@@ -262,6 +262,6 @@ fn white_space_between_parts_ends() {
         assert!(lines < 10, "endless");
     }
     assert_eq!(lines, 2);
-    matcher.push(&model.tokenizer.encode(&format!("{}null]", " ".repeat(64)), false).unwrap());
+    matcher.push(&model.tokenizer.encode(&format!("{}null]", " ".repeat(32)), false).unwrap());
     assert!(!matches!(model.next(&matcher, &[])[0], Next::Failed(_)));
 }
