@@ -43,18 +43,7 @@ impl Runner {
     fn open(dir: &Path, grammars: Grammars) -> Result<Self> {
         let (spec, checkpoint, mut device) = (ModelSpec::open(dir)?, Checkpoint::open(dir)?, CpuDevice::new());
         let weights = Weights::load(&mut device, &checkpoint, &spec, None, &mut |_, _| {})?;
-        let config = ExecutorConfig {
-            kv: KvSpace::flat(u32::try_from(TOKENS)? + 64, 1),
-            kv_dtype: KvDType::F32,
-            step_rows: 32,
-            sampled_rows: 1,
-            rings: 0,
-            fetch_tokens: 0,
-            share_blocks: None,
-            stage_blocks: 0,
-            stage_on_device: false,
-            lend: false,
-        };
+        let config = ExecutorConfig::alone(KvSpace::flat(u32::try_from(TOKENS)? + 64, 1), KvDType::F32, 32);
         let executor = Executor::new(device, &spec, Some(Model::new(&spec, weights)), config)?;
         Ok(Self { executor: executor.with_grammars(grammars), steps: 0 })
     }
@@ -77,14 +66,7 @@ impl Runner {
         matcher: Option<&Arc<AnswerMatcher>>,
     ) -> Result<u32> {
         let rows = u32::try_from(tokens.len())?;
-        let sample = SampleSpec {
-            params: Arc::clone(params),
-            index: u64::from(pos0),
-            return_logits: false,
-            banned: Arc::default(),
-            token_counts: None,
-            matcher: matcher.cloned(),
-        };
+        let sample = SampleSpec { matcher: matcher.cloned(), ..SampleSpec::new(Arc::clone(params), u64::from(pos0)) };
         let seq = SeqId(1);
         let (row0, drafts, run0, runs) = (0, 0, 0, 1);
         self.steps += 1;

@@ -133,12 +133,6 @@ impl<D: Device> Session<D> {
 /// Greedy sampling with logits.
 #[must_use]
 pub fn greedy() -> SampleSpec {
-    SampleSpec {
-        params: Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() }),
-        index: 0,
-        return_logits: true,
-        banned: Arc::default(),
-        token_counts: None,
-        matcher: None,
-    }
+    let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
+    SampleSpec { return_logits: true, ..SampleSpec::new(params, 0) }
 }

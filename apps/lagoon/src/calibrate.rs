@@ -164,14 +164,7 @@ impl<D: Device> Bench<'_, D> {
     /// A sequence at position 0 with greedy sampling.
     fn seq(&self, number: u32) -> SeqRows {
         let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
-        let sample = Some(SampleSpec {
-            params,
-            index: 0,
-            return_logits: false,
-            banned: Arc::default(),
-            token_counts: None,
-            matcher: None,
-        });
+        let sample = Some(SampleSpec::new(params, 0));
         let ring = self.subject.rings.then_some(RingRows { ring: number, from: 0, warm_up: false, load: false });
         SeqRows {
             seq: SeqId(number.into()),

@@ -212,7 +212,7 @@ impl<D: Device> Drafter<D> {
         for proposal in &request.passing {
             let held = self.held.get_mut(&proposal.seq).expect("it holds KV");
             let sample = proposal.wanted > 0;
-            add_rows(&mut work, proposal, held, block_tokens, sample.then(|| spec(&self.greedy)));
+            add_rows(&mut work, proposal, held, block_tokens, sample.then(|| SampleSpec::new(self.greedy.clone(), 0)));
         }
         self.executor.push(Command::Step(Box::new(work)));
     }
@@ -246,17 +246,6 @@ impl<D: Device> Drafter<D> {
             self.free_blocks(seq);
         }
         reports(Report::Drafted { draft, seqs, error: Some(error.clone()) });
-    }
-}
-
-fn spec(greedy: &Arc<SamplingParams>) -> SampleSpec {
-    SampleSpec {
-        params: greedy.clone(),
-        index: 0,
-        return_logits: false,
-        banned: Arc::default(),
-        token_counts: None,
-        matcher: None,
     }
 }
 

@@ -38,14 +38,7 @@ fn paced(weight_scale: f64) -> Executor<Paced<CpuDevice>> {
 
 fn step(number: u64, micro_batch: MicroBatch, slot: u32, remote: RemoteWork) -> Command {
     let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
-    let sample = Some(SampleSpec {
-        params,
-        index: 0,
-        return_logits: false,
-        banned: Arc::default(),
-        token_counts: None,
-        matcher: None,
-    });
+    let sample = Some(SampleSpec::new(params, 0));
     let seq = SeqRows {
         seq: SeqId(number),
         row0: 0,

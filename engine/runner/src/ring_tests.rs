@@ -51,14 +51,7 @@ impl Split {
     fn feed(&mut self, start: u32, rows: u32, ring: RingRows) -> Vec<f32> {
         self.steps += 1;
         let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
-        let sample = SampleSpec {
-            params,
-            index: 0,
-            return_logits: true,
-            banned: Arc::default(),
-            token_counts: None,
-            matcher: None,
-        };
+        let sample = SampleSpec { return_logits: true, ..SampleSpec::new(params, 0) };
         let (seq, end) = (SeqId(1), start + rows);
         let (ring, sample, warm_up, window) = (Some(ring), Some(sample), ring.warm_up, self.window.take());
         self.executor.push(Command::Step(Box::new(StepWork {

@@ -116,6 +116,14 @@ pub struct SampleSpec {
     pub matcher: Option<Arc<AnswerMatcher>>,
 }
 
+impl SampleSpec {
+    /// Sampling by `params` alone: no further rules, and no logits in the report.
+    #[must_use]
+    pub fn new(params: Arc<SamplingParams>, index: u64) -> Self {
+        Self { params, index, return_logits: false, banned: Arc::default(), token_counts: None, matcher: None }
+    }
+}
+
 /// A step's work with creditors; empty in the local micro-batch.
 #[derive(Clone, Debug)]
 pub struct RemoteWork {
