@@ -250,7 +250,7 @@ fn an_operator_changes_roles_under_traffic() {
     let (undisturbed, gateway) = (pool.undisturbed(160), pool.gateway());
     let http = gateway.announced("http").parse().unwrap();
     let stream = |seed, tokens, max| Watched::start(http, &prompt(seed, tokens, VOCAB), max, &json!({}));
-    let first = stream(50, 600, 300);
+    let first = stream(50, 600, 900);
     first.wait_for(1);
     let done = pool.ask(&["role", "p1", "decode", "--wait"]);
     assert_eq!(
