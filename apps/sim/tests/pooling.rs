@@ -64,6 +64,21 @@ fn a_pool_hardly_loses_on_a_trace_that_fits() {
     assert!(borders > 0.96 && overtaking > 0.96, "{borders:.3}, {overtaking:.3}");
 }
 
+/// A gateway that binds late sends a request where it is held whole: with prompts at their price lending then costs nothing where
+/// peers' queries overtake layers, and the planner's moves alone (0.97 without them) where they wait for creditors' prompts.
+#[test]
+fn a_pool_that_binds_late_loses_little_on_a_trace_that_fits() {
+    let way = |overtaking, prompt_scale| Way {
+        dispatch: Dispatch::Late,
+        study: Study { overtaking, ..Study::default() },
+        prompt_scale,
+    };
+    let (borders, _) = gain("layer borders, bound late", way(false, TOKEN_STANDS_FOR), 16);
+    let (overtaking, _) = gain("overtaking, bound late", way(true, TOKEN_STANDS_FOR), 16);
+    let (cheap, _) = gain("cheap prompts, bound late", way(false, 1.0), 16);
+    assert!(borders > 0.84 && overtaking > 0.99 && cheap > 0.98, "{borders:.3}, {overtaking:.3}, {cheap:.3}");
+}
+
 /// With prompts at their price an instance that borrows waits for its creditors' prompts: 0.957 where peers' queries
 /// overtake layers, 0.744 where they wait for them. A request should borrow only what no instance holds whole soon.
 #[test]

@@ -10,7 +10,7 @@ use crate::step::mapped::PeerAccessStatus;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_cluster::RManager;
 use lagoon_kv::{BlockHash, KvAccount, Placement};
-use lagoon_protocol::Role;
+use lagoon_protocol::{Load, Role};
 use lagoon_types::limits::REMOTE_REQUEST_WRITE_BYTES_MAX;
 use lagoon_types::{InstanceId, LeaseId, SeqId};
 use serde::Serialize;
@@ -183,6 +183,12 @@ impl Instance {
     /// Blocks of the staging buffer by user: exports from it, and reads into it.
     pub fn stages(&self) -> impl Iterator<Item = (StageUser, &[u32])> {
         self.prefill.stages()
+    }
+
+    /// Load of batch and queue, as heartbeats say it.
+    #[must_use]
+    pub fn load(&self) -> Load {
+        self.membership.load(&self.cx, &self.batch)
     }
 
     /// Sets the pace of moves beside decoding.

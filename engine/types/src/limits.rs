@@ -358,11 +358,14 @@ pub const GATEWAY_QUEUE_MS: u64 = ADMISSION_DEADLINE_MS;
 /// heartbeat is known.
 pub const DISPATCH_AHEAD_MS: u64 = 500;
 /// Requests that may be started on memory for which the head of the queue waits.
-pub const DISPATCH_PASSES_MAX: u32 = 8;
+pub const DISPATCH_PASSES_MAX: u32 = 32;
 /// Requests behind a waiting head, in their turn, of which those that pass are chosen.
 pub const DISPATCH_LOOK_MAX: usize = 64;
-/// A head waits so long for an instance that holds it whole; then it is started where it has to borrow.
-pub const DISPATCH_SOON_MS: u64 = 5_000;
+/// A head waits for an instance that is predicted to have memory for all of it within so long; without one it is started where it has
+/// to borrow.
+pub const DISPATCH_SOON_MS: u64 = 30_000;
+/// A head that has waited so long is started where it has to borrow, whatever is predicted.
+pub const DISPATCH_WHOLE_MS: u64 = 60_000;
 /// Time from a dispatch until the instance's heartbeats include it.
 pub const DISPATCH_LAG_MS: u64 = 100;
 /// A head whose passes are used up and that waits for the pool's memory goes to an instance after so long: there the pool keeps

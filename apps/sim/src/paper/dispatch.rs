@@ -1,5 +1,5 @@
-//! Which instance a request is sent to: the papers' dispatch beside ours. A choice is a function of what each instance
-//! reports; nothing is bound later than at arrival.
+//! Which instance a request is sent to: the papers' dispatch beside ours. The choices here are made at arrival, functions of what each
+//! instance reports; [`Dispatch::Late`] is the shipped gateway's, which queues requests (`gateway.rs`).
 
 use super::hardware::{StepShape, Timing};
 use super::traces::Request;
@@ -15,13 +15,16 @@ pub enum Dispatch {
     /// The most free memory minus what was sent there in the last second ([`CHARGE_US`]): the gateway's rule without
     /// predictions. Bursts spread; queues are not seen.
     FreeLessRecent,
-    /// The least predicted outstanding work.
+    /// The least outstanding work, bound at arrival. Answers' lengths are known, which no gateway knows: the strongest rule of its kind.
     #[default]
     LeastWork,
+    /// The shipped gateway: least predicted work, bound late, given back by instances that fall behind.
+    Late,
 }
 
 impl Dispatch {
-    pub const ALL: [Self; 3] = [Self::FreeMemory, Self::FreeLessRecent, Self::LeastWork];
+    /// Those that choose at arrival ([`choose`]).
+    pub const AT_ARRIVAL: [Self; 3] = [Self::FreeMemory, Self::FreeLessRecent, Self::LeastWork];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -29,6 +32,7 @@ impl Dispatch {
             Self::FreeMemory => "most free memory",
             Self::FreeLessRecent => "most free memory less the last second's",
             Self::LeastWork => "least predicted work",
+            Self::Late => "bound late by the gateway",
         }
     }
 }
@@ -47,8 +51,6 @@ pub struct View {
 
 /// Predicted device time of what is left of a request: its prompt, if that is not computed yet, and each of its tokens'
 /// attention and share of a step, which is the share of the memory that it takes from other requests.
-///
-/// The gateway's own prediction, of calibration, queue and lent load, replaces this formula where both are there.
 #[must_use]
 pub fn work_us(timing: &Timing, kv_tokens: u64, request: &Request, generated: u32, computes_prompt: bool) -> f64 {
     let context = f64::from(request.prompt_tokens) + f64::from(generated + request.output_tokens) / 2.0;
@@ -73,7 +75,7 @@ pub fn choose(dispatch: Dispatch, views: &[View], tokens: u64, turn: usize) -> O
         let rank = match dispatch {
             Dispatch::FreeMemory => -(view.free_tokens as f64),
             Dispatch::FreeLessRecent => -((view.free_tokens - view.recent_tokens) as f64),
-            Dispatch::LeastWork => view.work_us,
+            Dispatch::LeastWork | Dispatch::Late => view.work_us,
         };
         (view.holds_tokens < tokens, rank)
     };
@@ -98,14 +100,14 @@ mod tests {
         // The freest was sent more than it holds just now; the second freest has more work than the third.
         let views = [view(900, 5000, 9e6), view(500, 0, 5e6), view(100, 0, 1e6)];
         let chosen = |dispatch| choose(dispatch, &views, 100, 0).unwrap();
-        assert_eq!(Dispatch::ALL.map(chosen), [0, 1, 2]);
+        assert_eq!(Dispatch::AT_ARRIVAL.map(chosen), [0, 1, 2]);
         assert_eq!(choose(Dispatch::LeastWork, &[], 100, 0), None);
     }
 
     #[test]
     fn equal_instances_are_taken_in_turn_and_one_that_holds_the_request_first() {
         let equal = [view(500, 0, 0.0); 3];
-        for dispatch in Dispatch::ALL {
+        for dispatch in Dispatch::AT_ARRIVAL {
             let turns: Vec<usize> = (0..6).map(|turn| choose(dispatch, &equal, 100, turn).unwrap()).collect();
             assert_eq!(turns, [0, 1, 2, 0, 1, 2]);
             let large = View { holds_tokens: 4000, free_tokens: 10, work_us: 1e9, ..equal[0] };

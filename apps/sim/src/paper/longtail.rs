@@ -1,7 +1,7 @@
 //! Long-tail goodput in simulation: a trace of conversations on four instances of LLaMA2-7B on an A100 each, as a pool and on
-//! their own (the experiment `e1` of `benches/benches/goodput`, at full scale and without a gateway).
+//! their own (the experiment `e1` of `benches/benches/goodput`, at full scale).
 //!
-//! Prompts are computed, in chunks of 2,048 rows; prefixes are not kept.
+//! Prompts are computed, in chunks of at most 2,048 rows; prefixes are not kept.
 
 use super::cluster::Cluster;
 use super::conversation::{Entry, Scale, requests};
@@ -17,6 +17,8 @@ use std::fmt::Write as _;
 const INSTANCES: u32 = 4;
 const BLOCK_TOKENS: u32 = 64;
 const CHUNK: u32 = 2_048;
+/// Chunks of prompts are sized for it, as with `--target-tbt-ms`; the objective is 100 ms a token.
+const TARGET_MS: u32 = 90;
 /// Prompts longer than this are long, in tokens.
 const LONG: u32 = 32_000;
 /// Requests per second at which searches begin.
@@ -30,6 +32,7 @@ pub fn systems() -> Vec<(&'static str, Setting)> {
         dispatch,
         prefill: Prefill::Computed,
         step_rows: CHUNK,
+        target_step_ms: Some(TARGET_MS),
         study: Study { overtaking, ..Study::default() },
         ..Setting::new(cluster, pooled, BLOCK_TOKENS)
     };
@@ -37,9 +40,11 @@ pub fn systems() -> Vec<(&'static str, Setting)> {
         ("alone, least predicted work", setting(false, Dispatch::LeastWork, false)),
         ("alone, most free memory less the last second's", setting(false, Dispatch::FreeLessRecent, false)),
         ("alone, most free memory", setting(false, Dispatch::FreeMemory, false)),
+        ("alone, bound late", setting(false, Dispatch::Late, false)),
         ("pool, most free memory less the last second's", setting(true, Dispatch::FreeLessRecent, false)),
         ("pool, least predicted work", setting(true, Dispatch::LeastWork, false)),
-        ("pool, least predicted work, peers' queries wait for no layer", setting(true, Dispatch::LeastWork, true)),
+        ("pool, bound late", setting(true, Dispatch::Late, false)),
+        ("pool, bound late, peers' queries wait for no layer", setting(true, Dispatch::Late, true)),
     ]
 }
 

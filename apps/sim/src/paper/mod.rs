@@ -7,6 +7,7 @@ mod device;
 pub mod dgfm;
 pub mod dispatch;
 mod fabric;
+mod gateway;
 pub mod goodput;
 pub mod hardware;
 mod lengths;

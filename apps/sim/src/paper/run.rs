@@ -10,6 +10,7 @@ use super::cluster::{Cluster, ETHERNET_LATENCY_US};
 use super::device::{Device, Prefill};
 use super::dispatch::{CHARGE_US, Dispatch, View, choose, work_us};
 use super::fabric::Fabric;
+use super::gateway::Gateway;
 use super::hardware::Timing;
 use super::traces::Request;
 use crate::clock::Clock;
@@ -17,27 +18,30 @@ use crate::process::{Process, address};
 use crate::rng::Rng;
 use crate::transfers::{Delays, Transfers};
 use crate::world::{Emission, Step, World};
+use lagoon_cluster::dispatch::Effect;
 use lagoon_cluster::perf::LinkView;
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
 use lagoon_instance::{Event, InstanceConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS};
 use lagoon_protocol::{Calibration, Role};
 use lagoon_types::limits::{
-    INSTANCES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, SEQUENCE_TOKENS_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
+    HEARTBEAT_MS, INSTANCES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, SEQUENCE_TOKENS_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
 };
 use lagoon_types::{
-    AttentionGeometry, DType, GenerateRequest, KvDType, KvShape, ModelHash, RequestOptions, SamplingParams, SeqId,
-    TokenEvent,
+    AttentionGeometry, DType, GenerateRequest, KvDType, KvShape, ModelHash, RequestError, RequestOptions,
+    SamplingParams, SeqId, TokenEvent,
 };
 use std::collections::{BTreeSet, VecDeque};
 
 /// Time between samples.
 const SAMPLE_US: u64 = 100_000;
-/// The run's own calls: a tick of the gManager is over, the gManager is up, all peers are, round trips are measured. Smaller
-/// ones are requests that arrive.
+/// The run's own calls: a tick of the gManager is over, the gManager is up, all peers are, round trips are measured, instances report
+/// to the gateway, it looks at its queue. Smaller ones are requests that arrive.
 const SAMPLE: u64 = 1 << 32;
 const GMANAGER_UP: u64 = 2 << 32;
 const PEERS_UP: u64 = 3 << 32;
 const MEASURED: u64 = 4 << 32;
+const REPORT: u64 = 5 << 32;
+const GATEWAY_TICK: u64 = 6 << 32;
 /// Head size of the one-layer stand-in.
 const HEAD_DIM: u32 = 8;
 /// Blocks that a creditor reserves for its own growth.
@@ -71,6 +75,8 @@ pub struct Setting {
     pub prefill: Prefill,
     /// Simulated time after which the run is cut.
     pub limit_s: u64,
+    /// Longest time between tokens for which prompts' chunks are sized (`--target-tbt-ms`).
+    pub target_step_ms: Option<u32>,
     /// DGFM clears circular debts (v1 §4.5).
     pub dgfm: bool,
     /// The planner moves blocks (v2 §5).
@@ -97,6 +103,7 @@ impl Setting {
             running: RUNNING_MAX,
             prefill: Prefill::Resident,
             limit_s: 20_000,
+            target_step_ms: None,
             study: Study::default(),
         }
     }
@@ -192,6 +199,8 @@ pub struct Run {
     open: usize,
     /// Requests dispatched so far.
     turn: usize,
+    /// With [`Dispatch::Late`].
+    gateway: Option<Gateway>,
     pub seen: Seen,
 }
 
@@ -239,7 +248,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         attention_flops: 1e15,
         // The papers' systems have no prefix cache, and prompts here have lengths but no tokens.
         prefix_cache: false,
-        target_step_ms: None,
+        target_step_ms: setting.target_step_ms,
         transfer: None,
         lent: None,
         peer_access: None,
@@ -317,8 +326,13 @@ impl Run {
         for (index, request) in requests.iter().enumerate() {
             world.call_at(WARM_UP_US + request.arrival_us, index as u64);
         }
+        let gateway = (setting.dispatch == Dispatch::Late).then(Gateway::new);
+        if gateway.is_some() {
+            world.call_at(WARM_UP_US / 2, REPORT);
+        }
         let seen = Seen { outcomes: vec![Outcome::default(); requests.len()], ..Seen::default() };
-        Self { setting, world, loads: vec![Load::default(); count], open: requests.len(), turn: 0, seen, requests }
+        let loads = vec![Load::default(); count];
+        Self { setting, world, loads, open: requests.len(), turn: 0, gateway, seen, requests }
     }
 
     /// The pool's processes.
@@ -338,6 +352,8 @@ impl Run {
             match step {
                 Step::Call(SAMPLE) => self.sample(),
                 Step::Call(call @ (GMANAGER_UP | PEERS_UP | MEASURED)) => self.introduce(call),
+                Step::Call(REPORT) => self.report(),
+                Step::Call(GATEWAY_TICK) => self.with_gateway(Gateway::tick),
                 Step::Call(index) => self.arrive(index as usize),
                 Step::Handled => {}
             }
@@ -428,9 +444,43 @@ impl Run {
         }
     }
 
-    /// Sends a request to the instance that the setting's dispatch chooses.
+    /// Hands the gateway what the instances' heartbeats say.
+    fn report(&mut self) {
+        self.world.call_at(self.world.now_us() + HEARTBEAT_MS * 1_000, REPORT);
+        let (now, calibration) = (self.world.now_us(), calibration(&self.setting));
+        let Some(gateway) = &mut self.gateway else { return };
+        let effects = gateway.report(now, &calibration, self.world.live());
+        self.carry_out(effects);
+    }
+
+    fn with_gateway(&mut self, act: impl FnOnce(&mut Gateway, u64) -> Vec<Effect<usize>>) {
+        let now = self.world.now_us();
+        let effects = self.gateway.as_mut().map(|gateway| act(gateway, now)).unwrap_or_default();
+        self.carry_out(effects);
+    }
+
+    fn carry_out(&mut self, effects: Vec<Effect<usize>>) {
+        for effect in effects {
+            match effect {
+                Effect::Bind { id, instance } => self.send(id.0 as usize, instance),
+                Effect::Refuse { id, .. } => {
+                    self.seen.outcomes[id.0 as usize].failed = true;
+                    self.open -= 1;
+                }
+            }
+        }
+        let now = self.world.now_us();
+        if let Some(at) = self.gateway.as_mut().and_then(|gateway| gateway.schedule_tick(now)) {
+            self.world.call_at(at, GATEWAY_TICK);
+        }
+    }
+
+    /// A client's request comes: to the gateway, or to the instance that the setting's dispatch chooses.
     fn arrive(&mut self, index: usize) {
         let (request, now) = (self.requests[index], self.world.now_us());
+        if self.gateway.is_some() {
+            return self.with_gateway(|gateway, now| gateway.arrive(now, index, &request));
+        }
         for load in &mut self.loads {
             load.recent.retain(|(at, _)| now - at < CHARGE_US);
         }
@@ -441,6 +491,12 @@ impl Run {
         self.turn += 1;
         self.loads[place - 1].open.insert(index);
         self.loads[place - 1].recent.push_back((now, tokens as i64));
+        self.send(index, place);
+    }
+
+    fn send(&mut self, index: usize, place: usize) {
+        let request = &self.requests[index];
+        let may_hand_back = self.gateway.as_ref().is_some_and(|gateway| gateway.may_hand_back(index));
         let request = GenerateRequest {
             prompt: vec![0; request.prompt_tokens as usize],
             answered: 0,
@@ -449,7 +505,7 @@ impl Run {
             min_tokens: 0,
             stop_ids: Vec::new(),
             return_logits: false,
-            options: RequestOptions::default(),
+            options: RequestOptions { may_hand_back, ..RequestOptions::default() },
         };
         self.world.handle(place, Event::Submit { seq: SeqId(index as u64), request: Box::new(request) });
     }
@@ -473,12 +529,19 @@ impl Run {
                 self.seen.tokens[bucket] += 1;
             }
             TokenEvent::Finished { .. } => outcome.end_us = Some(now),
+            TokenEvent::Failed(RequestError::HandedBack) => {
+                return self.with_gateway(|gateway, now| gateway.handed_back(now, index));
+            }
             TokenEvent::Failed(_) => outcome.failed = true,
         }
+        let tokens = outcome.tokens;
         if !matches!(event, TokenEvent::Token { .. }) {
             load.running -= i64::from(started);
             load.open.remove(&index);
             self.open -= 1;
+            self.with_gateway(|gateway, now| gateway.ended(now, index, tokens));
+        } else if !started {
+            self.with_gateway(|gateway, now| gateway.began(now, index));
         }
     }
 }

@@ -10,8 +10,8 @@
 //!
 //! **The head.** A head of the queue that no instance can hold now waits for memory: of one instance, which it *reserves*, or of the
 //! pool if no instance is large enough. Requests behind it may start elsewhere, and on memory that it waits for [`DISPATCH_PASSES_MAX`]
-//! times, the most useful work per memory and time first. It borrows only after [`DISPATCH_SOON_MS`] without an instance that holds it
-//! whole.
+//! times, the most useful work per memory and time first. It borrows only if no instance is predicted to hold it whole within
+//! [`DISPATCH_SOON_MS`](lagoon_types::limits::DISPATCH_SOON_MS), or none has after [`DISPATCH_WHOLE_MS`].
 //!
 //! Invariants:
 //! * each request is bound once, or refused, or its caller has ended it; a request that was handed back is bound again;
@@ -33,7 +33,7 @@ pub use policy::{Ask, InstanceLoad, LeastWork, Prediction, Rank, Unreported, fre
 pub use rooms::Report;
 
 use lagoon_types::limits::{
-    DISPATCH_NONE_MS, DISPATCH_PASSES_MAX, DISPATCH_SOON_MS, GATEWAY_QUEUE_BYTES_MAX, GATEWAY_QUEUE_MAX,
+    DISPATCH_NONE_MS, DISPATCH_PASSES_MAX, DISPATCH_WHOLE_MS, GATEWAY_QUEUE_BYTES_MAX, GATEWAY_QUEUE_MAX,
     GATEWAY_QUEUE_MS, GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, HAND_BACKS_MAX,
 };
 use prefixes::Prefixes;
@@ -436,7 +436,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let head = self.head.filter(|head| head.id == id);
         let waited_ms = head.map_or(0, |head| self.now_ms.saturating_sub(head.since_ms));
         let is_pool_sized = keys().all(|key| blocks_at(&key) > total_at(&key));
-        if !is_pool_sized && waited_ms < DISPATCH_SOON_MS {
+        if !is_pool_sized && waited_ms < DISPATCH_WHOLE_MS && self.is_held_whole_soon(id) {
             return None;
         }
         let room = |key: &K| self.room(*key).filter(Room::is_open);

@@ -5,7 +5,7 @@ use super::{
     GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, Head, Instance, Refusal, RequestId, Waiting, turn,
 };
 use crate::mutants::{self, Mutant};
-use lagoon_types::limits::{DISPATCH_PASSES_MAX, DISPATCH_POOL_MS};
+use lagoon_types::limits::{DISPATCH_PASSES_MAX, DISPATCH_POOL_MS, DISPATCH_SOON_MS};
 use std::fmt::Debug;
 
 impl<K: Copy + Ord + Debug> Dispatcher<K> {
@@ -96,16 +96,25 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
 
     /// The instance that is predicted to have the request's memory first; `None` if none is large enough.
     fn reserved(&self, id: RequestId) -> Option<K> {
+        self.first_whole(id).map(|(_, key)| key)
+    }
+
+    /// Whether an instance is predicted to have a request's memory within [`DISPATCH_SOON_MS`].
+    pub(super) fn is_held_whole_soon(&self, id: RequestId) -> bool {
+        let soon_us = crate::perf::as_f64(DISPATCH_SOON_MS) * 1_000.0;
+        self.first_whole(id).is_some_and(|(wait_us, _)| wait_us <= soon_us)
+    }
+
+    /// The instance that is predicted to have a request's memory first, and the time until then in microseconds.
+    fn first_whole(&self, id: RequestId) -> Option<(f64, K)> {
         let waiting = self.waiting.get(&id)?;
         let Arrival { ask, prefix, .. } = &waiting.arrival;
-        let large = |key: &K| {
-            self.instances.get(key).is_some_and(|of| ask.blocks(of.block_tokens()) <= Instance::blocks_total(of))
+        let is_large = |of: &Instance<K>| ask.blocks(of.block_tokens()) <= of.blocks_total();
+        let wait_us = |key: K| {
+            let load = self.instances.get(&key).filter(|of| is_large(of))?.load();
+            Some((self.policy.predict(&load, ask, self.prefixes.cached_tokens(prefix, key)).memory_us, key))
         };
-        let wait_us = |key: &K| {
-            let load = self.instances.get(key).map(Instance::load).unwrap_or_default();
-            self.policy.predict(&load, ask, self.prefixes.cached_tokens(prefix, *key)).memory_us
-        };
-        self.allowed(waiting).filter(large).min_by(|a, b| wait_us(a).total_cmp(&wait_us(b)))
+        self.allowed(waiting).filter_map(wait_us).min_by(|a, b| a.0.total_cmp(&b.0))
     }
 
     /// Whether a pool-sized head has waited here for as long as it may.

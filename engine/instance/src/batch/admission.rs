@@ -233,7 +233,7 @@ impl Batch {
                 return false;
             }
         };
-        if local < needed && self.waits_for_whole(cx, id, needed - local) {
+        if local < needed && self.waits_for_whole(cx, id) {
             self.retry_later(cx, id);
             return false;
         }

@@ -232,8 +232,8 @@ impl Membership {
         cx.effects.push(Effect::ToGManager(ControlBody::Heartbeat(Box::new(heartbeat))));
     }
 
-    /// Load of batch and queue, for the planner's model.
-    fn load(&self, cx: &Cx, batch: &Batch) -> Load {
+    /// Load of batch and queue, for the planner's model and dispatch.
+    pub(crate) fn load(&self, cx: &Cx, batch: &Batch) -> Load {
         let block_tokens = cx.config.block_tokens;
         let decodes = |s: &&Sequence| s.is_running() && s.blocks.written() + 1 >= s.len();
         let decoding = || batch.seqs().filter(decodes);
