@@ -3,7 +3,7 @@
 
 use super::view::{InstanceView, PoolView, RequestView, link_between};
 use super::{Order, Plan, PlannerConfig, Why};
-use crate::perf::{CreditorState, DebtorState, LinkView, Pair, Rates};
+use crate::perf::{CreditorState, DebtorState, LinkView, Pair, Rates, RemotePart};
 use lagoon_types::{InstanceId, SeqId};
 use std::cell::OnceCell;
 use std::cmp::Reverse;
@@ -280,13 +280,15 @@ impl<'a> Round<'a> {
     }
 
     fn remote_us(&self, debtor: usize, creditor: usize, (blocks, rows): (i64, u32)) -> f64 {
-        if blocks <= 0 || self.maps(debtor, creditor) {
-            return 0.0;
-        }
-        let (shape, link) = (&self.view.shape, self.link(debtor, creditor));
-        let wire = link.rtt_us + link.transfer_us(f64::from(rows) * as_f64(shape.row_bytes));
-        let tokens = as_f64(blocks.unsigned_abs()) * f64::from(shape.block_tokens);
-        tokens * self.nodes[creditor].rates.attention_us + f64::from(shape.layers) * wire
+        let shape = &self.view.shape;
+        let part = RemotePart {
+            tokens: as_f64(blocks.max(0).unsigned_abs()) * f64::from(shape.block_tokens),
+            rows,
+            attention_us: self.nodes[creditor].rates.attention_us,
+            link: self.link(debtor, creditor),
+            mapped: self.maps(debtor, creditor),
+        };
+        part.us(shape)
     }
 
     /// Predicted throughput of the pool before the orders (Eq. 7).

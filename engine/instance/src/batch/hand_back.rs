@@ -1,11 +1,12 @@
 //! Hand-back: a request that waits too long here goes back to its gateway, which gives it to an instance that can start it.
 
+use super::micro_batches::{attended_elsewhere, leases, remote_part};
 use super::others::PrefillQueries;
 use super::sequence::{Life, Need, Sequence};
 use super::{Batch, policy};
 use crate::cx::Cx;
 
-use lagoon_cluster::perf::{LinkView, Rates, covers};
+use lagoon_cluster::perf::{Rates, StepTimes};
 use lagoon_types::limits::{HAND_BACK_MS, QUEUE_DEFAULT};
 use lagoon_types::{RequestError, SeqId};
 
@@ -21,26 +22,41 @@ impl Batch {
         }
     }
 
-    /// The borrow guard: whether a waiting sequence that lacks `remote` rBlocks here waits, rather than borrow them. It does while its
-    /// gateway takes it back and may find an instance that holds it whole, unless the local work of a step covers the remote part.
+    /// The borrow guard ([`StepTimes`]): whether a waiting sequence that lacks `remote` rBlocks here waits, rather than borrow them. It
+    /// does while its gateway takes it back and may find an instance that holds it whole, unless the local work of a step covers the
+    /// remote part.
     pub(super) fn waits_for_whole(&self, cx: &Cx, id: SeqId, remote: u32) -> bool {
         let Some(seq) = self.seqs.get(&id).filter(|seq| seq.options.may_hand_back) else { return false };
         let needed = seq.blocks.shortfall(seq.len() + 1);
-        let may_go = Self::has_not_begun(seq) && !policy::is_pool_sized(needed, cx.config.blocks_total);
-        may_go && !self.covers_borrowed(cx, needed.saturating_sub(remote), remote)
+        let is_short = !Self::has_not_begun(seq) || policy::is_pool_sized(needed, cx.config.blocks_total);
+        let times = self.times_with(cx, needed.saturating_sub(remote), remote);
+        // What cannot be predicted is not covered.
+        !times.map_or(is_short, |times| times.may_borrow(is_short))
     }
 
-    /// Whether a step with one more sequence, of `local` rBlocks here and `remote` borrowed ones, has local work for as long as
-    /// creditors take; false if that is not known.
-    fn covers_borrowed(&self, cx: &Cx, local: u32, remote: u32) -> bool {
-        let Some(rates) = cx.config.calibration.as_ref().and_then(|c| Rates::new(c, true)) else { return false };
-        let tokens = |blocks: u32| u64::from(blocks) * u64::from(cx.config.block_tokens);
-        let running = self.seqs.values().filter(|seq| seq.is_running()).map(|seq| seq.blocks.local_blocks());
-        let local = running.fold(local, u32::saturating_add);
-        let rtt_us = cx.peers.iter().map(|peer| peer.rtt_us).filter(|rtt_us| *rtt_us > 0).max();
-        let link = rtt_us.map(|rtt_us| LinkView { rtt_us: f64::from(rtt_us), bytes_per_s: 0.0 });
+    /// Predicted times of a step with one more sequence, of `local` rBlocks here and `remote` at the slowest of the known peers, beside
+    /// what is borrowed there; `None` without a calibration, or before any peer was measured. KV in mapped memory is local work.
+    fn times_with(&self, cx: &Cx, local: u32, remote: u32) -> Option<StepTimes> {
+        let rates = cx.config.calibration.as_ref().and_then(|c| Rates::new(c, true))?;
+        let running = || self.seqs.values().filter(|seq| seq.is_running());
+        let there = attended_elsewhere(running().flat_map(leases), |_| false);
+        let (mut own, mut slowest_us) = (0, None::<f64>);
+        for peer in cx.peers.iter() {
+            let before = there.get(&peer.instance).copied().unwrap_or(0);
+            let part = remote_part(cx, &rates, peer.instance, before.saturating_add(remote));
+            if part.mapped {
+                own = u32::saturating_add(own, before);
+            } else if peer.rtt_us == 0 {
+                continue;
+            }
+            slowest_us = Some(slowest_us.unwrap_or(0.0).max(part.us(&cx.model)));
+        }
+        let blocks =
+            running().map(|seq| seq.blocks.local_blocks()).fold(local, u32::saturating_add).saturating_add(own);
+        let tokens = f64::from(blocks) * f64::from(cx.config.block_tokens);
         let batch = u32::try_from(self.running_len() + 1).unwrap_or(u32::MAX);
-        link.is_some() && covers(&rates, batch, tokens(local), tokens(remote), cx.config.kv.layers, link)
+        let local_us = rates.other_us(batch) + tokens * rates.attention_us;
+        slowest_us.map(|remote_us| StepTimes { local_us, remote_us })
     }
 
     fn is_late(&self, cx: &Cx, seq: SeqId) -> bool {
