@@ -216,11 +216,6 @@ impl Ticket {
         }
     }
 
-    /// Whether it waits.
-    pub(crate) fn waits(&self) -> bool {
-        self.bound.is_some()
-    }
-
     /// Whether the queue takes the request back if the instance cannot start it soon.
     pub(crate) fn may_hand_back(&self) -> bool {
         self.queue.state().core.may_hand_back(self.id)

@@ -21,7 +21,7 @@ pub(crate) fn backend(name: &str, url: &str, free_tokens: u64) -> Backend {
 }
 
 async fn gateway(backends: Vec<Backend>) -> String {
-    let limits = ReplayLimits { deadline: Duration::from_millis(200), ..ReplayLimits::default() };
+    let limits = ReplayLimits { core: replay::tests::within(200), ..ReplayLimits::default() };
     gateway_with(Arc::new(backends), limits).await
 }
 

@@ -24,12 +24,14 @@
 pub mod policy;
 mod prefixes;
 mod queue;
+mod replay;
 mod rooms;
 #[cfg(test)]
 mod tests;
 mod turns;
 
 pub use policy::{Ask, InstanceLoad, LeastWork, Prediction, Rank, Unreported, free_memory};
+pub use replay::{ATTEMPTS_MAX, GiveUp, Next, Progress, Replay, ReplayLimits, Resend};
 pub use rooms::Report;
 
 use lagoon_types::limits::{
