@@ -43,7 +43,7 @@ pub struct Report {
     pub cached_tokens: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub output_tokens: Option<usize>,
-    /// Time until it joined the batch: the longest of its sequences.
+    /// Time until it joined the batch: the longest of its sequences. In a gateway's log with the wait in the gateway's queue.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub queue_ms: Option<u64>,
     /// Time to its first token.
@@ -96,6 +96,14 @@ struct Known {
     begun: Instant,
     line: Line,
     error: Option<String>,
+    /// Its waits in a gateway's queue.
+    waited: Option<Duration>,
+}
+
+impl Known {
+    fn new(line: Line) -> Self {
+        Self { begun: Instant::now(), line, error: None, waited: None }
+    }
 }
 
 /// What is known of a request so far. Clones share it.
@@ -104,7 +112,7 @@ pub struct Record(Arc<Mutex<Known>>);
 
 impl Default for Record {
     fn default() -> Self {
-        Self(Arc::new(Mutex::new(Known { begun: Instant::now(), line: Line::default(), error: None })))
+        Self(Arc::new(Mutex::new(Known::new(Line::default()))))
     }
 }
 
@@ -113,7 +121,7 @@ impl Record {
         let shown = |c: char| if c.is_ascii_graphic() { c } else { '?' };
         let path = path.chars().take(PATH_LEN_MAX).map(shown).collect();
         let line = Line { id: id.to_owned(), method: method.to_string(), path, ..Line::default() };
-        Self(Arc::new(Mutex::new(Known { begun: Instant::now(), line, error: None })))
+        Self(Arc::new(Mutex::new(Known::new(line))))
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -138,6 +146,12 @@ impl Record {
         let report = &mut self.known().line.report;
         report.cached_tokens = Some(report.cached_tokens.unwrap_or(0) + cached_tokens);
         report.queue_ms = report.queue_ms.max(Some(queue_ms));
+    }
+
+    /// It waited in a gateway's queue.
+    pub fn waited(&self, time: Duration) {
+        let mut known = self.known();
+        known.waited = Some(known.waited.unwrap_or_default() + time);
     }
 
     /// Tokens were generated.
@@ -198,7 +212,12 @@ impl Record {
             (None, true, Some(finish)) => finish,
             (None, true, None) => "ok",
         };
-        Line { outcome: outcome.to_owned(), total_ms: millis(known.begun.elapsed()), ..known.line.clone() }
+        let outcome = outcome.to_owned();
+        let mut line = Line { outcome, total_ms: millis(known.begun.elapsed()), ..known.line.clone() };
+        if let Some(waited) = known.waited {
+            line.report.queue_ms = Some(line.report.queue_ms.unwrap_or(0).saturating_add(millis(waited)));
+        }
+        line
     }
 }
 

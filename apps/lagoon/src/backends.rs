@@ -21,6 +21,11 @@ pub(crate) trait Backends: Send + Sync {
     /// Instances that take requests.
     fn serving(&self) -> Vec<Backend>;
 
+    /// When the state was asked for that the others give: the same for as long as nothing changes. `None` if that is not known.
+    fn asked(&self) -> Option<Instant> {
+        None
+    }
+
     /// Instances whose metrics are read: also those that take no requests.
     fn scraped(&self) -> Vec<Backend> {
         self.serving()
@@ -45,6 +50,10 @@ pub(crate) trait Backends: Send + Sync {
 impl Backends for Vec<Backend> {
     fn serving(&self) -> Vec<Backend> {
         self.clone()
+    }
+
+    fn asked(&self) -> Option<Instant> {
+        self.iter().map(|backend| backend.reported).max()
     }
 
     fn is_dead(&self, _http_addr: SocketAddr) -> bool {

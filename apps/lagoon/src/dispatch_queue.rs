@@ -36,8 +36,8 @@ struct State {
     /// Requests that wait, to be woken.
     waiters: BTreeMap<RequestId, oneshot::Sender<Result<SocketAddr, Refusal>>>,
     next: u64,
-    /// Requests so far, of any kind: instances of equal rank take turns.
-    round: usize,
+    /// Of the state that the dispatcher has: when it was asked for, if that is known and nothing rested.
+    looked: Option<Instant>,
     /// Whether a task sends ticks.
     ticks: bool,
     bytes_per_token: f64,
@@ -56,7 +56,7 @@ impl Queue {
             core: Dispatcher::new(mode),
             waiters: BTreeMap::new(),
             next: 0,
-            round: 0,
+            looked: None,
             ticks: false,
             bytes_per_token: BYTES_PER_TOKEN,
             passes: 0,
@@ -92,19 +92,20 @@ impl Queue {
         state.passes = passes;
     }
 
-    /// Hands the dispatcher what the instances report now. Those that asked for a rest are left out, unless all did.
+    /// Hands the dispatcher what the instances report now, unless it has that. Those that asked for a rest are left out, unless all did.
     fn look(&self, state: &mut State) {
-        let mut backends = self.backends.serving();
         let (retries, now) = (self.retries.lock().unwrap_or_else(PoisonError::into_inner), Instant::now());
+        let seen = self.backends.asked().filter(|_| !retries.has_resting(now));
+        if seen.is_some() && seen == state.looked {
+            return;
+        }
+        state.looked = seen;
+        let mut backends = self.backends.serving();
         let works = |backend: &Backend| !retries.is_resting(backend.http_addr, now);
         if backends.iter().any(works) {
             backends.retain(works);
         }
         drop(retries);
-        if !backends.is_empty() {
-            let turn = state.round % backends.len();
-            backends.rotate_left(turn);
-        }
         let report = |backend: Backend| Report {
             instance: backend.http_addr,
             at_ms: self.ms(backend.reported),
@@ -118,9 +119,11 @@ impl Queue {
     /// Instances for a request, the best first, whether they can start it now or not.
     pub(crate) fn ranked(&self, asked: &Asked, is_bound: bool) -> Vec<SocketAddr> {
         let mut state = self.state();
-        // A request that was bound has had its turn.
-        state.round = state.round.wrapping_add(usize::from(!is_bound));
         self.look(&mut state);
+        // A request that was bound has had its turn.
+        if !is_bound {
+            state.core.next_turn();
+        }
         let bytes_per_token = state.bytes_per_token;
         state.core.ranked(&asked.ask(bytes_per_token), &asked.prefix(bytes_per_token))
     }
@@ -129,7 +132,6 @@ impl Queue {
     pub(crate) fn enter(self: &Arc<Self>, asked: &Asked, caller: &Caller, bytes: usize) -> Ticket {
         let (waiter, bound) = oneshot::channel();
         let mut state = self.state();
-        state.round = state.round.wrapping_add(1);
         self.look(&mut state);
         let (id, bytes_per_token) = (RequestId(state.next), state.bytes_per_token);
         state.next += 1;
@@ -176,6 +178,7 @@ impl Queue {
         let Some(queue) = queue.upgrade() else { return false };
         let mut state = queue.state();
         queue.look(&mut state);
+        queue.handle(&mut state, Event::Tick);
         state.ticks = state.core.is_waiting();
         state.ticks
     }
@@ -203,7 +206,7 @@ impl Ticket {
     /// Waits until an instance can start the request, and returns its address; at once if it was bound before.
     pub(crate) async fn bound(&mut self) -> Result<Option<SocketAddr>, ApiError> {
         let Some(bound) = self.bound.take() else { return Ok(None) };
-        let waits = Waits::new();
+        let waits = Waits::new(&self.record);
         let outcome = bound.await;
         drop(waits);
         match outcome {
@@ -211,11 +214,6 @@ impl Ticket {
             Ok(Err(why)) => Err(refused(why)),
             Err(_dropped) => Err(ApiError::internal("the queue forgot a request")),
         }
-    }
-
-    /// Whether it waits.
-    pub(crate) fn waits(&self) -> bool {
-        self.bound.is_some()
     }
 
     /// Whether the queue takes the request back if the instance cannot start it soon.
@@ -266,20 +264,25 @@ impl Drop for Ticket {
     }
 }
 
-/// Counts a request that waits, while it does.
-struct Waits(Instant);
+/// Counts a request that waits, while it does, and logs for how long it did.
+struct Waits<'a> {
+    since: Instant,
+    record: &'a Record,
+}
 
-impl Waits {
-    fn new() -> Self {
+impl<'a> Waits<'a> {
+    fn new(record: &'a Record) -> Self {
         metrics::gauge!("lagoon_gateway_requests_waiting").increment(1.0);
-        Self(Instant::now())
+        Self { since: Instant::now(), record }
     }
 }
 
-impl Drop for Waits {
+impl Drop for Waits<'_> {
     fn drop(&mut self) {
+        let waited = self.since.elapsed();
         metrics::gauge!("lagoon_gateway_requests_waiting").decrement(1.0);
-        metrics::histogram!("lagoon_gateway_wait_seconds").record(self.0.elapsed().as_secs_f64());
+        metrics::histogram!("lagoon_gateway_wait_seconds").record(waited.as_secs_f64());
+        self.record.waited(waited);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The queue before real servers with scripted engines, whose loads the test reports.
 
 use super::*;
-use crate::gateway::tests::{backend, complete, gateway_with};
+use crate::gateway::tests::{backend, complete, gateway_with, logged_gateway};
 use crate::replay::ReplayLimits;
 use lagoon_http::scripted::{self, ScriptedEngine, Step};
 use lagoon_protocol::Load;
@@ -66,7 +66,7 @@ async fn a_request_waits_for_a_place_and_goes_to_the_instance_that_has_one_first
     let now = Instant::now();
     pool.set("one", &urls[0], 1, now);
     pool.set("two", &urls[1], 1, now);
-    let url = gateway_with(Arc::new(pool.clone()), ReplayLimits::default()).await;
+    let (url, lines) = logged_gateway(Arc::new(pool.clone())).await;
     let asking = tokio::spawn(async move { asks(&url, 8).await });
     // It is bound within a tick of the report that shows a place, and not before.
     tokio::time::sleep(Duration::from_millis(4 * DISPATCH_TICK_MS)).await;
@@ -74,6 +74,15 @@ async fn a_request_waits_for_a_place_and_goes_to_the_instance_that_has_one_first
     pool.set("two", &urls[1], 0, now);
     let answer = tokio::time::timeout(LONG, asking).await.expect("it is bound").unwrap();
     assert_eq!(answer, (200, "two".to_owned()));
+    // The instance counts none of that wait.
+    let line = async {
+        while lines.lock().unwrap().is_empty() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(LONG, line).await.expect("a line in the access log");
+    let queue_ms = lines.lock().unwrap()[0].report.queue_ms;
+    assert!(queue_ms.is_some_and(|ms| ms >= DISPATCH_TICK_MS), "{queue_ms:?}");
 }
 
 #[tokio::test]

@@ -21,7 +21,7 @@ pub(crate) fn backend(name: &str, url: &str, free_tokens: u64) -> Backend {
 }
 
 async fn gateway(backends: Vec<Backend>) -> String {
-    let limits = ReplayLimits { deadline: Duration::from_millis(200), ..ReplayLimits::default() };
+    let limits = ReplayLimits { core: replay::tests::within(200), ..ReplayLimits::default() };
     gateway_with(Arc::new(backends), limits).await
 }
 
@@ -276,12 +276,12 @@ impl Backends for Old {
 }
 
 /// A gateway whose access log is the second value.
-async fn logged_gateway(backends: Vec<Backend>) -> (String, Arc<Mutex<Vec<Line>>>) {
+pub(crate) async fn logged_gateway(backends: Arc<dyn Backends>) -> (String, Arc<Mutex<Vec<Line>>>) {
     let lines: Arc<Mutex<Vec<Line>>> = Arc::default();
     let into = Arc::clone(&lines);
     let front =
         Front { access_log: Some(Arc::new(move |line| into.lock().unwrap().push(line.clone()))), ..Front::default() };
-    let gateway = Gateway::new(Arc::new(backends), scripted::recorder(), None, DispatchArgs::default());
+    let gateway = Gateway::new(backends, scripted::recorder(), None, DispatchArgs::default());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let port = Port { front, ..Port::plain(listener, Keys::none()) };
@@ -316,7 +316,7 @@ async fn the_log_has_what_the_instance_reports_and_the_instance_gets_the_id() {
         Ok(steps)
     });
     let server = scripted::spawn(scripted::state(engine)).await;
-    let (url, lines) = logged_gateway(vec![backend("gone", &dead(), 9), backend("i2", &server, 1)]).await;
+    let (url, lines) = logged_gateway(Arc::new(vec![backend("gone", &dead(), 9), backend("i2", &server, 1)])).await;
     let paths = ["/v1/completions", "/completion"];
     for (path, stream) in paths.into_iter().flat_map(|path| [(path, false), (path, true)]) {
         let request = reqwest::Client::new().post(format!("{url}{path}")).header("x-request-id", "mine");
@@ -336,7 +336,7 @@ async fn the_log_has_what_the_instance_reports_and_the_instance_gets_the_id() {
         assert_eq!((id.as_str(), *status, outcome.as_str()), ("mine", Some(200), "stop"), "{path}");
         assert_eq!((instance.as_deref(), report.model.as_deref()), (Some("i2"), Some("lagoon/scripted")));
         assert_eq!([report.prompt_tokens, report.cached_tokens, report.output_tokens], [Some(4), Some(2), Some(4)]);
-        assert!(report.ttft_ms.is_some() && report.queue_ms == Some(0), "{report:?}");
+        assert!(report.ttft_ms.is_some() && report.queue_ms.is_some(), "{report:?}");
     }
 }
 

@@ -13,7 +13,7 @@ use lagoon_cluster::dispatch::{Elsewhere, InstanceLoad, Unreported};
 use lagoon_protocol::{Calibration, Role};
 use lagoon_types::limits::POOL_HOLD_MS;
 use std::net::SocketAddr;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
@@ -110,19 +110,20 @@ impl PoolWatch {
     ///
     /// An order that the gManager has accepted is in its answers from then on, and not in a state that was queried before.
     pub(crate) async fn has_learned_since(&self, since: Instant) -> bool {
-        let learned = || self.known.read().unwrap_or_else(PoisonError::into_inner).asked > since;
+        let learned = || self.known().asked > since;
         while !learned() && since.elapsed() < LEARN_DEADLINE {
             tokio::time::sleep(LEARN_LOOK).await;
         }
         learned()
     }
 
-    fn known(&self) -> Known {
-        self.known.read().unwrap_or_else(PoisonError::into_inner).clone()
+    fn known(&self) -> RwLockReadGuard<'_, Known> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner)
     }
 
+    #[cfg(test)]
     fn state(&self) -> PoolState {
-        self.known().state
+        self.known().state.clone()
     }
 
     /// An instance; none for a kv node, which has no HTTP server for clients.
@@ -155,8 +156,8 @@ impl PoolWatch {
 
     /// As [`admin::state_json`], with the time without an answer.
     fn status(&self) -> serde_json::Value {
-        let Known { state, silent_since, .. } = self.known();
-        let mut status = admin::state_json(&state);
+        let Known { state, silent_since, .. } = &*self.known();
+        let mut status = admin::state_json(state);
         if let Some(since) = silent_since {
             status["gmanager"]["silent_s"] = since.elapsed().as_secs().into();
         }
@@ -178,12 +179,16 @@ impl Backends for PoolWatch {
     }
 
     fn serving(&self) -> Vec<Backend> {
-        let Known { state, asked, .. } = self.known();
-        state.instances.iter().filter(|row| Self::serves(row)).filter_map(|row| self.backend(row, asked)).collect()
+        let Known { state, asked, .. } = &*self.known();
+        state.instances.iter().filter(|row| Self::serves(row)).filter_map(|row| self.backend(row, *asked)).collect()
+    }
+
+    fn asked(&self) -> Option<Instant> {
+        Some(self.known().asked)
     }
 
     fn elsewhere(&self) -> Elsewhere {
-        let state = self.state();
+        let Known { state, .. } = &*self.known();
         let lenders = || state.instances.iter().filter(|row| row.alive && !row.draining && !Self::serves(row));
         let lendable = |row: &PoolRow| row.blocks_lend_max.saturating_sub(row.blocks_lent).min(row.blocks_free);
         Elsewhere {
@@ -193,16 +198,16 @@ impl Backends for PoolWatch {
     }
 
     fn scraped(&self) -> Vec<Backend> {
-        let Known { state, asked, .. } = self.known();
-        state.instances.iter().filter(|row| row.alive).filter_map(|row| self.backend(row, asked)).collect()
+        let Known { state, asked, .. } = &*self.known();
+        state.instances.iter().filter(|row| row.alive).filter_map(|row| self.backend(row, *asked)).collect()
     }
 
     fn knows(&self, name: &str) -> bool {
-        self.state().instances.iter().any(|row| row.name == name)
+        self.known().state.instances.iter().any(|row| row.name == name)
     }
 
     fn is_dead(&self, http_addr: SocketAddr) -> bool {
-        let state = self.state();
+        let Known { state, .. } = &*self.known();
         let mut rows = state.instances.iter().filter(|row| row.http_addr.parse() == Ok(http_addr)).peekable();
         rows.peek().is_some() && rows.all(|row| !row.alive)
     }

@@ -1,9 +1,8 @@
-//! Replay: requests that outlive the loss of their instance.
+//! Replay: requests that outlive the loss of their instance. Carries out what [`lagoon_cluster::dispatch::Replay`] decides.
 //!
 //! The gateway keeps a request's body, and for a stream the tokens that the client has got ([`lagoon_http::journal`]).
 //! When the instance is lost, the request goes to another one with the response so far: that one computes both as a
-//! prompt and streams the rest, sampled at its place in the response. Other responses start anew. A request fails after
-//! the loss of [`ReplayLimits::replays_max`] instances, or [`ReplayLimits::deadline`] without one.
+//! prompt and streams the rest, sampled at its place in the response. Other responses start anew.
 //!
 //! Invariants: only whole events reach the client, and none twice; a request runs at one instance at a time as far as
 //! the gateway knows (dropping a connection cancels there); when the client disconnects, everything here is dropped.
@@ -17,6 +16,7 @@ use axum::extract::Request;
 use axum::http::{self, HeaderMap, HeaderValue, Method, StatusCode, header};
 use futures::stream::{self, BoxStream};
 use futures::{Stream, StreamExt};
+use lagoon_cluster::dispatch::{GiveUp, Next, Progress, Replay, Resend};
 use lagoon_http::access::{REPORT_HEADER, Report};
 use lagoon_http::client::{Response, SendError};
 use lagoon_http::error::{ERROR_HEADER, HANDED_BACK, RATE_LIMIT_EXCEEDED};
@@ -46,12 +46,8 @@ const DONE: &[u8] = b"data: [DONE]\n\n";
 /// Limits of a request's replays.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ReplayLimits {
-    /// Maximum of instances lost under one request.
-    pub(crate) replays_max: usize,
-    /// Maximum of them in a row without a token for the client: a request that kills instances must not reach them all.
-    pub(crate) fruitless_max: usize,
-    /// Time after a loss within which another instance must begin to answer.
-    pub(crate) deadline: Duration,
+    /// When to give up.
+    pub(crate) core: lagoon_cluster::dispatch::ReplayLimits,
     /// Pause between two rounds over the instances.
     pub(crate) pause: Duration,
     /// Silence after which an instance that the pool counts as dead is lost. One whose process ended is lost at once.
@@ -61,12 +57,16 @@ pub(crate) struct ReplayLimits {
 impl Default for ReplayLimits {
     fn default() -> Self {
         Self {
-            replays_max: 4,
-            fruitless_max: 2,
-            deadline: Duration::from_secs(30),
+            core: lagoon_cluster::dispatch::ReplayLimits::default(),
             pause: Duration::from_millis(250),
             silence: Duration::from_secs(10),
         }
+    }
+}
+
+impl ReplayLimits {
+    fn deadline(&self) -> Duration {
+        Duration::from_millis(self.core.deadline_ms)
     }
 }
 
@@ -146,13 +146,12 @@ pub(crate) struct Attempts {
     caller: Caller,
     /// Tokens that were charged so far, but for those of events.
     charged: u64,
-    /// Instances that were lost under it, and when the last one was.
-    lost: Vec<Backend>,
-    lost_at: Instant,
-    /// Number of latest losses without a token for the client.
-    fruitless: usize,
-    /// Instances that refused this request, and until when they asked not to be asked again.
-    barred: Vec<(SocketAddr, Instant)>,
+    /// Where it goes next, and when it fails; its time is that since `begun`.
+    replay: Replay<SocketAddr>,
+    begun: Instant,
+    /// The instance that was lost under it last, and what its client had then.
+    lost: Option<Backend>,
+    progress: Progress,
     /// The client has the beginning of a stream: answers of any other kind are of no use to it.
     streaming: bool,
 }
@@ -163,19 +162,14 @@ impl Attempts {
         upstreams.retries().deposit();
         let charged = if request.generates() { request.tokens() } else { 0 };
         caller.charge(charged);
-        Self {
-            upstreams,
-            limits,
-            request,
-            ticket: None,
-            caller,
-            charged,
-            lost: Vec::new(),
-            lost_at: Instant::now(),
-            fruitless: 0,
-            barred: Vec::new(),
-            streaming: false,
-        }
+        let replay = Replay::new(limits.core, request.pure);
+        let begun = Instant::now();
+        let (ticket, lost, progress, streaming) = (None, None, Progress::NONE, false);
+        Self { upstreams, limits, request, ticket, caller, charged, replay, begun, lost, progress, streaming }
+    }
+
+    fn now_ms(&self) -> u64 {
+        u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
     /// Counts a response, and corrects the charge by its headers; a stream's events correct it further.
@@ -199,81 +193,70 @@ impl Attempts {
         self.charged = tokens;
     }
 
-    /// Whether the request may be sent to an instance now. The first time is free, and so is the first after each loss: those are
-    /// as many as were running. All others, which an overloaded pool would get in addition, are on the budget.
-    fn may_send(&self, backend: &Backend, is_free: bool) -> bool {
-        let now = Instant::now();
-        let is_barred = self.barred.iter().any(|(addr, until)| *addr == backend.http_addr && *until > now);
-        !is_barred && (is_free || self.upstreams.retries().withdraw(now))
+    /// Whether an attempt may be made now: a free one, or one on the budget. The first of a request is free, and so is the first after
+    /// each loss: those are as many as were running. All others, which an overloaded pool would get in addition, are on the budget.
+    fn may_send(&self, is_free: bool) -> bool {
+        is_free || self.upstreams.retries().withdraw(Instant::now())
     }
 
     /// An instance's response; with `resume`, to a request whose response was sent in part.
     pub(crate) async fn respond(&mut self, resume: Option<&Resume>) -> Result<(Backend, Response), ApiError> {
         let body = resume.map_or_else(|| self.request.body.clone(), |r| r.request(&self.request.body).into());
         // None has refused since the last loss.
-        let (mut refused, mut is_first) = (None, true);
+        let (mut refused, mut backends) = (None, Vec::new());
         loop {
-            for backend in self.candidates().await? {
-                let is_free = is_first || self.lost.is_empty();
-                if !self.may_send(&backend, is_free) {
+            let (instance, is_free) = match self.replay.next(self.now_ms()) {
+                Next::Look => {
+                    backends = self.candidates().await?;
                     continue;
                 }
-                self.ticket.iter().for_each(|ticket| ticket.sent(backend.http_addr));
-                let sent = self.send(&backend, body.clone()).await;
-                if let Ok(response) = &sent {
-                    self.note_rest(&backend, response);
+                // Jitter: requests lost together do not return together.
+                Next::Pause => {
+                    let pause = self.limits.pause.mul_f64(rand::rng().random_range(0.5..1.5));
+                    tokio::time::sleep(pause).await;
+                    continue;
                 }
-                match sent {
-                    Ok(response) if is_handed_back(&response) && self.may_hand_back() => {
-                        self.queue_again();
-                        (refused, is_first) = (None, true);
-                        break;
-                    }
-                    Ok(response) if !self.streaming || is_event_stream(&response) => return Ok((backend, response)),
-                    Ok(response) => match self.refusal(&backend, response).await {
-                        error if passes(error.status) => (refused, is_first) = (Some(error), false),
-                        error => return Err(error),
-                    },
-                    Err(Unanswered::Unreachable(why)) => {
-                        tracing::warn!(instance = %backend.name, why, "an instance could not be reached");
-                        self.upstreams.counts.retry(&backend.name);
-                        if !is_free {
-                            self.upstreams.retries().give_back();
-                        }
-                        refused = Some(ApiError::unavailable(format!(
-                            "no instance could be reached, lastly {}",
-                            backend.name
-                        )));
-                    }
-                    Err(Unanswered::Lost(why)) => {
-                        self.lose(&backend, &why)?;
-                        is_first = true;
-                        break;
-                    }
-                }
-            }
-            if self.waits() {
-                continue;
-            }
-            let Some(last) = self.lost.last() else {
-                self.correct_charge(0);
-                return Err(refused.unwrap_or_else(none_alive));
+                Next::GiveUp(why) => return Err(self.failed(why, refused)),
+                Next::Send { instance, is_free } => (instance, is_free),
             };
-            let limits = self.limits;
-            if self.lost_at.elapsed() >= limits.deadline {
-                let why = refused.map_or_else(|| "no instance is alive".to_owned(), |error| error.message);
-                return Err(replay_failed(lost(
-                    &last.name,
-                    &format!("no other instance went on with the request for {} s: {why}", limits.deadline.as_secs()),
-                )));
+            let listed = backends.iter().find(|backend| backend.http_addr == instance);
+            let Some(backend) = listed.filter(|_| self.may_send(is_free)).cloned() else { continue };
+            self.ticket.iter().for_each(|ticket| ticket.sent(backend.http_addr));
+            let sent = self.send(&backend, body.clone()).await;
+            if let Ok(response) = &sent {
+                self.note_rest(&backend, response);
             }
-            // Jitter: requests lost together do not return together.
-            let pause = limits.pause.mul_f64(rand::rng().random_range(0.5..1.5));
-            tokio::time::sleep(pause).await;
+            match sent {
+                Ok(response) if is_handed_back(&response) && self.may_hand_back() => {
+                    self.queue_again();
+                    refused = None;
+                }
+                Ok(response) if !self.streaming || is_event_stream(&response) => {
+                    self.replay.answered();
+                    return Ok((backend, response));
+                }
+                Ok(response) => match self.refusal(&backend, response).await {
+                    error if passes(error.status) => {
+                        self.replay.refuse();
+                        refused = Some(error);
+                    }
+                    error => return Err(error),
+                },
+                Err(Unanswered::Unreachable(why)) => {
+                    tracing::warn!(instance = %backend.name, why, "an instance could not be reached");
+                    self.upstreams.counts.retry(&backend.name);
+                    if !is_free {
+                        self.upstreams.retries().give_back();
+                    }
+                    let why = format!("no instance could be reached, lastly {}", backend.name);
+                    refused = Some(ApiError::unavailable(why));
+                }
+                Err(Unanswered::Lost(why)) => _ = self.lose(&backend, &why)?,
+            }
         }
     }
 
-    /// Instances to try, the best first. A request that generates waits for its turn first, unless it lost an instance: what its client
+    /// Has the instances to try next. A request that generates waits for its turn first, unless it lost an instance: what its client
     /// has begun to read goes on at once.
     async fn candidates(&mut self) -> Result<Vec<Backend>, ApiError> {
         let Repeatable { asked, body, .. } = &self.request;
@@ -281,25 +264,45 @@ impl Attempts {
             self.ticket = Some(self.upstreams.queue.enter(asked, &self.caller, body.len()));
         }
         let bound = match &mut self.ticket {
-            Some(ticket) if self.lost.is_empty() => ticket.bound().await,
+            Some(ticket) if self.replay.waits_for_turn() => ticket.bound().await,
             _ => Ok(None),
         };
         let bound = bound.inspect_err(|_| self.correct_charge(0))?;
-        Ok(self.upstreams.candidates(&self.request.asked, bound, &self.lost))
+        let candidates = self.upstreams.candidates(&self.request.asked, bound.is_some());
+        self.replay.round(bound, candidates.iter().map(|backend| backend.http_addr));
+        Ok(candidates)
+    }
+
+    /// The error of a request that is not sent again.
+    fn failed(&mut self, why: GiveUp, refused: Option<ApiError>) -> ApiError {
+        if why == GiveUp::NoInstance {
+            self.correct_charge(0);
+        }
+        let lost_with = |why: &str| lost(self.lost.as_ref().map_or("an instance", |lost| lost.name.as_str()), why);
+        match why {
+            GiveUp::NoInstance => refused.unwrap_or_else(none_alive),
+            GiveUp::NotRepeatable => lost_with("the request may have been carried out"),
+            GiveUp::NotWhole => replay_failed(lost_with("its stream has no journal")),
+            GiveUp::TooManyLost(count) => {
+                let why = format!("the request was lost with {count} instances, and is not given to another");
+                replay_failed(lost_with(&why))
+            }
+            GiveUp::Deadline => {
+                let why = refused.map_or_else(|| "no instance is alive".to_owned(), |error| error.message);
+                let seconds = self.limits.deadline().as_secs();
+                replay_failed(lost_with(&format!("no other instance went on with the request for {seconds} s: {why}")))
+            }
+        }
     }
 
     /// Whether an instance may give the request back: nothing of it was lost, and not too often.
     fn may_hand_back(&self) -> bool {
-        self.lost.is_empty() && self.ticket.as_ref().is_some_and(Ticket::may_hand_back)
-    }
-
-    /// Whether the request waits for its turn again.
-    fn waits(&self) -> bool {
-        self.lost.is_empty() && self.ticket.as_ref().is_some_and(Ticket::waits)
+        self.replay.waits_for_turn() && self.ticket.as_ref().is_some_and(Ticket::may_hand_back)
     }
 
     /// Queues a request again that its instance gave back.
     fn queue_again(&mut self) {
+        self.replay.hand_back();
         self.ticket.iter_mut().for_each(Ticket::handed_back);
     }
 
@@ -333,9 +336,9 @@ impl Attempts {
         }
         let output = response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
         let Some(rest) = output.and_then(|output| retry_after(output, SystemTime::now())) else { return };
-        let (addr, now) = (backend.http_addr, Instant::now());
-        self.barred.retain(|(other, until)| *other != addr && *until > now);
-        self.barred.push((addr, now + rest));
+        let (addr, now, now_ms) = (backend.http_addr, Instant::now(), self.now_ms());
+        let rest_ms = u64::try_from(rest.as_millis()).unwrap_or(u64::MAX);
+        self.replay.bar(addr, now_ms.saturating_add(rest_ms), now_ms);
         if response.headers().get(ERROR_HEADER).is_none_or(|code| code != RATE_LIMIT_EXCEEDED) {
             self.upstreams.retries().rest(addr, rest, now);
         }
@@ -344,7 +347,7 @@ impl Attempts {
     /// The error of an instance that does not go on with a stream.
     async fn refusal(&self, backend: &Backend, response: Response) -> ApiError {
         let status = response.status();
-        let read = tokio::time::timeout(self.limits.deadline, response.bytes(REFUSAL_BYTES_MAX)).await;
+        let read = tokio::time::timeout(self.limits.deadline(), response.bytes(REFUSAL_BYTES_MAX)).await;
         let body = read.ok().and_then(Result::ok).unwrap_or_default();
         let output = serde_json::from_slice::<serde_json::Value>(&body).unwrap_or_default();
         let output = output["error"]["message"].as_str().unwrap_or("nothing more");
@@ -352,22 +355,18 @@ impl Attempts {
         replay_failed(ApiError::new(status, Some("instance_lost"), message))
     }
 
-    /// Counts a loss; an error if there were too many.
-    fn lose(&mut self, backend: &Backend, why: &str) -> Result<(), ApiError> {
+    /// Counts a loss, and says what is sent to the next instance; an error if there is none.
+    fn lose(&mut self, backend: &Backend, why: &str) -> Result<Resend, ApiError> {
+        let verdict = self.replay.lose(backend.http_addr, self.progress, self.now_ms());
+        if verdict == Ok(Resend::Nothing) {
+            return Ok(Resend::Nothing);
+        }
         tracing::warn!(instance = %backend.name, why, "an instance was lost under a request");
         self.upstreams.counts.request(&backend.name, "lost");
-        self.lost.push(backend.clone());
-        self.lost_at = Instant::now();
-        if !self.request.pure {
-            return Err(lost(&backend.name, "the request may have been carried out"));
-        }
-        self.fruitless += 1;
-        if self.lost.len() > self.limits.replays_max || self.fruitless >= self.limits.fruitless_max {
-            let why = format!("the request was lost with {} instances, and is not given to another", self.lost.len());
-            return Err(replay_failed(lost(&backend.name, &why)));
-        }
+        self.lost = Some(backend.clone());
+        let resend = verdict.map_err(|why| self.failed(why, None))?;
         metrics::counter!("lagoon_gateway_replays_total", "state" => "begun").increment(1);
-        Ok(())
+        Ok(resend)
     }
 
     /// The events of a response that `backend` began, to its end, over losses.
@@ -429,7 +428,7 @@ impl Events {
             let before = self.journal.tokens();
             let why = match self.pending.next().map(|event| self.journal.read(&event)) {
                 Some(Read::Event(event)) => {
-                    self.attempts.fruitless = 0;
+                    self.attempts.replay.progressed();
                     self.note(self.journal.tokens() - before);
                     // Without a journal, an event counts as a token.
                     let tokens = if self.journal.is_whole() { self.journal.tokens() - before } else { 1 };
@@ -464,13 +463,18 @@ impl Events {
                     None => "it is silent, and dead to the pool".to_owned(),
                 },
             };
-            if self.journal.has_ended() {
-                return Some((Bytes::from_static(DONE), None));
-            }
-            if let Err(error) = self.go_on(&why).await {
-                return Some((self.last_words(&error), None));
+            match self.go_on(&why).await {
+                Ok(true) => {}
+                Ok(false) => return Some((Bytes::from_static(DONE), None)),
+                Err(error) => return Some((self.last_words(&error), None)),
             }
         }
+    }
+
+    /// What the client has.
+    fn progress(&self) -> Progress {
+        let (is_whole, has_ended) = (self.journal.is_whole(), self.journal.has_ended());
+        Progress { tokens: self.journal.tokens() as u64, is_whole, has_ended }
     }
 
     /// Writes down what an event tells, for the access log.
@@ -506,22 +510,23 @@ impl Events {
         self.chunks = response.chunks().boxed();
     }
 
-    /// Has another instance continue the stream.
-    async fn go_on(&mut self, why: &str) -> Result<(), ApiError> {
+    /// Has another instance continue the stream; false if nothing is missing but its end mark.
+    async fn go_on(&mut self, why: &str) -> Result<bool, ApiError> {
         // Closing the connection cancels what may still run there.
         self.chunks = stream::empty().boxed();
         self.pending = Pending::default();
-        self.attempts.lose(&self.backend, why)?;
-        if !self.journal.is_whole() {
-            return Err(replay_failed(lost(&self.backend.name, "its stream has no journal")));
+        let lost = self.backend.clone();
+        self.attempts.progress = self.progress();
+        if self.attempts.lose(&lost, why)? == Resend::Nothing {
+            return Ok(false);
         }
         let resume = self.journal.resume();
         let (backend, response) = self.attempts.respond(resume.as_ref()).await?;
-        tracing::info!(lost = %self.backend.name, instance = %backend.name, "another instance continues a request");
+        tracing::info!(lost = %lost.name, instance = %backend.name, "another instance continues a request");
         self.attempts.upstreams.counts.request(&backend.name, "went_on");
         metrics::counter!("lagoon_gateway_replays_total", "state" => "done").increment(1);
         self.follow(backend, response);
-        Ok(())
+        Ok(true)
     }
 }
 

@@ -3,7 +3,7 @@
 use super::*;
 use crate::gateway::tests::{backend, broken_server, complete, dead, gateway_with, reserve_address};
 use crate::upstreams::Backends;
-use lagoon_cluster::dispatch::Mode;
+use lagoon_cluster::dispatch::{self, Mode};
 use lagoon_http::scripted::{self, ScriptedEngine, Step};
 use lagoon_types::{FinishReason, GenerateRequest, RequestError};
 use serde_json::{Value, json};
@@ -15,8 +15,13 @@ use tokio::net::{TcpListener, TcpStream};
 pub(crate) const TEXT: &str = "aé漢🌊b — ünd §";
 
 pub(crate) fn limits() -> ReplayLimits {
-    let (deadline, pause) = (Duration::from_millis(300), Duration::from_millis(5));
-    ReplayLimits { replays_max: 4, fruitless_max: usize::MAX, deadline, pause, silence: Duration::from_millis(50) }
+    let (pause, silence) = (Duration::from_millis(5), Duration::from_millis(50));
+    ReplayLimits { core: dispatch::ReplayLimits { fruitless_max: usize::MAX, ..within(300) }, pause, silence }
+}
+
+/// The usual limits, and a deadline.
+pub(crate) fn within(deadline_ms: u64) -> dispatch::ReplayLimits {
+    dispatch::ReplayLimits { deadline_ms, ..dispatch::ReplayLimits::default() }
 }
 
 /// Passes requests on to `server` and its answers back, and breaks the connection after so many of an answer's events,
@@ -231,7 +236,7 @@ async fn a_request_that_brings_instances_down_is_not_given_to_all_of_them() {
         backends.push(backend(&format!("ends{n}"), &broken_server("").await, 1_000_000 - n));
     }
     backends.push(backend("well", &server, 1));
-    let limits = ReplayLimits { fruitless_max: ReplayLimits::default().fruitless_max, ..limits() };
+    let limits = ReplayLimits { core: within(300), ..limits() };
     let url = gateway_with(Arc::new(backends), limits).await;
     let (status, _, text) = complete(&url, &json!({"prompt": "a"})).await;
     assert_eq!(status, 503);
@@ -313,7 +318,8 @@ async fn a_client_that_leaves_while_another_instance_is_looked_for_is_forgotten(
     let full = ScriptedEngine::new(|_| Err(RequestError::QueueFull { queued: 1, limit: 1 }));
     let other = scripted::spawn(scripted::state(full.clone())).await;
     let backends = vec![backend("cut", &cut_after(&server, 2).await, 1000), backend("full", &other, 1)];
-    let limits = ReplayLimits { replays_max: usize::MAX, deadline: Duration::from_secs(3600), ..limits() };
+    let core = dispatch::ReplayLimits { replays_max: usize::MAX, deadline_ms: 3_600_000, ..limits().core };
+    let limits = ReplayLimits { core, ..limits() };
     let url = gateway_with(Arc::new(backends), limits).await;
     let request = reqwest::Client::new().post(format!("{url}/v1/completions"));
     let mut response = request.json(&json!({"prompt": "a", "stream": true})).send().await.unwrap();
@@ -427,7 +433,7 @@ async fn an_instance_that_refused_others_is_asked_for_a_lost_request() {
 #[tokio::test]
 async fn the_first_send_after_each_loss_is_free() {
     let well = scripted::spawn(scripted::state(ScriptedEngine::saying("ok"))).await;
-    for losses in 1..=limits().replays_max {
+    for losses in 1..=limits().core.replays_max {
         let upstreams = upstreams(vec![backend("well", &well, 1)]);
         let mut attempts = lost_with(&upstreams, losses).await;
         leave(&upstreams, 0);

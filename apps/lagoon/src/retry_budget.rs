@@ -59,6 +59,10 @@ impl RetryBudget {
         self.resting.insert(addr, now + rest);
     }
 
+    pub(crate) fn has_resting(&self, now: Instant) -> bool {
+        self.resting.values().any(|until| *until > now)
+    }
+
     pub(crate) fn is_resting(&self, addr: SocketAddr, now: Instant) -> bool {
         self.resting.get(&addr).is_some_and(|until| *until > now)
     }

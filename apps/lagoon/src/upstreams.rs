@@ -19,8 +19,6 @@ use std::time::{Duration, Instant};
 const CONNECT_DEADLINE: Duration = Duration::from_secs(2);
 /// Longest silence of an instance. Its own deadlines are shorter.
 const SILENCE_DEADLINE: Duration = Duration::from_secs(3700);
-/// Maximum of instances tried for one request.
-const ATTEMPTS_MAX: usize = 4;
 /// Headers of one connection only (RFC 9110, section 7.6.1), and those set anew.
 const HOP_HEADERS: [HeaderName; 9] = [
     header::CONNECTION,
@@ -106,18 +104,13 @@ impl Upstreams {
         self.backends.silent_for()
     }
 
-    /// Instances to try: `bound`, then the others by rank; those that requested a pause and those in `last` at the end.
-    pub(crate) fn candidates(&self, asked: &Asked, bound: Option<SocketAddr>, last: &[Backend]) -> Vec<Backend> {
-        let ranked = self.queue.ranked(asked, bound.is_some());
+    /// Instances to try by rank, those that requested a pause at the end. `is_bound`: the request has had its turn.
+    pub(crate) fn candidates(&self, asked: &Asked, is_bound: bool) -> Vec<Backend> {
+        let ranked = self.queue.ranked(asked, is_bound);
         let mut backends = self.backends.serving();
-        let place = |backend: &Backend| {
-            let addr = backend.http_addr;
-            let is_last = last.iter().any(|other| other.http_addr == addr);
-            // The ranking leaves out those that rest.
-            (Some(addr) != bound, is_last, ranked.iter().position(|ranked| *ranked == addr).unwrap_or(usize::MAX))
-        };
+        // The ranking leaves out those that rest.
+        let place = |backend: &Backend| ranked.iter().position(|addr| *addr == backend.http_addr).unwrap_or(usize::MAX);
         backends.sort_by_cached_key(place);
-        backends.truncate(ATTEMPTS_MAX);
         backends
     }
 

@@ -1,12 +1,14 @@
-//! The shipped [`Dispatcher`] before modelled instances: random requests, instances that come, go, fall behind and give requests back,
-//! and reports that are old. A seed replays a run.
+//! The shipped [`Dispatcher`] and [`Replay`] before modelled instances: random requests, instances that come, go, fall behind and give
+//! requests back, some requests that kill instances, and reports that are old. A seed replays a run.
 //!
 //! Checked: a request is bound once, and again only after it was given back; none is forgotten, all are answered or refused; a waiting
-//! head is passed a bounded number of times on the memory that it waits for.
+//! head is passed a bounded number of times on the memory that it waits for; no token of an answer is lost or repeated; a request that
+//! kills instances kills a bounded number.
 
 use crate::rng::Rng;
 use lagoon_cluster::dispatch::{
-    Arrival, Ask, Dispatcher, Effect, Elsewhere, Event, InstanceLoad, Learned, Mode, PrefixHashes, Report, RequestId,
+    Arrival, Ask, Dispatcher, Effect, Elsewhere, Event, InstanceLoad, Learned, Mode, Next, PrefixHashes, Progress,
+    Replay, ReplayLimits, Report, RequestId, Resend,
 };
 use lagoon_protocol::{BatchPoint, Calibration, Load};
 use lagoon_types::limits::{DISPATCH_PASSES_MAX, DISPATCH_TICK_MS, GATEWAY_QUEUE_MS, HEARTBEAT_MS};
@@ -15,6 +17,10 @@ use std::collections::{BTreeMap, VecDeque};
 const BLOCK_TOKENS: u32 = 16;
 /// Time within which requests arrive, in milliseconds.
 const ARRIVALS_MS: u64 = 20_000;
+/// Pause of a gateway between two rounds over the instances, in milliseconds.
+const PAUSE_MS: u64 = 250;
+/// Time of one token of an answer, in milliseconds.
+const TOKEN_MS: u64 = 20;
 
 /// What a run saw.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,6 +30,9 @@ pub struct Outcome {
     pub refused: u64,
     pub handed_back: u64,
     pub passes: u64,
+    /// Answers that another instance went on with, and requests that were not given to another one.
+    pub replayed: u64,
+    pub given_up: u64,
 }
 
 /// The state of a request, from its arrival to its end, as its caller sees it.
@@ -33,21 +42,40 @@ enum State {
     At(u32),
 }
 
+/// A request that runs, and the rBlocks that it holds. It streams from the first token that its client has not got.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    begun_ms: u64,
+    end_ms: u64,
+    blocks: u64,
+}
+
+/// What a client has of its request's answer, and what its gateway does about it.
+#[derive(Debug)]
+struct Client {
+    replay: Replay<u32>,
+    tokens: u64,
+    /// Tokens that were sent with the request to its instance, for which it goes on after them.
+    resumed: u64,
+    /// Whether it kills the instance where it begins.
+    kills: bool,
+    killed: usize,
+}
+
 /// A modelled instance: admission in turn, all or nothing, as the shipped one's.
 #[derive(Debug)]
 struct Instance {
     blocks_total: u64,
     batch_max: usize,
     queue: VecDeque<u64>,
-    /// Requests that run, with their end and rBlocks.
-    running: BTreeMap<u64, (u64, u64)>,
+    running: BTreeMap<u64, Run>,
     is_up: bool,
     report: Option<Report<u32>>,
 }
 
 impl Instance {
     fn free(&self) -> u64 {
-        self.blocks_total.saturating_sub(self.running.values().map(|(_, blocks)| blocks).sum())
+        self.blocks_total.saturating_sub(self.running.values().map(|run| run.blocks).sum())
     }
 
     fn reported(&self, number: u32, at_ms: u64, asks: &BTreeMap<u64, Ask>) -> Report<u32> {
@@ -91,6 +119,9 @@ struct World {
     instances: Vec<Instance>,
     asks: BTreeMap<u64, Ask>,
     states: BTreeMap<u64, State>,
+    clients: BTreeMap<u64, Client>,
+    /// Requests that lost their instance, and when each is sent again.
+    paused: Vec<(u64, u64)>,
     /// Passes of the head, counted from outside.
     passed: BTreeMap<u64, u32>,
     faults: bool,
@@ -121,6 +152,8 @@ pub fn run(seed: u64) -> Result<Outcome, String> {
         instances,
         asks: BTreeMap::new(),
         states: BTreeMap::new(),
+        clients: BTreeMap::new(),
+        paused: Vec::new(),
         passed: BTreeMap::new(),
         faults,
         outcome: Outcome::default(),
@@ -152,7 +185,20 @@ impl World {
             self.advance(number)?;
         }
         if self.faults && arrivals && self.rng.once_in(400) {
-            self.fault()?;
+            let number = self.rng.index(self.instances.len());
+            self.lose(number)?;
+        }
+        for number in 0..self.instances.len() {
+            if !self.instances[number].is_up && self.rng.once_in(80) {
+                self.instances[number].is_up = true;
+                self.report()?;
+            }
+        }
+        let due = |(at_ms, _): &(u64, u64)| *at_ms <= self.now_ms;
+        let (due, later): (Vec<_>, Vec<_>) = std::mem::take(&mut self.paused).into_iter().partition(due);
+        self.paused = later;
+        for (_, id) in due {
+            self.send_again(id)?;
         }
         if self.rng.once_in(200) {
             self.leave()?;
@@ -170,6 +216,9 @@ impl World {
         let priority = i32::try_from(self.rng.below(5)).unwrap_or(0) - 2;
         self.asks.insert(id, ask);
         self.states.insert(id, State::Waiting);
+        let replay = Replay::new(ReplayLimits::default(), true);
+        let kills = self.faults && self.rng.once_in(80);
+        self.clients.insert(id, Client { replay, tokens: 0, resumed: 0, kills, killed: 0 });
         let arrival = Arrival { id: RequestId(id), ask, tenant, priority, bytes: 100, prefix: PrefixHashes::default() };
         self.handle(Event::Arrived(arrival))
     }
@@ -191,7 +240,7 @@ impl World {
     /// An instance ends what is due, gives back what waits, and admits.
     fn advance(&mut self, number: usize) -> Result<(), String> {
         let now_ms = self.now_ms;
-        let due = self.instances[number].running.iter().filter(|(_, (end_ms, _))| *end_ms <= now_ms);
+        let due = self.instances[number].running.iter().filter(|(_, run)| run.end_ms <= now_ms);
         for id in due.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.instances[number].running.remove(&id);
             self.outcome.answered += 1;
@@ -199,7 +248,9 @@ impl World {
         }
         let back = if self.rng.once_in(60) { self.instances[number].queue.pop_back() } else { None };
         if let Some(id) = back {
-            if self.core.may_hand_back(RequestId(id)) {
+            let client = self.clients.get_mut(&id).ok_or("a request without a client waits")?;
+            if client.replay.waits_for_turn() && self.core.may_hand_back(RequestId(id)) {
+                client.replay.hand_back();
                 self.outcome.handed_back += 1;
                 self.states.insert(id, State::Waiting);
                 // It waits anew.
@@ -219,14 +270,17 @@ impl World {
             let end_ms = now_ms + 200 + blocks * 10 + self.rng.below(2_000);
             let of = &mut self.instances[number];
             of.queue.pop_front();
-            of.running.insert(head, (end_ms, blocks.min(of.blocks_total)));
-            return self.handle(Event::Began { id: RequestId(head) });
+            of.running.insert(head, Run { begun_ms: now_ms, end_ms, blocks: blocks.min(of.blocks_total) });
+            self.handle(Event::Began { id: RequestId(head) })?;
+            return self.begin(number, head);
         }
         Ok(())
     }
 
     fn end(&mut self, id: u64) -> Result<(), String> {
         self.states.remove(&id);
+        self.clients.remove(&id);
+        self.paused.retain(|(_, other)| *other != id);
         let learned = Learned { cached_tokens: Some(0), answer_tokens: Some(self.rng.below(64)) };
         self.handle(Event::Ended { id: RequestId(id), learned })
     }
@@ -246,31 +300,84 @@ impl World {
         self.end(id)
     }
 
-    /// An instance is lost, and its callers send what it had to another; or it comes back.
-    fn fault(&mut self) -> Result<(), String> {
-        let number = self.rng.index(self.instances.len());
-        let others = self.instances.iter().enumerate().any(|(other, of)| of.is_up && other != number);
-        if self.instances[number].is_up && !others {
-            return Ok(());
+    /// A request begins at an instance: after what its client has.
+    fn begin(&mut self, number: usize, id: u64) -> Result<(), String> {
+        let client = self.clients.get_mut(&id).ok_or("a request without a client begins")?;
+        if client.resumed != client.tokens {
+            let (resumed, tokens) = (client.resumed, client.tokens);
+            return Err(format!("request {id} goes on after {resumed} tokens, and its client has {tokens}"));
         }
-        self.instances[number].is_up = !self.instances[number].is_up;
+        client.replay.answered();
+        if client.kills {
+            client.killed += 1;
+            if client.killed > ReplayLimits::default().fruitless_max {
+                return Err(format!("request {id} was given to {} instances, and killed them", client.killed));
+            }
+            return self.lose(number);
+        }
+        Ok(())
+    }
+
+    /// An instance is lost: the clients have the beginnings of its answers, and their gateway sends the requests elsewhere.
+    fn lose(&mut self, number: usize) -> Result<(), String> {
+        let now_ms = self.now_ms;
         let of = &mut self.instances[number];
-        let lost: Vec<u64> = of.queue.drain(..).chain(std::mem::take(&mut of.running).into_keys()).collect();
+        of.is_up = false;
+        let running = std::mem::take(&mut of.running);
+        let lost: Vec<u64> = of.queue.drain(..).chain(running.keys().copied()).collect();
         self.report()?;
         for id in lost {
-            let Some(next) = self.core.ranked(&self.asks[&id], &PrefixHashes::default()).first().copied() else {
-                return Err("no instance is ranked".to_owned());
-            };
             // One that its dispatcher bound anew meanwhile would run twice.
             let state = self.states.get(&id);
             if state != Some(&State::At(small(number as u64))) {
                 return Err(format!("request {id} of a lost instance is {state:?}"));
             }
-            self.states.insert(id, State::At(next));
-            self.instances[next as usize].queue.push_back(id);
-            self.handle(Event::Sent { id: RequestId(id), instance: next })?;
+            let client = self.clients.get_mut(&id).ok_or("a request without a client is lost")?;
+            let more = running.get(&id).map_or(0, |run| (now_ms - run.begun_ms) / TOKEN_MS);
+            client.tokens += more;
+            if more > 0 {
+                client.replay.progressed();
+            }
+            let progress = Progress { tokens: client.tokens, ..Progress::NONE };
+            match client.replay.lose(small(number as u64), progress, now_ms) {
+                Ok(Resend::After(tokens)) => {
+                    client.resumed = tokens;
+                    self.outcome.replayed += 1;
+                    self.send_again(id)?;
+                }
+                Ok(Resend::Nothing) => return Err(format!("request {id} is over before its end")),
+                Err(_) => self.give_up(id)?,
+            }
         }
         Ok(())
+    }
+
+    fn give_up(&mut self, id: u64) -> Result<(), String> {
+        self.outcome.refused += 1;
+        self.outcome.given_up += 1;
+        self.end(id)
+    }
+
+    /// Sends a request that lost its instance to another one, as soon as one takes it.
+    fn send_again(&mut self, id: u64) -> Result<(), String> {
+        loop {
+            let listed = self.core.ranked(&self.asks[&id], &PrefixHashes::default());
+            let client = self.clients.get_mut(&id).ok_or("a request without a client is sent again")?;
+            match client.replay.next(self.now_ms) {
+                Next::Look => client.replay.round(None, listed),
+                Next::Pause => {
+                    self.paused.push((self.now_ms + PAUSE_MS, id));
+                    return Ok(());
+                }
+                Next::GiveUp(_) => return self.give_up(id),
+                // One that is down cannot be reached.
+                Next::Send { instance, .. } if !self.instances[instance as usize].is_up => {}
+                Next::Send { instance, .. } => {
+                    self.put(id, instance);
+                    return self.handle(Event::Sent { id: RequestId(id), instance });
+                }
+            }
+        }
     }
 
     fn handle(&mut self, event: Event<u32>) -> Result<(), String> {
@@ -281,6 +388,7 @@ impl World {
                 Effect::Refuse { id: RequestId(id), .. } => {
                     self.outcome.refused += 1;
                     self.states.remove(&id);
+                    self.clients.remove(&id);
                 }
             }
         }
@@ -308,8 +416,18 @@ impl World {
                 return Err(format!("{passed} requests passed the head {head:?} on memory that it waits for"));
             }
         }
+        let listed = self.core.ranked(&self.asks[&id], &PrefixHashes::default());
+        let client = self.clients.get_mut(&id).ok_or("a request without a client is bound")?;
+        client.replay.round(Some(instance), listed);
+        match client.replay.next(self.now_ms) {
+            Next::Send { instance: to, is_free: true } if to == instance => self.put(id, instance),
+            next => return Err(format!("request {id} is bound to {instance}, and then {next:?}")),
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, id: u64, instance: u32) {
         self.states.insert(id, State::At(instance));
         self.instances[instance as usize].queue.push_back(id);
-        Ok(())
     }
 }

@@ -14,7 +14,10 @@ fn every_request_is_bound_once_and_answered_or_refused() {
         all.answered += outcome.answered;
         all.handed_back += outcome.handed_back;
         all.passes += outcome.passes;
+        all.replayed += outcome.replayed;
+        all.given_up += outcome.given_up;
     }
     // What is checked happens.
     assert!(all.answered > 50 * SEEDS && all.handed_back > SEEDS && all.passes > SEEDS / 2, "{all:?}");
+    assert!(all.replayed > SEEDS && all.given_up > 0, "{all:?}");
 }

@@ -251,6 +251,16 @@ fn a_double_binding_is_found() {
 }
 
 #[test]
+fn an_answer_that_begins_anew_is_found() {
+    assert!(hunt_dispatched(Mutant::ReplayedFromStart).contains("goes on after"));
+}
+
+#[test]
+fn a_request_that_may_kill_all_instances_is_found() {
+    assert!(hunt_dispatched(Mutant::LossesUncounted).contains("killed them"));
+}
+
+#[test]
 fn a_starved_head_is_found() {
     assert!(hunt_dispatched(Mutant::HeadStarved).contains("passed the head"));
 }

@@ -55,4 +55,8 @@ lagoon_types::mutants! {
     BoundTwice,
     /// A dispatcher lets any number of requests pass a waiting head.
     HeadStarved,
+    /// A gateway has an answer of which its client has the beginning computed again from its start.
+    ReplayedFromStart,
+    /// A gateway gives a request that kills instances to all of them.
+    LossesUncounted,
 }

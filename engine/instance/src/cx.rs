@@ -12,6 +12,8 @@ use crate::config::InstanceConfig;
 use crate::event::{Effect, PeerKey};
 use crate::outcome::{Outcome, Outcomes};
 use lagoon_backend::KvCounters;
+use lagoon_cluster::gmanager::model_shape;
+use lagoon_cluster::perf::ModelShape;
 use lagoon_cluster::{ConfigError, RManager, RManagerConfig};
 use lagoon_protocol::ControlBody;
 use lagoon_runner::Command;
@@ -29,6 +31,8 @@ pub(crate) struct Cx {
     /// Time of the event in progress, in milliseconds. It never goes back.
     pub(crate) now_ms: u64,
     pub(crate) config: InstanceConfig,
+    /// Sizes of the model for predictions.
+    pub(crate) model: ModelShape,
     /// Longest time of a step without progress, in milliseconds.
     pub(crate) step_deadline_ms: u64,
     pub(crate) peers: Peers,
@@ -105,6 +109,7 @@ impl Cx {
         Ok(Self {
             now_ms: 0,
             standing: Standing::new(config.incarnation, Roles::new(config.role), config.blocks_total),
+            model: model_shape(&config.pool_shape()),
             config,
             step_deadline_ms: STEP_DEADLINE_MS,
             peers: Peers::default(),

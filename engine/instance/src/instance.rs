@@ -473,13 +473,11 @@ impl Instance {
                 outcomes.extend(self.prefill(PrefillEvent::Released(seq)));
                 outcomes
             }
-            Outcome::StepDone { ms, growing, other_rows, decodes, own } => {
+            Outcome::StepDone { ms, growing, other_rows, own } => {
                 let mut outcomes = self.moves(MoveEvent::Step { growing, other_rows, ms });
                 let own = own.map(|remote_requests_us| CreditorEvent::OwnStep { ms, remote_requests_us });
                 outcomes.extend(own.into_iter().flat_map(|own| self.creditor(own)));
-                if decodes {
-                    outcomes.extend(self.membership(MembershipEvent::DecodeStep { ms }));
-                }
+                outcomes.extend(self.membership(MembershipEvent::StepDone { ms }));
                 outcomes
             }
             Outcome::PeerUp { peer, instance, greeted, lent } => {

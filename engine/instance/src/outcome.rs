@@ -63,7 +63,7 @@ pub(crate) enum Outcome {
     Prefilled { seq: SeqId, first: FirstToken },
     /// Step: a step ended well; `growing` sequences grew, and `other_rows` rows were of prompts or accepted drafts. `own`: for a step of the local micro-batch in which every
     /// sequence grew, the remote requests' time before it.
-    StepDone { ms: u64, growing: u32, other_rows: u32, decodes: bool, own: Option<f64> },
+    StepDone { ms: u64, growing: u32, other_rows: u32, own: Option<f64> },
     /// Membership: leases have ended.
     LeasesEnded(Vec<LeaseEnded>),
     /// Membership: a peer's Hello is valid, and the connection that it replaces is closed.

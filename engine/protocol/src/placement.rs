@@ -72,7 +72,7 @@ pub struct Load {
     /// Largest batch of the instance.
     #[prost(uint32, tag = "6")]
     pub batch_max: u32,
-    /// Mean time of the last decode steps, in microseconds; 0 if there was none.
+    /// Mean time of the last steps, prompts' chunks included, in microseconds; 0 if there was none.
     #[prost(uint32, tag = "7")]
     pub step_us: u32,
     /// Age of the first waiting request, in milliseconds, if it needs more blocks than the instance has; else 0.

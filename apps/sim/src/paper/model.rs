@@ -91,6 +91,7 @@ fn point(spec: &PairSpec, blocks: u32) -> Option<CurvePoint> {
             rates,
             batch: creditor_batch,
             tokens: (u64::from(creditor_batch) * spec.short_tokens) as f64,
+            wait_us: 0.0,
         },
         link: spec.link,
         mapped: false,

@@ -19,22 +19,24 @@
 //! * the queue is bounded in requests, bytes and age, and one tenant cannot fill it.
 //!
 //! Several gateways share the reports of the gManager's view, and each corrects them by its own requests; without reports each has its
-//! own requests only.
+//! own requests only ([`rooms`]).
 
 pub mod policy;
 mod prefixes;
 mod queue;
+mod replay;
 mod rooms;
 #[cfg(test)]
 mod tests;
 mod turns;
 
 pub use policy::{Ask, InstanceLoad, LeastWork, Prediction, Rank, Unreported, free_memory};
+pub use replay::{ATTEMPTS_MAX, GiveUp, Next, Progress, Replay, ReplayLimits, Resend};
 pub use rooms::Report;
 
 use lagoon_types::limits::{
-    DISPATCH_NONE_MS, DISPATCH_PASSES_MAX, DISPATCH_WHOLE_MS, GATEWAY_QUEUE_BYTES_MAX, GATEWAY_QUEUE_MAX,
-    GATEWAY_QUEUE_MS, GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, HAND_BACKS_MAX,
+    DISPATCH_LOOK_MAX, DISPATCH_NONE_MS, DISPATCH_PASSES_MAX, DISPATCH_WHOLE_MS, GATEWAY_QUEUE_BYTES_MAX,
+    GATEWAY_QUEUE_MAX, GATEWAY_QUEUE_MS, GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, HAND_BACKS_MAX,
 };
 use prefixes::Prefixes;
 use rooms::{Instance, Room, Sent};
@@ -202,8 +204,9 @@ pub struct Dispatcher<K> {
     now_ms: u64,
     /// Instances that take requests, and those that are gone with requests there.
     instances: BTreeMap<K, Instance<K>>,
-    /// Of these, the ones of the latest reports, in the order in which equals are chosen.
+    /// Of these, the ones of the latest reports; equals take turns from `turn` on.
     listed: Vec<K>,
+    turn: usize,
     elsewhere: Elsewhere,
     /// Since when there is no instance.
     none_since_ms: Option<u64>,
@@ -214,6 +217,8 @@ pub struct Dispatcher<K> {
     bound: BTreeMap<RequestId, Bound<K>>,
     prefixes: Prefixes<K>,
     effects: Vec<Effect<K>>,
+    /// No request expires before.
+    expires_ms: u64,
     passes: u64,
     handed_back: u64,
 }
@@ -228,6 +233,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             now_ms: 0,
             instances: BTreeMap::new(),
             listed: Vec::new(),
+            turn: 0,
             elsewhere: Elsewhere::default(),
             none_since_ms: None,
             waiting: BTreeMap::new(),
@@ -237,6 +243,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             bound: BTreeMap::new(),
             prefixes: Prefixes::default(),
             effects: Vec::new(),
+            expires_ms: u64::MAX,
             passes: 0,
             handed_back: 0,
         }
@@ -275,15 +282,28 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     /// Instances for `ask`, the best first, whether they can start it or not.
     #[must_use]
     pub fn ranked(&self, ask: &Ask, prefix: &PrefixHashes) -> Vec<K> {
-        let mut ranked: Vec<(Rank, K)> = self.listed.iter().map(|key| (self.rank(*key, ask, prefix), *key)).collect();
+        let mut ranked: Vec<(Rank, K)> = self.in_turn().map(|key| (self.rank(key, ask, prefix), key)).collect();
         // Stable: equals stay in turn.
         ranked.sort_by_key(|a| a.0);
         ranked.into_iter().map(|(_, key)| key).collect()
     }
 
+    /// Of instances of equal rank another one is the next.
+    pub fn next_turn(&mut self) {
+        self.turn = self.turn.wrapping_add(1);
+    }
+
+    /// The instances of the latest reports, in the order in which equals are chosen.
+    fn in_turn(&self) -> impl Iterator<Item = K> + Clone {
+        let (before, after) = self.listed.split_at(self.turn % self.listed.len().max(1));
+        after.iter().chain(before).copied()
+    }
+
     /// Handles an event that happened at `now_ms`, which never goes back.
     pub fn handle(&mut self, now_ms: u64, event: Event<K>) -> Vec<Effect<K>> {
         self.now_ms = self.now_ms.max(now_ms);
+        self.instances.values_mut().for_each(|instance| instance.age(self.now_ms));
+        let is_new = matches!(event, Event::Arrived(_));
         match event {
             Event::Arrived(arrival) => self.arrive(arrival),
             Event::Reports { reports, elsewhere } => self.learn(reports, elsewhere),
@@ -298,6 +318,9 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         }
         self.expire();
         self.start_all();
+        if is_new {
+            self.next_turn();
+        }
         std::mem::take(&mut self.effects)
     }
 
@@ -306,8 +329,8 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         self.listed = reports.iter().map(|report| report.instance).collect();
         for report in reports {
             match self.instances.entry(report.instance) {
-                std::collections::btree_map::Entry::Occupied(mut of) => of.get_mut().learn(report),
-                std::collections::btree_map::Entry::Vacant(of) => _ = of.insert(Instance::new(report)),
+                std::collections::btree_map::Entry::Occupied(mut of) => of.get_mut().learn(report, self.now_ms),
+                std::collections::btree_map::Entry::Vacant(of) => _ = of.insert(Instance::new(report, self.now_ms)),
             }
         }
         if crate::mutants::is(crate::mutants::Mutant::BoundTwice) {
@@ -348,15 +371,16 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     }
 
     fn rank(&self, key: K, ask: &Ask, prefix: &PrefixHashes) -> Rank {
-        let load = self.instances.get(&key).map(Instance::load).unwrap_or_default();
+        let unknown = InstanceLoad::default();
+        let load = self.instances.get(&key).map_or(&unknown, Instance::load);
         match self.mode {
-            Mode::LeastWork => self.policy.rank(&load, ask, self.prefixes.cached_tokens(prefix, key)),
-            Mode::FreeMemory => free_memory(&load),
+            Mode::LeastWork => self.policy.rank(load, ask, self.prefixes.cached_tokens(prefix, key)),
+            Mode::FreeMemory => free_memory(load),
         }
     }
 
     fn room(&self, key: K) -> Option<Room> {
-        self.instances.get(&key).map(|of| of.room(&self.policy, self.now_ms))
+        self.instances.get(&key).map(|of| of.room(self.now_ms))
     }
 
     fn bind(&mut self, id: RequestId, instance: K, is_whole: bool) {
@@ -400,7 +424,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     fn allowed<'a>(&'a self, waiting: &'a Waiting<K>) -> impl Iterator<Item = K> + Clone + 'a {
         let barred = waiting.barred.filter(|(_, until_ms)| *until_ms > self.now_ms).map(|(key, _)| key);
         let others = self.listed.iter().any(|key| Some(*key) != barred);
-        self.listed.iter().copied().filter(move |key| !others || Some(*key) != barred)
+        self.in_turn().filter(move |key| !others || Some(*key) != barred)
     }
 
     /// The best instance that can start a request and holds it whole.
@@ -453,26 +477,22 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         if kept { most_free(&mut keys()).map(|(_, key)| key) } else { None }
     }
 
-    /// Waiting requests that may start before the head, and where: the most useful work for memory and time first.
+    /// A waiting request that may start before the head, and where: the most useful work for memory and time.
     fn passing(&self, head: &Head<K>) -> Option<(RequestId, K)> {
         let spent = head.passes >= DISPATCH_PASSES_MAX && !crate::mutants::is(crate::mutants::Mutant::HeadStarved);
         let taken = |key: &K| spent && head.reserved.is_none_or(|reserved| reserved == *key);
-        let open = |key: &K| !taken(key) && self.room(*key).is_some_and(|room| room.is_open());
-        let open: Vec<K> = self.listed.iter().copied().filter(open).collect();
-        if open.is_empty() {
+        let open = |key: K| !taken(&key) && self.room(key).is_some_and(|room| room.is_open());
+        if !self.listed.iter().copied().any(open) {
             return None;
         }
-        let start = |id: RequestId| {
-            let waiting = self.waiting.get(&id).filter(|_| id != head.id)?;
-            let ask = &waiting.arrival.ask;
-            let allowed = self.allowed(waiting).filter(|key| open.contains(key) && self.fits(*key, ask));
-            let key = self.best(allowed, waiting)?;
-            Some((self.usefulness(key, waiting), id, key))
-        };
         let mut best: Option<(f64, RequestId, K)> = None;
-        for found in self.turns.first(lagoon_types::limits::DISPATCH_LOOK_MAX).into_iter().filter_map(start) {
-            if best.is_none_or(|best| found.0 > best.0) {
-                best = Some(found);
+        for id in self.turns.first(DISPATCH_LOOK_MAX).filter(|id| *id != head.id) {
+            let Some(waiting) = self.waiting.get(&id) else { continue };
+            let fits = |key: &K| !taken(key) && self.fits(*key, &waiting.arrival.ask);
+            let Some(key) = self.best(self.allowed(waiting).filter(fits), waiting) else { continue };
+            let usefulness = self.usefulness(key, waiting);
+            if best.is_none_or(|best| usefulness > best.0) {
+                best = Some((usefulness, id, key));
             }
         }
         best.map(|(_, id, key)| (id, key))
@@ -485,6 +505,6 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let cached = self.prefixes.cached_tokens(prefix, key);
         let tokens = crate::perf::as_f64(ask.prompt_tokens) + self.policy.expected(ask);
         let blocks = crate::perf::as_f64(ask.blocks(instance.block_tokens()));
-        tokens / (blocks * self.policy.predict(&instance.load(), ask, cached).work_us().max(1.0))
+        tokens / (blocks * self.policy.predict(instance.load(), ask, cached).work_us().max(1.0))
     }
 }

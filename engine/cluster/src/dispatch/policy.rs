@@ -90,6 +90,13 @@ impl InstanceLoad {
         let queued = || load.queue_blocks.iter().map(|blocks| u64::from(*blocks)).sum::<u64>();
         load.prefill_tokens.unwrap_or_else(|| queued() * u64::from(self.block_tokens))
     }
+
+    /// Prefill time of a token, in microseconds; 0 if it is done elsewhere or was not measured.
+    #[must_use]
+    pub fn prefill_us(&self) -> f64 {
+        let us = self.calibration.as_ref().map_or(0.0, |calibration| calibration.prefill_us_per_token);
+        if self.prefills && us.is_finite() && us > 0.0 { us } else { 0.0 }
+    }
 }
 
 /// Predicted times of an instance with one more request, in microseconds.
@@ -133,13 +140,6 @@ impl LeastWork {
         as_f64(ask.answer_tokens).min(self.answer_tokens * f64::from(ask.sequences.max(1)))
     }
 
-    /// Prefill time of a token, in microseconds; 0 if it is done elsewhere or was not measured.
-    #[must_use]
-    pub fn prefill_us(&self, of: &InstanceLoad) -> f64 {
-        let us = of.calibration.as_ref().map_or(0.0, |calibration| calibration.prefill_us_per_token);
-        if of.prefills && us.is_finite() && us > 0.0 { us } else { 0.0 }
-    }
-
     /// Predicts `of` with `ask`, of whose prompts `cached` tokens have their KV there.
     #[must_use]
     pub fn predict(&self, of: &InstanceLoad, ask: &Ask, cached: u64) -> Prediction {
@@ -164,7 +164,7 @@ impl LeastWork {
         let own_us = rates.other_us(count(batch)) + attended * rates.attention_us;
         // A debtor's step takes about as long as an own one, and attends here once.
         let stretch = 1.0 / (1.0 - (lent_us / (own_us + lent_us).max(1.0)).min(LENT_SHARE_MAX));
-        let measured = if of.calibration.is_some() { self.prefill_us(of) } else { self.assumed.prefill_us_per_token };
+        let measured = if of.calibration.is_some() { of.prefill_us() } else { self.assumed.prefill_us_per_token };
         let prefill_us = if of.prefills { prompts * measured * stretch } else { 0.0 };
         let decode_us = answers / batch * own_us * stretch;
         let lacking = ask.blocks(of.block_tokens).cast_signed().saturating_sub(of.room_blocks()).max(0);

@@ -38,6 +38,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     fn enqueue(&mut self, waiting: Waiting<K>) {
         self.turns.add(&waiting.arrival.tenant, waiting.turn);
         self.waiting_bytes += waiting.arrival.bytes;
+        self.expires_ms = self.expires_ms.min(waiting.since_ms + GATEWAY_QUEUE_MS);
         self.waiting.insert(waiting.arrival.id, waiting);
     }
 
@@ -52,7 +53,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     /// Queues a bound request again, in its old turn; the queue's bounds do not apply.
     pub(super) fn take_back(&mut self, id: RequestId) {
         let Some(Bound { instance, mut waiting, work, .. }) = self.bound.remove(&id) else { return };
-        self.instances.get_mut(&instance).into_iter().for_each(|of| of.withdraw(id));
+        self.instances.get_mut(&instance).into_iter().for_each(|of| of.withdraw(id, self.now_ms));
         self.handed_back += 1;
         self.turns.give_back(&waiting.arrival.tenant, work);
         waiting.hand_backs += 1;
@@ -65,20 +66,19 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     /// Refuses requests that have waited too long.
     pub(super) fn expire(&mut self) {
         let none = self.none_since_ms.is_some_and(|since_ms| self.now_ms >= since_ms + DISPATCH_NONE_MS);
+        if !none && self.now_ms < self.expires_ms {
+            return;
+        }
         let late = |waiting: &Waiting<K>| self.now_ms >= waiting.since_ms + GATEWAY_QUEUE_MS;
-        let expired: Vec<(RequestId, Refusal)> = self
-            .waiting
-            .iter()
-            .filter_map(|(id, waiting)| match (late(waiting), none) {
-                (true, _) => Some((*id, Refusal::Expired)),
-                (false, true) => Some((*id, Refusal::NoInstance)),
-                (false, false) => None,
-            })
-            .collect();
-        for (id, why) in expired {
+        let why = |waiting: &Waiting<K>| if late(waiting) { Refusal::Expired } else { Refusal::NoInstance };
+        let over = self.waiting.iter().filter(|(_, waiting)| none || late(waiting));
+        let over: Vec<(RequestId, Refusal)> = over.map(|(id, waiting)| (*id, why(waiting))).collect();
+        for (id, why) in over {
             self.leave_queue(id);
             self.effects.push(Effect::Refuse { id, why });
         }
+        let next = self.waiting.values().map(|waiting| waiting.since_ms + GATEWAY_QUEUE_MS).min();
+        self.expires_ms = next.unwrap_or(u64::MAX);
     }
 
     /// Notes that the head cannot start, and what it waits for.
@@ -112,7 +112,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let is_large = |of: &Instance<K>| ask.blocks(of.block_tokens()) <= of.blocks_total();
         let wait_us = |key: K| {
             let load = self.instances.get(&key).filter(|of| is_large(of))?.load();
-            Some((self.policy.predict(&load, ask, self.prefixes.cached_tokens(prefix, key)).memory_us, key))
+            Some((self.policy.predict(load, ask, self.prefixes.cached_tokens(prefix, key)).memory_us, key))
         };
         self.allowed(waiting).filter_map(wait_us).min_by(|a, b| a.0.total_cmp(&b.0))
     }

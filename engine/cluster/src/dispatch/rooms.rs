@@ -2,11 +2,17 @@
 //!
 //! Reports are some hundred milliseconds old. A request counts here until a report must include it, and what ended since the report
 //! counts as free, so that one dispatcher's requests never wait for a report; those of others do.
+//!
+//! A report older than [`FENCE_MS`] has no gManager behind it: one that answers would have fenced the instance by then. What it says of
+//! other dispatchers' requests may be over, and nothing will correct it: the instance counts as having this dispatcher's requests alone,
+//! and gives back what it cannot start.
+//!
+//! All figures are computed when something changes; a look reads them and allocates nothing.
 
-use super::policy::{InstanceLoad, LeastWork, Unreported};
+use super::policy::{InstanceLoad, Unreported};
 use super::{Ask, RequestId};
-use lagoon_types::limits::{DISPATCH_AHEAD_MS, DISPATCH_LAG_MS};
-use std::collections::BTreeMap;
+use lagoon_protocol::Load;
+use lagoon_types::limits::{DISPATCH_AHEAD_MS, DISPATCH_LAG_MS, FENCE_MS, HAND_BACK_REST_MS};
 
 /// An instance's report.
 #[derive(Clone, Debug, PartialEq)]
@@ -18,7 +24,7 @@ pub struct Report<K> {
 }
 
 /// A request that went to an instance.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Sent {
     pub(super) at_ms: u64,
     pub(super) ask: Ask,
@@ -41,8 +47,16 @@ struct Freed {
 #[derive(Debug)]
 pub(super) struct Instance<K> {
     report: Report<K>,
-    sent: BTreeMap<RequestId, Sent>,
+    /// In the order of their times.
+    sent: Vec<(RequestId, Sent)>,
     freed: Vec<Freed>,
+    is_outdated: bool,
+    /// When it gave a request back, unless a report is newer.
+    behind_since_ms: Option<u64>,
+    /// Its load, with what the report does not include.
+    load: InstanceLoad,
+    /// Prefill that it has left at a time, in microseconds: it works that off.
+    ahead: (u64, f64),
 }
 
 /// What an instance can start.
@@ -50,7 +64,7 @@ pub(super) struct Instance<K> {
 pub(super) struct Room {
     pub(super) places: i64,
     pub(super) blocks: i64,
-    /// Whether it will have computed its prompts soon.
+    /// Whether it will have computed its prompts soon, and gave nothing back since its report.
     pub(super) is_near_idle: bool,
 }
 
@@ -70,98 +84,138 @@ impl Room {
 }
 
 impl<K: Copy> Instance<K> {
-    pub(super) fn new(report: Report<K>) -> Self {
-        Self { report, sent: BTreeMap::new(), freed: Vec::new() }
+    pub(super) fn new(report: Report<K>, now_ms: u64) -> Self {
+        let (load, ahead) = (InstanceLoad::default(), (0, 0.0));
+        let (sent, freed) = (Vec::new(), Vec::new());
+        let mut new = Self { report, sent, freed, is_outdated: false, behind_since_ms: None, load, ahead };
+        new.begin_with_report(now_ms);
+        new
     }
 
     /// Takes a newer report.
-    pub(super) fn learn(&mut self, report: Report<K>) {
+    pub(super) fn learn(&mut self, report: Report<K>, now_ms: u64) {
         self.freed.retain(|freed| freed.at_ms + DISPATCH_LAG_MS > report.at_ms);
+        self.behind_since_ms = self.behind_since_ms.filter(|since_ms| since_ms + DISPATCH_LAG_MS > report.at_ms);
         self.report = report;
+        self.begin_with_report(now_ms);
+    }
+
+    fn begin_with_report(&mut self, now_ms: u64) {
+        self.is_outdated = self.is_too_old(now_ms);
+        self.load = self.report.load.clone();
+        if self.is_outdated {
+            let batch_max = self.load.load.as_ref().map_or(0, |load| load.batch_max);
+            self.load.load = Some(Load { batch_max, ..Load::default() });
+        }
+        self.update();
+    }
+
+    fn is_too_old(&self, now_ms: u64) -> bool {
+        self.report.load.load.is_some() && now_ms >= self.report.at_ms.saturating_add(FENCE_MS)
+    }
+
+    /// Looks at the report's age.
+    pub(super) fn age(&mut self, now_ms: u64) {
+        if !self.is_outdated && self.is_too_old(now_ms) {
+            self.freed.clear();
+            self.begin_with_report(now_ms);
+        }
     }
 
     pub(super) fn send(&mut self, id: RequestId, sent: Sent) {
-        self.sent.insert(id, sent);
+        self.sent.retain(|(other, _)| *other != id);
+        self.sent.push((id, sent));
+        self.update();
     }
 
     pub(super) fn begin(&mut self, id: RequestId) {
-        self.sent.entry(id).and_modify(|sent| sent.began = true);
+        self.sent.iter_mut().filter(|(other, _)| *other == id).for_each(|(_, sent)| sent.began = true);
+        self.update();
+    }
+
+    fn take(&mut self, id: RequestId) -> Option<Sent> {
+        let at = self.sent.iter().position(|(other, _)| *other == id)?;
+        Some(self.sent.remove(at).1)
     }
 
     /// A request that ended, or was never there.
     pub(super) fn end(&mut self, id: RequestId, now_ms: u64) -> Option<Sent> {
-        let sent = self.sent.remove(&id)?;
+        let sent = self.take(id)?;
         if self.is_reported(&sent) {
             let blocks = sent.ask.blocks(self.report.load.block_tokens);
             self.freed.push(Freed { at_ms: now_ms, blocks, sequences: sent.ask.sequences.max(1) });
         }
+        self.update();
         Some(sent)
     }
 
     /// Takes a request out that the instance gave back: it is behind, and what it has free is in its next report.
-    pub(super) fn withdraw(&mut self, id: RequestId) {
-        self.sent.remove(&id);
+    pub(super) fn withdraw(&mut self, id: RequestId, now_ms: u64) {
+        if self.take(id).is_some() {
+            self.behind_since_ms = Some(now_ms);
+            self.update();
+        }
     }
 
     fn is_reported(&self, sent: &Sent) -> bool {
-        self.report.load.load.is_some() && sent.at_ms + DISPATCH_LAG_MS <= self.report.at_ms
+        let is_known = self.report.load.load.is_some() && !self.is_outdated;
+        is_known && sent.at_ms + DISPATCH_LAG_MS <= self.report.at_ms
     }
 
-    /// Its load, with what the report does not include.
-    pub(super) fn load(&self) -> InstanceLoad {
-        let block_tokens = self.report.load.block_tokens;
+    /// Computes load and prefill anew.
+    fn update(&mut self) {
+        let reported = &self.report.load;
+        let (block_tokens, prefill_us) = (reported.block_tokens, reported.prefill_us());
         let mut unreported = Unreported::default();
-        for sent in self.sent.values().filter(|sent| !self.is_reported(sent)) {
+        let (mut at_ms, mut ahead) = (self.report.at_ms, crate::perf::as_f64(self.load.prefill_tokens()) * prefill_us);
+        for (_, sent) in self.sent.iter().filter(|(_, sent)| !self.is_reported(sent)) {
             unreported.requests = unreported.requests.saturating_add(sent.ask.sequences.max(1));
             unreported.answer_tokens += sent.expected;
             unreported.blocks = unreported.blocks.saturating_add(sent.ask.blocks(block_tokens));
             if !sent.began {
-                unreported.prompt_tokens += sent.ask.prompt_tokens.saturating_sub(sent.cached);
+                let tokens = sent.ask.prompt_tokens.saturating_sub(sent.cached);
+                unreported.prompt_tokens = unreported.prompt_tokens.saturating_add(tokens);
+                // A queue that was reported is worked off, and gets each request's prompt at the time of its dispatch.
+                ahead = worked_off(ahead, at_ms, sent.at_ms) + crate::perf::as_f64(tokens) * prefill_us;
+                at_ms = at_ms.max(sent.at_ms);
             }
         }
-        let load = &self.report.load;
         let freed_blocks = self.freed.iter().map(|freed| freed.blocks).fold(0, u64::saturating_add);
         let freed_places = self.freed.iter().map(|freed| freed.sequences).fold(0, u32::saturating_add);
-        let blocks_free = u64::from(load.blocks_free).saturating_add(freed_blocks);
-        InstanceLoad {
-            blocks_free: u32::try_from(blocks_free).unwrap_or(u32::MAX).min(load.blocks_total),
-            running: load.running.saturating_sub(freed_places),
-            unreported,
-            ..load.clone()
-        }
+        let (free, running, waiting) = match self.is_outdated {
+            true => (reported.blocks_total, 0, 0),
+            false => (reported.blocks_free, reported.running, reported.waiting),
+        };
+        let blocks_free = u64::from(free).saturating_add(freed_blocks);
+        self.load.blocks_free = u32::try_from(blocks_free).unwrap_or(u32::MAX).min(reported.blocks_total);
+        self.load.running = running.saturating_sub(freed_places);
+        self.load.waiting = waiting;
+        self.load.unreported = unreported;
+        self.ahead = (at_ms, ahead);
+    }
+
+    /// Its load, with what the report does not include.
+    pub(super) fn load(&self) -> &InstanceLoad {
+        &self.load
     }
 
     /// What it can start at `now_ms`.
-    pub(super) fn room(&self, policy: &LeastWork, now_ms: u64) -> Room {
-        let load = self.load();
-        let Some(reported) = &load.load else { return Room::UNKNOWN };
+    pub(super) fn room(&self, now_ms: u64) -> Room {
+        let Some(reported) = &self.load.load else { return Room::UNKNOWN };
         let places = match reported.batch_max {
             0 => i64::MAX,
-            most => i64::from(most) - i64::from(load.requests()),
+            most => i64::from(most) - i64::from(self.load.requests()),
         };
-        let is_near_idle = self.ahead_us(policy, now_ms) <= crate::perf::as_f64(DISPATCH_AHEAD_MS) * 1_000.0;
-        Room { places, blocks: load.room_blocks(), is_near_idle }
-    }
-
-    /// Prefill that it has left at `now_ms`, in microseconds: a queue that was reported, is worked off, and gets each request's prompt
-    /// at the time of its dispatch.
-    fn ahead_us(&self, policy: &LeastWork, now_ms: u64) -> f64 {
-        let us = policy.prefill_us(&self.report.load);
-        let mut at_ms = self.report.at_ms;
-        let mut ahead = crate::perf::as_f64(self.report.load.prefill_tokens()) * us;
-        let mut sent: Vec<&Sent> = self.sent.values().filter(|sent| !self.is_reported(sent) && !sent.began).collect();
-        sent.sort_by_key(|sent| sent.at_ms);
-        for sent in sent {
-            ahead = worked_off(ahead, at_ms, sent.at_ms);
-            at_ms = at_ms.max(sent.at_ms);
-            ahead += crate::perf::as_f64(sent.ask.prompt_tokens.saturating_sub(sent.cached)) * us;
-        }
-        worked_off(ahead, at_ms, now_ms)
+        let (at_ms, ahead) = self.ahead;
+        let is_behind = self.behind_since_ms.is_some_and(|since_ms| now_ms < since_ms + HAND_BACK_REST_MS);
+        let is_near_idle =
+            !is_behind && worked_off(ahead, at_ms, now_ms) <= crate::perf::as_f64(DISPATCH_AHEAD_MS) * 1_000.0;
+        Room { places, blocks: self.load.room_blocks(), is_near_idle }
     }
 
     /// Whether it has nothing to do as far as is known.
     pub(super) fn is_idle(&self) -> bool {
-        self.sent.is_empty() && self.load().requests() == 0
+        self.sent.is_empty() && self.load.requests() == 0
     }
 
     /// Whether requests of this dispatcher are there.
@@ -219,38 +273,36 @@ mod tests {
 
     #[test]
     fn what_was_sent_counts_until_a_report_includes_it() {
-        let mut of = Instance::new(report(1_000, some(4)));
-        let policy = LeastWork::default();
+        let mut of = Instance::new(report(1_000, some(4)), 1_000);
         // Two blocks of growth for each of the two running, and at most a sixteenth.
-        assert_eq!(of.room(&policy, 1_000), Room { places: 2, blocks: 46, is_near_idle: true });
+        assert_eq!(of.room(1_000), Room { places: 2, blocks: 46, is_near_idle: true });
         of.send(RequestId(1), sent(1_000, 159));
         of.send(RequestId(2), sent(1_000, 15));
-        assert_eq!(of.room(&policy, 1_000), Room { places: 0, blocks: 35, is_near_idle: true });
-        assert!(!of.room(&policy, 1_000).is_open());
-        of.learn(report(1_050, some(4)));
-        assert_eq!(of.room(&policy, 1_050).blocks, 35, "the report may be from before");
-        of.learn(report(1_100, some(4)));
-        assert_eq!(of.room(&policy, 1_100).blocks, 46, "now it counts it");
+        assert_eq!(of.room(1_000), Room { places: 0, blocks: 35, is_near_idle: true });
+        assert!(!of.room(1_000).is_open());
+        of.learn(report(1_050, some(4)), 1_050);
+        assert_eq!(of.room(1_050).blocks, 35, "the report may be from before");
+        of.learn(report(1_100, some(4)), 1_100);
+        assert_eq!(of.room(1_100).blocks, 46, "now it counts it");
         // What ends is free at once, and once.
         of.end(RequestId(1), 1_200).unwrap();
-        assert_eq!(of.room(&policy, 1_200).blocks, 58);
-        of.learn(report(1_250, some(4)));
-        assert_eq!(of.room(&policy, 1_250).blocks, 58);
-        of.learn(report(1_300, some(4)));
-        assert_eq!(of.room(&policy, 1_300).blocks, 46);
+        assert_eq!(of.room(1_200).blocks, 58);
+        of.learn(report(1_250, some(4)), 1_250);
+        assert_eq!(of.room(1_250).blocks, 58);
+        of.learn(report(1_300, some(4)), 1_300);
+        assert_eq!(of.room(1_300).blocks, 46);
         // What was never reported frees nothing.
         of.send(RequestId(3), sent(1_300, 15));
         of.end(RequestId(3), 1_301).unwrap();
-        assert_eq!(of.room(&policy, 1_301).blocks, 46);
+        assert_eq!(of.room(1_301).blocks, 46);
         assert!(of.end(RequestId(3), 1_302).is_none());
     }
 
     #[test]
     fn prompts_ahead_are_worked_off_and_those_that_have_begun_are_done() {
         let queued = Load { batch_max: 64, prefill_tokens: Some(900), ..Load::default() };
-        let mut of = Instance::new(report(1_000, Some(queued)));
-        let policy = LeastWork::default();
-        let near = |of: &Instance<u32>, at| of.room(&policy, at).is_near_idle;
+        let mut of = Instance::new(report(1_000, Some(queued)), 1_000);
+        let near = |of: &Instance<u32>, at| of.room(at).is_near_idle;
         assert!(!near(&of, 1_000) && !near(&of, 1_399) && near(&of, 1_400));
         of.send(RequestId(1), sent(1_400, 300));
         assert!(!near(&of, 1_400) && near(&of, 1_700));
@@ -258,13 +310,37 @@ mod tests {
         assert!(near(&of, 1_400));
     }
 
+    /// The gManager is gone: other dispatchers' requests of the last report may be over.
+    #[test]
+    fn of_an_outdated_report_the_own_requests_are_left() {
+        let load = Load { batch_max: 4, prefill_tokens: Some(1 << 30), ..Load::default() };
+        let mut of = Instance::new(report(1_000, Some(load)), 1_000);
+        of.send(RequestId(1), sent(800, 159));
+        of.send(RequestId(2), sent(1_000, 15));
+        let (before, after) = (999 + FENCE_MS, 1_000 + FENCE_MS);
+        of.age(before);
+        assert_eq!(of.room(before), Room { places: 1, blocks: 45, is_near_idle: false });
+        of.age(after);
+        assert_eq!(of.room(after), Room { places: 2, blocks: 89, is_near_idle: true });
+        // What it gives back shows that others are there.
+        of.withdraw(RequestId(1), after);
+        assert!(!of.room(after).is_open() && !of.room(after + HAND_BACK_REST_MS - 1).is_open());
+        assert_eq!(of.room(after + HAND_BACK_REST_MS), Room { places: 3, blocks: 99, is_near_idle: true });
+        of.learn(report(after, some(4)), after);
+        assert!(!of.room(after).is_open(), "a report from before");
+        of.learn(report(after + DISPATCH_LAG_MS, some(4)), after + DISPATCH_LAG_MS);
+        assert_eq!(of.room(after + DISPATCH_LAG_MS).places, 2);
+        of.end(RequestId(2), after + DISPATCH_LAG_MS).unwrap();
+        assert_eq!(of.room(after + DISPATCH_LAG_MS).places, 3, "a report counts it again");
+    }
+
     #[test]
     fn an_instance_of_unknown_load_takes_everything() {
-        let mut of = Instance::new(report(0, None));
+        let mut of = Instance::new(report(0, None), 0);
         for n in 0..100 {
             of.send(RequestId(n), sent(n, 1_000_000));
         }
-        assert_eq!(of.room(&LeastWork::default(), 100), Room::UNKNOWN);
+        assert_eq!(of.room(100), Room::UNKNOWN);
         assert_eq!(of.load().unreported.requests, 100, "but they count for its rank");
     }
 }

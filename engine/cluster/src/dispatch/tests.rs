@@ -2,7 +2,7 @@
 
 use super::*;
 use lagoon_protocol::{BatchPoint, Calibration, Load};
-use lagoon_types::limits::{DISPATCH_POOL_MS, GATEWAY_QUEUE_MS};
+use lagoon_types::limits::{DISPATCH_POOL_MS, FENCE_MS, GATEWAY_QUEUE_MS};
 
 const BLOCK_TOKENS: u32 = 16;
 
@@ -147,7 +147,8 @@ fn a_head_borrows_when_no_instance_holds_it_soon() {
     gateway.report(&pool);
     let (head, started) = gateway.arrive(600);
     assert_eq!(started, [], "one of them may hold it whole soon");
-    assert_eq!(gateway.pass(DISPATCH_WHOLE_MS - 1), []);
+    gateway.at_ms += DISPATCH_WHOLE_MS - 1;
+    assert_eq!(gateway.report(&pool), []);
     assert_eq!(gateway.pass(1), [(head, 1)], "where it borrows the least");
     // Long answers free no memory for a long time.
     let mut gateway = Gateway::new(Mode::LeastWork);
@@ -167,7 +168,8 @@ fn a_pool_sized_head_starts_where_the_pool_has_memory_and_is_kept_memory_for_oth
     gateway.report(&[(1, 300, 4), (2, 200, 4)]);
     let (head, started) = gateway.arrive(1_400);
     assert_eq!(started, []);
-    assert_eq!(gateway.pass(DISPATCH_POOL_MS - 1), []);
+    gateway.at_ms += DISPATCH_POOL_MS - 1;
+    assert_eq!(gateway.report(&[(1, 300, 4), (2, 200, 4)]), []);
     assert_eq!(gateway.pass(1), [(head, 1)], "there it becomes the oldest waiting request");
     // A lender's memory counts, too.
     let reports = vec![report(1, gateway.at_ms, 900, 0), report(2, gateway.at_ms, 0, 4)];
@@ -278,8 +280,9 @@ fn the_queue_is_bounded_in_requests_by_tenant_in_bytes_and_in_age() {
     count("one", (share, Some(Refusal::TenantFull)));
     count("two", (GATEWAY_QUEUE_MAX - share, Some(Refusal::Full)));
     let waiting = gateway.core.stats().waiting;
-    assert_eq!(gateway.core.handle(gateway.at_ms + GATEWAY_QUEUE_MS - 1, Event::Tick), []);
-    let expired = gateway.core.handle(gateway.at_ms + GATEWAY_QUEUE_MS, Event::Tick);
+    gateway.at_ms += GATEWAY_QUEUE_MS - 1;
+    assert_eq!(gateway.report(&[(1, 900, 64)]), []);
+    let expired = gateway.core.handle(gateway.at_ms + 1, Event::Tick);
     assert_eq!(expired.len(), waiting);
     assert!(expired.iter().all(|effect| matches!(effect, Effect::Refuse { why: Refusal::Expired, .. })));
     assert_eq!(gateway.core.stats(), DispatchStats::default());
@@ -305,10 +308,33 @@ fn a_client_that_leaves_the_queue_is_forgotten_and_a_head_with_it() {
     let mut gateway = Gateway::new(Mode::LeastWork);
     gateway.report(&[(1, 400, 4)]);
     let (head, _) = gateway.arrive(600);
-    for _ in 0..2 * DISPATCH_PASSES_MAX {
+    for _ in 0..DISPATCH_PASSES_MAX + 8 {
         gateway.arrive(1);
     }
-    assert_eq!(gateway.core.stats().waiting, 1 + DISPATCH_PASSES_MAX as usize);
-    assert_eq!(gateway.handle(ended(head)).len(), DISPATCH_PASSES_MAX as usize, "nothing stands in their way any more");
+    assert_eq!(gateway.core.stats().waiting, 1 + 8);
+    assert_eq!(gateway.handle(ended(head)).len(), 8, "nothing stands in their way any more");
     assert_eq!(gateway.core.stats().waiting_bytes, 0);
+}
+
+/// What others had bound is over at some time; nobody would report it.
+#[test]
+fn a_gateway_without_a_gmanager_has_its_own_view() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 900, 64), (2, 900, 63)]);
+    let (first, started) = gateway.arrive(10);
+    assert_eq!(started, [(first, 2)]);
+    let (second, started) = gateway.arrive(10);
+    assert_eq!(started, []);
+    assert_eq!(gateway.pass(FENCE_MS - 1), []);
+    assert_eq!(gateway.pass(1), [(second, 1)], "the one where it has no request");
+    // It still counts its own.
+    let started: Vec<(u64, u32)> = (0..200).flat_map(|_| gateway.arrive(1).1).collect();
+    assert_eq!((started.len(), gateway.core.stats().waiting), (126, 74));
+    // What is handed back was bound to places of others: nothing follows it there for a while.
+    let (back, _) = *started.iter().find(|(_, at)| *at == 1).unwrap();
+    assert_eq!(gateway.handle(Event::HandedBack { id: RequestId(back) }), []);
+    let next = gateway.handle(ended(first));
+    assert!(matches!(next[..], [(next, 2)] if next != back), "{next:?}: there is a place at the other one");
+    assert_eq!(gateway.pass(HAND_BACK_REST_MS - 1), []);
+    assert_eq!(gateway.pass(1), [(back, 1)]);
 }

@@ -6,6 +6,7 @@
 
 use super::RequestId;
 use lagoon_types::limits::{DISPATCH_TENANTS_MAX, PRIORITY_MAX, PRIORITY_STEP_MS};
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -18,10 +19,33 @@ pub(super) fn turn(since_ms: u64, priority: i32, id: RequestId) -> Turn {
     (since_ms.cast_signed().saturating_add(priority * PRIORITY_STEP_MS.cast_signed()), id)
 }
 
+/// Work charged to a tenant.
+#[derive(Clone, Copy, Debug, Default)]
+struct Charge(f64);
+
+impl PartialEq for Charge {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Charge {}
+
+impl PartialOrd for Charge {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Charge {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
 #[derive(Debug, Default)]
 struct Tenant {
-    /// Work charged to it.
-    charged: f64,
+    charged: Charge,
     waiting: BTreeSet<Turn>,
 }
 
@@ -29,52 +53,64 @@ struct Tenant {
 #[derive(Debug, Default)]
 pub(super) struct Turns {
     tenants: BTreeMap<Arc<str>, Tenant>,
+    /// Tenants with waiting requests: by charge, and then by the turn of the first of these.
+    order: BTreeSet<(Charge, Turn, Arc<str>)>,
     /// Charge of the tenant that was started last, before that.
     floor: f64,
 }
 
 impl Turns {
+    /// Changes a tenant, and with it its place in the order.
+    fn change(&mut self, name: &Arc<str>, how: impl FnOnce(&mut Tenant)) {
+        let Some(tenant) = self.tenants.get_mut(name) else { return };
+        let key = |tenant: &Tenant| tenant.waiting.first().map(|turn| (tenant.charged, *turn, Arc::clone(name)));
+        let before = key(tenant);
+        how(tenant);
+        let after = key(tenant);
+        before.into_iter().for_each(|key| _ = self.order.remove(&key));
+        after.into_iter().for_each(|key| _ = self.order.insert(key));
+    }
+
     pub(super) fn add(&mut self, tenant: &Arc<str>, turn: Turn) {
         let floor = self.floor;
-        let tenant = self.tenants.entry(Arc::clone(tenant)).or_default();
-        if tenant.waiting.is_empty() {
-            tenant.charged = tenant.charged.max(floor);
-        }
-        tenant.waiting.insert(turn);
+        self.tenants.entry(Arc::clone(tenant)).or_default();
+        self.change(tenant, |tenant| {
+            if tenant.waiting.is_empty() {
+                tenant.charged = Charge(tenant.charged.0.max(floor));
+            }
+            tenant.waiting.insert(turn);
+        });
     }
 
     /// Takes a request out without a charge: it left.
     pub(super) fn remove(&mut self, tenant: &Arc<str>, turn: Turn) {
-        if let Some(tenant) = self.tenants.get_mut(tenant) {
-            tenant.waiting.remove(&turn);
-        }
+        self.change(tenant, |tenant| _ = tenant.waiting.remove(&turn));
         self.forget();
     }
 
     /// Takes a request out: it is started, and costs `work`.
     pub(super) fn start(&mut self, tenant: &Arc<str>, turn: Turn, work: f64) {
-        if let Some(tenant) = self.tenants.get_mut(tenant) {
+        let charged = self.tenants.get(tenant).map_or(0.0, |tenant| tenant.charged.0);
+        self.floor = self.floor.max(charged);
+        self.change(tenant, |tenant| {
             tenant.waiting.remove(&turn);
-            self.floor = self.floor.max(tenant.charged);
-            tenant.charged += work;
-        }
+            tenant.charged.0 += work;
+        });
         self.forget();
     }
 
     /// Takes the charge for a request back that did not run after all.
     pub(super) fn give_back(&mut self, tenant: &Arc<str>, work: f64) {
-        if let Some(tenant) = self.tenants.get_mut(tenant) {
-            tenant.charged -= work;
-        }
+        self.change(tenant, |tenant| tenant.charged.0 -= work);
     }
 
     /// Drops tenants that would begin at the floor anyway, and the least charged beyond the bound.
     fn forget(&mut self) {
         let floor = self.floor;
-        self.tenants.retain(|_, tenant| !tenant.waiting.is_empty() || tenant.charged > floor);
+        self.tenants.retain(|_, tenant| !tenant.waiting.is_empty() || tenant.charged.0 > floor);
         while self.tenants.len() > DISPATCH_TENANTS_MAX {
             let idle = self.tenants.iter().filter(|(_, tenant)| tenant.waiting.is_empty());
-            let least = idle.min_by(|a, b| a.1.charged.total_cmp(&b.1.charged)).map(|(name, _)| Arc::clone(name));
+            let least = idle.min_by_key(|(_, tenant)| tenant.charged).map(|(name, _)| Arc::clone(name));
             let Some(least) = least else { return };
             self.tenants.remove(&least);
         }
@@ -87,19 +123,14 @@ impl Turns {
 
     /// The next request: of the least charged tenant, of equals the one with the earliest turn.
     pub(super) fn next(&self) -> Option<RequestId> {
-        let first = |tenant: &Tenant| tenant.waiting.first().map(|turn| (tenant.charged, *turn));
-        let least = self.tenants.values().filter_map(first);
-        let least = least.min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-        least.map(|(_, (_, id))| id)
+        self.order.first().map(|(_, (_, id), _)| *id)
     }
 
     /// Up to `count` waiting requests, tenant by tenant in the order of their charges.
-    pub(super) fn first(&self, count: usize) -> Vec<RequestId> {
-        let mut tenants: Vec<&Tenant> = self.tenants.values().filter(|tenant| !tenant.waiting.is_empty()).collect();
-        tenants.sort_by(|a, b| a.charged.total_cmp(&b.charged).then(a.waiting.first().cmp(&b.waiting.first())));
-        let share = count.div_ceil(tenants.len().max(1));
-        let of_each = tenants.iter().flat_map(|tenant| tenant.waiting.iter().take(share));
-        of_each.take(count).map(|(_, id)| *id).collect()
+    pub(super) fn first(&self, count: usize) -> impl Iterator<Item = RequestId> {
+        let share = count.div_ceil(self.order.len().max(1));
+        let tenants = self.order.iter().filter_map(|(_, _, name)| self.tenants.get(name));
+        tenants.flat_map(move |tenant| tenant.waiting.iter().take(share)).take(count).map(|(_, id)| *id)
     }
 }
 
@@ -158,7 +189,7 @@ mod tests {
         turns.add(&tenant, turn(0, 0, RequestId(1)));
         turns.add(&tenant, turn(10, -5, RequestId(2)));
         turns.add(&tenant, turn(6_000, -5, RequestId(3)));
-        assert_eq!(turns.first(9), [RequestId(2), RequestId(1), RequestId(3)]);
+        assert_eq!(turns.first(9).collect::<Vec<_>>(), [RequestId(2), RequestId(1), RequestId(3)]);
         assert_eq!(turn(5, i32::MIN, RequestId(0)).0, 5 - i64::from(PRIORITY_MAX) * PRIORITY_STEP_MS.cast_signed());
     }
 

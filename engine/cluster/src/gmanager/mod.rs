@@ -32,6 +32,7 @@ mod workers;
 
 pub use advise::serve_query;
 pub use roles::SwitchedBy;
+pub use shape::model_shape;
 
 use crate::dgfm::{Dgfm, DgfmConfig, DgfmStats, LedgerRow};
 use crate::planner::{Planner, PlannerConfig, PoolView};

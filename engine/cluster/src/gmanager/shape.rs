@@ -129,8 +129,9 @@ fn kv_dtype(shape: &PoolShape) -> Option<KvDType> {
     u8::try_from(shape.kv_dtype).ok().and_then(KvDType::from_code)
 }
 
-/// Model shape for the planner. Shipped queries and outputs count in the KV's element type, or in f32 where KV has scales.
-pub(super) fn model_shape(shape: &PoolShape) -> ModelShape {
+/// Model shape for the performance model. Shipped queries and outputs count in the KV's element type, or in f32 where KV has scales.
+#[must_use]
+pub fn model_shape(shape: &PoolShape) -> ModelShape {
     let halves = if shape.latent { 2 } else { 1 };
     let element_bytes = kv_dtype(shape).map_or(0, |dtype| dtype.plain().unwrap_or(DType::F32).size() as u64);
     let q_dim = u64::from(shape.heads) * u64::from(shape.head_dim) * halves;

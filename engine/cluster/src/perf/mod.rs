@@ -8,13 +8,16 @@
 //!
 //! * [`Rates`]: f and g of one instance; instances differ (CPU, GPU, host memory), so every side has its own.
 //! * [`Pair`]: a debtor, a creditor and one request: predicted throughput after moving k blocks, and the best k.
+//! * [`StepTimes`]: the borrow guard, whether local work covers the remote part.
 //! * [`crossover`]: number of tokens after which moving KV is cheaper than shipping queries.
 
 mod crossover;
+mod guard;
 mod pair;
 mod rates;
 
 pub use crossover::{Crossover, crossover};
+pub use guard::{RemotePart, StepTimes};
 pub use pair::{Best, BestMove, CreditorState, DebtorState, Pair, Prediction};
 pub use rates::Rates;
 
@@ -55,22 +58,6 @@ impl LinkView {
     pub fn transfer_us(&self, bytes: f64) -> f64 {
         bytes * 1e6 / self.bytes_per_s
     }
-}
-
-/// Whether the local work of a step covers its remote part (v2 Fig. 6a): a batch of `batch` sequences with `local_tokens` tokens of KV
-/// here, and the slowest creditor's round trip per layer and attention to `remote_tokens`, at this instance's rates.
-#[must_use]
-pub fn covers(
-    rates: &Rates<'_>,
-    batch: u32,
-    local_tokens: u64,
-    remote_tokens: u64,
-    layers: u32,
-    link: Option<LinkView>,
-) -> bool {
-    let local_us = rates.other_us(batch) + as_f64(local_tokens) * rates.attention_us;
-    let trips_us = link.map_or(0.0, |link| link.rtt_us) * f64::from(layers);
-    trips_us + as_f64(remote_tokens) * rates.attention_us <= local_us
 }
 
 /// Engine variant that the model describes.

@@ -12,7 +12,7 @@
 //! part stops being covered. [`Pair::best`] evaluates only these; a property test compares it with the scan.
 
 use super::crossover::as_f64;
-use super::{LinkView, ModelConfig, ModelShape, Rates};
+use super::{LinkView, ModelConfig, ModelShape, Rates, RemotePart, StepTimes};
 
 /// State of a debtor, as the model uses it.
 #[derive(Clone, Debug)]
@@ -44,6 +44,8 @@ pub struct CreditorState<'a> {
     pub batch: u32,
     /// Tokens that its device attends to per step: for own sequences, and for debtors other than the pair's.
     pub tokens: f64,
+    /// See [`RemotePart::wait_us`].
+    pub wait_us: f64,
 }
 
 impl CreditorState<'_> {
@@ -80,10 +82,8 @@ pub struct Prediction {
     pub creditor_tokens_per_s: f64,
     /// The debtor's batch after admissions from the queue, or preemptions.
     pub batch: u32,
-    /// Time of the local work of the debtor's step.
-    pub local_us: f64,
-    /// Time of the remote part of the debtor's step, concurrent with the local work.
-    pub remote_us: f64,
+    /// The debtor's step.
+    pub step: StepTimes,
 }
 
 impl Prediction {
@@ -96,7 +96,7 @@ impl Prediction {
     /// Whether local work covers the remote part (v2 Fig. 6a).
     #[must_use]
     pub fn covered(&self) -> bool {
-        self.remote_us <= self.local_us
+        self.step.covered()
     }
 }
 
@@ -127,16 +127,15 @@ impl Pair<'_> {
 
     fn predict_with(&self, k: i64, batch: u32, admitted: u64) -> Prediction {
         let remote_requests = if self.mapped { 0.0 } else { self.tokens(self.blocks_there + k) };
-        let (local_us, remote_us) = (self.local_us(k, batch, admitted), self.remote_us(k, batch));
-        let step_us = local_us.max(remote_us);
+        let step = StepTimes { local_us: self.local_us(k, batch, admitted), remote_us: self.remote_us(k, batch) };
+        let step_us = step.local_us.max(step.remote_us);
         let pace = if batch == 0 { 0.0 } else { self.pace(step_us) };
         let rate = |batch: u32, us: f64| if batch == 0 { 0.0 } else { f64::from(batch) * 1e6 / us };
         Prediction {
             debtor_tokens_per_s: rate(batch, step_us),
             creditor_tokens_per_s: rate(self.creditor.batch, self.creditor.step_us(remote_requests, pace)),
             batch,
-            local_us,
-            remote_us,
+            step,
         }
     }
 
@@ -187,16 +186,16 @@ impl Pair<'_> {
         if micro_batch == 0 {
             return 0.0;
         }
-        let here = if self.blocks_there + k > 0 && !self.mapped {
-            let rows = rows(self.rows_there, self.request_there, k).min(batch);
-            let wire = self.link.rtt_us + self.link.transfer_us(f64::from(rows) * as_f64(self.shape.row_bytes));
-            let there = self.tokens(self.blocks_there + k) * self.creditor.rates.attention_us;
-            there + f64::from(self.shape.layers) * wire
-        } else {
-            0.0
+        let here = RemotePart {
+            tokens: self.tokens(self.blocks_there + k),
+            rows: rows(self.rows_there, self.request_there, k).min(batch),
+            attention_us: self.creditor.rates.attention_us,
+            wait_us: self.creditor.wait_us,
+            link: self.link,
+            mapped: self.mapped,
         };
         let own = if self.config.micro_batches { self.debtor.rates.other_us(micro_batch) } else { 0.0 };
-        here.max(self.debtor.elsewhere_us) + own
+        here.us(&self.shape).max(self.debtor.elsewhere_us) + own
     }
 
     /// Number of the debtor's steps, of `step_us` each, in one step of the creditor without remote requests.
@@ -427,7 +426,7 @@ mod tests {
                     queue: &queue,
                     elsewhere_us,
                 },
-                creditor: CreditorState { rates: Rates::new(&cc, true).unwrap(), batch: creditor_batch, tokens: creditor_tokens },
+                creditor: CreditorState { rates: Rates::new(&cc, true).unwrap(), batch: creditor_batch, tokens: creditor_tokens, wait_us: 0.0 },
                 link: LinkView { rtt_us, bytes_per_s },
                 mapped,
                 blocks_there: others_there + request_there,
@@ -470,7 +469,12 @@ mod tests {
                 queue,
                 elsewhere_us: 0.0,
             },
-            creditor: CreditorState { rates: Rates::new(creditor, true).unwrap(), batch: 4, tokens: 1_000.0 },
+            creditor: CreditorState {
+                rates: Rates::new(creditor, true).unwrap(),
+                batch: 4,
+                tokens: 1_000.0,
+                wait_us: 0.0,
+            },
             link: LinkView { rtt_us: 5.0, bytes_per_s: 1e9 },
             mapped: false,
             blocks_there: 0,
@@ -496,20 +500,20 @@ mod tests {
         let pair = simple(&d, &c, &[30]);
         // T = W/f + S/g = 1000 + 2000; the creditor 3000 + 1000.
         let now = pair.predict(0);
-        assert_eq!((now.local_us, now.remote_us), (3_000.0, 0.0));
+        assert_eq!((now.step.local_us, now.step.remote_us), (3_000.0, 0.0));
         assert_eq!(now.tokens_per_s(), 2e6 / 3_000.0 + 4e6 / 4_000.0);
         // Twenty blocks: 200 tokens leave (Eq. 6); the remote part is their attention, ten round trips, ten rows.
         let some = pair.predict(20);
-        assert_eq!((some.local_us, some.remote_us), (2_800.0, 200.0 + 10.0 * (5.0 + 1.0)));
+        assert_eq!((some.step.local_us, some.step.remote_us), (2_800.0, 200.0 + 10.0 * (5.0 + 1.0)));
         assert_eq!(some.creditor_tokens_per_s, 4e6 / 4_200.0);
         assert!(some.covered());
         // Thirty: the first of the queue joins, with its own tokens.
         let joined = pair.predict(30);
-        assert_eq!((joined.batch, joined.local_us), (3, 1_000.0 + 1_700.0 + 300.0));
+        assert_eq!((joined.batch, joined.step.local_us), (3, 1_000.0 + 1_700.0 + 300.0));
         // Nearly all: the remote part is longer than the local one and decides.
         let most = pair.predict(190);
         assert!(!most.covered());
-        assert_eq!(most.debtor_tokens_per_s, 3e6 / most.remote_us);
+        assert_eq!(most.debtor_tokens_per_s, 3e6 / most.step.remote_us);
         // A slower creditor elsewhere is waited for all the same.
         let mut slow = pair.clone();
         (slow.debtor.elsewhere_us, slow.debtor.remote_rows) = (5_000.0, 1);
@@ -517,7 +521,7 @@ mod tests {
         // In two micro-batches the remote row's own pass waits too, and the weights are read twice.
         let micro_batches =
             Pair { config: ModelConfig { micro_batches: true, pace: false }, ..pair.clone() }.predict(20);
-        assert_eq!((micro_batches.local_us, micro_batches.remote_us), (3_800.0, 1_260.0));
+        assert_eq!((micro_batches.step.local_us, micro_batches.step.remote_us), (3_800.0, 1_260.0));
         // A debtor that steps every 2,800 µs asks 4,000/2,800 times as often.
         let paced = Pair { config: ModelConfig { micro_batches: false, pace: true }, ..pair }.predict(20);
         assert!((paced.creditor_tokens_per_s - 4e6 / (4_000.0 + 200.0 * 4.0 / 2.8)).abs() < 1e-9);

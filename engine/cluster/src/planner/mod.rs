@@ -13,8 +13,8 @@
 //!
 //! Decisions that the listing leaves open:
 //! * k is limited by the creditor's spare blocks, by the stretch of its step, by the link's rate, and first of all by the
-//!   debtor's local work, which must cover the remote part; an uncovered remote part is ordered only if no covered one
-//!   gains;
+//!   debtor's local work, which must cover the remote part (the borrow guard, [`crate::perf::StepTimes`]); an uncovered
+//!   remote part is ordered only by a debtor that is short of memory, and if no covered one gains;
 //! * the batch that freed space admits is predicted from the queue, in order; growth of running sequences within a horizon
 //!   counts as used, so that blocks are placed before an instance is full;
 //! * an instance that has lent is no debtor and one that has borrowed no creditor, also within a round; frozen instances

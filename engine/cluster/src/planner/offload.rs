@@ -102,7 +102,7 @@ fn best_creditor(
 }
 
 /// The best number of blocks between two instances, within the creditor's spare blocks, the stretch of its step and the
-/// link's rate; preferably such that the debtor's local work covers the remote part.
+/// link's rate. The debtor's local work covers the remote part, unless its memory is short and no covered move gains.
 fn best_blocks(round: &mut Round<'_>, debtor: usize, creditor: usize, choice: Choice) -> Option<BestMove> {
     round.pairs_left = round.pairs_left.checked_sub(1)?;
     let pair = round.pair(debtor, choice.seq, creditor);
@@ -116,9 +116,11 @@ fn best_blocks(round: &mut Round<'_>, debtor: usize, creditor: usize, choice: Ch
     ];
     let most = limits.into_iter().min().unwrap_or(0);
     let worth = |b: &BestMove| b.gain >= threshold(round.config, &b.prediction, b.gain);
-    // If no covered move gains, an uncovered remote part may still be worth the memory.
+    // If no covered move gains, an uncovered remote part may still be worth the memory, where that is short.
+    let is_short = round.nodes[debtor].deficit() > 0;
     let best = pair.best(1, most);
-    best.covered.filter(worth).or(best.any.filter(worth))
+    let may = |b: &BestMove| b.prediction.step.may_borrow(is_short);
+    best.covered.filter(worth).or(best.any.filter(worth).filter(may))
 }
 
 /// Smallest gain of a move: a share of the two instances' throughput without it.

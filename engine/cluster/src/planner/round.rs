@@ -3,7 +3,8 @@
 
 use super::view::{InstanceView, PoolView, RequestView, link_between};
 use super::{Order, Plan, PlannerConfig, Why};
-use crate::perf::{CreditorState, DebtorState, LinkView, Pair, Rates};
+use crate::perf::{CreditorState, DebtorState, LinkView, Pair, Rates, RemotePart};
+use lagoon_protocol::Load;
 use lagoon_types::{InstanceId, SeqId};
 use std::cell::OnceCell;
 use std::cmp::Reverse;
@@ -269,7 +270,12 @@ impl<'a> Round<'a> {
                 queue: &d.view.load.queue_blocks,
                 elsewhere_us,
             },
-            creditor: CreditorState { rates: c.rates, batch: c.view.load.batch, tokens: c.local_tokens + others },
+            creditor: CreditorState {
+                rates: c.rates,
+                batch: c.view.load.batch,
+                tokens: c.local_tokens + others,
+                wait_us: wait_us(&c.view.load),
+            },
             link: self.link(debtor, creditor),
             mapped,
             blocks_there,
@@ -280,13 +286,16 @@ impl<'a> Round<'a> {
     }
 
     fn remote_us(&self, debtor: usize, creditor: usize, (blocks, rows): (i64, u32)) -> f64 {
-        if blocks <= 0 || self.maps(debtor, creditor) {
-            return 0.0;
-        }
-        let (shape, link) = (&self.view.shape, self.link(debtor, creditor));
-        let wire = link.rtt_us + link.transfer_us(f64::from(rows) * as_f64(shape.row_bytes));
-        let tokens = as_f64(blocks.unsigned_abs()) * f64::from(shape.block_tokens);
-        tokens * self.nodes[creditor].rates.attention_us + f64::from(shape.layers) * wire
+        let shape = &self.view.shape;
+        let part = RemotePart {
+            tokens: as_f64(blocks.max(0).unsigned_abs()) * f64::from(shape.block_tokens),
+            rows,
+            attention_us: self.nodes[creditor].rates.attention_us,
+            wait_us: wait_us(&self.nodes[creditor].view.load),
+            link: self.link(debtor, creditor),
+            mapped: self.maps(debtor, creditor),
+        };
+        part.us(shape)
     }
 
     /// Predicted throughput of the pool before the orders (Eq. 7).
@@ -453,3 +462,10 @@ pub(super) fn movable(request: &RequestView) -> i64 {
 }
 
 pub(super) use crate::perf::{as_f64, whole};
+
+/// Time that the queries of a debtor's step wait for a creditor with this load: in each layer, on average, for half of one of the layers
+/// that it computes, one after another; nothing at a creditor that computes no steps.
+fn wait_us(load: &Load) -> f64 {
+    let computes = load.batch > 0 || load.prefill_tokens.is_some_and(|tokens| tokens > 0);
+    if computes { f64::from(load.step_us) / 2.0 } else { 0.0 }
+}

@@ -95,6 +95,12 @@ impl Debtor {
         };
     }
 
+    /// Whether a creditor's memory is mapped here.
+    #[must_use]
+    pub fn is_near(&self, creditor: InstanceId) -> bool {
+        self.near.contains(&creditor)
+    }
+
     pub(super) fn instance(&self) -> Option<InstanceId> {
         self.instance
     }

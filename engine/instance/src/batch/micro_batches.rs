@@ -15,7 +15,7 @@
 
 use super::sequence::Sequence;
 use crate::cx::Cx;
-use lagoon_cluster::perf::Rates;
+use lagoon_cluster::perf::{LinkView, Rates, RemotePart};
 use lagoon_types::{InstanceId, MicroBatch, SeqId};
 use std::collections::BTreeMap;
 
@@ -156,7 +156,11 @@ impl super::Batch {
         let remote_us = self.micro.remote_us.unwrap_or_else(|| {
             let running = self.sched.running().filter_map(|id| self.seqs.get(&id));
             let away = running.filter(|seq| seq.blocks.remote_blocks() > 0);
-            remote_estimate_us(cx, &rates, &attended_elsewhere(away.flat_map(leases), &maps))
+            let there = attended_elsewhere(away.flat_map(leases), &maps);
+            // At this instance's speed, and with no other load.
+            let us =
+                |(creditor, blocks): (&InstanceId, &u32)| remote_part(cx, &rates, *creditor, *blocks).us(&cx.model);
+            there.iter().map(us).fold(0.0, f64::max)
         });
         let (one, two) = predict(&rates, local, remote, remote_us);
         let gain = if self.micro.merged { 1.0 - GAIN_MIN } else { 1.0 + GAIN_MIN };
@@ -181,15 +185,19 @@ impl super::Batch {
     }
 }
 
-/// Estimated remote time of a step, in microseconds, before one was measured: the slowest creditor's round trips and
-/// micro attention, at this instance's speed and with no other load.
-fn remote_estimate_us(cx: &Cx, rates: &Rates<'_>, there: &BTreeMap<InstanceId, u32>) -> f64 {
-    let of = |(creditor, blocks): (&InstanceId, &u32)| {
-        let known = cx.peers.key(*creditor).and_then(|peer| cx.peers.known(peer));
-        let rtt_us = known.map_or(0.0, |k| f64::from(k.rtt_us)) * f64::from(cx.config.kv.layers);
-        rtt_us + f64::from(*blocks) * f64::from(cx.config.block_tokens) * rates.attention_us
-    };
-    there.iter().map(of).fold(0.0, f64::max)
+/// The remote part of a step at a creditor with so many rBlocks, as far as it can be predicted here: at this instance's speed.
+fn remote_part(cx: &Cx, rates: &Rates<'_>, creditor: InstanceId, blocks: u32) -> RemotePart {
+    let known = cx.peers.key(creditor).and_then(|peer| cx.peers.known(peer));
+    let bytes_per_s =
+        known.and_then(|k| u32::try_from(k.bytes_per_s / 1024).ok()).map_or(0.0, |k| f64::from(k) * 1024.0);
+    RemotePart {
+        tokens: f64::from(blocks) * f64::from(cx.config.block_tokens),
+        rows: 1,
+        attention_us: rates.attention_us,
+        wait_us: 0.0,
+        link: LinkView { rtt_us: known.map_or(0.0, |k| f64::from(k.rtt_us)), bytes_per_s },
+        mapped: cx.memory.rm.debtor.is_near(creditor),
+    }
 }
 
 #[cfg(test)]

@@ -80,8 +80,8 @@ pub(crate) enum MembershipEvent {
         quic_addr: String,
         body: ControlBody,
     },
-    /// A decode step took `ms`.
-    DecodeStep {
+    /// A step took `ms`.
+    StepDone {
         ms: u64,
     },
     /// Time passes: send overdue Hellos before other messages to these peers.
@@ -107,7 +107,7 @@ impl Membership {
             MembershipEvent::Rtt { peer, rtt_us } => Self::on_rtt(cx, peer, rtt_us),
             MembershipEvent::SendFailed(peer) => Self::on_send_failed(cx, peer),
             MembershipEvent::Send { to, quic_addr, body } => Self::send_control(cx, to, &quic_addr, body),
-            MembershipEvent::DecodeStep { ms } => self.note_step(ms),
+            MembershipEvent::StepDone { ms } => self.note_step(ms),
             MembershipEvent::Greet => Self::greet(cx),
             MembershipEvent::Tick => {
                 Self::expire_dialling(cx);

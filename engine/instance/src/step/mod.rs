@@ -461,7 +461,6 @@ impl Steps {
             ms,
             growing: as_u32(growing),
             other_rows: prompt_rows + accepted,
-            decodes: flight.decodes(),
             own: own.then_some(flight.remote_requests_us),
         });
         if micro_batch == MicroBatch::Remote

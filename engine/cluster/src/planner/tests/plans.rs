@@ -196,6 +196,7 @@ proptest! {
         let (now, chosen) = (pair.predict(0).tokens_per_s(), pair.predict(i64::from(order.blocks)));
         prop_assert!((chosen.tokens_per_s() - now - order.gain_tokens_per_s).abs() < 1e-6);
         if !chosen.covered() {
+            prop_assert!(round.nodes[debtor].deficit() > 0, "{chosen:?} is not covered, and the debtor has memory");
             let covered = (1..=i64::from(order.blocks)).map(|k| pair.predict(k)).filter(|p| p.covered());
             let best = covered.map(|p| p.tokens_per_s()).fold(0.0, f64::max);
             prop_assert!(best <= now * (1.0 + config.gain_min), "{best} of {now} is covered and worth it, but {chosen:?}");
