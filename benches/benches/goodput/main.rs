@@ -14,7 +14,9 @@
 //! Time is scaled, too, or a run would take hours: a request generates a `--time`-th of its tokens, so that it takes a
 //! `--time`-th of the time; arrivals and the objective's time to the first token follow; a prompt's row stands for
 //! `--tokens / --time` rows. Steps, and so the time between tokens, are not scaled. What this distorts: an answer's tokens
-//! take `--tokens / --time` times the memory that they should, and a chunk is coarser against the first token's time.
+//! take `--tokens / --time` times the memory that they should, and a chunk is coarser against the first token's time; heartbeats (250
+//! ms) and the prefill that a gateway allows ahead (500 ms) are `--time` times as long as they should be against the objective, which is
+//! to the pool's disadvantage. Rates that a short `--time` gives are nearer to the truth, and take longer.
 //! Rates and times are printed in the trace's time.
 //!
 //! Baselines are processes of no pool, with requests sent straight to them by the simulator's dispatch; the pool has its

@@ -68,8 +68,9 @@ impl Sizes {
     fn flags(&self, instances: u32) -> Vec<String> {
         let kv_tokens = format!("--kv-tokens={}", self.pace.kv_tokens * instances);
         let (rows, block) = (format!("--step-tokens={}", self.step_tokens), format!("--block-tokens={BLOCK_TOKENS}"));
-        // Every prompt is its own.
-        let rest = ["--max-running=64", "--max-queue=4096", "--prefix-cache=off"].map(str::to_owned);
+        // Every prompt is its own, and chunks are sized for the objective's time between tokens.
+        let rest = ["--max-running=64", "--max-queue=4096", "--prefix-cache=off", "--target-tbt-ms=90"];
+        let rest = rest.map(str::to_owned);
         [vec![kv_tokens, rows, block], rest.to_vec()].concat()
     }
 
