@@ -73,6 +73,7 @@ impl Lagoon {
         command
     }
 
+    /// Runs a command of the binary, and waits for its end.
     pub fn run_to_end(&self, arguments: &[&str]) -> Result<()> {
         let output = self.command().args(arguments).output()?;
         ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -89,12 +90,14 @@ impl Lagoon {
         self.run_to_end(&[arguments, &[&gmanager, ca, cert, key]].concat())
     }
 
+    /// Flags with a node's certificates.
     pub fn tls(&self, name: &str) -> [String; 3] {
         let at = |file: &str| self.dir.join(file).display().to_string();
         let (cert, key) = (at(&format!("{name}.pem")), at(&format!("{name}.key")));
         [format!("--tls-ca={}", at("ca.pem")), format!("--tls-cert={cert}"), format!("--tls-key={key}")]
     }
 
+    /// Starts a command that announces itself.
     pub fn start(&self, name: &str, arguments: &[String]) -> Result<Process> {
         let role = match arguments.first().map(String::as_str) {
             Some("gmanager") => "gmanager",
@@ -245,6 +248,7 @@ impl Process {
         Ok(self.child.kill()?)
     }
 
+    /// A field of the process's announcement.
     pub fn announced(&self, field: &str) -> Result<&str> {
         self.ready[field].as_str().with_context(|| format!("{field} is missing in {}", self.ready))
     }
@@ -261,18 +265,21 @@ pub fn request(http: &str, head: &str, body: &str) -> Result<BufReader<TcpStream
     Ok(BufReader::new(stream))
 }
 
+/// The body of a GET request's answer.
 pub fn get(http: &str, path: &str) -> Result<String> {
     let mut text = String::new();
     request(http, &format!("GET {path}"), "")?.read_to_string(&mut text)?;
     Ok(text)
 }
 
+/// The status of an instance or gateway.
 pub fn status(http: &str) -> Result<Value> {
     let text = get(http, "/lagoon/status")?;
     let (_, body) = text.split_once("\r\n\r\n").context("no body")?;
     serde_json::from_str(body).with_context(|| format!("a status: {body:?}"))
 }
 
+/// A number of a status.
 pub fn number(status: &Value, pointer: &str) -> Result<u64> {
     status.pointer(pointer).and_then(Value::as_u64).with_context(|| format!("{pointer} is missing in {status}"))
 }
@@ -293,6 +300,7 @@ pub fn wait_for_others(http: &str) -> Result<()> {
 /// Arrival times of a stream's tokens, recorded by a thread of its own; an error ends the stream.
 pub type Times = Arc<Mutex<(Vec<Instant>, Option<String>)>>;
 
+/// Times of a streamed answer of `tokens` tokens to a prompt of `context`.
 pub fn listen(http: &str, context: u32, tokens: u32) -> Result<Times> {
     // Tokens from the vocabulary's middle, no two neighbours alike.
     let prompt: Vec<u32> = (0..context).map(|i| 5 + (i * 37 + i / 7) % 1000).collect();

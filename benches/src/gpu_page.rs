@@ -9,6 +9,7 @@ use std::fmt::Write as _;
 
 /// Begin of the page's generated part.
 pub const BEGIN: &str = "<!-- measured: begin -->";
+/// The line below the measured part of docs/gpu.md.
 pub const END: &str = "<!-- measured: end -->";
 
 /// A page and its figures, by file name.

@@ -1,5 +1,6 @@
 //! Metadata of every measurement: the median of its runs, the machine and the commit.
 
+/// Arithmetic mean; NaN without values.
 #[must_use]
 pub fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64

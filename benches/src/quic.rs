@@ -11,6 +11,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Any free port of the loopback interface.
 #[must_use]
 pub fn loopback() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], 0))
@@ -37,6 +38,7 @@ pub struct Pem {
 type Parts = (Arc<RootCertStore>, Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
 impl Pem {
+    /// An endpoint's identity, issued by a CA.
     pub fn issue(ca: &ClusterCa, name: &str) -> Result<Self> {
         let issued = ca.issue(name, NodeRole::Instance)?;
         Ok(Self { ca: ca.cert_pem().to_owned(), cert: issued.cert_pem, key: issued.key_pem })

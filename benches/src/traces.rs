@@ -17,6 +17,7 @@ pub struct Request {
     pub output_tokens: u32,
 }
 
+/// How requests arrive and how long they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Summaries of papers: prompts of 40,642 tokens on average, answers of 241.

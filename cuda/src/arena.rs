@@ -50,6 +50,7 @@ impl Arena {
         self.range.address()
     }
 
+    /// Size in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.physical.bytes()

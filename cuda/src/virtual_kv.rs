@@ -198,6 +198,7 @@ impl VirtualKv {
         Ok(Self { layout, bases, state, uses, wake: Some(wake), overlapped: true, background: Some(background) })
     }
 
+    /// Sizes of tensors and page groups.
     #[must_use]
     pub fn layout(&self) -> &VmmLayout {
         &self.layout

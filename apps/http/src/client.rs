@@ -104,11 +104,13 @@ pub struct Response {
 }
 
 impl Response {
+    /// The answer's status.
     #[must_use]
     pub fn status(&self) -> StatusCode {
         self.head.status
     }
 
+    /// The answer's headers.
     #[must_use]
     pub fn headers(&self) -> &HeaderMap {
         &self.head.headers

@@ -22,6 +22,7 @@ use tokio::sync::mpsc;
 
 /// Begin and end of sequence of [`byte_tokenizer`].
 pub const BOS: u32 = 256;
+/// The token that ends an answer.
 pub const EOS: u32 = 257;
 const VOCAB: u32 = 258;
 /// Events that wait for a slow reader.
@@ -85,6 +86,7 @@ impl fmt::Debug for ScriptedEngine {
 }
 
 impl ScriptedEngine {
+    /// An engine that answers by a script.
     pub fn new(
         script: impl Fn(&GenerateRequest) -> Result<Vec<Step>, RequestError> + Send + Sync + 'static,
     ) -> Arc<Self> {
@@ -129,6 +131,7 @@ impl ScriptedEngine {
         self.counts.tokens.load(Ordering::SeqCst)
     }
 
+    /// Requests that were cancelled.
     #[must_use]
     pub fn cancelled(&self) -> usize {
         self.counts.cancelled.load(Ordering::SeqCst)

@@ -27,6 +27,7 @@ impl<T> Default for Agenda<T> {
 }
 
 impl<T> Agenda<T> {
+    /// Simulated time, in microseconds.
     #[must_use]
     pub fn now_us(&self) -> u64 {
         self.now_us

@@ -12,6 +12,7 @@ pub struct Clock {
 }
 
 impl Clock {
+    /// A clock that shows simulated time.
     #[must_use]
     pub const fn exact() -> Self {
         Self { born_us: 0, offset_ms: 0, skew_ppm: 0 }

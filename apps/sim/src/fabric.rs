@@ -122,6 +122,7 @@ fn end(at: Place, peer: Place) -> usize {
 }
 
 impl Fabric {
+    /// A network of links that the profile describes.
     #[must_use]
     pub fn new(profile: LinkProfile, rng: Rng) -> Self {
         let (links, streams, paused) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());

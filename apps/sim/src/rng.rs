@@ -13,6 +13,7 @@ pub const fn mix(seed: u64) -> u64 {
 }
 
 impl Rng {
+    /// A generator that a seed determines.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
         Self(seed)
@@ -24,6 +25,7 @@ impl Rng {
         Self(mix(self.draw() ^ 0x5851_f42d_4c95_7f2d))
     }
 
+    /// The next 64 random bits.
     pub fn draw(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)

@@ -87,6 +87,7 @@ impl Trace {
         Self { lines: VecDeque::new(), limit }
     }
 
+    /// The last lines, oldest first.
     #[must_use]
     pub fn into_lines(self) -> Vec<String> {
         self.lines.into()
@@ -228,6 +229,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         }
     }
 
+    /// Simulated time, in microseconds.
     #[must_use]
     pub fn now_us(&self) -> u64 {
         self.agenda.now_us()
@@ -239,6 +241,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
         self.events
     }
 
+    /// The process at a place, if one lives there.
     #[must_use]
     pub fn process(&self, place: Place) -> Option<&Process<R>> {
         self.processes.get(place)?.as_ref()

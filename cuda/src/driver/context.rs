@@ -93,6 +93,7 @@ impl Context {
         Ok(Arc::new(context))
     }
 
+    /// Attributes of the device.
     #[must_use]
     pub fn attributes(&self) -> &Attributes {
         &self.attributes

@@ -34,6 +34,7 @@ impl Buffer {
         self.address
     }
 
+    /// Size in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
@@ -87,6 +88,7 @@ impl Pinned {
         Ok(Self { context: Arc::clone(context), at, bytes })
     }
 
+    /// Size in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes

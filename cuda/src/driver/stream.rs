@@ -62,6 +62,7 @@ impl Stream {
         Ok(Self { context: Arc::clone(context), handle, dependents: Dependents::default() })
     }
 
+    /// The context of the stream.
     #[must_use]
     pub fn context(&self) -> &Arc<Context> {
         &self.context

@@ -111,6 +111,7 @@ impl Physical {
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
+    /// Size in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
@@ -151,11 +152,13 @@ impl Reservation {
         Ok(Self { context: Arc::clone(context), address, bytes, mapped: BTreeMap::new() })
     }
 
+    /// First address.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address
     }
 
+    /// Size in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes

@@ -22,6 +22,7 @@ pub struct Segment {
 }
 
 impl Segment {
+    /// Size in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.rows * self.row_bytes
@@ -62,6 +63,7 @@ impl WeightLayout {
         Ok(layout)
     }
 
+    /// Size in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.segments.iter().map(Segment::bytes).sum()
@@ -81,6 +83,7 @@ impl WeightLayout {
         self.factor = factor;
     }
 
+    /// Its segments, in the order of their rows.
     #[must_use]
     pub fn segments(&self) -> &[Segment] {
         &self.segments

@@ -82,6 +82,7 @@ impl SharedArena {
         Ok(Self(Arc::new(Inner { file, map, bytes, granule_bytes, granules })))
     }
 
+    /// Size in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.0.bytes
@@ -358,6 +359,7 @@ impl ArenaView {
         }
     }
 
+    /// Size in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes

@@ -131,6 +131,7 @@ impl BlockPool {
         }
     }
 
+    /// Numbers of rBlocks by state.
     #[must_use]
     pub fn counts(&self) -> PoolCounts {
         self.counts

@@ -20,11 +20,13 @@ impl RangeSet {
         self.len
     }
 
+    /// Whether it holds no number.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
+    /// Whether it holds `n`.
     #[must_use]
     pub fn contains(&self, n: u32) -> bool {
         self.ranges.range(..=n).next_back().is_some_and(|(_, end)| n < *end)

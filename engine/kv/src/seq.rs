@@ -113,6 +113,7 @@ pub struct Freed {
 }
 
 impl Freed {
+    /// Whether it has no rBlock.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.local.is_empty() && self.remote.is_empty()
@@ -178,6 +179,7 @@ impl SeqBlocks {
         }
     }
 
+    /// Tokens of an rBlock.
     #[must_use]
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens

@@ -217,6 +217,7 @@ impl Rows<'_> {
         self.places.len()
     }
 
+    /// Columns of the matrix.
     #[must_use]
     pub fn cols(&self) -> usize {
         self.cols

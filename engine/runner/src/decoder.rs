@@ -24,6 +24,7 @@ pub struct Model<D: Device> {
 }
 
 impl<D: Device> Model<D> {
+    /// A model on a device.
     #[must_use]
     pub fn new(spec: &ModelSpec, weights: Weights<D>) -> Self {
         let ropes = spec.ropes.iter().map(|rope| Rope::new(rope, spec.rope_dim())).collect();
@@ -240,6 +241,7 @@ pub struct Decoder<'a, D: Device> {
 }
 
 impl<'a, D: Device> Decoder<'a, D> {
+    /// A decoder of a model.
     #[must_use]
     pub fn new(model: &'a Model<D>) -> Self {
         Self { model }

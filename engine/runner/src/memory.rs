@@ -35,6 +35,7 @@ pub enum KvMemory {
 }
 
 impl KvMemory {
+    /// Whether it holds nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         matches!(self, Self::Host(arenas) if arenas.is_empty())

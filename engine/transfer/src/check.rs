@@ -57,6 +57,7 @@ impl fmt::Display for Check {
 pub struct Checker(pub Xxh3);
 
 impl Checker {
+    /// Takes the next bytes.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
@@ -74,6 +75,7 @@ impl Checker {
         self.finish()
     }
 
+    /// The check of the bytes so far.
     #[must_use]
     pub fn finish(&self) -> Check {
         Check::from_hash(self.0.finish())

@@ -346,6 +346,7 @@ impl Queue {
         }
     }
 
+    /// Whether it reads nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.groups.is_empty()
@@ -363,6 +364,7 @@ impl Queue {
         self.groups.retain(|group| !group.is_empty());
     }
 
+    /// Takes all reads out, and keeps the memory.
     pub fn clear(&mut self) {
         self.groups.clear();
     }

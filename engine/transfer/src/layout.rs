@@ -353,6 +353,7 @@ impl Layout {
         Ok(())
     }
 
+    /// The model whose KV it describes.
     #[must_use]
     pub fn model(&self) -> ModelHash {
         self.model
@@ -382,6 +383,7 @@ impl Layout {
         self.heads.clone()
     }
 
+    /// Elements of a head.
     #[must_use]
     pub fn head_dim(&self) -> u32 {
         self.head_dim
@@ -393,11 +395,13 @@ impl Layout {
         self.planes.first().map_or(self.head_dim, |plane| plane.row_elements(self.head_dim))
     }
 
+    /// Sizes of the regions in bytes, by region.
     #[must_use]
     pub fn region_bytes(&self) -> &[u64] {
         &self.region_bytes
     }
 
+    /// Its planes, by layer.
     #[must_use]
     pub fn planes(&self) -> &[Plane] {
         &self.planes

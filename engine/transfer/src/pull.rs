@@ -286,6 +286,7 @@ impl Pull {
         Ok(Self { reader, writer, conversion, remote, local, tokens, local_first, by_layer, plain })
     }
 
+    /// How the source's KV becomes the target's.
     #[must_use]
     pub fn conversion(&self) -> &Conversion {
         &self.conversion

@@ -253,11 +253,13 @@ impl Writer {
         u64::from_le_bytes(epoch)
     }
 
+    /// Its counts.
     #[must_use]
     pub fn stats(&self) -> WriterStats {
         self.stats
     }
 
+    /// Layout of the target.
     #[must_use]
     pub fn layout(&self) -> &Arc<Layout> {
         &self.layout

@@ -22,11 +22,13 @@ impl Flags {
     /// Its blocks are in host memory.
     pub const HOST: Self = Self(8);
 
+    /// These flags, with `other` set or not.
     #[must_use]
     pub const fn with(self, other: Self, on: bool) -> Self {
         if on { Self(self.0 | other.0) } else { Self(self.0 & !other.0) }
     }
 
+    /// Whether all flags of `other` are set.
     #[must_use]
     pub const fn has(self, other: Self) -> bool {
         self.0 & other.0 == other.0

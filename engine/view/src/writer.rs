@@ -82,10 +82,12 @@ impl ViewWriter {
         self.row(slot).set_conn(conn);
     }
 
+    /// Sets an instance's flags.
     pub fn set_flags(&mut self, slot: Slot, flags: Flags) {
         self.row(slot).set_flags(flags);
     }
 
+    /// An instance's flags.
     #[must_use]
     pub fn flags(&self, slot: Slot) -> Flags {
         self.row(slot).flags()

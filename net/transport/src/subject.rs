@@ -33,6 +33,7 @@ pub enum NodeRole {
 }
 
 impl NodeRole {
+    /// All roles.
     pub const ALL: [Self; 5] = [Self::GManager, Self::Instance, Self::Kv, Self::Gateway, Self::Operator];
 
     /// As in certificates and on the command line.
@@ -79,6 +80,7 @@ impl Roles {
         NodeRole::ALL.into_iter().collect()
     }
 
+    /// Whether the role is among them.
     #[must_use]
     pub const fn has(self, role: NodeRole) -> bool {
         self.0 & role.bit() != 0
@@ -90,6 +92,7 @@ impl Roles {
         roles.iter().any(|role| self.has(*role))
     }
 
+    /// The roles, in their order.
     pub fn iter(self) -> impl Iterator<Item = NodeRole> {
         NodeRole::ALL.into_iter().filter(move |role| self.has(*role))
     }

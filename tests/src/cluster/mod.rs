@@ -190,6 +190,7 @@ impl World {
         0..self.specs.len()
     }
 
+    /// What an instance was started with.
     #[must_use]
     pub fn spec(&self, node: usize) -> &Spec {
         &self.specs[node]
@@ -209,6 +210,7 @@ impl World {
         self.sim.process(place(node)).map(|process| &process.instance)
     }
 
+    /// Whether an instance lives.
     #[must_use]
     pub fn is_alive(&self, node: usize) -> bool {
         self.instance(node).is_some()
@@ -269,11 +271,13 @@ impl World {
         &mut self.sim.coordinator.as_mut().unwrap().gmanager
     }
 
+    /// Whether the gManager lives.
     #[must_use]
     pub fn has_gmanager(&self) -> bool {
         self.sim.coordinator.is_some()
     }
 
+    /// The cluster's time, in milliseconds.
     #[must_use]
     pub fn now_ms(&self) -> u64 {
         self.sim.now_us() / 1000

@@ -12,6 +12,7 @@ use crate::{deny, skips, workspace};
 
 mod circles;
 mod docs;
+mod documented;
 mod exceptions;
 mod families;
 mod files;
@@ -33,6 +34,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     findings.extend(words::check(root)?);
     findings.extend(wire::check(root)?);
     findings.extend(docs::check(root)?);
+    findings.extend(documented::check(root)?);
     findings.extend(deny::findings(root, &graph)?);
     findings.extend(skips::dead(root)?);
     let text = std::fs::read_to_string(root.join("xtask/tidy.toml")).context("read xtask/tidy.toml")?;

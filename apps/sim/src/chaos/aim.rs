@@ -27,6 +27,7 @@ pub enum Aim {
 const FIRST_ID: usize = 1_000;
 
 impl Aim {
+    /// All aims, in the order of their names' help text.
     pub const ALL: [Self; 4] = [Self::TakenBack, Self::Fenced, Self::Unacknowledged, Self::LateWrites];
 
     /// The aim of this command-line name.

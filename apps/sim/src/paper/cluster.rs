@@ -52,6 +52,7 @@ impl Cluster {
         Self { parallel, ..Self::multi(model, gpus, 1) }
     }
 
+    /// Number of instances.
     #[must_use]
     pub fn instances(&self) -> usize {
         (self.gpus / self.parallel.gpus()) as usize
@@ -63,6 +64,7 @@ impl Cluster {
         instance * self.parallel.gpus() as usize / NODE_GPUS as usize
     }
 
+    /// Times of one instance.
     #[must_use]
     pub fn timing(&self) -> Timing {
         Timing::new(self.model, self.parallel)
@@ -93,6 +95,7 @@ pub struct Setup {
 }
 
 impl Setup {
+    /// The cluster with an instance on every tensor-parallel group (Lagoon, vLLM-multi).
     #[must_use]
     pub fn multi(&self) -> Cluster {
         Cluster::multi(self.model, self.gpus, self.tp)

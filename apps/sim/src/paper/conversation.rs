@@ -197,6 +197,7 @@ impl Statistics {
         reused: 0.366,
     };
 
+    /// Statistics of a trace.
     #[must_use]
     pub fn of(entries: &[Entry]) -> Self {
         let seconds = entries.last().map_or(0, |e| e.timestamp + TICK_MS) as f64 / 1e3;

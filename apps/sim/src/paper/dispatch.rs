@@ -26,6 +26,7 @@ impl Dispatch {
     /// Those that choose at arrival ([`choose`]).
     pub const AT_ARRIVAL: [Self; 3] = [Self::FreeMemory, Self::FreeLessRecent, Self::LeastWork];
 
+    /// The rule's name in tables.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -68,6 +68,7 @@ pub const A100: Chip = Chip {
 /// results. Assumed, the same for every system. vLLM 0.5.3 spent 0.76 of the GPU's time on it (29 % of all against 38 %,
 /// LLaMA3-8B on an H100; vLLM's report on 0.6.0, September 2024), which is about ten times as much.
 pub const HOST_STEP_US: f64 = 500.0;
+/// Host time of a step for each sequence, in microseconds.
 pub const HOST_SEQ_US: f64 = 10.0;
 const KERNELS_PER_LAYER: f64 = 10.0;
 /// Kernels of a remote request in a layer: the attention and its reduction.
@@ -89,6 +90,7 @@ pub struct Model {
     pub vocab: u32,
 }
 
+/// LLaMA2-7B in 16 bits (arXiv:2307.09288, Table 1).
 pub const LLAMA2_7B: Model = Model {
     name: "LLaMA2-7B",
     layers: 32,
@@ -99,8 +101,10 @@ pub const LLAMA2_7B: Model = Model {
     intermediate: 11_008,
     vocab: 32_000,
 };
+/// LLaMA2-13B in 16 bits.
 pub const LLAMA2_13B: Model =
     Model { name: "LLaMA2-13B", layers: 40, hidden: 5120, heads: 40, kv_heads: 40, intermediate: 13_824, ..LLAMA2_7B };
+/// LLaMA2-70B in 16 bits, with grouped queries.
 pub const LLAMA2_70B: Model =
     Model { name: "LLaMA2-70B", layers: 80, hidden: 8192, heads: 64, kv_heads: 8, intermediate: 28_672, ..LLAMA2_7B };
 
@@ -174,6 +178,7 @@ impl Parallel {
         Self { tp, pp: 1, pipelined: true, stage_bytes_per_s: 1.0, stage_latency_us: 0.0 }
     }
 
+    /// GPUs of an instance.
     #[must_use]
     pub const fn gpus(&self) -> u32 {
         self.tp * self.pp
@@ -206,6 +211,7 @@ pub struct StepTime {
 }
 
 impl StepTime {
+    /// Time of the whole step, in microseconds.
     #[must_use]
     pub fn total_us(&self) -> f64 {
         self.linear_us + self.attention_us
@@ -224,6 +230,7 @@ pub struct Timing {
 }
 
 impl Timing {
+    /// Times of a model on so many A100s.
     #[must_use]
     pub const fn new(model: Model, parallel: Parallel) -> Self {
         Self { model, parallel, chip: A100, host_step_us: HOST_STEP_US, host_seq_us: HOST_SEQ_US }

@@ -26,6 +26,7 @@ pub enum System {
 }
 
 impl System {
+    /// The system's name in tables.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -110,6 +111,7 @@ pub struct Measured {
 }
 
 impl Measured {
+    /// Width of a step of [`Measured::over_time`], in seconds.
     pub const STEP_S: f64 = 5.0;
 
     fn of(seen: &Seen, requests: &[Request]) -> Self {

@@ -45,6 +45,7 @@ pub struct Case {
 }
 
 impl Case {
+    /// Throughput with migration over that without.
     #[must_use]
     pub fn speedup(&self) -> f64 {
         (self.compute_s + self.migration_s) / self.lagoon_s

@@ -20,9 +20,11 @@ use super::traces::Request;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Time of a step's weights, of a full cache's attention, and rows at which products stop being bound by bytes.
+/// Time to read the weights, in seconds.
 pub const WEIGHTS_S: f64 = 10e-3;
+/// Time to attend to a full KV cache, in seconds.
 pub const CACHE_S: f64 = 30e-3;
+/// Rows of a step whose arithmetic takes as long as reading the weights.
 pub const ROWS_BALANCE: f64 = 150.0;
 /// Tokens of LLaMA2-7B on an A100 that a token of KV stands for: 111,615 over [`Mix::kv_tokens`]' default.
 pub const TOKEN_STANDS_FOR: f64 = 54.5;

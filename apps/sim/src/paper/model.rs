@@ -46,6 +46,7 @@ pub struct CurvePoint {
 }
 
 impl CurvePoint {
+    /// Tokens per second of both instances.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.debtor + self.creditor

@@ -87,6 +87,7 @@ pub struct Setting {
 }
 
 impl Setting {
+    /// A setting without departures, prompts resident.
     #[must_use]
     pub fn new(cluster: Cluster, pooled: bool, block_tokens: u32) -> Self {
         let timing = cluster.timing();

@@ -46,6 +46,7 @@ pub struct Size {
 }
 
 impl Size {
+    /// The sizes of the published figures.
     #[must_use]
     pub const fn full(seed: u64) -> Self {
         let shares = &serving::SHARES;
@@ -65,6 +66,7 @@ impl Size {
         }
     }
 
+    /// Fewer requests and rates: minutes on two cores.
     #[must_use]
     pub const fn quick(seed: u64) -> Self {
         let shares = &[0.4, 0.8, 1.1];

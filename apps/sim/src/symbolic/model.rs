@@ -11,6 +11,7 @@
 use crate::rng::mix;
 use lagoon_types::{AttentionGeometry, KvDType, KvShape, WindowShape};
 
+/// Layers of the symbolic model.
 pub const LAYERS: u32 = 2;
 /// Numbers of the layers whose KV is in rings: this, and one more for each layer in the pool.
 pub(crate) const RING_LAYER: u32 = LAYERS;
@@ -37,6 +38,7 @@ pub const fn kv_shape() -> KvShape {
     KvShape { layers: LAYERS, kv_heads: 1, head_dim: 4, dtype: KvDType::F32 }
 }
 
+/// Its heads: one, of four elements.
 #[must_use]
 pub const fn geometry() -> AttentionGeometry {
     AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 4, latent: false }

@@ -19,6 +19,7 @@ pub struct Data {
 }
 
 impl Data {
+    /// Random data that a seed determines.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self { rng: ChaCha8Rng::seed_from_u64(seed) }

@@ -87,6 +87,7 @@ impl Dgfm {
         }
     }
 
+    /// Its counts.
     #[must_use]
     pub fn stats(&self) -> DgfmStats {
         self.stats

@@ -112,6 +112,7 @@ pub struct Replay<K> {
 }
 
 impl<K: Copy + PartialEq> Replay<K> {
+    /// The replay of a request that may be sent again if it is repeatable.
     #[must_use]
     pub fn new(limits: ReplayLimits, is_repeatable: bool) -> Self {
         Self {

@@ -303,6 +303,7 @@ impl GManager {
         self.config.term
     }
 
+    /// Its counts.
     #[must_use]
     pub fn stats(&self) -> GManagerStats {
         self.stats

@@ -173,6 +173,7 @@ impl Planner {
         Self { config, recent: BTreeMap::new() }
     }
 
+    /// Its configuration.
     #[must_use]
     pub fn config(&self) -> &PlannerConfig {
         &self.config

@@ -38,6 +38,7 @@ impl RManager {
         self.is_draining = draining;
     }
 
+    /// Whether the instance lends nothing more.
     #[must_use]
     pub fn is_draining(&self) -> bool {
         self.is_draining

@@ -125,6 +125,7 @@ impl RManager {
         })
     }
 
+    /// Its configuration.
     #[must_use]
     pub fn config(&self) -> &RManagerConfig {
         &self.config

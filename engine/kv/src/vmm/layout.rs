@@ -75,6 +75,7 @@ impl VmmLayout {
         }
     }
 
+    /// Sizes of the mapped KV.
     #[must_use]
     pub fn shape(&self) -> VmmShape {
         self.shape

@@ -33,6 +33,7 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// The commands, in the order in which they are carried out.
     #[must_use]
     pub fn commands(&self) -> &[Command] {
         &self.commands
@@ -165,16 +166,19 @@ impl Vmm {
         })
     }
 
+    /// Sizes of tensors and page groups.
     #[must_use]
     pub fn layout(&self) -> &VmmLayout {
         &self.layout
     }
 
+    /// Its configuration.
     #[must_use]
     pub fn config(&self) -> &VmmConfig {
         &self.config
     }
 
+    /// Its counters, in page groups of one tensor.
     #[must_use]
     pub fn counters(&self) -> VmmCounters {
         self.counters

@@ -61,6 +61,7 @@ pub struct Parts {
 }
 
 impl Parts {
+    /// Whether it says nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.content.is_empty() && self.reasoning.is_empty() && self.calls.is_empty()

@@ -290,6 +290,7 @@ impl Reader {
         self.next
     }
 
+    /// Its counts.
     #[must_use]
     pub fn stats(&self) -> ReaderStats {
         self.stats
