@@ -184,7 +184,14 @@ impl Hostile {
 
     /// What a debtor says.
     fn borrows(&mut self) -> C {
-        match self.rng.below(4) {
+        match self.rng.below(5) {
+            4 => C::LeaseHashes(p::LeaseHashes {
+                lease: self.n(),
+                epoch: self.n(),
+                first: self.n32(),
+                depth: self.n32(),
+                hashes: self.bytes(64).to_vec(),
+            }),
             0 => C::LeaseRelease(p::LeaseRelease {
                 lease: self.n(),
                 epoch: self.n(),
@@ -199,6 +206,7 @@ impl Hostile {
                 blocks_min: self.n32(),
                 purpose: self.n32() as i32,
                 waited_ms: self.yes().then(|| self.n32()),
+                hashes: if self.yes() { self.bytes(64).to_vec() } else { Vec::new() },
             }),
         }
     }
@@ -212,6 +220,7 @@ impl Hostile {
                 epoch: self.n(),
                 blocks: self.n32(),
                 ttl_ms: self.n(),
+                cached: self.n32(),
             }),
             1 => {
                 C::LeaseRefuse(p::LeaseRefuse { request: self.n(), blocks_lendable: self.n32(), reason: String::new() })

@@ -50,6 +50,15 @@ pub struct RemoteGrant {
     pub blocks: u32,
 }
 
+impl RemoteGrant {
+    /// All its entries.
+    #[must_use]
+    pub fn all(&self) -> RemoteEntries {
+        let &Self { creditor, lease, epoch, blocks } = self;
+        RemoteEntries { creditor, lease, epoch, first: 0, entries: blocks }
+    }
+}
+
 /// Entries `[first, entries)` of a lease that the sequence no longer needs. Some may have been released before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteEntries {

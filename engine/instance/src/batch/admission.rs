@@ -208,7 +208,7 @@ impl Batch {
     }
 
     /// Allocates memory for a whole waiting sequence. True if it has all; false if it borrows or must retry.
-    fn place(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) -> bool {
+    pub(super) fn place(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) -> bool {
         let Some(seq) = self.seqs.get(&id) else { return false };
         let since_ms = seq.since_ms;
         // One slot more than known tokens: the next token needs one. A prompt for a decode worker needs none, and lies
@@ -238,7 +238,7 @@ impl Batch {
             return false;
         }
         cx.standing.note_lending_needed(cx.now_ms);
-        if local < needed && !self.borrow_or_wait(cx, prefills, id, needed) {
+        if local < needed && (!self.borrow_or_wait(cx, prefills, id, needed) || self.search_pool(cx, id)) {
             return false;
         }
         let (known, after) = if local == needed { self.adopt_prefix(cx, id) } else { (0, None) };
@@ -281,7 +281,10 @@ impl Batch {
                 );
                 self.fail(cx, prefills, id, RequestError::Unavailable(message));
             }
-            Short::Retry | Short::Preempt => self.retry_later(cx, id),
+            Short::Retry | Short::Preempt => {
+                self.drop_found(cx, prefills, id);
+                self.retry_later(cx, id);
+            }
         }
         false
     }

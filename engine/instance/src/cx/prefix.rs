@@ -12,6 +12,8 @@ pub struct PrefixStatus {
     pub looked_up_tokens: u64,
     /// Tokens among them whose KV was cached and not recomputed.
     pub hit_tokens: u64,
+    /// Hits among them that were leased from other instances, which cache them.
+    pub leased_tokens: u64,
     /// rBlocks of these hits that were in use and became shared.
     pub shared_blocks: u64,
     /// rBlocks that sharing saves now.
@@ -29,6 +31,7 @@ pub(crate) struct PrefixCounts {
     root: Option<BlockHash>,
     looked_up_tokens: u64,
     hit_tokens: u64,
+    leased_tokens: u64,
     shared_blocks: u64,
     next_share: u64,
     /// Mappings commanded and not made yet, also of sequences that are gone.
@@ -51,7 +54,15 @@ impl PrefixCounts {
             block_tokens: config.block_tokens,
         };
         let root = config.prefix_cache.then(|| BlockHash::root(&root));
-        Self { root, looked_up_tokens: 0, hit_tokens: 0, shared_blocks: 0, next_share: 0, in_flight: 0 }
+        Self {
+            root,
+            looked_up_tokens: 0,
+            hit_tokens: 0,
+            leased_tokens: 0,
+            shared_blocks: 0,
+            next_share: 0,
+            in_flight: 0,
+        }
     }
 
     /// Root of the hash chain; `None` where the prefix cache is off.
@@ -67,6 +78,11 @@ impl PrefixCounts {
     /// Counts tokens whose KV was cached.
     pub(crate) fn note_hit(&mut self, tokens: u32) {
         self.hit_tokens += u64::from(tokens);
+    }
+
+    /// Counts tokens among the hits whose KV other instances cache.
+    pub(crate) fn note_leased(&mut self, tokens: u32) {
+        self.leased_tokens += u64::from(tokens);
     }
 
     /// Counts rBlocks in use that became shared.
@@ -88,10 +104,11 @@ impl PrefixCounts {
 
     /// The counters, with those of the pool.
     pub(crate) fn status(&self, pool: &BlockPool) -> PrefixStatus {
-        let Self { looked_up_tokens, hit_tokens, shared_blocks, .. } = *self;
+        let Self { looked_up_tokens, hit_tokens, leased_tokens, shared_blocks, .. } = *self;
         PrefixStatus {
             looked_up_tokens,
             hit_tokens,
+            leased_tokens,
             shared_blocks,
             saved_blocks: pool.counts().shared,
             blocks: pool.cached(),
