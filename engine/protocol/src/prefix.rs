@@ -48,4 +48,7 @@ pub struct CachedRun {
     /// Number of rBlocks.
     #[prost(uint32, tag = "4")]
     pub blocks: u32,
+    /// Number of rBlocks before the first one of which the summary does not tell.
+    #[prost(uint32, tag = "5")]
+    pub before: u32,
 }

@@ -28,18 +28,19 @@ impl Cached {
         known.then(|| self.fingerprints.binary_search(&fingerprint).is_ok())
     }
 
-    /// Runs of `prompt` that it may have, each from a block that it has to another one: first block and number.
-    fn runs(&self, prompt: &[u64]) -> Vec<(u32, u32)> {
-        let mut runs: Vec<(u32, u32)> = Vec::new();
-        let mut is_open = false;
+    /// Runs of `prompt` that it may have, each from a block that it has to another one: first block, number, and blocks
+    /// before of which the summary does not tell.
+    fn runs(&self, prompt: &[u64]) -> Vec<(u32, u32, u32)> {
+        let mut runs: Vec<(u32, u32, u32)> = Vec::new();
+        let (mut is_open, mut lacks) = (false, 0);
         for (at, fingerprint) in (0..).zip(prompt) {
             match (self.has(*fingerprint), runs.last_mut().filter(|_| is_open)) {
                 (Some(true), Some(run)) => run.1 = at + 1 - run.0,
                 (Some(true), None) => {
-                    runs.push((at, 1));
+                    runs.push((at, 1, at - lacks));
                     is_open = true;
                 }
-                (Some(false), _) => is_open = false,
+                (Some(false), _) => (is_open, lacks) = (false, at + 1),
                 (None, _) => {}
             }
         }
@@ -62,7 +63,13 @@ impl GManager {
                 continue;
             }
             let quic_addr = &member.registration.quic_addr;
-            let run = |(first, blocks)| CachedRun { instance, quic_addr: quic_addr.clone(), first, blocks };
+            let run = |(first, blocks, before)| CachedRun {
+                instance,
+                quic_addr: quic_addr.clone(),
+                first,
+                blocks,
+                before,
+            };
             cached.extend(member.cached.runs(&prompt).into_iter().map(run));
         }
         cached.sort_by_key(|run| (std::cmp::Reverse(run.blocks), run.first, run.instance));
@@ -83,9 +90,10 @@ mod tests {
         };
         let prompt = [5, 90, 7, 3, 80, 2];
         // 90 and 80 are above all that the sample has.
-        assert_eq!(of(&[5, 7, 8], false).runs(&prompt), [(0, 3)]);
-        assert_eq!(of(&[2, 3, 5, 7, 8], false).runs(&prompt), [(0, 6)]);
-        assert_eq!(of(&[5, 7, 8], true).runs(&prompt), [(0, 1), (2, 1)]);
+        assert_eq!(of(&[5, 7, 8], false).runs(&prompt), [(0, 3, 0)]);
+        assert_eq!(of(&[2, 3, 5, 7, 8], false).runs(&prompt), [(0, 6, 0)]);
+        assert_eq!(of(&[5, 7, 8], true).runs(&prompt), [(0, 1, 0), (2, 1, 0)]);
+        assert_eq!(of(&[2, 8], false).runs(&prompt), [(5, 1, 1)], "80 may be there");
         assert_eq!(of(&[], true).runs(&prompt), []);
         assert_eq!(of(&[], false).runs(&prompt), []);
     }

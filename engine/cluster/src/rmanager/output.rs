@@ -47,6 +47,8 @@ pub enum CachedPart {
     Here { blocks: u32 },
     /// A lease of blocks that their creditor caches.
     Leased(BorrowedLease),
+    /// Blocks that nobody was found to cache.
+    Missing { blocks: u32 },
 }
 
 impl CachedPart {

@@ -334,6 +334,9 @@ impl Batch {
     /// Moves a waiting sequence into the batch. Its first `computed` tokens have KV.
     fn start(&mut self, id: SeqId, micro_batch: MicroBatch, computed: u32, now_ms: u64) {
         self.sched.admit(id, micro_batch, computed);
+        if let Some(seq) = self.seqs.get(&id).filter(|seq| !seq.blocks.lost().is_empty()) {
+            self.sched.set_lost(id, seq.blocks.lost());
+        }
         self.load_ring(id);
         self.seqs.entry(id).and_modify(|seq| _ = seq.began_ms.get_or_insert(now_ms));
         self.set_life(id, Life::Running(Need::Met));

@@ -5,7 +5,7 @@
 //! beginning of its block table; the rest is allocated and borrowed as for any prompt, and computed.
 //!
 //! Invariants:
-//! * the found blocks follow each other from the first on; everything behind a gap is given back;
+//! * found blocks behind missing ones keep their KV: only the missing ones are computed, as lost ranges (`recovery.rs`);
 //! * a sequence holds found blocks only while it gets the rest: an attempt that fails gives all back.
 
 use super::others::PrefillQueries;
@@ -44,16 +44,16 @@ impl Batch {
         let mut parts = parts.into_iter();
         let waits = self.seqs.get(&id).is_some_and(|seq| !seq.is_running() && seq.blocks.blocks() == 0);
         let found = if waits { self.take_found(cx, id, &mut parts) } else { Found::default() };
-        // Behind a gap.
         for lease in parts.filter_map(CachedPart::into_lease) {
             let all = lease.grant().all();
             cx.memory.rm.debtor.held.release(&all, cx.now_ms);
         }
         let Some(seq) = self.seqs.get_mut(&id).filter(|_| waits) else { return };
-        (seq.search, seq.hashed) = (PoolSearch::Done, found.here + found.leased);
         seq.set_need(Need::Met);
-        let known = seq.hashed * cx.config.block_tokens;
-        seq.blocks.advance(known).mark(&mut cx.memory.rm.pool);
+        seq.blocks.begin().mark(&mut cx.memory.rm.pool);
+        // Missing blocks, and those behind them, get their hashes when they are computed.
+        (seq.search, seq.hashed) = (PoolSearch::Done, seq.blocks.next_position() / cx.config.block_tokens);
+        let known = (found.here + found.leased) * cx.config.block_tokens;
         cx.memory.prefix.note_lookup(seq.len());
         cx.memory.prefix.note_hit(known);
         cx.memory.prefix.note_shared(found.shared);
@@ -66,7 +66,7 @@ impl Batch {
         }
     }
 
-    /// Appends found parts to a sequence's empty table, up to the first gap.
+    /// Appends found parts to a sequence's empty table, up to the first one that is not there any more.
     fn take_found(&mut self, cx: &mut Cx, id: SeqId, parts: &mut std::vec::IntoIter<CachedPart>) -> Found {
         let mut found = Found::default();
         while let Some(part) = parts.as_slice().first() {
@@ -91,10 +91,16 @@ impl Batch {
                     seq.leases.insert((lease.creditor, lease.lease), held);
                     found.leased += lease.blocks;
                 }
+                // Windows' KV would have to be there before the missing blocks.
+                CachedPart::Missing { .. } if cx.config.window.is_some() || cx.config.windowed.is_some() => break,
+                CachedPart::Missing { blocks } => seq.blocks.push_lost(*blocks),
                 // A connection that broke meanwhile lost no KV, but nothing would dial its creditor again.
                 CachedPart::Leased(_) => break,
             }
             parts.next();
+        }
+        if let Some(seq) = self.seqs.get_mut(&id) {
+            seq.blocks.drop_last_lost();
         }
         found
     }

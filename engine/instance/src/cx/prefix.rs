@@ -1,7 +1,8 @@
 //! The prefix cache's root hash and counters; `batch/prefix.rs` finds and shares the blocks.
 
 use crate::config::InstanceConfig;
-use lagoon_kv::{BlockHash, BlockPool, IdentityRoot};
+use lagoon_cluster::RManager;
+use lagoon_kv::{BlockHash, IdentityRoot};
 use lagoon_runner::ShareId;
 use serde::Serialize;
 
@@ -14,6 +15,8 @@ pub struct PrefixStatus {
     pub hit_tokens: u64,
     /// Hits among them that were leased from other instances, which cache them.
     pub leased_tokens: u64,
+    /// Cached rBlocks that this instance leased to others, for their hits.
+    pub lent_blocks: u64,
     /// rBlocks of these hits that were in use and became shared.
     pub shared_blocks: u64,
     /// rBlocks that sharing saves now.
@@ -102,13 +105,15 @@ impl PrefixCounts {
         self.in_flight = self.in_flight.saturating_sub(1);
     }
 
-    /// The counters, with those of the pool.
-    pub(crate) fn status(&self, pool: &BlockPool) -> PrefixStatus {
+    /// The counters, with those of the rManager.
+    pub(crate) fn status(&self, rm: &RManager) -> PrefixStatus {
+        let pool = &rm.pool;
         let Self { looked_up_tokens, hit_tokens, leased_tokens, shared_blocks, .. } = *self;
         PrefixStatus {
             looked_up_tokens,
             hit_tokens,
             leased_tokens,
+            lent_blocks: rm.creditor.cached_lent(),
             shared_blocks,
             saved_blocks: pool.counts().shared,
             blocks: pool.cached(),

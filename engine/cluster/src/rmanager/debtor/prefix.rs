@@ -1,13 +1,14 @@
 //! Searches of a prompt's cached blocks in the pool, and leases of them where they lie.
 //!
 //! A search asks the gManager who may cache runs of the prompt, then leases run after run, in order: each lease is as long as
-//! its creditor has blocks with the prompt's block hashes. Runs that this instance caches itself lie in between. A search
-//! ends when nobody is left to ask for the next block, or after [`limits::PREFIX_SEARCH_MS`], with whatever it has.
+//! its creditor has blocks with the prompt's block hashes. Runs that this instance caches itself lie in between, and blocks
+//! that nobody has (their creditor died) are left out. A search ends when nobody is left to ask, or after
+//! [`limits::PREFIX_SEARCH_MS`], with whatever it has.
 //!
 //! Invariants:
 //! * every search ends in exactly one [`Output::PrefixFound`] (or its cancellation) before its deadline;
-//! * its parts follow each other without a gap, from the prompt's first block on; leases behind a gap are released;
-//! * a creditor that had less than was said is not asked again by the search.
+//! * its parts follow each other from the prompt's first block on, and the last one is no missing one;
+//! * every request is answered with blocks, or takes away from what the gManager said: a search asks a bounded number.
 
 use super::super::held::Held;
 use super::super::output::{BorrowId, BorrowedLease, CachedPart, Output};
@@ -36,8 +37,10 @@ pub(super) struct Search {
     hashes: Vec<BlockHash>,
     /// Blocks that this instance caches: ascending, disjoint.
     here: Vec<Range<u32>>,
-    /// Blocks found, from the first on.
+    /// The next block to ask for.
     next: u32,
+    /// Number of blocks in `parts`.
+    covered: u32,
     parts: Vec<CachedPart>,
     runs: Vec<CachedRun>,
     state: State,
@@ -65,30 +68,60 @@ impl Search {
         now_ms >= self.deadline_ms
     }
 
-    /// Takes the run of this instance that has the next block.
-    fn take_here(&mut self) {
-        let next = self.next;
-        if let Some(run) = self.here.iter().find(|run| run.contains(&next)) {
-            self.parts.push(CachedPart::Here { blocks: run.end - next });
-            self.next = run.end;
+    /// Appends a part of `blocks` blocks, from the next one on.
+    fn push(&mut self, part: CachedPart, blocks: u32) {
+        if self.next > self.covered {
+            self.parts.push(CachedPart::Missing { blocks: self.next - self.covered });
         }
+        self.parts.push(part);
+        self.next += blocks;
+        self.covered = self.next;
     }
 
-    /// The creditor to ask for the next blocks, and their number: the one whose run reaches farthest. Blocks that this
-    /// instance caches are not asked for.
-    fn choose(&self) -> Option<(Candidate, u32)> {
+    /// The creditor to ask for the next blocks, and their number: the one whose run reaches farthest. Takes the runs of this
+    /// instance on the way, and goes on behind blocks that nobody has.
+    fn advance(&mut self) -> Option<(Candidate, u32)> {
         let leases = self.parts.iter().filter(|part| matches!(part, CachedPart::Leased(_))).count();
-        if leases >= limits::CACHED_LEASES_MAX {
-            return None;
+        while self.next < self.blocks() {
+            let next = self.next;
+            if let Some(run) = self.here.iter().find(|run| run.contains(&next)) {
+                let blocks = run.end - next;
+                self.push(CachedPart::Here { blocks }, blocks);
+                continue;
+            }
+            let runs = self.runs.iter().filter(|_| leases < limits::CACHED_LEASES_MAX);
+            let here_next = self.here.iter().map(|run| run.start).find(|start| *start > next);
+            if let Some(run) = runs.clone().filter(|run| may_have(run, next)).max_by_key(|run| end(run)) {
+                let blocks = here_next.unwrap_or(self.blocks()) - next;
+                let most = u32::try_from(limits::LEASE_HASHES_MAX).expect("a small constant");
+                let (instance, quic_addr) = (run.instance, run.quic_addr.clone());
+                return Some((Candidate { instance, quic_addr, blocks_lendable: run.blocks }, blocks.min(most)));
+            }
+            let starts = runs.map(|run| run.first.saturating_sub(run.before)).filter(|start| *start > next);
+            self.next = starts.chain(here_next).min()?;
         }
-        let meets = |run: &&CachedRun| run.first <= self.next && self.next < run.first.saturating_add(run.blocks);
-        let run = self.runs.iter().filter(meets).max_by_key(|run| run.first.saturating_add(run.blocks))?;
-        let end = self.here.iter().map(|run| run.start).find(|start| *start > self.next).unwrap_or(self.blocks());
-        let most = u32::try_from(limits::LEASE_HASHES_MAX).expect("a small constant");
-        let candidate =
-            Candidate { instance: run.instance, quic_addr: run.quic_addr.clone(), blocks_lendable: run.blocks };
-        Some((candidate, (end - self.next).min(most)))
+        None
     }
+
+    /// A creditor does not have the next block.
+    fn note_missing(&mut self, creditor: InstanceId) {
+        let next = self.next;
+        self.runs.retain_mut(|run| {
+            let meets = run.instance == creditor.0 && may_have(run, next);
+            if meets && next < run.first {
+                run.before = 0;
+            }
+            !meets || next < run.first
+        });
+    }
+}
+
+fn end(run: &CachedRun) -> u32 {
+    run.first.saturating_add(run.blocks)
+}
+
+fn may_have(run: &CachedRun, block: u32) -> bool {
+    run.first.saturating_sub(run.before) <= block && block < end(run)
 }
 
 impl Debtor {
@@ -110,6 +143,7 @@ impl Debtor {
             hashes,
             here,
             next: 0,
+            covered: 0,
             parts: Vec::new(),
             runs: Vec::new(),
             state: State::Advice { query, asked_ms: None },
@@ -156,8 +190,7 @@ impl Debtor {
         if search.is_over(now_ms) {
             return self.end_search(id, now_ms);
         }
-        search.take_here();
-        let Some((candidate, blocks)) = search.choose() else { return self.end_search(id, now_ms) };
+        let Some((candidate, blocks)) = search.advance() else { return self.end_search(id, now_ms) };
         let (instance, quic_addr) = (InstanceId(candidate.instance), candidate.quic_addr.clone());
         let hashes = &search.hashes[search.next as usize..(search.next + blocks) as usize];
         let body = ControlBody::LeaseRequest(LeaseRequest {
@@ -195,12 +228,11 @@ impl Debtor {
             self.held.start_release((from, lease), quic_addr, epoch, 0..grant.blocks, now_ms);
             return self.not_cached(id, from, now_ms);
         }
-        search.next += grant.blocks;
-        if grant.blocks < asked {
-            search.runs.retain(|run| run.instance != from.0);
-        }
         let part = BorrowedLease { creditor: from, quic_addr: quic_addr.clone(), lease, epoch, blocks: grant.blocks };
-        search.parts.push(CachedPart::Leased(part));
+        search.push(CachedPart::Leased(part), grant.blocks);
+        if grant.blocks < asked {
+            search.note_missing(from);
+        }
         let held = Held {
             quic_addr,
             epoch,
@@ -220,7 +252,7 @@ impl Debtor {
     /// A creditor has none of the next blocks of a search.
     pub(super) fn not_cached(&mut self, id: BorrowId, creditor: InstanceId, now_ms: u64) {
         if let Some(search) = self.searches.get_mut(&id) {
-            search.runs.retain(|run| run.instance != creditor.0);
+            search.note_missing(creditor);
         }
         self.search_on(id, now_ms);
     }
@@ -230,7 +262,10 @@ impl Debtor {
         let asking: Vec<BorrowId> = self.searches.iter().filter(|(_, s)| s.asks(creditor)).map(|(id, _)| *id).collect();
         for id in asking {
             self.expect_late_cached(id, now_ms);
-            self.not_cached(id, creditor, now_ms);
+            if let Some(search) = self.searches.get_mut(&id) {
+                search.runs.retain(|run| run.instance != creditor.0);
+            }
+            self.search_on(id, now_ms);
         }
     }
 
@@ -245,12 +280,13 @@ impl Debtor {
     pub(super) fn lose_cached(&mut self, creditor: InstanceId, lease: LeaseId) {
         let is_lost = |part: &CachedPart| match part {
             CachedPart::Leased(of) => (of.creditor, of.lease) == (creditor, lease),
-            CachedPart::Here { .. } => false,
+            CachedPart::Here { .. } | CachedPart::Missing { .. } => false,
         };
         for search in self.searches.values_mut() {
             if let Some(at) = search.parts.iter().position(is_lost) {
                 // Leases behind it are released when the search ends, now: they are held and in no part.
                 search.parts.truncate(at);
+                search.parts.pop_if(|last| matches!(last, CachedPart::Missing { .. }));
                 search.deadline_ms = 0;
             }
         }
