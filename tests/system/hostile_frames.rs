@@ -420,7 +420,8 @@ impl Hostile {
             Frame::Control(Control { body: Some(C::LeaseRequest(m)) }) => {
                 let blocks = if self.yes() { m.blocks } else { self.n32() };
                 let (lease, epoch) = (self.n(), self.n());
-                C::LeaseGrant(p::LeaseGrant { request: m.request, lease, epoch, blocks, ttl_ms: 15_000, cached: 0 }).into()
+                C::LeaseGrant(p::LeaseGrant { request: m.request, lease, epoch, blocks, ttl_ms: 15_000, cached: 0 })
+                    .into()
             }
             Frame::Control(Control { body: Some(C::PrefillRequest(m)) }) => {
                 C::PrefillReady(Box::new(p::PrefillReady {
@@ -534,9 +535,8 @@ fn nobody_answers_for_another() {
 /// Leases and prefills have one space of numbers in a debtor's incarnation: what uses one twice is refused, whichever comes first.
 #[test]
 fn one_number_for_a_lease_and_a_prefill_is_refused() {
-    let lease = |request| {
-        C::LeaseRequest(p::LeaseRequest { request, seq: 1, blocks: 1, blocks_min: 1, ..Default::default() })
-    };
+    let lease =
+        |request| C::LeaseRequest(p::LeaseRequest { request, seq: 1, blocks: 1, blocks_min: 1, ..Default::default() });
     let prefill = |request| {
         // One token is missing, so that the prompt is still gathered when the lease's request comes.
         let (tokens, total) = (vec![1, 2, 3, 4, 5], 6);

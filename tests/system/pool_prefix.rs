@@ -81,7 +81,8 @@ fn a_creditor_that_dies_costs_its_share() {
         world.kill(dead);
         world.run_for(2_500);
         let asking = if dead == 4 { 3 } else { 4 };
-        let computed: Vec<u32> = [0, asking, 0].into_iter().zip(1..).map(|(node, n)| ask(&mut world, node, n)).collect();
+        let computed: Vec<u32> =
+            [0, asking, 0].into_iter().zip(1..).map(|(node, n)| ask(&mut world, node, n)).collect();
         println!("{dead}: {lost} tokens lost, {computed:?}");
         assert!(computed[0] <= OWN + lost, "node {dead} had {lost} tokens: {computed:?}");
         assert!(computed[1..].iter().all(|tokens| *tokens <= OWN), "{computed:?}");

@@ -227,14 +227,14 @@ const _: () = assert!(VIEW_MS <= HEARTBEAT_MS && PLAN_WAIT_MS < PLAN_MS && HEART
 const _: () = assert!(MOVE_RETRY_MS <= MOVE_RETRY_MAX_MS && MOVE_REST_MS <= MOVE_RETRY_MS);
 const _: () = assert!(MOVE_REST_MS <= MOVE_BY_HAND_REST_MS);
 // A row takes at most 24 bytes, a link 22, a debt 12.
-const _: () =
-    assert!(
-        HEARTBEAT_ROWS_MAX * 24 + HEARTBEAT_LINKS_MAX * 22 + INSTANCES_MAX * 12 + CACHE_SUMMARY_HASHES * 8
-            < CONTROL_FRAME_BYTES_MAX
-    );
+const _: () = assert!(
+    HEARTBEAT_ROWS_MAX * 24 + HEARTBEAT_LINKS_MAX * 22 + INSTANCES_MAX * 12 + CACHE_SUMMARY_HASHES * 8
+        < CONTROL_FRAME_BYTES_MAX
+);
 const _: () = assert!(ADMIN_ROWS_MAX * 40 < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(LEASE_RENEW_LEASES_MAX * 12 < CONTROL_FRAME_BYTES_MAX);
-const _: () = assert!(LEASE_HASHES_MAX * 32 + 64 < CONTROL_FRAME_BYTES_MAX && SEARCH_HASHES_MAX * 8 < CONTROL_FRAME_BYTES_MAX);
+const _: () =
+    assert!(LEASE_HASHES_MAX * 32 + 64 < CONTROL_FRAME_BYTES_MAX && SEARCH_HASHES_MAX * 8 < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(CACHED_RUNS_MAX * 128 < CONTROL_FRAME_BYTES_MAX && PREFIX_SEARCH_MS < BORROW_DEADLINE_MS);
 const _: () = assert!(LEASE_RENEW_MS * 3 <= LEASE_TTL_MS && LEASE_TTL_MS <= LEASE_TTL_MS_MAX);
 const _: () = assert!(STEP_DEADLINE_MS < LEASE_TTL_MS);

@@ -63,13 +63,8 @@ impl GManager {
                 continue;
             }
             let quic_addr = &member.registration.quic_addr;
-            let run = |(first, blocks, before)| CachedRun {
-                instance,
-                quic_addr: quic_addr.clone(),
-                first,
-                blocks,
-                before,
-            };
+            let run =
+                |(first, blocks, before)| CachedRun { instance, quic_addr: quic_addr.clone(), first, blocks, before };
             cached.extend(member.cached.runs(&prompt).into_iter().map(run));
         }
         cached.sort_by_key(|run| (std::cmp::Reverse(run.blocks), run.first, run.instance));

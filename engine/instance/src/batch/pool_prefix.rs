@@ -8,9 +8,9 @@
 //! * found blocks behind missing ones keep their KV: only the missing ones are computed, as lost ranges (`recovery.rs`);
 //! * a sequence holds found blocks only while it gets the rest: an attempt that fails gives all back.
 
+use super::Batch;
 use super::others::PrefillQueries;
 use super::sequence::{HeldLease, Need, PoolSearch, Sequence};
-use super::Batch;
 use crate::cx::Cx;
 use lagoon_cluster::CachedPart;
 use lagoon_kv::{BlockHash, Owner, Placement, RemoteBlock};
@@ -157,13 +157,8 @@ pub(super) fn send_hashes(cx: &mut Cx, seq: &Sequence, blocks: Range<u32>) {
         match open.as_mut().filter(|open| follows(open)) {
             Some((_, hashes)) => hashes.hashes.extend_from_slice(hash),
             None => {
-                let next = LeaseHashes {
-                    lease: lease.0,
-                    epoch: epoch.0,
-                    first: entry,
-                    depth: block,
-                    hashes: hash.to_vec(),
-                };
+                let next =
+                    LeaseHashes { lease: lease.0, epoch: epoch.0, first: entry, depth: block, hashes: hash.to_vec() };
                 send(cx, open.replace((creditor, next)));
             }
         }

@@ -142,7 +142,13 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
             ControlBody::BorrowAdvice(BorrowAdvice {
                 query: 6,
                 pool_blocks_total: 3000,
-                cached: vec![CachedRun { instance: 9, quic_addr: "10.0.0.9:7000".into(), first: 1, blocks: 2, before: 1 }],
+                cached: vec![CachedRun {
+                    instance: 9,
+                    quic_addr: "10.0.0.9:7000".into(),
+                    first: 1,
+                    blocks: 2,
+                    before: 1,
+                }],
                 ..Default::default()
             }),
         ),

@@ -40,11 +40,14 @@ impl Creditor {
     ) -> Result<LeaseGrant, String> {
         let hashes = BlockHash::read(&request.hashes).filter(|hashes| hashes.len() <= limits::LEASE_HASHES_MAX);
         let Some(hashes) = hashes.filter(|hashes| hashes.len() == request.blocks as usize) else {
-            return Err(format!("{} bytes of hashes for {} blocks make no sense", request.hashes.len(), request.blocks));
+            return Err(format!(
+                "{} bytes of hashes for {} blocks make no sense",
+                request.hashes.len(),
+                request.blocks
+            ));
         };
         self.issued += 1;
-        let (lease, epoch) =
-            (LeaseId(self.lease_base + self.issued), Epoch(self.epoch_base.wrapping_add(self.issued)));
+        let (lease, epoch) = (LeaseId(self.lease_base + self.issued), Epoch(self.epoch_base.wrapping_add(self.issued)));
         let blocks = pool.adopt_run(Owner::Lent(lease), &hashes, self.lendable(pool), self.lendable_shared(pool));
         let cached = u32::try_from(blocks.len()).expect("at most the pool's blocks");
         if cached == 0 {

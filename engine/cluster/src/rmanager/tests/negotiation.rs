@@ -31,7 +31,8 @@ pub(super) fn query(rm: &mut RManager) -> lagoon_protocol::BorrowQuery {
 
 pub(super) fn advise(rm: &mut RManager, query: u64, candidates: &[InstanceId], now_ms: u64) {
     let candidates = candidates.iter().map(|c| candidate(*c)).collect();
-    let advice = BorrowAdvice { query, candidates, pool_blocks_total: 100, pool_blocks_lendable: 50, ..Default::default() };
+    let advice =
+        BorrowAdvice { query, candidates, pool_blocks_total: 100, pool_blocks_lendable: 50, ..Default::default() };
     rm.debtor.on_advice(&advice, now_ms);
 }
 
@@ -137,7 +138,13 @@ fn failures_say_why() {
         let q = query(&mut rm);
         let candidates = candidates.iter().map(|c| candidate(*c)).collect();
         rm.debtor.on_advice(
-            &BorrowAdvice { query: q.query, candidates, pool_blocks_total: total, pool_blocks_lendable: 0, ..Default::default() },
+            &BorrowAdvice {
+                query: q.query,
+                candidates,
+                pool_blocks_total: total,
+                pool_blocks_lendable: 0,
+                ..Default::default()
+            },
             0,
         );
         match &outputs(&mut rm)[..] {
