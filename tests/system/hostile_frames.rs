@@ -184,7 +184,14 @@ impl Hostile {
 
     /// What a debtor says.
     fn borrows(&mut self) -> C {
-        match self.rng.below(4) {
+        match self.rng.below(5) {
+            4 => C::LeaseHashes(p::LeaseHashes {
+                lease: self.n(),
+                epoch: self.n(),
+                first: self.n32(),
+                depth: self.n32(),
+                hashes: self.bytes(64).to_vec(),
+            }),
             0 => C::LeaseRelease(p::LeaseRelease {
                 lease: self.n(),
                 epoch: self.n(),
@@ -199,6 +206,7 @@ impl Hostile {
                 blocks_min: self.n32(),
                 purpose: self.n32() as i32,
                 waited_ms: self.yes().then(|| self.n32()),
+                hashes: if self.yes() { self.bytes(64).to_vec() } else { Vec::new() },
             }),
         }
     }
@@ -212,6 +220,7 @@ impl Hostile {
                 epoch: self.n(),
                 blocks: self.n32(),
                 ttl_ms: self.n(),
+                cached: self.n32(),
             }),
             1 => {
                 C::LeaseRefuse(p::LeaseRefuse { request: self.n(), blocks_lendable: self.n32(), reason: String::new() })
@@ -411,7 +420,8 @@ impl Hostile {
             Frame::Control(Control { body: Some(C::LeaseRequest(m)) }) => {
                 let blocks = if self.yes() { m.blocks } else { self.n32() };
                 let (lease, epoch) = (self.n(), self.n());
-                C::LeaseGrant(p::LeaseGrant { request: m.request, lease, epoch, blocks, ttl_ms: 15_000 }).into()
+                C::LeaseGrant(p::LeaseGrant { request: m.request, lease, epoch, blocks, ttl_ms: 15_000, cached: 0 })
+                    .into()
             }
             Frame::Control(Control { body: Some(C::PrefillRequest(m)) }) => {
                 C::PrefillReady(Box::new(p::PrefillReady {
@@ -525,9 +535,8 @@ fn nobody_answers_for_another() {
 /// Leases and prefills have one space of numbers in a debtor's incarnation: what uses one twice is refused, whichever comes first.
 #[test]
 fn one_number_for_a_lease_and_a_prefill_is_refused() {
-    let lease = |request| {
-        C::LeaseRequest(p::LeaseRequest { request, seq: 1, blocks: 1, blocks_min: 1, purpose: 0, waited_ms: None })
-    };
+    let lease =
+        |request| C::LeaseRequest(p::LeaseRequest { request, seq: 1, blocks: 1, blocks_min: 1, ..Default::default() });
     let prefill = |request| {
         // One token is missing, so that the prompt is still gathered when the lease's request comes.
         let (tokens, total) = (vec![1, 2, 3, 4, 5], 6);

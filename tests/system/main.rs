@@ -22,6 +22,7 @@ mod membership;
 mod micro_batches;
 mod moves;
 mod peer_access;
+mod pool_prefix;
 mod pooled;
 mod prefix;
 mod process_cli;

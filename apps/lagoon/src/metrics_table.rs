@@ -147,6 +147,18 @@ const PREFIX: &[Metric] = &[
         &[("state", &["looked_up", "hit"])],
         "Prompt tokens looked up in the prefix cache, and those found there.",
     ),
+    Metric::counter(
+        "lagoon_prefix_cache_hit_tokens_total",
+        "tokens",
+        &[("where", &["here", "pool"])],
+        "Prompt tokens found in the prefix cache, by where: on this instance, or leased from others, which cache them.",
+    ),
+    Metric::counter(
+        "lagoon_prefix_cache_lent_blocks_total",
+        "blocks",
+        &[],
+        "Cached rBlocks leased to other instances for their prefix-cache hits.",
+    ),
     Metric::gauge("lagoon_prefix_cache_blocks", "blocks", &[], "Free rBlocks that hold cached KV."),
     Metric::counter(
         "lagoon_prefix_cache_evicted_blocks_total",

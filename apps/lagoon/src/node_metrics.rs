@@ -100,6 +100,11 @@ fn record_prefix(of: &PrefixStatus) {
     gauge!("lagoon_prefix_cache_blocks").set(of.blocks);
     counter!("lagoon_prefix_cache_evicted_blocks_total").absolute(of.evicted_blocks);
     counter!("lagoon_prefix_cache_shared_blocks_total").absolute(of.shared_blocks);
+    counter!("lagoon_prefix_cache_lent_blocks_total").absolute(of.lent_blocks);
+    let here = of.hit_tokens.saturating_sub(of.leased_tokens);
+    for (place, tokens) in [("here", here), ("pool", of.leased_tokens)] {
+        counter!("lagoon_prefix_cache_hit_tokens_total", "where" => place).absolute(tokens);
+    }
     gauge!("lagoon_kv_shared_blocks").set(of.saved_blocks);
     for (state, tokens) in [("looked_up", of.looked_up_tokens), ("hit", of.hit_tokens)] {
         counter!("lagoon_prefix_cache_tokens_total", "state" => state).absolute(tokens);

@@ -160,13 +160,16 @@ fn memory_line(memory: &Value) -> Option<String> {
 fn prefix_line(prefix: &Value) -> Option<String> {
     let n = |field: &str| prefix[field].as_u64();
     Some(format!(
-        "prefix cache: {} of {} tokens found, {} blocks kept, {} evicted, {} found with others; {} saved by sharing now",
+        "prefix cache: {} of {} tokens found, {} blocks kept, {} evicted, {} found with others; {} saved by sharing now; \
+         {} tokens leased from others, {} blocks leased to others",
         n("hit_tokens")?,
         n("looked_up_tokens")?,
         n("blocks")?,
         n("evicted_blocks")?,
         n("shared_blocks")?,
-        n("saved_blocks")?
+        n("saved_blocks")?,
+        n("leased_tokens")?,
+        n("lent_blocks")?
     ))
 }
 

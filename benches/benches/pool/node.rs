@@ -304,6 +304,7 @@ impl Side {
                     candidates: self.creditor.map(candidate).into_iter().collect(),
                     pool_blocks_total: MANY.into(),
                     pool_blocks_lendable: MANY.into(),
+                    ..Default::default()
                 }))
             }
             _ => None,

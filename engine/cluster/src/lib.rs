@@ -36,7 +36,7 @@ pub use planner::{
     InstanceView, Order, Plan, Planner, PlannerConfig, PoolView, RemoteBlocks, RequestView, Why, dispatch,
 };
 pub use rmanager::{
-    BorrowFailure, BorrowId, BorrowedLease, ConfigError, LeaseEnded, LentEntry, Output, PlacementReport, RManager,
-    RManagerConfig, Revoked, Unmet,
+    BorrowFailure, BorrowId, BorrowedLease, CacheReport, CachedPart, ConfigError, LeaseEnded, LentEntry, Output,
+    PlacementReport, RManager, RManagerConfig, Revoked, Unmet,
 };
 pub use roles::{Balancer, BalancerConfig, RoleSwitch, RoleView};

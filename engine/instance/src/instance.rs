@@ -199,6 +199,7 @@ impl Instance {
             }
             Output::Borrowed { borrow: _, seq, leases } => self.batch(BatchEvent::Borrowed { seq, leases }),
             Output::BorrowFailed { borrow: _, seq, reason } => self.batch(BatchEvent::BorrowFailed { seq, reason }),
+            Output::PrefixFound { borrow: _, seq, parts } => self.batch(BatchEvent::PrefixFound { seq, parts }),
             Output::LeaseLost { seq, creditor, lease } => {
                 let why = "a creditor no longer has the sequence's blocks".to_owned();
                 let lost = Lost { seq, creditor, part: LostPart::Lease(lease), why };
@@ -292,6 +293,9 @@ impl Instance {
         {
             let reason = format!("{request} is the number of a prefill");
             self.cx.send(peer, ControlBody::LeaseRefuse(LeaseRefuse { request, blocks_lendable: 0, reason }));
+            return Outcomes::new();
+        }
+        if matches!(body, ControlBody::LeaseHashes(_)) && self.cx.memory.prefix.root().is_none() {
             return Outcomes::new();
         }
         if let Some(body) = self.cx.memory.rm.on_peer_control(from, body, self.cx.now_ms) {

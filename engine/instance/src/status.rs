@@ -261,7 +261,7 @@ impl Instance {
             memory: self.cx.memory.counters,
             launches: self.step.launches(),
             prefill: self.prefill.look(&self.cx, &self.batch),
-            prefix: self.cx.memory.prefix.status(&self.cx.memory.rm.pool),
+            prefix: self.cx.memory.prefix.status(&self.cx.memory.rm),
             peer_access: PeerAccessStatus { sealed: self.creditor.sealed(), ..self.step.mapped().status() },
             sequences: self.batch.seqs().map(placement).collect(),
         }

@@ -124,6 +124,11 @@ impl Cache {
         self.found.get(hash)?.first().copied()
     }
 
+    /// All block hashes, ascending.
+    pub(crate) fn hashes(&self) -> impl Iterator<Item = &BlockHash> {
+        self.found.keys()
+    }
+
     /// Whether a block has this block hash.
     pub(crate) fn has_hash(&self, block: PhysBlock, hash: &BlockHash) -> bool {
         self.hashes.get(&block).is_some_and(|hashed| hashed.hash == *hash)

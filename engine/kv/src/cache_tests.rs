@@ -41,6 +41,11 @@ enum Op {
     Lend {
         blocks: u32,
     },
+    /// A lease of what is kept of these tokens, behind the first `skip` blocks.
+    LeaseRun {
+        tokens: Vec<u32>,
+        skip: usize,
+    },
     /// Blocks of the oldest lease come back, all of them or one.
     Release {
         one: bool,
@@ -53,7 +58,8 @@ fn op() -> impl Strategy<Value = Op> {
     // Few tokens, so that sequences begin alike.
     let tokens = prop::collection::vec(0..2u32, 1..14);
     prop_oneof![
-        6 => (seq.clone(), tokens).prop_map(|(seq, tokens)| Op::Begin { seq, tokens }),
+        6 => (seq.clone(), tokens.clone()).prop_map(|(seq, tokens)| Op::Begin { seq, tokens }),
+        3 => (tokens, 0..3usize).prop_map(|(tokens, skip)| Op::LeaseRun { tokens, skip }),
         6 => (seq.clone(), 0..2u32).prop_map(|(seq, token)| Op::Write { seq, token }),
         5 => seq.clone().prop_map(|seq| Op::End { seq }),
         1 => (seq.clone(), 0..8usize).prop_map(|(seq, block)| Op::Leave { seq, block }),
@@ -173,6 +179,7 @@ impl World {
                     self.leases.insert(self.next, got);
                 }
             }
+            Op::LeaseRun { tokens, skip } => self.lease_run(tokens, *skip),
             Op::Release { one } => {
                 let Some(mut lease) = self.leases.first_entry() else { return };
                 let (name, n) = (*lease.key(), if *one { 1 } else { usize::MAX });
@@ -189,6 +196,26 @@ impl World {
             }
         }
         self.spoil();
+    }
+
+    fn lease_run(&mut self, tokens: &[u32], skip: usize) {
+        let hashes = BlockHash::chain(&ROOT, tokens);
+        let wanted = &hashes[skip.min(hashes.len())..];
+        let (free, found) = (self.pool.counts().free, self.pool.found(wanted));
+        self.next += 1;
+        // Few of what is free may be lent.
+        let blocks = self.pool.adopt_run(Owner::Lent(LeaseId(self.next)), wanted, 2, 4);
+        let taken = free - self.pool.counts().free;
+        assert!(taken <= 2 && blocks.len() <= 4.min(found as usize));
+        assert!(self.space.rows > 0 || blocks.len() == 4.min(found as usize) || taken == 2, "all that may be lent");
+        for (depth, block) in (skip + 1..).zip(&blocks) {
+            let prefix = Content::Prefix(tokens[..depth * BLOCK as usize].to_vec());
+            assert_eq!(self.memory.get(block), Some(&prefix), "{block} holds what was asked for");
+            assert_eq!(self.pool.state(*block), BlockState::Sealed);
+        }
+        if !blocks.is_empty() {
+            self.leases.insert(self.next, blocks);
+        }
     }
 
     fn begin(&mut self, seq: u64, tokens: &[u32]) {

@@ -32,6 +32,25 @@ fn field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
 }
 
 impl BlockHash {
+    /// Its first 8 bytes as a number, in the order of the hashes: stands for the hash where an error costs a look only.
+    #[must_use]
+    pub fn fingerprint(&self) -> u64 {
+        u64::from_be_bytes(self.0.first_chunk().copied().unwrap_or_default())
+    }
+
+    /// Block hashes as sent, 32 bytes each. `None` if the bytes are no whole number of them.
+    #[must_use]
+    pub fn read(bytes: &[u8]) -> Option<Vec<Self>> {
+        let (hashes, rest) = bytes.as_chunks();
+        rest.is_empty().then(|| hashes.iter().copied().map(Self).collect())
+    }
+
+    /// Inverse of [`BlockHash::read`].
+    #[must_use]
+    pub fn write(hashes: &[Self]) -> Vec<u8> {
+        hashes.iter().flat_map(|hash| hash.0).collect()
+    }
+
     /// The root of the chain, before the first block.
     #[must_use]
     pub fn root(root: &IdentityRoot<'_>) -> Self {

@@ -50,6 +50,15 @@ pub struct RemoteGrant {
     pub blocks: u32,
 }
 
+impl RemoteGrant {
+    /// All its entries.
+    #[must_use]
+    pub fn all(&self) -> RemoteEntries {
+        let &Self { creditor, lease, epoch, blocks } = self;
+        RemoteEntries { creditor, lease, epoch, first: 0, entries: blocks }
+    }
+}
+
 /// Entries `[first, entries)` of a lease that the sequence no longer needs. Some may have been released before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteEntries {
@@ -249,14 +258,35 @@ impl SeqBlocks {
     /// # Panics
     /// If the lease is in the table already.
     pub fn push_remote(&mut self, grant: &RemoteGrant) {
-        let &RemoteGrant { creditor, lease, epoch, blocks } = grant;
-        self.assert_new(creditor, lease);
-        let entries = (0..blocks).map(|entry| Placement::Remote(RemoteBlock { creditor, lease, epoch, entry }));
-        let first = self.blocks();
-        self.blocks.extend(entries);
-        self.remote += blocks;
+        self.assert_new(grant.creditor, grant.lease);
+        self.push_entries(grant.all());
+    }
+
+    fn push_entries(&mut self, of: RemoteEntries) {
+        let RemoteEntries { creditor, lease, epoch, first, entries } = of;
+        let places = (first..entries).map(|entry| Placement::Remote(RemoteBlock { creditor, lease, epoch, entry }));
+        let block = self.blocks();
+        self.blocks.extend(places);
+        self.remote += entries - first;
         self.assert_capacity();
-        self.extend_extents(first);
+        self.extend_extents(block);
+    }
+
+    /// Appends blocks without a place.
+    pub fn push_lost(&mut self, blocks: u32) {
+        let last = self.blocks.len() + index(blocks);
+        self.blocks.resize(last, Placement::Lost);
+        self.lost_blocks += blocks;
+        self.assert_capacity();
+        self.drop_extents();
+    }
+
+    /// Removes blocks without a place from the end of an unwritten table.
+    pub fn drop_last_lost(&mut self) {
+        while self.blocks.pop_if(|last| *last == Placement::Lost).is_some() {
+            self.lost_blocks -= 1;
+        }
+        self.drop_extents();
     }
 
     fn assert_new(&self, creditor: InstanceId, lease: LeaseId) {

@@ -9,6 +9,7 @@ use crate::placement::{
 use crate::prefill::{
     PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest, RoleOrder, Workers,
 };
+use crate::prefix::{CacheSummary, CachedRun, LeaseHashes};
 use crate::role::Role;
 use crate::transfer::{
     TransferArena, TransferComplete, TransferCompleted, TransferConnect, TransferConnected, TransferExport,
@@ -23,7 +24,7 @@ pub struct Control {
     #[prost(
         oneof = "ControlBody",
         tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, \
-                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48"
+                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49"
     )]
     pub body: Option<ControlBody>,
 }
@@ -139,6 +140,9 @@ pub enum ControlBody {
     PrefillCancel(PrefillCancel),
     #[prost(message, tag = "48")]
     RoleOrder(RoleOrder),
+    // Prefix cache of the pool: debtor and creditor.
+    #[prost(message, tag = "49")]
+    LeaseHashes(LeaseHashes),
 }
 
 /// Model and KV shape that must be equal for two instances to share KV.
@@ -339,6 +343,9 @@ pub struct Heartbeat {
     /// Current role; absent if the role of this instance cannot change.
     #[prost(message, optional, boxed, tag = "21")]
     pub role: Option<Box<RoleState>>,
+    /// What the sender's prefix cache has, if that changed since the last acknowledged heartbeat.
+    #[prost(message, optional, boxed, tag = "22")]
+    pub cached: Option<Box<CacheSummary>>,
 }
 
 /// Role of an instance whose role may change.
@@ -497,6 +504,10 @@ pub struct BorrowQuery {
     pub exclude: Vec<u32>,
     #[prost(enumeration = "TierRequest", tag = "5")]
     pub tier: i32,
+    /// Fingerprints of the block hashes of a prompt, 8 bytes each, in order: the debtor asks which instances cache runs of
+    /// them, and for no other creditors. At most `SEARCH_HASHES_MAX`.
+    #[prost(bytes = "vec", tag = "6")]
+    pub prefix: Vec<u8>,
 }
 
 /// Memory tier of the creditors that a debtor asks for.
@@ -539,6 +550,9 @@ pub struct BorrowAdvice {
     /// Lendable blocks of all live instances but the debtor.
     #[prost(uint64, tag = "4")]
     pub pool_blocks_lendable: u64,
+    /// Runs of `BorrowQuery::prefix` that instances may cache, by their last summaries; at most `CACHED_RUNS_MAX`.
+    #[prost(message, repeated, tag = "5")]
+    pub cached: Vec<CachedRun>,
 }
 
 /// Report of a debtor that a creditor refused: the gManager corrects its view and does not recommend the creditor until
@@ -673,6 +687,10 @@ pub struct LeaseRequest {
     /// request waits there. None: the sequence runs; only its moves are refused then.
     #[prost(uint32, optional, tag = "6")]
     pub waited_ms: Option<u32>,
+    /// Block hashes, 32 bytes each, `blocks` of them: the lease is of cached rBlocks with these hashes only, as many as the
+    /// creditor has from the first on. At most `LEASE_HASHES_MAX`. Empty: a lease of rBlocks to write.
+    #[prost(bytes = "vec", tag = "7")]
+    pub hashes: Vec<u8>,
 }
 
 /// Purpose of a lease.
@@ -708,6 +726,9 @@ pub struct LeaseGrant {
     /// Lifetime of the lease without [`LeaseRenew`], in milliseconds.
     #[prost(uint64, tag = "5")]
     pub ttl_ms: u64,
+    /// Number of entries, from the first on, that hold the KV of `LeaseRequest::hashes`, sealed: all of them, or none.
+    #[prost(uint32, tag = "6")]
+    pub cached: u32,
 }
 
 /// Refusal of a [`LeaseRequest`]: the creditor would lend fewer than `blocks_min`, or nothing to this request.

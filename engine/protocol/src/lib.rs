@@ -16,6 +16,7 @@ pub mod data;
 pub mod direct;
 pub mod placement;
 pub mod prefill;
+pub mod prefix;
 pub mod role;
 pub mod transfer;
 
@@ -24,6 +25,7 @@ pub use data::*;
 pub use direct::*;
 pub use placement::*;
 pub use prefill::*;
+pub use prefix::*;
 pub use role::*;
 pub use transfer::*;
 

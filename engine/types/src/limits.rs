@@ -122,6 +122,20 @@ pub const LEASE_TTL_MS_MAX: u64 = 600_000;
 pub const LEASE_RENEW_MS: u64 = 3_000;
 /// Leases in one renewal (10 bytes each at most, well under a control frame); a creditor renews no more with one message.
 pub const LEASE_RENEW_LEASES_MAX: usize = 32_768;
+/// Block hashes (32 bytes each) in one message of a debtor about a lease; a longer run takes several.
+pub const LEASE_HASHES_MAX: usize = 16_384;
+/// Block hashes of a prompt for which the pool's prefix cache is asked, from the first on.
+pub const SEARCH_HASHES_MAX: usize = 65_536;
+/// Fingerprints of block hashes (8 bytes each) in an instance's summary of its prefix cache.
+pub const CACHE_SUMMARY_HASHES: usize = 1024;
+/// Time between two summaries of an instance's prefix cache.
+pub const CACHE_SUMMARY_MS: u64 = 1_000;
+/// Cached runs of a prompt in one advice.
+pub const CACHED_RUNS_MAX: usize = 256;
+/// Leases of cached runs for one prompt; the rest of it is computed.
+pub const CACHED_LEASES_MAX: usize = CREDITORS_MAX / 2;
+/// Time for the search of a prompt's cached runs on other instances; then what was leased is used, and the rest computed.
+pub const PREFIX_SEARCH_MS: u64 = 1_000;
 /// A step that waits longer than this for a peer's partials fails its sequences.
 pub const STEP_DEADLINE_MS: u64 = 10_000;
 /// A device that finishes no layer of a step for this long hangs: the process ends, and other instances take its requests.
@@ -213,10 +227,15 @@ const _: () = assert!(VIEW_MS <= HEARTBEAT_MS && PLAN_WAIT_MS < PLAN_MS && HEART
 const _: () = assert!(MOVE_RETRY_MS <= MOVE_RETRY_MAX_MS && MOVE_REST_MS <= MOVE_RETRY_MS);
 const _: () = assert!(MOVE_REST_MS <= MOVE_BY_HAND_REST_MS);
 // A row takes at most 24 bytes, a link 22, a debt 12.
-const _: () =
-    assert!(HEARTBEAT_ROWS_MAX * 24 + HEARTBEAT_LINKS_MAX * 22 + INSTANCES_MAX * 12 < CONTROL_FRAME_BYTES_MAX);
+const _: () = assert!(
+    HEARTBEAT_ROWS_MAX * 24 + HEARTBEAT_LINKS_MAX * 22 + INSTANCES_MAX * 12 + CACHE_SUMMARY_HASHES * 8
+        < CONTROL_FRAME_BYTES_MAX
+);
 const _: () = assert!(ADMIN_ROWS_MAX * 40 < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(LEASE_RENEW_LEASES_MAX * 12 < CONTROL_FRAME_BYTES_MAX);
+const _: () =
+    assert!(LEASE_HASHES_MAX * 32 + 64 < CONTROL_FRAME_BYTES_MAX && SEARCH_HASHES_MAX * 8 < CONTROL_FRAME_BYTES_MAX);
+const _: () = assert!(CACHED_RUNS_MAX * 128 < CONTROL_FRAME_BYTES_MAX && PREFIX_SEARCH_MS < BORROW_DEADLINE_MS);
 const _: () = assert!(LEASE_RENEW_MS * 3 <= LEASE_TTL_MS && LEASE_TTL_MS <= LEASE_TTL_MS_MAX);
 const _: () = assert!(STEP_DEADLINE_MS < LEASE_TTL_MS);
 const _: () = assert!(LEASE_ANSWER_MS * (CANDIDATES as u64) < BORROW_DEADLINE_MS);

@@ -100,7 +100,7 @@ fn control() -> impl Strategy<Value = ControlBody> {
         },
     );
     let grant = any::<(u64, u64, u64, u32, u64)>().prop_map(|(request, lease, epoch, blocks, ttl_ms)| {
-        ControlBody::LeaseGrant(LeaseGrant { request, lease, epoch, blocks, ttl_ms })
+        ControlBody::LeaseGrant(LeaseGrant { request, lease, epoch, blocks, ttl_ms, ..Default::default() })
     });
     prop_oneof![renew, rejected, query, grant]
 }

@@ -107,14 +107,18 @@ fn advice(query: &BorrowQuery, answer: Answer) -> BorrowAdvice {
         candidates: answer.found.iter().map(candidate).collect(),
         pool_blocks_total: answer.blocks_total,
         pool_blocks_lendable: answer.blocks_lendable,
+        cached: Vec::new(),
     }
 }
 
 /// Answers a debtor's borrow query from any thread, without a lock and without the gManager. `conn` is the query's
 /// connection, as set with [`GManager::set_conn`]. `None` if the view does not list the debtor with it: pass the message to
-/// [`GManager::on_control`].
+/// [`GManager::on_control`], as one about a prompt's cached blocks.
 #[must_use]
 pub fn serve_query(view: &SortedView, conn: u64, query: &BorrowQuery) -> Option<BorrowAdvice> {
+    if !query.prefix.is_empty() {
+        return None;
+    }
     view.ask_from(conn, &ask(query)).map(|answer| advice(query, answer))
 }
 
@@ -124,7 +128,8 @@ impl GManager {
         self.on_time(now_ms);
         self.notice_silence();
         self.refresh_view();
-        advice(query, self.sorted.view().ask(&ask(query)))
+        let advice = advice(query, self.sorted.view().ask(&ask(query)));
+        if query.prefix.is_empty() { advice } else { self.cached_runs(query, advice) }
     }
 
     /// Handles a creditor's refusal: its lendable blocks are corrected, and it is not recommended until its next heartbeat.

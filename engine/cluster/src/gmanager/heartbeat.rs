@@ -1,6 +1,7 @@
 //! Heartbeats: incremental updates, in microseconds for an instance of a pool of ten thousand.
 
 use super::GManager;
+use super::cached::Cached;
 use super::shape::block_bytes;
 use crate::perf::LinkView;
 use lagoon_protocol::{Debt, Heartbeat, HeartbeatAck, Link, Load};
@@ -62,6 +63,7 @@ fn without_rows(m: &Heartbeat) -> Heartbeat {
         workers: m.workers,
         prefill: m.prefill.clone(),
         role: m.role.clone(),
+        cached: None,
     }
 }
 
@@ -102,6 +104,9 @@ impl GManager {
         let Some(member) = self.members.get_mut(&id) else { return };
         let old = member.heartbeat.replace(without_rows(m));
         member.confirm_role();
+        if let Some(summary) = &m.cached {
+            member.cached = Cached::new(summary);
+        }
         member.lendable = m.blocks_lendable;
         member.paused = false;
         self.sorted.set_lendable(member.slot, m.blocks_lendable);

@@ -1,6 +1,7 @@
 //! Members: the gManager's state of each instance, and its life: live, silent, fenced, forgotten.
 
 use super::GManager;
+use super::cached::Cached;
 use crate::planner::InstanceView;
 use lagoon_protocol::{Heartbeat, MemoryTier, Register, Role};
 use lagoon_types::{InstanceId, SeqId, limits};
@@ -70,6 +71,8 @@ pub(super) struct Member {
     pub(super) sent_role: Option<SentRole>,
     /// The planner's view of it while it is silent.
     pub(super) withheld: Option<Box<InstanceView>>,
+    /// What its prefix cache has.
+    pub(super) cached: Cached,
 }
 
 impl Member {
@@ -91,6 +94,7 @@ impl Member {
             drain: None,
             sent_role: None,
             withheld: None,
+            cached: Cached::default(),
         }
     }
 

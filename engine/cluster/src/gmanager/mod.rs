@@ -14,6 +14,7 @@
 
 mod admin;
 mod advise;
+mod cached;
 mod drain;
 mod fence;
 mod heartbeat;

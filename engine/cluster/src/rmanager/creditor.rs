@@ -5,12 +5,14 @@
 //! * every access names the lease, its debtor and its epoch, and is refused if one differs;
 //! * a debtor has at most one lease per request number, so that a repeated request lends nothing twice.
 
+mod cached;
+
 use super::RManagerConfig;
 use super::lent_blocks::{LentBlocks, WritePiece};
 use super::recall::{Recalls, Revoked};
 use crate::mutants::{self, Mutant};
 use lagoon_kv::hash::ContentHash;
-use lagoon_kv::{BlockPool, BlockState, LeaseHasher, Owner};
+use lagoon_kv::{BlockHash, BlockPool, BlockState, LeaseHasher, Owner};
 use lagoon_protocol::{
     Debt, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, LeaseRequest,
     PlacementEntry, Recall, RefuseCode,
@@ -54,6 +56,10 @@ struct Lease {
     purpose: LeasePurpose,
     /// When a lease for a move was last written, until all of it is sealed.
     reserved_ms: Option<u64>,
+    /// Number of entries that were cached here when the lease was granted: they are sealed.
+    cached: u32,
+    /// Block hashes of entries that are not sealed yet, each with the number of preceding blocks.
+    hashes: BTreeMap<u32, (BlockHash, u32)>,
 }
 
 impl Lease {
@@ -103,6 +109,7 @@ impl Lease {
         let lent = |entry: u32| blocks.get(entry).is_some();
         self.hasher.retain(lent);
         self.whole.retain(|entry, _| lent(*entry));
+        self.hashes.retain(|entry, _| lent(*entry));
         taken
     }
 }
@@ -132,6 +139,8 @@ pub struct Creditor {
     recalls: Recalls,
     /// Revocations that a debtor may not know of yet, each with its time.
     revoked: Vec<(u64, Revoked)>,
+    /// Cached blocks leased since the start.
+    cached_lent: u64,
     /// Pinned leases, whose memory transports may read, each with its released blocks: free once unpinned.
     pinned: BTreeMap<LeaseId, Vec<PhysBlock>>,
 }
@@ -163,6 +172,7 @@ impl Creditor {
             by_request: BTreeMap::new(),
             recalls: Recalls::default(),
             revoked: Vec::new(),
+            cached_lent: 0,
             pinned: BTreeMap::new(),
         };
         creditor.begin_anew(config.incarnation);
@@ -181,10 +191,14 @@ impl Creditor {
         if !self.recalls.is_empty() {
             return 0;
         }
-        let counts = pool.counts();
+        let free = pool.counts().free;
+        self.under_cap(pool).min(free.saturating_sub(self.lend_reserve_blocks.max(self.growth_reserve)))
+    }
+
+    /// Blocks that the limit on lending leaves.
+    fn under_cap(&self, pool: &BlockPool) -> u32 {
         let most = self.bound.as_ref().map_or(u32::MAX, |(blocks, _)| *blocks).min(self.lend_blocks_max);
-        let under_cap = most.saturating_sub(counts.lent - self.handed_over());
-        under_cap.min(counts.free.saturating_sub(self.lend_reserve_blocks.max(self.growth_reserve)))
+        most.saturating_sub(pool.counts().lent - self.handed_over())
     }
 
     /// As [`Creditor::lendable`], for a purpose. A swap may use the reserve: between full instances it could not start
@@ -245,6 +259,8 @@ impl Creditor {
             whole: BTreeMap::new(),
             purpose: LeasePurpose::Handover,
             reserved_ms: None,
+            cached: 0,
+            hashes: BTreeMap::new(),
         };
         self.leases.insert(lease, entry);
         // A lease request never has this number: no repetition of it can arrive.
@@ -311,6 +327,9 @@ impl Creditor {
         if let Some(older_ms) = self.older_than(from, request, now_ms) {
             return Err(refuse(format!("an older request waits for it, for {older_ms} ms")));
         }
+        if !request.hashes.is_empty() {
+            return self.grant_cached(from, request, now_ms, pool).map_err(refuse);
+        }
         let blocks = request.blocks.min(lendable);
         if blocks < request.blocks_min.max(1) {
             let why = self.bound.as_ref().map_or(String::new(), |(_, why)| format!(": {why}"));
@@ -330,8 +349,22 @@ impl Creditor {
         let lent = u32::try_from(blocks.len()).expect("at most the pool's blocks");
         let blocks = LentBlocks::new(blocks);
         let reserved_ms = (purpose != LeasePurpose::Growth).then_some(now_ms);
-        let entry =
-            Lease { debtor, seq, epoch, request, blocks, lent, renewed_ms, hasher, whole, purpose, reserved_ms };
+        let (cached, hashes) = (0, BTreeMap::new());
+        let entry = Lease {
+            debtor,
+            seq,
+            epoch,
+            request,
+            blocks,
+            lent,
+            renewed_ms,
+            hasher,
+            whole,
+            purpose,
+            reserved_ms,
+            cached,
+            hashes,
+        };
         self.leases.insert(lease, entry);
         self.by_request.insert((from, request), lease);
         Ok(self.grant_of(lease))
@@ -358,6 +391,7 @@ impl Creditor {
             epoch: lease.epoch.0,
             blocks: lease.entries(),
             ttl_ms: self.ttl_ms,
+            cached: lease.cached,
         }
     }
 
@@ -681,6 +715,9 @@ impl Creditor {
         pool.mark(block, BlockState::Sealed);
         let lease = self.leases.get_mut(&key.0).expect("it was found");
         lease.settle(pool);
+        if let Some((hash, depth)) = lease.hashes.remove(&entry) {
+            pool.set_hash(block, hash, depth);
+        }
         Ok(lease.purpose != LeasePurpose::Growth && !mutants::is(Mutant::SealUnreported))
     }
 }

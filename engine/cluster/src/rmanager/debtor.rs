@@ -9,14 +9,17 @@
 //! * a grant belongs to a waiting borrow, or it is released at once; nothing leaks;
 //! * a candidate is asked at most once per borrow.
 
+mod prefix;
+
 use super::held::{Held, HeldLeases, Reserved};
-use super::output::{BorrowFailure, BorrowId, BorrowedLease, Output};
+use super::output::{BorrowFailure, BorrowId, BorrowedLease, CachedPart, Output};
 use lagoon_kv::RangeSet;
 use lagoon_protocol::{
     BorrowAdvice, BorrowQuery, Candidate, ControlBody, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRenewed,
     LeaseRequest, LeaseRevoked, Refusal, TierRequest,
 };
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
+use prefix::Search;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 #[derive(Debug)]
@@ -62,6 +65,7 @@ pub struct Debtor {
     /// Last number issued, for borrows, queries and requests.
     issued: u64,
     borrows: BTreeMap<BorrowId, Borrow>,
+    searches: BTreeMap<BorrowId, Search>,
     late: BTreeMap<u64, Late>,
     /// Creditors that recalled blocks, and until when nothing is borrowed from them.
     paused: BTreeMap<InstanceId, u64>,
@@ -78,6 +82,7 @@ impl Debtor {
             instance: None,
             issued: 0,
             borrows: BTreeMap::new(),
+            searches: BTreeMap::new(),
             late: BTreeMap::new(),
             paused: BTreeMap::new(),
             near: BTreeSet::new(),
@@ -241,9 +246,14 @@ impl Debtor {
             self.abandon(borrow, now_ms);
             return true;
         }
+        if self.searches.contains_key(&id) {
+            self.cancel_search(id, now_ms);
+            return true;
+        }
         let queued = self.held.outputs.iter().position(|o| match o {
             Output::Borrowed { borrow, .. }
             | Output::BorrowFailed { borrow, .. }
+            | Output::PrefixFound { borrow, .. }
             | Output::Reserved { borrow, .. }
             | Output::NotReserved { borrow, .. } => *borrow == id,
             _ => false,
@@ -252,6 +262,7 @@ impl Debtor {
         let leases = match output {
             Output::Borrowed { leases, .. } => leases,
             Output::Reserved { lease, .. } => vec![lease],
+            Output::PrefixFound { parts, .. } => parts.into_iter().filter_map(CachedPart::into_lease).collect(),
             _ => Vec::new(),
         };
         for lease in leases {
@@ -313,12 +324,14 @@ impl Debtor {
             blocks: borrow.wanted - borrow.got,
             exclude,
             tier: borrow.tier.into(),
+            prefix: Vec::new(),
         };
         self.held.outputs.push_back(Output::ToGManager(ControlBody::BorrowQuery(message)));
     }
 
     /// Handles the gManager's recommendation.
     pub fn on_advice(&mut self, advice: &BorrowAdvice, now_ms: u64) {
+        self.on_cached_runs(advice, now_ms);
         let waits = |b: &Borrow| matches!(b.state, State::Advice { query, .. } if query == advice.query);
         let Some((&id, borrow)) = self.borrows.iter_mut().find(|(_, b)| waits(b)) else { return };
         if u64::from(borrow.wanted) > advice.pool_blocks_total {
@@ -371,6 +384,7 @@ impl Debtor {
             blocks_min,
             purpose: borrow.purpose.into(),
             waited_ms: borrow.since_ms.map(|since| u32::try_from(now_ms - since).unwrap_or(u32::MAX)),
+            hashes: Vec::new(),
         });
         self.held.outputs.push_back(Output::ToPeer { instance, quic_addr, body });
     }
@@ -386,6 +400,9 @@ impl Debtor {
 
     pub(super) fn on_grant(&mut self, from: InstanceId, grant: &LeaseGrant, now_ms: u64) {
         let (lease, epoch) = (LeaseId(grant.lease), Epoch(grant.epoch));
+        if let Some(id) = self.searching(from, grant.request) {
+            return self.on_cached_grant(id, from, grant, now_ms);
+        }
         let Some(id) = self.waiting(from, grant.request) else {
             if self.late.get(&grant.request).is_some_and(|l| l.instance == from) {
                 let late = self.late.remove(&grant.request).expect("just found");
@@ -438,6 +455,9 @@ impl Debtor {
     }
 
     pub(super) fn on_refuse(&mut self, from: InstanceId, refuse: &LeaseRefuse, now_ms: u64) {
+        if let Some(id) = self.searching(from, refuse.request) {
+            return self.not_cached(id, from, now_ms);
+        }
         match self.waiting(from, refuse.request) {
             Some(id) => self.refused(id, from, refuse.blocks_lendable, now_ms),
             None => {
@@ -477,6 +497,10 @@ impl Debtor {
     /// Removes a lost lease: its borrow looks for other blocks, or its sequence loses KV.
     fn lose(&mut self, creditor: InstanceId, lease: LeaseId) -> Option<Held> {
         let held = self.held.remove(creditor, lease)?;
+        if held.borrow.is_some_and(|id| self.searches.contains_key(&id)) {
+            self.lose_cached(creditor, lease);
+            return Some(held);
+        }
         match held.borrow.and_then(|id| self.borrows.get_mut(&id)) {
             Some(borrow) => {
                 borrow.got -= held.blocks - held.released.len();
@@ -515,6 +539,7 @@ impl Debtor {
     /// Handles a lost connection. Leases outlive it; requests to the peer do not.
     pub fn on_peer_down(&mut self, peer: InstanceId, now_ms: u64) {
         self.held.on_peer_down(peer);
+        self.search_without(peer, now_ms);
         for id in self.asking(|candidate, _| candidate.instance == peer.0) {
             self.unanswered(id, now_ms);
         }
@@ -524,6 +549,7 @@ impl Debtor {
         for lease in self.held.on_peer_restarted(peer) {
             self.lose(peer, lease);
         }
+        self.search_without(peer, now_ms);
         for id in self.asking(|candidate, _| candidate.instance == peer.0) {
             self.unanswered(id, now_ms);
         }
@@ -539,6 +565,7 @@ impl Debtor {
         for (creditor, lease) in self.held.forget_all() {
             self.lose(creditor, lease);
         }
+        self.end_searches(|_| true, now_ms);
         self.late.clear();
     }
 
@@ -563,6 +590,7 @@ impl Debtor {
         for id in unacknowledged {
             self.query(id, now_ms);
         }
+        self.tick_searches(now_ms);
         self.late.retain(|_, late| now_ms < late.forget_ms);
         self.paused.retain(|_, until_ms| now_ms < *until_ms);
         self.held.tick(now_ms);
@@ -576,12 +604,12 @@ impl Debtor {
             }
         };
         let late = self.late.values().map(|late| late.forget_ms);
-        let paused = self.paused.values().copied();
+        let paused = self.paused.values().copied().chain(self.searches.values().map(Search::next_wake_ms));
         self.borrows.values().map(of).chain(self.held.next_wake_ms()).chain(late).chain(paused).min()
     }
 
     /// Number of borrows in negotiation.
     pub fn borrowing(&self) -> usize {
-        self.borrows.len()
+        self.borrows.len() + self.searches.len()
     }
 }

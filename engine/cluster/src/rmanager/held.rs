@@ -148,6 +148,13 @@ impl HeldLeases {
         }
     }
 
+    /// Releases the leases of an unfinished borrow that are not in `kept`.
+    pub(super) fn release_borrowed(&mut self, borrow: BorrowId, kept: &[(InstanceId, LeaseId)], now_ms: u64) {
+        let of = self.leases.iter().filter(|(key, held)| held.borrow == Some(borrow) && !kept.contains(key));
+        let of: Vec<(InstanceId, LeaseId)> = of.map(|(key, _)| *key).collect();
+        of.into_iter().for_each(|(creditor, lease)| self.release_range(creditor, lease, 0..u32::MAX, now_ms));
+    }
+
     /// Releases entries of a held lease. Other leases are ignored, so that a sequence may hand in all that it frees,
     /// lost leases included.
     pub fn release(&mut self, entries: &RemoteEntries, now_ms: u64) {

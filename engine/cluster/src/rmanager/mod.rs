@@ -14,6 +14,7 @@
 //! the old owner then precedes all work of the new one. So resolve a lease's runs when work is queued (per layer, not
 //! once per step), and commit a write right when it is queued.
 
+mod cache_report;
 mod creditor;
 mod debtor;
 mod fence;
@@ -26,9 +27,10 @@ mod report;
 mod tests;
 mod watched;
 
+pub use cache_report::CacheReport;
 pub use creditor::{LeaseEnded, LentEntry};
 pub use lent_blocks::WritePiece;
-pub use output::{BorrowFailure, BorrowId, BorrowedLease, Output};
+pub use output::{BorrowFailure, BorrowId, BorrowedLease, CachedPart, Output};
 pub use recall::{Revoked, Unmet};
 pub use report::PlacementReport;
 
@@ -192,6 +194,10 @@ impl RManager {
             }),
             ControlBody::LeaseRelease(m) => {
                 Some(ControlBody::LeaseReleased(self.creditor.on_release(from, &m, &mut self.pool)))
+            }
+            ControlBody::LeaseHashes(m) => {
+                self.creditor.on_hashes(from, &m, &mut self.pool);
+                None
             }
             ControlBody::LeaseRenew(m) => Some(ControlBody::LeaseRenewed(self.creditor.on_renew(from, &m, now_ms))),
             ControlBody::LeaseGrant(m) => {

@@ -40,6 +40,25 @@ impl BorrowedLease {
     }
 }
 
+/// Part of a prompt's cached run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CachedPart {
+    /// Blocks that this instance caches.
+    Here { blocks: u32 },
+    /// A lease of blocks that their creditor caches.
+    Leased(BorrowedLease),
+    /// Blocks that nobody was found to cache.
+    Missing { blocks: u32 },
+}
+
+impl CachedPart {
+    /// The lease, if the part has one.
+    #[must_use]
+    pub fn into_lease(self) -> Option<BorrowedLease> {
+        if let Self::Leased(lease) = self { Some(lease) } else { None }
+    }
+}
+
 /// An output of an rManager.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Output {
@@ -61,6 +80,12 @@ pub enum Output {
         borrow: BorrowId,
         seq: SeqId,
         reason: BorrowFailure,
+    },
+    /// The search of a prompt's cached blocks has ended: its first parts, in order; none if nothing was found.
+    PrefixFound {
+        borrow: BorrowId,
+        seq: SeqId,
+        parts: Vec<CachedPart>,
     },
     /// The KV of a lease in use is lost.
     LeaseLost {

@@ -1,5 +1,6 @@
 //! The creditor call by call: lending, writes, seals, refusals, releases.
 
+mod cached;
 mod moves;
 mod negotiation;
 

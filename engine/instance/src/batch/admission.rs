@@ -208,14 +208,17 @@ impl Batch {
     }
 
     /// Allocates memory for a whole waiting sequence. True if it has all; false if it borrows or must retry.
-    fn place(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) -> bool {
+    pub(super) fn place(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) -> bool {
         let Some(seq) = self.seqs.get(&id) else { return false };
         let since_ms = seq.since_ms;
         // One slot more than known tokens: the next token needs one. A prompt for a decode worker needs none, and lies
         // here as a whole.
         let job = seq.for_others.is_some();
-        let needed = seq.blocks.shortfall(seq.len() + u32::from(!job));
-        let end = seq.blocks.blocks() + needed;
+        // Blocks of the prompt that the search of the pool did not find have no place either.
+        let lost = seq.blocks.lost_block_numbers();
+        let new = seq.blocks.shortfall(seq.len() + u32::from(!job));
+        let needed = seq.blocks.lost_blocks() + new;
+        let end = seq.blocks.blocks() + new;
         // Under a window a sequence may grow longer than the pool; once preempted, it never fits again. It must not
         // hold up the queue for longer than a lost instance may need to come back.
         let capacity = cx.pool_blocks();
@@ -238,12 +241,14 @@ impl Batch {
             return false;
         }
         cx.standing.note_lending_needed(cx.now_ms);
-        if local < needed && !self.borrow_or_wait(cx, prefills, id, needed) {
+        if local < needed && (!self.borrow_or_wait(cx, prefills, id, needed) || self.search_pool(cx, id)) {
             return false;
         }
         let (known, after) = if local == needed { self.adopt_prefix(cx, id) } else { (0, None) };
         // The block table is built oldest first: the newest blocks wait aside while the older ones are borrowed.
-        let Some(blocks) = cx.memory.rm.pool.allocate_for(id, end - local + known..end, after) else {
+        let newest = lost.into_iter().chain(end - new..end).skip((needed - local + known) as usize);
+        let newest: Vec<u32> = newest.collect();
+        let Some(blocks) = cx.memory.rm.pool.allocate_for(id, newest.into_iter(), after) else {
             self.release_memory(cx, prefills, id);
             self.retry_later(cx, id);
             return false;
@@ -255,7 +260,7 @@ impl Batch {
             None => {
                 seq.set_need(Need::Met);
                 seq.misses = 0;
-                seq.blocks.push_local(&blocks);
+                seq.blocks.take_local(&blocks);
                 true
             }
             Some(borrow) => {
@@ -281,7 +286,10 @@ impl Batch {
                 );
                 self.fail(cx, prefills, id, RequestError::Unavailable(message));
             }
-            Short::Retry | Short::Preempt => self.retry_later(cx, id),
+            Short::Retry | Short::Preempt => {
+                self.drop_found(cx, prefills, id);
+                self.retry_later(cx, id);
+            }
         }
         false
     }

@@ -22,24 +22,15 @@ impl Batch {
             }
             return;
         };
-        let restores = seq.blocks.lost_blocks() > 0;
         for lease in leases {
             let &BorrowedLease { creditor, lease, epoch, blocks, .. } = lease;
             let grant = RemoteGrant { creditor, lease, epoch, blocks };
-            if restores {
-                seq.blocks.fill_remote(&grant)
-            } else {
-                seq.blocks.push_remote(&grant)
-            }
+            seq.blocks.take_remote(&grant);
             let hasher = LeaseHasher::new(kv.layers as usize, block_tokens, kv.layer_token_bytes());
             seq.leases.insert((creditor, lease), HeldLease::new(blocks, hasher));
         }
         let aside: Vec<PhysBlock> = std::mem::take(&mut seq.aside);
-        if restores {
-            seq.blocks.fill_local(&aside)
-        } else {
-            seq.blocks.push_local(&aside)
-        }
+        seq.blocks.take_local(&aside);
         seq.set_need(Need::Met);
         seq.restore_by_ms = None;
         (seq.misses, seq.frugal) = (0, false);
@@ -64,7 +55,7 @@ impl Batch {
         reason: &BorrowFailure,
     ) {
         let Some(seq) = self.seqs.get(&id) else { return };
-        if seq.blocks.lost_blocks() > 0 {
+        if seq.blocks.lost_blocks() > 0 && seq.is_running() {
             self.on_restore_failed(cx, prefills, id, reason);
             return;
         }

@@ -18,6 +18,7 @@ mod hand_back;
 pub(crate) mod micro_batches;
 pub(crate) mod others;
 mod policy;
+mod pool_prefix;
 mod preempt;
 pub(crate) mod prefix;
 mod recovery;
@@ -34,7 +35,7 @@ use draft_model::DraftRequests;
 use due::Due;
 use freeze::FrozenDebt;
 use lagoon_backend::DeviceError;
-use lagoon_cluster::{BorrowFailure, BorrowedLease};
+use lagoon_cluster::{BorrowFailure, BorrowedLease, CachedPart};
 use lagoon_protocol::Freeze;
 use lagoon_runner::{DraftId, Drafted, ShareId};
 use lagoon_types::limits::ADMISSION_DEADLINE_MS;
@@ -104,6 +105,11 @@ pub(crate) enum BatchEvent {
         seq: SeqId,
         reason: BorrowFailure,
     },
+    /// The rManager's reply to a search of cached blocks.
+    PrefixFound {
+        seq: SeqId,
+        parts: Vec<CachedPart>,
+    },
     /// A sequence that is in no step has lost KV.
     Lost(Lost),
     /// All sequences have lost their KV at a creditor.
@@ -153,6 +159,7 @@ impl Batch {
             BatchEvent::Thaw { cycle } => self.thaw_if(cx, prefills, |frozen| frozen.cycle == cycle),
             BatchEvent::Borrowed { seq, leases } => self.on_borrowed(cx, seq, &leases),
             BatchEvent::BorrowFailed { seq, reason } => self.on_borrow_failed(cx, prefills, seq, &reason),
+            BatchEvent::PrefixFound { seq, parts } => self.on_prefix_found(cx, prefills, seq, parts),
             BatchEvent::Lost(lost) => self.lose(cx, prefills, lost),
             BatchEvent::CreditorGone { creditor, why } => self.lose_creditor(cx, creditor, why),
             BatchEvent::Drafted { draft, seqs, failed } => self.on_drafted(cx, draft, seqs, failed),
@@ -327,6 +334,9 @@ impl Batch {
     /// Moves a waiting sequence into the batch. Its first `computed` tokens have KV.
     fn start(&mut self, id: SeqId, micro_batch: MicroBatch, computed: u32, now_ms: u64) {
         self.sched.admit(id, micro_batch, computed);
+        if let Some(seq) = self.seqs.get(&id).filter(|seq| !seq.blocks.lost().is_empty()) {
+            self.sched.set_lost(id, seq.blocks.lost());
+        }
         self.load_ring(id);
         self.seqs.entry(id).and_modify(|seq| _ = seq.began_ms.get_or_insert(now_ms));
         self.set_life(id, Life::Running(Need::Met));

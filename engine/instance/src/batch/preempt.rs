@@ -3,7 +3,7 @@
 use super::Batch;
 use super::others::PrefillQueries;
 use super::policy::{self, Candidate, Preemption};
-use super::sequence::{Life, Need, Sequence};
+use super::sequence::{Life, Need, PoolSearch, Sequence};
 use crate::cx::Cx;
 use crate::event::Effect;
 use crate::outcome::Outcome;
@@ -111,7 +111,7 @@ impl Batch {
         self.release_memory(cx, prefills, id);
         self.requeue(id, cx.now_ms);
         if let Some(seq) = self.seqs.get_mut(&id) {
-            seq.admit_by_ms = cx.now_ms + ADMISSION_DEADLINE_MS;
+            (seq.admit_by_ms, seq.search) = (cx.now_ms + ADMISSION_DEADLINE_MS, PoolSearch::Due);
         }
         cx.emit(Outcome::Preempted { seq: id });
     }
@@ -144,6 +144,7 @@ impl Batch {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         let pause_ms = policy::retry_pause_ms(cx.config.incarnation, id, seq.misses);
         seq.misses += 1;
+        seq.search = if seq.search == PoolSearch::Done { PoolSearch::Skipped } else { PoolSearch::Due };
         seq.set_need(Need::RetryAt(cx.now_ms + pause_ms));
         self.due.touch();
         self.due.wake_at(cx.now_ms + pause_ms);

@@ -13,6 +13,7 @@
 //! * each owner moves, frees, lends or hands over a shared block for itself; it is free after the last owner;
 //! * memory is mapped at a second address before the first one can be reused, and hashed there once mapped.
 
+use super::pool_prefix::send_hashes;
 use super::sequence::Sequence;
 use super::{Batch, Others};
 use crate::cx::Cx;
@@ -49,7 +50,9 @@ impl Batch {
         self.hash_tokens(cx, id, whole);
         let joins = self.joins(others, id);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
-        for block in std::mem::replace(&mut seq.hashed, whole)..whole {
+        let first = std::mem::replace(&mut seq.hashed, whole);
+        send_hashes(cx, seq, first..whole);
+        for block in first..whole {
             let (Placement::Local(at), hash) =
                 (seq.blocks.placements()[block as usize], &seq.block_hashes[block as usize])
             else {
@@ -113,7 +116,7 @@ impl Batch {
     }
 
     /// Computes the hashes of all blocks of a waiting sequence before its last token. Returns their number.
-    fn hash_wanted(&mut self, cx: &Cx, id: SeqId) -> usize {
+    pub(super) fn hash_wanted(&mut self, cx: &Cx, id: SeqId) -> usize {
         let hits = |seq: &Sequence| seq.blocks.blocks() == 0 && !seq.needs_positions();
         let waits = |seq: &&Sequence| cx.memory.prefix.root().is_some() && hits(seq);
         let Some(seq) = self.seqs.get(&id).filter(waits) else { return 0 };

@@ -65,6 +65,19 @@ pub(crate) struct Window {
     pub(crate) blocks: Vec<PhysBlock>,
 }
 
+/// The search of a waiting sequence's cached blocks on other instances. Every other attempt to be admitted searches: memory
+/// that the search takes could be what an admission without it needs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum PoolSearch {
+    /// The next attempt searches.
+    #[default]
+    Due,
+    /// This attempt has searched; blocks that the sequence holds were found.
+    Done,
+    /// The next attempt does not search.
+    Skipped,
+}
+
 /// Memory that a sequence lacks to be admitted or to grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Need {
@@ -153,6 +166,7 @@ pub(crate) struct Sequence {
     pub(crate) block_hashes: Vec<BlockHash>,
     /// Blocks of the table whose hashes were registered with the pool, from the first on.
     pub(crate) hashed: u32,
+    pub(crate) search: PoolSearch,
     /// Own blocks for the newest tokens (or lost blocks), until the older ones are borrowed and the table can be built
     /// in order.
     pub(crate) aside: Vec<PhysBlock>,
@@ -206,6 +220,7 @@ impl Sequence {
             maps_nothing: false,
             block_hashes: Vec::new(),
             hashed: 0,
+            search: PoolSearch::Due,
             aside: Vec::new(),
             window: None,
             life: Life::Waiting(Need::Met),

@@ -1,7 +1,8 @@
 //! The prefix cache's root hash and counters; `batch/prefix.rs` finds and shares the blocks.
 
 use crate::config::InstanceConfig;
-use lagoon_kv::{BlockHash, BlockPool, IdentityRoot};
+use lagoon_cluster::RManager;
+use lagoon_kv::{BlockHash, IdentityRoot};
 use lagoon_runner::ShareId;
 use serde::Serialize;
 
@@ -12,6 +13,10 @@ pub struct PrefixStatus {
     pub looked_up_tokens: u64,
     /// Tokens among them whose KV was cached and not recomputed.
     pub hit_tokens: u64,
+    /// Hits among them that were leased from other instances, which cache them.
+    pub leased_tokens: u64,
+    /// Cached rBlocks that this instance leased to others, for their hits.
+    pub lent_blocks: u64,
     /// rBlocks of these hits that were in use and became shared.
     pub shared_blocks: u64,
     /// rBlocks that sharing saves now.
@@ -29,6 +34,7 @@ pub(crate) struct PrefixCounts {
     root: Option<BlockHash>,
     looked_up_tokens: u64,
     hit_tokens: u64,
+    leased_tokens: u64,
     shared_blocks: u64,
     next_share: u64,
     /// Mappings commanded and not made yet, also of sequences that are gone.
@@ -51,7 +57,15 @@ impl PrefixCounts {
             block_tokens: config.block_tokens,
         };
         let root = config.prefix_cache.then(|| BlockHash::root(&root));
-        Self { root, looked_up_tokens: 0, hit_tokens: 0, shared_blocks: 0, next_share: 0, in_flight: 0 }
+        Self {
+            root,
+            looked_up_tokens: 0,
+            hit_tokens: 0,
+            leased_tokens: 0,
+            shared_blocks: 0,
+            next_share: 0,
+            in_flight: 0,
+        }
     }
 
     /// Root of the hash chain; `None` where the prefix cache is off.
@@ -67,6 +81,11 @@ impl PrefixCounts {
     /// Counts tokens whose KV was cached.
     pub(crate) fn note_hit(&mut self, tokens: u32) {
         self.hit_tokens += u64::from(tokens);
+    }
+
+    /// Counts tokens among the hits whose KV other instances cache.
+    pub(crate) fn note_leased(&mut self, tokens: u32) {
+        self.leased_tokens += u64::from(tokens);
     }
 
     /// Counts rBlocks in use that became shared.
@@ -86,12 +105,15 @@ impl PrefixCounts {
         self.in_flight = self.in_flight.saturating_sub(1);
     }
 
-    /// The counters, with those of the pool.
-    pub(crate) fn status(&self, pool: &BlockPool) -> PrefixStatus {
-        let Self { looked_up_tokens, hit_tokens, shared_blocks, .. } = *self;
+    /// The counters, with those of the rManager.
+    pub(crate) fn status(&self, rm: &RManager) -> PrefixStatus {
+        let pool = &rm.pool;
+        let Self { looked_up_tokens, hit_tokens, leased_tokens, shared_blocks, .. } = *self;
         PrefixStatus {
             looked_up_tokens,
             hit_tokens,
+            leased_tokens,
+            lent_blocks: rm.creditor.cached_lent(),
             shared_blocks,
             saved_blocks: pool.counts().shared,
             blocks: pool.cached(),

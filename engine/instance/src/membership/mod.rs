@@ -16,7 +16,7 @@ use crate::cx::Cx;
 use crate::event::{Effect, PeerKey, TransferEffect};
 use crate::look::Look;
 use crate::outcome::{Outcome, Outcomes};
-use lagoon_cluster::{PlacementReport, next_incarnation};
+use lagoon_cluster::{CacheReport, PlacementReport, next_incarnation};
 use lagoon_kv::{BlockPool, Placement};
 use lagoon_protocol::{
     ControlBody, Deregister, DrainOrder, Fenced, HeartbeatAck, Hello, Link, Load, PlacementEntry, Register, Registered,
@@ -40,6 +40,7 @@ pub(crate) struct Membership {
     term: u64,
     heartbeat_at_ms: u64,
     report: PlacementReport,
+    cached: CacheReport,
     drain: Option<Drain>,
     /// Times that it was declared dead.
     fences: u64,
@@ -132,6 +133,7 @@ impl Membership {
         self.term = registered.term;
         // After a registration all rows are reported, also those that this or another gManager had acknowledged.
         self.report.restart();
+        self.cached.restart();
         Self::greet(cx);
         self.heartbeat(cx, look);
     }
@@ -149,9 +151,11 @@ impl Membership {
             cx.standing.note_oldest_waiting(oldest_waiting, cx.now_ms);
             if ack.term == self.term {
                 self.report.on_ack(ack);
+                self.cached.on_ack(ack);
             } else {
                 self.term = ack.term;
                 self.report.restart();
+                self.cached.restart();
             }
         }
     }
@@ -229,6 +233,7 @@ impl Membership {
         let own = batch.seqs().filter(|s| s.for_others.is_none());
         let own = own.map(|s| own_row(me, s, as_u32(look.prefills.landing(s.id)), &cx.memory.rm.pool));
         self.report.fill(&mut heartbeat, own.chain(remote_requests));
+        self.cached.fill(&mut heartbeat, &cx.memory.rm.pool, cx.now_ms);
         cx.effects.push(Effect::ToGManager(ControlBody::Heartbeat(Box::new(heartbeat))));
     }
 

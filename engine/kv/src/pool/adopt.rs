@@ -60,6 +60,50 @@ impl BlockPool {
         adopted
     }
 
+    /// Gives `owner` the longest found run of `hashes`, sealed: blocks in use are shared, cached ones become its own. At most
+    /// `blocks` in all, and at most `cached` that were free. Without address rows only: a run may begin anywhere in a
+    /// sequence, or belong to a lease, and neither has places in a row.
+    pub fn adopt_run(&mut self, owner: Owner, hashes: &[BlockHash], cached: u32, blocks: u32) -> Vec<PhysBlock> {
+        if !self.caches_runs() {
+            return Vec::new();
+        }
+        let (mut freed, mut wanted) = (0, 0);
+        for hash in hashes.iter().take(blocks as usize) {
+            match self.find(hash, None) {
+                Some(Found::Owned(block)) if !self.has(owner, block) => {}
+                Some(Found::Cached(_)) if freed < cached => freed += 1,
+                _ => break,
+            }
+            wanted += 1;
+        }
+        let Adopted { blocks, shared, .. } = self.adopt_flat(owner, &hashes[..wanted]);
+        let holdings = u32::try_from(blocks.len()).expect("at most the pool's blocks");
+        self.counts.free -= holdings - shared;
+        *self.count_of(owner) += holdings;
+        self.counts.sealed += holdings;
+        self.counts.shared += shared;
+        self.changed();
+        blocks
+    }
+
+    /// Whether blocks outside of address rows are cached: the pool has none.
+    #[must_use]
+    pub fn caches_runs(&self) -> bool {
+        self.space.rows == 0
+    }
+
+    /// Number of `hashes`, from the first on, of which blocks are found, owned or cached.
+    #[must_use]
+    pub fn found(&self, hashes: &[BlockHash]) -> u32 {
+        let found = hashes.iter().take_while(|hash| self.cache.any(hash).is_some()).count();
+        u32::try_from(found).expect("at most the pool's blocks")
+    }
+
+    /// The block hashes of owned and cached blocks, ascending.
+    pub fn hashes(&self) -> impl Iterator<Item = &BlockHash> {
+        self.cache.hashes()
+    }
+
     /// Replaces `block`, whose content is not needed, by an owned block with block hash `hash`, if there is one, and returns
     /// it. With address rows the address stays the same, and `map` is whether memory may be mapped there.
     ///

@@ -117,6 +117,49 @@ impl SeqBlocks {
         self.fill((0..blocks).map(|entry| Placement::Remote(RemoteBlock { creditor, lease, epoch, entry })));
     }
 
+    /// Places blocks that have no place yet in local blocks, lost ones first, and appends the rest.
+    pub fn take_local(&mut self, blocks: &[PhysBlock]) {
+        let (lost, new) = blocks.split_at(blocks.len().min(index(self.lost_blocks)));
+        if !lost.is_empty() {
+            self.fill_local(lost);
+        }
+        self.push_local(new);
+    }
+
+    /// As [`SeqBlocks::take_local`], in the entries of a lease.
+    ///
+    /// # Panics
+    /// If the lease is in the table already.
+    pub fn take_remote(&mut self, grant: &RemoteGrant) {
+        let &RemoteGrant { creditor, lease, epoch, blocks } = grant;
+        let lost = blocks.min(self.lost_blocks);
+        if lost > 0 {
+            self.fill_remote(&RemoteGrant { blocks: lost, ..*grant });
+        } else {
+            self.assert_new(creditor, lease);
+        }
+        self.push_entries(RemoteEntries { creditor, lease, epoch, first: lost, entries: blocks });
+    }
+
+    /// Begins a table with blocks whose KV is known, but for those without a place: their positions are lost.
+    ///
+    /// # Panics
+    /// If something is written.
+    pub fn begin(&mut self) -> Advance {
+        assert_eq!(self.written, 0, "a table begins once");
+        self.written = self.capacity_tokens();
+        let tokens = self.block_tokens;
+        let lost = self.lost_block_numbers().into_iter().map(|block| block * tokens..(block + 1) * tokens);
+        self.lost = union(&[], &lost.collect::<Vec<_>>());
+        let mut known = Advance::default();
+        for placement in &self.blocks {
+            if let Placement::Local(block) = placement {
+                known.sealed.push(*block);
+            }
+        }
+        known
+    }
+
     fn fill(&mut self, mut places: impl ExactSizeIterator<Item = Placement>) {
         assert!(
             places.len() <= index(self.lost_blocks),

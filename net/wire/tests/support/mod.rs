@@ -125,7 +125,42 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
                 candidates: vec![candidate],
                 pool_blocks_total: 3000,
                 pool_blocks_lendable: 900,
+                ..Default::default()
             }),
+        ),
+        (
+            "borrow_query_prefix",
+            ControlBody::BorrowQuery(BorrowQuery {
+                query: 6,
+                debtor: 3,
+                prefix: bytes(24, 2).to_vec(),
+                ..Default::default()
+            }),
+        ),
+        (
+            "borrow_advice_cached",
+            ControlBody::BorrowAdvice(BorrowAdvice {
+                query: 6,
+                pool_blocks_total: 3000,
+                cached: vec![CachedRun {
+                    instance: 9,
+                    quic_addr: "10.0.0.9:7000".into(),
+                    first: 1,
+                    blocks: 2,
+                    before: 1,
+                }],
+                ..Default::default()
+            }),
+        ),
+        (
+            "heartbeat_cached",
+            ControlBody::Heartbeat(Box::new(Heartbeat {
+                instance: 3,
+                incarnation: 42,
+                seq: 18,
+                cached: Some(Box::new(CacheSummary { fingerprints: bytes(16, 8).to_vec(), complete: true })),
+                ..Default::default()
+            })),
         ),
         ("refusal", ControlBody::Refusal(Refusal { creditor: 9, blocks_lendable: 2 })),
         ("deregister", ControlBody::Deregister(Deregister { instance: 3 })),
@@ -167,7 +202,14 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
         ),
         (
             "lease_grant",
-            ControlBody::LeaseGrant(LeaseGrant { request: 8, lease: 11, epoch: 12, blocks: 40, ttl_ms: 15_000 }),
+            ControlBody::LeaseGrant(LeaseGrant {
+                request: 8,
+                lease: 11,
+                epoch: 12,
+                blocks: 40,
+                ttl_ms: 15_000,
+                ..Default::default()
+            }),
         ),
         (
             "lease_refuse",
@@ -181,6 +223,39 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
         (
             "lease_sealed_lent",
             ControlBody::LeaseSealed(LeaseSealed { lease: 11, epoch: 12, entries: vec![3, 4], blocks: vec![90, 91] }),
+        ),
+        (
+            "lease_request_cached",
+            ControlBody::LeaseRequest(LeaseRequest {
+                request: 9,
+                seq: 1,
+                blocks: 2,
+                blocks_min: 1,
+                waited_ms: Some(7),
+                hashes: bytes(64, 3).to_vec(),
+                ..Default::default()
+            }),
+        ),
+        (
+            "lease_grant_cached",
+            ControlBody::LeaseGrant(LeaseGrant {
+                request: 9,
+                lease: 13,
+                epoch: 14,
+                blocks: 2,
+                ttl_ms: 15_000,
+                cached: 2,
+            }),
+        ),
+        (
+            "lease_hashes",
+            ControlBody::LeaseHashes(LeaseHashes {
+                lease: 11,
+                epoch: 12,
+                first: 3,
+                depth: 40,
+                hashes: bytes(64, 4).to_vec(),
+            }),
         ),
         ("lease_renew", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40], seq: 0 })),
         ("lease_renewed", ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![11], seq: 0 })),

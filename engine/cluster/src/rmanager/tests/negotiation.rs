@@ -31,7 +31,8 @@ pub(super) fn query(rm: &mut RManager) -> lagoon_protocol::BorrowQuery {
 
 pub(super) fn advise(rm: &mut RManager, query: u64, candidates: &[InstanceId], now_ms: u64) {
     let candidates = candidates.iter().map(|c| candidate(*c)).collect();
-    let advice = BorrowAdvice { query, candidates, pool_blocks_total: 100, pool_blocks_lendable: 50 };
+    let advice =
+        BorrowAdvice { query, candidates, pool_blocks_total: 100, pool_blocks_lendable: 50, ..Default::default() };
     rm.debtor.on_advice(&advice, now_ms);
 }
 
@@ -50,7 +51,7 @@ pub(super) fn asked(rm: &mut RManager) -> (InstanceId, LeaseRequest) {
 }
 
 pub(super) fn grant(rm: &mut RManager, from: InstanceId, request: u64, lease: u64, blocks: u32, now_ms: u64) {
-    let m = LeaseGrant { request, lease, epoch: lease + 1000, blocks, ttl_ms: TTL };
+    let m = LeaseGrant { request, lease, epoch: lease + 1000, blocks, ttl_ms: TTL, ..Default::default() };
     assert_eq!(rm.on_peer_control(from, ControlBody::LeaseGrant(m), now_ms), None);
 }
 
@@ -137,7 +138,13 @@ fn failures_say_why() {
         let q = query(&mut rm);
         let candidates = candidates.iter().map(|c| candidate(*c)).collect();
         rm.debtor.on_advice(
-            &BorrowAdvice { query: q.query, candidates, pool_blocks_total: total, pool_blocks_lendable: 0 },
+            &BorrowAdvice {
+                query: q.query,
+                candidates,
+                pool_blocks_total: total,
+                pool_blocks_lendable: 0,
+                ..Default::default()
+            },
             0,
         );
         match &outputs(&mut rm)[..] {
@@ -458,7 +465,7 @@ fn no_creditor_grants_a_life_without_end() {
     let q = query(&mut rm);
     advise(&mut rm, q.query, &[A], 0);
     let (_, r) = asked(&mut rm);
-    let m = LeaseGrant { request: r.request, lease: 7, epoch: 1007, blocks: 4, ttl_ms: u64::MAX };
+    let m = LeaseGrant { request: r.request, lease: 7, epoch: 1007, blocks: 4, ttl_ms: u64::MAX, ..Default::default() };
     assert_eq!(rm.on_peer_control(A, ControlBody::LeaseGrant(m), 3), None);
     assert!(matches!(&outputs(&mut rm)[..], [Output::Borrowed { .. }]));
     let lost = |rm: &mut RManager, now_ms| {

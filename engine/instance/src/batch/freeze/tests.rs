@@ -113,6 +113,7 @@ impl Scene {
             candidates: vec![candidate],
             pool_blocks_total: 100,
             pool_blocks_lendable: 9,
+            ..Default::default()
         };
         let effects = scene.on(Event::GManager(ControlBody::BorrowAdvice(advice)));
         let asked = effects.iter().find_map(|e| match e {
@@ -120,7 +121,7 @@ impl Scene {
             _ => None,
         });
         let request = asked.expect("the candidate is asked").request;
-        let grant = LeaseGrant { request, lease: 40, epoch: 1, blocks: 4, ttl_ms: 15_000 };
+        let grant = LeaseGrant { request, lease: 40, epoch: 1, blocks: 4, ttl_ms: 15_000, ..Default::default() };
         scene.on(Event::Control { peer: PEER, body: ControlBody::LeaseGrant(grant) });
         scene.finish_step();
         scene
