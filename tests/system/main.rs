@@ -4,6 +4,7 @@
 #![allow(clippy::print_stdout, reason = "measured differences, for --nocapture")]
 
 mod active_experts;
+mod cache_tiers;
 mod cuda;
 mod cuda_precision;
 mod disaggregated;

@@ -256,6 +256,7 @@ impl Batch {
                 seq.set_need(Need::Met);
                 seq.misses = 0;
                 seq.blocks.push_local(&blocks);
+                self.begin_load(cx, prefills, id);
                 true
             }
             Some(borrow) => {
