@@ -25,6 +25,7 @@ mod moves;
 mod peer_access;
 mod pooled;
 mod prefix;
+mod process_cache_tiers;
 mod process_cli;
 mod process_cluster;
 mod process_cuda_trial;

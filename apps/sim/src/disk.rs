@@ -31,7 +31,7 @@ impl Disk {
     pub fn carry_out(&mut self, effect: DiskEffect) -> DiskEvent {
         match effect {
             DiskEffect::Write { hash, .. } if self.is_full => {
-                let (result, bytes) = (Err(DiskLoss::Failed), self.blocks.bytes());
+                let (result, bytes) = (Err(DiskLoss::Failed), None);
                 DiskEvent::Written { hash, result, evicted: Vec::new(), bytes }
             }
             DiskEffect::Write { hash, kv } => {
@@ -40,7 +40,7 @@ impl Disk {
                 let before = evicted.len();
                 evicted.retain(|of| *of != hash);
                 let result = if evicted.len() == before { Ok(()) } else { Err(DiskLoss::Failed) };
-                DiskEvent::Written { hash, result, evicted, bytes: self.blocks.bytes() }
+                DiskEvent::Written { hash, result, evicted, bytes: Some(self.blocks.bytes()) }
             }
             DiskEffect::Read { read, hash } => {
                 self.blocks.touch(&hash);

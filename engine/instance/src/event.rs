@@ -1,6 +1,6 @@
 //! Events of an instance and effects for its shell: the two closed enums around [`crate::Instance::handle`].
 
-use crate::cx::tiers::BlockKv;
+use bytes::Bytes;
 use lagoon_kv::BlockHash;
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, TransferArena};
 use lagoon_runner::{Command, MapId, Report};
@@ -61,6 +61,9 @@ pub enum TransferEffect {
     Check { pull: PullId, piece: usize, of: Arc<Pull> },
 }
 
+/// KV of one rBlock: its layers in the canonical layout.
+pub type BlockKv = Arc<[Bytes]>;
+
 /// Commands to the disk tier of the prefix cache. Its shell owns files, threads and the order of eviction.
 #[derive(Debug)]
 pub enum DiskEffect {
@@ -75,8 +78,8 @@ pub enum DiskEffect {
 pub enum DiskEvent {
     /// The blocks of earlier processes; before all other events.
     Found { hashes: Vec<BlockHash>, bytes: u64 },
-    /// A write ended. `evicted`: blocks that made room for it. `bytes`: those of all blocks now.
-    Written { hash: BlockHash, result: Result<(), DiskLoss>, evicted: Vec<BlockHash>, bytes: u64 },
+    /// A write ended. `evicted`: blocks that made room for it. `bytes`: those of all blocks now, if they have changed.
+    Written { hash: BlockHash, result: Result<(), DiskLoss>, evicted: Vec<BlockHash>, bytes: Option<u64> },
     /// A read ended: the layers' KV, checked.
     Read { read: u64, result: Result<BlockKv, DiskLoss> },
 }

@@ -10,7 +10,7 @@ use crate::config::InstanceConfig;
 use crate::creditor::{Creditor, CreditorEvent};
 use crate::cx::Cx;
 use crate::cx::tags::{ReadId, ReadOwner, TagOwner};
-use crate::cx::tiers::TierConfig;
+use crate::cx::tiers::CacheTierConfig;
 use crate::event::{Effect, Event, PeerKey};
 use crate::look::Look;
 use crate::membership::{Membership, MembershipEvent};
@@ -71,7 +71,7 @@ impl Instance {
 
     /// Keeps copies of cached blocks in tiers beside the KV memory. Call before the first event. Nothing changes where the prefix
     /// cache is off.
-    pub fn keep_copies(&mut self, tiers: TierConfig) {
+    pub fn keep_copies(&mut self, tiers: CacheTierConfig) {
         self.cx.keep_copies(tiers);
     }
 

@@ -2,7 +2,7 @@
 
 use crate::batch::freeze::FrozenDebt;
 use crate::cx::prefix::PrefixStatus;
-use crate::cx::tiers::TiersStatus;
+use crate::cx::tiers::CacheTiersStatus;
 use crate::instance::Instance;
 use crate::look::Look;
 use crate::moves::{MovePace, MoveStatus};
@@ -82,7 +82,7 @@ pub struct InstanceStatus {
     pub prefix: PrefixStatus,
     /// Tiers of the prefix cache beside the KV memory, if there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub cache_tiers: Option<TiersStatus>,
+    pub cache_tiers: Option<CacheTiersStatus>,
     pub peer_access: PeerAccessStatus,
     pub sequences: Vec<SequencePlacement>,
 }

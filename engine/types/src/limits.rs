@@ -292,6 +292,8 @@ pub const TIER_LOAD_BYTES_IN_FLIGHT: u64 = 8 << 20;
 pub const TIER_DISK_READS_MAX: usize = 16;
 /// Bytes of KV that wait to be written to the prefix cache's disk tier (or one rBlock, if larger).
 pub const TIER_DISK_WRITE_BYTES_MAX: u64 = 256 << 20;
+/// The same, in rBlocks.
+pub const TIER_DISK_WRITES_MAX: usize = 1024;
 /// rBlocks of the prefix cache's disk tier.
 pub const TIER_DISK_BLOCKS_MAX: usize = 1 << 20;
 /// Time after which a prompt waits for no more KV from a tier of the prefix cache: the rest is computed.

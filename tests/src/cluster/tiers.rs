@@ -1,7 +1,7 @@
 //! Tiers of nodes' prefix caches.
 
 use super::{World, place};
-use lagoon_instance::{Event, TierConfig, TiersStatus};
+use lagoon_instance::{Event, CacheTierConfig, CacheTiersStatus};
 use lagoon_sim::Disk;
 
 impl World {
@@ -12,7 +12,7 @@ impl World {
         if host_bytes == 0 && disk_bytes == 0 {
             return;
         }
-        let tiers = TierConfig { host_bytes, disk: disk_bytes > 0, load_tokens_min: Some(1) };
+        let tiers = CacheTierConfig { host_bytes, disk: disk_bytes > 0, load_tokens_min: Some(1) };
         self.process_mut(node).instance.keep_copies(tiers);
         if disk_bytes > 0 {
             let found = self.sim.disks.entry(place(node)).or_insert_with(|| Disk::new(disk_bytes)).found();
@@ -33,7 +33,7 @@ impl World {
     /// # Panics
     /// If it has none.
     #[must_use]
-    pub fn tiers(&self, node: usize) -> TiersStatus {
+    pub fn tiers(&self, node: usize) -> CacheTiersStatus {
         self.live(node).status().cache_tiers.unwrap()
     }
 }

@@ -13,8 +13,8 @@ use super::others::PrefillQueries;
 use super::{Batch, Others, policy};
 use crate::cx::Cx;
 use crate::cx::tags::TagOwner;
-use crate::cx::tiers::{BlockKv, Load, LoadId, TierName};
-use crate::event::{DiskEffect, DiskEvent, DiskLoss, Effect};
+use crate::cx::tiers::{Load, LoadId, TierName};
+use crate::event::{BlockKv, DiskEffect, DiskEvent, DiskLoss, Effect};
 use lagoon_backend::DeviceError;
 use lagoon_kv::{BlockHash, Placement};
 use lagoon_runner::{Command, RemoteTag, RemoteWrite};
@@ -203,16 +203,16 @@ impl Batch {
 
     /// Gives a sequence the blocks of its load that were stored.
     fn end_load(&mut self, cx: &mut Cx, others: Others<'_>, id: LoadId, load: &Load) {
-        if load.end < load.blocks.len() {
-            cx.memory.tiers.counts.broken_loads += 1;
-        }
+        let is_whole = load.end == load.blocks.len();
+        let counts = &mut cx.memory.tiers.counts;
+        *if is_whole { &mut counts.whole_loads } else { &mut counts.broken_loads } += 1;
         let Some(seq) = self.seqs.get_mut(&load.seq).filter(|seq| seq.loading == Some(id)) else { return };
         seq.loading = None;
         self.due.touch();
         let stored = load.end.min(load.passed.len());
-        let is_whole = seq.blocks.lost().is_empty() && seq.blocks.lost_blocks() == 0;
+        let lacks_nothing = seq.blocks.lost().is_empty() && seq.blocks.lost_blocks() == 0;
         let begins = seq.blocks.next_position() == load.first * cx.config.block_tokens;
-        if stored == 0 || !is_whole || !begins {
+        if stored == 0 || !lacks_nothing || !begins {
             return;
         }
         let tokens = u32::try_from(stored).expect("at most a sequence's blocks") * cx.config.block_tokens;

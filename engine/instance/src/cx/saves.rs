@@ -5,8 +5,8 @@
 
 use super::Cx;
 use super::tags::TagOwner;
-use super::tiers::{BlockKv, TierConfig, Tiers};
-use crate::event::{DiskEffect, Effect};
+use super::tiers::{CacheTierConfig, Tiers};
+use crate::event::{BlockKv, DiskEffect, Effect};
 use bytes::Bytes;
 use lagoon_kv::{BlockHash, Unsaved};
 use lagoon_runner::{Command, RemoteRead, RemoteTag};
@@ -26,7 +26,7 @@ pub(super) struct Save {
 
 impl Cx {
     /// Keeps copies of cached blocks in these tiers, if the prefix cache is on.
-    pub(crate) fn keep_copies(&mut self, tiers: TierConfig) {
+    pub(crate) fn keep_copies(&mut self, tiers: CacheTierConfig) {
         if self.memory.prefix.root().is_none() || (tiers.host_bytes == 0 && !tiers.disk) {
             return;
         }

@@ -7,22 +7,18 @@
 //! never grows stale. What is known of the disk is soft state: a read tells.
 
 use super::saves::Save;
-use crate::event::DiskLoss;
-use bytes::Bytes;
+use crate::event::{BlockKv, DiskLoss};
 use lagoon_kv::{BlockHash, BlockPool, Tier};
 use lagoon_runner::RemoteTag;
-use lagoon_types::limits::TIER_DISK_WRITE_BYTES_MAX;
+use lagoon_types::limits::{TIER_DISK_WRITE_BYTES_MAX, TIER_DISK_WRITES_MAX};
 use lagoon_types::{PhysBlock, SeqId};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// KV of one rBlock: its layers in the canonical layout.
-pub type BlockKv = Arc<[Bytes]>;
-
 /// Tiers of the prefix cache beside the KV memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TierConfig {
+pub struct CacheTierConfig {
     /// Bytes of the host tier; 0 for none.
     pub host_bytes: u64,
     /// The shell carries out [`crate::DiskEffect`]s.
@@ -33,7 +29,7 @@ pub struct TierConfig {
 
 /// Counters of one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct TierStatus {
+pub struct CacheTierStatus {
     pub blocks: u64,
     pub bytes: u64,
     /// Tokens of prompts whose KV came from it.
@@ -52,11 +48,13 @@ pub struct TierStatus {
 
 /// Counters of the tiers beside the KV memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct TiersStatus {
-    pub host: TierStatus,
-    pub disk: TierStatus,
+pub struct CacheTiersStatus {
+    pub host: CacheTierStatus,
+    pub disk: CacheTierStatus,
     /// Cached rBlocks that were evicted from KV memory before a copy was made.
     pub unsaved_blocks: u64,
+    /// Loads that ended with all KV.
+    pub whole_loads: u64,
     /// Loads that ended before all KV had come.
     pub broken_loads: u64,
     /// Prefixes that were computed because loading them would have taken longer.
@@ -102,7 +100,7 @@ pub(crate) struct Load {
 #[derive(Debug, Default)]
 pub(crate) struct Tiers {
     /// `None` where there are none.
-    pub(crate) config: Option<TierConfig>,
+    pub(crate) config: Option<CacheTierConfig>,
     /// KV of an rBlock, in bytes.
     pub(super) block_bytes: u64,
     host: Option<Tier<BlockKv>>,
@@ -121,7 +119,7 @@ pub(crate) struct Tiers {
     pub(crate) reading: BTreeMap<u64, (LoadId, usize)>,
     pub(crate) next_read: u64,
     rates: [Rate; 2],
-    pub(crate) counts: TiersStatus,
+    pub(crate) counts: CacheTiersStatus,
 }
 
 /// Weight of the newest load in the mean rate.
@@ -135,7 +133,7 @@ struct Rate(f64);
 
 impl Tiers {
     /// With these tiers, for rBlocks of `block_bytes`.
-    pub(super) fn new(config: TierConfig, block_bytes: u64) -> Self {
+    pub(super) fn new(config: CacheTierConfig, block_bytes: u64) -> Self {
         let host = (config.host_bytes > 0).then(|| Tier::new(config.host_bytes));
         Self { config: Some(config), block_bytes, host, ..Self::default() }
     }
@@ -174,7 +172,8 @@ impl Tiers {
     pub(super) fn may_save(&self, saved: u32) -> bool {
         if self.has_disk() {
             let waiting = (self.writing.len() as u64).saturating_mul(self.block_bytes);
-            return self.writing.is_empty() || waiting + self.block_bytes <= TIER_DISK_WRITE_BYTES_MAX;
+            let few = self.writing.len() < TIER_DISK_WRITES_MAX && waiting + self.block_bytes <= TIER_DISK_WRITE_BYTES_MAX;
+            return self.writing.is_empty() || few;
         }
         let half = self.host.as_ref().map_or(0, |host| host.limit_bytes() / 2);
         (u64::from(saved) + 1).saturating_mul(self.block_bytes) <= half
@@ -208,10 +207,10 @@ impl Tiers {
         hash: BlockHash,
         result: Result<(), DiskLoss>,
         evicted: Vec<BlockHash>,
-        bytes: u64,
+        bytes: Option<u64>,
     ) -> Vec<BlockHash> {
         self.writing.remove(&hash);
-        self.disk_bytes = bytes;
+        self.disk_bytes = bytes.unwrap_or(self.disk_bytes);
         self.counts.disk.evicted_blocks += evicted.len() as u64;
         evicted.iter().for_each(|of| _ = self.on_disk.remove(of));
         match result {
@@ -269,7 +268,7 @@ impl Tiers {
     }
 
     /// The counters, with those of the pool; `None` without tiers.
-    pub(crate) fn status(&self, pool: &BlockPool) -> Option<TiersStatus> {
+    pub(crate) fn status(&self, pool: &BlockPool) -> Option<CacheTiersStatus> {
         self.config?;
         let mut status = self.counts;
         status.unsaved_blocks = pool.unsaved_evictions();

@@ -7,6 +7,7 @@
 use super::BlockPool;
 use crate::BlockHash;
 use crate::cache::Saved;
+use crate::mutants::{self, Mutant};
 use lagoon_types::PhysBlock;
 
 /// A cached block without a copy in a tier.
@@ -52,7 +53,7 @@ impl BlockPool {
         if unchanged {
             self.cache.set_saved(block, Saved::Yes);
         }
-        unchanged
+        unchanged || mutants::is(Mutant::StaleCopy)
     }
 
     /// Notes that a tier keeps this block.
