@@ -42,7 +42,8 @@ fn a_restarted_server_finds_its_prefixes_on_disk() {
     assert_eq!(cached, 0);
     wait_for(&server.client(), "written", |tiers| tiers["disk"]["saved_blocks"].as_u64() >= Some(8));
     // Another process may not have the directory meanwhile.
-    let second = run(&["serve", &model, "--backend=cpu", "--http=127.0.0.1:0", "--kv-tokens=96", "--block-tokens=8", &cache]);
+    let second =
+        run(&["serve", &model, "--backend=cpu", "--http=127.0.0.1:0", "--kv-tokens=96", "--block-tokens=8", &cache]);
     assert_eq!(second.code, Some(1), "{second:?}");
     assert!(second.stderr.contains("in use by another process") && second.stderr.contains("hint: "), "{second:?}");
     // Killed: nothing is written at the end.

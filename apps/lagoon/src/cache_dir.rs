@@ -68,7 +68,10 @@ impl CacheDir {
         let (writes, to_write) = sync_channel(TIER_DISK_WRITES_MAX);
         let (reads, to_read) = sync_channel(EVENTS_MAX);
         let spawn = |name: &str, work: Box<dyn FnOnce() + Send>| {
-            std::thread::Builder::new().name(name.to_owned()).spawn(work).context("start a thread of the cache directory")
+            std::thread::Builder::new()
+                .name(name.to_owned())
+                .spawn(work)
+                .context("start a thread of the cache directory")
         };
         let (writer, reports) = (Arc::clone(&files), events.clone());
         let (ends, written) = sync_channel(0);

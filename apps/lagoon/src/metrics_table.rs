@@ -173,7 +173,12 @@ const PREFIX: &[Metric] = &[
         &[CACHE_TIER],
         "Prompt tokens whose KV was loaded from there.",
     ),
-    Metric::counter("lagoon_prefix_cache_tier_saved_blocks_total", "blocks", &[CACHE_TIER], "Cached rBlocks copied to it."),
+    Metric::counter(
+        "lagoon_prefix_cache_tier_saved_blocks_total",
+        "blocks",
+        &[CACHE_TIER],
+        "Cached rBlocks copied to it.",
+    ),
     Metric::counter(
         "lagoon_prefix_cache_tier_evicted_blocks_total",
         "blocks",

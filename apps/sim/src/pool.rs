@@ -9,7 +9,9 @@ use crate::rng::{Rng, mix};
 use crate::symbolic::{Speed, Symbolic, Windows, model};
 use crate::world::World;
 use lagoon_cluster::{BalancerConfig, DgfmConfig, GManager, GManagerConfig, PlannerConfig};
-use lagoon_instance::{CacheTierConfig, Event, InstanceConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig};
+use lagoon_instance::{
+    CacheTierConfig, Event, InstanceConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig,
+};
 use lagoon_protocol::{BatchPoint, Calibration, MemoryTier, Role};
 use lagoon_types::{DType, ModelHash};
 

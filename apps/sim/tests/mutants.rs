@@ -11,8 +11,16 @@ use std::time::Duration;
 /// Number of seeds in which a mutant must be found.
 const SEEDS: u64 = 3_000;
 /// Pools with prefill elsewhere.
-const ROLES: Limits =
-    Limits { nodes: 0, requests: 0, seconds: 0, faults: true, roles: Some(true), aim: None, steps: 0, cache_tiers: false };
+const ROLES: Limits = Limits {
+    nodes: 0,
+    requests: 0,
+    seconds: 0,
+    faults: true,
+    roles: Some(true),
+    aim: None,
+    steps: 0,
+    cache_tiers: false,
+};
 
 /// The first seed that finds a mutant, and its failure.
 fn hunt(mutant: Mutant) -> (u64, Failure) {

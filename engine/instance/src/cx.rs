@@ -5,8 +5,8 @@
 pub(crate) mod peers;
 pub(crate) mod prefix;
 pub(crate) mod roles;
-pub(crate) mod standing;
 pub(crate) mod saves;
+pub(crate) mod standing;
 pub(crate) mod tags;
 pub(crate) mod tiers;
 

@@ -1,7 +1,7 @@
 //! Tiers of nodes' prefix caches.
 
 use super::{World, place};
-use lagoon_instance::{Event, CacheTierConfig, CacheTiersStatus};
+use lagoon_instance::{CacheTierConfig, CacheTiersStatus, Event};
 use lagoon_sim::Disk;
 
 impl World {

@@ -169,7 +169,11 @@ fn draw_cache_tiers(rng: &mut Rng, pool: &mut PoolSpec) {
     pool.prefix_cache = true;
     let blocks = |rng: &mut Rng| rng.pick(&[0, 3, 20, 60]);
     let (host_blocks, disk_blocks) = (blocks(rng), blocks(rng));
-    pool.cache_tiers = Some(CacheTiers { host_blocks: host_blocks.max(u64::from(disk_blocks == 0)), disk_blocks, damaged: small(rng.below(4)) });
+    pool.cache_tiers = Some(CacheTiers {
+        host_blocks: host_blocks.max(u64::from(disk_blocks == 0)),
+        disk_blocks,
+        damaged: small(rng.below(4)),
+    });
 }
 
 /// Draws roles: one decode worker, one prefill worker, the others anything.

@@ -49,10 +49,9 @@ impl Batch {
         let warm_up = cx.config.windowed.filter(|_| first == 0).map_or(0, |of| of.warm_up);
         let saved = u32::try_from(blocks.len()).map_or(u32::MAX, |blocks| blocks * tokens).saturating_sub(warm_up);
         let (load_us, row_us) = (cx.memory.tiers.load_us(from), self.row_us(cx));
-        let pays = config.load_tokens_min.map_or_else(
-            || policy::load_is_cheaper(load_us, saved, row_us),
-            |tokens_min| saved >= tokens_min,
-        );
+        let pays = config
+            .load_tokens_min
+            .map_or_else(|| policy::load_is_cheaper(load_us, saved, row_us), |tokens_min| saved >= tokens_min);
         if !pays {
             return cx.memory.tiers.note_declined();
         }

@@ -172,7 +172,8 @@ impl Tiers {
     pub(super) fn may_save(&self, saved: u32) -> bool {
         if self.has_disk() {
             let waiting = (self.writing.len() as u64).saturating_mul(self.block_bytes);
-            let few = self.writing.len() < TIER_DISK_WRITES_MAX && waiting + self.block_bytes <= TIER_DISK_WRITE_BYTES_MAX;
+            let few =
+                self.writing.len() < TIER_DISK_WRITES_MAX && waiting + self.block_bytes <= TIER_DISK_WRITE_BYTES_MAX;
             return self.writing.is_empty() || few;
         }
         let half = self.host.as_ref().map_or(0, |host| host.limit_bytes() / 2);
