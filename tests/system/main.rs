@@ -4,6 +4,7 @@
 #![allow(clippy::print_stdout, reason = "measured differences, for --nocapture")]
 
 mod active_experts;
+mod cache_tiers;
 mod cuda;
 mod cuda_precision;
 mod disaggregated;
@@ -25,6 +26,7 @@ mod peer_access;
 mod pool_prefix;
 mod pooled;
 mod prefix;
+mod process_cache_tiers;
 mod process_cli;
 mod process_cluster;
 mod process_cuda_trial;

@@ -1,5 +1,6 @@
 //! Flags shared by several commands.
 
+use crate::cache_dir;
 use crate::parsers::{self, ReasoningParser, ToolParser};
 use crate::placement::{BackendArg, DeviceArg};
 use anyhow::Context;
@@ -197,6 +198,19 @@ pub(crate) struct EngineArgs {
     /// another client sent the same prefix before.
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     pub(crate) prefix_cache: bool,
+    /// Tokens of KV that each instance keeps in host memory for prompts whose prefix was evicted from its KV memory; 0 for none.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) host_cache_tokens: u32,
+    /// Directory in which each instance keeps KV on disk for prompts whose prefix was evicted, also for those of its next
+    /// process. One process has a directory; `lagoon up` makes one in DIR for each instance. Who can read it can learn prompts.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) cache_dir: Option<PathBuf>,
+    /// Bytes that the cache directory takes, with K, M, G or T for powers of 1024.
+    #[arg(long, value_name = "BYTES", default_value = "32G", requires = "cache_dir", value_parser = cache_dir::parse_bytes)]
+    pub(crate) cache_dir_bytes: u64,
+    /// Tokens from which on a prefix is loaded from host memory or disk [default: as measured]: for tests and benchmarks.
+    #[arg(long, value_name = "N", hide = true)]
+    pub(crate) cache_load_tokens: Option<u32>,
     /// How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, openai, deepseek_v3, deepseek_v31, glm45 or
     /// none [default: as its chat template shows].
     #[arg(long, alias = "tool-call-parser", value_name = "NAME", value_parser = parsers::tool_parser)]
@@ -278,7 +292,7 @@ pub(crate) struct PassedArgs {
 }
 
 /// Fields of [`EngineArgs`] that differ between children.
-const OF_ONE_CHILD: [&str; 3] = ["backend", "device", "memory_percent"];
+const OF_ONE_CHILD: [&str; 4] = ["backend", "device", "memory_percent", "cache_dir"];
 
 impl clap::Args for PassedArgs {
     fn augment_args(command: Command) -> Command {

@@ -64,9 +64,10 @@ const TABLE: &[(&[&str], Lagoon)] = &[
         Called("--kv-dtype", "K and V have one type"),
     ),
     (&["--block-size", "--page-size"], Called("--block-tokens", "")),
+    (&["--swap-space"], Called("--host-kv-tokens", "in tokens of each instance")),
     (
-        &["--swap-space", "--kv-offloading-size", "--hicache-size", "--cache-ram", "-cram"],
-        Called("--host-kv-tokens", "in tokens of each instance"),
+        &["--kv-offloading-size", "--hicache-size", "--cache-ram", "-cram"],
+        Called("--host-cache-tokens", "in tokens of each instance"),
     ),
     (
         &["--cpu-offload-gb", "-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe", "-ot", "--override-tensor"],

@@ -172,7 +172,47 @@ const PREFIX: &[Metric] = &[
         &[],
         "Prefix-cache hits on rBlocks that another owner was using: shared, not copied.",
     ),
+    Metric::gauge(
+        "lagoon_prefix_cache_tier_blocks",
+        "blocks",
+        &[CACHE_TIER],
+        "rBlocks whose KV is kept beside the KV memory (--host-cache-tokens, --cache-dir).",
+    ),
+    Metric::gauge("lagoon_prefix_cache_tier_bytes", "bytes", &[CACHE_TIER], "Bytes of these."),
+    Metric::counter(
+        "lagoon_prefix_cache_tier_hit_tokens_total",
+        "tokens",
+        &[CACHE_TIER],
+        "Prompt tokens whose KV was loaded from there.",
+    ),
+    Metric::counter(
+        "lagoon_prefix_cache_tier_saved_blocks_total",
+        "blocks",
+        &[CACHE_TIER],
+        "Cached rBlocks copied to it.",
+    ),
+    Metric::counter(
+        "lagoon_prefix_cache_tier_evicted_blocks_total",
+        "blocks",
+        &[CACHE_TIER],
+        "rBlocks evicted from it because its bound was reached.",
+    ),
+    Metric::counter(
+        "lagoon_prefix_cache_tier_lost_blocks_total",
+        "blocks",
+        &[("reason", &["evicted_early", "not_written", "damaged", "missing"])],
+        "rBlocks that a tier does not have: evicted from KV memory before they were copied, not written to disk, or found damaged or missing there.",
+    ),
+    Metric::counter(
+        "lagoon_prefix_cache_tier_loads_total",
+        "loads",
+        &[("end", &["whole", "broken", "declined"])],
+        "Prefixes found in a tier: loaded whole, not whole, or computed because that is faster.",
+    ),
 ];
+
+/// Tiers of the prefix cache beside the KV memory.
+const CACHE_TIER: (&str, &[&str]) = ("tier", &["host", "disk"]);
 
 /// Attention over KV of creditors.
 const REMOTE: &[Metric] = &[

@@ -1,9 +1,11 @@
 //! The loop around `Instance::handle`: turns inputs from the transport, the device thread, HTTP and the clock into
 //! events, and carries out the effects. All decisions are in the instance.
 
+use crate::cache_dir::{self, CacheDir};
 use crate::leader::Leader;
 use crate::lent_memory::{Fetched, Fetches};
 use crate::moment::Moment;
+use crate::next_input::{next_completion, recv};
 use crate::node_metrics::{NodeMetrics, record_certificate, record_prefill_times};
 use crate::node_status::{About, NodeStatus};
 use crate::numbers::{Claim, Numbers};
@@ -16,7 +18,7 @@ use crate::transfers::{Completion, Transfers};
 use crate::turn::Turn;
 use anyhow::Context as _;
 use lagoon_backend::DeviceError;
-use lagoon_instance::{Effect, Event, Instance, InstanceStatus, PeerKey, TICK_MS, TransferEffect};
+use lagoon_instance::{DiskEvent, Effect, Event, Instance, InstanceStatus, PeerKey, TICK_MS, TransferEffect};
 use lagoon_protocol::{
     AdminBody, AdminDrain, AdminQuery, BulkFrame, ControlBody, Deregister, DrainOrder, PartialsFrame,
 };
@@ -109,6 +111,7 @@ enum Happened {
     Input(Input),
     Completion(Completion),
     Fetched(Fetched),
+    Disk(DiskEvent),
     Tick,
     /// Nothing happened: the loop polls.
     Nothing,
@@ -134,6 +137,7 @@ pub(crate) struct NodeLoop {
     leader: Option<Leader>,
     transfers: Option<Transfers>,
     fetches: Fetches,
+    cache_dir: Option<CacheDir>,
     sessions: HashMap<PeerId, Session>,
     numbers: Numbers,
     outputs: BTreeMap<SeqId, mpsc::Sender<TokenEvent>>,
@@ -189,6 +193,7 @@ impl NodeLoop {
             leader,
             transfers: None,
             fetches: Fetches::new(),
+            cache_dir: None,
             sessions: HashMap::new(),
             numbers: Numbers::default(),
             outputs: BTreeMap::new(),
@@ -211,6 +216,12 @@ impl NodeLoop {
     #[must_use]
     pub(crate) fn transferring(self, transfers: Option<Transfers>) -> Self {
         Self { transfers, ..self }
+    }
+
+    /// Adds the disk tier of its prefix cache.
+    #[must_use]
+    pub(crate) fn caching_in(self, cache_dir: Option<CacheDir>) -> Self {
+        Self { cache_dir, ..self }
     }
 
     /// Marks it as additional memory of an instance, for the metrics' names.
@@ -315,6 +326,7 @@ impl NodeLoop {
                     event.into_iter().for_each(|event| self.step(Event::Transfer(event)));
                 }
                 Happened::Fetched(fetched) => self.on_fetched(fetched),
+                Happened::Disk(event) => self.step(Event::Disk(event)),
                 Happened::Nothing => {}
                 Happened::Tick => {
                     ticks += 1;
@@ -332,7 +344,7 @@ impl NodeLoop {
     async fn next(&mut self, stop: &CancellationToken, tick: &mut Interval) -> Happened {
         let polls = self.instance.expects_frames() && self.last.elapsed() < self.poll;
         let others_first = self.turn.advance();
-        let Self { pool, reports, inputs, instance, drain, transfers, fetches, turn, .. } = self;
+        let Self { pool, reports, inputs, instance, drain, transfers, fetches, cache_dir, turn, .. } = self;
         if others_first {
             tokio::select! {
                 biased;
@@ -343,6 +355,7 @@ impl NodeLoop {
                 Some(input) = inputs.recv() => return Happened::Input(input),
                 Some(completion) = next_completion(transfers.as_mut()) => return Happened::Completion(completion),
                 Some(fetched) = fetches.next() => return Happened::Fetched(fetched),
+                Some(event) = cache_dir::next(cache_dir.as_mut()) => return Happened::Disk(event),
                 // No other input waits: back to the network.
                 () = std::future::ready(()) => turn.network(),
             }
@@ -366,6 +379,7 @@ impl NodeLoop {
             Some(input) = inputs.recv() => Happened::Input(input),
             Some(completion) = next_completion(transfers.as_mut()) => Happened::Completion(completion),
             Some(fetched) = fetches.next() => Happened::Fetched(fetched),
+            Some(event) = cache_dir::next(cache_dir.as_mut()) => Happened::Disk(event),
             _ = tick.tick() => Happened::Tick,
             Some(inbound) = recv(bulk), if instance.takes_bulk() => Happened::Bulk(inbound),
             () = tokio::task::yield_now(), if polls => Happened::Nothing,
@@ -698,6 +712,7 @@ impl NodeLoop {
                 }
                 None
             }
+            Effect::Disk(effect) => self.cache_dir.as_mut()?.carry_out(effect).map(Event::Disk),
             Effect::Map { map, blocks, memory } => {
                 self.fetches.begin(map, blocks, memory);
                 None
@@ -764,20 +779,6 @@ impl NodeLoop {
             return Some(Event::Cancel { seq });
         }
         None
-    }
-}
-
-async fn recv<T>(inbox: Option<&mut lagoon_transport::Inbox<T>>) -> Option<T> {
-    match inbox {
-        Some(inbox) => inbox.recv().await,
-        None => std::future::pending().await,
-    }
-}
-
-async fn next_completion(transfers: Option<&mut Transfers>) -> Option<Completion> {
-    match transfers {
-        Some(transfers) => transfers.next().await,
-        None => std::future::pending().await,
     }
 }
 

@@ -7,7 +7,7 @@ use crate::node_status::NodeStatus;
 use crate::tier_kind::TierKind;
 use crate::transfers::Carried;
 use lagoon_backend::{KvCounters, LaunchCounters};
-use lagoon_instance::{LastTimes, MoveStatus, PeerAccessStatus, PrefillStatus, PrefixStatus};
+use lagoon_instance::{CacheTiersStatus, LastTimes, MoveStatus, PeerAccessStatus, PrefillStatus, PrefixStatus};
 use lagoon_transport::Node;
 use metrics::{counter, gauge, histogram};
 use std::time::Duration;
@@ -71,6 +71,7 @@ impl NodeMetrics {
         of.launches.iter().for_each(record_launches);
         record_prefill(&of.prefill);
         record_prefix(&of.prefix);
+        of.cache_tiers.iter().for_each(record_cache_tiers);
         record_peer_access(&of.peer_access);
         for row in &status.paths {
             let labels = [("worker", row.worker.to_string()), ("path", row.path.to_owned())];
@@ -108,6 +109,29 @@ fn record_prefix(of: &PrefixStatus) {
     gauge!("lagoon_kv_shared_blocks").set(of.saved_blocks);
     for (state, tokens) in [("looked_up", of.looked_up_tokens), ("hit", of.hit_tokens)] {
         counter!("lagoon_prefix_cache_tokens_total", "state" => state).absolute(tokens);
+    }
+}
+
+fn record_cache_tiers(of: &CacheTiersStatus) {
+    let size = |n: u64| as_f64(usize::try_from(n).unwrap_or(usize::MAX));
+    for (tier, of) in [("host", &of.host), ("disk", &of.disk)] {
+        gauge!("lagoon_prefix_cache_tier_blocks", "tier" => tier).set(size(of.blocks));
+        gauge!("lagoon_prefix_cache_tier_bytes", "tier" => tier).set(size(of.bytes));
+        counter!("lagoon_prefix_cache_tier_hit_tokens_total", "tier" => tier).absolute(of.hit_tokens);
+        counter!("lagoon_prefix_cache_tier_saved_blocks_total", "tier" => tier).absolute(of.saved_blocks);
+        counter!("lagoon_prefix_cache_tier_evicted_blocks_total", "tier" => tier).absolute(of.evicted_blocks);
+    }
+    let lost = [
+        ("evicted_early", of.unsaved_blocks),
+        ("not_written", of.disk.lost_blocks),
+        ("damaged", of.disk.damaged_blocks),
+        ("missing", of.disk.missing_blocks),
+    ];
+    for (reason, blocks) in lost {
+        counter!("lagoon_prefix_cache_tier_lost_blocks_total", "reason" => reason).absolute(blocks);
+    }
+    for (end, loads) in [("whole", of.whole_loads), ("broken", of.broken_loads), ("declined", of.declined_loads)] {
+        counter!("lagoon_prefix_cache_tier_loads_total", "end" => end).absolute(loads);
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::args::{EngineArgs, RemoteArg, StageMemoryArg, TlsArgs};
 use crate::beside::{Tier, TierStatus};
+use crate::cache_tiers;
 use crate::capacity::{Beside, DefaultKv, default_kv_tokens};
 use crate::device::{Devices, FETCH_TOKENS, Loading, Running, Sizes};
 use crate::draft::DraftModel;
@@ -462,6 +463,7 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     if running.space.rows > 0 {
         instance.address_kv(running.space)?;
     }
+    let cache_dir = cache_tiers::start(&args.engine, args.role == RoleArg::Kv, &mut instance)?;
     let EngineArgs { move_tokens_per_step: tokens_per_step, move_overlap: overlap, .. } = args.engine;
     instance.set_move_pace(MovePace { tokens_per_step, overlap });
     let shared = Arc::new(Shared::new(&instance));
@@ -471,6 +473,7 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
         .polling(Duration::from_micros(args.engine.poll_us))
         .with_device_timeout(Duration::from_secs(args.engine.device_timeout_s))
         .transferring(transfers.map(|transfers| transfers.announcing(!args.json)))
+        .caching_in(cache_dir)
         .draining_on(ending.drain.clone());
     let source = StatusSource { engine, beside: beside.iter().map(Tier::status).collect() };
     let (router, health) = router(&args, texts, source, &stop)?;

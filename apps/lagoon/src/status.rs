@@ -62,6 +62,7 @@ pub(crate) async fn run(args: StatusArgs) -> anyhow::Result<()> {
     let rows = status["instances"].as_array().into_iter().flatten();
     rows.clone().filter_map(|row| memory_line(&row["memory"])).for_each(|line| outln!("{line}"));
     rows.clone().filter_map(|row| prefix_line(&row["prefix"])).for_each(|line| outln!("{line}"));
+    rows.clone().flat_map(|row| cache_tier_lines(&row["cache_tiers"])).for_each(|line| outln!("{line}"));
     rows.flat_map(path_lines).for_each(|line| outln!("{line}"));
     Ok(())
 }
@@ -171,6 +172,19 @@ fn prefix_line(prefix: &Value) -> Option<String> {
         n("leased_tokens")?,
         n("lent_blocks")?
     ))
+}
+
+/// Counters of the prefix cache's tiers beside the KV memory, of an instance queried directly.
+fn cache_tier_lines(tiers: &Value) -> Vec<String> {
+    let line = |name: &str| {
+        let n = |field: &str| tiers[name][field].as_u64();
+        let mib = n("bytes")? >> 20;
+        (n("saved_blocks")? + n("blocks")? > 0).then(|| {
+            let [blocks, hits] = [n("blocks"), n("hit_tokens")].map(Option::unwrap_or_default);
+            format!("prefix cache on {name}: {blocks} blocks, {mib} MiB; {hits} tokens loaded from there")
+        })
+    };
+    ["host", "disk"].into_iter().filter_map(line).collect()
 }
 
 /// The leader, its term, and the standbys asked.

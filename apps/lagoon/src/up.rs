@@ -132,6 +132,8 @@ impl UpArgs {
             let mut flags = common.clone();
             flags.extend(devices[device].to_flags());
             flags.push(format!("--memory-percent={percent}"));
+            let cache = self.engine.args.cache_dir.as_ref().map(|dir| dir.join(format!("instance-{index}")));
+            flags.extend(cache.map(|dir| format!("--cache-dir={}", dir.display())));
             Wanted { role, flags, device }
         };
         roles.iter().enumerate().map(instance).collect()

@@ -11,6 +11,7 @@
 pub mod agenda;
 pub mod chaos;
 pub mod clock;
+pub mod disk;
 pub mod dispatching;
 pub mod effects;
 pub mod fabric;
@@ -28,6 +29,7 @@ pub mod world;
 
 pub use agenda::Agenda;
 pub use clock::Clock;
+pub use disk::Disk;
 pub use fabric::{Fabric, LinkProfile, decode};
 pub use network::{Delivery, GMANAGER, Network, Place};
 pub use pool::{NodeSpec, PoolSpec};

@@ -59,6 +59,9 @@ struct SimArgs {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    /// Give prefix caches tiers in host memory and on disk.
+    #[arg(long)]
+    cache_tiers: bool,
 }
 
 fn parse_aim(text: &str) -> Result<Aim, String> {
@@ -76,8 +79,8 @@ fn main() -> anyhow::Result<ExitCode> {
     if let Some(command) = &args.command {
         return suites::run(command).map(|()| ExitCode::SUCCESS);
     }
-    let SimArgs { nodes, requests, seconds, steps, roles, aim, .. } = *args;
-    let limits = Limits { nodes, requests, seconds, steps, roles, aim, faults: !args.no_faults };
+    let SimArgs { nodes, requests, seconds, steps, roles, aim, cache_tiers, .. } = *args;
+    let limits = Limits { nodes, requests, seconds, steps, roles, aim, cache_tiers, faults: !args.no_faults };
     match args.seed {
         Some(seed) => one(args, seed, limits),
         None => many(args, args.seeds.clone().unwrap_or(0..1000), limits),
@@ -166,7 +169,8 @@ fn report(args: &SimArgs, scenario: &Scenario, failure: &Failure) -> anyhow::Res
     }
     let roles = args.roles.map_or_else(String::new, |roles| format!(" --roles {roles}"));
     let aim = args.aim.map_or_else(String::new, |aim| format!(" --aim {}", aim.name()));
-    println!("replay: lagoon-sim --seed {}{roles}{aim}", scenario.seed);
+    let tiers = if args.cache_tiers { " --cache-tiers" } else { "" };
+    println!("replay: lagoon-sim --seed {}{roles}{aim}{tiers}", scenario.seed);
     Ok(())
 }
 

@@ -1,6 +1,7 @@
 //! Pools of instances over symbolic devices: configuration and start.
 
 use crate::clock::Clock;
+use crate::disk::Disk;
 use crate::fabric::LinkProfile;
 use crate::network::Place;
 use crate::process::address;
@@ -8,7 +9,9 @@ use crate::rng::{Rng, mix};
 use crate::symbolic::{Speed, Symbolic, Windows, model};
 use crate::world::World;
 use lagoon_cluster::{BalancerConfig, DgfmConfig, GManager, GManagerConfig, PlannerConfig};
-use lagoon_instance::{InstanceConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig};
+use lagoon_instance::{
+    CacheTierConfig, Event, InstanceConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig,
+};
 use lagoon_protocol::{BatchPoint, Calibration, MemoryTier, Role};
 use lagoon_types::{DType, ModelHash};
 
@@ -46,6 +49,34 @@ pub struct NodeSpec {
     pub offset_ms: u64,
 }
 
+/// Sizes of a prefix cache's tiers beside the KV memory, in rBlocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheTiers {
+    pub host_blocks: u64,
+    pub disk_blocks: u64,
+    /// Reads of the disk, by each process, that find damage.
+    pub damaged: u32,
+}
+
+impl CacheTiers {
+    /// Gives a new process its tiers: on disk is what earlier ones at the place left.
+    fn start(self, world: &mut World<Symbolic>, place: Place, block_tokens: u32) {
+        let block_bytes = model::kv_shape().token_bytes() as u64 * u64::from(block_tokens);
+        let Some(process) = world.processes[place].as_mut() else { return };
+        process.instance.keep_copies(CacheTierConfig {
+            host_bytes: self.host_blocks * block_bytes,
+            disk: self.disk_blocks > 0,
+            load_tokens_min: Some(1),
+        });
+        if self.disk_blocks > 0 {
+            let disk = world.disks.entry(place).or_insert_with(|| Disk::new(self.disk_blocks * block_bytes));
+            disk.damaged_reads = self.damaged;
+            let found = disk.found();
+            world.handle(place, Event::Disk(found));
+        }
+    }
+}
+
 /// Configuration of a pool.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoolSpec {
@@ -53,6 +84,8 @@ pub struct PoolSpec {
     pub windows: Windows,
     pub max_positions: u32,
     pub prefix_cache: bool,
+    /// Tiers of each instance's prefix cache beside its KV memory.
+    pub cache_tiers: Option<CacheTiers>,
     /// Push: decode workers have memory before a prompt is prefilled, and read it meanwhile.
     pub push: bool,
     /// Role balancer, if roles change by load.
@@ -166,6 +199,7 @@ impl PoolSpec {
             windows: Windows::default(),
             max_positions: 100_000,
             prefix_cache: true,
+            cache_tiers: None,
             push: false,
             balancer: None,
             link,
@@ -197,6 +231,7 @@ impl PoolSpec {
         let clock = Clock { born_us: world.now_us(), offset_ms: spec.offset_ms, skew_ppm: spec.skew_ppm };
         let first_us = world.first_tick_us();
         world.start(place, (spec.config(self, place, life), runner), clock, life, first_us);
+        self.cache_tiers.iter().for_each(|tiers| tiers.start(world, place, self.block_tokens));
     }
 
     /// Starts the `life`-th gManager.

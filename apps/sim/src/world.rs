@@ -6,6 +6,7 @@
 
 use crate::agenda::Agenda;
 use crate::clock::Clock;
+use crate::disk::Disk;
 use crate::fabric::{Fabric, LinkProfile, Net};
 use crate::network::{Delivery, GMANAGER, Network, Place};
 use crate::process::{Coordinator, Process, place_of};
@@ -118,6 +119,8 @@ pub struct World<R, N: Network = Fabric> {
     faulty: BTreeMap<Place, DeviceFault>,
     /// Planned full queues.
     full: BTreeMap<Place, FrameFilter>,
+    /// Disk tiers of prefix caches.
+    pub disks: BTreeMap<Place, Disk>,
     /// Incarnations that the gManager declared dead.
     pub fenced: BTreeSet<u64>,
     /// Time of the last device failure or full queue: such faults wait for their occasion.
@@ -218,6 +221,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
             touched: Vec::new(),
             faulty: BTreeMap::new(),
             full: BTreeMap::new(),
+            disks: BTreeMap::new(),
             fenced: BTreeSet::new(),
             fired_us: None,
             trace: None,
@@ -584,6 +588,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
                 self.transfer(place, effect);
                 None
             }
+            Effect::Disk(effect) => Some(Event::Disk(self.disks.get_mut(&place)?.carry_out(effect))),
             Effect::Map { map, blocks, memory } => self.map(place, (map, blocks), &memory.socket),
             // Its process would exit; the scenario decides when.
             Effect::Drained => {

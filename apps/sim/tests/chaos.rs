@@ -51,6 +51,16 @@ fn no_seed_fails() {
     );
 }
 
+/// Prefix caches with tiers in host memory and on disk, small and large, and damage there.
+#[test]
+fn no_seed_fails_with_cache_tiers() {
+    for (roles, count) in [(Some(false), 600), (Some(true), 300)] {
+        let limits = Limits { cache_tiers: true, roles, ..Limits::default() };
+        let total = run_all(seeds(0..count), limits, &format!(" --cache-tiers --roles {}", roles.unwrap_or_default()));
+        assert!(total.host_hits > 0 && total.disk_hits > 0, "no tier was hit: {total:?}");
+    }
+}
+
 /// Pools with prefill and decode workers, pulling and pushing.
 #[test]
 fn no_seed_fails_with_roles() {

@@ -11,8 +11,16 @@ use std::time::Duration;
 /// Number of seeds in which a mutant must be found.
 const SEEDS: u64 = 3_000;
 /// Pools with prefill elsewhere.
-const ROLES: Limits =
-    Limits { nodes: 0, requests: 0, seconds: 0, faults: true, roles: Some(true), aim: None, steps: 0 };
+const ROLES: Limits = Limits {
+    nodes: 0,
+    requests: 0,
+    seconds: 0,
+    faults: true,
+    roles: Some(true),
+    aim: None,
+    steps: 0,
+    cache_tiers: false,
+};
 
 /// The first seed that finds a mutant, and its failure.
 fn hunt(mutant: Mutant) -> (u64, Failure) {
@@ -98,6 +106,12 @@ fn a_name_without_tokens_is_found() {
 #[test]
 fn a_name_that_outlives_what_it_names_is_found() {
     hunt_with("StaleHash", Limits::default(), |on| kv::choose(on.then_some(kv::Mutant::StaleHash)));
+}
+
+#[test]
+fn a_copy_of_a_block_that_was_overwritten_meanwhile_is_found() {
+    let limits = Limits { cache_tiers: true, ..Limits::default() };
+    hunt_with("StaleCopy", limits, |on| kv::choose(on.then_some(kv::Mutant::StaleCopy)));
 }
 
 #[test]

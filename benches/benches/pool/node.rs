@@ -266,7 +266,7 @@ impl Side {
             Effect::Emit { event: TokenEvent::Finished { .. }, .. } => {
                 self.failed = Some("it ended before enough steps were measured".to_owned());
             }
-            Effect::Emit { .. } | Effect::Transfer(_) | Effect::Map { .. } | Effect::Drained => {}
+            Effect::Emit { .. } | Effect::Transfer(_) | Effect::Disk(_) | Effect::Map { .. } | Effect::Drained => {}
         }
         None
     }

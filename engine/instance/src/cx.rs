@@ -5,8 +5,10 @@
 pub(crate) mod peers;
 pub(crate) mod prefix;
 pub(crate) mod roles;
+pub(crate) mod saves;
 pub(crate) mod standing;
 pub(crate) mod tags;
+pub(crate) mod tiers;
 
 use crate::config::InstanceConfig;
 use crate::event::{Effect, PeerKey};
@@ -24,6 +26,7 @@ use prefix::PrefixCounts;
 use roles::Roles;
 use standing::Standing;
 use tags::Tags;
+use tiers::Tiers;
 
 /// State shared by all machines. See the module's documentation.
 #[derive(Debug)]
@@ -88,6 +91,8 @@ pub(crate) struct Memory {
     pub(crate) rm: RManager,
     /// The prefix cache's root hash and counters.
     pub(crate) prefix: PrefixCounts,
+    /// Its tiers beside the KV memory.
+    pub(crate) tiers: Tiers,
     /// The device's last counters of mapped memory.
     pub(crate) counters: Option<KvCounters>,
 }
@@ -105,7 +110,7 @@ impl Cx {
             lease_ttl_ms: LEASE_TTL_MS,
             incarnation: config.incarnation,
         })?;
-        let memory = Memory { rm, prefix: PrefixCounts::new(&config), counters: None };
+        let memory = Memory { rm, prefix: PrefixCounts::new(&config), tiers: Tiers::default(), counters: None };
         Ok(Self {
             now_ms: 0,
             standing: Standing::new(config.incarnation, Roles::new(config.role), config.blocks_total),

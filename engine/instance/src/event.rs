@@ -1,5 +1,7 @@
 //! Events of an instance and effects for its shell: the two closed enums around [`crate::Instance::handle`].
 
+use bytes::Bytes;
+use lagoon_kv::BlockHash;
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, TransferArena};
 use lagoon_runner::{Command, MapId, Report};
 use lagoon_transfer::{Check, ConnId, Landed, Layout, Pull, PullId, Pulls, ReadFailure, Span, Transaction};
@@ -59,6 +61,40 @@ pub enum TransferEffect {
     Check { pull: PullId, piece: usize, of: Arc<Pull> },
 }
 
+/// KV of one rBlock: its layers in the canonical layout.
+pub type BlockKv = Arc<[Bytes]>;
+
+/// Commands to the disk tier of the prefix cache. Its shell owns files, threads and the order of eviction.
+#[derive(Debug)]
+pub enum DiskEffect {
+    /// Write a block's KV. Ends in one [`DiskEvent::Written`].
+    Write { hash: BlockHash, kv: BlockKv },
+    /// Read a block's KV. Ends in one [`DiskEvent::Read`].
+    Read { read: u64, hash: BlockHash },
+}
+
+/// Events of the disk tier of the prefix cache.
+#[derive(Debug)]
+pub enum DiskEvent {
+    /// The blocks of earlier processes; before all other events.
+    Found { hashes: Vec<BlockHash>, bytes: u64 },
+    /// A write ended. `evicted`: blocks that made room for it. `bytes`: those of all blocks now, if they have changed.
+    Written { hash: BlockHash, result: Result<(), DiskLoss>, evicted: Vec<BlockHash>, bytes: Option<u64> },
+    /// A read ended: the layers' KV, checked.
+    Read { read: u64, result: Result<BlockKv, DiskLoss> },
+}
+
+/// Why the disk tier does not have a block's KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskLoss {
+    /// Its file is gone, or was evicted.
+    Missing,
+    /// Its file is damaged, or of another layout. It is removed.
+    Damaged,
+    /// The file system failed, or the queue to it was full.
+    Failed,
+}
+
 /// An input of [`crate::Instance::handle`].
 #[derive(Debug)]
 pub enum Event {
@@ -105,6 +141,7 @@ pub enum Event {
     },
     Runner(Report),
     Transfer(TransferEvent),
+    Disk(DiskEvent),
     /// Time passed. At least every [`crate::TICK_MS`].
     Tick,
 }
@@ -143,6 +180,7 @@ pub enum Effect {
         memory: TransferArena,
     },
     Transfer(TransferEffect),
+    Disk(DiskEffect),
     Emit {
         seq: SeqId,
         event: TokenEvent,

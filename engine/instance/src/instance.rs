@@ -10,6 +10,7 @@ use crate::config::InstanceConfig;
 use crate::creditor::{Creditor, CreditorEvent};
 use crate::cx::Cx;
 use crate::cx::tags::{ReadId, ReadOwner, TagOwner};
+use crate::cx::tiers::CacheTierConfig;
 use crate::event::{Effect, Event, PeerKey};
 use crate::look::Look;
 use crate::membership::{Membership, MembershipEvent};
@@ -68,6 +69,12 @@ impl Instance {
         self.cx.memory.rm.address(space)
     }
 
+    /// Keeps copies of cached blocks in tiers beside the KV memory. Call before the first event. Nothing changes where the prefix
+    /// cache is off.
+    pub fn keep_copies(&mut self, tiers: CacheTierConfig) {
+        self.cx.keep_copies(tiers);
+    }
+
     /// Handles one event at `now_ms` (which never goes back). Returns the effects, in order.
     pub fn handle(&mut self, event: Event, now_ms: u64) -> Vec<Effect> {
         self.cx.now_ms = self.cx.now_ms.max(now_ms);
@@ -107,6 +114,7 @@ impl Instance {
             Event::Rtt { peer, rtt_us } => self.membership(MembershipEvent::Rtt { peer, rtt_us }),
             Event::Runner(report) => self.on_report(report),
             Event::Transfer(event) => self.prefill(PrefillEvent::Transfer(event)),
+            Event::Disk(event) => self.batch(BatchEvent::Disk(event)),
             Event::Tick => Outcomes::new(),
         }
     }
@@ -150,6 +158,7 @@ impl Instance {
         self.drain_rmanager();
         self.pump_moves();
         self.drain_rmanager();
+        self.cx.save_cached();
     }
 
     /// Grows running sequences; again while that makes room for others.
@@ -395,14 +404,23 @@ impl Instance {
             }
             Report::RemoteWritten { bytes, tag } => {
                 self.cx.writes.done(bytes);
-                tag.map_or_else(Outcomes::new, |tag| self.moves(MoveEvent::Stored(tag)))
+                match tag.map(|tag| (tag, TagOwner::of(tag))) {
+                    Some((tag, TagOwner::Tier)) => self.batch(BatchEvent::Stored(tag)),
+                    Some((tag, _)) => self.moves(MoveEvent::Stored(tag)),
+                    None => Outcomes::new(),
+                }
             }
             Report::RemoteKv { tag, kv } => match TagOwner::of(tag) {
                 TagOwner::Move => self.moves(MoveEvent::Read { tag, kv }),
+                TagOwner::Tier => {
+                    self.cx.on_saved_layer(tag, kv);
+                    Outcomes::new()
+                }
                 TagOwner::Request | TagOwner::Seal => self.creditor(CreditorEvent::Kv { tag, kv }),
             },
             Report::RemoteFailed { tag, error } => match TagOwner::of(tag) {
                 TagOwner::Move => self.moves(MoveEvent::Failed { tag, error: error.to_string() }),
+                TagOwner::Tier => self.batch(BatchEvent::TierFailed { tag, error }),
                 TagOwner::Seal => self.creditor(CreditorEvent::Sealed { tag, sealed: false }),
                 TagOwner::Request => self.creditor(CreditorEvent::Failed { tag, error }),
             },

@@ -2,6 +2,7 @@
 
 use crate::batch::freeze::FrozenDebt;
 use crate::cx::prefix::PrefixStatus;
+use crate::cx::tiers::CacheTiersStatus;
 use crate::instance::Instance;
 use crate::look::Look;
 use crate::moves::{MovePace, MoveStatus};
@@ -79,6 +80,9 @@ pub struct InstanceStatus {
     pub launches: Option<LaunchCounters>,
     pub prefill: PrefillStatus,
     pub prefix: PrefixStatus,
+    /// Tiers of the prefix cache beside the KV memory, if there are any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cache_tiers: Option<CacheTiersStatus>,
     pub peer_access: PeerAccessStatus,
     pub sequences: Vec<SequencePlacement>,
 }
@@ -262,6 +266,7 @@ impl Instance {
             launches: self.step.launches(),
             prefill: self.prefill.look(&self.cx, &self.batch),
             prefix: self.cx.memory.prefix.status(&self.cx.memory.rm),
+            cache_tiers: self.cx.memory.tiers.status(&self.cx.memory.rm.pool),
             peer_access: PeerAccessStatus { sealed: self.creditor.sealed(), ..self.step.mapped().status() },
             sequences: self.batch.seqs().map(placement).collect(),
         }

@@ -7,6 +7,9 @@
 //!
 //! Invariants: each block with a block hash is in `found` once, under that hash, and if it is cached, in `order` once;
 //! neither holds anything else. The index is bounded by the pool: an entry is a block of memory.
+//!
+//! Where tiers beside the KV memory keep copies (`pool/saving.rs`), `unsaved` has the cached blocks of which no copy was
+//! begun, in eviction order.
 
 use crate::BlockHash;
 use crate::mutants::{self, Mutant};
@@ -14,17 +17,34 @@ use lagoon_types::PhysBlock;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
+/// A cached block's place in the eviction order.
+pub(crate) type Turn = (u64, Reverse<u32>, PhysBlock);
+
 /// Index of block hashes and cached blocks.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Cache {
     hashes: BTreeMap<PhysBlock, Hashed>,
     /// Cached blocks in eviction order.
-    order: BTreeSet<(u64, Reverse<u32>, PhysBlock)>,
+    order: BTreeSet<Turn>,
+    /// Those of `order` with [`Saved::No`]; `None` where no tier keeps copies.
+    unsaved: Option<BTreeSet<Turn>>,
     /// Blocks by block hash, owned or cached.
     found: BTreeMap<BlockHash, BTreeSet<PhysBlock>>,
     /// Number of times that blocks became cached.
     clock: u64,
     evictions: u64,
+    /// Evictions of blocks without [`Saved::Yes`].
+    unsaved_evictions: u64,
+}
+
+/// Whether a tier keeps a copy of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Saved {
+    No,
+    /// Copy of this number is being read.
+    Reading(u64),
+    /// It has a copy, or none could be made.
+    Yes,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -34,6 +54,13 @@ struct Hashed {
     depth: u32,
     /// Clock when it became cached; `None` while it has an owner.
     cached_at: Option<u64>,
+    saved: Saved,
+}
+
+impl Hashed {
+    fn turn(&self, block: PhysBlock) -> Option<Turn> {
+        Some((self.cached_at?, Reverse(self.depth), block))
+    }
 }
 
 impl Cache {
@@ -49,7 +76,7 @@ impl Cache {
 
     /// Sets the block hash of an owned block. A block that has one keeps it.
     pub(crate) fn set_hash(&mut self, block: PhysBlock, hash: BlockHash, depth: u32) {
-        let hashed = self.hashes.entry(block).or_insert(Hashed { hash, depth, cached_at: None });
+        let hashed = self.hashes.entry(block).or_insert(Hashed { hash, depth, cached_at: None, saved: Saved::No });
         self.found.entry(hashed.hash).or_default().insert(block);
     }
 
@@ -63,8 +90,56 @@ impl Cache {
         let Some(hashed) = self.hashes.get_mut(&block) else { return false };
         assert_eq!(hashed.cached_at, None, "{block} is cached once");
         hashed.cached_at = Some(self.clock);
-        self.order.insert((self.clock, Reverse(hashed.depth), block));
+        let turn = (self.clock, Reverse(hashed.depth), block);
+        self.order.insert(turn);
+        if let Some(unsaved) = self.unsaved.as_mut().filter(|_| hashed.saved == Saved::No) {
+            unsaved.insert(turn);
+        }
         true
+    }
+
+    /// Notes from now on which cached blocks have copies in tiers.
+    pub(crate) fn track_unsaved(&mut self) {
+        let is_unsaved = |turn: &&Turn| self.hashes[&turn.2].saved == Saved::No;
+        self.unsaved = Some(self.order.iter().filter(is_unsaved).copied().collect());
+    }
+
+    /// The cached block without a copy that is evicted first.
+    pub(crate) fn next_unsaved(&self) -> Option<(PhysBlock, BlockHash)> {
+        let (_, _, block) = self.unsaved.as_ref()?.first()?;
+        Some((*block, self.hashes[block].hash))
+    }
+
+    /// Cached blocks without a copy.
+    pub(crate) fn unsaved(&self) -> u32 {
+        let unsaved = self.unsaved.as_ref().map_or(0, BTreeSet::len);
+        u32::try_from(unsaved).expect("at most the pool's blocks")
+    }
+
+    /// Evictions of blocks without a copy since the start.
+    pub(crate) fn unsaved_evictions(&self) -> u64 {
+        self.unsaved_evictions
+    }
+
+    /// Whether a block has a copy; `None` if it has no block hash.
+    pub(crate) fn saved(&self, block: PhysBlock) -> Option<Saved> {
+        self.hashes.get(&block).map(|hashed| hashed.saved)
+    }
+
+    /// Sets whether a block with a block hash has a copy.
+    pub(crate) fn set_saved(&mut self, block: PhysBlock, saved: Saved) {
+        let (Some(hashed), Some(unsaved)) = (self.hashes.get_mut(&block), &mut self.unsaved) else { return };
+        hashed.saved = saved;
+        match (hashed.turn(block), saved) {
+            (Some(turn), Saved::No) => _ = unsaved.insert(turn),
+            (Some(turn), Saved::Reading(_) | Saved::Yes) => _ = unsaved.remove(&turn),
+            (None, _) => {}
+        }
+    }
+
+    /// All blocks with this block hash.
+    pub(crate) fn all(&self, hash: &BlockHash) -> Vec<PhysBlock> {
+        self.found.get(hash).into_iter().flatten().copied().collect()
     }
 
     /// Removes a block's hash, whether it is owned or cached.
@@ -84,12 +159,16 @@ impl Cache {
     /// Gives a cached block with its KV to an owner (a prefix-cache hit).
     pub(crate) fn take(&mut self, block: PhysBlock) {
         let Some(hashed) = self.hashes.get_mut(&block) else { return };
-        let Some(at) = hashed.cached_at.take() else { return };
-        assert!(self.order.remove(&(at, Reverse(hashed.depth), block)), "{block} is in the eviction order");
+        let Some(turn) = hashed.turn(block) else { return };
+        hashed.cached_at = None;
+        assert!(self.order.remove(&turn), "{block} is in the eviction order");
+        self.unsaved.iter_mut().for_each(|unsaved| _ = unsaved.remove(&turn));
     }
 
     /// Evicts a cached block.
     pub(crate) fn evict(&mut self, block: PhysBlock) {
+        let is_saved = self.unsaved.is_none() || self.saved(block) == Some(Saved::Yes);
+        self.unsaved_evictions += u64::from(!is_saved);
         self.forget(block);
         self.evictions += 1;
     }
@@ -141,9 +220,10 @@ impl Cache {
 
     /// Memory of the index, in bytes; a B-tree's node is at least half full.
     pub(crate) fn metadata_bytes(&self) -> usize {
-        let order = size_of::<(u64, Reverse<u32>, PhysBlock)>();
+        let order = size_of::<Turn>();
         let found = size_of::<(BlockHash, BTreeSet<PhysBlock>)>() + size_of::<PhysBlock>();
-        2 * (self.hashes.len() * size_of::<(PhysBlock, Hashed)>() + self.order.len() * (order + found))
+        let unsaved = self.unsaved() as usize * order;
+        2 * (self.hashes.len() * size_of::<(PhysBlock, Hashed)>() + self.order.len() * (order + found) + unsaved)
     }
 
     /// Checks the invariants. Linear.
@@ -151,9 +231,12 @@ impl Cache {
     /// # Panics
     /// If they differ.
     pub(crate) fn check(&self, is_free: impl Fn(PhysBlock) -> bool) {
-        let order = |(block, hashed): (&PhysBlock, &Hashed)| Some((hashed.cached_at?, Reverse(hashed.depth), *block));
-        let order: BTreeSet<_> = self.hashes.iter().filter_map(order).collect();
+        let order: BTreeSet<_> = self.hashes.iter().filter_map(|(block, hashed)| hashed.turn(*block)).collect();
         assert_eq!(order, self.order, "cached blocks are in eviction order");
+        if let Some(unsaved) = &self.unsaved {
+            let without = order.iter().filter(|turn| self.hashes[&turn.2].saved == Saved::No);
+            assert!(unsaved.iter().eq(without), "cached blocks without a copy are in eviction order");
+        }
         let found =
             |(block, hashed): (&PhysBlock, &Hashed)| self.found.get(&hashed.hash).is_some_and(|c| c.contains(block));
         assert!(self.hashes.iter().all(found), "a block is found under its hash");

@@ -3,7 +3,7 @@
 
 #![allow(clippy::cast_possible_truncation, reason = "small sizes of tests")]
 
-use crate::{Adopted, BlockHash, BlockPool, BlockState, IdentityRoot, Owner};
+use crate::{Adopted, BlockHash, BlockPool, BlockState, IdentityRoot, Owner, Unsaved};
 use lagoon_types::{KvDType, KvSpace, LeaseId, ModelHash, PhysBlock, SeqId};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -51,6 +51,14 @@ enum Op {
         one: bool,
     },
     DropAll,
+    /// The next block without a copy is read for a tier.
+    Save,
+    /// The oldest such read ends, or fails.
+    EndSave {
+        fails: bool,
+    },
+    /// The tier drops its oldest copy.
+    DropCopy,
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -67,6 +75,9 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (1..5u32).prop_map(|blocks| Op::Lend { blocks }),
         3 => any::<bool>().prop_map(|one| Op::Release { one }),
         1 => Just(Op::DropAll),
+        4 => Just(Op::Save),
+        4 => (0..4u32).prop_map(|n| Op::EndSave { fails: n == 0 }),
+        1 => Just(Op::DropCopy),
     ]
 }
 
@@ -105,13 +116,41 @@ struct World {
     hits: usize,
     shared: u32,
     joined: u32,
+    saves: u64,
+    /// Reads in progress, with the content when each began.
+    reading: BTreeMap<u64, (Unsaved, Content)>,
+    copies: Vec<(BlockHash, Content)>,
 }
 
 impl World {
     fn new(space: KvSpace) -> Self {
-        let (pool, memory, behind) = (BlockPool::over(space), BTreeMap::new(), BTreeMap::new());
-        let (seqs, leases) = (BTreeMap::new(), BTreeMap::new());
-        Self { pool, space, memory, behind, mapped: 0, seqs, leases, next: 0, hits: 0, shared: 0, joined: 0 }
+        let (mut pool, memory, behind) = (BlockPool::over(space), BTreeMap::new(), BTreeMap::new());
+        pool.track_unsaved();
+        let (seqs, leases, reading) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        let (mapped, next, hits, shared, joined, saves) = (0, 0, 0, 0, 0, 0);
+        let copies = Vec::new();
+        Self { pool, space, memory, behind, mapped, seqs, leases, next, hits, shared, joined, saves, reading, copies }
+    }
+
+    fn save(&mut self) {
+        let Some(unsaved) = self.pool.next_unsaved() else { return };
+        self.saves += 1;
+        self.pool.begin_save(unsaved.block, self.saves);
+        self.reading.insert(self.saves, (unsaved, self.memory[&unsaved.block].clone()));
+        assert_ne!(self.pool.next_unsaved().map(|next| next.block), Some(unsaved.block), "once");
+    }
+
+    fn end_save(&mut self, fails: bool) {
+        let Some((save, (of, content))) = self.reading.pop_first() else { return };
+        if !self.pool.end_save(of.block, save) {
+            return;
+        }
+        let Content::Prefix(tokens) = &content else { panic!("{} was read when it held nothing", of.block) };
+        assert_eq!(BlockHash::chain(&ROOT, tokens).last(), Some(&of.hash), "{} was another block", of.block);
+        assert_eq!(self.memory[&of.block], content, "{} was overwritten while it was read", of.block);
+        if !fails {
+            self.copies.push((of.hash, content));
+        }
     }
 
     /// What the device is to release is spoiled, and before anything is written anew.
@@ -193,6 +232,14 @@ impl World {
             Op::DropAll => {
                 self.pool.drop_all();
                 assert_eq!(self.pool.cached(), 0);
+            }
+            Op::Save => self.save(),
+            Op::EndSave { fails } => self.end_save(*fails),
+            Op::DropCopy => {
+                if !self.copies.is_empty() {
+                    let (hash, _) = self.copies.remove(0);
+                    self.pool.unsave(&hash);
+                }
             }
         }
         self.spoil();

@@ -7,6 +7,7 @@
 //!   the window.
 //! * [`LeaseHasher`] computes the content hash of sealed remote blocks while their KV is written, on both sides alike.
 //! * [`BlockHash`] is the block hash of the prefix chain, the key of the prefix cache.
+//! * [`Tier`] is a tier of the prefix cache beside the KV memory, in host memory or on disk: blocks by hash, bounded by bytes.
 //! * [`vmm`] is the accounting of virtual memory on devices that map pages.
 //!
 //! The scheduler of `lagoon-instance` and the rManager call this crate. It must never know more of other instances than
@@ -27,11 +28,14 @@ pub mod mutants;
 pub mod pool;
 pub mod ranges;
 pub mod seq;
+pub mod tier;
 pub mod vmm;
 
 pub use account::KvAccount;
 pub use hash::{BlockHasher, LeaseHasher};
 pub use identity::{BlockHash, IdentityRoot};
+pub use pool::Unsaved;
 pub use pool::{Adopted, BlockPool, BlockState, Joined, Owner, PoolCounts};
 pub use ranges::RangeSet;
 pub use seq::{Advance, Freed, Placement, RemoteBlock, RemoteEntries, RemoteGrant, Segment, SeqBlocks, SlotRef};
+pub use tier::Tier;

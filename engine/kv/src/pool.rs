@@ -23,9 +23,11 @@
 //! rows, each owner maps the memory at an address of its own row (`pool/sharing.rs`).
 
 mod adopt;
+mod saving;
 mod sharing;
 
 pub use adopt::{Adopted, Joined};
+pub use saving::Unsaved;
 
 use crate::BlockHash;
 use crate::cache::Cache;

@@ -303,6 +303,20 @@ pub const PREFILL_REST_MS: u64 = 1_000;
 pub const PREFILL_TRIES_MAX: u32 = 8;
 /// Time after a prefill worker's connection broke before a prompt whose KV waits there is sent to another worker.
 pub const PREFILL_GRACE_MS: u64 = 2_000;
+/// Layers of a cached block that are read at once for a copy in a tier of the prefix cache: passes go on between them.
+pub const TIER_READS_IN_FLIGHT: usize = 4;
+/// Bytes of KV from tiers of the prefix cache that wait for the device (or one rBlock, if larger).
+pub const TIER_LOAD_BYTES_IN_FLIGHT: u64 = 8 << 20;
+/// rBlocks that are read from the prefix cache's disk tier at once.
+pub const TIER_DISK_READS_MAX: usize = 16;
+/// Bytes of KV that wait to be written to the prefix cache's disk tier (or one rBlock, if larger).
+pub const TIER_DISK_WRITE_BYTES_MAX: u64 = 256 << 20;
+/// The same, in rBlocks.
+pub const TIER_DISK_WRITES_MAX: usize = 1024;
+/// rBlocks of the prefix cache's disk tier.
+pub const TIER_DISK_BLOCKS_MAX: usize = 1 << 20;
+/// Time after which a prompt waits for no more KV from a tier of the prefix cache: the rest is computed.
+pub const TIER_LOAD_DEADLINE_MS: u64 = 10_000;
 /// Block hashes of which a decode worker remembers the prefill worker that computed them.
 pub const AFFINITY_HASHES_MAX: usize = 1 << 15;
 /// An instance whose new role takes no requests accepts them for this long after the order: dispatchers know of it then.

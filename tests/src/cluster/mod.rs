@@ -10,6 +10,7 @@ mod mapped;
 mod net;
 pub mod node;
 mod stranger;
+mod tiers;
 
 pub use lagoon_sim::{DeviceFault as Fault, Rng};
 pub use node::{Backend, PoolSpec, Spec};
@@ -182,6 +183,7 @@ impl World {
         if kv.rows > 0 {
             self.process_mut(node).instance.address_kv(kv).unwrap();
         }
+        self.start_tiers(node);
     }
 
     /// All nodes, also dead ones.

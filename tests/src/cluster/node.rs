@@ -102,6 +102,9 @@ pub struct Spec {
     pub attention_flops: f64,
     pub target_step_ms: Option<u32>,
     pub prefix_cache: bool,
+    /// Bytes of the prefix cache's host tier, and of its disk tier.
+    pub host_cache_bytes: u64,
+    pub disk_cache_bytes: u64,
     /// The CPU's results of a row do not depend on other rows.
     pub batch_invariant: bool,
     /// Calibration that the instance pretends to have measured.
@@ -182,6 +185,8 @@ impl Spec {
             attention_flops: 1e12,
             target_step_ms: None,
             prefix_cache: true,
+            host_cache_bytes: 0,
+            disk_cache_bytes: 0,
             batch_invariant: false,
             calibration: None,
             piece_us: 10,

@@ -85,6 +85,9 @@ pub struct Summary {
     pub prefix_hits: u64,
     /// Blocks of these hits that were shared with another sequence at the time.
     pub prefix_shared: u64,
+    /// Tokens of these hits that came from host memory, and from disk.
+    pub host_hits: u64,
+    pub disk_hits: u64,
     /// Evictions from the prefix cache.
     pub prefix_evicted: u64,
     /// Prompts read from the worker that prefilled them; of these, those prefilled in parts, those reassigned to
@@ -121,6 +124,8 @@ impl Summary {
         self.recomputed += other.recomputed;
         self.prefix_hits += other.prefix_hits;
         self.prefix_shared += other.prefix_shared;
+        self.host_hits += other.host_hits;
+        self.disk_hits += other.disk_hits;
         self.prefix_evicted += other.prefix_evicted;
         self.prefills += other.prefills;
         self.prefills_pushed += other.prefills_pushed;
@@ -141,6 +146,10 @@ impl Summary {
         self.prefix_hits += status.prefix.hit_tokens;
         self.prefix_shared += status.prefix.shared_blocks;
         self.prefix_evicted += status.prefix.evicted_blocks;
+        if let Some(tiers) = &status.cache_tiers {
+            self.host_hits += tiers.host.hit_tokens;
+            self.disk_hits += tiers.disk.hit_tokens;
+        }
         self.prefills += status.prefill.pulled;
         self.prefills_pushed += if push { status.prefill.pulled } else { 0 };
         self.prefills_again += status.prefill.retried;

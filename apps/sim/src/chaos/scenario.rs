@@ -4,7 +4,7 @@ use super::aim::Aim;
 use super::ops::{Op, What};
 use crate::fabric::LinkProfile;
 use crate::network::{GMANAGER, Place};
-use crate::pool::{NodeSpec, PoolSpec};
+use crate::pool::{CacheTiers, NodeSpec, PoolSpec};
 use crate::rng::Rng;
 use crate::shared::DeviceFault;
 use crate::symbolic::{Speed, Windows};
@@ -29,11 +29,13 @@ pub struct Limits {
     pub aim: Option<Aim>,
     /// Steps after which a run ends; 0 runs to its end.
     pub steps: u64,
+    /// Prefix caches have tiers in host memory, on disk or both.
+    pub cache_tiers: bool,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { nodes: 0, requests: 0, seconds: 0, faults: true, roles: None, aim: None, steps: 0 }
+        Self { nodes: 0, requests: 0, seconds: 0, faults: true, roles: None, aim: None, steps: 0, cache_tiers: false }
     }
 }
 
@@ -70,6 +72,9 @@ impl Scenario {
         }
         draw_rings(&mut Rng::new(seed ^ 0x7269_6e67), &mut pool);
         draw_drafts(&mut Rng::new(seed ^ 0x6472_6166_7473), &mut pool);
+        if limits.cache_tiers {
+            draw_cache_tiers(&mut Rng::new(seed ^ 0x7469_6572), &mut pool);
+        }
         let span_us = match limits.seconds {
             0 => 1_000_000 * rng.pick(&[2, 4, 8, 20]),
             seconds => seconds * 1_000_000,
@@ -157,6 +162,18 @@ fn draw_rings(rng: &mut Rng, pool: &mut PoolSpec) {
     if pool.windows.pooled.is_none() && rng.once_in(3) {
         pool.windows.rings = Some(small(rng.within(1..=20)));
     }
+}
+
+/// Draws tiers of the prefix cache: larger than the KV memory or smaller, and with damage on disk.
+fn draw_cache_tiers(rng: &mut Rng, pool: &mut PoolSpec) {
+    pool.prefix_cache = true;
+    let blocks = |rng: &mut Rng| rng.pick(&[0, 3, 20, 60]);
+    let (host_blocks, disk_blocks) = (blocks(rng), blocks(rng));
+    pool.cache_tiers = Some(CacheTiers {
+        host_blocks: host_blocks.max(u64::from(disk_blocks == 0)),
+        disk_blocks,
+        damaged: small(rng.below(4)),
+    });
 }
 
 /// Draws roles: one decode worker, one prefill worker, the others anything.

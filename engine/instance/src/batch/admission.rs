@@ -261,6 +261,7 @@ impl Batch {
                 seq.set_need(Need::Met);
                 seq.misses = 0;
                 seq.blocks.take_local(&blocks);
+                self.begin_load(cx, prefills, id);
                 true
             }
             Some(borrow) => {

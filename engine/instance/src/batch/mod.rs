@@ -15,6 +15,7 @@ mod embedding;
 pub(crate) mod freeze;
 mod growth;
 mod hand_back;
+mod loads;
 pub(crate) mod micro_batches;
 pub(crate) mod others;
 mod policy;
@@ -29,7 +30,7 @@ mod swap;
 
 use crate::config::InstanceConfig;
 use crate::cx::Cx;
-use crate::event::Effect;
+use crate::event::{DiskEvent, Effect};
 use crate::outcome::{Lost, Outcome, Outcomes};
 use draft_model::DraftRequests;
 use due::Due;
@@ -37,7 +38,7 @@ use freeze::FrozenDebt;
 use lagoon_backend::DeviceError;
 use lagoon_cluster::{BorrowFailure, BorrowedLease, CachedPart};
 use lagoon_protocol::Freeze;
-use lagoon_runner::{DraftId, Drafted, ShareId};
+use lagoon_runner::{DraftId, Drafted, RemoteTag, ShareId};
 use lagoon_types::limits::ADMISSION_DEADLINE_MS;
 use lagoon_types::{Chunk, GenerateRequest, InstanceId, MicroBatch, SeqId, StepPlan, TokenEvent};
 use micro_batches::MicroBatches;
@@ -128,6 +129,15 @@ pub(crate) enum BatchEvent {
         share: ShareId,
         error: Option<DeviceError>,
     },
+    /// An event of the prefix cache's disk tier.
+    Disk(DiskEvent),
+    /// The device has stored a layer of a block from a tier of the prefix cache.
+    Stored(RemoteTag),
+    /// The device failed a copy to or from such a tier.
+    TierFailed {
+        tag: RemoteTag,
+        error: DeviceError,
+    },
     /// The move of a sequence's blocks to host memory ended.
     SwappedOut {
         seq: SeqId,
@@ -164,6 +174,9 @@ impl Batch {
             BatchEvent::CreditorGone { creditor, why } => self.lose_creditor(cx, creditor, why),
             BatchEvent::Drafted { draft, seqs, failed } => self.on_drafted(cx, draft, seqs, failed),
             BatchEvent::Shared { share, error } => self.on_shared(cx, others, share, error.as_ref()),
+            BatchEvent::Disk(event) => self.on_disk(cx, others, event),
+            BatchEvent::Stored(tag) => self.on_stored(cx, others, tag),
+            BatchEvent::TierFailed { tag, error } => self.on_tier_failed(cx, others, tag, &error),
             BatchEvent::SwappedOut { seq, all } => self.end_swap_out(cx, seq, all),
             BatchEvent::StepsEnded => self.end_preempt_after_step(cx, prefills),
             BatchEvent::Grow => self.grow(cx, others),
@@ -178,6 +191,7 @@ impl Batch {
                     cx.emit(Outcome::BrokenUp);
                 }
                 self.expire_waiting(cx, prefills);
+                self.expire_loads(cx, others);
                 self.hand_back(cx, prefills);
             }
         }

@@ -25,6 +25,8 @@ const GROWTH_RESERVE_SHARE: u32 = 16;
 const LONG_RECOMPUTE_US: f64 = 500_000.0;
 /// Fixed time of a swap, in microseconds: the negotiation, and the waits before and after.
 const SWAP_OVERHEAD_US: f64 = 20_000.0;
+/// Fixed time of a load from a tier of the prefix cache, in microseconds (docs/adr/0037).
+const LOAD_OVERHEAD_US: f64 = 1_000.0;
 
 /// rBlocks kept free for the growth of running sequences: [`GROWTH_BLOCKS`] each, up to a share of all. Without them
 /// admissions make running sequences borrow every block, wait or be preempted.
@@ -329,6 +331,12 @@ pub(super) fn swap_ins(
 pub(super) fn swap_is_cheaper(bytes: f64, bytes_per_s: f64, recompute_tokens: u32, row_us: f64) -> bool {
     let swap_us = SWAP_OVERHEAD_US + 2.0 * bytes / bytes_per_s * 1e6;
     f64::from(recompute_tokens) * row_us > swap_us
+}
+
+/// Whether `tokens` come sooner from tiers of the prefix cache, in `load_us` beside the fixed time, than by recomputation.
+/// `row_us` 0 (not measured yet) counts as slow.
+pub(super) fn load_is_cheaper(load_us: f64, tokens: u32, row_us: f64) -> bool {
+    row_us <= 0.0 || f64::from(tokens) * row_us > LOAD_OVERHEAD_US + load_us
 }
 
 #[cfg(test)]

@@ -131,7 +131,7 @@ impl Batch {
             cx.memory.rm.pool.free(Owner::Own(id), &window.blocks);
         }
         seq.leases.clear();
-        (seq.hashed, seq.sharing) = (0, None);
+        (seq.hashed, seq.sharing, seq.loading) = (0, None, None);
         if prefills.is_exported(id) {
             cx.emit(Outcome::Withheld { seq: id, blocks: freed.local });
         } else {

@@ -85,14 +85,14 @@ impl Batch {
         let (next, whole) = (seq.blocks.next_position(), (seq.len() - 1) / tokens);
         let (free, first) = (seq.may_change_memory(), next / tokens);
         let known = seq.blocks.lost().is_empty() && seq.blocks.lost_blocks() == 0 && seq.hashed == first;
-        if !free || !known || seq.needs_positions() || seq.sharing.is_some() || first >= whole.min(seq.blocks.blocks())
-        {
+        let (copies, left) = (seq.sharing.is_some() || seq.loading.is_some(), whole.min(seq.blocks.blocks()));
+        if !free || !known || seq.needs_positions() || copies || first >= left {
             return;
         }
         self.hash_tokens(cx, id, whole);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         let mut mapped = Vec::new();
-        for block in first..whole.min(seq.blocks.blocks()) {
+        for block in first..left {
             let Placement::Local(at) = seq.blocks.placements()[block as usize] else { break };
             let Some(joined) = cx.memory.rm.pool.join(Owner::Own(id), at, &seq.block_hashes[block as usize], map)
             else {

@@ -2,6 +2,7 @@
 
 use super::drafts::Drafts;
 use super::embedding::Embedding;
+use crate::cx::tiers::LoadId;
 use lagoon_cluster::BorrowId;
 use lagoon_grammar::AnswerMatcher;
 use lagoon_kv::hash::ContentHash;
@@ -160,6 +161,8 @@ pub(crate) struct Sequence {
     pub(crate) leases: BTreeMap<(InstanceId, LeaseId), HeldLease>,
     /// The mapping of shared blocks at its addresses that is in progress; until it ends the sequence joins no step.
     pub(crate) sharing: Option<ShareId>,
+    /// The copy of its prefix from a tier of the prefix cache that is in progress; until it ends the sequence joins no step.
+    pub(crate) loading: Option<LoadId>,
     /// A mapping failed: it maps no shared blocks any more.
     pub(crate) maps_nothing: bool,
     /// Block hashes of its first blocks, as far as computed.
@@ -217,6 +220,7 @@ impl Sequence {
             blocks: SeqBlocks::new(block_tokens),
             leases: BTreeMap::new(),
             sharing: None,
+            loading: None,
             maps_nothing: false,
             block_hashes: Vec::new(),
             hashed: 0,
@@ -364,7 +368,7 @@ impl Sequence {
 
     /// Whether it may join a step.
     pub(crate) fn is_ready(&self) -> bool {
-        self.is_placed() && self.sharing.is_none()
+        self.is_placed() && self.sharing.is_none() && self.loading.is_none()
     }
 
     /// Whether it has places for every known token and no borrow in progress.

@@ -33,11 +33,16 @@ impl Batch {
         self.prefill_us = if self.prefill_us > 0.0 { self.prefill_us + (us - self.prefill_us) * NEWEST } else { us };
     }
 
+    /// Time to compute a row of a prompt, in microseconds; 0 before it is known.
+    pub(super) fn row_us(&self, cx: &Cx) -> f64 {
+        let calibrated = cx.config.calibration.as_ref().map_or(0.0, |c| c.prefill_us_per_token);
+        if calibrated > 0.0 { calibrated } else { self.prefill_us }
+    }
+
     /// Whether moving `blocks` out and back takes less time than recomputing the sequence. A link without a measurement
     /// counts as fast.
     fn moving_is_cheaper(&self, cx: &Cx, seq: &Sequence, blocks: u32) -> bool {
-        let calibrated = cx.config.calibration.as_ref().map_or(0.0, |c| c.prefill_us_per_token);
-        let row_us = if calibrated > 0.0 { calibrated } else { self.prefill_us };
+        let row_us = self.row_us(cx);
         let tokens = f64::from(blocks) * f64::from(cx.config.block_tokens);
         let token_bytes = f64::from(u32::try_from(cx.config.kv.token_bytes()).unwrap_or(u32::MAX));
         let bytes_per_s = cx.config.link_bytes_per_s;
@@ -53,6 +58,7 @@ impl Batch {
         let movable = seq.may_change_memory()
             && cx.config.window.is_none()
             && seq.window.is_none()
+            && seq.loading.is_none()
             && seq.blocks.lost_blocks() == 0
             && seq.blocks.lost().is_empty()
             && !others.moves.is_moving(id);

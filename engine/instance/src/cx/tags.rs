@@ -12,6 +12,8 @@ pub(crate) enum TagOwner {
     Seal,
     /// A block movement.
     Move,
+    /// A copy of a block to or from a tier of the prefix cache.
+    Tier,
 }
 
 impl TagOwner {
@@ -20,13 +22,14 @@ impl TagOwner {
             Self::Request => 0,
             Self::Seal => 1 << 62,
             Self::Move => 1 << 63,
+            Self::Tier => 1 << 62 | 1 << 63,
         }
     }
 
     /// The owner of a tag.
     pub(crate) fn of(tag: RemoteTag) -> Self {
         let bits = tag.0 & (Self::Seal.bits() | Self::Move.bits());
-        let owners = [Self::Request, Self::Seal, Self::Move];
+        let owners = [Self::Request, Self::Seal, Self::Move, Self::Tier];
         owners.into_iter().find(|owner| owner.bits() == bits).expect("a tag has one owner")
     }
 }
@@ -75,7 +78,7 @@ impl ReadId {
 #[derive(Debug, Default)]
 pub(crate) struct Tags {
     /// Number of tags issued, by owner.
-    taken: [u64; 3],
+    taken: [u64; 4],
     /// Number of reads issued, of all owners.
     reads: u64,
 }
@@ -102,7 +105,7 @@ mod tests {
     #[test]
     fn a_tag_says_who_took_it() {
         let mut tags = Tags::default();
-        for owner in [TagOwner::Request, TagOwner::Seal, TagOwner::Move, TagOwner::Request] {
+        for owner in [TagOwner::Request, TagOwner::Seal, TagOwner::Move, TagOwner::Tier, TagOwner::Request] {
             let (first, second) = (tags.take(owner), tags.take(owner));
             assert_eq!((TagOwner::of(first), TagOwner::of(second)), (owner, owner));
             assert_ne!(first, second);

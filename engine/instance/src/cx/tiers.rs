@@ -1,0 +1,285 @@
+//! Tiers of the prefix cache beside the KV memory (docs/adr/0037): the host tier, and what is known of the disk tier.
+//!
+//! Owns the host tier's KV, the hashes on disk, the copy out in progress (`saves.rs`) and the loads in progress
+//! (`batch/loads.rs`). Files and threads are the shell's.
+//!
+//! Invariants: KV is kept under the block hash of the block that it was read from; copies of one hash are equal, so that a copy
+//! never grows stale. What is known of the disk is soft state: a read tells.
+
+use super::saves::Save;
+use crate::event::{BlockKv, DiskLoss};
+use lagoon_kv::{BlockHash, BlockPool, Tier};
+use lagoon_runner::RemoteTag;
+use lagoon_types::limits::{TIER_DISK_WRITE_BYTES_MAX, TIER_DISK_WRITES_MAX};
+use lagoon_types::{PhysBlock, SeqId};
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// Tiers of the prefix cache beside the KV memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheTierConfig {
+    /// Bytes of the host tier; 0 for none.
+    pub host_bytes: u64,
+    /// The shell carries out [`crate::DiskEffect`]s.
+    pub disk: bool,
+    /// Tokens from which on a prefix is loaded from a tier; `None` where that is faster than computing it.
+    pub load_tokens_min: Option<u32>,
+}
+
+/// Counters of one tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct CacheTierStatus {
+    pub blocks: u64,
+    pub bytes: u64,
+    /// Tokens of prompts whose KV came from it.
+    pub hit_tokens: u64,
+    /// rBlocks copied to it.
+    pub saved_blocks: u64,
+    /// rBlocks evicted from it.
+    pub evicted_blocks: u64,
+    /// rBlocks that it did not take: a write failed.
+    pub lost_blocks: u64,
+    /// rBlocks that were damaged when they were read, and were dropped.
+    pub damaged_blocks: u64,
+    /// rBlocks that were not there or could not be read.
+    pub missing_blocks: u64,
+}
+
+/// Counters of the tiers beside the KV memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct CacheTiersStatus {
+    pub host: CacheTierStatus,
+    pub disk: CacheTierStatus,
+    /// Cached rBlocks that were evicted from KV memory before a copy was made.
+    pub unsaved_blocks: u64,
+    /// Loads that ended with all KV.
+    pub whole_loads: u64,
+    /// Loads that ended before all KV had come.
+    pub broken_loads: u64,
+    /// Prefixes that were computed because loading them would have taken longer.
+    pub declined_loads: u64,
+}
+
+/// A tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TierName {
+    Host,
+    Disk,
+}
+
+/// Number of a load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct LoadId(pub(crate) u64);
+
+/// KV of a prompt's next blocks on its way from tiers to the blocks of its sequence.
+#[derive(Debug)]
+pub(crate) struct Load {
+    pub(crate) seq: SeqId,
+    /// Place of the first block in the sequence's table.
+    pub(crate) first: u32,
+    pub(crate) blocks: Vec<(BlockHash, PhysBlock)>,
+    /// The first prompt of its sequence: its tokens count as cached.
+    pub(crate) is_prompt: bool,
+    /// Blocks that were looked for in the tiers.
+    pub(crate) asked: usize,
+    /// Blocks that have come and were not passed on, with their tier.
+    pub(crate) arrived: BTreeMap<usize, (TierName, BlockKv)>,
+    /// Blocks passed on to the device, and their tiers.
+    pub(crate) passed: Vec<TierName>,
+    /// Layers that the device has stored, of all blocks in their order.
+    pub(crate) layers_stored: u64,
+    /// Layers that the device is to store.
+    pub(crate) layers_waiting: u64,
+    /// Blocks that it loads; fewer once one is missing.
+    pub(crate) end: usize,
+    pub(crate) began_ms: u64,
+}
+
+/// The tiers. See the module's documentation.
+#[derive(Debug, Default)]
+pub(crate) struct Tiers {
+    /// `None` where there are none.
+    pub(crate) config: Option<CacheTierConfig>,
+    /// KV of an rBlock, in bytes.
+    pub(super) block_bytes: u64,
+    host: Option<Tier<BlockKv>>,
+    on_disk: BTreeSet<BlockHash>,
+    disk_bytes: u64,
+    /// KV that waits to be written to disk.
+    writing: BTreeMap<BlockHash, BlockKv>,
+    pub(super) save: Option<Save>,
+    pub(super) saves: u64,
+    pub(crate) loads: BTreeMap<LoadId, Load>,
+    pub(crate) next_load: u64,
+    /// Layers that the device is to store: their load and bytes.
+    pub(crate) storing: BTreeMap<RemoteTag, (LoadId, u64)>,
+    pub(crate) bytes_in_flight: u64,
+    /// Reads of the disk tier: their load and the index of the block there.
+    pub(crate) reading: BTreeMap<u64, (LoadId, usize)>,
+    pub(crate) next_read: u64,
+    rates: [Rate; 2],
+    pub(crate) counts: CacheTiersStatus,
+}
+
+/// Weight of the newest load in the mean rate.
+const NEWEST: f64 = 1.0 / 4.0;
+/// How much faster a tier is assumed to be after each load that was not tried.
+const HOPE: f64 = 1.05;
+
+/// Measured bytes per second of loads from a tier; 0 before the first.
+#[derive(Clone, Copy, Debug, Default)]
+struct Rate(f64);
+
+impl Tiers {
+    /// With these tiers, for rBlocks of `block_bytes`.
+    pub(super) fn new(config: CacheTierConfig, block_bytes: u64) -> Self {
+        let host = (config.host_bytes > 0).then(|| Tier::new(config.host_bytes));
+        Self { config: Some(config), block_bytes, host, ..Self::default() }
+    }
+
+    fn has_disk(&self) -> bool {
+        self.config.is_some_and(|config| config.disk)
+    }
+
+    /// Whether a tier keeps a block, or will.
+    pub(crate) fn keeps(&self, hash: &BlockHash) -> bool {
+        self.on_host(hash).is_some() || self.on_disk.contains(hash)
+    }
+
+    fn on_host(&self, hash: &BlockHash) -> Option<&BlockKv> {
+        let host = self.host.as_ref().and_then(|host| host.get(hash));
+        host.or_else(|| self.writing.get(hash))
+    }
+
+    /// The tier that a block would be loaded from.
+    pub(crate) fn tier_of(&self, hash: &BlockHash) -> Option<TierName> {
+        match (self.on_host(hash), self.on_disk.contains(hash)) {
+            (Some(_), _) => Some(TierName::Host),
+            (None, true) => Some(TierName::Disk),
+            (None, false) => None,
+        }
+    }
+
+    /// A block's KV in host memory, which is used now.
+    pub(crate) fn take_from_host(&mut self, hash: &BlockHash) -> Option<BlockKv> {
+        self.host.iter_mut().for_each(|host| host.touch(hash));
+        self.on_host(hash).cloned()
+    }
+
+    /// Whether another copy is to be made, where `saved` cached blocks have one: all of them for the disk; for the host tier alone
+    /// as many as fill half of it, those that are evicted next, and the other half keeps what was evicted.
+    pub(super) fn may_save(&self, saved: u32) -> bool {
+        if self.has_disk() {
+            let waiting = (self.writing.len() as u64).saturating_mul(self.block_bytes);
+            let few =
+                self.writing.len() < TIER_DISK_WRITES_MAX && waiting + self.block_bytes <= TIER_DISK_WRITE_BYTES_MAX;
+            return self.writing.is_empty() || few;
+        }
+        let half = self.host.as_ref().map_or(0, |host| host.limit_bytes() / 2);
+        (u64::from(saved) + 1).saturating_mul(self.block_bytes) <= half
+    }
+
+    /// Keeps a block's KV in the host tier. Returns the blocks that no tier keeps any more.
+    pub(crate) fn keep(&mut self, hash: BlockHash, kv: BlockKv) -> Vec<BlockHash> {
+        let Some(host) = &mut self.host else { return Vec::new() };
+        let evicted: Vec<BlockHash> = host.insert(hash, self.block_bytes, kv).into_iter().map(|(of, _)| of).collect();
+        self.counts.host.evicted_blocks += evicted.iter().filter(|of| **of != hash).count() as u64;
+        evicted.into_iter().filter(|of| !self.keeps(of)).collect()
+    }
+
+    /// Counts a copy that was made. Returns it again if it is to be written to disk.
+    pub(super) fn note_saved(&mut self, hash: BlockHash, kv: BlockKv) -> Option<BlockKv> {
+        self.counts.host.saved_blocks += u64::from(self.host.is_some());
+        self.has_disk().then(|| {
+            self.writing.insert(hash, Arc::clone(&kv));
+            kv
+        })
+    }
+
+    /// Learns which blocks are on disk.
+    pub(crate) fn found_on_disk(&mut self, hashes: Vec<BlockHash>, bytes: u64) {
+        (self.on_disk, self.disk_bytes) = (hashes.into_iter().collect(), bytes);
+    }
+
+    /// A write to disk ended. Returns the blocks that no tier keeps any more.
+    pub(crate) fn written(
+        &mut self,
+        hash: BlockHash,
+        result: Result<(), DiskLoss>,
+        evicted: Vec<BlockHash>,
+        bytes: Option<u64>,
+    ) -> Vec<BlockHash> {
+        self.writing.remove(&hash);
+        self.disk_bytes = bytes.unwrap_or(self.disk_bytes);
+        self.counts.disk.evicted_blocks += evicted.len() as u64;
+        evicted.iter().for_each(|of| _ = self.on_disk.remove(of));
+        match result {
+            Ok(()) => {
+                self.on_disk.insert(hash);
+                self.counts.disk.saved_blocks += 1;
+            }
+            // Its blocks count as saved: a file system that is full is not asked again for the same block.
+            Err(_) => self.counts.disk.lost_blocks += 1,
+        }
+        evicted.into_iter().filter(|of| !self.keeps(of)).collect()
+    }
+
+    /// A block that was read from disk is not there any more, or could not be read.
+    pub(crate) fn note_missing(&mut self, hash: &BlockHash, loss: DiskLoss) {
+        self.on_disk.remove(hash);
+        match loss {
+            DiskLoss::Damaged => self.counts.disk.damaged_blocks += 1,
+            DiskLoss::Missing | DiskLoss::Failed => self.counts.disk.missing_blocks += 1,
+        }
+    }
+
+    fn rate(&mut self, tier: TierName) -> &mut Rate {
+        &mut self.rates[tier as usize]
+    }
+
+    /// Predicted time to load these numbers of blocks from host and disk, in microseconds; a tier that was not measured counts as
+    /// fast.
+    pub(crate) fn load_us(&self, blocks: [u64; 2]) -> f64 {
+        let bytes = |blocks: u64| as_f64(blocks.saturating_mul(self.block_bytes));
+        let of = |(blocks, Rate(rate)): (u64, Rate)| if rate > 0.0 { bytes(blocks) / rate * 1e6 } else { 0.0 };
+        blocks.into_iter().zip(self.rates).map(of).sum()
+    }
+
+    /// Adds a load of `blocks` blocks from one tier, which took `ms`, to its mean.
+    pub(crate) fn note_load(&mut self, tier: TierName, blocks: u64, ms: u64) {
+        let new = as_f64(blocks.saturating_mul(self.block_bytes)) / as_f64(ms.max(1)) * 1e3;
+        let rate = self.rate(tier);
+        rate.0 = if rate.0 > 0.0 { rate.0 + (new - rate.0) * NEWEST } else { new };
+    }
+
+    /// A load was not tried: a slow measurement is forgotten in time.
+    pub(crate) fn note_declined(&mut self) {
+        self.counts.declined_loads += 1;
+        self.rates.iter_mut().for_each(|rate| rate.0 *= HOPE);
+    }
+
+    /// Counts tokens that came from a tier.
+    pub(crate) fn note_hit(&mut self, tier: TierName, tokens: u32) {
+        let counts = match tier {
+            TierName::Host => &mut self.counts.host,
+            TierName::Disk => &mut self.counts.disk,
+        };
+        counts.hit_tokens += u64::from(tokens);
+    }
+
+    /// The counters, with those of the pool; `None` without tiers.
+    pub(crate) fn status(&self, pool: &BlockPool) -> Option<CacheTiersStatus> {
+        self.config?;
+        let mut status = self.counts;
+        status.unsaved_blocks = pool.unsaved_evictions();
+        (status.host.blocks, status.host.bytes) = self.host.as_ref().map_or((0, 0), |h| (h.len() as u64, h.bytes()));
+        (status.disk.blocks, status.disk.bytes) = (self.on_disk.len() as u64, self.disk_bytes);
+        Some(status)
+    }
+}
+
+#[allow(clippy::cast_precision_loss, reason = "a rate")]
+fn as_f64(n: u64) -> f64 {
+    n as f64
+}
