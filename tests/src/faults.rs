@@ -210,6 +210,22 @@ impl FaultPool {
         self.gmanager.take().unwrap().kill();
     }
 
+    /// Pauses the gManager's process (SIGSTOP): all views of the pool stay as they are.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn pause_gmanager(&self) {
+        signal(self.gmanager.as_ref().unwrap().pid(), "STOP");
+    }
+
+    /// Resumes it.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn resume_gmanager(&self) {
+        signal(self.gmanager.as_ref().unwrap().pid(), "CONT");
+    }
+
     /// Starts instances in parallel and waits until all are registered: names, capacities in rBlocks, places.
     ///
     /// # Panics

@@ -31,6 +31,7 @@ mod process_cli;
 mod process_cluster;
 mod process_cuda_trial;
 mod process_disaggregated;
+mod process_dispatch;
 mod process_drain;
 mod process_ends;
 mod process_faults;

@@ -3,9 +3,10 @@
 
 use crate::cuda::{driver, fake};
 use lagoon_instance::{PeerAccessStatus, RemotePolicy};
-use lagoon_protocol::{MemoryTier, Role};
+use lagoon_protocol::{BatchPoint, Calibration, MemoryTier, Role};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
+use lagoon_types::RequestError;
 use lagoon_types::limits::LEASE_TTL_MS;
 
 const BLOCK: u32 = 16;
@@ -72,6 +73,35 @@ fn a_creditors_memory_is_attended_to_where_it_lies() {
     }
     // One rBlock of a chunk is lent by then. Growth is attended to by queries while its block is open.
     assert!(logits[0][..9] == logits[1][..9], "what is attended to there is bit by bit what is sent there and back");
+}
+
+/// The borrow guard: steps that take next to nothing cover no round trip, but mapped creditor KV is the own device's work.
+#[test]
+fn a_request_that_a_gateway_takes_back_borrows_only_what_is_mapped() {
+    let calibration = Calibration {
+        batches: vec![BatchPoint { batch: 1, step_us: 1.0 }],
+        attention_us_per_ktoken: 1.0,
+        prefill_us_per_token: 0.0,
+        copy_bytes_per_s: 0.0,
+    };
+    for (seed, remote, mapped) in [(47, RemotePolicy::Auto, 1), (48, RemotePolicy::Ship, 0)] {
+        let name = "a_request_that_a_gateway_takes_back_borrows_only_what_is_mapped";
+        let Some(fake) = driver(name, seed) else { return };
+        let debtor = Spec { calibration: Some(calibration.clone()), step_ms: 100, ..debtor(4, remote) };
+        let mut world = World::pool(PoolSpec::golden("head_dim_64", BLOCK), None, &[debtor, lender(12)]);
+        world.submit(0, greedy(prompt(81, 70, 128), 24));
+        world.run_until(|w| w.requests[0].tokens.len() >= 4);
+        assert_eq!(peer_access(&world, 0).mapped, mapped);
+        let mut returnable = greedy(prompt(83, 40, 128), 4);
+        returnable.options.may_hand_back = true;
+        let returnable = world.submit(0, returnable);
+        world.run();
+        let is_back = world.requests[returnable].end == Some(Err(RequestError::HandedBack));
+        assert_eq!(is_back, mapped == 0, "{remote:?}: {}", world.describe());
+        world.check_empty();
+        drop(world);
+        fake.finish();
+    }
 }
 
 /// The creditor's device overwrites mapped KV: that step is discarded, and the range is recomputed.

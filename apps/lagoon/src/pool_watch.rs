@@ -48,22 +48,30 @@ struct Known {
 #[derive(Clone, Debug, Default)]
 struct Held {
     rows: Vec<PoolRow>,
+    /// When the query was sent that they answered.
+    asked: Option<Instant>,
     /// When they are dropped.
     until: Option<Instant>,
 }
 
 impl Held {
-    /// Adds the held rows to an answer of the gManager. If its term is not that of `before`, all rows of `before` are held.
-    fn complete(&mut self, mut answer: PoolState, before: &PoolState, now: Instant) -> PoolState {
+    /// Adds the held rows, as old as they are, to an answer of the gManager to a query of `now`. If its term is not that of `before`, all
+    /// rows of `before`, which was asked for at `asked`, are held.
+    fn complete(&mut self, mut answer: PoolState, (before, asked): (&PoolState, Instant), now: Instant) -> PoolState {
         if answer.gmanager.term != before.gmanager.term {
             self.rows.clone_from(&before.instances);
+            self.asked = Some(asked);
             self.until = Some(now + Duration::from_millis(POOL_HOLD_MS));
         }
         if self.until.is_none_or(|until| now >= until) {
             self.rows.clear();
         }
         self.rows.retain(|held| answer.instances.iter().all(|row| row.http_addr != held.http_addr));
-        answer.instances.extend(self.rows.iter().cloned());
+        let older = self.asked.map_or(Duration::ZERO, |asked| now.saturating_duration_since(asked));
+        let older_ms = u64::try_from(older.as_millis()).unwrap_or(u64::MAX);
+        let aged =
+            |row: &PoolRow| PoolRow { heartbeat_age_ms: row.heartbeat_age_ms.saturating_add(older_ms), ..row.clone() };
+        answer.instances.extend(self.rows.iter().map(aged));
         answer
     }
 }
@@ -94,7 +102,7 @@ impl PoolWatch {
                     tracing::warn!("a gManager answers again, after {} s", since.elapsed().as_secs());
                 }
                 let Known { state: before, held, asked, .. } = &mut *known;
-                *before = held.complete(state, before, now);
+                *before = held.complete(state, (&*before, *asked), now);
                 *asked = now;
                 known.silent_since = None;
             }
@@ -258,6 +266,9 @@ mod tests {
         watch.learn(Ok(state(2, vec![row(1, true)])), start + hold / 2);
         assert_eq!(serving(&watch), [1, 2]);
         assert_eq!(watch.state().instances.len(), 3);
+        // It is as old as it is: what it says of its load is not new.
+        let ages: Vec<u64> = watch.state().instances.iter().map(|row| row.heartbeat_age_ms).collect();
+        assert!(ages[0] == 0 && ages[1..].iter().all(|age_ms| *age_ms >= POOL_HOLD_MS / 2), "{ages:?}");
         watch.learn(Ok(state(2, vec![row(1, false)])), start + hold / 2);
         assert_eq!(serving(&watch), [2]);
         assert!(watch.is_dead(addr(1)));
