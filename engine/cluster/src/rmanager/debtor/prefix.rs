@@ -22,8 +22,8 @@ use std::ops::Range;
 
 #[derive(Debug)]
 enum State {
-    /// Waits for the gManager's advice. `asked_ms` is `None` until this instance has an id.
-    Advice { query: u64, asked_ms: Option<u64> },
+    /// Waits for the gManager's advice. The query is not repeated: one that is lost costs its search.
+    Advice { query: u64 },
     /// Waits for a creditor's reply about the first `blocks` blocks that are not found yet.
     Asking { request: u64, candidate: Candidate, sent_ms: u64, blocks: u32 },
 }
@@ -52,11 +52,7 @@ impl Search {
     }
 
     pub(super) fn next_wake_ms(&self) -> u64 {
-        let repeat = match self.state {
-            State::Advice { asked_ms: Some(at), .. } => at + limits::CONTROL_REPEAT_MS,
-            State::Advice { .. } | State::Asking { .. } => u64::MAX,
-        };
-        self.deadline_ms.min(repeat)
+        self.deadline_ms
     }
 
     fn asks(&self, creditor: InstanceId) -> bool {
@@ -146,21 +142,18 @@ impl Debtor {
             covered: 0,
             parts: Vec::new(),
             runs: Vec::new(),
-            state: State::Advice { query, asked_ms: None },
+            state: State::Advice { query },
         };
+        self.query_runs(&search, query);
         self.searches.insert(id, search);
-        self.query_runs(id, now_ms);
         id
     }
 
-    /// Sends, or repeats, the query of a search that waits for advice.
-    fn query_runs(&mut self, id: BorrowId, now_ms: u64) {
-        let (Some(debtor), Some(search)) = (self.instance, self.searches.get_mut(&id)) else { return };
-        let State::Advice { query, asked_ms } = &mut search.state else { return };
-        *asked_ms = Some(now_ms);
+    fn query_runs(&mut self, search: &Search, query: u64) {
+        let Some(debtor) = self.instance else { return };
         let asked = search.hashes.iter().take(limits::SEARCH_HASHES_MAX);
         let message = BorrowQuery {
-            query: *query,
+            query,
             debtor: debtor.0,
             blocks: 0,
             exclude: self.paused.keys().map(|paused| paused.0).collect(),
@@ -172,7 +165,7 @@ impl Debtor {
 
     /// The gManager's reply to a search.
     pub(super) fn on_cached_runs(&mut self, advice: &BorrowAdvice, now_ms: u64) {
-        let waits = |s: &Search| matches!(s.state, State::Advice { query, .. } if query == advice.query);
+        let waits = |s: &Search| matches!(s.state, State::Advice { query } if query == advice.query);
         let Some((&id, search)) = self.searches.iter_mut().find(|(_, s)| waits(s)) else { return };
         let (me, paused) = (self.instance, &self.paused);
         let usable = |run: &&CachedRun| {
@@ -317,11 +310,5 @@ impl Debtor {
 
     pub(super) fn tick_searches(&mut self, now_ms: u64) {
         self.end_searches(|search| search.is_over(now_ms), now_ms);
-        let repeat = |s: &Search| match s.state {
-            State::Advice { asked_ms, .. } => asked_ms.is_none_or(|at| now_ms >= at + limits::CONTROL_REPEAT_MS),
-            State::Asking { .. } => false,
-        };
-        let unanswered: Vec<BorrowId> = self.searches.iter().filter(|(_, s)| repeat(s)).map(|(id, _)| *id).collect();
-        unanswered.into_iter().for_each(|id| self.query_runs(id, now_ms));
     }
 }
