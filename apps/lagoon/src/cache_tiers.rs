@@ -28,6 +28,7 @@ pub(crate) fn start(args: &EngineArgs, is_kv_node: bool, instance: &mut Instance
     let open = |dir| CacheDir::open(dir, args.cache_dir_bytes, block);
     let cache_dir = args.cache_dir.as_deref().map(open).transpose()?;
     let load_tokens_min = args.cache_load_tokens;
-    instance.keep_copies(CacheTierConfig { host_bytes, disk: cache_dir.is_some(), load_tokens_min });
+    let disk_bytes = cache_dir.as_ref().map_or(0, |_| args.cache_dir_bytes);
+    instance.keep_copies(CacheTierConfig { host_bytes, disk_bytes, load_tokens_min });
     Ok(cache_dir)
 }

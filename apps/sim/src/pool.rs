@@ -65,7 +65,7 @@ impl CacheTiers {
         let Some(process) = world.processes[place].as_mut() else { return };
         process.instance.keep_copies(CacheTierConfig {
             host_bytes: self.host_blocks * block_bytes,
-            disk: self.disk_blocks > 0,
+            disk_bytes: self.disk_blocks * block_bytes,
             load_tokens_min: Some(1),
         });
         if self.disk_blocks > 0 {

@@ -158,6 +158,7 @@ impl Instance {
         self.drain_rmanager();
         self.pump_moves();
         self.drain_rmanager();
+        self.cx.memory.tiers.note_steps(self.step.is_busy(), false);
         self.cx.save_cached();
     }
 
@@ -387,7 +388,10 @@ impl Instance {
             Report::Written { step, layer, kv } => self.step(StepEvent::Written { step, layer, kv }),
             Report::Layer { step, layer } => self.step(StepEvent::Layer { step, layer }),
             Report::Prompts { step, scores, sums } => self.step(StepEvent::Prompts { step, scores, sums }),
-            Report::Done { step, micro_batch, samples } => self.step(StepEvent::Done { step, micro_batch, samples }),
+            Report::Done { step, micro_batch, samples } => {
+                self.cx.memory.tiers.note_steps(true, true);
+                self.step(StepEvent::Done { step, micro_batch, samples })
+            }
             Report::Failed { step, micro_batch, error } => self.step(StepEvent::Failed { step, micro_batch, error }),
             Report::Drafted { draft, seqs, error } => {
                 self.batch(BatchEvent::Drafted { draft, seqs, failed: error.is_some() })

@@ -305,8 +305,12 @@ pub const PREFILL_TRIES_MAX: u32 = 8;
 pub const PREFILL_GRACE_MS: u64 = 2_000;
 /// Layers of a cached block that are read at once for a copy in a tier of the prefix cache: passes go on between them.
 pub const TIER_READS_IN_FLIGHT: usize = 4;
+/// Such reads in one step: they overtake its pass.
+pub const TIER_READS_PER_STEP: u32 = 8;
 /// Bytes of KV from tiers of the prefix cache that wait for the device (or one rBlock, if larger).
 pub const TIER_LOAD_BYTES_IN_FLIGHT: u64 = 8 << 20;
+/// Bytes of such KV that are stored in one step (or one rBlock, if larger): they overtake its pass.
+pub const TIER_LOAD_BYTES_PER_STEP: u64 = 32 << 20;
 /// rBlocks that are read from the prefix cache's disk tier at once.
 pub const TIER_DISK_READS_MAX: usize = 16;
 /// Bytes of KV that wait to be written to the prefix cache's disk tier (or one rBlock, if larger).

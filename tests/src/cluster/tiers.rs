@@ -12,7 +12,7 @@ impl World {
         if host_bytes == 0 && disk_bytes == 0 {
             return;
         }
-        let tiers = CacheTierConfig { host_bytes, disk: disk_bytes > 0, load_tokens_min: Some(1) };
+        let tiers = CacheTierConfig { host_bytes, disk_bytes, load_tokens_min: Some(1) };
         self.process_mut(node).instance.keep_copies(tiers);
         if disk_bytes > 0 {
             let found = self.sim.disks.entry(place(node)).or_insert_with(|| Disk::new(disk_bytes)).found();

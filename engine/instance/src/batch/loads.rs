@@ -18,7 +18,7 @@ use crate::event::{BlockKv, DiskEffect, DiskEvent, DiskLoss, Effect};
 use lagoon_backend::DeviceError;
 use lagoon_kv::{BlockHash, Placement};
 use lagoon_runner::{Command, RemoteTag, RemoteWrite};
-use lagoon_types::limits::{TIER_DISK_READS_MAX, TIER_LOAD_BYTES_IN_FLIGHT, TIER_LOAD_DEADLINE_MS};
+use lagoon_types::limits::{TIER_DISK_READS_MAX, TIER_LOAD_DEADLINE_MS};
 use lagoon_types::{PhysBlock, SeqId};
 use std::collections::BTreeMap;
 
@@ -92,7 +92,7 @@ impl Batch {
     /// Passes a load's next block on to the device. False if it has not come, or too much waits there.
     fn pass_block(&self, cx: &mut Cx, id: LoadId, load: &mut Load) -> bool {
         let at = load.passed.len();
-        if at >= load.end || (cx.memory.tiers.bytes_in_flight >= TIER_LOAD_BYTES_IN_FLIGHT) {
+        if at >= load.end || !cx.memory.tiers.may_store() {
             return false;
         }
         let Some((tier, kv)) = load.arrived.remove(&at) else { return false };
@@ -108,6 +108,7 @@ impl Batch {
             let tag = cx.tags.take(TagOwner::Tier);
             cx.writes.queue(kv.len());
             cx.memory.tiers.bytes_in_flight += kv.len() as u64;
+            cx.memory.tiers.step_bytes += kv.len() as u64;
             cx.memory.tiers.storing.insert(tag, (id, kv.len() as u64));
             let write = RemoteWrite { tag: Some(tag), layer, pieces: pieces.clone(), kv: kv.clone() };
             cx.effects.push(Effect::Runner(Command::RemoteWrite(write)));
@@ -118,49 +119,26 @@ impl Batch {
     }
 
     /// An event of the disk tier.
-    pub(super) fn on_disk(&mut self, cx: &mut Cx, others: Others<'_>, event: DiskEvent) {
+    pub(super) fn on_disk(cx: &mut Cx, event: DiskEvent) {
         match event {
             DiskEvent::Found { hashes, bytes } => cx.memory.tiers.found_on_disk(hashes, bytes),
             DiskEvent::Written { hash, result, evicted, bytes } => {
                 let gone = cx.memory.tiers.written(hash, result, evicted, bytes);
                 cx.unsave(&gone);
             }
-            DiskEvent::Read { read, result } => self.on_read(cx, read, result),
-        }
-        self.go_on_loading(cx, others);
-    }
-
-    fn on_read(&self, cx: &mut Cx, read: u64, result: Result<BlockKv, DiskLoss>) {
-        let Some((id, at)) = cx.memory.tiers.reading.remove(&read) else { return };
-        // The hash is the load's, which ends after its last read.
-        let Some(hash) = cx.memory.tiers.loads.get(&id).map(|load| load.blocks[at].0) else { return };
-        match result {
-            Ok(kv) => {
-                // What was wanted once is kept nearer.
-                let gone = cx.memory.tiers.keep(hash, BlockKv::clone(&kv));
-                cx.unsave(&gone);
-                let load = cx.memory.tiers.loads.get_mut(&id);
-                load.into_iter().for_each(|load| _ = load.arrived.insert(at, (TierName::Disk, BlockKv::clone(&kv))));
-            }
-            Err(loss) => {
-                cx.memory.tiers.note_missing(&hash, loss);
-                cx.unsave(&[hash]);
-                let load = cx.memory.tiers.loads.get_mut(&id);
-                load.into_iter().for_each(|load| load.end = load.end.min(at));
-            }
+            DiskEvent::Read { read, result } => on_read(cx, read, result),
         }
     }
 
     /// The device has stored a layer.
-    pub(super) fn on_stored(&mut self, cx: &mut Cx, others: Others<'_>, tag: RemoteTag) {
+    pub(super) fn on_stored(cx: &mut Cx, tag: RemoteTag) {
         if let Some(load) = stored(cx, tag) {
             load.layers_stored += 1;
         }
-        self.go_on_loading(cx, others);
     }
 
     /// The device failed to read or to store a layer.
-    pub(super) fn on_tier_failed(&mut self, cx: &mut Cx, others: Others<'_>, tag: RemoteTag, error: &DeviceError) {
+    pub(super) fn on_tier_failed(cx: &mut Cx, tag: RemoteTag, error: &DeviceError) {
         if cx.on_save_failed(tag) {
             tracing::debug!(%error, "a cached block could not be copied to a tier of the prefix cache");
             return;
@@ -172,20 +150,17 @@ impl Batch {
             let whole = usize::try_from(load.layers_stored / layers).unwrap_or(0);
             load.end = load.end.min(whole);
         }
-        self.go_on_loading(cx, others);
     }
 
     /// Ends loads for which prompts have waited too long.
-    pub(super) fn expire_loads(&mut self, cx: &mut Cx, others: Others<'_>) {
+    pub(super) fn expire_loads(cx: &mut Cx) {
         let now_ms = cx.now_ms;
         let late = cx.memory.tiers.loads.values_mut().filter(|load| load.began_ms + TIER_LOAD_DEADLINE_MS <= now_ms);
-        let late = late.map(|load| load.end = load.passed.len()).count();
-        if late > 0 {
-            self.go_on_loading(cx, others);
-        }
+        late.for_each(|load| load.end = load.passed.len());
     }
 
-    fn go_on_loading(&mut self, cx: &mut Cx, others: Others<'_>) {
+    /// Goes on with all loads, and ends those that are over. After every event.
+    pub(super) fn go_on_loading(&mut self, cx: &mut Cx, others: Others<'_>) {
         if cx.memory.tiers.loads.is_empty() {
             return;
         }
@@ -228,6 +203,28 @@ impl Batch {
         // Blocks behind a mapping in progress get their hashes with it.
         if !hashes_later {
             self.register_hashes(cx, others, load.seq);
+        }
+    }
+}
+
+/// A read of the disk tier ended.
+fn on_read(cx: &mut Cx, read: u64, result: Result<BlockKv, DiskLoss>) {
+    let Some((id, at)) = cx.memory.tiers.reading.remove(&read) else { return };
+    // The hash is the load's, which ends after its last read.
+    let Some(hash) = cx.memory.tiers.loads.get(&id).map(|load| load.blocks[at].0) else { return };
+    match result {
+        Ok(kv) => {
+            // What was wanted once is kept nearer.
+            let gone = cx.memory.tiers.keep(hash, BlockKv::clone(&kv));
+            cx.unsave(&gone);
+            let load = cx.memory.tiers.loads.get_mut(&id);
+            load.into_iter().for_each(|load| _ = load.arrived.insert(at, (TierName::Disk, BlockKv::clone(&kv))));
+        }
+        Err(loss) => {
+            cx.memory.tiers.note_missing(&hash, loss);
+            cx.unsave(&[hash]);
+            let load = cx.memory.tiers.loads.get_mut(&id);
+            load.into_iter().for_each(|load| load.end = load.end.min(at));
         }
     }
 }

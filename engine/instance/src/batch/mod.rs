@@ -174,11 +174,14 @@ impl Batch {
             BatchEvent::CreditorGone { creditor, why } => self.lose_creditor(cx, creditor, why),
             BatchEvent::Drafted { draft, seqs, failed } => self.on_drafted(cx, draft, seqs, failed),
             BatchEvent::Shared { share, error } => self.on_shared(cx, others, share, error.as_ref()),
-            BatchEvent::Disk(event) => self.on_disk(cx, others, event),
-            BatchEvent::Stored(tag) => self.on_stored(cx, others, tag),
-            BatchEvent::TierFailed { tag, error } => self.on_tier_failed(cx, others, tag, &error),
+            BatchEvent::Disk(event) => Self::on_disk(cx, event),
+            BatchEvent::Stored(tag) => Self::on_stored(cx, tag),
+            BatchEvent::TierFailed { tag, error } => Self::on_tier_failed(cx, tag, &error),
             BatchEvent::SwappedOut { seq, all } => self.end_swap_out(cx, seq, all),
-            BatchEvent::StepsEnded => self.end_preempt_after_step(cx, prefills),
+            BatchEvent::StepsEnded => {
+                self.end_preempt_after_step(cx, prefills);
+                self.go_on_loading(cx, others);
+            }
             BatchEvent::Grow => self.grow(cx, others),
             BatchEvent::Admit => {
                 self.swap_in(cx, prefills);
@@ -191,7 +194,7 @@ impl Batch {
                     cx.emit(Outcome::BrokenUp);
                 }
                 self.expire_waiting(cx, prefills);
-                self.expire_loads(cx, others);
+                Self::expire_loads(cx);
                 self.hand_back(cx, prefills);
             }
         }

@@ -27,7 +27,7 @@ pub(super) struct Save {
 impl Cx {
     /// Keeps copies of cached blocks in these tiers, if the prefix cache is on.
     pub(crate) fn keep_copies(&mut self, tiers: CacheTierConfig) {
-        if self.memory.prefix.root().is_none() || (tiers.host_bytes == 0 && !tiers.disk) {
+        if self.memory.prefix.root().is_none() || (tiers.host_bytes == 0 && tiers.disk_bytes == 0) {
             return;
         }
         let block_bytes = self.config.kv.token_bytes() as u64 * u64::from(self.config.block_tokens);
@@ -41,13 +41,17 @@ impl Cx {
             return;
         }
         let (tokens, layers) = (self.config.block_tokens, self.config.kv.layers);
-        let Some(save) = &mut self.memory.tiers.save else { return };
-        while save.asked < layers && save.reading.len() < TIER_READS_IN_FLIGHT {
+        while self.memory.tiers.may_read() {
+            let Some(save) = &mut self.memory.tiers.save else { return };
+            if save.asked == layers || save.reading.len() == TIER_READS_IN_FLIGHT {
+                return;
+            }
             let tag = self.tags.take(TagOwner::Tier);
             save.reading.insert(tag, save.asked as usize);
             let pieces = vec![(save.of.block.0 * tokens, tokens)];
             let read = RemoteRead { tag, layer: save.asked, pieces };
             save.asked += 1;
+            self.memory.tiers.step_reads += 1;
             self.effects.push(Effect::Runner(Command::RemoteRead(read)));
         }
     }

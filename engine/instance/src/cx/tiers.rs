@@ -10,7 +10,10 @@ use super::saves::Save;
 use crate::event::{BlockKv, DiskLoss};
 use lagoon_kv::{BlockHash, BlockPool, Tier};
 use lagoon_runner::RemoteTag;
-use lagoon_types::limits::{TIER_DISK_WRITE_BYTES_MAX, TIER_DISK_WRITES_MAX};
+use lagoon_types::limits::{
+    TIER_DISK_WRITE_BYTES_MAX, TIER_DISK_WRITES_MAX, TIER_LOAD_BYTES_IN_FLIGHT, TIER_LOAD_BYTES_PER_STEP,
+    TIER_READS_PER_STEP,
+};
 use lagoon_types::{PhysBlock, SeqId};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,8 +24,8 @@ use std::sync::Arc;
 pub struct CacheTierConfig {
     /// Bytes of the host tier; 0 for none.
     pub host_bytes: u64,
-    /// The shell carries out [`crate::DiskEffect`]s.
-    pub disk: bool,
+    /// Bytes of the disk tier; above 0 the shell carries out [`crate::DiskEffect`]s.
+    pub disk_bytes: u64,
     /// Tokens from which on a prefix is loaded from a tier; `None` where that is faster than computing it.
     pub load_tokens_min: Option<u32>,
 }
@@ -115,6 +118,10 @@ pub(crate) struct Tiers {
     /// Layers that the device is to store: their load and bytes.
     pub(crate) storing: BTreeMap<RemoteTag, (LoadId, u64)>,
     pub(crate) bytes_in_flight: u64,
+    /// Whether a step runs, layers that were read and bytes that were stored since it began.
+    in_step: bool,
+    pub(super) step_reads: u32,
+    pub(crate) step_bytes: u64,
     /// Reads of the disk tier: their load and the index of the block there.
     pub(crate) reading: BTreeMap<u64, (LoadId, usize)>,
     pub(crate) next_read: u64,
@@ -139,7 +146,7 @@ impl Tiers {
     }
 
     fn has_disk(&self) -> bool {
-        self.config.is_some_and(|config| config.disk)
+        self.config.is_some_and(|config| config.disk_bytes > 0)
     }
 
     /// Whether a tier keeps a block, or will.
@@ -167,17 +174,32 @@ impl Tiers {
         self.on_host(hash).cloned()
     }
 
-    /// Whether another copy is to be made, where `saved` cached blocks have one: all of them for the disk; for the host tier alone
-    /// as many as fill half of it, those that are evicted next, and the other half keeps what was evicted.
+    /// Whether another copy is to be made, where `saved` cached blocks have one: as many as fill half of the larger tier, those that
+    /// are evicted next. The other half keeps what was evicted.
     pub(super) fn may_save(&self, saved: u32) -> bool {
-        if self.has_disk() {
-            let waiting = (self.writing.len() as u64).saturating_mul(self.block_bytes);
-            let few =
-                self.writing.len() < TIER_DISK_WRITES_MAX && waiting + self.block_bytes <= TIER_DISK_WRITE_BYTES_MAX;
-            return self.writing.is_empty() || few;
+        let waiting = (self.writing.len() as u64).saturating_mul(self.block_bytes);
+        let is_slow = self.writing.len() >= TIER_DISK_WRITES_MAX || waiting >= TIER_DISK_WRITE_BYTES_MAX;
+        let half = self.config.map_or(0, |config| config.host_bytes.max(config.disk_bytes) / 2);
+        !is_slow && (u64::from(saved) + 1).saturating_mul(self.block_bytes) <= half
+    }
+
+    /// A step has ended, or begins: whether one runs. What overtakes its pass is bounded.
+    pub(crate) fn note_steps(&mut self, runs: bool, ended: bool) {
+        if ended || !runs {
+            (self.step_reads, self.step_bytes) = (0, 0);
         }
-        let half = self.host.as_ref().map_or(0, |host| host.limit_bytes() / 2);
-        (u64::from(saved) + 1).saturating_mul(self.block_bytes) <= half
+        self.in_step = runs;
+    }
+
+    /// Whether another layer may be read now, beside a step.
+    pub(super) fn may_read(&self) -> bool {
+        !self.in_step || self.step_reads < TIER_READS_PER_STEP
+    }
+
+    /// Whether another block may be stored now, beside a step.
+    pub(crate) fn may_store(&self) -> bool {
+        let in_step = !self.in_step || self.step_bytes < TIER_LOAD_BYTES_PER_STEP;
+        in_step && self.bytes_in_flight < TIER_LOAD_BYTES_IN_FLIGHT
     }
 
     /// Keeps a block's KV in the host tier. Returns the blocks that no tier keeps any more.
