@@ -132,7 +132,8 @@ impl Pool {
 
 /// Token ids that a seed determines, none of them special.
 fn tokens(count: u32, seed: u32) -> impl Iterator<Item = u32> {
-    (0..count).map(move |i| 5 + (i.wrapping_mul(2_654_435_761) ^ seed.wrapping_mul(40_503).wrapping_add(i >> 3)) % 1_000)
+    (0..count)
+        .map(move |i| 5 + (i.wrapping_mul(2_654_435_761) ^ seed.wrapping_mul(40_503).wrapping_add(i >> 3)) % 1_000)
 }
 
 fn prompt(args: &Args, document: u32, question: u32) -> Vec<u32> {
@@ -209,7 +210,15 @@ fn main() -> Result<()> {
     }
     println!("{:>9}{:>9}{:>12}{:>10}{:>10}{:>14}", "question", "asked at", "cached", "ms", "MiB sent", "ms, no cache");
     for (n, (a, b)) in with.iter().zip(&without).enumerate() {
-        println!("{:>9}{:>9}{:>12}{:>10.1}{:>10.1}{:>14.1}", n + 1, a.instance, a.cached_tokens, a.ms, a.sent_mib, b.ms);
+        println!(
+            "{:>9}{:>9}{:>12}{:>10.1}{:>10.1}{:>14.1}",
+            n + 1,
+            a.instance,
+            a.cached_tokens,
+            a.ms,
+            a.sent_mib,
+            b.ms
+        );
     }
     println!("later questions take at most {:.1} % of the first one's time", 100.0 * worst);
     println!(

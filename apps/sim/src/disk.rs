@@ -1,5 +1,4 @@
-//! The disk tier of a simulated process's prefix cache: it outlives the process, evicts by bytes, and damages what it is told
-//! to.
+//! The disk tier of a simulated process's prefix cache: it outlives the process, evicts by bytes, and damages blocks when asked to.
 
 use lagoon_instance::{BlockKv, DiskEffect, DiskEvent, DiskLoss};
 use lagoon_kv::Tier;

@@ -51,11 +51,13 @@ impl<V> Tier<V> {
         self.entries.len()
     }
 
+    /// Whether it holds no block.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
+    /// Whether it holds the block of this hash.
     #[must_use]
     pub fn contains(&self, hash: &BlockHash) -> bool {
         self.entries.contains_key(hash)

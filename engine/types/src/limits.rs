@@ -133,7 +133,8 @@ pub const CACHE_SUMMARY_MS: u64 = 1_000;
 /// Cached runs of a prompt in one advice.
 pub const CACHED_RUNS_MAX: usize = 256;
 /// Leases of cached runs for one prompt; the rest of it is computed.
-pub const CACHED_LEASES_MAX: usize = CREDITORS_MAX / 2;
+pub const CACHED_LEASES_MAX: usize = 32;
+const _: () = assert!(CACHED_LEASES_MAX * 2 <= CREDITORS_MAX);
 /// Time for the search of a prompt's cached runs on other instances; then what was leased is used, and the rest computed.
 pub const PREFIX_SEARCH_MS: u64 = 1_000;
 /// A step that waits longer than this for a peer's partials fails its sequences.

@@ -4,7 +4,7 @@
 //! ```text
 //! next() ──> Look ──> round(instances) ──> Send ──> answers, or: refuse(), hand_back(), lose() ──> next()
 //!                                          Pause ──> Look
-//!                                          GiveUp
+//!                                          Fail
 //! ```
 //!
 //! Invariants:
@@ -63,7 +63,7 @@ pub enum Resend {
 
 /// Reason for which a request is not sent again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum GiveUp {
+pub enum Failure {
     /// No instance took it, and none was lost.
     NoInstance,
     /// No other instance went on with it in time.
@@ -82,13 +82,11 @@ pub enum Next<K> {
     /// Look which instances there are, and call [`Replay::round`]. A request that [`Replay::waits_for_turn`] waits for it first.
     Look,
     /// Send it to `instance`. Unless the attempt is free it is on the budget of retries; call [`Replay::next`] again if that is empty.
-    Send {
-        instance: K,
-        is_free: bool,
-    },
+    Send { instance: K, is_free: bool },
     /// Wait a moment.
     Pause,
-    GiveUp(GiveUp),
+    /// The request fails.
+    Fail(Failure),
 }
 
 /// The attempts of one request. `K` names an instance. See the module's documentation.
@@ -156,14 +154,14 @@ impl<K: Copy + PartialEq> Replay<K> {
         }
         self.round = None;
         if self.lost.is_empty() {
-            return Next::GiveUp(GiveUp::NoInstance);
+            return Next::Fail(Failure::NoInstance);
         }
         self.pause(now_ms)
     }
 
     fn pause(&self, now_ms: u64) -> Next<K> {
         let is_late = now_ms >= self.lost_at_ms.saturating_add(self.limits.deadline_ms);
-        if is_late { Next::GiveUp(GiveUp::Deadline) } else { Next::Pause }
+        if is_late { Next::Fail(Failure::Deadline) } else { Next::Pause }
     }
 
     /// An answer began: another loss begins anew.
@@ -196,7 +194,7 @@ impl<K: Copy + PartialEq> Replay<K> {
     ///
     /// # Errors
     /// Why it is not given to another one.
-    pub fn lose(&mut self, instance: K, progress: Progress, now_ms: u64) -> Result<Resend, GiveUp> {
+    pub fn lose(&mut self, instance: K, progress: Progress, now_ms: u64) -> Result<Resend, Failure> {
         if progress.has_ended {
             return Ok(Resend::Nothing);
         }
@@ -205,14 +203,14 @@ impl<K: Copy + PartialEq> Replay<K> {
         (self.round, self.is_first, self.is_paused) = (None, true, true);
         self.fruitless += 1;
         if !self.is_repeatable {
-            return Err(GiveUp::NotRepeatable);
+            return Err(Failure::NotRepeatable);
         }
         let is_fruitless = self.fruitless >= self.limits.fruitless_max && !mutants::is(Mutant::LossesUncounted);
         if self.lost.len() > self.limits.replays_max || is_fruitless {
-            return Err(GiveUp::TooManyLost(self.lost.len()));
+            return Err(Failure::TooManyLost(self.lost.len()));
         }
         if !progress.is_whole {
-            return Err(GiveUp::NotWhole);
+            return Err(Failure::NotWhole);
         }
         Ok(Resend::After(if mutants::is(Mutant::ReplayedFromStart) { 0 } else { progress.tokens }))
     }
@@ -237,7 +235,7 @@ mod tests {
         for instance in ['c', 'a', 'b', 'd'] {
             assert_eq!(replay.next(0), send(instance, true));
         }
-        assert_eq!(replay.next(0), Next::GiveUp(GiveUp::NoInstance), "four at most");
+        assert_eq!(replay.next(0), Next::Fail(Failure::NoInstance), "four at most");
     }
 
     #[test]
@@ -256,7 +254,7 @@ mod tests {
         assert_eq!([replay.next(20), replay.next(20)], [send('c', false), send('a', false)]);
         assert_eq!([replay.next(20), replay.next(20)], [Next::Pause, Next::Look]);
         // Whoever asked for a pause has it.
-        for (now_ms, next) in [(499, Next::Pause), (500, send('b', false)), (1_010, Next::GiveUp(GiveUp::Deadline))] {
+        for (now_ms, next) in [(499, Next::Pause), (500, send('b', false)), (1_010, Next::Fail(Failure::Deadline))] {
             replay.round(None, (now_ms < 1_000).then_some('b'));
             assert_eq!(replay.next(now_ms), next);
         }
@@ -264,9 +262,9 @@ mod tests {
 
     #[test]
     fn what_must_not_or_cannot_run_twice_does_not() {
-        assert_eq!(Replay::new(LIMITS, false).lose('a', Progress::NONE, 0), Err(GiveUp::NotRepeatable));
+        assert_eq!(Replay::new(LIMITS, false).lose('a', Progress::NONE, 0), Err(Failure::NotRepeatable));
         let unknown = Progress { is_whole: false, ..Progress::NONE };
-        assert_eq!(Replay::new(LIMITS, true).lose('a', unknown, 0), Err(GiveUp::NotWhole));
+        assert_eq!(Replay::new(LIMITS, true).lose('a', unknown, 0), Err(Failure::NotWhole));
         let ended = Progress { has_ended: true, ..unknown };
         let mut replay = Replay::new(LIMITS, false);
         assert_eq!((replay.lose('a', ended, 0), replay.waits_for_turn()), (Ok(Resend::Nothing), true));
@@ -303,8 +301,8 @@ mod tests {
                     prop_assert!(lost_at_ms.is_some_and(|at_ms| now_ms < at_ms + LIMITS.deadline_ms));
                     now_ms += 25;
                 }
-                Next::GiveUp(why) => {
-                    prop_assert_eq!(why == GiveUp::NoInstance, lost.is_empty());
+                Next::Fail(why) => {
+                    prop_assert_eq!(why == Failure::NoInstance, lost.is_empty());
                     return Ok(());
                 }
                 Next::Send { instance, is_free } => {
