@@ -49,7 +49,7 @@ pub(crate) fn config() -> InstanceConfig {
         fetch_tokens: 0,
         link_bytes_per_s: 1e9,
         attention_flops: 1e9,
-        prefix_cache: true,
+        prefix_cache: false,
         target_step_ms: None,
         transfer: None,
         lent: None,
