@@ -427,10 +427,8 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     let front = args.front.front()?;
     let ending = shutdown::graceful(args.exit_with_stdin, Duration::from_secs(args.drain_timeout_s))?;
     let stop = ending.stop.clone();
-    let dir = {
-        let name = args.model.clone();
-        tokio::task::spawn_blocking(move || resolve(&name)).await??
-    };
+    let name = args.model.clone();
+    let dir = tokio::task::spawn_blocking(move || resolve(&name)).await??;
     let model = open(&args, &dir)?;
     let chosen = placement::choose(args.engine.backend, &args.engine.device)?;
     let draft = open_draft(&args, &dir).await?;
