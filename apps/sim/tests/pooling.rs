@@ -65,7 +65,8 @@ fn a_pool_hardly_loses_on_a_trace_that_fits() {
 }
 
 /// A gateway that binds late sends a request where it is held whole: with prompts at their price lending then costs nothing where
-/// peers' queries overtake layers, and the planner's moves alone (0.97 without them) where they wait for creditors' prompts.
+/// peers' queries overtake layers (1.02), and little where they wait for creditors' prompts (0.95; 0.97 without the planner, which
+/// counts that wait: 0.86 before).
 #[test]
 fn a_pool_that_binds_late_loses_little_on_a_trace_that_fits() {
     let way = |overtaking, prompt_scale| Way {
@@ -76,7 +77,7 @@ fn a_pool_that_binds_late_loses_little_on_a_trace_that_fits() {
     let (borders, _) = gain("layer borders, bound late", way(false, TOKEN_STANDS_FOR), 16);
     let (overtaking, _) = gain("overtaking, bound late", way(true, TOKEN_STANDS_FOR), 16);
     let (cheap, _) = gain("cheap prompts, bound late", way(false, 1.0), 16);
-    assert!(borders > 0.84 && overtaking > 0.99 && cheap > 0.98, "{borders:.3}, {overtaking:.3}, {cheap:.3}");
+    assert!(borders > 0.92 && overtaking > 0.99 && cheap > 0.98, "{borders:.3}, {overtaking:.3}, {cheap:.3}");
 }
 
 /// With prompts at their price an instance that borrows waits for its creditors' prompts: 0.957 where peers' queries
