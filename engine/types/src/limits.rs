@@ -133,7 +133,7 @@ pub const CACHE_SUMMARY_MS: u64 = 1_000;
 /// Cached runs of a prompt in one advice.
 pub const CACHED_RUNS_MAX: usize = 256;
 /// Leases of cached runs for one prompt; the rest of it is computed.
-pub const CACHED_LEASES_MAX: usize = CREDITORS_MAX / 2;
+pub const CACHED_LEASES_MAX: usize = 32;
 /// Time for the search of a prompt's cached runs on other instances; then what was leased is used, and the rest computed.
 pub const PREFIX_SEARCH_MS: u64 = 1_000;
 /// A step that waits longer than this for a peer's partials fails its sequences.
@@ -236,6 +236,7 @@ const _: () = assert!(LEASE_RENEW_LEASES_MAX * 12 < CONTROL_FRAME_BYTES_MAX);
 const _: () =
     assert!(LEASE_HASHES_MAX * 32 + 64 < CONTROL_FRAME_BYTES_MAX && SEARCH_HASHES_MAX * 8 < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(CACHED_RUNS_MAX * 128 < CONTROL_FRAME_BYTES_MAX && PREFIX_SEARCH_MS < BORROW_DEADLINE_MS);
+const _: () = assert!(CACHED_LEASES_MAX * 2 <= CREDITORS_MAX);
 const _: () = assert!(LEASE_RENEW_MS * 3 <= LEASE_TTL_MS && LEASE_TTL_MS <= LEASE_TTL_MS_MAX);
 const _: () = assert!(STEP_DEADLINE_MS < LEASE_TTL_MS);
 const _: () = assert!(LEASE_ANSWER_MS * (CANDIDATES as u64) < BORROW_DEADLINE_MS);

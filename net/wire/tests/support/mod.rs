@@ -128,40 +128,6 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
                 ..Default::default()
             }),
         ),
-        (
-            "borrow_query_prefix",
-            ControlBody::BorrowQuery(BorrowQuery {
-                query: 6,
-                debtor: 3,
-                prefix: bytes(24, 2).to_vec(),
-                ..Default::default()
-            }),
-        ),
-        (
-            "borrow_advice_cached",
-            ControlBody::BorrowAdvice(BorrowAdvice {
-                query: 6,
-                pool_blocks_total: 3000,
-                cached: vec![CachedRun {
-                    instance: 9,
-                    quic_addr: "10.0.0.9:7000".into(),
-                    first: 1,
-                    blocks: 2,
-                    before: 1,
-                }],
-                ..Default::default()
-            }),
-        ),
-        (
-            "heartbeat_cached",
-            ControlBody::Heartbeat(Box::new(Heartbeat {
-                instance: 3,
-                incarnation: 42,
-                seq: 18,
-                cached: Some(Box::new(CacheSummary { fingerprints: bytes(16, 8).to_vec(), complete: true })),
-                ..Default::default()
-            })),
-        ),
         ("refusal", ControlBody::Refusal(Refusal { creditor: 9, blocks_lendable: 2 })),
         ("deregister", ControlBody::Deregister(Deregister { instance: 3 })),
         ("status_query", ControlBody::StatusQuery(StatusQuery { query: 6 })),
@@ -224,6 +190,50 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
             "lease_sealed_lent",
             ControlBody::LeaseSealed(LeaseSealed { lease: 11, epoch: 12, entries: vec![3, 4], blocks: vec![90, 91] }),
         ),
+        ("lease_renew", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40], seq: 0 })),
+        ("lease_renewed", ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![11], seq: 0 })),
+        ("lease_renew_numbered", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40], seq: 300 })),
+        ("lease_renewed_numbered", ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![11], seq: 300 })),
+    ]
+}
+
+/// Messages of the pool's prefix cache.
+fn cached() -> Vec<(&'static str, ControlBody)> {
+    vec![
+        (
+            "borrow_query_prefix",
+            ControlBody::BorrowQuery(BorrowQuery {
+                query: 6,
+                debtor: 3,
+                prefix: bytes(24, 2).to_vec(),
+                ..Default::default()
+            }),
+        ),
+        (
+            "borrow_advice_cached",
+            ControlBody::BorrowAdvice(BorrowAdvice {
+                query: 6,
+                pool_blocks_total: 3000,
+                cached: vec![CachedRun {
+                    instance: 9,
+                    quic_addr: "10.0.0.9:7000".into(),
+                    first: 1,
+                    blocks: 2,
+                    before: 1,
+                }],
+                ..Default::default()
+            }),
+        ),
+        (
+            "heartbeat_cached",
+            ControlBody::Heartbeat(Box::new(Heartbeat {
+                instance: 3,
+                incarnation: 42,
+                seq: 18,
+                cached: Some(Box::new(CacheSummary { fingerprints: bytes(16, 8).to_vec(), complete: true })),
+                ..Default::default()
+            })),
+        ),
         (
             "lease_request_cached",
             ControlBody::LeaseRequest(LeaseRequest {
@@ -257,10 +267,6 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
                 hashes: bytes(64, 4).to_vec(),
             }),
         ),
-        ("lease_renew", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40], seq: 0 })),
-        ("lease_renewed", ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![11], seq: 0 })),
-        ("lease_renew_numbered", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40], seq: 300 })),
-        ("lease_renewed_numbered", ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![11], seq: 300 })),
     ]
 }
 
@@ -313,7 +319,7 @@ fn bulk() -> Vec<(&'static str, BulkFrame)> {
 
 /// Every kind of frame with its recording's name.
 pub(crate) fn samples() -> Vec<(String, Frame)> {
-    let control = membership().into_iter().chain(contract()).chain(disaggregated()).chain(transfer());
+    let control = membership().into_iter().chain(contract()).chain(cached()).chain(disaggregated()).chain(transfer());
     control
         .map(|(name, body)| (format!("control_{name}"), body.into()))
         .chain(partials().into_iter().map(|(name, frame)| (format!("partials_{name}"), frame.into())))
