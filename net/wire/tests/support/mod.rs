@@ -199,6 +199,8 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
 
 /// Messages of the pool's prefix cache.
 fn cached() -> Vec<(&'static str, ControlBody)> {
+    let summary = CacheSummary { fingerprints: bytes(16, 8).to_vec(), complete: true };
+    let run = CachedRun { instance: 9, quic_addr: "10.0.0.9:7000".into(), first: 1, blocks: 2, before: 1 };
     vec![
         (
             "borrow_query_prefix",
@@ -214,13 +216,7 @@ fn cached() -> Vec<(&'static str, ControlBody)> {
             ControlBody::BorrowAdvice(BorrowAdvice {
                 query: 6,
                 pool_blocks_total: 3000,
-                cached: vec![CachedRun {
-                    instance: 9,
-                    quic_addr: "10.0.0.9:7000".into(),
-                    first: 1,
-                    blocks: 2,
-                    before: 1,
-                }],
+                cached: vec![run],
                 ..Default::default()
             }),
         ),
@@ -230,7 +226,7 @@ fn cached() -> Vec<(&'static str, ControlBody)> {
                 instance: 3,
                 incarnation: 42,
                 seq: 18,
-                cached: Some(Box::new(CacheSummary { fingerprints: bytes(16, 8).to_vec(), complete: true })),
+                cached: Some(Box::new(summary)),
                 ..Default::default()
             })),
         ),
