@@ -197,8 +197,8 @@ fn print_summary(s: &Summary) {
     println!("{} tokens, {} preemptions, {} losses of KV", s.tokens, s.preemptions, s.recoveries);
     println!("{} tokens computed again for lost KV", s.recomputed);
     println!(
-        "{} tokens of prefixes found, {} blocks of them shared, {} kept blocks evicted",
-        s.prefix_hits, s.prefix_shared, s.prefix_evicted
+        "{} tokens of prefixes found ({} leased from others), {} blocks of them shared, {} kept blocks evicted",
+        s.prefix_hits, s.prefix_leased, s.prefix_shared, s.prefix_evicted
     );
     println!(
         "{} prompts read from prefill workers ({} pushed), {} given to another one, {} computed by their decode workers",

@@ -46,7 +46,7 @@ fn no_seed_fails() {
     let total = run_all(seeds(0..2500), Limits::default(), "");
     assert!(total.recoveries > 0 && total.preemptions > 0, "nothing went wrong: {total:?}");
     assert!(
-        total.prefix_hits > 0 && total.prefix_shared > 0 && total.prefix_evicted > 0,
+        total.prefix_hits > 0 && total.prefix_leased > 0 && total.prefix_shared > 0 && total.prefix_evicted > 0,
         "no prefix was shared: {total:?}"
     );
 }

@@ -69,6 +69,16 @@ fn a_double_grant_is_found() {
 }
 
 #[test]
+fn a_lease_of_blocks_that_are_not_cached_is_found() {
+    hunt(Mutant::CachedUnverified);
+}
+
+#[test]
+fn an_eviction_under_a_lease_is_found() {
+    hunt(Mutant::CachedUnowned);
+}
+
+#[test]
 fn a_dropped_ack_of_a_release_is_found() {
     let (_, failure) = hunt(Mutant::ReleaseUnconfirmed);
     assert_eq!(failure.checker, "leak");

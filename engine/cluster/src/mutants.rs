@@ -9,6 +9,10 @@ lagoon_types::mutants! {
     EpochUnchecked,
     /// A debtor frees a moving block when its copy is verified, before its block table points to the copy.
     FreedBeforeSwitched,
+    /// A creditor leases blocks as cached ones without looking for their block hashes.
+    CachedUnverified,
+    /// A creditor leases cached blocks and leaves them to be evicted.
+    CachedUnowned,
     /// A creditor does not send `LeaseSealed` for a block that moves there.
     SealUnreported,
     /// A debtor switches a moving block when it has sent the seal, without waiting for `LeaseSealed`.

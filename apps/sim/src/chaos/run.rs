@@ -83,6 +83,8 @@ pub struct Summary {
     pub recomputed: u64,
     /// Tokens not computed because of prefix-cache hits.
     pub prefix_hits: u64,
+    /// Those of them that other instances cached and leased.
+    pub prefix_leased: u64,
     /// Blocks of these hits that were shared with another sequence at the time.
     pub prefix_shared: u64,
     /// Tokens of these hits that came from host memory, and from disk.
@@ -123,6 +125,7 @@ impl Summary {
         self.recoveries += other.recoveries;
         self.recomputed += other.recomputed;
         self.prefix_hits += other.prefix_hits;
+        self.prefix_leased += other.prefix_leased;
         self.prefix_shared += other.prefix_shared;
         self.host_hits += other.host_hits;
         self.disk_hits += other.disk_hits;
@@ -144,6 +147,7 @@ impl Summary {
         self.recoveries += status.recoveries;
         self.recomputed += status.recomputed_tokens;
         self.prefix_hits += status.prefix.hit_tokens;
+        self.prefix_leased += status.prefix.leased_tokens;
         self.prefix_shared += status.prefix.shared_blocks;
         self.prefix_evicted += status.prefix.evicted_blocks;
         if let Some(tiers) = &status.cache_tiers {

@@ -198,8 +198,9 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
 }
 
 /// Messages of the pool's prefix cache.
-fn prefix_cache() -> Vec<(&'static str, ControlBody)> {
-    let hashes = LeaseHashes { lease: 11, epoch: 12, first: 3, depth: 40, hashes: bytes(64, 4).to_vec() };
+fn cached() -> Vec<(&'static str, ControlBody)> {
+    let summary = CacheSummary { fingerprints: bytes(16, 8).to_vec(), complete: true };
+    let run = CachedRun { instance: 9, quic_addr: "10.0.0.9:7000".into(), first: 1, blocks: 2, before: 1 };
     vec![
         (
             "borrow_query_prefix",
@@ -215,13 +216,7 @@ fn prefix_cache() -> Vec<(&'static str, ControlBody)> {
             ControlBody::BorrowAdvice(BorrowAdvice {
                 query: 6,
                 pool_blocks_total: 3000,
-                cached: vec![CachedRun {
-                    instance: 9,
-                    quic_addr: "10.0.0.9:7000".into(),
-                    first: 1,
-                    blocks: 2,
-                    before: 1,
-                }],
+                cached: vec![run],
                 ..Default::default()
             }),
         ),
@@ -231,7 +226,7 @@ fn prefix_cache() -> Vec<(&'static str, ControlBody)> {
                 instance: 3,
                 incarnation: 42,
                 seq: 18,
-                cached: Some(Box::new(CacheSummary { fingerprints: bytes(16, 8).to_vec(), complete: true })),
+                cached: Some(Box::new(summary)),
                 ..Default::default()
             })),
         ),
@@ -258,7 +253,16 @@ fn prefix_cache() -> Vec<(&'static str, ControlBody)> {
                 cached: 2,
             }),
         ),
-        ("lease_hashes", ControlBody::LeaseHashes(hashes)),
+        (
+            "lease_hashes",
+            ControlBody::LeaseHashes(LeaseHashes {
+                lease: 11,
+                epoch: 12,
+                first: 3,
+                depth: 40,
+                hashes: bytes(64, 4).to_vec(),
+            }),
+        ),
     ]
 }
 
@@ -311,8 +315,7 @@ fn bulk() -> Vec<(&'static str, BulkFrame)> {
 
 /// Every kind of frame with its recording's name.
 pub(crate) fn samples() -> Vec<(String, Frame)> {
-    let control =
-        membership().into_iter().chain(contract()).chain(prefix_cache()).chain(disaggregated()).chain(transfer());
+    let control = membership().into_iter().chain(contract()).chain(cached()).chain(disaggregated()).chain(transfer());
     control
         .map(|(name, body)| (format!("control_{name}"), body.into()))
         .chain(partials().into_iter().map(|(name, frame)| (format!("partials_{name}"), frame.into())))

@@ -7,6 +7,7 @@
 //! * cached blocks are leased as free ones are, within the limit on lending.
 
 use super::{Creditor, Lease, LentBlocks};
+use crate::mutants::{self, Mutant};
 use lagoon_kv::{BlockHash, BlockPool, BlockState, LeaseHasher, Owner};
 use lagoon_protocol::{LeaseGrant, LeaseHashes, LeaseRequest};
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
@@ -48,7 +49,14 @@ impl Creditor {
         };
         self.issued += 1;
         let (lease, epoch) = (LeaseId(self.lease_base + self.issued), Epoch(self.epoch_base.wrapping_add(self.issued)));
-        let blocks = pool.adopt_run(Owner::Lent(lease), &hashes, self.lendable(pool), self.lendable_shared(pool));
+        let owner = Owner::Lent(lease);
+        let mut blocks = pool.adopt_run(owner, &hashes, self.lendable(pool), self.lendable_shared(pool));
+        if mutants::is(Mutant::CachedUnowned) {
+            pool.free(owner, &blocks);
+        }
+        if mutants::is(Mutant::CachedUnverified) && blocks.is_empty() {
+            blocks = pool.allocate(owner, self.lendable(pool).min(request.blocks), None).unwrap_or_default();
+        }
         let cached = u32::try_from(blocks.len()).expect("at most the pool's blocks");
         if cached == 0 {
             return Err("none of the blocks is cached here and may be lent".to_owned());

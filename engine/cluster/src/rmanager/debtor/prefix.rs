@@ -8,7 +8,7 @@
 //! Invariants:
 //! * every search ends in exactly one [`Output::PrefixFound`] (or its cancellation) before its deadline;
 //! * its parts follow each other from the prompt's first block on, and the last one is no missing one;
-//! * every request is answered with blocks, or takes away from what the gManager named: a search asks a bounded number.
+//! * every request is answered with blocks, or shortens the runs that the gManager named: a search asks a bounded number.
 
 use super::super::held::Held;
 use super::super::output::{BorrowId, BorrowedLease, CachedPart, Output};
