@@ -231,12 +231,17 @@ fn windows_kept_apart_are_warmed_up_behind_blocks_from_a_tier() {
         let warmed_up = world.live(0).status().warm_up_tokens;
         let again = world.submit(0, request.clone());
         world.run();
+        assert_same(name, &world.requests[again], &alone[0], 1e-4);
         let hit_tokens = world.tiers(0).host.hit_tokens;
+        if warm_up >= 88 {
+            // All would be computed again.
+            assert_eq!((hit_tokens, world.tiers(0).declined_loads), (0, 1), "{name}");
+            continue;
+        }
         assert!(hit_tokens > 0, "{name}: {:?}", world.tiers(0));
         // From the first position that the window at position 88 depends on.
         let warmed_up = world.live(0).status().warm_up_tokens - warmed_up;
-        assert_eq!((world.requests[again].prompt.0, warmed_up), (88, warm_up.min(88)), "{name}");
-        assert_same(name, &world.requests[again], &alone[0], 1e-4);
+        assert_eq!((world.requests[again].prompt.0, warmed_up), (88, warm_up), "{name}");
         world.check_empty();
     }
 }
