@@ -32,7 +32,7 @@ pub struct Outcome {
     pub passes: u64,
     /// Answers that another instance went on with, and requests that were not given to another one.
     pub replayed: u64,
-    pub given_up: u64,
+    pub aborted: u64,
 }
 
 /// The state of a request, from its arrival to its end, as its caller sees it.
@@ -346,15 +346,15 @@ impl World {
                     self.send_again(id)?;
                 }
                 Ok(Resend::Nothing) => return Err(format!("request {id} is over before its end")),
-                Err(_) => self.give_up(id)?,
+                Err(_) => self.abort(id)?,
             }
         }
         Ok(())
     }
 
-    fn give_up(&mut self, id: u64) -> Result<(), String> {
+    fn abort(&mut self, id: u64) -> Result<(), String> {
         self.outcome.refused += 1;
-        self.outcome.given_up += 1;
+        self.outcome.aborted += 1;
         self.end(id)
     }
 
@@ -369,7 +369,7 @@ impl World {
                     self.paused.push((self.now_ms + PAUSE_MS, id));
                     return Ok(());
                 }
-                Next::GiveUp(_) => return self.give_up(id),
+                Next::Abort(_) => return self.abort(id),
                 // One that is down cannot be reached.
                 Next::Send { instance, .. } if !self.instances[instance as usize].is_up => {}
                 Next::Send { instance, .. } => {
