@@ -16,7 +16,7 @@ use axum::extract::Request;
 use axum::http::{self, HeaderMap, HeaderValue, Method, StatusCode, header};
 use futures::stream::{self, BoxStream};
 use futures::{Stream, StreamExt};
-use lagoon_cluster::dispatch::{Failure, Next, Progress, Replay, Resend};
+use lagoon_cluster::dispatch::{Aborted, Next, Progress, Replay, Resend};
 use lagoon_http::access::{REPORT_HEADER, Report};
 use lagoon_http::client::{Response, SendError};
 use lagoon_http::error::{ERROR_HEADER, HANDED_BACK, RATE_LIMIT_EXCEEDED};
@@ -46,7 +46,7 @@ const DONE: &[u8] = b"data: [DONE]\n\n";
 /// Limits of a request's replays.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ReplayLimits {
-    /// When a request fails.
+    /// When it fails.
     pub(crate) core: lagoon_cluster::dispatch::ReplayLimits,
     /// Pause between two rounds over the instances.
     pub(crate) pause: Duration,
@@ -216,7 +216,7 @@ impl Attempts {
                     tokio::time::sleep(pause).await;
                     continue;
                 }
-                Next::Fail(why) => return Err(self.failed(why, refused)),
+                Next::Abort(why) => return Err(self.failed(why, refused)),
                 Next::Send { instance, is_free } => (instance, is_free),
             };
             let listed = backends.iter().find(|backend| backend.http_addr == instance);
@@ -274,20 +274,20 @@ impl Attempts {
     }
 
     /// The error of a request that is not sent again.
-    fn failed(&mut self, why: Failure, refused: Option<ApiError>) -> ApiError {
-        if why == Failure::NoInstance {
+    fn failed(&mut self, why: Aborted, refused: Option<ApiError>) -> ApiError {
+        if why == Aborted::NoInstance {
             self.correct_charge(0);
         }
         let lost_with = |why: &str| lost(self.lost.as_ref().map_or("an instance", |lost| lost.name.as_str()), why);
         match why {
-            Failure::NoInstance => refused.unwrap_or_else(none_alive),
-            Failure::NotRepeatable => lost_with("the request may have been carried out"),
-            Failure::NotWhole => replay_failed(lost_with("its stream has no journal")),
-            Failure::TooManyLost(count) => {
+            Aborted::NoInstance => refused.unwrap_or_else(none_alive),
+            Aborted::NotRepeatable => lost_with("the request may have been carried out"),
+            Aborted::NotWhole => replay_failed(lost_with("its stream has no journal")),
+            Aborted::TooManyLost(count) => {
                 let why = format!("the request was lost with {count} instances, and is not given to another");
                 replay_failed(lost_with(&why))
             }
-            Failure::Deadline => {
+            Aborted::Deadline => {
                 let why = refused.map_or_else(|| "no instance is alive".to_owned(), |error| error.message);
                 let seconds = self.limits.deadline().as_secs();
                 replay_failed(lost_with(&format!("no other instance went on with the request for {seconds} s: {why}")))

@@ -369,7 +369,7 @@ impl World {
                     self.paused.push((self.now_ms + PAUSE_MS, id));
                     return Ok(());
                 }
-                Next::Fail(_) => return self.abort(id),
+                Next::Abort(_) => return self.abort(id),
                 // One that is down cannot be reached.
                 Next::Send { instance, .. } if !self.instances[instance as usize].is_up => {}
                 Next::Send { instance, .. } => {

@@ -31,7 +31,7 @@ mod tests;
 mod turns;
 
 pub use policy::{Ask, InstanceLoad, LeastWork, Prediction, Rank, Unreported, free_memory};
-pub use replay::{ATTEMPTS_MAX, Failure, Next, Progress, Replay, ReplayLimits, Resend};
+pub use replay::{Aborted, Next, Progress, Replay, ReplayLimits, Resend};
 pub use rooms::Report;
 
 use lagoon_types::limits::{

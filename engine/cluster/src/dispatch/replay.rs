@@ -4,7 +4,7 @@
 //! ```text
 //! next() ──> Look ──> round(instances) ──> Send ──> answers, or: refuse(), hand_back(), lose() ──> next()
 //!                                          Pause ──> Look
-//!                                          Fail
+//!                                          Abort
 //! ```
 //!
 //! Invariants:
@@ -18,7 +18,7 @@
 use crate::mutants::{self, Mutant};
 
 /// Maximum of instances tried in one round.
-pub const ATTEMPTS_MAX: usize = 4;
+const ATTEMPTS_MAX: usize = 4;
 
 /// Limits of a request's replays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +63,7 @@ pub enum Resend {
 
 /// Reason for which a request is not sent again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Failure {
+pub enum Aborted {
     /// No instance took it, and none was lost.
     NoInstance,
     /// No other instance went on with it in time.
@@ -82,11 +82,13 @@ pub enum Next<K> {
     /// Look which instances there are, and call [`Replay::round`]. A request that [`Replay::waits_for_turn`] waits for it first.
     Look,
     /// Send it to `instance`. Unless the attempt is free it is on the budget of retries; call [`Replay::next`] again if that is empty.
-    Send { instance: K, is_free: bool },
+    Send {
+        instance: K,
+        is_free: bool,
+    },
     /// Wait a moment.
     Pause,
-    /// The request fails.
-    Fail(Failure),
+    Abort(Aborted),
 }
 
 /// The attempts of one request. `K` names an instance. See the module's documentation.
@@ -110,7 +112,6 @@ pub struct Replay<K> {
 }
 
 impl<K: Copy + PartialEq> Replay<K> {
-    /// The replay of a request that may be sent again if it is repeatable.
     #[must_use]
     pub fn new(limits: ReplayLimits, is_repeatable: bool) -> Self {
         Self {
@@ -154,14 +155,14 @@ impl<K: Copy + PartialEq> Replay<K> {
         }
         self.round = None;
         if self.lost.is_empty() {
-            return Next::Fail(Failure::NoInstance);
+            return Next::Abort(Aborted::NoInstance);
         }
         self.pause(now_ms)
     }
 
     fn pause(&self, now_ms: u64) -> Next<K> {
         let is_late = now_ms >= self.lost_at_ms.saturating_add(self.limits.deadline_ms);
-        if is_late { Next::Fail(Failure::Deadline) } else { Next::Pause }
+        if is_late { Next::Abort(Aborted::Deadline) } else { Next::Pause }
     }
 
     /// An answer began: another loss begins anew.
@@ -194,7 +195,7 @@ impl<K: Copy + PartialEq> Replay<K> {
     ///
     /// # Errors
     /// Why it is not given to another one.
-    pub fn lose(&mut self, instance: K, progress: Progress, now_ms: u64) -> Result<Resend, Failure> {
+    pub fn lose(&mut self, instance: K, progress: Progress, now_ms: u64) -> Result<Resend, Aborted> {
         if progress.has_ended {
             return Ok(Resend::Nothing);
         }
@@ -203,14 +204,14 @@ impl<K: Copy + PartialEq> Replay<K> {
         (self.round, self.is_first, self.is_paused) = (None, true, true);
         self.fruitless += 1;
         if !self.is_repeatable {
-            return Err(Failure::NotRepeatable);
+            return Err(Aborted::NotRepeatable);
         }
         let is_fruitless = self.fruitless >= self.limits.fruitless_max && !mutants::is(Mutant::LossesUncounted);
         if self.lost.len() > self.limits.replays_max || is_fruitless {
-            return Err(Failure::TooManyLost(self.lost.len()));
+            return Err(Aborted::TooManyLost(self.lost.len()));
         }
         if !progress.is_whole {
-            return Err(Failure::NotWhole);
+            return Err(Aborted::NotWhole);
         }
         Ok(Resend::After(if mutants::is(Mutant::ReplayedFromStart) { 0 } else { progress.tokens }))
     }
@@ -235,7 +236,7 @@ mod tests {
         for instance in ['c', 'a', 'b', 'd'] {
             assert_eq!(replay.next(0), send(instance, true));
         }
-        assert_eq!(replay.next(0), Next::Fail(Failure::NoInstance), "four at most");
+        assert_eq!(replay.next(0), Next::Abort(Aborted::NoInstance), "four at most");
     }
 
     #[test]
@@ -254,7 +255,7 @@ mod tests {
         assert_eq!([replay.next(20), replay.next(20)], [send('c', false), send('a', false)]);
         assert_eq!([replay.next(20), replay.next(20)], [Next::Pause, Next::Look]);
         // Whoever asked for a pause has it.
-        for (now_ms, next) in [(499, Next::Pause), (500, send('b', false)), (1_010, Next::Fail(Failure::Deadline))] {
+        for (now_ms, next) in [(499, Next::Pause), (500, send('b', false)), (1_010, Next::Abort(Aborted::Deadline))] {
             replay.round(None, (now_ms < 1_000).then_some('b'));
             assert_eq!(replay.next(now_ms), next);
         }
@@ -262,9 +263,9 @@ mod tests {
 
     #[test]
     fn what_must_not_or_cannot_run_twice_does_not() {
-        assert_eq!(Replay::new(LIMITS, false).lose('a', Progress::NONE, 0), Err(Failure::NotRepeatable));
+        assert_eq!(Replay::new(LIMITS, false).lose('a', Progress::NONE, 0), Err(Aborted::NotRepeatable));
         let unknown = Progress { is_whole: false, ..Progress::NONE };
-        assert_eq!(Replay::new(LIMITS, true).lose('a', unknown, 0), Err(Failure::NotWhole));
+        assert_eq!(Replay::new(LIMITS, true).lose('a', unknown, 0), Err(Aborted::NotWhole));
         let ended = Progress { has_ended: true, ..unknown };
         let mut replay = Replay::new(LIMITS, false);
         assert_eq!((replay.lose('a', ended, 0), replay.waits_for_turn()), (Ok(Resend::Nothing), true));
@@ -301,8 +302,8 @@ mod tests {
                     prop_assert!(lost_at_ms.is_some_and(|at_ms| now_ms < at_ms + LIMITS.deadline_ms));
                     now_ms += 25;
                 }
-                Next::Fail(why) => {
-                    prop_assert_eq!(why == Failure::NoInstance, lost.is_empty());
+                Next::Abort(why) => {
+                    prop_assert_eq!(why == Aborted::NoInstance, lost.is_empty());
                     return Ok(());
                 }
                 Next::Send { instance, is_free } => {
