@@ -112,6 +112,7 @@ pub struct Replay<K> {
 }
 
 impl<K: Copy + PartialEq> Replay<K> {
+    /// The replay of a request, which may be sent again if that does no harm.
     #[must_use]
     pub fn new(limits: ReplayLimits, is_repeatable: bool) -> Self {
         Self {
