@@ -196,7 +196,8 @@ impl RManager {
                 Some(ControlBody::LeaseReleased(self.creditor.on_release(from, &m, &mut self.pool)))
             }
             ControlBody::LeaseHashes(m) => {
-                self.creditor.on_hashes(from, &m, &mut self.pool);
+                // Block hashes change no timer.
+                self.creditor.unnoted().on_hashes(from, &m, &mut self.pool);
                 None
             }
             ControlBody::LeaseRenew(m) => Some(ControlBody::LeaseRenewed(self.creditor.on_renew(from, &m, now_ms))),
