@@ -486,8 +486,7 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
     let of_pool = port::pool_files(&args.tls, port::is_gateway).filter(|_| !args.gmanager.is_empty());
     let port = args.port.port(listener, args.api_key.as_deref(), of_pool, front)?;
     let server = lagoon_http::serve(port, router, stop.cancelled_owned());
-    let loops = run_loops((loop_thread, node), beside, ending);
-    let (served, looped) = tokio::join!(server, loops);
+    let (served, looped) = tokio::join!(server, run_loops((loop_thread, node), beside, ending));
     served.context("serve HTTP")?;
     looped
 }

@@ -1,4 +1,5 @@
-//! The disk tier of a simulated process's prefix cache: it outlives the process, evicts by bytes, and damages blocks when asked to.
+//! The disk tier of a simulated process's prefix cache: it outlives the process, evicts by bytes, and has damage and
+//! failures as a test asks for.
 
 use lagoon_instance::{BlockKv, DiskEffect, DiskEvent, DiskLoss};
 use lagoon_kv::Tier;
