@@ -266,7 +266,7 @@ fn scan(dir: &Path) -> io::Result<Vec<(SystemTime, BlockHash, u64)>> {
     let mut found = Vec::new();
     for folder in fs::read_dir(dir)? {
         let folder = folder?;
-        if !is_hex(&folder, 2) {
+        if !is_hex(&folder, 2) || !folder.file_type()?.is_dir() {
             continue;
         }
         for file in fs::read_dir(folder.path())? {
