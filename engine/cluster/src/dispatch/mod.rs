@@ -284,7 +284,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     pub fn ranked(&self, ask: &Ask, prefix: &PrefixHashes) -> Vec<K> {
         let mut ranked: Vec<(Rank, K)> = self.in_turn().map(|key| (self.rank(key, ask, prefix), key)).collect();
         // Stable: equals stay in turn.
-        ranked.sort_by(|a, b| a.0.cmp(&b.0));
+        ranked.sort_by_key(|(rank, _)| *rank);
         ranked.into_iter().map(|(_, key)| key).collect()
     }
 
