@@ -30,7 +30,7 @@ fn fill(rm: &mut RManager, key: (LeaseId, Epoch), entries: u32) {
 }
 
 fn cached_request(id: u64, of: &[BlockHash]) -> LeaseRequest {
-    LeaseRequest { hashes: BlockHash::write(of), ..request(id, of.len() as u32, 1) }
+    LeaseRequest { hashes: BlockHash::write(of), ..request(id, u32::try_from(of.len()).unwrap(), 1) }
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn a_search_leases_run_after_run_and_leaves_out_what_nobody_has() {
     let mut rm = manager();
     // Own blocks lie in between; 3 and 4 nobody has; C may have blocks before those that are known.
     let runs = vec![run(A, 0, 3, 0), run(B, 1, 2, 0), run(C, 12, 4, 3), run(B, 16, 3, 0)];
-    search(&mut rm, &[5..8], runs);
+    search(&mut rm, std::slice::from_ref(&(5..8)), runs);
     let request = asks(&mut rm, A, 0, 5);
     grant(&mut rm, A, request, (70, 2, 2));
     let request = asks(&mut rm, B, 2, 3);
