@@ -173,6 +173,8 @@ impl Files {
             let written = self.write(&hash, &kv);
             if let Err(error) = &written {
                 self.index().remove(&hash);
+                // An earlier copy may be there, which the bound no longer counts.
+                self.remove(&hash);
                 if warned.is_none_or(|at| at.elapsed() >= WARN_EVERY) {
                     warned = Some(Instant::now());
                     let dir = self.dir.display();

@@ -25,10 +25,18 @@ pub(crate) fn start(args: &EngineArgs, is_kv_node: bool, instance: &mut Instance
     let host_bytes = u64::from(args.host_cache_tokens).saturating_mul(shape.token_bytes() as u64);
     let layer_token_bytes = u32::try_from(shape.layer_token_bytes()).unwrap_or(u32::MAX);
     let block = BlockShape { layers: shape.layers, block_tokens, layer_token_bytes };
+    // Copies of blocks that are still in KV memory fill half of the larger tier.
+    let two = 2 * u64::from(block_tokens).saturating_mul(shape.token_bytes() as u64);
+    let disk_bytes = args.cache_dir.as_ref().map_or(0, |_| args.cache_dir_bytes);
+    ensure!(
+        host_bytes.max(disk_bytes) >= two,
+        "the cache beside the KV memory holds less than two rBlocks of {block_tokens} tokens\n\
+         hint: at least --host-cache-tokens={} or --cache-dir-bytes={two}",
+        2 * block_tokens
+    );
     let open = |dir| CacheDir::open(dir, args.cache_dir_bytes, block);
     let cache_dir = args.cache_dir.as_deref().map(open).transpose()?;
     let load_tokens_min = args.cache_load_tokens;
-    let disk_bytes = cache_dir.as_ref().map_or(0, |_| args.cache_dir_bytes);
     instance.keep_copies(CacheTierConfig { host_bytes, disk_bytes, load_tokens_min });
     Ok(cache_dir)
 }

@@ -406,8 +406,11 @@ impl Instance {
             Report::RemotePartial { tag, out, lse, count } => {
                 self.creditor(CreditorEvent::Partial { tag, out, lse, count })
             }
-            Report::RemoteWritten { bytes, tag } => {
+            Report::RemoteWritten { bytes, tag, failed } => {
                 self.cx.writes.done(bytes);
+                if failed {
+                    self.cx.memory.rm.distrust_lent();
+                }
                 match tag.map(|tag| (tag, TagOwner::of(tag))) {
                     Some((tag, TagOwner::Tier)) => self.batch(BatchEvent::Stored(tag)),
                     Some((tag, _)) => self.moves(MoveEvent::Stored(tag)),

@@ -142,6 +142,11 @@ impl Cache {
         self.found.get(hash).into_iter().flatten().copied().collect()
     }
 
+    /// Blocks with a hash, owned or cached.
+    pub(crate) fn blocks(&self) -> Vec<PhysBlock> {
+        self.hashes.keys().copied().collect()
+    }
+
     /// Removes a block's hash, whether it is owned or cached.
     pub(crate) fn forget(&mut self, block: PhysBlock) {
         self.take(block);

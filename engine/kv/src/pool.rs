@@ -259,6 +259,15 @@ impl BlockPool {
         }
     }
 
+    /// Evicts all cached blocks, and takes the hashes of all others away: nothing that is here now is found any more.
+    pub fn forget_all(&mut self) {
+        self.drop_all();
+        for block in self.cache.blocks() {
+            self.cache.forget(block);
+        }
+        self.changes += 1;
+    }
+
     /// Evicts cached blocks until `n` free blocks are not cached; at least `n` blocks are free.
     fn make_room(&mut self, n: u32) {
         while self.counts.free - self.cache.cached() < n {

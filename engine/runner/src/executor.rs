@@ -515,7 +515,7 @@ impl<D: Device> Executor<D> {
     /// here.
     fn store(&mut self, write: RemoteWrite, reports: &mut dyn FnMut(Report)) {
         let token_bytes = self.kv_shape.layer_token_bytes();
-        let (mut at, mut stored_tag) = (0, write.tag);
+        let (mut at, mut stored_tag, mut failed) = (0, write.tag, false);
         for (slot, tokens) in write.pieces {
             let end = at + tokens as usize * token_bytes;
             let held = slot..slot + tokens;
@@ -524,13 +524,16 @@ impl<D: Device> Executor<D> {
             if let Err(error) = stored {
                 match stored_tag.take() {
                     Some(tag) => reports(Report::RemoteFailed { tag, error }),
-                    None => drop(self.remote_request_fault.get_or_insert(error)),
+                    None => {
+                        failed = true;
+                        self.remote_request_fault.get_or_insert(error);
+                    }
                 }
                 break;
             }
             at = end;
         }
-        reports(Report::RemoteWritten { bytes: write.kv.len(), tag: stored_tag });
+        reports(Report::RemoteWritten { bytes: write.kv.len(), tag: stored_tag, failed });
     }
 
     fn serve_lent(&mut self, work: LentWork, reports: &mut dyn FnMut(Report)) {

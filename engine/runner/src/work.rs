@@ -427,10 +427,12 @@ pub enum Report {
         tag: RemoteTag,
         kv: Bytes,
     },
-    /// A peer's KV of `bytes` bytes has left the queue; `tag` is the write's if it was stored.
+    /// A peer's KV of `bytes` bytes has left the queue; `tag` is the write's if it was stored. `failed`: a write without a tag was not
+    /// stored, and what the peer believes to be there is not.
     RemoteWritten {
         bytes: usize,
         tag: Option<RemoteTag>,
+        failed: bool,
     },
     RemoteFailed {
         tag: RemoteTag,

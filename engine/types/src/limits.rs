@@ -132,6 +132,9 @@ pub const CACHE_SUMMARY_HASHES: usize = 1024;
 pub const CACHE_SUMMARY_MS: u64 = 1_000;
 /// Cached runs of a prompt in one advice.
 pub const CACHED_RUNS_MAX: usize = 256;
+/// Looks at summaries for one search: members times the prompt's blocks, of which a large pool's gManager takes the first.
+pub const SEARCH_LOOKS_MAX: usize = 1 << 20;
+const _: () = assert!(SEARCH_LOOKS_MAX / INSTANCES_MAX >= 64);
 /// Leases of cached runs for one prompt; the rest of it is computed.
 pub const CACHED_LEASES_MAX: usize = 32;
 const _: () = assert!(CACHED_LEASES_MAX * 2 <= CREDITORS_MAX);
@@ -308,6 +311,8 @@ pub const PREFILL_GRACE_MS: u64 = 2_000;
 pub const TIER_READS_IN_FLIGHT: usize = 4;
 /// Such reads in one step: they overtake its pass.
 pub const TIER_READS_PER_STEP: u32 = 8;
+/// Cached blocks that are looked at after one event for the next copy.
+pub const TIER_LOOKS_MAX: usize = 64;
 /// Bytes of KV from tiers of the prefix cache that wait for the device (or one rBlock, if larger).
 pub const TIER_LOAD_BYTES_IN_FLIGHT: u64 = 8 << 20;
 /// Bytes of such KV that are stored in one step (or one rBlock, if larger): they overtake its pass.

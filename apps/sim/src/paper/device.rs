@@ -380,7 +380,7 @@ impl SimRunner for Device {
             Command::RemoteQuery(query) => self.queue(query, now_us as f64),
             Command::RemoteWrite(write) => {
                 self.copy(write.pieces.iter().map(|(_, n)| n).sum());
-                self.immediate.push(Report::RemoteWritten { bytes: write.kv.len(), tag: write.tag });
+                self.immediate.push(Report::RemoteWritten { bytes: write.kv.len(), tag: write.tag, failed: false });
             }
             Command::RemoteRead(read) => {
                 let tokens: u32 = read.pieces.iter().map(|(_, n)| n).sum();

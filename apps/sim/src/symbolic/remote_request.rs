@@ -69,7 +69,7 @@ pub(super) fn serve(device: &mut Symbolic, work: RemoteRequest, reports: &mut Ve
                 }
             }
             assert!(keys.next().is_none(), "the instance validates remote requests' frames");
-            reports.push(Report::RemoteWritten { bytes: kv.len(), tag });
+            reports.push(Report::RemoteWritten { bytes: kv.len(), tag, failed: false });
             (0, (kv.len() / KEY_BYTES) as u64)
         }
         RemoteRequest::Read(RemoteRead { tag, layer, pieces }) => {

@@ -389,7 +389,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let expected = self.policy.expected(&arrival.ask);
         let work = crate::perf::as_f64(arrival.ask.prompt_tokens) + expected;
         self.waiting_bytes -= arrival.bytes;
-        self.turns.start(&arrival.tenant, *turn, work);
+        self.turns.start(&arrival.tenant, (*turn, arrival.bytes), work);
         let cached = self.prefixes.cached_tokens(&arrival.prefix, instance);
         self.prefixes.note(&arrival.prefix, instance);
         if let Some(of) = self.instances.get_mut(&instance) {

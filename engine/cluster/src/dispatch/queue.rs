@@ -28,15 +28,16 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             Some(Refusal::NoInstance)
         } else if self.waiting.len() >= GATEWAY_QUEUE_MAX || bytes > GATEWAY_QUEUE_BYTES_MAX {
             Some(Refusal::Full)
-        } else if self.turns.waiting(&arrival.tenant) >= GATEWAY_QUEUE_MAX / 4 * GATEWAY_TENANT_QUARTERS {
-            Some(Refusal::TenantFull)
         } else {
-            None
+            let (requests, held) = self.turns.waiting(&arrival.tenant);
+            let is_full = requests >= GATEWAY_QUEUE_MAX / 4 * GATEWAY_TENANT_QUARTERS
+                || held.saturating_add(arrival.bytes) > GATEWAY_QUEUE_BYTES_MAX / 4 * GATEWAY_TENANT_QUARTERS;
+            is_full.then_some(Refusal::TenantFull)
         }
     }
 
     fn enqueue(&mut self, waiting: Waiting<K>) {
-        self.turns.add(&waiting.arrival.tenant, waiting.turn);
+        self.turns.add(&waiting.arrival.tenant, waiting.turn, waiting.arrival.bytes);
         self.waiting_bytes += waiting.arrival.bytes;
         self.expires_ms = self.expires_ms.min(waiting.since_ms + GATEWAY_QUEUE_MS);
         self.waiting.insert(waiting.arrival.id, waiting);
@@ -46,7 +47,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     pub(super) fn leave_queue(&mut self, id: RequestId) {
         let Some(waiting) = self.waiting.remove(&id) else { return };
         self.waiting_bytes -= waiting.arrival.bytes;
-        self.turns.remove(&waiting.arrival.tenant, waiting.turn);
+        self.turns.remove(&waiting.arrival.tenant, waiting.turn, waiting.arrival.bytes);
         self.head = self.head.filter(|head| head.id != id);
     }
 

@@ -266,6 +266,16 @@ fn the_queue_is_bounded_in_requests_by_tenant_in_bytes_and_in_age() {
     let mut arrival = gateway.arrival(1);
     arrival.bytes = GATEWAY_QUEUE_BYTES_MAX + 1;
     assert_eq!(refusal(&mut gateway, arrival), Some(Refusal::Full));
+    // A tenant holds three quarters of the bytes at most, and another one the rest.
+    for (tenant, expected) in [("large", Some(Refusal::TenantFull)), ("other", None)] {
+        let mut gateway = Gateway::new(Mode::LeastWork);
+        gateway.report(&[(1, 900, 64)]);
+        let bytes = GATEWAY_QUEUE_BYTES_MAX / 4 * GATEWAY_TENANT_QUARTERS;
+        let first = Arrival { tenant: "large".into(), bytes, ..gateway.arrival(1) };
+        assert_eq!(refusal(&mut gateway, first), None);
+        let second = Arrival { tenant: tenant.into(), ..gateway.arrival(1) };
+        assert_eq!(refusal(&mut gateway, second), expected);
+    }
     let mut count = |tenant: &str, why| {
         let mut waiting = 0;
         loop {

@@ -47,6 +47,14 @@ impl Ord for Charge {
 struct Tenant {
     charged: Charge,
     waiting: BTreeSet<Turn>,
+    /// Bytes that its waiting requests hold.
+    bytes: usize,
+}
+
+impl Tenant {
+    fn leave(&mut self, turn: Turn, bytes: usize) {
+        self.bytes -= if self.waiting.remove(&turn) { bytes } else { 0 };
+    }
 }
 
 /// See the module's documentation.
@@ -71,7 +79,7 @@ impl Turns {
         after.into_iter().for_each(|key| _ = self.order.insert(key));
     }
 
-    pub(super) fn add(&mut self, tenant: &Arc<str>, turn: Turn) {
+    pub(super) fn add(&mut self, tenant: &Arc<str>, turn: Turn, bytes: usize) {
         let floor = self.floor;
         self.tenants.entry(Arc::clone(tenant)).or_default();
         self.change(tenant, |tenant| {
@@ -79,21 +87,22 @@ impl Turns {
                 tenant.charged = Charge(tenant.charged.0.max(floor));
             }
             tenant.waiting.insert(turn);
+            tenant.bytes += bytes;
         });
     }
 
     /// Takes a request out without a charge: it left.
-    pub(super) fn remove(&mut self, tenant: &Arc<str>, turn: Turn) {
-        self.change(tenant, |tenant| _ = tenant.waiting.remove(&turn));
+    pub(super) fn remove(&mut self, tenant: &Arc<str>, turn: Turn, bytes: usize) {
+        self.change(tenant, |tenant| tenant.leave(turn, bytes));
         self.forget();
     }
 
     /// Takes a request out: it is started, and costs `work`.
-    pub(super) fn start(&mut self, tenant: &Arc<str>, turn: Turn, work: f64) {
+    pub(super) fn start(&mut self, tenant: &Arc<str>, (turn, bytes): (Turn, usize), work: f64) {
         let charged = self.tenants.get(tenant).map_or(0.0, |tenant| tenant.charged.0);
         self.floor = self.floor.max(charged);
         self.change(tenant, |tenant| {
-            tenant.waiting.remove(&turn);
+            tenant.leave(turn, bytes);
             tenant.charged.0 += work;
         });
         self.forget();
@@ -116,9 +125,9 @@ impl Turns {
         }
     }
 
-    /// Waiting requests of a tenant.
-    pub(super) fn waiting(&self, tenant: &Arc<str>) -> usize {
-        self.tenants.get(tenant).map_or(0, |tenant| tenant.waiting.len())
+    /// Waiting requests of a tenant, and bytes that they hold.
+    pub(super) fn waiting(&self, tenant: &Arc<str>) -> (usize, usize) {
+        self.tenants.get(tenant).map_or((0, 0), |tenant| (tenant.waiting.len(), tenant.bytes))
     }
 
     /// The next request: of the least charged tenant, of equals the one with the earliest turn.
@@ -141,7 +150,7 @@ mod tests {
     fn started(turns: &mut Turns, all: &BTreeMap<RequestId, (Arc<str>, Turn, f64)>) -> Option<u64> {
         let id = turns.next()?;
         let (tenant, turn, work) = &all[&id];
-        turns.start(tenant, *turn, *work);
+        turns.start(tenant, (*turn, 1), *work);
         Some(id.0)
     }
 
@@ -152,7 +161,7 @@ mod tests {
         for n in 0..10 {
             let (tenant, at) = if n < 8 { (&many, n) } else { (&few, n) };
             let turn = turn(at, 0, RequestId(n));
-            turns.add(tenant, turn);
+            turns.add(tenant, turn, 1);
             all.insert(RequestId(n), (Arc::clone(tenant), turn, 10.0));
         }
         let order: Vec<u64> = std::iter::from_fn(|| started(&mut turns, &all)).collect();
@@ -165,7 +174,7 @@ mod tests {
         let (old, new): (Arc<str>, Arc<str>) = ("old".into(), "new".into());
         let mut add = |turns: &mut Turns, n: u64, tenant: &Arc<str>, work| {
             let turn = turn(n, 0, RequestId(n));
-            turns.add(tenant, turn);
+            turns.add(tenant, turn, 1);
             all.insert(RequestId(n), (Arc::clone(tenant), turn, work));
             all.clone()
         };
@@ -186,9 +195,9 @@ mod tests {
     fn priorities_are_a_tenants_own_and_count_as_time() {
         let mut turns = Turns::default();
         let tenant: Arc<str> = "".into();
-        turns.add(&tenant, turn(0, 0, RequestId(1)));
-        turns.add(&tenant, turn(10, -5, RequestId(2)));
-        turns.add(&tenant, turn(6_000, -5, RequestId(3)));
+        turns.add(&tenant, turn(0, 0, RequestId(1)), 1);
+        turns.add(&tenant, turn(10, -5, RequestId(2)), 1);
+        turns.add(&tenant, turn(6_000, -5, RequestId(3)), 1);
         assert_eq!(turns.first(9).collect::<Vec<_>>(), [RequestId(2), RequestId(1), RequestId(3)]);
         assert_eq!(turn(5, i32::MIN, RequestId(0)).0, 5 - i64::from(PRIORITY_MAX) * PRIORITY_STEP_MS.cast_signed());
     }
@@ -199,8 +208,8 @@ mod tests {
         for n in 0..2 * DISPATCH_TENANTS_MAX as u64 {
             let tenant: Arc<str> = n.to_string().into();
             let turn = turn(n, 0, RequestId(n));
-            turns.add(&tenant, turn);
-            turns.start(&tenant, turn, 1.0);
+            turns.add(&tenant, turn, 1);
+            turns.start(&tenant, (turn, 1), 1.0);
         }
         assert!(turns.tenants.len() <= DISPATCH_TENANTS_MAX);
         assert_eq!(turns.next(), None);

@@ -5,6 +5,7 @@ use super::GManager;
 use lagoon_protocol::{BorrowAdvice, BorrowQuery, CacheSummary, CachedRun};
 use lagoon_types::{InstanceId, limits};
 use lagoon_view::Flags;
+use std::cmp::Reverse;
 
 /// A member's prefix cache, as it reported it.
 #[derive(Clone, Debug, Default)]
@@ -34,8 +35,10 @@ impl Cached {
         let mut runs: Vec<(u32, u32, u32)> = Vec::new();
         let (mut is_open, mut lacks) = (false, 0);
         for (at, fingerprint) in (0..).zip(prompt) {
+            let is_full = runs.len() == limits::CACHED_RUNS_MAX;
             match (self.has(*fingerprint), runs.last_mut().filter(|_| is_open)) {
                 (Some(true), Some(run)) => run.1 = at + 1 - run.0,
+                (Some(true), None) if is_full => break,
                 (Some(true), None) => {
                     runs.push((at, 1, at - lacks));
                     is_open = true;
@@ -55,21 +58,27 @@ fn numbers(bytes: &[u8], most: usize) -> Vec<u64> {
 impl GManager {
     /// Answers a debtor's query about a prompt's cached blocks: the longest runs of it that others may cache.
     pub(super) fn cached_runs(&self, query: &BorrowQuery, advice: BorrowAdvice) -> BorrowAdvice {
-        let prompt = numbers(&query.prefix, limits::SEARCH_HASHES_MAX);
-        let mut cached = Vec::new();
+        // In a large pool a long prompt's first blocks only: one query must not hold up the others.
+        let most = (limits::SEARCH_LOOKS_MAX / self.members.len().max(1)).min(limits::SEARCH_HASHES_MAX);
+        let prompt = numbers(&query.prefix, most);
+        let exclude = &query.exclude[..query.exclude.len().min(limits::EXCLUDE_MAX)];
+        let mut found = Vec::new();
         for (&InstanceId(instance), member) in &self.members {
-            let excluded = instance == query.debtor || query.exclude.contains(&instance);
+            let excluded = instance == query.debtor || exclude.contains(&instance);
             if excluded || member.cached.fingerprints.is_empty() || member.flags().has(Flags::BARRED) {
                 continue;
             }
-            let quic_addr = &member.registration.quic_addr;
-            let run =
-                |(first, blocks, before)| CachedRun { instance, quic_addr: quic_addr.clone(), first, blocks, before };
-            cached.extend(member.cached.runs(&prompt).into_iter().map(run));
+            found.extend(member.cached.runs(&prompt).into_iter().map(|run| (run, instance)));
+            let order = |((first, blocks, _), instance): &((u32, u32, u32), u32)| (Reverse(*blocks), *first, *instance);
+            found.sort_unstable_by_key(order);
+            found.truncate(limits::CACHED_RUNS_MAX);
         }
-        cached.sort_by_key(|run| (std::cmp::Reverse(run.blocks), run.first, run.instance));
-        cached.truncate(limits::CACHED_RUNS_MAX);
-        BorrowAdvice { candidates: Vec::new(), cached, ..advice }
+        let address = |instance| self.members.get(&InstanceId(instance)).map(|of| of.registration.quic_addr.clone());
+        let run = |((first, blocks, before), instance)| {
+            let quic_addr = address(instance).unwrap_or_default();
+            CachedRun { instance, quic_addr, first, blocks, before }
+        };
+        BorrowAdvice { candidates: Vec::new(), cached: found.into_iter().map(run).collect(), ..advice }
     }
 }
 

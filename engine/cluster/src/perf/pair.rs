@@ -407,7 +407,7 @@ mod tests {
             (others_there, request_there, request_elsewhere, creditor_batch, creditor_tokens) in others(),
             queue in prop::collection::vec(0u32..60, 0..12),
             (rtt_us, bytes_per_s) in (1.0..5_000.0f64, 1e6..1e10f64),
-            elsewhere_us in prop_oneof![Just(0.0), 0.0..20_000.0f64],
+            (elsewhere_us, wait_us) in (prop_oneof![Just(0.0), 0.0..20_000.0f64], prop_oneof![Just(0.0), 0.0..20_000.0f64]),
             (micro_batches, pace, away, mapped) in any::<(bool, bool, bool, bool)>(),
         ) {
             let remote_rows = remote_rows.max(u32::from(request_there + request_elsewhere > 0));
@@ -426,7 +426,7 @@ mod tests {
                     queue: &queue,
                     elsewhere_us,
                 },
-                creditor: CreditorState { rates: Rates::new(&cc, true).unwrap(), batch: creditor_batch, tokens: creditor_tokens, wait_us: 0.0 },
+                creditor: CreditorState { rates: Rates::new(&cc, true).unwrap(), batch: creditor_batch, tokens: creditor_tokens, wait_us },
                 link: LinkView { rtt_us, bytes_per_s },
                 mapped,
                 blocks_there: others_there + request_there,

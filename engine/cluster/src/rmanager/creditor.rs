@@ -139,6 +139,8 @@ pub struct Creditor {
     recalls: Recalls,
     /// Revocations that a debtor may not know of yet, each with its time.
     revoked: Vec<(u64, Revoked)>,
+    /// The device did not store a debtor's write: lent blocks get no block hashes any more.
+    distrusted: bool,
     /// Cached blocks leased since the start.
     cached_lent: u64,
     /// Pinned leases, whose memory transports may read, each with its released blocks: free once unpinned.
@@ -172,6 +174,7 @@ impl Creditor {
             by_request: BTreeMap::new(),
             recalls: Recalls::default(),
             revoked: Vec::new(),
+            distrusted: false,
             cached_lent: 0,
             pinned: BTreeMap::new(),
         };

@@ -127,6 +127,11 @@ impl RManager {
         })
     }
 
+    /// The device did not store what a debtor wrote: nothing that is here is a prefix-cache hit any more, and lent blocks become none.
+    pub fn distrust_lent(&mut self) {
+        self.creditor.distrust(&mut self.pool);
+    }
+
     /// Its configuration.
     #[must_use]
     pub fn config(&self) -> &RManagerConfig {

@@ -32,6 +32,8 @@ impl Batch {
         let hashes = seq.block_hashes.get(first as usize..whole as usize).unwrap_or_default();
         // Parts of a pushed prompt are read as they are computed.
         let refuses = seq.needs_positions() || seq.loading.is_some() || prefills.is_pushed(id);
+        // Behind a gap that a search of the pool left, hits are sealed and maybe shared: nothing is written there.
+        let refuses = refuses || seq.blocks.lost_blocks() > 0;
         if refuses || seq.blocks.remote_blocks() > 0 || hashes.is_empty() {
             return;
         }
@@ -74,7 +76,7 @@ impl Batch {
         for id in ids {
             let Some(mut load) = cx.memory.tiers.loads.remove(&id) else { continue };
             if !self.waits_for(&load, id) {
-                load.end = load.passed.len();
+                load.end = load.end.min(load.passed.len());
             }
             ask(cx, id, &mut load);
             while self.pass_block(cx, id, &mut load) {
@@ -156,7 +158,7 @@ impl Batch {
     pub(super) fn expire_loads(cx: &mut Cx) {
         let now_ms = cx.now_ms;
         let late = cx.memory.tiers.loads.values_mut().filter(|load| load.began_ms + TIER_LOAD_DEADLINE_MS <= now_ms);
-        late.for_each(|load| load.end = load.passed.len());
+        late.for_each(|load| load.end = load.end.min(load.passed.len()));
     }
 
     /// Goes on with all loads, and ends those that are over. After every event.

@@ -10,7 +10,7 @@ use crate::event::{BlockKv, DiskEffect, Effect};
 use bytes::Bytes;
 use lagoon_kv::{BlockHash, Unsaved};
 use lagoon_runner::{Command, RemoteRead, RemoteTag};
-use lagoon_types::limits::TIER_READS_IN_FLIGHT;
+use lagoon_types::limits::{TIER_LOOKS_MAX, TIER_READS_IN_FLIGHT};
 use std::collections::BTreeMap;
 
 /// The copy in progress.
@@ -59,8 +59,10 @@ impl Cx {
     /// Chooses the next block to copy. False if there is none, or no tier takes more now.
     fn begin_save(&mut self) -> bool {
         let (pool, tiers) = (&mut self.memory.rm.pool, &mut self.memory.tiers);
-        while tiers.may_save(pool.cached() - pool.unsaved()) {
-            let Some(of) = pool.next_unsaved() else { return false };
+        // Blocks that a tier keeps already are many when a loaded sequence ends: the rest follows after the next event.
+        for _ in 0..TIER_LOOKS_MAX {
+            let may_save = tiers.may_save(pool.cached() - pool.unsaved());
+            let Some(of) = may_save.then(|| pool.next_unsaved()).flatten() else { return false };
             if tiers.keeps(&of.hash) {
                 pool.note_saved(of.block);
                 continue;

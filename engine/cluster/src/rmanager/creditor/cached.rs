@@ -11,14 +11,15 @@ use crate::mutants::{self, Mutant};
 use lagoon_kv::{BlockHash, BlockPool, BlockState, LeaseHasher, Owner};
 use lagoon_protocol::{LeaseGrant, LeaseHashes, LeaseRequest};
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 impl Creditor {
     /// Handles block hashes of a lease's entries. Entries that are not the debtor's (any more) are left out.
     pub(in super::super) fn on_hashes(&mut self, from: InstanceId, m: &LeaseHashes, pool: &mut BlockPool) {
         let lease = self.leases.get_mut(&LeaseId(m.lease)).filter(|l| (l.debtor, l.epoch.0) == (from, m.epoch));
         let hashes = BlockHash::read(&m.hashes).filter(|hashes| hashes.len() <= limits::LEASE_HASHES_MAX);
-        let (Some(lease), Some(hashes)) = (lease.filter(|_| pool.caches_runs()), hashes) else { return };
+        let trusts = pool.caches_runs() && !self.distrusted;
+        let (Some(lease), Some(hashes)) = (lease.filter(|_| trusts), hashes) else { return };
         for (at, hash) in (0..).zip(hashes) {
             let (entry, depth) = (m.first.saturating_add(at), m.depth.saturating_add(at));
             let Some(block) = lease.blocks.get(entry) else { continue };
@@ -47,6 +48,10 @@ impl Creditor {
                 request.blocks
             ));
         };
+        // A block has each owner once.
+        if hashes.iter().collect::<BTreeSet<_>>().len() < hashes.len() {
+            return Err("a block hash is named twice".to_owned());
+        }
         self.issued += 1;
         let (lease, epoch) = (LeaseId(self.lease_base + self.issued), Epoch(self.epoch_base.wrapping_add(self.issued)));
         let owner = Owner::Lent(lease);
@@ -83,6 +88,14 @@ impl Creditor {
         self.leases.insert(lease, entry);
         self.by_request.insert((from, request.request), lease);
         Ok(self.grant_of(lease))
+    }
+
+    /// The device did not store what a debtor wrote: the hash of what was received proves nothing about its memory, and no block here is
+    /// found any more.
+    pub(in super::super) fn distrust(&mut self, pool: &mut BlockPool) {
+        self.distrusted = true;
+        self.leases.values_mut().for_each(|lease| lease.hashes.clear());
+        pool.forget_all();
     }
 
     /// Cached rBlocks leased to others since the start.

@@ -90,6 +90,42 @@ fn cached_blocks_are_leased_within_the_limits_on_lending() {
     rm.pool.check();
 }
 
+/// A debtor that names a block twice would own it twice.
+#[test]
+fn a_hash_that_is_named_twice_is_refused() {
+    let mut rm = manager();
+    let (key, of) = (lend(&mut rm, 1, 4), hashes(0..4));
+    name(&mut rm, A, key, 0, &of);
+    fill(&mut rm, key, 4);
+    for owned in [true, false] {
+        let twice = [of[0].clone(), of[1].clone(), of[0].clone()];
+        assert!(rm.on_lease_request(B, &cached_request(u64::from(owned), &twice), 0).is_err(), "owned: {owned}");
+        rm.pool.check();
+        release(&mut rm, A, key.0, key.1, u32::MAX);
+    }
+    assert_eq!(rm.on_lease_request(B, &cached_request(9, &of), 0).unwrap().cached, 4);
+}
+
+/// The hash of what was received proves nothing once the device has failed to store some of it.
+#[test]
+fn nothing_is_found_after_a_write_that_failed() {
+    let mut rm = manager();
+    let (key, of) = (lend(&mut rm, 1, 4), hashes(0..4));
+    name(&mut rm, A, key, 0, &of);
+    fill(&mut rm, key, 2);
+    assert_eq!(rm.pool.hashes().count(), 2);
+    rm.distrust_lent();
+    assert_eq!(rm.pool.hashes().count(), 0);
+    let later = lend(&mut rm, 2, 4);
+    name(&mut rm, A, later, 0, &of);
+    fill(&mut rm, later, 4);
+    assert_eq!(rm.pool.hashes().count(), 0);
+    release(&mut rm, A, key.0, key.1, u32::MAX);
+    release(&mut rm, A, later.0, later.1, u32::MAX);
+    assert_eq!((rm.available(), rm.pool.cached()), (20, 0));
+    rm.pool.check();
+}
+
 fn run(instance: InstanceId, first: u32, blocks: u32, before: u32) -> CachedRun {
     CachedRun { instance: instance.0, quic_addr: format!("addr-{instance}"), first, blocks, before }
 }
