@@ -200,12 +200,13 @@ fn preempted_and_cached() {
 /// The draft model is the model itself, which is always right, or another one, which hardly ever is; on prompts without repetition.
 #[test]
 fn a_draft_model_changes_no_answer() {
-    for (name, model, delay_ms) in
-        [("llama3_old", "llama3_old", 0), ("llama3_old", "yi", 0), ("mistral_window", "llama3_old", 3)]
+    // Under a window sequences hold less, and waiting ones have it before they have asked the pool for what it caches.
+    for (name, model, delay_ms, blocks) in
+        [("llama3_old", "llama3_old", 0, 24), ("llama3_old", "yi", 0, 24), ("mistral_window", "llama3_old", 3, 20)]
     {
         let pool = PoolSpec::golden(name, 4);
         // Three sequences grow beyond the first instance's memory, and more wait.
-        let of = Spec { drafts: 6, draft_model: Some((model, 1000)), step_rows: 24, running: 3, ..Spec::cpu(24) };
+        let of = Spec { drafts: 6, draft_model: Some((model, 1000)), step_rows: 24, running: 3, ..Spec::cpu(blocks) };
         let mut world = World::delayed(pool.clone(), (Some(7), delay_ms), &[of, Spec::cpu(40)]);
         for seed in 0..5 {
             world.submit(0, greedy(prompt(seed, 20 + 9 * seed as usize, 120), 30));
@@ -215,7 +216,7 @@ fn a_draft_model_changes_no_answer() {
         assert!(world.sent("write").0 > 0, "{name}: nothing was borrowed");
         let (drafted, accepted) = drafted(&world);
         println!("{name} with {model}: {accepted} of {drafted} drafts were accepted");
-        assert!(drafted > 20, "{name} with {model}: {drafted}");
+        assert!(drafted > 15, "{name} with {model}: {drafted}");
         assert!(model != name || accepted * 10 > drafted * 9, "{name} with {model}: {accepted} of {drafted}");
         world.run_for(20_000);
         world.check_empty();

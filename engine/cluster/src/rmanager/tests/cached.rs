@@ -98,7 +98,7 @@ fn a_hash_that_is_named_twice_is_refused() {
     name(&mut rm, A, key, 0, &of);
     fill(&mut rm, key, 4);
     for owned in [true, false] {
-        let twice = [of[0].clone(), of[1].clone(), of[0].clone()];
+        let twice = [of[0], of[1], of[0]];
         assert!(rm.on_lease_request(B, &cached_request(u64::from(owned), &twice), 0).is_err(), "owned: {owned}");
         rm.pool.check();
         release(&mut rm, A, key.0, key.1, u32::MAX);
