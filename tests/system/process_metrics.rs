@@ -88,7 +88,8 @@ fn processes_export_what_the_reference_page_says() {
     let page = page();
     let cluster = Cluster::new();
     let (model, prompt) = golden_prompt();
-    let flags = ["--backend=cpu", "--kv-tokens=64", "--host-kv-tokens=128", "--calibrate=off"];
+    let flags =
+        ["--backend=cpu", "--kv-tokens=64", "--host-kv-tokens=128", "--host-cache-tokens=64", "--calibrate=off"];
     let instance = cluster.serve("one", &model, &flags);
     let client = instance.client();
     wait_for_pool(&client, 24);

@@ -44,7 +44,8 @@ impl Pair {
         let cluster = Cluster::new();
         let flags = ["--kv-tokens=16", "--lend-percent=0", "--lend-device-tokens=128"];
         let lender = serve(on, &cluster, "lender", &flags, &[]);
-        let debtor = serve(on, &cluster, "debtor", &["--kv-tokens=64"], variables);
+        // To blocks that a lender caches queries are sent.
+        let debtor = serve(on, &cluster, "debtor", &["--kv-tokens=64", "--prefix-cache=off"], variables);
         wait_for_pool(&debtor.client(), 8 + LENT);
         Self { cluster, lender, debtor }
     }
@@ -114,7 +115,8 @@ fn an_instance_attends_to_what_it_lends_itself() {
     let (model, prompt) = golden_prompt();
     let prompt: Vec<u32> = prompt.iter().cycle().take(PROMPT).copied().collect();
     let cluster = Cluster::new();
-    let server = serve(&on, &cluster, "one", &["--kv-tokens=64", "--lend-device-tokens=128"], &[]);
+    let server =
+        serve(&on, &cluster, "one", &["--kv-tokens=64", "--lend-device-tokens=128", "--prefix-cache=off"], &[]);
     let client = server.client();
     wait_for_pool(&client, 8 + LENT);
     assert_eq!(client.complete(&prompt, 1, &json!({})).status, 200);
