@@ -118,7 +118,8 @@ fn processes_export_what_the_reference_page_says() {
 
     let at_gateway = gateway.client().get("/metrics").text;
     let exported_there = compare(&page, &at_gateway);
-    let own = ["lagoon_gateway_instance_scraped", "lagoon_gateway_requests_total"].map(str::to_owned);
+    let own = ["instance_scraped", "passes_total", "requests_total", "requests_waiting", "wait_seconds"]
+        .map(|name| format!("lagoon_gateway_{name}"));
     assert_eq!(exported_there, &exported | &BTreeSet::from(own));
     assert!(at_gateway.contains("\nlagoon_host_kv_blocks{instance=\"one\"} 16\n"), "{at_gateway}");
     assert!(at_gateway.contains("\nlagoon_gateway_instance_scraped{instance=\"one\"} 1\n"), "{at_gateway}");
