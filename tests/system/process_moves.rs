@@ -41,7 +41,7 @@ fn growth_mutual_borrowing_and_recall() {
     let mut over = Vec::new();
     for attempt in 1.. {
         assert!(attempt <= 8, "the long stream ended before anything was recalled, each time");
-        if grow_and_recall(&pool, &mut over) {
+        if grow_and_recall(&pool, 1_000 * attempt, &mut over) {
             break;
         }
     }
@@ -50,16 +50,19 @@ fn growth_mutual_borrowing_and_recall() {
 }
 
 /// Whether blocks were recalled while the long stream decoded. The streams, which all have ended, go to `over`.
-fn grow_and_recall(pool: &FaultPool, over: &mut Vec<(&'static str, Watched)>) -> bool {
+fn grow_and_recall(pool: &FaultPool, seed: u64, over: &mut Vec<(&'static str, Watched)>) -> bool {
+    // New prompts each time: leased cached blocks would not come home.
+    let mut seeds = seed..;
+    let mut fresh = |tokens| prompt(seeds.next().expect("they do not end"), tokens, VOCAB);
     let tokens = |blocks: u32| (blocks * BLOCK) as usize;
     let mut end = |what: &'static str, stream: Watched| {
         stream.wait_for(usize::MAX);
         over.push((what, stream));
     };
     // 28 rBlocks, so that the next one, of 30, must borrow; both outgrow `a`.
-    let room = pool.watch("a", &prompt(10, tokens(26), VOCAB), 60);
+    let room = pool.watch("a", &fresh(tokens(26)), 60);
     room.wait_for(1);
-    let stream = pool.watch("a", &prompt(11, tokens(30), VOCAB), 480);
+    let stream = pool.watch("a", &fresh(tokens(30)), 480);
     stream.wait_for(1);
     end("makes room", room);
     let lent = number(&pool.status("b"), "blocks_lent");
@@ -71,7 +74,7 @@ fn grow_and_recall(pool: &FaultPool, over: &mut Vec<(&'static str, Watched)>) ->
 
     // More than `b` has left: it borrows where room was made.
     let before = [pool.status("a"), pool.status("b")];
-    end("mutual borrowing", pool.watch("b", &prompt(12, tokens(26) - 10, VOCAB), 8));
+    end("mutual borrowing", pool.watch("b", &fresh(tokens(26) - 10), 8));
     let after = [pool.status("a"), pool.status("b")];
     let grown = |which: usize, field: &str| number(&after[which], field) - number(&before[which], field);
     let borrowed =
@@ -91,10 +94,7 @@ fn grow_and_recall(pool: &FaultPool, over: &mut Vec<(&'static str, Watched)>) ->
         let recalls = number(&pool.status("a"), "moves/recalls_received");
         let free = number(&pool.status("b"), "blocks_free") as u32;
         let sizes = [free - 3 * (free / 4), free / 4, free / 4, free / 4];
-        let growing: Vec<Watched> = (0..)
-            .zip(sizes)
-            .map(|(i, blocks)| pool.watch("b", &prompt(13 + i, tokens(blocks) - 2, VOCAB), 20))
-            .collect();
+        let growing = sizes.map(|blocks| pool.watch("b", &fresh(tokens(blocks) - 2), 20));
         growing.into_iter().for_each(|stream| end("grew into what was lent", stream));
         received = number(&pool.status("a"), "moves/recalls_received") - recalls;
     }
