@@ -11,7 +11,7 @@ use lagoon_cluster::dispatch::{
 use lagoon_protocol::Calibration;
 use lagoon_types::limits::DISPATCH_TICK_MS;
 
-/// The dispatcher, and what it decided and nobody has carried out yet.
+/// The dispatcher, and its ticks. Its callers carry out the effects.
 #[derive(Debug)]
 pub(super) struct Gateway {
     core: Dispatcher<usize>,

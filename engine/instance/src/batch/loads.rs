@@ -76,7 +76,7 @@ impl Batch {
         for id in ids {
             let Some(mut load) = cx.memory.tiers.loads.remove(&id) else { continue };
             if !self.waits_for(&load, id) {
-                load.end = load.end.min(load.passed.len());
+                load.end_at(load.passed.len());
             }
             ask(cx, id, &mut load);
             while self.pass_block(cx, id, &mut load) {
@@ -101,7 +101,7 @@ impl Batch {
         let block = load.blocks[at].1;
         let lies = |table: &[Placement]| table.get(load.first as usize + at) == Some(&Placement::Local(block));
         if !self.seqs.get(&load.seq).is_some_and(|seq| lies(seq.blocks.placements())) {
-            load.end = at;
+            load.end_at(at);
             return false;
         }
         cx.release_freed();
@@ -150,7 +150,7 @@ impl Batch {
         if let Some(load) = stored(cx, tag) {
             // Layers are stored in order: what comes behind the failed one counts for nothing.
             let whole = usize::try_from(load.layers_stored / layers).unwrap_or(0);
-            load.end = load.end.min(whole);
+            load.end_at(whole);
         }
     }
 
@@ -158,7 +158,7 @@ impl Batch {
     pub(super) fn expire_loads(cx: &mut Cx) {
         let now_ms = cx.now_ms;
         let late = cx.memory.tiers.loads.values_mut().filter(|load| load.began_ms + TIER_LOAD_DEADLINE_MS <= now_ms);
-        late.for_each(|load| load.end = load.end.min(load.passed.len()));
+        late.for_each(|load| load.end_at(load.passed.len()));
     }
 
     /// Goes on with all loads, and ends those that are over. After every event.
@@ -226,7 +226,7 @@ fn on_read(cx: &mut Cx, read: u64, result: Result<BlockKv, DiskLoss>) {
             cx.memory.tiers.note_missing(&hash, loss);
             cx.unsave(&[hash]);
             let load = cx.memory.tiers.loads.get_mut(&id);
-            load.into_iter().for_each(|load| load.end = load.end.min(at));
+            load.into_iter().for_each(|load| load.end_at(at));
         }
     }
 }
@@ -254,7 +254,7 @@ fn ask(cx: &mut Cx, id: LoadId, load: &mut Load) {
         if let Some(kv) = cx.memory.tiers.take_from_host(&hash) {
             load.arrived.insert(at, (TierName::Host, kv));
         } else if cx.memory.tiers.tier_of(&hash).is_none() {
-            load.end = at;
+            load.end_at(at);
             return;
         } else if cx.memory.tiers.reading.len() < TIER_DISK_READS_MAX {
             cx.memory.tiers.next_read += 1;
@@ -278,6 +278,11 @@ fn stored(cx: &mut Cx, tag: RemoteTag) -> Option<&mut Load> {
 }
 
 impl Load {
+    /// Ends it before the block at `at`, or where it ended before: a block whose KV was not stored never counts again.
+    fn end_at(&mut self, at: usize) {
+        self.end = self.end.min(at);
+    }
+
     fn new(seq: SeqId, first: u32, blocks: Vec<(BlockHash, PhysBlock)>, is_prompt: bool, began_ms: u64) -> Self {
         let end = blocks.len();
         Self {
@@ -293,5 +298,22 @@ impl Load {
             end,
             began_ms,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A deadline behind a failed store once made the failed block count again.
+    #[test]
+    fn the_end_of_a_load_never_rises() {
+        let blocks = (0..4).map(|n| (BlockHash([n; 32]), PhysBlock(n.into()))).collect();
+        let mut load = Load::new(SeqId(1), 0, blocks, true, 0);
+        load.end_at(9);
+        assert_eq!(load.end, 4);
+        load.end_at(1);
+        load.end_at(3);
+        assert_eq!(load.end, 1);
     }
 }

@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 impl Batch {
-    /// Starts the search of a waiting sequence's cached blocks in the pool, if one is due.
+    /// Starts the search of a waiting sequence's cached blocks in the pool, if one is due. Returns whether it did.
     pub(super) fn search_pool(&mut self, cx: &mut Cx, id: SeqId) -> bool {
         let wanted = self.hash_wanted(cx, id);
         let due = |seq: &&mut Sequence| seq.search == PoolSearch::Due && wanted > 0;

@@ -76,7 +76,7 @@ impl Cx {
         false
     }
 
-    /// A layer of the block that is copied has come. Tags of a copy that was given up are ignored.
+    /// A layer of the block that is copied has come. Tags of a copy that was dropped are ignored.
     pub(crate) fn on_saved_layer(&mut self, tag: RemoteTag, kv: Bytes) {
         let Some(save) = &mut self.memory.tiers.save else { return };
         let Some(layer) = save.reading.remove(&tag) else { return };
