@@ -104,6 +104,17 @@ fn a_long_request_makes_room_for_the_queue_behind_it() {
     assert!(orders[0].gain_tokens_per_s > 1_000.0);
 }
 
+/// Queries wait for what a creditor's device computes: of two creditors, the one that computes prompts in long steps is the worse.
+#[test]
+fn a_creditor_in_long_steps_is_left_alone() {
+    let of = |step_us| {
+        let mut view = pool(vec![instance(&[950], &[20; 30]), instance(&[10; 20], &[]), instance(&[10; 30], &[])]);
+        view.instances.get_mut(&InstanceId(2)).unwrap().load.step_us = step_us;
+        plan(&view)[0].target
+    };
+    assert_eq!([of(9_000), of(150_000)], [InstanceId(2), InstanceId(3)]);
+}
+
 #[test]
 fn blocks_are_placed_before_an_instance_is_full() {
     let mut view = pool(vec![instance(&[998], &[]), instance(&[10; 20], &[])]);
