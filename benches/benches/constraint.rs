@@ -92,6 +92,7 @@ impl Runner {
             hidden: Vec::new(),
             next_row: None,
             watched: false,
+            announced: false,
             scores: Vec::new(),
         };
         self.executor.push(Command::Step(Box::new(work)));

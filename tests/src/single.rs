@@ -89,6 +89,7 @@ impl<D: Device> Session<D> {
             remote: RemoteWork::default(),
             next_row: None,
             watched: false,
+            announced: false,
             scores: Vec::new(),
             hidden: Vec::new(),
         };

@@ -585,6 +585,7 @@ fn instance_config(
         link_bytes_per_s: LINK_BYTES_PER_S,
         attention_flops: ATTENTION_FLOPS,
         prefix_cache: engine.prefix_cache,
+        joint: JointConfig::of(engine.prefill_instances),
         target_step_ms: engine.target_tbt_ms,
         transfer: None,
         lent: None,

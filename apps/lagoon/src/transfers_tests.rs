@@ -54,6 +54,7 @@ fn config(incarnation: u64) -> InstanceConfig {
         lent: None,
         peer_access: None,
         prefix_cache: false,
+        joint: JointConfig::OFF,
         target_step_ms: None,
     }
 }

@@ -6,6 +6,7 @@ use crate::runner::SimRunner;
 use crate::shared;
 use crate::world::World;
 use lagoon_cluster::LentEntry;
+use lagoon_instance::MEMBER_SEQ_BASE;
 use lagoon_kv::{BlockState, Owner, Placement, RemoteBlock};
 use lagoon_protocol::LeasePurpose;
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId};
@@ -163,8 +164,10 @@ fn lent<R>(
     let rm = creditor.instance.rmanager();
     let entry = rm.creditor.entry(block.lease, block.entry);
     let good = entry.is_some_and(|e: LentEntry| {
-        let for_it = (e.debtor, e.seq, e.epoch) == (debtor, seq, block.epoch);
-        let moved = e.purpose != LeasePurpose::Growth;
+        // A member of a joint prefill has a sequence of its own; its leases name the owner's.
+        let member = e.purpose == LeasePurpose::Joint && seq.0 >= MEMBER_SEQ_BASE;
+        let for_it = (e.debtor, e.epoch) == (debtor, block.epoch) && (member || e.seq == seq);
+        let moved = matches!(e.purpose, LeasePurpose::Move | LeasePurpose::Swap | LeasePurpose::Handover);
         for_it
             && rm.pool.has(Owner::Lent(block.lease), e.block)
             && (!moved || rm.pool.state(e.block) == BlockState::Sealed)

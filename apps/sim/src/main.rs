@@ -62,6 +62,9 @@ struct SimArgs {
     /// Give prefix caches tiers in host memory and on disk.
     #[arg(long)]
     cache_tiers: bool,
+    /// Have long prompts computed by several instances.
+    #[arg(long)]
+    joint: bool,
 }
 
 fn parse_aim(text: &str) -> Result<Aim, String> {
@@ -79,8 +82,8 @@ fn main() -> anyhow::Result<ExitCode> {
     if let Some(command) = &args.command {
         return suites::run(command).map(|()| ExitCode::SUCCESS);
     }
-    let SimArgs { nodes, requests, seconds, steps, roles, aim, cache_tiers, .. } = *args;
-    let limits = Limits { nodes, requests, seconds, steps, roles, aim, cache_tiers, faults: !args.no_faults };
+    let SimArgs { nodes, requests, seconds, steps, roles, aim, cache_tiers, joint, .. } = *args;
+    let limits = Limits { nodes, requests, seconds, steps, roles, aim, cache_tiers, joint, faults: !args.no_faults };
     match args.seed {
         Some(seed) => one(args, seed, limits),
         None => many(args, args.seeds.clone().unwrap_or(0..1000), limits),
@@ -170,7 +173,8 @@ fn report(args: &SimArgs, scenario: &Scenario, failure: &Failure) -> anyhow::Res
     let roles = args.roles.map_or_else(String::new, |roles| format!(" --roles {roles}"));
     let aim = args.aim.map_or_else(String::new, |aim| format!(" --aim {}", aim.name()));
     let tiers = if args.cache_tiers { " --cache-tiers" } else { "" };
-    println!("replay: lagoon-sim --seed {}{roles}{aim}{tiers}", scenario.seed);
+    let joint = if args.joint { " --joint" } else { "" };
+    println!("replay: lagoon-sim --seed {}{roles}{aim}{tiers}{joint}", scenario.seed);
     Ok(())
 }
 
@@ -196,6 +200,12 @@ fn print_summary(s: &Summary) {
     );
     println!("{} tokens, {} preemptions, {} losses of KV", s.tokens, s.preemptions, s.recoveries);
     println!("{} tokens computed again for lost KV", s.recomputed);
+    if s.joint_begun > 0 {
+        println!(
+            "{} prompts begun with others, {} completed, {} tokens computed for others",
+            s.joint_begun, s.joint_completed, s.joint_tokens
+        );
+    }
     println!(
         "{} tokens of prefixes found ({} leased from others), {} blocks of them shared, {} kept blocks evicted",
         s.prefix_hits, s.prefix_leased, s.prefix_shared, s.prefix_evicted

@@ -10,7 +10,7 @@ use crate::symbolic::{Speed, Symbolic, Windows, model};
 use crate::world::World;
 use lagoon_cluster::{BalancerConfig, DgfmConfig, GManager, GManagerConfig, PlannerConfig};
 use lagoon_instance::{
-    CacheTierConfig, Event, InstanceConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig,
+    CacheTierConfig, Event, InstanceConfig, JointConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig,
 };
 use lagoon_protocol::{BatchPoint, Calibration, MemoryTier, Role};
 use lagoon_types::{DType, ModelHash};
@@ -86,6 +86,8 @@ pub struct PoolSpec {
     pub prefix_cache: bool,
     /// Tiers of each instance's prefix cache beside its KV memory.
     pub cache_tiers: Option<CacheTiers>,
+    /// Tokens from which on a prompt is computed by several instances; 0: none is.
+    pub joint_tokens_min: u32,
     /// Push: decode workers have memory before a prompt is prefilled, and read it meanwhile.
     pub push: bool,
     /// Role balancer, if roles change by load.
@@ -172,6 +174,10 @@ impl NodeSpec {
             link_bytes_per_s: 1e9,
             attention_flops: 1e12,
             prefix_cache: pool.prefix_cache,
+            joint: JointConfig {
+                instances: u32::from(pool.joint_tokens_min == 0),
+                tokens_min: pool.joint_tokens_min,
+            },
             target_step_ms: None,
             transfer: self.transfers.then(|| self.transfer(pool)),
             lent: None,
@@ -200,6 +206,7 @@ impl PoolSpec {
             max_positions: 100_000,
             prefix_cache: true,
             cache_tiers: None,
+            joint_tokens_min: 0,
             push: false,
             balancer: None,
             link,

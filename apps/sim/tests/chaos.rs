@@ -61,6 +61,15 @@ fn no_seed_fails_with_cache_tiers() {
     }
 }
 
+/// Prompts that several instances compute, with every fault in every state.
+#[test]
+fn no_seed_fails_with_joint_prefill() {
+    let limits = Limits { joint: true, roles: Some(false), ..Limits::default() };
+    let total = run_all(seeds(0..1000), limits, " --joint --roles false");
+    assert!(total.joint_begun > total.joint_completed && total.joint_completed > 0, "nothing went wrong: {total:?}");
+    assert!(total.joint_tokens > 0, "nothing was computed for others: {total:?}");
+}
+
 /// Pools with prefill and decode workers, pulling and pushing.
 #[test]
 fn no_seed_fails_with_roles() {

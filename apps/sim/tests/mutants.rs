@@ -20,6 +20,7 @@ const ROLES: Limits = Limits {
     aim: None,
     steps: 0,
     cache_tiers: false,
+    joint: false,
 };
 
 /// The first seed that finds a mutant, and its failure.

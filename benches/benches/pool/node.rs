@@ -94,6 +94,7 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         link_bytes_per_s: 1e9,
         attention_flops: 5e10,
         prefix_cache: false,
+        joint: JointConfig::OFF,
         target_step_ms: None,
         transfer: None,
         lent: None,

@@ -2,7 +2,7 @@
 
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role};
 use lagoon_transfer::{Axis, Dim, Layout, LayoutAttention, LayoutError, LayoutParts, Part, Plane};
-use lagoon_types::limits::{DATA_FRAME_BYTES_MAX, HEAD_DIM_MAX, HEADS_MAX};
+use lagoon_types::limits::{DATA_FRAME_BYTES_MAX, HEAD_DIM_MAX, HEADS_MAX, JOINT_TOKENS_MIN};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape, ModelHash, WindowShape};
 
 /// Bounds of one scheduler.
@@ -114,6 +114,26 @@ impl TransferConfig {
     }
 }
 
+/// Joint prefill: several instances compute one prompt together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JointConfig {
+    /// Instances that compute a prompt, this one included, at most: 1 is this one alone, 0 as many as pay.
+    pub instances: u32,
+    /// Tokens to compute from which on a prompt is computed together.
+    pub tokens_min: u32,
+}
+
+impl JointConfig {
+    /// Every instance computes its prompts alone.
+    pub const OFF: Self = Self::of(1);
+
+    /// With up to `instances` instances (0: as many as pay) for prompts from [`JOINT_TOKENS_MIN`] on.
+    #[must_use]
+    pub const fn of(instances: u32) -> Self {
+        Self { instances, tokens_min: JOINT_TOKENS_MIN }
+    }
+}
+
 /// Sliding windows of a model's layers, in tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LayerWindows {
@@ -187,6 +207,7 @@ pub struct InstanceConfig {
     pub peer_access: Option<String>,
     /// Prefix cache: free blocks keep their KV for prompts with the same prefix.
     pub prefix_cache: bool,
+    pub joint: JointConfig,
     /// Latency target of own decode steps, in milliseconds: bounds peers' micro attention.
     pub target_step_ms: Option<u32>,
 }

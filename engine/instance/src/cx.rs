@@ -168,6 +168,16 @@ impl Cx {
         }
     }
 
+    /// Sends a control message now, or dials and sends it after the peer's Hello. Messages to a peer that does not connect are
+    /// dropped; requests have deadlines for their replies.
+    pub(crate) fn send_or_dial(&mut self, to: InstanceId, quic_addr: &str, body: ControlBody) {
+        if let Some(peer) = self.peers.key(to) {
+            self.send(peer, body);
+        } else if self.peers.send_when_known(to, body, self.now_ms) {
+            self.effects.push(Effect::Connect { instance: to, quic_addr: quic_addr.to_owned() });
+        }
+    }
+
     /// Sends a control message to a peer.
     pub(crate) fn send(&mut self, peer: PeerKey, body: ControlBody) {
         self.effects.push(Effect::Control { peer, body });

@@ -12,6 +12,7 @@ use crate::cx::Cx;
 use crate::cx::tags::{ReadId, ReadOwner, TagOwner};
 use crate::cx::tiers::CacheTierConfig;
 use crate::event::{Effect, Event, PeerKey};
+use crate::joint::{JointEvent, Joints};
 use crate::look::Look;
 use crate::membership::{Membership, MembershipEvent};
 use crate::moves::{MoveEvent, Moves};
@@ -31,6 +32,7 @@ pub struct Instance {
     pub(crate) step: Steps,
     pub(crate) creditor: Creditor,
     pub(crate) prefill: Prefills,
+    pub(crate) joint: Joints,
     pub(crate) moves: Moves,
     pub(crate) membership: Membership,
 }
@@ -46,6 +48,7 @@ impl Instance {
             step: Steps::new(),
             creditor: Creditor::new(&config),
             prefill: Prefills::new(&config),
+            joint: Joints::default(),
             moves: Moves::new(config.kv.layers, config.block_tokens),
             membership: Membership::default(),
             cx: Cx::new(config)?,
@@ -210,6 +213,7 @@ impl Instance {
             Output::Borrowed { borrow: _, seq, leases } => self.batch(BatchEvent::Borrowed { seq, leases }),
             Output::BorrowFailed { borrow: _, seq, reason } => self.batch(BatchEvent::BorrowFailed { seq, reason }),
             Output::PrefixFound { borrow: _, seq, parts } => self.batch(BatchEvent::PrefixFound { seq, parts }),
+            Output::Members { seq, candidates } => self.joint(JointEvent::Found { seq, candidates }),
             Output::LeaseLost { seq, creditor, lease } => {
                 let why = "a creditor no longer has the sequence's blocks".to_owned();
                 let lost = Lost { seq, creditor, part: LostPart::Lease(lease), why };
@@ -289,6 +293,9 @@ impl Instance {
         };
         if let ControlBody::Recall(recall) = body {
             return self.moves(MoveEvent::Recall { creditor: from, recall });
+        }
+        if let ControlBody::Joint(message) = body {
+            return self.joint(JointEvent::Control { from, message: *message });
         }
         if Prefills::takes(&body) {
             return self.prefill(PrefillEvent::Control { from, body });
@@ -387,6 +394,7 @@ impl Instance {
             Report::Queries { step, layer, frames } => self.step(StepEvent::Queries { step, layer, frames }),
             Report::Written { step, layer, kv } => self.step(StepEvent::Written { step, layer, kv }),
             Report::Layer { step, layer } => self.step(StepEvent::Layer { step, layer }),
+            Report::Appended { step, layer } => self.step(StepEvent::Appended { step, layer }),
             Report::Prompts { step, scores, sums } => self.step(StepEvent::Prompts { step, scores, sums }),
             Report::Done { step, micro_batch, samples } => {
                 self.cx.memory.tiers.note_steps(true, true);
@@ -452,6 +460,8 @@ impl Instance {
         self.hand_on(outcomes);
         let outcomes = self.prefill(PrefillEvent::Tick);
         self.hand_on(outcomes);
+        let outcomes = self.joint(JointEvent::Tick);
+        self.hand_on(outcomes);
         let outcomes = self.membership(MembershipEvent::Tick);
         self.hand_on(outcomes);
     }
@@ -483,6 +493,12 @@ impl Instance {
             Outcome::SwappedOut { seq, all } => self.batch(BatchEvent::SwappedOut { seq, all }),
             Outcome::BehindWindow { seq } => self.moves(MoveEvent::BehindWindow(seq)),
             Outcome::Ended { seq } => self.prefill(PrefillEvent::Ended(seq)),
+            Outcome::MembersWanted { seq } => self.joint(JointEvent::Wanted(seq)),
+            Outcome::StripeStarted { seq, stripe } => self.joint(JointEvent::StripeStarted { seq, stripe }),
+            Outcome::Appended { seq, layer, end } => self.joint(JointEvent::Appended { seq, layer, end }),
+            Outcome::JointComputed { seq } => self.joint(JointEvent::Computed(seq)),
+            Outcome::KvAppended => self.creditor(CreditorEvent::Appended),
+            Outcome::StepLeft { seq } => self.step(StepEvent::Leave(seq)),
             Outcome::Withheld { seq, blocks } => self.prefill(PrefillEvent::Withheld { seq, blocks }),
             Outcome::JobFailed { seq, reason } => self.prefill(PrefillEvent::JobFailed { seq, reason }),
             Outcome::Preempted { seq } => self.prefill(PrefillEvent::Preempted(seq)),
@@ -494,12 +510,17 @@ impl Instance {
             Outcome::Chunk { seq } => self.prefill(PrefillEvent::Chunk(seq)),
             Outcome::ChunkLeft { seq } => self.prefill(PrefillEvent::ChunkLeft(seq)),
             Outcome::Prefilled { seq, first } => self.prefill(PrefillEvent::Prefilled { seq, first }),
-            Outcome::NewLife => self.prefill(PrefillEvent::NewLife),
+            Outcome::NewLife => {
+                let mut outcomes = self.prefill(PrefillEvent::NewLife);
+                outcomes.extend(self.joint(JointEvent::NewLife));
+                outcomes
+            }
             Outcome::Introduced { peer, hello } => self.membership(MembershipEvent::Introduced { peer, hello }),
             Outcome::Lost(lost) => self.on_lost(lost),
             Outcome::Released { seq } => {
                 let mut outcomes = self.moves(MoveEvent::Released(seq));
                 outcomes.extend(self.prefill(PrefillEvent::Released(seq)));
+                outcomes.extend(self.joint(JointEvent::Released(seq)));
                 outcomes
             }
             Outcome::StepDone { ms, growing, other_rows, own } => {
@@ -515,6 +536,7 @@ impl Instance {
                     outcomes.extend(self.creditor(CreditorEvent::PeerUp { peer, instance }));
                 }
                 outcomes.extend(self.prefill(PrefillEvent::PeerUp(instance)));
+                outcomes.extend(self.joint(JointEvent::PeerUp));
                 outcomes.extend(self.step(StepEvent::PeerUp { creditor: instance, lent }));
                 outcomes
             }
@@ -534,6 +556,7 @@ impl Instance {
     fn on_peer_gone(&mut self, instance: InstanceId) -> Outcomes {
         let mut outcomes = self.creditor(CreditorEvent::PeerDown(instance));
         outcomes.extend(self.prefill(PrefillEvent::PeerGone(instance)));
+        outcomes.extend(self.joint(JointEvent::PeerGone(instance)));
         outcomes.extend(self.on_creditor_gone(instance, "the connection to a creditor was lost"));
         outcomes.push(Outcome::Unattended(instance));
         outcomes
@@ -545,7 +568,11 @@ impl Instance {
             return Outcomes::new();
         }
         let Lost { seq, creditor, .. } = lost;
-        let mut outcomes = self.moves(MoveEvent::CreditorGone { creditor, seq: Some(seq) });
+        let mut outcomes = self.joint(JointEvent::Lost(seq));
+        if !self.batch.has_lost(&lost) {
+            return outcomes;
+        }
+        outcomes.extend(self.moves(MoveEvent::CreditorGone { creditor, seq: Some(seq) }));
         if self.batch.in_step(seq) {
             outcomes.extend(self.step(StepEvent::Leave(seq)));
         }
@@ -577,12 +604,17 @@ impl Instance {
         self.prefill.handle(&mut self.cx, &mut self.batch, event)
     }
 
+    fn joint(&mut self, event: JointEvent) -> Outcomes {
+        let others = Others { prefills: &self.prefill, moves: &self.moves };
+        self.joint.handle(&mut self.cx, &mut self.batch, others, event)
+    }
+
     fn moves(&mut self, event: MoveEvent) -> Outcomes {
         self.moves.handle(&mut self.cx, &mut self.batch, event)
     }
 
     fn membership(&mut self, event: MembershipEvent) -> Outcomes {
-        let Self { cx, batch, step, creditor, prefill: prefills, moves, membership } = self;
+        let Self { cx, batch, step, creditor, prefill: prefills, moves, membership, .. } = self;
         membership.handle(cx, Look { batch, step, creditor, prefills, moves }, event)
     }
 }
@@ -597,6 +629,7 @@ fn may_concern_batch(event: &Event) -> bool {
             Report::Queries { .. }
                 | Report::Written { .. }
                 | Report::Layer { .. }
+                | Report::Appended { .. }
                 | Report::Memory(_)
                 | Report::Launches(_)
                 | Report::RemotePartial { .. }

@@ -43,6 +43,18 @@ pub(crate) enum Outcome {
     Decoded { ms: u64 },
     /// Batch: own sequences need lent blocks back; with `take`, blocks not returned in time are revoked.
     WantBack { blocks: u32, take: bool },
+    /// Batch: a waiting sequence's prompt is to be computed by several instances.
+    MembersWanted { seq: SeqId },
+    /// Step: the last step of a sequence's stripe has started.
+    StripeStarted { seq: SeqId, stripe: u32 },
+    /// Step: the KV of a sequence in joint prefill is in the store in a layer, up to position `end`.
+    Appended { seq: SeqId, layer: u32, end: u32 },
+    /// Step: a chunk of a sequence in joint prefill is computed.
+    JointComputed { seq: SeqId },
+    /// Joint prefill: leases of own blocks are written further. Waiting queries are served.
+    KvAppended,
+    /// Joint prefill: a sequence leaves its step.
+    StepLeft { seq: SeqId },
     /// Batch: growth needs blocks reserved for moves home.
     RoomNeeded,
     /// Batch: a sequence stops, and its whole blocks are to move to host memory.

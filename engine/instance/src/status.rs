@@ -2,6 +2,7 @@
 
 use crate::batch::freeze::FrozenDebt;
 use crate::cx::prefix::PrefixStatus;
+use crate::joint::JointStatus;
 use crate::cx::tiers::CacheTiersStatus;
 use crate::instance::Instance;
 use crate::look::Look;
@@ -80,6 +81,7 @@ pub struct InstanceStatus {
     pub launches: Option<LaunchCounters>,
     pub prefill: PrefillStatus,
     pub prefix: PrefixStatus,
+    pub joint: JointStatus,
     /// Tiers of the prefix cache beside the KV memory, if there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cache_tiers: Option<CacheTiersStatus>,
@@ -266,6 +268,7 @@ impl Instance {
             launches: self.step.launches(),
             prefill: self.prefill.look(&self.cx, &self.batch),
             prefix: self.cx.memory.prefix.status(&self.cx.memory.rm),
+            joint: self.joint.status(),
             cache_tiers: self.cx.memory.tiers.status(&self.cx.memory.rm.pool),
             peer_access: PeerAccessStatus { sealed: self.creditor.sealed(), ..self.step.mapped().status() },
             sequences: self.batch.seqs().map(placement).collect(),

@@ -106,6 +106,11 @@ impl LeaseHasher {
         self.written.fill(tokens);
     }
 
+    /// Counts the first `tokens` tokens of `layer` as written by others: they get no hashes here. A length never goes back.
+    pub fn reach(&mut self, layer: usize, tokens: u32) {
+        self.written[layer] = self.written[layer].max(tokens);
+    }
+
     /// Number of layers.
     #[must_use]
     pub fn layers(&self) -> usize {

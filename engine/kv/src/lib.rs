@@ -37,5 +37,7 @@ pub use identity::{BlockHash, IdentityRoot};
 pub use pool::Unsaved;
 pub use pool::{Adopted, BlockPool, BlockState, Joined, Owner, PoolCounts};
 pub use ranges::RangeSet;
-pub use seq::{Advance, Freed, Placement, RemoteBlock, RemoteEntries, RemoteGrant, Segment, SeqBlocks, SlotRef};
+pub use seq::{
+    Advance, Freed, JointPart, Placement, RemoteBlock, RemoteEntries, RemoteGrant, Segment, SeqBlocks, SlotRef,
+};
 pub use tier::Tier;

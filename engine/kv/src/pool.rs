@@ -20,7 +20,8 @@
 //!
 //! **Shared blocks.** Sequences with a common prefix share its sealed blocks. Only sealed blocks with block hashes are
 //! shared, so no owner writes there; each owner frees a shared block separately, and it is free after the last one. With
-//! rows, each owner maps the memory at an address of its own row (`pool/sharing.rs`).
+//! rows, each owner maps the memory at an address of its own row (`pool/sharing.rs`). The exception are blocks that a sequence
+//! leases out before it computes them ([`BlockPool::lease_out`], joint prefill): it alone writes them.
 
 mod adopt;
 mod saving;
@@ -426,6 +427,24 @@ impl BlockPool {
         }
     }
 
+    /// Makes a lease a further owner of a sequence's blocks, whatever their state: the sequence goes on writing them, and a
+    /// reader of the lease waits until it has. Without address rows only.
+    ///
+    /// # Panics
+    /// If `seq` does not own one of them, the lease owns it already, or the pool has address rows.
+    pub fn lease_out(&mut self, seq: SeqId, lease: LeaseId, blocks: &[PhysBlock]) {
+        assert_eq!(self.space.rows, 0, "blocks in address rows are not leased out");
+        for &block in blocks {
+            assert!(self.has(Owner::Own(seq), block), "{block} is not {seq}'s to lease out");
+            self.sharing.join(block, Owner::Lent(lease));
+            *self.state_count(self.states[block.0 as usize]) += 1;
+        }
+        let n = u32::try_from(blocks.len()).expect("at most the pool's blocks");
+        self.counts.lent += n;
+        self.counts.shared += n;
+        self.changed();
+    }
+
     /// Advances an owned block to `state`; the same state is allowed.
     ///
     /// # Panics
@@ -433,8 +452,10 @@ impl BlockPool {
     pub fn mark(&mut self, block: PhysBlock, state: BlockState) {
         let old = self.state(block);
         assert!(state >= old, "{block} cannot go back from {old:?} to {state:?}");
-        *self.state_count(old) -= 1;
-        *self.state_count(state) += 1;
+        // Each owner counts.
+        let owners = 1 + u32::try_from(self.sharing.others(block).count()).expect("a few owners");
+        *self.state_count(old) -= owners;
+        *self.state_count(state) += owners;
         self.states[block.0 as usize] = state;
     }
 
@@ -469,7 +490,8 @@ impl BlockPool {
                     BlockState::Sealed => counts.sealed += 1,
                 }
             }
-            assert!(*state == BlockState::Sealed || !self.is_shared(block), "{block} is shared before it is sealed");
+            let sequences = self.owners(block).filter(|owner| matches!(owner, Owner::Own(_))).count();
+            assert!(*state == BlockState::Sealed || sequences <= 1, "{block} is shared before it is sealed");
         }
         counts.shared = self.sharing.check(|block| self.owner(block));
         let addresses = u32::try_from(self.owners.len()).expect("addresses fit u32");
@@ -590,6 +612,26 @@ mod tests {
         pool.check();
         let back = std::panic::catch_unwind(move || pool.mark(PhysBlock(0), BlockState::Filling));
         assert!(back.is_err());
+    }
+
+    #[test]
+    fn blocks_leased_out_are_written_by_their_sequence_and_outlive_it() {
+        let mut pool = BlockPool::new(4);
+        let blocks = pool.allocate(A, 3, None).unwrap();
+        pool.lease_out(SeqId(1), LeaseId(2), &blocks[..2]);
+        pool.lease_out(SeqId(1), LeaseId(3), &blocks[..2]);
+        pool.check();
+        assert_eq!((pool.counts().shared, pool.counts().lent, pool.counts().reserved), (4, 4, 7));
+        pool.mark(blocks[0], BlockState::Filling);
+        pool.mark(blocks[0], BlockState::Sealed);
+        assert_eq!((pool.counts().sealed, pool.counts().reserved), (3, 4));
+        pool.free(A, &blocks);
+        pool.check();
+        assert_eq!((pool.counts().free, pool.owner(blocks[1])), (2, Owner::Lent(LeaseId(2))));
+        pool.free(Owner::Lent(LeaseId(2)), &blocks[..2]);
+        pool.free(Owner::Lent(LeaseId(3)), &blocks[..2]);
+        pool.check();
+        assert_eq!(pool.counts().free, 4);
     }
 
     #[test]

@@ -10,8 +10,11 @@
 //!   from the window's first block to `len` exactly once.
 
 mod extents;
+mod joint;
 mod lost;
 mod moves;
+
+pub use joint::JointPart;
 
 use crate::pool::{BlockPool, BlockState};
 use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock};

@@ -2,6 +2,7 @@
 //! movement are in [`crate::placement`], of disaggregated serving in [`crate::prefill`], of KV transfer in
 //! [`crate::transfer`]. Evolvable: fields are tagged, unknown fields are skipped, an unknown body decodes as `None`.
 
+use crate::joint::Joint;
 use crate::placement::{
     AdminQuery, AdminReply, Calibration, DrainOrder, Fenced, Freeze, Frozen, LeaseRevoked, LeaseSealed, Load,
     MoveKvCache, MoveOutcome, NotLeader, PlacementEntry, Recall, Thaw,
@@ -24,7 +25,7 @@ pub struct Control {
     #[prost(
         oneof = "ControlBody",
         tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, \
-                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49"
+                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50"
     )]
     pub body: Option<ControlBody>,
 }
@@ -143,6 +144,9 @@ pub enum ControlBody {
     // Prefix cache of the pool: debtor and creditor.
     #[prost(message, tag = "49")]
     LeaseHashes(LeaseHashes),
+    // Joint prefill: its members.
+    #[prost(message, boxed, tag = "50")]
+    Joint(Box<Joint>),
 }
 
 /// Model and KV shape that must be equal for two instances to share KV.
@@ -706,6 +710,8 @@ pub enum LeasePurpose {
     Swap = 2,
     /// KV that a prefill worker computed for the debtor. Never requested: it comes with `PrefillReady`.
     Handover = 3,
+    /// KV that a member of a joint prefill computes. Never requested: it comes with `JointGranted`.
+    Joint = 4,
 }
 
 /// Grant of a [`LeaseRequest`]: a lease of as many blocks as were asked for, or of at least `blocks_min`.

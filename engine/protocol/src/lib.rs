@@ -14,6 +14,7 @@
 pub mod control;
 pub mod data;
 pub mod direct;
+pub mod joint;
 pub mod placement;
 pub mod prefill;
 pub mod prefix;
@@ -23,6 +24,7 @@ pub mod transfer;
 pub use control::*;
 pub use data::*;
 pub use direct::*;
+pub use joint::*;
 pub use placement::*;
 pub use prefill::*;
 pub use prefix::*;

@@ -206,6 +206,7 @@ impl<D: Device> Drafter<D> {
             remote: RemoteWork::default(),
             next_row: None,
             watched: false,
+            announced: false,
             scores: Vec::new(),
             hidden: Vec::new(),
         };

@@ -61,6 +61,7 @@ fn step(number: u64, micro_batch: MicroBatch, slot: u32, remote: RemoteWork) -> 
         remote,
         next_row: None,
         watched: false,
+        announced: false,
         scores: Vec::new(),
         hidden: Vec::new(),
     }))

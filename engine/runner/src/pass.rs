@@ -191,6 +191,9 @@ impl Pass {
                     return Ok(Progress::Queued(left));
                 }
                 self.hand_out(shared, reports)?;
+                if self.work.announced {
+                    reports(Report::Appended { step: self.work.step, layer: self.pooled });
+                }
                 self.phase = Phase::Attend;
                 Ok(Progress::Advanced)
             }
@@ -296,12 +299,15 @@ impl Pass {
         Ok(Progress::Advanced)
     }
 
-    /// Whether this layer sends queries or KV to creditors, or fetches KV for the next layer.
+    /// Whether this layer sends queries or KV to creditors, fetches KV for the next layer, or is announced.
     fn hands_out<D: Device>(&self, shared: &Shared<'_, D>) -> bool {
         let RemoteWork { ships, fetches, writes, .. } = &self.work.remote;
         self.is_remote()
             && self.is_pooled(shared)
-            && !(fetches.is_empty() && writes.is_empty() && ships.iter().all(|ship| !self.asks(shared, ship)))
+            && (self.work.announced
+                || !fetches.is_empty()
+                || !writes.is_empty()
+                || ships.iter().any(|ship| self.asks(shared, ship)))
     }
 
     fn is_pooled<D: Device>(&self, shared: &Shared<'_, D>) -> bool {

@@ -64,6 +64,7 @@ impl Split {
             remote: RemoteWork::default(),
             next_row: None,
             watched: false,
+            announced: false,
             scores: Vec::new(),
             hidden: Vec::new(),
         })));

@@ -30,6 +30,8 @@ pub struct StepWork {
     pub next_row: Option<u32>,
     /// Report each layer but the last when its KV is in the store ([`Report::Layer`]).
     pub watched: bool,
+    /// Each pooled layer is reported when its KV is in the store ([`Report::Appended`]), before its attention.
+    pub announced: bool,
     /// Rows whose logits are reduced to log-probabilities of a prompt ([`Report::Prompts`]).
     pub scores: Vec<ScoreRows>,
     /// Rows whose hidden states are added up ([`Report::Prompts`]).
@@ -404,6 +406,11 @@ pub enum Report {
     },
     /// A watched step's KV is in the store, all rows, in this layer and those before, and does not change.
     Layer {
+        step: StepId,
+        layer: u32,
+    },
+    /// An announced step's KV of this pooled layer is in the store, all rows, and does not change.
+    Appended {
         step: StepId,
         layer: u32,
     },

@@ -140,6 +140,23 @@ pub const CACHED_LEASES_MAX: usize = 32;
 const _: () = assert!(CACHED_LEASES_MAX * 2 <= CREDITORS_MAX);
 /// Time for the search of a prompt's cached runs on other instances; then what was leased is used, and the rest computed.
 pub const PREFIX_SEARCH_MS: u64 = 1_000;
+/// Members of a joint prefill, the owner included.
+pub const JOINT_MEMBERS_MAX: usize = 8;
+/// Tokens to compute below which a prompt is computed by its instance alone: the exchange of a step, and the steps at the beginning
+/// in which members wait for each other, must be small against it.
+pub const JOINT_TOKENS_MIN: u32 = 4_096;
+/// Stripes that each member of a joint prefill computes at least.
+pub const JOINT_STRIPES_MIN: u32 = 2;
+/// Time for candidates to answer whether they join, and for members to allocate memory and meet; then the owner computes alone.
+pub const JOINT_ASK_MS: u64 = 1_000;
+/// See [`JOINT_ASK_MS`]; a prompt is sent meanwhile.
+pub const JOINT_GRANT_MS: u64 = 3_000;
+/// Time for members to tell what they have computed when a joint prefill ends; the owner computes the parts of silent ones again.
+pub const JOINT_END_MS: u64 = 2_000;
+/// Joint prefills of others that one instance takes part in at once.
+pub const JOINT_JOBS_MAX: usize = 2;
+/// Tokens of other prompts that wait to be computed, above which an instance joins none.
+pub const JOINT_BUSY_TOKENS: u64 = 8_192;
 /// A step that waits longer than this for a peer's partials fails its sequences.
 pub const STEP_DEADLINE_MS: u64 = 10_000;
 /// A device that finishes no layer of a step for this long hangs: the process ends, and other instances take its requests.
@@ -338,6 +355,7 @@ pub const PUSH_PARTS: u32 = 8;
 
 // A worker takes at most 72 bytes, a token 4.
 const _: () = assert!(WORKERS_MAX * 72 < CONTROL_FRAME_BYTES_MAX && PREFILL_TOKENS_MAX * 4 < CONTROL_FRAME_BYTES_MAX);
+const _: () = assert!(JOINT_ASK_MS + JOINT_GRANT_MS < LEASE_TTL_MS && JOINT_MEMBERS_MAX <= CREDITORS_MAX);
 const _: () = assert!(PREFILL_TOKENS_MAX * 4 + GRAMMAR_BYTES_MAX + 16 * CHOICES_MAX < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(PREFILL_WAIT_MS < ADMISSION_DEADLINE_MS && PREFILL_GRACE_MS < LEASE_TTL_MS);
 

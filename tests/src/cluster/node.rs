@@ -183,6 +183,7 @@ impl Spec {
             fetch_tokens: 24,
             other_model: false,
             attention_flops: 1e12,
+            joint: JointConfig::OFF,
             target_step_ms: None,
             prefix_cache: true,
             host_cache_bytes: 0,

@@ -104,6 +104,10 @@ pub struct Summary {
     pub found: u64,
     /// Roles that changed.
     pub switches: u64,
+    /// Prompts begun with others, and those of them that all members computed to the end; tokens computed for others.
+    pub joint_begun: u64,
+    pub joint_completed: u64,
+    pub joint_tokens: u64,
     pub partials_frames: u64,
     pub bulk_frames: u64,
 }
@@ -137,6 +141,9 @@ impl Summary {
         self.left += other.left;
         self.found += other.found;
         self.switches += other.switches;
+        self.joint_begun += other.joint_begun;
+        self.joint_completed += other.joint_completed;
+        self.joint_tokens += other.joint_tokens;
         self.partials_frames += other.partials_frames;
         self.bulk_frames += other.bulk_frames;
     }
@@ -160,6 +167,9 @@ impl Summary {
         self.prefills_own += status.prefill.own;
         self.left += status.prefill.blocks_left;
         self.found += status.prefill.found_tokens;
+        self.joint_begun += status.joint.begun;
+        self.joint_completed += status.joint.completed;
+        self.joint_tokens += status.joint.computed_tokens;
     }
 }
 

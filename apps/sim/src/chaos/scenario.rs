@@ -31,11 +31,23 @@ pub struct Limits {
     pub steps: u64,
     /// Prefix caches have tiers in host memory, on disk or both.
     pub cache_tiers: bool,
+    /// Long prompts are computed by several instances.
+    pub joint: bool,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { nodes: 0, requests: 0, seconds: 0, faults: true, roles: None, aim: None, steps: 0, cache_tiers: false }
+        Self {
+            nodes: 0,
+            requests: 0,
+            seconds: 0,
+            faults: true,
+            roles: None,
+            aim: None,
+            steps: 0,
+            cache_tiers: false,
+            joint: false,
+        }
     }
 }
 
@@ -75,6 +87,9 @@ impl Scenario {
         if limits.cache_tiers {
             draw_cache_tiers(&mut Rng::new(seed ^ 0x7469_6572), &mut pool);
         }
+        if limits.joint {
+            draw_joint(&mut Rng::new(seed ^ 0x006a_6f69_6e74), &mut pool);
+        }
         let span_us = match limits.seconds {
             0 => 1_000_000 * rng.pick(&[2, 4, 8, 20]),
             seconds => seconds * 1_000_000,
@@ -110,6 +125,16 @@ fn draw_drafts(rng: &mut Rng, pool: &mut PoolSpec) {
         for node in &mut pool.nodes {
             (node.drafts, node.draft_model) = (rng.pick(&[0, 2, 9]), !rng.once_in(4));
         }
+    }
+}
+
+/// Draws joint prefill: no windows, which it does not take, and a mix of lengths from which on it begins.
+fn draw_joint(rng: &mut Rng, pool: &mut PoolSpec) {
+    pool.windows = Windows::default();
+    pool.joint_tokens_min = rng.pick(&[12, 40, 100]);
+    // Steps of a few rows: prompts of a small pool have several stripes.
+    for node in &mut pool.nodes {
+        node.step_rows = node.step_rows.min(small(rng.within(6..=24)));
     }
 }
 

@@ -21,7 +21,7 @@ use crate::world::{Emission, Step, World};
 use lagoon_cluster::dispatch::Effect;
 use lagoon_cluster::perf::LinkView;
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
-use lagoon_instance::{Event, InstanceConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS};
+use lagoon_instance::{Event, InstanceConfig, JointConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS};
 use lagoon_protocol::{Calibration, Role};
 use lagoon_types::limits::{
     HEARTBEAT_MS, INSTANCES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, SEQUENCE_TOKENS_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
@@ -249,6 +249,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         attention_flops: 1e15,
         // The papers' systems have no prefix cache, and prompts here have lengths but no tokens.
         prefix_cache: false,
+        joint: JointConfig::OFF,
         target_step_ms: setting.target_step_ms,
         transfer: None,
         lent: None,

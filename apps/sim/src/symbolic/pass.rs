@@ -105,6 +105,9 @@ impl Pass {
                 }
                 if self.work.micro_batch == MicroBatch::Remote {
                     self.hand_out(reports);
+                    if self.work.announced {
+                        reports.push(Report::Appended { step: self.work.step, layer: self.layer });
+                    }
                     self.phase = Phase::Attend;
                 } else {
                     self.attend_local(device, keys);

@@ -6,6 +6,7 @@
 //! * a debtor has at most one lease per request number, so that a repeated request lends nothing twice.
 
 mod cached;
+mod joint;
 
 use super::RManagerConfig;
 use super::lent_blocks::{LentBlocks, WritePiece};
@@ -63,6 +64,11 @@ struct Lease {
 }
 
 impl Lease {
+    /// Whether its debtor did not request it: this instance computed or computes its KV.
+    fn is_given(&self) -> bool {
+        matches!(self.purpose, LeasePurpose::Handover | LeasePurpose::Joint)
+    }
+
     fn entries(&self) -> u32 {
         self.blocks.len()
     }
@@ -214,13 +220,13 @@ impl Creditor {
                 cap.saturating_sub(counts.lent).min(counts.free)
             }
             LeasePurpose::Growth | LeasePurpose::Move => self.lendable(pool),
-            LeasePurpose::Handover => 0,
+            LeasePurpose::Handover | LeasePurpose::Joint => 0,
         }
     }
 
     /// Lent blocks that the limit on lending does not count: handed-over KV, and blocks that transports still read.
     pub fn handed_over(&self) -> u32 {
-        let handed: u32 = self.leases.values().filter(|l| l.purpose == LeasePurpose::Handover).map(|l| l.lent).sum();
+        let handed: u32 = self.leases.values().filter(|l| l.is_given()).map(|l| l.lent).sum();
         handed + self.held_back()
     }
 
@@ -380,7 +386,7 @@ impl Creditor {
         let theirs = match (request.waited_ms, request.purpose()) {
             (Some(ms), _) => now_ms.saturating_sub(u64::from(ms)),
             (None, LeasePurpose::Move) => return oldest_waiting.map(|since| now_ms.saturating_sub(since)),
-            (None, LeasePurpose::Growth | LeasePurpose::Swap | LeasePurpose::Handover) => return None,
+            (None, LeasePurpose::Growth | LeasePurpose::Swap | LeasePurpose::Handover | LeasePurpose::Joint) => return None,
         };
         let older = self.waiting_since_ms.into_iter().chain(oldest_waiting).min().filter(|since| *since < theirs);
         older.map(|since| now_ms.saturating_sub(since))
@@ -420,7 +426,7 @@ impl Creditor {
 
     fn remove(&mut self, id: LeaseId, pool: &mut BlockPool) -> LeaseEnded {
         let mut lease = self.leases.remove(&id).expect("the lease exists");
-        if lease.purpose != LeasePurpose::Handover {
+        if !lease.is_given() {
             self.by_request.remove(&(lease.debtor, lease.request));
         }
         self.give_back(id, lease.take(0..u32::MAX), pool);

@@ -9,6 +9,7 @@
 //! * a grant belongs to a waiting borrow, or it is released at once; nothing leaks;
 //! * a candidate is asked at most once per borrow.
 
+mod members;
 mod prefix;
 
 use super::held::{Held, HeldLeases, Reserved};
@@ -19,6 +20,7 @@ use lagoon_protocol::{
     LeaseRequest, LeaseRevoked, Refusal, TierRequest,
 };
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
+use members::Findings;
 use prefix::Search;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -66,6 +68,7 @@ pub struct Debtor {
     issued: u64,
     borrows: BTreeMap<BorrowId, Borrow>,
     searches: BTreeMap<BorrowId, Search>,
+    findings: Findings,
     late: BTreeMap<u64, Late>,
     /// Creditors that recalled blocks, and until when nothing is borrowed from them.
     paused: BTreeMap<InstanceId, u64>,
@@ -83,6 +86,7 @@ impl Debtor {
             issued: 0,
             borrows: BTreeMap::new(),
             searches: BTreeMap::new(),
+            findings: Findings::default(),
             late: BTreeMap::new(),
             paused: BTreeMap::new(),
             near: BTreeSet::new(),
@@ -293,7 +297,7 @@ impl Debtor {
         self.held.outputs.push_back(match purpose {
             LeasePurpose::Growth => Output::BorrowFailed { borrow: id, seq, reason },
             LeasePurpose::Move | LeasePurpose::Swap => Output::NotReserved { borrow: id, seq, blocks_lendable },
-            LeasePurpose::Handover => panic!("a handed-over lease is not borrowed"),
+            LeasePurpose::Handover | LeasePurpose::Joint => panic!("a given lease is not borrowed"),
         });
     }
 
@@ -332,6 +336,7 @@ impl Debtor {
     /// Handles the gManager's recommendation.
     pub fn on_advice(&mut self, advice: &BorrowAdvice, now_ms: u64) {
         self.on_cached_runs(advice, now_ms);
+        self.on_members(advice);
         let waits = |b: &Borrow| matches!(b.state, State::Advice { query, .. } if query == advice.query);
         let Some((&id, borrow)) = self.borrows.iter_mut().find(|(_, b)| waits(b)) else { return };
         if u64::from(borrow.wanted) > advice.pool_blocks_total {
@@ -374,7 +379,7 @@ impl Debtor {
         // With smaller grants the sequence would need more than [`limits::CREDITORS_MAX`] creditors.
         let blocks_min = match borrow.purpose {
             LeasePurpose::Growth => blocks.div_ceil(u32::try_from(limits::CREDITORS_MAX).expect("a small constant")),
-            LeasePurpose::Move | LeasePurpose::Swap | LeasePurpose::Handover => 1,
+            LeasePurpose::Move | LeasePurpose::Swap | LeasePurpose::Handover | LeasePurpose::Joint => 1,
         };
         borrow.state = State::Asking { request, candidate, sent_ms: now_ms, blocks };
         let body = ControlBody::LeaseRequest(LeaseRequest {
@@ -591,6 +596,7 @@ impl Debtor {
             self.query(id, now_ms);
         }
         self.tick_searches(now_ms);
+        self.tick_members(now_ms);
         self.late.retain(|_, late| now_ms < late.forget_ms);
         self.paused.retain(|_, until_ms| now_ms < *until_ms);
         self.held.tick(now_ms);
@@ -604,7 +610,7 @@ impl Debtor {
             }
         };
         let late = self.late.values().map(|late| late.forget_ms);
-        let paused = self.paused.values().copied().chain(self.searches.values().map(Search::next_wake_ms));
+        let paused = self.paused.values().copied().chain(self.searches.values().map(Search::next_wake_ms)).chain(self.findings.next_wake_ms());
         self.borrows.values().map(of).chain(self.held.next_wake_ms()).chain(late).chain(paused).min()
     }
 

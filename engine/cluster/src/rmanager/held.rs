@@ -161,6 +161,13 @@ impl HeldLeases {
         self.release_range(entries.creditor, entries.lease, entries.first..entries.entries, now_ms);
     }
 
+    /// Releases all leases of a sequence; none of them is in its block table.
+    pub fn release_leases_of(&mut self, seq: SeqId, now_ms: u64) {
+        let of = self.leases.iter().filter(|(_, held)| held.seq == seq);
+        let of: Vec<(InstanceId, LeaseId)> = of.map(|(key, _)| *key).collect();
+        of.into_iter().for_each(|(creditor, lease)| self.release_range(creditor, lease, 0..u32::MAX, now_ms));
+    }
+
     /// By entry of a held lease: the rBlock of the creditor's lent memory in which it is sealed, as reported;
     /// `u32::MAX` if not sealed.
     #[must_use]

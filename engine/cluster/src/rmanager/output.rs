@@ -1,7 +1,7 @@
 //! Outputs of an rManager for its instance: messages to send, and results of borrows, leases and reservations.
 
 use lagoon_kv::RemoteGrant;
-use lagoon_protocol::ControlBody;
+use lagoon_protocol::{Candidate, ControlBody};
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
 use std::ops::Range;
 
@@ -86,6 +86,11 @@ pub enum Output {
         borrow: BorrowId,
         seq: SeqId,
         parts: Vec<CachedPart>,
+    },
+    /// Instances that may compute a part of a sequence's prompt, as far as the gManager named any in time.
+    Members {
+        seq: SeqId,
+        candidates: Vec<Candidate>,
     },
     /// The KV of a lease in use is lost.
     LeaseLost {

@@ -209,6 +209,9 @@ impl Batch {
 
     /// Allocates memory for a whole waiting sequence. True if it has all; false if it borrows or must retry.
     pub(super) fn place(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) -> bool {
+        if self.asks_members(cx, id) {
+            return false;
+        }
         let Some(seq) = self.seqs.get(&id) else { return false };
         let since_ms = seq.since_ms;
         // One slot more than known tokens: the next token needs one. A prompt for a decode worker needs none, and lies

@@ -61,9 +61,10 @@ impl Batch {
     /// A step has computed a chunk: its KV is written. False if there is no such sequence.
     pub(crate) fn note_computed(&mut self, cx: &mut Cx, others: Others<'_>, chunk: &Chunk) -> bool {
         let Some(seq) = self.seqs.get_mut(&chunk.seq) else { return false };
-        let again = chunk.start < seq.blocks.written();
+        let again = seq.joint.is_none() && chunk.start < seq.blocks.written();
+        let first = if again { seq.note_first(chunk.start..chunk.start + chunk.len) } else { 0 };
         let advance = seq.blocks.write(chunk.start, chunk.len);
-        self.counts.recomputed_tokens += if again { u64::from(chunk.len) } else { 0 };
+        self.counts.recomputed_tokens += if again { u64::from(chunk.len - first) } else { 0 };
         advance.mark(&mut cx.memory.rm.pool);
         self.complete(chunk, chunk.last);
         self.free_loaded(cx, chunk.seq);

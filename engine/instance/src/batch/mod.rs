@@ -15,6 +15,7 @@ mod embedding;
 pub(crate) mod freeze;
 mod growth;
 mod hand_back;
+mod joint;
 mod loads;
 pub(crate) mod micro_batches;
 pub(crate) mod others;
@@ -26,6 +27,7 @@ mod recovery;
 mod rings;
 pub(crate) mod scheduler;
 pub(crate) mod sequence;
+pub(crate) mod stripes;
 mod swap;
 
 use crate::config::InstanceConfig;

@@ -72,7 +72,7 @@ pub(super) fn attempt(need: Option<Need>, now_ms: u64) -> Attempt {
     match need {
         Some(Need::RetryAt(at_ms)) if at_ms > now_ms => Attempt::At(at_ms),
         Some(Need::Met | Need::RetryAt(_)) => Attempt::Now,
-        Some(Need::Borrowing(_)) | None => Attempt::No,
+        Some(Need::Borrowing(_) | Need::Joining) | None => Attempt::No,
     }
 }
 

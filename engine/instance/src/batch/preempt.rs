@@ -99,7 +99,8 @@ impl Batch {
 
     /// Takes a sequence that is in no step out of the batch and requeues it, to be recomputed.
     pub(crate) fn preempt(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) {
-        if prefills.has_parts(id) {
+        let is_member = |seq: &Sequence| seq.joint.is_some() && seq.for_others.is_some();
+        if prefills.has_parts(id) || self.seqs.get(&id).is_some_and(is_member) {
             cx.emit(Outcome::JobFailed { seq: id, reason: "its memory was needed".to_owned() });
             return self.cancel(cx, prefills, id);
         }
@@ -131,6 +132,7 @@ impl Batch {
             cx.memory.rm.pool.free(Owner::Own(id), &window.blocks);
         }
         seq.leases.clear();
+        (seq.joint, seq.first_due) = (None, Vec::new());
         (seq.hashed, seq.sharing, seq.loading) = (0, None, None);
         if prefills.is_exported(id) {
             cx.emit(Outcome::Withheld { seq: id, blocks: freed.local });

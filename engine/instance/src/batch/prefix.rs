@@ -51,7 +51,10 @@ impl Batch {
         let joins = self.joins(others, id);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         let first = std::mem::replace(&mut seq.hashed, whole);
-        send_hashes(cx, seq, first..whole);
+        // In joint prefill each member hashes what it computes.
+        if seq.joint.is_none() {
+            send_hashes(cx, seq, first..whole);
+        }
         for block in first..whole {
             let (Placement::Local(at), hash) =
                 (seq.blocks.placements()[block as usize], &seq.block_hashes[block as usize])

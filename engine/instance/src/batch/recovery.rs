@@ -72,7 +72,7 @@ impl Batch {
     }
 
     /// Takes lost blocks out of the table of a running sequence that is in no step.
-    fn mark_lost(
+    pub(super) fn mark_lost(
         &mut self,
         cx: &mut Cx,
         prefills: &dyn PrefillQueries,

@@ -97,6 +97,17 @@ impl Scheduler {
         self.running.push(Running { seq, micro_batch, tokens, computed, lost: VecDeque::new(), ring, in_step: false });
     }
 
+    /// Adds a sequence that computes `due` ranges of `tokens` tokens for another instance, and is removed when it has.
+    ///
+    /// # Panics
+    /// If it waits or runs, or nothing is due.
+    pub(crate) fn join(&mut self, seq: SeqId, micro_batch: MicroBatch, tokens: u32, due: &[Range<u32>]) {
+        assert!(!self.is_running(seq) && !due.is_empty(), "{seq} has nothing to compute");
+        let ring = self.rings.as_mut().map(Rings::take);
+        self.running.push(Running { seq, micro_batch, tokens, computed: tokens, lost: VecDeque::new(), ring, in_step: false });
+        self.set_lost(seq, due);
+    }
+
     /// The ring of a sequence that has run no step goes on behind a window that the next one copies into it.
     ///
     /// # Panics

@@ -2,6 +2,7 @@
 
 use super::drafts::Drafts;
 use super::embedding::Embedding;
+use super::stripes::Stripes;
 use crate::cx::tiers::LoadId;
 use lagoon_cluster::BorrowId;
 use lagoon_grammar::AnswerMatcher;
@@ -86,6 +87,8 @@ pub(crate) enum Need {
     Met,
     /// It negotiates with creditors for blocks.
     Borrowing(BorrowId),
+    /// It waits for instances that compute its prompt together with this one.
+    Joining,
     /// There was no memory; try again at this time, in milliseconds.
     RetryAt(u64),
 }
@@ -157,6 +160,12 @@ pub(crate) struct Sequence {
     /// With `for_others`: whether the decode worker takes the last window, too.
     pub(crate) saves_window: bool,
     pub(crate) drafts: Drafts,
+    /// Its part in a joint prefill.
+    pub(crate) joint: Option<Box<Stripes>>,
+    /// Members for a joint prefill were asked for once.
+    pub(crate) asked_members: bool,
+    /// Positions that a joint prefill left: they are computed for the first time.
+    pub(crate) first_due: Vec<Range<u32>>,
     pub(crate) blocks: SeqBlocks,
     pub(crate) leases: BTreeMap<(InstanceId, LeaseId), HeldLease>,
     /// The mapping of shared blocks at its addresses that is in progress; until it ends the sequence joins no step.
@@ -217,6 +226,9 @@ impl Sequence {
             for_others: None,
             saves_window: false,
             drafts: Drafts::default(),
+            joint: None,
+            asked_members: false,
+            first_due: Vec::new(),
             blocks: SeqBlocks::new(block_tokens),
             leases: BTreeMap::new(),
             sharing: None,
@@ -258,7 +270,7 @@ impl Sequence {
 
     /// Tokens that this instance has to compute before the sequence decodes: its prompt, or what a preemption or a loss left of it.
     pub(crate) fn prefill_left(&self) -> u64 {
-        let left = self.len().saturating_sub(self.blocks.written());
+        let left = self.len().saturating_sub(self.blocks.written()) + self.blocks.lost_tokens();
         match self.life {
             Life::Waiting(_) => u64::from(left),
             // The next token's row is decoding.
@@ -368,7 +380,13 @@ impl Sequence {
 
     /// Whether it may join a step.
     pub(crate) fn is_ready(&self) -> bool {
-        self.is_placed() && self.sharing.is_none() && self.loading.is_none()
+        self.is_placed() && self.may_start() && self.sharing.is_none() && self.loading.is_none()
+    }
+
+    /// Whether steps of a joint prefill before its next one have started, if it is in one.
+    fn may_start(&self) -> bool {
+        let block = self.blocks.next_position() / self.blocks.block_tokens();
+        self.joint.as_ref().is_none_or(|joint| joint.may_start(block))
     }
 
     /// Whether it has places for every known token and no borrow in progress.
@@ -396,6 +414,14 @@ impl Sequence {
         if held.blocks == 0 {
             self.leases.remove(&key);
         }
+    }
+
+    /// Positions are computed; returns how many of them a joint prefill had left.
+    pub(crate) fn note_first(&mut self, computed: Range<u32>) -> u32 {
+        let met = |due: &Range<u32>| computed.end.min(due.end).saturating_sub(computed.start.max(due.start));
+        let first = self.first_due.iter().map(met).sum();
+        self.first_due.retain(|due| due.end > computed.end);
+        first
     }
 
     /// Tokens that must not be generated next.

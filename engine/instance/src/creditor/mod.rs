@@ -108,6 +108,8 @@ pub(crate) enum CreditorEvent {
         debtor: InstanceId,
         blocks: u32,
     },
+    /// Own steps have appended KV that leases read (joint prefill).
+    Appended,
     Tick,
 }
 
@@ -140,6 +142,7 @@ impl Creditor {
             CreditorEvent::OwnStep { ms, remote_requests_us } => self.own_step_took(cx, ms, remote_requests_us),
             CreditorEvent::WantBack { blocks, take } => recall::want_back(cx, blocks, take),
             CreditorEvent::Revoke { debtor, blocks } => self.revoke(cx, debtor, blocks),
+            CreditorEvent::Appended => self.serve_waiting(cx),
             CreditorEvent::Tick => {
                 self.expire_threshold(cx);
                 let outcomes = self.expire_recalls(cx);

@@ -107,7 +107,7 @@ impl Membership {
             MembershipEvent::Introduced { peer, hello } => Self::on_introduced(cx, peer, hello),
             MembershipEvent::Rtt { peer, rtt_us } => Self::on_rtt(cx, peer, rtt_us),
             MembershipEvent::SendFailed(peer) => Self::on_send_failed(cx, peer),
-            MembershipEvent::Send { to, quic_addr, body } => Self::send_control(cx, to, &quic_addr, body),
+            MembershipEvent::Send { to, quic_addr, body } => cx.send_or_dial(to, &quic_addr, body),
             MembershipEvent::StepDone { ms } => self.note_step(ms),
             MembershipEvent::Greet => Self::greet(cx),
             MembershipEvent::Tick => {

@@ -9,18 +9,6 @@ use lagoon_types::InstanceId;
 use lagoon_types::limits;
 
 impl Membership {
-    /// Sends now, or dials and sends after the peer's Hello. Messages to a peer that does not connect are dropped;
-    /// requests have deadlines for their replies.
-    pub(super) fn send_control(cx: &mut Cx, to: InstanceId, quic_addr: &str, body: ControlBody) {
-        if let Some(peer) = cx.peers.key(to) {
-            cx.send(peer, body);
-            return;
-        }
-        if cx.peers.send_when_known(to, body, cx.now_ms) {
-            cx.effects.push(Effect::Connect { instance: to, quic_addr: quic_addr.to_owned() });
-        }
-    }
-
     pub(super) fn on_peer_up(cx: &mut Cx, peer: PeerKey) {
         if let Some(body) = hello(cx) {
             cx.peers.note_greeted(peer);

@@ -38,6 +38,7 @@ impl Builder {
             remote,
             next_row: None,
             watched: false,
+            announced: false,
             scores: Vec::new(),
             hidden: Vec::new(),
         };

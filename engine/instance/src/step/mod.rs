@@ -4,6 +4,7 @@
 mod build;
 pub(crate) mod cost;
 mod flight;
+mod joint;
 pub(crate) mod mapped;
 #[cfg(test)]
 mod tests;
@@ -67,6 +68,10 @@ pub(crate) enum StepEvent {
         kv: Vec<Bytes>,
     },
     Layer {
+        step: StepId,
+        layer: u32,
+    },
+    Appended {
         step: StepId,
         layer: u32,
     },
@@ -138,6 +143,7 @@ impl Steps {
             StepEvent::Queries { step, layer, frames } => self.on_queries(cx, step, layer, frames),
             StepEvent::Written { step, layer, kv } => self.on_written(cx, batch, step, layer, kv),
             StepEvent::Layer { step, layer } => self.on_layer(cx, step, layer),
+            StepEvent::Appended { step, layer } => self.on_appended(cx, batch, step, layer),
             StepEvent::Prompts { step, scores, sums } => {
                 if self.flight(step).is_some() {
                     sums.into_iter().for_each(|sum| batch.add_hidden(sum));
@@ -237,6 +243,7 @@ impl Steps {
         if work.watched {
             cx.emit(Outcome::Watched { chunks: plan.chunks.iter().filter(|c| !c.warms_up()).copied().collect() });
         }
+        work.announced = joint::announce(cx, batch, &plan);
         self.mapped.count(&work.remote);
         let mut creditors = Vec::with_capacity(tickets.len());
         for (creditor, seqs) in tickets {
@@ -631,6 +638,7 @@ fn complete(
     let mut sampled = samples.by_ref().take(n);
     if batch.note_computed(cx, others, chunk) {
         emit(cx, batch, others, chunk, &mut sampled);
+        joint::computed(cx, batch, chunk);
     }
     // Those behind the first rejected draft.
     sampled.for_each(drop);

@@ -202,7 +202,7 @@ impl SeqBlocks {
 }
 
 /// The union of two ascending lists of ranges, as such a list; neighbours are joined.
-fn union(a: &[Range<u32>], b: &[Range<u32>]) -> Vec<Range<u32>> {
+pub(super) fn union(a: &[Range<u32>], b: &[Range<u32>]) -> Vec<Range<u32>> {
     let mut all: Vec<Range<u32>> = a.iter().chain(b).cloned().collect();
     all.sort_unstable_by_key(|r| r.start);
     let mut joined: Vec<Range<u32>> = Vec::new();

@@ -50,6 +50,7 @@ pub(crate) fn config() -> InstanceConfig {
         link_bytes_per_s: 1e9,
         attention_flops: 1e9,
         prefix_cache: false,
+        joint: JointConfig::OFF,
         target_step_ms: None,
         transfer: None,
         lent: None,

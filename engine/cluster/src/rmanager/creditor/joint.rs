@@ -1,0 +1,59 @@
+//! Leases of rBlocks that a sequence of this instance computes, in joint prefill: the debtor reads them layer by layer, while they
+//! are computed, and keeps them when the sequence has ended.
+//!
+//! Invariants:
+//! * only the sequence writes these blocks, in ascending offset per layer; a lease's written lengths follow it;
+//! * as with handed-over leases, the limit on lending does not count them: they cost no memory while the sequence has them.
+
+use super::{Creditor, Lease, LentBlocks};
+use lagoon_kv::{BlockPool, LeaseHasher};
+use lagoon_protocol::{LeaseGrant, LeasePurpose};
+use lagoon_types::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId};
+use std::collections::BTreeMap;
+
+impl Creditor {
+    /// Leases blocks of the sequence `own` to `debtor`, for its sequence or job `seq`. The first `known` tokens are written.
+    ///
+    /// # Panics
+    /// If a block is not the sequence's.
+    pub fn lease_out(
+        &mut self,
+        own: SeqId,
+        (debtor, seq): (InstanceId, SeqId),
+        blocks: &[PhysBlock],
+        known: u32,
+        now_ms: u64,
+        pool: &mut BlockPool,
+    ) -> LeaseGrant {
+        self.issued += 1;
+        let lease = LeaseId(self.lease_base + self.issued);
+        let epoch = Epoch(self.epoch_base.wrapping_add(self.issued));
+        pool.lease_out(own, lease, blocks);
+        let mut hasher = LeaseHasher::new(self.layers as usize, self.block_tokens, self.layer_token_bytes);
+        hasher.skip(known);
+        let entry = Lease {
+            debtor,
+            seq,
+            epoch,
+            request: 0,
+            lent: u32::try_from(blocks.len()).expect("at most the pool's blocks"),
+            blocks: LentBlocks::new(blocks.to_vec()),
+            renewed_ms: now_ms,
+            hasher,
+            whole: BTreeMap::new(),
+            purpose: LeasePurpose::Joint,
+            reserved_ms: None,
+            cached: 0,
+            hashes: BTreeMap::new(),
+        };
+        self.leases.insert(lease, entry);
+        self.grant_of(lease)
+    }
+
+    /// The sequence has computed the first `tokens` tokens of a lease in `layer`. Nothing if the lease has ended.
+    pub fn note_computed(&mut self, lease: LeaseId, layer: u32, tokens: u32) {
+        if let Some(lease) = self.leases.get_mut(&lease).filter(|_| layer < self.layers) {
+            lease.hasher.reach(layer as usize, tokens);
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! What joint prefill does to sequences: the owner's waits while members are asked, a member's is in no queue until it begins;
+//! then both have tables in which the others' rBlocks are leased, and compute their own as lost ranges.
+
+use super::others::PrefillQueries;
+use super::sequence::{HeldLease, Life, Need, Sequence};
+use super::stripes::{Layout, Stripes};
+use super::{Batch, policy};
+use crate::cx::Cx;
+use crate::outcome::Outcome;
+use lagoon_cluster::BorrowedLease;
+use lagoon_kv::{JointPart, Owner, Placement, RemoteEntries};
+use lagoon_types::limits::{JOINT_BUSY_TOKENS, JOINT_MEMBERS_MAX, JOINT_STRIPES_MIN};
+use lagoon_types::{InstanceId, PhysBlock, SeqId};
+use std::collections::BTreeMap;
+
+impl Batch {
+    /// Leaves a waiting sequence's prompt to several instances, if it is long enough for them. Returns whether it waits for them.
+    pub(super) fn asks_members(&mut self, cx: &mut Cx, id: SeqId) -> bool {
+        if !self.may_join(cx, id) {
+            return false;
+        }
+        let (known, _) = self.adopt_prefix(cx, id);
+        let plan = self.joint_layout(cx, id, JOINT_MEMBERS_MAX);
+        let Some(seq) = self.seqs.get_mut(&id) else { return false };
+        seq.asked_members = true;
+        if plan.is_none() {
+            if known > 0 {
+                self.drop_blocks(cx, id);
+            }
+            return false;
+        }
+        seq.set_need(Need::Joining);
+        self.due.touch();
+        cx.emit(Outcome::MembersWanted { seq: id });
+        true
+    }
+
+    /// Whether a waiting sequence's prompt may be computed by several instances at all.
+    fn may_join(&mut self, cx: &Cx, id: SeqId) -> bool {
+        let alone = cx.config.joint.instances == 1 || cx.standing.id.is_none() || !cx.standing.registered;
+        // Windowed KV is kept in order by one instance; blocks in address rows have one owner.
+        let apart = cx.config.window.is_some() || cx.config.windowed.is_some() || !cx.memory.rm.pool.caches_runs();
+        let full = policy::free_places(self.sched.running_len(), cx.config.sched.running) == 0;
+        let Some(seq) = self.seqs.get(&id).filter(|_| !alone && !apart && !full) else { return false };
+        let plain = seq.for_others.is_none() && seq.embedding.is_none() && !seq.needs_positions();
+        if !plain || seq.asked_members || seq.blocks.blocks() > 0 || seq.beside() > 0 || seq.len() < cx.config.joint.tokens_min {
+            return false;
+        }
+        let wanted = self.hash_wanted(cx, id);
+        let Some(seq) = self.seqs.get(&id) else { return false };
+        let known = cx.memory.rm.pool.found(&seq.block_hashes[..wanted]);
+        seq.len() - (known * cx.config.block_tokens).min(seq.len()) >= cx.config.joint.tokens_min
+    }
+
+    /// How up to `members` instances would share the prompt of a sequence that holds what is known of it.
+    pub(crate) fn joint_layout(&self, cx: &Cx, id: SeqId, members: usize) -> Option<Layout> {
+        let seq = self.seqs.get(&id)?;
+        let tokens = cx.config.block_tokens;
+        let (known, end) = (seq.blocks.blocks(), (seq.len() - 1) / tokens);
+        let stripe = (cx.config.remote_rows() / tokens).max(1);
+        let most = match cx.config.joint.instances {
+            0 => JOINT_MEMBERS_MAX,
+            n => (n as usize).min(JOINT_MEMBERS_MAX),
+        };
+        let by_length = end.saturating_sub(known).div_ceil(stripe) / JOINT_STRIPES_MIN;
+        let members = u32::try_from(members.min(most)).unwrap_or(u32::MAX).min(by_length);
+        Layout::new(known, end, stripe, members)
+    }
+
+    /// Why this instance computes no part of another one's prompt; `None` if it would, with `blocks` of its memory.
+    pub(crate) fn refuses_to_join(&self, cx: &Cx, blocks: u32) -> Option<String> {
+        if cx.config.joint.instances == 1 {
+            return Some("joint prefill is off here (--prefill-instances 1)".to_owned());
+        }
+        if cx.standing.draining || cx.standing.drained || !cx.standing.roles.accepts(cx.now_ms) {
+            return Some("this instance takes no requests".to_owned());
+        }
+        if cx.config.window.is_some() || cx.config.windowed.is_some() || !cx.memory.rm.pool.caches_runs() {
+            return Some("its KV lies where other instances' steps cannot be followed".to_owned());
+        }
+        if policy::free_places(self.sched.running_len(), cx.config.sched.running) == 0 {
+            return Some("its batch is full".to_owned());
+        }
+        let busy: u64 = self.seqs.values().map(Sequence::prefill_left).sum();
+        if busy > JOINT_BUSY_TOKENS {
+            return Some(format!("{busy} tokens of prompts wait here"));
+        }
+        let room = self.room(cx);
+        (blocks > room).then(|| format!("it has room for {room} rBlocks, not for {blocks}"))
+    }
+
+    /// Adds a sequence that computes a part of another instance's prompt, and takes its memory. False if there is too little.
+    pub(crate) fn add_member(&mut self, cx: &mut Cx, mut seq: Sequence, blocks: u32) -> bool {
+        if blocks > self.room(cx) {
+            return false;
+        }
+        let Some(own) = cx.memory.rm.pool.allocate(Owner::Own(seq.id), blocks, None) else { return false };
+        seq.aside = own;
+        seq.life = Life::Away { retry_at_ms: None };
+        self.add(seq.id, seq);
+        true
+    }
+
+    /// Takes memory for what the owner computes itself: its stripes, and what is behind them. False if there is too little.
+    pub(crate) fn take_joint_memory(&mut self, cx: &mut Cx, id: SeqId, layout: &Layout) -> bool {
+        let room = self.room(cx);
+        let Some(seq) = self.seqs.get_mut(&id) else { return false };
+        let behind = (seq.len() + 1).div_ceil(cx.config.block_tokens) - layout.end;
+        let blocks = layout.computed_by(0) + behind;
+        let own = if blocks <= room { cx.memory.rm.pool.allocate(Owner::Own(id), blocks, None) } else { None };
+        let Some(own) = own else { return false };
+        seq.aside = own;
+        true
+    }
+
+    /// The blocks that a member leases to the others: those that it knows and those that it will compute.
+    pub(crate) fn joint_blocks(&self, id: SeqId, layout: &Layout, me: u32) -> Vec<PhysBlock> {
+        let Some(seq) = self.seqs.get(&id) else { return Vec::new() };
+        let known = seq.blocks.placements().iter().filter_map(|placement| match placement {
+            Placement::Local(block) => Some(*block),
+            Placement::Remote(_) | Placement::Lost | Placement::Gone => None,
+        });
+        known.chain(seq.aside.iter().take(layout.computed_by(me) as usize).copied()).collect()
+    }
+
+    /// Begins a sequence's part of a joint prefill with the leases of the other members, by number. The caller holds them.
+    pub(crate) fn begin_joint(
+        &mut self,
+        cx: &mut Cx,
+        id: SeqId,
+        (layout, me): (Layout, u32),
+        leases: &BTreeMap<u32, BorrowedLease>,
+    ) {
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        let mut own = std::mem::take(&mut seq.aside).into_iter();
+        let leased = |member: u32, first: u32, blocks: u32| {
+            let &BorrowedLease { creditor, lease, epoch, .. } = &leases[&member];
+            JointPart::Leased(RemoteEntries { creditor, lease, epoch, first, entries: first + blocks })
+        };
+        let mut parts = Vec::new();
+        if me != 0 && layout.known > 0 {
+            parts.push(leased(0, 0, layout.known));
+        }
+        for stripe in 0..layout.stripes() {
+            let (member, blocks) = (layout.member_of(stripe), layout.blocks_of(stripe));
+            let n = blocks.end - blocks.start;
+            parts.push(if member == me {
+                JointPart::Own(own.by_ref().take(n as usize).collect())
+            } else {
+                leased(member, layout.entry(member, blocks.start), n)
+            });
+        }
+        seq.blocks.begin_joint(&parts);
+        seq.blocks.push_local(&own.collect::<Vec<_>>());
+        for lease in leases.values() {
+            seq.leases.insert((lease.creditor, lease.lease), HeldLease::handed(lease.blocks, BTreeMap::new()));
+        }
+        seq.joint = Some(Box::new(Stripes::new(layout, me)));
+        if me == 0 {
+            seq.set_need(Need::Met);
+            self.due.touch();
+            self.admit_placed(cx);
+        } else {
+            let (tokens, lost) = (seq.len(), seq.blocks.lost().to_vec());
+            let micro_batch = self.micro_batch_of(id);
+            self.sched.join(id, micro_batch, tokens, &lost);
+            self.set_life(id, Life::Running(Need::Met));
+            self.changed();
+        }
+    }
+
+    /// No members were found for a waiting sequence: it is placed as any other.
+    pub(crate) fn computes_alone(&mut self, cx: &mut Cx, id: SeqId) {
+        if self.seqs.get(&id).is_some_and(|seq| seq.need() == Some(Need::Joining)) {
+            self.drop_blocks(cx, id);
+        }
+    }
+
+    /// Frees what a waiting sequence holds, and has it tried again at once.
+    fn drop_blocks(&mut self, cx: &mut Cx, id: SeqId) {
+        self.stop_waiting(cx, id);
+        if let Some(seq) = self.seqs.get_mut(&id) {
+            seq.hashed = 0;
+            super::preempt::give_back(cx, id, &seq.blocks.clear());
+        }
+        self.due.touch();
+    }
+
+    /// Records that the last step of a stripe has started.
+    pub(crate) fn note_stripe(&mut self, id: SeqId, stripe: u32) {
+        if let Some(joint) = self.seqs.get_mut(&id).and_then(|seq| seq.joint.as_mut()) {
+            joint.note_started(stripe);
+            self.due.touch();
+        }
+    }
+
+    /// Nothing more of a joint prefill starts here.
+    pub(crate) fn stop_joint(&mut self, id: SeqId) {
+        if let Some(joint) = self.seqs.get_mut(&id).and_then(|seq| seq.joint.as_mut()) {
+            joint.stopped = true;
+        }
+    }
+
+    /// Ends the owner's joint prefill: what members have not computed, of each `computed` blocks of its lease, is lost and
+    /// computed here, or wherever there is memory. Without losses only the stripes are forgotten.
+    pub(crate) fn end_joint(
+        &mut self,
+        cx: &mut Cx,
+        prefills: &dyn PrefillQueries,
+        id: SeqId,
+        computed: &BTreeMap<InstanceId, u32>,
+    ) {
+        let tokens = cx.config.block_tokens;
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        if seq.joint.take().is_none() {
+            return;
+        }
+        // Own stripes that are due were never computed, as others' that are lost now: they do not count as computed again.
+        let mut first_due = seq.blocks.lost().to_vec();
+        for (block, placement) in (0..).zip(seq.blocks.placements()) {
+            if let Placement::Remote(b) = placement
+                && computed.get(&b.creditor).is_some_and(|computed| b.entry >= *computed)
+            {
+                first_due.push(block * tokens..(block + 1) * tokens);
+            }
+        }
+        seq.first_due = first_due;
+        if computed.is_empty() {
+            seq.first_due.clear();
+            return;
+        }
+        if !self.is_running(id) {
+            // Nothing is computed yet: admission starts again.
+            return self.release_memory(cx, prefills, id);
+        }
+        self.mark_lost(cx, prefills, id, |b| computed.get(&b.creditor).is_some_and(|computed| b.entry >= *computed));
+    }
+}
