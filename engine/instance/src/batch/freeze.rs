@@ -59,7 +59,7 @@ impl Batch {
 
     /// The running sequence with most full blocks at `creditor`; the oldest of several.
     fn debt_to_freeze(&self, creditor: InstanceId) -> Option<(u32, SeqId)> {
-        let runs = |s: &&Sequence| s.is_running() && !s.is_ending();
+        let runs = |s: &&Sequence| s.is_running() && !s.is_ending() && s.joint.is_none();
         let debts = self.seqs().filter(runs).map(|s| (full_blocks_at(s, creditor), s.id));
         debts.max_by_key(|(blocks, seq)| (*blocks, std::cmp::Reverse(*seq)))
     }

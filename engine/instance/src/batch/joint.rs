@@ -8,9 +8,9 @@ use super::{Batch, policy};
 use crate::cx::Cx;
 use crate::outcome::Outcome;
 use lagoon_cluster::BorrowedLease;
-use lagoon_kv::{JointPart, Owner, Placement, RemoteEntries};
+use lagoon_kv::{JointPart, Owner, Placement, RemoteBlock, RemoteEntries};
 use lagoon_types::limits::{JOINT_BUSY_TOKENS, JOINT_MEMBERS_MAX, JOINT_STRIPES_MIN};
-use lagoon_types::{InstanceId, PhysBlock, SeqId};
+use lagoon_types::{InstanceId, LeaseId, PhysBlock, SeqId};
 use std::collections::BTreeMap;
 
 impl Batch {
@@ -196,8 +196,11 @@ impl Batch {
 
     /// Nothing more of a joint prefill starts here.
     pub(crate) fn stop_joint(&mut self, id: SeqId) {
-        if let Some(joint) = self.seqs.get_mut(&id).and_then(|seq| seq.joint.as_mut()) {
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        if let Some(joint) = &mut seq.joint {
             joint.stopped = true;
+            // What is due here was never computed: it does not count as computed again.
+            seq.first_due = seq.blocks.lost().to_vec();
         }
     }
 
@@ -208,31 +211,31 @@ impl Batch {
         cx: &mut Cx,
         prefills: &dyn PrefillQueries,
         id: SeqId,
-        computed: &BTreeMap<InstanceId, u32>,
+        computed: &BTreeMap<(InstanceId, LeaseId), u32>,
     ) {
         let tokens = cx.config.block_tokens;
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         if seq.joint.take().is_none() {
             return;
         }
-        // Own stripes that are due were never computed, as others' that are lost now: they do not count as computed again.
-        let mut first_due = seq.blocks.lost().to_vec();
+        let mut first_due = std::mem::take(&mut seq.first_due);
+        let is_missing =
+            |b: &RemoteBlock| computed.get(&(b.creditor, b.lease)).is_some_and(|computed| b.entry >= *computed);
         for (block, placement) in (0..).zip(seq.blocks.placements()) {
             if let Placement::Remote(b) = placement
-                && computed.get(&b.creditor).is_some_and(|computed| b.entry >= *computed)
+                && is_missing(b)
             {
                 first_due.push(block * tokens..(block + 1) * tokens);
             }
         }
-        seq.first_due = first_due;
         if computed.is_empty() {
-            seq.first_due.clear();
             return;
         }
+        seq.first_due = first_due;
         if !self.is_running(id) {
             // Nothing is computed yet: admission starts again.
             return self.release_memory(cx, prefills, id);
         }
-        self.mark_lost(cx, prefills, id, |b| computed.get(&b.creditor).is_some_and(|computed| b.entry >= *computed));
+        self.mark_lost(cx, prefills, id, is_missing);
     }
 }

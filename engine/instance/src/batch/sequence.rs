@@ -418,10 +418,12 @@ impl Sequence {
 
     /// Positions are computed; returns how many of them a joint prefill had left.
     pub(crate) fn note_first(&mut self, computed: Range<u32>) -> u32 {
-        let met = |due: &Range<u32>| computed.end.min(due.end).saturating_sub(computed.start.max(due.start));
-        let first = self.first_due.iter().map(met).sum();
-        self.first_due.retain(|due| due.end > computed.end);
-        first
+        let tokens = |ranges: &[Range<u32>]| -> u32 { ranges.iter().map(|range| range.end - range.start).sum() };
+        let before = tokens(&self.first_due);
+        let without = |due: &Range<u32>| [due.start..due.end.min(computed.start), due.start.max(computed.end)..due.end];
+        let left = self.first_due.iter().flat_map(without).filter(|range| range.start < range.end).collect();
+        self.first_due = left;
+        before - tokens(&self.first_due)
     }
 
     /// Tokens that must not be generated next.

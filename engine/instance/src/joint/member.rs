@@ -1,18 +1,19 @@
 //! A member of another instance's joint prefill.
 
 use super::owner::borrowed;
-use super::{Given, JointStatus, Joints, Key, MEMBER_SEQ_BASE, joint, send};
+use super::{JointStatus, Joints, Key, MEMBER_SEQ_BASE, joint, send};
 use crate::batch::sequence::Sequence;
 use crate::batch::stripes::Layout;
 use crate::batch::{Batch, Others};
 use crate::cx::Cx;
 use crate::outcome::Outcome;
+use lagoon_cluster::Revoked;
 use lagoon_protocol::{
-    JointAsk, JointBody, JointGranted, JointLease, JointLeft, JointMeet, JointMember, JointPrompt, JointStart,
-    JointWilling,
+    ControlBody, JointAsk, JointBody, JointGranted, JointLease, JointLeft, JointMeet, JointMember, JointPrompt, JointStart,
+    JointWilling, LeaseRevoked,
 };
 use lagoon_types::limits::{CACHE_SALT_BYTES_MAX, JOINT_ASK_MS, JOINT_GRANT_MS, JOINT_JOBS_MAX, JOINT_MEMBERS_MAX};
-use lagoon_types::{Epoch, GenerateRequest, InstanceId, LeaseId, RequestOptions, SamplingParams, SeqId};
+use lagoon_types::{GenerateRequest, InstanceId, LeaseId, RequestOptions, SamplingParams, SeqId};
 use std::collections::BTreeMap;
 
 /// State of a part of another instance's prompt.
@@ -39,7 +40,7 @@ pub(super) struct Member {
     stage: Stage,
     /// Stripes that others have started before this instance was told to begin: one of each at most.
     early: Vec<u32>,
-    pub(super) given: Vec<Given>,
+    pub(super) given: Vec<LeaseId>,
     /// Blocks that this instance has computed, from the first of its lease on.
     computed: u32,
     since_ms: u64,
@@ -193,8 +194,7 @@ impl Joints {
                 let to = (debtor, SeqId(member.key.1));
                 let pool = &mut cx.memory.rm.pool;
                 let grant = cx.memory.rm.creditor.lease_out(seq, to, &blocks, 0, cx.now_ms, pool);
-                let (lease, epoch) = (LeaseId(grant.lease), Epoch(grant.epoch));
-                member.given.push(Given { debtor, lease, epoch });
+                member.given.push(LeaseId(grant.lease));
                 leases.push(JointLease {
                     instance: debtor.0,
                     lease: grant.lease,
@@ -278,9 +278,7 @@ impl Joints {
         let left = JointLeft { blocks: member.computed, reason: reason.to_owned() };
         send(cx, member.key.0, member.key, JointBody::Left(left));
         if !matches!(member.stage, Stage::Running) {
-            for &Given { debtor, lease, epoch } in &member.given {
-                cx.memory.rm.creditor.take_back(debtor, lease, epoch, &mut cx.memory.rm.pool);
-            }
+            member.given.iter().for_each(|lease| withdraw(cx, *lease));
         }
     }
 
@@ -310,6 +308,16 @@ impl Joints {
         if let Some(member) = key.and_then(|key| self.members.remove(&key)) {
             self.note_left(cx, &member, "its memory was needed, or its device failed");
         }
+    }
+}
+
+/// Takes a lease back that nobody attends to yet.
+fn withdraw(cx: &mut Cx, lease: LeaseId) {
+    let revoked = cx.memory.rm.creditor.withdraw(lease, cx.now_ms, &mut cx.memory.rm.pool);
+    if let Some(Revoked { debtor, lease, entries }) = revoked {
+        let reason = "a joint prefill did not begin".to_owned();
+        let revoked = LeaseRevoked { lease: lease.0, reason, first: entries.start, entries: entries.end };
+        cx.send_if_connected(debtor, ControlBody::LeaseRevoked(revoked));
     }
 }
 

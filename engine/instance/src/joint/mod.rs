@@ -18,7 +18,7 @@ use crate::batch::{Batch, Others};
 use crate::cx::Cx;
 use crate::outcome::{Outcome, Outcomes};
 use lagoon_protocol::{Candidate, ControlBody, Joint, JointBody};
-use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId};
+use lagoon_types::{InstanceId, SeqId};
 use member::Member;
 use owner::Owned;
 use std::collections::BTreeMap;
@@ -28,14 +28,6 @@ pub const MEMBER_SEQ_BASE: u64 = (1 << 62) | (1 << 61);
 
 /// An owner and its number of a joint prefill: that of its sequence, which is in one at most once.
 type Key = (InstanceId, u64);
-
-/// A lease to another member of what this instance computes.
-#[derive(Clone, Copy, Debug)]
-struct Given {
-    debtor: InstanceId,
-    lease: LeaseId,
-    epoch: Epoch,
-}
 
 /// Counters of joint prefill since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -174,7 +166,7 @@ impl Joints {
         let of_member = self.members.values().find(|member| member.seq() == Some(seq)).map(|member| &member.given);
         let Some(given) = self.owned.get(&seq).map(|owned| &owned.given).or(of_member) else { return };
         let tokens = written(&joint.layout, joint.me, end, cx.config.block_tokens);
-        given.iter().for_each(|of| cx.memory.rm.creditor.note_computed(of.lease, layer, tokens));
+        given.iter().for_each(|lease| cx.memory.rm.creditor.note_computed(*lease, layer, tokens));
         cx.emit(Outcome::KvAppended);
     }
 }

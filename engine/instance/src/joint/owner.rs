@@ -1,6 +1,6 @@
 //! The owner of a joint prefill.
 
-use super::{Given, Joints, joint, send};
+use super::{Joints, joint, send};
 use crate::batch::stripes::Layout;
 use crate::batch::{Batch, Others};
 use crate::cx::Cx;
@@ -28,10 +28,10 @@ enum Stage {
         sent_ms: u64,
         until_ms: u64,
     },
-    /// All compute. Blocks of their leases that members have computed, of those that have left.
-    Running { members: Vec<InstanceId>, computed: BTreeMap<InstanceId, u32> },
+    /// All compute. The members' leases, and how many blocks of them are computed, of members that have left.
+    Running { members: BTreeMap<InstanceId, LeaseId>, computed: BTreeMap<InstanceId, u32> },
     /// It ends early: members are asked what they have computed.
-    Ending { members: Vec<InstanceId>, computed: BTreeMap<InstanceId, u32>, until_ms: u64 },
+    Ending { members: BTreeMap<InstanceId, LeaseId>, computed: BTreeMap<InstanceId, u32>, until_ms: u64 },
 }
 
 /// An own joint prefill.
@@ -40,7 +40,7 @@ pub(super) struct Owned {
     pub(super) job: u64,
     stage: Stage,
     /// Leases of what this instance knows and computes.
-    pub(super) given: Vec<Given>,
+    pub(super) given: Vec<LeaseId>,
     /// When a stripe was last started or computed.
     progress_ms: u64,
 }
@@ -48,12 +48,13 @@ pub(super) struct Owned {
 impl Owned {
     /// The other instances that know of it.
     pub(super) fn members(&self) -> impl Iterator<Item = InstanceId> + '_ {
-        let (known, named): (&[InstanceId], &[JointMember]) = match &self.stage {
-            Stage::Finding | Stage::Asking { .. } => (&[], &[]),
-            Stage::Granting { members, .. } => (&[], &members[1..]),
-            Stage::Running { members, .. } | Stage::Ending { members, .. } => (members, &[]),
+        let (named, running): (&[JointMember], _) = match &self.stage {
+            Stage::Finding | Stage::Asking { .. } => (&[], None),
+            Stage::Granting { members, .. } => (&members[1..], None),
+            Stage::Running { members, .. } | Stage::Ending { members, .. } => (&[], Some(members)),
         };
-        known.iter().copied().chain(named.iter().map(|member| InstanceId(member.instance)))
+        let named = named.iter().map(|member| InstanceId(member.instance));
+        named.chain(running.into_iter().flat_map(BTreeMap::keys).copied())
     }
 }
 
@@ -186,8 +187,7 @@ impl Joints {
             let pool = &mut cx.memory.rm.pool;
             let to = (debtor, SeqId(owned.job));
             let grant = cx.memory.rm.creditor.lease_out(seq, to, &own, known, now_ms, pool);
-            let (lease, epoch) = (LeaseId(grant.lease), Epoch(grant.epoch));
-            owned.given.push(Given { debtor, lease, epoch });
+            owned.given.push(LeaseId(grant.lease));
             let of_owner = JointLease {
                 instance: me.0,
                 lease: grant.lease,
@@ -204,7 +204,7 @@ impl Joints {
             let age_ms = u32::try_from(now_ms - sent_ms).unwrap_or(u32::MAX);
             send(cx, debtor, (me, owned.job), JointBody::Start(JointStart { leases, age_ms }));
         }
-        let members = members[1..].iter().map(|member| InstanceId(member.instance)).collect();
+        let members = held.values().map(|lease| (lease.creditor, lease.lease)).collect();
         owned.stage = Stage::Running { members, computed: BTreeMap::new() };
         owned.progress_ms = now_ms;
         self.status.begun += 1;
@@ -237,7 +237,7 @@ impl Joints {
                 }
             }
             Stage::Running { members, computed } | Stage::Ending { members, computed, .. } => {
-                if !members.contains(&from) || computed.contains_key(&from) {
+                if !members.contains_key(&from) || computed.contains_key(&from) {
                     return;
                 }
                 computed.insert(from, left.blocks);
@@ -275,7 +275,7 @@ impl Joints {
         let Stage::Running { members, computed } = &mut owned.stage else { return };
         let (members, computed) = (std::mem::take(members), std::mem::take(computed));
         let me = cx.standing.id.unwrap_or_default();
-        for member in members.iter().filter(|member| !computed.contains_key(member)) {
+        for member in members.keys().filter(|member| !computed.contains_key(member)) {
             send(cx, *member, (me, owned.job), JointBody::End(JointEnd { reason: reason.to_owned() }));
         }
         owned.stage = Stage::Ending { members, computed, until_ms: cx.now_ms + JOINT_END_MS };
@@ -287,12 +287,12 @@ impl Joints {
     fn end_if_told(&mut self, cx: &mut Cx, batch: &mut Batch, others: Others<'_>, seq: SeqId) {
         let Some(owned) = self.owned.get_mut(&seq) else { return };
         let Stage::Ending { members, computed, until_ms } = &mut owned.stage else { return };
-        let silent = |member: &&InstanceId| !computed.contains_key(member) && cx.peers.key(**member).is_some();
-        if batch.in_step(seq) || (cx.now_ms < *until_ms && members.iter().any(|member| silent(&member))) {
+        let silent = |member: &InstanceId| !computed.contains_key(member) && cx.peers.key(*member).is_some();
+        if batch.in_step(seq) || (cx.now_ms < *until_ms && members.keys().any(silent)) {
             return;
         }
-        let of = |member: &InstanceId| (*member, computed.get(member).copied().unwrap_or(0));
-        let computed: BTreeMap<InstanceId, u32> = members.iter().map(of).collect();
+        let of = |(member, lease): (&InstanceId, &LeaseId)| ((*member, *lease), computed.get(member).copied().unwrap_or(0));
+        let computed = members.iter().map(of).collect();
         self.owned.remove(&seq);
         batch.end_joint(cx, others.prefills, seq, &computed);
     }
@@ -356,9 +356,7 @@ impl Joints {
     /// Forgets an own joint prefill that has not begun: the sequence is placed as any other.
     fn compute_alone(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId) {
         if let Some(owned) = self.owned.remove(&seq) {
-            for Given { debtor, lease, epoch } in owned.given {
-                cx.memory.rm.creditor.take_back(debtor, lease, epoch, &mut cx.memory.rm.pool);
-            }
+            assert!(owned.given.is_empty(), "nothing is leased before all members have granted");
             cx.memory.rm.debtor.find_no_members(seq);
             cx.memory.rm.debtor.held.release_leases_of(seq, cx.now_ms);
             self.status.alone += 1;

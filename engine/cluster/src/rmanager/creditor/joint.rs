@@ -5,6 +5,7 @@
 //! * only the sequence writes these blocks, in ascending offset per layer; a lease's written lengths follow it;
 //! * as with handed-over leases, the limit on lending does not count them: they cost no memory while the sequence has them.
 
+use super::super::recall::Revoked;
 use super::{Creditor, Lease, LentBlocks};
 use lagoon_kv::{BlockPool, LeaseHasher};
 use lagoon_protocol::{LeaseGrant, LeasePurpose};
@@ -48,6 +49,15 @@ impl Creditor {
         };
         self.leases.insert(lease, entry);
         self.grant_of(lease)
+    }
+
+    /// Takes a lease back that its debtor may or may not have taken over: the caller informs it. `None` if it has ended.
+    pub fn withdraw(&mut self, lease: LeaseId, now_ms: u64, pool: &mut BlockPool) -> Option<Revoked> {
+        let entries = 0..self.leases.get(&lease)?.entries();
+        let ended = self.remove(lease, pool);
+        let revoked = Revoked { debtor: ended.debtor, lease, entries };
+        self.revoked.push((now_ms, revoked.clone()));
+        Some(revoked)
     }
 
     /// The sequence has computed the first `tokens` tokens of a lease in `layer`. Nothing if the lease has ended.
