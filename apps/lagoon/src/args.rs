@@ -8,7 +8,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args as _, Command, FromArgMatches};
 use lagoon_instance::SchedulerConfig;
 use lagoon_transport::{Identity, NodeRole, Subject};
-use lagoon_types::limits::{DEVICE_STUCK_MS, DRAFT_ROWS_MAX};
+use lagoon_types::limits::{DEVICE_STUCK_MS, DRAFT_ROWS_MAX, JOINT_MEMBERS_MAX};
 use lagoon_types::{DType, KvDType};
 use std::path::PathBuf;
 
@@ -194,6 +194,10 @@ pub(crate) struct EngineArgs {
     /// only in such chunks, as the target leaves time for [default: no limit].
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
     pub(crate) target_tbt_ms: Option<u32>,
+    /// Instances that compute a long prompt together, this one included: auto for as many as pay, 1 for this one alone. Not for
+    /// models with a sliding window in all layers, with --kv-groups=on, or on CUDA with virtual memory.
+    #[arg(long, value_name = "auto|N", default_value = "1", value_parser = parse_prefill_instances)]
+    pub(crate) prefill_instances: u32,
     /// Keep KV in free memory and share it among requests with a common prefix. The time to first token then shows whether
     /// another client sent the same prefix before.
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
@@ -322,6 +326,15 @@ impl FromArgMatches for PassedArgs {
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
         *self = Self::from_arg_matches(matches)?;
         Ok(())
+    }
+}
+
+/// `--prefill-instances`; 0 for as many as pay.
+fn parse_prefill_instances(text: &str) -> Result<u32, String> {
+    let most = u32::try_from(JOINT_MEMBERS_MAX).unwrap_or(u32::MAX);
+    match text {
+        "auto" => Ok(0),
+        _ => text.parse().ok().filter(|n| (1..=most).contains(n)).ok_or(format!("expected auto or 1 to {most}")),
     }
 }
 

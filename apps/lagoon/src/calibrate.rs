@@ -192,6 +192,7 @@ impl<D: Device> Bench<'_, D> {
             remote: RemoteWork::default(),
             next_row: None,
             watched: false,
+            announced: false,
             scores: Vec::new(),
             hidden: Vec::new(),
         };

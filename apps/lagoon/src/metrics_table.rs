@@ -159,6 +159,18 @@ const PREFIX: &[Metric] = &[
         &[],
         "Cached rBlocks leased to other instances for their prefix-cache hits.",
     ),
+    Metric::counter(
+        "lagoon_joint_prefills_total",
+        "prompts",
+        &[("result", &["completed", "ended", "alone"])],
+        "Own long prompts for which members were asked: computed by all of them, begun and ended early, or computed alone.",
+    ),
+    Metric::counter(
+        "lagoon_joint_prefill_tokens_total",
+        "tokens",
+        &[],
+        "Tokens of other instances' prompts computed here, in joint prefill.",
+    ),
     Metric::gauge("lagoon_prefix_cache_blocks", "blocks", &[], "Free rBlocks that hold cached KV."),
     Metric::counter(
         "lagoon_prefix_cache_evicted_blocks_total",

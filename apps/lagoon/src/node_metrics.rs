@@ -7,7 +7,9 @@ use crate::node_status::NodeStatus;
 use crate::tier_kind::TierKind;
 use crate::transfers::Carried;
 use lagoon_backend::{KvCounters, LaunchCounters};
-use lagoon_instance::{CacheTiersStatus, LastTimes, MoveStatus, PeerAccessStatus, PrefillStatus, PrefixStatus};
+use lagoon_instance::{
+    CacheTiersStatus, JointStatus, LastTimes, MoveStatus, PeerAccessStatus, PrefillStatus, PrefixStatus,
+};
 use lagoon_transport::Node;
 use metrics::{counter, gauge, histogram};
 use std::time::Duration;
@@ -71,6 +73,7 @@ impl NodeMetrics {
         of.launches.iter().for_each(record_launches);
         record_prefill(&of.prefill);
         record_prefix(&of.prefix);
+        record_joint(of.joint);
         of.cache_tiers.iter().for_each(record_cache_tiers);
         record_peer_access(&of.peer_access);
         for row in &status.paths {
@@ -95,6 +98,14 @@ fn record_memory(of: &KvCounters) {
     counter!("lagoon_kv_page_groups_reused_total").absolute(of.reused);
     counter!("lagoon_kv_page_groups_reclaimed_total").absolute(of.reclaimed);
     counter!("lagoon_kv_mappings_refused_total").absolute(of.refused);
+}
+
+fn record_joint(of: JointStatus) {
+    let ended = of.begun - of.completed;
+    for (result, prompts) in [("completed", of.completed), ("ended", ended), ("alone", of.alone)] {
+        counter!("lagoon_joint_prefills_total", "result" => result).absolute(prompts);
+    }
+    counter!("lagoon_joint_prefill_tokens_total").absolute(of.computed_tokens);
 }
 
 fn record_prefix(of: &PrefixStatus) {

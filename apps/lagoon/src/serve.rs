@@ -32,7 +32,7 @@ use axum::response::{IntoResponse, Response};
 use futures::future::join_all;
 use lagoon_grammar::Grammars;
 use lagoon_http::{Bodies, EmbeddingRules, Engine as _, EngineInfo, GenerationDefaults, Limits, ServerState, TextJobs};
-use lagoon_instance::{Instance, InstanceConfig, LayerWindows, MovePace, RemotePolicy};
+use lagoon_instance::{Instance, InstanceConfig, JointConfig, LayerWindows, MovePace, RemotePolicy};
 use lagoon_model::ModelSpec;
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_text::{ChatTemplate, Tokenizer};

@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::local::EphemeralCa;
-use lagoon_instance::{LayerWindows, RemotePolicy, SchedulerConfig};
+use lagoon_instance::{JointConfig, LayerWindows, RemotePolicy, SchedulerConfig};
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_transfer::{Reader, ReaderConfig, ReaderOutput};
 use lagoon_types::{AttentionGeometry, DType, KvDType, KvShape, ModelHash};

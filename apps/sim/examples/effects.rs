@@ -23,8 +23,17 @@ fn line(name: &str, quiet: bool, run: impl FnOnce() -> bool) {
 
 fn chaos(seeds: Range<u64>, roles: Option<bool>, quiet: bool) {
     for seed in seeds {
-        let limits =
-            Limits { nodes: 0, requests: 0, seconds: 0, steps: 0, roles, aim: None, faults: true, cache_tiers: false, joint: false };
+        let limits = Limits {
+            nodes: 0,
+            requests: 0,
+            seconds: 0,
+            steps: 0,
+            roles,
+            aim: None,
+            faults: true,
+            cache_tiers: false,
+            joint: false,
+        };
         line(&format!("seed {seed}"), quiet, || run(&Scenario::draw(seed, limits)).is_ok());
     }
 }

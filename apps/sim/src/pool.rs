@@ -174,10 +174,7 @@ impl NodeSpec {
             link_bytes_per_s: 1e9,
             attention_flops: 1e12,
             prefix_cache: pool.prefix_cache,
-            joint: JointConfig {
-                instances: u32::from(pool.joint_tokens_min == 0),
-                tokens_min: pool.joint_tokens_min,
-            },
+            joint: JointConfig { instances: u32::from(pool.joint_tokens_min == 0), tokens_min: pool.joint_tokens_min },
             target_step_ms: None,
             transfer: self.transfers.then(|| self.transfer(pool)),
             lent: None,

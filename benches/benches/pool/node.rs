@@ -10,7 +10,7 @@ use crate::{PolicyArg, Scenario, as_u32};
 use anyhow::{Context, Result, bail};
 use lagoon_benches::quic::Pem;
 use lagoon_instance::{
-    Effect, Event, Instance, InstanceConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS,
+    Effect, Event, Instance, InstanceConfig, JointConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS,
 };
 use lagoon_protocol::{
     BorrowAdvice, Candidate, ControlBody, HeartbeatAck, MemoryTier, PartialsFrame, Registered, Role, VERSION_MAX,

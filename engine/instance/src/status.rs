@@ -2,9 +2,9 @@
 
 use crate::batch::freeze::FrozenDebt;
 use crate::cx::prefix::PrefixStatus;
-use crate::joint::JointStatus;
 use crate::cx::tiers::CacheTiersStatus;
 use crate::instance::Instance;
+use crate::joint::JointStatus;
 use crate::look::Look;
 use crate::moves::{MovePace, MoveStatus};
 use crate::prefill::{LastTimes, PrefillStatus, StageUser};

@@ -4,7 +4,7 @@ use super::mapped::MappedDevice;
 use lagoon_backend::{Device, KvCounters, cpu::CpuDevice};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
-use lagoon_instance::{InstanceConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig};
+use lagoon_instance::{InstanceConfig, JointConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig};
 use lagoon_model::{Checkpoint, ModelSpec, Weights, model_hash};
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, Role, TransferArena};
 use lagoon_runner::{Command, Drafter, Executor, ExecutorConfig, KvMemory, KvRegion, Model, PeerMemory, Report};

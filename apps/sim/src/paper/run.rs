@@ -21,7 +21,9 @@ use crate::world::{Emission, Step, World};
 use lagoon_cluster::dispatch::Effect;
 use lagoon_cluster::perf::LinkView;
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
-use lagoon_instance::{Event, InstanceConfig, JointConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS};
+use lagoon_instance::{
+    Event, InstanceConfig, JointConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS,
+};
 use lagoon_protocol::{Calibration, Role};
 use lagoon_types::limits::{
     HEARTBEAT_MS, INSTANCES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, SEQUENCE_TOKENS_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,

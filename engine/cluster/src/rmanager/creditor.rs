@@ -386,7 +386,9 @@ impl Creditor {
         let theirs = match (request.waited_ms, request.purpose()) {
             (Some(ms), _) => now_ms.saturating_sub(u64::from(ms)),
             (None, LeasePurpose::Move) => return oldest_waiting.map(|since| now_ms.saturating_sub(since)),
-            (None, LeasePurpose::Growth | LeasePurpose::Swap | LeasePurpose::Handover | LeasePurpose::Joint) => return None,
+            (None, LeasePurpose::Growth | LeasePurpose::Swap | LeasePurpose::Handover | LeasePurpose::Joint) => {
+                return None;
+            }
         };
         let older = self.waiting_since_ms.into_iter().chain(oldest_waiting).min().filter(|since| *since < theirs);
         older.map(|since| now_ms.saturating_sub(since))

@@ -610,7 +610,12 @@ impl Debtor {
             }
         };
         let late = self.late.values().map(|late| late.forget_ms);
-        let paused = self.paused.values().copied().chain(self.searches.values().map(Search::next_wake_ms)).chain(self.findings.next_wake_ms());
+        let paused = self
+            .paused
+            .values()
+            .copied()
+            .chain(self.searches.values().map(Search::next_wake_ms))
+            .chain(self.findings.next_wake_ms());
         self.borrows.values().map(of).chain(self.held.next_wake_ms()).chain(late).chain(paused).min()
     }
 

@@ -43,7 +43,12 @@ impl Batch {
         let full = policy::free_places(self.sched.running_len(), cx.config.sched.running) == 0;
         let Some(seq) = self.seqs.get(&id).filter(|_| !alone && !apart && !full) else { return false };
         let plain = seq.for_others.is_none() && seq.embedding.is_none() && !seq.needs_positions();
-        if !plain || seq.asked_members || seq.blocks.blocks() > 0 || seq.beside() > 0 || seq.len() < cx.config.joint.tokens_min {
+        if !plain
+            || seq.asked_members
+            || seq.blocks.blocks() > 0
+            || seq.beside() > 0
+            || seq.len() < cx.config.joint.tokens_min
+        {
             return false;
         }
         let wanted = self.hash_wanted(cx, id);

@@ -104,7 +104,15 @@ impl Scheduler {
     pub(crate) fn join(&mut self, seq: SeqId, micro_batch: MicroBatch, tokens: u32, due: &[Range<u32>]) {
         assert!(!self.is_running(seq) && !due.is_empty(), "{seq} has nothing to compute");
         let ring = self.rings.as_mut().map(Rings::take);
-        self.running.push(Running { seq, micro_batch, tokens, computed: tokens, lost: VecDeque::new(), ring, in_step: false });
+        self.running.push(Running {
+            seq,
+            micro_batch,
+            tokens,
+            computed: tokens,
+            lost: VecDeque::new(),
+            ring,
+            in_step: false,
+        });
         self.set_lost(seq, due);
     }
 

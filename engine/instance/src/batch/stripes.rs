@@ -103,7 +103,8 @@ impl Stripes {
     /// The stripe whose last position is before `end`, a position, if that is one's last.
     pub(crate) fn ends_at(&self, end: u32, block_tokens: u32) -> Option<u32> {
         let block = (end.is_multiple_of(block_tokens)).then_some(end / block_tokens)?;
-        let stripe = (self.layout.known < block && block <= self.layout.end).then(|| self.layout.stripe_of(block - 1))?;
+        let stripe =
+            (self.layout.known < block && block <= self.layout.end).then(|| self.layout.stripe_of(block - 1))?;
         (self.layout.blocks_of(stripe).end == block).then_some(stripe)
     }
 }

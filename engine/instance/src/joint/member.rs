@@ -9,8 +9,8 @@ use crate::cx::Cx;
 use crate::outcome::Outcome;
 use lagoon_cluster::Revoked;
 use lagoon_protocol::{
-    ControlBody, JointAsk, JointBody, JointGranted, JointLease, JointLeft, JointMeet, JointMember, JointPrompt, JointStart,
-    JointWilling, LeaseRevoked,
+    ControlBody, JointAsk, JointBody, JointGranted, JointLease, JointLeft, JointMeet, JointMember, JointPrompt,
+    JointStart, JointWilling, LeaseRevoked,
 };
 use lagoon_types::limits::{CACHE_SALT_BYTES_MAX, JOINT_ASK_MS, JOINT_GRANT_MS, JOINT_JOBS_MAX, JOINT_MEMBERS_MAX};
 use lagoon_types::{GenerateRequest, InstanceId, LeaseId, RequestOptions, SamplingParams, SeqId};
@@ -20,7 +20,11 @@ use std::collections::BTreeMap;
 #[derive(Debug)]
 enum Stage {
     /// Messages with the prompt arrive.
-    Gathering { total: u32, tokens: Vec<u32>, cache_salt: String },
+    Gathering {
+        total: u32,
+        tokens: Vec<u32>,
+        cache_salt: String,
+    },
     /// Memory is taken; not all other members are connected yet.
     Meeting,
     /// All others have leases; the owner says when to begin.
@@ -209,7 +213,14 @@ impl Joints {
     }
 
     /// Begins with the leases of the others.
-    pub(super) fn on_start(&mut self, cx: &mut Cx, batch: &mut Batch, others: Others<'_>, key: Key, start: &JointStart) {
+    pub(super) fn on_start(
+        &mut self,
+        cx: &mut Cx,
+        batch: &mut Batch,
+        others: Others<'_>,
+        key: Key,
+        start: &JointStart,
+    ) {
         let Some(member) = self.members.get_mut(&key).filter(|of| matches!(of.stage, Stage::Granted)) else { return };
         let (Some(seq), now_ms) = (member.seq, cx.now_ms) else { return };
         let confirmed_ms = now_ms.saturating_sub(u64::from(start.age_ms));

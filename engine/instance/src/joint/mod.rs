@@ -55,15 +55,28 @@ pub(crate) struct Joints {
 #[derive(Debug)]
 pub(crate) enum JointEvent {
     /// A peer's message.
-    Control { from: InstanceId, message: Joint },
+    Control {
+        from: InstanceId,
+        message: Joint,
+    },
     /// A waiting sequence's prompt is to be computed with others.
     Wanted(SeqId),
     /// The gManager's candidates.
-    Found { seq: SeqId, candidates: Vec<Candidate> },
+    Found {
+        seq: SeqId,
+        candidates: Vec<Candidate>,
+    },
     /// The last step of a stripe has started here.
-    StripeStarted { seq: SeqId, stripe: u32 },
+    StripeStarted {
+        seq: SeqId,
+        stripe: u32,
+    },
     /// A step has appended the KV of a layer, up to position `end`.
-    Appended { seq: SeqId, layer: u32, end: u32 },
+    Appended {
+        seq: SeqId,
+        layer: u32,
+        end: u32,
+    },
     /// A step has computed a chunk.
     Computed(SeqId),
     /// A sequence has freed its memory, or was removed.

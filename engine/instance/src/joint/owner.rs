@@ -72,7 +72,9 @@ impl Joints {
     pub(super) fn on_found(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, candidates: Vec<Candidate>) {
         let total = batch.seq(seq).map_or(0, |seq| seq.len());
         let layout = batch.joint_layout(cx, seq, candidates.len() + 1);
-        let Some(owned) = self.owned.get_mut(&seq).filter(|owned| matches!(owned.stage, Stage::Finding)) else { return };
+        let Some(owned) = self.owned.get_mut(&seq).filter(|owned| matches!(owned.stage, Stage::Finding)) else {
+            return;
+        };
         let (Some(layout), Some(me)) = (layout.filter(|_| !candidates.is_empty()), cx.standing.id) else {
             return self.compute_alone(cx, batch, seq);
         };
@@ -148,9 +150,10 @@ impl Joints {
         };
         let is_member = members[1..].iter().any(|member| member.instance == from.0);
         let others = |member: &&JointMember| member.instance != from.0;
-        let to_all = members.iter().filter(others).all(|member| {
-            granted_by.leases.iter().filter(|lease| lease.instance == member.instance).count() == 1
-        });
+        let to_all = members
+            .iter()
+            .filter(others)
+            .all(|member| granted_by.leases.iter().filter(|lease| lease.instance == member.instance).count() == 1);
         if !is_member || !to_all {
             return;
         }
@@ -291,7 +294,8 @@ impl Joints {
         if batch.in_step(seq) || (cx.now_ms < *until_ms && members.keys().any(silent)) {
             return;
         }
-        let of = |(member, lease): (&InstanceId, &LeaseId)| ((*member, *lease), computed.get(member).copied().unwrap_or(0));
+        let of =
+            |(member, lease): (&InstanceId, &LeaseId)| ((*member, *lease), computed.get(member).copied().unwrap_or(0));
         let computed = members.iter().map(of).collect();
         self.owned.remove(&seq);
         batch.end_joint(cx, others.prefills, seq, &computed);
@@ -301,7 +305,14 @@ impl Joints {
     pub(super) fn owned_without(&mut self, cx: &mut Cx, batch: &mut Batch, others: Others<'_>, peer: InstanceId) {
         let seqs: Vec<SeqId> = self.owned.keys().copied().collect();
         for seq in seqs {
-            self.on_left(cx, batch, others, seq, peer, &JointLeft { blocks: 0, reason: "its connection was lost".into() });
+            self.on_left(
+                cx,
+                batch,
+                others,
+                seq,
+                peer,
+                &JointLeft { blocks: 0, reason: "its connection was lost".into() },
+            );
         }
     }
 

@@ -278,7 +278,9 @@ impl Moves {
     /// Blocks of a sequence at `source` that can move now and are in no move, ascending. Without `all`, shared local
     /// blocks stay: moving them frees nothing.
     fn candidates(&self, cx: &Cx, batch: &Batch, id: SeqId, source: Place, all: bool) -> Vec<(u32, Placement)> {
-        let movable = |seq: &&Sequence| seq.for_others.is_none() && seq.joint.is_none() && (seq.is_running() || batch.is_frozen(id));
+        let movable = |seq: &&Sequence| {
+            seq.for_others.is_none() && seq.joint.is_none() && (seq.is_running() || batch.is_frozen(id))
+        };
         let Some(seq) = batch.seq(id).filter(movable) else {
             return Vec::new();
         };

@@ -21,7 +21,10 @@ impl SeqBlocks {
     /// # Panics
     /// If a block of the table is not written.
     pub fn begin_joint(&mut self, parts: &[JointPart]) {
-        assert!(self.written == self.capacity_tokens() && self.lost.is_empty(), "joint prefill begins behind what is known");
+        assert!(
+            self.written == self.capacity_tokens() && self.lost.is_empty(),
+            "joint prefill begins behind what is known"
+        );
         let mut due = Vec::new();
         for part in parts {
             let first = self.capacity_tokens();

@@ -83,7 +83,8 @@ impl Debtor {
     }
 
     pub(super) fn tick_members(&mut self, now_ms: u64) {
-        let late: Vec<Finding> = self.findings.0.extract_if(.., |_, f| f.deadline_ms <= now_ms).map(|(_, f)| f).collect();
+        let late: Vec<Finding> =
+            self.findings.0.extract_if(.., |_, f| f.deadline_ms <= now_ms).map(|(_, f)| f).collect();
         late.into_iter().for_each(|finding| self.report_members(finding));
     }
 }

@@ -2,7 +2,7 @@
 
 use super::FrozenDebt;
 use crate::config::SchedulerConfig;
-use crate::{Effect, Event, Instance, InstanceConfig, LayerWindows, PeerKey, RemotePolicy};
+use crate::{Effect, Event, Instance, InstanceConfig, JointConfig, LayerWindows, PeerKey, RemotePolicy};
 use lagoon_protocol::{
     BorrowAdvice, BulkFrame, Candidate, ControlBody, Freeze, Frozen, Hello, LeaseGrant, MemoryTier, Registered, Role,
     Thaw, VERSION_MAX,
