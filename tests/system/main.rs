@@ -18,6 +18,7 @@ mod goldens;
 mod hand_back;
 mod hostile;
 mod hostile_frames;
+mod joint;
 mod left_behind;
 mod membership;
 mod micro_batches;

@@ -249,7 +249,7 @@ impl Instance {
             blocks_borrowed: self.cx.memory.rm.debtor.held.blocks(),
             blocks_borrowed_total: self.batch.counts().borrowed_blocks,
             running: self.batch.running_len(),
-            waiting: self.batch.waiting_len(&self.prefill),
+            waiting: self.batch.waiting_len(&self.prefill) + self.joint.waiting(),
             remote_request_frames: self.creditor.load(),
             remote_steps: self.creditor.open_steps(),
             preemptions: self.batch.counts().preemptions,

@@ -100,6 +100,7 @@ pub struct Spec {
     pub other_model: bool,
     /// Attention rate for the cost model and the threshold.
     pub attention_flops: f64,
+    pub joint: JointConfig,
     pub target_step_ms: Option<u32>,
     pub prefix_cache: bool,
     /// Bytes of the prefix cache's host tier, and of its disk tier.
@@ -336,6 +337,7 @@ pub(super) fn config(pool: &PoolSpec, spec: &Spec, index: usize, life: u64) -> I
         link_bytes_per_s: 1e9,
         attention_flops: spec.attention_flops,
         prefix_cache: spec.prefix_cache,
+        joint: spec.joint,
         target_step_ms: spec.target_step_ms,
         transfer: None,
         lent: spec.lends.then(|| lent_memory(spec, lent_name(index, life))),

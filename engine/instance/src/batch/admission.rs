@@ -209,9 +209,6 @@ impl Batch {
 
     /// Allocates memory for a whole waiting sequence. True if it has all; false if it borrows or must retry.
     pub(super) fn place(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) -> bool {
-        if self.asks_members(cx, id) {
-            return false;
-        }
         let Some(seq) = self.seqs.get(&id) else { return false };
         let since_ms = seq.since_ms;
         // One slot more than known tokens: the next token needs one. A prompt for a decode worker needs none, and lies
@@ -244,7 +241,12 @@ impl Batch {
             return false;
         }
         cx.standing.note_lending_needed(cx.now_ms);
-        if local < needed && (!self.borrow_or_wait(cx, prefills, id, needed) || self.search_pool(cx, id)) {
+        if local < needed && !self.borrow_or_wait(cx, prefills, id, needed) {
+            return false;
+        }
+        // What several instances computed together, they cache together.
+        let together = self.may_join(cx, id);
+        if ((local < needed || together) && self.search_pool(cx, id)) || (together && self.asks_members(cx, id)) {
             return false;
         }
         let (known, after) = if local == needed { self.adopt_prefix(cx, id) } else { (0, None) };

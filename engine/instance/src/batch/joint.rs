@@ -14,11 +14,9 @@ use lagoon_types::{InstanceId, LeaseId, PhysBlock, SeqId};
 use std::collections::BTreeMap;
 
 impl Batch {
-    /// Leaves a waiting sequence's prompt to several instances, if it is long enough for them. Returns whether it waits for them.
+    /// Leaves a waiting sequence's prompt, of which nothing is known elsewhere, to several instances, if it is long enough for them.
+    /// Returns whether it waits for them.
     pub(super) fn asks_members(&mut self, cx: &mut Cx, id: SeqId) -> bool {
-        if !self.may_join(cx, id) {
-            return false;
-        }
         let (known, _) = self.adopt_prefix(cx, id);
         let plan = self.joint_layout(cx, id, JOINT_MEMBERS_MAX);
         let Some(seq) = self.seqs.get_mut(&id) else { return false };
@@ -35,25 +33,21 @@ impl Batch {
         true
     }
 
-    /// Whether a waiting sequence's prompt may be computed by several instances at all.
-    fn may_join(&mut self, cx: &Cx, id: SeqId) -> bool {
+    /// Whether a waiting sequence's prompt may be computed by several instances.
+    pub(super) fn may_join(&mut self, cx: &Cx, id: SeqId) -> bool {
         let alone = cx.config.joint.instances == 1 || cx.standing.id.is_none() || !cx.standing.registered;
         // Windowed KV is kept in order by one instance; blocks in address rows have one owner.
         let apart = cx.config.window.is_some() || cx.config.windowed.is_some() || !cx.memory.rm.pool.caches_runs();
         let full = policy::free_places(self.sched.running_len(), cx.config.sched.running) == 0;
         let Some(seq) = self.seqs.get(&id).filter(|_| !alone && !apart && !full) else { return false };
         let plain = seq.for_others.is_none() && seq.embedding.is_none() && !seq.needs_positions();
-        if !plain
-            || seq.asked_members
-            || seq.blocks.blocks() > 0
-            || seq.beside() > 0
-            || seq.len() < cx.config.joint.tokens_min
-        {
+        let elsewhere = seq.blocks.remote_blocks() > 0 || seq.blocks.lost_blocks() > 0 || seq.beside() > 0;
+        if !plain || seq.asked_members || elsewhere || seq.len() < cx.config.joint.tokens_min {
             return false;
         }
         let wanted = self.hash_wanted(cx, id);
         let Some(seq) = self.seqs.get(&id) else { return false };
-        let known = cx.memory.rm.pool.found(&seq.block_hashes[..wanted]);
+        let known = cx.memory.rm.pool.found(&seq.block_hashes[..wanted]).max(seq.blocks.blocks());
         seq.len() - (known * cx.config.block_tokens).min(seq.len()) >= cx.config.joint.tokens_min
     }
 

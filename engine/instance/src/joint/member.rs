@@ -74,6 +74,11 @@ impl Member {
         }
     }
 
+    /// Whether its sequence waits to begin.
+    pub(super) fn waits(&self) -> bool {
+        matches!(self.stage, Stage::Meeting | Stage::Granted)
+    }
+
     /// Whether its owner has let too much time pass without a beginning.
     pub(super) fn is_late(&self, now_ms: u64) -> bool {
         !matches!(self.stage, Stage::Running) && now_ms >= self.since_ms + JOINT_ASK_MS + JOINT_GRANT_MS

@@ -134,6 +134,11 @@ impl Joints {
         self.status
     }
 
+    /// Parts of other instances' prompts that have memory and are not told to begin.
+    pub(crate) fn waiting(&self) -> usize {
+        self.members.values().filter(|member| member.waits()).count()
+    }
+
     fn on_message(&mut self, cx: &mut Cx, batch: &mut Batch, others: Others<'_>, from: InstanceId, message: Joint) {
         let (owner, job) = (InstanceId(message.owner), message.job);
         let of_owner = owner == from;
