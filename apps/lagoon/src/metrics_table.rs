@@ -163,7 +163,7 @@ const PREFIX: &[Metric] = &[
         "lagoon_joint_prefills_total",
         "prompts",
         &[("result", &["completed", "ended", "alone"])],
-        "Own long prompts for which members were asked: computed by all of them, begun and ended early, or computed alone.",
+        "Own long prompts for which members were asked: computed by all of them, begun and ended early, or not begun.",
     ),
     Metric::counter(
         "lagoon_joint_prefill_tokens_total",

@@ -101,8 +101,7 @@ fn record_memory(of: &KvCounters) {
 }
 
 fn record_joint(of: JointStatus) {
-    let ended = of.begun - of.completed;
-    for (result, prompts) in [("completed", of.completed), ("ended", ended), ("alone", of.alone)] {
+    for (result, prompts) in [("completed", of.completed), ("ended", of.ended), ("alone", of.alone)] {
         counter!("lagoon_joint_prefills_total", "result" => result).absolute(prompts);
     }
     counter!("lagoon_joint_prefill_tokens_total").absolute(of.computed_tokens);

@@ -80,6 +80,13 @@ fn an_eviction_under_a_lease_is_found() {
 }
 
 #[test]
+fn a_stripe_that_is_attended_to_before_it_is_computed_is_found() {
+    let limits = Limits { joint: true, roles: Some(false), ..Limits::default() };
+    let (_, failure) = hunt_with("StripeUnawaited", limits, |on| choose(on.then_some(Mutant::StripeUnawaited)));
+    assert!(["answer", "keys"].contains(&failure.checker.as_str()), "{failure}");
+}
+
+#[test]
 fn a_dropped_ack_of_a_release_is_found() {
     let (_, failure) = hunt(Mutant::ReleaseUnconfirmed);
     assert_eq!(failure.checker, "leak");

@@ -13,6 +13,8 @@ lagoon_types::mutants! {
     CachedUnverified,
     /// A creditor leases cached blocks and leaves them to be evicted.
     CachedUnowned,
+    /// A member of a joint prefill serves KV of its stripes before they are computed.
+    StripeUnawaited,
     /// A creditor does not send `LeaseSealed` for a block that moves there.
     SealUnreported,
     /// A debtor switches a moving block when it has sent the seal, without waiting for `LeaseSealed`.

@@ -25,7 +25,7 @@ pub struct Control {
     #[prost(
         oneof = "ControlBody",
         tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, \
-                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50"
+                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 51"
     )]
     pub body: Option<ControlBody>,
 }
@@ -145,7 +145,7 @@ pub enum ControlBody {
     #[prost(message, tag = "49")]
     LeaseHashes(LeaseHashes),
     // Joint prefill: its members.
-    #[prost(message, boxed, tag = "50")]
+    #[prost(message, boxed, tag = "51")]
     Joint(Box<Joint>),
 }
 

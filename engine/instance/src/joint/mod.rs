@@ -32,9 +32,10 @@ type Key = (InstanceId, u64);
 /// Counters of joint prefill since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct JointStatus {
-    /// Own prompts that were begun with others, and those of them that all members computed to the end.
+    /// Own prompts that were begun with others; those of them that all members computed to the end, and those that ended early.
     pub begun: u64,
     pub completed: u64,
+    pub ended: u64,
     /// Own prompts for which members were asked for and not found.
     pub alone: u64,
     /// Prompts of others of which this instance computed a part, and the tokens of these parts.
@@ -150,11 +151,14 @@ impl Joints {
             (Some(JointBody::Start(start)), _) if of_owner => self.on_start(cx, batch, others, (owner, job), &start),
             (Some(JointBody::End(_)), _) if of_owner => self.on_end(cx, batch, others, (owner, job)),
             (Some(JointBody::Stripe(of)), Some(seq)) => {
-                self.note_progress(cx, seq);
-                batch.note_stripe(seq, of.stripe);
+                if self.owned.get(&seq).is_some_and(|owned| owned.members().any(|member| member == from)) {
+                    self.note_progress(cx, seq);
+                    batch.note_stripe(seq, of.stripe);
+                }
             }
             (Some(JointBody::Stripe(of)), None) => {
-                if let Some(member) = self.members.get_mut(&(owner, job)) {
+                let is_other = |member: &&mut Member| member.others().any(|other| other == from);
+                if let Some(member) = self.members.get_mut(&(owner, job)).filter(is_other) {
                     member.note_stripe(batch, of.stripe);
                 }
             }

@@ -282,6 +282,7 @@ impl Joints {
             send(cx, *member, (me, owned.job), JointBody::End(JointEnd { reason: reason.to_owned() }));
         }
         owned.stage = Stage::Ending { members, computed, until_ms: cx.now_ms + JOINT_END_MS };
+        self.status.ended += 1;
         batch.stop_joint(seq);
         cx.emit(Outcome::StepLeft { seq });
     }
@@ -338,7 +339,8 @@ impl Joints {
         if self.owned.contains_key(&seq) {
             self.stop_members(cx, seq, "the request ended");
             cx.memory.rm.debtor.find_no_members(seq);
-            self.owned.remove(&seq);
+            let owned = self.owned.remove(&seq);
+            self.status.ended += u64::from(owned.is_some_and(|owned| matches!(owned.stage, Stage::Running { .. })));
         }
     }
 

@@ -266,6 +266,33 @@ fn cached() -> Vec<(&'static str, ControlBody)> {
     ]
 }
 
+fn joint() -> Vec<(&'static str, ControlBody)> {
+    let message = |body| ControlBody::Joint(Box::new(Joint { owner: 3, job: 0x1_0000_0004, body: Some(body) }));
+    let lease = |instance| JointLease { instance, lease: 11, epoch: 12, blocks: 24, ttl_ms: 15_000 };
+    let member = |instance, quic_addr: &str| JointMember { instance, quic_addr: quic_addr.to_owned() };
+    let prompt = JointPrompt {
+        total: 96,
+        first: 0,
+        tokens: vec![1, 300, 70_000],
+        members: vec![member(3, "10.0.0.1:7601"), member(4, "10.0.0.2:7601")],
+        known_blocks: 1,
+        stripe_blocks: 16,
+        cache_salt: "tenant".to_owned(),
+    };
+    let reason = "its batch is full".to_owned();
+    vec![
+        ("joint_ask", message(JointBody::Ask(JointAsk { blocks: 24, total: 100 }))),
+        ("joint_willing", message(JointBody::Willing(JointWilling {}))),
+        ("joint_prompt", message(JointBody::Prompt(prompt))),
+        ("joint_granted", message(JointBody::Granted(JointGranted { leases: vec![lease(3), lease(5)] }))),
+        ("joint_start", message(JointBody::Start(JointStart { leases: vec![lease(3), lease(5)], age_ms: 7 }))),
+        ("joint_stripe", message(JointBody::Stripe(JointStripe { stripe: 2 }))),
+        ("joint_left", message(JointBody::Left(JointLeft { blocks: 9, reason }))),
+        ("joint_end", message(JointBody::End(JointEnd { reason: "the request ended".to_owned() }))),
+        ("joint_meet", message(JointBody::Meet(JointMeet {}))),
+    ]
+}
+
 fn partials() -> Vec<(&'static str, PartialsFrame)> {
     let run = |lease, first_pos| LeaseRun { lease: LeaseId(lease), epoch: Epoch(12), offset: 32, len: 64, first_pos };
     let ticket = StepTicket {
@@ -315,8 +342,9 @@ fn bulk() -> Vec<(&'static str, BulkFrame)> {
 
 /// Every kind of frame with its recording's name.
 pub(crate) fn samples() -> Vec<(String, Frame)> {
-    let control = membership().into_iter().chain(contract()).chain(cached()).chain(disaggregated()).chain(transfer());
+    let control = membership().into_iter().chain(contract()).chain(cached()).chain(joint()).chain(disaggregated());
     control
+        .chain(transfer())
         .map(|(name, body)| (format!("control_{name}"), body.into()))
         .chain(partials().into_iter().map(|(name, frame)| (format!("partials_{name}"), frame.into())))
         .chain(bulk().into_iter().map(|(name, frame)| (format!("bulk_{name}"), frame.into())))

@@ -7,6 +7,7 @@
 
 use super::super::recall::Revoked;
 use super::{Creditor, Lease, LentBlocks};
+use crate::mutants::{self, Mutant};
 use lagoon_kv::{BlockPool, LeaseHasher};
 use lagoon_protocol::{LeaseGrant, LeasePurpose};
 use lagoon_types::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId};
@@ -31,7 +32,8 @@ impl Creditor {
         let epoch = Epoch(self.epoch_base.wrapping_add(self.issued));
         pool.lease_out(own, lease, blocks);
         let mut hasher = LeaseHasher::new(self.layers as usize, self.block_tokens, self.layer_token_bytes);
-        hasher.skip(known);
+        let leased = u32::try_from(blocks.len()).expect("at most the pool's blocks") * self.block_tokens;
+        hasher.skip(if mutants::is(Mutant::StripeUnawaited) { leased } else { known });
         let entry = Lease {
             debtor,
             seq,
