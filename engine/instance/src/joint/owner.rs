@@ -339,8 +339,11 @@ impl Joints {
         if self.owned.contains_key(&seq) {
             self.stop_members(cx, seq, "the request ended");
             cx.memory.rm.debtor.find_no_members(seq);
-            let owned = self.owned.remove(&seq);
-            self.status.ended += u64::from(owned.is_some_and(|owned| matches!(owned.stage, Stage::Running { .. })));
+            // An answer of one token ends with its prompt.
+            if let Some(Owned { stage: Stage::Running { members, computed }, .. }) = self.owned.remove(&seq) {
+                let is_complete = computed.len() == members.len();
+                *(if is_complete { &mut self.status.completed } else { &mut self.status.ended }) += 1;
+            }
         }
     }
 
