@@ -11,6 +11,7 @@
 
 use super::cluster::ETHERNET_LATENCY_US;
 use super::device::{Bill, Prefill};
+use super::relays::{Merged, Relays};
 use super::run::Setting;
 use crate::agenda::Agenda;
 use crate::network::{Delivery, GMANAGER, Network, Place};
@@ -74,6 +75,7 @@ pub(super) struct Fabric {
     pub(super) nvlink_bytes: f64,
     /// Total time that frames of queries and partials were in flight.
     pub(super) exchange_us: u64,
+    relays: Relays,
 }
 
 impl Fabric {
@@ -87,6 +89,7 @@ impl Fabric {
             ethernet_bytes: 0.0,
             nvlink_bytes: 0.0,
             exchange_us: 0,
+            relays: Relays::default(),
         }
     }
 
@@ -164,6 +167,43 @@ impl Fabric {
         (f64::from(rows) * row_bytes + SMALL_FRAME_BYTES, layers)
     }
 
+    /// Arrival time of a frame of the partials class: as [`Fabric::carry`], or through the creditors' relay.
+    fn carry_partials(&mut self, ends: (Place, Place), frame: &PartialsFrame, cost: (f64, f64), now_us: u64) -> u64 {
+        let (from, to) = ends;
+        let (bytes, hops) = cost;
+        let once = self.setting.study.once_a_node && !self.near(from, to);
+        match frame {
+            PartialsFrame::Query { step, .. } if once && hops > 1.0 => {
+                let key = (from, *step, self.node(to));
+                if let Some((relay, asked_us)) = self.relays.ask(key) {
+                    return self.carry((relay, to), Class::Partials, bytes, hops, asked_us);
+                }
+                let asked_us = self.carry(ends, Class::Partials, bytes, hops, now_us);
+                self.relays.begin(key, to, asked_us);
+                asked_us
+            }
+            PartialsFrame::Partial { step, .. } if once && hops > 1.0 => {
+                let key = (to, *step, self.node(from));
+                let Some(relay) = self.relays.relay(key) else {
+                    return self.carry(ends, Class::Partials, bytes, hops, now_us);
+                };
+                let beside = relay != from;
+                let at_us =
+                    if beside { self.carry((from, relay), Class::Partials, bytes, hops, now_us) } else { now_us };
+                match self.relays.answer(key, at_us) {
+                    // The step waits for the last one, which has the bytes of all.
+                    Merged::Part => now_us,
+                    Merged::All { relay, at_us } => self.carry((relay, to), Class::Partials, bytes, hops, at_us),
+                }
+            }
+            PartialsFrame::StepCancel { step } if once => {
+                self.relays.forget((from, *step, self.node(to)));
+                self.carry(ends, Class::Partials, bytes, hops, now_us)
+            }
+            _ => self.carry(ends, Class::Partials, bytes, hops, now_us),
+        }
+    }
+
     fn bulk_cost(&self, frame: &BulkFrame, bill: &Bill) -> f64 {
         let tokens = match frame {
             // Resident prompts' KV is already there.
@@ -185,7 +225,7 @@ impl Fabric {
             Frame::Control(_) => self.carry(ends, Class::Control, SMALL_FRAME_BYTES, 1.0, now + CONTROL_US),
             Frame::Partials(frame) => {
                 let (bytes, hops) = self.partials_cost(frame, ends.1, bill);
-                let arrives_us = self.carry(ends, Class::Partials, bytes, hops, now);
+                let arrives_us = self.carry_partials(ends, frame, (bytes, hops), now);
                 self.exchange_us += if hops > 1.0 { arrives_us - now } else { 0 };
                 arrives_us
             }

@@ -4,7 +4,7 @@
 use super::cluster::{Cluster, Setup};
 use super::dispatch::Dispatch;
 use super::goodput::Slo;
-use super::run::{Run, Seen, Setting, WARM_UP_US};
+use super::run::{Run, Seen, Setting, Study, WARM_UP_US};
 use super::traces::Request;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,6 +14,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub enum System {
     /// The shipped instances as a pool, dispatched by predicted work.
     Lagoon,
+    /// The same with one query a node, modelled (the study `once_a_node`).
+    LagoonOnceANode,
     /// The same instances without pooling, dispatched by predicted work.
     Multi,
     /// Both as v2 §7.1 wrote them: to the most free memory, whatever waits there.
@@ -31,6 +33,7 @@ impl System {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Lagoon => "Lagoon",
+            Self::LagoonOnceANode => "Lagoon, one query a node",
             Self::Multi => "vLLM-multi",
             Self::LagoonFreeMemory => "Lagoon, free memory",
             Self::MultiFreeMemory => "vLLM-multi, free memory",
@@ -43,16 +46,21 @@ impl System {
     #[must_use]
     pub fn setting(self, setup: &Setup, block_tokens: u32) -> Setting {
         let cluster = match self {
-            Self::Lagoon | Self::Multi | Self::LagoonFreeMemory | Self::MultiFreeMemory => setup.multi(),
+            Self::Lagoon
+            | Self::LagoonOnceANode
+            | Self::Multi
+            | Self::LagoonFreeMemory
+            | Self::MultiFreeMemory => setup.multi(),
             Self::Single => Cluster::single(setup.model, setup.gpus, true),
             Self::SingleUnpipelined => Cluster::single(setup.model, setup.gpus, false),
         };
-        let pooled = matches!(self, Self::Lagoon | Self::LagoonFreeMemory);
+        let pooled = matches!(self, Self::Lagoon | Self::LagoonOnceANode | Self::LagoonFreeMemory);
         let dispatch = match self {
             Self::LagoonFreeMemory | Self::MultiFreeMemory => Dispatch::FreeMemory,
             _ => Dispatch::LeastWork,
         };
-        Setting { dispatch, ..Setting::new(cluster, pooled, block_tokens) }
+        let study = Study { once_a_node: self == Self::LagoonOnceANode, ..Study::default() };
+        Setting { dispatch, study, ..Setting::new(cluster, pooled, block_tokens) }
     }
 }
 

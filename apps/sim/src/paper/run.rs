@@ -60,6 +60,8 @@ pub struct Study {
     pub one_batch: bool,
     /// Peers' queries overtake the current layer, as on a device with priorities.
     pub overtaking: bool,
+    /// Queries cross once a node: of a step's creditors on another node, one passes them on and answers for all.
+    pub once_a_node: bool,
 }
 
 /// Parameters of a simulated system.

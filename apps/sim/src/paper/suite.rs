@@ -1,6 +1,6 @@
 //! All figures: runs, sizes, and output files.
 
-use super::cluster::{Cluster, SETUPS, Setup};
+use super::cluster::{Cluster, NODE_GPUS, SETUPS, Setup};
 use super::hardware::LLAMA2_7B;
 use super::measure::System;
 use super::readings::Readings;
@@ -150,7 +150,11 @@ fn against_multi(output: Output, requests: usize) -> Vec<Comparison> {
 
 fn singles(setup: &Setup) -> Vec<(System, Setting)> {
     let block = context::block_tokens(setup);
-    let mut systems = vec![System::Lagoon, System::Single];
+    let mut systems = vec![System::Lagoon];
+    if setup.gpus > NODE_GPUS {
+        systems.push(System::LagoonOnceANode);
+    }
+    systems.push(System::Single);
     if Cluster::single(setup.model, setup.gpus, true).parallel.pp > 1 {
         systems.push(System::SingleUnpipelined);
     }
@@ -197,12 +201,16 @@ fn studied(size: &Size) -> Vec<Comparison> {
     [&multi[3], &single[2], &single[3]].map(lagoon).to_vec()
 }
 
+const fn study(free_network: bool, one_batch: bool, overtaking: bool) -> Study {
+    Study { free_network, one_batch, overtaking, once_a_node: false }
+}
+
 /// The studied departures from the modelled system.
 pub const STUDIES: [(&str, Study); 4] = [
-    ("no departure", Study { free_network: false, one_batch: false, overtaking: false }),
-    ("the two micro-batches read weights once", Study { free_network: false, one_batch: true, overtaking: false }),
-    ("peers' queries wait for no layer", Study { free_network: false, one_batch: false, overtaking: true }),
-    ("both, and a network without cost", Study { free_network: true, one_batch: true, overtaking: true }),
+    ("no departure", study(false, false, false)),
+    ("the two micro-batches read weights once", study(false, true, false)),
+    ("peers' queries wait for no layer", study(false, false, true)),
+    ("both, and a network without cost", study(true, true, true)),
 ];
 
 /// Runs everything. `say` reports progress.
