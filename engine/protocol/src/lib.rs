@@ -14,6 +14,7 @@
 pub mod control;
 pub mod data;
 pub mod direct;
+pub mod heartbeat;
 pub mod placement;
 pub mod prefill;
 pub mod prefix;
@@ -23,6 +24,7 @@ pub mod transfer;
 pub use control::*;
 pub use data::*;
 pub use direct::*;
+pub use heartbeat::*;
 pub use placement::*;
 pub use prefill::*;
 pub use prefix::*;
