@@ -176,7 +176,7 @@ fn an_order_empties_all_tiers_but_not_what_is_in_use() {
     let pool = PoolSpec::golden("llama3_old", 4);
     for (host, disk) in [(100, 0), (0, 200), (200, 200), (0, 0)] {
         let (host_cache_bytes, disk_cache_bytes) = (bytes(&pool, host), bytes(&pool, disk));
-        let spec = Spec { rows: false, running: 3, host_cache_bytes, disk_cache_bytes, ..Spec::cpu(60) };
+        let spec = Spec { rows: false, running: 3, host_cache_bytes, disk_cache_bytes, ..Spec::cpu(100) };
         let mut world = World::pool(pool.clone(), None, &[spec]);
         for n in 1..5 {
             world.submit(0, greedy(prompt(n, 50, 128), 3));
@@ -191,18 +191,20 @@ fn an_order_empties_all_tiers_but_not_what_is_in_use() {
         let reply = world.admin(AdminBody::CacheDrop(AdminCacheDrop { instance: id.0 }));
         assert_eq!(reply.error, "");
         let number = reply.dropped.unwrap().number;
+        let is_empty = |world: &World| {
+            let status = world.live(0).status();
+            let tiers = status.cache_tiers.unwrap_or_default();
+            (status.prefix.blocks, tiers.host.blocks, tiers.disk.blocks) == (0, 0, 0)
+        };
+        assert!(!is_empty(&world), "{host} and {disk} blocks");
+        world.run_until(is_empty);
+        assert!(!world.requests[running].is_over(), "it runs all the time");
+        assert_eq!(world.live(0).status().prefix.evicted_blocks, 0, "an order is no eviction");
         let reported = |world: &World| {
             let row = world.gmanager().status(world.now_ms()).remove(0);
-            *row.heartbeat.unwrap().cache.unwrap()
+            row.heartbeat.unwrap().cache.unwrap().drop_done
         };
-        while reported(&world).drop_done != number {
-            world.step();
-        }
-        let counts = reported(&world);
-        assert_eq!((counts.device_blocks, counts.host_blocks, counts.disk_blocks), (0, 0, 0), "{counts:?}");
-        let status = world.live(0).status();
-        assert_eq!(status.prefix.evicted_blocks, 0, "an order is no eviction");
-        assert!(!world.requests[running].is_over(), "it runs all the time");
+        world.run_until(|world| reported(world) == number);
         // What the running request uses is found; what was dropped is computed.
         for (n, length, cached) in [(9, 30, 28), (2, 50, 0)] {
             let id = world.submit(0, greedy(prompt(n, length, 128), 3));
