@@ -2,6 +2,7 @@
 
 use crate::cuda::driver;
 use lagoon_model::ModelSpec;
+use lagoon_protocol::{AdminBody, AdminCacheDrop};
 use lagoon_tests::cluster::check::assert_same;
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt, single};
 use lagoon_tests::cluster::{Backend, Fault, PoolSpec, Spec, World, greedy};
@@ -165,6 +166,57 @@ fn a_small_tier_stays_within_its_bound() {
         let tiers = world.tiers(0);
         assert!(tiers.host.evicted_blocks + tiers.disk.evicted_blocks > 0, "{tiers:?}");
         assert_equals_single("a small tier", &world, &pool);
+        world.check_empty();
+    }
+}
+
+/// An operator empties all tiers of an instance while a request runs there: its blocks stay, others are computed again.
+#[test]
+fn an_order_empties_all_tiers_but_not_what_is_in_use() {
+    let pool = PoolSpec::golden("llama3_old", 4);
+    for (host, disk) in [(100, 0), (0, 200), (200, 200), (0, 0)] {
+        let (host_cache_bytes, disk_cache_bytes) = (bytes(&pool, host), bytes(&pool, disk));
+        let spec = Spec { rows: false, running: 3, host_cache_bytes, disk_cache_bytes, ..Spec::cpu(100) };
+        let mut world = World::pool(pool.clone(), None, &[spec]);
+        for n in 1..5 {
+            world.submit(0, greedy(prompt(n, 50, 128), 3));
+            world.run();
+            world.run_for(COPIES_MS);
+        }
+        let running = world.submit(0, greedy(prompt(9, 30, 128), 60));
+        while world.requests[running].tokens.len() < 3 {
+            world.step();
+        }
+        let id = world.id(0).unwrap();
+        let reply = world.admin(AdminBody::CacheDrop(AdminCacheDrop { instance: id.0 }));
+        assert_eq!(reply.error, "");
+        let number = reply.dropped.unwrap().number;
+        let is_empty = |world: &World| {
+            let status = world.live(0).status();
+            let tiers = status.cache_tiers.unwrap_or_default();
+            (status.prefix.blocks, tiers.host.blocks, tiers.disk.blocks) == (0, 0, 0)
+        };
+        assert!(!is_empty(&world), "{host} and {disk} blocks");
+        world.run_until(is_empty);
+        assert!(!world.requests[running].is_over(), "it runs all the time");
+        assert_eq!(world.live(0).status().prefix.evicted_blocks, 0, "an order is no eviction");
+        let reported = |world: &World| {
+            let row = world.gmanager().status(world.now_ms()).remove(0);
+            row.heartbeat.unwrap().cache.unwrap().drop_done
+        };
+        world.run_until(|world| reported(world) == number);
+        // What the running request uses is found; what was dropped is computed.
+        for (n, length, cached) in [(9, 30, 28), (2, 50, 0)] {
+            let id = world.submit(0, greedy(prompt(n, length, 128), 3));
+            world.run();
+            assert_eq!(world.requests[id].prompt.0, cached, "prompt {n}, {host} and {disk} blocks");
+        }
+        // What is cached from now on is copied again.
+        world.run_for(COPIES_MS);
+        if disk > 0 {
+            assert!(world.tiers(0).disk.blocks >= 12, "{:?}", world.tiers(0));
+        }
+        assert_equals_single("an emptied cache", &world, &pool);
         world.check_empty();
     }
 }

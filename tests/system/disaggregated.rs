@@ -65,7 +65,7 @@ in_all_modes! {
 }
 
 /// A pool whose decode workers have connected to the prefill workers.
-fn pool(spec: &PoolSpec, seed: Option<u64>, specs: &[Spec], workers: usize) -> World {
+pub(crate) fn pool(spec: &PoolSpec, seed: Option<u64>, specs: &[Spec], workers: usize) -> World {
     let mut world = World::pool(spec.clone(), seed, specs);
     let decodes = |w: &World, n: usize| w.spec(n).role == lagoon_protocol::Role::Decode;
     let ready = |w: &World| w.nodes().filter(|n| decodes(w, *n)).all(|n| w.live(n).status().prefill.workers == workers);

@@ -25,6 +25,7 @@ mod micro_batches;
 mod moves;
 mod peer_access;
 mod pool_prefix;
+mod pool_prefix_workers;
 mod pooled;
 mod prefix;
 mod process_cache_tiers;

@@ -9,25 +9,25 @@ use std::collections::BTreeSet;
 
 const BLOCK: u32 = 4;
 /// Tokens of the document, a whole number of blocks, and of a question about it.
-const DOCUMENT: usize = 100;
-const QUESTION: usize = 5;
+pub(crate) const DOCUMENT: usize = 100;
+pub(crate) const QUESTION: usize = 5;
 
 fn spec() -> Spec {
     Spec { rows: false, ..Spec::cpu(12) }
 }
 
-fn pool() -> PoolSpec {
+pub(crate) fn pool() -> PoolSpec {
     PoolSpec::golden("llama3_old", BLOCK)
 }
 
 /// The document and the `n`th question about it.
-fn question(n: u64) -> Vec<u32> {
+pub(crate) fn question(n: u64) -> Vec<u32> {
     [prompt(1, DOCUMENT, 128), prompt(100 + n, QUESTION, 128)].concat()
 }
 
 /// Asks a question at a node and waits for its answer and the next summaries. Returns the tokens of its prompt that were
 /// computed.
-fn ask(world: &mut World, node: usize, n: u64) -> u32 {
+pub(crate) fn ask(world: &mut World, node: usize, n: u64) -> u32 {
     let id = world.submit(node, greedy(question(n), 4));
     world.run();
     world.run_for(2_500);
@@ -37,7 +37,7 @@ fn ask(world: &mut World, node: usize, n: u64) -> u32 {
 }
 
 /// Tokens that a question computes at most if all of the document is cached.
-const OWN: u32 = QUESTION as u32 + BLOCK;
+pub(crate) const OWN: u32 = QUESTION as u32 + BLOCK;
 
 #[test]
 fn a_document_longer_than_an_instance_is_computed_once() {
@@ -53,7 +53,7 @@ fn a_document_longer_than_an_instance_is_computed_once() {
 }
 
 /// Tokens of the document that a node caches.
-fn share(world: &World, node: usize) -> u32 {
+pub(crate) fn share(world: &World, node: usize) -> u32 {
     let hashes: BTreeSet<BlockHash> = chain(world, node).into_iter().collect();
     let pool = &world.live(node).rmanager().pool;
     pool.hashes().filter(|hash| hashes.contains(*hash)).count() as u32 * BLOCK

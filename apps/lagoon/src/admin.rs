@@ -12,8 +12,8 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use lagoon_protocol::{
-    AdminBody, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminPlan, AdminReply, AdminRole, OrderOutcome,
-    PlacementRow, Role,
+    AdminBody, AdminCacheDrop, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminPlan, AdminReply, AdminRole,
+    OrderOutcome, PlacementRow, Role,
 };
 use lagoon_transport::NodeRole;
 use lagoon_types::limits;
@@ -125,6 +125,10 @@ pub(crate) enum Order {
         after: (u32, u32, u64),
     },
     Plan {},
+    /// Empty the prefix cache of an instance; 0: of all.
+    CacheDrop {
+        instance: u32,
+    },
     /// Query how an earlier order ended.
     Outcome {
         order: u64,
@@ -143,6 +147,7 @@ impl From<Order> for AdminBody {
                 Self::Placements(AdminPlacements { debtor, seq, after_instance, after_debtor, after_seq })
             }
             Order::Plan {} => Self::Plan(AdminPlan {}),
+            Order::CacheDrop { instance } => Self::CacheDrop(AdminCacheDrop { instance }),
             Order::Outcome { order } => Self::Order(AdminOrder { order }),
         }
     }
@@ -158,6 +163,16 @@ pub(crate) struct Answer {
     pub(crate) more: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) outcome: Option<Outcome>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) dropped: Option<Dropped>,
+}
+
+/// Instances that were ordered to empty their prefix caches.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Dropped {
+    pub(crate) instances: Vec<u32>,
+    /// Number of the order, for [`crate::pool_client::CacheRow::drop_done`].
+    pub(crate) number: u64,
 }
 
 /// How an order ended.
@@ -227,7 +242,8 @@ impl From<AdminReply> for Answer {
             Outcome { ended, blocks, moved, reason }
         });
         let placements = reply.placements.into_iter().filter_map(placement).collect();
-        Self { moves: moves.collect(), placements, more: reply.more, outcome }
+        let dropped = reply.dropped.map(|d| Dropped { instances: d.instances, number: d.number });
+        Self { moves: moves.collect(), placements, more: reply.more, outcome, dropped }
     }
 }
 
@@ -325,7 +341,7 @@ impl Operator {
 impl Order {
     /// Whether it changes rows of the pool's status.
     fn changes_status(self) -> bool {
-        matches!(self, Self::Drain { .. } | Self::Role { .. })
+        matches!(self, Self::Drain { .. } | Self::Role { .. } | Self::CacheDrop { .. })
     }
 }
 
@@ -364,7 +380,8 @@ mod tests {
         let rows = Order::Placements { debtor: 1, seq: Some(7), after: (2, 1, 5) };
         let drain = Order::Drain { instance: 4, cancel: false, stop: true };
         let role = Order::Role { instance: 4, role: NewRole::Both };
-        for order in [moves, drain, role, Order::Plan {}, rows, Order::Outcome { order: 9 }] {
+        let drop = Order::CacheDrop { instance: 0 };
+        for order in [moves, drain, role, Order::Plan {}, rows, drop, Order::Outcome { order: 9 }] {
             let text = serde_json::to_string(&order).unwrap();
             assert_eq!(serde_json::from_str::<Order>(&text).unwrap(), order, "{text}");
         }

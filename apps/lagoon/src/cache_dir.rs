@@ -33,12 +33,22 @@ const LAST_WRITES: Duration = Duration::from_secs(5);
 pub(crate) struct CacheDir {
     reads: SyncSender<(u64, BlockHash)>,
     /// `None` once it ends.
-    writes: Option<SyncSender<(BlockHash, BlockKv)>>,
+    writes: Option<SyncSender<Work>>,
+    /// An order to remove all blocks waits for a place in the queue of the writing thread.
+    drops: bool,
     /// Closed when all that was queued is written.
     written: Receiver<()>,
     events: mpsc::Receiver<DiskEvent>,
     /// What earlier processes left, until it is reported.
     found: Option<DiskEvent>,
+}
+
+/// Work of the writing thread.
+#[derive(Debug)]
+enum Work {
+    Write(BlockHash, BlockKv),
+    /// Remove all blocks.
+    Drop,
 }
 
 /// The directory, which both threads work on.
@@ -81,7 +91,7 @@ impl CacheDir {
         };
         spawn("cache-write", Box::new(write))?;
         spawn("cache-read", Box::new(move || files.read_all(&to_read, &events)))?;
-        Ok(Self { reads, writes: Some(writes), written, events: of_loop, found: Some(found) })
+        Ok(Self { reads, writes: Some(writes), drops: false, written, events: of_loop, found: Some(found) })
     }
 
     /// Hands work to the threads; a failure is the returned event.
@@ -92,11 +102,21 @@ impl CacheDir {
                 refused.then_some(DiskEvent::Read { read, result: Err(DiskLoss::Failed) })
             }
             DiskEffect::Write { hash, kv } => {
-                let refused = self.writes.as_ref().is_none_or(|writes| writes.try_send((hash, kv)).is_err());
+                let refused = self.writes.as_ref().is_none_or(|of| of.try_send(Work::Write(hash, kv)).is_err());
                 let result = Err(DiskLoss::Failed);
                 refused.then_some(DiskEvent::Written { hash, result, evicted: Vec::new(), bytes: None })
             }
+            DiskEffect::Drop => {
+                self.drops = true;
+                self.send_drop();
+                None
+            }
         }
+    }
+
+    /// Sends an order to remove all blocks, if one waits. A full queue has a place after its next event.
+    fn send_drop(&mut self) {
+        self.drops = self.drops && self.writes.as_ref().is_some_and(|writes| writes.try_send(Work::Drop).is_err());
     }
 }
 
@@ -114,6 +134,7 @@ impl Drop for CacheDir {
 /// The next event of the disk tier; never without one.
 pub(crate) async fn next(dir: Option<&mut CacheDir>) -> Option<DiskEvent> {
     let Some(dir) = dir else { return std::future::pending().await };
+    dir.send_drop();
     match dir.found.take() {
         Some(found) => Some(found),
         None => dir.events.recv().await,
@@ -166,9 +187,14 @@ impl Files {
     }
 
     /// The writing thread, until the loop has ended and all is written.
-    fn write_all(&self, blocks: &Receiver<(BlockHash, BlockKv)>, events: &mpsc::Sender<DiskEvent>) {
+    fn write_all(&self, works: &Receiver<Work>, events: &mpsc::Sender<DiskEvent>) {
         let mut warned: Option<Instant> = None;
-        for (hash, kv) in blocks {
+        for work in works {
+            let Work::Write(hash, kv) = work else {
+                self.remove_all();
+                drop(events.blocking_send(DiskEvent::Dropped));
+                continue;
+            };
             let evicted = self.make_room(&hash);
             let written = self.write(&hash, &kv);
             if let Err(error) = &written {
@@ -184,6 +210,17 @@ impl Files {
             let (result, bytes) = (written.map_err(|_logged| DiskLoss::Failed), Some(self.index().bytes()));
             // The loop may have ended: what it had queued is written all the same.
             drop(events.blocking_send(DiskEvent::Written { hash, result, evicted, bytes }));
+        }
+    }
+
+    fn remove_all(&self) {
+        // A file leaves the index first: it counts as missing while it is removed.
+        while let Some(hash) = {
+            let mut index = self.index();
+            let oldest = index.hashes().next().copied();
+            oldest.inspect(|hash| _ = index.remove(hash))
+        } {
+            self.remove(&hash);
         }
     }
 

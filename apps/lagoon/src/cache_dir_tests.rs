@@ -148,6 +148,33 @@ async fn what_cannot_be_written_is_reported_and_reading_goes_on() {
     }
 }
 
+/// An order to remove all blocks comes after the writes before it, and leaves what is not the cache's.
+#[tokio::test]
+async fn all_blocks_are_removed_by_an_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let notes = dir.path().join("notes.txt");
+    fs::write(&notes, "mine").unwrap();
+    let mut cache = CacheDir::open(dir.path(), 8 * PAGE_BYTES, SHAPE).unwrap();
+    assert!(matches!(next(Some(&mut cache)).await, Some(DiskEvent::Found { .. })));
+    for n in [1, 2] {
+        assert!(cache.carry_out(DiskEffect::Write { hash: hash(n), kv: kv(n) }).is_none());
+    }
+    assert!(cache.carry_out(DiskEffect::Drop).is_none());
+    for _ in [1, 2] {
+        assert!(matches!(next(Some(&mut cache)).await, Some(DiskEvent::Written { result: Ok(()), .. })));
+    }
+    assert!(matches!(next(Some(&mut cache)).await, Some(DiskEvent::Dropped)));
+    assert!(cache.carry_out(DiskEffect::Read { read: 5, hash: hash(1) }).is_none());
+    let Some(DiskEvent::Read { result, .. }) = next(Some(&mut cache)).await else { panic!("a read ends") };
+    assert_eq!(result, Err(DiskLoss::Missing));
+    assert!(cache.carry_out(DiskEffect::Write { hash: hash(3), kv: kv(3) }).is_none());
+    let Some(DiskEvent::Written { bytes, .. }) = next(Some(&mut cache)).await else { panic!("a write ends") };
+    assert_eq!(bytes, Some(PAGE_BYTES), "the bound counts what is there");
+    drop(cache);
+    assert_eq!(scan(dir.path()).unwrap().len(), 1);
+    assert!(notes.exists());
+}
+
 /// A directory smaller than a block takes none.
 #[test]
 fn a_bound_below_one_block_is_a_loss() {

@@ -1,6 +1,7 @@
-//! `lagoon kv`: shows where requests' rBlocks are, and moves them by hand.
+//! `lagoon kv`: shows where requests' rBlocks are, and moves them by hand. `lagoon kv cache` is in `kv_cache.rs`.
 
 use crate::admin::{Move, Operator, Order, Outcome, Placement, PoolArgs};
+use crate::kv_cache::{self, CacheCommand};
 use crate::log::{out, outln};
 use crate::table::Table;
 use anyhow::Context;
@@ -80,6 +81,11 @@ enum KvCommand {
     },
     /// Print the moves that the planner would order next, without ordering them.
     Plan,
+    /// The prefix cache: what each instance has, and how to empty it.
+    Cache {
+        #[command(subcommand)]
+        command: CacheCommand,
+    },
 }
 
 /// Sends the command to the pool and prints the reply.
@@ -93,6 +99,7 @@ pub(crate) async fn run(args: KvArgs) -> anyhow::Result<()> {
             };
             show_placements(&args, operator.placements(debtor, seq).await?)
         }
+        KvCommand::Cache { command } => kv_cache::run(command, args.json, &mut operator).await,
         KvCommand::Plan => {
             let moves = operator.order(Order::Plan {}).await?.moves;
             show_moves(&args, &moves, true, None)

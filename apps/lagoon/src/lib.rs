@@ -51,6 +51,7 @@ mod hosts;
 mod interfaces;
 mod jitter;
 mod kv;
+mod kv_cache;
 mod leader;
 mod lent_memory;
 mod local;

@@ -6,8 +6,8 @@ use crate::jitter::jittered;
 use crate::leader::Terms;
 use anyhow::{Context, bail, ensure};
 use lagoon_protocol::{
-    AdminBody, AdminQuery, AdminReply, BatchPoint, Calibration, ControlBody, InstanceStatus, Load, MemoryTier,
-    MoveCounts, PrefillCounts, Role, StatusQuery, StatusReply,
+    AdminBody, AdminQuery, AdminReply, BatchPoint, CacheCounts, Calibration, ControlBody, InstanceStatus, Load,
+    MemoryTier, MoveCounts, PrefillCounts, Role, StatusQuery, StatusReply,
 };
 use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, NodeRole, PeerId, TransportConfig};
 use serde::{Deserialize, Serialize};
@@ -51,6 +51,9 @@ pub(crate) struct PoolRow {
     pub(crate) moves: Option<MovesRow>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) prefill: Option<PrefillRow>,
+    /// Its prefix cache; absent where that is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) cache: Option<CacheRow>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) calibration: Option<CalibrationRow>,
     /// Batch and queue of its last heartbeat, for dispatch.
@@ -71,6 +74,40 @@ impl From<MoveCounts> for MovesRow {
     fn from(m: MoveCounts) -> Self {
         let MoveCounts { in_progress, blocks_out, blocks_home, blocks_between } = m;
         Self { in_progress, blocks_out, blocks_home, blocks_between }
+    }
+}
+
+/// Counters of an instance's prefix cache: see [`CacheCounts`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CacheRow {
+    pub(crate) block_tokens: u32,
+    pub(crate) device_blocks: u32,
+    pub(crate) host_blocks: u64,
+    pub(crate) disk_blocks: u64,
+    pub(crate) leased_blocks: u32,
+    pub(crate) looked_up_tokens: u64,
+    pub(crate) hit_tokens: u64,
+    pub(crate) device_evicted_blocks: u64,
+    pub(crate) host_evicted_blocks: u64,
+    pub(crate) disk_evicted_blocks: u64,
+    pub(crate) drop_done: u64,
+}
+
+impl From<&CacheCounts> for CacheRow {
+    fn from(c: &CacheCounts) -> Self {
+        Self {
+            block_tokens: c.block_tokens,
+            device_blocks: c.device_blocks,
+            host_blocks: c.host_blocks,
+            disk_blocks: c.disk_blocks,
+            leased_blocks: c.leased_blocks,
+            looked_up_tokens: c.looked_up_tokens,
+            hit_tokens: c.hit_tokens,
+            device_evicted_blocks: c.device_evicted_blocks,
+            host_evicted_blocks: c.host_evicted_blocks,
+            disk_evicted_blocks: c.disk_evicted_blocks,
+            drop_done: c.drop_done,
+        }
     }
 }
 
@@ -205,6 +242,7 @@ impl From<InstanceStatus> for PoolRow {
             draining: h.draining,
             moves: h.moves.as_deref().copied().map(MovesRow::from),
             prefill: h.prefill.as_deref().map(PrefillRow::from),
+            cache: h.cache.as_deref().map(CacheRow::from),
             calibration: row.calibration.as_ref().map(CalibrationRow::from),
             load: h.load,
         }

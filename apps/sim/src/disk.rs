@@ -42,6 +42,10 @@ impl Disk {
                 let result = if evicted.len() == before { Ok(()) } else { Err(DiskLoss::Failed) };
                 DiskEvent::Written { hash, result, evicted, bytes: Some(self.blocks.bytes()) }
             }
+            DiskEffect::Drop => {
+                self.blocks = Tier::new(self.blocks.limit_bytes());
+                DiskEvent::Dropped
+            }
             DiskEffect::Read { read, hash } => {
                 self.blocks.touch(&hash);
                 let result = if self.blocks.contains(&hash) && self.damaged_reads > 0 {

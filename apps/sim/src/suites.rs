@@ -4,7 +4,7 @@ use anyhow::Context as _;
 use lagoon_sim::paper::conversation::{self, Statistics};
 use lagoon_sim::paper::suite::{self, Size};
 use lagoon_sim::paper::traces::{Output, TABLE_1, Workload, table_2, to_csv};
-use lagoon_sim::paper::{longtail, report, serving};
+use lagoon_sim::paper::{caching, longtail, report, serving};
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Instant;
@@ -18,6 +18,8 @@ pub(crate) enum Suite {
     Trace(TraceArgs),
     /// Goodput of four instances on a trace of conversations, as a pool and alone: a Markdown table.
     Longtail(LongtailArgs),
+    /// Hit rates of prefix caches on a trace of conversations, beside one cache as large as the pool: a Markdown table.
+    Caching(CachingArgs),
     /// A trace of conversations with a production trace's statistics: JSON lines, and the statistics on stderr.
     Conversation(ConversationArgs),
 }
@@ -33,6 +35,25 @@ pub(crate) struct LongtailArgs {
     requests: usize,
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "0,800,1600")]
     offsets: Vec<usize>,
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+}
+
+/// `lagoon-sim caching`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct CachingArgs {
+    /// A trace of the form of Mooncake's [default: a synthetic one].
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// The first requests of the trace.
+    #[arg(long, value_name = "N", default_value_t = 2_000)]
+    requests: usize,
+    /// Requests per second.
+    #[arg(long, value_name = "R", default_value = "1", value_parser = positive)]
+    rate: f64,
+    /// Tokens of KV that one instance holds [default: what the modelled device does].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1024..))]
+    kv_tokens: Option<u64>,
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
 }
@@ -103,6 +124,7 @@ pub(crate) fn run(command: &Suite) -> anyhow::Result<()> {
         Suite::Paper(args) => paper(args),
         Suite::Trace(args) => trace(args),
         Suite::Longtail(args) => longtail(args),
+        Suite::Caching(args) => caching(args),
         Suite::Conversation(args) => written(args),
     }
 }
@@ -187,6 +209,21 @@ fn longtail(args: &LongtailArgs) -> anyhow::Result<()> {
     });
     let names: Vec<String> = args.offsets.iter().map(|at| format!("from {at}")).collect();
     print!("{}", longtail::table(&rows, &names));
+    Ok(())
+}
+
+#[allow(clippy::print_stdout, clippy::print_stderr, reason = "a command's answer and its progress")]
+fn caching(args: &CachingArgs) -> anyhow::Result<()> {
+    let mut entries = match &args.trace {
+        Some(path) => conversation::read(path)?,
+        None => conversation::synthetic(args.requests, args.seed),
+    };
+    entries.truncate(args.requests);
+    let begun = Instant::now();
+    let rows = caching::run(&entries, args.rate, args.kv_tokens, &|at, of| {
+        eprintln!("{:5.0} s  {} of {of}", begun.elapsed().as_secs_f64(), at + 1);
+    })?;
+    print!("{}", caching::table(&rows));
     Ok(())
 }
 

@@ -122,6 +122,12 @@ fn a_name_without_tokens_is_found() {
 }
 
 #[test]
+fn a_hash_without_its_tenants_salt_is_found() {
+    let (_, failure) = hunt(Mutant::SaltIgnored);
+    assert_eq!(failure.checker, "tenant", "{failure}");
+}
+
+#[test]
 fn a_name_that_outlives_what_it_names_is_found() {
     hunt_with("StaleHash", Limits::default(), |on| kv::choose(on.then_some(kv::Mutant::StaleHash)));
 }

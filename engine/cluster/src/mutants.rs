@@ -21,6 +21,8 @@ lagoon_types::mutants! {
     SealUnawaited,
     /// An instance computes a block hash from the block's index in the sequence, without its tokens.
     TokensUnhashed,
+    /// An instance computes block hashes without the tenant's salt.
+    SaltIgnored,
     /// A prefill worker sends its `PrefillReady` once, without repeats.
     AnswerUnrepeated,
     /// A fenced instance keeps waiting for replies to requests of its former incarnation.

@@ -2,6 +2,7 @@
 //!
 //! It depends on no machine. Memory answers synchronously: an allocation is a call, and the blocks belong to the machine when the call returns.
 
+pub(crate) mod drops;
 pub(crate) mod peers;
 pub(crate) mod prefix;
 pub(crate) mod roles;
@@ -13,6 +14,7 @@ pub(crate) mod tiers;
 use crate::config::InstanceConfig;
 use crate::event::{Effect, PeerKey};
 use crate::outcome::{Outcome, Outcomes};
+use drops::Drops;
 use lagoon_backend::KvCounters;
 use lagoon_cluster::gmanager::model_shape;
 use lagoon_cluster::perf::ModelShape;
@@ -93,6 +95,8 @@ pub(crate) struct Memory {
     pub(crate) prefix: PrefixCounts,
     /// Its tiers beside the KV memory.
     pub(crate) tiers: Tiers,
+    /// Orders to empty it.
+    pub(crate) drops: Drops,
     /// The device's last counters of mapped memory.
     pub(crate) counters: Option<KvCounters>,
 }
@@ -110,7 +114,13 @@ impl Cx {
             lease_ttl_ms: LEASE_TTL_MS,
             incarnation: config.incarnation,
         })?;
-        let memory = Memory { rm, prefix: PrefixCounts::new(&config), tiers: Tiers::default(), counters: None };
+        let memory = Memory {
+            rm,
+            prefix: PrefixCounts::new(&config),
+            tiers: Tiers::default(),
+            drops: Drops::default(),
+            counters: None,
+        };
         Ok(Self {
             now_ms: 0,
             standing: Standing::new(config.incarnation, Roles::new(config.role), config.blocks_total),

@@ -71,6 +71,8 @@ pub enum DiskEffect {
     Write { hash: BlockHash, kv: BlockKv },
     /// Read a block's KV. Ends in one [`DiskEvent::Read`].
     Read { read: u64, hash: BlockHash },
+    /// Remove all blocks, those of earlier writes too. Ends in one [`DiskEvent::Dropped`].
+    Drop,
 }
 
 /// Events of the disk tier of the prefix cache.
@@ -82,6 +84,8 @@ pub enum DiskEvent {
     Written { hash: BlockHash, result: Result<(), DiskLoss>, evicted: Vec<BlockHash>, bytes: Option<u64> },
     /// A read ended: the layers' KV, checked.
     Read { read: u64, result: Result<BlockKv, DiskLoss> },
+    /// All blocks were removed.
+    Dropped,
 }
 
 /// Why the disk tier does not have a block's KV.

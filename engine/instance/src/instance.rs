@@ -162,6 +162,7 @@ impl Instance {
         self.pump_moves();
         self.drain_rmanager();
         self.cx.memory.tiers.note_steps(self.step.is_busy(), false);
+        self.cx.go_on_dropping();
         self.cx.save_cached();
     }
 
@@ -273,6 +274,10 @@ impl Instance {
             ControlBody::MoveKvCache(order) => self.moves(MoveEvent::Order(order)),
             ControlBody::Workers(workers) => self.prefill(PrefillEvent::Workers(workers)),
             ControlBody::RoleOrder(order) => self.membership(MembershipEvent::Role(order)),
+            ControlBody::CacheDrop(order) => {
+                self.cx.drop_cached(order);
+                Outcomes::new()
+            }
             _ => Outcomes::new(),
         }
     }

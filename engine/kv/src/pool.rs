@@ -253,14 +253,15 @@ impl BlockPool {
         self.cache.evictions()
     }
 
-    /// Evicts all cached blocks.
+    /// Drops the KV of all cached blocks; they do not count as evictions.
     pub fn drop_all(&mut self) {
         while let Some(block) = self.cache.oldest() {
-            self.drop_kept(block);
+            self.cache.forget(block);
+            self.give_back(block);
         }
     }
 
-    /// Evicts all cached blocks, and takes the hashes of all others away: nothing that is here now is found any more.
+    /// Drops the KV of all cached blocks, and takes the hashes of all others away: nothing that is here now is found any more.
     pub fn forget_all(&mut self) {
         self.drop_all();
         for block in self.cache.blocks() {
@@ -279,6 +280,11 @@ impl BlockPool {
 
     fn drop_kept(&mut self, block: PhysBlock) {
         self.cache.evict(block);
+        self.give_back(block);
+    }
+
+    /// A block that was cached is free.
+    fn give_back(&mut self, block: PhysBlock) {
         self.changes += 1;
         if !self.is_in_row(block) {
             self.extents.give(block.0);

@@ -102,6 +102,19 @@ impl<V> Tier<V> {
         evicted
     }
 
+    /// The clock of the last use: [`Tier::pop_until`] removes the blocks that were not used since.
+    #[must_use]
+    pub fn clock(&self) -> u64 {
+        self.clock
+    }
+
+    /// Removes the least recently used block, if its last use was at `clock` or before.
+    pub fn pop_until(&mut self, clock: u64) -> Option<(BlockHash, V)> {
+        let (_, hash) = self.order.first_key_value().filter(|(used, _)| **used <= clock)?;
+        let hash = *hash;
+        self.remove(&hash).map(|value| (hash, value))
+    }
+
     /// Removes a block.
     pub fn remove(&mut self, hash: &BlockHash) -> Option<V> {
         let Entry { value, bytes, used } = self.entries.remove(hash)?;
@@ -142,6 +155,21 @@ mod tests {
         assert_eq!((tier.len(), tier.bytes(), tier.get(&hash(1))), (2, 21, Some(&1)));
         assert_eq!(tier.insert(hash(5), 31, 5), [(hash(5), 5)], "larger than the tier");
         assert_eq!(tier.hashes().collect::<Vec<_>>(), [&hash(1), &hash(4)]);
+        tier.check();
+    }
+
+    #[test]
+    fn blocks_that_were_used_since_stay() {
+        let mut tier = Tier::new(30);
+        for n in 1..=3 {
+            tier.insert(hash(n), 10, n);
+        }
+        let clock = tier.clock();
+        tier.touch(&hash(1));
+        assert_eq!(tier.pop_until(clock), Some((hash(2), 2)));
+        assert_eq!(tier.pop_until(clock), Some((hash(3), 3)));
+        assert_eq!(tier.pop_until(clock), None);
+        assert_eq!((tier.len(), tier.bytes()), (1, 10));
         tier.check();
     }
 

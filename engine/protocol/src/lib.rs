@@ -14,6 +14,7 @@
 pub mod control;
 pub mod data;
 pub mod direct;
+pub mod heartbeat;
 pub mod joint;
 pub mod placement;
 pub mod prefill;
@@ -24,6 +25,7 @@ pub mod transfer;
 pub use control::*;
 pub use data::*;
 pub use direct::*;
+pub use heartbeat::*;
 pub use joint::*;
 pub use placement::*;
 pub use prefill::*;

@@ -3,6 +3,7 @@
 //!
 //! A request's identity in the pool is its debtor's number and its sequence number there.
 
+use crate::prefix::{AdminCacheDrop, CacheDropped};
 use crate::role::Role;
 use prost::{Enumeration, Message, Oneof};
 
@@ -266,7 +267,7 @@ pub struct NotLeader {
 pub struct AdminQuery {
     #[prost(uint64, tag = "1")]
     pub query: u64,
-    #[prost(oneof = "AdminBody", tags = "2, 3, 4, 5, 6, 7")]
+    #[prost(oneof = "AdminBody", tags = "2, 3, 4, 5, 6, 7, 8")]
     pub body: Option<AdminBody>,
 }
 
@@ -291,6 +292,9 @@ pub enum AdminBody {
     /// Orders a change of role.
     #[prost(message, tag = "7")]
     Role(AdminRole),
+    /// Empties prefix caches.
+    #[prost(message, tag = "8")]
+    CacheDrop(AdminCacheDrop),
 }
 
 /// Starts (or ends) a drain of one instance.
@@ -386,6 +390,8 @@ pub struct AdminReply {
     pub more: bool,
     #[prost(message, optional, tag = "7")]
     pub outcome: Option<OrderOutcome>,
+    #[prost(message, optional, tag = "8")]
+    pub dropped: Option<CacheDropped>,
 }
 
 /// State of an operator's order.

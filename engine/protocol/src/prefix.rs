@@ -1,4 +1,4 @@
-//! Prefix cache of the pool: block hashes of lent rBlocks, and what instances cache.
+//! Prefix cache of the pool: block hashes of lent rBlocks, what instances cache, and operators' orders.
 
 use prost::Message;
 
@@ -51,4 +51,64 @@ pub struct CachedRun {
     /// Number of rBlocks before the first one of which the summary does not tell.
     #[prost(uint32, tag = "5")]
     pub before: u32,
+}
+
+/// Counters of an instance's prefix cache: gauges of now, and sums since its process started.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct CacheCounts {
+    /// Cached rBlocks: free ones in KV memory, and copies in the host and disk tiers beside it.
+    #[prost(uint32, tag = "1")]
+    pub device_blocks: u32,
+    #[prost(uint64, tag = "2")]
+    pub host_blocks: u64,
+    #[prost(uint64, tag = "3")]
+    pub disk_blocks: u64,
+    /// Cached rBlocks that debtors lease now: neither evicted nor dropped.
+    #[prost(uint32, tag = "4")]
+    pub leased_blocks: u32,
+    /// Tokens looked up, and tokens found: on this instance, in its tiers too, or leased from others.
+    #[prost(uint64, tag = "5")]
+    pub looked_up_tokens: u64,
+    #[prost(uint64, tag = "6")]
+    pub hit_tokens: u64,
+    /// Evictions of cached rBlocks from KV memory, and from the host and disk tiers.
+    #[prost(uint64, tag = "7")]
+    pub device_evicted_blocks: u64,
+    #[prost(uint64, tag = "8")]
+    pub host_evicted_blocks: u64,
+    #[prost(uint64, tag = "9")]
+    pub disk_evicted_blocks: u64,
+    /// `CacheDrop::number` of the last order carried out; 0 if none.
+    #[prost(uint64, tag = "10")]
+    pub drop_done: u64,
+    /// Tokens of an rBlock.
+    #[prost(uint32, tag = "11")]
+    pub block_tokens: u32,
+}
+
+/// Order of the gManager to an instance to empty its prefix cache: KV memory and the tiers beside it, except for what is in use.
+/// Repeated until `CacheCounts::drop_done` is its number; carried out once.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct CacheDrop {
+    /// Never 0; no gManager issues a number twice, and later ones are larger.
+    #[prost(uint64, tag = "1")]
+    pub number: u64,
+}
+
+/// Empties the prefix cache of one instance or all (`lagoon kv cache drop`).
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct AdminCacheDrop {
+    /// 0: all live instances.
+    #[prost(uint32, tag = "1")]
+    pub instance: u32,
+}
+
+/// Instances that were ordered to empty their prefix caches.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct CacheDropped {
+    #[prost(uint32, repeated, tag = "1")]
+    pub instances: Vec<u32>,
+    /// `CacheDrop::number` of their orders.
+    #[prost(uint64, tag = "2")]
+    pub number: u64,
 }

@@ -330,6 +330,8 @@ pub const TIER_READS_IN_FLIGHT: usize = 4;
 pub const TIER_READS_PER_STEP: u32 = 8;
 /// Cached blocks that are looked at after one event for the next copy.
 pub const TIER_LOOKS_MAX: usize = 64;
+/// Blocks that the host tier drops after one event by an operator's order: the memory of larger ones takes milliseconds to free.
+pub const TIER_DROPS_MAX: usize = 64;
 /// Bytes of KV from tiers of the prefix cache that wait for the device (or one rBlock, if larger).
 pub const TIER_LOAD_BYTES_IN_FLIGHT: u64 = 8 << 20;
 /// Bytes of such KV that are stored in one step (or one rBlock, if larger): they overtake its pass.

@@ -105,6 +105,8 @@ impl What {
 
 /// Number of common prompt beginnings, besides unique ones.
 const BEGINNINGS: u64 = 3;
+/// One of so many requests is another tenant's: its block hashes are salted.
+const SALTED: u64 = 4;
 
 /// The request of a [`What::Submit`]. Most prompts share a random part of a common beginning.
 #[must_use]
@@ -115,6 +117,7 @@ pub(super) fn request(prompt: u32, max_tokens: u32, seed: u64) -> GenerateReques
     let vocab = u64::from(crate::symbolic::model::VOCAB);
     let mut token = |pos: u64| if pos < shared { beginning.below(vocab) } else { rng.below(vocab) };
     let prompt = (0..u64::from(prompt)).map(|pos| u32::try_from(token(pos)).unwrap_or(0)).collect();
+    let salt = if (seed / (BEGINNINGS + 1)).is_multiple_of(SALTED) { "another tenant" } else { "" };
     let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
     GenerateRequest {
         prompt,
@@ -124,7 +127,7 @@ pub(super) fn request(prompt: u32, max_tokens: u32, seed: u64) -> GenerateReques
         min_tokens: 0,
         stop_ids: Vec::new(),
         return_logits: false,
-        options: RequestOptions::default(),
+        options: RequestOptions { cache_salt: salt.into(), ..RequestOptions::default() },
     }
 }
 

@@ -51,6 +51,20 @@ impl Asked {
         )
     }
 
+    /// Whether the first `cached` tokens of its prompt may be cached because `of` was computed: an equal beginning of prompt or answer,
+    /// under the same salt.
+    pub(super) fn may_find(&self, cached: u32, of: &Self, pool: &PoolSpec) -> bool {
+        let wanted = &self.request.prompt[..self.request.prompt.len().min(cached as usize)];
+        let theirs = &of.request.prompt;
+        if of.request.options.cache_salt != self.request.options.cache_salt
+            || !wanted.starts_with(&theirs[..theirs.len().min(wanted.len())])
+        {
+            return false;
+        }
+        let mut oracle = Oracle::new(theirs, pool.windows);
+        wanted.iter().skip(theirs.len()).all(|token| oracle.next_token() == *token)
+    }
+
     /// Checks an event that the client receives.
     pub(super) fn receive(&mut self, event: TokenEvent, pool: &PoolSpec, disturbed: bool) -> Result<(), Failure> {
         if let Some(end) = &self.end {

@@ -11,7 +11,7 @@ use crate::process::Process;
 use crate::symbolic::Symbolic;
 use crate::world::{Emission, Step, World};
 use lagoon_instance::{Event, InstanceStatus};
-use lagoon_protocol::{AdminBody, AdminDrain, AdminMove};
+use lagoon_protocol::{AdminBody, AdminDrain, AdminMove, Role};
 use lagoon_types::{SeqId, TokenEvent};
 use lagoon_wire::Class;
 use serde::Serialize;
@@ -324,9 +324,25 @@ impl Run<'_> {
             let Some(asked) = self.asked.get_mut(&id).filter(|a| a.place == emission.place) else {
                 return Err(Failure::new("answer", format!("node {} answers {}", emission.place, emission.seq)));
             };
+            let cached = if let TokenEvent::Prompt { cached_tokens, .. } = emission.event { cached_tokens } else { 0 };
             asked.receive(emission.event, &self.scenario.pool, disturbed)?;
+            self.check_tenant(id, cached)?;
         }
         Ok(())
+    }
+
+    /// What was cached of a prompt was computed for another request of its tenant. A prompt that prefill workers compute may find what
+    /// they computed for it before.
+    fn check_tenant(&self, id: usize, cached: u32) -> Result<(), Failure> {
+        let Scenario { pool, .. } = &self.scenario;
+        if cached == 0 || pool.nodes.iter().any(|node| matches!(node.role, Role::Prefill | Role::Decode)) {
+            return Ok(());
+        }
+        let asked = &self.asked[&id];
+        if self.asked.values().any(|of| of.id != id && asked.may_find(cached, of, pool)) {
+            return Ok(());
+        }
+        Err(Failure::new("tenant", format!("request {id} found {cached} tokens that none of its tenant has computed")))
     }
 
     /// Executes a due op.

@@ -23,7 +23,7 @@ const ENTRIES_MAX: usize = 1_000_000;
 /// Longest prompt or answer that is read, in tokens.
 const LENGTH_MAX: u32 = 1 << 24;
 /// Tokens of a prompt behind one of its `hash_ids`.
-const HASHED_TOKENS: u32 = 512;
+pub const HASHED_TOKENS: u32 = 512;
 /// Time between two timestamps of the published trace.
 const TICK_MS: u64 = 3_000;
 /// Requests per second of the published trace.

@@ -10,6 +10,7 @@ use lagoon_cluster::dispatch::{
 };
 use lagoon_protocol::Calibration;
 use lagoon_types::limits::DISPATCH_TICK_MS;
+use std::collections::BTreeMap;
 
 /// The dispatcher, and its ticks. Its callers carry out the effects.
 #[derive(Debug)]
@@ -17,11 +18,13 @@ pub(super) struct Gateway {
     core: Dispatcher<usize>,
     /// Whether a tick is on its way.
     ticks: bool,
+    /// Cached tokens of requests that have begun, as their usage says.
+    cached: BTreeMap<usize, u64>,
 }
 
 impl Gateway {
     pub(super) fn new() -> Self {
-        Self { core: Dispatcher::new(Mode::LeastWork), ticks: false }
+        Self { core: Dispatcher::new(Mode::LeastWork), ticks: false, cached: BTreeMap::new() }
     }
 
     /// Whether the instance that a request is bound to may give it back.
@@ -29,13 +32,18 @@ impl Gateway {
         self.core.may_hand_back(id(index))
     }
 
-    pub(super) fn arrive(&mut self, now_us: u64, index: usize, request: &Request) -> Vec<Effect<usize>> {
+    pub(super) fn arrive(
+        &mut self,
+        now_us: u64,
+        index: usize,
+        request: &Request,
+        prefix: PrefixHashes,
+    ) -> Vec<Effect<usize>> {
         let ask = Ask {
             prompt_tokens: request.prompt_tokens.into(),
             answer_tokens: request.output_tokens.into(),
             sequences: 1,
         };
-        let prefix = PrefixHashes::default();
         let arrival = Arrival { id: id(index), ask, tenant: "".into(), priority: 0, bytes: 0, prefix };
         self.handle(now_us, Event::Arrived(arrival))
     }
@@ -59,8 +67,12 @@ impl Gateway {
     }
 
     pub(super) fn ended(&mut self, now_us: u64, index: usize, tokens: u32) -> Vec<Effect<usize>> {
-        let learned = Learned { cached_tokens: None, answer_tokens: Some(tokens.into()) };
+        let learned = Learned { cached_tokens: self.cached.remove(&index), answer_tokens: Some(tokens.into()) };
         self.handle(now_us, Event::Ended { id: id(index), learned })
+    }
+
+    pub(super) fn note_cached(&mut self, index: usize, tokens: u64) {
+        self.cached.insert(index, tokens);
     }
 
     pub(super) fn handed_back(&mut self, now_us: u64, index: usize) -> Vec<Effect<usize>> {

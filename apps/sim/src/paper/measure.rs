@@ -46,11 +46,9 @@ impl System {
     #[must_use]
     pub fn setting(self, setup: &Setup, block_tokens: u32) -> Setting {
         let cluster = match self {
-            Self::Lagoon
-            | Self::LagoonOnceANode
-            | Self::Multi
-            | Self::LagoonFreeMemory
-            | Self::MultiFreeMemory => setup.multi(),
+            Self::Lagoon | Self::LagoonOnceANode | Self::Multi | Self::LagoonFreeMemory | Self::MultiFreeMemory => {
+                setup.multi()
+            }
             Self::Single => Cluster::single(setup.model, setup.gpus, true),
             Self::SingleUnpipelined => Cluster::single(setup.model, setup.gpus, false),
         };

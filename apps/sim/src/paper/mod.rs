@@ -1,5 +1,6 @@
 //! The papers' tables and figures, in simulation.
 
+pub mod caching;
 pub mod cluster;
 pub mod context;
 pub mod conversation;

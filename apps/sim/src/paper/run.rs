@@ -6,6 +6,7 @@
     reason = "times, counts and indices are small and not negative"
 )]
 
+use super::caching::Prompt;
 use super::cluster::{Cluster, ETHERNET_LATENCY_US};
 use super::device::{Device, Prefill};
 use super::dispatch::{CHARGE_US, Dispatch, View, choose, work_us};
@@ -87,6 +88,8 @@ pub struct Setting {
     pub planner: bool,
     /// KV capacity of one instance in tokens.
     pub kv_tokens: u64,
+    /// Instances keep prefixes. The papers' systems do not.
+    pub prefix_cache: bool,
     pub study: Study,
 }
 
@@ -109,6 +112,7 @@ impl Setting {
             prefill: Prefill::Resident,
             limit_s: 20_000,
             target_step_ms: None,
+            prefix_cache: false,
             study: Study::default(),
         }
     }
@@ -135,6 +139,8 @@ pub struct Outcome {
     pub end_us: Option<u64>,
     pub tokens: u32,
     pub failed: bool,
+    /// Tokens of its prompt whose KV was cached.
+    pub cached: u32,
 }
 
 /// Observations of a run.
@@ -161,6 +167,9 @@ pub struct Seen {
     pub nvlink_bytes: f64,
     /// Total time that frames of queries and partials were in flight.
     pub exchange_us: u64,
+    /// Tokens of prefix-cache hits that were leased from other instances, and cached rBlocks that were evicted.
+    pub leased_tokens: u64,
+    pub evicted_blocks: u64,
     /// Most blocks borrowed at one time, over all instances.
     pub borrowed_max: u32,
     /// Samples, one every 100 ms.
@@ -201,6 +210,8 @@ pub struct Run {
     /// By instance.
     loads: Vec<Load>,
     requests: Vec<Request>,
+    /// What prompts have in common with others, by request; nothing if empty.
+    prompts: Vec<Prompt>,
     open: usize,
     /// Requests dispatched so far.
     turn: usize,
@@ -234,7 +245,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         alibi: None,
         attention_softcap: None,
         max_positions: SEQUENCE_TOKENS_MAX,
-        vocab: 2,
+        vocab: u32::MAX,
         block_tokens: setting.block_tokens,
         blocks_total: setting.blocks(),
         lend_blocks_max: setting.blocks(),
@@ -251,9 +262,8 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         fetch_tokens: 0,
         link_bytes_per_s: 1e9,
         attention_flops: 1e15,
-        // The papers' systems have no prefix cache, and prompts here have lengths but no tokens.
-        prefix_cache: false,
         joint: JointConfig::OFF,
+        prefix_cache: setting.prefix_cache,
         target_step_ms: setting.target_step_ms,
         transfer: None,
         lent: None,
@@ -338,7 +348,17 @@ impl Run {
         }
         let seen = Seen { outcomes: vec![Outcome::default(); requests.len()], ..Seen::default() };
         let loads = vec![Load::default(); count];
-        Self { setting, world, loads, open: requests.len(), turn: 0, gateway, seen, requests }
+        Self { setting, world, loads, open: requests.len(), turn: 0, gateway, seen, requests, prompts: Vec::new() }
+    }
+
+    /// As [`Run::new`], of requests with these prompts.
+    ///
+    /// # Panics
+    /// As [`Run::new`], and if there is not one prompt a request.
+    #[must_use]
+    pub fn of_prompts(setting: Setting, requests: Vec<Request>, prompts: Vec<Prompt>) -> Self {
+        assert_eq!(requests.len(), prompts.len(), "each request has a prompt");
+        Self { prompts, ..Self::new(setting, requests) }
     }
 
     /// The pool's processes.
@@ -385,6 +405,8 @@ impl Run {
             }
             seen.preemptions += instance.status().preemptions;
             seen.recoveries += instance.status().recoveries;
+            seen.leased_tokens += instance.status().prefix.leased_tokens;
+            seen.evicted_blocks += instance.status().prefix.evicted_blocks;
         }
         for share in [&mut seen.busy, &mut seen.remote_request, &mut seen.awaits] {
             *share /= wall;
@@ -485,7 +507,8 @@ impl Run {
     fn arrive(&mut self, index: usize) {
         let (request, now) = (self.requests[index], self.world.now_us());
         if self.gateway.is_some() {
-            return self.with_gateway(|gateway, now| gateway.arrive(now, index, &request));
+            let prefix = self.prompts.get(index).map(Prompt::prefix).unwrap_or_default();
+            return self.with_gateway(|gateway, now| gateway.arrive(now, index, &request, prefix));
         }
         for load in &mut self.loads {
             load.recent.retain(|(at, _)| now - at < CHARGE_US);
@@ -502,9 +525,11 @@ impl Run {
 
     fn send(&mut self, index: usize, place: usize) {
         let request = &self.requests[index];
+        let prompt_tokens = request.prompt_tokens as usize;
+        let prompt = self.prompts.get(index).map_or_else(|| vec![0; prompt_tokens], |of| of.tokens(prompt_tokens));
         let may_hand_back = self.gateway.as_ref().is_some_and(|gateway| gateway.may_hand_back(index));
         let request = GenerateRequest {
-            prompt: vec![0; request.prompt_tokens as usize],
+            prompt,
             answered: 0,
             max_tokens: request.output_tokens,
             sampling: SamplingParams::default(),
@@ -523,7 +548,12 @@ impl Run {
         let outcome = &mut self.seen.outcomes[index];
         let started = outcome.first_us.is_some();
         match event {
-            TokenEvent::Prompt { .. } | TokenEvent::Embedding { .. } => return,
+            TokenEvent::Prompt { cached_tokens, .. } => {
+                outcome.cached = *cached_tokens;
+                let learned = u64::from(*cached_tokens);
+                return self.gateway.iter_mut().for_each(|gateway| gateway.note_cached(index, learned));
+            }
+            TokenEvent::Embedding { .. } => return,
             TokenEvent::Token { .. } => {
                 load.running += i64::from(!started);
                 outcome.first_us.get_or_insert(now);

@@ -38,7 +38,7 @@ use lagoon_types::limits::{
     DISPATCH_LOOK_MAX, DISPATCH_NONE_MS, DISPATCH_PASSES_MAX, DISPATCH_WHOLE_MS, GATEWAY_QUEUE_BYTES_MAX,
     GATEWAY_QUEUE_MAX, GATEWAY_QUEUE_MS, GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, HAND_BACKS_MAX,
 };
-use prefixes::Prefixes;
+use prefixes::{CachedTokens, Prefixes};
 use rooms::{Instance, Room, Sent};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -282,7 +282,8 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     /// Instances for `ask`, the best first, whether they can start it or not.
     #[must_use]
     pub fn ranked(&self, ask: &Ask, prefix: &PrefixHashes) -> Vec<K> {
-        let mut ranked: Vec<(Rank, K)> = self.in_turn().map(|key| (self.rank(key, ask, prefix), key)).collect();
+        let cached = self.prefixes.cached(prefix);
+        let mut ranked: Vec<(Rank, K)> = self.in_turn().map(|key| (self.rank(key, ask, &cached), key)).collect();
         // Stable: equals stay in turn.
         ranked.sort_by_key(|a| a.0);
         ranked.into_iter().map(|(_, key)| key).collect()
@@ -370,11 +371,11 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         }
     }
 
-    fn rank(&self, key: K, ask: &Ask, prefix: &PrefixHashes) -> Rank {
+    fn rank(&self, key: K, ask: &Ask, cached: &CachedTokens<K>) -> Rank {
         let unknown = InstanceLoad::default();
         let load = self.instances.get(&key).map_or(&unknown, Instance::load);
         match self.mode {
-            Mode::LeastWork => self.policy.rank(load, ask, self.prefixes.cached_tokens(prefix, key)),
+            Mode::LeastWork => self.policy.rank(load, ask, cached.at(key)),
             Mode::FreeMemory => free_memory(load),
         }
     }
@@ -390,7 +391,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let work = crate::perf::as_f64(arrival.ask.prompt_tokens) + expected;
         self.waiting_bytes -= arrival.bytes;
         self.turns.start(&arrival.tenant, (*turn, arrival.bytes), work);
-        let cached = self.prefixes.cached_tokens(&arrival.prefix, instance);
+        let cached = self.prefixes.cached(&arrival.prefix).at(instance);
         self.prefixes.note(&arrival.prefix, instance);
         if let Some(of) = self.instances.get_mut(&instance) {
             of.send(id, Sent { at_ms: self.now_ms, ask: arrival.ask, cached, expected, began: false });
@@ -441,7 +442,8 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
 
     fn best(&self, keys: impl Iterator<Item = K>, waiting: &Waiting<K>) -> Option<K> {
         let Arrival { ask, prefix, .. } = &waiting.arrival;
-        keys.map(|key| (self.rank(key, ask, prefix), key)).min_by(|a, b| a.0.cmp(&b.0)).map(|(_, key)| key)
+        let cached = self.prefixes.cached(prefix);
+        keys.map(|key| (self.rank(key, ask, &cached), key)).min_by(|a, b| a.0.cmp(&b.0)).map(|(_, key)| key)
     }
 
     /// Where the head starts although no instance holds it whole now: where it borrows, or where the pool keeps memory for it.
@@ -502,7 +504,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     fn usefulness(&self, key: K, waiting: &Waiting<K>) -> f64 {
         let Some(instance) = self.instances.get(&key) else { return 0.0 };
         let Arrival { ask, prefix, .. } = &waiting.arrival;
-        let cached = self.prefixes.cached_tokens(prefix, key);
+        let cached = self.prefixes.cached(prefix).at(key);
         let tokens = crate::perf::as_f64(ask.prompt_tokens) + self.policy.expected(ask);
         let blocks = crate::perf::as_f64(ask.blocks(instance.block_tokens()));
         tokens / (blocks * self.policy.predict(instance.load(), ask, cached).work_us().max(1.0))

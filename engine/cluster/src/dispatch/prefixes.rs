@@ -20,6 +20,16 @@ pub(super) struct Prefixes<K> {
     trust: f64,
 }
 
+/// Tokens of one prompt by instance; no entry for an instance with none.
+#[derive(Debug)]
+pub(super) struct CachedTokens<K>(Vec<(K, u64)>);
+
+impl<K: PartialEq> CachedTokens<K> {
+    pub(super) fn at(&self, instance: K) -> u64 {
+        self.0.iter().find(|(of, _)| *of == instance).map_or(0, |(_, tokens)| *tokens)
+    }
+}
+
 #[derive(Debug)]
 struct Place<K> {
     instance: K,
@@ -33,12 +43,17 @@ impl<K> Default for Prefixes<K> {
 }
 
 impl<K: Copy + PartialEq> Prefixes<K> {
-    /// Tokens of a prompt that `instance` is predicted to have in its prefix cache.
-    pub(super) fn cached_tokens(&self, prefix: &PrefixHashes, instance: K) -> u64 {
-        let is_there = |hash: &u64| self.places.get(hash).is_some_and(|place| place.instance == instance);
-        let hashes = prefix.hashes.iter().rposition(is_there).map_or(0, |last| last + 1);
-        let tokens = crate::perf::as_f64(hashes as u64) * prefix.tokens_per_hash * self.trust;
-        u64::try_from(crate::perf::whole(tokens)).unwrap_or(0)
+    /// Tokens of a prompt that instances are predicted to have in their prefix caches. One look-up a hash, for all instances.
+    pub(super) fn cached(&self, prefix: &PrefixHashes) -> CachedTokens<K> {
+        let mut longest: Vec<(K, u64)> = Vec::new();
+        for (at, hash) in prefix.hashes.iter().enumerate().rev() {
+            let Some(Place { instance, .. }) = self.places.get(hash) else { continue };
+            if longest.iter().all(|(of, _)| of != instance) {
+                let tokens = crate::perf::as_f64(at as u64 + 1) * prefix.tokens_per_hash * self.trust;
+                longest.push((*instance, u64::try_from(crate::perf::whole(tokens)).unwrap_or(0)));
+            }
+        }
+        CachedTokens(longest)
     }
 
     /// A request with this prefix goes to `instance`.
@@ -78,12 +93,12 @@ mod tests {
     fn the_longest_known_prefix_counts_where_it_was_computed() {
         let mut prefixes = Prefixes::default();
         prefixes.note(&prefix(&[1, 2, 3]), 'a');
-        assert_eq!(prefixes.cached_tokens(&prefix(&[1, 2, 9]), 'a'), 200);
-        assert_eq!(prefixes.cached_tokens(&prefix(&[1, 2, 9]), 'b'), 0);
+        assert_eq!(prefixes.cached(&prefix(&[1, 2, 9])).at('a'), 200);
+        assert_eq!(prefixes.cached(&prefix(&[1, 2, 9])).at('b'), 0);
         prefixes.note(&prefix(&[1, 8]), 'b');
         // `a` has what lies behind, and so what lies before.
-        assert_eq!(prefixes.cached_tokens(&prefix(&[1, 2]), 'a'), 200);
-        assert_eq!(prefixes.cached_tokens(&prefix(&[1, 2]), 'b'), 100);
+        assert_eq!(prefixes.cached(&prefix(&[1, 2])).at('a'), 200);
+        assert_eq!(prefixes.cached(&prefix(&[1, 2])).at('b'), 100);
     }
 
     #[test]
@@ -91,9 +106,9 @@ mod tests {
         let mut prefixes = Prefixes::default();
         prefixes.note(&prefix(&[1, 2, 3]), 'a');
         (0..60).for_each(|_| prefixes.learn(300, 0));
-        assert!(prefixes.cached_tokens(&prefix(&[1, 2, 3]), 'a') < 20);
+        assert!(prefixes.cached(&prefix(&[1, 2, 3])).at('a') < 20);
         (0..60).for_each(|_| prefixes.learn(10, 300));
-        assert_eq!(prefixes.cached_tokens(&prefix(&[1, 2, 3]), 'a'), 300);
+        assert_eq!(prefixes.cached(&prefix(&[1, 2, 3])).at('a'), 300);
     }
 
     #[test]
@@ -104,7 +119,7 @@ mod tests {
         }
         assert_eq!(prefixes.places.len(), PREFIX_PLACES_MAX);
         assert_eq!(prefixes.by_use.len(), PREFIX_PLACES_MAX);
-        assert_eq!(prefixes.cached_tokens(&prefix(&[0]), 'a'), 0);
-        assert_eq!(prefixes.cached_tokens(&prefix(&[1]), 'a'), 100);
+        assert_eq!(prefixes.cached(&prefix(&[0])).at('a'), 0);
+        assert_eq!(prefixes.cached(&prefix(&[1])).at('a'), 100);
     }
 }

@@ -111,9 +111,10 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let waiting = self.waiting.get(&id)?;
         let Arrival { ask, prefix, .. } = &waiting.arrival;
         let is_large = |of: &Instance<K>| ask.blocks(of.block_tokens()) <= of.blocks_total();
+        let cached = self.prefixes.cached(prefix);
         let wait_us = |key: K| {
             let load = self.instances.get(&key).filter(|of| is_large(of))?.load();
-            Some((self.policy.predict(load, ask, self.prefixes.cached_tokens(prefix, key)).memory_us, key))
+            Some((self.policy.predict(load, ask, cached.at(key)).memory_us, key))
         };
         self.allowed(waiting).filter_map(wait_us).min_by(|a, b| a.0.total_cmp(&b.0))
     }

@@ -1,4 +1,4 @@
-//! Operators' requests: drains, roles, moves, the placement map, the planner's next orders.
+//! Operators' requests: drains, roles, empty caches, moves, the placement map, the planner's next orders.
 
 use super::GManager;
 use super::member::Drain;
@@ -38,6 +38,7 @@ impl GManager {
             }
             Some(AdminBody::Order(m)) => self.admin_order(m).map(|outcome| reply.outcome = Some(outcome)),
             Some(AdminBody::Role(m)) => self.admin_role(m),
+            Some(AdminBody::CacheDrop(m)) => self.admin_cache_drop(m).map(|dropped| reply.dropped = Some(dropped)),
             Some(AdminBody::Plan(_)) => self.admin_plan().map(|moves| reply.moves = moves),
         };
         if let Err(Refused { error, hint }) = done {

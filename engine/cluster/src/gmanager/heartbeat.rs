@@ -64,6 +64,7 @@ fn without_rows(m: &Heartbeat) -> Heartbeat {
         prefill: m.prefill.clone(),
         role: m.role.clone(),
         cached: None,
+        cache: m.cache.clone(),
     }
 }
 
@@ -89,6 +90,7 @@ impl GManager {
         if newer {
             self.take_heartbeat(id, m);
             self.send_workers(id, m);
+            self.repeat_drop(id);
         }
         let member = &self.members[&id];
         ack.placements_wanted = !member.rows_complete;
@@ -107,6 +109,7 @@ impl GManager {
         if let Some(summary) = &m.cached {
             member.cached = Cached::new(summary);
         }
+        member.confirm_drop();
         member.lendable = m.blocks_lendable;
         member.paused = false;
         self.sorted.set_lendable(member.slot, m.blocks_lendable);

@@ -73,6 +73,8 @@ pub(super) struct Member {
     pub(super) withheld: Option<Box<InstanceView>>,
     /// What its prefix cache has.
     pub(super) cached: Cached,
+    /// Number of its unconfirmed order to empty it.
+    pub(super) cache_drop: Option<u64>,
 }
 
 impl Member {
@@ -95,6 +97,7 @@ impl Member {
             sent_role: None,
             withheld: None,
             cached: Cached::default(),
+            cache_drop: None,
         }
     }
 

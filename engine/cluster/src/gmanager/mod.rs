@@ -14,6 +14,7 @@
 
 mod admin;
 mod advise;
+mod cache_drops;
 mod cached;
 mod drain;
 mod fence;
@@ -133,6 +134,8 @@ pub struct GManager {
     role_orders: RoleOrders,
     dgfm: Option<Dgfm>,
     drain_at_ms: u64,
+    /// Number of the last order to empty prefix caches.
+    cache_drops: u64,
     outputs: VecDeque<GManagerOutput>,
     stats: GManagerStats,
     /// Time of the last call, and start of the calls without a pause of `GMANAGER_PAUSE_MS`.
@@ -185,6 +188,7 @@ impl GManager {
             role_orders: RoleOrders::new(config.term, config.balancer.clone()),
             dgfm: config.dgfm.clone().map(|dgfm| Dgfm::new(dgfm, config.term)),
             drain_at_ms: 0,
+            cache_drops: config.term << 24,
             outputs: VecDeque::new(),
             stats: GManagerStats::default(),
             now_ms: 0,

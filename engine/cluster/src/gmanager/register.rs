@@ -84,7 +84,7 @@ impl GManager {
         Ok(number)
     }
 
-    /// Adds a process as member. A known one starts with empty state, but stays fenced. Its drain and its unconfirmed role order
+    /// Adds a process as member. A known one starts with empty state, but stays fenced. Its drain and its unconfirmed orders
     /// stay valid, also for its next incarnation after a fence (`former` is the last one).
     fn admit(
         &mut self,
@@ -109,6 +109,7 @@ impl GManager {
                 self.rounds.left(member.round);
             }
             (member.drain, member.sent_role) = (old.drain, old.sent_role);
+            member.cache_drop = old.cache_drop;
             if mutants::is(Mutant::RoleFenced) && old.registration.incarnation != m.incarnation {
                 member.sent_role = None;
             }

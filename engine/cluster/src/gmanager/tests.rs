@@ -1,5 +1,6 @@
 //! Registration, the ledger, and whom the gManager recommends.
 
+mod cache_drops;
 mod hostile;
 mod invariants;
 mod life;

@@ -31,7 +31,8 @@ impl Batch {
         let (Some(root), Some(seq)) = (cx.memory.prefix.root(), self.seqs.get_mut(&id)) else { return };
         let (block_tokens, blocks) = (cx.config.block_tokens as usize, blocks as usize);
         // Only the first block needs the root.
-        let root = if seq.block_hashes.is_empty() { root.salted(&seq.options.cache_salt) } else { root };
+        let salt: &str = if mutants::is(Mutant::SaltIgnored) { "" } else { &seq.options.cache_salt };
+        let root = if seq.block_hashes.is_empty() { root.salted(salt) } else { root };
         for block in seq.block_hashes.len()..blocks {
             let tokens = &seq.tokens[block * block_tokens..(block + 1) * block_tokens];
             let tokens: &[u32] = if mutants::is(Mutant::TokensUnhashed) { &[] } else { tokens };

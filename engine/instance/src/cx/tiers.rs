@@ -1,7 +1,7 @@
 //! Tiers of the prefix cache beside the KV memory (docs/adr/0037): the host tier, and what is known of the disk tier.
 //!
-//! Owns the host tier's KV, the hashes on disk, the copy out in progress (`saves.rs`) and the loads in progress
-//! (`batch/loads.rs`). Files and threads are the shell's.
+//! Owns the host tier's KV, the hashes on disk, the copy out in progress (`saves.rs`), the loads in progress
+//! (`batch/loads.rs`) and the drop in progress (`drops.rs`). Files and threads are the shell's.
 //!
 //! Invariants: KV is kept under the block hash of the block that it was read from; copies of one hash are equal, so that a copy
 //! never grows stale. What is known of the disk is soft state: a read tells.
@@ -11,8 +11,8 @@ use crate::event::{BlockKv, DiskLoss};
 use lagoon_kv::{BlockHash, BlockPool, Tier};
 use lagoon_runner::RemoteTag;
 use lagoon_types::limits::{
-    TIER_DISK_WRITE_BYTES_MAX, TIER_DISK_WRITES_MAX, TIER_LOAD_BYTES_IN_FLIGHT, TIER_LOAD_BYTES_PER_STEP,
-    TIER_READS_PER_STEP,
+    TIER_DISK_WRITE_BYTES_MAX, TIER_DISK_WRITES_MAX, TIER_DROPS_MAX, TIER_LOAD_BYTES_IN_FLIGHT,
+    TIER_LOAD_BYTES_PER_STEP, TIER_READS_PER_STEP,
 };
 use lagoon_types::{PhysBlock, SeqId};
 use serde::Serialize;
@@ -127,6 +127,10 @@ pub(crate) struct Tiers {
     pub(crate) next_read: u64,
     rates: [Rate; 2],
     pub(crate) counts: CacheTiersStatus,
+    /// Blocks of the host tier used at this clock or before are dropped.
+    dropping_host: Option<u64>,
+    /// Whether the disk tier is to report that it has dropped its blocks.
+    dropping_disk: bool,
 }
 
 /// Weight of the newest load in the mean rate.
@@ -208,6 +212,34 @@ impl Tiers {
         let evicted: Vec<BlockHash> = host.insert(hash, self.block_bytes, kv).into_iter().map(|(of, _)| of).collect();
         self.counts.host.evicted_blocks += evicted.iter().filter(|of| **of != hash).count() as u64;
         evicted.into_iter().filter(|of| !self.keeps(of)).collect()
+    }
+
+    /// Begins to drop all blocks, by an operator's order. Returns whether the shell drops those on disk.
+    pub(super) fn begin_drop(&mut self) -> bool {
+        self.dropping_host = self.host.as_ref().map(Tier::clock);
+        self.on_disk.clear();
+        self.dropping_disk = self.has_disk();
+        self.dropping_disk
+    }
+
+    /// Drops the next blocks of the host tier, if an order to do so is carried out. Returns the blocks that no tier keeps any more.
+    pub(super) fn drop_on_host(&mut self) -> Vec<BlockHash> {
+        let (Some(clock), Some(host)) = (self.dropping_host, &mut self.host) else { return Vec::new() };
+        let dropped = std::iter::from_fn(|| host.pop_until(clock)).take(TIER_DROPS_MAX);
+        let dropped: Vec<BlockHash> = dropped.map(|(hash, _)| hash).collect();
+        self.dropping_host = self.dropping_host.filter(|_| dropped.len() == TIER_DROPS_MAX);
+        dropped.into_iter().filter(|hash| !self.keeps(hash)).collect()
+    }
+
+    /// All blocks on disk were removed.
+    pub(crate) fn dropped_on_disk(&mut self) {
+        self.on_disk.clear();
+        (self.disk_bytes, self.dropping_disk) = (0, false);
+    }
+
+    /// Whether an order to drop all blocks is not carried out yet.
+    pub(super) fn is_dropping(&self) -> bool {
+        self.dropping_host.is_some() || self.dropping_disk
     }
 
     /// Counts a copy that was made. Returns it again if it is to be written to disk.

@@ -226,6 +226,7 @@ impl Membership {
         heartbeat.load = cx.config.role.runs().then(|| self.load(cx, batch));
         heartbeat.moves = Some(Box::new(look.moves(cx).counts()));
         heartbeat.prefill = cx.config.transfer.is_some().then(|| Box::new(look.prefills.look(cx, batch).counts()));
+        heartbeat.cache = cx.cache_counts().map(Box::new);
         heartbeat.role = Self::changes_role(cx).then(|| Box::new(cx.standing.roles.state()));
         let remote_requests = cx.memory.rm.creditor.rows(&cx.memory.rm.pool);
         let me = heartbeat.instance;

@@ -60,6 +60,15 @@ impl BlockPool {
         self.cache.set_saved(block, Saved::Yes);
     }
 
+    /// Notes that no tier keeps any block any more.
+    pub fn unsave_all(&mut self) {
+        for block in self.cache.blocks() {
+            if self.cache.saved(block) == Some(Saved::Yes) {
+                self.cache.set_saved(block, Saved::No);
+            }
+        }
+    }
+
     /// Notes that no tier keeps the blocks with this hash any more.
     pub fn unsave(&mut self, hash: &BlockHash) {
         for block in self.cache.all(hash) {

@@ -293,6 +293,37 @@ fn joint() -> Vec<(&'static str, ControlBody)> {
     ]
 }
 
+/// Counters of prefix caches, and orders to empty them.
+fn cache_orders() -> Vec<(&'static str, ControlBody)> {
+    let counts = CacheCounts {
+        device_blocks: 1,
+        host_blocks: 2,
+        disk_blocks: 3,
+        leased_blocks: 4,
+        looked_up_tokens: 5,
+        hit_tokens: 6,
+        device_evicted_blocks: 7,
+        host_evicted_blocks: 8,
+        disk_evicted_blocks: 9,
+        drop_done: 10,
+        block_tokens: 11,
+    };
+    let drop = AdminCacheDrop { instance: 4 };
+    let dropped = Some(CacheDropped { instances: vec![3, 4], number: 0x1_0000_0007 });
+    vec![
+        (
+            "heartbeat_cache_counts",
+            ControlBody::Heartbeat(Box::new(Heartbeat { cache: Some(Box::new(counts)), ..heartbeat() })),
+        ),
+        ("cache_drop", ControlBody::CacheDrop(CacheDrop { number: 0x1_0000_0007 })),
+        ("admin_cache_drop", ControlBody::AdminQuery(AdminQuery { query: 8, body: Some(AdminBody::CacheDrop(drop)) })),
+        (
+            "admin_reply_dropped",
+            ControlBody::AdminReply(Box::new(AdminReply { query: 8, dropped, ..Default::default() })),
+        ),
+    ]
+}
+
 fn partials() -> Vec<(&'static str, PartialsFrame)> {
     let run = |lease, first_pos| LeaseRun { lease: LeaseId(lease), epoch: Epoch(12), offset: 32, len: 64, first_pos };
     let ticket = StepTicket {
@@ -342,9 +373,15 @@ fn bulk() -> Vec<(&'static str, BulkFrame)> {
 
 /// Every kind of frame with its recording's name.
 pub(crate) fn samples() -> Vec<(String, Frame)> {
-    let control = membership().into_iter().chain(contract()).chain(cached()).chain(joint()).chain(disaggregated());
+    let control = membership()
+        .into_iter()
+        .chain(contract())
+        .chain(cached())
+        .chain(cache_orders())
+        .chain(joint())
+        .chain(disaggregated())
+        .chain(transfer());
     control
-        .chain(transfer())
         .map(|(name, body)| (format!("control_{name}"), body.into()))
         .chain(partials().into_iter().map(|(name, frame)| (format!("partials_{name}"), frame.into())))
         .chain(bulk().into_iter().map(|(name, frame)| (format!("bulk_{name}"), frame.into())))

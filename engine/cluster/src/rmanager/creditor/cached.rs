@@ -98,6 +98,12 @@ impl Creditor {
         pool.forget_all();
     }
 
+    /// Cached rBlocks that debtors lease now.
+    #[must_use]
+    pub fn cached_leased(&self) -> u32 {
+        self.leases.values().filter(|lease| lease.cached > 0).map(|lease| lease.lent).sum()
+    }
+
     /// Cached rBlocks leased to others since the start.
     #[must_use]
     pub fn cached_lent(&self) -> u64 {

@@ -1,0 +1,148 @@
+//! `lagoon kv cache`: what the prefix caches of a pool's instances have, and orders to empty them.
+
+use crate::admin::{Operator, Order};
+use crate::log::{out, outln};
+use crate::pool_client::{CacheRow, PoolRow};
+use crate::table::Table;
+use crate::watch::Watch;
+use anyhow::Context;
+use serde_json::{Value, json};
+
+/// `lagoon kv cache`.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum CacheCommand {
+    /// Cached rBlocks of every instance: in free KV memory, and in the host and disk tiers beside it.
+    #[command(visible_alias = "list")]
+    Ls {
+        /// Name or number of an instance: of this one only.
+        instance: Option<String>,
+    },
+    /// Empty the prefix cache of one instance or of all: free KV memory and the tiers beside it, not what requests use.
+    Drop {
+        /// Name or number of the instance.
+        #[arg(required_unless_present = "all")]
+        instance: Option<String>,
+        /// Of all instances.
+        #[arg(long, conflicts_with = "instance")]
+        all: bool,
+        /// Seconds to wait at most.
+        #[arg(long, value_name = "N", default_value_t = 60)]
+        timeout_s: u64,
+    },
+}
+
+/// Sends the command to the pool and prints the reply.
+pub(crate) async fn run(command: &CacheCommand, json: bool, operator: &mut Operator) -> anyhow::Result<()> {
+    match command {
+        CacheCommand::Ls { instance } => {
+            let rows = match instance {
+                Some(text) => vec![operator.find(text).await?],
+                None => operator.rows().await?,
+            };
+            show(&rows, json);
+            Ok(())
+        }
+        CacheCommand::Drop { instance, timeout_s, .. } => {
+            let instance = match instance {
+                Some(text) => operator.find(text).await?.instance,
+                None => 0,
+            };
+            let mut watch = Watch::new(json, *timeout_s);
+            let dropped = operator.order(Order::CacheDrop { instance }).await?.dropped;
+            let dropped = dropped.context("the gManager does not know the order\nhint: is it of this version?")?;
+            follow(&mut watch, operator, &dropped.instances, dropped.number).await?;
+            let n = dropped.instances.len();
+            watch.say(&format!(
+                "the prefix {} empty, but for what is in use",
+                if n == 1 { "cache is" } else { "caches are" }
+            ));
+            watch.answer(&json!({ "instances": dropped.instances, "dropped": true }));
+            Ok(())
+        }
+    }
+}
+
+fn show(rows: &[PoolRow], json: bool) {
+    if json {
+        let rows: Vec<Value> = rows.iter().filter_map(row_json).collect();
+        outln!("{}", json!({ "instances": rows }));
+        return;
+    }
+    let mut table = Table::new(&["INSTANCE", "NAME", "DEVICE", "HOST", "DISK", "TOKENS", "LEASED", "HITS", "EVICTED"]);
+    for (row, of) in rows.iter().filter_map(|row| Some((row, row.cache.as_ref()?))) {
+        let hits = format!("{} of {}", of.hit_tokens, of.looked_up_tokens);
+        let evicted = format!("{}+{}+{}", of.device_evicted_blocks, of.host_evicted_blocks, of.disk_evicted_blocks);
+        let [device, host, disk] =
+            [of.device_blocks.into(), of.host_blocks, of.disk_blocks].map(|n: u64| n.to_string());
+        let tokens = tokens(of).map(|n| n.to_string()).join("+");
+        let leased = of.leased_blocks.to_string();
+        let number = row.instance.to_string();
+        table.row(vec![number, row.name.clone(), device, host, disk, tokens, leased, hits, evicted]);
+    }
+    out!("{table}");
+}
+
+/// Cached tokens in KV memory, in the host tier and on disk.
+fn tokens(of: &CacheRow) -> [u64; 3] {
+    let blocks = [of.device_blocks.into(), of.host_blocks, of.disk_blocks];
+    blocks.map(|blocks: u64| blocks.saturating_mul(of.block_tokens.into()))
+}
+
+/// An instance's row with its tokens; `None` for one that has no prefix cache or none that it reported.
+fn row_json(row: &PoolRow) -> Option<Value> {
+    let of = row.cache.as_ref()?;
+    let [device, host, disk] = tokens(of);
+    let mut shown = serde_json::to_value(of).ok()?;
+    let about = json!({
+        "instance": row.instance, "name": row.name, "alive": row.alive,
+        "device_tokens": device, "host_tokens": host, "disk_tokens": disk,
+    });
+    shown.as_object_mut()?.extend(about.as_object()?.clone());
+    Some(shown)
+}
+
+/// Waits until all instances have carried the order `number` out. Those that left the pool have nothing any more.
+async fn follow(watch: &mut Watch, operator: &mut Operator, instances: &[u32], number: u64) -> anyhow::Result<()> {
+    loop {
+        let rows = operator.rows().await?;
+        let is_done = |row: &PoolRow| row.cache.as_ref().is_some_and(|of| of.drop_done >= number);
+        let waits = rows.iter().filter(|row| instances.contains(&row.instance) && !is_done(row));
+        let waits: Vec<&str> = waits.map(|row| row.name.as_str()).collect();
+        if waits.is_empty() {
+            return Ok(());
+        }
+        let left = format!("waiting for {}", waits.join(", "));
+        let late = |when: &str| {
+            format!("not all caches are empty {when}\nhint: it continues; `lagoon kv cache ls` shows them")
+        };
+        watch.pause(left, late).await?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lagoon_protocol::{CacheCounts, Heartbeat, InstanceStatus};
+
+    #[test]
+    fn rows_have_tokens_by_tier_and_instances_without_a_cache_none() {
+        let counts = CacheCounts {
+            block_tokens: 16,
+            device_blocks: 3,
+            disk_blocks: 100,
+            leased_blocks: 2,
+            ..Default::default()
+        };
+        let row = |cache| {
+            let heartbeat = Heartbeat { cache, ..Heartbeat::default() };
+            PoolRow::from(InstanceStatus { instance: 7, heartbeat: Some(heartbeat), ..InstanceStatus::default() })
+        };
+        let shown = row_json(&row(Some(Box::new(counts)))).unwrap();
+        assert_eq!(
+            (&shown["device_tokens"], &shown["host_tokens"], &shown["disk_tokens"]),
+            (&json!(48), &json!(0), &json!(1600))
+        );
+        assert_eq!((&shown["instance"], &shown["leased_blocks"]), (&json!(7), &json!(2)));
+        assert_eq!(row_json(&row(None)), None);
+    }
+}
