@@ -196,7 +196,7 @@ fn what_is_no_grammar_is_refused() {
     let deep = format!("start: {}\"a\"{}", "(".repeat(20_000), ")".repeat(20_000));
     let chain: String = (0..6000).map(|n| format!("r{n}: r{}\n", n + 1)).collect();
     for (grammar, part) in [
-        (Grammar::Lark("root ::= \"a\"".to_owned()), "GBNF"),
+        (Grammar::Lark("root ::= \"a\"\nb ::= (c".to_owned()), "GBNF: line 2"),
         (Grammar::Lark("start: nowhere".to_owned()), "not valid"),
         (Grammar::Lark(String::new()), "not valid"),
         (Grammar::Lark(deep), "brackets"),
