@@ -247,6 +247,15 @@ mod tests {
     }
 
     #[test]
+    fn white_space_is_bounded_or_none() {
+        let of = |schema: Value| compilable(schema).unwrap()[OPTIONS].clone();
+        let compact = without_white_space(json!({"type": "object"}));
+        assert_eq!((of(json!({}))["whitespace_pattern"].is_string(), of(compact)), (true, super::compact()));
+        assert_eq!(of(without_white_space(json!(true))), super::compact());
+        assert!(check(&json!({"items": without_white_space(json!({}))})).is_err(), "the compiler's options are no one else's");
+    }
+
+    #[test]
     fn deep_schemas_are_refused() {
         let deep = (0..100).fold(json!({}), |inner, _| json!({"items": inner}));
         assert!(check(&deep).unwrap_err().to_string().contains("nested"));

@@ -1,5 +1,7 @@
 //! GBNF: the sentences of a grammar are those that its matcher takes.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
+#[allow(dead_code, reason = "each test uses a part")]
 mod common;
 
 use common::{Model, constraint, model};

@@ -32,7 +32,7 @@ pub(super) struct Wrong {
 }
 
 /// Whether the first statement of a text is one of GBNF.
-pub(super) fn begins_as_gbnf(text: &str) -> bool {
+pub(crate) fn begins_as_gbnf(text: &str) -> bool {
     let lines = text.lines().map(str::trim_start);
     let statement = lines.into_iter().find(|line| !line.is_empty() && !line.starts_with('#'));
     statement.is_some_and(|line| {
