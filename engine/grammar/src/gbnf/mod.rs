@@ -23,6 +23,7 @@ pub(crate) fn to_lark(text: &str) -> Result<String, GrammarError> {
     let rules = parse::parse(text).map_err(|Wrong { line, what }| {
         GrammarError::Invalid(format!("the grammar is not valid GBNF: line {line}: {what}"))
     })?;
+    let rules = rules.finite().ok_or_else(|| GrammarError::Invalid("the grammar has no sentence: `root` never ends".to_owned()))?;
     let lexed = lexemes::lexed(&rules).map_err(|what| GrammarError::Invalid(format!("the grammar is too large: {what}")))?;
     Ok(written(&lexed))
 }
@@ -126,6 +127,14 @@ mod tests {
             let error = to_lark(text).unwrap_err().to_string();
             assert!(error.contains(message), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn parts_that_never_end_are_left_out() {
+        let error = to_lark("root ::= \"a\" root").unwrap_err().to_string();
+        assert!(error.contains("`root` never ends"), "{error}");
+        let lark = to_lark("root ::= \"a\" | \"b\" b+ | b*\nb ::= b").unwrap();
+        assert!(lark.contains("61") && !lark.contains("62") && !lark.contains("r1"), "{lark}");
     }
 
     #[test]

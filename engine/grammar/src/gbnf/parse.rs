@@ -31,6 +31,40 @@ pub(super) struct Wrong {
     pub(super) what: String,
 }
 
+impl Rules {
+    /// The grammar without parts that never end, such as a rule that always calls itself; `None` if nothing is left.
+    pub(super) fn finite(self) -> Option<Self> {
+        let mut ends = vec![false; self.bodies.len()];
+        loop {
+            let new: Vec<bool> = self.bodies.iter().map(|body| finite(body, &ends).is_some()).collect();
+            if new == ends {
+                break;
+            }
+            ends = new;
+        }
+        // Nothing refers to the others any more.
+        let bodies = self.bodies.iter().map(|body| finite(body, &ends).unwrap_or(Expr::Seq(Vec::new()))).collect();
+        ends[self.root].then_some(Self { bodies, root: self.root })
+    }
+}
+
+/// An expression without the parts that never end, if rules end where `ends` says so.
+fn finite(expr: &Expr, ends: &[bool]) -> Option<Expr> {
+    match expr {
+        Expr::Chars(_) => Some(expr.clone()),
+        Expr::Rule(rule) => ends[*rule].then(|| expr.clone()),
+        Expr::Seq(items) => items.iter().map(|item| finite(item, ends)).collect::<Option<_>>().map(Expr::Seq),
+        Expr::Any(items) => {
+            let items: Vec<Expr> = items.iter().filter_map(|item| finite(item, ends)).collect();
+            (!items.is_empty()).then(|| any(items))
+        }
+        Expr::Repeat(item, min, max) => match finite(item, ends) {
+            Some(item) => Some(repeat(item, *min, *max)),
+            None => (*min == 0).then(|| Expr::Seq(Vec::new())),
+        },
+    }
+}
+
 /// Whether the first statement of a text is one of GBNF.
 pub(crate) fn begins_as_gbnf(text: &str) -> bool {
     let lines = text.lines().map(str::trim_start);
