@@ -180,13 +180,7 @@ impl Pool {
 /// A text and the temperature at which it is continued.
 type Prompt = (Value, f64);
 
-fn measure(
-    lagoon: &Lagoon,
-    args: &Args,
-    rtt_ms: u64,
-    (name, prompt): (&str, &Prompt),
-    draft: &Path,
-) -> Result<Value> {
+fn measure(lagoon: &Lagoon, args: &Args, rtt_ms: u64, (name, prompt): (&str, &Prompt), draft: &Path) -> Result<Value> {
     let kinds = [("plain", (0, None)), ("lookup", (args.drafts, None)), ("model", (args.drafts, Some(draft)))];
     let (mut rates, mut drafted, mut same) = ([const { Vec::new() }; 3], [(0, 0); 3], 0);
     for _ in 0..args.repeats {

@@ -268,7 +268,8 @@ fn rules_and_log_probabilities_are_those_of_transformers() {
         let name = golden["model"].as_str().unwrap();
         let pool = PoolSpec::golden(name, 4);
         for answer in golden["answers"].as_array().unwrap() {
-            let (rule, options, tokens) = (answer["rule"].as_str().unwrap(), &answer["options"], ids(&answer["tokens"]));
+            let (rule, options, tokens) =
+                (answer["rule"].as_str().unwrap(), &answer["options"], ids(&answer["tokens"]));
             let mut request = greedy(ids(&golden["prompt"]), tokens.len() as u32);
             request.sampling.logprobs = Some(3);
             request.options.prompt_logprobs = Some(3);

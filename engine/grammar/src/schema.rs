@@ -252,7 +252,10 @@ mod tests {
         let compact = without_white_space(json!({"type": "object"}));
         assert_eq!((of(json!({}))["whitespace_pattern"].is_string(), of(compact)), (true, super::compact()));
         assert_eq!(of(without_white_space(json!(true))), super::compact());
-        assert!(check(&json!({"items": without_white_space(json!({}))})).is_err(), "the compiler's options are no one else's");
+        assert!(
+            check(&json!({"items": without_white_space(json!({}))})).is_err(),
+            "the compiler's options are no one else's"
+        );
     }
 
     #[test]

@@ -151,7 +151,8 @@ fn text_and_strict_calls() {
     let (plain, special) = (model(&[]), model(SPECIAL));
     let hermes = |name: &str| format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": {{}}}}\n</tool_call>");
     let harmony = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}";
-    let deepseek = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>";
+    let deepseek =
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>";
     for (model, format, text, is) in [
         (&plain, ToolFormat::Hermes, hermes("now"), true),
         (&plain, ToolFormat::Hermes, format!("I look.\n{}\n{}", hermes("now"), hermes("now")), true),
@@ -159,7 +160,12 @@ fn text_and_strict_calls() {
         (&plain, ToolFormat::Hermes, hermes("never"), false),
         (&plain, ToolFormat::Hermes, "The mark <tool_call> stands here.".to_owned(), false),
         (&plain, ToolFormat::QwenCoder, "See:<tool_call>\n<function=now>\n</function>\n</tool_call>".to_owned(), true),
-        (&plain, ToolFormat::QwenCoder, "See:<tool_call>\n<function=never>\n</function>\n</tool_call>".to_owned(), false),
+        (
+            &plain,
+            ToolFormat::QwenCoder,
+            "See:<tool_call>\n<function=never>\n</function>\n</tool_call>".to_owned(),
+            false,
+        ),
         (&plain, ToolFormat::Glm, "See:<tool_call>now\n</tool_call>".to_owned(), true),
         (&plain, ToolFormat::Mistral, "See:[TOOL_CALLS][{\"name\": \"now\", \"arguments\": {}}]".to_owned(), true),
         (&plain, ToolFormat::Mistral, "See:[TOOL_CALLS][1]".to_owned(), false),
@@ -171,8 +177,18 @@ fn text_and_strict_calls() {
         (&plain, ToolFormat::Llama3, " {\"a\": 1}".to_owned(), false),
         (&plain, ToolFormat::Llama3, "<|python_tag|>{\"name\": \"now\", \"parameters\": 1}".to_owned(), false),
         (&special, ToolFormat::Harmony, harmony.to_owned(), true),
-        (&special, ToolFormat::Harmony, format!("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{harmony}"), true),
-        (&special, ToolFormat::Harmony, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Noon.".to_owned(), true),
+        (
+            &special,
+            ToolFormat::Harmony,
+            format!("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{harmony}"),
+            true,
+        ),
+        (
+            &special,
+            ToolFormat::Harmony,
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Noon.".to_owned(),
+            true,
+        ),
         (&special, ToolFormat::Harmony, harmony.replace("now", "never"), false),
         (&special, ToolFormat::Harmony, "Noon.".to_owned(), false),
     ] {
@@ -187,7 +203,9 @@ fn text_and_strict_calls() {
         assert_eq!(parts.calls.len(), text.matches("now").count(), "{format:?}: {text} gives {parts:?}");
     }
     let form = grammar(&special, ToolFormat::Harmony, &Beside::Instead("\"7\"".to_owned()), true).unwrap();
-    for (text, is) in [("<|channel|>final<|message|>7", true), ("<|channel|>final<|message|>8", false), (harmony, true), ("7", false)] {
+    for (text, is) in
+        [("<|channel|>final<|message|>7", true), ("<|channel|>final<|message|>8", false), (harmony, true), ("7", false)]
+    {
         assert_eq!(is_answer(&special, &form, text), is, "{text}");
     }
 }

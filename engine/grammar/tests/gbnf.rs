@@ -76,7 +76,9 @@ fn write_part(part: &Part, out: &mut String) {
 fn ends(part: &Part, text: &[u8], from: usize, table: &[Vec<BTreeSet<usize>>]) -> BTreeSet<usize> {
     match part {
         Part::Text(of) => text[from..].starts_with(of.as_bytes()).then_some(from + of.len()).into_iter().collect(),
-        Part::Class(of) => text.get(from).filter(|byte| of.as_bytes().contains(byte)).map(|_| from + 1).into_iter().collect(),
+        Part::Class(of) => {
+            text.get(from).filter(|byte| of.as_bytes().contains(byte)).map(|_| from + 1).into_iter().collect()
+        }
         Part::Rule(rule) => table[*rule][from].clone(),
         Part::Any(parts) => parts.iter().flat_map(|part| ends(part, text, from, table)).collect(),
         Part::Seq(parts) => parts.iter().fold(BTreeSet::from([from]), |at, part| {
@@ -184,13 +186,9 @@ fn grammars_as_people_write_them() {
     let model = model(&[]);
     let sums = "# sums\nroot ::= (sum \"=\" ws term \"\\n\")+\nsum ::= term ([-+*/] ws term)*\n\
         term ::= name | number | \"(\" ws sum \")\" ws\nname ::= [a-z] [a-z0-9_]* ws\nnumber ::= [0-9]+ ws\nws ::= [ \\t\\n]*\n";
-    for (text, is_sentence) in [
-        ("a+1=b\n", true),
-        ("(a_1 + 23) * c= (4)\n\n", true),
-        ("a=1\nb=2\n", true),
-        ("a=1", false),
-        ("(a=1\n", false),
-    ] {
+    for (text, is_sentence) in
+        [("a+1=b\n", true), ("(a_1 + 23) * c= (4)\n\n", true), ("a=1\nb=2\n", true), ("a=1", false), ("(a=1\n", false)]
+    {
         assert_eq!(sentences(&model, sums, text).contains(text), is_sentence, "{text:?}");
     }
     let values = "root ::= value\nvalue ::= object | list | string | (\"true\" | \"null\") ws | [0-9]+ ws\n\
@@ -207,7 +205,8 @@ fn grammars_as_people_write_them() {
         assert_eq!(sentences(&model, values, text).contains(text), is_sentence, "{text:?}");
     }
     let mut rng = ChaCha8Rng::seed_from_u64(3);
-    let words = constraint(Grammar::Lark("root ::= word | \"(\" root \")\"\nword ::= [ぁ-ん]+ | [ァ-ヺ]+ \"!\"\n".to_owned()));
+    let words =
+        constraint(Grammar::Lark("root ::= word | \"(\" root \")\"\nword ::= [ぁ-ん]+ | [ァ-ヺ]+ \"!\"\n".to_owned()));
     for _ in 0..20 {
         let answer = model.tokenizer.decode(&model.draw(&words, &mut rng), true);
         let word = answer.trim_start_matches('(').trim_end_matches(')');

@@ -259,7 +259,10 @@ fn compact_json_has_no_white_space() {
     for model in models() {
         for _ in 0..10 {
             let answer = text(&model, &model.draw(&compact, &mut rng));
-            assert!(serde_json::from_str::<serde_json::Value>(&answer).is_ok() && !answer.contains(char::is_whitespace), "{answer}");
+            assert!(
+                serde_json::from_str::<serde_json::Value>(&answer).is_ok() && !answer.contains(char::is_whitespace),
+                "{answer}"
+            );
         }
     }
 }

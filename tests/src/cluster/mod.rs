@@ -311,7 +311,8 @@ impl World {
         let (tokens, logits, scores) = (Vec::new(), Vec::new(), Vec::new());
         let prompt = (0, Vec::new());
         let (embedding, end, cancelled, lost) = (None, None, false, false);
-        let log = Log { node, request: request.clone(), tokens, logits, scores, prompt, embedding, end, cancelled, lost };
+        let log =
+            Log { node, request: request.clone(), tokens, logits, scores, prompt, embedding, end, cancelled, lost };
         self.requests.push(log);
         self.handle(node, Event::Submit { seq: SeqId(id as u64 + 1), request: Box::new(request) });
         id

@@ -65,7 +65,11 @@ impl Chars {
             if x.0.max(y.0) <= x.1.min(y.1) {
                 return true;
             }
-            if x.1 < y.1 { a.next() } else { b.next() };
+            if x.1 < y.1 {
+                a.next()
+            } else {
+                b.next()
+            };
         }
         false
     }
@@ -106,6 +110,8 @@ mod tests {
         all.add(&digits);
         assert_eq!(all, Chars::all());
         assert!(Chars::of(vec![(0, LAST)], true).is_empty());
-        assert!(Chars::one('あ').may_begin_alike(&Chars::one('い')) && !Chars::one('a').may_begin_alike(&Chars::one('い')));
+        assert!(
+            Chars::one('あ').may_begin_alike(&Chars::one('い')) && !Chars::one('a').may_begin_alike(&Chars::one('い'))
+        );
     }
 }

@@ -44,7 +44,14 @@ pub(super) fn lexed(rules: &Rules) -> Result<Lexed, String> {
     let mut split = BTreeSet::new();
     let mut steps = STEPS_MAX;
     loop {
-        let mut builder = Builder { bodies: &rules.bodies, shape: &shape, split: &split, lexemes: Vec::new(), known: BTreeMap::new(), size: 0 };
+        let mut builder = Builder {
+            bodies: &rules.bodies,
+            shape: &shape,
+            split: &split,
+            lexemes: Vec::new(),
+            known: BTreeMap::new(),
+            size: 0,
+        };
         let start = builder.node(&start)?;
         let mut built = BTreeMap::new();
         let mut open: Vec<usize> = Vec::new();
@@ -205,7 +212,8 @@ impl Builder<'_> {
             return Node::Seq(Vec::new());
         }
         if self.split.contains(&expr) {
-            let parts = |builder: &mut Self, items: Vec<Expr>| items.into_iter().map(|item| builder.lexeme(item)).collect();
+            let parts =
+                |builder: &mut Self, items: Vec<Expr>| items.into_iter().map(|item| builder.lexeme(item)).collect();
             return match expr {
                 Expr::Seq(items) => Node::Seq(parts(self, items)),
                 Expr::Any(items) => Node::Any(parts(self, items)),
@@ -280,7 +288,8 @@ fn following(lexed: &Lexed, firsts: &[Chars]) -> Vec<Chars> {
         }
         of_rules = new;
     }
-    let mut walk = Walk { firsts, of_rules: &of_rules, lexemes: vec![Chars::default(); firsts.len()], rules: BTreeMap::new() };
+    let mut walk =
+        Walk { firsts, of_rules: &of_rules, lexemes: vec![Chars::default(); firsts.len()], rules: BTreeMap::new() };
     walk.node(&lexed.start, &Chars::default());
     loop {
         let before = walk.rules.clone();

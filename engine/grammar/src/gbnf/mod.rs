@@ -23,8 +23,11 @@ pub(crate) fn to_lark(text: &str) -> Result<String, GrammarError> {
     let rules = parse::parse(text).map_err(|Wrong { line, what }| {
         GrammarError::Invalid(format!("the grammar is not valid GBNF: line {line}: {what}"))
     })?;
-    let rules = rules.finite().ok_or_else(|| GrammarError::Invalid("the grammar has no sentence: `root` never ends".to_owned()))?;
-    let lexed = lexemes::lexed(&rules).map_err(|what| GrammarError::Invalid(format!("the grammar is too large: {what}")))?;
+    let rules = rules
+        .finite()
+        .ok_or_else(|| GrammarError::Invalid("the grammar has no sentence: `root` never ends".to_owned()))?;
+    let lexed =
+        lexemes::lexed(&rules).map_err(|what| GrammarError::Invalid(format!("the grammar is too large: {what}")))?;
     Ok(written(&lexed))
 }
 
@@ -146,7 +149,10 @@ mod tests {
     #[test]
     fn a_grammar_without_recursion_is_one_lexeme() {
         let lark = to_lark("root ::= (\"a\" | b){2} # x\nb ::=\n  [b-c]* |\n  \"\"").unwrap();
-        assert_eq!(lark, "start: (T0)?\nT0: /(?:(?:[\\x{61}-\\x{61}]|(?:(?:[\\x{62}-\\x{63}])*|(?:)))){2,2}/ & /(?s:.+)/\n");
+        assert_eq!(
+            lark,
+            "start: (T0)?\nT0: /(?:(?:[\\x{61}-\\x{61}]|(?:(?:[\\x{62}-\\x{63}])*|(?:)))){2,2}/ & /(?s:.+)/\n"
+        );
     }
 
     #[test]

@@ -225,7 +225,10 @@ impl<'a> Reader<'a> {
                 self.at += 1;
                 group
             }
-            '<' | '!' => return self.wrong("tokens (`<…>`) are not supported\nhint: special tokens are never part of an answer's text"),
+            '<' | '!' => {
+                return self
+                    .wrong("tokens (`<…>`) are not supported\nhint: special tokens are never part of an answer's text");
+            }
             c if is_name(c) => {
                 let name = self.name().unwrap_or_default();
                 Expr::Rule(self.number(name))

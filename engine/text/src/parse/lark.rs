@@ -157,7 +157,8 @@ impl Rules<'_> {
     fn free_text(&mut self, expression: &str, mark: &str) -> bool {
         let is_special = !self.mark(mark).starts_with('"');
         let letters = mark.chars().map(|c| format!("\\x{{{:X}}}", u32::from(c)));
-        let without = if is_special { String::new() } else { format!(" & ~/(?s:.*{}.*)/", letters.collect::<String>()) };
+        let without =
+            if is_special { String::new() } else { format!(" & ~/(?s:.*{}.*)/", letters.collect::<String>()) };
         self.rule("TEXT", &format!("/(?s:{expression})/{without}"));
         is_special
     }
