@@ -265,7 +265,7 @@ fn too_greedy(lexed: &Lexed, steps: &mut usize) -> Result<Vec<Expr>, String> {
     let mut found = Vec::new();
     for (number, long) in positions.iter().enumerate() {
         let overtakes = positions.iter().zip(&after).zip(&firsts).any(|((short, after), first)| {
-            *steps > 0 && first.meets(&firsts[number]) && short.is_overtaken_by(long, after, steps)
+            *steps > 0 && first.meets(&firsts[number]) && short.search_overtaking(long, after, steps)
         });
         if *steps == 0 {
             return Err("it is too large to find where its parts end".to_owned());

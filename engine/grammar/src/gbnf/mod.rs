@@ -1,6 +1,6 @@
 //! GBNF, the grammars of llama.cpp, in llguidance's variant of Lark.
 //!
-//! Syntax: <https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md>. What is wrong is told with its line; tokens (`<…>`) are
+//! Syntax: <https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md>. Errors name their line; tokens (`<…>`) are
 //! refused. Sentences stay the same ones ([`lexemes`]).
 
 mod chars;
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wrong_is_told_with_its_line() {
+    fn errors_name_their_line() {
         for (text, message) in [
             ("root ::= \"a\"\nb ::= [a-", "line 2: a `]` is missing"),
             ("root ::= \"a\n", "line 1: a `\"` is missing"),

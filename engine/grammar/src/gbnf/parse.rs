@@ -226,8 +226,9 @@ impl<'a> Reader<'a> {
                 group
             }
             '<' | '!' => {
-                return self
-                    .wrong("tokens (`<…>`) are not supported\nhint: special tokens are never part of an answer's text");
+                return self.wrong(
+                    "tokens (`<…>`) are not supported\nhint: special tokens are never part of an answer's text",
+                );
             }
             c if is_name(c) => {
                 let name = self.name().unwrap_or_default();

@@ -97,7 +97,7 @@ impl Positions {
 
     /// Whether a text of this lexeme, with one of the characters `after` behind it, may begin a longer text of `other`: the longest
     /// match would take it for that. `steps` is what is left of the search's bound.
-    pub(super) fn is_overtaken_by(&self, other: &Self, after: &Chars, steps: &mut usize) -> bool {
+    pub(super) fn search_overtaking(&self, other: &Self, after: &Chars, steps: &mut usize) -> bool {
         let mut seen = BTreeSet::new();
         let mut open = Vec::new();
         let mut meet = |from: &mut dyn Iterator<Item = (usize, usize)>, open: &mut Vec<(usize, usize)>| {
