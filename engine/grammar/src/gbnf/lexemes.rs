@@ -14,8 +14,9 @@ const LEXED_MAX: usize = 8_000;
 const REGULAR_MAX: usize = 64_000;
 /// Pairs of positions in all lexemes.
 const EDGES_MAX: usize = 1_000_000;
-/// Pairs of positions that the search for lexemes which are too long looks at.
+/// Pairs of positions, and rules, that the search for lexemes which are too long looks at.
 const STEPS_MAX: usize = 20_000_000;
+const TOO_LARGE: &str = "where its parts end is not found in time";
 
 /// A part of a rule, in lexemes.
 #[derive(Debug)]
@@ -261,14 +262,14 @@ fn too_greedy(lexed: &Lexed, steps: &mut usize) -> Result<Vec<Expr>, String> {
         return Err("its repetitions of many alternatives are too large".to_owned());
     }
     let firsts: Vec<Chars> = positions.iter().map(Positions::first_chars).collect();
-    let after = following(lexed, &firsts);
+    let after = following(lexed, &firsts, steps)?;
     let mut found = Vec::new();
     for (number, long) in positions.iter().enumerate() {
         let overtakes = positions.iter().zip(&after).zip(&firsts).any(|((short, after), first)| {
             *steps > 0 && first.meets(&firsts[number]) && short.search_overtaking(long, after, steps)
         });
         if *steps == 0 {
-            return Err("it is too large to find where its parts end".to_owned());
+            return Err(TOO_LARGE.to_owned());
         }
         if overtakes {
             found.push(lexed.lexemes[number].clone());
@@ -278,9 +279,14 @@ fn too_greedy(lexed: &Lexed, steps: &mut usize) -> Result<Vec<Expr>, String> {
 }
 
 /// What may stand behind each lexeme.
-fn following(lexed: &Lexed, firsts: &[Chars]) -> Vec<Chars> {
+fn following(lexed: &Lexed, firsts: &[Chars], steps: &mut usize) -> Result<Vec<Chars>, String> {
+    let mut count = || {
+        *steps = steps.saturating_sub(lexed.rules.len());
+        if *steps > 0 { Ok(()) } else { Err(TOO_LARGE.to_owned()) }
+    };
     let mut of_rules: BTreeMap<usize, First> = lexed.rules.keys().map(|rule| (*rule, First::default())).collect();
     loop {
+        count()?;
         let new: BTreeMap<usize, First> =
             lexed.rules.iter().map(|(rule, node)| (*rule, first(node, firsts, &of_rules))).collect();
         if new == of_rules {
@@ -292,6 +298,7 @@ fn following(lexed: &Lexed, firsts: &[Chars]) -> Vec<Chars> {
         Walk { firsts, of_rules: &of_rules, lexemes: vec![Chars::default(); firsts.len()], rules: BTreeMap::new() };
     walk.node(&lexed.start, &Chars::default());
     loop {
+        count()?;
         let before = walk.rules.clone();
         for (rule, node) in &lexed.rules {
             if let Some(after) = before.get(rule) {
@@ -299,7 +306,7 @@ fn following(lexed: &Lexed, firsts: &[Chars]) -> Vec<Chars> {
             }
         }
         if walk.rules == before {
-            return walk.lexemes;
+            return Ok(walk.lexemes);
         }
     }
 }

@@ -160,5 +160,9 @@ mod tests {
         let chain: String = (0..40).map(|n| format!("r{n} ::= r{} r{}\n", n + 1, n + 1)).collect();
         let error = to_lark(&format!("root ::= r0\n{chain}r40 ::= \"a\"")).unwrap_err().to_string();
         assert!(error.contains("too large"), "{error}");
+        // A ring of rules in which each pass learns of one rule more.
+        let ring: String = (1..1900).map(|n| format!("r{n} ::= [a-b] r{} | \"x\" [c-d]*\n", n - 1)).collect();
+        let ring = to_lark(&format!("root ::= r1899\nr0 ::= root | \"y\"\n{ring}"));
+        assert!(ring.is_ok_and(|lark| lark.contains("r1899")));
     }
 }

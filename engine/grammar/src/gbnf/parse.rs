@@ -36,7 +36,7 @@ impl Rules {
     pub(super) fn finite(self) -> Option<Self> {
         let mut ends = vec![false; self.bodies.len()];
         loop {
-            let new: Vec<bool> = self.bodies.iter().map(|body| finite(body, &ends).is_some()).collect();
+            let new: Vec<bool> = self.bodies.iter().map(|body| may_end(body, &ends)).collect();
             if new == ends {
                 break;
             }
@@ -45,6 +45,17 @@ impl Rules {
         // Nothing refers to the others any more.
         let bodies = self.bodies.iter().map(|body| finite(body, &ends).unwrap_or(Expr::Seq(Vec::new()))).collect();
         ends[self.root].then_some(Self { bodies, root: self.root })
+    }
+}
+
+/// Whether an expression has a text, if rules have one where `ends` says so.
+fn may_end(expr: &Expr, ends: &[bool]) -> bool {
+    match expr {
+        Expr::Chars(_) => true,
+        Expr::Rule(rule) => ends[*rule],
+        Expr::Seq(items) => items.iter().all(|item| may_end(item, ends)),
+        Expr::Any(items) => items.iter().any(|item| may_end(item, ends)),
+        Expr::Repeat(item, min, _) => *min == 0 || may_end(item, ends),
     }
 }
 
