@@ -7,6 +7,7 @@
 use super::chars::Chars;
 use super::parse::{Expr, Rules};
 use super::positions::Positions;
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Sets of characters in all lexemes of a grammar with recursive rules, and in the expression that another one is.
@@ -58,10 +59,8 @@ pub(super) fn lexed(rules: &Rules) -> Result<Lexed, String> {
         let mut open: Vec<usize> = Vec::new();
         rules_of(&start, &mut open);
         while let Some(rule) = open.pop() {
-            if !built.contains_key(&rule) {
-                let node = builder.node(&rules.bodies[rule])?;
-                rules_of(&node, &mut open);
-                built.insert(rule, node);
+            if let Entry::Vacant(place) = built.entry(rule) {
+                rules_of(place.insert(builder.node(&rules.bodies[rule])?), &mut open);
             }
         }
         let lexed = Lexed { start, rules: built, lexemes: builder.lexemes };
