@@ -104,8 +104,8 @@ fn describes(rules: &[Part], text: &str) -> bool {
     loop {
         let before = table.clone();
         for (rule, part) in rules.iter().enumerate() {
-            for from in 0..=text.len() {
-                table[rule][from] = ends(part, text.as_bytes(), from, &before);
+            for (from, place) in table[rule].iter_mut().enumerate() {
+                *place = ends(part, text.as_bytes(), from, &before);
             }
         }
         if table == before {
