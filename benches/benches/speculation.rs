@@ -1,8 +1,10 @@
 //! Speculative decoding (`--draft-tokens`) where KV is remote: a request whose KV is mostly at a creditor, behind a relay that
 //! delays every datagram. A step then waits for a round trip a layer; drafts share it.
 //!
-//! Two real processes of one thread each with the bundled model, real arithmetic and real QUIC. A text that repeats
-//! itself is continued greedily; and tokens that do not repeat with drawn ones, whose drafts are seldom accepted. Printed are the tokens per second of decoding with drafts over those without, in turn.
+//! Two real processes of one thread each with the bundled model, real arithmetic and real QUIC. Drafts are looked up, or proposed by a
+//! draft model: the bundled one with weights in 4 bits (`lagoon quantize`), which is as slow and mostly agrees. Three texts: one that
+//! repeats itself, and tokens that do not, continued greedily and with drawn tokens. Printed are the tokens per second of decoding
+//! without drafts, and with them in turn.
 //!
 //! `cargo build --release -p lagoon && cargo bench -p lagoon-benches --bench speculation -- [--json]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
@@ -15,6 +17,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::BufRead;
 use std::net::{SocketAddr, UdpSocket};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::thread;
@@ -112,14 +115,14 @@ struct Pool {
 }
 
 impl Pool {
-    fn new(lagoon: &Lagoon, rtt: Duration, drafts: u32, context: usize) -> Result<Self> {
+    fn new(lagoon: &Lagoon, rtt: Duration, (drafts, model): (u32, Option<&Path>), context: usize) -> Result<Self> {
         let gmanager = lagoon.start("gm", &["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()])?;
         let quic = gmanager.announced("quic")?;
         let start = |name: &str, kv_tokens: usize| -> Result<Process> {
             let behind = free_port()?;
             // Half of a round trip each way, at the side that is asked.
             let front = if rtt.is_zero() { behind } else { relay(behind, rtt / 2)? };
-            let own = [
+            let mut own = vec![
                 "serve".to_owned(),
                 lagoon.model.display().to_string(),
                 format!("--gmanager={quic}"),
@@ -135,6 +138,7 @@ impl Pool {
                 "--prefix-cache=off".to_owned(),
                 "--calibrate=off".to_owned(),
             ];
+            own.extend(model.map(|model| format!("--draft={}", model.display())));
             lagoon.start(name, &own)
         };
         let creditor = start("creditor", 2 * context + 4096)?;
@@ -144,7 +148,7 @@ impl Pool {
     }
 
     /// Decodes after a prompt: tokens per second, and the tokens.
-    fn decode(&self, (prompt, temperature): &(Value, f64), tokens: u32) -> Result<(f64, Vec<u64>)> {
+    fn decode(&self, (prompt, temperature): &Prompt, tokens: u32) -> Result<(f64, Vec<u64>)> {
         let body = json!({
             "prompt": prompt, "max_tokens": tokens, "temperature": temperature, "seed": 1, "ignore_eos": true, "stream": true,
             "return_token_ids": true,
@@ -173,27 +177,48 @@ impl Pool {
     }
 }
 
-fn measure(lagoon: &Lagoon, args: &Args, rtt_ms: u64, (name, prompt): (&str, &(Value, f64))) -> Result<Value> {
-    let mut rates = [Vec::new(), Vec::new()];
-    let (mut drafted, mut same) = ((0, 0), 0);
+/// A text and the temperature at which it is continued.
+type Prompt = (Value, f64);
+
+fn measure(lagoon: &Lagoon, args: &Args, rtt_ms: u64, (name, prompt): (&str, &Prompt), draft: &Path) -> Result<Value> {
+    let kinds = [("plain", (0, None)), ("lookup", (args.drafts, None)), ("model", (args.drafts, Some(draft)))];
+    let (mut rates, mut drafted, mut same) = ([const { Vec::new() }; 3], [(0, 0); 3], 0);
     for _ in 0..args.repeats {
         let mut answers = Vec::new();
-        for (rates, drafts) in rates.iter_mut().zip([0, args.drafts]) {
-            let pool = Pool::new(lagoon, Duration::from_millis(rtt_ms), drafts, args.context)?;
+        for (at, (_, drafts)) in kinds.iter().enumerate() {
+            let pool = Pool::new(lagoon, Duration::from_millis(rtt_ms), *drafts, args.context)?;
             let (rate, ids) = pool.decode(prompt, args.tokens)?;
-            rates.push(rate);
+            rates[at].push(rate);
             answers.push(ids);
-            if drafts > 0 {
-                drafted = pool.drafted()?;
-            }
+            drafted[at] = pool.drafted()?;
         }
-        same += u32::from(answers[0] == answers[1]);
+        same += u32::from(answers.iter().all(|answer| *answer == answers[0]));
     }
-    let [plain, with] = rates.map(median);
+    let [plain, lookup, model] = rates.map(median);
     Ok(json!({
-        "prompt": name, "rtt_ms": rtt_ms, "tokens_per_s": plain, "with_drafts_tokens_per_s": with, "ratio": with / plain,
-        "drafted": drafted.0, "accepted": drafted.1, "equal_answers": same, "runs": args.repeats,
+        "prompt": name, "rtt_ms": rtt_ms, "tokens_per_s": plain, "with_drafts_tokens_per_s": lookup,
+        "ratio": lookup / plain, "drafted": drafted[1].0, "accepted": drafted[1].1,
+        "with_draft_model_tokens_per_s": model, "model_ratio": model / plain, "model_drafted": drafted[2].0,
+        "model_accepted": drafted[2].1, "equal_answers": same, "runs": args.repeats,
     }))
+}
+
+fn print(row: &Value) {
+    let number = |key: &str| row[key].as_f64().unwrap_or(0.0);
+    println!(
+        "{:8} {:>3} ms: {:>7.1} tokens/s; looked up {:>7.1} ({:.2}, {} of {} accepted); draft model {:>7.1} ({:.2}, {} of {} accepted)",
+        row["prompt"].as_str().unwrap_or(""),
+        row["rtt_ms"],
+        number("tokens_per_s"),
+        number("with_drafts_tokens_per_s"),
+        number("ratio"),
+        row["accepted"],
+        row["drafted"],
+        number("with_draft_model_tokens_per_s"),
+        number("model_ratio"),
+        row["model_accepted"],
+        row["model_drafted"],
+    );
 }
 
 fn main() -> Result<()> {
@@ -201,20 +226,17 @@ fn main() -> Result<()> {
     let lagoon = Lagoon::new("speculation")?;
     let text = TEXT.repeat(args.context / 20);
     let mixed: Vec<usize> = (0..args.context).map(|i| 5 + (i * i * 37 + i / 7) % 1000).collect();
-    let prompts = [("repeats", (json!(text), 0.0)), ("drawn", (json!(mixed), 1.0))];
+    let prompts =
+        [("repeats", (json!(text), 0.0)), ("mixed", (json!(mixed.clone()), 0.0)), ("drawn", (json!(mixed), 1.0))];
+    let draft = lagoon.dir.join("draft.gguf");
+    let (from, to) = (lagoon.model.display().to_string(), draft.display().to_string());
+    lagoon.run_to_end(&["quantize", &from, &to, "--format", "q4_k"])?;
     let mut rows = Vec::new();
     for rtt_ms in &args.rtt_ms {
         for (name, prompt) in &prompts {
-            let row = measure(&lagoon, &args, *rtt_ms, (name, prompt))?;
+            let row = measure(&lagoon, &args, *rtt_ms, (name, prompt), &draft)?;
             if !args.json {
-                println!(
-                    "{name:8} {rtt_ms:>3} ms: {:>7.1} tokens/s, with drafts {:>7.1}, ratio {:.2}, {} of {} drafts accepted",
-                    row["tokens_per_s"].as_f64().unwrap_or(0.0),
-                    row["with_drafts_tokens_per_s"].as_f64().unwrap_or(0.0),
-                    row["ratio"].as_f64().unwrap_or(0.0),
-                    row["accepted"],
-                    row["drafted"],
-                );
+                print(&row);
             }
             rows.push(row);
         }

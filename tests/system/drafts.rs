@@ -223,6 +223,35 @@ fn a_draft_model_changes_no_answer() {
     }
 }
 
+/// Drafts go beyond the last rBlock where own memory is free; where it is not, they end with it, and nothing is borrowed for them.
+#[test]
+fn growth_looks_ahead_for_drafts_in_free_memory() {
+    let pool = PoolSpec::golden("llama3_old", 4);
+    let longest_step = |blocks: u32, drafts: u32| {
+        let draft_model = (drafts > 0).then_some(("llama3_old", 400));
+        let of = Spec { drafts, draft_model, step_rows: 24, ..Spec::cpu(blocks) };
+        let mut world = World::pool(pool.clone(), Some(3), &[of, Spec::cpu(40)]);
+        world.run_for(2_000);
+        world.submit(0, greedy(prompt(5, 30, 120), 60));
+        let (mut longest, mut before) = (0, 0);
+        while !world.requests[0].is_over() {
+            world.step();
+            let now = world.requests[0].tokens.len();
+            longest = longest.max(now - before);
+            before = now;
+        }
+        assert_equals_single(&format!("{blocks} blocks"), &world, &pool);
+        let borrowed = world.live(0).status().blocks_borrowed_total;
+        world.run_for(20_000);
+        world.check_empty();
+        (longest, borrowed)
+    };
+    assert_eq!(longest_step(60, 16), (17, 0), "a token and 16 drafts");
+    let (single, borrowed) = longest_step(9, 0);
+    assert!(single == 1 && borrowed > 0, "{single} {borrowed}");
+    assert_eq!(longest_step(9, 16).1, borrowed, "nothing is borrowed for a draft");
+}
+
 /// Its memory holds one sequence in three: the others get no drafts from it, and their answers stay. What it forgot it computes again.
 #[test]
 fn a_draft_model_with_little_memory_drafts_for_some() {

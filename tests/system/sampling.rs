@@ -5,6 +5,7 @@ use lagoon_tests::cluster::check::error_of;
 use lagoon_tests::cluster::compare::{assert_equals_single, f32_tolerance, prompt, single};
 use lagoon_tests::cluster::{Log, PoolSpec, Spec, World, greedy};
 use lagoon_types::{GenerateRequest, PromptLogprob, RequestError};
+use serde_json::Value;
 
 fn penalised(seed: u64) -> GenerateRequest {
     let mut request = greedy(prompt(50 + seed, 10, 128), 20);
@@ -231,4 +232,71 @@ fn logits_do_not_depend_on_what_else_runs() {
             assert_eq!(differs, None, "{name}, token {at}");
         }
     }
+}
+
+/// Largest difference of a log-probability from transformers': f32 in another order.
+const TOLERANCE: f32 = 1e-3;
+
+fn ids(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+/// Compares a token's log-probability and the likeliest tokens with transformers'.
+fn assert_golden(what: &str, (logprob, top): (f32, &[(u32, f32)]), golden: &Value) {
+    let close = |a: f32, b: &Value| (f64::from(a) - b.as_f64().unwrap()).abs() < f64::from(TOLERANCE);
+    assert!(close(logprob, &golden["logprob"]), "{what}: {logprob}, not {golden}");
+    let likeliest = golden["likeliest"].as_array().unwrap();
+    assert_eq!(top.len(), likeliest.len(), "{what}");
+    for ((_, logprob), golden) in top.iter().zip(likeliest) {
+        assert!(close(*logprob, &golden[1]), "{what}: {top:?}, not {likeliest:?}");
+    }
+    let (mut known, mut expected): (Vec<u32>, Vec<u32>) =
+        top.iter().zip(likeliest).map(|(known, golden)| (known.0, golden[0].as_u64().unwrap() as u32)).unzip();
+    known.sort_unstable();
+    expected.sort_unstable();
+    assert_eq!(known, expected, "{what}");
+}
+
+/// Answers under penalties, excluded words and biases, and log-probabilities of prompts and answers, alone and over a pool
+/// (tools/goldens/sampling.py).
+#[test]
+fn rules_and_log_probabilities_are_those_of_transformers() {
+    let text = std::fs::read_to_string(lagoon_tests::root().join("tests/goldens/sampling.json")).unwrap();
+    let goldens: Vec<Value> = serde_json::from_str(&text).unwrap();
+    let (mut answers, mut borrowed) = (0, 0);
+    for golden in &goldens {
+        let name = golden["model"].as_str().unwrap();
+        let pool = PoolSpec::golden(name, 4);
+        for answer in golden["answers"].as_array().unwrap() {
+            let (rule, options, tokens) =
+                (answer["rule"].as_str().unwrap(), &answer["options"], ids(&answer["tokens"]));
+            let mut request = greedy(ids(&golden["prompt"]), tokens.len() as u32);
+            request.sampling.logprobs = Some(3);
+            request.options.prompt_logprobs = Some(3);
+            request.sampling.repetition_penalty = options["repetition_penalty"].as_f64().map_or(1.0, |by| by as f32);
+            let words = options["bad_words_ids"].as_array().into_iter().flatten();
+            request.sampling.bad_words = words.map(|word| ids(word).into()).collect();
+            let biases = options["sequence_bias"].as_array().into_iter().flatten();
+            request.sampling.logit_bias = biases.map(|of| (ids(&of[0])[0], of[1].as_f64().unwrap() as f32)).collect();
+            for small in [60, 2] {
+                let mut world = World::pool(pool.clone(), None, &[Spec::cpu(small), Spec::cpu(60)]);
+                world.run_for(2_000);
+                world.submit(0, request.clone());
+                world.run();
+                let (log, what) = (&world.requests[0], format!("{name}, {rule}, {small} blocks"));
+                assert_eq!(log.tokens, tokens, "{what}");
+                let prompt = golden["prompt_scores"].as_array().unwrap();
+                assert_eq!((log.prompt.1.len(), log.scores.len()), (prompt.len(), tokens.len()), "{what}");
+                for (score, golden) in log.prompt.1.iter().zip(prompt) {
+                    assert_golden(&what, (score.logprob, &score.top), golden);
+                }
+                for (score, golden) in log.scores.iter().zip(answer["scores"].as_array().unwrap()) {
+                    assert_golden(&what, (score.chosen, &score.top), golden);
+                }
+                borrowed += world.live(0).status().blocks_borrowed_total;
+            }
+            answers += 1;
+        }
+    }
+    assert!(answers >= 15 && borrowed > 0, "{answers} answers, {borrowed} borrowed");
 }

@@ -1,5 +1,5 @@
-//! Structured output: `response_format`, `structured_outputs`, the older `guided_…`, llama.cpp's `json_schema`, and the grammar
-//! of calls that must be made.
+//! Structured output: `response_format`, `structured_outputs`, the older `guided_…`, llama.cpp's `json_schema` and `grammar`, and the
+//! grammar of calls that must be made.
 //!
 //! A request has at most one of these fields. Its grammar is compiled before the request is submitted, so that a schema that is
 //! not supported is refused with its path.
@@ -51,6 +51,11 @@ pub(crate) fn take(fields: &mut Fields<'_>) -> Result<Option<Asked>, ApiError> {
         if let Some(value) = fields.take(name) {
             asked.push(of(name, value)?);
         }
+    }
+    // llama.cpp's clients send an empty one for none.
+    if let Some(value) = fields.take("grammar") {
+        let grammar = lark("grammar", value)?;
+        asked.extend(Some(grammar).filter(|asked| asked.grammar != Grammar::Lark(String::new())));
     }
     one(asked)
 }
@@ -111,18 +116,30 @@ fn structured(value: Json<'_>) -> Result<Asked, ApiError> {
     if fields.bool("json_object", false)? {
         asked.push(json_object(&fields.name("json_object")));
     }
+    let is_compact = fields.bool("disable_any_whitespace", false)?;
     fields.neutral(&[
         ("disable_fallback", Neutral::Any),
-        ("disable_any_whitespace", Neutral::Bool(false)),
         ("disable_additional_properties", Neutral::Bool(false)),
         ("whitespace_pattern", Neutral::Null),
         ("structural_tag", Neutral::Null),
     ])?;
     fields.finish()?;
-    one(asked)?.ok_or_else(|| {
+    let asked = one(asked)?.ok_or_else(|| {
         let message = format!("the field `{STRUCTURED}` must have json, regex, choice, grammar or json_object");
         ApiError::field(STRUCTURED, "invalid_value", message)
-    })
+    })?;
+    if is_compact { compact(asked) } else { Ok(asked) }
+}
+
+/// JSON without white space between its parts; other forms as they are.
+fn compact(asked: Asked) -> Result<Asked, ApiError> {
+    let Grammar::JsonSchema(text) = &asked.grammar else { return Ok(asked) };
+    let schema = serde_json::from_str(text).map_err(|error| {
+        let message = format!("the field `{}` is not JSON: {error}", asked.field);
+        ApiError::field(asked.field.clone(), "invalid_value", message)
+    })?;
+    let schema = lagoon_grammar::without_white_space(schema).to_string();
+    Ok(Asked { grammar: Grammar::JsonSchema(schema), ..asked })
 }
 
 fn json_object(field: &str) -> Asked {

@@ -30,7 +30,7 @@ pub struct EngineInfo {
     pub aliases: Arc<[String]>,
     /// Longest sequence (prompt and output) that the model supports, in tokens.
     pub max_model_tokens: u32,
-    /// Longest sequence that memory can hold now, the whole pool counted; `None` if unknown. It only bounds what `/v1/models` shows:
+    /// Longest sequence that memory can hold now, the whole pool counted; `None` if unknown. It only bounds what is shown to clients:
     /// the engine itself refuses prompts that do not fit, and ends answers where memory does.
     pub capacity_tokens: Option<u32>,
     /// Number of token ids: all ids are below it.

@@ -122,7 +122,7 @@ fn tokens_of(state: &ServerState, body: Bytes, asker: &Asker<'_>) -> Result<Toke
     // Tokens as the vocabulary spells them, as in vLLM.
     let spell = |id: &u32| state.tokenizer.token(*id).unwrap_or_default();
     let token_strs = strings.then(|| tokens.iter().map(spell).collect());
-    Ok(Tokenized { count: tokens.len(), max_model_len: info.max_model_tokens, tokens, token_strs })
+    Ok(Tokenized { count: tokens.len(), max_model_len: info.context_tokens(), tokens, token_strs })
 }
 
 /// The prompt of a chat, from the fields of a request.

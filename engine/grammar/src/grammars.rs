@@ -2,6 +2,7 @@
 
 use crate::environment::Environment;
 use crate::error::GrammarError;
+use crate::gbnf;
 use crate::schema;
 use lagoon_text::Tokenizer;
 use lagoon_types::Grammar;
@@ -215,17 +216,14 @@ fn top_level(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
             let texts: Vec<String> = texts.iter().map(|text| literal(text)).collect();
             Ok(TopLevelGrammar::from_lark(format!("start: CHOICE\nCHOICE: {}\n", texts.join("\n  | "))))
         }
-        Grammar::Lark(text) if text.contains("::=") => invalid(
-            "the grammar is in GBNF or EBNF (`::=`), but must be in Lark\nhint: write rules as `name: …`, and the first as `start: …`"
-                .to_owned(),
-        ),
         Grammar::Lark(text) => {
             check_brackets(text)?;
             let lines = text.lines().count();
             if lines > LINES_MAX {
                 return invalid(format!("the grammar has {lines} lines, but at most {LINES_MAX} are allowed"));
             }
-            Ok(TopLevelGrammar::from_lark(text.clone()))
+            let is_gbnf = gbnf::begins_as_gbnf(text);
+            Ok(TopLevelGrammar::from_lark(if is_gbnf { gbnf::to_lark(text)? } else { text.clone() }))
         }
     }
 }

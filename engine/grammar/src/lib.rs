@@ -9,6 +9,7 @@
 
 mod environment;
 mod error;
+mod gbnf;
 mod grammars;
 mod matcher;
 mod reasoning;
@@ -17,4 +18,4 @@ mod schema;
 pub use error::GrammarError;
 pub use grammars::Grammars;
 pub use matcher::{AnswerMatcher, Next};
-pub use schema::compilable;
+pub use schema::{compilable, without_white_space};

@@ -53,6 +53,10 @@ const REFUSED: &[(&str, &str)] = &[
 /// [`GrammarError::Unsupported`] for what the compiler would not honour, with its path; [`GrammarError::Invalid`] for what is no
 /// schema.
 pub fn compilable(mut schema: Value) -> Result<Value, GrammarError> {
+    let is_compact = schema.get(OPTIONS) == Some(&compact());
+    if is_compact && let Some(keywords) = schema.as_object_mut() {
+        keywords.remove(OPTIONS);
+    }
     check(&schema)?;
     prepare(&mut schema);
     if !is_composed(&schema) {
@@ -62,9 +66,25 @@ pub fn compilable(mut schema: Value) -> Result<Value, GrammarError> {
         schema = json!({});
     }
     if let Some(keywords) = schema.as_object_mut() {
-        keywords.insert(OPTIONS.to_owned(), json!({"whitespace_pattern": WHITE_SPACE}));
+        let options = if is_compact { compact() } else { json!({"whitespace_pattern": WHITE_SPACE}) };
+        keywords.insert(OPTIONS.to_owned(), options);
     }
     Ok(schema)
+}
+
+/// The schema of the same values without white space between their parts.
+#[must_use]
+pub fn without_white_space(schema: Value) -> Value {
+    let mut schema = if schema == true { json!({}) } else { schema };
+    if let Some(keywords) = schema.as_object_mut() {
+        keywords.entry(OPTIONS).or_insert_with(compact);
+    }
+    schema
+}
+
+/// The compiler's options for a schema of [`without_white_space`].
+fn compact() -> Value {
+    json!({"whitespace_flexible": false})
 }
 
 fn check(schema: &Value) -> Result<(), GrammarError> {
@@ -224,6 +244,18 @@ mod tests {
         let of = |key: &str| json!({"properties": {"a": {}}, key: [{"properties": {"b": {}}}]});
         assert!(open(of("allOf")) && open(of("anyOf")));
         assert!(open(json!({"properties": {"a": {}}, "$ref": "#/$defs/x", "$defs": {"x": {"properties": {"b": {}}}}})));
+    }
+
+    #[test]
+    fn white_space_is_bounded_or_none() {
+        let of = |schema: Value| compilable(schema).unwrap()[OPTIONS].clone();
+        let compact = without_white_space(json!({"type": "object"}));
+        assert_eq!((of(json!({}))["whitespace_pattern"].is_string(), of(compact)), (true, super::compact()));
+        assert_eq!(of(without_white_space(json!(true))), super::compact());
+        assert!(
+            check(&json!({"items": without_white_space(json!({}))})).is_err(),
+            "the compiler's options are no one else's"
+        );
     }
 
     #[test]

@@ -5,6 +5,7 @@
 mod common;
 
 use common::{Model, constraint, model};
+use lagoon_grammar::Next;
 use lagoon_text::parse::{AnswerParser, Beside, Calls, Formats, Tool, ToolFormat};
 use lagoon_types::Grammar;
 use rand::SeedableRng;
@@ -126,13 +127,94 @@ fn calls_stand_beside_a_form_or_text() {
     assert!(special.allowed(&special.next(&matcher, &[])[0]).len() < 10, "now a name");
 }
 
+/// Whether a text is a whole answer of a grammar.
+fn is_answer(model: &Model, lark: &str, text: &str) -> bool {
+    let matcher = model.matcher(&constraint(Grammar::Lark(lark.to_owned())), &[]);
+    for token in model.tokenizer.encode(text, false).unwrap() {
+        match model.next(&matcher, &[]).remove(0) {
+            next @ Next::Of(_) if model.allowed(&next).contains(&token) => {}
+            Next::Nothing | Next::Of(_) => return false,
+            other => panic!("{other:?}"),
+        }
+        matcher.take(token);
+        matcher.push(&[token]);
+    }
+    match model.next(&matcher, &[]).remove(0) {
+        Next::Nothing => true,
+        next => model.allowed(&next).contains(&model.end),
+    }
+}
+
+/// Text, calls, or both: whether marks are tokens of their own or not, no call has other arguments than its schema's.
+#[test]
+fn text_and_strict_calls() {
+    let (plain, special) = (model(&[]), model(SPECIAL));
+    let hermes = |name: &str| format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": {{}}}}\n</tool_call>");
+    let harmony = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}";
+    let deepseek =
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>";
+    for (model, format, text, is) in [
+        (&plain, ToolFormat::Hermes, hermes("now"), true),
+        (&plain, ToolFormat::Hermes, format!("I look.\n{}\n{}", hermes("now"), hermes("now")), true),
+        (&plain, ToolFormat::Hermes, "No < tool_call>, <tool_cal>.".to_owned(), true),
+        (&plain, ToolFormat::Hermes, hermes("never"), false),
+        (&plain, ToolFormat::Hermes, "The mark <tool_call> stands here.".to_owned(), false),
+        (&plain, ToolFormat::QwenCoder, "See:<tool_call>\n<function=now>\n</function>\n</tool_call>".to_owned(), true),
+        (
+            &plain,
+            ToolFormat::QwenCoder,
+            "See:<tool_call>\n<function=never>\n</function>\n</tool_call>".to_owned(),
+            false,
+        ),
+        (&plain, ToolFormat::Glm, "See:<tool_call>now\n</tool_call>".to_owned(), true),
+        (&plain, ToolFormat::Mistral, "See:[TOOL_CALLS][{\"name\": \"now\", \"arguments\": {}}]".to_owned(), true),
+        (&plain, ToolFormat::Mistral, "See:[TOOL_CALLS][1]".to_owned(), false),
+        (&special, ToolFormat::Mistral, "See:[TOOL_CALLS]now[ARGS]{}".to_owned(), true),
+        (&plain, ToolFormat::DeepSeek, format!("See:{deepseek}"), true),
+        (&special, ToolFormat::DeepSeek, format!("See:{deepseek}"), true),
+        (&plain, ToolFormat::Llama3, "{\"name\": \"now\", \"parameters\": {}}".to_owned(), true),
+        (&plain, ToolFormat::Llama3, "It is {\"a\": 1}.".to_owned(), true),
+        (&plain, ToolFormat::Llama3, " {\"a\": 1}".to_owned(), false),
+        (&plain, ToolFormat::Llama3, "<|python_tag|>{\"name\": \"now\", \"parameters\": 1}".to_owned(), false),
+        (&special, ToolFormat::Harmony, harmony.to_owned(), true),
+        (
+            &special,
+            ToolFormat::Harmony,
+            format!("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{harmony}"),
+            true,
+        ),
+        (
+            &special,
+            ToolFormat::Harmony,
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Noon.".to_owned(),
+            true,
+        ),
+        (&special, ToolFormat::Harmony, harmony.replace("now", "never"), false),
+        (&special, ToolFormat::Harmony, "Noon.".to_owned(), false),
+    ] {
+        let lark = grammar(model, format, &Beside::Text, true).unwrap();
+        assert_eq!(is_answer(model, &lark, &text), is, "{format:?}: {text}\n{lark}");
+        if !is {
+            continue;
+        }
+        let mut parser = AnswerParser::new(Formats { tools: Some(format), reasoning: None }, &tools(), "", 200);
+        let mut parts = parser.push(&text);
+        parts.append(parser.finish());
+        assert_eq!(parts.calls.len(), text.matches("now").count(), "{format:?}: {text} gives {parts:?}");
+    }
+    let form = grammar(&special, ToolFormat::Harmony, &Beside::Instead("\"7\"".to_owned()), true).unwrap();
+    for (text, is) in
+        [("<|channel|>final<|message|>7", true), ("<|channel|>final<|message|>8", false), (harmony, true), ("7", false)]
+    {
+        assert_eq!(is_answer(&special, &form, text), is, "{text}");
+    }
+}
+
 #[test]
 fn what_a_format_cannot_hold_is_refused_by_name() {
     let plain = model(&[]);
-    for (format, why) in [(ToolFormat::Llama3, "other text"), (ToolFormat::Hermes, "no special token")] {
-        let error = grammar(&plain, format, &Beside::Text, true).unwrap_err();
-        assert!(error.contains(why), "{error}");
-    }
+    let error = grammar(&plain, ToolFormat::Harmony, &Beside::Text, true).unwrap_err();
+    assert!(error.contains("`<|channel|>` is no special token"), "{error}");
     let of = |parameters: Value| Tool { name: "f".to_owned(), parameters, definition: Value::Null, strict: false };
     for (format, parameters, why) in [
         (ToolFormat::Hermes, json!({"type": "array"}), "not an object"),

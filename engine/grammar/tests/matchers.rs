@@ -9,6 +9,7 @@ use lagoon_grammar::{AnswerMatcher, Next};
 use lagoon_types::{Constraint, Grammar, Reasoning};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use serde_json::json;
 use std::sync::Arc;
 
 fn text(model: &Model, tokens: &[u32]) -> String {
@@ -196,7 +197,7 @@ fn what_is_no_grammar_is_refused() {
     let deep = format!("start: {}\"a\"{}", "(".repeat(20_000), ")".repeat(20_000));
     let chain: String = (0..6000).map(|n| format!("r{n}: r{}\n", n + 1)).collect();
     for (grammar, part) in [
-        (Grammar::Lark("root ::= \"a\"".to_owned()), "GBNF"),
+        (Grammar::Lark("root ::= \"a\"\nb ::= (c".to_owned()), "GBNF: line 2"),
         (Grammar::Lark("start: nowhere".to_owned()), "not valid"),
         (Grammar::Lark(String::new()), "not valid"),
         (Grammar::Lark(deep), "brackets"),
@@ -249,6 +250,23 @@ fn grammars_that_are_too_complex_are_refused_or_fail_their_answer() {
 }
 
 /// White space between the parts of JSON ends: a model that prefers it goes on nevertheless.
+#[test]
+fn compact_json_has_no_white_space() {
+    let schema = json!({"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": "null"}},
+        "required": ["a", "b"]});
+    let compact = constraint(Grammar::JsonSchema(lagoon_grammar::without_white_space(schema).to_string()));
+    let mut rng = ChaCha8Rng::seed_from_u64(8);
+    for model in models() {
+        for _ in 0..10 {
+            let answer = text(&model, &model.draw(&compact, &mut rng));
+            assert!(
+                serde_json::from_str::<serde_json::Value>(&answer).is_ok() && !answer.contains(char::is_whitespace),
+                "{answer}"
+            );
+        }
+    }
+}
+
 #[test]
 fn white_space_between_parts_ends() {
     let model = model(&[]);

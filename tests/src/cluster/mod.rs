@@ -27,7 +27,7 @@ use lagoon_sim::rng::mix;
 use lagoon_sim::{Clock, Delays, Emission, Fabric, LinkProfile, Place, Process, SimRunner, Transfers};
 use lagoon_types::{
     FinishReason, GenerateRequest, InstanceId, PhysBlock, PromptLogprob, RequestError, RequestOptions, SamplingParams,
-    SeqId, TokenEvent,
+    SeqId, TokenEvent, TokenLogprobs,
 };
 use net::Net;
 use node::TimedExecutor;
@@ -56,6 +56,8 @@ pub struct Log {
     pub request: GenerateRequest,
     pub tokens: Vec<u32>,
     pub logits: Vec<Vec<f32>>,
+    /// Log-probabilities of the tokens, if they were requested.
+    pub scores: Vec<TokenLogprobs>,
     /// Cached tokens and log-probabilities of the prompt.
     pub prompt: (u32, Vec<PromptLogprob>),
     pub embedding: Option<Vec<f32>>,
@@ -306,10 +308,11 @@ impl World {
     /// Submits a request to an instance; returns its number.
     pub fn submit(&mut self, node: usize, request: GenerateRequest) -> usize {
         let id = self.requests.len();
-        let (tokens, logits) = (Vec::new(), Vec::new());
+        let (tokens, logits, scores) = (Vec::new(), Vec::new(), Vec::new());
         let prompt = (0, Vec::new());
         let (embedding, end, cancelled, lost) = (None, None, false, false);
-        let log = Log { node, request: request.clone(), tokens, logits, prompt, embedding, end, cancelled, lost };
+        let log =
+            Log { node, request: request.clone(), tokens, logits, scores, prompt, embedding, end, cancelled, lost };
         self.requests.push(log);
         self.handle(node, Event::Submit { seq: SeqId(id as u64 + 1), request: Box::new(request) });
         id
@@ -524,7 +527,8 @@ impl World {
                 assert!(log.tokens.is_empty(), "{seq} reports its prompt first");
                 log.prompt = (cached_tokens, logprobs);
             }
-            TokenEvent::Token { id, logits, .. } => {
+            TokenEvent::Token { id, logits, logprobs } => {
+                log.scores.extend(logprobs);
                 log.tokens.push(id);
                 log.logits.extend(logits);
                 assert!(log.tokens.len() <= log.request.max_tokens as usize, "{seq} says too much");

@@ -30,10 +30,11 @@ struct Client {
     set: &'static Set,
 }
 
-/// The packages of CI's run: 0.6 GB, installed in half a minute.
+/// 0.6 GB.
 const LIGHT: Set = Set { folder: "clients-venv", requirements: "requirements.txt" };
-/// The packages of `--all`: torch and CUDA's libraries (5.7 GB), and 0.9 GB.
+/// torch and CUDA's libraries: 5.7 GB.
 const GUIDELLM: Set = Set { folder: "clients-venv-guidellm", requirements: "requirements-guidellm.txt" };
+/// 0.9 GB.
 const AIPERF: Set = Set { folder: "clients-venv-aiperf", requirements: "requirements-aiperf.txt" };
 
 const CLIENTS: [Client; 11] = [
@@ -53,9 +54,6 @@ const CLIENTS: [Client; 11] = [
 /// Which clients run, and what is printed.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Run the clients with large packages (guidellm, aiperf), too
-    #[arg(long)]
-    all: bool,
     /// Run these scripts only
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
@@ -76,7 +74,7 @@ struct Report {
 enum Outcome {
     Ok,
     Failed,
-    /// Runs with `--all` only.
+    /// Not among those of `--only`.
     Left,
 }
 
@@ -131,10 +129,8 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<bool> {
 
 /// Why a client does not run.
 fn outcome_before(client: &Client, options: &Options) -> Option<Outcome> {
-    if !options.only.is_empty() {
-        return (!options.only.iter().any(|name| name == client.name)).then_some(Outcome::Left);
-    }
-    (client.set.folder != LIGHT.folder && !options.all).then_some(Outcome::Left)
+    let runs = options.only.is_empty() || options.only.iter().any(|name| name == client.name);
+    (!runs).then_some(Outcome::Left)
 }
 
 /// Folders of a run.
@@ -275,8 +271,7 @@ mod tests {
         let (sync, heavy) = (named("openai_sync"), named("guidellm_benchmark"));
         let plain = Options::default();
         assert_eq!(outcome_before(sync, &plain), None);
-        assert_eq!(outcome_before(heavy, &plain), Some(Outcome::Left));
-        assert_eq!(outcome_before(heavy, &Options { all: true, ..Options::default() }), None);
+        assert_eq!(outcome_before(heavy, &plain), None);
         let only = Options { only: vec![heavy.name.to_owned()], ..Options::default() };
         assert_eq!((outcome_before(heavy, &only), outcome_before(sync, &only)), (None, Some(Outcome::Left)));
     }

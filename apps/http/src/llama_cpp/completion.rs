@@ -77,7 +77,7 @@ pub(crate) fn ask(
     if params.sampling.bad_words.len() > BAD_WORDS_MAX {
         return Err(too_many("logit_bias", params.sampling.bad_words.len(), BAD_WORDS_MAX));
     }
-    let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
+    let limit = info.context_tokens();
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let room = limit.saturating_sub(u32::try_from(longest).unwrap_or(u32::MAX)).max(1);
     let max_tokens = params.max_tokens.unwrap_or(room).max(1);

@@ -29,7 +29,6 @@ pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("n_indent", Neutral::Number(0.0)),
     ("t_max_predict_ms", Neutral::Number(0.0)),
     ("samplers", Neutral::Empty),
-    ("grammar", Neutral::Empty),
     ("lora", Neutral::Empty),
     ("image_data", Neutral::Empty),
     ("response_fields", Neutral::Empty),

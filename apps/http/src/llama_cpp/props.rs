@@ -69,7 +69,7 @@ pub(crate) async fn props(State(state): State<Arc<ServerState>>) -> Result<Json<
     let defaults = Params::take(&mut Fields::parse(b"{}")?, state.rules())?;
     let token = |id: Option<u32>| id.and_then(|id| state.tokenizer.token(id)).unwrap_or_default();
     Ok(Json(Props {
-        default_generation_settings: DefaultSettings { n_ctx: info.max_model_tokens, params: settings(&defaults) },
+        default_generation_settings: DefaultSettings { n_ctx: info.context_tokens(), params: settings(&defaults) },
         total_slots: info.slots.min(SLOTS_MAX),
         model_alias: info.model_id.clone(),
         model_path: info.model_id,
@@ -90,7 +90,7 @@ pub(crate) async fn props(State(state): State<Arc<ServerState>>) -> Result<Json<
 pub(crate) async fn slots(State(state): State<Arc<ServerState>>) -> Json<Vec<Slot>> {
     let (info, running) = (state.engine.info(), metrics::running());
     let slot =
-        |id: u32| Slot { id, n_ctx: info.max_model_tokens, speculative: false, is_processing: u64::from(id) < running };
+        |id: u32| Slot { id, n_ctx: info.context_tokens(), speculative: false, is_processing: u64::from(id) < running };
     Json((0..info.slots.min(SLOTS_MAX)).map(slot).collect())
 }
 

@@ -84,7 +84,7 @@ async fn fields_have_llama_cpps_names() {
         ("n_predict", json!(-3)),
         ("repeat_penalty", json!(0)),
         ("json_schema", json!({"not": {}})),
-        ("grammar", json!("root ::= \"a\"")),
+        ("grammar", json!("root ::= a")),
         ("prompt_logprobs", json!(1)),
         ("include_stop_str_in_output", json!(true)),
         ("return_logits", json!(true)),
@@ -188,14 +188,14 @@ async fn a_failed_stream_has_an_error() {
 async fn properties_and_slots_are_shown() {
     let client = Client::saying("ok").await;
     let props = client.get("/props").await.json();
-    assert_eq!(props["default_generation_settings"]["n_ctx"], 512);
+    assert_eq!(props["default_generation_settings"]["n_ctx"], 256);
     assert_eq!(props["default_generation_settings"]["params"]["temperature"], 1.0);
     assert_eq!((&props["total_slots"], &props["model_alias"]), (&json!(3), &json!("lagoon/scripted")));
     assert_eq!((&props["bos_token"], &props["eos_token"]), (&json!("<bos>"), &json!("<eos>")));
     assert!(props["chat_template"].as_str().unwrap().contains("add_generation_prompt"));
     let slots = client.get("/slots").await.json();
     assert_eq!(slots.as_array().unwrap().len(), 3);
-    assert_eq!((&slots[2]["id"], &slots[2]["n_ctx"]), (&json!(2), &json!(512)));
+    assert_eq!((&slots[2]["id"], &slots[2]["n_ctx"]), (&json!(2), &json!(256)));
     assert_eq!(client.get("/models").await.json()["data"][0]["id"], "lagoon/scripted");
 }
 

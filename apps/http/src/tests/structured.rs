@@ -53,6 +53,16 @@ async fn every_field_becomes_a_constraint() {
             (json!({"guided_regex": "b"}), Some(Grammar::Regex("b".to_owned()))),
             (json!({"guided_choice": ["x", "y"]}), Some(Grammar::Choice(vec!["x".to_owned(), "y".to_owned()]))),
             (json!({"guided_grammar": "start: \"a\""}), Some(Grammar::Lark("start: \"a\"".to_owned()))),
+            (json!({"grammar": "root ::= \"a\""}), Some(Grammar::Lark("root ::= \"a\"".to_owned()))),
+            (json!({"grammar": ""}), None),
+            (
+                json!({"structured_outputs": {"json": {"type": "object"}, "disable_any_whitespace": true}}),
+                schema(r#"{"type":"object","x-guidance":{"whitespace_flexible":false}}"#),
+            ),
+            (
+                json!({"structured_outputs": {"regex": "a", "disable_any_whitespace": true}}),
+                Some(Grammar::Regex("a".to_owned())),
+            ),
         ] {
             let constraint = constraint_of(path, extra.clone()).await;
             assert_eq!(constraint.map(|of| of.grammar.clone()), grammar, "{extra}");

@@ -8,6 +8,7 @@
 
 use super::Batch;
 use super::draft_model::ModelDrafts;
+use super::growth::make_room_for_drafts;
 use super::sequence::Sequence;
 use crate::cx::Cx;
 use lagoon_cluster::mutants::{self, Mutant};
@@ -102,12 +103,7 @@ impl Sequence {
         generates && !depends && self.max_tokens > self.generated() + 1
     }
 
-    /// Most drafts that a decoding sequence may have: there is memory for them, and none of them is the last token.
-    fn draft_limit(&self, max_positions: u32) -> u32 {
-        self.drafts_left(max_positions).min(self.blocks.capacity_tokens() - self.len())
-    }
-
-    /// As [`Sequence::draft_limit`], whatever memory there is.
+    /// Most drafts that a decoding sequence may have, whatever memory there is: none of them is the last token.
     pub(super) fn drafts_left(&self, max_positions: u32) -> u32 {
         if !self.may_draft() || self.generated() < self.min_tokens {
             return 0;
@@ -120,14 +116,16 @@ impl Sequence {
 impl Batch {
     /// Adds drafts to the decoding chunks of a plan, in rows that no sequence needs. None where windowed KV is kept apart: a ring
     /// does not go back.
-    pub(super) fn add_drafts(&mut self, cx: &Cx, plan: &mut StepPlan, micro_batch: MicroBatch) {
-        let drafts_max = cx.config.sched.drafts;
+    pub(super) fn add_drafts(&mut self, cx: &mut Cx, plan: &mut StepPlan, micro_batch: MicroBatch) {
+        let (drafts_max, reserve) = (cx.config.sched.drafts, self.growth_reserve(cx));
         let mut rows = if drafts_max > 0 { self.sched.draft_rows(micro_batch, plan) } else { 0 };
         for chunk in plan.chunks.iter_mut().filter(|chunk| chunk.decodes() && chunk.ring.is_none()) {
             let Some(seq) = self.seqs.get_mut(&chunk.seq).filter(|_| rows > 0) else { return };
-            let limit = seq.draft_limit(cx.config.max_positions).min(drafts_max).min(rows);
+            let limit = seq.drafts_left(cx.config.max_positions).min(drafts_max).min(rows);
             seq.drafts.propose(&seq.tokens, limit, &seq.stop_ids);
-            chunk.drafts = u32::try_from(seq.drafts.tokens.len()).unwrap_or(u32::MAX);
+            let proposed = u32::try_from(seq.drafts.tokens.len()).unwrap_or(u32::MAX);
+            chunk.drafts = make_room_for_drafts(cx, seq, reserve, proposed);
+            seq.drafts.tokens.truncate(chunk.drafts as usize);
             chunk.len += chunk.drafts;
             rows -= chunk.drafts;
         }

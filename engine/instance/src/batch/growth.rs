@@ -2,7 +2,7 @@
 
 use super::policy::{Attempt, Short};
 use super::preempt::give_back;
-use super::sequence::Need;
+use super::sequence::{Need, Sequence};
 use super::{Batch, Others, policy};
 use crate::cx::Cx;
 use crate::outcome::Outcome;
@@ -73,12 +73,12 @@ impl Batch {
         if seq.blocks.lost_blocks() > 0 {
             return self.restore_here(cx, id);
         }
-        let (first, short) = (seq.blocks.blocks(), seq.blocks.shortfall(seq.len()));
-        let blocks = cx.memory.rm.pool.allocate_for(id, first..first + short, seq.blocks.last_local());
-        let Some(blocks) = blocks else { return false };
-        seq.blocks.push_local(&blocks);
-        seq.set_need(Need::Met);
-        true
+        let short = seq.blocks.shortfall(seq.len());
+        let has_grown = append_local(cx, seq, short);
+        if has_grown {
+            seq.set_need(Need::Met);
+        }
+        has_grown
     }
 
     /// rBlocks that running sequences lack and the pool does not have free.
@@ -105,4 +105,23 @@ impl Batch {
             self.sched.set_micro_batch(id, micro_batch);
         }
     }
+}
+
+/// Allocates `blocks` local rBlocks behind a sequence's last one. False, and nothing allocated, if too few are free.
+fn append_local(cx: &mut Cx, seq: &mut Sequence, blocks: u32) -> bool {
+    let first = seq.blocks.blocks();
+    let taken = cx.memory.rm.pool.allocate_for(seq.id, first..first + blocks, seq.blocks.last_local());
+    taken.iter().for_each(|blocks| seq.blocks.push_local(blocks));
+    taken.is_some()
+}
+
+/// Gives a sequence places for `drafts` tokens behind its last one, as far as free local rBlocks beyond `reserve` go. Nothing is
+/// preempted or borrowed for a draft. Returns how many of them have a place.
+pub(super) fn make_room_for_drafts(cx: &mut Cx, seq: &mut Sequence, reserve: u32, drafts: u32) -> u32 {
+    let short = seq.blocks.shortfall(seq.len() + drafts);
+    let ahead = policy::growth_ahead(short, cx.memory.rm.available(), reserve);
+    if ahead > 0 {
+        append_local(cx, seq, ahead);
+    }
+    drafts.min(seq.blocks.capacity_tokens() - seq.len())
 }

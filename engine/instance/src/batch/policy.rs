@@ -35,6 +35,11 @@ pub(super) fn growth_reserve(running: usize, blocks_total: u32) -> u32 {
     running.saturating_mul(GROWTH_BLOCKS).min(blocks_total / GROWTH_RESERVE_SHARE)
 }
 
+/// rBlocks that a sequence short of `short` ones for its drafts gets: of the `free` ones, none of the reserve for tokens.
+pub(super) fn growth_ahead(short: u32, free: u32, reserve: u32) -> u32 {
+    short.min(free.saturating_sub(reserve))
+}
+
 /// Whether a request from `since_ms` waits until an older oldest waiting pool-sized request, of another instance, has
 /// its memory.
 pub(super) fn gives_way(since_ms: u64, oldest: Option<(InstanceId, u64)>, me: Option<InstanceId>) -> bool {
@@ -474,6 +479,12 @@ mod tests {
         assert_eq!(growth_reserve(0, 1_600), 0);
         assert_eq!(growth_reserve(1, 1_600), GROWTH_BLOCKS);
         assert_eq!(growth_reserve(1_000, 1_600), 100);
+    }
+
+    #[test]
+    fn drafts_take_no_memory_that_tokens_may_need() {
+        assert_eq!(growth_ahead(4, 100, 8), 4);
+        assert_eq!((growth_ahead(4, 10, 8), growth_ahead(4, 8, 8), growth_ahead(4, 0, 8)), (2, 0, 0));
     }
 
     #[test]

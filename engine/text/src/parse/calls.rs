@@ -120,7 +120,7 @@ impl CallParser {
 }
 
 impl ToolFormat {
-    fn starts(self) -> &'static [&'static str] {
+    pub(super) fn starts(self) -> &'static [&'static str] {
         match self {
             Self::Hermes | Self::QwenCoder | Self::Glm => &["<tool_call>"],
             Self::Llama3 => &[llama::TAG],

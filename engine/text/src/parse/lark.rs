@@ -1,6 +1,6 @@
 //! Grammars of the formats' calls, in llguidance's variant of Lark: what they allow, the format's parser takes as calls.
 
-use super::{Tool, ToolFormat, deepseek, harmony, mistral};
+use super::{Tool, ToolFormat, deepseek, harmony, llama, mistral};
 use crate::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
@@ -47,16 +47,42 @@ impl ToolFormat {
     /// What of it no grammar stands for.
     pub fn grammar(self, calls: Calls<'_>, beside: &Beside, tokenizer: &Tokenizer) -> Result<String, String> {
         let mut rules = Rules { format: self, tokenizer, text: String::new() };
-        for (at, tool) in calls.tools.iter().enumerate() {
-            let call = rules.call(at, tool)?;
-            rules.rule(&format!("call_{at}"), &call);
-        }
-        let one: Vec<String> = (0..calls.tools.len()).map(|at| format!("call_{at}")).collect();
-        rules.rule("one", &one.join(" | "));
         let (begin, separator, end) = rules.around();
         let more = if calls.many && self != Self::Harmony { format!(" ({separator} one)*") } else { String::new() };
+        let mark = self.starts().first().map_or(String::new(), |mark| rules.mark(mark));
+        let (mut one, mut rest) = (Vec::new(), Vec::new());
+        for (at, tool) in calls.tools.iter().enumerate() {
+            let call = rules.call(at, tool)?;
+            rest.extend(call.strip_prefix(&mark).map(|rest| format!("({rest})")));
+            rules.rule(&format!("call_{at}"), &call);
+            one.push(format!("call_{at}"));
+        }
+        rules.rule("one", &one.join(" | "));
         rules.rule("calls", &format!("{begin} one{more} {end}"));
-        let start = rules.start(beside)?;
+        let start = match beside {
+            _ if self == Self::Harmony => rules.messages(beside)?,
+            Beside::Nothing => "calls".to_owned(),
+            Beside::Instead(form) => {
+                rules.rule("form", form);
+                "form | calls".to_owned()
+            }
+            Beside::Text if self == Self::Llama3 => {
+                // A brace at the beginning is that of a call.
+                rules.free_text("\\s*[^\\s{].*", llama::TAG);
+                "calls | TEXT".to_owned()
+            }
+            Beside::Text if rules.free_text(".+", self.starts()[0]) => "TEXT? calls | TEXT".to_owned(),
+            Beside::Text => {
+                // The first mark ends the text before it, as it does for the parser.
+                let after = match begin.strip_prefix(&mark) {
+                    Some(begin) => format!("{begin} one{more} {end}"),
+                    None => format!("({}){more} {end}", rest.join(" | ")),
+                };
+                rules.rule("after", &after);
+                rules.rule(&format!("before[suffix={mark}]"), "/(?s:.*)/");
+                "before after | TEXT".to_owned()
+            }
+        };
         Ok(format!("start: {start}\n{}", rules.text))
     }
 }
@@ -104,37 +130,37 @@ impl Rules<'_> {
         self.tokenizer.id(mistral::ARGS).is_some()
     }
 
-    fn start(&mut self, beside: &Beside) -> Result<String, String> {
-        match beside {
-            Beside::Nothing if self.format == ToolFormat::Harmony => {
-                let [channel, message, end, start] =
-                    [harmony::CHANNEL, harmony::MESSAGE, harmony::END, harmony::START].map(|mark| self.mark(mark));
-                self.rule("THOUGHT", "/(?s:.*)/");
-                self.rule("analysis", &format!("{channel} \"analysis\" {message} THOUGHT {end} {start} \"assistant\""));
-                Ok("analysis? calls".to_owned())
+    /// Answers of harmony: thoughts, then calls, or a final message.
+    fn messages(&mut self, beside: &Beside) -> Result<String, String> {
+        let [channel, message, end, start] =
+            [harmony::CHANNEL, harmony::MESSAGE, harmony::END, harmony::START].map(|mark| self.mark(mark));
+        // No special token is in a text.
+        self.rule("BODY", "/(?s:.*)/");
+        self.rule("analysis", &format!("{channel} \"analysis\" {message} BODY {end} {start} \"assistant\""));
+        let body = match beside {
+            Beside::Nothing => return Ok("analysis? calls".to_owned()),
+            _ if channel.starts_with('"') => {
+                return Err(format!("`{}` is no special token of this model", harmony::CHANNEL));
             }
-            Beside::Nothing => Ok("calls".to_owned()),
+            Beside::Text => "BODY",
             Beside::Instead(form) => {
                 self.rule("form", form);
-                Ok("form | calls".to_owned())
+                "form"
             }
-            Beside::Text => {
-                let first = match self.format {
-                    ToolFormat::Mistral => mistral::CALLS,
-                    ToolFormat::DeepSeek => deepseek::BEGIN,
-                    ToolFormat::Hermes | ToolFormat::QwenCoder | ToolFormat::Glm => "<tool_call>",
-                    ToolFormat::Llama3 | ToolFormat::Harmony => {
-                        return Err("its calls cannot be distinguished from other text".to_owned());
-                    }
-                };
-                if self.mark(first).starts_with('"') {
-                    return Err(format!("`{first}` is no special token of this model"));
-                }
-                // No special token is in a text.
-                self.rule("TEXT", "/(?s:.+)/");
-                Ok("TEXT? calls | TEXT".to_owned())
-            }
-        }
+        };
+        self.rule("preamble", &format!("{channel} \"commentary\" {message} BODY {end} {start} \"assistant\""));
+        self.rule("final", &format!("{channel} \"final\" {message} {body}"));
+        Ok("analysis? (preamble? calls | final)".to_owned())
+    }
+
+    /// Adds the rule of a free text, an expression, in which `mark` is not. Returns whether the mark is a special token: no text has those.
+    fn free_text(&mut self, expression: &str, mark: &str) -> bool {
+        let is_special = !self.mark(mark).starts_with('"');
+        let letters = mark.chars().map(|c| format!("\\x{{{:X}}}", u32::from(c)));
+        let without =
+            if is_special { String::new() } else { format!(" & ~/(?s:.*{}.*)/", letters.collect::<String>()) };
+        self.rule("TEXT", &format!("/(?s:{expression})/{without}"));
+        is_special
     }
 
     /// One call of the `at`-th tool.
