@@ -43,14 +43,8 @@ pub(crate) enum Outcome {
     Decoded { ms: u64 },
     /// Batch: own sequences need lent blocks back; with `take`, blocks not returned in time are revoked.
     WantBack { blocks: u32, take: bool },
-    /// Batch: a waiting sequence's prompt is to be computed by several instances.
-    MembersWanted { seq: SeqId },
-    /// Step: the last step of a sequence's stripe has started.
-    StripeStarted { seq: SeqId, stripe: u32 },
-    /// Step: the KV of a sequence in joint prefill is in the store in a layer, up to position `end`.
-    Appended { seq: SeqId, layer: u32, end: u32 },
-    /// Step: a chunk of a sequence in joint prefill is computed.
-    JointComputed { seq: SeqId },
+    /// Batch, step: an event of a sequence in joint prefill.
+    Joint(JointNews),
     /// Joint prefill: leases of own blocks are written further. Waiting queries are served.
     KvAppended,
     /// Joint prefill: a sequence leaves its step.
@@ -92,6 +86,19 @@ pub(crate) enum Outcome {
     NewLife,
     /// Membership: this instance has another role.
     RoleChanged { old: Role },
+}
+
+/// What batch and steps did with a sequence that is, or is to be, in joint prefill.
+#[derive(Debug)]
+pub(crate) enum JointNews {
+    /// A waiting sequence's prompt is to be computed by several instances.
+    Wanted(SeqId),
+    /// The last step of a stripe has started.
+    StripeStarted { seq: SeqId, stripe: u32 },
+    /// A step has appended the KV of a layer, up to position `end`.
+    Appended { seq: SeqId, layer: u32, end: u32 },
+    /// A step has computed a chunk.
+    Computed(SeqId),
 }
 
 /// KV of a sequence that was lost at a creditor.

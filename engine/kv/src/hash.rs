@@ -107,7 +107,7 @@ impl LeaseHasher {
     }
 
     /// Counts the first `tokens` tokens of `layer` as written by others: they get no hashes here. A length never goes back.
-    pub fn reach(&mut self, layer: usize, tokens: u32) {
+    pub fn follow(&mut self, layer: usize, tokens: u32) {
         self.written[layer] = self.written[layer].max(tokens);
     }
 

@@ -245,7 +245,7 @@ impl Batch {
             return false;
         }
         // What several instances computed together, they cache together.
-        let together = self.may_join(cx, id);
+        let together = self.suits_members(cx, id);
         if ((local < needed || together) && self.search_pool(cx, id)) || (together && self.asks_members(cx, id)) {
             return false;
         }

@@ -6,7 +6,7 @@ use super::sequence::{HeldLease, Life, Need, Sequence};
 use super::stripes::{Layout, Stripes};
 use super::{Batch, policy};
 use crate::cx::Cx;
-use crate::outcome::Outcome;
+use crate::outcome::{JointNews, Outcome};
 use lagoon_cluster::BorrowedLease;
 use lagoon_kv::{JointPart, Owner, Placement, RemoteBlock, RemoteEntries};
 use lagoon_types::limits::{JOINT_BUSY_TOKENS, JOINT_MEMBERS_MAX, JOINT_STRIPES_MIN};
@@ -29,12 +29,12 @@ impl Batch {
         }
         seq.set_need(Need::Joining);
         self.due.touch();
-        cx.emit(Outcome::MembersWanted { seq: id });
+        cx.emit(Outcome::Joint(JointNews::Wanted(id)));
         true
     }
 
-    /// Whether a waiting sequence's prompt may be computed by several instances.
-    pub(super) fn may_join(&mut self, cx: &Cx, id: SeqId) -> bool {
+    /// Looks whether a waiting sequence's prompt may be computed by several instances.
+    pub(super) fn suits_members(&mut self, cx: &Cx, id: SeqId) -> bool {
         let alone = cx.config.joint.instances == 1 || cx.standing.id.is_none() || !cx.standing.registered;
         // Windowed KV is kept in order by one instance; blocks in address rows have one owner.
         let apart = cx.config.window.is_some() || cx.config.windowed.is_some() || !cx.memory.rm.pool.caches_runs();

@@ -42,7 +42,7 @@ pub(super) struct Member {
     /// `None` before all of the prompt is here.
     seq: Option<SeqId>,
     stage: Stage,
-    /// Stripes that others have started before this instance was told to begin: one of each at most.
+    /// Stripes that others have started before this instance has begun: one of each at most.
     early: Vec<u32>,
     pub(super) given: Vec<LeaseId>,
     /// Blocks that this instance has computed, from the first of its lease on.

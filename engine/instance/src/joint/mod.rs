@@ -16,7 +16,7 @@ mod owner;
 use crate::batch::stripes::Layout;
 use crate::batch::{Batch, Others};
 use crate::cx::Cx;
-use crate::outcome::{Outcome, Outcomes};
+use crate::outcome::{JointNews, Outcome, Outcomes};
 use lagoon_protocol::{Candidate, ControlBody, Joint, JointBody};
 use lagoon_types::{InstanceId, SeqId};
 use member::Member;
@@ -60,26 +60,13 @@ pub(crate) enum JointEvent {
         from: InstanceId,
         message: Joint,
     },
-    /// A waiting sequence's prompt is to be computed with others.
-    Wanted(SeqId),
+    /// Batch or steps did something.
+    News(JointNews),
     /// The gManager's candidates.
     Found {
         seq: SeqId,
         candidates: Vec<Candidate>,
     },
-    /// The last step of a stripe has started here.
-    StripeStarted {
-        seq: SeqId,
-        stripe: u32,
-    },
-    /// A step has appended the KV of a layer, up to position `end`.
-    Appended {
-        seq: SeqId,
-        layer: u32,
-        end: u32,
-    },
-    /// A step has computed a chunk.
-    Computed(SeqId),
     /// A sequence has freed its memory, or was removed.
     Released(SeqId),
     /// A sequence has lost KV.
@@ -95,11 +82,11 @@ impl Joints {
     pub(crate) fn handle(&mut self, cx: &mut Cx, batch: &mut Batch, others: Others<'_>, event: JointEvent) -> Outcomes {
         match event {
             JointEvent::Control { from, message } => self.on_message(cx, batch, others, from, message),
-            JointEvent::Wanted(seq) => self.find(cx, batch, seq),
+            JointEvent::News(JointNews::Wanted(seq)) => self.find(cx, batch, seq),
             JointEvent::Found { seq, candidates } => self.on_found(cx, batch, seq, candidates),
-            JointEvent::StripeStarted { seq, stripe } => self.on_started(cx, batch, seq, stripe),
-            JointEvent::Appended { seq, layer, end } => self.on_appended(cx, batch, seq, layer, end),
-            JointEvent::Computed(seq) => {
+            JointEvent::News(JointNews::StripeStarted { seq, stripe }) => self.on_started(cx, batch, seq, stripe),
+            JointEvent::News(JointNews::Appended { seq, layer, end }) => self.on_appended(cx, batch, seq, layer, end),
+            JointEvent::News(JointNews::Computed(seq)) => {
                 self.on_owner_computed(cx, batch, others, seq);
                 self.on_member_computed(cx, batch, others, seq);
             }
@@ -135,7 +122,7 @@ impl Joints {
         self.status
     }
 
-    /// Parts of other instances' prompts that have memory and are not told to begin.
+    /// Parts of other instances' prompts that have memory and have not begun.
     pub(crate) fn waiting(&self) -> usize {
         self.members.values().filter(|member| member.waits()).count()
     }
@@ -150,23 +137,33 @@ impl Joints {
             (Some(JointBody::Prompt(prompt)), _) if of_owner => self.on_prompt(cx, batch, (owner, job), prompt),
             (Some(JointBody::Start(start)), _) if of_owner => self.on_start(cx, batch, others, (owner, job), &start),
             (Some(JointBody::End(_)), _) if of_owner => self.on_end(cx, batch, others, (owner, job)),
-            (Some(JointBody::Stripe(of)), Some(seq)) => {
-                if self.owned.get(&seq).is_some_and(|owned| owned.members().any(|member| member == from)) {
-                    self.note_progress(cx, seq);
-                    batch.note_stripe(seq, of.stripe);
-                }
-            }
-            (Some(JointBody::Stripe(of)), None) => {
-                let is_other = |member: &&mut Member| member.others().any(|other| other == from);
-                if let Some(member) = self.members.get_mut(&(owner, job)).filter(is_other) {
-                    member.note_stripe(batch, of.stripe);
-                }
-            }
+            (Some(JointBody::Stripe(of)), own) => self.on_stripe(cx, batch, from, ((owner, job), own), of.stripe),
             (Some(JointBody::Willing(_)), Some(seq)) => self.on_willing(cx, batch, seq, from),
             (Some(JointBody::Granted(granted)), Some(seq)) => self.on_granted(cx, batch, seq, from, granted),
             (Some(JointBody::Left(left)), Some(seq)) => self.on_left(cx, batch, others, seq, from, &left),
             // It connects this instance with a member, or comes too late.
             _ => {}
+        }
+    }
+
+    /// The last step of another member's stripe has started.
+    fn on_stripe(
+        &mut self,
+        cx: &Cx,
+        batch: &mut Batch,
+        from: InstanceId,
+        (key, own): (Key, Option<SeqId>),
+        stripe: u32,
+    ) {
+        if let Some((seq, owned)) = own.and_then(|seq| Some((seq, self.owned.get_mut(&seq)?))) {
+            if owned.members().any(|member| member == from) {
+                owned.note_progress(cx.now_ms);
+                batch.note_stripe(seq, stripe);
+            }
+        } else if let Some(member) = self.members.get_mut(&key)
+            && member.others().any(|other| other == from)
+        {
+            member.note_stripe(batch, stripe);
         }
     }
 

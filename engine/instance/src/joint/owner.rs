@@ -46,6 +46,11 @@ pub(super) struct Owned {
 }
 
 impl Owned {
+    /// A stripe was started or computed.
+    pub(super) fn note_progress(&mut self, now_ms: u64) {
+        self.progress_ms = now_ms;
+    }
+
     /// The other instances that know of it.
     pub(super) fn members(&self) -> impl Iterator<Item = InstanceId> + '_ {
         let (named, running): (&[JointMember], _) = match &self.stage {
@@ -248,21 +253,15 @@ impl Joints {
                     tracing::info!(seq = %seq, member = %from, reason = left.reason, "a member left a joint prefill");
                     self.end_owned(cx, batch, seq, "a member left");
                 }
-                self.end_if_told(cx, batch, others, seq);
+                self.end_if_reported(cx, batch, others, seq);
             }
-        }
-    }
-
-    /// A stripe was started or computed.
-    pub(super) fn note_progress(&mut self, cx: &Cx, seq: SeqId) {
-        if let Some(owned) = self.owned.get_mut(&seq) {
-            owned.progress_ms = cx.now_ms;
         }
     }
 
     /// The prompt is computed, by all members, if nothing of it is due here: its last rows saw all of it.
     pub(super) fn on_owner_computed(&mut self, cx: &mut Cx, batch: &mut Batch, others: Others<'_>, seq: SeqId) {
-        self.note_progress(cx, seq);
+        let now_ms = cx.now_ms;
+        self.owned.get_mut(&seq).into_iter().for_each(|owned| owned.note_progress(now_ms));
         let is_running = self.owned.get(&seq).is_some_and(|owned| matches!(owned.stage, Stage::Running { .. }));
         let is_done = |of: &crate::batch::sequence::Sequence| of.blocks.lost().is_empty() && of.generated() > 0;
         if is_running && batch.seq(seq).is_some_and(is_done) {
@@ -287,8 +286,8 @@ impl Joints {
         cx.emit(Outcome::StepLeft { seq });
     }
 
-    /// Ends an own joint prefill when all members have told what they have computed, or their time is over.
-    fn end_if_told(&mut self, cx: &mut Cx, batch: &mut Batch, others: Others<'_>, seq: SeqId) {
+    /// Ends an own joint prefill when all members have reported what they have computed, or their time is over.
+    fn end_if_reported(&mut self, cx: &mut Cx, batch: &mut Batch, others: Others<'_>, seq: SeqId) {
         let Some(owned) = self.owned.get_mut(&seq) else { return };
         let Stage::Ending { members, computed, until_ms } = &mut owned.stage else { return };
         let silent = |member: &InstanceId| !computed.contains_key(member) && cx.peers.key(*member).is_some();
@@ -330,7 +329,7 @@ impl Joints {
             if self.owned.get(&seq).is_some_and(stuck) {
                 self.end_owned(cx, batch, seq, "no stripe was started or computed for too long");
             }
-            self.end_if_told(cx, batch, others, seq);
+            self.end_if_reported(cx, batch, others, seq);
         }
     }
 
@@ -354,7 +353,7 @@ impl Joints {
             self.end_owned(cx, batch, seq, "the owner was declared dead");
             if let Some(Owned { stage: Stage::Ending { until_ms, .. }, .. }) = self.owned.get_mut(&seq) {
                 *until_ms = 0;
-                self.end_if_told(cx, batch, others, seq);
+                self.end_if_reported(cx, batch, others, seq);
             } else {
                 self.compute_alone(cx, batch, seq);
             }

@@ -3,7 +3,7 @@
 use super::Steps;
 use crate::batch::Batch;
 use crate::cx::Cx;
-use crate::outcome::Outcome;
+use crate::outcome::{JointNews, Outcome};
 use lagoon_types::{Chunk, StepId, StepPlan};
 
 /// Reports the stripes whose last rows are in a step that starts. Returns whether the step's layers are to be reported.
@@ -13,7 +13,7 @@ pub(super) fn announce(cx: &mut Cx, batch: &Batch, plan: &StepPlan) -> bool {
         let Some(joint) = batch.seq(chunk.seq).and_then(|seq| seq.joint.as_ref()) else { continue };
         announced = true;
         if let Some(stripe) = joint.ends_at(chunk.start + chunk.len, cx.config.block_tokens) {
-            cx.emit(Outcome::StripeStarted { seq: chunk.seq, stripe });
+            cx.emit(Outcome::Joint(JointNews::StripeStarted { seq: chunk.seq, stripe }));
         }
     }
     announced
@@ -22,7 +22,7 @@ pub(super) fn announce(cx: &mut Cx, batch: &Batch, plan: &StepPlan) -> bool {
 /// Reports that a chunk is computed.
 pub(super) fn computed(cx: &mut Cx, batch: &Batch, chunk: &Chunk) {
     if batch.seq(chunk.seq).is_some_and(|seq| seq.joint.is_some()) {
-        cx.emit(Outcome::JointComputed { seq: chunk.seq });
+        cx.emit(Outcome::Joint(JointNews::Computed(chunk.seq)));
     }
 }
 
@@ -32,7 +32,7 @@ impl Steps {
         let Some(flight) = self.flights.iter().flatten().find(|flight| flight.step == step) else { return };
         for chunk in &flight.chunks {
             if batch.seq(chunk.seq).is_some_and(|seq| seq.joint.is_some()) {
-                cx.emit(Outcome::Appended { seq: chunk.seq, layer, end: chunk.start + chunk.len });
+                cx.emit(Outcome::Joint(JointNews::Appended { seq: chunk.seq, layer, end: chunk.start + chunk.len }));
             }
         }
     }

@@ -65,7 +65,7 @@ impl Creditor {
     /// The sequence has computed the first `tokens` tokens of a lease in `layer`. Nothing if the lease has ended.
     pub fn note_computed(&mut self, lease: LeaseId, layer: u32, tokens: u32) {
         if let Some(lease) = self.leases.get_mut(&lease).filter(|_| layer < self.layers) {
-            lease.hasher.reach(layer as usize, tokens);
+            lease.hasher.follow(layer as usize, tokens);
         }
     }
 }
