@@ -512,11 +512,7 @@ impl Instance {
             Outcome::Chunk { seq } => self.prefill(PrefillEvent::Chunk(seq)),
             Outcome::ChunkLeft { seq } => self.prefill(PrefillEvent::ChunkLeft(seq)),
             Outcome::Prefilled { seq, first } => self.prefill(PrefillEvent::Prefilled { seq, first }),
-            Outcome::NewLife => {
-                let mut outcomes = self.prefill(PrefillEvent::NewLife);
-                outcomes.extend(self.joint(JointEvent::NewLife));
-                outcomes
-            }
+            Outcome::NewLife => self.on_new_life(),
             Outcome::Introduced { peer, hello } => self.membership(MembershipEvent::Introduced { peer, hello }),
             Outcome::Lost(lost) => self.on_lost(lost),
             Outcome::Released { seq } => {
@@ -553,6 +549,12 @@ impl Instance {
                 if old == Role::Decode { self.prefill(PrefillEvent::LeftWorkers) } else { Outcomes::new() }
             }
         }
+    }
+
+    fn on_new_life(&mut self) -> Outcomes {
+        let mut outcomes = self.prefill(PrefillEvent::NewLife);
+        outcomes.extend(self.joint(JointEvent::NewLife));
+        outcomes
     }
 
     fn on_peer_gone(&mut self, instance: InstanceId) -> Outcomes {
