@@ -147,7 +147,7 @@ mod tests {
 
         /// Whatever the order of notices, a stripe starts when all before it have started, and not before.
         #[test]
-        fn a_stripe_starts_behind_all_before_it(blocks in 6u32..60, members in 2u32..5, seed in any::<u64>()) {
+        fn a_stripe_starts_behind_all_before_it(blocks in 8u32..60, members in 2u32..5, seed in any::<u64>()) {
             let layout = Layout::new(0, blocks, 2, members).unwrap();
             let (mut stripes, mut seed) = (Stripes::new(layout, 0), seed);
             // The next stripe of each member to start.
