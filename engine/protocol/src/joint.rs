@@ -70,7 +70,7 @@ pub struct JointWilling {}
 pub struct JointMember {
     #[prost(uint32, tag = "1")]
     pub instance: u32,
-    /// Address at which other members reach it; the owner's is empty: it has dialled them.
+    /// Address at which other members connect to it.
     #[prost(string, tag = "2")]
     pub quic_addr: String,
 }

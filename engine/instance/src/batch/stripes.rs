@@ -51,10 +51,16 @@ impl Layout {
 
     /// Entry of a member's lease at which a block of its stripe lies; the lease's length for `end`.
     pub(crate) fn entry(&self, member: u32, block: u32) -> u32 {
-        let before = (0..self.stripe_of(block)).filter(|stripe| self.member_of(*stripe) == member);
-        let blocks: u32 = before.map(|stripe| self.blocks_of(stripe).len()).map(as_u32).sum();
-        let within = if block < self.end { (block - self.known) % self.stripe } else { 0 };
-        (if member == 0 { self.known } else { 0 }) + blocks + within
+        let (stripe, last) = (self.stripe_of(block), self.stripes() - 1);
+        let first = (member + last) % self.members;
+        let before = stripe.saturating_sub(first).div_ceil(self.members) * self.stripe;
+        let known = if member == 0 { self.known } else { 0 };
+        if block < self.end {
+            return known + before + (block - self.known) % self.stripe;
+        }
+        // The last stripe, which is the owner's, may have fewer blocks.
+        let missing = if member == 0 { self.stripe - as_u32(self.blocks_of(last).len()) } else { 0 };
+        known + before - missing
     }
 
     /// Blocks that a member leases to the others.
