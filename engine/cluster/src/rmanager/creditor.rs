@@ -250,30 +250,43 @@ impl Creditor {
         now_ms: u64,
         pool: &mut BlockPool,
     ) -> LeaseGrant {
+        // A lease request never has this number: no repetition of it can arrive.
+        let (lease, grant) = self.give((debtor, seq, request), LeasePurpose::Handover, &blocks, tokens, now_ms);
+        pool.hand_over(Owner::Own(own), Owner::Lent(lease), &blocks);
+        grant
+    }
+
+    /// Enters a lease that its debtor did not request, whose first `written` tokens are written. The caller gives it the blocks.
+    fn give(
+        &mut self,
+        (debtor, seq, request): (InstanceId, SeqId, u64),
+        purpose: LeasePurpose,
+        blocks: &[PhysBlock],
+        written: u32,
+        now_ms: u64,
+    ) -> (LeaseId, LeaseGrant) {
         self.issued += 1;
         let lease = LeaseId(self.lease_base + self.issued);
         let epoch = Epoch(self.epoch_base.wrapping_add(self.issued));
-        pool.hand_over(Owner::Own(own), Owner::Lent(lease), &blocks);
         let mut hasher = LeaseHasher::new(self.layers as usize, self.block_tokens, self.layer_token_bytes);
-        hasher.skip(tokens);
+        hasher.skip(written);
         let entry = Lease {
             debtor,
             seq,
             epoch,
             request,
             lent: u32::try_from(blocks.len()).expect("at most the pool's blocks"),
-            blocks: LentBlocks::new(blocks),
+            blocks: LentBlocks::new(blocks.to_vec()),
             renewed_ms: now_ms,
             hasher,
             whole: BTreeMap::new(),
-            purpose: LeasePurpose::Handover,
+            purpose,
             reserved_ms: None,
             cached: 0,
             hashes: BTreeMap::new(),
         };
         self.leases.insert(lease, entry);
-        // A lease request never has this number: no repetition of it can arrive.
-        self.grant_of(lease)
+        (lease, self.grant_of(lease))
     }
 
     /// Pins a lent lease: transports may read its memory until [`Creditor::unpin`]; blocks released meanwhile become

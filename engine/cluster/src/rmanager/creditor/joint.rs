@@ -6,12 +6,11 @@
 //! * as with handed-over leases, the limit on lending does not count them: they cost no memory while the sequence has them.
 
 use super::super::recall::Revoked;
-use super::{Creditor, Lease, LentBlocks};
+use super::Creditor;
 use crate::mutants::{self, Mutant};
-use lagoon_kv::{BlockPool, LeaseHasher};
+use lagoon_kv::BlockPool;
 use lagoon_protocol::{LeaseGrant, LeasePurpose};
-use lagoon_types::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId};
-use std::collections::BTreeMap;
+use lagoon_types::{InstanceId, LeaseId, PhysBlock, SeqId};
 
 impl Creditor {
     /// Leases blocks of the sequence `own` to `debtor`, for its sequence or job `seq`. The first `known` tokens are written.
@@ -27,30 +26,11 @@ impl Creditor {
         now_ms: u64,
         pool: &mut BlockPool,
     ) -> LeaseGrant {
-        self.issued += 1;
-        let lease = LeaseId(self.lease_base + self.issued);
-        let epoch = Epoch(self.epoch_base.wrapping_add(self.issued));
-        pool.lease_out(own, lease, blocks);
-        let mut hasher = LeaseHasher::new(self.layers as usize, self.block_tokens, self.layer_token_bytes);
         let leased = u32::try_from(blocks.len()).expect("at most the pool's blocks") * self.block_tokens;
-        hasher.skip(if mutants::is(Mutant::StripeUnawaited) { leased } else { known });
-        let entry = Lease {
-            debtor,
-            seq,
-            epoch,
-            request: 0,
-            lent: u32::try_from(blocks.len()).expect("at most the pool's blocks"),
-            blocks: LentBlocks::new(blocks.to_vec()),
-            renewed_ms: now_ms,
-            hasher,
-            whole: BTreeMap::new(),
-            purpose: LeasePurpose::Joint,
-            reserved_ms: None,
-            cached: 0,
-            hashes: BTreeMap::new(),
-        };
-        self.leases.insert(lease, entry);
-        self.grant_of(lease)
+        let written = if mutants::is(Mutant::StripeUnawaited) { leased } else { known };
+        let (lease, grant) = self.give((debtor, seq, 0), LeasePurpose::Joint, blocks, written, now_ms);
+        pool.lease_out(own, lease, blocks);
+        grant
     }
 
     /// Takes a lease back that its debtor may or may not have taken over: the caller informs it. `None` if it has ended.
