@@ -36,8 +36,8 @@ mod pieces;
 pub use names::{ALL, SM90, dynamic_shared_bytes_max};
 
 /// The kernels' fatbin: machine code for compute capabilities 8.0 and 9.0, and PTX of 8.0 for later devices. Built by
-/// `cargo xtask kernels`.
-pub const FATBIN: &[u8] = include_bytes!("../kernels/kernels.fatbin");
+/// `cargo xtask kernels`. A static: every use of a constant may be a copy of its own (5 MB each).
+pub static FATBIN: &[u8] = include_bytes!("../kernels/kernels.fatbin");
 
 /// Compiler of [`FATBIN`], for people.
 pub const FATBIN_SOURCE: &str = "NVRTC 12.2.140";

@@ -1,5 +1,6 @@
 //! `cargo xtask gpu-check`: packs a check of the CUDA backend for a machine with an NVIDIA GPU and without Rust: the
-//! check itself, the product for its demo, the golden models and a script. The script writes one JSON report.
+//! check itself, the product for its demo and a script. The script writes one JSON report. The golden models are the
+//! checkout's: both travel, and no file should twice.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,10 +12,11 @@ use anyhow::{Context, Result, ensure};
 const SCRIPT: &str = "#!/bin/sh\n\
     # Checks the CUDA backend on this machine, goes on from report.json in the folder that it is called in, if that is there, and writes\n\
     # the report to the folder that OUT names, or over the one it went on from. Arguments go to the check: ./gpu-check --help.\n\
-    # GPU_CHECK_SMOKE=1 takes tiny sizes, where numbers mean nothing.\n\
+    # GPU_CHECK_SMOKE=1 takes tiny sizes, where numbers mean nothing. GOLDENS names the golden models' folder, tests/goldens of the\n\
+    # checkout that this folder lies in (target/gpu/gpu-check) by default.\n\
     set -eu\n\
     here=$(cd \"$(dirname \"$0\")\" && pwd)\n\
-    exec \"$here/gpu-check\" --goldens \"$here/goldens\" --lagoon \"$here/lagoon\" --label \"$(cat \"$here/commit\")\" \
+    exec \"$here/gpu-check\" --goldens \"${GOLDENS:-$here/../../../tests/goldens}\" --lagoon \"$here/lagoon\" --label \"$(cat \"$here/commit\")\" \
     --from report.json --out \"${OUT:-.}/report.json\" ${GPU_CHECK_SMOKE:+--smoke} \"$@\"\n";
 
 /// Bytes sent to a machine with a GPU, at most: the archive, a report to continue, and the checkout around them.
@@ -22,6 +24,9 @@ pub(crate) const SENT_BYTES_MAX: u64 = 64 << 20;
 
 /// The folder of the archive, ignored by git.
 pub(crate) const FOLDER: &str = "target/gpu";
+
+/// The golden models' folder.
+pub(crate) const GOLDENS: &str = "tests/goldens";
 
 /// The archive's name.
 pub(crate) const ARCHIVE: &str = "gpu-check.tar.xz";
@@ -40,7 +45,9 @@ pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
     if root.join(REPORT).is_file() {
         fs::copy(root.join(REPORT), folder.join("report.json"))?;
     }
-    let status = Command::new("sh").arg(pack.join("run.sh")).current_dir(&folder).env_remove("OUT").status();
+    let mut check = Command::new("sh");
+    check.arg(pack.join("run.sh")).current_dir(&folder).env_remove("OUT").env("GOLDENS", root.join(GOLDENS));
+    let status = check.status();
     let status = status.context("run the check")?;
     fs::copy(folder.join("report.json"), root.join(REPORT))
         .with_context(|| format!("write to {}", results.display()))?;
@@ -64,7 +71,6 @@ pub(crate) fn build_pack(root: &Path) -> Result<(PathBuf, PathBuf)> {
         // Smaller without symbols; unchanged if there is no strip.
         let _not_stripped = Command::new("strip").arg(&to).stderr(Stdio::null()).status();
     }
-    copy(&root.join("tests/goldens"), &pack.join("goldens"))?;
     fs::write(pack.join("commit"), commit(root)?)?;
     fs::write(pack.join("run.sh"), SCRIPT)?;
     let folder = root.join(FOLDER);
@@ -122,18 +128,4 @@ fn commit(root: &Path) -> Result<String> {
     let describe = ["describe", "--always", "--abbrev=12", "--dirty"];
     let output = Command::new("git").args(describe).current_dir(root).output().context("run git")?;
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
-}
-
-fn copy(from: &Path, to: &Path) -> Result<()> {
-    fs::create_dir_all(to)?;
-    for entry in fs::read_dir(from).with_context(|| format!("read {}", from.display()))? {
-        let entry = entry?;
-        let to = to.join(entry.file_name());
-        if entry.file_type()?.is_dir() {
-            copy(&entry.path(), &to)?;
-        } else {
-            fs::copy(entry.path(), &to).with_context(|| format!("copy {}", entry.path().display()))?;
-        }
-    }
-    Ok(())
 }

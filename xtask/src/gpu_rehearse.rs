@@ -1,7 +1,7 @@
 //! `cargo xtask gpu-rehearse`: runs the commands of docs/gpu.md, word for word, over the fake driver.
 //!
-//! Each command gets a fresh folder with only the archive and the earlier command's report; only files in its output
-//! folder are kept. At the end the report must be complete. Times and outputs are held against the loan's limits.
+//! Each command gets a fresh folder with only the archive, the earlier command's report and, of the checkout, the golden
+//! models; only files in its output folder are kept. At the end the report must be complete. Times and outputs are held against the loan's limits.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::gpu_check::{ARCHIVE, FOLDER, SENT_BYTES_MAX, build_pack};
+use crate::gpu_check::{ARCHIVE, FOLDER, GOLDENS, SENT_BYTES_MAX, build_pack};
 
 /// Begin of the commands in docs/gpu.md.
 const BEGIN: &str = "<!-- commands: begin -->";
@@ -104,7 +104,14 @@ fn tools(folder: &Path) -> Result<PathBuf> {
 
 /// Runs one command as the machine would: in a fresh folder with the sent files, of which only the output folder is
 /// kept.
-fn rehearse(step: &Step, folder: &Path, archive: &Path, last: Option<&Path>, fakes: &Fakes) -> Result<PathBuf> {
+fn rehearse(
+    root: &Path,
+    step: &Step,
+    folder: &Path,
+    archive: &Path,
+    last: Option<&Path>,
+    fakes: &Fakes,
+) -> Result<PathBuf> {
     let (machine, out) = (folder.join("machine"), folder.join("out"));
     for fresh in [&machine, &out] {
         if fresh.exists() {
@@ -118,6 +125,10 @@ fn rehearse(step: &Step, folder: &Path, archive: &Path, last: Option<&Path>, fak
     if let Some(last) = last {
         fs::copy(last, sent.join("report.json"))?;
     }
+    let goldens = machine.join(GOLDENS);
+    fs::create_dir_all(goldens.parent().context("a folder")?)?;
+    #[cfg(unix)]
+    std::os::unix::fs::symlink(root.join(GOLDENS), goldens).context("link the golden models")?;
     let bytes: u64 = fs::read_dir(&sent)?.map(|file| Ok(file?.metadata()?.len())).sum::<std::io::Result<u64>>()?;
     ensure!(bytes <= SENT_BYTES_MAX, "{bytes} bytes are sent, at most {SENT_BYTES_MAX}");
     let path = std::env::var("PATH").unwrap_or_default();
@@ -224,7 +235,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     fs::create_dir_all(&folder)?;
     let mut last = None;
     for step in &steps {
-        last = Some(rehearse(step, &folder, &archive, last.as_deref(), &fakes)?);
+        last = Some(rehearse(root, step, &folder, &archive, last.as_deref(), &fakes)?);
     }
     let text = fs::read_to_string(last.context("a report")?)?;
     let report: Value = serde_json::from_str(&text).context("parse the report")?;
