@@ -8,6 +8,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
+use crate::workspace;
+
 /// The pack's script, run in its own folder.
 const SCRIPT: &str = "#!/bin/sh\n\
     # Checks the CUDA backend on this machine, goes on from report.json in the folder that it is called in, if that is there, and writes\n\
@@ -58,7 +60,7 @@ pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
 /// Builds the archive and its folder.
 pub(crate) fn build_pack(root: &Path) -> Result<(PathBuf, PathBuf)> {
     build(root)?;
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    let target = workspace::target(root);
     let packs = target.join("gpu-pack");
     let pack = packs.join("gpu-check");
     if pack.exists() {

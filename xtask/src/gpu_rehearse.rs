@@ -12,6 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use crate::gpu_check::{ARCHIVE, FOLDER, GOLDENS, SENT_BYTES_MAX, build_pack};
+use crate::workspace;
 
 /// Begin of the commands in docs/gpu.md.
 const BEGIN: &str = "<!-- commands: begin -->";
@@ -72,7 +73,7 @@ struct Fakes {
 
 /// Has the tests' helpers build the fakes, and reads their paths.
 fn fakes(root: &Path) -> Result<Fakes> {
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    let target = workspace::target(root);
     let list = target.join("tmp/gpu-check-fakes");
     // It may be of other sources.
     let _gone = fs::remove_file(&list);

@@ -16,6 +16,7 @@ use crate::environment::{self, RuntimeDir};
 use crate::libtest::Tally;
 use crate::skips::{self, Listed, Skipped};
 use crate::tidy;
+use crate::workspace;
 
 /// The environment variable that names the file to which a test that cannot run appends `name<TAB>reason`.
 const SKIP_LOG: &str = "LAGOON_SKIP_LOG";
@@ -197,7 +198,7 @@ fn alone(tally: &Tally) -> Vec<String> {
 /// Every interleaving of the gManager's lock-free view, under loom. Loom replaces the atomics of the whole build,
 /// which therefore has a target folder of its own.
 fn loom(root: &Path) -> Command {
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir));
+    let target = workspace::target(root);
     let mut command = Command::new("cargo");
     command
         .args(["test", "--locked", "--release", "--package", "lagoon-view", "--lib"])

@@ -29,16 +29,13 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
 }
 
 fn dump(root: &Path, out: &Path) -> Result<()> {
-    let example = ["--package", "lagoon-shaders", "--example", "dump_wgsl"];
-    let status = Command::new("cargo")
-        .args(["run", "--locked", "--quiet", "--release"])
-        .args(example)
-        .arg("--")
-        .arg(out)
-        .current_dir(root)
-        .stdin(Stdio::null())
-        .status()
-        .context("run the example dump_wgsl")?;
+    // Of the workspace, not of its package: so it shares the build of the tests.
+    let build = ["build", "--locked", "--quiet", "--release", "--workspace", "--example", "dump_wgsl"];
+    let built = Command::new("cargo").args(build).current_dir(root).stdin(Stdio::null()).status();
+    ensure!(built.context("build the example dump_wgsl")?.success(), "the example dump_wgsl does not build");
+    let target = workspace::target(root);
+    let example = target.join("release/examples/dump_wgsl");
+    let status = Command::new(example).arg(out).stdin(Stdio::null()).status().context("run the example dump_wgsl")?;
     ensure!(status.success(), "the example dump_wgsl failed: {status}");
     Ok(())
 }

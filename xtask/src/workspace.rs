@@ -34,6 +34,11 @@ pub(crate) struct Graph {
     pub(crate) all: Vec<External>,
 }
 
+/// Cargo's target folder.
+pub(crate) fn target(root: &Path) -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir))
+}
+
 /// The graph, from cargo. The lock file must be up to date.
 pub(crate) fn graph(root: &Path) -> Result<Graph> {
     let metadata = MetadataCommand::new()

@@ -1,10 +1,13 @@
-//! A test double of [`Engine`] that plays a script, with a tokenizer whose tokens are bytes. Built only for tests (of this crate, and of the binary through the `scripted` feature).
+//! A test double of [`Engine`] that plays a script, with a tokenizer whose tokens are bytes. A module of the tests of this crate and of
+//! the binary, which includes the file: as a feature it would be built into what the binary links, and everything built twice.
 
-use crate::{
+#![allow(dead_code, reason = "neither crate's tests use all of it")]
+
+use lagoon_grammar::Grammars;
+use lagoon_http::{
     Bodies, CancelGuard, EmbeddingRules, Engine, EngineInfo, Generation, GenerationDefaults, Keys, Limits, Port,
     ServerState, TextJobs,
 };
-use lagoon_grammar::Grammars;
 use lagoon_text::{ChatTemplate, Tokenizer, TokenizerConfig};
 use lagoon_types::{FinishReason, GenerateRequest, Pooling, PromptLogprob, RequestError, TokenEvent, TokenLogprobs};
 use metrics_exporter_prometheus::PrometheusHandle;
@@ -21,9 +24,9 @@ use std::{
 use tokio::sync::mpsc;
 
 /// Begin and end of sequence of [`byte_tokenizer`].
-pub const BOS: u32 = 256;
+pub(crate) const BOS: u32 = 256;
 /// The token that ends an answer.
-pub const EOS: u32 = 257;
+pub(crate) const EOS: u32 = 257;
 const VOCAB: u32 = 258;
 /// Events that wait for a slow reader.
 const EVENTS_MAX: usize = 4;
@@ -32,7 +35,7 @@ const WAIT_MAX: Duration = Duration::from_secs(30);
 
 /// One step of a script.
 #[derive(Clone, Debug)]
-pub enum Step {
+pub(crate) enum Step {
     /// So many tokens of the prompt were cached; anywhere.
     Cached(u32),
     Token(u32),
@@ -46,7 +49,7 @@ pub enum Step {
 
 /// Tokens of `text` (those that were not answered before), then the end of the sequence, or the length limit if that comes first.
 #[must_use]
-pub fn say(text: &str, request: &GenerateRequest) -> Vec<Step> {
+pub(crate) fn say(text: &str, request: &GenerateRequest) -> Vec<Step> {
     let ends = request.stop_ids.contains(&EOS);
     let mut ids: Vec<u32> = text.bytes().map(u32::from).collect();
     if ends {
@@ -63,7 +66,7 @@ pub fn say(text: &str, request: &GenerateRequest) -> Vec<Step> {
 type Script = dyn Fn(&GenerateRequest) -> Result<Vec<Step>, RequestError> + Send + Sync;
 
 /// An engine that answers each request with the steps that a closure gives it.
-pub struct ScriptedEngine {
+pub(crate) struct ScriptedEngine {
     script: Box<Script>,
     info: EngineInfo,
     counts: Arc<Counts>,
@@ -87,7 +90,7 @@ impl fmt::Debug for ScriptedEngine {
 
 impl ScriptedEngine {
     /// An engine that answers by a script.
-    pub fn new(
+    pub(crate) fn new(
         script: impl Fn(&GenerateRequest) -> Result<Vec<Step>, RequestError> + Send + Sync + 'static,
     ) -> Arc<Self> {
         let info = EngineInfo {
@@ -104,7 +107,7 @@ impl ScriptedEngine {
 
     /// An engine that generates `text` for every request.
     #[must_use]
-    pub fn saying(text: &'static str) -> Arc<Self> {
+    pub(crate) fn saying(text: &'static str) -> Arc<Self> {
         Self::new(move |request| Ok(say(text, request)))
     }
 
@@ -113,7 +116,7 @@ impl ScriptedEngine {
     /// # Panics
     /// Never.
     #[must_use]
-    pub fn named(text: &'static str, aliases: &[&str]) -> Arc<Self> {
+    pub(crate) fn named(text: &'static str, aliases: &[&str]) -> Arc<Self> {
         let mut engine = Self::saying(text);
         let info = &mut Arc::get_mut(&mut engine).expect("a new engine has one owner").info;
         info.aliases = aliases.iter().map(|&name| name.to_owned()).collect();
@@ -121,19 +124,19 @@ impl ScriptedEngine {
     }
 
     /// The requests that came in, in order.
-    pub fn requests(&self) -> Vec<GenerateRequest> {
+    pub(crate) fn requests(&self) -> Vec<GenerateRequest> {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Tokens that the server took from all requests.
     #[must_use]
-    pub fn tokens(&self) -> usize {
+    pub(crate) fn tokens(&self) -> usize {
         self.counts.tokens.load(Ordering::SeqCst)
     }
 
     /// Requests that were cancelled.
     #[must_use]
-    pub fn cancelled(&self) -> usize {
+    pub(crate) fn cancelled(&self) -> usize {
         self.counts.cancelled.load(Ordering::SeqCst)
     }
 
@@ -141,7 +144,7 @@ impl ScriptedEngine {
     ///
     /// # Panics
     /// When that takes too long.
-    pub async fn wait_submitted(&self, count: usize) {
+    pub(crate) async fn wait_submitted(&self, count: usize) {
         self.wait(|counts| counts.submitted.load(Ordering::SeqCst) >= count).await;
     }
 
@@ -149,7 +152,7 @@ impl ScriptedEngine {
     ///
     /// # Panics
     /// When that takes too long.
-    pub async fn wait_cancelled(&self, count: usize) {
+    pub(crate) async fn wait_cancelled(&self, count: usize) {
         self.wait(|counts| counts.cancelled.load(Ordering::SeqCst) >= count).await;
     }
 
@@ -246,7 +249,7 @@ const TEMPLATE: &str = "{% for m in messages %}{% if m.content == 'refuse me' %}
 /// # Panics
 /// When `lagoon_text` refuses it, which a test would like to know.
 #[must_use]
-pub fn byte_tokenizer() -> Tokenizer {
+pub(crate) fn byte_tokenizer() -> Tokenizer {
     normalizing_tokenizer(&Value::Null)
 }
 
@@ -255,7 +258,7 @@ pub fn byte_tokenizer() -> Tokenizer {
 /// # Panics
 /// As there.
 #[must_use]
-pub fn normalizing_tokenizer(normalizer: &Value) -> Tokenizer {
+pub(crate) fn normalizing_tokenizer(normalizer: &Value) -> Tokenizer {
     let vocabulary: Map<String, Value> =
         (0..=255u8).zip(byte_letters()).map(|(byte, letter)| (letter.to_string(), json!(byte))).collect();
     let special = |id: u32, content: &str| {
@@ -297,10 +300,12 @@ fn byte_letters() -> impl Iterator<Item = char> {
 }
 
 /// The process's recorder: one for all tests.
-pub fn recorder() -> PrometheusHandle {
+pub(crate) fn recorder() -> PrometheusHandle {
     static HANDLE: OnceLock<PrometheusHandle> = OnceLock::new();
     HANDLE
-        .get_or_init(|| crate::metrics::install(&[crate::metrics::METRICS]).expect("no other recorder is installed"))
+        .get_or_init(|| {
+            lagoon_http::metrics::install(&[lagoon_http::metrics::METRICS]).expect("no other recorder is installed")
+        })
         .clone()
 }
 
@@ -308,7 +313,7 @@ pub fn recorder() -> PrometheusHandle {
 ///
 /// # Panics
 /// When `lagoon_text` refuses the template.
-pub fn state(engine: Arc<dyn Engine>) -> ServerState {
+pub(crate) fn state(engine: Arc<dyn Engine>) -> ServerState {
     let template = ChatTemplate::new(Path::new("scripted"), TEMPLATE, &TokenizerConfig::default());
     let template = template.expect("the template is valid");
     let tokenizer = Arc::new(byte_tokenizer());
@@ -334,7 +339,7 @@ pub fn state(engine: Arc<dyn Engine>) -> ServerState {
 ///
 /// # Panics
 /// When no port can be bound.
-pub async fn spawn(state: ServerState) -> String {
+pub(crate) async fn spawn(state: ServerState) -> String {
     spawn_keyed(state, Keys::none()).await
 }
 
@@ -342,9 +347,9 @@ pub async fn spawn(state: ServerState) -> String {
 ///
 /// # Panics
 /// As there.
-pub async fn spawn_keyed(state: ServerState, keys: Arc<Keys>) -> String {
+pub(crate) async fn spawn_keyed(state: ServerState, keys: Arc<Keys>) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("loopback has free ports");
     let address = listener.local_addr().expect("a bound listener has an address");
-    tokio::spawn(crate::serve(Port::plain(listener, keys), crate::router(state), std::future::pending()));
+    tokio::spawn(lagoon_http::serve(Port::plain(listener, keys), lagoon_http::router(state), std::future::pending()));
     format!("http://{address}")
 }

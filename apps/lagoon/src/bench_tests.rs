@@ -1,8 +1,8 @@
 //! The load generator against a real server with a scripted engine.
 
 use super::*;
+use crate::scripted::{self, ScriptedEngine, Step, say};
 use clap::Parser;
-use lagoon_http::scripted::{self, ScriptedEngine, Step, say};
 use lagoon_types::{FinishReason, RequestError};
 use std::sync::{
     Arc,

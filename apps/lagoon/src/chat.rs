@@ -314,8 +314,8 @@ async fn interactive(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scripted::{self, ScriptedEngine, Step, say};
     use clap::Parser;
-    use lagoon_http::scripted::{self, ScriptedEngine, Step, say};
     use std::sync::Arc;
 
     #[derive(clap::Parser)]

@@ -3,7 +3,7 @@
 use super::*;
 use crate::gateway::tests::{backend, complete, gateway_with, logged_gateway};
 use crate::replay::ReplayLimits;
-use lagoon_http::scripted::{self, ScriptedEngine, Step};
+use crate::scripted::{self, ScriptedEngine, Step};
 use lagoon_protocol::Load;
 use serde_json::json;
 

@@ -1,8 +1,8 @@
 //! The gateway before real servers with scripted engines.
 
 use super::*;
+use crate::scripted::{self, ScriptedEngine, Step};
 use lagoon_http::access::Line;
-use lagoon_http::scripted::{self, ScriptedEngine, Step};
 use lagoon_http::{Front, Keys, Port};
 use serde_json::Value;
 use std::collections::BTreeMap;

@@ -87,6 +87,9 @@ mod replay;
 mod retry_budget;
 mod role;
 mod scratch;
+#[cfg(test)]
+#[path = "../../http/src/scripted.rs"]
+mod scripted;
 mod serve;
 mod shell;
 mod shutdown;

@@ -4,9 +4,9 @@ use super::*;
 use crate::gateway::tests::{backend, broken_server, dead, gateway_with};
 use crate::metrics_table;
 use crate::replay::ReplayLimits;
+use crate::scripted::{self, ScriptedEngine};
 use axum::Router;
 use axum::routing::get;
-use lagoon_http::scripted::{self, ScriptedEngine};
 use lagoon_http::{Keys, Port};
 use tokio::net::TcpListener;
 

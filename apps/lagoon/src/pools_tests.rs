@@ -3,8 +3,8 @@
 use super::*;
 use crate::gateway::tests::{backend, complete, dead};
 use crate::gateway::{DispatchArgs, Gateway};
+use crate::scripted::{self, ScriptedEngine};
 use crate::upstreams::Backends;
-use lagoon_http::scripted::{self, ScriptedEngine};
 use lagoon_http::{Keys, Port};
 use tokio::net::TcpListener;
 

@@ -86,10 +86,10 @@ pub(crate) fn pool_client(files: Option<PoolFiles>) -> anyhow::Result<Option<Arc
 mod tests {
     use super::*;
     use crate::local::EphemeralCa;
+    use crate::scripted::{self, ScriptedEngine};
     use axum::body::Body;
     use axum::http::Request;
     use lagoon_http::client::{Client, ClientConfig};
-    use lagoon_http::scripted::{self, ScriptedEngine};
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::time::Duration;
 

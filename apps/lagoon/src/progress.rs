@@ -54,15 +54,89 @@ fn on(target: ProgressDrawTarget, what: &str, total: u64, unit: Unit) -> Progres
 #[cfg(test)]
 mod tests {
     use super::*;
-    use indicatif::InMemoryTerm;
+    use indicatif::TermLike;
+    use std::io;
+    use std::sync::{Arc, Mutex};
+
+    /// A terminal in memory. indicatif's own needs a feature of it, with which the binary would be built twice.
+    #[derive(Clone)]
+    struct Screen(Arc<Mutex<vt100::Parser>>);
+
+    impl Screen {
+        fn new(rows: u16, columns: u16) -> Self {
+            Self(Arc::new(Mutex::new(vt100::Parser::new(rows, columns, 0))))
+        }
+
+        fn print(&self, text: &str) -> io::Result<()> {
+            self.0.lock().unwrap().process(text.as_bytes());
+            Ok(())
+        }
+
+        /// Moves the cursor `n` places in the direction of the control sequence that ends so.
+        fn go(&self, n: usize, end: char) -> io::Result<()> {
+            if n == 0 { Ok(()) } else { self.print(&format!("\x1b[{n}{end}")) }
+        }
+
+        /// Its lines without empty ones at the end.
+        fn contents(&self) -> String {
+            let parser = self.0.lock().unwrap();
+            let rows = parser.screen().rows(0, parser.screen().size().1);
+            let rows: Vec<String> = rows.map(|row| row.trim_end().to_owned()).collect();
+            rows.join("\n").trim_end_matches('\n').to_owned()
+        }
+    }
+
+    impl std::fmt::Debug for Screen {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("Screen")
+        }
+    }
+
+    impl TermLike for Screen {
+        fn width(&self) -> u16 {
+            self.0.lock().unwrap().screen().size().1
+        }
+
+        fn move_cursor_up(&self, n: usize) -> io::Result<()> {
+            self.go(n, 'A')
+        }
+
+        fn move_cursor_down(&self, n: usize) -> io::Result<()> {
+            self.go(n, 'B')
+        }
+
+        fn move_cursor_right(&self, n: usize) -> io::Result<()> {
+            self.go(n, 'C')
+        }
+
+        fn move_cursor_left(&self, n: usize) -> io::Result<()> {
+            self.go(n, 'D')
+        }
+
+        fn write_line(&self, line: &str) -> io::Result<()> {
+            self.print(&format!("{line}\r\n"))
+        }
+
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            self.print(text)
+        }
+
+        fn clear_line(&self) -> io::Result<()> {
+            self.print("\r\x1b[2K")
+        }
+
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
 
     /// The units, with the largest numbers that there are of them.
     const UNITS: [(Unit, u64); 4] =
         [(Unit::Bytes, 999_999_999_999), (Unit::Tokens, 1 << 22), (Unit::Requests, 1_000_000), (Unit::Instances, 64)];
 
     /// A bar halfway, on a terminal with so many columns.
-    fn halfway(columns: u16, what: &str, total: u64, unit: Unit) -> (InMemoryTerm, ProgressBar) {
-        let terminal = InMemoryTerm::new(6, columns);
+    fn halfway(columns: u16, what: &str, total: u64, unit: Unit) -> (Screen, ProgressBar) {
+        let terminal = Screen::new(6, columns);
         let bar = on(ProgressDrawTarget::term_like(Box::new(terminal.clone())), what, total, unit);
         bar.set_position(total / 2);
         bar.tick();

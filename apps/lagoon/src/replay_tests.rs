@@ -2,9 +2,9 @@
 
 use super::*;
 use crate::gateway::tests::{backend, broken_server, complete, dead, gateway_with, reserve_address};
+use crate::scripted::{self, ScriptedEngine, Step};
 use crate::upstreams::Backends;
 use lagoon_cluster::dispatch::{self, Mode};
-use lagoon_http::scripted::{self, ScriptedEngine, Step};
 use lagoon_types::{FinishReason, GenerateRequest, RequestError};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

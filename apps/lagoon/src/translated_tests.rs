@@ -3,7 +3,7 @@
 use crate::gateway::tests::{backend, gateway_with};
 use crate::replay::ReplayLimits;
 use crate::replay::tests::{TEXT, cut_after, limits};
-use lagoon_http::scripted::{self, ScriptedEngine};
+use crate::scripted::{self, ScriptedEngine};
 use serde_json::{Value, json};
 use std::sync::Arc;
 

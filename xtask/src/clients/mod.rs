@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
+use crate::workspace;
 use pool::Pool;
 use venv::Set;
 
@@ -101,7 +102,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<bool> {
         ensure!(CLIENTS.iter().any(|client| client.name == name), "there is no client {name}\nhint: {}", names());
     }
     let started = Instant::now();
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir));
+    let target = workspace::target(root);
     let place = Place { root, folder: target.join("clients"), target: &target };
     let chosen: Vec<&Client> = CLIENTS.iter().filter(|client| outcome_before(client, options).is_none()).collect();
     let pythons = pythons(&place, &chosen)?;

@@ -15,6 +15,7 @@ mod docs;
 mod documented;
 mod exceptions;
 mod families;
+mod features;
 mod files;
 mod layers;
 mod limits;
@@ -37,6 +38,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     findings.extend(documented::check(root)?);
     findings.extend(deny::findings(root, &graph)?);
     findings.extend(skips::dead(root)?);
+    findings.extend(features::check(root)?);
     let text = std::fs::read_to_string(root.join("xtask/tidy.toml")).context("read xtask/tidy.toml")?;
     let listed = exceptions::parse(&text)?;
     let remaining = exceptions::apply(&listed, findings);
