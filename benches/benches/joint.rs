@@ -15,15 +15,15 @@
 
 use anyhow::{Context as _, Result, ensure};
 use clap::Parser;
-use lagoon_benches::cluster::{Lagoon, Process, TIMEOUT, get, number, request, status};
+use lagoon_benches::cluster::{Lagoon, number};
 use lagoon_benches::measure::{commit, device, hardware_threads, median};
 use lagoon_benches::pace::Pace;
+use lagoon_benches::pool::{self, Pool};
 use lagoon_plot::{Panel, Series};
 use serde::Serialize;
-use serde_json::{Value, json};
-use std::io::Read as _;
+use serde_json::json;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 #[derive(Parser)]
 struct Args {
@@ -56,14 +56,8 @@ struct Args {
     bench: bool,
 }
 
-const BLOCK_TOKENS: u32 = 32;
 /// Modelled tokens of a prompt for one real one.
 const SCALE: f64 = 8.0;
-
-struct Pool {
-    instances: Vec<Process>,
-    _gmanager: Process,
-}
 
 /// Prompts of one length, computed by one number of members.
 #[derive(Clone, Debug, Serialize)]
@@ -76,110 +70,68 @@ struct Point {
     /// Time over that of one member, and the fraction of the limit that it reaches.
     over_alone: f64,
     efficiency: f64,
+    /// What a member waited for others' partials while it had nothing to compute: the mean of members and prompts. The rest of the
+    /// time it computed, for itself or for others.
+    wait_ms: f64,
     /// Sent by all instances for a prompt, MiB.
     sent_mib: f64,
     /// Prompts that all members computed to the end.
     completed: u64,
 }
 
-impl Pool {
-    fn start(lagoon: &Lagoon, args: &Args, count: usize) -> Result<Self> {
-        let gmanager = lagoon.start("gm", &["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()])?;
-        let quic = gmanager.announced("quic")?.to_owned();
-        let longest = args.prompts.iter().max().context("a prompt")?;
-        let instance = |n: usize| {
-            let name = format!("i{n}");
-            let own = [
-                "serve".to_owned(),
-                lagoon.model.display().to_string(),
-                format!("--gmanager={quic}"),
-                format!("--name={name}"),
-                format!("--kv-tokens={}", longest + 4_096),
-                format!("--max-model-len={}", longest + 1_024),
-                format!("--block-tokens={BLOCK_TOKENS}"),
-                format!("--step-tokens={}", args.step_tokens),
-                format!("--prefill-instances={count}"),
-            ];
-            let rest = ["--http=127.0.0.1:0", "--backend=cpu", "--threads=1", "--prefix-cache=off", "--calibrate=off"];
-            lagoon.start(&name, &[&own[..], &rest.map(str::to_owned)].concat())
-        };
-        let instances = (0..count).map(instance).collect::<Result<Vec<_>>>()?;
-        let pool = Self { instances, _gmanager: gmanager };
-        let blocks = u64::from((longest + 4_096) / BLOCK_TOKENS) * (count as u64 - 1);
-        for at in 0..count {
-            let since = Instant::now();
-            while number(&status(pool.http(at)?)?, "/pool_blocks_total")? <= blocks {
-                ensure!(since.elapsed() < TIMEOUT, "the pool does not form");
-                std::thread::sleep(Duration::from_millis(20));
-            }
-        }
-        // Every instance's heartbeat is known to the gManager.
-        std::thread::sleep(Duration::from_millis(800));
-        Ok(pool)
-    }
-
-    fn http(&self, at: usize) -> Result<&str> {
-        self.instances[at].announced("http")
-    }
-
-    fn sent_mib(&self) -> Result<f64> {
-        let mut sum = 0.0;
-        for at in 0..self.instances.len() {
-            let text = get(self.http(at)?, "/metrics")?;
-            let lines = text.lines().filter(|line| line.starts_with("lagoon_wire_bytes_sent_total{"));
-            sum += lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum::<f64>();
-        }
-        Ok(sum / f64::from(1 << 20))
-    }
-
-    fn completed(&self) -> Result<u64> {
-        number(&status(self.http(0)?)?, "/joint/completed")
-    }
-
-    /// The time of a prompt at the first instance, in milliseconds, and its answer.
-    fn ask(&self, prompt: &[u32]) -> Result<(f64, String)> {
-        let body = json!({ "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": true });
-        let begun = Instant::now();
-        let mut text = String::new();
-        request(self.http(0)?, "POST /v1/completions", &body.to_string())?.read_to_string(&mut text)?;
-        let ms = begun.elapsed().as_secs_f64() * 1e3;
-        let (_, body) = text.split_once("\r\n\r\n").context("no body")?;
-        let reply: Value = serde_json::from_str(body).with_context(|| format!("an answer: {body:?}"))?;
-        let text = reply["choices"][0]["text"].as_str().with_context(|| format!("no answer: {reply}"))?;
-        Ok((ms, text.to_owned()))
-    }
-}
-
-/// Token ids that a seed determines, none of them special.
-fn prompt(count: u32, seed: u32) -> Vec<u32> {
-    let token = |i: u32| 5 + (i.wrapping_mul(2_654_435_761) ^ seed.wrapping_mul(40_503).wrapping_add(i >> 3)) % 1_000;
-    (0..count).map(token).collect()
+/// Starts the pool of `count` members.
+fn start(lagoon: &Lagoon, args: &Args, count: usize) -> Result<Pool> {
+    let longest = args.prompts.iter().max().context("a prompt")?;
+    let flags = [
+        format!("--max-model-len={}", longest + 1_024),
+        format!("--step-tokens={}", args.step_tokens),
+        format!("--prefill-instances={count}"),
+        "--prefix-cache=off".to_owned(),
+    ];
+    let pool = Pool::start(lagoon, count, longest + 4_096, &flags)?;
+    // Every instance's heartbeat is known to the gManager.
+    std::thread::sleep(Duration::from_millis(800));
+    Ok(pool)
 }
 
 fn measure(lagoon: &Lagoon, args: &Args, count: usize, answers: &mut Vec<String>) -> Result<Vec<Point>> {
-    let pool = Pool::start(lagoon, args, count)?;
+    const WAITS: &str = "lagoon_step_partials_wait_seconds_sum";
+    let pool = start(lagoon, args, count)?;
+    let completed = || number(&pool.status(0)?, "/joint/completed");
     let (mut points, mut at) = (Vec::new(), 0);
     for &tokens in &args.prompts {
-        let (mut all_ms, sent, completed) = (Vec::new(), pool.sent_mib()?, pool.completed()?);
+        let (mut all_ms, before, earlier) = (Vec::new(), pool.sent_mib(0..count)?, completed()?);
+        let waited = pool.sum(WAITS, 0..count)?;
         for run in 0..args.runs {
-            let (ms, text) = pool.ask(&prompt(tokens, run))?;
-            eprintln!("{count} members, {tokens} tokens: {ms:.0} ms");
+            let reply = pool.ask(0, &pool::tokens(tokens, run), 2)?;
+            eprintln!("{count} members, {tokens} tokens: {:.0} ms", reply.ms);
             match answers.get(at) {
-                Some(expected) => ensure!(*expected == text, "{count} members answer {text:?}, one {expected:?}"),
-                None => answers.push(text),
+                Some(expected) => {
+                    ensure!(*expected == reply.text, "{count} members answer {:?}, one {expected:?}", reply.text);
+                }
+                None => answers.push(reply.text),
             }
             at += 1;
-            all_ms.push(ms);
+            all_ms.push(reply.ms);
         }
-        let completed = pool.completed()? - completed;
+        let completed = completed()? - earlier;
         ensure!(
             count == 1 || completed == u64::from(args.runs),
             "{completed} of {} prompts were computed together",
             args.runs
         );
-        let (ms, sent_mib) = (median(all_ms.clone()), (pool.sent_mib()? - sent) / f64::from(args.runs));
-        let (over_alone, efficiency) = (0.0, 0.0);
-        points.push(Point { members: count, prompt: tokens, ms, all_ms, over_alone, efficiency, sent_mib, completed });
+        let runs = f64::from(args.runs);
+        points.push(Point {
+            members: count,
+            prompt: tokens,
+            ms: median(all_ms.clone()),
+            all_ms,
+            over_alone: 0.0,
+            efficiency: 0.0,
+            wait_ms: 1e3 * (pool.sum(WAITS, 0..count)? - waited) / (runs * count as f64),
+            sent_mib: (pool.sent_mib(0..count)? - before) / runs,
+            completed,
+        });
     }
     Ok(points)
 }
@@ -221,6 +173,8 @@ fn plot(points: &[Point], args: &Args, path: &Path) -> Result<()> {
     let panels = [
         panel("Time to first token", "s", &|of| of.ms / 1e3 / args.time),
         panel("Share of the limit", "time alone / members / time", &|of| of.efficiency),
+        panel("Waiting for partials", "s of a member", &|of| of.wait_ms / 1e3 / args.time),
+        panel("Computing", "s of a member", &|of| (of.ms - of.wait_ms) / 1e3 / args.time),
         panel("Exchange", "MiB sent", &|of| of.sent_mib),
     ];
     let svg = lagoon_plot::figure("A lone prompt, computed by several instances", &panels, 3)?;
@@ -254,10 +208,15 @@ fn main() -> Result<()> {
         println!("{result:#}");
         return Ok(());
     }
-    println!("{:>8}{:>9}{:>11}{:>12}{:>12}{:>11}", "members", "prompt", "ms", "over alone", "efficiency", "MiB sent");
+    println!(
+        "{:>8}{:>9}{:>11}{:>12}{:>12}{:>11}{:>11}",
+        "members", "prompt", "ms", "over alone", "efficiency", "waiting", "MiB sent"
+    );
     for point in &points {
-        let Point { members, prompt, ms, over_alone, efficiency, sent_mib, .. } = point;
-        println!("{members:>8}{prompt:>9}{ms:>11.0}{over_alone:>12.3}{efficiency:>12.2}{sent_mib:>11.1}");
+        let Point { members, prompt, ms, over_alone, efficiency, wait_ms, sent_mib, .. } = point;
+        println!(
+            "{members:>8}{prompt:>9}{ms:>11.0}{over_alone:>12.3}{efficiency:>12.2}{wait_ms:>11.0}{sent_mib:>11.1}"
+        );
     }
     Ok(())
 }

@@ -7,5 +7,6 @@ pub mod gpu_page;
 pub mod measure;
 pub mod model;
 pub mod pace;
+pub mod pool;
 pub mod quic;
 pub mod traces;
