@@ -8,6 +8,9 @@ each format: llama.cpp's own quantiser packs them. llama.cpp is measured in its 
 measured as its clients see it, with `lagoon serve FILE.gguf`: a streamed completion over HTTP. mistral.rs reads the
 dense one's Hugging Face directory in F16.
 
+`--sides lagoon-wgpu,llama.cpp-vulkan,llama.cpp-vulkan-fused` compares on the first Vulkan device instead (README.md); all layers
+are on it, and llama.cpp is refused where it would compute on the CPU.
+
 Printed are tokens per second, batch 1: of a prompt of that length, and of decoding after it (the median of several tokens),
 the median over rounds; and Lagoon's ratio to llama.cpp's better form. The machine should be otherwise idle.
 """
@@ -33,6 +36,7 @@ WARM_UP_TOKENS = 2
 PROCESS_SECONDS_MAX = 1800
 READY_SECONDS_MAX = 120
 SIDES = ("lagoon", "llama.cpp", "llama.cpp-fused", "mistral.rs")
+VULKAN_SIDES = ("lagoon-wgpu", "llama.cpp-vulkan", "llama.cpp-vulkan-fused")
 
 
 def token(i):
@@ -40,10 +44,12 @@ def token(i):
     return make_model.FIRST_WORD + (i * 7919) % (make_model.SHAPE["vocab_size"] - make_model.FIRST_WORD)
 
 
-def llama_cpp(file, args, fused_attention):
+def llama_cpp(file, args, fused_attention, vulkan):
     """llama.cpp, token by token through its Python binding."""
     import llama_cpp
 
+    if vulkan and not llama_cpp.llama_supports_gpu_offload():
+        raise RuntimeError("llama.cpp has no Vulkan device\nhint: README.md says how its library is built")
     llm = llama_cpp.Llama(
         str(file),
         n_ctx=max(args.contexts) + args.decode_tokens + WARM_UP_TOKENS + 8,
@@ -51,6 +57,7 @@ def llama_cpp(file, args, fused_attention):
         n_ubatch=512,
         n_threads=args.threads,
         n_threads_batch=args.threads,
+        n_gpu_layers=-1 if vulkan else 0,
         flash_attn=fused_attention,
         verbose=False,
     )
@@ -133,12 +140,12 @@ def complete(port, prompt, tokens):
     return times[0] - start, [b - a for a, b in zip(times, times[1:])]
 
 
-def lagoon(file, args):
+def lagoon(file, args, backend):
     """`lagoon serve`, through its endpoint."""
     port = free_port()
     room = 2 * (max(args.contexts) + args.decode_tokens + WARM_UP_TOKENS + 64)
     command = [args.lagoon, "serve", file, "--http", f"127.0.0.1:{port}", "--threads", args.threads]
-    command += ["--kv-tokens", room, "--prefix-cache", "off", "--backend", "cpu"]
+    command += ["--kv-tokens", room, "--prefix-cache", "off", "--backend", backend]
     server = subprocess.Popen([str(part) for part in command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         wait_until_ready(server, port)
@@ -214,16 +221,19 @@ def run_here(side, model, form, args):
     if side == "mistral.rs":
         return mistral_rs(args.directory / "hf", args)
     file = pack(args.directory, model, form)
-    if side == "lagoon":
-        return lagoon(file, args)
-    return llama_cpp(file, args, fused_attention=side == "llama.cpp-fused")
+    if side.startswith("lagoon"):
+        return lagoon(file, args, "wgpu" if side in VULKAN_SIDES else "cpu")
+    return llama_cpp(file, args, fused_attention=side.endswith("-fused"), vulkan=side in VULKAN_SIDES)
 
 
 def run_apart(side, model, form, args):
     """Measure one side in a process of its own, so that no side's threads or memory are there during another's run."""
-    command = [sys.executable, __file__, "--only", side, model, form, *args.original]
+    python = args.vulkan_python if side in VULKAN_SIDES and side.startswith("llama.cpp") else sys.executable
+    command = [str(python), __file__, "--only", side, model, form, *args.original]
     # Both read the number of threads from the environment where no argument sets it.
     environment = {**os.environ, "RAYON_NUM_THREADS": str(args.threads), "OMP_NUM_THREADS": str(args.threads)}
+    # llama.cpp takes no device that computes on the CPU, as llvmpipe does, unless it is named.
+    environment.setdefault("GGML_VK_VISIBLE_DEVICES", "0")
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment, timeout=PROCESS_SECONDS_MAX
@@ -248,9 +258,10 @@ def merged(runs):
 
 def ratios(sides):
     """Lagoon's rates over those of llama.cpp's better form, for each context."""
-    ours = sides.get("lagoon", {}).get("contexts", {})
-    theirs = [side["contexts"] for name, side in sides.items() if name.startswith("llama.cpp") and "contexts" in side]
-    if not theirs or len(theirs) < sum(name.startswith("llama.cpp") for name in sides):
+    ours = next((side.get("contexts", {}) for name, side in sides.items() if name.startswith("lagoon")), {})
+    forms = [side for name, side in sides.items() if name.startswith("llama.cpp")]
+    theirs = [side["contexts"] for side in forms if "contexts" in side]
+    if not theirs or len(theirs) < len(forms):
         return {}  # a form failed: what is left may not be the better one
     return {
         context: {
@@ -289,6 +300,12 @@ def parse_args():
     parser.add_argument("--formats", default="F16,Q8_0,Q4_K_M", help="llama.cpp's names of formats")
     parser.add_argument("--contexts", type=numbers, default="512,4096,16384", help="prompt lengths in tokens, ascending")
     parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument(
+        "--vulkan-python",
+        type=pathlib.Path,
+        default=ROOT / "target" / "peers" / "venv-vulkan" / "bin" / "python",
+        help="of the virtual environment whose llama.cpp is built with Vulkan",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="times that each side is measured, in turn")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--decode-tokens", type=int, default=24, help="tokens decoded at each context")
@@ -302,6 +319,11 @@ def parse_args():
     parser.add_argument("--json", type=pathlib.Path, help="also write the whole report here")
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    sides = args.sides.split(",")
+    if unknown := [side for side in sides if side not in SIDES + VULKAN_SIDES]:
+        parser.error(f"no side is called {unknown[0]} (there are {', '.join(SIDES + VULKAN_SIDES)})")
+    if len({side in VULKAN_SIDES for side in sides}) > 1:
+        parser.error("sides on the CPU and on Vulkan are compared in two runs")
     args.original = sys.argv[1:]
     return args
 
