@@ -9,6 +9,7 @@
 pub mod access;
 mod answer;
 pub mod bodies;
+mod chats;
 pub mod client;
 mod client_addr;
 mod constraints;

@@ -23,22 +23,21 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("reasoning", Neutral::Null),
 ];
 
-/// Parses `messages`: at least one and at most [`MESSAGES_MAX`], text only.
-pub(crate) fn take(fields: &mut Fields<'_>) -> Result<Vec<ChatMessage>, ApiError> {
-    let list = required(fields, "messages")?;
+/// Parses the messages of a chat, in the field `name`: at least one and at most [`MESSAGES_MAX`], text only.
+pub(crate) fn list(name: &str, list: Json<'_>) -> Result<Vec<ChatMessage>, ApiError> {
     if list.kind() != Kind::List {
-        return Err(wrong_type("messages", "a list of messages", list));
+        return Err(wrong_type(name, "a list of messages", list));
     }
     if list.is_empty() {
-        return Err(ApiError::field("messages", "invalid_value", "the field `messages` must not be empty"));
+        return Err(ApiError::field(name, "invalid_value", format!("the field `{name}` must not be empty")));
     }
     let count = list.items().count();
     if count > MESSAGES_MAX {
-        return Err(too_many("messages", count, MESSAGES_MAX));
+        return Err(too_many(name, count, MESSAGES_MAX));
     }
     // Of the arguments of all calls together: as a tree they take several times their bytes.
     let mut bytes_left = TEMPLATE_FIELD_BYTES_MAX;
-    let one = |(index, item)| message(&format!("messages[{index}]"), item, &mut bytes_left);
+    let one = |(index, item)| message(&format!("{name}[{index}]"), item, &mut bytes_left);
     list.items().enumerate().map(one).collect()
 }
 

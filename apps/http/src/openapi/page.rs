@@ -96,6 +96,7 @@ fn values(of: &Of) -> String {
         Of::Ids => "list of token ids".to_owned(),
         Of::Object => "object".to_owned(),
         Of::ObjectList => "list of objects".to_owned(),
+        Of::Chats => "list of lists of objects".to_owned(),
         Of::Prompt => "string or token ids, or a list of them".to_owned(),
         Of::Any => String::new(),
     }

@@ -2,7 +2,7 @@
 
 use super::{OPERATIONS, TRANSLATED, document, tables};
 use crate::{
-    Caller, embeddings,
+    Caller, chats, embeddings,
     fields::asked,
     generations, llama_cpp,
     scripted::{self, ScriptedEngine},
@@ -46,6 +46,7 @@ fn requests(path: &str) -> Vec<Value> {
     let chat = json!([{"role": "user", "content": "a"}]);
     match path {
         "/v1/chat/completions" | "/apply-template" => vec![json!({"messages": chat})],
+        "/v1/chat/completions/batch" => vec![json!({"messages": [chat]})],
         "/v1/completions" | "/completion" | "/completions" => vec![json!({"prompt": "a"})],
         "/v1/embeddings" => vec![json!({"input": "a"})],
         "/tokenize" => vec![json!({"prompt": "a"}), json!({"messages": chat}), json!({"content": "a"})],
@@ -58,7 +59,8 @@ fn requests(path: &str) -> Vec<Value> {
 fn take(state: &ServerState, path: &str, body: Bytes) {
     let (asker, caller) = (Asker::staying(), Caller::default());
     let error = match path {
-        "/v1/chat/completions" => generations::chat_prompt(state, body, false, caller, &asker).err(),
+        "/v1/chat/completions" => chats::chat_prompt(state, body, false, caller, &asker).err(),
+        "/v1/chat/completions/batch" => chats::batch_prompts(state, &body, false, caller, &asker).err(),
         "/v1/completions" => generations::prompts(state, body, false, caller, &asker).err(),
         "/v1/embeddings" => embeddings::ask_of(state, body, "", &asker).err(),
         "/completion" | "/completions" => llama_cpp::ask(state, body, false, caller, &asker).err(),
