@@ -1,7 +1,7 @@
 //! Turns the pieces of a request's sequences into its response: one JSON object, or server-sent events.
 //!
 //! Every chunk of a stream carries something: the role is in a sequence's first chunk, and the finish reason in its
-//! last one, which has no text unless some was held back.
+//! last one, which has no calls, and no text unless some was held back.
 
 use crate::{
     error::ApiError,

@@ -35,13 +35,21 @@ pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("audio", Neutral::Null),
     ("store", Neutral::Bool(false)),
     ("service_tier", Neutral::Text(&["auto", "default"])),
-    ("verbosity", Neutral::Null),
+    ("verbosity", Neutral::Text(&["medium"])),
     ("prediction", Neutral::Null),
     ("web_search_options", Neutral::Null),
     ("chat_template", Neutral::Null),
     ("continue_final_message", Neutral::Bool(false)),
     ("add_special_tokens", Neutral::Bool(false)),
     ("echo", Neutral::Bool(false)),
+    // Reasoning is always a field of its own.
+    ("include_reasoning", Neutral::Bool(true)),
+    ("separate_reasoning", Neutral::Bool(true)),
+    ("stream_reasoning", Neutral::Bool(true)),
+    ("documents", Neutral::Empty),
+    ("mm_processor_kwargs", Neutral::Empty),
+    ("media_io_kwargs", Neutral::Empty),
+    ("moderation", Neutral::Null),
 ];
 
 /// Fields of a chat that a batch takes with values that change nothing.

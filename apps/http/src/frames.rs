@@ -97,12 +97,11 @@ impl<S: Streamed> Frames<S> {
             None => self.pieces.next().await,
         };
         match piece {
-            Some(Ok(piece)) => {
-                let tokens = piece.tokens.iter().map(|token| token.id).collect();
-                let entry = Entry::SentTokens { index: piece.index, tokens, finished: piece.finish.is_some() };
-                // First: the report has its tokens.
-                let event = frame(&self.response.event(piece));
-                Some((self.lines(&entry) + &event, Some(self)))
+            Some(Ok(mut piece)) => {
+                let end = piece.end_behind_calls();
+                let mut frames = self.frame(piece, end.is_some());
+                end.into_iter().for_each(|end| frames.push_str(&self.frame(end, true)));
+                Some((frames, Some(self)))
             }
             Some(Err(Failure { error, again })) => {
                 tracing::warn!(id = %self.response.id(), %error, "a stream failed");
@@ -119,6 +118,15 @@ impl<S: Streamed> Frames<S> {
                 }
             }
         }
+    }
+
+    /// A piece's event behind its journal lines; `ends`: nothing but the sequence's end comes after it.
+    fn frame(&mut self, piece: Piece, ends: bool) -> String {
+        let tokens = piece.tokens.iter().map(|token| token.id).collect();
+        let entry = Entry::SentTokens { index: piece.index, tokens, finished: ends || piece.finish.is_some() };
+        // First: the report has its tokens.
+        let event = frame(&self.response.event(piece));
+        self.lines(&entry) + &event
     }
 
     /// The journal lines of the next event; empty without a journal.

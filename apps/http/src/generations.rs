@@ -34,7 +34,7 @@ use tokio::sync::mpsc;
 /// Default length of a completion, in tokens, as in vLLM and OpenAI's API.
 const COMPLETION_TOKENS_DEFAULT: u32 = 16;
 
-pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[("suffix", Neutral::Empty)];
+pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[("suffix", Neutral::Empty), ("prompt_embeds", Neutral::Null)];
 
 /// `POST /v1/completions`.
 pub(crate) async fn completions(

@@ -6,7 +6,7 @@ use crate::{
     json::{Json, Kind},
     limits::{MESSAGE_CALLS_MAX, MESSAGES_MAX, TEMPLATE_FIELD_BYTES_MAX},
     params::{required, too_many},
-    tools::{function_name_of, function_type},
+    tools::{CACHE_CONTROL, function_name_of, function_type},
 };
 use lagoon_text::{ChatMessage, Content, ToolCall};
 use serde_json::{Map, Value};
@@ -21,6 +21,11 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("function_call", Neutral::Null),
     ("reasoning_content", Neutral::Null),
     ("reasoning", Neutral::Null),
+    // As LiteLLM and OpenRouter write them.
+    ("provider_specific_fields", Neutral::Any),
+    ("reasoning_details", Neutral::Empty),
+    ("thinking_blocks", Neutral::Empty),
+    ("images", Neutral::Empty),
 ];
 
 /// Parses the messages of a chat, in the field `name`: at least one and at most [`MESSAGES_MAX`], text only.
@@ -75,6 +80,7 @@ fn message(path: &str, item: Json<'_>, bytes_left: &mut usize) -> Result<ChatMes
     }
     message.name = fields.string("name")?;
     fields.neutral(UNSUPPORTED)?;
+    fields.neutral(CACHE_CONTROL)?;
     fields.finish()?;
     Ok(message)
 }
@@ -152,6 +158,7 @@ fn text_part(path: &str, part: Json<'_>) -> Result<String, ApiError> {
         None => return Err(crate::fields::missing(&name)),
     }
     let text = fields.string("text")?.ok_or_else(|| crate::fields::missing(&fields.name("text")))?;
+    fields.neutral(CACHE_CONTROL)?;
     fields.finish()?;
     Ok(text)
 }

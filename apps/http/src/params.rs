@@ -99,6 +99,15 @@ pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("use_beam_search", Neutral::Bool(false)),
     ("early_stopping", Neutral::Bool(false)),
     ("spaces_between_special_tokens", Neutral::Bool(true)),
+    ("return_tokens_as_token_ids", Neutral::Bool(false)),
+    ("guided_decoding_backend", Neutral::Null),
+    ("guided_whitespace_pattern", Neutral::Null),
+    ("structural_tag", Neutral::Null),
+    ("logits_processors", Neutral::Empty),
+    ("kv_transfer_params", Neutral::Empty),
+    ("vllm_xargs", Neutral::Empty),
+    ("thinking_token_budget", Neutral::Null),
+    ("repetition_detection", Neutral::Null),
 ];
 
 impl Params {

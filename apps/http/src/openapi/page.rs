@@ -74,8 +74,7 @@ fn rows(body: &Body) -> impl Iterator<Item = Row> {
         note: field.note,
     });
     let neutral = body.neutral().map(|(name, neutral)| Row::neutral(name.to_owned(), neutral, ""));
-    let refused = body.refused.iter().map(|name| Row::neutral((*name).to_owned(), Neutral::Null, ""));
-    supported.chain(neutral).chain(refused)
+    supported.chain(neutral)
 }
 
 fn values(of: &Of) -> String {

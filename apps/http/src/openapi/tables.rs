@@ -173,8 +173,6 @@ pub(crate) struct Body {
     pub(crate) narrowed: Neutrals,
     pub(crate) neutral: &'static [Neutrals],
     pub(crate) required: &'static [&'static str],
-    /// Fields of OpenAI's, vLLM's and llama.cpp's servers that are refused whatever their value.
-    pub(crate) refused: &'static [&'static str],
 }
 
 impl Body {
@@ -191,53 +189,6 @@ impl Body {
     }
 }
 
-const REFUSED: &[&str] = &[
-    "guided_decoding_backend",
-    "guided_whitespace_pattern",
-    "structural_tag",
-    "logits_processors",
-    "kv_transfer_params",
-    "vllm_xargs",
-    "return_tokens_as_token_ids",
-    "thinking_token_budget",
-    "repetition_detection",
-];
-const REFUSED_CHAT: &[&str] = &[
-    "guided_decoding_backend",
-    "guided_whitespace_pattern",
-    "structural_tag",
-    "logits_processors",
-    "kv_transfer_params",
-    "vllm_xargs",
-    "return_tokens_as_token_ids",
-    "thinking_token_budget",
-    "repetition_detection",
-    "documents",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "include_reasoning",
-    "moderation",
-];
-const REFUSED_COMPLETIONS: &[&str] = &[
-    "guided_decoding_backend",
-    "guided_whitespace_pattern",
-    "structural_tag",
-    "logits_processors",
-    "kv_transfer_params",
-    "vllm_xargs",
-    "return_tokens_as_token_ids",
-    "repetition_detection",
-    "prompt_embeds",
-];
-const REFUSED_EMBEDDINGS: &[&str] = &[
-    "chat_template",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "softmax",
-    "bytes_only",
-];
-
 /// Every route that takes a body.
 pub(crate) const BODIES: &[Body] = &[
     Body {
@@ -246,7 +197,6 @@ pub(crate) const BODIES: &[Body] = &[
         narrowed: &[],
         neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, chats::UNSUPPORTED, CHAT_TIMINGS],
         required: &["messages"],
-        refused: REFUSED_CHAT,
     },
     Body {
         path: "/v1/chat/completions/batch",
@@ -254,7 +204,6 @@ pub(crate) const BODIES: &[Body] = &[
         narrowed: chats::UNSUPPORTED_IN_BATCH,
         neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, chats::UNSUPPORTED, CHAT_TIMINGS],
         required: &["messages"],
-        refused: REFUSED_CHAT,
     },
     Body {
         path: "/v1/completions",
@@ -262,7 +211,6 @@ pub(crate) const BODIES: &[Body] = &[
         narrowed: &[],
         neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, generations::UNSUPPORTED],
         required: &["prompt"],
-        refused: REFUSED_COMPLETIONS,
     },
     Body {
         path: "/v1/embeddings",
@@ -270,7 +218,6 @@ pub(crate) const BODIES: &[Body] = &[
         narrowed: &[],
         neutral: &[embeddings::UNSUPPORTED],
         required: &["input"],
-        refused: REFUSED_EMBEDDINGS,
     },
     Body {
         path: "/completion",
@@ -278,7 +225,6 @@ pub(crate) const BODIES: &[Body] = &[
         narrowed: &[],
         neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, llama_cpp::UNREPORTED],
         required: &["prompt"],
-        refused: REFUSED,
     },
     Body {
         path: "/completions",
@@ -286,7 +232,6 @@ pub(crate) const BODIES: &[Body] = &[
         narrowed: &[],
         neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, llama_cpp::UNREPORTED],
         required: &["prompt"],
-        refused: REFUSED,
     },
     Body {
         path: "/tokenize",
@@ -294,16 +239,14 @@ pub(crate) const BODIES: &[Body] = &[
         narrowed: &[],
         neutral: &[TEMPLATES, TOKENIZE_NEUTRAL],
         required: &[],
-        refused: &[],
     },
-    Body { path: "/detokenize", fields: &[DETOKENIZE], narrowed: &[], neutral: &[], required: &["tokens"], refused: &[] },
+    Body { path: "/detokenize", fields: &[DETOKENIZE], narrowed: &[], neutral: &[], required: &["tokens"] },
     Body {
         path: "/apply-template",
         fields: &[APPLY, TOOLS],
         narrowed: &[],
         neutral: &[TEMPLATES],
         required: &["messages"],
-        refused: &[],
     },
 ];
 

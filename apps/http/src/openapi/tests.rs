@@ -3,7 +3,7 @@
 use super::{OPERATIONS, TRANSLATED, document, tables};
 use crate::{
     Caller, chats, embeddings,
-    fields::asked,
+    fields::{Neutral, asked},
     generations, llama_cpp,
     scripted::{self, ScriptedEngine},
     server,
@@ -94,18 +94,26 @@ async fn every_field_that_a_handler_asks_for_is_described() {
 }
 
 #[tokio::test]
-async fn fields_listed_as_refused_are() {
+async fn fields_listed_as_refused_are_but_for_null() {
     let base = scripted::spawn(scripted::state(ScriptedEngine::saying("ok"))).await;
     let http = reqwest::Client::new();
     for body in tables::BODIES {
-        for name in body.refused {
-            assert!(!body.supported().any(|field| field.name == *name), "{}: {name}", body.path);
-            let mut request = requests(body.path).remove(0);
-            request[*name] = json!({"a": 1});
-            let reply = http.post(format!("{base}{}", body.path)).json(&request).send().await.unwrap();
-            let error: Value = reply.json().await.unwrap();
-            assert_eq!(error["error"]["code"], "unsupported_parameter", "{} {name}: {error}", body.path);
-            assert_eq!(error["error"]["param"], *name, "{}", body.path);
+        for (name, neutral) in body.neutral() {
+            let mut taken = 0;
+            for mut request in requests(body.path) {
+                let mut post = async |value: Value| {
+                    request[name] = value;
+                    let reply = http.post(format!("{base}{}", body.path)).json(&request).send().await.unwrap();
+                    (reply.status().as_u16(), reply.json::<Value>().await.unwrap())
+                };
+                if !matches!(neutral, Neutral::Any) {
+                    let (status, reply) = post(json!({"a": 1})).await;
+                    let found = (status, &reply["error"]["code"], &reply["error"]["param"]);
+                    assert_eq!(found, (400, &json!("unsupported_parameter"), &json!(name)), "{}: {reply}", body.path);
+                }
+                taken += usize::from(post(Value::Null).await.0 == 200);
+            }
+            assert!(taken > 0, "{} {name}", body.path);
         }
     }
 }
