@@ -200,7 +200,7 @@ pub(crate) async fn generate(state: &ServerState, ready: Ready) -> Result<Respon
     let Ready { ask, params, info } = ready;
     let stream = params.stream;
     let answer = answer(state, ask, params, &output, info.model_id);
-    if stream { frames::respond(answer, running, state.limits.headers_hold).await } else { answer.whole(running).await }
+    if stream { frames::respond(answer, running, &state.limits).await } else { answer.whole(running).await }
 }
 
 /// Checks a request and submits all of its sequences. Returns their tokens that another server has sent, and the rest.

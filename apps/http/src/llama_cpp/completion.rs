@@ -49,7 +49,7 @@ pub(crate) async fn completion(
     let (output, pieces) = start(&state, &asked.ready)?;
     let stream = asked.ready.params.stream;
     let answer = Answer::new(&state, asked, &output);
-    if stream { frames::respond(answer, pieces, state.limits.headers_hold).await } else { answer.whole(pieces).await }
+    if stream { frames::respond(answer, pieces, &state.limits).await } else { answer.whole(pieces).await }
 }
 
 pub(crate) fn ask(
