@@ -110,7 +110,9 @@ fn conversation(place: &str, key: &str, bytes: usize) -> (Value, String) {
     let sentences: Vec<&str> = prose.split(". ").filter(|sentence| !sentence.contains("pass key")).collect();
     let prose = sentences.join(". ");
     let (before, after) = prose[..bytes].split_at(prose[..bytes / 2].rfind(". ").unwrap() + 2);
-    let text = format!("{before}The pass key for the {place} is {key}. {after}\nQuestion: what is the pass key for the {place}?");
+    let text = format!(
+        "{before}The pass key for the {place} is {key}. {after}\nQuestion: what is the pass key for the {place}?"
+    );
     (json!([{"role": "user", "content": text}]), format!(" {key}\n"))
 }
 

@@ -174,9 +174,9 @@ fn take_sampling(fields: &mut Fields<'_>, defaults: &GenerationDefaults) -> Resu
         let message = "the field `top_p` must be greater than 0 and at most 1";
         return Err(ApiError::field("top_p", "invalid_value", message));
     }
-    let seed = fields.take("seed").map(|value| {
-        seed_of(value).ok_or_else(|| wrong_type("seed", "an integer of 64 bits", value))
-    });
+    let seed = fields
+        .take("seed")
+        .map(|value| seed_of(value).ok_or_else(|| wrong_type("seed", "an integer of 64 bits", value)));
     let seed = seed.transpose()?;
     let sampling = SamplingParams {
         temperature: fields.number("temperature", (0.0, 100.0))?.unwrap_or(temperature),

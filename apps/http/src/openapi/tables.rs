@@ -96,9 +96,7 @@ const TOOLS: &[Field] = &[
     field("add_generation_prompt", Of::Bool, "the prompt opens the answer; true by default"),
 ];
 
-const CHAT: &[Field] = &[
-    field("messages", Of::ObjectList, "the chat"),
-];
+const CHAT: &[Field] = &[field("messages", Of::ObjectList, "the chat")];
 
 const BATCH: &[Field] = &[field("messages", Of::Chats, "up to 128 chats")];
 

@@ -57,7 +57,8 @@ async fn every_conversation_is_answered_as_it_is_alone() {
         assert_eq!(batch["choices"][index], choice);
     }
     let of = |name: &str| batch["usage"].pointer(name).and_then(Value::as_u64).unwrap();
-    let found = ["/prompt_tokens", "/completion_tokens", "/total_tokens", "/prompt_tokens_details/cached_tokens"].map(of);
+    let found =
+        ["/prompt_tokens", "/completion_tokens", "/total_tokens", "/prompt_tokens_details/cached_tokens"].map(of);
     assert_eq!(found, usage);
 }
 

@@ -93,7 +93,12 @@ async fn a_compressed_body_is_refused_as_such() {
         for (encoding, expected) in [("gzip", 415), ("identity", 400)] {
             let request = client.http.post(client.url(path)).header("content-encoding", encoding).body("{");
             let reply = Reply::of(request.send().await.unwrap()).await;
-            assert_eq!((reply.status, reply.text.contains("gzip")), (expected, encoding == "gzip"), "{path}: {}", reply.text);
+            assert_eq!(
+                (reply.status, reply.text.contains("gzip")),
+                (expected, encoding == "gzip"),
+                "{path}: {}",
+                reply.text
+            );
         }
     }
 }

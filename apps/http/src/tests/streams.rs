@@ -128,10 +128,17 @@ async fn headers_do_not_wait_for_a_slow_first_token() {
 /// A long prompt's stream is silent for minutes.
 #[tokio::test]
 async fn a_silent_stream_has_comments() {
-    let engine = || ScriptedEngine::new(|_| {
-        let finish = Step::Finish(FinishReason::Stop);
-        Ok(vec![Step::Wait(Duration::from_millis(400)), Step::Token(97), Step::Wait(Duration::from_millis(400)), finish])
-    });
+    let engine = || {
+        ScriptedEngine::new(|_| {
+            let finish = Step::Finish(FinishReason::Stop);
+            Ok(vec![
+                Step::Wait(Duration::from_millis(400)),
+                Step::Token(97),
+                Step::Wait(Duration::from_millis(400)),
+                finish,
+            ])
+        })
+    };
     let chat = json!([{"role": "user", "content": "hi"}]);
     for (path, body) in [
         ("/v1/chat/completions", json!({"messages": chat})),

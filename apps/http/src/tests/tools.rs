@@ -96,7 +96,10 @@ async fn the_end_stands_in_a_chunk_behind_the_calls() {
         let end = &chunks[chunks.len() - 2]["choices"][0];
         assert_eq!((&end["delta"], &end["finish_reason"]), (&json!({}), &json!("tool_calls")));
         assert_eq!(end["stop_reason"], stop);
-        assert_eq!(chunks.last().unwrap()["usage"]["completion_tokens"], text.find('#').map_or(text.len() + 1, |at| at + 1));
+        assert_eq!(
+            chunks.last().unwrap()["usage"]["completion_tokens"],
+            text.find('#').map_or(text.len() + 1, |at| at + 1)
+        );
     }
 }
 
