@@ -104,14 +104,14 @@ async fn fields_listed_as_refused_are_but_for_null() {
                 let mut post = async |value: Value| {
                     request[name] = value;
                     let reply = http.post(format!("{base}{}", body.path)).json(&request).send().await.unwrap();
-                    (reply.status().as_u16(), reply.json::<Value>().await.unwrap())
+                    reply.json::<Value>().await.unwrap()["error"].take()
                 };
                 if !matches!(neutral, Neutral::Any) {
-                    let (status, reply) = post(json!({"a": 1})).await;
-                    let found = (status, &reply["error"]["code"], &reply["error"]["param"]);
-                    assert_eq!(found, (400, &json!("unsupported_parameter"), &json!(name)), "{}: {reply}", body.path);
+                    let error = post(json!({"a": 1})).await;
+                    let found = (&error["code"], &error["param"]);
+                    assert_eq!(found, (&json!("unsupported_parameter"), &json!(name)), "{}: {error}", body.path);
                 }
-                taken += usize::from(post(Value::Null).await.0 == 200);
+                taken += usize::from(post(Value::Null).await["code"] != "unsupported_parameter");
             }
             assert!(taken > 0, "{} {name}", body.path);
         }

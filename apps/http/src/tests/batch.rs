@@ -7,13 +7,14 @@ use std::sync::Arc;
 
 const PATH: &str = "/v1/chat/completions/batch";
 
-/// An engine that repeats what the prompt says behind its last `<user>` or `user: `, ended by a line break.
+/// An engine that repeats what the prompt's last user says, as reasoning and as the answer.
 fn echo() -> Arc<ScriptedEngine> {
     ScriptedEngine::new(|request| {
         let bytes: Vec<u8> = request.prompt.iter().filter_map(|id| u8::try_from(*id).ok()).collect();
         let prompt = String::from_utf8(bytes).unwrap();
-        let asked = prompt.rsplit(['>', ' ']).find_map(|part| part.split_once('\n')).unwrap().0;
-        let mut steps = say(&format!("{asked}</think>{asked}."), request);
+        let (_, said) = prompt.rsplit_once("user").unwrap();
+        let said = said.trim_start_matches([':', '>', ' ']).split(['<', '\n']).next().unwrap();
+        let mut steps = say(&format!("{said}</think>{said}."), request);
         steps.insert(0, Step::Cached(2));
         Ok(steps)
     })
@@ -125,7 +126,7 @@ async fn what_a_batch_has_not_is_refused_by_name() {
 async fn a_wrong_conversation_is_named_and_nothing_is_computed() {
     let engine = echo();
     let client = Client::of(engine.clone()).await;
-    let long = chat(&"a".repeat(600));
+    let long = chat(&"a".repeat(100_000));
     for (messages, param, words) in [
         (json!([]), "messages", "must not be empty"),
         (json!("a"), "messages", "a list of conversations"),
@@ -134,7 +135,7 @@ async fn a_wrong_conversation_is_named_and_nothing_is_computed() {
         (json!(vec![chat("a"); 129]), "messages", "129 entries, but at most 128"),
         (json!([chat("a"), [{"role": "x", "content": "a"}]]), "messages[1][0].role", "`x`"),
         (json!([chat("a"), chat("refuse me")]), "messages[1]", "not this"),
-        (json!([chat("a"), long]), "messages[1]", "600"),
+        (json!([chat("a"), long]), "messages[1]", "bytes"),
     ] {
         let reply = client.post(PATH, json!({"messages": messages})).await;
         let error = &reply.json()["error"];

@@ -36,7 +36,8 @@ fn collected(reply: &Reply) -> Value {
     let (mut content, mut reasoning, mut calls, mut finish) = (String::new(), String::new(), Vec::new(), Value::Null);
     for line in reply.text.lines().filter_map(|line| line.strip_prefix("data: ")).filter(|line| *line != "[DONE]") {
         let chunk: Value = serde_json::from_str(line).unwrap();
-        let choice = &chunk["choices"][0];
+        // The last chunk may have the usage alone.
+        let Some(choice) = chunk["choices"].get(0) else { continue };
         content.push_str(choice["delta"]["content"].as_str().unwrap_or_default());
         reasoning.push_str(choice["delta"]["reasoning_content"].as_str().unwrap_or_default());
         for call in choice["delta"]["tool_calls"].as_array().into_iter().flatten() {
