@@ -92,6 +92,45 @@ def tool_choice():
     is_valid(arguments)
 
 
+class Gate(BaseModel):
+    """Reports a gate."""
+
+    gate: State
+    checked: bool
+
+
+def streams_of_helpers():
+    """The client collects and parses what is streamed."""
+    options = {"model": pool.MODEL, "temperature": 0, "max_tokens": 200, "logit_bias": DENSE}
+    messages, _ = pool.long_chat()
+    with client.chat.completions.stream(**options, messages=messages, response_format=Gate) as events:
+        kinds = {event.type for event in events}
+        final = events.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= kinds, kinds
+    assert isinstance(final.choices[0].message.parsed, Gate), final
+    tool = {"tools": [openai.pydantic_function_tool(Gate)], "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**options, messages=messages, **tool) as events:
+        kinds = {event.type for event in events}
+        final = events.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds, kinds
+    [call] = final.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Gate), final
+    whole = client.chat.completions.parse(**options, messages=messages, **tool)
+    pool.equal(whole.choices[0].message.tool_calls[0].function.parsed_arguments, call.function.parsed_arguments)
+
+
+def responses_parsed():
+    # Responses have no biases: white space between parts may be long.
+    options = {"model": pool.MODEL, "input": pool.long_chat("lamp room")[0][0]["content"], "temperature": 0, "max_output_tokens": 600}
+    answer = client.responses.parse(**options, text_format=Gate)
+    assert isinstance(answer.output_parsed, Gate), answer
+    with client.responses.stream(**options, text_format=Gate) as events:
+        kinds = {event.type for event in events}
+        final = events.get_final_response()
+    assert "response.output_text.done" in kinds and "response.completed" in kinds, kinds
+    pool.equal(final.output_parsed, answer.output_parsed)
+
+
 def asynchronous():
     async def one():
         async with AsyncOpenAI(**OPTIONS) as other:
@@ -110,4 +149,4 @@ def errors():
     assert "response_format" in (error.param or ""), error
 
 
-pool.run([json_schema, parsed, json_object, tool_choice, asynchronous, errors])
+pool.run([json_schema, parsed, json_object, tool_choice, streams_of_helpers, responses_parsed, asynchronous, errors])

@@ -6,6 +6,7 @@ import math
 import openai
 import pool
 from openai import OpenAI
+from openai.types.chat import ChatCompletion
 
 client = OpenAI(base_url=f"{pool.URL}/v1", api_key=pool.KEY, max_retries=0, timeout=pool.TIMEOUT_S)
 
@@ -114,6 +115,28 @@ def several_answers():
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     pool.equal(texts, [expected, expected])
+
+
+def a_batch_of_chats():
+    """vLLM's route, for which the client has no method of its own."""
+    names = list(pool.KEYS)
+    chats = [pool.long_chat(name, start=300 * index)[0] for index, name in enumerate(names)]
+    ask = lambda **extra: client.post(
+        "/chat/completions/batch", cast_to=ChatCompletion, body={"model": pool.MODEL, "messages": chats, "temperature": 0, **extra}
+    )
+    answer = ask(logprobs=True, top_logprobs=1)
+    pool.equal([c.index for c in answer.choices], list(range(len(names))))
+    pool.equal([c.message.content for c in answer.choices], [f" {pool.KEYS[name]}\n" for name in names])
+    alone = [client.chat.completions.create(model=pool.MODEL, messages=chat, temperature=0) for chat in chats]
+    total = lambda name: sum(getattr(one.usage, name) for one in alone)
+    pool.adds_up(answer.usage, total("prompt_tokens"), total("completion_tokens"))
+    for choice, one in zip(answer.choices, alone, strict=True):
+        pool.equal(len(choice.logprobs.content), one.usage.completion_tokens)
+    forms = ask(structured_outputs={"choice": ["left", "right"]})
+    assert all(choice.message.content in ("left", "right") for choice in forms.choices), forms
+    for extra in ({"stream": True}, {"n": 2}, {"tools": pool.TOOLS}):
+        error = pool.raises(openai.BadRequestError, lambda: ask(**extra))
+        pool.equal((error.param, error.code), (next(iter(extra)), "unsupported_parameter"))
 
 
 def lengths_and_stops():
@@ -277,6 +300,7 @@ pool.run([
     completion_of_token_ids_and_lists,
     completion_stream,
     several_answers,
+    a_batch_of_chats,
     lengths_and_stops,
     log_probabilities,
     echo_with_log_probabilities,

@@ -104,6 +104,58 @@ fn a_client_that_goes_away_frees_blocks_everywhere() {
     client.wait_until("/lagoon/status", "empty", is_empty);
 }
 
+/// A conversation that asks for one pass key of prose of so many bytes, and the answer.
+fn conversation(place: &str, key: &str, bytes: usize) -> (Value, String) {
+    let prose = std::fs::read_to_string(lagoon_tests::root().join("models/passkey/document.txt")).unwrap();
+    let sentences: Vec<&str> = prose.split(". ").filter(|sentence| !sentence.contains("pass key")).collect();
+    let prose = sentences.join(". ");
+    let (before, after) = prose[..bytes].split_at(prose[..bytes / 2].rfind(". ").unwrap() + 2);
+    let text = format!(
+        "{before}The pass key for the {place} is {key}. {after}\nQuestion: what is the pass key for the {place}?"
+    );
+    (json!([{"role": "user", "content": text}]), format!(" {key}\n"))
+}
+
+/// One of the conversations borrows; all are answered as they are alone.
+#[test]
+fn a_batch_of_chats_is_answered_as_its_chats_are() {
+    let pool = up(&passkey(), "2", "1024", &["--access-log=json"]);
+    let client = pool.client();
+    let asked = [("harbour gate", "41523", 4600), ("lamp room", "30716", 300), ("stone pantry", "53374", 800)];
+    let (chats, answers): (Vec<Value>, Vec<String>) =
+        asked.into_iter().map(|(place, key, bytes)| conversation(place, key, bytes)).unzip();
+    let ask = |path: &str, messages: &Value| {
+        let answer = client.post(path, &json!({"messages": messages, "temperature": 0, "return_token_ids": true}));
+        assert_eq!(answer.status, 200, "{}", answer.text);
+        answer.json()
+    };
+    let batch = ask("/v1/chat/completions/batch", &json!(chats));
+    let mut tokens = [0; 2];
+    for (index, (chat, text)) in chats.iter().zip(&answers).enumerate() {
+        let one = ask("/v1/chat/completions", chat);
+        let (ours, alone) = (&batch["choices"][index], &one["choices"][0]);
+        assert_eq!((&ours["index"], &ours["message"]["content"]), (&json!(index), &json!(text)), "{batch}");
+        for field in ["message", "token_ids", "finish_reason"] {
+            assert_eq!(ours[field], alone[field], "{field} of {index}");
+        }
+        assert_eq!(ours["prompt_token_ids"], one["prompt_token_ids"]);
+        let usage = ["prompt_tokens", "completion_tokens"].map(|name| one["usage"][name].as_u64().unwrap());
+        tokens = [tokens[0] + usage[0], tokens[1] + usage[1]];
+    }
+    assert!(batch["choices"][0]["prompt_token_ids"].as_array().unwrap().len() > 1024, "no instance holds it alone");
+    let usage = ["prompt_tokens", "completion_tokens"].map(|name| batch["usage"][name].as_u64().unwrap());
+    assert_eq!(usage, tokens);
+    let refused = client.post("/v1/chat/completions/batch", &json!({"messages": chats, "stream": true}));
+    assert_eq!((refused.status, &refused.json()["error"]["param"]), (400, &json!("stream")), "{}", refused.text);
+    client.wait_until("/lagoon/status", "empty", is_empty);
+
+    let log = pool.stop().stderr;
+    let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let line = lines.into_iter().find(|line| line["path"] == "/v1/chat/completions/batch").unwrap();
+    let found = (&line["outcome"], &line["prompt_tokens"], &line["output_tokens"]);
+    assert_eq!(found, (&json!("stop"), &json!(tokens[0]), &json!(tokens[1])), "{line}");
+}
+
 /// The instances that serve the stream and lend to it, as indices in the ready line's `pids`.
 fn debtor_and_creditor(client: &Client, debtor: &str) -> (usize, usize) {
     let place = |name: &str| name.strip_prefix("instance-").unwrap().parse::<usize>().unwrap();

@@ -1,7 +1,7 @@
 //! Turns the pieces of a request's sequences into its response: one JSON object, or server-sent events.
 //!
 //! Every chunk of a stream carries something: the role is in a sequence's first chunk, and the finish reason in its
-//! last one, which has no text unless some was held back.
+//! last one, which has no calls, and no text unless some was held back.
 
 use crate::{
     error::ApiError,
@@ -112,12 +112,12 @@ impl Answer {
     }
 
     fn reply(&self, choices: Vec<Choice>, chunk: bool) -> Reply<'_> {
-        let chat = self.endpoint == Endpoint::Chat;
-        let object = match (chat, chunk) {
-            (true, true) => "chat.completion.chunk",
-            (true, false) => "chat.completion",
-            (false, _) => "text_completion",
+        let object = match (self.endpoint, chunk) {
+            (Endpoint::Completions, _) => "text_completion",
+            (Endpoint::Chat | Endpoint::Batch, true) => "chat.completion.chunk",
+            (Endpoint::Chat | Endpoint::Batch, false) => "chat.completion",
         };
+        let chat = self.endpoint == Endpoint::Chat;
         let whole_chat = chat && !chunk && self.return_token_ids;
         Reply {
             id: &self.id,
@@ -171,14 +171,14 @@ impl Answer {
         }
         let logprobs = (self.logprobs && (echo.is_some() || !piece.tokens.is_empty()))
             .then(|| reply::logprobs(self.endpoint, &self.tokenizer, &piece.tokens, logprobs, &mut progress.offset));
-        let prompt_ids = self.return_token_ids && self.endpoint == Endpoint::Completions && first;
+        let prompt_ids = self.return_token_ids && self.endpoint != Endpoint::Chat && first;
         let content = match (self.endpoint, chunk) {
             (Endpoint::Completions, _) => Content::Text(piece.text),
-            (Endpoint::Chat, false) => {
+            (Endpoint::Chat | Endpoint::Batch, false) => {
                 let content = (tool_calls.is_empty() || !piece.text.is_empty()).then_some(piece.text);
                 Content::Message { role: ASSISTANT, content, reasoning_content, tool_calls }
             }
-            (Endpoint::Chat, true) => {
+            (Endpoint::Chat | Endpoint::Batch, true) => {
                 let alone = reasoning_content.is_none() && tool_calls.is_empty();
                 let empty = alone && (first || piece.finish.is_none());
                 let content = (empty || !piece.text.is_empty()).then_some(piece.text);
@@ -192,7 +192,7 @@ impl Answer {
             finish_reason: piece.finish,
             stop_reason: if piece.kv_full { Some(KV_CAPACITY.to_owned()) } else { piece.stop },
             prompt_token_ids: prompt_ids.then(|| self.prompts[prompt].clone()),
-            prompt_logprobs: (self.endpoint == Endpoint::Completions).then(|| self.prompt_scores(prompt)).flatten(),
+            prompt_logprobs: (self.endpoint != Endpoint::Chat).then(|| self.prompt_scores(prompt)).flatten(),
             token_ids: self.return_token_ids.then(|| piece.tokens.iter().map(|token| token.id).collect()),
             logits_b64: self.logits.then(|| {
                 piece.tokens.iter().filter_map(|token| token.logits.as_deref().map(reply::logits_b64)).collect()

@@ -3,7 +3,7 @@
 
 use crate::{client_addr::ClientAddr, error::ApiError, tls::PoolPeer};
 use axum::body::{Body, Bytes, HttpBody as _};
-use axum::http::{Extensions, StatusCode};
+use axum::http::{Extensions, HeaderMap, StatusCode, header};
 use futures::StreamExt as _;
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -157,6 +157,17 @@ impl Drop for Share {
             }
         }
     }
+}
+
+/// Refuses a body that is compressed or encoded otherwise.
+pub(crate) fn check_encoding(headers: &HeaderMap) -> Result<(), ApiError> {
+    let encodings = headers.get_all(header::CONTENT_ENCODING).iter();
+    let Some(encoding) = encodings.map(|value| String::from_utf8_lossy(value.as_bytes())).find(|of| of != "identity")
+    else {
+        return Ok(());
+    };
+    let message = format!("the request's content-encoding is `{encoding}`, but only bodies without one are read");
+    Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, Some("unsupported_encoding"), message))
 }
 
 /// Reads a request's body of at most `limit` bytes within `deadline`. `charge` gets the size of every piece before it

@@ -56,6 +56,12 @@ pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("mm_processor_kwargs", Neutral::Null),
     ("input_type", Neutral::Null),
     ("messages", Neutral::Null),
+    ("chat_template", Neutral::Null),
+    ("chat_template_kwargs", Neutral::Empty),
+    ("add_generation_prompt", Neutral::Bool(false)),
+    ("continue_final_message", Neutral::Bool(false)),
+    ("softmax", Neutral::Null),
+    ("bytes_only", Neutral::Bool(false)),
 ];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

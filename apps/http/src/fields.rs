@@ -150,7 +150,8 @@ impl<'a> Fields<'a> {
                 && !neutral.accepts(value)
             {
                 let name = self.name(name);
-                let message = format!("the field `{name}` is not supported (only its neutral value is accepted)");
+                let but = neutral.shown().map_or_else(String::new, |values| format!(" but for {values}"));
+                let message = format!("the field `{name}` is not supported{but}");
                 return Err(ApiError::field(name, "unsupported_parameter", message));
             }
         }

@@ -7,6 +7,7 @@ use crate::{
     generate::{Failure, Piece, Pieces},
     journal::{self, Began, Entry},
     keys::Caller,
+    limits::Limits,
 };
 use axum::{
     body::{Body, Bytes},
@@ -15,6 +16,10 @@ use axum::{
 };
 use futures::{Stream, StreamExt, stream};
 use std::{collections::VecDeque, convert::Infallible, time::Duration};
+use tokio::time::timeout;
+
+/// A comment in a stream that is silent: no client reads it.
+pub(crate) const KEEP_ALIVE: &str = ": keep-alive\n\n";
 
 /// A response that is sent piece by piece.
 pub(crate) trait Streamed: Send + 'static {
@@ -40,22 +45,22 @@ pub(crate) trait Streamed: Send + 'static {
     fn end(&self) -> String;
 }
 
-/// Streams the pieces. The headers wait up to `hold` for the first piece, so that an early failure has its own status.
+/// Streams the pieces. The headers wait up to [`Limits::headers_hold`] for the first piece, so that an early failure has its own status.
 pub(crate) async fn respond<S: Streamed>(
     response: S,
     mut pieces: Pieces,
-    hold: Duration,
+    limits: &Limits,
 ) -> Result<Response, ApiError> {
     let mut ready = VecDeque::new();
     let mut head = Response::default();
     report(&response, &mut head);
     // Dropping `next` loses nothing: the sequences keep their place inside `pieces`. There is no piece if another
     // server has sent all but the end.
-    if let Ok(Some(piece)) = tokio::time::timeout(hold, pieces.next()).await {
+    if let Ok(Some(piece)) = timeout(limits.headers_hold, pieces.next()).await {
         ready.push_back(piece?);
     }
     let (began, journal) = (response.journal().cloned(), response.journal().is_some());
-    let state = Some(Frames { response, pieces, ready, journal, began });
+    let state = Some(Frames { response, pieces, ready, journal, began, keep_alive: limits.keep_alive });
     let frames = stream::unfold(state, |state| async move {
         let (frame, state) = state?.next().await?;
         Some((Ok::<_, Infallible>(Bytes::from(frame)), state))
@@ -87,6 +92,8 @@ struct Frames<S> {
     journal: bool,
     /// Taken once its journal line is sent.
     began: Option<Began>,
+    /// See [`Limits::keep_alive`].
+    keep_alive: Duration,
 }
 
 impl<S: Streamed> Frames<S> {
@@ -94,15 +101,17 @@ impl<S: Streamed> Frames<S> {
     async fn next(mut self) -> Option<(String, Option<Self>)> {
         let piece = match self.ready.pop_front() {
             Some(piece) => Some(Ok(piece)),
-            None => self.pieces.next().await,
+            None => match timeout(self.keep_alive, self.pieces.next()).await {
+                Ok(piece) => piece,
+                Err(_silent) => return Some((KEEP_ALIVE.to_owned(), Some(self))),
+            },
         };
         match piece {
-            Some(Ok(piece)) => {
-                let tokens = piece.tokens.iter().map(|token| token.id).collect();
-                let entry = Entry::SentTokens { index: piece.index, tokens, finished: piece.finish.is_some() };
-                // First: the report has its tokens.
-                let event = frame(&self.response.event(piece));
-                Some((self.lines(&entry) + &event, Some(self)))
+            Some(Ok(mut piece)) => {
+                let end = piece.end_behind_calls();
+                let mut frames = self.frame(piece, end.is_some());
+                end.into_iter().for_each(|end| frames.push_str(&self.frame(end, true)));
+                Some((frames, Some(self)))
             }
             Some(Err(Failure { error, again })) => {
                 tracing::warn!(id = %self.response.id(), %error, "a stream failed");
@@ -119,6 +128,15 @@ impl<S: Streamed> Frames<S> {
                 }
             }
         }
+    }
+
+    /// A piece's event behind its journal lines; `ends`: nothing but the sequence's end comes after it.
+    fn frame(&mut self, piece: Piece, ends: bool) -> String {
+        let tokens = piece.tokens.iter().map(|token| token.id).collect();
+        let entry = Entry::SentTokens { index: piece.index, tokens, finished: ends || piece.finish.is_some() };
+        // First: the report has its tokens.
+        let event = frame(&self.response.event(piece));
+        self.lines(&entry) + &event
     }
 
     /// The journal lines of the next event; empty without a journal.

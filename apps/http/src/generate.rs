@@ -57,6 +57,14 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
+    /// Takes the end of a piece with calls off it, as a piece of its own: OpenAI's client ends a call at the next chunk, not within its
+    /// own.
+    pub(crate) fn end_behind_calls(&mut self) -> Option<Self> {
+        let finish = self.finish.take_if(|_| !self.calls.is_empty())?;
+        let (stop, kv_full) = (self.stop.take(), std::mem::take(&mut self.kv_full));
+        Some(Self { index: self.index, finish: Some(finish), stop, kv_full, ..Self::default() })
+    }
+
     /// Writes the piece down in its request's record. `first`: it is of the first answer to its prompt.
     pub(crate) fn note_in(&self, record: &Record, first: bool) {
         let PromptPart { cached_tokens, queue_ms, .. } = self.prompt;

@@ -1,4 +1,4 @@
-//! `POST /v1/chat/completions` and `POST /v1/completions`.
+//! `POST /v1/completions`, and how requests of every endpoint that generates are submitted and answered.
 
 use crate::{
     answer::{Answer, Echo, Progress},
@@ -11,13 +11,13 @@ use crate::{
     journal::{self, Began, SentTokens},
     json::{Json, Kind},
     keys::Caller,
-    messages, metrics,
+    metrics,
     options::check_max_tokens,
     params::{Params, check_vocabulary, last_token_ids, required, token_ids, too_many},
     reply::{Endpoint, token_text},
     state::{ServerState, unix_seconds},
     text_jobs::Asker,
-    tools::{ChatParser, ToolFields},
+    tools::ChatParser,
 };
 use axum::{
     body::Bytes,
@@ -26,7 +26,7 @@ use axum::{
     response::Response,
 };
 use lagoon_text::{IncrementalDetokenizer, parse::ToolFormat};
-use lagoon_types::{CONTEXT, FinishReason, GenerateRequest, RequestError, RequestOptions, TokenEvent};
+use lagoon_types::{CONTEXT, Constraint, FinishReason, GenerateRequest, RequestError, RequestOptions, TokenEvent};
 use rand::Rng;
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -34,81 +34,7 @@ use tokio::sync::mpsc;
 /// Default length of a completion, in tokens, as in vLLM and OpenAI's API.
 const COMPLETION_TOKENS_DEFAULT: u32 = 16;
 
-pub(crate) const CHAT_UNSUPPORTED: &[(&str, Neutral)] = &[
-    ("functions", Neutral::Empty),
-    ("function_call", Neutral::Text(&["none", "auto"])),
-    ("modalities", Neutral::TextModality),
-    ("audio", Neutral::Null),
-    ("store", Neutral::Bool(false)),
-    ("service_tier", Neutral::Text(&["auto", "default"])),
-    ("verbosity", Neutral::Null),
-    ("prediction", Neutral::Null),
-    ("web_search_options", Neutral::Null),
-    ("chat_template", Neutral::Null),
-    ("continue_final_message", Neutral::Bool(false)),
-    ("add_special_tokens", Neutral::Bool(false)),
-    ("echo", Neutral::Bool(false)),
-];
-
-pub(crate) const COMPLETION_UNSUPPORTED: &[(&str, Neutral)] = &[("suffix", Neutral::Empty)];
-
-/// `POST /v1/chat/completions`.
-pub(crate) async fn chat(
-    State(state): State<Arc<ServerState>>,
-    caller: Caller,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let journal = wants_journal(request.headers());
-    let ready =
-        state.with_body(request, move |state, body, asker| chat_prompt(state, body, journal, caller, asker)).await?;
-    generate(&state, ready).await
-}
-
-pub(crate) fn chat_prompt(
-    state: &ServerState,
-    body: Bytes,
-    journal: bool,
-    caller: Caller,
-    asker: &Asker<'_>,
-) -> Result<Ready, ApiError> {
-    let mut fields = Fields::parse(&body)?;
-    // As llama.cpp's web page says that nothing limits the answer.
-    fields.drop_number("max_tokens", -1);
-    fields.neutral(&[("timings_per_token", Neutral::Any)])?;
-    let mut params = Params::take(&mut fields, state.rules())?;
-    let messages = messages::take(&mut fields)?;
-    let open_answer = fields.bool("add_generation_prompt", true)?;
-    let tools = ToolFields::take(&mut fields, state.template.as_deref())?;
-    let logprobs = fields.bool("logprobs", false)?;
-    let top = fields.u32("top_logprobs", (0, state.limits.logprobs_max))?;
-    if top.is_some_and(|top| top > 0) && !logprobs {
-        let message = "the field `top_logprobs` needs `logprobs` to be true";
-        return Err(ApiError::field("top_logprobs", "invalid_value", message));
-    }
-    params.sampling.logprobs = logprobs.then(|| top.unwrap_or(0));
-    fields.neutral(CHAT_UNSUPPORTED)?;
-    fields.finish()?;
-    let info = state.check_model(params.model.as_deref())?;
-
-    drop(body);
-    asker.check()?;
-    let prompt = state.render_chat(&messages, &tools.rendering(open_answer))?;
-    drop(messages);
-    let parser = tools.parser(state.formats, &prompt);
-    asker.check()?;
-    params.sampling.constraint = constraints::of_chat(state, params.form.take(), &tools, state.formats, &prompt)?;
-    // Chat templates write the beginning-of-sequence token themselves.
-    let mut prompt = state.encode(&prompt, false, asker)?;
-    check_max_tokens(params.max_tokens, false)?;
-    let room = info.max_model_tokens.saturating_sub(params.max_tokens.unwrap_or(1));
-    params.options.truncate(&mut prompt, room)?;
-    params.sampling.bad_words = params.options.encode_bad_words(state, asker)?.into();
-    // The engine ends the answer earlier where the pool's memory does.
-    let room = info.max_model_tokens.saturating_sub(u32::try_from(prompt.len()).unwrap_or(u32::MAX)).max(1);
-    let max_tokens = params.max_tokens.unwrap_or(room);
-    let ask = Ask { endpoint: Endpoint::Chat, prompts: vec![prompt], parser, max_tokens, echo: None, journal, caller };
-    Ok(Ready { ask, params, info })
-}
+pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[("suffix", Neutral::Empty), ("prompt_embeds", Neutral::Null)];
 
 /// `POST /v1/completions`.
 pub(crate) async fn completions(
@@ -136,11 +62,11 @@ pub(crate) fn prompts(
     let echo = fields.bool("echo", false)?;
     check_max_tokens(params.max_tokens, echo)?;
     let prompt = required(&mut fields, "prompt")?;
-    fields.neutral(COMPLETION_UNSUPPORTED)?;
+    fields.neutral(UNSUPPORTED)?;
     fields.finish()?;
     let info = state.check_model(params.model.as_deref())?;
 
-    params.sampling.constraint = constraints::of_completion(state, params.form.take())?;
+    let constraint = constraints::of_completion(state, params.form.take())?;
     let prompt_only = params.max_tokens == Some(0);
     let max_tokens = params.max_tokens.unwrap_or(COMPLETION_TOKENS_DEFAULT).max(1);
     let longest = Longest { prompt: info.max_model_tokens, answer: max_tokens, truncates: params.options.truncates() };
@@ -155,7 +81,7 @@ pub(crate) fn prompts(
         let cut = params.options.truncate(&mut tokens, info.max_model_tokens.saturating_sub(max_tokens))?;
         let text = text.filter(|_| !cut);
         texts.extend(echo.then(|| text.unwrap_or_else(|| state.tokenizer.decode(&tokens, params.skip_special))));
-        prompts.push(tokens);
+        prompts.push(Prepared { tokens, max_tokens, parser: None, constraint: constraint.clone() });
     }
     params.sampling.bad_words = params.options.encode_bad_words(state, asker)?.into();
     if echo {
@@ -163,7 +89,7 @@ pub(crate) fn prompts(
         params.options.scored = params.sampling.logprobs.and(logprobs);
     }
     let echo = echo.then_some(Echo { texts, prompt_only });
-    let ask = Ask { endpoint: Endpoint::Completions, prompts, parser: None, max_tokens, echo, journal, caller };
+    let ask = Ask { endpoint: Endpoint::Completions, prompts, echo, journal, caller };
     Ok(Ready { ask, params, info })
 }
 
@@ -235,18 +161,30 @@ pub(crate) fn wants_journal(headers: &HeaderMap) -> bool {
     headers.contains_key(journal::HEADER)
 }
 
-/// A request's prompts in tokens, with its limits.
+/// A prompt in tokens, and what its answers are held to.
+pub(crate) struct Prepared {
+    pub(crate) tokens: Vec<u32>,
+    /// Maximum of tokens of one answer.
+    pub(crate) max_tokens: u32,
+    /// Of an answer's text.
+    pub(crate) parser: Option<ChatParser>,
+    pub(crate) constraint: Option<Arc<Constraint>>,
+}
+
+/// A request's prompts.
 pub(crate) struct Ask {
     pub(crate) endpoint: Endpoint,
-    pub(crate) prompts: Vec<Vec<u32>>,
-    /// Of every sequence's text.
-    pub(crate) parser: Option<ChatParser>,
-    /// Maximum of tokens of one sequence.
-    pub(crate) max_tokens: u32,
+    pub(crate) prompts: Vec<Prepared>,
     /// The prompts' texts, if they are part of the answer.
     pub(crate) echo: Option<Echo>,
     pub(crate) journal: bool,
     pub(crate) caller: Caller,
+}
+
+impl Ask {
+    fn prompt_tokens(&self) -> usize {
+        self.prompts.iter().map(|prompt| prompt.tokens.len()).sum()
+    }
 }
 
 /// A request ready to be submitted.
@@ -257,27 +195,27 @@ pub(crate) struct Ready {
 }
 
 /// Submits all sequences and builds the response.
-async fn generate(state: &ServerState, ready: Ready) -> Result<Response, ApiError> {
+pub(crate) async fn generate(state: &ServerState, ready: Ready) -> Result<Response, ApiError> {
     let (output, running) = start(state, &ready)?;
     let Ready { ask, params, info } = ready;
     let stream = params.stream;
     let answer = answer(state, ask, params, &output, info.model_id);
-    if stream { frames::respond(answer, running, state.limits.headers_hold).await } else { answer.whole(running).await }
+    if stream { frames::respond(answer, running, &state.limits).await } else { answer.whole(running).await }
 }
 
 /// Checks a request and submits all of its sequences. Returns their tokens that another server has sent, and the rest.
 pub(crate) fn start(state: &ServerState, ready: &Ready) -> Result<(Vec<SentTokens>, Pieces), ApiError> {
     let Ready { ask, params, info } = ready;
-    let name = if ask.endpoint == Endpoint::Chat { "messages" } else { "prompt" };
+    let name = if ask.endpoint == Endpoint::Completions { "prompt" } else { "messages" };
     let sequences = ask.prompts.len() * params.n;
     if sequences > state.limits.sequences_max {
         return Err(too_many_sequences(sequences, state.limits.sequences_max));
     }
-    for prompt in &ask.prompts {
-        if prompt.is_empty() {
+    for Prepared { tokens, .. } in &ask.prompts {
+        if tokens.is_empty() {
             return Err(ApiError::field(name, "invalid_value", format!("the field `{name}` has no tokens")));
         }
-        check_vocabulary(name, prompt, info.vocab_size)?;
+        check_vocabulary(name, tokens, info.vocab_size)?;
     }
     let mut output = params.resume.as_ref().map(|resume| resume.sequences.clone()).unwrap_or_default();
     if output.len() > sequences {
@@ -285,7 +223,7 @@ pub(crate) fn start(state: &ServerState, ready: &Ready) -> Result<(Vec<SentToken
     }
     output.resize(sequences, SentTokens::default());
     let running = submit(state, params, ask, &output, info.max_model_tokens)?;
-    ask.caller.record().begins(&info.model_id, ask.prompts.iter().map(Vec::len).sum());
+    ask.caller.record().begins(&info.model_id, ask.prompt_tokens());
     Ok((output, running))
 }
 
@@ -306,10 +244,11 @@ fn submit(
     let mut sequences = Vec::with_capacity(output.len());
     for (index, output) in output.iter().enumerate().filter(|(_, output)| !output.finished) {
         let prompt = &ask.prompts[index / params.n];
+        let parser = prompt.parser.as_ref();
         let mut rules = TextRules {
             decoder: IncrementalDetokenizer::new(Arc::clone(&state.tokenizer), params.skip_special)
-                .showing(ask.parser.as_ref().map_or_else(Vec::new, |parser| parser.marks(&state.tokenizer))),
-            parser: ask.parser.as_ref().map(|parser| parser.answer.clone()),
+                .showing(parser.map_or_else(Vec::new, |parser| parser.marks(&state.tokenizer))),
+            parser: parser.map(|parser| parser.answer.clone()),
             stop_strings: params.stop_strings.clone(),
             stop_ids: params.stop_ids.clone(),
             min_tokens: params.min_tokens,
@@ -317,16 +256,16 @@ fn submit(
             include_stop: params.options.include_stop,
         };
         rules.catch_up(&output.tokens);
-        let room = (max_model_tokens as usize).saturating_sub(prompt.len()).min(ask.max_tokens as usize);
+        let room = (max_model_tokens as usize).saturating_sub(prompt.tokens.len()).min(prompt.max_tokens as usize);
         let generation = match rules.is_over(&output.tokens, room).filter(|_| !output.tokens.is_empty()) {
             Some(reason) => ended(reason),
             None => {
                 let request = GenerateRequest {
-                    prompt: [&prompt[..], &output.tokens[..]].concat(),
+                    prompt: [&prompt.tokens[..], &output.tokens[..]].concat(),
                     answered: u32::try_from(output.tokens.len()).unwrap_or(u32::MAX),
-                    max_tokens: ask.max_tokens,
-                    sampling: params.sampling_of(index % params.n),
-                    min_tokens: params.min_tokens.min(ask.max_tokens),
+                    max_tokens: prompt.max_tokens,
+                    sampling: params.sampling_of(index, prompt.constraint.clone()),
+                    min_tokens: params.min_tokens.min(prompt.max_tokens),
                     stop_ids: params.stop_ids.clone(),
                     return_logits: params.return_logits,
                     options: request_options(params, ask, index, output),
@@ -337,7 +276,7 @@ fn submit(
         };
         sequences.push(Sequence::new(index, generation, rules, &state.limits));
     }
-    let prompt_tokens = ask.prompts.iter().map(Vec::len).sum();
+    let prompt_tokens = ask.prompt_tokens();
     metrics::prompt_tokens(prompt_tokens);
     ask.caller.charge(prompt_tokens as u64);
     Ok(pieces(sequences))
@@ -366,7 +305,7 @@ fn ended(reason: FinishReason) -> Generation {
 }
 
 fn answer(state: &ServerState, ask: Ask, params: Params, output: &[SentTokens], model: String) -> Answer {
-    let prefix = if ask.endpoint == Endpoint::Chat { "chatcmpl" } else { "cmpl" };
+    let prefix = if ask.endpoint == Endpoint::Completions { "cmpl" } else { "chatcmpl" };
     let began = params.resume.map_or_else(
         || Began {
             id: format!("{prefix}-{:032x}", rand::rng().random::<u128>()),
@@ -378,7 +317,7 @@ fn answer(state: &ServerState, ask: Ask, params: Params, output: &[SentTokens], 
     let logprobs = params.sampling.logprobs.is_some();
     let characters = |id: &u32| token_text(&state.tokenizer, *id).chars().count();
     let count = |tokens: &[u32]| tokens.iter().map(characters).sum::<usize>();
-    let before = |index: usize| if ask.echo.is_some() { count(&ask.prompts[index / params.n]) } else { 0 };
+    let before = |index: usize| if ask.echo.is_some() { count(&ask.prompts[index / params.n].tokens) } else { 0 };
     let offset = |index: usize, output: &SentTokens| {
         // The prompt's characters are counted when it is sent.
         if logprobs && !output.tokens.is_empty() { before(index) + count(&output.tokens) } else { 0 }
@@ -386,6 +325,7 @@ fn answer(state: &ServerState, ask: Ask, params: Params, output: &[SentTokens], 
     let progress = output.iter().enumerate().map(|(index, output)| Progress::after(output, offset(index, output)));
     let progress = progress.collect();
     let prompts = ask.prompts.len();
+    let parser = ask.prompts.first().and_then(|prompt| prompt.parser.as_ref());
     Answer {
         endpoint: ask.endpoint,
         journal: ask.journal.then(|| began.clone()),
@@ -394,8 +334,8 @@ fn answer(state: &ServerState, ask: Ask, params: Params, output: &[SentTokens], 
         created: began.created,
         tokenizer: Arc::clone(&state.tokenizer),
         progress,
-        short_call_ids: ask.parser.is_some_and(|parser| parser.formats.tools.is_some_and(ToolFormat::has_short_ids)),
-        prompts: ask.prompts,
+        short_call_ids: parser.is_some_and(|parser| parser.formats.tools.is_some_and(ToolFormat::has_short_ids)),
+        prompts: ask.prompts.into_iter().map(|prompt| prompt.tokens).collect(),
         n: params.n,
         usage: params.usage,
         cached: vec![0; prompts],

@@ -13,6 +13,7 @@ extern crate self as lagoon_http;
 pub mod access;
 mod answer;
 pub mod bodies;
+mod chats;
 pub mod client;
 mod client_addr;
 mod constraints;

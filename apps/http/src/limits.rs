@@ -19,6 +19,8 @@ pub struct Limits {
     /// How long a streaming response's headers wait for the first event, so that a request that fails at once gets its
     /// true status code instead of an error inside a 200.
     pub headers_hold: Duration,
+    /// Silence of a stream after which it gets a comment, so that proxies and clients keep its connection.
+    pub keep_alive: Duration,
     /// Time from submission to the first token (queueing and prefill).
     pub first_token_deadline: Duration,
     /// Time between two tokens of one sequence.
@@ -36,6 +38,7 @@ impl Default for Limits {
             logprobs_max: 20,
             body_deadline: Duration::from_secs(30),
             headers_hold: Duration::from_secs(5),
+            keep_alive: Duration::from_secs(15),
             first_token_deadline: Duration::from_secs(3600),
             token_deadline: Duration::from_secs(300),
             retry_after_s: 1,

@@ -6,7 +6,7 @@ use crate::{
     json::{Json, Kind},
     limits::{MESSAGE_CALLS_MAX, MESSAGES_MAX, TEMPLATE_FIELD_BYTES_MAX},
     params::{required, too_many},
-    tools::{function_name_of, function_type},
+    tools::{CACHE_CONTROL, function_name_of, function_type},
 };
 use lagoon_text::{ChatMessage, Content, ToolCall};
 use serde_json::{Map, Value};
@@ -21,24 +21,28 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("function_call", Neutral::Null),
     ("reasoning_content", Neutral::Null),
     ("reasoning", Neutral::Null),
+    // As LiteLLM and OpenRouter write them.
+    ("provider_specific_fields", Neutral::Any),
+    ("reasoning_details", Neutral::Empty),
+    ("thinking_blocks", Neutral::Empty),
+    ("images", Neutral::Empty),
 ];
 
-/// Parses `messages`: at least one and at most [`MESSAGES_MAX`], text only.
-pub(crate) fn take(fields: &mut Fields<'_>) -> Result<Vec<ChatMessage>, ApiError> {
-    let list = required(fields, "messages")?;
+/// Parses the messages of a chat, in the field `name`: at least one and at most [`MESSAGES_MAX`], text only.
+pub(crate) fn list(name: &str, list: Json<'_>) -> Result<Vec<ChatMessage>, ApiError> {
     if list.kind() != Kind::List {
-        return Err(wrong_type("messages", "a list of messages", list));
+        return Err(wrong_type(name, "a list of messages", list));
     }
     if list.is_empty() {
-        return Err(ApiError::field("messages", "invalid_value", "the field `messages` must not be empty"));
+        return Err(ApiError::field(name, "invalid_value", format!("the field `{name}` must not be empty")));
     }
     let count = list.items().count();
     if count > MESSAGES_MAX {
-        return Err(too_many("messages", count, MESSAGES_MAX));
+        return Err(too_many(name, count, MESSAGES_MAX));
     }
     // Of the arguments of all calls together: as a tree they take several times their bytes.
     let mut bytes_left = TEMPLATE_FIELD_BYTES_MAX;
-    let one = |(index, item)| message(&format!("messages[{index}]"), item, &mut bytes_left);
+    let one = |(index, item)| message(&format!("{name}[{index}]"), item, &mut bytes_left);
     list.items().enumerate().map(one).collect()
 }
 
@@ -76,6 +80,7 @@ fn message(path: &str, item: Json<'_>, bytes_left: &mut usize) -> Result<ChatMes
     }
     message.name = fields.string("name")?;
     fields.neutral(UNSUPPORTED)?;
+    fields.neutral(CACHE_CONTROL)?;
     fields.finish()?;
     Ok(message)
 }
@@ -153,6 +158,7 @@ fn text_part(path: &str, part: Json<'_>) -> Result<String, ApiError> {
         None => return Err(crate::fields::missing(&name)),
     }
     let text = fields.string("text")?.ok_or_else(|| crate::fields::missing(&fields.name("text")))?;
+    fields.neutral(CACHE_CONTROL)?;
     fields.finish()?;
     Ok(text)
 }

@@ -11,9 +11,12 @@ use crate::{
     options::{self, Options},
 };
 use lagoon_text::{StopError, StopStrings, stop::STOPS_MAX};
-use lagoon_types::{SamplingParams, limits::LOGIT_BIAS_MAX};
+use lagoon_types::{Constraint, SamplingParams, limits::LOGIT_BIAS_MAX};
 use rand::Rng;
-use std::collections::{BTreeMap, VecDeque};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+};
 
 /// Defaults of a model, from its generation_config.json.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -37,6 +40,8 @@ pub(crate) struct Params {
     /// Tokens before which nothing ends a sequence but its length.
     pub(crate) min_tokens: u32,
     pub(crate) sampling: SamplingParams,
+    /// Whether the request has a seed: then equal prompts have equal answers.
+    seeded: bool,
     /// The form that answers have.
     pub(crate) form: Option<Asked>,
     /// Sequences per prompt.
@@ -94,6 +99,15 @@ pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("use_beam_search", Neutral::Bool(false)),
     ("early_stopping", Neutral::Bool(false)),
     ("spaces_between_special_tokens", Neutral::Bool(true)),
+    ("return_tokens_as_token_ids", Neutral::Bool(false)),
+    ("guided_decoding_backend", Neutral::Null),
+    ("guided_whitespace_pattern", Neutral::Null),
+    ("structural_tag", Neutral::Null),
+    ("logits_processors", Neutral::Empty),
+    ("kv_transfer_params", Neutral::Empty),
+    ("vllm_xargs", Neutral::Empty),
+    ("thinking_token_budget", Neutral::Null),
+    ("repetition_detection", Neutral::Null),
 ];
 
 impl Params {
@@ -116,7 +130,7 @@ impl Params {
         stop_ids.sort_unstable();
         stop_ids.dedup();
         let resume = take_resume(fields, stream, rules)?;
-        let mut sampling = take_sampling(fields, rules.defaults)?;
+        let (mut sampling, seeded) = take_sampling(fields, rules.defaults)?;
         sampling.logit_bias = take_logit_bias(fields, rules.vocab_size)?.into();
         options::take_penalties(fields, rules, &mut sampling)?;
         llama_cpp::check_repeat_last(repeat_last, &sampling, rules.max_model_tokens)?;
@@ -127,6 +141,7 @@ impl Params {
             max_tokens,
             min_tokens,
             sampling,
+            seeded,
             form: constraints::take(fields)?,
             n: usize::try_from(n).expect("usize holds u32"),
             stop_ids,
@@ -141,14 +156,16 @@ impl Params {
         })
     }
 
-    /// Sampling parameters of the `index`-th sequence of a prompt: each has its own seed.
-    pub(crate) fn sampling_of(&self, index: usize) -> SamplingParams {
-        let offset = u64::try_from(index).expect("u64 holds usize");
-        SamplingParams { seed: self.sampling.seed.wrapping_add(offset), ..self.sampling.clone() }
+    /// Sampling parameters of the request's sequence `index`. Each has its own seed; with a seed in the request, each of its prompt.
+    pub(crate) fn sampling_of(&self, index: usize, constraint: Option<Arc<Constraint>>) -> SamplingParams {
+        let offset = if self.seeded { index % self.n } else { index };
+        let offset = u64::try_from(offset).expect("u64 holds usize");
+        SamplingParams { seed: self.sampling.seed.wrapping_add(offset), constraint, ..self.sampling.clone() }
     }
 }
 
-fn take_sampling(fields: &mut Fields<'_>, defaults: &GenerationDefaults) -> Result<SamplingParams, ApiError> {
+/// Sampling parameters, and whether the request has a seed.
+fn take_sampling(fields: &mut Fields<'_>, defaults: &GenerationDefaults) -> Result<(SamplingParams, bool), ApiError> {
     let greedy = defaults.do_sample == Some(false);
     let temperature = if greedy { 0.0 } else { defaults.temperature.unwrap_or(1.0) };
     let top_k = fields.integer("top_k", (-1, i64::from(u32::MAX)))?;
@@ -157,19 +174,20 @@ fn take_sampling(fields: &mut Fields<'_>, defaults: &GenerationDefaults) -> Resu
         let message = "the field `top_p` must be greater than 0 and at most 1";
         return Err(ApiError::field("top_p", "invalid_value", message));
     }
-    let seed = match fields.take("seed") {
-        None => rand::rng().random(),
-        Some(value) => seed_of(value).ok_or_else(|| wrong_type("seed", "an integer of 64 bits", value))?,
-    };
-    Ok(SamplingParams {
+    let seed = fields
+        .take("seed")
+        .map(|value| seed_of(value).ok_or_else(|| wrong_type("seed", "an integer of 64 bits", value)));
+    let seed = seed.transpose()?;
+    let sampling = SamplingParams {
         temperature: fields.number("temperature", (0.0, 100.0))?.unwrap_or(temperature),
         // -1 and 0 both keep all tokens.
         top_k: top_k.map_or(defaults.top_k.unwrap_or(0), |k| u32::try_from(k.max(0)).expect("bounded above")),
         top_p,
         min_p: fields.number("min_p", (0.0, 1.0))?.or(defaults.min_p).unwrap_or(0.0),
-        seed,
+        seed: seed.unwrap_or_else(|| rand::rng().random()),
         ..SamplingParams::default()
-    })
+    };
+    Ok((sampling, seed.is_some()))
 }
 
 /// Token ids, as strings, with numbers from -100 to 100.

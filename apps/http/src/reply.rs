@@ -12,6 +12,8 @@ use std::collections::BTreeMap;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     Chat,
+    /// Several chats: what is reported of a prompt stands in its choice.
+    Batch,
     Completions,
 }
 
@@ -37,10 +39,10 @@ pub(crate) struct Reply<'a> {
     pub(crate) created: u64,
     pub(crate) model: &'a str,
     pub(crate) choices: Vec<Choice>,
-    /// Chat only: completions have it in the choice.
+    /// Of one chat only: batches and completions have it in the choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_token_ids: Option<Vec<u32>>,
-    /// Chat only, as above.
+    /// As above.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_logprobs: Option<PromptScores>,
     /// `Some(None)` is an explicit `null`, in chunks when usage was requested.
@@ -256,7 +258,7 @@ pub(crate) fn logprobs(
 ) -> Logprobs {
     let known = tokens.iter().filter_map(|token| token.logprobs.as_ref().map(|logprobs| (token.id, logprobs)));
     match endpoint {
-        Endpoint::Chat => {
+        Endpoint::Chat | Endpoint::Batch => {
             Logprobs::Chat { content: known.map(|(id, logprobs)| chat_logprob(tokenizer, id, logprobs)).collect() }
         }
         Endpoint::Completions => {

@@ -1,7 +1,7 @@
 //! Routes, and the responses outside of them.
 
 use crate::{
-    embeddings,
+    chats, embeddings,
     engine::EngineInfo,
     error::ApiError,
     generations, llama_cpp, metrics, openapi,
@@ -28,7 +28,7 @@ pub fn router(state: ServerState) -> Router {
     let state = Arc::new(state);
     // What translated requests become.
     let chat = Router::new()
-        .route("/v1/chat/completions", post(generations::chat))
+        .route("/v1/chat/completions", post(chats::chat))
         .route("/tokenize", post(tokens::tokenize))
         .with_state(Arc::clone(&state));
     routes()
@@ -44,7 +44,8 @@ pub fn router(state: ServerState) -> Router {
 /// Every route.
 pub(crate) fn routes() -> Vec<(&'static str, MethodRouter<Arc<ServerState>>)> {
     vec![
-        ("/v1/chat/completions", post(generations::chat)),
+        ("/v1/chat/completions", post(chats::chat)),
+        ("/v1/chat/completions/batch", post(chats::batch)),
         ("/v1/completions", post(generations::completions)),
         ("/v1/embeddings", post(embeddings::embeddings)),
         ("/v1/models", get(models)),

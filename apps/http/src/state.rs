@@ -1,7 +1,7 @@
 //! State shared by all handlers.
 
 use crate::{
-    bodies::{Bodies, Holder, Share},
+    bodies::{Bodies, Holder, Share, check_encoding},
     embeddings::EmbeddingRules,
     engine::{Engine, EngineInfo},
     error::ApiError,
@@ -68,6 +68,7 @@ impl ServerState {
         work: impl FnOnce(&Self, Bytes, &Asker<'_>) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
         let (head, body) = request.into_parts();
+        check_encoding(&head.headers)?;
         let holder = Holder::of(&head.extensions);
         let Limits { body_bytes_max, body_deadline, .. } = self.limits;
         let (body, share): (Bytes, Share) = self.bodies.read(holder, body, body_bytes_max, body_deadline).await?;

@@ -127,7 +127,7 @@ fn tokens_of(state: &ServerState, body: Bytes, asker: &Asker<'_>) -> Result<Toke
 
 /// The prompt of a chat, from the fields of a request.
 pub(crate) fn chat_text(state: &ServerState, fields: &mut Fields<'_>) -> Result<String, ApiError> {
-    let messages = messages::take(fields)?;
+    let messages = messages::list("messages", required(fields, "messages")?)?;
     let open_answer = fields.bool("add_generation_prompt", true)?;
     fields.neutral(&[("continue_final_message", Neutral::Bool(false)), ("chat_template", Neutral::Null)])?;
     let tools = ToolFields::take(fields, state.template.as_deref())?;

@@ -4,7 +4,7 @@
 use crate::{
     constraints::{Asked, refusal},
     error::ApiError,
-    fields::{Fields, missing, text, wrong_type},
+    fields::{Fields, Neutral, missing, text, wrong_type},
     json::{Json, Kind},
     limits::{TEMPLATE_FIELD_BYTES_MAX, TOOLS_MAX},
     params::{required, too_many},
@@ -19,6 +19,8 @@ use std::sync::Arc;
 
 /// Variables of a template that a request may not set by `chat_template_kwargs`.
 const RESERVED: &[&str] = &["messages", "tools", "documents", "add_generation_prompt", "lagoon_now"];
+/// Where another server ends a cached prefix: here every prefix is cached.
+pub(crate) const CACHE_CONTROL: &[(&str, Neutral)] = &[("cache_control", Neutral::Any)];
 const EFFORT: &str = "reasoning_effort";
 const VARIABLES: &str = "chat_template_kwargs";
 const THINKING: &str = "thinking";
@@ -215,7 +217,9 @@ fn tool(path: &str, item: Json<'_>) -> Result<Tool, ApiError> {
     function_type(&mut fields)?;
     let function_name = fields.name("function");
     let mut function = Fields::nested(&function_name, required(&mut fields, "function")?)?;
+    fields.neutral(CACHE_CONTROL)?;
     fields.finish()?;
+    function.neutral(CACHE_CONTROL)?;
     let name = function_name_of(&mut function)?;
     let description = function.string("description")?;
     let parameters = match function.take("parameters") {

@@ -109,7 +109,7 @@ impl Asked {
         let mut asked = Self {
             text_bytes: chat + prompts.text_bytes,
             ids: prompts.ids,
-            sequences: fields.n.unwrap_or(1).max(1).saturating_mul(prompts.count.max(1)),
+            sequences: fields.n.unwrap_or(1).max(1).saturating_mul(prompts.count.max(chats(fields.messages))),
             priority: fields.priority.unwrap_or(0),
             cache_salt: if salt.len() <= CACHE_SALT_BYTES_MAX { salt.into() } else { Arc::default() },
             answer_tokens: 0,
@@ -156,6 +156,14 @@ fn hashes<'a>(chunks: impl Iterator<Item = &'a [u8]>, mut hasher: DefaultHasher)
         hashes.push(hasher.finish());
     }
     hashes
+}
+
+/// Conversations in a field with messages: one, or those of a batch.
+fn chats(messages: Option<&RawValue>) -> u32 {
+    let Some(raw) = messages.map(RawValue::get) else { return 1 };
+    let is_batch = raw.strip_prefix('[').is_some_and(|inside| inside.trim_start().starts_with('['));
+    let count = || serde_json::from_str::<Vec<&RawValue>>(raw).map_or(1, |chats| chats.len());
+    if is_batch { u32::try_from(count()).unwrap_or(u32::MAX) } else { 1 }
 }
 
 /// Sizes of a field with prompts: a text, token ids, or a list of either.
@@ -205,6 +213,10 @@ mod tests {
         assert_eq!(sizes(json!({"input": ["abcdefg", "h, i"], "max_tokens": 1})).2, 2);
         let chat = json!({"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9});
         assert_eq!(sizes(chat), (8, 9, 1));
+        let conversation = json!([{"role": "user", "content": "hi]["}, {"role": "user", "content": [{"text": "a"}]}]);
+        let batch = json!({"messages": [conversation, conversation, conversation], "max_tokens": 5});
+        assert_eq!((sizes(batch.clone()).1, sizes(batch).2), (15, 3));
+        assert_eq!(sizes(json!({"messages": conversation, "max_tokens": 5})).2, 1);
         assert_eq!(sizes(json!({"prompt": "a", "n_predict": 3})), (0, 3, 1));
         assert_eq!(sizes(json!({"prompt": "a", "n_predict": -1})), (0, ANSWER_TOKENS_MAX, 1));
     }

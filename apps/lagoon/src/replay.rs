@@ -36,7 +36,9 @@ const REFUSAL_BYTES_MAX: usize = 64 << 10;
 /// Bytes of a request body that count as one token.
 const BYTES_PER_TOKEN: u64 = 4;
 /// Paths whose requests only compute a response, and whose streams have a journal.
-const GENERATE: [&str; 5] = ["/v1/completions", "/v1/chat/completions", EMBEDDINGS, "/completion", "/completions"];
+const GENERATE: [&str; 6] =
+    ["/v1/completions", "/v1/chat/completions", CHAT_BATCH, EMBEDDINGS, "/completion", "/completions"];
+const CHAT_BATCH: &str = "/v1/chat/completions/batch";
 const EMBEDDINGS: &str = "/v1/embeddings";
 /// Paths whose requests only compute a response, whole.
 const COMPUTE: [&str; 3] = ["/tokenize", "/detokenize", "/apply-template"];

@@ -48,7 +48,7 @@ pub(crate) async fn run(args: StatusArgs) -> anyhow::Result<()> {
         outln!("{status}");
         return Ok(());
     }
-    let mut table = Table::new(&COLUMNS.map(|(_, title)| title));
+    let mut table = Table::new(&COLUMNS.map(|(_, title)| title)).keyed(2);
     for row in status["instances"].as_array().into_iter().flatten() {
         table.row(COLUMNS.map(|(field, _)| cell(row, field)).into());
     }

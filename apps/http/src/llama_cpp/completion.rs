@@ -10,7 +10,7 @@ use crate::{
     fields::Fields,
     frames::{self, Streamed},
     generate::{Piece, Pieces, Token},
-    generations::{Ask, Longest, Ready, start, wants_journal},
+    generations::{Ask, Longest, Prepared, Ready, start, wants_journal},
     journal::{Began, Entry, SentTokens},
     keys::Caller,
     params::{Params, required, too_many},
@@ -49,7 +49,7 @@ pub(crate) async fn completion(
     let (output, pieces) = start(&state, &asked.ready)?;
     let stream = asked.ready.params.stream;
     let answer = Answer::new(&state, asked, &output);
-    if stream { frames::respond(answer, pieces, state.limits.headers_hold).await } else { answer.whole(pieces).await }
+    if stream { frames::respond(answer, pieces, &state.limits).await } else { answer.whole(pieces).await }
 }
 
 pub(crate) fn ask(
@@ -64,7 +64,7 @@ pub(crate) fn ask(
     let prompt = required(&mut of, "prompt")?;
     of.finish()?;
     let info = state.check_model(params.model.as_deref())?;
-    params.sampling.constraint = constraints::of_completion(state, params.form.take())?;
+    let constraint = constraints::of_completion(state, params.form.take())?;
     let answer = params.max_tokens.unwrap_or(1).max(1);
     let longest = Longest { prompt: info.max_model_tokens, answer, truncates: params.options.truncates() };
     let mut prompts = fields::prompts(state, prompt, longest, asker)?;
@@ -78,10 +78,13 @@ pub(crate) fn ask(
         return Err(too_many("logit_bias", params.sampling.bad_words.len(), BAD_WORDS_MAX));
     }
     let limit = info.context_tokens();
-    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-    let room = limit.saturating_sub(u32::try_from(longest).unwrap_or(u32::MAX)).max(1);
-    let max_tokens = params.max_tokens.unwrap_or(room).max(1);
-    let ask = Ask { endpoint: Endpoint::Completions, prompts, parser: None, max_tokens, echo: None, journal, caller };
+    let prepare = |tokens: Vec<u32>| {
+        let room = limit.saturating_sub(u32::try_from(tokens.len()).unwrap_or(u32::MAX));
+        let max_tokens = params.max_tokens.unwrap_or(room).max(1);
+        Prepared { tokens, max_tokens, parser: None, constraint: constraint.clone() }
+    };
+    let prompts = prompts.into_iter().map(prepare).collect();
+    let ask = Ask { endpoint: Endpoint::Completions, prompts, echo: None, journal, caller };
     Ok(Asked { ready: Ready { ask, params, info }, prompt_only, return_tokens, timings })
 }
 
@@ -132,7 +135,7 @@ impl Answer {
             id: began.id.clone(),
             tokenizer: Arc::clone(&state.tokenizer),
             model: info.model_id,
-            prompts: ask.prompts,
+            prompts: ask.prompts.into_iter().map(|prompt| prompt.tokens).collect(),
             settings: settings(&params),
             params,
             prompt_only,

@@ -49,6 +49,12 @@ fn schema<T: JsonSchema>(schemas: &mut SchemaGenerator) -> schemars::Schema {
 /// Every route of [`server::router`].
 const OPERATIONS: &[Operation] = &[
     operation("post", "/v1/chat/completions", Response::Stream(schema::<reply::Reply>), "Answers a chat."),
+    operation(
+        "post",
+        "/v1/chat/completions/batch",
+        Response::Json(schema::<reply::Reply>),
+        "Answers several chats, a choice each (vLLM).",
+    ),
     operation("post", "/v1/completions", Response::Stream(schema::<reply::Reply>), "Continues prompts."),
     operation("post", "/v1/embeddings", Response::Json(schema::<embeddings::EmbeddingList>), "Embeds texts."),
     operation("get", "/v1/models", Response::Json(schema::<server::ModelList>), "Lists the served model."),
@@ -248,6 +254,7 @@ fn values(of: &Of) -> Value {
         Of::Ids => list(id),
         Of::Object => json!({ "type": "object" }),
         Of::ObjectList => list(json!({ "type": "object" })),
+        Of::Chats => list(list(json!({ "type": "object" }))),
         Of::Prompt => json!({ "anyOf": [text, list(text.clone()), list(id.clone()), list(list(id))] }),
         Of::Any => json!({}),
     }

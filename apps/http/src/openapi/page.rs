@@ -74,8 +74,7 @@ fn rows(body: &Body) -> impl Iterator<Item = Row> {
         note: field.note,
     });
     let neutral = body.neutral().map(|(name, neutral)| Row::neutral(name.to_owned(), neutral, ""));
-    let refused = body.refused.iter().map(|name| Row::neutral((*name).to_owned(), Neutral::Null, ""));
-    supported.chain(neutral).chain(refused)
+    supported.chain(neutral)
 }
 
 fn values(of: &Of) -> String {
@@ -96,6 +95,7 @@ fn values(of: &Of) -> String {
         Of::Ids => "list of token ids".to_owned(),
         Of::Object => "object".to_owned(),
         Of::ObjectList => "list of objects".to_owned(),
+        Of::Chats => "list of lists of objects".to_owned(),
         Of::Prompt => "string or token ids, or a list of them".to_owned(),
         Of::Any => String::new(),
     }

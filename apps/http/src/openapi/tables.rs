@@ -1,7 +1,7 @@
 //! Every field of every request, as data: what `/openapi.json` and the reference page show. A test holds these tables against the
 //! names that the handlers ask for.
 
-use crate::{embeddings, fields::Neutral, generations, llama_cpp, params};
+use crate::{chats, embeddings, fields::Neutral, generations, llama_cpp, params};
 
 /// A field that is honoured.
 #[derive(Debug)]
@@ -25,6 +25,8 @@ pub(crate) enum Of {
     Ids,
     Object,
     ObjectList,
+    /// A list of lists of objects.
+    Chats,
     /// A text, a list of texts, a list of token ids, or a list of such lists.
     Prompt,
     Any,
@@ -94,8 +96,11 @@ const TOOLS: &[Field] = &[
     field("add_generation_prompt", Of::Bool, "the prompt opens the answer; true by default"),
 ];
 
-const CHAT: &[Field] = &[
-    field("messages", Of::ObjectList, "the chat"),
+const CHAT: &[Field] = &[field("messages", Of::ObjectList, "the chat")];
+
+const BATCH: &[Field] = &[field("messages", Of::Chats, "up to 128 chats")];
+
+const CHAT_LOGPROBS: &[Field] = &[
     field("logprobs", Of::Bool, "log-probabilities of the answer's tokens"),
     field("top_logprobs", Of::Integer(0, 20), "likeliest tokens to list with them"),
 ];
@@ -162,122 +167,84 @@ const CHAT_TIMINGS: Neutrals = &[("timings_per_token", Neutral::Any)];
 pub(crate) struct Body {
     pub(crate) path: &'static str,
     pub(crate) fields: &'static [&'static [Field]],
+    /// Those of `fields` that this route takes only with values that change nothing.
+    pub(crate) narrowed: Neutrals,
     pub(crate) neutral: &'static [Neutrals],
     pub(crate) required: &'static [&'static str],
-    /// Fields of OpenAI's, vLLM's and llama.cpp's servers that are refused whatever their value.
-    pub(crate) refused: &'static [&'static str],
 }
 
 impl Body {
     pub(crate) fn supported(&self) -> impl Iterator<Item = &'static Field> {
-        self.fields.iter().flat_map(|fields| fields.iter())
+        let narrowed = |name: &str| self.narrowed.iter().any(|(narrowed, _)| *narrowed == name);
+        self.fields.iter().flat_map(|fields| fields.iter()).filter(move |field| !narrowed(field.name))
     }
 
     /// Fields that are taken only with a value that changes nothing, but for those that the table has as supported.
     pub(crate) fn neutral(&self) -> impl Iterator<Item = (&'static str, Neutral)> {
         let known = |name: &str| self.supported().any(|field| field.name == name);
-        self.neutral.iter().flat_map(|table| table.iter().copied()).filter(move |(name, _)| !known(name))
+        let tables = std::iter::once(&self.narrowed).chain(self.neutral);
+        tables.flat_map(|table| table.iter().copied()).filter(move |(name, _)| !known(name))
     }
 }
-
-const REFUSED: &[&str] = &[
-    "guided_decoding_backend",
-    "guided_whitespace_pattern",
-    "structural_tag",
-    "logits_processors",
-    "kv_transfer_params",
-    "vllm_xargs",
-    "return_tokens_as_token_ids",
-    "thinking_token_budget",
-    "repetition_detection",
-];
-const REFUSED_CHAT: &[&str] = &[
-    "guided_decoding_backend",
-    "guided_whitespace_pattern",
-    "structural_tag",
-    "logits_processors",
-    "kv_transfer_params",
-    "vllm_xargs",
-    "return_tokens_as_token_ids",
-    "thinking_token_budget",
-    "repetition_detection",
-    "documents",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "include_reasoning",
-    "moderation",
-];
-const REFUSED_COMPLETIONS: &[&str] = &[
-    "guided_decoding_backend",
-    "guided_whitespace_pattern",
-    "structural_tag",
-    "logits_processors",
-    "kv_transfer_params",
-    "vllm_xargs",
-    "return_tokens_as_token_ids",
-    "repetition_detection",
-    "prompt_embeds",
-];
-const REFUSED_EMBEDDINGS: &[&str] = &[
-    "chat_template",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "softmax",
-    "bytes_only",
-];
 
 /// Every route that takes a body.
 pub(crate) const BODIES: &[Body] = &[
     Body {
         path: "/v1/chat/completions",
-        fields: &[CHAT, COMMON, REPORTS, TOOLS],
-        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, generations::CHAT_UNSUPPORTED, CHAT_TIMINGS],
+        fields: &[CHAT, CHAT_LOGPROBS, COMMON, REPORTS, TOOLS],
+        narrowed: &[],
+        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, chats::UNSUPPORTED, CHAT_TIMINGS],
         required: &["messages"],
-        refused: REFUSED_CHAT,
+    },
+    Body {
+        path: "/v1/chat/completions/batch",
+        fields: &[BATCH, CHAT_LOGPROBS, COMMON, REPORTS, TOOLS],
+        narrowed: chats::UNSUPPORTED_IN_BATCH,
+        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, chats::UNSUPPORTED, CHAT_TIMINGS],
+        required: &["messages"],
     },
     Body {
         path: "/v1/completions",
         fields: &[COMPLETIONS, COMMON, REPORTS],
-        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, generations::COMPLETION_UNSUPPORTED],
+        narrowed: &[],
+        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, generations::UNSUPPORTED],
         required: &["prompt"],
-        refused: REFUSED_COMPLETIONS,
     },
     Body {
         path: "/v1/embeddings",
         fields: &[EMBEDDINGS],
+        narrowed: &[],
         neutral: &[embeddings::UNSUPPORTED],
         required: &["input"],
-        refused: REFUSED_EMBEDDINGS,
     },
     Body {
         path: "/completion",
         fields: &[NATIVE, COMMON],
+        narrowed: &[],
         neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, llama_cpp::UNREPORTED],
         required: &["prompt"],
-        refused: REFUSED,
     },
     Body {
         path: "/completions",
         fields: &[NATIVE, COMMON],
+        narrowed: &[],
         neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, llama_cpp::UNREPORTED],
         required: &["prompt"],
-        refused: REFUSED,
     },
     Body {
         path: "/tokenize",
         fields: &[TOKENIZE, TOOLS],
+        narrowed: &[],
         neutral: &[TEMPLATES, TOKENIZE_NEUTRAL],
         required: &[],
-        refused: &[],
     },
-    Body { path: "/detokenize", fields: &[DETOKENIZE], neutral: &[], required: &["tokens"], refused: &[] },
+    Body { path: "/detokenize", fields: &[DETOKENIZE], narrowed: &[], neutral: &[], required: &["tokens"] },
     Body {
         path: "/apply-template",
         fields: &[APPLY, TOOLS],
+        narrowed: &[],
         neutral: &[TEMPLATES],
         required: &["messages"],
-        refused: &[],
     },
 ];
 

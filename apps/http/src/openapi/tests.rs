@@ -2,8 +2,8 @@
 
 use super::{OPERATIONS, TRANSLATED, document, tables};
 use crate::{
-    Caller, embeddings,
-    fields::asked,
+    Caller, chats, embeddings,
+    fields::{Neutral, asked},
     generations, llama_cpp,
     scripted::{self, ScriptedEngine},
     server,
@@ -46,6 +46,7 @@ fn requests(path: &str) -> Vec<Value> {
     let chat = json!([{"role": "user", "content": "a"}]);
     match path {
         "/v1/chat/completions" | "/apply-template" => vec![json!({"messages": chat})],
+        "/v1/chat/completions/batch" => vec![json!({"messages": [chat]})],
         "/v1/completions" | "/completion" | "/completions" => vec![json!({"prompt": "a"})],
         "/v1/embeddings" => vec![json!({"input": "a"})],
         "/tokenize" => vec![json!({"prompt": "a"}), json!({"messages": chat}), json!({"content": "a"})],
@@ -58,7 +59,8 @@ fn requests(path: &str) -> Vec<Value> {
 fn take(state: &ServerState, path: &str, body: Bytes) {
     let (asker, caller) = (Asker::staying(), Caller::default());
     let error = match path {
-        "/v1/chat/completions" => generations::chat_prompt(state, body, false, caller, &asker).err(),
+        "/v1/chat/completions" => chats::chat_prompt(state, body, false, caller, &asker).err(),
+        "/v1/chat/completions/batch" => chats::batch_prompts(state, &body, false, caller, &asker).err(),
         "/v1/completions" => generations::prompts(state, body, false, caller, &asker).err(),
         "/v1/embeddings" => embeddings::ask_of(state, body, "", &asker).err(),
         "/completion" | "/completions" => llama_cpp::ask(state, body, false, caller, &asker).err(),
@@ -92,18 +94,26 @@ async fn every_field_that_a_handler_asks_for_is_described() {
 }
 
 #[tokio::test]
-async fn fields_listed_as_refused_are() {
+async fn fields_listed_as_refused_are_but_for_null() {
     let base = scripted::spawn(scripted::state(ScriptedEngine::saying("ok"))).await;
     let http = reqwest::Client::new();
     for body in tables::BODIES {
-        for name in body.refused {
-            assert!(!body.supported().any(|field| field.name == *name), "{}: {name}", body.path);
-            let mut request = requests(body.path).remove(0);
-            request[*name] = json!({"a": 1});
-            let reply = http.post(format!("{base}{}", body.path)).json(&request).send().await.unwrap();
-            let error: Value = reply.json().await.unwrap();
-            assert_eq!(error["error"]["code"], "unsupported_parameter", "{} {name}: {error}", body.path);
-            assert_eq!(error["error"]["param"], *name, "{}", body.path);
+        for (name, neutral) in body.neutral() {
+            let mut taken = 0;
+            for mut request in requests(body.path) {
+                let mut post = async |value: Value| {
+                    request[name] = value;
+                    let reply = http.post(format!("{base}{}", body.path)).json(&request).send().await.unwrap();
+                    reply.json::<Value>().await.unwrap()["error"].take()
+                };
+                if !matches!(neutral, Neutral::Any) {
+                    let error = post(json!({"a": 1})).await;
+                    let found = (&error["code"], &error["param"]);
+                    assert_eq!(found, (&json!("unsupported_parameter"), &json!(name)), "{}: {error}", body.path);
+                }
+                taken += usize::from(post(Value::Null).await["code"] != "unsupported_parameter");
+            }
+            assert!(taken > 0, "{} {name}", body.path);
         }
     }
 }

@@ -26,13 +26,18 @@ async fn dropping_a_stream_cancels_every_sequence_of_it() {
 
 #[tokio::test]
 async fn dropping_a_request_that_waits_cancels_it() {
-    let engine = ScriptedEngine::new(|_| Ok(vec![Step::Hang]));
-    let client = Client::of(engine.clone()).await;
-    let request = client.http.post(client.url("/v1/completions")).json(&json!({"prompt": "a"})).send();
-    let request = tokio::spawn(request);
-    tokio::time::timeout(LONG, engine.wait_submitted(1)).await.unwrap();
-    request.abort();
-    tokio::time::timeout(LONG, engine.wait_cancelled(1)).await.expect("the request is cancelled");
+    let chat = json!([{"role": "user", "content": "a"}]);
+    for (path, body, sequences) in [
+        ("/v1/completions", json!({"prompt": "a"}), 1),
+        ("/v1/chat/completions/batch", json!({"messages": [chat, chat, chat]}), 3),
+    ] {
+        let engine = ScriptedEngine::new(|_| Ok(vec![Step::Hang]));
+        let client = Client::of(engine.clone()).await;
+        let request = tokio::spawn(client.http.post(client.url(path)).json(&body).send());
+        tokio::time::timeout(LONG, engine.wait_submitted(sequences)).await.unwrap();
+        request.abort();
+        tokio::time::timeout(LONG, engine.wait_cancelled(sequences)).await.expect("every sequence is cancelled");
+    }
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! A field is honoured, neutral, or refused by name.
 
-use super::Client;
+use super::{Client, Reply};
 use serde_json::{Value, json};
 
 /// Each unsupported field with a value that is refused.
@@ -85,6 +85,24 @@ async fn nested_fields_are_refused_with_their_path() {
     }
 }
 
+/// A compressed body was "not valid JSON" before.
+#[tokio::test]
+async fn a_compressed_body_is_refused_as_such() {
+    let client = Client::saying("ok").await;
+    for path in ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize"] {
+        for (encoding, expected) in [("gzip", 415), ("identity", 400)] {
+            let request = client.http.post(client.url(path)).header("content-encoding", encoding).body("{");
+            let reply = Reply::of(request.send().await.unwrap()).await;
+            assert_eq!(
+                (reply.status, reply.text.contains("gzip")),
+                (expected, encoding == "gzip"),
+                "{path}: {}",
+                reply.text
+            );
+        }
+    }
+}
+
 #[tokio::test]
 async fn neutral_values_are_accepted() {
     let client = Client::saying("ok").await;
@@ -101,7 +119,12 @@ async fn neutral_values_are_accepted() {
     let in_chat = json!({
         "tools": [], "tool_choice": "none", "parallel_tool_calls": true, "functions": null, "modalities": ["text"],
         "store": false, "service_tier": "auto", "reasoning_effort": null, "chat_template_kwargs": {},
-        "messages": [{"role": "user", "content": "a"}], "top_logprobs": 0,
+        "verbosity": "medium", "include_reasoning": true, "documents": null, "top_logprobs": 0,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+            {"role": "assistant", "content": "b", "cache_control": null, "provider_specific_fields": {"a": 1}, "images": []},
+            {"role": "user", "content": "c"},
+        ],
     });
     let mut completion = neutral.clone();
     completion["prompt"] = json!("a");

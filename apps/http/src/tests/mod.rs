@@ -1,6 +1,7 @@
 //! The server seen by its clients, over real sockets, with a scripted engine.
 
 mod anthropic;
+mod batch;
 mod cancel;
 mod embeddings;
 mod errors;

@@ -125,6 +125,41 @@ async fn headers_do_not_wait_for_a_slow_first_token() {
     assert_eq!(response.status(), 200);
 }
 
+/// A long prompt's stream is silent for minutes.
+#[tokio::test]
+async fn a_silent_stream_has_comments() {
+    let engine = || {
+        ScriptedEngine::new(|_| {
+            let finish = Step::Finish(FinishReason::Stop);
+            Ok(vec![
+                Step::Wait(Duration::from_millis(400)),
+                Step::Token(97),
+                Step::Wait(Duration::from_millis(400)),
+                finish,
+            ])
+        })
+    };
+    let chat = json!([{"role": "user", "content": "hi"}]);
+    for (path, body) in [
+        ("/v1/chat/completions", json!({"messages": chat})),
+        ("/v1/completions", json!({"prompt": "a"})),
+        ("/completion", json!({"prompt": "a"})),
+        ("/v1/messages", json!({"messages": chat, "max_tokens": 4})),
+        ("/v1/responses", json!({"input": "hi"})),
+    ] {
+        let mut state = crate::scripted::state(engine());
+        (state.limits.headers_hold, state.limits.keep_alive) = (Duration::from_millis(20), Duration::from_millis(20));
+        let mut body = body.clone();
+        body["stream"] = json!(true);
+        let reply = Client::new(state).await.post(path, body).await;
+        let events: Vec<&str> = reply.text.split_terminator("\n\n").collect();
+        let data = events.iter().position(|event| event.contains("data: ")).unwrap();
+        assert_eq!(events[0], ": keep-alive", "{path}: {}", reply.text);
+        assert!(events[data..].contains(&": keep-alive"), "{path}: {}", reply.text);
+        assert!(events.iter().all(|event| *event == ": keep-alive" || event.contains("data: ")), "{}", reply.text);
+    }
+}
+
 #[tokio::test]
 async fn several_sequences_are_distinguished_by_index() {
     let engine = ScriptedEngine::new(|request| {

@@ -16,10 +16,11 @@ const TEMPLATE: &str =
 async fn constraint_of(path: &str, extra: Value) -> Option<Arc<Constraint>> {
     let engine = ScriptedEngine::saying("{}");
     let mut body = json!({"max_tokens": 9});
-    let prompt = if path.ends_with("/chat/completions") {
-        ("messages", json!([{"role": "user", "content": "a"}]))
-    } else {
-        ("prompt", json!("a"))
+    let chat = json!([{"role": "user", "content": "a"}]);
+    let prompt = match path {
+        "/v1/chat/completions" => ("messages", chat),
+        "/v1/chat/completions/batch" => ("messages", json!([chat])),
+        _ => ("prompt", json!("a")),
     };
     body[prompt.0] = prompt.1;
     body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
@@ -37,7 +38,7 @@ fn schema(text: &str) -> Option<Grammar> {
 
 #[tokio::test]
 async fn every_field_becomes_a_constraint() {
-    for path in ["/v1/chat/completions", "/v1/completions", "/completion"] {
+    for path in ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/completion"] {
         for (extra, grammar) in [
             (json!({"response_format": {"type": "text"}}), None),
             (json!({"response_format": {"type": "json_object"}}), schema(r#"{"type":"object"}"#)),

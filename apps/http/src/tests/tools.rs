@@ -36,12 +36,15 @@ fn collected(reply: &Reply) -> Value {
     let (mut content, mut reasoning, mut calls, mut finish) = (String::new(), String::new(), Vec::new(), Value::Null);
     for line in reply.text.lines().filter_map(|line| line.strip_prefix("data: ")).filter(|line| *line != "[DONE]") {
         let chunk: Value = serde_json::from_str(line).unwrap();
-        let choice = &chunk["choices"][0];
+        // The last chunk may have the usage alone.
+        let Some(choice) = chunk["choices"].get(0) else { continue };
         content.push_str(choice["delta"]["content"].as_str().unwrap_or_default());
         reasoning.push_str(choice["delta"]["reasoning_content"].as_str().unwrap_or_default());
         for call in choice["delta"]["tool_calls"].as_array().into_iter().flatten() {
             assert_eq!(call["index"], calls.len());
             calls.push(call["function"].clone());
+            // OpenAI's client ends a call at a later chunk.
+            assert!(choice["finish_reason"].is_null(), "{chunk}");
         }
         finish = choice["finish_reason"].clone();
     }
@@ -72,6 +75,32 @@ async fn reasoning_and_calls_are_taken_out_of_the_text_in_answers_and_streams() 
     for stream in [false, true] {
         let reply = chat(text, json!({"parallel_tool_calls": false, "stream": stream})).await;
         assert_eq!(if stream { collected(&reply) } else { whole(&reply) }, one);
+    }
+}
+
+/// A call that only the end of the answer completes, at a stop string, too.
+#[tokio::test]
+async fn the_end_stands_in_a_chunk_behind_the_calls() {
+    let unclosed = &CALL[..CALL.len() - "</tool_call>".len()];
+    let open: &str = Box::leak(format!("</think>{unclosed}").into_boxed_str());
+    let stopped: &str = Box::leak(format!("</think>{CALL}#{CALL}").into_boxed_str());
+    for (text, extra, stop) in [(open, json!({}), Value::Null), (stopped, json!({"stop": "#"}), json!("#"))] {
+        let mut extra = extra.clone();
+        extra["stream"] = json!(true);
+        extra["stream_options"] = json!({"include_usage": true});
+        let reply = chat(text, extra).await;
+        let call = json!({"name": "weather", "arguments": "{\"city\":\"Zürich\"}"});
+        let expected = json!({"content": "", "reasoning": "", "calls": [call], "finish": "tool_calls"});
+        assert_eq!(collected(&reply), expected, "{}", reply.text);
+        let chunks: Vec<Value> =
+            reply.text.lines().filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok()).collect();
+        let end = &chunks[chunks.len() - 2]["choices"][0];
+        assert_eq!((&end["delta"], &end["finish_reason"]), (&json!({}), &json!("tool_calls")));
+        assert_eq!(end["stop_reason"], stop);
+        assert_eq!(
+            chunks.last().unwrap()["usage"]["completion_tokens"],
+            text.find('#').map_or(text.len() + 1, |at| at + 1)
+        );
     }
 }
 

@@ -17,7 +17,7 @@ mod stream;
 mod table;
 
 use crate::{
-    bodies::{Bodies, Holder},
+    bodies::{Bodies, Holder, check_encoding},
     error::ApiError,
     journal,
     keys::Caller,
@@ -78,6 +78,7 @@ impl Endpoints {
         work: impl FnOnce(&[u8]) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<(Parts, T), ApiError> {
         let (head, body) = request.into_parts();
+        check_encoding(&head.headers)?;
         let holder = Holder::of(&head.extensions);
         let Limits { body_bytes_max, body_deadline, .. } = self.limits;
         let (body, share) = self.bodies.read(holder, body, body_bytes_max, body_deadline).await?;

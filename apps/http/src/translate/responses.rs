@@ -47,6 +47,7 @@ const REQUEST: &[Field] = &[
     takes("metadata", "is part of the response"),
     ignores("user", ""),
     ignores("safety_identifier", ""),
+    ignores("client_metadata", ""),
     ignores("prompt_cache_key", "a prompt's KV stays cached anyway while its memory lasts"),
     ignores("prompt_cache_retention", ""),
     ignores("prompt_cache_options", ""),

@@ -5,7 +5,7 @@
 //! is written exactly once, as the last thing; dropping the stream drops the chat's body, which cancels the chat.
 
 use super::errors::ErrorBody;
-use crate::state::unix_seconds;
+use crate::{frames::KEEP_ALIVE, state::unix_seconds};
 use axum::body::{Body, BodyDataStream, Bytes};
 use futures::StreamExt as _;
 use serde::Deserialize;
@@ -206,7 +206,11 @@ impl<S: Shape> Translation<S> {
     /// Reads one line and writes what follows from it.
     async fn step(&mut self, out: &mut String) -> Step {
         let data = match self.lines.next().await {
-            Ok(Some(data)) => data,
+            Ok(Some(Line::Data(data))) => data,
+            Ok(Some(Line::Comment)) => {
+                out.push_str(KEEP_ALIVE);
+                return Step::More;
+            }
             Ok(None) => return Step::Failed(ErrorBody::broken("it ended without an end mark")),
             Err(why) => return Step::Failed(ErrorBody::broken(&why)),
         };
@@ -296,7 +300,15 @@ impl<S: Shape> Translation<S> {
     }
 }
 
-/// The data lines of a stream of server-sent events.
+/// A line of a stream of server-sent events.
+enum Line {
+    /// The data of an event.
+    Data(Vec<u8>),
+    /// [`KEEP_ALIVE`].
+    Comment,
+}
+
+/// The data lines and comments of a stream of server-sent events.
 struct Lines {
     body: BodyDataStream,
     buffer: Vec<u8>,
@@ -305,12 +317,15 @@ struct Lines {
 }
 
 impl Lines {
-    /// The data of the next event; `None` at the end.
-    async fn next(&mut self) -> Result<Option<Vec<u8>>, String> {
+    /// The next event's data or comment; `None` at the end.
+    async fn next(&mut self) -> Result<Option<Line>, String> {
         loop {
             while let Some(line) = self.line() {
                 if let Some(data) = line.strip_prefix(b"data:") {
-                    return Ok(Some(data.trim_ascii().to_vec()));
+                    return Ok(Some(Line::Data(data.trim_ascii().to_vec())));
+                }
+                if KEEP_ALIVE.as_bytes().starts_with(&line) {
+                    return Ok(Some(Line::Comment));
                 }
             }
             if self.buffer.len() > LINE_BYTES_MAX {
