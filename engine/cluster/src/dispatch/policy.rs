@@ -342,6 +342,7 @@ mod tests {
                     block_tokens: 16,
                     blocks_total: total,
                     blocks_free: free.min(total),
+                    tier_blocks: 0,
                     running,
                     waiting,
                     unreported: Unreported::default(),
