@@ -448,8 +448,9 @@ pub const HAND_BACK_REST_MS: u64 = 2_000;
 pub const DISPATCH_NONE_MS: u64 = 30_000;
 /// Prefix hashes of one prompt that a gateway computes.
 pub const PREFIX_HASHES_MAX: usize = 512;
-/// Prefix hashes of which a gateway remembers instances, and of each the latest so many.
+/// Prefix hashes of which a gateway remembers instances.
 pub const PREFIX_PLACES_MAX: usize = 1 << 17;
+/// Instances that it remembers of a prefix hash, the latest ones.
 pub const PREFIX_INSTANCES_MAX: usize = 8;
 /// Tenants whose past share a gateway remembers.
 pub const DISPATCH_TENANTS_MAX: usize = 4096;
