@@ -13,6 +13,9 @@
 //! times, the most useful work per memory and time first. It borrows only if no instance is predicted to hold it whole within
 //! [`DISPATCH_SOON_MS`](lagoon_types::limits::DISPATCH_SOON_MS), or none has after [`DISPATCH_WHOLE_MS`].
 //!
+//! **The prefix.** A request waits for a busy instance that caches much of its prompt, if that saves more than the wait is worth
+//! ([`DISPATCH_PREFIX_MS`](lagoon_types::limits::DISPATCH_PREFIX_MS) at most). Others start elsewhere meanwhile.
+//!
 //! Invariants:
 //! * each request is bound once, or refused, or its caller has ended it; a request that was handed back is bound again;
 //! * at most [`DISPATCH_PASSES_MAX`] requests start on memory that a head waits for;
