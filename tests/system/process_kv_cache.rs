@@ -59,7 +59,7 @@ fn operators_see_prefix_caches_and_empty_them() {
     assert_eq!(ask(&pool.client("a"), &asked), 0);
 
     // All of them, but for what a request uses: its answer is the same, and it is cached when it ends.
-    let running = pool.watch("a", &asked, 60);
+    let running = pool.watch("a", &asked, 400);
     running.wait_for(2);
     let dropped = pool.ask(&["kv", "cache", "drop", "--all"]);
     assert_eq!(dropped["instances"].as_array().map(Vec::len), Some(2), "{dropped}");
