@@ -43,6 +43,7 @@ mod process_host_tier;
 mod process_hostile;
 mod process_http;
 mod process_keys;
+mod process_kv_cache;
 mod process_metrics;
 mod process_moves;
 mod process_operate;

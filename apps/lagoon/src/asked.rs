@@ -29,8 +29,9 @@ const ANSWER_TOKENS_MAX: u64 = 1 << 20;
 pub(crate) struct Asked {
     /// Bytes of text of its prompts.
     text_bytes: usize,
-    /// Token ids of its prompts.
+    /// Token ids of its prompts, and bytes of their JSON.
     ids: u64,
+    id_bytes: usize,
     answer_tokens: u64,
     sequences: u32,
     pub(crate) priority: i32,
@@ -84,6 +85,7 @@ impl Asked {
         Self {
             text_bytes: self.text_bytes / share as usize,
             ids: self.ids / u64::from(share),
+            id_bytes: self.id_bytes / share as usize,
             answer_tokens: 0,
             sequences: at_once,
             ..self
@@ -109,6 +111,7 @@ impl Asked {
         let mut asked = Self {
             text_bytes: chat + prompts.text_bytes,
             ids: prompts.ids,
+            id_bytes: prompts.id_bytes,
             sequences: fields.n.unwrap_or(1).max(1).saturating_mul(prompts.count.max(chats(fields.messages))),
             priority: fields.priority.unwrap_or(0),
             cache_salt: if salt.len() <= CACHE_SALT_BYTES_MAX { salt.into() } else { Arc::default() },
@@ -132,8 +135,11 @@ impl Asked {
 
     /// The hashes of its prefixes.
     pub(crate) fn prefix(&self, bytes_per_token: f64) -> PrefixHashes {
-        let bytes = f64::from(u32::try_from(HASH_BYTES).unwrap_or(u32::MAX));
-        PrefixHashes { hashes: self.hashes.clone(), tokens_per_hash: bytes / bytes_per_token }
+        let float = |n: usize| f64::from(u32::try_from(n).unwrap_or(u32::MAX));
+        let (bytes, ids) = (self.text_bytes + self.id_bytes, u32::try_from(self.ids).unwrap_or(u32::MAX));
+        let tokens = float(self.text_bytes) / bytes_per_token + f64::from(ids);
+        let tokens_per_hash = float(HASH_BYTES) * tokens / float(bytes.max(1));
+        PrefixHashes { hashes: self.hashes.clone(), tokens_per_hash }
     }
 
     /// Bytes of text, if its prompt is text alone: of others, bytes a token mean nothing.
@@ -172,22 +178,27 @@ struct Prompts {
     count: u32,
     text_bytes: usize,
     ids: u64,
+    id_bytes: usize,
 }
 
 impl Prompts {
     fn of(raw: &str) -> Self {
         let count = |text: &str, sign: u8| text.bytes().filter(|byte| *byte == sign).count();
         let many = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let one = Self { count: 1, ..Self::default() };
         let inside = raw.trim_start().strip_prefix('[').map(str::trim_start);
         match inside.and_then(|inside| inside.bytes().next()) {
             Some(b']') => Self::default(),
-            Some(b'0'..=b'9') => Self { count: 1, text_bytes: 0, ids: 1 + count(raw, b',') as u64 },
-            Some(b'[') => Self { count: many(count(raw, b'[') - 1), text_bytes: 0, ids: 1 + count(raw, b',') as u64 },
+            Some(b'0'..=b'9') => Self { ids: 1 + count(raw, b',') as u64, id_bytes: raw.len(), ..one },
+            Some(b'[') => {
+                let lists = many(count(raw, b'[') - 1);
+                Self { count: lists, ids: 1 + count(raw, b',') as u64, id_bytes: raw.len(), ..one }
+            }
             Some(_) => {
                 let texts = serde_json::from_str::<Vec<&RawValue>>(raw).map_or(1, |texts| texts.len());
-                Self { count: many(texts), text_bytes: raw.len(), ids: 0 }
+                Self { count: many(texts), text_bytes: raw.len(), ..one }
             }
-            None => Self { count: 1, text_bytes: raw.len(), ids: 0 },
+            None => Self { text_bytes: raw.len(), ..one },
         }
     }
 }
@@ -243,6 +254,32 @@ mod tests {
         assert_eq!(empty.ask(4.0).sequences, 1);
     }
 
+    /// The next turn of a chat begins with the messages before it, but for the bracket behind them.
+    #[test]
+    fn a_turn_of_a_chat_begins_with_the_one_before() {
+        let tools = json!([{"type": "function", "function": {"name": "f".repeat(1_500)}}]);
+        let turn = |role: &str, n: usize| json!({"role": role, "content": role.repeat(n)});
+        let turns =
+            [turn("user", 300), turn("assistant", 200), turn("user", 90), turn("assistant", 400), turn("user", 100)];
+        let chat = |n: usize| asked(&json!({"messages": turns[..n], "max_tokens": n, "tools": tools}));
+        let (first, second, third) = (chat(1), chat(3), chat(5));
+        // One piece of the tools, and all whole ones of the messages.
+        assert_eq!([&first, &second, &third].map(|asked| asked.hashes.len()), [2, 4, 8]);
+        assert!(second.hashes.starts_with(&first.hashes) && third.hashes.starts_with(&second.hashes));
+        let other = json!({"messages": [turn("user", 301), turn("assistant", 200)], "tools": tools});
+        assert_eq!(asked(&other).hashes[..2], first.hashes[..2], "1,024 bytes of the message are equal");
+    }
+
+    #[test]
+    fn prefixes_of_texts_and_of_ids_are_counted_in_tokens() {
+        let per_hash = |body| asked(&body).prefix(4.0).tokens_per_hash;
+        assert_eq!(per_hash(json!({"prompt": "a".repeat(3_000)})), 256.0);
+        // `[10,10,...,10]`: three bytes an id, and one more.
+        let ids = per_hash(json!({"prompt": vec![10; 1_000]}));
+        assert!((ids - 1_024.0 * 1_000.0 / 3_001.0).abs() < 1e-9, "{ids}");
+        assert_eq!(asked(&json!({})).prefix(4.0).tokens_per_hash, 0.0);
+    }
+
     #[test]
     fn equal_beginnings_have_equal_hashes_of_one_tenant() {
         let text = |end: &str| json!({"max_tokens": 1, "prompt": "a".repeat(3000) + end});
@@ -253,7 +290,7 @@ mod tests {
         let salted = json!({"prompt": "a".repeat(3000), "cache_salt": "mine"});
         assert_ne!(asked(&salted).hashes, one.hashes);
         assert_eq!(&*asked(&salted).cache_salt, "mine");
-        let long = asked(&json!({"prompt": "a".repeat(10 * HASH_BYTES * PREFIX_HASHES_MAX)}));
+        let long = asked(&json!({"prompt": "a".repeat(2 * HASH_BYTES * PREFIX_HASHES_MAX)}));
         assert_eq!(long.hashes.len(), PREFIX_HASHES_MAX);
     }
 }

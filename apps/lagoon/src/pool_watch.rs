@@ -148,6 +148,7 @@ impl PoolWatch {
                 block_tokens: self.block_tokens,
                 blocks_total: row.blocks_total,
                 blocks_free: row.blocks_free,
+                tier_blocks: row.cache.map_or(0, |cache| cache.host_blocks.max(cache.disk_blocks)),
                 running: row.requests_running,
                 waiting: row.requests_waiting,
                 unreported: Unreported::default(),

@@ -11,10 +11,13 @@ use lagoon_cluster::dispatch::{
     Replay, ReplayLimits, Report, RequestId, Resend,
 };
 use lagoon_protocol::{BatchPoint, Calibration, Load};
-use lagoon_types::limits::{DISPATCH_PASSES_MAX, DISPATCH_TICK_MS, GATEWAY_QUEUE_MS, HEARTBEAT_MS};
+use lagoon_types::limits::{DISPATCH_PASSES_MAX, DISPATCH_TICK_MS, GATEWAY_QUEUE_MS, HEARTBEAT_MS, PREFIX_HASHES_MAX};
 use std::collections::{BTreeMap, VecDeque};
 
 const BLOCK_TOKENS: u32 = 16;
+/// Conversations with common prefixes, and rBlocks of a prompt behind one prefix hash.
+const CONVERSATIONS: u64 = 5;
+const PIECE_BLOCKS: u64 = 4;
 /// Time within which requests arrive, in milliseconds.
 const ARRIVALS_MS: u64 = 20_000;
 /// Pause of a gateway between two rounds over the instances, in milliseconds.
@@ -105,6 +108,13 @@ impl Instance {
         };
         Report { instance: number, load, at_ms }
     }
+}
+
+/// Prefixes of a request that goes on with one of [`CONVERSATIONS`].
+fn prefix(id: u64, blocks: u64) -> PrefixHashes {
+    let hash = |piece: u64| piece * CONVERSATIONS + id % CONVERSATIONS;
+    let hashes = (0..blocks / PIECE_BLOCKS).take(PREFIX_HASHES_MAX).map(hash).collect();
+    PrefixHashes { hashes, tokens_per_hash: (PIECE_BLOCKS * u64::from(BLOCK_TOKENS)) as f64 }
 }
 
 fn small(n: u64) -> u32 {
@@ -219,7 +229,7 @@ impl World {
         let replay = Replay::new(ReplayLimits::default(), true);
         let kills = self.faults && self.rng.once_in(80);
         self.clients.insert(id, Client { replay, tokens: 0, resumed: 0, kills, killed: 0 });
-        let arrival = Arrival { id: RequestId(id), ask, tenant, priority, bytes: 100, prefix: PrefixHashes::default() };
+        let arrival = Arrival { id: RequestId(id), ask, tenant, priority, bytes: 100, prefix: prefix(id, blocks) };
         self.handle(Event::Arrived(arrival))
     }
 
@@ -281,7 +291,9 @@ impl World {
         self.states.remove(&id);
         self.clients.remove(&id);
         self.paused.retain(|(_, other)| *other != id);
-        let learned = Learned { cached_tokens: Some(0), answer_tokens: Some(self.rng.below(64)) };
+        // It found all that was predicted.
+        let cached_tokens = self.asks.get(&id).map(|ask| ask.prompt_tokens);
+        let learned = Learned { cached_tokens, answer_tokens: Some(self.rng.below(64)) };
         self.handle(Event::Ended { id: RequestId(id), learned })
     }
 

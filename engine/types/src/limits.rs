@@ -434,6 +434,8 @@ pub const DISPATCH_LAG_MS: u64 = 100;
 /// A head whose passes are used up and that waits for the pool's memory goes to an instance after so long: there the pool keeps
 /// memory for it.
 pub const DISPATCH_POOL_MS: u64 = 10_000;
+/// A request that waits for its cached prefix at a busy instance is started elsewhere after so long.
+pub const DISPATCH_PREFIX_MS: u64 = 30_000;
 /// Interval of a gateway's looks at its queue while requests wait.
 pub const DISPATCH_TICK_MS: u64 = 25;
 /// Time after which an instance gives a waiting request back to a gateway that takes it.
@@ -445,11 +447,15 @@ pub const HAND_BACK_REST_MS: u64 = 2_000;
 /// Time that queued requests wait for an instance when none is there.
 pub const DISPATCH_NONE_MS: u64 = 30_000;
 /// Prefix hashes of one prompt that a gateway computes.
-pub const PREFIX_HASHES_MAX: usize = 128;
-/// Prefix hashes of which a gateway remembers the instance.
-pub const PREFIX_PLACES_MAX: usize = 1 << 16;
+pub const PREFIX_HASHES_MAX: usize = 512;
+/// Prefix hashes of which a gateway remembers instances.
+pub const PREFIX_PLACES_MAX: usize = 1 << 17;
+/// Instances that it remembers of a prefix hash, the latest ones.
+pub const PREFIX_INSTANCES_MAX: usize = 8;
 /// Tenants whose past share a gateway remembers.
 pub const DISPATCH_TENANTS_MAX: usize = 4096;
 
 const _: () = assert!(2 * HEARTBEAT_MS <= DISPATCH_AHEAD_MS && DISPATCH_LAG_MS < HEARTBEAT_MS);
-const _: () = assert!(DISPATCH_POOL_MS < GATEWAY_QUEUE_MS && DISPATCH_NONE_MS < GATEWAY_QUEUE_MS);
+const _: () = assert!(
+    DISPATCH_POOL_MS < GATEWAY_QUEUE_MS && DISPATCH_PREFIX_MS < GATEWAY_QUEUE_MS && DISPATCH_NONE_MS < GATEWAY_QUEUE_MS
+);

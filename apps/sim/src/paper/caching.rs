@@ -52,6 +52,8 @@ pub struct Row {
     pub cached_tokens: u64,
     /// Of these, tokens that were leased from another instance.
     pub leased_tokens: u64,
+    /// Tokens that another instance cached, and not the one that a prompt was sent to.
+    pub elsewhere_tokens: u64,
     pub evicted_blocks: u64,
     pub first_token_s: f64,
     /// Requests that did not finish.
@@ -139,6 +141,7 @@ pub fn run(
         prompt_tokens,
         cached_tokens: cached.iter().map(|tokens| u64::from(*tokens)).sum(),
         leased_tokens: 0,
+        elsewhere_tokens: 0,
         evicted_blocks: 0,
         first_token_s: 0.0,
         failed: 0,
@@ -157,6 +160,7 @@ pub fn run(
             prompt_tokens,
             cached_tokens: outcomes.iter().map(|outcome| u64::from(outcome.cached)).sum(),
             leased_tokens: run.seen.leased_tokens,
+            elsewhere_tokens: outcomes.iter().map(|outcome| u64::from(outcome.elsewhere)).sum(),
             evicted_blocks: run.seen.evicted_blocks,
             first_token_s: first.iter().sum::<f64>() / first.len().max(1) as f64,
             failed: outcomes.iter().filter(|outcome| outcome.end_us.is_none()).count(),
@@ -181,18 +185,19 @@ fn prompt(entry: &Entry) -> anyhow::Result<Prompt> {
 #[must_use]
 pub fn table(rows: &[Row]) -> String {
     let mut text = String::from(
-        "| system | hits | of the first | leased, of the hits | evicted blocks | mean first token, s | failed |\n\
-         |---|---:|---:|---:|---:|---:|---:|\n",
+        "| system | hits | of the first | leased, of the hits | cached elsewhere | evicted blocks | mean first token, s | failed |\n\
+         |---|---:|---:|---:|---:|---:|---:|---:|\n",
     );
     let base = rows.first().map_or(f64::NAN, Row::hit_rate);
     for row in rows {
         let _ = writeln!(
             text,
-            "| {} | {:.2} % | {:.3} | {:.1} % | {} | {:.2} | {} |",
+            "| {} | {:.2} % | {:.3} | {:.1} % | {:.2} % | {} | {:.2} | {} |",
             row.system,
             100.0 * row.hit_rate(),
             row.hit_rate() / base,
             100.0 * row.leased_tokens as f64 / row.cached_tokens.max(1) as f64,
+            100.0 * row.elsewhere_tokens as f64 / row.prompt_tokens.max(1) as f64,
             row.evicted_blocks,
             row.first_token_s,
             row.failed

@@ -113,6 +113,7 @@ fn load(calibration: &Calibration, process: &Process<Device>) -> InstanceLoad {
         block_tokens: status.block_tokens,
         blocks_total: status.blocks_total,
         blocks_free: status.blocks_free,
+        tier_blocks: 0,
         running: small(status.running),
         waiting: small(status.waiting),
         unreported: Unreported::default(),

@@ -148,7 +148,8 @@ mod tests {
         let slo = Slo::default();
         assert!(slo.is_met_by(9.9, 9.8, 99) && slo.is_met_by(10.0, 0.0, 1));
         assert!(!slo.is_met_by(10.1, 0.0, 1) && !slo.is_met_by(1.0, 9.9, 99));
-        let outcome = |first, end, failed| Outcome { first_us: first, end_us: end, tokens: 11, failed, cached: 0 };
+        let outcome =
+            |first, end, failed| Outcome { first_us: first, end_us: end, tokens: 11, failed, cached: 0, elsewhere: 0 };
         assert!(slo.is_met(&outcome(Some(6_000_000), Some(7_000_000), false), 1_000_000));
         assert!(!slo.is_met(&outcome(Some(6_000_000), Some(7_100_000), false), 1_000_000));
         assert!(!slo.is_met(&outcome(Some(6_000_000), None, false), 1_000_000), "it has not ended");

@@ -25,6 +25,7 @@ use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
 use lagoon_instance::{
     Event, InstanceConfig, JointConfig, LayerWindows, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS,
 };
+use lagoon_kv::{BlockHash, IdentityRoot};
 use lagoon_protocol::{Calibration, Role};
 use lagoon_types::limits::{
     HEARTBEAT_MS, INSTANCES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, SEQUENCE_TOKENS_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
@@ -141,6 +142,8 @@ pub struct Outcome {
     pub failed: bool,
     /// Tokens of its prompt whose KV was cached.
     pub cached: u32,
+    /// Tokens that another instance cached of it, beyond those cached where it was sent.
+    pub elsewhere: u32,
 }
 
 /// Observations of a run.
@@ -524,9 +527,10 @@ impl Run {
     }
 
     fn send(&mut self, index: usize, place: usize) {
-        let request = &self.requests[index];
+        let request = self.requests[index];
         let prompt_tokens = request.prompt_tokens as usize;
         let prompt = self.prompts.get(index).map_or_else(|| vec![0; prompt_tokens], |of| of.tokens(prompt_tokens));
+        self.note_elsewhere(index, place, &prompt);
         let may_hand_back = self.gateway.as_ref().is_some_and(|gateway| gateway.may_hand_back(index));
         let request = GenerateRequest {
             prompt,
@@ -539,6 +543,21 @@ impl Run {
             options: RequestOptions { may_hand_back, ..RequestOptions::default() },
         };
         self.world.handle(place, Event::Submit { seq: SeqId(index as u64), request: Box::new(request) });
+    }
+
+    /// Notes what other instances cache of a prompt beyond what the one at `place` does, which it is sent to.
+    fn note_elsewhere(&mut self, index: usize, place: usize, prompt: &[u32]) {
+        if !self.setting.prefix_cache || self.prompts.is_empty() {
+            return;
+        }
+        let block_tokens = self.setting.block_tokens;
+        let of = (ModelHash::default(), stand_in().dtype);
+        let root = IdentityRoot { model: of.0, adapter: b"", dtype: of.1, rope: b"", block_tokens };
+        let hashes = BlockHash::chain(&root, &prompt[..prompt.len().saturating_sub(1)]);
+        let found = |process: &Process<Device>| process.instance.rmanager().pool.found(&hashes);
+        let most = self.world.live().map(|(_, process)| found(process)).max().unwrap_or(0);
+        let here = self.world.live().find(|(at, _)| *at == place).map_or(0, |(_, process)| found(process));
+        self.seen.outcomes[index].elsewhere = (most - here) * block_tokens;
     }
 
     fn emit(&mut self, Emission { place, seq, event }: &Emission) {

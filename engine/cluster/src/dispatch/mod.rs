@@ -13,6 +13,9 @@
 //! times, the most useful work per memory and time first. It borrows only if no instance is predicted to hold it whole within
 //! [`DISPATCH_SOON_MS`](lagoon_types::limits::DISPATCH_SOON_MS), or none has after [`DISPATCH_WHOLE_MS`].
 //!
+//! **The prefix.** A request waits for a busy instance that caches much of its prompt, if that saves more than the wait is worth
+//! ([`DISPATCH_PREFIX_MS`](lagoon_types::limits::DISPATCH_PREFIX_MS) at most). Others start elsewhere meanwhile.
+//!
 //! Invariants:
 //! * each request is bound once, or refused, or its caller has ended it; a request that was handed back is bound again;
 //! * at most [`DISPATCH_PASSES_MAX`] requests start on memory that a head waits for;
@@ -169,6 +172,8 @@ struct Waiting<K> {
     arrival: Arrival,
     since_ms: u64,
     turn: Turn,
+    /// Since when it waits for a cached prefix, although it could start elsewhere.
+    held_ms: Option<u64>,
     hand_backs: u32,
     /// The instance that gave it back last, and until when it does not go there.
     barred: Option<(K, u64)>,
@@ -190,10 +195,22 @@ struct Bound<K> {
 struct Head<K> {
     id: RequestId,
     since_ms: u64,
-    /// The instance whose memory it waits for; `None`: the pool's.
+    /// The instance that it waits for; `None`: the pool's memory.
     reserved: Option<K>,
+    /// Whether it waits for its prefix there, rather than for memory.
+    is_held: bool,
     /// Requests that were started on that memory since.
     passes: u32,
+}
+
+/// Where a request goes.
+#[derive(Clone, Copy, Debug)]
+enum Choice<K> {
+    Start(K),
+    /// It waits for the prefix that this busy instance caches.
+    Await(K),
+    /// No instance can start it now.
+    Nowhere,
 }
 
 /// The core of a gateway. `K` names an instance. See the module's documentation.
@@ -282,7 +299,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     /// Instances for `ask`, the best first, whether they can start it or not.
     #[must_use]
     pub fn ranked(&self, ask: &Ask, prefix: &PrefixHashes) -> Vec<K> {
-        let cached = self.prefixes.cached(prefix);
+        let cached = self.cached(prefix);
         let mut ranked: Vec<(Rank, K)> = self.in_turn().map(|key| (self.rank(key, ask, &cached), key)).collect();
         // Stable: equals stay in turn.
         ranked.sort_by_key(|a| a.0);
@@ -292,6 +309,11 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     /// Of instances of equal rank another one is the next.
     pub fn next_turn(&mut self) {
         self.turn = self.turn.wrapping_add(1);
+    }
+
+    /// Tokens of a prompt that instances are predicted to cache.
+    fn cached(&self, prefix: &PrefixHashes) -> CachedTokens<K> {
+        self.prefixes.cached(prefix, |key| self.instances.get(&key).map(Instance::memory))
     }
 
     /// The instances of the latest reports, in the order in which equals are chosen.
@@ -354,6 +376,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let sent = self.instances.get_mut(&before).and_then(|of| of.end(id, self.now_ms));
         if let (Some(sent), Some(of)) = (sent, self.instances.get_mut(&instance)) {
             of.send(id, Sent { at_ms: self.now_ms, began: false, cached: 0, ..sent });
+            self.prefixes.note(&bound.waiting.arrival.prefix, instance, of.memory().computed);
         }
     }
 
@@ -391,10 +414,10 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let work = crate::perf::as_f64(arrival.ask.prompt_tokens) + expected;
         self.waiting_bytes -= arrival.bytes;
         self.turns.start(&arrival.tenant, (*turn, arrival.bytes), work);
-        let cached = self.prefixes.cached(&arrival.prefix).at(instance);
-        self.prefixes.note(&arrival.prefix, instance);
+        let cached = self.cached(&arrival.prefix).at(instance);
         if let Some(of) = self.instances.get_mut(&instance) {
             of.send(id, Sent { at_ms: self.now_ms, ask: arrival.ask, cached, expected, began: false });
+            self.prefixes.note(&arrival.prefix, instance, of.memory().computed);
         }
         self.head = self.head.filter(|head| head.id != id);
         self.bound.insert(id, Bound { instance, waiting, work, is_whole });
@@ -404,12 +427,21 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     /// Starts what can start: from the head on, and then what may pass it.
     fn start_all(&mut self) {
         while let Some(id) = self.head.map(|head| head.id).or_else(|| self.turns.next()) {
-            let whole = self.whole(id);
-            let Some(instance) = whole.or_else(|| self.start_of_head(id)) else {
-                self.note_head(id);
-                break;
-            };
-            self.bind(id, instance, whole.is_some());
+            match self.whole(id) {
+                Choice::Start(instance) => self.bind(id, instance, true),
+                Choice::Await(instance) => {
+                    self.hold(id);
+                    self.note_head(id, Some(instance));
+                    break;
+                }
+                Choice::Nowhere => {
+                    let Some(instance) = self.start_of_head(id) else {
+                        self.note_head(id, None);
+                        break;
+                    };
+                    self.bind(id, instance, false);
+                }
+            }
         }
         while let Some(head) = self.head {
             let Some((id, instance)) = self.passing(&head) else { return };
@@ -429,10 +461,21 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     }
 
     /// The best instance that can start a request and holds it whole.
-    fn whole(&self, id: RequestId) -> Option<K> {
-        let waiting = self.waiting.get(&id)?;
+    fn whole(&self, id: RequestId) -> Choice<K> {
+        let Some(waiting) = self.waiting.get(&id) else { return Choice::Nowhere };
         let can_start = |key: &K| self.mode == Mode::FreeMemory || self.fits(*key, &waiting.arrival.ask);
-        self.best(self.allowed(waiting).filter(can_start), waiting)
+        self.choose(self.allowed(waiting).filter(can_start), waiting)
+    }
+
+    /// The best of instances that can start a request, unless it waits for another one.
+    fn choose(&self, keys: impl Iterator<Item = K>, waiting: &Waiting<K>) -> Choice<K> {
+        let cached = self.cached(&waiting.arrival.prefix);
+        let Some(best) = self.best(keys, waiting, &cached) else { return Choice::Nowhere };
+        self.awaited(waiting, best, &cached).map_or(Choice::Start(best), Choice::Await)
+    }
+
+    fn hold(&mut self, id: RequestId) {
+        self.waiting.get_mut(&id).into_iter().for_each(|waiting| _ = waiting.held_ms.get_or_insert(self.now_ms));
     }
 
     fn fits(&self, key: K, ask: &Ask) -> bool {
@@ -440,10 +483,9 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         self.room(key).is_some_and(|room| room.fits(blocks))
     }
 
-    fn best(&self, keys: impl Iterator<Item = K>, waiting: &Waiting<K>) -> Option<K> {
-        let Arrival { ask, prefix, .. } = &waiting.arrival;
-        let cached = self.prefixes.cached(prefix);
-        keys.map(|key| (self.rank(key, ask, &cached), key)).min_by(|a, b| a.0.cmp(&b.0)).map(|(_, key)| key)
+    fn best(&self, keys: impl Iterator<Item = K>, waiting: &Waiting<K>, cached: &CachedTokens<K>) -> Option<K> {
+        let ask = &waiting.arrival.ask;
+        keys.map(|key| (self.rank(key, ask, cached), key)).min_by(|a, b| a.0.cmp(&b.0)).map(|(_, key)| key)
     }
 
     /// Where the head starts although no instance holds it whole now: where it borrows, or where the pool keeps memory for it.
@@ -457,7 +499,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let is_too_large = keys().all(|key| blocks_at(&key) > pool);
         if is_idle || is_too_large {
             // No memory becomes free by waiting; the instance knows what it can do.
-            return self.best(keys(), waiting);
+            return self.best(keys(), waiting, &self.cached(&waiting.arrival.prefix));
         }
         let head = self.head.filter(|head| head.id == id);
         let waited_ms = head.map_or(0, |head| self.now_ms.saturating_sub(head.since_ms));
@@ -480,7 +522,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     }
 
     /// A waiting request that may start before the head, and where: the most useful work for memory and time.
-    fn passing(&self, head: &Head<K>) -> Option<(RequestId, K)> {
+    fn passing(&mut self, head: &Head<K>) -> Option<(RequestId, K)> {
         let spent = head.passes >= DISPATCH_PASSES_MAX && !crate::mutants::is(crate::mutants::Mutant::HeadStarved);
         let taken = |key: &K| spent && head.reserved.is_none_or(|reserved| reserved == *key);
         let open = |key: K| !taken(&key) && self.room(key).is_some_and(|room| room.is_open());
@@ -488,15 +530,25 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             return None;
         }
         let mut best: Option<(f64, RequestId, K)> = None;
+        let (mut held, mut held_count) = ([RequestId(0); DISPATCH_LOOK_MAX], 0);
         for id in self.turns.first(DISPATCH_LOOK_MAX).filter(|id| *id != head.id) {
             let Some(waiting) = self.waiting.get(&id) else { continue };
             let fits = |key: &K| !taken(key) && self.fits(*key, &waiting.arrival.ask);
-            let Some(key) = self.best(self.allowed(waiting).filter(fits), waiting) else { continue };
-            let usefulness = self.usefulness(key, waiting);
-            if best.is_none_or(|best| usefulness > best.0) {
-                best = Some((usefulness, id, key));
+            match self.choose(self.allowed(waiting).filter(fits), waiting) {
+                Choice::Start(key) => {
+                    let usefulness = self.usefulness(key, waiting);
+                    if best.is_none_or(|best| usefulness > best.0) {
+                        best = Some((usefulness, id, key));
+                    }
+                }
+                Choice::Await(_) => {
+                    held[held_count] = id;
+                    held_count += 1;
+                }
+                Choice::Nowhere => {}
             }
         }
+        held[..held_count].iter().for_each(|id| self.hold(*id));
         best.map(|(_, id, key)| (id, key))
     }
 
@@ -504,7 +556,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     fn usefulness(&self, key: K, waiting: &Waiting<K>) -> f64 {
         let Some(instance) = self.instances.get(&key) else { return 0.0 };
         let Arrival { ask, prefix, .. } = &waiting.arrival;
-        let cached = self.prefixes.cached(prefix).at(key);
+        let cached = self.cached(prefix).at(key);
         let tokens = crate::perf::as_f64(ask.prompt_tokens) + self.policy.expected(ask);
         let blocks = crate::perf::as_f64(ask.blocks(instance.block_tokens()));
         tokens / (blocks * self.policy.predict(instance.load(), ask, cached).work_us().max(1.0))

@@ -16,6 +16,9 @@ use lagoon_types::limits::GROWTH_BLOCKS;
 pub const ANSWER_TOKENS_ASSUMED: f64 = 256.0;
 /// Largest share of a device's time that remote attention for debtors is taken to need.
 const LENT_SHARE_MAX: f64 = 0.9;
+/// Microseconds of predicted work that a saved microsecond of prefill is worth: measured (docs/paper-results.md). The work of an instance
+/// tells how even the pool is; prefill that nobody computes is time of all requests, also of later ones.
+const SAVED_WEIGHT: f64 = 20.0;
 /// Growth reserve at most: one of so many of an instance's blocks, as in an instance's admission.
 const GROWTH_RESERVE_SHARE: u32 = 16;
 
@@ -61,6 +64,8 @@ pub struct InstanceLoad {
     pub blocks_total: u32,
     /// Free blocks, lendable or not.
     pub blocks_free: u32,
+    /// Cached blocks in the tiers beside its KV memory.
+    pub tier_blocks: u64,
     /// Requests in its batch, and in its queue.
     pub running: u32,
     pub waiting: u32,
@@ -104,6 +109,8 @@ impl InstanceLoad {
 pub struct Prediction {
     /// All prompts, the request's included.
     pub prefill_us: f64,
+    /// Prefill that the request's cached prefix saves; in none of the other figures.
+    pub saved_us: f64,
     /// All answers.
     pub decode_us: f64,
     /// Until running sequences have freed the memory that the request lacks; 0 if it fits.
@@ -165,7 +172,8 @@ impl LeastWork {
         // A debtor's step takes about as long as an own one, and attends here once.
         let stretch = 1.0 / (1.0 - (lent_us / (own_us + lent_us).max(1.0)).min(LENT_SHARE_MAX));
         let measured = if of.calibration.is_some() { of.prefill_us() } else { self.assumed.prefill_us_per_token };
-        let prefill_us = if of.prefills { prompts * measured * stretch } else { 0.0 };
+        let token_us = if of.prefills { measured * stretch } else { 0.0 };
+        let (prefill_us, saved_us) = (prompts * token_us, as_f64(cached.min(ask.prompt_tokens)) * token_us);
         let decode_us = answers / batch * own_us * stretch;
         let lacking = ask.blocks(of.block_tokens).cast_signed().saturating_sub(of.room_blocks()).max(0);
         let used = i64::from(of.blocks_total) - i64::from(of.blocks_free);
@@ -174,13 +182,15 @@ impl LeastWork {
             0 => 0.0,
             _ => as_f64(lacking.unsigned_abs()) / as_f64(used.max(1).unsigned_abs()) * (prefill_us + decode_us),
         };
-        Prediction { prefill_us, decode_us, memory_us }
+        Prediction { prefill_us, saved_us, decode_us, memory_us }
     }
 
     /// The place of an instance among those for `ask`; the least is the best.
     #[must_use]
     pub fn rank(&self, of: &InstanceLoad, ask: &Ask, cached: u64) -> Rank {
-        Rank { cost: self.predict(of, ask, cached).work_us(), room_blocks: of.room_blocks(), requests: of.requests() }
+        let predicted = self.predict(of, ask, cached);
+        let cost = predicted.work_us() - SAVED_WEIGHT * predicted.saved_us;
+        Rank { cost, room_blocks: of.room_blocks(), requests: of.requests() }
     }
 }
 
@@ -256,10 +266,26 @@ mod tests {
         assert_eq!((cached.prefill_us, cached.decode_us), (2_400.0, prediction.decode_us));
     }
 
+    /// A prefix of 1,000 tokens saves 0.1 s, which counts as two seconds of work.
+    #[test]
+    fn saved_prefill_counts_more_than_an_even_load() {
+        let policy = LeastWork::default();
+        let ahead = |tokens| {
+            let load = Load { batch_max: 16, prefill_tokens: Some(tokens), ..Load::default() };
+            InstanceLoad { load: Some(load), ..instance() }
+        };
+        let idle = policy.rank(&instance(), &ask(1_024), 0);
+        assert!(policy.rank(&ahead(18_000), &ask(1_024), 1_000) < idle);
+        assert!(policy.rank(&ahead(22_000), &ask(1_024), 1_000) > idle);
+        let predicted = policy.predict(&instance(), &ask(1_024), 5_000);
+        assert_eq!(predicted.saved_us, 102_400.0, "of its own prompt alone");
+    }
+
     #[test]
     fn a_decode_worker_computes_no_prompt() {
         let of = InstanceLoad { prefills: false, ..instance() };
-        assert_eq!(LeastWork::default().predict(&of, &ask(1_024), 0).prefill_us, 0.0);
+        let predicted = LeastWork::default().predict(&of, &ask(1_024), 1_000);
+        assert_eq!((predicted.prefill_us, predicted.saved_us), (0.0, 0.0));
     }
 
     #[test]
@@ -316,6 +342,7 @@ mod tests {
                     block_tokens: 16,
                     blocks_total: total,
                     blocks_free: free.min(total),
+                    tier_blocks: 0,
                     running,
                     waiting,
                     unreported: Unreported::default(),

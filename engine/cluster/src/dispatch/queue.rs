@@ -1,12 +1,17 @@
 //! The queue's bounds, and requests that wait: how they come, leave, expire and come back.
 
 use super::{
-    Arrival, Bound, DISPATCH_NONE_MS, Dispatcher, Effect, GATEWAY_QUEUE_BYTES_MAX, GATEWAY_QUEUE_MAX, GATEWAY_QUEUE_MS,
-    GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, Head, Instance, Refusal, RequestId, Waiting, turn,
+    Arrival, Bound, CachedTokens, DISPATCH_NONE_MS, Dispatcher, Effect, GATEWAY_QUEUE_BYTES_MAX, GATEWAY_QUEUE_MAX,
+    GATEWAY_QUEUE_MS, GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, Head, Instance, Mode, Refusal, RequestId, Waiting,
+    turn,
 };
 use crate::mutants::{self, Mutant};
-use lagoon_types::limits::{DISPATCH_PASSES_MAX, DISPATCH_POOL_MS, DISPATCH_SOON_MS};
+use lagoon_types::limits::{DISPATCH_PASSES_MAX, DISPATCH_POOL_MS, DISPATCH_PREFIX_MS, DISPATCH_SOON_MS};
 use std::fmt::Debug;
+
+/// Microseconds that a request may wait for each one of prefill that it saves: others use the device meanwhile, and later ones that
+/// prefill's time. Measured (docs/paper-results.md).
+const HOLD_WEIGHT: f64 = 4.0;
 
 impl<K: Copy + Ord + Debug> Dispatcher<K> {
     pub(super) fn arrive(&mut self, arrival: Arrival) {
@@ -18,7 +23,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             return;
         }
         let turn = turn(self.now_ms, arrival.priority, id);
-        self.enqueue(Waiting { arrival, since_ms: self.now_ms, turn, hand_backs: 0, barred: None });
+        self.enqueue(Waiting { arrival, since_ms: self.now_ms, turn, held_ms: None, hand_backs: 0, barred: None });
     }
 
     /// Why a request cannot wait here.
@@ -82,17 +87,19 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         self.expires_ms = next.unwrap_or(u64::MAX);
     }
 
-    /// Notes that the head cannot start, and what it waits for.
-    pub(super) fn note_head(&mut self, id: RequestId) {
-        let reserved = self.reserved(id);
+    /// Notes that the head does not start, and what it waits for: its prefix at `awaited`, or memory.
+    pub(super) fn note_head(&mut self, id: RequestId, awaited: Option<K>) {
+        let is_held = awaited.is_some();
+        let reserved = awaited.or_else(|| self.reserved(id));
         let before = self.head.filter(|head| head.id == id);
         let Some(head) = before else {
-            self.head = Some(Head { id, since_ms: self.now_ms, reserved, passes: 0 });
+            self.head = Some(Head { id, since_ms: self.now_ms, reserved, is_held, passes: 0 });
             return;
         };
-        // It keeps its instance, unless that is gone.
-        let keeps = head.reserved.is_none_or(|key| self.listed.contains(&key));
-        self.head = Some(if keeps { head } else { Head { reserved, ..head } });
+        // It keeps the instance whose memory it waits for, unless that is gone.
+        let waits_on = !is_held && !head.is_held;
+        let keeps = waits_on && head.reserved.is_none_or(|key| self.listed.contains(&key));
+        self.head = Some(if keeps { head } else { Head { reserved, is_held, ..head } });
     }
 
     /// The instance that is predicted to have the request's memory first; `None` if none is large enough.
@@ -111,12 +118,34 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let waiting = self.waiting.get(&id)?;
         let Arrival { ask, prefix, .. } = &waiting.arrival;
         let is_large = |of: &Instance<K>| ask.blocks(of.block_tokens()) <= of.blocks_total();
-        let cached = self.prefixes.cached(prefix);
+        let cached = self.cached(prefix);
         let wait_us = |key: K| {
             let load = self.instances.get(&key).filter(|of| is_large(of))?.load();
             Some((self.policy.predict(load, ask, cached.at(key)).memory_us, key))
         };
         self.allowed(waiting).filter_map(wait_us).min_by(|a, b| a.0.total_cmp(&b.0))
+    }
+
+    /// The busy instance that a request waits for, rather than start at `best`: it saves prefill there, and can start within
+    /// [`HOLD_WEIGHT`] times what it saves.
+    pub(super) fn awaited(&self, waiting: &Waiting<K>, best: K, cached: &CachedTokens<K>) -> Option<K> {
+        let is_over = waiting.held_ms.is_some_and(|since_ms| self.now_ms >= since_ms + DISPATCH_PREFIX_MS);
+        if is_over || self.mode == Mode::FreeMemory {
+            return None;
+        }
+        let ask = &waiting.arrival.ask;
+        let saved_us = |of: &Instance<K>, key| self.policy.predict(of.load(), ask, cached.at(key)).saved_us;
+        let here_us = self.instances.get(&best).map_or(0.0, |of| saved_us(of, best));
+        let here = self.rank(best, ask, cached);
+        let rank = |key: K| {
+            let of = self.instances.get(&key)?;
+            let busy_us = of.busy_us(self.now_ms).filter(|us| *us > 0.0)?;
+            let is_soon = busy_us < (saved_us(of, key) - here_us) * HOLD_WEIGHT;
+            let has_room = of.room(self.now_ms).has(ask.blocks(of.block_tokens()));
+            Some((self.rank(key, ask, cached), key)).filter(|(rank, _)| is_soon && has_room && *rank < here)
+        };
+        let keys = self.allowed(waiting).filter(|key| cached.at(*key) > 0);
+        keys.filter_map(rank).min_by(|a, b| a.0.cmp(&b.0)).map(|(_, key)| key)
     }
 
     /// Whether a pool-sized head has waited here for as long as it may.

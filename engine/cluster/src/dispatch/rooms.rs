@@ -10,6 +10,7 @@
 //! All figures are computed when something changes; a look reads them and allocates nothing.
 
 use super::policy::{InstanceLoad, Unreported};
+use super::prefixes::Memory;
 use super::{Ask, RequestId};
 use lagoon_protocol::Load;
 use lagoon_types::limits::{DISPATCH_AHEAD_MS, DISPATCH_LAG_MS, FENCE_MS, HAND_BACK_REST_MS};
@@ -57,6 +58,8 @@ pub(super) struct Instance<K> {
     load: InstanceLoad,
     /// Prefill that it has left at a time, in microseconds: it works that off.
     ahead: (u64, f64),
+    /// Tokens of prompts and answers that this dispatcher sent it to compute.
+    computed: u64,
 }
 
 /// What an instance can start.
@@ -79,7 +82,12 @@ impl Room {
 
     /// Whether it can start a request of so many rBlocks. More sequences than it has places start one after another.
     pub(super) fn fits(&self, blocks: u64) -> bool {
-        self.is_open() && i64::try_from(blocks).is_ok_and(|blocks| blocks <= self.blocks)
+        self.is_open() && self.has(blocks)
+    }
+
+    /// Whether it has a place and memory for a request of so many rBlocks, busy or not.
+    pub(super) fn has(&self, blocks: u64) -> bool {
+        self.places > 0 && i64::try_from(blocks).is_ok_and(|blocks| blocks <= self.blocks)
     }
 }
 
@@ -87,7 +95,7 @@ impl<K: Copy> Instance<K> {
     pub(super) fn new(report: Report<K>, now_ms: u64) -> Self {
         let (load, ahead) = (InstanceLoad::default(), (0, 0.0));
         let (sent, freed) = (Vec::new(), Vec::new());
-        let mut new = Self { report, sent, freed, is_outdated: false, behind_since_ms: None, load, ahead };
+        let mut new = Self { report, sent, freed, is_outdated: false, behind_since_ms: None, load, ahead, computed: 0 };
         new.begin_with_report(now_ms);
         new
     }
@@ -124,6 +132,11 @@ impl<K: Copy> Instance<K> {
 
     pub(super) fn send(&mut self, id: RequestId, sent: Sent) {
         self.sent.retain(|(other, _)| *other != id);
+        let prompt = sent.ask.prompt_tokens.saturating_sub(sent.cached);
+        self.computed = self
+            .computed
+            .saturating_add(prompt)
+            .saturating_add(crate::perf::whole(sent.expected).max(0).unsigned_abs());
         self.sent.push((id, sent));
         self.update();
     }
@@ -206,11 +219,25 @@ impl<K: Copy> Instance<K> {
             0 => i64::MAX,
             most => i64::from(most) - i64::from(self.load.requests()),
         };
-        let (at_ms, ahead) = self.ahead;
-        let is_behind = self.behind_since_ms.is_some_and(|since_ms| now_ms < since_ms + HAND_BACK_REST_MS);
-        let is_near_idle =
-            !is_behind && worked_off(ahead, at_ms, now_ms) <= crate::perf::as_f64(DISPATCH_AHEAD_MS) * 1_000.0;
+        let is_near_idle = self.busy_us(now_ms).is_some_and(|us| us <= 0.0);
         Room { places, blocks: self.load.room_blocks(), is_near_idle }
+    }
+
+    /// Time in microseconds until it has computed its prompts but the last [`DISPATCH_AHEAD_MS`]; `None` if it is behind.
+    pub(super) fn busy_us(&self, now_ms: u64) -> Option<f64> {
+        let is_behind = self.behind_since_ms.is_some_and(|since_ms| now_ms < since_ms + HAND_BACK_REST_MS);
+        let (at_ms, ahead) = self.ahead;
+        let busy_us = worked_off(ahead, at_ms, now_ms) - crate::perf::as_f64(DISPATCH_AHEAD_MS) * 1_000.0;
+        (!is_behind).then_some(busy_us.max(0.0))
+    }
+
+    /// What it has computed, and can keep.
+    pub(super) fn memory(&self) -> Memory {
+        let of = &self.report.load;
+        let blocks = u64::from(of.blocks_total).saturating_add(of.tier_blocks);
+        // Of one that reports no memory nothing is known, but that it was sent there.
+        let capacity = if blocks == 0 { u64::MAX } else { blocks.saturating_mul(of.block_tokens.into()) };
+        Memory { computed: self.computed, capacity }
     }
 
     /// Whether it has nothing to do as far as is known.

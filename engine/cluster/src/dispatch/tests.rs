@@ -2,7 +2,7 @@
 
 use super::*;
 use lagoon_protocol::{BatchPoint, Calibration, Load};
-use lagoon_types::limits::{DISPATCH_POOL_MS, FENCE_MS, GATEWAY_QUEUE_MS};
+use lagoon_types::limits::{DISPATCH_POOL_MS, DISPATCH_PREFIX_MS, FENCE_MS, GATEWAY_QUEUE_MS};
 
 const BLOCK_TOKENS: u32 = 16;
 
@@ -347,4 +347,106 @@ fn a_gateway_without_a_gmanager_has_its_own_view() {
     assert!(matches!(next[..], [(next, 2)] if next != back), "{next:?}: there is a place at the other one");
     assert_eq!(gateway.pass(HAND_BACK_REST_MS - 1), []);
     assert_eq!(gateway.pass(1), [(back, 1)]);
+}
+
+/// An idle instance with so many tokens of prompts to compute, 100 us each.
+fn busy(instance: u32, at_ms: u64, prefill_tokens: u64) -> Report<u32> {
+    let mut of = report(instance, at_ms, 4_000, 0);
+    of.load.blocks_total = 4_000;
+    of.load.calibration.iter_mut().for_each(|calibration| calibration.prefill_us_per_token = 100.0);
+    of.load.load = Some(Load { batch_max: 64, prefill_tokens: Some(prefill_tokens), ..Load::default() });
+    of
+}
+
+impl Gateway {
+    /// Instances 1, 2, ... by the tokens of their prompts.
+    fn report_busy(&mut self, of: &[u64]) -> Vec<(u64, u32)> {
+        let reports = (1..).zip(of).map(|(n, tokens)| busy(n, self.at_ms, *tokens)).collect();
+        self.handle(Event::Reports { reports, elsewhere: Elsewhere::default() })
+    }
+
+    /// Has a request of 600 rBlocks arrive whose first `cached` thousand tokens are those of conversation `of`.
+    fn arrive_with(&mut self, of: u64, cached: u64) -> (u64, Vec<(u64, u32)>) {
+        let hash = |n: u64| if n < cached { (of << 8) | n } else { (self.next << 32) | n };
+        let prefix = PrefixHashes { hashes: (0..9).map(hash).collect(), tokens_per_hash: 1_000.0 };
+        let arrival = Arrival { prefix, ..self.arrival(600) };
+        (arrival.id.0, self.handle(Event::Arrived(arrival)))
+    }
+
+    /// Two instances, of which the first one caches conversation 1 and has so many tokens to compute.
+    fn where_one_is_cached(prefill_tokens: u64) -> Self {
+        let mut gateway = Self::new(Mode::LeastWork);
+        gateway.report_busy(&[0]);
+        let (first, started) = gateway.arrive_with(1, 9);
+        assert_eq!(started, [(first, 1)]);
+        gateway.handle(ended(first));
+        gateway.at_ms += 1_000;
+        gateway.report_busy(&[prefill_tokens, 0]);
+        gateway
+    }
+}
+
+/// 20,000 tokens are 1.5 s more than an instance may have ahead; the prefix of 9,000 saves 0.9 s.
+#[test]
+fn a_request_waits_for_its_prefix_as_long_as_that_is_worth_it() {
+    let mut gateway = Gateway::where_one_is_cached(20_000);
+    let (next, started) = gateway.arrive_with(1, 9);
+    assert_eq!((started, gateway.core.head()), (vec![], Some((RequestId(next), Some(1)))));
+    let (short, started) = gateway.arrive_with(1, 3);
+    assert_eq!(started, [(short, 2)], "0.3 s are not worth the wait");
+    gateway.at_ms += 1_499;
+    assert_eq!(gateway.report_busy(&[5_010, 0]), []);
+    assert_eq!(gateway.pass(1), [(next, 1)]);
+    // Longer than four times what it saves nobody waits.
+    let mut gateway = Gateway::where_one_is_cached(42_000);
+    let (next, started) = gateway.arrive_with(1, 9);
+    assert_eq!(started, [(next, 2)]);
+}
+
+#[test]
+fn others_start_elsewhere_while_requests_wait_for_a_prefix() {
+    let mut gateway = Gateway::where_one_is_cached(20_000);
+    let held = [0; 3].map(|_| gateway.arrive_with(1, 9).0);
+    for _ in 0..2 * DISPATCH_PASSES_MAX {
+        let (other, started) = gateway.arrive(1);
+        assert_eq!(started, [(other, 2)]);
+    }
+    assert_eq!((gateway.core.stats().waiting, gateway.core.stats().passes), (3, 0), "nothing is taken from them");
+    gateway.at_ms += 1_600;
+    let started = gateway.report_busy(&[0, 0]);
+    assert_eq!(started, held.map(|id| (id, 1)), "each has little to compute there");
+}
+
+#[test]
+fn a_wait_for_a_prefix_ends_with_its_instance_and_at_its_deadline() {
+    let mut gateway = Gateway::where_one_is_cached(20_000);
+    let (next, _) = gateway.arrive_with(1, 9);
+    let reports = vec![busy(2, gateway.at_ms, 0)];
+    let started = gateway.handle(Event::Reports { reports, elsewhere: Elsewhere::default() });
+    assert_eq!(started, [(next, 2)], "where it waited for is gone");
+
+    let mut gateway = Gateway::where_one_is_cached(20_000);
+    let (next, _) = gateway.arrive_with(1, 9);
+    let since_ms = gateway.at_ms;
+    while gateway.at_ms < since_ms + DISPATCH_PREFIX_MS - 500 {
+        gateway.at_ms += 500;
+        assert_eq!(gateway.report_busy(&[20_000, 0]), [], "others keep it busy");
+    }
+    assert_eq!(gateway.pass(499), []);
+    assert_eq!(gateway.pass(1), [(next, 2)]);
+}
+
+/// A request that was sent elsewhere than it was bound to leaves its prefix there.
+#[test]
+fn a_prefix_is_where_its_request_went() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report_busy(&[0, 0]);
+    let (first, started) = gateway.arrive_with(1, 9);
+    let (bound, other) = (started[0].1, 3 - started[0].1);
+    gateway.handle(Event::Sent { id: RequestId(first), instance: other });
+    gateway.handle(ended(first));
+    // Where it was bound to it may have begun.
+    let prefix = PrefixHashes { hashes: (0..9).map(|n| (1 << 8) | n).collect(), tokens_per_hash: 1_000.0 };
+    let cached = gateway.core.cached(&prefix);
+    assert_eq!([bound, other].map(|instance| cached.at(instance)), [9_000, 9_000]);
 }

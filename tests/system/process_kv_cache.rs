@@ -1,0 +1,98 @@
+//! The pool's prefix caches from outside: `lagoon kv cache ls` and `drop`, and a gateway that sends a prompt where its beginning is.
+
+use lagoon_tests::faults::{FaultPool, STEP, number, passkey, prompt};
+use lagoon_tests::partition::Place;
+use lagoon_tests::process::{Client, TIMEOUT};
+use serde_json::{Value, json};
+use std::time::Instant;
+
+const BLOCK: u32 = 16;
+const VOCAB: u32 = 1024;
+/// Tokens of a prompt: six whole rBlocks, and four tokens.
+const PROMPT: usize = 100;
+const WHOLE: u64 = 96;
+
+/// Asks for four tokens; returns how many of the prompt were cached.
+fn ask(client: &Client, prompt: &[u32]) -> u64 {
+    let answer = client.complete(prompt, 4, &json!({})).json();
+    number(&answer, "usage/prompt_tokens_details/cached_tokens")
+}
+
+/// The row of an instance in `kv cache ls`, once it is as wanted: heartbeats report it.
+fn row(pool: &FaultPool, name: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+    let deadline = Instant::now() + TIMEOUT;
+    loop {
+        let rows = pool.ask(&["kv", "cache", "ls", name])["instances"].clone();
+        assert!(rows.as_array().is_some_and(|rows| rows.iter().all(|row| row["name"] == name)), "{rows}");
+        if let Some(row) = rows.get(0).filter(|row| wanted(row)) {
+            return row.clone();
+        }
+        assert!(Instant::now() < deadline, "{name} is not as wanted: {rows}");
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+}
+
+fn blocks(row: &Value) -> u64 {
+    number(row, "device_blocks")
+}
+
+#[test]
+fn operators_see_prefix_caches_and_empty_them() {
+    let pool = FaultPool::new(&passkey(), BLOCK, &[("a", 40), ("b", 40)]);
+    let undisturbed = pool.undisturbed(40);
+    let asked = prompt(1, PROMPT, VOCAB);
+    for name in ["a", "b"] {
+        assert_eq!(ask(&pool.client(name), &asked), 0);
+        assert_eq!(ask(&pool.client(name), &asked), WHOLE);
+        let row = row(&pool, name, |row| blocks(row) >= 6 && number(row, "hit_tokens") == WHOLE);
+        assert_eq!(number(&row, "device_tokens"), blocks(&row) * u64::from(BLOCK), "{row}");
+    }
+    let all = pool.ask(&["kv", "cache", "ls"])["instances"].clone();
+    assert_eq!(all.as_array().map(Vec::len), Some(2), "{all}");
+
+    // One of them: the other one's stays.
+    let dropped = pool.ask(&["kv", "cache", "drop", "a"]);
+    assert_eq!((dropped["dropped"].as_bool(), dropped["instances"].as_array().map(Vec::len)), (Some(true), Some(1)));
+    row(&pool, "a", |row| blocks(row) == 0);
+    assert!(blocks(&row(&pool, "b", |_| true)) >= 6);
+    assert_eq!(ask(&pool.client("b"), &asked), WHOLE);
+    assert_eq!(ask(&pool.client("a"), &asked), 0);
+
+    // All of them, but for what a request uses: its answer is the same, and it is cached when it ends.
+    let running = pool.watch("a", &asked, 400);
+    running.wait_for(2);
+    let dropped = pool.ask(&["kv", "cache", "drop", "--all"]);
+    assert_eq!(dropped["instances"].as_array().map(Vec::len), Some(2), "{dropped}");
+    row(&pool, "b", |row| blocks(row) == 0);
+    assert!(!running.is_over(), "the order came after the request's end");
+    running.finish("a request during the order", &undisturbed);
+    row(&pool, "a", |row| blocks(row) >= 6);
+    assert_eq!(["a", "b"].map(|name| ask(&pool.client(name), &asked)), [WHOLE, 0]);
+
+    let refused = pool.try_ask(&["kv", "cache", "drop", "c"]).unwrap_err();
+    assert!(refused.code != Some(0) && refused.stderr.contains('c'), "{refused:?}");
+    pool.try_ask(&["kv", "cache", "drop"]).unwrap_err();
+}
+
+/// Conversations take turns at a gateway of three instances, each of whose caches holds a third of them.
+#[test]
+fn a_gateway_sends_the_next_turn_of_a_conversation_where_its_beginning_is() {
+    const TALKS: u64 = 6;
+    let mut pool = FaultPool::without_members(&passkey(), BLOCK, "127.0.0.1", Some(STEP));
+    pool.start(&["a", "b", "c"].map(|name| (name, 80, Place::default())));
+    let gateway = pool.gateway();
+    let client = gateway.client();
+    let ready = |status: &Value| status["instances"].as_array().is_some_and(|rows| rows.len() == 3);
+    client.wait_until("/lagoon/status", "three instances", ready);
+    let turn = |talk: u64, turn: usize| prompt(talk, 250 + 60 * turn, VOCAB);
+    let begun: Vec<u64> = (0..TALKS).map(|talk| ask(&client, &turn(talk, 0))).collect();
+    assert_eq!(begun, vec![0; TALKS as usize]);
+    let used = pool.names().iter().filter(|name| number(&pool.status(name), "prefix/looked_up_tokens") > 0).count();
+    assert_eq!(used, 3, "they were begun at all instances");
+    for n in 1..3_u32 {
+        // The turn before, to its last whole rBlock.
+        let before = u64::from((250 + 60 * (n - 1)) / BLOCK * BLOCK);
+        let cached: Vec<u64> = (0..TALKS).map(|talk| ask(&client, &turn(talk, n as usize))).collect();
+        assert!(cached.iter().all(|tokens| *tokens >= before), "turn {n}: {cached:?}, not {before}");
+    }
+}
