@@ -150,8 +150,8 @@ fn a_batch_of_chats_is_answered_as_its_chats_are() {
     client.wait_until("/lagoon/status", "empty", is_empty);
 
     let log = pool.stop().stderr;
-    let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let line = lines.into_iter().find(|line| line["path"] == "/v1/chat/completions/batch").unwrap();
+    let mut lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let line = lines.find(|line| line["path"] == "/v1/chat/completions/batch").unwrap();
     let found = (&line["outcome"], &line["prompt_tokens"], &line["output_tokens"]);
     assert_eq!(found, (&json!("stop"), &json!(tokens[0]), &json!(tokens[1])), "{line}");
 }

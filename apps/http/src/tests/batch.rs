@@ -12,9 +12,9 @@ fn echo() -> Arc<ScriptedEngine> {
     ScriptedEngine::new(|request| {
         let bytes: Vec<u8> = request.prompt.iter().filter_map(|id| u8::try_from(*id).ok()).collect();
         let prompt = String::from_utf8(bytes).unwrap();
-        let (_, said) = prompt.rsplit_once("user").unwrap();
-        let said = said.trim_start_matches([':', '>', ' ']).split(['<', '\n']).next().unwrap();
-        let mut steps = say(&format!("{said}</think>{said}."), request);
+        let (_, asked) = prompt.rsplit_once("user").unwrap();
+        let asked = asked.trim_start_matches([':', '>', ' ']).split(['<', '\n']).next().unwrap();
+        let mut steps = say(&format!("{asked}</think>{asked}."), request);
         steps.insert(0, Step::Cached(2));
         Ok(steps)
     })
