@@ -8,7 +8,7 @@ const BLOCK: u32 = 4;
 
 /// An instance that holds the whole prompt, whose steps compute stripes of two rBlocks.
 fn spec() -> Spec {
-    let joint = JointConfig { instances: 0, tokens_min: 40 };
+    let joint = JointConfig { instances: 8, tokens_min: 40 };
     Spec { rows: false, joint, step_rows: 2 * BLOCK, ..Spec::cpu(60) }
 }
 

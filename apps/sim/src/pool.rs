@@ -174,7 +174,11 @@ impl NodeSpec {
             link_bytes_per_s: 1e9,
             attention_flops: 1e12,
             prefix_cache: pool.prefix_cache,
-            joint: JointConfig { instances: u32::from(pool.joint_tokens_min == 0), tokens_min: pool.joint_tokens_min },
+            joint: JointConfig {
+                // Whatever is predicted: prompts here are short.
+                instances: if pool.joint_tokens_min == 0 { 1 } else { u32::MAX },
+                tokens_min: pool.joint_tokens_min,
+            },
             target_step_ms: None,
             transfer: self.transfers.then(|| self.transfer(pool)),
             lent: None,

@@ -35,6 +35,12 @@ pub(crate) struct LongtailArgs {
     requests: usize,
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "0,800,1600")]
     offsets: Vec<usize>,
+    /// Only systems whose name contains one of these.
+    #[arg(long, value_name = "TEXT", value_delimiter = ';')]
+    only: Vec<String>,
+    /// Requests per second, the same for all systems, instead of a search for each one's goodput.
+    #[arg(long, value_name = "R", value_parser = positive)]
+    rate: Option<f64>,
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
 }
@@ -204,7 +210,10 @@ fn longtail(args: &LongtailArgs) -> anyhow::Result<()> {
     };
     let parts = args.offsets.iter().map(part).collect::<anyhow::Result<Vec<_>>>()?;
     let begun = Instant::now();
-    let rows = longtail::run(&parts, &|at, of| {
+    let mut systems = longtail::systems();
+    systems.retain(|(name, _)| args.only.is_empty() || args.only.iter().any(|only| name.contains(only.as_str())));
+    anyhow::ensure!(!systems.is_empty(), "no system's name contains one of {:?}", args.only);
+    let rows = longtail::run(&parts, &systems, args.rate, &|at, of| {
         eprintln!("{:5.0} s  {} of {of}", begun.elapsed().as_secs_f64(), at + 1);
     });
     let names: Vec<String> = args.offsets.iter().map(|at| format!("from {at}")).collect();

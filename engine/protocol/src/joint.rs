@@ -63,7 +63,11 @@ pub struct JointAsk {
 
 /// The instance would.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
-pub struct JointWilling {}
+pub struct JointWilling {
+    /// Rows of the prompt that a step of it would have now, beside those of sequences that decode there.
+    #[prost(uint32, tag = "1")]
+    pub rows: u32,
+}
 
 /// Member of a joint prefill.
 #[derive(Clone, PartialEq, Eq, Message)]

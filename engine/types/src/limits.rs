@@ -145,6 +145,8 @@ pub const JOINT_MEMBERS_MAX: usize = 8;
 /// Tokens to compute below which a prompt is computed by its instance alone: the exchange of a step, and the steps at the beginning
 /// in which members wait for each other, must be small against it.
 pub const JOINT_TOKENS_MIN: u32 = 4_096;
+/// Predicted time to compute a prompt alone from which on `--prefill-instances auto` asks others.
+pub const JOINT_ALONE_MS: u32 = 2_000;
 /// Stripes that each member of a joint prefill computes at least.
 pub const JOINT_STRIPES_MIN: u32 = 2;
 /// Time for candidates to answer whether they join, and for members to allocate memory and meet; then the owner computes alone.

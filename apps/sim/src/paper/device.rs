@@ -2,12 +2,17 @@
 //!
 //! The instance runs a model of one layer (small and few frames); the time is that of all layers of the real model.
 //! Peers' micro attention goes before passes at the end of a layer: on average half a layer's time in every layer, so
-//! half a step's time over all layers. (The study `overtaking`: at once, as on streams of a higher priority.) Passes
+//! half a step's time over all layers. A remote pass has one more border in a layer, behind its local attention. (The study
+//! `overtaking`: at once, as on streams of a higher priority.) Passes
 //! of the two micro-batches alternate and so share the device evenly. Copies of KV for moves and for peers take the
 //! device's time.
 //!
 //! A remote pass computes the projections first (their share of a layer); then queries leave and local attention
 //! runs; the pass waits for partials, then computes the rest: v2 Figure 6 (a).
+//!
+//! In joint prefill a step attends to KV that another one appends meanwhile, a layer ahead of it. All layers are one here: such a query
+//! is computed once the projections of that step are done, and its partials leave when that step has its own and goes on to its rest.
+//! So no step ends before those that it depends on, and steps of all members overlap as they do layer by layer.
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
 
 use super::hardware::{StepShape, Timing};
@@ -16,7 +21,7 @@ use crate::runner::SimRunner;
 use bytes::Bytes;
 use lagoon_runner::{Command, PeerMemory, RemoteQuery, Report, SampleOut, StepWork};
 use lagoon_transfer::Region;
-use lagoon_types::{InstanceId, MicroBatch, SeqId, StepId};
+use lagoon_types::{InstanceId, KvRun, MicroBatch, SeqId, StepId};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
@@ -68,9 +73,29 @@ struct Pass {
     missing: usize,
 }
 
+impl Pass {
+    /// Time of what it computes now without a border, over all layers: whole layers, or, in a remote pass, local attention and all
+    /// else apart.
+    fn piece_us(&self) -> f64 {
+        match (self.work.micro_batch, self.phase) {
+            (MicroBatch::Local, _) => self.whole_us,
+            (MicroBatch::Remote, Phase::Local) => self.local_us,
+            (MicroBatch::Remote, _) => self.whole_us - self.local_us,
+        }
+    }
+
+    /// Whether it appends KV of these runs, for others to attend to.
+    fn appends(&self, runs: &[KvRun]) -> bool {
+        let holds = |run: &KvRun| self.work.slots.iter().any(|slot| (run.base..run.base + run.len).contains(slot));
+        self.work.announced && runs.iter().any(holds)
+    }
+}
+
 #[derive(Debug)]
 struct RemoteRequest {
     query: RemoteQuery,
+    /// The step here whose KV it attends to, while that has not all of its partials.
+    behind: Option<StepId>,
     ready_us: f64,
     left_us: f64,
     billed: u32,
@@ -143,14 +168,18 @@ impl Device {
         again
     }
 
-    /// Keys read by decode rows, and pairs computed by prefill rows, of `rows` rows that end at `pos0 + rows` over
-    /// `keys` keys.
+    /// Keys read by decode rows, and pairs computed by prefill rows, of `rows` rows over `keys` keys, the last ones their own.
     fn attention(&self, rows: u32, again: bool, keys: f64) -> (f64, f64) {
+        // A row sees half of its chunk's own keys on average.
+        self.attention_over(rows, again, if rows > 1 { (keys - f64::from(rows) / 2.0).max(keys / 2.0) } else { keys })
+    }
+
+    /// The same of rows that see so many keys each.
+    fn attention_over(&self, rows: u32, again: bool, keys: f64) -> (f64, f64) {
         match rows {
             1 => (keys, 0.0),
             _ if !self.counts(rows, again) => (0.0, 0.0),
-            // A row sees half of its chunk's own keys on average.
-            _ => (0.0, f64::from(rows) * (keys - f64::from(rows) / 2.0).max(keys / 2.0)),
+            _ => (0.0, f64::from(rows) * keys),
         }
     }
 
@@ -227,16 +256,23 @@ impl Device {
         for seq in &query.seqs {
             let runs = &query.runs[seq.run0 as usize..(seq.run0 + seq.runs) as usize];
             let held: u64 = runs.iter().map(|r| u64::from(r.len)).sum();
-            let (decode, prefill) = self.attention(seq.rows, false, held as f64);
+            let (decode, prefill) = self.attention_over(seq.rows, false, held as f64);
             keys += decode;
             pairs += prefill;
             billed += if self.counts(seq.rows, false) { seq.rows } else { 0 };
         }
         let left_us = if billed == 0 { 0.0 } else { self.timing.remote_request_us(keys, pairs) };
         let computing = |p: &&Pass| p.phase != Phase::Await;
-        let layer_wait = self.passes.iter().flatten().filter(computing).map(|p| p.whole_us / 2.0).fold(0.0, f64::max);
+        let layer_wait = self.passes.iter().flatten().filter(computing).map(|p| p.piece_us() / 2.0).fold(0.0, f64::max);
         let wait = if billed > 0 && !self.study.overtaking { layer_wait } else { 0.0 };
-        self.remote_requests.push_back(RemoteRequest { query, ready_us: now_us + wait, left_us, billed });
+        let behind = self.passes.iter().flatten().find(|pass| pass.appends(&query.runs)).map(|pass| pass.work.step);
+        self.remote_requests.push_back(RemoteRequest { query, behind, ready_us: now_us + wait, left_us, billed });
+    }
+
+    /// Whether a request's partials are computed, and the KV that it attends to is complete.
+    fn is_answered(&self, request: &RemoteRequest, now_us: f64) -> bool {
+        let before_rest = |pass: &Pass| Some(pass.work.step) == request.behind && pass.phase != Phase::Rest;
+        request.left_us <= 0.0 && request.ready_us <= now_us && !self.passes.iter().flatten().any(before_rest)
     }
 
     /// Advances to `now_us`: peers' work first, then both micro-batches share the device.
@@ -293,14 +329,15 @@ impl Device {
             return Some(now_us);
         }
         let due = |p: &&Pass| p.phase != Phase::Await;
-        let ended = self.remote_requests.iter().any(|g| g.left_us <= 0.0 && g.ready_us <= now);
+        let ended = self.remote_requests.iter().any(|g| self.is_answered(g, now));
         if ended || self.passes.iter().flatten().filter(due).any(|p| p.left_us <= 0.0) {
             return Some(now_us);
         }
         let ready = self.remote_requests.iter().filter(|g| g.ready_us > now).map(|g| g.ready_us);
         let ready = ready.fold(f64::INFINITY, f64::min);
         let now = now + self.copies_us;
-        let running = self.remote_requests.iter().find(|g| g.ready_us <= now).map(|g| now + g.left_us);
+        let running = self.remote_requests.iter().find(|g| g.ready_us <= now && g.left_us > 0.0);
+        let running = running.map(|g| now + g.left_us);
         let active = self.passes.iter().flatten().filter(due);
         let micro_batches = active.clone().count() as f64;
         let pass = active.map(|p| now + p.left_us * micro_batches).fold(f64::INFINITY, f64::min);
@@ -342,7 +379,7 @@ impl Device {
     fn hand_out(&mut self, micro_batch: MicroBatch, reports: &mut Vec<Report>) {
         let Some(pass) = &self.passes[micro_batch.index()] else { return };
         let remote = &pass.work.remote;
-        let step = pass.work.step;
+        let (step, announced) = (pass.work.step, pass.work.announced);
         let frame = |s: &lagoon_runner::Ship| (s.creditor, s.rows(), zeros(s.rows() as usize * self.q_bytes));
         let billed = |s: &lagoon_runner::Ship| {
             let rows = s.segments.iter().map(|s| s.rows).filter(|rows| self.counts(*rows, false)).sum();
@@ -354,6 +391,9 @@ impl Device {
         self.report(queries, Bill { rows, written: false }, reports);
         if !kv.is_empty() {
             self.report(Report::Written { step, layer: 0, kv }, Bill { written: true, ..Bill::default() }, reports);
+        }
+        if announced {
+            self.report(Report::Appended { step, layer: 0 }, Bill::default(), reports);
         }
     }
 
@@ -409,7 +449,7 @@ impl SimRunner for Device {
             self.report(report, Bill::default(), reports);
         }
         let now = now_us as f64;
-        while let Some(at) = self.remote_requests.iter().position(|g| g.left_us <= 0.0 && g.ready_us <= now) {
+        while let Some(at) = self.remote_requests.iter().position(|g| self.is_answered(g, now)) {
             let Some(remote_request) = self.remote_requests.remove(at) else { break };
             let (out, lse, count) = (Bytes::new(), Bytes::new(), Bytes::new());
             let report = Report::RemotePartial { tag: remote_request.query.tag, out, lse, count };

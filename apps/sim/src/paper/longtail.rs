@@ -36,6 +36,7 @@ pub fn systems() -> Vec<(&'static str, Setting)> {
         study: Study { overtaking, ..Study::default() },
         ..Setting::new(cluster, pooled, BLOCK_TOKENS)
     };
+    let together = |overtaking| Setting { prefill_instances: 0, ..setting(true, Dispatch::Late, overtaking) };
     vec![
         ("alone, least predicted work", setting(false, Dispatch::LeastWork, false)),
         ("alone, most free memory less the last second's", setting(false, Dispatch::FreeLessRecent, false)),
@@ -44,7 +45,9 @@ pub fn systems() -> Vec<(&'static str, Setting)> {
         ("pool, most free memory less the last second's", setting(true, Dispatch::FreeLessRecent, false)),
         ("pool, least predicted work", setting(true, Dispatch::LeastWork, false)),
         ("pool, bound late", setting(true, Dispatch::Late, false)),
+        ("pool, bound late, long prompts together", together(false)),
         ("pool, bound late, peers' queries wait for no layer", setting(true, Dispatch::Late, true)),
+        ("pool, bound late, long prompts together, peers' queries wait for no layer", together(true)),
     ]
 }
 
@@ -65,16 +68,23 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Measures all systems on each part.
+/// Measures systems on each part; `rate` is the common rate, and all that is measured, instead of the goodput of the first.
 #[must_use]
-pub fn run(parts: &[&[Entry]], done: &(dyn Fn(usize, usize) + Sync)) -> Vec<Row> {
-    let systems = systems();
+pub fn run(
+    parts: &[&[Entry]],
+    systems: &[(&'static str, Setting)],
+    rate: Option<f64>,
+    done: &(dyn Fn(usize, usize) + Sync),
+) -> Vec<Row> {
     let at = |part: usize| move |rate| requests(parts[part], Scale { prompts: 1.0, outputs: 1.0, rate });
     let at: Vec<_> = (0..parts.len()).map(at).collect();
     let all = || (0..parts.len()).flat_map(|part| systems.iter().map(move |(name, setting)| (part, *name, *setting)));
     let searches: Vec<Search<'_>> =
         all().map(|(part, _, setting)| Search { setting, requests: &at[part], start: START }).collect();
-    let found = search(&searches, &|n| done(n, 2 * searches.len()));
+    let found = match rate {
+        Some(rate) => vec![Found { rate, ..Found::default() }; searches.len()],
+        None => search(&searches, &|n| done(n, 2 * searches.len())),
+    };
     let common = |part: usize| found[part * systems.len()].rate;
     let jobs: Vec<Job> = all().map(|(part, _, setting)| Job { setting, requests: at[part](common(part)) }).collect();
     let measured = run_all(&jobs, &|n| done(searches.len() + n, 2 * searches.len()));
@@ -91,20 +101,24 @@ pub fn run(parts: &[&[Entry]], done: &(dyn Fn(usize, usize) + Sync)) -> Vec<Row>
 #[must_use]
 pub fn table(rows: &[Row], parts: &[String]) -> String {
     let mut text = String::from(
-        "| part | system | goodput, requests/s | over the first | met at its rate | long prompts' first token there, s | failed |\n\
-         |---|---|---:|---:|---:|---:|---:|\n",
+        "| part | system | goodput, requests/s | over the first | met at its rate | first token late, others late | \
+         long prompts' first token there, s | together | failed |\n\
+         |---|---|---:|---:|---:|---:|---:|---:|---:|\n",
     );
     for row in rows {
         let base = rows.iter().find(|other| other.part == row.part).map_or(f64::NAN, |other| other.found.rate);
         let _ = writeln!(
             text,
-            "| {} | {} | {:.2} | {:.2} | {:.1} % | {:.1} | {} |",
+            "| {} | {} | {:.2} | {:.2} | {:.1} % | {:.1} %, {:.1} % | {:.1} | {} | {} |",
             parts[row.part],
             row.system,
             row.found.rate,
             row.found.rate / base,
             100.0 * row.common.met,
+            100.0 * row.common.late[0],
+            100.0 * row.common.late[1],
             row.long_first_s,
+            row.common.joint[1],
             row.common.failed + row.common.cut
         );
     }
@@ -115,13 +129,37 @@ pub fn table(rows: &[Row], parts: &[String]) -> String {
 mod tests {
     use super::*;
     use crate::paper::conversation::synthetic;
+    use crate::paper::measure::run_one;
+
+    /// A lone prompt, as processes on modelled devices compute it (`cargo bench -p lagoon-benches --bench joint`): 0.52 of one
+    /// instance's time with two, 0.28 with four.
+    #[test]
+    fn a_lone_prompt_is_computed_together_in_its_share_of_the_time() {
+        let first_s = |instances, prefill_instances| {
+            let cluster = Cluster::multi(LLAMA2_7B, instances, 1);
+            let setting = Setting {
+                dispatch: Dispatch::Late,
+                prefill: Prefill::Computed,
+                step_rows: CHUNK,
+                prefill_instances,
+                ..Setting::new(cluster, true, BLOCK_TOKENS)
+            };
+            let request = Request { arrival_us: 0, prompt_tokens: 100_000, output_tokens: 2 };
+            let measured = run_one(&Job { setting, requests: vec![request] });
+            assert_eq!(measured.joint[1], u64::from(prefill_instances != 1), "{measured:?}");
+            measured.first_tokens_s[0].unwrap()
+        };
+        let alone = first_s(4, 1);
+        let shares = [2, 4].map(|n| first_s(n, 0) / alone);
+        assert!((0.5..0.58).contains(&shares[0]) && (0.25..0.35).contains(&shares[1]), "{shares:?} of {alone} s");
+    }
 
     #[test]
     fn every_system_gets_the_same_requests_and_the_pool_refuses_none() {
         let mut entries = synthetic(40, 3);
         // No instance holds it.
         entries[20].input_length = 124_000;
-        let rows = run(&[&entries], &|_, _| ());
+        let rows = run(&[&entries], &systems(), None, &|_, _| ());
         assert_eq!(rows.len(), systems().len());
         for row in &rows {
             let alone = row.system.starts_with("alone");

@@ -78,6 +78,8 @@ pub struct Measured {
     pub makespan_s: f64,
     /// Share of all requests that met [`Slo::default`].
     pub met: f64,
+    /// Shares of all requests whose first token was late, and whose first one was in time and others late.
+    pub late: [f64; 2],
     /// Times to the first token in the order of the requests; none where there was no token.
     pub first_tokens_s: Vec<Option<f64>>,
     /// Mean over finished requests of latency per generated token, in seconds (the papers' normalized latency).
@@ -90,6 +92,8 @@ pub struct Measured {
     pub preemptions: u64,
     pub recoveries: u64,
     pub moved_blocks: u64,
+    /// See [`Seen::joint`].
+    pub joint: [u64; 3],
     /// Mean utilisation of the devices, and its share for peers.
     pub busy: f64,
     pub remote_request: f64,
@@ -131,13 +135,20 @@ impl Measured {
         let last = done.iter().map(|(_, end)| *end).max().unwrap_or(seen.end_us);
         let makespan_s = seconds((if done.len() + failed < requests.len() { seen.end_us } else { last }) - begun);
         let tokens: f64 = done.iter().map(|(at, _)| f64::from(seen.outcomes[*at].tokens)).sum();
-        let met = (0..requests.len()).filter(|at| Slo::default().is_met(&seen.outcomes[*at], arrived(*at))).count();
+        let slo = Slo::default();
+        let met = (0..requests.len()).filter(|at| slo.is_met(&seen.outcomes[*at], arrived(*at))).count();
+        let in_time = |(at, o): &(usize, &super::run::Outcome)| {
+            o.first_us.is_some_and(|first_us| since(*at, first_us) <= slo.first_token_s)
+        };
+        let begun_in_time = seen.outcomes.iter().enumerate().filter(in_time).count();
+        let share = |n: usize| n as f64 / requests.len().max(1) as f64;
         let per_token = |(at, end): &(usize, u64)| since(*at, *end) / f64::from(seen.outcomes[*at].tokens.max(1));
         let first = |(at, o): (usize, &super::run::Outcome)| Some(since(at, o.first_us?));
         Self {
             tokens_per_s: tokens / makespan_s.max(f64::MIN_POSITIVE),
             makespan_s,
-            met: met as f64 / requests.len().max(1) as f64,
+            met: share(met),
+            late: [share(requests.len() - begun_in_time), share(begun_in_time - met)],
             first_tokens_s: seen.outcomes.iter().enumerate().map(first).collect(),
             latency_s_per_token: mean(done.iter().map(per_token).collect()),
             first_token_s: mean(seen.outcomes.iter().enumerate().filter_map(first).collect()),
@@ -147,6 +158,7 @@ impl Measured {
             preemptions: seen.preemptions,
             recoveries: seen.recoveries,
             moved_blocks: seen.moved_blocks,
+            joint: seen.joint,
             busy: seen.busy,
             remote_request: seen.remote_request,
             awaits: seen.awaits,

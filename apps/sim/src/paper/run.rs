@@ -91,6 +91,8 @@ pub struct Setting {
     pub kv_tokens: u64,
     /// Instances keep prefixes. The papers' systems do not.
     pub prefix_cache: bool,
+    /// Instances that compute a long prompt together at most (`--prefill-instances`): 1 is each its own, 0 as many as pay.
+    pub prefill_instances: u32,
     pub study: Study,
 }
 
@@ -114,6 +116,7 @@ impl Setting {
             limit_s: 20_000,
             target_step_ms: None,
             prefix_cache: false,
+            prefill_instances: 1,
             study: Study::default(),
         }
     }
@@ -173,6 +176,8 @@ pub struct Seen {
     /// Tokens of prefix-cache hits that were leased from other instances, and cached rBlocks that were evicted.
     pub leased_tokens: u64,
     pub evicted_blocks: u64,
+    /// Joint prefills that were begun, and those of them that all members computed to the end; prompts for which no members were found.
+    pub joint: [u64; 3],
     /// Most blocks borrowed at one time, over all instances.
     pub borrowed_max: u32,
     /// Samples, one every 100 ms.
@@ -265,7 +270,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         fetch_tokens: 0,
         link_bytes_per_s: 1e9,
         attention_flops: 1e15,
-        joint: JointConfig::OFF,
+        joint: JointConfig::of(setting.prefill_instances),
         prefix_cache: setting.prefix_cache,
         target_step_ms: setting.target_step_ms,
         transfer: None,
@@ -410,6 +415,9 @@ impl Run {
             seen.recoveries += instance.status().recoveries;
             seen.leased_tokens += instance.status().prefix.leased_tokens;
             seen.evicted_blocks += instance.status().prefix.evicted_blocks;
+            let joint = instance.status().joint;
+            let counts = [joint.begun, joint.completed, joint.alone];
+            seen.joint.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
         }
         for share in [&mut seen.busy, &mut seen.remote_request, &mut seen.awaits] {
             *share /= wall;

@@ -174,7 +174,9 @@ impl LeastWork {
         let measured = if of.calibration.is_some() { of.prefill_us() } else { self.assumed.prefill_us_per_token };
         let token_us = if of.prefills { measured * stretch } else { 0.0 };
         let (prefill_us, saved_us) = (prompts * token_us, as_f64(cached.min(ask.prompt_tokens)) * token_us);
-        let decode_us = answers / batch * own_us * stretch;
+        // An answer takes its own steps at least, however short those beside it are.
+        let own_steps = self.expected(ask) / f64::from(ask.sequences.max(1));
+        let decode_us = (answers / batch).max(own_steps) * own_us * stretch;
         let lacking = ask.blocks(of.block_tokens).cast_signed().saturating_sub(of.room_blocks()).max(0);
         let used = i64::from(of.blocks_total) - i64::from(of.blocks_free);
         // Memory becomes free evenly while what is there is done.
@@ -279,6 +281,16 @@ mod tests {
         assert!(policy.rank(&ahead(22_000), &ask(1_024), 1_000) > idle);
         let predicted = policy.predict(&instance(), &ask(1_024), 5_000);
         assert_eq!(predicted.saved_us, 102_400.0, "of its own prompt alone");
+    }
+
+    /// Ten answers there that are nearly over make the mean of all eleven short, and none of its steps.
+    #[test]
+    fn an_idle_instance_goes_before_one_that_is_nearly_done() {
+        let rests = Load { batch_max: 16, context_tokens: 1_000, answer_tokens_max: Some(50), ..Load::default() };
+        let busy = InstanceLoad { load: Some(rests), running: 10, ..instance() };
+        let policy = LeastWork::default();
+        let (idle, busy) = (policy.predict(&instance(), &ask(16), 0), policy.predict(&busy, &ask(16), 0));
+        assert!(idle.decode_us < busy.decode_us, "{idle:?}, {busy:?}");
     }
 
     #[test]

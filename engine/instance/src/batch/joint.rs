@@ -9,8 +9,8 @@ use crate::cx::Cx;
 use crate::outcome::{JointNews, Outcome};
 use lagoon_cluster::BorrowedLease;
 use lagoon_kv::{JointPart, Owner, Placement, RemoteBlock, RemoteEntries};
-use lagoon_types::limits::{JOINT_BUSY_TOKENS, JOINT_MEMBERS_MAX, JOINT_STRIPES_MIN};
-use lagoon_types::{InstanceId, LeaseId, PhysBlock, SeqId};
+use lagoon_types::limits::{JOINT_ALONE_MS, JOINT_BUSY_TOKENS, JOINT_MEMBERS_MAX, JOINT_STRIPES_MIN};
+use lagoon_types::{InstanceId, LeaseId, MicroBatch, PhysBlock, SeqId};
 use std::collections::BTreeMap;
 
 impl Batch {
@@ -18,7 +18,7 @@ impl Batch {
     /// Returns whether it waits for them.
     pub(super) fn asks_members(&mut self, cx: &mut Cx, id: SeqId) -> bool {
         let (known, _) = self.adopt_prefix(cx, id);
-        let plan = self.joint_layout(cx, id, JOINT_MEMBERS_MAX);
+        let plan = self.joint_layout(cx, id, JOINT_MEMBERS_MAX, self.joint_rows(cx));
         let Some(seq) = self.seqs.get_mut(&id) else { return false };
         seq.asked_members = true;
         if plan.is_none() {
@@ -48,15 +48,36 @@ impl Batch {
         let wanted = self.hash_wanted(cx, id);
         let Some(seq) = self.seqs.get(&id) else { return false };
         let known = cx.memory.rm.pool.found(&seq.block_hashes[..wanted]).max(seq.blocks.blocks());
-        seq.len() - (known * cx.config.block_tokens).min(seq.len()) >= cx.config.joint.tokens_min
+        let left = seq.len() - (known * cx.config.block_tokens).min(seq.len());
+        let pays = cx.config.joint.instances != 0 || self.alone_ms(cx, left) >= f64::from(JOINT_ALONE_MS);
+        left >= cx.config.joint.tokens_min && pays && self.has_rows_for_others(cx)
     }
 
-    /// How up to `members` instances would share the prompt of a sequence that holds what is known of it.
-    pub(crate) fn joint_layout(&self, cx: &Cx, id: SeqId, members: usize) -> Option<Layout> {
+    /// Predicted time to compute `tokens` tokens of a prompt here, beside what decodes, in milliseconds; endless if it was not measured.
+    fn alone_ms(&self, cx: &Cx, tokens: u32) -> f64 {
+        let row_us = self.row_us(cx);
+        let row_ms = if row_us > 0.0 { row_us / 1_000.0 } else { return f64::INFINITY };
+        let rows = f64::from(self.chunk_rows(cx, MicroBatch::Local));
+        let step_ms = cx.config.target_step_ms.map_or(0.0, f64::from);
+        f64::from(tokens) * row_ms.max(step_ms / rows)
+    }
+
+    /// Rows of another prompt that a step has here now, of those whose KV is on several instances.
+    pub(crate) fn joint_rows(&self, cx: &Cx) -> u32 {
+        self.chunk_rows(cx, MicroBatch::Remote).min(cx.config.remote_rows())
+    }
+
+    /// Whether so few sequences decode here that most of a step's rows are left: narrow stripes cost more than they save.
+    fn has_rows_for_others(&self, cx: &Cx) -> bool {
+        self.joint_rows(cx) >= cx.config.remote_rows() / 2
+    }
+
+    /// How up to `members` instances would share the prompt of a sequence that holds what is known of it, in stripes of `rows` rows.
+    pub(crate) fn joint_layout(&self, cx: &Cx, id: SeqId, members: usize, rows: u32) -> Option<Layout> {
         let seq = self.seqs.get(&id)?;
         let tokens = cx.config.block_tokens;
         let (known, end) = (seq.blocks.blocks(), (seq.len() - 1) / tokens);
-        let stripe = (cx.config.remote_rows() / tokens).max(1);
+        let stripe = (rows / tokens).max(1);
         let most = match cx.config.joint.instances {
             0 => JOINT_MEMBERS_MAX,
             n => (n as usize).min(JOINT_MEMBERS_MAX),
@@ -79,6 +100,9 @@ impl Batch {
         }
         if policy::free_places(self.sched.running_len(), cx.config.sched.running) == 0 {
             return Some("its batch is full".to_owned());
+        }
+        if !self.has_rows_for_others(cx) {
+            return Some("the sequences that decode here leave its steps too few rows".to_owned());
         }
         let busy: u64 = self.seqs.values().map(Sequence::prefill_left).sum();
         if busy > JOINT_BUSY_TOKENS {

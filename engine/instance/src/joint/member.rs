@@ -93,7 +93,7 @@ impl Joints {
         let long = (ask.total > cx.config.max_positions).then(|| "the prompt is too long for its model".to_owned());
         let body = match many.or(own).or(long).or_else(|| batch.refuses_to_join(cx, ask.blocks)) {
             Some(reason) => JointBody::Left(JointLeft { blocks: 0, reason }),
-            None => JointBody::Willing(JointWilling {}),
+            None => JointBody::Willing(JointWilling { rows: batch.joint_rows(cx) }),
         };
         send(cx, key.0, key, body);
     }

@@ -138,7 +138,7 @@ impl Joints {
             (Some(JointBody::Start(start)), _) if of_owner => self.on_start(cx, batch, others, (owner, job), &start),
             (Some(JointBody::End(_)), _) if of_owner => self.on_end(cx, batch, others, (owner, job)),
             (Some(JointBody::Stripe(of)), own) => self.on_stripe(cx, batch, from, ((owner, job), own), of.stripe),
-            (Some(JointBody::Willing(_)), Some(seq)) => self.on_willing(cx, batch, seq, from),
+            (Some(JointBody::Willing(of)), Some(seq)) => self.on_willing(cx, batch, seq, (from, of.rows)),
             (Some(JointBody::Granted(granted)), Some(seq)) => self.on_granted(cx, batch, seq, from, granted),
             (Some(JointBody::Left(left)), Some(seq)) => self.on_left(cx, batch, others, seq, from, &left),
             // It connects this instance with a member, or comes too late.

@@ -18,8 +18,8 @@ use std::collections::{BTreeMap, BTreeSet};
 enum Stage {
     /// The gManager is asked for candidates.
     Finding,
-    /// Candidates are asked whether they join.
-    Asking { candidates: Vec<Candidate>, willing: BTreeSet<InstanceId>, open: BTreeSet<InstanceId>, until_ms: u64 },
+    /// Candidates are asked whether they join. Of the willing ones: rows of their steps.
+    Asking { candidates: Vec<Candidate>, willing: BTreeMap<InstanceId, u32>, open: BTreeSet<InstanceId>, until_ms: u64 },
     /// Members have the prompt and allocate memory. Their leases, by member.
     Granting {
         layout: Layout,
@@ -67,7 +67,7 @@ impl Joints {
     /// Asks the gManager for instances that may compute a part of a waiting sequence's prompt.
     pub(super) fn find(&mut self, cx: &mut Cx, batch: &Batch, seq: SeqId) {
         let job = seq.0;
-        let Some(layout) = batch.joint_layout(cx, seq, usize::MAX) else { return };
+        let Some(layout) = batch.joint_layout(cx, seq, usize::MAX, batch.joint_rows(cx)) else { return };
         let wanted = layout.members as usize - 1;
         cx.memory.rm.debtor.find_members(seq, layout.leased(1), wanted, cx.now_ms);
         self.owned.insert(seq, Owned { job, stage: Stage::Finding, given: Vec::new(), progress_ms: cx.now_ms });
@@ -76,7 +76,7 @@ impl Joints {
     /// Asks the candidates.
     pub(super) fn on_found(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, candidates: Vec<Candidate>) {
         let total = batch.seq(seq).map_or(0, |seq| seq.len());
-        let layout = batch.joint_layout(cx, seq, candidates.len() + 1);
+        let layout = batch.joint_layout(cx, seq, candidates.len() + 1, batch.joint_rows(cx));
         let Some(owned) = self.owned.get_mut(&seq).filter(|owned| matches!(owned.stage, Stage::Finding)) else {
             return;
         };
@@ -90,13 +90,13 @@ impl Joints {
             cx.send_or_dial(InstanceId(candidate.instance), &candidate.quic_addr, body);
         }
         let until_ms = cx.now_ms + JOINT_ASK_MS;
-        owned.stage = Stage::Asking { candidates, willing: BTreeSet::new(), open, until_ms };
+        owned.stage = Stage::Asking { candidates, willing: BTreeMap::new(), open, until_ms };
     }
 
-    pub(super) fn on_willing(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, from: InstanceId) {
+    pub(super) fn on_willing(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, (from, rows): (InstanceId, u32)) {
         let Some(Owned { stage: Stage::Asking { willing, open, .. }, .. }) = self.owned.get_mut(&seq) else { return };
         if open.remove(&from) {
-            willing.insert(from);
+            willing.insert(from, rows);
             self.invite_if_answered(cx, batch, seq);
         }
     }
@@ -109,8 +109,11 @@ impl Joints {
         if !open.is_empty() && now_ms < *until_ms {
             return;
         }
-        let layout = batch.joint_layout(cx, seq, willing.len() + 1);
-        let (Some(layout), Some(me), Some(sequence)) = (layout, cx.standing.id, batch.seq(seq)) else {
+        let fastest = fastest(batch.joint_rows(cx), willing);
+        let layout = fastest.as_ref().and_then(|(rows, who)| batch.joint_layout(cx, seq, who.len() + 1, *rows));
+        let (Some(layout), Some((_, who)), Some(me), Some(sequence)) =
+            (layout, fastest, cx.standing.id, batch.seq(seq))
+        else {
             return self.compute_alone(cx, batch, seq);
         };
         let member = |candidate: &Candidate| JointMember {
@@ -118,7 +121,7 @@ impl Joints {
             quic_addr: candidate.quic_addr.clone(),
         };
         let owner = JointMember { instance: me.0, quic_addr: cx.config.quic_addr.clone() };
-        let joins = candidates.iter().filter(|candidate| willing.contains(&InstanceId(candidate.instance)));
+        let joins = who.iter().filter_map(|who| candidates.iter().find(|candidate| candidate.instance == who.0));
         let members: Vec<JointMember> =
             std::iter::once(owner).chain(joins.map(member)).take(layout.members as usize).collect();
         let total = layout.end * cx.config.block_tokens;
@@ -234,7 +237,7 @@ impl Joints {
         match &mut owned.stage {
             Stage::Finding => {}
             Stage::Asking { open, willing, .. } => {
-                if open.remove(&from) || willing.remove(&from) {
+                if open.remove(&from) || willing.remove(&from).is_some() {
                     self.invite_if_answered(cx, batch, seq);
                 }
             }
@@ -380,6 +383,17 @@ impl Joints {
     }
 }
 
+/// The willing ones that compute a prompt fastest with this instance, whose steps have `own` rows of it, and the rows of a stripe: no
+/// step has more than those of the slowest, as each waits for those before it. `None` if none makes it faster.
+fn fastest(own: u32, willing: &BTreeMap<InstanceId, u32>) -> Option<(u32, Vec<InstanceId>)> {
+    let mut by_rows: Vec<(InstanceId, u32)> = willing.iter().map(|(of, rows)| (*of, *rows)).collect();
+    by_rows.sort_by_key(|(of, rows)| (std::cmp::Reverse(*rows), *of));
+    let with = |n: usize| (u64::from(by_rows[n - 1].1.min(own)) * (n as u64 + 1), n);
+    let (rows, n) = (1..=by_rows.len()).map(with).max()?;
+    let who = by_rows[..n].iter().map(|(of, _)| *of).collect();
+    (rows > u64::from(own)).then(|| (by_rows[n - 1].1.min(own), who))
+}
+
 /// A member's lease, as this instance holds it.
 pub(super) fn borrowed(creditor: InstanceId, quic_addr: &str, lease: &JointLease) -> BorrowedLease {
     BorrowedLease {
@@ -388,5 +402,25 @@ pub(super) fn borrowed(creditor: InstanceId, quic_addr: &str, lease: &JointLease
         lease: LeaseId(lease.lease),
         epoch: Epoch(lease.epoch),
         blocks: lease.blocks,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn members_are_those_with_which_a_prompt_is_fastest() {
+        let found = |own: u32, rows: &[u32]| {
+            let willing = (1..).map(InstanceId).zip(rows.iter().copied()).collect();
+            fastest(own, &willing).map(|(rows, who)| (rows, who.iter().map(|of| of.0).collect::<Vec<_>>()))
+        };
+        assert_eq!(found(600, &[600, 600, 600]), Some((600, vec![1, 2, 3])));
+        // The slowest bounds all: three of 500 are faster than four of 300, and two of 2,000 than three of 500.
+        assert_eq!(found(600, &[300, 500, 500]), Some((500, vec![2, 3])));
+        assert_eq!(found(2_000, &[500, 2_000, 300]), Some((2_000, vec![2])));
+        assert_eq!(found(500, &[2_000, 2_000]), Some((500, vec![1, 2])), "the owner bounds them, too");
+        assert_eq!(found(2_000, &[1_000]), None, "as fast as alone");
+        assert_eq!(found(2_000, &[]), None);
     }
 }

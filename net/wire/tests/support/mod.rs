@@ -282,7 +282,7 @@ fn joint() -> Vec<(&'static str, ControlBody)> {
     let reason = "its batch is full".to_owned();
     vec![
         ("joint_ask", message(JointBody::Ask(JointAsk { blocks: 24, total: 100 }))),
-        ("joint_willing", message(JointBody::Willing(JointWilling {}))),
+        ("joint_willing", message(JointBody::Willing(JointWilling { rows: 512 }))),
         ("joint_prompt", message(JointBody::Prompt(prompt))),
         ("joint_granted", message(JointBody::Granted(JointGranted { leases: vec![lease(3), lease(5)] }))),
         ("joint_start", message(JointBody::Start(JointStart { leases: vec![lease(3), lease(5)], age_ms: 7 }))),
