@@ -27,9 +27,10 @@ const SANITIZED_TIME_MAX: Duration = Duration::from_secs(2400);
 lagoon_backend::conformance_suite!(ShimDevice::open, Tolerance::loosened(2.0));
 lagoon_backend::conformance_latent_wide!(ShimDevice::open, Tolerance::loosened(2.0));
 
-/// Cases that take nine tenths of the time under the sanitizer: long contexts, and the product of all types, geometries and biases. Every
-/// kernel, head size, window and bias has shorter ones, and missing keys, chunks and odd stores too.
-const LONG_CASES: [&str; 8] = [
+/// Cases that take nine tenths of the time under the sanitizer: long contexts, the product of all types, geometries and biases, and that of
+/// all packed formats and shapes. Every kernel, head size, window, bias and format has shorter ones, and missing keys, chunks, odd
+/// stores and odd rows too.
+const LONG_CASES: [&str; 9] = [
     "attention_alibi",
     "attention_decode_batch",
     "attention_dtypes",
@@ -38,6 +39,7 @@ const LONG_CASES: [&str; 8] = [
     "attention_long_context",
     "attention_softcap",
     "attention::soft_caps",
+    "matmul_packed",
 ];
 
 /// Runs these tests again under the address sanitizer, in a child process with a time limit.
@@ -52,6 +54,7 @@ fn under_the_address_sanitizer() {
     let all = std::env::var_os("LAGOON_SANITIZE_ALL").is_some();
     let skipped = LONG_CASES.iter().filter(|_| !all).flat_map(|case| ["--skip", case]);
     let mut child = Command::new(std::env::current_exe().expect("this test's file"))
+        .arg("--exact")
         .args(skipped)
         .env(shim::SANITIZE, "1")
         .env("LD_PRELOAD", runtime)
