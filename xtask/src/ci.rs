@@ -2,13 +2,13 @@
 //! command, the rehearsal of the commands for a GPU, the demo, then clients from PyPI.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::{clients, deny, gpu_rehearse, kernels, test, wgsl};
+use crate::{clients, deny, gpu_rehearse, kernels, test, wgsl, workspace};
 
 /// Time limit of the demo's answer, after the build, as the README promises.
 const DEMO_SECONDS_MAX: u64 = 60;
@@ -49,10 +49,10 @@ fn good(check: Result<bool>) -> bool {
 fn demo(root: &Path) -> Result<String> {
     let build = ["build", "--locked", "--release", "--package", "lagoon"];
     let built =
-        Command::new("cargo").args(build).current_dir(root).stdin(Stdio::null()).status().context("build the demo")?;
+        workspace::cargo().args(build).current_dir(root).stdin(Stdio::null()).status().context("build the demo")?;
     ensure!(built.success(), "it does not build");
     let start = Instant::now();
-    let output = Command::new("cargo")
+    let output = workspace::cargo()
         .args(["run", "--locked", "--quiet", "--release", "--", "demo", "--json"])
         .current_dir(root)
         .stdin(Stdio::null())

@@ -5,14 +5,13 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::process::Command;
 
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
 use crate::finding::Finding;
 use crate::licence;
-use crate::workspace::{External, Graph};
+use crate::workspace::{self, External, Graph};
 
 /// The part of deny.toml that tidy reads; cargo-deny has more fields.
 #[derive(Debug, Deserialize)]
@@ -86,7 +85,7 @@ fn check(config: &Config, crates: &[External]) -> Result<Vec<Finding>> {
 
 /// `cargo xtask deny`: runs cargo-deny, if installed.
 pub(crate) fn run(root: &Path) -> Result<bool> {
-    let installed = Command::new("cargo").args(["deny", "--version"]).output().is_ok_and(|o| o.status.success());
+    let installed = workspace::cargo().args(["deny", "--version"]).output().is_ok_and(|o| o.status.success());
     if !installed {
         println!(
             "cargo-deny is not installed: nothing was checked here (tidy checks licences, bans and sources itself)"
@@ -94,7 +93,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
         println!("hint: cargo install cargo-deny --locked");
         return Ok(true);
     }
-    let status = Command::new("cargo")
+    let status = workspace::cargo()
         .args(["deny", "--locked", "check", "licenses", "bans", "sources"])
         .current_dir(root)
         .status()

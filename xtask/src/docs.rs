@@ -2,9 +2,11 @@
 //! stale.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use anyhow::{Context, Result, ensure};
+
+use crate::workspace;
 
 /// Pages below docs/reference, and the argument of `lagoon reference` that prints each.
 const PAGES: [&str; 4] = ["flags", "metrics", "models", "requests"];
@@ -14,7 +16,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     let dir = root.join("docs/reference");
     std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
     for page in PAGES {
-        let output = Command::new("cargo")
+        let output = workspace::cargo()
             .args(["run", "--locked", "--quiet", "--release", "--package", "lagoon", "--", "reference", page])
             .current_dir(root)
             .stdin(Stdio::null())

@@ -96,7 +96,7 @@ const REPORT: &str = "benches/results/gpu-check.json";
 pub(crate) fn page(root: &Path) -> Result<bool> {
     let report = root.join(REPORT);
     let program = ["run", "--locked", "--release", "--package", "lagoon-benches", "--bin", "gpu-page", "--"];
-    let mut command = Command::new("cargo");
+    let mut command = workspace::cargo();
     command
         .args(program)
         .args(report.is_file().then_some(&report))
@@ -109,7 +109,7 @@ pub(crate) fn page(root: &Path) -> Result<bool> {
 fn build(root: &Path) -> Result<()> {
     // The workspace's features, so that builds of other commands are reused.
     let both = ["--workspace", "--bin", "lagoon", "--bin", "gpu-check"];
-    let mut command = Command::new("cargo");
+    let mut command = workspace::cargo();
     command.args(["build", "--locked", "--release"]).args(both).current_dir(root).stdin(Stdio::null());
     ensure!(command.status().context("run cargo")?.success(), "the check does not build");
     Ok(())

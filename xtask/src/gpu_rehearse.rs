@@ -78,7 +78,7 @@ fn fakes(root: &Path) -> Result<Fakes> {
     // It may be of other sources.
     let _gone = fs::remove_file(&list);
     let test = ["--test", "gpu_check", "the_fakes_are_built", "--", "--exact"];
-    let mut command = Command::new("cargo");
+    let mut command = workspace::cargo();
     command.args(["test", "--locked", "--release", "--quiet", "--workspace"]).args(test).current_dir(root);
     let status = command.stdin(Stdio::null()).stdout(Stdio::null()).status().context("run cargo")?;
     ensure!(status.success(), "the fakes do not build");

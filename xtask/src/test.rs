@@ -123,7 +123,7 @@ fn heading(text: &str) {
 fn cargo(root: &Path, arguments: &[&str]) -> Result<bool> {
     heading(&format!("cargo {}", arguments.join(" ")));
     let start = Instant::now();
-    let status = Command::new("cargo")
+    let status = workspace::cargo()
         .args(arguments)
         .current_dir(root)
         .stdin(Stdio::null())
@@ -152,7 +152,7 @@ fn tests(root: &Path) -> Result<Outcome> {
     let log = runtime.path().join("skipped");
     let listed = skips::listed(root)?;
     let mut tally = Tally::default();
-    let mut whole = Command::new("cargo");
+    let mut whole = workspace::cargo();
     whole
         .args(["test", "--locked", "--release", "--workspace", "--no-fail-fast"])
         .env("XDG_RUNTIME_DIR", runtime.path())
@@ -160,7 +160,7 @@ fn tests(root: &Path) -> Result<Outcome> {
     let mut whole_good = harness(root, whole, &mut tally)?;
     let flaky = alone(&tally);
     if !flaky.is_empty() {
-        let mut again = Command::new("cargo");
+        let mut again = workspace::cargo();
         again
             .args(["test", "--locked", "--release", "--workspace", "--test", "system", "--"])
             .args(["--exact", "--test-threads=1"])
@@ -199,7 +199,7 @@ fn alone(tally: &Tally) -> Vec<String> {
 /// which therefore has a target folder of its own.
 fn loom(root: &Path) -> Command {
     let target = workspace::target(root);
-    let mut command = Command::new("cargo");
+    let mut command = workspace::cargo();
     command
         .args(["test", "--locked", "--release", "--package", "lagoon-view", "--lib"])
         .env("RUSTFLAGS", "--cfg loom")

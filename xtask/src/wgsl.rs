@@ -31,7 +31,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
 fn dump(root: &Path, out: &Path) -> Result<()> {
     // Of the workspace, not of its package: so it shares the build of the tests.
     let build = ["build", "--locked", "--quiet", "--release", "--workspace", "--example", "dump_wgsl"];
-    let built = Command::new("cargo").args(build).current_dir(root).stdin(Stdio::null()).status();
+    let built = workspace::cargo().args(build).current_dir(root).stdin(Stdio::null()).status();
     ensure!(built.context("build the example dump_wgsl")?.success(), "the example dump_wgsl does not build");
     let target = workspace::target(root);
     let example = target.join("release/examples/dump_wgsl");

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result};
 use cargo_metadata::MetadataCommand;
@@ -32,6 +33,17 @@ pub(crate) struct Graph {
     pub(crate) members: Vec<Member>,
     /// Every crate, members included.
     pub(crate) all: Vec<External>,
+}
+
+/// A cargo command without the variables that the cargo which runs this program has set: ring's build script is run again where they
+/// differ, and all that depends on it is built again (QUIC, HTTP, the binaries).
+pub(crate) fn cargo() -> Command {
+    let mut command = Command::new("cargo");
+    let of_package = |name: &str| ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|prefix| name.starts_with(prefix));
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(of_package)) {
+        command.env_remove(name);
+    }
+    command
 }
 
 /// Cargo's target folder.

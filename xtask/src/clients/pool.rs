@@ -11,6 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use super::{Place, model};
+use crate::workspace;
 
 /// The model's name at the pool.
 const MODEL: &str = "passkey";
@@ -101,7 +102,7 @@ impl Drop for Pool {
 
 fn build(root: &Path) -> Result<()> {
     let build = ["build", "--locked", "--quiet", "--release", "--package", "lagoon"];
-    let built = Command::new("cargo").args(build).current_dir(root).stdin(Stdio::null()).status();
+    let built = workspace::cargo().args(build).current_dir(root).stdin(Stdio::null()).status();
     ensure!(built.context("build lagoon")?.success(), "lagoon does not build");
     Ok(())
 }

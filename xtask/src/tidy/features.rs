@@ -5,11 +5,11 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::finding::Finding;
+use crate::workspace;
 
 /// What `cargo run` and the test command build for people: the packages of binaries.
 const BINARIES: [&str; 6] = ["--package", "lagoon", "--package", "lagoon-paced", "--edges", "normal,build"];
@@ -23,7 +23,7 @@ pub(super) fn check(root: &Path) -> Result<Vec<Finding>> {
 
 /// The features of each crate, as `name version|feature,feature`.
 fn tree(root: &Path, selection: &[&str]) -> Result<BTreeSet<String>> {
-    let mut command = Command::new("cargo");
+    let mut command = workspace::cargo();
     command.args(["tree", "--locked", "--prefix", "none", "--format", "{p}|{f}"]).args(selection).current_dir(root);
     let output = command.output().context("run cargo tree")?;
     ensure!(output.status.success(), "cargo tree: {}", String::from_utf8_lossy(&output.stderr));
