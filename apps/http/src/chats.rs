@@ -5,7 +5,7 @@ use crate::{
     engine::EngineInfo,
     error::ApiError,
     fields::{Fields, Neutral, wrong_type},
-    generations::{Ask, Prepared, Ready, generate, wants_journal},
+    generations::{Ask, Prepared, Ready, generate, read},
     journal,
     json::Kind,
     keys::Caller,
@@ -69,10 +69,7 @@ pub(crate) async fn chat(
     caller: Caller,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let journal = wants_journal(request.headers());
-    let ready =
-        state.with_body(request, move |state, body, asker| chat_prompt(state, body, journal, caller, asker)).await?;
-    generate(&state, ready).await
+    generate(&state, read(&state, caller, request, chat_prompt).await?).await
 }
 
 pub(crate) fn chat_prompt(
@@ -96,20 +93,17 @@ pub(crate) async fn batch(
     caller: Caller,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let journal = wants_journal(request.headers());
-    let ready =
-        state.with_body(request, move |state, body, asker| batch_prompts(state, &body, journal, caller, asker)).await?;
-    generate(&state, ready).await
+    generate(&state, read(&state, caller, request, batch_prompts).await?).await
 }
 
 pub(crate) fn batch_prompts(
     state: &ServerState,
-    body: &[u8],
+    body: Bytes,
     journal: bool,
     caller: Caller,
     asker: &Asker<'_>,
 ) -> Result<Ready, ApiError> {
-    let mut fields = Fields::parse(body)?;
+    let mut fields = Fields::parse(&body)?;
     let conversations = required(&mut fields, MESSAGES)?;
     if conversations.kind() != Kind::List {
         return Err(wrong_type(MESSAGES, "a list of conversations", conversations));
@@ -134,6 +128,7 @@ pub(crate) fn batch_prompts(
         }
         prompts.push(prompt);
     }
+    drop(body);
     Ok(chat.ready(Endpoint::Batch, prompts, journal, caller))
 }
 

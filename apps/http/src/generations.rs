@@ -42,10 +42,7 @@ pub(crate) async fn completions(
     caller: Caller,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let journal = wants_journal(request.headers());
-    let ready =
-        state.with_body(request, move |state, body, asker| prompts(state, body, journal, caller, asker)).await?;
-    generate(&state, ready).await
+    generate(&state, read(&state, caller, request, prompts).await?).await
 }
 
 pub(crate) fn prompts(
@@ -155,6 +152,17 @@ fn prompt_tokens(name: &str, value: Json<'_>, longest: Longest) -> Result<Prompt
         limit_name: CONTEXT,
     };
     Err(ApiError::from_request_error(&error, 0))
+}
+
+/// Reads a request by `of`, which gets its body, whether its response has a journal, and its caller.
+pub(crate) async fn read<T: Send + 'static>(
+    state: &Arc<ServerState>,
+    caller: Caller,
+    request: Request,
+    of: fn(&ServerState, Bytes, bool, Caller, &Asker<'_>) -> Result<T, ApiError>,
+) -> Result<T, ApiError> {
+    let journal = wants_journal(request.headers());
+    state.with_body(request, move |state, body, asker| of(state, body, journal, caller, asker)).await
 }
 
 pub(crate) fn wants_journal(headers: &HeaderMap) -> bool {

@@ -10,7 +10,7 @@ use crate::{
     fields::Fields,
     frames::{self, Streamed},
     generate::{Piece, Pieces, Token},
-    generations::{Ask, Longest, Prepared, Ready, start, wants_journal},
+    generations::{Ask, Longest, Prepared, Ready, read, start},
     journal::{Began, Entry, SentTokens},
     keys::Caller,
     params::{Params, required, too_many},
@@ -44,8 +44,7 @@ pub(crate) async fn completion(
     caller: Caller,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let journal = wants_journal(request.headers());
-    let asked = state.with_body(request, move |state, body, asker| ask(state, body, journal, caller, asker)).await?;
+    let asked = read(&state, caller, request, ask).await?;
     let (output, pieces) = start(&state, &asked.ready)?;
     let stream = asked.ready.params.stream;
     let answer = Answer::new(&state, asked, &output);

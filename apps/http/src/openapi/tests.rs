@@ -60,7 +60,7 @@ fn take(state: &ServerState, path: &str, body: Bytes) {
     let (asker, caller) = (Asker::staying(), Caller::default());
     let error = match path {
         "/v1/chat/completions" => chats::chat_prompt(state, body, false, caller, &asker).err(),
-        "/v1/chat/completions/batch" => chats::batch_prompts(state, &body, false, caller, &asker).err(),
+        "/v1/chat/completions/batch" => chats::batch_prompts(state, body, false, caller, &asker).err(),
         "/v1/completions" => generations::prompts(state, body, false, caller, &asker).err(),
         "/v1/embeddings" => embeddings::ask_of(state, body, "", &asker).err(),
         "/completion" | "/completions" => llama_cpp::ask(state, body, false, caller, &asker).err(),

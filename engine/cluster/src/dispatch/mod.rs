@@ -521,7 +521,8 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         if kept { most_free(&mut keys()).map(|(_, key)| key) } else { None }
     }
 
-    /// A waiting request that may start before the head, and where: the most useful work for memory and time.
+    /// A waiting request that may start before the head, and where: the most useful work for memory and time. Notes who was seen to wait
+    /// for a prefix.
     fn passing(&mut self, head: &Head<K>) -> Option<(RequestId, K)> {
         let spent = head.passes >= DISPATCH_PASSES_MAX && !crate::mutants::is(crate::mutants::Mutant::HeadStarved);
         let taken = |key: &K| spent && head.reserved.is_none_or(|reserved| reserved == *key);
