@@ -32,11 +32,13 @@ pub struct Options {
     pub native_f16: bool,
     /// Use subgroups where the adapter has them.
     pub subgroups: bool,
+    /// Many outputs an invocation in products of many rows, where the adapter is software.
+    pub wide_products: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { binding_bytes_max: u64::MAX, native_f16: true, subgroups: true }
+        Self { binding_bytes_max: u64::MAX, native_f16: true, subgroups: true, wide_products: true }
     }
 }
 
@@ -359,6 +361,9 @@ impl Device for WgpuDevice {
                 2..=MATVEC_ROWS_MAX => {
                     (Kernel::Matvec(shard.encoding, MatvecRows::Four), shard.rows.div_ceil(outputs), rows.div_ceil(4))
                 }
+                _ if self.gpu.wide_products() => {
+                    (Kernel::MatmulWide(shard.encoding), shard.rows.div_ceil(128), rows.div_ceil(32))
+                }
                 _ => (Kernel::MatmulTiled(shard.encoding), (before + shard.rows).div_ceil(64), rows.div_ceil(64)),
             };
             let params = params::Matmul {
@@ -485,6 +490,7 @@ impl Device for WgpuDevice {
         self.gpu.begin()?;
         let at = self.gpu.upload_words(slots)?;
         let kernel = Kernel::RopeAppend(Encoding::kv(kv.shape.dtype, false));
+        let team = word(kv.head_quads()).next_power_of_two().clamp(8, 64);
         for (index, shard) in kv.layers[layer].iter().enumerate() {
             let shard_slot0 = index * kv.shard_slots;
             let params = params::RopeAppend {
@@ -499,9 +505,9 @@ impl Device for WgpuDevice {
                 shard_slot0: word(shard_slot0),
                 shard_slots: word(kv.shard_slots.min(kv.slots - shard_slot0)),
                 rotate: u32::from(index == 0),
-                ..Default::default()
+                team,
             };
-            let groups = params.rows * (geometry.heads + 2 * geometry.kv_heads);
+            let groups = (params.rows * (geometry.heads + 2 * geometry.kv_heads)).div_ceil(64 / team);
             let buffers = [None, Some(&rope.buf), Some(&qkv.buf), Some(shard)];
             self.gpu.dispatch(kernel, &params, &buffers, groups, 1)?;
         }

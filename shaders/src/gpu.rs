@@ -79,6 +79,7 @@ pub(crate) struct Gpu {
     binding_bytes_max: u64,
     native_f16: bool,
     teams: Teams,
+    wide_products: bool,
     shared: Arc<Shared>,
     next_id: u64,
     pipelines: HashMap<Kernel, Pipeline>,
@@ -113,6 +114,7 @@ impl Gpu {
                 Some(most) if options.subgroups => Teams::Subgroup { most },
                 _ => Teams::Workgroup,
             },
+            wide_products: summary.software && options.wide_products,
             device,
             queue,
             summary,
@@ -148,6 +150,11 @@ impl Gpu {
     /// Outputs of a workgroup in a product of few rows, at least.
     pub(crate) fn matvec_outputs(&self) -> usize {
         self.teams.outputs() as usize
+    }
+
+    /// Whether products of many rows make as many outputs an invocation as only a device without a register file can.
+    pub(crate) fn wide_products(&self) -> bool {
+        self.wide_products
     }
 
     /// A zeroed storage buffer of `bytes` bytes, rounded up to 16.

@@ -187,6 +187,8 @@ pub(crate) enum Kernel {
     /// Matrix product for few rows.
     Matvec(Encoding, MatvecRows),
     MatmulTiled(Encoding),
+    /// Matrix product for many rows on adapters without a register file.
+    MatmulWide(Encoding),
     /// Never native f16: this kernel stores KV.
     RopeAppend(Encoding),
     /// A product a head for few rows.
@@ -295,6 +297,7 @@ impl Kernel {
                 Self::Matvec(encoding, MatvecRows::One),
                 Self::Matvec(encoding, MatvecRows::Four),
                 Self::MatmulTiled(encoding),
+                Self::MatmulWide(encoding),
                 Self::HeadMatvec(encoding, MatvecRows::One),
                 Self::HeadMatvec(encoding, MatvecRows::Four),
                 Self::HeadMatmulTiled(encoding),
@@ -321,6 +324,7 @@ impl Kernel {
             Self::LayerNorm(_) => "layer_norm",
             Self::HeadNorm(_) => "head_norm",
             Self::Matvec(..) | Self::MatmulTiled(_) => "matmul",
+            Self::MatmulWide(_) => "matmul_wide",
             Self::RopeAppend(_) => "rope_append",
             Self::HeadMatvec(..) | Self::HeadMatmulTiled(_) => "matmul_by_head",
             Self::LatentQueries | Self::LatentAppend(_) => "latent_append",
@@ -340,6 +344,7 @@ impl Kernel {
         match self {
             Self::Matvec(..) | Self::GroupedMatvec(..) | Self::HeadMatvec(..) => "matvec",
             Self::MatmulTiled(_) | Self::GroupedTiled(_) | Self::HeadMatmulTiled(_) => "tiled",
+            Self::MatmulWide(_) => "wide",
             Self::LatentQueries => "queries",
             Self::LatentAppend(_) => "append",
             Self::Attention(..) => "partial",
@@ -368,6 +373,7 @@ impl Kernel {
             | Self::Sink(e)
             | Self::Matvec(e, _)
             | Self::MatmulTiled(e)
+            | Self::MatmulWide(e)
             | Self::RopeAppend(e)
             | Self::HeadMatvec(e, _)
             | Self::HeadMatmulTiled(e)
@@ -392,6 +398,7 @@ impl Kernel {
             | Self::HeadNorm(_)
             | Self::Matvec(..)
             | Self::MatmulTiled(_)
+            | Self::MatmulWide(_)
             | Self::HeadMatvec(..)
             | Self::HeadMatmulTiled(_)
             | Self::GatherRows
@@ -479,6 +486,7 @@ fn op_source(stem: &str) -> &'static str {
         "layer_norm" => include_str!("../wgsl/layer_norm.wgsl"),
         "head_norm" => include_str!("../wgsl/head_norm.wgsl"),
         "matmul" => include_str!("../wgsl/matmul.wgsl"),
+        "matmul_wide" => include_str!("../wgsl/matmul/wide.wgsl"),
         "matmul_by_head" => include_str!("../wgsl/matmul/by_head.wgsl"),
         "latent_append" => include_str!("../wgsl/latent_append.wgsl"),
         "rope_append" => include_str!("../wgsl/rope_append.wgsl"),
@@ -555,15 +563,26 @@ fn weight_source(encoding: Encoding) -> &'static str {
     }
 }
 
-/// Appends `source` with its `//#include NAME` lines replaced by the shared file's text.
+/// Appends `source` with its `//#include NAME` lines replaced by the shared file's text, and `//#each N TEXT` by N lines of TEXT,
+/// in which `${i}` counts from 0.
 fn include(source: &str, encoding: Encoding, teams: Teams, out: &mut String) {
     for line in source.lines() {
-        match line.strip_prefix("//#include ") {
-            Some(name) => include(shared_source(name.trim(), encoding, teams), encoding, teams, out),
-            None => {
-                out.push_str(line);
+        if let Some(name) = line.strip_prefix("//#include ") {
+            include(shared_source(name.trim(), encoding, teams), encoding, teams, out);
+        } else if let Some((count, text)) = repeated(line) {
+            for i in 0..count {
+                out.push_str(&text.replace("${i}", &i.to_string()));
                 out.push('\n');
             }
+        } else {
+            out.push_str(line);
+            out.push('\n');
         }
     }
+}
+
+/// The count and the text of a line `//#each N TEXT`.
+fn repeated(line: &str) -> Option<(u32, &str)> {
+    let (count, text) = line.trim_start().strip_prefix("//#each ")?.split_once(' ')?;
+    Some((count.parse().expect("a count"), text))
 }

@@ -72,7 +72,7 @@ params! {
     /// See `rope_append.wgsl`.
     RopeAppend: 48 {
         rows: u32, heads: u32, kv_heads: u32, head_dim: u32, head_quads: u32, qkv_stride: u32, rope_stride: u32,
-        slots: u32, shard_slot0: u32, shard_slots: u32, rotate: u32, pad0: u32,
+        slots: u32, shard_slot0: u32, shard_slots: u32, rotate: u32, team: u32,
     }
     /// See `latent_append.wgsl`.
     LatentAppend: 64 {

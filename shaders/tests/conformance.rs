@@ -53,3 +53,24 @@ mod without_subgroups {
         head_matmul_matches,
     );
 }
+
+/// Products of many rows as on a GPU.
+mod without_wide_products {
+    use super::{AdapterChoice, Options, WgpuDevice};
+    use lagoon_backend::conformance::Tolerance;
+
+    fn device() -> Result<WgpuDevice, String> {
+        let options = Options { wide_products: false, ..Options::default() };
+        WgpuDevice::open_with(&AdapterChoice::Software, options).map_err(|error| error.to_string())
+    }
+
+    lagoon_backend::conformance_cases!(
+        device,
+        Tolerance::STRICT,
+        matmul_f32,
+        matmul_f16,
+        matmul_bf16,
+        matmul_parts,
+        matmul_packed,
+    );
+}
