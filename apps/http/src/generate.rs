@@ -14,9 +14,9 @@ use crate::{
 use futures::stream::{self, StreamExt};
 use lagoon_text::{
     IncrementalDetokenizer, StopStrings,
-    parse::{AnswerParser, Call, Parts},
+    parse::{AnswerParser, Parts},
 };
-use lagoon_types::{FinishReason, PromptLogprob, RequestError, TokenEvent, TokenLogprobs};
+use lagoon_types::{FinishReason, RequestError, TokenEvent};
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
 

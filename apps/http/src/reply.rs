@@ -3,7 +3,7 @@
 use crate::piece::{Finish, Token};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use lagoon_text::Tokenizer;
-use lagoon_types::{FinishReason, PromptLogprob, TokenLogprobs};
+use lagoon_types::{PromptLogprob, TokenLogprobs};
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::collections::BTreeMap;
