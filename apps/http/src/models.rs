@@ -54,7 +54,10 @@ pub(crate) async fn models(State(state): State<Arc<ServerState>>) -> impl IntoRe
 }
 
 /// `GET /v1/models/{id}`.
-pub(crate) async fn model(State(state): State<Arc<ServerState>>, Path(id): Path<String>) -> Result<impl IntoResponse, ApiError> {
+pub(crate) async fn model(
+    State(state): State<Arc<ServerState>>,
+    Path(id): Path<String>,
+) -> Result<impl IntoResponse, ApiError> {
     let info = state.engine.info();
     if !info.names().any(|name| name == id) {
         return Err(model_not_found(&id, &info));

@@ -1,12 +1,8 @@
 //! Routes, and the responses outside of them.
 
 use crate::{
-    chats, embeddings,
-    error::ApiError,
-    generations, llama_cpp, metrics, models, openapi,
-    state::ServerState,
-    tokenizer_info, tokens,
-    translate::translated,
+    chats, embeddings, error::ApiError, generations, llama_cpp, metrics, models, openapi, state::ServerState,
+    tokenizer_info, tokens, translate::translated,
 };
 use axum::{
     Json, Router,

@@ -59,11 +59,7 @@ impl Hub {
 }
 
 /// Downloads `name` and returns its directory, or the GGUF file.
-fn download(
-    hub: &Hub,
-    name: &HubName,
-    progress: &mut dyn FnMut(&DownloadProgress),
-) -> Result<PathBuf, ModelError> {
+fn download(hub: &Hub, name: &HubName, progress: &mut dyn FnMut(&DownloadProgress)) -> Result<PathBuf, ModelError> {
     let (sender, receiver) = sync_channel(REPORTS);
     let job = Job { hub: hub.clone(), name: name.clone() };
     let worker = std::thread::Builder::new().name("lagoon-download".to_owned());

@@ -89,7 +89,8 @@ impl GgufVocabulary {
         (vocabulary.tokens, vocabulary.kinds) = (tokens.texts, tokens.kinds);
         (vocabulary.bos_id, vocabulary.eos_id) = (tokenizer.bos_id(), tokenizer.eos_id());
         let named = |name: &str| config.special(name).and_then(|token| tokenizer.id(token));
-        (vocabulary.unknown_id, vocabulary.padding_id) = (named("unk_token").or(vocabulary.unknown_id), named("pad_token"));
+        (vocabulary.unknown_id, vocabulary.padding_id) =
+            (named("unk_token").or(vocabulary.unknown_id), named("pad_token"));
         let is_portable = !vocabulary.model.is_empty();
         let kept_whole = problem.or_else(|| {
             let again = Tokenizer::from_gguf(&vocabulary);
@@ -101,7 +102,8 @@ impl GgufVocabulary {
             }
             let bytes = read(&path)?;
             if bytes.len() > WHOLE_BYTES_MAX {
-                let problem = format!("tokenizer.json has {} bytes, more than {WHOLE_BYTES_MAX}: {problem}", bytes.len());
+                let problem =
+                    format!("tokenizer.json has {} bytes, more than {WHOLE_BYTES_MAX}: {problem}", bytes.len());
                 return Err(refuse(problem));
             }
             let text = String::from_utf8(bytes);

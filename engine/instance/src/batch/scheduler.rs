@@ -91,7 +91,15 @@ impl Scheduler {
     #[must_use]
     pub(crate) fn new(config: SchedulerConfig, remote_rows: u32, warm_up: Option<u32>) -> Self {
         let rings = warm_up.map(|warm_up| Rings::new(config.running, warm_up));
-        Self { config, remote_rows, chunk_rows: u32::MAX, waiting: VecDeque::new(), running: Vec::new(), next: Cell::new(0), rings }
+        Self {
+            config,
+            remote_rows,
+            chunk_rows: u32::MAX,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            next: Cell::new(0),
+            rings,
+        }
     }
 
     fn run(&mut self, seq: SeqId, micro_batch: MicroBatch, tokens: u32, computed: u32) {
