@@ -21,6 +21,25 @@ pub enum AdapterChoice {
     Numbered(usize),
 }
 
+/// Restrictions of an adapter, so that tests on one adapter cover the limits of others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Largest buffer in bytes: larger weights and stores are sharded. The adapter's own limit also holds.
+    pub binding_bytes_max: u64,
+    /// Read KV in f16 by the adapter's own f16, where it has that.
+    pub native_f16: bool,
+    /// Use subgroups where the adapter has them.
+    pub subgroups: bool,
+    /// Many outputs an invocation in products of many rows, where the adapter is software.
+    pub wide_products: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { binding_bytes_max: u64::MAX, native_f16: true, subgroups: true, wide_products: true }
+    }
+}
+
 /// Description of an adapter for `lagoon doctor`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdapterSummary {

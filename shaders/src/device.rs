@@ -1,9 +1,10 @@
 //! [`WgpuDevice`]: the operations of [`Device`] as dispatches.
 
-use crate::adapter::{self, AdapterChoice};
+use crate::activation;
+use crate::adapter::{self, AdapterChoice, Options};
 use crate::experts::{self, Routes};
 use crate::gpu::{Buf, Gpu};
-use crate::kernel::{Encoding, Gated, HeadClass, Kernel, MatvecRows};
+use crate::kernel::{Encoding, HeadClass, Kernel, MATVEC_ROWS_MAX, MatvecRows};
 use crate::latent;
 use crate::memory::{WgpuKv, WgpuTensor, quads, word};
 use crate::params;
@@ -16,31 +17,10 @@ use lagoon_backend::{
 use lagoon_types::{Alibi, AttentionGeometry, KvRun, KvShape};
 use std::ops::Range;
 
-/// Rows up to which each output row streams the weight (matvec) rather than tiles of it.
-pub(crate) const MATVEC_ROWS_MAX: usize = 8;
 /// Scratch for parts of split attention tiles, in bytes; a call that needs more runs in rounds.
 const SCRATCH_BYTES_MAX: u64 = 64 << 20;
 /// Attention plans kept: the layers of a step repeat a few (each micro-batch's, and those of remote requests).
 const PLANS_KEPT: usize = 16;
-
-/// Restrictions of an adapter, so that tests on one adapter cover the limits of others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// Largest buffer in bytes: larger weights and stores are sharded. The adapter's own limit also holds.
-    pub binding_bytes_max: u64,
-    /// Read KV in f16 by the adapter's own f16, where it has that.
-    pub native_f16: bool,
-    /// Use subgroups where the adapter has them.
-    pub subgroups: bool,
-    /// Many outputs an invocation in products of many rows, where the adapter is software.
-    pub wide_products: bool,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { binding_bytes_max: u64::MAX, native_f16: true, subgroups: true, wide_products: true }
-    }
-}
 
 /// The WebGPU backend: one adapter, driven by one thread.
 #[derive(Debug)]
@@ -192,36 +172,6 @@ impl WgpuDevice {
         }
         Ok(())
     }
-}
-
-/// The activation of the first `rows` rows.
-pub(crate) fn activate(
-    gpu: &mut Gpu,
-    product: &WgpuTensor,
-    rows: usize,
-    activation: Activation,
-    out: &WgpuTensor,
-) -> Result<(), DeviceError> {
-    assert_eq!(product.cols, activation.inputs() * out.cols, "activation shapes");
-    assert!(rows <= product.rows.min(out.rows), "activation rows");
-    let buffers = [Some(&product.buf), Some(&out.buf)];
-    let gated = match activation {
-        Activation::Gelu => {
-            let params = params::Gelu { quads: word(rows * quads(out.cols)), ..Default::default() };
-            return gpu.dispatch(Kernel::Gelu, &params, &buffers, params.quads.div_ceil(64), 1);
-        }
-        Activation::SiluMul => Gated::SiluMul,
-        Activation::GeluTanh => Gated::GeluTanh,
-        Activation::GeluTanhMul => Gated::GeluTanhMul,
-        Activation::ClampedSwiglu => Gated::ClampedSwiglu,
-    };
-    let params = params::Gated {
-        rows: word(rows),
-        n: word(out.cols),
-        x_stride: word(product.stride()),
-        out_stride: word(out.stride()),
-    };
-    gpu.dispatch(Kernel::Gated(gated), &params, &buffers, (params.rows * params.n).div_ceil(64), 1)
 }
 
 /// The attention kernels for heads of this geometry.
@@ -403,7 +353,7 @@ impl Device for WgpuDevice {
         out: &mut WgpuTensor,
     ) -> Result<(), DeviceError> {
         self.gpu.begin()?;
-        activate(&mut self.gpu, product, rows, activation, out)
+        activation::activate(&mut self.gpu, product, rows, activation, out)
     }
 
     fn add(&mut self, x: &mut WgpuTensor, y: &WgpuTensor, rows: usize) -> Result<(), DeviceError> {

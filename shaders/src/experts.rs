@@ -3,7 +3,7 @@
 //! The host knows how many choices there are, not whose: grids are as large as any routing may need, and workgroups find their
 //! rows by the first places of the experts.
 
-use crate::device::activate;
+use crate::activation::activate;
 use crate::gpu::{Buf, Gpu};
 use crate::kernel::{Encoding, Kernel, MatvecRows};
 use crate::memory::{WgpuTensor, quads, word};

@@ -5,8 +5,7 @@
 //! and after all earlier batches, so they are reused at once. In steady state no objects are created per call: bind
 //! groups are cached by kernel and buffers until one of the buffers is dropped.
 
-use crate::adapter::{AdapterSummary, Opened};
-use crate::device::Options;
+use crate::adapter::{AdapterSummary, Opened, Options};
 use crate::kernel::{Access, BINDINGS_MAX, Encoding, Kernel, Teams};
 use bytemuck::Pod;
 use lagoon_backend::DeviceError;

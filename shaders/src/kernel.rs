@@ -242,6 +242,9 @@ impl Gated {
     }
 }
 
+/// Rows up to which each output row streams the weight (matvec) rather than tiles of it.
+pub(crate) const MATVEC_ROWS_MAX: usize = 8;
+
 /// Rows of x that one matvec workgroup serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum MatvecRows {

@@ -1,9 +1,8 @@
 //! The operations of latent attention (DeepSeek-V2 §2.1): products by head, and the append of rows that are keys and values at
 //! once.
 
-use crate::device::MATVEC_ROWS_MAX;
 use crate::gpu::Gpu;
-use crate::kernel::{Encoding, Kernel, MatvecRows};
+use crate::kernel::{Encoding, Kernel, MATVEC_ROWS_MAX, MatvecRows};
 use crate::memory::{WgpuKv, WgpuTensor, quads, word};
 use crate::params;
 use crate::weight::WgpuWeight;

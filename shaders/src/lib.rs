@@ -6,6 +6,7 @@
 //! that name. Kernels are thin: the host computes
 //! work lists, key counts and shards.
 
+mod activation;
 mod adapter;
 mod device;
 mod experts;
@@ -19,8 +20,8 @@ mod plan;
 mod validate;
 mod weight;
 
-pub use adapter::{AdapterChoice, AdapterSummary, list_adapters};
-pub use device::{Options, WgpuDevice};
+pub use adapter::{AdapterChoice, AdapterSummary, Options, list_adapters};
+pub use device::WgpuDevice;
 pub use kernel::sources;
 pub use memory::{WgpuKv, WgpuTensor};
 pub use weight::WgpuWeight;

@@ -6,10 +6,10 @@
 use crate::{
     error::ApiError,
     frames::{self, Streamed, frame},
-    generate::{Piece, Pieces, PromptPart},
     journal::{Began, Entry, SentTokens},
     keys::Caller,
     params::UsageWanted,
+    piece::{Finish, KV_CAPACITY, Piece, Pieces, PromptPart},
     reply::{self, Choice, Content, Delta, Endpoint, PromptTokensDetails, Reply, Usage},
 };
 use axum::{
@@ -22,9 +22,6 @@ use lagoon_types::{FinishReason, PromptLogprob};
 use std::sync::Arc;
 
 const ASSISTANT: &str = "assistant";
-/// `stop_reason` of an answer that the pool's memory ended, with the finish reason `length`.
-pub(crate) const KV_CAPACITY: &str = "kv_capacity";
-
 /// The response to one request: its properties, and the progress of its sequences.
 pub(crate) struct Answer {
     pub(crate) endpoint: Endpoint,
@@ -152,7 +149,7 @@ impl Answer {
         if self.echo.as_ref().is_some_and(|echo| echo.prompt_only) {
             piece.text.clear();
             piece.tokens.clear();
-            piece.finish = piece.finish.map(|_| reply::Finish::new(FinishReason::Length, false));
+            piece.finish = piece.finish.map(|_| Finish::new(FinishReason::Length, false));
             piece.kv_full = false;
         }
         let tool_calls = self.calls(&mut piece, chunk);

@@ -6,17 +6,17 @@
 use crate::{
     engine::Generation,
     error::ApiError,
-    fields::{Fields, Neutral},
+    fields::{Fields, Neutral, required},
     frames::add_headers,
     generations::{Longest, Prompt, prompt_list, wants_journal},
     keys::Caller,
     limits::{EMBEDDING_INPUTS_MAX, EMBEDDING_NUMBERS_MAX, EMBEDDINGS_IN_FLIGHT_MAX},
     metrics,
     options::{Truncation, salt, take_cache_salt, take_priority},
-    params::{check_vocabulary, required},
     reply::{PromptTokensDetails, Usage},
     state::{ServerState, unix_seconds},
     text_jobs::Asker,
+    token_ids::check_vocabulary,
 };
 use axum::{
     body::Bytes,
@@ -32,17 +32,6 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use std::{sync::Arc, time::Instant};
 use tokio::time::timeout;
-
-/// How the model's hidden states become embeddings.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EmbeddingRules {
-    /// The pooling, or why the model has no embeddings here: its configuration asks for something else.
-    pub pooling: Result<Pooling, String>,
-    /// Whether an embedding has length 1, unless a request says otherwise.
-    pub normalised: bool,
-    /// Numbers of a hidden state.
-    pub dimensions: u32,
-}
 
 /// Fields of `/v1/embeddings` that Lagoon does not implement, with the values that change nothing.
 pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[

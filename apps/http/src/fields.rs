@@ -246,6 +246,16 @@ pub(crate) fn missing(name: &str) -> ApiError {
     ApiError::field(name, "missing_required_parameter", format!("the field `{name}` is required"))
 }
 
+pub(crate) fn too_many(name: &str, got: usize, limit: usize) -> ApiError {
+    let message = format!("the field `{name}` has {got} entries, but at most {limit} are allowed");
+    ApiError::field(name, "invalid_value", message)
+}
+
+/// Takes a required field.
+pub(crate) fn required<'a>(fields: &mut Fields<'a>, name: &str) -> Result<Json<'a>, ApiError> {
+    fields.take(name).ok_or_else(|| missing(&fields.name(name)))
+}
+
 pub(crate) fn out_of_range<T: std::fmt::Display>(name: &str, got: &T, low: &T, high: &T) -> ApiError {
     let message = format!("the field `{name}` is {got}, but must be between {low} and {high}");
     ApiError::field(name, "invalid_value", message)

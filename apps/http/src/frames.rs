@@ -4,10 +4,10 @@
 use crate::{
     access::REPORT_HEADER,
     error::ApiError,
-    generate::{Failure, Piece, Pieces},
     journal::{self, Began, Entry},
     keys::Caller,
     limits::Limits,
+    piece::{Failure, Piece, Pieces},
 };
 use axum::{
     body::{Body, Bytes},

@@ -5,92 +5,20 @@
 //! running sequences.
 
 use crate::{
-    access::Record, answer::KV_CAPACITY, engine::Generation, error::ApiError, limits::Limits, metrics, reply::Finish,
+    engine::Generation,
+    error::ApiError,
+    limits::Limits,
+    metrics,
+    piece::{Failure, Finish, Piece, Pieces, PromptPart, Token},
 };
-use futures::stream::{self, BoxStream, SelectAll, StreamExt};
+use futures::stream::{self, StreamExt};
 use lagoon_text::{
     IncrementalDetokenizer, StopStrings,
-    parse::{AnswerParser, Call, Parts},
+    parse::{AnswerParser, Parts},
 };
-use lagoon_types::{FinishReason, PromptLogprob, RequestError, TokenEvent, TokenLogprobs};
+use lagoon_types::{FinishReason, RequestError, TokenEvent};
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
-
-/// One generated token.
-#[derive(Clone, Debug)]
-pub(crate) struct Token {
-    pub(crate) id: u32,
-    pub(crate) logprobs: Option<TokenLogprobs>,
-    pub(crate) logits: Option<Vec<f32>>,
-}
-
-/// What the engine reports of a sequence's prompt.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct PromptPart {
-    /// Tokens whose KV was in the prefix cache.
-    pub(crate) cached_tokens: usize,
-    /// Time until it joined the batch.
-    pub(crate) queue_ms: u64,
-    /// Of all tokens but the first, if requested.
-    pub(crate) logprobs: Vec<PromptLogprob>,
-}
-
-/// A piece of one sequence: usually one token and its text. Text that may still change (an incomplete character, a
-/// possible stop string) is held back for a later piece.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Piece {
-    /// Index of the sequence in its request.
-    pub(crate) index: usize,
-    pub(crate) text: String,
-    pub(crate) reasoning: String,
-    /// Tool calls, with their places in the answer.
-    pub(crate) calls: Vec<(usize, Call)>,
-    pub(crate) tokens: Vec<Token>,
-    /// In the sequence's first piece, if anything of the prompt is reported.
-    pub(crate) prompt: PromptPart,
-    /// Set in the sequence's last piece.
-    pub(crate) finish: Option<Finish>,
-    /// Beside it, the stop string that ended the sequence.
-    pub(crate) stop: Option<String>,
-    /// Whether the pool's memory ended it.
-    pub(crate) kv_full: bool,
-}
-
-impl Piece {
-    /// Takes the end of a piece with calls off it, as a piece of its own: OpenAI's client ends a call at the next chunk, not within its
-    /// own.
-    pub(crate) fn end_behind_calls(&mut self) -> Option<Self> {
-        let finish = self.finish.take_if(|_| !self.calls.is_empty())?;
-        let (stop, kv_full) = (self.stop.take(), std::mem::take(&mut self.kv_full));
-        Some(Self { index: self.index, finish: Some(finish), stop, kv_full, ..Self::default() })
-    }
-
-    /// Writes the piece down in its request's record. `first`: it is of the first answer to its prompt.
-    pub(crate) fn note_in(&self, record: &Record, first: bool) {
-        let PromptPart { cached_tokens, queue_ms, .. } = self.prompt;
-        if (cached_tokens, queue_ms) != (0, 0) {
-            record.prompt(if first { cached_tokens } else { 0 }, queue_ms);
-        }
-        record.output(self.tokens.len());
-        if let Some(finish) = self.finish {
-            record.finished(if self.kv_full { KV_CAPACITY } else { finish.name() });
-        }
-    }
-}
-
-/// Why a sequence failed.
-#[derive(Clone, Debug)]
-pub(crate) struct Failure {
-    pub(crate) error: ApiError,
-    /// Whether the engine, not the request, failed: another one may succeed.
-    pub(crate) again: bool,
-}
-
-impl From<Failure> for ApiError {
-    fn from(failure: Failure) -> Self {
-        failure.error
-    }
-}
 
 /// Detokenizer and stop conditions of one sequence.
 pub(crate) struct TextRules {
@@ -152,9 +80,6 @@ impl TextRules {
         }
     }
 }
-
-/// Stream of the pieces of all sequences, in order of arrival.
-pub(crate) type Pieces = SelectAll<BoxStream<'static, Result<Piece, Failure>>>;
 
 /// Merges the sequences of one request into one stream.
 pub(crate) fn pieces(sequences: Vec<Sequence>) -> Pieces {

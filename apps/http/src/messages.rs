@@ -2,10 +2,9 @@
 
 use crate::{
     error::ApiError,
-    fields::{Fields, Neutral, text, wrong_type},
+    fields::{Fields, Neutral, required, text, too_many, wrong_type},
     json::{Json, Kind},
     limits::{MESSAGE_CALLS_MAX, MESSAGES_MAX, TEMPLATE_FIELD_BYTES_MAX},
-    params::{required, too_many},
     tools::{CACHE_CONTROL, function_name_of, function_type},
 };
 use lagoon_text::{ChatMessage, Content, ToolCall};

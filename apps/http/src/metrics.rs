@@ -81,7 +81,7 @@ impl Kind {
 }
 
 /// Names the model: 1.
-pub(crate) const MODEL_INFO: &str = "lagoon_model_info";
+const MODEL_INFO: &str = "lagoon_model_info";
 const SEQUENCE_SECONDS: &str = "lagoon_sequence_seconds";
 const REQUESTS: &str = "lagoon_http_requests_total";
 pub(crate) const HTTPS_EXPIRES: &str = "lagoon_https_certificate_expires_timestamp_seconds";

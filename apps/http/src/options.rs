@@ -3,11 +3,12 @@
 
 use crate::{
     error::ApiError,
-    fields::{Fields, out_of_range, text, wrong_type},
+    fields::{Fields, Neutral, out_of_range, text, too_many, wrong_type},
     json::{Json, Kind},
-    params::{Rules, check_vocabulary, token_ids, too_many},
+    rules::Rules,
     state::ServerState,
     text_jobs::Asker,
+    token_ids::{check_vocabulary, token_ids},
 };
 use lagoon_types::{
     SamplingParams,
@@ -16,6 +17,41 @@ use lagoon_types::{
         REPETITION_PENALTY_RANGE,
     },
 };
+
+/// Fields of llama.cpp that Lagoon does not implement, with the values that change nothing. Its clients send them to chat and
+/// completions, too.
+pub(crate) const LLAMA_CPP_UNSUPPORTED: &[(&str, Neutral)] = &[
+    ("dynatemp_range", Neutral::Number(0.0)),
+    ("typical_p", Neutral::Number(1.0)),
+    ("typ_p", Neutral::Number(1.0)),
+    ("tfs_z", Neutral::Number(1.0)),
+    ("top_n_sigma", Neutral::Number(-1.0)),
+    ("min_keep", Neutral::Number(0.0)),
+    ("dry_multiplier", Neutral::Number(0.0)),
+    ("xtc_probability", Neutral::Number(0.0)),
+    ("mirostat", Neutral::Number(0.0)),
+    ("n_indent", Neutral::Number(0.0)),
+    ("t_max_predict_ms", Neutral::Number(0.0)),
+    ("samplers", Neutral::Empty),
+    ("lora", Neutral::Empty),
+    ("image_data", Neutral::Empty),
+    ("response_fields", Neutral::Empty),
+    ("post_sampling_probs", Neutral::Bool(false)),
+    ("penalize_nl", Neutral::Bool(false)),
+    ("reasoning_format", Neutral::Text(&["auto", "deepseek"])),
+    // Parameters of rules that are off, memory that is managed otherwise, and progress that is not reported.
+    ("n_keep", Neutral::Any),
+    ("n_discard", Neutral::Any),
+    ("dynatemp_exponent", Neutral::Any),
+    ("dry_base", Neutral::Any),
+    ("dry_allowed_length", Neutral::Any),
+    ("dry_penalty_last_n", Neutral::Any),
+    ("dry_sequence_breakers", Neutral::Any),
+    ("xtc_threshold", Neutral::Any),
+    ("mirostat_tau", Neutral::Any),
+    ("mirostat_eta", Neutral::Any),
+    ("return_progress", Neutral::Any),
+];
 
 /// Validated fields that change what is reported or how a request is served, and words that need the tokenizer.
 #[derive(Clone, Debug, Default)]
@@ -201,6 +237,15 @@ pub(crate) fn take_cache_salt(fields: &mut Fields<'_>) -> Result<String, ApiErro
 pub(crate) fn check_max_tokens(max_tokens: Option<u32>, echo: bool) -> Result<(), ApiError> {
     if max_tokens == Some(0) && !echo {
         return Err(out_of_range("max_tokens", &0, &1, &u32::MAX));
+    }
+    Ok(())
+}
+
+/// Refuses `repeat_last_n` where penalties would count fewer than all tokens, of which there are at most `tokens_max`.
+pub(crate) fn check_repeat_last(last: Option<i64>, sampling: &SamplingParams, tokens_max: u32) -> Result<(), ApiError> {
+    if last.is_some_and(|n| (0..i64::from(tokens_max)).contains(&n)) && sampling.has_penalties() {
+        let message = "the field `repeat_last_n` is not supported: penalties count all tokens\nhint: -1 says so";
+        return Err(ApiError::field("repeat_last_n", "unsupported_parameter", message));
     }
     Ok(())
 }

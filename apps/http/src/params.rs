@@ -1,35 +1,19 @@
 //! Fields that chat and completions share: sampling, lengths, stop conditions, reported values.
 
 use crate::{
-    constraints::{self, Asked},
     error::ApiError,
-    fields::{Fields, Neutral, missing, text, wrong_type},
+    fields::{Fields, Neutral, text, too_many, wrong_type},
+    forms::{self, Asked},
     journal::{self, Resume},
     json::{Json, Kind},
-    limits::Limits,
-    llama_cpp,
     options::{self, Options},
+    rules::{GenerationDefaults, Rules},
+    token_ids::{check_vocabulary, token_ids},
 };
 use lagoon_text::{StopError, StopStrings, stop::STOPS_MAX};
 use lagoon_types::{Constraint, SamplingParams, limits::LOGIT_BIAS_MAX};
 use rand::Rng;
-use std::{
-    collections::{BTreeMap, VecDeque},
-    sync::Arc,
-};
-
-/// Defaults of a model, from its generation_config.json.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct GenerationDefaults {
-    /// `Some(false)` makes greedy decoding the default.
-    pub do_sample: Option<bool>,
-    pub temperature: Option<f32>,
-    pub top_p: Option<f32>,
-    pub top_k: Option<u32>,
-    pub min_p: Option<f32>,
-    /// End-of-sequence tokens.
-    pub eos_ids: Vec<u32>,
-}
+use std::{collections::BTreeMap, sync::Arc};
 
 /// Validated fields that chat and completions share.
 #[derive(Clone, Debug)]
@@ -69,16 +53,6 @@ pub(crate) enum UsageWanted {
     Every,
 }
 
-/// The server's limits and defaults.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Rules<'a> {
-    pub(crate) limits: &'a Limits,
-    pub(crate) defaults: &'a GenerationDefaults,
-    pub(crate) expose_logits: bool,
-    pub(crate) vocab_size: u32,
-    pub(crate) max_model_tokens: u32,
-}
-
 /// Fields of both endpoints that Lagoon does not implement, with the values that change nothing.
 pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("user", Neutral::Any),
@@ -114,7 +88,7 @@ impl Params {
     /// Takes the shared fields. `logprobs` differs between the endpoints: the caller takes it.
     pub(crate) fn take(fields: &mut Fields<'_>, rules: Rules<'_>) -> Result<Self, ApiError> {
         fields.neutral(UNSUPPORTED)?;
-        fields.neutral(llama_cpp::UNSUPPORTED)?;
+        fields.neutral(options::LLAMA_CPP_UNSUPPORTED)?;
         fields.rename("repeat_penalty", "repetition_penalty");
         let repeat_last = fields.integer("repeat_last_n", (-1, i64::from(u32::MAX)))?;
         let max_tokens = fields.u32("max_tokens", (0, u32::MAX))?;
@@ -133,7 +107,7 @@ impl Params {
         let (mut sampling, seeded) = take_sampling(fields, rules.defaults)?;
         sampling.logit_bias = take_logit_bias(fields, rules.vocab_size)?.into();
         options::take_penalties(fields, rules, &mut sampling)?;
-        llama_cpp::check_repeat_last(repeat_last, &sampling, rules.max_model_tokens)?;
+        options::check_repeat_last(repeat_last, &sampling, rules.max_model_tokens)?;
         let options = Options::take(fields, rules, stream)?;
         sampling.seed = resume.as_ref().map_or(sampling.seed, |resume| resume.began.seed);
         Ok(Self {
@@ -142,7 +116,7 @@ impl Params {
             min_tokens,
             sampling,
             seeded,
-            form: constraints::take(fields)?,
+            form: forms::take(fields)?,
             n: usize::try_from(n).expect("usize holds u32"),
             stop_ids,
             stop_strings: take_stop_strings(fields)?.including(options.include_stop),
@@ -297,58 +271,4 @@ fn take_return_logits(fields: &mut Fields<'_>, exposed: bool) -> Result<bool, Ap
         return Err(ApiError::field("return_logits", "unsupported_parameter", message));
     }
     Ok(wanted)
-}
-
-/// The first `kept_max` of a list of token ids, and the length of the list. The caller checks them against the
-/// vocabulary.
-pub(crate) fn token_ids(name: &str, value: Json<'_>, kept_max: usize) -> Result<(Vec<u32>, usize), ApiError> {
-    if value.kind() != Kind::List {
-        return Err(wrong_type(name, "a list of token ids", value));
-    }
-    let (mut ids, mut count) = (Vec::new(), 0);
-    for item in value.items() {
-        let id = token_id(name, item)?;
-        count += 1;
-        if count <= kept_max {
-            ids.push(id);
-        }
-    }
-    Ok((ids, count))
-}
-
-fn token_id(name: &str, item: Json<'_>) -> Result<u32, ApiError> {
-    item.read::<u32>().map_err(|_| wrong_type(name, "a list of token ids (whole numbers from 0)", item))
-}
-
-/// The last `kept_max` of a list of token ids.
-pub(crate) fn last_token_ids(name: &str, value: Json<'_>, kept_max: usize) -> Result<Vec<u32>, ApiError> {
-    let mut ids = VecDeque::new();
-    for item in value.items() {
-        if ids.len() == kept_max {
-            ids.pop_front();
-        }
-        ids.push_back(token_id(name, item)?);
-    }
-    Ok(ids.into())
-}
-
-/// Refuses ids outside the vocabulary.
-pub(crate) fn check_vocabulary(name: &str, ids: &[u32], vocab_size: u32) -> Result<(), ApiError> {
-    match ids.iter().find(|id| **id >= vocab_size) {
-        None => Ok(()),
-        Some(id) => {
-            let message = format!("the field `{name}` has token id {id}, but the vocabulary has {vocab_size} tokens");
-            Err(ApiError::field(name, "invalid_value", message))
-        }
-    }
-}
-
-pub(crate) fn too_many(name: &str, got: usize, limit: usize) -> ApiError {
-    let message = format!("the field `{name}` has {got} entries, but at most {limit} are allowed");
-    ApiError::field(name, "invalid_value", message)
-}
-
-/// Takes a required field.
-pub(crate) fn required<'a>(fields: &mut Fields<'a>, name: &str) -> Result<Json<'a>, ApiError> {
-    fields.take(name).ok_or_else(|| missing(&fields.name(name)))
 }

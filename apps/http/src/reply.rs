@@ -1,9 +1,9 @@
 //! The JSON of responses: OpenAI's shapes, with vLLM's `token_ids` and Lagoon's `logits_b64`.
 
-use crate::generate::Token;
+use crate::piece::{Finish, Token};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use lagoon_text::Tokenizer;
-use lagoon_types::{FinishReason, PromptLogprob, TokenLogprobs};
+use lagoon_types::{PromptLogprob, TokenLogprobs};
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -48,35 +48,6 @@ pub(crate) struct Reply<'a> {
     /// `Some(None)` is an explicit `null`, in chunks when usage was requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) usage: Option<Option<Usage>>,
-}
-
-/// Reason of a sequence's end, as clients see it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum Finish {
-    Stop,
-    Length,
-    ToolCalls,
-}
-
-impl Finish {
-    /// The end for `reason` of an answer with or without tool calls.
-    pub(crate) fn new(reason: FinishReason, called: bool) -> Self {
-        match reason {
-            FinishReason::Stop if called => Self::ToolCalls,
-            FinishReason::Stop => Self::Stop,
-            FinishReason::Length | FinishReason::KvCapacity => Self::Length,
-        }
-    }
-
-    /// Its name in responses.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Length => "length",
-            Self::ToolCalls => "tool_calls",
-        }
-    }
 }
 
 /// A tool call; `index` only in chunks. A chunk has whole calls: a resumed stream cannot repeat half of one.

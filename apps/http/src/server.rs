@@ -1,24 +1,17 @@
 //! Routes, and the responses outside of them.
 
 use crate::{
-    chats, embeddings,
-    engine::EngineInfo,
-    error::ApiError,
-    generations, llama_cpp, metrics, openapi,
-    state::{ServerState, model_not_found},
-    tokenizer_info, tokens,
-    translate::translated,
+    chats, embeddings, error::ApiError, generations, llama_cpp, metrics, models, openapi, state::ServerState,
+    tokenizer_info, tokens, translate::translated,
 };
 use axum::{
     Json, Router,
-    extract::{MatchedPath, Path, Request, State},
+    extract::{MatchedPath, Request, State},
     http::{StatusCode, Uri},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{MethodRouter, get, post},
 };
-use schemars::JsonSchema;
-use serde::Serialize;
 use std::{sync::Arc, time::Instant};
 
 /// The router of the OpenAI-compatible server. [`crate::keys::guard`] checks keys before it.
@@ -48,9 +41,9 @@ pub(crate) fn routes() -> Vec<(&'static str, MethodRouter<Arc<ServerState>>)> {
         ("/v1/chat/completions/batch", post(chats::batch)),
         ("/v1/completions", post(generations::completions)),
         ("/v1/embeddings", post(embeddings::embeddings)),
-        ("/v1/models", get(models)),
-        ("/v1/models/{*id}", get(model)),
-        ("/models", get(models)),
+        ("/v1/models", get(models::models)),
+        ("/v1/models/{*id}", get(models::model)),
+        ("/models", get(models::models)),
         ("/completion", post(llama_cpp::completion)),
         ("/completions", post(llama_cpp::completion)),
         ("/props", get(llama_cpp::props)),
@@ -87,52 +80,6 @@ pub async fn no_route(uri: Uri) -> ApiError {
 pub async fn wrong_method(request: Request) -> ApiError {
     let message = format!("the route {} does not allow {}", request.uri().path(), request.method());
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, Some("method_not_allowed"), message)
-}
-
-#[derive(Serialize, JsonSchema)]
-pub(crate) struct ModelList {
-    object: &'static str,
-    data: Vec<Model>,
-}
-
-#[derive(Serialize, JsonSchema)]
-pub(crate) struct Model {
-    id: String,
-    object: &'static str,
-    created: u64,
-    owned_by: &'static str,
-    root: String,
-    parent: Option<String>,
-    max_model_len: u32,
-}
-
-impl Model {
-    /// The model under one of its names.
-    fn new(name: &str, info: &EngineInfo, created: u64) -> Self {
-        Self {
-            id: name.to_owned(),
-            object: "model",
-            created,
-            owned_by: "lagoon",
-            root: info.model_id.clone(),
-            parent: None,
-            max_model_len: info.context_tokens(),
-        }
-    }
-}
-
-async fn models(State(state): State<Arc<ServerState>>) -> impl IntoResponse {
-    let info = state.engine.info();
-    let data = info.names().map(|name| Model::new(name, &info, state.created)).collect();
-    Json(ModelList { object: "list", data })
-}
-
-async fn model(State(state): State<Arc<ServerState>>, Path(id): Path<String>) -> Result<impl IntoResponse, ApiError> {
-    let info = state.engine.info();
-    if !info.names().any(|name| name == id) {
-        return Err(model_not_found(&id, &info));
-    }
-    Ok(Json(Model::new(&id, &info, state.created)))
 }
 
 async fn health(State(state): State<Arc<ServerState>>) -> Result<impl IntoResponse, ApiError> {

@@ -2,12 +2,11 @@
 
 use crate::{
     bodies::{Bodies, Holder, Share, check_encoding},
-    embeddings::EmbeddingRules,
     engine::{Engine, EngineInfo},
     error::ApiError,
     limits::Limits,
     metrics::Compat,
-    params::{GenerationDefaults, Rules},
+    rules::{EmbeddingRules, GenerationDefaults, Rules},
     text_jobs::{Asker, TextJobs},
 };
 use axum::{body::Bytes, extract::Request, http::StatusCode};

@@ -2,11 +2,11 @@
 
 use crate::{
     error::ApiError,
-    fields::{Fields, Neutral, text},
+    fields::{Fields, Neutral, required, text},
     messages,
-    params::{check_vocabulary, required, token_ids},
     state::ServerState,
     text_jobs::Asker,
+    token_ids::{check_vocabulary, token_ids},
     tools::ToolFields,
 };
 use axum::{

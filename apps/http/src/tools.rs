@@ -2,12 +2,11 @@
 //! `reasoning_effort`, `chat_template_kwargs`, `thinking`.
 
 use crate::{
-    constraints::{Asked, refusal},
     error::ApiError,
-    fields::{Fields, Neutral, missing, text, wrong_type},
+    fields::{Fields, Neutral, missing, required, text, too_many, wrong_type},
+    forms::{Asked, refusal},
     json::{Json, Kind},
     limits::{TEMPLATE_FIELD_BYTES_MAX, TOOLS_MAX},
-    params::{required, too_many},
 };
 use lagoon_text::{
     ChatTemplate, Rendering, Tokenizer,

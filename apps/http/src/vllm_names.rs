@@ -1,7 +1,6 @@
 //! `--metrics-compat vllm`: an instance's metrics also under the names that vLLM gives them, for dashboards and autoscalers.
 
 use crate::exposition::{Exposition, Family, FamilyKind, Sample};
-use crate::metrics::MODEL_INFO;
 
 /// Metrics that vLLM has under another name: ours, vLLM's, and its help.
 const RENAMED: &[(&str, &str, &str)] = &[
@@ -22,8 +21,10 @@ const RENAMED: &[(&str, &str, &str)] = &[
 /// Adds vLLM's names to the metrics of one instance, each with the label `model_name`. Nothing is added to metrics that name no
 /// model, or that have vLLM's names already.
 pub fn add(to: &mut Exposition) {
-    let model =
-        to.families.get(MODEL_INFO).and_then(|family| family.samples.first()?.label("model").map(str::to_owned));
+    let model = to
+        .families
+        .get("lagoon_model_info")
+        .and_then(|family| family.samples.first()?.label("model").map(str::to_owned));
     let Some(model) = model.filter(|_| !to.families.contains_key(RENAMED[0].1)) else { return };
     let labelled = |mut sample: Sample| {
         sample.labels.insert(0, ("model_name".to_owned(), model.clone()));

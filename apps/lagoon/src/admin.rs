@@ -5,12 +5,7 @@ use crate::api_client::ApiClient;
 use crate::args::TlsArgs;
 use crate::hosts;
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
-use crate::pool_watch::PoolWatch;
 use anyhow::Context;
-use axum::Json;
-use axum::extract::State;
-use axum::http::StatusCode;
-use axum::response::{IntoResponse, Response};
 use lagoon_protocol::{
     AdminBody, AdminCacheDrop, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminPlan, AdminReply, AdminRole,
     OrderOutcome, PlacementRow, Role,
@@ -21,9 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::Mutex;
 
 /// Interval of looks at an order that is waited for.
 const FOLLOW_EVERY: Duration = Duration::from_millis(50);
@@ -340,28 +333,8 @@ impl Operator {
 
 impl Order {
     /// Whether it changes rows of the pool's status.
-    fn changes_status(self) -> bool {
+    pub(crate) fn changes_status(self) -> bool {
         matches!(self, Self::Drain { .. } | Self::Role { .. } | Self::CacheDrop { .. })
-    }
-}
-
-/// Serves [`Operator::Http`] in `lagoon up`: `POST /lagoon/admin`. After the reply, `/lagoon/status` shows the order.
-pub(crate) async fn serve(
-    State((client, watch)): State<(Arc<Mutex<PoolClient>>, PoolWatch)>,
-    Json(order): Json<Order>,
-) -> Response {
-    let reply = client.lock().await.admin(order.into()).await;
-    if reply.is_ok() && order.changes_status() && !watch.has_learned_since(Instant::now()).await {
-        tracing::warn!(
-            "an order was accepted, and the gManager has not answered since: the status does not show it yet"
-        );
-    }
-    match reply {
-        Ok(reply) => Json(Answer::from(reply)).into_response(),
-        Err(error) => {
-            let body = json!({ "error": { "message": format!("{error:#}"), "code": "order_refused" } });
-            (StatusCode::CONFLICT, Json(body)).into_response()
-        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! The report of `lagoon bench` as an HTML page: figures as inline SVG, no scripts, nothing from a network.
 
-use crate::bench::{Report, Row, Summary};
+use crate::bench_report::{Report, Row, Summary};
 use anyhow::Context;
 use lagoon_plot::{Panel, Series, figure};
 use std::fmt::Write as _;

@@ -5,18 +5,15 @@ use crate::calibrate::{Subject, calibrate};
 use crate::calibration_cache::{self as cache, Key};
 use crate::cuda_tuning;
 use crate::draft::DraftModel;
-use crate::log;
-use crate::model::{OpenModel, conversion};
+use crate::model::OpenModel;
 use crate::placement::Chosen;
-use crate::progress::{self, Unit};
 use anyhow::Context;
 use lagoon_backend::{Device, DeviceInfo, VirtualMemory, WeightFormat, cpu::CpuDevice};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use lagoon_grammar::Grammars;
-use lagoon_model::Weights;
 use lagoon_protocol::Calibration;
-use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvRegion, Model, Report};
+use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvRegion, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice};
 use lagoon_types::KvSpace;
 use std::fmt::{self, Debug, Formatter};
@@ -226,7 +223,7 @@ impl<'a> Loading<'a> {
         let drafter = self.draft.map(|draft| draft.load(open(&self)?, self.args)).transpose()?;
         let Self { args, model, sizes, report, grammars, cached, .. } = self;
         let info = device.info();
-        let weights = load(&mut device, model, args)?;
+        let weights = model.load(&mut device, args.dtype)?;
         // KV that debtors map has flat addresses, as on devices without virtual memory.
         let space = match device.virtual_memory() {
             Some(memory) if !sizes.lend => {
@@ -278,26 +275,6 @@ impl<'a> Loading<'a> {
         let thread = lagoon_runner::spawn(executor, report);
         Ok(Running { thread, info, space, memory, stage_blocks, lent, peer_access, calibration })
     }
-}
-
-/// Loads a model's weights onto a device; `None` if it has none.
-pub(crate) fn load<D: Device>(
-    device: &mut D,
-    model: &OpenModel,
-    args: &EngineArgs,
-) -> anyhow::Result<Option<Model<D>>> {
-    let Some(checkpoint) = &model.checkpoint else { return Ok(None) };
-    let takes = |format| args.dtype.is_none() && device.takes(format);
-    if let Some(text) = conversion(&model.id, checkpoint, &model.config, model.dtype, takes) {
-        log::notice(&text);
-    }
-    let bar = progress::bar("loading weights", 0, Unit::Bytes);
-    let weights = Weights::load(device, checkpoint, &model.config, args.dtype, &mut |done, all| {
-        bar.set_length(all);
-        bar.set_position(done);
-    })?;
-    bar.finish_and_clear();
-    Ok(Some(Model::new(&model.config, weights)))
 }
 
 /// The executor's calibration: cached, or measured now, by the flag.

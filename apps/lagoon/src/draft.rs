@@ -2,7 +2,6 @@
 
 use crate::args::EngineArgs;
 use crate::capacity::step_bytes;
-use crate::device::load;
 use crate::model::{OpenModel, resolve, short_name, text};
 use anyhow::{Context, ensure};
 use lagoon_backend::Device;
@@ -62,7 +61,7 @@ impl DraftModel {
     /// # Errors
     /// If the device's memory does not hold it.
     pub(crate) fn load<D: Device>(&self, mut device: D, args: &EngineArgs) -> anyhow::Result<Drafter<D>> {
-        let (model, spec) = (load(&mut device, &self.model, args)?, &self.model.config);
+        let (model, spec) = (self.model.load(&mut device, args.dtype)?, &self.model.config);
         let config = ExecutorConfig {
             sampled_rows: args.max_running.min(args.step_tokens as usize),
             ..ExecutorConfig::alone(

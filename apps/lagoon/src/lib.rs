@@ -13,6 +13,7 @@ mod backends;
 mod bench;
 mod bench_dataset;
 mod bench_page;
+mod bench_report;
 mod bench_trace;
 mod beside;
 mod bundled;

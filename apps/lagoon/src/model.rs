@@ -1,13 +1,16 @@
 //! Opens a model, in a directory or a GGUF file: configuration, tokenizer, template, checkpoint, identity.
 
+use crate::log;
 use crate::progress::{self, Unit};
 use anyhow::Context;
-use lagoon_backend::WeightFormat;
+use lagoon_backend::{Device, WeightFormat};
 use lagoon_http::{EmbeddingRules, GenerationDefaults};
 use lagoon_model::checkpoint::Unpackable;
 use lagoon_model::gguf::{self, Gguf, is_gguf};
-use lagoon_model::hub::{Hub, resolve_model};
-use lagoon_model::{Checkpoint, EmbeddingConfig, GenerationConfig, Loaded, ModelSpec, loaded, model_hash};
+use lagoon_model::{
+    Checkpoint, EmbeddingConfig, GenerationConfig, Hub, Loaded, ModelSpec, Weights, loaded, model_hash, resolve_model,
+};
+use lagoon_runner::Model;
 use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_types::{DType, ModelHash};
 use std::path::{Path, PathBuf};
@@ -76,10 +79,29 @@ impl OpenModel {
         let dtype = dtype.or(config.dtype).context("--kv-dtype is needed: the configuration names no element type")?;
         Ok(Self { id, dtype, config, checkpoint: None, hash })
     }
+
+    /// Loads its weights onto a device; `None` if it has none. With a `dtype` all of them get it, packed ones too.
+    ///
+    /// # Errors
+    /// If they cannot be read, or the device's memory does not hold them.
+    pub(crate) fn load<D: Device>(&self, device: &mut D, dtype: Option<DType>) -> anyhow::Result<Option<Model<D>>> {
+        let Some(checkpoint) = &self.checkpoint else { return Ok(None) };
+        let takes = |format| dtype.is_none() && device.takes(format);
+        if let Some(text) = conversion(&self.id, checkpoint, &self.config, self.dtype, takes) {
+            log::notice(&text);
+        }
+        let bar = progress::bar("loading weights", 0, Unit::Bytes);
+        let weights = Weights::load(device, checkpoint, &self.config, dtype, &mut |done, all| {
+            bar.set_length(all);
+            bar.set_position(done);
+        })?;
+        bar.finish_and_clear();
+        Ok(Some(Model::new(&self.config, weights)))
+    }
 }
 
 /// What happens to packed weights at loading on a device that takes some packed formats; `None` if they stay as they are.
-pub(crate) fn conversion(
+fn conversion(
     id: &str,
     checkpoint: &Checkpoint,
     spec: &ModelSpec,

@@ -1,6 +1,5 @@
 //! The flags `--tool-parser` and `--reasoning-parser`: how the model's answers are read.
 
-use crate::args::EngineArgs;
 use lagoon_text::ChatTemplate;
 use lagoon_text::parse::{Formats, REASONING_FORMATS, ReasoningFormat, TOOL_FORMATS, ToolFormat};
 
@@ -31,14 +30,17 @@ fn format_named<F: Copy>(name: &str, formats: &[(&str, F)]) -> Result<Option<F>,
     })
 }
 
-/// The formats of the answers: as the flags say, else as the template shows.
+/// The formats of the answers: as the two flags say, else as the template shows.
 ///
 /// # Errors
 /// For gpt-oss's format of one and another model's of the other: its messages are parsed as a whole.
-pub(crate) fn formats(args: &EngineArgs, template: Option<&ChatTemplate>) -> anyhow::Result<Formats> {
+pub(crate) fn formats(
+    (tools, reasoning): (Option<ToolParser>, Option<ReasoningParser>),
+    template: Option<&ChatTemplate>,
+) -> anyhow::Result<Formats> {
     let shown = template.map(ChatTemplate::formats).unwrap_or_default();
-    let tools = args.tool_parser.map_or(shown.tools, |ToolParser(format)| format);
-    let reasoning = args.reasoning_parser.map_or(shown.reasoning, |ReasoningParser(format)| format);
+    let tools = tools.map_or(shown.tools, |ToolParser(format)| format);
+    let reasoning = reasoning.map_or(shown.reasoning, |ReasoningParser(format)| format);
     let is_mixed = |tools: ToolFormat, reasoning: ReasoningFormat| {
         (tools == ToolFormat::Harmony) != (reasoning == ReasoningFormat::Harmony)
     };
@@ -53,6 +55,7 @@ pub(crate) fn formats(args: &EngineArgs, template: Option<&ChatTemplate>) -> any
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::EngineArgs;
     use clap::Parser;
 
     #[derive(Parser)]
@@ -62,7 +65,8 @@ mod tests {
     }
 
     fn of(flags: &[&str]) -> anyhow::Result<Formats> {
-        formats(&Flags::parse_from(["lagoon"].iter().chain(flags)).engine, None)
+        let args = Flags::parse_from(["lagoon"].iter().chain(flags)).engine;
+        formats((args.tool_parser, args.reasoning_parser), None)
     }
 
     #[test]

@@ -2,16 +2,20 @@
 //! a few times a second. While none answers, the last state is used, with its age. A new gManager starts with an empty
 //! table: rows of the previous one are used until the instances have registered again, for at most [`POOL_HOLD_MS`].
 
-use crate::admin;
+use crate::admin::{self, Answer, Order};
 use crate::jitter::jittered;
 use crate::node_metrics::record_certificate;
 use crate::pool_client::{PoolClient, PoolRow, PoolState, role_name};
 use crate::upstreams::{Backend, Backends};
 use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use lagoon_cluster::dispatch::{Elsewhere, InstanceLoad, Unreported};
 use lagoon_protocol::{Calibration, Role};
 use lagoon_types::limits::POOL_HOLD_MS;
+use serde_json::json;
 use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
@@ -177,7 +181,7 @@ impl PoolWatch {
     pub(crate) fn router(&self, operator: PoolClient) -> axum::Router {
         let watch = self.clone();
         let status = get(move || async move { Json(watch.status()) });
-        let orders = post(admin::serve).with_state((Arc::new(Mutex::new(operator)), self.clone()));
+        let orders = post(order).with_state((Arc::new(Mutex::new(operator)), self.clone()));
         axum::Router::new().route("/lagoon/status", status).route("/lagoon/admin", orders)
     }
 }
@@ -219,6 +223,26 @@ impl Backends for PoolWatch {
         let Known { state, .. } = &*self.known();
         let mut rows = state.instances.iter().filter(|row| row.http_addr.parse() == Ok(http_addr)).peekable();
         rows.peek().is_some() && rows.all(|row| !row.alive)
+    }
+}
+
+/// Serves `POST /lagoon/admin` ([`admin::Operator::Http`]). After the reply, `/lagoon/status` shows the order.
+async fn order(
+    State((client, watch)): State<(Arc<Mutex<PoolClient>>, PoolWatch)>,
+    Json(order): Json<Order>,
+) -> Response {
+    let reply = client.lock().await.admin(order.into()).await;
+    if reply.is_ok() && order.changes_status() && !watch.has_learned_since(Instant::now()).await {
+        tracing::warn!(
+            "an order was accepted, and the gManager has not answered since: the status does not show it yet"
+        );
+    }
+    match reply {
+        Ok(reply) => Json(Answer::from(reply)).into_response(),
+        Err(error) => {
+            let body = json!({ "error": { "message": format!("{error:#}"), "code": "order_refused" } });
+            (StatusCode::CONFLICT, Json(body)).into_response()
+        }
     }
 }
 

@@ -646,7 +646,7 @@ fn router(
         engine,
         tokenizer,
         grammars,
-        formats: parsers::formats(&args.engine, template.as_ref())?,
+        formats: parsers::formats((args.engine.tool_parser, args.engine.reasoning_parser), template.as_ref())?,
         template: template.map(Arc::new),
         defaults,
         embeddings,

@@ -6,9 +6,10 @@
 //! a peer that is silent for [`SILENCE_US`] is lost; wanted connections are redialled. Packets are not simulated.
 
 use crate::agenda::Agenda;
-use crate::network::{Delivery, GMANAGER, Network, Place};
+use crate::happening::Happening;
+use crate::network::{Delivery, Network};
+use crate::place::{GMANAGER, Place};
 use crate::rng::Rng;
-use crate::world::Happening;
 use bytes::Bytes;
 use lagoon_types::limits::CONNECT_DEADLINE_MS;
 use lagoon_wire::{Class, Frame, FrameReader};

@@ -1,6 +1,7 @@
 //! Checks of leases and block tables, for pools on modelled devices (the simulator) and on real ones (the system tests).
 
-use crate::network::{Network, Place};
+use crate::network::Network;
+use crate::place::Place;
 use crate::process::Process;
 use crate::runner::SimRunner;
 use crate::shared;

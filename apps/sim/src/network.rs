@@ -5,13 +5,9 @@
 //! deliveries when they are due.
 
 use crate::agenda::Agenda;
-use crate::world::Happening;
+use crate::happening::Happening;
+use crate::place::Place;
 use lagoon_wire::Frame;
-
-/// A process's address. [`GMANAGER`] is the gManager's; instances follow.
-pub type Place = usize;
-/// The gManager's place.
-pub const GMANAGER: Place = 0;
 
 /// A delivery to a process.
 #[derive(Debug)]

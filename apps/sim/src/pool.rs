@@ -3,8 +3,7 @@
 use crate::clock::Clock;
 use crate::disk::Disk;
 use crate::fabric::LinkProfile;
-use crate::network::Place;
-use crate::process::address;
+use crate::place::{Place, address};
 use crate::rng::{Rng, mix};
 use crate::symbolic::{Speed, Symbolic, Windows, model};
 use crate::world::World;

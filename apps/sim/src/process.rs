@@ -1,7 +1,6 @@
 //! Processes of the pool: an instance with its modelled device, and the gManager.
 
 use crate::clock::Clock;
-use crate::network::Place;
 use crate::shared::Registrations;
 use lagoon_cluster::GManager;
 use lagoon_instance::{Instance, InstanceConfig};
@@ -80,19 +79,4 @@ pub struct Coordinator {
     pub(crate) tick_us: u64,
     pub(crate) registered: Registrations,
     pub paused_until_us: Option<u64>,
-}
-
-/// Address of a process.
-#[must_use]
-pub fn address(place: Place) -> String {
-    format!("10.{}.{}.{}:7000", place >> 16 & 255, place >> 8 & 255, place & 255)
-}
-
-/// Inverse of [`address`].
-#[must_use]
-pub fn place_of(address: &str) -> Option<Place> {
-    let (ip, _) = address.split_once(':')?;
-    let bytes: Vec<usize> = ip.split('.').map(str::parse).collect::<Result<_, _>>().ok()?;
-    let [_, a, b, c] = bytes[..] else { return None };
-    Some(a << 16 | b << 8 | c)
 }

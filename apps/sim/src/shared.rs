@@ -1,7 +1,7 @@
 //! Code shared by all single-threaded pools, on modelled devices (this crate) and on real ones (the system tests):
 //! registrations at the gManager, frames as events, device failures, the check of block counts.
 
-use crate::network::Place;
+use crate::place::Place;
 use lagoon_backend::DeviceError;
 use lagoon_cluster::{GManager, GManagerOutput};
 use lagoon_instance::{Event, Instance, PeerKey};

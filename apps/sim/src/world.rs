@@ -4,16 +4,19 @@
 //! [`World::step`] handles the next event. Clients' events are in [`World::emitted`]; calls planned by the caller
 //! come back as [`Step::Call`]. The world notes violations of transfers; checkers look at it between steps.
 
+mod transfers;
+
 use crate::agenda::Agenda;
 use crate::clock::Clock;
 use crate::disk::Disk;
 use crate::fabric::{Fabric, LinkProfile, Net};
-use crate::network::{Delivery, GMANAGER, Network, Place};
-use crate::process::{Coordinator, Process, place_of};
+use crate::happening::Happening;
+use crate::network::{Delivery, Network};
+use crate::place::{GMANAGER, Place, place_of};
+use crate::process::{Coordinator, Process};
 use crate::rng::Rng;
 use crate::runner::SimRunner;
 use crate::shared::{self, DeviceFault, Registrations};
-use crate::transfers::{Delays, Kv, Transfers};
 use lagoon_backend::DeviceError;
 use lagoon_cluster::GManager;
 use lagoon_instance::{Effect, Event, InstanceConfig, PeerKey, TICK_MS};
@@ -22,41 +25,13 @@ use lagoon_runner::{Command, MapId, Report};
 use lagoon_types::{InstanceId, SeqId, TokenEvent};
 use lagoon_wire::{Class, Frame};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+pub use transfers::{Delays, Transfers};
 
 /// Which frames a planned full queue is for.
 pub type FrameFilter = Box<dyn Fn(&Frame) -> bool>;
 
 /// Ticks between measurements of round trips, as in the shell.
 const RTT_TICKS: u64 = 25;
-
-/// A timed event of the world; `D` is the network's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Happening<D> {
-    Net(D),
-    Kv(Kv),
-    Tick {
-        place: Place,
-        life: u64,
-    },
-    /// A device has done its piece of work, unless commands have changed it since.
-    Device {
-        place: Place,
-        life: u64,
-        piece: u64,
-    },
-    Resume {
-        place: Place,
-        life: u64,
-    },
-    /// Planned by the caller.
-    Call(u64),
-}
-
-impl<D> From<D> for Happening<D> {
-    fn from(due: D) -> Self {
-        Self::Net(due)
-    }
-}
 
 /// Result of [`World::step`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

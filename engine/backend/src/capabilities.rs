@@ -7,8 +7,8 @@
 
 #[cfg(doc)]
 use crate::Device;
-use crate::DeviceError;
-use crate::device::KvPiece;
+use crate::error::DeviceError;
+use crate::operands::KvPiece;
 use bytemuck::{Pod, Zeroable};
 use lagoon_types::{KvShape, KvSpace};
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! The backend contract ([`Device`] and its [`capabilities`]), the host CPU backend ([`cpu`]: oracle and default),
+//! The backend contract ([`Device`], its [`capabilities`] and their [`operands`]), the host CPU backend ([`cpu`]: oracle and default),
 //! the conformance suite ([`conformance`]) that every backend passes, formats of stored weights ([`formats`]), and host
 //! and device memory shared between processes ([`arena`], [`shared_region`], [`xxh3`]).
 
@@ -8,8 +8,10 @@ pub mod capabilities;
 pub mod conformance;
 pub mod cpu;
 pub mod device;
+mod error;
 pub mod formats;
 mod forward;
+pub mod operands;
 pub mod paced;
 pub mod pci;
 #[cfg(target_os = "linux")]
@@ -25,11 +27,13 @@ pub use capabilities::{
 #[cfg(target_os = "linux")]
 pub use capabilities::{LentKv, OwnRegion, SharedKv};
 pub use cpu::CpuDevice;
-pub use device::{
-    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, GroupScore, HeadStrides,
-    KvPiece, LatentRow, Mode, Partials, Routing, SWIGLU_ALPHA, SWIGLU_LIMIT, Scoring, WeightPart, WeightSource,
-};
+pub use device::{Device, DeviceInfo, ExpertBuffers, Partials};
+pub use error::DeviceError;
 pub use formats::WeightFormat;
+pub use operands::{
+    Activation, AttnBatch, AttnRows, Experts, GroupScore, HeadStrides, KvPiece, LatentRow, Mode, Routing, SWIGLU_ALPHA,
+    SWIGLU_LIMIT, Scoring, WeightPart, WeightSource,
+};
 pub use paced::{Lateness, PaceProfile, Paced};
 pub use pci::{PciAddress, PciAddressError};
 #[cfg(target_os = "linux")]

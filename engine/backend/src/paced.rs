@@ -18,10 +18,9 @@
 use crate::capabilities::{
     LaunchCounters, Queued, RegionId, SampleRow, SampledRow, Sampling, SharedArenas, SharedRegions, VirtualMemory,
 };
-use crate::device::{
-    Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
-    Mode, Partials, WeightSource,
-};
+use crate::device::{Device, DeviceInfo, ExpertBuffers, Partials};
+use crate::error::DeviceError;
+use crate::operands::{Activation, AttnBatch, Experts, HeadStrides, KvPiece, LatentRow, Mode, WeightSource};
 use lagoon_types::AttentionGeometry;
 use std::ops::Range;
 use std::sync::Arc;

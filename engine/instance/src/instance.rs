@@ -129,8 +129,10 @@ impl Instance {
             let outcomes = self.moves(MoveEvent::Switch);
             self.hand_on(outcomes);
         }
-        let outcomes = self.batch(BatchEvent::StepsEnded);
-        self.hand_on(outcomes);
+        if self.batch.awaits_steps(&self.cx) {
+            let outcomes = self.batch(BatchEvent::StepsEnded);
+            self.hand_on(outcomes);
+        }
         let due = self.is_due();
         if due {
             self.batch.begin_look(self.cx.memory.rm.pool.changes(), self.cx.now_ms);
@@ -141,8 +143,10 @@ impl Instance {
             let outcomes = self.prefill(PrefillEvent::Dispatch);
             self.hand_on(outcomes);
         }
-        let outcomes = self.prefill(PrefillEvent::Pump);
-        self.hand_on(outcomes);
+        if self.prefill.may_read() {
+            let outcomes = self.prefill(PrefillEvent::Pump);
+            self.hand_on(outcomes);
+        }
         let due = due || self.is_due();
         if due {
             self.batch.divide(&self.cx, self.creditor.has_target(), |creditor| self.step.mapped().maps(creditor));
@@ -451,7 +455,9 @@ impl Instance {
 
     fn on_tick(&mut self) {
         let ended = self.cx.memory.rm.tick(self.cx.now_ms);
-        self.hand_on(vec![Outcome::LeasesEnded(ended)]);
+        if !ended.is_empty() {
+            self.hand_on(vec![Outcome::LeasesEnded(ended)]);
+        }
         let outcomes = self.membership(MembershipEvent::Greet);
         self.hand_on(outcomes);
         let outcomes = self.creditor(CreditorEvent::Tick);
@@ -471,8 +477,15 @@ impl Instance {
         self.hand_on(outcomes);
     }
 
-    /// Hands outcomes to their machines, and the resulting outcomes, until there are none.
-    fn hand_on(&mut self, mut outcomes: Outcomes) {
+    /// Hands outcomes to their machines, and the resulting outcomes, until there are none: mostly there are none at first.
+    #[inline]
+    fn hand_on(&mut self, outcomes: Outcomes) {
+        if !outcomes.is_empty() {
+            self.hand_on_all(outcomes);
+        }
+    }
+
+    fn hand_on_all(&mut self, mut outcomes: Outcomes) {
         let mut rounds = 0;
         while !outcomes.is_empty() {
             rounds += 1;

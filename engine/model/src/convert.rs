@@ -4,9 +4,9 @@
 //! neighbours, converted by way of f32 in pieces of bounded size otherwise. Pages of a file that were converted are given back.
 
 use crate::ModelError;
-use crate::quantised::matrix::{self, Matrix};
+use crate::checkpoint::quantised::matrix::{self, Matrix};
+use crate::checkpoint::{F16_OVERFLOW, LoadedTensor, Origin};
 use crate::spec::Part;
-use crate::weights::{LoadedTensor, Origin};
 use bytes::Bytes;
 use lagoon_backend::WeightFormat;
 use lagoon_backend::formats::BLOCK_ELEMENTS_MAX;
@@ -20,8 +20,6 @@ const _: () = assert!(CONVERT_ELEMENTS.is_multiple_of(BLOCK_ELEMENTS_MAX));
 const THREADED_ELEMENTS: usize = 1 << 20;
 /// Bytes of a file that are read before their pages are given back.
 const RELEASE_BYTES: usize = 1 << 20;
-/// The least f32 that rounds to infinity in f16.
-pub(crate) const F16_OVERFLOW: f32 = 65_520.0;
 
 /// A part's elements in `dtype`, rounded to nearest even.
 ///

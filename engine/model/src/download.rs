@@ -6,11 +6,11 @@
 
 use crate::ModelError;
 use crate::checkpoint::shards;
+use crate::config::{ADAPTER_CONFIG, ADAPTER_HINT};
 use crate::fields::read_bounded;
 use crate::hub::{DownloadProgress, Hub, HubName, TOKENIZER, tokenizer_file};
 use crate::hub_gguf::{GgufModel, choose};
 use crate::pooling::{MODULES, POOLING};
-use crate::spec::{ADAPTER_CONFIG, ADAPTER_HINT};
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
 use std::path::PathBuf;
@@ -37,12 +37,29 @@ const SPECIAL_TOKENS: [&str; 2] = ["special_tokens_map.json", "added_tokens.json
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
+impl Hub {
+    /// The directory of a model, or a GGUF file, downloaded unless cached. Files are `config.json`, the tokenizer's,
+    /// `generation_config.json`, a chat template and the safetensors; or all parts of the GGUF file that the name picks, which is the
+    /// only one where the model has no safetensors.
+    pub fn get(&self, name: &HubName, progress: &mut dyn FnMut(&DownloadProgress)) -> Result<PathBuf, ModelError> {
+        if let Some(dir) = self.cached(name) {
+            return Ok(dir);
+        }
+        if self.offline {
+            return Err(ModelError::Hub {
+                name: name.repo.clone(),
+                endpoint: self.endpoint.clone(),
+                file: "the files".to_owned(),
+                problem: format!("HF_HUB_OFFLINE is set and the model is not in {}", self.cache.display()),
+                hint: "unset HF_HUB_OFFLINE once to download it, or pass a directory that holds the model".to_owned(),
+            });
+        }
+        download(self, name, progress)
+    }
+}
+
 /// Downloads `name` and returns its directory, or the GGUF file.
-pub(crate) fn download(
-    hub: &Hub,
-    name: &HubName,
-    progress: &mut dyn FnMut(&DownloadProgress),
-) -> Result<PathBuf, ModelError> {
+fn download(hub: &Hub, name: &HubName, progress: &mut dyn FnMut(&DownloadProgress)) -> Result<PathBuf, ModelError> {
     let (sender, receiver) = sync_channel(REPORTS);
     let job = Job { hub: hub.clone(), name: name.clone() };
     let worker = std::thread::Builder::new().name("lagoon-download".to_owned());

@@ -6,8 +6,8 @@
 use crate::families::export::{Content, Piece, translate};
 use crate::gguf::{Gguf, Item, Keys, is_gguf};
 use crate::spec::{AttentionSpec, Mlp, Part};
-use crate::weights::{LoadedTensor, check_no_others, stored_name};
-use crate::{Checkpoint, ModelError, ModelSpec, TensorInfo};
+use crate::weights::{check_no_others, stored_name};
+use crate::{Checkpoint, LoadedTensor, ModelError, ModelSpec, TensorInfo};
 use lagoon_types::DType;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

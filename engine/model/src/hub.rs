@@ -1,4 +1,4 @@
-//! Finding a model by the user's name for it: a directory, or a name on the Hugging Face hub.
+//! Models on the Hugging Face hub: their names, and those that are cached.
 //!
 //! Downloaded models are kept in the Hugging Face cache, in its layout. A complete cached model is used without
 //! asking the hub: all instances of a cluster run the same files, and a machine without a network works. To follow a
@@ -6,7 +6,6 @@
 
 use crate::ModelError;
 use crate::checkpoint::shards;
-use crate::download::download;
 use crate::fields::read_bounded;
 use crate::gguf::is_gguf;
 use crate::hub_gguf::{FILE_BYTES_MAX, GgufModel, choose, files_of};
@@ -139,25 +138,6 @@ impl Hub {
         let model = choose(&GgufModel::all(files.iter().map(String::as_str)), name.gguf.as_deref()).ok()?;
         Some(snapshot.join(&model.files[0]))
     }
-
-    /// The directory of a model, or a GGUF file, downloaded unless cached. Files are `config.json`, the tokenizer's,
-    /// `generation_config.json`, a chat template and the safetensors; or all parts of the GGUF file that the name picks, which is the
-    /// only one where the model has no safetensors.
-    pub fn get(&self, name: &HubName, progress: &mut dyn FnMut(&DownloadProgress)) -> Result<PathBuf, ModelError> {
-        if let Some(dir) = self.cached(name) {
-            return Ok(dir);
-        }
-        if self.offline {
-            return Err(ModelError::Hub {
-                name: name.repo.clone(),
-                endpoint: self.endpoint.clone(),
-                file: "the files".to_owned(),
-                problem: format!("HF_HUB_OFFLINE is set and the model is not in {}", self.cache.display()),
-                hint: "unset HF_HUB_OFFLINE once to download it, or pass a directory that holds the model".to_owned(),
-            });
-        }
-        download(self, name, progress)
-    }
 }
 
 /// Whether a snapshot has all files for serving. Weights are downloaded last, so an interrupted download has not.
@@ -192,44 +172,4 @@ pub(crate) fn tokenizer_file<'a>(files: &[&'a str]) -> Option<&'a str> {
         let mut ranks = files.iter().copied().filter(ranks);
         ranks.next().filter(|_| ranks.next().is_none())
     })
-}
-
-/// The directory or the GGUF file of the model that the user named: an existing one, or that of a hub name.
-pub fn resolve_model(
-    name: &str,
-    hub: &Hub,
-    progress: &mut dyn FnMut(&DownloadProgress),
-) -> Result<PathBuf, ModelError> {
-    let path = Path::new(name);
-    let refuse = |problem: &str, hint: &str| {
-        Err(ModelError::NotAModel { name: name.to_owned(), problem: problem.to_owned(), hint: hint.to_owned() })
-    };
-    if path.is_dir() || (is_gguf(path) && path.is_file()) {
-        return Ok(path.to_owned());
-    }
-    if path.exists() {
-        return refuse(
-            "it is a file, and not named .gguf",
-            "pass a GGUF file, or the directory that holds config.json and the safetensors",
-        );
-    }
-    match HubName::parse(name) {
-        // Repositories are not named as files.
-        Some(name) if name.gguf.is_some() || !is_gguf(path) => hub.get(&name, progress).map_err(|mut error| {
-            if let ModelError::Hub { hint, .. } = &mut error
-                && is_gguf(path)
-            {
-                *hint = format!("there is no such file here, so that it was looked for on the hub; {hint}");
-            }
-            error
-        }),
-        _ if is_gguf(path) => {
-            refuse("there is no such file", "pass the path of a GGUF file, or org/name/FILE for one on the hub")
-        }
-        _ => refuse(
-            "there is no such directory, and it is not a hub name",
-            "pass a directory that holds config.json and the safetensors, a GGUF file, or a hub name: org/name, \
-             org/name@revision, org/name:Q4_K_M for a GGUF file",
-        ),
-    }
 }

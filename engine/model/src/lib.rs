@@ -10,6 +10,7 @@
 //! by name, never ignored.
 
 pub mod checkpoint;
+mod config;
 mod convert;
 mod download;
 mod error;
@@ -25,24 +26,25 @@ mod hub_gguf;
 mod loaded;
 mod mapped;
 pub mod pooling;
-mod quantised;
+mod resolve;
 pub mod rope;
 pub mod spec;
 pub mod split;
 mod verify;
 pub mod weights;
 
-pub use checkpoint::{Checkpoint, TensorInfo};
+pub use checkpoint::{Checkpoint, LoadedTensor, TensorInfo};
 pub use error::ModelError;
 pub use export::Export;
 pub use families::{FAMILIES, Family};
 pub use generation::GenerationConfig;
 pub use hash::model_hash;
-pub use hub::{DownloadProgress, Hub, HubName, resolve_model};
+pub use hub::{DownloadProgress, Hub, HubName};
 pub use loaded::{Loaded, loaded};
 pub use pooling::EmbeddingConfig;
+pub use resolve::resolve_model;
 pub use rope::{Rope, RopeScaling, RopeSpec};
 pub use spec::{ModelSpec, Norm};
 pub use split::{KvPlace, KvSplit};
 pub use verify::{Reading, Verified, verify};
-pub use weights::{Layer, LoadedTensor, Weights};
+pub use weights::{Layer, Weights};

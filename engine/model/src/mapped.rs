@@ -7,6 +7,9 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+/// Files of one model at most.
+pub(crate) const FILES_MAX: usize = 4096;
+
 /// A mapped file. Slices of its bytes keep the map alive.
 #[derive(Clone, Debug)]
 pub(crate) struct Map {

@@ -4,12 +4,9 @@
 //! Weights are named by [`Part`]s of stored tensors, so that fused, transposed and interleaved tensors of files become
 //! the matrices that devices multiply with, without another step.
 
-use crate::fields::Fields;
-use crate::gguf::{Gguf, is_gguf};
-use crate::{GenerationConfig, KvSplit, ModelError, RopeSpec, families};
+use crate::{GenerationConfig, KvSplit, ModelError, RopeSpec};
 use lagoon_backend::{Activation, Routing};
 use lagoon_types::{Alibi, AttentionGeometry, DType};
-use std::path::Path;
 
 /// A decoder: embedding, layers, norm and head. All values have been checked against each other and against
 /// `lagoon_types::limits`.
@@ -365,42 +362,7 @@ impl LayerSpec {
     }
 }
 
-/// The configuration of an adapter (LoRA and others), as peft names it.
-pub(crate) const ADAPTER_CONFIG: &str = "adapter_config.json";
-pub(crate) const ADAPTER_HINT: &str =
-    "adapters such as LoRA are not served; merge it into its base model first, for example by peft's merge_and_unload";
-
 impl ModelSpec {
-    /// Reads `config.json` in the directory `dir`, or the metadata of the GGUF file that it is.
-    ///
-    /// # Errors
-    /// A [`ModelError`] that names the file, the field and its value.
-    pub fn open(dir: &Path) -> Result<Self, ModelError> {
-        if is_gguf(dir) {
-            return families::gguf::read(&Gguf::open(dir)?);
-        }
-        let (config, adapter) = (dir.join("config.json"), dir.join(ADAPTER_CONFIG));
-        if !config.exists() && adapter.exists() {
-            let fields = Fields::read(&adapter)?;
-            let base = fields.text("base_model_name_or_path").ok().flatten().unwrap_or("another model");
-            let problem = format!("it has {ADAPTER_CONFIG} and no config.json: an adapter of {base}");
-            return Err(ModelError::NotAModel {
-                name: dir.display().to_string(),
-                problem,
-                hint: ADAPTER_HINT.to_owned(),
-            });
-        }
-        families::read(&Fields::read(&config)?)
-    }
-
-    /// Parses the text of a `config.json`; `path` is only for messages.
-    ///
-    /// # Errors
-    /// As [`ModelSpec::open`].
-    pub fn parse(path: &Path, json: &str) -> Result<Self, ModelError> {
-        families::read(&Fields::parse(path, json.as_bytes())?)
-    }
-
     /// Limits sequences to `tokens`. The tables of [`crate::rope::LongRope`] are those for that context, so instances that share
     /// KV need limits on the same side of the original one ([`crate::model_hash`] differs otherwise).
     ///

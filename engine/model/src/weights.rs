@@ -7,57 +7,13 @@
 //! would otherwise give wrong results.
 
 use crate::convert::{packed_rows, part_in};
-use crate::mapped::Map;
-use crate::quantised::matrix::Matrix;
 use crate::spec::{Dense, HeadNorms, LatentSpec, MixtureSpec, Mlp, NormSpec, Part};
-use crate::{Checkpoint, ModelError, ModelSpec, spec};
+use crate::{Checkpoint, LoadedTensor, ModelError, ModelSpec, spec};
 use bytes::Bytes;
 use lagoon_backend::{Device, WeightFormat, WeightPart, WeightSource};
 use lagoon_types::DType;
 use std::collections::BTreeSet;
 use std::fmt;
-use std::ops::Range;
-use std::path::PathBuf;
-use std::sync::Arc;
-
-/// A stored tensor's format and little-endian bytes.
-#[derive(Clone, Debug)]
-pub struct LoadedTensor {
-    pub format: WeightFormat,
-    /// None of a quantised matrix.
-    pub bytes: Bytes,
-    pub origin: Origin,
-    pub(crate) quantised: Option<Arc<Matrix>>,
-}
-
-impl LoadedTensor {
-    /// A tensor that is in no file.
-    #[must_use]
-    pub fn plain(dtype: DType, bytes: Bytes) -> Self {
-        Self { format: dtype.into(), bytes, origin: Origin::default(), quantised: None }
-    }
-}
-
-/// Bytes around a page that Linux maps with it, pages that were given back among them (`fault_around_bytes`).
-const FAULT_AROUND_BYTES: usize = 64 << 10;
-
-/// Where a stored tensor lies, if it is in a file.
-#[derive(Clone, Debug, Default)]
-pub struct Origin {
-    pub(crate) path: PathBuf,
-    pub(crate) map: Option<Map>,
-    pub(crate) start: usize,
-}
-
-impl Origin {
-    /// Gives back the pages of bytes `range` of the tensor, which stay valid, and those that the kernel mapped around them.
-    pub(crate) fn release(&self, range: Range<usize>) {
-        if let Some(map) = &self.map {
-            let start = (self.start + range.start).saturating_sub(FAULT_AROUND_BYTES);
-            map.release(start..self.start + range.end);
-        }
-    }
-}
 
 /// A norm's vectors.
 #[derive(Debug)]

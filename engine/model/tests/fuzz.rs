@@ -4,7 +4,7 @@
 //! A sample runs with the other tests; `LAGOON_MUTATIONS=100000 cargo test -p lagoon-model --test fuzz` runs more.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use lagoon_model::{fuzz, gguf};
+use lagoon_model::fuzz;
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom as _;
 use rand::{Rng as _, SeedableRng as _};
@@ -161,7 +161,7 @@ fn headers() {
 /// A file is accepted if it has the configuration of a model.
 #[test]
 fn gguf_files() {
-    let accepted = drive(&["fuzz/corpus/gguf"], 5_000, |data| gguf::fuzz::read(data) == gguf::fuzz::Outcome::Model);
+    let accepted = drive(&["fuzz/corpus/gguf"], 5_000, |data| fuzz::gguf::read(data) == fuzz::gguf::Outcome::Model);
     assert!(accepted > 50, "{accepted} were accepted");
 }
 

@@ -6,7 +6,8 @@ mod gguf_writer;
 
 use gguf_writer::{File, Item};
 use lagoon_backend::WeightFormat;
-use lagoon_model::gguf::{self, EndTokens, Entry, Gguf, Keys, Value, Writer, fuzz, vocabulary};
+use lagoon_model::fuzz::gguf as fuzz;
+use lagoon_model::gguf::{self, EndTokens, Entry, Gguf, Keys, Value, Writer, vocabulary};
 use lagoon_model::{Checkpoint, GenerationConfig, ModelSpec, loaded};
 use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_types::DType;

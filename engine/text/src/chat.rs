@@ -7,9 +7,10 @@
 
 use crate::convert::gguf::GgufVocabulary;
 use crate::date::{strftime, unix_seconds};
+use crate::files::{TextError, read};
 use crate::json::dumps;
 use crate::parse::{Formats, ReasoningFormat, ToolFormat};
-use crate::tokenizer::{TextError, TokenizerConfig, read};
+use crate::tokenizer_config::TokenizerConfig;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, State, Value};

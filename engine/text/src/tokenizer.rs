@@ -4,33 +4,13 @@ use crate::bounds::{text_bytes_a_token, token_bytes_max};
 use crate::convert::gguf::GgufVocabulary;
 use crate::convert::{self, Inner};
 use crate::detokenize::Assembly;
+use crate::files::{TextError, read};
 use crate::pieces::Scheme;
-use serde_json::Value;
-use std::path::{Path, PathBuf};
+use crate::tokenizer_config::TokenizerConfig;
+use std::path::Path;
 
 /// Longest text to tokenise, in bytes: two million tokens of 16 bytes.
 pub const ENCODE_BYTES_MAX: usize = 32 << 20;
-/// Largest tokenizer file, in bytes.
-const FILE_BYTES_MAX: u64 = 256 << 20;
-
-/// Error of loading a tokenizer or a template.
-#[derive(Debug, thiserror::Error)]
-pub enum TextError {
-    #[error("cannot read {}: {source}", path.display())]
-    Io { path: PathBuf, source: std::io::Error },
-    #[error("{} has no tokenizer: none of tokenizer.json, tokenizer.model, tiktoken.model and *.tiktoken is there\nhint: copy \
-             the file from where the model is published", dir.display())]
-    NoTokenizer { dir: PathBuf },
-    #[error("{} cannot be used: {problem}\nhint: {hint}", path.display())]
-    Unsupported { path: PathBuf, problem: String, hint: String },
-    #[error("{} is not valid: {problem}", path.display())]
-    Malformed { path: PathBuf, problem: String },
-    #[error("{}: the decoder {decoder} is not supported\nhint: supported are byte-level BPE (Llama 3, GPT-2) and \
-             SentencePiece pieces (Llama 2, Mistral, Yi)", path.display())]
-    UnsupportedDecoder { path: PathBuf, decoder: String },
-    #[error("{}: the chat template cannot be parsed: {problem}", path.display())]
-    Template { path: PathBuf, problem: String },
-}
 
 /// Error of tokenising a text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -39,58 +19,6 @@ pub enum EncodeError {
     TooLong { bytes: usize, max: usize },
     #[error("the text cannot be tokenised: {0}")]
     Refused(String),
-}
-
-/// The used fields of `tokenizer_config.json`; empty if the file is absent.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct TokenizerConfig {
-    /// Special tokens by the names that templates use (`bos_token`, `eos_token`, `unk_token`, `pad_token`).
-    pub special: Vec<(&'static str, String)>,
-    pub add_bos_token: Option<bool>,
-    /// Chat templates by name; an unnamed one is `default`.
-    pub chat_templates: Vec<(String, String)>,
-}
-
-pub(crate) const SPECIAL: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
-
-impl TokenizerConfig {
-    /// Reads `tokenizer_config.json` in `dir`, which may be absent.
-    pub fn open(dir: &Path) -> Result<Self, TextError> {
-        let path = dir.join("tokenizer_config.json");
-        if path.exists() { Self::parse(&path, &read(&path)?) } else { Ok(Self::default()) }
-    }
-
-    /// Parses the bytes of a `tokenizer_config.json`; `path` is only for messages.
-    pub fn parse(path: &Path, json: &[u8]) -> Result<Self, TextError> {
-        let malformed = |problem: String| TextError::Malformed { path: path.to_owned(), problem };
-        let value: Value = serde_json::from_slice(json).map_err(|e| malformed(e.to_string()))?;
-        let mut special = Vec::new();
-        for name in SPECIAL {
-            let token = &value[name];
-            match token.as_str().or_else(|| token["content"].as_str()) {
-                Some(text) => special.push((name, text.to_owned())),
-                None if token.is_null() => {}
-                None => return Err(malformed(format!("the field `{name}` is {token}; it must be a token"))),
-            }
-        }
-        let chat_templates = match &value["chat_template"] {
-            Value::Null => Vec::new(),
-            Value::String(text) => vec![("default".to_owned(), text.clone())],
-            Value::Array(list) => list
-                .iter()
-                .map(|item| Some((item["name"].as_str()?.to_owned(), item["template"].as_str()?.to_owned())))
-                .collect::<Option<_>>()
-                .ok_or_else(|| malformed("`chat_template` is a list of something else than templates".to_owned()))?,
-            _ => return Err(malformed("the field `chat_template` is neither a string nor a list".to_owned())),
-        };
-        Ok(Self { special, add_bos_token: value["add_bos_token"].as_bool(), chat_templates })
-    }
-
-    /// The text of a special token by its name, for example `bos_token`.
-    #[must_use]
-    pub fn special(&self, name: &str) -> Option<&str> {
-        self.special.iter().find(|(key, _)| *key == name).map(|(_, text)| text.as_str())
-    }
 }
 
 /// Tokenizer: text to token ids and back.
@@ -290,15 +218,4 @@ impl Tokenizer {
     pub(crate) fn scheme(&self) -> &Scheme {
         &self.scheme
     }
-}
-
-/// Reads a file of at most `FILE_BYTES_MAX` bytes.
-pub(crate) fn read(path: &Path) -> Result<Vec<u8>, TextError> {
-    let io = |source| TextError::Io { path: path.to_owned(), source };
-    let size = std::fs::metadata(path).map_err(io)?.len();
-    if size > FILE_BYTES_MAX {
-        let problem = format!("it has {size} bytes, more than {FILE_BYTES_MAX}");
-        return Err(TextError::Malformed { path: path.to_owned(), problem });
-    }
-    std::fs::read(path).map_err(io)
 }

@@ -22,7 +22,7 @@ use lagoon_instance::{Effect, Event, Instance};
 use lagoon_protocol::{AdminBody, AdminReply, ControlBody, MoveKvCache, PoolShape};
 use lagoon_runner::{Command, RemoteWrite};
 use lagoon_sim::leases::Leases;
-use lagoon_sim::process::address;
+use lagoon_sim::place::address;
 use lagoon_sim::rng::mix;
 use lagoon_sim::{Clock, Delays, Emission, Fabric, LinkProfile, Place, Process, SimRunner, Transfers};
 use lagoon_types::{

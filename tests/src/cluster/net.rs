@@ -3,7 +3,7 @@
 use super::stranger::{STRANGER, Stranger};
 use lagoon_protocol::{Control, ControlBody};
 use lagoon_sim::agenda::Agenda;
-use lagoon_sim::world::Happening;
+use lagoon_sim::happening::Happening;
 use lagoon_sim::{Delivery, Fabric, GMANAGER, Network, Place, fabric};
 use lagoon_wire::Frame;
 use std::collections::BTreeMap;

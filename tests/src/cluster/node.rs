@@ -8,7 +8,7 @@ use lagoon_instance::{InstanceConfig, JointConfig, LayerWindows, RemotePolicy, S
 use lagoon_model::{Checkpoint, ModelSpec, Weights, model_hash};
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, Role, TransferArena};
 use lagoon_runner::{Command, Drafter, Executor, ExecutorConfig, KvMemory, KvRegion, Model, PeerMemory, Report};
-use lagoon_sim::process::address;
+use lagoon_sim::place::address;
 use lagoon_sim::{Rng, SimRunner};
 use lagoon_transfer::{DeviceRegion, Region};
 use lagoon_types::limits::DRAFT_ROWS_MAX;

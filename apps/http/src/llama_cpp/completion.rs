@@ -7,14 +7,14 @@ use super::{
 use crate::{
     constraints,
     error::ApiError,
-    fields::Fields,
+    fields::{Fields, required, too_many},
     frames::{self, Streamed},
-    generate::{Piece, Pieces, Token},
     generations::{Ask, Longest, Prepared, Ready, read, start},
     journal::{Began, Entry, SentTokens},
     keys::Caller,
-    params::{Params, required, too_many},
-    reply::{Endpoint, Finish},
+    params::Params,
+    piece::{Finish, Piece, Pieces, Token},
+    reply::Endpoint,
     state::{ServerState, unix_seconds},
     text_jobs::Asker,
 };

@@ -1,53 +1,16 @@
-//! Fields of `/completion`: their names in [`Params`], and those that Lagoon does not implement.
+//! Fields of `/completion`: their names in [`Params`], and reports that it has no place for.
 
 use crate::{
     error::ApiError,
-    fields::{Fields, Neutral, text, wrong_type},
+    fields::{Fields, Neutral, text, too_many, wrong_type},
     generations::{Longest, Prompt, prompt_list},
     json::{Json, Kind},
-    params::{Params, check_vocabulary, too_many},
+    params::Params,
     state::ServerState,
     text_jobs::Asker,
+    token_ids::check_vocabulary,
 };
-use lagoon_types::{
-    SamplingParams,
-    limits::{BAD_WORDS_MAX, LOGIT_BIAS_MAX},
-};
-
-/// Fields of llama.cpp that Lagoon does not implement, with the values that change nothing. Its clients send them to chat and
-/// completions, too.
-pub(crate) const UNSUPPORTED: &[(&str, Neutral)] = &[
-    ("dynatemp_range", Neutral::Number(0.0)),
-    ("typical_p", Neutral::Number(1.0)),
-    ("typ_p", Neutral::Number(1.0)),
-    ("tfs_z", Neutral::Number(1.0)),
-    ("top_n_sigma", Neutral::Number(-1.0)),
-    ("min_keep", Neutral::Number(0.0)),
-    ("dry_multiplier", Neutral::Number(0.0)),
-    ("xtc_probability", Neutral::Number(0.0)),
-    ("mirostat", Neutral::Number(0.0)),
-    ("n_indent", Neutral::Number(0.0)),
-    ("t_max_predict_ms", Neutral::Number(0.0)),
-    ("samplers", Neutral::Empty),
-    ("lora", Neutral::Empty),
-    ("image_data", Neutral::Empty),
-    ("response_fields", Neutral::Empty),
-    ("post_sampling_probs", Neutral::Bool(false)),
-    ("penalize_nl", Neutral::Bool(false)),
-    ("reasoning_format", Neutral::Text(&["auto", "deepseek"])),
-    // Parameters of rules that are off, memory that is managed otherwise, and progress that is not reported.
-    ("n_keep", Neutral::Any),
-    ("n_discard", Neutral::Any),
-    ("dynatemp_exponent", Neutral::Any),
-    ("dry_base", Neutral::Any),
-    ("dry_allowed_length", Neutral::Any),
-    ("dry_penalty_last_n", Neutral::Any),
-    ("dry_sequence_breakers", Neutral::Any),
-    ("xtc_threshold", Neutral::Any),
-    ("mirostat_tau", Neutral::Any),
-    ("mirostat_eta", Neutral::Any),
-    ("return_progress", Neutral::Any),
-];
+use lagoon_types::limits::{BAD_WORDS_MAX, LOGIT_BIAS_MAX};
 
 /// Reports that `/completion` has no place for.
 pub(crate) const UNREPORTED: &[(&str, Neutral)] = &[
@@ -92,15 +55,6 @@ pub(crate) fn take(state: &ServerState, fields: &mut Fields<'_>) -> Result<Wante
     params.stop_strings = params.stop_strings.including(true);
     let return_tokens = return_tokens || params.return_token_ids;
     Ok(Wanted { prompt_only: params.max_tokens == Some(0), params, return_tokens, timings })
-}
-
-/// Refuses `repeat_last_n` where penalties would count fewer than all tokens, of which there are at most `tokens_max`.
-pub(crate) fn check_repeat_last(last: Option<i64>, sampling: &SamplingParams, tokens_max: u32) -> Result<(), ApiError> {
-    if last.is_some_and(|n| (0..i64::from(tokens_max)).contains(&n)) && sampling.has_penalties() {
-        let message = "the field `repeat_last_n` is not supported: penalties count all tokens\nhint: -1 says so";
-        return Err(ApiError::field("repeat_last_n", "unsupported_parameter", message));
-    }
-    Ok(())
 }
 
 /// `logit_bias` as a list of pairs: a token id, and a number or `false` (never this token).

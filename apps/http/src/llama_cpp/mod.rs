@@ -12,7 +12,7 @@ mod reply;
 #[cfg(test)]
 pub(crate) use completion::ask;
 pub(crate) use completion::completion;
-pub(crate) use fields::{UNREPORTED, UNSUPPORTED, check_repeat_last};
+pub(crate) use fields::UNREPORTED;
 #[cfg(test)]
 pub(crate) use props::applied;
 pub(crate) use props::{Applied, Props, Slot, apply_template, props, slots};

@@ -1,6 +1,6 @@
 //! The JSON of `/completion`.
 
-use crate::{generate::Token, reply::token_text};
+use crate::{piece::Token, reply::token_text};
 use lagoon_text::Tokenizer;
 use schemars::JsonSchema;
 use serde::Serialize;

@@ -9,7 +9,7 @@ mod tests;
 use crate::{
     embeddings, error,
     fields::Neutral,
-    llama_cpp, reply, server, tokens,
+    llama_cpp, models, reply, tokens,
     translate::{ENDPOINTS, Field, Support},
 };
 use axum::Json;
@@ -46,7 +46,7 @@ fn schema<T: JsonSchema>(schemas: &mut SchemaGenerator) -> schemars::Schema {
     schemas.subschema_for::<T>()
 }
 
-/// Every route of [`server::router`].
+/// Every route of [`crate::server::router`].
 const OPERATIONS: &[Operation] = &[
     operation("post", "/v1/chat/completions", Response::Stream(schema::<reply::Reply>), "Answers a chat."),
     operation(
@@ -57,9 +57,9 @@ const OPERATIONS: &[Operation] = &[
     ),
     operation("post", "/v1/completions", Response::Stream(schema::<reply::Reply>), "Continues prompts."),
     operation("post", "/v1/embeddings", Response::Json(schema::<embeddings::EmbeddingList>), "Embeds texts."),
-    operation("get", "/v1/models", Response::Json(schema::<server::ModelList>), "Lists the served model."),
-    operation("get", "/v1/models/{id}", Response::Json(schema::<server::Model>), "Describes the served model."),
-    operation("get", "/models", Response::Json(schema::<server::ModelList>), "Lists the served model (llama.cpp)."),
+    operation("get", "/v1/models", Response::Json(schema::<models::ModelList>), "Lists the served model."),
+    operation("get", "/v1/models/{id}", Response::Json(schema::<models::Model>), "Describes the served model."),
+    operation("get", "/models", Response::Json(schema::<models::ModelList>), "Lists the served model (llama.cpp)."),
     operation("post", "/tokenize", Response::Json(schema::<tokens::Tokens>), "Tokenises a text or a chat."),
     operation("post", "/detokenize", Response::Json(schema::<tokens::Detokenized>), "The text of tokens."),
     operation("get", "/tokenizer_info", Response::Object, "Special tokens and chat template, as in vLLM."),

@@ -1,7 +1,7 @@
 //! Every field of every request, as data: what `/openapi.json` and the reference page show. A test holds these tables against the
 //! names that the handlers ask for.
 
-use crate::{chats, embeddings, fields::Neutral, generations, llama_cpp, params};
+use crate::{chats, embeddings, fields::Neutral, generations, llama_cpp, options, params};
 
 /// A field that is honoured.
 #[derive(Debug)]
@@ -193,21 +193,21 @@ pub(crate) const BODIES: &[Body] = &[
         path: "/v1/chat/completions",
         fields: &[CHAT, CHAT_LOGPROBS, COMMON, REPORTS, TOOLS],
         narrowed: &[],
-        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, chats::UNSUPPORTED, CHAT_TIMINGS],
+        neutral: &[params::UNSUPPORTED, options::LLAMA_CPP_UNSUPPORTED, chats::UNSUPPORTED, CHAT_TIMINGS],
         required: &["messages"],
     },
     Body {
         path: "/v1/chat/completions/batch",
         fields: &[BATCH, CHAT_LOGPROBS, COMMON, REPORTS, TOOLS],
         narrowed: chats::UNSUPPORTED_IN_BATCH,
-        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, chats::UNSUPPORTED, CHAT_TIMINGS],
+        neutral: &[params::UNSUPPORTED, options::LLAMA_CPP_UNSUPPORTED, chats::UNSUPPORTED, CHAT_TIMINGS],
         required: &["messages"],
     },
     Body {
         path: "/v1/completions",
         fields: &[COMPLETIONS, COMMON, REPORTS],
         narrowed: &[],
-        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, generations::UNSUPPORTED],
+        neutral: &[params::UNSUPPORTED, options::LLAMA_CPP_UNSUPPORTED, generations::UNSUPPORTED],
         required: &["prompt"],
     },
     Body {
@@ -221,14 +221,14 @@ pub(crate) const BODIES: &[Body] = &[
         path: "/completion",
         fields: &[NATIVE, COMMON],
         narrowed: &[],
-        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, llama_cpp::UNREPORTED],
+        neutral: &[params::UNSUPPORTED, options::LLAMA_CPP_UNSUPPORTED, llama_cpp::UNREPORTED],
         required: &["prompt"],
     },
     Body {
         path: "/completions",
         fields: &[NATIVE, COMMON],
         narrowed: &[],
-        neutral: &[params::UNSUPPORTED, llama_cpp::UNSUPPORTED, llama_cpp::UNREPORTED],
+        neutral: &[params::UNSUPPORTED, options::LLAMA_CPP_UNSUPPORTED, llama_cpp::UNREPORTED],
         required: &["prompt"],
     },
     Body {

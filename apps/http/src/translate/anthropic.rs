@@ -10,10 +10,9 @@ use super::{
 };
 use crate::{
     error::ApiError,
-    fields::{Fields, Neutral, missing, text, wrong_type},
+    fields::{Fields, Neutral, missing, required, text, wrong_type},
     json::{Json, Kind},
     limits::{MESSAGES_MAX, TOOLS_MAX},
-    params::required,
 };
 use serde_json::{Value, json};
 

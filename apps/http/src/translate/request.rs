@@ -3,10 +3,9 @@
 use super::stored::Turn;
 use crate::{
     error::ApiError,
-    fields::{Fields, missing, text, wrong_type},
+    fields::{Fields, missing, text, too_many, wrong_type},
     json::{Json, Kind},
     limits::{MESSAGES_MAX, TEMPLATE_FIELD_BYTES_MAX},
-    params::too_many,
 };
 use serde::Serialize;
 use serde_json::{Map, Value, json};

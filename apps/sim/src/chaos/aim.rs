@@ -1,7 +1,7 @@
 //! Aimed faults: each provokes one rare coincidence, which random faults meet in one of thousands of scenarios.
 
 use super::ops::{Op, What};
-use crate::network::{GMANAGER, Place};
+use crate::place::{GMANAGER, Place};
 use crate::pool::PoolSpec;
 use crate::rng::Rng;
 use lagoon_protocol::{MemoryTier, Role};

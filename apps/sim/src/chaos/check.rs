@@ -3,7 +3,7 @@
 use super::run::Failure;
 use super::{handed, unreported};
 use crate::leases::{self, Leases, Violation};
-use crate::network::Place;
+use crate::place::Place;
 use crate::process::Process;
 use crate::shared;
 use crate::symbolic::Symbolic;

@@ -2,7 +2,7 @@
 
 use super::check::{Pool, failure};
 use super::run::Failure;
-use crate::network::Place;
+use crate::place::Place;
 use crate::process::Process;
 use crate::runner::SimRunner;
 use crate::symbolic::Symbolic;

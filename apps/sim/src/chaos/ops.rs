@@ -1,6 +1,6 @@
 //! Ops: requests, cancellations, faults, and operators' orders, with their times.
 
-use crate::network::{GMANAGER, Place};
+use crate::place::{GMANAGER, Place};
 use crate::rng::Rng;
 use crate::shared::DeviceFault;
 use lagoon_protocol::Role;

@@ -2,7 +2,7 @@
 
 use super::ops::request;
 use super::run::Failure;
-use crate::network::Place;
+use crate::place::Place;
 use crate::pool::PoolSpec;
 use crate::symbolic::Oracle;
 use lagoon_types::{FinishReason, GenerateRequest, RequestError, TokenEvent};

@@ -4,7 +4,7 @@ use super::check::{Pool, failure};
 use super::ops::{Op, What};
 use super::requests::Asked;
 use super::run::Failure;
-use crate::network::{GMANAGER, Place};
+use crate::place::{GMANAGER, Place};
 use crate::pool::PoolSpec;
 use crate::process::Process;
 use crate::rng::Rng;

@@ -6,7 +6,7 @@ use super::panics;
 use super::requests::{Asked, End};
 use super::roles::Roles;
 use super::scenario::Scenario;
-use crate::network::{GMANAGER, Place};
+use crate::place::{GMANAGER, Place};
 use crate::process::Process;
 use crate::symbolic::Symbolic;
 use crate::world::{Emission, Step, World};

@@ -3,7 +3,7 @@
 use super::aim::Aim;
 use super::ops::{Op, What};
 use crate::fabric::LinkProfile;
-use crate::network::{GMANAGER, Place};
+use crate::place::{GMANAGER, Place};
 use crate::pool::{CacheTiers, NodeSpec, PoolSpec};
 use crate::rng::Rng;
 use crate::shared::DeviceFault;

@@ -3,7 +3,7 @@
 //!
 //! [`Relays`] knows which creditors of a step wait for each other; the network ([`super::fabric`]) charges what they send.
 
-use crate::network::Place;
+use crate::place::Place;
 use lagoon_types::StepId;
 use std::collections::BTreeMap;
 

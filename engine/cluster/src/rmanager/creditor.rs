@@ -583,6 +583,11 @@ impl Creditor {
         rows.into_iter().map(entry).collect()
     }
 
+    /// Blocks of all leases that are not released.
+    pub fn blocks_in_leases(&self) -> u32 {
+        self.leases.values().map(|lease| lease.lent).sum()
+    }
+
     pub(super) fn next_wake_ms(&self) -> Option<u64> {
         let of = |l: &Lease| {
             let reserved = l.reserved_ms.map_or(u64::MAX, |at| at + limits::MOVE_RESERVE_MS + 1);

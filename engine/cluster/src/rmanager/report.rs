@@ -7,6 +7,7 @@
 use lagoon_protocol::{Heartbeat, HeartbeatAck, PlacementEntry};
 use lagoon_types::limits;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 /// Debtor and sequence.
 type Key = (u32, u64);
@@ -15,8 +16,10 @@ type Key = (u32, u64);
 struct Sent {
     blocks: u32,
     sealed: u32,
-    /// The last heartbeat that carried it.
+    /// The last heartbeat that carried it; [`u64::MAX`] if the row has another value, and no heartbeat had room for it.
     seq: u64,
+    /// The last heartbeat for which there was such a row.
+    noted: u64,
 }
 
 /// The placement rows sent to the gManager.
@@ -51,34 +54,46 @@ impl PlacementReport {
         }
         let acked = self.acked;
         let send = &mut heartbeat.placements;
-        let mut now: BTreeMap<Key, Sent> = BTreeMap::new();
         for row in rows.filter(|r| r.blocks > 0) {
-            let key = (row.debtor, row.seq);
-            let old = self.rows.remove(&key);
-            let same = old.is_some_and(|o| (o.blocks, o.sealed) == (row.blocks, row.blocks_sealed) && o.seq <= acked);
-            if let (true, Some(old)) = (same, old) {
-                now.insert(key, old);
-            } else if send.len() < limits::HEARTBEAT_ROWS_MAX {
-                now.insert(key, Sent { blocks: row.blocks, sealed: row.blocks_sealed, seq });
-                send.push(row);
-            } else if let Some(old) = old {
-                // No room: the last value sent stands, and the next heartbeat carries the new one.
-                now.insert(key, Sent { seq: u64::MAX, ..old });
+            let new = Sent { blocks: row.blocks, sealed: row.blocks_sealed, seq, noted: seq };
+            match self.rows.entry((row.debtor, row.seq)) {
+                Entry::Occupied(mut old) => {
+                    let old = old.get_mut();
+                    old.noted = seq;
+                    if (old.blocks, old.sealed) == (new.blocks, new.sealed) && old.seq <= acked {
+                        continue;
+                    }
+                    if send.len() < limits::HEARTBEAT_ROWS_MAX {
+                        *old = new;
+                        send.push(row);
+                    } else {
+                        // The last value sent stands, and the next heartbeat carries the new one.
+                        old.seq = u64::MAX;
+                    }
+                }
+                Entry::Vacant(place) if send.len() < limits::HEARTBEAT_ROWS_MAX => {
+                    place.insert(new);
+                    send.push(row);
+                }
+                Entry::Vacant(_) => {}
             }
         }
-        // The remaining rows were removed, or their removal was sent and is not acknowledged.
-        for (key, old) in std::mem::take(&mut self.rows) {
+        // The other rows were removed, or their removal was sent and is not acknowledged.
+        self.rows.retain(|key, old| {
+            if old.noted == seq {
+                return true;
+            }
             if old.blocks == 0 && old.seq <= acked {
-                continue;
+                return false;
             }
             if send.len() < limits::HEARTBEAT_ROWS_MAX {
-                now.insert(key, Sent { blocks: 0, sealed: 0, seq });
+                *old = Sent { blocks: 0, sealed: 0, seq, ..*old };
                 send.push(PlacementEntry { debtor: key.0, seq: key.1, blocks: 0, blocks_sealed: 0 });
             } else {
-                now.insert(key, Sent { seq: u64::MAX, ..old });
+                old.seq = u64::MAX;
             }
-        }
-        self.rows = now;
+            true
+        });
     }
 
     /// Handles the gManager's acknowledgement, or its request for all rows.

@@ -86,6 +86,11 @@ impl Batch {
     }
 
     /// Preempts the victim that waited for its step to end, if its memory is still needed.
+    /// Whether anything waits for steps or loads to end ([`super::BatchEvent::StepsEnded`]).
+    pub(crate) fn awaits_steps(&self, cx: &Cx) -> bool {
+        self.preempt_after_step.is_some() || !cx.memory.tiers.loads.is_empty()
+    }
+
     pub(crate) fn end_preempt_after_step(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries) {
         let Some((victim, id)) = self.preempt_after_step.take_if(|(victim, _)| !self.sched.in_step(*victim)) else {
             return;

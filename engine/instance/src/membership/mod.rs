@@ -244,13 +244,12 @@ impl Membership {
         let decodes = |s: &&Sequence| s.is_running() && s.blocks.written() + 1 >= s.len();
         let decoding = || batch.seqs().filter(decodes);
         let remote = |s: &Sequence| u64::from((s.blocks.remote_blocks() * block_tokens).min(s.len()));
-        let remote_requests: u32 = cx.memory.rm.creditor.rows(&cx.memory.rm.pool).iter().map(|r| r.blocks).sum();
         let queue = batch.waiting().take(LOAD_QUEUE_MAX);
         Load {
             batch: as_u32(decoding().count()),
             context_tokens: decoding().map(|s| u64::from(s.len())).sum(),
             remote_tokens: decoding().map(remote).sum(),
-            remote_request_tokens: u64::from(remote_requests) * u64::from(block_tokens),
+            remote_request_tokens: u64::from(cx.memory.rm.creditor.blocks_in_leases()) * u64::from(block_tokens),
             queue_blocks: queue.map(|w| (w.tokens + 1).div_ceil(block_tokens)).collect(),
             batch_max: as_u32(cx.config.sched.running),
             step_us: u32::try_from(self.step_us).unwrap_or(u32::MAX),

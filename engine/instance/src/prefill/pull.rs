@@ -85,6 +85,11 @@ impl Prefills {
         self.drain_reader(cx, batch);
     }
 
+    /// Whether there is a reader: without one there is nothing to pump.
+    pub(crate) fn may_read(&self) -> bool {
+        self.reader.is_some()
+    }
+
     pub(crate) fn tick_reader(&mut self, cx: &Cx) {
         let now_ms = cx.now_ms;
         if let Some(reader) = &mut self.reader {

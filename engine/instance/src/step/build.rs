@@ -10,7 +10,7 @@ use lagoon_runner::{
     Fetch, HiddenRows, MapId, MappedKv, RemoteWork, SampleSpec, SavedWindow, ScoreRows, SeqRows, Ship, ShipSegment,
     StepWork, WriteSegment,
 };
-use lagoon_types::{Chunk, InstanceId, LeaseRun, MicroBatch, SeqId, StepId};
+use lagoon_types::{Chunk, DType, InstanceId, LeaseRun, MicroBatch, SeqId, StepId, StepPlan};
 use std::collections::BTreeMap;
 
 /// Work for the runner, step tickets by creditor, and writes with their sequences.
@@ -26,15 +26,18 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    pub(super) fn new(step: StepId, micro_batch: MicroBatch, dtype: lagoon_types::DType) -> Self {
+    /// For the chunks of `plan`.
+    pub(super) fn new(step: StepId, micro_batch: MicroBatch, dtype: DType, plan: &StepPlan) -> Self {
+        let (chunks, rows) = (plan.chunks.len(), plan.chunks.iter().map(|chunk| chunk.len as usize).sum());
         let remote = RemoteWork { dtype, ..RemoteWork::default() };
         let work = StepWork {
             step,
             micro_batch,
-            tokens: Vec::new(),
-            slots: Vec::new(),
-            seqs: Vec::new(),
-            runs: Vec::new(),
+            tokens: Vec::with_capacity(rows),
+            slots: Vec::with_capacity(rows),
+            seqs: Vec::with_capacity(chunks),
+            // Mostly a sequence's own rBlocks lie behind each other.
+            runs: Vec::with_capacity(chunks),
             remote,
             next_row: None,
             watched: false,

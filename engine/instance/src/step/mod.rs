@@ -279,7 +279,7 @@ impl Steps {
 
     /// Turns a plan into work for the runner, step tickets by creditor, and writes with their sequences.
     fn build(&self, cx: &Cx, batch: &Batch, step: StepId, micro_batch: MicroBatch, plan: &StepPlan) -> Built {
-        let mut builder = Builder::new(step, micro_batch, cx.config.wire);
+        let mut builder = Builder::new(step, micro_batch, cx.config.wire, plan);
         builder.work.next_row = cx.memory.rm.pool.next_row().map(|block| block.0 * cx.config.block_tokens);
         let mut segments = Vec::new();
         for chunk in &plan.chunks {

@@ -2,5 +2,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    let _ = lagoon_model::gguf::fuzz::read(data);
+    let _ = lagoon_model::fuzz::gguf::read(data);
 });

@@ -1,7 +1,7 @@
 //! Common parts of families: sizes and their checks, and Llama's tensors, of which most other families are variations.
 
+use crate::checkpoint::quantised::Quantisation;
 use crate::fields::{Fields, narrow};
-use crate::quantised::Quantisation;
 use crate::spec::{
     AttentionSpec, Dense, Embedding, HeadNorms, LayerSpec, MixtureSpec, Mlp, Names, Norm, NormSpec, Part,
 };

@@ -3,8 +3,8 @@
 use super::Family;
 use super::common::{Base, count, experts, refuse_other_activations, refuse_unless, softmax, windows};
 use super::gguf::{self, Config, Gguf, Layout};
+use crate::checkpoint::quantised::Quantisation;
 use crate::fields::Fields;
-use crate::quantised::Quantisation;
 use crate::spec::{MixtureSpec, Mlp, Part};
 use crate::{ModelError, ModelSpec};
 use lagoon_backend::{Activation, SWIGLU_ALPHA, SWIGLU_LIMIT};

@@ -6,15 +6,14 @@
 //! a file. It never knows a family of models.
 
 mod cursor;
-pub mod fuzz;
 mod metadata;
 mod types;
 mod vocabulary;
 mod write;
 
+use crate::ModelError;
 use crate::error::shown;
-use crate::mapped::{self, Map};
-use crate::{ModelError, checkpoint};
+use crate::mapped::{self, FILES_MAX, Map};
 use cursor::Cursor;
 pub use metadata::{List, Metadata, Value};
 use std::collections::BTreeMap;
@@ -37,7 +36,7 @@ const DIMENSIONS_MAX: u32 = 4;
 const ALIGNMENT_DEFAULT: u64 = 32;
 const ALIGNMENT_MAX: u64 = 1 << 16;
 /// Files of a split one at most.
-const SPLITS_MAX: u64 = checkpoint::SHARDS_MAX as u64;
+const SPLITS_MAX: u64 = FILES_MAX as u64;
 /// Key of the distance that tensors' data keeps.
 const ALIGNMENT: &str = "general.alignment";
 const SPLIT_COUNT: &str = "split.count";

@@ -3,23 +3,22 @@
 //! The lists are untrusted; the reader of the file bounds their number and lengths. What is malformed or not supported is an
 //! error with the file's name and the key.
 
-use super::export::{self, Exported};
 use super::pre::Pre;
 use super::proto::{Algorithm, ModelProto, PIECE_BYTES_MAX, Piece, PieceKind};
 use super::special::Beside;
 use super::{Converted, Inner, TextNormalizer, add, around, part, sentencepiece};
-use crate::TextError;
+use crate::files::TextError;
 use crate::pieces::letters;
-use crate::tokenizer::TokenizerConfig;
+use crate::tokenizer_config::TokenizerConfig;
 use serde_json::json;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use tokenizers::models::bpe::{BPE, Merges, Vocab};
 use tokenizers::{AddedToken, ModelWrapper, NormalizerWrapper};
 
 /// `tokenizer.ggml.model` of SentencePiece's BPE.
-pub(super) const PIECES: &str = "llama";
+pub(crate) const PIECES: &str = "llama";
 /// The same of byte-level BPE.
-pub(super) const BYTE_LEVEL: &str = "gpt2";
+pub(crate) const BYTE_LEVEL: &str = "gpt2";
 
 /// A GGUF file's keys about text.
 #[derive(Clone, Debug, Default)]
@@ -54,14 +53,6 @@ pub struct GgufVocabulary {
 }
 
 impl GgufVocabulary {
-    /// The vocabulary for a GGUF file of the model in `dir`, whose embedding table has `rows` rows.
-    ///
-    /// # Errors
-    /// If the tokenizer cannot be read, or is one that no keys express and that has no tokenizer.json.
-    pub fn of_dir(dir: &Path, rows: usize) -> Result<Exported, TextError> {
-        export::of_dir(dir, rows)
-    }
-
     /// The text of a token.
     fn text(&self, id: Option<u32>) -> Option<&str> {
         let id = usize::try_from(id?).ok()?;

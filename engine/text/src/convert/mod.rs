@@ -5,7 +5,6 @@
 //! its name. [`Tokenizer::open`](crate::Tokenizer::open) and [`Tokenizer::from_gguf`](crate::Tokenizer::from_gguf) call this
 //! module.
 
-pub(crate) mod export;
 pub(crate) mod gguf;
 mod normalize;
 mod pre;
@@ -14,9 +13,9 @@ mod sentencepiece;
 mod special;
 mod tiktoken;
 
-use crate::TextError;
-use crate::tokenizer::read;
-pub(crate) use normalize::TextNormalizer;
+use crate::files::{TextError, read};
+pub(crate) use normalize::{SPACE, TextNormalizer};
+pub(crate) use pre::Pre;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use special::Beside;

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 /// A kind of splitting.
 #[derive(Debug)]
-pub(super) struct Pre {
+pub(crate) struct Pre {
     /// Names in files.
     names: &'static [&'static str],
     split: Split,
@@ -105,7 +105,7 @@ impl Pre {
 
     /// The kind that splits as the library's pre-tokenizer does, by its first name. Where it differs in whether texts are composed or
     /// merges ignored, also what a file cannot express.
-    pub(super) fn of(splits: &Value, composes: bool, ignores: bool) -> Option<(&'static str, Option<&'static str>)> {
+    pub(crate) fn of(splits: &Value, composes: bool, ignores: bool) -> Option<(&'static str, Option<&'static str>)> {
         let wanted = steps(splits);
         let same = |pre: &&Self| steps(&pre.pre_tokenizer()) == wanted;
         let exact = |pre: &&Self| (pre.composes, pre.ignore_merges) == (composes, ignores);

@@ -10,7 +10,7 @@ use super::normalize::{Charsmap, DummyPrefix, PieceNormalizer, SPACE, TextNormal
 use super::proto::{Algorithm, ModelProto, PIECE_BYTES_MAX, Piece, PieceKind, Refusal};
 use super::special::Beside;
 use super::{Converted, Inner, add, around, part};
-use crate::TextError;
+use crate::files::TextError;
 use serde_json::json;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};

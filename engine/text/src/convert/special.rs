@@ -2,8 +2,8 @@
 //!
 //! Read are `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`; each may be absent. Of two files that name a token, the first in this order decides.
 
-use crate::TextError;
-use crate::tokenizer::{SPECIAL, read};
+use crate::files::{TextError, read};
+use crate::tokenizer_config::SPECIAL;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -8,7 +8,7 @@
 
 use super::special::Beside;
 use super::{Converted, Inner, add, around, part};
-use crate::TextError;
+use crate::files::TextError;
 use crate::pieces::letters_by_byte;
 use serde_json::json;
 use std::collections::{BTreeMap, HashMap};

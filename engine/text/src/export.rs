@@ -1,16 +1,17 @@
-//! From a tokenizer to a GGUF file's keys ([`of_dir`]): the inverse of [`super::gguf`].
+//! From a tokenizer to a GGUF file's keys ([`GgufVocabulary::of_dir`]): the inverse of [`crate::convert::gguf`].
 //!
 //! The vocabulary is taken from the tokenizer as the library has it, so it does not matter which file it came from. What was made is
 //! turned into a tokenizer again and compared with the first one on texts with everything in which tokenizers differ: the file must
 //! give the same tokens. Where it does not, or no keys express the tokenizer, its tokenizer.json goes into the file as a whole
 //! (`tokenizer.huggingface.json` of the GGUF specification), which Lagoon reads and llama.cpp does not.
 
-use super::gguf::{BYTE_LEVEL, GgufVocabulary, PIECES};
-use super::normalize::{SPACE, TextNormalizer};
-use super::pre::Pre;
+use crate::chat::ChatTemplate;
+use crate::convert::gguf::{BYTE_LEVEL, GgufVocabulary, PIECES};
+use crate::convert::{Pre, SPACE, TextNormalizer};
+use crate::files::{TextError, read};
 use crate::pieces::Scheme;
-use crate::tokenizer::{TextError, TokenizerConfig, read};
-use crate::{ChatTemplate, Tokenizer};
+use crate::tokenizer::Tokenizer;
+use crate::tokenizer_config::TokenizerConfig;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::Path;
@@ -66,51 +67,55 @@ pub struct Exported {
     pub is_portable: bool,
 }
 
-/// The vocabulary and the chat template of the model in `dir`, whose embedding table has `rows` rows.
-///
-/// # Errors
-/// If the tokenizer cannot be read, or is one that no keys express and that has no tokenizer.json.
-pub(crate) fn of_dir(dir: &Path, rows: usize) -> Result<Exported, TextError> {
-    let (tokenizer, config) = (Tokenizer::open(dir)?, TokenizerConfig::open(dir)?);
-    let path = dir.join("tokenizer.json");
-    let chat_template = ChatTemplate::source(dir)?.map(|(_, source)| source);
-    let refuse = |problem: String| {
-        let hint = "make a tokenizer.json with transformers (`save_pretrained`): it is kept as a whole".to_owned();
-        TextError::Unsupported { path: dir.to_owned(), problem, hint }
-    };
-    let mut tokens = Tokens::of(&tokenizer, rows).map_err(refuse)?;
-    let (mut vocabulary, problem) = match expressed(&tokenizer, &mut tokens) {
-        Ok((vocabulary, problem)) => (vocabulary, problem),
-        Err(problem) => (GgufVocabulary::default(), Some(problem)),
-    };
-    vocabulary.path = dir.to_owned();
-    (vocabulary.tokens, vocabulary.kinds) = (tokens.texts, tokens.kinds);
-    (vocabulary.bos_id, vocabulary.eos_id) = (tokenizer.bos_id(), tokenizer.eos_id());
-    let named = |name: &str| config.special(name).and_then(|token| tokenizer.id(token));
-    (vocabulary.unknown_id, vocabulary.padding_id) = (named("unk_token").or(vocabulary.unknown_id), named("pad_token"));
-    let is_portable = !vocabulary.model.is_empty();
-    let kept_whole = problem.or_else(|| {
-        let again = Tokenizer::from_gguf(&vocabulary);
-        again.map_or_else(|error| Some(error.to_string()), |again| disagreement(&tokenizer, &again))
-    });
-    if let Some(problem) = &kept_whole {
-        if !path.exists() {
-            return Err(refuse(format!("no keys of a GGUF file express its tokenizer: {problem}")));
+impl GgufVocabulary {
+    /// The vocabulary and the chat template of the model in `dir`, whose embedding table has `rows` rows.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot be read, or is one that no keys express and that has no tokenizer.json.
+    pub fn of_dir(dir: &Path, rows: usize) -> Result<Exported, TextError> {
+        let (tokenizer, config) = (Tokenizer::open(dir)?, TokenizerConfig::open(dir)?);
+        let path = dir.join("tokenizer.json");
+        let chat_template = ChatTemplate::source(dir)?.map(|(_, source)| source);
+        let refuse = |problem: String| {
+            let hint = "make a tokenizer.json with transformers (`save_pretrained`): it is kept as a whole".to_owned();
+            TextError::Unsupported { path: dir.to_owned(), problem, hint }
+        };
+        let mut tokens = Tokens::of(&tokenizer, rows).map_err(refuse)?;
+        let (mut vocabulary, problem) = match expressed(&tokenizer, &mut tokens) {
+            Ok((vocabulary, problem)) => (vocabulary, problem),
+            Err(problem) => (Self::default(), Some(problem)),
+        };
+        vocabulary.path = dir.to_owned();
+        (vocabulary.tokens, vocabulary.kinds) = (tokens.texts, tokens.kinds);
+        (vocabulary.bos_id, vocabulary.eos_id) = (tokenizer.bos_id(), tokenizer.eos_id());
+        let named = |name: &str| config.special(name).and_then(|token| tokenizer.id(token));
+        (vocabulary.unknown_id, vocabulary.padding_id) =
+            (named("unk_token").or(vocabulary.unknown_id), named("pad_token"));
+        let is_portable = !vocabulary.model.is_empty();
+        let kept_whole = problem.or_else(|| {
+            let again = Tokenizer::from_gguf(&vocabulary);
+            again.map_or_else(|error| Some(error.to_string()), |again| disagreement(&tokenizer, &again))
+        });
+        if let Some(problem) = &kept_whole {
+            if !path.exists() {
+                return Err(refuse(format!("no keys of a GGUF file express its tokenizer: {problem}")));
+            }
+            let bytes = read(&path)?;
+            if bytes.len() > WHOLE_BYTES_MAX {
+                let problem =
+                    format!("tokenizer.json has {} bytes, more than {WHOLE_BYTES_MAX}: {problem}", bytes.len());
+                return Err(refuse(problem));
+            }
+            let text = String::from_utf8(bytes);
+            let text = text.map_err(|error| TextError::Malformed { path, problem: error.to_string() })?;
+            vocabulary.tokenizer_json = Some(text);
+            // With a whole tokenizer the flag corrects it, as in tokenizer_config.json.
+            vocabulary.add_bos = config.add_bos_token;
+            vocabulary.add_eos = None;
         }
-        let bytes = read(&path)?;
-        if bytes.len() > WHOLE_BYTES_MAX {
-            let problem = format!("tokenizer.json has {} bytes, more than {WHOLE_BYTES_MAX}: {problem}", bytes.len());
-            return Err(refuse(problem));
-        }
-        let text = String::from_utf8(bytes);
-        let text = text.map_err(|error| TextError::Malformed { path, problem: error.to_string() })?;
-        vocabulary.tokenizer_json = Some(text);
-        // With a whole tokenizer the flag corrects it, as in tokenizer_config.json.
-        vocabulary.add_bos = config.add_bos_token;
-        vocabulary.add_eos = None;
+        vocabulary.chat_template = chat_template;
+        Ok(Exported { vocabulary, kept_whole, is_portable })
     }
-    vocabulary.chat_template = chat_template;
-    Ok(Exported { vocabulary, kept_whole, is_portable })
 }
 
 /// All tokens by id.

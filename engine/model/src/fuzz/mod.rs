@@ -4,11 +4,12 @@
 //! Each entry reads its input as the loader does, uses what is accepted, and checks what is refused: the error names the file,
 //! and the field where there is one, and is short whatever the file holds. Memory is bounded by [`allocation_max`].
 
-use crate::checkpoint::{self, Checkpoint};
+pub mod gguf;
+
+use crate::checkpoint::quantised::Quantisation;
+use crate::checkpoint::quantised::matrix::Rows;
+use crate::checkpoint::{self, Checkpoint, LoadedTensor};
 use crate::fields::Fields;
-use crate::quantised::Quantisation;
-use crate::quantised::matrix::Rows;
-use crate::weights::LoadedTensor;
 use crate::{GenerationConfig, ModelError, ModelSpec, Rope, families, model_hash};
 use bytes::Bytes;
 use lagoon_types::DType;
@@ -156,7 +157,7 @@ fn check_tensors(checkpoint: &Checkpoint) {
     }
     let has = |dtype| checkpoint.tensors().any(|(_, info)| info.dtype() == Some(dtype));
     assert!(checkpoint.is_mixed() || checkpoint.dtype().is_none_or(has));
-    let json = include_str!("../tests/configs/SmolLM2-135M.json");
+    let json = include_str!("../../tests/configs/SmolLM2-135M.json");
     let spec = ModelSpec::parse(Path::new("config.json"), json).expect("a configuration");
     let _ = model_hash(&spec, checkpoint, None);
 }

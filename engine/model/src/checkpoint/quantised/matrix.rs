@@ -5,9 +5,8 @@
 
 use super::int4::Int4Codes;
 use crate::ModelError;
-use crate::convert::F16_OVERFLOW;
+use crate::checkpoint::{F16_OVERFLOW, Origin};
 use crate::spec::Part;
-use crate::weights::Origin;
 use bytes::Bytes;
 use half::{bf16, f16};
 use lagoon_backend::WeightFormat;

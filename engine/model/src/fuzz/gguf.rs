@@ -1,7 +1,7 @@
 //! The entry of the fuzz target for GGUF files (engine/model/fuzz) and of the bounded tests that drive it in CI
 //! (engine/model/tests/fuzz.rs and gguf.rs).
 
-use super::Gguf;
+use crate::gguf::{Gguf, Value, vocabulary};
 use crate::mapped::Map;
 use crate::{Checkpoint, families};
 use bytes::Bytes;
@@ -50,11 +50,11 @@ pub fn read(data: &[u8]) -> Outcome {
         assert!(bytes.is_none_or(|bytes| bytes == Some(tensor.range.len())), "`{name}` has another size");
     }
     for (_, value) in file.metadata().iter() {
-        if let super::Value::List(list) = value {
+        if let Value::List(list) = value {
             assert_eq!(list.values().count(), list.len(), "a list has another length");
         }
     }
-    match super::vocabulary(file.metadata()) {
+    match vocabulary(file.metadata()) {
         Ok(vocabulary) => drop(lagoon_text::Tokenizer::from_gguf(&vocabulary).map_err(|e| check(&e.to_string()))),
         Err(error) => check(&error.to_string()),
     }

@@ -4,72 +4,27 @@
 //! parses, tensors tile the data exactly, and their sizes follow from shape and element type. A tensor's bytes are a
 //! slice of the map.
 
+pub(crate) mod quantised;
+mod tensor;
+
 use crate::ModelError;
 use crate::error::shown;
 use crate::fields::{Fields, read_bounded};
 use crate::gguf::{Gguf, Stored, is_gguf};
-use crate::mapped::{self, Map};
-use crate::quantised::matrix::Matrix;
-use crate::quantised::{self, Quantisation};
-use crate::weights::{LoadedTensor, Origin};
+use crate::mapped::{self, FILES_MAX, Map};
 use bytes::Bytes;
 use lagoon_backend::WeightFormat;
 use lagoon_types::DType;
+use quantised::Quantisation;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// Shards of one checkpoint at most.
-pub(crate) const SHARDS_MAX: usize = 4096;
-
-/// One file of tensors.
-#[derive(Debug)]
-pub(crate) struct TensorFile {
-    pub(crate) path: PathBuf,
-    pub(crate) map: Map,
-    /// Start of the tensors' data, behind the header.
-    pub(crate) data_start: usize,
-}
-
-/// A tensor's type, shape and place, from the header.
-#[derive(Clone, Debug)]
-pub struct TensorInfo {
-    /// Type as the file's format names it, for example `BF16` or `Q4_K`.
-    pub stored: String,
-    /// The format, if Lagoon reads it.
-    pub format: Option<WeightFormat>,
-    pub shape: Vec<usize>,
-    pub(crate) file: usize,
-    /// Byte range in the file, header included.
-    pub(crate) range: Range<usize>,
-    /// The matrix that several tensors of a quantised checkpoint are, in place of a range.
-    pub(crate) quantised: Option<Arc<Matrix>>,
-}
-
-impl TensorInfo {
-    /// The element type, if Lagoon computes with it.
-    #[must_use]
-    pub fn dtype(&self) -> Option<DType> {
-        self.format.and_then(WeightFormat::plain)
-    }
-
-    /// Bytes of the tensor in its file; of a quantised one, of its blocks.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.quantised.as_ref().map_or(self.range.len(), |matrix| matrix.block_bytes())
-    }
-
-    /// Whether the tensor has no elements.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
+pub(crate) use tensor::{F16_OVERFLOW, TensorFile};
+pub use tensor::{LoadedTensor, Origin, TensorInfo};
 
 /// The tensors of each file, from the text of an index; `path` is only for messages. Files are plain names, at most
-/// [`SHARDS_MAX`].
+/// [`FILES_MAX`].
 pub(crate) fn shards(path: &Path, index: &[u8]) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
     let map = Fields::parse(path, index)?;
     let weight_map = map.get("weight_map").ok_or_else(|| map.missing("weight_map"))?;
@@ -83,8 +38,8 @@ pub(crate) fn shards(path: &Path, index: &[u8]) -> Result<BTreeMap<String, Vec<S
         })?;
         shards.entry(name.to_owned()).or_default().push(tensor.clone());
     }
-    if shards.len() > SHARDS_MAX {
-        return Err(map.invalid("weight_map", &format!("it names more than {SHARDS_MAX} files")));
+    if shards.len() > FILES_MAX {
+        return Err(map.invalid("weight_map", &format!("it names more than {FILES_MAX} files")));
     }
     Ok(shards)
 }

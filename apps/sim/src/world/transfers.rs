@@ -6,11 +6,13 @@
 //! sent before may still arrive until the reader learns of the loss. Bytes are read from the devices' stores when
 //! they leave, and written when they arrive.
 
+use super::World;
 use crate::fabric::SILENCE_US;
-use crate::network::{Network, Place};
+use crate::happening::{Happening, Kv};
+use crate::network::Network;
+use crate::place::{Place, place_of};
 use crate::rng::Rng;
 use crate::runner::SimRunner;
-use crate::world::{Happening, World};
 use lagoon_instance::{Event, InstanceConfig, StageUser, TransferEffect, TransferEvent};
 use lagoon_kv::Owner;
 use lagoon_protocol::RefuseCode;
@@ -23,31 +25,6 @@ use lagoon_types::{InstanceId, PhysBlock, SeqId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// A timed event of transfers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kv {
-    /// A process's loop receives its transports' events.
-    Released { place: Place, life: u64 },
-    /// The check of exported blocks is complete.
-    Checked { place: Place, life: u64, part: u64 },
-    /// A path reaches its writer.
-    Opened { path: u64 },
-    /// The deadline for opening a path.
-    Late { path: u64 },
-    /// A read reaches its writer.
-    Asked { path: u64, read: u64 },
-    /// The read's bytes leave.
-    Served { path: u64, read: u64 },
-    /// The bytes, or a refusal, reach the reader.
-    Arrived { path: u64, read: u64 },
-    /// An end has received nothing since a partition or a pause began.
-    Silent { path: u64 },
-    /// The reader learns that its path is lost.
-    Down { path: u64 },
-    /// The writer learns that the path is lost.
-    Lost { path: u64 },
-}
 
 /// A random time in microseconds: one in so many is of the rare ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -384,7 +361,7 @@ impl<R: SimRunner<Bill = N::Bill>, N: Network> World<R, N> {
     }
 
     fn open_path(&mut self, place: Place, conn: ConnId, id: InstanceId, addr: &str, epoch: u64) {
-        let Some(writer) = crate::process::place_of(addr) else {
+        let Some(writer) = place_of(addr) else {
             return self.deliver(place, TransferEvent::Down { conn });
         };
         let path = self.kv.issue();
