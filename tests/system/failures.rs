@@ -255,7 +255,8 @@ fn an_instance_of_another_model_is_refused() {
         let mut shape = world.shape(0);
         change(&mut shape);
         let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);
-        let hello = Hello { version_min, version_max, instance: 9, incarnation: 9, shape: Some(shape), lent: None };
+        let shape = Some(shape);
+        let hello = Hello { version_min, version_max, instance: 9, incarnation: 9, shape, ..Hello::default() };
         let peer = PeerKey(number);
         world.inject(0, Event::PeerUp { peer });
         let effects = world.inject(0, Event::Control { peer, body: ControlBody::Hello(Box::new(hello)) });

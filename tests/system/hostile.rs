@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use lagoon_instance::{Effect, Event, PeerKey, RemotePolicy};
-use lagoon_protocol::{BulkFrame, LeaseRun, PartialsFrame, RefuseCode, StepTicket, TicketSeq};
+use lagoon_protocol::{BulkFrame, LeaseRun, PartialsFrame, RefuseCode, Route, StepTicket, TicketSeq};
 use lagoon_tests::cluster::check::error_of;
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{Fault, PoolSpec, Spec, World, greedy};
@@ -135,7 +135,9 @@ fn bad_tickets_and_queries_are_refused() {
     let peer = PeerKey(1);
     let step = StepId(1 << 40);
     let seq = |runs: Vec<LeaseRun>| TicketSeq { seq: SeqId(1), rows: 1, pos0: 80, runs };
-    let ticket = |seqs| PartialsFrame::Ticket(StepTicket { step, deadline_ms: 1_000, dtype: DType::F32, seqs });
+    let ticket = |seqs| {
+        PartialsFrame::Ticket(StepTicket { step, deadline_ms: 1_000, dtype: DType::F32, route: Route::Direct, seqs })
+    };
     let later = LeaseRun { offset: 4, first_pos: 4, ..run };
     let bad_tickets = [
         (vec![seq(vec![LeaseRun { lease: LeaseId(1), ..run }])], RefuseCode::UnknownLease),

@@ -4,10 +4,10 @@
 use bytes::Bytes;
 use lagoon_instance::RemotePolicy;
 use lagoon_protocol as p;
-use lagoon_protocol::{BulkFrame, Control, ControlBody as C, PartialsFrame, RefuseCode, StepTicket, TicketSeq};
+use lagoon_protocol::{BulkFrame, Control, ControlBody as C, PartialsFrame, RefuseCode, Route, StepTicket, TicketSeq};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{PoolSpec, Rng, STRANGER_ID, Spec, World, greedy};
-use lagoon_types::{DType, Epoch, LeaseId, LeaseRun, SeqId, StepId};
+use lagoon_types::{DType, Epoch, InstanceId, LeaseId, LeaseRun, SeqId, StepId};
 use lagoon_wire::Frame;
 use std::collections::VecDeque;
 
@@ -353,13 +353,30 @@ impl Hostile {
         let seqs =
             self.many(2, |h| TicketSeq { seq: SeqId(h.n()), rows: h.n32(), pos0: h.n32(), runs: h.many(3, Self::run) });
         let (step, dtype) = (StepId(self.rng.below(8)), self.rng.pick(&[DType::F32, DType::F16, DType::BF16]));
-        PartialsFrame::Ticket(StepTicket { step, deadline_ms: self.n32(), dtype, seqs }).into()
+        let other = InstanceId(1 + self.rng.below(4) as u32);
+        let route = self.rng.pick(&[0, 1, 2]);
+        let route = [Route::Direct, Route::Through(other), Route::Relay(vec![other, InstanceId(1)])][route].clone();
+        PartialsFrame::Ticket(StepTicket { step, deadline_ms: self.n32(), dtype, route, seqs }).into()
     }
 
     fn partials(&mut self) -> Frame {
         let (step, layer, rows) = (StepId(self.n()), self.rng.below(4) as u32, self.rng.below(4) as u32);
         let r = rows as usize;
-        match self.rng.below(6) {
+        let debtor = InstanceId(self.rng.below(5) as u32);
+        match self.rng.below(8) {
+            6 => {
+                let (step, queries) = (StepId(self.rng.below(8)), self.bytes(r * 256));
+                PartialsFrame::RelayedQuery { debtor, step, layer, rows, queries }
+            }
+            7 => PartialsFrame::RelayedPartial {
+                debtor,
+                step: StepId(self.rng.below(8)),
+                layer,
+                rows,
+                out: self.bytes(r * 256),
+                lse: self.bytes(r * 16),
+                count: self.bytes(r * 4),
+            },
             0 => PartialsFrame::StepCancel { step: StepId(self.rng.below(8)) },
             1 => PartialsFrame::Refused { step, code: RefuseCode::StaleEpoch, detail: String::new() },
             2 | 3 => {

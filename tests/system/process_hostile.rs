@@ -5,7 +5,7 @@ use crate::process_keys::wait;
 use crate::process_up::golden_prompt;
 use bytes::Bytes;
 use lagoon_protocol as p;
-use lagoon_protocol::{ControlBody as C, PartialsFrame, StepTicket, TicketSeq, VERSION_MAX};
+use lagoon_protocol::{ControlBody as C, PartialsFrame, Route, StepTicket, TicketSeq, VERSION_MAX};
 use lagoon_tests::process::{Server, TIMEOUT, run, token_ids};
 use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, PeerId, SendError, TransportConfig};
 use lagoon_types::{DType, Epoch, LeaseId, LeaseRun, SeqId, StepId, limits::STEP_ROWS_MAX};
@@ -432,7 +432,8 @@ fn a_flood_of_one_peer_stops_nobody_else() {
             return PartialsFrame::Query { step, layer: 0, rows, queries: queries.clone() }.into();
         }
         let seqs = vec![TicketSeq { seq: SeqId(3), rows, pos0: 1, runs: vec![run] }];
-        PartialsFrame::Ticket(StepTicket { step, deadline_ms: u32::MAX, dtype: DType::F32, seqs }).into()
+        PartialsFrame::Ticket(StepTicket { step, deadline_ms: u32::MAX, dtype: DType::F32, route: Route::Direct, seqs })
+            .into()
     };
     let flood = Flood::default();
     let (node, peer) = (stranger.bound.node.clone(), stranger.peer);

@@ -8,6 +8,8 @@ use std::thread;
 use tokio::sync::mpsc;
 
 #[cfg(target_os = "linux")]
+pub(crate) use lagoon_transport::direct::boot_id;
+#[cfg(target_os = "linux")]
 use lagoon_transport::direct::{ArenaServer, fetch_memory, host_identity};
 
 /// Offers lent memory until dropped.
@@ -38,6 +40,12 @@ pub(crate) fn offer(region: &KvRegion, _blocks: u32) -> anyhow::Result<(LentMemo
 #[cfg(target_os = "linux")]
 pub(crate) fn host() -> Option<String> {
     Some(host_identity()).filter(|host| !host.is_empty())
+}
+
+/// None where the kernel has no boot id.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn boot_id() -> Option<String> {
+    None
 }
 
 #[cfg(not(target_os = "linux"))]

@@ -130,6 +130,30 @@ const REQUESTS: &[Metric] = &[
         &[],
         "Steps of remote attention refused to hold --target-tbt-ms.",
     ),
+    Metric::counter(
+        "lagoon_queries_to_other_hosts_total",
+        "frames",
+        &[],
+        "Frames of queries sent to creditors on other hosts: one for a layer and host where creditors there are asked through one.",
+    ),
+    Metric::counter(
+        "lagoon_query_bytes_to_other_hosts_total",
+        "bytes",
+        &[],
+        "Bytes of those queries; partials of about the same size come back.",
+    ),
+    Metric::counter(
+        "lagoon_relayed_layers_total",
+        "layers",
+        &[],
+        "Layers of other instances' steps for which this one merged the partials of its host's creditors.",
+    ),
+    Metric::counter(
+        "lagoon_relay_failures_total",
+        "steps",
+        &[],
+        "Own steps begun again because one creditor did not answer for its host: they are then asked directly.",
+    ),
     Metric::gauge("lagoon_draining", "", &[], "1 while this instance is drained."),
     Metric::counter(
         "lagoon_wire_bytes_sent_total",

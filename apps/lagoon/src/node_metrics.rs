@@ -8,7 +8,7 @@ use crate::tier_kind::TierKind;
 use crate::transfers::Carried;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_instance::{
-    CacheTiersStatus, JointStatus, LastTimes, MoveStatus, PeerAccessStatus, PrefillStatus, PrefixStatus,
+    CacheTiersStatus, JointStatus, LastTimes, MoveStatus, PeerAccessStatus, PrefillStatus, PrefixStatus, RelayStatus,
 };
 use lagoon_transport::Node;
 use metrics::{counter, gauge, histogram};
@@ -74,6 +74,7 @@ impl NodeMetrics {
         record_prefill(&of.prefill);
         record_prefix(&of.prefix);
         record_joint(of.joint);
+        record_relays(of.relays);
         of.cache_tiers.iter().for_each(record_cache_tiers);
         record_peer_access(&of.peer_access);
         for row in &status.paths {
@@ -105,6 +106,13 @@ fn record_joint(of: JointStatus) {
         counter!("lagoon_joint_prefills_total", "result" => result).absolute(prompts);
     }
     counter!("lagoon_joint_prefill_tokens_total").absolute(of.computed_tokens);
+}
+
+fn record_relays(of: RelayStatus) {
+    counter!("lagoon_queries_to_other_hosts_total").absolute(of.queries);
+    counter!("lagoon_query_bytes_to_other_hosts_total").absolute(of.query_bytes);
+    counter!("lagoon_relayed_layers_total").absolute(of.merged_layers);
+    counter!("lagoon_relay_failures_total").absolute(of.failed_steps);
 }
 
 fn record_prefix(of: &PrefixStatus) {

@@ -6,7 +6,8 @@
 use lagoon_protocol::{Hello, PoolShape};
 use lagoon_transport::{PeerId, Subject};
 use lagoon_types::limits::{
-    CONNECT_DEADLINE_MS, INSTANCE_FORGET_MS, INSTANCES_MAX, LAYERS_MAX, LEASE_TTL_MS, TRANSFER_REQUEST_MS,
+    CONNECT_DEADLINE_MS, HOST_NAME_BYTES_MAX, INSTANCE_FORGET_MS, INSTANCES_MAX, LAYERS_MAX, LEASE_TTL_MS,
+    TRANSFER_REQUEST_MS,
 };
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -120,11 +121,12 @@ impl Numbers {
     /// Keeps a Hello that was refused, without the memory that it lends.
     pub(crate) fn wait(&mut self, peer: PeerId, subject: &Subject, hello: &Hello) {
         let own = self.waiting.values().filter(|(node, _)| *node == subject.node).count();
-        if own < KEPT_NODE_MAX && self.waiting.len() < WAITING_MAX && hello.shape.as_ref().is_none_or(is_small) {
-            let Hello { version_min, version_max, instance, incarnation, shape, lent: _ } = hello;
-            let (shape, lent) = (shape.clone(), None);
+        let is_short = hello.host.len() <= HOST_NAME_BYTES_MAX && hello.shape.as_ref().is_none_or(is_small);
+        if own < KEPT_NODE_MAX && self.waiting.len() < WAITING_MAX && is_short {
+            let Hello { version_min, version_max, instance, incarnation, shape, lent: _, host } = hello;
+            let (shape, host, lent) = (shape.clone(), host.clone(), None);
             let [version_min, version_max, instance] = [*version_min, *version_max, *instance];
-            let hello = Hello { version_min, version_max, instance, incarnation: *incarnation, shape, lent };
+            let hello = Hello { version_min, version_max, instance, incarnation: *incarnation, shape, lent, host };
             self.waiting.insert(peer, (Arc::clone(&subject.node), hello));
         }
     }

@@ -49,7 +49,14 @@ pub(crate) fn at_instance(roles: Roles, body: &ControlBody) -> Result<(), String
 
 /// As [`at_instance`], for the partials class.
 pub(crate) fn partials(roles: Roles, frame: &PartialsFrame) -> bool {
-    let lends = matches!(frame, PartialsFrame::Partial { .. } | PartialsFrame::Refused { .. });
+    // A creditor that relays a debtor's queries passes them on; a member serves them only under the debtor's own ticket.
+    let lends = matches!(
+        frame,
+        PartialsFrame::Partial { .. }
+            | PartialsFrame::Refused { .. }
+            | PartialsFrame::RelayedQuery { .. }
+            | PartialsFrame::RelayedPartial { .. }
+    );
     roles.has(NodeRole::Instance) || (lends && roles.has(NodeRole::Kv))
 }
 
@@ -140,6 +147,10 @@ mod tests {
         let step = lagoon_types::StepId(1);
         let (cancel, detail) = (PartialsFrame::StepCancel { step }, String::new());
         let refused = PartialsFrame::Refused { step, code: p::RefuseCode::Device, detail };
+        let (debtor, queries) = (InstanceId(3), bytes::Bytes::new());
+        let relayed = PartialsFrame::RelayedQuery { debtor, step, layer: 0, rows: 1, queries: queries.clone() };
+        let asked = PartialsFrame::Query { step, layer: 0, rows: 1, queries };
+        assert!(partials(kv, &relayed) && !partials(kv, &asked));
         assert!(partials(kv, &refused) && !partials(kv, &cancel) && partials(roles(&[NodeRole::Instance]), &cancel));
     }
 

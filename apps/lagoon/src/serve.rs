@@ -37,6 +37,7 @@ use lagoon_model::ModelSpec;
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_transport::{Identity, NodeRole};
+use lagoon_types::limits::HOST_NAME_BYTES_MAX;
 use lagoon_types::{DType, ModelHash};
 use std::net::SocketAddr;
 use std::path::Path;
@@ -96,6 +97,10 @@ pub(crate) struct ServeArgs {
     /// Address at which peers reach this instance, if not the one listened on.
     #[arg(long, value_name = "ADDR", value_parser = hosts::address)]
     advertise: Option<SocketAddr>,
+    /// Name of the host, the same for all instances on it: creditors on one other host are asked through one of them. For virtual
+    /// machines and sandboxes that should count as one host, or that hide the kernel's boot id [default: the boot id].
+    #[arg(long, value_name = "NAME", value_parser = host_name)]
+    host_name: Option<String>,
     /// Where peers reach the host memory tier (QUIC, UDP) [default: a free port beside --quic].
     #[arg(long, value_name = "ADDR", requires = "host_kv_tokens", value_parser = hosts::address)]
     host_quic: Option<SocketAddr>,
@@ -144,6 +149,13 @@ pub(crate) struct ServeArgs {
     /// Stop when standard input ends, for a parent process.
     #[arg(long, hide = true)]
     exit_with_stdin: bool,
+}
+
+fn host_name(text: &str) -> Result<String, String> {
+    match text.len() {
+        1..=HOST_NAME_BYTES_MAX => Ok(text.to_owned()),
+        _ => Err(format!("expected 1 to {HOST_NAME_BYTES_MAX} bytes")),
+    }
 }
 
 fn parse_hash(text: &str) -> Result<ModelHash, String> {
@@ -542,6 +554,7 @@ fn instance_config(
             RoleArg::Instance | RoleArg::Prefill | RoleArg::Decode => http_addr.to_string(),
             RoleArg::Kv => String::new(),
         },
+        host: args.host_name.clone().or_else(lent_memory::boot_id).unwrap_or_default(),
         backend: backend.to_owned(),
         role: match args.role {
             RoleArg::Instance => Role::Instance,

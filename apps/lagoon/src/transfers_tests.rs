@@ -24,6 +24,7 @@ fn config(incarnation: u64) -> InstanceConfig {
         name: String::new(),
         quic_addr: String::new(),
         http_addr: String::new(),
+        host: String::new(),
         backend: "cpu".to_owned(),
         role: Role::Prefill,
         tier: MemoryTier::Device,

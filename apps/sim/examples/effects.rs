@@ -32,6 +32,7 @@ fn chaos(seeds: Range<u64>, roles: Option<bool>, quiet: bool) {
             aim: None,
             faults: true,
             cache_tiers: false,
+            hosts: false,
             joint: false,
         };
         line(&format!("seed {seed}"), quiet, || run(&Scenario::draw(seed, limits)).is_ok());

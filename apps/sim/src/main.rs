@@ -65,6 +65,9 @@ struct SimArgs {
     /// Have long prompts computed by several instances.
     #[arg(long)]
     joint: bool,
+    /// Put the instances on two hosts, whose creditors are asked through one of them.
+    #[arg(long)]
+    hosts: bool,
 }
 
 fn parse_aim(text: &str) -> Result<Aim, String> {
@@ -82,8 +85,9 @@ fn main() -> anyhow::Result<ExitCode> {
     if let Some(command) = &args.command {
         return suites::run(command).map(|()| ExitCode::SUCCESS);
     }
-    let SimArgs { nodes, requests, seconds, steps, roles, aim, cache_tiers, joint, .. } = *args;
-    let limits = Limits { nodes, requests, seconds, steps, roles, aim, cache_tiers, joint, faults: !args.no_faults };
+    let SimArgs { nodes, requests, seconds, steps, roles, aim, cache_tiers, joint, hosts, .. } = *args;
+    let faults = !args.no_faults;
+    let limits = Limits { nodes, requests, seconds, steps, roles, aim, cache_tiers, joint, hosts, faults };
     match args.seed {
         Some(seed) => one(args, seed, limits),
         None => many(args, args.seeds.clone().unwrap_or(0..1000), limits),
@@ -174,7 +178,8 @@ fn report(args: &SimArgs, scenario: &Scenario, failure: &Failure) -> anyhow::Res
     let aim = args.aim.map_or_else(String::new, |aim| format!(" --aim {}", aim.name()));
     let tiers = if args.cache_tiers { " --cache-tiers" } else { "" };
     let joint = if args.joint { " --joint" } else { "" };
-    println!("replay: lagoon-sim --seed {}{roles}{aim}{tiers}{joint}", scenario.seed);
+    let hosts = if args.hosts { " --hosts" } else { "" };
+    println!("replay: lagoon-sim --seed {}{roles}{aim}{tiers}{joint}{hosts}", scenario.seed);
     Ok(())
 }
 
@@ -200,6 +205,9 @@ fn print_summary(s: &Summary) {
     );
     println!("{} tokens, {} preemptions, {} losses of KV", s.tokens, s.preemptions, s.recoveries);
     println!("{} tokens computed again for lost KV", s.recomputed);
+    if s.relayed > 0 {
+        println!("{} layers were merged by relays, {} steps were not relayed", s.relayed, s.relays_failed);
+    }
     if s.joint_begun > 0 {
         println!(
             "{} prompts begun with others, {} completed, {} tokens computed for others",

@@ -26,6 +26,8 @@ const MODEL: ModelHash = ModelHash([7; 32]);
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeSpec {
     pub role: Role,
+    /// Number of its host; 0 if it names none.
+    pub host: u32,
     /// Takes part in KV transfer.
     pub transfers: bool,
     /// Blocks of its staging buffer; 0 if transports use the store itself.
@@ -101,6 +103,7 @@ impl NodeSpec {
     pub fn of(blocks: u32) -> Self {
         Self {
             role: Role::Instance,
+            host: 0,
             transfers: false,
             stage_blocks: 0,
             tier: MemoryTier::Device,
@@ -140,6 +143,7 @@ impl NodeSpec {
             name: format!("node {place}"),
             quic_addr: address(place),
             http_addr: String::new(),
+            host: if self.host == 0 { String::new() } else { format!("host {}", self.host) },
             backend: "symbolic".to_owned(),
             role: self.role,
             tier: self.tier,

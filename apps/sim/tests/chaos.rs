@@ -70,6 +70,14 @@ fn no_seed_fails_with_joint_prefill() {
     assert!(total.joint_tokens > 0, "nothing was computed for others: {total:?}");
 }
 
+/// Creditors on another host, asked through one of them, with every fault of relays and members.
+#[test]
+fn no_seed_fails_with_relays() {
+    let limits = Limits { hosts: true, roles: Some(false), ..Limits::default() };
+    let total = run_all(seeds(0..1000), limits, " --hosts --roles false");
+    assert!(total.relayed > 0 && total.relays_failed > 0, "nothing was relayed, or went wrong: {total:?}");
+}
+
 /// Pools with prefill and decode workers, pulling and pushing.
 #[test]
 fn no_seed_fails_with_roles() {

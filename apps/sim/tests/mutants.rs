@@ -21,6 +21,7 @@ const ROLES: Limits = Limits {
     steps: 0,
     cache_tiers: false,
     joint: false,
+    hosts: false,
 };
 
 /// The first seed that finds a mutant, and its failure.
@@ -84,6 +85,13 @@ fn a_stripe_that_is_attended_to_before_it_is_computed_is_found() {
     let limits = Limits { joint: true, roles: Some(false), ..Limits::default() };
     let (_, failure) = hunt_with("StripeUnawaited", limits, |on| choose(on.then_some(Mutant::StripeUnawaited)));
     assert!(["answer", "coverage"].contains(&failure.checker.as_str()), "{failure}");
+}
+
+#[test]
+fn a_member_that_a_relay_merges_twice_is_found() {
+    let limits = Limits { hosts: true, roles: Some(false), ..Limits::default() };
+    let (_, failure) = hunt_with("MemberMergedTwice", limits, |on| choose(on.then_some(Mutant::MemberMergedTwice)));
+    assert_eq!(failure.checker, "coverage", "{failure}");
 }
 
 #[test]

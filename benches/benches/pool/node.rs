@@ -64,6 +64,7 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         name: "bench".to_owned(),
         quic_addr: quic.map(|a| a.to_string()).unwrap_or_default(),
         http_addr: String::new(),
+        host: String::new(),
         backend: "cpu".to_owned(),
         role: Role::Instance,
         tier: MemoryTier::Device,

@@ -57,6 +57,8 @@ lagoon_types::mutants! {
     DraftsUnheld,
     /// The first draft that was not sampled is accepted, too.
     DraftUnchecked,
+    /// A relay merges the first member's partial twice.
+    MemberMergedTwice,
     /// A dispatcher forgets a request that an instance gave back.
     HandBackLost,
     /// A dispatcher queues requests of an instance that left the reports again, as their callers do.

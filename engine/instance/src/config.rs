@@ -152,6 +152,9 @@ pub struct InstanceConfig {
     pub quic_addr: String,
     /// `ip:port` of its HTTP server; empty if it has none.
     pub http_addr: String,
+    /// Name of its host, equal for all instances there; empty if unknown. Creditors on one other host are asked through one of
+    /// them (docs/adr/0039).
+    pub host: String,
     /// `cpu`, `wgpu` or `cuda`.
     pub backend: String,
     /// The role at start.

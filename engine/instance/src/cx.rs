@@ -183,7 +183,14 @@ impl Cx {
     pub(crate) fn send_or_dial(&mut self, to: InstanceId, quic_addr: &str, body: ControlBody) {
         if let Some(peer) = self.peers.key(to) {
             self.send(peer, body);
-        } else if self.peers.send_when_known(to, body, self.now_ms) {
+        } else {
+            self.dial(to, quic_addr, Some(body));
+        }
+    }
+
+    /// Dials an instance that is not known, unless it is being dialled, and keeps a message for it.
+    pub(crate) fn dial(&mut self, to: InstanceId, quic_addr: &str, body: Option<ControlBody>) {
+        if self.peers.send_when_known(to, body, self.now_ms) {
             self.effects.push(Effect::Connect { instance: to, quic_addr: quic_addr.to_owned() });
         }
     }

@@ -303,6 +303,9 @@ impl Instance {
         if let ControlBody::Recall(recall) = body {
             return self.moves(MoveEvent::Recall { creditor: from, recall });
         }
+        if let ControlBody::RelayMembers(members) = body {
+            return self.membership(MembershipEvent::RelayMembers(members));
+        }
         if let ControlBody::Joint(message) = body {
             return self.joint(JointEvent::Control { from, message: *message });
         }

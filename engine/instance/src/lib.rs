@@ -39,6 +39,7 @@ pub use prefill::{LastTimes, PrefillStatus, PrefillTimes, StageUser};
 pub use status::{InstanceStatus, SequencePlacement};
 pub use step::cost::{CostModel, LinkCost, OwnCost};
 pub use step::mapped::PeerAccessStatus;
+pub use step::relays::RelayStatus;
 
 /// The shell sends [`Event::Tick`] at least this often.
 pub const TICK_MS: u64 = 20;

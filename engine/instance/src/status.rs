@@ -9,6 +9,7 @@ use crate::look::Look;
 use crate::moves::{MovePace, MoveStatus};
 use crate::prefill::{LastTimes, PrefillStatus, StageUser};
 use crate::step::mapped::PeerAccessStatus;
+use crate::step::relays::RelayStatus;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_cluster::RManager;
 use lagoon_kv::{BlockHash, KvAccount, Placement};
@@ -82,6 +83,7 @@ pub struct InstanceStatus {
     pub prefill: PrefillStatus,
     pub prefix: PrefixStatus,
     pub joint: JointStatus,
+    pub relays: RelayStatus,
     /// Tiers of the prefix cache beside the KV memory, if there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cache_tiers: Option<CacheTiersStatus>,
@@ -269,6 +271,7 @@ impl Instance {
             prefill: self.prefill.look(&self.cx, &self.batch),
             prefix: self.cx.memory.prefix.status(&self.cx.memory.rm),
             joint: self.joint.status(),
+            relays: RelayStatus { merged_layers: self.creditor.merged_layers(), ..self.step.relays().status() },
             cache_tiers: self.cx.memory.tiers.status(&self.cx.memory.rm.pool),
             peer_access: PeerAccessStatus { sealed: self.creditor.sealed(), ..self.step.mapped().status() },
             sequences: self.batch.seqs().map(placement).collect(),

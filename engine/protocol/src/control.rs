@@ -12,6 +12,7 @@ use crate::prefill::{
     PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest, RoleOrder, Workers,
 };
 use crate::prefix::{CacheDrop, CachedRun, LeaseHashes};
+use crate::relay::RelayMembers;
 use crate::role::Role;
 use crate::transfer::{
     TransferArena, TransferComplete, TransferCompleted, TransferConnect, TransferConnected, TransferExport,
@@ -26,7 +27,7 @@ pub struct Control {
     #[prost(
         oneof = "ControlBody",
         tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, \
-                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51"
+                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52"
     )]
     pub body: Option<ControlBody>,
 }
@@ -151,6 +152,9 @@ pub enum ControlBody {
     // Joint prefill: its members.
     #[prost(message, boxed, tag = "51")]
     Joint(Box<Joint>),
+    // Debtor and the relay of a host.
+    #[prost(message, tag = "52")]
+    RelayMembers(RelayMembers),
 }
 
 /// Model and KV shape that must be equal for two instances to share KV.
@@ -438,6 +442,9 @@ pub struct Hello {
     /// Device memory of the sender's KV store, if debtors may map it.
     #[prost(message, optional, boxed, tag = "6")]
     pub lent: Option<Box<LentMemory>>,
+    /// Host that the sender runs on, equal for all instances there. Empty if it is unknown, or the sender knows no relays.
+    #[prost(string, tag = "7")]
+    pub host: String,
 }
 
 /// Creditor KV store in a shared device region that peers on its host may map and attend to directly (peer access): all

@@ -3,7 +3,7 @@
 
 use bytes::Bytes;
 pub use lagoon_types::LeaseRun;
-use lagoon_types::{DType, Epoch, LeaseId, SeqId, StepId};
+use lagoon_types::{DType, Epoch, InstanceId, LeaseId, SeqId, StepId};
 
 /// Reason of a creditor's refusal of a step or a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +24,8 @@ pub enum RefuseCode {
     Device,
     /// A sealed block's content hash differs from the debtor's.
     HashMismatch,
+    /// The step's queries or partials did not come through its relay: the KV is there, and the creditors may be asked directly.
+    NotRelayed,
 }
 
 impl RefuseCode {
@@ -39,6 +41,7 @@ impl RefuseCode {
             Self::Malformed => 6,
             Self::Device => 7,
             Self::HashMismatch => 8,
+            Self::NotRelayed => 9,
         }
     }
 
@@ -54,6 +57,7 @@ impl RefuseCode {
             6 => Self::Malformed,
             7 => Self::Device,
             8 => Self::HashMismatch,
+            9 => Self::NotRelayed,
             _ => return None,
         })
     }
@@ -71,6 +75,19 @@ pub struct TicketSeq {
     pub runs: Vec<LeaseRun>,
 }
 
+/// Way of a step's queries to a creditor, and of its partials back.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Route {
+    /// From the debtor, and to it.
+    #[default]
+    Direct,
+    /// From this relay, and to it.
+    Through(InstanceId),
+    /// From the debtor; the creditor is the relay of these members: it passes each layer's queries on to them, and answers with the
+    /// merge of its partial and theirs, in this order.
+    Relay(Vec<InstanceId>),
+}
+
 /// Step ticket: sent to a creditor once per step, so that layer frames carry only step, layer and queries. Valid until
 /// the last layer is answered, a [`PartialsFrame::StepCancel`], or its deadline.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,6 +97,7 @@ pub struct StepTicket {
     pub deadline_ms: u32,
     /// Element type of the queries and of the partials' outputs.
     pub dtype: DType,
+    pub route: Route,
     pub seqs: Vec<TicketSeq>,
 }
 
@@ -111,6 +129,24 @@ pub enum PartialsFrame {
     },
     StepCancel {
         step: StepId,
+    },
+    /// A relay passes a debtor's `Query` on to a member.
+    RelayedQuery {
+        debtor: InstanceId,
+        step: StepId,
+        layer: u32,
+        rows: u32,
+        queries: Bytes,
+    },
+    /// A member's `Partial`, for its relay.
+    RelayedPartial {
+        debtor: InstanceId,
+        step: StepId,
+        layer: u32,
+        rows: u32,
+        out: Bytes,
+        lse: Bytes,
+        count: Bytes,
     },
 }
 

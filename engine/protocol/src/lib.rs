@@ -19,6 +19,7 @@ pub mod joint;
 pub mod placement;
 pub mod prefill;
 pub mod prefix;
+pub mod relay;
 pub mod role;
 pub mod transfer;
 
@@ -30,6 +31,7 @@ pub use joint::*;
 pub use placement::*;
 pub use prefill::*;
 pub use prefix::*;
+pub use relay::*;
 pub use role::*;
 pub use transfer::*;
 

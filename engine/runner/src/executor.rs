@@ -8,11 +8,11 @@ use crate::memory::{KvArena, KvMemory, KvRegion, PeerMemory, hold, no_peer_acces
 use crate::micro_batch::RemoteBuffers;
 use crate::pass::{Pass, Progress};
 use crate::queue;
-use crate::remote_query::{AttentionShape, RemoteQueryBuffers};
+use crate::remote_query::{self, AttentionShape, RemoteQueryBuffers};
 use crate::ring::Rings;
 use crate::sampling::Sampler;
 use crate::stage::{Beside, Stages};
-use crate::work::{Command, MapId, RemoteQuery, RemoteRead, RemoteTag, RemoteWrite, Report, ShareId};
+use crate::work::{Command, MapId, RemoteMerge, RemoteQuery, RemoteRead, RemoteTag, RemoteWrite, Report, ShareId};
 use lagoon_backend::{
     Device, DeviceError, KvCounters, LaunchCounters, PeerAccess, Queued, SharedArenas, SharedRegions, VirtualMemory,
 };
@@ -136,6 +136,7 @@ pub struct Executor<D: Device> {
 #[derive(Debug)]
 enum CreditorWork {
     Query(RemoteQuery),
+    Merge(RemoteMerge),
     Write(RemoteWrite),
     Read(RemoteRead),
     Lent(LentWork),
@@ -304,6 +305,7 @@ impl<D: Device> Executor<D> {
                 }
             }
             Command::RemoteQuery(query) => self.remote_requests.push_back(CreditorWork::Query(query)),
+            Command::RemoteMerge(merge) => self.remote_requests.push_back(CreditorWork::Merge(merge)),
             Command::RemoteWrite(write) => self.remote_requests.push_back(CreditorWork::Write(write)),
             Command::RemoteRead(read) => self.remote_requests.push_back(CreditorWork::Read(read)),
             Command::RemoteSeal { tag, block, epoch } => self.lent_work(LentWork::Seal { tag, block, epoch }),
@@ -459,6 +461,7 @@ impl<D: Device> Executor<D> {
     fn serve(&mut self, work: CreditorWork, reports: &mut dyn FnMut(Report)) {
         match work {
             CreditorWork::Query(RemoteQuery { tag, .. })
+            | CreditorWork::Merge(RemoteMerge { tag, .. })
             | CreditorWork::Read(RemoteRead { tag, .. })
             | CreditorWork::Lent(LentWork::Seal { tag, .. })
                 if let Some(error) = self.remote_request_fault.clone() =>
@@ -472,6 +475,7 @@ impl<D: Device> Executor<D> {
                     .unwrap_or_else(|error| Report::RemoteFailed { tag: query.tag, error });
                 reports(report);
             }
+            CreditorWork::Merge(merge) => reports(remote_query::merge(self.attention.geometry, &merge)),
             CreditorWork::Write(write) => self.store(write, reports),
             CreditorWork::Share { share, tokens, mut slots } => {
                 let mut map = |(from, to)| match self.device.virtual_memory() {

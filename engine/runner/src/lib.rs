@@ -39,7 +39,7 @@ pub use thread::{ExecutorThread, spawn};
 pub use token_counts::TokenCounts;
 pub use work::{
     Command, DraftId, DraftSeq, DraftWork, Drafted, Fetch, HiddenRows, HiddenSum, MapId, MappedKv, PassError,
-    RemotePart, RemoteQuery, RemoteRead, RemoteTag, RemoteWork, RemoteWrite, Report, SampleOut, SampleSpec,
-    SavedWindow, ScoreRows, SealedBlock, SeqRows, ShareId, Ship, ShipSegment, StageId, StageWork, StepWork,
+    RemoteMerge, RemotePart, RemoteQuery, RemoteRead, RemoteTag, RemoteWork, RemoteWrite, Report, SampleOut,
+    SampleSpec, SavedWindow, ScoreRows, SealedBlock, SeqRows, ShareId, Ship, ShipSegment, StageId, StageWork, StepWork,
     WriteSegment,
 };

@@ -1,10 +1,10 @@
 //! Work for peers: micro attention over lent rBlocks, and KV written to and read from them.
 
-use crate::work::{RemoteQuery, Report};
+use crate::work::{RemoteMerge, RemotePart, RemoteQuery, Report};
 use bytes::Bytes;
 use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Partials};
 use lagoon_model::{KvPlace, ModelSpec};
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, Partial};
 use std::ops::Range;
 
 /// Tensors for remote requests' queries, grown to the largest query frame so far (the instance bounds frames).
@@ -52,6 +52,25 @@ impl<D: Device> RemoteQueryBuffers<D> {
         self.partial.count.iter().for_each(|n| count.extend_from_slice(&n.to_le_bytes()));
         Ok(Report::RemotePartial { tag: query.tag, out, lse, count: count.into() })
     }
+}
+
+/// Merges the partials of a host's creditors into one.
+pub(crate) fn merge(geometry: AttentionGeometry, work: &RemoteMerge) -> Report {
+    let heads = geometry.heads as usize;
+    let rows = work.rows as usize;
+    let mut merged = Partial::empty(rows, heads, geometry.q_dim() / heads);
+    for RemotePart { out: out_bytes, lse: lse_bytes, count: count_bytes, .. } in &work.parts {
+        let (mut out, mut lse) = (Vec::new(), Vec::new());
+        work.dtype.decode(out_bytes, &mut out);
+        DType::F32.decode(lse_bytes, &mut lse);
+        let count = count_bytes.chunks_exact(4).map(|n| u32::from_le_bytes([n[0], n[1], n[2], n[3]])).collect();
+        merged.merge(&Partial { out, lse, count, ..Partial::empty(0, heads, merged.head_dim) });
+    }
+    let (mut out, mut lse, mut count) = (Vec::new(), Vec::new(), Vec::with_capacity(rows * 4));
+    work.dtype.encode(&merged.out, &mut out);
+    DType::F32.encode(&merged.lse, &mut lse);
+    merged.count.iter().for_each(|n| count.extend_from_slice(&n.to_le_bytes()));
+    Report::RemotePartial { tag: work.tag, out: out.into(), lse: lse.into(), count: count.into() }
 }
 
 /// The model's parameters for attention over KV: all that a kv node knows of a model.

@@ -256,6 +256,16 @@ pub struct RemoteQuery {
     pub runs: Vec<KvRun>,
 }
 
+/// Partials of the same queries over disjoint keys, of this instance and of peers, to be merged in this order. The instance has
+/// validated them: all have the shape of [`RemoteMerge::rows`] rows.
+#[derive(Clone, Debug)]
+pub struct RemoteMerge {
+    pub tag: RemoteTag,
+    pub dtype: DType,
+    pub rows: u32,
+    pub parts: Vec<RemotePart>,
+}
+
 /// KV from a peer, canonical layout, in pieces of consecutive slots `(slot, tokens)`.
 #[derive(Clone, Debug)]
 pub struct RemoteWrite {
@@ -354,6 +364,8 @@ pub enum Command {
         step: StepId,
     },
     RemoteQuery(RemoteQuery),
+    /// Ends in one [`Report::RemotePartial`].
+    RemoteMerge(RemoteMerge),
     RemoteWrite(RemoteWrite),
     RemoteRead(RemoteRead),
     /// Seals an rBlock of a store with peer access, behind all earlier writes.

@@ -187,6 +187,14 @@ pub const REMOTE_REQUEST_PEER_WAITING_MAX: usize = REMOTE_REQUEST_WAITING_MAX / 
 pub const REMOTE_REQUEST_PEER_BYTES_MAX: usize = 256 << 20;
 /// Bytes of peers' KV that wait for one creditor's device before it stops reading more (one frame may exceed it).
 pub const REMOTE_REQUEST_WRITE_BYTES_MAX: usize = 64 << 20;
+/// Creditors on one host that answer a step as one: a relay and its members.
+pub const RELAY_CREDITORS_MAX: usize = 16;
+/// Pause after a step that a host's relay did not answer, in which its creditors are asked directly. Each further one doubles it.
+pub const RELAY_REST_MS: u64 = 250;
+/// Largest such pause. After a step's deadline it is this one: directly asked, the creditor that does not answer is found meanwhile.
+pub const RELAY_REST_MS_MAX: u64 = 60_000;
+/// Bytes of the name of a host.
+pub const HOST_NAME_BYTES_MAX: usize = 128;
 /// Control messages that wait for one peer to be dialled.
 pub const PEER_PENDING_MAX: usize = 256;
 /// Losses of KV within [`RECOVERIES_WINDOW_MS`] after which a sequence fails.
@@ -274,6 +282,8 @@ const _: () = assert!(PREFACE_BYTES_MAX <= CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(TICKET_SEQS_MAX <= STEP_ROWS_MAX && TICKET_SEQS_MAX <= TICKET_RUNS_MAX);
 const _: () = assert!(3 * DATA_FRAME_BYTES_MAX <= REMOTE_REQUEST_PEER_BYTES_MAX, "two queries and their tickets");
 const _: () = assert!(SEQUENCE_TOKENS_MAX <= u32::MAX / 2);
+const _: () = assert!(RELAY_CREDITORS_MAX <= CREDITORS_MAX && RELAY_REST_MS <= RELAY_REST_MS_MAX);
+const _: () = assert!(2 * STEP_DEADLINE_MS < RELAY_REST_MS_MAX);
 
 // Disaggregated serving (KVDirect §4.2).
 /// Prefill workers in one list.

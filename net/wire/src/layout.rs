@@ -37,6 +37,20 @@ layout!(
 );
 layout!(RawStepCancel, 8, { step: u64 });
 layout!(
+    /// Followed by `members` times `u32`, then [`RawTicket`] and what follows it. `relay` is 0 if the receiver is the relay.
+    RawRoute, 8, { relay: u32, members: u32 }
+);
+layout!(
+    /// Followed by the queries.
+    RawRelayedQuery, 24, { step: u64, layer: u32, rows: u32, debtor: u32, reserved: u32 }
+);
+layout!(
+    /// Followed by as much as [`RawPartial`].
+    RawRelayedPartial, 32, {
+        step: u64, layer: u32, rows: u32, out_bytes: u32, lse_bytes: u32, debtor: u32, reserved: u32
+    }
+);
+layout!(
     /// Followed by the KV.
     RawWrite, 32, { lease: u64, epoch: u64, layer: u32, offset: u32, tokens: u32, reserved: u32 }
 );
@@ -136,7 +150,7 @@ pub(crate) fn dtype(code: u8) -> Result<DType, WireError> {
 }
 
 pub(crate) fn refuse_code(code: u8) -> Result<RefuseCode, WireError> {
-    let unknown = WireError::Field { field: "refusal code", value: u64::from(code), allowed: "1 to 8" };
+    let unknown = WireError::Field { field: "refusal code", value: u64::from(code), allowed: "1 to 9" };
     RefuseCode::from_code(code).ok_or(unknown)
 }
 

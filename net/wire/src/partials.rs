@@ -1,20 +1,24 @@
 //! Codec of the partials class: step tickets, queries, partials.
 
 use crate::layout::{
-    RawPartial, RawQuery, RawRun, RawStepCancel, RawStepRefused, RawTicket, RawTicketSeq, check_even, check_layer,
-    check_rows, check_tokens, cut_detail, detail, dtype, finish, refuse_code, reserved, take, take_bytes,
+    RawPartial, RawQuery, RawRelayedPartial, RawRelayedQuery, RawRoute, RawRun, RawStepCancel, RawStepRefused,
+    RawTicket, RawTicketSeq, check_even, check_layer, check_rows, check_tokens, cut_detail, detail, dtype, finish,
+    refuse_code, reserved, take, take_bytes,
 };
 use crate::{Class, EncodedFrame, WireError};
 use bytemuck::bytes_of;
 use bytes::Bytes;
-use lagoon_protocol::{LeaseRun, PartialsFrame, StepTicket, TicketSeq};
-use lagoon_types::{Epoch, LeaseId, SeqId, StepId, limits};
+use lagoon_protocol::{LeaseRun, PartialsFrame, Route, StepTicket, TicketSeq};
+use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, StepId, limits};
 
 const KIND_TICKET: u8 = 1;
 const KIND_QUERY: u8 = 2;
 const KIND_PARTIAL: u8 = 3;
 const KIND_REFUSED: u8 = 4;
 const KIND_STEP_CANCEL: u8 = 5;
+const KIND_ROUTED_TICKET: u8 = 6;
+const KIND_RELAYED_QUERY: u8 = 7;
+const KIND_RELAYED_PARTIAL: u8 = 8;
 
 pub(crate) fn encode(frame: &PartialsFrame) -> Result<EncodedFrame, WireError> {
     check(frame)?;
@@ -45,12 +49,34 @@ pub(crate) fn encode(frame: &PartialsFrame) -> Result<EncodedFrame, WireError> {
             let raw = RawStepCancel { step: step.0 };
             EncodedFrame::build(class, KIND_STEP_CANCEL, &[bytes_of(&raw)], Default::default())
         }
+        PartialsFrame::RelayedQuery { debtor, step, layer, rows, queries } => {
+            let raw = RawRelayedQuery { step: step.0, layer: *layer, rows: *rows, debtor: debtor.0, reserved: 0 };
+            let payload = [queries.clone(), Bytes::new(), Bytes::new()];
+            EncodedFrame::build(class, KIND_RELAYED_QUERY, &[bytes_of(&raw)], payload)
+        }
+        PartialsFrame::RelayedPartial { debtor, step, layer, rows, out, lse, count } => {
+            let raw = RawRelayedPartial {
+                step: step.0,
+                layer: *layer,
+                rows: *rows,
+                out_bytes: length_u32(out.len())?,
+                lse_bytes: length_u32(lse.len())?,
+                debtor: debtor.0,
+                reserved: 0,
+            };
+            let payload = [out.clone(), lse.clone(), count.clone()];
+            EncodedFrame::build(class, KIND_RELAYED_PARTIAL, &[bytes_of(&raw)], payload)
+        }
     }
 }
 
 pub(crate) fn decode(kind: u8, mut body: Bytes) -> Result<PartialsFrame, WireError> {
     let frame = match kind {
-        KIND_TICKET => PartialsFrame::Ticket(decode_ticket(body)?),
+        KIND_TICKET => PartialsFrame::Ticket(decode_ticket(body, Route::Direct)?),
+        KIND_ROUTED_TICKET => {
+            let route = decode_route(&mut body)?;
+            PartialsFrame::Ticket(decode_ticket(body, route)?)
+        }
         KIND_QUERY => {
             let raw: RawQuery = take(&mut body, "a query")?;
             PartialsFrame::Query { step: StepId(raw.step), layer: raw.layer, rows: raw.rows, queries: body }
@@ -73,6 +99,20 @@ pub(crate) fn decode(kind: u8, mut body: Bytes) -> Result<PartialsFrame, WireErr
             finish(&body)?;
             PartialsFrame::StepCancel { step: StepId(raw.step) }
         }
+        KIND_RELAYED_QUERY => {
+            let raw: RawRelayedQuery = take(&mut body, "a relayed query")?;
+            reserved(&raw.reserved.to_le_bytes())?;
+            let (debtor, step) = (InstanceId(raw.debtor), StepId(raw.step));
+            PartialsFrame::RelayedQuery { debtor, step, layer: raw.layer, rows: raw.rows, queries: body }
+        }
+        KIND_RELAYED_PARTIAL => {
+            let raw: RawRelayedPartial = take(&mut body, "a relayed partial")?;
+            reserved(&raw.reserved.to_le_bytes())?;
+            let out = take_bytes(&mut body, length_usize(raw.out_bytes), "the outputs of a partial")?;
+            let lse = take_bytes(&mut body, length_usize(raw.lse_bytes), "the log-sum-exps of a partial")?;
+            let (debtor, step, layer, rows) = (InstanceId(raw.debtor), StepId(raw.step), raw.layer, raw.rows);
+            PartialsFrame::RelayedPartial { debtor, step, layer, rows, out, lse, count: body }
+        }
         _ => return Err(WireError::Kind { class: Class::Partials, kind }),
     };
     check(&frame)?;
@@ -83,12 +123,14 @@ pub(crate) fn decode(kind: u8, mut body: Bytes) -> Result<PartialsFrame, WireErr
 fn check(frame: &PartialsFrame) -> Result<(), WireError> {
     match frame {
         PartialsFrame::Ticket(ticket) => check_ticket(ticket),
-        PartialsFrame::Query { layer, rows, queries, .. } => {
+        PartialsFrame::Query { layer, rows, queries, .. }
+        | PartialsFrame::RelayedQuery { layer, rows, queries, .. } => {
             check_layer(*layer)?;
             check_rows(*rows)?;
             check_even(queries.len(), *rows, 2, "the queries are not rows of whole elements")
         }
-        PartialsFrame::Partial { layer, rows, out, lse, count, .. } => {
+        PartialsFrame::Partial { layer, rows, out, lse, count, .. }
+        | PartialsFrame::RelayedPartial { layer, rows, out, lse, count, .. } => {
             check_layer(*layer)?;
             check_rows(*rows)?;
             check_even(out.len(), *rows, 2, "the outputs are not rows of whole elements")?;
@@ -103,6 +145,14 @@ fn check(frame: &PartialsFrame) -> Result<(), WireError> {
 }
 
 fn check_ticket(ticket: &StepTicket) -> Result<(), WireError> {
+    match &ticket.route {
+        Route::Direct => {}
+        Route::Through(relay) => check_instance(*relay)?,
+        Route::Relay(members) => {
+            check_members(members.len())?;
+            members.iter().try_for_each(|member| check_instance(*member))?;
+        }
+    }
     check_counts(ticket.seqs.len(), ticket.seqs.iter().map(|seq| seq.runs.len()).fold(0, usize::saturating_add))?;
     let mut rows = 0u32;
     for seq in &ticket.seqs {
@@ -119,6 +169,21 @@ fn check_ticket(ticket: &StepTicket) -> Result<(), WireError> {
         }
     }
     check_rows(rows)
+}
+
+fn check_instance(instance: InstanceId) -> Result<(), WireError> {
+    if instance.0 != 0 {
+        return Ok(());
+    }
+    Err(WireError::Field { field: "an instance of a route", value: 0, allowed: "1 or more" })
+}
+
+fn check_members(members: usize) -> Result<(), WireError> {
+    if (1..limits::RELAY_CREDITORS_MAX).contains(&members) {
+        return Ok(());
+    }
+    let value = u64::try_from(members).unwrap_or(u64::MAX);
+    Err(WireError::Field { field: "members of a relay", value, allowed: "1 to RELAY_CREDITORS_MAX - 1" })
 }
 
 fn check_counts(seqs: usize, runs: usize) -> Result<(), WireError> {
@@ -156,11 +221,36 @@ fn encode_ticket(ticket: &StepTicket) -> Result<EncodedFrame, WireError> {
         dtype: ticket.dtype.code(),
         reserved: [0; 3],
     };
-    let parts = [bytes_of(&raw), bytemuck::cast_slice(&seqs), bytemuck::cast_slice(&runs)];
-    EncodedFrame::build(Some(Class::Partials), KIND_TICKET, &parts, Default::default())
+    let (relay, members) = match &ticket.route {
+        Route::Direct => {
+            let parts = [bytes_of(&raw), bytemuck::cast_slice(&seqs), bytemuck::cast_slice(&runs)];
+            return EncodedFrame::build(Some(Class::Partials), KIND_TICKET, &parts, Default::default());
+        }
+        Route::Through(relay) => (relay.0, Vec::new()),
+        Route::Relay(members) => (0, members.iter().map(|member| member.0).collect()),
+    };
+    let route = RawRoute { relay, members: length_u32(members.len())? };
+    let (route, members) = (bytes_of(&route), bytemuck::cast_slice(&members));
+    let parts = [route, members, bytes_of(&raw), bytemuck::cast_slice(&seqs), bytemuck::cast_slice(&runs)];
+    EncodedFrame::build(Some(Class::Partials), KIND_ROUTED_TICKET, &parts, Default::default())
 }
 
-fn decode_ticket(mut body: Bytes) -> Result<StepTicket, WireError> {
+/// The route in front of a routed ticket.
+fn decode_route(body: &mut Bytes) -> Result<Route, WireError> {
+    let raw: RawRoute = take(body, "the route of a step ticket")?;
+    if raw.relay != 0 {
+        reserved(&raw.members.to_le_bytes())?;
+        return Ok(Route::Through(InstanceId(raw.relay)));
+    }
+    let members = length_usize(raw.members);
+    check_members(members)?;
+    (0..members)
+        .map(|_| take(body, "the members of a relay").map(InstanceId))
+        .collect::<Result<_, _>>()
+        .map(Route::Relay)
+}
+
+fn decode_ticket(mut body: Bytes, route: Route) -> Result<StepTicket, WireError> {
     let raw: RawTicket = take(&mut body, "a step ticket")?;
     reserved(&raw.reserved)?;
     let (seq_count, run_count) = (length_usize(raw.seqs), length_usize(raw.runs));
@@ -189,7 +279,7 @@ fn decode_ticket(mut body: Bytes) -> Result<StepTicket, WireError> {
         seqs.push(TicketSeq { seq: SeqId(seq.seq), rows: seq.rows, pos0: seq.pos0, runs });
     }
     finish(&run_table)?;
-    Ok(StepTicket { step: StepId(raw.step), deadline_ms: raw.deadline_ms, dtype: dtype(raw.dtype)?, seqs })
+    Ok(StepTicket { step: StepId(raw.step), deadline_ms: raw.deadline_ms, dtype: dtype(raw.dtype)?, route, seqs })
 }
 
 /// Frames are capped far below `u32::MAX`; a larger part is an error of the caller and reported as such.

@@ -5,7 +5,7 @@ mod support;
 
 use bytes::Bytes;
 use lagoon_protocol::*;
-use lagoon_types::{DType, Epoch, LeaseId, SeqId, StepId, limits};
+use lagoon_types::{DType, Epoch, InstanceId, LeaseId, SeqId, StepId, limits};
 use lagoon_wire::{Class, Frame, FrameReader, HEADER_BYTES, WireError, encode};
 use proptest::prelude::*;
 
@@ -25,7 +25,7 @@ fn dtype() -> impl Strategy<Value = DType> {
 }
 
 fn code() -> impl Strategy<Value = RefuseCode> {
-    (1u8..=8).prop_map(|code| RefuseCode::from_code(code).unwrap())
+    (1u8..=9).prop_map(|code| RefuseCode::from_code(code).unwrap())
 }
 
 fn seq() -> impl Strategy<Value = TicketSeq> {
@@ -41,12 +41,33 @@ fn seq() -> impl Strategy<Value = TicketSeq> {
     })
 }
 
+fn route() -> impl Strategy<Value = Route> {
+    let instance = || (1u32..).prop_map(InstanceId);
+    let members = prop::collection::vec(instance(), 1..limits::RELAY_CREDITORS_MAX);
+    prop_oneof![Just(Route::Direct), instance().prop_map(Route::Through), members.prop_map(Route::Relay)]
+}
+
 fn partials() -> impl Strategy<Value = PartialsFrame> {
-    let ticket = (any::<u64>(), any::<u32>(), dtype(), prop::collection::vec(seq(), 1..8)).prop_map(
-        |(step, deadline_ms, dtype, seqs)| {
-            PartialsFrame::Ticket(StepTicket { step: StepId(step), deadline_ms, dtype, seqs })
+    let ticket = (any::<u64>(), any::<u32>(), dtype(), route(), prop::collection::vec(seq(), 1..8)).prop_map(
+        |(step, deadline_ms, dtype, route, seqs)| {
+            PartialsFrame::Ticket(StepTicket { step: StepId(step), deadline_ms, dtype, route, seqs })
         },
     );
+    let relayed_query = (any::<u64>(), 0u32..limits::LAYERS_MAX, 1u32..20, any::<u32>());
+    let relayed_query = relayed_query.prop_flat_map(|(step, layer, rows, debtor)| {
+        payload(rows, 2).prop_map(move |queries| {
+            let (debtor, step) = (InstanceId(debtor), StepId(step));
+            PartialsFrame::RelayedQuery { debtor, step, layer, rows, queries }
+        })
+    });
+    let relayed_partial = (any::<u64>(), 0u32..limits::LAYERS_MAX, 1u32..20, any::<u32>());
+    let relayed_partial = relayed_partial.prop_flat_map(|(step, layer, rows, debtor)| {
+        (payload(rows, 2), payload(rows, 4)).prop_map(move |(out, lse)| {
+            let (debtor, step) = (InstanceId(debtor), StepId(step));
+            let count = vec![7; usize::try_from(rows).unwrap() * 4].into();
+            PartialsFrame::RelayedPartial { debtor, step, layer, rows, out, lse, count }
+        })
+    });
     let query = (any::<u64>(), 0u32..limits::LAYERS_MAX, 1u32..20).prop_flat_map(|(step, layer, rows)| {
         payload(rows, 2).prop_map(move |queries| PartialsFrame::Query { step: StepId(step), layer, rows, queries })
     });
@@ -66,7 +87,7 @@ fn partials() -> impl Strategy<Value = PartialsFrame> {
         detail,
     });
     let cancel = any::<u64>().prop_map(|step| PartialsFrame::StepCancel { step: StepId(step) });
-    prop_oneof![ticket, query, partial, refused, cancel]
+    prop_oneof![ticket, query, partial, refused, cancel, relayed_query, relayed_partial]
 }
 
 fn bulk() -> impl Strategy<Value = BulkFrame> {
@@ -252,7 +273,7 @@ fn frames_over_their_limits_are_refused_on_both_sides() {
 fn a_ticket_with_overlapping_runs_is_refused() {
     let run = |first_pos| LeaseRun { lease: LeaseId(1), epoch: Epoch(1), offset: 0, len: 10, first_pos };
     let seqs = vec![TicketSeq { seq: SeqId(1), rows: 1, pos0: 30, runs: vec![run(0), run(9)] }];
-    let ticket = StepTicket { step: StepId(1), deadline_ms: 1, dtype: DType::F32, seqs };
+    let ticket = StepTicket { step: StepId(1), deadline_ms: 1, dtype: DType::F32, route: Route::Direct, seqs };
     assert!(matches!(encode(&PartialsFrame::Ticket(ticket).into()), Err(WireError::Length(_))));
 }
 

@@ -107,6 +107,8 @@ pub(super) fn kind(frame: &Frame) -> &'static str {
         Frame::Partials(P::Partial { .. }) => "partial",
         Frame::Partials(P::Refused { .. }) => "step refused",
         Frame::Partials(P::StepCancel { .. }) => "step cancel",
+        Frame::Partials(P::RelayedQuery { .. }) => "relayed query",
+        Frame::Partials(P::RelayedPartial { .. }) => "relayed partial",
         Frame::Bulk(B::Write { .. }) => "write",
         Frame::Bulk(B::Seal { .. }) => "seal",
         Frame::Bulk(B::Read { .. }) => "read",

@@ -79,6 +79,8 @@ impl PoolSpec {
 #[derive(Clone, Debug)]
 pub struct Spec {
     pub backend: Backend,
+    /// Name of its host; empty if it names none.
+    pub host: &'static str,
     /// Precision of products on CUDA.
     pub precision: Precision,
     pub role: Role,
@@ -168,6 +170,7 @@ impl Spec {
     pub fn cpu(blocks: u32) -> Self {
         Self {
             backend: Backend::Cpu,
+            host: "",
             precision: Precision::default(),
             role: Role::Instance,
             tier: MemoryTier::Device,
@@ -304,6 +307,7 @@ pub(super) fn config(pool: &PoolSpec, spec: &Spec, index: usize, life: u64) -> I
         name: format!("node {index}"),
         quic_addr: address(super::place(index)),
         http_addr: String::new(),
+        host: spec.host.to_owned(),
         backend: format!("{:?}", spec.backend),
         role: spec.role,
         tier: spec.tier,

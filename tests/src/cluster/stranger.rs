@@ -63,7 +63,7 @@ impl World {
                     instance: STRANGER_ID.0,
                     incarnation: 900,
                     shape: Some(shape),
-                    lent: None,
+                    ..Hello::default()
                 })),
             );
         }

@@ -108,6 +108,9 @@ pub struct Summary {
     pub joint_begun: u64,
     pub joint_completed: u64,
     pub joint_tokens: u64,
+    /// Layers merged by relays, and steps that were not relayed.
+    pub relayed: u64,
+    pub relays_failed: u64,
     pub partials_frames: u64,
     pub bulk_frames: u64,
 }
@@ -144,6 +147,8 @@ impl Summary {
         self.joint_begun += other.joint_begun;
         self.joint_completed += other.joint_completed;
         self.joint_tokens += other.joint_tokens;
+        self.relayed += other.relayed;
+        self.relays_failed += other.relays_failed;
         self.partials_frames += other.partials_frames;
         self.bulk_frames += other.bulk_frames;
     }
@@ -170,6 +175,8 @@ impl Summary {
         self.joint_begun += status.joint.begun;
         self.joint_completed += status.joint.completed;
         self.joint_tokens += status.joint.computed_tokens;
+        self.relayed += status.relays.merged_layers;
+        self.relays_failed += status.relays.failed_steps;
     }
 }
 

@@ -33,6 +33,8 @@ pub struct Limits {
     pub cache_tiers: bool,
     /// Long prompts are computed by several instances.
     pub joint: bool,
+    /// Instances are on two hosts, whose creditors others ask through one of them.
+    pub hosts: bool,
 }
 
 impl Default for Limits {
@@ -47,6 +49,7 @@ impl Default for Limits {
             steps: 0,
             cache_tiers: false,
             joint: false,
+            hosts: false,
         }
     }
 }
@@ -87,6 +90,7 @@ impl Scenario {
         if limits.cache_tiers {
             draw_cache_tiers(&mut Rng::new(seed ^ 0x7469_6572), &mut pool);
         }
+        draw_hosts(&mut Rng::new(seed ^ 0x6d61_6368), &mut pool, limits.hosts);
         if limits.joint {
             draw_joint(&mut Rng::new(seed ^ 0x006a_6f69_6e74), &mut pool);
         }
@@ -140,7 +144,8 @@ fn draw_joint(rng: &mut Rng, pool: &mut PoolSpec) {
 
 fn draw_pool(rng: &mut Rng, limits: Limits) -> PoolSpec {
     let block_tokens = rng.pick(&[4, 4, 8, 16]);
-    let count = if limits.nodes > 0 { limits.nodes } else { 2 + rng.index(4) };
+    let few = if limits.hosts { 4 } else { 2 };
+    let count = if limits.nodes > 0 { limits.nodes } else { few + rng.index(4) };
     let policies = [RemotePolicy::Ship, RemotePolicy::Fetch, RemotePolicy::Auto];
     let skews = rng.pick(&[0, 100, 5_000, 20_000]);
     let mut nodes = Vec::new();
@@ -186,6 +191,22 @@ fn draw_pool(rng: &mut Rng, limits: Limits) -> PoolSpec {
 fn draw_rings(rng: &mut Rng, pool: &mut PoolSpec) {
     if pool.windows.pooled.is_none() && rng.once_in(3) {
         pool.windows.rings = Some(small(rng.within(1..=20)));
+    }
+}
+
+/// Draws hosts: in half of the pools, or in all, where queries are then shipped more often. Some instances name none, as those
+/// of earlier versions.
+fn draw_hosts(rng: &mut Rng, pool: &mut PoolSpec, all: bool) {
+    if !all && rng.once_in(2) {
+        return;
+    }
+    for (index, node) in pool.nodes.iter_mut().enumerate() {
+        let first = index == 0 || (!all && rng.once_in(2)) || rng.once_in(4);
+        node.host = if rng.once_in(10) { 0 } else { 1 + u32::from(!first) };
+        if all && !rng.once_in(4) {
+            (node.remote, node.blocks) = (RemotePolicy::Ship, node.blocks.min(12));
+            node.lend_blocks_max = node.lend_blocks_max.min(node.blocks);
+        }
     }
 }
 

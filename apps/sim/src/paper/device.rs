@@ -16,10 +16,10 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
 
 use super::hardware::{StepShape, Timing};
-use super::run::{Setting, Study};
+use super::run::{HEAD_DIM, Setting, Study};
 use crate::runner::SimRunner;
 use bytes::Bytes;
-use lagoon_runner::{Command, PeerMemory, RemoteQuery, Report, SampleOut, StepWork};
+use lagoon_runner::{Command, PeerMemory, RemoteQuery, RemoteTag, Report, SampleOut, StepWork};
 use lagoon_transfer::Region;
 use lagoon_types::{InstanceId, KvRun, MicroBatch, SeqId, StepId};
 use std::collections::{BTreeMap, VecDeque};
@@ -397,6 +397,13 @@ impl Device {
         }
     }
 
+    /// A partial without meaning of so many rows.
+    fn partial(&self, tag: RemoteTag, rows: u32) -> Report {
+        let (rows, heads) = (rows as usize, self.q_bytes / (HEAD_DIM as usize * size_of::<u16>()));
+        let (out, lse, count) = (zeros(rows * self.q_bytes), zeros(rows * heads * 4), zeros(rows * 4));
+        Report::RemotePartial { tag, out, lse, count }
+    }
+
     fn report(&mut self, report: Report, bill: Bill, reports: &mut Vec<Report>) {
         reports.push(report);
         self.bills.push_back(bill);
@@ -418,6 +425,8 @@ impl SimRunner for Device {
                 }
             }
             Command::RemoteQuery(query) => self.queue(query, now_us as f64),
+            // On the host, beside the device's work.
+            Command::RemoteMerge(merge) => self.immediate.push(self.partial(merge.tag, merge.rows)),
             Command::RemoteWrite(write) => {
                 self.copy(write.pieces.iter().map(|(_, n)| n).sum());
                 self.immediate.push(Report::RemoteWritten { bytes: write.kv.len(), tag: write.tag, failed: false });
@@ -451,8 +460,8 @@ impl SimRunner for Device {
         let now = now_us as f64;
         while let Some(at) = self.remote_requests.iter().position(|g| self.is_answered(g, now)) {
             let Some(remote_request) = self.remote_requests.remove(at) else { break };
-            let (out, lse, count) = (Bytes::new(), Bytes::new(), Bytes::new());
-            let report = Report::RemotePartial { tag: remote_request.query.tag, out, lse, count };
+            let rows = remote_request.query.seqs.iter().map(|seq| seq.rows).sum();
+            let report = self.partial(remote_request.query.tag, rows);
             // The requester is not known here: the caller sends one frame for this report.
             let rows = vec![(InstanceId(0), remote_request.billed)];
             self.report(report, Bill { rows, written: false }, reports);

@@ -18,7 +18,6 @@ pub mod migration;
 pub mod mixed;
 pub mod model;
 pub mod readings;
-mod relays;
 pub mod report;
 pub mod run;
 pub mod serving;

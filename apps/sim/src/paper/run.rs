@@ -47,7 +47,7 @@ const MEASURED: u64 = 4 << 32;
 const REPORT: u64 = 5 << 32;
 const GATEWAY_TICK: u64 = 6 << 32;
 /// Head size of the one-layer stand-in.
-const HEAD_DIM: u32 = 8;
+pub(super) const HEAD_DIM: u32 = 8;
 /// Blocks that a creditor reserves for its own growth.
 pub(super) const LEND_RESERVE_BLOCKS: u64 = 2;
 /// Most running sequences of one instance (vLLM's `max_num_seqs`).
@@ -62,7 +62,8 @@ pub struct Study {
     pub one_batch: bool,
     /// Peers' queries overtake the current layer, as on a device with priorities.
     pub overtaking: bool,
-    /// Queries cross once a node: of a step's creditors on another node, one passes them on and answers for all.
+    /// Instances name their hosts, so that queries cross once a host: of a step's creditors on another one, one passes them on and
+    /// answers for all.
     pub once_a_node: bool,
 }
 
@@ -238,6 +239,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         name: format!("sim-{index}"),
         quic_addr: address(index + 1),
         http_addr: String::new(),
+        host: if setting.study.once_a_node { format!("node-{}", setting.cluster.node(index)) } else { String::new() },
         backend: "simulated".to_owned(),
         role: Role::Instance,
         tier: lagoon_protocol::MemoryTier::Device,

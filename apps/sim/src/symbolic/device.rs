@@ -169,6 +169,7 @@ impl SimRunner for Symbolic {
                 }
             }
             Command::RemoteQuery(query) => self.remote_requests.push_back(RemoteRequest::Query(query)),
+            Command::RemoteMerge(merge) => self.remote_requests.push_back(RemoteRequest::Merge(merge)),
             Command::RemoteWrite(write) => self.remote_requests.push_back(RemoteRequest::Write(write)),
             Command::RemoteRead(read) => self.remote_requests.push_back(RemoteRequest::Read(read)),
             Command::Stage(work) => {

@@ -1,7 +1,7 @@
 //! One forward pass on the symbolic device, in the pieces and the order of the shipped one.
 
 use super::device::{Slot, Symbolic};
-use super::model::{KEY_BYTES, Key, LAYERS, RING_LAYER, ROW_BYTES, embed, next_hidden, token_of, word};
+use super::model::{KEY_BYTES, Key, LAYERS, RING_LAYER, ROW_BYTES, embed, next_hidden, token_of};
 use super::remote_request::{Attended, attend};
 use bytes::Bytes;
 use lagoon_runner::{PassError, RemotePart, Report, SampleOut, SavedWindow, SeqRows, ShipSegment, StepWork};
@@ -265,12 +265,7 @@ impl Pass {
         }
         let all = ship.segments.iter().flat_map(ShipSegment::range);
         for (at, row) in all.enumerate() {
-            let count = &part.count[at * 4..at * 4 + 4];
-            self.attended[row as usize].merge(Attended {
-                sum: word(&part.out, at * ROW_BYTES),
-                wrong: word(&part.out, at * ROW_BYTES + 8),
-                count: u32::from_le_bytes([count[0], count[1], count[2], count[3]]),
-            });
+            self.attended[row as usize].merge(Attended::of_part(part, at));
         }
         Ok(())
     }

@@ -106,6 +106,12 @@ impl HeldLeases {
         self.leases.values().map(|h| h.blocks - h.released.len()).sum()
     }
 
+    /// Address of a creditor, as it was named when a lease there was asked for.
+    pub fn addr(&self, creditor: InstanceId) -> Option<&str> {
+        let all = (creditor, LeaseId(0))..=(creditor, LeaseId(u64::MAX));
+        self.leases.range(all).map(|(_, held)| held.quic_addr.as_str()).find(|addr| !addr.is_empty())
+    }
+
     pub(super) fn has_from(&self, creditor: InstanceId) -> bool {
         self.of(creditor).next().is_some()
     }

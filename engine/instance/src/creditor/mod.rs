@@ -131,9 +131,13 @@ impl Creditor {
             CreditorEvent::Released { from, release } => self.on_released(cx, from, &release),
             CreditorEvent::Ended(ended) => self.on_ended(cx, &ended),
             CreditorEvent::PeerUp { peer, instance } => recall::repeat_revoked(cx, peer, instance),
-            CreditorEvent::PeerDown(instance) => self.requests.forget(instance),
+            CreditorEvent::PeerDown(instance) => {
+                self.requests.forget(instance);
+                self.end_routes(cx, instance);
+            }
             CreditorEvent::SendFailed { peer, instance } => {
                 self.refuse_remote_request(cx, peer, instance, "a frame could not be sent");
+                self.end_routes(cx, instance);
             }
             CreditorEvent::Partial { tag, out, lse, count } => self.on_remote_partial(cx, tag, out, lse, count),
             CreditorEvent::Kv { tag, kv } => self.on_remote_kv(cx, tag, kv),

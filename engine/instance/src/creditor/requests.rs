@@ -4,20 +4,23 @@
 //! Every frame of a peer is validated here, above the backend: shape, lease, epoch, range, limits. A query whose KV has
 //! not arrived waits until it has or until its deadline; waiting frames are bounded in number and time.
 
+mod relay;
+
 use super::Creditor;
 use crate::cx::Cx;
 use crate::cx::tags::TagOwner;
 use crate::event::{Effect, PeerKey};
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError};
-use lagoon_protocol::{BulkFrame, ControlBody, LeaseSealed, PartialsFrame, RefuseCode, StepTicket};
-use lagoon_runner::{Command, RemoteQuery, RemoteRead, RemoteTag, RemoteWrite};
+use lagoon_protocol::{BulkFrame, ControlBody, LeaseSealed, PartialsFrame, RefuseCode, Route, StepTicket};
+use lagoon_runner::{Command, RemotePart, RemoteQuery, RemoteRead, RemoteTag, RemoteWrite};
 use lagoon_types::limits::{
     DATA_FRAME_BYTES_MAX, REMOTE_REQUEST_PEER_BYTES_MAX, REMOTE_REQUEST_PEER_TICKETS_MAX,
     REMOTE_REQUEST_PEER_WAITING_MAX, REMOTE_REQUEST_TICKETS_MAX, REMOTE_REQUEST_WAITING_MAX, STEP_ROWS_MAX,
     TICKET_RUNS_MAX,
 };
 use lagoon_types::{DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, StepId};
+use relay::{Merging, OwnPart, RelayedQuery, check_route};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -25,6 +28,7 @@ use std::ops::Range;
 #[derive(Debug)]
 struct Ticket {
     dtype: DType,
+    route: Route,
     rows: u32,
     seqs: Vec<AttnRows>,
     /// Runs in this instance's slots.
@@ -55,24 +59,93 @@ struct Need {
     end: u32,
 }
 
-/// A frame that waits for KV.
+/// A frame that waits for KV, or for its ticket.
 #[derive(Debug)]
 enum Waiting {
-    Query { step: StepId, opened: u64, layer: u32, queries: Bytes },
-    Read { id: u64, lease: LeaseId, epoch: Epoch, first: u32, end: u32, layer: u32, pieces: Vec<(u32, u32)> },
+    /// From the debtor or its relay.
+    Query {
+        debtor: InstanceId,
+        step: StepId,
+        opened: u64,
+        layer: u32,
+        queries: Bytes,
+    },
+    /// A relay's query that has overtaken the debtor's ticket.
+    Early {
+        debtor: InstanceId,
+        step: StepId,
+        layer: u32,
+        rows: u32,
+        queries: Bytes,
+    },
+    Read {
+        id: u64,
+        lease: LeaseId,
+        epoch: Epoch,
+        first: u32,
+        end: u32,
+        layer: u32,
+        pieces: Vec<(u32, u32)>,
+    },
 }
 
-/// A query or read on the device, by its tag.
+/// Receiver of a query's partial.
+#[derive(Clone, Copy, Debug)]
+enum Receiver {
+    Debtor,
+    Relay,
+    /// This relay's merge of a layer, under this ticket.
+    Merge {
+        opened: u64,
+    },
+}
+
+/// A query, merge or read on the device, by its tag.
 #[derive(Debug)]
 enum Outstanding {
-    Query { peer: PeerKey, from: InstanceId, bytes: usize, step: StepId, layer: u32, rows: u32 },
-    Read { peer: PeerKey, from: InstanceId, id: u64, lease: LeaseId, layer: u32, tokens: u32 },
+    /// `peer` is to get the partial; `from` sent the query.
+    Query {
+        peer: PeerKey,
+        from: InstanceId,
+        debtor: InstanceId,
+        receiver: Receiver,
+        bytes: usize,
+        step: StepId,
+        layer: u32,
+        rows: u32,
+    },
+    Merge {
+        peer: PeerKey,
+        from: InstanceId,
+        bytes: usize,
+        step: StepId,
+        layer: u32,
+        rows: u32,
+    },
+    Read {
+        peer: PeerKey,
+        from: InstanceId,
+        id: u64,
+        lease: LeaseId,
+        layer: u32,
+        tokens: u32,
+    },
+}
+
+impl Waiting {
+    /// The step of a query, with its debtor.
+    fn step(&self) -> Option<(InstanceId, StepId)> {
+        match self {
+            Self::Query { debtor, step, .. } | Self::Early { debtor, step, .. } => Some((*debtor, *step)),
+            Self::Read { .. } => None,
+        }
+    }
 }
 
 impl Outstanding {
     fn from(&self) -> InstanceId {
         match self {
-            Self::Query { from, .. } | Self::Read { from, .. } => *from,
+            Self::Query { from, .. } | Self::Merge { from, .. } | Self::Read { from, .. } => *from,
         }
     }
 }
@@ -84,8 +157,14 @@ pub(crate) struct Requests {
     /// In order of arrival; retried as KV arrives.
     waiting: Vec<(PeerKey, InstanceId, u64, Waiting)>,
     outstanding: BTreeMap<RemoteTag, Outstanding>,
+    /// Layers whose partials this instance merges as a relay, by debtor and step.
+    merging: BTreeMap<(InstanceId, StepId), Merging>,
+    /// Layers that were merged.
+    merged: u64,
     /// Tickets that were opened.
     opened: u64,
+    /// Step of the last ticket of each debtor. Its steps' numbers ascend, so earlier steps without a ticket are over.
+    last: BTreeMap<InstanceId, StepId>,
 }
 
 /// KV of one read: its answer is one frame, whose header is far below this reserve.
@@ -101,13 +180,16 @@ impl Requests {
     /// Drops a peer's tickets and waiting frames.
     pub(crate) fn forget(&mut self, instance: InstanceId) {
         self.tickets.retain(|(from, _), _| *from != instance);
-        self.waiting.retain(|(_, from, _, _)| *from != instance);
+        self.merging.retain(|(from, _), _| *from != instance);
+        self.waiting.retain(|(_, from, _, w)| *from != instance && w.step().is_none_or(|(of, _)| of != instance));
+        self.last.remove(&instance);
     }
 
-    /// Drops a step of a peer, and its waiting queries.
-    fn forget_step(&mut self, from: InstanceId, step: StepId) {
-        self.tickets.remove(&(from, step));
-        self.waiting.retain(|(_, f, _, w)| !matches!(w, Waiting::Query { step: s, .. } if *f == from && *s == step));
+    /// Drops a step of a debtor, and its waiting queries.
+    fn forget_step(&mut self, debtor: InstanceId, step: StepId) {
+        self.tickets.remove(&(debtor, step));
+        self.merging.remove(&(debtor, step));
+        self.waiting.retain(|(_, _, _, w)| w.step() != Some((debtor, step)));
     }
 
     /// Drops the steps that attend to these offsets of a lease, whose blocks are about to be freed, and returns them.
@@ -118,6 +200,7 @@ impl Requests {
         let steps: Vec<StepId> =
             self.tickets.iter().filter(|((from, _), t)| *from == instance && hit(t)).map(|(key, _)| key.1).collect();
         self.tickets.retain(|(from, step), _| *from != instance || !steps.contains(step));
+        self.merging.retain(|(from, step), _| *from != instance || !steps.contains(step));
         self.waiting.retain(|(_, from, _, w)| {
             let Waiting::Read { lease: of, first, end, .. } = w else { return true };
             !(*of == lease && *from == instance && meets(*first, *end))
@@ -127,12 +210,12 @@ impl Requests {
 
     /// Whether more queries of a peer's step are due.
     pub(crate) fn expects_queries(&self) -> bool {
-        !self.tickets.is_empty() && self.load() == 0
+        !self.merging.is_empty() || (!self.tickets.is_empty() && self.load() == 0)
     }
 
-    /// Number of peers' frames that wait or are on the device.
+    /// Number of peers' frames that wait or are on the device, and of layers that are merged for them.
     pub(crate) fn load(&self) -> usize {
-        self.waiting.len() + self.outstanding.len()
+        self.waiting.len() + self.outstanding.len() + self.merging.len()
     }
 
     pub(crate) fn open_steps(&self) -> usize {
@@ -162,7 +245,8 @@ impl Requests {
         }
         let waiting = self.waiting.iter().filter(|(_, from, _, _)| *from == peer).count();
         let outstanding = self.outstanding.values().filter(|o| o.from() == peer).count();
-        if waiting + outstanding >= REMOTE_REQUEST_PEER_WAITING_MAX {
+        let merging = self.merging.keys().filter(|(debtor, _)| *debtor == peer).count();
+        if waiting + outstanding + merging >= REMOTE_REQUEST_PEER_WAITING_MAX {
             let detail = format!("{REMOTE_REQUEST_PEER_WAITING_MAX} frames of this peer wait");
             return refuse(RefuseCode::Overloaded, detail);
         }
@@ -173,14 +257,15 @@ impl Requests {
     fn bytes_of(&self, peer: InstanceId) -> usize {
         let tickets = self.tickets_of(peer).map(Ticket::bytes);
         let waiting = self.waiting.iter().filter(|(_, from, _, _)| *from == peer).map(|(_, _, _, w)| match w {
-            Waiting::Query { queries, .. } => queries.len(),
+            Waiting::Query { queries, .. } | Waiting::Early { queries, .. } => queries.len(),
             Waiting::Read { pieces, .. } => size_of_val(&pieces[..]),
         });
         let outstanding = self.outstanding.values().map(|o| match o {
-            Outstanding::Query { from, bytes, .. } if *from == peer => *bytes,
-            Outstanding::Query { .. } | Outstanding::Read { .. } => 0,
+            Outstanding::Query { from, bytes, .. } | Outstanding::Merge { from, bytes, .. } if *from == peer => *bytes,
+            Outstanding::Query { .. } | Outstanding::Merge { .. } | Outstanding::Read { .. } => 0,
         });
-        tickets.chain(waiting).chain(outstanding).sum()
+        let merging = self.merging.iter().filter(|((debtor, _), _)| *debtor == peer).map(|(_, merging)| merging.bytes);
+        tickets.chain(waiting).chain(outstanding).chain(merging).sum()
     }
 
     /// Whether a peer's queries and tickets may take so many bytes more here.
@@ -209,7 +294,7 @@ impl Creditor {
                 peer,
                 frame: BulkFrame::Refused { id: *id, lease: *lease, code, detail: detail.to_owned() },
             }),
-            Waiting::Query { .. } => None,
+            Waiting::Query { .. } | Waiting::Early { .. } => None,
         }));
         self.requests.forget(instance);
     }
@@ -217,11 +302,26 @@ impl Creditor {
     /// A frame of the partials class that concerns this instance as creditor.
     pub(super) fn on_remote_partials(&mut self, cx: &mut Cx, peer: PeerKey, from: InstanceId, frame: PartialsFrame) {
         let (step, result) = match frame {
-            PartialsFrame::Ticket(ticket) => (ticket.step, self.on_ticket(cx, from, &ticket)),
+            PartialsFrame::Ticket(ticket) => {
+                let early = self.requests.take_early(from, ticket.step);
+                let result = self.on_ticket(cx, from, &ticket);
+                if result.is_ok() {
+                    early.into_iter().for_each(|(sender, query)| self.on_relayed_query(cx, sender, query));
+                }
+                (ticket.step, result)
+            }
+            PartialsFrame::RelayedQuery { debtor, step, layer, rows, queries } => {
+                return self.on_relayed_query(cx, (peer, from), RelayedQuery { debtor, step, layer, rows, queries });
+            }
+            PartialsFrame::RelayedPartial { debtor, step, layer, rows: _, out, lse, count } => {
+                let part = RemotePart { creditor: from, out, lse, count };
+                return self.on_relayed_partial(cx, (debtor, step), layer, part);
+            }
             PartialsFrame::Query { step, layer, rows, queries } => {
                 (step, self.on_query(cx, (peer, from), step, layer, rows, queries))
             }
             PartialsFrame::StepCancel { step } => {
+                self.requests.take_early(from, step);
                 self.requests.forget_step(from, step);
                 return;
             }
@@ -279,6 +379,7 @@ impl Creditor {
             row_keys += u64::from(seq.rows) * seq.runs.iter().map(|run| u64::from(run.len)).sum::<u64>();
             row0 += seq.rows;
         }
+        check_route(cx, from, &ticket.route)?;
         if let Some(why) = self.shed(cx, from) {
             return refuse(RefuseCode::Overloaded, why);
         }
@@ -286,6 +387,7 @@ impl Creditor {
         let entry = Ticket {
             opened: self.requests.opened,
             dtype: ticket.dtype,
+            route: ticket.route.clone(),
             rows: row0,
             seqs,
             runs,
@@ -313,13 +415,19 @@ impl Creditor {
             return Ok(());
         };
         let bytes = rows as usize * cx.config.geometry.q_dim() * ticket.dtype.size();
-        if rows != ticket.rows || queries.len() != bytes || layer >= cx.config.kv.layers {
+        let is_relayed = matches!(ticket.route, Route::Through(_));
+        if rows != ticket.rows || queries.len() != bytes || layer >= cx.config.kv.layers || is_relayed {
             return refuse(RefuseCode::Malformed, format!("{rows} rows, layer {layer} do not fit the ticket"));
         }
         self.requests.admit_frame(from)?;
         self.requests.admit(from, queries.len() + ticket.bytes())?;
         let (opened, deadline) = (ticket.opened, cx.now_ms + u64::from(ticket.deadline_ms));
-        self.requests.waiting.push((peer, from, deadline, Waiting::Query { step, opened, layer, queries }));
+        if let Route::Relay(members) = &ticket.route {
+            let members = members.clone();
+            self.pass_on(cx, (from, step), (layer, deadline), members, &queries)?;
+        }
+        let query = Waiting::Query { debtor: from, step, opened, layer, queries };
+        self.requests.waiting.push((peer, from, deadline, query));
         self.serve_waiting(cx);
         Ok(())
     }
@@ -334,15 +442,17 @@ impl Creditor {
     /// Starts a waiting frame if its KV is written. Returns whether it can be dropped: it started, or its step has ended.
     fn try_serve(&mut self, cx: &mut Cx, peer: PeerKey, from: InstanceId, frame: &mut Waiting) -> bool {
         match frame {
-            Waiting::Query { step, opened, layer, queries } => {
+            Waiting::Early { .. } => false,
+            Waiting::Query { debtor, step, opened, layer, queries } => {
                 // The query belongs to the ticket under which it arrived, even if the peer opened the step again since.
-                let ticket = self.requests.tickets.get_mut(&(from, *step)).filter(|t| t.opened == *opened);
+                let (debtor, key) = (*debtor, (*debtor, *step));
+                let ticket = self.requests.tickets.get_mut(&key).filter(|t| t.opened == *opened);
                 let Some(ticket) = ticket else { return true };
                 let has = |need: &Need| {
                     cx.memory
                         .rm
                         .creditor
-                        .written(from, (need.lease, need.epoch), *layer)
+                        .written(debtor, (need.lease, need.epoch), *layer)
                         .is_ok_and(|written| written >= need.end)
                 };
                 if !ticket.needs.iter().all(has) {
@@ -351,23 +461,29 @@ impl Creditor {
                 ticket.expires_ms = cx.now_ms + 2 * cx.step_deadline_ms;
                 let (dtype, rows) = (ticket.dtype, ticket.rows);
                 if let Some(threshold) = &mut self.threshold {
-                    threshold.on_remote_request(from, ticket.row_keys);
+                    threshold.on_remote_request(debtor, ticket.row_keys);
                 }
                 let last = *layer + 1 == cx.config.kv.layers;
                 let bytes = queries.len() + ticket.bytes();
+                let receiver = match ticket.route {
+                    Route::Direct => Receiver::Debtor,
+                    Route::Through(_) => Receiver::Relay,
+                    Route::Relay(_) => Receiver::Merge { opened: *opened },
+                };
                 let (seqs, runs) = if last {
                     (std::mem::take(&mut ticket.seqs), std::mem::take(&mut ticket.runs))
                 } else {
                     (ticket.seqs.clone(), ticket.runs.clone())
                 };
                 if last {
-                    self.requests.tickets.remove(&(from, *step));
+                    self.requests.tickets.remove(&key);
                 }
                 let tag = cx.tags.take(TagOwner::Request);
-                let what = Outstanding::Query { peer, from, bytes, step: *step, layer: *layer, rows };
+                let (step, layer) = (*step, *layer);
+                let what = Outstanding::Query { peer, from, debtor, receiver, bytes, step, layer, rows };
                 self.requests.outstanding.insert(tag, what);
                 let queries = std::mem::take(queries);
-                let query = RemoteQuery { tag, layer: *layer, dtype, queries, seqs, runs };
+                let query = RemoteQuery { tag, layer, dtype, queries, seqs, runs };
                 cx.effects.push(Effect::Runner(Command::RemoteQuery(query)));
                 true
             }
@@ -490,12 +606,23 @@ impl Creditor {
         Ok(())
     }
 
-    /// Sends the device's partial of a remote query to its debtor.
+    /// Sends the device's partial of a remote query, or of a merge, to its receiver.
     pub(super) fn on_remote_partial(&mut self, cx: &mut Cx, tag: RemoteTag, out: Bytes, lse: Bytes, count: Bytes) {
-        if let Some(Outstanding::Query { peer, step, layer, rows, .. }) = self.requests.outstanding.remove(&tag) {
-            let frame = PartialsFrame::Partial { step, layer, rows, out, lse, count };
-            cx.effects.push(Effect::Partials { peer, frame });
-        }
+        let (peer, frame) = match self.requests.outstanding.remove(&tag) {
+            Some(Outstanding::Query { debtor, step, layer, receiver: Receiver::Merge { opened }, .. }) => {
+                let part = OwnPart { opened, out, lse, count };
+                return self.on_own_part(cx, (debtor, step), layer, part);
+            }
+            Some(Outstanding::Query { peer, debtor, step, layer, rows, receiver: Receiver::Relay, .. }) => {
+                (peer, PartialsFrame::RelayedPartial { debtor, step, layer, rows, out, lse, count })
+            }
+            Some(
+                Outstanding::Query { peer, step, layer, rows, receiver: Receiver::Debtor, .. }
+                | Outstanding::Merge { peer, step, layer, rows, .. },
+            ) => (peer, PartialsFrame::Partial { step, layer, rows, out, lse, count }),
+            Some(Outstanding::Read { .. }) | None => return,
+        };
+        cx.effects.push(Effect::Partials { peer, frame });
     }
 
     /// Sends KV that the device read to the peer that asked for it.
@@ -509,8 +636,9 @@ impl Creditor {
     pub(super) fn on_remote_failed(&mut self, cx: &mut Cx, tag: RemoteTag, error: &DeviceError) {
         let (code, detail) = (RefuseCode::Device, error.to_string());
         match self.requests.outstanding.remove(&tag) {
-            Some(Outstanding::Query { peer, step, .. }) => {
-                cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
+            Some(Outstanding::Query { debtor, step, .. } | Outstanding::Merge { from: debtor, step, .. }) => {
+                self.requests.merging.remove(&(debtor, step));
+                refuse_step(cx, debtor, step, code, detail);
             }
             Some(Outstanding::Read { peer, id, lease, .. }) => {
                 cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
@@ -524,18 +652,20 @@ impl Creditor {
         let now = cx.now_ms;
         self.requests.tickets.retain(|_, t| t.expires_ms > now);
         let mut waiting = std::mem::take(&mut self.requests.waiting);
-        waiting.retain(|(peer, from, deadline, frame)| {
+        waiting.retain(|(peer, _, deadline, frame)| {
             if *deadline > now {
                 return true;
             }
             let (code, peer) = (RefuseCode::Deadline, *peer);
             match frame {
-                Waiting::Query { step, layer, .. } => {
-                    self.requests.tickets.remove(&(*from, *step));
+                Waiting::Query { debtor, step, layer, .. } => {
+                    self.requests.tickets.remove(&(*debtor, *step));
+                    self.requests.merging.remove(&(*debtor, *step));
                     let detail = format!("the KV of layer {layer} did not arrive in time");
-                    let frame = PartialsFrame::Refused { step: *step, code, detail };
-                    cx.effects.push(Effect::Partials { peer, frame });
+                    refuse_step(cx, *debtor, *step, code, detail);
                 }
+                // Its debtor's ticket did not come: the debtor has no step here.
+                Waiting::Early { .. } => {}
                 Waiting::Read { id, lease, layer, .. } => {
                     let detail = format!("the KV of layer {layer} did not arrive in time");
                     let frame = BulkFrame::Refused { id: *id, lease: *lease, code, detail };
@@ -545,5 +675,13 @@ impl Creditor {
             false
         });
         self.requests.waiting = waiting;
+        self.expire_merging(cx);
+    }
+}
+
+/// Refuses a step to its debtor, if that is connected.
+fn refuse_step(cx: &mut Cx, debtor: InstanceId, step: StepId, code: RefuseCode, detail: String) {
+    if let Some(peer) = cx.peers.key(debtor) {
+        cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
     }
 }

@@ -1,10 +1,12 @@
 //! What debtors with a valid lease may send, and what becomes of it.
 
+mod relays;
+
 use crate::batch::freeze::tests::config;
 use crate::{Effect, Event, Instance, InstanceConfig, PeerKey};
 use bytes::Bytes;
 use lagoon_protocol::{
-    BulkFrame, ControlBody, Hello, LeaseGrant, LeaseRequest, PartialsFrame, RefuseCode, Registered, StepTicket,
+    BulkFrame, ControlBody, Hello, LeaseGrant, LeaseRequest, PartialsFrame, RefuseCode, Registered, Route, StepTicket,
     TicketSeq, VERSION_MAX,
 };
 use lagoon_runner::{Command, RemoteQuery};
@@ -35,7 +37,7 @@ impl Scene {
                 instance,
                 incarnation: 5,
                 shape: Some(scene.config.pool_shape()),
-                lent: None,
+                ..Hello::default()
             };
             scene.on(Event::PeerUp { peer });
             scene.on(Event::Control { peer, body: ControlBody::Hello(Box::new(hello)) });
@@ -69,6 +71,11 @@ impl Scene {
 
     /// The step attends to these leases' first tokens.
     fn ticket_of(&mut self, peer: u64, step: StepId, leases: &[(LeaseId, Epoch)], rows: u32) -> Vec<Effect> {
+        self.routed(peer, step, leases, rows, Route::Direct)
+    }
+
+    /// The step attends to these leases' first tokens, by this route.
+    fn routed(&mut self, peer: u64, step: StepId, leases: &[(LeaseId, Epoch)], rows: u32, route: Route) -> Vec<Effect> {
         let run = |(at, (lease, epoch)): (u32, &(LeaseId, Epoch))| LeaseRun {
             lease: *lease,
             epoch: *epoch,
@@ -78,7 +85,7 @@ impl Scene {
         };
         let runs = (0..).zip(leases).map(run).collect();
         let seqs = vec![TicketSeq { seq: SeqId(1), rows, pos0: 10, runs }];
-        let ticket = StepTicket { step, deadline_ms: 9_000, dtype: DType::F32, seqs };
+        let ticket = StepTicket { step, deadline_ms: 9_000, dtype: DType::F32, route, seqs };
         self.partials(peer, PartialsFrame::Ticket(ticket))
     }
 
@@ -221,7 +228,7 @@ fn a_peer_with_this_instances_number_is_refused() {
         instance: 1,
         incarnation: 5,
         shape: Some(scene.config.pool_shape()),
-        lent: None,
+        ..Hello::default()
     };
     scene.on(Event::PeerUp { peer });
     let effects = scene.on(Event::Control { peer, body: ControlBody::Hello(Box::new(hello)) });

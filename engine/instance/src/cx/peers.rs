@@ -41,6 +41,8 @@ struct Meter {
 pub(crate) struct Peers {
     known: BTreeMap<PeerKey, Known>,
     keys: BTreeMap<InstanceId, PeerKey>,
+    /// Hosts of known instances that name theirs.
+    hosts: BTreeMap<InstanceId, String>,
     dialling: BTreeMap<InstanceId, Dialling>,
     /// Bulk rates, measured on moves.
     meters: BTreeMap<InstanceId, Meter>,
@@ -59,6 +61,11 @@ impl Peers {
     /// The instance behind a connection, once introduced.
     pub(crate) fn known(&self, peer: PeerKey) -> Option<Known> {
         self.known.get(&peer).copied()
+    }
+
+    /// The host of a known instance, if it names one: then it also knows relays.
+    pub(crate) fn host(&self, instance: InstanceId) -> Option<&str> {
+        self.hosts.get(&instance).map(String::as_str)
     }
 
     /// A transfer to or from a peer begins.
@@ -98,11 +105,11 @@ impl Peers {
 
     /// Keeps a message, one of at most [`PEER_PENDING_MAX`], for an instance that is being dialled. True if the dialling
     /// begins with it.
-    pub(crate) fn send_when_known(&mut self, to: InstanceId, body: ControlBody, now_ms: u64) -> bool {
+    pub(crate) fn send_when_known(&mut self, to: InstanceId, body: Option<ControlBody>, now_ms: u64) -> bool {
         let begins = !self.dialling.contains_key(&to);
         let entry = self.dialling.entry(to).or_insert(Dialling { since_ms: now_ms, messages: Vec::new() });
         if entry.messages.len() < PEER_PENDING_MAX {
-            entry.messages.push(body);
+            entry.messages.extend(body);
         }
         begins
     }
@@ -149,9 +156,12 @@ impl Peers {
         self.greeted.remove(&peer);
     }
 
-    /// A peer is known as this instance.
-    pub(crate) fn introduce(&mut self, instance: InstanceId, peer: PeerKey) {
+    /// A peer is known as this instance, on a host of this name, if it names one.
+    pub(crate) fn introduce(&mut self, instance: InstanceId, peer: PeerKey, host: String) {
         self.keys.insert(instance, peer);
+        if !host.is_empty() {
+            self.hosts.insert(instance, host);
+        }
         self.known.insert(peer, Known { instance, rtt_us: 0, bytes_per_s: 0 });
     }
 
@@ -160,6 +170,7 @@ impl Peers {
         let known = self.known.remove(&peer)?;
         self.keys.remove(&known.instance);
         self.meters.remove(&known.instance);
+        self.hosts.remove(&known.instance);
         Some(known.instance)
     }
 

@@ -20,7 +20,7 @@ use lagoon_cluster::{CacheReport, PlacementReport, next_incarnation};
 use lagoon_kv::{BlockPool, Placement};
 use lagoon_protocol::{
     ControlBody, Deregister, DrainOrder, Fenced, HeartbeatAck, Hello, Link, Load, PlacementEntry, Register, Registered,
-    RoleOrder, VERSION_MAX, VERSION_MIN,
+    RelayMembers, RoleOrder, VERSION_MAX, VERSION_MIN,
 };
 use lagoon_types::InstanceId;
 use lagoon_types::limits::{DRAIN_QUIET_MS, HEARTBEAT_LINKS_MAX, HEARTBEAT_MS, LOAD_QUEUE_MAX};
@@ -81,6 +81,8 @@ pub(crate) enum MembershipEvent {
         quic_addr: String,
         body: ControlBody,
     },
+    /// A debtor wants this instance to relay queries to these creditors beside it.
+    RelayMembers(RelayMembers),
     /// A step took `ms`.
     StepDone {
         ms: u64,
@@ -108,6 +110,7 @@ impl Membership {
             MembershipEvent::Rtt { peer, rtt_us } => Self::on_rtt(cx, peer, rtt_us),
             MembershipEvent::SendFailed(peer) => Self::on_send_failed(cx, peer),
             MembershipEvent::Send { to, quic_addr, body } => cx.send_or_dial(to, &quic_addr, body),
+            MembershipEvent::RelayMembers(members) => Self::on_relay_members(cx, &members),
             MembershipEvent::StepDone { ms } => self.note_step(ms),
             MembershipEvent::Greet => Self::greet(cx),
             MembershipEvent::Tick => {

@@ -4,7 +4,9 @@ use super::Membership;
 use crate::cx::Cx;
 use crate::event::{Effect, PeerKey};
 use crate::outcome::Outcome;
-use lagoon_protocol::{ControlBody, Hello, PoolShape, Rejected, VERSION_MAX, VERSION_MIN, version_refusal};
+use lagoon_protocol::{
+    ControlBody, Hello, PoolShape, Rejected, RelayMember, RelayMembers, VERSION_MAX, VERSION_MIN, version_refusal,
+};
 use lagoon_types::InstanceId;
 use lagoon_types::limits;
 
@@ -56,7 +58,7 @@ impl Membership {
     /// Records a peer whose Hello is valid as known.
     pub(super) fn on_introduced(cx: &mut Cx, peer: PeerKey, hello: Hello) {
         let instance = InstanceId(hello.instance);
-        cx.peers.introduce(instance, peer);
+        cx.peers.introduce(instance, peer, hello.host);
         let ended = cx.memory.rm.on_peer_hello(instance, hello.incarnation, cx.now_ms);
         cx.emit(Outcome::LeasesEnded(ended));
         let greeted = cx.peers.is_greeted(peer);
@@ -64,6 +66,16 @@ impl Membership {
             cx.send(peer, body);
         }
         cx.emit(Outcome::PeerUp { peer, instance, greeted, lent: hello.lent.map(|lent| *lent) });
+    }
+
+    /// Connects to creditors beside this one, to which a debtor wants queries relayed.
+    pub(super) fn on_relay_members(cx: &mut Cx, members: &RelayMembers) {
+        for RelayMember { instance, quic_addr } in members.members.iter().take(limits::RELAY_CREDITORS_MAX) {
+            let instance = InstanceId(*instance);
+            if cx.standing.id != Some(instance) && cx.peers.key(instance).is_none() {
+                cx.dial(instance, quic_addr, None);
+            }
+        }
     }
 
     pub(super) fn on_rtt(cx: &mut Cx, peer: PeerKey, rtt_us: u32) {
@@ -101,6 +113,7 @@ fn hello(cx: &Cx) -> Option<ControlBody> {
         incarnation: cx.standing.incarnation,
         shape: Some(cx.config.pool_shape()),
         lent: cx.config.lent.clone().map(Box::new),
+        host: cx.config.host.clone(),
     })))
 }
 
@@ -115,6 +128,13 @@ fn check_hello(cx: &Cx, hello: &Hello) -> Result<(), String> {
         return Err(format!(
             "{} is this instance's own number\nhint: one of the two was numbered by another gManager; restart it",
             hello.instance
+        ));
+    }
+    if hello.host.len() > limits::HOST_NAME_BYTES_MAX {
+        return Err(format!(
+            "the name of a host has {} bytes, at most {}",
+            hello.host.len(),
+            limits::HOST_NAME_BYTES_MAX
         ));
     }
     let ours = cx.config.pool_shape();

@@ -36,7 +36,7 @@ impl Side {
             instance: 2,
             incarnation: 5,
             shape: Some(side.instance.cx.config.pool_shape()),
-            lent: None,
+            ..Hello::default()
         };
         side.on(Event::PeerUp { peer: PEER });
         side.receive(ControlBody::Hello(Box::new(hello)));

@@ -1,5 +1,6 @@
 //! [`InFlight`]: a step on the runner.
 
+use super::relays::Group;
 use crate::batch::Batch;
 use bytes::Bytes;
 use lagoon_runner::{Fetch, SampleOut, WriteSegment};
@@ -17,6 +18,8 @@ pub(crate) struct InFlight {
     pub(super) creditors: Vec<InstanceId>,
     /// Those of them that have no queries of the last layer, with which a ticket ends.
     pub(super) open: BTreeSet<InstanceId>,
+    /// Those of them that are asked through a relay.
+    pub(super) groups: Vec<Group>,
     pub(super) fetches: Vec<Fetch>,
     /// Creditors with a layer's queries that have not answered yet.
     pub(crate) unanswered: BTreeSet<InstanceId>,
@@ -40,6 +43,13 @@ impl InFlight {
     /// Whether a creditor computes or sends something for this step.
     pub(super) fn asks(&self, creditor: InstanceId) -> bool {
         self.creditors.contains(&creditor) || self.fetches.iter().any(|fetch| fetch.creditor == creditor)
+    }
+
+    /// A creditor gets the last layer's queries, and with it those behind it if it is a relay: their tickets end.
+    pub(super) fn close(&mut self, creditor: InstanceId) {
+        self.open.remove(&creditor);
+        let members = self.groups.iter().filter(|group| group.relay == creditor).flat_map(|group| &group.members);
+        members.for_each(|member| _ = self.open.remove(member));
     }
 
     /// Drafts of the step that were sampled.

@@ -6,6 +6,7 @@ pub(crate) mod cost;
 mod flight;
 mod joint;
 pub(crate) mod mapped;
+pub(crate) mod relays;
 #[cfg(test)]
 mod tests;
 
@@ -34,6 +35,7 @@ use lagoon_types::{
     StepPlan, TokenEvent,
 };
 use mapped::Mapped;
+use relays::{Group, Relays};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Steps in flight of this instance as debtor, by micro-batch.
@@ -46,6 +48,7 @@ pub(crate) struct Steps {
     /// The device's last launch counters.
     launches: Option<LaunchCounters>,
     mapped: Mapped,
+    relays: Relays,
 }
 
 /// Events of own steps.
@@ -160,10 +163,7 @@ impl Steps {
             StepEvent::Mapped { map, mapped } => self.mapped.on_mapped(cx, map, mapped),
             StepEvent::Partial { step, layer, part } => self.on_partial(cx, step, layer, part),
             StepEvent::Refused { creditor, step, code, detail } => {
-                if self.flight(step).is_some_and(|flight| flight.asks(creditor)) {
-                    let why = format!("{creditor} refused the step: {code:?}, {detail}");
-                    self.fail_step(cx, batch, prefills, step, &BTreeSet::from([creditor]), &why);
-                }
+                self.on_refused(cx, batch, prefills, (creditor, step), (code, &detail));
             }
             StepEvent::Fetched { read, layer, kv } => self.on_fetched(cx, batch, read, layer, kv),
             StepEvent::FetchRefused { read, code, detail } => {
@@ -192,8 +192,20 @@ impl Steps {
         &self.mapped
     }
 
+    /// Groups of creditors on other nodes.
+    pub(crate) fn relays(&self) -> &Relays {
+        &self.relays
+    }
+
     pub(crate) fn new() -> Self {
-        Self { flights: [None, None], reads: BTreeMap::new(), next_step: 0, launches: None, mapped: Mapped::default() }
+        Self {
+            flights: [None, None],
+            reads: BTreeMap::new(),
+            next_step: 0,
+            launches: None,
+            mapped: Mapped::default(),
+            relays: Relays::default(),
+        }
     }
 
     /// Whether a step is on the runner.
@@ -244,12 +256,19 @@ impl Steps {
             cx.emit(Outcome::Watched { chunks: plan.chunks.iter().filter(|c| !c.warms_up()).copied().collect() });
         }
         work.announced = joint::announce(cx, batch, &plan);
+        let groups = if work.announced { Vec::new() } else { self.relays.group(cx, &mut work.remote.ships, &tickets) };
         self.mapped.count(&work.remote);
         let mut creditors = Vec::with_capacity(tickets.len());
         for (creditor, seqs) in tickets {
             if let Some(peer) = cx.peers.key(creditor) {
                 let deadline_ms = u32::try_from(cx.step_deadline_ms).unwrap_or(u32::MAX);
-                let ticket = StepTicket { step, deadline_ms, dtype: cx.config.wire, seqs };
+                let ticket = StepTicket {
+                    step,
+                    deadline_ms,
+                    dtype: cx.config.wire,
+                    route: Group::route(&groups, creditor),
+                    seqs,
+                };
                 cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Ticket(ticket) });
             }
             creditors.push(creditor);
@@ -261,6 +280,7 @@ impl Steps {
             samples: work.seqs.iter().map(samples_of).collect(),
             open: creditors.iter().copied().collect(),
             creditors,
+            groups,
             fetches: work.remote.fetches.clone(),
             unanswered: BTreeSet::new(),
             asked_layer: 0,
@@ -362,12 +382,13 @@ impl Steps {
 
     /// Sends a layer's queries and requests the next layer's KV.
     fn on_queries(&mut self, cx: &mut Cx, step: StepId, layer: u32, frames: Vec<(InstanceId, u32, Bytes)>) {
+        self.relays.count(cx, &frames);
         let (now, deadline) = (cx.now_ms, cx.now_ms + cx.step_deadline_ms);
         let last = layer + 1 == cx.config.kv.layers;
         let Some(flight) = self.flight(step) else { return };
         (flight.deadline_ms, flight.asked_ms) = (Some(deadline), now);
         if last {
-            frames.iter().for_each(|(creditor, ..)| _ = flight.open.remove(creditor));
+            frames.iter().for_each(|(creditor, ..)| flight.close(*creditor));
         }
         flight.unanswered = frames.iter().map(|(creditor, ..)| *creditor).collect();
         flight.asked_layer = layer;
@@ -458,6 +479,7 @@ impl Steps {
     ) {
         let Some(flight) = self.flights[micro_batch.index()].take_if(|f| f.step == step) else { return };
         cancel_tickets(cx, step, &flight.open);
+        self.relays.worked(cx, &flight.groups);
         let ms = cx.now_ms - flight.started_ms;
         let grows = |c: &&Chunk| c.decodes() && !c.warms_up();
         let growing = flight.chunks.iter().filter(grows).count();
@@ -596,6 +618,7 @@ impl Steps {
 
     /// Fails steps whose creditors are late. A step that waits only for this instance's own device gets a new deadline.
     fn expire_steps(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &dyn PrefillQueries) {
+        self.relays.tick(cx.now_ms);
         let (now, timeout_ms) = (cx.now_ms, cx.step_deadline_ms);
         let mut late = Vec::new();
         for flight in self.flights.iter_mut().flatten().filter(|f| f.deadline_ms.is_some_and(|at| at <= now)) {
@@ -609,7 +632,8 @@ impl Steps {
                 late.push((flight.step, missing));
             }
         }
-        for (step, missing) in late {
+        for (step, mut missing) in late {
+            self.excuse_relays(cx, step, &mut missing);
             self.fail_step(
                 cx,
                 batch,

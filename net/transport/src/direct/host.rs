@@ -60,10 +60,16 @@ fn io_error(what: &'static str) -> impl Fn(io::Error) -> HostError {
 /// them is unknown; such a process shares no memory.
 #[must_use]
 pub fn host_identity() -> String {
-    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id");
     let mounts = fs::read_link("/proc/self/ns/mnt");
-    let (Ok(boot), Ok(mounts)) = (boot, mounts) else { return String::new() };
-    format!("{}/{}/{}", boot.trim(), mounts.display(), rustix_uid())
+    let (Some(boot), Ok(mounts)) = (boot_id(), mounts) else { return String::new() };
+    format!("{boot}/{}/{}", mounts.display(), rustix_uid())
+}
+
+/// The boot id of this host's kernel, which all of its containers share; `None` where it is hidden.
+#[must_use]
+pub fn boot_id() -> Option<String> {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(boot.trim().to_owned()).filter(|boot| !boot.is_empty())
 }
 
 fn rustix_uid() -> u32 {

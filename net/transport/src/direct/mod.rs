@@ -21,7 +21,7 @@ mod streams;
 
 pub use crate::exports::ExportServer;
 #[cfg(target_os = "linux")]
-pub use host::{ArenaServer, HostError, fetch_arena, fetch_memory, fetch_region, host_identity};
+pub use host::{ArenaServer, HostError, boot_id, fetch_arena, fetch_memory, fetch_region, host_identity};
 pub use memory::MemoryPath;
 pub use probe::Probe;
 pub use streams::{QuicPath, StreamsConfig};

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use lagoon_protocol::*;
-use lagoon_types::{DType, Epoch, LeaseId, SeqId, StepId};
+use lagoon_types::{DType, Epoch, InstanceId, LeaseId, SeqId, StepId};
 use lagoon_wire::{Frame, Preface};
 
 fn bytes(count: usize, seed: u8) -> Bytes {
@@ -149,13 +149,28 @@ fn window() -> TransferArena {
 }
 
 fn contract() -> Vec<(&'static str, ControlBody)> {
-    let hello =
-        Hello { version_min: 1, version_max: 1, instance: 3, incarnation: 42, shape: Some(shape()), lent: None };
+    let hello = Hello {
+        version_min: 1,
+        version_max: 1,
+        instance: 3,
+        incarnation: 42,
+        shape: Some(shape()),
+        ..Default::default()
+    };
+    let of_a_host = Hello { host: "rack-7".into(), ..hello.clone() };
+    let member = |instance, quic_addr: &str| RelayMember { instance, quic_addr: quic_addr.into() };
     let lent = LentMemory { memory: Some(window()), host: "boot/mnt/1000".into(), blocks: 640 };
     let lender = Hello { lent: Some(Box::new(lent)), ..hello.clone() };
     vec![
         ("hello", ControlBody::Hello(Box::new(hello))),
         ("hello_of_a_lender", ControlBody::Hello(Box::new(lender))),
+        ("hello_of_a_host", ControlBody::Hello(Box::new(of_a_host))),
+        (
+            "relay_members",
+            ControlBody::RelayMembers(RelayMembers {
+                members: vec![member(9, "10.0.0.9:7000"), member(300, "10.0.0.10:7000")],
+            }),
+        ),
         (
             "lease_request",
             ControlBody::LeaseRequest(LeaseRequest {
@@ -330,13 +345,43 @@ fn partials() -> Vec<(&'static str, PartialsFrame)> {
         step: StepId(77),
         deadline_ms: 10_000,
         dtype: DType::F16,
+        route: Route::Direct,
         seqs: vec![
             TicketSeq { seq: SeqId(1), rows: 2, pos0: 4096, runs: vec![run(11, 0), run(13, 64)] },
             TicketSeq { seq: SeqId(2), rows: 1, pos0: 200, runs: vec![run(14, 32)] },
         ],
     };
     let step = StepId(77);
+    let routed = |route| PartialsFrame::Ticket(StepTicket { route, ..ticket.clone() });
     vec![
+        ("ticket_of_a_member", routed(Route::Through(InstanceId(9)))),
+        ("ticket_of_a_relay", routed(Route::Relay(vec![InstanceId(4), InstanceId(300)]))),
+        (
+            "relayed_query",
+            PartialsFrame::RelayedQuery {
+                debtor: InstanceId(3),
+                step,
+                layer: 5,
+                rows: 3,
+                queries: bytes(3 * 4 * 8 * 2, 1),
+            },
+        ),
+        (
+            "relayed_partial",
+            PartialsFrame::RelayedPartial {
+                debtor: InstanceId(3),
+                step,
+                layer: 5,
+                rows: 3,
+                out: bytes(3 * 4 * 8 * 2, 2),
+                lse: bytes(3 * 4 * 4, 3),
+                count: bytes(3 * 4, 4),
+            },
+        ),
+        (
+            "step_not_relayed",
+            PartialsFrame::Refused { step, code: RefuseCode::NotRelayed, detail: "9 is not connected".into() },
+        ),
         ("ticket", PartialsFrame::Ticket(ticket)),
         ("query", PartialsFrame::Query { step, layer: 5, rows: 3, queries: bytes(3 * 4 * 8 * 2, 1) }),
         (

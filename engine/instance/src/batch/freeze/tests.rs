@@ -23,6 +23,7 @@ pub(crate) fn config() -> InstanceConfig {
         name: "a".to_owned(),
         quic_addr: "127.0.0.1:1".to_owned(),
         http_addr: String::new(),
+        host: String::new(),
         backend: "cpu".to_owned(),
         role: Role::Instance,
         tier: MemoryTier::Host,
@@ -85,7 +86,7 @@ impl Scene {
             instance: 2,
             incarnation: 5,
             shape: Some(shape),
-            lent: None,
+            ..Hello::default()
         };
         scene.on(Event::PeerUp { peer: PEER });
         scene.on(Event::Control { peer: PEER, body: ControlBody::Hello(Box::new(hello)) });
