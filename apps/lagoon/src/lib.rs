@@ -95,7 +95,9 @@ mod shell;
 mod shutdown;
 mod status;
 mod table;
+mod tenant;
 mod tier_kind;
+mod told;
 mod transfer_addr;
 #[cfg(target_os = "linux")]
 mod transfers;

@@ -12,6 +12,7 @@ use std::fmt::{self, Write};
 pub(crate) fn at_gmanager(roles: Roles, own: Option<InstanceId>, body: &ControlBody) -> Result<(), String> {
     use NodeRole::{Gateway, Instance, Kv, Operator};
     let needed: &[NodeRole] = match body {
+        ControlBody::StatusQuery(query) if query.prefixes.is_some() => &[Gateway],
         ControlBody::StatusQuery(_) => &[Operator, Gateway],
         // A process that is being stopped requests its own drain.
         ControlBody::AdminQuery(AdminQuery { body: Some(AdminBody::Drain(drain)), .. })

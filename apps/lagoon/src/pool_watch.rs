@@ -6,11 +6,12 @@ use crate::admin;
 use crate::jitter::jittered;
 use crate::node_metrics::record_certificate;
 use crate::pool_client::{PoolClient, PoolRow, PoolState, role_name};
+use crate::told::Told;
 use crate::upstreams::{Backend, Backends};
 use axum::Json;
 use axum::routing::{get, post};
-use lagoon_cluster::dispatch::{Elsewhere, InstanceLoad, Unreported};
-use lagoon_protocol::{Calibration, Role};
+use lagoon_cluster::dispatch::{Elsewhere, InstanceLoad, Placed, Unreported};
+use lagoon_protocol::{Calibration, PrefixesKnown, PrefixesPlaced, Role};
 use lagoon_types::limits::POOL_HOLD_MS;
 use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
@@ -29,6 +30,7 @@ const LEARN_LOOK: Duration = Duration::from_millis(10);
 #[derive(Clone, Debug)]
 pub(crate) struct PoolWatch {
     known: Arc<RwLock<Known>>,
+    told: Arc<std::sync::Mutex<Told>>,
     /// Tokens in an rBlock of the pool.
     block_tokens: u32,
 }
@@ -80,17 +82,41 @@ impl PoolWatch {
     /// Queries `client` until `stop`; `state` is the first state.
     pub(crate) fn start(mut client: PoolClient, state: PoolState, block_tokens: u32, stop: CancellationToken) -> Self {
         let known = Known { state, asked: Instant::now(), silent_since: None, held: Held::default() };
-        let watch = Self { known: Arc::new(RwLock::new(known)), block_tokens };
+        let watch = Self::new(known, block_tokens);
         let asking = watch.clone();
         tokio::spawn(async move {
             while !stop.is_cancelled() {
                 let asked = Instant::now();
-                asking.learn(client.state().await, asked);
+                match client.exchange(Some(asking.to_tell())).await {
+                    Ok((state, prefixes)) => {
+                        let term = state.gmanager.term;
+                        asking.learn(Ok(state), asked);
+                        prefixes.into_iter().for_each(|prefixes| asking.learn_told(*prefixes, term));
+                    }
+                    Err(error) => asking.learn(Err(error), asked),
+                }
                 record_certificate(client.node());
                 tokio::time::sleep(jittered(WATCH_EVERY)).await;
             }
         });
         watch
+    }
+
+    fn new(known: Known, block_tokens: u32) -> Self {
+        let told = Arc::new(std::sync::Mutex::new(Told::new(rand::random())));
+        Self { known: Arc::new(RwLock::new(known)), told, block_tokens }
+    }
+
+    fn to_tell(&self) -> Box<PrefixesPlaced> {
+        self.told_now().query(&self.known().state.instances)
+    }
+
+    fn learn_told(&self, prefixes: PrefixesKnown, term: u64) {
+        self.told_now().learn(prefixes, &self.known().state.instances, term);
+    }
+
+    fn told_now(&self) -> std::sync::MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes the answer to a query that was sent at `now`.
@@ -148,7 +174,7 @@ impl PoolWatch {
                 block_tokens: self.block_tokens,
                 blocks_total: row.blocks_total,
                 blocks_free: row.blocks_free,
-                tier_blocks: row.cache.map_or(0, |cache| cache.host_blocks.max(cache.disk_blocks)),
+                tier_blocks: row.cache.as_ref().map_or(0, |cache| cache.host_blocks.max(cache.disk_blocks)),
                 running: row.requests_running,
                 waiting: row.requests_waiting,
                 unreported: Unreported::default(),
@@ -206,6 +232,14 @@ impl Backends for PoolWatch {
         }
     }
 
+    fn tell(&self, placed: Vec<Placed<SocketAddr>>) {
+        self.told_now().tell(placed);
+    }
+
+    fn told(&self) -> Vec<Placed<SocketAddr>> {
+        self.told_now().take()
+    }
+
     fn scraped(&self) -> Vec<Backend> {
         let Known { state, asked, .. } = &*self.known();
         state.instances.iter().filter(|row| row.alive).filter_map(|row| self.backend(row, *asked)).collect()
@@ -257,7 +291,7 @@ mod tests {
     fn instances_serve_on_while_they_register_with_a_new_gmanager() {
         let first = state(1, vec![row(1, true), row(2, true), row(3, false)]);
         let known = Known { state: first, asked: Instant::now(), silent_since: None, held: Held::default() };
-        let watch = PoolWatch { known: Arc::new(RwLock::new(known)), block_tokens: 16 };
+        let watch = PoolWatch::new(known, 16);
         let (start, hold) = (Instant::now(), Duration::from_millis(POOL_HOLD_MS));
         watch.learn(Err(anyhow::anyhow!("no answer")), start);
         watch.learn(Ok(state(2, vec![])), start);
@@ -288,7 +322,7 @@ mod tests {
     #[tokio::test]
     async fn a_state_from_before_an_order_is_not_taken_for_one_after() {
         let known = Known { state: state(1, vec![]), asked: Instant::now(), silent_since: None, held: Held::default() };
-        let watch = PoolWatch { known: Arc::new(RwLock::new(known)), block_tokens: 16 };
+        let watch = PoolWatch::new(known, 16);
         let ordered = Instant::now();
         // This query was in flight when the order was accepted.
         watch.learn(Ok(state(1, vec![row(1, true)])), ordered);

@@ -130,7 +130,7 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
         ),
         ("refusal", ControlBody::Refusal(Refusal { creditor: 9, blocks_lendable: 2 })),
         ("deregister", ControlBody::Deregister(Deregister { instance: 3 })),
-        ("status_query", ControlBody::StatusQuery(StatusQuery { query: 6 })),
+        ("status_query", ControlBody::StatusQuery(StatusQuery { query: 6, prefixes: None })),
         (
             "status_reply",
             ControlBody::StatusReply(StatusReply { query: 6, instances: vec![status], ..Default::default() }),
@@ -308,14 +308,15 @@ fn cache_orders() -> Vec<(&'static str, ControlBody)> {
         drop_done: 10,
         block_tokens: 11,
     };
-    let drop = AdminCacheDrop { instance: 4 };
+    let of = CacheTenants { key: Some(0x0102_0304), salt: None };
+    let drop = AdminCacheDrop { instance: 4, of: Some(of) };
     let dropped = Some(CacheDropped { instances: vec![3, 4], number: 0x1_0000_0007 });
     vec![
         (
             "heartbeat_cache_counts",
             ControlBody::Heartbeat(Box::new(Heartbeat { cache: Some(Box::new(counts)), ..heartbeat() })),
         ),
-        ("cache_drop", ControlBody::CacheDrop(CacheDrop { number: 0x1_0000_0007 })),
+        ("cache_drop", ControlBody::CacheDrop(CacheDrop { number: 0x1_0000_0007, of: Some(of) })),
         ("admin_cache_drop", ControlBody::AdminQuery(AdminQuery { query: 8, body: Some(AdminBody::CacheDrop(drop)) })),
         (
             "admin_reply_dropped",
@@ -481,10 +482,15 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
             "prefill_refused",
             ControlBody::PrefillRefused(PrefillRefused { request: 12, reason: "full".into(), queued_tokens: 5 }),
         ),
-        ("prefill_renew", ControlBody::PrefillRenew(PrefillRenew { seq: 2, requests: vec![12, 13] })),
+        ("prefill_renew", ControlBody::PrefillRenew(PrefillRenew { seq: 2, requests: vec![12, 13], cache_version: 0 })),
         (
             "prefill_renewed",
-            ControlBody::PrefillRenewed(PrefillRenewed { seq: 2, unknown: vec![13], queued_tokens: 4096 }),
+            ControlBody::PrefillRenewed(PrefillRenewed {
+                seq: 2,
+                unknown: vec![13],
+                queued_tokens: 4096,
+                ..Default::default()
+            }),
         ),
         ("prefill_cancel", ControlBody::PrefillCancel(PrefillCancel { requests: vec![12] })),
         ("role_order", ControlBody::RoleOrder(RoleOrder { role: Role::Decode.into(), number: 0 })),
