@@ -57,7 +57,7 @@ fn a_document_that_stays_with_its_worker_is_computed_once() {
 #[test]
 fn another_decode_worker_finds_the_prefill_worker_that_has_the_document() {
     for push in [false, true] {
-        let workers = [vec![prefill(40); 2], vec![decode(40, push); 2]].concat();
+        let workers = [vec![prefill(40); 2], vec![decode(80, push); 2]].concat();
         let mut world = disaggregated::pool(&pool(), None, &workers, 2);
         let other = world.submit(2, greedy(prompt(70, 120, 128), 4));
         world.run_for(1);
