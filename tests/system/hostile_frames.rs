@@ -264,7 +264,10 @@ impl Hostile {
                 seq: self.n(),
                 unknown: self.many(4, Self::n),
                 queued_tokens: self.n(),
-                cached: Some(Box::new(p::CacheSummary { fingerprints: self.bytes(64).to_vec(), complete: self.n() % 2 == 0 })),
+                cached: Some(Box::new(p::CacheSummary {
+                    fingerprints: self.bytes(64).to_vec(),
+                    complete: self.n() % 2 == 0,
+                })),
                 cache_version: self.n(),
             }),
             _ => C::PrefillReady(Box::new(p::PrefillReady {

@@ -63,7 +63,11 @@ fn another_decode_worker_finds_the_prefill_worker_that_has_the_document() {
         world.run_for(1);
         assert_eq!(ask(&mut world, 2, 0) as usize, DOCUMENT + QUESTION);
         assert!(matches!(world.requests[other].end, Some(Ok(_))));
-        assert_eq!([0, 1].map(|node| share(&world, node)), [0, DOCUMENT as u32], "the second worker has it, push {push}");
+        assert_eq!(
+            [0, 1].map(|node| share(&world, node)),
+            [0, DOCUMENT as u32],
+            "the second worker has it, push {push}"
+        );
         // Workers report to decode workers every LEASE_RENEW_MS.
         world.run_for(2 * LEASE_RENEW_MS);
         let computed: Vec<u32> = [3, 3, 2].into_iter().zip(1..).map(|(node, n)| ask(&mut world, node, n)).collect();

@@ -129,7 +129,7 @@ fn gateways_know_each_others_prefixes() {
     let (first, second) = (pool.gateway(), pool.gateway());
     let clients = [first.client(), second.client()];
     let ready = |status: &Value| status["instances"].as_array().is_some_and(|rows| rows.len() == 3);
-    clients.iter().for_each(|client| client.wait_until("/lagoon/status", "three instances", ready));
+    clients.iter().for_each(|client| _ = client.wait_until("/lagoon/status", "three instances", ready));
     let turn = |talk: u64, turn: usize| prompt(talk, 250 + 60 * turn, VOCAB);
     let begun: Vec<u64> = (0..TALKS).map(|talk| ask(&clients[0], &turn(talk, 0))).collect();
     assert_eq!(begun, vec![0; TALKS as usize]);

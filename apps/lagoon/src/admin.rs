@@ -13,7 +13,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use lagoon_protocol::{
     AdminBody, AdminCacheDrop, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminPlan, AdminReply, AdminRole,
-    OrderOutcome, PlacementRow, Role, CacheTenants,
+    CacheTenants, OrderOutcome, PlacementRow, Role,
 };
 use lagoon_transport::NodeRole;
 use lagoon_types::limits;

@@ -7,8 +7,8 @@ use crate::leader::Terms;
 use crate::tenant::TenantArg;
 use anyhow::{Context, bail, ensure};
 use lagoon_protocol::{
-    AdminBody, AdminQuery, AdminReply, BatchPoint, CacheCounts, CacheTenant, Calibration, ControlBody, InstanceStatus, Load,
-    MemoryTier, MoveCounts, PrefillCounts, PrefixesKnown, PrefixesPlaced, Role, StatusQuery, StatusReply,
+    AdminBody, AdminQuery, AdminReply, BatchPoint, CacheCounts, CacheTenant, Calibration, ControlBody, InstanceStatus,
+    Load, MemoryTier, MoveCounts, PrefillCounts, PrefixesKnown, PrefixesPlaced, Role, StatusQuery, StatusReply,
 };
 use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, NodeRole, PeerId, TransportConfig};
 use serde::{Deserialize, Serialize};
@@ -359,10 +359,7 @@ impl PoolClient {
         bail!("only a gManager of the earlier term {earlier} answers\nhint: stop it: another one led after it")
     }
 
-    async fn status(
-        &mut self,
-        prefixes: Option<Box<PrefixesPlaced>>,
-    ) -> anyhow::Result<(StatusReply, Vec<PeerId>)> {
+    async fn status(&mut self, prefixes: Option<Box<PrefixesPlaced>>) -> anyhow::Result<(StatusReply, Vec<PeerId>)> {
         self.queries += 1;
         let query = self.queries;
         let mine = move |body: &ControlBody| matches!(body, ControlBody::StatusReply(reply) if reply.query == query);

@@ -36,7 +36,8 @@ impl FromStr for TenantArg {
             is_hex.then(|| u32::from_str_radix(part, 16).ok()).flatten()
         };
         let both = text.split_once('-').and_then(|(key, salt)| Some((number(key)?, number(salt)?)));
-        let (key, salt) = both.ok_or_else(|| format!("{text:?} is no tenant as `lagoon kv cache ls --tenants` shows it"))?;
+        let (key, salt) =
+            both.ok_or_else(|| format!("{text:?} is no tenant as `lagoon kv cache ls --tenants` shows it"))?;
         Ok(Self { key, salt })
     }
 }

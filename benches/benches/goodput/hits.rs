@@ -18,6 +18,7 @@ use lagoon_sim::paper::conversation::{self, Entry, HASHED_TOKENS, Scale};
 use lagoon_sim::paper::traces::Request;
 use lagoon_types::{KvDType, ModelHash};
 use serde_json::{Value, json};
+use std::fmt::Write as _;
 use std::sync::Arc;
 
 /// Tokens of the trace that a token stands for.
@@ -57,14 +58,12 @@ fn tokens(entry: &Entry, length: u32, scale: f64) -> Vec<u32> {
 
 /// Token ids as JSON, each in so many bytes.
 fn padded(ids: &[u32], bytes: usize) -> String {
-    let mut text = String::with_capacity(ids.len() * bytes + 2);
-    text.push('[');
+    let width = bytes - 1;
+    let mut text = String::with_capacity(ids.len() * bytes + 1);
     for (at, id) in ids.iter().enumerate() {
-        let comma = if at == 0 { " " } else { "," };
-        text.push_str(&format!("{comma}{id:>width$}", width = bytes - 1));
+        let _ = write!(text, "{}{id:>width$}", if at == 0 { "[" } else { "," });
     }
-    text.push(']');
-    text
+    text + "]"
 }
 
 struct Part {
@@ -94,13 +93,8 @@ impl Part {
 
     /// Cached tokens of all requests in one cache of `blocks`.
     fn one_cache(&self, block_tokens: u32, blocks: u64) -> Vec<u32> {
-        let root = IdentityRoot {
-            model: ModelHash([0; 32]),
-            adapter: b"",
-            dtype: KvDType::F16,
-            rope: b"",
-            block_tokens,
-        };
+        let root =
+            IdentityRoot { model: ModelHash([0; 32]), adapter: b"", dtype: KvDType::F16, rope: b"", block_tokens };
         let of_prompts = self.prompts.iter().map(|prompt| BlockHash::chain(&root, prompt));
         one_cache(self.requests.iter().zip(of_prompts), block_tokens, blocks)
     }

@@ -193,7 +193,10 @@ fn panel(title: &str, x_label: &str, y_label: &str, series: Vec<Series>) -> Pane
 fn main() -> Result<()> {
     let args = Args::parse();
     let _ = args.bench;
-    ensure!(args.time() >= 1.0 && args.tokens() >= args.time(), "--tokens must be at least --time, and that at least 1");
+    ensure!(
+        args.time() >= 1.0 && args.tokens() >= args.time(),
+        "--tokens must be at least --time, and that at least 1"
+    );
     let setup = Setup::new(&args);
     let lagoon = Lagoon::new("goodput")?;
     let profile = setup.sizes.pace.profile(&lagoon.model)?;

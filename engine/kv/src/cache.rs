@@ -11,8 +11,8 @@
 //! Where tiers beside the KV memory keep copies (`pool/saving.rs`), `unsaved` has the cached blocks of which no copy was
 //! begun, in eviction order.
 
-use crate::{BlockHash, TenantCounts};
 use crate::mutants::{self, Mutant};
+use crate::{BlockHash, TenantCounts};
 use lagoon_types::PhysBlock;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};

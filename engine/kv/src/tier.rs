@@ -133,7 +133,8 @@ impl<V> Tier<V> {
         let looked: Vec<(u64, BlockHash)> = left.take(most).map(|(used, hash)| (*used, *hash)).collect();
         of.from = looked.last().map_or(of.from, |(used, _)| used + 1);
         let is_more = looked.len() == most;
-        let gone: Vec<BlockHash> = looked.into_iter().map(|(_, hash)| hash).filter(|hash| of.tenants.have(hash)).collect();
+        let gone: Vec<BlockHash> =
+            looked.into_iter().map(|(_, hash)| hash).filter(|hash| of.tenants.have(hash)).collect();
         gone.iter().for_each(|hash| drop(self.remove(hash)));
         (gone, is_more)
     }

@@ -304,7 +304,8 @@ fn a_pushed_prompt_is_not_behind_what_waits_for_others_memory() {
 fn a_request_that_is_named_often_is_answered_once() {
     let (mut side, _) = computed();
     side.on(Event::SendFailed { peer: PEER });
-    let again = side.receive(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6; 50], cache_version: 0 }));
+    let again =
+        side.receive(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6; 50], cache_version: 0 }));
     let answers = again.iter().filter(|body| matches!(body, ControlBody::PrefillReady(_))).count();
     assert_eq!(answers, 1);
 }
