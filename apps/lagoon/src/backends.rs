@@ -36,11 +36,11 @@ pub(crate) trait Backends: Send + Sync {
         Elsewhere::default()
     }
 
-    /// Tells the pool's other gateways where prompts went. Without others nothing happens.
-    fn tell(&self, _placed: Vec<Placed<SocketAddr>>) {}
+    /// Reports to the pool's other gateways where prompts went. Without others nothing happens.
+    fn share_prefixes(&self, _placed: Vec<Placed<SocketAddr>>) {}
 
-    /// What other gateways have told since the last call.
-    fn told(&self) -> Vec<Placed<SocketAddr>> {
+    /// What other gateways have reported since the last call.
+    fn shared_prefixes(&self) -> Vec<Placed<SocketAddr>> {
         Vec::new()
     }
 

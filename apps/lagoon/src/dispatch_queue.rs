@@ -89,7 +89,7 @@ impl Queue {
         }
         let placed = state.core.take_placed();
         if !placed.is_empty() {
-            self.backends.tell(placed);
+            self.backends.share_prefixes(placed);
         }
         let passes = state.core.stats().passes;
         metrics::counter!("lagoon_gateway_passes_total").increment(passes - state.passes);
@@ -118,9 +118,9 @@ impl Queue {
         let reports = backends.into_iter().map(report).collect();
         let elsewhere = self.backends.elsewhere();
         self.handle(state, Event::Reports { reports, elsewhere });
-        let told = self.backends.told();
-        if !told.is_empty() {
-            self.handle(state, Event::Placed(told));
+        let shared = self.backends.shared_prefixes();
+        if !shared.is_empty() {
+            self.handle(state, Event::Placed(shared));
         }
     }
 

@@ -337,7 +337,7 @@ impl PoolClient {
         Ok(self.exchange(None).await?.0)
     }
 
-    /// As [`Self::state`], and tells other gateways which `prefixes` were placed; with what they have told.
+    /// As [`Self::state`], and reports to other gateways which `prefixes` were placed; with what they have reported.
     pub(crate) async fn exchange(
         &mut self,
         prefixes: Option<Box<PrefixesPlaced>>,

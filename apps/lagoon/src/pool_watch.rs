@@ -6,7 +6,7 @@ use crate::admin;
 use crate::jitter::jittered;
 use crate::node_metrics::record_certificate;
 use crate::pool_client::{PoolClient, PoolRow, PoolState, role_name};
-use crate::told::Told;
+use crate::shared_prefixes::SharedPrefixes;
 use crate::upstreams::{Backend, Backends};
 use axum::Json;
 use axum::routing::{get, post};
@@ -30,7 +30,7 @@ const LEARN_LOOK: Duration = Duration::from_millis(10);
 #[derive(Clone, Debug)]
 pub(crate) struct PoolWatch {
     known: Arc<RwLock<Known>>,
-    told: Arc<std::sync::Mutex<Told>>,
+    prefixes: Arc<std::sync::Mutex<SharedPrefixes>>,
     /// Tokens in an rBlock of the pool.
     block_tokens: u32,
 }
@@ -87,11 +87,11 @@ impl PoolWatch {
         tokio::spawn(async move {
             while !stop.is_cancelled() {
                 let asked = Instant::now();
-                match client.exchange(Some(asking.to_tell())).await {
+                match client.exchange(Some(asking.prefixes_to_share())).await {
                     Ok((state, prefixes)) => {
                         let term = state.gmanager.term;
                         asking.learn(Ok(state), asked);
-                        prefixes.into_iter().for_each(|prefixes| asking.learn_told(*prefixes, term));
+                        prefixes.into_iter().for_each(|prefixes| asking.learn_prefixes(*prefixes, term));
                     }
                     Err(error) => asking.learn(Err(error), asked),
                 }
@@ -103,20 +103,20 @@ impl PoolWatch {
     }
 
     fn new(known: Known, block_tokens: u32) -> Self {
-        let told = Arc::new(std::sync::Mutex::new(Told::new(rand::random())));
-        Self { known: Arc::new(RwLock::new(known)), told, block_tokens }
+        let prefixes = Arc::new(std::sync::Mutex::new(SharedPrefixes::new(rand::random())));
+        Self { known: Arc::new(RwLock::new(known)), prefixes, block_tokens }
     }
 
-    fn to_tell(&self) -> Box<PrefixesPlaced> {
-        self.told_now().query(&self.known().state.instances)
+    fn prefixes_to_share(&self) -> Box<PrefixesPlaced> {
+        self.prefixes_now().query(&self.known().state.instances)
     }
 
-    fn learn_told(&self, prefixes: PrefixesKnown, term: u64) {
-        self.told_now().learn(prefixes, &self.known().state.instances, term);
+    fn learn_prefixes(&self, prefixes: PrefixesKnown, term: u64) {
+        self.prefixes_now().learn(prefixes, &self.known().state.instances, term);
     }
 
-    fn told_now(&self) -> std::sync::MutexGuard<'_, Told> {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    fn prefixes_now(&self) -> std::sync::MutexGuard<'_, SharedPrefixes> {
+        self.prefixes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes the answer to a query that was sent at `now`.
@@ -232,12 +232,12 @@ impl Backends for PoolWatch {
         }
     }
 
-    fn tell(&self, placed: Vec<Placed<SocketAddr>>) {
-        self.told_now().tell(placed);
+    fn share_prefixes(&self, placed: Vec<Placed<SocketAddr>>) {
+        self.prefixes_now().add_own(placed);
     }
 
-    fn told(&self) -> Vec<Placed<SocketAddr>> {
-        self.told_now().take()
+    fn shared_prefixes(&self) -> Vec<Placed<SocketAddr>> {
+        self.prefixes_now().take()
     }
 
     fn scraped(&self) -> Vec<Backend> {

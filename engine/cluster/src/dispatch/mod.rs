@@ -403,12 +403,12 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             let tokens = of.send(id, Sent { at_ms: self.now_ms, began: false, cached: 0, ..sent });
             self.prefixes.note(&bound.waiting.arrival.prefix.hashes, instance, of.memory().computed);
             let hashes = bound.waiting.arrival.prefix.hashes.clone();
-            self.tell(Placed { instance, hashes, tokens });
+            self.note_placed(Placed { instance, hashes, tokens });
         }
     }
 
-    /// Notes a prefix that was placed, to be told to others.
-    fn tell(&mut self, placed: Placed<K>) {
+    /// Notes a prefix that was placed, to be reported to others.
+    fn note_placed(&mut self, placed: Placed<K>) {
         if placed.hashes.is_empty() {
             return;
         }
@@ -468,7 +468,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             let tokens = of.send(id, Sent { at_ms: self.now_ms, ask: arrival.ask, cached, expected, began: false });
             self.prefixes.note(&arrival.prefix.hashes, instance, of.memory().computed);
             let hashes = arrival.prefix.hashes.clone();
-            self.tell(Placed { instance, hashes, tokens });
+            self.note_placed(Placed { instance, hashes, tokens });
         }
         self.head = self.head.filter(|head| head.id != id);
         self.bound.insert(id, Bound { instance, waiting, work, is_whole });

@@ -58,7 +58,7 @@ pub(super) struct Instance<K> {
     load: InstanceLoad,
     /// Prefill that it has left at a time, in microseconds: it works that off.
     ahead: (u64, f64),
-    /// Tokens of prompts and answers that it was sent to compute, by this dispatcher and by others that told it.
+    /// Tokens of prompts and answers that it was sent to compute, by this dispatcher and by others that reported it.
     computed: u64,
 }
 

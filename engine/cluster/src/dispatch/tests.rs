@@ -398,7 +398,7 @@ fn another_dispatchers_prefixes_are_known() {
     let placed = one.core.take_placed();
     assert_eq!((placed.len(), placed[0].instance, &placed[0].hashes[..]), (1, at, &[1, 2, 3, 4][..]));
     assert_eq!(placed[0].tokens, 64 * u64::from(BLOCK_TOKENS) - 1 + 32, "prompt and answer");
-    assert_eq!(one.core.take_placed(), [], "told once");
+    assert_eq!(one.core.take_placed(), [], "reported once");
     let other = 1 + at % 3;
     let known = |gateway: &Gateway| [at, other].map(|at| gateway.core.cached(&prefix(5)).at(at));
     two.handle(Event::Placed(vec![Placed { instance: 9, ..placed[0].clone() }]));

@@ -69,7 +69,7 @@ mod tests {
         PlacedPrefix { instance, hashes: vec![7; 8 * count], tokens: 5 }
     }
 
-    fn told(gateway: u64, placed: Vec<PlacedPrefix>, known: u64) -> PrefixesPlaced {
+    fn reported(gateway: u64, placed: Vec<PlacedPrefix>, known: u64) -> PrefixesPlaced {
         PrefixesPlaced { gateway, placed, known, term: 3 }
     }
 
@@ -80,16 +80,16 @@ mod tests {
     #[test]
     fn each_gateway_gets_the_others_prefixes_once() {
         let mut of = PlacedPrefixes::default();
-        assert_eq!(of.exchange(&told(1, vec![prefix(10, 1), prefix(11, 2)], 0), 3), PrefixesKnown::default());
-        let second = of.exchange(&told(2, vec![prefix(20, 1)], 0), 3);
+        assert_eq!(of.exchange(&reported(1, vec![prefix(10, 1), prefix(11, 2)], 0), 3), PrefixesKnown::default());
+        let second = of.exchange(&reported(2, vec![prefix(20, 1)], 0), 3);
         assert_eq!((instances(&second), second.last), (vec![10, 11], 2));
-        let first = of.exchange(&told(1, vec![], 0), 3);
+        let first = of.exchange(&reported(1, vec![], 0), 3);
         assert_eq!((instances(&first), first.last), (vec![20], 3), "its own are not among them");
-        assert_eq!(of.exchange(&told(1, vec![], 3), 3), PrefixesKnown { placed: vec![], last: 3 });
+        assert_eq!(of.exchange(&reported(1, vec![], 3), 3), PrefixesKnown { placed: vec![], last: 3 });
         // What is known of another term's numbers says nothing of these.
-        let later = PrefixesPlaced { term: 2, ..told(2, vec![], 3) };
+        let later = PrefixesPlaced { term: 2, ..reported(2, vec![], 3) };
         assert_eq!(instances(&of.exchange(&later, 3)), [10, 11]);
-        assert_eq!(of.exchange(&told(9, vec![], 77), 3).last, 3, "a number that was never given");
+        assert_eq!(of.exchange(&reported(9, vec![], 77), 3).last, 3, "a number that was never given");
     }
 
     #[test]
@@ -98,13 +98,13 @@ mod tests {
         let each = PREFIX_HASHES_MAX;
         let full: Vec<PlacedPrefix> = (0..PLACED_HASHES_MAX / each + 3).map(|_| prefix(1, each)).collect();
         for _ in 0..PREFIX_PLACES_MAX / PLACED_HASHES_MAX + 2 {
-            of.exchange(&told(1, full.clone(), 0), 3);
+            of.exchange(&reported(1, full.clone(), 0), 3);
         }
         assert_eq!((of.hashes, of.placed.len()), (PREFIX_PLACES_MAX, PREFIX_PLACES_MAX / each));
         assert_eq!(of.last as usize, (PREFIX_PLACES_MAX + 2 * PLACED_HASHES_MAX) / each, "of a message so many count");
         let (mut known, mut seen) = (0, 0);
         loop {
-            let reply = of.exchange(&told(2, vec![], known), 3);
+            let reply = of.exchange(&reported(2, vec![], known), 3);
             if reply.placed.is_empty() {
                 break;
             }
@@ -119,7 +119,7 @@ mod tests {
     fn prefixes_of_no_hashes_of_too_many_and_of_parts_do_not_count() {
         let mut of = PlacedPrefixes::default();
         let part = PlacedPrefix { hashes: vec![1; 12], ..prefix(1, 1) };
-        of.exchange(&told(1, vec![prefix(1, 0), part, prefix(1, PREFIX_HASHES_MAX + 1)], 0), 3);
+        of.exchange(&reported(1, vec![prefix(1, 0), part, prefix(1, PREFIX_HASHES_MAX + 1)], 0), 3);
         assert_eq!((of.last, of.hashes), (0, 0));
     }
 }

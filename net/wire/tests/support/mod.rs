@@ -341,11 +341,11 @@ fn cache_orders() -> Vec<(&'static str, ControlBody)> {
 /// Where prompts went: what gateways tell each other, and what prefill workers report.
 fn placed() -> Vec<(&'static str, ControlBody)> {
     let placed = vec![PlacedPrefix { instance: 3, hashes: bytes(16, 9).to_vec(), tokens: 4096 }];
-    let told = PrefixesPlaced { gateway: 0xfeed_0000_0000_0001, placed: placed.clone(), known: 12, term: 2 };
+    let own = PrefixesPlaced { gateway: 0xfeed_0000_0000_0001, placed: placed.clone(), known: 12, term: 2 };
     let known = PrefixesKnown { placed, last: 13 };
     let summary = CacheSummary { fingerprints: bytes(16, 8).to_vec(), complete: true };
     vec![
-        ("status_query_prefixes", ControlBody::StatusQuery(StatusQuery { query: 6, prefixes: Some(Box::new(told)) })),
+        ("status_query_prefixes", ControlBody::StatusQuery(StatusQuery { query: 6, prefixes: Some(Box::new(own)) })),
         (
             "status_reply_prefixes",
             ControlBody::StatusReply(StatusReply {
@@ -514,6 +514,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     let changing = Heartbeat { role: Some(Box::new(state)), ..heartbeat() };
     let role = AdminRole { instance: 4, role: Role::Prefill.into() };
     let asked = AdminQuery { query: 7, body: Some(AdminBody::Role(role)) };
+    let tokens = PrefillRenewed { queued_tokens: 4096, ..Default::default() };
     vec![
         ("workers", ControlBody::Workers(Workers { version: 0xabc, workers: vec![worker] })),
         ("prefill_request", prefill(request.clone())),
@@ -531,15 +532,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
             ControlBody::PrefillRefused(PrefillRefused { request: 12, reason: "full".into(), queued_tokens: 5 }),
         ),
         ("prefill_renew", ControlBody::PrefillRenew(PrefillRenew { seq: 2, requests: vec![12, 13], cache_version: 0 })),
-        (
-            "prefill_renewed",
-            ControlBody::PrefillRenewed(PrefillRenewed {
-                seq: 2,
-                unknown: vec![13],
-                queued_tokens: 4096,
-                ..Default::default()
-            }),
-        ),
+        ("prefill_renewed", ControlBody::PrefillRenewed(PrefillRenewed { seq: 2, unknown: vec![13], ..tokens })),
         ("prefill_cancel", ControlBody::PrefillCancel(PrefillCancel { requests: vec![12] })),
         ("role_order", ControlBody::RoleOrder(RoleOrder { role: Role::Decode.into(), number: 0 })),
         ("role_order_numbered", ControlBody::RoleOrder(RoleOrder { role: Role::Decode.into(), number: 7 })),

@@ -1,5 +1,5 @@
-//! Where a pool's gateways sent prompts, as they tell each other with their queries for the pool's state: what this one is to tell, and what
-//! others have told.
+//! Where a pool's gateways sent prompts, as they report to each other with their queries for the pool's state: what this one is to report, and
+//! what others have reported.
 
 use crate::pool_client::PoolRow;
 use lagoon_cluster::dispatch::Placed;
@@ -10,29 +10,29 @@ use std::net::SocketAddr;
 
 /// See the module's documentation.
 #[derive(Debug)]
-pub(crate) struct Told {
+pub(crate) struct SharedPrefixes {
     /// Number of this process for the others.
     gateway: u64,
-    /// To be told.
+    /// To be reported.
     own: Bounded,
-    /// Told by others.
+    /// Reported by others.
     others: Bounded,
     /// What is known of others' numbers, and the term of these.
     known: u64,
     term: u64,
 }
 
-impl Told {
+impl SharedPrefixes {
     pub(crate) fn new(gateway: u64) -> Self {
         Self { gateway, own: Bounded::default(), others: Bounded::default(), known: 0, term: 0 }
     }
 
     /// Notes where prompts went.
-    pub(crate) fn tell(&mut self, placed: Vec<Placed<SocketAddr>>) {
+    pub(crate) fn add_own(&mut self, placed: Vec<Placed<SocketAddr>>) {
         self.own.add(placed);
     }
 
-    /// What others told since the last call.
+    /// What others reported since the last call.
     pub(crate) fn take(&mut self) -> Vec<Placed<SocketAddr>> {
         self.others.take()
     }
@@ -101,11 +101,11 @@ mod tests {
 
     #[test]
     fn a_placed_prefix_goes_from_one_gateway_to_another() {
-        let (mut one, mut two, rows) = (Told::new(1), Told::new(2), [row(7), row(8)]);
-        one.tell(vec![placed(7, &[1, u64::MAX]), placed(99, &[3]), placed(8, &[4])]);
+        let (mut one, mut two, rows) = (SharedPrefixes::new(1), SharedPrefixes::new(2), [row(7), row(8)]);
+        one.add_own(vec![placed(7, &[1, u64::MAX]), placed(99, &[3]), placed(8, &[4])]);
         let query = one.query(&rows);
         assert_eq!((query.gateway, query.placed.len(), query.known), (1, 2, 0), "99 is no instance");
-        assert_eq!(one.query(&rows).placed, [], "told once");
+        assert_eq!(one.query(&rows).placed, [], "reported once");
         two.learn(PrefixesKnown { placed: query.placed, last: 5 }, &rows[..1], 3);
         assert_eq!(two.take(), [placed(7, &[1, u64::MAX])], "8 is no instance here");
         assert_eq!(two.take(), []);
@@ -114,10 +114,10 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_are_not_told() {
-        let mut told = Told::new(1);
-        told.tell((0..100).map(|n| placed(n, &vec![0; PLACED_HASHES_MAX / 10])).collect());
-        let left: Vec<u16> = told.own.take().iter().map(|placed| placed.instance.port()).collect();
+    fn the_oldest_are_not_reported() {
+        let mut prefixes = SharedPrefixes::new(1);
+        prefixes.add_own((0..100).map(|n| placed(n, &vec![0; PLACED_HASHES_MAX / 10])).collect());
+        let left: Vec<u16> = prefixes.own.take().iter().map(|placed| placed.instance.port()).collect();
         assert_eq!(left, (90..100).collect::<Vec<_>>());
     }
 }
