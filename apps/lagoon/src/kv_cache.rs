@@ -22,8 +22,6 @@ pub(crate) enum CacheCommand {
         tenants: bool,
     },
     /// Empty the prefix cache of one instance or of all: free KV memory and the tiers beside it, not what requests use.
-    ///
-    /// With --tenant or --key-name only of what requests with this key or `cache_salt` left.
     Drop {
         /// Name or number of the instance.
         #[arg(required_unless_present = "all")]

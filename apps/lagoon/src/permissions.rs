@@ -163,6 +163,9 @@ mod tests {
         at_gmanager(gateway, None, &status).unwrap();
         at_gmanager(operator, None, &drain(1)).unwrap();
         assert!(at_gmanager(gateway, None, &drain(1)).is_err());
+        let placed = ControlBody::StatusQuery(p::StatusQuery { query: 1, prefixes: Some(Box::default()) });
+        at_gmanager(gateway, None, &placed).unwrap();
+        assert!(at_gmanager(operator, None, &placed).is_err());
         for peer in [gateway, operator, roles(&[NodeRole::GManager])] {
             assert!(at_gmanager(peer, None, &register).is_err());
             assert!(at_instance(peer, &ControlBody::Hello(Box::default())).is_err());
