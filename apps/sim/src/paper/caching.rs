@@ -98,6 +98,7 @@ fn systems(kv_tokens: Option<u64>) -> Vec<(&'static str, Setting)> {
 
 /// Cached tokens of requests, each with the block hashes of its prompt, that one least-recently-used cache of `blocks` rBlocks serves in
 /// turn. Prompts and answers go there, and the last token of a prompt is always computed.
+#[must_use]
 pub fn one_cache<'a>(
     requests: impl Iterator<Item = (&'a Request, Vec<BlockHash>)>,
     block_tokens: u32,

@@ -410,7 +410,7 @@ fn another_dispatchers_prefixes_are_known() {
     // The instance has memory for 16,000 tokens.
     let newer = Placed { hashes: vec![7], tokens: 16_000, ..placed[0].clone() };
     two.handle(Event::Placed(vec![newer]));
-    assert_eq!(known(&two), [768, 0], "of the later prompt");
+    assert_eq!(known(&two), [1_024, 0], "all of the later prompt, as long as there is memory for it");
     let newer = Placed { hashes: vec![8], tokens: 1_000, ..placed[0].clone() };
     two.handle(Event::Placed(vec![newer]));
     assert_eq!(known(&two), [0, 0]);
