@@ -1,12 +1,14 @@
 //! Tiers of the prefix cache beside the KV memory: prefixes that were evicted come back from host memory or disk, exactly.
 
 use crate::cuda::driver;
+use lagoon_kv::Tenant;
 use lagoon_model::ModelSpec;
-use lagoon_protocol::{AdminBody, AdminCacheDrop};
+use lagoon_protocol::{AdminBody, AdminCacheDrop, CacheTenants};
 use lagoon_tests::cluster::check::assert_same;
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt, single};
 use lagoon_tests::cluster::{Backend, Fault, PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::{Golden, max_diff, models};
+use std::collections::BTreeSet;
 
 /// Bytes of so many rBlocks of four tokens of llama3_old, whose KV is f32.
 fn bytes(world: &PoolSpec, blocks: u64) -> u64 {
@@ -188,7 +190,7 @@ fn an_order_empties_all_tiers_but_not_what_is_in_use() {
             world.step();
         }
         let id = world.id(0).unwrap();
-        let reply = world.admin(AdminBody::CacheDrop(AdminCacheDrop { instance: id.0 }));
+        let reply = world.admin(AdminBody::CacheDrop(AdminCacheDrop { instance: id.0, of: None }));
         assert_eq!(reply.error, "");
         let number = reply.dropped.unwrap().number;
         let is_empty = |world: &World| {
@@ -217,6 +219,62 @@ fn an_order_empties_all_tiers_but_not_what_is_in_use() {
             assert!(world.tiers(0).disk.blocks >= 12, "{:?}", world.tiers(0));
         }
         assert_equals_single("an emptied cache", &world, &pool);
+        world.check_empty();
+    }
+}
+
+/// An order of one tenant's blocks leaves the others' in all tiers.
+#[test]
+fn an_order_empties_all_tiers_of_one_tenants_blocks() {
+    let pool = PoolSpec::golden("llama3_old", 4);
+    let salted = |n: u64, salt: &str| {
+        let mut request = greedy(prompt(n, 50, 128), 3);
+        request.options.cache_salt = salt.into();
+        request
+    };
+    for (host, disk) in [(200, 0), (0, 400), (200, 400)] {
+        let (host_cache_bytes, disk_cache_bytes) = (bytes(&pool, host), bytes(&pool, disk));
+        let spec = Spec { rows: false, host_cache_bytes, disk_cache_bytes, ..Spec::cpu(40) };
+        let mut world = World::pool(pool.clone(), None, &[spec]);
+        let ask = |world: &mut World, n: u64, salt: &str| {
+            let id = world.submit(0, salted(n, salt));
+            world.run();
+            world.run_for(COPIES_MS);
+            world.requests[id].prompt.0
+        };
+        let salts = ["alice\0", "alice\0mine", "bob\0mine", ""];
+        for (n, salt) in (1..).zip(salts) {
+            assert_eq!(ask(&mut world, n, salt), 0);
+        }
+        let id = world.id(0).unwrap();
+        let counts = |world: &World| {
+            let row = world.gmanager().status(world.now_ms()).remove(0);
+            *row.heartbeat.unwrap().cache.unwrap()
+        };
+        let order = |world: &mut World, of: CacheTenants| {
+            let reply = world.admin(AdminBody::CacheDrop(AdminCacheDrop { instance: id.0, of: Some(of) }));
+            let number = reply.dropped.unwrap().number;
+            world.run_until(|world| counts(world).drop_done == number);
+        };
+        let fingerprints = salts.map(Tenant::of);
+        let known = |world: &World| -> BTreeSet<Tenant> {
+            counts(world).tenants.iter().map(|of| Tenant { key: of.key, salt: of.salt }).collect()
+        };
+        world.run_for(1_000);
+        assert_eq!(known(&world), fingerprints.into_iter().collect(), "{host} and {disk} blocks");
+        // Both of alice's.
+        order(&mut world, CacheTenants { key: Some(fingerprints[0].key), salt: None });
+        world.run_for(1_000);
+        assert_eq!(known(&world), fingerprints[2..].iter().copied().collect());
+        let cached = [(1, 0), (2, 0), (3, 48), (4, 48)];
+        for (n, tokens) in cached {
+            assert_eq!(ask(&mut world, n, salts[n as usize - 1]), tokens, "{n} with {host} and {disk} blocks");
+        }
+        // Bob's, of all with this salt.
+        order(&mut world, CacheTenants { key: Some(fingerprints[2].key), salt: Some(fingerprints[2].salt) });
+        for (n, tokens) in [(3, 0), (2, 48), (4, 48)] {
+            assert_eq!(ask(&mut world, n, salts[n as usize - 1]), tokens, "{n} with {host} and {disk} blocks");
+        }
         world.check_empty();
     }
 }

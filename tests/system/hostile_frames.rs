@@ -138,7 +138,11 @@ impl Hostile {
         let tokens = self.rng.below(24);
         let (total, first) = if self.yes() { (tokens as u32, 0) } else { (self.n32(), self.n32()) };
         match self.rng.below(3) {
-            0 => C::PrefillRenew(p::PrefillRenew { seq: self.n(), requests: self.many(4, Self::n) }),
+            0 => C::PrefillRenew(p::PrefillRenew {
+                seq: self.n(),
+                requests: self.many(4, Self::n),
+                cache_version: self.n(),
+            }),
             1 => C::PrefillCancel(p::PrefillCancel { requests: self.many(4, Self::n) }),
             _ => C::PrefillRequest(Box::new(p::PrefillRequest {
                 request: self.rng.below(16),
@@ -260,6 +264,11 @@ impl Hostile {
                 seq: self.n(),
                 unknown: self.many(4, Self::n),
                 queued_tokens: self.n(),
+                cached: Some(Box::new(p::CacheSummary {
+                    fingerprints: self.bytes(64).to_vec(),
+                    complete: self.n() % 2 == 0,
+                })),
+                cache_version: self.n(),
             }),
             _ => C::PrefillReady(Box::new(p::PrefillReady {
                 request: self.n(),

@@ -2,8 +2,9 @@
 
 use crate::disaggregated;
 use crate::pool_prefix::{DOCUMENT, OWN, QUESTION, ask, pool, share};
-use lagoon_tests::cluster::compare::assert_equals_single;
-use lagoon_tests::cluster::{Spec, World};
+use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
+use lagoon_tests::cluster::{Spec, World, greedy};
+use lagoon_types::limits::LEASE_RENEW_MS;
 
 fn prefill(blocks: u32) -> Spec {
     Spec { rows: false, ..Spec::prefill(blocks) }
@@ -47,6 +48,32 @@ fn a_document_that_stays_with_its_worker_is_computed_once() {
         assert_eq!(computed[0] as usize, DOCUMENT + QUESTION);
         assert!(computed[1..].iter().all(|tokens| *tokens <= OWN), "{computed:?}");
         assert_equals_single("left with its worker", &world, &pool());
+        world.check_empty();
+    }
+}
+
+/// The first question was computed by the second worker, as the first one had another prompt; a decode worker that knows neither finds it
+/// there by the worker's summary.
+#[test]
+fn another_decode_worker_finds_the_prefill_worker_that_has_the_document() {
+    for push in [false, true] {
+        let workers = [vec![prefill(40); 2], vec![decode(80, push); 2]].concat();
+        let mut world = disaggregated::pool(&pool(), None, &workers, 2);
+        let other = world.submit(2, greedy(prompt(70, 120, 128), 4));
+        world.run_for(1);
+        assert_eq!(ask(&mut world, 2, 0) as usize, DOCUMENT + QUESTION);
+        assert!(matches!(world.requests[other].end, Some(Ok(_))));
+        assert_eq!(
+            [0, 1].map(|node| share(&world, node)),
+            [0, DOCUMENT as u32],
+            "the second worker has it, push {push}"
+        );
+        // Workers report to decode workers every LEASE_RENEW_MS.
+        world.run_for(2 * LEASE_RENEW_MS);
+        let computed: Vec<u32> = [3, 3, 2].into_iter().zip(1..).map(|(node, n)| ask(&mut world, node, n)).collect();
+        assert!(computed.iter().all(|tokens| *tokens <= OWN), "push {push}: {computed:?}");
+        assert_eq!(share(&world, 0), 0, "the first worker computed none of it");
+        assert_equals_single("two prefill workers", &world, &pool());
         world.check_empty();
     }
 }

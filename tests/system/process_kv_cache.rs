@@ -16,7 +16,11 @@ const REPORTED: Duration = Duration::from_millis(700);
 
 /// Asks for four tokens; returns how many of the prompt were cached.
 fn ask(client: &Client, prompt: &[u32]) -> u64 {
-    let answer = client.complete(prompt, 4, &json!({})).json();
+    ask_with(client, prompt, &json!({}))
+}
+
+fn ask_with(client: &Client, prompt: &[u32], fields: &Value) -> u64 {
+    let answer = client.complete(prompt, 4, fields).json();
     number(&answer, "usage/prompt_tokens_details/cached_tokens")
 }
 
@@ -74,6 +78,76 @@ fn operators_see_prefix_caches_and_empty_them() {
     let refused = pool.try_ask(&["kv", "cache", "drop", "c"]).unwrap_err();
     assert!(refused.code != Some(0) && refused.stderr.contains('c'), "{refused:?}");
     pool.try_ask(&["kv", "cache", "drop"]).unwrap_err();
+}
+
+/// What one tenant left is shown without its secret, and dropped alone.
+#[test]
+fn operators_drop_what_one_tenant_left() {
+    const SECRET: &str = "a salt that nobody else knows";
+    let pool = FaultPool::new(&passkey(), BLOCK, &[("a", 60), ("b", 60)]);
+    let asked = prompt(1, PROMPT, VOCAB);
+    let (mine, open) = (json!({"cache_salt": SECRET}), json!({}));
+    for name in ["a", "b"] {
+        let client = pool.client(name);
+        for fields in [&mine, &open] {
+            assert_eq!(ask_with(&client, &asked, fields), 0, "a tenant finds nothing of another's");
+            assert_eq!(ask_with(&client, &asked, fields), WHOLE);
+        }
+    }
+    let tenants = |row: &Value| row["tenants"].as_array().cloned().unwrap_or_default();
+    let rows = ["a", "b"].map(|name| row(&pool, name, |row| tenants(row).len() == 2 && blocks(row) >= 12));
+    let none = "00000000-00000000";
+    let salted = |row: &Value| {
+        let names = tenants(row).into_iter().map(|tenant| tenant["tenant"].as_str().unwrap().to_owned());
+        names.filter(|name| name != none).collect::<Vec<_>>()
+    };
+    assert_eq!(salted(&rows[0]), salted(&rows[1]), "a tenant has one name at all instances");
+    let [tenant] = &salted(&rows[0])[..] else { panic!("{rows:?}") };
+    assert!(tenant.starts_with("00000000-"), "it has no key: {tenant}");
+    assert!(!rows.iter().any(|row| row.to_string().contains("nobody")));
+
+    let order = |flags: &[&str]| {
+        let dropped = pool.ask(&[&["kv", "cache", "drop"], flags].concat());
+        assert_eq!(dropped["dropped"].as_bool(), Some(true), "{dropped}");
+    };
+    order(&["a", "--tenant", tenant]);
+    let left = row(&pool, "a", |row| tenants(row).len() == 1);
+    assert_eq!((tenants(&left)[0]["tenant"].as_str(), blocks(&left) >= 6), (Some(none), true), "{left}");
+    let cached = |name: &str| [&mine, &open].map(|fields| ask_with(&pool.client(name), &asked, fields));
+    assert_eq!(cached("a"), [0, WHOLE]);
+    assert_eq!(cached("b"), [WHOLE, WHOLE]);
+    // Nobody has this key's name.
+    order(&["--all", "--key-name", "alice"]);
+    assert_eq!(cached("b"), [WHOLE, WHOLE]);
+    order(&["--all", "--tenant", none]);
+    assert_eq!(cached("b"), [WHOLE, 0]);
+    pool.try_ask(&["kv", "cache", "drop", "--all", "--tenant", SECRET]).unwrap_err();
+}
+
+/// A gateway sends the next turn of a conversation where another gateway sent its beginning.
+#[test]
+fn gateways_know_each_others_prefixes() {
+    const TALKS: u64 = 9;
+    let mut pool = FaultPool::without_members(&passkey(), BLOCK, "127.0.0.1", Some(STEP));
+    pool.start(&["a", "b", "c"].map(|name| (name, 200, Place::default())));
+    let (first, second) = (pool.gateway(), pool.gateway());
+    let clients = [first.client(), second.client()];
+    let ready = |status: &Value| status["instances"].as_array().is_some_and(|rows| rows.len() == 3);
+    clients.iter().for_each(|client| _ = client.wait_until("/lagoon/status", "three instances", ready));
+    let turn = |talk: u64, turn: usize| prompt(talk, 250 + 60 * turn, VOCAB);
+    let begun: Vec<u64> = (0..TALKS).map(|talk| ask(&clients[0], &turn(talk, 0))).collect();
+    assert_eq!(begun, vec![0; TALKS as usize]);
+    let used = pool.names().iter().filter(|name| number(&pool.status(name), "prefix/looked_up_tokens") > 0).count();
+    assert_eq!(used, 3, "they were begun at all instances");
+    let next = |talk: u64| {
+        // Until both gateways have asked the gManager again, and reports say that all are idle.
+        std::thread::sleep(REPORTED);
+        ask(&clients[1], &turn(talk, 1))
+    };
+    let cached: Vec<u64> = (0..TALKS).map(next).collect();
+    // An instance that a busy machine keeps from reporting is waited for only so long. A gateway that knows its own prompts alone finds three.
+    let found = cached.iter().filter(|of| **of >= u64::from(250 / BLOCK * BLOCK)).count();
+    assert!(found >= 7, "{found} of {TALKS}: {cached:?}");
 }
 
 /// Conversations take turns at a gateway of three instances. Each could cache all of them: what is missed was sent elsewhere.

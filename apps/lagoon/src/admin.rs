@@ -8,7 +8,7 @@ use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use anyhow::Context;
 use lagoon_protocol::{
     AdminBody, AdminCacheDrop, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminPlan, AdminReply, AdminRole,
-    OrderOutcome, PlacementRow, Role,
+    CacheTenants, OrderOutcome, PlacementRow, Role,
 };
 use lagoon_transport::NodeRole;
 use lagoon_types::limits;
@@ -118,9 +118,13 @@ pub(crate) enum Order {
         after: (u32, u32, u64),
     },
     Plan {},
-    /// Empty the prefix cache of an instance; 0: of all.
+    /// Empty the prefix cache of an instance; 0: of all. Of tenants with these fingerprints; `None`: any.
     CacheDrop {
         instance: u32,
+        #[serde(default)]
+        key: Option<u32>,
+        #[serde(default)]
+        salt: Option<u32>,
     },
     /// Query how an earlier order ended.
     Outcome {
@@ -140,7 +144,10 @@ impl From<Order> for AdminBody {
                 Self::Placements(AdminPlacements { debtor, seq, after_instance, after_debtor, after_seq })
             }
             Order::Plan {} => Self::Plan(AdminPlan {}),
-            Order::CacheDrop { instance } => Self::CacheDrop(AdminCacheDrop { instance }),
+            Order::CacheDrop { instance, key, salt } => {
+                let of = (key.is_some() || salt.is_some()).then_some(CacheTenants { key, salt });
+                Self::CacheDrop(AdminCacheDrop { instance, of })
+            }
             Order::Outcome { order } => Self::Order(AdminOrder { order }),
         }
     }
@@ -353,7 +360,7 @@ mod tests {
         let rows = Order::Placements { debtor: 1, seq: Some(7), after: (2, 1, 5) };
         let drain = Order::Drain { instance: 4, cancel: false, stop: true };
         let role = Order::Role { instance: 4, role: NewRole::Both };
-        let drop = Order::CacheDrop { instance: 0 };
+        let drop = Order::CacheDrop { instance: 0, key: Some(7), salt: None };
         for order in [moves, drain, role, Order::Plan {}, rows, drop, Order::Outcome { order: 9 }] {
             let text = serde_json::to_string(&order).unwrap();
             assert_eq!(serde_json::from_str::<Order>(&text).unwrap(), order, "{text}");

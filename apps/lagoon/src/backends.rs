@@ -1,6 +1,6 @@
 //! The instances behind a gateway, as it knows them.
 
-use lagoon_cluster::dispatch::{Elsewhere, InstanceLoad};
+use lagoon_cluster::dispatch::{Elsewhere, InstanceLoad, Placed};
 use lagoon_http::ApiError;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -34,6 +34,14 @@ pub(crate) trait Backends: Send + Sync {
     /// Memory of nodes that take no requests, and lend.
     fn elsewhere(&self) -> Elsewhere {
         Elsewhere::default()
+    }
+
+    /// Reports to the pool's other gateways where prompts went. Without others nothing happens.
+    fn share_prefixes(&self, _placed: Vec<Placed<SocketAddr>>) {}
+
+    /// What other gateways have reported since the last call.
+    fn shared_prefixes(&self) -> Vec<Placed<SocketAddr>> {
+        Vec::new()
     }
 
     /// Whether the instance at this address is known to be dead; false if unknown.

@@ -9,7 +9,7 @@
 use crate::cache_file::{self, BlockShape};
 use anyhow::Context as _;
 use lagoon_instance::{BlockKv, DiskEffect, DiskEvent, DiskLoss};
-use lagoon_kv::{BlockHash, Tier};
+use lagoon_kv::{BlockHash, Tenants, Tier};
 use lagoon_types::limits::{TIER_DISK_BLOCKS_MAX, TIER_DISK_WRITES_MAX};
 use std::fs::{self, DirEntry, File, OpenOptions, TryLockError};
 use std::io;
@@ -34,8 +34,8 @@ pub(crate) struct CacheDir {
     reads: SyncSender<(u64, BlockHash)>,
     /// `None` once it ends.
     writes: Option<SyncSender<Work>>,
-    /// An order to remove all blocks waits for a place in the queue of the writing thread.
-    drops: bool,
+    /// An order to remove these tenants' blocks waits for a place in the queue of the writing thread.
+    drops: Option<Tenants>,
     /// Closed when all that was queued is written.
     written: Receiver<()>,
     events: mpsc::Receiver<DiskEvent>,
@@ -47,8 +47,8 @@ pub(crate) struct CacheDir {
 #[derive(Debug)]
 enum Work {
     Write(BlockHash, BlockKv),
-    /// Remove all blocks.
-    Drop,
+    /// Remove these tenants' blocks.
+    Drop(Tenants),
 }
 
 /// The directory, which both threads work on.
@@ -91,7 +91,7 @@ impl CacheDir {
         };
         spawn("cache-write", Box::new(write))?;
         spawn("cache-read", Box::new(move || files.read_all(&to_read, &events)))?;
-        Ok(Self { reads, writes: Some(writes), drops: false, written, events: of_loop, found: Some(found) })
+        Ok(Self { reads, writes: Some(writes), drops: None, written, events: of_loop, found: Some(found) })
     }
 
     /// Hands work to the threads; a failure is the returned event.
@@ -106,17 +106,19 @@ impl CacheDir {
                 let result = Err(DiskLoss::Failed);
                 refused.then_some(DiskEvent::Written { hash, result, evicted: Vec::new(), bytes: None })
             }
-            DiskEffect::Drop => {
-                self.drops = true;
+            DiskEffect::Drop { tenants } => {
+                self.drops = Some(tenants);
                 self.send_drop();
                 None
             }
         }
     }
 
-    /// Sends an order to remove all blocks, if one waits. A full queue has a place after its next event.
+    /// Sends an order to remove blocks, if one waits. A full queue has a place after its next event.
     fn send_drop(&mut self) {
-        self.drops = self.drops && self.writes.as_ref().is_some_and(|writes| writes.try_send(Work::Drop).is_err());
+        let writes = self.writes.as_ref();
+        let waits = |of: &Tenants| writes.is_some_and(|writes| writes.try_send(Work::Drop(*of)).is_err());
+        self.drops = self.drops.filter(waits);
     }
 }
 
@@ -190,10 +192,13 @@ impl Files {
     fn write_all(&self, works: &Receiver<Work>, events: &mpsc::Sender<DiskEvent>) {
         let mut warned: Option<Instant> = None;
         for work in works {
-            let Work::Write(hash, kv) = work else {
-                self.remove_all();
-                drop(events.blocking_send(DiskEvent::Dropped));
-                continue;
+            let (hash, kv) = match work {
+                Work::Write(hash, kv) => (hash, kv),
+                Work::Drop(tenants) => {
+                    let (left, bytes) = self.remove_of(&tenants);
+                    drop(events.blocking_send(DiskEvent::Dropped { left, bytes }));
+                    continue;
+                }
             };
             let evicted = self.make_room(&hash);
             let written = self.write(&hash, &kv);
@@ -213,15 +218,16 @@ impl Files {
         }
     }
 
-    fn remove_all(&self) {
-        // A file leaves the index first: it counts as missing while it is removed.
-        while let Some(hash) = {
-            let mut index = self.index();
-            let oldest = index.hashes().next().copied();
-            oldest.inspect(|hash| _ = index.remove(hash))
-        } {
+    /// Removes these tenants' blocks. Returns those that are left, and their bytes.
+    fn remove_of(&self, tenants: &Tenants) -> (Vec<BlockHash>, u64) {
+        let gone: Vec<BlockHash> = self.index().hashes().filter(|hash| tenants.have(hash)).copied().collect();
+        for hash in gone {
+            // A file leaves the index first: it counts as missing while it is removed.
+            self.index().remove(&hash);
             self.remove(&hash);
         }
+        let index = self.index();
+        (index.hashes().copied().collect(), index.bytes())
     }
 
     /// Enters a block in the index, and removes the files of others for it. Returns those.

@@ -159,11 +159,13 @@ async fn all_blocks_are_removed_by_an_order() {
     for n in [1, 2] {
         assert!(cache.carry_out(DiskEffect::Write { hash: hash(n), kv: kv(n) }).is_none());
     }
-    assert!(cache.carry_out(DiskEffect::Drop).is_none());
+    let tenants = Tenants::default();
+    assert!(cache.carry_out(DiskEffect::Drop { tenants }).is_none());
     for _ in [1, 2] {
         assert!(matches!(next(Some(&mut cache)).await, Some(DiskEvent::Written { result: Ok(()), .. })));
     }
-    assert!(matches!(next(Some(&mut cache)).await, Some(DiskEvent::Dropped)));
+    let Some(DiskEvent::Dropped { left, bytes: 0 }) = next(Some(&mut cache)).await else { panic!("an order ends") };
+    assert_eq!(left, []);
     assert!(cache.carry_out(DiskEffect::Read { read: 5, hash: hash(1) }).is_none());
     let Some(DiskEvent::Read { result, .. }) = next(Some(&mut cache)).await else { panic!("a read ends") };
     assert_eq!(result, Err(DiskLoss::Missing));

@@ -87,6 +87,10 @@ impl Queue {
                 let _ = waiter.send(outcome);
             }
         }
+        let placed = state.core.take_placed();
+        if !placed.is_empty() {
+            self.backends.share_prefixes(placed);
+        }
         let passes = state.core.stats().passes;
         metrics::counter!("lagoon_gateway_passes_total").increment(passes - state.passes);
         state.passes = passes;
@@ -114,6 +118,10 @@ impl Queue {
         let reports = backends.into_iter().map(report).collect();
         let elsewhere = self.backends.elsewhere();
         self.handle(state, Event::Reports { reports, elsewhere });
+        let shared = self.backends.shared_prefixes();
+        if !shared.is_empty() {
+            self.handle(state, Event::Placed(shared));
+        }
     }
 
     /// Instances for a request, the best first, whether they can start it now or not.

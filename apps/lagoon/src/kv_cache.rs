@@ -2,8 +2,9 @@
 
 use crate::admin::{Operator, Order};
 use crate::log::{out, outln};
-use crate::pool_client::{CacheRow, PoolRow};
+use crate::pool_client::{CacheRow, PoolRow, TenantRow};
 use crate::table::Table;
+use crate::tenant::TenantArg;
 use crate::watch::Watch;
 use anyhow::Context;
 use serde_json::{Value, json};
@@ -16,6 +17,9 @@ pub(crate) enum CacheCommand {
     Ls {
         /// Name or number of an instance: of this one only.
         instance: Option<String>,
+        /// By tenant: fingerprints of the key's name and of `cache_salt`, of those with most rBlocks.
+        #[arg(long)]
+        tenants: bool,
     },
     /// Empty the prefix cache of one instance or of all: free KV memory and the tiers beside it, not what requests use.
     Drop {
@@ -25,6 +29,12 @@ pub(crate) enum CacheCommand {
         /// Of all instances.
         #[arg(long, conflicts_with = "instance")]
         all: bool,
+        /// Of one tenant, as `ls --tenants` shows it.
+        #[arg(long, value_name = "TENANT")]
+        tenant: Option<TenantArg>,
+        /// Of the API key of this name, whatever the `cache_salt`.
+        #[arg(long, value_name = "NAME", conflicts_with = "tenant", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+        key_name: Option<String>,
         /// Seconds to wait at most.
         #[arg(long, value_name = "N", default_value_t = 60)]
         timeout_s: u64,
@@ -34,28 +44,33 @@ pub(crate) enum CacheCommand {
 /// Sends the command to the pool and prints the reply.
 pub(crate) async fn run(command: &CacheCommand, json: bool, operator: &mut Operator) -> anyhow::Result<()> {
     match command {
-        CacheCommand::Ls { instance } => {
+        CacheCommand::Ls { instance, tenants } => {
             let rows = match instance {
                 Some(text) => vec![operator.find(text).await?],
                 None => operator.rows().await?,
             };
-            show(&rows, json);
+            if *tenants && !json {
+                show_tenants(&rows);
+            } else {
+                show(&rows, json);
+            }
             Ok(())
         }
-        CacheCommand::Drop { instance, timeout_s, .. } => {
+        CacheCommand::Drop { instance, timeout_s, tenant, key_name, .. } => {
             let instance = match instance {
                 Some(text) => operator.find(text).await?.instance,
                 None => 0,
             };
+            let key = tenant.map(|of| of.key).or_else(|| key_name.as_deref().map(TenantArg::key_of));
+            let salt = tenant.map(|of| of.salt);
             let mut watch = Watch::new(json, *timeout_s);
-            let dropped = operator.order(Order::CacheDrop { instance }).await?.dropped;
+            let dropped = operator.order(Order::CacheDrop { instance, key, salt }).await?.dropped;
             let dropped = dropped.context("the gManager does not know the order\nhint: is it of this version?")?;
             follow(&mut watch, operator, &dropped.instances, dropped.number).await?;
             let n = dropped.instances.len();
-            watch.say(&format!(
-                "the prefix {} empty, but for what is in use",
-                if n == 1 { "cache is" } else { "caches are" }
-            ));
+            let of = if key.is_some() { " of the tenant's blocks" } else { "" };
+            let are = if n == 1 { "cache is" } else { "caches are" };
+            watch.say(&format!("the prefix {are} empty{of}, but for what is in use"));
             watch.answer(&json!({ "instances": dropped.instances, "dropped": true }));
             Ok(())
         }
@@ -78,6 +93,17 @@ fn show(rows: &[PoolRow], json: bool) {
         let leased = of.leased_blocks.to_string();
         let number = row.instance.to_string();
         table.row(vec![number, row.name.clone(), device, host, disk, tokens, leased, hits, evicted]);
+    }
+    out!("{table}");
+}
+
+fn show_tenants(rows: &[PoolRow]) {
+    let mut table = Table::new(&["INSTANCE", "NAME", "TENANT", "DEVICE", "HOST", "DISK"]);
+    for (row, of) in rows.iter().filter_map(|row| Some((row, row.cache.as_ref()?))) {
+        for TenantRow { tenant, device_blocks, host_blocks, disk_blocks } in &of.tenants {
+            let blocks = [u64::from(*device_blocks), *host_blocks, *disk_blocks].map(|n| n.to_string());
+            table.row([vec![row.instance.to_string(), row.name.clone(), tenant.to_string()], blocks.to_vec()].concat());
+        }
     }
     out!("{table}");
 }

@@ -92,10 +92,12 @@ mod scratch;
 #[path = "../../http/src/scripted.rs"]
 mod scripted;
 mod serve;
+mod shared_prefixes;
 mod shell;
 mod shutdown;
 mod status;
 mod table;
+mod tenant;
 mod tier_kind;
 mod transfer_addr;
 #[cfg(target_os = "linux")]

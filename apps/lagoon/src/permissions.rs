@@ -12,6 +12,7 @@ use std::fmt::{self, Write};
 pub(crate) fn at_gmanager(roles: Roles, own: Option<InstanceId>, body: &ControlBody) -> Result<(), String> {
     use NodeRole::{Gateway, Instance, Kv, Operator};
     let needed: &[NodeRole] = match body {
+        ControlBody::StatusQuery(query) if query.prefixes.is_some() => &[Gateway],
         ControlBody::StatusQuery(_) => &[Operator, Gateway],
         // A process that is being stopped requests its own drain.
         ControlBody::AdminQuery(AdminQuery { body: Some(AdminBody::Drain(drain)), .. })
@@ -173,6 +174,9 @@ mod tests {
         at_gmanager(gateway, None, &status).unwrap();
         at_gmanager(operator, None, &drain(1)).unwrap();
         assert!(at_gmanager(gateway, None, &drain(1)).is_err());
+        let placed = ControlBody::StatusQuery(p::StatusQuery { query: 1, prefixes: Some(Box::default()) });
+        at_gmanager(gateway, None, &placed).unwrap();
+        assert!(at_gmanager(operator, None, &placed).is_err());
         for peer in [gateway, operator, roles(&[NodeRole::GManager])] {
             assert!(at_gmanager(peer, None, &register).is_err());
             assert!(at_instance(peer, &ControlBody::Hello(Box::default())).is_err());

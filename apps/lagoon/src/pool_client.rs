@@ -4,10 +4,11 @@
 
 use crate::jitter::jittered;
 use crate::leader::Terms;
+use crate::tenant::TenantArg;
 use anyhow::{Context, bail, ensure};
 use lagoon_protocol::{
-    AdminBody, AdminQuery, AdminReply, BatchPoint, CacheCounts, Calibration, ControlBody, InstanceStatus, Load,
-    MemoryTier, MoveCounts, PrefillCounts, Role, StatusQuery, StatusReply,
+    AdminBody, AdminQuery, AdminReply, BatchPoint, CacheCounts, CacheTenant, Calibration, ControlBody, InstanceStatus,
+    Load, MemoryTier, MoveCounts, PrefillCounts, PrefixesKnown, PrefixesPlaced, Role, StatusQuery, StatusReply,
 };
 use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, NodeRole, PeerId, TransportConfig};
 use serde::{Deserialize, Serialize};
@@ -78,7 +79,7 @@ impl From<MoveCounts> for MovesRow {
 }
 
 /// Counters of an instance's prefix cache: see [`CacheCounts`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct CacheRow {
     pub(crate) block_tokens: u32,
     pub(crate) device_blocks: u32,
@@ -91,6 +92,30 @@ pub(crate) struct CacheRow {
     pub(crate) host_evicted_blocks: u64,
     pub(crate) disk_evicted_blocks: u64,
     pub(crate) drop_done: u64,
+    /// Those with most cached rBlocks.
+    #[serde(default)]
+    pub(crate) tenants: Vec<TenantRow>,
+}
+
+/// Cached rBlocks of a tenant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TenantRow {
+    /// See [`crate::tenant`].
+    pub(crate) tenant: TenantArg,
+    pub(crate) device_blocks: u32,
+    pub(crate) host_blocks: u64,
+    pub(crate) disk_blocks: u64,
+}
+
+impl From<&CacheTenant> for TenantRow {
+    fn from(t: &CacheTenant) -> Self {
+        Self {
+            tenant: TenantArg { key: t.key, salt: t.salt },
+            device_blocks: t.device_blocks,
+            host_blocks: t.host_blocks,
+            disk_blocks: t.disk_blocks,
+        }
+    }
 }
 
 impl From<&CacheCounts> for CacheRow {
@@ -107,6 +132,7 @@ impl From<&CacheCounts> for CacheRow {
             host_evicted_blocks: c.host_evicted_blocks,
             disk_evicted_blocks: c.disk_evicted_blocks,
             drop_done: c.drop_done,
+            tenants: c.tenants.iter().map(TenantRow::from).collect(),
         }
     }
 }
@@ -308,14 +334,23 @@ impl PoolClient {
 
     /// The pool as its gManager knows it. One that leads in an earlier term than was seen lately does not count.
     pub(crate) async fn state(&mut self) -> anyhow::Result<PoolState> {
+        Ok(self.exchange(None).await?.0)
+    }
+
+    /// As [`Self::state`], and reports to other gateways which `prefixes` were placed; with what they have reported.
+    pub(crate) async fn exchange(
+        &mut self,
+        prefixes: Option<Box<PrefixesPlaced>>,
+    ) -> anyhow::Result<(PoolState, Option<Box<PrefixesKnown>>)> {
         let mut earlier = 0;
         for _ in 0..=self.gmanagers.len() {
-            let (reply, standbys) = self.status().await?;
+            let (reply, standbys) = self.status(prefixes.clone()).await?;
             if self.terms.note(reply.term, std::time::Instant::now()) {
                 let addr = |peer: &PeerId| self.bound.node.addr(*peer).map(|a| a.to_string()).unwrap_or_default();
                 let standbys = standbys.iter().map(addr).collect();
                 let gmanager = GManagerRow { addr: addr(&self.gmanagers[self.at]), term: reply.term, standbys };
-                return Ok(PoolState { gmanager, instances: reply.instances.into_iter().map(PoolRow::from).collect() });
+                let instances = reply.instances.into_iter().map(PoolRow::from).collect();
+                return Ok((PoolState { gmanager, instances }, reply.prefixes));
             }
             earlier = reply.term;
             self.at = (self.at + 1) % self.gmanagers.len();
@@ -324,11 +359,11 @@ impl PoolClient {
         bail!("only a gManager of the earlier term {earlier} answers\nhint: stop it: another one led after it")
     }
 
-    async fn status(&mut self) -> anyhow::Result<(StatusReply, Vec<PeerId>)> {
+    async fn status(&mut self, prefixes: Option<Box<PrefixesPlaced>>) -> anyhow::Result<(StatusReply, Vec<PeerId>)> {
         self.queries += 1;
         let query = self.queries;
         let mine = move |body: &ControlBody| matches!(body, ControlBody::StatusReply(reply) if reply.query == query);
-        let (answer, standbys) = self.ask(ControlBody::StatusQuery(StatusQuery { query }), mine).await?;
+        let (answer, standbys) = self.ask(ControlBody::StatusQuery(StatusQuery { query, prefixes }), mine).await?;
         let ControlBody::StatusReply(reply) = answer else { bail!("no status") };
         Ok((reply, standbys))
     }

@@ -6,14 +6,15 @@ use crate::admin::{self, Answer, Order};
 use crate::jitter::jittered;
 use crate::node_metrics::record_certificate;
 use crate::pool_client::{PoolClient, PoolRow, PoolState, role_name};
+use crate::shared_prefixes::SharedPrefixes;
 use crate::upstreams::{Backend, Backends};
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use lagoon_cluster::dispatch::{Elsewhere, InstanceLoad, Unreported};
-use lagoon_protocol::{Calibration, Role};
+use lagoon_cluster::dispatch::{Elsewhere, InstanceLoad, Placed, Unreported};
+use lagoon_protocol::{Calibration, PrefixesKnown, PrefixesPlaced, Role};
 use lagoon_types::limits::POOL_HOLD_MS;
 use serde_json::json;
 use std::net::SocketAddr;
@@ -33,6 +34,7 @@ const LEARN_LOOK: Duration = Duration::from_millis(10);
 #[derive(Clone, Debug)]
 pub(crate) struct PoolWatch {
     known: Arc<RwLock<Known>>,
+    prefixes: Arc<std::sync::Mutex<SharedPrefixes>>,
     /// Tokens in an rBlock of the pool.
     block_tokens: u32,
 }
@@ -84,17 +86,41 @@ impl PoolWatch {
     /// Queries `client` until `stop`; `state` is the first state.
     pub(crate) fn start(mut client: PoolClient, state: PoolState, block_tokens: u32, stop: CancellationToken) -> Self {
         let known = Known { state, asked: Instant::now(), silent_since: None, held: Held::default() };
-        let watch = Self { known: Arc::new(RwLock::new(known)), block_tokens };
+        let watch = Self::new(known, block_tokens);
         let asking = watch.clone();
         tokio::spawn(async move {
             while !stop.is_cancelled() {
                 let asked = Instant::now();
-                asking.learn(client.state().await, asked);
+                match client.exchange(Some(asking.prefixes_to_share())).await {
+                    Ok((state, prefixes)) => {
+                        let term = state.gmanager.term;
+                        asking.learn(Ok(state), asked);
+                        prefixes.into_iter().for_each(|prefixes| asking.learn_prefixes(*prefixes, term));
+                    }
+                    Err(error) => asking.learn(Err(error), asked),
+                }
                 record_certificate(client.node());
                 tokio::time::sleep(jittered(WATCH_EVERY)).await;
             }
         });
         watch
+    }
+
+    fn new(known: Known, block_tokens: u32) -> Self {
+        let prefixes = Arc::new(std::sync::Mutex::new(SharedPrefixes::new(rand::random())));
+        Self { known: Arc::new(RwLock::new(known)), prefixes, block_tokens }
+    }
+
+    fn prefixes_to_share(&self) -> Box<PrefixesPlaced> {
+        self.prefixes_now().query(&self.known().state.instances)
+    }
+
+    fn learn_prefixes(&self, prefixes: PrefixesKnown, term: u64) {
+        self.prefixes_now().learn(prefixes, &self.known().state.instances, term);
+    }
+
+    fn prefixes_now(&self) -> std::sync::MutexGuard<'_, SharedPrefixes> {
+        self.prefixes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes the answer to a query that was sent at `now`.
@@ -152,7 +178,7 @@ impl PoolWatch {
                 block_tokens: self.block_tokens,
                 blocks_total: row.blocks_total,
                 blocks_free: row.blocks_free,
-                tier_blocks: row.cache.map_or(0, |cache| cache.host_blocks.max(cache.disk_blocks)),
+                tier_blocks: row.cache.as_ref().map_or(0, |cache| cache.host_blocks.max(cache.disk_blocks)),
                 running: row.requests_running,
                 waiting: row.requests_waiting,
                 unreported: Unreported::default(),
@@ -208,6 +234,14 @@ impl Backends for PoolWatch {
             blocks_total: lenders().map(|row| u64::from(row.blocks_lend_max)).sum(),
             blocks_lendable: lenders().map(|row| u64::from(lendable(row))).sum(),
         }
+    }
+
+    fn share_prefixes(&self, placed: Vec<Placed<SocketAddr>>) {
+        self.prefixes_now().add_own(placed);
+    }
+
+    fn shared_prefixes(&self) -> Vec<Placed<SocketAddr>> {
+        self.prefixes_now().take()
     }
 
     fn scraped(&self) -> Vec<Backend> {
@@ -281,7 +315,7 @@ mod tests {
     fn instances_serve_on_while_they_register_with_a_new_gmanager() {
         let first = state(1, vec![row(1, true), row(2, true), row(3, false)]);
         let known = Known { state: first, asked: Instant::now(), silent_since: None, held: Held::default() };
-        let watch = PoolWatch { known: Arc::new(RwLock::new(known)), block_tokens: 16 };
+        let watch = PoolWatch::new(known, 16);
         let (start, hold) = (Instant::now(), Duration::from_millis(POOL_HOLD_MS));
         watch.learn(Err(anyhow::anyhow!("no answer")), start);
         watch.learn(Ok(state(2, vec![])), start);
@@ -312,7 +346,7 @@ mod tests {
     #[tokio::test]
     async fn a_state_from_before_an_order_is_not_taken_for_one_after() {
         let known = Known { state: state(1, vec![]), asked: Instant::now(), silent_since: None, held: Held::default() };
-        let watch = PoolWatch { known: Arc::new(RwLock::new(known)), block_tokens: 16 };
+        let watch = PoolWatch::new(known, 16);
         let ordered = Instant::now();
         // This query was in flight when the order was accepted.
         watch.learn(Ok(state(1, vec![row(1, true)])), ordered);

@@ -2,7 +2,7 @@
 //! failures as a test asks for.
 
 use lagoon_instance::{BlockKv, DiskEffect, DiskEvent, DiskLoss};
-use lagoon_kv::Tier;
+use lagoon_kv::{BlockHash, Tier};
 
 /// One directory.
 #[derive(Debug)]
@@ -42,9 +42,10 @@ impl Disk {
                 let result = if evicted.len() == before { Ok(()) } else { Err(DiskLoss::Failed) };
                 DiskEvent::Written { hash, result, evicted, bytes: Some(self.blocks.bytes()) }
             }
-            DiskEffect::Drop => {
-                self.blocks = Tier::new(self.blocks.limit_bytes());
-                DiskEvent::Dropped
+            DiskEffect::Drop { tenants } => {
+                let gone: Vec<BlockHash> = self.blocks.hashes().filter(|hash| tenants.have(hash)).copied().collect();
+                gone.iter().for_each(|hash| drop(self.blocks.remove(hash)));
+                DiskEvent::Dropped { left: self.blocks.hashes().copied().collect(), bytes: self.blocks.bytes() }
             }
             DiskEffect::Read { read, hash } => {
                 self.blocks.touch(&hash);

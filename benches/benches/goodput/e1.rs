@@ -1,6 +1,6 @@
 //! E1, long-tail goodput: a production trace on four instances, with and without a pool.
 
-use crate::load::{Ran, Until, replay};
+use crate::load::{Ran, Until, own_prompts, replay};
 use crate::systems::{Kind, Started, System};
 use crate::{Args, Setup, points, share_points};
 use anyhow::{Context, Result, ensure};
@@ -22,7 +22,7 @@ const START: f64 = 0.8;
 fn systems() -> [System; 3] {
     let alone = |name, dispatch| System { name, kind: Kind::Alone { processes: vec![(1, 1.0); 4], dispatch } };
     [
-        System { name: "pool", kind: Kind::Pool { instances: 4 } },
+        System { name: "pool", kind: Kind::pool(4) },
         alone("alone, least predicted work", Dispatch::LeastWork),
         alone("alone, most free memory", Dispatch::FreeLessRecent),
     ]
@@ -56,7 +56,7 @@ impl Part<'_> {
     }
 
     fn run(&self, started: &Started, rate: f64, until: Until) -> Result<Ran> {
-        replay(&self.requests(rate), &started.route, self.setup.next_run(), until)
+        replay(&self.requests(rate), &own_prompts(self.setup.next_run()), &started.route, until)
     }
 
     fn search(&self, started: &Started) -> Result<Searched> {

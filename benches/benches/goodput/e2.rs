@@ -1,7 +1,7 @@
 //! E2, a drifting mix against static splits of the same hardware: three phases with 0, 3 and 0 % of requests that need
 //! more than one instance.
 
-use crate::load::{Answer, Ran, Until, replay};
+use crate::load::{Answer, Ran, Until, own_prompts, replay};
 use crate::systems::{Kind, System};
 use crate::{Args, Setup, points, share_points};
 use anyhow::{Context, Result};
@@ -40,7 +40,7 @@ fn systems() -> [System; 5] {
         kind: Kind::Alone { processes: processes.to_vec(), dispatch: Dispatch::LeastWork },
     };
     [
-        System { name: "pool", kind: Kind::Pool { instances: INSTANCES } },
+        System { name: "pool", kind: Kind::pool(INSTANCES) },
         alone("4x1", &[(1, 1.0); 4]),
         alone("two pairs", &[(2, PAIR); 2]),
         alone("a pair and two singles", &[(2, PAIR), (1, 1.0), (1, 1.0)]),
@@ -164,8 +164,8 @@ pub(crate) fn run(lagoon: &Lagoon, setup: &Setup, args: &Args) -> Result<(Value,
     for system in systems() {
         eprintln!("  {}", system.name);
         let started = system.start(lagoon, &setup.sizes)?;
-        let ran =
-            replay(&requests, &started.route, setup.next_run(), Until::End).with_context(|| system.name.to_owned())?;
+        let ran = replay(&requests, &own_prompts(setup.next_run()), &started.route, Until::End)
+            .with_context(|| system.name.to_owned())?;
         met.push(series(system.name, met_over_time(setup, &drawn, &ran)));
         let short = drawn.iter().zip(&ran.answers).filter(|(d, _)| !d.is_long);
         let short = share_points(short.flat_map(|(_, a)| a.gaps_s.iter().map(|s| s * 1e3)).collect());

@@ -21,7 +21,7 @@ const SILENCE: Duration = Duration::from_secs(300);
 /// Longest line of a response.
 const LINE_MAX: usize = 1 << 20;
 /// Tokens of the bundled model's vocabulary that prompts are drawn from.
-const TOKENS: std::ops::Range<u32> = 5..1005;
+pub(crate) const TOKENS: std::ops::Range<u32> = 5..1005;
 
 /// What became of a request. Times are in seconds; that of its start is from the beginning of the run.
 #[derive(Clone, Debug, Default)]
@@ -31,6 +31,8 @@ pub(crate) struct Answer {
     pub(crate) first_s: Option<f64>,
     pub(crate) end_s: Option<f64>,
     pub(crate) tokens: u32,
+    /// Tokens of its prompt that were cached.
+    pub(crate) cached_tokens: u64,
     /// Times between its tokens.
     pub(crate) gaps_s: Vec<f64>,
     pub(crate) error: Option<String>,
@@ -73,22 +75,34 @@ pub(crate) enum Until {
     Missed(Slo),
 }
 
-/// Replays requests. `run` gives their prompts tokens that no other run's have.
-pub(crate) fn replay(requests: &[Request], route: &Arc<dyn Route>, run: u64, until: Until) -> Result<Ran> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    runtime.block_on(all(requests, route, run, until))
+/// Prompts of a run's requests: the field `prompt` of a request's body.
+pub(crate) type Prompts = Arc<dyn Fn(usize, &Request) -> String + Send + Sync>;
+
+/// Prompts of tokens that no other request has, in no other run.
+pub(crate) fn own_prompts(run: u64) -> Prompts {
+    Arc::new(move |at, request| {
+        let mut random = ChaCha8Rng::seed_from_u64(run << 32 | at as u64);
+        let prompt: Vec<u32> = (0..request.prompt_tokens).map(|_| random.random_range(TOKENS)).collect();
+        json!(prompt).to_string()
+    })
 }
 
-async fn all(requests: &[Request], route: &Arc<dyn Route>, run: u64, until: Until) -> Result<Ran> {
+/// Replays requests.
+pub(crate) fn replay(requests: &[Request], prompts: &Prompts, route: &Arc<dyn Route>, until: Until) -> Result<Ran> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    runtime.block_on(all(requests, prompts, route, until))
+}
+
+async fn all(requests: &[Request], prompts: &Prompts, route: &Arc<dyn Route>, until: Until) -> Result<Ran> {
     let begin = Instant::now() + Duration::from_millis(50);
     let mut ran = Ran { answers: vec![Answer::default(); requests.len()], ..Ran::default() };
     let mut open = JoinSet::new();
     for (at, request) in requests.iter().enumerate() {
-        let (request, route) = (*request, Arc::clone(route));
+        let (request, prompts, route) = (*request, Arc::clone(prompts), Arc::clone(route));
         open.spawn(async move {
             let start = begin + Duration::from_micros(request.arrival_us);
             tokio::time::sleep_until(start.into()).await;
-            (at, one(at, &request, route.as_ref(), start, run).await)
+            (at, one(at, &request, &prompts, route.as_ref(), start).await)
         });
     }
     let mut missed = 0;
@@ -111,11 +125,11 @@ async fn all(requests: &[Request], route: &Arc<dyn Route>, run: u64, until: Unti
     Ok(ran)
 }
 
-async fn one(at: usize, request: &Request, route: &dyn Route, start: Instant, run: u64) -> Answer {
+async fn one(at: usize, request: &Request, prompts: &Prompts, route: &dyn Route, start: Instant) -> Answer {
     let mut answer = Answer::default();
     let tokens = AtomicUsize::new(0);
     let server = route.choose(at, request);
-    if let Err(error) = stream(at, request, server, start, run, &mut answer, &tokens, route).await {
+    if let Err(error) = stream(at, request, prompts, server, start, &mut answer, &tokens, route).await {
         answer.error = Some(format!("{error:#}"));
     }
     route.ended(at);
@@ -126,14 +140,14 @@ async fn one(at: usize, request: &Request, route: &dyn Route, start: Instant, ru
 async fn stream(
     at: usize,
     request: &Request,
+    prompts: &Prompts,
     server: SocketAddr,
     start: Instant,
-    run: u64,
     answer: &mut Answer,
     tokens: &AtomicUsize,
     route: &dyn Route,
 ) -> Result<()> {
-    let body = body(at, request, run);
+    let body = body(&prompts(at, request), request);
     let mut stream = TcpStream::connect(server).await.context("connect")?;
     stream.set_nodelay(true)?;
     let head = format!(
@@ -158,6 +172,8 @@ async fn stream(
         }
         let Some(data) = line.strip_prefix("data: ").filter(|data| data.starts_with('{')) else { continue };
         let value: Value = serde_json::from_str(data).context("a frame")?;
+        let cached = value.pointer("/usage/prompt_tokens_details/cached_tokens").and_then(Value::as_u64);
+        answer.cached_tokens = cached.unwrap_or(answer.cached_tokens);
         let count = value["choices"][0]["token_ids"].as_array().map_or(0, Vec::len);
         let now = Instant::now();
         for _ in 0..count {
@@ -177,12 +193,12 @@ async fn stream(
     Ok(())
 }
 
-fn body(at: usize, request: &Request, run: u64) -> String {
-    let mut random = ChaCha8Rng::seed_from_u64(run << 32 | at as u64);
-    let prompt: Vec<u32> = (0..request.prompt_tokens).map(|_| random.random_range(TOKENS)).collect();
-    json!({
-        "prompt": prompt, "max_tokens": request.output_tokens, "temperature": 0, "ignore_eos": true, "stream": true,
-        "return_token_ids": true,
-    })
-    .to_string()
+fn body(prompt: &str, request: &Request) -> String {
+    let rest = json!({
+        "max_tokens": request.output_tokens, "temperature": 0, "ignore_eos": true, "stream": true,
+        "stream_options": { "include_usage": true }, "return_token_ids": true,
+    });
+    let rest = rest.to_string();
+    // The prompt is written as it is: an object would take its spaces out.
+    format!("{{\"prompt\":{prompt},{}", &rest[1..])
 }

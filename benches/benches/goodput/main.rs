@@ -6,6 +6,7 @@
 //!   as the gateway does it without predictions, and by least predicted work.
 //! * `e2`: three phases, the second with requests that no instance holds. Goodput over the whole trace. Beside the pool:
 //!   static splits of the same hardware.
+//! * `hits`: hit rates of prefix caches on a trace's `hash_ids`, beside one cache as large as the pool (`hits.rs`).
 //!
 //! The instances are real processes with the bundled model, real arithmetic and real QUIC, on modelled devices
 //! (`lagoon_backend::Paced`): a step reads its weights in 10 ms and attends to a full KV cache in 30 ms, as LLaMA2-7B on an
@@ -27,6 +28,7 @@
 
 mod e1;
 mod e2;
+mod hits;
 mod load;
 mod systems;
 
@@ -38,7 +40,7 @@ use lagoon_benches::measure::{commit, device, hardware_threads};
 use lagoon_benches::pace::Pace;
 use lagoon_plot::{Panel, Series};
 use lagoon_sim::paper::goodput::Slo;
-use lagoon_sim::paper::mixed::{CACHE_S, ROWS_BALANCE, WEIGHTS_S};
+use lagoon_sim::paper::mixed::{CACHE_S, ROWS_BALANCE, TOKEN_STANDS_FOR, WEIGHTS_S};
 use std::cell::Cell;
 use std::path::PathBuf;
 
@@ -46,6 +48,7 @@ use std::path::PathBuf;
 enum Experiment {
     E1,
     E2,
+    Hits,
 }
 
 #[derive(Parser)]
@@ -58,24 +61,30 @@ struct Args {
     /// A small run: whether it works.
     #[arg(long)]
     quick: bool,
-    /// A trace of conversations for e1, as Mooncake's (JSON lines) [default: a synthetic one].
+    /// A trace of conversations for e1 and hits, as Mooncake's (JSON lines) [default: a synthetic one].
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// First requests of e1's parts of the trace.
     #[arg(long, value_delimiter = ',', default_value = "0,800,1600")]
     offsets: Vec<usize>,
-    /// Requests of a run [default: 800; of e2 900; 96 with --quick].
+    /// Requests of a run [default: 800; of e2 900; of hits 2000; 96 with --quick].
     #[arg(long)]
     requests: Option<usize>,
     /// Factor between the rates that a search tells apart [default: 1.05; 1.3 with --quick].
     #[arg(long)]
     precision: Option<f64>,
-    /// Tokens of LLaMA2-7B's KV that one token stands for.
-    #[arg(long, default_value_t = 54.5)]
-    tokens: f64,
-    /// Factor by which requests are faster.
-    #[arg(long, default_value_t = 21.8)]
-    time: f64,
+    /// Tokens of LLaMA2-7B's KV that one token stands for [default: 54.5; of hits 64].
+    #[arg(long)]
+    tokens: Option<f64>,
+    /// Factor by which requests are faster [default: 21.8; of hits 16].
+    #[arg(long)]
+    time: Option<f64>,
+    /// Requests per second of hits, in the trace's time.
+    #[arg(long, default_value_t = 0.8)]
+    rate: f64,
+    /// KV capacity of an instance of hits, in tokens of LLaMA2-7B.
+    #[arg(long, default_value_t = 500_000.0)]
+    kv_tokens: f64,
     /// Rows of a step.
     #[arg(long, default_value_t = 128)]
     step_tokens: u32,
@@ -93,8 +102,20 @@ struct Args {
 
 impl Args {
     fn requests(&self) -> usize {
-        let full = if self.experiment == Experiment::E1 { 800 } else { 900 };
+        let full = match self.experiment {
+            Experiment::E1 => 800,
+            Experiment::E2 => 900,
+            Experiment::Hits => 2_000,
+        };
         self.requests.unwrap_or(if self.quick { 96 } else { full })
+    }
+
+    fn tokens(&self) -> f64 {
+        self.tokens.unwrap_or(if self.experiment == Experiment::Hits { hits::TOKENS } else { 54.5 })
+    }
+
+    fn time(&self) -> f64 {
+        self.time.unwrap_or(if self.experiment == Experiment::Hits { 16.0 } else { 21.8 })
     }
 
     fn precision(&self) -> f64 {
@@ -115,21 +136,22 @@ struct Setup {
 
 impl Setup {
     fn new(args: &Args) -> Self {
+        let (tokens, time) = (args.tokens(), args.time());
         let pace = Pace {
             weights_s: WEIGHTS_S,
             cache_s: CACHE_S,
-            kv_tokens: 2048,
+            kv_tokens: hits::whole(2048.0 * TOKEN_STANDS_FOR / tokens),
             rows_balance: ROWS_BALANCE,
-            prompt_scale: args.tokens / args.time,
+            prompt_scale: tokens / time,
             instances: 1.0,
             efficiency: 1.0,
         };
         let whole = Slo::default();
         Self {
-            sizes: Sizes { pace, step_tokens: args.step_tokens, port: args.port },
-            tokens: args.tokens,
-            time: args.time,
-            slo: Slo { first_token_s: whole.first_token_s / args.time, ..whole },
+            sizes: Sizes { pace, step_tokens: args.step_tokens, port: args.port, cache: None },
+            tokens,
+            time,
+            slo: Slo { first_token_s: whole.first_token_s / time, ..whole },
             run: Cell::new(0),
         }
     }
@@ -171,7 +193,10 @@ fn panel(title: &str, x_label: &str, y_label: &str, series: Vec<Series>) -> Pane
 fn main() -> Result<()> {
     let args = Args::parse();
     let _ = args.bench;
-    ensure!(args.time >= 1.0 && args.tokens >= args.time, "--tokens must be at least --time, and that at least 1");
+    ensure!(
+        args.time() >= 1.0 && args.tokens() >= args.time(),
+        "--tokens must be at least --time, and that at least 1"
+    );
     let setup = Setup::new(&args);
     let lagoon = Lagoon::new("goodput")?;
     let profile = setup.sizes.pace.profile(&lagoon.model)?;
@@ -179,11 +204,12 @@ fn main() -> Result<()> {
     let (mut result, panels) = match args.experiment {
         Experiment::E1 => e1::run(&lagoon, &setup, &args)?,
         Experiment::E2 => e2::run(&lagoon, &setup, &args)?,
+        Experiment::Hits => (hits::run(&lagoon, &setup, &args)?, Vec::new()),
     };
-    if let Some(path) = &args.plot {
+    if let Some(path) = args.plot.as_ref().filter(|_| !panels.is_empty()) {
         let title = match args.experiment {
             Experiment::E1 => "Long-tail goodput: four instances, pooled and alone",
-            Experiment::E2 => "Drifting mix: a pool against static splits of four instances",
+            Experiment::E2 | Experiment::Hits => "Drifting mix: a pool against static splits of four instances",
         };
         let columns = if args.experiment == Experiment::E1 { 3 } else { 2 };
         std::fs::write(path, lagoon_plot::figure(title, &panels, columns)?).context("write the plot")?;
@@ -193,8 +219,8 @@ fn main() -> Result<()> {
         result["device"] = device().into();
         result["commit"] = commit().into();
         result["hardware_threads"] = hardware_threads().into();
-        result["tokens"] = args.tokens.into();
-        result["time"] = args.time.into();
+        result["tokens"] = setup.tokens.into();
+        result["time"] = setup.time.into();
         result["step_tokens"] = args.step_tokens.into();
         result["profile"] = serde_json::to_value(profile)?;
         println!("{result:#}");
@@ -202,6 +228,7 @@ fn main() -> Result<()> {
         match args.experiment {
             Experiment::E1 => e1::print(&result),
             Experiment::E2 => e2::print(&result),
+            Experiment::Hits => hits::print(&result),
         }
     }
     Ok(())

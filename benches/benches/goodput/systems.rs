@@ -50,8 +50,8 @@ pub(crate) struct System {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Kind {
-    /// Instances that lend to each other, behind the gateway.
-    Pool { instances: u32 },
+    /// Instances that lend to each other, behind the gateway, which dispatches by this policy of `--dispatch`.
+    Pool { instances: u32, lend_percent: u32, dispatch: &'static str },
     /// Processes on their own: how many instances each stands for, and its efficiency.
     Alone { processes: Vec<(u32, f64)>, dispatch: Dispatch },
 }
@@ -62,15 +62,27 @@ pub(crate) struct Sizes {
     pub(crate) pace: Pace,
     pub(crate) step_tokens: u32,
     pub(crate) port: u16,
+    /// Prefix caches, if any.
+    pub(crate) cache: Option<Cache>,
+}
+
+/// Sizes of instances with a prefix cache.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cache {
+    pub(crate) block_tokens: u32,
+    pub(crate) kv_tokens: u32,
 }
 
 impl Sizes {
     fn flags(&self, instances: u32) -> Vec<String> {
-        let kv_tokens = format!("--kv-tokens={}", self.pace.kv_tokens * instances);
-        let (rows, block) = (format!("--step-tokens={}", self.step_tokens), format!("--block-tokens={BLOCK_TOKENS}"));
-        // Every prompt is its own, and chunks are sized for the objective's time between tokens.
-        let rest = ["--max-running=64", "--max-queue=4096", "--prefix-cache=off", "--target-tbt-ms=90"];
-        let rest = rest.map(str::to_owned);
+        // Without a cache every prompt is its own.
+        let whole = Cache { block_tokens: BLOCK_TOKENS, kv_tokens: self.pace.kv_tokens };
+        let Cache { block_tokens, kv_tokens } = self.cache.unwrap_or(whole);
+        let kv_tokens = format!("--kv-tokens={}", kv_tokens * instances);
+        let (rows, block) = (format!("--step-tokens={}", self.step_tokens), format!("--block-tokens={block_tokens}"));
+        let cache = if self.cache.is_some() { "--prefix-cache=on" } else { "--prefix-cache=off" };
+        // Chunks are sized for the objective's time between tokens.
+        let rest = ["--max-running=64", "--max-queue=4096", cache, "--target-tbt-ms=90"].map(str::to_owned);
         [vec![kv_tokens, rows, block], rest.to_vec()].concat()
     }
 
@@ -78,6 +90,13 @@ impl Sizes {
     pub(crate) fn timing(&self) -> Timing {
         let Pace { kv_tokens, prompt_scale, .. } = self.pace;
         Mix { kv_tokens, prompt_scale, ..Mix::default() }.setting(Simulated::Multi).timing
+    }
+}
+
+impl Kind {
+    /// A pool as it is by default.
+    pub(crate) const fn pool(instances: u32) -> Self {
+        Self::Pool { instances, lend_percent: 100, dispatch: "least-work" }
     }
 }
 
@@ -100,15 +119,17 @@ impl Started {
 impl System {
     pub(crate) fn start(&self, lagoon: &Lagoon, sizes: &Sizes) -> Result<Started> {
         match &self.kind {
-            Kind::Pool { instances } => pool(lagoon, sizes, *instances),
+            Kind::Pool { instances, lend_percent, dispatch } => {
+                let of = [format!("--instances={instances}"), format!("--lend-percent={lend_percent}")];
+                pool(lagoon, sizes, &[&of[..], &[format!("--dispatch={dispatch}")]].concat())
+            }
             Kind::Alone { processes, dispatch } => alone(lagoon, sizes, processes, *dispatch),
         }
     }
 }
 
-fn pool(lagoon: &Lagoon, sizes: &Sizes, instances: u32) -> Result<Started> {
-    let own = [format!("--instances={instances}"), "--lend-percent=100".to_owned()];
-    let up = lagoon.up(&[&own[..], &sizes.flags(1)].concat(), sizes.port)?;
+fn pool(lagoon: &Lagoon, sizes: &Sizes, own: &[String]) -> Result<Started> {
+    let up = lagoon.up(&[own, &sizes.flags(1)].concat(), sizes.port)?;
     let gateway = SocketAddr::from(([127, 0, 0, 1], sizes.port));
     let state = status(&gateway.to_string())?;
     let rows = state["instances"].as_array().context("no instances")?;

@@ -17,6 +17,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 
+mod cached;
 pub mod dgfm;
 pub mod dispatch;
 pub mod gmanager;
@@ -29,6 +30,7 @@ pub mod roles;
 #[cfg(test)]
 mod tests;
 
+pub use cached::{Cached, cache_summary};
 pub use dgfm::{Dgfm, DgfmConfig, DgfmStats, LedgerRow};
 pub use gmanager::{GManager, GManagerConfig, GManagerOutput, GManagerStats, SwitchedBy, serve_query};
 pub use lives::next_incarnation;

@@ -1,7 +1,7 @@
 //! Events of an instance and effects for its shell: the two closed enums around [`crate::Instance::handle`].
 
 use bytes::Bytes;
-use lagoon_kv::BlockHash;
+use lagoon_kv::{BlockHash, Tenants};
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, TransferArena};
 use lagoon_runner::{Command, MapId, Report};
 use lagoon_transfer::{Check, ConnId, Landed, Layout, Pull, PullId, Pulls, ReadFailure, Span, Transaction};
@@ -71,8 +71,8 @@ pub enum DiskEffect {
     Write { hash: BlockHash, kv: BlockKv },
     /// Read a block's KV. Ends in one [`DiskEvent::Read`].
     Read { read: u64, hash: BlockHash },
-    /// Remove all blocks, those of earlier writes too. Ends in one [`DiskEvent::Dropped`].
-    Drop,
+    /// Remove these tenants' blocks, those of earlier writes too. Ends in one [`DiskEvent::Dropped`].
+    Drop { tenants: Tenants },
 }
 
 /// Events of the disk tier of the prefix cache.
@@ -84,8 +84,8 @@ pub enum DiskEvent {
     Written { hash: BlockHash, result: Result<(), DiskLoss>, evicted: Vec<BlockHash>, bytes: Option<u64> },
     /// A read ended: the layers' KV, checked.
     Read { read: u64, result: Result<BlockKv, DiskLoss> },
-    /// All blocks were removed.
-    Dropped,
+    /// What was to be removed is. `left`: all other blocks.
+    Dropped { left: Vec<BlockHash>, bytes: u64 },
 }
 
 /// Why the disk tier does not have a block's KV.

@@ -11,8 +11,8 @@
 //! Where tiers beside the KV memory keep copies (`pool/saving.rs`), `unsaved` has the cached blocks of which no copy was
 //! begun, in eviction order.
 
-use crate::BlockHash;
 use crate::mutants::{self, Mutant};
+use crate::{BlockHash, TenantCounts};
 use lagoon_types::PhysBlock;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,6 +30,8 @@ pub(crate) struct Cache {
     unsaved: Option<BTreeSet<Turn>>,
     /// Blocks by block hash, owned or cached.
     found: BTreeMap<BlockHash, BTreeSet<PhysBlock>>,
+    /// Cached blocks by tenant.
+    tenants: TenantCounts,
     /// Number of times that blocks became cached.
     clock: u64,
     evictions: u64,
@@ -69,6 +71,17 @@ impl Cache {
         u32::try_from(self.order.len()).expect("at most the pool's blocks")
     }
 
+    /// Cached blocks by tenant.
+    pub(crate) fn tenants(&self) -> &TenantCounts {
+        &self.tenants
+    }
+
+    /// Cached blocks of which the hash is one of these.
+    pub(crate) fn cached_of(&self, is_one: impl Fn(&BlockHash) -> bool) -> Vec<PhysBlock> {
+        let cached = self.order.iter().map(|(_, _, block)| *block);
+        cached.filter(|block| is_one(&self.hashes[block].hash)).collect()
+    }
+
     /// Evictions since the start.
     pub(crate) fn evictions(&self) -> u64 {
         self.evictions
@@ -92,6 +105,7 @@ impl Cache {
         hashed.cached_at = Some(self.clock);
         let turn = (self.clock, Reverse(hashed.depth), block);
         self.order.insert(turn);
+        self.tenants.add(&hashed.hash);
         if let Some(unsaved) = self.unsaved.as_mut().filter(|_| hashed.saved == Saved::No) {
             unsaved.insert(turn);
         }
@@ -142,9 +156,10 @@ impl Cache {
         self.found.get(hash).into_iter().flatten().copied().collect()
     }
 
-    /// Blocks with a hash, owned or cached.
-    pub(crate) fn blocks(&self) -> Vec<PhysBlock> {
-        self.hashes.keys().copied().collect()
+    /// Blocks with a hash that is one of these, owned or cached.
+    pub(crate) fn blocks_of(&self, is_one: impl Fn(&BlockHash) -> bool) -> Vec<PhysBlock> {
+        let hashed = self.hashes.iter().filter(|(_, hashed)| is_one(&hashed.hash));
+        hashed.map(|(block, _)| *block).collect()
     }
 
     /// Removes a block's hash, whether it is owned or cached.
@@ -167,6 +182,7 @@ impl Cache {
         let Some(turn) = hashed.turn(block) else { return };
         hashed.cached_at = None;
         assert!(self.order.remove(&turn), "{block} is in the eviction order");
+        self.tenants.remove(&hashed.hash);
         self.unsaved.iter_mut().for_each(|unsaved| _ = unsaved.remove(&turn));
     }
 
@@ -245,6 +261,8 @@ impl Cache {
         let found =
             |(block, hashed): (&PhysBlock, &Hashed)| self.found.get(&hashed.hash).is_some_and(|c| c.contains(block));
         assert!(self.hashes.iter().all(found), "a block is found under its hash");
+        let cached = self.order.iter().map(|turn| &self.hashes[&turn.2].hash);
+        assert_eq!(cached.collect::<TenantCounts>(), self.tenants, "cached blocks are counted by tenant");
         let entries: usize = self.found.values().map(BTreeSet::len).sum();
         let empty = self.found.values().any(BTreeSet::is_empty);
         assert!(entries == self.hashes.len() && !empty, "nothing else is found");

@@ -28,16 +28,18 @@ pub mod mutants;
 pub mod pool;
 pub mod ranges;
 pub mod seq;
+mod tenants;
 pub mod tier;
 pub mod vmm;
 
 pub use account::KvAccount;
 pub use hash::{BlockHasher, LeaseHasher};
-pub use identity::{BlockHash, IdentityRoot};
+pub use identity::{BlockHash, IdentityRoot, Tenant, Tenants};
 pub use pool::Unsaved;
 pub use pool::{Adopted, BlockPool, BlockState, Joined, Owner, PoolCounts};
 pub use ranges::RangeSet;
 pub use seq::{
     Advance, Freed, JointPart, Placement, RemoteBlock, RemoteEntries, RemoteGrant, Segment, SeqBlocks, SlotRef,
 };
-pub use tier::Tier;
+pub use tenants::TenantCounts;
+pub use tier::{Tier, TierDrop};

@@ -34,6 +34,7 @@ use crate::BlockHash;
 use crate::cache::Cache;
 use crate::extents::Extents;
 use crate::mutants::{self, Mutant};
+use crate::{TenantCounts, Tenants};
 use lagoon_types::{KvSpace, LeaseId, PhysBlock, SeqId};
 use sharing::Sharing;
 use std::collections::BTreeMap;
@@ -253,9 +254,20 @@ impl BlockPool {
         self.cache.evictions()
     }
 
+    /// Cached blocks by tenant.
+    #[must_use]
+    pub fn tenants(&self) -> &TenantCounts {
+        self.cache.tenants()
+    }
+
     /// Drops the KV of all cached blocks; they do not count as evictions.
     pub fn drop_all(&mut self) {
-        while let Some(block) = self.cache.oldest() {
+        self.drop_of(&Tenants::default());
+    }
+
+    /// Drops the KV of these tenants' cached blocks; they do not count as evictions.
+    pub fn drop_of(&mut self, tenants: &Tenants) {
+        for block in self.cache.cached_of(|hash| tenants.have(hash)) {
             self.cache.forget(block);
             self.give_back(block);
         }
@@ -264,7 +276,7 @@ impl BlockPool {
     /// Drops the KV of all cached blocks, and takes the hashes of all others away: nothing that is here now is found any more.
     pub fn forget_all(&mut self) {
         self.drop_all();
-        for block in self.cache.blocks() {
+        for block in self.cache.blocks_of(|_| true) {
             self.cache.forget(block);
         }
         self.changes += 1;

@@ -5,7 +5,7 @@
 //!
 //! Invariants: `bytes` is the sum of the entries' bytes and at most the limit; each entry is in `order` once.
 
-use crate::BlockHash;
+use crate::{BlockHash, TenantCounts, Tenants};
 use std::collections::BTreeMap;
 
 /// Blocks of one tier. See the module's documentation.
@@ -16,7 +16,17 @@ pub struct Tier<V> {
     entries: BTreeMap<BlockHash, Entry<V>>,
     /// Hashes in eviction order, by the clock of their last use.
     order: BTreeMap<u64, BlockHash>,
+    tenants: TenantCounts,
     clock: u64,
+}
+
+/// Progress of a drop of a tier's blocks.
+#[derive(Clone, Copy, Debug)]
+pub struct TierDrop {
+    tenants: Tenants,
+    /// Clocks of the uses that are looked at next, and last.
+    from: u64,
+    until: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -30,7 +40,8 @@ impl<V> Tier<V> {
     /// An empty tier of at most `limit_bytes`.
     #[must_use]
     pub fn new(limit_bytes: u64) -> Self {
-        Self { limit_bytes, bytes: 0, entries: BTreeMap::new(), order: BTreeMap::new(), clock: 0 }
+        let (entries, order) = (BTreeMap::new(), BTreeMap::new());
+        Self { limit_bytes, bytes: 0, entries, order, tenants: TenantCounts::default(), clock: 0 }
     }
 
     /// Bytes that it holds at most.
@@ -69,6 +80,12 @@ impl<V> Tier<V> {
         self.entries.get(hash).map(|entry| &entry.value)
     }
 
+    /// Its blocks by tenant.
+    #[must_use]
+    pub fn tenants(&self) -> &TenantCounts {
+        &self.tenants
+    }
+
     /// Hashes, the next to be evicted first.
     pub fn hashes(&self) -> impl Iterator<Item = &BlockHash> {
         self.order.values()
@@ -98,21 +115,28 @@ impl<V> Tier<V> {
         self.clock += 1;
         self.bytes += bytes;
         self.order.insert(self.clock, hash);
+        self.tenants.add(&hash);
         self.entries.insert(hash, Entry { value, bytes, used: self.clock });
         evicted
     }
 
-    /// The clock of the last use: [`Tier::pop_until`] removes the blocks that were not used since.
+    /// A drop of what it holds now.
     #[must_use]
-    pub fn clock(&self) -> u64 {
-        self.clock
+    pub fn begin_drop(&self, tenants: Tenants) -> TierDrop {
+        TierDrop { tenants, from: 0, until: self.clock }
     }
 
-    /// Removes the least recently used block, if its last use was at `clock` or before.
-    pub fn pop_until(&mut self, clock: u64) -> Option<(BlockHash, V)> {
-        let (_, hash) = self.order.first_key_value().filter(|(used, _)| **used <= clock)?;
-        let hash = *hash;
-        self.remove(&hash).map(|value| (hash, value))
+    /// Looks at the next `most` blocks of a drop that were not used since it began, and removes those of its tenants. Returns these, and
+    /// whether there are more to look at.
+    pub fn drop_next(&mut self, of: &mut TierDrop, most: usize) -> (Vec<BlockHash>, bool) {
+        let left = self.order.range(of.from..).take_while(|(used, _)| **used <= of.until);
+        let looked: Vec<(u64, BlockHash)> = left.take(most).map(|(used, hash)| (*used, *hash)).collect();
+        of.from = looked.last().map_or(of.from, |(used, _)| used + 1);
+        let is_more = looked.len() == most;
+        let gone: Vec<BlockHash> =
+            looked.into_iter().map(|(_, hash)| hash).filter(|hash| of.tenants.have(hash)).collect();
+        gone.iter().for_each(|hash| drop(self.remove(hash)));
+        (gone, is_more)
     }
 
     /// Removes a block.
@@ -120,6 +144,7 @@ impl<V> Tier<V> {
         let Entry { value, bytes, used } = self.entries.remove(hash)?;
         self.bytes -= bytes;
         self.order.remove(&used);
+        self.tenants.remove(hash);
         Some(value)
     }
 
@@ -132,6 +157,7 @@ impl<V> Tier<V> {
         assert!(self.bytes <= self.limit_bytes, "{} of {} bytes", self.bytes, self.limit_bytes);
         let order: BTreeMap<u64, BlockHash> = self.entries.iter().map(|(hash, entry)| (entry.used, *hash)).collect();
         assert_eq!(order, self.order, "each block is in the eviction order once");
+        assert_eq!(self.entries.keys().collect::<TenantCounts>(), self.tenants, "blocks are counted by tenant");
     }
 }
 
@@ -164,12 +190,27 @@ mod tests {
         for n in 1..=3 {
             tier.insert(hash(n), 10, n);
         }
-        let clock = tier.clock();
+        let mut of = tier.begin_drop(Tenants::default());
         tier.touch(&hash(1));
-        assert_eq!(tier.pop_until(clock), Some((hash(2), 2)));
-        assert_eq!(tier.pop_until(clock), Some((hash(3), 3)));
-        assert_eq!(tier.pop_until(clock), None);
+        assert_eq!(tier.drop_next(&mut of, 1), (vec![hash(2)], true));
+        assert_eq!(tier.drop_next(&mut of, 2), (vec![hash(3)], false));
+        assert_eq!(tier.drop_next(&mut of, 1), (vec![], false));
         assert_eq!((tier.len(), tier.bytes()), (1, 10));
+        tier.check();
+    }
+
+    #[test]
+    fn blocks_of_other_tenants_stay() {
+        let mut tier = Tier::new(100);
+        for n in 1..=6 {
+            tier.insert(hash(n), 10, n);
+        }
+        // The tenant of such a hash is its number, four times.
+        let mut of = tier.begin_drop(Tenants { key: Some(0x0303_0303), salt: None });
+        assert_eq!(tier.drop_next(&mut of, 2), (vec![], true));
+        assert_eq!(tier.drop_next(&mut of, 2), (vec![hash(3)], true));
+        assert_eq!(tier.drop_next(&mut of, 3), (vec![], false));
+        assert_eq!(tier.len(), 5);
         tier.check();
     }
 

@@ -11,7 +11,7 @@ use crate::placement::{
 use crate::prefill::{
     PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest, RoleOrder, Workers,
 };
-use crate::prefix::{CacheDrop, CachedRun, LeaseHashes};
+use crate::prefix::{CacheDrop, CachedRun, LeaseHashes, PrefixesKnown, PrefixesPlaced};
 use crate::relay::RelayMembers;
 use crate::role::Role;
 use crate::transfer::{
@@ -372,6 +372,9 @@ pub struct StatusQuery {
     /// The sender's number for this query; echoed.
     #[prost(uint64, tag = "1")]
     pub query: u64,
+    /// From a gateway: prefixes that it placed, and which of others' it knows.
+    #[prost(message, optional, boxed, tag = "2")]
+    pub prefixes: Option<Box<PrefixesPlaced>>,
 }
 
 /// Reply to [`StatusQuery`].
@@ -386,6 +389,9 @@ pub struct StatusReply {
     /// Term of the replying gManager, as in `Registered`.
     #[prost(uint64, tag = "3")]
     pub term: u64,
+    /// Prefixes that other gateways placed, if the query has `prefixes`.
+    #[prost(message, optional, boxed, tag = "4")]
+    pub prefixes: Option<Box<PrefixesKnown>>,
 }
 
 /// State of one instance: parts of its registration, and its last heartbeat.

@@ -5,6 +5,7 @@
 //! its session, on both sides. The KV of an answered one is an ordinary lease (`LeaseRenew`, `LeaseRelease`), and may be
 //! read by `TRANSFER` ([`crate::transfer`]).
 
+use crate::prefix::CacheSummary;
 use crate::role::Role;
 use prost::Message;
 
@@ -234,6 +235,9 @@ pub struct PrefillRenew {
     pub seq: u64,
     #[prost(uint64, repeated, tag = "2")]
     pub requests: Vec<u64>,
+    /// `PrefillRenewed::cache_version` of the last reply with `cached`; 0 before the first.
+    #[prost(uint64, tag = "3")]
+    pub cache_version: u64,
 }
 
 /// Reply to [`PrefillRenew`]: the requests that the worker does not know.
@@ -247,6 +251,12 @@ pub struct PrefillRenewed {
     /// Tokens of the worker that wait to be computed or are being computed.
     #[prost(uint64, tag = "3")]
     pub queued_tokens: u64,
+    /// What the worker's prefix cache has, if that changed since `PrefillRenew::cache_version`.
+    #[prost(message, optional, boxed, tag = "4")]
+    pub cached: Option<Box<CacheSummary>>,
+    /// Version of the worker's prefix cache, never 0.
+    #[prost(uint64, tag = "5")]
+    pub cache_version: u64,
 }
 
 /// Cancellation of requests by a decode worker, which holds no lease of them.

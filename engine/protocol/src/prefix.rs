@@ -1,4 +1,4 @@
-//! Prefix cache of the pool: block hashes of lent rBlocks, what instances cache, and operators' orders.
+//! Prefix cache of the pool: block hashes of lent rBlocks, what instances cache, where gateways sent prompts, and operators' orders.
 
 use prost::Message;
 
@@ -54,7 +54,7 @@ pub struct CachedRun {
 }
 
 /// Counters of an instance's prefix cache: gauges of now, and sums since its process started.
-#[derive(Clone, Copy, PartialEq, Eq, Message)]
+#[derive(Clone, PartialEq, Eq, Message)]
 pub struct CacheCounts {
     /// Cached rBlocks: free ones in KV memory, and copies in the host and disk tiers beside it.
     #[prost(uint32, tag = "1")]
@@ -84,6 +84,34 @@ pub struct CacheCounts {
     /// Tokens of an rBlock.
     #[prost(uint32, tag = "11")]
     pub block_tokens: u32,
+    /// Tenants with most cached rBlocks, at most `CACHE_TENANTS_MAX`.
+    #[prost(message, repeated, tag = "12")]
+    pub tenants: Vec<CacheTenant>,
+}
+
+/// Cached rBlocks of a tenant, which fingerprints name: of the name of its API key, and of its `cache_salt`; 0 for none.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct CacheTenant {
+    #[prost(fixed32, tag = "1")]
+    pub key: u32,
+    #[prost(fixed32, tag = "2")]
+    pub salt: u32,
+    /// As in `CacheCounts`.
+    #[prost(uint32, tag = "3")]
+    pub device_blocks: u32,
+    #[prost(uint64, tag = "4")]
+    pub host_blocks: u64,
+    #[prost(uint64, tag = "5")]
+    pub disk_blocks: u64,
+}
+
+/// Tenants by the fingerprints of `CacheTenant`; absent: any.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct CacheTenants {
+    #[prost(fixed32, optional, tag = "1")]
+    pub key: Option<u32>,
+    #[prost(fixed32, optional, tag = "2")]
+    pub salt: Option<u32>,
 }
 
 /// Order of the gManager to an instance to empty its prefix cache: KV memory and the tiers beside it, except for what is in use.
@@ -93,6 +121,9 @@ pub struct CacheDrop {
     /// Never 0; no gManager issues a number twice, and later ones are larger.
     #[prost(uint64, tag = "1")]
     pub number: u64,
+    /// Only these tenants' rBlocks; absent: all.
+    #[prost(message, optional, tag = "2")]
+    pub of: Option<CacheTenants>,
 }
 
 /// Empties the prefix cache of one instance or all (`lagoon kv cache drop`).
@@ -101,6 +132,9 @@ pub struct AdminCacheDrop {
     /// 0: all live instances.
     #[prost(uint32, tag = "1")]
     pub instance: u32,
+    /// As in `CacheDrop`.
+    #[prost(message, optional, tag = "2")]
+    pub of: Option<CacheTenants>,
 }
 
 /// Instances that were ordered to empty their prefix caches.
@@ -111,4 +145,44 @@ pub struct CacheDropped {
     /// `CacheDrop::number` of their orders.
     #[prost(uint64, tag = "2")]
     pub number: u64,
+}
+
+/// Prefix of a prompt that a gateway sent to an instance: soft state, for other gateways' dispatch.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PlacedPrefix {
+    /// The instance's number.
+    #[prost(uint32, tag = "1")]
+    pub instance: u32,
+    /// A gateway's hashes of the prompt's beginnings, 8 bytes each, the shortest first, at most `PREFIX_HASHES_MAX`.
+    #[prost(bytes = "vec", tag = "2")]
+    pub hashes: Vec<u8>,
+    /// Tokens of prompt and answer that the instance is expected to compute.
+    #[prost(uint64, tag = "3")]
+    pub tokens: u64,
+}
+
+/// Prefixes that a gateway placed since its last query, at most `PLACED_HASHES_MAX` hashes, and what it knows of other gateways'.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PrefixesPlaced {
+    /// Number of the gateway's process, drawn at random: what it placed itself is not sent to it.
+    #[prost(fixed64, tag = "1")]
+    pub gateway: u64,
+    #[prost(message, repeated, tag = "2")]
+    pub placed: Vec<PlacedPrefix>,
+    /// `PrefixesKnown::last` of the last reply, and its `StatusReply::term`; 0 before the first.
+    #[prost(uint64, tag = "3")]
+    pub known: u64,
+    #[prost(uint64, tag = "4")]
+    pub term: u64,
+}
+
+/// Prefixes that other gateways placed, in their order, after those that the asking one knows; at most `PLACED_HASHES_MAX` hashes and the rest
+/// with later replies.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PrefixesKnown {
+    #[prost(message, repeated, tag = "1")]
+    pub placed: Vec<PlacedPrefix>,
+    /// Number of the last one that was looked at.
+    #[prost(uint64, tag = "2")]
+    pub last: u64,
 }

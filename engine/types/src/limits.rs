@@ -358,6 +358,10 @@ pub const TIER_DISK_WRITES_MAX: usize = 1024;
 pub const TIER_DISK_BLOCKS_MAX: usize = 1 << 20;
 /// Time after which a prompt waits for no more KV from a tier of the prefix cache: the rest is computed.
 pub const TIER_LOAD_DEADLINE_MS: u64 = 10_000;
+/// Tenants of which an instance reports how much of its prefix cache they have.
+pub const CACHE_TENANTS_MAX: usize = 16;
+/// Orders to empty an instance's prefix cache that it has not confirmed.
+pub const CACHE_DROPS_MAX: usize = 16;
 /// Block hashes of which a decode worker remembers the prefill worker that computed them.
 pub const AFFINITY_HASHES_MAX: usize = 1 << 15;
 /// An instance whose new role takes no requests accepts them for this long after the order: dispatchers know of it then.
@@ -464,10 +468,14 @@ pub const PREFIX_HASHES_MAX: usize = 512;
 pub const PREFIX_PLACES_MAX: usize = 1 << 17;
 /// Instances that it remembers of a prefix hash, the latest ones.
 pub const PREFIX_INSTANCES_MAX: usize = 8;
+/// Prefix hashes that a gateway and its gManager send each other at once, of prompts that were sent somewhere.
+pub const PLACED_HASHES_MAX: usize = 1 << 14;
 /// Tenants whose past share a gateway remembers.
 pub const DISPATCH_TENANTS_MAX: usize = 4096;
 
 const _: () = assert!(2 * HEARTBEAT_MS <= DISPATCH_AHEAD_MS && DISPATCH_LAG_MS < HEARTBEAT_MS);
+// A prefix takes at most 24 bytes beside its hashes.
+const _: () = assert!(PLACED_HASHES_MAX * (8 + 24) < CONTROL_FRAME_BYTES_MAX && PREFIX_HASHES_MAX <= PLACED_HASHES_MAX);
 const _: () = assert!(
     DISPATCH_POOL_MS < GATEWAY_QUEUE_MS && DISPATCH_PREFIX_MS < GATEWAY_QUEUE_MS && DISPATCH_NONE_MS < GATEWAY_QUEUE_MS
 );

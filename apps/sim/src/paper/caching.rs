@@ -34,6 +34,12 @@ impl Prompt {
         self.0.iter().flat_map(|id| std::iter::repeat_n(*id, HASHED_TOKENS as usize)).take(length).collect()
     }
 
+    /// Block hashes of its rBlocks, the last ones beyond its tokens.
+    fn blocks(&self) -> Vec<BlockHash> {
+        let each = HASHED_TOKENS / BLOCK_TOKENS;
+        self.0.iter().flat_map(|id| (0..each).map(move |part| named(u64::from(*id), part, false))).collect()
+    }
+
     /// What the gateway hashes of it.
     #[must_use]
     pub(super) fn prefix(&self) -> PrefixHashes {
@@ -90,34 +96,37 @@ fn systems(kv_tokens: Option<u64>) -> Vec<(&'static str, Setting)> {
     ]
 }
 
-/// Cached tokens of requests that one least-recently-used cache of `blocks` rBlocks serves in turn. Prompts and answers go there, and
-/// the last token of a prompt is always computed.
+/// Cached tokens of requests, each with the block hashes of its prompt, that one least-recently-used cache of `blocks` rBlocks serves in
+/// turn. Prompts and answers go there, and the last token of a prompt is always computed.
 #[must_use]
-pub fn one_cache(requests: &[Request], prompts: &[Prompt], blocks: u64) -> Vec<u32> {
+pub fn one_cache<'a>(
+    requests: impl Iterator<Item = (&'a Request, Vec<BlockHash>)>,
+    block_tokens: u32,
+    blocks: u64,
+) -> Vec<u32> {
     let mut cache: Tier<()> = Tier::new(blocks);
     let mut answers = 0_u64;
-    let name = |of: u64, part: u32, answer: bool| {
-        let mut hash = [u8::from(answer); 32];
-        hash[..8].copy_from_slice(&of.to_le_bytes());
-        hash[8..12].copy_from_slice(&part.to_le_bytes());
-        BlockHash(hash)
-    };
-    let each = HASHED_TOKENS / BLOCK_TOKENS;
-    let serve = |(request, prompt): (&Request, &Prompt)| {
-        let whole = |tokens: u32| (tokens / BLOCK_TOKENS) as usize;
-        let of_prompt = prompt.0.iter().flat_map(|id| (0..each).map(move |part| name(u64::from(*id), part, false)));
-        let of_prompt: Vec<BlockHash> = of_prompt.take(whole(request.prompt_tokens)).collect();
-        let found = &of_prompt[..whole(request.prompt_tokens - 1).min(of_prompt.len())];
+    let serve = |(request, mut all): (&Request, Vec<BlockHash>)| {
+        let whole = |tokens: u32| (tokens / block_tokens) as usize;
+        all.truncate(whole(request.prompt_tokens));
+        let found = &all[..whole(request.prompt_tokens - 1).min(all.len())];
         let cached = found.iter().take_while(|hash| cache.contains(hash)).count();
         answers += 1;
-        let length = whole(request.context_tokens()) - of_prompt.len();
-        let of_answer = (0..).take(length).map(|part| name(answers, part, true));
+        let length = whole(request.context_tokens()) - all.len();
+        all.extend((0..).take(length).map(|part| named(answers, part, true)));
         // The deepest blocks are evicted first.
-        let all: Vec<BlockHash> = of_prompt.into_iter().chain(of_answer).collect();
         all.into_iter().rev().for_each(|hash| drop(cache.insert(hash, 1, ())));
-        u32::try_from(cached).unwrap_or(u32::MAX) * BLOCK_TOKENS
+        u32::try_from(cached).unwrap_or(u32::MAX) * block_tokens
     };
-    requests.iter().zip(prompts).map(serve).collect()
+    requests.map(serve).collect()
+}
+
+/// A block hash of its own for each part of an id, or of an answer.
+fn named(of: u64, part: u32, answer: bool) -> BlockHash {
+    let mut hash = [u8::from(answer); 32];
+    hash[..8].copy_from_slice(&of.to_le_bytes());
+    hash[8..12].copy_from_slice(&part.to_le_bytes());
+    BlockHash(hash)
 }
 
 /// Measures all systems on a trace, at `rate` requests per second.
@@ -135,7 +144,7 @@ pub fn run(
     let prompt_tokens: u64 = requests.iter().map(|request| u64::from(request.prompt_tokens)).sum();
     let systems = systems(kv_tokens);
     let blocks = systems.first().map_or(0, |(_, setting)| u64::from(setting.blocks()) * u64::from(INSTANCES));
-    let cached = one_cache(&requests, &prompts, blocks);
+    let cached = one_cache(requests.iter().zip(prompts.iter().map(Prompt::blocks)), BLOCK_TOKENS, blocks);
     let one = Row {
         system: "one cache as large as the pool",
         prompt_tokens,

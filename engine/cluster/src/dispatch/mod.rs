@@ -22,7 +22,7 @@
 //! * the queue is bounded in requests, bytes and age, and one tenant cannot fill it.
 //!
 //! Several gateways share the reports of the gManager's view, and each corrects them by its own requests; without reports each has its
-//! own requests only ([`rooms`]).
+//! own requests only ([`rooms`]). They tell each other where prompts went ([`Placed`]).
 
 pub mod policy;
 mod prefixes;
@@ -39,11 +39,11 @@ pub use rooms::Report;
 
 use lagoon_types::limits::{
     DISPATCH_LOOK_MAX, DISPATCH_NONE_MS, DISPATCH_PASSES_MAX, DISPATCH_WHOLE_MS, GATEWAY_QUEUE_BYTES_MAX,
-    GATEWAY_QUEUE_MAX, GATEWAY_QUEUE_MS, GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, HAND_BACKS_MAX,
+    GATEWAY_QUEUE_MAX, GATEWAY_QUEUE_MS, GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, HAND_BACKS_MAX, PLACED_HASHES_MAX,
 };
 use prefixes::{CachedTokens, Prefixes};
 use rooms::{Instance, Room, Sent};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Debug;
 use std::sync::Arc;
 use turns::{Turn, Turns, turn};
@@ -61,6 +61,16 @@ pub struct PrefixHashes {
     pub hashes: Vec<u64>,
     /// Tokens by which each is longer than the one before.
     pub tokens_per_hash: f64,
+}
+
+/// Prefix of a prompt that went to an instance: what dispatchers of one pool tell each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placed<K> {
+    pub instance: K,
+    /// See [`PrefixHashes`].
+    pub hashes: Vec<u64>,
+    /// Tokens of prompt and answer that the instance is expected to compute.
+    pub tokens: u64,
 }
 
 /// A request that arrives.
@@ -100,6 +110,8 @@ pub enum Event<K> {
         reports: Vec<Report<K>>,
         elsewhere: Elsewhere,
     },
+    /// What other dispatchers placed, in their order.
+    Placed(Vec<Placed<K>>),
     /// A bound request is at `instance` now, which may be another than it was bound to: that one was lost or refused it.
     Sent {
         id: RequestId,
@@ -233,6 +245,9 @@ pub struct Dispatcher<K> {
     head: Option<Head<K>>,
     bound: BTreeMap<RequestId, Bound<K>>,
     prefixes: Prefixes<K>,
+    /// What was placed since the last [`Dispatcher::take_placed`], of at most [`PLACED_HASHES_MAX`] hashes.
+    placed: VecDeque<Placed<K>>,
+    placed_hashes: usize,
     effects: Vec<Effect<K>>,
     /// No request expires before.
     expires_ms: u64,
@@ -259,6 +274,8 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             head: None,
             bound: BTreeMap::new(),
             prefixes: Prefixes::default(),
+            placed: VecDeque::new(),
+            placed_hashes: 0,
             effects: Vec::new(),
             expires_ms: u64::MAX,
             passes: 0,
@@ -288,6 +305,13 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     #[must_use]
     pub fn head(&self) -> Option<(RequestId, Option<K>)> {
         self.head.map(|head| (head.id, head.reserved))
+    }
+
+    /// What this dispatcher placed since the last call, for others of the pool. The oldest are left out of more than
+    /// [`PLACED_HASHES_MAX`] hashes.
+    pub fn take_placed(&mut self) -> Vec<Placed<K>> {
+        self.placed_hashes = 0;
+        self.placed.drain(..).collect()
     }
 
     /// Whether an instance may give a request back, rather than keep it.
@@ -330,6 +354,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         match event {
             Event::Arrived(arrival) => self.arrive(arrival),
             Event::Reports { reports, elsewhere } => self.learn(reports, elsewhere),
+            Event::Placed(placed) => self.learn_placed(placed),
             Event::Sent { id, instance } => self.move_to(id, instance),
             Event::Began { id } => {
                 let at = self.bound.get(&id).map(|bound| bound.instance);
@@ -375,8 +400,32 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         }
         let sent = self.instances.get_mut(&before).and_then(|of| of.end(id, self.now_ms));
         if let (Some(sent), Some(of)) = (sent, self.instances.get_mut(&instance)) {
-            of.send(id, Sent { at_ms: self.now_ms, began: false, cached: 0, ..sent });
-            self.prefixes.note(&bound.waiting.arrival.prefix, instance, of.memory().computed);
+            let tokens = of.send(id, Sent { at_ms: self.now_ms, began: false, cached: 0, ..sent });
+            self.prefixes.note(&bound.waiting.arrival.prefix.hashes, instance, of.memory().computed);
+            let hashes = bound.waiting.arrival.prefix.hashes.clone();
+            self.note_placed(Placed { instance, hashes, tokens });
+        }
+    }
+
+    /// Notes a prefix that was placed, to be reported to others.
+    fn note_placed(&mut self, placed: Placed<K>) {
+        if placed.hashes.is_empty() {
+            return;
+        }
+        self.placed_hashes += placed.hashes.len();
+        self.placed.push_back(placed);
+        while self.placed_hashes > PLACED_HASHES_MAX {
+            let Some(oldest) = self.placed.pop_front() else { return };
+            self.placed_hashes -= oldest.hashes.len();
+        }
+    }
+
+    /// Others sent prompts with these prefixes. Of an instance that no report names yet nothing is known.
+    fn learn_placed(&mut self, placed: Vec<Placed<K>>) {
+        for Placed { instance, hashes, tokens } in placed {
+            let Some(of) = self.instances.get_mut(&instance) else { continue };
+            of.compute(tokens);
+            self.prefixes.note(&hashes, instance, of.memory().computed);
         }
     }
 
@@ -416,8 +465,10 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         self.turns.start(&arrival.tenant, (*turn, arrival.bytes), work);
         let cached = self.cached(&arrival.prefix).at(instance);
         if let Some(of) = self.instances.get_mut(&instance) {
-            of.send(id, Sent { at_ms: self.now_ms, ask: arrival.ask, cached, expected, began: false });
-            self.prefixes.note(&arrival.prefix, instance, of.memory().computed);
+            let tokens = of.send(id, Sent { at_ms: self.now_ms, ask: arrival.ask, cached, expected, began: false });
+            self.prefixes.note(&arrival.prefix.hashes, instance, of.memory().computed);
+            let hashes = arrival.prefix.hashes.clone();
+            self.note_placed(Placed { instance, hashes, tokens });
         }
         self.head = self.head.filter(|head| head.id != id);
         self.bound.insert(id, Bound { instance, waiting, work, is_whole });

@@ -85,8 +85,8 @@ impl<K: Copy + PartialEq> Prefixes<K> {
     }
 
     /// A request with this prefix goes to `instance`, which will have computed so many tokens then.
-    pub(super) fn note(&mut self, prefix: &PrefixHashes, instance: K, computed: u64) {
-        for hash in prefix.hashes.iter().rev() {
+    pub(super) fn note(&mut self, hashes: &[u64], instance: K, computed: u64) {
+        for hash in hashes.iter().rev() {
             self.uses += 1;
             let places = self.places.entry(*hash).or_insert(Places { instances: Vec::new(), used: self.uses });
             self.by_use.remove(&std::mem::replace(&mut places.used, self.uses));
@@ -128,10 +128,10 @@ mod tests {
     #[test]
     fn the_longest_known_prefix_counts_where_it_was_computed() {
         let mut prefixes = Prefixes::default();
-        prefixes.note(&prefix(&[1, 2, 3]), 'a', 0);
+        prefixes.note(&[1, 2, 3], 'a', 0);
         assert_eq!(cached(&prefixes, &[1, 2, 9], 'a', 0), 200);
         assert_eq!(cached(&prefixes, &[1, 2, 9], 'b', 0), 0);
-        prefixes.note(&prefix(&[1, 8]), 'b', 0);
+        prefixes.note(&[1, 8], 'b', 0);
         let both = |hashes: &[u64]| ['a', 'b'].map(|instance| cached(&prefixes, hashes, instance, 0));
         assert_eq!(both(&[1, 2]), [200, 100]);
         assert_eq!(both(&[1]), [100, 100], "what many prompts begin with is at each instance that had one");
@@ -140,8 +140,8 @@ mod tests {
     #[test]
     fn what_an_instance_has_no_memory_for_any_more_is_not_believed() {
         let mut prefixes = Prefixes::default();
-        prefixes.note(&prefix(&[1, 2]), 'a', 300);
-        prefixes.note(&prefix(&[1, 7]), 'a', 900);
+        prefixes.note(&[1, 2], 'a', 300);
+        prefixes.note(&[1, 7], 'a', 900);
         let at = |computed| [2, 7].map(|end| cached(&prefixes, &[1, end], 'a', computed));
         assert_eq!(at(1_300), [200, 200]);
         assert_eq!(at(1_301), [100, 200], "their common beginning was used later");
@@ -153,7 +153,7 @@ mod tests {
     #[test]
     fn instances_without_a_cache_lose_the_trust() {
         let mut prefixes = Prefixes::default();
-        prefixes.note(&prefix(&[1, 2, 3]), 'a', 0);
+        prefixes.note(&[1, 2, 3], 'a', 0);
         (0..60).for_each(|_| prefixes.learn(300, 0));
         assert!(cached(&prefixes, &[1, 2, 3], 'a', 0) < 20);
         (0..60).for_each(|_| prefixes.learn(10, 300));
@@ -163,17 +163,17 @@ mod tests {
     #[test]
     fn the_longest_unused_is_forgotten_and_of_one_prompt_the_longest() {
         let mut prefixes = Prefixes::default();
-        prefixes.note(&prefix(&[u64::MAX - 2, u64::MAX - 1, u64::MAX]), 'a', 0);
+        prefixes.note(&[u64::MAX - 2, u64::MAX - 1, u64::MAX], 'a', 0);
         for hash in 0..PREFIX_PLACES_MAX as u64 - 1 {
-            prefixes.note(&prefix(&[hash]), 'a', 0);
+            prefixes.note(&[hash], 'a', 0);
         }
         assert_eq!((prefixes.places.len(), prefixes.by_use.len()), (PREFIX_PLACES_MAX, PREFIX_PLACES_MAX));
         assert_eq!(cached(&prefixes, &[u64::MAX - 2, u64::MAX - 1, u64::MAX], 'a', 0), 100);
         assert_eq!(cached(&prefixes, &[0], 'a', 0), 100);
-        prefixes.note(&prefix(&[u64::MAX - 9]), 'a', 0);
+        prefixes.note(&[u64::MAX - 9], 'a', 0);
         assert_eq!(cached(&prefixes, &[u64::MAX - 2], 'a', 0), 0);
         for instance in 'a'..='z' {
-            prefixes.note(&prefix(&[5]), instance, 0);
+            prefixes.note(&[5], instance, 0);
         }
         let known = prefixes.cached(&prefix(&[5]), |_| Some(Memory { computed: 0, capacity: 1 }));
         assert_eq!((known.0.len(), known.at('z')), (PREFIX_INSTANCES_MAX, 100));

@@ -58,7 +58,7 @@ pub(super) struct Instance<K> {
     load: InstanceLoad,
     /// Prefill that it has left at a time, in microseconds: it works that off.
     ahead: (u64, f64),
-    /// Tokens of prompts and answers that this dispatcher sent it to compute.
+    /// Tokens of prompts and answers that it was sent to compute, by this dispatcher and by others that reported it.
     computed: u64,
 }
 
@@ -130,15 +130,20 @@ impl<K: Copy> Instance<K> {
         }
     }
 
-    pub(super) fn send(&mut self, id: RequestId, sent: Sent) {
+    /// Adds a request. Returns the tokens of its prompt and answer that the instance is expected to compute.
+    pub(super) fn send(&mut self, id: RequestId, sent: Sent) -> u64 {
         self.sent.retain(|(other, _)| *other != id);
         let prompt = sent.ask.prompt_tokens.saturating_sub(sent.cached);
-        self.computed = self
-            .computed
-            .saturating_add(prompt)
-            .saturating_add(crate::perf::whole(sent.expected).max(0).unsigned_abs());
+        let tokens = prompt.saturating_add(crate::perf::whole(sent.expected).max(0).unsigned_abs());
+        self.compute(tokens);
         self.sent.push((id, sent));
         self.update();
+        tokens
+    }
+
+    /// Counts tokens that went there to be computed.
+    pub(super) fn compute(&mut self, tokens: u64) {
+        self.computed = self.computed.saturating_add(tokens);
     }
 
     pub(super) fn begin(&mut self, id: RequestId) {

@@ -386,6 +386,36 @@ impl Gateway {
     }
 }
 
+/// What one dispatcher placed draws requests of another one there, and ages with what others send.
+#[test]
+fn another_dispatchers_prefixes_are_known() {
+    let prefix = |end: u64| PrefixHashes { hashes: vec![1, 2, 3, end], tokens_per_hash: 256.0 };
+    let idle = [(1, 1_000, 0), (2, 1_000, 0), (3, 1_000, 0)];
+    let (mut one, mut two) = (Gateway::new(Mode::LeastWork), Gateway::new(Mode::LeastWork));
+    [&mut one, &mut two].into_iter().for_each(|gateway| drop(gateway.report(&idle)));
+    let arrival = Arrival { prefix: prefix(4), ..one.arrival(64) };
+    let at = one.handle(Event::Arrived(arrival))[0].1;
+    let placed = one.core.take_placed();
+    assert_eq!((placed.len(), placed[0].instance, &placed[0].hashes[..]), (1, at, &[1, 2, 3, 4][..]));
+    assert_eq!(placed[0].tokens, 64 * u64::from(BLOCK_TOKENS) - 1 + 32, "prompt and answer");
+    assert_eq!(one.core.take_placed(), [], "reported once");
+    let other = 1 + at % 3;
+    let known = |gateway: &Gateway| [at, other].map(|at| gateway.core.cached(&prefix(5)).at(at));
+    two.handle(Event::Placed(vec![Placed { instance: 9, ..placed[0].clone() }]));
+    assert_eq!(known(&two), [0, 0], "of an instance that no report names");
+    two.handle(Event::Placed(placed.clone()));
+    assert_eq!(known(&two), [768, 0]);
+    let arrival = Arrival { prefix: prefix(5), ..two.arrival(64) };
+    assert_eq!(two.handle(Event::Arrived(arrival))[0].1, at);
+    // The instance has memory for 16,000 tokens.
+    let newer = Placed { hashes: vec![7], tokens: 16_000, ..placed[0].clone() };
+    two.handle(Event::Placed(vec![newer]));
+    assert_eq!(known(&two), [1_024, 0], "all of the later prompt, as long as there is memory for it");
+    let newer = Placed { hashes: vec![8], tokens: 1_000, ..placed[0].clone() };
+    two.handle(Event::Placed(vec![newer]));
+    assert_eq!(known(&two), [0, 0]);
+}
+
 /// 20,000 tokens are 1.5 s more than an instance may have ahead; the prefix of 9,000 saves 0.9 s.
 #[test]
 fn a_request_waits_for_its_prefix_as_long_as_that_is_worth_it() {

@@ -1,8 +1,8 @@
 //! Heartbeats: incremental updates, in microseconds for an instance of a pool of ten thousand.
 
 use super::GManager;
-use super::cached::Cached;
 use super::shape::block_bytes;
+use crate::cached::Cached;
 use crate::perf::LinkView;
 use lagoon_protocol::{Debt, Heartbeat, HeartbeatAck, Link, Load};
 use lagoon_types::{InstanceId, limits};

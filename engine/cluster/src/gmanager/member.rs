@@ -1,12 +1,12 @@
 //! Members: the gManager's state of each instance, and its life: live, silent, fenced, forgotten.
 
 use super::GManager;
-use super::cached::Cached;
+use crate::cached::Cached;
 use crate::planner::InstanceView;
-use lagoon_protocol::{Heartbeat, MemoryTier, Register, Role};
+use lagoon_protocol::{CacheDrop, Heartbeat, MemoryTier, Register, Role};
 use lagoon_types::{InstanceId, SeqId, limits};
 use lagoon_view::{Flags, Slot};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Life {
@@ -73,8 +73,8 @@ pub(super) struct Member {
     pub(super) withheld: Option<Box<InstanceView>>,
     /// What its prefix cache has.
     pub(super) cached: Cached,
-    /// Number of its unconfirmed order to empty it.
-    pub(super) cache_drop: Option<u64>,
+    /// Its unconfirmed orders to empty it, the oldest first, at most `CACHE_DROPS_MAX`.
+    pub(super) cache_drops: VecDeque<CacheDrop>,
 }
 
 impl Member {
@@ -97,7 +97,7 @@ impl Member {
             sent_role: None,
             withheld: None,
             cached: Cached::default(),
-            cache_drop: None,
+            cache_drops: VecDeque::new(),
         }
     }
 

@@ -22,6 +22,7 @@ mod heartbeat;
 mod member;
 mod oldest_heads;
 mod orders;
+mod placed;
 mod placements;
 mod register;
 mod roles;
@@ -47,6 +48,7 @@ use lagoon_view::SortedView;
 use member::Member;
 use oldest_heads::OldestHeads;
 use orders::Orders;
+use placed::PlacedPrefixes;
 use roles::RoleOrders;
 use rounds::Rounds;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -136,6 +138,7 @@ pub struct GManager {
     drain_at_ms: u64,
     /// Number of the last order to empty prefix caches.
     cache_drops: u64,
+    placed: PlacedPrefixes,
     outputs: VecDeque<GManagerOutput>,
     stats: GManagerStats,
     /// Time of the last call, and start of the calls without a pause of `GMANAGER_PAUSE_MS`.
@@ -189,6 +192,7 @@ impl GManager {
             dgfm: config.dgfm.clone().map(|dgfm| Dgfm::new(dgfm, config.term)),
             drain_at_ms: 0,
             cache_drops: config.term << 24,
+            placed: PlacedPrefixes::default(),
             outputs: VecDeque::new(),
             stats: GManagerStats::default(),
             now_ms: 0,
@@ -232,6 +236,7 @@ impl GManager {
                 query: m.query,
                 instances: self.status(now_ms),
                 term: self.config.term,
+                prefixes: m.prefixes.as_deref().map(|of| Box::new(self.placed.exchange(of, self.config.term))),
             })),
             ControlBody::AdminQuery(m) => Some(ControlBody::AdminReply(Box::new(self.on_admin(m, now_ms)))),
             _ => None,

@@ -109,7 +109,7 @@ impl GManager {
                 self.rounds.left(member.round);
             }
             (member.drain, member.sent_role) = (old.drain, old.sent_role);
-            member.cache_drop = old.cache_drop;
+            member.cache_drops = old.cache_drops;
             if mutants::is(Mutant::RoleFenced) && old.registration.incarnation != m.incarnation {
                 member.sent_role = None;
             }

@@ -394,7 +394,7 @@ fn nobody_speaks_in_anothers_name() {
     assert_eq!(say(Some(1), ControlBody::Heartbeat(Box::new(heartbeat(2, 5, 0)))), None);
     assert_eq!(say(Some(1), ControlBody::Deregister(lagoon_protocol::Deregister { instance: 2 })), None);
     assert_eq!(say(None, ControlBody::Refusal(Refusal { creditor: 2, blocks_lendable: 0 })), None);
-    let status = say(None, ControlBody::StatusQuery(lagoon_protocol::StatusQuery { query: 3 }));
+    let status = say(None, ControlBody::StatusQuery(lagoon_protocol::StatusQuery { query: 3, prefixes: None }));
     let Some(ControlBody::StatusReply(status)) = status else { panic!("{status:?}") };
     assert_eq!((status.query, status.instances.len()), (3, 2));
     assert!(matches!(say(Some(1), query()), Some(ControlBody::BorrowAdvice(a)) if a.candidates.len() == 1));

@@ -1,6 +1,7 @@
 //! The summary of an instance's prefix cache that heartbeats carry: what changed since the last acknowledged one, at most
 //! once in [`limits::CACHE_SUMMARY_MS`].
 
+use crate::cached::cache_summary;
 use lagoon_kv::BlockPool;
 use lagoon_protocol::{CacheSummary, Heartbeat, HeartbeatAck};
 use lagoon_types::limits;
@@ -18,15 +19,8 @@ pub struct CacheReport {
 }
 
 fn summary(pool: &BlockPool) -> CacheSummary {
-    if !pool.caches_runs() {
-        // They could not be leased.
-        return CacheSummary::default();
-    }
-    let mut hashes = pool.hashes();
-    let sample = hashes.by_ref().take(limits::CACHE_SUMMARY_HASHES);
-    let fingerprints: Vec<u8> = sample.flat_map(|hash| hash.fingerprint().to_le_bytes()).collect();
-    let complete = hashes.next().is_none() && !fingerprints.is_empty();
-    CacheSummary { fingerprints, complete }
+    // Blocks of address rows could not be leased.
+    if pool.caches_runs() { cache_summary(pool) } else { CacheSummary::default() }
 }
 
 impl CacheReport {

@@ -129,9 +129,10 @@ impl Batch {
                 cx.unsave(&gone);
             }
             DiskEvent::Read { read, result } => on_read(cx, read, result),
-            DiskEvent::Dropped => {
-                cx.memory.tiers.dropped_on_disk();
-                cx.memory.rm.pool.unsave_all();
+            DiskEvent::Dropped { left, bytes } => {
+                let tiers = &mut cx.memory.tiers;
+                tiers.dropped_on_disk(left, bytes);
+                cx.memory.rm.pool.unsave_of(|hash| !tiers.keeps(hash));
             }
         }
     }

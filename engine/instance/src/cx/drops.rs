@@ -1,12 +1,18 @@
-//! Operators' orders to empty the prefix cache (`lagoon kv cache drop`): the cached blocks of KV memory at once, the tiers beside
+//! Operators' orders to empty the prefix cache, or of some tenants' blocks (`lagoon kv cache drop`): the cached blocks of KV memory at once, the tiers beside
 //! it in steps, as freeing memory and removing files take time.
+//!
+//! An order that comes while another one is carried out is ignored: the gManager repeats it.
 //!
 //! What is in use stays: blocks of sequences and leases, with their hashes. A load from a tier in progress computes what it
 //! has not read.
 
 use super::Cx;
 use crate::event::{DiskEffect, Effect};
-use lagoon_protocol::{CacheCounts, CacheDrop};
+use lagoon_kv::{Tenant, Tenants};
+use lagoon_protocol::{CacheCounts, CacheDrop, CacheTenant};
+use lagoon_types::limits::CACHE_TENANTS_MAX;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
 /// Numbers of the gManager's orders; 0 before the first.
 #[derive(Debug, Default)]
@@ -18,17 +24,19 @@ pub(crate) struct Drops {
 impl Cx {
     /// Carries an order out, unless it was received before.
     pub(crate) fn drop_cached(&mut self, order: CacheDrop) {
-        if self.memory.prefix.root().is_none() || order.number == self.memory.drops.received {
+        let is_known = order.number == self.memory.drops.received;
+        if self.memory.prefix.root().is_none() || is_known || self.memory.tiers.is_dropping() {
             return;
         }
         self.memory.drops.received = order.number;
-        let blocks = self.memory.rm.pool.cached();
-        self.memory.rm.pool.drop_all();
-        self.memory.rm.pool.unsave_all();
-        if self.memory.tiers.begin_drop() {
-            self.effects.push(Effect::Disk(DiskEffect::Drop));
+        let tenants = order.of.map_or(Tenants::default(), |of| Tenants { key: of.key, salt: of.salt });
+        let before = self.memory.rm.pool.cached();
+        self.memory.rm.pool.drop_of(&tenants);
+        if self.memory.tiers.begin_drop(tenants) {
+            self.effects.push(Effect::Disk(DiskEffect::Drop { tenants }));
         }
-        tracing::info!(blocks, "an operator dropped the prefix cache");
+        let blocks = before - self.memory.rm.pool.cached();
+        tracing::info!(blocks, ?tenants, "an operator dropped cached blocks");
     }
 
     /// Goes on with an order.
@@ -57,6 +65,30 @@ impl Cx {
             host_evicted_blocks: tiers.host.evicted_blocks,
             disk_evicted_blocks: tiers.disk.evicted_blocks,
             drop_done: self.memory.drops.done,
+            tenants: self.cache_tenants(),
         })
+    }
+
+    /// Tenants with most cached blocks.
+    fn cache_tenants(&self) -> Vec<CacheTenant> {
+        let mut found: BTreeMap<Tenant, CacheTenant> = BTreeMap::new();
+        let mut count = |tenant: Tenant, set: &dyn Fn(&mut CacheTenant)| {
+            let Tenant { key, salt } = tenant;
+            set(found.entry(tenant).or_insert(CacheTenant { key, salt, ..CacheTenant::default() }));
+        };
+        for (tenant, blocks) in self.memory.rm.pool.tenants().iter() {
+            count(tenant, &|of| of.device_blocks = u32::try_from(blocks).unwrap_or(u32::MAX));
+        }
+        let [host, disk] = self.memory.tiers.tenants();
+        for (tenant, blocks) in host.into_iter().flat_map(|of| of.iter()) {
+            count(tenant, &|of| of.host_blocks = blocks);
+        }
+        for (tenant, blocks) in disk.into_iter().flat_map(|of| of.iter()) {
+            count(tenant, &|of| of.disk_blocks = blocks);
+        }
+        let mut found: Vec<CacheTenant> = found.into_values().collect();
+        found.sort_by_key(|of| Reverse(u64::from(of.device_blocks).saturating_add(of.host_blocks.max(of.disk_blocks))));
+        found.truncate(CACHE_TENANTS_MAX);
+        found
     }
 }

@@ -8,7 +8,7 @@
 
 use super::saves::Save;
 use crate::event::{BlockKv, DiskLoss};
-use lagoon_kv::{BlockHash, BlockPool, Tier};
+use lagoon_kv::{BlockHash, BlockPool, TenantCounts, Tenants, Tier, TierDrop};
 use lagoon_runner::RemoteTag;
 use lagoon_types::limits::{
     TIER_DISK_WRITE_BYTES_MAX, TIER_DISK_WRITES_MAX, TIER_DROPS_MAX, TIER_LOAD_BYTES_IN_FLIGHT,
@@ -108,6 +108,8 @@ pub(crate) struct Tiers {
     pub(super) block_bytes: u64,
     host: Option<Tier<BlockKv>>,
     on_disk: BTreeSet<BlockHash>,
+    /// Those of `on_disk` by tenant.
+    disk_tenants: TenantCounts,
     disk_bytes: u64,
     /// KV that waits to be written to disk.
     writing: BTreeMap<BlockHash, BlockKv>,
@@ -127,9 +129,9 @@ pub(crate) struct Tiers {
     pub(crate) next_read: u64,
     rates: [Rate; 2],
     pub(crate) counts: CacheTiersStatus,
-    /// Blocks of the host tier used at this clock or before are dropped.
-    dropping_host: Option<u64>,
-    /// Whether the disk tier is to report that it has dropped its blocks.
+    /// An order that is carried out on the host tier.
+    dropping_host: Option<TierDrop>,
+    /// Whether the disk tier is to report that it has dropped blocks.
     dropping_disk: bool,
 }
 
@@ -214,30 +216,33 @@ impl Tiers {
         evicted.into_iter().filter(|of| !self.keeps(of)).collect()
     }
 
-    /// Begins to drop all blocks, by an operator's order. Returns whether the shell drops those on disk.
-    pub(super) fn begin_drop(&mut self) -> bool {
-        self.dropping_host = self.host.as_ref().map(Tier::clock);
-        self.on_disk.clear();
+    /// Begins to drop these tenants' blocks, by an operator's order. Returns whether the shell drops those on disk.
+    pub(super) fn begin_drop(&mut self, tenants: Tenants) -> bool {
+        self.dropping_host = self.host.as_ref().map(|host| host.begin_drop(tenants));
         self.dropping_disk = self.has_disk();
         self.dropping_disk
     }
 
     /// Drops the next blocks of the host tier, if an order to do so is carried out. Returns the blocks that no tier keeps any more.
     pub(super) fn drop_on_host(&mut self) -> Vec<BlockHash> {
-        let (Some(clock), Some(host)) = (self.dropping_host, &mut self.host) else { return Vec::new() };
-        let dropped = std::iter::from_fn(|| host.pop_until(clock)).take(TIER_DROPS_MAX);
-        let dropped: Vec<BlockHash> = dropped.map(|(hash, _)| hash).collect();
-        self.dropping_host = self.dropping_host.filter(|_| dropped.len() == TIER_DROPS_MAX);
+        let (Some(of), Some(host)) = (&mut self.dropping_host, &mut self.host) else { return Vec::new() };
+        let (dropped, is_more) = host.drop_next(of, TIER_DROPS_MAX);
+        self.dropping_host = self.dropping_host.filter(|_| is_more);
         dropped.into_iter().filter(|hash| !self.keeps(hash)).collect()
     }
 
-    /// All blocks on disk were removed.
-    pub(crate) fn dropped_on_disk(&mut self) {
-        self.on_disk.clear();
-        (self.disk_bytes, self.dropping_disk) = (0, false);
+    /// Blocks on disk were removed, and these are left.
+    pub(crate) fn dropped_on_disk(&mut self, left: Vec<BlockHash>, bytes: u64) {
+        self.found_on_disk(left, bytes);
+        self.dropping_disk = false;
     }
 
-    /// Whether an order to drop all blocks is not carried out yet.
+    /// Blocks by tenant: of the host tier, and on disk.
+    pub(super) fn tenants(&self) -> [Option<&TenantCounts>; 2] {
+        [self.host.as_ref().map(Tier::tenants), Some(&self.disk_tenants)]
+    }
+
+    /// Whether an order to drop blocks is not carried out yet.
     pub(super) fn is_dropping(&self) -> bool {
         self.dropping_host.is_some() || self.dropping_disk
     }
@@ -254,6 +259,13 @@ impl Tiers {
     /// Learns which blocks are on disk.
     pub(crate) fn found_on_disk(&mut self, hashes: Vec<BlockHash>, bytes: u64) {
         (self.on_disk, self.disk_bytes) = (hashes.into_iter().collect(), bytes);
+        self.disk_tenants = self.on_disk.iter().collect();
+    }
+
+    fn leave_disk(&mut self, hash: &BlockHash) {
+        if self.on_disk.remove(hash) {
+            self.disk_tenants.remove(hash);
+        }
     }
 
     /// A write to disk ended. Returns the blocks that no tier keeps any more.
@@ -267,10 +279,12 @@ impl Tiers {
         self.writing.remove(&hash);
         self.disk_bytes = bytes.unwrap_or(self.disk_bytes);
         self.counts.disk.evicted_blocks += evicted.len() as u64;
-        evicted.iter().for_each(|of| _ = self.on_disk.remove(of));
+        evicted.iter().for_each(|of| self.leave_disk(of));
         match result {
             Ok(()) => {
-                self.on_disk.insert(hash);
+                if self.on_disk.insert(hash) {
+                    self.disk_tenants.add(&hash);
+                }
                 self.counts.disk.saved_blocks += 1;
             }
             // Its blocks count as saved: a file system that is full is not asked again for the same block.
@@ -281,7 +295,7 @@ impl Tiers {
 
     /// A block that was read from disk is not there any more, or could not be read.
     pub(crate) fn note_missing(&mut self, hash: &BlockHash, loss: DiskLoss) {
-        self.on_disk.remove(hash);
+        self.leave_disk(hash);
         match loss {
             DiskLoss::Damaged => self.counts.disk.damaged_blocks += 1,
             DiskLoss::Missing | DiskLoss::Failed => self.counts.disk.missing_blocks += 1,

@@ -1,5 +1,6 @@
-//! Prefix affinity of prefill workers: which worker computed which prompt prefix lately, and may still have it in its
-//! prefix cache (docs/adr/0016). A guess from the workers' replies, never verified: a wrong one costs only time.
+//! Prefix affinity of prefill workers: which worker may have which prompt prefix in its prefix cache (docs/adr/0016), by what each
+//! computed for this instance and by the summary of its cache that it reports ([`lagoon_cluster::Cached`]). A guess, never verified: a wrong one costs
+//! only time.
 //!
 //! Prefixes are known by the block hash of every [`STRIDE`]th block. The least recently used is evicted first; of one
 //! prompt the deepest, as it is of use only with all hashes before it.
@@ -7,7 +8,7 @@
 use crate::batch::Batch;
 use crate::cx::Cx;
 use lagoon_kv::BlockHash;
-use lagoon_types::limits::AFFINITY_HASHES_MAX;
+use lagoon_types::limits::{AFFINITY_HASHES_MAX, SEARCH_HASHES_MAX};
 use lagoon_types::{InstanceId, SeqId};
 use std::collections::BTreeMap;
 
@@ -70,7 +71,15 @@ impl super::Prefills {
         let whole = batch.seq(id).map_or(0, |seq| (seq.len() - 1) / cx.config.block_tokens);
         batch.hash_tokens(cx, id, whole);
         let Some(seq) = batch.seq(id) else { return BTreeMap::new() };
-        let mut found = self.affinity.found(&seq.block_hashes[..seq.block_hashes.len().min(whole as usize)]);
+        let hashes = &seq.block_hashes[..seq.block_hashes.len().min(whole as usize)];
+        let mut found = self.affinity.found(hashes);
+        let fingerprints: Vec<u64> = hashes.iter().take(SEARCH_HASHES_MAX).map(BlockHash::fingerprint).collect();
+        for (worker, state) in &self.workers {
+            let blocks = state.cached.leading(&fingerprints);
+            if blocks > 0 {
+                found.entry(*worker).and_modify(|known| *known = blocks.max(*known)).or_insert(blocks);
+            }
+        }
         found.values_mut().for_each(|blocks| *blocks *= cx.config.block_tokens);
         found
     }

@@ -12,7 +12,7 @@ use crate::batch::Batch;
 use crate::batch::sequence::Sequence;
 use crate::cx::Cx;
 use crate::event::Effect;
-use lagoon_cluster::BorrowedLease;
+use lagoon_cluster::{BorrowedLease, Cached};
 use lagoon_kv::{Owner, RemoteEntries};
 use lagoon_protocol::{
     ControlBody, LogitBias, PrefillCancel, PrefillPenalties, PrefillReady, PrefillRefused, PrefillRenew,
@@ -47,6 +47,9 @@ pub(super) struct WorkerState {
     asked_ms: u64,
     /// Why its KV cannot be read; `None` if it can.
     pub(super) unreadable: Option<String>,
+    /// What its prefix cache had at its last report, and that one's version.
+    pub(super) cached: Cached,
+    cache_version: u64,
 }
 
 /// Stage of a sequence's prompt between submission and the switch to its KV.
@@ -185,6 +188,8 @@ impl Prefills {
                 asked: None,
                 asked_ms: 0,
                 unreadable: None,
+                cached: Cached::default(),
+                cache_version: 0,
             });
             entry.quic_addr.clone_from(&worker.quic_addr);
             (entry.role, entry.blocks_total, entry.listed) = (worker.role(), worker.blocks_total, true);
@@ -249,7 +254,8 @@ impl Prefills {
         let requests: Vec<u64> = requests.collect();
         worker.asked_ms = now_ms;
         worker.asked.get_or_insert((seq, now_ms)).0 = seq;
-        cx.send_if_connected(id, ControlBody::PrefillRenew(PrefillRenew { seq, requests }));
+        let cache_version = worker.cache_version;
+        cx.send_if_connected(id, ControlBody::PrefillRenew(PrefillRenew { seq, requests, cache_version }));
     }
 
     pub(super) fn on_prefill_renewed(&mut self, cx: &mut Cx, batch: &mut Batch, from: InstanceId, m: &PrefillRenewed) {
@@ -257,6 +263,9 @@ impl Prefills {
         let sent_ms = worker.asked_ms;
         let Some((_, _)) = worker.asked.take_if(|(seq, _)| *seq == m.seq) else { return };
         worker.queued_tokens = m.queued_tokens;
+        if let Some(summary) = &m.cached {
+            (worker.cached, worker.cache_version) = (Cached::new(summary), m.cache_version);
+        }
         let mut lost = Vec::new();
         for (seq, away) in &mut self.away {
             let Stage::Asked { worker, request, confirmed_ms, .. } = &mut away.stage else { continue };
@@ -620,6 +629,8 @@ impl Prefills {
         let (now_ms, until_ms) = (cx.now_ms, cx.now_ms + PREFILL_GRACE_MS);
         self.reader.iter_mut().for_each(|reader| reader.on_session_down(worker, now_ms));
         self.affinity.forget(worker);
+        let of = self.workers.get_mut(&worker);
+        of.into_iter().for_each(|of| (of.cached, of.cache_version) = (Cached::default(), 0));
         self.redo_asked(cx, batch, worker, "the worker's connection broke");
         for handed in self.away.values_mut().filter_map(Away::handed_mut) {
             if handed.lease.creditor == worker {

@@ -9,6 +9,7 @@ use crate::batch::sequence::Sequence;
 use crate::cx::Cx;
 use crate::event::{Effect, TransferEffect};
 use crate::outcome::FirstToken;
+use lagoon_cluster::cache_summary;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{
     ControlBody, PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest,
@@ -387,7 +388,11 @@ impl Prefills {
             }
         }
         let queued_tokens = self.queued_tokens(batch);
-        cx.send_if_connected(from, ControlBody::PrefillRenewed(PrefillRenewed { seq: m.seq, unknown, queued_tokens }));
+        // 0 is no version.
+        let cache_version = cx.memory.rm.pool.changes() + 1;
+        let cached = (m.cache_version != cache_version).then(|| Box::new(cache_summary(&cx.memory.rm.pool)));
+        let renewed = PrefillRenewed { seq: m.seq, unknown, queued_tokens, cached, cache_version };
+        cx.send_if_connected(from, ControlBody::PrefillRenewed(renewed));
         if mutants::is(Mutant::AnswerUnrepeated) {
             return;
         }

@@ -71,7 +71,7 @@ impl Side {
     }
 
     fn renew(&mut self) -> Vec<ControlBody> {
-        self.receive(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6] }))
+        self.receive(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6], cache_version: 0 }))
     }
 }
 
@@ -137,7 +137,7 @@ fn a_reply_that_found_a_full_queue_is_sent_again() {
     assert_eq!(renewed.unknown, [0u64; 0], "it has it");
     assert_eq!(ready(&again), Some(&first));
     // Not to one that has received it: its lease is renewed, and its request is not asked for.
-    let renew = PrefillRenew { seq: 2, requests: Vec::new() };
+    let renew = PrefillRenew { seq: 2, requests: Vec::new(), cache_version: 0 };
     assert_eq!(ready(&side.receive(ControlBody::PrefillRenew(renew))), None);
 }
 
@@ -215,7 +215,7 @@ fn an_answer_from_before_a_long_pause_is_given_back() {
             _ => None,
         })
     });
-    let renewed = lagoon_protocol::PrefillRenewed { seq: question.unwrap(), unknown: Vec::new(), queued_tokens: 0 };
+    let renewed = lagoon_protocol::PrefillRenewed { seq: question.unwrap(), ..Default::default() };
     side.receive(ControlBody::PrefillRenewed(renewed));
     side.tick(LEASE_TTL_MS + 5_000);
     let output = side.receive(answer(request));
@@ -304,7 +304,8 @@ fn a_pushed_prompt_is_not_behind_what_waits_for_others_memory() {
 fn a_request_that_is_named_often_is_answered_once() {
     let (mut side, _) = computed();
     side.on(Event::SendFailed { peer: PEER });
-    let again = side.receive(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6; 50] }));
+    let again =
+        side.receive(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6; 50], cache_version: 0 }));
     let answers = again.iter().filter(|body| matches!(body, ControlBody::PrefillReady(_))).count();
     assert_eq!(answers, 1);
 }

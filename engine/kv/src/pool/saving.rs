@@ -60,9 +60,9 @@ impl BlockPool {
         self.cache.set_saved(block, Saved::Yes);
     }
 
-    /// Notes that no tier keeps any block any more.
-    pub fn unsave_all(&mut self) {
-        for block in self.cache.blocks() {
+    /// Notes which blocks no tier keeps any more.
+    pub fn unsave_of(&mut self, is_gone: impl Fn(&BlockHash) -> bool) {
+        for block in self.cache.blocks_of(is_gone) {
             if self.cache.saved(block) == Some(Saved::Yes) {
                 self.cache.set_saved(block, Saved::No);
             }

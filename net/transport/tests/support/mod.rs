@@ -35,7 +35,7 @@ pub(crate) fn node_at(addr: SocketAddr, config: TransportConfig) -> Bound {
 }
 
 pub(crate) fn control(number: u64) -> Frame {
-    ControlBody::StatusQuery(StatusQuery { query: number }).into()
+    ControlBody::StatusQuery(StatusQuery { query: number, prefixes: None }).into()
 }
 
 pub(crate) fn query(number: u64, bytes: usize) -> Frame {
@@ -73,7 +73,7 @@ pub(crate) async fn next_down(events: &mut Inbox<Event>) -> (PeerId, String) {
 pub(crate) async fn next_number(events: &mut Inbox<Event>) -> u64 {
     loop {
         if let Event::Control { message, .. } = next(events).await {
-            let Some(ControlBody::StatusQuery(StatusQuery { query })) = message.body else { panic!("{message:?}") };
+            let Some(ControlBody::StatusQuery(StatusQuery { query, .. })) = message.body else { panic!("{message:?}") };
             return query;
         }
     }

@@ -130,7 +130,7 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
         ),
         ("refusal", ControlBody::Refusal(Refusal { creditor: 9, blocks_lendable: 2 })),
         ("deregister", ControlBody::Deregister(Deregister { instance: 3 })),
-        ("status_query", ControlBody::StatusQuery(StatusQuery { query: 6 })),
+        ("status_query", ControlBody::StatusQuery(StatusQuery { query: 6, prefixes: None })),
         (
             "status_reply",
             ControlBody::StatusReply(StatusReply { query: 6, instances: vec![status], ..Default::default() }),
@@ -322,19 +322,67 @@ fn cache_orders() -> Vec<(&'static str, ControlBody)> {
         disk_evicted_blocks: 9,
         drop_done: 10,
         block_tokens: 11,
+        ..Default::default()
     };
-    let drop = AdminCacheDrop { instance: 4 };
+    let of = CacheTenants { key: Some(0x0102_0304), salt: None };
+    let drop = AdminCacheDrop { instance: 4, of: None };
+    let drop_of = AdminCacheDrop { instance: 4, of: Some(of) };
+    let tenant = CacheTenant { key: 0x0102_0304, salt: 5, device_blocks: 6, host_blocks: 7, disk_blocks: 8 };
+    let tenants = CacheCounts { tenants: vec![tenant], ..counts.clone() };
     let dropped = Some(CacheDropped { instances: vec![3, 4], number: 0x1_0000_0007 });
     vec![
         (
             "heartbeat_cache_counts",
             ControlBody::Heartbeat(Box::new(Heartbeat { cache: Some(Box::new(counts)), ..heartbeat() })),
         ),
-        ("cache_drop", ControlBody::CacheDrop(CacheDrop { number: 0x1_0000_0007 })),
+        ("cache_drop", ControlBody::CacheDrop(CacheDrop { number: 0x1_0000_0007, of: None })),
+        ("cache_drop_of", ControlBody::CacheDrop(CacheDrop { number: 0x1_0000_0007, of: Some(of) })),
         ("admin_cache_drop", ControlBody::AdminQuery(AdminQuery { query: 8, body: Some(AdminBody::CacheDrop(drop)) })),
         (
             "admin_reply_dropped",
             ControlBody::AdminReply(Box::new(AdminReply { query: 8, dropped, ..Default::default() })),
+        ),
+        (
+            "admin_cache_drop_of",
+            ControlBody::AdminQuery(AdminQuery { query: 8, body: Some(AdminBody::CacheDrop(drop_of)) }),
+        ),
+        (
+            "heartbeat_cache_tenants",
+            ControlBody::Heartbeat(Box::new(Heartbeat { cache: Some(Box::new(tenants)), ..heartbeat() })),
+        ),
+    ]
+}
+
+/// Where prompts went: what gateways tell each other, and what prefill workers report.
+fn placed() -> Vec<(&'static str, ControlBody)> {
+    let placed = vec![PlacedPrefix { instance: 3, hashes: bytes(16, 9).to_vec(), tokens: 4096 }];
+    let own = PrefixesPlaced { gateway: 0xfeed_0000_0000_0001, placed: placed.clone(), known: 12, term: 2 };
+    let known = PrefixesKnown { placed, last: 13 };
+    let summary = CacheSummary { fingerprints: bytes(16, 8).to_vec(), complete: true };
+    vec![
+        ("status_query_prefixes", ControlBody::StatusQuery(StatusQuery { query: 6, prefixes: Some(Box::new(own)) })),
+        (
+            "status_reply_prefixes",
+            ControlBody::StatusReply(StatusReply {
+                query: 6,
+                term: 2,
+                prefixes: Some(Box::new(known)),
+                ..Default::default()
+            }),
+        ),
+        (
+            "prefill_renew_cache",
+            ControlBody::PrefillRenew(PrefillRenew { seq: 2, requests: vec![12], cache_version: 7 }),
+        ),
+        (
+            "prefill_renewed_cache",
+            ControlBody::PrefillRenewed(PrefillRenewed {
+                seq: 2,
+                unknown: vec![],
+                queued_tokens: 4096,
+                cached: Some(Box::new(summary)),
+                cache_version: 9,
+            }),
         ),
     ]
 }
@@ -423,6 +471,7 @@ pub(crate) fn samples() -> Vec<(String, Frame)> {
         .chain(contract())
         .chain(cached())
         .chain(cache_orders())
+        .chain(placed())
         .chain(joint())
         .chain(disaggregated())
         .chain(transfer());
@@ -510,6 +559,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
     let changing = Heartbeat { role: Some(Box::new(state)), ..heartbeat() };
     let role = AdminRole { instance: 4, role: Role::Prefill.into() };
     let asked = AdminQuery { query: 7, body: Some(AdminBody::Role(role)) };
+    let tokens = PrefillRenewed { queued_tokens: 4096, ..Default::default() };
     vec![
         ("workers", ControlBody::Workers(Workers { version: 0xabc, workers: vec![worker] })),
         ("prefill_request", prefill(request.clone())),
@@ -526,11 +576,8 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
             "prefill_refused",
             ControlBody::PrefillRefused(PrefillRefused { request: 12, reason: "full".into(), queued_tokens: 5 }),
         ),
-        ("prefill_renew", ControlBody::PrefillRenew(PrefillRenew { seq: 2, requests: vec![12, 13] })),
-        (
-            "prefill_renewed",
-            ControlBody::PrefillRenewed(PrefillRenewed { seq: 2, unknown: vec![13], queued_tokens: 4096 }),
-        ),
+        ("prefill_renew", ControlBody::PrefillRenew(PrefillRenew { seq: 2, requests: vec![12, 13], cache_version: 0 })),
+        ("prefill_renewed", ControlBody::PrefillRenewed(PrefillRenewed { seq: 2, unknown: vec![13], ..tokens })),
         ("prefill_cancel", ControlBody::PrefillCancel(PrefillCancel { requests: vec![12] })),
         ("role_order", ControlBody::RoleOrder(RoleOrder { role: Role::Decode.into(), number: 0 })),
         ("role_order_numbered", ControlBody::RoleOrder(RoleOrder { role: Role::Decode.into(), number: 7 })),

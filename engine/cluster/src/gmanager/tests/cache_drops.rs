@@ -1,7 +1,7 @@
 //! Orders to empty prefix caches: whom they go to, and that they are repeated until they are confirmed.
 
 use super::*;
-use lagoon_protocol::{AdminBody, AdminCacheDrop, AdminQuery, AdminReply, CacheCounts};
+use lagoon_protocol::{AdminBody, AdminCacheDrop, AdminQuery, AdminReply, CacheCounts, CacheTenants};
 
 /// A heartbeat of an instance with a prefix cache that has carried order `done` out.
 fn beat(instance: u32, seq: u64, done: u64) -> Heartbeat {
@@ -10,7 +10,11 @@ fn beat(instance: u32, seq: u64, done: u64) -> Heartbeat {
 }
 
 fn order(gm: &mut GManager, instance: u32, now_ms: u64) -> AdminReply {
-    let body = AdminBody::CacheDrop(AdminCacheDrop { instance });
+    order_of(gm, instance, None, now_ms)
+}
+
+fn order_of(gm: &mut GManager, instance: u32, of: Option<CacheTenants>, now_ms: u64) -> AdminReply {
+    let body = AdminBody::CacheDrop(AdminCacheDrop { instance, of });
     gm.on_admin(&AdminQuery { query: 4, body: Some(body) }, now_ms)
 }
 
@@ -66,4 +70,31 @@ fn all_are_those_that_live_and_have_a_prefix_cache() {
     gm.on_heartbeat(&beat(1, 4, 0), late);
     assert_eq!(refused(&mut gm, 2, late), "instance 2 is not alive");
     assert_eq!(order(&mut gm, 0, late).dropped.unwrap().instances, [1]);
+}
+
+/// An order of one tenant's blocks does not replace one of all that the instance has not got.
+#[test]
+fn orders_are_carried_out_one_after_another() {
+    let mut gm = caches();
+    let all = order(&mut gm, 1, 0).dropped.unwrap().number;
+    let of = Some(CacheTenants { key: Some(7), salt: None });
+    let tenant = order_of(&mut gm, 1, of, 0).dropped.unwrap().number;
+    let outputs = |gm: &mut GManager| -> Vec<(u64, Option<CacheTenants>)> {
+        let of = |GManagerOutput::Send { body, .. }| match body {
+            ControlBody::CacheDrop(order) => Some((order.number, order.of)),
+            _ => None,
+        };
+        std::iter::from_fn(|| gm.poll()).filter_map(of).collect()
+    };
+    assert_eq!(outputs(&mut gm), [(all, None)]);
+    gm.on_heartbeat(&beat(1, 3, 0), 0);
+    assert_eq!(outputs(&mut gm), [(all, None)]);
+    gm.on_heartbeat(&beat(1, 4, all), 0);
+    assert_eq!(outputs(&mut gm), [(tenant, of)]);
+    gm.on_heartbeat(&beat(1, 5, tenant), 0);
+    assert_eq!(outputs(&mut gm), []);
+    for _ in 0..limits::CACHE_DROPS_MAX {
+        assert_eq!(order(&mut gm, 1, 0).error, "");
+    }
+    assert!(order(&mut gm, 0, 0).error.contains("16 earlier orders"));
 }
