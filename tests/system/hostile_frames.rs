@@ -266,7 +266,7 @@ impl Hostile {
                 queued_tokens: self.n(),
                 cached: Some(Box::new(p::CacheSummary {
                     fingerprints: self.bytes(64).to_vec(),
-                    complete: self.n() % 2 == 0,
+                    complete: self.n().is_multiple_of(2),
                 })),
                 cache_version: self.n(),
             }),
