@@ -44,7 +44,9 @@ fn fields(kernel: Kernel) -> (Vec<(&'static str, usize, &'static str)>, usize) {
         Kernel::RmsNorm(_) | Kernel::LayerNorm(_) => (params::Norm::fields(), size_of::<params::Norm>()),
         Kernel::HeadNorm(_) => (params::HeadNorm::fields(), size_of::<params::HeadNorm>()),
         Kernel::Gelu => (params::Gelu::fields(), size_of::<params::Gelu>()),
-        Kernel::Matvec(..) | Kernel::MatmulTiled(_) | Kernel::MatmulWide(_) => (params::Matmul::fields(), size_of::<params::Matmul>()),
+        Kernel::Matvec(..) | Kernel::MatmulTiled(_) | Kernel::MatmulWide(_) => {
+            (params::Matmul::fields(), size_of::<params::Matmul>())
+        }
         Kernel::HeadMatvec(..) | Kernel::HeadMatmulTiled(_) => {
             (params::HeadMatmul::fields(), size_of::<params::HeadMatmul>())
         }
