@@ -101,7 +101,8 @@ mod tests {
             of.exchange(&reported(1, full.clone(), 0), 3);
         }
         assert_eq!((of.hashes, of.placed.len()), (PREFIX_PLACES_MAX, PREFIX_PLACES_MAX / each));
-        assert_eq!(of.last as usize, (PREFIX_PLACES_MAX + 2 * PLACED_HASHES_MAX) / each, "of a message so many count");
+        let counted = (PREFIX_PLACES_MAX + 2 * PLACED_HASHES_MAX) / each;
+        assert_eq!(of.last, counted as u64, "of a message so many count");
         let (mut known, mut seen) = (0, 0);
         loop {
             let reply = of.exchange(&reported(2, vec![], known), 3);
