@@ -693,8 +693,8 @@ impl NodeLoop {
                 }
                 None
             }
-            Effect::Connect { instance, quic_addr } => {
-                self.connect(instance, &quic_addr);
+            Effect::Connect { instance, quic_addr, is_advised } => {
+                self.connect(instance, &quic_addr, is_advised);
                 None
             }
             Effect::Control { peer, body } => self.send(peer, &Frame::Control(body.into())),
@@ -747,13 +747,15 @@ impl NodeLoop {
         }
     }
 
-    fn connect(&mut self, instance: InstanceId, quic_addr: &str) {
+    fn connect(&mut self, instance: InstanceId, quic_addr: &str, is_advised: bool) {
         let Some(pool) = &self.pool else { return };
         match quic_addr.parse() {
             Ok(addr) => {
                 // All classes at once: a query must not wait for a handshake.
                 let peer = pool.bound.node.connect(addr, &[Class::Control, Class::Partials, Class::Bulk]);
-                peer.into_iter().for_each(|peer| self.numbers.advised(instance.0, (peer, addr), Instant::now()));
+                if let Some(peer) = peer.filter(|_| is_advised) {
+                    self.numbers.advised(instance.0, (peer, addr), Instant::now());
+                }
             }
             Err(error) => tracing::warn!(%instance, quic_addr, %error, "a candidate has no usable address"),
         }

@@ -190,8 +190,13 @@ impl Cx {
 
     /// Dials an instance that is not known, unless it is being dialled, and keeps a message for it.
     pub(crate) fn dial(&mut self, to: InstanceId, quic_addr: &str, body: Option<ControlBody>) {
+        self.dial_as(true, to, quic_addr, body);
+    }
+
+    /// As [`Cx::dial`]; `is_advised`: the address is the gManager's word, or a peer's, which proves no instance's number.
+    pub(crate) fn dial_as(&mut self, is_advised: bool, to: InstanceId, quic_addr: &str, body: Option<ControlBody>) {
         if self.peers.send_when_known(to, body, self.now_ms) {
-            self.effects.push(Effect::Connect { instance: to, quic_addr: quic_addr.to_owned() });
+            self.effects.push(Effect::Connect { instance: to, quic_addr: quic_addr.to_owned(), is_advised });
         }
     }
 

@@ -158,6 +158,8 @@ pub enum Effect {
     Connect {
         instance: InstanceId,
         quic_addr: String,
+        /// The instance's number is proven by its address: that is the gManager's word, and not a peer's.
+        is_advised: bool,
     },
     Control {
         peer: PeerKey,

@@ -189,6 +189,8 @@ pub const REMOTE_REQUEST_PEER_BYTES_MAX: usize = 256 << 20;
 pub const REMOTE_REQUEST_WRITE_BYTES_MAX: usize = 64 << 20;
 /// Creditors on one host that answer a step as one: a relay and its members.
 pub const RELAY_CREDITORS_MAX: usize = 16;
+/// Relayed queries of a debtor that wait for their ticket: one layer of each of its steps, and few that overtake a cancellation.
+pub const RELAY_EARLY_MAX: usize = 8;
 /// Pause after a step that a host's relay did not answer, in which its creditors are asked directly. Each further one doubles it.
 pub const RELAY_REST_MS: u64 = 250;
 /// Largest such pause. After a step's deadline it is this one: directly asked, the creditor that does not answer is found meanwhile.

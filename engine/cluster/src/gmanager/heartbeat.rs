@@ -64,7 +64,10 @@ fn without_rows(m: &Heartbeat) -> Heartbeat {
         prefill: m.prefill.clone(),
         role: m.role.clone(),
         cached: None,
-        cache: m.cache.clone(),
+        cache: m.cache.clone().map(|mut cache| {
+            cache.tenants.truncate(limits::CACHE_TENANTS_MAX);
+            cache
+        }),
     }
 }
 

@@ -234,7 +234,16 @@ impl GManager {
             }
             ControlBody::StatusQuery(m) => Some(ControlBody::StatusReply(StatusReply {
                 query: m.query,
-                instances: self.status(now_ms),
+                instances: match &m.prefixes {
+                    None => self.status(now_ms),
+                    // Gateways need no tenants, and their prefixes take that room in the frame.
+                    Some(_) => {
+                        let mut rows = self.status(now_ms);
+                        let caches = rows.iter_mut().filter_map(|row| row.heartbeat.as_mut()?.cache.as_mut());
+                        caches.for_each(|cache| cache.tenants.clear());
+                        rows
+                    }
+                },
                 term: self.config.term,
                 prefixes: m.prefixes.as_deref().map(|of| Box::new(self.placed.exchange(of, self.config.term))),
             })),

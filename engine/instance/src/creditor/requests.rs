@@ -103,10 +103,9 @@ enum Receiver {
 /// A query, merge or read on the device, by its tag.
 #[derive(Debug)]
 enum Outstanding {
-    /// `peer` is to get the partial; `from` sent the query.
+    /// `peer` is to get the partial.
     Query {
         peer: PeerKey,
-        from: InstanceId,
         debtor: InstanceId,
         receiver: Receiver,
         bytes: usize,
@@ -140,12 +139,18 @@ impl Waiting {
             Self::Read { .. } => None,
         }
     }
+
+    /// The instance whose share it takes: the debtor, also of a relay's query; `from` sent it.
+    fn owner(&self, from: InstanceId) -> InstanceId {
+        self.step().map_or(from, |(debtor, _)| debtor)
+    }
 }
 
 impl Outstanding {
-    fn from(&self) -> InstanceId {
+    /// The instance whose share it takes: the debtor, also of a relay's query.
+    fn owner(&self) -> InstanceId {
         match self {
-            Self::Query { from, .. } | Self::Merge { from, .. } | Self::Read { from, .. } => *from,
+            Self::Query { debtor: of, .. } | Self::Merge { from: of, .. } | Self::Read { from: of, .. } => *of,
         }
     }
 }
@@ -243,8 +248,8 @@ impl Requests {
         if self.load() >= REMOTE_REQUEST_WAITING_MAX {
             return refuse(RefuseCode::Overloaded, format!("{REMOTE_REQUEST_WAITING_MAX} frames of peers wait"));
         }
-        let waiting = self.waiting.iter().filter(|(_, from, _, _)| *from == peer).count();
-        let outstanding = self.outstanding.values().filter(|o| o.from() == peer).count();
+        let waiting = self.waiting.iter().filter(|(_, from, _, w)| w.owner(*from) == peer).count();
+        let outstanding = self.outstanding.values().filter(|o| o.owner() == peer).count();
         let merging = self.merging.keys().filter(|(debtor, _)| *debtor == peer).count();
         if waiting + outstanding + merging >= REMOTE_REQUEST_PEER_WAITING_MAX {
             let detail = format!("{REMOTE_REQUEST_PEER_WAITING_MAX} frames of this peer wait");
@@ -256,12 +261,17 @@ impl Requests {
     /// Decoded bytes of a peer's tickets and of its queries that wait or are on the device.
     fn bytes_of(&self, peer: InstanceId) -> usize {
         let tickets = self.tickets_of(peer).map(Ticket::bytes);
-        let waiting = self.waiting.iter().filter(|(_, from, _, _)| *from == peer).map(|(_, _, _, w)| match w {
-            Waiting::Query { queries, .. } | Waiting::Early { queries, .. } => queries.len(),
-            Waiting::Read { pieces, .. } => size_of_val(&pieces[..]),
-        });
+        let waiting =
+            self.waiting.iter().filter(|(_, from, _, w)| w.owner(*from) == peer).map(|(_, _, _, w)| match w {
+                Waiting::Query { queries, .. } | Waiting::Early { queries, .. } => queries.len(),
+                Waiting::Read { pieces, .. } => size_of_val(&pieces[..]),
+            });
         let outstanding = self.outstanding.values().map(|o| match o {
-            Outstanding::Query { from, bytes, .. } | Outstanding::Merge { from, bytes, .. } if *from == peer => *bytes,
+            Outstanding::Query { debtor: of, bytes, .. } | Outstanding::Merge { from: of, bytes, .. }
+                if *of == peer =>
+            {
+                *bytes
+            }
             Outstanding::Query { .. } | Outstanding::Merge { .. } | Outstanding::Read { .. } => 0,
         });
         let merging = self.merging.iter().filter(|((debtor, _), _)| *debtor == peer).map(|(_, merging)| merging.bytes);
@@ -287,6 +297,12 @@ impl Creditor {
         cx.effects.extend(steps.map(|(_, step)| Effect::Partials {
             peer,
             frame: PartialsFrame::Refused { step: *step, code, detail: detail.to_owned() },
+        }));
+        // Of a step's last layer, which has no ticket any more.
+        let merging = self.requests.merging.keys().filter(of).filter(|key| !self.requests.tickets.contains_key(key));
+        cx.effects.extend(merging.map(|(_, step)| Effect::Partials {
+            peer,
+            frame: PartialsFrame::Refused { step: *step, code: RefuseCode::NotRelayed, detail: detail.to_owned() },
         }));
         let reads = self.requests.waiting.iter().filter(|(_, from, _, _)| *from == instance);
         cx.effects.extend(reads.filter_map(|(_, _, _, waiting)| match waiting {
@@ -480,7 +496,7 @@ impl Creditor {
                 }
                 let tag = cx.tags.take(TagOwner::Request);
                 let (step, layer) = (*step, *layer);
-                let what = Outstanding::Query { peer, from, debtor, receiver, bytes, step, layer, rows };
+                let what = Outstanding::Query { peer, debtor, receiver, bytes, step, layer, rows };
                 self.requests.outstanding.insert(tag, what);
                 let queries = std::mem::take(queries);
                 let query = RemoteQuery { tag, layer, dtype, queries, seqs, runs };

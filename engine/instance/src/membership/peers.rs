@@ -73,7 +73,7 @@ impl Membership {
         for RelayMember { instance, quic_addr } in members.members.iter().take(limits::RELAY_CREDITORS_MAX) {
             let instance = InstanceId(*instance);
             if cx.standing.id != Some(instance) && cx.peers.key(instance).is_none() {
-                cx.dial(instance, quic_addr, None);
+                cx.dial_as(false, instance, quic_addr, None);
             }
         }
     }

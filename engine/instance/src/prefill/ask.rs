@@ -229,7 +229,7 @@ impl Prefills {
             } else if worker.dialled_ms.is_none_or(|at| now_ms >= at + CONNECT_DEADLINE_MS / 5) {
                 worker.dialled_ms = Some(now_ms);
                 let quic_addr = worker.quic_addr.clone();
-                cx.effects.push(Effect::Connect { instance: id, quic_addr });
+                cx.effects.push(Effect::Connect { instance: id, quic_addr, is_advised: true });
             }
         }
     }

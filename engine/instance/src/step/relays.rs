@@ -176,6 +176,8 @@ impl Steps {
         let Some(flight) = self.flight(step).filter(|flight| flight.asks(creditor)) else { return };
         let group = flight.groups.iter().find(|group| group.has(creditor)).cloned();
         match group.filter(|_| code == RefuseCode::NotRelayed) {
+            // A creditor that is asked directly has nothing to relay.
+            None if code == RefuseCode::NotRelayed => {}
             Some(group) => {
                 self.relays.failed(cx, &group, false);
                 self.fail_step(cx, batch, prefills, step, &BTreeSet::new(), detail);

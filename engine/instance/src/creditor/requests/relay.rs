@@ -13,7 +13,7 @@ use bytes::Bytes;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{PartialsFrame, RefuseCode, Route};
 use lagoon_runner::{Command, RemoteMerge, RemotePart};
-use lagoon_types::limits::SEQUENCE_TOKENS_MAX;
+use lagoon_types::limits::{RELAY_EARLY_MAX, SEQUENCE_TOKENS_MAX};
 use lagoon_types::{DType, InstanceId, StepId};
 use std::collections::BTreeSet;
 
@@ -69,6 +69,16 @@ pub(super) fn check_route(cx: &Cx, debtor: InstanceId, route: &Route) -> Result<
 }
 
 impl Requests {
+    /// Whether a relayed query of a step without a ticket may wait for it: only one of a debtor that is connected, of a step that is not over,
+    /// and few of each debtor, as nobody vouches for them.
+    fn takes_early(&self, cx: &Cx, debtor: InstanceId, step: StepId) -> bool {
+        let early = self.waiting.iter();
+        let early = early.filter(|(_, _, _, w)| matches!(w, Waiting::Early { debtor: of, .. } if *of == debtor));
+        cx.peers.key(debtor).is_some()
+            && self.last.get(&debtor).is_none_or(|last| step > *last)
+            && early.count() < RELAY_EARLY_MAX
+    }
+
     /// Notes the ticket or the end of a debtor's step, and takes the queries that have overtaken it. Those of earlier steps are dropped.
     pub(super) fn take_early(
         &mut self,
@@ -141,16 +151,19 @@ impl Creditor {
             }
             // Another relay's.
             Some(_) => return,
-            None if self.requests.last.get(&debtor).is_some_and(|last| step <= *last) => return,
+            None if !self.requests.takes_early(cx, debtor, step) => return,
             None => (cx.step_deadline_ms, Waiting::Early { debtor, step, layer, rows, queries }),
         };
         let bytes = match &waiting {
             Waiting::Query { queries, .. } | Waiting::Early { queries, .. } => queries.len(),
             Waiting::Read { .. } => 0,
         };
-        let admitted = self.requests.admit_frame(from).and_then(|()| self.requests.admit(from, bytes));
-        if let Err((_, why)) = admitted {
-            return self.not_relayed(cx, (debtor, step), why);
+        let admitted = self.requests.admit_frame(debtor).and_then(|()| self.requests.admit(debtor, bytes));
+        match admitted {
+            Ok(()) => {}
+            // Nobody vouches for a query without a ticket: it is dropped, and the debtor hears nothing of it.
+            Err(_) if matches!(waiting, Waiting::Early { .. }) => return,
+            Err((_, why)) => return self.not_relayed(cx, (debtor, step), why),
         }
         self.requests.waiting.push((peer, from, cx.now_ms + deadline_ms, waiting));
         self.serve_waiting(cx);
