@@ -188,7 +188,13 @@ impl Hostile {
 
     /// What a debtor says.
     fn borrows(&mut self) -> C {
-        match self.rng.below(5) {
+        match self.rng.below(6) {
+            5 => C::RelayMembers(p::RelayMembers {
+                members: self.many(20, |own| p::RelayMember {
+                    instance: own.n32(),
+                    quic_addr: if own.yes() { "1.2.3.4:5" } else { "nowhere" }.to_owned(),
+                }),
+            }),
             4 => C::LeaseHashes(p::LeaseHashes {
                 lease: self.n(),
                 epoch: self.n(),
