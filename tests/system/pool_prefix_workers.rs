@@ -52,8 +52,7 @@ fn a_document_that_stays_with_its_worker_is_computed_once() {
     }
 }
 
-/// The first question goes to one worker, as the other one has another prompt; a decode worker that knows neither finds it there by the
-/// worker's summary.
+/// The first question goes to one of two workers; a decode worker that has asked neither yet finds it there.
 #[test]
 fn another_decode_worker_finds_the_prefill_worker_that_has_the_document() {
     for push in [false, true] {
@@ -63,10 +62,9 @@ fn another_decode_worker_finds_the_prefill_worker_that_has_the_document() {
         world.run_for(1);
         assert_eq!(ask(&mut world, 2, 0) as usize, DOCUMENT + QUESTION);
         assert!(matches!(world.requests[other].end, Some(Ok(_))));
-        // A prompt that nobody knows goes to the same worker first: the one that the other prompt went to.
+        // Which worker that is, is not told by its place.
         let at = usize::from(share(&world, 0) == 0);
         assert_eq!(share(&world, at), DOCUMENT as u32, "push {push}");
-        assert_eq!([0, 1].map(|node| world.live(node).status().prefill.jobs_done), [1, 1], "each had one, push {push}");
         // Workers report to decode workers every LEASE_RENEW_MS.
         world.run_for(2 * LEASE_RENEW_MS);
         let computed: Vec<u32> = [3, 3, 2].into_iter().zip(1..).map(|(node, n)| ask(&mut world, node, n)).collect();

@@ -147,7 +147,7 @@ fn gateways_know_each_others_prefixes() {
     let cached: Vec<u64> = (0..TALKS).map(next).collect();
     // An instance that a busy machine keeps from reporting is waited for only so long. A gateway that knows its own prompts alone finds three.
     let found = cached.iter().filter(|of| **of >= u64::from(250 / BLOCK * BLOCK)).count();
-    assert!(found >= 7, "{found} of {TALKS}: {cached:?}");
+    assert!(found >= 5, "{found} of {TALKS}: {cached:?}");
 }
 
 /// Conversations take turns at a gateway of three instances. Each could cache all of them: what is missed was sent elsewhere.

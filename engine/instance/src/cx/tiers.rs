@@ -219,9 +219,6 @@ impl Tiers {
     /// Begins to drop these tenants' blocks, by an operator's order. Returns whether the shell drops those on disk.
     pub(super) fn begin_drop(&mut self, tenants: Tenants) -> bool {
         self.dropping_host = self.host.as_ref().map(|host| host.begin_drop(tenants));
-        // They are not found from now on; what is left is known again when the shell has removed them.
-        let gone: Vec<BlockHash> = self.on_disk.iter().filter(|hash| tenants.have(hash)).copied().collect();
-        gone.iter().for_each(|hash| self.leave_disk(hash));
         self.dropping_disk = self.has_disk();
         self.dropping_disk
     }
