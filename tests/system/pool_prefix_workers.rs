@@ -62,7 +62,7 @@ fn another_decode_worker_finds_the_prefill_worker_that_has_the_document() {
         world.run_for(1);
         assert_eq!(ask(&mut world, 2, 0) as usize, DOCUMENT + QUESTION);
         assert!(matches!(world.requests[other].end, Some(Ok(_))));
-        // Which worker that is, is not told by its place.
+        // It may be either of them.
         let at = usize::from(share(&world, 0) == 0);
         assert_eq!(share(&world, at), DOCUMENT as u32, "push {push}");
         // Workers report to decode workers every LEASE_RENEW_MS.
