@@ -516,6 +516,7 @@ fn shared_source(name: &str, encoding: Encoding, teams: Teams) -> &'static str {
         },
         "products" => include_str!("../wgsl/shared/products.wgsl"),
         "tile" => include_str!("../wgsl/shared/tile.wgsl"),
+        "matmul_params" => include_str!("../wgsl/shared/matmul_params.wgsl"),
         "total" => include_str!("../wgsl/shared/total.wgsl"),
         "softcap" => include_str!("../wgsl/shared/softcap.wgsl"),
         "norm" => include_str!("../wgsl/shared/norm.wgsl"),

@@ -46,7 +46,7 @@ params! {
     }
     /// See `gelu.wgsl`.
     Gelu: 16 { quads: u32, pad0: u32, pad1: u32, pad2: u32 }
-    /// See `matmul.wgsl`.
+    /// See `shared/matmul_params.wgsl`.
     Matmul: 32 {
         rows: u32, quads: u32, n: u32, out_stride: u32, out_col0: u32, add: u32, pad0: u32, pad1: u32,
     }

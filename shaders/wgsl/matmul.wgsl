@@ -1,31 +1,12 @@
 // out[r] (=|+=) x[r] . weight^T. Two entry points: `matvec` for few rows (shared/products.wgsl),
 // `tiled` for many (64 x 64 outputs a workgroup, 8 x 8 an invocation). Rows of x and of the weight are padded with
-// zeros to whole quads. A weight larger than a binding lies in several shards of rows; a dispatch serves one.
+// zeros to whole quads.
 //#include weight
+//#include matmul_params
 //#include grid
 //#include team
 //#include tile
 
-struct Params {
-    // Rows of x and of the output.
-    rows: u32,
-    // Quads of a row of x and of the weight.
-    quads: u32,
-    // Rows of the weight in this shard.
-    n: u32,
-    // Floats from one row of the output to the next, a multiple of 4, and the column of this shard's first weight row.
-    out_stride: u32,
-    out_col0: u32,
-    // 1: add to the output.
-    add: u32,
-    pad0: u32,
-    pad1: u32,
-}
-
-@group(0) @binding(0) var<uniform> params: Params;
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
-@group(0) @binding(2) var<storage, read> weight: array<Quad>;
-@group(0) @binding(3) var<storage, read_write> out: array<f32>;
 @group(0) @binding(3) var<storage, read_write> out_quads: array<vec4<f32>>;
 
 fn x_at(source: u32, k: u32) -> vec4<f32> {

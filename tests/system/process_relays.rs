@@ -53,5 +53,5 @@ fn creditors_on_one_host_are_asked_through_one_of_them() {
     let (each, none) = answered(["right", "middle", "far"]);
     println!("{once} frames of queries crossed instead of {each}, {merged} layers were merged");
     assert!(merged > 0 && none == 0, "{merged} and {none} layers were merged");
-    assert!(once < each, "{once} frames of {each} crossed");
+    assert!(5 * once < 4 * each, "{once} frames of {each} crossed");
 }

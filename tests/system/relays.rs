@@ -59,7 +59,7 @@ fn relayed(pool: &PoolSpec, specs: &[Spec], seed: Option<u64>, layers: u64) -> W
 
 #[test]
 fn three_and_five_creditors_on_two_hosts_equal_one_instance() {
-    for (specs, creditors) in [(three(), 3), (five(), 5)] {
+    for (specs, creditors, percent) in [(three(), 3, 80), (five(), 5, 70)] {
         for model in ["yi", "llama2_mha", "deepseek_v2"] {
             let pool = PoolSpec::golden(model, BLOCK);
             let mut sent = Vec::new();
@@ -79,7 +79,7 @@ fn three_and_five_creditors_on_two_hosts_equal_one_instance() {
                 // A member at least, and all but the relay at most, those of steps that were not relayed included.
                 let most = (merged(&world) + 8) * (creditors - 2);
                 assert!(passed_on >= merged(&world) && passed_on <= most, "{what}: {passed_on} queries were passed on");
-                assert!(own.failed_steps <= 2, "{what}: relays connect once: {own:?}");
+                assert_eq!(own.failed_steps, 0, "{what}: relays connect before they are asked");
                 assert_eq!(world.live(0).status().recoveries, 0);
                 sent.push(world.sent("query").0);
                 world.check_empty();
@@ -87,7 +87,7 @@ fn three_and_five_creditors_on_two_hosts_equal_one_instance() {
             let (named, nameless) = (sent[0], sent[1]);
             println!("{model}, {creditors} creditors: {named} frames of the debtor instead of {nameless}");
             // One for the host "b" once its creditors know each other, instead of one for each; and one for the creditor beside.
-            assert!(100 * named < 85 * nameless, "{named} of {nameless} frames");
+            assert!(100 * named < percent * nameless, "{named} of {nameless} frames");
         }
     }
 }
@@ -106,7 +106,7 @@ fn the_order_of_arrival_changes_nothing() {
         world.check_empty();
     }
     // In some the creditors are connected too late for an answer that short.
-    assert!(relaying >= 3, "{relaying} of 12");
+    assert!(relaying >= 8, "{relaying} of 12");
 }
 
 #[test]
@@ -187,23 +187,25 @@ fn a_cut_between_relay_and_member_costs_no_kv() {
 /// Whoever dies, only its KV is computed again.
 #[test]
 fn a_relay_or_a_member_that_dies_costs_its_own_kv() {
-    for (layers, is_relay) in [(1, true), (1, false), (6, true), (7, false)] {
+    for (layers, is_relay) in [(1, true), (1, false), (5, true), (6, false)] {
         let mut specs = five();
-        // Room for what is lost.
-        specs[1] = on("a", 20);
+        // Room for what is lost, which the request does not take before.
+        specs[1] = on("a", 14);
         let mut world = World::pool(pool(), None, &specs);
         world.submit(0, greedy(prompt(2, TOKENS, 128), ANSWER));
         world.run_until(|w| merged(w) >= layers || w.requests[0].is_over());
         assert!(!world.requests[0].is_over(), "{:?}", world.requests[0].end);
         let (relay, of_request) = (relay(&world), world.live(0).status().sequences[0].remote_blocks.clone());
-        let holds = |node: usize| world.id(node).is_some_and(|id| of_request.contains_key(&id));
-        let dead = if is_relay { relay } else { (2..6).find(|node| *node != relay && holds(*node)).unwrap() };
+        // Of members that with most: the last one may have blocks in which nothing is written yet.
+        let blocks = |node: &usize| world.id(*node).and_then(|id| of_request.get(&id).copied());
+        let member = (2..6).filter(|node| *node != relay).max_by_key(blocks).unwrap();
+        let dead = if is_relay { relay } else { member };
         let lost = of_request[&world.id(dead).unwrap()];
         world.kill(dead);
         world.run();
         assert_equals_single(&format!("relay {relay}, {dead} dies"), &world, &pool());
         let again = world.live(0).status().recomputed_tokens;
-        assert!(again <= u64::from(lost * BLOCK), "{again} tokens again, {lost} rBlocks were lost");
+        assert!(again > 0 && again <= u64::from(lost * BLOCK), "{again} tokens again, {lost} rBlocks were lost");
         world.run_for(20_000);
         world.check_empty();
     }

@@ -1,18 +1,12 @@
 //! The event queue ([`Agenda`]): ordered by time, then by insertion.
-#![allow(clippy::cast_possible_truncation, reason = "parts of a key have the bits that they were made of")]
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Time, number in the order of insertion (40 bits) and slot (24 bits) in one number, from the high bits to the low ones: compared
-/// at once.
-type Key = u128;
-const NUMBER_BITS: u32 = 40;
-const SLOT_BITS: u32 = 24;
-
 /// A queue of timed events. Time is in microseconds and never goes back.
 pub struct Agenda<T> {
-    heap: BinaryHeap<Reverse<Key>>,
+    /// Time, number in the order of insertion, and slot.
+    heap: BinaryHeap<Reverse<(u64, u64, usize)>>,
     /// The events stay in place while the heap moves their keys.
     slots: Vec<Option<T>>,
     free: Vec<usize>,
@@ -47,9 +41,7 @@ impl<T> Agenda<T> {
             self.slots.len() - 1
         });
         self.slots[slot] = Some(what.into());
-        assert!(self.planned < 1 << NUMBER_BITS && slot < 1 << SLOT_BITS, "an agenda is bounded");
-        let place = u128::from(self.planned) << SLOT_BITS | slot as u128;
-        self.heap.push(Reverse(u128::from(at_us.max(self.now_us)) << (NUMBER_BITS + SLOT_BITS) | place));
+        self.heap.push(Reverse((at_us.max(self.now_us), self.planned, slot)));
     }
 
     /// Plans an event `us` from now.
@@ -59,9 +51,8 @@ impl<T> Agenda<T> {
 
     /// Removes the next event and advances the time to it.
     pub fn pop(&mut self) -> Option<T> {
-        let Reverse(key) = self.heap.pop()?;
-        let slot = (key & ((1 << SLOT_BITS) - 1)) as usize;
-        self.now_us = (key >> (NUMBER_BITS + SLOT_BITS)) as u64;
+        let Reverse((at_us, _, slot)) = self.heap.pop()?;
+        self.now_us = at_us;
         self.free.push(slot);
         self.slots[slot].take()
     }

@@ -22,9 +22,6 @@ impl Clock {
     #[must_use]
     pub fn elapsed_us(&self, now_us: u64) -> u64 {
         let true_us = now_us.saturating_sub(self.born_us);
-        if self.skew_ppm == 0 {
-            return true_us;
-        }
         let skew = i128::from(true_us) * i128::from(self.skew_ppm) / 1_000_000;
         u64::try_from(i128::from(true_us) + skew).unwrap_or(0)
     }

@@ -412,11 +412,9 @@ impl SeqBlocks {
         if self.remote == 0 && self.lost_blocks == 0 {
             return runs;
         }
-        // Mostly one creditor has all of them.
-        let count = self.extents.get().map_or(0, Vec::len);
         self.visit_extents(&self.visible(upto_len, window_start), |piece| {
             if let Segment::Remote { creditor, run } = piece {
-                runs.entry(creditor).or_insert_with(|| Vec::with_capacity(count)).push(run);
+                runs.entry(creditor).or_default().push(run);
             }
         });
         runs

@@ -1,25 +1,9 @@
 // out[r] (=|+=) x[r] . weight^T of many rows, for adapters that have no register file (software): an invocation makes 32 x 16
 // outputs. There a load costs each invocation several times an addition and workgroup memory is no faster than a buffer, so that
-// only more outputs for each load help. Rows of x and of the weight are padded with zeros to whole quads. The parameters are
-// matmul.wgsl's.
+// only more outputs for each load help. Rows of x and of the weight are padded with zeros to whole quads.
 //#include weight
+//#include matmul_params
 //#include grid
-
-struct Params {
-    rows: u32,
-    quads: u32,
-    n: u32,
-    out_stride: u32,
-    out_col0: u32,
-    add: u32,
-    pad0: u32,
-    pad1: u32,
-}
-
-@group(0) @binding(0) var<uniform> params: Params;
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
-@group(0) @binding(2) var<storage, read> weight: array<Quad>;
-@group(0) @binding(3) var<storage, read_write> out: array<f32>;
 
 // Inner elements of four rows of the weight, by element.
 fn columns(a: u32, b: u32, c: u32, d: u32, k: u32) -> mat4x4<f32> {

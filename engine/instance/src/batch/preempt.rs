@@ -85,12 +85,12 @@ impl Batch {
         self.grow_here(cx, id);
     }
 
-    /// Preempts the victim that waited for its step to end, if its memory is still needed.
     /// Whether anything waits for steps or loads to end ([`super::BatchEvent::StepsEnded`]).
     pub(crate) fn awaits_steps(&self, cx: &Cx) -> bool {
         self.preempt_after_step.is_some() || !cx.memory.tiers.loads.is_empty()
     }
 
+    /// Preempts the victim that waited for its step to end, if its memory is still needed.
     pub(crate) fn end_preempt_after_step(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries) {
         let Some((victim, id)) = self.preempt_after_step.take_if(|(victim, _)| !self.sched.in_step(*victim)) else {
             return;

@@ -13,7 +13,6 @@ use super::rings::{Ring, Rings};
 use crate::config::SchedulerConfig;
 use lagoon_types::limits::DRAFT_ROWS_MAX;
 use lagoon_types::{Chunk, MicroBatch, SeqId, StepPlan};
-use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -81,8 +80,6 @@ pub(crate) struct Scheduler {
     waiting: VecDeque<Waiting>,
     /// In order of admission.
     running: Vec<Running>,
-    /// Where in `running` the next look begins: behind the last sequence that was found, as looks mostly go in order.
-    next: Cell<usize>,
     rings: Option<Rings>,
 }
 
@@ -91,15 +88,7 @@ impl Scheduler {
     #[must_use]
     pub(crate) fn new(config: SchedulerConfig, remote_rows: u32, warm_up: Option<u32>) -> Self {
         let rings = warm_up.map(|warm_up| Rings::new(config.running, warm_up));
-        Self {
-            config,
-            remote_rows,
-            chunk_rows: u32::MAX,
-            waiting: VecDeque::new(),
-            running: Vec::new(),
-            next: Cell::new(0),
-            rings,
-        }
+        Self { config, remote_rows, chunk_rows: u32::MAX, waiting: VecDeque::new(), running: Vec::new(), rings }
     }
 
     fn run(&mut self, seq: SeqId, micro_batch: MicroBatch, tokens: u32, computed: u32) {
@@ -136,7 +125,7 @@ impl Scheduler {
     }
 
     fn stop(&mut self, seq: SeqId) {
-        let Some(at) = self.find(seq) else { return };
+        let Some(at) = self.running.iter().position(|r| r.seq == seq) else { return };
         let ring = self.running.remove(at).ring;
         if let (Some(rings), Some(ring)) = (&mut self.rings, ring) {
             rings.put(ring);
@@ -328,35 +317,25 @@ impl Scheduler {
     /// Whether a sequence is in a step.
     #[must_use]
     pub(crate) fn in_step(&self, seq: SeqId) -> bool {
-        self.find(seq).is_some_and(|at| self.running[at].in_step)
+        self.running.iter().any(|r| r.seq == seq && r.in_step)
     }
 
     /// Whether a sequence runs.
     #[must_use]
     pub(crate) fn is_running(&self, seq: SeqId) -> bool {
-        self.find(seq).is_some()
-    }
-
-    /// The place of a sequence in `running`.
-    fn find(&self, seq: SeqId) -> Option<usize> {
-        let next = self.next.get().min(self.running.len());
-        let (before, behind) = self.running.split_at(next);
-        let is_it = |entry: &Running| entry.seq == seq;
-        let at = behind.iter().position(is_it).map(|at| next + at).or_else(|| before.iter().position(is_it))?;
-        self.next.set(at + 1);
-        Some(at)
+        self.running.iter().any(|r| r.seq == seq)
     }
 
     fn entry(&self, seq: SeqId) -> &Running {
-        match self.find(seq) {
-            Some(at) => &self.running[at],
+        match self.running.iter().find(|r| r.seq == seq) {
+            Some(entry) => entry,
             None => panic!("{seq} does not run"),
         }
     }
 
     fn entry_mut(&mut self, seq: SeqId) -> &mut Running {
-        match self.find(seq) {
-            Some(at) => &mut self.running[at],
+        match self.running.iter_mut().find(|r| r.seq == seq) {
+            Some(entry) => entry,
             None => panic!("{seq} does not run"),
         }
     }

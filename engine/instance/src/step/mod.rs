@@ -618,7 +618,7 @@ impl Steps {
 
     /// Fails steps whose creditors are late. A step that waits only for this instance's own device gets a new deadline.
     fn expire_steps(&mut self, cx: &mut Cx, batch: &mut Batch, prefills: &dyn PrefillQueries) {
-        self.relays.tick(cx.now_ms);
+        self.relays.tick(cx);
         let (now, timeout_ms) = (cx.now_ms, cx.step_deadline_ms);
         let mut late = Vec::new();
         for flight in self.flights.iter_mut().flatten().filter(|f| f.deadline_ms.is_some_and(|at| at <= now)) {

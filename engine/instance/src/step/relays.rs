@@ -56,9 +56,11 @@ pub struct RelayStatus {
     pub merged_layers: u64,
 }
 
-/// Groups' failures and counters.
+/// What relays were told, groups' failures, and counters.
 #[derive(Debug, Default)]
 pub(crate) struct Relays {
+    /// Members of which each relay was told. Soft state: a relay that does not know one says so.
+    told: BTreeMap<InstanceId, BTreeSet<InstanceId>>,
     rests: BTreeMap<String, Rest>,
     status: RelayStatus,
 }
@@ -69,11 +71,11 @@ impl Relays {
         self.status
     }
 
-    /// Groups creditors of one other host that are asked for the same rows. Of a group's queries, only those to its relay stay.
-    /// Layers with windows of their own ask different creditors: such models' queries are not grouped.
+    /// Groups creditors of one other host that are asked for the same rows. Of a group's queries, only those to its relay stay. A
+    /// relay is first told of its members, and has a pause to connect to them. Layers with windows of their own ask different creditors: such models' queries are not grouped.
     pub(super) fn group(
-        &self,
-        cx: &Cx,
+        &mut self,
+        cx: &mut Cx,
         ships: &mut Vec<Ship>,
         tickets: &BTreeMap<InstanceId, Vec<TicketSeq>>,
     ) -> Vec<Group> {
@@ -81,6 +83,7 @@ impl Relays {
         if own.is_empty() || ships.len() < 2 || !cx.config.layer_windows.pooled.is_empty() {
             return Vec::new();
         }
+        let mut strangers = Vec::new();
         let mut found: Vec<(&str, Vec<usize>)> = Vec::new();
         for (at, ship) in ships.iter().enumerate() {
             let Some(host) = cx.peers.host(ship.creditor).filter(|host| *host != own) else { continue };
@@ -100,20 +103,29 @@ impl Relays {
             seqs.flat_map(|seq| &seq.runs).map(|run| u64::from(run.len)).sum()
         };
         let (mut groups, mut behind) = (Vec::new(), BTreeSet::<InstanceId>::new());
-        for (_, with) in found.iter().filter(|(_, with)| with.len() > 1) {
+        for (host, with) in found.iter().filter(|(_, with)| with.len() > 1) {
             let most = |at: &&usize| (keys(ships[**at].creditor), Reverse(**at));
             let Some(&relay_at) = with.iter().max_by_key(most) else { continue };
+            let members = with.iter().filter(|at| **at != relay_at).map(|at| ships[*at].creditor);
+            let group = Group { relay: ships[relay_at].creditor, members: members.collect() };
+            if !self.told.get(&group.relay).is_some_and(|told| group.members.iter().all(|member| told.contains(member)))
+            {
+                strangers.push(((*host).to_owned(), group));
+                continue;
+            }
             for &at in with.iter().filter(|at| **at != relay_at) {
                 let ends: Vec<u32> = ships[at].segments.iter().map(|segment| segment.end).collect();
                 let segments = ships[relay_at].segments.iter_mut();
                 segments.zip(ends).for_each(|(segment, end)| segment.end = segment.end.max(end));
             }
-            let members = with.iter().filter(|at| **at != relay_at).map(|at| ships[*at].creditor);
-            let group = Group { relay: ships[relay_at].creditor, members: members.collect() };
             behind.extend(&group.members);
             groups.push(group);
         }
         ships.retain(|ship| !behind.contains(&ship.creditor));
+        for (host, group) in strangers {
+            self.rests.insert(host, Rest { until_ms: cx.now_ms + RELAY_REST_MS, pause_ms: RELAY_REST_MS / 2 });
+            self.tell(cx, &group);
+        }
         groups
     }
 
@@ -135,25 +147,32 @@ impl Relays {
         }
     }
 
-    /// A group has not answered a step: its host's creditors are asked directly for a while. Meanwhile its relay connects to the
-    /// members; if it was `late`, the pause outlasts a step's deadline, which shows who does not answer.
-    fn failed(&mut self, cx: &mut Cx, group: &Group, late: bool) {
-        self.status.failed_steps += 1;
-        let Some(host) = cx.peers.host(group.relay) else { return };
-        let twice = self.rests.get(host).map_or(RELAY_REST_MS, |rest| 2 * rest.pause_ms);
-        let pause_ms = if late { RELAY_REST_MS_MAX } else { twice.min(RELAY_REST_MS_MAX) };
-        self.rests.insert(host.to_owned(), Rest { until_ms: cx.now_ms + pause_ms, pause_ms });
+    /// Tells a relay the addresses of its members: it connects to them.
+    fn tell(&mut self, cx: &mut Cx, group: &Group) {
         let addr = |creditor: &InstanceId| {
             let quic_addr = cx.memory.rm.debtor.held.addr(*creditor)?.to_owned();
             Some(RelayMember { instance: creditor.0, quic_addr })
         };
         let members = group.members.iter().filter_map(addr).collect();
         cx.send_if_connected(group.relay, ControlBody::RelayMembers(RelayMembers { members }));
+        self.told.entry(group.relay).or_default().extend(&group.members);
     }
 
-    /// Forgets pauses that are long over.
-    pub(super) fn tick(&mut self, now_ms: u64) {
-        self.rests.retain(|_, rest| now_ms < rest.until_ms + RELAY_REST_MS_MAX);
+    /// A group has not answered a step: its host's creditors are asked directly for a while. Meanwhile its relay connects to the
+    /// members again; if it was `late`, the pause outlasts a step's deadline, which shows who does not answer.
+    fn failed(&mut self, cx: &mut Cx, group: &Group, late: bool) {
+        self.status.failed_steps += 1;
+        let Some(host) = cx.peers.host(group.relay) else { return };
+        let twice = self.rests.get(host).map_or(RELAY_REST_MS, |rest| 2 * rest.pause_ms);
+        let pause_ms = if late { RELAY_REST_MS_MAX } else { twice.min(RELAY_REST_MS_MAX) };
+        self.rests.insert(host.to_owned(), Rest { until_ms: cx.now_ms + pause_ms, pause_ms });
+        self.tell(cx, group);
+    }
+
+    /// Forgets pauses that are long over, and what relays were told that are gone.
+    pub(super) fn tick(&mut self, cx: &Cx) {
+        self.rests.retain(|_, rest| cx.now_ms < rest.until_ms + RELAY_REST_MS_MAX);
+        self.told.retain(|relay, _| cx.peers.key(*relay).is_some());
     }
 }
 
