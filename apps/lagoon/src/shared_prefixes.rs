@@ -2,10 +2,8 @@
 //! what others have reported.
 
 use crate::pool_client::PoolRow;
-use lagoon_cluster::dispatch::Placed;
+use lagoon_cluster::dispatch::{Placed, PlacedQueue};
 use lagoon_protocol::{PlacedPrefix, PrefixesKnown, PrefixesPlaced};
-use lagoon_types::limits::PLACED_HASHES_MAX;
-use std::collections::VecDeque;
 use std::net::SocketAddr;
 
 /// See the module's documentation.
@@ -14,9 +12,9 @@ pub(crate) struct SharedPrefixes {
     /// Number of this process for the others.
     gateway: u64,
     /// To be reported.
-    own: Bounded,
+    own: PlacedQueue<SocketAddr>,
     /// Reported by others.
-    others: Bounded,
+    others: PlacedQueue<SocketAddr>,
     /// What is known of others' numbers, and the term of these.
     known: u64,
     term: u64,
@@ -24,7 +22,7 @@ pub(crate) struct SharedPrefixes {
 
 impl SharedPrefixes {
     pub(crate) fn new(gateway: u64) -> Self {
-        Self { gateway, own: Bounded::default(), others: Bounded::default(), known: 0, term: 0 }
+        Self { gateway, own: PlacedQueue::default(), others: PlacedQueue::default(), known: 0, term: 0 }
     }
 
     /// Notes where prompts went.
@@ -60,31 +58,6 @@ impl SharedPrefixes {
     }
 }
 
-/// The latest placed prefixes, of at most [`PLACED_HASHES_MAX`] hashes.
-#[derive(Debug, Default)]
-struct Bounded {
-    placed: VecDeque<Placed<SocketAddr>>,
-    hashes: usize,
-}
-
-impl Bounded {
-    fn add(&mut self, placed: impl IntoIterator<Item = Placed<SocketAddr>>) {
-        for placed in placed {
-            self.hashes += placed.hashes.len();
-            self.placed.push_back(placed);
-        }
-        while self.hashes > PLACED_HASHES_MAX {
-            let Some(oldest) = self.placed.pop_front() else { return };
-            self.hashes -= oldest.hashes.len();
-        }
-    }
-
-    fn take(&mut self) -> Vec<Placed<SocketAddr>> {
-        self.hashes = 0;
-        self.placed.drain(..).collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,13 +84,5 @@ mod tests {
         assert_eq!(two.take(), []);
         let next = two.query(&rows);
         assert_eq!((next.known, next.term), (5, 3));
-    }
-
-    #[test]
-    fn the_oldest_are_not_reported() {
-        let mut prefixes = SharedPrefixes::new(1);
-        prefixes.add_own((0..100).map(|n| placed(n, &vec![0; PLACED_HASHES_MAX / 10])).collect());
-        let left: Vec<u16> = prefixes.own.take().iter().map(|placed| placed.instance.port()).collect();
-        assert_eq!(left, (90..100).collect::<Vec<_>>());
     }
 }

@@ -191,8 +191,8 @@ pub const REMOTE_REQUEST_WRITE_BYTES_MAX: usize = 64 << 20;
 pub const RELAY_CREDITORS_MAX: usize = 16;
 /// Relayed queries of a debtor that wait for their ticket: one layer of each of its steps, and few that overtake a cancellation.
 pub const RELAY_EARLY_MAX: usize = 8;
-/// Pause after a step that a host's relay did not answer, or after it was told of members, in which its creditors are asked directly. Each further
-/// failure doubles it.
+/// Pause after a step that a host's relay did not answer, or after it was notified of members, in which its creditors are asked
+/// directly. Each further failure doubles it.
 pub const RELAY_REST_MS: u64 = 250;
 /// Largest such pause. After a step's deadline it is this one: directly asked, the creditor that does not answer is found meanwhile.
 pub const RELAY_REST_MS_MAX: u64 = 60_000;

@@ -277,7 +277,7 @@ mod tests {
                 study: Study { once_a_node, ..Study::default() },
                 ..Setting::new(Cluster::multi(LLAMA2_7B, 16, 4), true, 512)
             };
-            let requests = vec![Request { arrival_us: 0, prompt_tokens: 75_000, output_tokens: 40 }];
+            let requests = vec![Request { arrival_us: 0, prompt_tokens: 75_000, output_tokens: 160 }];
             run_one(&Job { setting, requests })
         };
         let (each, once) = (run(false), run(true));

@@ -24,6 +24,7 @@
 //! Several gateways share the reports of the gManager's view, and each corrects them by its own requests; without reports each has its
 //! own requests only ([`rooms`]). They tell each other where prompts went ([`Placed`]).
 
+mod placed;
 pub mod policy;
 mod prefixes;
 mod queue;
@@ -33,17 +34,18 @@ mod rooms;
 mod tests;
 mod turns;
 
+pub use placed::{Placed, PlacedQueue};
 pub use policy::{Ask, InstanceLoad, LeastWork, Prediction, Rank, Unreported, free_memory};
 pub use replay::{Aborted, Next, Progress, Replay, ReplayLimits, Resend};
 pub use rooms::Report;
 
 use lagoon_types::limits::{
     DISPATCH_LOOK_MAX, DISPATCH_NONE_MS, DISPATCH_PASSES_MAX, DISPATCH_WHOLE_MS, GATEWAY_QUEUE_BYTES_MAX,
-    GATEWAY_QUEUE_MAX, GATEWAY_QUEUE_MS, GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, HAND_BACKS_MAX, PLACED_HASHES_MAX,
+    GATEWAY_QUEUE_MAX, GATEWAY_QUEUE_MS, GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, HAND_BACKS_MAX,
 };
 use prefixes::{CachedTokens, Prefixes};
 use rooms::{Instance, Room, Sent};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::Arc;
 use turns::{Turn, Turns, turn};
@@ -61,16 +63,6 @@ pub struct PrefixHashes {
     pub hashes: Vec<u64>,
     /// Tokens by which each is longer than the one before.
     pub tokens_per_hash: f64,
-}
-
-/// Prefix of a prompt that went to an instance: what dispatchers of one pool tell each other.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placed<K> {
-    pub instance: K,
-    /// See [`PrefixHashes`].
-    pub hashes: Vec<u64>,
-    /// Tokens of prompt and answer that the instance is expected to compute.
-    pub tokens: u64,
 }
 
 /// A request that arrives.
@@ -245,9 +237,8 @@ pub struct Dispatcher<K> {
     head: Option<Head<K>>,
     bound: BTreeMap<RequestId, Bound<K>>,
     prefixes: Prefixes<K>,
-    /// What was placed since the last [`Dispatcher::take_placed`], of at most [`PLACED_HASHES_MAX`] hashes.
-    placed: VecDeque<Placed<K>>,
-    placed_hashes: usize,
+    /// What was placed since the last [`Dispatcher::take_placed`].
+    placed: PlacedQueue<K>,
     effects: Vec<Effect<K>>,
     /// No request expires before.
     expires_ms: u64,
@@ -274,8 +265,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             head: None,
             bound: BTreeMap::new(),
             prefixes: Prefixes::default(),
-            placed: VecDeque::new(),
-            placed_hashes: 0,
+            placed: PlacedQueue::default(),
             effects: Vec::new(),
             expires_ms: u64::MAX,
             passes: 0,
@@ -307,11 +297,9 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         self.head.map(|head| (head.id, head.reserved))
     }
 
-    /// What this dispatcher placed since the last call, for others of the pool. The oldest are left out of more than
-    /// [`PLACED_HASHES_MAX`] hashes.
+    /// What this dispatcher placed since the last call, for others of the pool.
     pub fn take_placed(&mut self) -> Vec<Placed<K>> {
-        self.placed_hashes = 0;
-        self.placed.drain(..).collect()
+        self.placed.take()
     }
 
     /// Whether an instance may give a request back, rather than keep it.
@@ -412,12 +400,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         if placed.hashes.is_empty() {
             return;
         }
-        self.placed_hashes += placed.hashes.len();
-        self.placed.push_back(placed);
-        while self.placed_hashes > PLACED_HASHES_MAX {
-            let Some(oldest) = self.placed.pop_front() else { return };
-            self.placed_hashes -= oldest.hashes.len();
-        }
+        self.placed.add([placed]);
     }
 
     /// Others sent prompts with these prefixes. Of an instance that no report names yet nothing is known.

@@ -56,11 +56,11 @@ pub struct RelayStatus {
     pub merged_layers: u64,
 }
 
-/// What relays were told, groups' failures, and counters.
+/// Members that relays were notified of, groups' failures, and counters.
 #[derive(Debug, Default)]
 pub(crate) struct Relays {
-    /// Members of which each relay was told. Soft state: a relay that does not know one says so.
-    told: BTreeMap<InstanceId, BTreeSet<InstanceId>>,
+    /// Members that each relay was notified of. Soft state: a relay that does not know one says so.
+    notified: BTreeMap<InstanceId, BTreeSet<InstanceId>>,
     rests: BTreeMap<String, Rest>,
     status: RelayStatus,
 }
@@ -72,7 +72,8 @@ impl Relays {
     }
 
     /// Groups creditors of one other host that are asked for the same rows. Of a group's queries, only those to its relay stay. A
-    /// relay is first told of its members, and has a pause to connect to them. Layers with windows of their own ask different creditors: such models' queries are not grouped.
+    /// relay is first notified of its members, and has a pause to connect to them. Layers with windows of their own ask different
+    /// creditors: such models' queries are not grouped.
     pub(super) fn group(
         &mut self,
         cx: &mut Cx,
@@ -108,8 +109,8 @@ impl Relays {
             let Some(&relay_at) = with.iter().max_by_key(most) else { continue };
             let members = with.iter().filter(|at| **at != relay_at).map(|at| ships[*at].creditor);
             let group = Group { relay: ships[relay_at].creditor, members: members.collect() };
-            if !self.told.get(&group.relay).is_some_and(|told| group.members.iter().all(|member| told.contains(member)))
-            {
+            let known = self.notified.get(&group.relay);
+            if !known.is_some_and(|known| group.members.iter().all(|member| known.contains(member))) {
                 strangers.push(((*host).to_owned(), group));
                 continue;
             }
@@ -124,7 +125,7 @@ impl Relays {
         ships.retain(|ship| !behind.contains(&ship.creditor));
         for (host, group) in strangers {
             self.rests.insert(host, Rest { until_ms: cx.now_ms + RELAY_REST_MS, pause_ms: RELAY_REST_MS / 2 });
-            self.tell(cx, &group);
+            self.notify(cx, &group);
         }
         groups
     }
@@ -147,15 +148,15 @@ impl Relays {
         }
     }
 
-    /// Tells a relay the addresses of its members: it connects to them.
-    fn tell(&mut self, cx: &mut Cx, group: &Group) {
+    /// Notifies a relay of the addresses of its members: it connects to them.
+    fn notify(&mut self, cx: &mut Cx, group: &Group) {
         let addr = |creditor: &InstanceId| {
             let quic_addr = cx.memory.rm.debtor.held.addr(*creditor)?.to_owned();
             Some(RelayMember { instance: creditor.0, quic_addr })
         };
         let members = group.members.iter().filter_map(addr).collect();
         cx.send_if_connected(group.relay, ControlBody::RelayMembers(RelayMembers { members }));
-        self.told.entry(group.relay).or_default().extend(&group.members);
+        self.notified.entry(group.relay).or_default().extend(&group.members);
     }
 
     /// A group has not answered a step: its host's creditors are asked directly for a while. Meanwhile its relay connects to the
@@ -166,13 +167,13 @@ impl Relays {
         let twice = self.rests.get(host).map_or(RELAY_REST_MS, |rest| 2 * rest.pause_ms);
         let pause_ms = if late { RELAY_REST_MS_MAX } else { twice.min(RELAY_REST_MS_MAX) };
         self.rests.insert(host.to_owned(), Rest { until_ms: cx.now_ms + pause_ms, pause_ms });
-        self.tell(cx, group);
+        self.notify(cx, group);
     }
 
-    /// Forgets pauses that are long over, and what relays were told that are gone.
+    /// Forgets pauses that are long over, and relays that are gone.
     pub(super) fn tick(&mut self, cx: &Cx) {
         self.rests.retain(|_, rest| cx.now_ms < rest.until_ms + RELAY_REST_MS_MAX);
-        self.told.retain(|relay, _| cx.peers.key(*relay).is_some());
+        self.notified.retain(|relay, _| cx.peers.key(*relay).is_some());
     }
 }
 
