@@ -1,6 +1,7 @@
 //! Joint prefill: several instances compute one prompt, and the answer is that of one.
 
 use lagoon_instance::{JointConfig, JointStatus};
+use lagoon_protocol::{BatchPoint, Calibration};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
 
@@ -219,6 +220,51 @@ fn who_cannot_join_does_not() {
     world.run();
     assert_eq!((joint(&world, 0).begun, joint(&world, 0).alone), (0, 1));
     world.check_empty();
+}
+
+/// A device that takes `prefill_us` for a token of a prompt.
+fn calibration(prefill_us: f64) -> Option<Calibration> {
+    Some(Calibration {
+        batches: vec![BatchPoint { batch: 1, step_us: 100.0 }],
+        attention_us_per_ktoken: 1.0,
+        prefill_us_per_token: prefill_us,
+        copy_bytes_per_s: 1e9,
+    })
+}
+
+/// Where a request decodes and less than half of a step's rows fits its target, no part of a prompt is computed.
+#[test]
+fn who_has_few_rows_left_does_not_join() {
+    for (target_ms, begun) in [(10, 0), (60, 1)] {
+        let spec = Spec { blocks: 80, step_rows: 66, calibration: calibration(1_000.0), ..spec() };
+        let busy = Spec { target_step_ms: Some(target_ms), ..spec.clone() };
+        let mut world = World::pool(pool(), None, &[spec, busy]);
+        let other = world.submit(1, greedy(prompt(1, 9, 128), 60));
+        world.run_until(|w| w.requests[other].tokens.len() >= 3);
+        let id = world.submit(0, greedy(prompt(7, 230, 128), 5));
+        world.run_until(|w| w.requests[id].is_over());
+        assert!(!world.requests[other].is_over(), "it decoded meanwhile");
+        world.run();
+        let status = joint(&world, 0);
+        assert_eq!((status.begun, status.alone), (begun, 1 - begun), "target of {target_ms} ms");
+        assert_equals_single("few rows", &world, &pool());
+        world.check_empty();
+    }
+}
+
+/// By default a prompt is computed together if one instance would take two seconds for it; nobody is asked about others.
+#[test]
+fn prompts_of_less_than_two_seconds_are_computed_alone() {
+    for (prefill_us, begun) in [(11_500.0, 0), (12_500.0, 1)] {
+        let joint_config = JointConfig { instances: 0, tokens_min: 40 };
+        let spec = Spec { joint: joint_config, calibration: calibration(prefill_us), ..spec() };
+        let mut world = World::pool(pool(), None, &[spec.clone(), spec]);
+        world.submit(0, greedy(prompt(7, 167, 128), 5));
+        world.run();
+        let status = joint(&world, 0);
+        assert_eq!((status.begun, status.alone), (begun, 0), "{prefill_us} us a token");
+        world.check_empty();
+    }
 }
 
 /// A request that decodes on a member goes on meanwhile: with a target, its steps have few rows of the stripes.

@@ -13,7 +13,7 @@ use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use lagoon_grammar::Grammars;
 use lagoon_protocol::Calibration;
-use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvRegion, Report};
+use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvRegion, Models, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice};
 use lagoon_types::KvSpace;
 use std::fmt::{self, Debug, Formatter};
@@ -265,14 +265,10 @@ impl<'a> Loading<'a> {
         let memory = executor.memory().clone();
         let (lent, peer_access) = (executor.lent().cloned(), executor.maps_peers());
         let stage_blocks = if executor.stages() { sizes.stage_blocks } else { 0 };
-        let mut executor = match drafter {
-            Some(drafter) => executor.with_drafter(drafter),
-            None => executor,
-        };
         if let Some(grammars) = grammars {
             executor = executor.with_grammars(grammars);
         }
-        let thread = lagoon_runner::spawn(executor, report);
+        let thread = lagoon_runner::spawn(Models::new(executor, drafter), report);
         Ok(Running { thread, info, space, memory, stage_blocks, lent, peer_access, calibration })
     }
 }

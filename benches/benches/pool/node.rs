@@ -15,7 +15,7 @@ use lagoon_instance::{
 use lagoon_protocol::{
     BorrowAdvice, Candidate, ControlBody, HeartbeatAck, MemoryTier, PartialsFrame, Registered, Role, VERSION_MAX,
 };
-use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, Model, Report};
+use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, Model, Models, Report};
 use lagoon_transport::{
     Bound, Class, Event as NetEvent, Frame, Identity, Inbound, Inbox, Node, PeerId, TransportConfig,
 };
@@ -118,7 +118,7 @@ impl Side {
         let executor = Executor::new(device, &config, Some(model), sizes)?;
         let (report, reports) = mpsc::unbounded_channel();
         let notes = clock.clone();
-        let executor = lagoon_runner::spawn(executor, move |r| {
+        let executor = lagoon_runner::spawn(Models::new(executor, None), move |r| {
             notes.on_report(&r);
             // The loop ends before the device thread does.
             let _ = report.send((Instant::now(), r));

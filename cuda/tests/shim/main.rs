@@ -27,10 +27,10 @@ const SANITIZED_TIME_MAX: Duration = Duration::from_secs(2400);
 lagoon_backend::conformance_suite!(ShimDevice::open, Tolerance::loosened(2.0));
 lagoon_backend::conformance_latent_wide!(ShimDevice::open, Tolerance::loosened(2.0));
 
-/// Cases that take nine tenths of the time under the sanitizer: long contexts, the product of all types, geometries and biases, and that of
-/// all packed formats and shapes. Every kernel, head size, window, bias and format has shorter ones, and missing keys, chunks, odd
-/// stores and odd rows too.
-const LONG_CASES: [&str; 9] = [
+/// Cases that take most of the time under the sanitizer: long contexts, the product of all types, geometries and biases, those of
+/// all packed formats and shapes, and those with activations. Every kernel, head size, window, bias, activation and format has
+/// shorter ones, and missing keys, chunks, odd stores and odd rows too.
+const LONG_CASES: [&str; 11] = [
     "attention_alibi",
     "attention_decode_batch",
     "attention_dtypes",
@@ -39,6 +39,8 @@ const LONG_CASES: [&str; 9] = [
     "attention_long_context",
     "attention_softcap",
     "attention::soft_caps",
+    "experts_packed",
+    "matmul_activated",
     "matmul_packed",
 ];
 

@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// Requests for which the KV of a sequence that they do not name is kept, whoever needs its memory.
 const KEPT_REQUESTS: u64 = 64;
 
-/// A draft model with its device and KV. Give it to [`Executor::with_drafter`].
+/// A draft model with its device and KV. Give it to [`crate::Models::new`].
 #[derive(Debug)]
 pub struct Drafter<D: Device> {
     executor: Executor<D>,

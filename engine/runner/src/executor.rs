@@ -2,7 +2,6 @@
 
 use crate::config::ExecutorConfig;
 use crate::decoder::{Activations, Model};
-use crate::drafter::Drafter;
 use crate::forward::{Draws, Forward, Shared};
 use crate::memory::{KvArena, KvMemory, KvRegion, PeerMemory, hold, no_peer_access, without};
 use crate::micro_batch::RemoteBuffers;
@@ -99,6 +98,28 @@ pub enum Turn {
     Queued(Duration),
 }
 
+impl Turn {
+    /// The turn of two of which neither, or only the other, has worked.
+    pub(crate) fn or(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Queued(a), Self::Queued(b)) => Self::Queued(a.min(b)),
+            (Self::Queued(_), Self::Idle) => self,
+            _ => other,
+        }
+    }
+}
+
+/// Takes turns until one has worked, or there is no work; returns whether one has.
+pub(crate) fn blocking(mut try_turn: impl FnMut() -> Turn) -> bool {
+    loop {
+        match try_turn() {
+            Turn::Worked => return true,
+            Turn::Idle => return false,
+            Turn::Queued(left) => std::thread::sleep(left),
+        }
+    }
+}
+
 /// One device with its KV store, weights and queued work, driven by [`Command`]s. Runs on one thread: see
 /// [`crate::spawn`].
 #[derive(Debug)]
@@ -123,9 +144,6 @@ pub struct Executor<D: Device> {
     /// A peer's KV could not be stored: all later requests of peers fail, because the store has lost blocks.
     remote_request_fault: Option<DeviceError>,
     passes: [Option<Pass>; 2],
-    drafter: Option<Box<Drafter<D>>>,
-    /// The last turn was the drafter's, if it had work: drafting and passes alternate.
-    drafted_last: bool,
     /// The micro-batch that advanced last; micro-batches alternate.
     last: MicroBatch,
     /// Commands came since the last look at the device's counters, and the counters last reported.
@@ -209,18 +227,10 @@ impl<D: Device> Executor<D> {
             remote_requests: VecDeque::new(),
             remote_request_fault: None,
             passes: [None, None],
-            drafter: None,
-            drafted_last: false,
             last: MicroBatch::Remote,
             worked: false,
             reported: Default::default(),
         })
-    }
-
-    /// Adds a draft model, for [`Command::Draft`].
-    #[must_use]
-    pub fn with_drafter(self, drafter: Drafter<D>) -> Self {
-        Self { drafter: Some(Box::new(drafter)), ..self }
     }
 
     /// Address space of the KV store.
@@ -316,7 +326,7 @@ impl<D: Device> Executor<D> {
             }
             Command::Stage(work) => self.stages.as_mut().expect("there is memory beside the store").push(work),
             Command::Release { slots } => self.remote_requests.push_back(CreditorWork::Release(slots)),
-            Command::Draft(work) => self.drafter.as_mut().expect("there is a draft model").push(work),
+            Command::Draft(_) => panic!("a draft model has an executor of its own"),
         }
     }
 
@@ -331,13 +341,7 @@ impl<D: Device> Executor<D> {
     /// Does one bounded piece of work, waiting for the device if there is no other. Returns false if there was no
     /// work.
     pub fn turn(&mut self, reports: &mut dyn FnMut(Report)) -> bool {
-        loop {
-            match self.try_turn(reports) {
-                Turn::Worked => return true,
-                Turn::Idle => return false,
-                Turn::Queued(left) => std::thread::sleep(left),
-            }
-        }
+        blocking(|| self.try_turn(reports))
     }
 
     /// Compiles the grammars of constrained sequences from now on; without, such sequences fail.
@@ -360,38 +364,26 @@ impl<D: Device> Executor<D> {
         if self.staged_last && self.stage(reports) {
             return Turn::Worked;
         }
-        self.drafted_last = !self.drafted_last;
-        if self.drafted_last && matches!(self.draft(reports), Turn::Worked) {
-            return Turn::Worked;
-        }
         let other = match self.last {
             MicroBatch::Local => MicroBatch::Remote,
             MicroBatch::Remote => MicroBatch::Local,
         };
-        let turn = match (self.advance(other, reports), self.last) {
-            (Turn::Worked, _) => Turn::Worked,
-            (first, last) => match (first, self.advance(last, reports)) {
-                (Turn::Queued(a), Turn::Queued(b)) => Turn::Queued(a.min(b)),
-                (first @ Turn::Queued(_), Turn::Idle) => first,
-                (_, second) => second,
-            },
+        let turn = match self.advance(other, reports) {
+            Turn::Worked => Turn::Worked,
+            turn => turn.or(self.advance(self.last, reports)),
         };
         if !matches!(turn, Turn::Worked) && self.stage(reports) {
             return Turn::Worked;
         }
-        match (turn, if matches!(turn, Turn::Worked) { turn } else { self.draft(reports) }) {
-            (Turn::Queued(a), Turn::Queued(b)) => Turn::Queued(a.min(b)),
-            (Turn::Queued(_), Turn::Idle) => turn,
-            (_, Turn::Idle) => {
-                self.report_counters(reports);
-                Turn::Idle
-            }
-            (_, drafting) => drafting,
+        if matches!(turn, Turn::Idle) {
+            self.report_counters(reports);
         }
+        turn
     }
 
-    fn draft(&mut self, reports: &mut dyn FnMut(Report)) -> Turn {
-        self.drafter.as_mut().map_or(Turn::Idle, |drafter| drafter.try_turn(reports))
+    /// Whether peers' requests wait.
+    pub(crate) fn has_remote_requests(&self) -> bool {
+        !self.remote_requests.is_empty()
     }
 
     /// Copies a piece between the store and its staging buffer, between layers of passes and while they wait for the

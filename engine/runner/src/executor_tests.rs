@@ -147,7 +147,7 @@ fn until(done: impl Fn() -> bool) {
 
 #[test]
 fn a_step_that_the_device_does_not_finish_is_seen() {
-    let thread = crate::spawn(slow(), |_| {});
+    let thread = crate::spawn(crate::Models::new(slow(), None), |_| {});
     assert_eq!(thread.stuck_for(), None);
     thread.send(step(1, MicroBatch::Local, 0, RemoteWork::default())).unwrap();
     until(|| thread.stuck_for().is_some_and(|stuck| stuck > Duration::from_millis(20)));
@@ -159,7 +159,7 @@ fn a_thread_that_hangs_is_not_waited_for() {
     let executor = slow();
     let (never, hangs) = std::sync::mpsc::channel::<()>();
     let work = remote_request(&executor);
-    let thread = crate::spawn(executor, move |_| {
+    let thread = crate::spawn(crate::Models::new(executor, None), move |_| {
         let _ = hangs.recv();
     });
     thread.send(work).unwrap();
@@ -173,7 +173,7 @@ fn a_thread_that_panics_drops_its_reports() {
     let executor = slow();
     let (reports, received) = std::sync::mpsc::channel::<()>();
     let work = remote_request(&executor);
-    let thread = crate::spawn(executor, move |_| {
+    let thread = crate::spawn(crate::Models::new(executor, None), move |_| {
         let _ = &reports;
         panic!("on purpose");
     });

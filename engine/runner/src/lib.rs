@@ -18,6 +18,7 @@ mod hidden;
 mod latent;
 mod memory;
 mod micro_batch;
+mod models;
 mod pass;
 mod queue;
 mod remote_query;
@@ -35,6 +36,7 @@ pub use decoder::{Activations, Decoder, Model, activation_elements};
 pub use drafter::Drafter;
 pub use executor::{Executor, Turn};
 pub use memory::{KvArena, KvMemory, KvRegion, PeerMemory};
+pub use models::Models;
 pub use thread::{ExecutorThread, spawn};
 pub use token_counts::TokenCounts;
 pub use work::{

@@ -1,6 +1,7 @@
-//! The device thread around an [`Executor`].
+//! The device thread around its [`Models`].
 
-use crate::executor::{Executor, Turn};
+use crate::executor::Turn;
+use crate::models::Models;
 use crate::work::{Command, Report};
 use lagoon_backend::Device;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
-/// Handle to an executor on its own thread. Dropping it ends the thread after its current turn; a thread that does
+/// Handle to an executor, with its drafter, on its own thread. Dropping it ends the thread after its current turn; a thread that does
 /// not end within [`END_WAIT`] is abandoned.
 #[derive(Debug)]
 pub struct ExecutorThread {
@@ -83,12 +84,12 @@ impl Drop for ExecutorThread {
     }
 }
 
-/// Runs `executor` on a thread of its own. `report` is called on that thread and must not block for long; it is
+/// Runs `models` on a thread of its own. `report` is called on that thread and must not block for long; it is
 /// dropped when the thread ends, also by a panic.
 ///
 /// # Panics
 /// If the operating system gives no thread.
-pub fn spawn<D: Device>(executor: Executor<D>, report: impl FnMut(Report) + Send + 'static) -> ExecutorThread {
+pub fn spawn<D: Device>(models: Models<D>, report: impl FnMut(Report) + Send + 'static) -> ExecutorThread {
     let (commands, queue) = channel();
     let (end, ended) = channel::<()>();
     let progress = Arc::new(Progress::new());
@@ -98,15 +99,15 @@ pub fn spawn<D: Device>(executor: Executor<D>, report: impl FnMut(Report) + Send
         .spawn(move || {
             // Dropped in reverse order: the thread has ended when the device is closed.
             let _end = end;
-            let (mut executor, mut report) = (executor, report);
-            run(&mut executor, &queue, &shown, &mut report);
+            let (mut models, mut report) = (models, report);
+            run(&mut models, &queue, &shown, &mut report);
         })
         .unwrap_or_else(|error| panic!("no thread for the device: {error}"));
     ExecutorThread { commands: Some(commands), progress, ended }
 }
 
 fn run<D: Device>(
-    executor: &mut Executor<D>,
+    models: &mut Models<D>,
     queue: &Receiver<Command>,
     progress: &Progress,
     report: &mut dyn FnMut(Report),
@@ -114,7 +115,7 @@ fn run<D: Device>(
     loop {
         loop {
             match queue.try_recv() {
-                Ok(command) => executor.push(command),
+                Ok(command) => models.push(command),
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => return,
             }
@@ -122,7 +123,7 @@ fn run<D: Device>(
         if progress.is_idle() {
             progress.advanced();
         }
-        let wait = match executor.try_turn(report) {
+        let wait = match models.try_turn(report) {
             Turn::Worked => {
                 progress.advanced();
                 continue;
@@ -139,7 +140,7 @@ fn run<D: Device>(
             }
         };
         match queue.recv_timeout(wait) {
-            Ok(command) => executor.push(command),
+            Ok(command) => models.push(command),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }

@@ -7,7 +7,9 @@ use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_instance::{InstanceConfig, JointConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig};
 use lagoon_model::{Checkpoint, ModelSpec, Weights, model_hash};
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, Role, TransferArena};
-use lagoon_runner::{Command, Drafter, Executor, ExecutorConfig, KvMemory, KvRegion, Model, PeerMemory, Report};
+use lagoon_runner::{
+    Command, Drafter, Executor, ExecutorConfig, KvMemory, KvRegion, Model, Models, PeerMemory, Report,
+};
 use lagoon_sim::place::address;
 use lagoon_sim::{Rng, SimRunner};
 use lagoon_transfer::{DeviceRegion, Region};
@@ -16,16 +18,16 @@ use lagoon_types::{DType, KvDType, KvSpace};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// An executor on any backend.
+/// Models on any backend.
 pub(super) trait Engine {
     fn push(&mut self, command: Command);
-    /// See [`Executor::turn`].
+    /// See [`Models::turn`].
     fn turn(&mut self, reports: &mut dyn FnMut(Report)) -> bool;
     /// See [`Executor::kv_counters`].
     fn kv_counters(&mut self) -> Option<KvCounters>;
 }
 
-impl<D: Device> Engine for Executor<D> {
+impl<D: Device> Engine for Models<D> {
     fn push(&mut self, command: Command) {
         Self::push(self, command);
     }
@@ -35,7 +37,7 @@ impl<D: Device> Engine for Executor<D> {
     }
 
     fn kv_counters(&mut self) -> Option<KvCounters> {
-        Self::kv_counters(self)
+        self.served().kv_counters()
     }
 }
 
@@ -391,19 +393,19 @@ fn transfer_config(pool: &PoolSpec, spec: &Spec, of: &InstanceConfig) -> Option<
     Some(TransferConfig { push: spec.push, ..config.unwrap().of_model(of) })
 }
 
-/// The executor of a node on its backend, with its KV memory for transports and peers.
+/// The models of a node on its backend, with its KV memory for transports and peers.
 fn engine(
     pool: &PoolSpec,
     spec: &Spec,
     config: &ModelSpec,
     checkpoint: &Checkpoint,
 ) -> (Box<dyn Engine>, KvMemory, Option<KvRegion>) {
-    fn boxed<D: Device>(executor: Executor<D>) -> (Box<dyn Engine>, KvMemory, Option<KvRegion>)
+    fn boxed<D: Device>(mut models: Models<D>) -> (Box<dyn Engine>, KvMemory, Option<KvRegion>)
     where
-        Executor<D>: Engine,
+        Models<D>: Engine,
     {
-        let (memory, lent) = (executor.memory().clone(), executor.lent().cloned());
-        (Box::new(executor), memory, lent)
+        let (memory, lent) = (models.served().memory().clone(), models.served().lent().cloned());
+        (Box::new(models), memory, lent)
     }
     let cpu = || if spec.batch_invariant { CpuDevice::new().batch_invariant() } else { CpuDevice::new() };
     let cuda = || {
@@ -413,10 +415,10 @@ fn engine(
         device
     };
     match spec.backend {
-        Backend::Cpu if spec.has_rows() => boxed(executor(|| MappedDevice::new(cpu()), pool, spec, config, checkpoint)),
-        Backend::Cpu => boxed(executor(cpu, pool, spec, config, checkpoint)),
-        Backend::Cuda => boxed(executor(cuda, pool, spec, config, checkpoint)),
-        Backend::Wgpu => boxed(executor(|| crate::wgpu().unwrap(), pool, spec, config, checkpoint)),
+        Backend::Cpu if spec.has_rows() => boxed(models(|| MappedDevice::new(cpu()), pool, spec, config, checkpoint)),
+        Backend::Cpu => boxed(models(cpu, pool, spec, config, checkpoint)),
+        Backend::Cuda => boxed(models(cuda, pool, spec, config, checkpoint)),
+        Backend::Wgpu => boxed(models(|| crate::wgpu().unwrap(), pool, spec, config, checkpoint)),
     }
 }
 
@@ -429,13 +431,13 @@ fn space(pool: &PoolSpec, spec: &Spec, config: &ModelSpec) -> KvSpace {
     if spec.has_rows() { flat.with_rows(spec.running as u32 / 2 + 1, row_blocks) } else { flat }
 }
 
-fn executor<D: Device>(
+fn models<D: Device>(
     open: impl Fn() -> D,
     pool: &PoolSpec,
     spec: &Spec,
     config: &ModelSpec,
     checkpoint: &Checkpoint,
-) -> Executor<D> {
+) -> Models<D> {
     let mut device = open();
     let model = spec
         .role
@@ -456,10 +458,8 @@ fn executor<D: Device>(
     let executor = Executor::new(device, config, model, executor_config).unwrap();
     let executor = executor.with_grammars(crate::ascii::grammars(config.vocab));
     assert_eq!(executor.stages(), spec.stages() > 0, "only the host's stores are shared, unless they have rows");
-    match spec.draft_model.filter(|_| spec.role.runs()) {
-        Some((name, kv_tokens)) => executor.with_drafter(drafter(open(), spec, name, kv_tokens)),
-        None => executor,
-    }
+    let draft_model = spec.draft_model.filter(|_| spec.role.runs());
+    Models::new(executor, draft_model.map(|(name, kv_tokens)| drafter(open(), spec, name, kv_tokens)))
 }
 
 fn drafter<D: Device>(mut device: D, spec: &Spec, name: &str, kv_tokens: u32) -> Drafter<D> {

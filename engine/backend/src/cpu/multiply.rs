@@ -73,10 +73,14 @@ impl Multiply {
                     }
                 }
             }
+            // Only the last vector may be a part. One loop over all, each perhaps a part, would be too long to be unrolled, and sums
+            // that a loop looks up are kept in memory.
             for (r, sums) in sums.iter().enumerate() {
-                for (v, sum) in sums.iter().enumerate() {
-                    self.put::<S>(self.c.add(r * self.c_stride + v * S::LANES), *sum, self.n - v * S::LANES);
+                let c = self.c.add(r * self.c_stride);
+                for (v, sum) in sums[..NV - 1].iter().enumerate() {
+                    self.put::<S>(c.add(v * S::LANES), *sum, S::LANES);
                 }
+                self.put::<S>(c.add((NV - 1) * S::LANES), sums[NV - 1], self.n - (NV - 1) * S::LANES);
             }
         }
     }
