@@ -12,7 +12,9 @@ const D: InstanceId = InstanceId(5);
 fn beside_a() -> RManager {
     let mut rm = manager();
     rm.debtor.set_beside(A, Some(true));
-    [B, C, D].map(|other| rm.debtor.set_beside(other, Some(false)));
+    for other in [B, C, D] {
+        rm.debtor.set_beside(other, Some(false));
+    }
     rm
 }
 
@@ -134,7 +136,9 @@ fn a_prompt_that_its_own_host_holds_has_no_stripes() {
 #[test]
 fn instances_of_unknown_hosts_are_asked_for_all() {
     let mut rm = beside_a();
-    [A, B, C].map(|unknown| rm.debtor.set_beside(unknown, None));
+    for unknown in [A, B, C] {
+        rm.debtor.set_beside(unknown, None);
+    }
     let first = borrow(&mut rm, 18);
     advise(&mut rm, first.query, &[(B, 9), (A, 9), (C, 9)]);
     assert_eq!(granted(&mut rm, 1, 9), (B, 18));
