@@ -161,6 +161,12 @@ impl Cx {
         self.standing.roles.sends_away() && self.config.transfer.is_some() && self.config.role.runs()
     }
 
+    /// Whether queries to other hosts may be relayed: this instance names its host, and no layer has a window of its own, with which
+    /// layers ask different creditors.
+    pub(crate) fn relays(&self) -> bool {
+        !self.config.host.is_empty() && self.config.layer_windows.pooled.is_empty()
+    }
+
     /// Size of the staging buffer, in blocks; 0 if transports read and write the store itself.
     pub(crate) fn stage_blocks(&self) -> u32 {
         self.config.transfer.as_ref().map_or(0, |transfer| transfer.stage_blocks)

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub enum System {
     /// The shipped instances as a pool, dispatched by predicted work.
     Lagoon,
-    /// The same with names of hosts, and so one query a node (the study `once_a_node`).
+    /// The same with names of hosts, and so one query a node and stripes (the study `once_a_node`).
     LagoonOnceANode,
     /// The same instances without pooling, dispatched by predicted work.
     Multi,

@@ -63,7 +63,7 @@ pub struct Study {
     /// Peers' queries overtake the current layer, as on a device with priorities.
     pub overtaking: bool,
     /// Instances name their hosts, so that queries cross once a host: of a step's creditors on another one, one passes them on and
-    /// answers for all.
+    /// answers for all; and KV of a prompt that crosses lies in stripes.
     pub once_a_node: bool,
 }
 

@@ -2,15 +2,16 @@
 //!
 //! A borrow asks the gManager for candidates, then the candidates one after the other; each may grant a part. After the
 //! last one it asks the gManager again, excluding those it has asked. It is all or nothing: a failed borrow releases
-//! its grants.
+//! its grants. Candidates on other hosts are each asked for a stripe ([`stripes`]).
 //!
 //! Invariants:
 //! * every borrow ends in exactly one output (or its cancellation) before its deadline;
 //! * a grant belongs to a waiting borrow, or it is released at once; nothing leaks;
-//! * a candidate is asked at most once per borrow.
+//! * a candidate is asked at most once per borrow, and again in later rounds only if it granted a whole stripe.
 
 mod members;
 mod prefix;
+mod stripes;
 
 use super::held::{Held, HeldLeases, Reserved};
 use super::output::{BorrowFailure, BorrowId, BorrowedLease, CachedPart, Output};
@@ -23,6 +24,7 @@ use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
 use members::Findings;
 use prefix::Search;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use stripes::Hosts;
 
 #[derive(Debug)]
 enum State {
@@ -52,6 +54,13 @@ struct Borrow {
     lendable: Option<u32>,
 }
 
+impl Borrow {
+    /// Blocks still to be borrowed.
+    fn left(&self) -> u32 {
+        self.wanted - self.got
+    }
+}
+
 /// A lease request that its borrow no longer waits for; a late grant is released.
 #[derive(Debug)]
 struct Late {
@@ -74,12 +83,14 @@ pub struct Debtor {
     paused: BTreeMap<InstanceId, u64>,
     /// Creditors whose memory is mapped here.
     near: BTreeSet<InstanceId>,
+    /// Instances of known hosts.
+    hosts: Hosts,
     /// Leases held from creditors.
     pub held: HeldLeases,
 }
 
 impl Debtor {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(blocks_total: u32) -> Self {
         let held = HeldLeases::default();
         Self {
             instance: None,
@@ -90,6 +101,7 @@ impl Debtor {
             late: BTreeMap::new(),
             paused: BTreeMap::new(),
             near: BTreeSet::new(),
+            hosts: Hosts::new(blocks_total),
             held,
         }
     }
@@ -108,6 +120,12 @@ impl Debtor {
     #[must_use]
     pub fn is_near(&self, creditor: InstanceId) -> bool {
         self.near.contains(&creditor)
+    }
+
+    /// Sets whether an instance is on this one's host: creditors there are asked first, and blocks for which it has no memory are
+    /// divided among creditors on other hosts. `None`: its host is unknown, or its queries cannot be relayed.
+    pub fn set_beside(&mut self, instance: InstanceId, beside: Option<bool>) {
+        self.hosts.set(instance, beside);
     }
 
     pub(super) fn instance(&self) -> Option<InstanceId> {
@@ -320,12 +338,14 @@ impl Debtor {
         let borrow = self.borrows.get_mut(&id).expect("the borrow goes on");
         let State::Advice { query, asked_ms } = &mut borrow.state else { panic!("{id:?} waits for no advice") };
         *asked_ms = Some(now_ms);
-        let exclude: BTreeSet<u32> = borrow.asked.iter().chain(self.paused.keys()).map(|i| i.0).collect();
+        let known = borrow.candidates.iter().map(|c| c.instance);
+        let exclude: BTreeSet<u32> = borrow.asked.iter().chain(self.paused.keys()).map(|i| i.0).chain(known).collect();
         let exclude = exclude.into_iter().collect();
         let message = BorrowQuery {
             query: *query,
             debtor: debtor.0,
-            blocks: borrow.wanted - borrow.got,
+            // Those of further candidates for stripes are not booked.
+            blocks: if borrow.candidates.is_empty() { borrow.left() } else { 0 },
             exclude,
             tier: borrow.tier.into(),
             prefix: Vec::new(),
@@ -348,22 +368,26 @@ impl Debtor {
             let asked = borrow.asked.contains(&instance) || self.paused.contains_key(&instance);
             c.instance != 0 && Some(instance) != self.instance && !asked
         };
-        let mut named = BTreeSet::new();
+        let known = borrow.candidates.len();
+        let mut named: BTreeSet<u32> = borrow.candidates.iter().map(|c| c.instance).collect();
         let candidates = advice.candidates.iter().filter(usable).filter(|c| named.insert(c.instance));
-        borrow.candidates = candidates.take(limits::CANDIDATES).cloned().collect();
-        let near = &self.near;
-        borrow.candidates.make_contiguous().sort_by_key(|c| !near.contains(&InstanceId(c.instance)));
+        borrow.candidates.extend(candidates.take(limits::CANDIDATES).cloned());
         if borrow.candidates.is_empty() {
             let reason = if borrow.asked.is_empty() { BorrowFailure::NoCreditors } else { BorrowFailure::Refused };
             return self.fail(id, reason, now_ms);
         }
         // More than the whole pool lends: partial grants would only keep blocks from others. Growth by a block or two
         // tries nevertheless, as the advice may be older than freed blocks.
-        let left = borrow.wanted - borrow.got;
-        let growth = borrow.purpose == LeasePurpose::Growth && left > limits::GROWTH_BLOCKS;
-        if growth && u64::from(left) > advice.pool_blocks_lendable {
+        let growth = borrow.purpose == LeasePurpose::Growth && borrow.left() > limits::GROWTH_BLOCKS;
+        if growth && u64::from(borrow.left()) > advice.pool_blocks_lendable {
             return self.fail(id, BorrowFailure::Refused, now_ms);
         }
+        if borrow.candidates.len() > known && self.hosts.wants_more(borrow) {
+            self.issued += 1;
+            borrow.state = State::Advice { query: self.issued, asked_ms: None };
+            return self.query(id, now_ms);
+        }
+        self.hosts.order(&self.near, borrow.candidates.make_contiguous());
         self.ask_next(id, now_ms);
     }
 
@@ -375,10 +399,12 @@ impl Debtor {
         let instance = InstanceId(candidate.instance);
         let quic_addr = candidate.quic_addr.clone();
         borrow.asked.insert(instance);
-        let blocks = borrow.wanted - borrow.got;
+        let blocks = self.hosts.part(&candidate, borrow);
         // With smaller grants the sequence would need more than [`limits::CREDITORS_MAX`] creditors.
         let blocks_min = match borrow.purpose {
-            LeasePurpose::Growth => blocks.div_ceil(u32::try_from(limits::CREDITORS_MAX).expect("a small constant")),
+            LeasePurpose::Growth => {
+                borrow.left().div_ceil(u32::try_from(limits::CREDITORS_MAX).expect("a small constant"))
+            }
             LeasePurpose::Move | LeasePurpose::Swap | LeasePurpose::Handover | LeasePurpose::Joint => 1,
         };
         borrow.state = State::Asking { request, candidate, sent_ms: now_ms, blocks };
@@ -422,6 +448,10 @@ impl Debtor {
         if !sensible || self.held.get(from, lease).is_some() {
             self.held.start_release((from, lease), quic_addr, epoch, 0..grant.blocks, now_ms);
             return self.ask_next(id, now_ms);
+        }
+        if grant.blocks == *blocks {
+            // It may have more than a stripe, and the others less.
+            borrow.asked.remove(&from);
         }
         borrow.got += grant.blocks;
         borrow.granted.push((from, lease));
@@ -478,7 +508,7 @@ impl Debtor {
         let borrow = self.borrows.get_mut(&id).expect("the borrow goes on");
         borrow.lendable = Some(blocks_lendable);
         // A creditor that has enough blocks keeps them for an older request: no refusal to report.
-        if blocks_lendable < borrow.wanted - borrow.got {
+        if matches!(borrow.state, State::Asking { blocks, .. } if blocks_lendable < blocks) {
             let refusal = Refusal { creditor: creditor.0, blocks_lendable };
             self.held.outputs.push_back(Output::ToGManager(ControlBody::Refusal(refusal)));
         }

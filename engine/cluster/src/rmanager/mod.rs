@@ -116,7 +116,7 @@ impl RManager {
         Ok(Self {
             pool: BlockPool::new(blocks_total),
             creditor: Watched::new(Creditor::new(&config)),
-            debtor: Watched::new(Debtor::new()),
+            debtor: Watched::new(Debtor::new(blocks_total)),
             wake_ms: 0,
             peers: BTreeMap::new(),
             fenced_peers: BTreeMap::new(),

@@ -3,6 +3,7 @@
 mod cached;
 mod moves;
 mod negotiation;
+mod stripes;
 
 use super::*;
 use lagoon_kv::{BlockState, LeaseHasher, Owner};

@@ -58,6 +58,8 @@ impl Membership {
     /// Records a peer whose Hello is valid as known.
     pub(super) fn on_introduced(cx: &mut Cx, peer: PeerKey, hello: Hello) {
         let instance = InstanceId(hello.instance);
+        let relays = cx.relays() && !hello.host.is_empty();
+        cx.memory.rm.debtor.set_beside(instance, relays.then(|| hello.host == cx.config.host));
         cx.peers.introduce(instance, peer, hello.host);
         let ended = cx.memory.rm.on_peer_hello(instance, hello.incarnation, cx.now_ms);
         cx.emit(Outcome::LeasesEnded(ended));
@@ -147,6 +149,7 @@ fn check_hello(cx: &Cx, hello: &Hello) -> Result<(), String> {
 
 fn forget_peer(cx: &mut Cx, peer: PeerKey) {
     let Some(instance) = cx.peers.forget(peer) else { return };
+    cx.memory.rm.debtor.set_beside(instance, None);
     cx.memory.rm.debtor.on_peer_down(instance, cx.now_ms);
     cx.emit(Outcome::PeerGone(instance));
 }

@@ -80,10 +80,10 @@ impl Relays {
         ships: &mut Vec<Ship>,
         tickets: &BTreeMap<InstanceId, Vec<TicketSeq>>,
     ) -> Vec<Group> {
-        let own = cx.config.host.as_str();
-        if own.is_empty() || ships.len() < 2 || !cx.config.layer_windows.pooled.is_empty() {
+        if ships.len() < 2 || !cx.relays() {
             return Vec::new();
         }
+        let own = cx.config.host.as_str();
         let mut strangers = Vec::new();
         let mut found: Vec<(&str, Vec<usize>)> = Vec::new();
         for (at, ship) in ships.iter().enumerate() {
