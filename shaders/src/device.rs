@@ -503,7 +503,8 @@ impl Device for WgpuDevice {
         assert!(batch.rows() <= q.rows.min(out.out.rows).min(out.lse.rows), "query rows");
         assert!(batch.runs.iter().all(|run| (run.base + run.len) as usize <= kv.slots), "runs beyond the store");
         let class = class_of(geometry)?;
-        let tile = match self.gpu.wide_kernels() {
+        // Runs over many shards may need more parts than fit a binding, which wide tiles reach sooner.
+        let tile = match self.gpu.wide_kernels() && kv.layers[layer].len() == 1 {
             true => plan::software_tile(batch, class, kv.shape.dtype),
             false => Tile::Narrow,
         };
