@@ -84,8 +84,9 @@ struct Work {
     keys: u32,
 }
 
-/// The tile for an adapter without a register file. [`Tile::Wide`] is for heads of [`HeadClass::D64`] in plain element types (compilers take
-/// minutes for more) and takes, for the same keys, up to 1.5 times as long as [`Tile::Narrow`], whether its items exist or not.
+/// The tile for an adapter without a register file. [`Tile::Wide`] is for heads of [`HeadClass::D64`] in plain element types, as
+/// compilers take minutes for longer ones. For the same keys it takes up to 1.5 times as long as [`Tile::Narrow`], whether its items
+/// exist or not.
 pub(crate) fn software_tile(batch: &AttnBatch<'_>, class: HeadClass, dtype: KvDType) -> Tile {
     let cost = |tile: Tile| -> u64 {
         let tiles = |seq: &AttnRows| u64::from((seq.rows * batch.geometry.group()).div_ceil(tile.items()));
@@ -323,16 +324,16 @@ mod tests {
     #[test]
     fn wide_tiles_are_for_many_queries_of_most_keys() {
         let runs = [KvRun { base: 0, len: 6000, first_pos: 0 }];
-        let cases: [(u32, &[(u32, u32)], bool); 8] = [
-            (1, &[(512, 0)], true),
-            (3, &[(64, 0)], true),
-            (1, &[(16, 100)], false),
-            (1, &[(17, 100)], true),
-            (8, &[(1, 500)], false),
-            (8, &[(1, 500), (1, 20), (1, 700)], false),
+        let cases = [
+            (1, vec![(512, 0)], true),
+            (3, vec![(64, 0)], true),
+            (1, vec![(16, 100)], false),
+            (1, vec![(17, 100)], true),
+            (8, vec![(1, 500)], false),
+            (8, vec![(1, 500), (1, 20), (1, 700)], false),
             // A prompt beside decoding rows, with more keys and with fewer.
-            (2, &[(256, 1000), (1, 4000)], true),
-            (2, &[(32, 0), (1, 4000)], false),
+            (2, vec![(256, 1000), (1, 4000)], true),
+            (2, vec![(32, 0), (1, 4000)], false),
         ];
         for (group, seqs, wide) in cases {
             let geometry = AttentionGeometry { heads: 2 * group, kv_heads: 2, head_dim: 64, latent: false };
