@@ -30,13 +30,13 @@ pub struct Options {
     pub native_f16: bool,
     /// Use subgroups where the adapter has them.
     pub subgroups: bool,
-    /// Many outputs an invocation in products of many rows, where the adapter is software.
-    pub wide_products: bool,
+    /// Many results an invocation in products of many rows and in attention, where the adapter is software.
+    pub wide_kernels: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { binding_bytes_max: u64::MAX, native_f16: true, subgroups: true, wide_products: true }
+        Self { binding_bytes_max: u64::MAX, native_f16: true, subgroups: true, wide_kernels: true }
     }
 }
 

@@ -4,11 +4,11 @@ use crate::activation;
 use crate::adapter::{self, AdapterChoice, Options};
 use crate::experts::{self, Routes};
 use crate::gpu::{Buf, Gpu};
-use crate::kernel::{Encoding, HeadClass, Kernel, MATVEC_ROWS_MAX, MatvecRows};
+use crate::kernel::{Encoding, HeadClass, Kernel, MATVEC_ROWS_MAX, MatvecRows, Tile};
 use crate::latent;
 use crate::memory::{WgpuKv, WgpuTensor, quads, word};
 use crate::params;
-use crate::plan::{self, Bounds, ITEMS, Plan};
+use crate::plan::{self, Bounds, Plan};
 use crate::weight::WgpuWeight;
 use lagoon_backend::{
     Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece,
@@ -311,7 +311,7 @@ impl Device for WgpuDevice {
                 2..=MATVEC_ROWS_MAX => {
                     (Kernel::Matvec(shard.encoding, MatvecRows::Four), shard.rows.div_ceil(outputs), rows.div_ceil(4))
                 }
-                _ if self.gpu.wide_products() => {
+                _ if self.gpu.wide_kernels() => {
                     (Kernel::MatmulWide(shard.encoding), shard.rows.div_ceil(128), rows.div_ceil(32))
                 }
                 _ => (Kernel::MatmulTiled(shard.encoding), (before + shard.rows).div_ceil(64), rows.div_ceil(64)),
@@ -503,11 +503,16 @@ impl Device for WgpuDevice {
         assert!(batch.rows() <= q.rows.min(out.out.rows).min(out.lse.rows), "query rows");
         assert!(batch.runs.iter().all(|run| (run.base + run.len) as usize <= kv.slots), "runs beyond the store");
         let class = class_of(geometry)?;
+        // Runs over many shards may need more parts than fit a binding, which wide tiles reach sooner.
+        let tile = match self.gpu.wide_kernels() && kv.layers[layer].len() == 1 {
+            true => plan::software_tile(batch, class, kv.shape.dtype),
+            false => Tile::Narrow,
+        };
         self.gpu.begin()?;
-        let part_bytes = u64::from(geometry.kv_heads * ITEMS * (class.quads() + 1)) * 16;
+        let part_bytes = u64::from(geometry.kv_heads * tile.items() * (class.quads() + 1)) * 16;
         let parts = SCRATCH_BYTES_MAX.min(self.gpu.binding_bytes_max()) / part_bytes;
         let parts = u32::try_from(parts).expect("scratch is far below 4 Gi parts");
-        let at = self.plan(batch, Bounds { shard_slots: word(kv.shard_slots), parts })?;
+        let at = self.plan(batch, Bounds { shard_slots: word(kv.shard_slots), items: tile.items(), parts })?;
         self.grow_scratch(u64::from(self.plans[at].plan.parts) * part_bytes)?;
         let Self { gpu, plans, scratch, .. } = self;
         let kept = &plans[at];
@@ -530,7 +535,10 @@ impl Device for WgpuDevice {
             values: if geometry.latent { 0 } else { geometry.kv_heads * word(kv.row_quads()) },
             ..Default::default()
         };
-        let kernel = Kernel::Attention(gpu.kv(kv.shape.dtype), class);
+        let kernel = match tile {
+            Tile::Wide => Kernel::AttentionWide(Encoding::kv(kv.shape.dtype, false)),
+            Tile::Narrow => Kernel::Attention(gpu.kv(kv.shape.dtype), class),
+        };
         let (words, o, lse, parts) = (Some(&kept.words), Some(&out.out.buf), Some(&out.lse.buf), Some(&*scratch));
         for round in &kept.plan.rounds {
             // A call may have many rounds; they read their words from the plan's own buffer, so a batch may end here.
@@ -542,7 +550,7 @@ impl Device for WgpuDevice {
             }
             let params = params::Attention { works: round.tiles_at, work_count: round.tiles, ..params };
             let buffers = [words, o, lse, parts];
-            gpu.dispatch(Kernel::AttentionReduce(class), &params, &buffers, round.tiles * geometry.kv_heads, 1)?;
+            gpu.dispatch(Kernel::AttentionReduce(class, tile), &params, &buffers, round.tiles * geometry.kv_heads, 1)?;
         }
         Ok(())
     }

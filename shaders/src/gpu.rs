@@ -78,7 +78,7 @@ pub(crate) struct Gpu {
     binding_bytes_max: u64,
     native_f16: bool,
     teams: Teams,
-    wide_products: bool,
+    wide_kernels: bool,
     shared: Arc<Shared>,
     next_id: u64,
     pipelines: HashMap<Kernel, Pipeline>,
@@ -113,7 +113,7 @@ impl Gpu {
                 Some(most) if options.subgroups => Teams::Subgroup { most },
                 _ => Teams::Workgroup,
             },
-            wide_products: summary.software && options.wide_products,
+            wide_kernels: summary.software && options.wide_kernels,
             device,
             queue,
             summary,
@@ -151,9 +151,9 @@ impl Gpu {
         self.teams.outputs() as usize
     }
 
-    /// Whether products of many rows make as many outputs an invocation as only a device without a register file can.
-    pub(crate) fn wide_products(&self) -> bool {
-        self.wide_products
+    /// Whether kernels make as many results an invocation as only a device without a register file can.
+    pub(crate) fn wide_kernels(&self) -> bool {
+        self.wide_kernels
     }
 
     /// A zeroed storage buffer of `bytes` bytes, rounded up to 16.

@@ -173,6 +173,24 @@ impl HeadClass {
     }
 }
 
+/// Items (a query of a head) of a tile of attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Tile {
+    /// Of [`Kernel::Attention`].
+    Narrow,
+    /// Of [`Kernel::AttentionWide`].
+    Wide,
+}
+
+impl Tile {
+    pub(crate) fn items(self) -> u32 {
+        match self {
+            Self::Narrow => 16,
+            Self::Wide => 64,
+        }
+    }
+}
+
 /// A compute pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Kernel {
@@ -199,8 +217,11 @@ pub(crate) enum Kernel {
     /// Makes and stores rows of latent attention; never native f16.
     LatentAppend(Encoding),
     Attention(Encoding, HeadClass),
+    /// Attention of many queries with heads of [`HeadClass::D64`] on adapters without a register file. Of [`Encoding::PLAIN`] only:
+    /// native f16 is loaded element by element.
+    AttentionWide(Encoding),
     /// Merges the parts of tiles whose keys were split.
-    AttentionReduce(HeadClass),
+    AttentionReduce(HeadClass, Tile),
     Merge,
     Sink(Encoding),
     Gated(Gated),
@@ -291,7 +312,6 @@ impl Kernel {
                 Self::Route(encoding),
                 Self::AddBiases(encoding),
             ]);
-            all.extend(HeadClass::ALL.map(|class| Self::Attention(encoding, class)));
         }
         all.extend(HeadClass::ALL.map(|class| Self::Attention(Encoding::F16Native, class)));
         for encoding in Encoding::PLAIN.into_iter().chain(Encoding::PACKED) {
@@ -309,11 +329,15 @@ impl Kernel {
                 Self::GroupedTiled(encoding),
             ]);
         }
-        all.extend(HeadClass::ALL.map(|class| Self::Attention(Encoding::KvFp8, class)));
         let stored = [Encoding::F32, Encoding::F16, Encoding::Bf16, Encoding::KvFp8];
+        for encoding in stored {
+            all.extend(HeadClass::ALL.map(|class| Self::Attention(encoding, class)));
+        }
+        all.extend(Encoding::PLAIN.map(Self::AttentionWide));
         all.extend(stored.map(Self::RopeAppend));
         all.extend(stored.map(Self::LatentAppend));
-        all.extend(HeadClass::ALL.map(Self::AttentionReduce));
+        all.extend(HeadClass::ALL.map(|class| Self::AttentionReduce(class, Tile::Narrow)));
+        all.push(Self::AttentionReduce(HeadClass::D64, Tile::Wide));
         all
     }
 
@@ -331,7 +355,9 @@ impl Kernel {
             Self::RopeAppend(_) => "rope_append",
             Self::HeadMatvec(..) | Self::HeadMatmulTiled(_) => "matmul_by_head",
             Self::LatentQueries | Self::LatentAppend(_) => "latent_append",
-            Self::Attention(..) | Self::AttentionReduce(_) => "attention",
+            Self::Attention(..) => "attention",
+            Self::AttentionWide(_) => "attention_wide",
+            Self::AttentionReduce(..) => "attention_reduce",
             Self::Merge => "merge",
             Self::Sink(_) => "sink",
             Self::Gated(_) => "gated",
@@ -347,11 +373,11 @@ impl Kernel {
         match self {
             Self::Matvec(..) | Self::GroupedMatvec(..) | Self::HeadMatvec(..) => "matvec",
             Self::MatmulTiled(_) | Self::GroupedTiled(_) | Self::HeadMatmulTiled(_) => "tiled",
-            Self::MatmulWide(_) => "wide",
+            Self::MatmulWide(_) | Self::AttentionWide(_) => "wide",
             Self::LatentQueries => "queries",
             Self::LatentAppend(_) => "append",
             Self::Attention(..) => "partial",
-            Self::AttentionReduce(_) => "reduce",
+            Self::AttentionReduce(..) => "reduce",
             Self::Add => "add",
             Self::Scale => "scale",
             Self::Softcap => "softcap",
@@ -382,6 +408,7 @@ impl Kernel {
             | Self::HeadMatmulTiled(e)
             | Self::LatentAppend(e)
             | Self::Attention(e, _)
+            | Self::AttentionWide(e)
             | Self::Route(e)
             | Self::GroupedMatvec(e, _)
             | Self::GroupedTiled(e)
@@ -409,8 +436,10 @@ impl Kernel {
             Self::RopeAppend(_) => &[(1, Read), (2, Read), (3, ReadWrite), (4, ReadWrite)],
             Self::LatentQueries => &[(2, Read), (4, Read), (5, ReadWrite)],
             Self::LatentAppend(_) => &[(1, Read), (2, Read), (3, Read), (4, Read), (5, ReadWrite), (6, ReadWrite)],
-            Self::Attention(..) => &[(1, Read), (2, Read), (3, Read), (4, ReadWrite), (5, ReadWrite), (6, ReadWrite)],
-            Self::AttentionReduce(_) => &[(1, Read), (4, ReadWrite), (5, ReadWrite), (6, ReadWrite)],
+            Self::Attention(..) | Self::AttentionWide(_) => {
+                &[(1, Read), (2, Read), (3, Read), (4, ReadWrite), (5, ReadWrite), (6, ReadWrite)]
+            }
+            Self::AttentionReduce(..) => &[(1, Read), (4, ReadWrite), (5, ReadWrite), (6, ReadWrite)],
             Self::Merge => &[(1, Read), (2, Read), (3, Read), (4, ReadWrite), (5, ReadWrite)],
             Self::Sort => &[(3, ReadWrite)],
             Self::GatherChoices | Self::Combine => &[(1, Read), (2, Read), (4, ReadWrite)],
@@ -424,17 +453,24 @@ impl Kernel {
     }
 
     /// Constants of the source, as `${NAME}`.
-    fn constants(self) -> [(&'static str, u32); 4] {
+    fn constants(self) -> [(&'static str, u32); 5] {
         let rows = match self {
             Self::Matvec(_, rows) | Self::GroupedMatvec(_, rows) | Self::HeadMatvec(_, rows) => rows.count(),
             _ => 1,
         };
-        let class = match self {
-            Self::Attention(_, class) | Self::AttentionReduce(class) => class,
-            _ => HeadClass::D64,
+        let (class, tile) = match self {
+            Self::Attention(_, class) => (class, Tile::Narrow),
+            Self::AttentionWide(_) => (HeadClass::D64, Tile::Wide),
+            Self::AttentionReduce(class, tile) => (class, tile),
+            _ => (HeadClass::D64, Tile::Narrow),
         };
-        let runs = self.encoding().runs();
-        [("ROWS", rows), ("HEAD_QUADS", class.quads()), ("QUERY_QUADS", class.query_quads()), ("RUNS", runs)]
+        [
+            ("ROWS", rows),
+            ("HEAD_QUADS", class.quads()),
+            ("QUERY_QUADS", class.query_quads()),
+            ("ITEMS", tile.items()),
+            ("RUNS", self.encoding().runs()),
+        ]
     }
 
     /// For people and file names: `matmul.tiled.bf16`, `attention.partial.f16.q32`.
@@ -444,7 +480,8 @@ impl Kernel {
             Self::Matvec(_, rows) | Self::GroupedMatvec(_, rows) | Self::HeadMatvec(_, rows) => {
                 format!("{base}.r{}", rows.count())
             }
-            Self::Attention(_, class) | Self::AttentionReduce(class) => format!("{base}.q{}", class.quads()),
+            Self::Attention(_, class) => format!("{base}.q{}", class.quads()),
+            Self::AttentionReduce(class, tile) => format!("{base}.q{}.t{}", class.quads(), tile.items()),
             Self::Add
             | Self::Scale
             | Self::Softcap
@@ -470,7 +507,7 @@ impl Kernel {
         for (name, value) in self.constants() {
             out = out.replace(&format!("${{{name}}}"), &value.to_string());
         }
-        out
+        repeat(&out)
     }
 }
 
@@ -494,6 +531,8 @@ fn op_source(stem: &str) -> &'static str {
         "latent_append" => include_str!("../wgsl/latent_append.wgsl"),
         "rope_append" => include_str!("../wgsl/rope_append.wgsl"),
         "attention" => include_str!("../wgsl/attention.wgsl"),
+        "attention_wide" => include_str!("../wgsl/attention/wide.wgsl"),
+        "attention_reduce" => include_str!("../wgsl/attention/reduce.wgsl"),
         "merge" => include_str!("../wgsl/merge.wgsl"),
         "sink" => include_str!("../wgsl/sink.wgsl"),
         "gated" => include_str!("../wgsl/gated.wgsl"),
@@ -518,6 +557,7 @@ fn shared_source(name: &str, encoding: Encoding, teams: Teams) -> &'static str {
         "tile" => include_str!("../wgsl/shared/tile.wgsl"),
         "matmul_params" => include_str!("../wgsl/shared/matmul_params.wgsl"),
         "total" => include_str!("../wgsl/shared/total.wgsl"),
+        "attention_works" => include_str!("../wgsl/shared/attention_works.wgsl"),
         "softcap" => include_str!("../wgsl/shared/softcap.wgsl"),
         "norm" => include_str!("../wgsl/shared/norm.wgsl"),
         "round_f16" => include_str!("../wgsl/shared/round_f16.wgsl"),
@@ -567,26 +607,30 @@ fn weight_source(encoding: Encoding) -> &'static str {
     }
 }
 
-/// Appends `source` with its `//#include NAME` lines replaced by the shared file's text, and `//#each N TEXT` by N lines of TEXT,
-/// in which `${i}` counts from 0.
+/// Appends `source` with its `//#include NAME` lines replaced by the shared file's text.
 fn include(source: &str, encoding: Encoding, teams: Teams, out: &mut String) {
     for line in source.lines() {
-        if let Some(name) = line.strip_prefix("//#include ") {
-            include(shared_source(name.trim(), encoding, teams), encoding, teams, out);
-        } else if let Some((count, text)) = repeated(line) {
-            for i in 0..count {
-                out.push_str(&text.replace("${i}", &i.to_string()));
-                out.push('\n');
-            }
-        } else {
-            out.push_str(line);
-            out.push('\n');
+        match line.strip_prefix("//#include ") {
+            Some(name) => include(shared_source(name.trim(), encoding, teams), encoding, teams, out),
+            None => out.extend([line, "\n"]),
         }
     }
 }
 
-/// The count and the text of a line `//#each N TEXT`.
-fn repeated(line: &str) -> Option<(u32, &str)> {
-    let (count, text) = line.trim_start().strip_prefix("//#each ")?.split_once(' ')?;
-    Some((count.parse().expect("a count"), text))
+/// `source` with its lines `//#each N TEXT` replaced by N lines of TEXT, in which `${i}` counts from 0. N may be a quotient `A/B`.
+fn repeat(source: &str) -> String {
+    let mut out = String::new();
+    for line in source.lines() {
+        let Some((count, text)) = line.trim_start().strip_prefix("//#each ").and_then(|rest| rest.split_once(' '))
+        else {
+            out.extend([line, "\n"]);
+            continue;
+        };
+        let (all, by) = count.split_once('/').unwrap_or((count, "1"));
+        let number = |text: &str| text.parse::<u32>().expect("a count");
+        for i in 0..number(all) / number(by) {
+            out.extend([text.replace("${i}", &i.to_string()).as_str(), "\n"]);
+        }
+    }
+    out
 }

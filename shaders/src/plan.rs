@@ -1,18 +1,18 @@
 //! The work list of an attention call, planned on the host.
 //!
-//! Queries of one sequence that share a KV head form a list of items; a tile is [`ITEMS`] consecutive items. A tile's
-//! visible keys are cut into works: at shard borders of the store, and further if there are too few tiles to fill a
+//! Queries of one sequence that share a KV head form a list of items; a tile is [`Bounds::items`] consecutive items. The
+//! visible keys of a tile are cut into works: at shard borders of the store, and further if there are too few tiles to fill a
 //! device (decoding over a long context). A tile of one work writes the result itself; otherwise each work leaves a
 //! part, and the tile is listed for the reduction.
 //!
 //! Invariant: the works of a tile cover each key that any of its items sees exactly once.
 
+use crate::kernel::{HeadClass, Tile};
 use crate::memory::word;
 use lagoon_backend::{AttnBatch, AttnRows};
-use lagoon_types::KvRun;
+use lagoon_types::{KvDType, KvRun};
+use std::ops::Range;
 
-/// Items of a tile, as in `attention.wgsl`.
-pub(crate) const ITEMS: u32 = 16;
 /// Keys that the kernel takes at once.
 const KEY_TILE: u32 = 32;
 /// Fewest workgroups that a device should have, as far as splitting helps.
@@ -60,6 +60,8 @@ pub(crate) struct Round {
 pub(crate) struct Bounds {
     /// Slots of a shard of the store.
     pub(crate) shard_slots: u32,
+    /// Items of a tile.
+    pub(crate) items: u32,
     /// Parts that fit the scratch. A single tile may need more, if the store has many shards.
     pub(crate) parts: u32,
 }
@@ -82,16 +84,28 @@ struct Work {
     keys: u32,
 }
 
+/// The tile for an adapter without a register file. [`Tile::Wide`] is for heads of [`HeadClass::D64`] in plain element types, as
+/// compilers take minutes for longer ones. For the same keys it takes up to 1.5 times as long as [`Tile::Narrow`], whether its items
+/// exist or not.
+pub(crate) fn software_tile(batch: &AttnBatch<'_>, class: HeadClass, dtype: KvDType) -> Tile {
+    let cost = |tile: Tile| -> u64 {
+        let tiles = |seq: &AttnRows| u64::from((seq.rows * batch.geometry.group()).div_ceil(tile.items()));
+        batch.seqs.iter().map(|seq| tiles(seq) * u64::from(seq.pos0 + seq.rows)).sum()
+    };
+    let can = class == HeadClass::D64 && dtype.plain().is_some();
+    if can && 3 * cost(Tile::Wide) < 2 * cost(Tile::Narrow) { Tile::Wide } else { Tile::Narrow }
+}
+
 /// Plans `batch`.
 pub(crate) fn plan(batch: &AttnBatch<'_>, bounds: Bounds) -> Plan {
     let group = batch.geometry.group();
-    let tiles_all: u32 = batch.seqs.iter().map(|seq| (seq.rows * group).div_ceil(ITEMS)).sum();
+    let tiles_all: u32 = batch.seqs.iter().map(|seq| (seq.rows * group).div_ceil(bounds.items)).sum();
     let workgroups = (tiles_all * batch.geometry.kv_heads).max(1);
     // Half of the scratch is left for cuts at shard borders.
     let parts_wanted = (WORKGROUPS_WANTED / workgroups).min(PARTS_MAX).min(bounds.parts / 2).max(1);
 
     let mut spans = Vec::new();
-    let seq_spans: Vec<std::ops::Range<usize>> = batch
+    let seq_spans: Vec<Range<usize>> = batch
         .seqs
         .iter()
         .map(|seq| {
@@ -103,8 +117,8 @@ pub(crate) fn plan(batch: &AttnBatch<'_>, bounds: Bounds) -> Plan {
     let mut builder = Builder::new(&spans);
     let mut cut = Vec::new();
     for (seq, range) in batch.seqs.iter().zip(seq_spans) {
-        for item0 in (0..seq.rows * group).step_by(ITEMS as usize) {
-            let seen = tile_positions(seq, item0, group, batch.window);
+        for item0 in (0..seq.rows * group).step_by(bounds.items as usize) {
+            let seen = tile_positions(seq, item0..item0 + bounds.items, group, batch.window);
             cut_tile(&spans[range.clone()], seen, parts_wanted, &mut cut);
             if builder.parts as usize + cut.len() > bounds.parts as usize {
                 builder.close_round();
@@ -178,10 +192,10 @@ impl Builder {
     }
 }
 
-/// Positions that any item of the tile at `item0` sees.
-fn tile_positions(seq: &AttnRows, item0: u32, group: u32, window: Option<u32>) -> std::ops::Range<u32> {
-    let last = (item0 + ITEMS).min(seq.rows * group) - 1;
-    let first_pos = seq.pos0 + item0 / group;
+/// Positions that any of a tile's `items` sees.
+fn tile_positions(seq: &AttnRows, items: Range<u32>, group: u32, window: Option<u32>) -> Range<u32> {
+    let last = items.end.min(seq.rows * group) - 1;
+    let first_pos = seq.pos0 + items.start / group;
     let end = seq.pos0 + last / group + 1;
     window.map_or(0, |w| (first_pos + 1).saturating_sub(w))..end
 }
@@ -206,7 +220,7 @@ fn push_spans(runs: &[KvRun], shard_slots: u32, spans: &mut Vec<Span>) {
 }
 
 /// Cuts the keys at the positions `seen` into works: into about `parts` equal ones, and at changes of shard.
-fn cut_tile(spans: &[Span], seen: std::ops::Range<u32>, parts: u32, works: &mut Vec<Work>) {
+fn cut_tile(spans: &[Span], seen: Range<u32>, parts: u32, works: &mut Vec<Work>) {
     works.clear();
     let first = spans.partition_point(|span| span.pos + span.len <= seen.start);
     let pieces = spans[first..].iter().take_while(|span| span.pos < seen.end).map(|span| {
@@ -238,7 +252,8 @@ mod tests {
     use std::collections::BTreeMap;
 
     /// Slots that each item sees by the plan, with repetitions.
-    fn seen(plan: &Plan, batch: &AttnBatch<'_>, shard_slots: u32) -> BTreeMap<(u32, u32), Vec<u32>> {
+    fn seen(plan: &Plan, batch: &AttnBatch<'_>, bounds: Bounds) -> BTreeMap<(u32, u32), Vec<u32>> {
+        let Bounds { shard_slots, items, .. } = bounds;
         let group = batch.geometry.group();
         let mut seen: BTreeMap<_, Vec<u32>> = BTreeMap::new();
         for works in plan.rounds.iter().flat_map(|round| &round.works) {
@@ -249,7 +264,7 @@ mod tests {
                 while left > 0 {
                     let [base, len, pos] = [0, 1, 2].map(|i| plan.words[span * 3 + i]);
                     let take = (len - skip).min(left);
-                    for item in item0..(item0 + ITEMS).min(rows * group) {
+                    for item in item0..(item0 + items).min(rows * group) {
                         let range = visible(pos0 + item / group, batch.window);
                         let keys = (skip..skip + take).filter(|k| range.contains(&(pos + k)));
                         let slots = keys.map(|k| u32::try_from(works.shard).unwrap() * shard_slots + base + k);
@@ -277,13 +292,13 @@ mod tests {
             AttnRows { row0: 20, rows: 3, pos0: 22, run0: 3, runs: 1 },
         ];
         for window in [None, Some(1), Some(33), Some(500)] {
-            for shard_slots in [64, 1000, 4096] {
+            for (shard_slots, items) in [(64, 16), (1000, 16), (4096, 16), (64, 64), (4096, 64)] {
                 let batch =
                     AttnBatch { geometry, scale: 1.0, window, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
-                let parts = if shard_slots == 64 { 20 } else { 1000 };
-                let plan = plan(&batch, Bounds { shard_slots, parts });
-                assert!(plan.parts <= parts);
-                let mut seen = seen(&plan, &batch, shard_slots);
+                let bounds = Bounds { shard_slots, items, parts: if shard_slots == 64 { 20 } else { 1000 } };
+                let plan = plan(&batch, bounds);
+                assert!(plan.parts <= bounds.parts);
+                let mut seen = seen(&plan, &batch, bounds);
                 for seq in &seqs {
                     for row in 0..seq.rows {
                         let range = visible(seq.pos0 + row, window);
@@ -298,10 +313,42 @@ mod tests {
                         for head in 0..geometry.group() {
                             let mut got = seen.remove(&(seq.row0 + row, head)).unwrap_or_default();
                             got.sort_unstable();
-                            assert_eq!(got, want, "window {window:?} shards {shard_slots} row {row}");
+                            assert_eq!(got, want, "window {window:?} shards {shard_slots} items {items} row {row}");
                         }
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn wide_tiles_are_for_many_queries_of_most_keys() {
+        let runs = [KvRun { base: 0, len: 6000, first_pos: 0 }];
+        let cases = [
+            (1, vec![(512, 0)], true),
+            (3, vec![(64, 0)], true),
+            (1, vec![(16, 100)], false),
+            (1, vec![(17, 100)], true),
+            (8, vec![(1, 500)], false),
+            (8, vec![(1, 500), (1, 20), (1, 700)], false),
+            // A prompt beside decoding rows, with more keys and with fewer.
+            (2, vec![(256, 1000), (1, 4000)], true),
+            (2, vec![(32, 0), (1, 4000)], false),
+        ];
+        for (group, seqs, wide) in cases {
+            let geometry = AttentionGeometry { heads: 2 * group, kv_heads: 2, head_dim: 64, latent: false };
+            let rows = |(rows, pos0): &(u32, u32)| AttnRows { row0: 0, rows: *rows, pos0: *pos0, run0: 0, runs: 1 };
+            let seqs: Vec<AttnRows> = seqs.iter().map(rows).collect();
+            let batch =
+                AttnBatch { geometry, scale: 1.0, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
+            for (class, dtype) in HeadClass::ALL.into_iter().flat_map(|class| KvDType::ALL.map(|dtype| (class, dtype)))
+            {
+                let tile = match (class, dtype) {
+                    (HeadClass::D64, KvDType::F32 | KvDType::F16 | KvDType::BF16) if wide => Tile::Wide,
+                    _ => Tile::Narrow,
+                };
+                let got = software_tile(&batch, class, dtype);
+                assert_eq!(got, tile, "{class:?} {dtype} group {group} sequences {seqs:?}");
             }
         }
     }
@@ -314,7 +361,7 @@ mod tests {
             let seqs = [AttnRows { row0: 0, rows: 1, pos0: len - 1, run0: 0, runs: 1 }];
             let batch =
                 AttnBatch { geometry, scale: 1.0, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
-            assert_eq!(plan(&batch, Bounds { shard_slots: 1 << 20, parts: 1000 }).parts, parts);
+            assert_eq!(plan(&batch, Bounds { shard_slots: 1 << 20, items: 16, parts: 1000 }).parts, parts);
         }
     }
 }

@@ -54,7 +54,7 @@ fn fields(kernel: Kernel) -> (Vec<(&'static str, usize, &'static str)>, usize) {
             (params::LatentAppend::fields(), size_of::<params::LatentAppend>())
         }
         Kernel::RopeAppend(_) => (params::RopeAppend::fields(), size_of::<params::RopeAppend>()),
-        Kernel::Attention(..) | Kernel::AttentionReduce(_) => {
+        Kernel::Attention(..) | Kernel::AttentionWide(_) | Kernel::AttentionReduce(..) => {
             (params::Attention::fields(), size_of::<params::Attention>())
         }
         Kernel::Merge => (params::Merge::fields(), size_of::<params::Merge>()),

@@ -54,13 +54,13 @@ mod without_subgroups {
     );
 }
 
-/// Products of many rows as on a GPU.
-mod without_wide_products {
+/// Products of many rows and attention of many queries as on a GPU.
+mod without_wide_kernels {
     use super::{AdapterChoice, Options, WgpuDevice};
     use lagoon_backend::conformance::Tolerance;
 
     fn device() -> Result<WgpuDevice, String> {
-        let options = Options { wide_products: false, ..Options::default() };
+        let options = Options { wide_kernels: false, ..Options::default() };
         WgpuDevice::open_with(&AdapterChoice::Software, options).map_err(|error| error.to_string())
     }
 
@@ -72,5 +72,16 @@ mod without_wide_products {
         matmul_bf16,
         matmul_parts,
         matmul_packed,
+        attention_dtypes,
+        attention_geometries,
+        attention_windows,
+        attention_alibi,
+        attention_missing_runs,
+        attention_prefill,
+        attention_long_context,
+        attention_steep_scores,
+        attention_softcap,
+        attention_latent,
+        merge_of_split_attention,
     );
 }

@@ -1,0 +1,161 @@
+// Micro attention for adapters that have no register file (software): an invocation serves eight items of a tile of 64, with four
+// keys at a time. There a load costs each invocation several times an addition, also from workgroup memory and also where
+// all read the same, so that keys and values are loaded once for eight items, and queries and outputs stay in names.
+//#include attention_works
+//#include rows
+//#include softcap
+
+// Quads 4i to 4i + 3 of the queries of an item, by columns; zeros where there is none.
+fn queries(work: Work, item: u32, kv_head: u32, i: u32) -> mat4x4<f32> {
+    let head = kv_head * params.group + item % params.group;
+    let at = (work.row0 + item / params.group) * params.q_stride + head * params.head_dim;
+    var all = mat4x4<f32>();
+    for (var j = 0u; j < 16u; j++) {
+        let e = i * 16u + j;
+        if item < work.rows * params.group && e < params.head_dim {
+            all[j / 4u][j % 4u] = q[at + e];
+        }
+    }
+    return all;
+}
+
+// Quad `quad` of the rows of four keys or values, by columns. Where a head ends before, its last quad again: the queries are zeros
+// there.
+fn rows(at: vec4<u32>, quad: u32) -> mat4x4<f32> {
+    let e = min(quad, params.head_quads - 1u);
+    return mat4x4<f32>(widen_row(at.x, e), widen_row(at.y, e), widen_row(at.z, e), widen_row(at.w, e));
+}
+
+// Four quads of a query times those of four keys.
+fn dots(q: mat4x4<f32>, a: mat4x4<f32>, b: mat4x4<f32>, c: mat4x4<f32>, d: mat4x4<f32>) -> vec4<f32> {
+    return q[0] * a + q[1] * b + q[2] * c + q[3] * d;
+}
+
+// Four quads of four values, by the values' weights.
+fn weighed(p: vec4<f32>, a: mat4x4<f32>, b: mat4x4<f32>, c: mat4x4<f32>, d: mat4x4<f32>) -> mat4x4<f32> {
+    return mat4x4<f32>(a * p, b * p, c * p, d * p);
+}
+
+// Four keys of consecutive positions: the first one's, and how many there are.
+struct Keys {
+    pos: u32,
+    count: u32,
+}
+
+// Where the online softmax of an item is: its highest score, the sum of the weights by it, the weights of four keys, and the
+// factor of what was before.
+struct Softmax {
+    top: f32,
+    sum: f32,
+    weights: vec4<f32>,
+    decay: f32,
+}
+
+// With the products of an item's query and four keys.
+fn next(before: Softmax, products: vec4<f32>, keys: Keys, item: u32, slope: f32, work: Work) -> Softmax {
+    var scores = products * params.scale;
+    if params.softcap > 0.0 {
+        scores = capped(scores, params.softcap);
+    }
+    let positions = vec4<u32>(keys.pos, keys.pos + 1u, keys.pos + 2u, keys.pos + 3u);
+    let query_pos = work.pos0 + item / params.group;
+    scores += slope * vec4<f32>(vec4<i32>(positions) - vec4<i32>(i32(query_pos)));
+    var seen = (vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(keys.count)) & (positions <= vec4<u32>(query_pos));
+    if params.window > 0u {
+        seen = seen & (positions + params.window > vec4<u32>(query_pos));
+    }
+    scores = select(vec4<f32>(NEG_MAX), scores, seen);
+    let high = max(max(before.top, max(scores.x, scores.y)), max(scores.z, scores.w));
+    let decay = exp(before.top - high);
+    let weights = select(exp(scores - high), vec4<f32>(), scores <= vec4<f32>(NEG_MAX));
+    return Softmax(high, before.sum * decay + weights.x + weights.y + weights.z + weights.w, weights, decay);
+}
+
+fn slope_of(item: u32, kv_head: u32) -> f32 {
+    if params.slopes == 0u {
+        return 0.0;
+    }
+    return bitcast<f32>(words[params.slopes + kv_head * params.group + item % params.group]);
+}
+
+@compute @workgroup_size(8)
+fn wide(
+    @builtin(workgroup_id) wid: vec3<u32>,
+    @builtin(num_workgroups) wcount: vec3<u32>,
+    @builtin(local_invocation_index) tid: u32,
+) {
+    let index = linear_workgroup(wid, wcount);
+    if index >= params.work_count * params.kv_heads {
+        return;
+    }
+    let work = load_work(index / params.kv_heads);
+    let kv_head = index % params.kv_heads;
+    let key_quads = kv_head * (params.code_quads + SCALE_QUADS);
+    // Names of the items: a to h. Compilers keep names apart from each other more surely than elements of an array.
+    //#each 8 let item${i} = work.item0 + ${i}u * 8u + tid; let slope${i} = slope_of(item${i}, kv_head);
+    //#each 8 var m${i} = Softmax(NEG_MAX, 0.0, vec4<f32>(), 1.0);
+    //#each ${HEAD_QUADS}/4 let qa${i} = queries(work, item0, kv_head, ${i}u); let qb${i} = queries(work, item1, kv_head, ${i}u);
+    //#each ${HEAD_QUADS}/4 let qc${i} = queries(work, item2, kv_head, ${i}u); let qd${i} = queries(work, item3, kv_head, ${i}u);
+    //#each ${HEAD_QUADS}/4 let qe${i} = queries(work, item4, kv_head, ${i}u); let qf${i} = queries(work, item5, kv_head, ${i}u);
+    //#each ${HEAD_QUADS}/4 let qg${i} = queries(work, item6, kv_head, ${i}u); let qh${i} = queries(work, item7, kv_head, ${i}u);
+    //#each ${HEAD_QUADS}/4 var oa${i} = mat4x4<f32>(); var ob${i} = mat4x4<f32>(); var oc${i} = mat4x4<f32>(); var od${i} = mat4x4<f32>();
+    //#each ${HEAD_QUADS}/4 var oe${i} = mat4x4<f32>(); var of${i} = mat4x4<f32>(); var og${i} = mat4x4<f32>(); var oh${i} = mat4x4<f32>();
+
+    var span = work.span;
+    var skip = work.skip;
+    var left = work.keys;
+    while left > 0u {
+        let base = words[span * 3u] + skip;
+        let len = min(words[span * 3u + 1u] - skip, left);
+        let pos = words[span * 3u + 2u] + skip;
+        for (var k = 0u; k < len; k += 4u) {
+            // Keys that do not exist repeat the last one and are not seen.
+            let slots = min(vec4<u32>(k, k + 1u, k + 2u, k + 3u), vec4<u32>(len - 1u)) + base;
+            let at = slots * params.slot_quads + key_quads;
+            let keys = Keys(pos + k, len - k);
+            //#each 8 var s${i} = vec4<f32>();
+            //#each ${HEAD_QUADS}/4 { let a = rows(at, ${i}u * 4u); let b = rows(at, ${i}u * 4u + 1u); let c = rows(at, ${i}u * 4u + 2u); let d = rows(at, ${i}u * 4u + 3u); s0 += dots(qa${i}, a, b, c, d); s1 += dots(qb${i}, a, b, c, d); s2 += dots(qc${i}, a, b, c, d); s3 += dots(qd${i}, a, b, c, d); s4 += dots(qe${i}, a, b, c, d); s5 += dots(qf${i}, a, b, c, d); s6 += dots(qg${i}, a, b, c, d); s7 += dots(qh${i}, a, b, c, d); }
+            //#each 8 m${i} = next(m${i}, s${i}, keys, item${i}, slope${i}, work);
+            let values = at + params.values;
+            //#each ${HEAD_QUADS}/4 { let a = rows(values, ${i}u * 4u); let b = rows(values, ${i}u * 4u + 1u); let c = rows(values, ${i}u * 4u + 2u); let d = rows(values, ${i}u * 4u + 3u); oa${i} = oa${i} * m0.decay + weighed(m0.weights, a, b, c, d); ob${i} = ob${i} * m1.decay + weighed(m1.weights, a, b, c, d); oc${i} = oc${i} * m2.decay + weighed(m2.weights, a, b, c, d); od${i} = od${i} * m3.decay + weighed(m3.weights, a, b, c, d); oe${i} = oe${i} * m4.decay + weighed(m4.weights, a, b, c, d); of${i} = of${i} * m5.decay + weighed(m5.weights, a, b, c, d); og${i} = og${i} * m6.decay + weighed(m6.weights, a, b, c, d); oh${i} = oh${i} * m7.decay + weighed(m7.weights, a, b, c, d); }
+        }
+        left -= len;
+        span += 1u;
+        skip = 0u;
+    }
+
+    // An item that sees nothing of this span weighs nothing in `reduce`; its own output is meaningless by contract.
+    //#each 8 let f${i} = finish(work, item${i}, kv_head, m${i});
+    //#each ${HEAD_QUADS}/4 leave(work, item0, kv_head, ${i}u, oa${i} * f0); leave(work, item1, kv_head, ${i}u, ob${i} * f1); leave(work, item2, kv_head, ${i}u, oc${i} * f2); leave(work, item3, kv_head, ${i}u, od${i} * f3);
+    //#each ${HEAD_QUADS}/4 leave(work, item4, kv_head, ${i}u, oe${i} * f4); leave(work, item5, kv_head, ${i}u, of${i} * f5); leave(work, item6, kv_head, ${i}u, og${i} * f6); leave(work, item7, kv_head, ${i}u, oh${i} * f7);
+}
+
+// Leaves an item's log-sum-exp; returns the factor of its output.
+fn finish(work: Work, item: u32, kv_head: u32, softmax: Softmax) -> f32 {
+    let sum = max(softmax.sum, 1.0e-30);
+    let seen = softmax.sum > 0.0;
+    if item < work.rows * params.group {
+        let log_sum = select(NEG_MAX, softmax.top + log(sum), seen);
+        if work.part == WHOLE {
+            store_lse(work.row0, item, kv_head, log_sum);
+        } else {
+            scratch[scratch_at(work.part, kv_head, item - work.item0) + HEAD_QUADS] = vec4<f32>(log_sum);
+        }
+    }
+    return select(0.0, 1.0 / sum, seen);
+}
+
+// Leaves quads 4i to 4i + 3 of an item's output.
+fn leave(work: Work, item: u32, kv_head: u32, i: u32, values: mat4x4<f32>) {
+    if item >= work.rows * params.group {
+        return;
+    }
+    var all = values;
+    for (var j = 0u; j < 4u; j++) {
+        if work.part == WHOLE {
+            store(work.row0, item, kv_head, i * 4u + j, all[j]);
+        } else {
+            scratch[scratch_at(work.part, kv_head, item - work.item0) + i * 4u + j] = all[j];
+        }
+    }
+}
