@@ -59,8 +59,8 @@ pub struct RelayStatus {
 /// Members that relays were notified of, groups' failures, and counters.
 #[derive(Debug, Default)]
 pub(crate) struct Relays {
-    /// Members that each relay was notified of. Soft state: a relay that does not know one says so.
-    notified: BTreeMap<InstanceId, BTreeSet<InstanceId>>,
+    /// Members that each relay was first notified of, and when. Soft state: a relay that does not know one says so.
+    notified: BTreeMap<InstanceId, BTreeMap<InstanceId, u64>>,
     rests: BTreeMap<String, Rest>,
     status: RelayStatus,
 }
@@ -104,15 +104,21 @@ impl Relays {
             seqs.flat_map(|seq| &seq.runs).map(|run| u64::from(run.len)).sum()
         };
         let (mut groups, mut behind) = (Vec::new(), BTreeSet::<InstanceId>::new());
-        for (host, with) in found.iter().filter(|(_, with)| with.len() > 1) {
+        for (_, with) in found.iter().filter(|(_, with)| with.len() > 1) {
             let most = |at: &&usize| (keys(ships[**at].creditor), Reverse(**at));
             let Some(&relay_at) = with.iter().max_by_key(most) else { continue };
             let members = with.iter().filter(|at| **at != relay_at).map(|at| ships[*at].creditor);
             let group = Group { relay: ships[relay_at].creditor, members: members.collect() };
             let known = self.notified.get(&group.relay);
-            if !known.is_some_and(|known| group.members.iter().all(|member| known.contains(member))) {
-                strangers.push(((*host).to_owned(), group));
-                continue;
+            let since = group.members.iter().map(|member| known.and_then(|known| known.get(member)));
+            // A member that the relay was not notified of comes before all others.
+            match since.min() {
+                Some(Some(ms)) if cx.now_ms >= ms + RELAY_REST_MS => {}
+                Some(None) => {
+                    strangers.push(group);
+                    continue;
+                }
+                _ => continue,
             }
             for &at in with.iter().filter(|at| **at != relay_at) {
                 let ends: Vec<u32> = ships[at].segments.iter().map(|segment| segment.end).collect();
@@ -123,10 +129,7 @@ impl Relays {
             groups.push(group);
         }
         ships.retain(|ship| !behind.contains(&ship.creditor));
-        for (host, group) in strangers {
-            self.rests.insert(host, Rest { until_ms: cx.now_ms + RELAY_REST_MS, pause_ms: RELAY_REST_MS / 2 });
-            self.notify(cx, &group);
-        }
+        strangers.iter().for_each(|group| self.notify(cx, group));
         groups
     }
 
@@ -156,7 +159,10 @@ impl Relays {
         };
         let members = group.members.iter().filter_map(addr).collect();
         cx.send_if_connected(group.relay, ControlBody::RelayMembers(RelayMembers { members }));
-        self.notified.entry(group.relay).or_default().extend(&group.members);
+        let known = self.notified.entry(group.relay).or_default();
+        for member in &group.members {
+            known.entry(*member).or_insert(cx.now_ms);
+        }
     }
 
     /// A group has not answered a step: its host's creditors are asked directly for a while. Meanwhile its relay connects to the
