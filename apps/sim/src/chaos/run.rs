@@ -330,6 +330,7 @@ impl Run<'_> {
                 return Err(Failure::new("answer", format!("node {} answers {}", emission.place, emission.seq)));
             };
             let cached = if let TokenEvent::Prompt { cached, .. } = emission.event { cached.total() } else { 0 };
+            let cached = u32::try_from(cached).unwrap_or(u32::MAX);
             asked.receive(emission.event, &self.scenario.pool, disturbed)?;
             self.check_tenant(id, cached)?;
         }
@@ -338,7 +339,7 @@ impl Run<'_> {
 
     /// What was cached of a prompt was computed for another request of its tenant. A prompt that prefill workers compute may find what
     /// they computed for it before.
-    fn check_tenant(&self, id: usize, cached: u64) -> Result<(), Failure> {
+    fn check_tenant(&self, id: usize, cached: u32) -> Result<(), Failure> {
         let Scenario { pool, .. } = &self.scenario;
         if cached == 0 || pool.nodes.iter().any(|node| matches!(node.role, Role::Prefill | Role::Decode)) {
             return Ok(());
