@@ -102,6 +102,19 @@ def completion_stream():
     pool.adds_up(usage, raw["usage"]["prompt_tokens"], raw["usage"]["completion_tokens"])
 
 
+def cached_tokens():
+    """Where they were found is a field that the client does not know: it keeps it."""
+    messages, expected = pool.long_chat("lamp room", start=150)
+    ask = lambda: client.chat.completions.create(model=pool.MODEL, messages=messages, temperature=0)
+    ask()
+    again = ask()
+    pool.equal(again.choices[0].message.content, expected)
+    details = again.usage.prompt_tokens_details
+    places = details.model_extra["cached_tokens_details"]
+    pool.equal(sorted(places), ["device", "disk", "host", "pool"])
+    assert details.cached_tokens == sum(places.values()) > 0, details
+
+
 def several_answers():
     messages, expected = pool.long_chat()
     answer = client.chat.completions.create(model=pool.MODEL, messages=messages, temperature=0, n=2)
@@ -299,6 +312,7 @@ pool.run([
     completion,
     completion_of_token_ids_and_lists,
     completion_stream,
+    cached_tokens,
     several_answers,
     a_batch_of_chats,
     lengths_and_stops,

@@ -294,6 +294,9 @@ impl Hostile {
                 queued_tokens: self.n(),
                 window_blocks: self.n32(),
                 cached_tokens: self.n32(),
+                pool_cached_tokens: self.n32(),
+                host_cached_tokens: self.n32(),
+                disk_cached_tokens: self.n32(),
             })),
         }
     }

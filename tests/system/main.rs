@@ -11,6 +11,7 @@ mod disaggregated;
 mod drafts;
 mod eight_bits;
 mod embeddings;
+mod eviction;
 mod failures;
 mod families;
 mod gguf;

@@ -4,7 +4,7 @@
 use lagoon_kv::{BlockHash, IdentityRoot};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
-use lagoon_types::{GenerateRequest, KvDType, ModelHash, RequestOptions};
+use lagoon_types::{CachedTokens, GenerateRequest, KvDType, ModelHash, RequestOptions};
 use std::collections::BTreeSet;
 
 const BLOCK: u32 = 4;
@@ -47,6 +47,23 @@ fn a_document_longer_than_an_instance_is_computed_once() {
         println!("{order:?}: {computed:?}");
         assert_eq!(computed[0] as usize, DOCUMENT + QUESTION);
         assert!(computed[1..].iter().all(|tokens| *tokens <= OWN), "{order:?}: {computed:?}");
+        // Usage says what lay elsewhere, and instances count the same.
+        let mut found = CachedTokens::default();
+        for log in &world.requests {
+            assert_eq!(log.found.total(), u64::from(log.prompt.0));
+            assert_eq!(
+                log.found.pool > 0,
+                log.prompt.0 > 0,
+                "an instance holds a part of the document: {:?}",
+                log.found
+            );
+            found += log.found;
+        }
+        let mut counted = CachedTokens::default();
+        let status = world.nodes().map(|node| world.live(node).status().prefix);
+        let saved_ms: u64 = status.inspect(|of| counted += of.found).map(|of| of.saved_ms).sum();
+        assert_eq!(counted, found);
+        assert!(saved_ms > 0, "{order:?}");
         assert_equals_single("one document", &world, &pool());
         world.check_empty();
     }

@@ -52,10 +52,14 @@ fn a_restarted_server_finds_its_prefixes_on_disk() {
     let server = serve(&model, &[&cache]);
     let client = server.client();
     assert_eq!(ask(&client, asked), (expected.clone(), 64));
-    client.wait_for_text("/metrics", "lagoon_prefix_cache_tier_hit_tokens_total{tier=\"disk\"} 64");
+    client.wait_for_text("/metrics", "lagoon_prefix_cache_hit_tokens_total{where=\"disk\"} 64");
     client.wait_for_text("/metrics", "lagoon_prefix_cache_tier_loads_total{end=\"whole\"} 1");
     let status = client.get("/lagoon/status").json();
-    assert_eq!(status["prefix"]["hit_tokens"], 64, "{status}");
+    assert_eq!(
+        (&status["prefix"]["hit_tokens"], &status["prefix"]["found"]["disk"]),
+        (&json!(64), &json!(64)),
+        "{status}"
+    );
     assert_eq!(server.stop().code, Some(0));
 
     // A file that was cut off, and one with a wrong bit: the prefix before them is used, they are removed and counted.
@@ -97,8 +101,8 @@ fn evicted_prefixes_come_back_from_host_memory() {
         assert_eq!(ask(&client, prompt), (answer.clone(), 64));
     }
     client.wait_for_text("/metrics", "lagoon_prefix_cache_tier_blocks{tier=\"host\"}");
-    let tiers = client.get("/lagoon/status").json()["cache_tiers"].clone();
-    assert!(tiers["host"]["hit_tokens"].as_u64() >= Some(128), "{tiers}");
+    let prefix = client.get("/lagoon/status").json()["prefix"].clone();
+    assert!(prefix["found"]["host"].as_u64() >= Some(128), "{prefix}");
 }
 
 #[test]

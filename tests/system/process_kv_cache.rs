@@ -51,6 +51,7 @@ fn operators_see_prefix_caches_and_empty_them() {
         assert_eq!(ask(&pool.client(name), &asked), 0);
         assert_eq!(ask(&pool.client(name), &asked), WHOLE);
         let row = row(&pool, name, |row| blocks(row) >= 6 && number(row, "hit_tokens") == WHOLE);
+        assert_eq!(number(&row, "device_hit_tokens"), WHOLE, "{row}");
         assert_eq!(number(&row, "device_tokens"), blocks(&row) * u64::from(BLOCK), "{row}");
     }
     let all = pool.ask(&["kv", "cache", "ls"])["instances"].clone();

@@ -10,6 +10,7 @@ use axum::{
     http::{HeaderName, HeaderValue, Method, Response},
 };
 use hyper::body::{Frame, SizeHint};
+use lagoon_types::CachedTokens;
 use serde::{Deserialize, Serialize};
 use std::{
     fmt,
@@ -142,7 +143,8 @@ impl Record {
     }
 
     /// A sequence's prompt joined the batch after `queue_ms`, with so many tokens cached.
-    pub fn prompt(&self, cached_tokens: usize, queue_ms: u64) {
+    pub fn prompt(&self, cached: CachedTokens, queue_ms: u64) {
+        let cached_tokens = usize::try_from(cached.total()).unwrap_or(usize::MAX);
         let report = &mut self.known().line.report;
         report.cached_tokens = Some(report.cached_tokens.unwrap_or(0) + cached_tokens);
         report.queue_ms = report.queue_ms.max(Some(queue_ms));

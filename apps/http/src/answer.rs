@@ -10,7 +10,7 @@ use crate::{
     keys::Caller,
     params::UsageWanted,
     piece::{Finish, KV_CAPACITY, Piece, Pieces, PromptPart},
-    reply::{self, Choice, Content, Delta, Endpoint, PromptTokensDetails, Reply, Usage},
+    reply::{self, Choice, Content, Delta, Endpoint, Reply, Usage},
 };
 use axum::{
     http::header,
@@ -18,7 +18,7 @@ use axum::{
 };
 use futures::StreamExt;
 use lagoon_text::Tokenizer;
-use lagoon_types::{FinishReason, PromptLogprob};
+use lagoon_types::{CachedTokens, FinishReason, PromptLogprob};
 use std::sync::Arc;
 
 const ASSISTANT: &str = "assistant";
@@ -35,7 +35,7 @@ pub(crate) struct Answer {
     pub(crate) n: usize,
     pub(crate) usage: UsageWanted,
     /// Tokens of each prompt whose KV was cached.
-    pub(crate) cached: Vec<usize>,
+    pub(crate) cached: Vec<CachedTokens>,
     /// Log-probabilities of each prompt's tokens but the first, as far as they are known.
     pub(crate) scores: Vec<Vec<PromptLogprob>>,
     /// Alternatives to report per token of the prompts.
@@ -201,7 +201,7 @@ impl Answer {
     fn keep_prompt(&mut self, index: usize, part: PromptPart) {
         let prompt = index / self.n;
         if index.is_multiple_of(self.n) {
-            self.cached[prompt] += part.cached_tokens;
+            self.cached[prompt] += part.cached;
         }
         if self.scores[prompt].is_empty() {
             self.scores[prompt] = part.logprobs;
@@ -217,7 +217,9 @@ impl Answer {
     fn usage(&self) -> Usage {
         let prompt_tokens = self.prompts.iter().map(Vec::len).sum();
         let completion_tokens = self.progress.iter().map(|progress| progress.completion_tokens).sum();
-        let prompt_tokens_details = PromptTokensDetails { cached_tokens: self.cached.iter().sum() };
+        let mut cached = CachedTokens::default();
+        self.cached.iter().for_each(|of| cached += *of);
+        let prompt_tokens_details = cached.into();
         let total_tokens = prompt_tokens + completion_tokens;
         Usage { prompt_tokens, completion_tokens, total_tokens, prompt_tokens_details }
     }

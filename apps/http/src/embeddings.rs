@@ -13,7 +13,7 @@ use crate::{
     limits::{EMBEDDING_INPUTS_MAX, EMBEDDING_NUMBERS_MAX, EMBEDDINGS_IN_FLIGHT_MAX},
     metrics,
     options::{Truncation, salt, take_cache_salt, take_priority},
-    reply::{PromptTokensDetails, Usage},
+    reply::Usage,
     state::{ServerState, unix_seconds},
     text_jobs::Asker,
     token_ids::check_vocabulary,
@@ -26,7 +26,7 @@ use axum::{
 };
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use futures::{StreamExt, TryStreamExt, stream};
-use lagoon_types::{GenerateRequest, Pooling, RequestOptions, SamplingParams, TokenEvent};
+use lagoon_types::{CachedTokens, GenerateRequest, Pooling, RequestOptions, SamplingParams, TokenEvent};
 use rand::Rng;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -197,12 +197,13 @@ async fn answer(state: &ServerState, ask: Ask, caller: &Caller) -> Result<Embedd
         Ok::<_, ApiError>((cached, encoding.of(shape(hidden, dimensions, normalised)?)))
     };
     let embedded: Vec<_> = stream::iter(inputs).map(embed).buffered(EMBEDDINGS_IN_FLIGHT_MAX).try_collect().await?;
-    embedded.iter().for_each(|(cached, _)| caller.record().prompt(*cached as usize, 0));
+    embedded.iter().for_each(|(cached, _)| caller.record().prompt(*cached, 0));
     caller.record().finished("stop");
-    let cached_tokens = embedded.iter().map(|(cached, _)| *cached as usize).sum();
+    let mut cached = CachedTokens::default();
+    embedded.iter().for_each(|(of, _)| cached += *of);
     let embedding = |(index, (_, embedding))| Embedding { object: "embedding", index, embedding };
     let data = embedded.into_iter().enumerate().map(embedding).collect();
-    let prompt_tokens_details = PromptTokensDetails { cached_tokens };
+    let prompt_tokens_details = cached.into();
     Ok(EmbeddingList {
         id: format!("embd-{:032x}", rand::rng().random::<u128>()),
         object: "list",
@@ -236,7 +237,7 @@ async fn embed(
     caller: &Caller,
     prompt: Vec<u32>,
     options: RequestOptions,
-) -> Result<(u32, Vec<f32>), ApiError> {
+) -> Result<(CachedTokens, Vec<f32>), ApiError> {
     let tokens = prompt.len();
     let request = GenerateRequest {
         prompt,
@@ -274,13 +275,13 @@ impl Running {
     }
 
     /// Cached tokens, and the pooled hidden state.
-    async fn embedding(&mut self) -> Result<(u32, Vec<f32>), ApiError> {
-        let (mut cached, mut embedding) = (0, None);
+    async fn embedding(&mut self) -> Result<(CachedTokens, Vec<f32>), ApiError> {
+        let (mut cached, mut embedding) = (CachedTokens::default(), None);
         let dropped = || ApiError::unavailable("the engine dropped the request");
         let generation = self.0.as_mut().ok_or_else(dropped)?;
         loop {
             match generation.events.recv().await.ok_or_else(dropped)? {
-                TokenEvent::Prompt { cached_tokens, .. } => cached = cached_tokens,
+                TokenEvent::Prompt { cached: found, .. } => cached = found,
                 TokenEvent::Embedding { hidden } => embedding = Some(hidden),
                 TokenEvent::Token { .. } => {}
                 TokenEvent::Finished { .. } => {

@@ -131,8 +131,8 @@ impl Sequence {
         loop {
             let event = self.event().await?;
             let outcome = match event {
-                Ok(TokenEvent::Prompt { cached_tokens, queue_ms, logprobs }) => {
-                    self.prompt = PromptPart { cached_tokens: cached_tokens as usize, queue_ms, logprobs };
+                Ok(TokenEvent::Prompt { cached, queue_ms, logprobs }) => {
+                    self.prompt = PromptPart { cached, queue_ms, logprobs };
                     Ok(None)
                 }
                 // Of another kind of request.

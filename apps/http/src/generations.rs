@@ -28,7 +28,9 @@ use axum::{
     response::Response,
 };
 use lagoon_text::{IncrementalDetokenizer, parse::ToolFormat};
-use lagoon_types::{CONTEXT, Constraint, FinishReason, GenerateRequest, RequestError, RequestOptions, TokenEvent};
+use lagoon_types::{
+    CONTEXT, CachedTokens, Constraint, FinishReason, GenerateRequest, RequestError, RequestOptions, TokenEvent,
+};
 use rand::Rng;
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -348,7 +350,7 @@ fn answer(state: &ServerState, ask: Ask, params: Params, output: &[SentTokens], 
         prompts: ask.prompts.into_iter().map(|prompt| prompt.tokens).collect(),
         n: params.n,
         usage: params.usage,
-        cached: vec![0; prompts],
+        cached: vec![CachedTokens::default(); prompts],
         scores: vec![Vec::new(); prompts],
         prompt_logprobs: params.options.prompt_logprobs,
         logprobs_top: params.sampling.logprobs.unwrap_or(0) as usize,

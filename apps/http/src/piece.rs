@@ -3,7 +3,7 @@
 use crate::{access::Record, error::ApiError};
 use futures::stream::{BoxStream, SelectAll};
 use lagoon_text::parse::Call;
-use lagoon_types::{FinishReason, PromptLogprob, TokenLogprobs};
+use lagoon_types::{CachedTokens, FinishReason, PromptLogprob, TokenLogprobs};
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -22,7 +22,7 @@ pub(crate) struct Token {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PromptPart {
     /// Tokens whose KV was in the prefix cache.
-    pub(crate) cached_tokens: usize,
+    pub(crate) cached: CachedTokens,
     /// Time until it joined the batch.
     pub(crate) queue_ms: u64,
     /// Of all tokens but the first, if requested.
@@ -61,9 +61,9 @@ impl Piece {
 
     /// Writes the piece down in its request's record. `first`: it is of the first answer to its prompt.
     pub(crate) fn note_in(&self, record: &Record, first: bool) {
-        let PromptPart { cached_tokens, queue_ms, .. } = self.prompt;
-        if (cached_tokens, queue_ms) != (0, 0) {
-            record.prompt(if first { cached_tokens } else { 0 }, queue_ms);
+        let PromptPart { cached, queue_ms, .. } = self.prompt;
+        if (cached.total(), queue_ms) != (0, 0) {
+            record.prompt(if first { cached } else { CachedTokens::default() }, queue_ms);
         }
         record.output(self.tokens.len());
         if let Some(finish) = self.finish {

@@ -3,9 +3,9 @@
 use crate::piece::{Finish, Token};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use lagoon_text::Tokenizer;
-use lagoon_types::{PromptLogprob, TokenLogprobs};
+use lagoon_types::{CachedTokens, PromptLogprob, TokenLogprobs};
 use schemars::JsonSchema;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// The endpoint of a response.
@@ -28,7 +28,33 @@ pub(crate) struct Usage {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub(crate) struct PromptTokensDetails {
     /// Tokens of prompts whose KV was in the prefix cache.
-    pub(crate) cached_tokens: usize,
+    pub(crate) cached_tokens: u64,
+    /// Where; absent if nothing was cached. No field of OpenAI's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) cached_tokens_details: Option<CachedTokensDetails>,
+}
+
+/// Cached tokens by where their KV was found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub(crate) struct CachedTokensDetails {
+    /// KV memory of the instance that computed the prompt.
+    device: u64,
+    /// KV memory of other instances of the pool, leased.
+    pool: u64,
+    /// Host memory.
+    host: u64,
+    /// Disk.
+    disk: u64,
+}
+
+impl From<CachedTokens> for PromptTokensDetails {
+    fn from(cached: CachedTokens) -> Self {
+        let CachedTokens { device, pool, host, disk } = cached;
+        let details = CachedTokensDetails { device, pool, host, disk };
+        let cached_tokens = cached.total();
+        Self { cached_tokens, cached_tokens_details: (cached_tokens > 0).then_some(details) }
+    }
 }
 
 /// A whole response or one chunk of a stream.

@@ -9,7 +9,9 @@ use lagoon_http::{
     ServerState, TextJobs,
 };
 use lagoon_text::{ChatTemplate, Tokenizer, TokenizerConfig};
-use lagoon_types::{FinishReason, GenerateRequest, Pooling, PromptLogprob, RequestError, TokenEvent, TokenLogprobs};
+use lagoon_types::{
+    CachedTokens, FinishReason, GenerateRequest, Pooling, PromptLogprob, RequestError, TokenEvent, TokenLogprobs,
+};
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::{Map, Value, json};
 use std::{
@@ -37,7 +39,7 @@ const WAIT_MAX: Duration = Duration::from_secs(30);
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
     /// So many tokens of the prompt were cached; anywhere.
-    Cached(u32),
+    Cached(CachedTokens),
     Token(u32),
     Embedding(Vec<f32>),
     Wait(Duration),
@@ -187,11 +189,10 @@ impl Engine for ScriptedEngine {
 
 async fn play(steps: Vec<Step>, request: GenerateRequest, sender: mpsc::Sender<TokenEvent>, counts: Arc<Counts>) {
     let mut completion_tokens = 0;
-    let cached_tokens =
-        steps.iter().find_map(|step| if let Step::Cached(tokens) = step { Some(*tokens) } else { None });
+    let cached = steps.iter().find_map(|step| if let Step::Cached(cached) = step { Some(*cached) } else { None });
     let logprobs: Vec<_> = request.options.prompt_logprobs.map_or_else(Vec::new, |top| scores(&request.prompt, top));
-    if cached_tokens.is_some() || !logprobs.is_empty() {
-        let prompt = TokenEvent::Prompt { cached_tokens: cached_tokens.unwrap_or(0), queue_ms: 0, logprobs };
+    if cached.is_some() || !logprobs.is_empty() {
+        let prompt = TokenEvent::Prompt { cached: cached.unwrap_or_default(), queue_ms: 0, logprobs };
         if sender.send(prompt).await.is_err() {
             return;
         }

@@ -4,6 +4,7 @@ use super::*;
 use crate::scripted::{self, ScriptedEngine, Step};
 use lagoon_http::access::Line;
 use lagoon_http::{Front, Keys, Port};
+use lagoon_types::CachedTokens;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -312,7 +313,7 @@ async fn an_instance_gets_the_id_that_the_client_gets() {
 async fn the_log_has_what_the_instance_reports_and_the_instance_gets_the_id() {
     let engine = ScriptedEngine::new(|request| {
         let mut steps = scripted::say("abc", request);
-        steps.insert(0, Step::Cached(2));
+        steps.insert(0, Step::Cached(CachedTokens::on_device(2_u32)));
         Ok(steps)
     });
     let server = scripted::spawn(scripted::state(engine)).await;

@@ -83,16 +83,20 @@ fn show(rows: &[PoolRow], json: bool) {
         outln!("{}", json!({ "instances": rows }));
         return;
     }
-    let mut table = Table::new(&["INSTANCE", "NAME", "DEVICE", "HOST", "DISK", "TOKENS", "LEASED", "HITS", "EVICTED"]);
+    let mut table = Table::new(&[
+        "INSTANCE", "NAME", "DEVICE", "HOST", "DISK", "TOKENS", "LEASED", "HITS", "FOUND", "SAVED", "EVICTED",
+    ]);
     for (row, of) in rows.iter().filter_map(|row| Some((row, row.cache.as_ref()?))) {
         let hits = format!("{} of {}", of.hit_tokens, of.looked_up_tokens);
+        let found = found(of).map(|n| n.to_string()).join("+");
+        let saved = format!("{} s", of.saved_ms / 1000);
         let evicted = format!("{}+{}+{}", of.device_evicted_blocks, of.host_evicted_blocks, of.disk_evicted_blocks);
         let [device, host, disk] =
             [of.device_blocks.into(), of.host_blocks, of.disk_blocks].map(|n: u64| n.to_string());
         let tokens = tokens(of).map(|n| n.to_string()).join("+");
         let leased = of.leased_blocks.to_string();
         let number = row.instance.to_string();
-        table.row(vec![number, row.name.clone(), device, host, disk, tokens, leased, hits, evicted]);
+        table.row(vec![number, row.name.clone(), device, host, disk, tokens, leased, hits, found, saved, evicted]);
     }
     out!("{table}");
 }
@@ -114,6 +118,13 @@ fn tokens(of: &CacheRow) -> [u64; 3] {
     blocks.map(|blocks: u64| blocks.saturating_mul(of.block_tokens.into()))
 }
 
+/// Hits in KV memory, at other instances, in the host tier and on disk, in tokens.
+fn found(of: &CacheRow) -> [u64; 4] {
+    let others = [of.pool_hit_tokens, of.host_hit_tokens, of.disk_hit_tokens];
+    let device = others.into_iter().fold(of.hit_tokens, u64::saturating_sub);
+    [device, others[0], others[1], others[2]]
+}
+
 /// An instance's row with its tokens; `None` for one that has no prefix cache or none that it reported.
 fn row_json(row: &PoolRow) -> Option<Value> {
     let of = row.cache.as_ref()?;
@@ -121,7 +132,7 @@ fn row_json(row: &PoolRow) -> Option<Value> {
     let mut shown = serde_json::to_value(of).ok()?;
     let about = json!({
         "instance": row.instance, "name": row.name, "alive": row.alive,
-        "device_tokens": device, "host_tokens": host, "disk_tokens": disk,
+        "device_tokens": device, "host_tokens": host, "disk_tokens": disk, "device_hit_tokens": found(of)[0],
     });
     shown.as_object_mut()?.extend(about.as_object()?.clone());
     Some(shown)
@@ -157,6 +168,9 @@ mod tests {
             device_blocks: 3,
             disk_blocks: 100,
             leased_blocks: 2,
+            hit_tokens: 100,
+            pool_hit_tokens: 30,
+            host_hit_tokens: 20,
             ..Default::default()
         };
         let row = |cache| {
@@ -168,6 +182,7 @@ mod tests {
             (&shown["device_tokens"], &shown["host_tokens"], &shown["disk_tokens"]),
             (&json!(48), &json!(0), &json!(1600))
         );
+        assert_eq!((&shown["device_hit_tokens"], &shown["pool_hit_tokens"]), (&json!(50), &json!(30)));
         assert_eq!((&shown["instance"], &shown["leased_blocks"]), (&json!(7), &json!(2)));
         assert_eq!(row_json(&row(None)), None);
     }

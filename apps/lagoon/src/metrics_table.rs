@@ -174,8 +174,14 @@ const PREFIX: &[Metric] = &[
     Metric::counter(
         "lagoon_prefix_cache_hit_tokens_total",
         "tokens",
-        &[("where", &["here", "pool"])],
-        "Prompt tokens found in the prefix cache, by where: on this instance, or leased from others, which cache them.",
+        &[("where", &["device", "pool", "host", "disk"])],
+        "Prompt tokens found in the prefix cache, by where: in KV memory here (device) or leased from other instances (pool), or loaded from host memory or disk.",
+    ),
+    Metric::counter(
+        "lagoon_prefix_cache_saved_milliseconds_total",
+        "milliseconds",
+        &[],
+        "Estimated time that computing the found tokens would have taken, less that of loads from host memory and disk.",
     ),
     Metric::counter(
         "lagoon_prefix_cache_lent_blocks_total",
@@ -215,12 +221,6 @@ const PREFIX: &[Metric] = &[
         "rBlocks whose KV is kept beside the KV memory (--host-cache-tokens, --cache-dir).",
     ),
     Metric::gauge("lagoon_prefix_cache_tier_bytes", "bytes", &[CACHE_TIER], "Bytes of these."),
-    Metric::counter(
-        "lagoon_prefix_cache_tier_hit_tokens_total",
-        "tokens",
-        &[CACHE_TIER],
-        "Prompt tokens whose KV was loaded from there.",
-    ),
     Metric::counter(
         "lagoon_prefix_cache_tier_saved_blocks_total",
         "blocks",

@@ -120,8 +120,8 @@ fn record_prefix(of: &PrefixStatus) {
     counter!("lagoon_prefix_cache_evicted_blocks_total").absolute(of.evicted_blocks);
     counter!("lagoon_prefix_cache_shared_blocks_total").absolute(of.shared_blocks);
     counter!("lagoon_prefix_cache_lent_blocks_total").absolute(of.lent_blocks);
-    let here = of.hit_tokens.saturating_sub(of.leased_tokens);
-    for (place, tokens) in [("here", here), ("pool", of.leased_tokens)] {
+    counter!("lagoon_prefix_cache_saved_milliseconds_total").absolute(of.saved_ms);
+    for (place, tokens) in of.found.by_place() {
         counter!("lagoon_prefix_cache_hit_tokens_total", "where" => place).absolute(tokens);
     }
     gauge!("lagoon_kv_shared_blocks").set(of.saved_blocks);
@@ -135,7 +135,6 @@ fn record_cache_tiers(of: &CacheTiersStatus) {
     for (tier, of) in [("host", &of.host), ("disk", &of.disk)] {
         gauge!("lagoon_prefix_cache_tier_blocks", "tier" => tier).set(size(of.blocks));
         gauge!("lagoon_prefix_cache_tier_bytes", "tier" => tier).set(size(of.bytes));
-        counter!("lagoon_prefix_cache_tier_hit_tokens_total", "tier" => tier).absolute(of.hit_tokens);
         counter!("lagoon_prefix_cache_tier_saved_blocks_total", "tier" => tier).absolute(of.saved_blocks);
         counter!("lagoon_prefix_cache_tier_evicted_blocks_total", "tier" => tier).absolute(of.evicted_blocks);
     }

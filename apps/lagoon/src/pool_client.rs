@@ -88,6 +88,15 @@ pub(crate) struct CacheRow {
     pub(crate) leased_blocks: u32,
     pub(crate) looked_up_tokens: u64,
     pub(crate) hit_tokens: u64,
+    /// Those by where they were found; the rest was in KV memory.
+    #[serde(default)]
+    pub(crate) pool_hit_tokens: u64,
+    #[serde(default)]
+    pub(crate) host_hit_tokens: u64,
+    #[serde(default)]
+    pub(crate) disk_hit_tokens: u64,
+    #[serde(default)]
+    pub(crate) saved_ms: u64,
     pub(crate) device_evicted_blocks: u64,
     pub(crate) host_evicted_blocks: u64,
     pub(crate) disk_evicted_blocks: u64,
@@ -128,6 +137,10 @@ impl From<&CacheCounts> for CacheRow {
             leased_blocks: c.leased_blocks,
             looked_up_tokens: c.looked_up_tokens,
             hit_tokens: c.hit_tokens,
+            pool_hit_tokens: c.pool_hit_tokens,
+            host_hit_tokens: c.host_hit_tokens,
+            disk_hit_tokens: c.disk_hit_tokens,
+            saved_ms: c.saved_ms,
             device_evicted_blocks: c.device_evicted_blocks,
             host_evicted_blocks: c.host_evicted_blocks,
             disk_evicted_blocks: c.disk_evicted_blocks,

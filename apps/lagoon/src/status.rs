@@ -160,16 +160,21 @@ fn memory_line(memory: &Value) -> Option<String> {
 /// Counters of the prefix cache, of an instance queried directly.
 fn prefix_line(prefix: &Value) -> Option<String> {
     let n = |field: &str| prefix[field].as_u64();
+    let found = |place: &str| prefix["found"][place].as_u64();
     Some(format!(
-        "prefix cache: {} of {} tokens found, {} blocks kept, {} evicted, {} found with others; {} saved by sharing now; \
-         {} tokens leased from others, {} blocks leased to others",
+        "prefix cache: {} of {} tokens found ({} in KV memory here, {} at other instances, {} in host memory, {} on disk), which \
+         saved about {:.1} s; {} blocks kept, {} evicted, {} found with others; {} saved by sharing now; {} blocks leased to others",
         n("hit_tokens")?,
         n("looked_up_tokens")?,
+        found("device")?,
+        found("pool")?,
+        found("host")?,
+        found("disk")?,
+        prefix["saved_ms"].as_f64()? / 1e3,
         n("blocks")?,
         n("evicted_blocks")?,
         n("shared_blocks")?,
         n("saved_blocks")?,
-        n("leased_tokens")?,
         n("lent_blocks")?
     ))
 }
@@ -180,8 +185,8 @@ fn cache_tier_lines(tiers: &Value) -> Vec<String> {
         let n = |field: &str| tiers[name][field].as_u64();
         let mib = n("bytes")? >> 20;
         (n("saved_blocks")? + n("blocks")? > 0).then(|| {
-            let [blocks, hits] = [n("blocks"), n("hit_tokens")].map(Option::unwrap_or_default);
-            format!("prefix cache on {name}: {blocks} blocks, {mib} MiB; {hits} tokens loaded from there")
+            let blocks = n("blocks").unwrap_or_default();
+            format!("prefix cache on {name}: {blocks} blocks, {mib} MiB")
         })
     };
     ["host", "disk"].into_iter().filter_map(line).collect()

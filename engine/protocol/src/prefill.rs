@@ -214,6 +214,13 @@ pub struct PrefillReady {
     /// The request's grammar has ended with `token`.
     #[prost(bool, tag = "17")]
     pub has_ended: bool,
+    /// Those of `cached_tokens` that the worker leased from other instances, loaded from its host tier, and loaded from its disk.
+    #[prost(uint32, tag = "18")]
+    pub pool_cached_tokens: u32,
+    #[prost(uint32, tag = "19")]
+    pub host_cached_tokens: u32,
+    #[prost(uint32, tag = "20")]
+    pub disk_cached_tokens: u32,
 }
 
 /// Refusal of a [`PrefillRequest`].

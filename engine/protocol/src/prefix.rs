@@ -87,6 +87,16 @@ pub struct CacheCounts {
     /// Tenants with most cached rBlocks, at most `CACHE_TENANTS_MAX`.
     #[prost(message, repeated, tag = "12")]
     pub tenants: Vec<CacheTenant>,
+    /// Those of `hit_tokens` that were leased from other instances, loaded from the host tier, and loaded from disk.
+    #[prost(uint64, tag = "13")]
+    pub pool_hit_tokens: u64,
+    #[prost(uint64, tag = "14")]
+    pub host_hit_tokens: u64,
+    #[prost(uint64, tag = "15")]
+    pub disk_hit_tokens: u64,
+    /// Estimated time that computing `hit_tokens` would have taken, less that of loads from tiers.
+    #[prost(uint64, tag = "16")]
+    pub saved_ms: u64,
 }
 
 /// Cached rBlocks of a tenant, which fingerprints name: of the name of its API key, and of its `cache_salt`; 0 for none.

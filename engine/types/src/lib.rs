@@ -26,8 +26,8 @@ pub use ids::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
 pub use kv_dtype::KvDType;
 pub use partial::Partial;
 pub use request::{
-    CONTEXT, FinishReason, GenerateRequest, Pooling, PromptLogprob, RequestError, RequestOptions, SamplingParams,
-    TokenEvent, TokenLogprobs,
+    CONTEXT, CachedTokens, FinishReason, GenerateRequest, Pooling, PromptLogprob, RequestError, RequestOptions,
+    SamplingParams, TokenEvent, TokenLogprobs,
 };
 pub use run::{KvRun, LeaseRun};
 pub use shape::{AttentionGeometry, KvShape, ModelHash};

@@ -2,7 +2,7 @@
 
 use crate::constraint::Constraint;
 use serde::{Deserialize, Serialize};
-use std::ops::Range;
+use std::ops::{AddAssign, Range};
 use std::sync::Arc;
 
 /// Sampling parameters of the next token.
@@ -179,13 +179,68 @@ pub struct PromptLogprob {
     pub top: Vec<(u32, f32)>,
 }
 
+/// Tokens of prompts whose KV was in the prefix cache, by where it was found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CachedTokens {
+    /// KV memory of the instance that computes the prompt.
+    pub device: u64,
+    /// KV memory of other instances of the pool, which lease it.
+    pub pool: u64,
+    /// Copies in host memory (`--host-cache-tokens`).
+    pub host: u64,
+    /// Copies on disk (`--cache-dir`).
+    pub disk: u64,
+}
+
+impl CachedTokens {
+    /// Found in the KV memory of the instance that computes the prompt.
+    #[must_use]
+    pub fn on_device(tokens: impl Into<u64>) -> Self {
+        Self { device: tokens.into(), ..Self::default() }
+    }
+
+    /// The places and their tokens.
+    #[must_use]
+    pub fn by_place(self) -> [(&'static str, u64); 4] {
+        let Self { device, pool, host, disk } = self;
+        [("device", device), ("pool", pool), ("host", host), ("disk", disk)]
+    }
+
+    /// Tokens of all places.
+    #[must_use]
+    pub fn total(self) -> u64 {
+        self.by_place().into_iter().fold(0, |sum, (_, tokens)| sum.saturating_add(tokens))
+    }
+
+    /// At most `tokens` in all: those of the first places.
+    #[must_use]
+    pub fn at_most(self, mut tokens: u64) -> Self {
+        let mut take = |of: u64| {
+            let taken = of.min(tokens);
+            tokens -= taken;
+            taken
+        };
+        Self { device: take(self.device), pool: take(self.pool), host: take(self.host), disk: take(self.disk) }
+    }
+}
+
+impl AddAssign for CachedTokens {
+    fn add_assign(&mut self, other: Self) {
+        let sum = |a: u64, b: u64| a.saturating_add(b);
+        self.device = sum(self.device, other.device);
+        self.pool = sum(self.pool, other.pool);
+        self.host = sum(self.host, other.host);
+        self.disk = sum(self.disk, other.disk);
+    }
+}
+
 /// Event of one request, in order: at most one `Prompt`, tokens or one `Embedding`, then exactly one `Finished` or `Failed`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenEvent {
     /// Tokens of the prompt whose KV was cached, how long it waited to join the batch, and the log-probabilities of all of its tokens
     /// but the first, if they were requested; absent without all of these.
     Prompt {
-        cached_tokens: u32,
+        cached: CachedTokens,
         queue_ms: u64,
         logprobs: Vec<PromptLogprob>,
     },

@@ -26,8 +26,8 @@ use lagoon_sim::place::address;
 use lagoon_sim::rng::mix;
 use lagoon_sim::{Clock, Delays, Emission, Fabric, LinkProfile, Place, Process, SimRunner, Transfers};
 use lagoon_types::{
-    FinishReason, GenerateRequest, InstanceId, PhysBlock, PromptLogprob, RequestError, RequestOptions, SamplingParams,
-    SeqId, TokenEvent, TokenLogprobs,
+    CachedTokens, FinishReason, GenerateRequest, InstanceId, PhysBlock, PromptLogprob, RequestError, RequestOptions,
+    SamplingParams, SeqId, TokenEvent, TokenLogprobs,
 };
 use net::Net;
 use node::TimedExecutor;
@@ -60,6 +60,8 @@ pub struct Log {
     pub scores: Vec<TokenLogprobs>,
     /// Cached tokens and log-probabilities of the prompt.
     pub prompt: (u32, Vec<PromptLogprob>),
+    /// Those cached tokens by where they were found.
+    pub found: CachedTokens,
     pub embedding: Option<Vec<f32>>,
     pub end: Option<Result<FinishReason, RequestError>>,
     pub cancelled: bool,
@@ -309,10 +311,21 @@ impl World {
     pub fn submit(&mut self, node: usize, request: GenerateRequest) -> usize {
         let id = self.requests.len();
         let (tokens, logits, scores) = (Vec::new(), Vec::new(), Vec::new());
-        let prompt = (0, Vec::new());
+        let (prompt, found) = ((0, Vec::new()), CachedTokens::default());
         let (embedding, end, cancelled, lost) = (None, None, false, false);
-        let log =
-            Log { node, request: request.clone(), tokens, logits, scores, prompt, embedding, end, cancelled, lost };
+        let log = Log {
+            node,
+            request: request.clone(),
+            tokens,
+            logits,
+            scores,
+            prompt,
+            found,
+            embedding,
+            end,
+            cancelled,
+            lost,
+        };
         self.requests.push(log);
         self.handle(node, Event::Submit { seq: SeqId(id as u64 + 1), request: Box::new(request) });
         id
@@ -523,9 +536,10 @@ impl World {
         assert_eq!(place(log.node), from, "{seq} is another instance's");
         assert!(log.end.is_none() && !log.cancelled, "{seq} is over: {event:?}");
         match event {
-            TokenEvent::Prompt { cached_tokens, logprobs, .. } => {
+            TokenEvent::Prompt { cached, logprobs, .. } => {
                 assert!(log.tokens.is_empty(), "{seq} reports its prompt first");
-                log.prompt = (cached_tokens, logprobs);
+                log.prompt = (u32::try_from(cached.total()).unwrap(), logprobs);
+                log.found = cached;
             }
             TokenEvent::Token { id, logits, logprobs } => {
                 log.scores.extend(logprobs);

@@ -171,7 +171,7 @@ impl Answer {
     /// Counts a piece.
     fn note(&mut self, piece: &Piece) {
         let sequence = &mut self.sequences[piece.index];
-        sequence.cached += piece.prompt.cached_tokens;
+        sequence.cached += usize::try_from(piece.prompt.cached.total()).unwrap_or(usize::MAX);
         sequence.has_new_line |= piece.text.contains('\n');
         if let Some(token) = piece.tokens.last() {
             sequence.first.get_or_insert_with(Instant::now);

@@ -9,7 +9,7 @@ use crate::{
     scripted::{self, ScriptedEngine, Step, say},
     translate::names,
 };
-use lagoon_types::{FinishReason, RequestError};
+use lagoon_types::{CachedTokens, FinishReason, RequestError};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -133,7 +133,9 @@ async fn the_reasons_of_an_end() {
             assert_eq!(message["content"], json!([{"type": "text", "text": content}]));
         }
     }
-    let cached = ScriptedEngine::new(|request| Ok([vec![Step::Cached(5)], say("a", request)].concat()));
+    let cached = ScriptedEngine::new(|request| {
+        Ok([vec![Step::Cached(CachedTokens::on_device(5_u32))], say("a", request)].concat())
+    });
     let usage = Client::of(cached).await.post(PATH, ask(&json!({}))).await.json()["usage"].clone();
     assert_eq!(usage, json!({"input_tokens": 14, "cache_read_input_tokens": 5, "output_tokens": 2}));
     let nothing = Client::saying("").await.post(PATH, ask(&json!({}))).await.json();

@@ -2,6 +2,7 @@
 
 use super::{Client, tools};
 use crate::scripted::{ScriptedEngine, Step, say};
+use lagoon_types::CachedTokens;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -15,7 +16,7 @@ fn echo() -> Arc<ScriptedEngine> {
         let (_, asked) = prompt.rsplit_once("user").unwrap();
         let asked = asked.trim_start_matches([':', '>', ' ']).split(['<', '\n']).next().unwrap();
         let mut steps = say(&format!("{asked}</think>{asked}."), request);
-        steps.insert(0, Step::Cached(2));
+        steps.insert(0, Step::Cached(CachedTokens::on_device(2_u32)));
         Ok(steps)
     })
 }

@@ -4,7 +4,7 @@ use crate::access::Line;
 use crate::front::{CorsOrigins, REQUEST_ID};
 use crate::scripted::{self, ScriptedEngine, Step};
 use crate::{Front, Keys, Port};
-use lagoon_types::{FinishReason, RequestError};
+use lagoon_types::{CachedTokens, FinishReason, RequestError};
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::sync::{Arc, Mutex};
@@ -89,7 +89,7 @@ async fn every_response_has_the_requests_id_or_a_new_one() {
 async fn a_request_has_one_line_when_its_response_has_ended() {
     let engine = ScriptedEngine::new(|request| {
         let mut steps = scripted::say("abc", request);
-        steps.insert(0, Step::Cached(2));
+        steps.insert(0, Step::Cached(CachedTokens::on_device(2_u32)));
         Ok(steps)
     });
     let server = Logged::new(engine, Keys::none(), &[]).await;

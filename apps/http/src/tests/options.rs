@@ -5,6 +5,7 @@ use crate::{
     keys::{Keys, TENANT_HEADER},
     scripted::{BOS, EOS, ScriptedEngine, Step, say, spawn_keyed, state},
 };
+use lagoon_types::CachedTokens;
 use serde_json::{Value, json};
 
 async fn complete(text: &'static str, extra: Value) -> Value {
@@ -146,10 +147,18 @@ async fn log_probabilities_of_a_prompt_have_vllms_shape() {
 
 #[tokio::test]
 async fn usage_names_cached_tokens_and_comes_with_every_chunk_on_request() {
-    let engine = ScriptedEngine::new(|request| Ok([vec![Step::Cached(2)], say("ab", request)].concat()));
+    let found = CachedTokens { device: 1, pool: 2, host: 3, disk: 4 };
+    let engine = ScriptedEngine::new(move |request| Ok([vec![Step::Cached(found)], say("ab", request)].concat()));
     let client = Client::of(engine).await;
     let whole = client.post("/v1/completions", json!({"prompt": "xy", "n": 2})).await.json();
-    assert_eq!(whole["usage"]["prompt_tokens_details"], json!({"cached_tokens": 2}));
+    let places = json!({"device": 1, "pool": 2, "host": 3, "disk": 4});
+    let details = json!({"cached_tokens": 10, "cached_tokens_details": places});
+    assert_eq!(whole["usage"]["prompt_tokens_details"], details, "of one of the answers: it is the same prompt");
+    let two = client.post("/v1/completions", json!({"prompt": ["xy", "xz"]})).await.json();
+    let twice = json!({"device": 2, "pool": 4, "host": 6, "disk": 8});
+    assert_eq!(two["usage"]["prompt_tokens_details"], json!({"cached_tokens": 20, "cached_tokens_details": twice}));
+    let response = client.post("/v1/responses", json!({"input": "xy"})).await.json();
+    assert_eq!(response["usage"]["input_tokens_details"], details);
     let options = json!({"include_usage": true, "continuous_usage_stats": true});
     let body = json!({"prompt": "xy", "stream": true, "stream_options": options});
     let stream = client.post("/v1/completions", body).await.text;

@@ -176,9 +176,11 @@ fn part(block: &Block, text: &str) -> Value {
 
 fn usage(answer: &Transcript) -> Value {
     let usage = answer.usage;
+    let mut cached = json!({"cached_tokens": usage.cached_tokens()});
+    usage.cached_details().into_iter().for_each(|details| cached["cached_tokens_details"] = json!(details));
     json!({
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens()},
+        "input_tokens_details": cached,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

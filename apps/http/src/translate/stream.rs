@@ -5,7 +5,7 @@
 //! is written exactly once, as the last thing; dropping the stream drops the chat's body, which cancels the chat.
 
 use super::errors::ErrorBody;
-use crate::{frames::KEEP_ALIVE, state::unix_seconds};
+use crate::{frames::KEEP_ALIVE, reply::CachedTokensDetails, state::unix_seconds};
 use axum::body::{Body, BodyDataStream, Bytes};
 use futures::StreamExt as _;
 use serde::Deserialize;
@@ -67,11 +67,17 @@ pub(super) struct Usage {
 #[serde(default)]
 struct PromptTokensDetails {
     cached_tokens: usize,
+    cached_tokens_details: Option<CachedTokensDetails>,
 }
 
 impl Usage {
     pub(super) fn cached_tokens(&self) -> usize {
         self.prompt_tokens_details.map_or(0, |details| details.cached_tokens)
+    }
+
+    /// Where they were found, if any were.
+    pub(super) fn cached_details(&self) -> Option<CachedTokensDetails> {
+        self.prompt_tokens_details?.cached_tokens_details
     }
 }
 

@@ -159,13 +159,11 @@ impl Summary {
         self.recoveries += status.recoveries;
         self.recomputed += status.recomputed_tokens;
         self.prefix_hits += status.prefix.hit_tokens;
-        self.prefix_leased += status.prefix.leased_tokens;
+        self.prefix_leased += status.prefix.found.pool;
         self.prefix_shared += status.prefix.shared_blocks;
         self.prefix_evicted += status.prefix.evicted_blocks;
-        if let Some(tiers) = &status.cache_tiers {
-            self.host_hits += tiers.host.hit_tokens;
-            self.disk_hits += tiers.disk.hit_tokens;
-        }
+        self.host_hits += status.prefix.found.host;
+        self.disk_hits += status.prefix.found.disk;
         self.prefills += status.prefill.pulled;
         self.prefills_pushed += if push { status.prefill.pulled } else { 0 };
         self.prefills_again += status.prefill.retried;
@@ -331,7 +329,8 @@ impl Run<'_> {
             let Some(asked) = self.asked.get_mut(&id).filter(|a| a.place == emission.place) else {
                 return Err(Failure::new("answer", format!("node {} answers {}", emission.place, emission.seq)));
             };
-            let cached = if let TokenEvent::Prompt { cached_tokens, .. } = emission.event { cached_tokens } else { 0 };
+            let cached = if let TokenEvent::Prompt { cached, .. } = emission.event { cached.total() } else { 0 };
+            let cached = u32::try_from(cached).unwrap_or(u32::MAX);
             asked.receive(emission.event, &self.scenario.pool, disturbed)?;
             self.check_tenant(id, cached)?;
         }

@@ -415,7 +415,7 @@ impl Run {
             }
             seen.preemptions += instance.status().preemptions;
             seen.recoveries += instance.status().recoveries;
-            seen.leased_tokens += instance.status().prefix.leased_tokens;
+            seen.leased_tokens += instance.status().prefix.found.pool;
             seen.evicted_blocks += instance.status().prefix.evicted_blocks;
             let joint = instance.status().joint;
             let counts = [joint.begun, joint.completed, joint.alone];
@@ -577,9 +577,9 @@ impl Run {
         let outcome = &mut self.seen.outcomes[index];
         let started = outcome.first_us.is_some();
         match event {
-            TokenEvent::Prompt { cached_tokens, .. } => {
-                outcome.cached = *cached_tokens;
-                let learned = u64::from(*cached_tokens);
+            TokenEvent::Prompt { cached, .. } => {
+                let learned = cached.total();
+                outcome.cached = u32::try_from(learned).unwrap_or(u32::MAX);
                 return self.gateway.iter_mut().for_each(|gateway| gateway.note_cached(index, learned));
             }
             TokenEvent::Embedding { .. } => return,

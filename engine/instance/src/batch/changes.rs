@@ -9,7 +9,7 @@ use lagoon_cluster::BorrowedLease;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{Placement, RemoteEntries, RemoteGrant};
 use lagoon_runner::WriteSegment;
-use lagoon_types::{Chunk, FinishReason, PhysBlock, PromptLogprob, SeqId, TokenEvent};
+use lagoon_types::{CachedTokens, Chunk, FinishReason, PhysBlock, PromptLogprob, SeqId, TokenEvent};
 use std::collections::BTreeMap;
 
 /// A layer's KV that goes to a creditor, and the entries that it completes.
@@ -77,8 +77,8 @@ impl Batch {
         self.seqs.get_mut(&id).and_then(Sequence::report_prompt)
     }
 
-    /// [`Batch::report_prompt`] of a prompt that a worker computed, which had `cached` tokens of it.
-    pub(crate) fn report_prompt_of(&mut self, id: SeqId, cached: u32) -> Option<TokenEvent> {
+    /// [`Batch::report_prompt`] of a prompt that a worker computed, which had found `cached`.
+    pub(crate) fn report_prompt_of(&mut self, id: SeqId, cached: CachedTokens) -> Option<TokenEvent> {
         let prompt = self.seqs.get_mut(&id).and_then(|seq| seq.prompt.as_mut());
         prompt.into_iter().for_each(|prompt| prompt.cached = cached);
         self.report_prompt(id)

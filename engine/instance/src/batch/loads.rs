@@ -19,7 +19,7 @@ use lagoon_backend::DeviceError;
 use lagoon_kv::{BlockHash, Placement};
 use lagoon_runner::{Command, RemoteTag, RemoteWrite};
 use lagoon_types::limits::{TIER_DISK_READS_MAX, TIER_LOAD_DEADLINE_MS};
-use lagoon_types::{PhysBlock, SeqId};
+use lagoon_types::{CachedTokens, PhysBlock, SeqId};
 use std::collections::BTreeMap;
 
 impl Batch {
@@ -187,6 +187,7 @@ impl Batch {
         let is_whole = load.end == load.blocks.len();
         let counts = &mut cx.memory.tiers.counts;
         *if is_whole { &mut counts.whole_loads } else { &mut counts.broken_loads } += 1;
+        let row_us = self.row_us(cx);
         let Some(seq) = self.seqs.get_mut(&load.seq).filter(|seq| seq.loading == Some(id)) else { return };
         seq.loading = None;
         self.due.touch();
@@ -199,14 +200,15 @@ impl Batch {
         let tokens = u32::try_from(stored).expect("at most a sequence's blocks") * cx.config.block_tokens;
         let advance = seq.blocks.advance(tokens);
         advance.mark(&mut cx.memory.rm.pool);
+        let found = note_tiers(cx, load, stored);
         let prompt = seq.prompt.as_mut().filter(|_| load.is_prompt);
-        prompt.into_iter().for_each(|prompt| prompt.cached = prompt.cached.saturating_add(tokens));
+        prompt.into_iter().for_each(|prompt| prompt.cached += found);
         let hashes_later = seq.sharing.is_some();
         if self.sched.is_running(load.seq) {
             self.sched.skip(load.seq, tokens);
         }
-        cx.memory.prefix.note_hit(tokens);
-        note_tiers(cx, load, stored);
+        let load_us = f64::from(u32::try_from(cx.now_ms - load.began_ms).unwrap_or(u32::MAX)) * 1e3;
+        cx.memory.prefix.note_found(found, f64::from(tokens) * row_us - load_us);
         // Blocks behind a mapping in progress get their hashes with it.
         if !hashes_later {
             self.register_hashes(cx, others, load.seq);
@@ -236,20 +238,15 @@ fn on_read(cx: &mut Cx, read: u64, result: Result<BlockKv, DiskLoss>) {
     }
 }
 
-/// Counts what came from each tier, and how fast if all came from one.
-fn note_tiers(cx: &mut Cx, load: &Load, stored: usize) {
-    let mut blocks: BTreeMap<usize, (TierName, u64)> = BTreeMap::new();
-    for tier in &load.passed[..stored] {
-        blocks.entry(*tier as usize).or_insert((*tier, 0)).1 += 1;
+/// Tokens that came from each tier. Measures how fast, if all came from one.
+fn note_tiers(cx: &mut Cx, load: &Load, stored: usize) -> CachedTokens {
+    let of = |tier: TierName| load.passed[..stored].iter().filter(|of| **of == tier).count() as u64;
+    let blocks = [TierName::Host, TierName::Disk].map(|tier| (tier, of(tier)));
+    if let [(tier, blocks), (_, 0)] | [(_, 0), (tier, blocks)] = blocks {
+        cx.memory.tiers.note_load(tier, blocks, cx.now_ms - load.began_ms);
     }
-    let (alone, ms) = (blocks.len() == 1, cx.now_ms - load.began_ms);
-    for (tier, blocks) in blocks.into_values() {
-        let tokens = u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(cx.config.block_tokens);
-        cx.memory.tiers.note_hit(tier, tokens);
-        if alone {
-            cx.memory.tiers.note_load(tier, blocks, ms);
-        }
-    }
+    let [host, disk] = blocks.map(|(_, blocks)| blocks * u64::from(cx.config.block_tokens));
+    CachedTokens { host, disk, ..CachedTokens::default() }
 }
 
 /// Looks for a load's next blocks in the tiers, a few ahead of those that were passed on.

@@ -16,7 +16,7 @@ use lagoon_cluster::CachedPart;
 use lagoon_kv::{BlockHash, Owner, Placement, RemoteBlock};
 use lagoon_protocol::{ControlBody, LeaseHashes};
 use lagoon_types::limits::LEASE_HASHES_MAX;
-use lagoon_types::{InstanceId, SeqId};
+use lagoon_types::{CachedTokens, InstanceId, SeqId};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -48,19 +48,21 @@ impl Batch {
             let all = lease.grant().all();
             cx.memory.rm.debtor.held.release(&all, cx.now_ms);
         }
+        let row_us = self.row_us(cx);
         let Some(seq) = self.seqs.get_mut(&id).filter(|_| waits) else { return };
         seq.set_need(Need::Met);
         seq.blocks.begin().mark(&mut cx.memory.rm.pool);
         // Missing blocks, and those behind them, get their hashes when they are computed.
         (seq.search, seq.hashed) = (PoolSearch::Done, seq.blocks.next_position() / cx.config.block_tokens);
+        let tokens = |blocks: u32| u64::from(blocks * cx.config.block_tokens);
+        let cached = CachedTokens { pool: tokens(found.leased), ..CachedTokens::on_device(tokens(found.here)) };
         let known = (found.here + found.leased) * cx.config.block_tokens;
         cx.memory.prefix.note_lookup(seq.len());
-        cx.memory.prefix.note_hit(known);
+        cx.memory.prefix.note_found(cached, f64::from(known) * row_us);
         cx.memory.prefix.note_shared(found.shared);
-        cx.memory.prefix.note_leased(found.leased * cx.config.block_tokens);
         // A preempted sequence finds its own blocks.
         let prompt = seq.prompt.as_mut().filter(|_| seq.began_ms.is_none());
-        prompt.into_iter().for_each(|prompt| prompt.cached = known);
+        prompt.into_iter().for_each(|prompt| prompt.cached = cached);
         if self.place(cx, prefills, id) {
             self.admit_placed(cx);
         }

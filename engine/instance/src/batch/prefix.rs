@@ -23,7 +23,7 @@ use lagoon_backend::DeviceError;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_kv::{Adopted, Owner, Placement};
 use lagoon_runner::{Command, ShareId};
-use lagoon_types::{PhysBlock, SeqId};
+use lagoon_types::{CachedTokens, PhysBlock, SeqId};
 
 impl Batch {
     /// Computes the block hashes of a sequence's first `blocks` blocks; all their tokens must be known.
@@ -81,7 +81,7 @@ impl Batch {
 
     /// Shares blocks that others have computed since this sequence began, instead of computing them (or their rest).
     pub(crate) fn catch_up(&mut self, cx: &mut Cx, others: Others<'_>, id: SeqId) {
-        let (tokens, map) = (cx.config.block_tokens, self.may_map(cx, id));
+        let (tokens, map, row_us) = (cx.config.block_tokens, self.may_map(cx, id), self.row_us(cx));
         let Some(seq) = self.seqs.get(&id).filter(|_| cx.memory.prefix.root().is_some() && self.joins(others, id))
         else {
             return;
@@ -106,8 +106,9 @@ impl Batch {
             let advance = seq.blocks.join(block, joined.block);
             advance.mark(&mut cx.memory.rm.pool);
             self.sched.skip(id, known);
-            cx.memory.prefix.note_hit(known);
-            seq.prompt.iter_mut().for_each(|prompt| prompt.cached = prompt.cached.saturating_add(known));
+            let found = CachedTokens::on_device(known);
+            cx.memory.prefix.note_found(found, f64::from(known) * row_us);
+            seq.prompt.iter_mut().for_each(|prompt| prompt.cached += found);
             cx.memory.prefix.note_shared(1);
             match joined.mapped {
                 Some(from) => mapped.push((from, joined.block)),
@@ -171,11 +172,12 @@ impl Batch {
         let first = mapped.first().and_then(|(_, to)| blocks.iter().position(|block| block == to));
         let hashed = first.map_or(known, |first| u32::try_from(first).unwrap_or(known));
         cx.memory.prefix.note_lookup(len);
-        cx.memory.prefix.note_hit(known * tokens);
+        let found = CachedTokens::on_device(known * tokens);
+        cx.memory.prefix.note_found(found, f64::from(known * tokens) * self.row_us(cx));
         cx.memory.prefix.note_shared(shared);
         // A preempted sequence finds its own blocks.
         let prompt = self.seqs.get_mut(&id).filter(|seq| seq.began_ms.is_none()).and_then(|seq| seq.prompt.as_mut());
-        prompt.into_iter().for_each(|prompt| prompt.cached = known * tokens);
+        prompt.into_iter().for_each(|prompt| prompt.cached = found);
         if !mapped.is_empty() {
             self.map_blocks(cx, id, &mapped, &left);
         }

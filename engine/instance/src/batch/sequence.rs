@@ -14,8 +14,8 @@ use lagoon_types::limits::{
     ADMISSION_DEADLINE_MS, PRIORITY_MAX, PRIORITY_STEP_MS, RECOVERIES_MAX, RECOVERIES_WINDOW_MS,
 };
 use lagoon_types::{
-    FinishReason, GenerateRequest, InstanceId, LeaseId, PhysBlock, PromptLogprob, RequestOptions, SamplingParams,
-    SeqId, TokenEvent,
+    CachedTokens, FinishReason, GenerateRequest, InstanceId, LeaseId, PhysBlock, PromptLogprob, RequestOptions,
+    SamplingParams, SeqId, TokenEvent,
 };
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -117,7 +117,7 @@ pub(crate) enum Life {
 #[derive(Debug, Default)]
 pub(crate) struct PromptReport {
     /// Tokens whose KV other sequences had computed.
-    pub(crate) cached: u32,
+    pub(crate) cached: CachedTokens,
     /// Log-probabilities of its second token and those behind, as far as computed.
     pub(crate) logprobs: Vec<PromptLogprob>,
 }
@@ -301,10 +301,10 @@ impl Sequence {
     /// The event about its prompt, once; `None` without cached tokens, waiting time and log-probabilities.
     pub(crate) fn report_prompt(&mut self) -> Option<TokenEvent> {
         let PromptReport { cached, logprobs } = self.prompt.take()?;
-        let cached_tokens = cached.min(self.prompt_len);
+        let cached = cached.at_most(self.prompt_len.into());
         let queue_ms = self.began_ms.map_or(0, |began_ms| began_ms.saturating_sub(self.since_ms));
-        let is_news = cached_tokens > 0 || queue_ms > 0 || !logprobs.is_empty();
-        is_news.then_some(TokenEvent::Prompt { cached_tokens, queue_ms, logprobs })
+        let is_news = cached != CachedTokens::default() || queue_ms > 0 || !logprobs.is_empty();
+        is_news.then_some(TokenEvent::Prompt { cached, queue_ms, logprobs })
     }
 
     /// Own blocks beside its table.

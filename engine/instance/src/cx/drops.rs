@@ -8,11 +8,11 @@
 
 use super::Cx;
 use crate::event::{DiskEffect, Effect};
-use lagoon_kv::{Tenant, Tenants};
+use lagoon_kv::{Tenant, TenantCounts, Tenants};
 use lagoon_protocol::{CacheCounts, CacheDrop, CacheTenant};
 use lagoon_types::limits::CACHE_TENANTS_MAX;
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 /// Numbers of the gManager's orders; 0 before the first.
 #[derive(Debug, Default)]
@@ -61,6 +61,10 @@ impl Cx {
             leased_blocks: self.memory.rm.creditor.cached_leased(),
             looked_up_tokens: prefix.looked_up_tokens,
             hit_tokens: prefix.hit_tokens,
+            pool_hit_tokens: prefix.found.pool,
+            host_hit_tokens: prefix.found.host,
+            disk_hit_tokens: prefix.found.disk,
+            saved_ms: prefix.saved_ms,
             device_evicted_blocks: prefix.evicted_blocks,
             host_evicted_blocks: tiers.host.evicted_blocks,
             disk_evicted_blocks: tiers.disk.evicted_blocks,
@@ -69,24 +73,20 @@ impl Cx {
         })
     }
 
-    /// Tenants with most cached blocks.
+    /// Of the tenants with most cached blocks in one place, those with most.
     fn cache_tenants(&self) -> Vec<CacheTenant> {
-        let mut found: BTreeMap<Tenant, CacheTenant> = BTreeMap::new();
-        let mut count = |tenant: Tenant, set: &dyn Fn(&mut CacheTenant)| {
-            let Tenant { key, salt } = tenant;
-            set(found.entry(tenant).or_insert(CacheTenant { key, salt, ..CacheTenant::default() }));
-        };
-        for (tenant, blocks) in self.memory.rm.pool.tenants().iter() {
-            count(tenant, &|of| of.device_blocks = u32::try_from(blocks).unwrap_or(u32::MAX));
-        }
+        let device = self.memory.rm.pool.tenants();
         let [host, disk] = self.memory.tiers.tenants();
-        for (tenant, blocks) in host.into_iter().flat_map(|of| of.iter()) {
-            count(tenant, &|of| of.host_blocks = blocks);
-        }
-        for (tenant, blocks) in disk.into_iter().flat_map(|of| of.iter()) {
-            count(tenant, &|of| of.disk_blocks = blocks);
-        }
-        let mut found: Vec<CacheTenant> = found.into_values().collect();
+        let top = |of: &TenantCounts| of.top(CACHE_TENANTS_MAX).collect::<Vec<_>>();
+        let found: BTreeSet<Tenant> = [Some(device), host, disk].into_iter().flatten().flat_map(top).collect();
+        let counts = |tenant: Tenant| CacheTenant {
+            key: tenant.key,
+            salt: tenant.salt,
+            device_blocks: u32::try_from(device.of(&tenant)).unwrap_or(u32::MAX),
+            host_blocks: host.map_or(0, |of| of.of(&tenant)),
+            disk_blocks: disk.map_or(0, |of| of.of(&tenant)),
+        };
+        let mut found: Vec<CacheTenant> = found.into_iter().map(counts).collect();
         found.sort_by_key(|of| Reverse(u64::from(of.device_blocks).saturating_add(of.host_blocks.max(of.disk_blocks))));
         found.truncate(CACHE_TENANTS_MAX);
         found

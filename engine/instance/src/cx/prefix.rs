@@ -4,6 +4,7 @@ use crate::config::InstanceConfig;
 use lagoon_cluster::RManager;
 use lagoon_kv::{BlockHash, IdentityRoot};
 use lagoon_runner::ShareId;
+use lagoon_types::CachedTokens;
 use serde::Serialize;
 
 /// Counters of the prefix cache.
@@ -13,8 +14,10 @@ pub struct PrefixStatus {
     pub looked_up_tokens: u64,
     /// Tokens among them whose KV was cached and not recomputed.
     pub hit_tokens: u64,
-    /// Hits among them that were leased from other instances, which cache them.
-    pub leased_tokens: u64,
+    /// Those by where they were found.
+    pub found: CachedTokens,
+    /// Estimated time that computing them would have taken, less that of loads from tiers.
+    pub saved_ms: u64,
     /// Cached rBlocks that this instance leased to others, for their hits.
     pub lent_blocks: u64,
     /// rBlocks of these hits that were in use and became shared.
@@ -33,8 +36,8 @@ pub(crate) struct PrefixCounts {
     /// Root of the hash chain; `None` where the prefix cache is off.
     root: Option<BlockHash>,
     looked_up_tokens: u64,
-    hit_tokens: u64,
-    leased_tokens: u64,
+    found: CachedTokens,
+    saved_us: f64,
     shared_blocks: u64,
     next_share: u64,
     /// Mappings commanded and not made yet, also of sequences that are gone.
@@ -60,8 +63,8 @@ impl PrefixCounts {
         Self {
             root,
             looked_up_tokens: 0,
-            hit_tokens: 0,
-            leased_tokens: 0,
+            found: CachedTokens::default(),
+            saved_us: 0.0,
             shared_blocks: 0,
             next_share: 0,
             in_flight: 0,
@@ -78,14 +81,10 @@ impl PrefixCounts {
         self.looked_up_tokens += u64::from(tokens);
     }
 
-    /// Counts tokens whose KV was cached.
-    pub(crate) fn note_hit(&mut self, tokens: u32) {
-        self.hit_tokens += u64::from(tokens);
-    }
-
-    /// Counts tokens among the hits whose KV other instances cache.
-    pub(crate) fn note_leased(&mut self, tokens: u32) {
-        self.leased_tokens += u64::from(tokens);
+    /// Counts tokens whose KV was cached, and the time that this is estimated to save.
+    pub(crate) fn note_found(&mut self, found: CachedTokens, saved_us: f64) {
+        self.found += found;
+        self.saved_us += saved_us.max(0.0);
     }
 
     /// Counts rBlocks in use that became shared.
@@ -108,11 +107,18 @@ impl PrefixCounts {
     /// The counters, with those of the rManager.
     pub(crate) fn status(&self, rm: &RManager) -> PrefixStatus {
         let pool = &rm.pool;
-        let Self { looked_up_tokens, hit_tokens, leased_tokens, shared_blocks, .. } = *self;
+        let Self { looked_up_tokens, found, shared_blocks, .. } = *self;
+        #[allow(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "not negative; a float casts to the bounds"
+        )]
+        let saved_ms = (self.saved_us / 1e3) as u64;
         PrefixStatus {
             looked_up_tokens,
-            hit_tokens,
-            leased_tokens,
+            hit_tokens: found.total(),
+            found,
+            saved_ms,
             lent_blocks: rm.creditor.cached_lent(),
             shared_blocks,
             saved_blocks: pool.counts().shared,

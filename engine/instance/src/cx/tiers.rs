@@ -35,8 +35,6 @@ pub struct CacheTierConfig {
 pub struct CacheTierStatus {
     pub blocks: u64,
     pub bytes: u64,
-    /// Tokens of prompts whose KV came from it.
-    pub hit_tokens: u64,
     /// rBlocks copied to it.
     pub saved_blocks: u64,
     /// rBlocks evicted from it.
@@ -129,7 +127,9 @@ pub(crate) struct Tiers {
     pub(crate) next_read: u64,
     rates: [Rate; 2],
     pub(crate) counts: CacheTiersStatus,
-    /// An order that is carried out on the host tier.
+    /// Tenants whose blocks an order drops: not found while it is carried out.
+    dropping: Tenants,
+    /// The order's progress on the host tier.
     dropping_host: Option<TierDrop>,
     /// Whether the disk tier is to report that it has dropped blocks.
     dropping_disk: bool,
@@ -165,8 +165,16 @@ impl Tiers {
         host.or_else(|| self.writing.get(hash))
     }
 
+    /// Whether an operator's order that is carried out drops a block.
+    fn is_dropped(&self, hash: &BlockHash) -> bool {
+        self.is_dropping() && self.dropping.have(hash)
+    }
+
     /// The tier that a block would be loaded from.
     pub(crate) fn tier_of(&self, hash: &BlockHash) -> Option<TierName> {
+        if self.is_dropped(hash) {
+            return None;
+        }
         match (self.on_host(hash), self.on_disk.contains(hash)) {
             (Some(_), _) => Some(TierName::Host),
             (None, true) => Some(TierName::Disk),
@@ -176,6 +184,9 @@ impl Tiers {
 
     /// A block's KV in host memory, which is used now.
     pub(crate) fn take_from_host(&mut self, hash: &BlockHash) -> Option<BlockKv> {
+        if self.is_dropped(hash) {
+            return None;
+        }
         self.host.iter_mut().for_each(|host| host.touch(hash));
         self.on_host(hash).cloned()
     }
@@ -218,6 +229,7 @@ impl Tiers {
 
     /// Begins to drop these tenants' blocks, by an operator's order. Returns whether the shell drops those on disk.
     pub(super) fn begin_drop(&mut self, tenants: Tenants) -> bool {
+        self.dropping = tenants;
         self.dropping_host = self.host.as_ref().map(|host| host.begin_drop(tenants));
         self.dropping_disk = self.has_disk();
         self.dropping_disk
@@ -327,15 +339,6 @@ impl Tiers {
         self.rates.iter_mut().for_each(|rate| rate.0 *= HOPE);
     }
 
-    /// Counts tokens that came from a tier.
-    pub(crate) fn note_hit(&mut self, tier: TierName, tokens: u32) {
-        let counts = match tier {
-            TierName::Host => &mut self.counts.host,
-            TierName::Disk => &mut self.counts.disk,
-        };
-        counts.hit_tokens += u64::from(tokens);
-    }
-
     /// The counters, with those of the pool; `None` without tiers.
     pub(crate) fn status(&self, pool: &BlockPool) -> Option<CacheTiersStatus> {
         self.config?;
@@ -350,4 +353,38 @@ impl Tiers {
 #[allow(clippy::cast_precision_loss, reason = "a rate")]
 fn as_f64(n: u64) -> f64 {
     n as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lagoon_kv::{IdentityRoot, Tenant};
+    use lagoon_types::{KvDType, ModelHash};
+
+    /// Files are removed behind the writes that are queued, and a large host tier in steps: what they hold is not found meanwhile.
+    #[test]
+    fn an_order_hides_a_tenants_blocks_until_they_are_removed() {
+        let root =
+            IdentityRoot { model: ModelHash([0; 32]), adapter: b"", dtype: KvDType::F16, rope: b"", block_tokens: 4 };
+        let root = BlockHash::root(&root);
+        let [mine, others] = ["mine", "others"].map(|salt| root.salted(salt).then(&[1, 2, 3, 4]));
+        let config = CacheTierConfig { host_bytes: 1 << 20, disk_bytes: 1 << 20, load_tokens_min: None };
+        let mut tiers = Tiers::new(config, 64);
+        for (hash, name) in [(mine, TierName::Disk), (others, TierName::Disk)] {
+            tiers.written(hash, Ok(()), Vec::new(), None);
+            assert_eq!(tiers.tier_of(&hash), Some(name));
+        }
+        tiers.keep(mine, Arc::new([]));
+        let of_mine = Tenant::of("mine");
+        assert!(tiers.begin_drop(Tenants { key: Some(of_mine.key), salt: Some(of_mine.salt) }));
+        assert_eq!((tiers.tier_of(&mine), tiers.tier_of(&others)), (None, Some(TierName::Disk)));
+        assert!(tiers.take_from_host(&mine).is_none() && tiers.keeps(&mine), "hidden, and not removed yet");
+        assert!(tiers.drop_on_host().is_empty(), "it is on disk still");
+        assert_eq!((tiers.tier_of(&mine), tiers.is_dropping()), (None, true));
+        tiers.dropped_on_disk(vec![others], 64);
+        assert_eq!((tiers.keeps(&mine), tiers.is_dropping()), (false, false));
+        // Computed and copied again, it is found again.
+        tiers.keep(mine, Arc::new([]));
+        assert_eq!(tiers.tier_of(&mine), Some(TierName::Host));
+    }
 }

@@ -24,7 +24,8 @@ use lagoon_types::limits::{
     PREFILL_REST_MS, PREFILL_TOKENS_MAX, PREFILL_TRIES_MAX, PREFILL_WAIT_MS, WORKERS_MAX,
 };
 use lagoon_types::{
-    Epoch, FinishReason, InstanceId, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent, TokenLogprobs,
+    CachedTokens, Epoch, FinishReason, InstanceId, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent,
+    TokenLogprobs,
 };
 use std::collections::BTreeMap;
 
@@ -525,7 +526,7 @@ impl Prefills {
     /// Emits the worker's token to the client; it may be the last.
     fn emit_first_token(&mut self, cx: &mut Cx, batch: &mut Batch, id: SeqId, m: &PrefillReady) {
         let Some(return_logits) = batch.seq(id).map(|seq| seq.return_logits) else { return };
-        let prompt = batch.report_prompt_of(id, m.cached_tokens);
+        let prompt = batch.report_prompt_of(id, cached(m));
         cx.effects.extend(prompt.map(|event| Effect::Emit { seq: id, event }));
         let end = batch.push_token(cx, id, m.token).or(m.has_ended.then_some(FinishReason::Stop));
         let logits = return_logits.then(|| m.logits.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect());
@@ -748,6 +749,12 @@ pub(super) fn takes_window(cx: &Cx, total: u32) -> Option<u32> {
     let blocks = shape.blocks(total, cx.config.block_tokens);
     let fits = |most: u32| most == 0 || blocks <= most / WINDOW_SHARE;
     (blocks > 0 && fits(cx.config.blocks_total) && fits(cx.stage_blocks())).then_some(blocks)
+}
+
+/// Where a worker found the cached tokens that it reports.
+fn cached(m: &PrefillReady) -> CachedTokens {
+    let [pool, host, disk] = [m.pool_cached_tokens, m.host_cached_tokens, m.disk_cached_tokens].map(u64::from);
+    CachedTokens { device: u64::from(m.cached_tokens).saturating_sub(pool + host + disk), pool, host, disk }
 }
 
 /// The worker that has a request or KV of a sequence.

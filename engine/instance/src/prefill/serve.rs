@@ -20,7 +20,9 @@ use lagoon_types::limits::{
     ALLOWED_TOKENS_MAX, BANNED_MAX, CACHE_SALT_BYTES_MAX, EXPORT_BLOCKS_MAX, LEASE_TTL_MS, LOGIT_BIAS_MAX,
     PREFILL_JOBS_MAX,
 };
-use lagoon_types::{Epoch, GenerateRequest, InstanceId, LeaseId, PhysBlock, RequestOptions, SamplingParams, SeqId};
+use lagoon_types::{
+    CachedTokens, Epoch, GenerateRequest, InstanceId, LeaseId, PhysBlock, RequestOptions, SamplingParams, SeqId,
+};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -282,6 +284,9 @@ impl Prefills {
         let began_ms = seq.began_ms.unwrap_or(job.since_ms);
         let (lease, epoch) = (LeaseId(grant.lease), Epoch(grant.epoch));
         let logprobs = first.logprobs.as_ref();
+        let cached = seq.prompt.as_ref().map_or(CachedTokens::default(), |prompt| prompt.cached);
+        let cached = cached.at_most(seq.len().into());
+        let tokens = |of: u64| u32::try_from(of).expect("at most a prompt's tokens");
         let ready = PrefillReady {
             request: key.1,
             lease: grant.lease,
@@ -298,7 +303,10 @@ impl Prefills {
             prefill_ms: cx.now_ms - began_ms,
             queued_tokens: 0,
             window_blocks: as_u32(window.len()),
-            cached_tokens: seq.prompt.as_ref().map_or(0, |prompt| prompt.cached),
+            cached_tokens: tokens(cached.total()),
+            pool_cached_tokens: tokens(cached.pool),
+            host_cached_tokens: tokens(cached.host),
+            disk_cached_tokens: tokens(cached.disk),
             has_ended: first.has_ended,
         };
         if let Some(job) = self.jobs.get_mut(&key) {

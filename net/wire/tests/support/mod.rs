@@ -328,12 +328,18 @@ fn cache_orders() -> Vec<(&'static str, ControlBody)> {
     let drop = AdminCacheDrop { instance: 4, of: None };
     let drop_of = AdminCacheDrop { instance: 4, of: Some(of) };
     let tenant = CacheTenant { key: 0x0102_0304, salt: 5, device_blocks: 6, host_blocks: 7, disk_blocks: 8 };
+    let (pool_hit_tokens, host_hit_tokens, disk_hit_tokens) = (1, 2, 3);
+    let found = CacheCounts { pool_hit_tokens, host_hit_tokens, disk_hit_tokens, saved_ms: 4, ..counts.clone() };
     let tenants = CacheCounts { tenants: vec![tenant], ..counts.clone() };
     let dropped = Some(CacheDropped { instances: vec![3, 4], number: 0x1_0000_0007 });
     vec![
         (
             "heartbeat_cache_counts",
             ControlBody::Heartbeat(Box::new(Heartbeat { cache: Some(Box::new(counts)), ..heartbeat() })),
+        ),
+        (
+            "heartbeat_cache_found",
+            ControlBody::Heartbeat(Box::new(Heartbeat { cache: Some(Box::new(found)), ..heartbeat() })),
         ),
         ("cache_drop", ControlBody::CacheDrop(CacheDrop { number: 0x1_0000_0007, of: None })),
         ("cache_drop_of", ControlBody::CacheDrop(CacheDrop { number: 0x1_0000_0007, of: Some(of) })),
@@ -552,6 +558,7 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         window_blocks: 0,
         cached_tokens: 0,
         has_ended: false,
+        ..Default::default()
     };
     let state = RoleState { now: Role::Instance.into(), becoming: Some(Role::Decode.into()), order_received: 0 };
     let order_received =
