@@ -59,8 +59,8 @@ fn assert_full(world: &World, copied: bool) {
 }
 
 /// Iterations of a running request of node 0, counted by its tokens, from another one's arrival there: until that one is admitted, and
-/// until its first token.
-fn iterations(world: &mut World, blocks: u32) -> [usize; 2] {
+/// until its first token. And the blocks that were evicted meanwhile.
+fn iterations(world: &mut World, blocks: u32) -> ([usize; 2], u64) {
     let running = world.submit(0, greedy(prompt(90, 3, VOCAB), 40));
     world.run_until(|world| world.requests[running].tokens.len() == 2);
     let evicted =
@@ -74,9 +74,9 @@ fn iterations(world: &mut World, blocks: u32) -> [usize; 2] {
     let first = since(world);
     assert!(!world.requests[running].is_over(), "it ran all the time");
     assert_eq!(world.requests[asked].prompt.0, 0, "nothing of it was cached");
-    println!("{blocks} blocks: {admitted} iterations, {first} to its first token, {} evicted", evicted(world) - before);
+    let evicted = evicted(world) - before;
     world.run();
-    [admitted, first]
+    ([admitted, first], evicted)
 }
 
 #[test]
@@ -84,14 +84,17 @@ fn full_caches_delay_no_admission() {
     // In own memory, and with a loan from both others.
     for (blocks, lends) in [(10, false), (BLOCKS + 14, true)] {
         let mut world = empty();
-        let expected = iterations(&mut world, blocks);
+        let (expected, evicted) = iterations(&mut world, blocks);
+        assert_eq!(evicted, 0, "the pool was empty");
         let lent: u64 = world.nodes().map(|node| world.live(node).status().blocks_borrowed_total).sum();
         assert_eq!(lent > 0, lends);
         // Where copies to the host tier are done, and where they are being made.
         for copied in [true, false] {
             let mut world = full(copied);
             assert_full(&world, copied);
-            assert_eq!(iterations(&mut world, blocks), expected, "{blocks} blocks, copied: {copied}");
+            let (got, evicted) = iterations(&mut world, blocks);
+            assert_eq!(got, expected, "{blocks} blocks, copied: {copied}");
+            assert!(evicted >= u64::from(blocks), "{blocks} blocks, copied: {copied}: {evicted} evicted");
             assert_equals_single("full caches", &world, &pool());
             world.check_empty();
         }

@@ -42,7 +42,7 @@ pub(crate) const OWN: u32 = QUESTION as u32 + BLOCK;
 #[test]
 fn a_document_longer_than_an_instance_is_computed_once() {
     for order in [[0, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 0], [2, 4, 2, 3, 0, 1], [1, 3, 3, 1, 2, 4]] {
-        let mut world = World::pool(pool(), None, &vec![spec(); 5]);
+        let mut world = World::pool(pool(), None, &vec![Spec { step_ms: 5, ..spec() }; 5]);
         let computed: Vec<u32> = (0..6).map(|n| ask(&mut world, order[n as usize], n)).collect();
         println!("{order:?}: {computed:?}");
         assert_eq!(computed[0] as usize, DOCUMENT + QUESTION);
