@@ -9,7 +9,7 @@ use lagoon_transfer::mutants as transfer;
 use std::time::Duration;
 
 /// Number of seeds in which a mutant must be found.
-const SEEDS: u64 = 3_000;
+const SEEDS: u64 = 6_000;
 /// Pools with prefill elsewhere.
 const ROLES: Limits = Limits {
     nodes: 0,
