@@ -15,7 +15,7 @@
 
 use super::pack::Stored;
 use super::scaled::{Int4G32, Int4G64, Int4G128};
-use super::simd::{Element, Kernel, Simd};
+use super::simd::{Element, Kernel, LANES_MAX, Simd};
 use super::streams::AHEAD_BYTES;
 use crate::formats::{Block, WeightFormat};
 use half::{bf16, f16};
@@ -30,8 +30,6 @@ pub(super) const PARTS: usize = SUPER / PART;
 const SHORT_SUPER_BYTES_MAX: usize = 8 * 34;
 /// Rows of `x` whose sums are held in registers together.
 const GROUP: usize = 4;
-/// Elements of the longest vector.
-const LANES_MAX: usize = 16;
 /// The largest rounded activation: both of its planes are signed bytes.
 const ROUNDED_MAX: f32 = 32_639.0;
 
@@ -168,7 +166,10 @@ unsafe fn six_bits<S: Simd>(block: *const u8) -> Scales<S> {
     // SAFETY: within the block.
     unsafe {
         let (scale, least) = (half::<S>(block, 0), half::<S>(block, 2));
-        let [a, b, c] = block.add(4).cast::<[[u8; 4]; 3]>().read().map(u32::from_le_bytes);
+        // Not `map`, which is a call where it is not inlined.
+        let words = block.add(4).cast::<[u8; 4]>();
+        let (a, b, c) = (words.read(), words.add(1).read(), words.add(2).read());
+        let (a, b, c) = (u32::from_le_bytes(a), u32::from_le_bytes(b), u32::from_le_bytes(c));
         // The lower four of each are in a byte of their own; the upper four have their upper two bits beside the lower ones.
         let eight = |low: u32, high: u32| {
             u64::from(low & 0x3f3f_3f3f) | u64::from(high & 0x0f0f_0f0f | (low >> 2) & 0x3030_3030) << 32
