@@ -1,7 +1,7 @@
 //! Products of a few rows: every weight is read once from memory, as a stream, and stays in the first-level cache
 //! while groups of rows are multiplied with it.
 
-use super::simd::{Element, Kernel, LANES_MAX, Simd};
+use super::simd::{Element, Kernel, Simd};
 use super::streams::AHEAD_BYTES;
 
 /// Rows of `x` whose sums are held in registers together.
@@ -61,16 +61,9 @@ impl<E: Element> Dots<E> {
                     }
                 }
             }
-            // Summed from memory: a loop of sums would be too long to be unrolled, and what a loop looks up stays in no register.
-            let mut parts = [[[0.0f32; LANES_MAX]; N]; R];
-            for (parts, sums) in parts.iter_mut().zip(&sums) {
-                for (part, sum) in parts.iter_mut().zip(sums) {
-                    S::store(part.as_mut_ptr(), *sum);
-                }
-            }
-            for (r, parts) in parts.iter().enumerate() {
-                for (j, part) in parts.iter().enumerate() {
-                    self.put(row + r, col + j, S::sum(S::load(part.as_ptr())));
+            for (r, sums) in sums.iter().enumerate() {
+                for (j, sum) in sums.iter().enumerate() {
+                    self.put(row + r, col + j, S::sum(*sum));
                 }
             }
         }

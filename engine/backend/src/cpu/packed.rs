@@ -15,7 +15,7 @@
 
 use super::pack::Stored;
 use super::scaled::{Int4G32, Int4G64, Int4G128};
-use super::simd::{Element, Kernel, LANES_MAX, Simd};
+use super::simd::{Element, Kernel, Simd};
 use super::streams::AHEAD_BYTES;
 use crate::formats::{Block, WeightFormat};
 use half::{bf16, f16};
@@ -30,6 +30,8 @@ pub(super) const PARTS: usize = SUPER / PART;
 const SHORT_SUPER_BYTES_MAX: usize = 8 * 34;
 /// Rows of `x` whose sums are held in registers together.
 const GROUP: usize = 4;
+/// Elements of the longest vector.
+const LANES_MAX: usize = 16;
 /// The largest rounded activation: both of its planes are signed bytes.
 const ROUNDED_MAX: f32 = 32_639.0;
 

@@ -15,9 +15,6 @@ mod portable;
 pub(crate) use element::Element;
 use std::fmt;
 
-/// Elements of the longest vector.
-pub(super) const LANES_MAX: usize = 16;
-
 /// What [`Simd::load_e4m3`] divides elements by: the exponents of an f16 and of an E4M3 with the same bits differ by 8.
 pub(super) const E4M3_DIVISOR: f32 = 256.0;
 
