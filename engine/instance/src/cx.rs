@@ -163,7 +163,7 @@ impl Cx {
 
     /// Whether queries to other hosts may be relayed: this instance names its host, and no layer has a window of its own, with which
     /// layers ask different creditors.
-    pub(crate) fn relays(&self) -> bool {
+    pub(crate) fn can_relay(&self) -> bool {
         !self.config.host.is_empty() && self.config.layer_windows.pooled.is_empty()
     }
 

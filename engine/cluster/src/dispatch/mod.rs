@@ -43,7 +43,7 @@ use lagoon_types::limits::{
     DISPATCH_LOOK_MAX, DISPATCH_NONE_MS, DISPATCH_PASSES_MAX, DISPATCH_WHOLE_MS, GATEWAY_QUEUE_BYTES_MAX,
     GATEWAY_QUEUE_MAX, GATEWAY_QUEUE_MS, GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, HAND_BACKS_MAX,
 };
-use prefixes::{CachedTokens, Prefixes};
+use prefixes::{CachedAt, Prefixes};
 use rooms::{Instance, Room, Sent};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -324,7 +324,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     }
 
     /// Tokens of a prompt that instances are predicted to cache.
-    fn cached(&self, prefix: &PrefixHashes) -> CachedTokens<K> {
+    fn cached(&self, prefix: &PrefixHashes) -> CachedAt<K> {
         self.prefixes.cached(prefix, |key| self.instances.get(&key).map(Instance::memory))
     }
 
@@ -426,7 +426,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         }
     }
 
-    fn rank(&self, key: K, ask: &Ask, cached: &CachedTokens<K>) -> Rank {
+    fn rank(&self, key: K, ask: &Ask, cached: &CachedAt<K>) -> Rank {
         let unknown = InstanceLoad::default();
         let load = self.instances.get(&key).map_or(&unknown, Instance::load);
         match self.mode {
@@ -517,7 +517,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         self.room(key).is_some_and(|room| room.fits(blocks))
     }
 
-    fn best(&self, keys: impl Iterator<Item = K>, waiting: &Waiting<K>, cached: &CachedTokens<K>) -> Option<K> {
+    fn best(&self, keys: impl Iterator<Item = K>, waiting: &Waiting<K>, cached: &CachedAt<K>) -> Option<K> {
         let ask = &waiting.arrival.ask;
         keys.map(|key| (self.rank(key, ask, cached), key)).min_by(|a, b| a.0.cmp(&b.0)).map(|(_, key)| key)
     }

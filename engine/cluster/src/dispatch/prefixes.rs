@@ -25,9 +25,9 @@ pub(super) struct Prefixes<K> {
 
 /// Tokens of one prompt by instance; no entry for an instance with none.
 #[derive(Debug)]
-pub(super) struct CachedTokens<K>(Vec<(K, u64)>);
+pub(super) struct CachedAt<K>(Vec<(K, u64)>);
 
-impl<K: PartialEq> CachedTokens<K> {
+impl<K: PartialEq> CachedAt<K> {
     pub(super) fn at(&self, instance: K) -> u64 {
         self.0.iter().find(|(of, _)| *of == instance).map_or(0, |(_, tokens)| *tokens)
     }
@@ -63,7 +63,7 @@ impl<K> Default for Prefixes<K> {
 impl<K: Copy + PartialEq> Prefixes<K> {
     /// Tokens of a prompt that instances are predicted to have in their prefix caches. One look-up a hash, for all instances.
     /// `memory`: of an instance, if it is known.
-    pub(super) fn cached(&self, prefix: &PrefixHashes, memory: impl Fn(K) -> Option<Memory>) -> CachedTokens<K> {
+    pub(super) fn cached(&self, prefix: &PrefixHashes, memory: impl Fn(K) -> Option<Memory>) -> CachedAt<K> {
         let mut longest: Vec<(K, u64)> = Vec::new();
         for (length, hash) in (1_u64..).zip(&prefix.hashes) {
             let Some(places) = self.places.get(hash) else { break };
@@ -81,7 +81,7 @@ impl<K: Copy + PartialEq> Prefixes<K> {
             let tokens = crate::perf::as_f64(*length) * prefix.tokens_per_hash * self.trust;
             *length = u64::try_from(crate::perf::whole(tokens)).unwrap_or(0);
         }
-        CachedTokens(longest)
+        CachedAt(longest)
     }
 
     /// A request with this prefix goes to `instance`, which will have computed so many tokens then.

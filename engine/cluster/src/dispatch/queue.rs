@@ -1,7 +1,7 @@
 //! The queue's bounds, and requests that wait: how they come, leave, expire and come back.
 
 use super::{
-    Arrival, Bound, CachedTokens, DISPATCH_NONE_MS, Dispatcher, Effect, GATEWAY_QUEUE_BYTES_MAX, GATEWAY_QUEUE_MAX,
+    Arrival, Bound, CachedAt, DISPATCH_NONE_MS, Dispatcher, Effect, GATEWAY_QUEUE_BYTES_MAX, GATEWAY_QUEUE_MAX,
     GATEWAY_QUEUE_MS, GATEWAY_TENANT_QUARTERS, HAND_BACK_REST_MS, Head, Instance, Mode, Refusal, RequestId, Waiting,
     turn,
 };
@@ -128,7 +128,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
 
     /// The busy instance that a request waits for, rather than start at `best`: it saves prefill there, and can start within
     /// [`HOLD_WEIGHT`] times what it saves.
-    pub(super) fn awaited(&self, waiting: &Waiting<K>, best: K, cached: &CachedTokens<K>) -> Option<K> {
+    pub(super) fn awaited(&self, waiting: &Waiting<K>, best: K, cached: &CachedAt<K>) -> Option<K> {
         let is_over = waiting.held_ms.is_some_and(|since_ms| self.now_ms >= since_ms + DISPATCH_PREFIX_MS);
         if is_over || self.mode == Mode::FreeMemory {
             return None;
